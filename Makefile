@@ -2,30 +2,39 @@
 BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: all build setup demo collide test check bench sanitize tsan fuzz format format-check install clean help
+.PHONY: all build program setup demo collide test cuda check bench sanitize tsan fuzz format format-check tidy \
+        compile-commands install clean help
 
 all: build
 
 setup:             ## install the packages mneme is built with
 	@sh tools/setup.sh
 
-build: setup       ## release build in build/release
+program: setup     ## the program alone, build/release/mneme: for the CPU, and for a GPU that this machine has
+	@cmake --preset release >/dev/null
+	@cmake --build $(BUILD) -j $(JOBS) --target mneme_cli -- --no-print-directory
+
+build: setup       ## program, libraries and tests in build/release
 	@cmake --preset release >/dev/null
 	@cmake --build $(BUILD) -j $(JOBS) -- --no-print-directory
 
-demo: build        ## two small models learn stories and are asked: table, figures in build/demo
+cuda: setup        ## the program with CUDA kernels for all machines, in build/cuda (some minutes; needs nvcc, no GPU)
+	@cmake --preset cuda >/dev/null
+	@cmake --build build/cuda -j $(JOBS) --target mneme_cli -- --no-print-directory
+
+demo: program      ## two small models learn stories and are asked: table, figures in build/demo
 	@$(BUILD)/mneme demo --out build/demo
 
-collide: build     ## the collision experiment, as a table and two figures in build/collide
+collide: program   ## the collision experiment, as a table and two figures in build/collide
 	@$(BUILD)/mneme collide --figures build/collide
 
 test: build        ## all tests
 	@ctest --preset release -j $(JOBS)
 
-check: build       ## golden vectors on every target of this machine
+check: program     ## golden vectors on every target of this machine
 	@$(BUILD)/mneme check --quiet tests/golden/*.safetensors
 
-bench: build       ## operators against ceilings measured in the same run
+bench: program     ## operators against ceilings measured in the same run
 	@$(BUILD)/mneme bench ops
 
 sanitize: setup    ## tests under address and undefined-behaviour sanitizers
@@ -45,6 +54,14 @@ format:            ## clang-format over the files that changed, or over FILES
 format-check:      ## columns, tabs, braces, lengths of functions and files
 	@sh tests/format.sh .
 
+tidy: setup        ## clang-tidy over the C files that changed since BASE (the commit before)
+	@cmake --preset release >/dev/null
+	@sh tools/tidy.sh $(BUILD) $(BASE)
+
+compile-commands:  ## compile_commands.json for editors, C and CUDA
+	@cmake --preset cuda >/dev/null
+	@sh tools/compile_commands.sh build/cuda >compile_commands.json
+
 install: build     ## PREFIX=/usr/local by default
 	@cmake --install $(BUILD) --prefix $(or $(PREFIX),/usr/local)
 
@@ -52,4 +69,4 @@ clean:
 	@rm -rf build
 
 help:              ## this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 18

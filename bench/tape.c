@@ -228,10 +228,10 @@ static void measure(const bench *s, const operation *op) {
 
 static void measure_ceilings(bench *s) {
     const size_t bytes = (size_t)B * T * X * mn_dtype_bytes(s->dtype);
-    mn_products *products = mn_products_create();
+    mn_gemm_handle *products = mn_gemm_create();
     void *space;
-    must(mn_device_allocate(s->device, &space, MN_PRODUCT_SPACE));
-    const mn_product_work work = { .dtype = s->dtype, .c_dtype = s->dtype, .a = s->a, .b = s->b,
+    must(mn_device_allocate(s->device, &space, MN_GEMM_WORKSPACE));
+    const mn_gemm_problem work = { .dtype = s->dtype, .c_dtype = s->dtype, .a = s->a, .b = s->b,
                                    .c = s->c, .M = PRODUCT, .N = PRODUCT, .K = PRODUCT,
                                    .a_row = PRODUCT, .b_row = PRODUCT, .c_row = PRODUCT,
                                    .b_transposed = true };
@@ -242,7 +242,7 @@ static void measure_ceilings(bench *s) {
         must(mn_device_copy(s->device, s->cotangent, s->a, bytes));
         copies[at] = between(s);
         must(mn_device_event_record(s->device, s->from));
-        must(mn_device_check(s->device, mn_products_run(products, &work, space,
+        must(mn_device_check(s->device, mn_gemm_run(products, &work, space,
                                                         mn_device_stream(s->device)), "product"));
         multiplies[at] = between(s);
     }
@@ -250,8 +250,8 @@ static void measure_ceilings(bench *s) {
     s->product_rate = 2.0 * pow(PRODUCT, 3) / median(multiplies, s->runs);
     printf("%s, %s: copy %.0f GB/s, product of %d %.0f TFLOP/s%s\n",
            mn_device_facts(s->device)->name, mn_dtype_name(s->dtype), 1e-9 * s->copy_rate, PRODUCT,
-           1e-12 * s->product_rate, mn_products_fast(products) ? "" : " (no cuBLASLt)");
-    mn_products_destroy(products);
+           1e-12 * s->product_rate, mn_gemm_has_cublaslt(products) ? "" : " (no cuBLASLt)");
+    mn_gemm_destroy(products);
     mn_device_free(s->device, space);
 }
 

@@ -1,11 +1,29 @@
-# CUDA kernels: machine code for sm_80 and sm_90a, and PTX for what comes between and after, compiled
-# ahead of time. nvcc makes the objects; everything else, linking too, stays with the C compiler. The
-# CUDA runtime is linked statically, so the program starts on machines without a driver.
-set(MN_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (where a toolkit is found), ON or OFF")
+# CUDA kernels, compiled ahead of time. nvcc makes the objects; everything else, linking too, stays with
+# the C compiler. The CUDA runtime is linked statically, so the program starts on machines without a
+# driver. Kernels take minutes to compile: AUTO leaves them out where there is no GPU to run them, and
+# compiles for the GPUs that are there; ON (make cuda) compiles for all machines: sm_80, sm_90a, and PTX
+# for what comes between and after.
+set(MN_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (where toolkit and GPU are found), ON or OFF")
 set_property(CACHE MN_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(mneme_cuda_built FALSE)
+
+# Compute capabilities of the GPUs that the driver shows: "8.6;9.0"; empty without a GPU.
+set(mneme_gpus "")
+find_program(MN_NVIDIA_SMI nvidia-smi)
+if(MN_NVIDIA_SMI AND MN_CUDA STREQUAL "AUTO")
+    execute_process(COMMAND ${MN_NVIDIA_SMI} --query-gpu=compute_cap --format=csv,noheader
+        OUTPUT_VARIABLE mneme_gpus RESULT_VARIABLE code OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]" mneme_gpus "${mneme_gpus}")
+    list(REMOVE_DUPLICATES mneme_gpus)
+    if(NOT code EQUAL 0)
+        set(mneme_gpus "")
+    endif()
+endif()
+
 if(MN_CUDA STREQUAL "AUTO")
-    find_package(CUDAToolkit 12.0 QUIET)
+    if(mneme_gpus)
+        find_package(CUDAToolkit 12.0 QUIET)
+    endif()
 elseif(MN_CUDA)
     find_package(CUDAToolkit 12.0 REQUIRED)
 endif()
@@ -15,7 +33,19 @@ elseif(MN_CUDA STREQUAL "ON")
     message(FATAL_ERROR "MN_CUDA=ON needs nvcc and libcudart_static.a; set CUDAToolkit_ROOT to the toolkit")
 endif()
 
-set(MN_CUDA_MACHINES "80;80-virtual;90a" CACHE STRING
+# wgmma and TMA descriptors of 9.0 are instructions of sm_90a; what has no code path of its own runs 8.0's.
+set(mneme_machines_default "80;80-virtual;90a")
+if(mneme_gpus)
+    set(mneme_machines_default "")
+    foreach(gpu ${mneme_gpus})
+        string(REPLACE "." "" number ${gpu})
+        if(number EQUAL 90)
+            set(number 90a)
+        endif()
+        list(APPEND mneme_machines_default ${number})
+    endforeach()
+endif()
+set(MN_CUDA_MACHINES "${mneme_machines_default}" CACHE STRING
     "Machines CUDA kernels are compiled for, as N (machine code) or N-virtual (PTX)")
 set(mneme_cuda_machines)
 foreach(machine ${MN_CUDA_MACHINES})
@@ -75,6 +105,7 @@ function(mneme_cuda_objects result)
     endif()
     file(GLOB_RECURSE sources CONFIGURE_DEPENDS src/kernels/cuda/*.cu)
     set(objects)
+    set(commands "")
     foreach(source ${sources})
         file(RELATIVE_PATH name ${CMAKE_SOURCE_DIR}/src/kernels/cuda ${source})
         get_filename_component(folder ${CMAKE_BINARY_DIR}/cuda/${name} DIRECTORY)
@@ -84,7 +115,12 @@ function(mneme_cuda_objects result)
             COMMAND ${CMAKE_C_COMPILER_LAUNCHER} ${CUDAToolkit_NVCC_EXECUTABLE} ${flags} -MD -MF ${object}.d -c ${source} -o ${object}
             DEPENDS ${source} DEPFILE ${object}.d VERBATIM COMMENT "Building CUDA object ${name}")
         list(APPEND objects ${object})
+        string(JOIN " " command ${CUDAToolkit_NVCC_EXECUTABLE} ${flags} -c ${source} -o ${object})
+        string(APPEND commands "{\n  \"directory\": \"${CMAKE_BINARY_DIR}\",\n  \"command\": \"${command}\","
+            "\n  \"file\": \"${source}\"\n},\n")
     endforeach()
+    string(REGEX REPLACE ",\n$" "\n" commands "${commands}")
+    file(WRITE ${CMAKE_BINARY_DIR}/cuda_commands.json "${commands}")    # for tools/compile_commands.sh
     add_custom_target(mneme_cuda DEPENDS ${objects})
     set(${result} ${objects} PARENT_SCOPE)
 endfunction()

@@ -27,3 +27,7 @@ else()
 endif()
 configure_file(cmake/mneme.pc.in mneme.pc @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/mneme.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+# The library alone, without the links that a wheel cannot hold: python/pyproject.toml asks for it.
+install(FILES $<TARGET_FILE:mneme> DESTINATION . RENAME libmneme.so COMPONENT python
+    EXCLUDE_FROM_ALL)

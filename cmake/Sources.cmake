@@ -26,6 +26,22 @@ else()
     list(FILTER library_sources EXCLUDE REGEX "/device_cuda\\.c$")
 endif()
 
+# So is HTTP through libmicrohttpd. The page is a part of the library: bytes of a file as C.
+pkg_check_modules(MICROHTTPD IMPORTED_TARGET libmicrohttpd)
+if(MICROHTTPD_FOUND)
+    list(FILTER library_sources EXCLUDE REGEX "/http_none\\.c$")
+    list(APPEND mneme_dependencies PkgConfig::MICROHTTPD)
+else()
+    message(STATUS "libmicrohttpd is not here: mneme serve will say so")
+    list(FILTER library_sources EXCLUDE REGEX "/http\\.c$")
+endif()
+set(page ${CMAKE_BINARY_DIR}/generated/page.c)
+add_custom_command(OUTPUT ${page}
+    COMMAND ${CMAKE_COMMAND} -DIN=${CMAKE_SOURCE_DIR}/src/server/page.html -DOUT=${page}
+        -DNAME=mn_page_html -P ${CMAKE_SOURCE_DIR}/cmake/Embed.cmake
+    DEPENDS ${CMAKE_SOURCE_DIR}/src/server/page.html ${CMAKE_SOURCE_DIR}/cmake/Embed.cmake)
+list(APPEND library_sources ${page})
+
 mneme_object_library(mneme_objects ${library_sources})
 set_source_files_properties(src/kernels/dispatch.c PROPERTIES
     COMPILE_DEFINITIONS MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)

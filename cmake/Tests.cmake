@@ -4,6 +4,16 @@ file(GLOB support_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/*.
 file(GLOB test_sources CONFIGURE_DEPENDS tests/unit/test_*.c tests/kernels/test_*.c
     tests/mixers/test_*.c tests/model/test_*.c)
 
+# A test says of itself what it is run under besides the plain build, near its top: "// labels: sanitize
+# threads" (or "# labels:" in a script). `make sanitize` and `make tsan` go by these labels: the walks
+# over all operators are too long under a sanitizer, the golden vectors visit every kernel.
+function(mneme_label name source)
+    file(STRINGS ${source} labels LIMIT_COUNT 1 REGEX "^(//|#) labels: ")
+    string(REGEX REPLACE "^(//|#) labels: " "" labels "${labels}")
+    string(REPLACE " " ";" labels "${labels}")
+    set_tests_properties(${name} PROPERTIES LABELS "${labels}")
+endfunction()
+
 add_library(mneme_test_support STATIC ${support_sources})
 target_include_directories(mneme_test_support PUBLIC src include tests)
 target_link_libraries(mneme_test_support PUBLIC mneme_static PkgConfig::CMOCKA
@@ -21,12 +31,21 @@ foreach(source ${test_sources})
     endif()
     add_test(NAME ${name} COMMAND ${name})
     set_tests_properties(${name} PROPERTIES TIMEOUT 1200 ENVIRONMENT "${sanitizer_options}")
+    mneme_label(${name} ${source})
 endforeach()
 
 set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
 add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors")
+set_tests_properties(golden PROPERTIES LABELS "sanitize;threads")
 add_test(NAME bench_quick COMMAND mneme_cli bench ops --quick --runs 1)
 add_test(NAME layers COMMAND sh ${CMAKE_SOURCE_DIR}/tests/layers.sh ${CMAKE_SOURCE_DIR})
+# Checks of the house; those that ask git what belongs to the project are skipped outside of a checkout.
+foreach(check house cuda_headers docs)
+    add_test(NAME ${check} COMMAND sh ${CMAKE_SOURCE_DIR}/tests/${check}.sh ${CMAKE_SOURCE_DIR} $<TARGET_FILE:mneme_cli>)
+    set_tests_properties(${check} PROPERTIES SKIP_RETURN_CODE 77)
+endforeach()
+add_test(NAME add_mixer COMMAND sh ${CMAKE_SOURCE_DIR}/tests/add_mixer.sh ${CMAKE_SOURCE_DIR})
+set_tests_properties(add_mixer PROPERTIES TIMEOUT 1200)
 # Writes small model folders for the scripts, which get it as their third argument.
 add_executable(make_model tests/support/programs/make_model.c)
 target_link_libraries(make_model PRIVATE mneme_test_support)
@@ -36,53 +55,11 @@ foreach(script ${cli_tests})
     add_test(NAME cli_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR}
         $<TARGET_FILE:make_model>)
     set_tests_properties(cli_${name} PROPERTIES SKIP_RETURN_CODE 77)
+    mneme_label(cli_${name} ${script})
 endforeach()
+# The Python package over the library just built; skipped where there is no numpy or pytest.
+add_test(NAME python COMMAND sh ${CMAKE_SOURCE_DIR}/python/tests/run.sh ${CMAKE_SOURCE_DIR}
+    $<TARGET_FILE:mneme> $<TARGET_FILE:mneme_cli>)
+set_tests_properties(python PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1200)
 add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
     ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
-
-# What make sanitize and make tsan run: the walks over all operators are too long under a sanitizer,
-# the golden vectors visit every kernel.
-set(sanitized
-    cli_eval
-    cli_generate
-    golden
-    test_base
-    test_collision
-    test_eval
-    test_io
-    test_linear
-    test_loader
-    test_matmul
-    test_metric
-    test_ops_refusal
-    test_prepare
-    test_run_log
-    test_safetensors
-    test_sample
-    test_session
-    test_stories
-    test_tasks
-    test_tasks_mad
-    test_tasks_mqar
-    test_tasks_niah
-    test_tasks_vectors
-    test_tokenizer
-    test_tokenizer_refusal
-    test_trainer
-    test_unicode
-    test_vec)
-set(threaded
-    golden
-    test_base
-    test_matmul
-    test_tokenizer)
-foreach(name ${sanitized})
-    if(TEST ${name})
-        set_property(TEST ${name} APPEND PROPERTY LABELS sanitize)
-    endif()
-endforeach()
-foreach(name ${threaded})
-    if(TEST ${name})
-        set_property(TEST ${name} APPEND PROPERTY LABELS threads)
-    endif()
-endforeach()

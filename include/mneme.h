@@ -94,6 +94,67 @@ MN_API mn_status mn_tokenizer_ids(int32_t **ids, int64_t *count, const mn_tokeni
 MN_API mn_status mn_tokenizer_decode(const mn_tokenizer *tokenizer, const int32_t *ids,
                                      int64_t count, bool special, char **text, size_t *size);
 
+/* ---- training --------------------------------------------------------------------------------
+ *
+ * What `mneme train` does, step by step: a model of one JSON configuration ("model", "data",
+ * "train", "out", see docs/guide/training.md), its optimiser and its data.
+ *
+ *   mn_train_create(&train, context, config);
+ *   while (mn_train_steps(train) < n) mn_train_step(train, &result);
+ *   mn_train_save(train);        OUT/last is a model folder: mn_model_open, mneme generate
+ *
+ * Data are the files that the configuration names, or batches that a function of the program makes.
+ * A run that is resumed goes on with the bits of one that never stopped. */
+
+typedef struct mn_train mn_train;
+
+/* Batches of a program's own. `fill` writes the tokens of every row and the target of each, -100
+ * where none is asked for; rows are sequences of their own. It is a function of `step` (from 0) and
+ * of nothing else, so that a resumed run sees the batches it would have seen. What it returns other
+ * than MN_OK ends the step. `context` is borrowed. */
+typedef struct mn_train_batches {
+    void *context;
+    mn_status (*fill)(void *context, int64_t step, int64_t rows, int64_t length, int32_t *tokens,
+                      int32_t *targets);
+    int64_t epoch;    // steps after which validation is complete; 0: 1
+} mn_train_batches;
+
+typedef struct mn_train_result {
+    int64_t step;           // of this update, from 0
+    double loss;            // mean over the targets of the step, in nats
+    double grad_norm, lr;
+    int64_t tokens;         // targets counted
+    int skipped;            // a spike: no update was made
+} mn_train_result;
+
+/* `config` is the JSON text, copied. The context is borrowed and decides where steps are computed.
+ * On failure `*out` is NULL and the message names the key. */
+MN_API mn_status mn_train_create(mn_train **out, mn_context *context, const char *config);
+
+/* The same with batches in place of files: "data" then names none, and model.vocab_size,
+ * train.batch and train.context are given. `valid` may be NULL: nothing is held out. */
+MN_API mn_status mn_train_create_from(mn_train **out, mn_context *context, const char *config,
+                                      const mn_train_batches *train, const mn_train_batches *valid);
+MN_API void mn_train_destroy(mn_train *train);            // NULL accepted
+
+/* One update. A loss or gradient that is not finite fails with a message that names the first
+ * tensor that went wrong, and changes nothing. `result` may be NULL. */
+MN_API mn_status mn_train_step(mn_train *train, mn_train_result *result);
+
+/* Mean loss over the validation data, NAN where there are none. */
+MN_API mn_status mn_train_evaluate(mn_train *train, double *loss);
+
+/* Writes OUT/checkpoints/step-N, a model folder with the optimiser's state, and points OUT/last at
+ * it, and OUT/best where the last evaluation was the best. OUT is made with its parents; the
+ * configuration goes to OUT/train.json, so that `mneme train --resume OUT` goes on too. What was
+ * there before stays until the new one is complete. */
+MN_API mn_status mn_train_save(mn_train *train);
+
+/* Takes up a checkpoint of the same configuration and data: OUT/last, or that at `checkpoint`. */
+MN_API mn_status mn_train_resume(mn_train *train, const char *checkpoint);
+
+MN_API int64_t mn_train_steps(const mn_train *train);     // updates made
+
 /* ---- sessions --------------------------------------------------------------------------------
  *
  * A session is one sequence that a model is reading: what its layers remember, and the logits of
@@ -129,6 +190,11 @@ MN_API void mn_session_destroy(mn_session *session);      // NULL accepted
  * other failure the session has to be reset, restored or loaded. */
 MN_API mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count);
 MN_API mn_status mn_session_step(mn_session *session, int32_t token);
+
+/* Tokens that may follow the next one. On a CPU the next step reads them with its own in one pass,
+ * and steps that agree cost nothing then; others take back what was read. Results have the same
+ * bits whatever is expected (speculative decoding). */
+MN_API mn_status mn_session_expect(mn_session *session, const int32_t *tokens, int64_t n);
 
 /* Reads tokens and tells the logarithm of the probability each had when its turn came; 0 for the
  * first token of a sequence, which nothing foretold. `log_probabilities` holds `count` numbers. */
@@ -169,6 +235,25 @@ MN_API mn_status mn_session_fork(mn_session **out, const mn_session *session);
 MN_API mn_status mn_session_save(const mn_session *session, const char *path);
 MN_API mn_status mn_session_load(mn_session *session, const char *path);
 
+/* Steps of many sessions at once: on a CPU products read each weight once for all of them. */
+typedef struct mn_batch mn_batch;
+
+/* Context and model must outlive the batch. */
+MN_API mn_status mn_batch_create(mn_batch **out, mn_context *context, mn_model *model);
+MN_API void mn_batch_destroy(mn_batch *batch);            // NULL accepted
+
+/* Session i reads tokens[i], with the bits that mn_session_step would give it, whatever the others
+ * are. The n sessions are of the batch's context and model, each there once, and may be others at
+ * each call. A session or token that cannot be fails before anything is read; after any other
+ * failure each of them has to be reset, restored or loaded. */
+MN_API mn_status mn_batch_step(mn_batch *batch, mn_session *const *sessions,
+                               const int32_t *tokens, int64_t n);
+
+/* Session i reads the counts[i] tokens at tokens[i], 2 or more, with the bits that mn_session_feed
+ * would give it if it read them in one chunk: prompts of several sessions at once. */
+MN_API mn_status mn_batch_feed(mn_batch *batch, mn_session *const *sessions,
+                               const int32_t *const *tokens, const int64_t *counts, int64_t n);
+
 /* How the next token is drawn, applied in this order. All zeros: always the most probable. */
 typedef struct mn_sampling {
     double repetition_penalty;     // of the logits of recent tokens; 0, 1: off
@@ -186,6 +271,57 @@ MN_API void mn_sampling_defaults(mn_sampling *how);    // temperature 1, everyth
  * the latest last; NULL when there are none. */
 MN_API mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampling *how,
                                    const int32_t *recent, int64_t n_recent);
+
+/* ---- tasks ----------------------------------------------------------------------------------
+ *
+ * Synthetic sequences made by a known law. A sample is a function of (options, seed, split, index)
+ * and of nothing else. A target of -100 asks for nothing. One thread at a time per task. */
+
+typedef struct mn_task mn_task;
+
+/* `options` is a JSON object, NULL for the defaults: mn_describe_tasks lists them. */
+MN_API mn_status mn_task_open(mn_task **out, const char *name, const char *options);
+MN_API void mn_task_close(mn_task *task);    // NULL accepted
+
+/* Tokens of a vocabulary or numbers a token (the other is 0), classes of targets, places of a row.
+ * Any of the pointers may be NULL. */
+MN_API void mn_task_sizes(const mn_task *task, int64_t *vocabulary, int64_t *features,
+                          int64_t *classes, int64_t *length);
+
+/* Writes samples [first, first + count) of split "train", "valid" or "test": targets (count,
+ * length), and the inputs, `tokens` (count, length) or `features` (count, length, features); the
+ * other is NULL. Places behind the end of a shorter sample have token 0 and no target. */
+MN_API mn_status mn_task_draw(mn_task *task, uint64_t seed, const char *split, int64_t first,
+                              int64_t count, int32_t *tokens, float *features, int32_t *targets);
+
+/* ---- descriptions ----------------------------------------------------------------------------
+ *
+ * The tables of the library as JSON, for bindings in other languages; free with free(). */
+
+/* Where the sizes of mn_call and the tensors and numbers of every operator's arguments lie. */
+MN_API mn_status mn_describe_operators(char **json);
+
+/* Sequence layers: their axes, operator, and options with defaults. */
+MN_API mn_status mn_describe_layers(char **json);
+
+/* Layer `name` ("gdn", "gla+ccq") of a model of width D, whose sequences have at most `context`
+ * tokens: its sizes by letter, its options filled in, its parameters as checkpoints have them.
+ * `options` is a JSON object or NULL. */
+MN_API mn_status mn_describe_layer(char **json, const char *name, const char *options, int64_t D,
+                                   int64_t context);
+
+/* The model that a config.json means: sizes, and the name and options of every layer with all
+ * defaults filled in; under "config" the same as a config.json to be saved. */
+MN_API mn_status mn_describe_model(char **json, const char *config);
+
+/* Tasks with their options and published settings. */
+MN_API mn_status mn_describe_tasks(char **json);
+
+/* The numbers that a parameter of such a layer starts with, a function of (seed, stream); `range`
+ * is the standard deviation of projections. `values` holds all of them. */
+MN_API mn_status mn_layer_start(float *values, const char *name, const char *options, int64_t D,
+                                int64_t context, const char *parameter, double range,
+                                uint64_t seed, uint64_t stream);
 
 /* ---- operators -------------------------------------------------------------------------------
  *

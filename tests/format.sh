@@ -2,7 +2,8 @@
 # Format check: what the style fixes and a script can see: at most 100 columns (rows of tables may be wider),
 # no tab, no blank at the end of a line, no carriage return, indentation by fours (continuations and
 # comments line up where they like), braces on the same line, one blank line at most, functions of at
-# most 100 lines, files of at most 900.
+# most 100 lines, files of at most 900
+# (CUDA: 1700, a kernel that is one pass is one file).
 #   format.sh SOURCE_DIR
 set -eu
 cd "$1"
@@ -10,9 +11,10 @@ list=$(find src include tests examples bench -name '*.[ch]' -o -name '*.def' -o 
 [ -n "$list" ] || { echo "no files found"; exit 1; }
 # shellcheck disable=SC2086
 LC_ALL=C.UTF-8 awk '
+function most(path) { return path ~ /\.cuh?$/ ? 1700 : 900 }
 function complain(what) { printf "%s:%d: %s\n", FILENAME, FNR, what; bad++ }
 FNR == 1 {
-    if (file != "" && lines > 900) { printf "%s: %d lines, 900 are the most\n", file, lines; bad++ }
+    if (file != "" && lines > most(file)) { printf "%s: %d lines, %d are the most\n", file, lines, most(file); bad++ }
     file = FILENAME; blank = 0; opened = 0; n_files++
 }
 {
@@ -31,7 +33,7 @@ FNR == 1 {
     }
 }
 END {
-    if (lines > 900) { printf "%s: %d lines, 900 are the most\n", file, lines; bad++ }
+    if (lines > most(file)) { printf "%s: %d lines, %d are the most\n", file, lines, most(file); bad++ }
     if (bad) { printf "%d complaints\n", bad; exit 1 }
     printf "%d files in form\n", n_files
 }' $list

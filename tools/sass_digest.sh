@@ -3,25 +3,31 @@
 #
 # OLD and NEW are object files, libraries, programs or folders of object files. Of each the code of every
 # GPU kernel (cuobjdump -sass) or, with --host, of every C function (objdump -d) is taken with names,
-# addresses and file names stripped, hashed and sorted; the two lists are compared.
-# Exit status: 0 the same, 1 not the same (the code that only one has is listed), 2 used wrongly.
+# addresses and file names stripped, and hashed; the two lists are compared. Compilers lay out the
+# subroutines of a kernel in the order of their names, which moves registers and addresses: kernels whose
+# arithmetic and memory instructions are as many of each kind count as the same in kind, and are told apart.
+# Exit status: 0 the same or the same in kind, 1 not the same (listed), 2 used wrongly.
 #   sass_digest.sh [--host] OLD NEW
 #   sass_digest.sh [--host] --list PLACE >NAME.digest      such a list may stand for OLD or NEW later
 set -eu
 kind=sass
 if [ "${1:-}" = --host ]; then kind=host; shift; fi
-[ $# = 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# = 2 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2; }
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# One line per function: hash, number of instructions, name.
+# One line per function: hash, hash of the kinds (of what is neither a move, an address nor control), number
+# of instructions, name.
 hashes='
 import hashlib, re, sys
 kind, name, code, rows = sys.argv[1], None, [], []
+def digest(lines):
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
+kinds = re.compile(r"(F|D|H|MUFU|[A-Z]*MMA|MOVM|LDG|STG|LDS|STS|LDSM|RED|ATOM|UTMA|UBLK|SYNCS|BAR|WARPGROUP|SHFL)")
 def close():
     if name and code:
-        text = "\n".join(code).encode()
-        rows.append("%s %6d %s" % (hashlib.sha256(text).hexdigest()[:20], len(code), name))
+        ops = sorted(o for o in (re.sub(r"^@\S+ ", "", c).split()[0] for c in code) if kinds.match(o))
+        rows.append("%s %s %6d %s" % (digest(code), digest(ops if kind == "sass" else code), len(code), name))
 for line in sys.stdin:
     line = line.rstrip()
     if kind == "sass":
@@ -62,7 +68,17 @@ if cmp -s "$scratch/old.hash" "$scratch/new.hash"; then
     echo "$(wc -l <"$scratch/new.hash") functions, all with the same machine code"
     exit 0
 fi
-comm -3 "$scratch/old.hash" "$scratch/new.hash" | tr -d '\t' | sort -u >"$scratch/differ"
-echo "only in $1:"; grep -F -f "$scratch/differ" "$scratch/old" || true
-echo "only in $2:"; grep -F -f "$scratch/differ" "$scratch/new" || true
+# What differs, by the kinds of its instructions.
+for side in old new; do
+    comm -3 "$scratch/old.hash" "$scratch/new.hash" | tr -d '\t' | sort -u >"$scratch/differ"
+    grep -F -f "$scratch/differ" "$scratch/$side" >"$scratch/$side.differ" || true
+    cut -d' ' -f2 "$scratch/$side.differ" | sort >"$scratch/$side.kinds"
+done
+if cmp -s "$scratch/old.kinds" "$scratch/new.kinds"; then
+    echo "$(wc -l <"$scratch/new.hash") functions: $(wc -l <"$scratch/new.kinds") the same in kind, all others the same machine code"
+    exit 0
+fi
+comm -3 "$scratch/old.kinds" "$scratch/new.kinds" | tr -d '\t' | sort -u >"$scratch/differ"
+echo "only in $1:"; grep -F -f "$scratch/differ" "$scratch/old.differ" || true
+echo "only in $2:"; grep -F -f "$scratch/differ" "$scratch/new.differ" || true
 exit 1

@@ -4,7 +4,8 @@
 set -eu
 
 packages="gcc:gcc cmake:cmake make:make pkg-config:pkg-config gnuplot:gnuplot-nox"
-libraries="jansson:libjansson-dev openblas:libopenblas-dev cmocka:libcmocka-dev libpcre2-8:libpcre2-dev"
+libraries="jansson:libjansson-dev openblas:libopenblas-dev cmocka:libcmocka-dev libpcre2-8:libpcre2-dev
+libmicrohttpd:libmicrohttpd-dev"
 missing=
 
 for pair in $packages; do
@@ -17,7 +18,9 @@ done
     command -v clang >/dev/null 2>&1 || missing="$missing clang"
     [ -n "$(ls /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer* 2>/dev/null)" ] ||
         missing="$missing libclang-rt-14-dev"
-    command -v clang-format >/dev/null 2>&1 || missing="$missing clang-format"
+    for tool in clang-format clang-tidy; do
+        command -v $tool >/dev/null 2>&1 || missing="$missing $tool"
+    done
 }
 [ -z "$missing" ] && exit 0
 

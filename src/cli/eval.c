@@ -26,7 +26,7 @@ typedef struct options {
     const char **texts, **data;     // of --text and --data, argc at most; texts gets both
     int n_texts;
     bool any_format;                // --data
-    int64_t lengths[MOST_LENGTHS], max_tokens, max_questions;
+    int64_t lengths[MOST_LENGTHS], max_tokens, max_questions, per_pass;
     int n_lengths, n_threads;
     bool json, quiet;
 } options;
@@ -47,6 +47,7 @@ static void print_help(void) {
          "  --max-questions N  the first N questions only\n"
          "  --tokens FILE      token ids: .bin, a JSON list, or numbers and blanks\n"
          "  --logits OUT       write the logits of --tokens to a safetensors file\n"
+         "  --per-pass N       read --tokens N at a time; 1: as decoding does\n"
          "  --device D         cpu (default), cuda or cuda:N\n"
          "  --dtype T          f32 (default), f64 on the CPU, bf16 on a GPU\n"
          "  --json             results as one document\n"
@@ -111,6 +112,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--max-questions", .read = read_whole, .to = &o->max_questions, .needs = whole },
         { "--tokens", .text = &o->tokens },
         { "--logits", .text = &o->logits },
+        { "--per-pass", .read = read_whole, .to = &o->per_pass, .needs = whole },
         { "--device", .text = &o->device },
         { "--dtype", .text = &o->dtype },
         { "--threads", .count = &o->n_threads, .low = 1, .high = 256 },
@@ -257,7 +259,7 @@ static mn_status write_logits(const evaluation *e) {
     mn_status st = mn_logits_read_ids(&tokens, e->o->tokens, V);
     if (st != MN_OK) return st;
     if (e->o->max_tokens) tokens.count = mn_min(tokens.count, e->o->max_tokens);
-    st = mn_logits_write(e->o->logits, e->context, e->model, &tokens);
+    st = mn_logits_write(e->o->logits, e->context, e->model, &tokens, e->o->per_pass);
     if (st == MN_OK && !e->o->json) {
         printf("wrote %s: logits of %" PRId64 " tokens, %" PRId64 " each\n", e->o->logits,
                tokens.count, V);

@@ -11,13 +11,13 @@
 #include "cli/options.h"
 #include "io/json_write.h"
 #include "definition/mixer.h"
+#include "layers/layer.h"
 #include "ops/run.h"
 #include "runtime/device.h"
 
 static const bool composed[MN_OP_COUNT] = {
 #define COMPOSE(name, parts) [MN_OP_##name] = true,
 #include "ops/compose/compose.def"
-#undef COMPOSE
 };
 
 static void print_help(void) {
@@ -26,7 +26,8 @@ static void print_help(void) {
          "kernel that serves each operator and pass, and the sequence layers with their three "
          "axes.\n\n"
          "  --target NAME   ref, avx2, avx512 (default: MN_TARGET, else the best of this machine)\n"
-         "  --json          the same as JSON");
+         "  --json          the same as JSON\n"
+         "  --table NAME    a table of the documents as Markdown: layers, operators, options");
 }
 
 static const char *compiler(void) {
@@ -138,6 +139,63 @@ static void print_mixers(void) {
          "branches.");
 }
 
+/* ---- tables of the documents ----------------------------------------------------------------- */
+
+/* A row of the table of layers; bars inside of a cell would end it. */
+static void print_layers_table(void) {
+    puts("| layer | transition | belief | read | operator | state of a sequence |\n"
+         "|---|---|---|---|---|---|");
+    for (int i = 0; i < mn_mixer_count(); i++) {
+        const mn_mixer_info *info = mn_mixer_row(i);
+        char formula[MN_MIXER_FORMULA];
+        mn_mixer_state_formula(formula, info);
+        printf("| %s | %s | %s | %s | %s | %s |\n", info->name, mn_mixer_transition_name(info),
+               mn_mixer_belief_name(info), mn_mixer_read_name(info),
+               mn_op_describe(info->op)->name, formula);
+    }
+}
+
+static void print_operators_table(void) {
+    puts("| operator | equation |\n|---|---|");
+    for (int op = 0; op < MN_OP_COUNT; op++) {
+        const mn_op_info *info = mn_op_describe((mn_op_id)op);
+        printf("| %s | `%s` |\n", info->name, info->about);
+    }
+}
+
+enum { LAYER_KEYS = 64 };    // more than any layer has options
+
+static void print_options_table(void) {
+    puts("| layer | options |\n|---|---|");
+    for (int kind = 0; kind < MN_LAYER_COUNT; kind++) {
+        const char *keys[LAYER_KEYS];
+        const int n = mn_layer_option_keys((mn_layer_kind)kind, keys, LAYER_KEYS);
+        printf("| %s |", mn_layer_kind_name((mn_layer_kind)kind));
+        for (int i = 0; i < n; i++) printf("%s `%s`", i ? "," : "", keys[i]);
+        puts(" |");
+    }
+}
+
+static const struct {
+    const char *name;
+    void (*print)(void);
+} tables[] = {
+    { "layers", print_layers_table },
+    { "operators", print_operators_table },
+    { "options", print_options_table },
+};
+
+static int print_table(const char *name) {
+    for (size_t i = 0; i < MN_COUNTOF(tables); i++) {
+        if (strcmp(tables[i].name, name) != 0) continue;
+        tables[i].print();
+        return 0;
+    }
+    fprintf(stderr, "mneme info: no table is called \"%s\"; there are layers, operators, options\n",
+            name);
+    return 2;
+}
+
 /* ---- JSON ------------------------------------------------------------------------------------ */
 
 static json_t *targets_json(const mn_context *context) {
@@ -238,11 +296,14 @@ static mn_status print_json(const mn_context *context) {
 int mn_command_info(int argc, char **argv) {
     mn_context_options options = { 0 };
     bool json = false;
+    const char *table = NULL;
     const mn_option rows[] = { { "--json", .flag = &json },
+                               { "--table", .text = &table },
                                { "--target", .text = &options.target } };
     const int mistake = mn_options_read(rows, MN_COUNTOF(rows), "info", argc, argv);
     if (mistake < 0) print_help();
     if (mistake != 0) return mistake < 0 ? 0 : mistake;
+    if (table) return print_table(table);
     mn_context *context = NULL;
     mn_status st = mn_context_create(&context, &options);
     if (st == MN_OK && json) {

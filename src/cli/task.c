@@ -101,27 +101,6 @@ static mn_status lay_setting(options *o) {
 
 /* ---- the list -------------------------------------------------------------------------------- */
 
-static void add_option(void *context, const char *key, const char *value, const char *about) {
-    json_array_append_new(context, json_pack("{s:s, s:s, s:s}", "name", key, "default", value,
-                                             "about", about));
-}
-
-static json_t *task_json(int i) {
-    const mn_task_info info = mn_task_row(i);
-    json_t *list = json_array(), *settings = json_array();
-    mn_task_options_list(i, add_option, list);
-    for (int k = 0; k < mn_task_setting_count(); k++) {
-        const mn_task_setting s = mn_task_setting_row(k);
-        if (strcmp(s.task, info.name) != 0) continue;
-        json_array_append_new(settings, json_pack("{s:s, s:s, s:s, s:I, s:I}", "suite", s.suite,
-                                                  "name", s.name, "changes", s.changes, "train",
-                                                  (json_int_t)s.train, "test",
-                                                  (json_int_t)s.test));
-    }
-    return json_pack("{s:s, s:s, s:s, s:o, s:o}", "name", info.name, "about", info.about, "metric",
-                     info.metric, "options", list, "settings", settings);
-}
-
 /* Prints `root` and lets go of it; the exit status. */
 static int print_json(json_t *root) {
     char *text = NULL;
@@ -136,7 +115,7 @@ static int print_json(json_t *root) {
 static int list_tasks(const options *o) {
     if (o->json) {
         json_t *list = json_array();
-        for (int i = 0; i < mn_task_count(); i++) json_array_append_new(list, task_json(i));
+        for (int i = 0; i < mn_task_count(); i++) json_array_append_new(list, mn_task_json(i));
         return print_json(json_pack("{s:o}", "tasks", list));
     }
     for (int i = 0; i < mn_task_count(); i++) {
@@ -178,7 +157,7 @@ static int describe(const options *o) {
     /* A task that needs to be told more, such as a folder, can still be described. */
     if (st != MN_OK && (row < 0 || json_object_size(o->changes.value) > 0)) return failed();
     if (o->json) {
-        json_t *root = task_json(row);
+        json_t *root = mn_task_json(row);
         const mn_task_shape s = task ? mn_task_shape_of(task) : (mn_task_shape){ 0 };
         if (task) {
             json_object_set_new(root, "shape", json_pack("{s:I, s:I, s:I, s:I}", "vocab",

@@ -103,14 +103,14 @@ static int parse(options *o, int argc, char **argv) {
 
 /* ---- configuration --------------------------------------------------------------------------- */
 
-static bool is_there(const char *path) {
+static bool exists(const char *path) {
     struct stat about;
     return stat(path, &about) == 0;
 }
 
 static bool holds_run(const char *folder) {
     char path[PATH];
-    return snprintf(path, PATH, "%s/train.json", folder) < PATH && is_there(path);
+    return snprintf(path, PATH, "%s/train.json", folder) < PATH && exists(path);
 }
 
 /* A run's folder, or a checkpoint inside one: RUN/train.json lies in it or two folders up. Links
@@ -369,25 +369,6 @@ static mn_status train(run *r) {
 
 /* ---- before and after ------------------------------------------------------------------------ */
 
-/* OUT and the folders above it. */
-static mn_status make_folders(const char *out) {
-    char path[PATH];
-    struct stat about;
-    if (!out[0]) return mn_fail(MN_ERR_ARGUMENT, "out is empty; it names a folder for the run");
-    for (size_t i = 1; out[i] && i < PATH - 1; i++) {
-        if (out[i] != '/') continue;
-        memcpy(path, out, i);
-        path[i] = '\0';
-        mkdir(path, 0777);
-    }
-    if (mkdir(out, 0777) == 0) return MN_OK;
-    if (errno != EEXIST) {
-        return mn_fail(MN_ERR_IO, "%s: cannot make the folder: %s", out, strerror(errno));
-    }
-    if (stat(out, &about) == 0 && S_ISDIR(about.st_mode)) return MN_OK;
-    return mn_fail(MN_ERR_IO, "%s: is a file; out=... names a folder for the run", out);
-}
-
 /* Before anything is read: does the folder hold another run? */
 static mn_status refuse_other_run(const options *o, const mn_json *root) {
     const char *out = "";
@@ -424,7 +405,7 @@ static mn_status resume(run *r, const char *out, const char *checkpoint) {
 /* A folder that is this process's own, with the state to begin from in the trainer. */
 static mn_status prepare_out(run *r, const char *checkpoint) {
     const char *out = mn_trainer_options(r->trainer)->out;
-    mn_status st = make_folders(out);
+    mn_status st = mn_run_make_folders(out);
     if (st == MN_OK) st = lock(&r->lock, out);
     if (st == MN_OK && r->o->resume) st = resume(r, out, checkpoint);
     if (st == MN_OK && r->o->overwrite) st = mn_run_clear(out);

@@ -110,7 +110,7 @@ static int by_bytes(const struct dirent **a, const struct dirent **b) {
 
 static mn_status walk(mn_data_files *files, const char *path, mn_corpus_format format, int depth);
 
-static mn_status walk_entry(mn_data_files *files, const char *path, mn_corpus_format format,
+static mn_status scan_entry(mn_data_files *files, const char *path, mn_corpus_format format,
                             int depth) {
     struct stat info;
     if (stat(path, &info) != 0) return MN_OK;    // a link to nothing
@@ -130,7 +130,7 @@ static mn_status walk(mn_data_files *files, const char *path, mn_corpus_format f
     mn_status st = MN_OK;
     for (int i = 0; i < n; i++) {
         char *entry = st == MN_OK ? join(path, entries[i]->d_name) : NULL;
-        if (entry) st = walk_entry(files, entry, format, depth);
+        if (entry) st = scan_entry(files, entry, format, depth);
         else if (st == MN_OK) st = mn_fail(MN_ERR_MEMORY, "%s: out of memory", path);
         free(entry);
         free(entries[i]);

@@ -102,14 +102,14 @@ static mn_status take(const mn_loader *loader, int64_t at, int64_t count, int32_
     return MN_OK;
 }
 
-static void blank(mn_batch *batch, int64_t from, int64_t to) {
+static void blank(mn_token_batch *batch, int64_t from, int64_t to) {
     for (int64_t i = from; i < to; i++) {
         batch->tokens[i] = 0;
         batch->targets[i] = NO_TARGET;
     }
 }
 
-static mn_status fill_documents(mn_batch *batch, mn_loader *loader, int64_t step) {
+static mn_status fill_documents(mn_token_batch *batch, mn_loader *loader, int64_t step) {
     const int64_t n = loader->batch_tokens, length = loader->options.length;
     open_epoch(loader, step / loader->epoch_steps);
     const int64_t first = step % loader->epoch_steps * n, used = mn_min(n, loader->places - first);
@@ -147,7 +147,7 @@ static int64_t window_start(const mn_loader *loader, int64_t step, int64_t row) 
     return (int64_t)(((unsigned __int128)bits * choices) >> 64);
 }
 
-static mn_status fill_windows(mn_batch *batch, const mn_loader *loader, int64_t step) {
+static mn_status fill_windows(mn_token_batch *batch, const mn_loader *loader, int64_t step) {
     const int64_t length = loader->options.length;
     for (int64_t row = 0; row < loader->options.rows; row++) {
         const int64_t start = window_start(loader, step, row), i = row * length;
@@ -244,7 +244,7 @@ mn_status mn_loader_from_source(mn_loader **out, const mn_source *source) {
     return MN_OK;
 }
 
-static mn_status fill_from_source(mn_batch *batch, const mn_source *source, int64_t step) {
+static mn_status fill_from_source(mn_token_batch *batch, const mn_source *source, int64_t step) {
     batch->n_sequences = source->rows;
     for (int64_t row = 0; row <= source->rows; row++) batch->starts[row] = row * source->length;
     return source->fill(source->context, step, source->rows, source->length, batch->tokens,
@@ -262,26 +262,26 @@ int64_t mn_loader_epoch(const mn_loader *loader) {
     return loader->epoch_steps;
 }
 
-mn_status mn_batch_create(mn_batch *out, const mn_loader *loader) {
+mn_status mn_token_batch_create(mn_token_batch *out, const mn_loader *loader) {
     const size_t n = (size_t)loader->batch_tokens;
-    *out = (mn_batch){ .rows = loader->options.rows, .length = loader->options.length,
+    *out = (mn_token_batch){ .rows = loader->options.rows, .length = loader->options.length,
                        .tokens = malloc(n * sizeof *out->tokens),
                        .targets = malloc(n * sizeof *out->targets),
                        .starts = malloc((n + 1) * sizeof *out->starts),
                        .packed = loader->options.cutting == MN_CUT_DOCUMENTS };
     if (out->tokens && out->targets && out->starts) return MN_OK;
-    mn_batch_free(out);
+    mn_token_batch_free(out);
     return mn_fail(MN_ERR_MEMORY, "no memory for a batch of %zu tokens", n);
 }
 
-void mn_batch_free(mn_batch *batch) {
+void mn_token_batch_free(mn_token_batch *batch) {
     free(batch->tokens);
     free(batch->targets);
     free(batch->starts);
-    *batch = (mn_batch){ 0 };
+    *batch = (mn_token_batch){ 0 };
 }
 
-mn_status mn_loader_fill(mn_batch *batch, const mn_loader *loader, int64_t step) {
+mn_status mn_loader_fill(mn_token_batch *batch, const mn_loader *loader, int64_t step) {
     if (step < 0) return mn_fail(MN_ERR_ARGUMENT, "step %" PRId64 " is negative", step);
     if (!loader->corpus) return fill_from_source(batch, &loader->source, step);
     if (loader->options.cutting == MN_CUT_WINDOWS) return fill_windows(batch, loader, step);

@@ -30,12 +30,12 @@ typedef struct mn_loader mn_loader;
  * the rows * length tokens at which a sequence begins, closed by rows * length: the cu_seqlens of
  * packed operators. A sequence begins at every row, and with `documents` at each document and at
  * what is left empty; a target never belongs to another document than its token. */
-typedef struct mn_batch {
+typedef struct mn_token_batch {
     int64_t rows, length;
     int32_t *tokens, *targets;
     int64_t *starts, n_sequences;
     bool packed;                // cut by documents: sequences may be other than whole rows
-} mn_batch;
+} mn_token_batch;
 
 /* `corpus` must outlive the loader. Fails when the corpus has too few tokens, and says how many are
  * needed. */
@@ -60,13 +60,13 @@ void mn_loader_destroy(mn_loader *loader);    // NULL accepted
  * once per epoch. Random windows offer each about once. */
 int64_t mn_loader_epoch(const mn_loader *loader);
 
-mn_status mn_batch_create(mn_batch *out, const mn_loader *loader);
-void mn_batch_free(mn_batch *batch);
+mn_status mn_token_batch_create(mn_token_batch *out, const mn_loader *loader);
+void mn_token_batch_free(mn_token_batch *batch);
 
-/* Fills `batch` (made by mn_batch_create for this loader) for step `step` >= 0. Sequential steps
- * begin anew after an epoch. Allocates nothing; the first step of another epoch takes the time to
- * put the documents in order. Fails when a file of the corpus shrank underneath. One thread at a
- * time. */
-mn_status mn_loader_fill(mn_batch *batch, const mn_loader *loader, int64_t step);
+/* Fills `batch` (made by mn_token_batch_create for this loader) for step `step` >= 0. Sequential
+ * steps begin anew after an epoch. Allocates nothing; the first step of another epoch takes the
+ * time to put the documents in order. Fails when a file of the corpus shrank underneath. One
+ * thread at a time. */
+mn_status mn_loader_fill(mn_token_batch *batch, const mn_loader *loader, int64_t step);
 
 #endif

@@ -205,7 +205,7 @@ static mn_status list_input(preparation *p) {
     return st;
 }
 
-static bool walk_goes_on(void *context, int64_t done, int64_t all) {
+static bool scan_goes_on(void *context, int64_t done, int64_t all) {
     const mn_prepare_options *o = context;
     (void)done;
     return !o->progress || o->progress(o->context, 0, all, 0);
@@ -218,7 +218,7 @@ static mn_status make_characters(preparation *p) {
     mn_text_plan plan;
     mn_status st = mn_text_plan_make(&plan, &p->files, in->text_key, in->separator, 0, NULL);
     if (st != MN_OK) return st;
-    st = mn_text_alphabet(&letters, &size, &plan, walk_goes_on, (void *)(uintptr_t)p->options);
+    st = mn_text_alphabet(&letters, &size, &plan, scan_goes_on, (void *)(uintptr_t)p->options);
     if (st == MN_OK) st = mn_tokenizer_chars(&p->made, letters, size);
     p->tokenizer = p->made;
     free(letters);

@@ -1,9 +1,9 @@
-/* epilogue.c - small works that products end with (kernels/decode.h): those that follow, number by
- * number, from the columns of products of one stage.
+/* epilogue.c - small works that gemms end with (kernels/decode.h): those that follow, number by
+ * number, from the columns of gemms of one stage.
  *
- * A work is an ending if all that it waits for are such products, earlier endings of one of them
- * and small works that nothing holds back and that go by the same numbers, which become endings as
- * well. It may not touch what others of the stage still read: blocks are at different places. */
+ * A work is an epilogue if all that it waits for are such gemms, earlier endings of one of them
+ * and small works that nothing holds back and that go by the same elements, which become endings as
+ * well. It may not access what others of the stage still read: blocks are at different places. */
 #include <string.h>
 
 #include "decode/defer.h"
@@ -15,16 +15,16 @@ bool mn_is_row(const mn_view *view, const int64_t shape[4], int64_t count) {
            mn_is_contiguous(&x);
 }
 
-static bool meet(const mn_touch *a, const mn_touch *b) {
+static bool overlaps(const mn_mem_range *a, const mn_mem_range *b) {
     return a->begin < b->end && b->begin < a->end;
 }
 
-bool mn_only_reads(const mn_delayed *later, const mn_delayed *earlier) {
-    for (int i = 0; i < later->n_touched; i++) {
-        for (int k = 0; k < earlier->n_touched; k++) {
-            const mn_touch *now = &later->touched[i], *before = &earlier->touched[k];
+bool mn_only_reads(const mn_deferred *later, const mn_deferred *earlier) {
+    for (int i = 0; i < later->n_ranges; i++) {
+        for (int k = 0; k < earlier->n_ranges; k++) {
+            const mn_mem_range *now = &later->ranges[i], *before = &earlier->ranges[k];
             const bool reads = !now->writes && before->writes;
-            if (meet(now, before) && (now->writes || before->writes) && !reads) return false;
+            if (overlaps(now, before) && (now->writes || before->writes) && !reads) return false;
         }
     }
     return true;
@@ -38,52 +38,54 @@ static bool is_single(const mn_view *view, const int64_t shape[4]) {
     return true;
 }
 
-/* Numbers of a product that one number of a view serves, whole strips of them; 0: another view. */
+/* Numbers of a product that one number of a view serves, whole col_tiles of them; 0: another view.
+ * */
 static int64_t serves(const mn_view *view, const int64_t shape[4]) {
     const bool heads = shape[0] * shape[1] == 1 && view->stride[3] == 0 &&
                        (shape[2] == 1 || view->stride[2] == 1);
-    return heads && shape[3] % MN_FEW_TOGETHER == 0 ? shape[3] : 0;
+    return heads && shape[3] % MN_DECODE_COL_TILE == 0 ? shape[3] : 0;
 }
 
 /* Whether a work goes number by number over `count` of them, or over one number for each of as many
  * groups of them. */
-static bool goes_by(const mn_few *f, int64_t count) {
-    if (f->kind == MN_FEW_CONV) return f->shape[2] == 1 && f->shape[3] == count;
-    const bool each = f->kind == MN_FEW_UNARY || f->kind == MN_FEW_PAIR || f->kind == MN_FEW_MOVE;
+static bool goes_by(const mn_decode_op *f, int64_t count) {
+    if (f->kind == MN_DECODE_CONV) return f->shape[2] == 1 && f->shape[3] == count;
+    const bool each = f->kind == MN_DECODE_UNARY || f->kind == MN_DECODE_PAIR
+        || f->kind == MN_DECODE_MOVE;
     const int64_t own = mn_count4(f->shape);
-    if (own < count && (own == 0 || count % (own * MN_FEW_TOGETHER) != 0)) return false;
-    bool rows = each && own <= count && mn_is_row(mn_few_result(f), f->shape, own);
-    for (int i = 0; rows && i < mn_few_inputs_of(f->kind); i++) {
+    if (own < count && (own == 0 || count % (own * MN_DECODE_COL_TILE) != 0)) return false;
+    bool rows = each && own <= count && mn_is_row(mn_decode_result(f), f->shape, own);
+    for (int i = 0; rows && i < mn_decode_inputs_of(f->kind); i++) {
         rows = !f->at[i].data || mn_is_row(&f->at[i], f->shape, own) ||
                is_single(&f->at[i], f->shape) || (own == count && serves(&f->at[i], f->shape) > 0);
     }
     return rows;
 }
 
-typedef struct gathering {
-    mn_delay *all;
-    mn_few_products *launch;
-    uint64_t multiplied, ended;    // works that are products of the stage, and endings
-} gathering;
+typedef struct fusion {
+    mn_defer *all;
+    mn_decode_gemms *launch;
+    uint64_t multiplied, ended;    // works that are gemms of the stage, and endings
+} fusion;
 
-/* The product that work i goes by, from what it reads; -1: none, -2: it cannot be an ending. */
-static int product_of(const gathering *g, int i) {
-    const mn_few *f = &g->all->list[i].of.few;
-    const mn_few_products *launch = g->launch;
+/* The product that work i goes by, from what it reads; -1: none, -2: it cannot be an epilogue. */
+static int product_of(const fusion *g, int i) {
+    const mn_decode_op *f = &g->all->list[i].of.few;
+    const mn_decode_gemms *launch = g->launch;
     int by_ending = -1, by_product = -1;
-    for (int k = 0; k < mn_few_inputs_of(f->kind); k++) {
+    for (int k = 0; k < mn_decode_inputs_of(f->kind); k++) {
         const void *from = f->at[k].data;
         const bool all_of_it = mn_is_row(&f->at[k], f->shape, mn_count4(f->shape)) ||
-                               f->kind == MN_FEW_CONV;
+                               f->kind == MN_DECODE_CONV;
         const bool repeated = serves(&f->at[k], f->shape) > 0;
         for (int p = 0; from && p < launch->n; p++) {
             if (launch->of[p].c != from) continue;
             if (!all_of_it) return -2;
             if (by_product < 0 || p < by_product) by_product = p;
         }
-        for (int e = 0; from && e < launch->n_endings; e++) {
-            if (mn_few_result(&launch->ending[e].work)->data != from) continue;
-            const int product = launch->ending[e].product;
+        for (int e = 0; from && e < launch->n_epilogues; e++) {
+            if (mn_decode_result(&launch->epilogue[e].work)->data != from) continue;
+            const int product = launch->epilogue[e].product;
             if (!all_of_it && !repeated) return -2;
             if (by_ending >= 0 && by_ending != product) return -2;
             by_ending = product;
@@ -92,47 +94,48 @@ static int product_of(const gathering *g, int i) {
     return by_ending >= 0 ? by_ending : by_product;
 }
 
-/* Whether the launch has a convolution of that product, which is then the only ending. */
-static bool convolves(const mn_few_products *launch, int product) {
-    for (int i = 0; i < launch->n_endings; i++) {
-        const mn_few_ending *e = &launch->ending[i];
-        if (e->product == product && e->work.kind == MN_FEW_CONV) return true;
+/* Whether the launch has a convolution of that product, which is then the only epilogue. */
+static bool convolves(const mn_decode_gemms *launch, int product) {
+    for (int i = 0; i < launch->n_epilogues; i++) {
+        const mn_decode_epilogue_op *e = &launch->epilogue[i];
+        if (e->product == product && e->work.kind == MN_DECODE_CONV) return true;
     }
     return false;
 }
 
-static bool ends(const mn_few_products *launch, int product) {
+static bool epis(const mn_decode_gemms *launch, int product) {
     bool any = false;
-    for (int i = 0; i < launch->n_endings; i++) any |= launch->ending[i].product == product;
+    for (int i = 0; i < launch->n_epilogues; i++) any |= launch->epilogue[i].product == product;
     return any;
 }
 
-static bool add(gathering *g, int i, int product) {
-    mn_few_products *launch = g->launch;
-    const mn_delayed *d = &g->all->list[i];
-    if (launch->n_endings == MN_FEW_ENDINGS || product < 0) return false;
+static bool add(fusion *g, int i, int product) {
+    mn_decode_gemms *launch = g->launch;
+    const mn_deferred *d = &g->all->list[i];
+    if (launch->n_epilogues == MN_DECODE_EPILOGUES || product < 0) return false;
     if (!goes_by(&d->of.few, launch->of[product].N)) return false;
-    if (convolves(launch, product) || (d->of.few.kind == MN_FEW_CONV && ends(launch, product))) {
+    if (convolves(launch, product) || (d->of.few.kind == MN_DECODE_CONV && epis(launch, product))) {
         return false;
     }
-    launch->ending[launch->n_endings++] = (mn_few_ending){ product, d->of.few };
+    launch->epilogue[launch->n_epilogues++] = (mn_decode_epilogue_op){ product, d->of.few };
     g->ended |= mn_bit(i);
     return true;
 }
 
 /* Whether work k, which waits for nothing, only reads what was there before the stage. */
-static bool is_free(const gathering *g, int k) {
-    const mn_delayed *d = &g->all->list[k];
-    return d->kind == MN_DELAYED_FEW && d->of.few.kind == MN_FEW_UNARY &&
+static bool is_free(const fusion *g, int k) {
+    const mn_deferred *d = &g->all->list[k];
+    return d->kind == MN_DEFERRED_SMALL && d->of.few.kind == MN_DECODE_UNARY &&
            (d->after & ~g->all->done) == 0;
 }
 
-/* Work i as an ending, with what it needs beside; false, and nothing changed, where it is none. */
-static bool end_with(gathering *g, int i) {
-    const mn_delayed *d = &g->all->list[i];
+/* Work i as an epilogue, with what it needs beside; false, and nothing changed, where it is none.
+ * */
+static bool fuse(fusion *g, int i) {
+    const mn_deferred *d = &g->all->list[i];
     const uint64_t of_stage = g->multiplied | g->ended, known = g->all->done | of_stage;
     const uint64_t beside = d->after & ~known;
-    if (d->kind != MN_DELAYED_FEW || !(d->after & of_stage)) return false;
+    if (d->kind != MN_DEFERRED_SMALL || !(d->after & of_stage)) return false;
     for (int k = 0; k < i; k++) {
         const uint64_t one = mn_bit(k);
         if ((one & beside) && !is_free(g, k)) return false;
@@ -140,25 +143,25 @@ static bool end_with(gathering *g, int i) {
             return false;
         }
     }
-    const gathering before = *g;
-    const int n = g->launch->n_endings, product = product_of(g, i);
+    const fusion before = *g;
+    const int n = g->launch->n_epilogues, product = product_of(g, i);
     bool fits = product >= 0;
     for (int k = 0; k < i && fits; k++) {
         if (mn_bit(k) & beside) fits = add(g, k, product);
     }
     if (fits && product_of(g, i) == product && add(g, i, product)) return true;
     *g = before;
-    g->launch->n_endings = n;
+    g->launch->n_epilogues = n;
     return false;
 }
 
-uint64_t mn_few_gather_endings(mn_delay *all, mn_few_products *launch, const int *products,
+uint64_t mn_decode_fuse_epilogues(mn_defer *all, mn_decode_gemms *launch, const int *gemms,
                                uint64_t taken) {
-    gathering g = { .all = all, .launch = launch };
+    fusion g = { .all = all, .launch = launch };
     if (launch->M != 1) return 0;
-    for (int p = 0; p < launch->n; p++) g.multiplied |= mn_bit(products[p]);
+    for (int p = 0; p < launch->n; p++) g.multiplied |= mn_bit(gemms[p]);
     for (int i = 0; i < all->n; i++) {
-        if (!((all->done | taken | g.ended) & mn_bit(i))) end_with(&g, i);
+        if (!((all->done | taken | g.ended) & mn_bit(i))) fuse(&g, i);
     }
     return g.ended;
 }

@@ -1,5 +1,5 @@
 /* mixer.c - the generic step loop: predict, observe, read, one token at a time and one head
- * after the other, in double precision. This loop defines every row of mixers.def.
+ * after the other, in double precision. This loop defines every row of layers/all.def.
  *
  * What a row takes and keeps follows from its operator in ops.def: inputs are the operator's
  * inputs at one token, parts of the state are its initial states for one sequence. */
@@ -134,8 +134,9 @@ static mn_status complete_config(mn_mixer *m) {
     if (m->info.belief == &mn_belief_covariance) {
         c->size.R = m->info.transition == &mn_transition_rotation ? 2 * c->size.K : c->size.K;
     }
-    if (m->info.op == MN_OP_hyper && c->size.Q == 0) c->size.Q = c->size.H << m->info.read->kind;
-    if (m->info.op == MN_OP_hyper && c->size.Q != c->size.H << m->info.read->kind) {
+    const bool branches = mn_op_has_axis(m->info.op, 'Q');
+    if (branches && c->size.Q == 0) c->size.Q = c->size.H << m->info.read->kind;
+    if (branches && c->size.Q != c->size.H << m->info.read->kind) {
         return mn_fail(MN_ERR_ARGUMENT,
                        "%s: Q = %" PRId64 " query branches for H = %" PRId64
                        " heads, it has %d per head",
@@ -184,8 +185,7 @@ mn_status mn_mixer_create(mn_mixer **out, const char *name, const mn_mixer_confi
     if (st == MN_OK) {
         m->key_step = m->config.size.V;
         m->value_step = 1;
-        const bool headless = m->info.op == MN_OP_scan || m->info.op == MN_OP_moebius;
-        m->heads = headless ? 1 : m->config.size.H;
+        m->heads = mn_op_has_axis(m->info.op, 'H') ? m->config.size.H : 1;
         st = bind_fields(m);
     }
     if (st == MN_OK) st = take_memory(m);

@@ -1,7 +1,7 @@
 /* mixer.h - the table of sequence layers, and the generic step loop that defines each of them.
  *
- * A mixer is one sequence's belief about a memory: a row of mixers.def with sizes and a state in
- * double precision. One token at a time it predicts, observes and reads, by the row's three axis
+ * A mixer is one sequence's belief about a memory: a row of layers/all.def with sizes and a state
+ * in double precision. One token at a time it predicts, observes and reads, by the row's three axis
  * functions. A fused operator is an optimisation of a row and is held to this loop by the tests.
  *
  *   mn_mixer_create(&m, "gdn", &config); mn_mixer_step(m, &token, o, NULL); mn_mixer_destroy(m); */
@@ -29,7 +29,7 @@ typedef struct mn_mixer_info {
 } mn_mixer_info;
 
 int mn_mixer_count(void);
-const mn_mixer_info *mn_mixer_row(int index);    // in the order of mixers.def
+const mn_mixer_info *mn_mixer_row(int index);    // in the order of layers/all.def
 
 /* The layer called `name`, such as "gdn" or "bayes+ccq". The message suggests the nearest name. */
 mn_status mn_mixer_find(mn_mixer_info *out, const char *name);
@@ -110,7 +110,6 @@ void mn_mixer_reset(mn_mixer *mixer);
 
 int64_t mn_mixer_tokens(const mn_mixer *mixer);    // written since create or reset
 int64_t mn_mixer_state_floats(const mn_mixer *mixer);
-size_t mn_mixer_state_bytes(const mn_mixer *mixer);    // as float32, which is what a model keeps
 
 /* The part of the state that the operator returns as `name` (M, P, mu ...; kk and ks with +ccq), in
  * the operator's layout for one sequence; NULL if there is none. Valid until destroy. */

@@ -1,4 +1,4 @@
-/* mixers.c - the rows of mixers.def as data, and finding them by name. */
+/* mixers.c - the MIXER rows of the layers as data, and finding them by name. */
 #include "definition/axes.h"
 
 #include <stdio.h>
@@ -11,14 +11,14 @@
 static const mn_mixer_info rows[] = {
 #define MIXER(name, transition, belief, read, op)                                                  \
     { #name, &mn_transition_##transition, &mn_belief_##belief, &mn_read_##read, MN_OP_##op, false },
-#include "definition/mixers.def"
+#include "layers/all.def"
 };
 
 static const struct {
     const char *name, *row;
 } aliases[] = {
 #define MIXER_ALIAS(name, row) { #name, #row },
-#include "definition/mixers.def"
+#include "layers/all.def"
 };
 
 static const struct {
@@ -159,7 +159,8 @@ void mn_mixer_state_formula(char out[MN_MIXER_FORMULA], const mn_mixer_info *inf
 void mn_mixer_set_args(const mn_mixer_info *info, void *args) {
     int *decay = mn_args_decay_slot(info->op, args);
     if (decay) *decay = info->transition->decay;
-    if (info->op == MN_OP_hyper) ((mn_hyper_args *)args)->kind = info->read->kind;
+    int *kind = mn_args_choice_slot(info->op, args, "kind");
+    if (kind) *kind = info->read->kind;
 }
 
 const double **mn_token_slot(mn_token *token, const char *name) {

@@ -68,10 +68,6 @@ int64_t mn_mixer_state_floats(const mn_mixer *m) {
     return m->state_count + m->info.ccq + cache->length * (cache->k_count + cache->v_count);
 }
 
-size_t mn_mixer_state_bytes(const mn_mixer *m) {
-    return (size_t)mn_mixer_state_floats(m) * sizeof(float);
-}
-
 double *mn_mixer_part(mn_mixer *m, const char *name, int64_t *count) {
     for (int n = 0; n < m->n_parts; n++) {
         if (strcmp(m->parts[n].name, name) != 0) continue;

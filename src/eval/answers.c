@@ -12,7 +12,7 @@ enum { PIECE = 1024 };    // targets whose logits exist at one time
 typedef struct round_state {
     mn_model *model;
     mn_tape *tape;
-    mn_batch batch;
+    mn_token_batch batch;
     int32_t *places;
     float *logits;              // of a piece
     mn_answer_fn tell;
@@ -52,7 +52,7 @@ static mn_status answer_piece(round_state *r, mn_tensor *hidden, int64_t first, 
 }
 
 static mn_status answer_batch(round_state *r) {
-    const mn_batch *b = &r->batch;
+    const mn_token_batch *b = &r->batch;
     mn_model_input in = { .tokens = b->tokens, .B = b->rows, .T = b->length };
     if (b->packed) {
         in.B = 1;
@@ -83,7 +83,7 @@ static mn_status answer_batch(round_state *r) {
 mn_status mn_answers(mn_model *model, mn_tape *tape, const mn_loader *loader, int64_t first,
                      int64_t count, mn_answer_fn tell, void *context, double *loss) {
     round_state r = { .model = model, .tape = tape, .tell = tell, .context = context };
-    mn_status st = mn_batch_create(&r.batch, loader);
+    mn_status st = mn_token_batch_create(&r.batch, loader);
     if (st == MN_OK) {
         r.places = calloc((size_t)(r.batch.rows * r.batch.length) + 1, sizeof *r.places);
         const int64_t rows = mn_min(r.batch.rows * r.batch.length, PIECE);
@@ -98,7 +98,7 @@ mn_status mn_answers(mn_model *model, mn_tape *tape, const mn_loader *loader, in
         if (st == MN_OK) st = answer_batch(&r);
     }
     if (st == MN_OK && loss) *loss = r.loss / (double)mn_max(r.targets, 1);
-    mn_batch_free(&r.batch);
+    mn_token_batch_free(&r.batch);
     free(r.places);
     free(r.logits);
     return st;

@@ -164,15 +164,15 @@ static mn_status save(const results *r, const char *path, const mn_model *model,
 }
 
 mn_status mn_logits_write(const char *path, mn_context *context, mn_model *model,
-                          const mn_token_list *tokens) {
+                          const mn_token_list *tokens, int64_t per_pass) {
     results r = { 0 };
     mn_tape *tape = NULL;
     mn_model_state state = { 0 };
     const int64_t T = tokens->count;
-    int64_t chunk = T;
+    int64_t chunk = per_pass ? mn_min(per_pass, T) : T;
     mn_status st = mn_model_place(model, context, mn_model_pass_dtype(model));
     if (st == MN_OK) st = mn_tape_create(&tape, context, mn_model_pass_dtype(model));
-    if (st == MN_OK) {
+    if (st == MN_OK && per_pass == 0) {
         st = mn_pass_tokens(&chunk, model, tape, 1, mn_min(LEAST_CHUNK, T), T, budget);
     }
     if (st == MN_OK) st = make_room(&r, model, T, chunk);

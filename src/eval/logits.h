@@ -12,8 +12,10 @@ mn_status mn_logits_read_ids(mn_token_list *out, const char *path, int64_t vocab
 /* One pass over `tokens` as one sequence, in pieces that follow each other where it would take more
  * than 1 GiB. Writes a safetensors file in the model's type:
  *
- *   logits (T, vocabulary)   tokens (T)   variance (layers that tell one, T)   */
+ *   logits (T, vocabulary)   tokens (T)   variance (layers that tell one, T)
+ *
+ * `per_pass` tokens at a time, each pass going on from the state the last one left; 0: all. */
 mn_status mn_logits_write(const char *path, mn_context *context, mn_model *model,
-                          const mn_token_list *tokens);
+                          const mn_token_list *tokens, int64_t per_pass);
 
 #endif

@@ -42,7 +42,9 @@ static void put_setting(char text[MN_CELL_NAME], json_t *labels, const char *row
         }
         if (json_object_get(where, key)) continue;
         put_value(one, value);
-        snprintf(text + n, MN_CELL_NAME - n, "%s%s=%s", n > 0 ? ", " : "", key, one);
+        const char *comma = n > 0 ? ", " : "";
+        const int put = snprintf(text + n, MN_CELL_NAME - n, "%s%s=%s", comma, key, one);
+        if (put < 0 || (size_t)put >= MN_CELL_NAME - n) return;    // the name is cut, not the row
     }
 }
 

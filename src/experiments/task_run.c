@@ -14,7 +14,7 @@
 typedef struct example_set {
     mn_task *task;
     mn_task_feed feed;
-    mn_batch batch;          // what `fill` made last
+    mn_token_batch batch;          // what `fill` made last
 } example_set;
 
 typedef struct named_set {
@@ -51,7 +51,7 @@ static mn_status open_set(example_set *s, const char *name, const mn_json *optio
 }
 
 static void close_set(example_set *s) {
-    mn_batch_free(&s->batch);
+    mn_token_batch_free(&s->batch);
     mn_task_destroy(s->task);
 }
 
@@ -306,7 +306,7 @@ static void keep_answer(void *context, int64_t place, int32_t target, int32_t an
 }
 
 static mn_status count_batch(const inquiry *q) {
-    const mn_batch *b = &q->set->batch;
+    const mn_token_batch *b = &q->set->batch;
     for (int64_t row = 0; q->groups && row < b->rows; row++) {
         const int64_t at = row * b->length;
         mn_task_group(q->set->task, b->tokens + at, b->targets + at, q->groups + at);

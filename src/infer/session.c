@@ -3,7 +3,7 @@
  * Tokens go through the model a chunk at a time, each chunk one forward pass on the session's tape
  * with the session's state; decoding is the same with chunks of one token. Only the last token of a
  * feed gets logits, which are kept with the state, so that copies and files of it can go on. */
-#include "infer/session.h"
+#include "infer/session_internal.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -15,28 +15,6 @@
 #include "base/util.h"
 #include "model/checkpoint.h"
 #include "model/pass.h"
-
-struct mn_session {
-    mn_context *context;
-    mn_model *model;
-    mn_tape *tape;
-    mn_session_options options;
-    mn_model_state state;
-    bool broken;                // a pass failed: some layers are ahead of others
-    int n_beliefs;
-    float *variance;            // (n_beliefs, n_variance) and room for one chunk behind it
-    int64_t n_variance, variance_room;
-    mn_sampler *sampler;
-
-    /* On a GPU one token takes the same launches on the same memory as the one before, unless a
-     * layer goes by position: they are recorded once and played from then on. */
-    mn_device_graph *graph;     // NULL: none yet
-    int steps;                  // passes of one token since the last one of several
-    bool recording;
-    int32_t *token;             // that the graph reads, and logits that it writes, of n_logits: in
-    float *logits;              // host memory that the device reaches by itself
-    bool played;                // the last logits are those of the graph
-};
 
 struct mn_snapshot {
     const mn_model *model;
@@ -127,6 +105,9 @@ void mn_session_destroy(mn_session *session) {
     mn_tape_destroy(session->tape);
     mn_sampler_destroy(session->sampler);
     free(session->variance);
+    free(session->expected);
+    free(session->ahead);
+    free(session->ahead_logits);
     free(session);
 }
 
@@ -141,6 +122,7 @@ typedef struct reading {
     const int32_t *tokens;
     int64_t count;
     double *scores;             // log probability of each token; NULL: not wanted
+    const mn_logits_hearer *hearer;    // of the logits after each token; NULL: nobody
     int32_t *targets;           // of one chunk
     float *nll;
 } reading;
@@ -173,9 +155,26 @@ static mn_status keep_scores(mn_session *s, mn_tensor *hidden, const reading *in
     return MN_OK;
 }
 
+/* Tells the logits behind each token of the chunk. */
+static mn_status tell_logits(mn_session *s, mn_tensor *hidden, const reading *in, int64_t at,
+                             int64_t T) {
+    const int64_t V = s->state.n_logits;
+    mn_tensor *logits = mn_model_logits(s->model, s->tape, hidden);
+    mn_status st = mn_tape_status(s->tape);
+    float *rows = st == MN_OK ? malloc((size_t)(T * V) * sizeof *rows) : NULL;
+    if (st == MN_OK && !rows) st = mn_fail(MN_ERR_MEMORY, "no memory for the logits of a chunk");
+    if (st == MN_OK) st = mn_tape_read(s->tape, logits, rows);
+    for (int64_t t = 0; t < T && st == MN_OK; t++) {
+        st = in->hearer->hear(in->hearer->context, at + t, rows + t * V);
+    }
+    free(rows);
+    return st;
+}
+
 /* Whether the next token can be played: no layer goes by position, and nothing else is asked. */
 static bool repeats(const mn_session *s, const reading *in) {
-    bool same = s->context->device && in->count == 1 && !in->scores && !s->options.belief;
+    bool same = s->context->device && in->count == 1 && !in->scores && !in->hearer &&
+                !s->options.belief;
     for (int i = 0; same && i < s->state.n_layers; i++) same = !s->state.layers[i].by_position;
     return same;
 }
@@ -186,11 +185,12 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
                              .variance = fresh };
     if (T > 1) input.recompute = mn_pass_recompute(s->context);
-    const unsigned delay = MN_TAPE_DELAY | (repeats(s, in) ? MN_TAPE_REPEATS : 0);
+    const unsigned delay = MN_TAPE_DEFER | (repeats(s, in) ? MN_TAPE_REPEATS : 0);
     mn_tape_start(s->tape, T == 1 && !in->scores ? delay : MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     mn_status st = mn_tape_status(s->tape);
     if (st == MN_OK && in->scores) st = keep_scores(s, hidden, in, at, T);
+    if (st == MN_OK && in->hearer) st = tell_logits(s, hidden, in, at, T);
     if (st == MN_OK && at + T == in->count) st = keep_logits(s, hidden, T);
     s->played = false;
     for (int i = 0; fresh && st == MN_OK && i < s->n_beliefs; i++) {
@@ -257,7 +257,7 @@ static mn_status step(mn_session *s, const reading *in) {
     return MN_OK;
 }
 
-static mn_status make_room(mn_session *s, int64_t count, int64_t chunk) {
+mn_status mn_session_room(mn_session *s, int64_t count, int64_t chunk) {
     const int64_t V = mn_model_vocabulary(s->model);
     int64_t rows, room = 0;
     s->n_variance = 0;
@@ -280,7 +280,7 @@ static mn_status make_room(mn_session *s, int64_t count, int64_t chunk) {
     return MN_OK;
 }
 
-static mn_status check_tokens(const mn_session *s, const int32_t *tokens, int64_t count) {
+mn_status mn_session_check_tokens(const mn_session *s, const int32_t *tokens, int64_t count) {
     if (count < 0 || (count > 0 && !tokens)) {
         return mn_fail(MN_ERR_ARGUMENT, "a session was given %" PRId64 " tokens", count);
     }
@@ -299,7 +299,7 @@ static mn_status check_tokens(const mn_session *s, const int32_t *tokens, int64_
 
 static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
     const bool fresh = !s->state.logits;
-    mn_status st = make_room(s, in->count, chunk);
+    mn_status st = mn_session_room(s, in->count, chunk);
     if (in->count > 1) forget_graph(s);
     for (int64_t at = 0; at < in->count && st == MN_OK; at += chunk) {
         const int64_t T = mn_min(chunk, in->count - at);
@@ -316,10 +316,24 @@ static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
 }
 
 mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count) {
-    const mn_status st = check_tokens(session, tokens, count);
+    mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
+    if (count == 1 && mn_session_step_ahead(session, tokens[0], &st)) return st;
+    mn_session_settle(session);
     const reading in = { .tokens = tokens, .count = count };
     return read_tokens(session, &in, mn_min(session->options.prefill_chunk, count));
+}
+
+enum { HEARD_LOGITS = 1 << 24 };    // numbers of a chunk's logits at most
+
+mn_status mn_session_feed_heard(mn_session *session, const int32_t *tokens, int64_t count,
+                                const mn_logits_hearer *hearer) {
+    const mn_status st = mn_session_check_tokens(session, tokens, count);
+    if (st != MN_OK || count == 0) return st;
+    mn_session_settle(session);
+    const reading in = { .tokens = tokens, .count = count, .hearer = hearer };
+    const int64_t rows = mn_max(HEARD_LOGITS / mn_model_vocabulary(session->model), 1);
+    return read_tokens(session, &in, mn_min(mn_min(session->options.prefill_chunk, count), rows));
 }
 
 mn_status mn_session_step(mn_session *session, int32_t token) {
@@ -341,8 +355,9 @@ static double log_probability(const float *logits, int64_t n, int32_t token) {
 
 mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t count,
                            double *log_probabilities) {
-    mn_status st = check_tokens(session, tokens, count);
+    mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
+    mn_session_settle(session);
     const int64_t chunk = mn_min(session->options.prefill_chunk, count);
     reading in = { .tokens = tokens, .count = count, .scores = log_probabilities };
     in.targets = malloc((size_t)chunk * sizeof *in.targets);
@@ -369,6 +384,7 @@ int64_t mn_session_position(const mn_session *session) {
 }
 
 size_t mn_session_bytes(const mn_session *session) {
+    mn_session_settle((mn_session *)session);    // a cache is as long as what was stepped
     return mn_model_state_bytes(&session->state);
 }
 
@@ -417,6 +433,7 @@ mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampli
 /* `state` becomes the session's. */
 static void take_state(mn_session *s, mn_model_state *state) {
     forget_graph(s);
+    mn_session_forget_ahead(s);
     mn_model_state_free(&s->state);
     s->state = *state;
     s->n_variance = 0;
@@ -429,6 +446,7 @@ static mn_status check_whole(const mn_session *s) {
         return mn_fail(MN_ERR_ARGUMENT, "the session failed in the middle of a feed: what it "
                        "remembers is not to be kept");
     }
+    mn_session_settle((mn_session *)s);    // what it remembers is what was stepped
     if (s->played) memcpy(s->state.logits, s->logits, (size_t)s->state.n_logits * sizeof(float));
     return MN_OK;
 }
@@ -500,12 +518,17 @@ mn_status mn_session_save(const mn_session *session, const char *path) {
     return st == MN_OK ? mn_model_state_save(&session->state, session->model, path) : st;
 }
 
-/* Caches of a file say how many sequences they are of, and how long those are. */
+/* Caches of a file say how many sequences they are of, and how long those are: as long as what was
+ * read. */
 static mn_status check_caches(const mn_model_state *state, const char *path) {
     for (int i = 0; i < state->n_layers; i++) {
         for (int k = 0; k < state->layers[i].n_pieces; k++) {
             const mn_state_piece *piece = &state->layers[i].pieces[k];
-            if (piece->width == 0 || piece->B == 1) continue;
+            if (piece->width == 0 || (piece->B == 1 && piece->length == state->position)) continue;
+            if (piece->B == 1) {
+                return mn_fail(MN_ERR_FORMAT, "%s: layer %d keeps %" PRId64 " tokens of %" PRId64
+                               " that were read", path, i, piece->length, state->position);
+            }
             return mn_fail(MN_ERR_ARGUMENT, "%s is the state of %" PRId64 " sequences at once; a "
                            "session is one", path, piece->B);
         }

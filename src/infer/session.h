@@ -12,6 +12,31 @@
 mn_status mn_session_sample_below(int32_t *token, mn_session *session, const mn_sampling *how,
                                   const int32_t *recent, int64_t n_recent, int64_t n);
 
+/* Hears the logits behind token t of a feed, mn_model_vocabulary of them, valid during the call; a
+ * failure ends the feed. */
+typedef struct mn_logits_hearer {
+    mn_status (*hear)(void *context, int64_t t, const float *logits);
+    void *context;
+} mn_logits_hearer;
+
+/* mn_session_feed that tells the logits behind every token. */
+mn_status mn_session_feed_heard(mn_session *session, const int32_t *tokens, int64_t count,
+                                const mn_logits_hearer *hearer);
+
+/* mn_batch_feed that tells the logits behind every token to hearers[b] of session b; any of them,
+ * or all, may be NULL. */
+mn_status mn_batch_feed_heard(mn_batch *batch, mn_session *const *sessions,
+                              const int32_t *const *tokens, const int64_t *counts, int64_t n,
+                              const mn_logits_hearer *const *hearers);
+
+/* Whether the next step may find its token read already, and whether it would find `token`. */
+bool mn_session_is_ahead(const mn_session *session);
+bool mn_session_finds(const mn_session *session, int32_t token);
+
+/* What followed the last tokens when they, as long a run of them as possible, were there before: up
+ * to `most` tokens. How many; 0: none of them was. */
+int64_t mn_guess_ngram(int32_t *out, int64_t most, const int32_t *seen, int64_t count);
+
 /* Tokens that a feed computes at once. */
 int64_t mn_session_chunk(const mn_session *session);
 

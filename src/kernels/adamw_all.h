@@ -1,17 +1,17 @@
 /* adamw_all.h - AdamW over all parameters of a model on a GPU: a norm, a decision, an update.
  *
- *   squares   sums of squares of each piece of the gradients
+ *   squares   sums of squares of each chunk of the gradients
  *   decide    norm, clipping and whether to update at all, on the device
- *   update    every piece at once, in float32; `shadow` gets the new value in bf16
+ *   update    every chunk at once, in float32; `shadow` gets the new value in bf16
  *
  * All pointers are the device's. Calls put work on the stream and return its cudaError_t; nothing
- * waits, so that a step can be recorded and played again with other numbers in mn_adamw_facts. */
+ * waits, so that a step can be recorded and played again with other numbers in mn_adamw_hparams. */
 #ifndef MN_KERNELS_ADAMW_ALL_H
 #define MN_KERNELS_ADAMW_ALL_H
 
 #include <stdint.h>
 
-enum { MN_ADAMW_PIECE = 1 << 14 };    // numbers of a piece
+enum { MN_ADAMW_CHUNK = 1 << 14 };    // numbers of a chunk
 
 /* One parameter. Arrays begin on lines of 256 bytes. */
 typedef struct mn_adamw_param {
@@ -22,19 +22,19 @@ typedef struct mn_adamw_param {
 } mn_adamw_param;
 
 /* Numbers [first, first + count) of a parameter. */
-typedef struct mn_adamw_cut {
+typedef struct mn_adamw_chunk {
     int32_t param, count;
     int64_t first;
-} mn_adamw_cut;
+} mn_adamw_chunk;
 
 /* What the host says about a step. */
-typedef struct mn_adamw_facts {
+typedef struct mn_adamw_hparams {
     double clip;                   // largest norm; 0: no limit
     double loss_limit;             // no update where the loss lies above
     float lr, eps;
     float beta1, rest1, bias1;     // rest: 1 - beta; bias: 1 - beta^s of this step
     float beta2, rest2, bias2;
-} mn_adamw_facts;
+} mn_adamw_hparams;
 
 /* What the device finds. */
 typedef struct mn_adamw_result {
@@ -52,10 +52,10 @@ typedef struct mn_adamw_loss {
 
 typedef struct mn_adamw_all {
     const mn_adamw_param *params;
-    const mn_adamw_cut *cuts;
-    int64_t n_cuts;
+    const mn_adamw_chunk *chunks;
+    int64_t n_chunks;
     double *squares;               // (n_cuts)
-    const mn_adamw_facts *facts;
+    const mn_adamw_hparams *hparams;
     mn_adamw_result *result;
     const mn_adamw_loss *losses;   // (n_losses), each of equal weight
     int64_t n_losses;
@@ -69,7 +69,7 @@ int mn_adamw_norm_cuda(const mn_adamw_all *all, void *stream);      // squares a
 int mn_adamw_update_cuda(const mn_adamw_all *all, void *stream);
 
 /* to = from in bf16, n numbers. */
-int mn_shadow_cuda(void *to, const float *from, int64_t n, void *stream);
+int mn_cast_bf16_cuda(void *to, const float *from, int64_t n, void *stream);
 
 #ifdef __cplusplus
 }

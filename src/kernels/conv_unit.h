@@ -12,7 +12,7 @@ extern "C" {
 /* The kernel for a call of conv_unit whose views are complete; NULL where there is none: it takes
  * four taps, and heads of at most 32 whole packs of 16 bytes, aligned and side by side. Looks at
  * sizes, strides and addresses only. */
-const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const mn_conv_unit_args *args);
+const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const void *args);
 
 #ifdef __cplusplus
 }

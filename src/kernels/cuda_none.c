@@ -9,110 +9,112 @@
 #include "kernels/gemm.h"
 #include "kernels/elementwise.h"
 
-const mn_work_fn *mn_works_cuda(void) {
+const mn_elementwise_fn *mn_elementwise_cuda(void) {
     return NULL;
 }
 
-mn_products *mn_products_create(void) {
+mn_gemm_handle *mn_gemm_create(void) {
     return NULL;
 }
 
-void mn_products_destroy(mn_products *products) {
-    (void)products;
+void mn_gemm_destroy(mn_gemm_handle *gemms) {
+    (void)gemms;
 }
 
-bool mn_products_fast(mn_products *products) {
-    (void)products;
+bool mn_gemm_has_cublaslt(mn_gemm_handle *gemms) {
+    (void)gemms;
     return false;
 }
 
-int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream) {
-    (void)products, (void)work, (void)space, (void)stream;
+int mn_gemm_run(mn_gemm_handle *gemms, const mn_gemm_problem *work, void *space, void *stream) {
+    (void)gemms, (void)work, (void)space, (void)stream;
     return 1;
 }
 
-int mn_norm_adds_cuda(const mn_rms_norm_args *args, mn_norm_adds to, void *parts, void *stream) {
-    (void)args, (void)to, (void)parts, (void)stream;
-    return 1;
-}
-
-int mn_norm_gated_adds_cuda(const mn_rms_norm_gated_args *args, mn_norm_adds to, void *parts,
+int mn_norm_accumulate_cuda(const mn_rms_norm_args *args, mn_norm_accumulate to, void *parts,
                             void *stream) {
     (void)args, (void)to, (void)parts, (void)stream;
     return 1;
 }
 
-size_t mn_decay_cuda_bytes(const mn_decay_work *work) {
+int mn_norm_gated_accumulate_cuda(const mn_rms_norm_gated_args *args, mn_norm_accumulate to,
+                                  void *parts,
+                            void *stream) {
+    (void)args, (void)to, (void)parts, (void)stream;
+    return 1;
+}
+
+size_t mn_decay_cuda_bytes(const mn_decay_params *work) {
     (void)work;
     return 0;
 }
 
-int mn_decay_cuda(const mn_decay_work *work, void *space, void *stream) {
+int mn_decay_cuda(const mn_decay_params *work, void *space, void *stream) {
     (void)work, (void)space, (void)stream;
     return 1;
 }
 
-const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const mn_conv_unit_args *args) {
+const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const void *args) {
     (void)pass, (void)args;
     return NULL;
 }
 
-bool mn_few_multiplies(const mn_product_work *work) {
+bool mn_decode_gemms_supported(const mn_gemm_problem *work) {
     (void)work;
     return false;
 }
 
-int mn_few_run(const mn_few_parts *parts, void *stream) {
+int mn_decode_run_chains(const mn_decode_chains *parts, void *stream) {
     (void)parts, (void)stream;
     return 1;
 }
 
-int mn_few_multiply(const mn_few_products *products, void *stream) {
-    (void)products, (void)stream;
+int mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream) {
+    (void)gemms, (void)stream;
     return 1;
 }
 
-bool mn_few_programs_serve(void) {
+bool mn_megakernel_supported(void) {
     return false;
 }
 
-mn_few_program *mn_few_program_create(void) {
+mn_megakernel *mn_megakernel_create(void) {
     return NULL;
 }
 
-void mn_few_program_destroy(mn_few_program *program) {
-    (void)program;
+void mn_megakernel_destroy(mn_megakernel *megakernel) {
+    (void)megakernel;
 }
 
-void mn_few_program_clear(mn_few_program *program) {
-    (void)program;
+void mn_megakernel_clear(mn_megakernel *megakernel) {
+    (void)megakernel;
 }
 
-bool mn_few_program_multiply(mn_few_program *program, const mn_few_products *products) {
-    (void)program, (void)products;
+bool mn_megakernel_add_gemms(mn_megakernel *megakernel, const mn_decode_gemms *gemms) {
+    (void)megakernel, (void)gemms;
     return false;
 }
 
-bool mn_few_program_remember(mn_few_program *program, const mn_few_memory *memory) {
-    (void)program, (void)memory;
+bool mn_megakernel_add_recurrence(mn_megakernel *megakernel, const mn_decode_recurrence *memory) {
+    (void)megakernel, (void)memory;
     return false;
 }
 
-bool mn_few_program_pick(mn_few_program *program, const mn_few *row) {
-    (void)program, (void)row;
+bool mn_megakernel_add_gather(mn_megakernel *megakernel, const mn_decode_op *row) {
+    (void)megakernel, (void)row;
     return false;
 }
 
-size_t mn_few_program_bytes(const mn_few_program *program) {
-    (void)program;
+size_t mn_megakernel_bytes(const mn_megakernel *megakernel) {
+    (void)megakernel;
     return 0;
 }
 
-void mn_few_program_write(const mn_few_program *program, void *to) {
-    (void)program, (void)to;
+void mn_megakernel_encode(const mn_megakernel *megakernel, void *to) {
+    (void)megakernel, (void)to;
 }
 
-int mn_few_program_launch(const mn_few_program *program, void *there, void *stream) {
-    (void)program, (void)there, (void)stream;
+int mn_megakernel_launch(const mn_megakernel *megakernel, void *there, void *stream) {
+    (void)megakernel, (void)there, (void)stream;
     return 1;
 }

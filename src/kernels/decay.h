@@ -13,18 +13,18 @@ extern "C" {
 #endif
 
 /* Forward where y is there. Back where dy is: each gradient that is there. */
-typedef struct mn_decay_work {
+typedef struct mn_decay_params {
     int64_t shape[4];    // of x and y
     mn_view x, b, a;     // strides of repeated axes are 0
     mn_view y, dy, dx, db, da;
     bool add_x, add_b, add_a;
-} mn_decay_work;
+} mn_decay_params;
 
 /* Bytes of work space that going back takes. */
-size_t mn_decay_cuda_bytes(const mn_decay_work *work);
+size_t mn_decay_cuda_bytes(const mn_decay_params *args);
 
 /* Returns 0 or the cudaError_t of a launch. */
-int mn_decay_cuda(const mn_decay_work *work, void *space, void *stream);
+int mn_decay_cuda(const mn_decay_params *args, void *workspace, void *stream);
 
 #ifdef __cplusplus
 }

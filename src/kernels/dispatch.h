@@ -17,7 +17,8 @@ const char *mn_target_about(mn_target_id id);
 /* Built in, and supported by this processor and its operating system. */
 bool mn_target_available(mn_target_id id);
 
-/* The target called `name`; NULL or "" asks MN_TARGET, and without that takes the best one here. */
+/* The target called `name`; NULL or "" asks MN_TARGET, and without that takes the best one
+ * here. */
 mn_status mn_target_choose(mn_target_id *out, const char *name);
 
 /* Reference kernels for `dtype` with the overlays up to `target` on top. MN_F64 is always ref. */

@@ -1,5 +1,5 @@
-/* gemm.h - matrix products of a GPU: cuBLASLt where the machine has it, loaded at the first
- * product, else a kernel of our own. The program neither needs nor carries the library. */
+/* gemm.h - matrix gemms of a GPU: cuBLASLt where the machine has it, loaded at the first
+ * product, else a kernel of our own. The megakernel neither needs nor carries the library. */
 #ifndef MN_KERNELS_GEMM_H
 #define MN_KERNELS_GEMM_H
 
@@ -13,28 +13,28 @@
  * out as c, in its type. `dtype` is that of a and b, MN_F32 or MN_BF16; c has it too, or MN_F32.
  * Sums are float32. A row's bits do not depend on how many rows there are unless a is transposed,
  * the library has different algorithms for few and for many rows (seen where N or K are a few
- * numbers), or this is a step of decoding, where few rows are multiplied faster in another
+ * elements), or this is a step of decoding, where few rows are multiplied faster in another
  * order. */
-typedef struct mn_product_work {
+typedef struct mn_gemm_problem {
     mn_dtype dtype, c_dtype;
     const void *a, *b, *bias, *onto;
     void *c;
     int64_t M, N, K, a_row, b_row, c_row;
     bool a_transposed, b_transposed, accumulate, step;
-} mn_product_work;
+} mn_gemm_problem;
 
-enum { MN_PRODUCT_SPACE = 32 << 20 };    // bytes of work space that each product may use
+enum { MN_GEMM_WORKSPACE = 32 << 20 };    // bytes of work space that each product may use
 
 /* The library and the algorithms it has chosen so far, one for each shape; for one thread. NULL
  * when memory is out. The same shapes at addresses of the same alignment give the same bits. */
-typedef struct mn_products mn_products;
-mn_products *mn_products_create(void);
-void mn_products_destroy(mn_products *products);    // NULL accepted
+typedef struct mn_gemm_handle mn_gemm_handle;
+mn_gemm_handle *mn_gemm_create(void);
+void mn_gemm_destroy(mn_gemm_handle *gemms);    // NULL accepted
 
 /* Whether cuBLASLt is there. */
-bool mn_products_fast(mn_products *products);
+bool mn_gemm_has_cublaslt(mn_gemm_handle *gemms);
 
 /* Puts the product on `stream`, and returns 0 or a cudaError_t. M and N are not 0. */
-int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream);
+int mn_gemm_run(mn_gemm_handle *gemms, const mn_gemm_problem *work, void *space, void *stream);
 
 #endif

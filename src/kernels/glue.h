@@ -13,8 +13,8 @@ typedef enum mn_glue_id {
 
 /* Tensors of a step that are float32 whatever its type is. */
 enum {
-    MN_GLUE_WIDE_A = 1, MN_GLUE_WIDE_B = 2, MN_GLUE_WIDE_C = 4,
-    MN_GLUE_WIDE_X = 8, MN_GLUE_WIDE_Y = 16, MN_GLUE_WIDE_Z = 32,
+    MN_GLUE_F32_A = 1, MN_GLUE_F32_B = 2, MN_GLUE_F32_C = 4,
+    MN_GLUE_F32_X = 8, MN_GLUE_F32_Y = 16, MN_GLUE_F32_Z = 32,
 };
 
 /* Rows (b, t, h) of `width` numbers. Views that a step does not use stay zero; an input that is

@@ -12,17 +12,18 @@
 extern "C" {
 #endif
 
-/* dw NULL: to grad.w as usual. adds_x is for rms_norm only. */
-typedef struct mn_norm_adds {
+/* dw NULL: to grad.w as usual. accumulate_x is for rms_norm only. */
+typedef struct mn_norm_accumulate {
     float *dw;
-    bool adds_x, adds_w;
-} mn_norm_adds;
+    bool accumulate_x, accumulate_w;
+} mn_norm_accumulate;
 
-/* The kernels of the backward passes but for that; `parts` is as large as their plans say. Return 0
- * or the cudaError_t of the launch. */
-int mn_norm_adds_cuda(const mn_rms_norm_args *args, mn_norm_adds to, void *parts, void *stream);
-int mn_norm_gated_adds_cuda(const mn_rms_norm_gated_args *args, mn_norm_adds to, void *parts,
+/* The kernels of the backward passes but for that; `partials` is as large as their plans say.
+ * Return 0 or the cudaError_t of the launch. */
+int mn_norm_accumulate_cuda(const mn_rms_norm_args *args, mn_norm_accumulate to, void *partials,
                             void *stream);
+int mn_norm_gated_accumulate_cuda(const mn_rms_norm_gated_args *args, mn_norm_accumulate to,
+                                  void *partials, void *stream);
 
 #ifdef __cplusplus
 }

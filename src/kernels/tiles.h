@@ -1,7 +1,7 @@
 /* tiles.h - cuts the tokens of all sequences into tiles that never cross a border.
  *
  * Tiles are numbered by slots, a few of which are empty when sequences are packed: sequence n,
- * which starts at token a, owns slots from a / rows + n on. That is room enough, since
+ * which starts at token a, owns slots from a / rows + n on. That is smem enough, since
  * ceil(length / rows) + a / rows <= (a + length) / rows + 1, and finding a slot's sequence needs no
  * table. Where a tile lies in its sequence depends on that sequence alone. */
 #ifndef MN_KERNELS_TILES_H

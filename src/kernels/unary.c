@@ -2,7 +2,6 @@
 #include "kernels/unary.h"
 
 #include <math.h>
-#include <string.h>
 
 static double sigmoid(double x) {
     return x >= 0.0 ? 1.0 / (1.0 + exp(-x)) : exp(x) / (1.0 + exp(x));
@@ -94,14 +93,4 @@ static const char *const names[MN_UNARY_COUNT] = {
 
 const char *mn_unary_name(mn_unary kind) {
     return (unsigned)kind < MN_UNARY_COUNT ? names[kind] : "?";
-}
-
-bool mn_unary_parse(mn_unary *out, const char *name) {
-    for (int i = 0; i < MN_UNARY_COUNT; i++) {
-        if (strcmp(names[i], name) == 0) {
-            *out = (mn_unary)i;
-            return true;
-        }
-    }
-    return false;
 }

@@ -28,6 +28,5 @@ void mn_unary_backward_f32(const mn_unary_args *p);
 void mn_unary_backward_f64(const mn_unary_args *p);
 
 const char *mn_unary_name(mn_unary kind);
-bool mn_unary_parse(mn_unary *out, const char *name);
 
 #endif

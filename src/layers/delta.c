@@ -5,6 +5,10 @@
  *   channel, or bound sigmoid(e^A (..)) where lower_bound is set
  *   o = delta rule(q / sqrt K, k, v, beta, g)      y = (rms(o) act(x W_g')) W_o'
  *
+ * projections: qkv has one matrix for q, k and v side by side, qkvz one for those and the gate,
+ * head after head of the keys with the values that it serves, and one for beta and a likewise;
+ * both have one convolution over q, k and v side by side, and always gates.
+ *
  * gdn2 has an erase gate per key channel and a write gate per value channel instead of beta. */
 #include <math.h>
 
@@ -25,12 +29,27 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     const mn_layer_config *c = &layer->config;
     const int64_t H = c->num_heads == 0 && c->head_dim == 0 && layer->kind == MN_LAYER_gdn
                           ? mn_max(layer->width / 64, 1) : c->num_heads;
-    mn_status st = mn_derive_heads(layer, H, c->num_v_heads, default_head_dim(layer), 1.0,
-                                   c->expand_v);
+    mn_status st = mn_derive_heads(layer, H, c->num_v_heads, default_head_dim(layer),
+                                   layer->kind == MN_LAYER_delta ? c->expand_k : 1.0, c->expand_v);
     MN_SIZE(&layer->sizes, 'W') = c->conv_size;
     if (st == MN_OK) {
         st = mn_layer_require(layer, !c->use_short_conv || c->conv_size >= 1, "conv_size",
                               "must be at least 1");
+    }
+    mn_layer_sizes *s = &layer->sizes;
+    if (c->v_head_dim) MN_SIZE(s, 'V') = c->v_head_dim;
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, MN_SIZE(s, 'V') <= 65536 && MN_SIZE(s, 'K') <= 65536 &&
+                              MN_SIZE(s, 'J') <= 65536, "head_dim", "is far too much");
+    }
+    if (st != MN_OK) return st;
+    const int64_t keys = MN_SIZE(s, 'H') * MN_SIZE(s, 'K');
+    const int64_t values = MN_SIZE(s, 'J') * MN_SIZE(s, 'V');
+    MN_SIZE(s, 'C') = 2 * keys + values;
+    MN_SIZE(s, 'Z') = 2 * keys + 2 * values;
+    if (c->projections) {
+        st = mn_layer_require(layer, c->use_short_conv && c->use_gate, "projections",
+                              "that are shared go with use_short_conv and use_gate");
     }
     if (st == MN_OK) {
         st = mn_layer_require(layer, c->lower_bound >= -5.0 && c->lower_bound <= 0.0,
@@ -62,9 +81,13 @@ static mn_tensor *decay_of(mn_forward *f, mn_tensor *x) {
     return log_decay(f, mn_tape_heads(f->tape, raw, J), J, 1);
 }
 
-static mn_tensor *gate_of(mn_forward *f, mn_tensor *x, const char *weight) {
-    mn_tensor *gate = mn_tape_unary(f->tape, MN_UNARY_SIGMOID, mn_project(f, x, weight, NULL));
+static mn_tensor *opened(mn_forward *f, mn_tensor *raw) {
+    mn_tensor *gate = mn_tape_unary(f->tape, MN_UNARY_SIGMOID, raw);
     return f->layer->config.allow_neg_eigval ? mn_tape_affine(f->tape, gate, 2.0, 0.0) : gate;
+}
+
+static mn_tensor *gate_of(mn_forward *f, mn_tensor *x, const char *weight) {
+    return opened(f, mn_project(f, x, weight, NULL));
 }
 
 /* Queries or keys of `delta` follow its options, those of the others are SiLU and unit length. */
@@ -89,6 +112,7 @@ static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const 
 
 typedef struct inputs {
     mn_tensor *q, *k, *v, *g;
+    mn_tensor *beta, *z;    // NULL: by projections of their own
 } inputs;
 
 static mn_tensor *remember(mn_forward *f, mn_tensor *x, const inputs *in) {
@@ -108,7 +132,8 @@ static mn_tensor *remember(mn_forward *f, mn_tensor *x, const inputs *in) {
         mn_run_in(&run, "write", mn_tape_heads(f->tape, gate_of(f, x, "w_proj.weight"), J));
     } else {
         const int64_t every_token[] = { x->shape[0], x->shape[1], 1, J };
-        mn_tensor *beta = mn_use(f, "b_proj.weight") ? gate_of(f, x, "b_proj.weight")
+        mn_tensor *beta = in->beta;
+        if (!beta) beta = mn_use(f, "b_proj.weight") ? gate_of(f, x, "b_proj.weight")
                                                      : mn_filled(f, every_token, 1.0);
         mn_run_in(&run, "beta", beta);
     }
@@ -129,7 +154,61 @@ static mn_tensor *output_gate(mn_forward *f, mn_tensor *x) {
     return g ? mn_tape_heads(f->tape, g, MN_OF(f, 'J')) : NULL;
 }
 
+/* A part of a split as numbers that lie side by side, without heads. */
+static mn_tensor *gathered(mn_forward *f, mn_tensor *part) {
+    return mn_tape_flat(f->tape, mn_tape_join(f->tape, &part, 1));
+}
+
+/* q, k and v side by side before their convolution, z and the raw a and beta. */
+static void project_shared(mn_forward *f, mn_tensor *x, mn_tensor **qkv, mn_tensor **z,
+                           mn_tensor **a, mn_tensor **b) {
+    mn_tape *tape = f->tape;
+    if (f->layer->config.projections == 1) {
+        *qkv = mn_project(f, x, "in_proj_qkv.weight", NULL);
+        *z = mn_project(f, x, "in_proj_z.weight", NULL);
+        *a = mn_project(f, x, "in_proj_a.weight", NULL);
+        *b = mn_project(f, x, "in_proj_b.weight", NULL);
+        return;
+    }
+    const int64_t H = MN_OF(f, 'H'), K = MN_OF(f, 'K'), n = MN_OF(f, 'J') / H;
+    const int64_t V = n * MN_OF(f, 'V');
+    mn_tensor *part[4], *two[2];
+    mn_tensor *wide = mn_tape_heads(tape, mn_project(f, x, "in_proj_qkvz.weight", NULL), H);
+    mn_split_heads(f, wide, (int64_t[]){ K, K, V, V }, 4, part);
+    for (int i = 0; i < 4; i++) part[i] = mn_tape_flat(tape, part[i]);
+    *qkv = mn_tape_join(tape, part, 3);
+    *z = part[3];
+    mn_tensor *narrow = mn_tape_heads(tape, mn_project(f, x, "in_proj_ba.weight", NULL), H);
+    mn_split_heads(f, narrow, (int64_t[]){ n, n }, 2, two);
+    *b = mn_tape_flat(tape, two[0]);
+    *a = mn_tape_flat(tape, two[1]);
+}
+
+static inputs shared_inputs(mn_forward *f, mn_tensor *x) {
+    mn_tape *tape = f->tape;
+    const int64_t H = MN_OF(f, 'H'), J = MN_OF(f, 'J'), HK = H * MN_OF(f, 'K');
+    mn_tensor *qkv = NULL, *z = NULL, *a = NULL, *b = NULL, *part[3];
+    project_shared(f, x, &qkv, &z, &a, &b);
+    qkv = mn_short_conv(f, qkv, "conv1d.weight", NULL, 1, "qkv_conv");
+    mn_tape_split(tape, qkv, (int64_t[]){ HK, HK, J * MN_OF(f, 'V') }, 3, part);
+    inputs in = { .beta = opened(f, b), .z = mn_tape_heads(tape, z, J) };
+    in.g = log_decay(f, a, 1, J);
+    in.q = mn_unit(f, mn_tape_heads(tape, gathered(f, part[0]), H), 1, 1e-6);
+    in.k = mn_unit(f, mn_tape_heads(tape, gathered(f, part[1]), H), 1, 1e-6);
+    in.v = mn_tape_heads(tape, gathered(f, part[2]), J);
+    in.q = mn_tape_repeat(tape, mn_ccq_query(f, x, in.q, in.k), J / H);
+    in.k = mn_tape_repeat(tape, in.k, J / H);
+    return in;
+}
+
+static mn_tensor *forward_shared(mn_forward *f, mn_tensor *x) {
+    const inputs in = shared_inputs(f, x);
+    mn_tensor *o = mn_norm_gate(f, remember(f, x, &in), in.z, "o_norm.weight", 0);
+    return mn_project_out(f, mn_tape_flat(f->tape, o), "out_proj.weight", NULL);
+}
+
 static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
+    if (f->layer->config.projections) return forward_shared(f, x);
     mn_tape *tape = f->tape;
     const int64_t J = MN_OF(f, 'J'), times = J / MN_OF(f, 'H');
     static const char *const first[] = { "q_proj.weight", "k_proj.weight", "v_proj.weight",

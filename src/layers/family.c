@@ -14,11 +14,6 @@ mn_tensor *mn_use(const mn_forward *f, const char *name) {
     return NULL;
 }
 
-int64_t mn_position(const mn_forward *f) {
-    if (f->state) f->state->by_position = true;
-    return f->position;
-}
-
 mn_tensor *mn_use_as(const mn_forward *f, const char *name, int64_t rows, int64_t cols) {
     return mn_tape_shaped(f->tape, mn_use(f, name), (int64_t[]){ 1, 1, rows, cols });
 }
@@ -188,6 +183,20 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
     return y;
 }
 
+void mn_split_heads(mn_forward *f, mn_tensor *x, const int64_t *widths, int n, mn_tensor **parts) {
+    for (int i = 0; i < n; i++) parts[i] = NULL;
+    if (!x) return;
+    const int64_t B = x->shape[0], T = x->shape[1], H = x->shape[2], X = x->shape[3];
+    const bool whole = x->stride[2] == X && x->stride[1] == H * X && x->stride[0] == T * H * X;
+    if (!whole) x = mn_tape_join(f->tape, &x, 1);
+    x = mn_tape_shaped(f->tape, x, (int64_t[]){ 1, B * T * H, 1, X });
+    mn_tape_split(f->tape, x, widths, n, parts);
+    for (int i = 0; i < n; i++) {
+        parts[i] = mn_tape_join(f->tape, parts + i, 1);
+        parts[i] = mn_tape_shaped(f->tape, parts[i], (int64_t[]){ B, T, H, widths[i] });
+    }
+}
+
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value) {
     return mn_tape_filled(f->tape, shape, value);
 }
@@ -212,7 +221,7 @@ mn_tensor *mn_ccq_query(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k)
     if (!gamma || !unit) return NULL;
     mn_run run;
     mn_curvature_args *args = mn_run_start(&run, f->tape, MN_OP_curvature);
-    args->n0 = mn_position(f);
+    mn_state_position(f->state, &run, &args->n0, f->position);
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", unit);
     mn_run_in(&run, "gamma", gamma);

@@ -12,8 +12,7 @@ typedef struct mn_layer_family {
 } mn_layer_family;
 
 #define LAYER(kind, family) extern const mn_layer_family mn_family_##family;
-#include "layers/layers.def"
-#undef LAYER
+#include "layers/all.def"
 
 /* The parameter called `name`; a layer without it (its option is off) gives NULL. */
 mn_tensor *mn_use(const mn_forward *f, const char *name);
@@ -54,9 +53,6 @@ mn_tensor *mn_unit_conv(mn_forward *f, mn_tensor *x, const char *weight, int64_t
 mn_tensor *mn_project_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                            int without, const char *piece);
 
-/* Tokens of the sequence before this pass, for what depends on it. */
-int64_t mn_position(const mn_forward *f);
-
 /* Rows scaled to unit length: kind 0 x / max(|x|, eps), 1 x / sqrt(|x|^2 + eps). */
 mn_tensor *mn_unit(mn_forward *f, mn_tensor *x, int kind, double eps);
 
@@ -67,6 +63,9 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
  * SiLU. */
 mn_tensor *mn_project_unit(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                            int kind, double eps, const char *piece);
+
+/* Cuts every head of x (B,T,H,X) into n parts of those widths, each contiguous with its heads. */
+void mn_split_heads(mn_forward *f, mn_tensor *x, const int64_t *widths, int n, mn_tensor **parts);
 
 /* A constant of all one value, without gradient. */
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value);

@@ -83,7 +83,7 @@ static mn_tensor *turned(mn_forward *f, mn_tensor *x) {
     mn_run run;
     mn_rope_args *args = mn_run_start(&run, f->tape, MN_OP_rope);
     args->base = f->layer->config.rope_theta;
-    args->pos0 = mn_position(f);
+    mn_state_position(f->state, &run, &args->pos0, f->position);
     mn_run_in(&run, "x", x);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);
@@ -129,6 +129,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     run.call->P = MN_OF(f, 'P');
     run.call->R = MN_OF(f, 'R');
     run.call->W = MN_OF(f, 'S');
+    mn_state_rows(f->state, &run);
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", k);
     mn_run_in(&run, "v", v);

@@ -17,8 +17,7 @@ static const struct {
     const mn_layer_family *family;
 } kinds[MN_LAYER_COUNT] = {
 #define LAYER(kind, family) [MN_LAYER_##kind] = { #kind, &mn_family_##family },
-#include "layers/layers.def"
-#undef LAYER
+#include "layers/all.def"
 };
 
 const char *mn_layer_kind_name(mn_layer_kind kind) {
@@ -82,7 +81,7 @@ static const struct {
     double value;
 } takes[] = {
 #define TAKES(kind, option, value) { MN_LAYER_##kind, #option, value },
-#include "layers/options.def"
+#include "layers/all.def"
 };
 
 static const option *option_named(const char *name) {
@@ -223,8 +222,7 @@ static const struct {
 } params[] = {
 #define PARAM(kind, name, shape, init, group, when)                                                \
     { MN_LAYER_##kind, name, shape, MN_INIT_##init, MN_GROUP_##group, when },
-#include "layers/params.def"
-#undef PARAM
+#include "layers/all.def"
 };
 
 /* "HK,1,W" with the sizes of the letters put in. */

@@ -1,7 +1,7 @@
 /* layer.h - a row of the mixer table as a layer of a model: options, parameters, forward.
  *
  *   options   options.def   what a user may set, and which kinds take it
- *   params    params.def    names, shapes, initial values and groups, as in checkpoints
+ *   params    FAMILY.def    names, shapes, initial values and groups, as in checkpoints
  *   forward   layer_*.c           one file per family, on the tape
  *
  * The same forward serves training (no state), prefill and decoding (with a state): one definition
@@ -18,8 +18,7 @@
 
 typedef enum mn_layer_kind {
 #define LAYER(kind, family) MN_LAYER_##kind,
-#include "layers/layers.def"
-#undef LAYER
+#include "layers/all.def"
     MN_LAYER_COUNT
 } mn_layer_kind;
 
@@ -87,7 +86,7 @@ void mn_param_start(void *value, mn_dtype dtype, const mn_param_info *info, doub
 
 /* ---- one layer ------------------------------------------------------------------------------- */
 
-/* Sizes by the letters of params.def: sizes.of['K' - 'A']. */
+/* Sizes by the letters of PARAM rows: sizes.of['K' - 'A']. */
 typedef struct mn_layer_sizes {
     int64_t of[26];
 } mn_layer_sizes;

@@ -158,7 +158,7 @@ static mn_tensor *turned(mn_forward *f, mn_tensor *x) {
     if (f->layer->kind != MN_LAYER_retnet || !x) return x;
     mn_run run;
     mn_rope_args *args = mn_run_start(&run, f->tape, MN_OP_rope);
-    args->pos0 = mn_position(f);
+    mn_state_position(f->state, &run, &args->pos0, f->position);
     mn_run_in(&run, "x", x);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);

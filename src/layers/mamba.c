@@ -1,7 +1,8 @@
 /* mamba.c - mamba2 and mamba1: a state space whose step depends on the token.
  *
  *   mamba2   z, (u, b, c), d = x W_in'      (u, b, c) = silu(conv(u, b, c) + bias)
- *            d = softplus(d + dt_bias)      g = -d e^A per head
+ *            d = softplus(d + dt_bias)      clamped to dt_least .. dt_most where these are set
+ *                                          g = -d e^A per head
  *            S = e^g S + b (d u)'           o = S'c + D u           H heads of width V, state K
  *            y = rms(o silu(z)) W_out'      over groups of H V / G numbers: the gate comes first,
  *                                           unless norm_before_gate; without rmsnorm o silu(z)
@@ -33,6 +34,11 @@ static mn_status derive_heads(mn_layer *layer, int64_t inner) {
     if (st == MN_OK) {
         st = mn_layer_require(layer, !c->norm_before_gate || G == 1, "norm_before_gate",
                               "goes with one group only");
+    }
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, c->dt_least >= 0.0 &&
+                              (c->dt_most == 0.0 || c->dt_most >= c->dt_least), "dt_most",
+                              "must not lie below dt_least, nor that below 0");
     }
     layer->config.num_heads = H;
     layer->config.head_dim = P;
@@ -137,6 +143,14 @@ static mn_tensor *gate_and_norm(mn_forward *f, mn_tensor *o, mn_tensor *z) {
     return y;
 }
 
+static mn_tensor *clamped(mn_forward *f, mn_tensor *d) {
+    const double low = f->layer->config.dt_least, high = f->layer->config.dt_most;
+    if (low > 0.0) d = mn_tape_at_least(f->tape, d, low);
+    if (high == 0.0) return d;
+    d = mn_tape_at_least(f->tape, mn_tape_affine(f->tape, d, -1.0, 0.0), -high);
+    return mn_tape_affine(f->tape, d, -1.0, 0.0);
+}
+
 static mn_tensor *forward2(mn_forward *f, mn_tensor *x) {
     mn_tape *tape = f->tape;
     const int64_t H = MN_OF(f, 'H'), I = MN_OF(f, 'I'), GK = MN_OF(f, 'G') * MN_OF(f, 'K');
@@ -149,7 +163,7 @@ static mn_tensor *forward2(mn_forward *f, mn_tensor *x) {
     scan_inputs in = { .u = mn_tape_heads(tape, ubc[0], H), .b = group_heads(f, ubc[1]) };
     in.c = mn_ccq_query(f, x, group_heads(f, ubc[2]), in.b);
     in.d = mn_tape_add(tape, part[2], mn_use(f, "dt_bias"));
-    in.d = mn_tape_unary(tape, MN_UNARY_SOFTPLUS, in.d);
+    in.d = clamped(f, mn_tape_unary(tape, MN_UNARY_SOFTPLUS, in.d));
     mn_tensor *o = mn_tape_flat(tape, state_space(f, &in));
     o = gate_and_norm(f, o, part[0]);
     return mn_project_out(f, o, "out_proj.weight", given(f, "out_proj.bias"));

@@ -50,9 +50,9 @@ typedef struct inputs {
 
 static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                          const char *piece) {
-    mn_tape_lighter(f->tape, true);
+    mn_tape_recompute_more(f->tape, true);
     mn_tensor *k = mn_project_unit(f, x, weight, conv, 0, 1e-12, piece);
-    mn_tape_lighter(f->tape, false);
+    mn_tape_recompute_more(f->tape, false);
     return k;
 }
 
@@ -104,10 +104,10 @@ static mn_tensor *step_of(mn_forward *f, mn_tensor *x) {
 static mn_tensor *importance_gate(mn_forward *f, mn_tensor *x, mn_tensor *strength) {
     mn_tape *tape = f->tape;
     mn_tensor *b = mn_project(f, x, "b_rank_proj.weight", NULL);
-    mn_tape_lighter(tape, true);
+    mn_tape_recompute_more(tape, true);
     b = per_head(f, mn_project(f, b, "b_proj.weight", NULL));
     b = mn_tape_gate(tape, MN_UNARY_SIGMOID, b, strength);
-    mn_tape_lighter(tape, false);
+    mn_tape_recompute_more(tape, false);
     return b;
 }
 
@@ -133,9 +133,9 @@ static mn_tensor *run_plain(mn_forward *f, mn_tensor *x, const inputs *in) {
 
 /* v by its gate, of which a head and token has one. */
 static void gate_values(mn_forward *f, inputs *in, mn_tensor *write) {
-    mn_tape_lighter(f->tape, true);
+    mn_tape_recompute_more(f->tape, true);
     in->written = mn_tape_multiply(f->tape, in->v, write);
-    mn_tape_lighter(f->tape, false);
+    mn_tape_recompute_more(f->tape, false);
 }
 
 /* All gates of heads at once, and the log decay among them. */

@@ -121,7 +121,7 @@ static void shape_cache(mn_state_piece *piece, int64_t B, int64_t length, int64_
 
 mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype, const void *from,
                        int64_t count, int64_t B, int64_t length, int64_t width) {
-    mn_state_piece *piece;
+    mn_state_piece *piece = NULL;
     const mn_status st = renew(&piece, state, name, dtype, count);
     if (st != MN_OK) return st;
     memcpy(piece->now, from, (size_t)count * item_of(piece));
@@ -133,7 +133,7 @@ mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype, 
 
 /* Rows of a cache lie `capacity` apart; a copy has no room to spare. */
 static mn_status copy_piece(mn_layer_state *to, const mn_state_piece *from) {
-    mn_state_piece *piece;
+    mn_state_piece *piece = NULL;
     mn_status st = renew(&piece, to, from->name, from->dtype, from->count);
     if (st != MN_OK) return st;
     shape_cache(piece, from->B, from->length, from->width);
@@ -231,33 +231,97 @@ static mn_dtype state_dtype(const mn_tape *tape) {
     return mn_tape_dtype(tape) == MN_F64 ? MN_F64 : MN_F32;
 }
 
-void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
-                   const char *name, int64_t count) {
+/* Where a call finds the piece, NULL if it is fresh, and where it leaves it. */
+typedef struct piece_place {
+    void *before, *after;
+} piece_place;
+
+static bool place_piece(piece_place *place, mn_layer_state *state, const mn_run *run,
+                        const char *name, int64_t count) {
     mn_tape *tape = run->tape;
-    if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
     state->device = device_of(tape);
     mn_state_piece *piece = find_or_add(state, name);
     if (!piece || (piece->now && (piece->count != count || piece->width))) {
         mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "a state %s of %lld numbers where the model "
                                    "has %lld: it belongs to another model or batch", name,
                                    piece ? (long long)piece->count : 0, (long long)count));
-        return;
+        return false;
     }
     piece->dtype = state_dtype(tape);
     const bool fresh = !piece->now, in_place = run->call->T == 1 && !fresh;
     if (!in_place && !piece->next) piece->next = numbers(state, count, item_of(piece));
     if (!in_place && !piece->next) {
         mn_tape_fail(tape, no_memory(name, count));
-        return;
+        return false;
     }
-    if (!fresh) mn_run_in_at(run, in, piece->now);
+    place->before = piece->now;
     if (!in_place) {
-        void *before = piece->now;
         piece->now = piece->next;
-        piece->next = before;
+        piece->next = place->before;
     }
-    mn_run_out_at(run, out, piece->now);
+    place->after = piece->now;
     piece->count = count;
+    return true;
+}
+
+/* Keeps the piece after each step. Its memory is that of the first step's result: a fresh piece
+ * gets it here, so that all steps find it at one place. */
+static bool save_steps(mn_layer_state *state, mn_run *run, const char *name, int64_t count) {
+    mn_tape *tape = run->tape;
+    mn_state_piece *piece = find_or_add(state->rows[0], name);
+    void *steps = mn_tape_memory(tape, count * state->n_rows);
+    if (!piece || !steps) return false;
+    if (!piece->now && !piece->next) {
+        piece->dtype = state_dtype(tape);
+        piece->next = numbers(state->rows[0], count, item_of(piece));
+    }
+    void *at = piece->now ? piece->now : piece->next;
+    piece->steps = steps;
+    if (at) mn_run_row_save(run, at, steps, (size_t)count * item_of(piece));
+    return at != NULL;
+}
+
+void mn_layer_state_back(mn_layer_state *state, int64_t count) {
+    for (int i = 0; i < state->n_pieces; i++) {
+        mn_state_piece *piece = &state->pieces[i];
+        if (piece->width) {
+            piece->length = piece->before + count;
+            piece->count = piece->B * piece->length * piece->width;
+        } else if (piece->steps) {
+            const size_t bytes = (size_t)piece->count * item_of(piece);
+            memcpy(piece->now, (const char *)piece->steps + (size_t)(count - 1) * bytes, bytes);
+        }
+    }
+}
+
+void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
+                   const char *name, int64_t count) {
+    mn_tape *tape = run->tape;
+    if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
+    piece_place place;
+    const int64_t each = state->n_rows && !state->starts ? count / state->n_rows : count;
+    if (state->n_rows) mn_run_by_rows(run, state->n_rows, state->starts);
+    if (state->steps && !save_steps(state, run, name, each)) return;
+    for (int64_t b = 0; b < state->n_rows; b++) {
+        if (!place_piece(&place, state->rows[b], run, name, each)) return;
+        mn_run_row_at(run, in, b, place.before);
+        mn_run_row_at(run, out, b, place.after);
+    }
+    if (state->n_rows || !place_piece(&place, state, run, name, count)) return;
+    if (place.before) mn_run_in_at(run, in, place.before);
+    mn_run_out_at(run, out, place.after);
+}
+
+void mn_state_position(mn_layer_state *state, mn_run *run, int64_t *slot, int64_t position) {
+    if (state) state->by_position = true;
+    *slot = position;
+    if (!state || !state->rows) return;
+    mn_run_by_rows(run, state->n_rows, state->starts);
+    mn_run_row_numbers(run, slot, state->positions);
+}
+
+void mn_state_rows(const mn_layer_state *state, mn_run *run) {
+    if (state && state->rows) mn_run_by_rows(run, state->n_rows, state->starts);
 }
 
 /* ---- caches ---------------------------------------------------------------------------------- */
@@ -295,9 +359,9 @@ static mn_status append(mn_layer_state *state, mn_state_piece *piece, const mn_t
     return st;
 }
 
-mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name) {
-    if (!state || !x || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return x;
-    mn_tape_flush(tape);    // x is copied by the device itself
+/* Puts x behind what the piece `name` holds; NULL after a failure, which the tape then has. */
+static mn_state_piece *extend(mn_layer_state *state, mn_tape *tape, const mn_tensor *x,
+                              const char *name) {
     state->device = device_of(tape);
     state->by_position = true;
     const int64_t B = x->shape[0], T = x->shape[1], width = x->shape[2] * x->shape[3];
@@ -308,16 +372,63 @@ mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, c
         piece->width = width;
     }
     if (!piece || piece->B != B || piece->width != width || x->stride[2] != x->shape[3]) {
-        return mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "the cache %s belongs to another model "
-                                          "or batch", name));
+        mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "the cache %s belongs to another model or "
+                                   "batch", name));
+        return NULL;
     }
     mn_status st = grow(state, piece, piece->length + T);
     if (st == MN_OK) st = append(state, piece, x);
-    if (st != MN_OK) return mn_tape_fail(tape, st);
+    if (st != MN_OK) {
+        mn_tape_fail(tape, st);
+        return NULL;
+    }
     piece->length += T;
     piece->count = B * piece->length * width;
-    const int64_t shape[4] = { B, piece->length, x->shape[2], x->shape[3] };
+    return piece;
+}
+
+/* Steps share a cache, which may have moved since the ones before. */
+static void keep_before(mn_tensor_rows *rows, mn_layer_state *state, const char *name, int64_t b) {
+    mn_state_piece *piece = mn_state_find(state, name);
+    piece->before = piece->length - b - 1;
+    for (int64_t k = 0; k <= b; k++) rows->data[k] = piece->now;
+}
+
+/* The caches of a batch, each behind its own tokens. */
+static mn_tensor *append_rows(mn_layer_state *state, mn_tape *tape, mn_tensor *x,
+                              const char *name) {
+    const int64_t n = state->n_rows;
+    mn_tensor_rows *rows = mn_tape_rows(tape, n);
+    if (!rows) return NULL;
+    int64_t most = 0;
+    for (int64_t b = 0; b < n; b++) {
+        mn_tensor one = *x;
+        const int64_t *starts = state->starts;
+        const int64_t at = starts ? starts[b] * x->stride[1] : b * x->stride[0];
+        one.shape[0] = 1;
+        if (starts) one.shape[1] = starts[b + 1] - starts[b];
+        one.data = (char *)x->data + (size_t)at * mn_dtype_bytes(x->dtype);
+        const mn_state_piece *piece = extend(state->rows[b], tape, &one, name);
+        if (!piece) return NULL;
+        rows->data[b] = piece->now;
+        rows->length[b] = piece->length;
+        most = mn_max(most, piece->length);
+        if (state->steps) keep_before(rows, state->rows[b], name, b);
+    }
+    const int64_t shape[4] = { x->shape[0], most, x->shape[2], x->shape[3] };
+    mn_tensor *all = mn_tape_input(tape, rows->data[0], NULL, shape);
+    if (all) all->rows = rows;
+    return all;
+}
+
+mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name) {
+    if (!state || !x || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return x;
+    mn_tape_flush(tape);    // x is copied by the device itself
+    if (state->rows) return append_rows(state, tape, x, name);
+    const mn_state_piece *piece = extend(state, tape, x, name);
+    if (!piece) return NULL;
+    const int64_t shape[4] = { x->shape[0], piece->length, x->shape[2], x->shape[3] };
     mn_tensor *all = mn_tape_input(tape, piece->now, NULL, shape);
-    if (all) all->stride[0] = piece->capacity * width;
+    if (all) all->stride[0] = piece->capacity * piece->width;
     return all;
 }

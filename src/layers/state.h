@@ -17,6 +17,9 @@ typedef struct mn_state_piece {
     void *now, *next;          // the state, and memory for the one after it
     /* caches: (B, capacity, width) with the first `length` tokens written */
     int64_t length, capacity, width, B;
+    void *steps;               // what it was after each step of the last pass of steps, in memory
+                               //   of that pass; and tokens of a cache before
+    int64_t before;
 } mn_state_piece;
 
 /* All zeros is a fresh state, of the host. */
@@ -25,6 +28,13 @@ typedef struct mn_layer_state {
     bool by_position;          // the layer computes something else at each position: turns, caches
     int n_pieces;
     mn_state_piece pieces[MN_STATE_PIECES];
+    /* Of a batch on the CPU, which has no pieces: borrowed states of its sequences, and how many
+     * tokens each has read. */
+    struct mn_layer_state **rows;
+    const int64_t *positions;
+    const int64_t *starts;     // B = 1: sequence b is tokens [starts[b], starts[b+1]); NULL: row b
+    int64_t n_rows;
+    bool steps;                // the rows are one state: steps one after the other
 } mn_layer_state;
 
 void mn_layer_state_free(mn_layer_state *state);    // becomes fresh
@@ -49,7 +59,18 @@ mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype,
                        const void *numbers, int64_t count, int64_t B, int64_t length,
                        int64_t width);
 
+/* After a pass of steps, as long as its tape has not begun another: the state as it was after the
+ * first `count` of them. */
+void mn_layer_state_back(mn_layer_state *state, int64_t count);
+
 /* ---- for layers ------------------------------------------------------------------------------ */
+
+/* Sets `slot`, a number of the operator at hand, to the tokens of the sequence before this pass:
+ * `position`, or for a batch those of each sequence. */
+void mn_state_position(mn_layer_state *state, mn_run *run, int64_t *slot, int64_t position);
+
+/* Before an operator takes what mn_state_append gave: that a batch runs it sequence by sequence. */
+void mn_state_rows(const mn_layer_state *state, mn_run *run);
 
 /* Binds an operator's initial and final state to the piece `name` of `count` numbers. With T = 1
  * the piece is updated in place. `state` NULL: binds nothing. A fresh piece leaves the initial

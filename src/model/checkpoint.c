@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "io/file.h"
 #include "io/safetensors.h"
+#include "model/dialect.h"
 
 enum { PATH = 4096, MAX_FILES = 1024 };
 
@@ -118,6 +119,14 @@ static const mn_stored_tensor *find_from(const weights *w, const char *name, siz
     return found;
 }
 
+/* By the name that its family gives it, or by one of other spellings. */
+static const mn_stored_tensor *find(const weights *w, const mn_model *model, const char *name) {
+    char theirs[MN_PARAM_NAME];
+    mn_dialect_name(theirs, mn_model_describe(model)->family, name);
+    const mn_stored_tensor *found = find_exact(w, theirs);
+    return found ? found : find_from(w, name, 0, 0);
+}
+
 static mn_status check_shape(const mn_model_param *p, const mn_stored_tensor *t,
                              const char *folder) {
     bool same = t->rank == p->info.rank;
@@ -142,7 +151,7 @@ static mn_status check_shape(const mn_model_param *p, const mn_stored_tensor *t,
 static mn_status check_all(mn_model *model, const weights *w) {
     for (int i = 0; i < mn_model_params(model); i++) {
         const mn_model_param *p = mn_model_param_at(model, i);
-        const mn_stored_tensor *t = find_from(w, p->name, 0, 0);
+        const mn_stored_tensor *t = find(w, model, p->name);
         if (!t) {
             return mn_fail(MN_ERR_FORMAT, "%s: no tensor %s, which the model's configuration asks "
                            "for", w->folder, p->name);
@@ -172,7 +181,7 @@ mn_status mn_checkpoint_read_weights(mn_model *model, const char *folder) {
     mn_status st = open_weights(w, folder);
     if (st == MN_OK) st = check_all(model, w);
     for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
-        st = read_param(model, i, find_from(w, mn_model_param_at(model, i)->name, 0, 0));
+        st = read_param(model, i, find(w, model, mn_model_param_at(model, i)->name));
     }
     close_weights(w);
     free(w);
@@ -212,14 +221,18 @@ static mn_status fetch_weights(void **copies, mn_model *model) {
     return st;
 }
 
-static mn_status write_weights(mn_model *model, mn_stored_tensor *tensors, void *const *copies,
-                               const char *path) {
+typedef char param_name[MN_PARAM_NAME];
+
+static mn_status write_weights(mn_model *model, mn_stored_tensor *tensors, param_name *names,
+                               void *const *copies, const char *path) {
     const int n = mn_model_params(model);
     const bool f64 = mn_model_dtype(model) == MN_F64;
+    const char *family = mn_model_config_family(mn_model_describe(model));
     for (int i = 0; i < n; i++) {
         const mn_model_param *p = mn_model_param_at(model, i);
+        mn_dialect_name(names[i], family, p->name);
         mn_stored_tensor *t = &tensors[i];
-        *t = (mn_stored_tensor){ .name = p->name, .dtype = f64 ? MN_STORED_F64 : MN_STORED_F32,
+        *t = (mn_stored_tensor){ .name = names[i], .dtype = f64 ? MN_STORED_F64 : MN_STORED_F32,
                                  .rank = p->info.rank, .data = copies[i] ? copies[i] : p->value };
         memcpy(t->shape, p->info.shape, sizeof p->info.shape);
         t->bytes = (size_t)p->info.count * mn_dtype_bytes(mn_model_dtype(model));
@@ -232,12 +245,14 @@ static mn_status save_weights(mn_model *model, const char *path) {
     const size_t n = (size_t)mn_model_params(model);
     mn_stored_tensor *tensors = calloc(n, sizeof *tensors);
     void **copies = calloc(n, sizeof *copies);
-    mn_status st = tensors && copies ? MN_OK
-                                     : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
+    param_name *names = calloc(n, sizeof *names);
+    mn_status st = tensors && copies && names
+                       ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
     if (st == MN_OK && mn_model_device_bytes(model) > 0) st = fetch_weights(copies, model);
-    if (st == MN_OK) st = write_weights(model, tensors, copies, path);
+    if (st == MN_OK) st = write_weights(model, tensors, names, copies, path);
     for (size_t i = 0; copies && i < n; i++) free(copies[i]);
     free(copies);
+    free(names);
     free(tensors);
     return st;
 }

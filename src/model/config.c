@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "io/json_write.h"
+#include "model/dialect.h"
 
 static const char *const mlp_names[MN_MLP_COUNT] = {
 #define MLP(id, name, about) [MN_MLP_##id] = name,
@@ -21,8 +22,7 @@ static const struct {
     const char *type, *layer, *architecture;
 } model_types[] = {
 #define MODEL_TYPE(type, layer, architecture) { type, layer, architecture },
-#include "model/model_types.def"
-#undef MODEL_TYPE
+#include "layers/all.def"
 };
 
 static const char *const known_keys[] = {
@@ -173,6 +173,7 @@ static mn_status read_layers(mn_model_config *c, const mn_json *object) {
     for (size_t i = 0; i < MN_COUNTOF(model_types) && type && !spec; i++) {
         if (strcmp(model_types[i].type, type) == 0) spec = model_types[i].layer;
     }
+    if (c->family && mn_dialect_layer(c->family) && !spec) spec = mn_dialect_layer(c->family);
     if (st != MN_OK) return st;
     if (!spec) {
         return mn_json_fail(object, "no \"layers\" (such as \"gdn\") and no model_type that is "
@@ -225,10 +226,10 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     const char *name = mlp_names[c->mlp], *type = "", *act = "swish";
     double ratio = 4.0;
     mn_status st = mn_json_opt_text(&type, object, "model_type");
-    if (strcmp(type, "mamba2") == 0) name = "none";
     if (strcmp(type, "retnet") == 0) ratio = 2.0;
     if (st == MN_OK) st = mn_json_opt_text(&name, object, "mlp");
     if (st == MN_OK) st = mn_json_opt_text(&act, object, "hidden_act");
+    if (st == MN_OK) st = mn_json_opt_bool(&c->mlp_bias, object, "mlp_bias");
     if (st == MN_OK) st = mn_json_opt_f64(&ratio, object, "hidden_ratio");
     if (st == MN_OK) st = mn_json_opt_i64(&c->intermediate_size, object, "intermediate_size");
     if (st != MN_OK) return st;
@@ -279,6 +280,7 @@ static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
     if (st == MN_OK) st = mn_json_opt_f64(&c->norm_eps, object, "norm_eps");
     if (st == MN_OK) st = mn_json_opt_f64(&c->initializer_range, object, "initializer_range");
     if (st == MN_OK) st = mn_json_opt_f64(&c->logit_softcap, object, "logit_softcap");
+    if (st == MN_OK) st = mn_json_opt_bool(&c->norm_plus_one, object, "norm_plus_one");
     if (st == MN_OK) st = mn_json_opt_bool(&c->tied, object, "tie_word_embeddings");
     const int64_t most = INT64_C(1) << 24;
     if (st == MN_OK) {
@@ -300,21 +302,9 @@ static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
     return st;
 }
 
-/* Bounds of Mamba-2's step: [0, infinity], which a reader of Python's JSON sees as [0, null]. */
-static mn_status check_limits(const mn_json *object, const char *key) {
-    const mn_json limits = mn_json_member(object, key);
-    if (!mn_json_given(&limits)) return MN_OK;
-    mn_status st = mn_json_expect_list(&limits);
-    if (st != MN_OK) return st;
-    const mn_json low = mn_json_item(&limits, 0), high = mn_json_item(&limits, 1);
-    double least = 0.0;
-    if (mn_json_given(&low)) st = mn_json_read_f64(&least, &low);
-    if (st != MN_OK || (least == 0.0 && !mn_json_given(&high))) return st;
-    return mn_json_fail(&limits, "bounds of the step other than 0 and infinity are not built");
-}
-
-mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
-    mn_model_config c = { .context = 2048, .norm_eps = 1e-6, .initializer_range = 0.02 };
+static mn_status read_model(mn_model_config *out, const mn_json *object, const char *family) {
+    mn_model_config c = { .context = 2048, .norm_eps = 1e-6, .initializer_range = 0.02,
+                          .family = family };
     mn_status st = mn_json_expect_object(object);
     if (st == MN_OK) st = read_sizes(&c, object);
     if (st == MN_OK) st = read_mlp(&c, object);
@@ -323,8 +313,6 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
     if (st == MN_OK) st = check_keys(&c, object);
     if (st == MN_OK) st = read_options(&c, object);
     if (st == MN_OK) st = read_hybrid(&c, object);
-    if (st == MN_OK) st = check_limits(object, "dt_limit");
-    if (st == MN_OK) st = check_limits(object, "time_step_limit");
     const mn_json mixing = mn_json_member(object, "attnres_block_size");
     if (st == MN_OK && mn_json_given(&mixing)) {
         st = mn_json_fail(&mixing, "attention over earlier blocks is not built");
@@ -334,21 +322,68 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
     return st;
 }
 
+/* Configurations of a family are read in our words. */
+mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
+    const char *type = NULL;
+    *out = (mn_model_config){ 0 };
+    mn_status st = mn_json_expect_object(object);
+    if (st == MN_OK) st = mn_json_opt_text(&type, object, "model_type");
+    if (st != MN_OK) return st;
+    const char *family = type ? mn_dialect_find(type) : NULL;
+    const char *inner = family ? mn_dialect_nested(family) : NULL;
+    const mn_json nested = mn_json_member(object, inner ? inner : "");
+    if (inner) {
+        st = mn_json_expect_object(&nested);
+        object = &nested;
+    }
+    if (st != MN_OK) return st;
+    if (!family) return read_model(out, object, NULL);
+    mn_json ours = *object;
+    ours.value = NULL;
+    st = mn_dialect_read(&ours.value, family, object);
+    if (st == MN_OK) st = read_model(out, &ours, family);
+    json_decref(ours.value);
+    return st;
+}
+
 /* ---- writing --------------------------------------------------------------------------------- */
+
+/* Whether the class of other software for models of this layer can be as this one is. */
+static bool fits(const mn_model_config *c, const char *layer) {
+    const mn_layer_config *o = &c->options[0];
+    const bool attention = strcmp(layer, "attention") == 0;
+    if (c->mlp_bias || c->norm_plus_one || o->projections) return false;
+    if (!attention && strcmp(layer, "delta") != 0) return true;
+    if (o->num_heads && o->head_dim && o->num_heads * o->head_dim != c->hidden_size) return false;
+    return !attention || (o->use_rope && !o->o_bias && !o->use_output_gate &&
+                          o->partial_rotary_factor == 1.0 &&
+                          o->rope_type == 0 && (!o->qk_rms_norm || o->qk_norm_eps == 1e-5));
+}
 
 /* The type of other software whose models are all layers like these; NULL if there is none. */
 static const char *type_of(const mn_model_config *c, const char **architecture) {
+    if (c->family && mn_dialect_class(c->family)) {
+        *architecture = mn_dialect_class(c->family);
+        return c->family;
+    }
     for (size_t i = 0; i < MN_COUNTOF(model_types); i++) {
         bool all = c->mlp == (strcmp(model_types[i].layer, "mamba2") ? MN_MLP_SWIGLU : MN_MLP_NONE);
         for (int k = 0; k < c->n_layers; k++) {
             all &= strcmp(c->names[k], model_types[i].layer) == 0;
             all &= memcmp(&c->options[k], &c->options[0], sizeof *c->options) == 0;
         }
+        all &= !c->family || strcmp(c->family, model_types[i].type) == 0;
+        all = all && fits(c, model_types[i].layer);
         if (!all || c->logit_softcap != 0.0 || c->decoder != MN_DECODER_NONE) continue;
         *architecture = model_types[i].architecture;
         return model_types[i].type;
     }
     return NULL;
+}
+
+const char *mn_model_config_family(const mn_model_config *config) {
+    const char *architecture, *type = type_of(config, &architecture);
+    return type ? mn_dialect_find(type) : NULL;
 }
 
 static void set(json_t *object, const char *key, json_t *value, bool *failed) {
@@ -395,6 +430,8 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
     if (c->decoder != MN_DECODER_NONE) {
         set(object, "decoder", json_string(decoder_names[c->decoder]), &failed);
     }
+    if (c->norm_plus_one) set(object, "norm_plus_one", json_true(), &failed);
+    if (c->mlp_bias) set(object, "mlp_bias", json_true(), &failed);
     set(object, "tie_word_embeddings", json_boolean(c->tied), &failed);
     set(object, "norm_eps", mn_json_real(c->norm_eps), &failed);
     set(object, "initializer_range", mn_json_real(c->initializer_range), &failed);
@@ -402,8 +439,11 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
         set(object, "logit_softcap", mn_json_real(c->logit_softcap), &failed);
     }
     set(object, "max_position_embeddings", json_integer(c->context), &failed);
+    const bool mixes = c->family && mn_dialect_mixes(c->family);
     mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
-                          : write_options(object, c, type != NULL);
+                          : write_options(object, c, type && !mixes);
+    const char *family = type ? mn_dialect_find(type) : NULL;
+    if (st == MN_OK && family) st = mn_dialect_write(object, family, c->names, c->n_layers);
     *text = NULL;
     if (st == MN_OK) st = mn_json_text(text, object, MN_JSON_PRETTY);
     *size = *text ? strlen(*text) : 0;

@@ -1,7 +1,8 @@
 /* config.h - what a model is: sizes, one layer name per block, and the options of each layer.
  *
  * Read from the config.json of a model folder or the "model" object of a training configuration.
- * Folders of flash-linear-attention models are understood as they are: model_types.def. */
+ * Folders of flash-linear-attention models are understood as they are: MODEL_TYPE
+ * rows of layers. */
 #ifndef MN_MODEL_CONFIG_H
 #define MN_MODEL_CONFIG_H
 
@@ -29,7 +30,8 @@ typedef struct mn_model_config {
     double norm_eps, initializer_range, logit_softcap;
     mn_mlp mlp;
     mn_decoder decoder;
-    bool tied;
+    const char *family;          // of families.def, of which a folder was read; NULL: none
+    bool tied, mlp_bias, norm_plus_one;
     int n_layers;
     char (*names)[MN_MIXER_NAME];      // n_layers
     mn_layer_config *options;          // n_layers
@@ -42,6 +44,9 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object);
 /* The JSON of a model, in memory the caller frees. Models that flash-linear-attention has too get
  * its model_type and keys. */
 mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config *config);
+
+/* The family (dialect.h) whose names the files of such a model carry; NULL: ours. */
+const char *mn_model_config_family(const mn_model_config *config);
 
 mn_status mn_model_config_copy(mn_model_config *out, const mn_model_config *from);
 void mn_model_config_free(mn_model_config *config);    // all zeros is fine

@@ -44,11 +44,13 @@ void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients) {
 
 mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight) {
     if (!x) return NULL;
+    mn_tensor *w = model->leaves[weight];
+    if (model->config.norm_plus_one) w = mn_tape_affine(tape, w, 1.0, 1.0);
     mn_run run;
     mn_rms_norm_args *args = mn_run_start(&run, tape, MN_OP_rms_norm);
     args->eps = model->config.norm_eps;
     mn_run_in(&run, "x", x);
-    mn_run_in(&run, "w", model->leaves[weight]);
+    mn_run_in(&run, "w", w);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);
     return y;
@@ -63,11 +65,26 @@ mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
     return mn_layer_forward(f, mn_model_norm(model, f->tape, x, block->attn_norm));
 }
 
+/* The same with biases, each product by itself. */
+static mn_tensor *biased_mlp(mn_model *model, const mn_block *block, mn_tape *tape, mn_tensor *x,
+                             mn_tensor *n) {
+    mn_tensor **leaves = model->leaves;
+    mn_tensor *h = mn_tape_linear(tape, n, leaves[block->up], leaves[block->up_bias]);
+    if (model->config.mlp == MN_MLP_GELU) {
+        h = mn_tape_unary(tape, MN_UNARY_GELU, h);
+    } else {
+        mn_tensor *gate = mn_tape_linear(tape, n, leaves[block->gate], leaves[block->gate_bias]);
+        h = mn_tape_gate(tape, MN_UNARY_SILU, gate, h);
+    }
+    return mn_tape_linear_onto(tape, x, h, leaves[block->down], leaves[block->down_bias]);
+}
+
 mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
     const mn_block *block = &model->blocks[i];
     if (model->config.mlp == MN_MLP_NONE) return x;
     mn_tape_scope(tape, "model.layers.%d.mlp", i);
     mn_tensor *n = mn_model_norm(model, tape, x, block->mlp_norm);
+    if (model->config.mlp_bias) return biased_mlp(model, block, tape, x, n);
     mn_tensor *up = model->leaves[block->up], *down = model->leaves[block->down];
     if (model->config.mlp == MN_MLP_GELU) {
         up = mn_tape_linear(tape, n, up, NULL);
@@ -115,10 +132,11 @@ static mn_tensor *run_mlp(mn_tape *tape, mn_tensor *x, const void *job) {
 static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
                             mn_recompute what) {
     const block_job job = { model, i, *f };
-    if (what == MN_RECOMPUTE_LAYER) return mn_tape_again(f->tape, x, run_block, &job, sizeof job);
+    if (what == MN_RECOMPUTE_LAYER) return mn_tape_checkpoint(f->tape, x, run_block, &job,
+                                                              sizeof job);
     x = mn_block_mixer(model, i, f, x);
     if (model->config.mlp == MN_MLP_NONE) return x;
-    return mn_tape_again(f->tape, x, run_mlp, &job, sizeof job);
+    return mn_tape_checkpoint(f->tape, x, run_mlp, &job, sizeof job);
 }
 
 /* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
@@ -147,12 +165,12 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
             x = run_again(model, i, f, x, in->recompute);
             continue;
         }
-        mn_tape_part(tape, light);
+        mn_tape_recompute(tape, light);
         x = mn_block_mixer(model, i, f, x);
-        mn_tape_part(tape, light);
+        mn_tape_recompute(tape, light);
         if (i < n) x = mn_block_mlp(model, i, tape, x);
     }
-    mn_tape_part(tape, false);
+    mn_tape_recompute(tape, false);
     if (in->state && mn_tape_status(tape) == MN_OK) in->state->position += in->T;
     return x;
 }

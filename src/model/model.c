@@ -52,9 +52,16 @@ static mn_status add_matrix(mn_model *model, int *index, const char *name, int64
     return add(model, index, name, &info);
 }
 
+static mn_status add_bias(mn_model *model, int *index, const char *name, int64_t n) {
+    const mn_param_info info = { .rank = 1, .shape = { n }, .count = n, .init = MN_INIT_ZEROS,
+                                 .group = MN_GROUP_VECTOR };
+    return add(model, index, name, &info);
+}
+
 static mn_status add_norm(mn_model *model, int *index, const char *name) {
     const int64_t D = model->config.hidden_size;
-    const mn_param_info info = { .rank = 1, .shape = { D }, .count = D, .init = MN_INIT_ONES,
+    const mn_param_info info = { .rank = 1, .shape = { D }, .count = D,
+                                 .init = model->config.norm_plus_one ? MN_INIT_ZEROS : MN_INIT_ONES,
                                  .group = MN_GROUP_VECTOR };
     return add(model, index, name, &info);
 }
@@ -75,6 +82,12 @@ static mn_status add_mlp(mn_model *model, mn_block *block, int i) {
     if (st == MN_OK) {
         st = add_matrix(model, &block->down, NAMED("mlp.down_proj.weight"), D, F, MN_GROUP_MATRIX);
     }
+    if (!c->mlp_bias) return st;
+    if (st == MN_OK && c->mlp == MN_MLP_SWIGLU) {
+        st = add_bias(model, &block->gate_bias, NAMED("mlp.gate_proj.bias"), F);
+    }
+    if (st == MN_OK) st = add_bias(model, &block->up_bias, NAMED("mlp.up_proj.bias"), F);
+    if (st == MN_OK) st = add_bias(model, &block->down_bias, NAMED("mlp.down_proj.bias"), D);
     return st;
 }
 
@@ -82,6 +95,7 @@ static mn_status add_block(mn_model *model, int i) {
     const mn_model_config *c = &model->config;
     mn_block *block = &model->blocks[i];
     block->attn_norm = block->mixer = block->mlp_norm = block->gate = block->up = block->down = -1;
+    block->gate_bias = block->up_bias = block->down_bias = -1;
     mn_status st = mn_layer_create(&block->layer, c->names[i], &c->options[i], c->hidden_size,
                                    c->context, c->norm_eps);
     if (st == MN_OK) model->config.options[i] = block->layer.config;    // sizes that were chosen

@@ -10,6 +10,7 @@ typedef struct mn_block {
     mn_layer layer;
     int attn_norm, mixer;            // mixer: the first of layer.n_params
     int mlp_norm, gate, up, down;
+    int gate_bias, up_bias, down_bias;
 } mn_block;
 
 enum { MN_DECODER_STAGES = 2, MN_DECODER_PARTS = 3 };    // norm, weight, bias

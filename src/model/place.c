@@ -92,7 +92,7 @@ mn_status mn_model_place_gradients(mn_model *model) {
 }
 
 static mn_status cast(mn_model *model, const mn_model_param *p) {
-    const int code = mn_shadow_cuda(p->shadow, p->value, p->info.count,
+    const int code = mn_cast_bf16_cuda(p->shadow, p->value, p->info.count,
                                     mn_device_stream(model->device));
     return mn_device_check(model->device, code, p->name);
 }
@@ -117,7 +117,7 @@ static mn_status open_device(mn_model *model, const mn_context *context) {
 }
 
 /* From the host to the GPU; what fails leaves the model on the host. */
-static mn_status move_there(mn_model *model, const mn_context *context) {
+static mn_status move_device(mn_model *model, const mn_context *context) {
     if (model->dtype != MN_F32) {
         return mn_fail(MN_ERR_UNSUPPORTED, "a model of %s stays on the CPU; GPUs take one of f32",
                        mn_dtype_name(model->dtype));
@@ -143,7 +143,7 @@ mn_status mn_model_place(mn_model *model, const mn_context *context, mn_dtype dt
     const int index = mn_device_facts(context->device)->index;
     bool wants = false;
     for (int i = 0; i < model->n_params; i++) wants |= model->params[i].grad != NULL;
-    mn_status st = model->device ? MN_OK : move_there(model, context);
+    mn_status st = model->device ? MN_OK : move_device(model, context);
     if (st == MN_OK && mn_device_facts(model->device)->index != index) {
         return mn_fail(MN_ERR_ARGUMENT, "the model's parameters are on cuda:%d; open it once more "
                        "for cuda:%d", mn_device_facts(model->device)->index, index);

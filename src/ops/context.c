@@ -57,7 +57,7 @@ mn_status mn_context_create(mn_context **out, const mn_context_options *options)
 
 void mn_context_destroy(mn_context *context) {
     if (!context) return;
-    mn_products_destroy(context->products);
+    mn_gemm_destroy(context->products);
     mn_device_close(context->device);
     mn_threads_destroy(context->threads);
     mn_arena_destroy(context->arena);

@@ -23,7 +23,7 @@ struct mn_context {
     mn_kernel_table f32, f64;
     mn_device *device;       // NULL: operators run on the CPU
     mn_kernel_table cuda;    // with a device: its kernels, for f32 and bf16
-    mn_products *products;   // with a device, from the first matrix product on
+    mn_gemm_handle *products;   // with a device, from the first matrix product on
     mn_borders borders;      // what operators find on the device already, while a tape runs them
 };
 

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/util.h"
+#include "ops/check.h"
 
 static const mn_field fields[] = {
 #define FIELD(op, role, name, axes, law, partner)                                                  \
@@ -37,16 +38,26 @@ static const mn_op_info infos[MN_OP_COUNT] = {
 #include "ops/ops.def"
 };
 
-static const struct {
-    mn_op_id op;
-    size_t offset;
-} decays[] = {
-    { MN_OP_additive, offsetof(mn_additive_args, decay) },
-    { MN_OP_delta, offsetof(mn_delta_args, decay) },
-    { MN_OP_delta_net, offsetof(mn_delta_net_args, decay) },
-    { MN_OP_gdn2, offsetof(mn_gdn2_args, decay) },
-    { MN_OP_ccq_read, offsetof(mn_ccq_read_args, decay) },
+#define TRAIT(op, member, value) [MN_OP_##op].member = value,
+static const mn_op_traits traits[MN_OP_COUNT] = {
+#define DECAYS(op) TRAIT(op, decay, offsetof(mn_##op##_args, decay))
+#define KEYED(op, grouped_) TRAIT(op, keyed, true) TRAIT(op, grouped, grouped_)
+#define COUNTS(op, n0_, counts0_)                                                                  \
+    TRAIT(op, n0, offsetof(mn_##op##_args, n0_)) TRAIT(op, counts0, counts0_)
+#define PAIRS(op, kind) TRAIT(op, pairs, kind)
+#define TURNS_NOISE(op, theta_) TRAIT(op, theta, offsetof(mn_##op##_args, theta_))
+#define IGNORES(op, class) TRAIT(op, ignores, offsetof(mn_##op##_args, class))
+#define CHECKED(op) TRAIT(op, check, mn_check_##op)
+#define CPU_CHOICE(op, choice) TRAIT(op, cpu_choice, offsetof(mn_##op##_args, choice))
+#define FORWARD_ONLY(op, why) TRAIT(op, forward_only, why)
+#define ROUNDS_BETWEEN(op) TRAIT(op, rounds_between, true)
+#include "ops/ops.def"
 };
+#undef TRAIT
+
+const mn_op_traits *mn_op_traits_of(mn_op_id op) {
+    return &traits[op];
+}
 
 const mn_op_info *mn_op_describe(mn_op_id op) {
     return &infos[op];
@@ -95,8 +106,7 @@ const char *mn_field_axes(const mn_field *field, int decay, char out[MN_MAX_RANK
 mn_dtype mn_field_dtype(const mn_field *field, mn_dtype dtype) {
     static const size_t wide[][2] = {
 #define WIDE(op, name) { MN_OP_##op, offsetof(mn_##op##_args, name) },
-#include "ops/wide.def"
-#undef WIDE
+#include "ops/ops.def"
     };
     if (dtype != MN_BF16) return dtype;
     for (size_t i = 0; i < MN_COUNTOF(wide); i++) {
@@ -127,11 +137,27 @@ int64_t mn_axis_size(const mn_call *call, char letter, bool *ok) {
     return 1;
 }
 
-int *mn_args_decay_slot(mn_op_id op, void *args) {
-    for (size_t i = 0; i < MN_COUNTOF(decays); i++) {
-        if (decays[i].op == op) return (int *)((char *)args + decays[i].offset);
+bool mn_op_has_axis(mn_op_id op, char letter) {
+    int count;
+    const mn_field *of = mn_op_fields(op, &count);
+    for (int i = 0; i < count; i++) {
+        if (strchr(of[i].axes, letter)) return true;
+    }
+    return false;
+}
+
+int *mn_args_choice_slot(mn_op_id op, void *args, const char *name) {
+    int count;
+    const mn_param *of = mn_op_params(op, &count);
+    for (int i = 0; i < count; i++) {
+        const bool found = of[i].kind == MN_PARAM_CHOICE && strcmp(of[i].name, name) == 0;
+        if (found) return (int *)((char *)args + of[i].offset);
     }
     return NULL;
+}
+
+int *mn_args_decay_slot(mn_op_id op, void *args) {
+    return traits[op].decay ? (int *)((char *)args + traits[op].decay) : NULL;
 }
 
 int mn_args_decay(mn_op_id op, const void *args) {

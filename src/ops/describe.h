@@ -53,7 +53,25 @@ typedef struct mn_op_info {
     size_t args_bytes;
 } mn_op_info;
 
+/* What some operators have besides tensors and numbers: columns of ops.def, which explains them.
+ * Offsets into the argument struct are 0 where an operator has nothing of the kind. */
+typedef struct mn_op_traits {
+    bool keyed, grouped, rounds_between;
+    const char *forward_only;    // why; NULL where there is a backward pass
+    size_t decay, n0, counts0, theta, ignores, cpu_choice;
+    size_t pairs;                // MN_NO_OFFSET: always
+    mn_status (*check)(const void *args);
+} mn_op_traits;
+
 enum { MN_MAX_ARGS_BYTES = 4096, MN_MAX_RANK = 6 };
+
+const mn_op_traits *mn_op_traits_of(mn_op_id op);
+
+/* Whether a tensor of the operator has the axis `letter`. */
+bool mn_op_has_axis(mn_op_id op, char letter);
+
+/* The choice called `name` of a call, an index into its names; NULL where there is none. */
+int *mn_args_choice_slot(mn_op_id op, void *args, const char *name);
 
 const mn_op_info *mn_op_describe(mn_op_id op);
 

@@ -32,7 +32,7 @@ static void plain_sigmoid(float *y, const float *x, int64_t n) {
 }
 
 /* Rows of one item: y = z + b, or its sigmoid, in place. */
-static void finish_rows(void *context, int64_t item, int worker) {
+static void epilogue_rows(void *context, int64_t item, int worker) {
     (void)worker;
     const job *j = context;
     const mn_linear *p = j->p;
@@ -53,7 +53,7 @@ static void finish_rows(void *context, int64_t item, int worker) {
 }
 
 /* Rows of one item: dy *= s (1 - s). */
-static void open_rows(void *context, int64_t item, int worker) {
+static void sigmoid_back_rows(void *context, int64_t item, int worker) {
     (void)worker;
     const job *j = context;
     const mn_linear *p = j->p;
@@ -93,18 +93,18 @@ static void sum_columns(void *context, int64_t item, int worker) {
 /* ---- on a device ----------------------------------------------------------------------------- */
 
 /* A step over the rows of results: x from a and, the same for all rows, or row by row, b. */
-static mn_status step_there(mn_context *context, mn_glue_id id, const mn_linear *p, void *x,
+static mn_status step_on_device(mn_context *context, mn_glue_id id, const mn_linear *p, void *x,
                             const void *a, const void *b, bool b_is_row) {
     const int64_t n = p->n_out;
     const mn_glue step = { .dtype = p->dtype, .B = 1, .T = p->n_rows, .H = 1, .width = n,
                            .a = { a, { 0, n, 0 } }, .b = { b, { 0, b_is_row ? 0 : n, 0 } },
                            .x = { x, { 0, n, 0 } } };
-    return mn_work_glue(context, id, &step);
+    return mn_run_glue(context, id, &step);
 }
 
-/* ---- the products ---------------------------------------------------------------------------- */
+/* ---- the gemms ---------------------------------------------------------------------------- */
 
-static mn_matmul_args forward_product(const mn_linear *p, void *y) {
+static mn_matmul_args forward_gemm(const mn_linear *p, void *y) {
     return (mn_matmul_args){ .dtype = p->dtype, .c_dtype = p->dtype, .c = y, .a = p->x,
                              .b = p->weight, .M = p->n_rows, .N = p->n_out, .K = p->n_in,
                              .b_transposed = true };
@@ -127,12 +127,12 @@ static mn_status input_backward(mn_context *context, const mn_linear *p, const v
 }
 
 mn_status mn_linear_forward(mn_context *context, const mn_linear *p, void *y) {
-    mn_matmul_args product = forward_product(p, y);
+    mn_matmul_args product = forward_gemm(p, y);
     if (context->device) {
         product.bias = p->sigmoid ? NULL : p->bias;
         const mn_status st = mn_matmul(context, &product);
         if (st != MN_OK || !p->sigmoid) return st;
-        return step_there(context, MN_GLUE_sigmoid, p, y, y, p->bias, true);
+        return step_on_device(context, MN_GLUE_sigmoid, p, y, y, p->bias, true);
     }
     const mn_status st = mn_matmul(context, &product);
     job j = { .p = p, .out = y, .sigmoid_f32 = plain_sigmoid };
@@ -141,22 +141,22 @@ mn_status mn_linear_forward(mn_context *context, const mn_linear *p, void *y) {
     if (context->target == MN_TARGET_AVX512) j.sigmoid_f32 = mn_map_sigmoid_avx512;
 #endif
     if (st != MN_OK || (!p->bias && !p->sigmoid)) return st;
-    mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), finish_rows, &j);
+    mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), epilogue_rows, &j);
     return MN_OK;
 }
 
 /* dy becomes the cotangent of x W' + b, and dbias its sums. */
-static mn_status open_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
+static mn_status preact_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
                                void *dbias) {
     mn_status st = MN_OK;
     if (context->device) {
-        if (p->sigmoid) st = step_there(context, MN_GLUE_sigmoid_back, p, dy, dy, y, false);
+        if (p->sigmoid) st = step_on_device(context, MN_GLUE_sigmoid_back, p, dy, dy, y, false);
         if (st != MN_OK || !dbias) return st;
-        return step_there(context, MN_GLUE_sum, p, dbias, dy, NULL, false);
+        return step_on_device(context, MN_GLUE_sum, p, dbias, dy, NULL, false);
     }
-    job opens = { .p = p, .y = y, .out = dy }, sums = { .p = p, .y = dy, .out = dbias };
+    job preact = { .p = p, .y = y, .out = dy }, sums = { .p = p, .y = dy, .out = dbias };
     if (p->sigmoid) {
-        mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), open_rows, &opens);
+        mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), sigmoid_back_rows, &preact);
     }
     if (dbias) {
         mn_threads_run(context->threads, mn_ceil_div(p->n_out, COLUMNS), sum_columns, &sums);
@@ -166,7 +166,7 @@ static mn_status open_backward(mn_context *context, const mn_linear *p, const vo
 
 mn_status mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
                              void *dweight, void *dbias, void *dx, bool add) {
-    mn_status st = open_backward(context, p, y, dy, dbias);
+    mn_status st = preact_backward(context, p, y, dy, dbias);
     if (st == MN_OK) st = weight_backward(context, p, dy, dweight);
     if (st == MN_OK) st = input_backward(context, p, dy, dx, add);
     return st;

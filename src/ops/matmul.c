@@ -233,11 +233,13 @@ static void run_chunk(mn_context *context, job *j) {
     mn_threads_run(context->threads, j->n_panels + n_items, packed_item, j);
 }
 
-/* Rows and panels of a packed chunk: as many rows of K as there are first, then panels as fit. */
+/* Rows and panels of a packed chunk: as many rows of K as there are first, then panels as
+ * fit. */
 static void chunk_of(int64_t *rows, int64_t *panels, const functions *f, int64_t N, int64_t K) {
     const int64_t block = mn_matmul_block(K), panel = f->panel();
     *rows = mn_min(K, mn_max(1, chunk_floats / (4 * panel * block)) * block);
-    *panels = mn_min(mn_ceil_div(N, panel), mn_max(1, chunk_floats / (mn_max(*rows, 1) * panel)));
+    *panels = mn_min(mn_ceil_div(N, panel),
+                         mn_max(1, chunk_floats / (mn_max(*rows, 1) * panel)));
 }
 
 /* False, and nothing done, when there is no memory. */
@@ -290,8 +292,8 @@ static void run_vector(mn_context *context, const functions *f, const mn_matmul_
 
 /* ---- on a device ----------------------------------------------------------------------------- */
 
-mn_product_work mn_matmul_work_of(const mn_matmul_args *p) {
-    return (mn_product_work){
+mn_gemm_problem mn_matmul_work_of(const mn_matmul_args *p) {
+    return (mn_gemm_problem){
         .dtype = p->dtype, .c_dtype = p->dtype == MN_BF16 ? p->c_dtype : p->dtype,
         .a = p->a, .b = p->b, .c = p->c, .bias = p->bias, .M = p->M, .N = p->N, .K = p->K,
         .a_row = p->a_row ? p->a_row : p->a_transposed ? p->M : p->K,
@@ -301,20 +303,20 @@ mn_product_work mn_matmul_work_of(const mn_matmul_args *p) {
         .accumulate = p->accumulate, .onto = p->onto };
 }
 
-mn_status mn_matmul_run(mn_context *context, const mn_product_work *work) {
+mn_status mn_matmul_run(mn_context *context, const mn_gemm_problem *work) {
     mn_device *device = context->device;
     const mn_mark mark = mn_device_mark(device);
     mn_status st = mn_device_use(device);
     if (st == MN_OK && !context->products) {
-        context->products = mn_products_create();
+        context->products = mn_gemm_create();
         if (!context->products) st = mn_fail(MN_ERR_MEMORY, "no memory for matrix products");
     }
-    void *space = st == MN_OK ? mn_device_bytes(device, MN_PRODUCT_SPACE) : NULL;
+    void *space = st == MN_OK ? mn_device_bytes(device, MN_GEMM_WORKSPACE) : NULL;
     if (st == MN_OK && !space) {
         st = mn_fail(MN_ERR_MEMORY, "the GPU has no memory for the work space of a product");
     }
     if (st == MN_OK) {
-        const int code = mn_products_run(context->products, work, space,
+        const int code = mn_gemm_run(context->products, work, space,
                                          mn_device_stream(device));
         st = mn_device_check(device, code, "a matrix product");
     }
@@ -348,7 +350,7 @@ static void add_rows(void *context, int64_t item, int worker) {
 }
 
 size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *p) {
-    if (context->device) return MN_PRODUCT_SPACE;
+    if (context->device) return MN_GEMM_WORKSPACE;
 #if MN_HAVE_X86_TARGETS
     const functions *f = functions_of(context->target);
     if (p->dtype == MN_F32 && f && p->N > 0 && p->K > 0) {
@@ -376,9 +378,9 @@ static void run_on_cpu(mn_context *context, const mn_matmul_args *p) {
 }
 
 static mn_status count_work(mn_context *context, const mn_matmul_args *p) {
-    const mn_mark mark = mn_work_mark(context);
-    mn_work_bytes(context, mn_matmul_work(context, p));
-    mn_work_release(context, mark);
+    const mn_mark mark = mn_workspace_mark(context);
+    mn_workspace_bytes(context, mn_matmul_work(context, p));
+    mn_workspace_release(context, mark);
     return MN_OK;
 }
 
@@ -390,7 +392,7 @@ mn_status mn_matmul(mn_context *context, const mn_matmul_args *args) {
     if (p.M == 0 || p.N == 0) return MN_OK;
     if (context->plans) return count_work(context, &p);
     if (context->device) {
-        mn_product_work work = mn_matmul_work_of(&p);
+        mn_gemm_problem work = mn_matmul_work_of(&p);
         work.step = context->steps;
         return mn_matmul_run(context, &work);
     }

@@ -32,8 +32,8 @@ typedef struct mn_matmul_args {
 mn_status mn_matmul(mn_context *context, const mn_matmul_args *args);
 
 /* On a context with a device: the product as its kernels know it, and doing it. */
-mn_product_work mn_matmul_work_of(const mn_matmul_args *args);
-mn_status mn_matmul_run(mn_context *context, const mn_product_work *work);
+mn_gemm_problem mn_matmul_work_of(const mn_matmul_args *args);
+mn_status mn_matmul_run(mn_context *context, const mn_gemm_problem *work);
 
 /* Bytes of the context's arena, or of its device's scratch memory, it takes at most. */
 size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *args);

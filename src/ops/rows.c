@@ -44,15 +44,15 @@ mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, 
                        mn_out x, mn_in a, mn_in b, mn_in c) {
     const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
                            .width = width, .a = a, .b = b, .c = c, .x = x };
-    return x.data ? mn_work_glue(context, id, &step) : MN_OK;
+    return x.data ? mn_run_glue(context, id, &step) : MN_OK;
 }
 
 mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t width, mn_out x,
                           mn_in a, bool widen) {
     const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
                            .width = width, .a = a, .x = x,
-                           .wide = widen ? MN_GLUE_WIDE_X : MN_GLUE_WIDE_A };
-    return x.data && a.data ? mn_work_glue(context, MN_GLUE_copy, &step) : MN_OK;
+                           .wide = widen ? MN_GLUE_F32_X : MN_GLUE_F32_A };
+    return x.data && a.data ? mn_run_glue(context, MN_GLUE_copy, &step) : MN_OK;
 }
 
 mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y,
@@ -67,53 +67,42 @@ mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t wid
     return MN_OK;
 }
 
-static void take_f32(float *y, const float *a, int64_t n, bool add) {
-    for (int64_t i = 0; i < n; i++) y[i] = add ? y[i] + a[i] : a[i];
+static void copy_f32(float *y, const float *a, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] = a[i];
 }
 
-static void take_f64(double *y, const double *a, int64_t n, bool add) {
-    for (int64_t i = 0; i < n; i++) y[i] = add ? y[i] + a[i] : a[i];
+static void copy_f64(double *y, const double *a, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] = a[i];
 }
 
-static void take_token(void *context, int64_t item, int worker) {
+static void copy_token(void *context, int64_t item, int worker) {
     (void)worker;
     const product *p = context;
     const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
     for (int64_t h = 0; h < p->call->H; h++) {
         if (p->call->dtype == MN_F64) {
-            take_f64(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h), n, p->add);
+            copy_f64(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h), n);
         } else {
-            take_f32(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h), n, p->add);
+            copy_f32(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h), n);
         }
     }
 }
 
-/* y (+)= a */
-static mn_status take(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a,
-                      bool add) {
-    product p = { .call = call, .width = width, .y = y, .a = a, .add = add };
+mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
+    product p = { .call = call, .width = width, .y = y, .a = a };
     if (!y.data || !a.data || context->plans) return MN_OK;
     if (context->device) {
-        return mn_rows_glue(context, add ? MN_GLUE_add : MN_GLUE_copy, call, width, y, a,
-                            add ? mn_as_input(y) : (mn_in){ 0 }, (mn_in){ 0 });
+        return mn_rows_glue(context, MN_GLUE_copy, call, width, y, a, (mn_in){ 0 }, (mn_in){ 0 });
     }
-    mn_threads_run(context->threads, call->B * call->T, take_token, &p);
+    mn_threads_run(context->threads, call->B * call->T, copy_token, &p);
     return MN_OK;
-}
-
-mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
-    return take(context, call, width, y, a, true);
-}
-
-mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
-    return take(context, call, width, y, a, false);
 }
 
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width) {
     mn_out view = { NULL, { call->T * call->H * width, call->H * width, width } };
     int64_t rows;
     if (mn_mul_i64(&rows, call->B * call->T, call->H)) {
-        view.data = mn_work_array(context, rows, width, mn_dtype_bytes(call->dtype));
+        view.data = mn_workspace_array(context, rows, width, mn_dtype_bytes(call->dtype));
     }
     return view;
 }

@@ -10,9 +10,6 @@
 mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y,
                            mn_in a, mn_in b, bool add);
 
-/* y += a over the same rows. */
-mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a);
-
 /* y = a over the same rows. */
 mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a);
 

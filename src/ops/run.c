@@ -6,6 +6,7 @@
 
 #include "base/checked.h"
 #include "base/status.h"
+#include "base/util.h"
 #include "kernels/conv_unit.h"
 #include "ops/compose/compose.h"
 #include "ops/validate.h"
@@ -23,7 +24,6 @@ static const int kernel_of[MN_OP_COUNT] = {
 static const compose_fn composition_of[MN_OP_COUNT] = {
 #define COMPOSE(name, parts) [MN_OP_##name] = mn_compose_##name,
 #include "ops/compose/compose.def"
-#undef COMPOSE
     NULL,
 };
 
@@ -35,7 +35,15 @@ _Static_assert(MN_KERNEL_COUNT < 63, "the parts of a composition are bits");
 static const uint64_t parts_of[MN_OP_COUNT] = {
 #define COMPOSE(name, parts) [MN_OP_##name] = parts,
 #include "ops/compose/compose.def"
-#undef COMPOSE
+};
+
+/* A composition that a kernel serves whole on a device where heads and views suit it. */
+typedef const mn_kernel *(*whole_fn)(mn_pass pass, const void *args);
+
+static const whole_fn whole_of[MN_OP_COUNT] = {
+#define COMPOSE_WHOLE(name, kernel) [MN_OP_##name] = kernel,
+#include "ops/compose/compose.def"
+    NULL,
 };
 
 typedef struct job {
@@ -76,7 +84,7 @@ bool mn_op_has_cuda(mn_op_id op, mn_pass pass) {
 }
 
 bool mn_op_rounds_between(mn_op_id op) {
-    return op == MN_OP_hyper_layer;
+    return mn_op_traits_of(op)->rounds_between;
 }
 
 static const void *data_at(const void *args, const mn_field *field) {
@@ -152,7 +160,7 @@ static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, cons
 static mn_status lend_array(mn_context *context, const int64_t **array, int64_t count) {
     if (!*array) return MN_OK;
     const size_t bytes = (size_t)count * sizeof **array;    // validated: the array is there
-    void *there = mn_work_bytes(context, bytes);
+    void *there = mn_workspace_bytes(context, bytes);
     if (!there) return mn_fail(MN_ERR_MEMORY, "the GPU has no %zu bytes left", bytes);
     if (context->plans) return MN_OK;
     const mn_status st = mn_device_upload(context->device, there, *array, bytes);
@@ -170,8 +178,9 @@ static mn_status lend_arrays(mn_context *context, mn_op_id op, void *args) {
     } else {
         st = lend_array(context, &call->cu_seqlens, call->n_seqs + 1);
     }
-    if (st == MN_OK && op == MN_OP_curvature) {
-        st = lend_array(context, &((mn_curvature_args *)args)->counts0, n_states);
+    const size_t counts0 = mn_op_traits_of(op)->counts0;
+    if (st == MN_OK && counts0) {
+        st = lend_array(context, (const int64_t **)((char *)args + counts0), n_states);
     }
     return st;
 }
@@ -184,7 +193,7 @@ static mn_status launch_kernel(mn_context *context, const mn_kernel *kernel, mn_
     if (!kernel->plan(args, &plan)) {
         return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow", name);
     }
-    void *shared = plan.shared_bytes > 0 ? mn_work_bytes(context, plan.shared_bytes) : NULL;
+    void *shared = plan.shared_bytes > 0 ? mn_workspace_bytes(context, plan.shared_bytes) : NULL;
     if (plan.shared_bytes > 0 && !shared) {
         return mn_fail(MN_ERR_MEMORY, "%s: the GPU has no memory for a work space of %zu bytes",
                        name, plan.shared_bytes);
@@ -193,6 +202,20 @@ static mn_status launch_kernel(mn_context *context, const mn_kernel *kernel, mn_
     if (st == MN_OK) st = lend_arrays(context, op, args);
     if (st != MN_OK || context->plans) return st;
     return mn_device_check(device, kernel->launch(args, shared, mn_device_stream(device)), name);
+}
+
+/* A choice of which only the first name has a CUDA kernel. */
+static mn_status check_choice(mn_op_id op, const void *args) {
+    const size_t offset = mn_op_traits_of(op)->cpu_choice;
+    const int value = offset ? *(const int *)((const char *)args + offset) : 0;
+    if (value == 0) return MN_OK;
+    int count;
+    const mn_param *params = mn_op_params(op, &count);
+    while (params->offset != offset) params++;
+    const char *chosen = params->choices;
+    for (int i = 0; i < value; i++) chosen += strcspn(chosen, ",") + 1;
+    return mn_fail(MN_ERR_UNSUPPORTED, "%s: %s %.*s has no CUDA kernel; run it on the CPU",
+                   mn_op_describe(op)->name, params->name, (int)strcspn(chosen, ","), chosen);
 }
 
 /* Values in tensors are not checked: that would read the device's memory back at each call. */
@@ -205,18 +228,15 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     mn_status st = mn_validate_sizes(op, args, pass == MN_BACKWARD);
     if (st != MN_OK) return st;
     const mn_kernel *kernel = kernel_of[op] ? choose_kernel(context, op, pass, args) : NULL;
-    /* the one composition that a kernel may serve whole, as heads and views are */
-    if (op == MN_OP_conv_unit) kernel = mn_conv_unit_kernel(pass, args);
+    if (whole_of[op]) kernel = whole_of[op](pass, args);
     const bool serves = kernel ? kernel->launch != NULL : mn_op_has_cuda(op, pass);
     if (!serves) return refuse_device(op, pass);
-    if (op == MN_OP_hyper && ((const mn_hyper_args *)args)->layout != 0) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "hyper: layout position has no CUDA kernel; run it on "
-                       "the CPU");
-    }
-    const mn_mark mark = mn_work_mark(context);
+    st = check_choice(op, args);
+    if (st != MN_OK) return st;
+    const mn_mark mark = mn_workspace_mark(context);
     st = kernel ? launch_kernel(context, kernel, op, args)
                 : composition_of[op](context, pass, args);
-    mn_work_release(context, mark);
+    mn_workspace_release(context, mark);
     return st;
 }
 
@@ -242,6 +262,101 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
     } else {
         st = mn_fail(MN_ERR_UNSUPPORTED, "%s has no kernel in this build", info->name);
     }
+    mn_arena_release(context->arena, mark);
+    return st;
+}
+
+/* ---- many calls of one operator -------------------------------------------------------------- */
+
+typedef struct row_call {
+    unsigned char *args;
+    const mn_kernel *kernel;
+    mn_plan plan;
+    void *shared;
+    int64_t first;                // of this phase's items
+} row_call;
+
+typedef struct rows_job {
+    const row_call *rows;
+    int64_t n;
+    int phase;
+    unsigned char *scratch;
+    size_t scratch_bytes;
+} rows_job;
+
+/* Item `item` of the phase belongs to the last row that begins at it or before, of those with any
+ * items. */
+static void run_row_item(void *context, int64_t item, int worker) {
+    const rows_job *j = context;
+    int64_t low = 0, high = j->n;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (j->rows[middle].first <= item) low = middle;
+        else high = middle;
+    }
+    const row_call *row = &j->rows[low];
+    row->kernel->run(row->args, j->phase, item - row->first, row->shared,
+                     j->scratch + (size_t)worker * j->scratch_bytes);
+}
+
+static mn_status plan_row(mn_context *context, mn_op_id op, row_call *row, size_t *scratch) {
+    const char *name = mn_op_describe(op)->name;
+    const mn_status st = mn_validate(op, row->args, false);
+    if (st != MN_OK) return st;
+    row->kernel = choose_kernel(context, op, MN_FORWARD, row->args);
+    size_t each, all;
+    if (!row->kernel->plan(row->args, &row->plan) || !scratch_of(&row->plan, 1, &each, &all)) {
+        return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow", name);
+    }
+    *scratch = mn_max(*scratch, each);
+    row->shared = mn_arena_bytes(context->arena, row->plan.shared_bytes);
+    return row->shared ? MN_OK : mn_fail(MN_ERR_MEMORY, "%s: no memory for a work space of %zu "
+                                         "bytes", name, row->plan.shared_bytes);
+}
+
+static void run_phases(mn_context *context, rows_job *j, row_call *rows) {
+    for (j->phase = 0; j->phase < MN_MAX_PHASES; j->phase++) {
+        int64_t items = 0;
+        for (int64_t i = 0; i < j->n; i++) {
+            rows[i].first = items;
+            if (j->phase < rows[i].plan.n_phases) items += rows[i].plan.items[j->phase];
+        }
+        if (items > 0) mn_threads_run(context->threads, items, run_row_item, j);
+    }
+}
+
+static mn_status run_rows_of_kernel(mn_context *context, mn_op_id op, const unsigned char *args,
+                                    size_t step, int64_t n) {
+    const size_t bytes = mn_op_describe(op)->args_bytes;
+    row_call *rows = mn_arena_bytes(context->arena, (size_t)n * sizeof *rows);
+    unsigned char *copies = mn_arena_bytes(context->arena, (size_t)n * step);
+    rows_job j = { .rows = rows, .n = n };
+    if (!rows || !copies) return mn_fail(MN_ERR_MEMORY, "no memory for %lld calls", (long long)n);
+    for (int64_t i = 0; i < n; i++) {
+        rows[i] = (row_call){ .args = copies + (size_t)i * step };
+        memcpy(rows[i].args, args + (size_t)i * step, bytes);
+        const mn_status st = plan_row(context, op, &rows[i], &j.scratch_bytes);
+        if (st != MN_OK) return st;
+    }
+    const size_t workers = (size_t)mn_threads_count(context->threads);
+    j.scratch = mn_arena_bytes(context->arena, j.scratch_bytes * workers);
+    if (!j.scratch) return mn_fail(MN_ERR_MEMORY, "no memory for the scratch of %zu threads",
+                                   workers);
+    run_phases(context, &j, rows);
+    return MN_OK;
+}
+
+mn_status mn_op_run_rows(mn_context *context, mn_op_id op, const void *rows, size_t step,
+                         int64_t n) {
+    mn_status st = MN_OK;
+    if (context->device || !kernel_of[op]) {
+        for (int64_t i = 0; i < n && st == MN_OK; i++) {
+            st = mn_op_run(context, op, MN_FORWARD, (const char *)rows + (size_t)i * step);
+        }
+        return st;
+    }
+    const mn_mark mark = mn_arena_mark(context->arena);
+    st = run_rows_of_kernel(context, op, rows, step, n);
     mn_arena_release(context->arena, mark);
     return st;
 }

@@ -8,6 +8,11 @@
 /* `args` is the op's argument struct as a caller filled it; MN_FORWARD or MN_BACKWARD. */
 mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args);
 
+/* Forward over `n` argument structs of `step` bytes each, on the CPU: independent calls, each with
+ * the bits it would have alone, whose items the threads share out together. */
+mn_status mn_op_run_rows(mn_context *context, mn_op_id op, const void *rows, size_t step,
+                         int64_t n);
+
 /* Bytes of work space such a call takes, without running it; pointers of `args` are only compared
  * with NULL. */
 mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,

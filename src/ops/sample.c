@@ -84,10 +84,9 @@ mn_status mn_sample_allocate(mn_sample *sample, uint64_t wanted) {
     int count;
     const mn_field *fields = mn_op_fields(sample->op, &count);
     const int decay = mn_args_decay(sample->op, sample->args);
-    const bool keyed = sample->op == MN_OP_attention || sample->op == MN_OP_relu_attention ||
-                       sample->op == MN_OP_hyper;
-    if (keyed && call->L == 0) call->L = call->T;
-    if (keyed && call->J == 0) call->J = call->H;
+    const mn_op_traits *traits = mn_op_traits_of(sample->op);
+    if (traits->keyed && call->L == 0) call->L = call->T;
+    if (traits->keyed && call->J == 0) call->J = call->H;
     mn_status st = MN_OK;
     sample->n_tensors = count;
     for (int i = 0; i < count && st == MN_OK; i++) {
@@ -96,10 +95,8 @@ mn_status mn_sample_allocate(mn_sample *sample, uint64_t wanted) {
         const bool optional = fields[i].role == MN_ROLE_OPT;
         const bool absent = optional && !(wanted >> i & 1);
         if (absent || !mn_field_axes(&fields[i], decay, tensor->axes)) continue;
-        if (strcmp(fields[i].name, "theta") == 0) call->R = 2 * call->K;
-        else if (call->R == 0 && (sample->op == MN_OP_riccati || sample->op == MN_OP_bayes)) {
-            call->R = call->K;
-        }
+        if (traits->theta && fields[i].offset == traits->theta) call->R = 2 * call->K;
+        else if (traits->theta && call->R == 0) call->R = call->K;
         st = allocate_one(sample, tensor);
     }
     return st;

@@ -210,9 +210,9 @@ static mn_status check_values(const char *op, const mn_field *field, int decay, 
     if (!axes || !view->data) return MN_OK;
     if (field->law == MN_LAW_DECAY) return check_decay(op, field, axes, call, view);
     if (field->law != MN_LAW_CLASS) return MN_OK;
-    const bool ignores = field->op == MN_OP_cross_entropy;
+    const size_t ignores = mn_op_traits_of(field->op)->ignores;
     return check_classes(op, field, axes, call, view,
-                         ignores ? &((const mn_cross_entropy_args *)args)->ignore : NULL);
+                         ignores ? (const int64_t *)(args + ignores) : NULL);
 }
 
 static mn_status check_sizes(const char *name, const mn_call *call) {
@@ -236,7 +236,7 @@ static int count_choices(const char *names) {
     return count;
 }
 
-/* Choices name one of their values, and groups cut the width evenly. */
+/* Choices name one of their values. */
 static mn_status check_params(mn_op_id op, const char *args) {
     const char *name = mn_op_describe(op)->name;
     int count;
@@ -249,23 +249,18 @@ static mn_status check_params(mn_op_id op, const char *args) {
                            params[i].name, value, params[i].choices);
         }
     }
-    if (op == MN_OP_rms_norm_gated) {
-        const mn_rms_norm_gated_args *p = (const mn_rms_norm_gated_args *)args;
-        if (p->groups < 1 || p->call.V % p->groups != 0) {
-            return mn_fail(MN_ERR_ARGUMENT,
-                           "%s: groups is %" PRId64 ", it must divide V = %" PRId64, name,
-                           p->groups, p->call.V);
-        }
-    }
     return MN_OK;
 }
 
 /* A count of tokens seen before is at least 0; curvature divides by it plus one. */
-static mn_status check_counts(const char *name, int64_t n0, const int64_t *counts,
-                              const mn_call *call) {
+static mn_status check_counts(const char *name, const mn_op_traits *traits, const char *args) {
+    if (!traits->n0) return MN_OK;
+    const int64_t n0 = *(const int64_t *)(args + traits->n0);
+    const void *at = args + traits->counts0;
+    const int64_t *counts = traits->counts0 ? *(const int64_t *const *)at : NULL;
     if (n0 < 0)
         return mn_fail(MN_ERR_ARGUMENT, "%s: n0 is %" PRId64 ", a count is at least 0", name, n0);
-    for (int64_t n = 0; counts && n < mn_n_sequences(call); n++) {
+    for (int64_t n = 0; counts && n < mn_n_sequences((const mn_call *)args); n++) {
         if (counts[n] < 0) {
             return mn_fail(MN_ERR_ARGUMENT, "%s: counts0[%" PRId64 "] is %" PRId64
                            ", a count is at least 0", name, n, counts[n]);
@@ -274,28 +269,16 @@ static mn_status check_counts(const char *name, int64_t n0, const int64_t *count
     return MN_OK;
 }
 
-/* Sizes that follow from others. */
-static mn_status derive_sizes(mn_op_id op, void *args) {
-    mn_call *call = args;
-    const char *name = mn_op_describe(op)->name;
-    if (call->L == 0) call->L = call->T;
-    if (call->J == 0) call->J = call->H;
-    if (op == MN_OP_riccati) call->R = call->K << (((mn_riccati_args *)args)->theta.data != NULL);
-    if (op == MN_OP_bayes) call->R = call->K << (((mn_bayes_args *)args)->theta.data != NULL);
-    const bool keyed = op == MN_OP_attention || op == MN_OP_relu_attention || op == MN_OP_hyper;
-    const mn_curvature_args *curvature = args;
-    mn_status st = MN_OK;
-    if (op == MN_OP_curvature) st = check_counts(name, curvature->n0, curvature->counts0, call);
-    if (op == MN_OP_ccq_read) st = check_counts(name, ((mn_ccq_read_args *)args)->n0, NULL, call);
-    if (st != MN_OK) return st;
-    if (keyed && call->L < call->T) {
+/* L keys for T queries, and heads that share keys evenly. */
+static mn_status check_keys(const char *name, const mn_op_traits *traits, const mn_call *call) {
+    if (traits->keyed && call->L < call->T) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: L = %" PRId64 " keys for T = %" PRId64 " queries",
                        name, call->L, call->T);
     }
-    if (keyed && call->cu_seqlens && call->L != call->T) {
+    if (traits->keyed && call->cu_seqlens && call->L != call->T) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: packed sequences need L = T", name);
     }
-    if (keyed && op != MN_OP_hyper && (call->J < 1 || call->H % call->J != 0)) {
+    if (traits->grouped && (call->J < 1 || call->H % call->J != 0)) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: H = %" PRId64 " is no multiple of J = %" PRId64, name,
                        call->H, call->J);
     }
@@ -303,62 +286,50 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
 }
 
 /* Rotary positions turn pairs of channels. */
-static mn_status check_pairs(mn_op_id op, const void *args) {
-    const mn_call *call = args;
-    const bool turned = op == MN_OP_rope || (op == MN_OP_attention &&
-                                             ((const mn_attention_args *)args)->rope_kind != 0);
-    if (!turned || call->K % 2 == 0) return MN_OK;
-    return mn_fail(MN_ERR_ARGUMENT, "%s: rotary positions need an even K, not %" PRId64,
-                   mn_op_describe(op)->name, call->K);
+static mn_status check_pairs(const char *name, const mn_op_traits *traits, const char *args) {
+    const mn_call *call = (const mn_call *)args;
+    if (!traits->pairs || call->K % 2 == 0) return MN_OK;
+    if (traits->pairs != MN_NO_OFFSET && *(const int *)(args + traits->pairs) == 0) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "%s: rotary positions need an even K, not %" PRId64, name,
+                   call->K);
 }
 
-/* A mix of hyper's scores has all its factors or none. */
-static mn_status check_mix(const char *names, const mn_in *c, const mn_in *U, const mn_in *Vt,
-                           const mn_in *d) {
-    const int n_given = (c->data != NULL) + (U->data != NULL) + (Vt->data != NULL) +
-                        (d->data != NULL);
-    if (n_given == 0 || n_given == 4) return MN_OK;
-    return mn_fail(MN_ERR_ARGUMENT, "hyper: %s come together; give all four or none", names);
+/* Sizes that follow from others. */
+static void derive_sizes(const mn_op_traits *traits, char *args) {
+    mn_call *call = (mn_call *)args;
+    if (call->L == 0) call->L = call->T;
+    if (call->J == 0) call->J = call->H;
+    if (traits->theta) {
+        const bool turns = ((const mn_in *)(args + traits->theta))->data != NULL;
+        call->R = call->K << turns;
+    }
 }
 
-/* Branches of a hyper call, and a mixing parameter for every lag a query can see. */
-static mn_status check_hyper(mn_op_id op, const void *args) {
-    if (op != MN_OP_hyper) return MN_OK;
-    const mn_hyper_args *p = args;
-    const mn_call *call = args;
-    const int64_t branches = p->kind == 1 ? 2 : 1;
-    if (call->H < 1 || call->Q % call->H != 0 || call->Q / call->H != branches) {
-        return mn_fail(MN_ERR_ARGUMENT, "hyper: Q = %" PRId64 " branches for H = %" PRId64
-                       " heads; kind %s needs %s", call->Q, call->H,
-                       branches == 2 ? "glu" : "relu", branches == 2 ? "Q = 2 H" : "Q = H");
-    }
-    mn_status st = check_mix("c1, U1, Vt1 and d1", &p->c1, &p->U1, &p->Vt1, &p->d1);
-    if (st == MN_OK) st = check_mix("c2, U2, Vt2 and d2", &p->c2, &p->U2, &p->Vt2, &p->d2);
-    if (st != MN_OK) return st;
-    const bool mixed = p->U1.data || p->U2.data;
-    const int64_t lags = call->cu_seqlens ? mn_longest_sequence(call) : call->L;
-    if (mixed && call->P < lags) {
-        return mn_fail(MN_ERR_ARGUMENT,
-                       "hyper: %" PRId64 " keys, and mixing parameters for P = %" PRId64
-                       "; use a larger block size or shorter sequences",
-                       lags, call->P);
-    }
-    return MN_OK;
+/* The columns of the operator's row, and its own check. */
+static mn_status check_traits(mn_op_id op, const char *name, const void *args) {
+    const mn_op_traits *traits = mn_op_traits_of(op);
+    mn_status st = check_counts(name, traits, args);
+    if (st == MN_OK) st = check_keys(name, traits, args);
+    if (st == MN_OK) st = check_params(op, args);
+    if (st == MN_OK) st = check_pairs(name, traits, args);
+    if (st == MN_OK && traits->check) st = traits->check(args);
+    return st;
 }
 
 mn_status mn_validate_sizes(mn_op_id op, void *args, bool backward) {
     const char *name = mn_op_describe(op)->name;
     const mn_call *call = args;
     const int decay = mn_args_decay(op, args);
-    if (backward && op == MN_OP_adamw) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "%s: an optimiser step has no backward pass", name);
+    const char *forward_only = mn_op_traits_of(op)->forward_only;
+    if (backward && forward_only) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: %s", name, forward_only);
     }
     mn_status st = check_sizes(name, call);
     if (st == MN_OK) st = check_packing(name, call);
-    if (st == MN_OK) st = derive_sizes(op, args);
-    if (st == MN_OK) st = check_params(op, args);
-    if (st == MN_OK) st = check_pairs(op, args);
-    if (st == MN_OK) st = check_hyper(op, args);
+    if (st == MN_OK) {
+        derive_sizes(mn_op_traits_of(op), args);
+        st = check_traits(op, name, args);
+    }
     if (st == MN_OK && (decay < MN_DECAY_NONE || decay > MN_DECAY_CHANNEL)) {
         st = mn_fail(MN_ERR_ARGUMENT, "%s: decay is %d, not one of mn_decay", name, decay);
     }

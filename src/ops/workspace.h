@@ -12,17 +12,17 @@
 
 /* Uninitialised memory, of rows * cols elements of `size` bytes in the second form; NULL when it
  * overflows or there is none. */
-void *mn_work_bytes(mn_context *context, size_t bytes);
-void *mn_work_array(mn_context *context, int64_t rows, int64_t cols, size_t size);
+void *mn_workspace_bytes(mn_context *context, size_t bytes);
+void *mn_workspace_array(mn_context *context, int64_t rows, int64_t cols, size_t size);
 
 /* All that was taken since the mark goes back. */
-mn_mark mn_work_mark(const mn_context *context);
-void mn_work_release(mn_context *context, mn_mark mark);
+mn_mark mn_workspace_mark(const mn_context *context);
+void mn_workspace_release(mn_context *context, mn_mark mark);
 
 /* `to` becomes zeros. */
-mn_status mn_work_clear(mn_context *context, void *to, size_t bytes);
+mn_status mn_workspace_clear(mn_context *context, void *to, size_t bytes);
 
 /* Runs a step on the context's device. */
-mn_status mn_work_glue(mn_context *context, mn_glue_id id, const mn_glue *args);
+mn_status mn_run_glue(mn_context *context, mn_glue_id id, const mn_glue *args);
 
 #endif

@@ -12,7 +12,7 @@ int mn_adamw_update_cuda(const mn_adamw_all *all, void *stream) {
     return -1;
 }
 
-int mn_shadow_cuda(void *to, const float *from, int64_t n, void *stream) {
+int mn_cast_bf16_cuda(void *to, const float *from, int64_t n, void *stream) {
     (void)to, (void)from, (void)n, (void)stream;
     return -1;
 }

@@ -17,7 +17,7 @@ struct mn_device_optimizer {
     mn_device *device;
     mn_adamw_options options;
     mn_adamw_param *params;      // (n_params), as on the device
-    int64_t n_params, n_cuts;
+    int64_t n_params, n_chunks;
     unsigned char *memory;       // moments, then the tables below, on the device
     size_t bytes;
     mn_adamw_all all;            // addresses on the device
@@ -27,7 +27,7 @@ struct mn_device_optimizer {
 
 /* Where things lie in the one piece of memory. */
 typedef struct layout {
-    size_t params, cuts, squares, facts, result, losses, end;
+    size_t params, chunks, squares, hparams, result, losses, end;
 } layout;
 
 /* Puts `count` items of `size` bytes at the end, on a line of their own. */
@@ -45,13 +45,13 @@ static bool lay_out(layout *l, mn_device_optimizer *o, const mn_optim_param *par
         int64_t padded;
         if (!mn_add_i64(&padded, params[i].count, LINE - 1)) return false;
         if (!mn_add_i64(&floats, floats, 2 * (padded / LINE * LINE))) return false;
-        o->n_cuts += mn_ceil_div(params[i].count, MN_ADAMW_PIECE);
+        o->n_chunks += mn_ceil_div(params[i].count, MN_ADAMW_CHUNK);
     }
     return place(&moments, &l->end, floats, sizeof(float)) &&
            place(&l->params, &l->end, o->n_params, sizeof(mn_adamw_param)) &&
-           place(&l->cuts, &l->end, o->n_cuts, sizeof(mn_adamw_cut)) &&
-           place(&l->squares, &l->end, o->n_cuts, sizeof(double)) &&
-           place(&l->facts, &l->end, 1, sizeof(mn_adamw_facts)) &&
+           place(&l->chunks, &l->end, o->n_chunks, sizeof(mn_adamw_chunk)) &&
+           place(&l->squares, &l->end, o->n_chunks, sizeof(double)) &&
+           place(&l->hparams, &l->end, 1, sizeof(mn_adamw_hparams)) &&
            place(&l->result, &l->end, 1, sizeof(mn_adamw_result)) &&
            place(&l->losses, &l->end, MOST_LOSSES, sizeof(mn_adamw_loss));
 }
@@ -69,36 +69,36 @@ static void fill_params(mn_device_optimizer *o, const mn_optim_param *params) {
     }
 }
 
-static void fill_cuts(mn_adamw_cut *cuts, const mn_optim_param *params, int64_t n_params) {
+static void fill_cuts(mn_adamw_chunk *chunks, const mn_optim_param *params, int64_t n_params) {
     for (int64_t i = 0; i < n_params; i++) {
-        for (int64_t first = 0; first < params[i].count; first += MN_ADAMW_PIECE) {
-            const int64_t count = mn_min(MN_ADAMW_PIECE, params[i].count - first);
-            *cuts++ = (mn_adamw_cut){ (int32_t)i, (int32_t)count, first };
+        for (int64_t first = 0; first < params[i].count; first += MN_ADAMW_CHUNK) {
+            const int64_t count = mn_min(MN_ADAMW_CHUNK, params[i].count - first);
+            *chunks++ = (mn_adamw_chunk){ (int32_t)i, (int32_t)count, first };
         }
     }
 }
 
 /* Moments of 0 and the tables, in memory that is there. */
 static mn_status fill(mn_device_optimizer *o, const layout *l, const mn_optim_param *params) {
-    mn_adamw_cut *cuts = calloc((size_t)o->n_cuts + 1, sizeof *cuts);
-    if (!cuts) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
+    mn_adamw_chunk *chunks = calloc((size_t)o->n_chunks + 1, sizeof *chunks);
+    if (!chunks) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
     fill_params(o, params);
-    fill_cuts(cuts, params, o->n_params);
+    fill_cuts(chunks, params, o->n_params);
     mn_status st = mn_device_fill(o->device, o->memory, 0, o->bytes);
     if (st == MN_OK) {
         st = mn_device_upload(o->device, o->memory + l->params, o->params,
                               (size_t)o->n_params * sizeof *o->params);
     }
     if (st == MN_OK) {
-        st = mn_device_upload(o->device, o->memory + l->cuts, cuts,
-                              (size_t)o->n_cuts * sizeof *cuts);
+        st = mn_device_upload(o->device, o->memory + l->chunks, chunks,
+                              (size_t)o->n_chunks * sizeof *chunks);
     }
-    free(cuts);
+    free(chunks);
     o->all = (mn_adamw_all){
         .params = (mn_adamw_param *)(o->memory + l->params),
-        .cuts = (mn_adamw_cut *)(o->memory + l->cuts), .n_cuts = o->n_cuts,
+        .chunks = (mn_adamw_chunk *)(o->memory + l->chunks), .n_chunks = o->n_chunks,
         .squares = (double *)(o->memory + l->squares),
-        .facts = (mn_adamw_facts *)(o->memory + l->facts),
+        .hparams = (mn_adamw_hparams *)(o->memory + l->hparams),
         .result = (mn_adamw_result *)(o->memory + l->result),
         .losses = (mn_adamw_loss *)(o->memory + l->losses) };
     return st;
@@ -118,7 +118,7 @@ mn_status mn_device_optimizer_create(mn_device_optimizer **out, mn_context *cont
     o->n_params = n_params;
     o->params = calloc((size_t)n_params + 1, sizeof *o->params);
     const bool fits = o->params && n_params < INT32_MAX && lay_out(&l, o, params) &&
-                      o->n_cuts < INT32_MAX;
+                      o->n_chunks < INT32_MAX;
     if (!fits) st = mn_fail(MN_ERR_MEMORY, "no memory for the moments of %" PRId64 " parameters",
                             n_params);
     void *memory = NULL;
@@ -154,13 +154,13 @@ mn_status mn_device_optimizer_tell(mn_device_optimizer *o, int64_t step, double 
         return mn_fail(MN_ERR_ARGUMENT, "adamw: learning rate %g at step %" PRId64, lr, step);
     }
     const double n = (double)(step + 1), beta1 = o->options.beta1, beta2 = o->options.beta2;
-    const mn_adamw_facts facts = {
+    const mn_adamw_hparams hparams = {
         .clip = clip, .loss_limit = limit, .lr = (float)lr, .eps = (float)o->options.eps,
         .beta1 = (float)beta1, .rest1 = (float)(1.0 - beta1),
         .bias1 = (float)-expm1(n * log(beta1)),
         .beta2 = (float)beta2, .rest2 = (float)(1.0 - beta2),
         .bias2 = (float)-expm1(n * log(beta2)) };
-    return mn_device_upload(o->device, (void *)o->all.facts, &facts, sizeof facts);
+    return mn_device_upload(o->device, (void *)o->all.hparams, &hparams, sizeof hparams);
 }
 
 mn_status mn_device_optimizer_loss(mn_device_optimizer *o, int64_t i, const void *told) {

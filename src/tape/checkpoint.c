@@ -81,14 +81,14 @@ static void run_once(mn_tape *tape, const again *a) {
         mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "%s: a part that changes its shape cannot be "
                                    "computed again", tape->scope));
     } else if (result) {
-        mn_move_work work = { .to = mn_value(a->y), .from = mn_value(result), .times = 1 };
+        mn_move_params work = { .to = mn_value(a->y), .from = mn_value(result), .times = 1 };
         memcpy(work.shape, result->shape, sizeof work.shape);
-        mn_tape_do(tape, MN_WORK_MOVE, &work);
+        mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
     }
     take_up(tape, &before);
 }
 
-mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
+mn_tensor *mn_tape_checkpoint(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
                          size_t job_bytes) {
     if (!x || mn_tape_dead(tape)) return NULL;
     const bool records = mn_tape_records(tape);

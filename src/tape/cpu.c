@@ -11,9 +11,9 @@
 
 enum { ROWS = 16, COLUMNS = 64 };
 
-const mn_work_fn *mn_works_cpu(void) {
-    static const mn_work_fn works[MN_WORKS] = {
-#define WORK(id, name, space) [MN_WORK_##id] = { mn_work_##name##_cpu, NULL },
+const mn_elementwise_fn *mn_elementwise_cpu(void) {
+    static const mn_elementwise_fn works[MN_N_ELEMENTWISE] = {
+#define WORK(id, name, space) [MN_ELEMENTWISE_##id] = { mn_elementwise_##name##_cpu, NULL },
 #include "kernels/elementwise.def"
 #undef WORK
     };
@@ -55,7 +55,7 @@ static void give(const mn_view *to, int64_t to_at, const mn_view *from, int64_t 
 
 static void move_rows(void *context, int64_t item, int worker) {
     (void)worker;
-    const mn_move_work *w = context;
+    const mn_move_params *w = context;
     const int64_t *n = w->shape, last = mn_min((item + 1) * ROWS, mn_rows_of(n));
     const int64_t copies = w->folds ? w->times : 1;
     const int64_t heads = w->folds ? n[2] * w->times : n[2] / w->times;
@@ -69,15 +69,15 @@ static void move_rows(void *context, int64_t item, int worker) {
     }
 }
 
-int mn_work_move_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_move_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_move_work *w = work;
-    return mn_work_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), move_rows, w);
+    const mn_move_params *w = work;
+    return mn_elementwise_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), move_rows, w);
 }
 
 static void fill_rows(void *context, int64_t item, int worker) {
     (void)worker;
-    const mn_fill_work *w = context;
+    const mn_fill_params *w = context;
     const int64_t last = mn_min((item + 1) * ROWS, mn_rows_of(w->shape));
     const float narrow = (float)w->value;
     const mn_view value = { w->to.dtype == MN_F64 ? (void *)&w->value : (void *)&narrow,
@@ -87,17 +87,17 @@ static void fill_rows(void *context, int64_t item, int worker) {
     }
 }
 
-int mn_work_fill_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_fill_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_fill_work *w = work;
-    return mn_work_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), fill_rows, w);
+    const mn_fill_params *w = work;
+    return mn_elementwise_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), fill_rows, w);
 }
 
 enum { DRAWN = 1024 };    // numbers of an item
 
 static void draw(void *context, int64_t item, int worker) {
     (void)worker;
-    const mn_normal_work *w = context;
+    const mn_normal_params *w = context;
     const int64_t last = mn_min((item + 1) * DRAWN, w->n);
     for (int64_t i = item * DRAWN; i < last; i++) {
         const double x = mn_rng_normal(w->seed, w->stream, (uint64_t)i);
@@ -106,17 +106,17 @@ static void draw(void *context, int64_t item, int worker) {
     }
 }
 
-int mn_work_normal_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_normal_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_normal_work *w = work;
-    return mn_work_items(where, mn_ceil_div(w->n, DRAWN), draw, w);
+    const mn_normal_params *w = work;
+    return mn_elementwise_items(where, mn_ceil_div(w->n, DRAWN), draw, w);
 }
 
 /* ---- rows by index --------------------------------------------------------------------------- */
 
 static void index_rows(void *context, int64_t item, int worker) {
     (void)worker;
-    const mn_rows_work *w = context;
+    const mn_rows_params *w = context;
     const int64_t last = mn_min((item + 1) * ROWS, w->n), width = w->shape[3];
     for (int64_t i = item * ROWS; i < last; i++) {
         const int64_t there = mn_view_row(&w->table, w->shape, w->index[i]);
@@ -125,16 +125,16 @@ static void index_rows(void *context, int64_t item, int worker) {
     }
 }
 
-int mn_work_rows_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_rows_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_rows_work *w = work;
-    return mn_work_items(where, mn_ceil_div(w->n, ROWS), index_rows, w);
+    const mn_rows_params *w = work;
+    return mn_elementwise_items(where, mn_ceil_div(w->n, ROWS), index_rows, w);
 }
 
 /* Columns [64 item, ...) of the table: every token in order, so that the sum has one order. */
 static void embed_columns(void *context, int64_t item, int worker) {
     (void)worker;
-    const mn_embed_work *w = context;
+    const mn_embed_params *w = context;
     const int64_t first = item * COLUMNS, n = mn_min(COLUMNS, w->X - first);
     for (int64_t v = 0; v < w->V && !w->add; v++) {
         memset(at(&w->table, v * w->X + first), 0, (size_t)n * mn_dtype_bytes(w->table.dtype));
@@ -144,17 +144,17 @@ static void embed_columns(void *context, int64_t item, int worker) {
     }
 }
 
-int mn_work_embed_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_embed_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_embed_work *w = work;
-    return mn_work_items(where, mn_ceil_div(w->X, COLUMNS), embed_columns, w);
+    const mn_embed_params *w = work;
+    return mn_elementwise_items(where, mn_ceil_div(w->X, COLUMNS), embed_columns, w);
 }
 
 /* ---- finite ---------------------------------------------------------------------------------- */
 
-int mn_work_finite_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_finite_cpu(void *where, const void *work, void *space) {
     (void)where, (void)space;
-    const mn_finite_work *w = work;
+    const mn_finite_params *w = work;
     int64_t i = 0;
     if (w->x.dtype == MN_F64) while (i < w->n && isfinite(((const double *)w->x.data)[i])) i++;
     else while (i < w->n && isfinite(((const float *)w->x.data)[i])) i++;

@@ -7,14 +7,16 @@
 #include "ops/context.h"
 
 /* `where` is a mn_context; no work needs space. */
-#define WORK(id, name, space) int mn_work_##name##_cpu(void *where, const void *work, void *space);
+#define WORK(id, name, space)                                                                      \
+    int mn_elementwise_##name##_cpu(void *backend, const void *args, void *workspace);
 #include "kernels/elementwise.def"
 #undef WORK
 
-const mn_work_fn *mn_works_cpu(void);
+const mn_elementwise_fn *mn_elementwise_cpu(void);
 
 /* Runs fn over items on the context's threads. */
-static inline int mn_work_items(void *where, int64_t n_items, mn_item_fn fn, const void *job) {
+static inline int mn_elementwise_items(void *where, int64_t n_items, mn_item_fn fn,
+                                       const void *job) {
     mn_threads_run(((mn_context *)where)->threads, n_items, fn, (void *)job);
     return 0;
 }

@@ -57,14 +57,14 @@ static row_math math_of(const mn_context *context) {
 }
 
 typedef struct loss_job {
-    const mn_loss_work *w;
+    const mn_loss_params *w;
     row_math math;
     double scale;    // weight / rows that count
 } loss_job;
 
 /* One row of logits becomes its gradient in place. */
 static void row_f32(const loss_job *j, float *z, int64_t row) {
-    const mn_loss_work *w = j->w;
+    const mn_loss_params *w = j->w;
     const int32_t target = w->targets[row];
     const float cap = (float)w->cap;
     if (cap > 0.0f) {
@@ -92,7 +92,7 @@ static void row_f32(const loss_job *j, float *z, int64_t row) {
 }
 
 static void row_f64(const loss_job *j, double *z, int64_t row) {
-    const mn_loss_work *w = j->w;
+    const mn_loss_params *w = j->w;
     const int32_t target = w->targets[row];
     for (int64_t i = 0; w->cap > 0.0 && i < w->V; i++) z[i] = w->cap * tanh(z[i] / w->cap);
     double top = z[0], sum = 0.0;
@@ -114,32 +114,32 @@ static void row_f64(const loss_job *j, double *z, int64_t row) {
 static void run_row(void *context, int64_t item, int worker) {
     (void)worker;
     const loss_job *j = context;
-    const mn_loss_work *w = j->w;
+    const mn_loss_params *w = j->w;
     const int64_t row = w->kept ? w->kept[w->first + item] : w->first + item;
     const int64_t at = item * w->logits.stride[1];
     if (w->logits.dtype == MN_F64) row_f64(j, (double *)w->logits.data + at, row);
     else row_f32(j, (float *)w->logits.data + at, row);
 }
 
-int mn_work_loss_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_loss_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_loss_work *w = work;
+    const mn_loss_params *w = work;
     const loss_job job = { w, math_of(where),
                            w->weight / (double)mn_max(w->result->counted, 1) };
-    return mn_work_items(where, w->n, run_row, &job);
+    return mn_elementwise_items(where, w->n, run_row, &job);
 }
 
-int mn_work_count_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_count_cpu(void *where, const void *work, void *space) {
     (void)where, (void)space;
-    const mn_count_work *w = work;
+    const mn_count_params *w = work;
     w->result->counted = 0;
     for (int64_t i = 0; i < w->n; i++) w->result->counted += w->targets[i] >= 0;
     return 0;
 }
 
-int mn_work_mix_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_mix_cpu(void *where, const void *work, void *space) {
     (void)where, (void)space;
-    const mn_mix_work *w = work;
+    const mn_mix_params *w = work;
     double *nll = w->nll;
     for (int64_t row = 0; row < w->rows; row++) {
         double least = nll[row], sum = 0.0;
@@ -154,9 +154,9 @@ int mn_work_mix_cpu(void *where, const void *work, void *space) {
     return 0;
 }
 
-int mn_work_total_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_total_cpu(void *where, const void *work, void *space) {
     (void)where, (void)space;
-    const mn_total_work *w = work;
+    const mn_total_params *w = work;
     double nll = 0.0, lse2 = 0.0;
     for (int64_t row = 0; row < w->rows; row++) {
         nll += w->nll[row];

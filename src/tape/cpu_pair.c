@@ -9,7 +9,7 @@ enum { ROWS = 8, COLUMNS = 64 };
     static const TYPE *row_##suffix(const mn_view *v, const int64_t *shape, int64_t row) {         \
         return (const TYPE *)v->data + mn_view_row(v, shape, row);                                 \
     }                                                                                              \
-    static void forward_##suffix(const mn_pair_work *w, int64_t row) {                             \
+    static void forward_##suffix(const mn_pair_params *w, int64_t row) {                           \
         const int64_t n = w->shape[3], step = w->b.stride[3];                                      \
         const TYPE *a = row_##suffix(&w->a, w->shape, row);                                        \
         const TYPE *b = w->b.data ? row_##suffix(&w->b, w->shape, row) : a;                        \
@@ -36,7 +36,7 @@ enum { ROWS = 8, COLUMNS = 64 };
             break;                                                                                 \
         }                                                                                          \
     }                                                                                              \
-    static void back_a_##suffix(const mn_pair_work *w, int64_t row) {                              \
+    static void back_a_##suffix(const mn_pair_params *w, int64_t row) {                            \
         const int64_t n = w->shape[3], step = w->b.stride[3];                                      \
         const TYPE *dy = row_##suffix(&w->dy, w->shape, row);                                      \
         const TYPE *a = w->a.data ? row_##suffix(&w->a, w->shape, row) : dy;                       \
@@ -50,7 +50,7 @@ enum { ROWS = 8, COLUMNS = 64 };
             da[i] = w->add_a ? da[i] + g : g;                                                      \
         }                                                                                          \
     }                                                                                              \
-    static void back_b_##suffix(const mn_pair_work *w, int64_t row) {                              \
+    static void back_b_##suffix(const mn_pair_params *w, int64_t row) {                            \
         const TYPE *dy = row_##suffix(&w->dy, w->shape, row);                                      \
         const TYPE *a = w->a.data ? row_##suffix(&w->a, w->shape, row) : dy;                       \
         TYPE *db = (TYPE *)row_##suffix(&w->db, w->shape, row);                                    \
@@ -60,7 +60,7 @@ enum { ROWS = 8, COLUMNS = 64 };
         }                                                                                          \
     }                                                                                              \
     /* sum[0 .. n) gets columns [first, first + n) of a row, or sum[0] all of it. */               \
-    static void add_row_##suffix(double *sum, const mn_sum_work *w, int64_t row, int64_t first,    \
+    static void add_row_##suffix(double *sum, const mn_sum_params *w, int64_t row, int64_t first,  \
                                  int64_t n, bool whole) {                                          \
         const TYPE *dy = row_##suffix(&w->dy, w->shape, row) + first;                              \
         const TYPE *a = w->a.data ? row_##suffix(&w->a, w->shape, row) + first : NULL;             \
@@ -69,7 +69,7 @@ enum { ROWS = 8, COLUMNS = 64 };
         else if (a) for (int64_t i = 0; i < n; i++) sum[i] += (double)dy[i] * a[i];                \
         else for (int64_t i = 0; i < n; i++) sum[i] += (double)dy[i];                              \
     }                                                                                              \
-    static void put_##suffix(const mn_sum_work *w, int64_t at, const double *sum, int64_t n) {     \
+    static void put_##suffix(const mn_sum_params *w, int64_t at, const double *sum, int64_t n) {   \
         TYPE *to = (TYPE *)w->sum.data + at;                                                       \
         for (int64_t i = 0; i < n; i++) to[i] = (TYPE)(w->add ? to[i] + sum[i] : sum[i]);          \
     }
@@ -78,7 +78,7 @@ PAIR_LOOPS(f64, double)
 
 static void pair_rows(void *context, int64_t item, int worker) {
     (void)worker;
-    const mn_pair_work *w = context;
+    const mn_pair_params *w = context;
     const bool back = !w->y.data, f64 = (back ? w->dy : w->y).dtype == MN_F64;
     const int64_t last = mn_min((item + 1) * ROWS, mn_rows_of(w->shape));
     for (int64_t row = item * ROWS; row < last; row++) {
@@ -88,17 +88,17 @@ static void pair_rows(void *context, int64_t item, int worker) {
     }
 }
 
-int mn_work_pair_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_pair_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_pair_work *w = work;
-    return mn_work_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), pair_rows, w);
+    const mn_pair_params *w = work;
+    return mn_elementwise_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), pair_rows, w);
 }
 
 /* ---- sums ------------------------------------------------------------------------------------ */
 
 /* Items are rows of the sum, each in blocks of columns. */
 typedef struct sum_job {
-    const mn_sum_work *w;
+    const mn_sum_params *w;
     bool whole;          // rows are summed too
     int64_t n_across;    // blocks side by side
 } sum_job;
@@ -106,7 +106,7 @@ typedef struct sum_job {
 static void sum_block(void *context, int64_t item, int worker) {
     (void)worker;
     const sum_job *j = context;
-    const mn_sum_work *w = j->w;
+    const mn_sum_params *w = j->w;
     const int64_t *n = w->shape, *kept = w->kept, row = item / j->n_across;
     const int64_t first = item % j->n_across * COLUMNS;
     const int64_t width = j->whole ? n[3] : mn_min(COLUMNS, n[3] - first);
@@ -129,10 +129,10 @@ static void sum_block(void *context, int64_t item, int worker) {
     (f64 ? put_f64 : put_f32)(w, into, sum, j->whole ? 1 : width);
 }
 
-int mn_work_sum_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_sum_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_sum_work *w = work;
+    const mn_sum_params *w = work;
     sum_job job = { .w = w, .whole = w->kept[3] == 1, .n_across = 1 };
     if (!job.whole) job.n_across = mn_ceil_div(w->shape[3], COLUMNS);
-    return mn_work_items(where, mn_rows_of(w->kept) * job.n_across, sum_block, &job);
+    return mn_elementwise_items(where, mn_rows_of(w->kept) * job.n_across, sum_block, &job);
 }

@@ -12,7 +12,7 @@
 enum { ROWS = 16 };
 
 #define ROW_LOOPS(suffix, TYPE, EXP)                                                               \
-    static void softmax_##suffix(const mn_softmax_work *w, int64_t row) {                          \
+    static void softmax_##suffix(const mn_softmax_params *w, int64_t row) {                        \
         const int64_t n = w->shape[3];                                                             \
         const TYPE *x = (const TYPE *)w->x.data + mn_view_row(&w->x, w->shape, row);               \
         TYPE *y = (TYPE *)w->y.data + mn_view_row(&w->y, w->shape, row), top = x[0];               \
@@ -24,7 +24,7 @@ enum { ROWS = 16 };
         }                                                                                          \
         for (int64_t i = 0; i < n; i++) y[i] = (TYPE)((double)y[i] / sum);                         \
     }                                                                                              \
-    static void back_softmax_##suffix(const mn_softmax_work *w, int64_t row) {                     \
+    static void back_softmax_##suffix(const mn_softmax_params *w, int64_t row) {                   \
         const int64_t n = w->shape[3];                                                             \
         const TYPE *y = (const TYPE *)w->y.data + mn_view_row(&w->y, w->shape, row);               \
         const TYPE *dy = (const TYPE *)w->dy.data + mn_view_row(&w->dy, w->shape, row);            \
@@ -36,7 +36,7 @@ enum { ROWS = 16 };
             dx[i] = w->add ? dx[i] + g : g;                                                        \
         }                                                                                          \
     }                                                                                              \
-    static void roll_##suffix(const mn_roll_work *w, int64_t row) {                                \
+    static void roll_##suffix(const mn_roll_params *w, int64_t row) {                              \
         const int64_t n = w->shape[3];                                                             \
         const TYPE *from = (const TYPE *)w->from.data + mn_view_row(&w->from, w->shape, row);      \
         TYPE *to = (TYPE *)w->to.data + mn_view_row(&w->to, w->shape, row);                        \
@@ -50,7 +50,7 @@ ROW_LOOPS(f64, double, exp)
 
 static void softmax_rows(void *context, int64_t item, int worker) {
     (void)worker;
-    const mn_softmax_work *w = context;
+    const mn_softmax_params *w = context;
     const bool f64 = w->y.dtype == MN_F64;
     const int64_t last = mn_min((item + 1) * ROWS, mn_rows_of(w->shape));
     for (int64_t row = item * ROWS; row < last; row++) {
@@ -59,23 +59,23 @@ static void softmax_rows(void *context, int64_t item, int worker) {
     }
 }
 
-int mn_work_softmax_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_softmax_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_softmax_work *w = work;
-    return mn_work_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), softmax_rows, w);
+    const mn_softmax_params *w = work;
+    return mn_elementwise_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), softmax_rows, w);
 }
 
 static void roll_rows(void *context, int64_t item, int worker) {
     (void)worker;
-    const mn_roll_work *w = context;
+    const mn_roll_params *w = context;
     const int64_t last = mn_min((item + 1) * ROWS, mn_rows_of(w->shape));
     for (int64_t row = item * ROWS; row < last; row++) {
         (w->to.dtype == MN_F64 ? roll_f64 : roll_f32)(w, row);
     }
 }
 
-int mn_work_roll_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_roll_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_roll_work *w = work;
-    return mn_work_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), roll_rows, w);
+    const mn_roll_params *w = work;
+    return mn_elementwise_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), roll_rows, w);
 }

@@ -34,7 +34,7 @@ enum { PIECE = 4096 };
 
 /* The operands as rows; contiguous ones are one row cut into pieces. */
 typedef struct unary_job {
-    const mn_unary_work *w;
+    const mn_unary_params *w;
     unary_loop *forward, *backward;    // NULL: not wanted
     int64_t rows;
     bool flat;
@@ -49,7 +49,7 @@ static void *row_of(const unary_job *j, const mn_view *v, int64_t item) {
 static void run_piece(void *context, int64_t item, int worker) {
     (void)worker;
     const unary_job *j = context;
-    const mn_unary_work *w = j->w;
+    const mn_unary_params *w = j->w;
     const int64_t width = w->shape[3];
     const mn_unary_args piece = {
         .kind = w->f, .n = j->flat ? mn_min(PIECE, j->rows * width - item * PIECE) : width,
@@ -60,9 +60,9 @@ static void run_piece(void *context, int64_t item, int worker) {
     if (j->backward) j->backward(&piece);
 }
 
-int mn_work_unary_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_unary_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_unary_work *w = work;
+    const mn_unary_params *w = work;
     const mn_view *views[] = { &w->x, &w->b, &w->y, &w->dy, &w->dx, &w->db };
     unary_job job = { .w = w, .rows = mn_rows_of(w->shape), .flat = true };
     if (w->y.data) job.forward = loop_of(where, w->x.dtype, false);
@@ -71,5 +71,5 @@ int mn_work_unary_cpu(void *where, const void *work, void *space) {
         if (views[i]->data && !mn_view_is_flat(views[i], w->shape)) job.flat = false;
     }
     const int64_t pieces = job.flat ? mn_ceil_div(job.rows * w->shape[3], PIECE) : job.rows;
-    return mn_work_items(where, pieces, run_piece, &job);
+    return mn_elementwise_items(where, pieces, run_piece, &job);
 }

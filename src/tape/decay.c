@@ -12,15 +12,15 @@ typedef struct decay {
     mn_tensor *x, *b, *a, *y;
 } decay;
 
-static mn_decay_work work_of(mn_tape *tape, const decay *d) {
-    mn_decay_work work = { .x = mn_value(d->x) };
+static mn_decay_params work_of(mn_tape *tape, const decay *d) {
+    mn_decay_params work = { .x = mn_value(d->x) };
     memcpy(work.shape, d->x->shape, sizeof work.shape);
     mn_repeated(tape, &work.b, d->b, work.shape);
     mn_repeated(tape, &work.a, d->a, work.shape);
     return work;
 }
 
-static void run(mn_tape *tape, const mn_decay_work *work) {
+static void run(mn_tape *tape, const mn_decay_params *work) {
     const mn_tape_mark mark = mn_tape_hold(tape);
     const size_t bytes = work->y.data ? 0 : mn_decay_cuda_bytes(work);
     void *space = bytes ? mn_tape_bytes_of(tape, bytes) : NULL;
@@ -37,14 +37,14 @@ static void run(mn_tape *tape, const mn_decay_work *work) {
 
 static void decay_again(mn_tape *tape, void *payload) {
     const decay *d = payload;
-    mn_decay_work work = work_of(tape, d);
+    mn_decay_params work = work_of(tape, d);
     work.y = mn_value(d->y);
     run(tape, &work);
 }
 
 static void back_decay(mn_tape *tape, void *payload) {
     const decay *d = payload;
-    mn_decay_work work = work_of(tape, d);
+    mn_decay_params work = work_of(tape, d);
     work.dy = mn_grad_read(d->y);
     if (!work.dy.data) return;
     if (mn_wants(d->x)) work.dx = mn_grad_write(tape, d->x, &work.add_x);
@@ -56,7 +56,7 @@ static void back_decay(mn_tape *tape, void *payload) {
 /* Whether the kernels serve: one number of b per channel, one of a per channel or head. */
 static bool at_once(const mn_tape *tape, const mn_tensor *x, const mn_tensor *b,
                     const mn_tensor *a) {
-    if (!tape->device || (tape->modes & MN_TAPE_DELAY)) return false;
+    if (!tape->device || (tape->modes & MN_TAPE_DEFER)) return false;
     const bool once = b->shape[0] == 1 && b->shape[1] == 1 && a->shape[0] == 1 && a->shape[1] == 1;
     return once && b->shape[2] == x->shape[2] && b->shape[3] == x->shape[3] &&
            a->shape[2] == x->shape[2] && (a->shape[3] == x->shape[3] || a->shape[3] == 1);

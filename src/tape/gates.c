@@ -16,7 +16,7 @@
 
 typedef struct gates {
     mn_tensor *u, *w, *param[3];
-    mn_head_gates made;
+    mn_head_gates outputs;
 } gates;
 
 /* Rows at equal distance. */
@@ -25,8 +25,8 @@ static mn_view rows_of(mn_view view, const mn_tensor *x) {
     return view;
 }
 
-static mn_gates_work work_of(const gates *g) {
-    mn_gates_work work = { .rows = g->u->shape[0] * g->u->shape[1], .n = g->u->shape[3] };
+static mn_gates_params work_of(const gates *g) {
+    mn_gates_params work = { .rows = g->u->shape[0] * g->u->shape[1], .n = g->u->shape[3] };
     work.u = rows_of(mn_value(g->u), g->u);
     work.w = rows_of(mn_value(g->w), g->w);
     for (int i = 0; i < 3; i++) work.param[i] = mn_value(g->param[i]);
@@ -35,11 +35,11 @@ static mn_gates_work work_of(const gates *g) {
 
 static void back_gates(mn_tape *tape, void *payload) {
     const gates *g = payload;
-    mn_gates_work work = work_of(g);
+    mn_gates_params work = work_of(g);
     work.back = true;
-    work.cot[0] = mn_grad_read(g->made.write);
-    work.cot[1] = mn_grad_read(g->made.strength);
-    work.cot[2] = mn_grad_read(g->made.decay);
+    work.cot[0] = mn_grad_read(g->outputs.write);
+    work.cot[1] = mn_grad_read(g->outputs.strength);
+    work.cot[2] = mn_grad_read(g->outputs.decay);
     if (!work.cot[0].data && !work.cot[1].data && !work.cot[2].data) return;
     if (mn_wants(g->u)) work.du = rows_of(mn_grad_write(tape, g->u, &work.add_u), g->u);
     if (mn_wants(g->w)) work.dw = rows_of(mn_grad_write(tape, g->w, &work.add_w), g->w);
@@ -47,31 +47,31 @@ static void back_gates(mn_tape *tape, void *payload) {
         if (!mn_wants(g->param[i])) continue;
         work.dparam[i] = mn_grad_write(tape, g->param[i], &work.add_param[i]);
     }
-    mn_tape_do(tape, MN_WORK_GATES, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_GATES, &work);
 }
 
 mn_head_gates mn_tape_head_gates(mn_tape *tape, mn_tensor *u, mn_tensor *w, mn_tensor *scale,
                                  mn_tensor *bias, mn_tensor *rate) {
-    mn_head_gates made = { 0 };
-    if (!u || !w || !scale || !bias || !rate || mn_tape_dead(tape)) return made;
+    mn_head_gates outputs = { 0 };
+    if (!u || !w || !scale || !bias || !rate || mn_tape_dead(tape)) return outputs;
     gates *g = mn_tape_note(tape, sizeof *g);
     const int64_t *n = u->shape, heads[4] = { n[0], n[1], n[3], 1 };
     const mn_dtype wide = tape->dtype == MN_BF16 ? MN_F32 : tape->dtype;
-    made.write = mn_tape_new(tape, heads);
-    made.strength = mn_tape_new(tape, heads);
-    made.decay = mn_tape_new_of(tape, wide, (int64_t[]){ n[0], n[1], 1, n[3] });
-    if (!g || !made.write || !made.strength || !made.decay) return (mn_head_gates){ 0 };
-    *g = (gates){ u, w, { scale, bias, rate }, made };
-    mn_gates_work work = work_of(g);
-    work.made[0] = mn_value(made.write);
-    work.made[1] = mn_value(made.strength);
-    work.made[2] = mn_value(made.decay);
-    mn_tape_do(tape, MN_WORK_GATES, &work);
+    outputs.write = mn_tape_new(tape, heads);
+    outputs.strength = mn_tape_new(tape, heads);
+    outputs.decay = mn_tape_new_of(tape, wide, (int64_t[]){ n[0], n[1], 1, n[3] });
+    if (!g || !outputs.write || !outputs.strength || !outputs.decay) return (mn_head_gates){ 0 };
+    *g = (gates){ u, w, { scale, bias, rate }, outputs };
+    mn_gates_params work = work_of(g);
+    work.outputs[0] = mn_value(outputs.write);
+    work.outputs[1] = mn_value(outputs.strength);
+    work.outputs[2] = mn_value(outputs.decay);
+    mn_tape_do(tape, MN_ELEMENTWISE_GATES, &work);
     bool wanted = mn_wants(u) || mn_wants(w);
     for (int i = 0; i < 3; i++) wanted |= mn_wants(g->param[i]);
     mn_tape_record(tape, "the gates of heads", back_gates, g, wanted,
-                   (mn_tensor *[]){ made.write, made.strength, made.decay }, 3);
-    return made;
+                   (mn_tensor *[]){ outputs.write, outputs.strength, outputs.decay }, 3);
+    return outputs;
 }
 
 /* ---- on the CPU ------------------------------------------------------------------------------ */
@@ -99,7 +99,7 @@ static double softplus(double x) {
 /* One item is one head, whose rows are added in their order. */
 static void run_head(void *context, int64_t h, int worker) {
     (void)worker;
-    const mn_gates_work *p = context;
+    const mn_gates_params *p = context;
     const double scale = get(&p->param[0], h), bias = get(&p->param[1], h);
     const double size = softplus(scale), rate = exp(get(&p->param[2], h));
     double sums[3] = { 0.0 };
@@ -108,9 +108,9 @@ static void run_head(void *context, int64_t h, int worker) {
         const double s = sigmoid(get(&p->u, row * p->u.stride[1] + h));
         const double z = get(&p->w, row * p->w.stride[1] + h) + bias;
         if (!p->back) {
-            put(&p->made[0], at, s, false);
-            put(&p->made[1], at, s * size, false);
-            put(&p->made[2], at, -softplus(z) * rate, false);
+            put(&p->outputs[0], at, s, false);
+            put(&p->outputs[1], at, s * size, false);
+            put(&p->outputs[2], at, -softplus(z) * rate, false);
             continue;
         }
         const double strength = get(&p->cot[1], at), decay = get(&p->cot[2], at);
@@ -128,8 +128,8 @@ static void run_head(void *context, int64_t h, int worker) {
     put(&p->dparam[2], h, sums[2], p->add_param[2]);
 }
 
-int mn_work_gates_cpu(void *where, const void *work, void *space) {
+int mn_elementwise_gates_cpu(void *where, const void *work, void *space) {
     (void)space;
-    const mn_gates_work *w = work;
-    return mn_work_items(where, w->n, run_head, w);
+    const mn_gates_params *w = work;
+    return mn_elementwise_items(where, w->n, run_head, w);
 }

@@ -41,10 +41,10 @@ static void back_weight(mn_tape *tape, const linear *l, const mn_view *dy, const
 }
 
 static void back_bias(mn_tape *tape, const linear *l, const mn_view *dy) {
-    mn_sum_work db = { .shape = { 1, 1, l->rows, l->n_out }, .kept = { 1, 1, 1, l->n_out } };
+    mn_sum_params db = { .shape = { 1, 1, l->rows, l->n_out }, .kept = { 1, 1, 1, l->n_out } };
     db.dy = mn_flat_view(dy->data, dy->dtype, db.shape);
     db.sum = mn_grad_write(tape, l->bias, &db.add);
-    if (db.sum.data) mn_tape_do(tape, MN_WORK_SUM, &db);
+    if (db.sum.data) mn_tape_do(tape, MN_ELEMENTWISE_SUM, &db);
 }
 
 /* The gradient of x goes straight to where it belongs. */
@@ -58,8 +58,8 @@ static void back_plain(mn_tape *tape, const linear *l, const mn_view *dy) {
 }
 
 /* x over its own memory. */
-static mn_unary_work source_work(const linear *l) {
-    mn_unary_work work = { .f = l->f, .x = mn_value(l->u), .b = mn_value(l->v) };
+static mn_unary_params source_work(const linear *l) {
+    mn_unary_params work = { .f = l->f, .x = mn_value(l->u), .b = mn_value(l->v) };
     memcpy(work.shape, l->u->shape, sizeof work.shape);
     return work;
 }
@@ -71,7 +71,7 @@ static void back_through(mn_tape *tape, const linear *l, const mn_view *dy) {
         if (mn_wants(stays[i])) mn_grad_place(tape, stays[i]);
     }
     const mn_tape_mark mark = mn_tape_hold(tape);
-    mn_unary_work work = source_work(l);
+    mn_unary_params work = source_work(l);
     if (mn_wants(l->weight)) {
         void *x = mn_tape_memory(tape, l->rows * l->n_in);
         work.y = mn_flat_view(x, tape->dtype, l->u->shape);
@@ -83,7 +83,7 @@ static void back_through(mn_tape *tape, const linear *l, const mn_view *dy) {
         if (mn_wants(l->u)) work.dx = mn_grad_write(tape, l->u, &work.add_x);
         if (mn_wants(l->v)) work.db = mn_grad_write(tape, l->v, &work.add_b);
     }
-    if (work.y.data || work.dy.data) mn_tape_do(tape, MN_WORK_UNARY, &work);
+    if (work.y.data || work.dy.data) mn_tape_do(tape, MN_ELEMENTWISE_UNARY, &work);
     if (mn_wants(l->weight)) back_weight(tape, l, dy, work.y.data, l->n_in);
     mn_tape_let_go(tape, mark);
 }
@@ -111,9 +111,9 @@ static void forward(mn_tape *tape, const linear *l, const mn_tensor *onto) {
         return;
     }
     const mn_tape_mark mark = mn_tape_hold(tape);
-    mn_unary_work work = source_work(l);
+    mn_unary_params work = source_work(l);
     work.y = mn_flat_view(mn_tape_memory(tape, l->rows * l->n_in), tape->dtype, l->u->shape);
-    if (work.y.data) mn_tape_do(tape, MN_WORK_UNARY, &work);
+    if (work.y.data) mn_tape_do(tape, MN_ELEMENTWISE_UNARY, &work);
     product(tape, l, work.y.data, l->n_in, onto);
     mn_tape_let_go(tape, mark);
 }

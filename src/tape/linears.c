@@ -36,9 +36,9 @@ static bool follows(const mn_tape *tape, const mn_tensor *a, const mn_tensor *b)
 
 static void zero(mn_tape *tape, mn_tensor *weight) {
     bool add;
-    mn_fill_work work = { .to = mn_grad_write(tape, weight, &add) };
+    mn_fill_params work = { .to = mn_grad_write(tape, weight, &add) };
     memcpy(work.shape, weight->shape, sizeof work.shape);
-    if (work.to.data) mn_tape_do(tape, MN_WORK_FILL, &work);
+    if (work.to.data) mn_tape_do(tape, MN_ELEMENTWISE_FILL, &work);
 }
 
 /* Either all of them hold a gradient, or none. */

@@ -40,7 +40,7 @@ typedef struct loss {
  * row of logits has room for as many numbers behind it; on a device the gradient of logits is in
  * the tape's type, and has memory of its own where that is narrower. */
 typedef struct pieces {
-    mn_loss_work work;
+    mn_loss_params work;
     int64_t most, row;         // rows of a piece; numbers from row to row
     void *gradients;           // of logits
     int32_t *places;           // of kept rows, where some are left out
@@ -50,10 +50,10 @@ typedef struct pieces {
 /* Copies the kept rows [first, first + n) of `table` side by side, or adds them where they were. */
 static void move_kept(mn_tape *tape, const pieces *p, const loss *l, mn_view table, mn_view few,
                       int64_t first, int64_t n, bool back) {
-    mn_rows_work work = { .table = table, .rows = few, .index = p->work.kept + first, .n = n,
+    mn_rows_params work = { .table = table, .rows = few, .index = p->work.kept + first, .n = n,
                           .scatters = back };
     memcpy(work.shape, l->x->shape, sizeof work.shape);
-    mn_tape_do(tape, MN_WORK_ROWS, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_ROWS, &work);
 }
 
 static void *row_of(const mn_tape *tape, void *data, int64_t elements) {
@@ -73,7 +73,7 @@ static void run_piece(mn_tape *tape, pieces *p, const loss *l, int64_t first, in
         .b = l->head->data, .b_transposed = true, .M = n, .N = l->V, .K = l->D });
     p->work.first = first;
     p->work.n = n;
-    mn_tape_do(tape, MN_WORK_LOSS, &p->work);
+    mn_tape_do(tape, MN_ELEMENTWISE_LOSS, &p->work);
     if (dx) {
         mn_tape_product(tape, &(mn_matmul_args){
             .dtype = tape->dtype, .c_dtype = tape->dtype, .c = dx, .a = p->gradients,
@@ -142,12 +142,12 @@ static void keep_rows(pieces *p, loss *l) {
 /* Gradients of which no piece has a part. */
 static void zero_left_out(mn_tape *tape, const loss *l, const pieces *p) {
     if (l->dx && p->work.kept) {
-        mn_tape_do(tape, MN_WORK_FILL, &(mn_fill_work){
+        mn_tape_do(tape, MN_ELEMENTWISE_FILL, &(mn_fill_params){
             .shape = { 1, 1, l->rows, l->D },
             .to = { l->dx, tape->dtype, { 0, 0, l->D, 1 } } });
     }
     if (l->dhead.data && l->n_kept == 0 && !l->add_head) {
-        mn_tape_do(tape, MN_WORK_FILL, &(mn_fill_work){ .shape = { 1, 1, l->V, l->D },
+        mn_tape_do(tape, MN_ELEMENTWISE_FILL, &(mn_fill_params){ .shape = { 1, 1, l->V, l->D },
                                                         .to = l->dhead });
     }
 }
@@ -198,7 +198,7 @@ static void tell(mn_tape *tape, const teller *t, const mn_loss_options *how, int
 
 /* ---- one tensor ------------------------------------------------------------------------------ */
 
-static void fill_work(mn_loss_work *work, const loss *l, const int32_t *targets,
+static void fill_work(mn_loss_params *work, const loss *l, const int32_t *targets,
                       const mn_loss_options *how, const mn_loss_result *result) {
     work->V = l->V;
     work->targets = targets;
@@ -238,9 +238,9 @@ void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *t
     take_scratch(tape, l, &p);
     p.work.nll = row_numbers(tape, l->rows);
     p.work.lse2 = row_numbers(tape, l->rows);
-    mn_tape_do(tape, MN_WORK_COUNT, &(mn_count_work){ targets, l->rows, t.result });
+    mn_tape_do(tape, MN_ELEMENTWISE_COUNT, &(mn_count_params){ targets, l->rows, t.result });
     run_pieces(tape, l, &p, mn_tape_records(tape));
-    mn_tape_do(tape, MN_WORK_TOTAL, &(mn_total_work){ l->rows, p.work.nll, p.work.lse2,
+    mn_tape_do(tape, MN_ELEMENTWISE_TOTAL, &(mn_total_params){ l->rows, p.work.nll, p.work.lse2,
                                                       how->z_loss, t.result, t.nll });
     mn_tape_let_go(tape, mark);
     tell(tape, &t, how, l->rows, loss_out, counted);
@@ -252,7 +252,7 @@ void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *t
 /* The first pass makes losses, which become shares; the second one gradients. nll[s * rows + row],
  * those of the mixture behind them, and a row of numbers nobody needs behind those. */
 static void run_mixture(mn_tape *tape, loss **parts, int n, pieces *p, double *nll,
-                        const mn_total_work *total) {
+                        const mn_total_params *total) {
     const int64_t rows = total->rows;
     double *mixed = nll + n * rows, *spare = mixed + rows;
     p->work.lse2 = spare;
@@ -262,8 +262,8 @@ static void run_mixture(mn_tape *tape, loss **parts, int n, pieces *p, double *n
         p->work.nll = nll + s * rows;
         run_pieces(tape, &forward_only, p, false);
     }
-    mn_tape_do(tape, MN_WORK_MIX, &(mn_mix_work){ rows, n, nll, mixed, p->work.targets });
-    mn_tape_do(tape, MN_WORK_TOTAL, total);
+    mn_tape_do(tape, MN_ELEMENTWISE_MIX, &(mn_mix_params){ rows, n, nll, mixed, p->work.targets });
+    mn_tape_do(tape, MN_ELEMENTWISE_TOTAL, total);
     p->work.nll = spare;
     for (int s = 0; s < n && mn_tape_records(tape); s++) {
         p->work.share = nll + s * rows;
@@ -293,9 +293,9 @@ void mn_tape_mixture_loss(mn_tape *tape, mn_tensor *const *x, int n, mn_tensor *
     p.work.z_loss = 0.0;
     take_scratch(tape, parts[0], &p);
     double *nll = row_numbers(tape, rows * (n + 2));
-    mn_tape_do(tape, MN_WORK_COUNT, &(mn_count_work){ targets, rows, t.result });
+    mn_tape_do(tape, MN_ELEMENTWISE_COUNT, &(mn_count_params){ targets, rows, t.result });
     run_mixture(tape, parts, n, &p, nll,
-                &(mn_total_work){ rows, nll + n * rows, NULL, 0.0, t.result, t.nll });
+                &(mn_total_params){ rows, nll + n * rows, NULL, 0.0, t.result, t.nll });
     mn_tape_let_go(tape, mark);
     tell(tape, &t, how, rows, loss_out, counted);
     for (int s = 0; s < n; s++) record_loss(tape, parts[s]);

@@ -29,13 +29,13 @@ static void back_join(mn_tape *tape, void *payload) {
     int64_t first = 0;
     for (int i = 0; i < j->n; i++) {
         mn_tensor *part = j->parts[i];
-        mn_move_work work = { .from = columns(dy, first), .times = j->times,
+        mn_move_params work = { .from = columns(dy, first), .times = j->times,
                               .folds = j->times > 1 };
         memcpy(work.shape, part->shape, sizeof work.shape);
         first += part->shape[3];
         if (!mn_wants(part)) continue;
         work.to = mn_grad_write(tape, part, &work.add);
-        if (work.to.data) mn_tape_do(tape, MN_WORK_MOVE, &work);
+        if (work.to.data) mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
     }
 }
 
@@ -43,7 +43,7 @@ static void join_forward(mn_tape *tape, const join *j) {
     int64_t first = 0;
     for (int i = 0; i < j->n; i++) {
         const int64_t *n = j->parts[i]->shape;
-        mn_tape_do(tape, MN_WORK_MOVE, &(mn_move_work){
+        mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &(mn_move_params){
             .shape = { n[0], n[1], n[2] * j->times, n[3] }, .times = j->times,
             .to = columns(mn_value(j->y), first), .from = mn_value(j->parts[i]) });
         first += n[3];
@@ -106,10 +106,11 @@ static void back_pick(mn_tape *tape, void *payload) {
     if (!dx.data) return;
     const int64_t *n = p->x->shape;
     if (!add) {
-        mn_tape_do(tape, MN_WORK_FILL, &(mn_fill_work){ .shape = { n[0], n[1], n[2], n[3] },
+        mn_tape_do(tape, MN_ELEMENTWISE_FILL,
+                   &(mn_fill_params){ .shape = { n[0], n[1], n[2], n[3] },
                                                         .to = dx });
     }
-    mn_tape_do(tape, MN_WORK_ROWS, &(mn_rows_work){
+    mn_tape_do(tape, MN_ELEMENTWISE_ROWS, &(mn_rows_params){
         .shape = { n[0], n[1], n[2], n[3] }, .table = dx, .rows = dy, .index = p->places,
         .n = p->y->shape[1], .scatters = true });
 }
@@ -127,7 +128,7 @@ mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int6
     if (!p || !y || !places) return NULL;
     *p = (pick){ x, y, places };
     const int64_t *shape = x->shape;
-    mn_tape_do(tape, MN_WORK_ROWS, &(mn_rows_work){
+    mn_tape_do(tape, MN_ELEMENTWISE_ROWS, &(mn_rows_params){
         .shape = { shape[0], shape[1], 1, shape[3] }, .table = mn_value(x), .rows = mn_value(y),
         .index = places, .n = n });
     mn_tape_record(tape, "pick", back_pick, p, mn_wants(x), &y, 1);
@@ -143,11 +144,11 @@ typedef struct embed {
 
 static void back_embed(mn_tape *tape, void *payload) {
     const embed *e = payload;
-    mn_embed_work work = { .V = e->table->shape[2], .X = e->table->shape[3], .n = rows_of(e->y),
+    mn_embed_params work = { .V = e->table->shape[2], .X = e->table->shape[3], .n = rows_of(e->y),
                            .tokens = e->tokens, .dy = mn_grad_read(e->y) };
     if (!work.dy.data || !mn_wants(e->table)) return;
     work.table = mn_grad_write(tape, e->table, &work.add);
-    if (work.table.data) mn_tape_do(tape, MN_WORK_EMBED, &work);
+    if (work.table.data) mn_tape_do(tape, MN_ELEMENTWISE_EMBED, &work);
 }
 
 /* Rows come in the tape's type, whatever the table's. */
@@ -160,10 +161,10 @@ mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens,
     mn_tensor *y = mn_tape_new(tape, (int64_t[]){ B, T, 1, X });
     if (!e || !y || !tokens) return NULL;
     *e = (embed){ .table = table, .y = y, .tokens = tokens };
-    mn_rows_work work = { .shape = { 1, V, 1, X }, .rows = mn_value(y), .index = tokens,
+    mn_rows_params work = { .shape = { 1, V, 1, X }, .rows = mn_value(y), .index = tokens,
                           .n = B * T };
     work.table = mn_flat_view(table->data, table->dtype, work.shape);
-    mn_tape_do(tape, MN_WORK_ROWS, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_ROWS, &work);
     mn_tape_record(tape, "the embedding", back_embed, e, mn_wants(table), &y, 1);
     return y;
 }

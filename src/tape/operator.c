@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/dtype.h"
+#include "base/util.h"
 #include "kernels/norm_adds.h"
 #include "ops/run.h"
 #include "decode/defer.h"
@@ -90,6 +91,153 @@ static bool strided(const char *axes) {
     return axes[0] == 'B' && is_activation(axes);
 }
 
+/* ---- sequence by sequence -------------------------------------------------------------------- */
+
+enum { MOST_ROW_FIELDS = 8 };
+
+struct mn_run_rows {
+    int64_t n;
+    const int64_t *starts;
+    int n_fields;
+    size_t offset[MOST_ROW_FIELDS];
+    void **data[MOST_ROW_FIELDS];
+    size_t number;                   // offset of what `numbers` are for
+    const int64_t *numbers, *lengths;
+    int n_saves;
+    struct {
+        const void *from;
+        void *to;
+        size_t bytes;
+    } saves[MOST_ROW_FIELDS];
+};
+
+mn_tensor_rows *mn_tape_rows(mn_tape *tape, int64_t n) {
+    mn_tensor_rows *rows = mn_tape_note(tape, sizeof *rows);
+    if (!rows) return NULL;
+    rows->n = n;
+    rows->data = mn_tape_note(tape, (size_t)n * sizeof *rows->data);
+    rows->length = mn_tape_note(tape, (size_t)n * sizeof *rows->length);
+    return rows->data && rows->length ? rows : NULL;
+}
+
+void mn_run_by_rows(mn_run *run, int64_t n, const int64_t *starts) {
+    if (!run->rows) run->rows = mn_tape_note(run->tape, sizeof *run->rows);
+    if (!run->rows) return;
+    run->rows->n = n;
+    run->rows->starts = starts;
+}
+
+/* Where the memory of each sequence for the field at `offset` is written down. */
+static void **row_data(mn_run *run, size_t offset) {
+    mn_run_rows *rows = run->rows;
+    for (int i = 0; rows && i < rows->n_fields; i++) {
+        if (rows->offset[i] == offset) return rows->data[i];
+    }
+    void **data = rows ? mn_tape_note(run->tape, (size_t)rows->n * sizeof *data) : NULL;
+    if (!data) return NULL;
+    if (rows->n_fields == MOST_ROW_FIELDS) {
+        fail(run, "is one field too many that differ by sequence", "a state");
+        return NULL;
+    }
+    rows->offset[rows->n_fields] = offset;
+    rows->data[rows->n_fields++] = data;
+    return data;
+}
+
+void mn_run_row_at(mn_run *run, const char *field, int64_t b, void *memory) {
+    if (mn_tape_dead(run->tape)) return;
+    const int i = find(run, field);
+    void **data = i >= 0 ? row_data(run, run->fields[i].offset) : NULL;
+    if (data) data[b] = memory;
+}
+
+void mn_run_row_save(mn_run *run, const void *from, void *to, size_t bytes) {
+    mn_run_rows *rows = run->rows;
+    if (!rows || rows->n_saves == MOST_ROW_FIELDS) {
+        fail(run, "has no place to be kept", "a state");
+        return;
+    }
+    rows->saves[rows->n_saves].from = from;
+    rows->saves[rows->n_saves].to = to;
+    rows->saves[rows->n_saves++].bytes = bytes;
+}
+
+void mn_run_row_numbers(mn_run *run, int64_t *slot, const int64_t *values) {
+    if (!run->rows) return;
+    run->rows->number = (size_t)((unsigned char *)slot - run->args);
+    run->rows->numbers = values;
+}
+
+/* A cache of a batch: its field and its length differ by sequence. */
+static void take_rows(mn_run *run, int field, const mn_tensor *x) {
+    void **data = row_data(run, run->fields[field].offset);
+    if (!data) return;
+    memcpy(data, x->rows->data, (size_t)x->rows->n * sizeof *data);
+    run->rows->lengths = x->rows->length;
+}
+
+/* Elements between neighbours along axis `axis` of the field, whose stride may be 0 for
+ * contiguous. */
+static int64_t axis_step(const mn_run *run, const char *axes, int axis, int64_t stride) {
+    bool ok = true;
+    int64_t step = 1;
+    for (int i = axis + 1; axes[i] && !stride; i++) step *= mn_axis_size(run->call, axes[i], &ok);
+    return stride ? stride : step;
+}
+
+/* The argument struct of sequence b. */
+static void fill_row(const mn_run *run, unsigned char *args, int64_t b) {
+    const mn_run_rows *rows = run->rows;
+    char buffer[MN_MAX_RANK + 1];
+    const int axis = rows->starts ? 1 : 0;
+    const int64_t at = rows->starts ? rows->starts[b] : b;
+    for (int i = 0; i < run->n_fields; i++) {
+        mn_in *view = (mn_in *)(args + run->fields[i].offset);
+        const char *axes = axes_of(run, i, buffer);
+        if (!view->data || !axes || axes[0] != 'B' || (axis == 1 && axes[1] != 'T')) continue;
+        const size_t item = mn_dtype_bytes(mn_field_dtype(&run->fields[i], run->tape->dtype));
+        const int64_t step = axis_step(run, axes, axis, view->stride[axis]);
+        view->data = (const char *)view->data + (size_t)(at * step) * item;
+    }
+    for (int i = 0; i < rows->n_fields; i++) {
+        ((mn_in *)(args + rows->offset[i]))->data = rows->data[i][b];
+    }
+    mn_call *call = (mn_call *)args;
+    call->B = 1;
+    if (rows->starts) call->T = rows->starts[b + 1] - at;
+    if (rows->lengths) call->L = rows->lengths[b];
+    if (rows->numbers) *(int64_t *)(args + rows->number) = rows->numbers[b];
+}
+
+static void save_step(const mn_run_rows *rows, int64_t b) {
+    for (int i = 0; i < rows->n_saves; i++) {
+        const size_t bytes = rows->saves[i].bytes;
+        memcpy((char *)rows->saves[i].to + (size_t)b * bytes, rows->saves[i].from, bytes);
+    }
+}
+
+static void execute_rows(mn_run *run) {
+    mn_tape *tape = run->tape;
+    const int64_t n = run->rows->n;
+    const size_t bytes = mn_op_describe(run->op)->args_bytes, step = (bytes + 15) / 16 * 16;
+    unsigned char *all = mn_tape_runs(tape) ? mn_tape_note(tape, (size_t)n * step) : NULL;
+    for (int64_t b = 0; all && b < n; b++) {
+        memcpy(all + (size_t)b * step, run->args, bytes);
+        fill_row(run, all + (size_t)b * step, b);
+    }
+    mn_status st = MN_OK;
+    if (all && run->rows->n_saves == 0) {
+        st = mn_op_run_rows(tape->context, run->op, all, step, n);
+    }
+    for (int64_t b = 0; all && run->rows->n_saves > 0 && b < n && st == MN_OK; b++) {
+        st = mn_op_run(tape->context, run->op, MN_FORWARD, all + (size_t)b * step);
+        save_step(run->rows, b);
+    }
+    if (st != MN_OK) mn_tape_fail(tape, st);
+}
+
+/* ---- inputs and results ---------------------------------------------------------------------- */
+
 void mn_run_in(mn_run *run, const char *field, mn_tensor *x) {
     if (mn_tape_dead(run->tape)) return;
     const int i = find(run, field);
@@ -110,6 +258,7 @@ void mn_run_in(mn_run *run, const char *field, mn_tensor *x) {
     if (is_activation(axes)) take_sizes(run, field, axes, x);
     run->bound[i] = x;
     *(mn_in *)(run->args + run->fields[i].offset) = view_at(axes, x, x->data);
+    if (x->rows) take_rows(run, i, x);
 }
 
 void mn_run_in_at(mn_run *run, const char *field, const void *data) {
@@ -200,7 +349,7 @@ mn_tensor *mn_run_out(mn_run *run, const char *field) {
 /* ---- now, and back --------------------------------------------------------------------------- */
 
 static void execute(mn_tape *tape, mn_op_id op, mn_pass pass, const void *args) {
-    if (pass == MN_FORWARD && mn_delay_op(tape, op, args)) return;
+    if (pass == MN_FORWARD && mn_defer_op(tape, op, args)) return;
     if (mn_tape_runs(tape)) {
         tape->context->borders = (mn_borders){ tape->cu_seqlens, tape->borders };
         const mn_status st = mn_op_run(tape->context, op, pass, args);
@@ -272,37 +421,64 @@ static mn_view take_beside(mn_tape *tape, mn_run *run, int i) {
     return mn_flat_view(memory, dtype, shape);
 }
 
+static int launch_norm(const void *args, mn_norm_accumulate to, void *workspace, void *stream) {
+    return mn_norm_accumulate_cuda(args, to, workspace, stream);
+}
+
+static int launch_gated_norm(const void *args, mn_norm_accumulate to, void *workspace,
+                             void *stream) {
+    return mn_norm_gated_accumulate_cuda(args, to, workspace, stream);
+}
+
+/* Norms whose GPU kernel adds to gradients: where x may be of a residual stream (0: it may not),
+ * the weight, and the launch. */
+static const struct norm_row {
+    mn_op_id op;
+    int kernel;
+    size_t stream, weight;
+    int (*launch)(const void *args, mn_norm_accumulate to, void *workspace, void *stream);
+} norm_rows[] = {
+    { MN_OP_rms_norm, MN_KERNEL_rms_norm, offsetof(mn_rms_norm_args, x),
+      offsetof(mn_rms_norm_args, w), launch_norm },
+    { MN_OP_rms_norm_gated, MN_KERNEL_rms_norm_gated, 0, offsetof(mn_rms_norm_gated_args, w),
+      launch_gated_norm },
+};
+
+static const struct norm_row *norm_row_of(const mn_run *run) {
+    for (size_t i = 0; i < MN_COUNTOF(norm_rows); i++) {
+        if (norm_rows[i].op == run->op) return &norm_rows[i];
+    }
+    return NULL;
+}
+
 /* Norms on a GPU add to the gradient of a residual stream by themselves, and to a weight's in
  * float32: these fields are no more among the others then. False where there is no such field. */
-static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others, mn_norm_adds *to) {
-    const bool gated = run->op == MN_OP_rms_norm_gated;
-    *to = (mn_norm_adds){ 0 };
-    if (!tape->device || (!gated && run->op != MN_OP_rms_norm)) return false;
-    const size_t x_at = gated ? offsetof(mn_rms_norm_gated_args, x) : offsetof(mn_rms_norm_args, x);
-    const size_t w_at = gated ? offsetof(mn_rms_norm_gated_args, w) : offsetof(mn_rms_norm_args, w);
+static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others, mn_norm_accumulate *to) {
+    const struct norm_row *row = norm_row_of(run);
+    *to = (mn_norm_accumulate){ 0 };
+    if (!tape->device || !row) return false;
     bool any = false;
     for (int i = 0; i < run->n_fields; i++) {
         const size_t at = run->fields[i].offset;
         if (!(*others >> i & 1) || !mn_is_contiguous(run->bound[i])) continue;
         const mn_dtype dtype = run->bound[i]->slot->dtype;
-        const bool stream = !gated && at == x_at && dtype == type_of(run, i);
-        const bool weight = at == w_at && dtype == MN_F32;
+        const bool stream = at == row->stream && dtype == type_of(run, i);
+        const bool weight = at == row->weight && dtype == MN_F32;
         if (!stream && !weight) continue;
         bool add;
         void *data = mn_grad_write(tape, run->bound[i], &add).data;
         *(mn_out *)(run->args + run->fields[i].partner) = (mn_out){ data, { 0, 0, 0 } };
-        if (stream) to->adds_x = add;
-        if (weight) to->dw = data, to->adds_w = add;
+        if (stream) to->accumulate_x = add;
+        if (weight) to->dw = data, to->accumulate_w = add;
         *others &= ~(UINT64_C(1) << i);
         any = true;
     }
     return any;
 }
 
-static void run_norm_adds(mn_tape *tape, const mn_run *run, mn_norm_adds to) {
-    const bool gated = run->op == MN_OP_rms_norm_gated;
-    const int id = gated ? MN_KERNEL_rms_norm_gated : MN_KERNEL_rms_norm;
-    const mn_kernel *kernel = &tape->context->cuda.kernel[id][MN_BACKWARD];
+static void run_norm_adds(mn_tape *tape, const mn_run *run, mn_norm_accumulate to) {
+    const struct norm_row *row = norm_row_of(run);
+    const mn_kernel *kernel = &tape->context->cuda.kernel[row->kernel][MN_BACKWARD];
     mn_plan plan = { 0 };
     if (!kernel->plan || !kernel->plan(run->args, &plan)) {
         mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "this build has no CUDA kernels"));
@@ -313,10 +489,7 @@ static void run_norm_adds(mn_tape *tape, const mn_run *run, mn_norm_adds to) {
     if (mn_tape_runs(tape)) {
         mn_status st = mn_device_use(tape->device);
         if (st == MN_OK) {
-            void *stream = mn_device_stream(tape->device);
-            const void *args = run->args;
-            const int code = gated ? mn_norm_gated_adds_cuda(args, to, parts, stream)
-                                   : mn_norm_adds_cuda(args, to, parts, stream);
+            const int code = row->launch(run->args, to, parts, mn_device_stream(tape->device));
             st = mn_device_check(tape->device, code, tape->scope);
         }
         if (st != MN_OK) mn_tape_fail(tape, st);
@@ -331,7 +504,7 @@ static void back_run(mn_tape *tape, void *payload) {
     if (!take_cotangents(run)) return;
     mn_view beside[MN_RUN_FIELDS];
     uint64_t others = place_first(tape, run);
-    mn_norm_adds to;
+    mn_norm_accumulate to;
     const bool adds = norm_adds(tape, run, &others, &to);
     for (int i = 0; i < run->n_fields; i++) {
         if (others >> i & 1) mn_grad_place(tape, run->bound[i]);
@@ -360,7 +533,8 @@ void mn_run_now(mn_run *run) {
         run->call->cu_seqlens = tape->cu_seqlens;
         run->call->n_seqs = tape->n_seqs;
     }
-    execute(tape, run->op, MN_FORWARD, run->args);
+    if (run->rows) execute_rows(run);
+    else execute(tape, run->op, MN_FORWARD, run->args);
     mn_tensor *made[8];
     int n_made = 0;
     bool wanted = false;

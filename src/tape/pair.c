@@ -36,8 +36,8 @@ static bool same_shape(const mn_tensor *a, const mn_tensor *b) {
     return memcmp(a->shape, b->shape, sizeof a->shape) == 0;
 }
 
-static mn_pair_work work_of(mn_tape *tape, const pair *p) {
-    mn_pair_work work = { .kind = p->kind, .a = mn_value(p->a), .scale = p->scale,
+static mn_pair_params work_of(mn_tape *tape, const pair *p) {
+    mn_pair_params work = { .kind = p->kind, .a = mn_value(p->a), .scale = p->scale,
                           .shift = p->shift };
     memcpy(work.shape, p->y->shape, sizeof work.shape);
     mn_repeated(tape, &work.b, p->b, p->y->shape);
@@ -46,12 +46,12 @@ static mn_pair_work work_of(mn_tape *tape, const pair *p) {
 
 void mn_sum_to(mn_tape *tape, const mn_unary *f, const mn_tensor *a, mn_tensor *b,
                const mn_view *dy, const int64_t shape[4]) {
-    mn_sum_work work = { .a = mn_value(a), .dy = *dy, .shaped = f != NULL };
+    mn_sum_params work = { .a = mn_value(a), .dy = *dy, .shaped = f != NULL };
     if (f) work.f = *f;
     memcpy(work.shape, shape, sizeof work.shape);
     memcpy(work.kept, b->shape, sizeof work.kept);
     work.sum = mn_grad_write(tape, b, &work.add);
-    if (work.sum.data) mn_tape_do(tape, MN_WORK_SUM, &work);
+    if (work.sum.data) mn_tape_do(tape, MN_ELEMENTWISE_SUM, &work);
 }
 
 bool mn_gates_rows(const mn_tape *tape, const mn_tensor *a, const mn_tensor *b) {
@@ -61,7 +61,7 @@ bool mn_gates_rows(const mn_tape *tape, const mn_tensor *a, const mn_tensor *b) 
 
 /* Sums over rows come with the gradient of b, in float32, and are then added up to what c has of
  * them: `work` has everything but these two. */
-static void back_rows(mn_tape *tape, const scaled *s, mn_pair_work *work, mn_view *sums) {
+static void back_rows(mn_tape *tape, const scaled *s, mn_pair_params *work, mn_view *sums) {
     const int64_t *n = work->shape, rows[4] = { n[0], n[1], n[2], 1 };
     if (!mn_grad_place(tape, s->b) || (mn_wants(s->c) && !mn_grad_place(tape, s->c))) return;
     const mn_tape_mark mark = mn_tape_hold(tape);
@@ -73,14 +73,14 @@ static void back_rows(mn_tape *tape, const scaled *s, mn_pair_work *work, mn_vie
         sums->stride[3] = 0;
     }
     work->da = mn_grad_write(tape, s->b, &work->add_a);
-    mn_tape_do(tape, MN_WORK_PAIR, work);
+    mn_tape_do(tape, MN_ELEMENTWISE_PAIR, work);
     if (of_rows.data) mn_sum_to(tape, NULL, NULL, s->c, &of_rows, rows);
     mn_tape_let_go(tape, mark);
 }
 
 /* The gradient of a is that of y: they share it. */
 static void back_scaled_alone(mn_tape *tape, const scaled *s) {
-    mn_pair_work work = { .kind = MN_PAIR_MULTIPLY, .dy = mn_grad_read(s->y) };
+    mn_pair_params work = { .kind = MN_PAIR_MULTIPLY, .dy = mn_grad_read(s->y) };
     if (!work.dy.data) return;
     memcpy(work.shape, s->y->shape, sizeof work.shape);
     mn_repeated(tape, &work.b, s->c, work.shape);
@@ -91,12 +91,12 @@ static void back_scaled_alone(mn_tape *tape, const scaled *s) {
         return;
     }
     if (mn_wants(s->b)) work.da = mn_grad_write(tape, s->b, &work.add_a);
-    if (work.da.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
+    if (work.da.data) mn_tape_do(tape, MN_ELEMENTWISE_PAIR, &work);
     if (mn_wants(s->c)) mn_sum_to(tape, NULL, s->b, s->c, &work.dy, work.shape);
 }
 
 /* Both products of a, with its gate and with that of `beside`, from one pass over a. */
-static void back_both(mn_tape *tape, const pair *p, mn_pair_work *work) {
+static void back_both(mn_tape *tape, const pair *p, mn_pair_params *work) {
     const scaled *s = p->beside;
     mn_slot *held = mn_slot_standing_for(s->y->slot);
     work->e = mn_grad_read(s->y);
@@ -110,7 +110,7 @@ static void back_both(mn_tape *tape, const pair *p, mn_pair_work *work) {
 /* Sums have dy as the gradient of both; what is not needed is not read. */
 static void back_pair(mn_tape *tape, void *payload) {
     const pair *p = payload;
-    mn_pair_work work = work_of(tape, p);
+    mn_pair_params work = work_of(tape, p);
     work.dy = mn_grad_read(p->y);
     const bool both = p->beside && mn_slot_standing_for(p->beside->y->slot)->held;
     if (both && work.dy.data) {
@@ -127,7 +127,7 @@ static void back_pair(mn_tape *tape, void *payload) {
     if (mn_wants(p->a)) work.da = mn_grad_write(tape, p->a, &work.add_a);
     if (whole && mn_wants(p->b)) work.db = mn_grad_write(tape, p->b, &work.add_b);
     if (rows) work.db.stride[3] = 0;
-    if (work.da.data || work.db.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
+    if (work.da.data || work.db.data) mn_tape_do(tape, MN_ELEMENTWISE_PAIR, &work);
     if (!p->b || whole || !mn_wants(p->b)) return;
     const mn_tensor *factor = p->kind == MN_PAIR_MULTIPLY ? p->a : NULL;
     mn_sum_to(tape, NULL, factor, p->b, &work.dy, work.shape);
@@ -135,9 +135,9 @@ static void back_pair(mn_tape *tape, void *payload) {
 
 static void pair_again(mn_tape *tape, void *payload) {
     const pair *p = payload;
-    mn_pair_work work = work_of(tape, p);
+    mn_pair_params work = work_of(tape, p);
     work.y = mn_value(p->y);
-    mn_tape_do(tape, MN_WORK_PAIR, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_PAIR, &work);
 }
 
 static mn_tensor *make(mn_tape *tape, mn_pair_kind kind, mn_tensor *a, mn_tensor *b, double scale,
@@ -206,7 +206,7 @@ mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tens
     if (!alike || (records ? !slots : mn_tape_gathers(tape))) {
         return mn_tape_add(tape, a, mn_tape_multiply(tape, b, c));
     }
-    mn_pair_work work = { .kind = MN_PAIR_SCALED, .a = mn_value(a), .b = mn_value(b) };
+    mn_pair_params work = { .kind = MN_PAIR_SCALED, .a = mn_value(a), .b = mn_value(b) };
     if (!mn_repeated(tape, &work.c, c, a->shape)) return NULL;
     scaled *s = mn_tape_note(tape, sizeof *s);
     mn_tensor *y = mn_tape_over(tape, a->data, a->dtype, a->shape, false);
@@ -216,7 +216,7 @@ mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tens
     if (beside) beside->beside = s;
     memcpy(work.shape, y->shape, sizeof work.shape);
     work.y = mn_value(y);
-    mn_tape_do(tape, MN_WORK_PAIR, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_PAIR, &work);
     if (!records) return y;
     mn_tape_record(tape, "a scaled sum", back_scaled, s, true, NULL, 0);
     y->slot = a->slot;    // as both have the same numbers
@@ -239,7 +239,7 @@ static void back_spread(mn_tape *tape, void *payload) {
 
 mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]) {
     if (!x || mn_tape_dead(tape)) return NULL;
-    mn_move_work work = { .times = 1 };
+    mn_move_params work = { .times = 1 };
     if (!mn_repeated(tape, &work.from, x, shape)) return NULL;
     spread *s = mn_tape_note(tape, sizeof *s);
     mn_tensor *y = mn_tape_new_of(tape, x->dtype, shape);
@@ -247,7 +247,7 @@ mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]) {
     *s = (spread){ x, y };
     memcpy(work.shape, shape, sizeof work.shape);
     work.to = mn_value(y);
-    mn_tape_do(tape, MN_WORK_MOVE, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
     mn_tape_record(tape, "a spread", back_spread, s, mn_wants(x), &y, 1);
     return y;
 }
@@ -265,9 +265,9 @@ mn_tensor *mn_tape_residual(mn_tape *tape, mn_tensor *x, mn_tensor *b) {
     mn_tensor *y = mn_tape_new_of(tape, x->dtype, x->shape);
     if (!y) return NULL;
     const pair p = { .kind = MN_PAIR_ADD, .a = x, .b = b, .y = y };
-    mn_pair_work work = work_of(tape, &p);
+    mn_pair_params work = work_of(tape, &p);
     work.y = mn_value(y);
-    mn_tape_do(tape, MN_WORK_PAIR, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_PAIR, &work);
     mn_tape_record(tape, "a residual", NULL, NULL, false, &y, 1);
     y->slot = x->slot;
     b->slot->whole = x->slot;

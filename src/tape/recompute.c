@@ -25,7 +25,7 @@ struct mn_light {
     bool taken;    // by the part at hand
 };
 
-void mn_tape_part(mn_tape *tape, bool light) {
+void mn_tape_recompute(mn_tape *tape, bool light) {
     tape->part = NULL;
     tape->lighter = false;
     if (!light || !mn_tape_records(tape) || mn_tape_dead(tape)) return;
@@ -36,7 +36,7 @@ void mn_tape_part(mn_tape *tape, bool light) {
     for (mn_light *at = tape->light; at; at = at->next) at->taken = false;
 }
 
-void mn_tape_lighter(mn_tape *tape, bool lighter) {
+void mn_tape_recompute_more(mn_tape *tape, bool lighter) {
     tape->lighter = lighter && tape->part;
 }
 

@@ -65,9 +65,9 @@ typedef struct split {
 
 static void zero_rows(mn_tape *tape, mn_tensor *part) {
     bool add;
-    mn_fill_work work = { .to = mn_grad_write(tape, part, &add) };
+    mn_fill_params work = { .to = mn_grad_write(tape, part, &add) };
     memcpy(work.shape, part->shape, sizeof work.shape);
-    if (work.to.data) mn_tape_do(tape, MN_WORK_FILL, &work);
+    if (work.to.data) mn_tape_do(tape, MN_ELEMENTWISE_FILL, &work);
 }
 
 /* The parts' gradients already lie in the whole's memory: only those that never came are missing.

@@ -35,7 +35,7 @@ mn_status mn_tape_create(mn_tape **out, mn_context *context, mn_dtype dtype) {
     if (!tape) return mn_fail(MN_ERR_MEMORY, "no memory for a tape");
     tape->context = context;
     tape->device = context->device;
-    tape->works = tape->device ? mn_works_cuda() : mn_works_cpu();
+    tape->works = tape->device ? mn_elementwise_cuda() : mn_elementwise_cpu();
     tape->where = tape->device ? mn_device_stream(tape->device) : context;
     tape->dtype = dtype;
     tape->item = mn_dtype_bytes(dtype);
@@ -56,7 +56,7 @@ void mn_tape_destroy(mn_tape *tape) {
         mn_device_free(tape->device, tape->lent[i].there);
     }
     free(tape->lent);
-    mn_delay_destroy(tape->delay);
+    mn_defer_destroy(tape->delay);
     mn_arena_destroy(tape->data);
     mn_arena_destroy(tape->notes);
     free(tape);
@@ -76,7 +76,7 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->n_seqs = tape->n_lent = 0;
     tape->lent_bytes = 0;
     tape->told = NULL;
-    mn_delay_forget(tape);
+    mn_defer_discard(tape);
     tape->scope[0] = '\0';
 }
 
@@ -92,6 +92,10 @@ int64_t mn_tape_sequences(const mn_tape *tape) {
     return tape->n_seqs;
 }
 
+const int64_t *mn_tape_borders(const mn_tape *tape) {
+    return tape->cu_seqlens;
+}
+
 mn_status mn_tape_status(const mn_tape *tape) {
     return tape->status;
 }
@@ -102,7 +106,7 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status) {
 }
 
 void mn_tape_scope(mn_tape *tape, const char *format, ...) {
-    mn_delay_stage(tape);    // under the name of what asked for it
+    mn_defer_lower(tape);    // under the name of what asked for it
     va_list args;
     va_start(args, format);
     vsnprintf(tape->scope, sizeof tape->scope, format, args);
@@ -126,7 +130,7 @@ bool mn_tape_plans(const mn_tape *tape) {
 }
 
 bool mn_tape_gathers(const mn_tape *tape) {
-    return tape->device && tape->modes & MN_TAPE_DELAY;
+    return tape->device && tape->modes & MN_TAPE_DEFER;
 }
 
 size_t mn_tape_bytes(const mn_tape *tape) {
@@ -183,14 +187,14 @@ mn_tape_mark mn_tape_hold(const mn_tape *tape) {
 }
 
 void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark) {
-    mn_delay_stage(tape);
+    mn_defer_lower(tape);
     mn_arena_release(tape->data, mark.mark);
     tape->used = mark.used;
 }
 
-void mn_tape_do(mn_tape *tape, mn_work_id id, const void *work) {
-    if (mn_delay_work(tape, id, work)) return;
-    const mn_work_fn *fn = &tape->works[id];
+void mn_tape_do(mn_tape *tape, mn_elementwise_id id, const void *work) {
+    if (mn_defer_elementwise(tape, id, work)) return;
+    const mn_elementwise_fn *fn = &tape->works[id];
     const size_t bytes = fn->bytes ? fn->bytes(work) : 0;
     const mn_tape_mark mark = mn_tape_hold(tape);
     void *space = bytes > 0 ? mn_tape_bytes_of(tape, bytes) : NULL;
@@ -208,7 +212,7 @@ void mn_tape_product(mn_tape *tape, const mn_matmul_args *p) {
         tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
         return;
     }
-    if (mn_delay_product(tape, p)) return;
+    if (mn_defer_gemm(tape, p)) return;
     const mn_status st = mn_matmul(tape->context, p);
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
@@ -305,9 +309,9 @@ mn_tensor *mn_tape_filled(mn_tape *tape, const int64_t shape[4], double value) {
     mn_tensor *x = mn_tape_new(tape, shape);
     if (!x) return NULL;
     x->slot = NULL;
-    mn_fill_work work = { .to = mn_value(x), .value = value };
+    mn_fill_params work = { .to = mn_value(x), .value = value };
     memcpy(work.shape, shape, sizeof work.shape);
-    mn_tape_do(tape, MN_WORK_FILL, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_FILL, &work);
     return x;
 }
 
@@ -315,8 +319,8 @@ mn_tensor *mn_tape_normal(mn_tape *tape, const int64_t shape[4], uint64_t seed, 
     mn_tensor *x = mn_tape_new(tape, shape);
     if (!x) return NULL;
     x->slot = NULL;
-    mn_tape_do(tape, MN_WORK_NORMAL,
-               &(mn_normal_work){ mn_value(x), mn_count4(shape), seed, stream });
+    mn_tape_do(tape, MN_ELEMENTWISE_NORMAL,
+               &(mn_normal_params){ mn_value(x), mn_count4(shape), seed, stream });
     return x;
 }
 
@@ -435,10 +439,10 @@ bool mn_grad_place(mn_tape *tape, mn_tensor *x) {
 }
 
 void mn_grad_give(mn_tape *tape, mn_tensor *x, const mn_view *gradient) {
-    mn_move_work work = { .from = *gradient, .times = 1 };
+    mn_move_params work = { .from = *gradient, .times = 1 };
     memcpy(work.shape, x->shape, sizeof work.shape);
     work.to = mn_grad_write(tape, x, &work.add);
-    if (work.to.data) mn_tape_do(tape, MN_WORK_MOVE, &work);
+    if (work.to.data) mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
 }
 
 void mn_grad_hand(mn_tape *tape, mn_tensor *x, const mn_view *gradient) {
@@ -471,9 +475,9 @@ mn_tensor *mn_tape_cast(mn_tape *tape, mn_tensor *x, mn_dtype dtype) {
     mn_tensor *y = mn_tape_new_of(tape, dtype, x->shape);
     if (!c || !y) return NULL;
     *c = (cast){ x, y };
-    mn_move_work work = { .to = mn_value(y), .from = mn_value(x), .times = 1 };
+    mn_move_params work = { .to = mn_value(y), .from = mn_value(x), .times = 1 };
     memcpy(work.shape, x->shape, sizeof work.shape);
-    mn_tape_do(tape, MN_WORK_MOVE, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
     if (mn_is_contiguous(x)) y->slot = x->slot;
     else mn_tape_record(tape, "a conversion", back_cast, c, mn_wants(x), &y, 1);
     return y;
@@ -487,8 +491,8 @@ static void check_result(mn_tape *tape, const char *what, const mn_tensor *x) {
     int64_t at = n;
     if (!mn_is_contiguous(x)) return;
     const mn_tape_mark mark = mn_tape_hold(tape);
-    mn_finite_work work = { mn_value(x), n, mn_tape_bytes_of(tape, sizeof at) };
-    if (work.first) mn_tape_do(tape, MN_WORK_FINITE, &work);
+    mn_finite_params work = { mn_value(x), n, mn_tape_bytes_of(tape, sizeof at) };
+    if (work.first) mn_tape_do(tape, MN_ELEMENTWISE_FINITE, &work);
     if (mn_tape_runs(tape)) mn_tape_fail(tape, mn_tape_fetch(tape, &at, work.first, sizeof at));
     mn_tape_let_go(tape, mark);
     if (at >= n || mn_tape_dead(tape)) return;

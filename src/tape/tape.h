@@ -11,7 +11,7 @@
  * leaves, inputs and cotangents are the device's, while tokens, targets, places and cu_seqlens are
  * the host's and are uploaded; nothing between start and mn_tape_results waits for the device.
  *
- * A tape of MN_BF16 (devices only) holds activations in bf16, states and what ops/wide.def lists in
+ * A tape of MN_BF16 (devices only) holds activations in bf16, states and what ops.def calls WIDE in
  * float32, and sums in float32; operators get what they need converted by themselves.
  *
  * Failures stick: a call that is given NULL, or comes after a failure, returns NULL
@@ -38,6 +38,13 @@ typedef struct mn_slot {
     bool held;                 // will be read once more after what made it has gone back
 } mn_slot;
 
+/* What the n sequences of a batch keep each in memory of its own: caches. */
+typedef struct mn_tensor_rows {
+    int64_t n;
+    void **data;               // of each
+    int64_t *length;           // tokens of each
+} mn_tensor_rows;
+
 /* A view of memory. The last axis is contiguous; `stride` holds elements along B, T and H. */
 typedef struct mn_tensor {
     int64_t shape[4];          // B, T, H, X
@@ -45,6 +52,7 @@ typedef struct mn_tensor {
     mn_dtype dtype;
     void *data;
     mn_slot *slot;             // NULL: no gradient flows here
+    const mn_tensor_rows *rows;    // of a batch's cache, which operators take only; else NULL
 } mn_tensor;
 
 typedef enum mn_tape_mode {
@@ -52,7 +60,7 @@ typedef enum mn_tape_mode {
     MN_TAPE_RECORD = 1,        // remembers how to go back
     MN_TAPE_CHECK = 2,         // looks for numbers that are not finite after each operation
     MN_TAPE_PLAN = 4,          // computes nothing and counts memory: mn_tape_bytes tells how much
-    MN_TAPE_DELAY = 8,         // forward on a device: gathers work into few launches (defer.c)
+    MN_TAPE_DEFER = 8,         // forward on a device: gathers work into few launches (defer.c)
     MN_TAPE_REPEATS = 16,      // the same step again and again: where it gathers, also programs;
                                // ids are in memory of mn_device_host_allocate
 } mn_tape_mode;
@@ -75,12 +83,13 @@ void mn_tape_scope(mn_tape *tape, const char *format, ...) __attribute__((format
  * [cu_seqlens[n], cu_seqlens[n+1]). Borrowed. NULL: not packed. */
 void mn_tape_pack(mn_tape *tape, const int64_t *cu_seqlens, int64_t n_seqs);
 int64_t mn_tape_sequences(const mn_tape *tape);    // 0: not packed
+const int64_t *mn_tape_borders(const mn_tape *tape);    // sequences + 1; NULL: not packed
 
 mn_dtype mn_tape_dtype(const mn_tape *tape);
 mn_context *mn_tape_context(const mn_tape *tape);
 bool mn_tape_records(const mn_tape *tape);
 bool mn_tape_plans(const mn_tape *tape);
-bool mn_tape_gathers(const mn_tape *tape);    // puts work off, as MN_TAPE_DELAY says
+bool mn_tape_gathers(const mn_tape *tape);    // puts work off, as MN_TAPE_DEFER says
 
 /* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
  * and uploads take beside. On a device both are of its memory; a plan does not touch it. */
@@ -97,7 +106,7 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status);
  * uninitialised, NULL after a failure. In plan mode the address must not be touched. */
 void *mn_tape_memory(mn_tape *tape, int64_t count);
 
-/* Asks for everything that a tape of MN_TAPE_DELAY has put off. Reading from a tape does that by
+/* Asks for everything that a tape of MN_TAPE_DEFER has put off. Reading from a tape does that by
  * itself; it is for who goes on with its memory by other ways. */
 void mn_tape_flush(mn_tape *tape);
 
@@ -144,6 +153,9 @@ bool mn_tape_untouched(const mn_tensor *leaf);
 
 /* An input (B,T,H,X) of the caller, contiguous, in the tape's type. `grad` may be NULL. */
 mn_tensor *mn_tape_input(mn_tape *tape, void *data, void *grad, const int64_t shape[4]);
+
+/* Of step memory, for `n` sequences, to be filled and put into an input. NULL after a failure. */
+mn_tensor_rows *mn_tape_rows(mn_tape *tape, int64_t n);
 
 /* An uninitialised activation that gets a gradient: what operations below make. Of the tape's type,
  * or of another. */
@@ -289,21 +301,19 @@ typedef mn_tensor *(*mn_part_fn)(mn_tape *tape, mn_tensor *x, const void *job);
 /* fn(tape, x, job), of which only the result is kept: going back, the part is computed once more,
  * with the same bits, and gone back over at once. `job` is copied; x is used by nothing else that
  * comes after. On a tape that does not record, too, only the result is kept. */
-mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
+mn_tensor *mn_tape_checkpoint(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
                          size_t job_bytes);
 
-/* What follows, until the next call, is a part of which light results (tape/recompute.def) are not
- * kept:
- * parts share memory for them, and going back a part first makes its own again, with the same bits.
- * `light` false: all results are kept. For what has no state; nothing on a tape that does not
- * record. */
-void mn_tape_part(mn_tape *tape, bool light);
+/* What follows, until the next call, is a part of which light results (tape/recompute.def) are
+ * not kept: parts share memory for them, and going back a part first makes its own again, with
+ * the same bits. `light` false: all results are kept. For what has no state; nothing on a tape
+ * that does not record. */
+void mn_tape_recompute(mn_tape *tape, bool light);
 
 /* Within such a part, until the next call: results of sums, products and functions of numbers, of
  * projections (meant for those of few inputs) and of the operators that tape/recompute.def marks
- * so, are
- * light as well. What the part ends with must not be one of them. */
-void mn_tape_lighter(mn_tape *tape, bool lighter);
+ * so, are light as well. What the part ends with must not be one of them. */
+void mn_tape_recompute_more(mn_tape *tape, bool lighter);
 
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);
@@ -326,6 +336,8 @@ enum { MN_RUN_FIELDS = 32 };
  * wide. Other fields (weights, states) bind contiguous tensors of as many numbers; sizes only they
  * name (G, P, R, S, W ...) are set by the caller in run.call before. A tensor of another type than
  * the field's is converted. */
+typedef struct mn_run_rows mn_run_rows;
+
 typedef struct mn_run {
     mn_tape *tape;
     mn_op_id op;
@@ -333,6 +345,7 @@ typedef struct mn_run {
     const mn_field *fields;
     int n_fields;
     mn_tensor *bound[MN_RUN_FIELDS];    // by field
+    mn_run_rows *rows;                  // what differs by sequence; NULL: nothing does
     _Alignas(16) unsigned char args[MN_MAX_ARGS_BYTES];
 } mn_run;
 
@@ -351,6 +364,22 @@ void mn_run_out_at(mn_run *run, const char *field, void *data);
 
 /* Binds an input to memory of the caller in the field's type, without gradient. */
 void mn_run_in_at(mn_run *run, const char *field, const void *data);
+
+/* Forward on a CPU only: the operator runs as n calls of one sequence each, whose bits are those of
+ * such calls. Sequence b is row b of B, or with `starts` (borrowed until mn_run_now) the tokens
+ * [starts[b], starts[b+1]) of B = 1. Say this before the fields. */
+void mn_run_by_rows(mn_run *run, int64_t n, const int64_t *starts);
+
+/* The calls are steps of one sequence: they run one after the other, and after step b the `bytes` at
+ * `from` are copied to the b-th place at `to`. Up to 8 of these. */
+void mn_run_row_save(mn_run *run, const void *from, void *to, size_t bytes);
+
+/* Memory of the caller for field `field` of sequence `b` alone. */
+void mn_run_row_at(mn_run *run, const char *field, int64_t b, void *data);
+
+/* values[b] of sequence b for a number of the operator, `slot` in what mn_run_start gave. Borrowed
+ * until mn_run_now. */
+void mn_run_row_numbers(mn_run *run, int64_t *slot, const int64_t *values);
 
 void mn_run_now(mn_run *run);
 

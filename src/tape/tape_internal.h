@@ -71,12 +71,12 @@ typedef struct mn_told {
     int64_t rows;
 } mn_told;
 
-typedef struct mn_delay mn_delay;
+typedef struct mn_defer mn_defer;
 
 struct mn_tape {
     mn_context *context;
     mn_device *device;           // NULL: the CPU
-    const mn_work_fn *works;     // of that device or CPU, and what they run on
+    const mn_elementwise_fn *works;     // of that device or CPU, and what they run on
     void *where;
     mn_dtype dtype;
     size_t item;                 // bytes of one number
@@ -96,7 +96,7 @@ struct mn_tape {
     int64_t n_lent, most_lent;
     size_t lent_bytes;           // of this step
     mn_told *told;               // losses of this step
-    mn_delay *delay;             // NULL until something is put off
+    mn_defer *delay;             // NULL until something is put off
     char scope[MN_TAPE_SCOPE];
 };
 
@@ -115,7 +115,7 @@ static inline bool mn_tape_dead(const mn_tape *tape) {
 }
 
 /* Does one work (kernels/elementwise.h); a plan counts the memory it takes. */
-void mn_tape_do(mn_tape *tape, mn_work_id id, const void *work);
+void mn_tape_do(mn_tape *tape, mn_elementwise_id id, const void *work);
 
 /* A matrix product; a plan counts its work space. */
 void mn_tape_product(mn_tape *tape, const mn_matmul_args *p);

@@ -132,10 +132,10 @@ static mn_status read_from_device(mn_tape *tape, const mn_tensor *x, float *out)
     const mn_mark mark = mn_device_mark(tape->device);
     void *there = mn_device_bytes(tape->device, bytes);
     if (!there) return mn_fail(MN_ERR_MEMORY, "the GPU has no memory to convert %zu bytes", bytes);
-    mn_move_work work = { .to = mn_flat_view(there, MN_F32, x->shape), .from = mn_value(x),
+    mn_move_params work = { .to = mn_flat_view(there, MN_F32, x->shape), .from = mn_value(x),
                           .times = 1 };
     memcpy(work.shape, x->shape, sizeof work.shape);
-    mn_tape_do(tape, MN_WORK_MOVE, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
     mn_status st = mn_tape_status(tape);
     if (st == MN_OK) st = mn_tape_fetch(tape, out, there, bytes);
     mn_device_release(tape->device, mark);
@@ -158,10 +158,10 @@ mn_status mn_tape_read(mn_tape *tape, const mn_tensor *x, float *out) {
 
 mn_status mn_tape_send(mn_tape *tape, mn_tensor *x, float *out) {
     if (!x || mn_tape_status(tape) != MN_OK) return mn_tape_status(tape);
-    mn_move_work work = { .to = mn_flat_view(out, MN_F32, x->shape), .from = mn_value(x),
+    mn_move_params work = { .to = mn_flat_view(out, MN_F32, x->shape), .from = mn_value(x),
                           .times = 1 };
     memcpy(work.shape, x->shape, sizeof work.shape);
-    mn_tape_do(tape, MN_WORK_MOVE, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
     mn_tape_flush(tape);
     return mn_tape_status(tape);
 }

@@ -11,8 +11,8 @@ typedef struct unary {
     mn_tensor *x, *b, *y;
 } unary;
 
-static mn_unary_work work_of(mn_tape *tape, const unary *u) {
-    mn_unary_work work = { .f = u->f, .x = mn_value(u->x) };
+static mn_unary_params work_of(mn_tape *tape, const unary *u) {
+    mn_unary_params work = { .f = u->f, .x = mn_value(u->x) };
     memcpy(work.shape, u->x->shape, sizeof work.shape);
     mn_repeated(tape, &work.b, u->b, work.shape);
     return work;
@@ -24,7 +24,7 @@ static bool same_shape(const mn_tensor *x, const mn_tensor *b) {
 
 static void back_unary(mn_tape *tape, void *payload) {
     const unary *u = payload;
-    mn_unary_work work = work_of(tape, u);
+    mn_unary_params work = work_of(tape, u);
     work.dy = mn_grad_read(u->y);
     if (!work.dy.data) return;
     const bool rows = mn_gates_rows(tape, u->x, u->b);
@@ -32,15 +32,15 @@ static void back_unary(mn_tape *tape, void *payload) {
     if (mn_wants(u->x)) work.dx = mn_grad_write(tape, u->x, &work.add_x);
     if (whole && mn_wants(u->b)) work.db = mn_grad_write(tape, u->b, &work.add_b);
     if (rows) work.db.stride[3] = 0;
-    if (work.dx.data || work.db.data) mn_tape_do(tape, MN_WORK_UNARY, &work);
+    if (work.dx.data || work.db.data) mn_tape_do(tape, MN_ELEMENTWISE_UNARY, &work);
     if (!whole && mn_wants(u->b)) mn_sum_to(tape, &u->f, u->x, u->b, &work.dy, work.shape);
 }
 
 static void unary_again(mn_tape *tape, void *payload) {
     const unary *u = payload;
-    mn_unary_work work = work_of(tape, u);
+    mn_unary_params work = work_of(tape, u);
     work.y = mn_value(u->y);
-    mn_tape_do(tape, MN_WORK_UNARY, &work);
+    mn_tape_do(tape, MN_ELEMENTWISE_UNARY, &work);
 }
 
 static mn_tensor *make(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b) {

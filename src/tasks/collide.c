@@ -10,7 +10,8 @@
  *   flood   a_0 x n, a_1 x n, ..                n one of `floods`
  *   ask     b_0 .. b_P-1 in random order        target: the label of b_i
  *
- * A token is [asks, key, value]: 0, the key and its label one-hot for a write; 1, the key and zeros
+ * A token is [asks, key, value]: 0, the key and its label one-hot for a write; 1, the key and
+ * zeros
  * for a question. n is the same for `batch` neighbouring samples, so that batches have one
  * length. */
 #include <math.h>

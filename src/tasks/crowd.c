@@ -3,7 +3,8 @@
  *   n writes      n one of `writes`; keys normal, scaled to norm 1; labels uniform with repetition
  *   `queries`     different keys among those written; target: the label
  *
- * A token is [asks, key, value]: 0, the key and its label one-hot for a write; 1, the key and zeros
+ * A token is [asks, key, value]: 0, the key and its label one-hot for a write; 1, the key and
+ * zeros
  * for a question. n is the same for `batch` neighbouring samples, so that batches have one
  * length. */
 #include <math.h>

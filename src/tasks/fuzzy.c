@@ -6,7 +6,8 @@
  *
  * One pair is the probe: drawn first, put in where the sequence has reached a drawn place (unless
  * chance brought its key before), and asked for at the end. The sequence stands at the right end
- * of the row. Training asks for every next token, pads too; valid and test for the values of keys
+ * of the row. Training asks for every next token, pads too; valid and test for the values of
+ * keys
  * shown before and of the probe. */
 #include <stdlib.h>
 #include <string.h>

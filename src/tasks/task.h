@@ -6,8 +6,9 @@
  *     mn_task_sample(task, seed, MN_SPLIT_TEST, 17, input, target);
  *
  * A sample is a function of (options, seed, split, index) and of nothing else, so any sample can be
- * made without those before it, and splits never share random numbers. A target of -100 asks for
- * nothing. Kinds are rows of tasks.def; docs/tasks.md has the law of each. */
+ * made without those before it, and splits never share random numbers. A target of -100 asks
+ * for
+ * nothing. Kinds are rows of tasks.def; docs/guide/tasks.md has the law of each. */
 #ifndef MN_TASKS_TASK_H
 #define MN_TASKS_TASK_H
 
@@ -59,9 +60,10 @@ mn_task_setting mn_task_setting_row(int i);
 mn_status mn_task_set(mn_json *root, const char *assignment);
 mn_status mn_task_apply(mn_json *root, const char *changes);
 
-/* ---- one task -------------------------------------------------------------------------------- */
+/* Row `i` as JSON: options with their defaults, published settings. NULL when out of memory. */
+json_t *mn_task_json(int i);
 
-typedef struct mn_task mn_task;
+/* ---- one task -------------------------------------------------------------------------------- */
 
 typedef struct mn_task_shape {
     int64_t vocab;           // inputs are [0, vocab); 0: inputs are `features` numbers a token
@@ -77,7 +79,6 @@ mn_status mn_task_create(mn_task **out, const char *name, const mn_json *options
 void mn_task_destroy(mn_task *task);    // NULL accepted
 
 mn_task_shape mn_task_shape_of(const mn_task *task);
-int mn_task_row_of(const mn_task *task);
 
 /* Different samples of a split, or 0 when there is no end. Indices beyond begin anew. */
 int64_t mn_task_examples(const mn_task *task, mn_split split);
@@ -142,14 +143,14 @@ typedef struct mn_task_feed {
 /* Steps of an epoch, the last of which may have empty rows; 0 for fresh examples. */
 int64_t mn_task_epoch(const mn_task *task, const mn_task_feed *feed);
 
-/* Makes a batch of `rows` samples; free with mn_batch_free. */
-mn_status mn_task_batch_create(mn_batch *out, const mn_task *task, int64_t rows);
+/* Makes a batch of `rows` samples; free with mn_token_batch_free. */
+mn_status mn_task_batch_create(mn_token_batch *out, const mn_task *task, int64_t rows);
 
 /* Fills `batch` for step `step` >= 0, a function of (feed, step). A set is gone through in a new
  * order each epoch; rows beyond its last example have token 0 and no target. Tasks with features
  * write (rows, length, features) numbers to `features` and leave the tokens 0; for others it may
  * be NULL. */
-mn_status mn_task_fill(mn_batch *batch, float *features, mn_task *task, const mn_task_feed *feed,
-                       int64_t step);
+mn_status mn_task_fill(mn_token_batch *batch, float *features, mn_task *task,
+                       const mn_task_feed *feed, int64_t step);
 
 #endif

@@ -20,10 +20,10 @@ int64_t mn_task_epoch(const mn_task *task, const mn_task_feed *feed) {
     return mn_ceil_div(set_size(task, feed), feed->rows);
 }
 
-mn_status mn_task_batch_create(mn_batch *out, const mn_task *task, int64_t rows) {
+mn_status mn_task_batch_create(mn_token_batch *out, const mn_task *task, int64_t rows) {
     const int64_t length = task->shape.length;
     size_t places = 0, bytes = 0, starts = 0;
-    *out = (mn_batch){ .rows = rows, .length = length };
+    *out = (mn_token_batch){ .rows = rows, .length = length };
     if (rows < 1) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: a batch of %" PRId64 " rows", task->info.name, rows);
     }
@@ -38,7 +38,7 @@ mn_status mn_task_batch_create(mn_batch *out, const mn_task *task, int64_t rows)
         out->n_sequences = rows;
         return MN_OK;
     }
-    mn_batch_free(out);
+    mn_token_batch_free(out);
     return mn_fail(MN_ERR_MEMORY, "%s: no memory for a batch of %" PRId64 " rows of %" PRId64
                    " tokens", task->info.name, rows, length);
 }
@@ -69,7 +69,7 @@ static int64_t index_of(const step_order *order, int64_t row) {
     return order->shuffles ? mn_shuffle_at(&order->shuffle, place) : place;
 }
 
-static mn_status check_feed(const mn_task *task, const mn_batch *batch, const float *features,
+static mn_status check_feed(const mn_task *task, const mn_token_batch *batch, const float *features,
                             const mn_task_feed *feed, int64_t step) {
     const char *name = task->info.name;
     int64_t last;
@@ -90,8 +90,8 @@ static mn_status check_feed(const mn_task *task, const mn_batch *batch, const fl
     return MN_OK;
 }
 
-mn_status mn_task_fill(mn_batch *batch, float *features, mn_task *task, const mn_task_feed *feed,
-                       int64_t step) {
+mn_status mn_task_fill(mn_token_batch *batch, float *features, mn_task *task,
+                       const mn_task_feed *feed, int64_t step) {
     const int64_t T = task->shape.length, width = task->shape.features;
     mn_status st = check_feed(task, batch, features, feed, step);
     if (st != MN_OK) return st;

@@ -40,7 +40,7 @@ static size_t step_back(const char *text, size_t end) {
     return at;
 }
 
-static mn_status stands_alone(const mn_added_walk *w, size_t start, size_t end, bool *alone) {
+static mn_status stands_alone(const mn_added_visit *w, size_t start, size_t end, bool *alone) {
     const char *text = w->text.bytes;
     const size_t before = step_back(text, start);
     bool left = false, right = false;
@@ -72,7 +72,7 @@ static size_t blanks_behind(mn_span text, size_t end) {
     return end;
 }
 
-mn_status mn_added_next(mn_added_walk *w, mn_added_match *match, bool *found) {
+mn_status mn_added_next(mn_added_visit *w, mn_added_match *match, bool *found) {
     const mn_added_set *set = w->set;
     *found = false;
     while (w->at < w->text.size) {

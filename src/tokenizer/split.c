@@ -11,11 +11,11 @@
 #include "tokenizer/tokenizer_internal.h"
 #include "base/utf8.h"
 
-static mn_status run_stage(mn_split_walk *walk, int64_t at, mn_span piece, bool first);
+static mn_status run_stage(mn_split_visit *walk, int64_t at, mn_span piece, bool first);
 
 /* Ranges of one piece on their way out: a behaviour joins some with the one before. */
 typedef struct ranges {
-    mn_split_walk *walk;
+    mn_split_visit *walk;
     int64_t stage;
     mn_span text;
     size_t start, end;       // the range held back
@@ -26,7 +26,7 @@ typedef struct ranges {
 /* To the next stage; a piece that spells bytes passes through a text of this stage's own. */
 static mn_status hand_out(ranges *r, size_t start, size_t end) {
     if (start == end) return MN_OK;
-    mn_split_walk *walk = r->walk;
+    mn_split_visit *walk = r->walk;
     const bool first = r->first && start == 0;
     mn_span piece = { r->text.bytes + start, end - start };
     if (!walk->splitter->stages[r->stage].spell) {
@@ -126,7 +126,7 @@ static mn_status rewrite(mn_text *out, const mn_split_stage *stage, mn_span piec
     return st;
 }
 
-static mn_status run_stage(mn_split_walk *walk, int64_t at, mn_span piece, bool first) {
+static mn_status run_stage(mn_split_visit *walk, int64_t at, mn_span piece, bool first) {
     const mn_splitter *splitter = walk->splitter;
     if (at == splitter->count) return walk->use(walk->context, piece.bytes, piece.size);
     const mn_split_stage *stage = &splitter->stages[at];
@@ -140,11 +140,11 @@ static mn_status run_stage(mn_split_walk *walk, int64_t at, mn_span piece, bool 
     return stage->cut ? cut(&r) : hand_out(&r, 0, piece.size);
 }
 
-mn_status mn_split(mn_split_walk *walk, mn_span text, bool first) {
+mn_status mn_split(mn_split_visit *walk, mn_span text, bool first) {
     return text.size > 0 ? run_stage(walk, 0, text, first) : MN_OK;
 }
 
-mn_status mn_split_walk_open(mn_split_walk *walk, const mn_splitter *splitter) {
+mn_status mn_split_visit_open(mn_split_visit *walk, const mn_splitter *splitter) {
     const size_t count = (size_t)splitter->count + 1;
     walk->splitter = splitter;
     walk->matchers = calloc(count, sizeof *walk->matchers);
@@ -156,7 +156,7 @@ mn_status mn_split_walk_open(mn_split_walk *walk, const mn_splitter *splitter) {
     return MN_OK;
 }
 
-void mn_split_walk_close(mn_split_walk *walk) {
+void mn_split_visit_close(mn_split_visit *walk) {
     for (int64_t i = 0; walk->splitter && i < walk->splitter->count; i++) {
         if (walk->matchers) mn_matcher_free(&walk->matchers[i]);
         if (walk->texts) mn_text_free(&walk->texts[2 * i]);
@@ -164,5 +164,5 @@ void mn_split_walk_close(mn_split_walk *walk) {
     }
     free(walk->matchers);
     free(walk->texts);
-    *walk = (mn_split_walk){ 0 };
+    *walk = (mn_split_visit){ 0 };
 }

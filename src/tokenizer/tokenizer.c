@@ -176,7 +176,7 @@ typedef struct encoding {
     const mn_tokenizer *t;
     mn_token_list *out;
     mn_bpe_room room;
-    mn_split_walk split;
+    mn_split_visit split;
     mn_matcher word;
     mn_text a, b;            // of the normaliser
     bool special;
@@ -192,7 +192,7 @@ static mn_status use_piece(void *context, const char *piece, size_t size) {
 static mn_status between(encoding *e, const mn_added_set *set, mn_span text, bool first,
                          mn_status (*use)(encoding *e, mn_span text, bool first)) {
     if (set->first[256] == 0) return use(e, text, first);
-    mn_added_walk walk = { .tokens = &e->t->added, .set = set, .word = &e->word,
+    mn_added_visit walk = { .tokens = &e->t->added, .set = set, .word = &e->word,
                            .special = e->special, .text = text };
     mn_status st = MN_OK;
     for (bool found = true; found && st == MN_OK;) {
@@ -254,13 +254,13 @@ static mn_status add_all(mn_token_list *out, const mn_token_list *ids, bool want
     return st;
 }
 
-mn_status mn_tokenizer_encode(const mn_tokenizer *t, const char *text, size_t size, bool special,
-                              mn_token_list *out) {
+static mn_status encode(const mn_tokenizer *t, const char *text, size_t size, bool special,
+                        bool template, mn_token_list *out) {
     encoding e = { .t = t, .out = out, .word = { .pattern = &t->added.word }, .special = special };
     const int64_t before = out->count;
     mn_span all = { text, size };
     mn_text copy = { 0 };
-    mn_status st = mn_split_walk_open(&e.split, &t->splitter);
+    mn_status st = mn_split_visit_open(&e.split, &t->splitter);
     e.split.use = use_piece;
     e.split.context = &e;
     if (st == MN_OK && !t->splitter.byte_level && mn_utf8_valid(text, size) < size) {
@@ -268,17 +268,27 @@ mn_status mn_tokenizer_encode(const mn_tokenizer *t, const char *text, size_t si
         all = (mn_span){ copy.bytes, copy.size };
     }
     e.room.text = all;
-    if (st == MN_OK) st = add_all(out, &t->template.before, special);
+    if (st == MN_OK) st = add_all(out, &t->template.before, template);
     if (st == MN_OK && size > 0) st = between(&e, &t->added.plain, all, true, stretches);
-    if (st == MN_OK) st = add_all(out, &t->template.after, special);
+    if (st == MN_OK) st = add_all(out, &t->template.after, template);
     if (st != MN_OK) out->count = before;
-    mn_split_walk_close(&e.split);
+    mn_split_visit_close(&e.split);
     mn_bpe_room_free(&e.room);
     mn_matcher_free(&e.word);
     mn_text_free(&e.a);
     mn_text_free(&e.b);
     mn_text_free(&copy);
     return st;
+}
+
+mn_status mn_tokenizer_encode(const mn_tokenizer *t, const char *text, size_t size, bool special,
+                              mn_token_list *out) {
+    return encode(t, text, size, special, special, out);
+}
+
+mn_status mn_tokenizer_encode_bare(const mn_tokenizer *t, const char *text, size_t size,
+                                   mn_token_list *out) {
+    return encode(t, text, size, true, false, out);
 }
 
 /* ---- questions ------------------------------------------------------------------------------- */

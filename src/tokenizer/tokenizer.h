@@ -79,6 +79,11 @@ const char *mn_tokenizer_kind(const mn_tokenizer *tokenizer);
 mn_status mn_tokenizer_encode(const mn_tokenizer *tokenizer, const char *text, size_t size,
                               bool special, mn_token_list *out);
 
+/* The same with the text of special tokens as those tokens, and nothing put around: what other
+ * software calls add_special_tokens = false. */
+mn_status mn_tokenizer_encode_bare(const mn_tokenizer *tokenizer, const char *text, size_t size,
+                                   mn_token_list *out);
+
 /* The text of `count` tokens, in memory the caller frees; `*size` excludes the closing zero byte.
  * Special tokens are left out unless `special`. Byte-level vocabularies give the bytes as they are,
  * also where they are not UTF-8. An id outside the vocabulary fails. */

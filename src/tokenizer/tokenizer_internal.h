@@ -183,19 +183,19 @@ mn_status mn_splitter_read(mn_splitter *out, const mn_json *at);
 void mn_splitter_free(mn_splitter *splitter);
 
 /* One walk of text through the stages. */
-typedef struct mn_split_walk {
+typedef struct mn_split_visit {
     const mn_splitter *splitter;
     mn_status (*use)(void *context, const char *piece, size_t size);
     void *context;
     mn_matcher *matchers;    // one per stage
     mn_text *texts;          // one per stage
-} mn_split_walk;
+} mn_split_visit;
 
-mn_status mn_split_walk_open(mn_split_walk *walk, const mn_splitter *splitter);
-void mn_split_walk_close(mn_split_walk *walk);
+mn_status mn_split_visit_open(mn_split_visit *walk, const mn_splitter *splitter);
+void mn_split_visit_close(mn_split_visit *walk);
 
 /* Hands the pieces of `text` (valid UTF-8) to `use`, in order. `first`: the text starts here. */
-mn_status mn_split(mn_split_walk *walk, mn_span text, bool first);
+mn_status mn_split(mn_split_visit *walk, mn_span text, bool first);
 
 typedef struct mn_added {
     int32_t id;
@@ -224,16 +224,16 @@ typedef struct mn_added_match {
 } mn_added_match;
 
 /* A walk over the added tokens of a text. */
-typedef struct mn_added_walk {
+typedef struct mn_added_visit {
     const mn_added_tokens *tokens;
     const mn_added_set *set;
     mn_matcher *word;
     bool special;            // special tokens too
     mn_span text;
     size_t at, done;         // where to look on; what is used up
-} mn_added_walk;
+} mn_added_visit;
 
-mn_status mn_added_next(mn_added_walk *walk, mn_added_match *match, bool *found);
+mn_status mn_added_next(mn_added_visit *walk, mn_added_match *match, bool *found);
 mn_status mn_added_prepare(mn_added_tokens *tokens, const mn_normaliser *normaliser,
                            mn_vocab *vocab);
 void mn_added_free(mn_added_tokens *tokens);

@@ -17,7 +17,7 @@ typedef struct counting {
     mn_splitter splitter;
     mn_normaliser normaliser;
     mn_added_tokens special;
-    mn_split_walk split;
+    mn_split_visit split;
     mn_text a, b;
     int64_t n_pieces;
 } counting;
@@ -108,7 +108,7 @@ static mn_status count_stretches(counting *c, mn_span text) {
 
 static mn_status count_text(counting *c, mn_span text) {
     mn_matcher word = { .pattern = &c->special.word };
-    mn_added_walk walk = { .tokens = &c->special, .set = &c->special.plain, .word = &word,
+    mn_added_visit walk = { .tokens = &c->special, .set = &c->special.plain, .word = &word,
                            .special = true, .text = text };
     mn_status st = MN_OK;
     if (c->special.count == 0) return count_stretches(c, text);
@@ -142,11 +142,11 @@ mn_status mn_words_count(mn_words *words, const mn_tokenizer_training *how,
     counting c = { .words = words, .how = how };
     mn_status st = mn_training_splitter(&c.splitter, &c.normaliser, pattern);
     if (st == MN_OK) st = set_special(&c);
-    if (st == MN_OK) st = mn_split_walk_open(&c.split, &c.splitter);
+    if (st == MN_OK) st = mn_split_visit_open(&c.split, &c.splitter);
     c.split.use = count_piece;
     c.split.context = &c;
     if (st == MN_OK && text.size > 0) st = count_text(&c, text);
-    mn_split_walk_close(&c.split);
+    mn_split_visit_close(&c.split);
     mn_added_free(&c.special);
     mn_splitter_free(&c.splitter);
     mn_normaliser_free(&c.normaliser);

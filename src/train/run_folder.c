@@ -38,6 +38,18 @@ mn_status mn_run_make_folder(const char *path) {
     return mn_fail(MN_ERR_IO, "%s: is a file where a folder is needed", path);
 }
 
+mn_status mn_run_make_folders(const char *out) {
+    char path[PATH];
+    if (!out[0]) return mn_fail(MN_ERR_ARGUMENT, "out is empty; it names a folder for the run");
+    for (size_t i = 1; out[i] && i < PATH - 1; i++) {
+        if (out[i] != '/') continue;
+        memcpy(path, out, i);
+        path[i] = '\0';
+        mkdir(path, 0777);    // what cannot be made is told of the last one
+    }
+    return mn_run_make_folder(out);
+}
+
 mn_status mn_run_sync_folder(const char *path) {
     const int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     const bool synced = fd >= 0 && (fsync(fd) == 0 || errno == EINVAL || errno == ENOTSUP);

@@ -15,6 +15,7 @@ enum { MN_RUN_PATH = 4096, MN_RUN_STEP = 32 };
 mn_status mn_run_join(char path[MN_RUN_PATH], const char *folder, const char *name);
 
 mn_status mn_run_make_folder(const char *path);     // being there already is fine
+mn_status mn_run_make_folders(const char *out);     // the same, with its parents
 mn_status mn_run_sync_folder(const char *path);     // brings the names in it to the disk
 void mn_run_remove_folder(const char *path);        // with the files in it; missing is fine
 

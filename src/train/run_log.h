@@ -15,7 +15,8 @@ typedef struct mn_run_log mn_run_log;
 
 enum { MN_RUN_NEW = -1 };    // as `resumed_step`: nothing was there before
 
-/* Opens the logs in `folder`, which has to exist; `events` asks for the file for TensorBoard too.
+/* Opens the logs in `folder`, which has to exist; `events` asks for the file for TensorBoard
+ * too.
  *
  * A new run refuses a folder whose metrics.jsonl holds lines. A resumed one cuts metrics.jsonl
  * behind the last line of steps up to `resumed_step`, together with a line left half written, so

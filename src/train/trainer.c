@@ -84,7 +84,7 @@ static mn_status make_optimizer(mn_trainer *t) {
     }
     const mn_adamw_options how = { o->beta1, o->beta2, o->eps, o->weight_decay };
     const mn_status st = t->context->device
-                             ? mn_trainer_there_create(t, params, n, &how)
+                             ? mn_trainer_device_create(t, params, n, &how)
                              : mn_optimizer_create(&t->optimizer, params, n, &how);
     free(params);
     return st;
@@ -117,7 +117,7 @@ mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *c
 
 void mn_trainer_destroy(mn_trainer *t) {
     if (!t) return;
-    mn_trainer_there_destroy(t->there);
+    mn_trainer_device_destroy(t->there);
     mn_tape_destroy(t->tape);
     mn_optimizer_destroy(t->optimizer);
     mn_model_destroy(t->model);
@@ -156,7 +156,7 @@ int64_t mn_trainer_tokens(const mn_trainer *t, bool valid) {
 
 /* ---- one batch ------------------------------------------------------------------------------- */
 
-mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_batch *batch, unsigned modes,
+mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *batch, unsigned modes,
                           bool add, double weight, double *loss, int64_t *counted) {
     mn_model_input in = { .tokens = batch->tokens, .B = batch->rows, .T = batch->length,
                           .add_gradients = add, .recompute = t->recompute };
@@ -188,7 +188,7 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_batch *batch, u
 
 /* A batch that begins with one sequence of `first` tokens (0: none) and then has as many others as
  * there can be: the shortest documents, of whose places `counts` tells how many have 1, 2 .. n. */
-static void cut_batch(mn_batch *batch, const int64_t *counts, int64_t first) {
+static void cut_batch(mn_token_batch *batch, const int64_t *counts, int64_t first) {
     const int64_t n = batch->rows * batch->length;
     int64_t used = 0, row = 0, at = first;
     if (first > 0) batch->starts[used++] = 0;
@@ -218,7 +218,8 @@ static mn_status count_documents(int64_t **counts, const mn_trainer *t) {
     return MN_OK;
 }
 
-static mn_status plan(mn_trainer *t, const mn_batch *batch, bool add, mn_train_memory *memory) {
+static mn_status plan(mn_trainer *t, const mn_token_batch *batch, bool add,
+                      mn_train_memory *memory) {
     double loss;
     int64_t counted;
     const mn_status st = mn_trainer_pass(t, t->tape, batch, MN_TAPE_RECORD | MN_TAPE_PLAN, add, 1.0,
@@ -309,7 +310,7 @@ mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
     if (st == MN_OK) st = plan_aside(t, memory, &aside);
     if (st != MN_OK) return st;
     memory->activations += aside;
-    memory->parameters = t->there ? mn_trainer_there_bytes(t)
+    memory->parameters = t->there ? mn_trainer_device_bytes(t)
                                   : (size_t)mn_model_count(t->model) * 4 * sizeof(float);
     memory->data = t->there ? 0 : data_bytes(t);    // the host's
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
@@ -332,7 +333,7 @@ static bool is_finite(mn_trainer *t, int i) {
 
 /* The first number that is not finite: in a parameter, else in a result of running the batch once
  * more. */
-static bool find_first(char what[512], mn_trainer *t, const mn_batch *batch) {
+static bool find_first(char what[512], mn_trainer *t, const mn_token_batch *batch) {
     for (int i = 0; i < mn_model_params(t->model); i++) {
         if (is_finite(t, i)) continue;
         snprintf(what, 512, "parameter %s is not finite", mn_model_param_at(t->model, i)->name);
@@ -349,8 +350,8 @@ static bool find_first(char what[512], mn_trainer *t, const mn_batch *batch) {
 
 /* Says what went wrong first in a batch that failed with `failure` (MN_OK: it went through) or of
  * which the loss or the gradient is not finite. */
-static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, mn_status failure,
-                         double loss) {
+static mn_status explain(mn_trainer *t, const mn_token_batch *batch, int64_t number,
+                         mn_status failure, double loss) {
     char why[512], what[512];
     snprintf(why, sizeof why, "%s", mn_last_error());
     if (!find_first(what, t, batch)) {
@@ -365,7 +366,7 @@ static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, m
 
 /* The same on a GPU, which tells of a whole step: the batches are made once more, and the first of
  * them with a number that is not finite is named. */
-static mn_status explain_there(mn_trainer *t, double loss) {
+static mn_status explain_device(mn_trainer *t, double loss) {
     const int64_t n = t->options.accumulate;
     char what[512];
     for (int64_t i = 0; i < n; i++) {
@@ -426,7 +427,7 @@ static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
     return explain(t, &t->batch, t->step * n + n - 1, MN_OK, r->loss);
 }
 
-static mn_status step_here(mn_trainer *t, mn_step_result *r) {
+static mn_status step_on_host(mn_trainer *t, mn_step_result *r) {
     const mn_status st = run_batches(t, r);
     if (st != MN_OK) return st;
     const double limit = t->options.spike_skip, clip = t->options.clip;
@@ -436,15 +437,15 @@ static mn_status step_here(mn_trainer *t, mn_step_result *r) {
     return mn_optimizer_step(t->optimizer, t->context, t->step, r->lr, scale);
 }
 
-static mn_status step_there(mn_trainer *t, mn_step_result *r) {
-    const mn_status st = mn_trainer_step_there(t, r, highest_loss(t));
+static mn_status step_on_device(mn_trainer *t, mn_step_result *r) {
+    const mn_status st = mn_trainer_step_device(t, r, highest_loss(t));
     if (st != MN_OK) return st;
-    return isfinite(r->loss) && isfinite(r->grad_norm) ? MN_OK : explain_there(t, r->loss);
+    return isfinite(r->loss) && isfinite(r->grad_norm) ? MN_OK : explain_device(t, r->loss);
 }
 
 mn_status mn_trainer_step(mn_trainer *t, mn_step_result *result) {
     mn_step_result r = { .step = t->step, .lr = mn_schedule_rate(&t->schedule, t->step) };
-    const mn_status st = t->there ? step_there(t, &r) : step_here(t, &r);
+    const mn_status st = t->there ? step_on_device(t, &r) : step_on_host(t, &r);
     if (st != MN_OK) return st;
     t->recent[t->n_recent++ % MN_SPIKE_WINDOW] = r.loss;
     t->step++;

@@ -106,10 +106,10 @@ static mn_status open_corpora(mn_trainer *t, mn_corpus_format format, int64_t vo
     return st;
 }
 
-static mn_status open_loader(mn_loader **loader, mn_batch *batch, const mn_corpus *corpus,
+static mn_status open_loader(mn_loader **loader, mn_token_batch *batch, const mn_corpus *corpus,
                              const mn_loader_options *how, const char *name) {
     mn_status st = mn_loader_create(loader, corpus, how);
-    if (st == MN_OK) return mn_batch_create(batch, *loader);
+    if (st == MN_OK) return mn_token_batch_create(batch, *loader);
     char why[512];
     snprintf(why, sizeof why, "%s", mn_last_error());
     return mn_fail(st, "%s: %s", name, why);
@@ -139,7 +139,7 @@ static mn_status take_corpora(mn_trainer *t, const mn_train_data *given) {
     return st;
 }
 
-static mn_status open_source(mn_loader **loader, mn_batch *batch, const mn_source *source,
+static mn_status open_source(mn_loader **loader, mn_token_batch *batch, const mn_source *source,
                              const mn_train_options *o) {
     if (source->rows != o->batch || source->length != o->context) {
         return mn_fail(MN_ERR_ARGUMENT, "the source of batches has %lld rows of %lld tokens, but "
@@ -147,7 +147,7 @@ static mn_status open_source(mn_loader **loader, mn_batch *batch, const mn_sourc
                        (long long)source->length, (long long)o->batch, (long long)o->context);
     }
     const mn_status st = mn_loader_from_source(loader, source);
-    return st == MN_OK ? mn_batch_create(batch, *loader) : st;
+    return st == MN_OK ? mn_token_batch_create(batch, *loader) : st;
 }
 
 static mn_status open_sources(mn_trainer *t, const mn_train_data *given) {
@@ -196,8 +196,8 @@ uint64_t mn_trainer_tokenizer_mark(const mn_trainer *t) {
 }
 
 void mn_trainer_close_data(mn_trainer *t) {
-    mn_batch_free(&t->batch);
-    mn_batch_free(&t->valid_batch);
+    mn_token_batch_free(&t->batch);
+    mn_token_batch_free(&t->valid_batch);
     mn_loader_destroy(t->train_loader);
     mn_loader_destroy(t->valid_loader);
     mn_corpus_destroy(t->train);

@@ -13,7 +13,7 @@
 #include "base/status.h"
 #include "train/trainer_internal.h"
 
-struct mn_trainer_there {
+struct mn_trainer_device {
     mn_device *device;
     mn_device_optimizer *optimizer;
     mn_tape *aside;                    // evaluations and samples, so that graphs keep their memory
@@ -22,9 +22,9 @@ struct mn_trainer_there {
     int64_t passes[2];                 // of each kind so far
 };
 
-mn_status mn_trainer_there_create(mn_trainer *t, const mn_optim_param *params, int64_t n_params,
+mn_status mn_trainer_device_create(mn_trainer *t, const mn_optim_param *params, int64_t n_params,
                                   const mn_adamw_options *how) {
-    mn_trainer_there *there = calloc(1, sizeof *there);
+    mn_trainer_device *there = calloc(1, sizeof *there);
     if (!there) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
     t->there = there;
     there->device = t->context->device;
@@ -33,7 +33,7 @@ mn_status mn_trainer_there_create(mn_trainer *t, const mn_optim_param *params, i
     return st == MN_OK ? mn_tape_create(&there->aside, t->context, t->dtype) : st;
 }
 
-void mn_trainer_there_destroy(mn_trainer_there *there) {
+void mn_trainer_device_destroy(mn_trainer_device *there) {
     if (!there) return;
     for (int add = 0; add < 2; add++) mn_device_graph_destroy(there->graph[add]);
     mn_device_optimizer_destroy(there->optimizer);
@@ -45,7 +45,7 @@ mn_tape *mn_trainer_aside(mn_trainer *t) {
     return t->there ? t->there->aside : t->tape;
 }
 
-size_t mn_trainer_there_bytes(const mn_trainer *t) {
+size_t mn_trainer_device_bytes(const mn_trainer *t) {
     return mn_model_device_bytes(t->model) + mn_device_optimizer_bytes(t->there->optimizer);
 }
 
@@ -101,7 +101,7 @@ static mn_status play(mn_trainer *t, bool add) {
 
 /* Batch `i` of the step. */
 static mn_status run_batch(mn_trainer *t, int64_t i) {
-    mn_trainer_there *there = t->there;
+    mn_trainer_device *there = t->there;
     const bool add = i > 0, repeats = !t->batch.packed && t->options.mc_samples == 0;
     const int64_t number = t->step * t->options.accumulate + i;
     mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
@@ -114,7 +114,7 @@ static mn_status run_batch(mn_trainer *t, int64_t i) {
 
 /* ---- a step ---------------------------------------------------------------------------------- */
 
-mn_status mn_trainer_step_there(mn_trainer *t, mn_step_result *r, double limit) {
+mn_status mn_trainer_step_device(mn_trainer *t, mn_step_result *r, double limit) {
     mn_device_optimizer *o = t->there->optimizer;
     const int64_t n = t->options.accumulate;
     mn_optim_outcome outcome;

@@ -9,7 +9,7 @@
 enum { MN_SPIKE_WINDOW = 128 };
 
 /* What a run on a GPU has beside (trainer_device.c). */
-typedef struct mn_trainer_there mn_trainer_there;
+typedef struct mn_trainer_device mn_trainer_device;
 
 struct mn_trainer {
     mn_train_options options;
@@ -20,11 +20,11 @@ struct mn_trainer {
     mn_corpus *train, *valid, *all;  // all: what both are parts of; valid may be NULL, and all
                                      // is when tokens were given
     mn_loader *train_loader, *valid_loader;
-    mn_batch batch, valid_batch;
+    mn_token_batch batch, valid_batch;
     mn_model *model;
     mn_dtype dtype;                  // of passes
     mn_optimizer *optimizer;         // NULL on a GPU
-    mn_trainer_there *there;         // NULL on the CPU
+    mn_trainer_device *there;         // NULL on the CPU
     mn_schedule schedule;
     mn_tape *tape;
     mn_recompute recompute;
@@ -51,21 +51,21 @@ uint64_t mn_trainer_tokenizer_mark(const mn_trainer *trainer);
 
 /* One batch forward and, where the modes record, backward. `weight` of its mean loss in the
  * gradient. On a GPU loss and count are there after mn_tape_results. */
-mn_status mn_trainer_pass(mn_trainer *trainer, mn_tape *tape, const mn_batch *batch,
+mn_status mn_trainer_pass(mn_trainer *trainer, mn_tape *tape, const mn_token_batch *batch,
                           unsigned modes, bool add, double weight, double *loss,
                           int64_t *counted);
 
 /* ---- on a GPU -------------------------------------------------------------------------------- */
 
-mn_status mn_trainer_there_create(mn_trainer *trainer, const mn_optim_param *params,
+mn_status mn_trainer_device_create(mn_trainer *trainer, const mn_optim_param *params,
                                   int64_t n_params, const mn_adamw_options *how);
-void mn_trainer_there_destroy(mn_trainer_there *there);    // NULL accepted
+void mn_trainer_device_destroy(mn_trainer_device *there);    // NULL accepted
 
 /* The tape of passes that are no steps; the only one of a run on the CPU. */
 mn_tape *mn_trainer_aside(mn_trainer *trainer);
 
 /* Bytes of parameters, gradients and moments. */
-size_t mn_trainer_there_bytes(const mn_trainer *trainer);
+size_t mn_trainer_device_bytes(const mn_trainer *trainer);
 
 /* A moment of parameter `i` to and from the host's memory. */
 mn_status mn_trainer_fetch_moment(float *to, mn_trainer *trainer, int i, bool second);
@@ -73,6 +73,6 @@ mn_status mn_trainer_send_moment(mn_trainer *trainer, int i, bool second, const 
 
 /* The batches of a step and, where its loss does not lie above `limit`, the update. Fills in loss,
  * norm, tokens and whether it was skipped; all of them may be not finite, and then it was. */
-mn_status mn_trainer_step_there(mn_trainer *trainer, mn_step_result *result, double limit);
+mn_status mn_trainer_step_device(mn_trainer *trainer, mn_step_result *result, double limit);
 
 #endif

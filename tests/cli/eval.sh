@@ -1,4 +1,5 @@
 #!/bin/sh
+# labels: sanitize
 # mneme eval: perplexity of texts and files of tokens agree, choices and logits come out, mistakes
 # are named.
 set -eu

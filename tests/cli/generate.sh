@@ -1,4 +1,5 @@
 #!/bin/sh
+# labels: sanitize
 # mneme generate: the same seed gives the same text in one go, in pieces through files, with any
 # chunk; stops, forks, belief and conversations do what they say; mistakes are named.
 set -eu

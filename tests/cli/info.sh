@@ -1,5 +1,5 @@
 #!/bin/sh
-# mneme info: every layer of mixers.def is listed, the JSON holds the tables, bad options fail.
+# mneme info: every layer of layers/*.def is listed, the JSON holds the tables, bad options fail.
 set -eu
 mneme=$1
 source=$2
@@ -11,11 +11,11 @@ fail() {
 
 text=$("$mneme" info)
 json=$("$mneme" info --json)
-for row in $(sed -n 's/^MIXER( *\([a-z0-9_]*\),.*/\1/p' "$source/src/definition/mixers.def"); do
+for row in $(sed -n 's/^MIXER( *\([a-z0-9_]*\),.*/\1/p' "$source"/src/layers/*.def); do
     echo "$text" | grep -q "^  $row " || fail "the text lacks $row"
     echo "$json" | grep -q "\"name\": \"$row\"" || fail "the JSON lacks $row"
 done
-for op in $(sed -n 's/^OP( *\([a-z0-9_]*\),.*/\1/p' "$source/src/ops/ops.def"); do
+for op in $(sed -n 's/^OP( *\([a-z0-9_]*\),.*/\1/p' "$source"/src/ops/rows/*.def "$source"/src/ops/rows/nn/*.def); do
     echo "$json" | grep -q "\"op\": \"$op\"" || fail "the JSON lacks operator $op"
 done
 for key in version build target targets kernels mixers transition belief read variance state; do

@@ -4,8 +4,8 @@ set -eu
 . "$2/tests/cli/support/expect.sh"
 
 text=$work/text
-cat "$source/README.md" "$source/CONTRIBUTING.md" "$source/docs/architecture.md" >"$text" 2>/dev/null ||
-    cat "$source/docs/architecture.md" >"$text"
+cat "$source/README.md" "$source/CONTRIBUTING.md" "$source/docs/internals/architecture.md" >"$text" 2>/dev/null ||
+    cat "$source/docs/internals/architecture.md" >"$text"
 
 for verb in train encode decode info; do
     run 0 tokenizer "$verb" --help

@@ -61,11 +61,23 @@ ${CC:-cc} -std=c11 -Wall -Wextra -Werror "$source/examples/session.c" \
     $(pkg-config --cflags --libs mneme) -o "$work/session" || fail "pkg-config build of session"
 check_session "$work/session"
 
+${CC:-cc} -std=c11 -Wall -Wextra -Werror "$source/examples/train.c" \
+    $(pkg-config --cflags --libs mneme) -o "$work/train" || fail "pkg-config build of train"
+check_train() {
+    rm -rf "$work/run"
+    LD_LIBRARY_PATH=$libdir "$1" "$work/run/of/c" >"$work/train.out" || fail "$1 failed: $(cat "$work/train.out")"
+    grep -q 'the same bits$' "$work/train.out" || fail "$1 does not resume bit for bit: $(cat "$work/train.out")"
+    LD_LIBRARY_PATH=$libdir "$prefix/bin/mneme" eval --help >/dev/null || fail "the installed program does not run"
+    [ -f "$work/run/of/c/last/model.safetensors" ] || fail "$1 left no model"
+}
+check_train "$work/train"
+
 cmake -S "$source/examples" -B "$work/examples" -DCMAKE_PREFIX_PATH="$prefix" >"$work/cmake.log" 2>&1 ||
     fail "find_package: $(cat "$work/cmake.log")"
 cmake --build "$work/examples" >>"$work/cmake.log" 2>&1 || fail "cmake build: $(cat "$work/cmake.log")"
 check_recall "$work/examples/recall"
 check_session "$work/examples/session"
+check_train "$work/examples/train"
 
 if command -v c++ >/dev/null 2>&1; then
     printf '#include <mneme.h>\nint main() { return mn_version()[0] == 0; }\n' >"$work/plus.cpp"

@@ -68,7 +68,8 @@ static void set_each(mn_sample *sample, const char *name, int64_t first, int64_t
     }
 }
 
-/* Where `c` asks for extremes: log decays from none to -1e4 between the usual ones; filters that
+/* Where `c` asks for extremes: log decays from none to -1e4 between the usual ones; filters
+ * that
  * keep nothing, or tokens without precision. */
 static void spread_extremes(mn_sample *sample, const op_case *c) {
     if (c->seed < EXTREME) return;
@@ -102,8 +103,8 @@ static void check_f32(op_case c) {
     op_convert(&want, &got);
     op_reference(&tolerances, &want, &c);
     c.dtype = MN_F32;
-    op_run_there(gpu, &got, &c, MN_F32);
-    op_run_there(gpu, &again, &c, MN_F32);
+    op_run_device(gpu, &got, &c, MN_F32);
+    op_run_device(gpu, &again, &c, MN_F32);
     judge_f32(&got, &want, &tolerances, &c);
     check_same(&got, &again, &c);
     mn_sample_free(&got);
@@ -227,7 +228,7 @@ static void check_bf16(op_case c) {
     mn_sample_round(&got, MN_BF16);
     mn_sample_round(&want, MN_BF16);
     op_run_both(op_context("ref", 4), &want, &c);
-    op_run_there(gpu, &got, &c, MN_BF16);
+    op_run_device(gpu, &got, &c, MN_BF16);
     judge_bf16(&got, &want, &c);
     mn_sample_free(&got);
     mn_sample_free(&want);
@@ -257,7 +258,7 @@ static void check_walked(const mn_sample *got, const op_case *c, mn_dtype dtype)
     mn_sample walked;
     op_open(&walked, c);
     mn_sample_round(&walked, dtype);
-    op_step_there(gpu, &walked, c, dtype);
+    op_step_device(gpu, &walked, c, dtype);
     for (int i = 0; i < got->n_tensors; i++) {
         const mn_sample_tensor *t = &got->tensors[i];
         if (t->field->role < MN_ROLE_OUT) continue;
@@ -280,7 +281,7 @@ static void check_step(op_case c, mn_dtype dtype) {
     leave_out(&got, "csum");
     leave_out(&got, "nsum");
     if (op_stay_in_place(&got)) {
-        op_step_there(gpu, &got, &c, dtype);
+        op_step_device(gpu, &got, &c, dtype);
         if (c.op == MN_OP_longhorn_diag) check_walked(&got, &c, dtype);
         fill_in(&got, &want);
         if (dtype == MN_F32) judge_f32(&got, &want, &tolerances, &c);
@@ -375,7 +376,7 @@ static void kernels_match_reference(mn_op_id op) {
 }
 
 static int run_operators(int argc, char **argv) {
-    return op_walk_there(&gpu, "CUDA kernels match the reference", kernels_match_reference, argc,
+    return op_visit_device(&gpu, "CUDA kernels match the reference", kernels_match_reference, argc,
                          argv);
 }
 

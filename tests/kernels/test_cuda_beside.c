@@ -82,7 +82,7 @@ static void streams_end(mn_op_id op) {
 int main(int argc, char **argv) {
     const mn_context_options options = { .n_threads = 1, .device = "cuda" };
     if (mn_context_create(&gpu[1], &options) != MN_OK) gpu[1] = NULL;    // told of below
-    const int failed = op_walk_there(&gpu[0], "streams beside each other end", streams_end, argc,
+    const int failed = op_visit_device(&gpu[0], "streams beside each other end", streams_end, argc,
                                      argv);
     mn_context_destroy(gpu[1]);
     return failed;

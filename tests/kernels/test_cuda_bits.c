@@ -50,7 +50,7 @@ static int chosen = -1;    // packing; -1: all
 /* ---- calls ----------------------------------------------------------------------------------- */
 
 static void run_on_gpu(void *dtype, mn_sample *sample, const op_case *c) {
-    op_run_there(gpu, sample, c, *(mn_dtype *)dtype);
+    op_run_device(gpu, sample, c, *(mn_dtype *)dtype);
 }
 
 /* Numbers for `to` from a sample of the same sizes that has all of its tensors; false if not. */
@@ -129,7 +129,7 @@ static void packed_is_separate(mn_op_id op) {
 }
 
 static int run_operators(int argc, char **argv) {
-    return op_walk_there(&gpu, "packed is separate on a GPU", packed_is_separate, argc, argv);
+    return op_visit_device(&gpu, "packed is separate on a GPU", packed_is_separate, argc, argv);
 }
 
 int main(int argc, char **argv) {

@@ -128,5 +128,5 @@ static void is_its_parts(mn_op_id op) {
 }
 
 int main(int argc, char **argv) {
-    return op_walk_there(&gpu, "ccq_read on a GPU is its parts", is_its_parts, argc, argv);
+    return op_visit_device(&gpu, "ccq_read on a GPU is its parts", is_its_parts, argc, argv);
 }

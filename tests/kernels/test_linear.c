@@ -6,6 +6,7 @@
  * stay with the state, so outputs lie within a few hundred roundings of 2^-24 (2e-5 leaves a factor
  * of two). Gradients pass two such sums and gradients of decays are differences of running sums
  * over a chunk, hence 1e-4 for all. */
+// labels: sanitize
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>

@@ -206,5 +206,5 @@ static void bits_are_equal(mn_op_id op) {
 }
 
 int main(int argc, char **argv) {
-    return op_walk("bits are equal", bits_are_equal, argc, argv);
+    return op_visit("bits are equal", bits_are_equal, argc, argv);
 }

@@ -153,5 +153,5 @@ static void gradients_are_differences(mn_op_id op) {
 }
 
 int main(int argc, char **argv) {
-    return op_walk("gradients are differences", gradients_are_differences, argc, argv);
+    return op_visit("gradients are differences", gradients_are_differences, argc, argv);
 }

@@ -221,5 +221,5 @@ static void parts_are_the_whole(mn_op_id op) {
 }
 
 int main(int argc, char **argv) {
-    return op_walk("parts are the whole", parts_are_the_whole, argc, argv);
+    return op_visit("parts are the whole", parts_are_the_whole, argc, argv);
 }

@@ -1,5 +1,6 @@
 /* test_ops_refusal.c - wrong calls are refused: a status other than MN_OK, a sentence that names
  * the operator and the argument, and no byte written. Goes through the public entry points. */
+// labels: sanitize
 #include "support/op_walk.h"
 
 #include <inttypes.h>
@@ -408,5 +409,5 @@ static void wrong_calls_are_refused(mn_op_id op) {
 }
 
 int main(int argc, char **argv) {
-    return op_walk("wrong calls are refused", wrong_calls_are_refused, argc, argv);
+    return op_visit("wrong calls are refused", wrong_calls_are_refused, argc, argv);
 }

@@ -186,5 +186,5 @@ static void long_and_harsh_is_finite(mn_op_id op) {
 }
 
 int main(int argc, char **argv) {
-    return op_walk("long and harsh is finite", long_and_harsh_is_finite, argc, argv);
+    return op_visit("long and harsh is finite", long_and_harsh_is_finite, argc, argv);
 }

@@ -78,5 +78,5 @@ static void targets_match_reference(mn_op_id op) {
 }
 
 int main(int argc, char **argv) {
-    return op_walk("targets match the reference", targets_match_reference, argc, argv);
+    return op_visit("targets match the reference", targets_match_reference, argc, argv);
 }

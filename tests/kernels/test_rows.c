@@ -240,5 +240,5 @@ static void rows_and_leftovers(mn_op_id op) {
 }
 
 int main(int argc, char **argv) {
-    return op_walk("rows and leftovers", rows_and_leftovers, argc, argv);
+    return op_visit("rows and leftovers", rows_and_leftovers, argc, argv);
 }

@@ -179,7 +179,7 @@ static outcome run(mn_context *context, const program *given, mn_dtype dtype) {
     o.taken = mn_tape_bytes(s.tape);
     if (o.y) {
         outcome later = { 0 };
-        pass(&s, MN_TAPE_DELAY, &later);
+        pass(&s, MN_TAPE_DEFER, &later);
         o.delayed = later.y;
     }
     for (int i = 0; i < p.n_in; i++) {

@@ -2,6 +2,7 @@
  *
  * Operands end where an inaccessible page begins, so a read or write beyond the last element is a
  * crash; outputs stand between guard words; padding inside operands is NaN, so using it shows. */
+// labels: sanitize
 #if MN_HAVE_X86_TARGETS
 
 #include "kernels/cpuid.h"

@@ -1,6 +1,7 @@
 /* test_collision.c - the collision experiment against tests/golden/collision.json: every printed
  * number of the paper that the exact recursion reproduces, to its last digit, and every stored
  * series. */
+// labels: sanitize
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

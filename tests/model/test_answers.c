@@ -44,10 +44,10 @@ static void sources(void **state) {
     (void)state;
     uint64_t seed = 3;
     mn_loader *loader = NULL;
-    mn_batch batch = { 0 };
+    mn_token_batch batch = { 0 };
     CHECK(open_loader(&loader, &seed) == MN_OK, "%s", mn_last_error());
     CHECK(mn_loader_epoch(loader) == 4, "an epoch of %lld", (long long)mn_loader_epoch(loader));
-    CHECK(mn_batch_create(&batch, loader) == MN_OK, "%s", mn_last_error());
+    CHECK(mn_token_batch_create(&batch, loader) == MN_OK, "%s", mn_last_error());
     CHECK(mn_loader_fill(&batch, loader, 2) == MN_OK, "%s", mn_last_error());
     CHECK(!batch.packed && batch.n_sequences == ROWS && batch.starts[ROWS] == ROWS * LENGTH,
           "%lld sequences", (long long)batch.n_sequences);
@@ -57,7 +57,7 @@ static void sources(void **state) {
     mn_loader *none;
     CHECK(mn_loader_from_source(&none, &(mn_source){ &seed, fill, 0, 5, 1 }) == MN_ERR_ARGUMENT,
           "a source without rows was taken");
-    mn_batch_free(&batch);
+    mn_token_batch_free(&batch);
     mn_loader_destroy(loader);
     check_done();
 }
@@ -79,7 +79,7 @@ static void answers(void **state) {
     (void)state;
     uint64_t seed = 3;
     mn_loader *loader = NULL;
-    mn_batch batch = { 0 };
+    mn_token_batch batch = { 0 };
     mn_model *model = NULL;
     mn_context *context = NULL;
     mn_tape *tape = NULL;
@@ -89,7 +89,7 @@ static void answers(void **state) {
     CHECK(open_loader(&loader, &seed) == MN_OK && open_model(&model) == MN_OK &&
               mn_context_create(&context, NULL) == MN_OK &&
               mn_tape_create(&tape, context, MN_F32) == MN_OK &&
-              mn_batch_create(&batch, loader) == MN_OK, "%s", mn_last_error());
+              mn_token_batch_create(&batch, loader) == MN_OK, "%s", mn_last_error());
     CHECK(mn_answers(model, tape, loader, 1, 1, count, &got, &loss) == MN_OK, "%s",
           mn_last_error());
     CHECK(got.n == (ROWS * LENGTH + 2) / 3, "%lld answers", (long long)got.n);
@@ -106,7 +106,7 @@ static void answers(void **state) {
         for (int k = 1; k < VOCABULARY; k++) best = row[k] > row[best] ? k : best;
         CHECK(got.answers[i] == best, "place %d: %d for %d", i, got.answers[i], best);
     }
-    mn_batch_free(&batch);
+    mn_token_batch_free(&batch);
     mn_tape_destroy(tape);
     mn_context_destroy(context);
     mn_model_destroy(model);

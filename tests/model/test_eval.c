@@ -1,5 +1,6 @@
 /* test_eval.c - perplexity against one computed window by window, choices of a model whose
  * preferences are made by hand, and logits as files. */
+// labels: sanitize
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -408,7 +409,7 @@ static void check_logits(mn_dtype dtype) {
     const char *path = in_folder("logits.safetensors");
     if (open(&f, "bayes, attention, kla", dtype)) {
         mn_token_list tokens = { f.tokens, 20, 20 };
-        mn_status st = mn_logits_write(path, f.context, f.model, &tokens);
+        mn_status st = mn_logits_write(path, f.context, f.model, &tokens, 0);
         if (st == MN_OK) st = mn_safetensors_open(&file, path);
         if (st != MN_OK) check_fatal("%s", mn_last_error());
         const mn_stored_tensor *logits = mn_safetensors_find(file, "logits");

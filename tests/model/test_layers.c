@@ -14,8 +14,7 @@ static const struct {
     const char *name, *json;
 } cases[] = {
 #define LAYER_TEST(name, json) { name, json },
-#include "model/layers_under_test.def"
-#undef LAYER_TEST
+#include "layers/all.def"
 };
 
 /* Largest number of entries of one parameter that are tried. */

@@ -27,8 +27,7 @@ static const struct {
     const char *name, *json;
 } cases[] = {
 #define LAYER_TEST(name, json) { name, json },
-#include "model/layers_under_test.def"
-#undef LAYER_TEST
+#include "layers/all.def"
 };
 
 enum { B = 2, D = 16 };

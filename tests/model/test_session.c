@@ -1,5 +1,6 @@
 /* test_session.c - sessions on models of every kind: token by token against all at once, chunks of
  * any size, scores, copies and files that give the same bits, states that are refused. */
+// labels: sanitize
 #include "infer/session.h"
 
 #include <math.h>

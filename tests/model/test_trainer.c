@@ -1,6 +1,7 @@
 /* test_trainer.c - training runs: the same bits after resuming and at any number of threads, sums
  * of batches, evaluation, patience, links and pruning, every kind of layer learns, memory stays
  * within what was predicted, and what a checkpoint refuses. */
+// labels: sanitize
 #define _XOPEN_SOURCE 700       // nftw, mkdtemp
 #include <dirent.h>
 #include <float.h>

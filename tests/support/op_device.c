@@ -8,16 +8,16 @@
 #include "support/check.h"
 #include "support/op_walk.h"
 
-int op_walk_there(mn_context **gpu, const char *title, void (*test)(mn_op_id op), int argc,
+int op_visit_device(mn_context **gpu, const char *title, void (*test)(mn_op_id op), int argc,
                   char **argv) {
     const mn_context_options options = { .n_threads = 1, .device = "cuda" };
     if (mn_context_create(gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
-    const int failed = op_walk(title, test, argc, argv);
+    const int failed = op_visit(title, test, argc, argv);
     mn_context_destroy(*gpu);
     return failed;
 }
 
-static void run_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype,
+static void run_device(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype,
                       bool back) {
     mn_device_sample *there = NULL;
     mn_status st = mn_device_sample_create(&there, gpu, got, dtype);
@@ -30,12 +30,12 @@ static void run_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtyp
     if (st != MN_OK) check_fatal("%s: %s", op_case_text(c), mn_last_error());
 }
 
-void op_run_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype) {
-    run_there(gpu, got, c, dtype, true);
+void op_run_device(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype) {
+    run_device(gpu, got, c, dtype, true);
 }
 
-void op_step_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype) {
-    run_there(gpu, got, c, dtype, false);
+void op_step_device(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype) {
+    run_device(gpu, got, c, dtype, false);
 }
 
 bool op_is_refused(mn_context *gpu, op_case c) {

@@ -1,4 +1,4 @@
-/* op_walk.c - one test per operator, and the targets to run them on. */
+/* op_visit.c - one test per operator, and the targets to run them on. */
 #include "support/op_walk.h"
 
 #include <stdlib.h>
@@ -13,7 +13,7 @@ static void run_one(void **state) {
     check_done();
 }
 
-int op_walk(const char *title, void (*test)(mn_op_id op), int argc, char **argv) {
+int op_visit(const char *title, void (*test)(mn_op_id op), int argc, char **argv) {
     static struct CMUnitTest tests[MN_OP_COUNT];
     current = test;
     for (int i = 0; i < MN_OP_COUNT; i++) {

@@ -1,4 +1,4 @@
-/* op_walk.h - one test per operator, and the targets to run them on. */
+/* op_visit.h - one test per operator, and the targets to run them on. */
 #ifndef TESTS_SUPPORT_OP_WALK_H
 #define TESTS_SUPPORT_OP_WALK_H
 
@@ -9,7 +9,7 @@
 
 /* Runs `test` for every operator as tests called by its name; returns the number that failed.
  * argv[1], when there is one, names the only operator wanted. */
-int op_walk(const char *title, void (*test)(mn_op_id op), int argc, char **argv);
+int op_visit(const char *title, void (*test)(mn_op_id op), int argc, char **argv);
 
 /* A target with a storage type: ref f64, ref f32, and each vector target of this machine. */
 typedef struct op_target {

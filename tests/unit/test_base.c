@@ -1,5 +1,6 @@
 /* test_base.c - statuses, checked sizes, element types, random numbers, scratch memory and threads.
  */
+// labels: sanitize threads
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

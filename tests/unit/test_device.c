@@ -79,7 +79,7 @@ static void cpu_is_a_device(void **state) {
     assert_int_equal(mn_context_synchronize(NULL), MN_ERR_ARGUMENT);
 }
 
-/* The types of a bf16 call: states and what wide.def names are float32, the rest is bf16. */
+/* The types of a bf16 call: states and WIDE tensors of ops.def are float32, the rest bf16. */
 static void types_of_a_bf16_call(void **state) {
     (void)state;
     int count, n_wide = 0;
@@ -97,8 +97,7 @@ static void types_of_a_bf16_call(void **state) {
     }
     int n_rows = 0;
 #define WIDE(op, name) n_rows++;
-#include "ops/wide.def"
-#undef WIDE
+#include "ops/ops.def"
     assert_int_equal(n_wide, n_rows);    // each row of the table found its tensor
 }
 

@@ -1,5 +1,6 @@
 /* test_loader.c - batches as a function of (seed, step): windows, packed documents, epochs, and the
  * shuffle behind them. */
+// labels: sanitize
 #define _XOPEN_SOURCE 700
 #include <setjmp.h>
 #include <stdarg.h>
@@ -37,14 +38,14 @@ static mn_loader *make(const mn_corpus *corpus, mn_loader_options options) {
     return loader;
 }
 
-static mn_batch filled(const mn_loader *loader, int64_t step) {
-    mn_batch batch;
-    assert_int_equal(mn_batch_create(&batch, loader), MN_OK);
+static mn_token_batch filled(const mn_loader *loader, int64_t step) {
+    mn_token_batch batch;
+    assert_int_equal(mn_token_batch_create(&batch, loader), MN_OK);
     assert_int_equal(mn_loader_fill(&batch, loader, step), MN_OK);
     return batch;
 }
 
-static bool same_batch(const mn_batch *a, const mn_batch *b) {
+static bool same_batch(const mn_token_batch *a, const mn_token_batch *b) {
     const size_t n = (size_t)(a->rows * a->length);
     return a->n_sequences == b->n_sequences && memcmp(a->tokens, b->tokens, 4 * n) == 0 &&
            memcmp(a->targets, b->targets, 4 * n) == 0 &&
@@ -55,7 +56,7 @@ static bool same_batch(const mn_batch *a, const mn_batch *b) {
 
 /* Sequences begin at every row, ascend, and close with the batch; every target follows its token
  * inside its document; without target there is token 0. Counts the places seen into `seen`. */
-static void assert_sound(const mn_batch *batch, const int64_t *borders, int64_t n_documents,
+static void assert_sound(const mn_token_batch *batch, const int64_t *borders, int64_t n_documents,
                          int *seen) {
     const int64_t n = batch->rows * batch->length;
     int64_t next = 0;
@@ -118,10 +119,10 @@ static void epoch_of_documents_covers_every_place_once(void **state) {
         for (int64_t epoch = 0; epoch < 3; epoch++) {
             int *seen = calloc((size_t)n, sizeof *seen);
             for (int64_t step = 0; step < steps; step++) {
-                mn_batch batch = filled(loader, epoch * steps + step);
+                mn_token_batch batch = filled(loader, epoch * steps + step);
                 assert_true(batch.packed);
                 assert_sound(&batch, borders, s->documents, seen);
-                mn_batch_free(&batch);
+                mn_token_batch_free(&batch);
             }
             for (int64_t d = 0; d < s->documents; d++) {
                 for (int64_t at = borders[d]; at < borders[d + 1]; at++) {
@@ -146,13 +147,13 @@ static void sequential_windows_cover_every_place_once(void **state) {
         int seen[64] = { 0 };
         assert_int_equal(steps, mn_ceil_div(windows, 3));
         for (int64_t step = 0; step < steps; step++) {
-            mn_batch batch = filled(loader, step), again = filled(loader, step + 5 * steps);
+            mn_token_batch batch = filled(loader, step), again = filled(loader, step + 5 * steps);
             assert_false(batch.packed);
             assert_int_equal(batch.n_sequences, 3);
             assert_sound(&batch, borders, 1, seen);
             assert_true(same_batch(&batch, &again));
-            mn_batch_free(&batch);
-            mn_batch_free(&again);
+            mn_token_batch_free(&batch);
+            mn_token_batch_free(&again);
         }
         for (int64_t i = 0; i < n; i++) assert_int_equal(seen[i], i < 4 * windows);
         mn_loader_destroy(loader);
@@ -174,22 +175,23 @@ static void batches_are_functions_of_seed_and_step(void **state) {
         mn_loader_options other = options;
         other.seed = 10;
         mn_loader *a = make(corpus, options), *b = make(corpus, options), *c = make(corpus, other);
-        mn_batch forward[STEPS];
+        mn_token_batch forward[STEPS];
         for (int64_t i = 0; i < STEPS; i++) forward[i] = filled(a, 3 * i);
         int same_as_other_seed = 0, same_as_before = 0;
         for (int64_t i = STEPS; i-- > 0;) {
-            mn_batch backward = filled(b, 3 * i), again = filled(a, 3 * i), with = filled(c, 3 * i);
+            mn_token_batch backward = filled(b, 3 * i), again = filled(a, 3 * i);
+            mn_token_batch with = filled(c, 3 * i);
             assert_true(same_batch(&forward[i], &backward));
             assert_true(same_batch(&forward[i], &again));
             same_as_other_seed += same_batch(&forward[i], &with);
             if (i > 0) same_as_before += same_batch(&forward[i], &forward[i - 1]);
-            mn_batch_free(&backward);
-            mn_batch_free(&again);
-            mn_batch_free(&with);
+            mn_token_batch_free(&backward);
+            mn_token_batch_free(&again);
+            mn_token_batch_free(&with);
         }
         assert_int_equal(same_as_other_seed, 0);
         assert_int_equal(same_as_before, 0);
-        for (int64_t i = 0; i < STEPS; i++) mn_batch_free(&forward[i]);
+        for (int64_t i = 0; i < STEPS; i++) mn_token_batch_free(&forward[i]);
         mn_loader_destroy(a);
         mn_loader_destroy(b);
         mn_loader_destroy(c);
@@ -208,13 +210,13 @@ static void random_windows_begin_anywhere(void **state) {
     int count[CHOICES] = { 0 };
     assert_int_equal(mn_loader_epoch(loader), 1);    // ceil(20 / 40)
     for (int64_t step = 0; step < STEPS; step++) {
-        mn_batch batch = filled(loader, step);
+        mn_token_batch batch = filled(loader, step);
         assert_sound(&batch, borders, 1, NULL);
         for (int64_t row = 0; row < 10; row++) {
             assert_in_range(batch.tokens[row * 4], 0, CHOICES - 1);
             count[batch.tokens[row * 4]]++;
         }
-        mn_batch_free(&batch);
+        mn_token_batch_free(&batch);
     }
     /* 1000 expected of each, standard deviation 31: six of them. */
     for (int i = 0; i < CHOICES; i++) assert_in_range(count[i], 814, 1186);
@@ -230,10 +232,10 @@ static void windows_use_all_of_the_smallest_corpus(void **state) {
     for (int sequential = 0; sequential < 2; sequential++) {
         mn_loader *loader = make(corpus, (mn_loader_options){ MN_CUT_WINDOWS, 1, 4, 0,
                                                               sequential });
-        mn_batch batch = filled(loader, 3);
+        mn_token_batch batch = filled(loader, 3);
         assert_int_equal(batch.tokens[0], 0);
         assert_int_equal(batch.targets[3], 4);
-        mn_batch_free(&batch);
+        mn_token_batch_free(&batch);
         mn_loader_destroy(loader);
     }
     mn_corpus_destroy(corpus);
@@ -251,13 +253,13 @@ static void packing_is_as_written_down(void **state) {
     static const int32_t tokens[] = { 0, 1, 2, 5, 6, 7, 8, 9, 11, 12, 0, 0 };
     static const int32_t targets[] = { 1, 2, 3, 6, 7, 8, 9, 10, 12, 13, -100, -100 };
     static const int64_t starts[] = { 0, 3, 6, 8, 10, 12 };
-    mn_batch batch = filled(loader, 0);
+    mn_token_batch batch = filled(loader, 0);
     assert_int_equal(mn_loader_epoch(loader), 1);
     assert_memory_equal(batch.tokens, tokens, sizeof tokens);
     assert_memory_equal(batch.targets, targets, sizeof targets);
     assert_int_equal(batch.n_sequences, 5);    // what is left empty is one too
     assert_memory_equal(batch.starts, starts, sizeof starts);
-    mn_batch_free(&batch);
+    mn_token_batch_free(&batch);
     mn_loader_destroy(loader);
     mn_corpus_destroy(corpus);
 }
@@ -271,12 +273,12 @@ static void documents_change_order_with_the_epoch(void **state) {
     mn_corpus *corpus = count_up(lengths, N, borders);
     mn_loader *loader = make(corpus, (mn_loader_options){ MN_CUT_DOCUMENTS, 1, 200, .seed = 4 });
     for (int epoch = 0; epoch < EPOCHS; epoch++) {
-        mn_batch batch = filled(loader, epoch);
+        mn_token_batch batch = filled(loader, epoch);
         first[epoch] = batch.tokens[0];
         bool fresh = true;
         for (int i = 0; i < epoch; i++) fresh &= first[i] != first[epoch];
         distinct += fresh;
-        mn_batch_free(&batch);
+        mn_token_batch_free(&batch);
     }
     assert_true(distinct > 10);    // 18 expected
     mn_loader_destroy(loader);
@@ -307,9 +309,9 @@ static void mistakes_are_named(void **state) {
     assert_null(loader);
     o = (mn_loader_options){ MN_CUT_WINDOWS, 1, 2, 0, false };
     loader = make(corpus, o);
-    mn_batch batch = filled(loader, 0);
+    mn_token_batch batch = filled(loader, 0);
     assert_fails(mn_loader_fill(&batch, loader, -1), MN_ERR_ARGUMENT, "step -1", "negative");
-    mn_batch_free(&batch);
+    mn_token_batch_free(&batch);
     mn_loader_destroy(loader);
     mn_corpus_destroy(corpus);
     mn_loader_destroy(NULL);
@@ -329,10 +331,10 @@ static void shrinking_file_is_a_sentence(void **state) {
         mn_loader *loader = make(corpus, (mn_loader_options){ kind ? MN_CUT_DOCUMENTS
                                                                    : MN_CUT_WINDOWS,
                                                               .rows = 2, .length = 70 });
-        mn_batch batch = filled(loader, 0);
+        mn_token_batch batch = filled(loader, 0);
         assert_int_equal(truncate(path, 20), 0);
         assert_fails(mn_loader_fill(&batch, loader, 0), MN_ERR_IO, "shrinks.bin", "shrank");
-        mn_batch_free(&batch);
+        mn_token_batch_free(&batch);
         mn_loader_destroy(loader);
     }
     mn_corpus_destroy(corpus);

@@ -1,5 +1,6 @@
 /* test_matmul.c - matrix products on threads: right on every target, and the same bits wherever a
  * row lies and however many threads there are. */
+// labels: sanitize threads
 #include "ops/matmul.h"
 
 #include <float.h>
@@ -103,7 +104,8 @@ static void products_are_right(void **state) {
     }
 }
 
-/* Sizes for which products go every way there is: few rows, some rows, near factors, packed panels
+/* Sizes for which products go every way there is: few rows, some rows, near factors, packed
+ * panels
  * in one and in several chunks, edges in each direction. */
 typedef struct shape {
     int64_t M, N, K;

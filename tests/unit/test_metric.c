@@ -1,4 +1,5 @@
 /* test_metric.c - ways of counting right answers, on batches counted by hand. */
+// labels: sanitize
 #include "support/check.h"
 
 #include <math.h>

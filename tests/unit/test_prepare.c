@@ -1,5 +1,6 @@
 /* test_prepare.c - prepared folders: the same bytes at any number of threads and after any stop,
  * read back token for token, and every damage found. */
+// labels: sanitize
 #define _XOPEN_SOURCE 700
 #include <setjmp.h>
 #include <stdarg.h>

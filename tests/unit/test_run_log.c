@@ -1,5 +1,6 @@
 /* test_run_log.c - metrics.jsonl and event files: read back by a second reader of frames and
  * messages, cut at resume, refused when broken. */
+// labels: sanitize
 #define _XOPEN_SOURCE 700       // truncate under -std=c11
 #include <setjmp.h>
 #include <stdarg.h>

@@ -2,6 +2,7 @@
  *
  * Damaged inputs are made from a sound one by a single change, so each test knows which message
  * it must get. Files go into a fresh folder that is removed at the end. */
+// labels: sanitize
 #define _XOPEN_SOURCE 700
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,5 +1,6 @@
 /* test_sample.c - drawing tokens: distributions by chi-square, what each cut leaves, greedy,
  * penalties, and what is refused. */
+// labels: sanitize
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,6 @@
 /* test_stories.c - the stories against a second reading of their text: answers, information of
  * every token, the entropy by enumeration of all stories of a small source, and frequencies. */
+// labels: sanitize
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

@@ -1,5 +1,6 @@
 /* test_tasks.c - what holds for every task: samples are functions of seed, split and index, ids lie
  * in range, nonsense is refused, settings open; and batches. */
+// labels: sanitize
 #include "support/task_case.h"
 
 #include <stdio.h>
@@ -287,7 +288,7 @@ static void sets_are_gone_through_once_an_epoch(void **state) {
     enum { ROWS = 8, N = 29 };
     task_case c = task_open("mad-recall", "");
     const size_t row_bytes = (size_t)c.n * sizeof *c.input;
-    mn_batch batch;
+    mn_token_batch batch;
     mn_task_feed feed = { .split = MN_SPLIT_TRAIN, .seed = SEED, .rows = ROWS, .examples = N };
     assert_int_equal(mn_task_batch_create(&batch, c.task, ROWS), MN_OK);
     assert_int_equal(mn_task_epoch(c.task, &feed), 4);
@@ -334,7 +335,7 @@ static void sets_are_gone_through_once_an_epoch(void **state) {
     task_take(&c, SEED, MN_SPLIT_TRAIN, 8003);
     assert_memory_equal(c.input, batch.tokens + 3 * c.n, row_bytes);
     free(first);
-    mn_batch_free(&batch);
+    mn_token_batch_free(&batch);
     task_close(&c);
     check_done();
 }
@@ -342,7 +343,7 @@ static void sets_are_gone_through_once_an_epoch(void **state) {
 static void ended_splits_and_vectors_fill_batches(void **state) {
     (void)state;
     task_case a = task_open("a5", "steps=2 sequences=100"), v = task_open("collision", "");
-    mn_batch batch;
+    mn_token_batch batch;
     mn_task_feed feed = { .split = MN_SPLIT_TEST, .seed = SEED, .rows = 6 };
     assert_int_equal(mn_task_examples(a.task, MN_SPLIT_TEST), 20);
     assert_int_equal(mn_task_epoch(a.task, &feed), 4);
@@ -355,7 +356,7 @@ static void ended_splits_and_vectors_fill_batches(void **state) {
                  "no step");
     feed.rows = 5;
     assert_fails(mn_task_fill(&batch, NULL, a.task, &feed, 0), MN_ERR_ARGUMENT, "6 rows", "5 of");
-    mn_batch_free(&batch);
+    mn_token_batch_free(&batch);
     assert_fails(mn_task_batch_create(&batch, a.task, 0), MN_ERR_ARGUMENT, "a5", "0 rows");
     assert_fails(mn_task_batch_create(&batch, a.task, INT64_MAX), MN_ERR_MEMORY, "a5", "memory");
     feed = (mn_task_feed){ .split = MN_SPLIT_TRAIN, .seed = SEED, .rows = 256 };
@@ -369,7 +370,7 @@ static void ended_splits_and_vectors_fill_batches(void **state) {
     assert_memory_equal(v.x, x + 9 * row, (size_t)row * sizeof *x);
     assert_memory_equal(v.target, batch.targets + 9 * v.n, (size_t)v.n * sizeof *v.target);
     free(x);
-    mn_batch_free(&batch);
+    mn_token_batch_free(&batch);
     task_close(&a);
     task_close(&v);
     check_done();

@@ -1,5 +1,6 @@
 /* test_tasks_mad.c - the six MAD tasks against a second reading of their samples: what has to be
  * asked and answered, frequencies, and the published sanity numbers. */
+// labels: sanitize
 #include "support/task_case.h"
 
 #include <math.h>

@@ -1,5 +1,6 @@
 /* test_tasks_mqar.c - associative recall and word problems against a second reading of their
  * samples, and the frequencies that the law gives. */
+// labels: sanitize
 #include "support/task_case.h"
 
 #include <math.h>

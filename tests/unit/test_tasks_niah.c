@@ -1,5 +1,6 @@
 /* test_tasks_niah.c - needles: the prompts read again as text, their frequencies, sentences of the
  * haystack, sizes under both rules, tokens and targets, and the score. */
+// labels: sanitize
 #include "support/task_case.h"
 
 #include <ctype.h>

@@ -1,4 +1,5 @@
 /* test_tasks_vectors.c - collisions and crowds against a second reading of their vectors. */
+// labels: sanitize
 #include "support/task_case.h"
 
 #include <float.h>

@@ -2,6 +2,7 @@
  * against a plain reference, training, streaming, files, threads.
  *
  * Documents are written with ' for " so that they can be read. */
+// labels: sanitize threads
 #define _XOPEN_SOURCE 700
 #include "tokenizer/tokenizer.h"
 

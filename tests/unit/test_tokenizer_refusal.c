@@ -1,6 +1,7 @@
 /* test_tokenizer_refusal.c - documents that are refused, and what the message says.
  *
  * Documents are written with ' for " so that they can be read. */
+// labels: sanitize
 #define _XOPEN_SOURCE 700
 #include <setjmp.h>
 #include <stdarg.h>

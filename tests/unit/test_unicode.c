@@ -1,4 +1,5 @@
 /* test_unicode.c - normal forms, strict UTF-8, blanks, lower case. */
+// labels: sanitize
 #include "tokenizer/unicode/unicode.h"
 
 #include <setjmp.h>

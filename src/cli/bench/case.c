@@ -208,7 +208,7 @@ static double tensor_bytes(const mn_sample_tensor *tensor, mn_dtype dtype) {
 }
 
 /* Whether the call has the tensor, or its gradient or cotangent. */
-static bool is_there(const mn_sample *sample, const mn_sample_tensor *tensor, bool partner) {
+static bool exists(const mn_sample *sample, const mn_sample_tensor *tensor, bool partner) {
     if (!(partner ? tensor->partner : tensor->data)) return false;
     const size_t offset = partner ? tensor->field->partner : tensor->field->offset;
     return ((const mn_in *)(sample->args + offset))->data != NULL;
@@ -221,7 +221,7 @@ static double bytes_of(const mn_sample *sample, mn_role first, mn_role last, boo
     for (int i = 0; i < sample->n_tensors; i++) {
         const mn_sample_tensor *tensor = &sample->tensors[i];
         const mn_role role = tensor->field->role;
-        if (role < first || role > last || !is_there(sample, tensor, partners)) continue;
+        if (role < first || role > last || !exists(sample, tensor, partners)) continue;
         bytes += tensor_bytes(tensor, dtype);
     }
     return bytes;

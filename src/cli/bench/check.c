@@ -90,7 +90,7 @@ static mn_status run(const mn_bench_case *which, mn_context *context, const mn_s
 }
 
 /* The same on the context's device; results and gradients come back into `sample`. */
-static mn_status run_there(const mn_bench_case *which, mn_context *context, mn_sample *sample,
+static mn_status run_device(const mn_bench_case *which, mn_context *context, mn_sample *sample,
                            mn_dtype dtype) {
     mn_device_sample *there = NULL;
     mn_status st = mn_device_sample_create(&there, context, sample, dtype);
@@ -115,7 +115,7 @@ mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_con
         mn_sample_draw(got, 1);
         mn_sample_round(got, dtype);
         copy_inputs(want, got);
-        st = context->device ? run_there(which, context, got, dtype) : run(which, context, got);
+        st = context->device ? run_device(which, context, got, dtype) : run(which, context, got);
     }
     if (st == MN_OK) st = run(which, reference, want);
     if (st == MN_OK && nudged) st = mn_bench_open(moved, which, MN_BENCH_CHECK, MN_F64);

@@ -47,6 +47,9 @@ static void print_help(void) {
          "  --echo                  show the prompt as well\n"
          "  --json                  the result as one document\n"
          "  --prefill-chunk N       tokens of a prompt computed at once (default: by memory)\n"
+         "  --draft N               guess up to N tokens from what was there before, read them at\n"
+         "                          once and keep those that are drawn: the same text, sooner\n"
+         "                          where it repeats itself (default 0: none; CPU)\n"
          "  --device D              cpu (default), cuda or cuda:N\n"
          "  --dtype T               f32 (default), or bf16 on a GPU\n"
          "  --threads N             default: one per core\n"
@@ -129,6 +132,7 @@ static int parse(mn_generate_options *o, int argc, char **argv) {
         { "--fork", .count = &o->n_forks, .low = 1, .high = 1000 },
         { "--threads", .count = &o->n_threads, .low = 1, .high = 256 },
         { "--prefill-chunk", .count = &o->chunk, .low = 1, .high = 1 << 20 },
+        { "--draft", .count = &o->draft, .low = 0, .high = 64 },
         { "--stop", .read = read_stop, .to = o, .needs = "a text" },
         { "--belief", .flag = &o->belief },
         { "--json", .flag = &o->json },

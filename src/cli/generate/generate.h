@@ -15,7 +15,7 @@ typedef struct mn_generate_options {
     const char *device, *dtype;     // NULL: cpu, f32
     char **stops;                   // n_stops texts that end a continuation
     int n_stops;
-    int n_tokens, n_forks, n_threads, chunk;
+    int n_tokens, n_forks, n_threads, chunk, draft;
     bool belief, json, echo, ignore_eos, interactive, quiet;
     mn_sampling sampling;
 } mn_generate_options;
@@ -67,6 +67,9 @@ typedef struct mn_generator {
     mn_tokenizer *tokenizer;
     mn_session *session;
     mn_sampling sampling;
+    int64_t guessed, agreed;        // of the last guesses
+    int64_t draft;                  // how many to guess
+    int64_t rest, rest_after;       // tokens without guesses: now, and after the last in vain
     int64_t n_ids;                  // ids that model and tokenizer both know
     mn_token_list seen;             // tokens read and written, for the penalty
     mn_show show;

@@ -265,11 +265,46 @@ static mn_status keep_variance(mn_continuation *out, double variance) {
     return MN_OK;
 }
 
+/* More guesses after guesses that all came true, fewer after others, and a rest after none did: a
+ * pass costs more the more it reads. */
+static void learn(mn_generator *g) {
+    const int64_t most = g->options->draft;
+    if (g->guessed == 0) return;
+    if (g->agreed == 0) g->rest = mn_min(2 * g->rest_after + 1, 32);
+    g->rest_after = g->agreed == 0 ? g->rest : 0;
+    g->draft = g->agreed == g->guessed ? mn_min(2 * g->draft, most) : mn_max(g->agreed, 1);
+    g->guessed = 0;
+}
+
+/* What followed such tokens before may follow them again. */
+static mn_status expect(mn_generator *g, mn_session *session, int32_t token) {
+    int32_t guesses[64];
+    if (g->options->draft == 0) return MN_OK;
+    if (mn_session_finds(session, token)) {
+        g->agreed++;
+        return MN_OK;
+    }
+    learn(g);
+    if (g->rest > 0) {
+        g->rest--;
+        return MN_OK;
+    }
+    const int64_t most = mn_min(mn_max(g->draft, 1), (int64_t)MN_COUNTOF(guesses));
+    mn_status st = mn_token_list_add(&g->seen, token);
+    if (st != MN_OK) return st;
+    const int64_t n = mn_guess_ngram(guesses, most, g->seen.ids, g->seen.count);
+    g->seen.count--;
+    g->guessed = n;
+    g->agreed = 0;
+    return mn_session_expect(session, guesses, n);
+}
+
 /* Takes in one drawn token: into the session, the lists and the text. */
 static mn_status take(writer *w, mn_session *session, int32_t token) {
     mn_generator *g = w->g;
     double variance = NAN;
-    mn_status st = mn_session_step(session, token);
+    mn_status st = expect(g, session, token);
+    if (st == MN_OK) st = mn_session_step(session, token);
     if (st == MN_OK) st = mn_token_list_add(&w->out->tokens, token);
     if (st == MN_OK) st = mn_token_list_add(&g->seen, token);
     if (st == MN_OK && g->options->belief) {

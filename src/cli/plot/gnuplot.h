@@ -9,7 +9,8 @@
 /* Makes the folder at `path` if it is not there; its parent must be. */
 mn_status mn_make_folder(const char *path);
 
-/* Begins a script that draws NAME.svg and NAME.png, `width` x `height` units each, `panels` side by
+/* Begins a script that draws NAME.svg and NAME.png, `width` x `height` units each, `panels`
+ * side by
  * side, in the colours of our figures; mn_gnuplot_end closes it. Letters beyond ASCII need "set
  * encoding utf8" before it, of which gnuplot complains in plain locales. */
 void mn_gnuplot_begin(FILE *out, const char *name, const char *about, int width, int height,

@@ -149,7 +149,8 @@ static void print_axis(const canvas *c, const mn_plot *plot) {
 
 static void print_panel(canvas *c, const mn_plot *plot, int panel) {
     int n_shown = 0;
-    for (int i = 0; i < plot->n_curves; i++) n_shown += plot->panel[plot->curves[i].key] == panel;
+    for (int i = 0; i < plot->n_curves; i++) n_shown += plot->panel[plot->curves[i].key] ==
+        panel;
     c->braille = shows_braille() && (n_shown == 1 || c->color);
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_curve *curve = &plot->curves[i];

@@ -42,7 +42,7 @@ typedef enum mn_collision_rule {
 const char *mn_collision_name(mn_collision_rule rule);
 const char *mn_collision_settings(mn_collision_rule rule);
 
-/* Rows of mixers.def that cannot take part, one per index; false at the end. */
+/* Rows of layers/all.def that cannot take part, one per index; false at the end. */
 bool mn_collision_absent(int index, const char **row, const char **why);
 
 /* Runs one rule; `points` takes mn_collision_length of them. */

@@ -30,18 +30,19 @@ mn_glue_fn mn_overlay_cuda_glue(mn_glue_id id) {
 }
 
 #define NO_SPACE_OF(name) NULL
-#define SPACE_OF(name) mn_work_##name##_cuda_bytes
+#define SPACE_OF(name) mn_elementwise_##name##_cuda_bytes
 #define DECLARE_NO_SPACE(name)
-#define DECLARE_SPACE(name) size_t mn_work_##name##_cuda_bytes(const void *work);
+#define DECLARE_SPACE(name) size_t mn_elementwise_##name##_cuda_bytes(const void *work);
 #define WORK(id, name, space)                                                                      \
-    int mn_work_##name##_cuda(void *where, const void *work, void *memory);                        \
+    int mn_elementwise_##name##_cuda(void *where, const void *work, void *memory);                 \
     DECLARE_##space(name)
 #include "kernels/elementwise.def"
 #undef WORK
 
-const mn_work_fn *mn_works_cuda(void) {
-    static const mn_work_fn works[MN_WORKS] = {
-#define WORK(id, name, space) [MN_WORK_##id] = { mn_work_##name##_cuda, space##_OF(name) },
+const mn_elementwise_fn *mn_elementwise_cuda(void) {
+    static const mn_elementwise_fn works[MN_N_ELEMENTWISE] = {
+#define WORK(id, name, space)                                                                      \
+    [MN_ELEMENTWISE_##id] = { mn_elementwise_##name##_cuda, space##_OF(name) },
 #include "kernels/elementwise.def"
 #undef WORK
     };

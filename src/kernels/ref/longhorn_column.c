@@ -9,8 +9,8 @@
  *   dv = w . y      dbeta_j = x_j / n_j^2
  *   dk = D (w . r) - S_{t-1} (w . y) - 2 k sum_j w_j^2 x_j        D <- D - k (w . y)'
  *
- * x is the gradient of w, and dw/dbeta = 1/n^2, dw/d|k|^2 = -w^2.
- * One item is one head of one sequence. States of all steps are kept for the way back. */
+ * x is the gradient of w, and dw/dbeta = 1/n^2, dw/d|k|^2 = -w^2. One item is one head of one
+ * sequence. States of all steps are kept for the way back. */
 #include <string.h>
 
 #include "kernels/ref/ref.h"

@@ -9,8 +9,8 @@
  *   dv_j = w_j sum_i D_ij k_i      dbeta_j = x_j / n_j^2
  *   dk_i = sum_j w_j D_ij (v_j - 2 k_i S_{t-1,ij}) - 2 k_i sum_j w_j^2 x_j       D <- c . D
  *
- * x is the gradient of w, and dw/dbeta = 1/n^2, dw/d|k|^2 = -w^2.
- * One item is one head of one sequence. States of all steps are kept for the way back. */
+ * x is the gradient of w, and dw/dbeta = 1/n^2, dw/d|k|^2 = -w^2. One item is one head of one
+ * sequence. States of all steps are kept for the way back. */
 #include <string.h>
 
 #include "kernels/ref/ref.h"

@@ -3,8 +3,8 @@
  *   Hkk_t = e^g_t Hkk_{t-1} + beta_t k_t k_t'     Hkv_t = e^g_t Hkv_{t-1} + beta_t k_t v_t'
  *   M_t = Hkk_t + diag(lam)      x_t = scale M_t^-1 q_t      o_t = Hkv_t'x_t
  *
- * M is symmetric positive definite and factorised after Cholesky.
- * Backward, with y_t = M_t^-1 Hkv_t do_t and A, B the adjoints of Hkk, Hkv:
+ * M is symmetric positive definite and factorised after Cholesky. Backward, with y_t = M_t^-1
+ * Hkv_t do_t and A, B the adjoints of Hkk, Hkv:
  *
  *   dq_t = scale y_t      dlam = -sum x_t . y_t (elementwise)
  *   A_t += -(x_t y_t' + y_t x_t') / 2            B_t += x_t do_t'

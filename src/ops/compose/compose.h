@@ -10,7 +10,6 @@
 #define COMPOSE(name, parts)                                                                       \
     mn_status mn_compose_##name(mn_context *context, mn_pass pass, const void *args);
 #include "ops/compose/compose.def"
-#undef COMPOSE
 
 /* A call of bf16 by one of float32 with copies of its tensors. Of operators whose tensors have axes
  * BTHx, BTH or H, and N... */

@@ -65,7 +65,7 @@ static mn_status check_sizes(const mn_hyper_layer_args *p) {
 }
 
 static void *temporary(layer *s, int64_t width) {
-    void *data = mn_work_array(s->context, s->n_rows, width, mn_dtype_bytes(s->p->call.dtype));
+    void *data = mn_workspace_array(s->context, s->n_rows, width, mn_dtype_bytes(s->p->call.dtype));
     if (!data) s->out_of_memory = true;
     return data;
 }
@@ -111,11 +111,11 @@ static mn_status add_conv(const layer *s, bool last) {
     const int64_t count = s->context->plans ? 0 : s->n_rows * c->D;
     if (s->context->device) {
         const mn_glue sum = { .dtype = c->dtype, .B = c->B, .T = c->T, .H = 1, .width = c->D,
-                              .wide = last ? MN_GLUE_WIDE_A : MN_GLUE_WIDE_X,
+                              .wide = last ? MN_GLUE_F32_A : MN_GLUE_F32_X,
                               .a = flat(s, last ? s->dsum : s->dx, c->D),
                               .b = flat(s, s->dconv, c->D),
                               .x = last ? s->p->grad.x : flat_out(s, s->dsum, c->D) };
-        return sum.x.data ? mn_work_glue(s->context, MN_GLUE_add, &sum) : MN_OK;
+        return sum.x.data ? mn_run_glue(s->context, MN_GLUE_add, &sum) : MN_OK;
     }
     for (int64_t i = 0; i < count; i++) {
         if (c->dtype == MN_F64) ((double *)s->dx)[i] += ((double *)s->dconv)[i];
@@ -164,8 +164,8 @@ static void open_sides(layer *s, bool backward) {
     s->side = 2 * c->K + c->V + c->J + c->L;
     s->made = temporary(s, s->side);
     s->d_made = backward ? temporary(s, s->side) : NULL;
-    s->weights = mn_work_array(s->context, s->side, c->D, bytes);
-    s->dweights = backward ? mn_work_array(s->context, s->side, c->D, bytes) : NULL;
+    s->weights = mn_workspace_array(s->context, s->side, c->D, bytes);
+    s->dweights = backward ? mn_workspace_array(s->context, s->side, c->D, bytes) : NULL;
     if (!s->weights || (backward && !s->dweights)) s->out_of_memory = true;
     if (s->out_of_memory) return;
     sides_of(&sides, s);
@@ -181,7 +181,7 @@ static mn_status copy_weights(const layer *s, void *to, const void *from, int64_
     const mn_call *c = &s->p->call;
     const mn_glue step = { .dtype = c->dtype, .B = 1, .T = n, .H = 1, .width = c->D,
                            .a = { from, { 0, c->D, 0 } }, .x = { to, { 0, c->D, 0 } } };
-    return to ? mn_work_glue(s->context, MN_GLUE_copy, &step) : MN_OK;
+    return to ? mn_run_glue(s->context, MN_GLUE_copy, &step) : MN_OK;
 }
 
 static mn_linear sides_product(const layer *s) {
@@ -195,7 +195,7 @@ static mn_status side_step(const layer *s, const side *of, mn_glue_id id, mn_out
     const mn_call *c = &s->p->call;
     const mn_glue step = { .dtype = c->dtype, .B = c->B, .T = c->T, .H = 1, .width = of->width,
                            .a = mn_as_input(from_x(s, a, 1, of->width)), .b = b, .x = x };
-    return x.data ? mn_work_glue(s->context, id, &step) : MN_OK;
+    return x.data ? mn_run_glue(s->context, id, &step) : MN_OK;
 }
 
 static mn_status sides_forward(layer *s) {
@@ -399,7 +399,7 @@ static mn_status open_backward(layer *s, const projections *w) {
     const mn_call *c = &p->call;
     mn_status st = p->cot.y.data
                        ? copy_rows(s, flat_out(s, s->dy, c->D), p->cot.y, c->D)
-                       : mn_work_clear(s->context, s->dy,
+                       : mn_workspace_clear(s->context, s->dy,
                                        (size_t)(s->n_rows * c->D) * mn_dtype_bytes(c->dtype));
     if (st != MN_OK) return st;
     return mn_linear_backward(s->context, &w->c_proj, NULL, s->dy, NULL, NULL, s->d_o, false);

@@ -91,7 +91,7 @@ static mn_status prepare_decays(mn_context *context, gating *p, bool back) {
     const mn_out dg = mn_rows_temporary(context, p->call, back ? 1 : 0);
     p->g = mn_rows_temporary(context, p->call, 1);
     p->dg = mn_as_input(dg);
-    p->bad_tokens = mn_work_array(context, p->call->H, 1, sizeof *p->bad_tokens);
+    p->bad_tokens = mn_workspace_array(context, p->call->H, 1, sizeof *p->bad_tokens);
     if (!dg.data || !p->g.data || !p->bad_tokens) {
         return mn_fail(MN_ERR_MEMORY, "%s: no memory for its temporaries", name);
     }
@@ -122,7 +122,7 @@ mn_status mn_compose_palimpsa_code(mn_context *context, mn_pass pass, const void
     const mn_palimpsa_code_args *p = args;
     const bool back = pass == MN_BACKWARD;
     mn_call wide = p->call;
-    if (wide.dtype == MN_BF16) wide.dtype = MN_F32;    // see wide.def
+    if (wide.dtype == MN_BF16) wide.dtype = MN_F32;    // its WIDE rows
     gating gates = { .call = &wide, .paper = false, .x = p->dt, .c = p->decay_rate,
                      .dx = p->grad.dt, .dc = p->grad.decay_rate };
     mn_status st = prepare_decays(context, &gates, back);

@@ -77,11 +77,11 @@ static mn_status blend(mn_context *context, hidden *x) {
     if (context->plans) return MN_OK;
     if (context->device) {
         const mn_glue step = { .dtype = x->dtype, .B = 1, .T = 1, .H = 1, .width = x->count,
-                               .wide = x->inner == x->dtype ? 0 : MN_GLUE_WIDE_A | MN_GLUE_WIDE_B,
+                               .wide = x->inner == x->dtype ? 0 : MN_GLUE_F32_A | MN_GLUE_F32_B,
                                .a = { .data = x->a }, .b = { .data = x->u },
                                .c = { .data = x->dh }, .x = { .data = x->da },
                                .y = { .data = x->du }, .z = { .data = x->dh } };
-        return mn_work_glue(context, x->dh ? MN_GLUE_swiglu_back : MN_GLUE_swiglu, &step);
+        return mn_run_glue(context, x->dh ? MN_GLUE_swiglu_back : MN_GLUE_swiglu, &step);
     }
     x->sigmoid = sigmoid_f32;
 #if MN_HAVE_X86_TARGETS
@@ -139,7 +139,7 @@ static mn_status backward(mn_context *context, const mn_swiglu_args *p, hidden *
 }
 
 static mn_status clear(mn_context *context, void *data, int64_t count, mn_dtype dtype) {
-    return mn_work_clear(context, data, (size_t)count * mn_dtype_bytes(dtype));
+    return mn_workspace_clear(context, data, (size_t)count * mn_dtype_bytes(dtype));
 }
 
 /* Without a cotangent every gradient is zero. */
@@ -162,11 +162,11 @@ mn_status mn_compose_swiglu(mn_context *context, mn_pass pass, const void *args)
     const bool apart = c->dtype == MN_BF16;
     hidden x = { .dtype = c->dtype, .inner = apart ? MN_F32 : c->dtype };
     const size_t inner = mn_dtype_bytes(x.inner);
-    x.a = mn_work_array(context, c->B, c->V, inner);
-    x.u = mn_work_array(context, c->B, c->V, inner);
-    x.da = apart ? mn_work_array(context, c->B, c->V, size) : x.a;
-    x.du = apart && back ? mn_work_array(context, c->B, c->V, size) : x.u;
-    x.dh = back ? mn_work_array(context, c->B, c->V, size) : NULL;
+    x.a = mn_workspace_array(context, c->B, c->V, inner);
+    x.u = mn_workspace_array(context, c->B, c->V, inner);
+    x.da = apart ? mn_workspace_array(context, c->B, c->V, size) : x.a;
+    x.du = apart && back ? mn_workspace_array(context, c->B, c->V, size) : x.u;
+    x.dh = back ? mn_workspace_array(context, c->B, c->V, size) : NULL;
     if (!x.a || !x.u || !x.da || !x.du || (back && !x.dh)) {
         return mn_fail(MN_ERR_MEMORY, "swiglu: no memory for %lld x %lld hidden activations",
                        (long long)c->B, (long long)c->V);

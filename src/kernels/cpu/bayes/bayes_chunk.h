@@ -16,7 +16,8 @@
  * sequence.
  *
  * Rows are channels padded to whole vectors, with zeros; a rotation has the real rows first and
- * then the imaginary ones, R = 2 Kp, and its a and Phi are complex numbers. See docs/mixers.md. */
+ * then the imaginary ones, R = 2 Kp, and its a and Phi are complex numbers. See
+ * docs/math/covariance.md. */
 #ifndef MN_KERNELS_CPU_BAYES_BAYES_CHUNK_H
 #define MN_KERNELS_CPU_BAYES_BAYES_CHUNK_H
 

@@ -242,7 +242,7 @@ static void turn(void *context, const float *cells) {
 }
 
 /* Takes the adjoints of one block of cells back through n tokens, adding to all sums. */
-MN_ALWAYS_INLINE void walk_back(item_state *s, float *adjoint, const float *keys, int64_t c,
+MN_ALWAYS_INLINE void scan_back(item_state *s, float *adjoint, const float *keys, int64_t c,
                                 int64_t t0, int64_t n, bool spread) {
     const vf one = vf_set1(1.0f);
     vf A[ROWS], C[ROWS];
@@ -288,14 +288,14 @@ MN_ALWAYS_INLINE void walk_back(item_state *s, float *adjoint, const float *keys
     store_cells(adjoint, A, C);
 }
 
-static void walk_back_mean(item_state *s, float *adjoint, const float *keys, int64_t c, int64_t t0,
+static void scan_back_mean(item_state *s, float *adjoint, const float *keys, int64_t c, int64_t t0,
                            int64_t n) {
-    walk_back(s, adjoint, keys, c, t0, n, false);
+    scan_back(s, adjoint, keys, c, t0, n, false);
 }
 
-static void walk_back_spread(item_state *s, float *adjoint, const float *keys, int64_t c,
+static void scan_back_spread(item_state *s, float *adjoint, const float *keys, int64_t c,
                              int64_t t0, int64_t n) {
-    walk_back(s, adjoint, keys, c, t0, n, true);
+    scan_back(s, adjoint, keys, c, t0, n, true);
 }
 
 /* dq and dk of the rows of one group: lanes are summed four vectors at a time. */
@@ -369,8 +369,8 @@ static void reverse(void *context, const float *cells, int64_t t0, int64_t n) {
             walk(NULL, mn_cells_block((float *)cells, tile, g, c), s->before, keys, s->v + at,
                  s->b + at, s->tokens.renew + t0,
                  line_ahead(s, t0 - TOKENS, g * tile->vectors + c), n);
-            if (s->spread) walk_back_spread(s, adjoint, keys, c, t0, n);
-            else walk_back_mean(s, adjoint, keys, c, t0, n);
+            if (s->spread) scan_back_spread(s, adjoint, keys, c, t0, n);
+            else scan_back_mean(s, adjoint, keys, c, t0, n);
         }
         write_keys(s, g, t0, n);
     }

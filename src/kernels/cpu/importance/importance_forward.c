@@ -132,12 +132,12 @@ MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, mn_line ne
     }
 }
 
-static void walk_mean(float *cells, stage *s, const float *keys, mn_line next, int64_t at,
+static void scan_mean(float *cells, stage *s, const float *keys, mn_line next, int64_t at,
                       int64_t n) {
     walk(cells, s, keys, next, at, n, false);
 }
 
-static void walk_spread(float *cells, stage *s, const float *keys, mn_line next, int64_t at,
+static void scan_spread(float *cells, stage *s, const float *keys, mn_line next, int64_t at,
                         int64_t n) {
     walk(cells, s, keys, next, at, n, true);
 }
@@ -190,9 +190,9 @@ void MN_T(mn_importance_forward_run)(const void *args, int phase, int64_t item, 
                 const int64_t index = more ? g * tile.vectors + c : INT64_MAX;
                 const mn_line next = mn_line_ahead(&ahead, seq.b, t0 + TOKENS, h, index, s->grow);
                 if (p->ovar.data) {
-                    walk_spread(block, s, keys_of(s, g), next, c * TOKENS * MN_VW, count);
+                    scan_spread(block, s, keys_of(s, g), next, c * TOKENS * MN_VW, count);
                 } else {
-                    walk_mean(block, s, keys_of(s, g), next, c * TOKENS * MN_VW, count);
+                    scan_mean(block, s, keys_of(s, g), next, c * TOKENS * MN_VW, count);
                 }
             }
         }

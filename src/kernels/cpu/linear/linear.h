@@ -9,7 +9,7 @@
  *   O  = (q exp G) S + P R
  *   S <- diag(exp G_L) S + (w exp(G_L - G))' R
  *
- * Additive is the same without e: A = 0 and R = V. Docs: docs/mixers.md.
+ * Additive is the same without e: A = 0 and R = V. Docs: docs/math/linear.md.
  *
  * exp(G_t - G_s) is at most 1, but its two halves are not. The chunk is cut into segments inside
  * which no channel falls by more than MN_SEGMENT_FALL; G counts from rho, the level of its segment.
@@ -45,7 +45,7 @@ typedef struct mn_linear {
  * contiguous: (L,K) unless said, rows of log decays have `width` numbers (0 none, 1, or K). */
 typedef struct mn_chunk {
     int64_t b, t0, h, L, K, width;
-    int64_t ahead, n_ahead;         // first token and tokens of the chunk that follows in the walk
+    int64_t ahead, n_ahead;         // first token and tokens of the chunk that follows in the scan
     int n_segments;
     int64_t first[MN_CHUNK + 1];    // token each segment starts at; first[n_segments] = L
     bool late;                      // the first segment's level is not 0
@@ -67,13 +67,13 @@ int64_t MN_T(mn_chunk_floats)(int64_t K, int64_t width, bool has_e);
 /* Points the arrays into `memory`; returns the first float behind them. */
 float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width, bool has_e);
 
-/* Which way a walk goes through the chunks; a replay needs states only, not q. */
-typedef enum { MN_WALK_FORWARD, MN_WALK_REPLAY, MN_WALK_BACKWARD } mn_walk;
+/* Which way a scan goes through the chunks; a replay needs states only, not q. */
+typedef enum { MN_SCAN_FORWARD, MN_SCAN_REPLAY, MN_SCAN_BACKWARD } mn_scan_mode;
 
-/* Computes the chunk at `start`; MN_WALK_REPLAY leaves out qs, qd and P. ws is then that of the
+/* Computes the chunk at `start`; MN_SCAN_REPLAY leaves out qs, qd and P. ws is then that of the
  * last segment. */
 void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
-                            int64_t start, mn_walk walk);
+                            int64_t start, mn_scan_mode mode);
 
 /* Columns of ws for segment `to` of the chunk, from those of segment to - 1 (0 starts afresh). */
 void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to);
@@ -95,7 +95,7 @@ MN_ALWAYS_INLINE void mn_scale_row(float *dst, const float *src, const float *fa
     }
 }
 
-/* Asks for the rows of the chunk that comes next in the walk: rows of one head lie a page or more
+/* Asks for the rows of the chunk that comes next in the scan: rows of one head lie a page or more
  * apart, where the processor does not look ahead by itself. */
 MN_ALWAYS_INLINE void mn_prefetch_next(mn_in x, const mn_chunk *c, int64_t width) {
     for (int64_t t = c->ahead; x.data && t < c->ahead + c->n_ahead; t++) {

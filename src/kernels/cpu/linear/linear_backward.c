@@ -375,15 +375,15 @@ static void emit_chunk(const work *w, const mn_linear *p, int64_t tile, int64_t 
 
 /* Makes w->c the chunk at `start`. */
 static void take_chunk(work *w, const mn_linear *p, const mn_sequence *seq, int64_t h,
-                       int64_t start, mn_walk walk) {
+                       int64_t start, mn_scan_mode mode) {
     if (w->bank) MN_T(mn_bank_take)(&w->c, w->bank, p, w->first_slot + start / MN_CHUNK, h);
-    else MN_T(mn_chunk_prepare)(&w->c, p, seq, h, start, walk);
+    else MN_T(mn_chunk_prepare)(&w->c, p, seq, h, start, mode);
 }
 
 static void backward_chunk(work *w, const mn_linear *p, const mn_sequence *seq, int64_t h,
                            int64_t start, const float *S, float *R) {
     mn_chunk *c = &w->c;
-    take_chunk(w, p, seq, h, start, MN_WALK_BACKWARD);
+    take_chunk(w, p, seq, h, start, MN_SCAN_BACKWARD);
     mn_prefetch_next(p->cot_o, c, p->call->V);
     mn_prefetch_written(p->dv, c, p->call->V);
     mn_prefetch_written(p->dq, c, c->K);
@@ -406,7 +406,7 @@ static void replay(work *w, const mn_linear *p, const mn_sequence *seq, int64_t 
     for (int64_t i = from; i < end; i++) {
         float *S = w->states + (i - from) * state, *after = i + 1 < end ? S + state : next;
         if (!after && !p->e.data) return;
-        take_chunk(w, p, seq, h, i * MN_CHUNK, MN_WALK_REPLAY);
+        take_chunk(w, p, seq, h, i * MN_CHUNK, MN_SCAN_REPLAY);
         int64_t r_row;
         float *R = p->e.data ? w->R + (i - from) * values : NULL;
         const float *residual = MN_T(mn_chunk_residual)(R, &r_row, p, &w->c, &w->col, S);

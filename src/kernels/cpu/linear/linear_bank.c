@@ -28,7 +28,7 @@ void MN_T(mn_bank_fill)(void *bank, const mn_linear *p, int64_t item) {
     mn_chunk *c = slot_of(bank, p, slot, h);
     MN_T(mn_chunk_place)(c, (float *)((char *)c + header_bytes()), call->K,
                          mn_decay_width(p->decay, call->K), p->e.data);
-    MN_T(mn_chunk_prepare)(c, p, &seq, h, start, MN_WALK_FORWARD);
+    MN_T(mn_chunk_prepare)(c, p, &seq, h, start, MN_SCAN_FORWARD);
 }
 
 void MN_T(mn_bank_take)(mn_chunk *c, void *bank, const mn_linear *p, int64_t slot, int64_t h) {

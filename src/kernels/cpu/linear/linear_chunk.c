@@ -193,22 +193,23 @@ static void finish(mn_chunk *c) {
         c->fall[i] = c->width ? c->fall[0] : 1.0f;
 }
 
-/* Which tokens are at hand and which come next in the walk. */
-static void locate(mn_chunk *c, const mn_sequence *seq, int64_t h, int64_t start, mn_walk walk) {
+/* Which tokens are at hand and which come next in the scan. */
+static void locate(mn_chunk *c, const mn_sequence *seq, int64_t h, int64_t start,
+                   mn_scan_mode mode) {
     const int64_t left = seq->length - start;
     c->b = seq->b;
     c->t0 = seq->t0 + start;
     c->h = h;
     c->L = left < MN_CHUNK ? left : MN_CHUNK;
-    c->ahead = walk == MN_WALK_BACKWARD ? c->t0 - MN_CHUNK : c->t0 + c->L;
+    c->ahead = mode == MN_SCAN_BACKWARD ? c->t0 - MN_CHUNK : c->t0 + c->L;
     c->n_ahead = left - c->L < MN_CHUNK ? left - c->L : MN_CHUNK;
-    if (walk == MN_WALK_BACKWARD) c->n_ahead = start > 0 ? MN_CHUNK : 0;
+    if (mode == MN_SCAN_BACKWARD) c->n_ahead = start > 0 ? MN_CHUNK : 0;
 }
 
 void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
-                            int64_t start, mn_walk walk) {
-    const bool reads = walk != MN_WALK_REPLAY;
-    locate(c, seq, h, start, walk);
+                            int64_t start, mn_scan_mode mode) {
+    const bool reads = mode != MN_SCAN_REPLAY;
+    locate(c, seq, h, start, mode);
     load_beta(c, p);
     sum_decays(c, p);
     mn_prefetch_next(p->g, c, c->width);

@@ -48,7 +48,7 @@ static void forward_item(const mn_linear *p, int64_t item, void *bank, void *scr
     const mn_column_tiles tiles = mn_column_tiles_of(call);
     const mn_columns col = mn_columns_at(call, tiles, item % tiles.count);
     const int64_t n = item / tiles.count / call->H, h = item / tiles.count % call->H;
-    const mn_walk walk = p->o.data ? MN_WALK_FORWARD : MN_WALK_REPLAY;
+    const mn_scan_mode mode = p->o.data ? MN_SCAN_FORWARD : MN_SCAN_REPLAY;
     const mn_sequence seq = mn_sequence_at(call, n);
     mn_chunk c;
     float *S = scratch, *R = S + call->K * tiles.width;
@@ -58,7 +58,7 @@ static void forward_item(const mn_linear *p, int64_t item, void *bank, void *scr
     for (int64_t start = 0; start < seq.length; start += MN_CHUNK) {
         if (tiles.count > 1)
             MN_T(mn_bank_take)(&c, bank, p, mn_bank_first(call, n) + start / MN_CHUNK, h);
-        else MN_T(mn_chunk_prepare)(&c, p, &seq, h, start, walk);
+        else MN_T(mn_chunk_prepare)(&c, p, &seq, h, start, mode);
         mn_prefetch_written(p->o, &c, call->V);
         int64_t r_row;
         const float *residual = MN_T(mn_chunk_residual)(R, &r_row, p, &c, &col, S);

@@ -1,54 +1,56 @@
 /* additive.cuh - the parts of additive: which calls go over chunks on tensor cores, and how.
  *
- * bf16 calls of usual head sizes do: additive_chunk.cu has decays that a head's channels share, or
- * none, additive_channel_chunk.cu decays per channel, and additive_channel_chunk_sm90.cu these on
- * Hopper. Everything
- * else, and decoding, is the recurrence of matrix_state.cuh. */
+ * bf16 calls of usual head sizes do: additive_chunk.cu has decays that a head's channels share,
+ * or none, additive_channel_chunk.cu decays per channel, and additive_channel_chunk_sm90.cu these
+ * on Hopper. Everything else, and decoding, is the recurrence of matrix_state.cuh. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CUH
 
 #include "kernels/cuda/additive/additive_mma.cuh"
+
+namespace mneme::additive {
 
 /* Work space of a backward pass by chunks, as counts of what lies there in this order. */
 struct mn_additive_extent {
     int64_t slots, slices;    // chunks of all sequences; slices of K
     size_t kept;              // bf16 numbers
     size_t query, key;        // floats: q.dq and k.dk
-    size_t meetings, whole;   // floats; what is inside takes as many as meetings
+    size_t state_dots, whole;   // floats; what is inside takes as many as state_dots
     int64_t segments;         // most of a sequence
-    size_t sums, falls;       // floats of one walk: of segments
+    size_t sums, cum_decays;       // floats of one scan: of segments
 };
 
-struct mn_additive_work {
+struct mn_additive_workspace {
     mn_bf16 *kept;
-    float *query, *key, *meetings, *inside, *whole, *sums, *falls;
+    float *query, *key, *state_dots, *inside, *whole, *sums, *cum_decays;
 };
 
 /* Depths of tiles that serve K and V: 64, 128 or 256. */
-int mn_additive_depth(int64_t width);
+int mn_additive_padded_depth(int64_t width);
 
 /* Bytes of shared memory a block may have. */
-int mn_additive_shared_limit(void);
+int mn_additive_smem_limit(void);
 
 /* Tokens of a chunk, 0 where a kind of call has no kernel here. */
 int mn_additive_token_chunk(int depth);
 int mn_additive_channel_chunk(int depth);
 
-/* Launch some walks of one depth over so many segments; the sums that make the gradient of a decay
+/* Launch some scans of one depth over so many segments; the sums that make the gradient of a decay
  * per token or head. */
-int mn_additive_token_launch(const mn_walks *walks, int count, int64_t segments, bool decays,
+int mn_additive_token_launch(const mn_chunk_scans *scans, int count, int64_t segments, bool decays,
                              cudaStream_t stream);
-int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
+int mn_additive_channel_launch(const mn_chunk_scans *scans, int64_t segments, bool of_values,
                                cudaStream_t stream);
-/* The same on Hopper by additive_channel_state_scan_sm90.cuh, and with it all gradients for decays
- * per channel: the
- * walks `there` and `back` leave the states they keep. cudaErrorNotSupported if these do not serve
- * the call; nothing has been launched then. */
-int mn_additive_gated_launch(const mn_walks *walks, int64_t segments, cudaStream_t stream);
-int mn_additive_gated_backward(const mn_additive_args *p, const mn_walks *there,
-                               const mn_walks *back, int64_t segments, cudaStream_t stream);
+/* The same on Hopper by additive_channel_state_scan_sm90.cuh, and with it all gradients for
+ * decays per channel: the scans `there` and `back` leave the states they keep.
+ * cudaErrorNotSupported if these do not serve the call; nothing has been launched then. */
+int mn_additive_gated_launch(const mn_chunk_scans *scans, int64_t segments, cudaStream_t stream);
+int mn_additive_gated_backward(const mn_additive_args *p, const mn_chunk_scans *fwd,
+                               const mn_chunk_scans *bwd, int64_t segments, cudaStream_t stream);
 
-int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent *extent,
-                            const mn_additive_work *work, cudaStream_t stream);
+int mn_additive_token_decay_grad(const mn_additive_args *p, const mn_additive_extent *extent,
+                            const mn_additive_workspace *workspace, cudaStream_t stream);
+
+}    // namespace mneme::additive
 
 #endif

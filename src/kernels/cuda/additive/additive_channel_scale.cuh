@@ -8,49 +8,51 @@
  * from the part's start and to its end, so that q~_t.k~_s is what t reads from s in the part
  * before; parts between add their whole products. Factors never exceed 1 and no sum loses a small
  * decay behind a large one. Inside a part q_t 2^(d_t) and k_s 2^(-d_s) do, d the running sum of
- * log2 decays. Where a channel falls by more than 2^100 in a part, d counts from the middle of its
- * fall and its steepest steps are cut so that it falls by at most 2^200: what remains of a cut step
- * is 2^-190 for one steep step and 2^-12.5 if all are, where the exact number is less. */
+ * log2 decays. Where a channel falls by more than 2^100 in a part, d counts from the middle of
+ * its fall and its steepest steps are cut so that it falls by at most 2^200: what remains of a
+ * cut step is 2^-190 for one steep step and 2^-12.5 if all are, where the exact number is less. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CHANNEL_SCALE_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CHANNEL_SCALE_CUH
 
 #include "kernels/cuda/additive/additive_mma.cuh"
 
-enum { MN_PART = 16, MN_PARTS = 4, MN_PARTS_CHUNK = MN_PART * MN_PARTS };
+namespace mneme::additive {
+
+enum { MN_SUBCHUNK = 16, MN_SUBCHUNKS = 4, MN_SUBCHUNK_CHUNK = MN_SUBCHUNK * MN_SUBCHUNKS };
 
 /* Tiles of COLUMNS channels, rows of COLUMNS + 8: q becomes q~ and k k~ in place. */
 struct mn_scale_tiles {
     mn_bf16 *q, *q_inside, *k, *k_inside;
     const mn_bf16 *g;
-    float *fall;              // (parts, COLUMNS): decay over a whole part
-    float *factor, *inside;   // rows of MN_WALK_PITCH: factors of the rows' side, or NULL
+    float *cum_decay;              // (parts, COLUMNS): decay over a whole part
+    float *factor, *inside;   // rows of MN_SCAN_PITCH: factors of the rows' side, or NULL
 };
 
 /* log2 of a decay; below 2^-300 nothing is left of a float */
-__device__ inline float mn_scale_log(float g) {
+__device__ inline float mn_scale_log2(float g) {
     const float x = 1.44269504f * g;
     return x < -300.0f ? -300.0f : x;    // NaN stays
 }
 
 /* One channel of a part whose fall is too deep; pointers are at its first token in time. */
-static __device__ __noinline__ void mn_scale_deep(const mn_scale_tiles &at, int step,
+static __device__ __noinline__ void mn_scale_underflow(const mn_scale_tiles &at, int step,
                                                   bool reverse) {
     const float usual = 12.5f, most = 200.0f;
-    const int table_step = step > 0 ? MN_WALK_PITCH : -MN_WALK_PITCH;
+    const int table_step = step > 0 ? MN_SCAN_PITCH : -MN_SCAN_PITCH;
     float gentle = 0.0f, depth = 0.0f;
     int steep = 0;
-    for (int u = 1; u < MN_PART; u++) {
-        const float fall = -mn_scale_log(mn_float(at.g[u * step]));
-        if (fall > usual) steep++;
-        else gentle += fall;
+    for (int u = 1; u < MN_SUBCHUNK; u++) {
+        const float cum_decay = -mn_scale_log2(mn_float(at.g[u * step]));
+        if (cum_decay > usual) steep++;
+        else gentle += cum_decay;
     }
     const float limit = steep ? fmaxf(usual, (most - gentle) / (float)steep) : most;
-    for (int u = 1; u < MN_PART; u++) {
-        depth += fminf(-mn_scale_log(mn_float(at.g[u * step])), limit);
+    for (int u = 1; u < MN_SUBCHUNK; u++) {
+        depth += fminf(-mn_scale_log2(mn_float(at.g[u * step])), limit);
     }
     float d = 0.5f * depth;
-    for (int u = 0; u < MN_PART; u++) {
-        if (u > 0) d -= fminf(-mn_scale_log(mn_float(at.g[u * step])), limit);
+    for (int u = 0; u < MN_SUBCHUNK; u++) {
+        if (u > 0) d -= fminf(-mn_scale_log2(mn_float(at.g[u * step])), limit);
         const float up = mn_exp2(d), down = mn_exp2(-d);
         mn_put(at.q_inside + u * step, mn_float(at.q[u * step]) * up);
         mn_put(at.k_inside + u * step, mn_float(at.k[u * step]) * down);
@@ -58,75 +60,79 @@ static __device__ __noinline__ void mn_scale_deep(const mn_scale_tiles &at, int 
     }
 }
 
-__device__ inline mn_scale_tiles mn_scale_move(const mn_scale_tiles &at, int by, int table_by) {
-    return { at.q + by, at.q_inside + by, at.k + by, at.k_inside + by, at.g + by, at.fall,
+__device__ inline mn_scale_tiles mn_scale_advance(const mn_scale_tiles &at, int by, int table_by) {
+    return { at.q + by, at.q_inside + by, at.k + by, at.k_inside + by, at.g + by, at.cum_decay,
              at.factor ? at.factor + table_by : nullptr,
              at.inside ? at.inside + table_by : nullptr };
 }
 
-__device__ inline void mn_scale_put(mn_bf16 *to, uint32_t pair, bool skip_low, bool skip_high) {
+__device__ inline void mn_scale_store(mn_bf16 *to, uint32_t pair, bool skip_low, bool skip_high) {
     if (!skip_low && !skip_high) *(uint32_t *)to = pair;
-    else if (!skip_low) mn_put(to, mn_low(pair));
-    else if (!skip_high) mn_put(to + 1, mn_high(pair));
+    else if (!skip_low) mn_put(to, mn_bf16_lo(pair));
+    else if (!skip_high) mn_put(to + 1, mn_bf16_hi(pair));
 }
 
 /* Two channels of a part. */
 template <int COLUMNS>
-__device__ inline void mn_scale_part(const mn_scale_tiles &tiles, int part, int j, bool reverse) {
+__device__ inline void mn_scale_subchunk(const mn_scale_tiles &tiles, int part, int j,
+                                         bool reverse) {
     constexpr int pitch = COLUMNS + 8;
-    const int row = part * MN_PART + (reverse ? MN_PART - 1 : 0);
+    const int row = part * MN_SUBCHUNK + (reverse ? MN_SUBCHUNK - 1 : 0);
     const int step = reverse ? -pitch : pitch;
-    const int table_step = reverse ? -MN_WALK_PITCH : MN_WALK_PITCH;
-    const mn_scale_tiles at = mn_scale_move(tiles, row * pitch + j, row * MN_WALK_PITCH + j);
-    float2 a[MN_PART], sum = {}, r = { 1.0f, 1.0f };
+    const int table_step = reverse ? -MN_SCAN_PITCH : MN_SCAN_PITCH;
+    const mn_scale_tiles at = mn_scale_advance(tiles, row * pitch + j, row * MN_SCAN_PITCH + j);
+    float2 a[MN_SUBCHUNK], sum = {}, r = { 1.0f, 1.0f };
 #pragma unroll
-    for (int u = 0; u < MN_PART; u++) {
+    for (int u = 0; u < MN_SUBCHUNK; u++) {
         const uint32_t pair = *(const uint32_t *)(at.g + u * step);
-        const float x = mn_scale_log(mn_low(pair)), y = mn_scale_log(mn_high(pair));
+        const float x = mn_scale_log2(mn_bf16_lo(pair)), y = mn_scale_log2(mn_bf16_hi(pair));
         sum.x += x, sum.y += y;
         a[u] = make_float2(mn_exp2(x), mn_exp2(y));
     }
-    const bool deep_x = sum.x < -100.0f, deep_y = sum.y < -100.0f;
-    if (deep_x) mn_scale_deep(at, step, reverse);
-    if (deep_y) mn_scale_deep(mn_scale_move(at, 1, 1), step, reverse);
+    const bool underflow_x = sum.x < -100.0f, underflow_y = sum.y < -100.0f;
+    if (underflow_x) mn_scale_underflow(at, step, reverse);
+    if (underflow_y) mn_scale_underflow(mn_scale_advance(at, 1, 1), step, reverse);
     const float2 back = { mn_exp2(-fmaxf(sum.x, -100.0f)), mn_exp2(-fmaxf(sum.y, -100.0f)) };
 #pragma unroll
-    for (int u = MN_PART - 1; u >= 0; u--) {
+    for (int u = MN_SUBCHUNK - 1; u >= 0; u--) {
         uint32_t *k = (uint32_t *)(at.k + u * step);
         const uint32_t pair = *k;
         const float2 whole = { r.x * back.x, r.y * back.y };
-        *k = mn_pair_times(pair, r.x, r.y);
-        mn_scale_put(at.k_inside + u * step, mn_pair_times(pair, whole.x, whole.y), deep_x, deep_y);
+        *k = mn_bf16x2_mul(pair, r.x, r.y);
+        mn_scale_store(at.k_inside + u * step, mn_bf16x2_mul(pair, whole.x, whole.y), underflow_x,
+                       underflow_y);
         if (at.factor && reverse) {
             *(float2 *)(at.factor + u * table_step) = r;
-            if (!deep_x) at.inside[u * table_step] = whole.x;
-            if (!deep_y) at.inside[u * table_step + 1] = whole.y;
+            if (!underflow_x) at.inside[u * table_step] = whole.x;
+            if (!underflow_y) at.inside[u * table_step + 1] = whole.y;
         }
         r.x *= a[u].x, r.y *= a[u].y;
     }
-    *(float2 *)(tiles.fall + part * COLUMNS + j) = r;
+    *(float2 *)(tiles.cum_decay + part * COLUMNS + j) = r;
     r = { 1.0f, 1.0f };
 #pragma unroll
-    for (int u = 0; u < MN_PART; u++) {
+    for (int u = 0; u < MN_SUBCHUNK; u++) {
         uint32_t *q = (uint32_t *)(at.q + u * step);
         r.x *= a[u].x, r.y *= a[u].y;
-        const uint32_t scaled = mn_pair_times(*q, r.x, r.y);
+        const uint32_t scaled = mn_bf16x2_mul(*q, r.x, r.y);
         *q = scaled;
-        mn_scale_put(at.q_inside + u * step, scaled, deep_x, deep_y);
+        mn_scale_store(at.q_inside + u * step, scaled, underflow_x, underflow_y);
         if (at.factor && !reverse) {
             *(float2 *)(at.factor + u * table_step) = r;
-            if (!deep_x) at.inside[u * table_step] = r.x;
-            if (!deep_y) at.inside[u * table_step + 1] = r.y;
+            if (!underflow_x) at.inside[u * table_step] = r.x;
+            if (!underflow_y) at.inside[u * table_step + 1] = r.y;
         }
     }
 }
 
 template <int COLUMNS, int THREADS>
-__device__ inline void mn_scale(const mn_scale_tiles &tiles, bool reverse) {
+__device__ inline void mn_scale_chunk(const mn_scale_tiles &tiles, bool reverse) {
     constexpr int pairs = COLUMNS / 2;
-    for (int item = threadIdx.x; item < MN_PARTS * pairs; item += THREADS) {
-        mn_scale_part<COLUMNS>(tiles, item / pairs, item % pairs * 2, reverse);
+    for (int item = threadIdx.x; item < MN_SUBCHUNKS * pairs; item += THREADS) {
+        mn_scale_subchunk<COLUMNS>(tiles, item / pairs, item % pairs * 2, reverse);
     }
 }
+
+}    // namespace mneme::additive
 
 #endif

@@ -1,4 +1,4 @@
-/* additive_decay_grad.cuh - gradients of decays per token, from what two walks left:
+/* additive_decay_grad.cuh - gradients of decays per token, from what two scans left:
  *
  *   dg_t = D.S + sum over u in the chunk of q_u.dq'_u
  *              + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)
@@ -10,16 +10,18 @@
 
 #include "kernels/cuda/prim/common.cuh"
 
+namespace mneme::additive {
+
 /* Products of q.dq and k.dk as `shares` parts of (B T, H); what met at a chunk and head as `parts`
  * numbers each. */
-struct mn_decay_parts {
-    const float *query, *key, *meetings, *inside;
+struct mn_decay_partials {
+    const float *query, *key, *state_dots, *inside;
     int64_t shares;
     int parts;
 };
 
 /* Token t of batch row b, head h: the sum of its shares of q.dq or k.dk. */
-__device__ inline float mn_decay_shares(const mn_decay_parts &p, const float *products,
+__device__ inline float mn_decay_sum_partials(const mn_decay_partials &p, const float *products,
                                         const mn_call &call, int64_t b, int64_t t, int64_t h) {
     float sum = 0.0f;
     for (int64_t share = 0; share < p.shares; share++) {
@@ -29,8 +31,8 @@ __device__ inline float mn_decay_shares(const mn_decay_parts &p, const float *pr
 }
 
 /* dg of this thread's token of a chunk, 0 beyond its end. A block has a chunk, of at most 1024
- * tokens, and a head; all its threads call. `room`: 32 floats of shared memory. */
-__device__ inline float mn_decay_of(float *room, const mn_decay_parts &p, const mn_call &call,
+ * tokens, and a head; all its threads call. `smem`: 32 floats of shared memory. */
+__device__ inline float mn_decay_grad(float *smem, const mn_decay_partials &p, const mn_call &call,
                                     const mn_tile_span &tile, int64_t slot, int64_t h) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int64_t t = tile.span.t0 + tile.first + thread;
@@ -44,7 +46,7 @@ __device__ inline float mn_decay_of(float *room, const mn_decay_parts &p, const 
     }
     for (int64_t i = 0; i < p.parts && tile.n_rows > 0; i++) {
         const int64_t at = (slot * call.H + h) * p.parts + i;
-        base += p.meetings[at] + p.inside[at];
+        base += p.state_dots[at] + p.inside[at];
     }
     float sum = step;
 #pragma unroll
@@ -52,12 +54,14 @@ __device__ inline float mn_decay_of(float *room, const mn_decay_parts &p, const 
         const float other = __shfl_up_sync(0xffffffffu, sum, by);
         if (lane >= by) sum += other;
     }
-    if (lane == 31) room[warp] = sum;
+    if (lane == 31) smem[warp] = sum;
     float before = __shfl_up_sync(0xffffffffu, sum, 1);
     if (lane == 0) before = 0.0f;
     __syncthreads();
-    for (int i = 0; i < warp; i++) base += room[i];
+    for (int i = 0; i < warp; i++) base += smem[i];
     return inside ? base + before : 0.0f;
 }
+
+}    // namespace mneme::additive
 
 #endif

@@ -1,5 +1,5 @@
 /* additive_mma.cuh - what both chunk forms of additive stand on: products of tensor cores by
- * warps, tiles of tokens brought to shared memory, and the description of a walk.
+ * warps, tiles of tokens brought to shared memory, and the description of a scan.
  *
  * Fragments are those of mma.m16n8k16 in bf16 with float32 sums: lane l of a warp holds rows l / 4
  * and l / 4 + 8 of a tile of 16 rows, and columns 2 (l % 4) and the next of each 8. Rows in shared
@@ -9,20 +9,22 @@
 
 #include "kernels/cuda/prim/common.cuh"
 
+namespace mneme::additive {
+
 enum {
-    MN_WALK_WIDTH = 64,                   // value columns of a block
-    MN_WALK_PITCH = MN_WALK_WIDTH + 8,    // and their length in shared memory
-    MN_WALK_MOST = 3,                     // walks of one launch
-    MN_WALK_SEGMENTS = 16,                // of a sequence
-    MN_WALK_GRAIN = 128,                  // tokens that segments have a multiple of
-    MN_WALK_FALLS = 256,                  // decays of a segment's state
+    MN_SCAN_WIDTH = 64,                   // value columns of a block
+    MN_SCAN_PITCH = MN_SCAN_WIDTH + 8,    // and their length in shared memory
+    MN_SCAN_MAX = 3,                     // scans of one launch
+    MN_SCAN_SEGMENTS = 16,                // of a sequence
+    MN_SCAN_SEG_ALIGN = 128,                  // tokens that segments have a multiple of
+    MN_SCAN_DECAYS = 256,                  // decays of a segment's state
 };
 
-/* What a walk leaves for the gradient of the decay, or meets: products with what lies beside the
- * output, and with them states in front of chunks, or meetings with those. */
-enum mn_walk_duty { MN_WALK_PLAIN, MN_WALK_MULTIPLIES, MN_WALK_KEEPS, MN_WALK_MEETS };
+/* What a scan leaves for the gradient of the decay, or meets: products with what lies beside the
+ * output, and with them states in front of chunks, or state_dots with those. */
+enum mn_scan_mode { MN_SCAN_PLAIN, MN_SCAN_DOT_OUT, MN_SCAN_SAVE_STATE, MN_SCAN_DOT_STATE };
 
-/* One walk over every sequence: out_r = scale sum over c <= r of L_rc (x_r.y_c) z_c and what the
+/* One scan over every sequence: out_r = scale sum over c <= r of L_rc (x_r.y_c) z_c and what the
  * state adds, in the order of time or against it. The output and three gradients are four of these:
  *
  *   o   x = q    y = k    z = v     dq  x = do   y = v    z = k      forward
@@ -30,68 +32,70 @@ enum mn_walk_duty { MN_WALK_PLAIN, MN_WALK_MULTIPLIES, MN_WALK_KEEPS, MN_WALK_ME
  *
  * The state is sum y z', depth x width. `beside` has the rows that belong to those of the output:
  * their products are what the gradient of the decay is made of. */
-struct mn_walk {
-    mn_in x, y, z, beside, state0;
+struct mn_chunk_scan {
+    mn_in x, y, z, paired, state0;
     mn_out out, state;
     int64_t depth, width;              // of x and y; of z and out
     int64_t state_row, state_column;   // strides of a state in memory
     float scale, into, from;           // of out, of the first state, of the last
-    int reverse;                       // walks from the last token to the first
-    enum mn_walk_duty duty;
+    int reverse;                       // scans from the last token to the first
+    enum mn_scan_mode mode;
     float *products;                   // out . beside
     mn_bf16 *kept;                     // states in front of chunks, as threads hold them
-    float *meetings;                   // of the kept states with those behind the chunks
+    float *state_dots;                   // of the kept states with those behind the chunks
     float *inside;                     // products with what is read from the kept states
     int64_t segment;                   // least tokens of a segment
-    int gathers;                       // leaves what segments add to the state, and their falls
-    float *sums, *falls;
+    // leaves what segments add to the state, and their falls
+    int reduce_pass;
+    float *sums, *cum_decays;
 };
 
-struct mn_walks {
+struct mn_chunk_scans {
     mn_call call;
     mn_in g;
     mn_out dg;
-    mn_walk walk[MN_WALK_MOST];
+    mn_chunk_scan scan[MN_SCAN_MAX];
 };
 
-__host__ __device__ inline int64_t mn_walk_slices(const mn_walk &walk) {
-    return (walk.width + MN_WALK_WIDTH - 1) / MN_WALK_WIDTH;
+__host__ __device__ inline int64_t mn_scan_slices(const mn_chunk_scan &scan) {
+    return (scan.width + MN_SCAN_WIDTH - 1) / MN_SCAN_WIDTH;
 }
 
-/* Which slice of which head of which sequence a block has, and which turns of its walk: chunks in
- * the order of the walk. `index` counts the segment among those of all. */
-struct mn_walk_place {
+/* Which slice of which head of which sequence a block has, and which iters of its scan: chunks in
+ * the order of the scan. `index` counts the segment among those of all. */
+struct mn_scan_coord {
     int64_t n, h, slice, n_slices, column0;
     mn_span span;
-    int64_t n_chunks, turn, end, index, stride;    // stride: between the indices of segments
+    int64_t n_chunks, iter, end, index, stride;    // stride: between the indices of segments
     bool idle, last;
 };
 
 /* The first chunk of sequence n in the numbering of mn_tile_slots. */
-__device__ inline int64_t mn_walk_first_slot(const mn_call &call, int64_t n, int64_t chunk) {
+__device__ inline int64_t mn_scan_first_slot(const mn_call &call, int64_t n, int64_t chunk) {
     if (call.cu_seqlens) return call.cu_seqlens[n] / chunk + n;
     return n * ((call.T + chunk - 1) / chunk);
 }
 
 /* A sequence is cut by its own length alone, so that its results do not depend on the batch. */
-__device__ inline mn_walk_place mn_walk_here(const mn_call &call, const mn_walk &walk, int chunk) {
-    mn_walk_place at;
-    at.n_slices = mn_walk_slices(walk);
+__device__ inline mn_scan_coord mn_scan_block_coord(const mn_call &call, const mn_chunk_scan &scan,
+                                                         int chunk) {
+    mn_scan_coord at;
+    at.n_slices = mn_scan_slices(scan);
     at.slice = blockIdx.x % at.n_slices;
-    at.column0 = at.slice * MN_WALK_WIDTH;
+    at.column0 = at.slice * MN_SCAN_WIDTH;
     at.h = blockIdx.x / at.n_slices % call.H;
     at.n = blockIdx.x / at.n_slices / call.H;
     at.span = mn_span_at(call, at.n);
-    const int64_t share = (at.span.length + MN_WALK_SEGMENTS - 1) / MN_WALK_SEGMENTS;
-    const int64_t grains = (share + MN_WALK_GRAIN - 1) / MN_WALK_GRAIN;
-    const int64_t turns = max(walk.segment, grains * MN_WALK_GRAIN) / chunk;
+    const int64_t share = (at.span.length + MN_SCAN_SEGMENTS - 1) / MN_SCAN_SEGMENTS;
+    const int64_t grains = (share + MN_SCAN_SEG_ALIGN - 1) / MN_SCAN_SEG_ALIGN;
+    const int64_t iters = max(scan.segment, grains * MN_SCAN_SEG_ALIGN) / chunk;
     at.n_chunks = (at.span.length + chunk - 1) / chunk;
-    at.turn = blockIdx.z * turns;
-    at.end = min(at.turn + turns, at.n_chunks);
+    at.iter = blockIdx.z * iters;
+    at.end = min(at.iter + iters, at.n_chunks);
     at.last = at.end == at.n_chunks;
-    at.idle = (blockIdx.z > 0 && at.turn >= at.n_chunks) || (walk.gathers && at.last);
+    at.idle = (blockIdx.z > 0 && at.iter >= at.n_chunks) || (scan.reduce_pass && at.last);
     at.stride = call.H * at.n_slices;
-    at.index = (mn_walk_first_slot(call, at.n, walk.segment) + blockIdx.z) * at.stride +
+    at.index = (mn_scan_first_slot(call, at.n, scan.segment) + blockIdx.z) * at.stride +
                at.h * at.n_slices + at.slice;
     return at;
 }
@@ -105,22 +109,22 @@ __device__ inline float mn_exp2(float x) {
     return y;
 }
 
-__device__ inline uint32_t mn_pair(float low, float high) {
+__device__ inline uint32_t mn_bf16x2(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 
-__device__ inline float mn_low(uint32_t pair) {
+__device__ inline float mn_bf16_lo(uint32_t pair) {
     return __uint_as_float(pair << 16);
 }
 
-__device__ inline float mn_high(uint32_t pair) {
+__device__ inline float mn_bf16_hi(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
 }
 
-__device__ inline uint32_t mn_pair_times(uint32_t pair, float low, float high) {
-    return mn_pair(mn_low(pair) * low, mn_high(pair) * high);
+__device__ inline uint32_t mn_bf16x2_mul(uint32_t pair, float low, float high) {
+    return mn_bf16x2(mn_bf16_lo(pair) * low, mn_bf16_hi(pair) * high);
 }
 
 /* c += a b for a tile of 16 x 8 over a depth of 16 */
@@ -135,9 +139,9 @@ __device__ inline uint32_t mn_shared_address(const void *at) {
     return (uint32_t)__cvta_generic_to_shared(at);
 }
 
-template <bool TURNED>
+template <bool TRANS>
 __device__ inline void mn_ldmatrix(uint32_t (&r)[4], const mn_bf16 *at) {
-    if (TURNED) {
+    if (TRANS) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                      : "r"(mn_shared_address(at)));
@@ -149,41 +153,42 @@ __device__ inline void mn_ldmatrix(uint32_t (&r)[4], const mn_bf16 *at) {
 }
 
 /* Left operand: 16 rows by 16 deep, from rows of `pitch`. */
-__device__ inline void mn_left(uint32_t (&a)[4], const mn_bf16 *at, int pitch) {
+__device__ inline void mn_frag_a(uint32_t (&a)[4], const mn_bf16 *at, int pitch) {
     const int lane = threadIdx.x % 32;
     mn_ldmatrix<false>(a, at + lane % 16 * pitch + lane / 16 * 8);
 }
 
 /* The same where memory has its columns as rows. */
-__device__ inline void mn_left_turned(uint32_t (&a)[4], const mn_bf16 *at, int pitch) {
+__device__ inline void mn_frag_a_trans(uint32_t (&a)[4], const mn_bf16 *at, int pitch) {
     const int lane = threadIdx.x % 32;
     mn_ldmatrix<true>(a, at + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
 }
 
 /* Right operand: two tiles of 8 columns, 16 deep, where rows in memory are columns; b[0], b[1] are
  * of the first tile. */
-__device__ inline void mn_right(uint32_t (&b)[4], const mn_bf16 *at, int pitch) {
+__device__ inline void mn_frag_b(uint32_t (&b)[4], const mn_bf16 *at, int pitch) {
     const int lane = threadIdx.x % 32;
     mn_ldmatrix<false>(b, at + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
 }
 
 /* The same where rows in memory are the depth. */
-__device__ inline void mn_right_turned(uint32_t (&b)[4], const mn_bf16 *at, int pitch) {
+__device__ inline void mn_frag_b_trans(uint32_t (&b)[4], const mn_bf16 *at, int pitch) {
     const int lane = threadIdx.x % 32;
     mn_ldmatrix<true>(b, at + lane % 16 * pitch + lane / 16 * 8);
 }
 
 /* Sums of 16 rows by 16 columns as a left operand. */
-__device__ inline void mn_left_of(uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
-    a[0] = mn_pair(low[0], low[1]), a[1] = mn_pair(low[2], low[3]);
-    a[2] = mn_pair(high[0], high[1]), a[3] = mn_pair(high[2], high[3]);
+__device__ inline void mn_frag_a_of(uint32_t (&a)[4], const float (&low)[4],
+                                    const float (&high)[4]) {
+    a[0] = mn_bf16x2(low[0], low[1]), a[1] = mn_bf16x2(low[2], low[3]);
+    a[2] = mn_bf16x2(high[0], high[1]), a[3] = mn_bf16x2(high[2], high[3]);
 }
 
 /* ---- tokens ---------------------------------------------------------------------------------- */
 
 /* Columns of the rows (b, t0 ..., h) of a view; at most `width` of them. */
 template <typename T>
-struct mn_strip {
+struct mn_col_tile {
     T *at;          // NULL: zeros, or not wanted
     int64_t step;
     int width;
@@ -191,68 +196,69 @@ struct mn_strip {
 };
 
 template <typename T, typename V>
-__device__ inline mn_strip<T> mn_strip_of(const V &view, const mn_span &span, int64_t h,
+__device__ inline mn_col_tile<T> mn_col_tile_of(const V &view, const mn_span &span, int64_t h,
                                           int64_t column0, int64_t columns, int most) {
-    mn_strip<T> strip = {};
+    mn_col_tile<T> col_tile = {};
     T *at = mn_row<mn_bf16>(view, span.b, span.t0, h);
-    if (!at || column0 >= columns) return strip;
-    strip.at = at + column0;
-    strip.step = view.stride[1];
-    strip.width = (int)min((int64_t)most, columns - column0);
-    strip.packs = (uintptr_t)strip.at % 16 == 0 && strip.step % 8 == 0;
-    return strip;
+    if (!at || column0 >= columns) return col_tile;
+    col_tile.at = at + column0;
+    col_tile.step = view.stride[1];
+    col_tile.width = (int)min((int64_t)most, columns - column0);
+    col_tile.packs = (uintptr_t)col_tile.at % 16 == 0 && col_tile.step % 8 == 0;
+    return col_tile;
 }
 
-__device__ inline void mn_copy_async(mn_bf16 *to, const mn_bf16 *from, int bytes) {
+__device__ inline void mn_cp_async(mn_bf16 *to, const mn_bf16 *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mn_shared_address(to)),
                  "l"(from), "r"(bytes)
                  : "memory");
 }
 
-__device__ inline void mn_copies_end(void) {
+__device__ inline void mn_cp_async_commit(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-__device__ inline void mn_copies_wait(void) {
+__device__ inline void mn_cp_async_wait_all(void) {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
-/* Eight numbers of which `left` are there, where a strip cannot be moved by packs. */
-static __device__ __noinline__ void mn_copy_singly(mn_bf16 *to, const mn_bf16 *from, int left) {
-    mn_pack<mn_bf16, 8> pack = {};
+/* Eight numbers of which `left` are there, where a column tile cannot be moved by packs. */
+static __device__ __noinline__ void mn_copy_scalar(mn_bf16 *to, const mn_bf16 *from, int left) {
+    mn_vec<mn_bf16, 8> pack = {};
     for (int i = 0; i < left; i++) pack.at[i] = from[i];
-    *(mn_pack<mn_bf16, 8> *)to = pack;
+    *(mn_vec<mn_bf16, 8> *)to = pack;
 }
 
-/* Tokens [t, t + count) of a strip as rows of COLUMNS + 8, zeros beyond; against time, token t is
- * the last of ROWS rows. Arrives behind mn_copies_wait and a barrier. */
+/* Tokens [t, t + count) of a column tile as rows of COLUMNS + 8, zeros beyond; against time,
+ * token t is the last of ROWS rows. Arrives behind mn_cp_async_wait_all and a barrier. */
 template <int ROWS, int COLUMNS, int THREADS>
-__device__ inline void mn_fetch_tokens(mn_bf16 *to, const mn_strip<const mn_bf16> &from, int64_t t,
+__device__ inline void mn_load_tokens(mn_bf16 *to, const mn_col_tile<const mn_bf16> &from,
+                                      int64_t t,
                                        int count, bool reverse) {
     constexpr int packs = COLUMNS / 8, rows = THREADS / packs;
     const int row = threadIdx.x / packs, j = threadIdx.x % packs * 8;
     const int left = max(min(from.width - j, 8), 0), step = reverse ? -rows : rows;
     int token = reverse ? ROWS - 1 - row : row;
-    mn_bf16 *there = to + row * (COLUMNS + 8) + j;
+    mn_bf16 *dst = to + row * (COLUMNS + 8) + j;
     const mn_bf16 *at = from.at + (t + token) * from.step + j;
     const int64_t further = step * from.step;
     if (from.packs) {
 #pragma unroll
         for (int i = 0; i < ROWS / rows; i++) {
-            mn_copy_async(there + i * rows * (COLUMNS + 8), at, token < count ? 2 * left : 0);
+            mn_cp_async(dst + i * rows * (COLUMNS + 8), at, token < count ? 2 * left : 0);
             token += step, at += further;
         }
         return;
     }
     for (int i = 0; i < ROWS / rows; i++) {
-        mn_copy_singly(there + i * rows * (COLUMNS + 8), at, token < count ? left : 0);
+        mn_copy_scalar(dst + i * rows * (COLUMNS + 8), at, token < count ? left : 0);
         token += step, at += further;
     }
 }
 
 /* Four tiles of 8 columns of which a quad's lane holds a pair each: afterwards lane i of the quad
  * holds the whole row of tile i. */
-__device__ inline void mn_quad_turn(uint32_t (&r)[4]) {
+__device__ inline void mn_quad_transpose(uint32_t (&r)[4]) {
     const int lane = threadIdx.x % 4;
     const bool odd = lane & 1, upper = lane & 2;
     uint32_t give0 = odd ? r[0] : r[1], give1 = odd ? r[2] : r[3];
@@ -267,19 +273,19 @@ __device__ inline void mn_quad_turn(uint32_t (&r)[4]) {
     r[2] = upper ? b0 : got0, r[3] = upper ? b1 : got1;
 }
 
-static __device__ __noinline__ void mn_put_singly(mn_bf16 *to, uint32_t pair0, uint32_t pair1,
+static __device__ __noinline__ void mn_store_scalar(mn_bf16 *to, uint32_t pair0, uint32_t pair1,
                                            uint32_t pair2, uint32_t pair3, int count) {
     const uint32_t pairs[4] = { pair0, pair1, pair2, pair3 };
     for (int i = 0; i < 8 && i < count; i++) {
-        mn_put(to + i, i % 2 ? mn_high(pairs[i / 2]) : mn_low(pairs[i / 2]));
+        mn_put(to + i, i % 2 ? mn_bf16_hi(pairs[i / 2]) : mn_bf16_lo(pairs[i / 2]));
     }
 }
 
-/* Rows of four tiles of 8 columns to a strip, from its column j0 on: `pair[i]` is this lane's pair
- * of tile i in its row, which is `token`; a warp calls together. */
-__device__ inline void mn_put_tokens(const mn_strip<mn_bf16> &to, uint32_t (&pair)[4],
+/* Rows of four tiles of 8 columns to a column tile, from its column j0 on: `pair[i]` is this
+ * lane's pair of tile i in its row, which is `token`; a warp calls together. */
+__device__ inline void mn_store_tokens(const mn_col_tile<mn_bf16> &to, uint32_t (&pair)[4],
                                      int64_t token, bool inside, int j0) {
-    mn_quad_turn(pair);
+    mn_quad_transpose(pair);
     const int j = j0 + threadIdx.x % 4 * 8;
     if (!inside || !to.at || j >= to.width) return;
     mn_bf16 *at = to.at + token * to.step + j;
@@ -287,17 +293,18 @@ __device__ inline void mn_put_tokens(const mn_strip<mn_bf16> &to, uint32_t (&pai
         *(uint4 *)at = make_uint4(pair[0], pair[1], pair[2], pair[3]);
         return;
     }
-    mn_put_singly(at, pair[0], pair[1], pair[2], pair[3], to.width - j);
+    mn_store_scalar(at, pair[0], pair[1], pair[2], pair[3], to.width - j);
 }
 
-static __device__ __noinline__ uint32_t mn_pair_singly(const mn_bf16 *from, int count) {
-    return mn_pair(count > 0 ? mn_float(from[0]) : 0.0f, count > 1 ? mn_float(from[1]) : 0.0f);
+static __device__ __noinline__ uint32_t mn_load_bf16x2_scalar(const mn_bf16 *from, int count) {
+    return mn_bf16x2(count > 0 ? mn_float(from[0]) : 0.0f, count > 1 ? mn_float(from[1]) : 0.0f);
 }
 
-/* Pairs of columns of row `token` of a strip as this lane has them in TILES tiles from column j0
- * on; zeros outside. */
+/* Pairs of columns of row `token` of a column tile as this lane has them in TILES tiles from
+ * column j0 on; zeros outside. */
 template <int TILES>
-__device__ inline void mn_pairs_of(uint32_t (&pair)[TILES], const mn_strip<const mn_bf16> &from,
+__device__ inline void mn_load_bf16x2(uint32_t (&pair)[TILES],
+                                      const mn_col_tile<const mn_bf16> &from,
                                    int64_t token, bool inside, int j0) {
     const int j = j0 + threadIdx.x % 4 * 2;
     const mn_bf16 *at = from.at + token * from.step + j;
@@ -306,8 +313,10 @@ __device__ inline void mn_pairs_of(uint32_t (&pair)[TILES], const mn_strip<const
     for (int i = 0; i < TILES; i++) {
         pair[i] = 0;
         if (inside && whole) pair[i] = *(const uint32_t *)(at + 8 * i);
-        else if (inside) pair[i] = mn_pair_singly(at + 8 * i, from.width - j - 8 * i);
+        else if (inside) pair[i] = mn_load_bf16x2_scalar(at + 8 * i, from.width - j - 8 * i);
     }
 }
+
+}    // namespace mneme::additive
 
 #endif

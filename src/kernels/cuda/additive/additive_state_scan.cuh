@@ -1,10 +1,10 @@
-/* additive_state_scan.cuh - walks over chunks for decays that the channels of a head share, or
+/* additive_state_scan.cuh - scans over chunks for decays that the channels of a head share, or
  * none.
  *
  *   out_r = scale (2^(l_r) x_r M + sum over c <= r of 2^(l_r - l_c) (x_r.y_c) z_c)
  *   M <- 2^(L) M + sum of 2^(L - l_c) y_c z_c'
  *
- * with l the running sum of log2 decays in the order of the walk, L that of the whole chunk;
+ * with l the running sum of log2 decays in the order of the scan, L that of the whole chunk;
  * forward a token's own decay counts in its l, in reverse it does not, and then what M holds at the
  * end has had the decay of the first token already. Sums of decays are double and kept as two
  * floats, so that small decays survive behind large ones. Exponents never exceed 0.
@@ -16,43 +16,45 @@
 
 #include "kernels/cuda/additive/additive_mma.cuh"
 
-enum { MN_WALK_WARPS = 8 };    // of a block
+namespace mneme::additive {
+
+enum { MN_SCAN_WARPS = 8 };    // of a block
 
 template <int DEPTH, int CHUNK>
-struct mn_walk_sizes {
-    static constexpr int warps = MN_WALK_WARPS, threads = 32 * warps;
+struct mn_scan_sizes {
+    static constexpr int warps = MN_SCAN_WARPS, threads = 32 * warps;
     static constexpr int pitch = DEPTH + 8, steps = DEPTH / 16;
     static constexpr int row_groups = warps < steps ? warps : steps;    // of the state's tiles
     static constexpr int row_tiles = steps / row_groups;                // of a warp
     static constexpr int column_tiles = 8 * row_groups / warps;
-    static constexpr int kept = DEPTH * MN_WALK_WIDTH;                  // numbers of a state
+    static constexpr int kept = DEPTH * MN_SCAN_WIDTH;                  // numbers of a state
 };
 
 template <int DEPTH, int CHUNK>
-struct mn_walk_stage {
+struct mn_scan_stage {
     alignas(16) mn_bf16 x[CHUNK * (DEPTH + 8)];
     alignas(16) mn_bf16 y[CHUNK * (DEPTH + 8)];
-    alignas(16) mn_bf16 z[CHUNK * MN_WALK_PITCH];
+    alignas(16) mn_bf16 z[CHUNK * MN_SCAN_PITCH];
 };
 
 /* l of rows as two floats; 2^(L - l); L */
 template <int CHUNK>
-struct mn_walk_levels {
-    alignas(16) float2 level[CHUNK];
+struct mn_scan_log_decays {
+    alignas(16) float2 log_decay[CHUNK];
     alignas(16) float to_end[CHUNK];
     float whole;
 };
 
 template <int DEPTH, int CHUNK>
-struct mn_walk_room {
-    mn_walk_stage<DEPTH, CHUNK> stage[2];
-    alignas(16) mn_bf16 state[2][DEPTH * MN_WALK_PITCH];
-    mn_walk_levels<CHUNK> levels[2];
+struct mn_scan_smem {
+    mn_scan_stage<DEPTH, CHUNK> stage[2];
+    alignas(16) mn_bf16 state[2][DEPTH * MN_SCAN_PITCH];
+    mn_scan_log_decays<CHUNK> log_decays[2];
 };
 
 /* The tiles of the state that a thread's warp has. */
 template <int ROW_TILES, int COLUMN_TILES, int ROW_GROUPS, int THREADS>
-struct mn_walk_state {
+struct mn_scan_state {
     float at[ROW_TILES][COLUMN_TILES][4];
 
     __device__ static int row(int tile) {
@@ -77,7 +79,7 @@ struct mn_walk_state {
         }
     }
 
-    __device__ void load(const mn_walk &p, const mn_walk_place &place) {
+    __device__ void load(const mn_chunk_scan &p, const mn_scan_coord &place) {
         const float *from = mn_row<float>(p.state0, place.n, 0, place.h);
         each([&](float &cell, int i, int j) {
             const int64_t column = place.column0 + j;
@@ -86,7 +88,7 @@ struct mn_walk_state {
         });
     }
 
-    __device__ void store(const mn_walk &p, const mn_walk_place &place) {
+    __device__ void store(const mn_chunk_scan &p, const mn_scan_coord &place) {
         float *to = mn_row<float>(p.state, place.n, 0, place.h);
         each([&](float &cell, int i, int j) {
             const int64_t column = place.column0 + j;
@@ -95,7 +97,7 @@ struct mn_walk_state {
         });
     }
 
-    __device__ void put_sum(float *to) const {
+    __device__ void store_sum(float *to) const {
 #pragma unroll
         for (int k = 0; k < ROW_TILES * COLUMN_TILES; k++) {
             const float(&a)[4] = at[k / COLUMN_TILES][k % COLUMN_TILES];
@@ -115,38 +117,39 @@ struct mn_walk_state {
     /* The state in front of a segment, from what those before it left; lower(segment's falls)
      * decays it over one. */
     template <typename F>
-    __device__ void begin(const mn_walk &p, const mn_walk_place &place, int64_t kept, F lower) {
+    __device__ void begin(const mn_chunk_scan &p, const mn_scan_coord &place, int64_t kept,
+                          F lower) {
         load(p, place);
-        if (p.gathers) each([](float &cell, int, int) { cell = 0.0f; });
-        for (int before = p.gathers ? 0 : (int)blockIdx.z; before > 0; before--) {
+        if (p.reduce_pass) each([](float &cell, int, int) { cell = 0.0f; });
+        for (int before = p.reduce_pass ? 0 : (int)blockIdx.z; before > 0; before--) {
             const int64_t index = place.index - before * place.stride;
-            lower(p.falls + index * MN_WALK_FALLS);
+            lower(p.cum_decays + index * MN_SCAN_DECAYS);
             add_sum(p.sums + index * kept);
         }
     }
 
     /* As a right operand for all warps. */
-    __device__ void share(mn_bf16 *room) {
+    __device__ void share(mn_bf16 *smem) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
             for (int c = 0; c < COLUMN_TILES; c++) {
-                mn_bf16 *to = room + row(r) * MN_WALK_PITCH + column(c);
-                *(uint32_t *)to = mn_pair(at[r][c][0], at[r][c][1]);
-                *(uint32_t *)(to + 8 * MN_WALK_PITCH) = mn_pair(at[r][c][2], at[r][c][3]);
+                mn_bf16 *to = smem + row(r) * MN_SCAN_PITCH + column(c);
+                *(uint32_t *)to = mn_bf16x2(at[r][c][0], at[r][c][1]);
+                *(uint32_t *)(to + 8 * MN_SCAN_PITCH) = mn_bf16x2(at[r][c][2], at[r][c][3]);
             }
         }
     }
 
-    /* To memory in bf16, from where threads in the same places take them back. */
+    /* To memory in bf16, from where threads in the same positions take them back. */
     __device__ void keep(mn_bf16 *to) const {
 #pragma unroll
         for (int k = 0; k < ROW_TILES * COLUMN_TILES; k += 2) {
             const float(&a)[4] = at[k / COLUMN_TILES][k % COLUMN_TILES];
             const float(&b)[4] = at[(k + 1) / COLUMN_TILES][(k + 1) % COLUMN_TILES];
             ((uint4 *)to)[k / 2 * THREADS + threadIdx.x] =
-                make_uint4(mn_pair(a[0], a[1]), mn_pair(a[2], a[3]), mn_pair(b[0], b[1]),
-                           mn_pair(b[2], b[3]));
+                make_uint4(mn_bf16x2(a[0], a[1]), mn_bf16x2(a[2], a[3]), mn_bf16x2(b[0], b[1]),
+                           mn_bf16x2(b[2], b[3]));
         }
     }
 
@@ -169,41 +172,41 @@ struct mn_walk_state {
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const uint32_t pair = pairs[i / 2];
-                use(k + i / 4, i % 4, i % 2 ? mn_high(pair) : mn_low(pair));
+                use(k + i / 4, i % 4, i % 2 ? mn_bf16_hi(pair) : mn_bf16_lo(pair));
             }
         }
     }
 };
 
 template <int DEPTH, int CHUNK>
-using mn_walk_state_of = mn_walk_state<
-    mn_walk_sizes<DEPTH, CHUNK>::row_tiles, mn_walk_sizes<DEPTH, CHUNK>::column_tiles,
-    mn_walk_sizes<DEPTH, CHUNK>::row_groups, mn_walk_sizes<DEPTH, CHUNK>::threads>;
+using mn_scan_state_of = mn_scan_state<
+    mn_scan_sizes<DEPTH, CHUNK>::row_tiles, mn_scan_sizes<DEPTH, CHUNK>::column_tiles,
+    mn_scan_sizes<DEPTH, CHUNK>::row_groups, mn_scan_sizes<DEPTH, CHUNK>::threads>;
 
 /* Tiles of 8 columns of a warp: in chunks of 64, two warps share the columns of 16 rows. */
 template <int CHUNK>
-constexpr int mn_walk_tiles = CHUNK / 16;
+constexpr int mn_scan_n_tiles = CHUNK / 16;
 
 /* Which rows of a chunk this thread's warp has: of the warps that share a scheduler some have few
  * columns to the left of their rows, some many. */
 template <int CHUNK>
-__device__ inline int mn_walk_row0() {
+__device__ inline int mn_scan_row0() {
     const int warp = threadIdx.x / 32 % (CHUNK / 16), half = threadIdx.x / (2 * CHUNK);
     if (CHUNK == 128) return 16 * (warp < 4 ? warp : 11 - warp);
     return 16 * (half ? CHUNK / 16 - 1 - warp : warp);
 }
 
 template <int CHUNK>
-__device__ inline int mn_walk_column0() {
-    return threadIdx.x / (2 * CHUNK) * (MN_WALK_WIDTH / 2);
+__device__ inline int mn_scan_column0() {
+    return threadIdx.x / (2 * CHUNK) * (MN_SCAN_WIDTH / 2);
 }
 
 /* ---- decays ---------------------------------------------------------------------------------- */
 
 /* Log decays of a chunk, a few per lane; a sum of -200 is as good as any below. */
 template <int CHUNK>
-__device__ inline void mn_walk_load_decays(float (&g)[CHUNK / 32], const mn_walks &all,
-                                           const mn_walk_place &at, int64_t t, int count,
+__device__ inline void mn_scan_load_decays(float (&g)[CHUNK / 32], const mn_chunk_scans &all,
+                                           const mn_scan_coord &at, int64_t t, int count,
                                            bool reverse) {
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) {
@@ -217,7 +220,7 @@ __device__ inline void mn_walk_load_decays(float (&g)[CHUNK / 32], const mn_walk
 }
 
 /* Numbers of a warp's lanes: the sum of those before this one, and of all. */
-__device__ inline void mn_walk_sum_lanes(double &before, double &whole, double own) {
+__device__ inline void mn_scan_warp_cumsum(double &before, double &whole, double own) {
     const int lane = threadIdx.x % 32;
     double sum = own;
 #pragma unroll
@@ -232,22 +235,23 @@ __device__ inline void mn_walk_sum_lanes(double &before, double &whole, double o
 
 /* A warp calls. */
 template <int CHUNK>
-__device__ inline void mn_walk_sum_decays(mn_walk_levels<CHUNK> &to, const float (&g)[CHUNK / 32],
+__device__ inline void mn_scan_cumsum_decays(mn_scan_log_decays<CHUNK> &to,
+                                                const float (&g)[CHUNK / 32],
                                           bool reverse) {
     const double unit = 1.4426950408889634;
     const int lane = threadIdx.x % 32;
     double own = 0.0;
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) own += unit * g[i];
-    double level, whole;
-    mn_walk_sum_lanes(level, whole, own);
+    double log_decay, whole;
+    mn_scan_warp_cumsum(log_decay, whole, own);
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) {
         const int row = lane * (CHUNK / 32) + i;
-        const double before = level;
-        level += unit * g[i];
-        const double l = reverse ? before : level;
-        to.level[row] = make_float2((float)l, (float)(l - (double)(float)l));
+        const double before = log_decay;
+        log_decay += unit * g[i];
+        const double l = reverse ? before : log_decay;
+        to.log_decay[row] = make_float2((float)l, (float)(l - (double)(float)l));
         to.to_end[row] = mn_exp2((float)(whole - l));
     }
     if (lane == 0) to.whole = (float)whole;
@@ -257,7 +261,8 @@ __device__ inline void mn_walk_sum_decays(mn_walk_levels<CHUNK> &to, const float
 
 /* p <- 2^(l_r - l_c) score(p, r, c), zero where c > r, for 16 rows by 32 columns */
 template <bool DECAYS, typename F>
-__device__ inline void mn_walk_weigh(float (&p)[4][4], const float2 *rows, const float2 *columns,
+__device__ inline void mn_scan_weigh_scores(float (&p)[4][4], const float2 *rows,
+                                           const float2 *columns,
                                      int row0, int column0, F score) {
     const int lane = threadIdx.x % 32, row = row0 + lane / 4;
     float2 of_row[2] = {};
@@ -283,16 +288,16 @@ __device__ inline void mn_walk_weigh(float (&p)[4][4], const float2 *rows, const
 /* What weighs the tokens of a chunk: here decays, or nothing. Others have more to add where reads
  * and writes pass (mlstm_state_scan.cuh). */
 template <int CHUNK, bool DECAYS>
-struct mn_walk_weights {
+struct mn_scan_weights {
     static constexpr bool decays = DECAYS;
-    const mn_walk_levels<CHUNK> &levels;
+    const mn_scan_log_decays<CHUNK> &log_decays;
 
     /* The state was read for rows row0 + ...: o is x M. */
     template <int TILES>
     __device__ void state_read(float (&o)[TILES][4], int row0, int) const {
         if (!DECAYS) return;
-        const float low = mn_exp2(levels.level[row0 + threadIdx.x % 32 / 4].x);
-        const float high = mn_exp2(levels.level[row0 + threadIdx.x % 32 / 4 + 8].x);
+        const float low = mn_exp2(log_decays.log_decay[row0 + threadIdx.x % 32 / 4].x);
+        const float high = mn_exp2(log_decays.log_decay[row0 + threadIdx.x % 32 / 4 + 8].x);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             o[tile][0] *= low, o[tile][1] *= low, o[tile][2] *= high, o[tile][3] *= high;
@@ -300,13 +305,13 @@ struct mn_walk_weights {
     }
 
     __device__ void weigh(float (&p)[4][4], int row0, int left) const {
-        mn_walk_weigh<DECAYS>(p, levels.level, levels.level, row0, left,
+        mn_scan_weigh_scores<DECAYS>(p, log_decays.log_decay, log_decays.log_decay, row0, left,
                               [](float x, int, int) { return x; });
     }
 
-    __device__ const float *to_end(void) const { return levels.to_end; }
-    __device__ float whole(void) const { return mn_exp2(levels.whole); }
-    /* Left operands pass: rows of x at depth 16 k; of y, turned, tile r from token t on. */
+    __device__ const float *to_end(void) const { return log_decays.to_end; }
+    __device__ float whole(void) const { return mn_exp2(log_decays.whole); }
+    /* Left operands pass: rows of x at depth 16 k; of y, transposed, tile r from token t on. */
     __device__ void reads(const uint32_t (&)[4], int) const {}
     __device__ void writes(const uint32_t (&)[4], int, int) const {}
     /* Tokens from t on of z pass. */
@@ -315,15 +320,15 @@ struct mn_walk_weights {
 
 /* Left operands of 16 rows of x: held in registers where they fit. */
 template <int DEPTH>
-struct mn_walk_rows {
+struct mn_scan_row_frags {
     static constexpr bool held = DEPTH <= 128;
     uint32_t x[held ? DEPTH / 16 : 1][4];
     const mn_bf16 *at;
 
-    __device__ mn_walk_rows(const mn_bf16 *rows) : at(rows) {
+    __device__ mn_scan_row_frags(const mn_bf16 *rows) : at(rows) {
         if constexpr (held) {
 #pragma unroll
-            for (int k = 0; k < DEPTH / 16; k++) mn_left(x[k], at + 16 * k, DEPTH + 8);
+            for (int k = 0; k < DEPTH / 16; k++) mn_frag_a(x[k], at + 16 * k, DEPTH + 8);
         }
     }
 
@@ -332,20 +337,20 @@ struct mn_walk_rows {
 #pragma unroll
             for (int i = 0; i < 4; i++) a[i] = x[k][i];
         } else {
-            mn_left(a, at + 16 * k, DEPTH + 8);
+            mn_frag_a(a, at + 16 * k, DEPTH + 8);
         }
     }
 };
 
 /* Sum over this thread's cells of o with what lies beside. */
 template <int TILES>
-__device__ inline float mn_walk_product(const float (&o)[TILES][4],
-                                        const uint32_t (&beside)[2][TILES], int half) {
+__device__ inline float mn_scan_dot(const float (&o)[TILES][4],
+                                        const uint32_t (&paired)[2][TILES], int half) {
     float product = 0.0f;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-        product = fmaf(o[tile][2 * half], mn_low(beside[half][tile]), product);
-        product = fmaf(o[tile][2 * half + 1], mn_high(beside[half][tile]), product);
+        product = fmaf(o[tile][2 * half], mn_bf16_lo(paired[half][tile]), product);
+        product = fmaf(o[tile][2 * half + 1], mn_bf16_hi(paired[half][tile]), product);
     }
     return product;
 }
@@ -353,28 +358,30 @@ __device__ inline float mn_walk_product(const float (&o)[TILES][4],
 /* o = x M and what the chunk's own tokens add, for this warp's rows; without the scale. The
  * products of x M with what lies beside go to *kept, where it is not NULL. */
 template <int DEPTH, int CHUNK, typename WEIGHTS>
-__device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
-                                    const mn_walk_stage<DEPTH, CHUNK> &in, const mn_bf16 *state,
+__device__ inline void mn_scan_output(float (&o)[mn_scan_n_tiles<CHUNK>][4],
+                                    const mn_scan_stage<DEPTH, CHUNK> &in,
+                                        const mn_bf16 *state,
                                     WEIGHTS &weights,
-                                    const uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
+                                    const uint32_t (&paired)[2][mn_scan_n_tiles<CHUNK>],
                                     float *kept) {
     constexpr int pitch = DEPTH + 8;
-    const int row0 = mn_walk_row0<CHUNK>(), column0 = mn_walk_column0<CHUNK>();
-    const mn_walk_rows<DEPTH> rows(in.x + row0 * pitch);
+    const int row0 = mn_scan_row0<CHUNK>(), column0 = mn_scan_column0<CHUNK>();
+    const mn_scan_row_frags<DEPTH> rows(in.x + row0 * pitch);
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; k++) {
         uint32_t a[4], b[4];
         rows.get(a, k);
         weights.reads(a, k);
 #pragma unroll
-        for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 2) {
-            mn_right_turned(b, state + 16 * k * MN_WALK_PITCH + column0 + 8 * tile, MN_WALK_PITCH);
+        for (int tile = 0; tile < mn_scan_n_tiles<CHUNK>; tile += 2) {
+            mn_frag_b_trans(b, state + 16 * k * MN_SCAN_PITCH + column0 + 8 * tile,
+                                MN_SCAN_PITCH);
             mn_mma(o[tile], a, b[0], b[1]);
             mn_mma(o[tile + 1], a, b[2], b[3]);
         }
     }
     weights.state_read(o, row0, column0);
-    if (kept) *kept = mn_walk_product(o, beside, 0) + mn_walk_product(o, beside, 1);
+    if (kept) *kept = mn_scan_dot(o, paired, 0) + mn_scan_dot(o, paired, 1);
     for (int left = 0; left <= row0; left += 32) {
         float p[4][4] = {};
 #pragma unroll
@@ -383,7 +390,7 @@ __device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
             rows.get(a, k);
 #pragma unroll
             for (int tile = 0; tile < 4; tile += 2) {
-                mn_right(b, in.y + (left + 8 * tile) * pitch + 16 * k, pitch);
+                mn_frag_b(b, in.y + (left + 8 * tile) * pitch + 16 * k, pitch);
                 mn_mma(p[tile], a, b[0], b[1]);
                 mn_mma(p[tile + 1], a, b[2], b[3]);
             }
@@ -393,11 +400,12 @@ __device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
         for (int half = 0; half < 2; half++) {
             if (left + 16 * half > row0) break;
             uint32_t a[4], b[4];
-            mn_left_of(a, p[2 * half], p[2 * half + 1]);
+            mn_frag_a_of(a, p[2 * half], p[2 * half + 1]);
 #pragma unroll
-            for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 2) {
-                mn_right_turned(b, in.z + (left + 16 * half) * MN_WALK_PITCH + column0 + 8 * tile,
-                                MN_WALK_PITCH);
+            for (int tile = 0; tile < mn_scan_n_tiles<CHUNK>; tile += 2) {
+                mn_frag_b_trans(b, in.z + (left + 16 * half) * MN_SCAN_PITCH + column0 + 8
+                                    * tile,
+                                MN_SCAN_PITCH);
                 mn_mma(o[tile], a, b[0], b[1]);
                 mn_mma(o[tile + 1], a, b[2], b[3]);
             }
@@ -407,9 +415,10 @@ __device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
 
 /* M <- 2^L M + sum of 2^(L - l) y z' */
 template <int DEPTH, int CHUNK, typename WEIGHTS>
-__device__ inline void mn_walk_write(mn_walk_state_of<DEPTH, CHUNK> &M,
-                                     const mn_walk_stage<DEPTH, CHUNK> &in, WEIGHTS &weights) {
-    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+__device__ inline void mn_scan_update_state(mn_scan_state_of<DEPTH, CHUNK> &M,
+                                     const mn_scan_stage<DEPTH, CHUNK> &in,
+                                         WEIGHTS &weights) {
+    using sizes = mn_scan_sizes<DEPTH, CHUNK>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row0 = warp % sizes::row_groups * sizes::row_tiles * 16;
     const int column0 = warp / sizes::row_groups * sizes::column_tiles * 8;
@@ -422,22 +431,22 @@ __device__ inline void mn_walk_write(mn_walk_state_of<DEPTH, CHUNK> &M,
         uint32_t b[sizes::column_tiles / 2][4];
 #pragma unroll
         for (int tile = 0; tile < sizes::column_tiles; tile += 2) {
-            mn_right_turned(b[tile / 2], in.z + t * MN_WALK_PITCH + column0 + 8 * tile,
-                            MN_WALK_PITCH);
+            mn_frag_b_trans(b[tile / 2], in.z + t * MN_SCAN_PITCH + column0 + 8 * tile,
+                            MN_SCAN_PITCH);
         }
         weights.writes_of(in.z, t);
 #pragma unroll
         for (int r = 0; r < sizes::row_tiles; r++) {
             uint32_t a[4];
-            mn_left_turned(a, in.y + t * sizes::pitch + row0 + 16 * r, sizes::pitch);
+            mn_frag_a_trans(a, in.y + t * sizes::pitch + row0 + 16 * r, sizes::pitch);
             weights.writes(a, r, t);
             if (WEIGHTS::decays) {
                 const float *to_end = weights.to_end() + t + lane % 4 * 2;
                 const float2 low = *(const float2 *)to_end, high = *(const float2 *)(to_end + 8);
-                a[0] = mn_pair_times(a[0], low.x, low.y);
-                a[1] = mn_pair_times(a[1], low.x, low.y);
-                a[2] = mn_pair_times(a[2], high.x, high.y);
-                a[3] = mn_pair_times(a[3], high.x, high.y);
+                a[0] = mn_bf16x2_mul(a[0], low.x, low.y);
+                a[1] = mn_bf16x2_mul(a[1], low.x, low.y);
+                a[2] = mn_bf16x2_mul(a[2], high.x, high.y);
+                a[3] = mn_bf16x2_mul(a[3], high.x, high.y);
             }
 #pragma unroll
             for (int tile = 0; tile < sizes::column_tiles; tile += 2) {
@@ -448,69 +457,75 @@ __device__ inline void mn_walk_write(mn_walk_state_of<DEPTH, CHUNK> &M,
     }
 }
 
-/* ---- the walk -------------------------------------------------------------------------------- */
+/* ---- the scan -------------------------------------------------------------------------------- */
 
 /* Rows of a sequence that a block reads and writes. */
-struct mn_walk_strips {
-    mn_strip<const mn_bf16> x, y, z, beside;
-    mn_strip<mn_bf16> out;
+struct mn_scan_col_tiles {
+    mn_col_tile<const mn_bf16> x, y, z, paired;
+    mn_col_tile<mn_bf16> out;
     bool reads;
 
-    __device__ mn_walk_strips(const mn_walk &p, const mn_walk_place &at, int depth) {
+    __device__ mn_scan_col_tiles(const mn_chunk_scan &p, const mn_scan_coord &at, int depth) {
         const mn_span &s = at.span;
-        reads = !p.gathers;
-        x = mn_strip_of<const mn_bf16>(p.x, s, at.h, 0, p.depth, depth);
-        y = mn_strip_of<const mn_bf16>(p.y, s, at.h, 0, p.depth, depth);
-        z = mn_strip_of<const mn_bf16>(p.z, s, at.h, at.column0, p.width, MN_WALK_WIDTH);
-        beside = mn_strip_of<const mn_bf16>(p.beside, s, at.h, at.column0, p.width, MN_WALK_WIDTH);
-        out = mn_strip_of<mn_bf16>(p.out, s, at.h, at.column0, p.width, MN_WALK_WIDTH);
+        reads = !p.reduce_pass;
+        x = mn_col_tile_of<const mn_bf16>(p.x, s, at.h, 0, p.depth, depth);
+        y = mn_col_tile_of<const mn_bf16>(p.y, s, at.h, 0, p.depth, depth);
+        z = mn_col_tile_of<const mn_bf16>(p.z, s, at.h, at.column0, p.width, MN_SCAN_WIDTH);
+        paired = mn_col_tile_of<const mn_bf16>(p.paired, s, at.h, at.column0, p.width,
+                                               MN_SCAN_WIDTH);
+        out = mn_col_tile_of<mn_bf16>(p.out, s, at.h, at.column0, p.width, MN_SCAN_WIDTH);
     }
 };
 
 template <int DEPTH, int CHUNK>
-__device__ inline void mn_walk_fetch(mn_walk_stage<DEPTH, CHUNK> &to, const mn_walk_strips &strips,
+__device__ inline void mn_scan_load_chunks(mn_scan_stage<DEPTH, CHUNK> &to,
+                                          const mn_scan_col_tiles &col_tiles,
                                      int64_t t, int64_t length, bool reverse) {
-    constexpr int threads = mn_walk_sizes<DEPTH, CHUNK>::threads;
+    constexpr int threads = mn_scan_sizes<DEPTH, CHUNK>::threads;
     const int count = (int)min((int64_t)CHUNK, length - t);
-    if (strips.reads) mn_fetch_tokens<CHUNK, DEPTH, threads>(to.x, strips.x, t, count, reverse);
-    mn_fetch_tokens<CHUNK, DEPTH, threads>(to.y, strips.y, t, count, reverse);
-    mn_fetch_tokens<CHUNK, MN_WALK_WIDTH, threads>(to.z, strips.z, t, count, reverse);
-    mn_copies_end();
+    if (col_tiles.reads) mn_load_tokens<CHUNK, DEPTH,
+        threads>(to.x, col_tiles.x, t, count, reverse);
+    mn_load_tokens<CHUNK, DEPTH, threads>(to.y, col_tiles.y, t, count, reverse);
+    mn_load_tokens<CHUNK, MN_SCAN_WIDTH, threads>(to.z, col_tiles.z, t, count, reverse);
+    mn_cp_async_commit();
 }
 
 /* The token of this thread's row in the upper or lower half of its warp's rows. */
 template <int CHUNK>
-__device__ inline int mn_walk_token(int half, bool reverse) {
-    const int row = mn_walk_row0<CHUNK>() + threadIdx.x % 32 / 4 + 8 * half;
+__device__ inline int mn_scan_token(int half, bool reverse) {
+    const int row = mn_scan_row0<CHUNK>() + threadIdx.x % 32 / 4 + 8 * half;
     return reverse ? CHUNK - 1 - row : row;
 }
 
 /* What lies beside o: asked for early, as it comes from memory. */
 template <int CHUNK>
-__device__ inline void mn_walk_load_beside(uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
-                                           const mn_walk &p, const mn_walk_strips &strips,
+__device__ inline void mn_scan_load_paired(uint32_t (&paired)[2][mn_scan_n_tiles<CHUNK>],
+                                           const mn_chunk_scan &p,
+                                               const mn_scan_col_tiles &col_tiles,
                                            int64_t t, int count) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int token = mn_walk_token<CHUNK>(half, p.reverse);
-        mn_pairs_of(beside[half], strips.beside, t + token, token < count,
-                    mn_walk_column0<CHUNK>());
+        const int token = mn_scan_token<CHUNK>(half, p.reverse);
+        mn_load_bf16x2(paired[half], col_tiles.paired, t + token, token < count,
+                    mn_scan_column0<CHUNK>());
     }
 }
 
 /* Rows of o, scaled, to memory, and their products with the rows beside it */
 template <int CHUNK>
-__device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
-                                   const uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
-                                   mn_walk_duty duty, const mn_walks &all, const mn_walk &p,
-                                   const mn_walk_place &at, const mn_walk_strips &strips,
+__device__ inline void mn_scan_store_out(const float (&o)[mn_scan_n_tiles<CHUNK>][4],
+                                   const uint32_t (&paired)[2][mn_scan_n_tiles<CHUNK>],
+                                   mn_scan_mode mode, const mn_chunk_scans &all,
+                                       const mn_chunk_scan &p,
+                                   const mn_scan_coord &at,
+                                       const mn_scan_col_tiles &col_tiles,
                                    int64_t t, int count, const float (&scale)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int token = mn_walk_token<CHUNK>(half, p.reverse);
+        const int token = mn_scan_token<CHUNK>(half, p.reverse);
         const bool inside = token < count;
-        if (duty != MN_WALK_PLAIN) {
-            float product = mn_walk_product(o, beside, half);
+        if (mode != MN_SCAN_PLAIN) {
+            float product = mn_scan_dot(o, paired, half);
             product += __shfl_xor_sync(0xffffffffu, product, 1);
             product += __shfl_xor_sync(0xffffffffu, product, 2);
             const int64_t when = at.span.b * all.call.T + at.span.t0 + t + token;
@@ -521,125 +536,134 @@ __device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
             }
         }
 #pragma unroll
-        for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 4) {
+        for (int tile = 0; tile < mn_scan_n_tiles<CHUNK>; tile += 4) {
             uint32_t pair[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                pair[i] = mn_pair(scale[half] * o[tile + i][2 * half],
+                pair[i] = mn_bf16x2(scale[half] * o[tile + i][2 * half],
                                   scale[half] * o[tile + i][2 * half + 1]);
             }
-            mn_put_tokens(strips.out, pair, t + token, inside,
-                          mn_walk_column0<CHUNK>() + 8 * tile);
+            mn_store_tokens(col_tiles.out, pair, t + token, inside,
+                          mn_scan_column0<CHUNK>() + 8 * tile);
         }
     }
 }
 
-/* Where the state in front of a chunk is kept, and this warp's part of its meeting with the state
+/* Where the state in front of a chunk is kept, and this warp's part of its exchange with the state
  * behind the chunk, which comes decayed over it; `more` is what else this thread makes meet. */
 template <int DEPTH, int CHUNK>
-__device__ inline int64_t mn_walk_kept_at(const mn_walks &all, const mn_walk_place &at,
+__device__ inline int64_t mn_scan_saved_at(const mn_chunk_scans &all,
+                                                const mn_scan_coord &at,
                                           int64_t chunk) {
-    const int64_t slot = mn_walk_first_slot(all.call, at.n, CHUNK) + chunk;
+    const int64_t slot = mn_scan_first_slot(all.call, at.n, CHUNK) + chunk;
     return (slot * all.call.H + at.h) * at.n_slices + at.slice;
 }
 
 template <int DEPTH, int CHUNK>
-__device__ inline void mn_walk_meet(const mn_walk_state_of<DEPTH, CHUNK> &M,
-                                    const typename mn_walk_state_of<DEPTH, CHUNK>::kept &kept,
-                                    const mn_walk &p, int64_t kept_at, float fall, float more) {
-    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+__device__ inline void mn_scan_dot_saved(const mn_scan_state_of<DEPTH, CHUNK> &M,
+                                    const typename mn_scan_state_of<DEPTH, CHUNK>::kept &kept,
+                                    const mn_chunk_scan &p, int64_t kept_at, float cum_decay,
+                                        float more) {
+    using sizes = mn_scan_sizes<DEPTH, CHUNK>;
     float sum = more;
     M.meet(kept, [&](int k, int i, float x) {
         sum = fmaf(M.at[k / sizes::column_tiles][k % sizes::column_tiles][i], x, sum);
     });
     sum = mn_warp_sum(sum);
     if (threadIdx.x % 32 == 0) {
-        p.meetings[kept_at * sizes::warps + threadIdx.x / 32] = p.scale * fall * sum;
+        p.state_dots[kept_at * sizes::warps + threadIdx.x / 32] = p.scale * cum_decay * sum;
     }
 }
 
 /* Reads the chunk at t, then moves the state behind it. */
 template <int DEPTH, int CHUNK, bool DECAYS>
-__device__ inline void mn_walk_turn(mn_walk_state_of<DEPTH, CHUNK> &M, const mn_walks &all,
-                                    const mn_walk &p, const mn_walk_place &at,
-                                    const mn_walk_strips &strips,
-                                    const mn_walk_stage<DEPTH, CHUNK> &in, const mn_bf16 *state,
-                                    const mn_walk_levels<CHUNK> &levels, mn_bf16 *next, int64_t t) {
-    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+__device__ inline void mn_scan_chunk(mn_scan_state_of<DEPTH, CHUNK> &M,
+                                          const mn_chunk_scans &all,
+                                    const mn_chunk_scan &p, const mn_scan_coord &at,
+                                    const mn_scan_col_tiles &col_tiles,
+                                    const mn_scan_stage<DEPTH, CHUNK> &in,
+                                        const mn_bf16 *state,
+                                    const mn_scan_log_decays<CHUNK> &log_decays, mn_bf16 *next,
+                                        int64_t t) {
+    using sizes = mn_scan_sizes<DEPTH, CHUNK>;
     const int count = (int)min((int64_t)CHUNK, at.span.length - t);
-    const int64_t kept_at = mn_walk_kept_at<DEPTH, CHUNK>(all, at, t / CHUNK);
-    const mn_walk_duty duty = DECAYS ? p.duty : MN_WALK_PLAIN;
-    float o[mn_walk_tiles<CHUNK>][4] = {}, product = 0.0f;
-    uint32_t beside[2][mn_walk_tiles<CHUNK>];
-    if (duty != MN_WALK_PLAIN) mn_walk_load_beside<CHUNK>(beside, p, strips, t, count);
-    typename mn_walk_state_of<DEPTH, CHUNK>::kept kept;
-    if (duty == MN_WALK_MEETS) M.recall(kept, p.kept + kept_at * sizes::kept);
-    mn_walk_weights<CHUNK, DECAYS> weights = { levels };
-    mn_walk_read<DEPTH, CHUNK>(o, in, state, weights, beside,
-                               duty == MN_WALK_KEEPS ? &product : nullptr);
-    if (duty == MN_WALK_MEETS) {
-        mn_walk_meet<DEPTH, CHUNK>(M, kept, p, kept_at, DECAYS ? weights.whole() : 1.0f, 0.0f);
+    const int64_t kept_at = mn_scan_saved_at<DEPTH, CHUNK>(all, at, t / CHUNK);
+    const mn_scan_mode mode = DECAYS ? p.mode : MN_SCAN_PLAIN;
+    float o[mn_scan_n_tiles<CHUNK>][4] = {}, product = 0.0f;
+    uint32_t paired[2][mn_scan_n_tiles<CHUNK>];
+    if (mode != MN_SCAN_PLAIN) mn_scan_load_paired<CHUNK>(paired, p, col_tiles, t, count);
+    typename mn_scan_state_of<DEPTH, CHUNK>::kept kept;
+    if (mode == MN_SCAN_DOT_STATE) M.recall(kept, p.kept + kept_at * sizes::kept);
+    mn_scan_weights<CHUNK, DECAYS> weights = { log_decays };
+    mn_scan_output<DEPTH, CHUNK>(o, in, state, weights, paired,
+                               mode == MN_SCAN_SAVE_STATE ? &product : nullptr);
+    if (mode == MN_SCAN_DOT_STATE) {
+        mn_scan_dot_saved<DEPTH, CHUNK>(M, kept, p, kept_at, DECAYS ? weights.whole() : 1.0f,
+                                         0.0f);
     }
-    if (duty == MN_WALK_KEEPS) {
+    if (mode == MN_SCAN_SAVE_STATE) {
         M.keep(p.kept + kept_at * sizes::kept);
         product = p.scale * mn_warp_sum(product);
         if (threadIdx.x % 32 == 0) {
             p.inside[kept_at * sizes::warps + threadIdx.x / 32] = product;
         }
     }
-    mn_walk_write<DEPTH, CHUNK>(M, in, weights);
+    mn_scan_update_state<DEPTH, CHUNK>(M, in, weights);
     M.share(next);
-    mn_walk_put<CHUNK>(o, beside, duty, all, p, at, strips, t, count, { p.scale, p.scale });
+    mn_scan_store_out<CHUNK>(o, paired, mode, all, p, at, col_tiles, t, count,
+                             { p.scale, p.scale });
 }
 
 template <int DEPTH, int CHUNK, bool DECAYS>
-__global__ void __launch_bounds__(mn_walk_sizes<DEPTH, CHUNK>::threads, 1)
-mn_walk_kernel(const __grid_constant__ mn_walks all) {
-    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+__global__ void __launch_bounds__(mn_scan_sizes<DEPTH, CHUNK>::threads, 1)
+additive_state_scan(const __grid_constant__ mn_chunk_scans all) {
+    using sizes = mn_scan_sizes<DEPTH, CHUNK>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_walk_room<DEPTH, CHUNK> &room = *(mn_walk_room<DEPTH, CHUNK> *)bytes;
-    const mn_walk &p = all.walk[blockIdx.y];
-    if (blockIdx.x >= mn_walk_slices(p) * all.call.H * mn_n_spans(all.call)) return;
-    const mn_walk_place at = mn_walk_here(all.call, p, CHUNK);
+    mn_scan_smem<DEPTH, CHUNK> &smem = *(mn_scan_smem<DEPTH, CHUNK> *)bytes;
+    const mn_chunk_scan &p = all.scan[blockIdx.y];
+    if (blockIdx.x >= mn_scan_slices(p) * all.call.H * mn_n_spans(all.call)) return;
+    const mn_scan_coord at = mn_scan_block_coord(all.call, p, CHUNK);
     if (at.idle) return;
-    const mn_walk_strips strips(p, at, DEPTH);
+    const mn_scan_col_tiles col_tiles(p, at, DEPTH);
     const int64_t length = at.span.length;
     const bool reverse = p.reverse, sums = DECAYS && threadIdx.x < 32;
-    float g[CHUNK / 32], fall = 1.0f;
-    mn_walk_state_of<DEPTH, CHUNK> M;
-    M.begin(p, at, sizes::kept, [&](const float *falls) {
-        M.each([&](float &cell, int, int) { cell *= *falls; });
+    float g[CHUNK / 32], cum_decay = 1.0f;
+    mn_scan_state_of<DEPTH, CHUNK> M;
+    M.begin(p, at, sizes::kept, [&](const float *cum_decays) {
+        M.each([&](float &cell, int, int) { cell *= *cum_decays; });
     });
-    M.share(room.state[0]);
-    for (int64_t n = at.turn; n <= at.end; n++) {
-        const bool works = n > at.turn, looks = n < at.end;
-        const int next = (n - at.turn) % 2, now = 1 - next;
-        const int64_t t = (reverse ? at.n_chunks - n : n - 1) * CHUNK;    // at hand, if it works
+    M.share(smem.state[0]);
+    for (int64_t n = at.iter; n <= at.end; n++) {
+        const bool computes = n > at.iter, prefetches = n < at.end;
+        const int next = (n - at.iter) % 2, now = 1 - next;
+        const int64_t t = (reverse ? at.n_chunks - n : n - 1) * CHUNK;    // at tid, if it computes
         const int64_t t_next = reverse ? t - CHUNK : t + CHUNK;
-        if (works) mn_copies_wait();
+        if (computes) mn_cp_async_wait_all();
         __syncthreads();
-        if (looks) {
-            mn_walk_fetch<DEPTH, CHUNK>(room.stage[next], strips, t_next, length, reverse);
+        if (prefetches) {
+            mn_scan_load_chunks<DEPTH, CHUNK>(smem.stage[next], col_tiles, t_next, length, reverse);
             const int count = (int)min((int64_t)CHUNK, length - t_next);
-            if (sums) mn_walk_load_decays<CHUNK>(g, all, at, t_next, count, reverse);
+            if (sums) mn_scan_load_decays<CHUNK>(g, all, at, t_next, count, reverse);
         }
-        if (works && p.gathers) {
-            mn_walk_weights<CHUNK, DECAYS> weights = { room.levels[now] };
-            mn_walk_write<DEPTH, CHUNK>(M, room.stage[now], weights);
-            if (DECAYS) fall *= mn_exp2(room.levels[now].whole);
-        } else if (works) {
-            mn_walk_turn<DEPTH, CHUNK, DECAYS>(M, all, p, at, strips, room.stage[now],
-                                               room.state[now], room.levels[now],
-                                               room.state[next], t);
+        if (computes && p.reduce_pass) {
+            mn_scan_weights<CHUNK, DECAYS> weights = { smem.log_decays[now] };
+            mn_scan_update_state<DEPTH, CHUNK>(M, smem.stage[now], weights);
+            if (DECAYS) cum_decay *= mn_exp2(smem.log_decays[now].whole);
+        } else if (computes) {
+            mn_scan_chunk<DEPTH, CHUNK, DECAYS>(M, all, p, at, col_tiles, smem.stage[now],
+                                               smem.state[now], smem.log_decays[now],
+                                               smem.state[next], t);
         }
-        if (sums && looks) mn_walk_sum_decays<CHUNK>(room.levels[next], g, reverse);
+        if (sums && prefetches) mn_scan_cumsum_decays<CHUNK>(smem.log_decays[next], g, reverse);
     }
-    if (p.gathers) {
-        M.put_sum(p.sums + at.index * sizes::kept);
-        if (threadIdx.x == 0) p.falls[at.index * MN_WALK_FALLS] = fall;
+    if (p.reduce_pass) {
+        M.store_sum(p.sums + at.index * sizes::kept);
+        if (threadIdx.x == 0) p.cum_decays[at.index * MN_SCAN_DECAYS] = cum_decay;
     } else if (at.last) {
         M.store(p, at);
     }
 }
+
+}    // namespace mneme::additive
 
 #endif

@@ -1,6 +1,242 @@
 /* attention.cu - softmax attention and relu_attention (equations in ref/attention.c). */
+#include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/attention/attention_bwd_single_pass_sm90.cuh"
-#include "kernels/cuda/attention/attention_step.cuh"
+
+namespace mneme::attention {
+
+/* one query of each head against a cache of keys (attention and
+ * relu_attention, T = 1), split over the keys.
+ *
+ * A block reads 256 keys and values of one key-value head for up to four of the query heads that
+ * share it, and leaves a part of the result with its largest score and its sum; a second kernel
+ * adds the parts in their order. Rows are read by groups of 16 threads, in packs where they can. */
+
+enum {
+    MN_STEP_KEYS = 256,       // of a block
+    MN_STEP_HEADS = 4,        // query heads of a block
+    MN_STEP_THREADS = 256,
+    MN_STEP_GROUP = 16,        // threads of a row
+    MN_STEP_TEAMS = MN_STEP_THREADS / MN_STEP_GROUP,
+    MN_STEP_WIDEST = 2048,    // K, for queries in shared memory
+};
+
+inline int64_t mn_step_parts(const mn_call &call) {
+    return mn_ceil_div(call.L, MN_STEP_KEYS);
+}
+
+/* Scores of the block's keys into w. A team takes four keys at a time, N columns of each thread. */
+template <typename T, int N>
+__device__ inline void mn_step_scores(float (*w)[MN_STEP_KEYS], const float *q, const mn_reads &p,
+                                      int64_t b, int64_t j, int64_t key0, int n_keys) {
+    enum { AT_ONCE = 4 };
+    const int lane = threadIdx.x % MN_STEP_GROUP, team = threadIdx.x / MN_STEP_GROUP;
+    const int K = (int)p.call.K;
+    for (int first = 0; first < K; first += MN_STEP_GROUP * N) {
+        const int a = first + lane * N;
+        float of_q[MN_STEP_HEADS][N];
+#pragma unroll
+        for (int h = 0; h < MN_STEP_HEADS; h++) {
+#pragma unroll
+            for (int e = 0; e < N; e++) of_q[h][e] = a < K ? q[h * K + a + e] : 0.0f;
+        }
+        for (int i0 = team; i0 < MN_STEP_KEYS; i0 += AT_ONCE * MN_STEP_TEAMS) {
+            float x[AT_ONCE][N];
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+                const int i = i0 + u * MN_STEP_TEAMS;
+                const bool inside = i < n_keys && a < K;
+                mn_load<N>(x[u], inside ? mn_row<T>(p.k, b, key0 + i, j) : (const T *)nullptr, a);
+            }
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+#pragma unroll
+                for (int h = 0; h < MN_STEP_HEADS; h++) {
+                    float sum = 0.0f;
+#pragma unroll
+                    for (int e = 0; e < N; e++) sum = fmaf(x[u][e], of_q[h][e], sum);
+#pragma unroll
+                    for (int lanes = MN_STEP_GROUP / 2; lanes > 0; lanes >>= 1) {
+                        sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+                    }
+                    float *to = &w[h][i0 + u * MN_STEP_TEAMS];
+                    if (lane == 0) *to = fmaf(p.scale, sum, first ? *to : 0.0f);
+                }
+            }
+        }
+    }
+}
+
+/* Sums of w v over the block's keys, N columns of each thread from column0 + lane N on: in `out`
+ * of team 0. */
+template <typename T, int N>
+__device__ inline void mn_step_read(float (&out)[MN_STEP_HEADS][N], float (*w)[MN_STEP_KEYS],
+                                    float *room, const mn_reads &p, int64_t b, int64_t j,
+                                    int64_t key0, int n_keys, int column0) {
+    const int lane = threadIdx.x % MN_STEP_GROUP, team = threadIdx.x / MN_STEP_GROUP;
+    const int column = column0 + lane * N;
+#pragma unroll
+    for (int h = 0; h < MN_STEP_HEADS; h++) {
+#pragma unroll
+        for (int e = 0; e < N; e++) out[h][e] = 0.0f;
+    }
+    enum { AT_ONCE = 4 };
+    for (int i0 = team; i0 < n_keys && column < p.call.V; i0 += AT_ONCE * MN_STEP_TEAMS) {
+        float x[AT_ONCE][N];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int i = i0 + u * MN_STEP_TEAMS;
+            mn_load<N>(x[u], i < n_keys ? mn_row<T>(p.v, b, key0 + i, j) : (const T *)nullptr,
+                       column);
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int i = min(i0 + u * MN_STEP_TEAMS, MN_STEP_KEYS - 1);
+#pragma unroll
+            for (int h = 0; h < MN_STEP_HEADS; h++) {
+#pragma unroll
+                for (int e = 0; e < N; e++) out[h][e] = fmaf(w[h][i], x[u][e], out[h][e]);
+            }
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < MN_STEP_HEADS; h++) {
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < N; e++) {
+            room[(e * MN_STEP_TEAMS + team) * MN_STEP_GROUP + lane] = out[h][e];
+        }
+        __syncthreads();
+        if (team != 0) continue;
+#pragma unroll
+        for (int e = 0; e < N; e++) {
+            float sum = 0.0f;
+            for (int i = 0; i < MN_STEP_TEAMS; i++) {
+                sum += room[(e * MN_STEP_TEAMS + i) * MN_STEP_GROUP + lane];
+            }
+            out[h][e] = sum;
+        }
+    }
+}
+
+/* Parts lie as (B, H, parts, V + 2): sums of w v, the largest score, the sum. */
+template <typename T, int N>
+__global__ void __launch_bounds__(MN_STEP_THREADS)
+mn_step_part_kernel(const __grid_constant__ mn_reads p, float *parts, int64_t n_parts) {
+    extern __shared__ float q[];
+    __shared__ float w[MN_STEP_HEADS][MN_STEP_KEYS], room[N * MN_STEP_THREADS], sums[32];
+    const int64_t group = p.call.H / p.call.J, sets = (group + MN_STEP_HEADS - 1) / MN_STEP_HEADS;
+    const int64_t part = blockIdx.x, j = blockIdx.y / sets, b = blockIdx.z;
+    const int64_t first = j * group + blockIdx.y % sets * MN_STEP_HEADS;
+    const int n_heads = (int)min((int64_t)MN_STEP_HEADS, (j + 1) * group - first);
+    const int64_t key0 = part * MN_STEP_KEYS, K = p.call.K, V = p.call.V;
+    const int n_keys = (int)min((int64_t)MN_STEP_KEYS, p.call.L - key0);
+    for (int64_t i = threadIdx.x; i < MN_STEP_HEADS * K; i += MN_STEP_THREADS) {
+        const int h = (int)(i / K);
+        q[i] = h < n_heads ? mn_float(mn_row<T>(p.q, b, 0, first + h)[i % K]) : 0.0f;
+    }
+    __syncthreads();
+    mn_step_scores<T, N>(w, q, p, b, j, key0, n_keys);
+    __syncthreads();
+    for (int h = 0; h < n_heads; h++) {
+        const bool inside = threadIdx.x < n_keys;
+        const float z = inside ? w[h][threadIdx.x] : 0.0f;
+        float most = 0.0f, x = fmaxf(z, 0.0f), weight = z * z;
+        if (p.softmax) {
+            most = mn_group_max<MN_STEP_THREADS>(inside ? z : -INFINITY, sums);
+            weight = x = inside ? expf(z - most) : 0.0f;
+        }
+        w[h][threadIdx.x] = inside ? x : 0.0f;
+        const float sum = mn_group_sum<MN_STEP_THREADS>(weight, sums);
+        float *to = parts + ((b * p.call.H + first + h) * n_parts + part) * (V + 2) + V;
+        if (threadIdx.x == 0) to[0] = most, to[1] = sum;
+    }
+    __syncthreads();
+    for (int64_t column0 = 0; column0 < V; column0 += MN_STEP_GROUP * N) {
+        float out[MN_STEP_HEADS][N];
+        mn_step_read<T, N>(out, w, room, p, b, j, key0, n_keys, (int)column0);
+        const int64_t column = column0 + threadIdx.x * N;
+        if (threadIdx.x >= MN_STEP_GROUP || column >= V) continue;
+#pragma unroll
+        for (int h = 0; h < MN_STEP_HEADS; h++) {
+            if (h >= n_heads) break;
+            float *to = parts + ((b * p.call.H + first + h) * n_parts + part) * (V + 2) + column;
+#pragma unroll
+            for (int e = 0; e < N; e++) to[e] = out[h][e];
+        }
+    }
+}
+
+/* One block for a head of a batch row. */
+template <typename T>
+__global__ void __launch_bounds__(MN_STEP_THREADS)
+mn_step_sum_kernel(const __grid_constant__ mn_reads p, const float *parts, int64_t n_parts) {
+    __shared__ float room[32];
+    const int64_t h = blockIdx.x, b = blockIdx.y, V = p.call.V;
+    const float *from = parts + (b * p.call.H + h) * n_parts * (V + 2);
+    float most = -INFINITY, sum = 0.0f;
+    for (int64_t i = threadIdx.x; i < n_parts; i += MN_STEP_THREADS) {
+        most = fmaxf(most, from[i * (V + 2) + V]);
+    }
+    most = mn_group_max<MN_STEP_THREADS>(most, room);
+    for (int64_t i = threadIdx.x; i < n_parts; i += MN_STEP_THREADS) {
+        const float *at = from + i * (V + 2) + V;
+        sum = fmaf(at[1], expf(at[0] - most), sum);
+    }
+    sum = mn_group_sum<MN_STEP_THREADS>(sum, room);
+    const float by = 1.0f / (p.softmax ? sum : fmaxf(sqrtf(sum), p.eps));
+    T *o = mn_row<T>(p.o, b, 0, h);
+    float *lse = mn_row<float>(p.lse, b, 0, h);
+    if (lse && threadIdx.x == 0) *lse = most + logf(sum);
+    for (int64_t a = threadIdx.x; o && a < V; a += MN_STEP_THREADS) {
+        float y = 0.0f;
+        for (int64_t i = 0; i < n_parts; i++) {
+            const float *at = from + i * (V + 2);
+            y = fmaf(at[a], expf(at[V] - most), y);
+        }
+        mn_put(o + a, y * by);
+    }
+}
+
+inline bool mn_step_serves(const mn_reads &p) {
+    return p.rope == 0 && p.call.K <= MN_STEP_WIDEST && p.call.H <= 65535 && p.call.B <= 65535;
+}
+
+inline bool mn_step_plan(mn_plan *plan, const mn_reads &p) {
+    int64_t count;
+    return mn_mul_i64(&count, p.call.B * p.call.H, mn_step_parts(p.call)) &&
+           mn_mul_i64(&count, count, p.call.V + 2) &&
+           mn_mul_size(&plan->shared_bytes, (size_t)count, sizeof(float));
+}
+
+template <typename T, int N>
+inline int mn_step_run(const mn_reads &p, float *parts, cudaStream_t stream) {
+    const mn_call &c = p.call;
+    const int64_t n_parts = mn_step_parts(c);
+    const int64_t sets = mn_ceil_div(c.H / c.J, MN_STEP_HEADS);
+    const dim3 blocks((unsigned)n_parts, (unsigned)(c.J * sets), (unsigned)c.B);
+    const size_t bytes = (size_t)(MN_STEP_HEADS * c.K) * sizeof(float);
+    mn_step_part_kernel<T, N><<<blocks, MN_STEP_THREADS, bytes, stream>>>(p, parts, n_parts);
+    const dim3 heads((unsigned)c.H, (unsigned)c.B);
+    mn_step_sum_kernel<T><<<heads, MN_STEP_THREADS, 0, stream>>>(p, parts, n_parts);
+    return mn_launch_status();
+}
+
+template <typename T>
+inline int mn_step_of(const mn_reads &p, float *parts, cudaStream_t stream) {
+    constexpr int N = mn_vec_width<T>();
+    bool packs = p.call.K % N == 0 && p.call.V % N == 0;
+    for (const mn_in *view : { &p.k, &p.v }) {
+        packs = packs && (uintptr_t)view->data % 16 == 0;
+        for (int axis = 0; axis < 3; axis++) packs = packs && view->stride[axis] % N == 0;
+    }
+    if (packs) return mn_step_run<T, N>(p, parts, stream);
+    return mn_step_run<T, 1>(p, parts, stream);
+}
+
+inline int mn_step(const mn_reads &p, float *parts, cudaStream_t stream) {
+    if (p.call.dtype == MN_BF16) return mn_step_of<mn_bf16>(p, parts, stream);
+    return mn_step_of<float>(p, parts, stream);
+}
 
 static mn_reads softmax_reads(const void *args) {
     const mn_attention_args *p = (const mn_attention_args *)args;
@@ -99,3 +335,5 @@ MN_CUDA_PLAN(relu_attention_step) {
 MN_CUDA_LAUNCH(relu_attention_step) {
     return step(relu_reads(args), shared, stream);
 }
+
+}    // namespace mneme::attention

@@ -1,6 +1,5 @@
 /* attention_bwd_flash_sm90.cuh - attention and relu_attention backward by Hopper's products, in
- * bf16, for
- * heads of up to 128 columns.
+ * bf16, for heads of up to 128 columns.
  *
  * Two numbers of each row make its weights w and the cotangents dz of its scores again:
  *
@@ -9,16 +8,18 @@
  *   relu      a = 1 / n, n = max(|z|, eps)      b = scale a^2 sum relu(z) g a, 0 where eps holds
  *             w = scale relu(z) a               dz = [z > 0] g a - b z
  *
- * First kernel, a block for 128 queries: walks over the keys and sums dq = scale sum dz k. Where
+ * First kernel, a block for 128 queries: scans over the keys and sums dq = scale sum dz k. Where
  * forward left its sums and o, they give a and b = o.do; otherwise a walk before finds them. o was
  * rounded to bf16, and where a row has nearly all its weight on one key g - b has to cancel better
  * than that: the walk sums w (g - b), which is what b lacks, and where that counts beside the sum
- * of |w (g - b)| the block walks once more. Second kernel, a block for 128 keys: with keys as rows,
+ * of |w (g - b)| the block scans once more. Second kernel, a block for 128 keys: with keys as rows,
  * dv = sum w do and dk = scale sum dz q. Nothing is added across blocks. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 
 #include "kernels/cuda/attention/attention_fwd_flash_sm90.cuh"
+
+namespace mneme::attention {
 
 enum { MN_BACK_ROWS = 128 };
 
@@ -26,18 +27,18 @@ enum { MN_BACK_ROWS = 128 };
  * stages of STEP, with two numbers a row where they are queries. Products of less than 128 columns
  * wait for shared memory, so steps are as wide as registers allow. */
 template <int D, int STEP, int STAGES>
-struct alignas(1024) mn_back_room {
+struct alignas(1024) mn_back_smem {
     static constexpr int step = STEP, stages = STAGES;
     static constexpr int wide = MN_BACK_ROWS * D * 2, narrow = STEP * D * 2;
     unsigned char a[wide], b[wide], x[STAGES][narrow], y[STAGES][narrow];
     float rows[STAGES][2][STEP];
-    uint64_t there, stage_there[STAGES], stage_free[STAGES];
+    uint64_t there, stage_device[STAGES], stage_free[STAGES];
 };
 
 template <int D>
-using mn_queries_room = mn_back_room<D, 128, D == 64 ? 4 : 2>;
+using mn_queries_smem = mn_back_smem<D, 128, D == 64 ? 4 : 2>;
 template <int D>
-using mn_keys_room = mn_back_room<D, D == 64 ? 128 : 64, 4>;
+using mn_keys_smem = mn_back_smem<D, D == 64 ? 128 : 64, 4>;
 
 struct mn_back {
     mn_flash f;
@@ -47,10 +48,10 @@ struct mn_back {
 template <typename Room>
 __device__ inline void mn_back_open(Room &room) {
     if (threadIdx.x == 0) {
-        mn_barrier_open(&room.there, MN_GROUP);
+        mn_mbarrier_init(&room.there, MN_GROUP);
         for (int i = 0; i < Room::stages; i++) {
-            mn_barrier_open(&room.stage_there[i], MN_GROUP);
-            mn_barrier_open(&room.stage_free[i], 8);
+            mn_mbarrier_init(&room.stage_device[i], MN_GROUP);
+            mn_mbarrier_init(&room.stage_free[i], 8);
         }
     }
     __syncthreads();
@@ -70,12 +71,12 @@ __device__ inline int64_t mn_back_plane(const mn_back &k) {
 /* Waits for stage n to be there; says that the calling warp is done with it. */
 template <typename Room>
 __device__ inline void mn_back_wait(Room &room, int n) {
-    mn_barrier_wait(&room.stage_there[n % Room::stages], n / Room::stages & 1);
+    mn_mbarrier_wait(&room.stage_device[n % Room::stages], n / Room::stages & 1);
 }
 
 template <typename Room>
 __device__ inline void mn_back_done(Room &room, int n) {
-    if (threadIdx.x % 32 == 0) mn_barrier_arrive(&room.stage_free[n % Room::stages]);
+    if (threadIdx.x % 32 == 0) mn_mbarrier_arrive(&room.stage_free[n % Room::stages]);
 }
 
 /* 64 rows of sums leave through shared memory at `room` (of 128 rows, these from 64 half on), times
@@ -126,31 +127,31 @@ __device__ inline float mn_back_score(float z, float g, float a, float b) {
 /* ---- queries --------------------------------------------------------------------------------- */
 
 template <int D, bool known>
-__device__ inline void mn_back_copy_keys(mn_queries_room<D> &room, const mn_flash_place &at,
+__device__ inline void mn_back_copy_keys(mn_queries_smem<D> &room, const mn_flash_place &at,
                                          const mn_reads &p, int n_tiles) {
-    using Room = mn_queries_room<D>;
+    using Room = mn_queries_smem<D>;
     const int i = threadIdx.x % MN_GROUP, K = (int)p.call.K, V = (int)p.call.V;
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, t = t0 + at.tile.first;
     const int64_t j = at.h / (p.call.H / p.call.J);
     const mn_bf16 *k = mn_row<mn_bf16>(p.k, b, t0, j), *v = mn_row<mn_bf16>(p.v, b, t0, j);
     const int n_rows = (int)at.tile.n_rows;
     const int n_keys = (int)(at.before + at.tile.first) + n_rows;
-    mn_copy_tile<128, D>(mn_shared_at(room.a), mn_row<mn_bf16>(p.q, b, t, at.h), p.q.stride[1],
+    mn_copy_tile<128, D>(mn_smem_addr(room.a), mn_row<mn_bf16>(p.q, b, t, at.h), p.q.stride[1],
                          n_rows, K, i);
-    mn_copy_tile<128, D>(mn_shared_at(room.b), mn_row<mn_bf16>(p.d_o, b, t, at.h),
+    mn_copy_tile<128, D>(mn_smem_addr(room.b), mn_row<mn_bf16>(p.d_o, b, t, at.h),
                          p.d_o.stride[1], n_rows, V, i);
     int end = known ? n_tiles : 2 * n_tiles;
     for (int n = 0; n < end; n++) {
         const int stage = n % Room::stages, phase = (n / Room::stages & 1) ^ 1;
         const int first = (n < n_tiles ? n : n - n_tiles) * Room::step;
-        mn_barrier_wait(&room.stage_free[stage], phase);
-        mn_copy_tile<Room::step, D>(mn_shared_at(room.x[stage]), k + first * p.k.stride[1],
+        mn_mbarrier_wait(&room.stage_free[stage], phase);
+        mn_copy_tile<Room::step, D>(mn_smem_addr(room.x[stage]), k + first * p.k.stride[1],
                                     p.k.stride[1], n_keys - first, K, i);
-        mn_copy_tile<Room::step, D>(mn_shared_at(room.y[stage]), v + first * p.v.stride[1],
+        mn_copy_tile<Room::step, D>(mn_smem_addr(room.y[stage]), v + first * p.v.stride[1],
                                     p.v.stride[1], n_keys - first, V, i);
         mn_copies_done();
-        if (n == 0) mn_barrier_arrive(&room.there);
-        mn_barrier_arrive(&room.stage_there[stage]);
+        if (n == 0) mn_mbarrier_arrive(&room.there);
+        mn_mbarrier_arrive(&room.stage_device[stage]);
         if (known && n == n_tiles - 1 && __syncthreads_or(0)) end = 2 * n_tiles;
     }
 }
@@ -256,9 +257,9 @@ __device__ inline bool mn_back_mend(float (&b)[2], const float (&least)[2], cons
 
 /* Multiplies a group's 64 queries. */
 template <int D, bool softmax, bool known>
-__device__ inline void mn_back_queries(mn_queries_room<D> &room, const mn_flash_place &at,
+__device__ inline void mn_back_queries(mn_queries_smem<D> &room, const mn_flash_place &at,
                                        const mn_back &k, int n_tiles) {
-    using Room = mn_queries_room<D>;
+    using Room = mn_queries_smem<D>;
     constexpr int step = Room::step;
     constexpr bool ahead = D == 64;    // registers for a product to go on during the next scores
     const mn_reads &p = k.f.p;
@@ -266,15 +267,16 @@ __device__ inline void mn_back_queries(mn_queries_room<D> &room, const mn_flash_
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int seen = (int)(at.before + at.tile.first) + row + 1;
     const float scale = softmax ? p.scale * 1.4426950408889634f : p.scale;
-    const uint32_t q = mn_shared_at(room.a) + half * 8192, d_o = mn_shared_at(room.b) + half * 8192;
+    const uint32_t q = mn_smem_addr(room.a) + half * 8192,
+        d_o = mn_smem_addr(room.b) + half * 8192;
     float z[step / 2], g[step / 2], a[2], b[2], least[2];
     const auto start = [&](int n) {
         const int stage = n % Room::stages;
         mn_back_wait(room, n);
         mn_products_start();
-        mn_scores_start<D, 128, step>(z, q, mn_shared_at(room.x[stage]));
+        mn_scores_start<D, 128, step>(z, q, mn_smem_addr(room.x[stage]));
         mn_products_end();
-        mn_scores_start<D, 128, step>(g, d_o, mn_shared_at(room.y[stage]));
+        mn_scores_start<D, 128, step>(g, d_o, mn_smem_addr(room.y[stage]));
         mn_products_end();
     };
     const auto mask = [&](int tile) {
@@ -291,7 +293,7 @@ __device__ inline void mn_back_queries(mn_queries_room<D> &room, const mn_flash_
         }
     };
     if (known) mn_back_given(a, b, least, p, at, row);
-    mn_barrier_wait(&room.there, 0);
+    mn_mbarrier_wait(&room.there, 0);
     int n = 0;
     if (!known) {
         mn_back_state s = { { -INFINITY, -INFINITY }, { 0.0f, 0.0f }, { 0.0f, 0.0f } };
@@ -310,7 +312,7 @@ __device__ inline void mn_back_queries(mn_queries_room<D> &room, const mn_flash_
     uint32_t dz[step / 4];
     const auto add = [&](int n, bool more) {
         mn_products_start();
-        mn_read_start<step, D>(dq, dz, mn_shared_at(room.x[n % Room::stages]), more);
+        mn_read_start<step, D>(dq, dz, mn_smem_addr(room.x[n % Room::stages]), more);
         mn_products_end();
     };
     for (;;) {
@@ -373,26 +375,26 @@ __device__ inline mn_back_range mn_back_range_of(const mn_flash_place &at, const
 }
 
 template <int D>
-__device__ inline void mn_back_copy_queries(mn_keys_room<D> &room, const mn_flash_place &at,
+__device__ inline void mn_back_copy_queries(mn_keys_smem<D> &room, const mn_flash_place &at,
                                             const mn_back &k, const mn_back_range &range) {
-    using Room = mn_keys_room<D>;
+    using Room = mn_keys_smem<D>;
     const mn_reads &p = k.f.p;
     const int i = threadIdx.x % MN_GROUP, K = (int)p.call.K, V = (int)p.call.V;
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, first = t0 + at.tile.first;
     const int n_rows = (int)at.tile.n_rows;
     if (range.n == 0) return;    // no queries
-    mn_copy_tile<128, D>(mn_shared_at(room.a), mn_row<mn_bf16>(p.k, b, first, at.h),
+    mn_copy_tile<128, D>(mn_smem_addr(room.a), mn_row<mn_bf16>(p.k, b, first, at.h),
                          p.k.stride[1], n_rows, K, i);
-    mn_copy_tile<128, D>(mn_shared_at(room.b), mn_row<mn_bf16>(p.v, b, first, at.h),
+    mn_copy_tile<128, D>(mn_smem_addr(room.b), mn_row<mn_bf16>(p.v, b, first, at.h),
                          p.v.stride[1], n_rows, V, i);
     for (int n = 0; n < range.n * range.heads; n++) {
         const int stage = n % Room::stages, phase = (n / Room::stages & 1) ^ 1;
         const int t = range.first + n % range.n * Room::step, left = (int)range.length - t;
         const int64_t h = range.head0 + n / range.n;
-        mn_barrier_wait(&room.stage_free[stage], phase);
-        mn_copy_tile<Room::step, D>(mn_shared_at(room.x[stage]),
+        mn_mbarrier_wait(&room.stage_free[stage], phase);
+        mn_copy_tile<Room::step, D>(mn_smem_addr(room.x[stage]),
                                     mn_row<mn_bf16>(p.q, b, t0 + t, h), p.q.stride[1], left, K, i);
-        mn_copy_tile<Room::step, D>(mn_shared_at(room.y[stage]),
+        mn_copy_tile<Room::step, D>(mn_smem_addr(room.y[stage]),
                                     mn_row<mn_bf16>(p.d_o, b, t0 + t, h), p.d_o.stride[1], left, V,
                                     i);
         for (int e = i; e < 2 * Room::step; e += MN_GROUP) {
@@ -401,33 +403,33 @@ __device__ inline void mn_back_copy_queries(mn_keys_room<D> &room, const mn_flas
             room.rows[stage][which][r] = r < left ? *from : 0.0f;
         }
         mn_copies_done();
-        if (n == 0) mn_barrier_arrive(&room.there);
-        mn_barrier_arrive(&room.stage_there[stage]);
+        if (n == 0) mn_mbarrier_arrive(&room.there);
+        mn_mbarrier_arrive(&room.stage_device[stage]);
     }
 }
 
 template <int D, bool softmax>
-__device__ inline void mn_back_keys(mn_keys_room<D> &room, const mn_flash_place &at,
+__device__ inline void mn_back_keys(mn_keys_smem<D> &room, const mn_flash_place &at,
                                     const mn_back &k, const mn_back_range &range) {
-    using Room = mn_keys_room<D>;
+    using Room = mn_keys_smem<D>;
     constexpr int step = Room::step;
     const mn_reads &p = k.f.p;
     const int half = threadIdx.x / MN_GROUP - 1, thread = threadIdx.x % MN_GROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
     const int key = (int)(at.tile.first - at.before) + row;    // the first query that sees it
     const float scale = softmax ? p.scale * 1.4426950408889634f : p.scale;
-    const uint32_t keys = mn_shared_at(room.a) + half * 8192;
-    const uint32_t values = mn_shared_at(room.b) + half * 8192;
+    const uint32_t keys = mn_smem_addr(room.a) + half * 8192;
+    const uint32_t values = mn_smem_addr(room.b) + half * 8192;
     float z[step / 2], g[step / 2], dk[D / 2] = {}, dv[D / 2] = {};
     uint32_t w[step / 4], dz[step / 4];
-    if (range.n > 0) mn_barrier_wait(&room.there, 0);
+    if (range.n > 0) mn_mbarrier_wait(&room.there, 0);
     for (int n = 0; n < range.n * range.heads; n++) {
         const int stage = n % Room::stages, t = range.first + n % range.n * step;
         mn_back_wait(room, n);
         mn_products_start();
-        mn_scores_start<D, 128, step>(z, keys, mn_shared_at(room.x[stage]));
+        mn_scores_start<D, 128, step>(z, keys, mn_smem_addr(room.x[stage]));
         mn_products_end();
-        mn_scores_start<D, 128, step>(g, values, mn_shared_at(room.y[stage]));
+        mn_scores_start<D, 128, step>(g, values, mn_smem_addr(room.y[stage]));
         mn_products_end();
         mn_products_wait<1>();
         mn_keep(z);
@@ -464,8 +466,8 @@ __device__ inline void mn_back_keys(mn_keys_room<D> &room, const mn_flash_place 
             }
         }
         mn_products_start();
-        mn_read_start<step, D>(dv, w, mn_shared_at(room.y[stage]), true);
-        mn_read_start<step, D>(dk, dz, mn_shared_at(room.x[stage]), true);
+        mn_read_start<step, D>(dv, w, mn_smem_addr(room.y[stage]), true);
+        mn_read_start<step, D>(dk, dz, mn_smem_addr(room.x[stage]), true);
         mn_products_end();
         mn_products_wait<0>();
         mn_back_done(room, n);
@@ -484,7 +486,7 @@ __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 mn_back_queries_kernel(const __grid_constant__ mn_back k) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
-    mn_queries_room<D> &room = *(mn_queries_room<D> *)bytes;
+    mn_queries_smem<D> &room = *(mn_queries_smem<D> *)bytes;
     const mn_call &call = k.f.p.call;
     const mn_flash_place at = mn_flash_find(k.f, blockIdx.x, call, call.H, MN_BACK_ROWS, true);
     if (at.tile.n_rows == 0) return;
@@ -506,7 +508,7 @@ __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 mn_back_keys_kernel(const __grid_constant__ mn_back k) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
-    mn_keys_room<D> &room = *(mn_keys_room<D> *)bytes;
+    mn_keys_smem<D> &room = *(mn_keys_smem<D> *)bytes;
     mn_call keys = k.f.p.call;
     keys.T = keys.L;
     const mn_flash_place at = [&] {
@@ -548,10 +550,10 @@ inline int mn_flash_backward_of(const mn_reads &p, float *rows, cudaStream_t str
     int64_t blocks;
     mn_back k = { mn_flash_of(p, p.call, p.call.H, MN_BACK_ROWS, group, &blocks), rows };
     const int code = mn_flash_start(mn_back_queries_kernel<D, softmax, known>, k, blocks,
-                                    sizeof(mn_queries_room<D>), stream);
+                                    sizeof(mn_queries_smem<D>), stream);
     if (code != cudaSuccess || (!p.dk.data && !p.dv.data)) return code;
     k.f = mn_flash_of(p, keys, p.call.J, MN_BACK_ROWS, 1, &blocks);
-    return mn_flash_start(mn_back_keys_kernel<D, softmax>, k, blocks, sizeof(mn_keys_room<D>),
+    return mn_flash_start(mn_back_keys_kernel<D, softmax>, k, blocks, sizeof(mn_keys_smem<D>),
                           stream);
 }
 
@@ -568,5 +570,7 @@ inline int mn_flash_backward(const mn_reads &p, float *rows, cudaStream_t stream
     return wide ? mn_flash_backward_by<128>(p, rows, stream)
                 : mn_flash_backward_by<64>(p, rows, stream);
 }
+
+}    // namespace mneme::attention
 
 #endif

@@ -1,10 +1,8 @@
-/* attention_bwd_single_pass_sm90.cuh - softmax attention backward in one walk, in bf16 by Hopper's
- * products, for
- * heads of 72 to 128 columns where forward left its sums and o (attention_bwd_flash_sm90.cuh has
- * the
- * equations and serves the rest).
+/* attention_bwd_single_pass_sm90.cuh - softmax attention backward in one walk, in bf16 by
+ * Hopper's products, for heads of 72 to 128 columns where forward left its sums and o
+ * (attention_bwd_flash_sm90.cuh has the equations and serves the rest).
  *
- * A block has 128 keys and walks over the queries that see them, the last ones first, 64 at a time:
+ * A block has 128 keys and scans over the queries that see them, the last ones first, 64 at a time:
  *
  *   z = k q'   w = 2^(c z - a)   g = v do'   dz = w (g - b)       with keys as rows
  *   dv += w do                   dk += dz q
@@ -25,6 +23,8 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_SINGLE_PASS_SM90_CUH
 
 #include "kernels/cuda/attention/attention_bwd_flash_sm90.cuh"
+
+namespace mneme::attention {
 
 enum {
     MN_ONCE_KEYS = 128,
@@ -58,7 +58,7 @@ __device__ inline int64_t mn_once_slot(const mn_call &call, const mn_tile_span &
 
 /* ---- rows ------------------------------------------------------------------------------------ */
 
-enum { MN_ONCE_ROW_THREADS = 256, MN_ONCE_ROW_TEAM = 16 };
+enum { MN_ONCE_ROW_THREADS = 256, MN_ONCE_ROW_GROUP = 16 };
 
 /* a = lse log2 e and b = o.do of every row, by 16 threads; and what the walk finds cleared. */
 __global__ static void __launch_bounds__(MN_ONCE_ROW_THREADS)
@@ -67,12 +67,12 @@ mn_once_rows_kernel(const __grid_constant__ mn_once k) {
     const mn_call &c = p.call;
     const int64_t thread = blockIdx.x * (int64_t)MN_ONCE_ROW_THREADS + threadIdx.x;
     const int64_t all = gridDim.x * (int64_t)MN_ONCE_ROW_THREADS, n_rows = c.B * c.T * c.H;
-    const int column = threadIdx.x % MN_ONCE_ROW_TEAM * 8;
+    const int column = threadIdx.x % MN_ONCE_ROW_GROUP * 8;
     for (int64_t i = thread; i < k.n_turns; i += all) k.turns[i] = 0;
     for (int64_t i = thread; i < k.n_flags; i += all) k.flags[i] = 0;
     if (thread == 0) *k.ticket = 0;
-    const int64_t row0 = thread / MN_ONCE_ROW_TEAM;
-    for (int64_t row = row0; row - row0 % 2 < n_rows; row += all / MN_ONCE_ROW_TEAM) {
+    const int64_t row0 = thread / MN_ONCE_ROW_GROUP;
+    for (int64_t row = row0; row - row0 % 2 < n_rows; row += all / MN_ONCE_ROW_GROUP) {
         const int64_t h = row % c.H, t = row / c.H % c.T, b = row / c.H / c.T;
         float sum = 0.0f;
         if (row < n_rows && column < c.V) {
@@ -83,7 +83,7 @@ mn_once_rows_kernel(const __grid_constant__ mn_once k) {
             for (int i = 0; i < 8; i++) sum = fmaf(x[i], y[i], sum);
         }
 #pragma unroll
-        for (int lanes = MN_ONCE_ROW_TEAM / 2; lanes > 0; lanes >>= 1) {
+        for (int lanes = MN_ONCE_ROW_GROUP / 2; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         }
         if (column > 0 || row >= n_rows) continue;
@@ -105,7 +105,7 @@ struct mn_once_job {
     int key, n_keys, seen, length, first, n, all;
 };
 
-struct alignas(1024) mn_once_room {
+struct alignas(1024) mn_once_smem {
     static constexpr int tile = MN_ONCE_STEP * 128 * 2;
     unsigned char a[2 * tile], b[2 * tile], x[2][tile], y[2][tile];    // k, v; q, do
     unsigned char dz[2][tile];                                        // rows are keys
@@ -116,7 +116,7 @@ struct alignas(1024) mn_once_room {
     float rows[2][2][MN_ONCE_STEP];
     int *noted[2];
     int left[2], past[2];
-    uint64_t there, stage_there[2], stage_free[2], dz_there[2], dz_free[2], dq_there[2], dq_free;
+    uint64_t there, stage_device[2], stage_free[2], dz_there[2], dz_free[2], dq_there[2], dq_free;
     mn_once_job job;
 };
 
@@ -140,11 +140,11 @@ __device__ inline mn_once_job mn_once_job_of(const mn_once &k, int64_t unit) {
 }
 
 /* The walk: query t of head h is the first of a tile; next() goes to the tile after it. */
-struct mn_once_walk {
+struct mn_once_scan {
     int t, last, first;
     int64_t h;
 
-    __device__ explicit mn_once_walk(const mn_once_job &job)
+    __device__ explicit mn_once_scan(const mn_once_job &job)
         : t(job.first + (job.n - 1) * MN_ONCE_STEP), last(t), first(job.first), h(job.head0) {}
 
     __device__ void next() {
@@ -157,14 +157,14 @@ struct mn_once_walk {
 
 #if MN_HAS_WGMMA
 
-/* 64 rows of up to 128 columns to a tile, the top of one of PANEL rows; thread i of 64 brings piece
- * i % 16 of every fourth row. */
-template <int PANEL>
+/* 64 rows of up to 128 columns to a tile, the top of one of SMEM_TILE rows; thread i of 64 brings
+ * piece i % 16 of every fourth row. */
+template <int SMEM_TILE>
 __device__ inline void mn_once_copy_rows(uint32_t to, const mn_bf16 *from, int64_t stride,
                                          int n_rows, int width, int i) {
     const int piece = i % 16, row = i / 16;
-    const uint32_t even = to + mn_tile_byte(PANEL, row, piece * 8);
-    const uint32_t odd = to + mn_tile_byte(PANEL, row + 4, piece * 8);
+    const uint32_t even = to + mn_tile_byte(SMEM_TILE, row, piece * 8);
+    const uint32_t odd = to + mn_tile_byte(SMEM_TILE, row + 4, piece * 8);
     const mn_bf16 *at = from + row * stride + piece * 8;
     const int left = piece * 8 < width ? n_rows - row : 0;
 #pragma unroll
@@ -175,27 +175,29 @@ __device__ inline void mn_once_copy_rows(uint32_t to, const mn_bf16 *from, int64
 }
 
 /* Two warps bring keys and values, then queries and cotangents with their rows' numbers. */
-__device__ inline void mn_once_copy(mn_once_room &room, const mn_once &k) {
+__device__ inline void mn_once_copy(mn_once_smem &room, const mn_once &k) {
     const mn_once_job &job = room.job;
     const mn_reads &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
     for (int r = 0; r < MN_ONCE_KEYS; r += MN_ONCE_STEP) {
         const int left = job.n_keys - r;
         const int64_t t = job.t0 + job.key + (left > 0 ? r : 0);
-        mn_once_copy_rows<128>(mn_shared_at(room.a) + r * 128,
+        mn_once_copy_rows<128>(mn_smem_addr(room.a) + r * 128,
                                mn_row<mn_bf16>(p.k, job.b, t, job.h), p.k.stride[1], left, K, i);
-        mn_once_copy_rows<128>(mn_shared_at(room.b) + r * 128,
+        mn_once_copy_rows<128>(mn_smem_addr(room.b) + r * 128,
                                mn_row<mn_bf16>(p.v, job.b, t, job.h), p.v.stride[1], left, V, i);
     }
-    mn_once_walk walk(job);
+    mn_once_scan walk(job);
     for (int n = 0; n < job.all; n++, walk.next()) {
         const int stage = n % 2, left = job.length - walk.t;
         const int64_t t = job.t0 + walk.t, row = mn_once_row(p.call, job.b, walk.h, t);
         const float a = i < left ? k.a[row + i] : 0.0f, b = i < left ? k.b[row + i] : 0.0f;
-        mn_barrier_wait(&room.stage_free[stage], (n / 2 & 1) ^ 1);
-        mn_once_copy_rows<64>(mn_shared_at(room.x[stage]), mn_row<mn_bf16>(p.q, job.b, t, walk.h),
+        mn_mbarrier_wait(&room.stage_free[stage], (n / 2 & 1) ^ 1);
+        mn_once_copy_rows<64>(mn_smem_addr(room.x[stage]),
+                              mn_row<mn_bf16>(p.q, job.b, t, walk.h),
                               p.q.stride[1], left, K, i);
-        mn_once_copy_rows<64>(mn_shared_at(room.y[stage]), mn_row<mn_bf16>(p.d_o, job.b, t, walk.h),
+        mn_once_copy_rows<64>(mn_smem_addr(room.y[stage]),
+                              mn_row<mn_bf16>(p.d_o, job.b, t, walk.h),
                               p.d_o.stride[1], left, V, i);
         if (i == 0) {
             room.noted[stage] = k.noted + row;
@@ -205,28 +207,28 @@ __device__ inline void mn_once_copy(mn_once_room &room, const mn_once &k) {
         room.rows[stage][0][i] = a;
         room.rows[stage][1][i] = b;
         mn_copies_done();
-        if (n == 0) mn_barrier_arrive(&room.there);
-        mn_barrier_arrive(&room.stage_there[stage]);
+        if (n == 0) mn_mbarrier_arrive(&room.there);
+        mn_mbarrier_arrive(&room.stage_device[stage]);
     }
 }
 
 /* `bytes` of shared memory onto or over as many of device memory, by the copy engine. */
-__device__ inline void mn_once_bulk(float *to, const float *from, int bytes, bool add) {
+__device__ inline void mn_once_tma(float *to, const float *from, int bytes, bool add) {
     if (add) {
         asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                     ::"l"(to), "r"(mn_shared_at(from)), "r"(bytes) : "memory");
+                     ::"l"(to), "r"(mn_smem_addr(from)), "r"(bytes) : "memory");
     } else {
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                     ::"l"(to), "r"(mn_shared_at(from)), "r"(bytes) : "memory");
+                     ::"l"(to), "r"(mn_smem_addr(from)), "r"(bytes) : "memory");
     }
 }
 
 /* One thread of two: adds every second tile of dq to the sums of all blocks when it is the block's
  * turn, which is after those with earlier keys. */
-__device__ inline void mn_once_add(mn_once_room &room, const mn_once &k, int which) {
+__device__ inline void mn_once_add(mn_once_smem &room, const mn_once &k, int which) {
     const mn_once_job &job = room.job;
     const int rank = job.key / MN_ONCE_KEYS;
-    mn_once_walk walk(job);
+    mn_once_scan walk(job);
     for (int n = 0; n < job.all; n++, walk.next()) {
         if (n % 2 != which) continue;
         const int64_t chunk = (job.slot + walk.t / MN_ONCE_STEP) * k.f.p.call.H + walk.h;
@@ -236,13 +238,13 @@ __device__ inline void mn_once_add(mn_once_room &room, const mn_once &k, int whi
         while (rank > 0 && now != rank) {
             asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
         }
-        mn_barrier_wait(&room.dq_there[which], n / 2 & 1);
+        mn_mbarrier_wait(&room.dq_there[which], n / 2 & 1);
         asm volatile("fence.proxy.async;" ::: "memory");
-        mn_once_bulk(to, room.dq, MN_ONCE_SUMS * 4, rank > 0);
-        mn_once_bulk(to + MN_ONCE_SUMS, room.off[n % 4], 8 * MN_ONCE_STEP * 4, rank > 0);
+        mn_once_tma(to, room.dq, MN_ONCE_SUMS * 4, rank > 0);
+        mn_once_tma(to + MN_ONCE_SUMS, room.off[n % 4], 8 * MN_ONCE_STEP * 4, rank > 0);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-        mn_barrier_arrive(&room.dq_free);
+        mn_mbarrier_arrive(&room.dq_free);
         asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;" ::: "memory");
         asm volatile("fence.acq_rel.gpu;\n\tst.release.gpu.global.b32 [%0], %1;"
                      ::"l"(turn), "r"(rank + 1) : "memory");
@@ -283,9 +285,9 @@ __device__ inline float2 mn_once_sum_rows(const uint32_t (&dz)[16]) {
 }
 
 /* 64 sums of rows and columns to where the engine finds them, as registers lie. */
-__device__ inline void mn_once_put(mn_once_room &room, const float (&dq)[32], int n) {
+__device__ inline void mn_once_put(mn_once_smem &room, const float (&dq)[32], int n) {
     const int thread = threadIdx.x - MN_GROUP;
-    mn_barrier_wait(&room.dq_free, (n & 1) ^ 1);
+    mn_mbarrier_wait(&room.dq_free, (n & 1) ^ 1);
 #pragma unroll
     for (int i = 0; i < 32; i += 4) {
         *(float4 *)&room.dq[i * 256 + thread * 4] = make_float4(dq[i], dq[i + 1], dq[i + 2],
@@ -293,7 +295,7 @@ __device__ inline void mn_once_put(mn_once_room &room, const float (&dq)[32], in
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
-    if (thread % 32 == 0) mn_barrier_arrive(&room.dq_there[n & 1]);
+    if (thread % 32 == 0) mn_mbarrier_arrive(&room.dq_there[n & 1]);
 }
 
 /* Starts dq = k'dz for 64 columns of the keys: rows of dq are columns of a head. */
@@ -306,7 +308,7 @@ __device__ inline void mn_once_dq_start(float (&dq)[32], uint32_t keys, uint32_t
 }
 
 /* Notes keys that have more than half of the weight of a query. */
-__device__ inline void mn_once_note(const mn_once_room &room, const uint32_t (&w)[16], int stage,
+__device__ inline void mn_once_note(const mn_once_smem &room, const uint32_t (&w)[16], int stage,
                                     int row, int column) {
     uint32_t most = w[0];
 #pragma unroll
@@ -328,29 +330,29 @@ __device__ inline void mn_once_note(const mn_once_room &room, const uint32_t (&w
 
 /* Multiplies a group's 64 keys. Products of a tile are waited for when the next tile's have begun;
  * dq of a tile is made one tile later, when both groups have written their dz. */
-__device__ inline void mn_once_multiply(mn_once_room &room, const mn_once &k) {
+__device__ inline void mn_once_multiply(mn_once_smem &room, const mn_once &k) {
     const mn_once_job &job = room.job;
     const mn_reads &p = k.f.p;
     const int half = __shfl_sync(0xffffffffu, threadIdx.x / MN_GROUP - 1, 0);
     const int thread = threadIdx.x % MN_GROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
     const float scale = p.scale * 1.4426950408889634f;
-    const uint32_t keys = mn_shared_at(room.a) + half * 8192;
-    const uint32_t values = mn_shared_at(room.b) + half * 8192;
-    const uint32_t turned = mn_shared_at(room.a) + half * 16384;    // 64 columns of all keys
+    const uint32_t keys = mn_smem_addr(room.a) + half * 8192;
+    const uint32_t values = mn_smem_addr(room.b) + half * 8192;
+    const uint32_t turned = mn_smem_addr(room.a) + half * 16384;    // 64 columns of all keys
     float z[32], g[32], dq[32] = {}, dk[64] = {}, dv[64] = {};
     uint32_t w[16], dz[16];
     const auto start_scores = [&](int n) {
-        mn_barrier_wait(&room.stage_there[n & 1], n / 2 & 1);
+        mn_mbarrier_wait(&room.stage_device[n & 1], n / 2 & 1);
         mn_products_start();
-        mn_scores_start<128, 128, 64>(z, keys, mn_shared_at(room.x[n & 1]));
+        mn_scores_start<128, 128, 64>(z, keys, mn_smem_addr(room.x[n & 1]));
         mn_products_end();
     };
     /* From scores to weights and cotangents. */
     const auto weigh = [&](int n) {
         const int stage = n & 1;
         mn_products_start();
-        mn_scores_start<128, 128, 64>(g, values, mn_shared_at(room.y[stage]));
+        mn_scores_start<128, 128, 64>(g, values, mn_smem_addr(room.y[stage]));
         mn_products_end();
         mn_products_wait<1>();
         mn_keep(z);
@@ -381,7 +383,7 @@ __device__ inline void mn_once_multiply(mn_once_room &room, const mn_once &k) {
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) dz[i] = mn_pair(g[2 * i], g[2 * i + 1]);
-        mn_barrier_wait(&room.dz_free[stage], (n / 2 & 1) ^ 1);
+        mn_mbarrier_wait(&room.dz_free[stage], (n / 2 & 1) ^ 1);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             const uint32_t to = mn_tile_byte(128, row + i % 2 * 8, i / 2 * 8 + column);
@@ -389,30 +391,30 @@ __device__ inline void mn_once_multiply(mn_once_room &room, const mn_once &k) {
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
-        if (thread % 32 == 0) mn_barrier_arrive(&room.dz_there[stage]);
+        if (thread % 32 == 0) mn_mbarrier_arrive(&room.dz_there[stage]);
     };
     /* What a tile adds, and dq of the one before. */
     const auto start_sums = [&](int n) {
-        if (n > 0) mn_barrier_wait(&room.dz_there[n & 1 ^ 1], (n - 1) / 2 & 1);
+        if (n > 0) mn_mbarrier_wait(&room.dz_there[n & 1 ^ 1], (n - 1) / 2 & 1);
         mn_keep(w), mn_keep(dz);
         mn_products_start();
-        mn_read_start<64, 128>(dv, w, mn_shared_at(room.y[n & 1]), true);
-        mn_read_start<64, 128>(dk, dz, mn_shared_at(room.x[n & 1]), true);
-        mn_once_dq_start(dq, turned, mn_shared_at(room.dz[n & 1 ^ 1]));    // of none at first
+        mn_read_start<64, 128>(dv, w, mn_smem_addr(room.y[n & 1]), true);
+        mn_read_start<64, 128>(dk, dz, mn_smem_addr(room.x[n & 1]), true);
+        mn_once_dq_start(dq, turned, mn_smem_addr(room.dz[n & 1 ^ 1]));    // of none at first
         mn_products_end();
         const float2 off = mn_once_sum_rows(dz);
         *(float2 *)&room.off[n & 3][(half * 4 + thread / 32) * 64 + thread % 32 * 2] = off;
         mn_once_note(room, w, n & 1, row, column);
     };
     const auto end_sums = [&](int n) {
-        if (thread % 32 == 0) mn_barrier_arrive(&room.stage_free[n & 1]);
+        if (thread % 32 == 0) mn_mbarrier_arrive(&room.stage_free[n & 1]);
         if (n == 0) return;
-        if (thread % 32 == 0) mn_barrier_arrive(&room.dz_free[n & 1 ^ 1]);
+        if (thread % 32 == 0) mn_mbarrier_arrive(&room.dz_free[n & 1 ^ 1]);
         mn_once_put(room, dq, n - 1);
     };
     const int all = job.all;
     if (all > 0) {
-        mn_barrier_wait(&room.there, 0);
+        mn_mbarrier_wait(&room.there, 0);
         start_scores(0);
         weigh(0);
         const int last = all - 1;
@@ -428,9 +430,9 @@ __device__ inline void mn_once_multiply(mn_once_room &room, const mn_once &k) {
         mn_products_wait<0>();
         mn_keep(dq);
         end_sums(last);
-        mn_barrier_wait(&room.dz_there[last & 1], last / 2 & 1);
+        mn_mbarrier_wait(&room.dz_there[last & 1], last / 2 & 1);
         mn_products_start();
-        mn_once_dq_start(dq, turned, mn_shared_at(room.dz[last & 1]));
+        mn_once_dq_start(dq, turned, mn_smem_addr(room.dz[last & 1]));
         mn_products_end();
         mn_products_wait<0>();
         mn_keep(dq);
@@ -446,20 +448,20 @@ __device__ inline void mn_once_multiply(mn_once_room &room, const mn_once &k) {
 #endif
 
 __global__ static void __launch_bounds__(MN_FLASH_THREADS, 1)
-mn_once_walk_kernel(const __grid_constant__ mn_once k) {
+mn_once_scan_kernel(const __grid_constant__ mn_once k) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
-    mn_once_room &room = *(mn_once_room *)bytes;
+    mn_once_smem &room = *(mn_once_smem *)bytes;
     if (threadIdx.x == 0) {
         room.job = mn_once_job_of(k, atomicAdd(k.ticket, 1));
-        mn_barrier_open(&room.there, MN_ONCE_COPIERS);
-        mn_barrier_open(&room.dq_free, 1);
+        mn_mbarrier_init(&room.there, MN_ONCE_COPIERS);
+        mn_mbarrier_init(&room.dq_free, 1);
         for (int i = 0; i < 2; i++) {
-            mn_barrier_open(&room.stage_there[i], MN_ONCE_COPIERS);
-            mn_barrier_open(&room.stage_free[i], 8);
-            mn_barrier_open(&room.dz_there[i], 8);
-            mn_barrier_open(&room.dz_free[i], 8);
-            mn_barrier_open(&room.dq_there[i], 8);
+            mn_mbarrier_init(&room.stage_device[i], MN_ONCE_COPIERS);
+            mn_mbarrier_init(&room.stage_free[i], 8);
+            mn_mbarrier_init(&room.dz_there[i], 8);
+            mn_mbarrier_init(&room.dz_free[i], 8);
+            mn_mbarrier_init(&room.dq_there[i], 8);
         }
     }
     __syncthreads();
@@ -667,18 +669,20 @@ inline int mn_once_backward(const mn_reads &p, float *shared, cudaStream_t strea
     if (!mn_once_parts_of(&parts, c)) return cudaErrorInvalidValue;
     const mn_once k = mn_once_of(p, parts, shared, &blocks);
     if (c.H > 65535 || blocks > INT32_MAX) return cudaErrorNotSupported;
-    const int64_t teams = MN_ONCE_ROW_THREADS / MN_ONCE_ROW_TEAM;
-    mn_once_rows_kernel<<<mn_blocks(parts.rows, teams), MN_ONCE_ROW_THREADS, 0, stream>>>(k);
-    if (blocks == 0) return mn_launched();
-    const int code = mn_launch_with_room(mn_once_walk_kernel, dim3((unsigned)blocks),
-                                         MN_FLASH_THREADS, sizeof(mn_once_room), stream, k);
+    const int64_t groups = MN_ONCE_ROW_THREADS / MN_ONCE_ROW_GROUP;
+    mn_once_rows_kernel<<<mn_blocks(parts.rows, groups), MN_ONCE_ROW_THREADS, 0, stream>>>(k);
+    if (blocks == 0) return mn_launch_status();
+    const int code = mn_launch_smem(mn_once_scan_kernel, dim3((unsigned)blocks),
+                                         MN_FLASH_THREADS, sizeof(mn_once_smem), stream, k);
     if (code != cudaSuccess) return code;
     const dim3 queries((unsigned)(parts.n_turns / c.H), (unsigned)c.H);
     if (parts.n_turns > 0) mn_once_dq_kernel<<<queries, 256, 0, stream>>>(k);
     const dim3 tiles((unsigned)(parts.n_flags / c.J), (unsigned)c.J);
-    if (!p.dk.data) return mn_launched();
-    return mn_launch_with_room(mn_once_dk_kernel, tiles, 128, MN_ONCE_KEYS * 128 * sizeof(float),
+    if (!p.dk.data) return mn_launch_status();
+    return mn_launch_smem(mn_once_dk_kernel, tiles, 128, MN_ONCE_KEYS * 128 * sizeof(float),
                                stream, k);
 }
+
+}    // namespace mneme::attention
 
 #endif

@@ -1,6 +1,5 @@
 /* attention_fwd_flash_sm90.cuh - attention and relu_attention forward by Hopper's products, in
- * bf16, for
- * heads of up to 128 columns.
+ * bf16, for heads of up to 128 columns.
  *
  *   softmax   m = max(m, z)   l = sum 2^(c z - c m)   O = sum 2^(c z - c m) v / l
  *   relu      O = sum relu(z) v scale / max(scale |z|, eps)
@@ -14,6 +13,8 @@
 
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
+
+namespace mneme::attention {
 
 enum {
     MN_FLASH_QUERIES = 128,
@@ -52,7 +53,7 @@ __device__ inline mn_flash_place mn_flash_find(const mn_flash &f, int64_t unit,
 }
 
 template <int D>
-struct alignas(1024) mn_flash_room {
+struct alignas(1024) mn_flash_smem {
     static constexpr int bytes = 128 * D * 2;    // of a tile of 128 rows
     unsigned char q[bytes], k[2][bytes], v[2][bytes];
     uint64_t q_there, k_there[2], v_there[2], k_free[2], v_free[2];
@@ -60,27 +61,27 @@ struct alignas(1024) mn_flash_room {
 
 /* The copying warp group: queries, then keys and values in turns of two stages. */
 template <int D>
-__device__ inline void mn_flash_copy(mn_flash_room<D> &room, const mn_flash_place &at,
+__device__ inline void mn_flash_copy(mn_flash_smem<D> &room, const mn_flash_place &at,
                                      const mn_reads &p, int n_tiles) {
     const int i = threadIdx.x % MN_GROUP, K = (int)p.call.K, V = (int)p.call.V;
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, j = at.h / (p.call.H / p.call.J);
     const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, t0 + at.tile.first, at.h);
     const mn_bf16 *k = mn_row<mn_bf16>(p.k, b, t0, j), *v = mn_row<mn_bf16>(p.v, b, t0, j);
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
-    mn_copy_tile<128, D>(mn_shared_at(room.q), q, p.q.stride[1], (int)at.tile.n_rows, K, i);
+    mn_copy_tile<128, D>(mn_smem_addr(room.q), q, p.q.stride[1], (int)at.tile.n_rows, K, i);
     for (int n = 0; n < n_tiles; n++) {
         const int stage = n & 1, phase = (n >> 1 & 1) ^ 1, first = n * MN_FLASH_KEYS;
-        mn_barrier_wait(&room.k_free[stage], phase);
-        mn_copy_tile<128, D>(mn_shared_at(room.k[stage]), k + first * p.k.stride[1],
+        mn_mbarrier_wait(&room.k_free[stage], phase);
+        mn_copy_tile<128, D>(mn_smem_addr(room.k[stage]), k + first * p.k.stride[1],
                              p.k.stride[1], n_keys - first, K, i);
         mn_copies_done();
-        if (n == 0) mn_barrier_arrive(&room.q_there);
-        mn_barrier_arrive(&room.k_there[stage]);
-        mn_barrier_wait(&room.v_free[stage], phase);
-        mn_copy_tile<128, D>(mn_shared_at(room.v[stage]), v + first * p.v.stride[1],
+        if (n == 0) mn_mbarrier_arrive(&room.q_there);
+        mn_mbarrier_arrive(&room.k_there[stage]);
+        mn_mbarrier_wait(&room.v_free[stage], phase);
+        mn_copy_tile<128, D>(mn_smem_addr(room.v[stage]), v + first * p.v.stride[1],
                              p.v.stride[1], n_keys - first, V, i);
         mn_copies_done();
-        mn_barrier_arrive(&room.v_there[stage]);
+        mn_mbarrier_arrive(&room.v_there[stage]);
     }
 }
 
@@ -153,13 +154,13 @@ __device__ inline void mn_flash_pass(int half, bool waits) {
 
 /* A multiplying warp group, 64 queries of the block. */
 template <int D, bool softmax>
-__device__ inline void mn_flash_multiply(mn_flash_room<D> &room, const mn_flash_place &at,
+__device__ inline void mn_flash_multiply(mn_flash_smem<D> &room, const mn_flash_place &at,
                                          const mn_reads &p, int n_tiles) {
     const int half = threadIdx.x / MN_GROUP - 1, thread = threadIdx.x % MN_GROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int seen = (int)(at.before + at.tile.first) + row + 1;    // keys of the first row
     const float scale = p.scale * 1.4426950408889634f;
-    const uint32_t q = mn_shared_at(room.q) + half * 64 * 128;
+    const uint32_t q = mn_smem_addr(room.q) + half * 64 * 128;
     mn_flash_state s = { { -INFINITY, -INFINITY }, { 0.0f, 0.0f } };
     float o[D / 2] = {}, z[64], by[2];
     uint32_t w[32];
@@ -169,23 +170,23 @@ __device__ inline void mn_flash_multiply(mn_flash_room<D> &room, const mn_flash_
         mn_flash_weigh<softmax>(z, s, by, scale);
     };
     const auto scores = [&](int n) {
-        mn_barrier_wait(&room.k_there[n & 1], n >> 1 & 1);
+        mn_mbarrier_wait(&room.k_there[n & 1], n >> 1 & 1);
         if (n > 0) mn_flash_turn(half);
         mn_products_start();
-        mn_scores_start<D, 128, 128>(z, q, mn_shared_at(room.k[n & 1]));
+        mn_scores_start<D, 128, 128>(z, q, mn_smem_addr(room.k[n & 1]));
         mn_products_end();
     };
     const auto read = [&](int n) {
-        mn_barrier_wait(&room.v_there[n & 1], n >> 1 & 1);
+        mn_mbarrier_wait(&room.v_there[n & 1], n >> 1 & 1);
         mn_products_start();
-        mn_read_start<128, D>(o, w, mn_shared_at(room.v[n & 1]), true);
+        mn_read_start<128, D>(o, w, mn_smem_addr(room.v[n & 1]), true);
         mn_products_end();
     };
     mn_flash_pass(half, half == 1 && n_tiles > 1);    // the first group begins
-    mn_barrier_wait(&room.q_there, 0);
+    mn_mbarrier_wait(&room.q_there, 0);
     scores(0);
     mn_products_wait<0>();
-    if (thread % 32 == 0) mn_barrier_arrive(&room.k_free[0]);
+    if (thread % 32 == 0) mn_mbarrier_arrive(&room.k_free[0]);
     weigh(0);
     mn_flash_pack(w, z);
     for (int n = 1; n < n_tiles; n++) {
@@ -193,10 +194,10 @@ __device__ inline void mn_flash_multiply(mn_flash_room<D> &room, const mn_flash_
         read(n - 1);
         mn_flash_pass(half, n + half < n_tiles);
         mn_products_wait<1>();
-        if (thread % 32 == 0) mn_barrier_arrive(&room.k_free[n & 1]);
+        if (thread % 32 == 0) mn_mbarrier_arrive(&room.k_free[n & 1]);
         weigh(n);
         mn_products_wait<0>();
-        if (thread % 32 == 0) mn_barrier_arrive(&room.v_free[n & 1 ^ 1]);
+        if (thread % 32 == 0) mn_mbarrier_arrive(&room.v_free[n & 1 ^ 1]);
         if (softmax) {
 #pragma unroll
             for (int i = 0; i < D / 2; i++) o[i] *= by[i % 4 / 2];
@@ -239,19 +240,19 @@ __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 mn_flash_forward_kernel(const __grid_constant__ mn_flash f) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
-    mn_flash_room<D> &room = *(mn_flash_room<D> *)bytes;
+    mn_flash_smem<D> &room = *(mn_flash_smem<D> *)bytes;
     const mn_flash_place at =
         mn_flash_find(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
     if (at.tile.n_rows == 0) return;
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
     const int n_tiles = (n_keys + MN_FLASH_KEYS - 1) / MN_FLASH_KEYS;
     if (threadIdx.x == 0) {
-        mn_barrier_open(&room.q_there, MN_GROUP);
+        mn_mbarrier_init(&room.q_there, MN_GROUP);
         for (int i = 0; i < 2; i++) {
-            mn_barrier_open(&room.k_there[i], MN_GROUP);
-            mn_barrier_open(&room.v_there[i], MN_GROUP);
-            mn_barrier_open(&room.k_free[i], 8);
-            mn_barrier_open(&room.v_free[i], 8);
+            mn_mbarrier_init(&room.k_there[i], MN_GROUP);
+            mn_mbarrier_init(&room.v_there[i], MN_GROUP);
+            mn_mbarrier_init(&room.k_free[i], 8);
+            mn_mbarrier_init(&room.v_free[i], 8);
         }
     }
     __syncthreads();
@@ -281,7 +282,8 @@ inline bool mn_flash_serves(const mn_reads &p) {
            c.V % 8 == 0 && c.V <= 128 && mn_flash_packable(p.q.data, p.q.stride) &&
            mn_flash_packable(p.k.data, p.k.stride) && mn_flash_packable(p.v.data, p.v.stride) &&
            mn_flash_packable(p.o.data, p.o.stride) &&
-           mn_flash_packable(p.d_o.data, p.d_o.stride) && c.L < INT32_MAX / 2 && mn_on_hopper();
+           mn_flash_packable(p.d_o.data, p.d_o.stride) && c.L < INT32_MAX / 2
+               && mn_device_is_sm90();
 }
 
 /* Work of tiles of `rows` rows of `heads` heads, `shared_by` of which share keys and values; in
@@ -302,7 +304,7 @@ inline int mn_flash_start(void (*kernel)(Work), const Work &work, int64_t blocks
                           cudaStream_t stream) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_with_room(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS, bytes, stream,
+    return mn_launch_smem(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS, bytes, stream,
                                work);
 }
 
@@ -312,7 +314,7 @@ inline int mn_flash_forward_of(const mn_reads &p, cudaStream_t stream) {
     const mn_flash f = mn_flash_of(p, p.call, p.call.H, MN_FLASH_QUERIES, p.call.H / p.call.J,
                                    &blocks);
     return mn_flash_start(mn_flash_forward_kernel<D, softmax>, f, blocks,
-                          sizeof(mn_flash_room<D>), stream);
+                          sizeof(mn_flash_smem<D>), stream);
 }
 
 inline int mn_flash_forward(const mn_reads &p, cudaStream_t stream) {
@@ -322,5 +324,7 @@ inline int mn_flash_forward(const mn_reads &p, cudaStream_t stream) {
     if (wide) return mn_flash_forward_of<128, false>(p, stream);
     return mn_flash_forward_of<64, false>(p, stream);
 }
+
+}    // namespace mneme::attention
 
 #endif

@@ -9,6 +9,8 @@
 
 #include "kernels/cuda/attention/attention_strip_mma.cuh"
 
+namespace mneme::attention {
+
 /* Both operators. */
 struct mn_reads {
     mn_call call;
@@ -22,25 +24,25 @@ struct mn_reads {
 
 /* Largest of the block, and sums of it. */
 __device__ inline float mn_block_max(float x, float *room) {
-    return mn_team_max<MN_STRIP_THREADS>(x, room);
+    return mn_group_max<MN_COL_TILE_THREADS>(x, room);
 }
 
 __device__ inline float mn_block_sum(float x, float *room) {
-    return mn_team_sum<MN_STRIP_THREADS>(x, room);
+    return mn_group_sum<MN_COL_TILE_THREADS>(x, room);
 }
 
 /* z becomes w; returns the log of the sum of e^z. */
 __device__ inline float mn_weigh_softmax(float *z, int64_t n, float *room) {
     float most = -INFINITY, sum = 0.0f;
-    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) most = fmaxf(most, z[i]);
+    for (int64_t i = threadIdx.x; i < n; i += MN_COL_TILE_THREADS) most = fmaxf(most, z[i]);
     most = mn_block_max(most, room);
-    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) {
+    for (int64_t i = threadIdx.x; i < n; i += MN_COL_TILE_THREADS) {
         z[i] = expf(z[i] - most);
         sum += z[i];
     }
     sum = mn_block_sum(sum, room);
     const float by = 1.0f / sum;
-    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) z[i] *= by;
+    for (int64_t i = threadIdx.x; i < n; i += MN_COL_TILE_THREADS) z[i] *= by;
     return most + logf(sum);
 }
 
@@ -49,25 +51,26 @@ __device__ inline float mn_weigh_softmax(float *z, int64_t n, float *room) {
  * nothing cancels. */
 __device__ inline void mn_weigh_back(const float *w, float *g, int64_t n, float *room) {
     float most = 0.0f, mean = 0.0f;
-    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) most = fmaxf(most, w[i]);
+    for (int64_t i = threadIdx.x; i < n; i += MN_COL_TILE_THREADS) most = fmaxf(most, w[i]);
     most = mn_block_max(most, room);
     float first = INFINITY;    // the first key of that weight
-    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) {
+    for (int64_t i = threadIdx.x; i < n; i += MN_COL_TILE_THREADS) {
         if (w[i] == most) first = fminf(first, (float)i);
     }
     first = -mn_block_max(-first, room);
     const float at = first < (float)n ? g[(int64_t)first] : 0.0f;    // none where w is NaN
-    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) mean = fmaf(w[i], g[i] - at, mean);
+    for (int64_t i = threadIdx.x; i < n; i += MN_COL_TILE_THREADS) mean =
+        fmaf(w[i], g[i] - at, mean);
     mean = mn_block_sum(mean, room);
-    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) g[i] = w[i] * (g[i] - at - mean);
+    for (int64_t i = threadIdx.x; i < n; i += MN_COL_TILE_THREADS) g[i] = w[i] * (g[i] - at - mean);
 }
 
 /* z becomes w and, where it is given, g = do v' the cotangent of z. */
 template <bool softmax>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
 mn_weigh_kernel(const __grid_constant__ mn_strip s, float *w, float *gs, mn_out lse, float eps) {
     __shared__ float room[32];
-    const mn_tile_span tile = mn_tile_at(s.call, MN_STRIP_ROWS, s.first + blockIdx.z);
+    const mn_tile_span tile = mn_tile_at(s.call, MN_COL_TILE_ROWS, s.first + blockIdx.z);
     const int64_t r = blockIdx.x, n = mn_keys_before(s.call) + tile.first + r + 1;
     if (r >= tile.n_rows) return;
     float *z = w + mn_strip_at(s, blockIdx.z, blockIdx.y, r);
@@ -80,14 +83,14 @@ mn_weigh_kernel(const __grid_constant__ mn_strip s, float *w, float *gs, mn_out 
         return;
     }
     float mean = 0.0f, square = 0.0f;
-    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) {
+    for (int64_t i = threadIdx.x; i < n; i += MN_COL_TILE_THREADS) {
         square = fmaf(z[i], z[i], square);
         if (g) mean = fmaf(fmaxf(z[i], 0.0f), g[i], mean);
     }
     mean = g ? mn_block_sum(mean, room) : 0.0f;
     const float norm = sqrtf(mn_block_sum(square, room)), size = fmaxf(norm, eps);
     const float by = 1.0f / size, pull = norm > eps ? mean * by * by : 0.0f;
-    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) {
+    for (int64_t i = threadIdx.x; i < n; i += MN_COL_TILE_THREADS) {
         const float x = z[i];
         z[i] = fmaxf(x, 0.0f) * by;
         if (g) g[i] = ((x > 0.0f ? g[i] : 0.0f) - pull * x) * by;
@@ -100,18 +103,18 @@ inline void mn_weigh(const mn_strip &s, const mn_reads &p, float *w, float *g,
     mn_out lse = p.lse;
     if (g) lse.data = nullptr;    // backward only reads it
     if (p.softmax) {
-        mn_weigh_kernel<true><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, g, lse, p.eps);
-    } else mn_weigh_kernel<false><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, g, lse, p.eps);
+        mn_weigh_kernel<true><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(s, w, g, lse, p.eps);
+    } else mn_weigh_kernel<false><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(s, w, g, lse, p.eps);
 }
 
 /* Work space: one or two matrices of a strip; where positions turn, q, k and dq in float; sums of
  * dk and dv. All counts in floats. */
-struct mn_reads_room {
+struct mn_reads_smem {
     mn_strip strip;
     int64_t most, matrix, q, k, dq, dk, dv, all;
 };
 
-inline bool mn_reads_room_of(mn_reads_room *room, const mn_reads &p, bool backward) {
+inline bool mn_reads_smem_of(mn_reads_smem *room, const mn_reads &p, bool backward) {
     const mn_call &c = p.call;
     room->strip = mn_strip_of(c, c.H, backward ? 2 : 1, &room->most);
     int64_t queries, keys;
@@ -139,8 +142,8 @@ inline float *mn_take_floats(float **at, int64_t count) {
 }
 
 inline bool mn_reads_plan(mn_plan *plan, const mn_reads &p, bool backward) {
-    mn_reads_room room;
-    return mn_reads_room_of(&room, p, backward) &&
+    mn_reads_smem room;
+    return mn_reads_smem_of(&room, p, backward) &&
            mn_mul_size(&plan->shared_bytes, (size_t)room.all, sizeof(float));
 }
 
@@ -176,8 +179,8 @@ inline void mn_reads_strip(const mn_strip &s, const mn_reads &p, const mn_in &q,
 template <typename T>
 inline int mn_reads_run(const mn_reads &p, bool backward, float *shared, cudaStream_t stream) {
     const mn_call &c = p.call;
-    mn_reads_room room;
-    if (!mn_reads_room_of(&room, p, backward)) return cudaErrorInvalidValue;
+    mn_reads_smem room;
+    if (!mn_reads_smem_of(&room, p, backward)) return cudaErrorInvalidValue;
     if (c.H > 65535 || c.B * c.L > INT32_MAX) return cudaErrorNotSupported;
     float *at = shared;
     float *w = mn_take_floats(&at, room.matrix);
@@ -197,7 +200,7 @@ inline int mn_reads_run(const mn_reads &p, bool backward, float *shared, cudaStr
     if (dk.data) cudaMemsetAsync(dk.data, 0, (size_t)room.dk * sizeof(float), stream);
     if (dv.data) cudaMemsetAsync(dv.data, 0, (size_t)room.dv * sizeof(float), stream);
     mn_strip s = room.strip;
-    const int64_t slots = mn_tile_slots(c, MN_STRIP_ROWS);
+    const int64_t slots = mn_tile_slots(c, MN_COL_TILE_ROWS);
     for (s.first = 0; c.T > 0 && s.first < slots; s.first += s.n_tiles) {
         s.n_tiles = mn_min(room.most, slots - s.first);
         if (p.rope) {
@@ -207,7 +210,7 @@ inline int mn_reads_run(const mn_reads &p, bool backward, float *shared, cudaStr
             mn_reads_strip<T, T>(s, p, p.q, p.k, w, g, p.dq, dk, dv, stream);
         }
     }
-    if (!backward) return mn_launched();
+    if (!backward) return mn_launch_status();
     mn_strip_turn values = mn_turn_of(p, true, 1);
     values.kind = 0, values.width = c.V;
     if (p.rope && dq.data) {
@@ -219,7 +222,7 @@ inline int mn_reads_run(const mn_reads &p, bool backward, float *shared, cudaStr
         mn_strip_turn_rows<float, T>(back, p.dk, mn_strip_input(dk), stream);
     }
     if (dv.data) mn_strip_turn_rows<float, T>(values, p.dv, mn_strip_input(dv), stream);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 inline int mn_reads_any(const mn_reads &p, bool backward, void *shared, void *stream) {
@@ -227,5 +230,7 @@ inline int mn_reads_any(const mn_reads &p, bool backward, void *shared, void *st
     if (p.call.dtype == MN_BF16) return mn_reads_run<mn_bf16>(p, backward, (float *)shared, on);
     return mn_reads_run<float>(p, backward, (float *)shared, on);
 }
+
+}    // namespace mneme::attention
 
 #endif

@@ -1,6 +1,5 @@
-/* attention_wgmma_sm90.cuh - what tiles of attention are made of on Hopper (sm_90a): tiles of bf16
- * in
- * shared memory, products by warp groups.
+/* attention_wgmma_sm90.cuh - what tiles of attention are made of on Hopper (sm_90a): tiles of
+ * bf16 in shared memory, products by warp groups.
  *
  * A tile has rows of up to 64 columns, 128 bytes each, in groups of eight rows whose 16-byte pieces
  * are exchanged (piece c of row r lies at c ^ r % 8); wider tiles are several of these, one after
@@ -15,6 +14,8 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_WGMMA_SM90_CUH
 
 #include "kernels/cuda/prim/mbarrier.cuh"
+
+namespace mneme::attention {
 
 enum { MN_GROUP = 128 };    // threads of a warp group
 
@@ -39,8 +40,9 @@ __device__ inline void mn_copies_done(void) {
 }
 
 /* A tile of ROWS rows of D columns from rows `from` + r `stride`, of which `n_rows` and `width`
- * columns are there; 128 threads call, `i` their number. The tile is the top of one of PANEL. */
-template <int ROWS, int D, int PANEL = ROWS>
+ * columns are there; 128 threads call, `i` their number. The tile is the top of one of SMEM_TILE.
+ * */
+template <int ROWS, int D, int SMEM_TILE = ROWS>
 __device__ inline void mn_copy_tile(uint32_t to, const mn_bf16 *from, int64_t stride, int n_rows,
                                     int width, int i) {
     constexpr int pieces = D / 8, at_once = MN_GROUP / pieces;    // pieces of a row; rows
@@ -50,7 +52,7 @@ __device__ inline void mn_copy_tile(uint32_t to, const mn_bf16 *from, int64_t st
 #pragma unroll 4
     for (int r = 0; r < ROWS; r += at_once) {
         const bool inside = column && row + r < n_rows;
-        mn_copy_16(to + mn_tile_byte(PANEL, row + r, piece * 8), inside ? at : from, inside);
+        mn_copy_16(to + mn_tile_byte(SMEM_TILE, row + r, piece * 8), inside ? at : from, inside);
         at += at_once * stride;
     }
 }
@@ -61,8 +63,8 @@ __device__ inline void mn_copy_tile(uint32_t to, const mn_bf16 *from, int64_t st
 
 /* Where a product finds a tile: rows in groups of 1024 bytes, `apart` bytes between blocks of 64
  * columns (for a turned tile). */
-__device__ inline uint64_t mn_tile_seen(uint32_t at, int apart) {
-    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(apart >> 4) << 16 |
+__device__ inline uint64_t mn_tile_seen(uint32_t at, int ws) {
+    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(ws >> 4) << 16 |
            (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 
@@ -110,13 +112,13 @@ __device__ inline void mn_keep(uint32_t (&a)[N]) {
 
 /* d += a b over a depth of 16; d starts from 0 unless `more`. a: 64 rows, plain, in shared memory
  * or in registers; b: 64 or 128 rows plain, or columns when `turned`; a likewise. */
-template <int turned, int a_turned = 0>
+template <int turned, int a_transposed = 0>
 __device__ inline void mn_product(float (&d)[32], uint64_t a, uint64_t b, int more) {
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MN_SUMS_64 "}, "
                  "%32, %33, p, 1, 1, %36, %35;\n\t}"
                  : MN_SUMS_64_OUT
-                 : "l"(a), "l"(b), "r"(more), "n"(turned), "n"(a_turned));
+                 : "l"(a), "l"(b), "r"(more), "n"(turned), "n"(a_transposed));
 }
 
 template <int turned>
@@ -191,5 +193,7 @@ __device__ inline float mn_quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
+
+}    // namespace mneme::attention
 
 #endif

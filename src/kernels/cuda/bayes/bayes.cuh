@@ -27,6 +27,8 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/mma_f64.cuh"
 
+namespace mneme::bayes {
+
 enum {
     MN_BAYES_CHUNK = 16, MN_BAYES_WARPS = 16, MN_BAYES_THREADS = 512,
     MN_BAYES_TILES = 16,      // row blocks of 8 in registers
@@ -57,7 +59,7 @@ inline size_t mn_bayes_most_shared(void) {
 }
 
 /* Shared memory, in doubles. */
-struct mn_bayes_room {
+struct mn_bayes_smem {
     double *k, *q, *z, *zq;              // 16 rows
     double *phi;                         // 16 rows of 8 nb: Phi_t, or its two parts
     double *level;                       // log decay and angle of the frame, by rows
@@ -78,9 +80,9 @@ __host__ __device__ inline int64_t mn_bayes_doubles(int nb, int nm, int K, bool 
     return count + (mean_inside ? (int64_t)nm * nb * 64 : 0) + 8;
 }
 
-__device__ inline mn_bayes_room mn_bayes_room_in(double *at, const mn_bayes_shape &s,
+__device__ inline mn_bayes_smem mn_bayes_smem_in(double *at, const mn_bayes_shape &s,
                                                  double *mean_elsewhere) {
-    mn_bayes_room r;
+    mn_bayes_smem r;
     const auto take = [&](int count) { double *from = at; at += (count + 1) / 2 * 2; return from; };
     r.k = take(16 * s.pitch()), r.q = take(16 * s.pitch());
     r.z = take(16 * s.pitch_z()), r.zq = take(16 * s.pitch_z());
@@ -96,14 +98,15 @@ __device__ inline mn_bayes_room mn_bayes_room_in(double *at, const mn_bayes_shap
 }
 
 /* tile (8,8) += (8,16) (16,8): lane l gives row l / 4 and column l / 4 at tokens l % 4 + 4 i. */
-__device__ inline void mn_dmma_tile(double (&tile)[2], const double (&a)[4], const double (&b)[4]) {
+__device__ inline void mn_mma_f64_tile(double (&tile)[2], const double (&a)[4],
+                                       const double (&b)[4]) {
 #if __CUDA_ARCH__ >= 900
     double c[2][2] = { { tile[0], tile[1] }, { 0.0, 0.0 } };
     const double wide[8] = { a[0], 0.0, a[1], 0.0, a[2], 0.0, a[3], 0.0 };
-    mn_dmma_16(c, wide, b);
+    mn_mma_f64_k16(c, wide, b);
     tile[0] = c[0][0], tile[1] = c[0][1];
 #else
-    for (int i = 0; i < 4; i++) mn_dmma(tile, a[i], b[i]);
+    for (int i = 0; i < 4; i++) mn_mma_f64_k4(tile, a[i], b[i]);
 #endif
 }
 
@@ -204,7 +207,7 @@ __device__ inline void mn_bayes_each_mean(double *M, const mn_bayes_shape &s, F 
 
 /* The frame begins anew: states by Phi, levels 0. All threads call; phi's first row is used. */
 template <bool LARGE>
-__device__ void mn_bayes_rebase(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &room,
+__device__ void mn_bayes_rebase(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
                                 const mn_bayes_shape &s) {
     for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) room.phi[i] = 0.0;
     __syncthreads();
@@ -225,7 +228,7 @@ __device__ void mn_bayes_rebase(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &r
 
 /* Raw k, q, la and theta of tokens [t, t + count), zeros beyond. */
 template <typename T>
-__device__ void mn_bayes_fetch(const mn_bayes_room &room, const mn_bayes_args &p,
+__device__ void mn_bayes_load_tile(const mn_bayes_smem &room, const mn_bayes_args &p,
                                const mn_bayes_shape &s, int64_t t, int count) {
     constexpr int AHEAD = 4;    // loads of a thread before it stores
     const int size = MN_BAYES_CHUNK * s.K;
@@ -259,7 +262,7 @@ __device__ void mn_bayes_fetch(const mn_bayes_room &room, const mn_bayes_args &p
 }
 
 /* Whether a channel decays by more than e^-40 within the frame, and within the chunk. */
-__device__ inline bool mn_bayes_is_steep(const mn_bayes_room &room, const mn_bayes_shape &s,
+__device__ inline bool mn_bayes_is_steep(const mn_bayes_smem &room, const mn_bayes_shape &s,
                                          bool with_frame) {
     int steep = 0;
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
@@ -273,7 +276,7 @@ __device__ inline bool mn_bayes_is_steep(const mn_bayes_room &room, const mn_bay
 
 /* Phi_t, kh, qh and the weights of the noise of tokens [first, first + count) of the raw chunk, as
  * tokens 0 to 15 of the room. Four threads share a channel. `still`: the frame does not move. */
-__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room &room,
+__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_smem &room,
                                                      const mn_bayes_shape &s, int first,
                                                      int count, bool still) {
     const int size = MN_BAYES_CHUNK * s.K, quarter = threadIdx.x / 128 * 4;
@@ -332,7 +335,7 @@ __device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room &room,
 }
 
 /* n_t kh_t and n_t qh_t in place of the weights; n at the end. One thread has one channel. */
-__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_room &room,
+__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_smem &room,
                                                        const mn_bayes_shape &s) {
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
@@ -367,7 +370,7 @@ __device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_room &room
 }
 
 /* Zeros in all rows and beyond the state's. */
-__device__ inline void mn_bayes_clear(const mn_bayes_room &room, const mn_bayes_shape &s) {
+__device__ inline void mn_bayes_clear(const mn_bayes_smem &room, const mn_bayes_shape &s) {
     for (int i = threadIdx.x; i < 16 * s.pitch(); i += MN_BAYES_THREADS) {
         room.k[i] = room.q[i] = 0.0;
     }
@@ -392,11 +395,11 @@ __device__ inline void mn_bayes_left(double (&c)[2][2], const double *left, int 
     const double *at = left + lane / 4 * ld + 8 * b + 2 * (lane % 4);
     const double2 upper = *(const double2 *)at, lower = *(const double2 *)(at + 8 * ld);
     const double a[4] = { upper.x, lower.x, upper.y, lower.y };
-    mn_dmma_8(c, a, tile);
+    mn_mma_f64_k8(c, a, tile);
 }
 
-/* x.y for all pairs of the 16 rows of two panels: of the first eight warps, w has quarter w / 2 of
- * the sums for half w % 2 of y's rows; parts are added by mn_bayes_whole. */
+/* x.y for all pairs of the 16 rows of two smem tiles: of the first eight warps, w has quarter w /
+ * 2 of the sums for half w % 2 of y's rows; parts are added by mn_bayes_whole. */
 __device__ inline void mn_bayes_gram(double *parts, const double *x, int ld_x, const double *y,
                                      int ld_y, int nb) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp % 2 * 8;
@@ -407,7 +410,7 @@ __device__ inline void mn_bayes_gram(double *parts, const double *x, int ld_x, c
     for (int i = warp / 2; i < nb; i += 4) {
         const double a[4] = { upper[8 * i], lower[8 * i], upper[8 * i + 4], lower[8 * i + 4] };
         const double b[2] = { from[8 * i], from[8 * i + 4] };
-        mn_dmma_8(c, a, b);
+        mn_mma_f64_k8(c, a, b);
     }
     double *to = parts + warp / 2 * 256 + lane / 4 * 16 + column + 2 * (lane % 4);
     to[0] = c[0][0], to[1] = c[0][1], to[128] = c[1][0], to[129] = c[1][1];
@@ -419,7 +422,7 @@ __device__ inline double mn_bayes_whole(const double *parts, int i) {
 
 /* B in place of z; qh.(Ph + n)qh by parts of 8 rows. */
 template <bool LARGE>
-__device__ void mn_bayes_through(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &room,
+__device__ void mn_bayes_through(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
                                  const mn_bayes_shape &s, bool qvar) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ld = s.pitch(), ld_z = s.pitch_z();
     double sums[4] = { 0.0, 0.0, 0.0, 0.0 };    // tokens lane / 4 + 8 m: of q
@@ -456,7 +459,7 @@ __device__ void mn_bayes_through(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &
 }
 
 /* Mh'kh and Mh'qh: e and o from the mean, by the warps from `first_warp` on. */
-__device__ inline void mn_bayes_read_mean(const mn_bayes_room &room, const mn_bayes_shape &s,
+__device__ inline void mn_bayes_read_mean(const mn_bayes_smem &room, const mn_bayes_shape &s,
                                           int first_warp) {
     const int warp = threadIdx.x / 32 - first_warp, lane = threadIdx.x % 32;
     const int n_warps = MN_BAYES_WARPS - first_warp, ld_e = s.pitch_e();
@@ -481,7 +484,7 @@ __device__ inline void mn_bayes_read_mean(const mn_bayes_room &room, const mn_ba
 }
 
 /* S + diag r2 = G'diag(1/sigma) G by one warp: lane t has column t. Rows of S come first. */
-__device__ __noinline__ static void mn_bayes_factor(const mn_bayes_room &room) {
+__device__ __noinline__ static void mn_bayes_factor(const mn_bayes_smem &room) {
     const int t = threadIdx.x % 16;
     double column[MN_BAYES_CHUNK];
 #pragma unroll
@@ -506,7 +509,7 @@ __device__ __noinline__ static void mn_bayes_factor(const mn_bayes_room &room) {
 }
 
 /* z from B and e from its start: one thread has one column of either. */
-__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_room &room,
+__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_smem &room,
                                                    const mn_bayes_shape &s) {
     const int rows = 8 * s.nb, all = rows + 8 * s.nm;
     for (int i = threadIdx.x; i < all; i += MN_BAYES_THREADS) {
@@ -526,7 +529,7 @@ __device__ __noinline__ static void mn_bayes_solve(const mn_bayes_room &room,
 
 /* Ph and Mh behind the chunk. */
 template <bool LARGE>
-__device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &room,
+__device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
                                const mn_bayes_shape &s) {
     const int lane = threadIdx.x % 32, ld_z = s.pitch_z(), ld_e = s.pitch_e();
     double a_of[4];
@@ -548,7 +551,7 @@ __device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &ro
         double b_of[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) b_of[i] = room.z[(4 * i + lane % 4) * ld_z + 8 * b + lane / 4];
-        mn_dmma_tile(tile, a_of, b_of);
+        mn_mma_f64_tile(tile, a_of, b_of);
     });
     mn_bayes_each_mean(room.M, s, [&](double (&tile)[2], int a, int b) {
         double left[4], right[4];
@@ -558,7 +561,7 @@ __device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &ro
             left[i] = room.e[t * ld_e + 8 * a + lane / 4] * room.inverse[t];
             right[i] = room.z[t * ld_z + 8 * b + lane / 4];
         }
-        mn_dmma_tile(tile, left, right);
+        mn_mma_f64_tile(tile, left, right);
     });
 }
 
@@ -566,7 +569,7 @@ __device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &ro
 
 /* Values of tokens [t, t + count) into e. */
 template <typename T>
-__device__ void mn_bayes_values(const mn_bayes_room &room, const mn_bayes_args &p,
+__device__ void mn_bayes_values(const mn_bayes_smem &room, const mn_bayes_args &p,
                                 const mn_bayes_shape &s, int64_t t, int count) {
     const int ld = s.pitch_e(), width = 8 * s.nm;
     for (int at = threadIdx.x; at < MN_BAYES_CHUNK * width; at += MN_BAYES_THREADS) {
@@ -581,7 +584,7 @@ __device__ void mn_bayes_values(const mn_bayes_room &room, const mn_bayes_args &
  * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
  * `diagonal` and `pairs` are of P_0. Returns whether it has been. All threads call. */
 template <bool LARGE>
-__device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &room,
+__device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
                                const mn_bayes_shape &s) {
     const double few = 8.0 * 0x1p-24;
     __shared__ int shows;
@@ -629,7 +632,7 @@ __device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &ro
 /* z, e, sigma and what reads need, of tokens [first, first + count) of the raw chunk whose first
  * token is t of the sequence; the states stay in front of it. */
 template <typename T, bool LARGE>
-__device__ void mn_bayes_chunk(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &room,
+__device__ void mn_bayes_chunk(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
                                const mn_bayes_args &p, const mn_bayes_shape &s, int64_t t,
                                int first, int count, bool still, bool qvar) {
     const bool handed_in = p.P0.data && t + first == 0;
@@ -655,7 +658,7 @@ __device__ void mn_bayes_chunk(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &ro
 }
 
 /* The frame moves on by the raw chunk. */
-__device__ inline void mn_bayes_advance_frame(const mn_bayes_room &room, const mn_bayes_shape &s) {
+__device__ inline void mn_bayes_advance_frame(const mn_bayes_smem &room, const mn_bayes_shape &s) {
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const float *la = room.raw + 2 * MN_BAYES_CHUNK * s.K + i, *theta = la + 16 * s.K;
         double level = 0.0, angle = 0.0;
@@ -668,7 +671,7 @@ __device__ inline void mn_bayes_advance_frame(const mn_bayes_room &room, const m
 }
 
 /* The frame of one token, in front of it. */
-__device__ inline void mn_bayes_step_frame(const mn_bayes_room &room, const mn_bayes_shape &s,
+__device__ inline void mn_bayes_step_frame(const mn_bayes_smem &room, const mn_bayes_shape &s,
                                            int token) {
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int at = 2 * MN_BAYES_CHUNK * s.K + token * s.K + i;
@@ -681,7 +684,7 @@ __device__ inline void mn_bayes_step_frame(const mn_bayes_room &room, const mn_b
 /* ---- states of the caller -------------------------------------------------------------------- */
 
 template <bool LARGE>
-__device__ void mn_bayes_load(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &room,
+__device__ void mn_bayes_load(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
                               const mn_bayes_args &p, const mn_bayes_shape &s, bool bf16) {
     const float *given = mn_row<float>(p.P0, s.n, 0, s.h);
     const float *mean = mn_row<float>(p.M0, s.n, 0, s.h);
@@ -724,5 +727,7 @@ __device__ inline mn_bayes_shape mn_bayes_shape_at(const mn_bayes_args &p, int64
     s.reads = p.qvar.data || p.o.data;
     return s;
 }
+
+}    // namespace mneme::bayes
 
 #endif

@@ -28,7 +28,7 @@
  *
  *   C_{t-1} = C_t + q dq' + k dk' + x w' - 2 D_{t-1} n_t     dla_t, dtheta_t: its trace, its turn
  *
- * So one kernel walks the covariance forward and the mean behind it, one E back and D behind it, on
+ * So one kernel scans the covariance forward and the mean behind it, one E back and D behind it, on
  * different processors; before and after them kernels do all spans at once. The states of more
  * than 128 rows, and heads that decay steeply, go the narrow way: one block for each, chunk by
  * chunk, after a walk that leaves states in front of spans of 128 tokens; there
@@ -36,13 +36,1120 @@
  *   du_t = b_t + c_t k_t - sum_{s>t} (du_s (k_s.w_t) + k_s (du_s.w_t))
  *
  * and groups leave float32 parts of what they share, added in their order. */
-#include "kernels/cuda/bayes/bayes_grad.cuh"
-#include "kernels/cuda/bayes/bayes_span_reduce.cuh"
+#include "kernels/cuda/bayes/bayes_span.cuh"
+#include "kernels/cuda/bayes/bayes.cuh"
+#include "kernels/cuda/bayes/bayes_rmem_tile.cuh"
+#include "kernels/cuda/bayes/bayes_bwd_covariance_scan.cuh"
+#include "kernels/cuda/bayes/bayes_bwd_mean_scan.cuh"
 #include "kernels/cuda/bayes/bayes_span_gemm.cuh"
-#include "kernels/cuda/bayes/bayes_bwd_scans.cuh"
 #include "kernels/riccati_args.h"
 
-/* ---- walks ----------------------------------------------------------------------------------- */
+namespace mneme::bayes {
+
+/* scans on the way back of the Bayesian Layer that run side by side in a launch:
+ * bayes_bwd_chunk.cu. A walk that waits for another has the later blocks: by the time that they
+ * start, all blocks before them have started, so that nobody waits for what cannot come. GPUs
+ * deal blocks out in the order of their numbers, on which scans in one pass rely as well, though
+ * CUDA does not say so. Taking work by counting needs no such order and took 7.94 ms instead of
+ * 7.24, perhaps as neighbouring processors are then at different scans. */
+
+/* the covariance forward by chunks of 16 tokens, as the way back of the Bayesian Layer needs it:
+ * bayes_bwd_chunk.cu. One block for each group of a head of a sequence. */
+
+/* ---- the covariance forward ------------------------------------------------------------------ */
+
+/* Shared memory of the covariance's walk, in doubles. */
+template <int R>
+struct covariance_smem {
+    double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
+    double phi[STAGES][R], noise[STAGES][2 * R];
+    double B[16 * pitch<R>::right], z[16 * pitch<R>::right];
+    double parts[R / 16 * 16 * PARTS_LD];
+    double S[16 * SMALL_LD], eliminate[16 * SMALL_LD];
+    double inverse[2][CHUNK], sigma[CHUNK];    // inverse of this chunk and of the one before
+    double spread[R / 16];
+};
+
+/* S + diag r2 = G' diag(1/sigma) G by one warp: lane t has column t, lane 16 + t that of the unit
+ * matrix, which becomes G'^-1. The rows of S come first. Lane t has r2_t. Two pivots at a time:
+ * with a, b, c their (2,2), the reciprocals of a and of a c - b^2 do not wait for each other. */
+__device__ static void factorise(const double *S, double *eliminate, double *sigma,
+                                 double *inverse, double r2) {
+    constexpr unsigned ALL = 0xffffffffu;
+    const int lane = threadIdx.x % 32, t = lane % 16;
+    const bool unit = lane >= 16;
+    double column[CHUNK], mine = 0.0, own = 0.0;
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+        const double s = S[i <= t ? i * SMALL_LD + t : t * SMALL_LD + i];
+        column[i] = unit ? (i == t ? 1.0 : 0.0) : s;
+    }
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) {
+        const double b = __shfl_sync(ALL, column[j], j + 1);
+        const double c = __shfl_sync(ALL, column[j + 1], j + 1);
+        const double a = __shfl_sync(ALL, r2, j) + fmax(__shfl_sync(ALL, column[j], j), 0.0);
+        const double rest = fmax(fma(c, a, -(b * b)), 0.0);
+        const double both = fma(__shfl_sync(ALL, r2, j + 1), a, rest);
+        const double first = mn_rcp_f64(a), second = a * mn_rcp_f64(both);
+        const double by_first = column[j] * first;
+        column[j + 1] = fma(-b, by_first, column[j + 1]);
+        const double by_second = column[j + 1] * second;
+        if (lane == j) mine = a, own = first;
+        if (lane == j + 1) mine = both * first, own = second;
+#pragma unroll
+        for (int i = j + 2; i < CHUNK; i++) {
+            const double x = __shfl_sync(ALL, column[j], i);
+            const double y = __shfl_sync(ALL, column[j + 1], i);
+            column[i] = fma(-y, by_second, fma(-x, by_first, column[i]));
+        }
+    }
+    if (!unit) sigma[t] = mine, inverse[t] = own;
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+        if (unit) eliminate[i * SMALL_LD + t] = column[i];
+    }
+}
+
+/* w_s.q_t for s <= t of a chunk whose z is in the room: half the columns by each of two warps. */
+template <int R>
+__device__ static void put_reads(double *to, const double *z, const double *q,
+                                 const double *inverse, int half) {
+    const int lane = threadIdx.x % 32;
+    double c[2][2][2];
+    zero(c[0]), zero(c[1]);
+#pragma unroll
+    for (int j = 0; j < R / 8; j++) {
+        double a[4], b[2];
+        left_rows(a, z, pitch<R>::right, 8 * j);
+        right_rows(b, q + 8 * half * pitch<R>::left, pitch<R>::left, 8 * j);
+        mn_mma_f64_k8(c[j % 2], a, b);
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const int s = 8 * m + lane / 4, t = 8 * half + 2 * (lane % 4);
+        const double x = (c[0][m][0] + c[1][m][0]) * inverse[s];
+        const double y = (c[0][m][1] + c[1][m][1]) * inverse[s];
+        *(double2 *)(to + s * 16 + t) = make_double2(s <= t ? x : 0.0, s <= t + 1 ? y : 0.0);
+    }
+}
+
+/* Whether a P that was handed in is raised, as mn_bayes_raise says; all threads call. */
+template <int R>
+__device__ static bool raise_col_tile(strip<R> &P, covariance_smem<R> &room, const double *nk,
+                                   double r2, bool turns) {
+    const double few = 8.0 * 0x1p-24;
+    const int warp = threadIdx.x / 32;
+    double sum = 0.0, own[2][2] = {};
+    pick_inside<R>(own, P);
+    each_inside(own, [&](double &x, int row, int column) {
+        if (turns || row == column) sum += room.k[0][row] * room.k[0][column] * x;
+    });
+    for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if (threadIdx.x % 32 == 0) room.spread[warp] = sum;
+    __syncthreads();
+    double scale = 0.0, hidden = 0.0;
+    for (int i = 0; i < R / 16; i++) scale += room.spread[i];
+    for (int r = 0; r < R; r++) hidden += room.k[0][r] * nk[r];
+    scale = few * (scale + hidden);
+    if (fmin(room.S[0], r2) >= scale || hidden >= scale) return false;
+    each_inside(own, [&](double &x, int row, int column) {
+        if (row == column) x *= 1.0 + few;
+    });
+    put_inside<R>(P, own);
+    return true;
+}
+
+template <int R>
+__device__ static void load_covariance(strip<R> &P, const mn_bayes_args &p, const span_group &s,
+                                       int rows, bool bf16) {
+    const float *given = mn_row<float>(p.P0, s.n, 0, s.h);
+    double size = 1.0;
+    if (p.p0.data) {
+        size = bf16 ? (double)mn_float(*mn_row<mn_bf16>(p.p0, 0, 0, s.h))
+                    : (double)*mn_row<float>(p.p0, 0, 0, s.h);
+    }
+    if (given) given += s.g * rows * rows;
+    fill_col_tile<R>(P, [&](int row, int column) {
+        const bool inside = row < rows && column < rows;
+        if (given) return inside ? (double)given[(int64_t)row * rows + column] : 0.0;
+        return inside && row == column ? size : 0.0;
+    });
+}
+
+/* C behind the last token from a state's strip and `adjoint(row, column)`: sums over the columns,
+ * and with the rows of channels crossed. */
+template <int R, typename F>
+__device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const int row = mn_tile_row(2 * warp + m);
+        double own = 0.0, cross = 0.0;
+#pragma unroll
+        for (int j = 0; j < R / 8; j++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const double d = adjoint(row, mn_tile_column(j) + i);
+                own += d * P[j][m][i];
+                cross += d * __shfl_xor_sync(0xffffffffu, P[j][m][i], 4);
+            }
+        }
+        for (int lanes = 1; lanes < 4; lanes <<= 1) {
+            own += __shfl_xor_sync(0xffffffffu, own, lanes);
+            cross += __shfl_xor_sync(0xffffffffu, cross, lanes);
+        }
+        if (threadIdx.x % 4 == 0) to[row] = 2.0 * own, to[R + row] = 2.0 * cross;
+    }
+}
+
+/* Chunk c on its way into the room. */
+template <int R>
+__device__ static void fetch_covariance(covariance_smem<R> &room, const span_work &w,
+                                        const scan_place &at, int64_t c) {
+    constexpr int LEFT = pitch<R>::left, THREADS = 2 * R;
+    const int stage = (int)(c % STAGES);
+    if (c < at.n_chunks) {
+        const int64_t from = at.shared(c) * CHUNK * R;
+        const double *noise = w.noise + (at.head(c) * 5 + 4) * 2 * R;
+        copy_rows_later<R, CHUNK, THREADS>(room.k[stage], LEFT, w.k + from);
+        copy_rows_later<R, CHUNK, THREADS>(room.q[stage], LEFT, w.q + from);
+        copy_rows_later<R, 2, THREADS>(room.noise[stage], R, noise);
+        copy_rows_later<R, 1, THREADS>(room.phi[stage], R, w.phi + at.last_token(c) * R);
+    }
+    close_copies();
+}
+
+/* z / sigma and what chunks need of each other, of a group of a head of a sequence: the first 2 R
+ * threads of a block. */
+template <int R>
+__device__ static void scan_covariance(covariance_smem<R> &room, const mn_bayes_args &p,
+                                       const span_work &w, int64_t block, bool bf16) {
+    constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
+    const scan_place at = scan_place_at(p, block);
+    const span_group &s = at.s;
+    if (w.steep[s.n * at.H + s.h]) return;
+    const bool turns = p.theta.data != NULL, handed_in = p.P0.data != NULL;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rows = (int)p.call.K * (turns ? 2 : 1), column = 16 * warp;
+    strip<R> P;
+    load_covariance<R>(P, p, s, rows, bf16);
+    fetch_covariance<R>(room, w, at, 0), fetch_covariance<R>(room, w, at, 1);
+    await_copies();
+    __syncthreads();
+    for (int64_t c = 0; c < at.n_chunks; c++) {
+        const int stage = (int)(c % STAGES), now = (int)(c % 2);
+        const double *nk = w.nk + at.shared(c) * CHUNK * R;
+        const double r2 = w.r2[at.own(c) * CHUNK + lane % 16];
+        double x[2][2][2], noisy[2][2][2];
+        get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
+        for (bool again = false;; again = true) {
+            zero(x[0]), zero(x[1]);
+            through_col_tile<R>(x, room.k[stage], LEFT, P);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
+            }
+            gram_share<R>(room.parts, x, room.k[stage], LEFT);
+            put_rows(room.B, RIGHT, column, x[0]), put_rows(room.B, RIGHT, column + 8, x[1]);
+            __syncthreads();
+            add_shares<R>(room.S, room.parts);
+            __syncthreads();
+            if (!handed_in || c > 0 || again) break;
+            if (!raise_col_tile<R>(P, room, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) break;
+        }
+        if (c % SPAN_CHUNKS == 0) {
+            double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
+#pragma unroll
+            for (int j = 0; j < R / 8; j++) put_rows(to, R, 8 * j, P[j]);
+        }
+        if (warp == 0) {
+            factorise(room.S, room.eliminate, room.sigma, room.inverse[now], r2);
+        } else if (warp < 3 && c > 0) {
+            put_reads<R>(w.reads + at.own(c - 1) * SMALL, room.z,
+                         room.q[(c - 1) % STAGES], room.inverse[!now], warp - 1);
+        } else if (warp == R / 16 - 1 && lane == 0) {
+            say_left(w.left + block, c);
+        }
+        __syncthreads();
+        fetch_covariance<R>(room, w, at, c + 2);
+        double left[8];
+        left_small(left, room.eliminate, SMALL_LD);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            double b[4];
+            right_columns16(b, room.B, RIGHT, column + 8 * m);
+            zero(x[m]);
+            mn_mma_f64_k16(x[m], left, b);
+            put_rows(room.z, RIGHT, column + 8 * m, x[m]);
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                const double inverse = room.inverse[now][lane / 4 + 8 * t];
+                x[m][t][0] *= inverse, x[m][t][1] *= inverse;
+            }
+            put_rows(w.w + at.own(c) * CHUNK * R, R, column + 8 * m, x[m]);
+        }
+        for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
+            w.eliminate[at.own(c) * SMALL + i] = room.eliminate[i / 16 * SMALL_LD + i % 16];
+        }
+        if (threadIdx.x < CHUNK) {
+            w.sigma[at.own(c) * CHUNK + threadIdx.x] = room.sigma[threadIdx.x];
+        }
+        await_copies();
+        __syncthreads();
+        left_columns16(left, room.z, RIGHT, column);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const double inverse = -room.inverse[now][lane % 4 + 4 * i];
+            left[2 * i] *= inverse, left[2 * i + 1] *= inverse;
+        }
+#pragma unroll
+        for (int j = 0; j < R / 8; j++) {
+            double b[4];
+            right_columns16(b, room.z, RIGHT, 8 * j);
+            mn_mma_f64_k16(P[j], left, b);
+        }
+        if (c % SPAN_CHUNKS != SPAN_CHUNKS - 1) continue;
+        const double *noise = room.noise[stage];
+        double own[2][2] = {};
+        pick_inside<R>(own, P);
+        each_inside(own, [&](double &to, int row, int other) {
+            to += row == other ? noise[row] : noise[R + row];
+        });
+        put_inside<R>(P, own);
+        move_col_tile_columns<R>(P, room.phi[stage], turns, false);
+        move_col_tile_rows<R>(P, room.phi[stage], turns, false);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) say_left(w.left + block, at.n_chunks);
+    if (at.n_chunks > 0 && (warp == 1 || warp == 2)) {
+        put_reads<R>(w.reads + at.own(at.n_chunks - 1) * SMALL, room.z,
+                     room.q[(at.n_chunks - 1) % STAGES], room.inverse[(at.n_chunks - 1) % 2],
+                     warp - 1);
+    }
+    const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
+    if (dP) dP += s.g * rows * rows;
+    put_last<R>(w.last + block * (w.slices * SLICES + 1) * 2 * R, P,
+                [&](int row, int other) { return symmetric_cotangent(dP, rows, row, other); });
+}
+
+/* the steps of the way back through a chunk of the Bayesian Layer; which formulas
+ * they are is in bayes_bwd_chunk.cu, the only file that includes this. */
+
+using tiles = mn_bayes_tiles<true>;    // P and D do not fit in registers together
+
+enum { SPAN = 128, CHUNKS = SPAN / MN_BAYES_CHUNK };    // of the narrow way
+
+/* Work space, in doubles for each block but the parts. */
+struct work {
+    double *each;        // D, E, mean, CHUNKS + 1 states, and the room where it is too large
+    double *spans;       // states in front of spans
+    double *traces;      // of D in front of each sequence, by blocks
+    float *parts;        // G x rows x (4 K + 1): dq, dk, dla, dtheta, dl2
+    const int *steep;    // heads of sequences to do; NULL: all
+    int64_t size, state;
+    bool inside;         // the room is in shared memory
+};
+
+/* What the way back has beside the room; smem tiles of 16 rows. dq and dk lie over the raw inputs.
+ * */
+struct back_smem {
+    double *du, *dw, *dq, *dk, *de;
+    double *mix[5];      // (16,16)
+    double *h;           // (16,16): du_s.w_t
+    double *c, *a, *x;   // 16: adjoint of k'u; weights; dw_t.w_t
+    double *D;           // D inside channels: rr, ri, ii
+    double *C;           // running C inside channels: its trace and its turn
+};
+
+static int64_t back_doubles(int nb, int nm, int K) {
+    const int64_t smem_tile = 16 * (8 * nb + 8);
+    return mn_bayes_doubles(nb, nm, K, false) + 4 * smem_tile + 16 * (8 * nm + 4) + 6 * 256 + 3
+        * 16 +
+           5 * (int64_t)K + 16;
+}
+
+__device__ static back_smem back_smem_in(const mn_bayes_smem &room, double *at,
+                                         const mn_bayes_shape &s) {
+    back_smem r;
+    const int smem_tile = 16 * s.pitch();
+    const auto take = [&](int count) { double *from = at; at += (count + 1) / 2 * 2; return from; };
+    const bool fits = 2 * 16 * s.K >= 2 * smem_tile;
+    r.du = take(smem_tile), r.dw = take(smem_tile);
+    r.dq = fits ? (double *)room.raw : take(smem_tile);
+    r.dk = fits ? (double *)room.raw + smem_tile : take(smem_tile);
+    r.de = take(16 * s.pitch_e());
+    for (int i = 0; i < 5; i++) r.mix[i] = take(256);
+    r.h = take(256), r.c = take(16), r.a = take(16), r.x = take(16);
+    r.D = take(3 * s.K), r.C = take(2 * s.K);
+    return r;
+}
+
+/* ---- tiles in memory ------------------------------------------------------------------------- */
+
+__device__ static void copy_tiles(double *to, const double *from, const mn_bayes_shape &s) {
+    const int64_t count = (int64_t)s.nb * s.nb * 32;
+    for (int64_t i = threadIdx.x; i < count; i += MN_BAYES_THREADS) {
+        ((double2 *)to)[i] = ((const double2 *)from)[i];
+    }
+}
+
+__device__ static void copy_mean(double *to, const double *from, const mn_bayes_shape &s) {
+    for (int i = threadIdx.x; i < s.nm * s.nb * 64; i += MN_BAYES_THREADS) to[i] = from[i];
+}
+
+/* D and E behind the frame become those in front of it: by Phi'. All threads call. */
+__device__ static void move_back(tiles &D, double *E, const mn_bayes_smem &room,
+                                 const mn_bayes_shape &s) {
+    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) room.phi[i] = 0.0;
+    __syncthreads();
+    mn_bayes_frame(room.phi, room.level, s);
+    __syncthreads();
+    D.each(s, [&](double (&x)[2], int a, int b) {
+        mn_bayes_move_columns(x, room.phi, b, s.turns, true);
+        mn_bayes_move_rows(x, room.phi, a, s.turns, true);
+    });
+    mn_bayes_each_mean(E, s, [&](double (&x)[2], int, int b) {
+        mn_bayes_move_columns(x, room.phi, b, s.turns, true);
+    });
+    __syncthreads();
+    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) room.level[i] = 0.0;
+    __syncthreads();
+}
+
+/* ---- products of 16 rows --------------------------------------------------------------------- */
+
+/* c += weights (16,16) smem tile, columns of block b */
+__device__ static void mix(double (&c)[2][2], const double *weights, const double *smem_tile,
+                           int ld,
+                           int b) {
+    const int lane = threadIdx.x % 32;
+    double left[8], right[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        right[i] = smem_tile[(4 * i + lane % 4) * ld + 8 * b + lane / 4];
+        left[2 * i] = weights[lane / 4 * 16 + 4 * i + lane % 4];
+        left[2 * i + 1] = weights[(8 + lane / 4) * 16 + 4 * i + lane % 4];
+    }
+    mn_mma_f64_k16(c, left, right);
+}
+
+/* c += left (16, value columns) times a mean's tiles (value columns, rows), rows of block b */
+__device__ static void through_mean(double (&c)[2][2], const double *left, int ld,
+                                    const double *M, const mn_bayes_shape &s, int b) {
+    const int lane = threadIdx.x % 32;
+    for (int j = 0; j < s.nm; j++) {
+        const double *tile = M + ((int64_t)j * s.nb + b) * 64;
+        const double *upper = left + lane / 4 * ld + 8 * j + lane % 4, *lower = upper + 8 * ld;
+        const double from[4] = { upper[0], lower[0], upper[4], lower[4] };
+        const double with[2] = { tile[lane % 4 * 8 + lane / 4],
+                                 tile[(4 + lane % 4) * 8 + lane / 4] };
+        mn_mma_f64_k8(c, from, with);
+    }
+}
+
+__device__ static void clear(double (&c)[2][2]) {
+    c[0][0] = c[0][1] = c[1][0] = c[1][1] = 0.0;
+}
+
+/* smem tile rows of block b from c, or the other way round */
+__device__ static void put(double *smem_tile, int ld, const double (&c)[2][2], int b) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        double *to = smem_tile + (8 * m + lane / 4) * ld + mn_tile_column(b);
+        to[0] = c[m][0], to[1] = c[m][1];
+    }
+}
+
+__device__ static void get(double (&c)[2][2], const double *smem_tile, int ld, int b) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const double *from = smem_tile + (8 * m + lane / 4) * ld + mn_tile_column(b);
+        c[m][0] = from[0], c[m][1] = from[1];
+    }
+}
+
+/* use(i, row, column) for the elements of a (16,16) matrix */
+template <typename F>
+__device__ static void each_pair(F use) {
+    for (int i = threadIdx.x; i < 256; i += MN_BAYES_THREADS) use(i, i / 16, i % 16);
+}
+
+/* ---- steps of a chunk ------------------------------------------------------------------------ */
+
+/* y = scale do into room.o, a, and x = Phi'dgainvec into dw. */
+template <typename T>
+__device__ static void fetch_cotangents(const mn_bayes_smem &room, const back_smem &r,
+                                        const mn_bayes_args &p, const mn_bayes_shape &s, int64_t t,
+                                        int count) {
+    const int width = 8 * s.nm, ld_e = s.pitch_e(), ld = s.pitch(), rows = 8 * s.nb;
+    const int64_t b = s.span.b, t0 = s.span.t0 + t;
+    for (int at = threadIdx.x; at < 16 * width; at += MN_BAYES_THREADS) {
+        const int token = at / width, j = at % width;
+        const T *d_o = mn_row<T>(p.cot.o, b, t0 + token, s.h);
+        const bool there = d_o && token < count && j < s.columns;
+        room.o[token * ld_e + j] = there ? p.scale * (double)mn_float(d_o[s.first + j]) : 0.0;
+    }
+    if (threadIdx.x < 16) {
+        const int i = threadIdx.x;
+        const T *dqvar = mn_row<T>(p.cot.qvar, b, t0 + i, s.h);
+        const bool there = dqvar && p.q.data && i < count;
+        r.a[i] = there ? p.scale * p.scale * (double)mn_float(dqvar[s.g]) : 0.0;
+    }
+    for (int at = threadIdx.x; at < 16 * rows; at += MN_BAYES_THREADS) {
+        const int token = at / rows, i = at % rows;
+        const T *d = mn_row<T>(p.cot.gainvec, b, t0 + token, s.h);
+        double x = 0.0;
+        if (d && token < count && i < s.R) {
+            const double *phi = room.phi + token * rows;
+            d += s.g * s.R;
+            x = phi[i] * (double)mn_float(d[i]);
+            if (s.turns && i % 2 == 0) {
+                x += phi[i + 1] * (double)mn_float(d[i + 1]);
+            } else if (s.turns) {
+                x = phi[i - 1] * (double)mn_float(d[i]) - phi[i] * (double)mn_float(d[i - 1]);
+            }
+        }
+        r.dw[token * ld + i] = x;
+    }
+}
+
+/* de: E'w by the warps, then the sums over later tokens by columns; dv. */
+template <typename T>
+__device__ static void value_back(const mn_bayes_smem &room, const back_smem &r,
+                                  const double *E, const mn_bayes_args &p, const mn_bayes_shape &s,
+                                  int64_t t, int count) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ld_e = s.pitch_e();
+    for (int j = warp; j < s.nm; j += MN_BAYES_WARPS) {
+        double c[2][2];
+        clear(c);
+        for (int b = 0; b < s.nb; b++) {
+            const double2 x = *((const double2 *)(E + ((int64_t)j * s.nb + b) * 64) + lane);
+            const double tile[2] = { x.x, x.y };
+            mn_bayes_left(c, room.z, s.pitch_z(), tile, b);
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const int token = 8 * m + lane / 4;
+            double *to = r.de + token * ld_e + mn_tile_column(j);
+            to[0] = c[m][0] * room.inverse[token], to[1] = c[m][1] * room.inverse[token];
+        }
+    }
+    __syncthreads();
+    for (int j = threadIdx.x; j < 8 * s.nm; j += MN_BAYES_THREADS) {
+        for (int i = MN_BAYES_CHUNK - 1; i >= 0; i--) {
+            double x = r.de[i * ld_e + j] + room.read[i * 16 + i] * room.o[i * ld_e + j];
+            for (int later = i + 1; later < MN_BAYES_CHUNK; later++) {
+                x += room.read[i * 16 + later] * room.o[later * ld_e + j];
+                x -= room.coef[i * 16 + later] * r.de[later * ld_e + j];
+            }
+            r.de[i * ld_e + j] = x;
+            T *dv = mn_row<T>(p.grad.v, s.span.b, s.span.t0 + t + i, s.h);
+            if (dv && i < count && j < s.columns) mn_put(dv + s.first + j, (float)x);
+        }
+    }
+    __syncthreads();
+}
+
+/* mix 0: y_s.e_t and mix 1: de_s.e_t as [t][s], all pairs. */
+__device__ static void value_grams(const mn_bayes_smem &room, const back_smem &r,
+                                   const mn_bayes_shape &s) {
+    const int ld_e = s.pitch_e();
+    mn_bayes_gram(room.parts, room.e, ld_e, room.o, ld_e, s.nm);
+    __syncthreads();
+    each_pair([&](int i, int, int) { r.mix[0][i] = mn_bayes_whole(room.parts, i); });
+    __syncthreads();
+    mn_bayes_gram(room.parts, room.e, ld_e, r.de, ld_e, s.nm);
+    __syncthreads();
+    each_pair([&](int i, int, int) { r.mix[1][i] = mn_bayes_whole(room.parts, i); });
+    __syncthreads();
+}
+
+/* dw grows by what the mean says of the gains. */
+__device__ static void gain_back(const mn_bayes_smem &room, const back_smem &r, const double *E,
+                                 const mn_bayes_shape &s) {
+    const int warp = threadIdx.x / 32, ld = s.pitch();
+    each_pair([&](int i, int t, int later) {
+        r.mix[2][i] = later >= t ? r.mix[0][i] : 0.0;
+        r.mix[3][i] = later > t ? -r.mix[1][i] : 0.0;
+    });
+    __syncthreads();
+    for (int b = warp; b < s.nb; b += MN_BAYES_WARPS) {
+        double c[2][2];
+        get(c, r.dw, ld, b);
+        through_mean(c, room.e, s.pitch_e(), E, s, b);
+        mix(c, r.mix[2], room.q, ld, b);
+        mix(c, r.mix[3], room.k, ld, b);
+        put(r.dw, ld, c, b);
+    }
+}
+
+/* b into du. mix 4 is free for a_s q_s.w_t. */
+__device__ static void covariance_start(tiles &D, const mn_bayes_smem &room,
+                                        const back_smem &r, const mn_bayes_shape &s) {
+    const int lane = threadIdx.x % 32, ld = s.pitch();
+    each_pair([&](int i, int t, int later) {
+        r.mix[4][i] = later >= t ? r.a[later] * room.read[i] * room.sigma[t] : 0.0;
+    });
+    __syncthreads();
+    double c[2][2];
+    D.each(s, [&](double (&tile)[2], int a, int b) {
+        if (b == 0) clear(c);
+        mn_bayes_left(c, room.z, s.pitch_z(), tile, b);
+        if (b != s.nb - 1) return;
+        mix(c, r.mix[4], room.q, ld, a);
+        double dw[2][2];
+        get(dw, r.dw, ld, a);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const double inverse = room.inverse[8 * m + lane / 4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) c[m][i] = (dw[m][i] - 2.0 * c[m][i]) * inverse;
+        }
+        put(r.du, ld, c, a);
+    }, false);
+    __syncthreads();
+}
+
+/* h[t][j] = du_t.w_j for j <= t, c_t and dr2 by one warp, lane j. mix 4 holds b_t.w_j. */
+template <typename T>
+__device__ static void adjoint_scalars(const mn_bayes_smem &room, const back_smem &r,
+                                       const mn_bayes_args &p, const mn_bayes_shape &s, int64_t t,
+                                       int count) {
+    const int j = threadIdx.x % 16;
+    for (int i = MN_BAYES_CHUNK - 1; i >= 0; i--) {
+        double h = r.mix[4][i * 16 + j], wDw = 0.0;
+        for (int later = i + 1; later < MN_BAYES_CHUNK; later++) {
+            const double forward = room.coef[i * 16 + later], known = r.h[later * 16 + i];
+            const double mine = j < later ? room.coef[j * 16 + later] : 0.0;
+            h -= r.h[later * 16 + j] * forward + mine * known;
+            wDw += forward * known;
+        }
+        const int64_t b = s.span.b, when = s.span.t0 + t + i;
+        const T *dgain_at = mn_row<T>(p.cot.gain, b, when, s.h);
+        const T *dkvar_at = mn_row<T>(p.cot.kvar, b, when, s.h);
+        const bool there = i < count;
+        const double dgain = there ? (double)mn_get(dgain_at, s.g) : 0.0;
+        const double dkvar = there ? (double)mn_get(dkvar_at, s.g) : 0.0;
+        const double inverse = room.inverse[i], x = r.x[i] * inverse;
+        wDw = 0.5 * (x - r.mix[4][i * 16 + i]) + wDw;
+        const double ds = wDw - x, square = inverse * inverse;
+        const double c = there ? dkvar + ds + dgain * room.r2[i] * square : 0.0;
+        if (j < i) h += c * room.coef[j * 16 + i];
+        if (threadIdx.x < 16) r.h[i * 16 + j] = h;
+        if (threadIdx.x == 0) {
+            r.c[i] = c;
+            T *dr2 = mn_row<T>(p.grad.r2, b, when, s.h);
+            if (dr2 && there) {
+                mn_put(dr2 + s.g, (float)(ds - dgain * room.variance[i] * square));
+            }
+        }
+        __syncwarp();
+    }
+}
+
+/* du from b, one thread for each row. */
+__device__ static void covariance_solve(const mn_bayes_smem &room, const back_smem &r,
+                                        const mn_bayes_shape &s) {
+    const int ld = s.pitch();
+    for (int row = threadIdx.x; row < 8 * s.nb; row += MN_BAYES_THREADS) {
+        for (int t = MN_BAYES_CHUNK - 1; t >= 0; t--) {
+            double x = r.du[t * ld + row] + r.c[t] * room.k[t * ld + row];
+            for (int later = t + 1; later < MN_BAYES_CHUNK; later++) {
+                x -= r.du[later * ld + row] * room.coef[t * 16 + later];
+                x -= room.k[later * ld + row] * r.h[later * 16 + t];
+            }
+            r.du[t * ld + row] = x;
+        }
+    }
+    __syncthreads();
+}
+
+/* D inside channels, as it is behind the chunk. */
+__device__ static void take_diagonal(tiles &D, const back_smem &r,
+                                     const mn_bayes_shape &s) {
+    D.each(s, [&](double (&x)[2], int a, int b) {
+        if (a != b) return;
+        const int row = mn_tile_row(a), column = mn_tile_column(b), channel = row / s.step;
+        if (row >= s.R) return;
+        if (!s.turns && (row == column || row == column + 1)) {
+            r.D[3 * channel] = row == column ? x[0] : x[1];
+            r.D[3 * channel + 1] = r.D[3 * channel + 2] = 0.0;
+        }
+        if (s.turns && row == column) r.D[3 * channel] = x[0], r.D[3 * channel + 1] = x[1];
+        if (s.turns && row == column + 1) r.D[3 * channel + 2] = x[1];
+    }, false);
+}
+
+/* D and E in front of the chunk. */
+__device__ static void write_back(tiles &D, double *E, const mn_bayes_smem &room,
+                                  const back_smem &r, const mn_bayes_shape &s, bool weighs) {
+    const int lane = threadIdx.x % 32, ld = s.pitch(), ld_e = s.pitch_e();
+    D.each(s, [&](double (&tile)[2], int a, int b) {
+        const int row = 8 * a + lane / 4, column = 8 * b + lane / 4;
+        double left[4], right[4], up[4], along[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at = (4 * i + lane % 4) * ld;
+            left[i] = 0.5 * r.du[at + row], right[i] = room.k[at + column];
+            up[i] = 0.5 * room.k[at + row], along[i] = r.du[at + column];
+        }
+        mn_mma_f64_tile(tile, left, right);
+        mn_mma_f64_tile(tile, up, along);
+        if (!weighs) return;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int t = 4 * i + lane % 4;
+            left[i] = r.a[t] * room.q[t * ld + row], right[i] = room.q[t * ld + column];
+        }
+        mn_mma_f64_tile(tile, left, right);
+    });
+    mn_bayes_each_mean(E, s, [&](double (&tile)[2], int a, int b) {
+        const int row = 8 * a + lane / 4, column = 8 * b + lane / 4;
+        double left[4], right[4], up[4], along[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int t = 4 * i + lane % 4;
+            left[i] = room.o[t * ld_e + row], right[i] = room.q[t * ld + column];
+            up[i] = -r.de[t * ld_e + row], along[i] = room.k[t * ld + column];
+        }
+        mn_mma_f64_tile(tile, left, right);
+        mn_mma_f64_tile(tile, up, along);
+    });
+}
+
+/* dk and dq but for the noise and c z, by row blocks. P and M are the states in front of the chunk;
+ * mix 0 to 3 hold the weights of z in Pbar du, P q, M y and M de. */
+__device__ static void read_back(const double *P, const mn_bayes_smem &room, const back_smem &r,
+                                 const mn_bayes_shape &s, bool weighs) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ld = s.pitch(), ld_z = s.pitch_z();
+    for (int a = warp; a < s.nb; a += MN_BAYES_WARPS) {
+        double k[2][2], q[2][2], x[2][2];
+        clear(k), clear(q), clear(x);
+        for (int b = 0; b < s.nb; b++) {
+            const double2 at = *((const double2 *)(P + ((int64_t)a * s.nb + b) * 64) + lane);
+            const double tile[2] = { at.x, at.y };
+            mn_bayes_left(k, r.du, ld, tile, b);
+            if (weighs) mn_bayes_left(q, room.q, ld, tile, b);
+        }
+        mix(k, r.mix[0], room.z, ld_z, a);
+        if (weighs) {
+            mix(q, r.mix[1], room.z, ld_z, a);
+            get(x, room.zq, ld_z, a);
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                q[m][i] = 2.0 * r.a[8 * m + lane / 4] * (q[m][i] + x[m][i]);
+            }
+        }
+        through_mean(q, room.o, s.pitch_e(), room.M, s, a);
+        mix(q, r.mix[2], room.z, ld_z, a);
+        clear(x);
+        through_mean(x, r.de, s.pitch_e(), room.M, s, a);
+        mix(x, r.mix[3], room.z, ld_z, a);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) k[m][i] -= x[m][i];
+        }
+        put(r.dk, ld, k, a);
+        put(r.dq, ld, q, a);
+    }
+    __syncthreads();
+}
+
+/* What one channel leaves of each token, from the last one on: all gradients of the raw inputs.
+ * du's rows become the channel's parts of dl2. */
+template <typename T>
+__device__ static void channels_back(const mn_bayes_smem &room, const back_smem &r,
+                                     const mn_bayes_args &p, const mn_bayes_shape &s, float *parts,
+                                     int64_t t, int first, int count) {
+    const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
+    const int64_t n_rows = p.call.B * p.call.T * p.call.H, width = 4 * (int64_t)s.K + 1;
+    for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
+        const int at = i * s.step;
+        double rr = r.D[3 * i], ri = r.D[3 * i + 1], ii = r.D[3 * i + 2];
+        double trace = r.C[2 * i], turn = r.C[2 * i + 1], nrr = 0.0, nri = 0.0, nii = 0.0;
+        for (int j = 0; j < count; j++) {
+            const double *phi = room.phi + j * rows + at;
+            const double im = s.turns ? phi[1] : 0.0, square = phi[0] * phi[0] + im * im;
+            const double weight = room.given_l2[first + j] / (square * square);
+            nrr += weight * phi[0] * phi[0], nri -= weight * phi[0] * im, nii += weight * im * im;
+        }
+        for (int j = MN_BAYES_CHUNK - 1; j >= 0; j--) {
+            double *du = r.du + j * ld + at;
+            if (j >= count) {
+                du[0] = 0.0;
+                if (s.turns) du[1] = 0.0;
+                continue;
+            }
+            const double *phi = room.phi + j * rows + at, *k = room.k + j * ld + at;
+            const double *q = room.q + j * ld + at, *z = room.z + j * ld_z + at;
+            const double re = phi[0], im = s.turns ? phi[1] : 0.0, square = re * re + im * im;
+            const double k1 = s.turns ? k[1] : 0.0, q1 = s.turns ? q[1] : 0.0;
+            const double z1 = s.turns ? z[1] : 0.0, du1 = s.turns ? du[1] : 0.0;
+            const double *dq = r.dq + j * ld + at, *dk_base = r.dk + j * ld + at;
+            const double dq1 = s.turns ? dq[1] : 0.0;
+            const double dk0 = dk_base[0] + r.c[j] * z[0] + nrr * du[0] + nri * du1;
+            const double dk1 = s.turns ? dk_base[1] + r.c[j] * z1 + nri * du[0] + nii * du1 : 0.0;
+            double x0 = 0.0, x1 = 0.0;
+            const int64_t when = s.span.t0 + t + j;
+            const T *d = mn_row<T>(p.cot.gainvec, s.span.b, when, s.h);
+            if (d) {
+                d += s.g * s.R + at;
+                const double g0 = (double)mn_float(d[0]);
+                const double g1 = s.turns ? (double)mn_float(d[1]) : 0.0;
+                x0 = re * g0 + im * g1, x1 = re * g1 - im * g0;
+            }
+            rr += r.a[j] * q[0] * q[0] + du[0] * k[0];
+            ri += r.a[j] * q[0] * q1 + 0.5 * (du[0] * k1 + du1 * k[0]);
+            ii += r.a[j] * q1 * q1 + du1 * k1;
+            const double unit = 1.0 / (square * square), noise = room.given_l2[first + j] * unit;
+            const double own_rr = noise * re * re, own_ri = -noise * re * im;
+            const double own_ii = noise * im * im;
+            const double w0 = z[0] * room.inverse[j], w1 = z1 * room.inverse[j];
+            trace += q[0] * dq[0] + q1 * dq1 + k[0] * dk0 + k1 * dk1 + x0 * w0 + x1 * w1;
+            trace -= 2.0 * (rr * own_rr + 2.0 * ri * own_ri + ii * own_ii);
+            turn += q1 * dq[0] - q[0] * dq1 + k1 * dk0 - k[0] * dk1 + x1 * w0 - x0 * w1;
+            turn -= 2.0 * ((ri * own_rr + ii * own_ri) - (rr * own_ri + ri * own_ii));
+            nrr -= own_rr, nri -= own_ri, nii -= own_ii;
+            const int64_t row = (s.span.b * p.call.T + when) * p.call.H + s.h;
+            float *to = parts + (s.g * n_rows + row) * width;
+            to[i] = (float)(re * dq[0] - im * dq1);
+            to[s.K + i] = (float)(re * dk0 - im * dk1);
+            to[2 * s.K + i] = (float)trace;
+            to[3 * s.K + i] = (float)turn;
+            du[0] = unit * (re * re * rr - 2.0 * re * im * ri + im * im * ii);
+            if (s.turns) du[1] = 0.0;
+        }
+        r.C[2 * i] = trace, r.C[2 * i + 1] = turn;
+    }
+    __syncthreads();
+    const int warp = threadIdx.x / 32;
+    double sum = 0.0;
+    for (int i = threadIdx.x % 32; i < s.R; i += 32) sum += r.du[warp * ld + i];
+    for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if (threadIdx.x % 32 == 0 && warp < count) {
+        const int64_t row = (s.span.b * p.call.T + s.span.t0 + t + warp) * p.call.H + s.h;
+        parts[(s.g * n_rows + row) * width + 4 * s.K] = (float)sum;
+    }
+    __syncthreads();
+}
+
+/* gradients of the Bayesian Layer from dk and dq in the frame, all spans at
+ * once. Formulas are in bayes_bwd_chunk.cu. */
+
+enum { CHANNELS_LD = 129, CHANNEL_THREADS = 128 };
+
+/* ---- channels -------------------------------------------------------------------------------- */
+
+/* x_t w_t inside channel i, of all groups: its trace and its turn. */
+template <typename T, int R>
+__device__ static void gain_inside(double &trace, double &turning, const mn_bayes_args &p,
+                                   const span_work &w, const mn_tile_span &tile, int64_t head,
+                                   int t, int i, const double *phi) {
+    const int64_t G = p.call.G, H = p.call.H;
+    const bool turns = p.theta.data != NULL;
+    const int step = turns ? 2 : 1, r = i * step, rows = (int)p.call.K * step;
+    for (int64_t g = 0; g < G; g++) {
+        const span_group s = { tile.n, head % H, g, 0, 0 };
+        const double *z = w.w + ((head * G + g) * SPAN_TOKENS + t) * R + r;
+        const double x0 = transposed_gain<T>(p, tile, s, phi, t, r, rows, turns);
+        trace += x0 * z[0];
+        if (!turns) continue;
+        const double x1 = transposed_gain<T>(p, tile, s, phi, t, r + 1, rows, turns);
+        trace += x1 * z[1];
+        turning += x1 * z[0] - x0 * z[1];
+    }
+}
+
+/* What a thread has of a token: its channel's rows, in complex numbers where channels turn. */
+struct channel_token {
+    double2 phi, du, dk, dq;
+    float k, q;
+};
+
+template <bool TURNS>
+__device__ static double2 pair_at(const double *x) {
+    if (TURNS) return *(const double2 *)x;
+    return make_double2(*x, 0.0);
+}
+
+/* Phi' of a real number */
+template <bool TURNS>
+__device__ static double2 in_frame(double2 phi, double x) {
+    return make_double2(phi.x * x, TURNS ? -phi.y * x : 0.0);
+}
+
+/* What a token has to do with its channel: n du and 2 a n q join dk and dq, and D inside the
+ * channel, its trace and its turn grow. */
+template <bool TURNS>
+struct channel_sums {
+    double rr, ri, ii;          // D
+    double trace, turning;      // C's growth
+
+    __device__ double add(double2 &dk, double2 &dq, double2 k, double2 q, double2 du, double a,
+                          const noise_sums &n, double2 own, double l2) {
+        const double twice = 2.0 * a;
+        dk.x += n.rr * du.x, dq.x += twice * n.rr * q.x;
+        rr += a * q.x * q.x + du.x * k.x;
+        if (!TURNS) {
+            const double by_noise = rr * own.x * own.x;
+            trace += q.x * dq.x + k.x * dk.x - 2.0 * l2 * by_noise;
+            return by_noise;
+        }
+        dk.x += n.ri * du.y, dk.y += n.ri * du.x + n.ii * du.y;
+        dq.x += twice * n.ri * q.y, dq.y += twice * (n.ri * q.x + n.ii * q.y);
+        ri += a * q.x * q.y + 0.5 * (du.x * k.y + du.y * k.x);
+        ii += a * q.y * q.y + du.y * k.y;
+        const double along = rr * own.x + ri * own.y, across = ri * own.x + ii * own.y;
+        const double by_noise = along * own.x + across * own.y;
+        trace += q.x * dq.x + q.y * dq.y + k.x * dk.x + k.y * dk.y - 2.0 * l2 * by_noise;
+        turning += q.y * dq.x - q.x * dq.y + k.y * dk.x - k.x * dk.y;
+        turning -= 2.0 * l2 * (across * own.x - along * own.y);
+        return by_noise;
+    }
+};
+
+/* Shared memory of span_channels_kernel. */
+struct channels_smem {
+    double weights[CHUNK], l2[CHUNK], dl2[CHUNK * CHANNELS_LD];
+};
+
+/* What channel i leaves of a chunk's tokens: the raw inputs' gradients but for what later chunks
+ * say of la and theta; parts of dl2 by channels into the room. n_t grows from the first token on,
+ * all else from the last. */
+template <typename T, int R, bool TURNS>
+__device__ static void gather_channel(channels_smem &room, const mn_bayes_args &p,
+                                      const span_work &w, const mn_tile_span &tile, int64_t head,
+                                      int c, int i) {
+    constexpr int AHEAD = 4, STEP = TURNS ? 2 : 1;
+    const int64_t G = p.call.G, h = head % p.call.H;
+    const int r = i * STEP, K = (int)p.call.K;
+    const int count = (int)min((int64_t)CHUNK, tile.n_rows - c * CHUNK);    // 0 or less: no token
+    const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first + c * CHUNK;
+    const int64_t smem_tile = (head * SPAN_TOKENS + c * CHUNK) * R + r;
+    const double *phi = w.phi + smem_tile;
+    const double *dk = w.P + head * G * w.P_each + c * CHUNK * R + r, *dq = dk + SPAN_TOKENS * R;
+    const double *du = w.h + (head * G * SPAN_TOKENS + c * CHUNK) * R + r;
+    const double *noise = w.noise + (head * (SPAN_CHUNKS + 1) + c) * 2 * R;
+    const bool requests = p.q.data != NULL;
+    const T *keys = mn_row<T>(p.k, b, t0, h) + i;
+    const T *queries = requests ? mn_row<T>(p.q, b, t0, h) + i : keys;
+    const int64_t next_key = p.k.stride[1], next_query = requests ? p.q.stride[1] : next_key;
+    T *to_q = mn_row<T>(p.grad.q, b, t0, h), *to_k = mn_row<T>(p.grad.k, b, t0, h);
+    float *local = w.local + (head * SPAN_TOKENS + c * CHUNK) * 2 * K + i;
+    noise_sums n[CHUNK], sum = { noise[r], noise[R + r], TURNS ? noise[r + 1] : 0.0 };
+#pragma unroll
+    for (int t = 0; t < CHUNK; t++) {
+        sum.add<TURNS>(noise_row<TURNS>(pair_at<TURNS>(phi + t * R)), room.l2[t]);
+        n[t] = sum;
+    }
+    channel_sums<TURNS> sums = { 0.0, 0.0, 0.0, 0.0, 0.0 };
+    for (int64_t g = 0; g < G; g++) {
+        const double *inside = w.inside + ((head * G + g) * SPAN_CHUNKS + c) * 2 * R;
+        sums.rr += inside[r];
+        if (TURNS) sums.ri += inside[R + r], sums.ii += inside[r + 1];
+    }
+#pragma unroll
+    for (int last = CHUNK - 1; last >= 0 && count > 0; last -= AHEAD) {
+        channel_token x[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int t = last - j, there = min(t, count - 1);
+            x[j].phi = pair_at<TURNS>(phi + t * R), x[j].du = pair_at<TURNS>(du + t * R);
+            x[j].dk = pair_at<TURNS>(dk + t * R), x[j].dq = pair_at<TURNS>(dq + t * R);
+            x[j].k = mn_float(keys[there * next_key]);
+            x[j].q = mn_float(queries[there * next_query]);
+        }
+        for (int64_t g = 1; g < G; g++) {
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const double2 more = pair_at<TURNS>(du + (g * SPAN_TOKENS + last - j) * R);
+                x[j].du.x += more.x, x[j].du.y += more.y;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int t = last - j;
+            if (t >= count) continue;
+            const double2 own = noise_row<TURNS>(x[j].phi);
+            const double2 k = in_frame<TURNS>(x[j].phi, (double)x[j].k);
+            const double2 q = in_frame<TURNS>(x[j].phi, requests ? (double)x[j].q : 0.0);
+            const double by_noise = sums.add(x[j].dk, x[j].dq, k, q, x[j].du, room.weights[t],
+                                             n[t], own, room.l2[t]);
+            if (p.cot.gainvec.data) {
+                gain_inside<T, R>(sums.trace, sums.turning, p, w, tile, head, c * CHUNK + t, i,
+                                  phi + t * R - r);
+            }
+            const double2 by = x[j].phi;
+            if (to_q) {
+                const double d = by.x * x[j].dq.x - (TURNS ? by.y * x[j].dq.y : 0.0);
+                mn_put(to_q + t * p.grad.q.stride[1] + i, (float)d);
+            }
+            if (to_k) {
+                const double d = by.x * x[j].dk.x - (TURNS ? by.y * x[j].dk.y : 0.0);
+                mn_put(to_k + t * p.grad.k.stride[1] + i, (float)d);
+            }
+            local[t * 2 * K] = (float)sums.trace;
+            if (TURNS) local[t * 2 * K + K] = (float)sums.turning;
+            room.dl2[t * CHANNELS_LD + i] = by_noise;
+        }
+    }
+    double *total = w.totals + (head * SPAN_CHUNKS + c) * 2 * K;
+    total[i] = sums.trace, total[K + i] = sums.turning;
+}
+
+/* All gradients of a chunk of a head but dv, dr2, dla and dtheta. */
+template <typename T, int R, bool TURNS>
+__global__ void __launch_bounds__(CHANNEL_THREADS, TURNS ? 2 : 4)
+span_channels_kernel(const __grid_constant__ mn_bayes_args p,
+                     const __grid_constant__ span_work w) {
+    __shared__ channels_smem room;
+    const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x / SPAN_CHUNKS, h = head % H;
+    const int c = (int)(blockIdx.x % SPAN_CHUNKS), i = (int)threadIdx.x, K = (int)p.call.K;
+    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
+    if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
+    const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first;
+    if (i < CHUNK) {
+        const int t = c * CHUNK + i;
+        double sum = 0.0;
+        for (int64_t g = 0; g < G; g++) {
+            const span_group s = { tile.n, h, g, 0, 0 };
+            sum += weight_of<T>(p, tile, s, t);
+        }
+        room.weights[i] = sum;
+        room.l2[i] = t < tile.n_rows ? (double)mn_float(*mn_row<T>(p.l2, b, t0 + t, h)) : 0.0;
+    }
+    __syncthreads();
+    if (i < K) gather_channel<T, R, TURNS>(room, p, w, tile, head, c, i);
+    __syncthreads();
+    for (int j = i / 32; j < CHUNK && p.grad.l2.data; j += CHANNEL_THREADS / 32) {
+        if (c * CHUNK + j >= tile.n_rows) break;
+        double sum = 0.0;
+        for (int k = i % 32; k < K; k += 32) sum += room.dl2[j * CHANNELS_LD + k];
+        for (int lanes = 16; lanes > 0; lanes >>= 1) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        }
+        T *to = mn_row<T>(p.grad.l2, b, t0 + c * CHUNK + j, h);
+        if (i % 32 == 0) mn_put(to, (float)sum);
+    }
+}
+
+/* C behind each chunk in place of its growth there, one thread for each channel of a head of a
+ * sequence, from its last chunk on. */
+template <int R>
+__global__ void __launch_bounds__(128)
+span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+    constexpr int AHEAD = 4;    // spans whose sums are loaded together
+    const int64_t H = p.call.H, G = p.call.G, n = blockIdx.x / H, h = blockIdx.x % H;
+    const int i = threadIdx.x, K = (int)p.call.K;
+    if (i >= K || w.steep[n * H + h]) return;
+    const mn_span span = mn_span_at(p.call, n);
+    const bool turns = p.theta.data != NULL;
+    const int64_t slot0 = first_slot(p.call, span, n), parts = w.slices * SLICES + 1;
+    double trace = 0.0, turning = 0.0;
+    for (int64_t part = 0; part < G * parts; part++) {
+        const double *last = w.last + (blockIdx.x * G * parts + part) * 2 * R;
+        if (turns) {
+            trace += last[2 * i] + last[2 * i + 1];
+            turning += last[R + 2 * i + 1] - last[R + 2 * i];
+        } else {
+            trace += last[i];
+        }
+    }
+    double *totals = w.totals + i, grows[AHEAD][SPAN_CHUNKS][2];
+    const int64_t last = slot0 + n_spans_of(span) - 1;
+    for (int64_t slot = last; slot >= slot0; slot -= AHEAD) {
+        const auto place = [&](int j) {
+            return totals + (max(slot - j, slot0) * H + h) * SPAN_CHUNKS * 2 * K;
+        };
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+#pragma unroll
+            for (int c = 0; c < SPAN_CHUNKS; c++) {
+                grows[j][c][0] = place(j)[c * 2 * K], grows[j][c][1] = place(j)[c * 2 * K + K];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            if (slot - j < slot0) break;
+#pragma unroll
+            for (int c = SPAN_CHUNKS - 1; c >= 0; c--) {
+                place(j)[c * 2 * K] = trace, place(j)[c * 2 * K + K] = turning;
+                trace += grows[j][c][0], turning += grows[j][c][1];
+            }
+        }
+    }
+}
+
+/* dla and dtheta of a head of a span. */
+template <typename T>
+__global__ void __launch_bounds__(256)
+span_decay_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+    constexpr int AHEAD = 8;    // numbers of a thread that are loaded together
+    const int64_t H = p.call.H, slot = blockIdx.x / H, h = blockIdx.x % H;
+    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, slot);
+    if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
+    const int K = (int)p.call.K, count = (int)tile.n_rows * K;
+    const mn_out to[] = { p.grad.la, p.grad.theta };
+    const double *totals = w.totals + blockIdx.x * (int64_t)SPAN_CHUNKS * 2 * K;
+    const float *locals = w.local + blockIdx.x * (int64_t)SPAN_TOKENS * 2 * K;
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        T *first = mn_row<T>(to[which], tile.span.b, tile.span.t0 + tile.first, h);
+        for (int base = threadIdx.x; first && base < count; base += AHEAD * 256) {
+            double behind[AHEAD];
+            float local[AHEAD];
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const int at = min(base + 256 * j, count - 1), t = at / K, i = at % K + which * K;
+                behind[j] = totals[t / CHUNK * 2 * K + i], local[j] = locals[t * 2 * K + i];
+            }
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const int at = base + 256 * j, t = at / K, i = at % K;
+                if (at >= count) break;
+                mn_put(first + t * to[which].stride[1] + i, (float)(behind[j] + (double)local[j]));
+            }
+        }
+    }
+}
+
+enum { SCAN_THREADS = 32 * MEAN_WARPS };
+
+/* The covariances, and behind each the slices of its mean. */
+template <typename T, int R>
+__global__ void __launch_bounds__(SCAN_THREADS, 1)
+scans_forward_kernel(const __grid_constant__ mn_bayes_args p,
+                     const __grid_constant__ span_work w) {
+    extern __shared__ __align__(16) double doubles[];
+    const int64_t covariances = gridDim.x / (1 + w.slices), block = blockIdx.x;
+    if (block >= covariances) {
+        mean_forward<T, R>(*(mean_smem<R> *)doubles, p, w, block - covariances);
+    } else if (threadIdx.x < 2 * R) {
+        scan_covariance<R>(*(covariance_smem<R> *)doubles, p, w, block, sizeof(T) == 2);
+    }
+}
+
+/* The adjoints of means, and behind them those of covariances. */
+template <typename T, int R>
+__global__ void __launch_bounds__(SCAN_THREADS, 1)
+scans_back_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+    extern __shared__ __align__(16) double doubles[];
+    const int64_t means = (int64_t)gridDim.x / (1 + w.slices) * w.slices, block = blockIdx.x;
+    if (block < means) {
+        mean_backward<T, R>(*(mean_back_smem<R> *)doubles, p, w, block);
+    } else if (threadIdx.x < 2 * R) {
+        scan_adjoint<T, R>(*(adjoint_smem<R> *)doubles, p, w, block - means);
+    }
+}
+
+/* ---- scans ----------------------------------------------------------------------------------- */
 
 /* Where a state lies: P's tiles, then the mean's. */
 __device__ static double *mean_of(double *state, const mn_bayes_shape &s) {
@@ -51,13 +1158,13 @@ __device__ static double *mean_of(double *state, const mn_bayes_shape &s) {
 
 /* From the state in front of a chunk to the one behind it; the frame is at rest on both sides. */
 template <typename T>
-__device__ __noinline__ static void walk(tiles &P, const mn_bayes_room &room,
+__device__ __noinline__ static void walk(tiles &P, const mn_bayes_smem &room,
                                          const mn_bayes_args &p, mn_bayes_shape s, int64_t t,
                                          int limit) {
     const int all = (int)min((int64_t)MN_BAYES_CHUNK, s.span.length - t);
     s.reads = false;
     __syncthreads();
-    mn_bayes_fetch<T>(room, p, s, t, all);
+    mn_bayes_load_tile<T>(room, p, s, t, all);
     __syncthreads();
     const bool steep = mn_bayes_is_steep(room, s, false);
     const int count = steep ? 1 : all;
@@ -80,7 +1187,7 @@ __device__ __noinline__ static void walk(tiles &P, const mn_bayes_room &room,
  * and E go from behind them to in front of them. */
 template <typename T>
 __device__ __noinline__ static void chunk_back(tiles &D, double *E, double *state,
-                                  mn_bayes_room room, const back_room &r, const mn_bayes_args &p,
+                                  mn_bayes_smem room, const back_smem &r, const mn_bayes_args &p,
                                   const mn_bayes_shape &s, float *parts, int64_t t, int first,
                                   int count, bool still) {
     const bool weighs = p.cot.qvar.data && p.q.data;
@@ -138,7 +1245,7 @@ __device__ __noinline__ static void chunk_back(tiles &D, double *E, double *stat
 
 /* D and E from the cotangents of the last states, of which P and room.M are the values; C. */
 __device__ static void load_cotangents(tiles &P, double *E,
-                                       const mn_bayes_room &room, const back_room &r,
+                                       const mn_bayes_smem &room, const back_smem &r,
                                        const mn_bayes_args &p, const mn_bayes_shape &s) {
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     const float *dM = mn_row<float>(p.cot.M, s.n, 0, s.h);
@@ -191,7 +1298,7 @@ __device__ static void load_cotangents(tiles &P, double *E,
 }
 
 /* The gradients of the states handed in, and D's trace. */
-__device__ static void put_first(tiles &D, double *E, const mn_bayes_room &room,
+__device__ static void put_first(tiles &D, double *E, const mn_bayes_smem &room,
                                  const mn_bayes_args &p, const mn_bayes_shape &s, double *trace) {
     float *dP = mn_row<float>(p.grad.P0, s.n, 0, s.h), *dM = mn_row<float>(p.grad.M0, s.n, 0, s.h);
     const int64_t R = s.R;
@@ -245,8 +1352,8 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
     tiles P, D;
     D.memory = own;
     P.memory = spare + w.state;
-    const mn_bayes_room room = mn_bayes_room_in(base, s, M);
-    const back_room r = back_room_in(room, base + mn_bayes_doubles(s.nb, s.nm, s.K, false), s);
+    const mn_bayes_smem room = mn_bayes_smem_in(base, s, M);
+    const back_smem r = back_smem_in(room, base + mn_bayes_doubles(s.nb, s.nm, s.K, false), s);
     const int64_t length = s.span.length, n_spans = (length + SPAN - 1) / SPAN;
     const int64_t slot0 = p.call.cu_seqlens ? s.span.t0 / SPAN + s.n
                                             : s.n * ((p.call.T + SPAN - 1) / SPAN);
@@ -283,7 +1390,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
             const int all = (int)min((int64_t)MN_BAYES_CHUNK, length - t);
             double *state = chunks + c * w.state;
             __syncthreads();
-            mn_bayes_fetch<T>(room, p, s, t, all);
+            mn_bayes_load_tile<T>(room, p, s, t, all);
             __syncthreads();
             const bool steep = mn_bayes_is_steep(room, s, false);
             if (!steep) {
@@ -298,7 +1405,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
                     copy_state(P.memory, M, state, mean_of(state, s), s);
                     if (token > 0) walk<T>(P, room, p, s, t, token);
                     __syncthreads();
-                    mn_bayes_fetch<T>(room, p, s, t, all);
+                    mn_bayes_load_tile<T>(room, p, s, t, all);
                     __syncthreads();
                     mn_bayes_step_frame(room, s, token);
                     mn_bayes_rebase(P, room, s);
@@ -307,7 +1414,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
                 chunk_back<T>(D, E, steep ? spare : state, room, r, p, s, w.parts, t,
                               steep ? token : 0, steep ? 1 : all, steep);
                 if (!steep) continue;
-                mn_bayes_fetch<T>(room, p, s, t, all);
+                mn_bayes_load_tile<T>(room, p, s, t, all);
                 __syncthreads();
                 mn_bayes_step_frame(room, s, token);
                 move_back(D, E, room, s);
@@ -381,7 +1488,7 @@ struct layout {
     work narrow;
 };
 
-/* What all walks look at before anything else: zeros at first. */
+/* What all scans look at before anything else: zeros at first. */
 static void take_counts(layout *l, const mn_call &c, piecework *at) {
     span_work *w = &l->spans;
     w->columns = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), SLICE) * SLICE);
@@ -432,10 +1539,10 @@ static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piece
 
 /* The most shared memory that a kernel of spans takes. */
 template <int R>
-constexpr size_t widest_room() {
-    const size_t each[] = { sizeof(covariance_room<R>), sizeof(mean_room<R>),
-                            sizeof(mean_back_room<R>), sizeof(adjoint_room<R>),
-                            sizeof(product_room<R>) };
+constexpr size_t widest_smem() {
+    const size_t each[] = { sizeof(covariance_smem<R>), sizeof(mean_smem<R>),
+                            sizeof(mean_back_smem<R>), sizeof(adjoint_smem<R>),
+                            sizeof(product_smem<R>) };
     size_t most = 0;
     for (size_t bytes : each) most = bytes > most ? bytes : most;
     return most;
@@ -444,8 +1551,8 @@ constexpr size_t widest_room() {
 /* The rows that kernels of spans are made for, or 0. */
 static int span_rows(int64_t rows) {
     const size_t most = mn_bayes_most_shared();
-    if (rows <= 64 && widest_room<64>() <= most) return 64;
-    return rows <= 128 && widest_room<128>() <= most ? 128 : 0;
+    if (rows <= 64 && widest_smem<64>() <= most) return 64;
+    return rows <= 128 && widest_smem<128>() <= most ? 128 : 0;
 }
 
 static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
@@ -480,15 +1587,15 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     const unsigned parts = heads * (unsigned)prepare_parts(p->call);
     if (p->theta.data) span_prepare_kernel<T, true><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
     else span_prepare_kernel<T, false><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
-    code = mn_launch_with_room(walks_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                               WALK_THREADS, widest_room<R>(), on, *p, w);
+    code = mn_launch_smem(scans_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                               SCAN_THREADS, widest_smem<R>(), on, *p, w);
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(walks_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                                   WALK_THREADS, widest_room<R>(), on, *p, w);
+        code = mn_launch_smem(scans_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                                   SCAN_THREADS, widest_smem<R>(), on, *p, w);
     }
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
-                                   sizeof(product_room<R>), on, *p, w);
+        code = mn_launch_smem(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
+                                   sizeof(product_smem<R>), on, *p, w);
     }
     if (code != cudaSuccess) return code;
     const unsigned chunks = heads * SPAN_CHUNKS;
@@ -497,7 +1604,7 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     const unsigned n_heads = (unsigned)(mn_n_spans(p->call) * p->call.H);
     span_totals_kernel<R><<<n_heads, 128, 0, on>>>(*p, w);
     span_decay_kernel<T><<<heads, 256, 0, on>>>(*p, w);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T>
@@ -506,7 +1613,7 @@ static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     if (l.R == 64) code = start_spans<T, 64>(p, l, on);
     if (l.R == 128) code = start_spans<T, 128>(p, l, on);
     if (code != cudaSuccess) return code;
-    code = mn_launch_with_room(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
+    code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
                                MN_BAYES_THREADS, l.narrow_bytes, on, *p, l.narrow);
     if (code != cudaSuccess) return code;
     if (l.heads > 0) {
@@ -516,7 +1623,7 @@ static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     if (p->grad.p0.data) {
         bayes_first_kernel<T><<<mn_blocks(p->call.H, 64), 64, 0, on>>>(*p, l.narrow.traces);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {
@@ -554,3 +1661,5 @@ MN_CUDA_LAUNCH(riccati_backward) {
     const mn_bayes_args p = mn_riccati_as_bayes((const mn_riccati_args *)args);
     return backward(&p, shared, stream);
 }
+
+}    // namespace mneme::bayes

@@ -5,6 +5,8 @@
 
 #include "kernels/cuda/bayes/bayes_rmem_tile.cuh"
 
+namespace mneme::bayes {
+
 /* ---- the covariance's adjoint ---------------------------------------------------------------- */
 
 template <int R>
@@ -14,7 +16,7 @@ struct adjoint_stage {
 };
 
 template <int R>
-struct adjoint_room {
+struct adjoint_smem {
     adjoint_stage<R> stage[STAGES];
     double h[16 * pitch<R>::right], turned[16 * pitch<R>::right];
     double parts[R / 16 * 16 * PARTS_LD];
@@ -23,8 +25,8 @@ struct adjoint_room {
 
 /* Chunk c on its way into the room; later chunks come first. */
 template <int R>
-__device__ static void fetch_adjoint(adjoint_room<R> &room, const span_work &w,
-                                     const walk_place &at, int64_t c, bool weighs) {
+__device__ static void load_adjoint(adjoint_smem<R> &room, const span_work &w,
+                                     const scan_place &at, int64_t c, bool weighs) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 2 * R;
     adjoint_stage<R> &to = room.stage[(at.n_chunks - 1 - c) % STAGES];
     if (c >= 0) {
@@ -50,7 +52,7 @@ __device__ static void small_times_rows(double (&x)[2][2][2], const double (&ome
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             right_columns(b, rows + 8 * half * ld, ld, 8 * m);
-            mn_dmma_8(x[m], a, b);
+            mn_mma_f64_k8(x[m], a, b);
         }
     }
 }
@@ -129,10 +131,10 @@ __device__ static void put_du(double *to, double (&omega)[2][2][2], const double
 
 /* du of all chunks and O, from b of the mean's walk; dP_0. The first 2 R threads of a block. */
 template <typename T, int R>
-__device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &p,
+__device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &p,
                                     const span_work &w, int64_t block) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
-    const walk_place at = walk_place_at(p, block);
+    const scan_place at = scan_place_at(p, block);
     const span_group &s = at.s;
     const int64_t n_chunks = at.n_chunks;
     if (w.steep[s.n * at.H + s.h]) return;
@@ -143,9 +145,10 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     if (dP) dP += s.g * rows * rows;
     strip<R> D;
-    fill_strip<R>(D, [&](int row, int other) { return symmetric_cotangent(dP, rows, row, other); });
-    fetch_adjoint<R>(room, w, at, n_chunks - 1, weighs);
-    fetch_adjoint<R>(room, w, at, n_chunks - 2, weighs);
+    fill_col_tile<R>(D, [&](int row, int other) { return symmetric_cotangent(dP, rows, row,
+                                                                             other); });
+    load_adjoint<R>(room, w, at, n_chunks - 1, weighs);
+    load_adjoint<R>(room, w, at, n_chunks - 2, weighs);
     await_copies();
     int seen = 0;
     if (threadIdx.x == 0) await_left(seen, told, min((int64_t)1, n_chunks));
@@ -157,8 +160,8 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
         get_rows(known[0], h, R, column), get_rows(known[1], h, R, column + 8);
         const double psi = own_ahead<R>(w.own + at.own(c) * CHUNK);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
-            move_strip_columns<R>(D, here.phi, turns, true);
-            move_strip_rows<R>(D, here.phi, turns, true);
+            move_col_tile_columns<R>(D, here.phi, turns, true);
+            move_col_tile_rows<R>(D, here.phi, turns, true);
         }
         double *inside = w.inside + at.own(c) * 2 * R;
         double own[2][2] = {};
@@ -167,7 +170,7 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
             inside[row == other ? row : R + row] = from;
         });
         zero(x[0]), zero(x[1]);
-        through_strip<R>(x, here.w, LEFT, D);
+        through_col_tile<R>(x, here.w, LEFT, D);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             double &y = x[i / 4][i / 2 % 2][i % 2];
@@ -182,11 +185,11 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
         for (int m = 0; m < 2; m++) {
             right_columns16(b, turned, RIGHT, 8 * m);
             zero(known[m]);
-            mn_dmma_16(known[m], left, b);
+            mn_mma_f64_k16(known[m], left, b);
             put_rows(room.h, RIGHT, column + 8 * m, known[m]);
         }
         __syncthreads();
-        fetch_adjoint<R>(room, w, at, c - 2, weighs);
+        load_adjoint<R>(room, w, at, c - 2, weighs);
         add_lower<R>(room.S, room.parts, psi);
         left_columns16(left, here.k, RIGHT, column);
 #pragma unroll
@@ -198,7 +201,7 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
         for (int m = 0; m < 2; m++) {
             right_columns16(b, room.S, SMALL_LD, 8 * m);
             zero(x[m]);
-            mn_dmma_16(x[m], left, b);
+            mn_mma_f64_k16(x[m], left, b);
         }
         small_times_rows(omega, x, here.eliminate, SMALL_LD);
         if (warp == 0) put_rows(theta, 16, 0, omega[0]), put_rows(theta, 16, 8, omega[1]);
@@ -230,5 +233,7 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
     }
     put_first<R>(D, room.S, p, s, w.traces + block, rows);
 }
+
+}    // namespace mneme::bayes
 
 #endif

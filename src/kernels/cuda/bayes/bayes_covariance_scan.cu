@@ -7,12 +7,203 @@
  * workers, by eight, and so on, so that results do not depend on CL.
  *
  * What a block sends to the others is counted by a barrier of theirs, so that nobody waits for
- * stores that nobody reads soon. It is never in use still: sums are sent by who has the panel of
- * the block they go to, which is behind its use of the last sums, and panels by who has its sums,
- * which are behind its use of the last panel. */
+ * stores that nobody reads soon. It is never in use still: sums are sent by who has the smem tile
+ * of the block they go to, which is behind its use of the last sums, and smem tiles by who has
+ * its sums, which are behind its use of the last smem tile. */
+#include "kernels/cuda/prim/mma_f64.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
-#include "kernels/cuda/bayes/bayes_ldl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
+
+namespace mneme::bayes {
+
+/* S + diag r2 = L diag(sigma) L' and L^-1 for the 16 tokens of a chunk, by one
+ * warp: the chain that the walk over covariances waits for; bayes_covariance_scan.cu.
+ *
+ * Lane t has column t of S, lane 16 + t column t of what becomes L^-1. The first eight tokens and
+ * then the others are a square that every lane eliminates alike in registers, so that no lane waits
+ * for another; between the two squares the rows of the first go through shared memory once. */
+
+enum {
+    MN_PIVOT_HALF = 8,
+    MN_PIVOT_SUM = 192,     // doubles of S that are handed over
+    MN_PIVOT_PITCH = 18,    // of a row of S
+};
+
+/* Shared memory of a chunk's elimination. */
+struct alignas(16) mn_pivot_smem {
+    double r2[16], variance[16], inverse[16];
+    double rows[MN_PIVOT_HALF][MN_PIVOT_HALF];    // [i - 8][k]: L_ik of the lower left square
+    double square[16][MN_PIVOT_PITCH];            // S, then what is left of its lower right part
+};
+
+/* max(x, 0) by its sign bit. */
+__device__ inline double mn_pivot_positive(double x) {
+    return __double2hiint(x) < 0 ? 0.0 : x;
+}
+
+/* Tokens [first, first + 8), whose part of S is the upper triangle `a`; x, rows of this lane's
+ * column, becomes L^-1 x, and of the first eight x / sigma the rows of lanes 8 to 15. Two tokens
+ * at a time, so that both reciprocals of
+ *
+ *   1 / sigma_j    and    1 / sigma_{j+1} = sigma_j / (sigma_j (S_{j+1,j+1} + r2) - S_{j,j+1}^2)
+ *
+ * are on their way together; where that difference keeps few digits, one after the other. From
+ * what the next two tokens wait for, both writes are taken off at once,
+ *
+ *   S_ik - (S_ji S_jk + (d_i d_k) / that difference) / sigma_j    d_i = sigma_j S_{j+1,i} - b S_ji
+ *
+ * with b = S_{j,j+1}, so that reciprocals are the last thing needed. Says whether the differences
+ * keep enough digits; only if CAREFUL it looks at each one by itself. */
+template <bool CAREFUL>
+__device__ inline bool mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
+                                      double (&x)[MN_PIVOT_HALF], mn_pivot_smem &room,
+                                      int first_token) {
+    const int lane = (int)threadIdx.x % 32;
+    bool all_kept = true;
+#pragma unroll
+    for (int j = 0; j < MN_PIVOT_HALF; j += 2) {
+        const double2 noise = *(const double2 *)&room.r2[first_token + j];
+        const double one = mn_pivot_positive(a[j][j]), sigma = one + noise.x;
+        const double b = a[j][j + 1], c = a[j + 1][j + 1], square = b * b;
+        const double least = fma(sigma, c + noise.y, -square);
+        const bool kept = fma(sigma, c, -square) > 0x1p-30 * (sigma * c);
+        const double first = mn_rcp_f64(sigma), ratio = b * first;
+        double quick = mn_rcp_f64(least), left = fma(-ratio, b, c), second = sigma * quick;
+        all_kept = all_kept && kept;
+        if (CAREFUL && !kept) {
+            left = mn_pivot_positive(left), second = mn_rcp_f64(left + noise.y);
+            quick = first * second;
+        }
+        double f[MN_PIVOT_HALF], g[MN_PIVOT_HALF], y[MN_PIVOT_HALF], d[MN_PIVOT_HALF];
+#pragma unroll
+        for (int i = j + 2; i < MN_PIVOT_HALF; i++) {
+            d[i] = fma(sigma, a[j + 1][i], -(b * a[j][i]));
+            y[i] = fma(-ratio, a[j][i], a[j + 1][i]);
+            f[i] = a[j][i] * first, g[i] = y[i] * second;
+        }
+#pragma unroll
+        for (int i = j + 2; i < MN_PIVOT_HALF; i++) {
+#pragma unroll
+            for (int k = i; k < MN_PIVOT_HALF; k++) {
+                const double both = fma(d[i] * d[k], quick, a[j][i] * a[j][k]);
+                a[i][k] = k < j + 4 ? fma(-first, both, a[i][k])
+                                    : fma(-g[i], y[k], fma(-f[i], a[j][k], a[i][k]));
+            }
+        }
+        x[j + 1] = fma(-ratio, x[j], x[j + 1]);
+        if (lane == 0) {
+            *(double2 *)&room.variance[first_token + j] = make_double2(one, left);
+            *(double2 *)&room.inverse[first_token + j] = make_double2(first, second);
+        }
+        if (first_token == 0 && lane >= MN_PIVOT_HALF && lane < 2 * MN_PIVOT_HALF) {
+            *(double2 *)&room.rows[lane - MN_PIVOT_HALF][j] =
+                make_double2(x[j] * first, x[j + 1] * second);
+        }
+#pragma unroll
+        for (int i = j + 2; i < MN_PIVOT_HALF; i++) {
+            x[i] = fma(-g[i], x[j + 1], fma(-f[i], x[j], x[i]));
+        }
+    }
+    return all_kept;
+}
+
+/* A number, or two, of the sum of PARTS squares that follow each other at `from`. */
+template <int PARTS>
+__device__ inline double mn_pivot_sum(const double *from) {
+    if (PARTS == 1) return *from;
+    const double low = mn_pivot_sum<(PARTS + 1) / 2>(from);
+    return low + mn_pivot_sum<(PARTS + 1) / 2>(from + MN_PIVOT_SUM * (PARTS / 2));
+}
+
+template <int PARTS>
+__device__ inline double2 mn_pivot_pair(const double *from) {
+    if (PARTS == 1) return *(const double2 *)from;
+    const double2 low = mn_pivot_pair<(PARTS + 1) / 2>(from);
+    const double2 high = mn_pivot_pair<(PARTS + 1) / 2>(from + MN_PIVOT_SUM * (PARTS / 2));
+    return make_double2(low.x + high.x, low.y + high.y);
+}
+
+/* The upper triangle of a symmetric square of eight rows of 16, from its lower one. */
+__device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
+                                     const double *from) {
+#pragma unroll
+    for (int k = 0; k < MN_PIVOT_HALF; k++) {
+#pragma unroll
+        for (int i = 0; i <= k; i += 2) {
+            const double2 pair = *(const double2 *)(from + MN_PIVOT_PITCH * k + i);
+            a[i][k] = pair.x;
+            if (i < k) a[i + 1][k] = pair.y;
+        }
+    }
+}
+
+/* x: rows [first, first + 8) of this lane's column. */
+__device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivot_smem &room,
+                                       int first) {
+    const int lane = (int)threadIdx.x % 32, t = lane % 16;
+#pragma unroll
+    for (int i = 0; i < MN_PIVOT_HALF; i++) {
+        x[i] = lane < 16 ? room.square[first + i][t] : first + i == t ? 1.0 : 0.0;
+    }
+}
+
+/* S as the sum of PARTS at `sums`, 1, 2 or 4 of them, by one warp. Of each there are the fragments
+ * of a product that hold rows [0, 8) by columns [0, 8) and [8, 16), and rows [8, 16) by columns
+ * [8, 16). The second goes where it belongs, the upper triangles of the others below the diagonal:
+ * nobody looks at the rest. All is read before any is written, or each read would wait for the
+ * write in front of it. */
+template <int PARTS>
+__device__ inline void mn_pivot_add(mn_pivot_smem &room, const double (*sums)[MN_PIVOT_SUM]) {
+    const int lane = (int)threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
+    double2 sum[3];
+#pragma unroll
+    for (int f = 0; f < 3; f++) sum[f] = mn_pivot_pair<PARTS>(&sums[0][64 * f + 2 * lane]);
+    *(double2 *)&room.square[row][MN_PIVOT_HALF + column] = sum[1];
+#pragma unroll
+    for (int f = 0; f < 3; f += 2) {
+        double (*to)[MN_PIVOT_PITCH] = room.square + 4 * f;
+        if (row <= column) to[column][4 * f + row] = sum[f].x;
+        if (row <= column + 1) to[column + 1][4 * f + row] = sum[f].y;
+    }
+    __syncwarp();
+}
+
+/* S and r2 are in the room. Leaves L^-1 in `undo`, rows of PITCH doubles, and variances and
+ * 1 / sigma in the room, for after a barrier. Both halves run the same instructions. If not
+ * CAREFUL, what it leaves is right only if it says so; then it is the same. */
+template <bool CAREFUL, int PITCH>
+__device__ inline bool mn_pivot(mn_pivot_smem &room, double (*undo)[PITCH]) {
+    const int lane = (int)threadIdx.x % 32, t = lane % 16;
+    double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
+    mn_pivot_column(x, room, 0);
+    bool kept = true;
+#pragma unroll 1
+    for (int first = 0;; first = MN_PIVOT_HALF) {
+        mn_pivot_load(a, &room.square[first][first]);
+        kept = mn_pivot_eight<CAREFUL>(a, x, room, first) && kept;
+#pragma unroll
+        for (int i = 0; i < MN_PIVOT_HALF; i++) {
+            if (lane >= 16) undo[first + i][t] = x[i];
+        }
+        if (first > 0) return kept;
+        __syncwarp();
+        mn_pivot_column(y, room, MN_PIVOT_HALF);    // not before: it would not stay in registers
+#pragma unroll
+        for (int k = 0; k < MN_PIVOT_HALF; k += 2) {    // eight sums abreast, written behind them
+#pragma unroll
+            for (int i = 0; i < MN_PIVOT_HALF; i++) {
+                const double2 row = *(const double2 *)&room.rows[i][k];
+                y[i] = fma(-row.y, x[k + 1], fma(-row.x, x[k], y[i]));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < MN_PIVOT_HALF; i++) {
+            if (lane >= MN_PIVOT_HALF && lane < 16) room.square[MN_PIVOT_HALF + i][t] = y[i];
+            x[i] = y[i];
+        }
+        __syncwarp();
+    }
+}
 
 template <int RP, int CL>
 struct sizes {
@@ -27,7 +218,7 @@ struct sizes {
     static constexpr int GROUP = WORKERS < 8 ? WORKERS : 8;
     static constexpr int GROUPS = WORKERS / GROUP;  // of a block
     static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * MN_PIVOT_SUM * (int)sizeof(double);
-    static constexpr int PANEL_BYTES = MN_WALK_CHUNK * (RP - OWN) * (int)sizeof(double);
+    static constexpr int SMEM_TILE_BYTES = MN_SCAN_CHUNK * (RP - OWN) * (int)sizeof(double);
     /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
      * of 128 rows leave the mean's some. */
     static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 && CL == 2 ? 120
@@ -38,18 +229,18 @@ template <int RP, int CL>
 struct alignas(16) room {
     using of = sizes<RP, CL>;
     double keys[8][2 * RP + 2];
-    double noised[of::OWN / 32][MN_WALK_CHUNK][40];
+    double noised[of::OWN / 32][MN_SCAN_CHUNK][40];
     double ends[2][3][RP];
-    double before[2][MN_WALK_CHUNK][of::OWN + 4];    // B by halves of the columns
-    double panel[MN_WALK_CHUNK][RP + 4];             // Phi z
+    double before[2][MN_SCAN_CHUNK][of::OWN + 4];    // B by halves of the columns
+    double smem_tile[MN_SCAN_CHUNK][RP + 4];             // Phi z
     double parts[of::WORKERS][256];                  // of S, by fragments
-    double spread[of::WORKERS][MN_WALK_CHUNK];       // of qh'Ph qh
+    double spread[of::WORKERS][MN_SCAN_CHUNK];       // of qh'Ph qh
     double sums[CL * of::GROUPS][MN_PIVOT_SUM];
     double raise[of::WORKERS][2], raises[of::ALL / 4][2];
-    double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
-    mn_pivot_room token;
-    double noise[2][MN_WALK_CHUNK];                  // r2
-    uint64_t told[2];                                // barriers: sums, panel of other blocks
+    double undo[MN_SCAN_CHUNK][MN_SCAN_CHUNK + 4];
+    mn_pivot_smem token;
+    double noise[2][MN_SCAN_CHUNK];                  // r2
+    uint64_t told[2];                                // barriers: sums, smem tile of other blocks
     uint64_t arrived[2];                             // keys and the like, queries
     double queries[8][2 * RP + 2];                   // last: only where they are wanted
 };
@@ -130,12 +321,12 @@ __device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, d
 /* Bytes that other blocks are to send, and their being there. */
 template <int CL>
 __device__ inline void expect(uint64_t *told, int bytes) {
-    if (CL > 1) mn_walk_expect(told, bytes / 8);
+    if (CL > 1) mn_state_scan_expect(told, bytes / 8);
 }
 
 template <int CL>
 __device__ inline void await(uint64_t *told, unsigned turn) {
-    if (CL > 1) mn_walk_await(told, turn);
+    if (CL > 1) mn_state_scan_await(told, turn);
 }
 
 /* A barrier of all threads of a block that two roles come to at different places. */
@@ -149,7 +340,7 @@ __device__ inline void meet(void) {
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns`
  * counts the uses of the barriers. */
-struct scene {
+struct ctx {
     int64_t walk, place, group, n, h, g;    // group: place * G + g
     unsigned rank, chunk;
     int buffer, low, high;
@@ -187,9 +378,9 @@ struct worker {
 
     __device__ void add(const double (&left)[8][2 * RP + 2], int b) {
         double a[4];
-        mn_walk_left(a, &left[lane / 4][2 * column(b) + 4 * (lane % 4)]);
-        mn_dmma_8(B[0], a, P[b][0]);
-        mn_dmma_8(B[1], a, P[b][1]);
+        mn_state_scan_left(a, &left[lane / 4][2 * column(b) + 4 * (lane % 4)]);
+        mn_mma_f64_k8(B[0], a, P[b][0]);
+        mn_mma_f64_k8(B[1], a, P[b][1]);
     }
 
     /* B of these rows and half of the columns, unless it is there, and their part of S. */
@@ -207,8 +398,8 @@ struct worker {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 double b[2];
-                mn_walk_right(b, &m.keys[token][2 * (row + 8 * r + pair)], half);
-                mn_dmma_8(s[half], a, b);
+                mn_state_scan_right(b, &m.keys[token][2 * (row + 8 * r + pair)], half);
+                mn_mma_f64_k8(s[half], a, b);
                 *(double2 *)&m.before[part][8 * half + token][own + 8 * r + pair] =
                     make_double2(B[r][half][0], B[r][half][1]);
             }
@@ -254,7 +445,7 @@ struct worker {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 double q[2];
-                mn_walk_right(q, &m.queries[token][2 * (row + 8 * r + pair)], half);
+                mn_state_scan_right(q, &m.queries[token][2 * (row + 8 * r + pair)], half);
                 sums[half] = fma(B[r][half][0], q[0], fma(B[r][half][1], q[1], sums[half]));
             }
             sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 1);
@@ -316,7 +507,7 @@ struct worker {
     }
 
     /* z = L^-1 B of eight rows, to memory and, as Phi z, to all blocks. */
-    __device__ void solve(room<RP, CL> &m, const scene &s, const mn_walk_job &job) const {
+    __device__ void solve(room<RP, CL> &m, const ctx &s, const mn_state_scan_job &job) const {
         const int i = lane % 4, j = lane / 4, first = row + 8 * part;
         double a[8], b[4], z[2][2] = {};
 #pragma unroll
@@ -325,19 +516,19 @@ struct worker {
             b[k] = m.before[0][4 * k + i][own + 8 * part + j] +
                    m.before[1][4 * k + i][own + 8 * part + j];
         }
-        mn_dmma_16(z, a, b);
+        mn_mma_f64_k16(z, a, b);
         const double2 phi = *(double2 *)&m.ends[s.buffer][0][first + 2 * i];
-        double *out = job.work.z + s.group * mn_walk_panel(RP) +
-                      mn_walk_panel_at(j, first + 2 * i, RP);
+        double *out = job.work.z + s.group * mn_state_scan_smem_tile(RP) +
+                      mn_state_scan_smem_tile_at(j, first + 2 * i, RP);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int token = 8 * half + j;
             const double x = z[half][0], y = z[half][1];
             double2 moved = make_double2(phi.x * x, phi.y * y);
             if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
-            send_pair<CL>(&m.panel[token][first + 2 * i], &m.told[1], s.rank, moved);
+            send_pair<CL>(&m.smem_tile[token][first + 2 * i], &m.told[1], s.rank, moved);
         }
-        if (s.high - s.low == MN_WALK_CHUNK) {
+        if (s.high - s.low == MN_SCAN_CHUNK) {
             *(double2 *)out = make_double2(z[0][0], z[1][0]);
             *(double2 *)(out + 2) = make_double2(z[0][1], z[1][1]);
             return;
@@ -357,15 +548,15 @@ struct worker {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const double scale = -m.token.inverse[4 * k + i];
-            a[2 * k] = m.panel[4 * k + i][row + j] * scale;
-            a[2 * k + 1] = m.panel[4 * k + i][row + 8 + j] * scale;
+            a[2 * k] = m.smem_tile[4 * k + i][row + j] * scale;
+            a[2 * k + 1] = m.smem_tile[4 * k + i][row + 8 + j] * scale;
         }
 #pragma unroll
         for (int tile = 0; tile < of::TILES; tile++) {
             double b[4];
 #pragma unroll
-            for (int k = 0; k < 4; k++) b[k] = m.panel[4 * k + i][column(tile) + j];
-            mn_dmma_16(P[tile], a, b);
+            for (int k = 0; k < 4; k++) b[k] = m.smem_tile[4 * k + i][column(tile) + j];
+            mn_mma_f64_k16(P[tile], a, b);
             if (READS && tile > 0) add(m.keys, tile - 1);
         }
         if (READS) add(m.keys, of::TILES - 1);
@@ -413,7 +604,7 @@ struct worker {
     }
 
     /* P_0: given, or p0 on the diagonal. */
-    __device__ void load(const mn_walk_job &job, const scene &s) {
+    __device__ void load(const mn_state_scan_job &job, const ctx &s) {
         const mn_bayes_args &p = job.p;
         const int64_t R = p.call.R;
         const float *given = mn_row<float>(p.P0, s.n, 0, s.h);
@@ -435,7 +626,7 @@ struct worker {
     }
 
     /* One triangle, twice: the same bits on both sides. */
-    __device__ void store(const mn_walk_job &job, const scene &s) const {
+    __device__ void store(const mn_state_scan_job &job, const ctx &s) const {
         const int64_t R = job.p.call.R;
         float *last = mn_row<float>(job.p.P, s.n, 0, s.h);
         if (!last) return;
@@ -454,11 +645,11 @@ struct worker {
 
 /* What the means need besides z, and the word that `chunks` of them are there. */
 template <int RP, int CL>
-__device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_walk_job &job,
+__device__ static void leave(const room<RP, CL> &m, const ctx &s, const mn_state_scan_job &job,
                              int chunks) {
     const int lane = (int)threadIdx.x % 32;
-    double *undo = job.work.undo + s.group * MN_WALK_UNDO;
-    for (int e = 2 * lane; e < MN_WALK_UNDO && s.rank == 0; e += 64) {
+    double *undo = job.work.undo + s.group * MN_SCAN_UNDO;
+    for (int e = 2 * lane; e < MN_SCAN_UNDO && s.rank == 0; e += 64) {
         *(double2 *)(undo + e) = *(const double2 *)&m.undo[0][e];
     }
     if (s.rank == 0 && lane >= s.low && lane < s.high) {
@@ -468,7 +659,7 @@ __device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_wal
     __syncwarp();
     if (lane == 0 && chunks > 0) {
         asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(
-                         job.work.done + s.walk * MN_WALK_BLOCKS + s.rank),
+                         job.work.done + s.walk * MN_SCAN_BLOCKS + s.rank),
                      "r"(chunks)
                      : "memory");
     }
@@ -477,54 +668,56 @@ __device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_wal
 
 /* Asks for what the chunk at `place` needs (-1: there is none): queries, or the rest. */
 template <int RP, int CL>
-__device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int64_t place) {
+__device__ static void request_queries(room<RP, CL> &m, const mn_state_scan_job &job,
+                                       int64_t place) {
     if (!job.spreads || place < 0) return;
-    constexpr int SIZE = mn_walk_panel(RP);
-    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[1], SIZE);
+    constexpr int SIZE = mn_state_scan_smem_tile(RP);
+    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[1], SIZE);
     __syncwarp();
-    mn_walk_fetch<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[1]);
+    mn_state_scan_load<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[1]);
 }
 
 template <int RP, int CL>
-__device__ static void ask(room<RP, CL> &m, const mn_walk_job &job, int64_t place, int buffer,
-                           const scene &s) {
-    constexpr int SIZE = mn_walk_panel(RP), ALL = mn_walk_noised(RP), OWN = ALL / CL;
-    constexpr int CHUNK = MN_WALK_CHUNK;
+__device__ static void ask(room<RP, CL> &m, const mn_state_scan_job &job, int64_t place, int buffer,
+                           const ctx &s) {
+    constexpr int SIZE = mn_state_scan_smem_tile(RP), ALL = mn_state_scan_noised(RP),
+        OWN = ALL / CL;
+    constexpr int CHUNK = MN_SCAN_CHUNK;
     if (place < 0) return;
     const double *r2 = job.work.r2 + (place * job.p.call.G + s.g) * CHUNK;
-    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], SIZE + OWN + 3 * RP + CHUNK);
+    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], SIZE + OWN + 3 * RP + CHUNK);
     __syncwarp();
-    mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
-    mn_walk_fetch<OWN>(m.noised[0][0], job.work.noised + place * ALL + s.rank * OWN,
+    mn_state_scan_load<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
+    mn_state_scan_load<OWN>(m.noised[0][0], job.work.noised + place * ALL + s.rank * OWN,
                       &m.arrived[0]);
-    mn_walk_fetch<3 * RP>(m.ends[buffer][0], job.work.ends + place * 3 * RP, &m.arrived[0]);
-    mn_walk_fetch<CHUNK>(m.noise[buffer], r2, &m.arrived[0]);
+    mn_state_scan_load<3 * RP>(m.ends[buffer][0], job.work.ends + place * 3 * RP, &m.arrived[0]);
+    mn_state_scan_load<CHUNK>(m.noise[buffer], r2, &m.arrived[0]);
 }
 
 /* ---- a chunk --------------------------------------------------------------------------------- */
 
 /* One token of a steep chunk in the room, or what comes before the first one (-1). */
 template <int RP, int CL>
-__device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const scene &s,
+__device__ static void fill_steep(room<RP, CL> &m, const mn_state_scan_job &job, const ctx &s,
                                   int token) {
     using of = sizes<RP, CL>;
-    const double *keys = job.work.keys + s.place * mn_walk_panel(RP);
-    const double *queries = job.work.queries + s.place * mn_walk_panel(RP);
-    const double *steps = job.work.noised + s.place * mn_walk_noised(RP);
+    const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
+    const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
+    const double *steps = job.work.noised + s.place * mn_state_scan_noised(RP);
     const double *ends = job.work.ends + s.place * 3 * RP;
     const double l2 = token >= 0 ? ends[RP + token] : 0.0;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < MN_WALK_CHUNK * RP; e += of::THREADS) {
+    for (int e = threadIdx.x; e < MN_SCAN_CHUNK * RP; e += of::THREADS) {
         const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
-        const int at = mn_walk_panel_at(t, r, RP);
+        const int at = mn_state_scan_smem_tile_at(t, r, RP);
         const double k = t == token ? keys[at] : 0.0;
         m.keys[0][at] = k;
         if (own >= 0 && own < of::OWN) m.noised[own / 32][t][own % 32] = l2 * k;
         if (job.spreads) m.queries[0][at] = t == token ? queries[at] : 0.0;
     }
-    mn_walk_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, steps, token, job.step,
+    mn_state_scan_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, steps, token, job.step,
                                        threadIdx.x);
-    mn_walk_before_copies();
+    mn_state_scan_before_copies();
     __syncthreads();
 }
 
@@ -532,8 +725,8 @@ __device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const
  * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
  * All threads of the cluster call, once S is summed up; says whether it has been. */
 template <bool PIVOT, int RP, int CL>
-__device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
-                              const mn_walk_job &job) {
+__device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const ctx &s,
+                              const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const double few = 8.0 * 0x1p-24;
     if (!PIVOT) mine.weigh(m, job.step == 2);
@@ -563,14 +756,14 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
  * `there`: workers have B; they go on to that of the chunk at `next` unless it is steep, which is
  * what they return. `r2` is the pivot's, of lane's token. */
 template <bool PIVOT, int RP, int CL>
-__device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
-                               const mn_walk_job &job, double r2, int64_t next, int chunks,
+__device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, ctx &s,
+                               const mn_state_scan_job &job, double r2, int64_t next, int chunks,
                                bool first, bool there) {
     using of = sizes<RP, CL>;
     for (bool again = false;; again = true) {
         if (PIVOT) {
-            if (mine.lane < MN_WALK_CHUNK) m.token.r2[mine.lane] = r2;
-            if (job.spreads) mn_walk_await(&m.arrived[1], s.chunk);
+            if (mine.lane < MN_SCAN_CHUNK) m.token.r2[mine.lane] = r2;
+            if (job.spreads) mn_state_scan_await(&m.arrived[1], s.chunk);
             meet<1, of::THREADS>();
             if (!first) ask(m, job, next, 1 - s.buffer, s);
             meet<2, of::THREADS>();
@@ -597,8 +790,8 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
             mn_pivot<true>(m.token, m.undo);
         }
         meet<1, of::THREADS>();
-        ask_queries(m, job, next);
-        if (next >= 0) mn_walk_await(&m.arrived[0], s.chunk + 1);
+        request_queries(m, job, next);
+        if (next >= 0) mn_state_scan_await(&m.arrived[0], s.chunk + 1);
         meet<2, of::THREADS>();
         leave(m, s, job, chunks);
     } else {
@@ -608,8 +801,8 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
         mine.solve(m, s, job);
         meet<2, of::THREADS>();
         await<CL>(&m.told[1], s.turns[1]);
-        if (threadIdx.x == 0) expect<CL>(&m.told[1], of::PANEL_BYTES);
-        ahead = next >= 0 && !mn_walk_is_steep(m.keys[0], RP);
+        if (threadIdx.x == 0) expect<CL>(&m.told[1], of::SMEM_TILE_BYTES);
+        ahead = next >= 0 && !mn_state_scan_is_steep(m.keys[0], RP);
         if (ahead) mine.template write<true>(m);
         else mine.template write<false>(m);
     }
@@ -619,57 +812,58 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
 
 /* Parts of qh'Ph qh, by four workers each: 32 rows. */
 template <int RP, int CL>
-__device__ static void put_spread(const room<RP, CL> &m, const scene &s, const mn_walk_job &job) {
+__device__ static void put_spread(const room<RP, CL> &m, const ctx &s,
+                                  const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const int t = (int)threadIdx.x;
     if (!job.spreads || t < s.low || t >= s.high) return;
     for (int four = 0; four < of::FOURS; four++) {
         double sum = 0.0;
         for (int w = 0; w < 4; w++) sum += m.spread[4 * four + w][t];
-        const int64_t part = s.group * MN_WALK_SUMS + s.rank * of::FOURS + four;
-        job.work.spread[part * MN_WALK_CHUNK + t] = sum;
+        const int64_t part = s.group * MN_SCAN_SUMS + s.rank * of::FOURS + four;
+        job.work.spread[part * MN_SCAN_CHUNK + t] = sum;
     }
 }
 
 /* The chunks of a sequence, by the pivot or by workers. */
 template <bool PIVOT, int RP, int CL>
-__device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
+__device__ static void walk(room<RP, CL> &m, ctx s, const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const mn_call &call = job.p.call;
-    const int64_t length = mn_span_at(call, s.n).length, slot = mn_walk_slot(call, s.n);
-    const int64_t chunks = (length + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK;
+    const int64_t length = mn_span_at(call, s.n).length, slot = mn_state_scan_slot(call, s.n);
+    const int64_t chunks = (length + MN_SCAN_CHUNK - 1) / MN_SCAN_CHUNK;
     worker<RP, CL> mine(s.rank);
     s.place = slot * call.H + s.h;
     if (!PIVOT) mine.load(job, s);
     if (PIVOT && mine.lane == 0) {
-        mn_walk_open(&m.told[0]), mn_walk_open(&m.told[1]);
-        mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
-        expect<CL>(&m.told[0], of::SUMS_BYTES), expect<CL>(&m.told[1], of::PANEL_BYTES);
+        mn_state_scan_open(&m.told[0]), mn_state_scan_open(&m.told[1]);
+        mn_state_scan_open(&m.arrived[0]), mn_state_scan_open(&m.arrived[1]);
+        expect<CL>(&m.told[0], of::SUMS_BYTES), expect<CL>(&m.told[1], of::SMEM_TILE_BYTES);
     }
     s.turns[0] = s.turns[1] = 0;
-    mn_wait_for_before();
-    mn_let_next_begin();
+    mn_pdl_wait();
+    mn_pdl_launch_dependents();
     if (PIVOT && chunks > 0) {
-        mn_walk_before_copies();
-        ask(m, job, s.place, 0, s), ask_queries(m, job, s.place);
-        mn_walk_await(&m.arrived[0], 0);
+        mn_state_scan_before_copies();
+        ask(m, job, s.place, 0, s), request_queries(m, job, s.place);
+        mn_state_scan_await(&m.arrived[0], 0);
     }
     __syncthreads();
     tell<CL>(), hear<CL>();
     bool there = false;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const bool steep = mn_walk_is_steep(m.keys[0], RP), last = chunk + 1 == chunks;
+        const bool steep = mn_state_scan_is_steep(m.keys[0], RP), last = chunk + 1 == chunks;
         const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
-        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - chunk * MN_WALK_CHUNK);
+        const int count = (int)min((int64_t)MN_SCAN_CHUNK, length - chunk * MN_SCAN_CHUNK);
         const int end = steep ? count : 1;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.chunk = (unsigned)chunk, s.buffer = chunk % 2;
         for (int token = steep ? -1 : 0; token < end; token++) {
             const bool first = job.p.P0.data && chunk == 0 && token == 0, ends = token + 1 == end;
-            s.low = 0, s.high = MN_WALK_CHUNK;    // zeros behind the last token
+            s.low = 0, s.high = MN_SCAN_CHUNK;    // zeros behind the last token
             if (steep) {
                 s.low = max(token, 0), s.high = token + 1;
-                if (PIVOT && job.spreads) mn_walk_await(&m.arrived[1], s.chunk);
+                if (PIVOT && job.spreads) mn_state_scan_await(&m.arrived[1], s.chunk);
                 __syncthreads();
                 fill_steep(m, job, s, token);
             }
@@ -685,11 +879,11 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
 
 template <int RP, int CL>
 __global__ void __maxnreg__((sizes<RP, CL>::REGISTERS))
-covariance_kernel(const __grid_constant__ mn_walk_job job) {
+covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
     extern __shared__ __align__(16) unsigned char memory[];
     room<RP, CL> &m = *(room<RP, CL> *)memory;
     const mn_call &call = job.p.call;
-    scene s;
+    ctx s;
     s.rank = rank_of_block<CL>();
     s.walk = blockIdx.x / CL;
     s.g = s.walk % call.G, s.h = s.walk / call.G % call.H, s.n = s.walk / call.G / call.H;
@@ -700,15 +894,15 @@ covariance_kernel(const __grid_constant__ mn_walk_job job) {
 /* ---- launches -------------------------------------------------------------------------------- */
 
 template <int RP, int CL>
-static size_t room_of(bool spreads) {
+static size_t smem_of(bool spreads) {
     typedef room<RP, CL> all;
     return spreads ? sizeof(all) : offsetof(all, queries);
 }
 
 template <int RP, int CL>
-static int start(const mn_walk_job *job, cudaStream_t stream) {
+static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const mn_call &call = job->p.call;
-    const size_t bytes = room_of<RP, CL>(job->spreads);
+    const size_t bytes = smem_of<RP, CL>(job->spreads);
     cudaError_t code = cudaFuncSetAttribute(
         covariance_kernel<RP, CL>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code == cudaSuccess) {    // so that the mean finds room beside it
@@ -751,27 +945,29 @@ static device device_in_use(void) {
     return d;
 }
 
-bool mn_walk_covariance_fits(const mn_walk_job *job) {
+bool mn_state_scan_covariance_fits(const mn_state_scan_job *job) {
     const device d = device_in_use();
-    if (job->rows == 256) return d.clusters && room_of<256, 4>(job->spreads) <= d.most;
-    if (job->rows == 128) return room_of<128, 1>(job->spreads) <= d.most;
-    return room_of<64, 1>(job->spreads) <= d.most;
+    if (job->rows == 256) return d.clusters && smem_of<256, 4>(job->spreads) <= d.most;
+    if (job->rows == 128) return smem_of<128, 1>(job->spreads) <= d.most;
+    return smem_of<64, 1>(job->spreads) <= d.most;
 }
 
 /* A covariance of 128 rows has two or four processors where there are enough: the bits are the
  * same. */
-int mn_walk_blocks(const mn_walk_job *job) {
+int mn_state_scan_blocks(const mn_state_scan_job *job) {
     const device d = device_in_use();
-    const int64_t walks = mn_n_spans(job->p.call) * job->p.call.H * job->p.call.G;
+    const int64_t scans = mn_n_spans(job->p.call) * job->p.call.H * job->p.call.G;
     if (job->rows == 256) return 4;
-    if (job->rows < 128 || !d.clusters || 2 * walks > d.processors) return 1;
-    return 4 * walks <= d.processors ? 4 : 2;
+    if (job->rows < 128 || !d.clusters || 2 * scans > d.processors) return 1;
+    return 4 * scans <= d.processors ? 4 : 2;
 }
 
-int mn_walk_covariance(const mn_walk_job *job, cudaStream_t stream) {
+int mn_state_scan_covariance(const mn_state_scan_job *job, cudaStream_t stream) {
     if (job->rows == 32) return start<32, 1>(job, stream);
     if (job->rows == 64) return start<64, 1>(job, stream);
     if (job->rows == 256) return start<256, 4>(job, stream);
     if (job->blocks == 4) return start<128, 4>(job, stream);
     return job->blocks == 2 ? start<128, 2>(job, stream) : start<128, 1>(job, stream);
 }
+
+}    // namespace mneme::bayes

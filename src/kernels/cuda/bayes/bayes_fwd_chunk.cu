@@ -4,8 +4,10 @@
 #include "kernels/cuda/bayes/bayes_fwd_wide.h"
 #include "kernels/riccati_args.h"
 
+namespace mneme::bayes {
+
 /* False where the walk has no room for the state. */
-static bool job_of(mn_walk_job *job, const mn_bayes_args *p) {
+static bool job_of(mn_state_scan_job *job, const mn_bayes_args *p) {
     const int64_t R = p->call.K * (p->theta.data ? 2 : 1);
     job->p = *p;
     job->p.call.R = R;
@@ -14,8 +16,8 @@ static bool job_of(mn_walk_job *job, const mn_bayes_args *p) {
     job->step = p->theta.data ? 2 : 1;
     job->spreads = p->qvar.data && p->q.data;
     job->reads = job->spreads || (p->o.data && p->q.data);
-    job->blocks = mn_walk_blocks(job);
-    return R <= MN_WALK_WIDEST && mn_walk_covariance_fits(job);
+    job->blocks = mn_state_scan_blocks(job);
+    return R <= MN_SCAN_WIDEST && mn_state_scan_covariance_fits(job);
 }
 
 /* Takes `count` times `each` numbers from the room that begins at `*bytes`. */
@@ -26,27 +28,27 @@ static bool take(size_t *bytes, int64_t count, int64_t each) {
 }
 
 /* Bytes of the work space, and where its parts are from `memory` on. */
-static bool place_work(mn_walk_job *job, unsigned char *memory, size_t *bytes) {
+static bool place_work(mn_state_scan_job *job, unsigned char *memory, size_t *bytes) {
     const mn_call &call = job->p.call;
-    const int64_t places = mn_tile_slots(call, MN_WALK_CHUNK) * call.H, groups = places * call.G;
-    const int64_t chunk = MN_WALK_CHUNK, panel = mn_walk_panel(job->rows);
-    const int64_t walks = mn_n_spans(call) * call.H * call.G;
+    const int64_t places = mn_tile_slots(call, MN_SCAN_CHUNK) * call.H, groups = places * call.G;
+    const int64_t chunk = MN_SCAN_CHUNK, smem_tile = mn_state_scan_smem_tile(job->rows);
+    const int64_t scans = mn_n_spans(call) * call.H * call.G;
     const struct {
         double **at;
         int64_t count, each;
     } parts[] = {
-        { &job->work.keys, places, panel },
-        { &job->work.queries, job->reads ? places : 0, panel },
-        { &job->work.noised, places, mn_walk_noised(job->rows) },
+        { &job->work.keys, places, smem_tile },
+        { &job->work.queries, job->reads ? places : 0, smem_tile },
+        { &job->work.noised, places, mn_state_scan_noised(job->rows) },
         { &job->work.ends, places, 3 * job->rows },
-        { &job->work.z, groups, panel },
-        { &job->work.undo, groups, MN_WALK_UNDO },
+        { &job->work.z, groups, smem_tile },
+        { &job->work.undo, groups, MN_SCAN_UNDO },
         { &job->work.inverse, groups, chunk },
         { &job->work.variance, groups, chunk },
-        { &job->work.spread, job->spreads ? groups : 0, MN_WALK_SUMS * chunk },
+        { &job->work.spread, job->spreads ? groups : 0, MN_SCAN_SUMS * chunk },
         { &job->work.r2, groups, chunk },
         { (double **)&job->work.steep, mn_ceil_div(places, 2), 1 },
-        { (double **)&job->work.done, walks, MN_WALK_BLOCKS / 2 },
+        { (double **)&job->work.done, scans, MN_SCAN_BLOCKS / 2 },
     };
     bool ok = true;
     *bytes = 0;
@@ -58,28 +60,28 @@ static bool place_work(mn_walk_job *job, unsigned char *memory, size_t *bytes) {
 }
 
 static bool forward_plan(const mn_bayes_args *p, mn_plan *plan) {
-    mn_walk_job job;
+    mn_state_scan_job job;
     if (!job_of(&job, p)) return mn_bayes_wide_plan(p, plan);
     return place_work(&job, NULL, &plan->shared_bytes);
 }
 
 static int forward(const mn_bayes_args *p, void *shared, void *stream) {
-    mn_walk_job job;
+    mn_state_scan_job job;
     size_t bytes;
     const cudaStream_t on = (cudaStream_t)stream;
-    const int64_t walks = mn_n_spans(p->call) * p->call.H * p->call.G;
-    if (walks == 0) return cudaSuccess;
+    const int64_t scans = mn_n_spans(p->call) * p->call.H * p->call.G;
+    if (scans == 0) return cudaSuccess;
     if (!job_of(&job, p)) return mn_bayes_wide(p, shared, on);
     place_work(&job, (unsigned char *)shared, &bytes);
-    const int64_t places = mn_tile_slots(p->call, MN_WALK_CHUNK) * p->call.H;
-    if (places > INT32_MAX || walks * mn_max(p->call.V, 4) > INT32_MAX) {
+    const int64_t places = mn_tile_slots(p->call, MN_SCAN_CHUNK) * p->call.H;
+    if (places > INT32_MAX || scans * mn_max(p->call.V, 4) > INT32_MAX) {
         return cudaErrorNotSupported;
     }
     const bool results = p->gain.data || p->gainvec.data || p->kvar.data || p->qvar.data;
-    int code = places > 0 ? mn_walk_prepare(&job, on) : cudaSuccess;
-    if (code == cudaSuccess) code = mn_walk_covariance(&job, on);
-    if (code == cudaSuccess && (p->o.data || p->M.data)) code = mn_walk_mean(&job, on);
-    if (code == cudaSuccess && results && places > 0) code = mn_walk_results(&job, on);
+    int code = places > 0 ? mn_state_scan_prepare(&job, on) : cudaSuccess;
+    if (code == cudaSuccess) code = mn_state_scan_covariance(&job, on);
+    if (code == cudaSuccess && (p->o.data || p->M.data)) code = mn_state_scan_mean(&job, on);
+    if (code == cudaSuccess && results && places > 0) code = mn_state_scan_results(&job, on);
     return code;
 }
 
@@ -100,3 +102,5 @@ MN_CUDA_LAUNCH(riccati_forward) {
     const mn_bayes_args p = mn_riccati_as_bayes((const mn_riccati_args *)args);
     return forward(&p, shared, stream);
 }
+
+}    // namespace mneme::bayes

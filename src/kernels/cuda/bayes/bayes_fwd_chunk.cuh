@@ -35,97 +35,99 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/mma_f64.cuh"
 
+namespace mneme::bayes {
+
 enum {
-    MN_WALK_CHUNK = 16, MN_WALK_WIDEST = 256,
-    MN_WALK_SUMS = 8,       // parts of a sum over rows, 32 rows each, at most
-    MN_WALK_BLOCKS = 4,     // blocks of a covariance, at most
-    MN_WALK_UNDO = 16 * 20, // doubles of L^-1
-    MN_WALK_SLICE = 32,     // value columns of a block
+    MN_SCAN_CHUNK = 16, MN_SCAN_WIDEST = 256,
+    MN_SCAN_SUMS = 8,       // parts of a sum over rows, 32 rows each, at most
+    MN_SCAN_BLOCKS = 4,     // blocks of a covariance, at most
+    MN_SCAN_UNDO = 16 * 20, // doubles of L^-1
+    MN_SCAN_SLICE = 32,     // value columns of a block
 };
 
 /* What the kernels leave to each other, in doubles; a chunk's place is its slot (mn_tile_slots)
- * times H plus the head. `rows` is R rounded up, with zeros beyond it. A panel is 16 tokens of so
- * many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor want
- * them. Rows are as far apart as in shared memory, where lanes then meet in no bank; the number
- * behind the keys' first row says whether the chunk is steep. */
-struct mn_walk_work {
-    double *keys, *queries;             // (place) panels: kh, qh
+ * times H plus the head. `rows` is R rounded up, with zeros beyond it. A smem tile is 16 tokens
+ * of so many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor
+ * want them. Rows are as far apart as in shared memory, where lanes then meet in no bank; the
+ * number behind the keys' first row says whether the chunk is steep. */
+struct mn_state_scan_work {
+    double *keys, *queries;             // (place) smem tiles: kh, qh
     double *noised;                     // (place, rows / 32, 16, 40): n kh; if steep, A (16, rows)
     double *ends;                       // (place, 3, rows): Phi, n (if steep l2), n inside pairs
-    double *z;                          // (place, G) panels
+    double *z;                          // (place, G) smem tiles
     double *undo;                       // (place, G, 16, 20): L^-1
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
-    double *spread;                     // (place, G, MN_WALK_SUMS, 16): qh'Ph qh in parts
+    double *spread;                     // (place, G, MN_SCAN_SUMS, 16): qh'Ph qh in parts
     double *r2;                         // (place, G, 16), 1 behind the last token
     int *steep;                         // (place)
-    int *done;                          // (walk, MN_WALK_BLOCKS): chunks that the means may have
+    int *done;                          // (walk, MN_SCAN_BLOCKS): chunks that the means may have
 };
 
-struct mn_walk_job {
+struct mn_state_scan_job {
     mn_bayes_args p;
-    mn_walk_work work;
+    mn_state_scan_work work;
     int rows, step, blocks;             // rows of a channel; blocks of a covariance
     bool reads, spreads;                // qh is wanted; qh'Ph qh is
 };
 
 /* The four kernels, each in the file of its name: 0 or a cudaError_t. */
-int mn_walk_prepare(const mn_walk_job *job, cudaStream_t stream);
-int mn_walk_covariance(const mn_walk_job *job, cudaStream_t stream);
-int mn_walk_mean(const mn_walk_job *job, cudaStream_t stream);
-int mn_walk_results(const mn_walk_job *job, cudaStream_t stream);
+int mn_state_scan_prepare(const mn_state_scan_job *job, cudaStream_t stream);
+int mn_state_scan_covariance(const mn_state_scan_job *job, cudaStream_t stream);
+int mn_state_scan_mean(const mn_state_scan_job *job, cudaStream_t stream);
+int mn_state_scan_results(const mn_state_scan_job *job, cudaStream_t stream);
 
 /* Whether the walk over covariances finds its room on the device in use. */
-bool mn_walk_covariance_fits(const mn_walk_job *job);
-int mn_walk_blocks(const mn_walk_job *job);
+bool mn_state_scan_covariance_fits(const mn_state_scan_job *job);
+int mn_state_scan_blocks(const mn_state_scan_job *job);
 
 /* ---- places ---------------------------------------------------------------------------------- */
 
 /* The slot of the first chunk of sequence n. */
-__device__ inline int64_t mn_walk_slot(const mn_call &call, int64_t n) {
-    if (call.cu_seqlens) return call.cu_seqlens[n] / MN_WALK_CHUNK + n;
-    return n * ((call.T + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK);
+__device__ inline int64_t mn_state_scan_slot(const mn_call &call, int64_t n) {
+    if (call.cu_seqlens) return call.cu_seqlens[n] / MN_SCAN_CHUNK + n;
+    return n * ((call.T + MN_SCAN_CHUNK - 1) / MN_SCAN_CHUNK);
 }
 
-/* Doubles of a panel and of n kh, and where number r of token t lies in them. */
-__host__ __device__ constexpr int mn_walk_panel(int rows) {
+/* Doubles of a smem tile and of n kh, and where number r of token t lies in them. */
+__host__ __device__ constexpr int mn_state_scan_smem_tile(int rows) {
     return 8 * (2 * rows + 2);
 }
 
-__device__ inline int mn_walk_panel_at(int t, int r, int rows) {
+__device__ inline int mn_state_scan_smem_tile_at(int t, int r, int rows) {
     return t % 8 * (2 * rows + 2) + 2 * r + t / 8;
 }
 
-__host__ __device__ constexpr int mn_walk_noised(int rows) {
+__host__ __device__ constexpr int mn_state_scan_noised(int rows) {
     return rows / 32 * 16 * 40;
 }
 
-__device__ inline int mn_walk_noised_at(int t, int r) {
+__device__ inline int mn_state_scan_noised_at(int t, int r) {
     return (r / 32 * 16 + t) * 40 + r % 32;
 }
 
 /* Whether the chunk whose keys lie at `keys` is steep, by bits: a comparison of doubles would wait
  * for the products of all warps beside it. */
-__device__ inline bool mn_walk_is_steep(const double *keys, int rows) {
+__device__ inline bool mn_state_scan_is_steep(const double *keys, int rows) {
     return __double2hiint(keys[2 * rows]) != 0;
 }
 
-/* Columns c and c + 1 of a panel as a left factor, `at` being c in row lane / 4; as a right one
+/* Columns c and c + 1 of a smem tile as a left factor, `at` being c in row lane / 4; as a right one
  * with tokens [8 half, 8 half + 8) as its columns. */
-__device__ inline void mn_walk_left(double (&a)[4], const double *at) {
+__device__ inline void mn_state_scan_left(double (&a)[4], const double *at) {
     const double2 x = *(const double2 *)at, y = *(const double2 *)(at + 2);
     a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
 }
 
-__device__ inline void mn_walk_right(double (&b)[2], const double *at, int half) {
+__device__ inline void mn_state_scan_right(double (&b)[2], const double *at, int half) {
     b[0] = at[half], b[1] = at[2 + half];
 }
 
 /* Columns [first, first + count) are those j with floor(j G / V) = g. */
-struct mn_walk_columns {
+struct mn_state_scan_columns {
     int first, count;
 };
 
-__device__ inline mn_walk_columns mn_walk_columns_of(const mn_call &call, int64_t g) {
+__device__ inline mn_state_scan_columns mn_state_scan_columns_of(const mn_call &call, int64_t g) {
     const int first = (int)((g * call.V + call.G - 1) / call.G);
     return { first, (int)(((g + 1) * call.V + call.G - 1) / call.G) - first };
 }
@@ -135,22 +137,22 @@ __device__ inline mn_walk_columns mn_walk_columns_of(const mn_call &call, int64_
 /* Numbers on their way from memory to shared memory, asked for by one warp. From 9.0 on a barrier
  * counts their bytes, for all who wait for its turn; before it only the warp that asked knows when
  * they are there, and a barrier of the block has to follow. */
-__device__ inline void mn_walk_open(uint64_t *arrived) {
+__device__ inline void mn_state_scan_open(uint64_t *arrived) {
 #if __CUDA_ARCH__ >= 900
-    mn_barrier_open(arrived, 1);
+    mn_mbarrier_init(arrived, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
 /* `count` doubles are to come, by one thread. */
-__device__ inline void mn_walk_expect(uint64_t *arrived, int count) {
+__device__ inline void mn_state_scan_expect(uint64_t *arrived, int count) {
 #if __CUDA_ARCH__ >= 900
-    mn_bulk_expect(arrived, 8 * count);
+    mn_mbarrier_arrive_expect_tx(arrived, 8 * count);
 #endif
 }
 
 /* What others have written lies in front of copies that follow. */
-__device__ inline void mn_walk_before_copies(void) {
+__device__ inline void mn_state_scan_before_copies(void) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async;" ::: "memory");
 #endif
@@ -158,12 +160,12 @@ __device__ inline void mn_walk_before_copies(void) {
 
 /* COUNT neighbours, an even number. */
 template <int COUNT>
-__device__ inline void mn_walk_fetch(double *to, const double *from, uint64_t *arrived) {
+__device__ inline void mn_state_scan_load(double *to, const double *from, uint64_t *arrived) {
     const int lane = (int)threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0) mn_bulk_copy_plain(to, from, 8 * COUNT, arrived);
+    if (lane == 0) mn_tma_load_1d(to, from, 8 * COUNT, arrived);
 #else
-    const uint32_t there = mn_shared_at(to);
+    const uint32_t there = mn_smem_addr(to);
     for (int at = 2 * lane; at < COUNT; at += 64) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there + 8 * at),
                      "l"(from + at)
@@ -173,7 +175,7 @@ __device__ inline void mn_walk_fetch(double *to, const double *from, uint64_t *a
 }
 
 /* Waits for the barrier's turn number `turn`; warps as a whole. */
-__device__ inline void mn_walk_await(uint64_t *arrived, unsigned turn) {
+__device__ inline void mn_state_scan_await(uint64_t *arrived, unsigned turn) {
 #if __CUDA_ARCH__ >= 900
     const unsigned at = (unsigned)__cvta_generic_to_shared(arrived);
     unsigned there = 0;
@@ -193,7 +195,7 @@ __device__ inline void mn_walk_await(uint64_t *arrived, unsigned turn) {
 
 /* e^x for |x| <= 150, to a rounding or two and without a branch, so that those of many tokens
  * overlap: x = n log 2 + r, and the series of e^r, |r| <= 0.35, up to r^13 / 13!. */
-__device__ inline double mn_walk_exp(double x) {
+__device__ inline double mn_state_scan_exp(double x) {
     const double whole = 0x1.8p52, shifted = fma(x, 0x1.71547652b82fep0, whole);
     const double n = shifted - whole;
     const double r = fma(n, -0x1.fdf473de6af28p-22, fma(n, -0x1.62e42p-1, x));
@@ -209,17 +211,17 @@ __device__ inline double mn_walk_exp(double x) {
 
 /* Phi_t and n_t of one channel: a number, or with STEP 2 a pair. */
 template <int STEP>
-struct mn_walk_frame {
+struct mn_state_scan_frame {
     double level, angle, re, im, rr, ri, ii;
 
-    __device__ mn_walk_frame(void) {
+    __device__ mn_state_scan_frame(void) {
         level = angle = im = rr = ri = ii = 0.0, re = 1.0;
     }
 
     __device__ void step(float la, float theta, float l2) {
         level += (double)la;
-        re = mn_walk_exp(level);
-        const double back = mn_reciprocal(re), weight = (double)l2 * back * back;
+        re = mn_state_scan_exp(level);
+        const double back = mn_rcp_f64(re), weight = (double)l2 * back * back;
         if (STEP == 1) {
             rr += weight;
             return;
@@ -234,11 +236,11 @@ struct mn_walk_frame {
 
 /* One channel of a chunk's tokens as they lie, those behind the tile being its last one. */
 template <typename T>
-__device__ inline void mn_walk_column_raw(T (&raw)[MN_WALK_CHUNK], const mn_in &view,
+__device__ inline void mn_state_scan_column_raw(T (&raw)[MN_SCAN_CHUNK], const mn_in &view,
                                           const mn_tile_span &tile, int64_t h, int i) {
     const T *at = mn_row<T>(view, tile.span.b, tile.span.t0 + tile.first, h) + i;
 #pragma unroll
-    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+    for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         raw[t] = *at;
         at += t + 1 < (int)tile.n_rows ? view.stride[1] : 0;
     }
@@ -247,14 +249,14 @@ __device__ inline void mn_walk_column_raw(T (&raw)[MN_WALK_CHUNK], const mn_in &
 /* The same as numbers, zeros beyond the tile and the real channels. Loads do not wait for the
  * question whether they are wanted. */
 template <typename T>
-__device__ inline void mn_walk_column(float (&x)[MN_WALK_CHUNK], const mn_in &view,
+__device__ inline void mn_state_scan_column(float (&x)[MN_SCAN_CHUNK], const mn_in &view,
                                       const mn_call &call, const mn_tile_span &tile, int64_t h,
                                       int i) {
     const int most = (int)call.K - 1;
-    T raw[MN_WALK_CHUNK];
-    mn_walk_column_raw<T>(raw, view, tile, h, min(i, most));
+    T raw[MN_SCAN_CHUNK];
+    mn_state_scan_column_raw<T>(raw, view, tile, h, min(i, most));
 #pragma unroll
-    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+    for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         x[t] = t < tile.n_rows && i <= most ? mn_float(raw[t]) : 0.0f;
     }
 }
@@ -264,9 +266,9 @@ __device__ inline void mn_walk_column(float (&x)[MN_WALK_CHUNK], const mn_in &vi
 /* Phi behind token `token` of a steep chunk, the next token's A being part of the frame's end;
  * token -1 is what comes before the first one. By COUNT threads. */
 template <int ROWS, int COUNT>
-__device__ inline void mn_walk_steep_phi(double (&to)[ROWS], const double *steps, int token,
+__device__ inline void mn_state_scan_steep_phi(double (&to)[ROWS], const double *steps, int token,
                                          int step, int i) {
-    const bool last = token == MN_WALK_CHUNK - 1;
+    const bool last = token == MN_SCAN_CHUNK - 1;
     for (int r = i; r < ROWS; r += COUNT) {
         to[r] = !last ? steps[(token + 1) * ROWS + r] : r % step == 0 ? 1.0 : 0.0;
     }
@@ -274,13 +276,15 @@ __device__ inline void mn_walk_steep_phi(double (&to)[ROWS], const double *steps
 
 /* Phi and n. */
 template <int ROWS, int COUNT>
-__device__ inline void mn_walk_steep_end(double (&to)[3][ROWS], const double *ends,
+__device__ inline void mn_state_scan_steep_end(double (&to)[3][ROWS], const double *ends,
                                          const double *steps, int token, int step, int i) {
-    mn_walk_steep_phi<ROWS, COUNT>(to[0], steps, token, step, i);
+    mn_state_scan_steep_phi<ROWS, COUNT>(to[0], steps, token, step, i);
     for (int r = i; r < ROWS; r += COUNT) {
         to[1][r] = token >= 0 && r % step == 0 ? ends[ROWS + token] : 0.0;
         to[2][r] = 0.0;
     }
 }
+
+}    // namespace mneme::bayes
 
 #endif

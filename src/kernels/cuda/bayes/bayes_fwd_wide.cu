@@ -1,13 +1,14 @@
 /* bayes_fwd_wide.cu - the Bayesian Layer and its covariances alone, forward, in one kernel; the
- * chunks
- * of bayes.cuh. */
+ * chunks of bayes.cuh. */
 #include "kernels/cuda/bayes/bayes_fwd_wide.h"
 
 #include "kernels/cuda/bayes/bayes.cuh"
 
+namespace mneme::bayes {
+
 /* What is asked of tokens [t, t + count), the first ones of the room. */
 template <typename T>
-__device__ static void put_results(const mn_bayes_room &room, const mn_bayes_args &p,
+__device__ static void put_results(const mn_bayes_smem &room, const mn_bayes_args &p,
                                    const mn_bayes_shape &s, int64_t t, int count) {
     const int rows = 8 * s.nb, ld_e = s.pitch_e(), ld_z = s.pitch_z();
     const int64_t b = s.span.b, t0 = s.span.t0 + t;
@@ -50,7 +51,7 @@ __device__ static void put_results(const mn_bayes_room &room, const mn_bayes_arg
 }
 
 template <bool LARGE>
-__device__ static void put_states(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &room,
+__device__ static void put_states(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
                                   const mn_bayes_args &p, const mn_bayes_shape &s) {
     float *last = mn_row<float>(p.P, s.n, 0, s.h), *mean = mn_row<float>(p.M, s.n, 0, s.h);
     if (last) last += s.g * s.R * s.R;
@@ -76,7 +77,7 @@ __device__ static void put_states(mn_bayes_tiles<LARGE> &P, const mn_bayes_room 
 template <typename T, bool LARGE>
 __global__ void __launch_bounds__(MN_BAYES_THREADS, 1)
 wide_kernel(const __grid_constant__ mn_bayes_args p, double *work, int64_t work_each,
-                     bool mean_inside, bool room_inside) {
+                     bool mean_inside, bool smem_inside) {
     extern __shared__ __align__(16) double doubles[];
     const mn_bayes_shape s = mn_bayes_shape_at(p, blockIdx.x);
     double *own = work + blockIdx.x * work_each;
@@ -84,7 +85,7 @@ wide_kernel(const __grid_constant__ mn_bayes_args p, double *work, int64_t work_
     P.memory = own;
     double *mean = own + (LARGE ? (int64_t)s.nb * s.nb * 64 : 0);
     double *elsewhere = mean + (int64_t)s.nm * s.nb * 64;
-    const mn_bayes_room room = mn_bayes_room_in(room_inside ? doubles : elsewhere, s,
+    const mn_bayes_smem room = mn_bayes_smem_in(smem_inside ? doubles : elsewhere, s,
                                                 mean_inside ? NULL : mean);
     const bool qvar = p.qvar.data && p.q.data;
     mn_bayes_clear(room, s);
@@ -92,7 +93,7 @@ wide_kernel(const __grid_constant__ mn_bayes_args p, double *work, int64_t work_
     __syncthreads();
     for (int64_t t = 0; t < s.span.length; t += MN_BAYES_CHUNK) {
         const int all = (int)min((int64_t)MN_BAYES_CHUNK, s.span.length - t);
-        mn_bayes_fetch<T>(room, p, s, t, all);
+        mn_bayes_load_tile<T>(room, p, s, t, all);
         __syncthreads();
         if (mn_bayes_is_steep(room, s, true)) mn_bayes_rebase(P, room, s);
         const bool steep = mn_bayes_is_steep(room, s, false);
@@ -120,8 +121,8 @@ wide_kernel(const __grid_constant__ mn_bayes_args p, double *work, int64_t work_
 /* How a call is cut: whether P fits in registers, the mean and the rest in shared memory. */
 struct layout {
     int nb, nm;
-    bool large, mean_inside, room_inside;
-    size_t room_bytes, work_each;    // work in doubles for each block
+    bool large, mean_inside, smem_inside;
+    size_t smem_bytes, work_each;    // work in doubles for each block
     int64_t blocks;
 };
 
@@ -133,17 +134,17 @@ static layout layout_of(const mn_bayes_args *p) {
     l.nb = (int)((R + 7) / 8);
     l.nm = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), 8));
     l.large = l.nb > MN_BAYES_TILES;
-    l.room_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, true) * sizeof(double);
-    l.mean_inside = l.room_bytes <= most;
+    l.smem_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, true) * sizeof(double);
+    l.mean_inside = l.smem_bytes <= most;
     if (!l.mean_inside) {
-        l.room_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, false) * sizeof(double);
+        l.smem_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, false) * sizeof(double);
     }
-    l.room_inside = l.room_bytes <= most;
+    l.smem_inside = l.smem_bytes <= most;
     l.work_each = (l.large ? (size_t)l.nb * l.nb * 64 : 0) +
                   (l.mean_inside ? 0 : (size_t)l.nm * l.nb * 64);
-    if (!l.room_inside) {
-        l.work_each += l.room_bytes / sizeof(double);
-        l.room_bytes = 0;
+    if (!l.smem_inside) {
+        l.work_each += l.smem_bytes / sizeof(double);
+        l.smem_bytes = 0;
     }
     l.blocks = mn_n_spans(c) * c.H * c.G;
     return l;
@@ -158,9 +159,9 @@ bool mn_bayes_wide_plan(const mn_bayes_args *p, mn_plan *plan) {
 
 template <typename T, bool LARGE>
 static int start(const mn_bayes_args *p, const layout &l, double *work, cudaStream_t on) {
-    return mn_launch_with_room(wide_kernel<T, LARGE>, dim3((unsigned)l.blocks),
-                               MN_BAYES_THREADS, l.room_bytes, on, *p, work,
-                               (int64_t)l.work_each, l.mean_inside, l.room_inside);
+    return mn_launch_smem(wide_kernel<T, LARGE>, dim3((unsigned)l.blocks),
+                               MN_BAYES_THREADS, l.smem_bytes, on, *p, work,
+                               (int64_t)l.work_each, l.mean_inside, l.smem_inside);
 }
 
 int mn_bayes_wide(const mn_bayes_args *p, void *shared, cudaStream_t on) {
@@ -176,3 +177,5 @@ int mn_bayes_wide(const mn_bayes_args *p, void *shared, cudaStream_t on) {
     }
     return l.large ? start<float, true>(p, l, work, on) : start<float, false>(p, l, work, on);
 }
+
+}    // namespace mneme::bayes

@@ -7,7 +7,11 @@
 
 #include "kernels/kernel.h"
 
+namespace mneme::bayes {
+
 bool mn_bayes_wide_plan(const mn_bayes_args *p, mn_plan *plan);
 int mn_bayes_wide(const mn_bayes_args *p, void *shared, cudaStream_t on);
+
+}    // namespace mneme::bayes
 
 #endif

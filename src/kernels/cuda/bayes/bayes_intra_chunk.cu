@@ -3,24 +3,27 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 
+namespace mneme::bayes {
+
 /* One channel of a chunk as it was given. */
 struct channel {
-    float k[MN_WALK_CHUNK], q[MN_WALK_CHUNK], la[MN_WALK_CHUNK], theta[MN_WALK_CHUNK];
+    float k[MN_SCAN_CHUNK], q[MN_SCAN_CHUNK], la[MN_SCAN_CHUNK], theta[MN_SCAN_CHUNK];
 };
 
 template <typename T, int STEP>
-__device__ static channel channel_of(const mn_walk_job &job, const mn_tile_span &tile, int64_t h,
+__device__ static channel channel_of(const mn_state_scan_job &job, const mn_tile_span &tile,
+                                     int64_t h,
                                      int i) {
     const mn_bayes_args &p = job.p;
     channel c;
-    T la[MN_WALK_CHUNK], k[MN_WALK_CHUNK], q[MN_WALK_CHUNK], theta[MN_WALK_CHUNK];
+    T la[MN_SCAN_CHUNK], k[MN_SCAN_CHUNK], q[MN_SCAN_CHUNK], theta[MN_SCAN_CHUNK];
     const int most = (int)p.call.K - 1;
-    mn_walk_column_raw<T>(la, p.la, tile, h, min(i, most));
-    mn_walk_column_raw<T>(k, p.k, tile, h, min(i, most));
-    mn_walk_column_raw<T>(q, job.reads ? p.q : p.k, tile, h, min(i, most));
-    if (STEP == 2) mn_walk_column_raw<T>(theta, p.theta, tile, h, min(i, most));
+    mn_state_scan_column_raw<T>(la, p.la, tile, h, min(i, most));
+    mn_state_scan_column_raw<T>(k, p.k, tile, h, min(i, most));
+    mn_state_scan_column_raw<T>(q, job.reads ? p.q : p.k, tile, h, min(i, most));
+    if (STEP == 2) mn_state_scan_column_raw<T>(theta, p.theta, tile, h, min(i, most));
 #pragma unroll
-    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+    for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         const bool there = t < tile.n_rows && i <= most;
         c.la[t] = there ? mn_float(la[t]) : 0.0f, c.k[t] = there ? mn_float(k[t]) : 0.0f;
         c.q[t] = there ? mn_float(q[t]) : 0.0f;
@@ -36,9 +39,9 @@ __device__ inline void put(double *to, double re, double im) {
     else *to = re;
 }
 
-/* A channel's part of a panel, tokens [0, 8) being kept until those after them come. */
+/* A channel's part of a smem tile, tokens [0, 8) being kept until those after them come. */
 template <int STEP>
-struct panel {
+struct smem_tile {
     double *to;
     double re[8], im[8];
 
@@ -47,7 +50,7 @@ struct panel {
             re[t % 8] = x, im[t % 8] = y;
             return;
         }
-        double *at = to + mn_walk_panel_at(t % 8, 0, (int)rows);
+        double *at = to + mn_state_scan_smem_tile_at(t % 8, 0, (int)rows);
         *(double2 *)at = make_double2(re[t % 8], x);
         if (STEP == 2) *(double2 *)(at + 2) = make_double2(im[t % 8], y);
     }
@@ -55,13 +58,14 @@ struct panel {
 
 /* A chunk of which every token's frame begins behind its A: `r` is the channel's first row. */
 template <int STEP>
-__device__ static void prepare_steep(const mn_walk_job &job, const channel &c, const float *l2,
+__device__ static void prepare_steep(const mn_state_scan_job &job, const channel &c,
+                                     const float *l2,
                                      int64_t place, int r) {
-    const int64_t rows = job.rows, at = place * mn_walk_panel(job.rows) + 2 * r;
-    panel<STEP> keys = { job.work.keys + at }, queries = { job.work.queries + at };
-    double *noised = job.work.noised + place * mn_walk_noised(job.rows);
+    const int64_t rows = job.rows, at = place * mn_state_scan_smem_tile(job.rows) + 2 * r;
+    smem_tile<STEP> keys = { job.work.keys + at }, queries = { job.work.queries + at };
+    double *noised = job.work.noised + place * mn_state_scan_noised(job.rows);
 #pragma unroll
-    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+    for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         const double size = exp((double)c.la[t]);
         double sine = 0.0, cosine = 1.0;
         if (STEP == 2) sincos((double)c.theta[t], &sine, &cosine);
@@ -70,24 +74,25 @@ __device__ static void prepare_steep(const mn_walk_job &job, const channel &c, c
         put<STEP>(noised + t * rows + r, size * cosine, size * sine);
     }
     double *ends = job.work.ends + place * 3 * rows;
-    if (threadIdx.x < MN_WALK_CHUNK) ends[rows + threadIdx.x] = (double)l2[threadIdx.x];
+    if (threadIdx.x < MN_SCAN_CHUNK) ends[rows + threadIdx.x] = (double)l2[threadIdx.x];
 }
 
 template <int STEP>
-__device__ static void prepare_chunk(const mn_walk_job &job, const channel &c, const float *l2,
+__device__ static void prepare_chunk(const mn_state_scan_job &job, const channel &c,
+                                     const float *l2,
                                      int64_t place, int r) {
-    const int64_t rows = job.rows, at = place * mn_walk_panel(job.rows) + 2 * r;
-    panel<STEP> keys = { job.work.keys + at }, queries = { job.work.queries + at };
-    double *noised = job.work.noised + place * mn_walk_noised(job.rows);
-    mn_walk_frame<STEP> f;
+    const int64_t rows = job.rows, at = place * mn_state_scan_smem_tile(job.rows) + 2 * r;
+    smem_tile<STEP> keys = { job.work.keys + at }, queries = { job.work.queries + at };
+    double *noised = job.work.noised + place * mn_state_scan_noised(job.rows);
+    mn_state_scan_frame<STEP> f;
 #pragma unroll
-    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+    for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         const double k = (double)c.k[t], q = (double)c.q[t];
         f.step(c.la[t], c.theta[t], l2[t]);
         const double x = f.re * k, y = -f.im * k;
         keys.put(t, x, y, rows);
         if (job.reads) queries.put(t, f.re * q, -f.im * q, rows);
-        put<STEP>(noised + mn_walk_noised_at(t, r), f.rr * x + f.ri * y, f.ri * x + f.ii * y);
+        put<STEP>(noised + mn_state_scan_noised_at(t, r), f.rr * x + f.ri * y, f.ri * x + f.ii * y);
     }
     double *ends = job.work.ends + place * 3 * rows + r;
     put<STEP>(ends, f.re, f.im);
@@ -97,40 +102,40 @@ __device__ static void prepare_chunk(const mn_walk_job &job, const channel &c, c
 
 /* One block has one chunk of one head, a thread one channel. */
 template <typename T, int STEP>
-__global__ void __launch_bounds__(MN_WALK_WIDEST, 2)
-prepare_kernel(const __grid_constant__ mn_walk_job job) {
-    mn_let_next_begin();
+__global__ void __launch_bounds__(MN_SCAN_WIDEST, 2)
+prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
+    mn_pdl_launch_dependents();
     const mn_call &call = job.p.call;
     const unsigned heads = (unsigned)call.H;
     const int64_t place = blockIdx.x, h = blockIdx.x % heads;
-    const mn_tile_span tile = mn_tile_at(call, MN_WALK_CHUNK, blockIdx.x / heads);
+    const mn_tile_span tile = mn_tile_at(call, MN_SCAN_CHUNK, blockIdx.x / heads);
     if (tile.n_rows == 0) return;
-    __shared__ float l2[MN_WALK_CHUNK];
+    __shared__ float l2[MN_SCAN_CHUNK];
     const int i = threadIdx.x;
-    if (i < MN_WALK_CHUNK) {
+    if (i < MN_SCAN_CHUNK) {
         const int64_t when = tile.span.t0 + tile.first + i;
         l2[i] = i < tile.n_rows ? mn_float(*mn_row<T>(job.p.l2, tile.span.b, when, h)) : 0.0f;
     }
-    const int n_noises = (int)call.G * MN_WALK_CHUNK;
+    const int n_noises = (int)call.G * MN_SCAN_CHUNK;
     const auto noise_at = [&](int e) {
-        const int at = min(e, n_noises - 1), t = at % MN_WALK_CHUNK;
+        const int at = min(e, n_noises - 1), t = at % MN_SCAN_CHUNK;
         const int64_t when = tile.span.t0 + tile.first + min(t, (int)tile.n_rows - 1);
-        const T *r2 = mn_row<T>(job.p.r2, tile.span.b, when, h) + at / MN_WALK_CHUNK;
+        const T *r2 = mn_row<T>(job.p.r2, tile.span.b, when, h) + at / MN_SCAN_CHUNK;
         return t < tile.n_rows ? (double)mn_float(*r2) : 1.0;
     };
     double noise = noise_at(i);
     const channel c = channel_of<T, STEP>(job, tile, h, i);
     if (tile.first == 0) {
         const int64_t walk = (tile.n * call.H + h) * call.G;
-        const int count = (int)call.G * MN_WALK_BLOCKS;
+        const int count = (int)call.G * MN_SCAN_BLOCKS;
 #pragma unroll 1
         for (int e = i; e < count; e += (int)blockDim.x) {
-            job.work.done[walk * MN_WALK_BLOCKS + e] = 0;
+            job.work.done[walk * MN_SCAN_BLOCKS + e] = 0;
         }
     }
     double level = 0.0, most = 0.0;
 #pragma unroll
-    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+    for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         level += (double)c.la[t];
         most = fmax(most, fabs(level));
     }
@@ -140,7 +145,7 @@ prepare_kernel(const __grid_constant__ mn_walk_job job) {
     const bool steep = __syncthreads_or(!(fabs(level) <= 150.0 && most <= 150.0));
     if (i == 0) {
         job.work.steep[place] = steep;
-        job.work.keys[place * mn_walk_panel(job.rows) + 2 * job.rows] = steep ? 1.0 : 0.0;
+        job.work.keys[place * mn_state_scan_smem_tile(job.rows) + 2 * job.rows] = steep ? 1.0 : 0.0;
     }
     if (i * STEP >= job.rows) return;
     if (steep) prepare_steep<STEP>(job, c, l2, place, i * STEP);
@@ -148,15 +153,17 @@ prepare_kernel(const __grid_constant__ mn_walk_job job) {
 }
 
 template <typename T>
-static int prepare(const mn_walk_job *job, cudaStream_t stream) {
-    const int64_t blocks = mn_tile_slots(job->p.call, MN_WALK_CHUNK) * job->p.call.H;
+static int prepare(const mn_state_scan_job *job, cudaStream_t stream) {
+    const int64_t blocks = mn_tile_slots(job->p.call, MN_SCAN_CHUNK) * job->p.call.H;
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
     if (job->step == 2) prepare_kernel<T, 2><<<(unsigned)blocks, threads, 0, stream>>>(*job);
     else prepare_kernel<T, 1><<<(unsigned)blocks, threads, 0, stream>>>(*job);
-    return mn_launched();
+    return mn_launch_status();
 }
 
-int mn_walk_prepare(const mn_walk_job *job, cudaStream_t stream) {
+int mn_state_scan_prepare(const mn_state_scan_job *job, cudaStream_t stream) {
     return job->p.call.dtype == MN_BF16 ? prepare<mn_bf16>(job, stream)
                                         : prepare<float>(job, stream);
 }
+
+}    // namespace mneme::bayes

@@ -12,8 +12,10 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 
+namespace mneme::bayes {
+
 enum {
-    WARPS = 4, THREADS = 32 * WARPS, SLICE = MN_WALK_SLICE, CHUNK = MN_WALK_CHUNK,
+    WARPS = 4, THREADS = 32 * WARPS, SLICE = MN_SCAN_SLICE, CHUNK = MN_SCAN_CHUNK,
     HALVES = 2,                     // warps that share value columns
     KEYS = 0, WRITES = 1,           // the warps that ask for them
 };
@@ -41,7 +43,7 @@ struct alignas(16) room {
 };
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
-struct scene {
+struct ctx {
     int64_t walk, n, h, g, place, group, t;    // group: place * G + g; t: the chunk's first token
     int first, columns;                  // value columns
     int low, high;
@@ -80,13 +82,13 @@ struct worker {
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
             double a[4];
-            mn_walk_left(a, &m.keys[j][2 * (row(b) + pair)]);
-            mn_dmma_8(e[0], a, M[b][0]);
-            mn_dmma_8(e[1], a, M[b][1]);
+            mn_state_scan_left(a, &m.keys[j][2 * (row(b) + pair)]);
+            mn_mma_f64_k8(e[0], a, M[b][0]);
+            mn_mma_f64_k8(e[1], a, M[b][1]);
             if (!reads) continue;
-            mn_walk_left(a, &m.queries[j][2 * (row(b) + pair)]);
-            mn_dmma_8(o[0], a, M[b][0]);
-            mn_dmma_8(o[1], a, M[b][1]);
+            mn_state_scan_left(a, &m.queries[j][2 * (row(b) + pair)]);
+            mn_mma_f64_k8(o[0], a, M[b][0]);
+            mn_mma_f64_k8(o[1], a, M[b][1]);
         }
 #pragma unroll
         for (int x = 0; x < 8; x++) {
@@ -112,9 +114,9 @@ struct worker {
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
             double a[4], z[2];
-            mn_walk_left(a, &m.queries[j][2 * (row(b) + pair)]);
-            mn_walk_right(z, &in.z[j][2 * (row(b) + pair)], half);
-            mn_dmma_8(w[b % 2], a, z);
+            mn_state_scan_left(a, &m.queries[j][2 * (row(b) + pair)]);
+            mn_state_scan_right(z, &in.z[j][2 * (row(b) + pair)], half);
+            mn_mma_f64_k8(w[b % 2], a, z);
         }
 #pragma unroll
         for (int f = 0; f < 2; f++) {
@@ -129,7 +131,7 @@ struct worker {
     /* Its values of the chunk that begins at token t, as bits: the first eight tokens for one of
      * the warps that share them, the others for the other one. Tokens behind the last one get its
      * values. Columns are hidden from the compiler, which has no registers to keep addresses in. */
-    __device__ void values(unsigned (&v)[4], const mn_walk_job &job, const scene &s,
+    __device__ void values(unsigned (&v)[4], const mn_state_scan_job &job, const ctx &s,
                            int64_t t) const {
         int own = column(0);
         asm volatile("" : "+r"(own));
@@ -144,7 +146,7 @@ struct worker {
 
     /* Has those of the chunk that begins at token t brought to the second cache: registers to wait
      * in there are none. */
-    __device__ void expect_values(const mn_walk_job &job, const scene &s, int64_t t) const {
+    __device__ void expect_values(const mn_state_scan_job &job, const ctx &s, int64_t t) const {
         const int64_t token = min(t + 8 * part + lane / 4, s.span.length - 1);
         const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
         asm volatile("prefetch.global.L2 [%0];" ::"l"(from + min(value, s.columns - 1)));
@@ -179,7 +181,7 @@ struct worker {
             const double2 high = *(const double2 *)&in.undo[8 * half + j][8 + i];
             const double b[4] = { low.x, low.y, high.x, high.y };
             e[half][0][0] = e[half][0][1] = e[half][1][0] = e[half][1][1] = 0.0;
-            mn_dmma_16(e[half], a, b);
+            mn_mma_f64_k16(e[half], a, b);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -200,7 +202,7 @@ struct worker {
             const double2 one = *(const double2 *)&in.z[2 * i][2 * (row(b) + j)];
             const double2 two = *(const double2 *)&in.z[2 * i + 1][2 * (row(b) + j)];
             const double z[4] = { one.x, two.x, one.y, two.y };
-            mn_dmma_16(M[b], a, z);
+            mn_mma_f64_k16(M[b], a, z);
         }
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
@@ -216,7 +218,7 @@ struct worker {
 
     /* o of eight value columns, `part` says which of two blocks. */
     __device__ void put(double (&c)[2][2], const double (&e)[2][2][2], const shares &share,
-                        const mn_walk_job &job, const scene &s) const {
+                        const mn_state_scan_job &job, const ctx &s) const {
         const int pair = 2 * (lane % 4), j = lane / 4;
         double a[8], b[4];
 #pragma unroll
@@ -234,7 +236,7 @@ struct worker {
         }
 #pragma unroll
         for (int x = 0; x < 4; x++) b[x] = part ? e[x / 2][1][x % 2] : e[x / 2][0][x % 2];
-        mn_dmma_16(c, a, b);
+        mn_mma_f64_k16(c, a, b);
         int own = column(0);
         asm volatile("" : "+r"(own));
 #pragma unroll
@@ -252,7 +254,7 @@ struct worker {
 
     /* use(number, row, column of V) for what this lane has of M */
     template <typename F>
-    __device__ void each(const mn_walk_job &job, const scene &s, F use) {
+    __device__ void each(const mn_state_scan_job &job, const ctx &s, F use) {
 #pragma unroll
         for (int x = 0; x < TILES * 4; x++) {
             const int r = row(x / 4) + 2 * (lane % 4) + x % 2;
@@ -268,25 +270,27 @@ struct worker {
 
 /* Asks for keys and queries of the chunk at `place`, by one warp. */
 template <int RP>
-__device__ static void ask_keys(room<RP> &m, const mn_walk_job &job, unsigned place) {
-    constexpr int SIZE = mn_walk_panel(RP);
-    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], (job.reads ? 2 : 1) * SIZE);
+__device__ static void request_keys(room<RP> &m, const mn_state_scan_job &job, unsigned place) {
+    constexpr int SIZE = mn_state_scan_smem_tile(RP);
+    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], (job.reads ? 2 : 1) * SIZE);
     __syncwarp();
-    mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + (uint64_t)place * SIZE, &m.arrived[0]);
+    mn_state_scan_load<SIZE>(m.keys[0], job.work.keys + (uint64_t)place * SIZE, &m.arrived[0]);
     if (!job.reads) return;
-    mn_walk_fetch<SIZE>(m.queries[0], job.work.queries + (uint64_t)place * SIZE, &m.arrived[0]);
+    mn_state_scan_load<SIZE>(m.queries[0], job.work.queries + (uint64_t)place * SIZE,
+                             &m.arrived[0]);
 }
 
 /* `chunk` is the sequence's first, second, ... at `place`. Its writes are asked for once all blocks
  * of the covariance have said that they are there; `known` of them are already. By one warp. */
 template <int RP>
-__device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &job, const scene &s,
+__device__ static void request_writes(room<RP> &m, int &known, const mn_state_scan_job &job,
+                                      const ctx &s,
                                   unsigned place, int chunk) {
     const uint64_t group = place * (unsigned)job.p.call.G + (unsigned)s.g;
-    const mn_walk_work &work = job.work;
-    constexpr int SIZE = mn_walk_panel(RP);
+    const mn_state_scan_work &work = job.work;
+    constexpr int SIZE = mn_state_scan_smem_tile(RP);
     writes<RP> &in = m.in[chunk % 2];
-    const int *done = work.done + s.walk * MN_WALK_BLOCKS + (int)threadIdx.x % job.blocks;
+    const int *done = work.done + s.walk * MN_SCAN_BLOCKS + (int)threadIdx.x % job.blocks;
     if (known <= chunk) {    // alike in all lanes, of which each looks after one block
         do {
             int there;
@@ -294,44 +298,45 @@ __device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &jo
                          : "memory");
             known = __reduce_min_sync(0xffffffffu, there);
         } while (known <= chunk);
-        mn_walk_before_copies();
+        mn_state_scan_before_copies();
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-        mn_walk_expect(&m.arrived[1], SIZE + MN_WALK_UNDO + RP + CHUNK);
+        mn_state_scan_expect(&m.arrived[1], SIZE + MN_SCAN_UNDO + RP + CHUNK);
     }
     __syncwarp();
-    mn_walk_fetch<SIZE>(in.z[0], work.z + group * SIZE, &m.arrived[1]);
-    mn_walk_fetch<MN_WALK_UNDO>(in.undo[0], work.undo + group * MN_WALK_UNDO, &m.arrived[1]);
-    mn_walk_fetch<RP>(in.phi, work.ends + (uint64_t)place * (3 * RP), &m.arrived[1]);
-    mn_walk_fetch<CHUNK>(in.inverse, work.inverse + group * CHUNK, &m.arrived[1]);
+    mn_state_scan_load<SIZE>(in.z[0], work.z + group * SIZE, &m.arrived[1]);
+    mn_state_scan_load<MN_SCAN_UNDO>(in.undo[0], work.undo + group * MN_SCAN_UNDO, &m.arrived[1]);
+    mn_state_scan_load<RP>(in.phi, work.ends + (uint64_t)place * (3 * RP), &m.arrived[1]);
+    mn_state_scan_load<CHUNK>(in.inverse, work.inverse + group * CHUNK, &m.arrived[1]);
 }
 
 /* One token of a steep chunk, or what comes before the first one (-1). */
 template <int RP>
-__device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_walk_job &job,
-                                  const scene &s, int token) {
-    const double *keys = job.work.keys + s.place * mn_walk_panel(RP);
-    const double *queries = job.work.queries + s.place * mn_walk_panel(RP);
-    const double *z = job.work.z + s.group * mn_walk_panel(RP);
+__device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_state_scan_job &job,
+                                  const ctx &s, int token) {
+    const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
+    const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
+    const double *z = job.work.z + s.group * mn_state_scan_smem_tile(RP);
 #pragma unroll 1
     for (int e = threadIdx.x; e < CHUNK * RP; e += THREADS) {
         const int t = e / RP, r = e % RP;
-        const int at = mn_walk_panel_at(t, r, RP);
+        const int at = mn_state_scan_smem_tile_at(t, r, RP);
         m.keys[0][at] = t == token ? keys[at] : 0.0;
         if (job.reads) m.queries[0][at] = t == token ? queries[at] : 0.0;
         in.z[0][at] = t == token ? z[at] : 0.0;
     }
     const int t = (int)threadIdx.x;
     if (t < CHUNK) in.inverse[t] = t == token ? job.work.inverse[s.group * CHUNK + t] : 0.0;
-    mn_walk_steep_phi<RP, THREADS>(in.phi, job.work.noised + s.place * mn_walk_noised(RP), token,
+    mn_state_scan_steep_phi<RP, THREADS>(in.phi,
+        job.work.noised + s.place * mn_state_scan_noised(RP), token,
                                    job.step, t);
-    mn_walk_before_copies();
+    mn_state_scan_before_copies();
 }
 
 /* Copies that one of the block's warps has asked for are there. */
 __device__ static void await_copies(uint64_t *arrived, unsigned turn) {
-    mn_walk_await(arrived, turn);
+    mn_state_scan_await(arrived, turn);
 #if __CUDA_ARCH__ < 900
     __syncthreads();
 #endif
@@ -339,11 +344,12 @@ __device__ static void await_copies(uint64_t *arrived, unsigned turn) {
 
 /* The sequence, head and slice of a block. */
 template <typename T, int RP>
-__device__ static void walk(const mn_walk_job &job, scene &s) {
+__device__ static void walk(const mn_state_scan_job &job, ctx &s) {
     extern __shared__ __align__(16) unsigned char memory[];
     room<RP> &m = *(room<RP> *)memory;
     const mn_call &call = job.p.call;
-    const int64_t slot = mn_walk_slot(call, s.n), chunks = (s.span.length + CHUNK - 1) / CHUNK;
+    const int64_t slot = mn_state_scan_slot(call, s.n),
+        chunks = (s.span.length + CHUNK - 1) / CHUNK;
     worker<T, RP> mine;
     const float *given = mn_row<float>(job.p.M0, s.n, 0, s.h);
     mine.each(job, s, [&](double &x, int r, int column) {
@@ -351,12 +357,12 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
     });
     int known = 0;    // chunks whose writes are there
     s.place = slot * call.H + s.h, s.step = 0;
-    if (threadIdx.x == 0) mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
+    if (threadIdx.x == 0) mn_state_scan_open(&m.arrived[0]), mn_state_scan_open(&m.arrived[1]);
     __syncthreads();
     if (chunks > 0) {
-        mn_walk_before_copies();
-        if (mine.index == KEYS) ask_keys(m, job, (unsigned)s.place);
-        if (mine.index == WRITES) ask_writes(m, known, job, s, (unsigned)s.place, 0);
+        mn_state_scan_before_copies();
+        if (mine.index == KEYS) request_keys(m, job, (unsigned)s.place);
+        if (mine.index == WRITES) request_writes(m, known, job, s, (unsigned)s.place, 0);
     }
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         writes<RP> &in = m.in[chunk % 2];
@@ -366,7 +372,7 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
         s.t = chunk * CHUNK;
         const int count = (int)min((int64_t)CHUNK, s.span.length - s.t);
         await_copies(&m.arrived[0], (unsigned)chunk);
-        const bool steep = mn_walk_is_steep(m.keys[0], RP);
+        const bool steep = mn_state_scan_is_steep(m.keys[0], RP);
         const int end = steep ? count : 1;
         bool asked = last;
         for (int token = steep ? -1 : 0; token < end; token++, s.step++) {
@@ -389,16 +395,16 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
             if (job.reads) mine.weigh(m, in, share);
             __syncthreads();
             if (ends) mine.expect_values(job, s, s.t + CHUNK);
-            if (mine.index == KEYS && ends && !last) ask_keys(m, job, (unsigned)next);
+            if (mine.index == KEYS && ends && !last) request_keys(m, job, (unsigned)next);
             if (mine.index == WRITES && ends && !asked && known > chunk + 1) {
-                ask_writes(m, known, job, s, (unsigned)next, (int)chunk + 1), asked = true;
+                request_writes(m, known, job, s, (unsigned)next, (int)chunk + 1), asked = true;
             }
             mine.solve(e, in, share);
             if (job.p.o.data && job.reads) mine.put(o, e, share, job, s);
             mine.write(in, e, job.step == 2);
         }
         if (mine.index == WRITES && !asked) {
-            ask_writes(m, known, job, s, (unsigned)next, (int)chunk + 1);
+            request_writes(m, known, job, s, (unsigned)next, (int)chunk + 1);
         }
     }
     float *mean = mn_row<float>(job.p.M, s.n, 0, s.h);
@@ -409,23 +415,23 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
 /* REGISTERS: what two blocks of a covariance leave, or all there are. */
 template <typename T, int RP, int REGISTERS>
 __global__ void __maxnreg__(REGISTERS)
-mean_kernel(const __grid_constant__ mn_walk_job job, int slices) {
+mean_kernel(const __grid_constant__ mn_state_scan_job job, int slices) {
     const mn_call &call = job.p.call;
-    scene s;
+    ctx s;
     s.walk = blockIdx.x / slices;
     s.g = s.walk % call.G, s.h = s.walk / call.G % call.H, s.n = s.walk / call.G / call.H;
-    const mn_walk_columns columns = mn_walk_columns_of(call, s.g);
+    const mn_state_scan_columns columns = mn_state_scan_columns_of(call, s.g);
     const int skipped = (int)(blockIdx.x % slices) * SLICE;
     s.first = columns.first + skipped, s.columns = min(columns.count - skipped, (int)SLICE);
     s.span = mn_span_at(call, s.n);
     if (s.columns > 0) walk<T, RP>(job, s);
-    mn_wait_for_before();
+    mn_pdl_wait();
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
 template <typename T, int RP, int REGISTERS = (RP < 128 ? 168 : 255)>
-static int start(const mn_walk_job *job, cudaStream_t stream) {
+static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const mn_call &call = job->p.call;
     const int64_t columns = mn_ceil_div(call.V, call.G), slices = mn_ceil_div(columns, SLICE);
     const int64_t blocks = mn_n_spans(call) * call.H * call.G * slices;
@@ -433,12 +439,12 @@ static int start(const mn_walk_job *job, cudaStream_t stream) {
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(room<RP>));
     if (code != cudaSuccess) return code;
-    return mn_launch_early(kernel, dim3((unsigned)blocks), THREADS, sizeof(room<RP>), stream, *job,
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), THREADS, sizeof(room<RP>), stream, *job,
                            (int)slices);
 }
 
 template <typename T>
-static int mean(const mn_walk_job *job, cudaStream_t stream) {
+static int mean(const mn_state_scan_job *job, cudaStream_t stream) {
     if (job->rows == 32) return start<T, 32>(job, stream);
     if (job->rows == 64) return start<T, 64>(job, stream);
     if (job->rows == 128 && job->blocks == 2) return start<T, 128, 152>(job, stream);
@@ -446,6 +452,8 @@ static int mean(const mn_walk_job *job, cudaStream_t stream) {
     return start<T, 256>(job, stream);
 }
 
-int mn_walk_mean(const mn_walk_job *job, cudaStream_t stream) {
+int mn_state_scan_mean(const mn_state_scan_job *job, cudaStream_t stream) {
     return job->p.call.dtype == MN_BF16 ? mean<mn_bf16>(job, stream) : mean<float>(job, stream);
 }
+
+}    // namespace mneme::bayes

@@ -2,10 +2,12 @@
  * has left; bayes_fwd_chunk.cuh. */
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 
-enum { CHUNK = MN_WALK_CHUNK, MOST_WARPS = MN_WALK_WIDEST / 32 };
+namespace mneme::bayes {
+
+enum { CHUNK = MN_SCAN_CHUNK, MOST_WARPS = MN_SCAN_WIDEST / 32 };
 
 /* Where a block is. */
-struct scene {
+struct ctx {
     int64_t place, h;
     mn_tile_span tile;
     bool steep;
@@ -14,17 +16,17 @@ struct scene {
 /* Phi of all tokens of channel i, 1 in a steep chunk, and qh'n qh: the noise's part of a read. */
 template <typename T, int STEP>
 __device__ static void frames(double (&re)[CHUNK], double (&im)[CHUNK], double (&noise)[CHUNK],
-                              const mn_walk_job &job, const scene &s, const float *l2, int i) {
+                              const mn_state_scan_job &job, const ctx &s, const float *l2, int i) {
     const mn_bayes_args &p = job.p;
     const int row = min(i, (int)p.call.K - 1) * STEP;
-    const double *q = job.work.queries + s.place * mn_walk_panel(job.rows);
+    const double *q = job.work.queries + s.place * mn_state_scan_smem_tile(job.rows);
     float la[CHUNK], theta[CHUNK];
-    mn_walk_column<T>(la, p.la, p.call, s.tile, s.h, i);
-    if (STEP == 2) mn_walk_column<T>(theta, p.theta, p.call, s.tile, s.h, i);
-    mn_walk_frame<STEP> f;
+    mn_state_scan_column<T>(la, p.la, p.call, s.tile, s.h, i);
+    if (STEP == 2) mn_state_scan_column<T>(theta, p.theta, p.call, s.tile, s.h, i);
+    mn_state_scan_frame<STEP> f;
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
-        const double *at = q + mn_walk_panel_at(t, row, job.rows);
+        const double *at = q + mn_state_scan_smem_tile_at(t, row, job.rows);
         const double x = job.spreads ? at[0] : 0.0, y = job.spreads && STEP == 2 ? at[2] : 0.0;
         if (!s.steep) f.step(la[t], theta[t], l2[t]);
         re[t] = f.re, im[t] = f.im;
@@ -36,20 +38,20 @@ __device__ static void frames(double (&re)[CHUNK], double (&im)[CHUNK], double (
 
 /* u / sigma of channel i, u being Phi z. */
 template <typename T, int STEP>
-__device__ static void put_gains(const mn_walk_job &job, const scene &s,
+__device__ static void put_gains(const mn_state_scan_job &job, const ctx &s,
                                  const double (&re)[CHUNK], const double (&im)[CHUNK], int i) {
     const mn_bayes_args &p = job.p;
     const int64_t R = p.call.R, when = s.tile.span.t0 + s.tile.first;
     T *out = mn_row<T>(p.gainvec, s.tile.span.b, when, s.h) + i * STEP;
     for (int64_t g = 0; g < p.call.G; g++) {
         const int64_t group = s.place * p.call.G + g;
-        const double *z = job.work.z + group * mn_walk_panel(job.rows);
+        const double *z = job.work.z + group * mn_state_scan_smem_tile(job.rows);
         const double *inverse = job.work.inverse + group * CHUNK;
         double x[CHUNK], y[CHUNK];
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) {
             const int there = min(t, (int)s.tile.n_rows - 1);    // others may not be written
-            const double *at = z + mn_walk_panel_at(there, i * STEP, job.rows);
+            const double *at = z + mn_state_scan_smem_tile_at(there, i * STEP, job.rows);
             x[t] = at[0] * inverse[there];
             y[t] = STEP == 2 ? at[2] * inverse[there] : 0.0;
         }
@@ -65,23 +67,23 @@ __device__ static void put_gains(const mn_walk_job &job, const scene &s,
 
 /* (z_s.qh_t)^2 / sigma_s for s <= t, summed over s: what a frame's own writes take from reads, by
  * all threads. `parts` is of each warp. */
-__device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_walk_job &job,
-                               const scene &s, int64_t group) {
+__device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_state_scan_job &job,
+                               const ctx &s, int64_t group) {
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     const int rows = job.rows;
-    const int own = mn_walk_panel_at(lane / 4, 2 * (lane % 4), rows);
-    const double *z = job.work.z + group * mn_walk_panel(rows) + own;
-    const double *q = job.work.queries + s.place * mn_walk_panel(rows) + own;
+    const int own = mn_state_scan_smem_tile_at(lane / 4, 2 * (lane % 4), rows);
+    const double *z = job.work.z + group * mn_state_scan_smem_tile(rows) + own;
+    const double *q = job.work.queries + s.place * mn_state_scan_smem_tile(rows) + own;
     double c[2][2][2] = {};
 #pragma unroll 4
     for (int r = 8 * warp; r < rows; r += (int)blockDim.x / 4) {
         double a[4];
-        mn_walk_left(a, z + 2 * r);
+        mn_state_scan_left(a, z + 2 * r);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             double b[2];
-            mn_walk_right(b, q + 2 * r, half);
-            mn_dmma_8(c[half], a, b);
+            mn_state_scan_right(b, q + 2 * r, half);
+            mn_mma_f64_k8(c[half], a, b);
         }
     }
     __syncthreads();
@@ -107,8 +109,8 @@ __device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_walk_j
 
 /* What is asked of each token and group, by one thread a token. */
 template <typename T>
-__device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_walk_job &job,
-                                     const scene &s, double noise) {
+__device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_state_scan_job &job,
+                                     const ctx &s, double noise) {
     const mn_bayes_args &p = job.p;
     const int t = (int)threadIdx.x;
     const int64_t b = s.tile.span.b, when = s.tile.span.t0 + s.tile.first + t;
@@ -123,7 +125,7 @@ __device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_
         if (kvar) mn_put(kvar + g, (float)variance);
         if (!qvar) continue;
         double sum = noise - less;
-        const double *spread = job.work.spread + group * MN_WALK_SUMS * CHUNK + t;
+        const double *spread = job.work.spread + group * MN_SCAN_SUMS * CHUNK + t;
         for (int part = 0; part * 32 < job.rows && job.spreads; part++) sum += spread[part * CHUNK];
         mn_put(qvar + g, job.spreads ? (float)(p.scale * p.scale * sum) : 0.0f);
     }
@@ -131,12 +133,12 @@ __device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_
 
 /* One block has one chunk of one head, a thread one channel. */
 template <typename T, int STEP>
-__global__ void __launch_bounds__(MN_WALK_WIDEST, 2)
-results_kernel(const __grid_constant__ mn_walk_job job) {
+__global__ void __launch_bounds__(MN_SCAN_WIDEST, 2)
+results_kernel(const __grid_constant__ mn_state_scan_job job) {
     __shared__ double parts[MOST_WARPS][256], noises[MOST_WARPS][CHUNK];
     __shared__ float l2[CHUNK];
     const mn_bayes_args &p = job.p;
-    scene s;
+    ctx s;
     s.place = blockIdx.x, s.h = s.place % p.call.H;
     s.tile = mn_tile_at(p.call, CHUNK, s.place / p.call.H);
     if (s.tile.n_rows == 0) return;
@@ -165,15 +167,17 @@ results_kernel(const __grid_constant__ mn_walk_job job) {
 }
 
 template <typename T>
-static int results(const mn_walk_job *job, cudaStream_t stream) {
+static int results(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t blocks = mn_tile_slots(job->p.call, CHUNK) * job->p.call.H;
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
     if (job->step == 2) results_kernel<T, 2><<<(unsigned)blocks, threads, 0, stream>>>(*job);
     else results_kernel<T, 1><<<(unsigned)blocks, threads, 0, stream>>>(*job);
-    return mn_launched();
+    return mn_launch_status();
 }
 
-int mn_walk_results(const mn_walk_job *job, cudaStream_t stream) {
+int mn_state_scan_results(const mn_state_scan_job *job, cudaStream_t stream) {
     return job->p.call.dtype == MN_BF16 ? results<mn_bf16>(job, stream)
                                         : results<float>(job, stream);
 }
+
+}    // namespace mneme::bayes

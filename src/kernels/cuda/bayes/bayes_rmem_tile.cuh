@@ -1,6 +1,5 @@
-/* bayes_rmem_tile.cuh - a covariance, D, M' or E' in the registers of a block that walks the way
- * back
- * of the Bayesian Layer; which walks those are is in bayes_bwd_chunk.cu.
+/* bayes_rmem_tile.cuh - a covariance, D, M' or E' in the registers of a block that scans the way
+ * back of the Bayesian Layer; which scans those are is in bayes_bwd_chunk.cu.
  *
  * A covariance or D is in R / 16 warps, 16 rows in each: of 8 columns a lane has two in rows l / 4
  * and l / 4 + 8, as products leave them. Read as columns, which a symmetric matrix allows, the same
@@ -11,10 +10,12 @@
 
 #include "kernels/cuda/bayes/bayes_span.cuh"
 
+namespace mneme::bayes {
+
 enum { STAGES = 3, PARTS_LD = 24 };
 
 /* Where a walk is: the chunks of a group of a head of a sequence. */
-struct walk_place {
+struct scan_place {
     span_group s;
     mn_span span;
     int64_t H, G, slot0, n_chunks;
@@ -28,8 +29,8 @@ struct walk_place {
     __device__ int64_t last_token(int64_t c) const { return (head(c) + 1) * SPAN_TOKENS - 1; }
 };
 
-__device__ static walk_place walk_place_at(const mn_bayes_args &p, int64_t block) {
-    walk_place at;
+__device__ static scan_place scan_place_at(const mn_bayes_args &p, int64_t block) {
+    scan_place at;
     at.s = group_at(p, block), at.span = mn_span_at(p.call, at.s.n);
     at.H = p.call.H, at.G = p.call.G, at.slot0 = first_slot(p.call, at.span, at.s.n);
     at.n_chunks = SPAN_CHUNKS * n_spans_of(at.span);
@@ -42,7 +43,8 @@ using strip = double[R / 8][2][2];
 
 /* The strip's columns by Phi of a frame, or by Phi'. */
 template <int R>
-__device__ static void move_strip_columns(strip<R> &x, const double *phi, bool turns, bool back) {
+__device__ static void move_col_tile_columns(strip<R> &x, const double *phi, bool turns,
+                                             bool back) {
 #pragma unroll
     for (int j = 0; j < R / 8; j++) {
         const int column = mn_tile_column(j);
@@ -59,7 +61,7 @@ __device__ static void move_strip_columns(strip<R> &x, const double *phi, bool t
 
 /* Its rows alike; the rows of a channel lie in neighbouring lanes. */
 template <int R>
-__device__ static void move_strip_rows(strip<R> &x, const double *phi, bool turns, bool back) {
+__device__ static void move_col_tile_rows(strip<R> &x, const double *phi, bool turns, bool back) {
 #pragma unroll
     for (int m = 0; m < 2; m++) {
         const int row = mn_tile_row(2 * (int)(threadIdx.x / 32) + m);
@@ -121,7 +123,7 @@ __device__ static void each_inside(double (&v)[2][2], F use) {
 
 /* The strip from its elements, use(row, column). */
 template <int R, typename F>
-__device__ static void fill_strip(strip<R> &x, F use) {
+__device__ static void fill_col_tile(strip<R> &x, F use) {
     const int warp = threadIdx.x / 32;
 #pragma unroll
     for (int j = 0; j < R / 8; j++) {
@@ -142,14 +144,14 @@ __device__ static double symmetric_cotangent(const float *dP, int rows, int row,
 
 /* c += (16 rows of `left`, R columns) times the strip read as columns: 16 x 16 */
 template <int R>
-__device__ static void through_strip(double (&c)[2][2][2], const double *left, int ld,
+__device__ static void through_col_tile(double (&c)[2][2][2], const double *left, int ld,
                                      const strip<R> &x) {
 #pragma unroll
     for (int j = 0; j < R / 8; j++) {
         double a[4];
         left_rows(a, left, ld, 8 * j);
-        mn_dmma_8(c[0], a, x[j][0]);
-        mn_dmma_8(c[1], a, x[j][1]);
+        mn_mma_f64_k8(c[0], a, x[j][0]);
+        mn_mma_f64_k8(c[1], a, x[j][1]);
     }
 }
 
@@ -168,7 +170,7 @@ __device__ static void gram_share(double *parts, const double (&x)[2][2][2], con
         for (int half = 0; half < 2; half++) {
             double b[2];
             right_rows(b, right + 8 * half * ld, ld, 16 * warp + 8 * m);
-            mn_dmma_8(s[half], a, b);
+            mn_mma_f64_k8(s[half], a, b);
         }
     }
     put_rows(parts + warp * 16 * PARTS_LD, PARTS_LD, 0, s[0]);
@@ -196,8 +198,10 @@ __device__ static void add_product(strip<N> &M, const double (&left)[8],
     for (int j = 0; j < N / 8; j++) {
         double b[4];
         right_columns16(b, rows, ld, 8 * j);
-        mn_dmma_16(M[j], left, b);
+        mn_mma_f64_k16(M[j], left, b);
     }
 }
+
+}    // namespace mneme::bayes
 
 #endif

@@ -10,6 +10,8 @@
 
 #include "kernels/cuda/bayes/bayes.cuh"
 
+namespace mneme::bayes {
+
 enum {
     CHUNK = MN_BAYES_CHUNK, SPAN_TOKENS = 64, SPAN_CHUNKS = SPAN_TOKENS / CHUNK,
     SMALL = CHUNK * CHUNK,
@@ -22,14 +24,14 @@ enum {
 /* Work space of spans. Panels are of a head of a span, or of a group of it. */
 struct span_work {
     int *steep;                               // of a head of a sequence
-    int *left;                                // chunks done by covariances' walks, for means
+    int *left;                                // chunks done by covariances' scans, for means
     int *back;                                // the same of means' adjoints, of each slice
-    double *k, *q, *phi;                      // panels of heads; k, q in the frame
+    double *k, *q, *phi;                      // smem tiles of heads; k, q in the frame
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
-    double *nk;                               // panel: n_t kh_t; until h takes its place
-    double *h;                                // panel of groups: b, then du
+    double *nk;                               // smem tile: n_t kh_t; until h takes its place
+    double *h;                                // smem tile of groups: b, then du
     double *r2, *sigma;                       // tokens of groups
-    double *w;                                // panel: z / sigma
+    double *w;                                // smem tile: z / sigma
     double *own;                              // tokens of groups: Psi_tt / 2 + w_t.b_t / 2
     double *eliminate, *reads, *theta;        // of chunks: L', w_s.q_t (s <= t), O
     double *P, *M;                            // states before spans; M' has columns first. Later a
@@ -75,7 +77,8 @@ __device__ static int64_t n_spans_of(const mn_span &span) {
     return (span.length + SPAN_TOKENS - 1) / SPAN_TOKENS;
 }
 
-/* ---- factors of products, as mn_dmma_8 and mn_dmma_16 take them ------------------------------ */
+/* ---- factors of products, as mn_mma_f64_k8 and mn_mma_f64_k16 take them
+ * ------------------------------ */
 
 /* 16 rows, columns [column, column + 8) in the order 0 2 4 6 1 3 5 7 */
 __device__ static void left_rows(double (&a)[4], const double *rows, int64_t ld, int column) {
@@ -228,7 +231,7 @@ __device__ static double weight_of(const mn_bayes_args &p, const mn_tile_span &t
 
 /* Channel-wise Phi'dgainvec of a token: of row r. */
 template <typename T>
-__device__ static double turned_gain(const mn_bayes_args &p, const mn_tile_span &tile,
+__device__ static double transposed_gain(const mn_bayes_args &p, const mn_tile_span &tile,
                                      const span_group &s, const double *phi, int t, int r,
                                      int rows, bool turns) {
     const T *x = mn_row<T>(p.cot.gainvec, tile.span.b, tile.span.t0 + tile.first + t, s.h);
@@ -249,7 +252,7 @@ __device__ static void each_result(double (&c)[2][2], int column, F use) {
     }
 }
 
-/* ---- walks side by side ---------------------------------------------------------------------- */
+/* ---- scans side by side ---------------------------------------------------------------------- */
 
 /* One thread says behind a barrier that all its block wrote before holds for `count` chunks. */
 __device__ static void say_left(int *to, int64_t count) {
@@ -284,8 +287,8 @@ struct chunk_sums {
  * rr in the real row, ii in the other, ri across. */
 template <bool TURNS>
 __device__ static double2 noise_row(double2 phi) {
-    if (!TURNS) return make_double2(mn_reciprocal(phi.x), 0.0);
-    const double inverse = mn_reciprocal(phi.x * phi.x + phi.y * phi.y);
+    if (!TURNS) return make_double2(mn_rcp_f64(phi.x), 0.0);
+    const double inverse = mn_rcp_f64(phi.x * phi.x + phi.y * phi.y);
     return make_double2(phi.x * inverse, -phi.y * inverse);
 }
 
@@ -341,8 +344,8 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     const int i = part * PREPARE_CHANNELS + own;
     const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first;
     const int n_rows = i < K ? (int)tile.n_rows : 0, channel = min(i, K - 1);
-    const bool asks = p.q.data != NULL;
-    const mn_in &queries = asks ? p.q : p.k, &angles = TURNS ? p.theta : p.la;
+    const bool requests = p.q.data != NULL;
+    const mn_in &queries = requests ? p.q : p.k, &angles = TURNS ? p.theta : p.la;
     double2 phi[CHUNK];
     float l2[CHUNK], k[CHUNK], q[CHUNK];
     double level = 0.0, angle = 0.0;
@@ -361,7 +364,7 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     for (int j = 0; j < CHUNK; j++) {
         const bool there = c * CHUNK + j < n_rows;
         if (!there) phi[j] = make_double2(0.0, 0.0), l2[j] = k[j] = 0.0f;
-        if (!there || !asks) q[j] = 0.0f;
+        if (!there || !requests) q[j] = 0.0f;
         level += phi[j].x, angle += phi[j].y;
     }
     sums.level[c][own] = level, sums.angle[c][own] = angle;
@@ -411,5 +414,7 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     }
     if (c == SPAN_CHUNKS - 1) n.put<TURNS>(noise + SPAN_CHUNKS * 2 * R, R);
 }
+
+}    // namespace mneme::bayes
 
 #endif

@@ -1,5 +1,5 @@
 /* bayes_span_gemm.cuh - dk and dq of the way back of the Bayesian Layer, of all spans at once,
- * once the walks are done. Formulas are in bayes_bwd_chunk.cu.
+ * once the scans are done. Formulas are in bayes_bwd_chunk.cu.
  *
  * Of a group of a head of a span they are three products: with P, summed over rows of the state,
  * with M, over value columns, and with w, over earlier tokens. Factors flow through shared memory
@@ -16,6 +16,8 @@
 #define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_GEMM_CUH
 
 #include "kernels/cuda/bayes/bayes_span.cuh"
+
+namespace mneme::bayes {
 
 enum {
     PRODUCT_STAGES = 4, SLICE_WIDTH = 16,
@@ -38,7 +40,7 @@ struct product_place {
 };
 
 template <int R>
-struct product_room {
+struct product_smem {
     product_stage<R> stage[PRODUCT_STAGES];
     double weights[2][WEIGHTS];    // of dk and dq: (t, s) in slices of 16 s, from the first t >= s
     double sigma[SPAN_TOKENS], c[SPAN_TOKENS];
@@ -157,7 +159,7 @@ __device__ static void copy_left_later(double *to, const double *from, int64_t l
 
 /* What a group's slices need besides them. */
 template <typename T, int R>
-__device__ static void begin_group(product_room<R> &room, const mn_bayes_args &p,
+__device__ static void begin_group(product_smem<R> &room, const mn_bayes_args &p,
                                    const span_work &w, int64_t head, int g) {
     const int t = copy_thread();
     const int64_t group = head * p.call.G + g;
@@ -184,7 +186,7 @@ __device__ static void begin_group(product_room<R> &room, const mn_bayes_args &p
 
 /* A slice on its way. */
 template <typename T, int R>
-__device__ static void fetch_slice(product_stage<R> &to, product_room<R> &room, product_y<T> &y,
+__device__ static void load_slice(product_stage<R> &to, product_smem<R> &room, product_y<T> &y,
                                    const product_count<R> &at, const mn_bayes_args &p,
                                    const span_work &w, int64_t head) {
     const bool weighs = p.cot.qvar.data && p.q.data;
@@ -220,7 +222,7 @@ __device__ static void fetch_slice(product_stage<R> &to, product_room<R> &room, 
 
 /* y of a slice that is on its way, if it has one. */
 template <typename T, int R>
-__device__ static void finish_slice(product_stage<R> &to, const product_room<R> &room,
+__device__ static void finish_slice(product_stage<R> &to, const product_smem<R> &room,
                                     const product_y<T> &y, const product_count<R> &at,
                                     const mn_bayes_args &p, const span_work &w) {
     const int thread = copy_thread(), row = thread / 8, column = thread % 8 * 2;
@@ -297,17 +299,17 @@ __device__ static void add_state_slice(product_sums<R> &to, const product_stage<
             if ((u == 4 && at.quarter == 2) || (u == 6 && at.quarter == 3)) {
                 left_slice(z, here.left[2], at.earlier(u), k, flip);
             }
-            if (at.tiles >> u & 1) mn_dmma_8(to.weights[weight_place(u)], z, b);
+            if (at.tiles >> u & 1) mn_mma_f64_k8(to.weights[weight_place(u)], z, b);
             if (SCALED) b[0] *= twice[8 * u + lane / 4], b[1] *= twice[8 * u + lane / 4];
 #pragma unroll
-            for (int i = 0; i < to.TILES; i++) mn_dmma_8(to.d[i][u], a[i], b);
+            for (int i = 0; i < to.TILES; i++) mn_mma_f64_k8(to.d[i][u], a[i], b);
         }
     }
 }
 
 /* Slice j of w times its weights; it has no part in tokens before its own. */
 template <int R>
-__device__ static void add_token_slice(product_sums<R> &to, const product_room<R> &room,
+__device__ static void add_token_slice(product_sums<R> &to, const product_smem<R> &room,
                                        const product_stage<R> &here, int j,
                                        const product_warp &at) {
     const double *rows = room.weights[at.reads] + weights_at(j);
@@ -323,14 +325,14 @@ __device__ static void add_token_slice(product_sums<R> &to, const product_room<R
             if (u < 2 * j) continue;
             right_slice(b, rows, 8 * u, k);
 #pragma unroll
-            for (int i = 0; i < to.TILES; i++) mn_dmma_8(to.d[i][u], a[i], b);
+            for (int i = 0; i < to.TILES; i++) mn_mma_f64_k8(to.d[i][u], a[i], b);
         }
     }
 }
 
 /* From w.du and w.q to -z.du and -2 a z.q / scale. */
 template <int R>
-__device__ static void scale_weights(product_sums<R> &x, const product_room<R> &room,
+__device__ static void scale_weights(product_sums<R> &x, const product_smem<R> &room,
                                      const product_warp &at) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -348,7 +350,7 @@ __device__ static void scale_weights(product_sums<R> &x, const product_room<R> &
 
 /* The weights of a group into the room; then they are zero again. */
 template <int R>
-__device__ static void put_weights(product_room<R> &room, product_sums<R> &x,
+__device__ static void put_weights(product_smem<R> &room, product_sums<R> &x,
                                    const product_warp &at) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -370,7 +372,7 @@ __device__ static void put_weights(product_room<R> &room, product_sums<R> &x,
 
 /* All that a slice is good for. */
 template <int R>
-__device__ static void multiply_slice(product_sums<R> &x, product_room<R> &room,
+__device__ static void multiply_slice(product_sums<R> &x, product_smem<R> &room,
                                       const product_stage<R> &here, const product_count<R> &s,
                                       const span_work &w, const product_warp &at, bool weighs) {
     const bool mean = s.is_mean(w), idle = at.reads && !weighs;
@@ -412,7 +414,7 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 1)
 span_products_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
     extern __shared__ __align__(16) double doubles[];
-    product_room<R> &room = *(product_room<R> *)doubles;
+    product_smem<R> &room = *(product_smem<R> *)doubles;
     const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
@@ -429,7 +431,7 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
     x.clear();
     for (int i = 0; i < PRODUCT_STAGES - 1; i++) {    // slices of P
         if (i > 0) ahead.next(w);
-        if (at.reads) fetch_slice<T, R>(room.stage[i], room, y, ahead, p, w, head);
+        if (at.reads) load_slice<T, R>(room.stage[i], room, y, ahead, p, w, head);
         close_copies();
     }
     put_dr2<T>(p, w, tile, head);
@@ -443,7 +445,7 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
             finish_slice<T, R>(last, room, y, ahead, p, w);
             ahead.next(w);
             if (ahead.g < (int)G) {
-                fetch_slice<T, R>(room.stage[before], room, y, ahead, p, w, head);
+                load_slice<T, R>(room.stage[before], room, y, ahead, p, w, head);
             }
             close_copies();
         }
@@ -462,5 +464,7 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
         to[t * R + 16 * tile + 8 * m] = at.reads ? (double)p.scale * d : d;
     }
 }
+
+}    // namespace mneme::bayes
 
 #endif

@@ -9,12 +9,14 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/common.cuh"
 
+namespace mneme::bayes {
+
 /* Threads, rows of P that a warp has at once, columns of M and threads that share one. */
 enum { STEP_WARPS = 16, STEP_THREADS = 512, STEP_ROWS = 4, STEP_COLUMNS = 64, STEP_SHARE = 8 };
 enum { STEP_WIDEST = 512 };
 
 /* Numbers of each channel: decay, key, query, u, the diagonal of Pbar. */
-struct step_room {
+struct step_smem {
     double a[STEP_WIDEST], k[STEP_WIDEST], q[STEP_WIDEST], u[STEP_WIDEST], d[STEP_WIDEST];
     double2 sums[STEP_SHARE][STEP_COLUMNS];
     double spread[STEP_WARPS];
@@ -35,7 +37,7 @@ __device__ static double step_over(int K, F term) {
 }
 
 /* u, before anything is raised, and the diagonal of Pbar. */
-__device__ static void step_predict(step_room &room, const float *P, int K, double l2) {
+__device__ static void step_predict(step_smem &room, const float *P, int K, double l2) {
     const int lane = threadIdx.x % 32;
     for (int row0 = threadIdx.x / 32 * STEP_ROWS; row0 < K; row0 += STEP_WARPS * STEP_ROWS) {
         double sums[STEP_ROWS] = {};
@@ -68,7 +70,7 @@ __device__ static void step_predict(step_room &room, const float *P, int K, doub
 }
 
 /* k'u; where roundings of P show, its diagonal is raised first, as in ref/bayes.c. */
-__device__ static double step_variance(step_room &room, int K, double l2, double r2) {
+__device__ static double step_variance(step_smem &room, int K, double l2, double r2) {
     const double few = 8.0 * 0x1p-24;
     const auto variance_of = [&](int i) { return room.k[i] * room.u[i]; };
     const double variance = step_over(K, variance_of);
@@ -87,7 +89,7 @@ __device__ static double step_variance(step_room &room, int K, double l2, double
 }
 
 /* P of the token; returns this thread's part of q'P q. Products that commute keep P symmetric. */
-__device__ static double step_update(const step_room &room, float *to, const float *P, int K,
+__device__ static double step_update(const step_smem &room, float *to, const float *P, int K,
                                      double scale) {
     double spread = 0.0;
     for (int row0 = threadIdx.x / 32 * STEP_ROWS; row0 < K; row0 += STEP_WARPS * STEP_ROWS) {
@@ -119,7 +121,7 @@ __device__ static double step_update(const step_room &room, float *to, const flo
 
 /* The columns [first, end) of M and of o. `scale` is 1 / s, `reach` q'u / s. */
 template <typename T>
-__device__ static void step_means(step_room &room, const mn_bayes_args &p, int64_t n, int64_t h,
+__device__ static void step_means(step_smem &room, const mn_bayes_args &p, int64_t n, int64_t h,
                                   int64_t first, int64_t end, double scale, double reach) {
     const int64_t K = p.call.K, V = p.call.V;
     const int column = threadIdx.x % STEP_COLUMNS, share = threadIdx.x / STEP_COLUMNS;
@@ -157,7 +159,7 @@ template <typename T>
 __global__ void __launch_bounds__(STEP_THREADS)
 bayes_step_kernel(const __grid_constant__ mn_bayes_args p) {
     extern __shared__ __align__(16) unsigned char bytes[];
-    step_room &room = *(step_room *)bytes;
+    step_smem &room = *(step_smem *)bytes;
     const int64_t G = p.call.G, g = blockIdx.x % G, h = blockIdx.x / G % p.call.H;
     const int64_t n = blockIdx.x / G / p.call.H, V = p.call.V;
     const int K = (int)p.call.K;
@@ -167,8 +169,8 @@ bayes_step_kernel(const __grid_constant__ mn_bayes_args p) {
     float *P = mn_row<float>(p.P, n, 0, h);
     T *gain = mn_row<T>(p.gain, n, 0, h), *gainvec = mn_row<T>(p.gainvec, n, 0, h);
     T *kvar = mn_row<T>(p.kvar, n, 0, h), *qvar = mn_row<T>(p.qvar, n, 0, h);
-    mn_let_next_begin();
-    mn_wait_for_before();
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
     const double l2 = mn_float(*mn_row<T>(p.l2, n, 0, h));
     const double r2 = mn_float(mn_row<T>(p.r2, n, 0, h)[g]);
     for (int i = threadIdx.x; i < K; i += STEP_THREADS) {
@@ -221,6 +223,8 @@ MN_CUDA_LAUNCH(bayes_step) {
     if (!serves(p)) return mn_bayes_forward_cuda(args, shared, stream);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_early(kernel, dim3((unsigned)blocks), STEP_THREADS, sizeof(step_room),
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), STEP_THREADS, sizeof(step_smem),
                            (cudaStream_t)stream, *p);
 }
+
+}    // namespace mneme::bayes

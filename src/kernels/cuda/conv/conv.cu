@@ -7,13 +7,13 @@
  *   dw_i = sum_t d_t u_{t+i}     dbias = sum_t d_t
  *   da_t = dy_t, or r (dy_t - a_t r^2 (a_t.dy_t)) where there is a length (r dy_t below its floor)
  *
- * A thread has N neighbouring channels, 16 bytes, and walks down the tokens of a tile with the
- * W - 1 inputs before them in registers (W = 4, what models have; any other W reads its inputs
- * again from the cache), the rows after them on their way. A warp is on its own: a strip of
+ * A thread has N neighbouring channels, 16 bytes, and scans down the tokens of a tile with the W
+ * - 1 inputs before them in registers (W = 4, what models have; any other W reads its inputs
+ * again from the cache), the rows after them on their way. A warp is on its own: a column tile of
  * channels, which are whole heads, times a tile, so that the sums over a head are exchanges among
- * its lanes. What lies between x and y is made again going back, in registers.
- * Backward, a warp gathers its part of dw and dbias over the tiles it takes, and mn_sum_parts adds
- * the parts. */
+ * its lanes. What lies between x and y is made again going back, in registers. Backward, a warp
+ * gathers its part of dw and dbias over the tiles it takes, and mn_reduce_partials adds the
+ * parts. */
 #include <float.h>
 
 #include "kernels/conv_unit.h"
@@ -21,9 +21,11 @@
 #include "kernels/cuda/prim/split_reduce.cuh"
 #include "kernels/cuda/prim/vec_load.cuh"
 
+namespace mneme::conv {
+
 enum { THREADS = 128, WARPS = THREADS / 32, TAPS = 4, GROUP = 4, STAGES = 3, SILU = 1, ROOT = 1 };
-enum { LEAST_ROWS = 16, MOST_ROWS = 1024, ANY_ROWS = 32, MOST_TILES = 65535 };    // tokens, blocks
-enum { BACKWARD_BLOCKS = 2, PROCESSORS = 132 };    // blocks of a processor; of those, an H200
+enum { MIN_ROWS = 16, MAX_ROWS = 1024, GENERIC_ROWS = 32, MAX_TILES = 65535 };    // tokens, blocks
+enum { BACKWARD_BLOCKS = 2, SM_COUNT = 132 };    // blocks of a processor; of those, an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
 template <typename T, int N>
@@ -45,7 +47,7 @@ __device__ static float weight_at(const mn_conv_args &p, int64_t channel, int64_
 
 /* p_t of one channel, every input read anew */
 template <typename T>
-__device__ static float before_act(const mn_conv_args &p, int64_t n, const mn_span &span, int64_t t,
+__device__ static float preact(const mn_conv_args &p, int64_t n, const mn_span &span, int64_t t,
                                    int64_t channel) {
     float sum = mn_get((const T *)p.bias.data, channel);
     for (int64_t i = 0; i < p.call.W; i++) {
@@ -58,51 +60,53 @@ __device__ static float before_act(const mn_conv_args &p, int64_t n, const mn_sp
 
 /* d_t of one channel, every input read anew; 0 outside of the sequence */
 template <typename T>
-__device__ static float before_act_cot(const mn_conv_args &p, int64_t n, const mn_span &span,
+__device__ static float preact_grad(const mn_conv_args &p, int64_t n, const mn_span &span,
                                        int64_t t, int64_t channel) {
     if (t < 0 || t >= span.length) return 0.0f;
     const float dy = mn_get(mn_row<T>(p.cot.y, span.b, span.t0 + t, 0), channel);
     if (p.act != SILU) return dy;
-    return dy * mn_silu(before_act<T>(p, n, span, t, channel)).slope;
+    return dy * mn_silu(preact<T>(p, n, span, t, channel)).slope;
 }
 
 /* ---- strips ---------------------------------------------------------------------------------- */
 
 /* How warps share channels: heads of `width` channels have `team` lanes each, a power of two, of
- * which the last ones may have no channels; a strip is as many heads as a warp has teams. The rest
- * is about lengths: r = max(|a|^2 + more, least)^-1/2, which is constant below `least`. */
+ * which the last ones may have no channels; a column tile is as many heads as a warp has
+ * row_groups. The rest is about lengths: r = max(|a|^2 + more, least)^-1/2, which is constant
+ * below `least`. */
 struct heads {
-    int width, team, strip;
+    int width, head_lanes, col_tile;
     float more, least;
 };
 
-/* Where a warp and a lane of it work: tiles `part`, part + n_parts, ..., and N channels; lanes that
- * are not `on` do as others do and keep nothing. */
-struct place {
-    int64_t part, channel;
+/* Where a warp and a lane of it work: tiles `part`, part + n_partials, ..., and N channels; lanes
+ * that are not `on` do as others do and keep nothing. */
+struct lane_coord {
+    int64_t partial, channel;
     bool on;
 };
 
 template <int N>
-__device__ static place place_of(const mn_conv_args &p, const heads &h) {
+__device__ static lane_coord make_lane_coord(const mn_conv_args &p, const heads &h) {
     const int own = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);    // the same in all lanes
     const int64_t warp = blockIdx.x * (int64_t)WARPS + own;
-    const int64_t n_strips = (p.call.V + h.strip - 1) / h.strip;
-    const int lane = threadIdx.x % 32, within = lane % h.team * N;
-    const int64_t channel = warp % n_strips * h.strip + lane / h.team * h.width + within;
+    const int64_t n_col_tiles = (p.call.V + h.col_tile - 1) / h.col_tile;
+    const int lane = threadIdx.x % 32, within = lane % h.head_lanes * N;
+    const int64_t channel = warp % n_col_tiles * h.col_tile + lane / h.head_lanes * h.width
+        + within;
     const bool on = within < h.width && channel < p.call.V;
-    return { warp / n_strips, on ? channel : 0, on };
+    return { warp / n_col_tiles, on ? channel : 0, on };
 }
 
 /* Sums over the lanes of a head, in all of them. */
 template <int COUNT>
-__device__ static void sum_head(float (&x)[COUNT], int team) {
+__device__ static void sum_head(float (&x)[COUNT], int head_lanes) {
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const float other = __shfl_xor_sync(0xffffffffu, x[i], lanes);
-            x[i] = lanes < team ? x[i] + other : x[i];
+            x[i] = lanes < head_lanes ? x[i] + other : x[i];
         }
     }
 }
@@ -110,13 +114,13 @@ __device__ static void sum_head(float (&x)[COUNT], int team) {
 /* x[0..N), 16 bytes, where `on`: a store that is left out, without a way around it, so that what
  * other tokens need goes on beside. */
 template <typename T, int N>
-__device__ static void store_if(bool on, T *y, const float (&x)[N]) {
-    mn_pack<T, N> pack;
+__device__ static void store_pred(bool on, T *y, const float (&x)[N]) {
+    mn_vec<T, N> vec;
 #pragma unroll
-    for (int j = 0; j < N; j++) mn_put(&pack.at[j], x[j]);
+    for (int j = 0; j < N; j++) mn_put(&vec.at[j], x[j]);
     uint4 all;
-    static_assert(sizeof all == sizeof pack, "a pack is 16 bytes");
-    memcpy(&all, &pack, sizeof all);
+    static_assert(sizeof all == sizeof vec, "a pack is 16 bytes");
+    memcpy(&all, &vec, sizeof all);
     asm volatile("{ .reg .pred on; setp.ne.s32 on, %0, 0; "
                  "@on st.global.v4.b32 [%1], {%2, %3, %4, %5}; }"
                  :: "r"((int)on), "l"(y), "r"(all.x), "r"(all.y), "r"(all.z), "r"(all.w)
@@ -157,46 +161,47 @@ struct filter {
     }
 };
 
-/* Rows on their way into shared memory, STAGES groups of tokens deep: a lane has 16 bytes of each
- * row to itself, so nobody waits for anybody. */
+/* Rows on their way into shared memory, STAGES row_groups of tokens deep: a lane has 16 bytes of
+ * each row to itself, so nobody waits for anybody. */
 template <typename T, int N>
-struct ahead {
-    typedef typename mn_stored<T, N>::type stored;
+struct prefetch {
+    typedef typename mn_vec_bits<T, N>::type stored;
     static_assert(sizeof(stored) == 16, "a row is 16 bytes of each lane");
     stored *const own;    // of the first row; the next ones are THREADS apart
 
-    __device__ ahead(uint4 *room) : own((stored *)room + threadIdx.x) {}
+    __device__ prefetch(uint4 *smem) : own((stored *)smem + threadIdx.x) {}
 
     /* Row g of a group on its way; zeros where it is not there. */
-    __device__ void ask(int stage, int g, const T *row, bool there) const {
+    __device__ void issue(int stage, int g, const T *row, bool in_range) const {
         const uint32_t to = (uint32_t)__cvta_generic_to_shared(own + (stage * GROUP + g) * THREADS);
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                     :: "r"(to), "l"(row), "r"(there ? 16 : 0) : "memory");
+                     :: "r"(to), "l"(row), "r"(in_range ? 16 : 0) : "memory");
     }
 
-    __device__ void take(float (&u)[N], int stage, int g) const {
+    __device__ void consume(float (&u)[N], int stage, int g) const {
         mn_unpack_to(u, own[(stage * GROUP + g) * THREADS]);
     }
 };
 
 /* All that was asked for since the last call is a group. */
-__device__ static void end_group() {
+__device__ static void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* The oldest of STAGES groups has come. */
-__device__ static void wait_for_group() {
+/* The oldest of STAGES row_groups has come. */
+__device__ static void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
 }
 
-/* All groups have come: nothing of this tile is left that could arrive on top of the next one's. */
-__device__ static void wait_for_all() {
+/* All row_groups have come: nothing of this tile is left that could arrive on top of the next
+ * one's. */
+__device__ static void cp_async_wait_all() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 /* The inputs before a tile, in a ring in which its first token is number 0. */
 template <typename T, int N>
-__device__ static void inputs_before(float (&u)[TAPS][N], const mn_conv_args &p,
+__device__ static void load_history(float (&u)[TAPS][N], const mn_conv_args &p,
                                      const mn_tile_span &tile, int64_t channel) {
 #pragma unroll
     for (int i = 1; i < TAPS; i++) {
@@ -209,27 +214,27 @@ __device__ static void inputs_before(float (&u)[TAPS][N], const mn_conv_args &p,
 template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
 __device__ static void tile_forward(const mn_conv_args &p, const heads &h,
                                     const filter<T, N, BIAS> &f, const mn_tile_span &tile,
-                                    const place &at, uint4 *room) {
+                                    const lane_coord &at, uint4 *smem) {
     const int n = (int)tile.n_rows;
     const int64_t x_step = p.x.stride[1], y_step = p.y.stride[1];
     const T *x = mn_row<T>(p.x, tile.span.b, tile.span.t0 + tile.first, 0) + at.channel;
     T *y = mn_row<T>(p.y, tile.span.b, tile.span.t0 + tile.first, 0) + at.channel;
-    const ahead<T, N> rows(room);
+    const prefetch<T, N> rows(smem);
     float u[TAPS][N];
     int stage = 0;
 #pragma unroll
     for (int g = 0; g < STAGES * GROUP; g++) {
-        rows.ask(g / GROUP, g % GROUP, x + (g < n ? g * x_step : 0), g < n);
-        if (g % GROUP == GROUP - 1) end_group();
+        rows.issue(g / GROUP, g % GROUP, x + (g < n ? g * x_step : 0), g < n);
+        if (g % GROUP == GROUP - 1) cp_async_commit();
     }
-    inputs_before<T, N>(u, p, tile, at.channel);
+    load_history<T, N>(u, p, tile, at.channel);
     x += STAGES * GROUP * x_step;
     for (int t = 0; t < n; t += GROUP, y += GROUP * y_step, x += GROUP * x_step) {
-        wait_for_group();
+        cp_async_wait_group();
 #pragma unroll
         for (int g = 0; g < GROUP; g++) {
             float a[N], squares[1] = { 0.0f };
-            rows.take(u[g], stage, g);
+            rows.consume(u[g], stage, g);
             f.apply(a, u, g);
 #pragma unroll
             for (int j = 0; j < N; j++) {
@@ -238,46 +243,46 @@ __device__ static void tile_forward(const mn_conv_args &p, const heads &h,
             }
             if (UNIT) {
                 if (!at.on) squares[0] = 0.0f;
-                sum_head(squares, h.team);
+                sum_head(squares, h.head_lanes);
                 const float r = rsqrtf(fmaxf(squares[0] + h.more, h.least));
 #pragma unroll
                 for (int j = 0; j < N; j++) a[j] *= r;
             }
-            store_if(at.on && t + g < n, y + g * y_step, a);
+            store_pred(at.on && t + g < n, y + g * y_step, a);
         }
 #pragma unroll
         for (int g = 0; g < GROUP; g++) {
-            const bool there = t + STAGES * GROUP + g < n;
-            rows.ask(stage, g, there ? x + g * x_step : (const T *)p.x.data, there);
+            const bool in_range = t + STAGES * GROUP + g < n;
+            rows.issue(stage, g, in_range ? x + g * x_step : (const T *)p.x.data, in_range);
         }
-        end_group();
+        cp_async_commit();
         stage = stage + 1 < STAGES ? stage + 1 : 0;
     }
-    wait_for_all();
+    cp_async_wait_all();
 }
 
-/* A warp has a strip of a tile. */
+/* A warp has a column tile of a tile. */
 template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
 __global__ void __launch_bounds__(THREADS, forward_blocks(UNIT))
-forward_kernel(const __grid_constant__ mn_conv_args p, const heads h, int64_t n_slots, int rows) {
-    __shared__ uint4 room[STAGES * GROUP * THREADS];
-    const place at = place_of<N>(p, h);
-    if (at.part >= n_slots) return;
-    const mn_tile_span tile = mn_tile_at(p.call, rows, at.part);
+conv_fwd_kernel(const __grid_constant__ mn_conv_args p, const heads h, int64_t n_slots, int rows) {
+    __shared__ uint4 smem[STAGES * GROUP * THREADS];
+    const lane_coord at = make_lane_coord<N>(p, h);
+    if (at.partial >= n_slots) return;
+    const mn_tile_span tile = mn_tile_at(p.call, rows, at.partial);
     if (tile.n_rows <= 0) return;
     const filter<T, N, BIAS> f(p, at.channel);
-    tile_forward<T, N, ACT, UNIT, BIAS>(p, h, f, tile, at, room);
+    tile_forward<T, N, ACT, UNIT, BIAS>(p, h, f, tile, at, smem);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-forward_any_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
+conv_fwd_generic_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
     const int64_t channel = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (channel >= p.call.V) return;
     for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
-        const mn_tile_span tile = mn_tile_at(p.call, ANY_ROWS, slot);
+        const mn_tile_span tile = mn_tile_at(p.call, GENERIC_ROWS, slot);
         for (int64_t t = tile.first; t < tile.first + tile.n_rows; t++) {
-            const float sum = before_act<T>(p, tile.n, tile.span, t, channel);
+            const float sum = preact<T>(p, tile.n, tile.span, t, channel);
             T *y = mn_row<T>(p.y, tile.span.b, tile.span.t0 + t, 0);
             mn_put(y + channel, p.act == SILU ? mn_silu(sum).value : sum);
         }
@@ -287,7 +292,7 @@ forward_any_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
 /* The new tail of a sequence, one channel: its last W-1 inputs. A thread reads ahead of where it
  * writes, or where it writes, so the tail may be tail0 itself. */
 template <typename T>
-__device__ static void put_tail(const mn_conv_args &p, int64_t n, int64_t channel) {
+__device__ static void store_tail(const mn_conv_args &p, int64_t n, int64_t channel) {
     const mn_span span = mn_span_at(p.call, n);
     const int64_t M = p.call.W - 1;
     for (int64_t m = 0; m < M; m++) {
@@ -298,53 +303,55 @@ __device__ static void put_tail(const mn_conv_args &p, int64_t n, int64_t channe
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS) tail_kernel(const __grid_constant__ mn_conv_args p) {
+__global__ void __launch_bounds__(THREADS)
+    conv_tail_kernel(const __grid_constant__ mn_conv_args p) {
     const int64_t channel = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (channel >= p.call.V) return;
-    for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) put_tail<T>(p, n, channel);
+    for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) store_tail<T>(p, n,
+                                                                                       channel);
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
 /* dtail_m where it counts for du_{length+m}; zeros elsewhere */
 template <int N>
-__device__ static void tail_cot(float (&d)[N], const mn_conv_args &p, int64_t n, int64_t m,
+__device__ static void tail_grad(float (&d)[N], const mn_conv_args &p, int64_t n, int64_t m,
                                 int64_t channel) {
     const float *dtail = (const float *)p.cot.tail.data;
     const int64_t M = p.call.W - 1;
     mn_load<N>(d, dtail && m >= 0 ? dtail + (n * M + m) * p.call.V : nullptr, channel);
 }
 
-/* Walks one tile by groups of tokens: from u and dy of token t it makes d_t and then du_t, which is
- * dx_{t-3}, with the last four of u and of d in rings. Tokens past the tile's end belong to the
- * next one and count for dx only. */
+/* Walks one tile by row_groups of tokens: from u and dy of token t it makes d_t and then du_t,
+ * which is dx_{t-3}, with the last four of u and of d in rings. Tokens past the tile's end belong
+ * to the next one and count for dx only. */
 template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
-struct walk {
+struct tile_scan {
     const mn_conv_args &p;
     const heads &h;
     const filter<T, N, BIAS> &f;
     const mn_tile_span &tile;
-    const place &at;
+    const lane_coord &at;
     const int64_t left, left_d;    // tokens from the tile's first on: of the sequence, that have dy
     const T *x, *dy;               // of the group to be asked for
     T *to;                         // dx of the token three before the group
     float u[TAPS][N], d[TAPS][N];
-    const ahead<T, N> next_u, next_d;
+    const prefetch<T, N> next_u, next_d;
     int stage = 0;
 
-    __device__ walk(const mn_conv_args &p_, const heads &h_, const filter<T, N, BIAS> &f_,
-                    const mn_tile_span &tile_, const place &at_, uint4 *room)
+    __device__ tile_scan(const mn_conv_args &p_, const heads &h_, const filter<T, N, BIAS> &f_,
+                    const mn_tile_span &tile_, const lane_coord &at_, uint4 *smem)
         : p(p_), h(h_), f(f_), tile(tile_), at(at_), left(tile_.span.length - tile_.first),
-          left_d(p_.cot.y.data ? left : 0), next_u(room),
-          next_d(room + STAGES * GROUP * THREADS) {
+          left_d(p_.cot.y.data ? left : 0), next_u(smem),
+          next_d(smem + STAGES * GROUP * THREADS) {
         const int64_t b = tile.span.b, from = tile.span.t0 + tile.first;
         x = (const T *)p.x.data + b * p.x.stride[0] + from * p.x.stride[1] + at.channel;
         dy = (const T *)p.cot.y.data + b * p.cot.y.stride[0] + from * p.cot.y.stride[1] +
              at.channel;
         to = (T *)p.grad.x.data + b * p.grad.x.stride[0] +
              (from - (TAPS - 1)) * p.grad.x.stride[1] + at.channel;
-        for (int64_t t = 0; t < STAGES * GROUP; t += GROUP) ask<false>(t);
-        inputs_before<T, N>(u, p, tile, at.channel);
+        for (int64_t t = 0; t < STAGES * GROUP; t += GROUP) issue<false>(t);
+        load_history<T, N>(u, p, tile, at.channel);
 #pragma unroll
         for (int g = 0; g < TAPS; g++) {
 #pragma unroll
@@ -352,24 +359,25 @@ struct walk {
         }
     }
 
-    /* The group from token t of the tile on, where the one before lay. INSIDE: it is there. */
-    template <bool INSIDE>
-    __device__ void ask(int64_t t) {
+    /* The group from token t of the tile on, where the one before lay. INTERIOR: it is there. */
+    template <bool INTERIOR>
+    __device__ void issue(int64_t t) {
 #pragma unroll
         for (int g = 0; g < GROUP; g++) {
-            const bool there = INSIDE || t + g < left, there_d = INSIDE || t + g < left_d;
-            next_u.ask(stage, g, there ? x + g * p.x.stride[1] : (const T *)p.x.data, there);
-            next_d.ask(stage, g, there_d ? dy + g * p.cot.y.stride[1] : (const T *)p.x.data,
-                       there_d);
+            const bool in_range = INTERIOR || t + g < left, has_d = INTERIOR || t + g < left_d;
+            next_u.issue(stage, g, in_range ? x + g * p.x.stride[1] : (const T *)p.x.data,
+                         in_range);
+            next_d.issue(stage, g, has_d ? dy + g * p.cot.y.stride[1] : (const T *)p.x.data,
+                       has_d);
         }
-        end_group();
+        cp_async_commit();
         x += GROUP * p.x.stride[1];
         dy += GROUP * p.cot.y.stride[1];
         stage = stage + 1 < STAGES ? stage + 1 : 0;
     }
 
     /* d_t in place of dy_t, from p_t */
-    __device__ void before_act(float (&dy_t)[N], float (&sum)[N]) const {
+    __device__ void preact(float (&dy_t)[N], float (&sum)[N]) const {
         if constexpr (ACT) {
             float slope[N];
 #pragma unroll
@@ -378,14 +386,14 @@ struct walk {
                 sum[j] *= s;
                 slope[j] = fmaf(sum[j], 1.0f - s, s);
             }
-            if constexpr (UNIT) before_unit(dy_t, sum);
+            if constexpr (UNIT) unit_grad(dy_t, sum);
 #pragma unroll
             for (int j = 0; j < N; j++) dy_t[j] *= slope[j];
         }
     }
 
     /* da_t in place of dy_t, from a_t */
-    __device__ void before_unit(float (&dy_t)[N], const float (&a)[N]) const {
+    __device__ void unit_grad(float (&dy_t)[N], const float (&a)[N]) const {
         float sums[2] = { 0.0f, 0.0f };
 #pragma unroll
         for (int j = 0; j < N; j++) {
@@ -393,14 +401,14 @@ struct walk {
             sums[1] = fmaf(a[j], dy_t[j], sums[1]);
         }
         if (!at.on) sums[0] = sums[1] = 0.0f;
-        sum_head(sums, h.team);
+        sum_head(sums, h.head_lanes);
         const float squares = sums[0] + h.more, r = rsqrtf(fmaxf(squares, h.least));
         const float pull = squares > h.least ? r * r * sums[1] : 0.0f;
 #pragma unroll
         for (int j = 0; j < N; j++) dy_t[j] = r * fmaf(-pull, a[j], dy_t[j]);
     }
 
-    __device__ void gather(float (&dw)[TAPS + 1][N], int g) const {
+    __device__ void accumulate(float (&dw)[TAPS + 1][N], int g) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
 #pragma unroll
@@ -412,7 +420,7 @@ struct walk {
     }
 
     /* du_t, to which `du` has what comes from elsewhere */
-    __device__ void input_cot(float (&du)[N], int g) const {
+    __device__ void input_grad(float (&du)[N], int g) const {
 #pragma unroll
         for (int i = 0; i < TAPS; i++) {    // d_{t-i}
 #pragma unroll
@@ -422,28 +430,28 @@ struct walk {
         }
     }
 
-    /* INSIDE: the tile has these tokens and the three before, the sequence those to be asked for;
+    /* INTERIOR: the tile has these tokens and the three before, the sequence those to be asked for;
      * dy and dx exist. */
-    template <bool INSIDE>
+    template <bool INTERIOR>
     __device__ void group(float (&dw)[TAPS + 1][N], int64_t t) {
-        wait_for_group();
+        cp_async_wait_group();
 #pragma unroll
         for (int g = 0; g < GROUP; g++) {
             float sum[N], du[N] = {};
-            next_u.take(u[g], stage, g);
-            next_d.take(d[g], stage, g);
+            next_u.consume(u[g], stage, g);
+            next_d.consume(d[g], stage, g);
             f.apply(sum, u, g);
-            before_act(d[g], sum);
-            if (INSIDE || t + g < tile.n_rows) gather(dw, g);
-            if (!INSIDE) tail_cot<N>(du, p, tile.n, t + g - left, at.channel);
-            input_cot(du, g);
-            if (INSIDE) {
-                store_if(at.on, to + g * p.grad.x.stride[1], du);
+            preact(d[g], sum);
+            if (INTERIOR || t + g < tile.n_rows) accumulate(dw, g);
+            if (!INTERIOR) tail_grad<N>(du, p, tile.n, t + g - left, at.channel);
+            input_grad(du, g);
+            if (INTERIOR) {
+                store_pred(at.on, to + g * p.grad.x.stride[1], du);
             } else {
                 put(du, t + g - (TAPS - 1), g);
             }
         }
-        ask<INSIDE>(t + STAGES * GROUP);
+        issue<INTERIOR>(t + STAGES * GROUP);
         to += GROUP * p.grad.x.stride[1];
     }
 
@@ -462,8 +470,8 @@ struct walk {
 template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
 __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_args &p,
                                      const heads &h, const filter<T, N, BIAS> &f,
-                                     const mn_tile_span &tile, const place &at, uint4 *room) {
-    walk<T, N, ACT, UNIT, BIAS> w(p, h, f, tile, at, room);
+                                     const mn_tile_span &tile, const lane_coord &at, uint4 *smem) {
+    tile_scan<T, N, ACT, UNIT, BIAS> w(p, h, f, tile, at, smem);
     const bool plain = p.cot.y.data && p.grad.x.data;
     int64_t t = 0;
     for (; t < tile.n_rows + TAPS - 1; t += GROUP) {
@@ -472,54 +480,54 @@ __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_arg
         if (inside) w.template group<true>(dw, t);
         else w.template group<false>(dw, t);
     }
-    wait_for_all();
+    cp_async_wait_all();
 }
 
 /* Part k: W rows of dw and, with BIAS, one of dbias, each of V channels. */
 template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
 __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
-backward_kernel(const __grid_constant__ mn_conv_args p, const heads h, float *parts,
-                int64_t n_parts, int64_t n_slots, int rows) {
-    __shared__ uint4 room[2 * STAGES * GROUP * THREADS];
-    const place at = place_of<N>(p, h);
-    if (at.part >= n_parts) return;
+conv_bwd_kernel(const __grid_constant__ mn_conv_args p, const heads h, float *partials,
+                int64_t n_partials, int64_t n_slots, int rows) {
+    __shared__ uint4 smem[2 * STAGES * GROUP * THREADS];
+    const lane_coord at = make_lane_coord<N>(p, h);
+    if (at.partial >= n_partials) return;
     const filter<T, N, BIAS> f(p, at.channel);
     float dw[TAPS + 1][N] = {};
-    for (int64_t slot = at.part; slot < n_slots; slot += n_parts) {
+    for (int64_t slot = at.partial; slot < n_slots; slot += n_partials) {
         const mn_tile_span tile = mn_tile_at(p.call, rows, slot);
         if (tile.n_rows > 0 || tile.span.length == 0) {
-            tile_backward<T, N, ACT, UNIT, BIAS>(dw, p, h, f, tile, at, room);
+            tile_backward<T, N, ACT, UNIT, BIAS>(dw, p, h, f, tile, at, smem);
         }
     }
     if (!at.on) return;
-    float *part = parts + at.part * (TAPS + BIAS) * p.call.V;
+    float *partial = partials + at.partial * (TAPS + BIAS) * p.call.V;
 #pragma unroll
-    for (int i = 0; i < TAPS + BIAS; i++) mn_store<N>(part, i * p.call.V + at.channel, dw[i]);
+    for (int i = 0; i < TAPS + BIAS; i++) mn_store<N>(partial, i * p.call.V + at.channel, dw[i]);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-backward_any_kernel(const __grid_constant__ mn_conv_args p, float *parts, int64_t n_slots) {
+conv_bwd_generic_kernel(const __grid_constant__ mn_conv_args p, float *partials, int64_t n_slots) {
     const int64_t channel = blockIdx.x * (int64_t)THREADS + threadIdx.x, W = p.call.W;
     if (channel >= p.call.V) return;
-    float *part = parts + blockIdx.y * (W + 1) * p.call.V + channel;
-    for (int64_t i = 0; i <= W; i++) part[i * p.call.V] = 0.0f;
+    float *partial = partials + blockIdx.y * (W + 1) * p.call.V + channel;
+    for (int64_t i = 0; i <= W; i++) partial[i * p.call.V] = 0.0f;
     for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
-        const mn_tile_span tile = mn_tile_at(p.call, ANY_ROWS, slot);
+        const mn_tile_span tile = mn_tile_at(p.call, GENERIC_ROWS, slot);
         for (int64_t t = tile.first; t < tile.first + tile.n_rows; t++) {
-            const float d = before_act_cot<T>(p, tile.n, tile.span, t, channel);
+            const float d = preact_grad<T>(p, tile.n, tile.span, t, channel);
             for (int64_t i = 0; i < W; i++) {
                 float u[1];
                 input_at<T, 1>(u, p, tile.n, tile.span, t - (W - 1) + i, channel);
-                part[i * p.call.V] = fmaf(d, u[0], part[i * p.call.V]);
+                partial[i * p.call.V] = fmaf(d, u[0], partial[i * p.call.V]);
             }
-            part[W * p.call.V] += d;
+            partial[W * p.call.V] += d;
             if (!p.grad.x.data) continue;
             float dx[1];
-            tail_cot<1>(dx, p, tile.n, t + W - 1 - tile.span.length, channel);
+            tail_grad<1>(dx, p, tile.n, t + W - 1 - tile.span.length, channel);
             for (int64_t i = 0; i < W; i++) {
-                const float ahead = before_act_cot<T>(p, tile.n, tile.span, t + W - 1 - i, channel);
-                dx[0] = fmaf(weight_at<T>(p, channel, i), ahead, dx[0]);
+                const float prefetch = preact_grad<T>(p, tile.n, tile.span, t + W - 1 - i, channel);
+                dx[0] = fmaf(weight_at<T>(p, channel, i), prefetch, dx[0]);
             }
             mn_put(mn_row<T>(p.grad.x, tile.span.b, tile.span.t0 + t, 0) + channel, dx[0]);
         }
@@ -529,16 +537,16 @@ backward_any_kernel(const __grid_constant__ mn_conv_args p, float *parts, int64_
 /* dtail0_j = du_j, j < W - 1, of sequence blockIdx.y */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-tail_backward_kernel(const __grid_constant__ mn_conv_args p) {
+conv_tail_bwd_kernel(const __grid_constant__ mn_conv_args p) {
     const int64_t channel = blockIdx.x * (int64_t)THREADS + threadIdx.x, M = p.call.W - 1;
     if (channel >= p.call.V) return;
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
         for (int64_t j = 0; j < M; j++) {
             float sum[1];
-            tail_cot<1>(sum, p, n, j - span.length, channel);
+            tail_grad<1>(sum, p, n, j - span.length, channel);
             for (int64_t i = 0; i <= j; i++) {
-                const float d = before_act_cot<T>(p, n, span, j - i, channel);
+                const float d = preact_grad<T>(p, n, span, j - i, channel);
                 sum[0] = fmaf(weight_at<T>(p, channel, i), d, sum[0]);
             }
             ((float *)p.grad.tail0.data)[(n * M + j) * p.call.V + channel] = sum[0];
@@ -548,7 +556,7 @@ tail_backward_kernel(const __grid_constant__ mn_conv_args p) {
 
 /* Sums lie tap by tap, dw channel by channel. */
 template <typename T>
-struct put_filter {
+struct store_filter {
     T *dw, *dbias;
     int64_t V, W;
 
@@ -563,75 +571,76 @@ struct put_filter {
 
 template <typename T>
 static bool packable(const mn_conv_args *p) {
-    constexpr int64_t N = mn_pack_width<T>();
+    constexpr int64_t N = mn_vec_width<T>();
     const struct { const void *data; const int64_t *stride; } views[] = {
         { p->x.data, p->x.stride },
         { p->y.data, p->y.stride },
         { p->cot.y.data, p->cot.y.stride },
         { p->grad.x.data, p->grad.x.stride },
     };
-    bool packs = p->call.W == TAPS && p->call.V % N == 0 && mn_packable<T>(p->w.data, N) &&
-                 mn_packable<T>(p->tail0.data, N) && mn_packable<T>(p->cot.tail.data, N) &&
-                 mn_packable<T>(p->grad.tail0.data, N);
+    bool vectorized = p->call.W == TAPS && p->call.V % N == 0 && mn_vec_aligned<T>(p->w.data, N) &&
+                 mn_vec_aligned<T>(p->tail0.data, N) && mn_vec_aligned<T>(p->cot.tail.data, N) &&
+                 mn_vec_aligned<T>(p->grad.tail0.data, N);
     for (const auto &view : views) {
-        packs = packs && mn_packable<T>(view.data, view.stride[0]) && view.stride[1] % N == 0;
+        vectorized = vectorized && mn_vec_aligned<T>(view.data, view.stride[0])
+            && view.stride[1] % N == 0;
     }
-    return packs;
+    return vectorized;
 }
 
 /* Heads of `width` channels, or (0) channels that nothing holds together. */
 static heads heads_of(int64_t width, int N) {
     if (width == 0) return { 32 * N, 32, 32 * N, 0.0f, 0.0f };
-    int team = 1;
-    while (team * N < width) team *= 2;
-    return { (int)width, team, 32 / team * (int)width, 0.0f, 0.0f };
+    int head_lanes = 1;
+    while (head_lanes * N < width) head_lanes *= 2;
+    return { (int)width, head_lanes, 32 / head_lanes * (int)width, 0.0f, 0.0f };
 }
 
 /* Tokens of a tile: so many that each of `warps` has about one tile, and fewer rows are read and
  * worked on twice. */
-static int tile_rows(const mn_call &call, int64_t n_strips, int64_t warps) {
-    int rows = LEAST_ROWS;
-    while (rows < MOST_ROWS && mn_tile_slots(call, rows) * n_strips > warps) rows += GROUP;
+static int tile_rows(const mn_call &call, int64_t n_col_tiles, int64_t warps) {
+    int rows = MIN_ROWS;
+    while (rows < MAX_ROWS && mn_tile_slots(call, rows) * n_col_tiles > warps) rows += GROUP;
     return rows;
 }
 
 /* Parts of the sums of dw, at most. */
-static int64_t count_parts(const mn_call *call, int64_t n_strips) {
-    const int64_t warps = PROCESSORS * BACKWARD_BLOCKS * WARPS;
-    return mn_max(mn_min(mn_tile_slots(*call, LEAST_ROWS), warps / n_strips), 1);
+static int64_t count_partials(const mn_call *call, int64_t n_col_tiles) {
+    const int64_t warps = SM_COUNT * BACKWARD_BLOCKS * WARPS;
+    return mn_max(mn_min(mn_tile_slots(*call, MIN_ROWS), warps / n_col_tiles), 1);
 }
 
 /* Behind the rest, which reads the old tails where the new ones may come to lie. */
 template <typename T>
 static int launch_tails(const mn_conv_args *p, cudaStream_t stream) {
     const dim3 blocks(mn_blocks(p->call.V, THREADS),
-                      mn_blocks(mn_n_spans(p->call), 1, MOST_TILES));
-    tail_kernel<T><<<blocks, THREADS, 0, stream>>>(*p);
-    return mn_launched();
+                      mn_blocks(mn_n_spans(p->call), 1, MAX_TILES));
+    conv_tail_kernel<T><<<blocks, THREADS, 0, stream>>>(*p);
+    return mn_launch_status();
 }
 
-/* Launches a kernel of strips with shared memory for all the blocks that registers leave room for:
+/* Launches a kernel of strips with shared memory for all the blocks that registers leave smem for:
  * unasked, what the kernel before it had is kept. */
 template <typename... Arguments, typename... Given>
-static int launch_strips(void (*kernel)(Arguments...), unsigned blocks, cudaStream_t stream,
+static int launch_max_smem(void (*kernel)(Arguments...), unsigned blocks, cudaStream_t stream,
                          const Given &...given) {
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (code != cudaSuccess) return code;
     kernel<<<blocks, THREADS, 0, stream>>>(given...);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T, bool ACT, bool UNIT>
-static int forward_strips(const mn_conv_args *p, const heads &h, cudaStream_t stream) {
-    constexpr int N = mn_pack_width<T>();
-    const int64_t n_strips = mn_ceil_div(p->call.V, h.strip);
-    const int rows = tile_rows(p->call, n_strips, PROCESSORS * forward_blocks(UNIT) * WARPS);
+static int forward_col_tiles(const mn_conv_args *p, const heads &h, cudaStream_t stream) {
+    constexpr int N = mn_vec_width<T>();
+    const int64_t n_col_tiles = mn_ceil_div(p->call.V, h.col_tile);
+    const int rows = tile_rows(p->call, n_col_tiles, SM_COUNT * forward_blocks(UNIT) * WARPS);
     const int64_t n_slots = mn_tile_slots(p->call, rows);
-    const unsigned blocks = mn_blocks(n_slots * n_strips, WARPS);
-    const auto kernel = p->bias.data ? forward_kernel<T, N, ACT, UNIT, true>
-                                     : forward_kernel<T, N, ACT, UNIT, false>;
-    return launch_strips(kernel, blocks, stream, *p, h, n_slots, rows);
+    const unsigned blocks = mn_blocks(n_slots * n_col_tiles, WARPS);
+    const auto kernel = p->bias.data ? conv_fwd_kernel<T, N, ACT, UNIT, true>
+                                     : conv_fwd_kernel<T, N, ACT, UNIT, false>;
+    return launch_max_smem(kernel, blocks, stream, *p, h, n_slots, rows);
 }
 
 template <typename T>
@@ -639,15 +648,15 @@ static int forward(const mn_conv_args *p, cudaStream_t stream) {
     const bool has_tail = p->tail.data && p->call.W > 1;
     int code = cudaSuccess;
     if (p->y.data && p->call.T > 0) {
-        const heads h = heads_of(0, mn_pack_width<T>());
+        const heads h = heads_of(0, mn_vec_width<T>());
         if (!packable<T>(p)) {
-            const int64_t n_slots = mn_tile_slots(p->call, ANY_ROWS);
-            const dim3 blocks(mn_blocks(p->call.V, THREADS), mn_blocks(n_slots, 1, MOST_TILES));
-            forward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, n_slots);
-            code = mn_launched();
+            const int64_t n_slots = mn_tile_slots(p->call, GENERIC_ROWS);
+            const dim3 blocks(mn_blocks(p->call.V, THREADS), mn_blocks(n_slots, 1, MAX_TILES));
+            conv_fwd_generic_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, n_slots);
+            code = mn_launch_status();
         } else {
-            code = p->act == SILU ? forward_strips<T, true, false>(p, h, stream)
-                                  : forward_strips<T, false, false>(p, h, stream);
+            code = p->act == SILU ? forward_col_tiles<T, true, false>(p, h, stream)
+                                  : forward_col_tiles<T, false, false>(p, h, stream);
         }
     }
     return code == cudaSuccess && has_tail ? launch_tails<T>(p, stream) : code;
@@ -655,14 +664,14 @@ static int forward(const mn_conv_args *p, cudaStream_t stream) {
 
 /* Adds the parts of dw and, with them, dbias. */
 template <typename T>
-static int add_parts(const mn_conv_args *p, const float *parts, int64_t n_parts, bool bias,
+static int reduce_dw(const mn_conv_args *p, const float *partials, int64_t n_partials, bool bias,
                      cudaStream_t stream) {
     const int64_t V = p->call.V, W = p->call.W, width = (W + bias) * V;
     if (!p->grad.w.data && !p->grad.bias.data) return cudaSuccess;
-    const put_filter<T> put = { (T *)p->grad.w.data, (T *)p->grad.bias.data, V, W };
-    mn_sum_parts_kernel<32, 32><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
-        put, parts, n_parts, width);
-    return mn_launched();
+    const store_filter<T> put = { (T *)p->grad.w.data, (T *)p->grad.bias.data, V, W };
+    reduce_partials_kernel<32, 32><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
+        put, partials, n_partials, width);
+    return mn_launch_status();
 }
 
 /* dtail0 by a kernel of its own. */
@@ -670,47 +679,47 @@ template <typename T>
 static int launch_tails_backward(const mn_conv_args *p, cudaStream_t stream) {
     if (!p->grad.tail0.data || p->call.W == 1) return cudaSuccess;
     const dim3 blocks(mn_blocks(p->call.V, THREADS),
-                      mn_blocks(mn_n_spans(p->call), 1, MOST_TILES));
-    tail_backward_kernel<T><<<blocks, THREADS, 0, stream>>>(*p);
-    return mn_launched();
+                      mn_blocks(mn_n_spans(p->call), 1, MAX_TILES));
+    conv_tail_bwd_kernel<T><<<blocks, THREADS, 0, stream>>>(*p);
+    return mn_launch_status();
 }
 
 /* Without a token there is no tile, and dtail0 is what dtail leaves of it. */
 template <typename T, bool ACT, bool UNIT>
-static int backward_strips(const mn_conv_args *p, const heads &h, float *parts,
+static int backward_col_tiles(const mn_conv_args *p, const heads &h, float *partials,
                            cudaStream_t stream) {
-    constexpr int N = mn_pack_width<T>();
-    const int64_t n_strips = mn_ceil_div(p->call.V, h.strip);
-    const int64_t most = count_parts(&p->call, n_strips);
+    constexpr int N = mn_vec_width<T>();
+    const int64_t n_col_tiles = mn_ceil_div(p->call.V, h.col_tile);
+    const int64_t most = count_partials(&p->call, n_col_tiles);
     const int rows = tile_rows(p->call, 1, most);
-    const int64_t n_slots = mn_tile_slots(p->call, rows), n_parts = mn_min(n_slots, most);
-    const unsigned blocks = mn_blocks(n_parts * n_strips, WARPS);
+    const int64_t n_slots = mn_tile_slots(p->call, rows), n_partials = mn_min(n_slots, most);
+    const unsigned blocks = mn_blocks(n_partials * n_col_tiles, WARPS);
     const bool bias = p->bias.data || p->grad.bias.data;
-    const auto kernel = bias ? backward_kernel<T, N, ACT, UNIT, true>
-                             : backward_kernel<T, N, ACT, UNIT, false>;
-    int code = launch_strips(kernel, blocks, stream, *p, h, parts, n_parts, n_slots, rows);
+    const auto kernel = bias ? conv_bwd_kernel<T, N, ACT, UNIT, true>
+                             : conv_bwd_kernel<T, N, ACT, UNIT, false>;
+    int code = launch_max_smem(kernel, blocks, stream, *p, h, partials, n_partials, n_slots, rows);
     if (code == cudaSuccess && p->call.T == 0) code = launch_tails_backward<T>(p, stream);
-    return code == cudaSuccess ? add_parts<T>(p, parts, n_parts, bias, stream) : code;
+    return code == cudaSuccess ? reduce_dw<T>(p, partials, n_partials, bias, stream) : code;
 }
 
 template <typename T>
-static int backward_any(const mn_conv_args *p, float *parts, cudaStream_t stream) {
-    const int64_t V = p->call.V, n_slots = mn_tile_slots(p->call, ANY_ROWS);
-    const int64_t most = count_parts(&p->call, mn_ceil_div(V, THREADS));
-    const int64_t n_parts = mn_max(mn_min(n_slots, most), 1);
-    const dim3 blocks(mn_blocks(V, THREADS), (unsigned)n_parts);
-    backward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, parts, n_slots);
-    int code = mn_launched();
+static int backward_generic(const mn_conv_args *p, float *partials, cudaStream_t stream) {
+    const int64_t V = p->call.V, n_slots = mn_tile_slots(p->call, GENERIC_ROWS);
+    const int64_t most = count_partials(&p->call, mn_ceil_div(V, THREADS));
+    const int64_t n_partials = mn_max(mn_min(n_slots, most), 1);
+    const dim3 blocks(mn_blocks(V, THREADS), (unsigned)n_partials);
+    conv_bwd_generic_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, partials, n_slots);
+    int code = mn_launch_status();
     if (code == cudaSuccess) code = launch_tails_backward<T>(p, stream);
-    return code == cudaSuccess ? add_parts<T>(p, parts, n_parts, true, stream) : code;
+    return code == cudaSuccess ? reduce_dw<T>(p, partials, n_partials, true, stream) : code;
 }
 
 template <typename T>
-static int backward(const mn_conv_args *p, float *parts, cudaStream_t stream) {
-    const heads h = heads_of(0, mn_pack_width<T>());
-    if (!packable<T>(p)) return backward_any<T>(p, parts, stream);
-    if (p->act == SILU) return backward_strips<T, true, false>(p, h, parts, stream);
-    return backward_strips<T, false, false>(p, h, parts, stream);
+static int backward(const mn_conv_args *p, float *partials, cudaStream_t stream) {
+    const heads h = heads_of(0, mn_vec_width<T>());
+    if (!packable<T>(p)) return backward_generic<T>(p, partials, stream);
+    if (p->act == SILU) return backward_col_tiles<T, true, false>(p, h, partials, stream);
+    return backward_col_tiles<T, false, false>(p, h, partials, stream);
 }
 
 MN_CUDA_PLAN(conv_forward) {
@@ -725,24 +734,25 @@ MN_CUDA_LAUNCH(conv_forward) {
     return forward<float>(p, (cudaStream_t)stream);
 }
 
-static bool plan_parts(mn_plan *plan, const mn_call *call, int64_t strip) {
-    const int64_t n_parts = count_parts(call, mn_ceil_div(call->V, strip));
+static bool plan_partials(mn_plan *plan, const mn_call *call, int64_t col_tile) {
+    const int64_t n_partials = count_partials(call, mn_ceil_div(call->V, col_tile));
     int64_t count;
-    return mn_mul_i64(&count, n_parts, call->V) && mn_mul_i64(&count, count, call->W + 1) &&
+    return mn_mul_i64(&count, n_partials, call->V) && mn_mul_i64(&count, count, call->W + 1) &&
            mn_mul_size(&plan->shared_bytes, (size_t)count, sizeof(float));
 }
 
-/* As many parts as the widest strip leads to. */
+/* As many parts as the widest column tile leads to. */
 MN_CUDA_PLAN(conv_backward) {
     const mn_call *call = (const mn_call *)args;
-    return plan_parts(plan, call, call->dtype == MN_BF16 ? 32 * mn_pack_width<mn_bf16>() : THREADS);
+    return plan_partials(plan, call, call->dtype == MN_BF16 ? 32 * mn_vec_width<mn_bf16>()
+                         : THREADS);
 }
 
 MN_CUDA_LAUNCH(conv_backward) {
     const mn_conv_args *p = (const mn_conv_args *)args;
-    float *parts = (float *)shared;
-    if (p->call.dtype == MN_BF16) return backward<mn_bf16>(p, parts, (cudaStream_t)stream);
-    return backward<float>(p, parts, (cudaStream_t)stream);
+    float *partials = (float *)shared;
+    if (p->call.dtype == MN_BF16) return backward<mn_bf16>(p, partials, (cudaStream_t)stream);
+    return backward<float>(p, partials, (cudaStream_t)stream);
 }
 
 /* ---- conv_unit ------------------------------------------------------------------------------- */
@@ -764,7 +774,7 @@ static bool is_flat(const void *data, const int64_t *stride, int64_t width, int6
 
 template <typename T>
 static bool fits(const mn_conv_unit_args *p) {
-    constexpr int64_t N = mn_pack_width<T>();
+    constexpr int64_t N = mn_vec_width<T>();
     const int64_t H = p->call.H, K = p->call.K;
     const mn_conv_args all = flat(p);
     return K % N == 0 && K <= 32 * N && packable<T>(&all) &&
@@ -775,7 +785,7 @@ static bool fits(const mn_conv_unit_args *p) {
 
 template <typename T>
 static heads heads_of(const mn_conv_unit_args *p) {
-    heads h = heads_of(p->call.K, mn_pack_width<T>());
+    heads h = heads_of(p->call.K, mn_vec_width<T>());
     h.more = p->kind == ROOT ? (float)p->eps : 0.0f;
     h.least = p->kind == ROOT ? FLT_MIN : fmaxf((float)(p->eps * p->eps), FLT_MIN);
     return h;
@@ -786,7 +796,7 @@ static int unit_forward(const mn_conv_unit_args *p, cudaStream_t stream) {
     const mn_conv_args all = flat(p);
     int code = cudaSuccess;
     if (p->y.data && p->call.T > 0) {
-        code = forward_strips<T, true, true>(&all, heads_of<T>(p), stream);
+        code = forward_col_tiles<T, true, true>(&all, heads_of<T>(p), stream);
     }
     return code == cudaSuccess && p->tail.data ? launch_tails<T>(&all, stream) : code;
 }
@@ -807,25 +817,28 @@ static bool unit_backward_plan(const void *args, mn_plan *plan) {
     const mn_conv_unit_args *p = (const mn_conv_unit_args *)args;
     const mn_conv_args all = flat(p);
     const bool half = p->call.dtype == MN_BF16;
-    return plan_parts(plan, &all.call,
-                      half ? heads_of<mn_bf16>(p).strip : heads_of<float>(p).strip);
+    return plan_partials(plan, &all.call,
+                      half ? heads_of<mn_bf16>(p).col_tile : heads_of<float>(p).col_tile);
 }
 
 static int unit_backward(const void *args, void *shared, void *stream) {
     const mn_conv_unit_args *p = (const mn_conv_unit_args *)args;
     const mn_conv_args all = flat(p);
-    float *parts = (float *)shared;
+    float *partials = (float *)shared;
     if (p->call.dtype == MN_BF16) {
-        return backward_strips<mn_bf16, true, true>(&all, heads_of<mn_bf16>(p), parts,
+        return backward_col_tiles<mn_bf16, true, true>(&all, heads_of<mn_bf16>(p), partials,
                                                     (cudaStream_t)stream);
     }
-    return backward_strips<float, true, true>(&all, heads_of<float>(p), parts,
+    return backward_col_tiles<float, true, true>(&all, heads_of<float>(p), partials,
                                               (cudaStream_t)stream);
 }
 
-extern "C" const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const mn_conv_unit_args *args) {
+extern "C" const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const void *args) {
     static const mn_kernel forward = { unit_forward_plan, NULL, "cuda", unit_forward };
     static const mn_kernel backward = { unit_backward_plan, NULL, "cuda", unit_backward };
-    const bool takes = args->call.dtype == MN_BF16 ? fits<mn_bf16>(args) : fits<float>(args);
+    const mn_conv_unit_args *p = (const mn_conv_unit_args *)args;
+    const bool takes = p->call.dtype == MN_BF16 ? fits<mn_bf16>(p) : fits<float>(p);
     return !takes ? NULL : pass == MN_BACKWARD ? &backward : &forward;
 }
+
+}    // namespace mneme::conv

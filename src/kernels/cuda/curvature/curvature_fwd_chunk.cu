@@ -1,11 +1,413 @@
-/* curvature_fwd_chunk.cu - curvature forward: the products of panels, and which calls go to those
- * of
- * Hopper. */
-#include "kernels/cuda/curvature/curvature_fwd_sm90.cuh"
+/* curvature_fwd_chunk.cu - curvature forward: the products of smem tiles, and which calls go to
+ * those of Hopper. */
+#include "kernels/cuda/curvature/curvature_sm90.cuh"
+#include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
 
+namespace mneme::curvature {
+
+/* curvature forward on Hopper, for bf16 and keys of up to 128:
+ *
+ *   Y' = R Q' + K' tril(Q K' - m)'     qt = q - gamma / n (y - m s)     R <- R + K' K
+ *
+ * Three groups of four warps. Of the first, one warp requests the copy engine for tiles, chunks
+ * ahead, one makes 1 / n and -gamma / n, and two keep s: rows 64 and 65 of a tile of keys are s,
+ * rounded, and what that leaves, so that scores bring s.q with them. The second group makes
+ * scores. The third has 64 rows of the symmetric R in its registers, reads, moves and stores:
+ * what it reads is turned, rows being columns of the result, as are the rows of q that it takes
+ * from the tile. */
+
+enum {
+    MN_CURVE_AHEAD = 4,                              // chunks under way
+    MN_CURVE_FORWARD_THREADS = 3 * MN_GROUP,
+};
+
+template <int KP>
+struct alignas(1024) mn_curve_forward_stage {
+    unsigned char k[KP / 64 * MN_CURVE_ROWS * 128];
+    unsigned char q[KP / 64 * MN_CURVE_SQUARE];
+    float s[KP], each[MN_CURVE_CHUNK];    // each: 1 / n
+    float2 weight[MN_CURVE_CHUNK];        // -gamma / n and the mean
+};
+
+template <int KP>
+struct mn_curve_forward_smem {
+    mn_curve_forward_stage<KP> stage[MN_CURVE_AHEAD];
+    alignas(1024) unsigned char P[2][MN_CURVE_SQUARE];
+    alignas(1024) unsigned char out[2][MN_CURVE_SQUARE];
+    uint64_t there[MN_CURVE_AHEAD], ready[MN_CURVE_AHEAD], gone[MN_CURVE_AHEAD];
+    uint64_t scored[2], used[2];
+};
+
+#if MN_HAS_WGMMA
+
+/* ---- the group that brings ------------------------------------------------------------------- */
+
+/* One lane calls. */
+template <int KP>
+__device__ inline void mn_curve_forward_request(mn_curve_forward_smem<KP> &room,
+                                            const mn_curve_maps &maps, const mn_curve_place &at) {
+    const int n_chunks = (at.s.rows + 63) / 64, h = (int)at.h, b = (int)at.s.span.b;
+    for (int c = 0; c < n_chunks; c++) {
+        const int turn = c / MN_CURVE_AHEAD, t = (int)(at.s.span.t0 + at.s.first) + c * 64;
+        mn_curve_forward_stage<KP> &to = room.stage[c % MN_CURVE_AHEAD];
+        uint64_t *there = &room.there[c % MN_CURVE_AHEAD];
+        mn_mbarrier_wait(&room.gone[c % MN_CURVE_AHEAD], (turn & 1) ^ 1);
+        mn_mbarrier_arrive_expect_tx(there, 2 * KP / 64 * MN_CURVE_SQUARE);
+#pragma unroll
+        for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
+            mn_tma_load(to.k + smem_tile * MN_CURVE_ROWS * 128, maps.k, there, 64 * smem_tile, h,
+                        t, b);
+            mn_tma_load(to.q + smem_tile * MN_CURVE_SQUARE, maps.q, there, 64 * smem_tile, h, t, b);
+        }
+    }
+}
+
+/* A warp: numbers of tokens, their gammas asked for a chunk before. */
+template <int KP>
+__device__ inline void mn_curve_forward_weigh(mn_curve_forward_smem<KP> &room,
+                                              const mn_curvature_args &p,
+                                              const mn_curve_place &at) {
+    const int lane = threadIdx.x % 32, n_chunks = (at.s.rows + 63) / 64;
+    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
+    const mn_bf16 *gammas = mn_row<mn_bf16>(p.gamma, at.s.span.b, at.s.span.t0 + at.s.first, at.h);
+    const auto gamma_of = [&](int t) {
+        return t < at.s.rows ? gammas[t * p.gamma.stride[1]] : __float2bfloat16_rn(0.0f);
+    };
+    mn_bf16 gamma[2] = { gamma_of(lane), gamma_of(32 + lane) };
+    for (int c = 0; c < n_chunks; c++) {
+        const int slot = c % MN_CURVE_AHEAD;
+        const mn_bf16 next[2] = { gamma_of(64 * c + 64 + lane), gamma_of(64 * c + 96 + lane) };
+        mn_mbarrier_wait(&room.gone[slot], (c / MN_CURVE_AHEAD & 1) ^ 1);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = 32 * half + lane;
+            const float each = 1.0f / (float)(seen + 64 * c + i + 1);
+            room.stage[slot].each[i] = each;
+            room.stage[slot].weight[i].x = -__bfloat162float(gamma[half]) * each;
+            gamma[half] = next[half];
+        }
+        mn_mbarrier_arrive(&room.ready[slot]);
+    }
+}
+
+/* The running sum of keys by columns: each of two warps has half of them, a lane two of eight, and
+ * those of the same eight share out the rows of a tile. */
+template <int KP>
+struct mn_curve_vector {
+    static constexpr int vec16s = KP / 16, groups = 32 / vec16s;
+    float at[2];
+
+    __device__ static int first(void) {
+        return threadIdx.x / 32 % 2 * (KP / 2);
+    }
+
+    __device__ static int column(void) {
+        const int lane = threadIdx.x % 32;
+        return first() + lane % vec16s * 8 + lane / vec16s % 4 * 2;
+    }
+
+    __device__ void load(const float *from, int64_t K) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) at[i] = column() + i < K ? mn_get(from, column() + i) : 0.0f;
+    }
+
+    /* Rows 64 and 65 of a tile of keys, and floats. */
+    __device__ void put(unsigned char *k, float *to) const {
+        const uint32_t pair = mn_pair(at[0], at[1]);
+        *(uint32_t *)(k + mn_tile_byte(MN_CURVE_ROWS, 64, column())) = pair;
+        *(uint32_t *)(k + mn_tile_byte(MN_CURVE_ROWS, 65, column())) =
+            mn_pair(at[0] - mn_curve_low(pair), at[1] - mn_curve_high(pair));
+        *(float2 *)(to + column()) = make_float2(at[0], at[1]);
+    }
+
+    /* += a tile's rows. */
+    __device__ void add(const unsigned char *k) {
+        const int lane = threadIdx.x % 32, team = lane / vec16s;
+        float x[8] = {};
+#pragma unroll
+        for (int i = 0; i < MN_CURVE_CHUNK / groups; i++) {
+            float y[8];
+            const int j = first() + lane % vec16s * 8;
+            mn_curve_unpack(
+                y, *(const uint4 *)(k + mn_tile_byte(MN_CURVE_ROWS, i * groups + team, j)));
+#pragma unroll
+            for (int c = 0; c < 8; c++) x[c] += y[c];
+        }
+#pragma unroll
+        for (int kept = 4; kept > 1; kept /= 2) {    // of the columns, those that are its own
+            const bool upper = team & kept / 2;
+#pragma unroll
+            for (int c = 0; c < kept; c++) {
+                const float give = upper ? x[c] : x[c + kept];
+                x[c] = (upper ? x[c + kept] : x[c]) +
+                       __shfl_xor_sync(0xffffffffu, give, vec16s * kept / 2);
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            if (groups == 8) x[c] += __shfl_xor_sync(0xffffffffu, x[c], 16);
+            at[c] += x[c];
+        }
+    }
+
+    __device__ void store(float *to, int64_t K, int slice) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int j = column() + i;
+            if (threadIdx.x % 32 < 4 * vec16s && j < K && j / MN_CURVE_SLICE == slice) {
+                to[j] = at[i];
+            }
+        }
+    }
+};
+
+/* Keys behind the last token become zeros, in a warp's own columns: they are those of another
+ * sequence. */
+template <int KP>
+__device__ inline void mn_curve_forward_end(unsigned char *k, int count) {
+    for (int n = threadIdx.x % 32; n < (64 - count) * (KP / 16); n += 32) {
+        const int row = count + n / (KP / 16);
+        const int column = mn_curve_vector<KP>::first() + n % (KP / 16) * 8;
+        *(uint4 *)(k + mn_tile_byte(MN_CURVE_ROWS, row, column)) = make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();
+}
+
+/* Two warps: s in front of each chunk. */
+template <int KP>
+__device__ inline void mn_curve_forward_add(mn_curve_forward_smem<KP> &room,
+                                            const mn_curvature_args &p, const mn_curve_place &at,
+                                            const float *vector) {
+    const int n_chunks = (at.s.rows + 63) / 64;
+    mn_curve_vector<KP> s;
+    s.load(vector, p.call.K);
+    for (int n = threadIdx.x % 64; n < MN_CURVE_AHEAD * (KP / 64) * 48; n += 64) {
+        unsigned char *k = room.stage[n / 48 / (KP / 64)].k;    // the rows behind s
+        const int smem_tile = n / 48 % (KP / 64);
+        *(uint4 *)(k + (smem_tile * MN_CURVE_ROWS + 66) * 128 + n % 48 * 16) =
+            make_uint4(0, 0, 0, 0);
+    }
+    for (int c = 0; c < n_chunks; c++) {
+        const int slot = c % MN_CURVE_AHEAD;
+        mn_curve_forward_stage<KP> &in = room.stage[slot];
+        mn_mbarrier_wait(&room.there[slot], c / MN_CURVE_AHEAD & 1);
+        if (at.s.rows < c * 64 + 64) mn_curve_forward_end<KP>(in.k, at.s.rows - c * 64);
+        s.put(in.k, in.s);
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive(&room.ready[slot]);
+        s.add(in.k);
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive(&room.gone[slot]);
+    }
+    float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
+    if (last) s.store(last, p.call.K, at.slice);
+}
+
+/* ---- the group that makes scores ------------------------------------------------------------- */
+
+template <int KP>
+__device__ inline void mn_curve_forward_scores(mn_curve_forward_smem<KP> &room,
+                                               const mn_curve_place &at) {
+    const int i = threadIdx.x % MN_GROUP, row = i / 32 * 16 + i % 32 / 4;
+    const int n_chunks = (at.s.rows + 63) / 64;
+    for (int c = 0; c < n_chunks; c++) {
+        mn_curve_forward_stage<KP> &in = room.stage[c % MN_CURVE_AHEAD];
+        float d[36], mean[2];
+        mn_mbarrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_mbarrier_wait(&room.ready[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_products_start();
+        mn_curve_scores_start<KP>(d, mn_smem_addr(in.q), mn_smem_addr(in.k));
+        mn_products_end();
+        mn_products_wait<0>();
+        const float each[2] = { in.each[row], in.each[row + 8] };
+        mn_curve_means(mean, d, each);
+        mn_mbarrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
+        mn_curve_put_square(room.P[c % 2], NULL, d, mean);
+        if (i % 4 == 0) {
+            in.weight[row].y = mean[0];
+            in.weight[row + 8].y = mean[1];
+        }
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive(&room.scored[c % 2]);
+    }
+}
+
+/* ---- the group that has R -------------------------------------------------------------------- */
+
+/* Turned pairs of tokens of q, `x`, become results, and those a tile of rows. */
+template <int KP>
+__device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[16],
+                                               const float (&Y)[32],
+                                               const mn_curve_forward_stage<KP> &in, int column0) {
+    const int lane = threadIdx.x % 32, own = threadIdx.x % MN_GROUP / 32 * 16;
+    const float s[2] = { in.s[column0 + own + lane / 4], in.s[column0 + own + lane / 4 + 8] };
+#pragma unroll
+    for (int vec16 = 0; vec16 < 8; vec16++) {
+        const float4 w = *(const float4 *)(in.weight + 8 * vec16 + lane % 4 * 2);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float left = fmaf(-w.y, s[r], Y[4 * vec16 + 2 * r]);
+            const float right = fmaf(-w.w, s[r], Y[4 * vec16 + 2 * r + 1]);
+            uint32_t &pair = x[2 * vec16 + r];
+            pair = mn_pair(fmaf(w.x, left, mn_curve_low(pair)),
+                           fmaf(w.z, right, mn_curve_high(pair)));
+        }
+    }
+    const int row = lane % 8 + lane / 16 * 8, column = own + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         mn_smem_addr(to) + mn_tile_byte(64, 16 * step + row, column)),
+                     "r"(x[4 * step]), "r"(x[4 * step + 1]), "r"(x[4 * step + 2]),
+                     "r"(x[4 * step + 3]) : "memory");
+    }
+}
+
+/* A tile of results to memory; where another sequence follows in it, row by row. The group calls
+ * together. Its first thread waits until older tiles were read, or are in memory where `told` is to
+ * hear of them. */
+__device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn_curve_maps &maps,
+                                            const mn_curve_place &at, const unsigned char *tile,
+                                            int c, int *told) {
+    const int i = threadIdx.x % MN_GROUP, vec16 = i % 8, column = at.column0 + 8 * vec16;
+    const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
+    const int64_t t = at.s.span.t0 + at.s.first + c * 64;
+    mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h);
+    mn_fence_proxy_async();
+    if (i == 0 && !told) mn_tma_store_wait_read();
+    if (i == 0 && told) mn_tma_store_wait();
+    mn_curve_group_sync(2);
+    if (i == 0 && told && c > 0) mn_curve_arrive(told, c);
+    if (!to) return;
+    if (!p.call.cu_seqlens || at.s.rows >= c * 64 + 64) {
+        if (i > 0) return;
+        mn_tma_store(maps.qt, tile, at.column0, (int)at.h, (int)t, (int)at.s.span.b);
+        return;
+    }
+#pragma unroll
+    for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_GROUP / 8) {
+        const uint4 pack = *(const uint4 *)(tile + mn_tile_byte(64, token, 8 * vec16));
+        if (token < count) *(uint4 *)(to + token * p.qt.stride[1] + column) = pack;
+    }
+}
+
+/* Behind the last tile. */
+__device__ inline void mn_curve_forward_stored(int n_chunks, int *told) {
+    const bool first = threadIdx.x % MN_GROUP == 0;
+    if (first && !told) mn_tma_store_wait_read();
+    if (!told) return;
+    if (first) mn_tma_store_wait();
+    mn_curve_group_sync(2);
+    if (!first || n_chunks == 0) return;
+    __threadfence();    // threads may have stored the last one
+    mn_curve_arrive(told, n_chunks);
+}
+
+template <int KP>
+__device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &room,
+                                             const mn_curvature_args &p, const mn_curve_maps &maps,
+                                             const mn_curve_place &at, const float *sums,
+                                             int *told) {
+    const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
+    float R[KP / 2];
+    mn_curve_load(R, mn_row<float>(p.kk0, at.s.n, 0, at.h), sums, 0.5f, p.call.K, at.column0);
+    for (int c = 0; c < n_chunks; c++) {
+        mn_curve_forward_stage<KP> &in = room.stage[c % MN_CURVE_AHEAD];
+        uint32_t a[KP / 4], k[16], x[16];
+        float Y[32];
+        mn_curve_pack(a, R);
+        mn_mbarrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_products_start();
+        mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.q), false);
+        mn_products_end();
+        mn_mbarrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
+        mn_products_start();
+        mn_curve_square(Y, k, mn_smem_addr(room.P[c % 2]));
+        mn_products_end();
+        mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_smem_addr(in.k));
+        mn_products_end();
+        mn_curve_left<64>(x, in.q, at.column0 + warp * 16);
+        mn_products_wait<1>();
+        mn_mbarrier_arrive_warp(&room.used[c % 2]);
+        mn_curve_forward_result<KP>(room.out[c % 2], x, Y, in, at.column0);
+        mn_curve_forward_put(p, maps, at, room.out[c % 2], c, told);
+        mn_products_wait<0>();
+        mn_mbarrier_arrive(&room.gone[c % MN_CURVE_AHEAD]);
+    }
+    mn_curve_forward_stored(n_chunks, told);
+    if (at.s.last) {
+        mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, p.call.K, at.column0);
+    }
+}
+
+#endif
+
+/* `ready` is for a walk beside this, if any. */
+template <int KP>
+__global__ void __launch_bounds__(MN_CURVE_GROUPS, 1)
+mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
+                        const __grid_constant__ mn_curve_maps maps, const float *states,
+                        mn_curve_ready ready, mn_curve_cut cut) {
+#if MN_HAS_WGMMA
+    extern __shared__ __align__(1024) unsigned char curve_bytes[];
+    mn_curve_forward_smem<KP> &room = *(mn_curve_forward_smem<KP> *)curve_bytes;
+    const mn_curve_place at = mn_curve_place_of(p.call, cut);
+    int *told = ready.chunks ? ready.chunks + blockIdx.x : NULL;
+    if (threadIdx.x == 0) {
+        if (told) {
+            *told = 0;
+            __threadfence();
+        }
+        mn_pdl_launch_dependents();
+    }
+    if (!at.s.there) return;
+    const int64_t K = p.call.K;
+    const float *sums =
+        at.s.first > 0 ? mn_curve_sums_for(states, p.call, at, at.s.slot - 1) : NULL;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < MN_CURVE_AHEAD; i++) {
+            mn_mbarrier_init(&room.there[i], 1);
+            mn_mbarrier_init(&room.ready[i], MN_GROUP - 32);
+            mn_mbarrier_init(&room.gone[i], MN_GROUP + 64);    // who reads, who adds up
+        }
+        for (int i = 0; i < 2; i++) {
+            mn_mbarrier_init(&room.scored[i], MN_GROUP);
+            mn_mbarrier_init(&room.used[i], 4);
+        }
+        mn_mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x < MN_GROUP) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        if (threadIdx.x == 0) mn_curve_forward_request<KP>(room, maps, at);
+        if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(room, p, at);
+        if (threadIdx.x / 32 >= 2) {
+            mn_curve_forward_add<KP>(room, p, at,
+                                     sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
+        }
+    } else if (threadIdx.x < 2 * MN_GROUP) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        mn_curve_forward_scores<KP>(room, at);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+        mn_curve_forward_read<KP>(room, p, maps, at, sums, told);
+    }
+#endif
+}
+
+/* False: the tensors cannot be mapped. */
+inline bool mn_curve_forward_map(mn_curve_maps *maps, const mn_curvature_args *p) {
+    if (p->call.T == 0) return true;
+    const int64_t K = p->call.K;
+    return mn_tma_map(&maps->q, p->q, p->call, K, MN_CURVE_CHUNK) &&
+           mn_tma_map(&maps->k, p->k, p->call, K, MN_CURVE_CHUNK) &&
+           (!p->qt.data || mn_tma_map(&maps->qt, p->qt, p->call, K, MN_CURVE_CHUNK));
+}
+
 template <typename T, int KP>
-struct forward_room {
+struct forward_smem {
     using z = mn_curve_sizes<T, KP>;
     alignas(16) T q[z::chunk * z::pitch];
     alignas(16) T k[z::chunk * z::pitch];
@@ -20,7 +422,7 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
                          mn_curve_cut cut) {
     using z = mn_curve_sizes<T, KP>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    forward_room<T, KP> &room = *(forward_room<T, KP> *)bytes;
+    forward_smem<T, KP> &room = *(forward_smem<T, KP> *)bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K, h = at.h;
@@ -37,14 +439,16 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
     for (int start = 0; start < at.s.rows; start += z::chunk) {
         const int count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
-        mn_panel_fetch(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K, cut.packs);
-        mn_panel_fetch(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K, cut.packs);
+        mn_smem_tile_load(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
+                          cut.packs);
+        mn_smem_tile_load(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
+                          cut.packs);
         R.put(room.R);
         if (threadIdx.x < z::chunk) {
             room.each[threadIdx.x] = (float)(1.0 / (seen + (double)(t + threadIdx.x + 1)));
         }
         __syncthreads();
-        mn_panel_sum<z::chunk / 8> P;
+        mn_tile_acc<z::chunk / 8> P;
         if (warp < z::down) {
             mn_curve_scores<T, KP>(P, room.within, room.q, room.k, warp * 16);
         } else {
@@ -59,7 +463,7 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
         __syncthreads();
         if (warp < z::down) mn_curve_put_scores<T, KP>(room.P, P, room.mean, warp * 16);
         __syncthreads();
-        mn_panel_sum<z::columns / 8> Y;
+        mn_tile_acc<z::columns / 8> Y;
         Y.clear();
         mn_curve_apply<T, KP>(Y, room.q, room.R, room.P, room.k, at.column0);
         Y.each([&](float &y, int row, int column) {
@@ -99,11 +503,11 @@ MN_CUDA_PLAN(curvature_forward) {
 
 template <typename T, int KP>
 static int forward_of(const mn_curvature_args *p, float *states, cudaStream_t on) {
-    const mn_curve_cut cut = mn_curve_panel_cut<T>(p);
+    const mn_curve_cut cut = mn_curve_smem_tile_cut<T>(p);
     const int code = mn_curve_add_up<T, KP, false>(p, states, NULL, cut, on);
     if (code != cudaSuccess) return code;
     return mn_curve_start(curvature_forward_kernel<T, KP>, MN_CURVE_THREADS,
-                          sizeof(forward_room<T, KP>), p->call, cut, on, *p, states);
+                          sizeof(forward_smem<T, KP>), p->call, cut, on, *p, states);
 }
 
 /* `early`: blocks of the launch in front may still be at work. */
@@ -111,7 +515,7 @@ template <int KP>
 static int start_group(const mn_curve_beside &job, bool early, cudaStream_t on) {
     const mn_curvature_args &p = job.p;
     const auto kernel = mn_curve_forward_kernel<KP>;
-    const size_t room = sizeof(mn_curve_forward_room<KP>);
+    const size_t room = sizeof(mn_curve_forward_smem<KP>);
     const mn_curve_cut cut = mn_curve_group_cut(&p);
     const cudaError_t code = cudaFuncSetAttribute(    // so that what is next finds room beside it
         kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
@@ -123,7 +527,7 @@ static int start_group(const mn_curve_beside &job, bool early, cudaStream_t on) 
     const cudaError_t limit = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
     if (limit != cudaSuccess) return limit;
-    return mn_launch_early(kernel, dim3((unsigned)mn_curve_beside_blocks(job)),
+    return mn_launch_pdl(kernel, dim3((unsigned)mn_curve_beside_blocks(job)),
                            MN_CURVE_FORWARD_THREADS, room, on, p, job.maps,
                            (const float *)job.states, job.ready, cut);
 }
@@ -154,7 +558,7 @@ MN_CUDA_LAUNCH(curvature_forward) {
 /* ---- beside a walk --------------------------------------------------------------------------- */
 
 /* Numbers that tell how far segments are: one for each block. */
-static int64_t count_told(const mn_curvature_args *p) {
+static int64_t count_arrived(const mn_curvature_args *p) {
     const mn_curve_cut cut = mn_curve_group_cut(p);
     return mn_curve_slots(p->call, cut.segment) * p->call.H * cut.slices;
 }
@@ -164,7 +568,7 @@ static bool beside_layout(size_t *states, size_t *all, const mn_curvature_args *
     size_t told;
     if (!mn_curvature_forward_cuda_plan(p, &plan) ||
         !mn_add_size(states, plan.shared_bytes, 255) ||
-        !mn_mul_size(&told, (size_t)count_told(p), sizeof(int)) ||
+        !mn_mul_size(&told, (size_t)count_arrived(p), sizeof(int)) ||
         !mn_add_size(&told, told, 255)) {
         return false;
     }
@@ -203,5 +607,7 @@ int mn_curve_beside_launch(const mn_curve_beside &job, cudaStream_t on) {
 }
 
 int64_t mn_curve_beside_blocks(const mn_curve_beside &job) {
-    return count_told(&job.p);
+    return count_arrived(&job.p);
 }
+
+}    // namespace mneme::curvature

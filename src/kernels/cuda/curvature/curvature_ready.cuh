@@ -11,6 +11,8 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/tma.cuh"
 
+namespace mneme::curvature {
+
 struct mn_curve_maps {
     CUtensorMap q, k, qt;
 };
@@ -26,12 +28,12 @@ struct mn_curve_ready {
 
 /* One thread calls, when its stores by the copy engine are done: these are in memory then, so that
  * no fence, which takes a thousand clocks, has to follow. Stores by threads need one in front. */
-__device__ inline void mn_curve_tell(int *chunks, int count) {
-    if (count == 1) mn_wait_for_before();
+__device__ inline void mn_curve_arrive(int *chunks, int count) {
+    if (count == 1) mn_pdl_wait();
     asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(chunks), "r"(count) : "memory");
 }
 
-__device__ inline int mn_curve_told(const int *chunks) {
+__device__ inline int mn_curve_arrived(const int *chunks) {
     int count;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(chunks) : "memory");
     return count;
@@ -51,7 +53,8 @@ struct mn_curve_waiting {
         known = first = 0;
     }
 
-    /* Returns when chunk `chunk` is there, for this thread and for what it asks the copy engine. */
+    /* Returns when chunk `chunk` is there, for this thread and for what it requests the copy
+     * engine. */
     __device__ void wait(const mn_curve_ready &ready, int64_t H, int chunk) {
         const int length = (int)(ready.segment / 64);
         while (chunk - first >= length) {
@@ -61,8 +64,8 @@ struct mn_curve_waiting {
         }
         if (chunk - first < known) return;
         while (chunk - first >= known) {
-            known = mn_curve_told(chunks);
-            if (ready.slices > 1) known = min(known, mn_curve_told(chunks + 1));
+            known = mn_curve_arrived(chunks);
+            if (ready.slices > 1) known = min(known, mn_curve_arrived(chunks + 1));
         }
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.proxy.async;" ::: "memory");
@@ -97,5 +100,7 @@ int mn_curve_beside_launch(const mn_curve_beside &job, cudaStream_t on);
 
 /* The blocks that this takes. */
 int64_t mn_curve_beside_blocks(const mn_curve_beside &job);
+
+}    // namespace mneme::curvature
 
 #endif

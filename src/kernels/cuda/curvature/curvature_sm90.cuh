@@ -1,4 +1,4 @@
-/* curvature_sm90.cuh - curvature on Hopper, for bf16 and keys of up to 128: what its walks share,
+/* curvature_sm90.cuh - curvature on Hopper, for bf16 and keys of up to 128: what its scans share,
  * forward (curvature_fwd_sm90.cuh) and going back, there (curvature_bwd_queries_sm90.cuh) and back
  * (curvature_bwd_keys_sm90.cuh).
  *
@@ -9,13 +9,18 @@
  * rows of R are the left operand and never leave the registers.
  *
  * Every thread arrives at a barrier for what it has itself read or written, which takes no longer
- * than one lane of a warp (mn_barrier_release) and is what racecheck follows; for what products
- * read one lane does. Those who use a chunk last arrive for those whom they have waited for. */
+ * than one lane of a warp (mn_mbarrier_arrive_warp) and is what racecheck follows; for what
+ * products read one lane does. Those who use a chunk last arrive for those whom they have waited
+ * for. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_CURVATURE_SM90_CUH
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_SM90_CUH
 
 #include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
 #include "kernels/cuda/curvature/curvature.cuh"
+
+namespace mneme::curvature {
+
+using namespace attention;
 
 enum {
     MN_CURVE_CHUNK = 64,
@@ -44,7 +49,7 @@ inline bool mn_curve_group_serves(const mn_curvature_args *p) {
     const mn_call &c = p->call;
     return c.dtype == MN_BF16 && c.K % 8 == 0 && c.K <= 128 && mn_curve_packable(p->q) &&
            mn_curve_packable(p->k) && mn_curve_packable(p->qt) && mn_curve_packable(p->cot.qt) &&
-           mn_curve_packable(p->grad.q) && mn_curve_packable(p->grad.k) && mn_on_hopper();
+           mn_curve_packable(p->grad.q) && mn_curve_packable(p->grad.k) && mn_device_is_sm90();
 }
 
 inline mn_curve_cut mn_curve_group_cut(const mn_curvature_args *p) {
@@ -72,10 +77,10 @@ struct mn_curve_read {
         }
     }
 
-    /* Rows 8 octet on of a token. */
-    __device__ void get(float (&y)[8], int octet, int token) const {
+    /* Rows 8 vec16 on of a token. */
+    __device__ void get(float (&y)[8], int vec16, int token) const {
 #pragma unroll
-        for (int i = 0; i < 8; i++) y[i] = at[place(8 * octet, token) + i * MN_CURVE_READ_PITCH];
+        for (int i = 0; i < 8; i++) y[i] = at[place(8 * vec16, token) + i * MN_CURVE_READ_PITCH];
     }
 };
 
@@ -109,14 +114,14 @@ __device__ inline const mn_bf16 *mn_curve_at(const unsigned char *tile, uint32_t
 }
 
 /* A left operand of 16 columns of a tile, from `column` on, by its 64 rows. */
-template <int PANEL>
+template <int SMEM_TILE>
 __device__ inline void mn_curve_left(uint32_t (&a)[16], const unsigned char *tile, int column) {
     const int lane = threadIdx.x % 32;
     const int row = lane % 8 + lane / 16 * 8, j = column + lane / 8 % 2 * 8;
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         unsigned part[4];
-        mn_matrices<true>(part, mn_curve_at(tile, mn_tile_byte(PANEL, 16 * step + row, j)));
+        mn_ldmatrix_x4<true>(part, mn_curve_at(tile, mn_tile_byte(SMEM_TILE, 16 * step + row, j)));
 #pragma unroll
         for (int i = 0; i < 4; i++) a[4 * step + i] = part[i];
     }
@@ -141,22 +146,22 @@ __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)
 /* Places in tiles are told apart in units of 16 bytes, which one addition to the tile's own place
  * reaches.
  *
- * d += a b' over KP columns of tile `b` of PANEL rows, of which the first 64 count; d starts from 0
- * unless there is `more`. */
-template <int KP, int PANEL>
+ * d += a b' over KP columns of tile `b` of SMEM_TILE rows, of which the first 64 count; d starts
+ * from 0 unless there is `more`. */
+template <int KP, int SMEM_TILE>
 __device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b,
                                      bool more = true) {
     const uint64_t at = mn_tile_seen(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        mn_product<0>(d, a + k / 4, at + (k / 64 * PANEL * 8 + k % 64 / 8), more || k > 0);
+        mn_product<0>(d, a + k / 4, at + (k / 64 * SMEM_TILE * 8 + k % 64 / 8), more || k > 0);
     }
 }
 
-/* d += a b, tile `b` of PANEL rows; N / 2 64 columns */
-template <int PANEL, int N>
+/* d += a b, tile `b` of SMEM_TILE rows; N / 2 64 columns */
+template <int SMEM_TILE, int N>
 __device__ inline void mn_curve_depth(float (&d)[N], const uint32_t (&a)[16], uint32_t b) {
-    const uint64_t at = mn_tile_seen(b, PANEL * 128);
+    const uint64_t at = mn_tile_seen(b, SMEM_TILE * 128);
 #pragma unroll
     for (int step = 0; step < 4; step++) mn_product<1>(d, a + 4 * step, at + step * 16 * 8, 1);
 }
@@ -196,9 +201,9 @@ __device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36],
         const int last = row + 8 * r - column;    // of the columns, counted from the thread's own
         float even = d[32 + 2 * r], odd = d[33 + 2 * r];
 #pragma unroll
-        for (int octet = 0; octet < 8; octet++) {
-            if (8 * octet <= last) even += d[4 * octet + 2 * r];
-            if (8 * octet + 1 <= last) odd += d[4 * octet + 2 * r + 1];
+        for (int vec16 = 0; vec16 < 8; vec16++) {
+            if (8 * vec16 <= last) even += d[4 * vec16 + 2 * r];
+            if (8 * vec16 + 1 <= last) odd += d[4 * vec16 + 2 * r + 1];
         }
         mean[r] = mn_quad_sum(even + odd) * each[r];
     }
@@ -263,11 +268,13 @@ __device__ inline void mn_curve_unpack(float (&x)[8], const uint4 &pack) {
     }
 }
 
-__device__ inline uint4 mn_curve_pack_octet(const float (&x)[8]) {
+__device__ inline uint4 mn_curve_pack_vec16(const float (&x)[8]) {
     return make_uint4(mn_pair(x[0], x[1]), mn_pair(x[2], x[3]), mn_pair(x[4], x[5]),
                       mn_pair(x[6], x[7]));
 }
 
 #endif
+
+}    // namespace mneme::curvature
 
 #endif

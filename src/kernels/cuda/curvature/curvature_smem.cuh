@@ -1,14 +1,16 @@
-/* curvature_smem.cuh - curvature by blocks of eight warps on panels of shared memory, for any type
- * and machine: what forward and backward share, and the sums of segments. */
+/* curvature_smem.cuh - curvature by blocks of eight warps on smem tiles of shared memory, for any
+ * type and machine: what forward and backward share, and the sums of segments. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_CURVATURE_SMEM_CUH
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_SMEM_CUH
 
 #include "kernels/cuda/curvature/curvature.cuh"
 
+namespace mneme::curvature {
+
 enum {
     MN_CURVE_THREADS = 256,
     MN_CURVE_WARPS = 8,
-    MN_CURVE_PITCH = MN_CURVE_SLICE + MN_PANEL_PAD,
+    MN_CURVE_PITCH = MN_CURVE_SLICE + MN_SMEM_TILE_PAD,
 };
 
 /* Chunks and who has which tile of a product, for keys of up to KP numbers; `down` tiles of 16 rows
@@ -16,7 +18,7 @@ enum {
 template <typename T, int KP>
 struct mn_curve_sizes {
     static constexpr int chunk = (sizeof(T) == 2 ? 64 : 32) / (KP == 256 ? 2 : 1);
-    static constexpr int pitch = KP + MN_PANEL_PAD, score_pitch = chunk + MN_PANEL_PAD;
+    static constexpr int pitch = KP + MN_SMEM_TILE_PAD, score_pitch = chunk + MN_SMEM_TILE_PAD;
     static constexpr int down = chunk / 16, across = MN_CURVE_WARPS / down;
     static constexpr int columns = MN_CURVE_SLICE / across;
     static constexpr int state_n = KP == 64 ? 4 : 8;                  // tiles of R that a warp has
@@ -24,22 +26,22 @@ struct mn_curve_sizes {
     static constexpr int state_tiles = KP / 16 * state_across / MN_CURVE_WARPS;
 };
 
-/* mn_panel_product; in float32 sums of 32 products join the others at once, as what they make
+/* mn_smem_tile_mma; in float32 sums of 32 products join the others at once, as what they make
  * cancels against its mean. */
-template <mn_panel_side A, mn_panel_side B, int N>
-__device__ inline void mn_curve_product(mn_panel_sum<N> &sum, const mn_bf16 *a, int lda,
+template <mn_mma_trans A, mn_mma_trans B, int N>
+__device__ inline void mn_curve_product(mn_tile_acc<N> &sum, const mn_bf16 *a, int lda,
                                         const mn_bf16 *b, int ldb, int depth) {
-    mn_panel_product<A, B>(sum, a, lda, b, ldb, depth);
+    mn_smem_tile_mma<A, B>(sum, a, lda, b, ldb, depth);
 }
 
-template <mn_panel_side A, mn_panel_side B, int N>
-__device__ inline void mn_curve_product(mn_panel_sum<N> &sum, const float *a, int lda,
+template <mn_mma_trans A, mn_mma_trans B, int N>
+__device__ inline void mn_curve_product(mn_tile_acc<N> &sum, const float *a, int lda,
                                         const float *b, int ldb, int depth) {
     for (int i = 0; i < depth; i += 32) {
-        mn_panel_sum<N> part;
+        mn_tile_acc<N> part;
         part.clear();
-        mn_panel_product<A, B>(part, a + (A == MN_PLAIN ? i : i * lda), lda,
-                               b + (B == MN_PLAIN ? i * ldb : i), ldb, min(32, depth - i));
+        mn_smem_tile_mma<A, B>(part, a + (A == MN_NO_TRANS ? i : i * lda), lda,
+                               b + (B == MN_NO_TRANS ? i * ldb : i), ldb, min(32, depth - i));
 #pragma unroll
         for (int n = 0; n < N; n++) {
 #pragma unroll
@@ -53,7 +55,7 @@ __device__ inline void mn_curve_product(mn_panel_sum<N> &sum, const float *a, in
 template <typename T, int KP>
 struct mn_curve_matrix {
     using z = mn_curve_sizes<T, KP>;
-    mn_panel_sum<z::state_n> tile[z::state_tiles];
+    mn_tile_acc<z::state_n> tile[z::state_tiles];
 
     __device__ inline int row0(int i) {
         return (threadIdx.x / 32 / z::state_across + i * (MN_CURVE_WARPS / z::state_across)) * 16;
@@ -77,7 +79,7 @@ struct mn_curve_matrix {
     __device__ void add(const T *a, const T *b) {
 #pragma unroll
         for (int i = 0; i < z::state_tiles; i++) {
-            mn_curve_product<MN_TURNED, MN_PLAIN>(tile[i], a + row0(i), z::pitch, b + column0(),
+            mn_curve_product<MN_TRANS, MN_NO_TRANS>(tile[i], a + row0(i), z::pitch, b + column0(),
                                                   z::pitch, z::chunk);
         }
     }
@@ -87,7 +89,7 @@ struct mn_curve_matrix {
         for (int i = 0; i < z::state_tiles; i++) {
             tile[i].pairs([&](const float *x, int row, int column) {
                 T *at = to + (row0(i) + row) * MN_CURVE_PITCH + column0() + column;
-                mn_put_pair(at, x[0], x[1]);
+                mn_store2(at, x[0], x[1]);
             });
         }
     }
@@ -98,7 +100,7 @@ struct mn_curve_matrix {
         for (int i = 0; i < z::state_tiles; i++) {
             tile[i].pairs([&](const float *x, int row, int column) {
                 T *at = to + (row0(i) + row) * MN_CURVE_PITCH + column0() + column;
-                mn_put_pair(at, mn_curve_rest<T>(x[0]), mn_curve_rest<T>(x[1]));
+                mn_store2(at, mn_curve_rest<T>(x[0]), mn_curve_rest<T>(x[1]));
             });
         }
     }
@@ -121,23 +123,23 @@ struct mn_curve_matrix {
     }
 };
 
-/* sum over a chunk's tokens of column i of a panel */
+/* sum over a chunk's tokens of column i of a smem tile */
 template <typename T>
-__device__ inline float mn_curve_column_sum(const T *panel, int pitch, int chunk, int i) {
+__device__ inline float mn_curve_column_sum(const T *smem_tile, int pitch, int chunk, int i) {
     float sum = 0.0f;
 #pragma unroll 8
-    for (int t = 0; t < chunk; t++) sum += mn_float(panel[t * pitch + i]);
+    for (int t = 0; t < chunk; t++) sum += mn_float(smem_tile[t * pitch + i]);
     return sum;
 }
 
 /* tril(X K') of 16 rows, in registers; the sums of its rows go to `sums`. */
 template <typename T, int KP>
-__device__ inline void mn_curve_scores(mn_panel_sum<mn_curve_sizes<T, KP>::chunk / 8> &sum,
+__device__ inline void mn_curve_scores(mn_tile_acc<mn_curve_sizes<T, KP>::chunk / 8> &sum,
                                        float *sums, const T *x, const T *k, int row0) {
     using z = mn_curve_sizes<T, KP>;
     float part[2] = { 0.0f, 0.0f };
     sum.clear();
-    mn_curve_product<MN_PLAIN, MN_TURNED>(sum, x + row0 * z::pitch, z::pitch, k, z::pitch, KP);
+    mn_curve_product<MN_NO_TRANS, MN_TRANS>(sum, x + row0 * z::pitch, z::pitch, k, z::pitch, KP);
     sum.each([&](float &p, int row, int column) {
         if (column > row0 + row) p = 0.0f;
         if (row < 8) part[0] += p;
@@ -155,15 +157,15 @@ __device__ inline void mn_curve_scores(mn_panel_sum<mn_curve_sizes<T, KP>::chunk
 /* Scores less their row's mean, still lower triangular; and in `low` what rounding leaves. */
 template <typename T, int KP>
 __device__ inline void mn_curve_put_scores(T *to,
-                                           mn_panel_sum<mn_curve_sizes<T, KP>::chunk / 8> &sum,
+                                           mn_tile_acc<mn_curve_sizes<T, KP>::chunk / 8> &sum,
                                            const float *mean, int row0, T *low = NULL) {
     using z = mn_curve_sizes<T, KP>;
     sum.pairs([&](const float *x, int row, int column) {
         const int t = row0 + row, at = t * z::score_pitch + column;
         const float left = column > t ? 0.0f : x[0] - mean[t];
         const float right = column + 1 > t ? 0.0f : x[1] - mean[t];
-        mn_put_pair(to + at, left, right);
-        if (low) mn_put_pair(low + at, mn_curve_rest<T>(left), mn_curve_rest<T>(right));
+        mn_store2(to + at, left, right);
+        if (low) mn_store2(low + at, mn_curve_rest<T>(left), mn_curve_rest<T>(right));
     });
 }
 
@@ -185,22 +187,22 @@ __device__ inline void mn_curve_dots(float *to, const float *s, const T *x, int 
 
 /* Y of the warp's tile: += X R + scores K */
 template <typename T, int KP>
-__device__ inline void mn_curve_apply(mn_panel_sum<mn_curve_sizes<T, KP>::columns / 8> &Y,
+__device__ inline void mn_curve_apply(mn_tile_acc<mn_curve_sizes<T, KP>::columns / 8> &Y,
                                       const T *x, const T *R, const T *P, const T *k,
                                       int column0) {
     using z = mn_curve_sizes<T, KP>;
     const int row0 = threadIdx.x / 32 % z::down * 16;
     const int column = threadIdx.x / 32 / z::down * z::columns;
-    mn_curve_product<MN_PLAIN, MN_PLAIN>(Y, x + row0 * z::pitch, z::pitch, R + column,
+    mn_curve_product<MN_NO_TRANS, MN_NO_TRANS>(Y, x + row0 * z::pitch, z::pitch, R + column,
                                          MN_CURVE_PITCH, KP);
-    mn_curve_product<MN_PLAIN, MN_PLAIN>(Y, P + row0 * z::score_pitch, z::score_pitch,
+    mn_curve_product<MN_NO_TRANS, MN_NO_TRANS>(Y, P + row0 * z::score_pitch, z::score_pitch,
                                          k + column0 + column, z::pitch, row0 + 16);
 }
 
 /* ---- what segments add ----------------------------------------------------------------------- */
 
 template <typename T, int KP>
-struct mn_curve_moment_room {
+struct mn_curve_moment_smem {
     using z = mn_curve_sizes<T, KP>;
     alignas(16) T a[z::chunk * z::pitch];
     alignas(16) T b[z::chunk * z::pitch];
@@ -240,7 +242,7 @@ mn_curve_moments_kernel(const __grid_constant__ mn_curvature_args p, float *stat
                         const float *means, mn_curve_cut cut) {
     using z = mn_curve_sizes<T, KP>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_curve_moment_room<T, KP> &room = *(mn_curve_moment_room<T, KP> *)bytes;
+    mn_curve_moment_smem<T, KP> &room = *(mn_curve_moment_smem<T, KP> *)bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     const int64_t K = p.call.K;
     if (!at.s.there || (BACK ? at.s.first == 0 : at.s.last)) return;
@@ -253,10 +255,10 @@ mn_curve_moments_kernel(const __grid_constant__ mn_curvature_args p, float *stat
         const int count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
         __syncthreads();
-        mn_panel_fetch(room.a, z::pitch, z::chunk, KP, BACK ? p.cot.qt : p.k, at.s.span, at.h, t,
+        mn_smem_tile_load(room.a, z::pitch, z::chunk, KP, BACK ? p.cot.qt : p.k, at.s.span, at.h, t,
                        count, K, cut.packs);
         if (BACK) {
-            mn_panel_fetch(room.b, z::pitch, z::chunk, KP, p.q, at.s.span, at.h, t, count, K,
+            mn_smem_tile_load(room.b, z::pitch, z::chunk, KP, p.q, at.s.span, at.h, t, count, K,
                            cut.packs);
             const int i = threadIdx.x;
             if (i < count) {
@@ -324,21 +326,21 @@ inline int mn_curve_add_up(const mn_curvature_args *p, float *states, const floa
     const mn_call &c = p->call;
     if (c.T <= cut.segment) return cudaSuccess;
     const int code = mn_curve_start(mn_curve_moments_kernel<T, KP, BACK>, MN_CURVE_THREADS,
-                                    sizeof(mn_curve_moment_room<T, KP>), c, cut, on, *p, states,
+                                    sizeof(mn_curve_moment_smem<T, KP>), c, cut, on, *p, states,
                                     means);
     if (code != cudaSuccess) return code;
     const int64_t numbers = mn_curve_state_size(c.K) * c.H * mn_n_spans(c);
     mn_curve_scan_kernel<BACK><<<mn_blocks(numbers, MN_CURVE_THREADS), MN_CURVE_THREADS, 0, on>>>(
         *p, states, cut.segment);
-    return mn_launched();
+    return mn_launch_status();
 }
 
-/* How panels cut a call. */
+/* How smem tiles cut a call. */
 template <typename T>
-inline mn_curve_cut mn_curve_panel_cut(const mn_curvature_args *p) {
+inline mn_curve_cut mn_curve_smem_tile_cut(const mn_curvature_args *p) {
     const int64_t K = p->call.K;
-    const bool packs = mn_panel_packs<T>(p->q, K) && mn_panel_packs<T>(p->k, K) &&
-                       mn_panel_packs<T>(p->cot.qt, K);
+    const bool packs = mn_smem_tile_vec_ok<T>(p->q, K) && mn_smem_tile_vec_ok<T>(p->k, K) &&
+                       mn_smem_tile_vec_ok<T>(p->cot.qt, K);
     return { MN_CURVE_SEGMENT, mn_curve_slices(K), mn_curve_slices(K), packs };
 }
 
@@ -349,5 +351,7 @@ inline mn_curve_cut mn_curve_panel_cut(const mn_curvature_args *p) {
         if ((K) <= 128) return function<T, 128> arguments;                                         \
         return function<T, 256> arguments;                                                         \
     } while (0)
+
+}    // namespace mneme::curvature
 
 #endif

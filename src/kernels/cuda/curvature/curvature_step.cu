@@ -8,9 +8,11 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/curvature/curvature.cuh"
 
+namespace mneme::curvature {
+
 enum { STEP_WARPS = 10, STEP_THREADS = 32 * STEP_WARPS, STEP_SIDE = 32, STEP_PITCH = 33 };
 
-struct step_room {
+struct step_smem {
     float q[MN_CURVE_WIDEST], k[MN_CURVE_WIDEST];
     float reads[MN_CURVE_WIDEST / STEP_SIDE][MN_CURVE_WIDEST];
     float square[STEP_WARPS][STEP_SIDE * STEP_PITCH];
@@ -18,7 +20,7 @@ struct step_room {
 };
 
 /* Rows [i, i + 32) and columns [j, j + 32) of R, and their like across the diagonal. */
-__device__ static void step_square(step_room &room, const float *from, float *to, int i, int j,
+__device__ static void step_square(step_smem &room, const float *from, float *to, int i, int j,
                                    int K) {
     const int lane = threadIdx.x % 32;
     float *square = room.square[threadIdx.x / 32];
@@ -65,15 +67,15 @@ template <typename T>
 __global__ void __launch_bounds__(STEP_THREADS)
 curvature_step_kernel(const __grid_constant__ mn_curvature_args p) {
     extern __shared__ __align__(16) unsigned char bytes[];
-    step_room &room = *(step_room *)bytes;
+    step_smem &room = *(step_smem *)bytes;
     const int64_t h = blockIdx.x % p.call.H, n = blockIdx.x / p.call.H;
     const int K = (int)p.call.K, sides = (K + STEP_SIDE - 1) / STEP_SIDE;
     const T *q = mn_row<T>(p.q, n, 0, h), *k = mn_row<T>(p.k, n, 0, h);
     const float *R0 = mn_row<float>(p.kk0, n, 0, h), *s0 = mn_row<float>(p.ks0, n, 0, h);
     float *R = mn_row<float>(p.kk, n, 0, h), *s = mn_row<float>(p.ks, n, 0, h);
     T *qt = mn_row<T>(p.qt, n, 0, h);
-    mn_let_next_begin();
-    mn_wait_for_before();
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
     const float gamma = mn_float(*mn_row<T>(p.gamma, n, 0, h));
     const float each = (float)(1.0 / (mn_curve_before(p, n) + 1.0));
     float mean = 0.0f;
@@ -89,7 +91,7 @@ curvature_step_kernel(const __grid_constant__ mn_curvature_args p) {
     }
     const int i = threadIdx.x;
     const float sum = i < K ? mn_get(s0, i) + room.k[i] : 0.0f;
-    mean = each * mn_team_sum<STEP_THREADS>(i < K ? sum * room.q[i] : 0.0f, room.sums);
+    mean = each * mn_group_sum<STEP_THREADS>(i < K ? sum * room.q[i] : 0.0f, room.sums);
     if (i >= K) return;
     if (s) s[i] = sum;
     float read = -mean * sum;
@@ -111,8 +113,10 @@ MN_CUDA_LAUNCH(curvature_step) {
     if (p->call.K > MN_CURVE_WIDEST || blocks > INT32_MAX) return cudaErrorNotSupported;
     if (blocks == 0) return cudaSuccess;
     const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(step_room));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(step_smem));
     if (code != cudaSuccess) return code;
-    return mn_launch_early(kernel, dim3((unsigned)blocks), STEP_THREADS, sizeof(step_room),
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), STEP_THREADS, sizeof(step_smem),
                            (cudaStream_t)stream, *p);
 }
+
+}    // namespace mneme::curvature

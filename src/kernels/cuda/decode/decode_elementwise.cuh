@@ -9,35 +9,39 @@
 #include "kernels/cuda/prim/activation.cuh"
 #include "kernels/decode.h"
 
-enum { MN_FEW_TAPS = 4, MN_FEW_PACK = 4 };
-enum { MN_FEW_GATE_FIRST = 1, MN_FEW_SIGMOID = 1, MN_FEW_ROOT = 1 };
+namespace mneme::decode {
 
-/* A work as kernels know it. Element by element, `walk` and the sides have merged axes. */
-struct alignas(16) mn_few_job {
+using namespace elementwise;
+
+enum { MN_DECODE_TAPS = 4, MN_DECODE_PACK = 4 };
+enum { MN_DECODE_GATE_FIRST = 1, MN_DECODE_SIGMOID = 1, MN_DECODE_ROOT = 1 };
+
+/* A work as kernels know it. Element by element, `layout` and the sides have merged axes. */
+struct alignas(16) mn_decode_job {
     int kind, f, order, rows, width, taps;
     float scale, shift;
     bool packs, narrow;
-    mn_walk walk;
-    mn_side side[MN_FEW_VIEWS];
-    int lines[MN_FEW_VIEWS];    // of a cache, of each input
+    mn_offset_calc layout;
+    mn_operand side[MN_DECODE_VIEWS];
+    int lines[MN_DECODE_VIEWS];    // of a cache, of each input
     const int32_t *index;
 };
 
 /* Where results go: number i of the work, of which the first lies at `at` where that is not NULL,
  * in rows of `width`, `step` apart. */
-struct mn_few_rows {
+struct mn_decode_dst {
     char *at;
     int width, step;
 };
 
 /* Packs of four: registers are for weights on their way. */
 template <int N>
-__device__ inline void mn_few_get(float (&x)[N], const mn_side &side, int64_t at) {
+__device__ inline void mn_decode_load(float (&x)[N], const mn_operand &side, int64_t at) {
     if (N == 1 || side.stride[3] == 0) {
-        const float one = mn_side_get(side, at);
+        const float one = mn_operand_load(side, at);
 #pragma unroll
         for (int j = 0; j < N; j++) x[j] = one;
-    } else if (side.wide) {
+    } else if (side.is_f32) {
         mn_load<N>(x, (const float *)side.data, at);
     } else {
         mn_load<N>(x, (const mn_bf16 *)side.data, at);
@@ -45,7 +49,7 @@ __device__ inline void mn_few_get(float (&x)[N], const mn_side &side, int64_t at
 }
 
 template <int N>
-__device__ inline void mn_few_put(const mn_side &side, const mn_few_rows &to, int64_t at,
+__device__ inline void mn_decode_store(const mn_operand &side, const mn_decode_dst &to, int64_t at,
                                   const float (&x)[N]) {
     char *data = side.data;
     if (to.at) {
@@ -53,99 +57,103 @@ __device__ inline void mn_few_put(const mn_side &side, const mn_few_rows &to, in
         at = (int64_t)row * to.step + ((int)at - row * to.width);
         data = to.at;
     }
-    if (side.wide) mn_store<N>((float *)data, at, x);
+    if (side.is_f32) mn_store<N>((float *)data, at, x);
     else mn_store<N>((mn_bf16 *)data, at, x);
 }
 
 /* ---- element by element ---------------------------------------------------------------------- */
 
 template <int N, typename F>
-__device__ inline void mn_few_each_of(const mn_few_job &job, const F &f, const mn_few_rows &to) {
+__device__ inline void mn_decode_elementwise_of(const mn_decode_job &job, const F &f,
+                                                const mn_decode_dst &to) {
     constexpr int INS = F::INS;
 #pragma unroll 1
-    for (uint32_t pack = threadIdx.x; pack < job.walk.n_packs; pack += blockDim.x) {
-        const mn_spot spot = mn_spot_of<N>(job.walk, pack);
+    for (uint32_t pack = threadIdx.x; pack < job.layout.n_vecs; pack += blockDim.x) {
+        const mn_coord spot = mn_coord_of<N>(job.layout, pack);
         float x[INS + 1][N] = {}, y[1][N];
 #pragma unroll
         for (int i = 0; i < INS; i++) {
-            if (job.side[i].data) mn_few_get<N>(x[i], job.side[i], mn_offset(job.side[i], spot));
+            if (job.side[i].data) mn_decode_load<N>(x[i], job.side[i],
+                                                    mn_offset(job.side[i], spot));
         }
         if (job.narrow) f.template run<true>(x, y);
         else f.template run<false>(x, y);
-        mn_few_put<N>(job.side[INS], to, mn_offset(job.side[INS], spot), y[0]);
+        mn_decode_store<N>(job.side[INS], to, mn_offset(job.side[INS], spot), y[0]);
     }
 }
 
 template <typename F>
-__device__ inline void mn_few_each(const mn_few_job &job, const F &f, const mn_few_rows &to) {
-    if (job.packs) mn_few_each_of<MN_FEW_PACK>(job, f, to);
-    else mn_few_each_of<1>(job, f, to);
+__device__ inline void mn_decode_elementwise(const mn_decode_job &job, const F &f,
+                                             const mn_decode_dst &to) {
+    if (job.packs) mn_decode_elementwise_of<MN_DECODE_PACK>(job, f, to);
+    else mn_decode_elementwise_of<1>(job, f, to);
 }
 
-/* Rows of a table; a row here is a line of the walk over (rows, width). */
+/* Rows of a table; a row here is a line of the layout over (rows, width). */
 template <int N>
-__device__ inline void mn_few_pick(const mn_few_job &job, const mn_few_rows &to) {
+__device__ inline void mn_decode_gather(const mn_decode_job &job, const mn_decode_dst &to) {
 #pragma unroll 1
     for (int i = threadIdx.x * N; i < job.rows * job.width; i += blockDim.x * N) {
         const int row = i / job.width;
         float x[N];
-        mn_few_get<N>(x, job.side[0], job.index[row] * (int64_t)job.width + i % job.width);
-        mn_few_put<N>(job.side[1], to, i, x);
+        mn_decode_load<N>(x, job.side[0], job.index[row] * (int64_t)job.width + i % job.width);
+        mn_decode_store<N>(job.side[1], to, i, x);
     }
 }
 
 /* ---- norms ----------------------------------------------------------------------------------- */
 
-/* The sum over a warp, or over the block; `room` is 32 floats. */
-__device__ inline float mn_few_sum(float x, bool block, float *room) {
+/* The sum over a warp, or over the block; `smem` is 32 floats. */
+__device__ inline float mn_decode_reduce_sum(float x, bool block, float *smem) {
     x = mn_warp_sum(x);
     if (!block) return x;
-    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) smem[threadIdx.x / 32] = x;
     __syncthreads();
     const int warps = blockDim.x / 32;
-    x = mn_warp_sum((int)threadIdx.x % 32 < warps ? room[threadIdx.x % 32] : 0.0f);
+    x = mn_warp_sum((int)threadIdx.x % 32 < warps ? smem[threadIdx.x % 32] : 0.0f);
     __syncthreads();
     return x;
 }
 
-__device__ inline float mn_few_gate(const mn_few_job &job, float z) {
-    return job.f == MN_FEW_SIGMOID ? mn_sigmoid(z) : mn_silu(z).value;
+__device__ inline float mn_decode_gate(const mn_decode_job &job, float z) {
+    return job.f == MN_DECODE_SIGMOID ? mn_sigmoid(z) : mn_silu(z).value;
 }
 
 /* What a norm is taken of: x, or x a. */
-__device__ inline float mn_few_normed(const mn_few_job &job, float x, float z) {
-    return job.order == MN_FEW_GATE_FIRST ? x * mn_few_gate(job, z) : x;
+__device__ inline float mn_decode_norm_input(const mn_decode_job &job, float x, float z) {
+    return job.order == MN_DECODE_GATE_FIRST ? x * mn_decode_gate(job, z) : x;
 }
 
-__device__ inline float mn_few_inverse(const mn_few_job &job, float squares) {
-    if (job.kind != MN_FEW_L2_NORM) return 1.0f / sqrtf(squares / (float)job.width + job.scale);
-    if (job.f == MN_FEW_ROOT) return 1.0f / sqrtf(squares + job.scale);
+__device__ inline float mn_decode_rnorm(const mn_decode_job &job, float squares) {
+    if (job.kind != MN_DECODE_L2_NORM) return 1.0f / sqrtf(squares / (float)job.width + job.scale);
+    if (job.f == MN_DECODE_ROOT) return 1.0f / sqrtf(squares + job.scale);
     return 1.0f / fmaxf(sqrtf(squares), job.scale);
 }
 
-/* One row is the block's, several are a warp's each. The first numbers stay in registers. */
+/* One row is the block's, several are a warp's each. The first elements stay in registers. */
 template <int N>
-__device__ inline void mn_few_norm_of(const mn_few_job &job, const mn_few_rows &to, float *room) {
+__device__ inline void mn_decode_norm_of(const mn_decode_job &job, const mn_decode_dst &to,
+                                         float *smem) {
     constexpr int KEPT = N == 1 ? 4 : 1;
-    const bool block = job.rows == 1, gated = job.kind == MN_FEW_GATED_NORM;
-    const bool weighted = job.kind != MN_FEW_L2_NORM;
+    const bool block = job.rows == 1, gated = job.kind == MN_DECODE_GATED_NORM;
+    const bool weighted = job.kind != MN_DECODE_L2_NORM;
     const int lane = block ? threadIdx.x : threadIdx.x % 32, lanes = block ? blockDim.x : 32;
     const int first = block ? 0 : threadIdx.x / 32, step = block ? 1 : blockDim.x / 32;
-    const mn_side &w = job.side[gated ? 2 : 1], &y = job.side[gated ? 3 : weighted ? 2 : 1];
+    const mn_operand &w = job.side[gated ? 2 : 1], &y = job.side[gated ? 3 : weighted ? 2 : 1];
 #pragma unroll 1
     for (int row = first; row < job.rows; row += step) {
         const int64_t at = row * (int64_t)job.width;
         const int64_t weights = gated ? row % job.taps * (int64_t)job.width : 0;
         float x[KEPT][N], z[KEPT][N], weight[N] = {}, sum = 0.0f;
-        if (weighted && lane * N < job.width) mn_few_get<N>(weight, w, weights + lane * N);
+        if (weighted && lane * N < job.width) mn_decode_load<N>(weight, w, weights + lane * N);
 #pragma unroll 1
         for (int from = lane * N, k = 0; from < job.width; from += lanes * N, k++) {
             float now[N], gate[N] = {};
-            mn_few_get<N>(now, job.side[0], at + from);
-            if (gated) mn_few_get<N>(gate, job.side[1], at + from);
+            mn_decode_load<N>(now, job.side[0], at + from);
+            if (gated) mn_decode_load<N>(gate, job.side[1], at + from);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                const float u = mn_few_normed(job, now[j], gate[j]);
+                const float u = mn_decode_norm_input(job, now[j], gate[j]);
                 sum = fmaf(u, u, sum);
 #pragma unroll
                 for (int i = 0; i < KEPT; i++) {
@@ -153,57 +161,58 @@ __device__ inline void mn_few_norm_of(const mn_few_job &job, const mn_few_rows &
                 }
             }
         }
-        const float r = mn_few_inverse(job, mn_few_sum(sum, block, room));
+        const float r = mn_decode_rnorm(job, mn_decode_reduce_sum(sum, block, smem));
 #pragma unroll 1
         for (int from = lane * N, k = 0; from < job.width; from += lanes * N, k++) {
             float now[N], gate[N] = {}, out[N];
-            if (k >= KEPT) mn_few_get<N>(now, job.side[0], at + from);
-            if (k >= KEPT && gated) mn_few_get<N>(gate, job.side[1], at + from);
-            if (k > 0 && weighted) mn_few_get<N>(weight, w, weights + from);
+            if (k >= KEPT) mn_decode_load<N>(now, job.side[0], at + from);
+            if (k >= KEPT && gated) mn_decode_load<N>(gate, job.side[1], at + from);
+            if (k > 0 && weighted) mn_decode_load<N>(weight, w, weights + from);
 #pragma unroll
             for (int j = 0; j < N; j++) {
 #pragma unroll
                 for (int i = 0; i < KEPT; i++) {
                     if (i == k) now[j] = x[i][j], gate[j] = z[i][j];
                 }
-                const float u = gated ? now[j] * mn_few_gate(job, gate[j]) : now[j];
+                const float u = gated ? now[j] * mn_decode_gate(job, gate[j]) : now[j];
                 out[j] = weighted ? u * r * weight[j] : u * r;
             }
-            mn_few_put<N>(y, to, at + from, out);
+            mn_decode_store<N>(y, to, at + from, out);
         }
     }
 }
 
-__device__ inline void mn_few_norm(const mn_few_job &job, const mn_few_rows &to, float *room) {
-    if (job.packs) mn_few_norm_of<MN_FEW_PACK>(job, to, room);
-    else mn_few_norm_of<1>(job, to, room);
+__device__ inline void mn_decode_norm(const mn_decode_job &job, const mn_decode_dst &to,
+                                      float *smem) {
+    if (job.packs) mn_decode_norm_of<MN_DECODE_PACK>(job, to, smem);
+    else mn_decode_norm_of<1>(job, to, smem);
 }
 
 /* ---- convolution of one token ---------------------------------------------------------------- */
 
-enum { MN_FEW_X, MN_FEW_W, MN_FEW_BIAS, MN_FEW_TAIL0, MN_FEW_Y, MN_FEW_TAIL };
+enum { MN_DECODE_X, MN_DECODE_W, MN_DECODE_BIAS, MN_DECODE_TAIL0, MN_DECODE_Y, MN_DECODE_TAIL };
 
 /* A thread has a channel; it has read what was there before it writes the new tail, which may lie
  * in the same place. */
 template <int TAPS>
-__device__ inline void mn_few_conv_of(const mn_few_job &job) {
+__device__ inline void mn_decode_conv_of(const mn_decode_job &job) {
     constexpr int M = TAPS - 1;
     const int V = job.width;
-    const float *tail0 = (const float *)job.side[MN_FEW_TAIL0].data;
-    float *tail = (float *)job.side[MN_FEW_TAIL].data;
-    const mn_side &w = job.side[MN_FEW_W], &bias = job.side[MN_FEW_BIAS];
+    const float *tail0 = (const float *)job.side[MN_DECODE_TAIL0].data;
+    float *tail = (float *)job.side[MN_DECODE_TAIL].data;
+    const mn_operand &w = job.side[MN_DECODE_W], &bias = job.side[MN_DECODE_BIAS];
 #pragma unroll 1
     for (int i = threadIdx.x; i < job.rows * V; i += blockDim.x) {
         const int row = i / V, channel = i - row * V, before = row * M * V + channel;
-        float u[TAPS], weight[TAPS], sum = bias.data ? mn_side_get(bias, channel) : 0.0f;
+        float u[TAPS], weight[TAPS], sum = bias.data ? mn_operand_load(bias, channel) : 0.0f;
 #pragma unroll
-        for (int m = 0; m < TAPS; m++) weight[m] = mn_side_get(w, channel * TAPS + m);
+        for (int m = 0; m < TAPS; m++) weight[m] = mn_operand_load(w, channel * TAPS + m);
 #pragma unroll
         for (int m = 0; m < M; m++) u[m] = tail0 ? tail0[before + m * V] : 0.0f;
-        u[M] = mn_side_get(job.side[MN_FEW_X], i);
+        u[M] = mn_operand_load(job.side[MN_DECODE_X], i);
 #pragma unroll
         for (int m = 0; m < TAPS; m++) sum = fmaf(weight[m], u[m], sum);
-        mn_side_put(job.side[MN_FEW_Y], i, job.f ? mn_silu(sum).value : sum);
+        mn_operand_store(job.side[MN_DECODE_Y], i, job.f ? mn_silu(sum).value : sum);
 #pragma unroll
         for (int m = 0; m < M; m++) {
             if (tail) tail[before + m * V] = u[m + 1];
@@ -212,36 +221,36 @@ __device__ inline void mn_few_conv_of(const mn_few_job &job) {
 }
 
 /* The same with any number of taps. */
-__device__ inline void mn_few_conv_any(const mn_few_job &job) {
+__device__ inline void mn_decode_conv_any(const mn_decode_job &job) {
     const int taps = job.taps, M = taps - 1, V = job.width;
-    const float *tail0 = (const float *)job.side[MN_FEW_TAIL0].data;
-    float *tail = (float *)job.side[MN_FEW_TAIL].data;
-    const mn_side &w = job.side[MN_FEW_W], &bias = job.side[MN_FEW_BIAS];
+    const float *tail0 = (const float *)job.side[MN_DECODE_TAIL0].data;
+    float *tail = (float *)job.side[MN_DECODE_TAIL].data;
+    const mn_operand &w = job.side[MN_DECODE_W], &bias = job.side[MN_DECODE_BIAS];
 #pragma unroll 1
     for (int i = threadIdx.x; i < job.rows * V; i += blockDim.x) {
         const int row = i / V, channel = i - row * V, before = row * M * V + channel;
-        const float x = mn_side_get(job.side[MN_FEW_X], i);
-        float sum = bias.data ? mn_side_get(bias, channel) : 0.0f;
+        const float x = mn_operand_load(job.side[MN_DECODE_X], i);
+        float sum = bias.data ? mn_operand_load(bias, channel) : 0.0f;
         for (int m = 0; m < M; m++) {
             const float u = tail0 ? tail0[before + m * V] : 0.0f;
-            sum = fmaf(mn_side_get(w, channel * taps + m), u, sum);
+            sum = fmaf(mn_operand_load(w, channel * taps + m), u, sum);
             if (m > 0 && tail) tail[before + (m - 1) * V] = u;
         }
-        sum = fmaf(mn_side_get(w, channel * taps + M), x, sum);
+        sum = fmaf(mn_operand_load(w, channel * taps + M), x, sum);
         if (tail && M > 0) tail[before + (M - 1) * V] = x;
-        mn_side_put(job.side[MN_FEW_Y], i, job.f ? mn_silu(sum).value : sum);
+        mn_operand_store(job.side[MN_DECODE_Y], i, job.f ? mn_silu(sum).value : sum);
     }
 }
 
-__device__ inline void mn_few_conv(const mn_few_job &job) {
-    if (job.taps == MN_FEW_TAPS) mn_few_conv_of<MN_FEW_TAPS>(job);
-    else mn_few_conv_any(job);
+__device__ inline void mn_decode_conv(const mn_decode_job &job) {
+    if (job.taps == MN_DECODE_TAPS) mn_decode_conv_of<MN_DECODE_TAPS>(job);
+    else mn_decode_conv_any(job);
 }
 
-/* Asks the second cache for the inputs, which a step has not touched since the last one. */
-__device__ inline void mn_few_ask(const mn_few_job &job) {
+/* Asks the second cache for the inputs, which a step has not ranges since the last one. */
+__device__ inline void mn_decode_prefetch(const mn_decode_job &job) {
 #pragma unroll
-    for (int i = 0; i < MN_FEW_VIEWS; i++) {
+    for (int i = 0; i < MN_DECODE_VIEWS; i++) {
         for (int line = threadIdx.x; line < job.lines[i]; line += blockDim.x) {
             asm volatile("prefetch.global.L2 [%0];" :: "l"(job.side[i].data + line * 128));
         }
@@ -250,69 +259,74 @@ __device__ inline void mn_few_ask(const mn_few_job &job) {
 
 /* ---- all of them ----------------------------------------------------------------------------- */
 
-/* All threads of the block call; results are there after the next barrier. `room`: 32 floats. */
-__device__ inline void mn_few_do(const mn_few_job &job, const mn_few_rows &to, float *room) {
+/* All threads of the block call; results are there after the next barrier. `smem`: 32 floats. */
+__device__ inline void mn_decode_run_op(const mn_decode_job &job, const mn_decode_dst &to,
+                                        float *smem) {
     switch (job.kind) {
-    case MN_FEW_UNARY:
-        mn_few_each(job, mn_unary_forward{ (mn_unary)job.f, job.side[1].data != nullptr }, to);
+    case MN_DECODE_UNARY:
+        mn_decode_elementwise(job, mn_unary_forward{ (mn_unary)job.f,
+            job.side[1].data != nullptr }, to);
         break;
-    case MN_FEW_PAIR:
-        mn_few_each(job, mn_pair_forward{ (mn_pair_kind)job.f, job.scale, job.shift }, to);
+    case MN_DECODE_PAIR:
+        mn_decode_elementwise(job, mn_pair_forward{ (mn_pair_kind)job.f, job.scale, job.shift },
+                              to);
         break;
-    case MN_FEW_MOVE: mn_few_each(job, mn_same{}, to); break;
-    case MN_FEW_FILL: mn_few_each(job, mn_constant{ job.shift }, to); break;
-    case MN_FEW_ROWS:
-        if (job.packs) mn_few_pick<MN_FEW_PACK>(job, to);
-        else mn_few_pick<1>(job, to);
+    case MN_DECODE_MOVE: mn_decode_elementwise(job, mn_identity{}, to); break;
+    case MN_DECODE_FILL: mn_decode_elementwise(job, mn_constant{ job.shift }, to); break;
+    case MN_DECODE_ROWS:
+        if (job.packs) mn_decode_gather<MN_DECODE_PACK>(job, to);
+        else mn_decode_gather<1>(job, to);
         break;
-    case MN_FEW_CONV: mn_few_conv(job); break;
-    default: mn_few_norm(job, to, room); break;
+    case MN_DECODE_CONV: mn_decode_conv(job); break;
+    default: mn_decode_norm(job, to, smem); break;
     }
 }
 
 /* ---- from decode.h ------------------------------------------------------------------------------
  * */
 
-inline int mn_few_inputs(int kind) {
+inline int mn_decode_n_inputs(int kind) {
     static const int inputs[] = {
-#define FEW(id, inputs, results) inputs,
+#define DECODE_OP(id, inputs, results) inputs,
 #include "kernels/decode_jobs.def"
-#undef FEW
+#undef DECODE_OP
     };
     return inputs[kind];
 }
 
-/* The walk of a work that goes element by element. */
-inline void mn_few_walk(mn_few_job *job, const int64_t shape[4]) {
-    const mn_axes axes = mn_merge(shape, job->side);
-    bool packs = axes.n[3] % MN_FEW_PACK == 0;
-    for (const mn_side &side : job->side) packs &= mn_side_packs(side, axes);
+/* The layout of a work that goes element by element. */
+inline void mn_decode_set_layout(mn_decode_job *job, const int64_t shape[4]) {
+    const mn_axes axes = mn_coalesce_axes(shape, job->side);
+    bool packs = axes.n[3] % MN_DECODE_PACK == 0;
+    for (const mn_operand &side : job->side) packs &= mn_operand_vec_ok(side, axes);
     job->packs = packs;
-    mn_walk_over(&job->walk, axes, packs ? MN_FEW_PACK : 1);    // few numbers fit
+    mn_offset_calc_init(&job->layout, axes, packs ? MN_DECODE_PACK : 1);    // few elements fit
 }
 
-inline mn_few_job mn_few_job_of(const mn_few &work) {
-    mn_few_job job = {};
+inline mn_decode_job mn_decode_job_of(const mn_decode_op &work) {
+    mn_decode_job job = {};
     job.kind = work.kind, job.f = work.f, job.order = work.order;
     job.scale = (float)work.scale, job.shift = (float)work.shift, job.index = work.index;
     job.rows = (int)work.shape[2], job.width = (int)work.shape[3], job.taps = (int)work.shape[1];
     job.narrow = true;
-    bool packs = job.width % MN_FEW_PACK == 0;
-    const int inputs = work.kind == MN_FEW_ROWS ? 0 : mn_few_inputs(work.kind);
-    for (int i = 0; i < MN_FEW_VIEWS; i++) {
-        job.side[i] = mn_side_of(work.at[i]);
-        job.narrow &= !job.side[i].data || !job.side[i].wide;
+    bool packs = job.width % MN_DECODE_PACK == 0;
+    const int inputs = work.kind == MN_DECODE_ROWS ? 0 : mn_decode_n_inputs(work.kind);
+    for (int i = 0; i < MN_DECODE_VIEWS; i++) {
+        job.side[i] = mn_operand_of(work.at[i]);
+        job.narrow &= !job.side[i].data || !job.side[i].is_f32;
         packs &= (uintptr_t)job.side[i].data % 16 == 0;
         if (i >= inputs || !work.at[i].data) continue;
-        job.lines[i] = (int)mn_ceil_div(work.numbers[i] * (job.side[i].wide ? 4 : 2), 128);
+        job.lines[i] = (int)mn_ceil_div(work.elements[i] * (job.side[i].is_f32 ? 4 : 2), 128);
     }
-    if (work.kind <= MN_FEW_FILL) {
-        mn_few_walk(&job, work.shape);
+    if (work.kind <= MN_DECODE_FILL) {
+        mn_decode_set_layout(&job, work.shape);
         return job;
     }
-    for (mn_side &side : job.side) side.stride[3] = 1;
+    for (mn_operand &side : job.side) side.stride[3] = 1;
     job.packs = packs;
     return job;
 }
+
+}    // namespace mneme::decode
 
 #endif

@@ -1,18 +1,22 @@
-/* megakernel.h - between a program's kernel (megakernel.cu) and who writes it
+/* megakernel.h - between a megakernel's kernel (megakernel.cu) and who writes it
  * (megakernel_build.cu). */
 #ifndef MN_KERNELS_CUDA_DECODE_MEGAKERNEL_H
 #define MN_KERNELS_CUDA_DECODE_MEGAKERNEL_H
 
-/* Blocks of a program on the machine in use; 0: it runs none. */
-int mn_few_blocks(void);
+namespace mneme::decode {
 
-/* What a launch of a program is told. */
-typedef struct mn_few_started {
+/* Blocks of a megakernel on the machine in use; 0: it runs none. */
+int mn_megakernel_blocks(void);
+
+/* What a launch of a megakernel is told. */
+typedef struct mn_decode_launch_args {
     int n_stages;
-    int words_at, words;    // where words begin, and how many bytes of them a run has
+    int handoff_at, words;    // where words begin, and how many bytes of them a run has
     int ragged;             // a row's last chunk is not whole
-} mn_few_started;
+} mn_decode_launch_args;
 
-int mn_few_start_program(const mn_few_started *given, void *program, void *stream);
+int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel, void *stream);
+
+}    // namespace mneme::decode
 
 #endif

@@ -3,10 +3,15 @@
  * the recurrence of matrix_state.cuh. */
 #include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/delta/delta_chunk.h"
-#include "kernels/cuda/recurrent/matrix_state_step.cuh"
+#include "kernels/cuda/recurrent/matrix_state.cuh"
 
-static mn_memory memory_of(const mn_delta_args *p) {
-    mn_memory m = {};
+namespace mneme::delta {
+
+using namespace curvature;
+using namespace recurrent;
+
+static mn_matrix_params memory_of(const mn_delta_args *p) {
+    mn_matrix_params m = {};
     m.call = p->call, m.scale = (float)p->scale, m.decay = p->decay;
     m.q = p->q, m.e = p->e, m.w = p->w, m.v = p->v, m.beta = p->beta, m.g = p->g;
     m.state0 = p->state0;
@@ -18,7 +23,7 @@ static mn_memory memory_of(const mn_delta_args *p) {
 
 MN_CUDA_PLAN(delta_forward) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    if (mn_delta_chunks(p)) return mn_delta_chunk_forward_plan(plan, p);
+    if (mn_delta_uses_chunks(p)) return mn_delta_chunk_forward_plan(plan, p);
     return !p->query || mn_curvature_forward_cuda_plan(p->query, plan);
 }
 
@@ -31,9 +36,9 @@ MN_CUDA_LAUNCH(delta_forward) {
         query.call = p.call;
         p.query = &query;
     }
-    if (mn_delta_chunks(&p)) return mn_delta_chunk_forward(&p, shared, stream);
+    if (mn_delta_uses_chunks(&p)) return mn_delta_chunk_forward(&p, shared, stream);
     const int code = p.query ? mn_curvature_forward_cuda(p.query, shared, stream) : cudaSuccess;
-    return code == cudaSuccess ? mn_memory_forward<true>(memory_of(&p), stream) : code;
+    return code == cudaSuccess ? mn_matrix_forward<true>(memory_of(&p), stream) : code;
 }
 
 MN_CUDA_PLAN(delta_step) {
@@ -43,17 +48,19 @@ MN_CUDA_PLAN(delta_step) {
 
 MN_CUDA_LAUNCH(delta_step) {
     (void)shared;
-    return mn_memory_step<true>(memory_of((const mn_delta_args *)args), stream);
+    return mn_matrix_step<true>(memory_of((const mn_delta_args *)args), stream);
 }
 
 MN_CUDA_PLAN(delta_backward) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    if (mn_delta_chunks(p)) return mn_delta_chunk_backward_plan(plan, p);
-    return mn_memory_backward_plan(plan, p->call);
+    if (mn_delta_uses_chunks(p)) return mn_delta_chunk_backward_plan(plan, p);
+    return mn_matrix_backward_plan(plan, p->call);
 }
 
 MN_CUDA_LAUNCH(delta_backward) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    if (mn_delta_chunks(p)) return mn_delta_chunk_backward(p, shared, stream);
-    return mn_memory_backward<true>(memory_of(p), shared, stream);
+    if (mn_delta_uses_chunks(p)) return mn_delta_chunk_backward(p, shared, stream);
+    return mn_matrix_backward<true>(memory_of(p), shared, stream);
 }
+
+}    // namespace mneme::delta

@@ -5,12 +5,16 @@
 
 #include "kernels/kernel.h"
 
+namespace mneme::delta {
+
 /* Whether chunks serve a call: its kind and widths, never its length. */
-bool mn_delta_chunks(const mn_delta_args *p);
+bool mn_delta_uses_chunks(const mn_delta_args *p);
 
 bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p);
 int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream);
 bool mn_delta_chunk_backward_plan(mn_plan *plan, const mn_delta_args *p);
 int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream);
+
+}    // namespace mneme::delta
 
 #endif

@@ -1,9 +1,473 @@
-/* delta_fwd_chunk.cu - delta over chunks: squares of all chunks, then the walk; and what makes its
- * queries, where that is curvature, which the walk then follows. */
+/* delta_fwd_chunk.cu - delta over chunks: matrices of all chunks, then the scan; and what makes its
+ * queries, where that is curvature, which the scan then follows. */
+#include "kernels/cuda/prim/pdl.cuh"
+#include "kernels/cuda/delta/delta_intra_chunk.cuh"
+#include "kernels/cuda/delta/delta_mma.cuh"
+#include "kernels/cuda/prim/tma.cuh"
+#include "kernels/cuda/curvature/curvature_ready.cuh"
+#include "kernels/cuda/delta/delta_state_scan.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
-#include "kernels/cuda/delta/delta_fwd_chunk_sm90.cuh"
 
-static int n_processors(void) {
+namespace mneme::delta {
+
+using namespace curvature;
+
+/* delta's states forward on Hopper, for keys of up to 128 and decays that channels share: the
+ * scan of delta_state_scan.cuh by splits of four warps that workspace apart.
+ *
+ *   X = V - Ed S     R = T X     O = Qd S + P R     S <- fall S + Wd'R
+ *   P_ts = scale beta_s q_t.w_s exp(G_t - G_s), s <= t
+ *
+ * One group has the states, one makes P, and of the third one warp uses_tma the copy engine for
+ * chunks ahead and one for results to be stored. As P is made here, what comes before the scan
+ * needs no queries, which may still be in the making then, and while the scan goes on
+ * (curvature_ready.cuh). Little code is what this lives by: the warps of a quarter of a processor
+ * run three kinds of it in iter. */
+
+/* T of all chunks on Hopper, as tiles, where nothing else is wanted of them yet and channels
+ * share decays: keys write where they erase, and queries may still be in the making.
+ *
+ * One block of four warps has one chunk of one head. These are few, and what they take little, so
+ * that blocks find smem beside those of another kernel: most of the time each waits for itself. */
+
+enum { MN_DELTA_WY_THREADS = 128 };
+
+template <int KP>
+struct mn_wy_inverse_smem {
+    union {
+        alignas(1024) unsigned char e[mn_tile_bytes<KP>()];
+        mn_delta_wy_solver solver;    // once the keys have been read
+    };
+    alignas(16) mn_delta_log_decays log_decays;
+    uint64_t full;
+};
+
+#if MN_HAS_WGMMA
+
+/* One thread calls. */
+template <int KP>
+__device__ inline void mn_wy_inverse_tma_load(mn_wy_inverse_smem<KP> &smem, const CUtensorMap &keys,
+                                           int h,
+                                       int t, int b) {
+    constexpr int matrix = MN_DELTA_MATRIX * (int)sizeof(mn_bf16);
+    mn_mbarrier_init(&smem.full, 1);
+    mn_mbarrier_init_fence();
+    mn_mbarrier_arrive_expect_tx(&smem.full, KP / 64 * matrix);
+#pragma unroll
+    for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
+        mn_tma_load(smem.e + smem_tile * matrix, keys, &smem.full, 64 * smem_tile, h, t, b);
+    }
+}
+
+/* Rows of tile `left` with those of tile `right`, 64 each, by four warps: a warp has 16 of them. */
+template <int KP>
+__device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsigned right) {
+    mn_mma_fence<true>();
+#pragma unroll
+    for (int k = 0; k < KP; k += 16) {
+        const unsigned at = k / 64 * 8192 + k % 64 * 2;
+        mn_wgmma_m64n64k16(sum, left + at, right + at);
+    }
+    mn_mma_commit_wait<true>();
+}
+
+template <int KP>
+__device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP> &smem, const mn_delta_params &job,
+                                      const CUtensorMap &keys) {
+    const mn_delta_args &p = job.p;
+    const int h = (int)(blockIdx.x % (unsigned)p.call.H), index = (int)blockIdx.x;
+    const mn_tile_span tile = mn_tile_at(p.call, MN_DELTA_CHUNK, blockIdx.x / (unsigned)p.call.H);
+    const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
+    const bool copies = p.call.cu_seqlens && count < MN_DELTA_CHUNK;    // others' keys follow
+    float sum[8][4] = {};
+    if (count == 0) return;
+    if (copies) {
+        mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, h, tile.first, count, 0,
+                                            p.call.K, threadIdx.x);
+        mn_cp_async_commit();
+    } else if (threadIdx.x == 0) {
+        mn_wy_inverse_tma_load(smem, keys, h, (int)(tile.span.t0 + tile.first), (int)tile.span.b);
+    }
+    if (warp == 0) mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
+    mn_cp_async_wait<0>();
+    __syncthreads();
+    if (copies) mn_fence_proxy_async();
+    else mn_mbarrier_wait(&smem.full, 0);
+    mn_wgmma_scores<KP>(sum, mn_shared_u32(smem.e), mn_shared_u32(smem.e));
+    __syncthreads();
+    mn_delta_decay_scores(sum, smem.log_decays, warp, false, [&](int t, int s, float x, float y) {
+        *(float2 *)&smem.solver.A[t][s] = make_float2(x, y);
+    });
+    mn_delta_store_log_decays(job.workspace.log_decays + index, smem.log_decays);
+    mn_delta_wy_inverse<MN_DELTA_WY_THREADS, true>(
+        smem.solver, job.workspace.T + (int64_t)index * MN_DELTA_MATRIX, nullptr);
+}
+
+#endif
+
+/* May start before the launch in front of it has ended: the first block waits for that. */
+template <int KP>
+__global__ void __launch_bounds__(MN_DELTA_WY_THREADS, 8)
+delta_wy_inverse_sm90_kernel(const __grid_constant__ mn_delta_params job,
+                         const __grid_constant__ CUtensorMap keys) {
+#if MN_HAS_WGMMA
+    extern __shared__ __align__(1024) unsigned char wy_smem_bytes[];
+    mn_pdl_launch_dependents();
+    mn_wy_inverse_chunk<KP>(*(mn_wy_inverse_smem<KP> *)wy_smem_bytes, job, keys);
+    if (blockIdx.x == 0) mn_pdl_wait();
+#endif
+}
+
+/* `early`: the launch in front makes nothing that this one reads. */
+template <int KP>
+inline int mn_delta_wy_inverse_sm90(const mn_delta_params &job, const CUtensorMap &keys, bool early,
+                              cudaStream_t stream) {
+    const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    const size_t smem = sizeof(mn_wy_inverse_smem<KP>);
+    if (early) {
+        return mn_launch_pdl(delta_wy_inverse_sm90_kernel<KP>, dim3((unsigned)blocks),
+                               MN_DELTA_WY_THREADS, smem, stream, job, keys);
+    }
+    return mn_launch_smem(delta_wy_inverse_sm90_kernel<KP>, dim3((unsigned)blocks),
+                               MN_DELTA_WY_THREADS, smem, stream, job, keys);
+}
+
+enum {
+    MN_FWD_CHUNK_WARPGROUP = 32 * MN_DELTA_COL_TILES,    // threads
+    MN_FWD_CHUNK_THREADS = 2 * MN_FWD_CHUNK_WARPGROUP + MN_DELTA_PRODUCERS,
+    MN_FWD_CHUNK_STAGES = 3,                       // chunks under way
+};
+
+struct mn_fwd_chunk_maps {
+    CUtensorMap q, e, v, o;
+};
+
+/* `front` has rows of keys, values, T and P. */
+template <int KP>
+struct alignas(1024) mn_fwd_chunk_stage {
+    mn_scan_front<KP> front;
+    alignas(1024) unsigned char queries[mn_tile_bytes<KP>()];
+    alignas(16) mn_delta_log_decays log_decays;
+};
+
+template <int KP>
+struct mn_fwd_chunk_smem {
+    mn_fwd_chunk_stage<KP> stage[MN_FWD_CHUNK_STAGES];
+    alignas(1024) unsigned char out[2][mn_tile_bytes<64>()];
+    uint64_t full[MN_FWD_CHUNK_STAGES], scored[MN_FWD_CHUNK_STAGES], empty[MN_FWD_CHUNK_STAGES];
+    uint64_t out_full[2], out_empty[2];
+    mn_scan_coord place;
+};
+
+#if MN_HAS_WGMMA
+
+/* ---- the group that fetches ------------------------------------------------------------------ */
+
+/* Whether a chunk's tiles hold tokens of its sequence alone, and zeros. */
+__device__ inline bool mn_fwd_chunk_is_full(const mn_delta_params &job, const mn_scan_coord &at,
+                                         int chunk) {
+    return !job.p.call.cu_seqlens || mn_scan_chunk_len(at, chunk) == MN_DELTA_CHUNK;
+}
+
+/* One lane calls. */
+template <int KP>
+__device__ inline void mn_fwd_chunk_tma_load(mn_fwd_chunk_stage<KP> &to, uint64_t *full,
+                                    const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
+                                    const mn_scan_coord &at, int chunk) {
+    constexpr int matrix = MN_DELTA_MATRIX * (int)sizeof(mn_bf16);
+    const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
+    const int h = (int)at.h, b = (int)at.span.b, t = (int)at.span.t0 + chunk * MN_DELTA_CHUNK;
+    mn_mbarrier_arrive_expect_tx(full, (2 * (KP / 64) + 2) * matrix
+                                 + (int)sizeof(mn_delta_log_decays));
+#pragma unroll
+    for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
+        mn_tma_load(to.front.keys + smem_tile * matrix, maps.e, full, 64 * smem_tile, h, t, b);
+        mn_tma_load(to.queries + smem_tile * matrix, maps.q, full, 64 * smem_tile, h, t, b);
+    }
+    mn_tma_load(to.front.values, maps.v, full, (int)at.column0, h, t, b);
+    mn_tma_load_1d(to.front.T, job.workspace.T + index * MN_DELTA_MATRIX, matrix, full);
+    mn_tma_load_1d(&to.log_decays, job.workspace.log_decays + index,
+                     (int)sizeof(mn_delta_log_decays), full);
+}
+
+/* The same by all threads of the group, with zeros behind the sequence. */
+template <int KP>
+__device__ __noinline__ void mn_fwd_chunk_copy(mn_fwd_chunk_stage<KP> &to,
+                                               const mn_delta_params &job,
+                                           const mn_scan_coord &at, int chunk) {
+    constexpr int n_threads = MN_DELTA_PRODUCERS, matrix = MN_DELTA_MATRIX * (int)sizeof(mn_bf16);
+    const mn_delta_args &p = job.p;
+    const int tid = mn_scan_producer_tid();
+    const int64_t index = (at.first + chunk) * p.call.H + at.h;
+    mn_scan_copy_keys<KP, false>(to.front.keys, job, p.e, true, nullptr, at, chunk);
+    mn_scan_copy_keys<KP, false>(to.queries, job, p.q, true, nullptr, at, chunk);
+    mn_tile_load<64, n_threads>(to.front.values, p.v, true, at.span, at.h,
+                             (int64_t)chunk * MN_DELTA_CHUNK, mn_scan_chunk_len(at, chunk),
+                                 at.column0,
+                             min(p.call.V, at.column0 + at.columns), tid);
+    mn_cp_async_raw(to.front.T, job.workspace.T + index * MN_DELTA_MATRIX, matrix, n_threads, tid);
+    mn_cp_async_raw(&to.log_decays, job.workspace.log_decays + index,
+                    (int)sizeof(mn_delta_log_decays), n_threads, tid);
+    mn_cp_async_commit();
+    mn_cp_async_wait<0>();
+    mn_fence_proxy_async();
+}
+
+/* A tile of results to memory by a warp. */
+__device__ inline void mn_fwd_chunk_store_out(const mn_delta_params &job,
+                                              const mn_fwd_chunk_maps &maps,
+                                    const mn_scan_coord &at, const unsigned char *tile,
+                                        int chunk) {
+    const int lane = threadIdx.x % 32, vec16 = lane % 8;
+    const int64_t t = at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK;
+    const int64_t j = at.column0 + 8 * vec16;
+    if (!job.p.o.data) return;
+    if (mn_fwd_chunk_is_full(job, at, chunk)) {
+        if (lane > 0) return;
+        mn_tma_store(maps.o, tile, (int)at.column0, (int)at.h, (int)t, (int)at.span.b);
+        mn_tma_store_wait_read();
+        return;
+    }
+    for (int token = lane / 8; token < mn_scan_chunk_len(at, chunk); token += 4) {
+        const uint4 pack = *(const uint4 *)(tile + mn_tile_swizzle(token, vec16));
+        mn_bf16 *to = mn_row<mn_bf16>(job.p.o, at.span.b, t + token, at.h) + j;
+        if (j < job.p.call.V) *(uint4 *)to = pack;
+    }
+}
+
+/* Results leave as many chunks behind as others are brought ahead. OVERLAPS: not before curvature
+ * has made their queries. */
+template <int KP, bool OVERLAPS>
+__device__ inline void mn_fwd_chunk_producer(mn_fwd_chunk_smem<KP> &smem,
+                                             const mn_delta_params &job,
+                                      const mn_fwd_chunk_maps &maps, const mn_curve_ready &ready) {
+    const mn_scan_coord &at = smem.place;
+    const int warp = threadIdx.x / 32 % 4;
+    mn_curve_waiting queries;
+    if (OVERLAPS) queries.begin(ready, job.p.call, at.n, at.h);
+    for (int chunk = 0; chunk < at.n_chunks + MN_FWD_CHUNK_STAGES; chunk++) {
+        const int slot = chunk % MN_FWD_CHUNK_STAGES, iter = chunk / MN_FWD_CHUNK_STAGES;
+        const int result = chunk - MN_FWD_CHUNK_STAGES;
+        if (chunk < at.n_chunks) {
+            mn_mbarrier_wait(&smem.empty[slot], (iter & 1) ^ 1);
+            if (!mn_fwd_chunk_is_full(job, at, chunk)) {
+                if (OVERLAPS) queries.wait(ready, job.p.call.H, chunk);
+                mn_fwd_chunk_copy<KP>(smem.stage[slot], job, at, chunk);
+                mn_mbarrier_arrive(&smem.full[slot]);
+            } else if (mn_scan_producer_tid() == 0) {
+                if (OVERLAPS) queries.wait(ready, job.p.call.H, chunk);
+                mn_fwd_chunk_tma_load<KP>(smem.stage[slot], &smem.full[slot], job, maps, at, chunk);
+            } else {
+                mn_mbarrier_arrive(&smem.full[slot]);
+            }
+        }
+        if (warp != 1 || result < 0) continue;
+        mn_mbarrier_wait(&smem.out_full[result % 2], result / 2 & 1);
+        mn_fwd_chunk_store_out(job, maps, at, smem.out[result % 2], result);
+        mn_mbarrier_arrive(&smem.out_empty[result % 2]);
+    }
+}
+
+/* ---- the group that makes scores ------------------------------------------------------------- */
+
+/* A warp has 16 rows of P. */
+template <int KP>
+__device__ inline void mn_fwd_chunk_scores(mn_fwd_chunk_smem<KP> &smem, float scale) {
+    const int lane = threadIdx.x % 32, block = threadIdx.x / 32 % 4;
+    for (int i = 0; i < MN_FWD_CHUNK_STAGES; i++) {    // what is above the diagonal stays zero
+        uint4 *rows = (uint4 *)(smem.stage[i].front.P + block * 16 * 128);
+        for (int k = lane; k < 16 * 8; k += 32) rows[k] = make_uint4(0, 0, 0, 0);
+    }
+    for (int chunk = 0; chunk < smem.place.n_chunks; chunk++) {
+        const int slot = chunk % MN_FWD_CHUNK_STAGES;
+        mn_fwd_chunk_stage<KP> &in = smem.stage[slot];
+        float sum[8][4] = {};
+        mn_mbarrier_wait(&smem.full[slot], chunk / MN_FWD_CHUNK_STAGES & 1);
+        mn_fence_proxy_async();
+        mn_wgmma_scores<KP>(sum, mn_shared_u32(in.queries), mn_shared_u32(in.front.keys));
+        mn_delta_decay_scores(sum, in.log_decays, block, true, [&](int t, int s, float x, float y) {
+            *(unsigned *)(in.front.P + mn_tile_swizzle(t, s / 8) + s % 8 * 2) =
+                mn_bf16x2(scale * x, scale * y);
+        });
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive(&smem.scored[slot]);
+    }
+}
+
+/* ---- the group that has the states ----------------------------------------------------------- */
+
+/* Results, transposed, as a tile of rows. */
+__device__ inline void mn_fwd_chunk_stage_out(unsigned char *tile, const float (&O)[8][4]) {
+    const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8;
+    const int vec16 = threadIdx.x / 32 * 2 + lane / 8 % 2;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        unsigned x[4];
+        mn_frag_a_of(x, O[2 * k], O[2 * k + 1]);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::
+                         "r"(mn_shared_u32(tile) + mn_tile_swizzle(16 * k + row, vec16)),
+                     "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+    }
+}
+
+/* Starts y += x matrix'. */
+__device__ inline void mn_fwd_chunk_mma_lower(float (&y)[8][4], const unsigned (&x)[4][4],
+                                      const unsigned char *matrix) {
+    mn_mma_fence<true>();
+#pragma unroll
+    for (int k = 0; k < 4; k++) mn_mma_abt<true>(y, x[k], mn_shared_u32(matrix), 16 * k, 0);
+    mn_mma_commit<true>();
+}
+
+template <int KP>
+__device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
+                                               const mn_delta_params &job) {
+    const mn_delta_args &p = job.p;
+    const mn_scan_coord &at = smem.place;
+    const int col_tile = threadIdx.x / 32;
+    mn_scan_state<KP, true, 1> S;
+    S.load(p.state0, p.call, at);
+    for (int chunk = 0; chunk < at.n_chunks; chunk++) {
+        const int slot = chunk % MN_FWD_CHUNK_STAGES, phase = chunk / MN_FWD_CHUNK_STAGES & 1;
+        mn_fwd_chunk_stage<KP> &in = smem.stage[slot];
+        float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
+        unsigned a[KP / 16][4], x[4][4], r[4][4];
+#pragma unroll
+        for (int k = 0; k < KP / 16; k++) mn_frag_a_of(a[k], S.at[2 * k], S.at[2 * k + 1]);
+        mn_mbarrier_wait(&smem.full[slot], phase);
+        mn_fence_proxy_async();
+        mn_mma_fence<true>();
+#pragma unroll
+        for (int k = 0; k < KP / 16; k++) {
+            mn_mma_abt<true>(X, a[k], mn_shared_u32(in.front.keys), 16 * k, 0);
+        }
+        mn_mma_commit<true>();
+#pragma unroll
+        for (int k = 0; k < KP / 16; k++) {
+            mn_mma_abt<true>(O, a[k], mn_shared_u32(in.queries), 16 * k, 0);
+        }
+        mn_mma_commit<true>();
+        const float cum_decay = in.log_decays.gamma[MN_DELTA_CHUNK - 1];
+#pragma unroll
+        for (int i = 0; i < KP / 2; i++) S.at[i / 4][i % 4] *= cum_decay;
+        mn_mma_wait<true, 1>();
+        mn_scan_scale_tokens(X, in.log_decays.gamma, 1.0f);
+        mn_scan_residuals<KP, true>(x, X, in.front, col_tile, 0);
+        mn_fwd_chunk_mma_lower(R, x, in.front.T);
+        mn_mma_wait<true, 1>();
+        mn_scan_scale_tokens(O, in.log_decays.gamma, job.scale);
+        mn_mma_wait<true>();
+        mn_scan_frags_a(r, R);
+        mn_scan_scale_tokens(R, in.log_decays.write, 1.0f);
+        mn_scan_frags_a(x, R);
+        mn_mbarrier_wait(&smem.scored[slot], phase);
+        mn_fwd_chunk_mma_lower(O, r, in.front.P);
+        S.add(x, in.front.keys);
+        mn_mma_commit<true>();
+        mn_mbarrier_wait(&smem.out_empty[chunk % 2], (chunk / 2 & 1) ^ 1);
+        mn_mma_wait<true, 1>();
+        mn_fwd_chunk_stage_out(smem.out[chunk % 2], O);
+        mn_mma_wait<true>();
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive(&smem.out_full[chunk % 2]);
+        mn_mbarrier_arrive(&smem.empty[slot]);
+    }
+    S.store(p.state, p.call, at);
+}
+
+#endif
+
+/* ---- the kernel ------------------------------------------------------------------------------ */
+
+/* OVERLAPS: beside the launches in front, for which the first block waits at its end. */
+template <int KP, bool OVERLAPS>
+__global__ void __launch_bounds__(MN_FWD_CHUNK_THREADS, 1)
+delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
+                      const __grid_constant__ mn_fwd_chunk_maps maps, int64_t n_slices,
+                      mn_curve_ready ready) {
+#if MN_HAS_WGMMA
+    extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
+    mn_fwd_chunk_smem<KP> &smem = *(mn_fwd_chunk_smem<KP> *)scan_smem_bytes;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < MN_FWD_CHUNK_STAGES; i++) {
+            mn_mbarrier_init(&smem.full[i], MN_DELTA_PRODUCERS);
+            mn_mbarrier_init(&smem.scored[i], MN_FWD_CHUNK_WARPGROUP);
+            mn_mbarrier_init(&smem.empty[i], MN_FWD_CHUNK_WARPGROUP);
+        }
+        for (int i = 0; i < 2; i++) {
+            mn_mbarrier_init(&smem.out_full[i], MN_FWD_CHUNK_WARPGROUP);
+            mn_mbarrier_init(&smem.out_empty[i], 32);
+        }
+        mn_mbarrier_init_fence();
+        mn_scan_find_coord(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES);
+    }
+    __syncthreads();
+    if (threadIdx.x < MN_FWD_CHUNK_WARPGROUP) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        mn_fwd_chunk_state_scan<KP>(smem, job);
+    } else if (threadIdx.x < 2 * MN_FWD_CHUNK_WARPGROUP) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 144;");
+        mn_fwd_chunk_scores<KP>(smem, job.scale);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
+        mn_fwd_chunk_producer<KP, OVERLAPS>(smem, job, maps, ready);
+        if (OVERLAPS && blockIdx.x == 0) mn_pdl_wait();
+    }
+#endif
+}
+
+/* Whether the kernel serves a call: where there are rows that the copy engine can bring. Fills in
+ * the maps. Few columns and heads leave processors without a block, and still it ends before
+ * blocks of fewer column tiles would. */
+inline bool mn_delta_fwd_chunk_supported(mn_fwd_chunk_maps *maps, const mn_delta_params &job) {
+    const mn_delta_args &p = job.p;
+    const int64_t K = p.call.K, V = p.call.V;
+    *maps = {};
+    return K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data && job.packed[MN_DELTA_Q] &&
+           job.packed[MN_DELTA_E] && job.packed[MN_DELTA_V] && job.packed[MN_DELTA_O] &&
+           mn_device_is_sm90() && mn_tma_map(&maps->q, p.q, p.call, K, MN_DELTA_CHUNK) &&
+           mn_tma_map(&maps->e, p.e, p.call, K, MN_DELTA_CHUNK) &&
+           mn_tma_map(&maps->v, p.v, p.call, V, MN_DELTA_CHUNK) &&
+           (!p.o.data || mn_tma_map(&maps->o, p.o, p.call, V, MN_DELTA_CHUNK));
+}
+
+inline int64_t mn_fwd_chunk_slices(const mn_call &call) {
+    return mn_ceil_div(call.V, MN_FWD_CHUNK_WARPGROUP / 2);
+}
+
+inline int64_t mn_fwd_chunk_blocks(const mn_call &call) {
+    return mn_fwd_chunk_slices(call) * call.H * mn_n_spans(call);
+}
+
+template <int KP>
+inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
+                          cudaStream_t stream) {
+    const int64_t blocks = mn_fwd_chunk_blocks(job.p.call);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_smem(delta_fwd_chunk_sm90_kernel<KP, false>, dim3((unsigned)blocks),
+                               MN_FWD_CHUNK_THREADS, sizeof(mn_fwd_chunk_smem<KP>), stream, job,
+                                   maps,
+                               mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
+}
+
+/* The same beside the launch in front, which makes the queries. */
+template <int KP>
+inline int mn_delta_fwd_chunk_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
+                                 const mn_curve_ready &ready, cudaStream_t stream) {
+    const int64_t blocks = mn_fwd_chunk_blocks(job.p.call);
+    const size_t smem = sizeof(mn_fwd_chunk_smem<KP>);
+    const auto kernel = delta_fwd_chunk_sm90_kernel<KP, true>;
+    const cudaError_t code = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+    if (code != cudaSuccess || blocks == 0) return code;
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS, smem, stream, job,
+                           maps, mn_fwd_chunk_slices(job.p.call), ready);
+}
+
+static int sm_count(void) {
     int device = 0, count = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
@@ -12,58 +476,61 @@ static int n_processors(void) {
     return count;
 }
 
-/* The walk beside the curvature that makes its queries, a chunk or two behind. */
+/* The scan beside the curvature that makes its queries, a chunk or two behind. */
 template <int KP>
-static int follow(const mn_delta_job &job, const mn_apart_maps &maps, const mn_curve_beside &query,
+static int forward_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
+                            const mn_curve_beside &query,
                   cudaStream_t stream) {
     int code = mn_curve_beside_sums(query, stream);
-    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, false, stream);
+    if (code == cudaSuccess) code = mn_delta_wy_inverse_sm90<KP>(job, maps.e, false, stream);
     if (code == cudaSuccess) code = mn_curve_beside_launch(query, stream);
-    return code == cudaSuccess ? mn_delta_apart_follow<KP>(job, maps, query.ready, stream) : code;
+    return code == cudaSuccess ? mn_delta_fwd_chunk_sm90_pdl<KP>(job, maps, query.ready, stream)
+        : code;
 }
 
-/* Where all blocks of curvature and of the walk find a processor, the walk follows; else T is
+/* Where all blocks of curvature and of the scan find a processor, the scan follows; else T is
  * prepared beside curvature. The bits are the same. */
 template <int KP>
-static int apart(const mn_delta_job &job, const mn_apart_maps &maps, void *query_work,
+static int forward_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps, void *query_work,
                  cudaStream_t stream) {
     const mn_curvature_args *query = job.p.query;
-    mn_curve_beside beside;
+    mn_curve_beside overlapped;
     int code = cudaSuccess;
-    if (query && mn_curve_beside_of(&beside, query, query_work) &&
-        mn_curve_beside_blocks(beside) + mn_apart_blocks(job.p.call) <= n_processors()) {
-        return follow<KP>(job, maps, beside, stream);
+    if (query && mn_curve_beside_of(&overlapped, query, query_work) &&
+        mn_curve_beside_blocks(overlapped) + mn_fwd_chunk_blocks(job.p.call) <= sm_count()) {
+        return forward_sm90_pdl<KP>(job, maps, overlapped, stream);
     }
     if (query) code = mn_curvature_forward_cuda(query, query_work, stream);
-    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, query != nullptr, stream);
-    return code == cudaSuccess ? mn_delta_apart<KP>(job, maps, stream) : code;
+    if (code == cudaSuccess) code = mn_delta_wy_inverse_sm90<KP>(job, maps.e, query != nullptr,
+                                                                 stream);
+    return code == cudaSuccess ? mn_delta_fwd_chunk_sm90<KP>(job, maps, stream) : code;
 }
 
 template <int KP>
-static int forward(const mn_delta_job &job, void *query_work, cudaStream_t stream) {
+static int forward(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
     const int64_t V = job.p.call.V;
     if constexpr (KP <= 128) {
-        mn_apart_maps maps;
-        if (mn_delta_goes_apart(&maps, job)) {
-            return apart<KP>(job, maps, query_work, stream);
+        mn_fwd_chunk_maps maps;
+        if (mn_delta_fwd_chunk_supported(&maps, job)) {
+            return forward_sm90<KP>(job, maps, query_work, stream);
         }
     }
     int code = cudaSuccess;
     if (job.p.query) code = mn_curvature_forward_cuda(job.p.query, query_work, stream);
-    if (code == cudaSuccess) code = mn_delta_prepare<KP>(job, stream);
+    if (code == cudaSuccess) code = mn_delta_intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, true, false>,
-                                 mn_delta_walk_warps_kernel<KP, true, false>, job, false, V,
+        return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, true, false>,
+                                 delta_state_scan_warp_kernel<KP, true, false>, job, false, V,
                                  stream);
     }
-    return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, false, false>,
-                             mn_delta_walk_warps_kernel<KP, false, false>, job, false, V, stream);
+    return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, false, false>,
+                             delta_state_scan_warp_kernel<KP, false, false>, job, false, V, stream);
 }
 
 /* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to
  * ask, a prediction is made for one that has it. */
-static bool has_room(void) {
+static bool has_smem(void) {
     int device = 0, bytes = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
@@ -75,26 +542,28 @@ static bool has_room(void) {
 
 /* Sums over few value columns average the roundings of operands less: those of up to 32 lose more
  * than twice what storing in bf16 does. */
-bool mn_delta_chunks(const mn_delta_args *p) {
+bool mn_delta_uses_chunks(const mn_delta_args *p) {
     return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V > 32 &&
-           has_room();
+           has_smem();
 }
 
 bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {
-    mn_delta_work work;
+    mn_delta_workspace workspace;
     size_t own, query = 0;
-    return mn_delta_lay_out(&work, &own, p, nullptr, false) &&
+    return mn_delta_workspace_layout(&workspace, &own, p, nullptr, false) &&
            (!p->query || mn_curve_beside_plan(&query, p->query)) &&
            mn_add_size(&plan->shared_bytes, own, query);
 }
 
 int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
-    mn_delta_job job;
-    mn_delta_work work;
+    mn_delta_params job;
+    mn_delta_workspace workspace;
     size_t own;
-    if (!mn_delta_job_of(&job, p, shared, false) ||
-        !mn_delta_lay_out(&work, &own, p, nullptr, false)) {
+    if (!mn_delta_make_params(&job, p, shared, false) ||
+        !mn_delta_workspace_layout(&workspace, &own, p, nullptr, false)) {
         return cudaErrorNotSupported;
     }
-    MN_DELTA_BY_WIDTH(forward, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
+    MN_DELTA_DISPATCH_K(forward, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
 }
+
+}    // namespace mneme::delta

@@ -3,8 +3,9 @@
  *   A_ts = beta_s e_t.w_s exp(G_t - G_s), s < t     T = (I + A)^-1
  *   P_ts = scale beta_s q_t.w_s exp(G_t - G_s), s <= t
  *
- * T comes from its diagonal blocks of 16 rows, solved column by column in float32, and from
- * T_IJ = -T_II sum_{J <= M < I} A_IM T_MJ, products in tf32.
+ * T, the UT transform of the chunk (WY form), comes from its diagonal blocks of 16 rows, solved
+ * column by column in float32, and from T_IJ = -T_II sum_{J <= M < I} A_IM T_MJ, products in
+ * tf32.
  *
  * One block has one chunk of one head. With a decay that channels share, warps 0 to 3 have 16 rows
  * of A each, warps 4 to 7 of P. */
@@ -13,13 +14,15 @@
 
 #include "kernels/cuda/delta/delta_smem.cuh"
 
+namespace mneme::delta {
+
 enum {
-    MN_DELTA_LD = MN_DELTA_CHUNK + 4,    // length of rows of float squares in shared memory
-    MN_DELTA_PREPARERS = 256,
+    MN_DELTA_LD = MN_DELTA_CHUNK + 4,    // length of rows of float matrices in shared memory
+    MN_DELTA_INTRA_THREADS = 256,
 };
 
 /* Blocks of 16 x 16 of A, and of T: those on the diagonal apart, others where A has no rows. */
-struct mn_delta_solver {
+struct mn_delta_wy_solver {
     float A[MN_DELTA_CHUNK][MN_DELTA_LD], diagonal[16][MN_DELTA_LD];
 
     __device__ const float *a(int I, int J) const {
@@ -31,39 +34,40 @@ struct mn_delta_solver {
     }
 };
 
-__device__ inline void mn_delta_leave_levels(mn_delta_levels *to, const mn_delta_levels &levels) {
-    const float *from = (const float *)&levels;
-    for (int k = threadIdx.x; k < (int)(sizeof levels / sizeof(float)); k += blockDim.x) {
+__device__ inline void mn_delta_store_log_decays(mn_delta_log_decays *to,
+                                                 const mn_delta_log_decays &log_decays) {
+    const float *from = (const float *)&log_decays;
+    for (int k = threadIdx.x; k < (int)(sizeof log_decays / sizeof(float)); k += blockDim.x) {
         ((float *)to)[k] = from[k];
     }
 }
 
 template <int KP>
-struct mn_delta_keys {
-    alignas(128) mn_delta_levels levels;
+struct mn_delta_intra_smem {
+    alignas(128) mn_delta_log_decays log_decays;
     union {
         struct {
             alignas(128) unsigned char q[mn_tile_bytes<KP>()], e[mn_tile_bytes<KP>()];
             unsigned char w[mn_tile_bytes<KP>()];
         };
-        mn_delta_solver solver;    // once the keys have been read
+        mn_delta_wy_solver solver;    // once the keys have been read
     };
 
-    /* Bytes of a room that holds w or does not: the fewer, the more blocks at once. */
+    /* Bytes of a smem that holds w or does not: the fewer, the more blocks at once. */
     static size_t bytes(bool with_w) {
         const size_t keys = (with_w ? 3 : 2) * (size_t)mn_tile_bytes<KP>();
-        return sizeof(mn_delta_keys) - 3 * (size_t)mn_tile_bytes<KP>() +
-               (keys > sizeof(mn_delta_solver) ? keys : sizeof(mn_delta_solver));
+        return sizeof(mn_delta_intra_smem) - 3 * (size_t)mn_tile_bytes<KP>() +
+               (keys > sizeof(mn_delta_wy_solver) ? keys : sizeof(mn_delta_wy_solver));
     }
 };
 
 /* ---- the inverse ----------------------------------------------------------------------------- */
 
 /* Block `block` of the diagonal; lane j has column j. */
-__device__ inline void mn_delta_solve_diagonal(mn_delta_solver &room, int block) {
+__device__ inline void mn_delta_invert_diagonal(mn_delta_wy_solver &smem, int block) {
     const int j = threadIdx.x % 32;
-    const float *A = room.a(block, block);
-    float *T = room.t(block, block), x[16];
+    const float *A = smem.a(block, block);
+    float *T = smem.t(block, block), x[16];
     if (j >= 16) return;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
@@ -82,8 +86,8 @@ __device__ inline unsigned mn_tf32(float x) {
     return bits;
 }
 
-/* sum += a b for 16 x 16 blocks of float squares. */
-__device__ inline void mn_delta_block_product(float (&sum)[2][4], const float *a, const float *b) {
+/* sum += a b for 16 x 16 blocks of float matrices. */
+__device__ inline void mn_delta_block_mma(float (&sum)[2][4], const float *a, const float *b) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
 #pragma unroll
     for (int k = 0; k < 16; k += 8) {
@@ -102,7 +106,7 @@ __device__ inline void mn_delta_block_product(float (&sum)[2][4], const float *a
     }
 }
 
-__device__ inline void mn_delta_block_put(float *to, const float (&sum)[2][4], float sign) {
+__device__ inline void mn_delta_block_store(float *to, const float (&sum)[2][4], float sign) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -114,43 +118,43 @@ __device__ inline void mn_delta_block_put(float *to, const float (&sum)[2][4], f
 }
 
 /* The blocks below the diagonal in block column J, by one warp. */
-__device__ inline void mn_delta_solve_column(mn_delta_solver &room, int J) {
+__device__ inline void mn_delta_invert_column(mn_delta_wy_solver &smem, int J) {
     for (int I = J + 1; I < 4; I++) {
-        float *to = room.t(I, J);
+        float *to = smem.t(I, J);
         float sum[2][4] = {}, whole[2][4] = {};
         for (int M = J; M < I; M++) {
-            mn_delta_block_product(sum, room.a(I, M), room.t(M, J));
+            mn_delta_block_mma(sum, smem.a(I, M), smem.t(M, J));
         }
-        mn_delta_block_put(to, sum, 1.0f);
-        mn_delta_block_product(whole, room.t(I, I), to);
+        mn_delta_block_store(to, sum, 1.0f);
+        mn_delta_block_mma(whole, smem.t(I, I), to);
         __syncwarp();
-        mn_delta_block_put(to, whole, -1.0f);
+        mn_delta_block_store(to, whole, -1.0f);
     }
 }
 
-/* T from A, and both to work space; `A` there may be NULL. T there has rows, or lies as a tile.
+/* T from A, and both to workspace; `A` there may be NULL. T there has rows, or lies as a tile.
  * All THREADS of the block call. */
 template <int THREADS, bool TILE>
-__device__ inline void mn_delta_invert(mn_delta_solver &room, mn_bf16 *T, mn_bf16 *A) {
+__device__ inline void mn_delta_wy_inverse(mn_delta_wy_solver &smem, mn_bf16 *T, mn_bf16 *A) {
     const int warp = threadIdx.x / 32;
     __syncthreads();
-    if (warp < 4) mn_delta_solve_diagonal(room, warp);
+    if (warp < 4) mn_delta_invert_diagonal(smem, warp);
     __syncthreads();
-    if (warp < 3) mn_delta_solve_column(room, warp);
+    if (warp < 3) mn_delta_invert_column(smem, warp);
     __syncthreads();
-    for (int k = threadIdx.x; k < MN_DELTA_SQUARE / 8; k += THREADS) {
+    for (int k = threadIdx.x; k < MN_DELTA_MATRIX / 8; k += THREADS) {
         const int row = k / 8, column = k % 8 * 8;
-        const float *from = room.t(row / 16, column / 16) + row % 16 * MN_DELTA_LD + column % 16;
+        const float *from = smem.t(row / 16, column / 16) + row % 16 * MN_DELTA_LD + column % 16;
         float x[8] = {};
         if (column / 16 <= row / 16) mn_load<8>(x, from, 0);
         if (column / 16 == row / 16) {
 #pragma unroll
             for (int j = 0; j < 8; j++) x[j] = column + j <= row ? x[j] : 0.0f;
         }
-        mn_store<8>(T, TILE ? mn_tile_place(row, k % 8) / 2 : k * 8, x);
+        mn_store<8>(T, TILE ? mn_tile_swizzle(row, k % 8) / 2 : k * 8, x);
         if (!A) continue;
 #pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = column + j < row ? room.A[row][column + j] : 0.0f;
+        for (int j = 0; j < 8; j++) x[j] = column + j < row ? smem.A[row][column + j] : 0.0f;
         mn_store<8>(A, k * 8, x);
     }
 }
@@ -158,7 +162,8 @@ __device__ inline void mn_delta_invert(mn_delta_solver &room, mn_bf16 *T, mn_bf1
 /* ---- decays that channels share -------------------------------------------------------------- */
 
 /* Sums in double: a small decay behind a large fall still counts. The first warp calls. */
-__device__ inline void mn_delta_sum_decays(mn_delta_levels &levels, const mn_delta_args &p,
+__device__ inline void mn_delta_cumsum_decays(mn_delta_log_decays &log_decays,
+                                              const mn_delta_args &p,
                                            const mn_span &span, int64_t h, int64_t t, int count) {
     const int lane = threadIdx.x % 32;
     mn_bf16 g[2] = {}, beta[2] = {};
@@ -174,7 +179,7 @@ __device__ inline void mn_delta_sum_decays(mn_delta_levels &levels, const mn_del
         const int token = 32 * half + lane;
         const bool inside = token < count;
         sum[half] = inside && p.g.data ? (double)mn_float(g[half]) : 0.0;
-        levels.beta[token] = !inside ? 0.0f : p.beta.data ? mn_float(beta[half]) : 1.0f;
+        log_decays.beta[token] = !inside ? 0.0f : p.beta.data ? mn_float(beta[half]) : 1.0f;
     }
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
@@ -186,49 +191,52 @@ __device__ inline void mn_delta_sum_decays(mn_delta_levels &levels, const mn_del
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        levels.G[32 * half + lane] = before + sum[half];
+        log_decays.G[32 * half + lane] = before + sum[half];
         before += __shfl_sync(0xffffffffu, sum[half], 31);
     }
     __syncwarp();
     for (int token = lane; token < MN_DELTA_CHUNK; token += 32) {
-        levels.gamma[token] = expf((float)levels.G[token]);
-        levels.write[token] = levels.beta[token] * expf((float)(before - levels.G[token]));
+        log_decays.gamma[token] = expf((float)log_decays.G[token]);
+        log_decays.write[token] = log_decays.beta[token]
+            * expf((float)(before - log_decays.G[token]));
     }
 }
 
 /* Blocks of P above the diagonal are zeros: all threads of the block call. */
-__device__ inline void mn_delta_clear_above(mn_bf16 *P) {
-    for (int k = threadIdx.x; k < MN_DELTA_SQUARE / 8; k += MN_DELTA_PREPARERS) {
+__device__ inline void mn_delta_zero_upper(mn_bf16 *P) {
+    for (int k = threadIdx.x; k < MN_DELTA_MATRIX / 8; k += MN_DELTA_INTRA_THREADS) {
         const float zeros[8] = {};
         if (k % 8 / 2 > k / 8 / 16) mn_store<8>(P, k * 8, zeros);
     }
 }
 
 /* put(t, s, x, y) for pairs of neighbours among a warp's sums, which are scores of 16 rows: with
- * their decays, and zero behind the diagonal, or on it unless it is `reached`. In front of the
+ * their decays, and zero behind the diagonal, or on it unless it is `inclusive`. In front of the
  * rows' own block a decay is what a write keeps until there, by what a row keeps from there:
  * neither is more than one. */
 template <typename F>
 __device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
-                                             const mn_delta_levels &levels, int block, bool reached,
+                                             const mn_delta_log_decays &log_decays, int block,
+                                                 bool inclusive,
                                              F put) {
     const int lane = threadIdx.x % 32, row = block * 16 + lane / 4, column = lane % 4 * 2;
-    const double start = block > 0 ? levels.G[block * 16 - 1] : 0.0;
-    float until[2], since[2], own[2][4], fall[2][4];
+    const double start = block > 0 ? log_decays.G[block * 16 - 1] : 0.0;
+    float until[2], since[2], own[2][4], cum_decay[2][4];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const double G = levels.G[row + 8 * half];
+        const double G = log_decays.G[row + 8 * half];
         const int s = 32 * half + lane;
         since[half] = expf((float)(G - start));
-        until[half] = expf((float)(start - levels.G[s])) * levels.beta[s];    // used in front
+        // used in front
+        until[half] = expf((float)(start - log_decays.G[s])) * log_decays.beta[s];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const double other = levels.G[block * 16 + 8 * (i / 2) + column + i % 2];
-            fall[i / 2][2 * half + i % 2] = expf((float)(G - other));
+            const double other = log_decays.G[block * 16 + 8 * (i / 2) + column + i % 2];
+            cum_decay[i / 2][2 * half + i % 2] = expf((float)(G - other));
         }
     }
 #pragma unroll
-    for (int i = 0; i < 8; i++) asm volatile("" : "+f"(fall[i / 4][i % 4]));    // all at once
+    for (int i = 0; i < 8; i++) asm volatile("" : "+f"(cum_decay[i / 4][i % 4]));    // all at once
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         if (n / 2 > block) break;
@@ -248,15 +256,15 @@ __device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         const int s = block * 16 + 8 * n + column;
-        const float beta[2] = { levels.beta[s], levels.beta[s + 1] };
+        const float beta[2] = { log_decays.beta[s], log_decays.beta[s + 1] };
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int t = row + 8 * half;
             float x[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const bool inside = s + i < t || (s + i == t && reached);
-                const float score = own[n][2 * half + i] * fall[n][2 * half + i] * beta[i];
+                const bool inside = s + i < t || (s + i == t && inclusive);
+                const float score = own[n][2 * half + i] * cum_decay[n][2 * half + i] * beta[i];
                 x[i] = inside ? score : 0.0f;
             }
             put(t, s, x[0], x[1]);
@@ -266,59 +274,62 @@ __device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
 
 /* Rows of A by warps 0 to 3, of P by warps 4 to 7. */
 template <int KP>
-__device__ void mn_delta_scores(mn_delta_keys<KP> &room, unsigned w, mn_bf16 *P, float scale) {
+__device__ void mn_delta_scores(mn_delta_intra_smem<KP> &smem, unsigned w, mn_bf16 *P,
+                                float scale) {
     const int warp = threadIdx.x / 32, block = warp % 4;
-    const unsigned left = mn_shared(warp < 4 ? room.e : room.q);
+    const unsigned left = mn_shared_u32(warp < 4 ? smem.e : smem.q);
     float sum[8][4] = {};
     for (int k = 0; k < KP; k += 16) {
         unsigned a[4], b[4];
-        mn_left(a, left, block * 16, k);
+        mn_frag_a(a, left, block * 16, k);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             if (n > block) break;
-            mn_right(b, w, k, n * 16);
-            mn_product(sum[2 * n], a, b[0], b[1]);
-            mn_product(sum[2 * n + 1], a, b[2], b[3]);
+            mn_frag_b(b, w, k, n * 16);
+            mn_mma(sum[2 * n], a, b[0], b[1]);
+            mn_mma(sum[2 * n + 1], a, b[2], b[3]);
         }
     }
     __syncthreads();
     const auto put = [&](int t, int s, float x, float y) {
-        if (warp < 4) *(float2 *)&room.solver.A[t][s] = make_float2(x, y);
-        else *(unsigned *)(P + t * MN_DELTA_CHUNK + s) = mn_pair(scale * x, scale * y);
+        if (warp < 4) *(float2 *)&smem.solver.A[t][s] = make_float2(x, y);
+        else *(unsigned *)(P + t * MN_DELTA_CHUNK + s) = mn_bf16x2(scale * x, scale * y);
     };
-    mn_delta_decay_scores(sum, room.levels, block, warp >= 4, put);
+    mn_delta_decay_scores(sum, smem.log_decays, block, warp >= 4, put);
 }
 
 template <int KP>
-__global__ void __launch_bounds__(MN_DELTA_PREPARERS, 4)
-mn_delta_prepare_kernel(const __grid_constant__ mn_delta_job job) {
+__global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS, 4)
+delta_intra_chunk_kernel(const __grid_constant__ mn_delta_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_delta_keys<KP> &room = *(mn_delta_keys<KP> *)bytes;
+    mn_delta_intra_smem<KP> &smem = *(mn_delta_intra_smem<KP> *)bytes;
     const mn_delta_args &p = job.p;
     const mn_call &call = p.call;
     const int64_t h = blockIdx.x % call.H, slot = blockIdx.x / call.H, index = blockIdx.x;
     const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
     const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
     if (count == 0) return;
-    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h,
+    mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.q, p.q, job.packed[MN_DELTA_Q], tile.span, h,
                                           tile.first, count, 0, call.K, threadIdx.x);
-    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
+    mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
                                           tile.first, count, 0, call.K, threadIdx.x);
     if (p.w.data) {
-        mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h,
+        mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.w, p.w, job.packed[MN_DELTA_W], tile.span, h,
                                               tile.first, count, 0, call.K, threadIdx.x);
     }
-    mn_copy_commit();
-    if (warp == 0) mn_delta_sum_decays(room.levels, p, tile.span, h, tile.first, count);
-    mn_copy_wait<0>();
+    mn_cp_async_commit();
+    if (warp == 0) mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
+    mn_cp_async_wait<0>();
     __syncthreads();
-    mn_delta_clear_above(job.work.P + index * MN_DELTA_SQUARE);
-    mn_delta_scores<KP>(room, mn_shared(p.w.data ? room.w : room.e),
-                        job.work.P + index * MN_DELTA_SQUARE, job.scale);
-    mn_delta_invert<MN_DELTA_PREPARERS, false>(
-        room.solver, job.work.T + index * MN_DELTA_SQUARE,
-        job.work.A ? job.work.A + index * MN_DELTA_SQUARE : nullptr);
-    mn_delta_leave_levels(job.work.levels + index, room.levels);
+    mn_delta_zero_upper(job.workspace.P + index * MN_DELTA_MATRIX);
+    mn_delta_scores<KP>(smem, mn_shared_u32(p.w.data ? smem.w : smem.e),
+                        job.workspace.P + index * MN_DELTA_MATRIX, job.scale);
+    mn_delta_wy_inverse<MN_DELTA_INTRA_THREADS, false>(
+        smem.solver, job.workspace.T + index * MN_DELTA_MATRIX,
+        job.workspace.A ? job.workspace.A + index * MN_DELTA_MATRIX : nullptr);
+    mn_delta_store_log_decays(job.workspace.log_decays + index, smem.log_decays);
 }
+
+}    // namespace mneme::delta
 
 #endif

@@ -1,6 +1,5 @@
-/* delta_launch.cuh - a call of delta over chunks: its work space, which views come in packs, and
- * how
- * the kernels that both passes use are launched. */
+/* delta_launch.cuh - a call of delta over chunks: its workspace, which views come in packs, and
+ * how the kernels that both passes use are launched. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_LAUNCH_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_LAUNCH_CUH
 
@@ -9,13 +8,15 @@
 #include "kernels/cuda/delta/delta_intra_chunk_channel.cuh"
 #include "kernels/cuda/delta/delta_state_scan_warp.cuh"
 
-inline int64_t mn_delta_wide_k(int64_t K) {
+namespace mneme::delta {
+
+inline int64_t mn_delta_padded_k(int64_t K) {
     return K <= 64 ? 64 : K <= 128 ? 128 : 256;
 }
 
-/* Takes `count` records of `bytes` each from work space that starts at `base` (NULL: only counts
+/* Takes `count` records of `bytes` each from workspace that starts at `base` (NULL: only counts
  * them); records begin at multiples of 256 bytes. */
-struct mn_delta_purse {
+struct mn_delta_workspace_arena {
     char *base;
     size_t used;
     bool ok;
@@ -31,154 +32,163 @@ struct mn_delta_purse {
     }
 };
 
-/* Lays out the work space; false when sizes overflow. */
-inline bool mn_delta_lay_out(mn_delta_work *work, size_t *bytes, const mn_delta_args *p, void *base,
+/* Lays out the workspace; false when sizes overflow. */
+inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *bytes,
+                                      const mn_delta_args *p, void *base,
                              bool back) {
     const mn_call &call = p->call;
     const int64_t records = mn_tile_slots(call, MN_DELTA_CHUNK) * call.H;
-    const int64_t K = mn_delta_wide_k(call.K), V = mn_ceil_div(call.V, 64) * 64;
+    const int64_t K = mn_delta_padded_k(call.K), V = mn_ceil_div(call.V, 64) * 64;
     const bool channel = p->decay == MN_DECAY_CHANNEL;
-    mn_delta_purse purse = { (char *)base, 0, true };
-    *work = {};
-    purse.take(work->levels, records, 1);
-    purse.take(work->T, records, MN_DELTA_SQUARE);
-    purse.take(work->P, records, MN_DELTA_SQUARE);
+    mn_delta_workspace_arena arena = { (char *)base, 0, true };
+    *workspace = {};
+    arena.take(workspace->log_decays, records, 1);
+    arena.take(workspace->T, records, MN_DELTA_MATRIX);
+    arena.take(workspace->P, records, MN_DELTA_MATRIX);
     if (channel) {
-        purse.take(work->q, records, MN_DELTA_CHUNK * K);
-        purse.take(work->e, records, MN_DELTA_CHUNK * K);
-        purse.take(work->w, records, MN_DELTA_CHUNK * K);
-        purse.take(work->fall, records, K);
+        arena.take(workspace->q, records, MN_DELTA_CHUNK * K);
+        arena.take(workspace->e, records, MN_DELTA_CHUNK * K);
+        arena.take(workspace->w, records, MN_DELTA_CHUNK * K);
+        arena.take(workspace->cum_decay, records, K);
     }
     if (back) {
-        purse.take(work->A, records, MN_DELTA_SQUARE);
-        purse.take(work->S, records, V * K);
-        purse.take(work->D, records, V * K);
-        purse.take(work->R, records, V * MN_DELTA_CHUNK);
-        purse.take(work->dX, records, V * MN_DELTA_CHUNK);
-        purse.take(work->parts, records, 2 * (2 * MN_DELTA_CHUNK + 4));
-        purse.take(work->whole, records, 1);
+        arena.take(workspace->A, records, MN_DELTA_MATRIX);
+        arena.take(workspace->S, records, V * K);
+        arena.take(workspace->D, records, V * K);
+        arena.take(workspace->R, records, V * MN_DELTA_CHUNK);
+        arena.take(workspace->dX, records, V * MN_DELTA_CHUNK);
+        arena.take(workspace->parts, records, 2 * (2 * MN_DELTA_CHUNK + 4));
+        arena.take(workspace->whole, records, 1);
     }
-    *bytes = purse.used;
-    return purse.ok;
+    *bytes = arena.used;
+    return arena.ok;
 }
 
 /* Whether rows of a view come in packs of eight. */
 template <typename View>
-inline bool mn_delta_packable(const View &view, int64_t width) {
+inline bool mn_delta_vec_aligned(const View &view, int64_t width) {
     bool whole = (uintptr_t)view.data % 16 == 0 && width % 8 == 0;
     for (int axis = 0; axis < 3; axis++) whole = whole && view.stride[axis] % 8 == 0;
     return whole;
 }
 
-inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *shared, bool back) {
+inline bool mn_delta_make_params(mn_delta_params *job, const mn_delta_args *p, void *shared,
+                                 bool back) {
     const int64_t K = p->call.K, V = p->call.V;
     size_t bytes;
     *job = {};
     job->p = *p;
     job->scale = (float)p->scale;
-    job->wide_v = mn_ceil_div(V, 64) * 64;
-    job->packed[MN_DELTA_Q] = mn_delta_packable(p->q, K);
-    job->packed[MN_DELTA_E] = mn_delta_packable(p->e, K);
-    job->packed[MN_DELTA_W] = mn_delta_packable(p->w.data ? p->w : p->e, K);
-    job->packed[MN_DELTA_V] = mn_delta_packable(p->v, V);
-    job->packed[MN_DELTA_O] = mn_delta_packable(p->o, V);
-    job->packed[MN_DELTA_COT] = mn_delta_packable(p->cot.o, V);
-    job->packed[MN_DELTA_DQ] = mn_delta_packable(p->grad.q, K);
-    job->packed[MN_DELTA_DE] = mn_delta_packable(p->grad.e, K);
-    job->packed[MN_DELTA_DW] = mn_delta_packable(p->grad.w, K);
-    job->packed[MN_DELTA_DV] = mn_delta_packable(p->grad.v, V);
-    job->packed[MN_DELTA_G] = mn_delta_packable(p->g, K);
-    return mn_delta_lay_out(&job->work, &bytes, p, shared, back);
+    job->padded_v = mn_ceil_div(V, 64) * 64;
+    job->packed[MN_DELTA_Q] = mn_delta_vec_aligned(p->q, K);
+    job->packed[MN_DELTA_E] = mn_delta_vec_aligned(p->e, K);
+    job->packed[MN_DELTA_W] = mn_delta_vec_aligned(p->w.data ? p->w : p->e, K);
+    job->packed[MN_DELTA_V] = mn_delta_vec_aligned(p->v, V);
+    job->packed[MN_DELTA_O] = mn_delta_vec_aligned(p->o, V);
+    job->packed[MN_DELTA_COT] = mn_delta_vec_aligned(p->cot.o, V);
+    job->packed[MN_DELTA_DQ] = mn_delta_vec_aligned(p->grad.q, K);
+    job->packed[MN_DELTA_DE] = mn_delta_vec_aligned(p->grad.e, K);
+    job->packed[MN_DELTA_DW] = mn_delta_vec_aligned(p->grad.w, K);
+    job->packed[MN_DELTA_DV] = mn_delta_vec_aligned(p->grad.v, V);
+    job->packed[MN_DELTA_G] = mn_delta_vec_aligned(p->g, K);
+    return mn_delta_workspace_layout(&job->workspace, &bytes, p, shared, back);
 }
 
-/* Strips of columns of a block of a walk: few where there are few columns to spread over the
- * processors. Those of four are walked by groups, fewer by warps, which give the same bits. */
-inline int mn_delta_strips(int64_t columns, int64_t heads) {
-    int strips = MN_DELTA_STRIPS;
-    while (strips > 1 && mn_ceil_div(columns, 16 * strips) * heads < 64) strips /= 2;
-    return strips;
+/* Strips of columns of a block of a scan: few where there are few columns to spread over the
+ * processors. Those of four are scanned by splits, fewer by warps, which give the same bits. */
+inline int mn_delta_col_tiles(int64_t columns, int64_t heads) {
+    int col_tiles = MN_DELTA_COL_TILES;
+    while (col_tiles > 1 && mn_ceil_div(columns, 16 * col_tiles) * heads < 64) col_tiles /= 2;
+    return col_tiles;
 }
 
 template <int KP>
-inline int mn_delta_prepare(const mn_delta_job &job, cudaStream_t stream) {
+inline int mn_delta_intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
     const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_launch_with_room(mn_delta_prepare_channel_kernel<KP>, dim3((unsigned)blocks),
-                                   MN_DELTA_PREPARERS, sizeof(mn_channel_keys<KP>), stream, job);
+        return mn_launch_smem(delta_intra_chunk_channel_kernel<KP>, dim3((unsigned)blocks),
+                                   MN_DELTA_INTRA_THREADS, sizeof(mn_channel_intra_smem<KP>),
+                                       stream, job);
     }
-    return mn_launch_with_room(mn_delta_prepare_kernel<KP>, dim3((unsigned)blocks),
-                               MN_DELTA_PREPARERS, mn_delta_keys<KP>::bytes(job.p.w.data), stream,
+    return mn_launch_smem(delta_intra_chunk_kernel<KP>, dim3((unsigned)blocks),
+                               MN_DELTA_INTRA_THREADS,
+                                   mn_delta_intra_smem<KP>::bytes(job.p.w.data), stream,
                                job);
 }
 
-/* Maps rows of keys for the copy engine: decayed ones of work space, or the tensor's own. */
-inline bool mn_delta_map_keys(CUtensorMap *map, const mn_delta_job &job, const mn_in &view,
+/* Maps rows of keys for the copy engine: decayed ones of workspace, or the tensor's own. */
+inline bool mn_delta_tma_map_keys(CUtensorMap *map, const mn_delta_params &job, const mn_in &view,
                               mn_delta_tensor tensor, const mn_bf16 *decayed, int64_t width) {
     mn_call all = {};
     if (!decayed) {
         return job.packed[tensor] &&
-               mn_bulk_map(map, view, job.p.call, job.p.call.K, MN_DELTA_CHUNK);
+               mn_tma_map(map, view, job.p.call, job.p.call.K, MN_DELTA_CHUNK);
     }
     all.B = all.H = 1;
     all.T = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H * MN_DELTA_CHUNK;
     const mn_in rows = { decayed, { all.T * width, width, width } };
-    return all.T <= INT32_MAX && mn_bulk_map(map, rows, all, width, MN_DELTA_CHUNK);
+    return all.T <= INT32_MAX && mn_tma_map(map, rows, all, width, MN_DELTA_CHUNK);
 }
 
-/* Maps for the walk forward, or the one back. */
-inline void mn_delta_map(mn_walk_maps *maps, const mn_delta_job &job, bool back) {
+/* Maps for the scan forward, or the one back. */
+inline void mn_delta_tma_maps(mn_scan_tma_maps *maps, const mn_delta_params &job, bool back) {
     const mn_delta_args &p = job.p;
-    const mn_delta_work &work = job.work;
-    const int64_t K = mn_delta_wide_k(p.call.K);
+    const mn_delta_workspace &workspace = job.workspace;
+    const int64_t K = mn_delta_padded_k(p.call.K);
     const mn_in &w = p.w.data ? p.w : p.e, &values = back ? p.cot.o : p.v;
     const bool packed = job.packed[back ? MN_DELTA_COT : MN_DELTA_V];
     const auto key = [&](CUtensorMap *map, mn_delta_tensor tensor) {
-        return tensor == MN_DELTA_Q ? mn_delta_map_keys(map, job, p.q, tensor, work.q, K)
-               : tensor == MN_DELTA_E ? mn_delta_map_keys(map, job, p.e, tensor, work.e, K)
-                                      : mn_delta_map_keys(map, job, w, tensor, work.w, K);
+        return tensor == MN_DELTA_Q ? mn_delta_tma_map_keys(map, job, p.q, tensor, workspace.q, K)
+               : tensor == MN_DELTA_E ? mn_delta_tma_map_keys(map, job, p.e, tensor, workspace.e, K)
+                                      : mn_delta_tma_map_keys(map, job, w, tensor, workspace.w, K);
     };
     *maps = {};
     maps->serve =
-        mn_on_hopper() && packed &&
-        mn_bulk_map(&maps->values, values, p.call, p.call.V, MN_DELTA_CHUNK) &&
-        mn_delta_map_keys(&maps->T, job, p.e, MN_DELTA_E, work.T, MN_DELTA_CHUNK) &&
-        mn_delta_map_keys(&maps->P, job, p.e, MN_DELTA_E, work.P, MN_DELTA_CHUNK) &&
+        mn_device_is_sm90() && packed &&
+        mn_tma_map(&maps->values, values, p.call, p.call.V, MN_DELTA_CHUNK) &&
+        mn_delta_tma_map_keys(&maps->T, job, p.e, MN_DELTA_E, workspace.T, MN_DELTA_CHUNK) &&
+        mn_delta_tma_map_keys(&maps->P, job, p.e, MN_DELTA_E, workspace.P, MN_DELTA_CHUNK) &&
         key(&maps->keys, back ? MN_DELTA_W : MN_DELTA_E) && key(&maps->first, MN_DELTA_Q) &&
         key(&maps->second, back ? MN_DELTA_E : MN_DELTA_W);
 }
 
-typedef void (*mn_delta_walker)(mn_delta_job, mn_walk_maps, int64_t);
+typedef void (*mn_delta_scan_kernel)(mn_delta_params, mn_scan_tma_maps, int64_t);
 
-/* A kernel that walks over `columns` value columns of all heads of all sequences, by groups of
+/* A kernel that scans over `columns` value columns of all heads of all sequences, by splits of
  * warps or by warps. */
 template <int KP>
-inline int mn_delta_walk(mn_delta_walker by_group, mn_delta_walker by_warps,
-                         const mn_delta_job &job, bool back, int64_t columns,
+inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
+                               mn_delta_scan_kernel warp_kernel,
+                         const mn_delta_params &job, bool back, int64_t columns,
                          cudaStream_t stream) {
-    constexpr int teams = mn_walk_teams<KP>, warps = mn_walk_sizes<KP>::teams;
+    constexpr int splits = mn_scan_splits<KP>, warps = mn_scan_sizes<KP>::splits;
     const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
-    const int strips = mn_delta_strips(columns, heads);
-    const int64_t n_slices = mn_ceil_div(columns, 16 * strips), blocks = n_slices * heads;
-    const bool group = strips == MN_DELTA_STRIPS;
-    const size_t meeting = group ? sizeof(mn_walk_meeting<teams>) : sizeof(mn_walk_table<KP>);
-    mn_walk_maps maps;
+    const int col_tiles = mn_delta_col_tiles(columns, heads);
+    const int64_t n_slices = mn_ceil_div(columns, 16 * col_tiles), blocks = n_slices * heads;
+    const bool group = col_tiles == MN_DELTA_COL_TILES;
+    const size_t exchange = group ? sizeof(mn_scan_exchange<splits>)
+        : sizeof(mn_scan_warp_exchange<KP>);
+    mn_scan_tma_maps maps;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    mn_delta_map(&maps, job, back);
-    return mn_launch_with_room(group ? by_group : by_warps, dim3((unsigned)blocks),
-                               32 * strips * (group ? teams : warps) + MN_DELTA_FETCHERS,
-                               sizeof(mn_walk_room<KP>) + (size_t)strips * meeting, stream, job,
+    mn_delta_tma_maps(&maps, job, back);
+    return mn_launch_smem(group ? warpgroup_kernel : warp_kernel, dim3((unsigned)blocks),
+                               32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
+                               sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * exchange, stream,
+                                   job,
                                maps, n_slices);
 }
 
 /* Returns function<KP> arguments for a key width. */
-#define MN_DELTA_BY_WIDTH(function, K, arguments)                                                  \
+#define MN_DELTA_DISPATCH_K(function, K, arguments)                                                \
     do {                                                                                           \
         if ((K) <= 64) return function<64> arguments;                                              \
         if ((K) <= 128) return function<128> arguments;                                            \
         return function<256> arguments;                                                            \
     } while (0)
+
+}    // namespace mneme::delta
 
 #endif

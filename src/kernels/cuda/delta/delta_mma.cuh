@@ -1,124 +1,128 @@
-/* delta_mma.cuh - the products of delta's walks, 16 deep and 64 columns wide: by a warp on any
+/* delta_mma.cuh - the products of delta's scans, 16 deep and 64 columns wide: by a warp on any
  * machine (mma), or by the four warps of a group together on one that has wgmma, which reads the
  * right operand from shared memory by itself. A warp has 16 rows of the left operand and of the
- * sums either way, in the same places. */
+ * sums either way, in the same positions. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_MMA_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_MMA_CUH
 
 #include "kernels/cuda/delta/delta_smem.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
 
+namespace mneme::delta {
+
 #if MN_HAS_WGMMA
 
-/* Where a product finds rows of a tile whose panels start at multiples of 1024 bytes. */
-__device__ __forceinline__ uint64_t mn_group_sees(unsigned address) {
+/* Where a product finds rows of a tile whose smem tiles start at multiples of 1024 bytes. */
+__device__ __forceinline__ uint64_t mn_wgmma_smem_desc(unsigned address) {
     return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
 }
 
-#define MN_GROUP_SUMS                                                                              \
+#define MN_WGMMA_ACC_REGS                                                                          \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "       \
     "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-#define MN_GROUP_EIGHT(i)                                                                          \
+#define MN_WGMMA_ACC8(i)                                                                           \
     "+f"(y[i][0]), "+f"(y[i][1]), "+f"(y[i][2]), "+f"(y[i][3]), "+f"(y[(i) + 1][0]),               \
         "+f"(y[(i) + 1][1]), "+f"(y[(i) + 1][2]), "+f"(y[(i) + 1][3])
 
-/* y += a b, b at `address` in a tile. TURNED: the tile's rows are the depth. */
-template <int TURNED>
-__device__ __forceinline__ void mn_group_product(float (*y)[4], const unsigned (&a)[4],
+/* y += a b, b at `address` in a tile. TRANS: the tile's rows are the depth. */
+template <int TRANS>
+__device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], const unsigned (&a)[4],
                                                  unsigned address) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_WGMMA_ACC_REGS
                  "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"
-                 : MN_GROUP_EIGHT(0), MN_GROUP_EIGHT(2), MN_GROUP_EIGHT(4), MN_GROUP_EIGHT(6)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(mn_group_sees(address)),
-                   "n"(TURNED)
+                 : MN_WGMMA_ACC8(0), MN_WGMMA_ACC8(2), MN_WGMMA_ACC8(4), MN_WGMMA_ACC8(6)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(mn_wgmma_smem_desc(address)),
+                   "n"(TRANS)
                  : "memory");
 }
 
 /* y += a b', 64 rows each of two tiles, 16 deep. */
-__device__ __forceinline__ void mn_group_product(float (*y)[4], unsigned a, unsigned b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
+__device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], unsigned a, unsigned b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_WGMMA_ACC_REGS
                  "%32, %33, 1, 1, 1, 0, 0;\n"
-                 : MN_GROUP_EIGHT(0), MN_GROUP_EIGHT(2), MN_GROUP_EIGHT(4), MN_GROUP_EIGHT(6)
-                 : "l"(mn_group_sees(a)), "l"(mn_group_sees(b))
+                 : MN_WGMMA_ACC8(0), MN_WGMMA_ACC8(2), MN_WGMMA_ACC8(4), MN_WGMMA_ACC8(6)
+                 : "l"(mn_wgmma_smem_desc(a)), "l"(mn_wgmma_smem_desc(b))
                  : "memory");
 }
 
 #else
 
-template <int TURNED>
-__device__ inline void mn_group_product(float (*)[4], const unsigned (&)[4], unsigned) {}
+template <int TRANS>
+__device__ inline void mn_wgmma_m64n64k16(float (*)[4], const unsigned (&)[4], unsigned) {}
 
-__device__ inline void mn_group_product(float (*)[4], unsigned, unsigned) {}
+__device__ inline void mn_wgmma_m64n64k16(float (*)[4], unsigned, unsigned) {}
 
 #endif
 
 /* Before products whose operands were just written. */
-template <bool GROUP>
-__device__ __forceinline__ void mn_unit_begin(void) {
+template <bool WGMMA>
+__device__ __forceinline__ void mn_mma_fence(void) {
 #if MN_HAS_WGMMA
-    if (GROUP) asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+    if (WGMMA) asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 #endif
 }
 
-/* After the last product of several; other work may follow. */
-template <bool GROUP>
-__device__ __forceinline__ void mn_unit_send(void) {
+/* After the last product of several; other workspace may follow. */
+template <bool WGMMA>
+__device__ __forceinline__ void mn_mma_commit(void) {
 #if MN_HAS_WGMMA
-    if (GROUP) asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+    if (WGMMA) asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 #endif
 }
 
-/* Before sums are read, or operands of products written over, but for what was sent last, LEFT
+/* Before sums are read, or operands of products written over, but for what was sent last, PENDING
  * times. */
-template <bool GROUP, int LEFT = 0>
-__device__ __forceinline__ void mn_unit_wait(void) {
+template <bool WGMMA, int PENDING = 0>
+__device__ __forceinline__ void mn_mma_wait(void) {
 #if MN_HAS_WGMMA
-    if (GROUP) asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory");
+    if (WGMMA) asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
 #endif
 }
 
-template <bool GROUP>
-__device__ __forceinline__ void mn_unit_end(void) {
-    mn_unit_send<GROUP>();
-    mn_unit_wait<GROUP>();
+template <bool WGMMA>
+__device__ __forceinline__ void mn_mma_commit_wait(void) {
+    mn_mma_commit<WGMMA>();
+    mn_mma_wait<WGMMA>();
 }
 
 /* y (64 columns) += a b': the tile's rows are columns, its columns from k on the depth. Columns of
  * b' before 16 * from are zero. */
-template <bool GROUP>
-__device__ __forceinline__ void mn_unit_rows(float (*y)[4], const unsigned (&a)[4], unsigned tile,
+template <bool WGMMA>
+__device__ __forceinline__ void mn_mma_abt(float (*y)[4], const unsigned (&a)[4], unsigned tile,
                                              int k, int from) {
-    if constexpr (GROUP && MN_HAS_WGMMA) {
-        mn_group_product<0>(y, a, tile + k / 64 * 8192 + k % 64 * 2);
+    if constexpr (WGMMA && MN_HAS_WGMMA) {
+        mn_wgmma_m64n64k16<0>(y, a, tile + k / 64 * 8192 + k % 64 * 2);
     } else {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             if (n < from) continue;
             unsigned b[4];
-            mn_right(b, tile, k, 16 * n);
-            mn_product(y[2 * n], a, b[0], b[1]);
-            mn_product(y[2 * n + 1], a, b[2], b[3]);
+            mn_frag_b(b, tile, k, 16 * n);
+            mn_mma(y[2 * n], a, b[0], b[1]);
+            mn_mma(y[2 * n + 1], a, b[2], b[3]);
         }
     }
 }
 
-/* y (64 columns) += a b: the tile's rows from k on are the depth, its columns from 64 * panel on
- * columns, of which those from 16 * end on are zero. */
-template <bool GROUP>
-__device__ __forceinline__ void mn_unit_depth(float (*y)[4], const unsigned (&a)[4], unsigned tile,
-                                              int k, int panel, int end) {
-    if constexpr (GROUP && MN_HAS_WGMMA) {
-        mn_group_product<1>(y, a, tile + panel * 8192 + k * 128);
+/* y (64 columns) += a b: the tile's rows from k on are the depth, its columns from 64 * smem tile
+ * on columns, of which those from 16 * end on are zero. */
+template <bool WGMMA>
+__device__ __forceinline__ void mn_mma_ab(float (*y)[4], const unsigned (&a)[4], unsigned tile,
+                                              int k, int smem_tile, int end) {
+    if constexpr (WGMMA && MN_HAS_WGMMA) {
+        mn_wgmma_m64n64k16<1>(y, a, tile + smem_tile * 8192 + k * 128);
     } else {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             if (n >= end) continue;
             unsigned b[4];
-            mn_right_turned(b, tile, k, 64 * panel + 16 * n);
-            mn_product(y[2 * n], a, b[0], b[1]);
-            mn_product(y[2 * n + 1], a, b[2], b[3]);
+            mn_frag_b_trans(b, tile, k, 64 * smem_tile + 16 * n);
+            mn_mma(y[2 * n], a, b[0], b[1]);
+            mn_mma(y[2 * n + 1], a, b[2], b[3]);
         }
     }
 }
+
+}    // namespace mneme::delta
 
 #endif

@@ -5,89 +5,492 @@
  *
  * with rows decayed from the chunk's start (Qd, scale included, and Ed) or to its end (Wd).
  *
- * A warp has 16 value columns (a strip) of one head of one sequence and keeps its columns of the
- * state, turned, in registers in float32: [16][K]. Everything is computed turned as well, so that
- * sums of one product are the left operand of the next and never leave the registers; the right
- * operands, which warps of a block share, come through shared memory, where four more warps fetch
- * them. Where channels share the decay, keys come as they are and the decays are applied to the
- * sums.
+ * A warp has 16 value columns (a column tile) of one head of one sequence and keeps its columns
+ * of the state, transposed, in registers in float32: [16][K]. Everything is computed transposed
+ * as well, so that sums of one product are the left operand of the next and never leave the
+ * registers; the right operands, which warps of a block share, come through shared memory, where
+ * four more warps fetch them. Where channels share the decay, keys come as they are and the
+ * decays are applied to the sums.
  *
- * Here four warps with a strip each multiply as a group; delta_state_scan_warp.cuh has the walks
- * where
- * there are few columns for so many processors. Which of them serve depends on the other sequences
- * of a call, and sums are made in one order by both: over channels one after the other, and where
- * K is 256 over each half of them first. There two groups, teams, share the strips, as the states
- * ask for the registers of both: each has a half of the channels. Its sums and those of the other
- * meet in shared memory, where each team adds up those of its share of the tokens; what is a
- * product of tokens alone both compute. */
+ * Here four warps with a column tile each multiply as a group; delta_state_scan_warp.cuh has the
+ * scans where there are few columns for so many processors. Which of them serve depends on the
+ * other sequences of a call, and sums are made in one order by both: over channels one after the
+ * other, and where K is 256 over each half of them first. There two splits, splits, share the
+ * column tiles, as the states ask for the registers of both: each has a half of the channels. Its
+ * sums and those of the other meet in shared memory, where each split adds up those of its share
+ * of the tokens; what is a product of tokens alone both compute. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_CUH
 
-#include "kernels/cuda/delta/delta_load.cuh"
+#include "kernels/cuda/prim/tma.cuh"
+#include "kernels/cuda/delta/delta_mma.cuh"
 
-/* Where the teams of a strip meet, at the end of the room: sums of each team for the tokens of the
- * others, and the operands that each makes of its tokens. What would be a team's sums for itself is
- * where it turns results. */
-template <int TEAMS>
-struct alignas(16) mn_walk_meeting {
-    static constexpr int scratch_bytes = 8 / TEAMS * 32 * (int)sizeof(float4);
+namespace mneme::delta {
 
-    float4 sums[TEAMS][TEAMS][8 / TEAMS][32];
-    uint4 operands[4][32];
+/* how chunks come to shared memory for delta's scans (delta_state_scan.cuh), one chunk ahead, by
+ * warps that do nothing else.
+ *
+ * On Hopper the copy engine brings whole tiles: one thread uses_tma, mbarriers count what has
+ * come and who has done with it. Where rows of a tensor do not start at 16 bytes the threads
+ * copy, and so they do for a chunk with which one of several packed sequences ends, as tokens of
+ * the next must not be seen. Elsewhere they always copy, in step with the others by barriers of
+ * the block. */
 
-    __device__ unsigned char *scratch(int team) {
-        return (unsigned char *)sums[team][team];
-    }
-};
+enum { MN_DELTA_COL_TILES = 4, MN_DELTA_PRODUCERS = 128 };    // most of a block; threads that fetch
 
-/* Which strip of the block this warp has, and which part of the channels. Groups are four warps of
- * one team. */
-template <bool GROUP, int TEAMS>
-struct mn_walk_role {
-    static __device__ int strip(void) {
-        const int warp = threadIdx.x / 32;
-        return GROUP ? warp % MN_DELTA_STRIPS : warp / TEAMS;
-    }
-
-    static __device__ int team(void) {
-        const int warp = threadIdx.x / 32;
-        return TEAMS == 1 ? 0 : GROUP ? warp / MN_DELTA_STRIPS : warp % TEAMS;
-    }
-};
-
-/* Teams of groups, and so parts of the channels that are summed up apart. */
+/* What is needed first of a chunk, and what later; the first kind is loaded one chunk ahead, the
+ * second too where there is smem. */
 template <int KP>
-constexpr int mn_walk_teams = KP <= 128 ? 1 : 2;
+struct alignas(1024) mn_scan_front {
+    unsigned char keys[mn_tile_bytes<KP>()], values[mn_tile_bytes<64>()];
+    unsigned char T[mn_tile_bytes<64>()], P[mn_tile_bytes<64>()];
+    float gamma[MN_DELTA_CHUNK], write[MN_DELTA_CHUNK], cum_decay[KP];
+};
 
-constexpr int mn_walk_threads(int teams) {
-    return 32 * MN_DELTA_STRIPS * teams + MN_DELTA_FETCHERS;
+template <int KP>
+constexpr int mn_scan_key_bytes = mn_tile_bytes<KP>();
+
+template <int KP>
+struct alignas(1024) mn_scan_back {
+    unsigned char first[mn_tile_bytes<KP>()], second[mn_tile_bytes<KP>()];
+};
+
+/* Which columns these are, and of what. */
+struct mn_scan_coord {
+    mn_span span;
+    int64_t n, h, column0, first;    // of the block; `first` slot of the sequence
+    int n_chunks, columns;           // columns of the block
+};
+
+/* Of every other chunk: its front has come, what is behind has come, all have done with it. */
+struct mn_scan_mbarriers {
+    uint64_t front[2], back[2], empty[2];
+};
+
+/* `n` counts chunks in the order of the scan. */
+template <int KP>
+struct mn_scan_smem {
+    static constexpr int backs = KP <= 128 ? 2 : 1;
+    mn_scan_front<KP> fronts[2];
+    mn_scan_back<KP> behind[backs];
+    mn_scan_coord place;    // here, as registers are short
+    mn_scan_mbarriers mbarriers;
+
+    __device__ mn_scan_front<KP> &front(int n) {
+        return fronts[n % 2];
+    }
+
+    /* What is needed later of a chunk. Where there is smem for one chunk's only, two have it if
+     * they need no second tile. */
+    __device__ unsigned char *first(int n, bool same_keys) {
+        if (backs == 2) return behind[n % backs].first;
+        return n % 2 && same_keys ? behind[0].second : behind[0].first;
+    }
+
+    __device__ unsigned char *second(int n) {
+        return behind[n % backs].second;
+    }
+};
+
+/* The tensors of a scan for the copy engine. */
+struct mn_scan_tma_maps {
+    CUtensorMap keys, values, T, P, first, second;
+    bool serve;    // otherwise threads copy
+};
+
+/* The place of a block of `columns` columns. One thread calls. */
+__device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_params &job,
+                                          int64_t n_slices,
+                                    int columns) {
+    const mn_call &call = job.p.call;
+    at.columns = columns;
+    at.column0 = blockIdx.x % n_slices * at.columns;
+    at.h = blockIdx.x / n_slices % call.H;
+    at.n = blockIdx.x / n_slices / call.H;
+    at.span = mn_span_at(call, at.n);
+    at.first = mn_delta_first_slot(call, at.n);
+    at.n_chunks = (int)((at.span.length + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
 }
 
-/* Two groups that multiply take registers from the one that fetches. */
-template <int TEAMS, bool FETCHES>
-__device__ __forceinline__ void mn_walk_registers(void) {
+/* Fills in the place. All threads of the block call. */
+template <int KP, int SPLITS>
+__device__ inline void mn_scan_init_smem(mn_scan_smem<KP> &smem, const mn_delta_params &job,
+                                     int64_t n_slices) {
+    if (threadIdx.x == 0) {
+        const int multiply = (int)blockDim.x - MN_DELTA_PRODUCERS;
+        mn_scan_find_coord(smem.place, job, n_slices, multiply / 2 / SPLITS);
 #if MN_HAS_WGMMA
-    if (TEAMS == 1) return;
-    if (FETCHES) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;\n");
+        for (int i = 0; i < 2; i++) {
+            mn_mbarrier_init(&smem.mbarriers.front[i], MN_DELTA_PRODUCERS);
+            mn_mbarrier_init(&smem.mbarriers.back[i], MN_DELTA_PRODUCERS);
+            mn_mbarrier_init(&smem.mbarriers.empty[i], multiply);
+        }
+        mn_mbarrier_init_fence();
+#endif
+    }
+    __syncthreads();
+}
+
+/* The number of a thread that fetches; below zero for the others. */
+__device__ inline int mn_scan_producer_tid(void) {
+    return (int)threadIdx.x - ((int)blockDim.x - MN_DELTA_PRODUCERS);
+}
+
+__device__ inline int mn_scan_chunk_len(const mn_scan_coord &at, int chunk) {
+    return (int)min((int64_t)MN_DELTA_CHUNK, at.span.length - (int64_t)chunk * MN_DELTA_CHUNK);
+}
+
+/* What a scan fetches of chunks: keys and values with the front, `first` and `second`, either of
+ * which may be left out, behind. Rows that are decayed lie in workspace. */
+struct mn_scan_source {
+    const mn_in &keys, &values, &first, &second;
+    const mn_bf16 *decayed_keys, *decayed_first, *decayed_second;
+    bool packed_keys, packed_values, packed_first, packed_second, has_first, has_second;
+};
+
+/* ---- by threads ------------------------------------------------------------------------------ */
+
+/* Rows of keys of a chunk: decayed ones from workspace, or the tensor's own. */
+template <int KP, bool CHANNEL>
+__device__ inline void mn_scan_copy_keys(unsigned char *tile, const mn_delta_params &job,
+                                         const mn_in &view, bool packed, const mn_bf16 *decayed,
+                                         const mn_scan_coord &at, int chunk) {
+    constexpr int n_threads = MN_DELTA_PRODUCERS;
+    if (CHANNEL) {
+        const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
+        mn_tile_reload<KP, n_threads>(tile, decayed + index * MN_DELTA_CHUNK * KP, KP,
+                                  mn_scan_producer_tid());
+    } else {
+        mn_tile_load<KP, n_threads>(tile, view, packed, at.span, at.h,
+                                    (int64_t)chunk * MN_DELTA_CHUNK,
+                                 mn_scan_chunk_len(at, chunk), 0, job.p.call.K,
+                                     mn_scan_producer_tid());
+    }
+}
+
+template <int KP, bool CHANNEL>
+__device__ inline void mn_scan_copy_front(mn_scan_front<KP> &to,
+                                                const mn_delta_params &job,
+                                          const mn_scan_source &from,
+                                              const mn_scan_coord &at,
+                                          int chunk) {
+    constexpr int n_threads = MN_DELTA_PRODUCERS;
+    const int tid = mn_scan_producer_tid();
+    const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
+    mn_scan_copy_keys<KP, CHANNEL>(to.keys, job, from.keys, from.packed_keys,
+                                         from.decayed_keys, at,
+                                   chunk);
+    mn_tile_load<64, n_threads>(to.values, from.values, from.packed_values, at.span, at.h,
+                             (int64_t)chunk * MN_DELTA_CHUNK, mn_scan_chunk_len(at, chunk),
+                                 at.column0,
+                             min(job.p.call.V, at.column0 + at.columns), tid);
+    mn_tile_reload<64, n_threads>(to.T, job.workspace.T + index * MN_DELTA_MATRIX, 64, tid);
+    mn_tile_reload<64, n_threads>(to.P, job.workspace.P + index * MN_DELTA_MATRIX, 64, tid);
+    if (CHANNEL) {
+        mn_cp_async_raw(to.cum_decay, job.workspace.cum_decay + index * KP,
+                        KP * (int)sizeof(float), n_threads, tid);
+    } else {
+        mn_cp_async_raw(to.gamma, job.workspace.log_decays[index].gamma,
+                      2 * MN_DELTA_CHUNK * (int)sizeof(float), n_threads, tid);
+    }
+}
+
+template <int KP, bool CHANNEL>
+__device__ inline void mn_scan_copy_back(mn_scan_smem<KP> &smem,
+                                               const mn_delta_params &job,
+                                         const mn_scan_source &from,
+                                             const mn_scan_coord &at,
+                                         int n, int chunk) {
+    if (from.has_first) {
+        mn_scan_copy_keys<KP, CHANNEL>(smem.first(n, !from.has_second), job, from.first,
+                                       from.packed_first, from.decayed_first, at, chunk);
+    }
+    if (from.has_second) {
+        mn_scan_copy_keys<KP, CHANNEL>(smem.second(n), job, from.second, from.packed_second,
+                                       from.decayed_second, at, chunk);
+    }
+}
+
+/* ---- by the copy engine ---------------------------------------------------------------------- */
+
+#if MN_HAS_WGMMA
+
+/* Arrives at a gate, and returns true, in all threads that fetch but the one that is to ask. */
+__device__ inline bool mn_scan_not_elected(uint64_t *mbarrier) {
+    if (mn_scan_producer_tid() < 32 && mn_elect_one()) return false;
+    mn_mbarrier_arrive(mbarrier);
+    return true;
+}
+
+/* Asks for COLUMNS columns from `column` on of 64 rows from (h, t, b) on. */
+template <int COLUMNS>
+__device__ inline void mn_scan_tma_load(unsigned char *tile, const CUtensorMap &map,
+                                             uint64_t *mbarrier,
+                                   int64_t column, int64_t h, int64_t t, int64_t b) {
+    for (int smem_tile = 0; smem_tile < COLUMNS / 64; smem_tile++) {
+        mn_tma_load(tile + smem_tile * MN_DELTA_CHUNK * 128, map, mbarrier,
+                    (int)column + 64 * smem_tile,
+                     (int)h, (int)t, (int)b);
+    }
+}
+
+template <int KP, bool CHANNEL>
+__device__ inline void mn_scan_tma_load_keys(unsigned char *tile, const CUtensorMap &map,
+                                        uint64_t *mbarrier, const mn_scan_coord &at,
+                                            int64_t index,
+                                        int chunk) {
+    const int64_t t = at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK;
+    if (CHANNEL) mn_scan_tma_load<KP>(tile, map, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
+    else mn_scan_tma_load<KP>(tile, map, mbarrier, 0, at.h, t, at.span.b);
+}
+
+template <int KP, bool CHANNEL>
+__device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &smem,
+                                                   const mn_delta_params &job,
+                                         const mn_scan_tma_maps &maps,
+                                             const mn_scan_coord &at, int n,
+                                         int chunk) {
+    constexpr int log_decays = (CHANNEL ? KP : 2 * MN_DELTA_CHUNK) * (int)sizeof(float);
+    mn_scan_front<KP> &to = smem.front(n);
+    uint64_t *mbarrier = &smem.mbarriers.front[n % 2];
+    if (mn_scan_not_elected(mbarrier)) return;
+    const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
+    mn_mbarrier_arrive_expect_tx(mbarrier, (int)sizeof to.keys + 3 * (int)sizeof to.T + log_decays);
+    mn_scan_tma_load_keys<KP, CHANNEL>(to.keys, maps.keys, mbarrier, at, index, chunk);
+    mn_scan_tma_load<64>(to.values, maps.values, mbarrier, at.column0, at.h,
+                    at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK, at.span.b);
+    mn_scan_tma_load<64>(to.T, maps.T, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
+    mn_scan_tma_load<64>(to.P, maps.P, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
+    if (CHANNEL) mn_tma_load_1d(to.cum_decay, job.workspace.cum_decay + index * KP, log_decays,
+                                  mbarrier);
+    else mn_tma_load_1d(to.gamma, job.workspace.log_decays[index].gamma, log_decays, mbarrier);
+}
+
+template <int KP, bool CHANNEL>
+__device__ inline void mn_scan_tma_load_back(mn_scan_smem<KP> &smem,
+                                                  const mn_delta_params &job,
+                                        const mn_scan_tma_maps &maps,
+                                            const mn_scan_source &from,
+                                        const mn_scan_coord &at, int n, int chunk) {
+    uint64_t *mbarrier = &smem.mbarriers.back[n % 2];
+    if (mn_scan_not_elected(mbarrier)) return;
+    const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
+    mn_mbarrier_arrive_expect_tx(mbarrier, (from.has_first + from.has_second)
+                                 * mn_scan_key_bytes<KP>);
+    if (from.has_first) {
+        mn_scan_tma_load_keys<KP, CHANNEL>(smem.first(n, !from.has_second), maps.first, mbarrier,
+                                                at, index,
+                                      chunk);
+    }
+    if (from.has_second) {
+        mn_scan_tma_load_keys<KP, CHANNEL>(smem.second(n), maps.second, mbarrier, at, index,
+                                                chunk);
+    }
+}
+
+/* Arrives at the gate of what this thread has copied. */
+__device__ inline void mn_scan_copy_arrive(uint64_t *mbarrier) {
+    mn_cp_async_commit();
+    mn_cp_async_wait<0>();
+    mn_fence_proxy_async();
+    mn_mbarrier_arrive(mbarrier);
+}
+
+#else
+
+template <int KP, bool CHANNEL>
+__device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &, const mn_delta_params &,
+                                         const mn_scan_tma_maps &, const mn_scan_coord &,
+                                             int, int) {}
+
+template <int KP, bool CHANNEL>
+__device__ inline void mn_scan_tma_load_back(mn_scan_smem<KP> &, const mn_delta_params &,
+                                        const mn_scan_tma_maps &, const mn_scan_source &,
+                                        const mn_scan_coord &, int, int) {}
+
+__device__ inline void mn_scan_copy_arrive(uint64_t *) {}
+
+#endif
+
+/* ---- the fetching warps, and waiting for them ------------------------------------------------ */
+
+#if MN_HAS_WGMMA
+
+/* front(n) and back(n) fetch for the n-th chunk of the scan. `ahead`: both go one chunk ahead. */
+template <typename Front, typename Back>
+__device__ inline void mn_scan_producer_loop(const mn_scan_mbarriers &mbarriers, int count,
+                                             bool ahead,
+                                       Front front, Back back) {
+    const auto all = [&](auto fetch, int n) {
+        if (n < count) fetch(n);
+    };
+    all(front, 0);
+    if (ahead) all(back, 0);
+    for (int n = 0; n < count; n++) {
+        if (n > 0) mn_mbarrier_wait(&mbarriers.empty[(n - 1) % 2], (n - 1) / 2 % 2);
+        if (!ahead) back(n);
+        all(front, n + 1);
+        if (ahead) all(back, n + 1);
+    }
+}
+
+#else
+
+/* Likewise, in step with the others. */
+template <typename Front, typename Back>
+__device__ inline void mn_scan_producer_loop(const mn_scan_mbarriers &, int count, bool ahead,
+                                             Front front,
+                                       Back back) {
+    const auto all = [&](auto fetch, int n) {
+        if (n < count) fetch(n);
+        mn_cp_async_commit();
+    };
+    all(front, 0);
+    if (ahead) all(back, 0);
+    for (int n = 0; n < count; n++) {
+        if (!ahead) all(back, n);
+        all(front, n + 1);
+        if (ahead) all(back, n + 1);
+        mn_cp_async_wait<2>();
+        __syncthreads();
+        if (!ahead) {
+            mn_cp_async_wait<1>();
+            __syncthreads();
+        }
+        __syncthreads();
+    }
+}
+
+#endif
+
+/* What the fetching warps do. chunk_at(n): the n-th chunk of the scan. */
+template <int KP, bool CHANNEL, typename ChunkAt>
+__device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delta_params &job,
+                                     const mn_scan_tma_maps &maps,
+                                         const mn_scan_source &from,
+                                     ChunkAt chunk_at) {
+    const mn_scan_coord at = smem.place;    // in registers: shared memory answers slowly here
+    const bool ahead = mn_scan_smem<KP>::backs == 2 || !from.has_second;
+    const auto uses_tma = [&](int chunk) {    // of the copy engine
+        return maps.serve &&
+               !(job.p.call.cu_seqlens && mn_scan_chunk_len(at, chunk) < MN_DELTA_CHUNK);
+    };
+    const auto front = [&](int n) {
+        const int chunk = chunk_at(n);
+        if (MN_HAS_WGMMA && uses_tma(chunk)) {
+            mn_scan_tma_load_front<KP, CHANNEL>(smem, job, maps, at, n, chunk);
+        } else {
+            mn_scan_copy_front<KP, CHANNEL>(smem.front(n), job, from, at, chunk);
+            mn_scan_copy_arrive(&smem.mbarriers.front[n % 2]);
+        }
+    };
+    const auto back = [&](int n) {
+        const int chunk = chunk_at(n);
+        if (!from.has_first && !from.has_second) return;
+        if (MN_HAS_WGMMA && uses_tma(chunk)) {
+            mn_scan_tma_load_back<KP, CHANNEL>(smem, job, maps, from, at, n, chunk);
+        } else {
+            mn_scan_copy_back<KP, CHANNEL>(smem, job, from, at, n, chunk);
+            mn_scan_copy_arrive(&smem.mbarriers.back[n % 2]);
+        }
+    };
+    mn_scan_producer_loop(smem.mbarriers, at.n_chunks, ahead, front, back);
+}
+
+/* Waits for the n-th front. */
+template <int KP>
+__device__ inline void mn_scan_wait_front(const mn_scan_smem<KP> &smem, int n) {
+#if MN_HAS_WGMMA
+    mn_mbarrier_wait(&smem.mbarriers.front[n % 2], n / 2 % 2);
+#else
+    __syncthreads();
+#endif
+}
+
+/* Waits for what is behind it. */
+template <int KP>
+__device__ inline void mn_scan_wait_back(const mn_scan_smem<KP> &smem, int n,
+                                               bool ahead) {
+#if MN_HAS_WGMMA
+    mn_mbarrier_wait(&smem.mbarriers.back[n % 2], n / 2 % 2);
+#else
+    if (!ahead) __syncthreads();    // otherwise it came with the front
+#endif
+}
+
+/* This thread has done with the n-th chunk. */
+template <int KP>
+__device__ inline void mn_scan_release(mn_scan_smem<KP> &smem, int n) {
+#if MN_HAS_WGMMA
+    mn_mbarrier_arrive(&smem.mbarriers.empty[n % 2]);
+#else
+    __syncthreads();
+#endif
+}
+
+/* Where the splits of a column tile meet, at the end of the smem: sums of each split for the
+ * tokens of the others, and the operands that each makes of its tokens. What would be a split's
+ * sums for itself is where it iters results. */
+template <int SPLITS>
+struct alignas(16) mn_scan_exchange {
+    static constexpr int scratch_bytes = 8 / SPLITS * 32 * (int)sizeof(float4);
+
+    float4 sums[SPLITS][SPLITS][8 / SPLITS][32];
+    uint4 operands[4][32];
+
+    __device__ unsigned char *scratch(int split) {
+        return (unsigned char *)sums[split][split];
+    }
+};
+
+/* Which column tile of the block this warp has, and which part of the channels. Groups are four
+ * warps of one split. */
+template <bool WGMMA, int SPLITS>
+struct mn_scan_role {
+    static __device__ int col_tile(void) {
+        const int warp = threadIdx.x / 32;
+        return WGMMA ? warp % MN_DELTA_COL_TILES : warp / SPLITS;
+    }
+
+    static __device__ int split(void) {
+        const int warp = threadIdx.x / 32;
+        return SPLITS == 1 ? 0 : WGMMA ? warp / MN_DELTA_COL_TILES : warp % SPLITS;
+    }
+};
+
+/* Teams of splits, and so parts of the channels that are summed up apart. */
+template <int KP>
+constexpr int mn_scan_splits = KP <= 128 ? 1 : 2;
+
+constexpr int mn_scan_threads(int splits) {
+    return 32 * MN_DELTA_COL_TILES * splits + MN_DELTA_PRODUCERS;
+}
+
+/* Two splits that multiply take registers from the one that fetches. */
+template <int SPLITS, bool PRODUCER>
+__device__ __forceinline__ void mn_scan_setmaxnreg(void) {
+#if MN_HAS_WGMMA
+    if (SPLITS == 1) return;
+    if (PRODUCER) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;\n");
     else asm volatile("setmaxnreg.inc.sync.aligned.u32 208;\n");
 #endif
 }
 
 /* ---- results of left operands ---------------------------------------------------------------- */
 
-/* Sixteen rows of 16 N columns for work space, rows `pitch` apart. On Hopper they pass through
- * SCRATCH bytes, in pieces of 32 columns whose octets are exchanged so that lanes meet in no bank,
+/* Sixteen rows of 16 N columns for workspace, rows `pitch` apart. On Hopper they pass through
+ * SCRATCH bytes, in pieces of 32 columns whose vec16s are exchanged so that lanes meet in no bank,
  * and leave 16 bytes at a time. */
 template <int SCRATCH, int N>
-__device__ inline void mn_walk_stash(mn_bf16 *to, int pitch, const unsigned (&x)[N][4],
+__device__ inline void mn_scan_store_frags(mn_bf16 *to, int pitch, const unsigned (&x)[N][4],
                                      unsigned char *scratch) {
     const int lane = threadIdx.x % 32;
     if constexpr (MN_HAS_WGMMA && N % 2 == 0) {
         constexpr int pieces = N / 2 < SCRATCH / 1024 ? N / 2 : SCRATCH / 1024;
-        const auto place = [](int row, int octet) {
-            return (unsigned)(row * 64 + ((octet ^ (row >> 1 & 3)) << 4));
+        const auto place = [](int row, int vec16) {
+            return (unsigned)(row * 64 + ((vec16 ^ (row >> 1 & 3)) << 4));
         };
-        const unsigned from = mn_shared(scratch);
+        const unsigned from = mn_shared_u32(scratch);
         to += lane / 4 * pitch + lane % 4 * 8;
 #pragma unroll
         for (int first = 0; first < N / 2; first += pieces) {
@@ -122,19 +525,19 @@ __device__ inline void mn_walk_stash(mn_bf16 *to, int pitch, const unsigned (&x)
 /* ---- states in registers --------------------------------------------------------------------- */
 
 /* Rows of this lane: columns j and j + 8 of the value axis; columns: channels 8 i + 2 (l % 4) of
- * the team's. */
-template <int KP, bool GROUP, int TEAMS>
-struct mn_walk_state {
-    static constexpr int width = KP / TEAMS;    // channels of a team
+ * the split's. */
+template <int KP, bool WGMMA, int SPLITS>
+struct mn_scan_state {
+    static constexpr int width = KP / SPLITS;    // channels of a split
     static constexpr int part_bytes = mn_tile_bytes<width>();
-    using role = mn_walk_role<GROUP, TEAMS>;
+    using role = mn_scan_role<WGMMA, SPLITS>;
 
     float at[width / 8][4];
 
     template <typename F>
     __device__ void each(const mn_call &call, int64_t column0, F use) {
-        const int lane = threadIdx.x % 32, channel0 = role::team() * width;
-        const int64_t j = column0 + role::strip() * 16 + lane / 4;
+        const int lane = threadIdx.x % 32, channel0 = role::split() * width;
+        const int64_t j = column0 + role::col_tile() * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < width / 8; i++) {
 #pragma unroll
@@ -146,14 +549,16 @@ struct mn_walk_state {
         }
     }
 
-    __device__ void load(const mn_in &state, const mn_call &call, const mn_walk_place &place) {
+    __device__ void load(const mn_in &state, const mn_call &call,
+                         const mn_scan_coord &place) {
         const float *from = mn_row<float>(state, place.n, 0, place.h);
         each(call, place.column0, [&](float &x, int64_t i, bool inside) {
             x = inside && from ? from[i] : 0.0f;
         });
     }
 
-    __device__ void store(const mn_out &state, const mn_call &call, const mn_walk_place &place) {
+    __device__ void store(const mn_out &state, const mn_call &call,
+                          const mn_scan_coord &place) {
         float *to = mn_row<float>(state, place.n, 0, place.h);
         if (!to) return;
         each(call, place.column0, [&](float &x, int64_t i, bool inside) {
@@ -162,49 +567,51 @@ struct mn_walk_state {
     }
 
     template <bool CHANNEL>
-    __device__ void decay(const mn_walk_front<KP> &chunk) {
-        const int column = role::team() * width + threadIdx.x % 4 * 2;
+    __device__ void decay(const mn_scan_front<KP> &chunk) {
+        const int column = role::split() * width + threadIdx.x % 4 * 2;
         const float shared = chunk.gamma[MN_DELTA_CHUNK - 1];
 #pragma unroll
         for (int i = 0; i < width / 8; i++) {
-            float2 fall = make_float2(shared, shared);
-            if (CHANNEL) fall = *(const float2 *)&chunk.fall[8 * i + column];
-            at[i][0] *= fall.x, at[i][1] *= fall.y, at[i][2] *= fall.x, at[i][3] *= fall.y;
+            float2 cum_decay = make_float2(shared, shared);
+            if (CHANNEL) cum_decay = *(const float2 *)&chunk.cum_decay[8 * i + column];
+            at[i][0] *= cum_decay.x, at[i][1] *= cum_decay.y, at[i][2] *= cum_decay.x,
+                at[i][3] *= cum_decay.y;
         }
     }
 
-    /* The panels of a tile of rows of keys that have the team's channels. */
+    /* The smem tiles of a tile of rows of keys that have the split's channels. */
     __device__ unsigned part(const unsigned char *rows) const {
-        return mn_shared(rows) + role::team() * part_bytes;
+        return mn_shared_u32(rows) + role::split() * part_bytes;
     }
 
     /* += x rows, for x (16 values, 64 tokens) and a tile of rows of keys. */
     __device__ void add(const unsigned (&x)[4][4], const unsigned char *tile) {
         const unsigned rows = part(tile);
 #pragma unroll
-        for (int panel = 0; panel < width / 64; panel++) {
+        for (int smem_tile = 0; smem_tile < width / 64; smem_tile++) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                mn_unit_depth<GROUP>(&at[8 * panel], x[k], rows, 16 * k, panel, 4);
+                mn_mma_ab<WGMMA>(&at[8 * smem_tile], x[k], rows, 16 * k, smem_tile, 4);
             }
         }
     }
 
-    /* sums += state rows', (16 values, 64 tokens), over the team's channels. `keep`, where not
-     * NULL, is where this strip of the state goes in bf16. */
+    /* sums += state rows', (16 values, 64 tokens), over the split's channels. `keep`, where not
+     * NULL, is where this column tile of the state goes in bf16. */
     __device__ void read(float (&sums)[8][4], const unsigned char *tile, mn_bf16 *keep,
                          unsigned char *scratch) const {
-        constexpr int steps = width / 16, scratch_bytes = mn_walk_meeting<TEAMS>::scratch_bytes;
+        constexpr int steps = width / 16,
+            scratch_bytes = mn_scan_exchange<SPLITS>::scratch_bytes;
         const unsigned rows = part(tile);
         unsigned a[steps][4];
 #pragma unroll
-        for (int k = 0; k < steps; k++) mn_left_of(a[k], at[2 * k], at[2 * k + 1]);
-        mn_unit_begin<GROUP>();
+        for (int k = 0; k < steps; k++) mn_frag_a_of(a[k], at[2 * k], at[2 * k + 1]);
+        mn_mma_fence<WGMMA>();
 #pragma unroll
-        for (int k = 0; k < steps; k++) mn_unit_rows<GROUP>(sums, a[k], rows, 16 * k, 0);
-        mn_unit_send<GROUP>();
-        if (keep) mn_walk_stash<scratch_bytes>(keep + role::team() * width, KP, a, scratch);
-        mn_unit_wait<GROUP>();
+        for (int k = 0; k < steps; k++) mn_mma_abt<WGMMA>(sums, a[k], rows, 16 * k, 0);
+        mn_mma_commit<WGMMA>();
+        if (keep) mn_scan_store_frags<scratch_bytes>(keep + role::split() * width, KP, a, scratch);
+        mn_mma_wait<WGMMA>();
     }
 };
 
@@ -212,7 +619,7 @@ struct mn_walk_state {
 
 /* (16 values, 8 N tokens) by tokens' numbers. */
 template <int N>
-__device__ inline void mn_walk_scale(float (&x)[N][4], const float *factor, float more) {
+__device__ inline void mn_scan_scale_tokens(float (&x)[N][4], const float *factor, float more) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -223,46 +630,49 @@ __device__ inline void mn_walk_scale(float (&x)[N][4], const float *factor, floa
 }
 
 template <int N>
-__device__ inline void mn_walk_left(unsigned (&a)[N / 2][4], const float (&x)[N][4]) {
+__device__ inline void mn_scan_frags_a(unsigned (&a)[N / 2][4], const float (&x)[N][4]) {
 #pragma unroll
-    for (int k = 0; k < N / 2; k++) mn_left_of(a[k], x[2 * k], x[2 * k + 1]);
+    for (int k = 0; k < N / 2; k++) mn_frag_a_of(a[k], x[2 * k], x[2 * k + 1]);
 }
 
-/* y += x square', for a lower triangle; x are tokens from 16 * first on. */
-template <bool GROUP, int N>
-__device__ inline void mn_walk_lower(float (&y)[8][4], const unsigned (&x)[N][4], unsigned square,
+/* y += x matrix', for a lower triangle; x are tokens from 16 * first on. */
+template <bool WGMMA, int N>
+__device__ inline void mn_scan_mma_lower(float (&y)[8][4], const unsigned (&x)[N][4],
+                                           unsigned matrix,
                                      int first) {
-    mn_unit_begin<GROUP>();
+    mn_mma_fence<WGMMA>();
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        mn_unit_rows<GROUP>(y, x[k], square, 16 * (first + k), first + k);
+        mn_mma_abt<WGMMA>(y, x[k], matrix, 16 * (first + k), first + k);
     }
-    mn_unit_end<GROUP>();
+    mn_mma_commit_wait<WGMMA>();
 }
 
-/* y += x square, likewise. */
-template <bool GROUP, int N>
-__device__ inline void mn_walk_upper(float (&y)[8][4], const unsigned (&x)[N][4], unsigned square,
+/* y += x matrix, likewise. */
+template <bool WGMMA, int N>
+__device__ inline void mn_scan_mma_upper(float (&y)[8][4], const unsigned (&x)[N][4],
+                                           unsigned matrix,
                                      int first) {
-    mn_unit_begin<GROUP>();
+    mn_mma_fence<WGMMA>();
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        mn_unit_depth<GROUP>(y, x[k], square, 16 * (first + k), 0, first + k + 1);
+        mn_mma_ab<WGMMA>(y, x[k], matrix, 16 * (first + k), 0, first + k + 1);
     }
-    mn_unit_end<GROUP>();
+    mn_mma_commit_wait<WGMMA>();
 }
 
-/* Where results of a strip's tokens and columns go: this lane has eight columns of every 16th token
- * of its team. */
-struct mn_walk_results {
+/* Where results of a column tile's tokens and columns go: this lane has eight columns of every
+ * 16th token of its split. */
+struct mn_scan_out_rows {
     mn_bf16 *to;        // of the first chunk; NULL: nowhere
     int64_t step;       // between tokens
     int left, width;    // tokens and columns from there on
     bool packed;
 
-    __device__ mn_walk_results(const mn_out &view, bool packs, const mn_walk_place &at, int64_t V,
-                               int strip, int token) {
-        const int64_t j = at.column0 + strip * 16 + threadIdx.x % 2 * 8;
+    __device__ mn_scan_out_rows(const mn_out &view, bool packs,
+                                     const mn_scan_coord &at, int64_t V,
+                               int col_tile, int token) {
+        const int64_t j = at.column0 + col_tile * 16 + threadIdx.x % 2 * 8;
         token += threadIdx.x % 32 / 2;
         to = mn_row<mn_bf16>(view, at.span.b, at.span.t0 + token, at.h);
         if (to) to += j;
@@ -270,20 +680,21 @@ struct mn_walk_results {
         left = (int)(at.span.length - token), width = (int)(V - j);
     }
 
-    /* Rows of 8 N tokens. They pass through 256 N bytes, a token's two octets exchanged in every
+    /* Rows of 8 N tokens. They pass through 256 N bytes, a token's two vec16s exchanged in every
      * other four, so that lanes meet in no bank. */
     template <int N>
     __device__ void put(int chunk, const float (&x)[N][4], unsigned char *scratch) const {
         const int lane = threadIdx.x % 32;
-        const auto place = [](int token, int octet) {
-            return token * 32 + ((octet ^ (token >> 2 & 1)) << 4);
+        const auto place = [](int token, int vec16) {
+            return token * 32 + ((vec16 ^ (token >> 2 & 1)) << 4);
         };
         __syncwarp();
 #pragma unroll
         for (int n = 0; n < N; n++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const unsigned pair = mn_turn(mn_pair(x[n][2 * half], x[n][2 * half + 1]));
+                const unsigned pair = mn_movmatrix_trans(mn_bf16x2(x[n][2 * half],
+                                                                   x[n][2 * half + 1]));
                 *(unsigned *)(scratch + place(8 * n + lane / 4, half) + lane % 4 * 4) = pair;
             }
         }
@@ -292,11 +703,11 @@ struct mn_walk_results {
         for (int i = 0; i < N / 2; i++) {
             const int token = chunk * MN_DELTA_CHUNK + 16 * i;
             if (token >= left || width <= 0) continue;
-            const mn_pack<mn_bf16, 8> pack =
-                *(mn_pack<mn_bf16, 8> *)(scratch + place(16 * i + lane / 2, lane % 2));
+            const mn_vec<mn_bf16, 8> pack =
+                *(mn_vec<mn_bf16, 8> *)(scratch + place(16 * i + lane / 2, lane % 2));
             mn_bf16 *row = to + token * step;
             if (packed) {
-                *(mn_pack<mn_bf16, 8> *)row = pack;
+                *(mn_vec<mn_bf16, 8> *)row = pack;
             } else {
                 for (int c = 0; c < 8 && c < width; c++) row[c] = pack.at[c];
             }
@@ -304,13 +715,14 @@ struct mn_walk_results {
     }
 };
 
-/* Rows of values of this strip in records of a sequence's chunks, which hold wide_v each. */
-struct mn_walk_records {
+/* Rows of values of this column tile in records of a sequence's chunks, padded_v in each. */
+struct mn_scan_records {
     int64_t first, step;
 
-    __device__ mn_walk_records(const mn_delta_job &job, const mn_walk_place &at, int strip) {
-        step = job.p.call.H * job.wide_v;
-        first = (at.first * job.p.call.H + at.h) * job.wide_v + at.column0 + strip * 16;
+    __device__ mn_scan_records(const mn_delta_params &job, const mn_scan_coord &at,
+                                     int col_tile) {
+        step = job.p.call.H * job.padded_v;
+        first = (at.first * job.p.call.H + at.h) * job.padded_v + at.column0 + col_tile * 16;
     }
 
     template <typename X>
@@ -319,81 +731,86 @@ struct mn_walk_records {
     }
 };
 
-/* ---- teams ----------------------------------------------------------------------------------- */
+/* ---- splits -----------------------------------------------------------------------------------
+ * */
 
-/* All teams of a strip are here. */
-template <int TEAMS>
-__device__ inline void mn_walk_meet(int strip) {
-    asm volatile("barrier.sync %0, %1;\n" ::"r"(1 + strip), "n"(32 * TEAMS) : "memory");
+/* All splits of a column tile are here. */
+template <int SPLITS>
+__device__ inline void mn_scan_split_sync(int col_tile) {
+    asm volatile("barrier.sync %0, %1;\n" ::"r"(1 + col_tile), "n"(32 * SPLITS) : "memory");
 }
 
-/* Left operands for the other teams of a strip, and from them. */
+/* Left operands for the other splits of a column tile, and from them. */
 template <int N>
-__device__ inline void mn_walk_show(uint4 (*room)[32], const unsigned (&x)[N][4]) {
+__device__ inline void mn_scan_put_frags(uint4 (*smem)[32], const unsigned (&x)[N][4]) {
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        room[k][threadIdx.x % 32] = make_uint4(x[k][0], x[k][1], x[k][2], x[k][3]);
+        smem[k][threadIdx.x % 32] = make_uint4(x[k][0], x[k][1], x[k][2], x[k][3]);
     }
 }
 
 template <int N>
-__device__ inline void mn_walk_see(unsigned (&x)[N][4], const uint4 (*room)[32]) {
+__device__ inline void mn_scan_get_frags(unsigned (&x)[N][4], const uint4 (*smem)[32]) {
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        const uint4 from = room[k][threadIdx.x % 32];
+        const uint4 from = smem[k][threadIdx.x % 32];
         x[k][0] = from.x, x[k][1] = from.y, x[k][2] = from.z, x[k][3] = from.w;
     }
 }
 
-/* Sums over this team's channels for the tokens of the others. */
-template <int TEAMS>
-__device__ inline void mn_walk_give(mn_walk_meeting<TEAMS> &room, const float (&sums)[8][4],
-                                    int team) {
-    constexpr int tiles = 8 / TEAMS;
+/* Sums over this split's channels for the tokens of the others. */
+template <int SPLITS>
+__device__ inline void mn_scan_store_partials(mn_scan_exchange<SPLITS> &smem,
+                                           const float (&sums)[8][4],
+                                    int split) {
+    constexpr int tiles = 8 / SPLITS;
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        if (n / tiles == team) continue;
-        room.sums[n / tiles][team][n % tiles][threadIdx.x % 32] =
+        if (n / tiles == split) continue;
+        smem.sums[n / tiles][split][n % tiles][threadIdx.x % 32] =
             make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
     }
 }
 
-/* The whole sums for this team's tokens, once all have given theirs. */
-template <int TEAMS>
-__device__ inline void mn_walk_take(float (&mine)[8 / TEAMS][4], const float (&sums)[8][4],
-                                    const mn_walk_meeting<TEAMS> &room, int team) {
-    constexpr int tiles = 8 / TEAMS;
+/* The whole sums for this split's tokens, once all have given theirs. */
+template <int SPLITS>
+__device__ inline void mn_scan_reduce_partials(float (&local)[8 / SPLITS][4],
+                                               const float (&sums)[8][4],
+                                    const mn_scan_exchange<SPLITS> &smem, int split) {
+    constexpr int tiles = 8 / SPLITS;
 #pragma unroll
     for (int n = 0; n < tiles; n++) {
 #pragma unroll
-        for (int from = 0; from < TEAMS; from++) {
+        for (int from = 0; from < SPLITS; from++) {
             const float(&own)[4] = sums[from * tiles + n];
             float4 x = make_float4(own[0], own[1], own[2], own[3]);
-            if (from != team) x = room.sums[team][from][n][threadIdx.x % 32];
-            if (from == 0) mine[n][0] = x.x, mine[n][1] = x.y, mine[n][2] = x.z, mine[n][3] = x.w;
-            else mine[n][0] += x.x, mine[n][1] += x.y, mine[n][2] += x.z, mine[n][3] += x.w;
+            if (from != split) x = smem.sums[split][from][n][threadIdx.x % 32];
+            if (from == 0) local[n][0] = x.x, local[n][1] = x.y, local[n][2] = x.z,
+                local[n][3] = x.w;
+            else local[n][0] += x.x, local[n][1] += x.y, local[n][2] += x.z, local[n][3] += x.w;
         }
     }
 }
 
-/* Operands of all tokens from those of each team's own. */
-template <int TEAMS>
-__device__ inline void mn_walk_gather(unsigned (&x)[4][4], const unsigned (&own)[4 / TEAMS][4],
-                                      uint4 (&room)[4][32], int strip, int team) {
-    constexpr int steps = 4 / TEAMS;
-    mn_walk_show(room + team * steps, own);
-    mn_walk_meet<TEAMS>(strip);
-    mn_walk_see(x, room);
+/* Operands of all tokens from those of each split's own. */
+template <int SPLITS>
+__device__ inline void mn_scan_allgather(unsigned (&x)[4][4],
+                                            const unsigned (&own)[4 / SPLITS][4],
+                                      uint4 (&smem)[4][32], int col_tile, int split) {
+    constexpr int steps = 4 / SPLITS;
+    mn_scan_put_frags(smem + split * steps, own);
+    mn_scan_split_sync<SPLITS>(col_tile);
+    mn_scan_get_frags(x, smem);
 }
 
-/* This team's share of what all have. */
-template <int TEAMS, int N, typename X>
-__device__ inline void mn_walk_share(X (&mine)[N / TEAMS][4], const X (&x)[N][4], int team) {
+/* This split's share of what all have. */
+template <int SPLITS, int N, typename X>
+__device__ inline void mn_scan_own_share(X (&local)[N / SPLITS][4], const X (&x)[N][4], int split) {
 #pragma unroll
     for (int n = 0; n < N; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if (n < N / TEAMS || n / (N / TEAMS) == team) mine[n % (N / TEAMS)][i] = x[n][i];
+            if (n < N / SPLITS || n / (N / SPLITS) == split) local[n % (N / SPLITS)][i] = x[n][i];
         }
     }
 }
@@ -402,234 +819,243 @@ __device__ inline void mn_walk_share(X (&mine)[N / TEAMS][4], const X (&x)[N][4]
 
 /* X of tokens from 8 * first on as left operands, from Ed S, (16 values, 8 N tokens). */
 template <int KP, bool CHANNEL, int N>
-__device__ inline void mn_walk_misses(unsigned (&x)[N / 2][4], float (&X)[N][4],
-                                      const mn_walk_front<KP> &front, int strip, int first) {
-    if (!CHANNEL) mn_walk_scale(X, front.gamma + 8 * first, 1.0f);
+__device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][4],
+                                      const mn_scan_front<KP> &front, int col_tile, int first) {
+    if (!CHANNEL) mn_scan_scale_tokens(X, front.gamma + 8 * first, 1.0f);
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         unsigned v[4];
-        mn_left_turned(v, mn_shared(front.values), strip * 16, 8 * first + 16 * k);
+        mn_frag_a_trans(v, mn_shared_u32(front.values), col_tile * 16, 8 * first + 16 * k);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float(&to)[4] = X[2 * k + half];
-            to[0] = mn_low(v[2 * half]) - to[0], to[1] = mn_high(v[2 * half]) - to[1];
-            to[2] = mn_low(v[2 * half + 1]) - to[2], to[3] = mn_high(v[2 * half + 1]) - to[3];
+            to[0] = mn_bf16_lo(v[2 * half]) - to[0], to[1] = mn_bf16_hi(v[2 * half]) - to[1];
+            to[2] = mn_bf16_lo(v[2 * half + 1]) - to[2],
+                to[3] = mn_bf16_hi(v[2 * half + 1]) - to[3];
         }
     }
-    mn_walk_left(x, X);
+    mn_scan_frags_a(x, X);
 }
 
-/* What the fetching warps do. KEEP: as below. */
-template <int KP, bool CHANNEL, bool KEEP>
-__device__ inline void mn_walk_fetch_there(mn_walk_room<KP> &room, const mn_delta_job &job,
-                                           const mn_walk_maps &maps, bool same_keys) {
+/* What the fetching warps do. SAVE: as below. */
+template <int KP, bool CHANNEL, bool SAVE>
+__device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
+                                                  const mn_delta_params &job,
+                                           const mn_scan_tma_maps &maps, bool same_keys) {
     const mn_delta_args &p = job.p;
-    const mn_walk_source from = {
-        p.e, p.v, p.q, p.w, job.work.e, job.work.q, job.work.w, job.packed[MN_DELTA_E],
-        job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W], !KEEP,
+    const mn_scan_source from = {
+        p.e, p.v, p.q, p.w, job.workspace.e, job.workspace.q, job.workspace.w,
+            job.packed[MN_DELTA_E],
+        job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W], !SAVE,
         !same_keys,
     };
-    mn_walk_fetch<KP, CHANNEL>(room, job, maps, from, [](int n) { return n; });
+    mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [](int n) { return n; });
 }
 
-/* KEEP: states in front of chunks and residuals go to work space, and there are no outputs. */
-template <int KP, bool CHANNEL, bool KEEP>
-__global__ void __launch_bounds__(mn_walk_threads(mn_walk_teams<KP>), 1)
-mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
-                     const __grid_constant__ mn_walk_maps maps, int64_t n_slices) {
-    extern __shared__ __align__(1024) unsigned char walk_bytes[];
-    constexpr int TEAMS = mn_walk_teams<KP>;
-    mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
+/* SAVE: states in front of chunks and residuals go to workspace, and there are no outputs. */
+template <int KP, bool CHANNEL, bool SAVE>
+__global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), 1)
+delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
+                     const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
+    extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
+    constexpr int SPLITS = mn_scan_splits<KP>;
+    mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
-    mn_walk_begin<KP, TEAMS>(room, job, n_slices);
-    const mn_walk_place &at = room.place;
+    mn_scan_init_smem<KP, SPLITS>(smem, job, n_slices);
+    const mn_scan_coord &at = smem.place;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
-    const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
-    if (mn_walk_hand() >= 0) {
-        mn_walk_registers<TEAMS, true>();
-        mn_walk_fetch_there<KP, CHANNEL, KEEP>(room, job, maps, same_keys);
+    const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
+    if (mn_scan_producer_tid() >= 0) {
+        mn_scan_setmaxnreg<SPLITS, true>();
+        mn_scan_load_forward<KP, CHANNEL, SAVE>(smem, job, maps, same_keys);
         return;
     }
-    mn_walk_registers<TEAMS, false>();
-    constexpr int steps = 4 / TEAMS, tiles = 8 / TEAMS;    // of a team's tokens
-    constexpr int scratch_bytes = mn_walk_meeting<TEAMS>::scratch_bytes;
-    const int strip = mn_walk_role<true, TEAMS>::strip();
-    const int team = mn_walk_role<true, TEAMS>::team();
-    mn_walk_meeting<TEAMS> &meeting =
-        ((mn_walk_meeting<TEAMS> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
-    const mn_walk_results results(p.o, job.packed[MN_DELTA_O], at, p.call.V, strip,
-                                  team * tiles * 8);
-    const mn_walk_records records(job, at, strip);
+    mn_scan_setmaxnreg<SPLITS, false>();
+    constexpr int steps = 4 / SPLITS, tiles = 8 / SPLITS;    // of a split's tokens
+    constexpr int scratch_bytes = mn_scan_exchange<SPLITS>::scratch_bytes;
+    const int col_tile = mn_scan_role<true, SPLITS>::col_tile();
+    const int split = mn_scan_role<true, SPLITS>::split();
+    mn_scan_exchange<SPLITS> &exchange =
+        ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
+    const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
+                                  split * tiles * 8);
+    const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
-    mn_walk_state<KP, true, TEAMS> S;
+    mn_scan_state<KP, true, SPLITS> S;
     S.load(p.state0, p.call, at);
     for (int chunk = 0; chunk < n_chunks; chunk++) {
-        mn_walk_front<KP> &front = room.front(chunk);
+        mn_scan_front<KP> &front = smem.front(chunk);
         float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
-        unsigned x[4][4], r[4][4], mine[steps][4];
-        mn_walk_wait_front(room, chunk);
-        S.read(X, front.keys, KEEP ? records.at(job.work.S, chunk, KP) : nullptr,
-               meeting.scratch(team));
-        if constexpr (TEAMS == 1) {
-            mn_walk_misses<KP, CHANNEL>(x, X, front, strip, 0);
+        unsigned x[4][4], r[4][4], local[steps][4];
+        mn_scan_wait_front(smem, chunk);
+        S.read(X, front.keys, SAVE ? records.at(job.workspace.S, chunk, KP) : nullptr,
+               exchange.scratch(split));
+        if constexpr (SPLITS == 1) {
+            mn_scan_residuals<KP, CHANNEL>(x, X, front, col_tile, 0);
         } else {
             float own[tiles][4];
-            mn_walk_meet<TEAMS>(strip);    // all have taken what was given last
-            mn_walk_give<TEAMS>(meeting, X, team);
-            mn_walk_meet<TEAMS>(strip);
-            mn_walk_take<TEAMS>(own, X, meeting, team);
-            mn_walk_misses<KP, CHANNEL>(mine, own, front, strip, team * tiles);
-            mn_walk_gather<TEAMS>(x, mine, meeting.operands, strip, team);
+            mn_scan_split_sync<SPLITS>(col_tile);    // all have taken what was given last
+            mn_scan_store_partials<SPLITS>(exchange, X, split);
+            mn_scan_split_sync<SPLITS>(col_tile);
+            mn_scan_reduce_partials<SPLITS>(own, X, exchange, split);
+            mn_scan_residuals<KP, CHANNEL>(local, own, front, col_tile, split * tiles);
+            mn_scan_allgather<SPLITS>(x, local, exchange.operands, col_tile, split);
         }
-        mn_walk_lower<true>(R, x, mn_shared(front.T), 0);
-        mn_walk_left(r, R);
-        mn_walk_share<TEAMS>(mine, r, team);
-        if (!CHANNEL) mn_walk_scale(R, front.write, 1.0f);
-        mn_walk_left(x, R);
-        if (!KEEP || !same_keys) mn_walk_wait_back(room, chunk, ahead);
-        if (KEEP) {
-            mn_walk_stash<scratch_bytes>(records.at(job.work.R, chunk, MN_DELTA_CHUNK) +
-                                             16 * steps * team, MN_DELTA_CHUNK, mine,
-                                         meeting.scratch(team));
+        mn_scan_mma_lower<true>(R, x, mn_shared_u32(front.T), 0);
+        mn_scan_frags_a(r, R);
+        mn_scan_own_share<SPLITS>(local, r, split);
+        if (!CHANNEL) mn_scan_scale_tokens(R, front.write, 1.0f);
+        mn_scan_frags_a(x, R);
+        if (!SAVE || !same_keys) mn_scan_wait_back(smem, chunk, ahead);
+        if (SAVE) {
+            mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.R, chunk, MN_DELTA_CHUNK) +
+                                             16 * steps * split, MN_DELTA_CHUNK, local,
+                                         exchange.scratch(split));
         } else {
-            S.read(O, room.first(chunk, same_keys), nullptr, nullptr);
-            if (!CHANNEL) mn_walk_scale(O, front.gamma, job.scale);
-            mn_walk_lower<true>(O, mine, mn_shared(front.P), team * steps);
+            S.read(O, smem.first(chunk, same_keys), nullptr, nullptr);
+            if (!CHANNEL) mn_scan_scale_tokens(O, front.gamma, job.scale);
+            mn_scan_mma_lower<true>(O, local, mn_shared_u32(front.P), split * steps);
         }
-        const bool puts = !KEEP && results.to;
-        if (puts && TEAMS > 1) mn_walk_give<TEAMS>(meeting, O, team);
+        const bool puts = !SAVE && results.to;
+        if (puts && SPLITS > 1) mn_scan_store_partials<SPLITS>(exchange, O, split);
         S.template decay<CHANNEL>(front);
-        mn_unit_begin<true>();
-        S.add(x, same_keys ? front.keys : room.second(chunk));
-        mn_unit_send<true>();
+        mn_mma_fence<true>();
+        S.add(x, same_keys ? front.keys : smem.second(chunk));
+        mn_mma_commit<true>();
         if (puts) {
             float own[tiles][4];
-            if (TEAMS > 1) mn_walk_meet<TEAMS>(strip);
-            mn_walk_take<TEAMS>(own, O, meeting, team);
-            results.put(chunk, own, meeting.scratch(team));
+            if (SPLITS > 1) mn_scan_split_sync<SPLITS>(col_tile);
+            mn_scan_reduce_partials<SPLITS>(own, O, exchange, split);
+            results.put(chunk, own, exchange.scratch(split));
         }
-        mn_unit_wait<true>();
-        mn_walk_done(room, chunk);
+        mn_mma_wait<true>();
+        mn_scan_release(smem, chunk);
     }
-    if (!KEEP) S.store(p.state, p.call, at);
+    if (!SAVE) S.store(p.state, p.call, at);
 }
 
 /* ---- back ------------------------------------------------------------------------------------ */
 
-/* The cotangent of this strip's columns as left operands, turned, tokens from 16 * first on, each
- * by its number. */
+/* The cotangent of this column tile's columns as left operands, transposed, tokens from 16 *
+ * first on, each by its number. */
 template <int N>
-__device__ inline void mn_walk_cotangent(unsigned (&x)[N][4], unsigned tile, int strip, int first,
+__device__ inline void mn_scan_cotangent(unsigned (&x)[N][4], unsigned tile, int col_tile,
+                                               int first,
                                          const float *factor, float more) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        mn_left_turned(x[k], tile, strip * 16, 16 * (first + k));
+        mn_frag_a_trans(x[k], tile, col_tile * 16, 16 * (first + k));
         if (!factor) continue;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float2 by = *(const float2 *)&factor[16 * (first + k) + i / 2 * 8 + column];
-            x[k][i] = mn_pair(more * by.x * mn_low(x[k][i]), more * by.y * mn_high(x[k][i]));
+            x[k][i] = mn_bf16x2(more * by.x * mn_bf16_lo(x[k][i]),
+                                more * by.y * mn_bf16_hi(x[k][i]));
         }
     }
 }
 
 /* What the fetching warps do. */
 template <int KP, bool CHANNEL>
-__device__ inline void mn_walk_fetch_back(mn_walk_room<KP> &room, const mn_delta_job &job,
-                                          const mn_walk_maps &maps, bool same_keys) {
+__device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
+                                                   const mn_delta_params &job,
+                                          const mn_scan_tma_maps &maps, bool same_keys) {
     const mn_delta_args &p = job.p;
-    const mn_walk_source from = {
-        same_keys ? p.e : p.w, p.cot.o, p.q, p.e, job.work.w, job.work.q, job.work.e,
+    const mn_scan_source from = {
+        same_keys ? p.e : p.w, p.cot.o, p.q, p.e, job.workspace.w, job.workspace.q, job.workspace.e,
         job.packed[MN_DELTA_W], job.packed[MN_DELTA_COT], job.packed[MN_DELTA_Q],
         job.packed[MN_DELTA_E], true, !same_keys,
     };
-    const int last = room.place.n_chunks - 1;
-    mn_walk_fetch<KP, CHANNEL>(room, job, maps, from, [=](int n) { return last - n; });
+    const int last = smem.place.n_chunks - 1;
+    mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [=](int n) { return last - n; });
 }
 
 template <int KP, bool CHANNEL>
-__global__ void __launch_bounds__(mn_walk_threads(mn_walk_teams<KP>), 1)
-mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job,
-                          const __grid_constant__ mn_walk_maps maps, int64_t n_slices) {
-    extern __shared__ __align__(1024) unsigned char walk_bytes[];
-    constexpr int TEAMS = mn_walk_teams<KP>;
-    mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
+__global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), 1)
+delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
+                          const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
+    extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
+    constexpr int SPLITS = mn_scan_splits<KP>;
+    mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
-    mn_walk_begin<KP, TEAMS>(room, job, n_slices);
-    const mn_walk_place &at = room.place;
+    mn_scan_init_smem<KP, SPLITS>(smem, job, n_slices);
+    const mn_scan_coord &at = smem.place;
     const bool same_keys = !CHANNEL && !p.w.data;
-    const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
-    if (mn_walk_hand() >= 0) {
-        mn_walk_registers<TEAMS, true>();
-        mn_walk_fetch_back<KP, CHANNEL>(room, job, maps, same_keys);
+    const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
+    if (mn_scan_producer_tid() >= 0) {
+        mn_scan_setmaxnreg<SPLITS, true>();
+        mn_scan_load_backward<KP, CHANNEL>(smem, job, maps, same_keys);
         return;
     }
-    mn_walk_registers<TEAMS, false>();
-    constexpr int steps = 4 / TEAMS, tiles = 8 / TEAMS;
-    constexpr int scratch_bytes = mn_walk_meeting<TEAMS>::scratch_bytes;
-    const int strip = mn_walk_role<true, TEAMS>::strip();
-    const int team = mn_walk_role<true, TEAMS>::team();
-    mn_walk_meeting<TEAMS> &meeting =
-        ((mn_walk_meeting<TEAMS> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
-    const mn_walk_results results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, strip,
-                                  team * tiles * 8);
-    const mn_walk_records records(job, at, strip);
+    mn_scan_setmaxnreg<SPLITS, false>();
+    constexpr int steps = 4 / SPLITS, tiles = 8 / SPLITS;
+    constexpr int scratch_bytes = mn_scan_exchange<SPLITS>::scratch_bytes;
+    const int col_tile = mn_scan_role<true, SPLITS>::col_tile();
+    const int split = mn_scan_role<true, SPLITS>::split();
+    mn_scan_exchange<SPLITS> &exchange =
+        ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
+    const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
+                                  split * tiles * 8);
+    const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
-    mn_walk_state<KP, true, TEAMS> D;
+    mn_scan_state<KP, true, SPLITS> D;
     D.load(p.cot.state, p.call, at);
-    for (int turn = 0; turn < n_chunks; turn++) {
-        const int chunk = n_chunks - 1 - turn;
-        mn_walk_front<KP> &front = room.front(turn);
+    for (int iter = 0; iter < n_chunks; iter++) {
+        const int chunk = n_chunks - 1 - iter;
+        mn_scan_front<KP> &front = smem.front(iter);
         float dR[8][4] = {}, dX[8][4] = {};
-        unsigned x[4][4], cot[4][4], mine[steps][4];
+        unsigned x[4][4], cot[4][4], local[steps][4];
         const float *gamma = CHANNEL ? nullptr : front.gamma;
-        mn_walk_wait_front(room, turn);
-        D.read(dR, front.keys, records.at(job.work.D, chunk, KP), meeting.scratch(team));
-        if (!CHANNEL) mn_walk_scale(dR, front.write, 1.0f);
-        mn_walk_cotangent(mine, mn_shared(front.values), strip, team * steps, nullptr, 1.0f);
-        mn_walk_upper<true>(dR, mine, mn_shared(front.P), team * steps);
-        if (TEAMS > 1) {
-            mn_walk_meet<TEAMS>(strip);
-            mn_walk_give<TEAMS>(meeting, dR, team);
+        mn_scan_wait_front(smem, iter);
+        D.read(dR, front.keys, records.at(job.workspace.D, chunk, KP), exchange.scratch(split));
+        if (!CHANNEL) mn_scan_scale_tokens(dR, front.write, 1.0f);
+        mn_scan_cotangent(local, mn_shared_u32(front.values), col_tile, split * steps, nullptr,
+                          1.0f);
+        mn_scan_mma_upper<true>(dR, local, mn_shared_u32(front.P), split * steps);
+        if (SPLITS > 1) {
+            mn_scan_split_sync<SPLITS>(col_tile);
+            mn_scan_store_partials<SPLITS>(exchange, dR, split);
         }
-        mn_walk_cotangent(cot, mn_shared(front.values), strip, 0, gamma, job.scale);
-        if constexpr (TEAMS == 1) {
-            mn_walk_left(x, dR);
+        mn_scan_cotangent(cot, mn_shared_u32(front.values), col_tile, 0, gamma, job.scale);
+        if constexpr (SPLITS == 1) {
+            mn_scan_frags_a(x, dR);
         } else {
             float own[tiles][4];
-            mn_walk_meet<TEAMS>(strip);
-            mn_walk_take<TEAMS>(own, dR, meeting, team);
-            mn_walk_left(mine, own);
-            mn_walk_gather<TEAMS>(x, mine, meeting.operands, strip, team);
+            mn_scan_split_sync<SPLITS>(col_tile);
+            mn_scan_reduce_partials<SPLITS>(own, dR, exchange, split);
+            mn_scan_frags_a(local, own);
+            mn_scan_allgather<SPLITS>(x, local, exchange.operands, col_tile, split);
         }
-        mn_walk_upper<true>(dX, x, mn_shared(front.T), 0);
-        mn_walk_left(x, dX);
-        mn_walk_share<TEAMS>(mine, x, team);
-        mn_walk_stash<scratch_bytes>(records.at(job.work.dX, chunk, MN_DELTA_CHUNK) +
-                                         16 * steps * team, MN_DELTA_CHUNK, mine,
-                                     meeting.scratch(team));
+        mn_scan_mma_upper<true>(dX, x, mn_shared_u32(front.T), 0);
+        mn_scan_frags_a(x, dX);
+        mn_scan_own_share<SPLITS>(local, x, split);
+        mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk, MN_DELTA_CHUNK) +
+                                         16 * steps * split, MN_DELTA_CHUNK, local,
+                                     exchange.scratch(split));
         if (results.to) {
             float own[tiles][4];
-            mn_walk_share<TEAMS>(own, dX, team);
-            results.put(chunk, own, meeting.scratch(team));
+            mn_scan_own_share<SPLITS>(own, dX, split);
+            results.put(chunk, own, exchange.scratch(split));
         }
-        mn_walk_wait_back(room, turn, ahead);
+        mn_scan_wait_back(smem, iter, ahead);
         D.template decay<CHANNEL>(front);
 #pragma unroll
         for (int n = 0; n < 8; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) dX[n][i] = -dX[n][i];
         }
-        if (!CHANNEL) mn_walk_scale(dX, front.gamma, 1.0f);
-        mn_walk_left(x, dX);
-        mn_unit_begin<true>();
-        D.add(cot, room.first(turn, same_keys));
-        D.add(x, same_keys ? front.keys : room.second(turn));
-        mn_unit_end<true>();
-        mn_walk_done(room, turn);
+        if (!CHANNEL) mn_scan_scale_tokens(dX, front.gamma, 1.0f);
+        mn_scan_frags_a(x, dX);
+        mn_mma_fence<true>();
+        D.add(cot, smem.first(iter, same_keys));
+        D.add(x, same_keys ? front.keys : smem.second(iter));
+        mn_mma_commit_wait<true>();
+        mn_scan_release(smem, iter);
     }
     D.store(p.grad.state0, p.call, at);
 }
+
+}    // namespace mneme::delta
 
 #endif

@@ -1,76 +1,78 @@
-/* delta_state_scan_warp.cuh - delta's walks (delta_state_scan.cuh) where there are few columns for
- * so many
- * processors: blocks of a strip or two.
+/* delta_state_scan_warp.cuh - delta's scans (delta_state_scan.cuh) where there are few columns
+ * for so many processors: blocks of a column tile or two.
  *
- * As many warps share a strip as there are panels of 64 channels, and each is a team of its own: it
- * has the state of one panel, and makes the sums over all channels for its share of the tokens. For
- * that it shows the others its state as a left operand, not sums of its own: added up by warps they
- * would come in another order than groups add them in, and what a sequence gives would depend on
- * those beside it. */
+ * As many warps share a column tile as there are smem tiles of 64 channels, and each is a split
+ * of its own: it has the state of one smem tile, and makes the sums over all channels for its
+ * share of the tokens. For that it shows the others its state as a left operand, not sums of its
+ * own: added up by warps they would come in another order than splits add them in, and what a
+ * sequence gives would depend on those beside it. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_WARP_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_WARP_CUH
 
 #include "kernels/cuda/delta/delta_state_scan.cuh"
 
-enum { MN_WALK_FEW = MN_DELTA_STRIPS / 2 };    // most strips of a block
+namespace mneme::delta {
+
+enum { MN_SCAN_WARP_TILES = MN_DELTA_COL_TILES / 2 };    // most column tiles of a block
 
 /* Sizes for keys of KP channels. */
 template <int KP>
-struct mn_walk_sizes {
-    static constexpr int teams = KP / 64;
-    static constexpr int parts = mn_walk_teams<KP>;             // of sums
-    static constexpr int steps = 4 / teams;                     // of 16 tokens, of a team
+struct mn_scan_sizes {
+    static constexpr int splits = KP / 64;
+    static constexpr int parts = mn_scan_splits<KP>;             // of sums
+    static constexpr int steps = 4 / splits;                     // of 16 tokens, of a split
     static constexpr int tiles = 2 * steps;
     static constexpr int depth = KP / 16;                       // of sums over channels
-    static constexpr int threads = 32 * MN_WALK_FEW * teams + MN_DELTA_FETCHERS;
+    static constexpr int threads = 32 * MN_SCAN_WARP_TILES * splits + MN_DELTA_PRODUCERS;
 };
 
-/* Where the teams of a strip meet, at the end of the room: the state, and what each makes of its
- * tokens, as left operands, and where each turns results. Each meets the others twice a chunk,
- * behind what it shows; so what is shown has been seen when it is written over. */
+/* Where the splits of a column tile meet, at the end of the smem: the state, and what each makes
+ * of its tokens, as left operands, and where each iters results. Each meets the others twice a
+ * chunk, behind what it shows; so what is shown has been seen when it is written over. */
 template <int KP>
-struct alignas(16) mn_walk_table {
-    static constexpr int scratch_bytes = 4096 / mn_walk_sizes<KP>::teams;
+struct alignas(16) mn_scan_warp_exchange {
+    static constexpr int scratch_bytes = 4096 / mn_scan_sizes<KP>::splits;
 
     uint4 state[KP / 16][32];
     uint4 operands[4][32];
-    unsigned char scratch[mn_walk_sizes<KP>::teams][scratch_bytes];
+    unsigned char scratch[mn_scan_sizes<KP>::splits][scratch_bytes];
 };
 
-/* This team's panel as left operands, and with those of the others the whole state. */
+/* This split's smem tile as left operands, and with those of the others the whole state. */
 template <int KP>
-__device__ inline void mn_walk_panels(unsigned (&whole)[KP / 16][4], unsigned (&own)[4][4],
-                                      const mn_walk_state<KP, false, KP / 64> &S,
-                                      uint4 (&room)[KP / 16][32], int strip, int team) {
+__device__ inline void mn_scan_gather_state(unsigned (&whole)[KP / 16][4],
+                                                unsigned (&own)[4][4],
+                                      const mn_scan_state<KP, false, KP / 64> &S,
+                                      uint4 (&smem)[KP / 16][32], int col_tile, int split) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) mn_left_of(own[k], S.at[2 * k], S.at[2 * k + 1]);
+    for (int k = 0; k < 4; k++) mn_frag_a_of(own[k], S.at[2 * k], S.at[2 * k + 1]);
     if constexpr (KP == 64) {
         memcpy(whole, own, sizeof own);
     } else {
-        mn_walk_show(room + 4 * team, own);
-        mn_walk_meet<KP / 64>(strip);
-        mn_walk_see(whole, room);
+        mn_scan_put_frags(smem + 4 * split, own);
+        mn_scan_split_sync<KP / 64>(col_tile);
+        mn_scan_get_frags(whole, smem);
     }
 }
 
-/* Sums over channels for this team's tokens, in the parts that are added in the end. */
+/* Sums over channels for this split's tokens, in the parts that are added in the end. */
 template <int KP>
-struct mn_walk_sums {
-    using sizes = mn_walk_sizes<KP>;
+struct mn_scan_acc {
+    using sizes = mn_scan_sizes<KP>;
     static constexpr int parts = sizes::parts, steps = sizes::steps, tiles = sizes::tiles;
 
     float at[parts][tiles][4];
 
     __device__ void add(int part, int n, const unsigned (&a)[4], const unsigned (&b)[4]) {
-        mn_product(at[part][2 * n], a, b[0], b[1]);
-        mn_product(at[part][2 * n + 1], a, b[2], b[3]);
+        mn_mma(at[part][2 * n], a, b[0], b[1]);
+        mn_mma(at[part][2 * n + 1], a, b[2], b[3]);
     }
 
     /* += state rows', for a tile of rows of keys. */
     __device__ void read(const unsigned (&state)[KP / 16][4], const unsigned char *tile,
-                         int team) {
+                         int split) {
         constexpr int depth = sizes::depth / parts;
-        const unsigned rows = mn_shared(tile);
+        const unsigned rows = mn_shared_u32(tile);
 #pragma unroll
         for (int k = 0; k < depth; k++) {
 #pragma unroll
@@ -79,46 +81,46 @@ struct mn_walk_sums {
 #pragma unroll
                 for (int n = 0; n < steps; n++) {
                     unsigned b[4];
-                    mn_right(b, rows, channel, 16 * (team * steps + n));
+                    mn_frag_b(b, rows, channel, 16 * (split * steps + n));
                     add(part, n, state[part * depth + k], b);
                 }
             }
         }
     }
 
-    /* += x square', for a lower triangle and x of all tokens. */
-    __device__ void lower(const unsigned (&x)[4][4], unsigned square, int team) {
+    /* += x matrix', for a lower triangle and x of all tokens. */
+    __device__ void lower(const unsigned (&x)[4][4], unsigned matrix, int split) {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
 #pragma unroll
             for (int n = 0; n < steps; n++) {
                 unsigned b[4];
-                if (team * steps + n < k) continue;
-                mn_right(b, square, 16 * k, 16 * (team * steps + n));
+                if (split * steps + n < k) continue;
+                mn_frag_b(b, matrix, 16 * k, 16 * (split * steps + n));
                 add(k / (4 / parts), n, x[k], b);
             }
         }
     }
 
-    /* += x square, likewise. */
-    __device__ void upper(const unsigned (&x)[4][4], unsigned square, int team) {
+    /* += x matrix, likewise. */
+    __device__ void upper(const unsigned (&x)[4][4], unsigned matrix, int split) {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
 #pragma unroll
             for (int n = 0; n < steps; n++) {
                 unsigned b[4];
-                if (team * steps + n > k) continue;
-                mn_right_turned(b, square, 16 * k, 16 * (team * steps + n));
+                if (split * steps + n > k) continue;
+                mn_frag_b_trans(b, matrix, 16 * k, 16 * (split * steps + n));
                 add(k / (4 / parts), n, x[k], b);
             }
         }
     }
 
     /* By tokens' numbers. */
-    __device__ void scale(const float *factor, float more, int team) {
+    __device__ void scale(const float *factor, float more, int split) {
 #pragma unroll
         for (int part = 0; part < parts; part++) {
-            mn_walk_scale(at[part], factor + 8 * tiles * team, more);
+            mn_scan_scale_tokens(at[part], factor + 8 * tiles * split, more);
         }
     }
 
@@ -135,155 +137,161 @@ struct mn_walk_sums {
     }
 };
 
-/* Operands of all tokens from those of each team's own. */
-template <int TEAMS>
-__device__ inline void mn_walk_join(unsigned (&x)[4][4], const unsigned (&own)[4 / TEAMS][4],
-                                    uint4 (&room)[4][32], int strip, int team) {
-    if constexpr (TEAMS == 1) memcpy(x, own, sizeof x);
-    else mn_walk_gather<TEAMS>(x, own, room, strip, team);
+/* Operands of all tokens from those of each split's own. */
+template <int SPLITS>
+__device__ inline void mn_scan_gather_frags(unsigned (&x)[4][4],
+                                            const unsigned (&own)[4 / SPLITS][4],
+                                    uint4 (&smem)[4][32], int col_tile, int split) {
+    if constexpr (SPLITS == 1) memcpy(x, own, sizeof x);
+    else mn_scan_allgather<SPLITS>(x, own, smem, col_tile, split);
 }
 
-/* KEEP: states in front of chunks and residuals go to work space, and there are no outputs. */
-template <int KP, bool CHANNEL, bool KEEP>
-__global__ void __launch_bounds__(mn_walk_sizes<KP>::threads, 1)
-mn_delta_walk_warps_kernel(const __grid_constant__ mn_delta_job job,
-                           const __grid_constant__ mn_walk_maps maps, int64_t n_slices) {
-    extern __shared__ __align__(1024) unsigned char walk_bytes[];
-    constexpr int TEAMS = mn_walk_sizes<KP>::teams, steps = mn_walk_sizes<KP>::steps;
-    constexpr int tiles = mn_walk_sizes<KP>::tiles;
-    constexpr int scratch_bytes = mn_walk_table<KP>::scratch_bytes;
-    mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
+/* SAVE: states in front of chunks and residuals go to workspace, and there are no outputs. */
+template <int KP, bool CHANNEL, bool SAVE>
+__global__ void __launch_bounds__(mn_scan_sizes<KP>::threads, 1)
+delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
+                           const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
+    extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
+    constexpr int SPLITS = mn_scan_sizes<KP>::splits, steps = mn_scan_sizes<KP>::steps;
+    constexpr int tiles = mn_scan_sizes<KP>::tiles;
+    constexpr int scratch_bytes = mn_scan_warp_exchange<KP>::scratch_bytes;
+    mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
-    mn_walk_begin<KP, TEAMS>(room, job, n_slices);
-    const mn_walk_place &at = room.place;
+    mn_scan_init_smem<KP, SPLITS>(smem, job, n_slices);
+    const mn_scan_coord &at = smem.place;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
-    const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
-    if (mn_walk_hand() >= 0) {
-        mn_walk_fetch_there<KP, CHANNEL, KEEP>(room, job, maps, same_keys);
+    const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
+    if (mn_scan_producer_tid() >= 0) {
+        mn_scan_load_forward<KP, CHANNEL, SAVE>(smem, job, maps, same_keys);
         return;
     }
-    const int strip = mn_walk_role<false, TEAMS>::strip();
-    const int team = mn_walk_role<false, TEAMS>::team();
-    mn_walk_table<KP> &table =
-        ((mn_walk_table<KP> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
-    unsigned char *scratch = table.scratch[team];
-    const mn_walk_results results(p.o, job.packed[MN_DELTA_O], at, p.call.V, strip,
-                                  team * tiles * 8);
-    const mn_walk_records records(job, at, strip);
+    const int col_tile = mn_scan_role<false, SPLITS>::col_tile();
+    const int split = mn_scan_role<false, SPLITS>::split();
+    mn_scan_warp_exchange<KP> &exchange =
+        ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
+    unsigned char *scratch = exchange.scratch[split];
+    const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
+                                  split * tiles * 8);
+    const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
-    mn_walk_state<KP, false, TEAMS> S;
+    mn_scan_state<KP, false, SPLITS> S;
     S.load(p.state0, p.call, at);
     for (int chunk = 0; chunk < n_chunks; chunk++) {
-        mn_walk_front<KP> &front = room.front(chunk);
-        mn_walk_sums<KP> X = {}, O = {};
+        mn_scan_front<KP> &front = smem.front(chunk);
+        mn_scan_acc<KP> X = {}, O = {};
         float R[8][4] = {}, own[tiles][4];
-        unsigned state[KP / 16][4], panel[4][4], x[4][4], r[4][4], mine[steps][4];
-        mn_walk_panels<KP>(state, panel, S, table.state, strip, team);
-        mn_walk_wait_front(room, chunk);
-        X.read(state, front.keys, team);
-        if (KEEP) {
-            mn_walk_stash<scratch_bytes>(records.at(job.work.S, chunk, KP) + 64 * team, KP, panel,
+        unsigned state[KP / 16][4], smem_tile[4][4], x[4][4], r[4][4], local[steps][4];
+        mn_scan_gather_state<KP>(state, smem_tile, S, exchange.state, col_tile, split);
+        mn_scan_wait_front(smem, chunk);
+        X.read(state, front.keys, split);
+        if (SAVE) {
+            mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.S, chunk, KP) + 64
+                                               * split, KP,
+                                               smem_tile,
                                          scratch);
         }
         X.join(own);
-        mn_walk_misses<KP, CHANNEL>(mine, own, front, strip, team * tiles);
-        mn_walk_join<TEAMS>(x, mine, table.operands, strip, team);
-        mn_walk_lower<false>(R, x, mn_shared(front.T), 0);
-        mn_walk_left(r, R);
-        if (!CHANNEL) mn_walk_scale(R, front.write, 1.0f);
-        mn_walk_left(x, R);
-        if (!KEEP || !same_keys) mn_walk_wait_back(room, chunk, ahead);
-        if (KEEP) {
-            mn_walk_share<TEAMS>(mine, r, team);
-            mn_walk_stash<scratch_bytes>(records.at(job.work.R, chunk, MN_DELTA_CHUNK) +
-                                             16 * steps * team, MN_DELTA_CHUNK, mine, scratch);
+        mn_scan_residuals<KP, CHANNEL>(local, own, front, col_tile, split * tiles);
+        mn_scan_gather_frags<SPLITS>(x, local, exchange.operands, col_tile, split);
+        mn_scan_mma_lower<false>(R, x, mn_shared_u32(front.T), 0);
+        mn_scan_frags_a(r, R);
+        if (!CHANNEL) mn_scan_scale_tokens(R, front.write, 1.0f);
+        mn_scan_frags_a(x, R);
+        if (!SAVE || !same_keys) mn_scan_wait_back(smem, chunk, ahead);
+        if (SAVE) {
+            mn_scan_own_share<SPLITS>(local, r, split);
+            mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.R, chunk, MN_DELTA_CHUNK) +
+                                             16 * steps * split, MN_DELTA_CHUNK, local, scratch);
         } else {
-            O.read(state, room.first(chunk, same_keys), team);
-            if (!CHANNEL) O.scale(front.gamma, job.scale, team);
-            O.lower(r, mn_shared(front.P), team);
+            O.read(state, smem.first(chunk, same_keys), split);
+            if (!CHANNEL) O.scale(front.gamma, job.scale, split);
+            O.lower(r, mn_shared_u32(front.P), split);
         }
         S.template decay<CHANNEL>(front);
-        S.add(x, same_keys ? front.keys : room.second(chunk));
-        if (!KEEP && results.to) {
+        S.add(x, same_keys ? front.keys : smem.second(chunk));
+        if (!SAVE && results.to) {
             O.join(own);
             results.put(chunk, own, scratch);
         }
-        mn_walk_done(room, chunk);
+        mn_scan_release(smem, chunk);
     }
-    if (!KEEP) S.store(p.state, p.call, at);
+    if (!SAVE) S.store(p.state, p.call, at);
 }
 
 template <int KP, bool CHANNEL>
-__global__ void __launch_bounds__(mn_walk_sizes<KP>::threads, 1)
-mn_delta_walk_back_warps_kernel(const __grid_constant__ mn_delta_job job,
-                                const __grid_constant__ mn_walk_maps maps, int64_t n_slices) {
-    extern __shared__ __align__(1024) unsigned char walk_bytes[];
-    constexpr int TEAMS = mn_walk_sizes<KP>::teams, steps = mn_walk_sizes<KP>::steps;
-    constexpr int tiles = mn_walk_sizes<KP>::tiles;
-    constexpr int scratch_bytes = mn_walk_table<KP>::scratch_bytes;
-    mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
+__global__ void __launch_bounds__(mn_scan_sizes<KP>::threads, 1)
+delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
+                                const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
+    extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
+    constexpr int SPLITS = mn_scan_sizes<KP>::splits, steps = mn_scan_sizes<KP>::steps;
+    constexpr int tiles = mn_scan_sizes<KP>::tiles;
+    constexpr int scratch_bytes = mn_scan_warp_exchange<KP>::scratch_bytes;
+    mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
-    mn_walk_begin<KP, TEAMS>(room, job, n_slices);
-    const mn_walk_place &at = room.place;
+    mn_scan_init_smem<KP, SPLITS>(smem, job, n_slices);
+    const mn_scan_coord &at = smem.place;
     const bool same_keys = !CHANNEL && !p.w.data;
-    const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
-    if (mn_walk_hand() >= 0) {
-        mn_walk_fetch_back<KP, CHANNEL>(room, job, maps, same_keys);
+    const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
+    if (mn_scan_producer_tid() >= 0) {
+        mn_scan_load_backward<KP, CHANNEL>(smem, job, maps, same_keys);
         return;
     }
-    const int strip = mn_walk_role<false, TEAMS>::strip();
-    const int team = mn_walk_role<false, TEAMS>::team();
-    mn_walk_table<KP> &table =
-        ((mn_walk_table<KP> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
-    unsigned char *scratch = table.scratch[team];
-    const mn_walk_results results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, strip,
-                                  team * tiles * 8);
-    const mn_walk_records records(job, at, strip);
+    const int col_tile = mn_scan_role<false, SPLITS>::col_tile();
+    const int split = mn_scan_role<false, SPLITS>::split();
+    mn_scan_warp_exchange<KP> &exchange =
+        ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
+    unsigned char *scratch = exchange.scratch[split];
+    const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
+                                  split * tiles * 8);
+    const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
-    mn_walk_state<KP, false, TEAMS> D;
+    mn_scan_state<KP, false, SPLITS> D;
     D.load(p.cot.state, p.call, at);
-    for (int turn = 0; turn < n_chunks; turn++) {
-        const int chunk = n_chunks - 1 - turn;
-        mn_walk_front<KP> &front = room.front(turn);
-        mn_walk_sums<KP> dR = {};
+    for (int iter = 0; iter < n_chunks; iter++) {
+        const int chunk = n_chunks - 1 - iter;
+        mn_scan_front<KP> &front = smem.front(iter);
+        mn_scan_acc<KP> dR = {};
         float dX[8][4] = {}, own[tiles][4];
-        unsigned state[KP / 16][4], panel[4][4], x[4][4], cot[4][4], mine[steps][4];
-        mn_walk_panels<KP>(state, panel, D, table.state, strip, team);
-        mn_walk_wait_front(room, turn);
-        dR.read(state, front.keys, team);
-        mn_walk_stash<scratch_bytes>(records.at(job.work.D, chunk, KP) + 64 * team, KP, panel,
+        unsigned state[KP / 16][4], smem_tile[4][4], x[4][4], cot[4][4], local[steps][4];
+        mn_scan_gather_state<KP>(state, smem_tile, D, exchange.state, col_tile, split);
+        mn_scan_wait_front(smem, iter);
+        dR.read(state, front.keys, split);
+        mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.D, chunk, KP) + 64 * split, KP,
+                                           smem_tile,
                                      scratch);
-        if (!CHANNEL) dR.scale(front.write, 1.0f, team);
-        mn_walk_cotangent(cot, mn_shared(front.values), strip, 0, nullptr, 1.0f);
-        dR.upper(cot, mn_shared(front.P), team);
+        if (!CHANNEL) dR.scale(front.write, 1.0f, split);
+        mn_scan_cotangent(cot, mn_shared_u32(front.values), col_tile, 0, nullptr, 1.0f);
+        dR.upper(cot, mn_shared_u32(front.P), split);
         dR.join(own);
-        mn_walk_left(mine, own);
-        mn_walk_join<TEAMS>(x, mine, table.operands, strip, team);
-        mn_walk_upper<false>(dX, x, mn_shared(front.T), 0);
-        mn_walk_left(x, dX);
-        mn_walk_share<TEAMS>(mine, x, team);
-        mn_walk_stash<scratch_bytes>(records.at(job.work.dX, chunk, MN_DELTA_CHUNK) +
-                                         16 * steps * team, MN_DELTA_CHUNK, mine, scratch);
+        mn_scan_frags_a(local, own);
+        mn_scan_gather_frags<SPLITS>(x, local, exchange.operands, col_tile, split);
+        mn_scan_mma_upper<false>(dX, x, mn_shared_u32(front.T), 0);
+        mn_scan_frags_a(x, dX);
+        mn_scan_own_share<SPLITS>(local, x, split);
+        mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk, MN_DELTA_CHUNK) +
+                                         16 * steps * split, MN_DELTA_CHUNK, local, scratch);
         if (results.to) {
-            mn_walk_share<TEAMS>(own, dX, team);
+            mn_scan_own_share<SPLITS>(own, dX, split);
             results.put(chunk, own, scratch);
         }
-        mn_walk_cotangent(cot, mn_shared(front.values), strip, 0,
+        mn_scan_cotangent(cot, mn_shared_u32(front.values), col_tile, 0,
                           CHANNEL ? nullptr : front.gamma, job.scale);
-        mn_walk_wait_back(room, turn, ahead);
+        mn_scan_wait_back(smem, iter, ahead);
         D.template decay<CHANNEL>(front);
 #pragma unroll
         for (int n = 0; n < 8; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) dX[n][i] = -dX[n][i];
         }
-        if (!CHANNEL) mn_walk_scale(dX, front.gamma, 1.0f);
-        mn_walk_left(x, dX);
-        D.add(cot, room.first(turn, same_keys));
-        D.add(x, same_keys ? front.keys : room.second(turn));
-        mn_walk_done(room, turn);
+        if (!CHANNEL) mn_scan_scale_tokens(dX, front.gamma, 1.0f);
+        mn_scan_frags_a(x, dX);
+        D.add(cot, smem.first(iter, same_keys));
+        D.add(x, same_keys ? front.keys : smem.second(iter));
+        mn_scan_release(smem, iter);
     }
     D.store(p.grad.state0, p.call, at);
 }
+
+}    // namespace mneme::delta
 
 #endif

@@ -1,67 +1,69 @@
 /* elementwise.cu - works of a tape with one result per number: moves, constants, normal numbers,
- * sums
- * and products of pairs; and heads folded together. One thread per pack (elementwise.cuh), nothing
- * shared.
- */
+ * sums and products of pairs; and heads folded together. One thread per pack (elementwise.cuh),
+ * nothing shared. / */
 #include "kernels/cuda/elementwise/elementwise_fwd.cuh"
 #include "kernels/cuda/elementwise/row_gate.cuh"
+
+namespace mneme::elementwise {
 
 /* ---- moves ----------------------------------------------------------------------------------- */
 
 /* A head of the result is the sum of `times` heads that follow each other. */
 struct fold {
-    mn_walk walk;
-    mn_side to, from;
+    mn_offset_calc calc;
+    mn_operand to, from;
     int64_t times, head;    // elements from head to head of `from`
     bool add;
 };
 
 template <int N>
-__global__ void __launch_bounds__(MN_EACH_THREADS)
-fold_kernel(const __grid_constant__ fold f) {
-    const uint32_t pack = blockIdx.x * MN_EACH_THREADS + threadIdx.x;
-    if (pack >= f.walk.n_packs) return;
-    const mn_spot spot = mn_spot_of<N>(f.walk, pack);
-    const int64_t to = mn_offset(f.to, spot), from = mn_offset(f.from, spot);
-    const int count = (int)min((int64_t)N, f.walk.width - spot.x);
+__global__ void __launch_bounds__(MN_ELEMENTWISE_THREADS)
+fold_heads_kernel(const __grid_constant__ fold f) {
+    const uint32_t pack = blockIdx.x * MN_ELEMENTWISE_THREADS + threadIdx.x;
+    if (pack >= f.calc.n_vecs) return;
+    const mn_coord coord = mn_coord_of<N>(f.calc, pack);
+    const int64_t to = mn_offset(f.to, coord), from = mn_offset(f.from, coord);
+    const int count = (int)min((int64_t)N, f.calc.width - coord.x);
     float sum[N];
 #pragma unroll
-    for (int j = 0; j < N; j++) sum[j] = f.add && j < count ? mn_side_get(f.to, to + j) : 0.0f;
+    for (int j = 0; j < N; j++) sum[j] = f.add && j < count ? mn_operand_load(f.to, to + j) : 0.0f;
     for (int64_t copy = 0; copy < f.times; copy++) {
         const int64_t at = from + copy * f.head;
-        if (N == MN_PACK && count == N) {
-            float x[MN_PACK];
-            mn_unpack(x, f.from, mn_fetch(f.from, at));
+        if (N == MN_VEC && count == N) {
+            float x[MN_VEC];
+            mn_unpack(x, f.from, mn_load_raw(f.from, at));
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j] += x[j];
         } else {
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                if (j < count) sum[j] += mn_side_get(f.from, at + j);
+                if (j < count) sum[j] += mn_operand_load(f.from, at + j);
             }
         }
     }
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        if (j < count) mn_side_put(f.to, to + j, sum[j]);
+        if (j < count) mn_operand_store(f.to, to + j, sum[j]);
     }
 }
 
 /* Four axes that are not merged: T and H of the walk are those of the tensor. */
-static int run_fold(const mn_move_work *w, cudaStream_t stream) {
-    fold f = { {}, mn_side_of(w->to), mn_side_of(w->from), w->times, w->from.stride[2], w->add };
+static int run_fold(const mn_move_params *w, cudaStream_t stream) {
+    fold f = { {}, mn_operand_of(w->to), mn_operand_of(w->from), w->times, w->from.stride[2],
+        w->add };
     f.from.stride[2] *= w->times;
     const mn_axes axes = { { w->shape[0], w->shape[1], w->shape[2], w->shape[3] } };
-    mn_side heads = f.from;    // whether each single head begins at 16 bytes
+    mn_operand heads = f.from;    // whether each single head begins at 16 bytes
     heads.stride[2] = f.head;
     const mn_axes many = { { axes.n[0], axes.n[1], axes.n[2] * w->times, axes.n[3] } };
-    const bool packs = mn_side_packs(heads, many) && mn_side_packs(f.to, axes);
-    if (!mn_walk_over(&f.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
-    if (f.walk.n_packs == 0) return cudaSuccess;
-    const unsigned blocks = mn_blocks(f.walk.n_packs, MN_EACH_THREADS);
-    if (packs) fold_kernel<MN_PACK><<<blocks, MN_EACH_THREADS, 0, stream>>>(f);
-    else fold_kernel<1><<<blocks, MN_EACH_THREADS, 0, stream>>>(f);
-    return mn_launched();
+    const bool vectorized = mn_operand_vec_ok(heads, many) && mn_operand_vec_ok(f.to, axes);
+    if (!mn_offset_calc_init(&f.calc, axes,
+                             vectorized ? MN_VEC : 1)) return cudaErrorInvalidConfiguration;
+    if (f.calc.n_vecs == 0) return cudaSuccess;
+    const unsigned blocks = mn_blocks(f.calc.n_vecs, MN_ELEMENTWISE_THREADS);
+    if (vectorized) fold_heads_kernel<MN_VEC><<<blocks, MN_ELEMENTWISE_THREADS, 0, stream>>>(f);
+    else fold_heads_kernel<1><<<blocks, MN_ELEMENTWISE_THREADS, 0, stream>>>(f);
+    return mn_launch_status();
 }
 
 /* Whether B, T and heads of a view go on evenly, as one axis. */
@@ -72,7 +74,7 @@ static bool is_even(const mn_view &view, const int64_t shape[4]) {
 
 /* Copies of heads are an axis of their own, along which `from` stands still, where the other axes
  * are one; else the copies are made one after the other. */
-static int run_repeat(const mn_move_work *w, void *stream) {
+static int run_repeat(const mn_move_params *w, void *stream) {
     const int64_t *n = w->shape, times = w->times;
     const int64_t heads[4] = { n[0], n[1], n[2] / times, n[3] };
     mn_view to = w->to, from = w->from;
@@ -82,33 +84,36 @@ static int run_repeat(const mn_move_work *w, void *stream) {
         mn_view even_to = to, even_from = from;
         even_to.stride[1] = to.stride[2], even_to.stride[2] = w->to.stride[2];
         even_from.stride[1] = from.stride[2], even_from.stride[2] = 0;
-        return mn_run_each(mn_same{}, shape, { &even_from }, { &even_to }, { w->add }, stream);
+        return mn_run_elementwise(mn_identity{}, shape, { &even_from }, { &even_to }, { w->add },
+                                  stream);
     }
     const int64_t item = to.dtype == MN_F32 ? sizeof(float) : sizeof(mn_bf16);
     for (int64_t copy = 0; copy < times; copy++) {
-        const int code = mn_run_each(mn_same{}, heads, { &from }, { &to }, { w->add }, stream);
+        const int code = mn_run_elementwise(mn_identity{}, heads, { &from }, { &to }, { w->add },
+                                            stream);
         if (code != cudaSuccess) return code;
         to.data = (char *)to.data + w->to.stride[2] * item;
     }
     return cudaSuccess;
 }
 
-MN_CUDA_WORK(move) {
-    const mn_move_work *w = (const mn_move_work *)work;
-    (void)space;
+MN_CUDA_ELEMENTWISE(move) {
+    const mn_move_params *w = (const mn_move_params *)args;
+    (void)workspace;
     if (w->times > 1) {
-        return w->folds ? run_fold(w, (cudaStream_t)where) : run_repeat(w, where);
+        return w->folds ? run_fold(w, (cudaStream_t)backend) : run_repeat(w, backend);
     }
-    return mn_run_each(mn_same{}, w->shape, { &w->from }, { &w->to }, { w->add }, where);
+    return mn_run_elementwise(mn_identity{}, w->shape, { &w->from }, { &w->to }, { w->add },
+                              backend);
 }
 
-MN_CUDA_WORK(fill) {
-    const mn_fill_work *w = (const mn_fill_work *)work;
-    (void)space;
-    mn_each<mn_constant> e = {};
+MN_CUDA_ELEMENTWISE(fill) {
+    const mn_fill_params *w = (const mn_fill_params *)args;
+    (void)workspace;
+    mn_elementwise<mn_constant> e = {};
     e.f.value = (float)w->value;
-    e.side[0] = mn_side_of(w->to);
-    return mn_launch_each(e, w->shape, (cudaStream_t)where);
+    e.operand[0] = mn_operand_of(w->to);
+    return mn_launch_elementwise(e, w->shape, (cudaStream_t)backend);
 }
 
 /* ---- normal numbers -------------------------------------------------------------------------- */
@@ -129,19 +134,20 @@ __device__ static double normal(uint64_t seed, uint64_t stream, uint64_t index) 
     return sqrt(-2.0 * log(unit(low))) * cospi(2.0 * unit(high));
 }
 
-__global__ void __launch_bounds__(MN_EACH_THREADS)
-normal_kernel(mn_side to, int64_t n, uint64_t seed, uint64_t stream) {
-    const int64_t i = blockIdx.x * (int64_t)MN_EACH_THREADS + threadIdx.x;
-    if (i < n) mn_side_put(to, i, (float)normal(seed, stream, (uint64_t)i));
+__global__ void __launch_bounds__(MN_ELEMENTWISE_THREADS)
+normal_kernel(mn_operand to, int64_t n, uint64_t seed, uint64_t stream) {
+    const int64_t i = blockIdx.x * (int64_t)MN_ELEMENTWISE_THREADS + threadIdx.x;
+    if (i < n) mn_operand_store(to, i, (float)normal(seed, stream, (uint64_t)i));
 }
 
-MN_CUDA_WORK(normal) {
-    const mn_normal_work *w = (const mn_normal_work *)work;
-    (void)space;
+MN_CUDA_ELEMENTWISE(normal) {
+    const mn_normal_params *w = (const mn_normal_params *)args;
+    (void)workspace;
     if (w->n == 0) return cudaSuccess;
-    normal_kernel<<<mn_blocks(w->n, MN_EACH_THREADS), MN_EACH_THREADS, 0, (cudaStream_t)where>>>(
-        mn_side_of(w->to), w->n, w->seed, w->stream);
-    return mn_launched();
+    normal_kernel<<<mn_blocks(w->n, MN_ELEMENTWISE_THREADS), MN_ELEMENTWISE_THREADS, 0,
+        (cudaStream_t)backend>>>(
+        mn_operand_of(w->to), w->n, w->seed, w->stream);
+    return mn_launch_status();
 }
 
 /* ---- pairs ----------------------------------------------------------------------------------- */
@@ -149,7 +155,7 @@ MN_CUDA_WORK(normal) {
 struct add_scaled {
     static constexpr int INS = 3, OUTS = 1;    // a, b, c; y
 
-    template <bool NARROW, int N>
+    template <bool BF16, int N>
     __device__ void run(const float (&x)[4][N], float (&y)[1][N]) const {
 #pragma unroll
         for (int j = 0; j < N; j++) y[0][j] = fmaf(x[1][j], x[2][j], x[0][j]);
@@ -161,7 +167,7 @@ struct pair_backward {
     mn_pair_kind kind;
     float scale, shift;
 
-    template <bool NARROW, int N>
+    template <bool BF16, int N>
     __device__ void run(const float (&x)[5][N], float (&y)[2][N]) const {
         const auto each = [&](auto of) {
 #pragma unroll
@@ -183,33 +189,37 @@ struct pair_backward {
 
 /* What the gradients do not depend on is not read. Where both are one tensor's, the second one is
  * added after the first. */
-static int pair_back(mn_pair_work w, void *stream) {
+static int pair_back(mn_pair_params w, void *stream) {
     const pair_backward f = { w.kind, (float)w.scale, (float)w.shift };
     const bool multiplies = w.kind == MN_PAIR_MULTIPLY;
     if (w.da.data && w.da.data == w.db.data) {
-        mn_pair_work first = w, second = w;
+        mn_pair_params first = w, second = w;
         first.db.data = second.da.data = NULL;
         const int code = pair_back(first, stream);
         return code == cudaSuccess ? pair_back(second, stream) : code;
     }
     if (w.kind != MN_PAIR_AT_LEAST && !(multiplies && w.db.data)) w.a.data = NULL;
     if (!multiplies || !w.da.data) w.b.data = NULL;
-    return mn_run_each(f, w.shape, { &w.a, &w.b, &w.dy }, { &w.da, &w.db }, { w.add_a, w.add_b },
+    return mn_run_elementwise(f, w.shape, { &w.a, &w.b, &w.dy }, { &w.da, &w.db },
+                              { w.add_a, w.add_b },
                        stream);
 }
 
-MN_CUDA_WORK(pair) {
-    const mn_pair_work *w = (const mn_pair_work *)work;
-    (void)space;
+MN_CUDA_ELEMENTWISE(pair) {
+    const mn_pair_params *w = (const mn_pair_params *)args;
+    (void)workspace;
     if (!w->y.data && w->kind == MN_PAIR_MULTIPLY && mn_is_row_gate(w->db, w->shape)) {
-        return mn_gate_back_cuda({ w->shape, NULL, &w->a, &w->b, &w->dy, &w->da, &w->db, &w->e,
-                                   &w->c, &w->dc, w->add_a, w->add_b }, where);
+        return mn_row_gate_bwd_cuda({ w->shape, NULL, &w->a, &w->b, &w->dy, &w->da, &w->db, &w->e,
+                                   &w->c, &w->dc, w->add_a, w->add_b }, backend);
     }
-    if (!w->y.data) return pair_back(*w, where);
+    if (!w->y.data) return pair_back(*w, backend);
     if (w->kind == MN_PAIR_SCALED) {
-        return mn_run_each(add_scaled{}, w->shape, { &w->a, &w->b, &w->c }, { &w->y }, { false },
-                           where);
+        return mn_run_elementwise(add_scaled{}, w->shape, { &w->a, &w->b, &w->c }, { &w->y },
+                                  { false },
+                           backend);
     }
     const mn_pair_forward f = { w->kind, (float)w->scale, (float)w->shift };
-    return mn_run_each(f, w->shape, { &w->a, &w->b }, { &w->y }, { false }, where);
+    return mn_run_elementwise(f, w->shape, { &w->a, &w->b }, { &w->y }, { false }, backend);
 }
+
+}    // namespace mneme::elementwise

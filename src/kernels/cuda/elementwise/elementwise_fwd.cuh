@@ -8,18 +8,20 @@
 
 #include "kernels/cuda/elementwise/elementwise.cuh"
 
+namespace mneme::elementwise {
+
 /* ---- the functions: value and slope at x ----------------------------------------------------- */
 
-template <bool NARROW>
-__device__ inline float mn_fn_exponential(float x) {
-    return NARROW ? __expf(x) : expf(x);
+template <bool BF16>
+__device__ inline float mn_fn_exp(float x) {
+    return BF16 ? __expf(x) : expf(x);
 }
 
 /* The approximate one counts denormal numbers as 0, which saves what would scale them: most of its
  * instructions. */
-template <bool NARROW>
+template <bool BF16>
 __device__ inline float mn_fn_sigmoid(float x) {
-    if (!NARROW) return 1.0f / (1.0f + expf(-x));
+    if (!BF16) return 1.0f / (1.0f + expf(-x));
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504088896341f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
@@ -27,19 +29,19 @@ __device__ inline float mn_fn_sigmoid(float x) {
 }
 
 /* log(1 + e^x) without overflow, and with all digits where e^x is small */
-template <bool NARROW>
+template <bool BF16>
 __device__ inline float mn_fn_softplus(float x) {
-    const float e = mn_fn_exponential<NARROW>(-fabsf(x));
-    const float small = fmaf(-0.5f * e, e, e);
-    const float rest = !NARROW ? log1pf(e) : e < 0.01f ? small : __logf(1.0f + e);
+    const float e = mn_fn_exp<BF16>(-fabsf(x));
+    const float series = fmaf(-0.5f * e, e, e);
+    const float rest = !BF16 ? log1pf(e) : e < 0.01f ? series : __logf(1.0f + e);
     return fmaxf(x, 0.0f) + rest;
 }
 
-template <bool NARROW>
-__device__ inline float mn_fn_tangent(float x) {
-    if (!NARROW) return tanhf(x);
-    const float small = fmaf(-x * x * x, 1.0f / 3.0f, x);
-    return fabsf(x) < 0.0625f ? small : 1.0f - 2.0f * mn_fn_sigmoid<true>(-2.0f * x);
+template <bool BF16>
+__device__ inline float mn_fn_tanh(float x) {
+    if (!BF16) return tanhf(x);
+    const float series = fmaf(-x * x * x, 1.0f / 3.0f, x);
+    return fabsf(x) < 0.0625f ? series : 1.0f - 2.0f * mn_fn_sigmoid<true>(-2.0f * x);
 }
 
 /* The tanh form of GELU is x mn_fn_sigmoid(2 u), u its inner polynomial; and u's slope. */
@@ -53,8 +55,8 @@ __device__ inline float mn_fn_gelu_inner_slope(float x) {
     return slope * fmaf(3.0f * cubic * x, x, 1.0f);
 }
 
-#define MN_FUNCTION(id, at_x, slope_at_x)                                                          \
-    template <bool NARROW>                                                                         \
+#define MN_ACTIVATION(id, at_x, slope_at_x)                                                        \
+    template <bool BF16>                                                                         \
     struct mn_fn_##id {                                                                            \
         __device__ static float value(float x) {                                                   \
             return at_x;                                                                           \
@@ -64,34 +66,34 @@ __device__ inline float mn_fn_gelu_inner_slope(float x) {
         }                                                                                          \
     };
 
-MN_FUNCTION(SILU, x * mn_fn_sigmoid<NARROW>(x), {
-    const float s = mn_fn_sigmoid<NARROW>(x);
+MN_ACTIVATION(SILU, x * mn_fn_sigmoid<BF16>(x), {
+    const float s = mn_fn_sigmoid<BF16>(x);
     return s * fmaf(x, 1.0f - s, 1.0f);
 })
-MN_FUNCTION(SIGMOID, mn_fn_sigmoid<NARROW>(x), {
-    const float s = mn_fn_sigmoid<NARROW>(x);
+MN_ACTIVATION(SIGMOID, mn_fn_sigmoid<BF16>(x), {
+    const float s = mn_fn_sigmoid<BF16>(x);
     return s * (1.0f - s);
 })
-MN_FUNCTION(SOFTPLUS, mn_fn_softplus<NARROW>(x), { return mn_fn_sigmoid<NARROW>(x); })
-MN_FUNCTION(LOGSIGMOID, -mn_fn_softplus<NARROW>(-x), { return mn_fn_sigmoid<NARROW>(-x); })
-MN_FUNCTION(GELU, x * mn_fn_sigmoid<NARROW>(2.0f * mn_fn_gelu_inner(x)), {
-    const float s = mn_fn_sigmoid<NARROW>(2.0f * mn_fn_gelu_inner(x));
+MN_ACTIVATION(SOFTPLUS, mn_fn_softplus<BF16>(x), { return mn_fn_sigmoid<BF16>(x); })
+MN_ACTIVATION(LOGSIGMOID, -mn_fn_softplus<BF16>(-x), { return mn_fn_sigmoid<BF16>(-x); })
+MN_ACTIVATION(GELU, x * mn_fn_sigmoid<BF16>(2.0f * mn_fn_gelu_inner(x)), {
+    const float s = mn_fn_sigmoid<BF16>(2.0f * mn_fn_gelu_inner(x));
     return s * fmaf(2.0f * x * (1.0f - s), mn_fn_gelu_inner_slope(x), 1.0f);
 })
-MN_FUNCTION(EXP, mn_fn_exponential<NARROW>(x), { return mn_fn_exponential<NARROW>(x); })
-MN_FUNCTION(NEG_EXP, -mn_fn_exponential<NARROW>(x), { return -mn_fn_exponential<NARROW>(x); })
-MN_FUNCTION(TANH, mn_fn_tangent<NARROW>(x), {
-    const float t = mn_fn_tangent<NARROW>(x);
+MN_ACTIVATION(EXP, mn_fn_exp<BF16>(x), { return mn_fn_exp<BF16>(x); })
+MN_ACTIVATION(NEG_EXP, -mn_fn_exp<BF16>(x), { return -mn_fn_exp<BF16>(x); })
+MN_ACTIVATION(TANH, mn_fn_tanh<BF16>(x), {
+    const float t = mn_fn_tanh<BF16>(x);
     return 1.0f - t * t;
 })
-MN_FUNCTION(RELU, x > 0.0f ? x : 0.0f, { return x > 0.0f ? 1.0f : 0.0f; })
-MN_FUNCTION(ELU_ONE, x > 0.0f ? x + 1.0f : mn_fn_exponential<NARROW>(x),
-         { return x > 0.0f ? 1.0f : mn_fn_exponential<NARROW>(x); })
-MN_FUNCTION(SQUARE, x * x, { return 2.0f * x; })
-MN_FUNCTION(RECIPROCAL, 1.0f / x, { return -1.0f / (x * x); })
-MN_FUNCTION(SQRT, sqrtf(x), { return 0.5f / sqrtf(x); })
+MN_ACTIVATION(RELU, x > 0.0f ? x : 0.0f, { return x > 0.0f ? 1.0f : 0.0f; })
+MN_ACTIVATION(ELU_ONE, x > 0.0f ? x + 1.0f : mn_fn_exp<BF16>(x),
+         { return x > 0.0f ? 1.0f : mn_fn_exp<BF16>(x); })
+MN_ACTIVATION(SQUARE, x * x, { return 2.0f * x; })
+MN_ACTIVATION(RECIPROCAL, 1.0f / x, { return -1.0f / (x * x); })
+MN_ACTIVATION(SQRT, sqrtf(x), { return 0.5f / sqrtf(x); })
 
-#undef MN_FUNCTION
+#undef MN_ACTIVATION
 
 /* ---- over tensors ---------------------------------------------------------------------------- */
 
@@ -103,7 +105,8 @@ __device__ inline void mn_fn_value_of(const float (&x)[N], float (&y)[N]) {
 
 /* Slopes and values side by side, so that what they share is computed once. */
 template <typename FN, int N>
-__device__ inline void mn_fn_both_of(const float (&x)[N], float (&slope)[N], float (&value)[N]) {
+__device__ inline void mn_fn_value_slope_of(const float (&x)[N], float (&slope)[N],
+                                            float (&value)[N]) {
 #pragma unroll
     for (int j = 0; j < N; j++) {
         slope[j] = FN::slope(x[j]);
@@ -111,12 +114,12 @@ __device__ inline void mn_fn_both_of(const float (&x)[N], float (&slope)[N], flo
     }
 }
 
-template <bool NARROW, int N>
-__device__ inline void mn_fn_both(mn_unary kind, const float (&x)[N], float (&slope)[N],
+template <bool BF16, int N>
+__device__ inline void mn_fn_value_slope(mn_unary kind, const float (&x)[N], float (&slope)[N],
                                   float (&value)[N]) {
     switch (kind) {
 #define UNARY(id, name, about)                                                                     \
-    case MN_UNARY_##id: mn_fn_both_of<mn_fn_##id<NARROW>>(x, slope, value); break;
+    case MN_UNARY_##id: mn_fn_value_slope_of<mn_fn_##id<BF16>>(x, slope, value); break;
 #include "kernels/unary.def"
 #undef UNARY
     default: break;
@@ -128,11 +131,11 @@ struct mn_unary_forward {
     mn_unary kind;
     bool gates;
 
-    template <bool NARROW, int N>
+    template <bool BF16, int N>
     __device__ void run(const float (&x)[3][N], float (&y)[1][N]) const {
         switch (kind) {
 #define UNARY(id, name, about)                                                                     \
-    case MN_UNARY_##id: mn_fn_value_of<mn_fn_##id<NARROW>>(x[0], y[0]); break;
+    case MN_UNARY_##id: mn_fn_value_of<mn_fn_##id<BF16>>(x[0], y[0]); break;
 #include "kernels/unary.def"
 #undef UNARY
         default: break;
@@ -143,10 +146,10 @@ struct mn_unary_forward {
     }
 };
 
-struct mn_same {
+struct mn_identity {
     static constexpr int INS = 1, OUTS = 1;
 
-    template <bool NARROW, int N>
+    template <bool BF16, int N>
     __device__ void run(const float (&x)[2][N], float (&y)[1][N]) const {
 #pragma unroll
         for (int j = 0; j < N; j++) y[0][j] = x[0][j];
@@ -157,7 +160,7 @@ struct mn_constant {
     static constexpr int INS = 0, OUTS = 1;
     float value;
 
-    template <bool NARROW, int N>
+    template <bool BF16, int N>
     __device__ void run(const float (&)[1][N], float (&y)[1][N]) const {
 #pragma unroll
         for (int j = 0; j < N; j++) y[0][j] = value;
@@ -170,7 +173,7 @@ struct mn_pair_forward {
     float scale, shift;
 
     /* `kind` is asked once for all numbers: asking for each takes longer than memory. */
-    template <bool NARROW, int N>
+    template <bool BF16, int N>
     __device__ void run(const float (&x)[3][N], float (&y)[1][N]) const {
         const auto each = [&](auto of) {
 #pragma unroll
@@ -184,5 +187,7 @@ struct mn_pair_forward {
         }
     }
 };
+
+}    // namespace mneme::elementwise
 
 #endif

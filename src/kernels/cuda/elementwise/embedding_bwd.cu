@@ -1,23 +1,26 @@
-/* embedding_bwd.cu - what rows of a table get back from the places that took them.
+/* embedding_bwd.cu - what rows of a table get back from the positions that took them.
  *
  *   table[v] (+)= sum over the i with tokens[i] = v of dy[i]
  *
- * Without floating-point atomics: places are sorted by token, and the sorted list is cut into
- * pieces of 32, however often a token comes. A block adds the rows of a piece; the sum of a token
+ * Without floating-point atomics: positions are sorted by token, and the sorted list is cut into
+ * chunks of 32, however often a token comes. A block adds the rows of a chunk; the sum of a token
  * that begins and ends inside goes to the table, the others wait as parts, one at either end of a
- * piece. Then whoever holds the beginning of such a token adds its parts in order.
+ * chunk. Then whoever holds the beginning of such a token adds its parts in order.
  *
- * The sort is stable and takes 8 bits of the tokens at a time: counts of each digit in each tile of
- * 1024 places, where each digit of each tile begins, then places by digit. A warp counts 128 places
- * in order, and those of its lanes that have the same digit find each other by a vote. */
+ * The sort is stable and takes 8 bits of the tokens at a time: counts of each digit in each tile
+ * of 1024 positions, where each digit of each tile begins, then positions by digit. A warp counts
+ * 128 positions in order, and those of its lanes that have the same digit find each other by a
+ * vote. */
 #include "kernels/cuda/elementwise/elementwise.cuh"
 
+namespace mneme::elementwise {
+
 enum { THREADS = 256, WARPS = 8, DIGITS = 256, TILE = 1024, SCAN_THREADS = 1024 };
-enum { PIECE = 32, SUM_THREADS = 128, COLUMNS = SUM_THREADS * MN_PACK };
+enum { CHUNK = 32, SUM_THREADS = 128, COLUMNS = SUM_THREADS * MN_VEC };
 
 /* ---- sort ------------------------------------------------------------------------------------ */
 
-/* One pass over n places: those of `from` (NULL: 0, 1, 2, ...) by the digit at `shift`. */
+/* One pass over n positions: those of `from` (NULL: 0, 1, 2, ...) by the digit at `shift`. */
 struct sort_pass {
     const int32_t *tokens, *from;
     int32_t *to, *begins;    // begins[digit * n_tiles + tile]
@@ -26,14 +29,14 @@ struct sort_pass {
 };
 
 struct sort_item {
-    int32_t place;
+    int32_t position;
     int digit;    // -1 behind the end
 };
 
 __device__ static sort_item item_at(const sort_pass &s, int64_t i) {
     if (i >= s.n) return { 0, -1 };
-    const int32_t place = s.from ? s.from[i] : (int32_t)i;
-    return { place, s.tokens[place] >> s.shift & (DIGITS - 1) };
+    const int32_t position = s.from ? s.from[i] : (int32_t)i;
+    return { position, s.tokens[position] >> s.shift & (DIGITS - 1) };
 }
 
 /* Lanes of the warp that have the same digit as this one. */
@@ -62,7 +65,8 @@ __device__ static void count_tile(const sort_pass &s, int (*counts)[DIGITS]) {
     __syncthreads();
 }
 
-__global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ sort_pass s) {
+__global__ void __launch_bounds__(THREADS)
+    embed_histogram_kernel(const __grid_constant__ sort_pass s) {
     __shared__ int counts[WARPS][DIGITS];
     count_tile(s, counts);
     int sum = 0;
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ 
 }
 
 /* Counts become the sums of those in front of them. One block; a thread owns a stretch. */
-__global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(int32_t *counts, int64_t n) {
+__global__ void __launch_bounds__(SCAN_THREADS) embed_scan_kernel(int32_t *counts, int64_t n) {
     __shared__ int32_t sums[SCAN_THREADS];
     const int64_t each = (n + SCAN_THREADS - 1) / SCAN_THREADS;
     const int64_t first = min(threadIdx.x * each, n), last = min(first + each, n);
@@ -93,7 +97,8 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(int32_t *counts, int
     }
 }
 
-__global__ void __launch_bounds__(THREADS) place_kernel(const __grid_constant__ sort_pass s) {
+__global__ void __launch_bounds__(THREADS)
+    embed_scatter_kernel(const __grid_constant__ sort_pass s) {
     __shared__ int next[WARPS][DIGITS];    // where the warp's next place with that digit goes
     count_tile(s, next);
     int at = s.begins[threadIdx.x * s.n_tiles + blockIdx.x];
@@ -111,7 +116,7 @@ __global__ void __launch_bounds__(THREADS) place_kernel(const __grid_constant__ 
         const int begin = item.digit >= 0 ? next[warp][item.digit] : 0;
         __syncwarp();
         if (item.digit >= 0) {
-            s.to[begin + __popc(before)] = item.place;
+            s.to[begin + __popc(before)] = item.position;
             if (before == 0) next[warp][item.digit] = begin + __popc(same);
         }
         __syncwarp();
@@ -120,127 +125,133 @@ __global__ void __launch_bounds__(THREADS) place_kernel(const __grid_constant__ 
 
 /* ---- sums ------------------------------------------------------------------------------------ */
 
-struct by_token {
-    mn_side table, dy;
+struct segment_sum {
+    mn_operand table, dy;
     const int32_t *tokens, *sorted;
-    float *parts;    // parts[piece][end][X]: end 0 of the token it begins with, 1 of the last one
+    // parts[chunk][end][X]: end 0 of the token it begins with, 1 of the last one
+    float *partials;
     int64_t X, n;
-    bool packs;      // rows of the table and of dy are whole packs
+    bool vectorized;      // rows of the table and of dy are whole packs
 };
 
-__device__ static int32_t token_at(const by_token &w, int64_t i) {
+__device__ static int32_t token_at(const segment_sum &w, int64_t i) {
     return i >= 0 && i < w.n ? w.tokens[w.sorted[i]] : -1;
 }
 
 /* Columns [x, x + 8) of row `row` of a side; 0 behind the end. */
-__device__ static void load_columns(float (&out)[MN_PACK], const by_token &w, const mn_side &side,
+__device__ static void load_columns(float (&out)[MN_VEC], const segment_sum &w,
+                                    const mn_operand &operand,
                                     int64_t row, int64_t x) {
-    if (w.packs && x + MN_PACK <= w.X) {
-        mn_unpack(out, side, mn_fetch(side, row * w.X + x));
+    if (w.vectorized && x + MN_VEC <= w.X) {
+        mn_unpack(out, operand, mn_load_raw(operand, row * w.X + x));
         return;
     }
 #pragma unroll
-    for (int j = 0; j < MN_PACK; j++) {
-        out[j] = x + j < w.X ? mn_side_get(side, row * w.X + x + j) : 0.0f;
+    for (int j = 0; j < MN_VEC; j++) {
+        out[j] = x + j < w.X ? mn_operand_load(operand, row * w.X + x + j) : 0.0f;
     }
 }
 
 /* Columns [x, x + 8) of row v of the table. */
-__device__ static void add_to_table(const by_token &w, int32_t v, int64_t x,
-                                    float (&sum)[MN_PACK]) {
-    float there[MN_PACK];
+__device__ static void add_to_table(const segment_sum &w, int32_t v, int64_t x,
+                                    float (&sum)[MN_VEC]) {
+    float old[MN_VEC];
     const int64_t at = v * w.X + x;
-    load_columns(there, w, w.table, v, x);
+    load_columns(old, w, w.table, v, x);
 #pragma unroll
-    for (int j = 0; j < MN_PACK; j++) sum[j] += there[j];
-    if (w.packs) {
-        mn_store_pack(w.table, at, sum);
+    for (int j = 0; j < MN_VEC; j++) sum[j] += old[j];
+    if (w.vectorized) {
+        mn_store_vec(w.table, at, sum);
         return;
     }
 #pragma unroll
-    for (int j = 0; j < MN_PACK; j++) {
-        if (x + j < w.X) mn_side_put(w.table, at + j, sum[j]);
+    for (int j = 0; j < MN_VEC; j++) {
+        if (x + j < w.X) mn_operand_store(w.table, at + j, sum[j]);
     }
 }
 
 /* A run of one token ends: its sum goes to the table, or waits as the part of an end. */
-__device__ static void close_run(const by_token &w, int64_t piece, int32_t v, bool came_from_before,
-                                 bool goes_on, int64_t x, float (&sum)[MN_PACK]) {
-    if (!came_from_before && !goes_on) {
+__device__ static void flush_run(const segment_sum &w, int64_t chunk, int32_t v,
+                                 bool continues_prev,
+                                 bool continues_next, int64_t x, float (&sum)[MN_VEC]) {
+    if (!continues_prev && !continues_next) {
         add_to_table(w, v, x, sum);
         return;
     }
-    float *part = w.parts + (piece * 2 + (came_from_before ? 0 : 1)) * w.X;
+    float *partial = w.partials + (chunk * 2 + (continues_prev ? 0 : 1)) * w.X;
 #pragma unroll
-    for (int j = 0; j < MN_PACK; j++) {
-        if (x + j < w.X) part[x + j] = sum[j];
+    for (int j = 0; j < MN_VEC; j++) {
+        if (x + j < w.X) partial[x + j] = sum[j];
     }
 }
 
-__global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant__ by_token w) {
-    __shared__ int32_t tokens[PIECE + 2], places[PIECE];    // of the piece and its two neighbours
-    const int64_t piece = blockIdx.x, first = piece * PIECE;
-    const int count = (int)min((int64_t)PIECE, w.n - first);
-    if (threadIdx.x < PIECE + 2) tokens[threadIdx.x] = token_at(w, first - 1 + (int)threadIdx.x);
-    if (threadIdx.x < count) places[threadIdx.x] = w.sorted[first + threadIdx.x];
+__global__ void __launch_bounds__(SUM_THREADS)
+    embed_segment_sum_kernel(const __grid_constant__ segment_sum w) {
+    // of the chunk and its two neighbours
+    __shared__ int32_t tokens[CHUNK + 2], positions[CHUNK];
+    const int64_t chunk = blockIdx.x, first = chunk * CHUNK;
+    const int count = (int)min((int64_t)CHUNK, w.n - first);
+    if (threadIdx.x < CHUNK + 2) tokens[threadIdx.x] = token_at(w, first - 1 + (int)threadIdx.x);
+    if (threadIdx.x < count) positions[threadIdx.x] = w.sorted[first + threadIdx.x];
     __syncthreads();
-    const int64_t x = (blockIdx.y * (int64_t)SUM_THREADS + threadIdx.x) * MN_PACK;
+    const int64_t x = (blockIdx.y * (int64_t)SUM_THREADS + threadIdx.x) * MN_VEC;
     if (x >= w.X) return;
-    float sum[MN_PACK] = {};
-    bool before = tokens[0] == tokens[1];    // the run began in an earlier piece
-    enum { AHEAD = 4 };
-    for (int i = 0; i < count; i += AHEAD) {
-        float rows[AHEAD][MN_PACK];
+    float sum[MN_VEC] = {};
+    bool before = tokens[0] == tokens[1];    // the run began in an earlier chunk
+    enum { PREFETCH = 4 };
+    for (int i = 0; i < count; i += PREFETCH) {
+        float rows[PREFETCH][MN_VEC];
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            if (i + k < count) load_columns(rows[k], w, w.dy, places[i + k], x);
+        for (int k = 0; k < PREFETCH; k++) {
+            if (i + k < count) load_columns(rows[k], w, w.dy, positions[i + k], x);
         }
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
+        for (int k = 0; k < PREFETCH; k++) {
             if (i + k >= count) continue;
 #pragma unroll
-            for (int j = 0; j < MN_PACK; j++) sum[j] += rows[k][j];
+            for (int j = 0; j < MN_VEC; j++) sum[j] += rows[k][j];
             const int32_t v = tokens[1 + i + k];
-            const bool goes_on = tokens[2 + i + k] == v;
-            if (goes_on && i + k + 1 < count) continue;
-            close_run(w, piece, v, before, goes_on, x, sum);
+            const bool continues_next = tokens[2 + i + k] == v;
+            if (continues_next && i + k + 1 < count) continue;
+            flush_run(w, chunk, v, before, continues_next, x, sum);
 #pragma unroll
-            for (int j = 0; j < MN_PACK; j++) sum[j] = 0.0f;
+            for (int j = 0; j < MN_VEC; j++) sum[j] = 0.0f;
             before = false;
         }
     }
 }
 
 /* Pieces behind this one that begin with token v and follow each other. For a whole warp. */
-__device__ static int64_t pieces_behind(const by_token &w, int64_t piece, int32_t v) {
-    for (int64_t behind = 0;; behind += 32) {
-        const int64_t next = piece + 1 + behind + threadIdx.x % 32;
-        const unsigned other = ~__ballot_sync(0xffffffffu, token_at(w, next * PIECE) == v);
-        if (other) return behind + __ffs(other) - 1;
+__device__ static int64_t chunks_after(const segment_sum &w, int64_t chunk, int32_t v) {
+    for (int64_t n_after = 0;; n_after += 32) {
+        const int64_t next = chunk + 1 + n_after + threadIdx.x % 32;
+        const unsigned other = ~__ballot_sync(0xffffffffu, token_at(w, next * CHUNK) == v);
+        if (other) return n_after + __ffs(other) - 1;
     }
 }
 
-/* Where a token begins in a piece and goes on behind it, its parts are added up. */
-__global__ void __launch_bounds__(SUM_THREADS) join_kernel(const __grid_constant__ by_token w) {
-    const int64_t piece = blockIdx.x, first = piece * PIECE, last = first + PIECE - 1;
+/* Where a token begins in a chunk and goes on behind it, its parts are added up. */
+__global__ void __launch_bounds__(SUM_THREADS)
+    embed_join_kernel(const __grid_constant__ segment_sum w) {
+    const int64_t chunk = blockIdx.x, first = chunk * CHUNK, last = first + CHUNK - 1;
     const int32_t v = token_at(w, last);
     const bool begins = v >= 0 && token_at(w, last + 1) == v && token_at(w, first - 1) != v;
-    const int64_t x = (blockIdx.y * (int64_t)SUM_THREADS + threadIdx.x) * MN_PACK;
+    const int64_t x = (blockIdx.y * (int64_t)SUM_THREADS + threadIdx.x) * MN_VEC;
     if (!begins) return;    // all threads of the block
-    const int64_t behind = pieces_behind(w, piece, v);
-    const int count = (int)max(min((int64_t)MN_PACK, w.X - x), (int64_t)0);
-    float sum[MN_PACK] = {};
-    const float *part = w.parts + (piece * 2 + 1) * w.X + x;
+    const int64_t n_after = chunks_after(w, chunk, v);
+    const int count = (int)max(min((int64_t)MN_VEC, w.X - x), (int64_t)0);
+    float sum[MN_VEC] = {};
+    const float *partial = w.partials + (chunk * 2 + 1) * w.X + x;
 #pragma unroll
-    for (int j = 0; j < MN_PACK; j++) {
-        if (j < count) sum[j] = part[j];
+    for (int j = 0; j < MN_VEC; j++) {
+        if (j < count) sum[j] = partial[j];
     }
-    part += w.X;    // the first end of the next piece
+    partial += w.X;    // the first end of the next chunk
 #pragma unroll 4
-    for (int64_t next = 0; next < behind; next++, part += 2 * w.X) {
+    for (int64_t next = 0; next < n_after; next++, partial += 2 * w.X) {
 #pragma unroll
-        for (int j = 0; j < MN_PACK; j++) {
-            if (j < count) sum[j] += part[j];
+        for (int j = 0; j < MN_VEC; j++) {
+            if (j < count) sum[j] += partial[j];
         }
     }
     if (count > 0) add_to_table(w, v, x, sum);
@@ -249,63 +260,68 @@ __global__ void __launch_bounds__(SUM_THREADS) join_kernel(const __grid_constant
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* Where things are in the work space. */
-struct spaces {
-    size_t begins, sorted[2], parts, all;
+struct workspace_layout {
+    size_t begins, sorted[2], partials, all;
 };
 
-static spaces layout(const mn_embed_work *w) {
+static workspace_layout make_layout(const mn_embed_params *w) {
     enum { ALIGN = 256 };
     const size_t tiles = (size_t)mn_ceil_div(w->n, (int64_t)TILE);
-    const size_t pieces = (size_t)mn_ceil_div(w->n, (int64_t)PIECE);
+    const size_t chunks = (size_t)mn_ceil_div(w->n, (int64_t)CHUNK);
     const size_t sizes[] = { tiles * DIGITS * sizeof(int32_t), (size_t)w->n * sizeof(int32_t),
                              (size_t)w->n * sizeof(int32_t),
-                             pieces * 2 * (size_t)w->X * sizeof(float) };
+                             chunks * 2 * (size_t)w->X * sizeof(float) };
     size_t at[5] = { 0 };
     for (int i = 0; i < 4; i++) at[i + 1] = (at[i] + sizes[i] + ALIGN - 1) / ALIGN * ALIGN;
     return { at[0], { at[1], at[2] }, at[3], at[4] };
 }
 
-extern "C" size_t mn_work_embed_cuda_bytes(const void *work) {
-    return layout((const mn_embed_work *)work).all;
+extern "C" size_t mn_elementwise_embed_cuda_bytes(const void *args) {
+    return make_layout((const mn_embed_params *)args).all;
 }
 
 /* Places sorted by token; NULL when a launch fails. */
-static const int32_t *sort(const mn_embed_work *w, char *space, const spaces &at, cudaStream_t on) {
-    int32_t *sorted[2] = { (int32_t *)(space + at.sorted[0]), (int32_t *)(space + at.sorted[1]) };
+static const int32_t *sort(const mn_embed_params *w, char *workspace, const workspace_layout &at,
+                           cudaStream_t on) {
+    int32_t *sorted[2] = { (int32_t *)(workspace + at.sorted[0]),
+        (int32_t *)(workspace + at.sorted[1]) };
     const int64_t n_tiles = mn_ceil_div(w->n, (int64_t)TILE);
-    sort_pass s = { w->tokens, NULL, sorted[0], (int32_t *)(space + at.begins), w->n, n_tiles, 0 };
+    sort_pass s = { w->tokens, NULL, sorted[0], (int32_t *)(workspace + at.begins), w->n, n_tiles,
+        0 };
     for (int pass = 0; pass == 0 || (w->V - 1) >> s.shift > 0; pass++, s.shift += 8) {
         s.from = pass ? sorted[(pass + 1) % 2] : NULL;
         s.to = sorted[pass % 2];
-        count_kernel<<<(unsigned)n_tiles, THREADS, 0, on>>>(s);
-        scan_kernel<<<1, SCAN_THREADS, 0, on>>>(s.begins, n_tiles * DIGITS);
-        place_kernel<<<(unsigned)n_tiles, THREADS, 0, on>>>(s);
+        embed_histogram_kernel<<<(unsigned)n_tiles, THREADS, 0, on>>>(s);
+        embed_scan_kernel<<<1, SCAN_THREADS, 0, on>>>(s.begins, n_tiles * DIGITS);
+        embed_scatter_kernel<<<(unsigned)n_tiles, THREADS, 0, on>>>(s);
     }
     return s.to;
 }
 
-MN_CUDA_WORK(embed) {
-    const mn_embed_work *w = (const mn_embed_work *)work;
-    const cudaStream_t on = (cudaStream_t)where;
-    by_token t = {};
-    t.table = mn_side_of(w->table);
-    t.dy = mn_side_of(w->dy);
+MN_CUDA_ELEMENTWISE(embed) {
+    const mn_embed_params *w = (const mn_embed_params *)args;
+    const cudaStream_t on = (cudaStream_t)backend;
+    segment_sum t = {};
+    t.table = mn_operand_of(w->table);
+    t.dy = mn_operand_of(w->dy);
     t.tokens = w->tokens;
     t.X = w->X;
     t.n = w->n;
     if (!w->add) {
-        const size_t item = t.table.wide ? sizeof(float) : sizeof(mn_bf16);
+        const size_t item = t.table.is_f32 ? sizeof(float) : sizeof(mn_bf16);
         const int code = (int)cudaMemsetAsync(w->table.data, 0, (size_t)(w->V * w->X) * item, on);
         if (code != cudaSuccess) return code;
     }
     if (w->n == 0 || w->X == 0) return cudaSuccess;
-    const spaces at = layout(w);
-    t.sorted = sort(w, (char *)space, at, on);
-    t.parts = (float *)((char *)space + at.parts);
-    t.packs = w->X % MN_PACK == 0 && (uintptr_t)w->dy.data % 16 == 0 &&
+    const workspace_layout at = make_layout(w);
+    t.sorted = sort(w, (char *)workspace, at, on);
+    t.partials = (float *)((char *)workspace + at.partials);
+    t.vectorized = w->X % MN_VEC == 0 && (uintptr_t)w->dy.data % 16 == 0 &&
               (uintptr_t)w->table.data % 16 == 0;
-    const dim3 blocks(mn_blocks(w->n, PIECE), mn_blocks(w->X, COLUMNS));
-    sum_kernel<<<blocks, SUM_THREADS, 0, on>>>(t);
-    join_kernel<<<blocks, SUM_THREADS, 0, on>>>(t);
-    return mn_launched();
+    const dim3 blocks(mn_blocks(w->n, CHUNK), mn_blocks(w->X, COLUMNS));
+    embed_segment_sum_kernel<<<blocks, SUM_THREADS, 0, on>>>(t);
+    embed_join_kernel<<<blocks, SUM_THREADS, 0, on>>>(t);
+    return mn_launch_status();
 }
+
+}    // namespace mneme::elementwise

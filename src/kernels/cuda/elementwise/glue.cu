@@ -5,7 +5,9 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/glue.h"
 
-enum { THREADS = 256, COLUMNS = 32, GROUPS = 32, ADDERS = 1024, FEW_COLUMNS = 256 };
+namespace mneme::elementwise {
+
+enum { THREADS = 256, COLUMNS = 32, GROUPS = 32, REDUCE_THREADS = 1024, SMALL_COLUMNS = 256 };
 
 __device__ static float sigmoid(float x) {
     const float e = expf(-fabsf(x)), s = 1.0f / (1.0f + e);
@@ -75,9 +77,9 @@ __global__ void __launch_bounds__(THREADS) glue_kernel(const __grid_constant__ m
         const int64_t row = at / packs, i = at % packs * N;
         const int64_t h = row % p.H, token = row / p.H, t = token % p.T, b = token / p.T;
         float in[3][N] = {}, out[3][N];
-        load<T, N>(in[0], p.a, p.wide & MN_GLUE_WIDE_A, b, t, h, i);
-        if (INS > 1) load<T, N>(in[1], p.b, p.wide & MN_GLUE_WIDE_B, b, t, h, i);
-        if (INS > 2) load<T, N>(in[2], p.c, p.wide & MN_GLUE_WIDE_C, b, t, h, i);
+        load<T, N>(in[0], p.a, p.wide & MN_GLUE_F32_A, b, t, h, i);
+        if (INS > 1) load<T, N>(in[1], p.b, p.wide & MN_GLUE_F32_B, b, t, h, i);
+        if (INS > 2) load<T, N>(in[2], p.c, p.wide & MN_GLUE_F32_C, b, t, h, i);
 #pragma unroll
         for (int j = 0; j < N; j++) {
             float result[3];
@@ -85,23 +87,23 @@ __global__ void __launch_bounds__(THREADS) glue_kernel(const __grid_constant__ m
 #pragma unroll
             for (int k = 0; k < OUTS; k++) out[k][j] = result[k];
         }
-        store<T, N>(p.x, p.wide & MN_GLUE_WIDE_X, b, t, h, i, out[0]);
-        if (OUTS > 1) store<T, N>(p.y, p.wide & MN_GLUE_WIDE_Y, b, t, h, i, out[1]);
-        if (OUTS > 2) store<T, N>(p.z, p.wide & MN_GLUE_WIDE_Z, b, t, h, i, out[2]);
+        store<T, N>(p.x, p.wide & MN_GLUE_F32_X, b, t, h, i, out[0]);
+        if (OUTS > 1) store<T, N>(p.y, p.wide & MN_GLUE_F32_Y, b, t, h, i, out[1]);
+        if (OUTS > 2) store<T, N>(p.z, p.wide & MN_GLUE_F32_Z, b, t, h, i, out[2]);
     }
 }
 
 /* Whether rows of a view may be touched in packs of 16 bytes, whichever type it has. */
 template <typename T, typename View>
 static bool packable(const View &view) {
-    bool fits = mn_packable<T>(view.data, 0);
-    for (int i = 0; view.data && i < 3; i++) fits = fits && mn_packable<T>(NULL, view.stride[i]);
+    bool fits = mn_vec_aligned<T>(view.data, 0);
+    for (int i = 0; view.data && i < 3; i++) fits = fits && mn_vec_aligned<T>(NULL, view.stride[i]);
     return fits;
 }
 
 template <typename T, typename F, int INS, int OUTS>
 static int launch_of(const mn_glue *p, cudaStream_t stream) {
-    constexpr int N = mn_pack_width<T>();
+    constexpr int N = mn_vec_width<T>();
     const int64_t count = p->B * p->T * p->H * p->width;
     if (count == 0) return cudaSuccess;
     const bool packs = p->width % N == 0 && packable<T>(p->a) && packable<T>(p->b) &&
@@ -114,13 +116,13 @@ static int launch_of(const mn_glue *p, cudaStream_t stream) {
         glue_kernel<T, 1, F, INS, OUTS><<<mn_blocks(count, THREADS, 1 << 16), THREADS, 0,
                                           stream>>>(*p);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* ---- sums over tokens ------------------------------------------------------------------------ */
 
-/* A block has 32 columns and 32 groups of threads; group g adds tokens g, g + 32, ..., and the
- * groups' sums are added in their order. */
+/* A block has 32 columns and 32 row_groups of threads; group g adds tokens g, g + 32, ..., and the
+ * row_groups' sums are added in their order. */
 template <typename T, typename F>
 __global__ void glue_sum_kernel(const __grid_constant__ mn_glue p) {
     __shared__ double sums[GROUPS][COLUMNS + 1];
@@ -141,23 +143,24 @@ __global__ void glue_sum_kernel(const __grid_constant__ mn_glue p) {
     mn_put(mn_row<T>(p.x, 0, 0, h) + i, (float)sum);
 }
 
-/* Where columns are few a block has one of them: thread i adds tokens i, i + ADDERS, ... of each
- * sequence, and threads are added by halves. */
+/* Where columns are few a block has one of them: thread i adds tokens i, i + REDUCE_THREADS, ...
+ * of each sequence, and threads are added by halves. */
 template <typename T, typename F>
-__global__ void __launch_bounds__(ADDERS) glue_sum_few_kernel(const __grid_constant__ mn_glue p) {
-    __shared__ double sums[ADDERS];
+__global__ void __launch_bounds__(REDUCE_THREADS)
+    glue_sum_small_kernel(const __grid_constant__ mn_glue p) {
+    __shared__ double sums[REDUCE_THREADS];
     const int64_t h = blockIdx.x / p.width, i = blockIdx.x % p.width;
     double sum = 0.0;
     for (int64_t b = 0; b < p.B; b++) {
 #pragma unroll 4
-        for (int64_t t = threadIdx.x; t < p.T; t += ADDERS) {
+        for (int64_t t = threadIdx.x; t < p.T; t += REDUCE_THREADS) {
             sum += F::of((double)mn_get(mn_row<T>(p.a, b, t, h), i),
                          (double)mn_get(mn_row<T>(p.b, b, t, h), i),
                          (double)mn_get(mn_row<T>(p.c, b, t, h), i));
         }
     }
     sums[threadIdx.x] = sum;
-    for (int half = ADDERS / 2; half > 0; half /= 2) {
+    for (int half = REDUCE_THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
     }
@@ -168,13 +171,13 @@ template <typename T, typename F>
 static int launch_sum(const mn_glue *p, cudaStream_t stream) {
     if (!p->x.data || p->H * p->width == 0) return cudaSuccess;
     const int64_t columns = p->H * p->width;
-    if (columns <= FEW_COLUMNS) {
-        glue_sum_few_kernel<T, F><<<(unsigned)columns, ADDERS, 0, stream>>>(*p);
+    if (columns <= SMALL_COLUMNS) {
+        glue_sum_small_kernel<T, F><<<(unsigned)columns, REDUCE_THREADS, 0, stream>>>(*p);
     } else {
         const dim3 threads(COLUMNS, GROUPS);
         glue_sum_kernel<T, F><<<mn_blocks(columns, COLUMNS), threads, 0, stream>>>(*p);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* ---- the table ------------------------------------------------------------------------------- */
@@ -192,3 +195,5 @@ static int launch_sum(const mn_glue *p, cudaStream_t stream) {
                                    : launch_sum<float, glue_##name>(p, on);                        \
     }
 #include "kernels/glue.def"
+
+}    // namespace mneme::elementwise

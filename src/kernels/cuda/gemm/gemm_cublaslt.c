@@ -1,15 +1,15 @@
-/* gemm_cublaslt.c - matrix products through cuBLASLt, which is found when the program runs.
+/* gemm_cublaslt.c - matrix gemms through cuBLASLt, which is found when the megakernel runs.
  *
  * The library counts columns first: our row-major c = a b is its c' = b' a'. The algorithm for a
  * shape is one of the first that its heuristics name, chosen by the shape alone and kept; so are
  * the descriptions.
  *
  * Rows of c are tokens unless a is transposed, and what a token gets must not depend on how many
- * others there are. So these products are asked for without sums in parts that are added later,
- * and as if there were at least LEAST_ROWS: for fewer the library has kernels that add in an order
+ * others there are. So these gemms are asked for without sums in parts that are added later,
+ * and as if there were at least MIN_ROWS: for fewer the library has kernels that add in an order
  * of their own, while those that work by tiles of c add along K in the same order whatever the
  * tile. That was seen of kernels for rows of whole packs of 16 bytes; other rows have the one that
- * is best for ODD_ROWS, however many they are. */
+ * is best for UNALIGNED_ROWS, however many they are. */
 #include "kernels/gemm.h"
 
 #include <stdlib.h>
@@ -81,7 +81,7 @@ typedef struct chosen {
 
 enum { BUCKETS = 256 };
 
-struct mn_products {
+struct mn_gemm_handle {
     bool tried, fast;
     library lib;
     cublasLtHandle_t handle;
@@ -92,7 +92,7 @@ static bool ok(cublasStatus_t status) {
     return status == CUBLAS_STATUS_SUCCESS;
 }
 
-bool mn_products_fast(mn_products *p) {
+bool mn_gemm_has_cublaslt(mn_gemm_handle *p) {
     if (!p->tried) p->fast = load(&p->lib) && ok(p->lib.cublasLtCreate(&p->handle));
     p->tried = true;
     return p->fast;
@@ -100,36 +100,36 @@ bool mn_products_fast(mn_products *p) {
 
 /* ---- shapes ---------------------------------------------------------------------------------- */
 
-enum { MOST_ALIGN = 16, SPACE_ALIGN = 256, SPACE = MN_PRODUCT_SPACE - SPACE_ALIGN };
+enum { MAX_ALIGN = 16, WORKSPACE_ALIGN = 256, WORKSPACE = MN_GEMM_WORKSPACE - WORKSPACE_ALIGN };
 
-/* Heuristics asked for; depth up to which the end of a tile counts, in results of many numbers. */
-enum { CHOICES = 8, MOST_SHORT = 4096, LEAST_NUMBERS = 1 << 24 };
+/* Heuristics asked for; depth up to which the end of a tile counts, in results of many elements. */
+enum { CHOICES = 8, MAX_SHORT_K = 4096, MIN_ELEMENTS = 1 << 24 };
 
-enum { LEAST_ROWS = 256, ODD_ROWS = 4096 };
+enum { MIN_ROWS = 256, UNALIGNED_ROWS = 4096 };
 
 static bool rows_are_tokens(const shape *s) {
     return !s->a_transposed;
 }
 
 static bool has_packs(const shape *s) {
-    const int64_t a = MOST_ALIGN / (int64_t)mn_dtype_bytes(s->dtype);
-    const int64_t c = MOST_ALIGN / (int64_t)mn_dtype_bytes(s->c_dtype);
+    const int64_t a = MAX_ALIGN / (int64_t)mn_dtype_bytes(s->dtype);
+    const int64_t c = MAX_ALIGN / (int64_t)mn_dtype_bytes(s->c_dtype);
     return s->a_row % a == 0 && s->b_row % a == 0 && s->c_row % c == 0 &&
-           s->align_a == MOST_ALIGN && s->align_b == MOST_ALIGN && s->align_c == MOST_ALIGN;
+           s->align_a == MAX_ALIGN && s->align_b == MAX_ALIGN && s->align_c == MAX_ALIGN;
 }
 
 /* The rows that an algorithm is asked for. */
-static int64_t rows_asked(const shape *s) {
+static int64_t rows_queried(const shape *s) {
     if (!rows_are_tokens(s)) return s->M;
-    return has_packs(s) ? mn_max(s->M, LEAST_ROWS) : ODD_ROWS;
+    return has_packs(s) ? mn_max(s->M, MIN_ROWS) : UNALIGNED_ROWS;
 }
 
 static int32_t alignment(const void *at) {
     const uintptr_t low = (uintptr_t)at & -(uintptr_t)at;
-    return low == 0 || low > MOST_ALIGN ? MOST_ALIGN : (int32_t)low;
+    return low == 0 || low > MAX_ALIGN ? MAX_ALIGN : (int32_t)low;
 }
 
-static void describe(shape *s, const mn_product_work *w) {
+static void describe(shape *s, const mn_gemm_problem *w) {
     memset(s, 0, sizeof *s);
     s->M = w->M, s->N = w->N, s->K = w->K;
     s->a_row = w->a_row, s->b_row = w->b_row, s->c_row = w->c_row;
@@ -165,7 +165,7 @@ static bool make_desc(const library *lib, chosen *c) {
 #undef SET
 }
 
-/* A matrix that we store as rows of `n` numbers, `row` apart. */
+/* A matrix that we store as rows of `n` elements, `row` apart. */
 static bool make_layout(const library *lib, cublasLtMatrixLayout_t *out, int32_t dtype, int64_t n,
                         int64_t rows, int64_t row) {
     return ok(lib->cublasLtMatrixLayoutCreate(out, type_of(dtype), (uint64_t)n, (uint64_t)rows,
@@ -181,7 +181,7 @@ static bool make_layouts(const library *lib, layouts *l, const shape *s, int64_t
            make_layout(lib, &l->c, s->c_dtype, s->N, M, s->c_row);
 }
 
-static void forget_layouts(const library *lib, layouts *l) {
+static void destroy_layouts(const library *lib, layouts *l) {
     if (l->a) lib->cublasLtMatrixLayoutDestroy(l->a);
     if (l->b) lib->cublasLtMatrixLayoutDestroy(l->b);
     if (l->c) lib->cublasLtMatrixLayoutDestroy(l->c);
@@ -189,7 +189,7 @@ static void forget_layouts(const library *lib, layouts *l) {
 
 static bool set_preference(const library *lib, cublasLtMatmulPreference_t preference,
                            const shape *s) {
-    const uint64_t space = SPACE;
+    const uint64_t space = WORKSPACE;
     const uint32_t a = (uint32_t)s->align_b, b = (uint32_t)s->align_a, c = (uint32_t)s->align_c;
     const uint32_t whole = CUBLASLT_REDUCTION_SCHEME_NONE;
 #define SET(attribute, value)                                                                      \
@@ -202,9 +202,9 @@ static bool set_preference(const library *lib, cublasLtMatmulPreference_t prefer
 #undef SET
 }
 
-/* Kernels whose two groups of warps work on a tile each, one ending its tile while the other
+/* Kernels whose two groups of warps work on a tile each, one epilogue its tile while the other
  * multiplies. Others (options from 4 on) share a tile, which is larger and costs less to read. */
-static bool takes_turns(const library *lib, const cublasLtMatmulAlgo_t *algo) {
+static bool is_pingpong(const library *lib, const cublasLtMatmulAlgo_t *algo) {
     uint32_t option = 0;
     size_t size;
     return ok(lib->cublasLtMatmulAlgoConfigGetAttribute(
@@ -214,13 +214,13 @@ static bool takes_turns(const library *lib, const cublasLtMatmulAlgo_t *algo) {
 
 /* Where sums are short the end of a tile counts. */
 static bool is_short(const shape *s) {
-    return s->dtype == MN_BF16 && has_packs(s) && s->K <= MOST_SHORT &&
-           s->M * s->N >= LEAST_NUMBERS;
+    return s->dtype == MN_BF16 && has_packs(s) && s->K <= MAX_SHORT_K &&
+           s->M * s->N >= MIN_ELEMENTS;
 }
 
 /* Without sums in parts the first may be one with few large tiles for rows of float32, which leaves
  * most processors without work: the first whose tiles fill a tenth of them, or who fills most. */
-static const cublasLtMatmulAlgo_t *most_spread(const cublasLtMatmulHeuristicResult_t *results,
+static const cublasLtMatmulAlgo_t *most_waves(const cublasLtMatmulHeuristicResult_t *results,
                                                int n) {
     const float enough = 0.1f;
     int best = 0;
@@ -232,15 +232,15 @@ static const cublasLtMatmulAlgo_t *most_spread(const cublasLtMatmulHeuristicResu
 
 static const cublasLtMatmulAlgo_t *best_of(const library *lib, const shape *s,
                                            const cublasLtMatmulHeuristicResult_t *results, int n) {
-    if (s->dtype == MN_F32 && rows_are_tokens(s)) return most_spread(results, n);
+    if (s->dtype == MN_F32 && rows_are_tokens(s)) return most_waves(results, n);
     for (int i = 0; i < n && is_short(s); i++) {
-        if (takes_turns(lib, &results[i].algo)) return &results[i].algo;
+        if (is_pingpong(lib, &results[i].algo)) return &results[i].algo;
     }
     return &results[0].algo;
 }
 
 /* An algorithm for the shape as if it had `rows` rows. */
-static bool choose(mn_products *p, chosen *c, int64_t rows) {
+static bool choose(mn_gemm_handle *p, chosen *c, int64_t rows) {
     const library *lib = &p->lib;
     const shape *s = &c->shape;
     cublasLtMatmulPreference_t preference = NULL;
@@ -256,13 +256,13 @@ static bool choose(mn_products *p, chosen *c, int64_t rows) {
                                                asked.c, preference, wanted, results, &found)) &&
         found > 0;
     if (preference) lib->cublasLtMatmulPreferenceDestroy(preference);
-    forget_layouts(lib, &asked);
+    destroy_layouts(lib, &asked);
     if (there) c->algo = *best_of(lib, s, results, found);
     return there;
 }
 
 /* The choice for a shape, made when it is first asked for; NULL when memory is out. */
-static chosen *find(mn_products *p, const mn_product_work *work) {
+static chosen *find(mn_gemm_handle *p, const mn_gemm_problem *work) {
     shape s;
     describe(&s, work);
     chosen **at = &p->buckets[bucket_of(&s)];
@@ -273,18 +273,18 @@ static chosen *find(mn_products *p, const mn_product_work *work) {
     if (!made) return NULL;
     made->shape = s;
     made->plain = !make_desc(&p->lib, made) || !make_layouts(&p->lib, &made->of, &s, s.M) ||
-                  !choose(p, made, rows_asked(&s));
+                  !choose(p, made, rows_queried(&s));
     return *at = made;
 }
 
-/* ---- products -------------------------------------------------------------------------------- */
+/* ---- gemms -------------------------------------------------------------------------------- */
 
 /* Algorithms that use work space want it to begin at a multiple of 256. */
-static void *aligned_space(void *space) {
-    return (void *)(((uintptr_t)space + SPACE_ALIGN - 1) / SPACE_ALIGN * SPACE_ALIGN);
+static void *aligned_workspace(void *space) {
+    return (void *)(((uintptr_t)space + WORKSPACE_ALIGN - 1) / WORKSPACE_ALIGN * WORKSPACE_ALIGN);
 }
 
-static bool run_fast(mn_products *p, const chosen *c, const mn_product_work *w, void *space,
+static bool run_cublaslt(mn_gemm_handle *p, const chosen *c, const mn_gemm_problem *w, void *space,
                      void *stream) {
     const float one = 1.0f, beta = c->shape.adds ? 1.0f : 0.0f;
     const library *lib = &p->lib;
@@ -294,44 +294,44 @@ static bool run_fast(mn_products *p, const chosen *c, const mn_product_work *w, 
     }
     const void *onto = w->onto ? w->onto : w->c;
     return ok(lib->cublasLtMatmul(p->handle, c->desc, &one, w->b, c->of.a, w->a, c->of.b, &beta,
-                                  onto, c->of.c, w->c, c->of.c, &c->algo, aligned_space(space),
-                                  SPACE, stream));
+                                  onto, c->of.c, w->c, c->of.c, &c->algo, aligned_workspace(space),
+                                  WORKSPACE, stream));
 }
 
 /* What takes the place of an algorithm that the library refused to run: one for many rows may not
- * serve few of them where N or K are a few numbers, so first one for this number of rows. */
-static void step_down(mn_products *p, chosen *c) {
-    const bool own = !c->own && rows_asked(&c->shape) != c->shape.M;
+ * serve few of them where N or K are a few elements, so first one for this number of rows. */
+static void fall_back(mn_gemm_handle *p, chosen *c) {
+    const bool own = !c->own && rows_queried(&c->shape) != c->shape.M;
     c->plain = !own || !choose(p, c, c->shape.M);
     c->own = true;
 }
 
-int mn_products_run(mn_products *p, const mn_product_work *work, void *space, void *stream) {
-    if (work->step && mn_product_few_serves(work)) return mn_product_few(work, stream);
-    if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
-    chosen *c = work->K > 0 && mn_products_fast(p) ? find(p, work) : NULL;
-    if (!c || c->plain) return mn_product_plain(work, stream);
-    if (run_fast(p, c, work, space, stream)) return 0;
-    step_down(p, c);
-    return mn_products_run(p, work, space, stream);
+int mn_gemm_run(mn_gemm_handle *p, const mn_gemm_problem *work, void *space, void *stream) {
+    if (work->step && mn_gemm_small_m_supported(work)) return mn_gemm_small_m(work, stream);
+    if (mn_gemm_small_n_supported(work)) return mn_gemm_small_n(work, stream);
+    chosen *c = work->K > 0 && mn_gemm_has_cublaslt(p) ? find(p, work) : NULL;
+    if (!c || c->plain) return mn_gemm_simt(work, stream);
+    if (run_cublaslt(p, c, work, space, stream)) return 0;
+    fall_back(p, c);
+    return mn_gemm_run(p, work, space, stream);
 }
 
-mn_products *mn_products_create(void) {
-    return calloc(1, sizeof(mn_products));
+mn_gemm_handle *mn_gemm_create(void) {
+    return calloc(1, sizeof(mn_gemm_handle));
 }
 
-static void forget(const library *lib, chosen *c) {
-    forget_layouts(lib, &c->of);
+static void discard(const library *lib, chosen *c) {
+    destroy_layouts(lib, &c->of);
     if (c->desc) lib->cublasLtMatmulDescDestroy(c->desc);
     free(c);
 }
 
-void mn_products_destroy(mn_products *p) {
+void mn_gemm_destroy(mn_gemm_handle *p) {
     if (!p) return;
     for (int i = 0; i < BUCKETS; i++) {
         for (chosen *c = p->buckets[i], *next; c; c = next) {
             next = c->next;
-            forget(&p->lib, c);
+            discard(&p->lib, c);
         }
     }
     if (p->handle) p->lib.cublasLtDestroy(p->handle);
@@ -341,28 +341,28 @@ void mn_products_destroy(mn_products *p) {
 
 #else
 
-struct mn_products {
+struct mn_gemm_handle {
     bool nothing;
 };
 
-mn_products *mn_products_create(void) {
-    return calloc(1, sizeof(mn_products));
+mn_gemm_handle *mn_gemm_create(void) {
+    return calloc(1, sizeof(mn_gemm_handle));
 }
 
-void mn_products_destroy(mn_products *products) {
-    free(products);
+void mn_gemm_destroy(mn_gemm_handle *gemms) {
+    free(gemms);
 }
 
-bool mn_products_fast(mn_products *products) {
-    (void)products;
+bool mn_gemm_has_cublaslt(mn_gemm_handle *gemms) {
+    (void)gemms;
     return false;
 }
 
-int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream) {
-    (void)products, (void)space;
-    if (work->step && mn_product_few_serves(work)) return mn_product_few(work, stream);
-    if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
-    return mn_product_plain(work, stream);
+int mn_gemm_run(mn_gemm_handle *gemms, const mn_gemm_problem *work, void *space, void *stream) {
+    (void)gemms, (void)space;
+    if (work->step && mn_gemm_small_m_supported(work)) return mn_gemm_small_m(work, stream);
+    if (mn_gemm_small_n_supported(work)) return mn_gemm_small_n(work, stream);
+    return mn_gemm_simt(work, stream);
 }
 
 #endif

@@ -10,16 +10,16 @@ extern "C" {
 #endif
 
 /* Launches it; returns the cudaError_t. */
-int mn_product_plain(const mn_product_work *work, void *stream);
+int mn_gemm_simt(const mn_gemm_problem *work, void *stream);
 
 /* The same for a few rows and a weight as layers store it, where it is faster than the library:
  * gemv.cu. */
-bool mn_product_few_serves(const mn_product_work *work);
-int mn_product_few(const mn_product_work *work, void *stream);
+bool mn_gemm_small_m_supported(const mn_gemm_problem *work);
+int mn_gemm_small_m(const mn_gemm_problem *work, void *stream);
 
 /* Likewise for weights of a few rows: decode_gemv.cu. */
-bool mn_few_columns_serve(const mn_product_work *work);
-int mn_few_columns(const mn_product_work *work, void *stream);
+bool mn_gemm_small_n_supported(const mn_gemm_problem *work);
+int mn_gemm_small_n(const mn_gemm_problem *work, void *stream);
 
 #ifdef __cplusplus
 }

@@ -1,12 +1,13 @@
 /* importance.cuh - Palimpsa on GPUs: what its kernels cell by cell (importance_recurrent.cuh) and
- * those
- * on tensor cores (importance_mma.cuh) share. */
+ * those on tensor cores (importance_mma.cuh) share. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_CUH
 
 #include "kernels/cuda/recurrent/cell_state.cuh"
 
-namespace importance {
+namespace mneme::importance {
+
+using namespace recurrent;
 
 enum {
     TOKENS = MN_CELL_TOKENS,
@@ -49,6 +50,6 @@ __device__ inline float first_importance(const mn_importance_args &p, const plac
     return imp0 ? imp0[i] : at.ip;
 }
 
-}    // namespace importance
+}    // namespace mneme::importance
 
 #endif

@@ -27,31 +27,31 @@
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/importance/importance_mma.cuh"
 
-namespace importance::by_mma {
+namespace mneme::importance::by_mma {
 
 /* Rows of parts or gradients of a head's tokens, from the block's first slot or column on; `i`: the
  * first of four neighbours. */
 template <typename T>
 struct alignas(16) target {
     T *first;          // at the sequence's first token; nullptr: not wanted
-    unsigned apart;    // its tokens, where packs are stored
+    unsigned ws;    // its tokens, where packs are stored
     int packed;        // how many numbers may be read or stored as packs of four
     int left;          // how many there are
     int64_t stride;    // its tokens
 
     __device__ void open(T *row, int64_t base, int64_t count, int64_t between) {
         first = row ? row + base : nullptr;
-        apart = (unsigned)between, stride = between;
+        ws = (unsigned)between, stride = between;
         left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
         const bool packs = ((uintptr_t)first | (uintptr_t)(between * (int64_t)sizeof(T))) %
                                (4 * sizeof(T)) == 0;
-        packed = packs && between == apart ? left & ~3 : 0;
+        packed = packs && between == ws ? left & ~3 : 0;
     }
 
     /* Token t's; zeros where there are none. */
     __device__ __forceinline__ void get(float (&x)[4], unsigned t, int i) const {
         if (i < packed) {
-            mn_cell_read(x, first + (uint64_t)t * apart + i);
+            mn_cell_load(x, first + (uint64_t)t * ws + i);
             return;
         }
 #pragma unroll
@@ -66,7 +66,7 @@ struct alignas(16) target {
     /* Those of them that there are. */
     __device__ __forceinline__ void put(const float (&x)[4], unsigned t, int i) const {
         if (i < packed) {
-            mn_store<4>(first + (uint64_t)t * apart + i, 0, x);
+            mn_store<4>(first + (uint64_t)t * ws + i, 0, x);
             return;
         }
 #pragma unroll
@@ -77,20 +77,19 @@ struct alignas(16) target {
 };
 
 /* What a block of a head leaves for dg and dip (importance_decay_grad.cuh): for each token v'dv +
- * b'db
- * and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of C
- * behind the last token and of what goes to the prior from the first state. */
+ * b'db and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of
+ * C behind the last token and of what goes to the prior from the first state. */
 template <typename Block>
 struct parts_of {
     float2 *gates, *edge;
     float *along;
-    int64_t tiles_apart;
+    int64_t tiles_ws;
 
     __device__ parts_of(const mn_importance_args &p, const room &to, const place &at,
                         int64_t n_rows, int64_t n_blocks, int64_t block) {
         const int64_t H = p.call.H, slot = mn_cell_first_slot(p.call, at.n, TOKENS);
         const int64_t row = (at.span.b * p.call.T + at.span.t0) * H + at.h;
-        tiles_apart = H * n_blocks * Block::WARPS;
+        tiles_ws = H * n_blocks * Block::WARPS;
         gates = (float2 *)to.at[GATES] + block * n_rows + row;
         along = to.at[ALONG] + ((slot * H + at.h) * n_blocks + block) * Block::WARPS;
         edge = (float2 *)to.at[EDGES] + (at.n * H + at.h) * n_blocks + block;
@@ -120,7 +119,7 @@ struct targets {
     bool adds_lines, ends_lines;    // dv and db
     float2 *gates;       // of the sequence's first token
     float *along;        // of its first tile
-    unsigned tokens_apart, tiles_apart;
+    unsigned tokens_ws, tiles_ws;
     float scale, ip;     // scale: of dq
 
     /* By the helpers' first thread. */
@@ -138,8 +137,8 @@ struct targets {
         if (helpers<Block>::own() != 0) return;
         const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
                                     blockIdx.z * gridDim.x + blockIdx.x);
-        gates = parts.gates, tokens_apart = (unsigned)H;
-        along = parts.along, tiles_apart = (unsigned)parts.tiles_apart;
+        gates = parts.gates, tokens_ws = (unsigned)H;
+        along = parts.along, tiles_ws = (unsigned)parts.tiles_ws;
         scale = (float)p.scale, ip = at.ip;
         adds = now.slice > 0, ends = now.slice == (int)gridDim.x - 1;
         adds_lines = now.crossed && adds, ends_lines = gridDim.z == 1 || (now.crossed && ends);
@@ -158,7 +157,7 @@ struct targets {
  * -db, and lanes' sums of pull mu over cells, of token t those whose number is t more than a
  * multiple of 4. */
 template <typename Block>
-struct alignas(16) chunk_room {
+struct alignas(16) chunk_smem {
     float keys[Block::ACROSS][2][HALF][Block::SLOTS + PAD];
     float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];
     float spread[Block::WARPS][HALF / 4][32];
@@ -170,20 +169,20 @@ __device__ __forceinline__ unsigned identity() {
     return row_lane() % 2 ? 0x3f800000u : 0x00003f80u;
 }
 
-/* Tiles take turns: a tile's factors in two rooms, what came for it in three, as it is still asked
- * for when its sums are put. A tile is `ready` (its room) to be walked, and `left` when they are; a
- * chunk is `told` by all warps, then `heard` by half of them, twice a tile. */
+/* Tiles take turns: a tile's factors in two shared memory, what came for it in three, as it is
+ * still asked for when its sums are put. A tile is `ready` (its room) to be scanned, and `left`
+ * when they are; a chunk is `told` by all warps, then `waited` by half of them, twice a tile. */
 template <typename Block>
-struct backward_room {
+struct backward_smem {
     tile<Block, BACKWARD_PASS> in[2];
     arrivals<Block, BACKWARD_PASS> came[3];
     float4 states[2][SETS][Block::THREADS];    // in front of the tile and the next one
-    chunk_room<Block> chunk;
+    chunk_smem<Block> chunk;
     float team[32];
     unsigned ones[32];    // a lane's identity()
-    typename fetcher<Block, BACKWARD_PASS, helpers<Block>>::sources from;
+    typename producer<Block, BACKWARD_PASS, helpers<Block>>::sources from;
     targets to;
-    uint64_t ready[2], left, told, heard;
+    uint64_t ready[2], left, told, waited;
 
     /* By the first threads. */
     __device__ void open() {
@@ -191,11 +190,11 @@ struct backward_room {
         in[1].open();
         if (threadIdx.x < 32) ones[threadIdx.x] = identity();
         if (threadIdx.x != 0) return;
-        mn_barrier_open(&ready[0], helpers<Block>::THREADS);
-        mn_barrier_open(&ready[1], helpers<Block>::THREADS);
-        mn_barrier_open(&told, Block::THREADS);
-        mn_barrier_open(&heard, Block::THREADS / 2);
-        mn_barrier_open(&left, Block::THREADS / 2);
+        mn_mbarrier_init(&ready[0], helpers<Block>::THREADS);
+        mn_mbarrier_init(&ready[1], helpers<Block>::THREADS);
+        mn_mbarrier_init(&told, Block::THREADS);
+        mn_mbarrier_init(&waited, Block::THREADS / 2);
+        mn_mbarrier_init(&left, Block::THREADS / 2);
     }
 };
 
@@ -273,7 +272,7 @@ struct token_pull {
         unsigned means[4];
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            const float over = mn_inverse(c.I[n / 4][n % 4]);
+            const float over = mn_rcp_ftz(c.I[n / 4][n % 4]);
             pull[n / 4][n % 4] = reads[n / 4][n % 4] * over;
             mu[n / 4][n % 4] = c.M[n / 4][n % 4] * over;
             sum = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], sum);
@@ -348,12 +347,12 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
         sum[t % 4] = now.read(sums, t, c, reads, cot);
         if (t % 2 == 1) {
             float two[2] = { sum[t % 4 - 1], sum[t % 4] };
-            mn_cell_halve<1>(two, 1);
+            mn_cell_reduce_half<1>(two, 1);
             sum[t % 4 / 2] = two[0];
         }
         if (t % 4 == 3) {
             float two[2] = { sum[0], sum[1] };
-            mn_cell_halve<1>(two, 2);
+            mn_cell_reduce_half<1>(two, 2);
             sums.spread[t / 4] = two[0];
         }
         if (HEADS) ones = pair_times(ones, twice_exp(base[first + t] - before));
@@ -367,7 +366,7 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
 /* A warp's sums to shared memory. Tokens of a lane lie 4 slots or columns wide of each other's
  * banks, those of the upper half in what the lower leaves free. */
 template <typename Block>
-__device__ __forceinline__ void put_sums(chunk_room<Block> &r, const chunk_sums &sums) {
+__device__ __forceinline__ void put_sums(chunk_smem<Block> &r, const chunk_sums &sums) {
     const unsigned thread = thread_again(), group = thread / 32 % Block::GROUPS;
     const unsigned across = thread / 32 / Block::GROUPS, lane = thread % 32;
     const unsigned flip = lane & 2, own = lane / 8 * 4 + lane / 4 % 2;
@@ -417,7 +416,7 @@ struct token_sums {
     }
 
     /* dq or dk. */
-    __device__ __forceinline__ static void put_keys(const backward_room<Block> &r, float over,
+    __device__ __forceinline__ static void put_keys(const backward_smem<Block> &r, float over,
                                                     int row, unsigned token) {
         const target<float> &part = r.to.key_parts[kind()];
         float x[4] = {}, before[4] = {};
@@ -431,7 +430,7 @@ struct token_sums {
     }
 
     /* dv or db; returns this lane's part of v'dv + b'db. */
-    __device__ __forceinline__ static float put_lines(const backward_room<Block> &r,
+    __device__ __forceinline__ static float put_lines(const backward_smem<Block> &r,
                                                       const arrivals<Block, BACKWARD_PASS> &came,
                                                       float over, int row, unsigned token) {
         const target<float> &part = r.to.line_parts[kind()];
@@ -454,7 +453,7 @@ struct token_sums {
     }
 
     /* This lane's part of the sum of pull mu. */
-    __device__ __forceinline__ static float spread(const chunk_room<Block> &r, int t) {
+    __device__ __forceinline__ static float spread(const chunk_smem<Block> &r, int t) {
         const int lane = (int)thread_again() % 32;
         float sum = 0.0f;
 #pragma unroll
@@ -464,18 +463,18 @@ struct token_sums {
         return sum;
     }
 
-    __device__ __forceinline__ static void put(const backward_room<Block> &r,
+    __device__ __forceinline__ static void put(const backward_smem<Block> &r,
                                                const arrivals<Block, BACKWARD_PASS> &came, int row,
                                                unsigned token) {
         const float over = came.g.over[row];
         put_keys(r, over, row, token);
         const float fall = put_lines(r, came, over, row, token);
         float both[2] = { fall, spread(r.chunk, row % HALF) * over };
-        mn_cell_halve<1>(both, 16);    // lanes of the lower half, and of the upper one
+        mn_cell_reduce_half<1>(both, 16);    // lanes of the lower half, and of the upper one
 #pragma unroll
         for (int by = 8; by > 0; by /= 2) both[0] += __shfl_xor_sync(0xffffffffu, both[0], by);
         if (thread_again() % 16 != 0) return;
-        float2 *to = r.to.gates + (uint64_t)token * r.to.tokens_apart;
+        float2 *to = r.to.gates + (uint64_t)token * r.to.tokens_ws;
         ((float *)to)[thread_again() / 16 % 2] = both[0];
     }
 };
@@ -491,15 +490,15 @@ __device__ __forceinline__ bool has_row(int &row, int chunk) {
 /* The gradients of a chunk's tokens from all warps' sums, once they have told of it. `first`: the
  * tile's first token, `n_rows`: of those from there on. */
 template <typename Block>
-__device__ __forceinline__ void put_chunk(backward_room<Block> &r,
+__device__ __forceinline__ void put_chunk(backward_smem<Block> &r,
                                           const arrivals<Block, BACKWARD_PASS> &came, int chunk,
                                           int first, int n_rows) {
     int row;
     if (!has_row<Block>(row, chunk)) return;
-    mn_barrier_wait(&r.told, chunk ^ 1);
+    mn_mbarrier_wait(&r.told, chunk ^ 1);
     if (row < n_rows) token_sums<Block>::put(r, came, row, (unsigned)(first + row));
-    mn_barrier_arrive(&r.heard);
-    if (chunk == 0) mn_barrier_arrive(&r.left);
+    mn_mbarrier_arrive(&r.waited);
+    if (chunk == 0) mn_mbarrier_arrive(&r.left);
 }
 
 /* Adjoints of the last state, `c`: D and -C. */
@@ -551,13 +550,13 @@ __device__ __forceinline__ void put_along(const targets &to, const cells &adj, c
     }
     sum = mn_warp_sum(sum);
     if (threadIdx.x % 32 != 0) return;
-    to.along[(uint64_t)(unsigned)tile * to.tiles_apart + threadIdx.x / 32] = sum;
+    to.along[(uint64_t)(unsigned)tile * to.tiles_ws + threadIdx.x / 32] = sum;
 }
 
 /* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
- * it has fetched itself. */
+ * it has loaded itself. */
 template <typename Block>
-__device__ __forceinline__ void fetch_state(backward_room<Block> &r, int turn, int tile) {
+__device__ __forceinline__ void load_state(backward_smem<Block> &r, int turn, int tile) {
     float4(&to)[SETS][Block::THREADS] = r.states[turn];
     const auto &from = r.from;
     const unsigned thread = thread_again();
@@ -584,7 +583,7 @@ __device__ __forceinline__ float start_tile(cells &adj, cells end,
 /* A tile back: `adj` from behind it to in front of it. `third`: its room of what came; the one
  * before was that of the tile behind. */
 template <typename Block>
-__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int third, int turn,
+__device__ __forceinline__ void tile_back(cells &adj, backward_smem<Block> &r, int third, int turn,
                                           int tile, int length, const float *front) {
     const walk<Block, BACKWARD_PASS> along(r.in[turn]);
     const arrivals<Block, BACKWARD_PASS> &came = r.came[third];
@@ -611,20 +610,20 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, i
         } else {
             chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, one, along, midway);
         }
-        mn_barrier_wait(&r.heard, chunk);
+        mn_mbarrier_wait(&r.waited, chunk);
         put_sums<Block>(r.chunk, sums);
-        mn_barrier_arrive(&r.told);
+        mn_mbarrier_arrive(&r.told);
     }
     c.load(front, SET_STRIDE<Block>);
     put_along(r.to, adj, c, tile);
 }
 
-/* The sixteen warps' way. `turn`, `third`: which rooms the next tile has; `phase`: of its being
- * ready. */
+/* The sixteen warps' way. `turn`, `third`: which shared memory the next tile has; `phase`: of its
+ * being ready. */
 template <typename Block>
-__device__ __forceinline__ void walk_back(backward_room<Block> &r, const mn_importance_args &p,
+__device__ __forceinline__ void scan_back(backward_smem<Block> &r, const mn_importance_args &p,
                                           const room &to, int64_t n_rows) {
-    typedef fetcher<Block, BACKWARD_PASS, helpers<Block>> brought;
+    typedef producer<Block, BACKWARD_PASS, helpers<Block>> brought;
     int turn = 0, third = 0, phase = 0;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -633,7 +632,7 @@ __device__ __forceinline__ void walk_back(backward_room<Block> &r, const mn_impo
         float behind = 0.0f;    // this thread's part of sum C behind the last token
         meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
         if (n_tiles > 0) {
-            fetch_state(r, turn, n_tiles - 1);
+            load_state(r, turn, n_tiles - 1);
         } else {
             load_first<Block, false>(adj, p, at);
             start_back<Block>(adj, cells(adj), p, at);
@@ -641,8 +640,8 @@ __device__ __forceinline__ void walk_back(backward_room<Block> &r, const mn_impo
         for (int i = n_tiles - 1; i >= 0; i--) {
             const float *front = (const float *)&r.states[turn][0][thread_again()];
             brought::wait();    // for the state in front, by who uses it
-            if (i > 0) fetch_state(r, turn ^ 1, i - 1);
-            mn_barrier_wait(&r.ready[turn], phase);
+            if (i > 0) load_state(r, turn ^ 1, i - 1);
+            mn_mbarrier_wait(&r.ready[turn], phase);
             if (i == n_tiles - 1) {
                 cells end;
                 end.load(front, SET_STRIDE<Block>);
@@ -675,13 +674,13 @@ __device__ __forceinline__ void walk_back(backward_room<Block> &r, const mn_impo
     }
 }
 
-/* The helpers' way: while a tile is walked, the one in front of it is made ready and the next one
- * is on its way. Both have the rooms of tiles that have been left. */
+/* The helpers' way: while a tile is scanned, the one in front of it is made ready and the next one
+ * is on its way. Both have the shared memory of tiles that have been left. */
 template <typename Block>
-__device__ __forceinline__ void help_back(backward_room<Block> &r, const mn_importance_args &p,
+__device__ __forceinline__ void help_back(backward_smem<Block> &r, const mn_importance_args &p,
                                           const gates *decays, const room &to, launched now,
                                           int64_t n_rows) {
-    typedef fetcher<Block, BACKWARD_PASS, helpers<Block>> next;
+    typedef producer<Block, BACKWARD_PASS, helpers<Block>> next;
     int turn = 0, third = 0;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -700,10 +699,10 @@ __device__ __forceinline__ void help_back(backward_room<Block> &r, const mn_impo
             const int after = third == 2 ? 0 : third + 1;
             next::wait();
             meet(HELPERS_MEET, next::THREADS);
-            if (i + 2 < n_tiles) mn_barrier_wait(&r.left, turn);
+            if (i + 2 < n_tiles) mn_mbarrier_wait(&r.left, turn);
             if (i > 0) next::fetch(r.came[after], r.from, i - 1, length);
             next::put(r.in[turn], r.came[third], r.to.scale);
-            mn_barrier_arrive(&r.ready[turn]);
+            mn_mbarrier_arrive(&r.ready[turn]);
             turn ^= 1, third = after;
         }
         meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
@@ -716,7 +715,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
                 launched now, int64_t n_rows) {
     if (!now.mine()) return;
     extern __shared__ float4 shared[];
-    backward_room<Block> &r = *(backward_room<Block> *)shared;
+    backward_smem<Block> &r = *(backward_smem<Block> *)shared;
     r.open();
     __syncthreads();
     if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, for the others
@@ -728,10 +727,10 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
 #if MN_HAS_WGMMA
         asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
 #endif
-        walk_back<Block>(r, p, to, n_rows);
+        scan_back<Block>(r, p, to, n_rows);
     }
 }
 
-}    // namespace importance::by_mma
+}    // namespace mneme::importance::by_mma
 
 #endif

@@ -13,19 +13,743 @@
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_MMA_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_MMA_CUH
 
-#include "kernels/cuda/importance/importance_tile.cuh"
+#include "kernels/cuda/importance/importance.cuh"
 
-namespace importance::by_mma {
+namespace mneme::importance::by_mma {
+
+/* Palimpsa on tensor cores (see importance_mma.cuh): products, cells as their
+ * results, and the numbers of a tile as their factors.
+ *
+ * A warp has a group of 16 slots by a group of 16 columns. Row r of the lower or upper half of a
+ * product is neighbour 4 (r / 2) + r % 2 of its group, 2 more in the upper half; column n of the
+ * two tiles of a product likewise. What a lane has of a row is thus 4 neighbours, 2 of them a pair
+ * that is also a pair in memory. */
+
+enum {
+    GROUP = MN_CELL_GROUP,
+    PAD = 8,
+    LEAST_GATE = -104,    // of which exp is 0
+    DEEPEST = 20,         // -log of the smallest A
+    PIECE = 8,            // numbers that one copy brings
+};
+
+__device__ inline int row_lane() {
+    return threadIdx.x % 32 / 4;
+}
+
+__device__ inline int column_lane() {
+    return threadIdx.x % 4;
+}
+
+/* Which neighbour of its group row_lane() is, in the lower (0) or upper (1) half. */
+__device__ inline int neighbour(int half) {
+    return row_lane() / 2 * 4 + 2 * half + row_lane() % 2;
+}
+
+/* x where what follows from it is not worth a register from one tile to the next: the compiler
+ * cannot tell that it stays the same. */
+__device__ __forceinline__ unsigned again(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+__device__ __forceinline__ unsigned thread_again() {
+    return again(threadIdx.x);
+}
+
+/* A block: GROUPS of its warps lie along the slots, the others along the columns. */
+template <int GROUPS_, int WARPS_>
+struct block {
+    static constexpr int GROUPS = GROUPS_, WARPS = WARPS_, ACROSS = WARPS / GROUPS;
+    static constexpr int THREADS = 32 * WARPS, SLOTS = GROUP * GROUPS, COLUMNS = GROUP * ACROSS;
+    static constexpr int PER_PROCESSOR = 16 / WARPS;    // as registers go forward and back
+
+    /* Its first slot and column. */
+    __device__ static int64_t slot0() {
+        return blockIdx.z * (int64_t)SLOTS;
+    }
+
+    __device__ static int64_t column0() {
+        return blockIdx.x * (int64_t)COLUMNS;
+    }
+
+    /* Number of this warp along the slots and the columns, and the first it has of them. */
+    __device__ static int group() {
+        return threadIdx.x / 32 % GROUPS;
+    }
+
+    __device__ static int across() {
+        return threadIdx.x / 32 / GROUPS;
+    }
+
+    __device__ static int slot() {
+        return group() * GROUP;
+    }
+
+    __device__ static int column() {
+        return across() * GROUP;
+    }
+};
+
+/* Which threads of a block fetch its tiles: all, or those HELPERS behind its warps. */
+template <typename Block>
+struct all_threads {
+    static constexpr int THREADS = Block::THREADS;
+
+    __device__ static unsigned own() {
+        return thread_again();
+    }
+};
+
+template <typename Block>
+struct helpers {
+    static constexpr int THREADS = 128;
+
+    __device__ static unsigned own() {
+        return thread_again() - Block::THREADS;
+    }
+};
+
+/* ---- products -------------------------------------------------------------------------------- */
+
+/* sum += A B of depth 8 */
+__device__ __forceinline__ void add_shallow(float (&sum)[4], uint2 a, unsigned b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a.x), "r"(a.y), "r"(b));
+}
+
+/* = A B of depth 8 */
+__device__ __forceinline__ void put_shallow(float (&to)[4], uint2 a, unsigned b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%7, %7, %7, %7};"
+        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+        : "r"(a.x), "r"(a.y), "r"(b), "f"(0.0f));
+}
+
+/* sum += A B of depth 16 */
+__device__ __forceinline__ void add_product(float (&sum)[4], const unsigned (&a)[4], uint2 b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+/* Column t of A B of depth 16, to those lanes of `to` that have it: a product that adds to nothing
+ * reads fewer registers than one onto a sum, of which B would have zeros in all other columns. */
+__device__ __forceinline__ void put_column(float (&to)[4], const unsigned (&a)[4], uint2 b, int t) {
+    float all[4];
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(all[0]), "=f"(all[1]), "=f"(all[2]), "=f"(all[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
+    if (column_lane() != t / 2) return;
+    to[t % 2] = all[t % 2], to[2 + t % 2] = all[2 + t % 2];
+}
+
+__device__ __forceinline__ unsigned pair_of(float first, float second) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+
+__device__ __forceinline__ float first_of(unsigned pair) {
+    return __uint_as_float(pair << 16);
+}
+
+__device__ __forceinline__ float second_of(unsigned pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+
+/* x y for both numbers of a pair */
+__device__ __forceinline__ unsigned pair_times(unsigned x, unsigned y) {
+    unsigned z;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
+    return z;
+}
+
+__device__ __forceinline__ uint2 pair_times(uint2 x, unsigned y) {
+    return make_uint2(pair_times(x.x, y), pair_times(x.y, y));
+}
+
+/* The first, and the second, number of a pair twice. */
+__device__ __forceinline__ unsigned first_twice(unsigned pair) {
+    return __byte_perm(pair, 0, 0x1010);
+}
+
+__device__ __forceinline__ unsigned second_twice(unsigned pair) {
+    return __byte_perm(pair, 0, 0x3232);
+}
+
+/* Two numbers of bf16 whose sum is x. */
+__device__ __forceinline__ unsigned split(float x) {
+    const float high = __uint_as_float(pair_of(0.0f, x));
+    return pair_of(high, x - high);
+}
+
+/* Two products' results as a factor of depth 16. */
+__device__ __forceinline__ void factor_of(unsigned (&to)[4], const float (&x)[4],
+                                          const float (&y)[4]) {
+    to[0] = pair_of(x[0], x[1]), to[1] = pair_of(x[2], x[3]);
+    to[2] = pair_of(y[0], y[1]), to[3] = pair_of(y[2], y[3]);
+}
+
+__device__ __forceinline__ unsigned turned(unsigned x) {
+    unsigned y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+/* The factor with its axes exchanged. */
+__device__ __forceinline__ void turn(unsigned (&to)[4], const unsigned (&x)[4]) {
+    to[0] = turned(x[0]), to[1] = turned(x[2]), to[2] = turned(x[1]), to[3] = turned(x[3]);
+}
+
+__device__ __forceinline__ uint2 only(bool wanted, uint2 x) {
+    return wanted ? x : make_uint2(0, 0);
+}
+
+/* ---- cells ----------------------------------------------------------------------------------- */
+
+/* M' and I' of a lane's cells, or their adjoints. */
+struct cells {
+    float M[2][4], I[2][4];
+
+    __device__ __forceinline__ void times(float by) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) M[i / 4][i % 4] *= by, I[i / 4][i % 4] *= by;
+    }
+
+    /* Four numbers for each thread of a block, SETS times. */
+    __device__ void load(const float *from, int stride) {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const float4 four = *(const float4 *)(from + set * stride);
+            float(&x)[4] = set < 2 ? M[set % 2] : I[set % 2];
+            x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+        }
+    }
+
+    __device__ void store(float *to, int stride) const {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const float(&x)[4] = set < 2 ? M[set % 2] : I[set % 2];
+            *(float4 *)(to + set * stride) = make_float4(x[0], x[1], x[2], x[3]);
+        }
+    }
+};
+
+/* Where this block's state number `item` begins among those of all blocks: sets of four numbers for
+ * each thread, SET_STRIDE<Block> apart. */
+template <typename Block>
+constexpr int SET_STRIDE = 4 * Block::THREADS;
+
+template <typename Block>
+__device__ int64_t state_at(int64_t item) {
+    const int64_t blocks = gridDim.x * (int64_t)gridDim.z;
+    const int64_t block = blockIdx.z * (int64_t)gridDim.x + blockIdx.x;
+    return (item * blocks + block) * SETS * SET_STRIDE<Block>;
+}
+
+/* Where number i of tile n of this lane lies in (K,V); -1 outside. TURNED: rows are columns. */
+template <typename Block, bool TURNED>
+__device__ int64_t cell_at(const mn_call &call, int n, int i) {
+    const int row = neighbour(i / 2), column = 4 * column_lane() + 2 * n + i % 2;
+    const int64_t s = Block::slot0() + Block::slot() + (TURNED ? column : row);
+    const int64_t v = Block::column0() + Block::column() + (TURNED ? row : column);
+    return s < call.K && v < call.V ? s * call.V + v : -1;
+}
+
+template <typename Block, bool TURNED>
+__device__ void load_first(cells &c, const mn_importance_args &p, const place &at) {
+    const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int64_t cell = cell_at<Block, TURNED>(p.call, n, i);
+            c.I[n][i] = cell >= 0 ? first_importance(p, at, cell) : 1.0f;
+            c.M[n][i] = cell >= 0 && mu0 ? mu0[cell] * c.I[n][i] : 0.0f;
+        }
+    }
+}
+
+/* ---- decays of a tile ------------------------------------------------------------------------ */
+
+/* What decays make of a tile: for each token a, what it leaves of the prior, 1 / A, the logarithm
+ * of what heads up to it have taken out of A, by what a head multiplies all there is, and what is
+ * fresh in two parts; A behind the last token. They lie in work space for all tiles of a head. */
+struct alignas(16) gates {
+    float a[TOKENS], forget[TOKENS], over[TOKENS], base[TOKENS], step[TOKENS];
+    unsigned fresh[TOKENS];
+    float rest;
+    unsigned heads;        // bit t: token t is one
+    float early, whole;    // sums of what is fresh, of the first half and of all
+};
+
+enum { GATES_PER_BLOCK = 8 };    // half a warp for each
+
+/* Heads among the tokens of half a warp, from the sums of their logarithms; base is the last head's
+ * sum or 0, `before` that of the token before. */
+__device__ __forceinline__ unsigned find_heads(float &base, float &before, float sum) {
+    const int t = threadIdx.x % TOKENS;
+    const int level = (int)(sum * (-1.0f / DEEPEST));
+    const int level_before = __shfl_up_sync(0xffffffffu, level, 1, TOKENS);
+    unsigned heads = __ballot_sync(0xffffffffu, level != (t > 0 ? level_before : 0));
+    heads = heads >> (threadIdx.x % 32 / TOKENS * TOKENS) & ((1u << TOKENS) - 1);
+    const unsigned past = heads & ((2u << t) - 1);
+    const float head = __shfl_sync(0xffffffffu, sum, past ? 31 - __clz(past) : 0, TOKENS);
+    base = past ? head : 0.0f;
+    before = __shfl_up_sync(0xffffffffu, base, 1, TOKENS);
+    if (t == 0) before = 0.0f;
+    return heads;
+}
+
+/* The gates of all tiles, where M' and I' are counted in 1 / unit: those of head h in tile slot i
+ * are number i H + h. */
+static __global__ void __launch_bounds__(GATES_PER_BLOCK *TOKENS)
+gates_kernel(const __grid_constant__ mn_importance_args p, gates *all, float unit) {
+    const int t = threadIdx.x % TOKENS;
+    const int64_t count = mn_tile_slots(p.call, TOKENS) * p.call.H;
+    const int64_t item = blockIdx.x * (int64_t)GATES_PER_BLOCK + threadIdx.x / TOKENS;
+    const int64_t h = item % p.call.H;
+    mn_tile_span tile = {};
+    if (item < count) tile = mn_tile_at(p.call, TOKENS, item / p.call.H);
+    const bool exists = t < tile.n_rows;
+    float log = 0.0f, before;
+    if (exists) log = *mn_row<float>(p.g, tile.span.b, tile.span.t0 + tile.first + t, h);
+    log = log < LEAST_GATE ? LEAST_GATE : log;
+    float sum = log, base;
+#pragma unroll
+    for (int by = 1; by < TOKENS; by *= 2) {
+        const float earlier = __shfl_up_sync(0xffffffffu, sum, by, TOKENS);
+        if (t >= by) sum += earlier;
+    }
+    const unsigned heads = find_heads(base, before, sum);
+    const float forget = -expm1f(log), over = expf(base - sum);
+    const float fresh = exists ? over * fmaf(forget * unit, *mn_row<float>(p.ip, 0, 0, h),
+                                             least_importance) :
+                                 0.0f;
+    float so_far = fresh;
+#pragma unroll
+    for (int by = 1; by < TOKENS; by *= 2) {
+        const float earlier = __shfl_up_sync(0xffffffffu, so_far, by, TOKENS);
+        if (t >= by) so_far += earlier;
+    }
+    if (item >= count) return;
+    gates &to = all[item];
+    to.a[t] = expf(log), to.forget[t] = forget, to.over[t] = over * unit;
+    to.base[t] = base, to.step[t] = expf(sum - before);
+    to.fresh[t] = split(fresh);
+    if (t == HALF - 1) to.early = so_far;
+    if (t == TOKENS - 1) to.rest = expf(sum - base), to.heads = heads, to.whole = so_far;
+}
+
+/* ---- numbers of a tile ----------------------------------------------------------------------- */
+
+enum pass { STATES_PASS, FORWARD_PASS, BACKWARD_PASS };
+enum { KEY_FACTOR, WEIGHT_FACTOR, QUERY_FACTOR };    // of slots
+enum { VALUE_FACTOR, WRITE_FACTOR, COT_FACTOR };     // of columns
+
+/* Factors of depth 8 for each token: rows of a word for each of COUNT slots or columns, then a word
+ * for all of them, then zeros. Depths 0 and 1 take the first row, 2 and 3 the second, 4 and 5 the
+ * last word, 6 and 7 the third row, which only going back has:
+ *
+ *   slots     k / A    k^2 / A    (1 - a) ip / A    scale q    in two parts
+ *   columns   v        b          1                 do         twice
+ *
+ * Words of four neighbours lie in the order 0, 2, 1, 3, so that a lane's two rows are together. */
+template <int COUNT, int N_ROWS>
+struct alignas(16) factors {
+    static constexpr int PITCH = COUNT + PAD, LAST = N_ROWS * PITCH;
+    struct alignas(16) {
+        unsigned at[LAST + (N_ROWS - 1) * PAD];    // neighbours in time meet no bank twice
+    } tokens[TOKENS];
+
+    __device__ const unsigned *row(int number, int base) const {
+        return tokens[0].at + number * PITCH + base + 2 * row_lane();
+    }
+
+    /* A lane's share of the rows of a product, of 16 neighbours from `base` on. */
+    __device__ const unsigned *rows(int base) const {
+        if (column_lane() < 2) return row(column_lane(), base);
+        return N_ROWS == 3 && column_lane() == 3 ? row(2, base) : tokens[0].at + LAST;
+    }
+
+    /* Of its columns, for M', for I' and for what is read. */
+    __device__ const unsigned *mean(int base) const {
+        return column_lane() == 0 ? row(0, base) : tokens[0].at + LAST + 2;
+    }
+
+    __device__ const unsigned *weight(int base) const {
+        return column_lane() == 1 ? row(1, base) : tokens[0].at + LAST + (column_lane() & 1) * 2 +
+                                                       (column_lane() == 0) * 2;
+    }
+
+    __device__ const unsigned *read(int base) const {
+        return column_lane() == 3 ? row(2, base) : tokens[0].at + LAST + 2;
+    }
+
+    /* Of four tokens, one for each depth. */
+    __device__ const unsigned *four(int number, int base) const {
+        return row(number, base) + column_lane() * (int)(sizeof(tokens[0]) / sizeof(unsigned));
+    }
+
+    __device__ static uint2 get(const unsigned *mine, int t) {
+        constexpr int record = sizeof(tokens[0]) / sizeof(unsigned);
+        return *(const uint2 *)(mine + t * record);
+    }
+
+    /* Four neighbours from `first` on. */
+    __device__ void put(int t, int number, int first, const unsigned (&x)[4]) {
+        *(uint4 *)(tokens[t].at + number * PITCH + first) = make_uint4(x[0], x[2], x[1], x[3]);
+    }
+
+    __device__ void put_last(int t, unsigned x) {
+        *(uint2 *)(tokens[t].at + LAST) = make_uint2(x, x);
+    }
+
+    __device__ void clear() {
+        if (threadIdx.x < TOKENS) {
+            *(uint2 *)(tokens[threadIdx.x].at + LAST + 2) = make_uint2(0, 0);
+        }
+    }
+};
+
+template <typename Block, pass PASS>
+struct tile {
+    factors<Block::SLOTS, PASS == BACKWARD_PASS ? 3 : 2> slots;
+    factors<Block::COLUMNS, PASS == BACKWARD_PASS ? 3 : 2> columns;
+    float step[TOKENS], rest, early, whole;    // of its gates
+    unsigned heads;
+
+    /* What does not change from tile to tile. */
+    __device__ void open() {
+        slots.clear();
+        columns.clear();
+        if (threadIdx.x < TOKENS) columns.put_last(threadIdx.x, 0x3f803f80u);
+    }
+};
+
+/* COUNT numbers of each token of a tile as they come from memory. */
+template <int COUNT>
+struct alignas(16) rows_of {
+    static constexpr int PITCH = COUNT + 16;    // eight rows of 32 bytes meet no bank twice
+    mn_bf16 at[TOKENS][PITCH];
+
+    /* Four neighbours. */
+    __device__ __forceinline__ uint2 get(int t, int i) const {
+        return *(const uint2 *)&at[t][i];
+    }
+};
+
+template <typename Block, pass PASS>
+struct arrivals {
+    static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
+    gates g;
+    rows_of<Block::SLOTS> slots[READS ? 2 : 1];        // k, q
+    rows_of<Block::COLUMNS> columns[BACK ? 3 : 2];    // v, b, do
+};
+
+__device__ __forceinline__ void copy_sixteen(void *to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(to)),
+                 "l"(from) : "memory");
+}
+
+/* Rows of a tensor of which a block takes some columns. */
+struct alignas(16) stream {
+    const mn_bf16 *first;    // at the sequence's first token
+    int64_t ws;           // its tokens
+    int left;                // how many columns there are from the block's first on
+    bool packs;              // whether PIECE of them may be copied at once
+
+    __device__ void open(const mn_in &view, const place &at, int64_t base, int64_t count) {
+        const mn_bf16 *row = mn_row<mn_bf16>(view, at.span.b, at.span.t0, at.h);
+        first = row ? row + base : nullptr;
+        ws = view.stride[1];
+        left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
+        packs = ((uintptr_t)first | (uintptr_t)(ws * (int64_t)sizeof(mn_bf16))) % 16 == 0;
+    }
+
+    /* Whether PIECE numbers from `column` on may be copied at once. */
+    __device__ bool copies(int column) const {
+        return packs && left - column >= PIECE && ws * TOKENS <= UINT32_MAX;
+    }
+
+    /* Those of `token` from `column` on that there are; zeros in place of others, and of all where
+     * `token` is none. */
+    __device__ __noinline__ void put(mn_bf16 *to, int token, bool exists, int column) const {
+        const mn_bf16 *row = first + token * ws + column;
+#pragma unroll 1
+        for (int n = 0; n < PIECE; n++) {
+            to[n] = exists && column + n < left ? row[n] : mn_bf16(0.0f);
+        }
+    }
+};
+
+/* PIECE numbers that a thread brings for each tile: those of the first tile, and where they go. */
+struct alignas(16) piece {
+    enum { APART = 128 };    // more than rows that are copied at once
+
+    const mn_bf16 *first;
+    unsigned short to, column;    // in bytes; in numbers
+    unsigned char row, kind;
+};
+
+/* Where tiles come from, in shared memory: threads have no registers to spare for it. */
+template <int KINDS, int PIECES>
+struct sources {
+    stream of[KINDS];
+    unsigned ws[KINDS];    // tiles of it, where pieces are copied at once
+    piece pieces[PIECES];
+    const gates *decays;    // of the sequence's first tile
+    const float *states;    // in front of it, of the block's first thread
+    unsigned heads, between;    // between tiles of gates, and of states (states of blocks)
+};
+
+/* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
+template <typename Block, pass PASS, typename Team = all_threads<Block>>
+struct producer {
+    static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
+    static constexpr int SLOT_PIECES = Block::SLOTS * TOKENS / PIECE;
+    static constexpr int COLUMN_PIECES = Block::COLUMNS * TOKENS / PIECE;
+    static constexpr int SLOT_KINDS = READS ? 2 : 1, COLUMN_KINDS = BACK ? 3 : 2;
+    static constexpr int SLOT_KINDS_MADE = BACK ? 2 : 1;    // into factors
+    static constexpr int PIECES = SLOT_KINDS * SLOT_PIECES + COLUMN_KINDS * COLUMN_PIECES;
+    static constexpr int THREADS = Team::THREADS, EACH = (PIECES + THREADS - 1) / THREADS;
+    static constexpr int UNROLL = THREADS == Block::THREADS ? EACH + 4 : 1;    // or short code
+    typedef arrivals<Block, PASS> smems;
+    typedef sources<SLOT_KINDS + COLUMN_KINDS, PIECES> sources;
+
+    __device__ static bool is_first() {
+        return Team::own() == 0;
+    }
+
+    /* Forward has registers to spare. */
+    __device__ __forceinline__ static unsigned own_thread() {
+        return PASS == FORWARD_PASS ? threadIdx.x : Team::own();
+    }
+
+    /* By the first thread; the others see it behind the next barrier. */
+    __device__ static void open(sources &from, const mn_importance_args &p, const place &at,
+                                const gates *all) {
+        const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
+        if (!is_first()) return;
+        from.of[0].open(p.k, at, s0, K);
+        if (READS) from.of[1].open(p.q, at, s0, K);
+        from.of[SLOT_KINDS].open(p.v, at, v0, V);
+        from.of[SLOT_KINDS + 1].open(p.b, at, v0, V);
+        if (BACK) from.of[SLOT_KINDS + 2].open(p.cot.o, at, v0, V);
+        for (int i = 0; i < SLOT_KINDS + COLUMN_KINDS; i++) {
+            from.ws[i] = (unsigned)(from.of[i].ws * TOKENS);
+        }
+        from.heads = (unsigned)p.call.H;
+        from.decays = all + mn_cell_first_slot(p.call, at.n, TOKENS) * p.call.H + at.h;
+    }
+
+    /* What this thread brings, once sources are open to all. */
+    __device__ static void share(sources &from, smems &to) {
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            int i = n * THREADS + (int)Team::own();
+            if ((n + 1) * THREADS > PIECES && i >= PIECES) continue;
+            piece &own = from.pieces[i];
+            const bool slots = i < SLOT_KINDS * SLOT_PIECES;
+            if (!slots) i -= SLOT_KINDS * SLOT_PIECES;
+            const int pieces = slots ? SLOT_PIECES : COLUMN_PIECES, across = pieces / TOKENS;
+            own.kind = i / pieces + (slots ? 0 : SLOT_KINDS);
+            const int row = i % pieces / across;
+            own.column = i % across * PIECE;
+            const mn_bf16 *room = slots ? to.slots[own.kind].at[row] :
+                                          to.columns[own.kind - SLOT_KINDS].at[row];
+            own.to = (unsigned short)((const char *)(room + own.column) - (const char *)&to);
+            const stream &of = from.of[own.kind];
+            own.row = row + (of.copies(own.column) ? 0 : piece::APART);
+            own.first = of.first + row * of.ws + own.column;
+        }
+    }
+
+    /* Tile `index` of a sequence of `length` tokens; nothing behind its end. */
+    __device__ __forceinline__ static void fetch(smems &to, const sources &from, int index,
+                                                 int length) {
+        const int t0 = index * TOKENS, n_rows = min(length - t0, (int)TOKENS);
+        const unsigned thread = own_thread();
+        if (n_rows <= 0) return;
+        const unsigned part = thread - (THREADS - 32);    // the last warp has less to fetch
+        if (part < sizeof(gates) / 16) {
+            const gates *g = from.decays + (unsigned)index * from.heads;
+            copy_sixteen((char *)&to.g + part * 16, (const char *)g + part * 16);
+        }
+#pragma unroll UNROLL
+        for (int n = 0; n < EACH; n++) {
+            const unsigned i = n * THREADS + thread;
+            if ((n + 1) * THREADS > PIECES && i >= PIECES) continue;
+            const piece own = from.pieces[i];
+            char *room = (char *)&to + own.to;
+            if (own.row < n_rows) {
+                copy_sixteen(room, own.first + (uint64_t)(unsigned)index * from.ws[own.kind]);
+            } else {
+                const int row = own.row % piece::APART;
+                from.of[own.kind].put((mn_bf16 *)room, t0 + row, row < n_rows, own.column);
+            }
+        }
+    }
+
+    __device__ static void wait() {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+    }
+
+    /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
+    __device__ static void put(tile<Block, PASS> &to, const smems &came, float scale) {
+        constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
+        const unsigned thread = own_thread();
+#pragma unroll UNROLL
+        for (int n = 0; n < SLOT_KINDS_MADE * SLOT_QUADS; n += THREADS) {
+            const unsigned i = n + thread, at = i % SLOT_QUADS;
+            const unsigned row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
+            if (i < SLOT_QUADS) put_keys(to, came, row, slot);
+            else if constexpr (BACK) {
+                if (i < 2 * SLOT_QUADS) put_queries(to, came, row, slot, scale);
+            }
+        }
+#pragma unroll UNROLL
+        for (int n = 0; n < COLUMN_KINDS * QUADS; n += THREADS) {    // last threads first
+            const unsigned i = n + THREADS - 1 - thread, own = i % QUADS;
+            const unsigned t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
+            if (i >= COLUMN_KINDS * QUADS) continue;
+            if (i < QUADS) put_columns(to, came.columns[0], VALUE_FACTOR, t, column);
+            else if (i < 2 * QUADS) put_columns(to, came.columns[1], WRITE_FACTOR, t, column);
+            else if constexpr (BACK) put_columns(to, came.columns[2], COT_FACTOR, t, column);
+        }
+        if (thread < TOKENS) {
+            to.slots.put_last(thread, came.g.fresh[thread]);
+            to.step[thread] = came.g.step[thread];
+            to.rest = came.g.rest, to.heads = came.g.heads;
+            to.early = came.g.early, to.whole = came.g.whole;
+        }
+    }
+
+private:
+    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const smems &came, int t,
+                                                    int slot) {
+        float x[4];
+        numbers_of(x, came.slots[0].get(t, slot));
+        const float over = came.g.over[t];
+        unsigned key[4], weight[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float scaled = x[i] * over;
+            key[i] = split(scaled);
+            weight[i] = split(x[i] * scaled);
+        }
+        to.slots.put(t, KEY_FACTOR, slot, key);
+        to.slots.put(t, WEIGHT_FACTOR, slot, weight);
+    }
+
+    __device__ __forceinline__ static void put_queries(tile<Block, PASS> &to, const smems &came,
+                                                       int t, int slot, float scale) {
+        float x[4];
+        unsigned query[4];
+        numbers_of(x, came.slots[1].get(t, slot));
+#pragma unroll
+        for (int i = 0; i < 4; i++) query[i] = split(scale * x[i]);
+        to.slots.put(t, QUERY_FACTOR, slot, query);
+    }
+
+    __device__ __forceinline__ static void numbers_of(float (&x)[4], uint2 pairs) {
+        x[0] = first_of(pairs.x), x[1] = second_of(pairs.x);
+        x[2] = first_of(pairs.y), x[3] = second_of(pairs.y);
+    }
+
+    __device__ __forceinline__ static void put_columns(tile<Block, PASS> &to,
+                                                       const rows_of<Block::COLUMNS> &from,
+                                                       int number, int t, int column) {
+        const uint2 x = from.get(t, column);
+        const unsigned pairs[4] = { first_twice(x.x), second_twice(x.x), first_twice(x.y),
+                                    second_twice(x.y) };
+        to.columns.put(t, number, column, pairs);
+    }
+};
+
+/* A lane's way through the tokens of a tile. HEADS: some of them may be heads; tiles without any
+ * have a way of their own, in which the compiler may mix tokens. */
+template <typename Block, pass PASS>
+struct walk {
+    typedef decltype(tile<Block, PASS>::slots) slot_factors;
+    typedef decltype(tile<Block, PASS>::columns) column_factors;
+    static constexpr bool TURNED = PASS == FORWARD_PASS;
+    const tile<Block, PASS> &in;
+    const unsigned *rows, *mean, *weight, *read;
+
+    __device__ explicit walk(const tile<Block, PASS> &of) : in(of) {
+        const unsigned warp = thread_again() / 32;
+        const unsigned slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
+        rows = TURNED ? in.columns.rows(column) : in.slots.rows(slot);
+        mean = TURNED ? in.slots.mean(slot) : in.columns.mean(column);
+        weight = TURNED ? in.slots.weight(slot) : in.columns.weight(column);
+        if constexpr (PASS == BACKWARD_PASS) read = in.columns.read(column);
+    }
+
+    /* Token t. */
+    template <bool HEADS>
+    __device__ __forceinline__ void advance(cells &c, int t) const {
+        if (HEADS && in.heads >> t & 1) c.times(in.step[t]);
+        const uint2 of_rows = TURNED ? column_factors::get(rows, t) : slot_factors::get(rows, t);
+        const uint2 to_mean = TURNED ? slot_factors::get(mean, t) : column_factors::get(mean, t);
+        const uint2 to_weight = TURNED ? slot_factors::get(weight, t) :
+                                         column_factors::get(weight, t);
+        add_shallow(c.M[0], of_rows, to_mean.x);
+        add_shallow(c.M[1], of_rows, to_mean.y);
+        add_shallow(c.I[0], of_rows, to_weight.x);
+        add_shallow(c.I[1], of_rows, to_weight.y);
+    }
+
+    /* Tokens first .. first + count, none of which is to be read, by fours. */
+    __device__ __forceinline__ void pass(cells &c, int first, int count) const {
+        if (in.heads != 0) {
+#pragma unroll 1
+            for (int t = first; t < first + count; t++) advance<true>(c, t);
+            return;
+        }
+        const unsigned warp = thread_again() / 32;
+        const unsigned slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
+        const unsigned *keys = in.slots.four(KEY_FACTOR, slot);
+        const unsigned *weights = in.slots.four(WEIGHT_FACTOR, slot);
+        const unsigned *values = in.columns.four(VALUE_FACTOR, column);
+        const unsigned *writes = in.columns.four(WRITE_FACTOR, column);
+#pragma unroll
+        for (int t = first; t < first + count; t += 4) {
+            const uint2 key = slot_factors::get(keys, t), weight = slot_factors::get(weights, t);
+            const uint2 v = column_factors::get(values, t), b = column_factors::get(writes, t);
+            add_shallow(c.M[0], key, v.x);
+            add_shallow(c.M[1], key, v.y);
+            add_shallow(c.I[0], weight, b.x);
+            add_shallow(c.I[1], weight, b.y);
+        }
+        const float fresh = count == HALF ? in.early : in.whole;
+#pragma unroll
+        for (int i = 0; i < 8; i++) c.I[i / 4][i % 4] += fresh;
+    }
+
+    /* scale q do' of token t. */
+    __device__ __forceinline__ void pull(float (&to)[2][4], int t) const {
+        const uint2 of_rows = slot_factors::get(rows, t), cot = column_factors::get(read, t);
+        put_shallow(to[0], of_rows, cot.x);
+        put_shallow(to[1], of_rows, cot.y);
+    }
+};
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
 /* Tiles take turns in each pair. */
 template <typename Block>
-struct forward_room {
+struct forward_smem {
     static constexpr int PITCH = Block::COLUMNS + 4;
     tile<Block, FORWARD_PASS> in[2];
     arrivals<Block, FORWARD_PASS> came[2];
-    typename fetcher<Block, FORWARD_PASS>::sources from;
+    typename producer<Block, FORWARD_PASS>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
@@ -42,11 +766,11 @@ __device__ __forceinline__ void means_of(float (&mu)[4], const float (&M)[4], co
 #pragma unroll
     for (int i = 0; i < 4; i += PAIRS ? 2 : 1) {
         if (PAIRS) {
-            const float over = mn_inverse(I[i] * I[i + 1]);
+            const float over = mn_rcp_ftz(I[i] * I[i + 1]);
             mu[i] = M[i] * I[i + 1] * over;
             mu[i + 1] = M[i + 1] * I[i] * over;
         } else {
-            mu[i] = M[i] * mn_inverse(I[i]);
+            mu[i] = M[i] * mn_rcp_ftz(I[i]);
         }
     }
 }
@@ -64,7 +788,7 @@ __device__ __forceinline__ bool may_pair(const cells &c) {
 
 /* o of a tile, the sums over a warp's 16 slots of it. PLAIN: it has no heads, and may_pair. */
 template <typename Block, bool PLAIN>
-__device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r,
+__device__ __forceinline__ void tile_forward(cells &c, forward_smem<Block> &r,
                                              int turn, const uint2 (&queries)[2]) {
     const walk<Block, FORWARD_PASS> along(r.in[turn]);
     const int column = Block::column();
@@ -96,7 +820,7 @@ __device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r,
 /* Where a thread puts its share of o: into o or, where blocks share the slots, into its part. */
 template <typename Block>
 struct reader {
-    typedef mn_cell_share<Block::COLUMNS, Block::THREADS> share;
+    typedef mn_cell_thread_map<Block::COLUMNS, Block::THREADS> share;
     mn_bf16 *to;
     float *part;
     int64_t inside;
@@ -110,7 +834,7 @@ struct reader {
         if (to) to += v;
     }
 
-    __device__ __forceinline__ void put(const mn_importance_args &p, const forward_room<Block> &r,
+    __device__ __forceinline__ void put(const mn_importance_args &p, const forward_smem<Block> &r,
                                         const mn_cell_tile &tile, int turn) const {
         if (share::row() >= tile.n_rows) return;
         float x[share::EACH] = {};
@@ -143,14 +867,14 @@ __global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *sums,
                int64_t n_rows) {
     extern __shared__ float4 shared[];
-    forward_room<Block> &r = *(forward_room<Block> *)shared;
+    forward_smem<Block> &r = *(forward_smem<Block> *)shared;
     r.in[0].open();
     r.in[1].open();
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
         const reader<Block> to(p, sums, at, n_rows);
-        typedef fetcher<Block, FORWARD_PASS> next;
+        typedef producer<Block, FORWARD_PASS> next;
         next::open(r.from, p, at, decays);
         cells c;
         load_first<Block, true>(c, p, at);
@@ -161,7 +885,7 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         next::fetch(r.came[1], r.from, 1, length);
         next::wait();
         __syncthreads();
-        for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two rooms
+        for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two shared memory
             const int turn = i % 2, slot = Block::slot() + 4 * column_lane();
             next::put(r.in[turn], r.came[turn], 1.0f);
             const uint2 q[2] = { r.came[turn].slots[1].get(row_lane(), slot),
@@ -190,10 +914,10 @@ __device__ __forceinline__ void advance_tile(cells &c, const tile<Block, PASS> &
 }
 
 template <typename Block>
-struct states_room {
+struct states_smem {
     tile<Block, STATES_PASS> in[2];
     arrivals<Block, STATES_PASS> came[2];
-    typename fetcher<Block, STATES_PASS>::sources from;
+    typename producer<Block, STATES_PASS>::sources from;
 };
 
 /* States in front of every tile, of which there are SETS sets for each head. */
@@ -201,7 +925,7 @@ template <typename Block>
 __global__ void __launch_bounds__(Block::THREADS, 2 * Block::PER_PROCESSOR)
 states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *states) {
     extern __shared__ float4 shared[];
-    states_room<Block> &r = *(states_room<Block> *)shared;
+    states_smem<Block> &r = *(states_smem<Block> *)shared;
     r.in[0].open();
     r.in[1].open();
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
@@ -210,7 +934,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
         const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
         float *to = states + state_at<Block>(slot * p.call.H + at.h) + threadIdx.x * 4;
         const int64_t between = state_at<Block>(p.call.H) - state_at<Block>(0);
-        typedef fetcher<Block, STATES_PASS> next;
+        typedef producer<Block, STATES_PASS> next;
         next::open(r.from, p, at, decays);
         cells c;
         load_first<Block, false>(c, p, at);
@@ -235,6 +959,6 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
     }
 }
 
-}    // namespace importance::by_mma
+}    // namespace mneme::importance::by_mma
 
 #endif

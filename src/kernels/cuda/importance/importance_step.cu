@@ -7,18 +7,18 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/importance/importance.cuh"
 
+namespace mneme::importance {
+
 MN_CUDA_PLAN(importance_forward);
 MN_CUDA_LAUNCH(importance_forward);
-
-namespace importance {
 
 /* Four columns each, groups of rows, rows of a thread at once. */
 enum { STEP_QUADS = 32, STEP_GROUPS = 16, STEP_MOST = 4, STEP_THREADS = STEP_QUADS * STEP_GROUPS };
 
-typedef float4 step_room[STEP_GROUPS][STEP_QUADS];
+typedef float4 step_smem[STEP_GROUPS][STEP_QUADS];
 
 /* Sums over the groups of rows, for the thread's four columns, in the first group. All call. */
-__device__ static void gather_columns(float (&sum)[4], step_room &room) {
+__device__ static void gather_columns(float (&sum)[4], step_smem &room) {
     const int quad = threadIdx.x % STEP_QUADS;
     room[threadIdx.x / STEP_QUADS][quad] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     __syncthreads();
@@ -73,13 +73,13 @@ __device__ static void step_rows(float (&mean)[4], float (&spread)[4], const ste
 template <typename T>
 __global__ void __launch_bounds__(STEP_THREADS)
 step_kernel(const __grid_constant__ mn_importance_args p) {
-    __shared__ step_room room;
+    __shared__ step_smem room;
     const int64_t h = blockIdx.x % p.call.H, n = blockIdx.x / p.call.H, K = p.call.K, V = p.call.V;
     const int group = threadIdx.x / STEP_QUADS, column0 = threadIdx.x % STEP_QUADS * 4;
     const float scale = (float)p.scale;
     T *o = mn_row<T>(p.o, n, 0, h), *ovar = mn_row<T>(p.ovar, n, 0, h);
-    mn_let_next_begin();
-    mn_wait_for_before();
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
     const float g = *mn_row<float>(p.g, n, 0, h), ip = *mn_row<float>(p.ip, 0, 0, h);
     const step_states s = { mn_row<float>(p.mu0, n, 0, h), mn_row<float>(p.imp0, n, 0, h),
                             mn_row<float>(p.mu, n, 0, h), mn_row<float>(p.imp, n, 0, h),
@@ -121,8 +121,6 @@ static bool step_serves(const mn_importance_args *p) {
            in_fours(p->imp, sizeof(float));
 }
 
-}    // namespace importance
-
 MN_CUDA_PLAN(importance_step) {
     const mn_importance_args *p = (const mn_importance_args *)args;
     return importance::step_serves(p) ? true : mn_importance_forward_cuda_plan(args, plan);
@@ -134,8 +132,10 @@ MN_CUDA_LAUNCH(importance_step) {
     if (!importance::step_serves(p)) return mn_importance_forward_cuda(args, shared, stream);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_early(p->call.dtype == MN_BF16 ? importance::step_kernel<mn_bf16>
+    return mn_launch_pdl(p->call.dtype == MN_BF16 ? importance::step_kernel<mn_bf16>
                                                     : importance::step_kernel<float>,
                            dim3((unsigned)blocks), importance::STEP_THREADS, 0,
                            (cudaStream_t)stream, *p);
 }
+
+}    // namespace mneme::importance

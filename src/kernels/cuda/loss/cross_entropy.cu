@@ -12,9 +12,11 @@
  * about |x - top| 2^-24 of itself, most where it counts least. */
 #include "kernels/cuda/prim/common.cuh"
 
-enum { THREADS = 512, AHEAD = 4, IGNORED = -1, NO_CLASS = -2 };    // AHEAD: packs in flight
+namespace mneme::loss {
 
-__device__ __forceinline__ static float exponential(float x) {
+enum { THREADS = 512, PREFETCH = 4, IGNORED = -1, NO_CLASS = -2 };    // PREFETCH: packs in flight
+
+__device__ __forceinline__ static float exp_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
     return y;
@@ -35,17 +37,17 @@ __device__ static void each_column(const T *x, int64_t V, F use) {
     const int64_t head = N == 1 ? 0 : min(past ? N - past : 0, V);
     const int64_t packs = (V - head) / N, tail = head + packs * N;
     int64_t i = threadIdx.x;
-    for (; i + (AHEAD - 1) * THREADS < packs; i += AHEAD * THREADS) {
-        mn_pack<T, N> ahead[AHEAD];
+    for (; i + (PREFETCH - 1) * THREADS < packs; i += PREFETCH * THREADS) {
+        mn_vec<T, N> prefetch[PREFETCH];
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            ahead[k] = *(const mn_pack<T, N> *)(x + head + (i + k * THREADS) * N);
+        for (int k = 0; k < PREFETCH; k++) {
+            prefetch[k] = *(const mn_vec<T, N> *)(x + head + (i + k * THREADS) * N);
         }
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
+        for (int k = 0; k < PREFETCH; k++) {
             float at[N];
 #pragma unroll
-            for (int j = 0; j < N; j++) at[j] = mn_float(ahead[k].at[j]);
+            for (int j = 0; j < N; j++) at[j] = mn_float(prefetch[k].at[j]);
             use(head + (i + k * THREADS) * N, at);
         }
     }
@@ -69,7 +71,7 @@ struct row_sums {
 /* Thread by thread, sums of exp(x - from) with the largest logit so far in `from`; 0 stands for
  * none, so that -inf less -inf does not come up. */
 template <int N, typename T>
-__device__ static row_sums sum_row(const T *x, int64_t V, float *room) {
+__device__ static row_sums sum_row(const T *x, int64_t V, float *smem) {
     float top = -INFINITY, from = 0.0f, sum = 0.0f;
     each_column<N>(x, V, [&](int64_t, const auto &at) {
         constexpr int n = sizeof at / sizeof(float);
@@ -81,22 +83,22 @@ __device__ static row_sums sum_row(const T *x, int64_t V, float *room) {
             top = from = most;
         }
 #pragma unroll
-        for (int j = 0; j < n; j++) sum += exponential(at[j] - from);
+        for (int j = 0; j < n; j++) sum += exp_approx(at[j] - from);
     });
-    const float all = mn_team_max<THREADS>(top, room);
+    const float all = mn_group_max<THREADS>(top, smem);
     if (top != -INFINITY) sum *= expf(top - all);
-    return { all, mn_team_sum<THREADS>(sum, room) };
+    return { all, mn_group_sum<THREADS>(sum, smem) };
 }
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS)
-row_loss_kernel(const __grid_constant__ mn_cross_entropy_args p, float *losses) {
-    __shared__ float room[32];
+cross_entropy_fwd_kernel(const __grid_constant__ mn_cross_entropy_args p, float *losses) {
+    __shared__ float smem[32];
     const int64_t b = blockIdx.x, V = p.call.V, target = class_of(p, b);
     const T *x = (const T *)p.logits.data + b * V;
     float loss = target == IGNORED ? 0.0f : NAN;
     if (target >= 0) {
-        const row_sums row = sum_row<N>(x, V, room);
+        const row_sums row = sum_row<N>(x, V, smem);
         loss = (row.top - mn_float(x[target])) + logf(row.sum);
     }
     if (threadIdx.x != 0) return;
@@ -106,16 +108,17 @@ row_loss_kernel(const __grid_constant__ mn_cross_entropy_args p, float *losses) 
 
 /* One block: how many rows are kept, and their mean where losses are given. */
 __global__ void __launch_bounds__(THREADS)
-close_kernel(const __grid_constant__ mn_cross_entropy_args p, const float *losses, float *kept,
+cross_entropy_reduce_kernel(const __grid_constant__ mn_cross_entropy_args p, const float *losses,
+                            float *kept,
              float *loss) {
-    __shared__ float room[32];
+    __shared__ float smem[32];
     float n = 0.0f, sum = 0.0f;
     for (int64_t b = threadIdx.x; b < p.call.B; b += THREADS) {
         n += class_of(p, b) != IGNORED ? 1.0f : 0.0f;
         if (losses) sum += losses[b];
     }
-    n = mn_team_sum<THREADS>(n, room);
-    sum = mn_team_sum<THREADS>(sum, room);
+    n = mn_group_sum<THREADS>(n, smem);
+    sum = mn_group_sum<THREADS>(sum, smem);
     if (threadIdx.x != 0) return;
     if (kept) *kept = n;
     if (loss) *loss = n > 0.0f ? sum / n : 0.0f;
@@ -123,14 +126,14 @@ close_kernel(const __grid_constant__ mn_cross_entropy_args p, const float *losse
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS)
-backward_kernel(const __grid_constant__ mn_cross_entropy_args p, const float *kept) {
-    __shared__ float room[32];
+cross_entropy_bwd_kernel(const __grid_constant__ mn_cross_entropy_args p, const float *kept) {
+    __shared__ float smem[32];
     const int64_t b = blockIdx.x, V = p.call.V, target = class_of(p, b);
     const T *x = (const T *)p.logits.data + b * V;
     T *dx = (T *)p.grad.logits.data + b * V;
     float share = 0.0f, inverse = 0.0f, top = 0.0f;
     if (target != IGNORED) {
-        const row_sums row = sum_row<N>(x, V, room);
+        const row_sums row = sum_row<N>(x, V, smem);
         const float dloss = mn_get((const float *)p.cot.loss.data, 0);
         share = target == NO_CLASS ? NAN : dloss / *kept;
         inverse = 1.0f / row.sum;
@@ -145,7 +148,7 @@ backward_kernel(const __grid_constant__ mn_cross_entropy_args p, const float *ke
             return;
         }
 #pragma unroll
-        for (int j = 0; j < n; j++) d[j] = by * exponential(at[j] - top);
+        for (int j = 0; j < n; j++) d[j] = by * exp_approx(at[j] - top);
         if (i <= target && target < i + n) {
 #pragma unroll
             for (int j = 0; j < n; j++) d[j] -= i + j == target ? share : 0.0f;
@@ -157,21 +160,22 @@ backward_kernel(const __grid_constant__ mn_cross_entropy_args p, const float *ke
 template <typename T, int N>
 static int forward(const mn_cross_entropy_args *p, float *losses, cudaStream_t stream) {
     if (p->call.B > 0) {
-        row_loss_kernel<T, N><<<mn_blocks(p->call.B, 1), THREADS, 0, stream>>>(*p, losses);
-        const int code = mn_launched();
+        cross_entropy_fwd_kernel<T, N><<<mn_blocks(p->call.B, 1), THREADS, 0, stream>>>(*p, losses);
+        const int code = mn_launch_status();
         if (code != cudaSuccess || !p->loss.data) return code;
     }
-    close_kernel<<<1, THREADS, 0, stream>>>(*p, losses, nullptr, (float *)p->loss.data);
-    return mn_launched();
+    cross_entropy_reduce_kernel<<<1, THREADS, 0,
+        stream>>>(*p, losses, nullptr, (float *)p->loss.data);
+    return mn_launch_status();
 }
 
 template <typename T, int N>
 static int backward(const mn_cross_entropy_args *p, float *kept, cudaStream_t stream) {
-    close_kernel<<<1, THREADS, 0, stream>>>(*p, nullptr, kept, nullptr);
-    const int code = mn_launched();
+    cross_entropy_reduce_kernel<<<1, THREADS, 0, stream>>>(*p, nullptr, kept, nullptr);
+    const int code = mn_launch_status();
     if (code != cudaSuccess) return code;
-    backward_kernel<T, N><<<mn_blocks(p->call.B, 1), THREADS, 0, stream>>>(*p, kept);
-    return mn_launched();
+    cross_entropy_bwd_kernel<T, N><<<mn_blocks(p->call.B, 1), THREADS, 0, stream>>>(*p, kept);
+    return mn_launch_status();
 }
 
 MN_CUDA_PLAN(cross_entropy_forward) {
@@ -208,3 +212,5 @@ MN_CUDA_LAUNCH(cross_entropy_backward) {
     }
     return bf16 ? backward<mn_bf16, 1>(p, kept, on) : backward<float, 1>(p, kept, on);
 }
+
+}    // namespace mneme::loss

@@ -1,7 +1,7 @@
 /* mesa.cu - what ridge regression on all pairs so far predicts for a query (see ref/mesa.c).
  *
  * Forward: sums of chunks (mesa.cuh), then every token's M x = scale q and o = Hkv'x: a warp for a
- * token (mesa_output.cuh), or for wider keys a block for four tokens of a head, which walks there
+ * token (mesa_output.cuh), or for wider keys a block for four tokens of a head, which scans there
  * from the chunk's front. Backward: the same with a second right side, Hkv do, for y; sums of the
  * adjoints (A, B); then what they give keys and values, a chunk at a time (mesa_grad.cuh).
  * The gradient of a decay is a running sum: what tokens from t on read of writes before t is
@@ -9,23 +9,322 @@
  *   dg_t = dg_{t+1} + r_t - beta_t dbeta_t       r_t = x'Hkv do - x'Hkk y = sum of lam x y
  *
  * counted from the pair and the adjoint at the chunk's end, whose product dg is there. */
+#include "kernels/cuda/mesa/mesa.cuh"
 #include "kernels/cuda/prim/device_props.h"
-#include "kernels/cuda/mesa/mesa_grad.cuh"
 #include "kernels/cuda/mesa/mesa_output.cuh"
+
+namespace mneme::mesa {
+
+/* gradients of keys, values, beta and decays, a block for a chunk of a head.
+ *
+ * With (A, B) the adjoint behind the chunk, G the sum of log decays inside and F_ts = exp(G_s -
+ * G_t), F_t up to the chunk's end, the adjoint at token t gives
+ *
+ *   A_t k_t  = F_t A k_t  - sum_{s >= t} F_ts (x_s (y_s.k_t) + y_s (x_s.k_t)) / 2
+ *   B_t v_t  = F_t B v_t  + sum_{s >= t} F_ts x_s (do_s.v_t)
+ *   B_t'k_t  = F_t B'k_t  + sum_{s >= t} F_ts do_s (x_s.k_t)
+ *
+ * A warp has four tokens, a lane every 32nd channel of theirs or, for values, one of 32 columns. A
+ * and B pass through shared memory in tiles of 32 rows or columns. */
+
+enum { MN_MESA_QUAD = 4, MN_MESA_SPAN = 33 };    // a warp's tokens; length of rows of 32 numbers
+
+/* Tokens of the chunk, zeros behind the last. N: channels of a lane. */
+template <int N>
+struct mn_mesa_graders {
+    static constexpr int pitch = 32 * N + 1;
+    float k[MN_MESA_CHUNK][pitch], x[MN_MESA_CHUNK][pitch], y[MN_MESA_CHUNK][pitch];
+    float cot[MN_MESA_CHUNK][MN_MESA_SPAN], v[MN_MESA_CHUNK][MN_MESA_SPAN];
+    float x_k[MN_MESA_CHUNK][MN_MESA_SPAN];    // [t][s]: F_ts x_s.k_t, and so on
+    float y_k[MN_MESA_CHUNK][MN_MESA_SPAN], cot_v[MN_MESA_CHUNK][MN_MESA_SPAN];
+    float tile[32 * N * MN_MESA_SPAN];         // 32 rows of A, or 32 columns of B
+    float to_beta[MN_MESA_CHUNK], read[MN_MESA_CHUNK], parts[MN_MESA_THREADS / 32];
+    float beta[MN_MESA_CHUNK];
+    double G[MN_MESA_CHUNK];
+};
+
+/* What a warp adds up: F_t A k and F_t B v of its tokens, and F_ts do_s.v_t for s = lane. */
+template <int N>
+struct mn_mesa_grade {
+    float Ak[MN_MESA_QUAD][N], Bv[MN_MESA_QUAD][N], cot_v[MN_MESA_QUAD];
+};
+
+/* A chunk's place, its adjoint, and the pair behind it. */
+struct mn_mesa_grader {
+    mn_mesa_place at;
+    const float *adjoint, *behind;
+    int64_t b, t0;
+    int count, first, lane;    // first: of the warp's tokens
+};
+
+template <int N, typename T>
+__device__ inline void mn_mesa_grade_stage(mn_mesa_graders<N> &room, const mn_mesa_args &p,
+                                           const mn_mesa_work &w, const mn_mesa_grader &me) {
+    const int K = (int)p.call.K, h = (int)me.at.h;
+    for (int i = threadIdx.x; i < MN_MESA_CHUNK * 32 * N; i += MN_MESA_THREADS) {
+        const int u = i / (32 * N), channel = i % (32 * N);
+        const bool there = u < me.count && channel < K;
+        const int64_t row = ((me.b * p.call.T + me.t0 + u) * p.call.H + h) * K + channel;
+        room.k[u][channel] = there ? mn_float(mn_row<T>(p.k, me.b, me.t0 + u, h)[channel]) : 0.0f;
+        room.x[u][channel] = there ? w.x[row] : 0.0f;
+        room.y[u][channel] = there ? w.y[row] : 0.0f;
+    }
+    if (threadIdx.x >= MN_MESA_CHUNK) return;
+    const int u = threadIdx.x;
+    const float2 token = mn_mesa_token<T>(p, me.at, u);
+    room.G[u] = mn_mesa_levels(token.y, u), room.beta[u] = token.x;
+}
+
+/* F_ts where s is a token of the chunk that is no earlier than t, else 0. */
+template <int N>
+__device__ inline float mn_mesa_fall(const mn_mesa_graders<N> &room, const mn_mesa_grader &me,
+                                     int t, int s) {
+    return s >= t && s < me.count ? expf((float)(room.G[s] - room.G[t])) : 0.0f;
+}
+
+/* Products of this warp's keys with the x and y of all tokens. */
+template <int N>
+__device__ inline void mn_mesa_grade_pairs(mn_mesa_graders<N> &room, const mn_mesa_grader &me) {
+    const float *x = room.x[me.lane], *y = room.y[me.lane];
+    float x_k[MN_MESA_QUAD] = {}, y_k[MN_MESA_QUAD] = {};
+#pragma unroll 4
+    for (int i = 0; i < 32 * N; i++) {
+#pragma unroll
+        for (int q = 0; q < MN_MESA_QUAD; q++) {
+            const float k = room.k[me.first + q][i];
+            x_k[q] = fmaf(x[i], k, x_k[q]), y_k[q] = fmaf(y[i], k, y_k[q]);
+        }
+    }
+#pragma unroll
+    for (int q = 0; q < MN_MESA_QUAD; q++) {
+        const float fall = mn_mesa_fall(room, me, me.first + q, me.lane);
+        room.x_k[me.first + q][me.lane] = fall * x_k[q];
+        room.y_k[me.first + q][me.lane] = fall * y_k[q];
+    }
+}
+
+/* A k, tile by tile; A is symmetric. Returns this thread's part of the product of A with Hkk. */
+template <int N>
+__device__ inline float mn_mesa_grade_keys(mn_mesa_grade<N> &sum, mn_mesa_graders<N> &room,
+                                           const mn_mesa_args &p, const mn_mesa_grader &me) {
+    const int64_t K = p.call.K, pitch = mn_mesa_layout::of(p.call).pitch;
+    float met = 0.0f;
+    for (int64_t j0 = 0; j0 < K; j0 += 32) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < 32 * 32 * N; i += MN_MESA_THREADS) {
+            const int64_t j = j0 + i / (32 * N), channel = i % (32 * N);
+            const bool there = j < K && channel < K;
+            const float cell = there ? me.adjoint[j * pitch + channel] : 0.0f;
+            if (there) met = fmaf(cell, me.behind[j * pitch + channel], met);
+            room.tile[i] = cell;
+        }
+        __syncthreads();
+#pragma unroll 4
+        for (int j = 0; j < 32; j++) {
+            float k[MN_MESA_QUAD];
+#pragma unroll
+            for (int q = 0; q < MN_MESA_QUAD; q++) k[q] = room.k[me.first + q][j0 + j];
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const float cell = room.tile[(j * N + n) * 32 + me.lane];
+#pragma unroll
+                for (int q = 0; q < MN_MESA_QUAD; q++) {
+                    sum.Ak[q][n] = fmaf(cell, k[q], sum.Ak[q][n]);
+                }
+            }
+        }
+    }
+    return met;
+}
+
+/* 32 columns of B and of the tokens' values into the room. */
+template <int N, typename T>
+__device__ inline float mn_mesa_grade_columns(mn_mesa_graders<N> &room, const mn_mesa_args &p,
+                                              const mn_mesa_grader &me, int64_t j0) {
+    const int64_t K = p.call.K, V = p.call.V, h = me.at.h;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    float met = 0.0f;
+    for (int i = threadIdx.x; i < MN_MESA_CHUNK * 32; i += MN_MESA_THREADS) {
+        const int u = i / 32, j = i % 32;
+        const bool there = u < me.count && j0 + j < V;
+        const T *v = mn_row<T>(p.v, me.b, me.t0 + u, h);
+        const T *cot = mn_row<T>(p.cot.o, me.b, me.t0 + u, h);
+        room.v[u][j] = there ? mn_float(v[j0 + j]) : 0.0f;
+        room.cot[u][j] = there ? mn_get(cot, j0 + j) : 0.0f;
+    }
+    for (int i = threadIdx.x; i < 32 * N * 32; i += MN_MESA_THREADS) {
+        const int64_t channel = i / 32, j = j0 + i % 32;
+        const int64_t cell_at = channel * lie.pitch + lie.rows + j;
+        const bool there = channel < K && j < V;
+        const float cell = there ? me.adjoint[cell_at] : 0.0f;
+        if (there) met = fmaf(cell, me.behind[cell_at], met);
+        room.tile[channel * MN_MESA_SPAN + i % 32] = cell;
+    }
+    return met;
+}
+
+/* The gradients of this warp's values, columns j0 to j0 + 31. */
+template <int N, typename T>
+__device__ inline void mn_mesa_grade_values(mn_mesa_graders<N> &room, const mn_mesa_args &p,
+                                            const mn_mesa_grader &me, int64_t j0) {
+    float Bk[MN_MESA_QUAD] = {};
+#pragma unroll 4
+    for (int i = 0; i < 32 * N; i++) {
+        const float cell = room.tile[i * MN_MESA_SPAN + me.lane];
+#pragma unroll
+        for (int q = 0; q < MN_MESA_QUAD; q++) Bk[q] = fmaf(cell, room.k[me.first + q][i], Bk[q]);
+    }
+#pragma unroll
+    for (int q = 0; q < MN_MESA_QUAD; q++) {
+        Bk[q] *= mn_mesa_fall(room, me, me.first + q, me.count - 1);
+    }
+    for (int s = me.first; s < me.count; s++) {
+        const float cot = room.cot[s][me.lane];
+#pragma unroll
+        for (int q = 0; q < MN_MESA_QUAD; q++) Bk[q] = fmaf(cot, room.x_k[me.first + q][s], Bk[q]);
+    }
+#pragma unroll
+    for (int q = 0; q < MN_MESA_QUAD; q++) {
+        const int t = me.first + q;
+        T *dv = mn_row<T>(p.grad.v, me.b, me.t0 + t, me.at.h);
+        if (dv && t < me.count && j0 + me.lane < p.call.V) {
+            mn_put(dv + j0 + me.lane, room.beta[t] * Bk[q]);
+        }
+    }
+}
+
+/* B v and do.v, tile by tile, and gradients of values. Returns this thread's part of the product of
+ * B with Hkv. */
+template <int N, typename T>
+__device__ inline float mn_mesa_grade_all_values(mn_mesa_grade<N> &sum, mn_mesa_graders<N> &room,
+                                                 const mn_mesa_args &p, const mn_mesa_grader &me) {
+    float met = 0.0f;
+    for (int64_t j0 = 0; j0 < p.call.V; j0 += 32) {
+        __syncthreads();
+        met += mn_mesa_grade_columns<N, T>(room, p, me, j0);
+        __syncthreads();
+#pragma unroll 4
+        for (int j = 0; j < 32; j++) {
+            const float cot = room.cot[me.lane][j];
+            float v[MN_MESA_QUAD];
+#pragma unroll
+            for (int q = 0; q < MN_MESA_QUAD; q++) {
+                v[q] = room.v[me.first + q][j];
+                sum.cot_v[q] = fmaf(cot, v[q], sum.cot_v[q]);
+            }
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const float cell = room.tile[(32 * n + me.lane) * MN_MESA_SPAN + j];
+#pragma unroll
+                for (int q = 0; q < MN_MESA_QUAD; q++) {
+                    sum.Bv[q][n] = fmaf(cell, v[q], sum.Bv[q][n]);
+                }
+            }
+        }
+        mn_mesa_grade_values<N, T>(room, p, me, j0);
+    }
+    return met;
+}
+
+/* Adds what passes inside the chunk; gradients of keys and beta. */
+template <int N, typename T>
+__device__ inline void mn_mesa_grade_leave(mn_mesa_grade<N> &sum, mn_mesa_graders<N> &room,
+                                           const mn_mesa_args &p, const mn_mesa_grader &me) {
+    const int K = (int)p.call.K;
+    const T *lam = mn_row<T>(p.lam, 0, 0, me.at.h);
+#pragma unroll
+    for (int q = 0; q < MN_MESA_QUAD; q++) {
+        const int t = me.first + q;
+        const float end = mn_mesa_fall(room, me, t, me.count - 1);
+        room.cot_v[t][me.lane] = mn_mesa_fall(room, me, t, me.lane) * sum.cot_v[q];
+#pragma unroll
+        for (int n = 0; n < N; n++) sum.Ak[q][n] *= end, sum.Bv[q][n] *= end;
+    }
+    __syncwarp();
+    for (int s = me.first; s < me.count; s++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const float x = room.x[s][32 * n + me.lane], y = room.y[s][32 * n + me.lane];
+#pragma unroll
+            for (int q = 0; q < MN_MESA_QUAD; q++) {
+                const int t = me.first + q;
+                const float read = fmaf(x, room.y_k[t][s], y * room.x_k[t][s]);
+                sum.Ak[q][n] = fmaf(-0.5f, read, sum.Ak[q][n]);
+                sum.Bv[q][n] = fmaf(x, room.cot_v[t][s], sum.Bv[q][n]);
+            }
+        }
+    }
+#pragma unroll
+    for (int q = 0; q < MN_MESA_QUAD; q++) {
+        const int t = me.first + q;
+        T *dk = mn_row<T>(p.grad.k, me.b, me.t0 + t, me.at.h);
+        float to_beta = 0.0f, read = 0.0f;
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const int i = 32 * n + me.lane;
+            const float ridge = i < K ? mn_float(lam[i]) : 0.0f;
+            to_beta = fmaf(room.k[t][i], sum.Ak[q][n] + sum.Bv[q][n], to_beta);
+            read = fmaf(ridge * room.x[t][i], room.y[t][i], read);
+            if (dk && t < me.count && i < K) {
+                mn_put(dk + i, room.beta[t] * fmaf(2.0f, sum.Ak[q][n], sum.Bv[q][n]));
+            }
+        }
+        to_beta = mn_warp_sum(to_beta), read = mn_warp_sum(read);
+        if (me.lane == 0) room.to_beta[t] = to_beta, room.read[t] = read;
+    }
+}
+
+template <int N, typename T>
+__global__ void __launch_bounds__(MN_MESA_THREADS)
+mn_mesa_adjoint_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
+    extern __shared__ __align__(128) unsigned char grade_bytes[];
+    mn_mesa_graders<N> &room = *(mn_mesa_graders<N> *)grade_bytes;
+    mn_mesa_grader me;
+    me.at = mn_mesa_here(p.call, blockIdx.x / p.call.H, blockIdx.x % p.call.H);
+    if (me.at.tile.n_rows == 0) return;
+    const int64_t size = mn_mesa_layout::of(p.call).size;
+    const bool last = me.at.tile.first + me.at.tile.n_rows == me.at.tile.span.length;
+    me.adjoint = w.adjoints + me.at.index * size;
+    me.behind = last ? w.last + (me.at.tile.n * p.call.H + me.at.h) * size
+                     : w.pairs + (me.at.index + p.call.H) * size;
+    me.b = me.at.tile.span.b, me.t0 = me.at.tile.span.t0 + me.at.tile.first;
+    me.count = (int)me.at.tile.n_rows, me.lane = threadIdx.x % 32;
+    me.first = threadIdx.x / 32 * MN_MESA_QUAD;
+    mn_mesa_grade<N> sum = {};
+    mn_mesa_grade_stage<N, T>(room, p, w, me);
+    __syncthreads();
+    mn_mesa_grade_pairs<N>(room, me);
+    float met = mn_mesa_grade_keys<N>(sum, room, p, me);
+    met += mn_mesa_grade_all_values<N, T>(sum, room, p, me);
+    mn_mesa_grade_leave<N, T>(sum, room, p, me);
+    met = mn_group_sum<MN_MESA_THREADS>(met, room.parts);
+    __syncthreads();
+    if (threadIdx.x >= MN_MESA_CHUNK) return;
+    const int t = threadIdx.x;    // the sum from t to the chunk's end
+    double dg = t < me.count ? (double)fmaf(-room.beta[t], room.to_beta[t], room.read[t]) : 0.0;
+    for (int lanes = 1; lanes < MN_MESA_CHUNK; lanes *= 2) {
+        const double behind = __shfl_down_sync(0xffffffffu, dg, lanes);
+        if (t + lanes < MN_MESA_CHUNK) dg += behind;
+    }
+    T *to_beta = mn_row<T>(p.grad.beta, me.b, me.t0 + t, me.at.h);
+    T *to_g = mn_row<T>(p.grad.g, me.b, me.t0 + t, me.at.h);
+    if (to_beta && t < me.count) mn_put(to_beta, room.to_beta[t]);
+    if (to_g && t < me.count) mn_put(to_g, (float)((double)met + dg));
+}
 
 /* Vectors of a block, and its pair. */
 struct room {
     float *pair, *kv, *b[2], *cot, *out, *parts;
 };
 
-__device__ static room room_at(unsigned char *bytes, const mn_call &c, float *rooms) {
+__device__ static room smem_at(unsigned char *bytes, const mn_call &c, float *smems) {
     const int64_t K = c.K, V = c.V;
-    float *at = (float *)(bytes + sizeof(mn_mesa_room));
+    float *at = (float *)(bytes + sizeof(mn_mesa_smem));
     const auto take = [&](int64_t count) { float *from = at; at += count; return from; };
     room r;
     r.kv = take(K + V), r.b[0] = take(K), r.b[1] = take(K), r.cot = take(V);
     r.out = take(V), r.parts = take(MN_MESA_THREADS);
-    r.pair = rooms ? rooms + blockIdx.x * mn_mesa_layout::of(c).size : at;
+    r.pair = smems ? smems + blockIdx.x * mn_mesa_layout::of(c).size : at;
     return r;
 }
 
@@ -52,7 +351,7 @@ __device__ static void load_pair(float *to, const float *from, int64_t count) {
 /* x and y of the token, from the pair at it; o or dq. Returns this thread's part of x y. */
 template <typename T>
 __device__ static float read_token(const room &r, const mn_mesa_args &p, const mn_mesa_place &at,
-                                   mn_mesa_room &memory, const mn_mesa_work &w, int64_t t,
+                                   mn_mesa_smem &memory, const mn_mesa_work &w, int64_t t,
                                    bool backward) {
     const int64_t K = p.call.K, V = p.call.V, b = at.tile.span.b, thread = threadIdx.x;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
@@ -107,16 +406,16 @@ template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
 solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t items, bool backward) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_WALK;
-    mn_mesa_room &memory = *(mn_mesa_room *)bytes;
-    const room r = room_at(bytes, p.call, w.rooms);
+    constexpr int parts = MN_MESA_CHUNK / MN_MESA_SCAN;
+    mn_mesa_smem &memory = *(mn_mesa_smem *)bytes;
+    const room r = smem_at(bytes, p.call, w.smems);
     const int64_t K = p.call.K;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
     for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
         const int64_t chunk = item / parts;
         const mn_mesa_place at = mn_mesa_here(p.call, chunk / p.call.H, chunk % p.call.H);
-        const int first = (int)(item % parts) * MN_MESA_WALK;
-        const int last = (int)min((int64_t)first + MN_MESA_WALK, at.tile.n_rows);
+        const int first = (int)(item % parts) * MN_MESA_SCAN;
+        const int last = (int)min((int64_t)first + MN_MESA_SCAN, at.tile.n_rows);
         const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
         float lam = 0.0f;
         if (first >= at.tile.n_rows) continue;
@@ -145,7 +444,7 @@ template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
 lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots) {
     const int parts = mn_mesa_parts(p.call);
-    const int each = p.call.K <= MN_MESA_NARROW ? MN_MESA_PART / 2 : MN_MESA_WALK;    // begins at
+    const int each = p.call.K <= MN_MESA_NARROW ? MN_MESA_PART / 2 : MN_MESA_SCAN;    // begins at
     const int64_t h = blockIdx.x, i = threadIdx.x, K = p.call.K;
     T *to = mn_row<T>(p.grad.lam, 0, 0, h);
     float sum = 0.0f;
@@ -162,18 +461,18 @@ lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* What blocks that walk need: a matrix to eliminate in, and room for a pair. */
-static bool measure_walk(mn_mesa_extent *to, const mn_call *c, size_t size) {
-    const size_t limit = (size_t)mn_machine_in_use().shared_bytes;
+static bool measure_scan(mn_mesa_extent *to, const mn_call *c, size_t size) {
+    const size_t limit = (size_t)mn_device_props_current().shared_bytes;
     size_t bytes;
     if (!mn_mul_size(&bytes, size, sizeof(float)) ||
         !mn_mul_size(&to->matrices, MN_MESA_BLOCKS, (size_t)mn_mesa_matrix_size(c->K))) {
         return false;
     }
-    to->room_bytes = sizeof(mn_mesa_room) + vectors_of(c->K, c->V);
-    if (bytes >= limit || to->room_bytes + bytes > limit) {
-        return mn_mul_size(&to->rooms, MN_MESA_BLOCKS, size);
+    to->smem_bytes = sizeof(mn_mesa_smem) + vectors_of(c->K, c->V);
+    if (bytes >= limit || to->smem_bytes + bytes > limit) {
+        return mn_mul_size(&to->smems, MN_MESA_BLOCKS, size);
     }
-    to->room_bytes += bytes;
+    to->smem_bytes += bytes;
     return true;
 }
 
@@ -192,7 +491,7 @@ static bool measure(mn_mesa_extent *to, const mn_call *c, bool backward) {
                     mn_mul_size(&heads, (size_t)mn_n_spans(*c), (size_t)c->H) &&
                     mn_mul_size(&chunks, (size_t)to->slots, (size_t)c->H) &&
                     mn_mul_size(&to->pairs, chunks, size) && mn_mul_size(&to->last, heads, size);
-    if (!ok || (c->K > MN_MESA_NARROW && !measure_walk(to, c, size))) return false;
+    if (!ok || (c->K > MN_MESA_NARROW && !measure_scan(to, c, size))) return false;
     to->falls = chunks;
     if (!backward) return true;
     return mn_mul_size(&to->tokens, (size_t)c->B, (size_t)c->T) &&
@@ -207,7 +506,7 @@ static bool plan_of(const mn_call *c, bool backward, mn_plan *plan) {
     return measure(&e, c, backward) && mn_mul_size(&floats, e.pairs, backward ? 2 : 1) &&
            mn_add_size(&floats, floats, e.falls) && mn_add_size(&floats, floats, e.last) &&
            mn_add_size(&floats, floats, e.tokens) && mn_add_size(&floats, floats, e.tokens) &&
-           mn_add_size(&floats, floats, e.lam) && mn_add_size(&floats, floats, e.rooms) &&
+           mn_add_size(&floats, floats, e.lam) && mn_add_size(&floats, floats, e.smems) &&
            mn_mul_size(&floats, floats, sizeof(float)) &&
            mn_mul_size(&bytes, e.matrices, sizeof(double)) &&
            mn_add_size(&plan->shared_bytes, floats, bytes);
@@ -220,7 +519,7 @@ static mn_mesa_work work_in(void *shared, const mn_mesa_extent &e, bool backward
     const auto take = [&](size_t count) { float *from = at; at += count; return from; };
     w.pairs = take(e.pairs), w.last = take(e.last);    // first what is taken in packs
     if (backward) w.adjoints = take(e.pairs);
-    if (e.rooms > 0) w.rooms = take(e.rooms);
+    if (e.smems > 0) w.smems = take(e.smems);
     w.falls = take(e.falls);
     if (!backward) return w;
     w.x = take(e.tokens), w.y = take(e.tokens), w.lam = take(e.lam);
@@ -240,7 +539,7 @@ static int carry_long(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_m
     }
     const dim3 packs(mn_blocks(lie.size, MN_MESA_PACK * MN_MESA_CARRIERS),
                      (unsigned)(mn_n_spans(c) * c.H));
-    return mn_launch_early(mn_mesa_carry_kernel, packs, MN_MESA_CARRIERS, 0, on, *p, w, backward);
+    return mn_launch_pdl(mn_mesa_carry_kernel, packs, MN_MESA_CARRIERS, 0, on, *p, w, backward);
 }
 
 /* Both, and what is wanted of the pairs at the end. */
@@ -257,21 +556,21 @@ static int carry(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_w
     } else {
         const dim3 blocks((unsigned)n, mn_blocks(lie.rows, MN_MESA_ROWS), (unsigned)c.H);
         mn_mesa_short_kernel<T><<<blocks, MN_MESA_AT_ONCE * MN_MESA_ADDERS, 0, on>>>(*p, w);
-        code = mn_launched();
+        code = mn_launch_status();
     }
     if (code == cudaSuccess && !backward && (p->hkk.data || p->hkv.data)) {
         const dim3 grid(mn_blocks(lie.size, MN_MESA_THREADS), (unsigned)(n * c.H));
         mn_mesa_put_kernel<<<grid, MN_MESA_THREADS, 0, on>>>(*p, w.last);
-        return mn_launched();
+        return mn_launch_status();
     }
     return code;
 }
 
 template <typename T>
-static int walk_of(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
+static int scan_of(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
                    bool backward, int64_t items, cudaStream_t on) {
-    return mn_launch_with_room(solve_kernel<T>, dim3(mn_blocks(items, 1, MN_MESA_BLOCKS)),
-                               MN_MESA_THREADS, e.room_bytes, on, *p, w, items, backward);
+    return mn_launch_smem(solve_kernel<T>, dim3(mn_blocks(items, 1, MN_MESA_BLOCKS)),
+                               MN_MESA_THREADS, e.smem_bytes, on, *p, w, items, backward);
 }
 
 template <int N, typename T>
@@ -282,7 +581,7 @@ static int read_of(const mn_mesa_args *p, const mn_mesa_work &w, bool backward, 
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(mn_mesa_tokens<N>));
     if (code != cudaSuccess) return code;
-    return mn_launch_early(kernel, dim3((unsigned)parts, (unsigned)p->call.H), MN_MESA_READERS,
+    return mn_launch_pdl(kernel, dim3((unsigned)parts, (unsigned)p->call.H), MN_MESA_READERS,
                            sizeof(mn_mesa_tokens<N>), on, *p, w);
 }
 
@@ -298,13 +597,13 @@ static int read_any(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mes
     if (K <= 32) return read_of<4, T>(p, w, backward, parts, on);
     if (K <= 64) return read_of<8, T>(p, w, backward, parts, on);
     if (K <= MN_MESA_NARROW) return read_of<16, T>(p, w, backward, parts, on);
-    return walk_of<T>(p, e, w, backward, items, on);
+    return scan_of<T>(p, e, w, backward, items, on);
 }
 
 template <int N, typename T>
 static int adjoint_of(const mn_mesa_args *p, const mn_mesa_work &w, int64_t items,
                       cudaStream_t on) {
-    return mn_launch_with_room(mn_mesa_adjoint_kernel<N, T>, dim3((unsigned)items), MN_MESA_THREADS,
+    return mn_launch_smem(mn_mesa_adjoint_kernel<N, T>, dim3((unsigned)items), MN_MESA_THREADS,
                                sizeof(mn_mesa_graders<N>), on, *p, w);
 }
 
@@ -363,3 +662,5 @@ MN_CUDA_LAUNCH(mesa_forward) {
 MN_CUDA_LAUNCH(mesa_backward) {
     return run_any(args, shared, true, stream);
 }
+
+}    // namespace mneme::mesa

@@ -7,12 +7,227 @@
 #ifndef MN_KERNELS_CUDA_MESA_MESA_CUH
 #define MN_KERNELS_CUDA_MESA_MESA_CUH
 
+#include "kernels/cuda/mesa/mesa_solve.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
-#include "kernels/cuda/mesa/mesa_solve_wide.cuh"
+
+namespace mneme::mesa {
+
+/* M x = b for a symmetric positive definite M and two b, by a block, for keys of more than 128
+ * channels: the elimination of mesa_solve.cuh, of which M does not fit a block's registers. It
+ * lies in memory, 16 x 8 numbers after the other as the lanes of a warp hold them. A warp has two
+ * pairs of rows of tiles and is alone in reading and writing them; column k of tiles, which all
+ * need, is shown at one barrier for each k. */
+
+enum { MN_MESA_THREADS = 256, MN_MESA_WIDEST = 256 };
+
+struct mn_mesa_smem {
+    double tile[2][MN_MESA_WIDEST / 8][64];    // column k, in turn with the one before
+    double z[2][2][8], sum[2][MN_MESA_THREADS / 32][2][8];
+};
+
+/* Tiles of M along a side: those that keys fill, and one more where that is an odd number. */
+__host__ __device__ inline int mn_mesa_tiles_of(int64_t K) {
+    return (int)((K + 15) / 16 * 2);
+}
+
+/* Numbers of M as it lies in memory. */
+__host__ __device__ inline int64_t mn_mesa_matrix_size(int64_t K) {
+    return (int64_t)mn_mesa_tiles_of(K) * mn_mesa_tiles_of(K) * 64;
+}
+
+struct mn_mesa_wide {
+    enum { SLOTS = 2, SIDES = 2, AHEAD = 4, WARPS = MN_MESA_THREADS / 32 };
+    double *M;
+    int tiles, warp, lane, row, pair;    // row and pair of columns of a tile
+    double v[SLOTS][2][SIDES];           // what rows get until their turn, then D^-1 z, then x
+
+    __device__ mn_mesa_wide(double *matrix, int64_t K)
+        : M(matrix), tiles(mn_mesa_tiles_of(K)), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
+          row(threadIdx.x % 32 / 4), pair(threadIdx.x % 4), v{} {}
+
+    /* The first of the slot's two rows of tiles, there if it is less than `tiles`. The long rows
+     * are dealt out against the short ones. */
+    __device__ int first(int slot) const {
+        return 2 * (slot ? 2 * WARPS - 1 - warp : warp);
+    }
+    /* Whether a row of the slot comes behind row k. */
+    __device__ bool behind(int slot, int k) const {
+        return first(slot) < tiles && first(slot) + 1 > k;
+    }
+    __device__ bool has(int slot, int k) const {
+        return first(slot) == k / 2 * 2;
+    }
+
+    /* v of row k, which the slot has. */
+    __device__ double of(int slot, int k, int s) const {
+        return k % 2 ? v[slot][1][s] : v[slot][0][s];
+    }
+    __device__ void put(double x, int slot, int k, int s) {
+        if (k % 2) v[slot][1][s] = x;
+        else v[slot][0][s] = x;
+    }
+
+    __device__ double *at(int slot, int j) const {
+        return M + (((int64_t)first(slot) / 2 * tiles + j) * 32 + lane) * 4;
+    }
+    __device__ static void load(double (&c)[2][2], const double *from) {
+        const double2 x = *(const double2 *)from, y = *(const double2 *)(from + 2);
+        c[0][0] = x.x, c[0][1] = x.y, c[1][0] = y.x, c[1][1] = y.y;
+    }
+    __device__ static void store(double *to, const double (&c)[2][2]) {
+        *(double2 *)to = make_double2(c[0][0], c[0][1]);
+        *(double2 *)(to + 2) = make_double2(c[1][0], c[1][1]);
+    }
+
+    /* H + diag(lam), and the identity from row K on. */
+    template <typename T>
+    __device__ void begin(const float *H, int64_t pitch, const T *lam, int64_t K) {
+        for (int slot = 0; slot < SLOTS && behind(slot, -1); slot++) {
+            for (int j = 0; j <= first(slot) + 1; j++) {
+                double c[2][2];
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    const int64_t i = 8 * (first(slot) + n / 2) + row, u = 8 * j + 2 * pair + n % 2;
+                    const double ridge = i < K ? (double)mn_float(lam[i]) : 1.0;
+                    const double x = i < K && u < K ? (double)H[i * pitch + u] : 0.0;
+                    c[n / 2][n % 2] = x + (i == u ? ridge : 0.0);
+                }
+                store(at(slot, j), c);
+            }
+        }
+    }
+
+    /* Column k of the slot's tiles, and z of tile k, to all. */
+    __device__ void show(double (&c)[2][2], mn_mesa_smem &room, float *const (&b)[2], int64_t K,
+                         int slot, int k) {
+        load(c, at(slot, k));
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int j = first(slot) + i;
+            if (j >= k) *(double2 *)&room.tile[k % 2][j][2 * lane] = make_double2(c[i][0], c[i][1]);
+        }
+        if (!has(slot, k)) return;
+        const int64_t i = 8 * k + row;
+#pragma unroll
+        for (int s = 0; s < SIDES; s++) {
+            const double got = mn_mesa_over(of(slot, k, s), 1, 2);
+            if (pair == 0) room.z[k % 2][s][row] = (i < K ? (double)b[s][i] : 0.0) + got;
+        }
+    }
+
+    /* The slot's rows lose what they have of column k, of which -L_ik is left; `less` is
+     * -D_k^-1. */
+    __device__ void eliminate(const double (&c)[2][2], const double (&less)[2],
+                              const double (&z)[SIDES][2], const double (&tile)[32][64], int slot,
+                              int k) {
+        const double from[4] = { c[0][0], c[1][0], c[0][1], c[1][1] };
+        double L[2][2] = {};
+        mn_mma_f64_k8(L, from, less);
+        store(at(slot, k), L);
+        const double left[4] = { L[0][0], L[1][0], L[0][1], L[1][1] };
+        const int last = first(slot) + 1;
+        for (int j0 = k + 1; j0 <= last; j0 += AHEAD) {
+            double to[AHEAD][2][2];
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) load(to[j], at(slot, min(j0 + j, last)));
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const double2 x = *(const double2 *)&tile[min(j0 + j, last)][2 * lane];
+                const double right[2] = { x.x, x.y };
+                mn_mma_f64_k8(to[j], left, right);
+            }
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                if (j0 + j <= last) store(at(slot, j0 + j), to[j]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int s = 0; s < SIDES && first(slot) + i > k; s++) {
+                v[slot][i][s] = fma(L[i][0], z[s][0], fma(L[i][1], z[s][1], v[slot][i][s]));
+            }
+        }
+    }
+
+    __device__ void forward(mn_mesa_smem &room, float *const (&b)[2], int64_t K) {
+        for (int k = 0; k < tiles; k++) {
+            double c[SLOTS][2][2], z[SIDES][2];
+#pragma unroll
+            for (int slot = 0; slot < SLOTS; slot++) {
+                if (behind(slot, k - 1)) show(c[slot], room, b, K, slot, k);
+            }
+            __syncthreads();
+            const double(&tile)[32][64] = room.tile[k % 2];
+            double d[2] = { tile[k][2 * lane], tile[k][2 * lane + 1] };
+            mn_mesa_invert(d);
+#pragma unroll
+            for (int s = 0; s < SIDES; s++) {
+                z[s][0] = room.z[k % 2][s][2 * pair], z[s][1] = room.z[k % 2][s][2 * pair + 1];
+                const double x = mn_mesa_over(fma(d[0], z[s][0], d[1] * z[s][1]), 1, 2);
+#pragma unroll
+                for (int slot = 0; slot < SLOTS; slot++) {
+                    if (has(slot, k)) put(x, slot, k, s);
+                }
+            }
+            const double less[2] = { -d[0], -d[1] };
+#pragma unroll
+            for (int slot = 0; slot < SLOTS; slot++) {
+                if (behind(slot, k)) eliminate(c[slot], less, z, tile, slot, k);
+            }
+        }
+    }
+
+    __device__ void back(mn_mesa_smem &room, float *const (&b)[2], int64_t K) {
+        for (int k = tiles - 1; k >= 0; k--) {
+            double sum[SIDES][2] = {};
+#pragma unroll
+            for (int slot = 0; slot < SLOTS; slot++) {
+                double L[2][2];
+                if (!behind(slot, k)) continue;
+                load(L, at(slot, k));
+#pragma unroll
+                for (int n = 0; n < 2 * SIDES; n++) {
+                    const int i = n / SIDES, s = n % SIDES;
+                    const double x = first(slot) + i > k ? v[slot][i][s] : 0.0;
+                    sum[s][0] = fma(x, L[i][0], sum[s][0]), sum[s][1] = fma(x, L[i][1], sum[s][1]);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 2 * SIDES; n++) {
+                const double x = mn_mesa_over(sum[n / 2][n % 2], 4, 16);
+                if (row == 0) room.sum[k % 2][warp][n / 2][2 * pair + n % 2] = x;
+            }
+            __syncthreads();
+#pragma unroll
+            for (int n = 0; n < SLOTS * SIDES; n++) {
+                const int slot = n / SIDES, s = n % SIDES;
+                if (!has(slot, k)) continue;
+                double x = of(slot, k, s);
+                for (int i = 0; i < WARPS; i++) x += room.sum[k % 2][i][s][row];
+                put(x, slot, k, s);
+                if (pair == 0 && 8 * k + row < K) b[s][8 * k + row] = (float)x;
+            }
+        }
+    }
+};
+
+/* b[0] and b[1], K numbers in shared memory each, become M^-1 b; M = H + diag(lam), of which H is
+ * in rows of `pitch`, in mn_mesa_matrix_size(K) doubles. All threads of the block call; barriers on
+ * both sides. */
+template <typename T>
+__device__ void mn_mesa_solve(float *const (&b)[2], const float *H, int64_t pitch, const T *lam,
+                              int64_t K, mn_mesa_smem &room, double *M) {
+    mn_mesa_wide wide(M, K);
+    wide.begin(H, pitch, lam, K);
+    wide.forward(room, b, K);
+    wide.back(room, b, K);
+    __syncthreads();
+}
 
 enum { MN_MESA_CHUNK = 32, MN_MESA_BLOCKS = 264 };
 enum { MN_MESA_NARROW = 128 };                      // the widest keys whose M is in registers
-enum { MN_MESA_PART = 16, MN_MESA_WALK = 4 };       // tokens of a block, with narrow keys and wide
+enum { MN_MESA_PART = 16, MN_MESA_SCAN = 4 };       // tokens of a block, with narrow keys and wide
 enum { MN_MESA_ROWS = 8, MN_MESA_ADDERS = 128 };    // rows and threads of a block that sums
 enum { MN_MESA_CARRIERS = 128 };                    // threads of one that carries
 enum { MN_MESA_AT_ONCE = 4, MN_MESA_SHORT = 256 };  // chunks of one that does both; most tokens
@@ -33,15 +248,15 @@ struct mn_mesa_layout {
 
 /* Blocks that read a chunk of a head. */
 __host__ __device__ inline int mn_mesa_parts(const mn_call &c) {
-    return MN_MESA_CHUNK / (c.K <= MN_MESA_NARROW ? MN_MESA_PART : MN_MESA_WALK);
+    return MN_MESA_CHUNK / (c.K <= MN_MESA_NARROW ? MN_MESA_PART : MN_MESA_SCAN);
 }
 
 /* Counts of floats; of doubles for `matrices`. */
 struct mn_mesa_extent {
     size_t pairs, falls, last, tokens, lam;
-    size_t rooms, matrices;    // of all blocks, where shared memory is too small
+    size_t smems, matrices;    // of all blocks, where shared memory is too small
     int64_t slots;
-    size_t room_bytes;         // shared memory of a block
+    size_t smem_bytes;         // shared memory of a block
 };
 
 struct mn_mesa_work {
@@ -50,12 +265,11 @@ struct mn_mesa_work {
     float *adjoints;                // behind chunks
     float *x, *y;                   // (B T, H, K)
     float *lam;                     // (chunks, H, K): parts of its gradient
-    float *rooms;                   // NULL: pairs of blocks are in shared memory
+    float *smems;                   // NULL: pairs of blocks are in shared memory
 };
 
-/* Short sequences and single tokens, forward, by one kernel (mesa_fwd_single_launch.cu): whether it
- * serves a
- * call here. */
+/* Short sequences and single tokens, forward, by one kernel (mesa_fwd_single_launch.cu): whether
+ * it serves a call here. */
 bool mn_mesa_once_serves(const mn_mesa_args *p);
 int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on);
 
@@ -192,7 +406,7 @@ mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x, blockIdx.z);
     const int64_t row0 = blockIdx.y * MN_MESA_ROWS;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
-    mn_let_next_begin();
+    mn_pdl_launch_dependents();
     if (at.tile.n_rows == 0) return;
     const float2 token = mn_mesa_token<T>(p, at, threadIdx.x);    // first, as all wait for it
     float right[BACK ? 2 : 1][MN_MESA_CHUNK];
@@ -250,7 +464,7 @@ __device__ inline int64_t mn_mesa_slot(const mn_call &c, const mn_span &span, in
 
 /* Room of AT_ONCE groups of threads that sum chunks and go over them. */
 template <int AT_ONCE>
-struct mn_mesa_short_room {
+struct mn_mesa_short_smem {
     float weight[AT_ONCE][MN_MESA_CHUNK], fall[AT_ONCE];
     alignas(16) float left[AT_ONCE][1][MN_MESA_CHUNK][MN_MESA_ROWS];
     float sums[AT_ONCE][MN_MESA_ROWS][MN_MESA_ADDERS];
@@ -260,7 +474,7 @@ struct mn_mesa_short_room {
  * the last one. Each group of threads sums a chunk; then each thread goes over chunks for a few
  * numbers. All threads call; barriers at both ends. */
 template <typename T, int AT_ONCE>
-__device__ inline void mn_mesa_carry_rows(mn_mesa_short_room<AT_ONCE> &room,
+__device__ inline void mn_mesa_carry_rows(mn_mesa_short_smem<AT_ONCE> &room,
                                           const mn_mesa_args &p, const mn_mesa_work &w, int64_t n,
                                           int64_t h, int64_t row0) {
     constexpr int each = MN_MESA_ROWS / AT_ONCE;
@@ -315,8 +529,8 @@ __device__ inline void mn_mesa_carry_rows(mn_mesa_short_room<AT_ONCE> &room,
 template <typename T>
 __global__ void __launch_bounds__(MN_MESA_AT_ONCE * MN_MESA_ADDERS)
 mn_mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
-    __shared__ mn_mesa_short_room<MN_MESA_AT_ONCE> room;
-    mn_let_next_begin();
+    __shared__ mn_mesa_short_smem<MN_MESA_AT_ONCE> room;
+    mn_pdl_launch_dependents();
     mn_mesa_carry_rows<T>(room, p, w, blockIdx.x, blockIdx.z, blockIdx.y * MN_MESA_ROWS);
 }
 
@@ -338,8 +552,8 @@ mn_mesa_carry_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, boo
     for (int e = 0; e < MN_MESA_PACK && (kk || kv) && cell < size; e++) {
         x[e] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, cell + e), K, V);
     }
-    mn_let_next_begin();
-    mn_wait_for_before();
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
     if (cell >= size) return;
     float *const cells = (backward ? w.adjoints : w.pairs) + cell;
     for (int64_t i0 = 0; i0 < chunks; i0 += MN_MESA_AHEAD) {
@@ -381,17 +595,17 @@ mn_mesa_put_kernel(const __grid_constant__ mn_mesa_args p, const float *last) {
 __device__ inline void mn_mesa_columns(float *out, const float *P, int64_t pitch, int64_t width,
                                        const float *x, int64_t K, float *room) {
     const int lanes = (int)min((width + 31) / 32 * 32, (int64_t)MN_MESA_THREADS);
-    const int teams = MN_MESA_THREADS / lanes, team = threadIdx.x / lanes;
+    const int groups = MN_MESA_THREADS / lanes, team = threadIdx.x / lanes;
     for (int64_t j0 = 0; j0 < width; j0 += lanes) {
         const int64_t j = j0 + threadIdx.x % lanes;
         float sum = 0.0f;
-        for (int64_t i = team; i < K && j < width && team < teams; i += teams) {
+        for (int64_t i = team; i < K && j < width && team < groups; i += groups) {
             sum = fmaf(x[i], P[i * pitch + j], sum);
         }
         room[threadIdx.x] = sum;
         __syncthreads();
         if (team == 0 && j < width) {
-            for (int other = 1; other < teams; other++) sum += room[other * lanes + threadIdx.x];
+            for (int other = 1; other < groups; other++) sum += room[other * lanes + threadIdx.x];
             out[j] = sum;
         }
         __syncthreads();
@@ -412,5 +626,7 @@ __device__ inline void mn_mesa_rows(float *out, const float *P, int64_t pitch, i
     }
     __syncthreads();
 }
+
+}    // namespace mneme::mesa
 
 #endif

@@ -1,6 +1,5 @@
 /* mesa_fwd_single_launch.cu - mesa forward by one kernel, for keys of at most 64 channels: few
- * short sequences,
- * and single tokens that decode. Results are those of mesa.cu to the last bit.
+ * short sequences, and single tokens that decode. Results are those of mesa.cu to the last bit.
  *
  * Short sequences, up to four chunks: a head of a sequence has two blocks for each chunk. Each
  * sums a few rows of the pair over all chunks and leaves them in work space; when all have, each
@@ -16,6 +15,8 @@
 #include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/mesa/mesa_output.cuh"
 
+namespace mneme::mesa {
+
 enum { ONCE_CHUNKS = 4, ONCE_PARTS = MN_MESA_CHUNK / MN_MESA_PART, ONCE_WIDEST = 64 };
 enum { ONCE_GROUP = MN_MESA_READERS / ONCE_CHUNKS, ONCE_WIDTH = 2 * ONCE_GROUP };    // threads
 
@@ -25,7 +26,7 @@ enum { ONCE_TOKENS = ONCE_CHUNKS * MN_MESA_CHUNK, ONCE_VALUES = 128 };    // mos
 
 /* Room to sum a few rows of all chunks: keys and values of all tokens, side by side. */
 template <int N, typename T>
-struct sums_room {
+struct sums_smem {
     static constexpr int pitch = 8 * N + ONCE_VALUES + 8;
     alignas(16) T tokens[ONCE_TOKENS][pitch];
     alignas(16) float sums[ONCE_CHUNKS][MN_MESA_ROWS][ONCE_WIDTH];
@@ -33,14 +34,14 @@ struct sums_room {
 };
 
 template <int N, typename T>
-struct short_room {
+struct short_smem {
     mn_mesa_tokens<N> tokens;
-    sums_room<N, T> sums;
+    sums_smem<N, T> sums;
 };
 
 /* 64 columns, or COLUMNS, of all tokens to rows of `to`, on their way: zeros outside. */
 template <int COLUMNS, typename T>
-__device__ static void fetch_columns(T *to, int pitch, const mn_in &view, const mn_span &span,
+__device__ static void load_columns(T *to, int pitch, const mn_in &view, const mn_span &span,
                                      int64_t h, int64_t first, int64_t width) {
     constexpr int each = 16 / (int)sizeof(T), packs = COLUMNS / each;
     bool whole = (uintptr_t)view.data % 16 == 0 && width % each == 0;
@@ -68,9 +69,9 @@ __device__ static void fetch_columns(T *to, int pitch, const mn_in &view, const 
  * two columns of it, then a few numbers over all chunks. Few instructions, as all of them are new
  * to the processor. */
 template <int N, typename T>
-__device__ static void carry_rows(sums_room<N, T> &room, const mn_mesa_args &p,
+__device__ static void carry_rows(sums_smem<N, T> &room, const mn_mesa_args &p,
                                   const mn_mesa_work &w, int64_t n, int64_t h, int64_t row0) {
-    constexpr int apart = MN_MESA_READERS / ONCE_WIDTH, each = MN_MESA_ROWS / apart;
+    constexpr int ws = MN_MESA_READERS / ONCE_WIDTH, each = MN_MESA_ROWS / ws;
     const int group = threadIdx.x / ONCE_GROUP, thread = threadIdx.x % ONCE_GROUP;
     const int64_t head = n * p.call.H + h;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
@@ -78,14 +79,14 @@ __device__ static void carry_rows(sums_room<N, T> &room, const mn_mesa_args &p,
     const int chunks = (int)((span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
     const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
     const int64_t index0 = mn_mesa_slot(p.call, span, n) * p.call.H + h;
-    const T(*tokens)[sums_room<N, T>::pitch] = room.tokens + group * MN_MESA_CHUNK;
+    const T(*tokens)[sums_smem<N, T>::pitch] = room.tokens + group * MN_MESA_CHUNK;
 #pragma unroll 1
     for (int64_t j0 = 0; j0 < lie.pitch; j0 += ONCE_WIDTH) {
         const int64_t mine = j0 + threadIdx.x % ONCE_WIDTH;
         const int column = (int)j0 + 2 * thread;
         float x[each] = {}, sum[MN_MESA_ROWS][2] = {};
         for (int i = 0; i < each && (kk || kv) && mine < lie.pitch; i++) {
-            const int64_t row = row0 + threadIdx.x / ONCE_WIDTH + i * apart;
+            const int64_t row = row0 + threadIdx.x / ONCE_WIDTH + i * ws;
             x[i] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, row * lie.pitch + mine),
                                  p.call.K, p.call.V);
         }
@@ -108,7 +109,7 @@ __device__ static void carry_rows(sums_room<N, T> &room, const mn_mesa_args &p,
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < each && mine < lie.pitch; i++) {
-            const int row = (int)threadIdx.x / ONCE_WIDTH + i * apart;
+            const int row = (int)threadIdx.x / ONCE_WIDTH + i * ws;
             const int64_t cell = (row0 + row) * lie.pitch + mine;
 #pragma unroll 1
             for (int c = 0; c < chunks; c++) {
@@ -123,7 +124,7 @@ __device__ static void carry_rows(sums_room<N, T> &room, const mn_mesa_args &p,
 
 /* Tokens and their weights for carry_rows. A barrier at the end. */
 template <int N, typename T>
-__device__ static void bring_tokens(sums_room<N, T> &room, const mn_mesa_args &p, int64_t n,
+__device__ static void bring_tokens(sums_smem<N, T> &room, const mn_mesa_args &p, int64_t n,
                                     int64_t h) {
     const int group = threadIdx.x / ONCE_GROUP, thread = threadIdx.x % ONCE_GROUP;
     const mn_span span = mn_span_at(p.call, n);
@@ -131,9 +132,9 @@ __device__ static void bring_tokens(sums_room<N, T> &room, const mn_mesa_args &p
     at.h = h, at.tile.n = n, at.tile.span = span, at.tile.first = group * MN_MESA_CHUNK;
     at.tile.n_rows = max(min((int64_t)MN_MESA_CHUNK, span.length - at.tile.first), (int64_t)0);
     const float2 token = mn_mesa_token<T>(p, at, thread);
-    fetch_columns<8 * N>(room.tokens[0], room.pitch, p.k, span, h, 0, p.call.K);
+    load_columns<8 * N>(room.tokens[0], room.pitch, p.k, span, h, 0, p.call.K);
     for (int64_t v0 = 0; v0 < p.call.V; v0 += 64) {
-        fetch_columns<64>(room.tokens[0] + 8 * N + v0, room.pitch, p.v, span, h, v0, p.call.V);
+        load_columns<64>(room.tokens[0] + 8 * N + v0, room.pitch, p.v, span, h, v0, p.call.V);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
     mn_mesa_weigh(room.weight[group], &room.fall[group], token, thread, false);
@@ -160,7 +161,7 @@ template <int N, typename T>
 __global__ void __launch_bounds__(MN_MESA_READERS, 1)
 short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int ranks) {
     extern __shared__ __align__(16) unsigned char short_bytes[];
-    short_room<N, T> &room = *(short_room<N, T> *)short_bytes;
+    short_smem<N, T> &room = *(short_smem<N, T> *)short_bytes;
     const int rank = (int)(blockIdx.x % ranks);
     const int64_t n = blockIdx.x / ranks, h = blockIdx.y;
     mn_mesa_reader<N> me;
@@ -184,7 +185,7 @@ short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int ranks) 
         carry_rows<N, T>(room.sums, p, w, n, h, row0);
     }
     if (some) brought.put(room.tokens, p);
-    mn_let_next_begin();
+    mn_pdl_launch_dependents();
     cooperative_groups::this_grid().sync();
     put_last(p, w.last, n * p.call.H + h, me.lie, rank, ranks);
     if (!some) return;
@@ -200,7 +201,7 @@ short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int ranks) 
 
 /* Hkk and Hkv as they were given lie behind it, the former in rows that are longer by one. */
 template <int N>
-struct step_room {
+struct step_smem {
     mn_mesa_tokens<N> tokens;
     float given[8 * N][8 * N + 1];
 
@@ -209,7 +210,7 @@ struct step_room {
 
 /* What was given of the head, zeros outside. */
 template <int N>
-__device__ static void bring_pair(step_room<N> &room, const mn_mesa_args &p, int64_t head,
+__device__ static void bring_pair(step_smem<N> &room, const mn_mesa_args &p, int64_t head,
                                   int width) {
     const int K = (int)p.call.K, V = (int)p.call.V;
     const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
@@ -231,7 +232,7 @@ __device__ static void bring_pair(step_room<N> &room, const mn_mesa_args &p, int
 
 /* The pair with the token, or as it was where there is none, by threads from `first` on. */
 template <int N, typename T>
-__device__ static void leave_pair(step_room<N> &room, const mn_mesa_args &p, int64_t head,
+__device__ static void leave_pair(step_smem<N> &room, const mn_mesa_args &p, int64_t head,
                                   int width, const T *v, float2 token, bool some, int first) {
     const int K = (int)p.call.K, V = (int)p.call.V, warps = (MN_MESA_READERS - first) / 32;
     float *kk = (float *)p.hkk.data, *kv = (float *)p.hkv.data;
@@ -280,7 +281,7 @@ template <int N, typename T>
 __global__ void __launch_bounds__(MN_MESA_READERS, 1)
 step_kernel(const __grid_constant__ mn_mesa_args p) {
     extern __shared__ __align__(16) unsigned char step_bytes[];
-    step_room<N> &room = *(step_room<N> *)step_bytes;
+    step_smem<N> &room = *(step_smem<N> *)step_bytes;
     const int64_t head = blockIdx.x, h = head % p.call.H, K = p.call.K;
     const int width = (int)(p.call.V + 3) / 4 * 4, thread = (int)threadIdx.x;
     mn_mesa_reader<N> me;
@@ -289,8 +290,8 @@ step_kernel(const __grid_constant__ mn_mesa_args p) {
     at.tile.n_rows = at.tile.span.length;
     me.take(p, at, 0);
     me.lie.rows = 0, me.lie.pitch = width, me.front = room.values();    // Hkv by itself
-    mn_let_next_begin();
-    mn_wait_for_before();
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
     const bool some = me.count > 0;
     const float2 token = mn_mesa_token<T>(p, at, me.lane);
     const float2 only = make_float2(mn_mesa_from(token.x, 0), mn_mesa_from(token.y, 0));
@@ -331,17 +332,17 @@ static int ranks_of(const mn_call &c) {
 
 template <int N>
 static size_t step_bytes_of(const mn_call &c) {
-    return sizeof(step_room<N>) + (size_t)(8 * N * ((c.V + 3) / 4 * 4)) * sizeof(float);
+    return sizeof(step_smem<N>) + (size_t)(8 * N * ((c.V + 3) / 4 * 4)) * sizeof(float);
 }
 
 bool mn_mesa_once_serves(const mn_mesa_args *p) {
     const mn_call &c = p->call;
-    const mn_machine machine = mn_machine_in_use();
+    const mn_device_props machine = mn_device_props_current();
     const int64_t n = mn_n_spans(c), room = machine.shared_bytes;
     if (!p->o.data || c.K > ONCE_WIDEST || c.T < 1 || n * c.H > INT32_MAX) return false;
     if (c.T == 1) return c.V <= 4096 && (int64_t)step_bytes_of<ONCE_WIDEST / 8>(c) <= room;
     return c.T <= ONCE_TOKENS && c.V <= ONCE_VALUES &&
-           (int64_t)sizeof(short_room<8, float>) <= room && machine.cooperates &&
+           (int64_t)sizeof(short_smem<8, float>) <= room && machine.coop_launch &&
            n * c.H * ranks_of(c) <= machine.processors;
 }
 
@@ -351,14 +352,14 @@ static int start_short(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_
     const int ranks = ranks_of(c);
     const auto kernel = short_kernel<N, T>;
     const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(short_room<N, T>));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(short_smem<N, T>));
     if (code != cudaSuccess) return code;
     cudaLaunchAttribute together = {};
     together.id = cudaLaunchAttributeCooperative;
     together.val.cooperative = 1;
     cudaLaunchConfig_t how = {};
     how.gridDim = dim3((unsigned)(mn_n_spans(c) * ranks), (unsigned)c.H);
-    how.blockDim = dim3(MN_MESA_READERS), how.dynamicSmemBytes = sizeof(short_room<N, T>);
+    how.blockDim = dim3(MN_MESA_READERS), how.dynamicSmemBytes = sizeof(short_smem<N, T>);
     how.stream = on, how.attrs = &together, how.numAttrs = 1;
     return (int)cudaLaunchKernelEx(&how, kernel, *p, w, ranks);
 }
@@ -371,7 +372,7 @@ static int start_step(const mn_mesa_args *p, cudaStream_t on) {
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code != cudaSuccess) return code;
     const unsigned blocks = (unsigned)(mn_n_spans(p->call) * p->call.H);
-    return mn_launch_early(kernel, dim3(blocks), MN_MESA_READERS, bytes, on, *p);
+    return mn_launch_pdl(kernel, dim3(blocks), MN_MESA_READERS, bytes, on, *p);
 }
 
 template <int N, typename T>
@@ -389,3 +390,5 @@ static int start_any(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t 
 int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on) {
     return p->call.dtype == MN_BF16 ? start_any<mn_bf16>(p, w, on) : start_any<float>(p, w, on);
 }
+
+}    // namespace mneme::mesa

@@ -12,10 +12,12 @@
 #include "kernels/cuda/mesa/mesa.cuh"
 #include "kernels/cuda/mesa/mesa_solve.cuh"
 
-enum { MN_MESA_READERS = 256 };    // threads: eight teams of one warp or two of four
+namespace mneme::mesa {
+
+enum { MN_MESA_READERS = 256 };    // threads: eight groups of one warp or two of four
 
 /* Keys of a chunk, and a row of zeros; as doubles, too, and with Hkk in front of them, where each
- * of eight warps would fetch that and turn them into such. For teams of four there is no room on
+ * of eight warps would fetch that and turn them into such. For groups of four there is no room on
  * all machines. Rows lie so that four tokens' are in different banks. */
 template <int N, bool WIDE = mn_mesa_matrix<N>::warps == 1>
 struct mn_mesa_keys {
@@ -43,7 +45,7 @@ struct mn_mesa_keys<N, false> {
     __device__ const float *row(int u) const { return keys[u]; }
 };
 
-/* The chunk's tokens, and what teams keep of each of theirs. */
+/* The chunk's tokens, and what groups keep of each of theirs. */
 template <int N>
 struct mn_mesa_tokens : mn_mesa_keys<N> {
     mn_mesa_shown<N> shown[8 / mn_mesa_matrix<N>::warps];
@@ -55,7 +57,7 @@ struct mn_mesa_tokens : mn_mesa_keys<N> {
 };
 
 /* A team and its token, which is token u of the chunk, number `mine` of the part and token t of
- * batch row b. `rank` is the thread's in its team. Where a part is short, teams without a token do
+ * batch row b. `rank` is the thread's in its team. Where a part is short, groups without a token do
  * as the last one does and leave nothing: branches that all threads take alike spare the exchanges
  * between lanes much care. */
 template <int N>
@@ -67,7 +69,7 @@ struct mn_mesa_reader {
     int64_t b, t, t0;      // t0: where the chunk begins
     int u, mine, rank, lane;
     int part, count;       // blocks of the chunk have parts; tokens of the chunk
-    int reach;             // tokens up to the last one that the block's teams have at a time
+    int reach;             // tokens up to the last one that the block's groups have at a time
     bool real;
     double level;          // of token `lane`: the sum of log decays
     float beta;            // of token `lane`
@@ -201,7 +203,7 @@ __device__ __forceinline__ void mn_mesa_gather(mn_mesa_matrix<N> &m, const mn_me
 #pragma unroll
             for (int slot = 0; slot < slots; slot++) {
                 if (j >= mn_mesa_matrix<N>::columns(slot)) continue;
-                mn_dmma_8(m.at[slot][j], left[slot], right);
+                mn_mma_f64_k8(m.at[slot][j], left[slot], right);
             }
         }
     }
@@ -302,7 +304,7 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
     }
 }
 
-/* Hkv and values, which o asks for when x is there, to the first cache. */
+/* Hkv and values, which o requests for when x is there, to the first cache. */
 template <int N, typename T>
 __device__ inline void mn_mesa_announce(const mn_mesa_args &p, const mn_mesa_reader<N> &me) {
     enum { LINE = 32, VALUES = 128 / (int)sizeof(T) };    // numbers
@@ -375,7 +377,7 @@ __device__ __forceinline__ void mn_mesa_read(mn_mesa_tokens<N> &room, const mn_m
     if constexpr (BACK) mn_mesa_cotangent<N, T>(room, p, me);
     mn_mesa_gather<N>(m, room, me);
     if constexpr (me.warps == 1) mn_mesa_solve_warp<N, BACK ? 2 : 1>(m, sides, (int)p.call.K);
-    else mn_mesa_solve_team<N, BACK ? 2 : 1>(m, sides, (int)p.call.K,
+    else mn_mesa_solve_group<N, BACK ? 2 : 1>(m, sides, (int)p.call.K,
                                                 room.shown[threadIdx.x / me.team]);
     if constexpr (BACK) mn_mesa_leave<N, T>(room, p, w, me);
     else mn_mesa_weigh_values<N>(room, me);
@@ -386,11 +388,11 @@ __device__ __forceinline__ void mn_mesa_read(mn_mesa_tokens<N> &room, const mn_m
 template <int N, typename T, bool BACK>
 __device__ __forceinline__ void mn_mesa_read_part(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
                                                   const mn_mesa_work &w, mn_mesa_reader<N> &me) {
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART, teams = 8 / mn_mesa_matrix<N>::warps;
+    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART, groups = 8 / mn_mesa_matrix<N>::warps;
 #pragma unroll 1
-    for (int from = 0; from < MN_MESA_PART && me.token(from) < me.count; from += teams) {
+    for (int from = 0; from < MN_MESA_PART && me.token(from) < me.count; from += groups) {
         me.mine = from + threadIdx.x / me.team;
-        me.reach = min(me.token(from) + teams, me.count);
+        me.reach = min(me.token(from) + groups, me.count);
         me.u = min(me.token(me.mine), me.count - 1), me.real = me.token(me.mine) < me.count;
         mn_mesa_read<N, T, BACK>(room, p, w, me);
     }
@@ -426,7 +428,7 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
         brought.put(room, p);
         me.beta = token.x, me.level = mn_mesa_levels(token.y, me.lane);
     }
-    mn_wait_for_before();    // inputs are there already, pairs only now
+    mn_pdl_wait();    // inputs are there already, pairs only now
     if (!some) return;
     me.front = w.pairs + me.at.index * me.lie.size;
     if constexpr (me.warps == 1) mn_mesa_stage_front<N>(room, me);
@@ -434,5 +436,7 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     __syncthreads();
     mn_mesa_read_part<N, T, BACK>(room, p, w, me);
 }
+
+}    // namespace mneme::mesa
 
 #endif

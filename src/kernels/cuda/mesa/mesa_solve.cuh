@@ -17,6 +17,8 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/mma_f64.cuh"
 
+namespace mneme::mesa {
+
 /* The lower triangle of N x N tiles, two rows of tiles at a time as the tensor cores take them. A
  * single warp has all pairs of rows; of a team, warp w has the pairs w and N / 2 - 1 - w.
  * at[slot][j] are column j of the rows 2 pair and 2 pair + 1, there for j < columns(slot); what is
@@ -62,7 +64,8 @@ struct mn_mesa_shown<4> {};
 template <>
 struct mn_mesa_shown<2> {};
 
-/* A barrier of the team; where teams have several warps, of the block, whose teams do the same. */
+/* A barrier of the team; where groups have several warps, of the block, whose groups do the same.
+ * */
 template <int WARPS>
 __device__ inline void mn_mesa_meet(void) {
     if (WARPS == 1) __syncwarp();
@@ -83,7 +86,7 @@ __device__ inline double mn_mesa_over(double x, int first, int last) {
 
 /* Sums over rows of a tile, to the rows: to row r that of column r. The two columns of a lane part
  * on the way. */
-__device__ inline double mn_mesa_turned(const double (&x)[2]) {
+__device__ inline double mn_mesa_transposed(const double (&x)[2]) {
     const int row = threadIdx.x % 32 / 4;
     const double give = row % 2 ? x[0] : x[1], own = row % 2 ? x[1] : x[0];
     const double sum = mn_mesa_over(own + __shfl_xor_sync(0xffffffffu, give, 4), 8, 16);
@@ -101,7 +104,7 @@ __device__ inline float mn_mesa_reciprocal(float x) {
 }
 
 __device__ inline double mn_mesa_reciprocal(double x) {
-    return mn_reciprocal(x);
+    return mn_rcp_f64(x);
 }
 
 /* D becomes its inverse: Gauss and Jordan's elimination in place, two rows S at a time, of which E
@@ -156,11 +159,11 @@ __device__ inline void mn_mesa_invert(double (&d)[2]) {
     for (int round = 0; round < MN_MESA_ROUNDS && near && !there; round++) {
         double off[2][2] = { { row == 2 * pair ? 1.0 : 0.0, row == 2 * pair + 1 ? 1.0 : 0.0 } };
         const double left[4] = { x[0], 0.0, x[1], 0.0 }, less[2] = { -d[0], -d[1] };
-        mn_dmma_8(off, left, less);
+        mn_mma_f64_k8(off, left, less);
         near = mn_mesa_below(off[0], MN_MESA_NEAR), there = mn_mesa_below(off[0], MN_MESA_THERE);
         double sum[2][2] = { { x[0], x[1] } };
         const double by[4] = { off[0][0], 0.0, off[0][1], 0.0 };
-        mn_dmma_8(sum, by, x);    // asked before it is known, as it takes a while
+        mn_mma_f64_k8(sum, by, x);    // asked before it is known, as it takes a while
         x[0] = sum[0][0], x[1] = sum[0][1];
     }
     if (near) d[0] = x[0], d[1] = x[1];
@@ -198,7 +201,7 @@ struct mn_mesa_solver {
         const double from[4] = { c[0][0], c[1][0], c[0][1], c[1][1] };
         const int below = 2 * matrix::pair(slot) - k;    // of the pair's first row
         double L[2][2] = {};
-        mn_dmma_8(L, from, d);
+        mn_mma_f64_k8(L, from, d);
         const double less[4] = { L[0][0], L[1][0], L[0][1], L[1][1] };
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -207,7 +210,7 @@ struct mn_mesa_solver {
         }
 #pragma unroll
         for (int j = k + 1; j < matrix::columns(slot); j++) {
-            mn_dmma_8(m.at[slot][j], matrix::warps == 1 ? from : less, column(j));
+            mn_mma_f64_k8(m.at[slot][j], matrix::warps == 1 ? from : less, column(j));
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -288,7 +291,7 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
         for (int k = N - 1; k >= 0; k--) {
             if (8 * k >= K) continue;
             double &x = at.v[k / 2][k % 2][s];
-            if (k < N - 1) x += mn_mesa_turned(given[k]);
+            if (k < N - 1) x += mn_mesa_transposed(given[k]);
             if (pair == 0) b[s * 8 * N + 8 * k + row] = (float)x;
 #pragma unroll
             for (int j = k - 1; j >= 0; j--) {
@@ -304,7 +307,7 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
 
 /* The same by a team of warps. */
 template <int N, int SIDES>
-__device__ __forceinline__ void mn_mesa_solve_team(mn_mesa_matrix<N> &m, float *b, int K,
+__device__ __forceinline__ void mn_mesa_solve_group(mn_mesa_matrix<N> &m, float *b, int K,
                                                    mn_mesa_shown<N> &shown) {
     typedef mn_mesa_matrix<N> matrix;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % matrix::warps;
@@ -367,5 +370,7 @@ __device__ __forceinline__ void mn_mesa_solve_team(mn_mesa_matrix<N> &m, float *
     }
     mn_mesa_meet<matrix::warps>();
 }
+
+}    // namespace mneme::mesa
 
 #endif

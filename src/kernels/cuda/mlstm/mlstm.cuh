@@ -5,6 +5,8 @@
 
 #include "kernels/cuda/prim/common.cuh"
 
+namespace mneme::mlstm {
+
 /* States at the end or, going back, the cotangents of their sums in units of exp(-m), and the
  * gradients of the first ones: (N,H,K,V) and (N,H,K). `last`: m at the end, (N,H). */
 struct mn_mlstm_states {
@@ -12,20 +14,21 @@ struct mn_mlstm_states {
 };
 
 /* Whether a call goes over chunks, by its kind and sizes, never its length. */
-bool mn_mlstm_goes_over_chunks(const mn_mlstm_args *p, bool backward);
+bool mn_mlstm_uses_chunks(const mn_mlstm_args *p, bool backward);
 bool mn_mlstm_chunk_plan(const mn_mlstm_args *p, bool backward, mn_plan *plan);
 int mn_mlstm_chunk_run(const mn_mlstm_args *p, void *shared, bool backward, cudaStream_t stream);
 
 /* ---- gates ----------------------------------------------------------------------------------- */
 
-enum { MN_GATE_THREADS = 256, MN_GATE_TOKENS = 4, MN_GATE_TURN = MN_GATE_THREADS * MN_GATE_TOKENS };
+enum { MN_GATE_THREADS = 256, MN_GATE_TOKENS = 4, MN_GATE_TILE = MN_GATE_THREADS * MN_GATE_TOKENS };
 
 /* What some tokens do to the stabiliser: m <- max(m + fall, most). */
-struct mn_mlstm_map {
+struct mn_mlstm_maxplus {
     double fall, most;
 };
 
-__device__ inline mn_mlstm_map mn_mlstm_then(const mn_mlstm_map &a, const mn_mlstm_map &b) {
+__device__ inline mn_mlstm_maxplus mn_mlstm_compose(const mn_mlstm_maxplus &a,
+                                                    const mn_mlstm_maxplus &b) {
     return { a.fall + b.fall, fmax(a.most + b.fall, b.most) };
 }
 
@@ -34,46 +37,47 @@ __device__ inline float mn_log_sigmoid(float x) {
 }
 
 /* The map of all threads before this one; `whole` becomes that of the block. All call. */
-__device__ inline mn_mlstm_map mn_mlstm_maps_before(mn_mlstm_map own, mn_mlstm_map &whole,
-                                                    mn_mlstm_map *room) {
+__device__ inline mn_mlstm_maxplus mn_mlstm_exclusive_scan(mn_mlstm_maxplus own,
+                                                           mn_mlstm_maxplus &whole,
+                                                    mn_mlstm_maxplus *smem) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const mn_mlstm_map none = { 0.0, -INFINITY };
+    const mn_mlstm_maxplus none = { 0.0, -INFINITY };
     for (int step = 1; step < 32; step <<= 1) {
-        const mn_mlstm_map other = { __shfl_up_sync(0xffffffffu, own.fall, step),
+        const mn_mlstm_maxplus other = { __shfl_up_sync(0xffffffffu, own.fall, step),
                                      __shfl_up_sync(0xffffffffu, own.most, step) };
-        if (lane >= step) own = mn_mlstm_then(other, own);
+        if (lane >= step) own = mn_mlstm_compose(other, own);
     }
-    mn_mlstm_map before = { __shfl_up_sync(0xffffffffu, own.fall, 1),
+    mn_mlstm_maxplus before = { __shfl_up_sync(0xffffffffu, own.fall, 1),
                             __shfl_up_sync(0xffffffffu, own.most, 1) };
     if (lane == 0) before = none;
     __syncthreads();
-    if (lane == 31) room[warp] = own;
+    if (lane == 31) smem[warp] = own;
     __syncthreads();
     whole = none;
-    mn_mlstm_map warps = none;
+    mn_mlstm_maxplus warps = none;
     for (int i = 0; i < MN_GATE_THREADS / 32; i++) {
         if (i == warp) warps = whole;
-        whole = mn_mlstm_then(whole, room[i]);
+        whole = mn_mlstm_compose(whole, smem[i]);
     }
-    return mn_mlstm_then(warps, before);
+    return mn_mlstm_compose(warps, before);
 }
 
 /* f, w and m of all tokens, rows of all heads; or LOGS, the log2 of f and w, by heads: (H, B T). A
  * block has a head of a sequence. A gate that is 0 has the log -1000, of which nothing is left. */
 template <typename T, bool LOGS>
 __global__ void __launch_bounds__(MN_GATE_THREADS)
-mn_mlstm_gates_kernel(const __grid_constant__ mn_mlstm_args p, float *f, float *w, float *m_of,
+mlstm_gates(const __grid_constant__ mn_mlstm_args p, float *f, float *w, float *m_of,
                       float *last) {
-    __shared__ mn_mlstm_map room[MN_GATE_THREADS / 32];
+    __shared__ mn_mlstm_maxplus smem[MN_GATE_THREADS / 32];
     const float unit = 1.44269504f;
     const int64_t n = blockIdx.x / p.call.H, h = blockIdx.x % p.call.H;
     const mn_span span = mn_span_at(p.call, n);
     const float *first = mn_row<float>(p.m0, n, 0, h);
     double carried = first ? (double)*first : -INFINITY;
-    for (int64_t t0 = 0; t0 < span.length; t0 += MN_GATE_TURN) {
+    for (int64_t t0 = 0; t0 < span.length; t0 += MN_GATE_TILE) {
         const int64_t t = t0 + threadIdx.x * MN_GATE_TOKENS;
         float fall[MN_GATE_TOKENS], in[MN_GATE_TOKENS];
-        mn_mlstm_map own = { 0.0, -INFINITY }, whole;
+        mn_mlstm_maxplus own = { 0.0, -INFINITY }, whole;
 #pragma unroll
         for (int i = 0; i < MN_GATE_TOKENS; i++) {
             fall[i] = 0.0f, in[i] = -INFINITY;
@@ -81,9 +85,9 @@ mn_mlstm_gates_kernel(const __grid_constant__ mn_mlstm_args p, float *f, float *
             in[i] = mn_float(*mn_row<T>(p.ipre, span.b, span.t0 + t + i, h));
             fall[i] = mn_log_sigmoid(mn_float(*mn_row<T>(p.fpre, span.b, span.t0 + t + i, h)));
             if (fall[i] < -1e5f) fall[i] = -1e5f;    // NaN stays
-            own = mn_mlstm_then(own, { (double)fall[i], (double)in[i] });
+            own = mn_mlstm_compose(own, { (double)fall[i], (double)in[i] });
         }
-        const mn_mlstm_map before = mn_mlstm_maps_before(own, whole, room);
+        const mn_mlstm_maxplus before = mn_mlstm_exclusive_scan(own, whole, smem);
         double m = fmax(carried + before.fall, before.most);
         carried = fmax(carried + whole.fall, whole.most);
 #pragma unroll
@@ -107,7 +111,7 @@ mn_mlstm_gates_kernel(const __grid_constant__ mn_mlstm_args p, float *f, float *
 
 /* What is asked of the states at the end, or the cotangents of their sums in units of exp(-m). */
 static __global__ void __launch_bounds__(256)
-mn_mlstm_states_kernel(const __grid_constant__ mn_mlstm_args p, mn_mlstm_states s, bool backward) {
+mlstm_store_states(const __grid_constant__ mn_mlstm_args p, mn_mlstm_states s, bool backward) {
     const int64_t K = p.call.K, V = p.call.V, size = K * (V + 1);
     const int64_t at = blockIdx.x * (int64_t)256 + threadIdx.x;
     if (at >= size * p.call.H * mn_n_spans(p.call)) return;
@@ -131,8 +135,8 @@ mn_mlstm_states_kernel(const __grid_constant__ mn_mlstm_args p, mn_mlstm_states 
 
 /* The gradients of the first states; dm0 is their product with them. A block has a head. */
 static __global__ void __launch_bounds__(256)
-mn_mlstm_first_kernel(const __grid_constant__ mn_mlstm_args p, mn_mlstm_states s) {
-    __shared__ float room[32];
+mlstm_state0_grads(const __grid_constant__ mn_mlstm_args p, mn_mlstm_states s) {
+    __shared__ float smem[32];
     const int64_t head = blockIdx.x, K = p.call.K, KV = K * p.call.V;
     float sum = 0.0f;
     for (int64_t i = threadIdx.x; i < KV + K; i += 256) {
@@ -143,7 +147,7 @@ mn_mlstm_first_kernel(const __grid_constant__ mn_mlstm_args p, mn_mlstm_states s
         if (to) to[at] = d;
         sum = fmaf(d, mn_get(first, at), sum);
     }
-    sum = mn_team_sum<256>(sum, room);
+    sum = mn_group_sum<256>(sum, smem);
     if (threadIdx.x == 0 && p.grad.m0.data) ((float *)p.grad.m0.data)[head] = sum;
 }
 
@@ -153,17 +157,20 @@ inline bool mn_mlstm_wants_states(const mn_mlstm_args *p, bool backward) {
 }
 
 /* Either of them for (N,H) heads. */
-inline int mn_mlstm_put_states(const mn_mlstm_args *p, const mn_mlstm_states &s, int64_t heads,
+inline int mn_mlstm_store_states(const mn_mlstm_args *p, const mn_mlstm_states &s, int64_t heads,
                                bool backward, cudaStream_t on) {
     const int64_t count = heads * p->call.K * (p->call.V + 1);
-    mn_mlstm_states_kernel<<<mn_blocks(count, 256), 256, 0, on>>>(*p, s, backward);
-    return mn_launched();
+    mlstm_store_states<<<mn_blocks(count, 256), 256, 0, on>>>(*p, s, backward);
+    return mn_launch_status();
 }
 
-inline int mn_mlstm_put_first(const mn_mlstm_args *p, const mn_mlstm_states &s, int64_t heads,
+inline int mn_mlstm_store_state0_grads(const mn_mlstm_args *p, const mn_mlstm_states &s,
+                                       int64_t heads,
                               cudaStream_t on) {
-    mn_mlstm_first_kernel<<<(unsigned)heads, 256, 0, on>>>(*p, s);
-    return mn_launched();
+    mlstm_state0_grads<<<(unsigned)heads, 256, 0, on>>>(*p, s);
+    return mn_launch_status();
 }
+
+}    // namespace mneme::mlstm
 
 #endif

@@ -4,8 +4,10 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/mlstm/mlstm.cuh"
 
-/* Four columns each, groups of rows, rows of a thread at once. */
-enum { STEP_QUADS = 32, STEP_GROUPS = 16, STEP_MOST = 8, STEP_THREADS = STEP_QUADS * STEP_GROUPS };
+namespace mneme::mlstm {
+
+/* Four columns each, splits of rows, rows of a thread at once. */
+enum { STEP_QUADS = 32, STEP_GROUPS = 16, STEP_ROWS = 8, STEP_THREADS = STEP_QUADS * STEP_GROUPS };
 
 struct step_gates {
     float f, w, m;
@@ -23,24 +25,24 @@ __device__ static step_gates step_gates_of(const mn_mlstm_args &p, int64_t n, in
     return { f, w, (float)next };
 }
 
-/* Sums of `mine` over the groups of rows, for the thread's four columns; all threads call. */
-__device__ static void gather_columns(float (&mine)[4], float4 (*room)[STEP_QUADS]) {
+/* Sums of `local` over the splits of rows, for the thread's four columns; all threads call. */
+__device__ static void reduce_columns(float (&local)[4], float4 (*smem)[STEP_QUADS]) {
     const int quad = threadIdx.x % STEP_QUADS;
-    room[threadIdx.x / STEP_QUADS][quad] = make_float4(mine[0], mine[1], mine[2], mine[3]);
+    smem[threadIdx.x / STEP_QUADS][quad] = make_float4(local[0], local[1], local[2], local[3]);
     __syncthreads();
-    mine[0] = mine[1] = mine[2] = mine[3] = 0.0f;
+    local[0] = local[1] = local[2] = local[3] = 0.0f;
 #pragma unroll
     for (int group = 0; group < STEP_GROUPS; group++) {
-        const float4 x = room[group][quad];
-        mine[0] += x.x, mine[1] += x.y, mine[2] += x.z, mine[3] += x.w;
+        const float4 x = smem[group][quad];
+        local[0] += x.x, local[1] += x.y, local[2] += x.z, local[3] += x.w;
     }
     __syncthreads();
 }
 
 template <typename T>
 __global__ void __launch_bounds__(STEP_THREADS)
-mlstm_step_kernel(const __grid_constant__ mn_mlstm_args p) {
-    __shared__ float4 room[STEP_GROUPS][STEP_QUADS];
+mlstm_step_recurrent(const __grid_constant__ mn_mlstm_args p) {
+    __shared__ float4 smem[STEP_GROUPS][STEP_QUADS];
     __shared__ float sums[32];
     const int64_t h = blockIdx.x % p.call.H, n = blockIdx.x / p.call.H, K = p.call.K, V = p.call.V;
     const int group = threadIdx.x / STEP_QUADS, column0 = threadIdx.x % STEP_QUADS * 4;
@@ -50,30 +52,30 @@ mlstm_step_kernel(const __grid_constant__ mn_mlstm_args p) {
     float *C = mn_row<float>(p.C, n, 0, h), *ones = mn_row<float>(p.n, n, 0, h);
     float *m = mn_row<float>(p.m, n, 0, h), a = 0.0f;
     T *o = mn_row<T>(p.o, n, 0, h);
-    mn_let_next_begin();
-    mn_wait_for_before();
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
     const step_gates g = step_gates_of<T>(p, n, h);
     for (int64_t i = threadIdx.x; i < K; i += STEP_THREADS) {
         const float x = fmaf(g.f, mn_get(ones0, i), g.w * mn_float(k[i]));
         if (ones) ones[i] = x;
         a = fmaf(x, mn_float(q[i]), a);
     }
-    a = (float)p.scale * mn_team_sum<STEP_THREADS>(a, sums);    // all have seen the first m
+    a = (float)p.scale * mn_group_sum<STEP_THREADS>(a, sums);    // all have seen the first m
     if (m && threadIdx.x == 0) *m = g.m;
     const float den = fmaxf(fabsf(a), expf(-g.m));
     for (int64_t first = 0; first < V; first += 4 * STEP_QUADS) {
         const int64_t j = first + column0;
         float value[4] = {}, read[4] = {};
         if (j < V) mn_load<4>(value, v, j);
-        for (int64_t i0 = group; i0 < K && j < V; i0 += STEP_GROUPS * STEP_MOST) {
-            float S[STEP_MOST][4];
+        for (int64_t i0 = group; i0 < K && j < V; i0 += STEP_GROUPS * STEP_ROWS) {
+            float S[STEP_ROWS][4];
 #pragma unroll
-            for (int r = 0; r < STEP_MOST; r++) {
+            for (int r = 0; r < STEP_ROWS; r++) {
                 const int64_t i = i0 + r * STEP_GROUPS;
                 mn_load<4>(S[r], i < K ? C0 : nullptr, i * V + j);
             }
 #pragma unroll
-            for (int r = 0; r < STEP_MOST; r++) {
+            for (int r = 0; r < STEP_ROWS; r++) {
                 const int64_t i = i0 + r * STEP_GROUPS;
                 if (i >= K) break;
                 const float write = g.w * mn_float(k[i]), query = mn_float(q[i]);
@@ -85,7 +87,7 @@ mlstm_step_kernel(const __grid_constant__ mn_mlstm_args p) {
                 if (C) mn_store<4>(C, i * V + j, S[r]);
             }
         }
-        gather_columns(read, room);
+        reduce_columns(read, smem);
         if (group > 0 || j >= V || !o) continue;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
@@ -97,7 +99,7 @@ mlstm_step_kernel(const __grid_constant__ mn_mlstm_args p) {
 
 /* Whether rows of the view can be read four numbers at a time. */
 template <typename View>
-static bool in_fours(const View &view, size_t each) {
+static bool is_vec4_aligned(const View &view, size_t each) {
     bool even = (uintptr_t)view.data % (4 * each) == 0;
     for (int i = 0; i < 3; i++) even = even && view.stride[i] % 4 == 0;
     return even;
@@ -105,8 +107,9 @@ static bool in_fours(const View &view, size_t each) {
 
 static bool serves(const mn_mlstm_args *p) {
     const size_t each = p->call.dtype == MN_BF16 ? sizeof(mn_bf16) : sizeof(float);
-    return p->call.V % 4 == 0 && in_fours(p->v, each) && in_fours(p->o, each) &&
-           in_fours(p->C0, sizeof(float)) && in_fours(p->C, sizeof(float)) && !p->csum.data &&
+    return p->call.V % 4 == 0 && is_vec4_aligned(p->v, each) && is_vec4_aligned(p->o, each) &&
+           is_vec4_aligned(p->C0, sizeof(float)) && is_vec4_aligned(p->C, sizeof(float))
+               && !p->csum.data &&
            !p->nsum.data;
 }
 
@@ -123,7 +126,9 @@ MN_CUDA_LAUNCH(mlstm_step) {
     if (!serves(p)) return mn_mlstm_forward_cuda(args, shared, stream);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_early(p->call.dtype == MN_BF16 ? mlstm_step_kernel<mn_bf16>
-                                                    : mlstm_step_kernel<float>,
+    return mn_launch_pdl(p->call.dtype == MN_BF16 ? mlstm_step_recurrent<mn_bf16>
+                                                    : mlstm_step_recurrent<float>,
                            dim3((unsigned)blocks), STEP_THREADS, 0, (cudaStream_t)stream, *p);
 }
+
+}    // namespace mneme::mlstm

@@ -7,6 +7,8 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/activation.cuh"
 
+namespace mneme::moebius {
+
 enum { THREADS = 128 };
 
 static __device__ const float least_noise = 1e-7f;
@@ -79,7 +81,7 @@ MN_CUDA_LAUNCH(kla_discretise_forward) {
     const cudaStream_t on = (cudaStream_t)stream;
     if (p->call.dtype == MN_BF16) forward_kernel<mn_bf16><<<blocks, THREADS, 0, on>>>(*p);
     else forward_kernel<float><<<blocks, THREADS, 0, on>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 MN_CUDA_PLAN(kla_discretise_backward) {
@@ -94,5 +96,7 @@ MN_CUDA_LAUNCH(kla_discretise_backward) {
     const cudaStream_t on = (cudaStream_t)stream;
     if (p->call.dtype == MN_BF16) backward_kernel<mn_bf16><<<blocks, THREADS, 0, on>>>(*p);
     else backward_kernel<float><<<blocks, THREADS, 0, on>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }
+
+}    // namespace mneme::moebius

@@ -11,6 +11,8 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
 
+namespace mneme::moebius {
+
 enum { THREADS = 256, ROWS = 8 };
 static const int64_t most_logits = (int64_t)1 << 26;
 
@@ -95,9 +97,9 @@ normaliser_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
     const float *logits = w.logits + row * V;
     float top = -INFINITY, sum = 0.0f;
     for (int64_t v = threadIdx.x; v < V; v += THREADS) top = fmaxf(top, logits[v]);
-    top = mn_team_max<THREADS>(top, room);
+    top = mn_group_max<THREADS>(top, room);
     for (int64_t v = threadIdx.x; v < V; v += THREADS) sum += expf(logits[v] - top);
-    sum = mn_team_sum<THREADS>(sum, room);
+    sum = mn_group_sum<THREADS>(sum, room);
     if (threadIdx.x != 0) return;
     const int64_t target = target_of(p, at.b, at.t);
     w.lse[row] = top + logf(sum);
@@ -261,9 +263,9 @@ static bool plan_of(const mn_call *c, bool backward, mn_plan *plan) {
 }
 
 /* c (M,N) of rows that lie close */
-static mn_product_work product_of(const float *a, const float *b, float *c, int64_t M, int64_t N,
+static mn_gemm_problem product_of(const float *a, const float *b, float *c, int64_t M, int64_t N,
                                   int64_t K) {
-    mn_product_work work = {};
+    mn_gemm_problem work = {};
     work.dtype = work.c_dtype = MN_F32;
     work.a = a, work.b = b, work.c = c;
     work.M = M, work.N = N, work.K = K;
@@ -277,16 +279,16 @@ static int read_block(const mn_kla_mc_args *p, const work &w, bool backward, cud
     const mn_call &c = p->call;
     const int64_t rows = w.tokens * c.S;
     features_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, w);
-    mn_product_work logits = product_of(w.h, w.head, w.logits, rows, c.V, c.D);
+    mn_gemm_problem logits = product_of(w.h, w.head, w.logits, rows, c.V, c.D);
     logits.b_transposed = true, logits.b_row = c.D;
-    const int code = mn_product_plain(&logits, on);
+    const int code = mn_gemm_simt(&logits, on);
     if (code != cudaSuccess) return code;
     normaliser_kernel<<<(unsigned)rows, THREADS, 0, on>>>(*p, w);
     tokens_kernel<T><<<mn_blocks(w.tokens, THREADS), THREADS, 0, on>>>(*p, w, backward);
     if (!backward && p->logprob.data) {
         logprob_kernel<T><<<mn_blocks(w.tokens * c.V, THREADS), THREADS, 0, on>>>(*p, w);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T>
@@ -294,15 +296,15 @@ static int gradients_of_block(const mn_kla_mc_args *p, const work &w, cudaStream
     const mn_call &c = p->call;
     const int64_t rows = w.tokens * c.S;
     logits_back_kernel<<<mn_blocks(rows * c.V, THREADS), THREADS, 0, on>>>(*p, w);
-    const mn_product_work dh = product_of(w.logits, w.head, w.dh, rows, c.D, c.V);
-    mn_product_work dhead = product_of(w.logits, w.h, w.dhead, c.V, c.D, rows);
+    const mn_gemm_problem dh = product_of(w.logits, w.head, w.dh, rows, c.D, c.V);
+    mn_gemm_problem dhead = product_of(w.logits, w.h, w.dhead, c.V, c.D, rows);
     dhead.a_transposed = true, dhead.a_row = c.V, dhead.accumulate = w.first > 0;
-    int code = mn_product_plain(&dh, on);
-    if (code == cudaSuccess && p->grad.head.data) code = mn_product_plain(&dhead, on);
+    int code = mn_gemm_simt(&dh, on);
+    if (code == cudaSuccess && p->grad.head.data) code = mn_gemm_simt(&dhead, on);
     if (code != cudaSuccess) return code;
     if (p->norm.data) norm_back_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, w);
     features_back_kernel<T><<<mn_blocks(w.tokens * c.D, THREADS), THREADS, 0, on>>>(*p, w);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T>
@@ -318,7 +320,7 @@ static int run(const mn_kla_mc_args *p, float *shared, bool backward, cudaStream
         widen_kernel<T><<<mn_blocks(head, THREADS), THREADS, 0, on>>>(
             w.head, (const T *)p->head.data, head);
     }
-    int code = mn_launched();
+    int code = mn_launch_status();
     if (backward && code == cudaSuccess) {
         code = cudaMemsetAsync(w.dhead, 0, (size_t)head * sizeof(float), on);
     }
@@ -335,7 +337,7 @@ static int run(const mn_kla_mc_args *p, float *shared, bool backward, cudaStream
     if (p->grad.norm.data && c.D > 0) {
         norm_kernel<T><<<mn_blocks(c.D, THREADS), THREADS, 0, on>>>(*p, w.dnorm);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 static int run_any(const void *args, void *shared, bool backward, void *stream) {
@@ -360,3 +362,5 @@ MN_CUDA_LAUNCH(kla_mc_forward) {
 MN_CUDA_LAUNCH(kla_mc_backward) {
     return run_any(args, shared, true, stream);
 }
+
+}    // namespace mneme::moebius

@@ -12,7 +12,7 @@
 #include "kernels/cuda/moebius/moebius.cuh"
 #include "kernels/cuda/moebius/moebius_state_scan.cuh"
 
-using namespace moebius;
+namespace mneme::moebius {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
@@ -38,8 +38,8 @@ template <bool FULL>
 __device__ __forceinline__ static void put_four(mn_cell_sums<block> &out, int t, float (&y)[4],
                                                 float (&yvar)[4]) {
     const int at = t + block::slot_lane(), column = block::column(0);
-    out.at[0][0][at][column] = mn_cell_line_sums(y);
-    if (FULL) out.at[1][0][at][column] = mn_cell_line_sums(yvar);
+    out.at[0][0][at][column] = mn_cell_column_sums(y);
+    if (FULL) out.at[1][0][at][column] = mn_cell_column_sums(yvar);
 }
 
 /* A tile by lam and eta. FULL: with yvar, or read from the prior. */
@@ -59,7 +59,7 @@ __device__ __forceinline__ static void forward_rows(state &c, const dynamics &dy
             dyn.advance(c, now.k[i], now.v[0][i], now.prec[0][i]);
 #pragma unroll
             for (int j = 0; j < SLOTS; j++) {
-                const float var = mn_inverse(fmaxf(c.lam[j], floor_at)), q = now.q[i][j];
+                const float var = mn_rcp_ftz(fmaxf(c.lam[j], floor_at)), q = now.q[i][j];
                 const float by = FULL && prior ? q * dyn.a[j] : q;
                 y[i] = fmaf(by * c.eta[j], var, y[i]);
                 if (!FULL) continue;
@@ -87,7 +87,7 @@ __device__ __forceinline__ static bool forward_rays(state &c, float (&y)[4], flo
         for (int j = 0; j < SLOTS; j++) {
             const float q = in.q[i][j];
             x[j] = dyn.after(x[j], j, in.prec[0][i], in.k[i][j], in.v[0][i]);
-            const float by = mn_inverse(x[j].n);
+            const float by = mn_rcp_ftz(x[j].n);
             y[i] = fmaf((FULL && prior ? q * dyn.a[j] : q) * x[j].e, by, y[i]);
             if (!FULL) continue;
             const float var = x[j].d * by;
@@ -96,7 +96,7 @@ __device__ __forceinline__ static bool forward_rays(state &c, float (&y)[4], flo
     }
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-        const float by = mn_inverse(x[j].d);
+        const float by = mn_rcp_ftz(x[j].d);
         sound = sound && edge.holds(c.lam[j], x[j].n);
         c.lam[j] = x[j].n * by;
         c.eta[j] = x[j].e * by;
@@ -197,7 +197,7 @@ __device__ __forceinline__ static void token_backward(token_cots &to, adjoint &s
     to.v = to.prec = 0.0f;
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-        const float var = mn_inverse(fmaxf(after.lam[j], floor_at)), mean = after.eta[j] * var;
+        const float var = mn_rcp_ftz(fmaxf(after.lam[j], floor_at)), mean = after.eta[j] * var;
         const float q = in.q[at][j], k = in.k[at][j];
         const float a = dyn.a[j], a2 = dyn.a2[j], p = dyn.p[j];
         float gm = gy * q, pull = gm * mean;
@@ -223,7 +223,7 @@ __device__ __forceinline__ static void token_backward(token_cots &to, adjoint &s
         to.prec = fmaf(k, u, to.prec);
         to.v = fmaf(ne, k, to.v);
         const float lam = before.lam[j], eta = before.eta[j], den = fmaf(p, lam, a2);
-        const float g = mn_inverse(fmaxf(den, floor_at)), ng = nl * g, de = ne * (a * g);
+        const float g = mn_rcp_ftz(fmaxf(den, floor_at)), ng = nl * g, de = ne * (a * g);
         sum.a[j] = fmaf(ne, eta * g, sum.a[j]);
         sum.d.eta[j] = de;
         const float through = de * eta;
@@ -240,28 +240,28 @@ struct state_ahead {
     alignas(16) float at[2][block::THREADS][SLOTS];
 
     __device__ __forceinline__ void begin(const float *sets, int64_t set) {
-        copy_there<SLOTS>(at[0][threadIdx.x], sets + block::own(2 * set), true);
-        copy_there<SLOTS>(at[1][threadIdx.x], sets + block::own(2 * set + 1), true);
+        copy_device<SLOTS>(at[0][threadIdx.x], sets + block::own(2 * set), true);
+        copy_device<SLOTS>(at[1][threadIdx.x], sets + block::own(2 * set + 1), true);
     }
 
     __device__ __forceinline__ void get(state &c) const {
-        mn_cell_read(c.lam, at[0][threadIdx.x]);
-        mn_cell_read(c.eta, at[1][threadIdx.x]);
+        mn_cell_load(c.lam, at[0][threadIdx.x]);
+        mn_cell_load(c.eta, at[1][threadIdx.x]);
     }
 };
 
 template <bool FULL>
-struct backward_room {
+struct backward_smem {
     lines_of<FULL> in[2];
     state_ahead first[2];
     mn_cell_sums<block> out;
-    mn_cell_key_parts<block> keys;
+    mn_cell_key_partials<block> keys;
     fours states;
 };
 
 /* Leaves the sums over slots of dv and dprec at four tokens. */
 template <bool FULL>
-__device__ __forceinline__ static void put_lines(backward_room<FULL> &r, int t, float (&dv)[4],
+__device__ __forceinline__ static void put_lines(backward_smem<FULL> &r, int t, float (&dv)[4],
                                                  float (&dprec)[4]) {
     put_four<true>(r.out, t, dv, dprec);
 }
@@ -269,7 +269,7 @@ __device__ __forceinline__ static void put_lines(backward_room<FULL> &r, int t, 
 /* Four tokens of a tile from t on, by lam and eta. */
 template <bool FULL>
 __device__ __forceinline__ static void backward_four(adjoint &sum, const dynamics &dyn,
-                                                     backward_room<FULL> &r,
+                                                     backward_smem<FULL> &r,
                                                      const lines_of<FULL> &in, int t, int n_rows,
                                                      bool prior) {
     state c[5];
@@ -299,7 +299,7 @@ __device__ __forceinline__ static void backward_four(adjoint &sum, const dynamic
 /* A tile by lam and eta, from the state in front of it. */
 template <bool FULL>
 __device__ __forceinline__ static void backward_rows(adjoint &sum, const dynamics &dyn,
-                                                     backward_room<FULL> &r,
+                                                     backward_smem<FULL> &r,
                                                      const lines_of<FULL> &in, const state &first,
                                                      int n_rows, bool prior) {
     r.states.fill(first, dyn, in, n_rows);
@@ -313,7 +313,7 @@ __device__ __forceinline__ static void backward_rows(adjoint &sum, const dynamic
  * it. */
 __device__ __forceinline__ static float prior_cots(ray_cots &to, const ray &x, float to_q, float a,
                                                    float a2, float p, float q, float gw) {
-    const float var = x.d * mn_inverse(x.n), gv = gw * q * q;
+    const float var = x.d * mn_rcp_ftz(x.n), gv = gw * q * q;
     to.a = fmaf(q, to_q, to.a);
     to.a2 = fmaf(gv, var, to.a2);
     to.p += gv;
@@ -324,7 +324,7 @@ __device__ __forceinline__ static float prior_cots(ray_cots &to, const ray &x, f
 template <bool FULL>
 __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamics &dyn,
                                                      const ray_edge &edge,
-                                                     backward_room<FULL> &r,
+                                                     backward_smem<FULL> &r,
                                                      const lines_of<FULL> &in, int t, bool prior) {
     state c;
     rays x;
@@ -350,12 +350,12 @@ __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamic
             const ray &y = x.at[i + 1][j];
             const float q = now.q[i][j], g = gw[0][i];
             to.a = sum.a[j], to.a2 = sum.a2[j], to.p = sum.p[j];
-            to_q[j] = read_back<FULL>(w[j], mn_inverse(y.n), y.d, y.e, dyn.a[j], dyn.a2[j], q,
+            to_q[j] = read_back<FULL>(w[j], mn_rcp_ftz(y.n), y.d, y.e, dyn.a[j], dyn.a2[j], q,
                                       gy[0][i], g, prior);
             if (FULL && prior) {
                 to_q[j] = prior_cots(to, y, to_q[j], dyn.a[j], dyn.a2[j], dyn.p[j], q, g);
             } else if (FULL) {
-                to_q[j] = fmaf(2.0f * q * g, y.d * mn_inverse(y.n), to_q[j]);
+                to_q[j] = fmaf(2.0f * q * g, y.d * mn_rcp_ftz(y.n), to_q[j]);
             }
             pull_through(w[j], to, x.at[i][j], y, dyn.a[j], dyn.a2[j], dyn.p[j], prec,
                          now.k[i][j], v);
@@ -375,7 +375,7 @@ __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamic
 template <bool FULL>
 __device__ __forceinline__ static bool backward_tile(adjoint &sum, const dynamics &dyn,
                                                      const ray_edge &edge,
-                                                     backward_room<FULL> &r,
+                                                     backward_smem<FULL> &r,
                                                      const lines_of<FULL> &in, const state &first,
                                                      bool prior) {
     adjoint here = { sum.d, {}, {}, {} };
@@ -420,8 +420,8 @@ template <typename T, bool FULL>
 __global__ void __launch_bounds__(block::THREADS, 2)
 backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
                 int64_t count) {
-    extern __shared__ float4 room_here[];
-    backward_room<FULL> &r = *(backward_room<FULL> *)room_here;
+    extern __shared__ float4 smem_here[];
+    backward_smem<FULL> &r = *(backward_smem<FULL> *)smem_here;
     const dynamics dyn(p);
     const ray_edge edge = dyn.edge();
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
@@ -432,7 +432,7 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
         }
         const int64_t set = mn_cell_first_slot(p.call, at.n, TOKENS);
         adjoint sum = {};
-        fetched<T, 2, FULL ? 4 : 3> next;
+        loaded<T, 2, FULL ? 4 : 3> next;
         if (at.last()) load_cells(sum.d, p.cot.lam, p.cot.eta, p.call, at.n, 0.0f);
         else sum.d.load(to.ends, slot);
         const int64_t last = at.end_tile() - 1;
@@ -464,7 +464,7 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
                 add_sums(sum, here);
             }
             __syncthreads();
-            mn_cell_put_keys(to.keys, p.call, tile, 0, 1, n_rows, r.keys);
+            mn_cell_store_keys(to.keys, p.call, tile, 0, 1, n_rows, r.keys);
             dv.put(r.out, 0, tile.n_rows, -(int64_t)TOKENS);
             dprec.put(r.out, 1, tile.n_rows, -(int64_t)TOKENS);
         }
@@ -517,16 +517,16 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backwa
            mn_mul_i64(&cells, call->V, 2 * call->K) && mn_mul_i64(&counts[5], cells, chunks);
 }
 
-static bool plan_room(mn_plan *plan, const mn_call *call, bool backward) {
+static bool plan_smem(mn_plan *plan, const mn_call *call, bool backward) {
     int64_t counts[N_ROOMS];
-    return measure(counts, call, backward) && mn_cell_plan(plan, counts);
+    return measure(counts, call, backward) && mn_cell_plan_workspace(plan, counts);
 }
 
-static room room_at(float *shared, const mn_call *call, bool backward) {
+static room smem_at(float *shared, const mn_call *call, bool backward) {
     int64_t counts[N_ROOMS];
     float *at[N_ROOMS];
     (void)measure(counts, call, backward);    // went well when it was planned
-    mn_cell_rooms(at, shared, counts);
+    mn_cell_carve_workspace(at, shared, counts);
     return { at[0], at[1], at[2], at[3], at[4], at[5], at[6] };
 }
 
@@ -536,23 +536,23 @@ static int sum_groups(const mn_out &first, const mn_out &second, const float *su
                       const mn_call *call, cudaStream_t stream) {
     const int64_t groups = mn_ceil_div(call->K, block::SLOTS);
     if (groups == 1) return cudaSuccess;
-    return mn_cell_add_rows<T>(first, second, sums, groups, call, 1, call->V, stream);
+    return mn_cell_reduce_partials<T>(first, second, sums, groups, call, 1, call->V, stream);
 }
 
 template <typename T>
 static int forward(const mn_moebius_args *p, float *shared, cudaStream_t stream) {
     const dim3 blocks = blocks_of(&p->call);
     const int64_t n_rows = mn_cell_rows_of(&p->call), count = n_chunks(p->call);
-    const room to = room_at(shared, &p->call, false);
+    const room to = smem_at(shared, &p->call, false);
     int code = cudaSuccess;
-    if (chunked(p->call)) code = walk_states<T>(p, to.starts, CHUNK, LONG, stream);
+    if (chunked(p->call)) code = scan_states<T>(p, to.starts, CHUNK, LONG, stream);
     if (code != cudaSuccess) return code;
     if (p->yvar.data || p->from_prior) {
         forward_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     } else {
         forward_kernel<T, false><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     }
-    code = mn_launched();
+    code = mn_launch_status();
     return code != cudaSuccess ? code : sum_groups<T>(p->y, p->yvar, to.sums, &p->call, stream);
 }
 
@@ -561,31 +561,31 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
     const mn_call *call = &p->call;
     const dim3 blocks = blocks_of(call);
     const int64_t n_rows = mn_cell_rows_of(call), count = n_chunks(*call);
-    const room to = room_at(shared, call, true);
+    const room to = smem_at(shared, call, true);
     const bool full = p->from_prior || p->cot.yvar.data;
-    int code = !chunked(*call) ? walk_states<T>(p, to.states, TOKENS, 0, stream)
-               : full ? walk_maps<T, OF_FULL_MAPS>(p, to.states, to.maps, to.ends, stream)
-                      : walk_maps<T, OF_MAPS>(p, to.states, to.maps, to.ends, stream);
+    int code = !chunked(*call) ? scan_states<T>(p, to.states, TOKENS, 0, stream)
+               : full ? scan_maps<T, OF_FULL_MAPS>(p, to.states, to.maps, to.ends, stream)
+                      : scan_maps<T, OF_MAPS>(p, to.states, to.maps, to.ends, stream);
     if (code != cudaSuccess) return code;
-    code = full ? mn_launch_with_room(backward_kernel<T, true>, blocks, block::THREADS,
-                                      sizeof(backward_room<true>), stream, *p, to, n_rows, count)
-                : mn_launch_with_room(backward_kernel<T, false>, blocks, block::THREADS,
-                                      sizeof(backward_room<false>), stream, *p, to, n_rows, count);
+    code = full ? mn_launch_smem(backward_kernel<T, true>, blocks, block::THREADS,
+                                      sizeof(backward_smem<true>), stream, *p, to, n_rows, count)
+                : mn_launch_smem(backward_kernel<T, false>, blocks, block::THREADS,
+                                      sizeof(backward_smem<false>), stream, *p, to, n_rows, count);
     if (code == cudaSuccess) {
         code = sum_groups<T>(p->grad.v, p->grad.prec, to.sums, call, stream);
     }
     if (code == cudaSuccess) {
-        code = mn_cell_add_rows<T>(p->grad.k, p->grad.q, to.keys, blocks.x, call, 1, call->K,
+        code = mn_cell_reduce_partials<T>(p->grad.k, p->grad.q, to.keys, blocks.x, call, 1, call->K,
                                    stream);
     }
     if (code != cudaSuccess || (!p->grad.a.data && !p->grad.p.data)) return code;
     const int64_t cells = call->V * call->K;
     const put_dynamics put = { (float *)p->grad.a.data, (float *)p->grad.p.data, cells };
-    return mn_sum_parts_into(put, to.dynamics, count, 2 * cells, stream);
+    return mn_reduce_partials_to(put, to.dynamics, count, 2 * cells, stream);
 }
 
 MN_CUDA_PLAN(moebius_forward) {
-    return plan_room(plan, (const mn_call *)args, false);
+    return plan_smem(plan, (const mn_call *)args, false);
 }
 
 MN_CUDA_LAUNCH(moebius_forward) {
@@ -597,7 +597,7 @@ MN_CUDA_LAUNCH(moebius_forward) {
 }
 
 MN_CUDA_PLAN(moebius_backward) {
-    return plan_room(plan, (const mn_call *)args, true);
+    return plan_smem(plan, (const mn_call *)args, true);
 }
 
 MN_CUDA_LAUNCH(moebius_backward) {
@@ -607,3 +607,5 @@ MN_CUDA_LAUNCH(moebius_backward) {
     }
     return backward<float>(p, (float *)shared, (cudaStream_t)stream);
 }
+
+}    // namespace mneme::moebius

@@ -2,20 +2,110 @@
  * numbers of a tile, chunks.
  *
  * Cells go by rays (moebius_projective.cuh), four tokens at a time; a warp for which one of its
- * rays does
- * not hold does the tile again by lam and eta, as it does tiles that are not whole.
+ * rays does not hold does the tile again by lam and eta, as it does tiles that are not whole.
  *
  * A sequence longer than LONG tokens goes by chunks of CHUNK, so that time too fills the GPU:
- * moebius_state_scan.cuh finds the state in front of each chunk first and, going back, the adjoint
- * behind
- * it. How a sequence is cut depends on its own length alone. */
+ * moebius_state_scan.cuh finds the state in front of each chunk first and, going back, the
+ * adjoint behind it. How a sequence is cut depends on its own length alone. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_CUH
 
 #include "kernels/cuda/recurrent/cell_state.cuh"
-#include "kernels/cuda/moebius/moebius_projective.cuh"
 
-namespace moebius {
+namespace mneme::moebius {
+
+using namespace recurrent;
+
+/* Kalman Linear Attention without a division per token: cells by rays.
+ *
+ * A state is kept up to a factor, lam = n / d and eta = e / d. A token is linear then,
+ *
+ *   d <- a^2 d + p n      g = prec k d      n <- n + k g      e <- a e + v g
+ *
+ * and reads e / n. With lam, prec >= 0 all of n and d are sums of positive numbers. A ray starts
+ * from d = 1 and is used for a few tokens, so that nothing leaves float's range; callers fall back
+ * on lam and eta where ray_sound says no. Adjoints of (n, d, e) follow by the chain rule; that the
+ * factor has no meaning, n n' + d d' + e e' = 0, makes one of them from two at a ray's end. */
+
+struct ray {
+    float n, d, e;
+};
+
+__device__ __forceinline__ ray ray_after(const ray &x, float a, float a2, float p, float pk,
+                                         float k, float v) {
+    ray y;
+    y.d = fmaf(p, x.n, a2 * x.d);
+    const float gain = pk * y.d;
+    y.n = fmaf(k, gain, x.n);
+    y.e = fmaf(v, gain, a * x.e);
+    return y;
+}
+
+/* How far down lam may be in front of 4 or 8 tokens for none of their n to lie below 1e-12 d, where
+ * a floor would bind: n never falls, and d is at most the larger of 1 and (a^2)^tokens times 1 +
+ * tokens p n. */
+struct ray_edge {
+    float by_n, least;
+
+    __device__ static ray_edge of(float a2, float p, int tokens) {
+        const float grown = fmaxf(a2, 1.0f), four = grown * grown * grown * grown;
+        const float most = tokens == 4 ? four : four * four;
+        return { fmaxf(2e-12f * (float)tokens * most * p, 1e-20f), 2e-12f * most };
+    }
+
+    /* Of two cells at once. */
+    __device__ ray_edge with(const ray_edge &other) const {
+        return { fmaxf(by_n, other.by_n), fmaxf(least, other.least) };
+    }
+
+    /* From lam in front of the tokens and n after them; false for what is no number. */
+    __device__ bool holds(float lam, float n) const {
+        return fmaf(by_n, n, least) <= lam;
+    }
+};
+
+/* The adjoint of a ray (n, d, e) behind which lam and eta have the adjoints dlam and deta; by =
+ * 1 / d, lam and eta as they are there. */
+__device__ __forceinline__ ray pull_behind(float lam, float eta, float by, float dlam, float deta) {
+    ray w;
+    w.n = dlam * by;
+    w.e = deta * by;
+    w.d = -fmaf(w.n, lam, w.e * eta);
+    return w;
+}
+
+/* What one token of one cell adds to the gradients of its inputs and of the dynamics. */
+struct ray_cots {
+    float k, v, prec, a, a2, p;
+};
+
+/* The adjoint w from behind the token that leads from x to y to in front of it. `to` adds up but
+ * for k. */
+__device__ __forceinline__ void pull_through(ray &w, ray_cots &to, const ray &x, const ray &y,
+                                             float a, float a2, float p, float prec, float k,
+                                             float v) {
+    const float pk = prec * k, gain = pk * y.d, to_gain = fmaf(k, w.n, v * w.e);
+    const float to_pk = y.d * to_gain;
+    to.v = fmaf(gain, w.e, to.v);
+    to.prec = fmaf(k, to_pk, to.prec);
+    to.k = fmaf(prec, to_pk, gain * w.n);
+    w.d = fmaf(pk, to_gain, w.d);
+    w.n = fmaf(p, w.d, w.n);
+    to.a = fmaf(x.e, w.e, to.a);
+    to.a2 = fmaf(x.d, w.d, to.a2);
+    to.p = fmaf(x.n, w.d, to.p);
+    w.d *= a2;
+    w.e *= a;
+}
+
+/* The same of the adjoint alone. */
+__device__ __forceinline__ void pull_back(ray &w, float a, float a2, float p, float prec, float k,
+                                          float v) {
+    w.d = fmaf(prec * k, fmaf(k, w.n, v * w.e), w.d);
+    w.n = fmaf(p, w.d, w.n);
+    w.d *= a2;
+    w.e *= a;
+}
 
 enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, LONG = 4096, CHUNK = 1024,
        MOST_CHUNKS = 65535 };
@@ -43,8 +133,8 @@ struct state {
     float lam[SLOTS], eta[SLOTS];
 
     __device__ void load(const float *sets, int64_t set) {
-        mn_cell_read(lam, sets + block::own(2 * set));
-        mn_cell_read(eta, sets + block::own(2 * set + 1));
+        mn_cell_load(lam, sets + block::own(2 * set));
+        mn_cell_load(eta, sets + block::own(2 * set + 1));
     }
 
     __device__ void store(float *sets, int64_t set) const {
@@ -99,7 +189,7 @@ struct dynamics {
     __device__ void advance(state &c, const float (&k)[SLOTS], float v, float prec) const {
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) {
-            const float g = mn_inverse(fmaxf(fmaf(p[j], c.lam[j], a2[j]), floor_at));
+            const float g = mn_rcp_ftz(fmaxf(fmaf(p[j], c.lam[j], a2[j]), floor_at));
             const float pk = prec * k[j];
             c.lam[j] = fmaf(c.lam[j], g, pk * k[j]);
             c.eta[j] = fmaf(a[j] * g, c.eta[j], pk * v);
@@ -132,7 +222,7 @@ enum { VALUES, PRECISIONS, MEAN_COTS, SPREAD_COTS };
 template <int N_KEYS, int N_LINES>
 struct stage {
     mn_cell_keys<block> keys[N_KEYS];
-    mn_cell_lines<block> lines[N_LINES];
+    mn_cell_columns<block> lines[N_LINES];
 };
 
 /* Those going back. FULL: with cotangents of yvar, or reads from the prior. */
@@ -141,7 +231,7 @@ using lines_of = stage<2, FULL ? 4 : 3>;
 
 /* n numbers from memory to shared memory, or zeros, while the thread goes on. */
 template <int n>
-__device__ __forceinline__ void copy_there(float *to, const float *from, bool there) {
+__device__ __forceinline__ void copy_device(float *to, const float *from, bool there) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from),
                  "n"(n * sizeof(float)), "r"(there ? n * (int)sizeof(float) : 0) : "memory");
@@ -152,7 +242,7 @@ __device__ __forceinline__ void copy_there(float *to, const float *from, bool th
  * converted. */
 template <typename T, int WIDTH>
 struct on_the_way {
-    typedef mn_cell_share<WIDTH, block::THREADS> share;
+    typedef mn_cell_thread_map<WIDTH, block::THREADS> share;
     const T *from;      // the thread's first number
     int left;           // how many there are from it on
     T x[share::EACH];   // of float32 nothing
@@ -179,8 +269,8 @@ struct on_the_way {
             const bool there = share::row() < n_rows && n * share::ACROSS < left;
             const T *at = from + n * share::ACROSS;
             if constexpr (sizeof(T) == sizeof(float)) {
-                to.each_place(share::row(), place() + n * share::ACROSS,
-                              [&](float *room) { copy_there<1>(room, at, there); });
+                to.for_each_slot(share::row(), place() + n * share::ACROSS,
+                              [&](float *room) { copy_device<1>(room, at, there); });
             } else {
                 x[n] = there ? *at : (T)0.0f;
             }
@@ -191,14 +281,14 @@ struct on_the_way {
     __device__ __forceinline__ void finish(Room &to) const {
 #pragma unroll
         for (int n = 0; n < share::EACH && sizeof(T) < sizeof(float); n++) {
-            to.each_place(share::row(), place() + n * share::ACROSS,
+            to.for_each_slot(share::row(), place() + n * share::ACROSS,
                           [&](float *room) { *room = mn_float(x[n]); });
         }
     }
 };
 
 template <typename T, int N_KEYS, int N_LINES>
-struct fetched {
+struct loaded {
     on_the_way<T, block::SLOTS> keys[N_KEYS];
     on_the_way<T, block::COLUMNS> lines[N_LINES];
 
@@ -244,10 +334,10 @@ struct fetched {
  * blockIdx.z counts blocks of slots, to this block's part of `parts`. */
 template <typename T>
 struct leaving {
-    typedef mn_cell_share<block::COLUMNS, block::THREADS> share;
+    typedef mn_cell_thread_map<block::COLUMNS, block::THREADS> share;
     T *to;          // the thread's first number; NULL: to `part`, or nowhere
     float *part;
-    int64_t apart;
+    int64_t ws;
     int left;       // how many there are from it on
 
     __device__ void open(const mn_out &view, float *parts, int kind, const mn_call &call,
@@ -259,7 +349,7 @@ struct leaving {
         to = view.data && !split ? mn_row<T>(view, span.b, t, 0) + m : nullptr;
         const int64_t row = blockIdx.z * n_rows + span.b * call.T + t;
         part = split ? parts + (row * 2 + kind) * call.V + m : nullptr;
-        apart = split ? 2 * call.V : view.stride[1];
+        ws = split ? 2 * call.V : view.stride[1];
     }
 
     /* A tile's, and on by so many tokens. */
@@ -267,12 +357,12 @@ struct leaving {
                                         int64_t n_tokens) {
         float x[share::EACH];
         if (share::row() < n_rows) {
-            mn_cell_read(x, &sums.at[kind][0][share::row()][share::place()]);
+            mn_cell_load(x, &sums.at[kind][0][share::row()][share::place()]);
             if (to) mn_cell_store(to, left, x);
             else if (part) mn_cell_store(part, left, x);
         }
-        if (to) to += n_tokens * apart;
-        if (part) part += n_tokens * apart;
+        if (to) to += n_tokens * ws;
+        if (part) part += n_tokens * ws;
     }
 };
 
@@ -333,7 +423,7 @@ __device__ __forceinline__ void ray_four(state &c, const dynamics &dyn, const fo
         ray x = { c.lam[j], 1.0f, c.eta[j] };
 #pragma unroll
         for (int i = 0; i < 4; i++) x = dyn.after(x, j, in.prec[0][i], in.k[i][j], in.v[0][i]);
-        const float by = mn_inverse(x.d);
+        const float by = mn_rcp_ftz(x.d);
         c.lam[j] = x.n * by;
         c.eta[j] = x.e * by;
     }
@@ -349,8 +439,8 @@ struct fours {
     }
 
     __device__ void get(state &c, int t) const {
-        mn_cell_read(c.lam, at[t / 4][0][threadIdx.x]);
-        mn_cell_read(c.eta, at[t / 4][1][threadIdx.x]);
+        mn_cell_load(c.lam, at[t / 4][0][threadIdx.x]);
+        mn_cell_load(c.eta, at[t / 4][1][threadIdx.x]);
     }
 
     /* From the state in front of the tile. */
@@ -401,7 +491,7 @@ struct rays {
             for (int i = 0; i < 4; i++) {
                 at[i + 1][j] = dyn.after(at[i][j], j, prec[i], k[i][j], v[i]);
             }
-            by[j] = mn_inverse(at[4][j].d);
+            by[j] = mn_rcp_ftz(at[4][j].d);
             last.lam[j] = at[4][j].n * by[j];
             last.eta[j] = at[4][j].e * by[j];
             sound = sound && edge.holds(c.lam[j], at[4][j].n) && isfinite(last.eta[j]);
@@ -479,7 +569,7 @@ struct chunk {
 template <typename T, int N_KEYS, int N_LINES, typename F>
 __device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const mn_moebius_args &p,
                                           const chunk &at, F walk) {
-    fetched<T, N_KEYS, N_LINES> next;
+    loaded<T, N_KEYS, N_LINES> next;
     const int64_t end = at.end_tile();
     next.open(p, at.span);
     next.move(p, at.first);
@@ -496,6 +586,6 @@ __device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const
     __syncthreads();
 }
 
-}    // namespace moebius
+}    // namespace mneme::moebius
 
 #endif

@@ -1,6 +1,5 @@
 /* moebius_state_scan.cuh - Kalman Linear Attention's states alone, in front of every so many
- * tokens, and
- * with them maps of chunks (moebius_map.cuh).
+ * tokens, and with them maps of chunks (moebius_map.cuh).
  *
  * By rays a state is four products and three multiply-adds a token, and its chain three of them:
  * one walk through the whole sequence, with a thread for each cell, costs less than states of
@@ -14,49 +13,152 @@
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_STATE_SCAN_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_STATE_SCAN_CUH
 
-#include "kernels/cuda/moebius/moebius_map.cuh"
+#include "kernels/cuda/moebius/moebius.cuh"
 #include "kernels/cuda/prim/vec_load.cuh"
 
-namespace moebius {
+namespace mneme::moebius {
+
+/* Kalman Linear Attention's chunks as maps of adjoints.
+ *
+ * The adjoint (dlam0, deta0) of a cell's state in front of a chunk is linear in the one behind it.
+ * With lam, eta and the reads' means and variances as functions of lam0 and eta0,
+ *
+ *   dlam0 = dlam lam' + deta eta' + sum_t gm_t mean'_t + gv_t var'_t       ' for d / d lam0
+ *   deta0 =             deta eta* + sum_t gm_t mean*_t                     * for d / d eta0
+ *
+ * are five numbers, which the walk through the states finds as it goes (moebius_state_scan.cuh):
+ * no walk against time is needed. By rays eta0 adds f to e, with f <- a f, and the determinant of
+ * a token's step of (n, d) is a^2, so that derivatives need no differences of large numbers:
+ *
+ *   mean* = f / n =: s        var' = -s^2        mean' = s r
+ *   r <- r - (v - k mean) prec k a s_before,     r = -mean in front of the first token */
+
+/* What a token reads and says: cotangents of its mean and its variance. */
+struct read_cots {
+    float mean, var;
+
+    /* FULL: with cotangents gw of yvar, or a read from the prior. */
+    template <bool FULL>
+    __device__ __forceinline__ static read_cots of(float q, float gy, float gw, float a, float a2,
+                                                   bool prior) {
+        if (!FULL) return { gy * q, 0.0f };
+        const float of_var = gw * q * q;
+        return prior ? read_cots{ gy * q * a, of_var * a2 } : read_cots{ gy * q, of_var };
+    }
+};
+
+/* Some tokens as a map of adjoints. */
+struct cell_map {
+    float lam, cross, eta;       // d lam / d lam0, d eta / d lam0, d eta / d eta0
+    float to_lam, to_eta;        // what the reads say to lam0 and eta0
+
+    __device__ static cell_map none() {
+        return { 1.0f, 0.0f, 1.0f, 0.0f, 0.0f };
+    }
+
+    /* With the tokens of `next` behind them. */
+    __device__ __forceinline__ void append(const cell_map &next) {
+        to_lam = fmaf(lam, next.to_lam, fmaf(cross, next.to_eta, to_lam));
+        to_eta = fmaf(eta, next.to_eta, to_eta);
+        cross = fmaf(next.eta, cross, next.cross * lam);
+        lam *= next.lam;
+        eta *= next.eta;
+    }
+
+    /* The adjoint from behind to in front. */
+    __device__ __forceinline__ void pull(float &dlam, float &deta) const {
+        dlam = fmaf(lam, dlam, fmaf(cross, deta, to_lam));
+        deta = fmaf(eta, deta, to_eta);
+    }
+
+    __device__ __forceinline__ void store(float *to, int64_t set) const {
+        to[0] = lam, to[set] = cross, to[2 * set] = eta;
+        to[3 * set] = to_lam, to[4 * set] = to_eta;
+    }
+
+    __device__ __forceinline__ static cell_map load(const float *from, int64_t set) {
+        return { from[0], from[set], from[2 * set], from[3 * set], from[4 * set] };
+    }
+};
+
+enum { MAP_NUMBERS = 5 };
+
+/* The same of a few tokens as rays give it: the names of the equations above. */
+struct ray_map {
+    float f, s, r, mean;
+    float to_lam, to_eta;
+
+    /* In front of the first token, where the ray is x. */
+    __device__ __forceinline__ static ray_map from(const ray &x) {
+        const float by = mn_rcp_ftz(x.n), mean = x.e * by;
+        return { x.d, x.d * by, -mean, mean, 0.0f, 0.0f };
+    }
+
+    /* Of no tokens, whatever x may be. */
+    __device__ __forceinline__ static ray_map none(const ray &x) {
+        return { x.d, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f };
+    }
+
+    /* One token more, behind which the ray is x; g is what its read says. */
+    template <bool FULL>
+    __device__ __forceinline__ void advance(const ray &x, float a, float pk, float k, float v,
+                                            const read_cots &g) {
+        const float by = mn_rcp_ftz(x.n), push = pk * (a * s);
+        mean = x.e * by;
+        f *= a;
+        s = f * by;
+        r = fmaf(-fmaf(-mean, k, v), push, r);
+        const float pull = g.mean * s;
+        to_eta += pull;
+        to_lam = fmaf(pull, r, to_lam);
+        if (FULL) to_lam = fmaf(-(g.var * s), s, to_lam);
+    }
+
+    /* Behind the last one, by = 1 / d there. */
+    __device__ __forceinline__ cell_map map(float by) const {
+        const float eta = f * by;
+        return { eta * eta, eta * fmaf(mean, eta, r), eta, to_lam, to_eta };
+    }
+};
 
 enum {
-    WALK_SIDE = 16,                               // channels and slots of a block
-    WALK_THREADS = WALK_SIDE * WALK_SIDE,
-    WALK_TOKENS = 64,
+    SCAN_SIDE = 16,                               // channels and slots of a block
+    SCAN_THREADS = SCAN_SIDE * SCAN_SIDE,
+    SCAN_TOKENS = 64,
 };
-static_assert(2 * WALK_SIDE == block::COLUMNS && WALK_SIDE == block::SLOTS, "blocks of cells");
+static_assert(2 * SCAN_SIDE == block::COLUMNS && SCAN_SIDE == block::SLOTS, "blocks of cells");
 
 /* ---- the numbers of a tile ------------------------------------------------------------------- */
 
-enum walk_kind { WALK_K, WALK_V, WALK_PREC, WALK_Q, WALK_MEAN_COT, WALK_SPREAD_COT };
+enum scan_kind { SCAN_K, SCAN_V, SCAN_PREC, SCAN_Q, SCAN_MEAN_COT, SCAN_SPREAD_COT };
 
 /* How many of these a walk needs: for states, for maps, for maps with cotangents of yvar or reads
  * from the prior. */
 enum { OF_STATES = 3, OF_MAPS = 5, OF_FULL_MAPS = 6 };
 
 /* at[i][t]: number of channel or slot i at token t; rows 16 bytes aligned, in different banks */
-struct alignas(16) walk_lines {
-    float at[WALK_SIDE][WALK_TOKENS + 4];
+struct alignas(16) scan_lines {
+    float at[SCAN_SIDE][SCAN_TOKENS + 4];
 };
 
 template <int KINDS>
-struct walk_stage {
-    walk_lines kinds[KINDS];
+struct scan_stage {
+    scan_lines kinds[KINDS];
 
     /* The line of this thread's slot or channel. */
-    __device__ __forceinline__ const float *line(walk_kind kind) const {
-        const bool of_slot = kind == WALK_K || kind == WALK_Q;
-        return kinds[kind].at[of_slot ? threadIdx.x % WALK_SIDE : threadIdx.x / WALK_SIDE];
+    __device__ __forceinline__ const float *line(scan_kind kind) const {
+        const bool of_slot = kind == SCAN_K || kind == SCAN_Q;
+        return kinds[kind].at[of_slot ? threadIdx.x % SCAN_SIDE : threadIdx.x / SCAN_SIDE];
     }
 };
 
 /* A thread's part of one kind of number of a tile: EACH neighbours of one token. */
 template <typename T>
-struct walk_fetched {
-    static constexpr int EACH = WALK_TOKENS * WALK_SIDE / WALK_THREADS, ACROSS = WALK_SIDE / EACH;
-    typename mn_stored<T, EACH>::type x;
+struct scan_loaded {
+    static constexpr int EACH = SCAN_TOKENS * SCAN_SIDE / SCAN_THREADS, ACROSS = SCAN_SIDE / EACH;
+    typename mn_vec_bits<T, EACH>::type x;
     const T *from;    // those of the next tile
-    int64_t apart;
+    int64_t ws;
     int inside;       // how many of them there are; EACH + 1: EACH, as one pack
 
     /* Of a sequence's numbers base, base + 1, ... of `count`. */
@@ -65,9 +167,9 @@ struct walk_fetched {
         const int64_t first = span.b * view.stride[0] + t * view.stride[1] + i;
         const int64_t bytes = (first | view.stride[1]) * (int64_t)sizeof(T);
         from = (const T *)view.data + first;
-        apart = WALK_TOKENS * view.stride[1];
+        ws = SCAN_TOKENS * view.stride[1];
         inside = view.data ? (int)max(min(count - i, (int64_t)EACH), (int64_t)0) : 0;
-        const bool packs = ((uintptr_t)view.data | bytes) % alignof(mn_pack<T, EACH>) == 0;
+        const bool packs = ((uintptr_t)view.data | bytes) % alignof(mn_vec<T, EACH>) == 0;
         if (inside == EACH && packs) inside++;
     }
 
@@ -79,7 +181,7 @@ struct walk_fetched {
             if (inside > EACH) {
                 x = *(decltype(&x))from;
             } else {
-                mn_pack<T, EACH> numbers = {};
+                mn_vec<T, EACH> numbers = {};
 #pragma unroll
                 for (int n = 0; n < EACH; n++) {
                     if (n < inside) numbers.at[n] = from[n];
@@ -87,10 +189,10 @@ struct walk_fetched {
                 memcpy(&x, &numbers, sizeof x);
             }
         }
-        from += apart;
+        from += ws;
     }
 
-    __device__ __forceinline__ void put(walk_lines &to) const {
+    __device__ __forceinline__ void put(scan_lines &to) const {
         float numbers[EACH];
         mn_unpack_to(numbers, x);
 #pragma unroll
@@ -102,20 +204,20 @@ struct walk_fetched {
 
 /* All kinds. */
 template <typename T, int KINDS>
-struct walk_tile {
-    walk_fetched<T> kinds[KINDS];
+struct scan_tile {
+    scan_loaded<T> kinds[KINDS];
 
     __device__ void open(const mn_moebius_args &p, const mn_span &span) {
-        const int64_t m = blockIdx.x * (int64_t)WALK_SIDE, s = blockIdx.z * (int64_t)WALK_SIDE;
-        kinds[WALK_K].open(p.k, span, s, p.call.K);
-        kinds[WALK_V].open(p.v, span, m, p.call.V);
-        kinds[WALK_PREC].open(p.prec, span, m, p.call.V);
+        const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE, s = blockIdx.z * (int64_t)SCAN_SIDE;
+        kinds[SCAN_K].open(p.k, span, s, p.call.K);
+        kinds[SCAN_V].open(p.v, span, m, p.call.V);
+        kinds[SCAN_PREC].open(p.prec, span, m, p.call.V);
         if constexpr (KINDS > OF_STATES) {
-            kinds[WALK_Q].open(p.q, span, s, p.call.K);
-            kinds[WALK_MEAN_COT].open(p.cot.y, span, m, p.call.V);
+            kinds[SCAN_Q].open(p.q, span, s, p.call.K);
+            kinds[SCAN_MEAN_COT].open(p.cot.y, span, m, p.call.V);
         }
         if constexpr (KINDS > OF_MAPS) {
-            kinds[WALK_SPREAD_COT].open(p.cot.yvar, span, m, p.call.V);
+            kinds[SCAN_SPREAD_COT].open(p.cot.yvar, span, m, p.call.V);
         }
     }
 
@@ -124,7 +226,7 @@ struct walk_tile {
         for (auto &kind : kinds) kind.fetch(left);
     }
 
-    __device__ __forceinline__ void put(walk_stage<KINDS> &to) const {
+    __device__ __forceinline__ void put(scan_stage<KINDS> &to) const {
 #pragma unroll
         for (int i = 0; i < KINDS; i++) kinds[i].put(to.kinds[i]);
     }
@@ -132,26 +234,26 @@ struct walk_tile {
 
 /* What a thread needs of four tokens. */
 template <int KINDS>
-struct walk_four {
+struct scan_four {
     float x[KINDS][4];
 
-    __device__ __forceinline__ void load(const walk_stage<KINDS> &in, int t) {
+    __device__ __forceinline__ void load(const scan_stage<KINDS> &in, int t) {
 #pragma unroll
-        for (int i = 0; i < KINDS; i++) mn_cell_read(x[i], in.line((walk_kind)i) + t);
+        for (int i = 0; i < KINDS; i++) mn_cell_load(x[i], in.line((scan_kind)i) + t);
     }
 };
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
 /* Where the cell of a thread lies. */
-struct walk_place {
+struct scan_place {
     int64_t own;    // in (V,K); -1 outside
     int64_t at;     // among SLOTS numbers per thread of the other kernels' blocks
     int64_t set;    // how many those are
 
-    __device__ walk_place(const mn_call &call) {
-        const int64_t m = blockIdx.x * (int64_t)WALK_SIDE + threadIdx.x / WALK_SIDE;
-        const int64_t s = blockIdx.z * (int64_t)WALK_SIDE + threadIdx.x % WALK_SIDE;
+    __device__ scan_place(const mn_call &call) {
+        const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE + threadIdx.x / SCAN_SIDE;
+        const int64_t s = blockIdx.z * (int64_t)SCAN_SIDE + threadIdx.x % SCAN_SIDE;
         own = m < call.V && s < call.K ? m * call.K + s : -1;
         const int64_t across = (call.V + block::COLUMNS - 1) / block::COLUMNS;
         const int column = (int)(m % block::COLUMNS), slot = (int)(s % block::SLOTS);
@@ -167,7 +269,7 @@ struct walk_place {
     }
 };
 
-struct walk_cell {
+struct scan_cell {
     float a, a2, p;
     ray x;             // in front of the next tokens
     float lam, eta;    // the same, or in front of the last 16 by rays until someone looks
@@ -176,7 +278,7 @@ struct walk_cell {
 
     /* lam' is at least lam / (a^2 + p lam), which grows with lam: after 16 tokens at least lam /
      * (most (1 + 16 p lam)). */
-    __device__ walk_cell(const mn_moebius_args &args, const walk_place &place) {
+    __device__ scan_cell(const mn_moebius_args &args, const scan_place &place) {
         const int64_t i = place.own;
         a = i >= 0 ? ((const float *)args.a.data)[i] : 1.0f;
         a2 = fmaxf(a * a, floor_at);
@@ -187,7 +289,7 @@ struct walk_cell {
         least = may ? 4.0f * floor_at * most : INFINITY;
     }
 
-    __device__ void open(const mn_moebius_args &args, const walk_place &place, int64_t n) {
+    __device__ void open(const mn_moebius_args &args, const scan_place &place, int64_t n) {
         lam = place.read(args.lam0, n, 1.0f);
         eta = place.read(args.eta0, n, 0.0f);
         renew();
@@ -201,7 +303,7 @@ struct walk_cell {
 
     /* lam and eta from the ray. Returns 1 / d. */
     __device__ __forceinline__ float look() {
-        const float by = mn_inverse(x.d);
+        const float by = mn_rcp_ftz(x.d);
         lam = x.n * by;
         eta = x.e * by;
         return by;
@@ -214,19 +316,19 @@ struct walk_cell {
     }
 
     __device__ __forceinline__ void advance(float k, float v, float prec) {
-        const float g = mn_inverse(fmaxf(fmaf(p, lam, a2), floor_at)), pk = prec * k;
+        const float g = mn_rcp_ftz(fmaxf(fmaf(p, lam, a2), floor_at)), pk = prec * k;
         lam = fmaf(lam, g, pk * k);
         eta = fmaf(a * g, eta, pk * v);
     }
 };
 
 /* Where the states of a thread's cell go, one for each so many sixteens of tokens. */
-struct walk_leaving {
+struct scan_leaving {
     float *to;         // the next one's lam
     int until;         // sixteens to it
     int steps;
 
-    __device__ __forceinline__ void put(const walk_cell &c, int64_t set) {
+    __device__ __forceinline__ void put(const scan_cell &c, int64_t set) {
         if (until == 0) {
             to[0] = c.lam, to[set] = c.eta;
             to += 2 * set, until = steps;
@@ -238,7 +340,7 @@ struct walk_leaving {
 /* ---- tokens of a tile ------------------------------------------------------------------------ */
 
 /* Whether rays hold: as states, and as maps too. */
-struct walk_sound {
+struct scan_sound {
     bool states, maps;
 };
 
@@ -246,9 +348,9 @@ struct walk_sound {
  * changes every eighth token by what d was four tokens before, and nothing here waits for what the
  * 16 tokens in front left last. `now` has the first four tokens, then the next ones'. */
 template <int KINDS>
-__device__ __forceinline__ void walk_sixteen(walk_cell &c, cell_map &map, walk_leaving &leaving,
-                                             walk_sound &sound, walk_four<KINDS> &now,
-                                             const walk_stage<KINDS> &in, int t, int64_t set,
+__device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_leaving &leaving,
+                                             scan_sound &sound, scan_four<KINDS> &now,
+                                             const scan_stage<KINDS> &in, int t, int64_t set,
                                              bool prior) {
     constexpr bool MAPS = KINDS > OF_STATES, FULL = KINDS > OF_MAPS;
     ray x = c.x;
@@ -261,18 +363,18 @@ __device__ __forceinline__ void walk_sixteen(walk_cell &c, cell_map &map, walk_l
     }
 #pragma unroll
     for (int at = 0; at < TOKENS; at += 4) {
-        walk_four<KINDS> next;
-        next.load(in, (t + at + 4) % WALK_TOKENS);
-        sound.states = all_positive(now.x[WALK_PREC]) && sound.states;
+        scan_four<KINDS> next;
+        next.load(in, (t + at + 4) % SCAN_TOKENS);
+        sound.states = all_positive(now.x[SCAN_PREC]) && sound.states;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float k = now.x[WALK_K][i], v = now.x[WALK_V][i], pk = now.x[WALK_PREC][i] * k;
+            const float k = now.x[SCAN_K][i], v = now.x[SCAN_V][i], pk = now.x[SCAN_PREC][i] * k;
             x = ray_after(x, c.a, c.a2, c.p, pk, k, v);
             if constexpr (MAPS) {
                 const float gw = FULL ? now.x[KINDS - 1][i] : 0.0f;
                 c.here.advance<FULL>(x, c.a, pk, k, v,
-                                     read_cots::of<FULL>(now.x[WALK_Q][i],
-                                                         now.x[WALK_MEAN_COT][i], gw, c.a, c.a2,
+                                     read_cots::of<FULL>(now.x[SCAN_Q][i],
+                                                         now.x[SCAN_MEAN_COT][i], gw, c.a, c.a2,
                                                          prior));
             }
         }
@@ -284,7 +386,7 @@ __device__ __forceinline__ void walk_sixteen(walk_cell &c, cell_map &map, walk_l
             sound.maps = sound.maps && c.lam >= c.least;
         }
         if (at % 8 == 0) {
-            by = mn_inverse(x.d);
+            by = mn_rcp_ftz(x.d);
             continue;
         }
         x = { x.n * by, x.d * by, x.e * by };
@@ -295,32 +397,32 @@ __device__ __forceinline__ void walk_sixteen(walk_cell &c, cell_map &map, walk_l
 
 /* n_rows tokens of a tile, sixteens, by lam and eta. */
 template <int KINDS>
-__device__ __forceinline__ void state_rows(walk_cell &c, walk_leaving &leaving,
-                                           const walk_stage<KINDS> &in, int n_rows, int64_t set) {
+__device__ __forceinline__ void state_rows(scan_cell &c, scan_leaving &leaving,
+                                           const scan_stage<KINDS> &in, int n_rows, int64_t set) {
 #pragma unroll 1
     for (int i = 0; i < n_rows; i++) {
         if (i % TOKENS == 0) leaving.put(c, set);
-        c.advance(in.line(WALK_K)[i], in.line(WALK_V)[i], in.line(WALK_PREC)[i]);
+        c.advance(in.line(SCAN_K)[i], in.line(SCAN_V)[i], in.line(SCAN_PREC)[i]);
     }
     c.renew();
 }
 
 /* The map with the tokens [t, end) of a tile, in front of which c is, behind it, by lam and eta. */
 template <int KINDS>
-__device__ __forceinline__ void map_rows(cell_map &map, walk_cell c, const walk_stage<KINDS> &in,
+__device__ __forceinline__ void map_rows(cell_map &map, scan_cell c, const scan_stage<KINDS> &in,
                                          int t, int end, bool prior) {
     constexpr bool FULL = KINDS == OF_FULL_MAPS;
 #pragma unroll 1
     for (; t < end; t++) {
-        const float q = in.line(WALK_Q)[t], gy = in.line(WALK_MEAN_COT)[t];
-        const float gw = FULL ? in.line(FULL ? WALK_SPREAD_COT : WALK_K)[t] : 0.0f;
-        const float den = fmaf(c.p, c.lam, c.a2), by_den = mn_inverse(fmaxf(den, floor_at));
+        const float q = in.line(SCAN_Q)[t], gy = in.line(SCAN_MEAN_COT)[t];
+        const float gw = FULL ? in.line(FULL ? SCAN_SPREAD_COT : SCAN_K)[t] : 0.0f;
+        const float den = fmaf(c.p, c.lam, c.a2), by_den = mn_rcp_ftz(fmaxf(den, floor_at));
         const bool free = den >= floor_at;
         cell_map next = { by_den, 0.0f, c.a * by_den, 0.0f, 0.0f };
         if (free) next.lam *= by_den * c.a2, next.cross = -by_den * c.p * next.eta * c.eta;
-        c.advance(in.line(WALK_K)[t], in.line(WALK_V)[t], in.line(WALK_PREC)[t]);
+        c.advance(in.line(SCAN_K)[t], in.line(SCAN_V)[t], in.line(SCAN_PREC)[t]);
         const read_cots g = read_cots::of<FULL>(q, gy, gw, c.a, c.a2, prior);
-        const float var = mn_inverse(fmaxf(c.lam, floor_at)), mean = c.eta * var;
+        const float var = mn_rcp_ftz(fmaxf(c.lam, floor_at)), mean = c.eta * var;
         const float to_eta = g.mean * var;
         const float to_lam = c.lam >= floor_at ? -var * fmaf(g.mean, mean, g.var * var) : 0.0f;
         next.to_eta = next.eta * to_eta;
@@ -331,20 +433,20 @@ __device__ __forceinline__ void map_rows(cell_map &map, walk_cell c, const walk_
 
 /* n_rows tokens, by rays where they hold for all of them. Without maps they are sixteens. */
 template <int KINDS>
-__device__ __forceinline__ void walk_tokens(walk_cell &c, cell_map &map, walk_leaving &leaving,
-                                            const walk_stage<KINDS> &in, int n_rows, int64_t set,
+__device__ __forceinline__ void scan_tokens(scan_cell &c, cell_map &map, scan_leaving &leaving,
+                                            const scan_stage<KINDS> &in, int n_rows, int64_t set,
                                             bool prior) {
     constexpr bool MAPS = KINDS > OF_STATES;
-    walk_cell before = c;
+    scan_cell before = c;
     const cell_map map_before = map;
-    const walk_leaving leaving_before = leaving;
+    const scan_leaving leaving_before = leaving;
     const int whole = n_rows / TOKENS * TOKENS;
-    walk_sound sound = { true, true };
-    walk_four<KINDS> now;
+    scan_sound sound = { true, true };
+    scan_four<KINDS> now;
     now.load(in, 0);
 #pragma unroll 1
     for (int t = 0; t < whole; t += TOKENS) {
-        walk_sixteen(c, map, leaving, sound, now, in, t, set, prior);
+        scan_sixteen(c, map, leaving, sound, now, in, t, set, prior);
     }
     c.look();
     if (!sound.states || !isfinite(c.lam) || !isfinite(c.eta)) {
@@ -373,41 +475,41 @@ __device__ __forceinline__ void walk_tokens(walk_cell &c, cell_map &map, walk_le
  * `every` is a multiple of 16. Maps, if there are KINDS for them, of the chunks of those longer
  * than LONG. */
 template <typename T, int KINDS>
-__global__ void __launch_bounds__(WALK_THREADS, KINDS == OF_STATES ? 2 : 1)
-walk_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps, int64_t every,
+__global__ void __launch_bounds__(SCAN_THREADS, KINDS == OF_STATES ? 2 : 1)
+scan_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps, int64_t every,
             int64_t beyond) {
-    extern __shared__ float4 room_here[];
-    walk_stage<KINDS> *in = (walk_stage<KINDS> *)room_here;
-    const walk_place place(p.call);
+    extern __shared__ float4 smem_here[];
+    scan_stage<KINDS> *in = (scan_stage<KINDS> *)smem_here;
+    const scan_place place(p.call);
     const int64_t set = place.set;
-    walk_cell c(p, place);
+    scan_cell c(p, place);
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
         if (span.length <= beyond) continue;
         const bool mapped = KINDS > OF_STATES && span.length > LONG;
         const int64_t end = mapped ? span.length : (span.length - 1) / every * every;
-        walk_leaving leaving = {
+        scan_leaving leaving = {
             states + 2 * set * mn_cell_first_slot(p.call, n, every) + place.at, 0,
             (int)(every / TOKENS)
         };
         float *to_map = maps + MAP_NUMBERS * set * mn_cell_first_slot(p.call, n, CHUNK) + place.at;
         cell_map map = cell_map::none();
-        walk_tile<T, KINDS> tile;
+        scan_tile<T, KINDS> tile;
         tile.open(p, span);
         c.open(p, place, n);
         tile.fetch(end);
-        for (int64_t first = 0; first < end; first += WALK_TOKENS) {
-            walk_stage<KINDS> &now = in[first / WALK_TOKENS % 2];
+        for (int64_t first = 0; first < end; first += SCAN_TOKENS) {
+            scan_stage<KINDS> &now = in[first / SCAN_TOKENS % 2];
             const int64_t left = end - first;
             tile.put(now);
             __syncthreads();
-            if (left > WALK_TOKENS) tile.fetch(left - WALK_TOKENS);
+            if (left > SCAN_TOKENS) tile.fetch(left - SCAN_TOKENS);
             if (mapped && first % CHUNK == 0 && first > 0) {
                 c.look(map);
                 map.store(to_map, set), to_map += MAP_NUMBERS * set;
                 map = cell_map::none();
             }
-            walk_tokens(c, map, leaving, now, (int)min((int64_t)WALK_TOKENS, left), set,
+            scan_tokens(c, map, leaving, now, (int)min((int64_t)SCAN_TOKENS, left), set,
                         p.from_prior);
         }
         if (!mapped) leaving.put(c, set);
@@ -418,10 +520,10 @@ walk_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *map
 
 /* The adjoint behind each chunk but the last of each sequence longer than LONG, from the chunks'
  * maps. */
-__global__ static void __launch_bounds__(WALK_THREADS)
+__global__ static void __launch_bounds__(SCAN_THREADS)
 ends_kernel(const __grid_constant__ mn_moebius_args p, const float *__restrict__ maps,
             float *__restrict__ ends) {
-    const walk_place place(p.call);
+    const scan_place place(p.call);
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
         if (span.length <= LONG) continue;
@@ -438,32 +540,32 @@ ends_kernel(const __grid_constant__ mn_moebius_args p, const float *__restrict__
     }
 }
 
-inline dim3 walk_blocks(const mn_call &call) {
+inline dim3 scan_blocks(const mn_call &call) {
     return dim3(2 * mn_blocks(call.V, block::COLUMNS), mn_blocks(mn_n_spans(call), 1, MOST_CHUNKS),
                 mn_blocks(call.K, block::SLOTS));
 }
 
 template <typename T>
-inline int walk_states(const mn_moebius_args *p, float *states, int64_t every, int64_t beyond,
+inline int scan_states(const mn_moebius_args *p, float *states, int64_t every, int64_t beyond,
                        cudaStream_t stream) {
-    return mn_launch_with_room(walk_kernel<T, OF_STATES>, walk_blocks(p->call), WALK_THREADS,
-                               2 * sizeof(walk_stage<OF_STATES>), stream, *p, states,
+    return mn_launch_smem(scan_kernel<T, OF_STATES>, scan_blocks(p->call), SCAN_THREADS,
+                               2 * sizeof(scan_stage<OF_STATES>), stream, *p, states,
                                (float *)nullptr, every, beyond);
 }
 
 /* The states in front of all tiles and the adjoints behind all chunks. */
 template <typename T, int KINDS>
-inline int walk_maps(const mn_moebius_args *p, float *states, float *maps, float *ends,
+inline int scan_maps(const mn_moebius_args *p, float *states, float *maps, float *ends,
                      cudaStream_t stream) {
-    const dim3 blocks = walk_blocks(p->call);
-    const int code = mn_launch_with_room(walk_kernel<T, KINDS>, blocks, WALK_THREADS,
-                                         2 * sizeof(walk_stage<KINDS>), stream, *p, states, maps,
+    const dim3 blocks = scan_blocks(p->call);
+    const int code = mn_launch_smem(scan_kernel<T, KINDS>, blocks, SCAN_THREADS,
+                                         2 * sizeof(scan_stage<KINDS>), stream, *p, states, maps,
                                          (int64_t)TOKENS, (int64_t)0);
     if (code != cudaSuccess) return code;
-    ends_kernel<<<blocks, WALK_THREADS, 0, stream>>>(*p, maps, ends);
-    return mn_launched();
+    ends_kernel<<<blocks, SCAN_THREADS, 0, stream>>>(*p, maps, ends);
+    return mn_launch_status();
 }
 
-}    // namespace moebius
+}    // namespace mneme::moebius
 
 #endif

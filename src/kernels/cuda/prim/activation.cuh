@@ -2,7 +2,9 @@
 #ifndef MN_KERNELS_CUDA_PRIM_ACTIVATION_CUH
 #define MN_KERNELS_CUDA_PRIM_ACTIVATION_CUH
 
-struct mn_gate {
+namespace mneme {
+
+struct mn_activation {
     float value, slope;
 };
 
@@ -16,7 +18,7 @@ __device__ inline float mn_sigmoid(float x) {
 }
 
 /* x sigmoid(x) */
-__device__ inline mn_gate mn_silu(float x) {
+__device__ inline mn_activation mn_silu(float x) {
     const float s = mn_sigmoid(x);
     return { x * s, s * fmaf(x, 1.0f - s, 1.0f) };
 }
@@ -24,5 +26,7 @@ __device__ inline mn_gate mn_silu(float x) {
 __device__ inline float mn_softplus(float x) {
     return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
 }
+
+}    // namespace mneme
 
 #endif

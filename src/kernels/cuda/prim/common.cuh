@@ -1,5 +1,5 @@
 /* common.cuh - what every CUDA kernel here starts from: storage types, 16-byte packs, sums over
- * teams of threads, rows of views, sequences, launches.
+ * row_groups of threads, rows of views, sequences, launches.
  *
  * Kernels are templates over the storage type T, float or bf16, and compute in float. They fuse
  * products and sums only where fmaf says so, and add in an order that depends on sizes alone, so
@@ -14,6 +14,8 @@
 #include "base/checked.h"
 #include "base/util.h"
 #include "kernels/kernel.h"
+
+namespace mneme {
 
 typedef __nv_bfloat16 mn_bf16;
 
@@ -48,12 +50,12 @@ __device__ inline float mn_get(const T *x, int64_t i) {
 
 /* N neighbours moved by one access; N = 1 needs no alignment. */
 template <typename T, int N>
-struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) mn_pack {
+struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) mn_vec {
     T at[N];
 };
 
 template <typename T>
-constexpr int mn_pack_width() {
+constexpr int mn_vec_width() {
     return 16 / (int)sizeof(T);
 }
 
@@ -65,24 +67,24 @@ __device__ inline void mn_load(float (&out)[N], const T *x, int64_t i) {
         for (int j = 0; j < N; j++) out[j] = 0.0f;
         return;
     }
-    const mn_pack<T, N> pack = *(const mn_pack<T, N> *)(x + i);
+    const mn_vec<T, N> vec = *(const mn_vec<T, N> *)(x + i);
 #pragma unroll
-    for (int j = 0; j < N; j++) out[j] = mn_float(pack.at[j]);
+    for (int j = 0; j < N; j++) out[j] = mn_float(vec.at[j]);
 }
 
 template <int N, typename T>
 __device__ inline void mn_store(T *y, int64_t i, const float (&x)[N]) {
-    mn_pack<T, N> pack;
+    mn_vec<T, N> vec;
 #pragma unroll
-    for (int j = 0; j < N; j++) mn_put(&pack.at[j], x[j]);
-    *(mn_pack<T, N> *)(y + i) = pack;
+    for (int j = 0; j < N; j++) mn_put(&vec.at[j], x[j]);
+    *(mn_vec<T, N> *)(y + i) = vec;
 }
 
 /* Whether packs of 16 bytes may be used on a tensor at `data` (NULL: yes) whose rows are `stride`
  * elements of T apart. */
 template <typename T>
-inline bool mn_packable(const void *data, int64_t stride) {
-    return (uintptr_t)data % 16 == 0 && stride % mn_pack_width<T>() == 0;
+inline bool mn_vec_aligned(const void *data, int64_t stride) {
+    return (uintptr_t)data % 16 == 0 && stride % mn_vec_width<T>() == 0;
 }
 
 /* ---- sums over threads ----------------------------------------------------------------------- */
@@ -102,32 +104,32 @@ __device__ inline float mn_warp_max(float x) {
     return x;
 }
 
-/* The sum over a team of TEAM threads, in all of them. A team is a warp, or a block of at most 1024
- * threads that calls together; `room` is 32 floats of shared memory of a block, for that second
- * form. Successive calls may use the same room. */
-template <int TEAM>
-__device__ inline float mn_team_sum(float x, float *room) {
+/* The sum over a row_group of GROUP threads, in all of them. A row_group is a warp, or a block of
+ * at most 1024 threads that calls together; `smem` is 32 floats of shared memory of a block, for
+ * that second form. Successive calls may use the same smem. */
+template <int GROUP>
+__device__ inline float mn_group_sum(float x, float *smem) {
     x = mn_warp_sum(x);
-    if (TEAM == 32) return x;
+    if (GROUP == 32) return x;
     __syncthreads();
-    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) smem[threadIdx.x / 32] = x;
     __syncthreads();
     float sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < TEAM / 32; warp++) sum += room[warp];
+    for (int warp = 0; warp < GROUP / 32; warp++) sum += smem[warp];
     return sum;
 }
 
-template <int TEAM>
-__device__ inline float mn_team_max(float x, float *room) {
+template <int GROUP>
+__device__ inline float mn_group_max(float x, float *smem) {
     x = mn_warp_max(x);
-    if (TEAM == 32) return x;
+    if (GROUP == 32) return x;
     __syncthreads();
-    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) smem[threadIdx.x / 32] = x;
     __syncthreads();
-    float most = room[0];
+    float most = smem[0];
 #pragma unroll
-    for (int warp = 1; warp < TEAM / 32; warp++) most = fmaxf(most, room[warp]);
+    for (int warp = 1; warp < GROUP / 32; warp++) most = fmaxf(most, smem[warp]);
     return most;
 }
 
@@ -217,19 +219,21 @@ inline unsigned mn_blocks(int64_t n, int64_t each, int64_t most = (int64_t)1 << 
 }
 
 /* What the last launch said, as launchers return it. */
-inline int mn_launched(void) {
+inline int mn_launch_status(void) {
     return (int)cudaGetLastError();
 }
 
-/* Launches a kernel whose `room`, bytes of shared memory, may be more than a block gets unasked. */
-template <typename... Arguments, typename... Given>
-inline int mn_launch_with_room(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t room,
-                               cudaStream_t stream, const Given &...given) {
+/* Launches a kernel whose `smem`, bytes of shared memory, may be more than a block gets unasked. */
+template <typename... Arguments, typename... LaunchArgs>
+inline int mn_launch_smem(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t smem,
+                               cudaStream_t stream, const LaunchArgs &...launch_args) {
     const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
     if (code != cudaSuccess) return code;
-    kernel<<<blocks, (unsigned)threads, room, stream>>>(given...);
-    return mn_launched();
+    kernel<<<blocks, (unsigned)threads, smem, stream>>>(launch_args...);
+    return mn_launch_status();
 }
+
+}    // namespace mneme
 
 #endif

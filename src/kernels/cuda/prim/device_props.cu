@@ -1,23 +1,24 @@
-/* device_props.cu - facts of machine.h, each device's kept in one word, so that threads that ask at
- * the
- * same time need no lock: they find nothing yet or all of it. */
+/* device_props.cu - facts of machine.h, each device's kept in one word, so that threads that
+ * fetch at the same time need no lock: they find nothing yet or all of it. */
 #include "kernels/cuda/prim/device_props.h"
 
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-enum { MOST_DEVICES = 64 };
+namespace mneme {
+
+enum { MAX_DEVICES = 64 };
 
 /* Bits of the word from the lowest on, the last of which says that it is known. */
-enum { PROCESSORS = 16, SHARED = 32, MAJOR = 6, MINOR = 6, COOPERATES = 1 };
+enum { SM_COUNT = 16, SMEM = 32, MAJOR = 6, MINOR = 6, COOP_LAUNCH = 1 };
 
-static uint64_t pack(const mn_machine &m) {
+static uint64_t pack(const mn_device_props &m) {
     uint64_t word = 1;
-    word = word << COOPERATES | (m.cooperates ? 1u : 0u);
+    word = word << COOP_LAUNCH | (m.coop_launch ? 1u : 0u);
     word = word << MINOR | (uint64_t)m.minor;
     word = word << MAJOR | (uint64_t)m.major;
-    word = word << SHARED | (uint64_t)m.shared_bytes;
-    return word << PROCESSORS | (uint64_t)m.processors;
+    word = word << SMEM | (uint64_t)m.shared_bytes;
+    return word << SM_COUNT | (uint64_t)m.processors;
 }
 
 static int take(uint64_t *word, int bits) {
@@ -26,16 +27,16 @@ static int take(uint64_t *word, int bits) {
     return (int)low;
 }
 
-static mn_machine unpack(uint64_t word) {
-    mn_machine m = {};
-    m.processors = take(&word, PROCESSORS), m.shared_bytes = take(&word, SHARED);
+static mn_device_props unpack(uint64_t word) {
+    mn_device_props m = {};
+    m.processors = take(&word, SM_COUNT), m.shared_bytes = take(&word, SMEM);
     m.major = take(&word, MAJOR), m.minor = take(&word, MINOR);
-    m.cooperates = take(&word, COOPERATES) != 0;
+    m.coop_launch = take(&word, COOP_LAUNCH) != 0;
     return m;
 }
 
 /* False, and nothing known, when the driver does not answer. */
-static bool ask(mn_machine *m, int device) {
+static bool fetch(mn_device_props *m, int device) {
     const struct {
         cudaDeviceAttr which;
         int *to;
@@ -43,33 +44,35 @@ static bool ask(mn_machine *m, int device) {
                   { cudaDevAttrMaxSharedMemoryPerBlockOptin, &m->shared_bytes },
                   { cudaDevAttrComputeCapabilityMajor, &m->major },
                   { cudaDevAttrComputeCapabilityMinor, &m->minor } };
-    int cooperates = 0;
-    bool known = cudaDeviceGetAttribute(&cooperates, cudaDevAttrCooperativeLaunch, device) ==
+    int coop_launch = 0;
+    bool known = cudaDeviceGetAttribute(&coop_launch, cudaDevAttrCooperativeLaunch, device) ==
                  cudaSuccess;
     for (const auto &fact : facts) {
         known = known && cudaDeviceGetAttribute(fact.to, fact.which, device) == cudaSuccess;
     }
-    m->cooperates = cooperates != 0;
+    m->coop_launch = coop_launch != 0;
     if (known) return true;
     (void)cudaGetLastError();    // not for the next launch to report
     *m = {};
     return false;
 }
 
-mn_machine mn_machine_in_use(void) {
-    static uint64_t words[MOST_DEVICES];
-    mn_machine m = {};
+mn_device_props mn_device_props_current(void) {
+    static uint64_t words[MAX_DEVICES];
+    mn_device_props m = {};
     int device = 0;
     if (cudaGetDevice(&device) != cudaSuccess) {
         (void)cudaGetLastError();
         return m;
     }
-    if (device >= MOST_DEVICES) {
-        (void)ask(&m, device);
+    if (device >= MAX_DEVICES) {
+        (void)fetch(&m, device);
         return m;
     }
     const uint64_t word = __atomic_load_n(&words[device], __ATOMIC_RELAXED);
     if (word != 0) return unpack(word);
-    if (ask(&m, device)) __atomic_store_n(&words[device], pack(m), __ATOMIC_RELAXED);
+    if (fetch(&m, device)) __atomic_store_n(&words[device], pack(m), __ATOMIC_RELAXED);
     return m;
 }
+
+}    // namespace mneme

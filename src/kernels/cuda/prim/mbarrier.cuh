@@ -7,6 +7,8 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
+namespace mneme {
+
 /* Machine code for sm_90a has these instructions; what is compiled for others is never launched. */
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define MN_HAS_WGMMA 1
@@ -15,19 +17,19 @@
 #endif
 
 /* Whether this device runs what was compiled for sm_90a. */
-inline bool mn_on_hopper(void) {
-    const mn_machine m = mn_machine_in_use();
+inline bool mn_device_is_sm90(void) {
+    const mn_device_props m = mn_device_props_current();
     return m.major == 9 && m.minor == 0;
 }
 
-__device__ inline uint32_t mn_shared_at(const void *at) {
+__device__ inline uint32_t mn_smem_addr(const void *at) {
     return (uint32_t)__cvta_generic_to_shared(at);
 }
 
 /* Shows products and the copy engine what this thread wrote to shared memory, or others did before
  * a barrier that it has passed. Those who copy by themselves must not do it: it would wait for all
  * copies that they have under way. */
-__device__ inline void mn_shared_show(void) {
+__device__ inline void mn_fence_proxy_async(void) {
 #if MN_HAS_WGMMA
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -35,29 +37,31 @@ __device__ inline void mn_shared_show(void) {
 
 /* ---- barriers -------------------------------------------------------------------------------- */
 
-__device__ inline void mn_barrier_open(uint64_t *barrier, int n_arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mn_shared_at(barrier)),
+__device__ inline void mn_mbarrier_init(uint64_t *mbar, int n_arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mn_smem_addr(mbar)),
                  "r"(n_arrivals) : "memory");
 }
 
-__device__ inline void mn_barrier_arrive(uint64_t *barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mn_shared_at(barrier)) : "memory");
+__device__ inline void mn_mbarrier_arrive(uint64_t *mbar) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mn_smem_addr(mbar)) : "memory");
 }
 
 /* Waits until the barrier's phase `phase` (0, 1, 0, ...) is over. */
-__device__ inline void mn_barrier_wait(const uint64_t *barrier, int phase) {
+__device__ inline void mn_mbarrier_wait(const uint64_t *mbar, int phase) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n\t.reg .pred done;\n"
                  "again:\n\t"
                  "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(mn_shared_at(barrier)), "r"(phase) : "memory");
+                 "@!done bra again;\n\t}" ::"r"(mn_smem_addr(mbar)), "r"(phase) : "memory");
 #endif
 }
 
 /* This warp has done with what lies behind the barrier; to racecheck only lane 0 has. */
-__device__ inline void mn_barrier_release(uint64_t *barrier) {
+__device__ inline void mn_mbarrier_arrive_warp(uint64_t *mbar) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mn_barrier_arrive(barrier);
+    if (threadIdx.x % 32 == 0) mn_mbarrier_arrive(mbar);
 }
+
+}    // namespace mneme
 
 #endif

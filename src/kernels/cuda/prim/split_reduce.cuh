@@ -1,24 +1,25 @@
-/* split_reduce.cuh - second step of sums over tokens: parts gathered by teams of threads, added up
- * in
- * their order. A floating-point atomic would give other bits each time. */
+/* split_reduce.cuh - second step of sums over tokens: parts gathered by row_groups of threads,
+ * added up in their order. A floating-point atomic would give other bits each time. */
 #ifndef MN_KERNELS_CUDA_PRIM_SPLIT_REDUCE_CUH
 #define MN_KERNELS_CUDA_PRIM_SPLIT_REDUCE_CUH
 
 #include "kernels/cuda/prim/common.cuh"
 
-/* put(i, sum over parts of parts[part * width + i]). A block has COLUMNS columns and GROUPS groups
- * of threads; group g adds parts g, g + GROUPS, ..., and the groups' sums are added in their order.
- */
+namespace mneme {
+
+/* put(i, sum over parts of parts[part * width + i]). A block has COLUMNS columns and GROUPS
+ * row_groups of threads; group g adds parts g, g + GROUPS, ..., and the row_groups' sums are
+ * added in their order. / */
 template <int COLUMNS, int GROUPS, typename F>
 __global__ void __launch_bounds__(COLUMNS *GROUPS)
-mn_sum_parts_kernel(F put, const float *parts, int64_t n_parts, int64_t width) {
+reduce_partials_kernel(F store, const float *partials, int64_t n_partials, int64_t width) {
     __shared__ float sums[GROUPS][COLUMNS + 1];
     const int64_t i = blockIdx.x * (int64_t)COLUMNS + threadIdx.x;
     float sum = 0.0f;
     if (i < width) {
 #pragma unroll 8
-        for (int64_t part = threadIdx.y; part < n_parts; part += GROUPS) {
-            sum += parts[part * width + i];
+        for (int64_t partial = threadIdx.y; partial < n_partials; partial += GROUPS) {
+            sum += partials[partial * width + i];
         }
     }
     sums[threadIdx.y][threadIdx.x] = sum;
@@ -26,30 +27,30 @@ mn_sum_parts_kernel(F put, const float *parts, int64_t n_parts, int64_t width) {
     if (threadIdx.y != 0 || i >= width) return;
     sum = 0.0f;
     for (int group = 0; group < GROUPS; group++) sum += sums[group][threadIdx.x];
-    put(i, sum);
+    store(i, sum);
 }
 
 /* Launches it with a `put` of the caller's. With many parts, more threads share a column, unless
  * there are columns enough for all processors. */
 template <typename F>
-inline int mn_sum_parts_into(F put, const float *parts, int64_t n_parts, int64_t width,
+inline int mn_reduce_partials_to(F store, const float *partials, int64_t n_partials, int64_t width,
                              cudaStream_t stream) {
-    if (n_parts <= 32) {
-        mn_sum_parts_kernel<128, 2, F><<<mn_blocks(width, 128), dim3(128, 2), 0, stream>>>(
-            put, parts, n_parts, width);
-    } else if (n_parts <= 128 || (n_parts <= 512 && width >= 4096)) {
-        mn_sum_parts_kernel<32, 32, F><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
-            put, parts, n_parts, width);
+    if (n_partials <= 32) {
+        reduce_partials_kernel<128, 2, F><<<mn_blocks(width, 128), dim3(128, 2), 0, stream>>>(
+            store, partials, n_partials, width);
+    } else if (n_partials <= 128 || (n_partials <= 512 && width >= 4096)) {
+        reduce_partials_kernel<32, 32, F><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
+            store, partials, n_partials, width);
     } else {
-        mn_sum_parts_kernel<8, 128, F><<<mn_blocks(width, 8), dim3(8, 128), 0, stream>>>(
-            put, parts, n_parts, width);
+        reduce_partials_kernel<8, 128, F><<<mn_blocks(width, 8), dim3(8, 128), 0, stream>>>(
+            store, partials, n_partials, width);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* Sums that lie as the parts do. */
 template <typename T>
-struct mn_put_there {
+struct mn_store_sum {
     T *out;
 
     __device__ void operator()(int64_t i, float sum) const {
@@ -58,7 +59,7 @@ struct mn_put_there {
 };
 
 /* The same as float32, added to what is there or in its place. */
-struct mn_put_wide {
+struct mn_store_sum_f32 {
     float *out;
     bool add;
 
@@ -69,10 +70,12 @@ struct mn_put_wide {
 
 /* out[i] = sum over parts of parts[part * width + i]; nothing where `out` is NULL. */
 template <typename T>
-inline int mn_sum_parts(T *out, const float *parts, int64_t n_parts, int64_t width,
+inline int mn_reduce_partials(T *out, const float *partials, int64_t n_partials, int64_t width,
                         cudaStream_t stream) {
     if (!out) return cudaSuccess;
-    return mn_sum_parts_into(mn_put_there<T>{ out }, parts, n_parts, width, stream);
+    return mn_reduce_partials_to(mn_store_sum<T>{ out }, partials, n_partials, width, stream);
 }
+
+}    // namespace mneme
 
 #endif

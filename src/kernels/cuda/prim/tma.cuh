@@ -1,9 +1,8 @@
 /* tma.cuh - tiles of tokens that Hopper's copy engine brings, and takes away, by itself: a map of
- * the tensor made by the host, one thread that asks, a barrier that counts bytes.
+ * the tensor made by the host, one thread that requests, a barrier that counts bytes.
  *
  * A tile has rows of 64 columns, 128 bytes each, swizzled as attention_wgmma_sm90.cuh describes.
- * What
- * lies beyond the tensor's sizes becomes zeros. */
+ * What lies beyond the tensor's sizes becomes zeros. */
 #ifndef MN_KERNELS_CUDA_PRIM_TMA_CUH
 #define MN_KERNELS_CUDA_PRIM_TMA_CUH
 
@@ -11,16 +10,18 @@
 
 #include "kernels/cuda/prim/mbarrier.cuh"
 
+namespace mneme {
+
 /* ---- on the host ----------------------------------------------------------------------------- */
 
-typedef CUresult (*mn_bulk_encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+typedef CUresult (*mn_tma_encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
                                    const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
                                    const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 /* The driver's function that makes maps: found through the runtime, as programs that serve machines
  * without a GPU cannot link to the driver. NULL where there is none. */
-inline mn_bulk_encode mn_bulk_encoder(void) {
+inline mn_tma_encode_fn mn_tma_encoder(void) {
     void *function = nullptr;
     cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
@@ -31,7 +32,7 @@ inline mn_bulk_encode mn_bulk_encoder(void) {
                                                      cudaEnableDefault, &found);
 #endif
     if (code == cudaSuccess && found == cudaDriverEntryPointSuccess) {
-        return (mn_bulk_encode)function;
+        return (mn_tma_encode_fn)function;
     }
     (void)cudaGetLastError();
     return nullptr;
@@ -40,9 +41,9 @@ inline mn_bulk_encode mn_bulk_encoder(void) {
 /* Maps tiles of `rows` tokens by 64 columns of a view (b, t, h, columns) in bf16, whose rows start
  * at 16 bytes; false where that cannot be done. */
 template <typename View>
-inline bool mn_bulk_map(CUtensorMap *map, const View &view, const mn_call &call, int64_t columns,
+inline bool mn_tma_map(CUtensorMap *map, const View &view, const mn_call &call, int64_t columns,
                         int rows) {
-    static const mn_bulk_encode encode = mn_bulk_encoder();
+    static const mn_tma_encode_fn encode = mn_tma_encoder();
     if (!encode || !view.data || call.T == 0) return false;
     const cuuint64_t sizes[4] = { (cuuint64_t)columns, (cuuint64_t)call.H, (cuuint64_t)call.T,
                                   (cuuint64_t)call.B };
@@ -60,18 +61,19 @@ inline bool mn_bulk_map(CUtensorMap *map, const View &view, const mn_call &call,
 #if __CUDA_ARCH__ >= 900
 
 /* Shows barriers just opened to the copy engine; a barrier of the block has to follow. */
-__device__ inline void mn_bulk_barriers_open(void) {
+__device__ inline void mn_mbarrier_init_fence(void) {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
 }
 
 /* Arrives at a barrier whose phase ends when `bytes` have come, too. */
-__device__ inline void mn_bulk_expect(uint64_t *barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(mn_shared_at(barrier)),
+__device__ inline void mn_mbarrier_arrive_expect_tx(uint64_t *mbar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 ::"r"(mn_smem_addr(mbar)),
                  "r"(bytes) : "memory");
 }
 
 /* One lane of the warp, all of which call: asking in a branch of it needs no loop over lanes. */
-__device__ inline bool mn_bulk_elect(void) {
+__device__ inline bool mn_elect_one(void) {
     unsigned chosen;
     asm volatile("{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\t"
                  "selp.b32 %0, 1, 0, one;\n\t}" : "=r"(chosen));
@@ -79,40 +81,42 @@ __device__ inline bool mn_bulk_elect(void) {
 }
 
 /* Asks for the tile at (column, h, t, b). */
-__device__ inline void mn_bulk_copy(void *to, const CUtensorMap &map, uint64_t *barrier, int column,
+__device__ inline void mn_tma_load(void *to, const CUtensorMap &map, uint64_t *mbar, int column,
                                     int h, int t, int b) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(mn_shared_at(to)), "l"(&map),
-                 "r"(column), "r"(h), "r"(t), "r"(b), "r"(mn_shared_at(barrier)) : "memory");
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(mn_smem_addr(to)), "l"(&map),
+                 "r"(column), "r"(h), "r"(t), "r"(b), "r"(mn_smem_addr(mbar)) : "memory");
 }
 
 /* Asks for `bytes` as they lie, a multiple of 16 from an address that is one. */
-__device__ inline void mn_bulk_copy_plain(void *to, const void *from, int bytes,
-                                          uint64_t *barrier) {
+__device__ inline void mn_tma_load_1d(void *to, const void *from, int bytes,
+                                          uint64_t *mbar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1], %2, [%3];" ::"r"(mn_shared_at(to)), "l"(from), "r"(bytes),
-                 "r"(mn_shared_at(barrier)) : "memory");
+                 "[%0], [%1], %2, [%3];" ::"r"(mn_smem_addr(to)), "l"(from), "r"(bytes),
+                 "r"(mn_smem_addr(mbar)) : "memory");
 }
 
 /* The other way; what lies beyond the tensor's sizes is left out. Those who wrote the tile must
  * have shown it (fence.proxy.async) before a barrier. */
-__device__ inline void mn_bulk_store(const CUtensorMap &map, const void *from, int column, int h,
+__device__ inline void mn_tma_store(const CUtensorMap &map, const void *from, int column, int h,
                                      int t, int b) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group "
                  "[%0, {%2, %3, %4, %5}], [%1];\n\tcp.async.bulk.commit_group;" ::"l"(&map),
-                 "r"(mn_shared_at(from)), "r"(column), "r"(h), "r"(t), "r"(b) : "memory");
+                 "r"(mn_smem_addr(from)), "r"(column), "r"(h), "r"(t), "r"(b) : "memory");
 }
 
 /* Waits until this thread's stores have read all tiles. */
-__device__ inline void mn_bulk_stores_read(void) {
+__device__ inline void mn_tma_store_wait_read(void) {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 /* Waits until all of them are in memory. */
-__device__ inline void mn_bulk_stores_done(void) {
+__device__ inline void mn_tma_store_wait(void) {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 #endif
+
+}    // namespace mneme
 
 #endif

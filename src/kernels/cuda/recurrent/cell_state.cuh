@@ -2,20 +2,22 @@
  * importance.cu share.
  *
  * Cells lie in slots (axis K) and columns (axis V). A thread keeps 4 slots of C columns in
- * registers and walks through time by tiles of 16 tokens, whose numbers wait in shared memory. The
+ * registers and scans through time by tiles of 16 tokens, whose numbers wait in shared memory. The
  * lanes of a warp are 4 along the slots and 8 along the columns, so that a warp has 16 slots of 8 C
  * columns; GROUPS of the block's warps lie along the slots, the others along the columns.
  *
  * Sums over columns or slots go from lane to lane by halves: of n numbers a lane gives away n / 2
  * and keeps n / 2. So that it always gives the same registers, lanes call their slots and columns
  * by different names: number j of a thread is slot 4 s + (j ^ c % 4), number i is column C c + (i ^
- * s % C), with s and c the lane's place. Keys lie in shared memory in the four orders that asks
+ * s % C), with s and c the lane's place. Keys lie in shared memory in the four orders that requests
  * for. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_CELL_STATE_CUH
 #define MN_KERNELS_CUDA_RECURRENT_CELL_STATE_CUH
 
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
+
+namespace mneme::recurrent {
 
 enum {
     MN_CELL_SLOTS = 4,                         // of a thread
@@ -25,7 +27,8 @@ enum {
     MN_CELL_PITCH = MN_CELL_TOKENS + 4,        // rows 16 bytes aligned, in different banks
 };
 
-/* ---- places ---------------------------------------------------------------------------------- */
+/* ---- positions ----------------------------------------------------------------------------------
+ * */
 
 template <int GROUPS_, int WARPS_, int C_>
 struct mn_cell_block {
@@ -110,7 +113,7 @@ inline int64_t mn_cell_rows_of(const mn_call *call) {
 /* How the THREADS of a block share out WIDTH numbers of each token of a tile: a thread has EACH
  * neighbours of one token. */
 template <int WIDTH, int THREADS>
-struct mn_cell_share {
+struct mn_cell_thread_map {
     static constexpr int EACH = WIDTH * MN_CELL_TOKENS / THREADS, ACROSS = WIDTH / EACH;
 
     __device__ static int place() {
@@ -124,13 +127,13 @@ struct mn_cell_share {
 
 /* `n` neighbours, as one pack where all of them are inside and `at` is aligned for it. */
 template <typename T, int n>
-__device__ __forceinline__ bool mn_cell_packs(const T *at, int64_t inside) {
-    return inside >= n && (uintptr_t)at % alignof(mn_pack<T, n>) == 0;
+__device__ __forceinline__ bool mn_cell_vec_aligned(const T *at, int64_t inside) {
+    return inside >= n && (uintptr_t)at % alignof(mn_vec<T, n>) == 0;
 }
 
 template <typename T, int n>
 __device__ __forceinline__ void mn_cell_store(T *to, int64_t inside, const float (&x)[n]) {
-    if (mn_cell_packs<T, n>(to, inside)) {
+    if (mn_cell_vec_aligned<T, n>(to, inside)) {
         mn_store<n>(to, 0, x);
         return;
     }
@@ -142,9 +145,9 @@ __device__ __forceinline__ void mn_cell_store(T *to, int64_t inside, const float
 
 /* WIDTH numbers of each token on their way to shared memory. */
 template <typename T, int WIDTH, int THREADS>
-struct mn_cell_fetched {
-    typedef mn_cell_share<WIDTH, THREADS> share;
-    mn_pack<T, share::EACH> x;
+struct mn_cell_prefetch {
+    typedef mn_cell_thread_map<WIDTH, THREADS> share;
+    mn_vec<T, share::EACH> x;
     const T *from;    // this thread's first number in the sequence
     int inside;       // how many there are from it on; EACH + 1: EACH, as one pack
 
@@ -155,9 +158,10 @@ struct mn_cell_fetched {
         inside = view.data ? (int)max(min(count - i, (int64_t)share::EACH), (int64_t)0) : 0;
         from = (const T *)view.data + span.b * view.stride[0] +
                (span.t0 + share::row()) * view.stride[1] + h * view.stride[2] + i;
-        const int64_t apart = view.stride[1] * (int64_t)sizeof(T);
-        const bool packs = ((uintptr_t)from | apart) % alignof(mn_pack<T, share::EACH>) == 0;
-        if (inside == share::EACH && packs) inside++;
+        const int64_t row_stride = view.stride[1] * (int64_t)sizeof(T);
+        const bool vec_aligned = ((uintptr_t)from | row_stride) % alignof(mn_vec<T,
+                                                                          share::EACH>) == 0;
+        if (inside == share::EACH && vec_aligned) inside++;
     }
 
     /* Those of a tile of it; zeros where there are none. */
@@ -166,7 +170,7 @@ struct mn_cell_fetched {
         x = {};
         if (share::row() >= tile.n_rows) return;
         if (inside > share::EACH) {
-            x = *(const mn_pack<T, share::EACH> *)at;
+            x = *(const mn_vec<T, share::EACH> *)at;
             return;
         }
 #pragma unroll
@@ -176,21 +180,21 @@ struct mn_cell_fetched {
     }
 
     /* To shared memory, times `by`. */
-    template <typename Room>
-    __device__ void put(Room &room, float by = 1.0f) const {
+    template <typename Smem>
+    __device__ void put(Smem &smem, float by = 1.0f) const {
         float all[share::EACH];
 #pragma unroll
         for (int n = 0; n < share::EACH; n++) all[n] = by * mn_float(x.at[n]);
-        room.put(share::row(), share::place(), all);
+        smem.put(share::row(), share::place(), all);
     }
 };
 
 /* n neighbours, aligned for one access. */
 template <int n>
-__device__ __forceinline__ void mn_cell_read(float (&x)[n], const float *from) {
-    const mn_pack<float, n> pack = *(const mn_pack<float, n> *)from;
+__device__ __forceinline__ void mn_cell_load(float (&x)[n], const float *from) {
+    const mn_vec<float, n> vec = *(const mn_vec<float, n> *)from;
 #pragma unroll
-    for (int i = 0; i < n; i++) x[i] = pack.at[i];
+    for (int i = 0; i < n; i++) x[i] = vec.at[i];
 }
 
 /* at[t][group][order]: 16 numbers of slots at token t, number i ^ order in place i */
@@ -212,9 +216,9 @@ struct alignas(16) mn_cell_keys {
         }
     }
 
-    /* use(place) for all places of the number of a slot. */
+    /* use(place) for all positions of the number of a slot. */
     template <typename F>
-    __device__ __forceinline__ void each_place(int t, int slot, F use) {
+    __device__ __forceinline__ void for_each_slot(int t, int slot, F use) {
 #pragma unroll
         for (int order = 0; order < 4; order++) {
             use(&at[t][slot / MN_CELL_GROUP][order][slot % MN_CELL_GROUP ^ order]);
@@ -224,13 +228,13 @@ struct alignas(16) mn_cell_keys {
     /* Those of this thread's slots. */
     __device__ void get(float (&x)[4], int t) const {
         const float *from = at[t][Block::group()][Block::column_lane() % 4];
-        mn_cell_read(x, from + 4 * Block::slot_lane());
+        mn_cell_load(x, from + 4 * Block::slot_lane());
     }
 };
 
 /* at[i][t]: number of column i at token t */
 template <typename Block>
-struct alignas(16) mn_cell_lines {
+struct alignas(16) mn_cell_columns {
     float at[Block::COLUMNS][MN_CELL_PITCH];
 
     template <int n>
@@ -240,7 +244,7 @@ struct alignas(16) mn_cell_lines {
     }
 
     template <typename F>
-    __device__ __forceinline__ void each_place(int t, int column, F use) {
+    __device__ __forceinline__ void for_each_slot(int t, int column, F use) {
         use(&at[column][t]);
     }
 
@@ -257,7 +261,7 @@ struct alignas(16) mn_cell_lines {
 /* One exchange between lanes `mask` apart. The lane whose bit is 0 keeps x[0 .. n), the other one
  * x[n .. 2 n), each summed over both, in x[0 .. n). */
 template <int n, int count>
-__device__ __forceinline__ void mn_cell_halve(float (&x)[count], int mask) {
+__device__ __forceinline__ void mn_cell_reduce_half(float (&x)[count], int mask) {
     static_assert(2 * n <= count, "two halves");
     const bool upper = threadIdx.x & mask;
 #pragma unroll
@@ -270,7 +274,7 @@ __device__ __forceinline__ void mn_cell_halve(float (&x)[count], int mask) {
 
 /* The same where the other lane calls x[i + n] what this one calls x[i]. */
 template <int n, int count>
-__device__ __forceinline__ void mn_cell_swap(float (&x)[count], int mask) {
+__device__ __forceinline__ void mn_cell_reduce_swap(float (&x)[count], int mask) {
     static_assert(2 * n <= count, "two halves");
 #pragma unroll
     for (int i = 0; i < n; i++) x[i] += __shfl_xor_sync(0xffffffffu, x[i + n], mask);
@@ -278,31 +282,31 @@ __device__ __forceinline__ void mn_cell_swap(float (&x)[count], int mask) {
 
 /* Sums over the 8 columns' lanes of two numbers for each of the 4 slots: the first for the lower
  * half of the lanes, the second for the upper half; lane c has slot c % 4 of its four. Which is
- * number mn_cell_key_of() of 2 x 16. */
+ * number mn_cell_key_index() of 2 x 16. */
 __device__ __forceinline__ float mn_cell_key_sums(float (&first)[4], float (&second)[4]) {
-    mn_cell_swap<2>(first, 8);
-    mn_cell_swap<2>(second, 8);
-    mn_cell_swap<1>(first, 4);
-    mn_cell_swap<1>(second, 4);
+    mn_cell_reduce_swap<2>(first, 8);
+    mn_cell_reduce_swap<2>(second, 8);
+    mn_cell_reduce_swap<1>(first, 4);
+    mn_cell_reduce_swap<1>(second, 4);
     float both[2] = { first[0], second[0] };
-    mn_cell_halve<1>(both, 16);
+    mn_cell_reduce_half<1>(both, 16);
     return both[0];
 }
 
-__device__ inline int mn_cell_key_of(void) {
+__device__ inline int mn_cell_key_index(void) {
     const int lane = threadIdx.x % 32;
     return lane / 16 * MN_CELL_GROUP + lane % 4 * 4 + lane / 4 % 4;
 }
 
 /* Sums over the 4 slots' lanes at four tokens: lane s has token s. */
-__device__ __forceinline__ float mn_cell_line_sums(float (&x)[4]) {
-    mn_cell_halve<2>(x, 2);
-    mn_cell_halve<1>(x, 1);
+__device__ __forceinline__ float mn_cell_column_sums(float (&x)[4]) {
+    mn_cell_reduce_half<2>(x, 2);
+    mn_cell_reduce_half<1>(x, 1);
     return x[0];
 }
 
 /* 1 / x to the last bit or two; denormal numbers count as zero. */
-__device__ inline float mn_inverse(float x) {
+__device__ inline float mn_rcp_ftz(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -328,9 +332,9 @@ struct alignas(16) mn_cell_sums {
 /* One of them, to rows that begin at `to` and lie `stride` apart, of which `count` numbers
  * exist. */
 template <typename T, typename Block>
-__device__ __forceinline__ void mn_cell_put_kind(T *to, int64_t stride, int64_t count, int kind,
+__device__ __forceinline__ void mn_cell_store_kind(T *to, int64_t stride, int64_t count, int kind,
                                                  int n_rows, const mn_cell_sums<Block> &sums) {
-    typedef mn_cell_share<Block::COLUMNS, Block::THREADS> share;
+    typedef mn_cell_thread_map<Block::COLUMNS, Block::THREADS> share;
     const int t = share::row(), place = share::place();
     if (t >= n_rows) return;
     float x[share::EACH] = {};
@@ -344,43 +348,43 @@ __device__ __forceinline__ void mn_cell_put_kind(T *to, int64_t stride, int64_t 
 /* Puts them to two tensors whose rows have call.V numbers or, where blockIdx.z counts blocks of
  * slots, as its part to `parts`: rows of both, behind each other, for `n_rows` tokens and heads. */
 template <typename T, typename Block>
-__device__ __forceinline__ void mn_cell_put_sums(const mn_out &first, const mn_out &second,
-                                                 float *parts, const mn_call &call,
+__device__ __forceinline__ void mn_cell_store_sums(const mn_out &first, const mn_out &second,
+                                                 float *partials, const mn_call &call,
                                                  const mn_cell_tile &tile, int64_t h, int64_t heads,
                                                  int64_t n_rows, const mn_cell_sums<Block> &sums) {
     const int64_t m = Block::column0(), count = call.V - m, token = tile.span.t0 + tile.first;
     if (gridDim.z > 1) {
         const int64_t row = blockIdx.z * n_rows + tile.row(call, 0) * heads + h;
-        float *to = parts + row * 2 * call.V + m;
-        mn_cell_put_kind(to, 2 * call.V * heads, count, 0, tile.n_rows, sums);
-        mn_cell_put_kind(to + call.V, 2 * call.V * heads, count, 1, tile.n_rows, sums);
+        float *to = partials + row * 2 * call.V + m;
+        mn_cell_store_kind(to, 2 * call.V * heads, count, 0, tile.n_rows, sums);
+        mn_cell_store_kind(to + call.V, 2 * call.V * heads, count, 1, tile.n_rows, sums);
         return;
     }
     T *to_first = mn_row<T>(first, tile.span.b, token, h);
     T *to_second = mn_row<T>(second, tile.span.b, token, h);
-    if (to_first) mn_cell_put_kind(to_first + m, first.stride[1], count, 0, tile.n_rows, sums);
-    if (to_second) mn_cell_put_kind(to_second + m, second.stride[1], count, 1, tile.n_rows, sums);
+    if (to_first) mn_cell_store_kind(to_first + m, first.stride[1], count, 0, tile.n_rows, sums);
+    if (to_second) mn_cell_store_kind(to_second + m, second.stride[1], count, 1, tile.n_rows, sums);
 }
 
-/* Two sums for each token and slot of a tile, from each warp, as mn_cell_key_of orders them. */
+/* Two sums for each token and slot of a tile, from each warp, as mn_cell_key_index orders them. */
 template <typename Block>
-struct alignas(16) mn_cell_key_parts {
+struct alignas(16) mn_cell_key_partials {
     static constexpr int ACROSS = Block::THREADS / 32 / Block::GROUPS;    // warps along the columns
     float at[ACROSS][Block::GROUPS][MN_CELL_TOKENS][2 * MN_CELL_GROUP];
 
     __device__ void put(int t, float sum) {
-        at[threadIdx.x / 32 / Block::GROUPS][Block::group()][t][mn_cell_key_of()] = sum;
+        at[threadIdx.x / 32 / Block::GROUPS][Block::group()][t][mn_cell_key_index()] = sum;
     }
 };
 
 /* This block's sums over its columns: part blockIdx.x of `parts`, rows of call.K first and call.K
  * second numbers for `n_rows` tokens and heads. */
 template <typename Block>
-__device__ __forceinline__ void mn_cell_put_keys(float *parts, const mn_call &call,
+__device__ __forceinline__ void mn_cell_store_keys(float *partials, const mn_call &call,
                                                  const mn_cell_tile &tile, int64_t h, int64_t heads,
                                                  int64_t n_rows,
-                                                 const mn_cell_key_parts<Block> &sums) {
-    typedef mn_cell_share<2 * Block::SLOTS, Block::THREADS> share;
+                                                 const mn_cell_key_partials<Block> &sums) {
+    typedef mn_cell_thread_map<2 * Block::SLOTS, Block::THREADS> share;
     const int kind = share::place() / Block::SLOTS, slot = share::place() % Block::SLOTS;
     const int group = slot / MN_CELL_GROUP, i = kind * MN_CELL_GROUP + slot % MN_CELL_GROUP;
     const int64_t s = Block::slot0() + slot;
@@ -388,18 +392,18 @@ __device__ __forceinline__ void mn_cell_put_keys(float *parts, const mn_call &ca
     if (t >= tile.n_rows) return;
     float x[share::EACH] = {};
 #pragma unroll
-    for (int warp = 0; warp < mn_cell_key_parts<Block>::ACROSS; warp++) {
+    for (int warp = 0; warp < mn_cell_key_partials<Block>::ACROSS; warp++) {
         mn_cell_add(x, &sums.at[warp][group][t][i]);
     }
     const int64_t row = blockIdx.x * n_rows + tile.row(call, t) * heads + h;
-    mn_cell_store(parts + (row * 2 + kind) * call.K + s, call.K - s, x);
+    mn_cell_store(partials + (row * 2 + kind) * call.K + s, call.K - s, x);
 }
 
 /* ---- work space ------------------------------------------------------------------------------ */
 
-/* Room for parts of so many floats each, 16 bytes aligned. */
+/* Smem for parts of so many floats each, 16 bytes aligned. */
 template <int n>
-inline bool mn_cell_plan(mn_plan *plan, const int64_t (&counts)[n]) {
+inline bool mn_cell_plan_workspace(mn_plan *plan, const int64_t (&counts)[n]) {
     for (int64_t count : counts) {
         size_t bytes;
         if (!mn_mul_size(&bytes, (size_t)count, sizeof(float)) ||
@@ -413,7 +417,7 @@ inline bool mn_cell_plan(mn_plan *plan, const int64_t (&counts)[n]) {
 
 /* Where they lie. */
 template <int n>
-inline void mn_cell_rooms(float *(&at)[n], float *shared, const int64_t (&counts)[n]) {
+inline void mn_cell_carve_workspace(float *(&at)[n], float *shared, const int64_t (&counts)[n]) {
     for (int i = 0; i < n; i++) {
         at[i] = shared;
         shared += (counts[i] + 3) / 4 * 4;
@@ -422,26 +426,27 @@ inline void mn_cell_rooms(float *(&at)[n], float *shared, const int64_t (&counts
 
 /* ---- sums over parts ------------------------------------------------------------------------- */
 
-enum { MN_CELL_ADDERS = 256 };
+enum { MN_CELL_REDUCE_THREADS = 256 };
 
 /* Two tensors of `width` numbers in each row (b, t, h) from parts of n_rows such rows, the second
  * one's row behind the first one's. A warp takes a row and adds the parts in their order, EACH
  * neighbours a lane, of which width is a multiple. */
 template <typename T, int EACH>
-__global__ void __launch_bounds__(MN_CELL_ADDERS)
-mn_cell_add_kernel(mn_out first, mn_out second, const float *parts, int64_t n_parts, int64_t n_rows,
+__global__ void __launch_bounds__(MN_CELL_REDUCE_THREADS)
+cell_reduce_partials_kernel(mn_out first, mn_out second, const float *partials,
+                            int64_t n_partials, int64_t n_rows,
                    int64_t tokens, int64_t heads, int64_t width) {
-    const int64_t row = (blockIdx.x * (int64_t)MN_CELL_ADDERS + threadIdx.x) / 32;
+    const int64_t row = (blockIdx.x * (int64_t)MN_CELL_REDUCE_THREADS + threadIdx.x) / 32;
     if (row >= n_rows) return;
     const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
     T *to_first = mn_row<T>(first, b, t, h), *to_second = mn_row<T>(second, b, t, h);
     const int64_t begin = to_first ? 0 : width, end = to_second ? 2 * width : width;
     for (int64_t i = begin + threadIdx.x % 32 * EACH; i < end; i += 32 * EACH) {
-        const float *from = parts + row * 2 * width + i;
+        const float *from = partials + row * 2 * width + i;
         float sums[EACH] = {};
 #pragma unroll 4
-        for (int64_t part = 0; part < n_parts; part++) {
-            mn_cell_add(sums, from + part * n_rows * 2 * width);
+        for (int64_t partial = 0; partial < n_partials; partial++) {
+            mn_cell_add(sums, from + partial * n_rows * 2 * width);
         }
         if (i < width) mn_cell_store(to_first + i, EACH, sums);
         else mn_cell_store(to_second + i - width, EACH, sums);
@@ -451,21 +456,22 @@ mn_cell_add_kernel(mn_out first, mn_out second, const float *parts, int64_t n_pa
 /* The same for two parts, EACH neighbours of both tensors at once: loads on their way are what it
  * lives on. */
 template <typename T, int EACH>
-__global__ void __launch_bounds__(MN_CELL_ADDERS)
-mn_cell_add_two_kernel(mn_out first, mn_out second, const float *parts, int64_t n_rows,
+__global__ void __launch_bounds__(MN_CELL_REDUCE_THREADS)
+cell_reduce_two_kernel(mn_out first, mn_out second, const float *partials, int64_t n_rows,
                        int64_t tokens, int64_t heads, int64_t width) {
-    const int64_t row = (blockIdx.x * (int64_t)MN_CELL_ADDERS + threadIdx.x) / 32;
+    const int64_t row = (blockIdx.x * (int64_t)MN_CELL_REDUCE_THREADS + threadIdx.x) / 32;
     if (row >= n_rows) return;
     const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
     T *const to[2] = { mn_row<T>(first, b, t, h), mn_row<T>(second, b, t, h) };
-    const float *from = parts + row * 2 * width;
+    const float *from = partials + row * 2 * width;
     for (int64_t i = threadIdx.x % 32 * EACH; i < width; i += 32 * EACH) {
         float x[2][2][EACH];
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
+        for (int partial = 0; partial < 2; partial++) {
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                if (to[n]) mn_load<EACH>(x[n][part], from + (part * n_rows * 2 + n) * width, i);
+                if (to[n]) mn_load<EACH>(x[n][partial], from + (partial * n_rows * 2 + n) * width,
+                                         i);
             }
         }
 #pragma unroll
@@ -478,25 +484,27 @@ mn_cell_add_two_kernel(mn_out first, mn_out second, const float *parts, int64_t 
     }
 }
 
-/* Adds the parts of mn_cell_put_sums or mn_cell_put_keys. */
+/* Adds the parts of mn_cell_store_sums or mn_cell_store_keys. */
 template <typename T>
-inline int mn_cell_add_rows(const mn_out &first, const mn_out &second, const float *parts,
-                            int64_t n_parts, const mn_call *call, int64_t heads, int64_t width,
+inline int mn_cell_reduce_partials(const mn_out &first, const mn_out &second, const float *partials,
+                            int64_t n_partials, const mn_call *call, int64_t heads, int64_t width,
                             cudaStream_t stream) {
     const int64_t n_rows = mn_cell_rows_of(call) * heads;
     if (n_rows == 0 || (!first.data && !second.data)) return cudaSuccess;
-    const unsigned blocks = mn_blocks(n_rows, MN_CELL_ADDERS / 32);
-    if (width % 4 == 0 && n_parts == 2) {
-        mn_cell_add_two_kernel<T, 4><<<blocks, MN_CELL_ADDERS, 0, stream>>>(
-            first, second, parts, n_rows, call->T, heads, width);
+    const unsigned blocks = mn_blocks(n_rows, MN_CELL_REDUCE_THREADS / 32);
+    if (width % 4 == 0 && n_partials == 2) {
+        cell_reduce_two_kernel<T, 4><<<blocks, MN_CELL_REDUCE_THREADS, 0, stream>>>(
+            first, second, partials, n_rows, call->T, heads, width);
     } else if (width % 4 == 0) {
-        mn_cell_add_kernel<T, 4><<<blocks, MN_CELL_ADDERS, 0, stream>>>(
-            first, second, parts, n_parts, n_rows, call->T, heads, width);
+        cell_reduce_partials_kernel<T, 4><<<blocks, MN_CELL_REDUCE_THREADS, 0, stream>>>(
+            first, second, partials, n_partials, n_rows, call->T, heads, width);
     } else {
-        mn_cell_add_kernel<T, 1><<<blocks, MN_CELL_ADDERS, 0, stream>>>(
-            first, second, parts, n_parts, n_rows, call->T, heads, width);
+        cell_reduce_partials_kernel<T, 1><<<blocks, MN_CELL_REDUCE_THREADS, 0, stream>>>(
+            first, second, partials, n_partials, n_rows, call->T, heads, width);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
+
+}    // namespace mneme::recurrent
 
 #endif

@@ -1,5 +1,5 @@
 /* column_state_bwd.cuh - the recurrences of column_state.cuh backward, threads and cells as in
- * column_state_fwd.cuh.
+ * column_state.cuh.
  *
  * The state in front of every 64 tokens is kept on a first way through, inside such a span that of
  * every 8 tokens, and of a few tokens at a time each one's, in shared memory; a thread reads back
@@ -8,20 +8,22 @@
 #ifndef MN_KERNELS_CUDA_RECURRENT_COLUMN_STATE_BWD_CUH
 #define MN_KERNELS_CUDA_RECURRENT_COLUMN_STATE_BWD_CUH
 
-#include "kernels/cuda/recurrent/column_state_fwd.cuh"
+#include "kernels/cuda/recurrent/column_state.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
-enum { MN_COLUMNS_SPAN = 64 };
+namespace mneme::recurrent {
+
+enum { MN_COLUMNS_SEGMENT = 64 };
 
 template <int ROWS>
-struct mn_slab_back_room {
-    using sizes = mn_slab_sizes<ROWS>;
+struct mn_column_bwd_smem {
+    using sizes = mn_column_sizes<ROWS>;
     static constexpr int cells = ROWS * sizes::columns * sizes::threads;    // of a state
-    static constexpr int groups = MN_COLUMNS_SPAN / sizes::group;
-    static constexpr int most_stash = 4;                                    // tokens
-    mn_slab_room<ROWS> in;
+    static constexpr int row_groups = MN_COLUMNS_SEGMENT / sizes::group;
+    static constexpr int max_saved_states = 4;                                    // tokens
+    mn_column_smem<ROWS> in;
     alignas(16) float cot[sizes::group][sizes::tile];
-    alignas(16) float written[most_stash][sizes::tile];    // v, or what k'S leaves of it
+    alignas(16) float written[max_saved_states][sizes::tile];    // v, or what k'S leaves of it
     alignas(16) float sums[2][sizes::warps][sizes::rows];    // dq and dk of a token
     float to_f[sizes::warps];
 
@@ -31,9 +33,9 @@ struct mn_slab_back_room {
 
 /* Cotangents of the tokens at t to shared memory. */
 template <typename T, int ROWS>
-__device__ inline void mn_slab_load_cot(mn_slab_back_room<ROWS> &room, const mn_columns &p,
-                                        const mn_columns_place &at, int64_t t, int count) {
-    using sizes = mn_slab_sizes<ROWS>;
+__device__ inline void mn_column_load_cot(mn_column_bwd_smem<ROWS> &smem, const mn_column_params &p,
+                                        const mn_column_coord &at, int64_t t, int count) {
+    using sizes = mn_column_sizes<ROWS>;
 #pragma unroll
     for (int n = 0; n < sizes::column_items; n++) {
         const int item = threadIdx.x + n * sizes::threads, token = item / sizes::tile;
@@ -44,17 +46,17 @@ __device__ inline void mn_slab_load_cot(mn_slab_back_room<ROWS> &room, const mn_
         } else if (token < count && j < p.columns) {
             x = mn_get(mn_row<T>(p.cot_o, at.span.b, at.span.t0 + t + token, at.h), j);
         }
-        room.cot[0][item] = x;
+        smem.cot[0][item] = x;
     }
 }
 
 /* Sums over the eight lanes that have the same rows, to the warp's sums of all rows: each lane ends
  * with an eighth of the rows that they share. */
 template <int ROWS>
-__device__ inline void mn_slab_leave(float *sums, float (&x)[ROWS]) {
-    mn_lanes_share<ROWS / 2, 16>(x);
-    mn_lanes_share<ROWS / 4, 8>(x);
-    mn_lanes_share<ROWS / 8, 4>(x);
+__device__ inline void mn_column_reduce_lanes(float *sums, float (&x)[ROWS]) {
+    mn_lanes_reduce_scatter<ROWS / 2, 16>(x);
+    mn_lanes_reduce_scatter<ROWS / 4, 8>(x);
+    mn_lanes_reduce_scatter<ROWS / 8, 4>(x);
     const int first = threadIdx.x % 32 / 16 * (ROWS / 2) + threadIdx.x % 16 / 8 * (ROWS / 4) +
                       threadIdx.x % 8 / 4 * (ROWS / 8);
 #pragma unroll
@@ -65,38 +67,40 @@ __device__ inline void mn_slab_leave(float *sums, float (&x)[ROWS]) {
 }
 
 /* What a token needs of this thread's columns. */
-template <int ROWS, mn_columns_kind KIND>
-struct mn_slab_columns {
-    static constexpr int C = mn_slab_sizes<ROWS>::columns;
+template <int ROWS, mn_column_kind KIND>
+struct mn_column_token {
+    static constexpr int C = mn_column_sizes<ROWS>::columns;
     float w[C], u[C], written[C], cot[C], dot[C], y[C];
 
-    __device__ mn_slab_columns(const mn_slab_back_room<ROWS> &room, int token, int stash) {
+    __device__ mn_column_token(const mn_column_bwd_smem<ROWS> &smem, int token,
+                               int n_saved_states) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            const int j = mn_slab_cells<ROWS>::column(c);
-            w[c] = KIND == MN_COLUMNS_SUM ? room.in.of_token[token] : room.in.w[token][j];
-            u[c] = KIND == MN_COLUMNS_SUM ? room.in.f[token] : room.in.u[token][j];
-            written[c] = room.written[token % stash][j];
-            cot[c] = room.cot[token][j];
+            const int j = mn_column_cells<ROWS>::column(c);
+            w[c] = KIND == MN_COLUMNS_SUM ? smem.in.token_weight[token] : smem.in.w[token][j];
+            u[c] = KIND == MN_COLUMNS_SUM ? smem.in.f[token] : smem.in.u[token][j];
+            written[c] = smem.written[token % n_saved_states][j];
+            cot[c] = smem.cot[token][j];
         }
     }
 };
 
 /* D takes what the token reads; dq of this warp; D'k and the gradients y of the weights. */
-template <int ROWS, mn_columns_kind KIND>
-__device__ inline void mn_slab_read_back(mn_slab_cells<ROWS> &D, mn_slab_columns<ROWS, KIND> &of,
-                                         mn_slab_back_room<ROWS> &room, const float *before,
+template <int ROWS, mn_column_kind KIND>
+__device__ inline void mn_column_output_bwd(mn_column_cells<ROWS> &D, mn_column_token<ROWS,
+                                            KIND> &of,
+                                         mn_column_bwd_smem<ROWS> &smem, const float *before,
                                          float scale, int token) {
-    using cells = mn_slab_cells<ROWS>;
-    constexpr int C = cells::C, threads = mn_slab_sizes<ROWS>::threads;
+    using cells = mn_column_cells<ROWS>;
+    constexpr int C = cells::C, threads = mn_column_sizes<ROWS>::threads;
     float to_q[ROWS], dot[C][4] = {}, y[C][4] = {};
 #pragma unroll
     for (int m = 0; m < ROWS / 4; m++) {
         const int first = 4 * (threadIdx.x % 4 + 4 * m);
         float k[4], q[4], x[4];
-        mn_load<4>(k, room.in.k[token], first);
-        mn_load<4>(q, room.in.q[token], first);
-        if (KIND == MN_COLUMNS_CELL) mn_load<4>(x, room.in.x[token], first);
+        mn_load<4>(k, smem.in.k[token], first);
+        mn_load<4>(q, smem.in.q[token], first);
+        if (KIND == MN_COLUMNS_CELL) mn_load<4>(x, smem.in.x[token], first);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int r = 4 * m + i;
@@ -119,30 +123,30 @@ __device__ inline void mn_slab_read_back(mn_slab_cells<ROWS> &D, mn_slab_columns
             to_q[r] = scale * sum;
         }
     }
-    mn_slab_leave<ROWS>(room.sums[0][threadIdx.x / 32], to_q);
+    mn_column_reduce_lanes<ROWS>(smem.sums[0][threadIdx.x / 32], to_q);
 #pragma unroll
     for (int c = 0; c < C; c++) {
-        of.dot[c] = cells::over_lanes((dot[c][0] + dot[c][1]) + (dot[c][2] + dot[c][3]));
+        of.dot[c] = cells::reduce_lanes((dot[c][0] + dot[c][1]) + (dot[c][2] + dot[c][3]));
         of.y[c] = of.dot[c] * of.written[c];
         if (KIND != MN_COLUMNS_CELL) continue;
-        of.y[c] = cells::over_lanes((y[c][0] + y[c][1]) + (y[c][2] + y[c][3]));
+        of.y[c] = cells::reduce_lanes((y[c][0] + y[c][1]) + (y[c][2] + y[c][3]));
     }
 }
 
 /* dk of this warp; D becomes the adjoint of the state in front. Returns a thread's part of df. */
-template <int ROWS, mn_columns_kind KIND>
-__device__ inline float mn_slab_write_back(mn_slab_cells<ROWS> &D,
-                                           const mn_slab_columns<ROWS, KIND> &of,
-                                           mn_slab_back_room<ROWS> &room, const float *before,
+template <int ROWS, mn_column_kind KIND>
+__device__ inline float mn_column_update_bwd(mn_column_cells<ROWS> &D,
+                                           const mn_column_token<ROWS, KIND> &of,
+                                           mn_column_bwd_smem<ROWS> &smem, const float *before,
                                            int token) {
-    constexpr int C = mn_slab_cells<ROWS>::C, threads = mn_slab_sizes<ROWS>::threads;
+    constexpr int C = mn_column_cells<ROWS>::C, threads = mn_column_sizes<ROWS>::threads;
     float to_k[ROWS], to_f = 0.0f;
 #pragma unroll
     for (int m = 0; m < ROWS / 4; m++) {
         const int first = 4 * (threadIdx.x % 4 + 4 * m);
         float k[4], x[4];
-        mn_load<4>(k, room.in.k[token], first);
-        if (KIND == MN_COLUMNS_CELL) mn_load<4>(x, room.in.x[token], first);
+        mn_load<4>(k, smem.in.k[token], first);
+        if (KIND == MN_COLUMNS_CELL) mn_load<4>(x, smem.in.x[token], first);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int r = 4 * m + i;
@@ -169,68 +173,69 @@ __device__ inline float mn_slab_write_back(mn_slab_cells<ROWS> &D,
             to_k[r] = sum;
         }
     }
-    mn_slab_leave<ROWS>(room.sums[1][threadIdx.x / 32], to_k);
+    mn_column_reduce_lanes<ROWS>(smem.sums[1][threadIdx.x / 32], to_k);
     return to_f;
 }
 
 /* Adds the warps' sums of a token. All threads call, between barriers. */
-template <int ROWS, mn_columns_kind KIND>
-__device__ inline void mn_slab_add_warps(const mn_slab_back_room<ROWS> &room, const mn_columns &p,
-                                         const mn_columns_place &at, int64_t t) {
-    using sizes = mn_slab_sizes<ROWS>;
+template <int ROWS, mn_column_kind KIND>
+__device__ inline void mn_column_reduce_warps(const mn_column_bwd_smem<ROWS> &smem,
+                                              const mn_column_params &p,
+                                         const mn_column_coord &at, int64_t t) {
+    using sizes = mn_column_sizes<ROWS>;
     const int64_t rows = p.call.B * p.call.T * p.call.H, row = mn_columns_row(p, at, t);
-    float *part = p.parts + (at.tile * rows + row) * 2 * p.call.K;
+    float *partial = p.partials + (at.tile * rows + row) * 2 * p.call.K;
     for (int item = threadIdx.x; item < 2 * sizes::rows; item += sizes::threads) {
         const int which = item / sizes::rows, i = item % sizes::rows;
         float sum = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < sizes::warps; warp++) sum += room.sums[which][warp][i];
-        if (i < p.call.K) part[which * p.call.K + i] = sum;
+        for (int warp = 0; warp < sizes::warps; warp++) sum += smem.sums[which][warp][i];
+        if (i < p.call.K) partial[which * p.call.K + i] = sum;
     }
     if (KIND == MN_COLUMNS_SUM && threadIdx.x == 0) {
         float sum = 0.0f;
-        for (int warp = 0; warp < sizes::warps; warp++) sum += room.to_f[warp];
-        p.fparts[at.tile * rows + row] = sum;
+        for (int warp = 0; warp < sizes::warps; warp++) sum += smem.to_f[warp];
+        p.f_partials[at.tile * rows + row] = sum;
     }
     __syncthreads();
 }
 
 /* Gradients of one token, whose number in the group is `token`. All threads call. */
-template <typename T, int ROWS, mn_columns_kind KIND>
-__device__ void mn_slab_token_back(mn_slab_cells<ROWS> &D, mn_slab_back_room<ROWS> &room,
-                                   const mn_columns &p, const mn_columns_place &at, int64_t t,
+template <typename T, int ROWS, mn_column_kind KIND>
+__device__ void mn_column_token_bwd(mn_column_cells<ROWS> &D, mn_column_bwd_smem<ROWS> &smem,
+                                   const mn_column_params &p, const mn_column_coord &at, int64_t t,
                                    int token) {
-    constexpr int C = mn_slab_cells<ROWS>::C;
-    const float *before = room.before(token % p.stash);
-    mn_slab_columns<ROWS, KIND> of(room, token, p.stash);
-    mn_slab_read_back<ROWS, KIND>(D, of, room, before, p.scale, token);
+    constexpr int C = mn_column_cells<ROWS>::C;
+    const float *before = smem.before(token % p.n_saved_states);
+    mn_column_token<ROWS, KIND> of(smem, token, p.n_saved_states);
+    mn_column_output_bwd<ROWS, KIND>(D, of, smem, before, p.scale, token);
     const int64_t row = mn_columns_row(p, at, t);
     T *dv = mn_row<T>(p.dv, at.span.b, at.span.t0 + t, at.h);
 #pragma unroll
     for (int c = 0; c < C; c++) {
-        const int64_t j = at.tile * mn_slab_sizes<ROWS>::tile + mn_slab_cells<ROWS>::column(c);
+        const int64_t j = at.tile * mn_column_sizes<ROWS>::tile + mn_column_cells<ROWS>::column(c);
         if ((int)threadIdx.x % 4 != c || j >= p.columns) continue;
         p.y[row * p.columns + j] = of.y[c];
         if (dv && j < p.call.V) mn_put(dv + j, of.w[c] * of.dot[c]);
     }
-    float to_f = mn_slab_write_back<ROWS, KIND>(D, of, room, before, token);
+    float to_f = mn_column_update_bwd<ROWS, KIND>(D, of, smem, before, token);
     if (KIND == MN_COLUMNS_SUM) {
         to_f = mn_warp_sum(to_f);
-        if (threadIdx.x % 32 == 0) room.to_f[threadIdx.x / 32] = to_f;
+        if (threadIdx.x % 32 == 0) smem.to_f[threadIdx.x / 32] = to_f;
     }
     __syncthreads();
-    mn_slab_add_warps<ROWS, KIND>(room, p, at, t);
+    mn_column_reduce_warps<ROWS, KIND>(smem, p, at, t);
 }
 
 /* Walks tokens [t0, t1) from the state at `front`, or the first one where it is NULL, and keeps the
  * state in front of every `every` of them. */
-template <typename T, int ROWS, mn_columns_kind KIND>
-__device__ void mn_slab_replay(const float *front, float *kept, int64_t stride, int every,
-                               mn_slab_back_room<ROWS> &room, const mn_columns &p,
-                               const mn_columns_place &at, int64_t t0, int64_t t1) {
-    using sizes = mn_slab_sizes<ROWS>;
-    mn_slab_cells<ROWS> S;
-    mn_slab_ahead<T, ROWS> ahead;
+template <typename T, int ROWS, mn_column_kind KIND>
+__device__ void mn_column_recompute(const float *front, float *kept, int64_t stride, int every,
+                               mn_column_bwd_smem<ROWS> &smem, const mn_column_params &p,
+                               const mn_column_coord &at, int64_t t0, int64_t t1) {
+    using sizes = mn_column_sizes<ROWS>;
+    mn_column_cells<ROWS> S;
+    mn_column_prefetch<T, ROWS> ahead;
     if (front) S.recall(front);
     else S.load(p, at, p.state0, p.ones0);
     if (t0 < t1) ahead.template fetch<KIND>(p, at, t0);
@@ -238,91 +243,94 @@ __device__ void mn_slab_replay(const float *front, float *kept, int64_t stride, 
         const int count = (int)min((int64_t)sizes::group, t1 - t);
         if ((t - t0) % every == 0) S.keep(kept + (t - t0) / every * stride);
         __syncthreads();
-        ahead.template put<KIND>(room.in);
+        ahead.template put<KIND>(smem.in);
         __syncthreads();
         if (t + sizes::group < t1) ahead.template fetch<KIND>(p, at, t + sizes::group);
 #pragma unroll 1
         for (int token = 0; token < count; token++) {
             float o[sizes::columns], written[sizes::columns];
-            S.template advance<KIND, false>(o, written, room.in, token);
+            S.template advance<KIND, false>(o, written, smem.in, token);
         }
     }
 }
 
 /* The group of tokens at t to shared memory. All threads call. */
-template <typename T, int ROWS, mn_columns_kind KIND>
-__device__ void mn_slab_bring(mn_slab_back_room<ROWS> &room, const mn_columns &p,
-                              const mn_columns_place &at, int64_t t, int count) {
-    mn_slab_ahead<T, ROWS> tokens;
+template <typename T, int ROWS, mn_column_kind KIND>
+__device__ void mn_column_load_group(mn_column_bwd_smem<ROWS> &smem, const mn_column_params &p,
+                              const mn_column_coord &at, int64_t t, int count) {
+    mn_column_prefetch<T, ROWS> tokens;
     tokens.template fetch<KIND>(p, at, t);
     __syncthreads();
-    tokens.template put<KIND>(room.in);
-    mn_slab_load_cot<T, ROWS>(room, p, at, t, count);
+    tokens.template put<KIND>(smem.in);
+    mn_column_load_cot<T, ROWS>(smem, p, at, t, count);
     __syncthreads();
 }
 
 /* Gradients of the group of `count` tokens at t, from the state in front of it and D behind it. */
-template <typename T, int ROWS, mn_columns_kind KIND>
-__device__ void mn_slab_group_back(mn_slab_cells<ROWS> &D, const float *front,
-                                   mn_slab_back_room<ROWS> &room, const mn_columns &p,
-                                   const mn_columns_place &at, int64_t t, int count) {
-    using cells = mn_slab_cells<ROWS>;
-    mn_slab_bring<T, ROWS, KIND>(room, p, at, t, count);
-    for (int first = (count - 1) / p.stash * p.stash; first >= 0; first -= p.stash) {
-        const int last = min(first + p.stash, count);
+template <typename T, int ROWS, mn_column_kind KIND>
+__device__ void mn_column_group_bwd(mn_column_cells<ROWS> &D, const float *front,
+                                   mn_column_bwd_smem<ROWS> &smem, const mn_column_params &p,
+                                   const mn_column_coord &at, int64_t t, int count) {
+    using cells = mn_column_cells<ROWS>;
+    mn_column_load_group<T, ROWS, KIND>(smem, p, at, t, count);
+    for (int first = (count - 1) / p.n_saved_states * p.n_saved_states; first >= 0;
+         first -= p.n_saved_states) {
+        const int last = min(first + p.n_saved_states, count);
         cells S;
         S.recall(front);
 #pragma unroll 1
         for (int token = 0; token < last; token++) {
             float o[cells::C], written[cells::C];
-            if (token >= first) S.keep(room.before(token - first));
-            S.template advance<KIND, false>(o, written, room.in, token);
+            if (token >= first) S.keep(smem.before(token - first));
+            S.template advance<KIND, false>(o, written, smem.in, token);
             if (token < first || threadIdx.x % 4 != 0) continue;
 #pragma unroll
             for (int c = 0; c < cells::C; c++) {
-                room.written[token - first][cells::column(c)] = written[c];
+                smem.written[token - first][cells::column(c)] = written[c];
             }
         }
         __syncwarp();
 #pragma unroll 1
         for (int token = last - 1; token >= first; token--) {
-            mn_slab_token_back<T, ROWS, KIND>(D, room, p, at, t + token, token);
+            mn_column_token_bwd<T, ROWS, KIND>(D, smem, p, at, t + token, token);
         }
         __syncwarp();
     }
 }
 
 /* Where the spans of this block's memory are kept, `stride` numbers apart. */
-__device__ inline float *mn_columns_spans(const mn_columns &p, const mn_columns_place &at,
+__device__ inline float *mn_columns_segments(const mn_column_params &p, const mn_column_coord &at,
                                           int64_t tiles, int64_t stride, int64_t cells) {
     const int64_t slot0 = p.call.cu_seqlens
-                              ? at.span.t0 / MN_COLUMNS_SPAN + at.n
-                              : at.n * ((p.call.T + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN);
+                              ? at.span.t0 / MN_COLUMNS_SEGMENT + at.n
+                              : at.n * ((p.call.T + MN_COLUMNS_SEGMENT - 1) / MN_COLUMNS_SEGMENT);
     return p.spans + slot0 * stride + (at.h * tiles + at.tile) * cells;
 }
 
-template <typename T, int ROWS, mn_columns_kind KIND>
-__global__ void __launch_bounds__(mn_slab_sizes<ROWS>::threads)
-mn_slab_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
-    using sizes = mn_slab_sizes<ROWS>;
-    using room_of = mn_slab_back_room<ROWS>;
+template <typename T, int ROWS, mn_column_kind KIND>
+__global__ void __launch_bounds__(mn_column_sizes<ROWS>::threads)
+column_state_scan_bwd_kernel(const __grid_constant__ mn_column_params p, int64_t tiles) {
+    using sizes = mn_column_sizes<ROWS>;
+    using smem_type = mn_column_bwd_smem<ROWS>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    room_of &room = *(room_of *)bytes;
-    const mn_columns_place at = mn_columns_here(p, tiles);
-    const int64_t length = at.span.length, stride = p.call.H * tiles * room_of::cells;
-    float *spans = mn_columns_spans(p, at, tiles, stride, room_of::cells);
-    float *groups = p.tokens + at.block * room_of::groups * room_of::cells;
-    mn_slab_cells<ROWS> D;
-    mn_slab_replay<T, ROWS, KIND>(NULL, spans, stride, MN_COLUMNS_SPAN, room, p, at, 0, length);
+    smem_type &smem = *(smem_type *)bytes;
+    const mn_column_coord at = mn_column_block_coord(p, tiles);
+    const int64_t length = at.span.length, stride = p.call.H * tiles * smem_type::cells;
+    float *spans = mn_columns_segments(p, at, tiles, stride, smem_type::cells);
+    float *row_groups = p.tokens + at.block * smem_type::row_groups * smem_type::cells;
+    mn_column_cells<ROWS> D;
+    mn_column_recompute<T, ROWS, KIND>(NULL, spans, stride, MN_COLUMNS_SEGMENT, smem, p, at, 0,
+                                       length);
     D.load(p, at, p.cot_state, p.cot_ones);
-    for (int64_t i = (length + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN - 1; i >= 0; i--) {
-        const int64_t t0 = i * MN_COLUMNS_SPAN, t1 = min(t0 + MN_COLUMNS_SPAN, length);
-        mn_slab_replay<T, ROWS, KIND>(spans + i * stride, groups, room_of::cells, sizes::group,
-                                      room, p, at, t0, t1);
+    for (int64_t i = (length + MN_COLUMNS_SEGMENT - 1) / MN_COLUMNS_SEGMENT - 1; i >= 0; i--) {
+        const int64_t t0 = i * MN_COLUMNS_SEGMENT, t1 = min(t0 + MN_COLUMNS_SEGMENT, length);
+        mn_column_recompute<T, ROWS, KIND>(spans + i * stride, row_groups, smem_type::cells,
+                                           sizes::group,
+                                      smem, p, at, t0, t1);
         for (int64_t g = (t1 - t0 - 1) / sizes::group; g >= 0; g--) {
             const int64_t t = t0 + g * sizes::group;
             const int count = (int)min((int64_t)sizes::group, t1 - t);
-            mn_slab_group_back<T, ROWS, KIND>(D, groups + g * room_of::cells, room, p, at, t,
+            mn_column_group_bwd<T, ROWS, KIND>(D, row_groups + g * smem_type::cells, smem, p, at, t,
                                               count);
         }
     }
@@ -335,51 +343,53 @@ inline int64_t mn_columns_tiles(int64_t columns) {
     return mn_ceil_div(columns, MN_COLUMNS_TILE);
 }
 
-/* Floats of the work space of a way back: spans, tokens, parts and fparts. */
-struct mn_columns_extent {
-    size_t spans, tokens, parts, fparts;
+/* Floats of the work space of a way back: spans, tokens, parts and f_partials. */
+struct mn_column_workspace {
+    size_t spans, tokens, partials, f_partials;
 };
 
-inline bool mn_columns_measure(mn_columns_extent *to, const mn_call &c, int64_t columns) {
+inline bool mn_column_workspace_sizes(mn_column_workspace *to, const mn_call &c, int64_t columns) {
     const int64_t rows = mn_columns_rows(c);
     const size_t tiles = (size_t)mn_columns_tiles(columns);
     const size_t cells = (size_t)(rows * MN_COLUMNS_TILE);
     size_t heads;
     bool ok = mn_mul_size(&heads, tiles, (size_t)c.H);
-    ok = ok && mn_mul_size(&to->spans, heads, (size_t)mn_tile_slots(c, MN_COLUMNS_SPAN)) &&
+    ok = ok && mn_mul_size(&to->spans, heads, (size_t)mn_tile_slots(c, MN_COLUMNS_SEGMENT)) &&
          mn_mul_size(&to->spans, to->spans, cells);
     ok = ok && mn_mul_size(&to->tokens, heads, (size_t)mn_n_spans(c)) &&
-         mn_mul_size(&to->tokens, to->tokens, cells * mn_slab_back_room<32>::groups);
-    ok = ok && mn_mul_size(&to->fparts, heads, (size_t)c.B) &&
-         mn_mul_size(&to->fparts, to->fparts, (size_t)c.T);
-    return ok && mn_mul_size(&to->parts, to->fparts, 2 * (size_t)c.K);
+         mn_mul_size(&to->tokens, to->tokens, cells * mn_column_bwd_smem<32>::row_groups);
+    ok = ok && mn_mul_size(&to->f_partials, heads, (size_t)c.B) &&
+         mn_mul_size(&to->f_partials, to->f_partials, (size_t)c.T);
+    return ok && mn_mul_size(&to->partials, to->f_partials, 2 * (size_t)c.K);
 }
 
-/* As many tokens' states as shared memory has room for, up to four. */
-template <typename T, int ROWS, mn_columns_kind KIND>
-static int mn_slab_start_back(mn_columns p, cudaStream_t on) {
-    using room = mn_slab_back_room<ROWS>;
+/* As many tokens' states as shared memory has smem for, up to four. */
+template <typename T, int ROWS, mn_column_kind KIND>
+static int mn_column_launch_bwd(mn_column_params p, cudaStream_t on) {
+    using smem = mn_column_bwd_smem<ROWS>;
     const int64_t tiles = mn_columns_tiles(p.columns);
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
-    const int state = room::cells * (int)sizeof(float);
+    const int state = smem::cells * (int)sizeof(float);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const int limit = mn_machine_in_use().shared_bytes;
-    p.stash = mn_min((limit - (int)sizeof(room)) / state, room::most_stash);
-    if (p.stash < 1) return cudaErrorNotSupported;
-    return mn_launch_with_room(mn_slab_backward_kernel<T, ROWS, KIND>, dim3((unsigned)blocks),
-                               mn_slab_sizes<ROWS>::threads,
-                               sizeof(room) + (size_t)(p.stash * state), on, p, tiles);
+    const int limit = mn_device_props_current().shared_bytes;
+    p.n_saved_states = mn_min((limit - (int)sizeof(smem)) / state, smem::max_saved_states);
+    if (p.n_saved_states < 1) return cudaErrorNotSupported;
+    return mn_launch_smem(column_state_scan_bwd_kernel<T, ROWS, KIND>, dim3((unsigned)blocks),
+                               mn_column_sizes<ROWS>::threads,
+                               sizeof(smem) + (size_t)(p.n_saved_states * state), on, p, tiles);
 }
 
-template <typename T, mn_columns_kind KIND>
-static int mn_columns_backward(mn_columns p, cudaStream_t on) {
-    p.whole = mn_columns_are_whole<T>(p, mn_columns_rows(p.call) / 32);
-    if (p.call.K <= 32) return mn_slab_start_back<T, 8, KIND>(p, on);
-    if (p.call.K <= 64) return mn_slab_start_back<T, 16, KIND>(p, on);
-    if (p.call.K <= 128) return mn_slab_start_back<T, 32, KIND>(p, on);
-    if (p.call.K <= MN_COLUMNS_WIDEST) return mn_slab_start_back<T, 64, KIND>(p, on);
+template <typename T, mn_column_kind KIND>
+static int mn_columns_backward(mn_column_params p, cudaStream_t on) {
+    p.vec_aligned = mn_columns_vec_aligned<T>(p, mn_columns_rows(p.call) / 32);
+    if (p.call.K <= 32) return mn_column_launch_bwd<T, 8, KIND>(p, on);
+    if (p.call.K <= 64) return mn_column_launch_bwd<T, 16, KIND>(p, on);
+    if (p.call.K <= 128) return mn_column_launch_bwd<T, 32, KIND>(p, on);
+    if (p.call.K <= MN_COLUMNS_MAX_K) return mn_column_launch_bwd<T, 64, KIND>(p, on);
     return cudaErrorNotSupported;
 }
+
+}    // namespace mneme::recurrent
 
 #endif

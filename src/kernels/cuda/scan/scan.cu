@@ -1,5 +1,5 @@
 /* scan.cu - Mamba-1's selective scan (see ref/scan.c): one thread has one state of one channel, a
- * block 16 channels with 16 states at a time, and walks through time by tiles of 16 tokens.
+ * block 16 channels with 16 states at a time, and scans through time by tiles of 16 tokens.
  *
  *   d = softplus(dt + dt_bias)     h_t = exp(d A) h_{t-1} + d u B     y = (sum C h + D u) silu(z)
  *
@@ -7,10 +7,106 @@
  * over lines: inside a block through shared memory, between blocks through parts. Backward keeps h
  * in front of each tile and makes it again inside one. More than 16 states go one group after the
  * other through a tile. */
-#include "kernels/cuda/recurrent/diag.cuh"
+#include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
-enum { SIDE = MN_LINE_SIDE, TOKENS = MN_LINE_TOKENS, WARPS = MN_LINE_CELLS / 32, MOST_GROUPS = 16 };
+namespace mneme::scan {
+
+/* diagonal recurrences of few states: blocks of 16 x 16 of them, one thread each, that
+ * walk through time by tiles of 16 tokens.
+ *
+ * Thread i of a block has line i / 16 and column i % 16 of the block's cells. Numbers of a token
+ * that belong to a line or to a column lie in shared memory, 16 tokens in a row, so that a thread
+ * reads four tokens at once. */
+
+enum {
+    MN_DIAG_SIDE = 16,
+    MN_DIAG_BLOCK_THREADS = MN_DIAG_SIDE * MN_DIAG_SIDE,    // threads of a block
+    MN_DIAG_TOKENS = 16,                       // of a tile
+    MN_DIAG_PITCH = MN_DIAG_TOKENS + 4,        // rows 16 bytes aligned, in different banks
+};
+
+/* at[i][t]: number of line or column i at token t of the tile */
+struct alignas(16) mn_diag_rows {
+    float at[MN_DIAG_SIDE][MN_DIAG_PITCH];
+
+    /* Thread (t, i) brings one number. */
+    __device__ void put(float x) {
+        at[threadIdx.x % MN_DIAG_SIDE][threadIdx.x / MN_DIAG_SIDE] = x;
+    }
+
+    /* Tokens t to t + 3 of line or column i; t is a multiple of 4. */
+    __device__ void get(float (&x)[4], int i, int t) const {
+        const float4 four = *(const float4 *)(at[i] + t);
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    }
+};
+
+/* Tokens [first, first + MN_DIAG_TOKENS) of a sequence, or those of them that there are. */
+struct mn_diag_tile {
+    mn_span span;
+    int64_t first;
+    int n_rows;
+};
+
+__device__ inline mn_diag_tile mn_diag_tile_at(const mn_span &span, int64_t index) {
+    const int64_t first = index * MN_DIAG_TOKENS;
+    return { span, first, (int)min((int64_t)MN_DIAG_TOKENS, span.length - first) };
+}
+
+__device__ inline int64_t mn_diag_tiles(const mn_span &span) {
+    return (span.length + MN_DIAG_TOKENS - 1) / MN_DIAG_TOKENS;
+}
+
+/* Where the tiles of sequence n begin among those of all, as mn_tile_slots counts them. */
+__device__ inline int64_t mn_diag_first_slot(const mn_call &call, int64_t n) {
+    if (call.cu_seqlens) return call.cu_seqlens[n] / MN_DIAG_TOKENS + n;
+    return n * ((call.T + MN_DIAG_TOKENS - 1) / MN_DIAG_TOKENS);
+}
+
+/* Thread (t, i)'s number: element base + i of token t of head h; zero outside of `count` and of the
+ * tile, and where the tensor is absent. */
+template <typename T>
+__device__ inline float mn_diag_load(const mn_in &view, const mn_diag_tile &tile, int64_t h,
+                                      int64_t base, int64_t count) {
+    const int t = threadIdx.x / MN_DIAG_SIDE;
+    const int64_t i = base + threadIdx.x % MN_DIAG_SIDE;
+    if (!view.data || i >= count || t >= tile.n_rows) return 0.0f;
+    return mn_float(mn_row<T>(view, tile.span.b, tile.span.t0 + tile.first + t, h)[i]);
+}
+
+/* One exchange between lanes `width` apart: each keeps one half of 2 width tokens. */
+template <int width>
+__device__ __forceinline__ void mn_diag_reduce_half(float (&x)[MN_DIAG_TOKENS]) {
+    const bool upper = threadIdx.x & width;
+#pragma unroll
+    for (int i = 0; i < width; i++) {
+        const float early = x[i], late = x[i + width];    // values: chosen addresses would
+        const float give = upper ? early : late;          // keep x out of the registers
+        x[i] = (upper ? late : early) + __shfl_xor_sync(0xffffffffu, give, width);
+    }
+}
+
+/* x[t] summed over the 16 columns of each line: column t gets the sum of token t. The halves of the
+ * lanes exchange halves of the tokens, so it takes 15 exchanges and not 64. */
+__device__ __forceinline__ float mn_diag_row_sums(float (&x)[MN_DIAG_TOKENS]) {
+    mn_diag_reduce_half<8>(x);
+    mn_diag_reduce_half<4>(x);
+    mn_diag_reduce_half<2>(x);
+    mn_diag_reduce_half<1>(x);
+    return x[0];
+}
+
+/* Two numbers of a token summed over the two lines of a warp: the first sum in the lower half of
+ * its lanes, the second one in the upper half. */
+__device__ inline float mn_diag_pair_sums(float first, float second) {
+    const bool upper = threadIdx.x & MN_DIAG_SIDE;
+    const float give = upper ? first : second, keep = upper ? second : first;
+    return keep + __shfl_xor_sync(0xffffffffu, give, MN_DIAG_SIDE);
+}
+
+enum { SIDE = MN_DIAG_SIDE, TOKENS = MN_DIAG_TOKENS, WARPS = MN_DIAG_BLOCK_THREADS / 32,
+    MOST_GROUPS = 16 };
 
 /* Work space of the way back: h in front of tiles, dB and dC by channel tiles, and dA, dD and the
  * bias's gradient by sequences. */
@@ -20,7 +116,7 @@ struct work {
 
 /* A tile's inputs: d and u by lines, B and C by columns. */
 struct inputs {
-    mn_line_rows d, u, gr, B, C;
+    mn_diag_rows d, u, gr, B, C;
 };
 
 struct place {
@@ -55,28 +151,28 @@ __device__ static float cell_of(const void *data, const mn_scan_args &p, const p
 
 /* d and u of the tile; thread (t, i) has channel i. Returns dt + dt_bias there. */
 template <typename T>
-__device__ static float fetch_channels(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
+__device__ static float load_channels(inputs &in, const mn_scan_args &p, const mn_diag_tile &tile,
                                        int64_t channel0) {
     const int64_t v = channel0 + threadIdx.x % SIDE;
     const bool there = v < p.call.V && (int)threadIdx.x / SIDE < tile.n_rows;
     const float bias = there ? mn_get((const T *)p.dt_bias.data, v) : 0.0f;
-    const float x = mn_line_fetch<T>(p.dt, tile, 0, channel0, p.call.V) + bias;
+    const float x = mn_diag_load<T>(p.dt, tile, 0, channel0, p.call.V) + bias;
     in.d.put(!there ? 0.0f : p.softplus ? softplus(x) : x);
-    in.u.put(mn_line_fetch<T>(p.u, tile, 0, channel0, p.call.V));
+    in.u.put(mn_diag_load<T>(p.u, tile, 0, channel0, p.call.V));
     return x;
 }
 
 template <typename T>
-__device__ static void fetch_states(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
+__device__ static void load_states(inputs &in, const mn_scan_args &p, const mn_diag_tile &tile,
                                     int group) {
-    in.B.put(mn_line_fetch<T>(p.Bm, tile, 0, group * SIDE, p.call.K));
-    in.C.put(mn_line_fetch<T>(p.Cm, tile, 0, group * SIDE, p.call.K));
+    in.B.put(mn_diag_load<T>(p.Bm, tile, 0, group * SIDE, p.call.K));
+    in.C.put(mn_diag_load<T>(p.Cm, tile, 0, group * SIDE, p.call.K));
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
 template <typename T, int GROUPS>
-__global__ void __launch_bounds__(MN_LINE_CELLS)
+__global__ void __launch_bounds__(MN_DIAG_BLOCK_THREADS)
 scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
     __shared__ inputs in;
     const place at = place_of(tiles);
@@ -90,15 +186,15 @@ scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
     }
     const int64_t v = at.channel0 + at.line;
     const float D = v < p.call.V ? mn_get((const T *)p.D.data, v) : 0.0f;
-    for (int64_t i = 0; i < mn_line_tiles(span); i++) {
-        const mn_line_tile tile = mn_line_tile_at(span, i);
+    for (int64_t i = 0; i < mn_diag_tiles(span); i++) {
+        const mn_diag_tile tile = mn_diag_tile_at(span, i);
         float sums[TOKENS] = {};
         __syncthreads();
-        fetch_channels<T>(in, p, tile, at.channel0);
+        load_channels<T>(in, p, tile, at.channel0);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             if (g > 0) __syncthreads();
-            fetch_states<T>(in, p, tile, g);
+            load_states<T>(in, p, tile, g);
             __syncthreads();
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
@@ -107,7 +203,7 @@ scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
                 sums[t] = fmaf(in.C.at[at.column][t], h[g], sums[t]);
             }
         }
-        const float sum = mn_line_sums(sums);    // of token at.column
+        const float sum = mn_diag_row_sums(sums);    // of token at.column
         if (!p.y.data || v >= p.call.V || at.column >= tile.n_rows) continue;
         const int64_t t = span.t0 + tile.first + at.column;
         const T *z = mn_row<T>(p.z, span.b, t, 0);
@@ -128,12 +224,13 @@ scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
 /* h in front of a tile, for each thread. */
 __device__ static float *state_at(const work &w, const mn_call &call, const place &at, int64_t tile,
                                   int64_t tiles, int groups, int group) {
-    const int64_t slot = mn_line_first_slot(call, at.n) + tile;
-    return w.states + ((slot * tiles + at.tile) * groups + group) * MN_LINE_CELLS + threadIdx.x;
+    const int64_t slot = mn_diag_first_slot(call, at.n) + tile;
+    return w.states + ((slot * tiles + at.tile) * groups + group) * MN_DIAG_BLOCK_THREADS
+        + threadIdx.x;
 }
 
 template <typename T, int GROUPS>
-__global__ void __launch_bounds__(MN_LINE_CELLS)
+__global__ void __launch_bounds__(MN_DIAG_BLOCK_THREADS)
 scan_states_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles) {
     __shared__ inputs in;
     const place at = place_of(tiles);
@@ -145,15 +242,15 @@ scan_states_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles
         h[g] = cell_of<float>(first, p, at, g);
         A[g] = cell_of<T>(p.A.data, p, at, g);
     }
-    for (int64_t i = 0; i < mn_line_tiles(span); i++) {
-        const mn_line_tile tile = mn_line_tile_at(span, i);
+    for (int64_t i = 0; i < mn_diag_tiles(span); i++) {
+        const mn_diag_tile tile = mn_diag_tile_at(span, i);
         __syncthreads();
-        fetch_channels<T>(in, p, tile, at.channel0);
+        load_channels<T>(in, p, tile, at.channel0);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             *state_at(w, p.call, at, i, tiles, GROUPS, g) = h[g];
             if (g > 0) __syncthreads();
-            in.B.put(mn_line_fetch<T>(p.Bm, tile, 0, g * SIDE, p.call.K));
+            in.B.put(mn_diag_load<T>(p.Bm, tile, 0, g * SIDE, p.call.K));
             __syncthreads();
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
@@ -191,7 +288,7 @@ __device__ static void group_back(float &g, float &dA, line_sums &sums,
         const float after = t + 1 < TOKENS ? h[t + 1 < TOKENS ? t + 1 : t] : state;
         g = fmaf(gr, in.C.at[at.column][t], g);
         const float x = g * decay * h[t];
-        const float both = mn_line_pair_sums(g * d * u, gr * after);
+        const float both = mn_diag_pair_sums(g * d * u, gr * after);
         over_lines[warp][t][upper][at.column] = both;
         dA = fmaf(d, x, dA);
         sums.d[t] = fmaf(g, u * B, fmaf(A, x, sums.d[t]));
@@ -201,7 +298,7 @@ __device__ static void group_back(float &g, float &dA, line_sums &sums,
 }
 
 template <typename T, int GROUPS>
-__global__ void __launch_bounds__(MN_LINE_CELLS)
+__global__ void __launch_bounds__(MN_DIAG_BLOCK_THREADS)
 scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles) {
     __shared__ inputs in;
     __shared__ float over_lines[WARPS][TOKENS][2][SIDE];
@@ -218,23 +315,23 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t til
         dA[i] = 0.0f;
     }
     const float D = v < V ? mn_get((const T *)p.D.data, v) : 0.0f;
-    for (int64_t i = mn_line_tiles(span) - 1; i >= 0; i--) {
-        const mn_line_tile tile = mn_line_tile_at(span, i);
+    for (int64_t i = mn_diag_tiles(span) - 1; i >= 0; i--) {
+        const mn_diag_tile tile = mn_diag_tile_at(span, i);
         line_sums sums = {};
         __syncthreads();
-        fetch_channels<T>(in, p, tile, at.channel0);
-        const float z = mn_line_fetch<T>(p.z, tile, 0, at.channel0, V);
-        in.gr.put(mn_line_fetch<T>(p.cot.y, tile, 0, at.channel0, V) *
+        load_channels<T>(in, p, tile, at.channel0);
+        const float z = mn_diag_load<T>(p.z, tile, 0, at.channel0, V);
+        in.gr.put(mn_diag_load<T>(p.cot.y, tile, 0, at.channel0, V) *
                   (p.z.data ? z * sigmoid(z) : 1.0f));
 #pragma unroll
         for (int j = 0; j < GROUPS; j++) {
             if (j > 0) __syncthreads();
-            fetch_states<T>(in, p, tile, j);
+            load_states<T>(in, p, tile, j);
             __syncthreads();
             group_back(g[j], dA[j], sums, over_lines, in,
                        *state_at(w, p.call, at, i, tiles, GROUPS, j), A[j], at);
             __syncthreads();
-            for (int k = threadIdx.x; k < tile.n_rows * 2 * SIDE; k += MN_LINE_CELLS) {
+            for (int k = threadIdx.x; k < tile.n_rows * 2 * SIDE; k += MN_DIAG_BLOCK_THREADS) {
                 const int t = k / (2 * SIDE), which = k / SIDE % 2, column = k % SIDE;
                 const int64_t row = span.b * p.call.T + span.t0 + tile.first + t;
                 float sum = 0.0f;
@@ -244,8 +341,8 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t til
                 w.rows[((at.tile * rows + row) * 2 + which) * K + j * SIDE + column] = sum;
             }
         }
-        const float r = mn_line_sums(sums.r), to_d = mn_line_sums(sums.d);
-        const float to_u = mn_line_sums(sums.u);    // of token at.column
+        const float r = mn_diag_row_sums(sums.r), to_d = mn_diag_row_sums(sums.d);
+        const float to_u = mn_diag_row_sums(sums.u);    // of token at.column
         if (v >= V || at.column >= tile.n_rows) continue;
         const int64_t t = span.t0 + tile.first + at.column;
         const float u = in.u.at[at.line][at.column], gr = in.gr.at[at.line][at.column];
@@ -317,7 +414,8 @@ static int groups_of(int64_t K) {
 /* Floats of the three parts of the work space. */
 static bool measure(size_t *states, size_t *rows, size_t *parts, const mn_call *c) {
     const size_t tiles = (size_t)mn_ceil_div(c->V, SIDE), groups = (size_t)groups_of(c->K);
-    return mn_mul_size(states, (size_t)mn_tile_slots(*c, TOKENS), tiles * groups * MN_LINE_CELLS) &&
+    return mn_mul_size(states, (size_t)mn_tile_slots(*c, TOKENS),
+                       tiles * groups * MN_DIAG_BLOCK_THREADS) &&
            mn_mul_size(rows, (size_t)c->B, (size_t)c->T) && mn_mul_size(rows, *rows, tiles) &&
            mn_mul_size(rows, *rows, 2 * (size_t)c->K) &&
            mn_mul_size(parts, (size_t)mn_n_spans(*c), (size_t)c->V) &&
@@ -341,8 +439,8 @@ static int forward_of(const mn_scan_args *p, cudaStream_t on) {
     const int64_t tiles = mn_ceil_div(p->call.V, SIDE), blocks = tiles * mn_n_spans(p->call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    scan_forward_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, tiles);
-    return mn_launched();
+    scan_forward_kernel<T, GROUPS><<<(unsigned)blocks, MN_DIAG_BLOCK_THREADS, 0, on>>>(*p, tiles);
+    return mn_launch_status();
 }
 
 template <typename T, int GROUPS>
@@ -353,16 +451,18 @@ static int backward_of(const mn_scan_args *p, float *at, cudaStream_t on) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX || !measure(&states, &rows, &parts, &c)) return cudaErrorNotSupported;
     const work w = { at, at + states, at + states + rows };
-    scan_states_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, w, tiles);
-    scan_backward_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, w, tiles);
-    int code = mn_launched();
+    scan_states_kernel<T, GROUPS><<<(unsigned)blocks, MN_DIAG_BLOCK_THREADS, 0, on>>>(*p, w, tiles);
+    scan_backward_kernel<T, GROUPS><<<(unsigned)blocks, MN_DIAG_BLOCK_THREADS, 0,
+        on>>>(*p, w, tiles);
+    int code = mn_launch_status();
     if (code != cudaSuccess) return code;
     const put_states<T> to_rows = { p->grad.Bm, p->grad.Cm, c.T, c.K };
     const put_channels<T> to_channels = { (T *)p->grad.A.data, (T *)p->grad.D.data,
                                           (T *)p->grad.dt_bias.data, c.K };
-    if (c.B * c.T > 0) code = mn_sum_parts_into(to_rows, w.rows, tiles, c.B * c.T * 2 * c.K, on);
+    if (c.B * c.T > 0) code = mn_reduce_partials_to(to_rows, w.rows, tiles, c.B * c.T * 2 * c.K,
+                                                    on);
     if (code != cudaSuccess) return code;
-    return mn_sum_parts_into(to_channels, w.parts, mn_n_spans(c), c.V * (c.K + 2), on);
+    return mn_reduce_partials_to(to_channels, w.parts, mn_n_spans(c), c.V * (c.K + 2), on);
 }
 
 /* Calls function<T, GROUPS> for a number of states; `arguments` in parentheses. */
@@ -392,3 +492,5 @@ MN_CUDA_LAUNCH(scan_backward) {
     if (p->call.dtype == MN_BF16) BY_STATES(backward_of, mn_bf16, p->call.K, (p, at, on));
     BY_STATES(backward_of, float, p->call.K, (p, at, on));
 }
+
+}    // namespace mneme::scan

@@ -1,0 +1,426 @@
+"""Operators in PyTorch: registration, dtypes, autograd.
+
+Every operator of the library becomes torch.ops.mneme.NAME and torch.ops.mneme.NAME_backward, with
+an implementation over plain pointers on the current stream, a shape function and a gradient, so
+that torch.compile, autocast, activation checkpointing and functorch's grad see ordinary operators.
+Results that a call does not ask for come back empty.
+
+    mneme::additive(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? state0, Tensor? cu_seqlens,
+                    float scale, int outputs) -> (Tensor, Tensor)
+
+`outputs` and `grads` have a bit per tensor. cu_seqlens lies in host memory."""
+
+import torch
+
+from .. import _library
+from .._operators import Operator, operators, safe_name
+
+_NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
+_library_of_ops = torch.library.Library("mneme", "DEF")
+
+
+class TorchOperator:
+    """How one operator is called from PyTorch."""
+
+    def __init__(self, op: Operator):
+        self.op = op
+        self.n = len(op.inputs)
+        self.cots = [i for i, f in enumerate(op.outputs) if f.partner is not None]
+        self.grads = [i for i, f in enumerate(op.inputs) if f.partner is not None]
+        self.main = sum(1 << i for i in op.main)
+        self.has_counts = op.counts0 is not None
+        # after the tensors: cu_seqlens, perhaps counts0, then the numbers
+        self.n_host = 2 if self.has_counts else 1
+        self._register()
+
+    # ---- schemas
+
+    def _numbers(self):
+        kinds = {"real": "float", "int": "int", "choice": "int"}
+        return [f"{kinds[p.kind]} {safe_name(p.name)}" for p in self.op.params]
+
+    def _schema(self, backward):
+        op = self.op
+        parts = [("Tensor " if f.required else "Tensor? ") + safe_name(f.name) for f in op.inputs]
+        if backward:
+            parts += ["Tensor? cot_" + op.outputs[i].name for i in self.cots]
+        parts += ["Tensor? cu_seqlens"] + ["Tensor? counts0"] * self.has_counts
+        parts += self._numbers() + ["int grads" if backward else "int outputs"]
+        n = len(self.grads) if backward else len(op.outputs)
+        result = "Tensor" if n == 1 else "(" + ", ".join(["Tensor"] * n) + ")"
+        name = op.name + "_backward" if backward else op.name
+        return f"{name}({', '.join(parts)}) -> {result}"
+
+    def _register(self):
+        lib, name = _library_of_ops, self.op.name
+        tags = (torch.Tag.pt2_compliant_tag,)
+        lib.define(self._schema(False), tags=tags)
+        for device in ("CPU", "CUDA"):
+            lib.impl(name, self.run_forward, device)
+        torch.library.register_fake("mneme::" + name, self.fake_forward, lib=lib)
+        self.forward = getattr(torch.ops.mneme, name).default
+        if not self.op.differentiable:
+            return
+        back = name + "_backward"
+        lib.define(self._schema(True), tags=tags)
+        for device in ("CPU", "CUDA"):
+            lib.impl(back, self.run_backward, device)
+        torch.library.register_fake("mneme::" + back, self.fake_backward, lib=lib)
+        self.backward = getattr(torch.ops.mneme, back).default
+        self.eager, self.transformed = self.eager_functions()
+        torch.library.register_autograd("mneme::" + name, self.gradient,
+                                        setup_context=self.keep, lib=lib)
+        torch.library.register_autograd("mneme::" + back, self.no_second_gradient, lib=lib)
+
+    # ---- running
+
+    def _prepare(self, tensors, host, params):
+        """Argument words, the plan, the dtype of the call, and what must live until it is done."""
+        op, call_type = self.op, None
+        for field, x in zip(op.inputs, tensors):
+            if x is not None and not field.wide:
+                call_type = x.dtype
+                break
+        if call_type is None:
+            call_type = next(x.dtype for x in tensors if x is not None)
+        if call_type not in _NAMES:
+            raise TypeError(f"{op.name}: {op.inputs[0].name} is {call_type}; operators take "
+                            "float32, float64 (CPU) and bfloat16 (GPU)")
+        wide_type = torch.float32 if call_type is torch.bfloat16 else call_type
+        shapes, strides, data = [], [], []
+        keep = None
+        for field, x in zip(op.inputs, tensors):
+            if x is None:
+                shapes.append(None)
+                strides.append(None)
+                data.append(0)
+                continue
+            if x.dtype is not (wide_type if field.wide else call_type):
+                raise TypeError(f"{op.name}: {field.name} is {x.dtype}, expected "
+                                f"{wide_type if field.wide else call_type} beside {call_type}")
+            shape, stride = x.shape, None
+            if not x.is_contiguous():
+                stride = op.strides_of(field, shape, x.stride()) if field.may_stride else None
+                if stride is None:
+                    x = x.contiguous()
+                    keep = [x] if keep is None else keep + [x]
+            shapes.append(shape)
+            strides.append(stride)
+            data.append(x.data_ptr())
+        cu_seqlens = host[0]
+        plan = op.plan(_NAMES[call_type], tuple(shapes), tuple(strides), params,
+                       None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        words = op.array.from_buffer_copy(plan.words)
+        for field, pointer in zip(op.inputs, data):
+            words[field.word] = pointer
+        if cu_seqlens is not None:
+            words[op.call["cu_seqlens"] // 8] = cu_seqlens.data_ptr()
+        if self.has_counts and host[1] is not None:
+            if host[1].shape[0] != plan.sizes["N"]:
+                raise ValueError(f"{op.name}: counts0 holds {host[1].shape[0]} numbers for "
+                                 f"{plan.sizes['N']} sequences")
+            words[op.counts0 // 8] = host[1].data_ptr()
+        return words, plan, (call_type, wide_type), keep
+
+    def _context(self, device):
+        if device.type == "cpu":
+            return _library.context().handle
+        stream = torch.cuda.current_stream(device).cuda_stream
+        return _library.context(f"cuda:{device.index or 0}", stream).handle
+
+    def compute(self, args):
+        """Results of a forward call, None where not wanted."""
+        op, n = self.op, self.n
+        tensors, wanted = args[:n], args[-1]
+        words, plan, types, keep = self._prepare(tensors, args[n:n + self.n_host],
+                                                 args[n + self.n_host:-1])
+        device = tensors[self.anchor(tensors)].device
+        results = []
+        for i, field in enumerate(op.outputs):
+            if wanted >> i & 1:
+                y = torch.empty(plan.out_shapes[i], dtype=types[field.wide], device=device)
+                words[field.word] = y.data_ptr()
+                results.append(y)
+            else:
+                results.append(None)
+        status = op.forward(self._context(device), words)
+        if status:
+            _library.check(status)
+        return results
+
+    def compute_gradients(self, args):
+        """Gradients of a backward call, None where not wanted."""
+        op, n, m = self.op, self.n, len(self.cots)
+        tensors, wanted = args[:n], args[-1]
+        words, plan, types, keep = self._prepare(tensors, args[n + m:n + m + self.n_host],
+                                                 args[n + m + self.n_host:-1])
+        held = []
+        for i, cot in zip(self.cots, args[n:n + m]):
+            if cot is None:
+                continue
+            field = op.outputs[i]
+            cot = cot.to(types[field.wide]).contiguous()
+            if cot.shape != plan.out_shapes[i]:
+                raise ValueError(f"{op.name}: the cotangent of {field.name} has shape "
+                                 f"{tuple(cot.shape)}, expected {plan.out_shapes[i]}")
+            held.append(cot)
+            words[field.partner] = cot.data_ptr()
+        results = []
+        for k, i in enumerate(self.grads):
+            x, dx = tensors[i], None
+            if wanted >> k & 1 and x is not None:
+                dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                words[op.inputs[i].partner] = dx.data_ptr()
+            results.append(dx)
+        status = op.backward(self._context(tensors[self.anchor(tensors)].device), words)
+        if status:
+            _library.check(status)
+        return results
+
+    @staticmethod
+    def anchor(tensors):
+        """The place of the first tensor there is."""
+        return next(i for i, x in enumerate(tensors) if x is not None)
+
+    def _filled(self, results, fields, tensors):
+        """An operator gives tensors: empty ones stand for what was not wanted."""
+        like, types = tensors[self.anchor(tensors)], self._types(tensors)
+        full = [torch.empty(0, dtype=types[f.wide], device=like.device) if y is None else y
+                for f, y in zip(fields, results)]
+        return full[0] if len(full) == 1 else tuple(full)
+
+    def run_forward(self, *args):
+        return self._filled(self.compute(args), self.op.outputs, args[:self.n])
+
+    def run_backward(self, *args):
+        return self._filled(self.compute_gradients(args), [self.op.inputs[i] for i in self.grads],
+                            args[:self.n])
+
+    # ---- shapes
+
+    def _types(self, tensors):
+        call_type = next((x.dtype for f, x in zip(self.op.inputs, tensors)
+                          if x is not None and not f.wide), torch.float32)
+        return call_type, torch.float32 if call_type is torch.bfloat16 else call_type
+
+    def fake_forward(self, *args):
+        op, n = self.op, self.n
+        tensors, cu_seqlens, wanted = args[:n], args[n], args[-1]
+        shapes = tuple(None if x is None else tuple(x.shape) for x in tensors)
+        sizes, lead = op.bind(shapes, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        types = self._types(tensors)
+        like = next(x for x in tensors if x is not None)
+        results = []
+        for i, field in enumerate(op.outputs):
+            shape = op.out_shape(field, sizes, lead) if wanted >> i & 1 else (0,)
+            results.append(torch.empty(shape, dtype=types[field.wide], device=like.device))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def fake_backward(self, *args):
+        tensors, wanted = args[:self.n], args[-1]
+        types = self._types(tensors)
+        like = next(x for x in tensors if x is not None)
+        results = []
+        for k, i in enumerate(self.grads):
+            x = tensors[i]
+            if wanted >> k & 1 and x is not None:
+                results.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+            else:
+                results.append(torch.empty(0, dtype=types[self.op.inputs[i].wide],
+                                           device=like.device))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    # ---- gradients
+
+    def keep(self, ctx, inputs, output):
+        n = self.n
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:n + self.n_host])
+        ctx.params = inputs[n + self.n_host:-1]
+        outputs = output if isinstance(output, tuple) else (output,)
+        wanted = inputs[-1]
+        fixed = [y for i, y in enumerate(outputs) if y is not None and
+                 (not wanted >> i & 1 or self.op.outputs[i].partner is None)]
+        ctx.mark_non_differentiable(*fixed)
+
+    def gradient(self, ctx, *cots, run=None):
+        n = self.n
+        saved = ctx.saved_tensors
+        tensors, host = saved[:n], saved[n:]
+        none = (None,) * (self.n_host + len(self.op.params) + 1)
+        if all(cots[i] is None for i in self.cots):
+            return (None,) * n + none
+        wanted = 0
+        for k, i in enumerate(self.grads):
+            if ctx.needs_input_grad[i]:
+                wanted |= 1 << k
+        args = (*tensors, *(cots[i] for i in self.cots), *host, *ctx.params, wanted)
+        results = (run or self.backward)(*args)
+        if isinstance(results, torch.Tensor):
+            results = (results,)
+        grads = [None] * n
+        for k, i in enumerate(self.grads):
+            if wanted >> k & 1:
+                grads[i] = results[k]
+        return tuple(grads) + none
+
+    def eager_functions(self):
+        """The same gradient as autograd.Functions, twice: for eager calls that nobody traces, at a
+        third of the dispatcher's time, and for functorch, which takes no other."""
+        top = self
+
+        class Gradient(torch.autograd.Function):
+            @staticmethod
+            def forward(*args):
+                return tuple(top.compute_gradients(args))
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                pass
+
+            @staticmethod
+            def backward(ctx, *cots):
+                return top.no_second_gradient(ctx, *cots)
+
+        def backward(ctx, *cots):
+            watched = torch.is_grad_enabled()    # create_graph, or functorch
+            return top.gradient(ctx, *cots, run=Gradient.apply if watched
+                                else lambda *args: top.compute_gradients(args))
+
+        class Eager(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *args):
+                results = tuple(top.compute(args))
+                top.keep(ctx, args, results)
+                return results
+
+        class Transformed(torch.autograd.Function):
+            @staticmethod
+            def forward(*args):
+                return tuple(top.compute(args))
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                top.keep(ctx, inputs, output)
+
+        Eager.backward = Transformed.backward = staticmethod(backward)
+        Eager.__name__ = Eager.__qualname__ = "mneme_" + self.op.name
+        return Eager.apply, Transformed.apply
+
+    def no_second_gradient(self, ctx, *cots):
+        raise NotImplementedError(f"mneme::{self.op.name} has a first derivative only; leave out "
+                                  "create_graph=True")
+
+
+# ---- what functions call ------------------------------------------------------------------------
+
+def host_integers(values, name="cu_seqlens"):
+    """Offsets as int64 in host memory. Those of a tensor on a GPU are read back once and kept with
+    it; give cu_seqlens_cpu to spare the wait."""
+    if values is None:
+        return None
+    if not isinstance(values, torch.Tensor):
+        return torch.tensor(values, dtype=torch.int64)
+    if values.device.type == "cpu":
+        return values.to(torch.int64).contiguous()
+    if torch.compiler.is_compiling():
+        return values.to("cpu", torch.int64)
+    kept = getattr(values, "_mneme_host", None)
+    if kept is None or kept[0] != values._version:
+        kept = values._mneme_host = (values._version, values.to("cpu", torch.int64))
+    return kept[1]
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _call_type(op, tensors):
+    """The dtype of a call: float64 where an input has it, bfloat16 on a GPU where all activations
+    have it or autocast says so, else float32."""
+    half = True
+    for field, x in zip(op.inputs, tensors):
+        if x is None or field.counts_classes:
+            continue
+        if x.dtype is torch.float64:
+            return torch.float64
+        if not field.wide:
+            half = half and x.dtype is torch.bfloat16
+    device = next(x.device for x in tensors if x is not None)
+    if device.type == "cuda" and (half or (torch.is_autocast_enabled("cuda") and
+                                           torch.get_autocast_dtype("cuda") is torch.bfloat16)):
+        return torch.bfloat16
+    return torch.float32
+
+
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_functions = getattr(torch._C, "_len_torch_function_stack", None)
+_transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+_knows_modes = None not in (_modes, _functions, _transforms)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_eager(tensors):
+    """Nobody traces or fakes this call: it need not go through the dispatcher."""
+    if torch.compiler.is_compiling() or not _knows_modes or _modes() or _functions():
+        return False
+    if _transforms() is not None:
+        return True
+    for x in tensors:
+        if x is not None and (type(x) not in _PLAIN or x.device.type not in ("cpu", "cuda")):
+            return False
+    return True
+
+
+def _run(top, args, n):
+    """The operator on arguments that fit it: results as a list, None or empty for unwanted."""
+    if not _is_eager(args[:n]):
+        results = top.forward(*args)
+        return results if isinstance(results, tuple) else (results,)
+    if torch.is_grad_enabled() and top.op.differentiable:
+        if _transforms() is not None:
+            return top.transformed(*args)
+        for x in args[:n]:
+            if x is not None and x.requires_grad:
+                return top.eager(*args)
+    return top.compute(args)
+
+
+def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):
+    """Runs an operator on tensors of any floating dtype; results have the dtype of the first
+    input, states and sums at least float32. Gives a tuple with None for what was not wanted."""
+    op = top.op
+    first = next((x for x in tensors if x is not None), None)
+    if first is None:
+        raise TypeError(f"{op.name}: {op.inputs[0].name} is missing")
+    kind, rounds = first.dtype, None
+    plain = kind is torch.float32 or kind is torch.float64
+    for x in tensors:
+        if x is not None and x.dtype is not kind:
+            plain = False
+            break
+    if not plain or first.is_cuda:
+        kind = _call_type(op, tensors)
+        wide = torch.float32 if kind is torch.bfloat16 else kind
+        rounds = next((x.dtype for f, x in zip(op.inputs, tensors) if x is not None and not f.wide
+                       and not f.counts_classes), kind)
+        rounds = rounds if rounds in _HALF and rounds is not kind else None
+        tensors = [x if x is None else x.to(wide if f.wide else kind)
+                   for f, x in zip(op.inputs, tensors)]
+    if wanted is None:
+        wanted = top.main
+    host = (None if cu_seqlens is None else host_integers(cu_seqlens),)
+    if top.has_counts:
+        host += (host_integers(counts0, "counts0"),)
+    results = _run(top, (*tensors, *host, *params, wanted), top.n)
+    out = [y if wanted >> i & 1 else None for i, y in enumerate(results)]
+    if rounds is not None:
+        out = [y if y is None or f.is_state or f.wide else y.to(rounds)
+               for f, y in zip(op.outputs, out)]
+    return out
+
+
+def _make():
+    return {name: TorchOperator(op) for name, op in operators().items()}
+
+
+torch_operators = _make()

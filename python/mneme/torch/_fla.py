@@ -1,0 +1,469 @@
+"""The operators under the names, layouts, defaults and errors of flash-linear-attention, and those
+it has not in the same style.
+
+Common arguments: q, k [B, T, H, K], v [B, T, H, V]; scale None for K^-0.5; initial_state
+[N, H, K, V]; cu_seqlens [N + 1] packs sequences and needs B = 1. All give (o, final_state), the
+state None unless output_final_state. state_v_first turns states to [N, H, V, K]."""
+
+import torch
+import torch.nn.functional as F
+
+from ._call import call, torch_operators
+
+_T = torch_operators
+__all__ = [
+    "chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn",
+    "chunk_retention", "fused_chunk_retention", "fused_recurrent_retention",
+    "chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla",
+    "chunk_lightning_attn", "fused_recurrent_lightning_attn",
+    "chunk_gla", "fused_chunk_gla", "fused_recurrent_gla",
+    "chunk_delta_rule", "fused_recurrent_delta_rule",
+    "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_gdn",
+    "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda", "chunk_gdn2", "chunk_mesa_net",
+    "kla_scan", "palimpsa", "bayes_filter", "ccq_query", "ccq_linear_attn", "ccq_delta_rule",
+    "hyperglu", "hypermlp", "longhorn", "mlstm_cell", "selective_scan",
+]
+
+
+# ---- what all share -----------------------------------------------------------------------------
+
+def _check(q, k, v, initial_state, cu_seqlens, kwargs=None, known=()):
+    if kwargs:
+        if "head_first" in kwargs:
+            raise DeprecationWarning("head_first has been removed. Inputs must be in "
+                                     "`[B, T, H, ...]` format.")
+        for name in kwargs:
+            if name not in ("chunk_size", "chunk_indices", "disable_recompute",
+                            "transpose_state_layout", *known):
+                raise TypeError(f"unexpected keyword argument {name!r}")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must have the same number of heads, but got q.shape[2]="
+                         f"{q.shape[2]} and k.shape[2]={k.shape[2]}")
+    if v.shape[2] % q.shape[2]:
+        raise ValueError(f"num_v_heads (HV={v.shape[2]}) must be evenly divisible by num_heads "
+                         f"(H={q.shape[2]})")
+    if cu_seqlens is None:
+        return
+    if q.shape[0] != 1:
+        raise ValueError(f"The batch size is expected to be 1 rather than {q.shape[0]} when using "
+                         "`cu_seqlens`. Please flatten variable-length inputs before processing.")
+    state = initial_state[0] if isinstance(initial_state, tuple) else initial_state
+    if state is not None and state.shape[0] != len(cu_seqlens) - 1:
+        raise ValueError("The number of initial states is expected to be equal to the number of "
+                         f"input sequences, i.e., {len(cu_seqlens) - 1} rather than "
+                         f"{state.shape[0]}.")
+
+
+def _offsets(cu_seqlens, cu_seqlens_cpu):
+    return cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+
+
+def _scale(scale, k):
+    return k.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def _repeat(x, times):
+    """Each head so many times in a row: value head j reads key head j // times."""
+    return x if times == 1 else x.repeat_interleave(times, 2)
+
+
+def _turned(state, v_first):
+    return state if state is None or not v_first else state.transpose(-1, -2)
+
+
+def _unit(x):
+    """x / sqrt(|x|^2 + 1e-6), the norm that flash-linear-attention fuses."""
+    return call(_T["l2_norm"], (x,), (1e-6, 1))[0]
+
+
+def _two(name, tensors, scale, cu_seqlens, output_final_state, v_first=False):
+    """o and the final state of an operator whose results these are, read (state last)."""
+    o, state = call(_T[name], tensors, (scale,), cu_seqlens, None,
+                    3 if output_final_state else 1)
+    return o, _turned(state, v_first)
+
+
+# ---- sums ---------------------------------------------------------------------------------------
+
+def _additive(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, v_first=False):
+    times = v.shape[2] // q.shape[2]
+    return _two("additive", (_repeat(q, times), _repeat(k, times), v, g,
+                             _turned(initial_state, v_first)), _scale(scale, k), cu_seqlens,
+                output_final_state, v_first)
+
+
+def _normalised(o, q, k, scale, z0, cu_seqlens, want):
+    """o / (q . z + 1e-10) with z the sum of the keys, kept as values of width 1; z0 [N, 1, H, K]."""
+    ones = torch.ones_like(k[..., :1])
+    start = None if z0 is None else z0.squeeze(1).unsqueeze(-1)
+    below, z = _two("additive", (q, k, ones, None, start), scale, cu_seqlens, want)
+    return o / (below + 1e-10), None if z is None else z.squeeze(-1).unsqueeze(1)
+
+
+def chunk_linear_attn(q, k, v, scale=None, initial_state=None, output_final_state=False,
+                      normalize=True, cu_seqlens=None):
+    """Linear attention, S = S + k v', o = S'q scale. With `normalize` divided by the query's
+    product with the sum of the keys; states are then (kv_state, z_state [N, 1, H, K])."""
+    _check(q, k, v, initial_state, cu_seqlens)
+    kv, z = initial_state if normalize and isinstance(initial_state, tuple) else (initial_state,
+                                                                                  None)
+    o, state = _additive(q, k, v, None, scale, kv, output_final_state, cu_seqlens)
+    if not normalize:
+        return o, state
+    o, z = _normalised(o, q, k, _scale(scale, k), z, cu_seqlens, output_final_state)
+    return o, (state, z) if output_final_state else None
+
+
+def fused_recurrent_linear_attn(q, k, v, scale=None, initial_state=None, output_final_state=False,
+                                normalize=False, cu_seqlens=None, **kwargs):
+    """chunk_linear_attn, which does not normalise unless told."""
+    return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize,
+                             cu_seqlens)
+
+
+def _per_head_decay(q, values):
+    return torch.tensor(values, dtype=torch.float32, device=q.device)
+
+
+def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
+                     output_final_state=False, state_v_first=False, cu_seqlens=None,
+                     cu_seqlens_cpu=None, **kwargs):
+    """A sum with log decay g [B, T, H] per token, or g_gamma [H] per head (Mamba-2, RetNet)."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs, ("reverse",))
+    _no_reverse(kwargs.get("reverse"))
+    if g is not None and g_gamma is not None:
+        g, g_gamma = g + g_gamma, None
+    return _additive(q, k, v, g if g is not None else g_gamma, scale, initial_state,
+                     output_final_state, _offsets(cu_seqlens, cu_seqlens_cpu), state_v_first)
+
+
+def _no_reverse(reverse):
+    if reverse:
+        raise NotImplementedError("reverse=True is not built; flip the sequence axis instead")
+
+
+def chunk_retention(q, k, v, scale=None, initial_state=None, output_final_state=False,
+                    cu_seqlens=None, **kwargs):
+    """RetNet: the decay of head h is 1 - 2^(-5 - h)."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs, ("cu_seqlens_cpu", "reverse"))
+    _no_reverse(kwargs.get("reverse"))
+    g = torch.log1p(-torch.exp2(-5.0 - torch.arange(q.shape[2], dtype=torch.float64))).to(
+        q.device, torch.float64 if q.dtype is torch.float64 else torch.float32)
+    return _additive(q, k, v, g, scale, initial_state, output_final_state,
+                     _offsets(cu_seqlens, kwargs.get("cu_seqlens_cpu")))
+
+
+def chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale=None, initial_state=None,
+                         output_final_state=False, cu_seqlens=None, **kwargs):
+    """Lightning attention: the log decay of head h is -(8 / H) (1 - layer_idx / num_layers) h."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs, ("reverse",))
+    _no_reverse(kwargs.get("reverse"))
+    H = q.shape[2]
+    g = -(8.0 / H * (1 - layer_idx / num_layers)) * torch.arange(H, dtype=torch.float64)
+    g = g.to(q.device, torch.float64 if q.dtype is torch.float64 else torch.float32)
+    return _additive(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False,
+              state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None):
+    """Gated linear attention: log decay g [B, T, H, K] per key channel."""
+    _check(q, k, v, initial_state, cu_seqlens)
+    return _additive(q, k, v, g, scale, initial_state, output_final_state,
+                     _offsets(cu_seqlens, cu_seqlens_cpu), state_v_first)
+
+
+def fused_recurrent_gla(q, k, v, gk=None, gv=None, scale=None, initial_state=None,
+                        output_final_state=False, reverse=False, state_v_first=False,
+                        cu_seqlens=None, **kwargs):
+    """chunk_gla with the decay as gk, which may be absent."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs)
+    _no_reverse(reverse)
+    _no_value_decay(gv)
+    return _additive(q, k, v, gk, scale, initial_state, output_final_state, cu_seqlens,
+                     state_v_first)
+
+
+def _no_value_decay(gv):
+    if gv is not None:
+        raise NotImplementedError("gv, a decay per value channel, is not built; decays per key "
+                                  "channel are gk")
+
+
+# ---- the delta rule -----------------------------------------------------------------------------
+
+def _strength(beta, sigmoid, double):
+    if double and not sigmoid:
+        raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
+    if sigmoid:
+        beta = beta.float().sigmoid() if beta.dtype is not torch.float64 else beta.sigmoid()
+        return beta * 2 if double else beta
+    return beta
+
+
+def _delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_l2norm, v_first,
+           cu_seqlens):
+    if use_l2norm:
+        q, k = _unit(q), _unit(k)
+    times = v.shape[2] // q.shape[2]
+    return _two("delta_net", (_repeat(q, times), _repeat(k, times), v, beta, g,
+                              _turned(initial_state, v_first)), _scale(scale, k), cu_seqlens,
+                output_final_state, v_first)
+
+
+def chunk_delta_rule(q, k, v, beta, scale=None, initial_state=None, output_final_state=False,
+                     use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs):
+    """DeltaNet: S = S + beta k (v - S'k)', beta [B, T, H]."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs)
+    if beta is None:
+        beta = torch.ones_like(v[..., 0])
+    return _delta(q, k, v, None, beta, scale, initial_state, output_final_state,
+                  use_qk_l2norm_in_kernel, False, _offsets(cu_seqlens, cu_seqlens_cpu))
+
+
+def fused_recurrent_delta_rule(q, k, v, beta=None, scale=None, initial_state=None,
+                               output_final_state=False, use_qk_l2norm_in_kernel=False,
+                               cu_seqlens=None):
+    """chunk_delta_rule; beta None is 1, and may be per value channel [B, T, H, V]."""
+    if beta is not None and beta.dim() == 4:
+        raise NotImplementedError("beta per value channel is not built; it is [B, T, H]")
+    return chunk_delta_rule(q, k, v, beta, scale, initial_state, output_final_state,
+                            use_qk_l2norm_in_kernel, cu_seqlens)
+
+
+def _gate(g, A_log, dt_bias, lower_bound=None, width=1):
+    """The log decay of a raw gate: -exp(A) softplus(g + dt), or bound sigmoid(exp(A) (g + dt));
+    width: key channels of a head, 1 for a gate per token."""
+    wide = torch.float64 if g.dtype is torch.float64 else torch.float32
+    g = g.to(wide)
+    rate = 1.0 if A_log is None else A_log.to(wide).reshape(-1).exp()
+    if width > 1 and A_log is not None:
+        rate = rate.unsqueeze(-1)
+    if dt_bias is not None:
+        g = g + (dt_bias.to(wide).reshape(-1, width) if width > 1 else dt_bias.to(wide))
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * g)
+    return -rate * F.softplus(g)
+
+
+def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None,
+                           output_final_state=False, use_qk_l2norm_in_kernel=False,
+                           use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+                           state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+                           chunk_indices=None, cp_context=None, **kwargs):
+    """Gated DeltaNet: S = e^g S; S = S + beta k (v - S'k)', g and beta [B, T, HV], v may have more
+    heads than q and k. use_gate_in_kernel (with A_log, dt_bias) takes g before its nonlinearity."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs, ("use_gate_in_kernel", "A_log", "dt_bias"))
+    if cp_context is not None:
+        raise NotImplementedError("cp_context, a sequence over several GPUs, is not built here")
+    if kwargs.get("use_gate_in_kernel"):
+        if kwargs.get("A_log") is None:
+            raise ValueError("A_log must be provided when use_gate_in_kernel=True.")
+        g = _gate(g, kwargs["A_log"], kwargs.get("dt_bias"))
+    beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    v_first = kwargs.get("transpose_state_layout", state_v_first)
+    return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
+                  use_qk_l2norm_in_kernel, v_first, _offsets(cu_seqlens, cu_seqlens_cpu))
+
+
+def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=None, scale=None,
+                                     initial_state=None, output_final_state=False,
+                                     use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+                                     A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False,
+                                     allow_neg_eigval=False, state_v_first=False, cu_seqlens=None,
+                                     **kwargs):
+    """chunk_gated_delta_rule with the decay per token g, per key channel gk, or both."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs)
+    _no_value_decay(gv)
+    if use_gate_in_kernel:
+        if A_log is None:
+            raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True`.")
+        if g is None:
+            raise ValueError("`g` (raw pre-activation) must be provided when "
+                             "`use_gate_in_kernel=True`.")
+        g = _gate(g, A_log, dt_bias)
+    if gk is not None:
+        g = gk if g is None else gk + g.unsqueeze(-1)
+    beta = torch.ones_like(v[..., 0]) if beta is None else beta
+    beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
+                  use_qk_l2norm_in_kernel, kwargs.get("transpose_state_layout", state_v_first),
+                  cu_seqlens)
+
+
+def chunk_kda(q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None,
+              output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+              use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
+              lower_bound=None, disable_recompute=False, return_intermediate_states=False,
+              state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, **kwargs):
+    """Kimi delta attention: the gated delta rule with log decay g [B, T, HV, K] per key channel."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs)
+    if cp_context is not None or return_intermediate_states:
+        raise NotImplementedError("cp_context and return_intermediate_states are not built here")
+    if use_gate_in_kernel:
+        if A_log is None and lower_bound is None:
+            raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and "
+                             "`lower_bound` is not set.")
+        if safe_gate and lower_bound is None:
+            raise ValueError("`lower_bound` must be specified when `safe_gate=True` and "
+                             "`use_gate_in_kernel=True`.")
+        if safe_gate and not -5 <= lower_bound < 0:
+            raise ValueError("`lower_bound` must be in the safe range [-5, 0), got "
+                             f"{lower_bound}.")
+        g = _gate(g, A_log, dt_bias, lower_bound, q.shape[-1])
+    beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
+                  use_qk_l2norm_in_kernel, kwargs.get("transpose_state_layout", state_v_first),
+                  _offsets(cu_seqlens, cu_seqlens_cpu))
+
+
+def chunk_gdn2(q, k, v, g, erase, write, scale=None, initial_state=None, output_final_state=False,
+               use_qk_l2norm_in_kernel=False, cu_seqlens=None):
+    """Gated DeltaNet-2: gates of erasing [B, T, H, K] and of writing [B, T, H, V] in place of beta,
+    log decay g [B, T, H, K]."""
+    _check(q, k, v, initial_state, cu_seqlens)
+    if use_qk_l2norm_in_kernel:
+        q, k = _unit(q), _unit(k)
+    return _two("gdn2", (q, k, v, erase, write, g, initial_state), _scale(scale, k), cu_seqlens,
+                output_final_state)
+
+
+# ---- beliefs, and the rest ----------------------------------------------------------------------
+
+def _mesa(q, k, v, g, beta, lam, scale=1.0, initial_state=None, output_final_state=False,
+         cu_seqlens=None):
+    """MesaNet: what ridge regression on all pairs so far says to q; g, beta [B, T, H], lam [H, K].
+    States are (Hkk [N, H, K, K], Hkv [N, H, K, V]). The solve is exact."""
+    hkk, hkv = initial_state or (None, None)
+    o, hkk, hkv = call(_T["mesa"], (q, k, v, g, beta, lam, hkk, hkv), (float(scale),), cu_seqlens,
+                       None, 7 if output_final_state else 1)
+    return o, (hkk, hkv) if output_final_state else None
+
+
+def chunk_mesa_net(q, k, v, g, beta, lamb, h_kk_init=None, h_kv_init=None,
+                   output_final_state=False, max_CG_iteration=30, use_qk_l2norm_in_kernel=False,
+                   cu_seqlens=None, cu_seqlens_cpu=None):
+    """The operator mesa with the names of flash-linear-attention: (o, h_kk, h_kv). The solve is exact, so that
+    max_CG_iteration does nothing."""
+    if use_qk_l2norm_in_kernel:
+        q, k = _unit(q), _unit(k)
+    start = None if h_kk_init is None else (h_kk_init, h_kv_init)
+    o, state = _mesa(q, k, v, g, beta, lamb, 1.0, start, output_final_state,
+                    _offsets(cu_seqlens, cu_seqlens_cpu))
+    return (o, *(state or (None, None)))
+
+
+def kla_scan(v, prec, k, q, a, p, initial_state=None, output_final_state=False,
+             return_variance=False, from_prior=False, cu_seqlens=None):
+    """Kalman linear attention: v, precision [B, T, V], k, q [B, T, K], dynamics a, p [V, K].
+    Gives (y, state), or (y, variance, state); states are (lam, eta) [N, V, K]."""
+    lam, eta = initial_state or (None, None)
+    wanted = 1 | 2 * bool(return_variance) | 12 * bool(output_final_state)
+    y, var, lam, eta = call(_T["moebius"], (v, prec, k, q, a, p, lam, eta), (int(from_prior),),
+                            cu_seqlens, None, wanted)
+    state = (lam, eta) if output_final_state else None
+    return (y, var, state) if return_variance else (y, state)
+
+
+def palimpsa(q, k, v, b, g, ip, scale=None, initial_state=None, output_final_state=False,
+             return_variance=False, cu_seqlens=None):
+    """Palimpsa: mean and importance per cell; b [B, T, H, V] importance gate, log decay g
+    [B, T, H], prior importance ip [H]. States are (mu, importance) [N, H, K, V]."""
+    mu, imp = initial_state or (None, None)
+    wanted = 1 | 2 * bool(return_variance) | 12 * bool(output_final_state)
+    o, var, mu, imp = call(_T["importance"], (q, k, v, b, g, ip, mu, imp), (_scale(scale, k),),
+                           cu_seqlens, None, wanted)
+    state = (mu, imp) if output_final_state else None
+    return (o, var, state) if return_variance else (o, state)
+
+
+def bayes_filter(q, k, v, la, l2, r2, theta=None, p0=None, scale=1.0, initial_state=None,
+                 output_final_state=False, return_variance=False, cu_seqlens=None):
+    """The Bayesian Layer: la (theta) [B, T, H, K] log decay (angle), l2 [B, T, H] process noise,
+    r2 [B, T, H, G] observation noise, p0 [H] prior variance. The variance is q'Pq [B, T, H, G];
+    states are (M [N, H, R, V], P [N, H, G, R, R]), R = K, or 2 K with theta."""
+    M, P = initial_state or (None, None)
+    wanted = 1 | 16 * bool(return_variance) | 96 * bool(output_final_state)
+    out = call(_T["bayes"], (q, k, v, la, theta, l2, r2, p0, M, P), (float(scale),), cu_seqlens,
+               None, wanted)
+    state = (out[5], out[6]) if output_final_state else None
+    return (out[0], out[4], state) if return_variance else (out[0], state)
+
+
+def ccq_query(q, k, gamma, initial_state=None, count=0, output_final_state=False, cu_seqlens=None):
+    """The curvature-conditioned query q - gamma C q, C the covariance of the keys so far; gamma
+    [B, T, H]. States are (kk [N, H, K, K], ks [N, H, K]) after `count` tokens, a number or one per
+    sequence."""
+    kk, ks = initial_state or (None, None)
+    many = None if isinstance(count, int) else count
+    qt, kk, ks = call(_T["curvature"], (q, k, gamma, kk, ks), (0 if many is not None else count,),
+                      cu_seqlens, many, 7 if output_final_state else 1)
+    return qt, (kk, ks) if output_final_state else None
+
+
+def ccq_linear_attn(q, k, v, gamma, g=None, scale=None, cu_seqlens=None):
+    """A sum with decay g (any form) read with the curvature-conditioned query: (o, None)."""
+    return call(_T["ccq_read"], (q, k, gamma, v, g, None, None, None, None),
+                (0, _scale(scale, k)), cu_seqlens, None, 1)[0], None
+
+
+def ccq_delta_rule(q, k, v, gamma, beta, g=None, scale=None, cu_seqlens=None):
+    """A delta-rule memory read with the curvature-conditioned query: (o, None)."""
+    return call(_T["ccq_read"], (q, k, gamma, v, g, beta, None, None, None),
+                (0, _scale(scale, k)), cu_seqlens, None, 1)[0], None
+
+
+def _hyper(kind, q, k, v, gate, mix1, mix2, norm, layout, eps, cu_seqlens):
+    op = _T["hyper"].op
+    numbers = {"eps": eps, "kind": kind, "norm": norm, "layout": layout}
+    params = tuple(p.value(op.name, numbers[p.name]) for p in op.params)
+    return call(_T["hyper"], (q, k, v, gate, *(mix1 or (None,) * 4), *(mix2 or (None,) * 4)),
+                params, cu_seqlens)[0]
+
+
+def hyperglu(q, k, v, gate=None, mix1=None, mix2=None, norm="out_scale", layout="lag", eps=1e-12,
+             cu_seqlens=None):
+    """HyperGLU head: q, k [B, T, 2 H, K], v, gate [B, T, H, V]; a mix is (control, U, Vt, d):
+    [B, T, Q, R], [Q, P, R], [Q, R, P], [Q, P], with Q = 2 H before and H after the activation."""
+    return _hyper("glu", q, k, v, gate, mix1, mix2, norm, layout, eps, cu_seqlens)
+
+
+def hypermlp(q, k, v, gate=None, mix1=None, mix2=None, norm="out_scale", layout="lag", eps=1e-12,
+             cu_seqlens=None):
+    """HyperMLP head: as hyperglu with one branch, q, k [B, T, H, K]."""
+    return _hyper("relu", q, k, v, gate, mix1, mix2, norm, layout, eps, cu_seqlens)
+
+
+def longhorn(q, k, v, beta, scale=1.0, initial_state=None, output_final_state=False, diagonal=True,
+             cu_seqlens=None):
+    """Longhorn: each value channel solves its regression online, beta [B, T, H, V] > 0. `diagonal`
+    as published; without it the rule before it was cut to a diagonal."""
+    return _two("longhorn_diag" if diagonal else "longhorn_column", (q, k, v, beta, initial_state),
+                float(scale), cu_seqlens, output_final_state)
+
+
+def mlstm_cell(q, k, v, ipre, fpre, scale=None, initial_state=None, output_final_state=False,
+               cu_seqlens=None):
+    """xLSTM's matrix memory: gates before their nonlinearity [B, T, H]. States are (C, n, m),
+    without gradient."""
+    C, n, m = initial_state or (None, None, None)
+    out = call(_T["mlstm"], (q, k, v, ipre, fpre, C, n, m), (_scale(scale, k),), cu_seqlens, None,
+               1 | 14 * bool(output_final_state))
+    return out[0], tuple(out[1:4]) if output_final_state else None
+
+
+def selective_scan(u, dt, A, B, C, D=None, z=None, dt_bias=None, softplus=False, initial_state=None,
+                   output_final_state=False, cu_seqlens=None):
+    """Mamba-1's scan: u, dt, z [B, T, V], A [V, K], B, C [B, T, K], D, dt_bias [V]."""
+    y, h = call(_T["scan"], (u, dt, A, B, C, D, z, dt_bias, initial_state), (int(softplus),),
+                cu_seqlens, None, 3 if output_final_state else 1)
+    return y, h
+
+
+# One implementation serves the ways to compute that flash-linear-attention tells apart.
+fused_chunk_linear_attn = chunk_linear_attn
+fused_chunk_retention = fused_recurrent_retention = chunk_retention
+fused_chunk_simple_gla = fused_recurrent_simple_gla = chunk_simple_gla
+fused_recurrent_lightning_attn = chunk_lightning_attn
+fused_chunk_gla = chunk_gla
+chunk_gdn, fused_recurrent_gdn = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+fused_recurrent_kda = chunk_kda

@@ -1,0 +1,339 @@
+"""Layers as modules: [B, T, D] -> [B, T, D], one class for each row of the mixer table.
+
+    layer = mneme.torch.nn.GDN(512, num_heads=8)          # options as in config.json
+    y = layer(x)
+    y, state, _ = layer(x, return_state=True)             # prefill, then
+    y, state, _ = layer(token, state=state, return_state=True)
+    y, _, variance = mneme.torch.nn.Bayes(512)(x, belief=True)     # variance [B, T]
+
+Parameters have the names and shapes of our folders (and of flash-linear-attention's for layers it
+has too), and begin with the numbers that `mneme train` draws. `make("gla+ccq", 512)` builds a layer
+by its name, `patch` exchanges the mixers of a model."""
+
+import collections
+
+import torch
+from torch import nn
+
+from .. import layers as _layers
+from . import _mixers
+from ._call import call, torch_operators
+
+__all__ = ["Mixer", "MixerOutput", "RMSNorm", "MLP", "Block", "LanguageModel", "make", "patch"]
+
+MixerOutput = collections.namedtuple("MixerOutput", "output state variance")
+
+
+class _Weights(nn.Module):
+    """Parameters under one name that are no linear map: a norm, a convolution."""
+
+
+class Mixer(nn.Module):
+    """A sequence layer of a model of width D.
+
+    kind: "gdn", "bayes", "gla+ccq", ... (mneme.layers.kinds()); context: most tokens of a sequence,
+    for layers whose weights belong to lags; options: those of the kind, as in config.json."""
+
+    kind = None
+
+    def __init__(self, width, kind=None, context=2048, norm_eps=1e-6, spread=0.02, device=None,
+                 dtype=None, **options):
+        super().__init__()
+        name = kind or self.kind
+        if name is None:
+            raise TypeError("Mixer needs a kind, such as \"gdn\"; or use its class, such as GDN")
+        described = _layers.describe(name, width, context, **options)
+        self.name, self.kind, self.ccq = name, described["kind"], described["ccq"]
+        self.width, self.context, self.norm_eps, self.spread = width, context, norm_eps, spread
+        self.given, self.options = options, described["options"]
+        self.sizes, self.has_variance = described["sizes"], described["variance"]
+        self._rows = described["parameters"]
+        for row in self._rows:
+            self._add(row, device, dtype)
+        self.reset_parameters()
+        self._forward = _mixers.FORWARD[self.kind]
+
+    def _home(self, path):
+        """The module that holds what is called so; containers are made on the way."""
+        home = self
+        for part in path:
+            if not hasattr(home, part):
+                home.add_module(part, _Weights())
+            home = getattr(home, part)
+        return home
+
+    def _add(self, row, device, dtype):
+        *path, last = row["name"].split(".")
+        shape = row["shape"]
+        bias = any(r["name"] == ".".join([*path, "bias"]) for r in self._rows)
+        if last == "weight" and len(shape) == 2 and path:
+            linear = nn.utils.skip_init(nn.Linear, shape[1], shape[0], bias=bias,
+                                        device=device or "cpu", dtype=dtype)
+            self._home(path[:-1]).add_module(path[-1], linear)
+        elif not (last == "bias" and isinstance(self._home(path), nn.Linear)):
+            value = torch.empty(shape, device=device, dtype=dtype)
+            self._home(path).register_parameter(last, nn.Parameter(value))
+        self.get_parameter(row["name"]).requires_grad_(row["group"] != "frozen")
+
+    @torch.no_grad()
+    def reset_parameters(self, seed=None):
+        """First numbers, as `mneme train` draws them; seed None takes torch's generator."""
+        if seed is None:
+            seed = int(torch.randint(2 ** 62, (), device="cpu"))
+        for i, row in enumerate(self._rows):
+            parameter = self.get_parameter(row["name"])
+            if parameter.is_meta:
+                continue
+            parameter.copy_(torch.from_numpy(_layers.start(
+                self.name, self.width, row["name"], self.context, seed, i, self.spread,
+                **self.given)))
+
+    def groups(self):
+        """{parameter's name: (group, whether weight decay applies)}, for optimisers."""
+        return {row["name"]: (row["group"], row["decays"]) for row in self._rows}
+
+    def forward(self, x, state=None, return_state=False, belief=False, cu_seqlens=None):
+        """x [B, T, D]. Gives y, or with return_state or belief a MixerOutput: the state to go on
+        from (a dict, None unless asked), the read variance [B, T] averaged over heads (None where
+        the layer keeps none)."""
+        run = _mixers.Pass(self, state, return_state, belief, cu_seqlens)
+        y = self._forward(run, x)
+        if not (return_state or belief):
+            return y
+        return MixerOutput(y, run.final(x.shape[1]) if return_state else None, run.variance)
+
+    def extra_repr(self):
+        given = ", ".join(f"{k}={v!r}" for k, v in self.given.items())
+        return f"{self.width}, {self.name!r}" + (", " + given if given else "")
+
+
+def _class_name(kind):
+    special = {"gdn": "GDN", "kda": "KDA", "gdn2": "GDN2", "gla": "GLA", "kla": "KLA",
+               "retnet": "RetNet", "hypermlp": "HyperMLP", "hyperglu": "HyperGLU",
+               "mlstm": "MLSTM", "delta": "DeltaNet", "linear": "LinearAttention",
+               "relu_attention": "ReLUAttention"}
+    return special.get(kind) or "".join(part.title() for part in kind.split("_"))
+
+
+def _documentation(kind, row):
+    lines = [f"Layer {kind!r}, [B, T, D] -> [B, T, D].", "", f"    transition: {row['transition']}",
+             f"    belief: {row['belief']}", f"    read: {row['read']}", "", "Options:"]
+    lines += [f"    {o['name']} = {o['default']}: {o['about']}" for o in row["options"]]
+    return "\n".join(lines)
+
+
+for _kind, _row in _layers.kinds().items():
+    _name = _class_name(_kind)
+    globals()[_name] = type(_name, (Mixer,), {"kind": _kind, "__module__": __name__,
+                                              "__doc__": _documentation(_kind, _row)})
+    __all__.append(_name)
+
+
+def make(name, width, **options):
+    """A layer by its name: "gdn", "bayes", "gla+ccq"."""
+    return Mixer(width, kind=name, **options)
+
+
+# ---- what stands around a mixer -----------------------------------------------------------------
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) weight over the last axis."""
+
+    def __init__(self, width, eps=1e-6, device=None, dtype=None):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+
+    def forward(self, x):
+        return call(torch_operators["rms_norm"], (x, self.weight), (self.eps,))[0]
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) * up x), or down(gelu(up x))."""
+
+    def __init__(self, width, inner, kind="swiglu", device=None, dtype=None):
+        super().__init__()
+        how = dict(bias=False, device=device, dtype=dtype)
+        self.kind = kind
+        if kind == "swiglu":
+            self.gate_proj = nn.Linear(width, inner, **how)
+        self.up_proj = nn.Linear(width, inner, **how)
+        self.down_proj = nn.Linear(inner, width, **how)
+
+    def forward(self, x):
+        up = self.up_proj(x)
+        if self.kind == "gelu":
+            return self.down_proj(nn.functional.gelu(up, approximate=_mixers.GELU))
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * up)
+
+
+class Block(nn.Module):
+    """h = x + mixer(norm x); y = h + mlp(norm h). The mixer is called `attn`, as in checkpoints."""
+
+    def __init__(self, width, layer, inner, mlp="swiglu", context=2048, norm_eps=1e-6, spread=0.02,
+                 **options):
+        super().__init__()
+        self.attn_norm = RMSNorm(width, norm_eps)
+        self.attn = Mixer(width, layer, context, norm_eps, spread, **options)
+        if mlp != "none":
+            self.mlp_norm = RMSNorm(width, norm_eps)
+            self.mlp = MLP(width, inner, mlp)
+
+    def forward(self, x, **how):
+        out = self.attn(self.attn_norm(x), **how)
+        several = isinstance(out, MixerOutput)
+        x = x + (out.output if several else out)
+        if hasattr(self, "mlp"):
+            x = x + self.mlp(self.mlp_norm(x))
+        return MixerOutput(x, out.state, out.variance) if several else x
+
+
+class _Trunk(nn.Module):
+    def __init__(self, described):
+        super().__init__()
+        width = described["hidden_size"]
+        self.embeddings = nn.Embedding(described["vocab_size"], width)
+        self.layers = nn.ModuleList(
+            Block(width, layer["name"], described["intermediate_size"], described["mlp"],
+                  described["context"], described["norm_eps"], described["initializer_range"],
+                  **{k: v for k, v in layer["options"].items() if v is not None})
+            for layer in described["layers"])
+        self.norm = RMSNorm(width, described["norm_eps"])
+
+
+class LanguageModel(nn.Module):
+    """The model that a config.json (a dict) means; state_dict() has the names of our folders.
+
+        model = LanguageModel({"layers": "gdn*5, attention", "hidden_size": 512,
+                               "vocab_size": 50304})"""
+
+    def __init__(self, config):
+        super().__init__()
+        self.described = described = _layers.describe_model(config)
+        if described["decoder"] != "none":
+            raise NotImplementedError(f"decoder {described['decoder']!r} is not built in PyTorch; "
+                                      "mneme.Model reads such folders")
+        self.model = _Trunk(described)
+        self.lm_head = nn.Linear(described["hidden_size"], described["vocab_size"], bias=False)
+        self.reset_parameters()
+        if described["tied"]:
+            self.lm_head.weight = self.model.embeddings.weight
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        spread = self.described["initializer_range"]
+        for module in self.modules():
+            if isinstance(module, MLP):
+                for linear in module.children():
+                    nn.init.normal_(linear.weight, 0.0, spread)
+        nn.init.normal_(self.model.embeddings.weight, 0.0, spread)
+        nn.init.normal_(self.lm_head.weight, 0.0, spread)
+
+    def forward(self, tokens, states=None, return_states=False, belief=False, cu_seqlens=None):
+        """tokens [B, T]. Logits [B, T, vocabulary]; with return_states or belief a MixerOutput of
+        lists, an entry for each layer."""
+        x, several = self.model.embeddings(tokens), return_states or belief
+        kept, variances = [], []
+        for i, block in enumerate(self.model.layers):
+            state = None if states is None else states[i]
+            x = block(x, state=state, return_state=return_states, belief=belief,
+                      cu_seqlens=cu_seqlens)
+            if several:
+                x, state, variance = x
+                kept.append(state)
+                variances.append(variance)
+        logits = self.lm_head(self.model.norm(x))
+        cap = self.described["logit_softcap"]
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        if not several:
+            return logits
+        return MixerOutput(logits, kept if return_states else None, variances if belief else None)
+
+
+# ---- exchanging mixers --------------------------------------------------------------------------
+
+def _find_mixers(model):
+    """Modules that mix along the sequence, in order: (parent, name, module, width)."""
+    found = []
+    for path, module in model.named_modules():
+        if not path:
+            continue
+        parent_path, _, name = path.rpartition(".")
+        if isinstance(module, Mixer):
+            found.append((model.get_submodule(parent_path), name, module, module.width))
+    return found
+
+
+def patch(model, to, layers=None, select=None, width=None, keep=True, **options):
+    """Exchanges mixers of `model` for layers of kind `to`, in place; returns their places.
+
+    Mixers are found by being ours, or by `select`: a function (path, module) -> bool, or the last
+    part of their paths ("attn", "self_attn"); then `width` is needed where the model's hidden size
+    cannot be read from it. `layers` are the indices among them that are exchanged (default: all).
+    With `keep`, parameters of the same name and shape go over: q, k, v and output projections."""
+    places = _find_mixers(model) if select is None else _selected(model, select, width)
+    if not places:
+        raise ValueError("there is no mixer in this model; name them by select=\"self_attn\"")
+    wanted = range(len(places)) if layers is None else list(layers)
+    for i in wanted:
+        if not -len(places) <= i < len(places):
+            raise ValueError(f"layer {i} is not there; the model has {len(places)} mixers")
+    done = []
+    for i in wanted:
+        parent, name, old, size = places[i]
+        example = next(old.parameters(), None)
+        new = Mixer(size, to, getattr(old, "context", 2048), getattr(old, "norm_eps", 1e-6),
+                    **options)
+        if keep:
+            _carry_over(old, new)
+        if example is not None:
+            new = new.to(example.device, example.dtype)
+        if not isinstance(old, Mixer):
+            new = _Foreign(new, old)
+        parent.register_module(name, new) if hasattr(parent, "register_module") else setattr(
+            parent, name, new)
+        done.append(i)
+    return done
+
+
+def _selected(model, select, width):
+    test = select if callable(select) else lambda path, module: path.split(".")[-1] == select
+    found, config = [], getattr(model, "config", None)
+    size = width or getattr(config, "hidden_size", None) or getattr(config, "n_embd", None)
+    for path, module in model.named_modules():
+        if path and test(path, module):
+            if size is None:
+                raise ValueError("the model does not tell its width; give width=")
+            parent_path, _, name = path.rpartition(".")
+            found.append((model.get_submodule(parent_path), name, module, size))
+    return found
+
+
+@torch.no_grad()
+def _carry_over(old, new):
+    theirs = dict(old.named_parameters())
+    for name, parameter in new.named_parameters():
+        found = theirs.get(name)
+        if found is not None and found.shape == parameter.shape and not parameter.is_meta:
+            parameter.copy_(found)
+
+
+class _Foreign(nn.Module):
+    """Our mixer where another module stood: takes its call, gives as many results. What a call says
+    of masks, positions and caches is not looked at: a recurrent layer needs no positions, and
+    padding belongs to the right."""
+
+    def __init__(self, mixer, old):
+        super().__init__()
+        self.mixer = mixer
+        self.n_results = getattr(old, "n_results", 1)
+        self.returns_tuple = type(old).__module__.startswith(("transformers", "fla"))
+        self.is_fla = type(old).__module__.startswith("fla")
+
+    def forward(self, hidden_states=None, *args, **kwargs):
+        x = hidden_states if hidden_states is not None else kwargs.pop("x", None)
+        y = self.mixer(x, cu_seqlens=kwargs.get("cu_seqlens"))
+        if self.is_fla:
+            return y, None, kwargs.get("past_key_values")
+        return (y, None) if self.returns_tuple else y

@@ -1,0 +1,77 @@
+"""Operators on tensors.
+
+Two sets of names. The operators of the library, as in mneme.ops (`additive`, `delta_net`, `bayes`,
+...): tensors first, numbers by keyword, results as a named tuple, or one tensor where there is one
+result. And the functions of flash-linear-attention (`chunk_gla`, `chunk_gated_delta_rule`, ...) and
+ours in that style (`kla_scan`, `palimpsa`, `bayes_filter`, ...), layouts [B, T, H, ...], which give
+(o, final_state).
+
+float32 and float64 (exact to rounding: for gradcheck) run on the CPU, float32 and bfloat16 on GPUs;
+halves on the CPU are computed in float32 and rounded. Gradients are exact for every input, initial
+states included; two runs give the same bits, and a packed call (cu_seqlens) those of separate
+ones."""
+
+import inspect
+
+import torch
+
+from ._call import call, torch_operators
+from .._operators import safe_name
+from .. import ops as _arrays
+
+__all__ = list(torch_operators)
+
+
+def _bits(op, outputs):
+    bits = 0
+    for name in outputs:
+        if name not in op.by_name or op.by_name[name].is_input:
+            raise ValueError(f"{op.name} has no result {name!r}; it has "
+                             + ", ".join(f.name for f in op.outputs))
+        bits |= 1 << op.outputs.index(op.by_name[name])
+    return bits
+
+
+def _plain(top, tensors, params, cu_seqlens, counts0, outputs):
+    op = top.op
+    for field, x in zip(op.inputs, tensors):
+        if x is None and field.required:
+            raise TypeError(f"{op.name}: {field.name} is missing, it has shape "
+                            f"{field.shape_text()}")
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{op.name}: {field.name} is {type(x).__name__}, not a tensor")
+    params = tuple(p.value(op.name, given) for p, given in zip(op.params, params))
+    results = call(top, tensors, params, cu_seqlens, counts0,
+                   None if outputs is None else _bits(op, outputs))
+    if outputs is None and len(op.main) == 1:
+        return results[op.main[0]]
+    return op.result(*results)
+
+
+def _define(top):
+    """The operator with the signature and words of mneme.ops."""
+    op = top.op
+    twin = getattr(_arrays, op.name)
+    parameters = [p for p in inspect.signature(twin).parameters.values() if p.name != "context"]
+    head = ", ".join(("*, " if p.kind is p.KEYWORD_ONLY and p.name == first else "")
+                     + (p.name if p.default is p.empty else f"{p.name}={p.default!r}")
+                     for first in [next(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)]
+                     for p in parameters)
+    values = "(" + "".join(safe_name(f.name) + ", " for f in op.inputs) + ")"
+    chosen = "(" + "".join(p.name + ", " for p in op.params) + ")"
+    counts = "counts0" if top.has_counts else "None"
+    scope = {"_top": top, "_plain": _plain}
+    exec(f"def {op.name}({head}):\n"
+         f"    return _plain(_top, {values}, {chosen}, cu_seqlens, {counts}, outputs)\n", scope)
+    function = scope[op.name]
+    function.__doc__, function.__module__ = twin.__doc__, __name__
+    function.operator = top
+    return function
+
+
+for _name, _top in torch_operators.items():
+    globals()[_name] = _define(_top)
+
+from ._fla import *          # noqa: E402,F401,F403
+from ._fla import __all__ as _more    # noqa: E402
+__all__ += _more

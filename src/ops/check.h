@@ -1,0 +1,14 @@
+/* check.h - what an operator refuses that no column of its row says: CHECKED(op) in ops.def. Sizes
+ * are complete and none of them is negative when these are called. */
+#ifndef MN_OPS_CHECK_H
+#define MN_OPS_CHECK_H
+
+#include "mneme.h"
+
+/* Branches of a hyper call, and a mixing parameter for every lag a query can see. */
+mn_status mn_check_hyper(const void *args);
+
+/* Groups cut the width evenly. */
+mn_status mn_check_rms_norm_gated(const void *args);
+
+#endif

@@ -1,0 +1,224 @@
+/* cache.c - the radix tree: nodes own the tokens of the edge above them. */
+#include "server/cache.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "base/util.h"
+
+typedef struct node {
+    struct node *parent, *children, *sibling;
+    int32_t *tokens;               // of the edge from the parent
+    int64_t count;
+    void *value;                   // NULL: only a fork of the tree
+    size_t bytes;
+    struct node *newer, *older;    // of nodes with values, by last use
+} node;
+
+struct mn_cache {
+    node root;
+    node *newest, *oldest;
+    size_t most_bytes;
+    mn_cache_free free_value;
+    mn_cache_stats stats;
+};
+
+mn_status mn_cache_create(mn_cache **out, size_t most_bytes, mn_cache_free free_value) {
+    *out = calloc(1, sizeof **out);
+    if (!*out) return mn_fail(MN_ERR_MEMORY, "no memory for a cache");
+    (*out)->most_bytes = most_bytes;
+    (*out)->free_value = free_value;
+    return MN_OK;
+}
+
+/* ---- order of use ---------------------------------------------------------------------------- */
+
+static void unlink_use(mn_cache *c, node *n) {
+    if (n->newer) n->newer->older = n->older;
+    else c->newest = n->older;
+    if (n->older) n->older->newer = n->newer;
+    else c->oldest = n->newer;
+    n->newer = n->older = NULL;
+}
+
+static void link_newest(mn_cache *c, node *n) {
+    n->older = c->newest;
+    if (c->newest) c->newest->newer = n;
+    else c->oldest = n;
+    c->newest = n;
+}
+
+/* ---- nodes ----------------------------------------------------------------------------------- */
+
+static size_t node_bytes(const node *n) {
+    return sizeof *n + (size_t)n->count * sizeof *n->tokens;
+}
+
+static node *child_of(const node *parent, int32_t token) {
+    node *child = parent->children;
+    while (child && child->tokens[0] != token) child = child->sibling;
+    return child;
+}
+
+static node **place_of(node *n) {
+    node **at = &n->parent->children;
+    while (*at != n) at = &(*at)->sibling;
+    return at;
+}
+
+static node *add_child(mn_cache *c, node *parent, const int32_t *tokens, int64_t count) {
+    node *n = calloc(1, sizeof *n);
+    int32_t *copy = malloc((size_t)count * sizeof *copy);
+    if (!n || !copy) {
+        free(n);
+        free(copy);
+        return NULL;
+    }
+    memcpy(copy, tokens, (size_t)count * sizeof *copy);
+    *n = (node){ .parent = parent, .sibling = parent->children, .tokens = copy, .count = count };
+    parent->children = n;
+    c->stats.bytes += node_bytes(n);
+    return n;
+}
+
+/* Cuts the edge above `n` after `at` tokens; the node between, NULL when memory is short. */
+static node *split(mn_cache *c, node *n, int64_t at) {
+    node *upper = calloc(1, sizeof *upper);
+    int32_t *head = malloc((size_t)at * sizeof *head);
+    if (!upper || !head) {
+        free(upper);
+        free(head);
+        return NULL;
+    }
+    node **place = place_of(n);
+    memcpy(head, n->tokens, (size_t)at * sizeof *head);
+    *upper = (node){ .parent = n->parent, .sibling = n->sibling, .children = n, .tokens = head,
+                     .count = at };
+    *place = upper;
+    n->parent = upper;
+    n->sibling = NULL;
+    n->count -= at;
+    memmove(n->tokens, n->tokens + at, (size_t)n->count * sizeof *n->tokens);
+    c->stats.bytes += sizeof *upper;
+    return upper;
+}
+
+/* Takes nodes out that hold nothing and lead nowhere, from `n` up. */
+static void prune(mn_cache *c, node *n) {
+    while (n != &c->root && !n->value && !n->children) {
+        node *parent = n->parent;
+        *place_of(n) = n->sibling;
+        c->stats.bytes -= node_bytes(n);
+        free(n->tokens);
+        free(n);
+        n = parent;
+    }
+}
+
+static void drop_value(mn_cache *c, node *n) {
+    unlink_use(c, n);
+    c->free_value(n->value);
+    c->stats.bytes -= n->bytes;
+    c->stats.entries--;
+    n->value = NULL;
+    n->bytes = 0;
+}
+
+static void shrink(mn_cache *c) {
+    while (c->stats.bytes > c->most_bytes && c->oldest) {
+        node *n = c->oldest;
+        drop_value(c, n);
+        prune(c, n);
+        c->stats.evictions++;
+    }
+}
+
+void mn_cache_destroy(mn_cache *cache) {
+    if (!cache) return;
+    while (cache->oldest) {
+        node *n = cache->oldest;
+        drop_value(cache, n);
+        prune(cache, n);
+    }
+    free(cache);
+}
+
+/* ---- use ------------------------------------------------------------------------------------- */
+
+/* How many tokens of the edge above `n` agree with what is given. */
+static int64_t agreeing(const node *n, const int32_t *tokens, int64_t count) {
+    const int64_t most = mn_min(n->count, count);
+    int64_t i = 0;
+    while (i < most && n->tokens[i] == tokens[i]) i++;
+    return i;
+}
+
+void *mn_cache_find(mn_cache *c, const int32_t *tokens, int64_t count, int64_t border,
+                    int64_t *length) {
+    node *best = NULL, *n = &c->root;
+    int64_t at = 0;
+    *length = 0;
+    while (at < count && (n = child_of(n, tokens[at])) != NULL) {
+        if (agreeing(n, tokens + at, count - at) < n->count) break;
+        at += n->count;
+        if (!n->value || (at != count && at % border != 0)) continue;
+        best = n;
+        *length = at;
+    }
+    c->stats.lookups++;
+    c->stats.tokens_wanted += (uint64_t)count;
+    if (!best) return NULL;
+    c->stats.hits++;
+    c->stats.tokens_found += (uint64_t)*length;
+    unlink_use(c, best);
+    link_newest(c, best);
+    return best->value;
+}
+
+bool mn_cache_has(mn_cache *c, const int32_t *tokens, int64_t count) {
+    const node *n = &c->root;
+    int64_t at = 0;
+    while (at < count && (n = child_of(n, tokens[at])) != NULL) {
+        if (agreeing(n, tokens + at, count - at) < n->count) return false;
+        at += n->count;
+    }
+    return at == count && n && n->value;
+}
+
+/* The node of exactly these tokens, made where there is none; NULL when memory is short. */
+static node *node_for(mn_cache *c, const int32_t *tokens, int64_t count) {
+    node *n = &c->root;
+    for (int64_t at = 0; at < count;) {
+        node *child = child_of(n, tokens[at]);
+        if (!child) return add_child(c, n, tokens + at, count - at);
+        const int64_t same = agreeing(child, tokens + at, count - at);
+        if (same < child->count) {
+            child = split(c, child, same);
+            if (!child) return NULL;
+        }
+        n = child;
+        at += same;
+    }
+    return n;
+}
+
+void mn_cache_put(mn_cache *c, const int32_t *tokens, int64_t count, void *value, size_t bytes) {
+    const bool fits = count > 0 && bytes < c->most_bytes;
+    node *n = fits ? node_for(c, tokens, count) : NULL;
+    if (!n) {
+        c->free_value(value);
+        return;
+    }
+    if (n->value) drop_value(c, n);
+    n->value = value;
+    n->bytes = bytes;
+    c->stats.bytes += bytes;
+    c->stats.entries++;
+    link_newest(c, n);
+    shrink(c);
+}
+
+mn_cache_stats mn_cache_describe(const mn_cache *cache) {
+    return cache->stats;
+}

@@ -1,0 +1,45 @@
+/* cache.h - values by token prefix: a radix tree with a bound in bytes.
+ *
+ * Server keeps session snapshots in it, so that a prompt that begins as an earlier one did is not
+ * read again. Beyond the bound the value that was used longest ago goes first. Edges of the tree
+ * hold runs of tokens; finding a prefix costs its length and nothing else. */
+#ifndef MN_SERVER_CACHE_H
+#define MN_SERVER_CACHE_H
+
+#include <stdbool.h>
+
+#include "mneme.h"
+
+typedef struct mn_cache mn_cache;
+
+typedef void (*mn_cache_free)(void *value);
+
+typedef struct mn_cache_stats {
+    int64_t entries;
+    size_t bytes;              // of values and of the tree
+    uint64_t lookups, hits;    // finds, and those that found a value
+    uint64_t tokens_wanted, tokens_found;
+    uint64_t evictions;
+} mn_cache_stats;
+
+/* `most_bytes` 0: keeps nothing. `free_value` frees what is evicted. */
+mn_status mn_cache_create(mn_cache **out, size_t most_bytes, mn_cache_free free_value);
+void mn_cache_destroy(mn_cache *cache);    // NULL accepted
+
+/* The value of the longest prefix of `tokens` that may serve: all `count` of them, or a multiple of
+ * `border`. NULL and length 0 where there is none. The value stays the cache's, until the next
+ * put. */
+void *mn_cache_find(mn_cache *cache, const int32_t *tokens, int64_t count, int64_t border,
+                    int64_t *length);
+
+/* Whether exactly these tokens have a value; counts as no lookup. */
+bool mn_cache_has(mn_cache *cache, const int32_t *tokens, int64_t count);
+
+/* Gives the cache a value of `bytes` for these tokens (count > 0), in place of the one that was
+ * there. What does not fit, or where memory is short, is freed at once: a cache may forget. */
+void mn_cache_put(mn_cache *cache, const int32_t *tokens, int64_t count, void *value,
+                  size_t bytes);
+
+mn_cache_stats mn_cache_describe(const mn_cache *cache);
+
+#endif

@@ -1,0 +1,83 @@
+"""checkpoints.py MNEME FOLDER WORK [NAME...] - logits of model folders beside those of the software
+that defines them: a table of folder, largest difference over its bound, verdict. Exit status 1 if a
+folder does not agree."""
+import array
+import json
+import os
+import struct
+import subprocess
+import sys
+
+LENGTHS = (1, 5, 63, 64, 65, 130)
+TYPES = {"F32": ("f", 4), "I64": ("q", 8)}
+
+
+def tensors(path):
+    with open(path, "rb") as file:
+        size = struct.unpack("<Q", file.read(8))[0]
+        head, data = json.loads(file.read(size)), file.read()
+    head.pop("__metadata__", None)
+    found = {}
+    for name, at in head.items():
+        first, end = at["data_offsets"]
+        if at["dtype"] in TYPES:
+            found[name] = array.array(TYPES[at["dtype"]][0], data[first:end])
+    return found
+
+
+def logits(mneme, model, ids, work, per_pass):
+    tokens, out = os.path.join(work, "tokens.json"), os.path.join(work, "logits.safetensors")
+    with open(tokens, "w") as file:
+        json.dump(list(ids), file)
+    command = [mneme, "eval", "--model", model, "--tokens", tokens, "--logits", out, "--threads", "1"]
+    if per_pass:
+        command += ["--per-pass", str(per_pass)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(run.stderr.strip().splitlines()[0] if run.stderr else "no word")
+    return tensors(out)["logits"]
+
+
+def compare(mneme, model, work):
+    """The largest difference over its bound, and where."""
+    expect = tensors(os.path.join(model, "expect.safetensors"))
+    with open(os.path.join(model, "expect.json")) as file:
+        told = json.load(file)["float32_rel"]
+    worst = (0.0, "")
+    for T in LENGTHS:
+        ids, want = expect["ids_%d" % T], expect["logits_%d" % T]
+        largest = max(abs(x) for x in want)
+        bound = max(5e-6, 5 * told[str(T)])
+        for per_pass in (0, 1):
+            have = array.array("f")
+            for row in range(2):
+                have += logits(mneme, model, ids[row * T:(row + 1) * T], work, per_pass)
+            if len(have) != len(want):
+                raise RuntimeError("%d logits, not %d" % (len(have), len(want)))
+            away = max(abs(a - b) if a == a else float("inf") for a, b in zip(have, want))
+            share = away / largest / bound
+            if share > worst[0]:
+                worst = (share, "T = %d %s" % (T, "by token" if per_pass else "whole"))
+    return worst
+
+
+def main(mneme, folder, work, *names):
+    failed = 0
+    names = names or sorted(n for n in os.listdir(folder)
+                            if os.path.exists(os.path.join(folder, n, "expect.safetensors")))
+    print("| folder | difference / bound | |\n|---|---|---|")
+    for name in names:
+        try:
+            share, where = compare(mneme, os.path.join(folder, name), work)
+            verdict = "agrees" if share <= 1.0 else "differs at " + where
+            print("| %s | %.3g | %s |" % (name, share, verdict), flush=True)
+            failed += share > 1.0
+        except RuntimeError as problem:
+            print("| %s | - | %s |" % (name, problem), flush=True)
+            failed += 1
+    print("%d of %d agree" % (len(names) - failed, len(names)))
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,260 @@
+/* test_batch.c - many sessions stepped at once have the bits of each stepped alone: every kind of
+ * layer, sessions that join and leave, positions that differ, sessions that have read nothing. */
+// labels: sanitize threads
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/util.h"
+#include "infer/session.h"
+#include "model/checkpoint.h"
+#include "support/check.h"
+#include "support/model_case.h"
+
+enum { VOCABULARY = 23, SESSIONS = 37, STEPS = 9, PROMPT = 48 };
+
+typedef struct fixture {
+    mn_context *context;
+    mn_model *model;
+    mn_batch *batch;
+    int32_t tokens[SESSIONS][PROMPT + STEPS];
+    mn_session *alone[SESSIONS], *together[SESSIONS];
+} fixture;
+
+static void need(mn_status st) {
+    if (st != MN_OK) check_fatal("%s", mn_last_error());
+}
+
+/* Session i has read i tokens: the first none, the last ones more than one block of a product. */
+static void start(fixture *f, const char *target, int threads, const char *json) {
+    const mn_context_options options = { .n_threads = threads, .target = target };
+    const mn_session_options how = { .belief = true, .prefill_chunk = 16 };
+    memset(f, 0, sizeof *f);
+    need(mn_context_create(&f->context, &options));
+    need(model_case_create(&f->model, json, MN_F32, 0.2, 3));
+    need(mn_batch_create(&f->batch, f->context, f->model));
+    for (int i = 0; i < SESSIONS; i++) {
+        model_case_tokens(f->tokens[i], PROMPT + STEPS, VOCABULARY, 100 + (uint64_t)i);
+        need(mn_session_create(&f->alone[i], f->context, f->model, &how));
+        need(mn_session_create(&f->together[i], f->context, f->model, &how));
+        need(mn_session_feed(f->alone[i], f->tokens[i], i));
+        need(mn_session_feed(f->together[i], f->tokens[i], i));
+    }
+}
+
+static void finish(fixture *f) {
+    for (int i = 0; i < SESSIONS; i++) {
+        mn_session_destroy(f->alone[i]);
+        mn_session_destroy(f->together[i]);
+    }
+    mn_batch_destroy(f->batch);
+    mn_model_destroy(f->model);
+    mn_context_destroy(f->context);
+}
+
+/* Whether session i takes part in step t: company changes from step to step. */
+static bool joins(int i, int t) {
+    return t == 0 || t == STEPS - 1 || (i * 7 + t * 3) % 5 != 0;
+}
+
+static void check_same(const char *what, const fixture *f, int i, int t) {
+    const mn_session *a = f->alone[i], *b = f->together[i];
+    CHECK(memcmp(mn_session_logits(a), mn_session_logits(b), VOCABULARY * sizeof(float)) == 0,
+          "%s, session %d, step %d: other logits than alone", what, i, t);
+    CHECK(mn_session_position(a) == mn_session_position(b), "%s: position", what);
+    for (int k = 0; k < mn_session_beliefs(a); k++) {
+        const float *va, *vb;
+        const int64_t n = mn_session_belief(&va, a, k), m = mn_session_belief(&vb, b, k);
+        CHECK(n == 1 && m == 1 && memcmp(va, vb, sizeof *va) == 0,
+              "%s, session %d, step %d: variance %d of %lld and %lld", what, i, t, k,
+              (long long)n, (long long)m);
+    }
+}
+
+static void steps(const char *what, fixture *f) {
+    for (int t = 0; t < STEPS; t++) {
+        mn_session *some[SESSIONS];
+        int32_t tokens[SESSIONS];
+        int64_t n = 0;
+        for (int i = 0; i < SESSIONS; i++) {
+            if (!joins(i, t)) continue;
+            some[n] = f->together[i];
+            tokens[n++] = f->tokens[i][PROMPT + t];
+            need(mn_session_step(f->alone[i], f->tokens[i][PROMPT + t]));
+        }
+        need(mn_batch_step(f->batch, some, tokens, n));
+        for (int i = 0; i < SESSIONS; i++) {
+            if (joins(i, t)) check_same(what, f, i, t);
+        }
+    }
+}
+
+/* Each session reads another number of tokens, all in one pass, and goes on. */
+static void feeds(const char *what, fixture *f) {
+    const int32_t *tokens[SESSIONS];
+    int64_t counts[SESSIONS];
+    for (int i = 0; i < SESSIONS; i++) {
+        tokens[i] = f->tokens[i];
+        counts[i] = 2 + i * 5 % 14;
+        need(mn_session_feed(f->alone[i], tokens[i], counts[i]));
+    }
+    need(mn_batch_feed(f->batch, f->together, tokens, counts, SESSIONS));
+    for (int i = 0; i < SESSIONS; i++) {
+        const mn_session *a = f->alone[i], *b = f->together[i];
+        CHECK(memcmp(mn_session_logits(a), mn_session_logits(b), VOCABULARY * sizeof(float)) == 0,
+              "%s, session %d: %lld tokens fed otherwise", what, i, (long long)counts[i]);
+        for (int k = 0; k < mn_session_beliefs(a); k++) {
+            const float *va, *vb;
+            const int64_t n = mn_session_belief(&va, a, k), m = mn_session_belief(&vb, b, k);
+            CHECK(n == m && n == counts[i] && memcmp(va, vb, (size_t)n * sizeof *va) == 0,
+                  "%s, session %d: variances of a feed", what, i);
+        }
+    }
+    for (int i = 0; i < SESSIONS; i++) {
+        need(mn_session_feed(f->alone[i], f->tokens[i], 3));
+        need(mn_session_feed(f->together[i], f->tokens[i], 3));
+        CHECK(memcmp(mn_session_logits(f->alone[i]), mn_session_logits(f->together[i]),
+                     VOCABULARY * sizeof(float)) == 0, "%s, session %d: goes on otherwise", what,
+              i);
+    }
+}
+
+/* Variances are told by single steps only. */
+static void without_belief(fixture *f) {
+    mn_session **both[] = { &f->alone[0], &f->together[0] };
+    const mn_session_options how = { .prefill_chunk = 16 };
+    for (int i = 0; i < 2; i++) {
+        mn_session_destroy(*both[i]);
+        need(mn_session_create(both[i], f->context, f->model, &how));
+    }
+}
+
+/* Session 0 steps alone; its twin expects tokens that come, that come in part, or that do not. */
+static void expects(const char *what, fixture *f) {
+    mn_session *a = f->alone[0], *b = f->together[0];
+    int32_t guesses[5];
+    int64_t at = 0;
+    const int32_t *tokens = f->tokens[1];
+    need(mn_session_reset(a));
+    need(mn_session_reset(b));
+    for (int round = 0; at < PROMPT; round++) {
+        for (int k = 0; k < 5; k++) {
+            const int32_t right = tokens[mn_min(at + 1 + k, PROMPT)];
+            guesses[k] = k < round % 6 ? right : (right + 1) % VOCABULARY;
+        }
+        if (!mn_session_is_ahead(b)) need(mn_session_expect(b, guesses, 1 + round % 5));
+        for (int k = 0; k <= round % 4 && at < PROMPT; k++, at++) {
+            need(mn_session_step(a, tokens[at]));
+            need(mn_session_step(b, tokens[at]));
+            CHECK(memcmp(mn_session_logits(a), mn_session_logits(b),
+                         VOCABULARY * sizeof(float)) == 0, "%s: token %lld after guesses", what,
+                  (long long)at);
+        }
+        if (round % 3 == 2) {    // whatever else looks at the state finds what was stepped
+            CHECK(mn_session_bytes(a) == mn_session_bytes(b), "%s: bytes", what);
+            mn_session *fork = NULL;
+            need(mn_session_fork(&fork, b));
+            CHECK(mn_session_position(fork) == at, "%s: a fork's position", what);
+            mn_session_destroy(fork);
+        }
+    }
+    need(mn_session_feed(a, tokens, 4));
+    need(mn_session_feed(b, tokens, 4));
+    CHECK(memcmp(mn_session_logits(a), mn_session_logits(b), VOCABULARY * sizeof(float)) == 0,
+          "%s: goes on otherwise after guesses", what);
+}
+
+static const struct {
+    const char *layer, *options;
+} rows[] = {
+#define LAYER_TEST(layer, options) { layer, options },
+#include "layers/all.def"
+#undef LAYER_TEST
+};
+
+/* The options of the row, laid into a model of two such layers. */
+static void config_of(char *json, size_t size, size_t row) {
+    const char *options = rows[row].options + 1;
+    snprintf(json, size, "{\"layers\": \"%s, %s\", \"hidden_size\": 8, \"vocab_size\": %d, "
+             "\"max_position_embeddings\": 96, \"intermediate_size\": 12%s%s", rows[row].layer,
+             rows[row].layer, VOCABULARY, *options == '}' ? "" : ", ", options);
+    char *block = strstr(json, "\"block_size\": 1");    // 1x: not room for the tokens of this test
+    if (block) block[strlen("\"block_size\": ")] = '9';
+}
+
+static void every_layer_has_the_bits_of_steps_alone(void **context) {
+    (void)context;
+    char json[1024];
+    for (size_t row = 0; row < MN_COUNTOF(rows); row++) {
+        fixture f;
+        config_of(json, sizeof json, row);
+        start(&f, NULL, 2, json);
+        feeds(json, &f);
+        steps(json, &f);
+        without_belief(&f);
+        expects(json, &f);
+        finish(&f);
+    }
+    check_done();
+}
+
+/* Widths that are no multiples of a vector or of a block of a product, hybrids, softcap, one to
+ * three threads, every target that is here. */
+static void targets_and_threads(void **state) {
+    (void)state;
+    static const char *const targets[] = { "ref", "avx2", "avx512" };
+    static const char *const layers[] = { "attention, gdn, kla", "bayes, mlstm, mamba2+ccq",
+                                          "retnet, palimpsa, hyperglu" };
+    char json[512];
+    for (size_t t = 0; t < MN_COUNTOF(targets); t++) {
+        mn_context *context = NULL;
+        const mn_context_options there = { .target = targets[t] };
+        const bool here = mn_context_create(&context, &there) == MN_OK;
+        mn_context_destroy(context);
+        for (int i = 0; here && i < (int)MN_COUNTOF(layers); i++) {
+            snprintf(json, sizeof json, "{\"layers\": \"%s\", \"hidden_size\": 40, "
+                     "\"vocab_size\": %d, \"max_position_embeddings\": 96, "
+                     "\"intermediate_size\": 100, \"logit_softcap\": 20}", layers[i], VOCABULARY);
+            fixture f;
+            start(&f, targets[t], 1 + i, json);
+            steps(layers[i], &f);
+            feeds(layers[i], &f);
+            without_belief(&f);
+            expects(layers[i], &f);
+            finish(&f);
+        }
+    }
+    check_done();
+}
+
+static void refusals_change_nothing(void **context) {
+    (void)context;
+    fixture f;
+    start(&f, NULL, 1, "{\"layers\": \"gdn\", \"hidden_size\": 8, \"vocab_size\": 23}");
+    mn_session *twice[] = { f.together[1], f.together[2], f.together[1] };
+    const int32_t fine[] = { 1, 2, 3 }, outside[] = { 1, VOCABULARY, 3 };
+    mn_session *three[] = { f.together[1], f.together[2], f.together[3] };
+    CHECK(mn_batch_step(f.batch, twice, fine, 3) == MN_ERR_ARGUMENT, "a session twice");
+    CHECK(strstr(mn_last_error(), "twice") != NULL, "%s", mn_last_error());
+    CHECK(mn_batch_step(f.batch, three, outside, 3) == MN_ERR_ARGUMENT, "a token outside");
+    CHECK(mn_batch_step(f.batch, three, NULL, 3) == MN_ERR_ARGUMENT, "no tokens");
+    CHECK(mn_batch_step(f.batch, three, fine, -1) == MN_ERR_ARGUMENT, "less than none");
+    CHECK(mn_batch_step(f.batch, NULL, NULL, 0) == MN_OK, "none: %s", mn_last_error());
+    const int32_t *few[] = { fine, fine, fine };
+    const int64_t one[] = { 2, 1, 2 };
+    CHECK(mn_batch_feed(f.batch, three, few, one, 3) == MN_ERR_ARGUMENT, "one token to feed");
+    for (int i = 1; i < 4; i++) CHECK(mn_session_position(f.together[i]) == i, "position");
+    CHECK(mn_batch_step(f.batch, three, fine, 3) == MN_OK, "%s", mn_last_error());
+    CHECK(mn_batch_create(NULL, f.context, f.model) == MN_ERR_ARGUMENT, "nowhere to put it");
+    finish(&f);
+    check_done();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_layer_has_the_bits_of_steps_alone),
+        cmocka_unit_test(targets_and_threads),
+        cmocka_unit_test(refusals_change_nothing),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

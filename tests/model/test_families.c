@@ -1,0 +1,159 @@
+/* test_families.c - models of other software: written under the names of their family and read back
+ * the same; keys that are not understood are named. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "io/file.h"
+#include "io/safetensors.h"
+#include "model/checkpoint.h"
+#include "support/check.h"
+#include "support/folder.h"
+
+#define SIZES "\"vocab_size\": 11, \"hidden_size\": 8, \"num_hidden_layers\": 2"
+#define HEADS "\"num_attention_heads\": 2, \"num_key_value_heads\": 1, \"rms_norm_eps\": 1e-5"
+#define DELTA "\"layer_types\": [\"linear_attention\", \"full_attention\"], \"head_dim\": 8, "     \
+              "\"linear_num_key_heads\": 2, \"linear_num_value_heads\": 4, "                       \
+              "\"linear_key_head_dim\": 4, \"linear_value_head_dim\": 3, "                         \
+              "\"rope_parameters\": {\"rope_type\": \"default\", \"partial_rotary_factor\": 0.5}"
+
+static const struct {
+    const char *json, *tensor, *says;    // a tensor of its file, and a piece of its config.json
+} families[] = {
+    { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"attention_bias\": true, "
+      "\"mlp_bias\": true, "
+      "\"rope_parameters\": {\"rope_type\": \"llama3\", \"factor\": 8.0, \"rope_theta\": 100.0, "
+      "\"original_max_position_embeddings\": 16}}",
+      "model.layers.1.self_attn.o_proj.bias", "LlamaForCausalLM" },
+    { "{\"model_type\": \"qwen3\", " SIZES ", " HEADS ", \"head_dim\": 6}",
+      "model.layers.0.self_attn.q_norm.weight", "num_key_value_heads" },
+    { "{\"model_type\": \"mamba\", " SIZES ", \"state_size\": 3, \"layer_norm_epsilon\": 1e-5}",
+      "backbone.layers.0.mixer.x_proj.weight", "layer_norm_epsilon" },
+    { "{\"model_type\": \"mamba2\", " SIZES ", \"state_size\": 3, \"num_heads\": 4, "
+      "\"head_dim\": 4, "
+      "\"time_step_limit\": [0.01, 0.5]}", "backbone.norm_f.weight", "time_step_limit" },
+    { "{\"model_type\": \"mamba2\", " SIZES ", \"state_size\": 3, \"num_heads\": 4, "
+      "\"head_dim\": 4, "
+      "\"dt_limit\": [0.0, {\"__float__\": \"Infinity\"}]}", "backbone.embeddings.weight",
+      "mamba2" },
+    { "{\"model_type\": \"transformer\", " SIZES ", \"num_heads\": 2, \"qk_norm\": true}",
+      "model.layers.0.attn.k_norm.weight", "\"qk_norm\": true" },
+    { "{\"model_type\": \"delta_net\", " SIZES ", \"num_heads\": 2, \"expand_k\": 0.5}",
+      "model.layers.0.attn.b_proj.weight", "expand_k" },
+    { "{\"model_type\": \"bamba\", " SIZES ", " HEADS ", \"attn_layer_indices\": [1], "
+      "\"mamba_d_head\": 4, \"mamba_n_heads\": 4, \"mamba_d_state\": 3}",
+      "model.layers.0.mamba.A_log", "attn_layer_indices" },
+    { "{\"model_type\": \"qwen3_next\", " SIZES ", " HEADS ", " DELTA "}",
+      "model.layers.0.linear_attn.in_proj_qkvz.weight", "full_attention" },
+    { "{\"model_type\": \"qwen3_5_text\", " SIZES ", " HEADS ", " DELTA "}",
+      "model.layers.1.self_attn.q_proj.weight", "linear_key_head_dim" },
+    { "{\"model_type\": \"qwen3_5\", \"vision_config\": {}, \"text_config\": {\"model_type\": "
+      "\"qwen3_5_text\", " SIZES ", " HEADS ", " DELTA "}}",
+      "model.language_model.layers.0.linear_attn.norm.weight", "text_config" },
+};
+
+static mn_status read_config(mn_model_config *out, const char *text) {
+    mn_json root = { 0 };
+    mn_status st = mn_json_parse(&root, text, strlen(text), "config.json", MN_JSON_PYTHON);
+    if (st == MN_OK) st = mn_model_config_read(out, &root);
+    mn_json_free(&root);
+    return st;
+}
+
+static mn_status make(mn_model **out, const char *text) {
+    mn_model_config config = { 0 };
+    mn_status st = read_config(&config, text);
+    if (st == MN_OK) st = mn_model_create(out, &config, MN_F32);
+    if (st == MN_OK) mn_model_start(*out, NULL, 7);
+    mn_model_config_free(&config);
+    return st;
+}
+
+static void check_same(mn_model *a, mn_model *b, const char *what) {
+    const int n = mn_model_params(a);
+    CHECK(n == mn_model_params(b), "%s: another number of parameters", what);
+    for (int i = 0; i < n && i < mn_model_params(b); i++) {
+        const mn_model_param *p = mn_model_param_at(a, i), *q = mn_model_param_at(b, i);
+        const bool same = strcmp(p->name, q->name) == 0 && p->info.count == q->info.count &&
+                          memcmp(p->value, q->value, (size_t)p->info.count * sizeof(float)) == 0;
+        CHECK(same, "%s: %s changed on its way", what, p->name);
+    }
+    char *first = NULL, *second = NULL;
+    size_t size;
+    CHECK(mn_model_config_write(&first, &size, mn_model_describe(a)) == MN_OK, "%s", what);
+    CHECK(mn_model_config_write(&second, &size, mn_model_describe(b)) == MN_OK, "%s", what);
+    CHECK(first && second && strcmp(first, second) == 0, "%s became %s", first, second);
+    free(first);
+    free(second);
+}
+
+static void check_files(int i) {
+    char path[4096];
+    mn_safetensors *file = NULL;
+    snprintf(path, sizeof path, "%s", in_folder("model.safetensors"));
+    CHECK(mn_safetensors_open(&file, path) == MN_OK, "%s", mn_last_error());
+    if (file) {
+        CHECK(mn_safetensors_find(file, families[i].tensor), "no tensor %s", families[i].tensor);
+        mn_safetensors_close(file);
+    }
+    mn_file text = { 0 };
+    snprintf(path, sizeof path, "%s", in_folder("config.json"));
+    CHECK(mn_file_map(&text, path) == MN_OK, "%s", mn_last_error());
+    char *copy = calloc(text.size + 1, 1);
+    if (copy && text.bytes) memcpy(copy, text.bytes, text.size);
+    CHECK(copy && strstr(copy, families[i].says), "no %s in %s", families[i].says, copy);
+    free(copy);
+    mn_file_unmap(&text);
+}
+
+static void come_back(void **state) {
+    (void)state;
+    for (int i = 0; i < (int)(sizeof families / sizeof *families); i++) {
+        mn_model *model = NULL, *back = NULL;
+        CHECK(make(&model, families[i].json) == MN_OK, "%s: %s", families[i].json, mn_last_error());
+        if (!model) continue;
+        CHECK(mn_checkpoint_save(model, in_folder("")) == MN_OK, "%s", mn_last_error());
+        check_files(i);
+        CHECK(mn_checkpoint_load(&back, in_folder(""), MN_F32) == MN_OK, "%s: %s",
+              families[i].tensor, mn_last_error());
+        if (back) check_same(model, back, families[i].tensor);
+        mn_model_destroy(back);
+        mn_model_destroy(model);
+    }
+    check_done();
+}
+
+static void wrong_keys(void **state) {
+    (void)state;
+    static const struct {
+        const char *json, *says;
+    } wrong[] = {
+        { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"atention_bias\": true}",
+          "atention_bias" },
+        { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", "
+      "\"rope_parameters\": {\"beta_fast\": 3}}",
+          "beta_fast" },
+        { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"rope_theta\": 5, "
+          "\"rope_parameters\": {\"rope_theta\": 6}}", "contradicts" },
+        { "{\"model_type\": \"qwen3\", " SIZES ", " HEADS ", \"sliding_window\": 4}",
+      "window_size" },
+        { "{\"model_type\": \"qwen3_next\", " SIZES ", \"layer_types\": [\"conv\", "
+      "\"moe\"]}", "conv" },
+        { "{\"model_type\": \"qwen3_next\", " SIZES "}", "layer_types" },
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        mn_model *model = NULL;
+        CHECK(make(&model, wrong[i].json) != MN_OK, "%s is taken", wrong[i].json);
+        CHECK(strstr(mn_last_error(), wrong[i].says), "%s: %s", wrong[i].says, mn_last_error());
+        mn_model_destroy(model);
+    }
+    check_done();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(come_back, make_folder, remove_folder),
+        cmocka_unit_test(wrong_keys),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,133 @@
+/* test_cache.c - the radix tree against a list: the same prefixes are found, the bound holds, what
+ * is used stays, nothing is lost or freed twice. */
+// labels: sanitize
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/rng.h"
+#include "base/util.h"
+#include "server/cache.h"
+#include "support/check.h"
+
+enum { MOST = 400, LENGTH = 24, BORDER = 4 };
+
+/* A value knows its key. */
+typedef struct value {
+    int32_t tokens[LENGTH];
+    int64_t count;
+} value;
+
+static int64_t n_alive;
+
+static void free_value(void *v) {
+    n_alive--;
+    free(v);
+}
+
+static value *new_value(const int32_t *tokens, int64_t count) {
+    value *v = calloc(1, sizeof *v);
+    if (!v) check_fatal("no memory");
+    memcpy(v->tokens, tokens, (size_t)count * sizeof *tokens);
+    v->count = count;
+    n_alive++;
+    return v;
+}
+
+static mn_cache *open(size_t bytes) {
+    mn_cache *cache = NULL;
+    if (mn_cache_create(&cache, bytes, free_value) != MN_OK) check_fatal("%s", mn_last_error());
+    return cache;
+}
+
+/* Keys of two letters, so that many begin alike. */
+static int64_t draw_key(int32_t *tokens, uint64_t i) {
+    const int64_t count = 1 + (int64_t)(mn_rng_uniform(7, 1, i) * LENGTH);
+    for (int64_t t = 0; t < count; t++) {
+        tokens[t] = mn_rng_uniform(7, 2, i * LENGTH + (uint64_t)t) < 0.8 ? 1 : 2;
+    }
+    return count;
+}
+
+static bool begins(const value *v, const int32_t *tokens, int64_t count) {
+    return v->count <= count &&
+           memcmp(v->tokens, tokens, (size_t)v->count * sizeof *tokens) == 0;
+}
+
+static void finds_what_a_list_finds(void **context) {
+    (void)context;
+    mn_cache *cache = open((size_t)1 << 30);
+    static value keys[MOST];
+    for (int i = 0; i < MOST; i++) {
+        int32_t tokens[LENGTH];
+        int64_t length, want = 0;
+        const int64_t count = draw_key(tokens, (uint64_t)i);
+        bool there = false;
+        for (int k = 0; k < i; k++) {
+            if (!begins(&keys[k], tokens, count)) continue;
+            there |= keys[k].count == count;
+            const bool serves = keys[k].count == count || keys[k].count % BORDER == 0;
+            if (serves) want = mn_max(want, keys[k].count);
+        }
+        CHECK(mn_cache_has(cache, tokens, count) == there, "has, key %d", i);
+        const value *found = mn_cache_find(cache, tokens, count, BORDER, &length);
+        CHECK(length == want && !found == !want, "key %d: %lld tokens found, not %lld", i,
+              (long long)length, (long long)want);
+        CHECK(!found || (found->count == length && begins(found, tokens, count)),
+              "key %d: another's value", i);
+        memcpy(keys[i].tokens, tokens, sizeof tokens);
+        keys[i].count = count;
+        mn_cache_put(cache, tokens, count, new_value(tokens, count), 100);
+    }
+    const mn_cache_stats stats = mn_cache_describe(cache);
+    CHECK(stats.entries == n_alive && stats.lookups == MOST, "%lld entries, %lld alive",
+          (long long)stats.entries, (long long)n_alive);
+    mn_cache_destroy(cache);
+    CHECK(n_alive == 0, "%lld values are left", (long long)n_alive);
+    check_done();
+}
+
+static void keeps_its_bound_and_what_is_used(void **context) {
+    (void)context;
+    enum { BYTES = 20000, EACH = 900 };
+    mn_cache *cache = open(BYTES);
+    const int32_t used[] = { 9, 9, 9, 9 };
+    int64_t length;
+    mn_cache_put(cache, used, 4, new_value(used, 4), EACH);
+    for (int i = 0; i < MOST; i++) {
+        int32_t tokens[LENGTH];
+        const int64_t count = draw_key(tokens, (uint64_t)i);
+        mn_cache_put(cache, tokens, count, new_value(tokens, count), EACH);
+        CHECK(mn_cache_describe(cache).bytes <= BYTES, "%zu bytes",
+              mn_cache_describe(cache).bytes);
+        CHECK(mn_cache_find(cache, used, 4, BORDER, &length) && length == 4, "used, and gone");
+        CHECK(mn_cache_has(cache, tokens, count), "the newest is gone");
+    }
+    CHECK(mn_cache_describe(cache).evictions > 0, "nothing had to go");
+    mn_cache_put(cache, used, 4, new_value(used, 4), BYTES + 1);    // never fits
+    CHECK(mn_cache_describe(cache).bytes <= BYTES, "what does not fit was kept");
+    mn_cache_destroy(cache);
+    CHECK(n_alive == 0, "%lld values are left", (long long)n_alive);
+    check_done();
+}
+
+static void nothing_in_no_memory(void **context) {
+    (void)context;
+    mn_cache *cache = open(0);
+    const int32_t tokens[] = { 1, 2 };
+    int64_t length = 5;
+    mn_cache_put(cache, tokens, 2, new_value(tokens, 2), 1);
+    CHECK(!mn_cache_find(cache, tokens, 2, 1, &length) && length == 0, "found");
+    mn_cache_destroy(cache);
+    mn_cache_destroy(NULL);
+    CHECK(n_alive == 0, "%lld values are left", (long long)n_alive);
+    check_done();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(finds_what_a_list_finds),
+        cmocka_unit_test(keeps_its_bound_and_what_is_used),
+        cmocka_unit_test(nothing_in_no_memory),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
