@@ -95,23 +95,26 @@ static int64_t place_of(const mn_forward *f, int64_t t, int64_t pos0) {
     return pos0 + t - from;
 }
 
-/* Tokens of sequence b before this pass: sequences of a batch have positions of their own. */
-static int64_t position_of(const mn_forward *f, int64_t b) {
+/* Where token t of row b of a pass stands in its sequence: those of a batch have positions of their
+ * own, and may lie one after the other in one row. */
+static int64_t position_of(const mn_forward *f, int64_t b, int64_t t) {
     mn_layer_state *state = f->state;
     if (state) state->by_position = true;
-    return state && state->rows ? state->positions[b] : f->position;
+    if (!state || !state->rows) return place_of(f, t, f->position);
+    int64_t from = 0;
+    for (; state->starts && t >= state->starts[b + 1]; b++) from = state->starts[b + 1];
+    return state->positions[b] + t - from;
 }
 
 /* x cos + (second half, first half) (-sin, sin), by tables of the tokens at hand. */
 static mn_tensor *turned_by_table(mn_forward *f, mn_tensor *x) {
-    const int64_t B = f->state && f->state->rows ? f->state->n_rows : 1;
-    const int64_t T = x->shape[1], R = x->shape[3], n = B * T * R;
+    const bool apart = f->state && f->state->rows;    // else all rows have the same positions
+    const int64_t B = apart ? x->shape[0] : 1, T = x->shape[1], R = x->shape[3], n = B * T * R;
     double *table = malloc((size_t)(2 * n) * sizeof *table);
     if (!table) return mn_tape_fail(f->tape, mn_fail(MN_ERR_MEMORY, "no memory for positions"));
     for (int64_t i = 0; i < n; i++) {
-        const int64_t pair = i % R % (R / 2), pos0 = position_of(f, i / (T * R));
-        const double angle = (double)place_of(f, i / R % T, pos0)
-                             * frequency(&f->layer->config, pair, R);
+        const int64_t pair = i % R % (R / 2), pos = position_of(f, i / (T * R), i / R % T);
+        const double angle = (double)pos * frequency(&f->layer->config, pair, R);
         table[i] = cos(angle);
         table[n + i] = i % R < R / 2 ? -sin(angle) : sin(angle);
     }
@@ -151,6 +154,7 @@ static mn_tensor *turned(mn_forward *f, mn_tensor *x) {
 static mn_tensor *normed(mn_forward *f, mn_tensor *x, const char *norm) {
     mn_tensor *w = mn_use(f, norm);
     if (!w || !x) return x;
+    if (!mn_is_contiguous(x)) x = mn_tape_join(f->tape, &x, 1);    // a part of a joint projection
     if (f->layer->config.norm_plus_one) w = mn_tape_affine(f->tape, w, 1.0, 1.0);
     const double eps = f->layer->config.qk_norm_eps;
     mn_run run;

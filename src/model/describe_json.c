@@ -22,8 +22,9 @@ static const char *const decoder_names[] = {
 static json_t *types_json(void) {
     json_t *types = json_object();
 #define MODEL_TYPE(type, layer, architecture) json_object_set_new(types, type, json_string(layer));
-#include "model/model_types.def"
-#undef MODEL_TYPE
+#include "layers/all.def"
+#define FAMILY(type, layer, class) json_object_set_new(types, type, json_string(layer));
+#include "model/families.def"
     return types;
 }
 

@@ -327,6 +327,10 @@ mn_task_shape mn_task_shape_of(const mn_task *task) {
     return task->shape;
 }
 
+int mn_task_row_of(const mn_task *task) {
+    return task->row;
+}
+
 int64_t mn_task_examples(const mn_task *task, mn_split split) {
     return task->examples[split];
 }

@@ -80,6 +80,9 @@ void mn_task_destroy(mn_task *task);    // NULL accepted
 
 mn_task_shape mn_task_shape_of(const mn_task *task);
 
+/* Its row of the table of tasks. */
+int mn_task_row_of(const mn_task *task);
+
 /* Different samples of a split, or 0 when there is no end. Indices beyond begin anew. */
 int64_t mn_task_examples(const mn_task *task, mn_split split);
 

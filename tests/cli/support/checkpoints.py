@@ -1,6 +1,6 @@
 """checkpoints.py MNEME FOLDER WORK [NAME...] - logits of model folders beside those of the software
 that defines them: a table of folder, largest difference over its bound, verdict. Exit status 1 if a
-folder does not agree."""
+folder does not agree. MNEME_DEVICE: where (cpu)."""
 import array
 import json
 import os
@@ -29,7 +29,8 @@ def logits(mneme, model, ids, work, per_pass):
     tokens, out = os.path.join(work, "tokens.json"), os.path.join(work, "logits.safetensors")
     with open(tokens, "w") as file:
         json.dump(list(ids), file)
-    command = [mneme, "eval", "--model", model, "--tokens", tokens, "--logits", out, "--threads", "1"]
+    command = [mneme, "eval", "--model", model, "--tokens", tokens, "--logits", out, "--threads", "1",
+               "--device", os.environ.get("MNEME_DEVICE", "cpu")]
     if per_pass:
         command += ["--per-pass", str(per_pass)]
     run = subprocess.run(command, capture_output=True, text=True)
