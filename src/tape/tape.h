@@ -370,8 +370,8 @@ void mn_run_in_at(mn_run *run, const char *field, const void *data);
  * [starts[b], starts[b+1]) of B = 1. Say this before the fields. */
 void mn_run_by_rows(mn_run *run, int64_t n, const int64_t *starts);
 
-/* The calls are steps of one sequence: they run one after the other, and after step b the `bytes` at
- * `from` are copied to the b-th place at `to`. Up to 8 of these. */
+/* The calls are steps of one sequence: they run one after the other, and after step b the `bytes`
+ * at `from` are copied to the b-th place at `to`. Up to 8 of these. */
 void mn_run_row_save(mn_run *run, const void *from, void *to, size_t bytes);
 
 /* Memory of the caller for field `field` of sequence `b` alone. */
