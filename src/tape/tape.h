@@ -154,6 +154,9 @@ bool mn_tape_untouched(const mn_tensor *leaf);
 /* An input (B,T,H,X) of the caller, contiguous, in the tape's type. `grad` may be NULL. */
 mn_tensor *mn_tape_input(mn_tape *tape, void *data, void *grad, const int64_t shape[4]);
 
+/* One number after the other in the order of the axes. */
+bool mn_is_contiguous(const mn_tensor *x);
+
 /* Of step memory, for `n` sequences, to be filled and put into an input. NULL after a failure. */
 mn_tensor_rows *mn_tape_rows(mn_tape *tape, int64_t n);
 

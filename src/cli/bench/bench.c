@@ -39,7 +39,7 @@ static void print_help(void) {
          "  --target NAME   ref, avx2, avx512 (default: the best here)\n"
          "  --device NAME   cuda or cuda:N: the operators of a GPU, against copies of its memory\n"
          "  --dtype NAME    on a GPU: bf16 or f32 (default: bf16)\n"
-         "  --grid          operators of a GPU at 24 shapes each, against their floors by bytes and "
+         "  --grid          operators of a GPU at 24 shapes each, against floors by bytes and by "
          "work\n"
          "  --quick         cut sizes and three runs: does it work, not how fast is it\n"
          "  --json          machine, shapes, times, work, bytes and shares as one document");

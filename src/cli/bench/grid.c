@@ -1,6 +1,6 @@
-/* grid.c - every operator of a GPU at every shape of grid.def, against its floors: bytes at the rate
- * of copies, work at the rate of matrix products, whichever takes longer. A kernel that was tuned at
- * one shape shows here what it does at others. */
+/* grid.c - every operator of a GPU at every shape of grid.def, against its floors: bytes at the
+ * rate of copies, work at the rate of matrix products, whichever takes longer. A kernel that was
+ * tuned at one shape shows here what it does at others. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -138,8 +138,8 @@ static void summarise(double *mean, double *worst, const point (*points)[2], int
     if (n == 0) *worst = NAN;
 }
 
-/* All shapes of one row; those that the device does not serve or has no memory for are told and left
- * out. */
+/* All shapes of one row; those that the device does not serve or has no memory for are told and
+ * left out. */
 static void measure_row(json_t *list, const mn_bench *bench, const mn_bench_case *row, bool json) {
     point points[MN_COUNTOF(shapes)][2] = { { { 0 } } };
     json_t *all = json_array();
