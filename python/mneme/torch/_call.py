@@ -12,7 +12,7 @@ Results that a call does not ask for come back empty.
 
 import torch
 
-from .. import _library
+from . import _device
 from .._operators import Operator, operators, safe_name
 
 _NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
@@ -122,12 +122,6 @@ class TorchOperator:
             words[op.counts0 // 8] = host[1].data_ptr()
         return words, plan, (call_type, wide_type), keep
 
-    def _context(self, device):
-        if device.type == "cpu":
-            return _library.context().handle
-        stream = torch.cuda.current_stream(device).cuda_stream
-        return _library.context(f"cuda:{device.index or 0}", stream).handle
-
     def compute(self, args):
         """Results of a forward call, None where not wanted."""
         op, n = self.op, self.n
@@ -143,9 +137,7 @@ class TorchOperator:
                 results.append(y)
             else:
                 results.append(None)
-        status = op.forward(self._context(device), words)
-        if status:
-            _library.check(status)
+        _device.run(op.forward, device, words, args[n:n + self.n_host])
         return results
 
     def compute_gradients(self, args):
@@ -172,9 +164,8 @@ class TorchOperator:
                 dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
                 words[op.inputs[i].partner] = dx.data_ptr()
             results.append(dx)
-        status = op.backward(self._context(tensors[self.anchor(tensors)].device), words)
-        if status:
-            _library.check(status)
+        _device.run(op.backward, tensors[self.anchor(tensors)].device, words,
+                    args[n + m:n + m + self.n_host])
         return results
 
     @staticmethod
