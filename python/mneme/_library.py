@@ -242,6 +242,15 @@ def context(device=None, stream=None):
     return found
 
 
+def cpu_handle():
+    """The handle of this thread's context of the CPU; calls of operators begin here."""
+    try:
+        return _local.handle
+    except AttributeError:
+        _local.handle = context().handle
+        return _local.handle
+
+
 def _forget_contexts():
     """A forked child has no worker threads: its contexts are made anew."""
     for found in _local.__dict__.get("contexts", {}).values():

@@ -91,7 +91,7 @@ def context(index):
 def run(function, device, words, host):
     """Calls an operator of the library for tensors on `device`."""
     if device.type == "cpu":
-        status = function(_library.context().handle, words)
+        status = function(_library.cpu_handle(), words)
         if status:
             _library.check(status)
     else:
