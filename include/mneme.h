@@ -60,6 +60,12 @@ typedef struct mn_context_options {
     const char *target;    // "ref", "avx2", "avx512"; NULL: MN_TARGET, else the best here
     const char *device;    // NULL or "cpu"; "cuda" or "cuda:N": operators run on that GPU
     void *stream;          // of the GPU, a cudaStream_t that stays yours; NULL: one of its own
+
+    // Of the GPU: where memory for work comes from and goes back to, in the order of the stream.
+    // NULL: the driver. `allocate` gives NULL when there is none.
+    void *(*allocate)(void *owner, size_t bytes);
+    void (*release)(void *owner, void *memory);
+    void *owner;
 } mn_context_options;
 
 /* `options` may be NULL. Free with mn_context_destroy, which accepts NULL. A device that cannot be
@@ -74,6 +80,13 @@ MN_API const char *mn_context_target(const mn_context *context);
 /* Waits until the work of all calls is done; what failed in it comes out here. On the CPU calls are
  * done when they return, and so is this one. */
 MN_API mn_status mn_context_synchronize(mn_context *context);
+
+/* Later calls go to `stream` of the context's GPU, a cudaStream_t that stays yours and is not NULL
+ * (cudaStreamLegacy is the default stream). Calls on two streams share no memory for work. */
+MN_API mn_status mn_context_use_stream(mn_context *context, void *stream);
+
+/* Gives back memory for work, which calls keep for the next one. */
+MN_API void mn_context_trim(mn_context *context);    // NULL accepted
 
 /* ---- text ------------------------------------------------------------------------------------ */
 
