@@ -9,14 +9,20 @@
 #include "io/json.h"
 #include "mneme.h"
 
-typedef enum mn_preset { MN_PRESET_SMOKE, MN_PRESET_CPU, MN_PRESET_FULL, MN_PRESETS } mn_preset;
+typedef enum mn_preset {
+    MN_PRESET_SMOKE,
+    MN_PRESET_CPU,
+    MN_PRESET_GPU,
+    MN_PRESET_FULL,
+    MN_PRESETS
+} mn_preset;
 
 const char *mn_preset_name(mn_preset preset);
 bool mn_preset_find(mn_preset *out, const char *name);
 
 typedef struct mn_experiment {
     const char *name, *about, *paper;
-    const char *cost[MN_PRESETS];
+    const char *cost[MN_PRESETS];    // NULL: there is no such preset
 } mn_experiment;
 
 int mn_experiment_count(void);

@@ -31,7 +31,7 @@ typedef struct options {
 
 static void print_help(void) {
     puts("usage: mneme reproduce --list\n"
-         "       mneme reproduce NAME [--preset smoke|cpu|full] [options]\n"
+         "       mneme reproduce NAME [--preset smoke|cpu|gpu|full] [options]\n"
          "       mneme reproduce NAME --report DIR\n\n"
          "Runs an experiment of a paper and writes a report that puts our numbers beside the "
          "printed ones.\n"
@@ -42,8 +42,8 @@ static void print_help(void) {
          "that was stopped or killed.\n\n"
          "  --list              experiments, what they cost, and their papers\n"
          "  --preset NAME       smoke (a minute or two on two cores), cpu (about an hour), "
-         "full (as published);\n"
-         "                      default: smoke\n"
+         "gpu (minutes on\n"
+         "                      one GPU, where there is one), full (as published); default: smoke\n"
          "  --out DIR           default: NAME-PRESET\n"
          "  --jobs N            processes, one thread each (default: one a core; with --device "
          "one)\n"
@@ -81,7 +81,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--out", .text = &o->out },
         { "--report", .text = &o->report },
         { "--device", .read = mn_options_device, .to = &o->device },
-        { "--preset", .read = read_preset, .to = &o->preset, .needs = "smoke, cpu or full" },
+        { "--preset", .read = read_preset, .to = &o->preset, .needs = "smoke, cpu, gpu or full" },
         { "--checkpoint", .list = o->checkpoints, .n = &o->n_checkpoints,
           .most = MOST_CHECKPOINTS },
         { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
@@ -98,12 +98,16 @@ static int print_list(bool json) {
     json_t *list = json_array();
     for (int i = 0; i < mn_experiment_count(); i++) {
         const mn_experiment e = mn_experiment_row(i);
-        json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:{s:s, s:s, s:s}}", "name", e.name,
-                                              "about", e.about, "paper", e.paper, "cost", "smoke",
-                                              e.cost[0], "cpu", e.cost[1], "full", e.cost[2]));
+        json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:{s:s, s:s, s:s*, s:s}}", "name",
+                                              e.name, "about", e.about, "paper", e.paper, "cost",
+                                              "smoke", e.cost[MN_PRESET_SMOKE], "cpu",
+                                              e.cost[MN_PRESET_CPU], "gpu", e.cost[MN_PRESET_GPU],
+                                              "full", e.cost[MN_PRESET_FULL]));
         if (!json) {
-            printf("%-13s %s\n%13s %s; smoke %s, cpu %s, full %s\n", e.name, e.about, "", e.paper,
-                   e.cost[0], e.cost[1], e.cost[2]);
+            const char *gpu = e.cost[MN_PRESET_GPU];
+            printf("%-13s %s\n%13s %s; smoke %s, cpu %s%s%s, full %s\n", e.name, e.about, "",
+                   e.paper, e.cost[MN_PRESET_SMOKE], e.cost[MN_PRESET_CPU], gpu ? ", gpu " : "",
+                   gpu ? gpu : "", e.cost[MN_PRESET_FULL]);
         }
     }
     char *text = NULL;
