@@ -153,12 +153,12 @@ mn_status mn_experiment_results(json_t **results, int i, mn_preset preset, const
     *results = NULL;
     const mn_status st = mn_experiment_paper(&paper, i);
     if (st != MN_OK) return st;
-    *results = json_pack("{s:s, s:s, s:s, s:s, s:s, s:s, s:O*, s:O*, s:O*, s:o, s:o}", "experiment",
-                         e->name, "about", e->about, "paper", e->paper, "preset",
+    *results = json_pack("{s:s, s:s, s:s, s:s, s:s, s:s, s:O*, s:O*, s:O*, s:O*, s:o, s:o}",
+                         "experiment", e->name, "about", e->about, "paper", e->paper, "preset",
                          preset_names[preset], "version", mn_version(), "commit",
                          mn_build_commit(), "tables", json_object_get(plan, "tables"), "claims",
-                         json_object_get(plan, "claims"), "notes",
-                         json_object_get(plan, "notes"), "paper_numbers", paper, "runs",
+                         json_object_get(plan, "claims"), "notes", json_object_get(plan, "notes"),
+                         "pilot", json_object_get(plan, "pilot"), "paper_numbers", paper, "runs",
                          runs_of(jobs, records));
     return *results ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for results");
 }

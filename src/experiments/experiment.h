@@ -1,7 +1,7 @@
 /* experiment.h - the papers' experiments: what each runs at which size, and what its report shows.
  *
  * A plan is JSON: {"grid": see grid.h, "tables": see cells.h, "claims": see claims.h,
- * "notes": [sentences]}. Rows of
+ * "notes": [sentences], "pilot": see pilot.h}. Rows of
  * experiments.def, one file experiment_ID.c each; what papers print is in paper_numbers.def. */
 #ifndef MN_EXPERIMENTS_EXPERIMENT_H
 #define MN_EXPERIMENTS_EXPERIMENT_H

@@ -14,6 +14,7 @@
 #include "cli/sweep.h"
 #include "experiments/experiment.h"
 #include "experiments/grid.h"
+#include "experiments/pilot.h"
 #include "experiments/report.h"
 #include "io/json_write.h"
 #include "train/options.h"
@@ -169,6 +170,35 @@ static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options 
     return st;
 }
 
+/* Runs the pilot of the plan, where it has one and rows have a choice; *jobs becomes the pilot's
+ * jobs and those of the settings that it chose. */
+static mn_status run_pilot(json_t **jobs, const json_t *plan, const char *folder, const options *o,
+                           int *status) {
+    const json_t *pilot = json_object_get(plan, "pilot");
+    json_t *first = NULL, *chosen = NULL, *records = NULL;
+    char path[MN_SWEEP_PATH];
+    snprintf(path, sizeof path, "%s/results.jsonl", folder);
+    mn_status st = mn_pilot_jobs(&first, *jobs, pilot);
+    if (st == MN_OK && json_array_size(first) > 0) {
+        if (!o->quiet) {
+            fprintf(stderr, "settings are chosen on other seeds: %zu runs first\n",
+                    json_array_size(first));
+        }
+        *status = mn_sweep_show("reproduce", folder, first, o->processes, o->device, o->quiet);
+        st = mn_sweep_records(&records, path);
+        if (st == MN_OK) st = mn_pilot_choose(&chosen, *jobs, pilot, first, records);
+        if (st == MN_OK) json_array_extend(first, chosen);
+        if (st == MN_OK) {
+            json_decref(*jobs);
+            *jobs = json_incref(first);
+        }
+    }
+    json_decref(records);
+    json_decref(chosen);
+    json_decref(first);
+    return st;
+}
+
 static mn_status write_results(const char *folder, int row, const options *o, const json_t *plan,
                                const json_t *jobs) {
     char path[MN_SWEEP_PATH];
@@ -223,7 +253,10 @@ static int reproduce(int row, const options *o) {
             fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, preset,
                     json_array_size(jobs), mn_experiment_row(row).cost[o->preset]);
         }
-        status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, o->quiet);
+        if (run_pilot(&jobs, plan, folder, o, &status) != MN_OK) status = failed();
+        if (status == 0) {
+            status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, o->quiet);
+        }
         /* What came out is reported even when the rest failed or was stopped. */
         struct stat about;
         if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, jobs) != MN_OK) {

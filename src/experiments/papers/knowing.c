@@ -103,6 +103,9 @@ static mn_status add(json_t *plan) {
 
 const mn_experiment_text mn_experiment_knowing = {
     .common = MN_JSON_TEXT({
+        "pilot": {
+            "seeds": [100], "axes": ["train.lr"], "value": "token"
+        },
         "grid": {
             "job": {
                 "task": {"name": "knowing"},
@@ -160,11 +163,12 @@ const mn_experiment_text mn_experiment_knowing = {
                         "options": {"vocab": 128, "length": 96, "old_after": 16}, "test": 256
                     },
                     "model": {"hidden_size": 64},
-                    "train": {"steps": 3000, "batch": 32, "warmup": 100, "lr": 0.004},
+                    "train": {"steps": 3000, "batch": 32, "warmup": 100},
                     "evaluate": {"every": 500}, "look": {"knowing": {"rows": 256}}
                 },
                 "grid": {
-                    "model": {"gdn": {"model": {"head_dim": 16}}}, "seed": [0, 1, 2]
+                    "model": {"gdn": {"model": {"head_dim": 16}}}, "train.lr": [0.002, 0.006],
+                    "seed": [0, 1, 2]
                 }
             }
         }),
@@ -175,11 +179,12 @@ const mn_experiment_text mn_experiment_knowing = {
                         "options": {"vocab": 512, "length": 256, "old_after": 32}, "test": 256
                     },
                     "model": {"hidden_size": 128},
-                    "train": {"steps": 4000, "batch": 64, "warmup": 200, "lr": 0.003},
+                    "train": {"steps": 4000, "batch": 64, "warmup": 200},
                     "evaluate": {"every": 1000}, "look": {"knowing": {"rows": 256}}
                 },
                 "grid": {
-                    "model": {"gdn": {"model": {"head_dim": 32}}}, "seed": [0, 1, 2, 3]
+                    "model": {"gdn": {"model": {"head_dim": 32}}}, "train.lr": [0.001, 0.004],
+                    "seed": [0, 1, 2, 3]
                 }
             }
         }),
@@ -190,11 +195,12 @@ const mn_experiment_text mn_experiment_knowing = {
                         "options": {"vocab": 2048, "length": 1024, "old_after": 128}, "test": 512
                     },
                     "model": {"hidden_size": 256, "num_hidden_layers": 4},
-                    "train": {"steps": 20000, "batch": 64, "warmup": 1000, "lr": 0.001},
+                    "train": {"steps": 20000, "batch": 64, "warmup": 1000},
                     "evaluate": {"every": 2000}, "look": {"knowing": {"rows": 512}}
                 },
                 "grid": {
-                    "model": {"gdn": {"model": {"head_dim": 64}}}, "seed": [0, 1, 2, 3, 4]
+                    "model": {"gdn": {"model": {"head_dim": 64}}},
+                    "train.lr": [0.0005, 0.001, 0.002], "seed": [0, 1, 2, 3, 4]
                 }
             }
         }),
