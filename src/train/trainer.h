@@ -73,6 +73,10 @@ mn_status mn_trainer_save(mn_trainer *trainer, bool best);
  * had; the other options count from here on. Checkpoints of later steps in OUT are removed. */
 mn_status mn_trainer_resume(mn_trainer *trainer, const char *path);
 
+/* Puts the weights of train.from, where it names a model, in the place of those a run that has done
+ * no step yet begins with. */
+mn_status mn_trainer_begin(mn_trainer *trainer);
+
 /* Text written by the model as it is, to be freed. */
 mn_status mn_trainer_sample(mn_trainer *trainer, char **text);
 

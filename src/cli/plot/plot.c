@@ -11,6 +11,7 @@
 #include "cli/command.h"
 #include "cli/options.h"
 #include "cli/reproduce/reproduce.h"
+#include "io/folder.h"
 #include "io/json.h"
 
 enum { PATH = 4096 };
@@ -97,7 +98,8 @@ static int parse(options *o, mn_plot *plot, int argc, char **argv) {
 }
 
 static mn_status draw(const options *o, mn_plot *plot) {
-    const mn_status st = mn_plot_draw(plot, o->out, o->png);
+    mn_status st = mn_folder_make_above(o->out);
+    if (st == MN_OK) st = mn_plot_draw(plot, o->out, o->png);
     if (st == MN_OK) {
         printf("wrote %s%s\n", o->out, o->png ? ", and its twin as the other kind" : "");
     } else if (st == MN_ERR_UNSUPPORTED) {
