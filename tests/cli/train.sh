@@ -85,6 +85,9 @@ run 2 train --resume "$work/runs/text" --size 10m
 complains 'a run has its model'
 run 2 train "$text" --steps some
 complains 'steps needs a whole number'
+printf '{"text": "a\\u0000b"}\n' >"$work/zero.jsonl"
+run 1 train "$work/zero.jsonl"
+complains 'line 1.*u0000, a zero byte'
 run 1 train "$work/absent.txt"
 complains 'absent.txt: No such file'
 
