@@ -36,6 +36,10 @@ typedef struct mn_step_result {
  * and `context`. */
 mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context);
 
+/* The same to ask mn_trainer_predict and no more: on the CPU no number of the model is touched, so
+ * that none takes memory. */
+mn_status mn_trainer_create_dry(mn_trainer **out, const mn_json *root, mn_context *context);
+
 /* Tokens that are in memory already, or batches that something makes (tasks): then model.vocab_size
  * has to be given, and train.batch and train.context are those of the source. What contexts and
  * pointers lead to is borrowed by the runs made from it. */

@@ -32,6 +32,14 @@ run 0 train $small --dry-run --set out="$work/dry"
 complains 'memory .* MiB predicted'
 complains 'held out, chars'
 [ ! -e "$work/dry" ] || fail "--dry-run made the folder"
+# ... of a model that would take gigabytes, within little memory
+if [ "$(uname)" = Linux ] && command -v python3 >/dev/null 2>&1 && [ -z "${MNEME_SANITIZED-}" ]; then
+    python3 -c 'import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stderr=subprocess.DEVNULL).returncode
+most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+sys.exit(code or most > 300)' "$mneme" train "$text" --size 180m --dry-run --threads 1 ||
+        fail "--dry-run of 180m parameters takes more than 300 MiB"
+fi
 
 # from text to a model, all of it through a file and changes
 cat >"$work/config.json" <<END

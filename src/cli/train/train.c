@@ -569,7 +569,8 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     r->device = context->device;
     r->threads = mn_context_threads(context);
     if (!r->device) r->program = peak_mebibytes(NULL);
-    mn_status st = mn_trainer_create(&r->trainer, root, context);
+    mn_status st = r->o->dry ? mn_trainer_create_dry(&r->trainer, root, context)
+                             : mn_trainer_create(&r->trainer, root, context);
     if (st == MN_OK) st = mn_trainer_predict(r->trainer, &r->memory);
     if (st != MN_OK) return st;
     const int64_t length = mn_trainer_options(r->trainer)->context;
