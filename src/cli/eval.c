@@ -34,6 +34,7 @@ typedef struct options {
 static void print_help(void) {
     puts("usage: mneme eval --model DIR [--text FILE...] [--choices FILE] "
          "[--tokens F --logits OUT]\n\n"
+         "  --model DIR        a model's folder, or a run's: then its best checkpoint\n"
          "  --text FILE...     perplexity of texts, folders of texts or JSON lines: one row of\n"
          "                     tokens, cut into windows that do not overlap and that each start\n"
          "                     from nothing; what is left at the end is dropped\n"

@@ -184,8 +184,7 @@ void mn_model_destroy(mn_model *model) {
     free(model);
 }
 
-mn_status mn_model_want_gradients(mn_model *model) {
-    if (model->device) return mn_model_place_gradients(model);
+static mn_status take_gradients(mn_model *model, bool zero) {
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
         if (p->grad) continue;
@@ -194,9 +193,17 @@ mn_status mn_model_want_gradients(mn_model *model) {
             !(p->grad = aligned_alloc(MN_ALIGN, (bytes + MN_ALIGN) / MN_ALIGN * MN_ALIGN))) {
             return mn_fail(MN_ERR_MEMORY, "no memory for the gradient of %s", p->name);
         }
-        memset(p->grad, 0, bytes);
+        if (zero) memset(p->grad, 0, bytes);
     }
     return MN_OK;
+}
+
+mn_status mn_model_want_gradients(mn_model *model) {
+    return model->device ? mn_model_place_gradients(model) : take_gradients(model, true);
+}
+
+mn_status mn_model_reserve_gradients(mn_model *model) {
+    return take_gradients(model, false);
 }
 
 /* ---- looking --------------------------------------------------------------------------------- */
