@@ -295,7 +295,7 @@ dplr_reduce_grads(const __grid_constant__ mn_dplr_args p, int64_t n_tiles, const
     }
 }
 
-/* ---- one token, state in place ----------------------------------------------------------------- */
+/* ---- one token, state in place --------------------------------------------------------------- */
 
 enum { STEP_SUMS = 10 };    // S'a and (w . S)'q of four columns; q.b and q.k
 
