@@ -433,6 +433,17 @@ typedef struct mn_gdn2_args {
     struct { mn_out q, k, v, erase, write, g, state0; } grad;
 } mn_gdn2_args;
 
+/* Diagonal plus low rank: S = diag(exp g) S + b (S'a)' + k v';  o = scale S'q. The read by a is of
+ * the state before its decay. RWKV-7: a = -kk, b = kk times the in-context learning rate. */
+typedef struct mn_dplr_args {
+    mn_call call;                         // B T H K V
+    double scale;
+    mn_in q, k, v, a, b, g, state0;       // a, b, g (B,T,H,K), g <= 0
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, a, b, g, state0; } grad;
+} mn_dplr_args;
+
 /* Longhorn, diagonal: n = 1 + beta_j |k|^2; S_ij = (1 - beta_j k_i^2 / n) S_ij + beta_j v_j
  * k_i / n. */
 typedef struct mn_longhorn_diag_args {
@@ -761,7 +772,7 @@ typedef struct mn_adamw_args {
 
 /* The operators, in the order of the tables. */
 #define MN_OPS(OP)                                                                                 \
-    OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(longhorn_diag) OP(longhorn_column)            \
+    OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(dplr) OP(longhorn_diag) OP(longhorn_column)   \
     OP(riccati) OP(bayes) OP(importance) OP(palimpsa_paper) OP(palimpsa_code)                      \
     OP(moebius) OP(kla_discretise) OP(kla_mc) OP(mesa) OP(curvature) OP(ccq_read)                  \
     OP(attention) OP(relu_attention) OP(hyper) OP(hyper_layer)                                     \

@@ -279,7 +279,8 @@ static mn_status add_param(mn_layer *layer, const char *name, const char *shape,
         return mn_fail(MN_ERR_INTERNAL, "%s has too many parameters", layer->mixer.name);
     }
     mn_param_info *info = &layer->params[layer->n_params++];
-    *info = (mn_param_info){ .init = init, .group = group };
+    *info = (mn_param_info){ .init = init, .group = group, .layer = layer->index,
+                             .n_layers = layer->n_layers, .head = MN_SIZE(&layer->sizes, 'K') };
     snprintf(info->name, sizeof info->name, "%s", name);
     return read_shape(info, shape, &layer->sizes);
 }
@@ -299,7 +300,14 @@ static void keep_taken(mn_layer_config *config, mn_layer_kind kind) {
 
 mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config *config, int64_t D,
                           int64_t context, double norm_eps) {
+    return mn_layer_create_at(out, name, config, D, context, norm_eps, 0, 1);
+}
+
+mn_status mn_layer_create_at(mn_layer *out, const char *name, const mn_layer_config *config,
+                             int64_t D, int64_t context, double norm_eps, int index, int n_layers) {
     memset(out, 0, sizeof *out);
+    out->index = index;
+    out->n_layers = n_layers;
     out->config = *config;
     out->width = D;
     out->norm_eps = norm_eps;
@@ -353,14 +361,19 @@ static double start_value(const mn_param_info *info, uint64_t seed, uint64_t str
     case MN_INIT_A_LOG_ONE: return log(1.0 + 15.0 * u);
     case MN_INIT_EYE: return i / last == i % last ? 1.0 : 0.0;
     case MN_INIT_RIDGE: return inverse_softplus(0.75);
-    default: return 0.0;
+    case MN_INIT_HALF_FAN: return 0.5 * fan * (2.0 * u - 1.0);
+    case MN_INIT_TWENTIETH_FAN: return 0.05 * fan * (2.0 * u - 1.0);
+    default: return mn_rwkv7_start(info, i);
     }
 }
 
 void mn_param_start(void *value, mn_dtype dtype, const mn_param_info *info, double range,
                     uint64_t seed, uint64_t stream, int64_t first, int64_t count) {
-    const bool normal = info->init == MN_INIT_NORMAL || info->init == MN_INIT_NORMAL_02;
-    const double deviation = info->init == MN_INIT_NORMAL ? range : 0.02;
+    const bool normal = info->init == MN_INIT_NORMAL || info->init == MN_INIT_NORMAL_02 ||
+                        info->init == MN_INIT_NORMAL_TENTH;
+    const double deviation = info->init == MN_INIT_NORMAL ? range
+                             : info->init == MN_INIT_NORMAL_02 ? 0.02
+                                                    : 0.1 / sqrt((double)info->shape[0]);
     for (int64_t k = 0; k < count; k++) {
         const int64_t i = first + k;
         const double x = normal ? deviation * mn_rng_normal(seed, stream, (uint64_t)i)
