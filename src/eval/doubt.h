@@ -4,7 +4,7 @@
 #define MN_EVAL_DOUBT_H
 
 #include "data/loader.h"
-#include "eval/posterior.h"
+#include "model/posterior.h"
 
 /* Answers one after the other. Features are those of the posterior, (n, features). */
 typedef struct mn_doubts {

@@ -124,7 +124,7 @@ mn_status mn_layer_kind_find(mn_layer_kind *out, bool *ccq, const char *name);
 
 /* Hears numbers of a pass as they are made, for experiments that look inside: projections under
  * the names of their weights, and what a kind tells besides (kla: v, prec, k, q, a, p, y, gate;
- * bayes and palimpsa what their posterior follows from, see eval/posterior.c). `x` is valid during
+ * bayes and palimpsa what their posterior follows from, see model/posterior.c). `x` is valid during
  * the call. */
 typedef struct mn_tap {
     void (*hear)(void *context, int layer, const char *name, const mn_tensor *x);

@@ -67,7 +67,7 @@ static int32_t value_token(const known *m, int64_t value) {
     return (int32_t)(1 + m->n_keys + value);
 }
 
-static int64_t unsaid_key(const known *m, mn_draws *d) {
+static int64_t fresh_key(const known *m, mn_draws *d) {
     int64_t key;
     do key = mn_draw_below(d, m->n_keys);
     while (m->value_of[key] >= 0);    // keys are more than slots
@@ -83,7 +83,7 @@ static void put_statement(known *m, const mn_task_values *v, mn_sample_row *row,
         value = mn_draw_below(d, m->n_values - 1);
         value += value >= m->value_of[key];
     } else {
-        key = unsaid_key(m, d);
+        key = fresh_key(m, d);
         value = mn_draw_below(d, m->n_values);
         m->said[m->n_said++] = (int32_t)key;
     }
@@ -97,7 +97,7 @@ static void put_question(const known *m, const mn_task_values *v, mn_sample_row 
     mn_draws *d = &row->draws;
     const bool may = row->split != MN_SPLIT_TRAIN || v->train_unknown;
     const bool unknown = may && mn_draw_unit(d) < v->unknown;
-    const int64_t key = unknown ? unsaid_key(m, d) : m->said[mn_draw_below(d, m->n_said)];
+    const int64_t key = unknown ? fresh_key(m, d) : m->said[mn_draw_below(d, m->n_said)];
     const int64_t value = unknown ? mn_draw_below(d, m->n_values) : m->value_of[key];
     row->input[2 * slot] = 0;
     row->input[2 * slot + 1] = key_token(key);

@@ -93,8 +93,8 @@ static void variances_are_the_layers_own(void **state) {
             for (int i = 0; i < PLACES; i++) {
                 const double own = p.variance[l * B * T + places[i]];
                 const double got = exp(value_of(&p, i, MN_STATISTIC_VARIANCE, name));
-                CHECK(fabs(got - own) < 2e-4 * own, "model %d, %s, place %d: %.7g, not %.7g", (int)m,
-                      name, i, got, own);
+                CHECK(fabs(got - own) < 2e-4 * own, "model %d, %s, place %d: %.7g, not %.7g",
+                      (int)m, name, i, got, own);
             }
         }
         close_pass(&p);
@@ -102,8 +102,7 @@ static void variances_are_the_layers_own(void **state) {
     check_done();
 }
 
-/* What holds of every posterior: evidence does not widen it beyond the prior where nothing fades it,
- * the least is the least, and heads average to the mean. */
+/* What holds of every posterior: the least unit is the least, and all numbers are finite. */
 static void features_fit_together(void **state) {
     (void)state;
     for (size_t m = 0; m < MN_COUNTOF(models); m++) {

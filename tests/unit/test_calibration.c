@@ -1,4 +1,4 @@
-/* test_calibration.c - ROC and risk-coverage curves, reliability and logistic regression, on answers
+/* test_calibration.c - ROC and risk-coverage curves, reliability, logistic regression, on answers
  * counted by hand. */
 // labels: sanitize
 #include "support/check.h"
@@ -30,11 +30,11 @@ static void curves_are_counted(void **state) {
     near("auroc the wrong way round", mn_auroc(order, (const uint8_t[]){ 0, 1, 1, 0 }, 4), 0.0);
     near("aurc of a full order", mn_aurc(order, (const uint8_t[]){ 1, 0, 0, 1 }, 4),
          (0.0 + 0.0 + 1.0 / 3.0 + 0.5) / 4.0);
-    CHECK(isnan(mn_auroc(order, (const uint8_t[]){ 0, 0, 0, 0 }, 4)), "auroc without wrong answers");
+    CHECK(isnan(mn_auroc(order, (const uint8_t[]){ 0, 0, 0, 0 }, 4)), "auroc of right answers");
     CHECK(isnan(mn_auroc(order, half, 0)) && isnan(mn_aurc(order, half, 0)), "of no answers");
     /* What is no number is the most doubtful. */
-    near("auroc with a NAN", mn_auroc((const float[]){ 1, NAN, 2 }, (const uint8_t[]){ 0, 1, 0 }, 3),
-         1.0);
+    const float odd[] = { 1, NAN, 2 };
+    near("auroc with a NAN", mn_auroc(odd, (const uint8_t[]){ 0, 1, 0 }, 3), 1.0);
     check_done();
 }
 

@@ -15,14 +15,14 @@
  *
  * All but logdet are told as natural logarithms. A feature is a statistic of a layer as least, mean
  * and largest over its units, and as the mean of each head's; or its mean over the layers. */
-#ifndef MN_EVAL_POSTERIOR_H
-#define MN_EVAL_POSTERIOR_H
+#ifndef MN_MODEL_POSTERIOR_H
+#define MN_MODEL_POSTERIOR_H
 
 #include "model/model.h"
 
 typedef enum mn_statistic {
 #define STATISTIC(id, name, about) MN_STATISTIC_##id,
-#include "eval/posterior.def"
+#include "model/posterior.def"
 #undef STATISTIC
     MN_STATISTICS
 } mn_statistic;

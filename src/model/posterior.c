@@ -1,5 +1,5 @@
 /* posterior.c - posteriors filtered once more from what a pass tells of its layers. */
-#include "eval/posterior.h"
+#include "model/posterior.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -11,13 +11,13 @@
 
 static const char *const statistic_names[] = {
 #define STATISTIC(id, name, about) name,
-#include "eval/posterior.def"
+#include "model/posterior.def"
 #undef STATISTIC
 };
 
 static const char *const statistic_abouts[] = {
 #define STATISTIC(id, name, about) about,
-#include "eval/posterior.def"
+#include "model/posterior.def"
 #undef STATISTIC
 };
 
