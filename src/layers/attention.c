@@ -2,7 +2,7 @@
  *
  *   q = turn(x W_q')   k = turn(x W_k')   v = x W_v'      turn: rotary positions, first half with
  *                                                         second half of a head (use_rope)
- *   attention        w = softmax(q.k / sqrt K)
+ *   attention        w = softmax(q.k / sqrt K), over the newest window_size keys where that is set
  *   relu_attention   w = relu(z / |z|), z = q.k / sqrt K over all keys so far
  *   y = (sum_i w_i v_i) W_o'
  *
@@ -34,11 +34,9 @@ static int64_t turning(const mn_layer *layer) {
 
 static mn_status check_turning(const mn_layer *layer) {
     const mn_layer_config *c = &layer->config;
-    mn_status st = mn_layer_require(layer, c->window_size == 0, "window_size",
-                                    "is not built: attention sees all keys so far");
-    if (st != MN_OK || !c->use_rope) return st;
+    if (!c->use_rope) return MN_OK;
     const int64_t R = turning(layer);
-    st = mn_layer_require(layer, R >= 2 && R % 2 == 0 && R <= MN_SIZE(&layer->sizes, 'K'),
+    mn_status st = mn_layer_require(layer, R >= 2 && R % 2 == 0 && R <= MN_SIZE(&layer->sizes, 'K'),
                           "partial_rotary_factor", "leaves no even part of a head to turn");
     if (st == MN_OK) {
         st = mn_layer_require(layer, c->rope_type == ROPE_DEFAULT || c->rope_factor > 0.0,
@@ -205,6 +203,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     void *args = mn_run_start(&run, f->tape, softmax ? MN_OP_attention : MN_OP_relu_attention);
     const double scale = 1.0 / sqrt((double)MN_OF(f, 'K'));
     if (softmax) ((mn_attention_args *)args)->scale = scale;
+    if (softmax) ((mn_attention_args *)args)->window = c->window_size;
     else ((mn_relu_attention_args *)args)->scale = scale;
     mn_state_rows(f->state, &run);
     mn_run_in(&run, "q", q);
