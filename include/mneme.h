@@ -550,10 +550,12 @@ typedef struct mn_kla_mc_args {
 } mn_kla_mc_args;
 
 /* MesaNet: Hkk = e^g Hkk + beta k k'; Hkv = e^g Hkv + beta k v'; o = Hkv'(Hkk + diag lam)^-1 scale
- * q. */
+ * q. With `steps` forward takes that many steps of conjugate gradients from 0 instead of the
+ * solution (ref/mesa.c; CPU only); backward is that of the solution. */
 typedef struct mn_mesa_args {
     mn_call call;                             // B T H K V
     double scale;
+    int64_t steps;                            // 0: the solution
     mn_in q, k, v, g, beta, lam, hkk0, hkv0;  // g, beta (B,T,H); lam (H,K); (N,H,K,K) (N,H,K,V)
     mn_out o, hkk, hkv;
     struct { mn_in o, hkk, hkv; } cot;
@@ -586,7 +588,8 @@ typedef struct mn_ccq_read_args {
     struct { mn_out q, k, gamma, v, g, beta, kk0, ks0, state0; } grad;
 } mn_ccq_read_args;
 
-/* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H. lse
+/* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H. With
+ * a window a query sees the newest `window` keys, its own among them (CPU only). lse
  * is the log of the sum of the exponentials of a row's scores, float32 on a GPU. Backward takes
  * fewer products there if `lse` and `o` still hold what forward wrote; with lse.data NULL it reads
  * neither. */
@@ -594,6 +597,7 @@ typedef struct mn_attention_args {
     mn_call call;                             // B T H K V J L
     double scale, rope_base;
     int rope_kind;                            // 0 none, 1 half, 2 pairs
+    int64_t window;                           // 0: all keys so far
     mn_in q, k, v;                            // (B,T,H,K) (B,L,J,K) (B,L,J,V)
     mn_out o, lse;                            // (B,T,H,V) (B,T,H)
     struct { mn_in o; } cot;

@@ -53,6 +53,7 @@ typedef struct mn_mesa_solver {
     float *inverse;                  // (K,K): of M in the middle of the chunk
     float *B, *R, *D, *Z, *Y;        // (chunk,K)
     bool dense;                      // `inverse` preconditions, else 1 / lam
+    int64_t steps;                   // so many of the plain iteration, whatever it comes to; 0: solve
     int direct_chunks;               // so many chunks to come are not worth iterating for
 } mn_mesa_solver;
 
