@@ -292,3 +292,21 @@ mn_tensor *mn_token_shift(mn_tape *tape, mn_layer_state *state, mn_tensor *x, co
     mn_run_now(&run);
     return mn_tape_add(tape, before, mn_tape_affine(tape, x, -1.0, 0.0));
 }
+
+mn_tensor *mn_sum_read(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *v, mn_tensor *g,
+                       int decay, double scale, const char *piece) {
+    if (!q || !k || !v) return NULL;
+    mn_run run;
+    mn_additive_args *args = mn_run_start(&run, f->tape, MN_OP_additive);
+    args->decay = decay;
+    args->scale = scale;
+    mn_run_in(&run, "q", q);
+    mn_run_in(&run, "k", k);
+    mn_run_in(&run, "v", v);
+    if (g) mn_run_in(&run, "g", g);
+    mn_state_bind(f->state, &run, "state0", "state", piece,
+                  q->shape[0] * q->shape[2] * q->shape[3] * v->shape[3]);
+    mn_tensor *o = mn_run_out(&run, "o");
+    mn_run_now(&run);
+    return o;
+}

@@ -74,6 +74,11 @@ mn_tensor *mn_row_sums(mn_tape *tape, mn_tensor *x, double scale);
 /* x / sqrt(mean x^2 + eps) over the last axis. */
 mn_tensor *mn_rms_rows(mn_tape *tape, mn_tensor *x, double eps);
 
+/* S = diag(e^g) S + k v';  o = scale S'q, g absent (decay MN_DECAY_NONE) or of the form that `decay`
+ * says; the state is `piece`. */
+mn_tensor *mn_sum_read(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *v, mn_tensor *g,
+                       int decay, double scale, const char *piece);
+
 /* Number i of a parameter that starts by a law of RWKV-7. */
 double mn_rwkv7_start(const mn_param_info *info, int64_t i);
 

@@ -142,7 +142,6 @@ typedef struct mn_ahead {
 /* What the layers of a model share in a pass. */
 typedef struct mn_shared {
     mn_tensor *first_value;       // values of the first layer that has some (rwkv7); NULL: none yet
-    mn_tensor *bounds;            // (1,L,1,D): least gates of all layers (hgrn2)
 } mn_shared;
 
 /* One pass over one layer. */
@@ -155,6 +154,7 @@ typedef struct mn_forward {
     int64_t position;             // tokens of the sequence before this pass
     float *variance;              // (B,T): read variance averaged over heads; NULL: not wanted
     mn_shared *shared;            // NULL: the layer is by itself
+    mn_tensor *bound;             // (1,1,1,n), log odds of its least gates (hgrn2); NULL: 0 is least
     const mn_tap *tap;            // NULL: nobody listens
     int index;                    // of the layer in its model, for the tap
     mn_ahead ahead;               // of the layer itself

@@ -141,7 +141,7 @@ static mn_tensor *run_mlp(mn_tape *tape, mn_tensor *x, const void *job) {
 /* Whether a layer takes or gives what others share (mn_shared). */
 static bool block_shares(const mn_model *model, int i) {
     const mn_layer_kind kind = model->blocks[i].layer.kind;
-    return kind == MN_LAYER_rwkv7;
+    return kind == MN_LAYER_rwkv7 || kind == MN_LAYER_hgrn2;
 }
 
 /* A whole block, or its MLP, as such a part. */
@@ -161,7 +161,9 @@ static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
 /* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
 static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in, int n,
                         mn_forward *last) {
+    mn_tensor *bounds[MN_MAX_LAYERS];
     mn_model_bind(model, tape, in->add_gradients);
+    mn_model_bounds(model, tape, bounds);
     if (in->starts) mn_tape_pack(tape, in->starts, in->n_sequences);
     mn_tape_scope(tape, "model.embeddings");
     mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
@@ -178,6 +180,7 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         f->variance = NULL;
         f->tap = in->tap;
         f->shared = &shared;
+        f->bound = bounds[i];
         f->index = i;
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;

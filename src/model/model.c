@@ -156,11 +156,26 @@ static mn_status add_decoder(mn_model *model) {
     return st;
 }
 
+/* A number for each layer and gate of a model whose gates have least values. */
+static mn_status add_bounds(mn_model *model, const mn_layer *layer) {
+    const int64_t gates = MN_SIZE(&layer->sizes, 'H') * MN_SIZE(&layer->sizes, 'K');
+    const mn_param_info info = { .rank = 2, .shape = { model->config.n_layers, gates },
+                                 .count = model->config.n_layers * gates,
+                                 .init = MN_INIT_ZEROS, .group = MN_GROUP_VECTOR };
+    return mn_model_add(model, &model->bounds, "model.lower_bounds", &info);
+}
+
 static mn_status build(mn_model *model) {
     const mn_model_config *c = &model->config;
     mn_status st = add_matrix(model, &model->embed, "model.embeddings.weight", c->vocab_size,
                               c->hidden_size, MN_GROUP_EMBED);
     for (int i = 0; st == MN_OK && i < c->n_layers; i++) st = add_block(model, i);
+    model->bounds = -1;
+    for (int i = 0; i < MN_MAX_LAYERS; i++) model->rows[i] = i;
+    for (int i = 0; st == MN_OK && i < c->n_layers && model->bounds < 0; i++) {
+        const mn_layer *layer = &model->blocks[i].layer;
+        if (layer->config.use_lower_bound) st = add_bounds(model, layer);
+    }
     if (st == MN_OK && c->decoder == MN_DECODER_PLACES) st = add_decoder(model);
     if (st == MN_OK) st = add_norm(model, &model->norm, "model.norm.weight");
     model->head = model->embed;

@@ -25,6 +25,8 @@ struct mn_model {
     mn_tensor **leaves;              // of the current pass, by parameter
     int n_params, capacity;
     int embed, norm, head;           // head = embed when tied
+    int bounds;                      // (L,D), least gates of the layers; -1: none
+    int32_t rows[MN_MAX_LAYERS];     // 0, 1, 2, ..: which row of it is whose
     int decoder[MN_DECODER_STAGES][MN_DECODER_PARTS];
     int32_t *ends;                   // n_ends of them, see decoder.c
     int64_t n_ends;
@@ -54,6 +56,8 @@ mn_tensor *mn_block_mlp(mn_model *model, int i, const mn_forward *f, mn_tensor *
 mn_tensor *mn_channel_mix(mn_model *model, int i, const mn_forward *f, mn_tensor *x, mn_tensor *n);
 /* Parameters of the same; returns where the first is. */
 mn_status mn_model_add(mn_model *model, int *index, const char *name, const mn_param_info *info);
+/* Log odds of the least gates of each layer, NULL where there is none; see bounds.c. */
+void mn_model_bounds(mn_model *model, mn_tape *tape, mn_tensor **bounds);
 /* What the configuration's decoder makes of the stream behind the last block. */
 mn_tensor *mn_model_decode(mn_model *model, mn_tape *tape, mn_tensor *x, bool from_state);
 mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight);

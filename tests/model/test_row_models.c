@@ -22,6 +22,10 @@ static const char *const models[] = {
     "\"mixers\": {\"rwkv7\": {\"num_heads\": 1, \"decay_low_rank_dim\": 3, "
     "\"gate_low_rank_dim\": 2, \"a_low_rank_dim\": 2, \"v_low_rank_dim\": 2, \"value_dim\": 16}}, "
     "\"mlp\": \"swiglu\", \"norm\": \"layer\", \"norm_bias\": false, \"intermediate_size\": 12}",
+    "{\"layers\": \"hgrn2\", \"num_hidden_layers\": 4, \"hidden_size\": 8, \"vocab_size\": 11, "
+    "\"num_heads\": 2, \"intermediate_size\": 12}",
+    "{\"layers\": \"gsa, comba\", \"hidden_size\": 8, \"vocab_size\": 11, \"num_heads\": 2, "
+    "\"num_slots\": 3, \"intermediate_size\": 12}",
 };
 
 typedef struct fixture {
