@@ -87,13 +87,18 @@ bool mn_group_decays(mn_group group) {
 
 typedef struct option {
     const char *name;
-    const char *choices;    // NULL: a real number
+    const char *choices;    // NULL: a real number; "": a whole one
+    double least, most;     // of numbers
     size_t offset;
 } option;
 
 static const option options[] = {
-#define OPTION_INT(name, choices, about) { #name, choices, offsetof(mn_layer_config, name) },
-#define OPTION_REAL(name, about) { #name, NULL, offsetof(mn_layer_config, name) },
+#define NUMBER(name, choices, least, most)                                                         \
+    { #name, choices, least, most, offsetof(mn_layer_config, name) },
+#define OPTION_INT(name, choices, about) NUMBER(name, choices, 0, 0)
+#define OPTION_SIZE(name, least, most, about) NUMBER(name, "", least, most)
+#define OPTION_RANK(name, least, most, about) NUMBER(name, "rank", least, most)
+#define OPTION_REAL(name, least, most, about) NUMBER(name, NULL, least, most)
 #include "layers/options.def"
 };
 
@@ -179,20 +184,27 @@ static mn_status read_choice(int64_t *out, const mn_json *at, const char *choice
     return MN_OK;
 }
 
+static mn_status read_number(void *to, const option *o, const mn_json *at) {
+    mn_status st = !o->choices ? mn_json_read_f64(to, at)
+                 : o->choices[0] ? read_rank(to, at) : mn_json_read_i64(to, at);
+    if (st != MN_OK) return st;
+    const double x = o->choices ? (double)*(int64_t *)to : *(double *)to;
+    if (x >= o->least && x <= o->most) return MN_OK;
+    return mn_json_fail(at, "must lie between %.10g and %.10g", o->least, o->most);
+}
+
 static mn_status read_option(mn_layer_config *config, const option *o, const mn_json *at) {
     void *to = (char *)config + o->offset;
-    if (!o->choices) return mn_json_read_f64(to, at);
+    if (!o->choices || !o->choices[0] || strcmp(o->choices, "rank") == 0) {
+        return read_number(to, o, at);
+    }
     if (strcmp(o->choices, "bool") == 0) {
         bool on = false;
         const mn_status st = mn_json_read_bool(&on, at);
         if (st == MN_OK) *(int64_t *)to = on;
         return st;
     }
-    if (strcmp(o->choices, "rank") == 0) return read_rank(to, at);
-    if (o->choices[0]) return read_choice(to, at, o->choices);
-    const mn_status st = mn_json_read_i64(to, at);
-    if (st == MN_OK && *(int64_t *)to < 0) return mn_json_fail(at, "must not be negative");
-    return st;
+    return read_choice(to, at, o->choices);
 }
 
 mn_status mn_layer_config_read(mn_layer_config *config, mn_layer_kind kind, const mn_json *object) {
@@ -247,6 +259,9 @@ static const struct {
 #include "layers/all.def"
 };
 
+/* Most numbers of one parameter: what 512 layers of 40 such hold still counts in 64 bits. */
+static const int64_t most_numbers = INT64_C(1) << 40;
+
 /* "HK,1,W" with the sizes of the letters put in. */
 static mn_status read_shape(mn_param_info *info, const char *shape, const mn_layer_sizes *sizes) {
     info->rank = 0;
@@ -262,7 +277,7 @@ static mn_status read_shape(mn_param_info *info, const char *shape, const mn_lay
         }
         if (*at == ',') at++;
         if (!fits || axis < 1 || !mn_mul_i64(&info->count, info->count, axis) ||
-            info->count > INT64_MAX / 64) {
+            info->count > most_numbers) {
             return mn_fail(MN_ERR_ARGUMENT, "%s: the sizes %s of the model overflow or are 0",
                            info->name, shape);
         }

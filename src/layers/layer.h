@@ -30,7 +30,9 @@ const char *mn_layer_kind_name(mn_layer_kind kind);
  * the width of the model. */
 typedef struct mn_layer_config {
 #define OPTION_INT(name, choices, about) int64_t name;
-#define OPTION_REAL(name, about) double name;
+#define OPTION_SIZE(name, least, most, about) int64_t name;
+#define OPTION_RANK(name, least, most, about) int64_t name;
+#define OPTION_REAL(name, least, most, about) double name;
 #include "layers/options.def"
 } mn_layer_config;
 
