@@ -39,7 +39,8 @@ static void print_help(void) {
         printf("  %-23s %s (default %g)\n", strcat(name, " X"), fields[i].about, fields[i].value);
     }
     puts("  --belief                colour each token by the variance of what the model's memory\n"
-         "                          answered; token and variance as lines when piped\n"
+         "                          answered, over its mean over all queries; token and number as\n"
+         "                          lines when piped\n"
          "  --abstain T             say \"" MN_ABSTENTION "\" where the model is right with a\n"
          "                          probability below T, by its calibrator: mneme eval\n"
          "                          --calibration --save-calibration DIR/calibration.json\n"

@@ -56,7 +56,8 @@ mn_status mn_generator_open(mn_generator *g, const mn_generate_options *options)
     *g = (mn_generator){ .options = options, .sampling = options->sampling };
     mn_show_start(&g->show, mn_show_choose(options->belief, options->json));
     const mn_context_options how = { .n_threads = options->n_threads, .device = options->device };
-    mn_session_options session = { .prefill_chunk = options->chunk, .belief = options->belief };
+    mn_session_options session = { .prefill_chunk = options->chunk, .belief = options->belief,
+                                   .relative = options->belief };
     if (options->dtype) mn_dtype_parse(&session.dtype, options->dtype);
     mn_status st = mn_context_create(&g->context, &how);
     if (st == MN_OK) st = mn_model_open(&g->model, options->model);
