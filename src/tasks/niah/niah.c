@@ -5,7 +5,8 @@
  *   prompt   Some special magic {T} are hidden within the following text. ... {context}
  *            What are all the special magic {T} for {query} mentioned in the provided text? ...
  *
- * Keys are adjective-noun or UUIDs; values 7 digits, adjective-noun or a version-4 UUID. The haystack is
+ * Keys are adjective-noun or UUIDs; values 7 digits, adjective-noun or a version-4 UUID. The
+ * haystack is
  *   noise    n lines of the same five sentences, a needle as a line of its own before each of some
  *            different lines
  *   needle   the same of n lines that are needles themselves, each with a key and value of its own
@@ -550,8 +551,9 @@ static int64_t longest_word(const word_list *list) {
  * token is shorter than a byte; of our own tokenizer the opening's tokens are counted. */
 static mn_status find_tail(int64_t *tail, niah *n, const mn_task_values *v) {
     enum { AND = 6, COMMA = 2, SLACK = 4, DIGITS = 7, UUID = 36 };
-    const int64_t key = longest_word(&n->adjectives) + 1 + longest_word(&n->nouns);
-    const int64_t value = n->kind == NUMBERS ? DIGITS : n->kind == UUIDS ? UUID : key;
+    const int64_t words = longest_word(&n->adjectives) + 1 + longest_word(&n->nouns);
+    const int64_t sizes[] = { [NUMBERS] = DIGITS, [WORDS] = words, [UUIDS] = UUID };
+    const int64_t key = sizes[n->key_kind], value = sizes[n->kind];
     int64_t opening = (int64_t)sizeof opening_text;
     mn_status st = MN_OK;
     if (strcmp(v->tokenizer, "words") == 0) {
