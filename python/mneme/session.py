@@ -118,7 +118,7 @@ class Model(_Handle):
 
 class _SessionOptions(ctypes.Structure):
     _fields_ = [("prefill_chunk", ctypes.c_int64), ("belief", ctypes.c_bool),
-                ("dtype", ctypes.c_int)]
+                ("dtype", ctypes.c_int), ("relative", ctypes.c_bool)]
 
 
 class Snapshot(_Handle):
