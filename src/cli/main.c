@@ -1,4 +1,7 @@
 /* main.c - mneme VERB ...: finds the verb and hands over. */
+#include <errno.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -25,7 +28,7 @@ static void print_help(FILE *out) {
     }
 }
 
-int main(int argc, char **argv) {
+static int run_verb(int argc, char **argv) {
     if (argc < 2) {
         print_help(stderr);
         return 2;
@@ -44,4 +47,21 @@ int main(int argc, char **argv) {
     }
     fprintf(stderr, "mneme: there is no verb \"%s\"; mneme --help lists them\n", argv[1]);
     return 2;
+}
+
+/* What was printed has to arrive: a full disk at the other end of a pipe or a file is a failure. A
+ * standard output that was closed before the start takes nothing, which only matters to a verb that
+ * has something to say. */
+static int close_output(int status) {
+    bool good = fflush(stdout) == 0 && !ferror(stdout);
+    const int why = errno;
+    if (good && fclose(stdout) != 0) good = errno == EBADF;
+    if (good) return status;
+    fprintf(stderr, "mneme: standard output: cannot write: %s\n", strerror(why));
+    return status ? status : 1;
+}
+
+int main(int argc, char **argv) {
+    signal(SIGXFSZ, SIG_IGN);    // a file that may not grow fails as a full disk does
+    return close_output(run_verb(argc, argv));
 }
