@@ -24,8 +24,30 @@ const char *mn_layer_kind_name(mn_layer_kind kind) {
     return kinds[kind].name;
 }
 
+static const struct {
+    mn_layer_kind kind;
+    const char *row;
+} likes[] = {
+#define LAYER_LIKE(kind, row) { MN_LAYER_##kind, #row },
+#include "layers/all.def"
+};
+
+/* A kind without a row of its own takes that of its memory, under its own name. */
+static bool find_like(mn_layer_kind *out, mn_mixer_info *info, const char *name) {
+    for (size_t i = 0; i < MN_COUNTOF(likes); i++) {
+        if (strcmp(kinds[likes[i].kind].name, name) != 0) continue;
+        *out = likes[i].kind;
+        if (mn_mixer_find(info, likes[i].row) != MN_OK) return false;
+        info->name = kinds[likes[i].kind].name;
+        return true;
+    }
+    return false;
+}
+
 mn_status mn_layer_kind_find(mn_layer_kind *out, bool *ccq, const char *name) {
     mn_mixer_info info;
+    *ccq = false;
+    if (find_like(out, &info, name)) return MN_OK;
     const mn_status st = mn_mixer_find(&info, name);    // knows aliases and names near misses
     if (st != MN_OK) return st;
     *ccq = info.ccq;
@@ -294,7 +316,8 @@ static mn_status add_param(mn_layer *layer, const char *name, const char *shape,
         return mn_fail(MN_ERR_INTERNAL, "%s has too many parameters", layer->mixer.name);
     }
     mn_param_info *info = &layer->params[layer->n_params++];
-    *info = (mn_param_info){ .init = init, .group = group };
+    *info = (mn_param_info){ .init = init, .group = group, .layer = layer->index,
+                             .n_layers = layer->n_layers, .head = MN_SIZE(&layer->sizes, 'K') };
     snprintf(info->name, sizeof info->name, "%s", name);
     return read_shape(info, shape, &layer->sizes);
 }
@@ -314,13 +337,22 @@ static void keep_taken(mn_layer_config *config, mn_layer_kind kind) {
 
 mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config *config, int64_t D,
                           int64_t context, double norm_eps) {
+    return mn_layer_create_at(out, name, config, D, context, norm_eps, 0, 1);
+}
+
+mn_status mn_layer_create_at(mn_layer *out, const char *name, const mn_layer_config *config,
+                             int64_t D, int64_t context, double norm_eps, int index, int n_layers) {
     memset(out, 0, sizeof *out);
+    out->index = index;
+    out->n_layers = n_layers;
     out->config = *config;
     out->width = D;
     out->norm_eps = norm_eps;
     MN_SIZE(&out->sizes, 'D') = D;
     mn_status st = mn_layer_kind_find(&out->kind, &out->ccq, name);
-    if (st == MN_OK) st = mn_mixer_find(&out->mixer, name);
+    if (st == MN_OK && !find_like(&out->kind, &out->mixer, name)) {
+        st = mn_mixer_find(&out->mixer, name);
+    }
     if (st == MN_OK) st = kinds[out->kind].family->derive(out, context);
     keep_taken(&out->config, out->kind);
     for (size_t i = 0; i < MN_COUNTOF(params) && st == MN_OK; i++) {
@@ -340,6 +372,20 @@ mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config
 
 static double inverse_softplus(double x) {
     return x + log(-expm1(-x));
+}
+
+/* Decays of lightning by their slope: e^-(slope n). */
+static double block_decay(const mn_param_info *info, int64_t i) {
+    const int64_t P = info->shape[info->init == MN_INIT_BLOCK_DECAY ? 2 : 1];
+    const int64_t heads = info->shape[info->init == MN_INIT_BLOCK_DECAY];
+    const int64_t t = i % P;
+    int64_t head = i / P, n = t + 1;
+    if (info->init == MN_INIT_KEY_DECAY) n = P - t - 1;
+    if (info->init == MN_INIT_BLOCK_DECAY) {
+        head = i / (P * P);
+        n = i / P % P - t;
+    }
+    return n < 0 ? 0.0 : exp(-exp2(-8.0 * (double)(head + 1) / (double)heads) * (double)n);
 }
 
 /* Number i of a law that needs one uniform number, or none. */
@@ -367,15 +413,24 @@ static double start_value(const mn_param_info *info, uint64_t seed, uint64_t str
         return 3.0 + 3.0 * (double)(i % last) / (double)(last > 1 ? last - 1 : 1);
     case MN_INIT_A_LOG_ONE: return log(1.0 + 15.0 * u);
     case MN_INIT_EYE: return i / last == i % last ? 1.0 : 0.0;
+    case MN_INIT_SLOPES: return exp2(-8.0 * (double)(i + 1) / (double)info->shape[0]);
+    case MN_INIT_QUERY_DECAY:
+    case MN_INIT_KEY_DECAY:
+    case MN_INIT_BLOCK_DECAY: return block_decay(info, i);
     case MN_INIT_RIDGE: return inverse_softplus(0.75);
-    default: return 0.0;
+    case MN_INIT_HALF_FAN: return 0.5 * fan * (2.0 * u - 1.0);
+    case MN_INIT_TWENTIETH_FAN: return 0.05 * fan * (2.0 * u - 1.0);
+    default: return mn_rwkv7_start(info, i);
     }
 }
 
 void mn_param_start(void *value, mn_dtype dtype, const mn_param_info *info, double range,
                     uint64_t seed, uint64_t stream, int64_t first, int64_t count) {
-    const bool normal = info->init == MN_INIT_NORMAL || info->init == MN_INIT_NORMAL_02;
-    const double deviation = info->init == MN_INIT_NORMAL ? range : 0.02;
+    const bool normal = info->init == MN_INIT_NORMAL || info->init == MN_INIT_NORMAL_02 ||
+                        info->init == MN_INIT_NORMAL_TENTH;
+    const double deviation = info->init == MN_INIT_NORMAL ? range
+                             : info->init == MN_INIT_NORMAL_02 ? 0.02
+                                                    : 0.1 / sqrt((double)info->shape[0]);
     for (int64_t k = 0; k < count; k++) {
         const int64_t i = first + k;
         const double x = normal ? deviation * mn_rng_normal(seed, stream, (uint64_t)i)

@@ -303,7 +303,7 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     for (int i = 0; i < MN_MLP_COUNT; i++) {
         if (strcmp(mlp_names[i], name) == 0) c->mlp = (mn_mlp)i;
     }
-    if (c->mlp == MN_MLP_COUNT) return mn_json_fail(&at, "none of swiglu, gelu, none");
+    if (c->mlp == MN_MLP_COUNT) return mn_json_fail(&at, "none of swiglu, gelu, rwkv7, none");
     if (strcmp(act, "swish") != 0 && strcmp(act, "silu") != 0 && c->mlp == MN_MLP_SWIGLU) {
         const mn_json hidden_act = mn_json_member(object, "hidden_act");
         return mn_json_fail(&hidden_act, "only swish is built; use \"mlp\": \"gelu\" for GELU");
@@ -316,6 +316,9 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     }
     if (c->intermediate_size == 0) {
         c->intermediate_size = (int64_t)((double)c->hidden_size * ratio);
+        if (c->mlp == MN_MLP_RWKV7) {
+            c->intermediate_size = mn_ceil_div(c->intermediate_size, 32) * 32;
+        }
     }
     const bool fits = c->mlp == MN_MLP_NONE ||
                       (c->intermediate_size >= 1 && c->intermediate_size <= most_width);
@@ -372,11 +375,28 @@ static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
     return st;
 }
 
+/* "norm": rms, or layer, whose bias norm_bias leaves out. */
+static mn_status read_norm(mn_model_config *c, const mn_json *object) {
+    const char *name = "rms";
+    mn_status st = mn_json_opt_text(&name, object, "norm");
+    const mn_json at = mn_json_member(object, "norm");
+    if (st == MN_OK && strcmp(name, "rms") != 0 && strcmp(name, "layer") != 0) {
+        return mn_json_fail(&at, "rms or layer");
+    }
+    c->layer_norm = c->norm_bias = strcmp(name, "layer") == 0;
+    if (st == MN_OK) st = mn_json_opt_bool(&c->norm_bias, object, "norm_bias");
+    if (st == MN_OK) st = mn_json_opt_bool(&c->norm_first, object, "norm_first");
+    if (st != MN_OK || c->layer_norm || !c->norm_bias) return st;
+    const mn_json bias = mn_json_member(object, "norm_bias");
+    return mn_json_fail(&bias, "goes with \"norm\": \"layer\"");
+}
+
 static mn_status read_model(mn_model_config *out, const mn_json *object, const char *family) {
     mn_model_config c = { .context = 2048, .norm_eps = 1e-6, .initializer_range = 0.02,
                           .family = family };
     mn_status st = mn_json_expect_object(object);
     if (st == MN_OK) st = read_sizes(&c, object);
+    if (st == MN_OK) st = read_norm(&c, object);
     if (st == MN_OK) st = read_mlp(&c, object);
     if (st == MN_OK) st = read_decoder(&c, object);
     if (st == MN_OK) st = read_layers(&c, object);
@@ -423,6 +443,7 @@ static bool fits(const mn_model_config *c, const char *layer) {
     const mn_layer_config *o = &c->options[0];
     const bool attention = strcmp(layer, "attention") == 0;
     if (c->mlp_bias || c->norm_plus_one || o->projections) return false;
+    if (c->layer_norm || c->norm_first) return false;
     if (!attention && strcmp(layer, "delta") != 0) return true;
     if (o->num_heads && o->head_dim && o->num_heads * o->head_dim != c->hidden_size) return false;
     return !attention || (o->use_rope && !o->o_bias && !o->use_output_gate &&
@@ -501,6 +522,11 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
         set(object, "decoder", json_string(decoder_names[c->decoder]), &failed);
     }
     if (c->norm_plus_one) set(object, "norm_plus_one", json_true(), &failed);
+    if (c->layer_norm) {
+        set(object, "norm", json_string("layer"), &failed);
+        set(object, "norm_bias", json_boolean(c->norm_bias), &failed);
+    }
+    if (c->norm_first) set(object, "norm_first", json_true(), &failed);
     if (c->mlp_bias) set(object, "mlp_bias", json_true(), &failed);
     set(object, "tie_word_embeddings", json_boolean(c->tied), &failed);
     set(object, "norm_eps", mn_json_real(c->norm_eps), &failed);

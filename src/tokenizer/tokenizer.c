@@ -11,6 +11,7 @@
 
 #include "base/status.h"
 #include "io/file.h"
+#include "io/folder.h"
 #include "tokenizer/tokenizer_internal.h"
 #include "base/utf8.h"
 
@@ -140,6 +141,8 @@ mn_status mn_tokenizer_load(mn_tokenizer **out, const char *path) {
     *out = NULL;
     if (!path || !*path) return mn_fail(MN_ERR_ARGUMENT, "no name of a tokenizer file was given");
     const bool is_folder = stat(path, &info) == 0 && S_ISDIR(info.st_mode);
+    char model[MN_FOLDER_PATH];
+    if (is_folder && mn_folder_of_model(model, path) == MN_OK) path = model;
     mn_status st = is_folder ? beside(&file_path, path, true, "tokenizer.json")
                              : mn_text_add(&file_path, path, strlen(path) + 1);
     if (st == MN_OK) st = beside(&config_path, path, is_folder, "tokenizer_config.json");

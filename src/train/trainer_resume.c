@@ -189,7 +189,7 @@ static mn_status load_weights(mn_trainer *t, const char *folder) {
 /* ---- public ---------------------------------------------------------------------------------- */
 
 static mn_status check_bytes(const char *folder) {
-    const mn_status st = mn_run_check_seal(folder);
+    const mn_status st = mn_run_check_seal(folder, false);
     if (st == MN_OK) return st;
     char why[1024];
     snprintf(why, sizeof why, "%s", mn_last_error());
@@ -203,6 +203,11 @@ static bool is_own(const mn_trainer *t, const char *folder) {
     struct stat a, b;
     return mn_run_checkpoint(path, t->options.out, t->step) == MN_OK && stat(path, &a) == 0 &&
            stat(folder, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+mn_status mn_trainer_begin(mn_trainer *t) {
+    if (t->step > 0 || !t->options.from[0]) return MN_OK;
+    return mn_checkpoint_read_weights(t->model, t->options.from);
 }
 
 mn_status mn_trainer_resume(mn_trainer *t, const char *path) {

@@ -173,7 +173,9 @@ static void fill_strips(const strip *b) {
     }
     for (int64_t r = 0; r < b->n_rows; r++) {
         const int64_t seen = head->before + b->first + r / p->group + 1;
+        const int64_t old = past_oldest(p, head, b->first + r / p->group);
         float *w = b->w + r * b->row, *g = b->g + r * b->row;
+        for (int64_t i = 0; i < old; i++) w[i] = -INFINITY;
         if (p->softmax) soften_row(w, g, seen, b->n_keys);
         else rectify_row(w, g, seen, b->n_keys, p->eps);
     }

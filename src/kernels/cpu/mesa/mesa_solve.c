@@ -46,6 +46,7 @@ void MN_T(mn_mesa_solver_place)(mn_mesa_solver *s, void *memory, int64_t K, cons
     s->inverse[0] = s->Y + rows;
     s->inverse[1] = s->inverse[0] + K * K;
     s->direct_chunks = 0;
+    s->steps = 0;
 }
 
 /* y[j] -= sum of n <= 4 rows x_p[j] times a[p] */
@@ -329,10 +330,38 @@ static int64_t iterate(float *X, bool *failed, mn_mesa_solver *s, mn_mesa_chunk 
     return n_failed;
 }
 
+/* Conjugate gradients as published models run them: s->steps from X = 0, nothing preconditioned,
+ * 1e-5 in each denominator. */
+static void take_steps(float *X, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
+    const int64_t K = s->K, L = c->L;
+    float size[MN_STAT_CHUNK];
+    MN_T(mn_stat_store)(s->R, X, L * K);
+    MN_T(mn_stat_store)(s->D, X, L * K);
+    memset(X, 0, (size_t)(L * K) * sizeof *X);
+    for (int64_t t = 0; t < L; t++) size[t] = mn_dot(s->R + t * K, s->R + t * K, K);
+    for (int64_t step = 0; step < s->steps; step++) {
+        apply(s->Z, s->D, s, c, kk);
+        for (int64_t t = 0; t < L; t++) {
+            float *r = s->R + t * K, *d = s->D + t * K;
+            const float alpha = size[t] / (mn_dot(d, s->Z + t * K, K) + 1e-5f);
+            mn_axpy(X + t * K, alpha, d, K);
+            mn_axpy(r, -alpha, s->Z + t * K, K);
+            const float next = mn_dot(r, r, K);
+            mn_scale(d, next / (size[t] + 1e-5f), d, K);
+            mn_axpy(d, 1.0f, r, K);
+            size[t] = next;
+        }
+    }
+}
+
 void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c,
                          const float *kk) {
     bool wanted[MN_MESA_SIDES][MN_STAT_CHUNK];
     int64_t n_wanted = 0;
+    if (s->steps > 0) {
+        for (int r = 0; r < n; r++) take_steps(X[r], s, c, kk);
+        return;
+    }
     s->dense[0] = count_dense(c, 0, half_of(c->L));
     s->dense[1] = count_dense(c, half_of(c->L), c->L);
     const bool iterates = s->K > NARROW && c->L >= SHORT && s->direct_chunks == 0;
