@@ -325,6 +325,15 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     return require(object, "hidden_ratio", fits, "leaves the MLP no width, or far too much");
 }
 
+/* Of the delta rule's layers; KDA has sigmoid and no key for it. */
+static mn_status check_output_gate(const mn_json *object) {
+    const char *act = "swish";
+    const mn_status st = mn_json_opt_text(&act, object, "output_gate_activation");
+    if (st != MN_OK || strcmp(act, "swish") == 0 || strcmp(act, "silu") == 0) return st;
+    const mn_json at = mn_json_member(object, "output_gate_activation");
+    return mn_json_fail(&at, "only swish is built");
+}
+
 static mn_status read_decoder(mn_model_config *c, const mn_json *object) {
     const char *name = decoder_names[MN_DECODER_NONE];
     const mn_status st = mn_json_opt_text(&name, object, "decoder");
@@ -398,6 +407,7 @@ static mn_status read_model(mn_model_config *out, const mn_json *object, const c
     if (st == MN_OK) st = read_sizes(&c, object);
     if (st == MN_OK) st = read_norm(&c, object);
     if (st == MN_OK) st = read_mlp(&c, object);
+    if (st == MN_OK) st = check_output_gate(object);
     if (st == MN_OK) st = read_decoder(&c, object);
     if (st == MN_OK) st = read_layers(&c, object);
     if (st == MN_OK) st = check_keys(&c, object);
