@@ -189,7 +189,7 @@ static mn_status load_weights(mn_trainer *t, const char *folder) {
 /* ---- public ---------------------------------------------------------------------------------- */
 
 static mn_status check_bytes(const char *folder) {
-    const mn_status st = mn_run_check_seal(folder);
+    const mn_status st = mn_run_check_seal(folder, false);
     if (st == MN_OK) return st;
     char why[1024];
     snprintf(why, sizeof why, "%s", mn_last_error());

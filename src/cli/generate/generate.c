@@ -60,6 +60,8 @@ static void print_help(void) {
          "  --device D              cpu (default), cuda or cuda:N\n"
          "  --dtype T               f32 (default), or bf16 on a GPU\n"
          "  --threads N             default: one per core\n"
+         "  --verify                check every byte of the model against its seal, not sizes and\n"
+         "                          heads of files alone\n"
          "  --quiet                 no progress and no speed on standard error");
 }
 
@@ -161,6 +163,7 @@ static int parse(mn_generate_options *o, int argc, char **argv) {
         { "--ignore-eos", .flag = &o->ignore_eos },
         { "--interactive", .flag = &o->interactive },
         { "--quiet", .flag = &o->quiet },
+        { "--verify", .flag = &o->verify },
         { NULL, .text = &o->prompt },
     };
     sampling_option numbers[MOST_NUMBERS];

@@ -14,6 +14,7 @@
 #include "base/util.h"
 #include "cli/generate/generate.h"
 #include "cli/progress.h"
+#include "train/run_folder.h"
 
 static const char *const stopped_names[MN_STOPPED_COUNT] = {
 #define STOPPED(id, name) [MN_STOPPED_##id] = name,
@@ -60,6 +61,7 @@ mn_status mn_generator_open(mn_generator *g, const mn_generate_options *options)
                                    .relative = options->belief };
     if (options->dtype) mn_dtype_parse(&session.dtype, options->dtype);
     mn_status st = mn_context_create(&g->context, &how);
+    if (st == MN_OK) st = mn_run_check_model(options->model, options->verify);
     if (st == MN_OK) st = mn_model_open(&g->model, options->model);
     if (st == MN_OK) st = check_belief(g);
     if (st == MN_OK) st = mn_tokenizer_load(&g->tokenizer, options->model);
