@@ -8,14 +8,14 @@ import torch
 import mneme
 from mneme.torch.nn import LanguageModel
 
-steps = int(sys.argv[1]) if len(sys.argv) > 1 else 400
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 device = "cuda" if torch.cuda.is_available() else "cpu"
-task = mneme.Task("mqar", vocab=64, length=32, pairs=4)
+task = mneme.Task("mqar", vocab=20, length=12, pairs=2)
 model = LanguageModel({"layers": "gdn*2", "hidden_size": 64, "vocab_size": task.vocabulary,
-                       "num_heads": 2, "head_dim": 32}).to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+                       "num_heads": 2, "head_dim": 16}).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
 for step in range(steps + 1):
-    held_out = step % 100 == 0 or step == steps
+    held_out = step % 50 == 0 or step == steps
     tokens, targets = task.draw(64, first=64 * step, split="test" if held_out else "train")
     logits = model(torch.tensor(tokens, device=device).long())
     targets = torch.tensor(targets, device=device).long()

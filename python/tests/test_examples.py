@@ -9,7 +9,7 @@ import pytest
 
 
 def run(repository, folder, name, *arguments):
-    environment = dict(os.environ)
+    environment = dict(os.environ, OMP_NUM_THREADS="1")    # machines of CI are shared
     out = subprocess.run([sys.executable, repository / "python/examples" / name,
                           *map(str, arguments)], cwd=folder, capture_output=True, text=True,
                          env=environment, timeout=300)
@@ -19,15 +19,15 @@ def run(repository, folder, name, *arguments):
 
 def test_mqar_learns_to_look_up(repository, tmp_path):
     pytest.importorskip("torch")
-    lines = run(repository, tmp_path, "mqar.py", 300).splitlines()
+    lines = run(repository, tmp_path, "mqar.py", 150).splitlines()
     right = [int(re.search(r"right (\d+)", line)[1]) for line in lines]
-    assert right[0] < 20 and right[-1] > 80
+    assert right[0] < 30 and right[-1] > 80
 
 
 def test_a_mixer_is_exchanged(repository, tmp_path):
     torch = pytest.importorskip("torch")
     (tmp_path / "text").write_text("".join(f"line {i} says {i * 7 % 13}.\n" for i in range(400)))
-    small = ("--text", "text", "--steps", 40, "--batch", 4, "--context", 48, "--layers", 2,
+    small = ("--text", "text", "--steps", 30, "--batch", 4, "--context", 48, "--layers", 2,
              "--width", 32, "--heads", 2)
     before = run(repository, tmp_path, "nanogpt.py", *small, "--mixer", "attention", "--save", "a.pt")
     for more in (("--mixer", "gdn"), ("--mixer", "bayes", "--only", "1", "--start", "a.pt")):
