@@ -3,7 +3,7 @@ BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: all build program setup demo collide test cuda check bench sanitize tsan fuzz format format-check tidy \
-        compile-commands install clean help
+        compile-commands install package clean help
 
 all: build
 
@@ -64,6 +64,12 @@ compile-commands:  ## compile_commands.json for editors, C and CUDA
 
 install: build     ## PREFIX=/usr/local by default
 	@cmake --install $(BUILD) --prefix $(or $(PREFIX),/usr/local)
+
+package:           ## a .deb and a tarball of the program, the library and its header, in build/packages
+	@sh tools/setup.sh
+	@cmake -S . -B build/package -DCMAKE_BUILD_TYPE=Release -DMN_TESTS=OFF -DMN_OPENBLAS=OFF -DMN_CUDA=$(or $(CUDA),OFF) >/dev/null
+	@cmake --build build/package -j $(JOBS) -- --no-print-directory
+	@sh tools/package.sh build/package build/packages
 
 clean:
 	@rm -rf build

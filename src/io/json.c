@@ -145,7 +145,8 @@ static mn_status load_text(json_t **out, const uint8_t *text, size_t size, const
     json_error_t error;
     const size_t flags = JSON_REJECT_DUPLICATES | JSON_DECODE_ANY;
     *out = json_loadb((const char *)text, size, flags, &error);
-    if (!*out && rules == MN_JSON_PYTHON && json_error_code(&error) == json_error_numeric_overflow) {
+    const bool large = !*out && json_error_code(&error) == json_error_numeric_overflow;
+    if (large && rules == MN_JSON_PYTHON) {
         *out = json_loadb((const char *)text, size, flags | JSON_DECODE_INT_AS_REAL, &error);
     }
     if (*out) return MN_OK;
