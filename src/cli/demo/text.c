@@ -339,8 +339,8 @@ static void print_ends(const mn_demo *demo) {
     }
     printf("results      %s/results.json\n", out);
     printf("go on with   mneme generate --model %s/%s --tokens 2 \\\n"
-           "                 \"anna puts the lamp in the mill. ben takes the lamp to the barn. where "
-           "is the lamp?\"\n", out, demo->sample.model->name);
+           "                 \"anna puts the lamp in the mill. ben takes the lamp to the barn. "
+           "where is the lamp?\"\n", out, demo->sample.model->name);
     printf("             mneme plot %s/%s --text\n", out, demo->models[0].name);
 }
 
