@@ -70,3 +70,5 @@ endif()
 # The library alone, without the links that a wheel cannot hold: python/pyproject.toml asks for it.
 install(FILES $<TARGET_FILE:mneme> DESTINATION . RENAME libmneme.so COMPONENT python
     EXCLUDE_FROM_ALL)
+add_custom_target(mneme_python)    # ninja takes `mneme` for the program of that name
+add_dependencies(mneme_python mneme)

@@ -21,6 +21,10 @@ done
     for tool in clang-format clang-tidy; do
         command -v $tool >/dev/null 2>&1 || missing="$missing $tool"
     done
+    for module in numpy pytest; do    # golden vectors are made anew, the Python package is tested
+        python3 -c "import $module" 2>/dev/null || /usr/bin/python3 -c "import $module" 2>/dev/null ||
+            missing="$missing python3-$module"
+    done
 }
 [ -z "$missing" ] && exit 0
 
