@@ -3,7 +3,7 @@ BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: all build program setup demo collide test cuda check bench sanitize tsan fuzz format format-check tidy \
-        compile-commands wheel install clean help
+        compile-commands wheel install package clean help
 
 all: build
 
@@ -67,6 +67,12 @@ wheel:             ## wheels of the Python package in dist: CPU, and CUDA where 
 
 install: build     ## PREFIX=/usr/local by default
 	@cmake --install $(BUILD) --prefix $(or $(PREFIX),/usr/local)
+
+package:           ## a .deb and a tarball of the program, the library and its header, in build/packages
+	@sh tools/setup.sh
+	@cmake -S . -B build/package -DCMAKE_BUILD_TYPE=Release -DMN_TESTS=OFF -DMN_OPENBLAS=OFF -DMN_CUDA=$(or $(CUDA),OFF) >/dev/null
+	@cmake --build build/package -j $(JOBS) -- --no-print-directory
+	@sh tools/package.sh build/package build/packages
 
 clean:
 	@rm -rf build

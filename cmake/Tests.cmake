@@ -63,3 +63,6 @@ add_test(NAME python COMMAND sh ${CMAKE_SOURCE_DIR}/python/tests/run.sh ${CMAKE_
 set_tests_properties(python PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1200)
 add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
     ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
+add_test(NAME package COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/package.sh
+    ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
+set_tests_properties(package PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1800)

@@ -320,14 +320,14 @@ static mn_status take(writer *w, mn_session *session, int32_t token) {
 
 static mn_status write_tokens(writer *w, mn_session *session, const mn_sampling *how) {
     mn_generator *g = w->g;
-    const int32_t end = g->options->ignore_eos ? -1 : mn_tokenizer_eos(g->tokenizer);
+    const bool ends = !g->options->ignore_eos;
     mn_status st = MN_OK;
     w->out->stopped = MN_STOPPED_LENGTH;
     for (int i = 0; i < g->options->n_tokens && st == MN_OK; i++) {
         int32_t token = -1;
         bool found = false;
         st = mn_session_sample_below(&token, session, how, g->seen.ids, g->seen.count, g->n_ids);
-        if (st == MN_OK && token == end) {
+        if (st == MN_OK && ends && mn_tokenizer_ends(g->tokenizer, token)) {
             w->out->stopped = MN_STOPPED_END;
             break;
         }

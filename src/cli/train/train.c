@@ -235,7 +235,7 @@ static void put_time_left(char text[64], const run *r) {
     const mn_train_options *o = mn_trainer_options(r->trainer);
     const double steps = (double)(o->steps - mn_trainer_step_number(r->trainer));
     const double tokens = steps * (double)(o->batch * o->accumulate * o->context);
-    const double minutes = tokens * r->flops / (0.6 * r->ceiling) / 60.0;
+    const double minutes = tokens * r->flops / (0.6 * r->o->request.choice.flops) / 60.0;
     text[0] = '\0';
     if (r->device || !(minutes > 0.0) || !isfinite(minutes)) return;
     if (minutes < 1.5) snprintf(text, 64, ", about a minute");
@@ -568,6 +568,7 @@ static mn_status start(run *r, const mn_json *root, const char *checkpoint) {
 static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
     r->device = context->device;
     r->threads = mn_context_threads(context);
+    if (!r->o->dry && !r->device) r->ceiling = mn_sgemm_rate(r->threads);
     if (!r->device) r->program = peak_mebibytes(NULL);
     mn_status st = r->o->dry ? mn_trainer_create_dry(&r->trainer, root, context)
                              : mn_trainer_create(&r->trainer, root, context);
@@ -599,8 +600,7 @@ static mn_status train_as_asked(run *r, options *o) {
     const mn_context_options how = { .n_threads = o->threads, .device = o->device };
     mn_status st = mn_context_create(&context, &how);
     if (st == MN_OK && !context->device) {
-        r->ceiling = mn_sgemm_rate(mn_context_threads(context));
-        o->request.choice.flops = r->ceiling;
+        o->request.choice.flops = mn_train_product_rate(context);
     } else if (st == MN_OK) {
         o->request.choice.flops = 1e14;    // what a GPU makes of small models at least
     }
