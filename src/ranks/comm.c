@@ -139,7 +139,7 @@ static mn_status exchange_in_whole(mn_comm *comm, const mn_transfer *t, int n) {
 }
 
 mn_status mn_comm_exchange(mn_comm *comm, const mn_transfer *t, int n) {
-    if (comm->failed) return mn_fail(MN_ERR_IO, "the ranks do not talk any more after a failure");
+    if (comm->failed) return mn_fail(MN_ERR_IO, "%s", comm->why);
     const double started = mn_seconds();
     mn_status st = comm->whole ? MN_OK : copy_own(comm, t, n);
     bool others = false;
@@ -152,6 +152,7 @@ mn_status mn_comm_exchange(mn_comm *comm, const mn_transfer *t, int n) {
     if (st == MN_OK && comm->whole) st = exchange_in_whole(comm, t, n);
     else if (st == MN_OK && others) st = comm->transport->exchange(comm->self, t, n);
     comm->failed = st != MN_OK;
+    if (comm->failed) snprintf(comm->why, sizeof comm->why, "%s", mn_last_error());
     comm->meter.exchanges++;
     comm->meter.seconds += mn_seconds() - started;
     return st;
@@ -299,7 +300,7 @@ typedef struct report {
 } report;
 
 mn_status mn_comm_agree(mn_comm *comm, mn_status mine) {
-    if (!comm || comm->world == 1) return mine;
+    if (!comm || comm->world == 1 || (comm->failed && mine != MN_OK)) return mine;
     report *all = calloc((size_t)comm->world, sizeof *all);
     if (!all) return mn_fail(MN_ERR_MEMORY, "no memory for %d ranks", comm->world);
     report own = { .status = (int32_t)mine };
@@ -330,5 +331,6 @@ void mn_comm_abort(mn_comm *comm, const char *why) {
     if (!comm || comm->failed) return;
     while (comm->whole) comm = comm->whole;
     comm->failed = true;
+    snprintf(comm->why, sizeof comm->why, "%s", why);
     comm->transport->abort(comm->self, why);
 }

@@ -19,6 +19,7 @@ struct mn_comm {
     mn_comm *whole;            // of a part: whose messages these are
     int first;                 // of a part: the rank of its rank 0
     bool failed;
+    char why[512];             // the sentence of the failure, which later calls repeat
     mn_comm_meter meter;
     void *space;               // of reductions, grown as needed
     size_t space_bytes;

@@ -153,6 +153,7 @@ static mn_status set_token(void) {
 /* In a child: it ends with the launcher, however that ends. */
 static void become_rank(int rank, pid_t launcher_pid, int listener) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
+    setpgid(0, 0);    // Ctrl-C reaches the launcher, which passes it on once
     if (getppid() != launcher_pid) _exit(1);
     signal(SIGINT, SIG_DFL);
     signal(SIGTERM, SIG_DFL);
@@ -183,6 +184,7 @@ static void signal_all(const pid_t *pids, int n, int signal) {
 static int wait_for(pid_t *pids, int n) {
     int first = 0, left = n;
     time_t failed = 0;
+    bool killed = false;
     while (left > 0) {
         int status;
         const pid_t pid = waitpid(-1, &status, WNOHANG);
@@ -193,9 +195,9 @@ static int wait_for(pid_t *pids, int n) {
         if (pid <= 0) {
             const struct timespec rest = { 0, 20000000 };
             nanosleep(&rest, NULL);
-            if (failed && time(NULL) - failed > GRACE) {
+            if (failed && !killed && time(NULL) - failed > GRACE) {
                 signal_all(pids, n, SIGKILL);
-                failed = time(NULL);
+                killed = true;
             }
             continue;
         }
@@ -204,10 +206,9 @@ static int wait_for(pid_t *pids, int n) {
             pids[i] = 0;
             left--;
             if (status != 0 && (!first || first == 130)) first = code_of(status);
-            if (status != 0 && !failed && code_of(status) != 130) {
-                failed = time(NULL);
-                say_how(i, status);
-            }
+            if (status == 0 || code_of(status) == 130) continue;
+            if (!killed) say_how(i, status);
+            if (!failed) failed = time(NULL);
         }
     }
     return first;
