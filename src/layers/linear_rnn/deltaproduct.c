@@ -21,6 +21,10 @@ static mn_status derive(mn_layer *layer, int64_t context) {
                               "must be at least 1");
     }
     if (st == MN_OK) {
+        st = mn_layer_require(layer, !layer->ccq, "ccq",
+                              "has no keys of a token to go by: there are several");
+    }
+    if (st == MN_OK) {
         st = mn_layer_require(layer, c->num_householder >= 1 && c->num_householder <= 64,
                               "num_householder", "must lie between 1 and 64");
     }
