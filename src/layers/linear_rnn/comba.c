@@ -5,8 +5,8 @@
  *   S = e^g S + beta k (v - S'p)'      o = S'q / sqrt K      y = (rms(o) sigmoid(x W_g')) W_o'
  *
  * S'p is of the state before its decay, so this is dplr with a = p and b = -beta k. Value heads J
- * share key heads H in turns. correction_factor says where D starts in other software; here it starts
- * at 1, and is read from checkpoints. */
+ * share key heads H in turns. correction_factor says where D starts in other software; here it
+ * starts at 1, and is read from checkpoints. */
 #include <math.h>
 
 #include "layers/family.h"

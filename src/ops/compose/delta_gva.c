@@ -1,7 +1,8 @@
-/* delta_gva.c - delta_net whose J query and key heads each serve H / J value heads: as many calls of
- * J heads, each with every (H / J)-th value head, on views of the same memory. Gradients of queries
- * and keys are sums over the calls, in their order. States, which operators take whole, are copied;
- * not so those of single tokens on the CPU, which go key head by key head, its row read by all. */
+/* delta_gva.c - delta_net whose J query and key heads each serve H / J value heads: as many calls
+ * of J heads, each with every (H / J)-th value head, on views of the same memory. Gradients of
+ * queries and keys are sums over the calls, in their order. States, which operators take whole, are
+ * copied; not so those of single tokens on the CPU, which go key head by key head, its row read by
+ * all. */
 #include "base/dtype.h"
 #include "base/status.h"
 #include "ops/compose/compose.h"
@@ -89,7 +90,7 @@ static mn_status run_part(mn_context *context, mn_pass pass, const mn_delta_gva_
     const states s = states_of(context, p);
     const states decays = decays_of(context, p);
     mn_delta_net_args part = part_of(p, i, s.times);
-    const bool whole = p->decay == MN_DECAY_HEAD;    // a decay of no token, which goes by copies too
+    const bool whole = p->decay == MN_DECAY_HEAD;    // a decay of no token: by copies too
     mn_out last, first, dg = { 0 };
     part.grad.q = dq;
     part.grad.k = dk;

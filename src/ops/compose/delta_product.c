@@ -31,7 +31,8 @@ static mn_out nth(const product *p, mn_out steps, int64_t width, int64_t j) {
     return view;
 }
 
-/* Rows of steps, zeros but for the j-th of each token, which is `from`; nothing where it is absent. */
+/* Rows of steps, zeros but for the j-th of each token, which is `from`; nothing where that is
+ * absent. */
 static mn_status spread(const product *p, mn_out *to, mn_in from, int64_t width, int64_t j) {
     *to = (mn_out){ 0 };
     if (!from.data) return MN_OK;
