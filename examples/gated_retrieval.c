@@ -1,10 +1,10 @@
 /* gated_retrieval.c - look up only what the memory is unsure of.
  *
  * A model with beliefs reads stories and is asked at their end where things are: things of the
- * story, and as many that the story never named. An answer can be looked up in the story instead of
- * remembered, which is always right and costs a look-up. The questions that are looked up are picked
- * at random, by the entropy of the prediction, by the belief (variance of the read over its mean
- * over all queries), or by both ranks together: accuracy at equal cost.
+ * story, and as many that the story never named. An answer can be looked up in the story instead
+ * of remembered, which is always right and costs a look-up. The questions that are looked up are
+ * picked at random, by the entropy of the prediction, by the belief (variance of the read over its
+ * mean over all queries), or by both ranks together: accuracy at equal cost.
  *
  *   mneme demo --out runs/demo
  *   cc gated_retrieval.c $(pkg-config --cflags --libs mneme) -lm -o gated_retrieval
