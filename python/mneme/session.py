@@ -9,6 +9,7 @@
 
 import ctypes
 import os
+import sys
 
 import numpy as np
 
@@ -38,8 +39,8 @@ class _Handle:
     def __init__(self, handle):
         self.handle = handle
 
-    def __del__(self):
-        if getattr(self, "handle", None):
+    def __del__(self, finalizing=sys.is_finalizing):
+        if getattr(self, "handle", None) and not finalizing():
             getattr(library(), self._destroy)(self.handle)
             self.handle = None
 

@@ -27,6 +27,7 @@ static const size_t chunk_bytes = (size_t)256 << 20, device_chunk_bytes = (size_
 /* ---- models ---------------------------------------------------------------------------------- */
 
 mn_status mn_model_open(mn_model **out, const char *folder) {
+    if (out) *out = NULL;
     if (!out || !folder) return mn_fail(MN_ERR_ARGUMENT, "mn_model_open: an argument is NULL");
     return mn_checkpoint_load(out, folder, MN_F32);
 }
@@ -73,10 +74,10 @@ static mn_status open_tape(mn_session *s) {
 
 mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *model,
                             const mn_session_options *options) {
+    if (out) *out = NULL;
     if (!out || !context || !model) {
         return mn_fail(MN_ERR_ARGUMENT, "mn_session_create: an argument is NULL");
     }
-    *out = NULL;
     mn_session *s = calloc(1, sizeof *s);
     if (!s) return mn_fail(MN_ERR_MEMORY, "no memory for a session");
     s->context = context;
@@ -491,7 +492,10 @@ mn_status mn_session_reset(mn_session *session) {
 }
 
 mn_status mn_session_snapshot(mn_snapshot **out, const mn_session *session) {
-    *out = NULL;
+    if (out) *out = NULL;
+    if (!out || !session) {
+        return mn_fail(MN_ERR_ARGUMENT, "mn_session_snapshot: an argument is NULL");
+    }
     mn_status st = check_whole(session);
     mn_snapshot *snapshot = st == MN_OK ? calloc(1, sizeof *snapshot) : NULL;
     if (st == MN_OK && !snapshot) st = mn_fail(MN_ERR_MEMORY, "no memory for a snapshot");
@@ -526,7 +530,8 @@ void mn_snapshot_destroy(mn_snapshot *snapshot) {
 }
 
 mn_status mn_session_fork(mn_session **out, const mn_session *session) {
-    *out = NULL;
+    if (out) *out = NULL;
+    if (!out || !session) return mn_fail(MN_ERR_ARGUMENT, "mn_session_fork: an argument is NULL");
     mn_status st = check_whole(session);
     mn_session *fork = NULL;
     mn_model_state state;

@@ -36,7 +36,12 @@ static void documents_that_are_refused(void **state) {
     } rows[] = {
         { "[]", "expected an object", "" },
         { "{}", "model", "missing" },
-        { "{'model':{'type':'Unigram','vocab':[]}}", "\"Unigram\"", "BPE" },
+        { "{'model':{'type':'WordLevel','vocab':{}}}", "\"WordLevel\"", "BPE, Unigram, WordPiece" },
+        { "{'model':{'type':'Unigram','vocab':[]}}", "model.vocab", "no token" },
+        { "{'model':{'type':'Unigram','vocab':{}}}", "model.vocab", "list" },
+        { "{'model':{'type':'Unigram','vocab':[['a']]}}", "model.vocab[0]", "missing" },
+        { "{'model':{'type':'Unigram','vocab':[['a',0]],'unk_id':1}}", "unk_id", "outside" },
+        { "{'model':{'type':'WordPiece','vocab':{'a':0}}}", "[UNK]", "not in the vocabulary" },
         { "{'model':{'vocab':{},'merges':[]}}", "model.vocab", "no token" },
         { "{'model':{'vocab':{'a':0}}}", "model.merges", "missing" },
         { "{'model':{'vocab':{'a':-1},'merges':[]}}", "model.vocab.a", "-1" },

@@ -28,6 +28,8 @@ static void print_help(void) {
          "Continues a prompt with the model of a folder: config.json, model.safetensors and\n"
          "tokenizer.json. Without a prompt it talks when standard input is a terminal, and reads\n"
          "the prompt from there when it is not. The same seed gives the same text.\n\n"
+         "  --model DIR             a model's folder, or a run's: then its best checkpoint\n"
+         "  --file F                the prompt is what the file holds\n"
          "  --tokens N              tokens to write at most (default 256)\n"
          "  --stop STR              end before STR; may be repeated; \\n and \\t are understood\n"
          "  --ignore-eos            go on where the model ends a text");
@@ -58,6 +60,8 @@ static void print_help(void) {
          "  --device D              cpu (default), cuda or cuda:N\n"
          "  --dtype T               f32 (default), or bf16 on a GPU\n"
          "  --threads N             default: one per core\n"
+         "  --verify                check every byte of the model against its seal, not sizes and\n"
+         "                          heads of files alone\n"
          "  --quiet                 no progress and no speed on standard error");
 }
 
@@ -159,6 +163,7 @@ static int parse(mn_generate_options *o, int argc, char **argv) {
         { "--ignore-eos", .flag = &o->ignore_eos },
         { "--interactive", .flag = &o->interactive },
         { "--quiet", .flag = &o->quiet },
+        { "--verify", .flag = &o->verify },
         { NULL, .text = &o->prompt },
     };
     sampling_option numbers[MOST_NUMBERS];

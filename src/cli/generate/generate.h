@@ -18,7 +18,7 @@ typedef struct mn_generate_options {
     char **stops;                   // n_stops texts that end a continuation
     int n_stops;
     int n_tokens, n_forks, n_threads, chunk, draft;
-    bool belief, json, echo, ignore_eos, interactive, quiet;
+    bool belief, json, echo, ignore_eos, interactive, quiet, verify;
     mn_sampling sampling;
 } mn_generate_options;
 

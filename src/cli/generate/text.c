@@ -14,6 +14,7 @@
 #include "base/util.h"
 #include "cli/generate/generate.h"
 #include "cli/progress.h"
+#include "train/run_folder.h"
 
 static const char *const stopped_names[MN_STOPPED_COUNT] = {
 #define STOPPED(id, name) [MN_STOPPED_##id] = name,
@@ -60,6 +61,7 @@ mn_status mn_generator_open(mn_generator *g, const mn_generate_options *options)
                                    .relative = options->belief };
     if (options->dtype) mn_dtype_parse(&session.dtype, options->dtype);
     mn_status st = mn_context_create(&g->context, &how);
+    if (st == MN_OK) st = mn_run_check_model(options->model, options->verify);
     if (st == MN_OK) st = mn_model_open(&g->model, options->model);
     if (st == MN_OK) st = check_belief(g);
     if (st == MN_OK) st = mn_tokenizer_load(&g->tokenizer, options->model);
@@ -318,14 +320,14 @@ static mn_status take(writer *w, mn_session *session, int32_t token) {
 
 static mn_status write_tokens(writer *w, mn_session *session, const mn_sampling *how) {
     mn_generator *g = w->g;
-    const int32_t end = g->options->ignore_eos ? -1 : mn_tokenizer_eos(g->tokenizer);
+    const bool ends = !g->options->ignore_eos;
     mn_status st = MN_OK;
     w->out->stopped = MN_STOPPED_LENGTH;
     for (int i = 0; i < g->options->n_tokens && st == MN_OK; i++) {
         int32_t token = -1;
         bool found = false;
         st = mn_session_sample_below(&token, session, how, g->seen.ids, g->seen.count, g->n_ids);
-        if (st == MN_OK && token == end) {
+        if (st == MN_OK && ends && mn_tokenizer_ends(g->tokenizer, token)) {
             w->out->stopped = MN_STOPPED_END;
             break;
         }
