@@ -204,7 +204,8 @@ static void settings_are_chosen_on_other_seeds(void **state) {
     const char text[] = "{\"seeds\": [100, 101], \"axes\": [\"train.lr\"], \"value\": \"token\"}";
     json_t *pilot = json_loads(text, 0, NULL), *first = NULL, *chosen = NULL;
     json_t *jobs = expand("{" TINY ", \"grid\": {\"model\": {"
-                          "\"a\": {\"model\": {\"num_heads\": 2}}, \"b\": {\"model\": {\"num_heads\": 4}}}, \"train.lr\": [0.1, 0.2], "
+                          "\"a\": {\"model\": {\"num_heads\": 2}}, \"b\": "
+                          "{\"model\": {\"num_heads\": 4}}}, \"train.lr\": [0.1, 0.2], "
                           "\"seed\": [0, 1, 2]}}");
     json_t *records = json_object();
     assert_int_equal(json_array_size(jobs), 12);

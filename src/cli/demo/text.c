@@ -317,7 +317,7 @@ static mn_status print_sample(const mn_demo *demo) {
     if (show.mode == MN_SHOW_COLOURS) mn_show_legend(&show, layers);
     if (show.mode == MN_SHOW_LINES) {
         printf("in brackets: how unsure its memory was, the variance of what was read with each "
-               "word (mean of layers %s)\n", layers);
+               "word over\nthat of any query (mean of layers %s)\n", layers);
     }
     printf("it asked %" PRId64 " questions of its own and answered %" PRId64 " of them as its "
            "story has it\n", s->asked, s->right);
@@ -350,6 +350,7 @@ mn_status mn_demo_print(const mn_demo *demo) {
     print_groups(demo);
     explain(demo);
     const mn_status st = print_sample(demo);
+    mn_demo_knowing_print(&demo->knowing);
     print_ends(demo);
     return st;
 }
