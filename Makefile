@@ -3,7 +3,7 @@ BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: all build program setup demo collide test cuda check bench sanitize tsan fuzz format format-check tidy \
-        compile-commands install package clean help
+        compile-commands wheel install package clean help
 
 all: build
 
@@ -61,6 +61,9 @@ tidy: setup        ## clang-tidy over the C files that changed since BASE (the c
 compile-commands:  ## compile_commands.json for editors, C and CUDA
 	@cmake --preset cuda >/dev/null
 	@sh tools/compile_commands.sh build/cuda >compile_commands.json
+
+wheel:             ## wheels of the Python package in dist: CPU, and CUDA where nvcc is
+	@sh python/tools/wheel.sh all dist
 
 install: build     ## PREFIX=/usr/local by default
 	@cmake --install $(BUILD) --prefix $(or $(PREFIX),/usr/local)

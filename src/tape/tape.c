@@ -566,3 +566,25 @@ void mn_tape_seed(mn_tape *tape, mn_tensor *x, const void *cotangent) {
     *s = (seed){ x, cotangent };
     mn_tape_record(tape, "seed", back_seed, s, true, NULL, 0);
 }
+
+/* ---- notes on the way ------------------------------------------------------------------------ */
+
+typedef struct notice {
+    void (*fn)(void *context, int number);
+    void *context;
+    int number;
+} notice;
+
+static void back_notice(mn_tape *tape, void *payload) {
+    const notice *n = payload;
+    if (!mn_tape_dead(tape) && mn_tape_runs(tape)) n->fn(n->context, n->number);
+}
+
+void mn_tape_notify(mn_tape *tape, void (*fn)(void *context, int number), void *context,
+                    int number) {
+    if (mn_tape_dead(tape) || !mn_tape_records(tape)) return;
+    notice *n = mn_tape_note(tape, sizeof *n);
+    if (!n) return;
+    *n = (notice){ fn, context, number };
+    mn_tape_record(tape, "notice", back_notice, n, true, NULL, 0);
+}

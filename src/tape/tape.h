@@ -318,6 +318,11 @@ void mn_tape_recompute(mn_tape *tape, bool light);
  * so, are light as well. What the part ends with must not be one of them. */
 void mn_tape_recompute_more(mn_tape *tape, bool lighter);
 
+/* Going back, calls fn(context, number) once all that comes after has gone back: gradients of
+ * leaves that nothing before uses are complete by then. Nothing on a tape that does not record. */
+void mn_tape_notify(mn_tape *tape, void (*fn)(void *context, int number), void *context,
+                    int number);
+
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);
 

@@ -146,6 +146,7 @@ mn_status mn_tokenizer_load(mn_tokenizer **out, const char *path) {
     struct stat info;
     mn_text file_path = { 0 }, config_path = { 0 }, generation_path = { 0 };
     mn_file file = { 0 };
+    if (!out) return mn_fail(MN_ERR_ARGUMENT, "mn_tokenizer_load: out is NULL");
     *out = NULL;
     if (!path || !*path) return mn_fail(MN_ERR_ARGUMENT, "no name of a tokenizer file was given");
     const bool is_folder = stat(path, &info) == 0 && S_ISDIR(info.st_mode);

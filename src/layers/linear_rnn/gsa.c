@@ -1,7 +1,7 @@
 /* gsa.c - gated slot attention: two memories of M slots, read one after the other.
  *
- *   q, k = phi(x W'), phi silu or relu      v = silu(x W_v')      g = logsigmoid(x W_f') / normalizer
- *   s = 1 - e^g      Kt = Kt diag(e^g) + k s'      p = softmax(Kt'q)      Vt = diag(e^g) Vt + s v'
+ *   q, k = phi(x W'), phi silu or relu      v = silu(x W_v')
+ *   g = logsigmoid(x W_f') / normalizer      s = 1 - e^g      Kt = Kt diag(e^g) + k s'      p = softmax(Kt'q)      Vt = diag(e^g) Vt + s v'
  *   o = Vt'p      y = (rms(silu(o)) w) W_o', over all heads
  *
  * The first memory fades by slot, which is along its values: each slot is a head of its own whose
