@@ -88,6 +88,10 @@ void mn_tape_pack(mn_tape *tape, const int64_t *cu_seqlens, int64_t n_seqs) {
     tape->borders = mn_tape_lend(tape, cu_seqlens, (size_t)(n_seqs + 1) * sizeof *cu_seqlens);
 }
 
+void mn_tape_run_by(mn_tape *tape, const mn_tape_runner *runner) {
+    tape->runner = runner;
+}
+
 int64_t mn_tape_sequences(const mn_tape *tape) {
     return tape->n_seqs;
 }

@@ -91,6 +91,17 @@ bool mn_tape_records(const mn_tape *tape);
 bool mn_tape_plans(const mn_tape *tape);
 bool mn_tape_gathers(const mn_tape *tape);    // puts work off, as MN_TAPE_DEFER says
 
+/* Runs operators in place of the tape, such as over sequences that are cut over ranks: forward may
+ * change `args`, which backward is given again; with `plan` only memory is taken. Until the next
+ * call, NULL: the tape does. Operators that a step computes once more run as they were left. */
+typedef struct mn_tape_runner {
+    mn_status (*forward)(void *context, mn_op_id op, void *args, bool plan);
+    mn_status (*backward)(void *context, mn_op_id op, void *args, bool plan);
+    void *context;
+} mn_tape_runner;
+
+void mn_tape_run_by(mn_tape *tape, const mn_tape_runner *runner);
+
 /* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
  * and uploads take beside. On a device both are of its memory; a plan does not touch it. */
 size_t mn_tape_bytes(const mn_tape *tape);
