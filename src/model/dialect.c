@@ -37,9 +37,17 @@ static const struct {
 };
 
 static const struct {
-    const char *type, *ours, *theirs;
+    const char *type, *kind, *ours, *theirs;    // kind NULL: any
 } tensors[] = {
-#define TENSOR_OF(type, ours, theirs) { type, ours, theirs },
+#define TENSOR_OF(type, ours, theirs) { type, NULL, ours, theirs },
+#define TENSOR_AT(type, kind, ours, theirs) { type, kind, ours, theirs },
+#include "model/families.def"
+};
+
+static const struct {
+    const char *type, *ours;
+} turned[] = {
+#define TRANSPOSED(type, ours) { type, ours },
 #include "model/families.def"
 };
 
@@ -230,6 +238,7 @@ static mn_status take_layers(json_t *out, const char *family, const mn_json *obj
     const int row = row_at(family);
     if (row >= 0) return take_listed(out, row, object);
     const mn_json list = mn_json_member(object, "layer_types");
+    if (!mn_json_given(&list) && mn_dialect_derive(family)) return MN_OK;    // said otherwise
     mn_status st = mn_json_expect_list(&list);
     const int64_t n = st == MN_OK ? mn_json_count(&list) : 0;
     char *text = calloc((size_t)n + 1, MN_MIXER_NAME + 2);
@@ -299,6 +308,8 @@ mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *objec
         if (strcmp(keys[i].type, family) != 0) continue;
         st = take_key(*out, family, object, keys[i].theirs, keys[i].ours);
     }
+    const mn_derive_fn derive = mn_dialect_derive(family);
+    if (st == MN_OK && derive) st = derive(*out, object);
     for (size_t i = 0; i < MN_COUNTOF(fixed) && st == MN_OK; i++) {
         const bool said = at_path(*out, fixed[i].ours) != NULL;    // ours, where it is otherwise
         if (strcmp(fixed[i].type, family) != 0 || said) continue;
@@ -388,11 +399,20 @@ mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN
 
 /* ---- names ----------------------------------------------------------------------------------- */
 
-void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *name) {
+bool mn_dialect_transposed(const char *family, const char *name) {
+    for (size_t i = 0; family && i < MN_COUNTOF(turned); i++) {
+        if (strcmp(turned[i].type, family) == 0 && strstr(name, turned[i].ours)) return true;
+    }
+    return false;
+}
+
+void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *kind,
+                     const char *name) {
     snprintf(out, MN_PARAM_NAME, "%s", name);
     for (size_t i = 0; family && i < MN_COUNTOF(tensors); i++) {
         const char *at = strstr(out, tensors[i].ours);
         if (strcmp(tensors[i].type, family) != 0 || !at) continue;
+        if (tensors[i].kind && (!kind || strcmp(tensors[i].kind, kind) != 0)) continue;
         char changed[2 * MN_PARAM_NAME];
         snprintf(changed, sizeof changed, "%.*s%s%s", (int)(at - out), out, tensors[i].theirs,
                  at + strlen(tensors[i].ours));

@@ -5,12 +5,23 @@
 #include "model/model.h"
 #include "runtime/device.h"
 
-/* Where a block's parameters are among the model's; -1: it has none. */
-typedef struct mn_block {
-    mn_layer layer;
-    int attn_norm, mixer;            // mixer: the first of layer.n_params
-    int mlp_norm, gate, up, down;
+/* Where an MLP's parameters are among the model's; -1: it has none. gate is both where they are
+ * fused. */
+typedef struct mn_mlp_at {
+    int gate, up, down;
     int gate_bias, up_bias, down_bias;
+} mn_mlp_at;
+
+/* Where a block's parameters are; -1: it has none. */
+typedef struct mn_block {
+    mn_layer layer, beside;
+    int attn_norm, mixer;            // mixer: the first of layer.n_params
+    int aside;                       // the first of those beside
+    int mlp_norm;
+    mn_mlp_at mlp, shared;           // dense, and what serves all tokens beside the experts
+    int router, router_bias, shared_gate;
+    int experts, expert_params;      // the first expert's, and how many each has: gate, down, up
+    bool norms_after;                // norms take what the halves give
 } mn_block;
 
 enum { MN_DECODER_STAGES = 2, MN_DECODER_PARTS = 3 };    // norm, weight, bias
@@ -22,10 +33,12 @@ struct mn_model {
     mn_model_param *params;
     mn_tensor **leaves;              // of the current pass, by parameter
     int n_params, capacity;
-    int embed, norm, head;           // head = embed when tied
+    int embed, positions, norm, head;    // head = embed when tied; positions -1: none
     int decoder[MN_DECODER_STAGES][MN_DECODER_PARTS];
     int32_t *ends;                   // n_ends of them, see decoder.c
     int64_t n_ends;
+    int32_t *places;                 // n_places of them: positions of the pass at hand, embed.c
+    int64_t n_places;
     mn_tape *tape;                   // of the current pass
 
     /* On a GPU (place.c): a handle of the model's own, and one piece of memory for all values, for
@@ -44,10 +57,31 @@ void mn_model_unplace(mn_model *model);
 /* Makes leaves of all parameters on the tape. */
 void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients);
 
-/* One block's halves: x + mixer(rms(x)) and x + mlp(rms(x)). `f` carries what the mixer is asked
- * for and brings back. */
+/* One block's halves: x + mixer(rms(x)) and x + mlp(rms(x)), or as blocks.def says. `f` carries what
+ * the mixer is asked for and brings back. `input` is what the block read; with a parallel residual
+ * the first half leaves out x, which the second adds. */
 mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x);
-mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x);
+mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x, mn_tensor *input);
+
+/* onto + mlp(n), or without onto mlp(n). */
+mn_tensor *mn_mlp_of(mn_model *model, mn_tape *tape, const mn_mlp_at *at, mn_tensor *onto,
+                  mn_tensor *n);
+
+/* What the experts of a sparse block make of n, and the shared one. */
+mn_tensor *mn_mlp_experts(mn_model *model, const mn_block *block, mn_tape *tape, mn_tensor *n);
+
+/* Embeddings of the tokens, with their positions' where the model has a table of these. */
+mn_tensor *mn_model_embed(mn_model *model, mn_tape *tape, const mn_model_input *in);
+
+/* The matrix (rows, cols) and the vector of n zeros called `name`, at *index. */
+mn_status mn_model_add_matrix(mn_model *model, int *index, const char *name, int64_t rows,
+                              int64_t cols, mn_group group);
+mn_status mn_model_add_vector(mn_model *model, int *index, const char *name, int64_t n,
+                              mn_init init, mn_group group);
+
+/* The second half of block i, mlp_params.c. */
+mn_status mn_model_add_half(mn_model *model, mn_block *block, int i);
+mn_status mn_model_add_norm(mn_model *model, int *index, const char *name);
 /* What the configuration's decoder makes of the stream behind the last block. */
 mn_tensor *mn_model_decode(mn_model *model, mn_tape *tape, mn_tensor *x, bool from_state);
 mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight);
