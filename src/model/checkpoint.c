@@ -162,6 +162,46 @@ static mn_status check_shape(const mn_model_param *p, const mn_stored_tensor *t,
                    p->name, have, want);
 }
 
+enum { TRIO = 3 };    // q, k and v
+
+/* The three parameters that `name` is one of; returns which of them, -1 if they are not there. */
+static int trio_of(int trio[TRIO], mn_model *model, const char *name) {
+    static const char *const marks[TRIO] = { ".q_", ".k_", ".v_" };
+    int which = -1;
+    for (int k = 0; k < TRIO; k++) {
+        const char *at = strstr(name, marks[k]);
+        if (!at) continue;
+        which = k;
+        for (int m = 0; m < TRIO; m++) {
+            char other[MN_PARAM_NAME];
+            snprintf(other, sizeof other, "%.*s%s%s", (int)(at - name), name, marks[m],
+                     at + strlen(marks[k]));
+            mn_model_param *p = mn_model_param_named(model, other);
+            if (!p) return -1;
+            trio[m] = (int)(p - mn_model_param_at(model, 0));
+        }
+    }
+    return which;
+}
+
+/* Whether the file cuts the three elsewhere, and has as many numbers in all. */
+static bool cut_elsewhere(mn_model *model, const weights *w, const mn_model_param *p) {
+    int trio[TRIO];
+    int64_t here = 0, there = 0;
+    const char *family = mn_model_describe(model)->family;
+    if (!mn_dialect_joined(family, p->name) || trio_of(trio, model, p->name) < 0) return false;
+    for (int k = 0; k < TRIO; k++) {
+        const mn_model_param *one = mn_model_param_at(model, trio[k]);
+        const mn_stored_tensor *t = find(w, model, one->name);
+        if (!t || t->rank != one->info.rank || t->shape[t->rank - 1] != one->info.shape[t->rank - 1]) {
+            return false;
+        }
+        here += one->info.count;
+        there += mn_stored_elements(t);
+    }
+    return here == there;
+}
+
 static mn_status check_all(mn_model *model, const weights *w) {
     for (int i = 0; i < mn_model_params(model); i++) {
         const mn_model_param *p = mn_model_param_at(model, i);
@@ -171,6 +211,7 @@ static mn_status check_all(mn_model *model, const weights *w) {
                            "for", w->folder, p->name);
         }
         const bool turned = mn_dialect_transposed(mn_model_describe(model)->family, p->name);
+        if (cut_elsewhere(model, w, p)) continue;
         const mn_status st = check_shape(p, t, turned, w->folder);
         if (st != MN_OK) return st;
     }
@@ -218,13 +259,50 @@ static mn_status read_param(mn_model *model, int i, const mn_stored_tensor *t) {
     return st;
 }
 
+/* Part `which` of three, each of as many numbers as `counts` says, from all of them side by side. */
+static void *cut(void *all, const int64_t counts[TRIO], int which, size_t item) {
+    for (int k = 0; k < which; k++) all = (char *)all + (size_t)counts[k] * item;
+    return all;
+}
+
+/* Reads three parameters that the file cuts elsewhere. */
+static mn_status read_trio(mn_model *model, const weights *w, int i) {
+    const size_t item = mn_dtype_bytes(mn_model_dtype(model));
+    const bool f64 = mn_model_dtype(model) == MN_F64;
+    int trio[TRIO];
+    int64_t theirs[TRIO], ours[TRIO], n = 0;
+    const mn_stored_tensor *t[TRIO];
+    trio_of(trio, model, mn_model_param_at(model, i)->name);
+    for (int k = 0; k < TRIO; k++) {
+        t[k] = find(w, model, mn_model_param_at(model, trio[k])->name);
+        theirs[k] = mn_stored_elements(t[k]);
+        ours[k] = mn_model_param_at(model, trio[k])->info.count;
+        n += ours[k];
+    }
+    void *all = malloc((size_t)n * item);
+    if (!all) return mn_fail(MN_ERR_MEMORY, "no memory to read a convolution");
+    mn_status st = MN_OK;
+    for (int k = 0; k < TRIO && st == MN_OK; k++) {
+        void *to = cut(all, theirs, k, item);
+        st = f64 ? mn_safetensors_read_f64(to, t[k]) : mn_safetensors_read_f32(to, t[k]);
+    }
+    for (int k = 0; k < TRIO && st == MN_OK; k++) {
+        remember(mn_model_param_at(model, trio[k]), t[k]);
+        st = mn_model_put(model, trio[k], cut(all, ours, k, item));
+    }
+    free(all);
+    return st;
+}
+
 mn_status mn_checkpoint_read_weights(mn_model *model, const char *folder) {
     weights *w = malloc(sizeof *w);
     if (!w) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", folder);
     mn_status st = open_weights(w, folder);
     if (st == MN_OK) st = check_all(model, w);
     for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
-        st = read_param(model, i, find(w, model, mn_model_param_at(model, i)->name));
+        const mn_model_param *p = mn_model_param_at(model, i);
+        st = cut_elsewhere(model, w, p) ? read_trio(model, w, i)
+                                        : read_param(model, i, find(w, model, p->name));
     }
     close_weights(w);
     free(w);
@@ -266,6 +344,39 @@ static bool keeps_type(const mn_model_param *p, const float *x) {
     return true;
 }
 
+/* What a file that cuts the three elsewhere holds under the name of parameter i: in *copy. */
+static mn_status cut_as_stored(mn_stored_tensor *t, void **copy, mn_model *model, int i) {
+    const size_t item = mn_dtype_bytes(mn_model_dtype(model));
+    int trio[TRIO];
+    int64_t theirs[TRIO], ours[TRIO], n = 0;
+    const int which = trio_of(trio, model, mn_model_param_at(model, i)->name);
+    for (int k = 0; k < TRIO; k++) {
+        const mn_model_param *p = mn_model_param_at(model, trio[k]);
+        theirs[k] = 1;
+        for (int a = 0; a < p->stored_rank; a++) theirs[k] *= p->stored_shape[a];
+        ours[k] = p->info.count;
+        n += ours[k];
+    }
+    void *all = malloc((size_t)n * item);
+    *copy = malloc((size_t)theirs[which] * item);
+    mn_status st = all && *copy ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to save a convolution");
+    for (int k = 0; k < TRIO && st == MN_OK; k++) {
+        st = mn_model_get(model, trio[k], cut(all, ours, k, item));
+    }
+    if (st == MN_OK) memcpy(*copy, cut(all, theirs, which, item), (size_t)theirs[which] * item);
+    free(all);
+    t->data = *copy;
+    t->bytes = (size_t)theirs[which] * item;
+    return st;
+}
+
+/* Whether the file that parameter p was read from cut it elsewhere. */
+static bool was_cut(const mn_model_param *p) {
+    int64_t count = 1;
+    for (int a = 0; a < p->stored_rank; a++) count *= p->stored_shape[a];
+    return p->stored_rank >= 0 && count != p->info.count;
+}
+
 /* The numbers of parameter i as the file gets them: in *copy, which is to be freed, or as they are. */
 static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, int i) {
     const mn_model_param *p = mn_model_param_at(model, i);
@@ -284,6 +395,7 @@ static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, 
         t->shape[1] = p->info.shape[0];
     }
     mn_status st = MN_OK;
+    if (was_cut(p)) return cut_as_stored(t, copy, model, i);
     const bool narrow = !there && !f64 && keeps_type(p, p->value);
     if (there || turned || narrow) {
         *copy = malloc((size_t)p->info.count * item);

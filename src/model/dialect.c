@@ -52,6 +52,13 @@ static const struct {
 };
 
 static const struct {
+    const char *type, *ours;
+} joined[] = {
+#define JOINED(type, ours) { type, ours },
+#include "model/families.def"
+};
+
+static const struct {
     const char *type, *theirs, *ours;
 } layer_types[] = {
 #define LAYER_TYPE(type, theirs, ours) { type, theirs, ours },
@@ -402,6 +409,13 @@ mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN
 bool mn_dialect_transposed(const char *family, const char *name) {
     for (size_t i = 0; family && i < MN_COUNTOF(turned); i++) {
         if (strcmp(turned[i].type, family) == 0 && strstr(name, turned[i].ours)) return true;
+    }
+    return false;
+}
+
+bool mn_dialect_joined(const char *family, const char *name) {
+    for (size_t i = 0; family && i < MN_COUNTOF(joined); i++) {
+        if (strcmp(joined[i].type, family) == 0 && strstr(name, joined[i].ours)) return true;
     }
     return false;
 }

@@ -34,6 +34,9 @@ void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *ki
 /* Whether they hold that matrix the other way round. */
 bool mn_dialect_transposed(const char *family, const char *name);
 
+/* Whether it is one of three, .q_ .k_ and .v_, that files hold one after the other, cut anywhere. */
+bool mn_dialect_joined(const char *family, const char *name);
+
 /* What rows of families.def cannot say, dialect_derive.c: works on `out`, a configuration in our
  * words, from `object`, the same in theirs. NULL: the family has nothing of that kind. */
 typedef mn_status (*mn_derive_fn)(json_t *out, const mn_json *object);
