@@ -5,7 +5,7 @@
  *   residual "norm"     h = alpha n + beta mixer(n), n = norm x, and likewise y
  *   parallel_residual   y = x + mixer(norm x) + mlp(norm' x)
  *
- * Attention may stand beside the mixer: what both give is added. A second half that is sparse is in
+ * Zamba2's blocks of attention and MLP before some mixers are in shared.c. Attention may stand beside the mixer: what both give is added. A second half that is sparse is in
  * experts.c; one that is absent leaves its block without. */
 #include "base/status.h"
 #include "model/model_internal.h"
@@ -87,7 +87,9 @@ mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
     const joint j = joint_of(model, block, false);
     mn_tape_scope(f->tape, "model.layers.%d.attn", i);
     if (block->layer.kind == MN_LAYER_none) return x;
-    mn_tensor *n = block->norms_after ? x : mn_model_norm(model, f->tape, x, block->attn_norm);
+    mn_tensor *from = x;
+    if (block->turn.out >= 0) from = mn_tape_add(f->tape, x, mn_shared_block(model, i, f, x));
+    mn_tensor *n = block->norms_after ? x : mn_model_norm(model, f->tape, from, block->attn_norm);
     f->onto = j.plain ? x : NULL;
     mn_tensor *y = mixed(model, block, f, n);
     if (j.plain) return y;

@@ -24,6 +24,7 @@ static const struct {
 
 static const char *const halves[] = {
     [MN_MLP_DENSE] = "dense", [MN_MLP_SPARSE] = "sparse", [MN_MLP_ABSENT] = "none",
+    [MN_MLP_SHARED] = "shared",
 };
 
 void mn_block_defaults(mn_block_config *out) {
@@ -113,9 +114,13 @@ mn_status mn_block_read_halves(unsigned char *out, int n, const mn_block_config 
     for (int i = 0; i < n && st == MN_OK; i++) {
         const mn_json at = mn_json_item(&list, i);
         int64_t which = 0;
-        st = read_choice(&which, &at, "dense,sparse,none");
+        st = read_choice(&which, &at, "dense,sparse,none,shared");
         if (st == MN_OK && which == MN_MLP_SPARSE && c->num_experts == 0) {
             st = mn_json_fail(&at, "sparse, and there is no num_experts");
+        }
+        if (st == MN_OK && which == MN_MLP_SHARED &&
+            (c->shared_blocks == 0 || c->adapter_rank == 0)) {
+            st = mn_json_fail(&at, "shared, and there is no shared_blocks or no adapter_rank");
         }
         out[i] = (unsigned char)which;
     }

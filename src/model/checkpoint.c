@@ -121,10 +121,11 @@ static const mn_stored_tensor *find_from(const weights *w, const char *name, siz
     return found;
 }
 
-/* The kind of layer that a parameter of a block is in; NULL: in none. */
+/* The kind of layer that a parameter of a block is in, "hybrid" with a shared block before; NULL: in none. */
 static const char *kind_of(const mn_model *model, const char *name) {
     int i = -1;
     if (sscanf(name, "model.layers.%d.", &i) != 1) return NULL;
+    if (mn_model_describe(model)->halves[i] == MN_MLP_SHARED) return "hybrid";
     return mn_layer_kind_name(mn_model_layer(model, i)->kind);
 }
 

@@ -219,7 +219,7 @@ static mn_status read_options(mn_model_config *c, const mn_json *object) {
 static mn_status read_beside(mn_model_config *c, const mn_json *object) {
     const mn_json mixers = mn_json_member(object, "mixers");
     const mn_json own = mn_json_member(&mixers, "attention");
-    if (!c->block.beside_attention) return MN_OK;
+    if (!c->block.beside_attention && c->block.shared_blocks == 0) return MN_OK;
     c->beside = calloc((size_t)c->n_layers, sizeof *c->beside);
     if (!c->beside) return mn_fail(MN_ERR_MEMORY, "no memory for the options of layers");
     mn_status st = MN_OK;

@@ -34,7 +34,12 @@ typedef struct mn_block_config {
 } mn_block_config;
 
 /* What the second half of a block is. */
-typedef enum mn_mlp_half { MN_MLP_DENSE, MN_MLP_SPARSE, MN_MLP_ABSENT } mn_mlp_half;
+typedef enum mn_mlp_half {
+    MN_MLP_DENSE,
+    MN_MLP_SPARSE,
+    MN_MLP_ABSENT,
+    MN_MLP_SHARED,    // absent, and a shared block before the mixer
+} mn_mlp_half;
 
 typedef struct mn_model_config {
     int64_t vocab_size, hidden_size, intermediate_size;
@@ -47,7 +52,8 @@ typedef struct mn_model_config {
     int n_layers;
     char (*names)[MN_MIXER_NAME];      // n_layers
     mn_layer_config *options;          // n_layers
-    mn_layer_config *beside;           // n_layers: of the attention beside each mixer, if any
+    mn_layer_config *beside;           // n_layers: of the attention beside each mixer or in the
+                                       // shared blocks, if any
     unsigned char *halves;             // n_layers of mn_mlp_half
     mn_block_config block;
     char *source;                      // JSON that it was read from, of other software; NULL: none

@@ -375,6 +375,36 @@ static mn_status mn_derive_bailing(json_t *out, const mn_json *object) {
     return st;
 }
 
+/* Mamba-2 in every block, a shared block before it in some. */
+static mn_status mn_derive_zamba2(json_t *out, const mn_json *object) {
+    const mn_json types = mn_json_member(object, "layers_block_type");
+    const char *act = "gelu";
+    mn_status st = mn_json_opt_text(&act, object, "hidden_act");
+    const mn_json at = mn_json_member(object, "hidden_act");
+    if (st == MN_OK && strcmp(act, "gelu") != 0) st = mn_json_fail(&at, "only gelu is built");
+    if (st == MN_OK) st = only(object, "use_shared_attention_adapter", false);
+    if (st == MN_OK) st = only(object, "use_long_context", false);
+    if (st == MN_OK) st = only(object, "add_bias_linear", false);
+    if (st == MN_OK) st = mn_json_expect_list(&types);
+    if (st != MN_OK) return st;
+    layer_list list;
+    st = begin(&list, mn_json_count(&types));
+    for (int64_t i = 0; i < mn_json_count(&types) && st == MN_OK; i++) {
+        const mn_json item = mn_json_item(&types, i);
+        const char *type = "";
+        st = mn_json_read_text(&type, &item);
+        add(&list, "mamba2", strcmp(type, "hybrid") == 0 ? "shared" : "none");
+    }
+    st = finish(&list, out, st, true);
+    const int64_t D = whole(object, "hidden_size", 0), H = whole(object, "num_attention_heads", 1);
+    const int64_t width = whole(object, "attention_head_dim", 2 * D / mn_max(H, 1));
+    if (st == MN_OK) st = put_mixer(out, "attention", "head_dim", json_integer(width));
+    if (st == MN_OK) {
+        st = put_mixer(out, "attention", "attention_scale", json_real(sqrt(2.0 / (double)width)));
+    }
+    return st == MN_OK ? put(out, "hidden_act", json_string("swish")) : st;
+}
+
 mn_derive_fn mn_dialect_derive(const char *family) {
     static const struct {
         const char *type;

@@ -95,8 +95,10 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
     if (in->starts) mn_tape_pack(tape, in->starts, in->n_sequences);
     mn_tape_scope(tape, "model.embeddings");
     mn_tensor *x = mn_model_embed(model, tape, in);
+    mn_tensor *first = x;
     int belief = 0;
     /* what a block leaves behind beside its result it would leave twice */
+    const bool shares = model->config.block.shared_blocks > 0;    // every block reads the first
     const bool once = !mn_tape_records(tape) || (!in->state && !in->variance && !in->tap);
     for (int i = 0; i < n + (last != NULL) && x; i++) {
         mn_forward one = { .tape = tape, .position = in->state ? in->state->position : 0 };
@@ -105,12 +107,13 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         f->state = in->state ? &in->state->layers[i] : NULL;
         f->variance = NULL;
         f->tap = in->tap;
+        f->first = first;
         f->index = i;
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;
         }
         const bool light = in->recompute == MN_RECOMPUTE_LIGHT && once;
-        if (in->recompute > MN_RECOMPUTE_LIGHT && once && i < n) {
+        if (in->recompute > MN_RECOMPUTE_LIGHT && once && i < n && !shares) {
             x = run_again(model, i, f, x, in->recompute);
             continue;
         }

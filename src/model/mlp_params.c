@@ -93,7 +93,7 @@ mn_status mn_model_add_half(mn_model *model, mn_block *block, int i) {
     block->mlp_norm = block->router = block->router_bias = block->shared_gate = -1;
     block->experts = -1;
     block->mlp = block->shared = absent;
-    if (c->mlp == MN_MLP_NONE || c->halves[i] == MN_MLP_ABSENT) return MN_OK;
+    if (c->mlp == MN_MLP_NONE || c->halves[i] >= MN_MLP_ABSENT) return MN_OK;
     snprintf(name, sizeof name, "model.layers.%d.mlp_norm", i);
     const mn_status st = mn_model_add_norm(model, &block->mlp_norm, name);
     if (st != MN_OK) return st;

@@ -73,8 +73,8 @@ mn_status mn_model_add_norm(mn_model *model, int *index, const char *name) {
 }
 
 /* The parameters of a layer, those of block i, which begin with `prefix`. */
-static mn_status add_layer(mn_model *model, const mn_layer *layer, int *first, const char *prefix,
-                           int i) {
+mn_status mn_model_add_layer(mn_model *model, const mn_layer *layer, int *first,
+                             const char *prefix, int i) {
     *first = model->n_params;
     mn_status st = MN_OK;
     for (int p = 0; st == MN_OK && p < layer->n_params; p++) {
@@ -88,17 +88,17 @@ static mn_status add_layer(mn_model *model, const mn_layer *layer, int *first, c
 
 static mn_status add_beside(mn_model *model, mn_block *block, int i) {
     mn_model_config *c = &model->config;
-    if (!c->beside) return MN_OK;
+    if (!c->block.beside_attention) return MN_OK;
     mn_status st = mn_layer_create(&block->beside, "attention", &c->beside[i], c->hidden_size,
                                    c->context, c->norm_eps);
     if (st == MN_OK) c->beside[i] = block->beside.config;
-    return st == MN_OK ? add_layer(model, &block->beside, &block->aside, "beside", i) : st;
+    return st == MN_OK ? mn_model_add_layer(model, &block->beside, &block->aside, "beside", i) : st;
 }
 
 static mn_status add_block(mn_model *model, int i) {
     const mn_model_config *c = &model->config;
     mn_block *block = &model->blocks[i];
-    block->attn_norm = block->aside = -1;
+    block->attn_norm = block->aside = block->turn.out = -1;
     mn_status st = mn_layer_create(&block->layer, c->names[i], &c->options[i], c->hidden_size,
                                    c->context, c->norm_eps);
     if (st != MN_OK) return st;
@@ -107,8 +107,11 @@ static mn_status add_block(mn_model *model, int i) {
     block->norms_after = c->block.norms_after == 2 || (c->block.norms_after == 1 && caches);
     char name[MN_PARAM_NAME];
     snprintf(name, sizeof name, "model.layers.%d.attn_norm", i);
-    if (block->layer.kind != MN_LAYER_none) st = mn_model_add_norm(model, &block->attn_norm, name);
-    if (st == MN_OK) st = add_layer(model, &block->layer, &block->mixer, "attn", i);
+    if (c->halves[i] == MN_MLP_SHARED) st = mn_model_add_shared(model, i);
+    if (st == MN_OK && block->layer.kind != MN_LAYER_none) {
+        st = mn_model_add_norm(model, &block->attn_norm, name);
+    }
+    if (st == MN_OK) st = mn_model_add_layer(model, &block->layer, &block->mixer, "attn", i);
     if (st == MN_OK) st = add_beside(model, block, i);
     return st == MN_OK ? mn_model_add_half(model, block, i) : st;
 }

@@ -12,6 +12,13 @@ typedef struct mn_mlp_at {
     int gate_bias, up_bias, down_bias;
 } mn_mlp_at;
 
+/* Attention and MLP that several blocks share, each with a projection and an adapter of its own. */
+typedef struct mn_shared_at {
+    int norm, attention, mlp_norm;    // norm over the stream and the embeddings side by side
+    int gate_up, down;
+    int adapter[2], out;              // of the block alone
+} mn_shared_at;
+
 /* Where a block's parameters are; -1: it has none. */
 typedef struct mn_block {
     mn_layer layer, beside;
@@ -21,6 +28,7 @@ typedef struct mn_block {
     mn_mlp_at mlp, shared;           // dense, and what serves all tokens beside the experts
     int router, router_bias, shared_gate;
     int experts, expert_params;      // the first expert's, and how many each has: gate, down, up
+    mn_shared_at turn;               // out < 0: none
     bool norms_after;                // norms take what the halves give
 } mn_block;
 
@@ -70,6 +78,10 @@ mn_tensor *mn_mlp_of(mn_model *model, mn_tape *tape, const mn_mlp_at *at, mn_ten
 /* What the experts of a sparse block make of n, and the shared one. */
 mn_tensor *mn_mlp_experts(mn_model *model, const mn_block *block, mn_tape *tape, mn_tensor *n);
 
+/* What a shared block makes of x and the embeddings, for block i, which has one; shared.c. */
+mn_tensor *mn_shared_block(mn_model *model, int i, mn_forward *f, mn_tensor *x);
+mn_status mn_model_add_shared(mn_model *model, int i);
+
 /* Embeddings of the tokens, with their positions' where the model has a table of these. */
 mn_tensor *mn_model_embed(mn_model *model, mn_tape *tape, const mn_model_input *in);
 
@@ -82,6 +94,8 @@ mn_status mn_model_add_vector(mn_model *model, int *index, const char *name, int
 /* The second half of block i, mlp_params.c. */
 mn_status mn_model_add_half(mn_model *model, mn_block *block, int i);
 mn_status mn_model_add_norm(mn_model *model, int *index, const char *name);
+mn_status mn_model_add_layer(mn_model *model, const mn_layer *layer, int *first,
+                             const char *prefix, int i);
 /* What the configuration's decoder makes of the stream behind the last block. */
 mn_tensor *mn_model_decode(mn_model *model, mn_tape *tape, mn_tensor *x, bool from_state);
 mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight);
