@@ -5,7 +5,7 @@ set -eu
 
 packages="gcc:gcc cmake:cmake make:make pkg-config:pkg-config gnuplot:gnuplot-nox"
 libraries="jansson:libjansson-dev openblas:libopenblas-dev cmocka:libcmocka-dev libpcre2-8:libpcre2-dev
-libmicrohttpd:libmicrohttpd-dev"
+libmicrohttpd:libmicrohttpd-dev libedit:libedit-dev"
 missing=
 
 for pair in $packages; do
@@ -20,6 +20,10 @@ done
         missing="$missing libclang-rt-14-dev"
     for tool in clang-format clang-tidy; do
         command -v $tool >/dev/null 2>&1 || missing="$missing $tool"
+    done
+    for module in numpy pytest; do    # golden vectors are made anew, the Python package is tested
+        python3 -c "import $module" 2>/dev/null || /usr/bin/python3 -c "import $module" 2>/dev/null ||
+            missing="$missing python3-$module"
     done
 }
 [ -z "$missing" ] && exit 0

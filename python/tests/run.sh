@@ -3,6 +3,9 @@
 # interpreter (default: python3). Those of mneme.torch run where PyTorch is.
 set -eu
 python=${PYTHON:-python3}
+if [ -z "${PYTHON-}" ] && ! python3 -c 'import numpy, pytest' 2>/dev/null; then
+    [ ! -x /usr/bin/python3 ] || python=/usr/bin/python3    # that of the system's packages
+fi
 for module in numpy pytest; do
     if ! "$python" -c "import $module" 2>/dev/null; then
         echo "skipped: $python has no $module (pip install numpy pytest)"

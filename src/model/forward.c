@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "layers/family.h"
 #include "model/model_internal.h"
 
 /* Passes in bf16 read weights in bf16: matrices, norms and biases, which multiply activations or
@@ -66,24 +67,36 @@ typedef struct block_job {
 static mn_tensor *run_block(mn_tape *tape, mn_tensor *x, const void *job) {
     const block_job *b = job;
     mn_forward f = b->f;
-    return mn_block_mlp(b->model, b->i, tape, mn_block_mixer(b->model, b->i, &f, x), x);
+    f.tape = tape;
+    return mn_block_mlp(b->model, b->i, &f, mn_block_mixer(b->model, b->i, &f, x), x);
 }
 
 static mn_tensor *run_mlp(mn_tape *tape, mn_tensor *x, const void *job) {
     const block_job *b = job;
-    return mn_block_mlp(b->model, b->i, tape, x, NULL);
+    mn_forward f = b->f;
+    f.tape = tape;
+    return mn_block_mlp(b->model, b->i, &f, x, NULL);
+}
+
+/* Whether a layer takes or gives what others share (mn_shared). */
+static bool block_shares(const mn_model *model, int i) {
+    const mn_layer_kind kind = model->blocks[i].layer.kind;
+    return kind == MN_LAYER_rwkv7 || kind == MN_LAYER_hgrn2;
 }
 
 /* A whole block, or its MLP, as such a part. */
 static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
                             mn_recompute what) {
     const block_job job = { model, i, *f };
-    if (what == MN_RECOMPUTE_LAYER) return mn_tape_checkpoint(f->tape, x, run_block, &job,
-                                                              sizeof job);
+    /* values that later layers take would be made twice, and get no gradient */
+    const bool shares = block_shares(model, i);
+    if (what == MN_RECOMPUTE_LAYER && !shares) {
+        return mn_tape_checkpoint(f->tape, x, run_block, &job, sizeof job);
+    }
     mn_tensor *input = x;
     x = mn_block_mixer(model, i, f, x);
     if (model->blocks[i].mlp_norm < 0 || model->config.block.parallel_residual) {
-        return mn_block_mlp(model, i, f->tape, x, input);
+        return mn_block_mlp(model, i, f, x, input);
     }
     return mn_tape_checkpoint(f->tape, x, run_mlp, &job, sizeof job);
 }
@@ -91,12 +104,16 @@ static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
 /* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
 static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in, int n,
                         mn_forward *last) {
+    mn_tensor *bounds[MN_MAX_LAYERS];
     mn_model_bind(model, tape, in->add_gradients);
+    mn_model_bounds(model, tape, bounds);
     if (in->starts) mn_tape_pack(tape, in->starts, in->n_sequences);
     mn_tape_scope(tape, "model.embeddings");
     mn_tensor *x = mn_model_embed(model, tape, in);
+    if (model->config.norm_first) x = mn_model_norm(model, tape, x, model->blocks[0].pre_norm);
     mn_tensor *first = x;
     int belief = 0;
+    mn_shared shared = { 0 };
     /* what a block leaves behind beside its result it would leave twice */
     const bool shares = model->config.block.shared_blocks > 0;    // every block reads the first
     const bool once = !mn_tape_records(tape) || (!in->state && !in->variance && !in->tap);
@@ -108,6 +125,8 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         f->variance = NULL;
         f->tap = in->tap;
         f->first = first;
+        f->shared = &shared;
+        f->bound = bounds[i];
         f->index = i;
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;
@@ -121,7 +140,7 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         mn_tape_recompute(tape, light);
         x = mn_block_mixer(model, i, f, x);
         mn_tape_recompute(tape, light);
-        if (i < n) x = mn_block_mlp(model, i, tape, x, input);
+        if (i < n) x = mn_block_mlp(model, i, f, x, input);
     }
     mn_tape_recompute(tape, false);
     if (in->state && mn_tape_status(tape) == MN_OK) in->state->position += in->T;
@@ -200,7 +219,7 @@ void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input
     for (int s = 0; s < samples; s++) {
         const uint64_t stream = step * MOST_SAMPLES + (uint64_t)s;
         mn_tensor *x = sample_of(tape, mean, deviation, seed, stream);
-        x = mn_block_mlp(model, last, tape, x, NULL);
+        x = mn_block_mlp(model, last, &f, x, NULL);
         x = mn_model_decode(model, tape, x, in->state != NULL);
         hidden[s] = final_norm(model, tape, x);
     }

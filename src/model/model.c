@@ -24,7 +24,7 @@ static mn_status grow(mn_model *model) {
 }
 
 /* Adds a parameter and allocates it. `*index` is where it is. */
-static mn_status add(mn_model *model, int *index, const char *name, const mn_param_info *info) {
+mn_status mn_model_add(mn_model *model, int *index, const char *name, const mn_param_info *info) {
     const mn_status st = grow(model);
     if (st != MN_OK) return st;
     mn_model_param *p = &model->params[model->n_params];
@@ -49,14 +49,14 @@ mn_status mn_model_add_matrix(mn_model *model, int *index, const char *name, int
         return mn_fail(MN_ERR_MEMORY, "%s: %lld x %lld numbers overflow", name, (long long)rows,
                        (long long)cols);
     }
-    return add(model, index, name, &info);
+    return mn_model_add(model, index, name, &info);
 }
 
 mn_status mn_model_add_vector(mn_model *model, int *index, const char *name, int64_t n,
                               mn_init init, mn_group group) {
     const mn_param_info info = { .rank = 1, .shape = { n }, .count = n, .init = init,
                                  .group = group };
-    return add(model, index, name, &info);
+    return mn_model_add(model, index, name, &info);
 }
 
 /* "NAME.weight", and right behind it "NAME.bias" where norms have one. */
@@ -64,10 +64,10 @@ mn_status mn_model_add_norm(mn_model *model, int *index, const char *name) {
     const mn_init start = model->config.norm_plus_one ? MN_INIT_ZEROS : MN_INIT_ONES;
     const int64_t D = model->config.hidden_size;
     char full[MN_PARAM_NAME];
-    int bias;
+    int bias;    // lies behind its weight
     snprintf(full, sizeof full, "%.80s.weight", name);
     mn_status st = mn_model_add_vector(model, index, full, D, start, MN_GROUP_VECTOR);
-    if (st != MN_OK || model->config.block.norm == 0) return st;
+    if (st != MN_OK || !model->config.norm_bias) return st;
     snprintf(full, sizeof full, "%.80s.bias", name);
     return mn_model_add_vector(model, &bias, full, D, MN_INIT_ZEROS, MN_GROUP_VECTOR);
 }
@@ -81,7 +81,7 @@ mn_status mn_model_add_layer(mn_model *model, const mn_layer *layer, int *first,
         int index;
         char full[MN_PARAM_NAME];
         snprintf(full, sizeof full, "model.layers.%d.%s.%.60s", i, prefix, layer->params[p].name);
-        st = add(model, &index, full, &layer->params[p]);
+        st = mn_model_add(model, &index, full, &layer->params[p]);
     }
     return st;
 }
@@ -98,16 +98,19 @@ static mn_status add_beside(mn_model *model, mn_block *block, int i) {
 static mn_status add_block(mn_model *model, int i) {
     const mn_model_config *c = &model->config;
     mn_block *block = &model->blocks[i];
-    block->attn_norm = block->aside = block->turn.out = -1;
-    mn_status st = mn_layer_create(&block->layer, c->names[i], &c->options[i], c->hidden_size,
-                                   c->context, c->norm_eps);
+    block->attn_norm = block->aside = block->turn.out = block->pre_norm = -1;
+    mn_status st = mn_layer_create_at(&block->layer, c->names[i], &c->options[i], c->hidden_size,
+                                      c->context, c->norm_eps, i, c->n_layers);
     if (st != MN_OK) return st;
     model->config.options[i] = block->layer.config;    // sizes that were chosen
     const bool caches = mn_mixer_has_cache(&block->layer.mixer);
     block->norms_after = c->block.norms_after == 2 || (c->block.norms_after == 1 && caches);
     char name[MN_PARAM_NAME];
+    if (c->norm_first && i == 0) {
+        st = mn_model_add_norm(model, &block->pre_norm, "model.layers.0.pre_norm");
+    }
     snprintf(name, sizeof name, "model.layers.%d.attn_norm", i);
-    if (c->halves[i] == MN_MLP_SHARED) st = mn_model_add_shared(model, i);
+    if (st == MN_OK && c->halves[i] == MN_MLP_SHARED) st = mn_model_add_shared(model, i);
     if (st == MN_OK && block->layer.kind != MN_LAYER_none) {
         st = mn_model_add_norm(model, &block->attn_norm, name);
     }
@@ -129,10 +132,19 @@ static mn_status add_decoder(mn_model *model) {
         if (st == MN_OK) {
             st = mn_model_add_matrix(model, &at[1], NAMED("linear.weight"), D, D, MN_GROUP_MATRIX);
         }
-        if (st == MN_OK) st = add(model, &at[2], NAMED("linear.bias"), &bias);
+        if (st == MN_OK) st = mn_model_add(model, &at[2], NAMED("linear.bias"), &bias);
     }
 #undef NAMED
     return st;
+}
+
+/* A number for each layer and gate of a model whose gates have least values. */
+static mn_status add_bounds(mn_model *model, const mn_layer *layer) {
+    const int64_t gates = MN_SIZE(&layer->sizes, 'H') * MN_SIZE(&layer->sizes, 'K');
+    const mn_param_info info = { .rank = 2, .shape = { model->config.n_layers, gates },
+                                 .count = model->config.n_layers * gates,
+                                 .init = MN_INIT_ZEROS, .group = MN_GROUP_VECTOR };
+    return mn_model_add(model, &model->bounds, "model.lower_bounds", &info);
 }
 
 static mn_status build(mn_model *model) {
@@ -145,6 +157,12 @@ static mn_status build(mn_model *model) {
                                  c->block.learned_positions, c->hidden_size, MN_GROUP_EMBED);
     }
     for (int i = 0; st == MN_OK && i < c->n_layers; i++) st = add_block(model, i);
+    model->bounds = -1;
+    for (int i = 0; i < MN_MAX_LAYERS; i++) model->rows[i] = i;
+    for (int i = 0; st == MN_OK && i < c->n_layers && model->bounds < 0; i++) {
+        const mn_layer *layer = &model->blocks[i].layer;
+        if (layer->config.use_lower_bound) st = add_bounds(model, layer);
+    }
     if (st == MN_OK && c->decoder == MN_DECODER_PLACES) st = add_decoder(model);
     if (st == MN_OK) st = mn_model_add_norm(model, &model->norm, "model.norm");
     model->head = model->embed;
@@ -194,8 +212,7 @@ void mn_model_destroy(mn_model *model) {
     free(model);
 }
 
-mn_status mn_model_want_gradients(mn_model *model) {
-    if (model->device) return mn_model_place_gradients(model);
+static mn_status take_gradients(mn_model *model, bool zero) {
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
         if (p->grad) continue;
@@ -204,9 +221,17 @@ mn_status mn_model_want_gradients(mn_model *model) {
             !(p->grad = aligned_alloc(MN_ALIGN, (bytes + MN_ALIGN) / MN_ALIGN * MN_ALIGN))) {
             return mn_fail(MN_ERR_MEMORY, "no memory for the gradient of %s", p->name);
         }
-        memset(p->grad, 0, bytes);
+        if (zero) memset(p->grad, 0, bytes);
     }
     return MN_OK;
+}
+
+mn_status mn_model_want_gradients(mn_model *model) {
+    return model->device ? mn_model_place_gradients(model) : take_gradients(model, true);
+}
+
+mn_status mn_model_reserve_gradients(mn_model *model) {
+    return take_gradients(model, false);
 }
 
 /* ---- looking --------------------------------------------------------------------------------- */

@@ -29,6 +29,8 @@ typedef struct mn_block {
     int router, router_bias, shared_gate;
     int experts, expert_params;      // the first expert's, and how many each has: gate, down, up
     mn_shared_at turn;               // out < 0: none
+    int mlp_shift;                   // x_k of a channel mix, whose key is mlp.up and value mlp.down
+    int pre_norm;                    // of the embeddings, in front of the first block
     bool norms_after;                // norms take what the halves give
 } mn_block;
 
@@ -42,6 +44,8 @@ struct mn_model {
     mn_tensor **leaves;              // of the current pass, by parameter
     int n_params, capacity;
     int embed, positions, norm, head;    // head = embed when tied; positions -1: none
+    int bounds;                      // (L,D), least gates of the layers; -1: none
+    int32_t rows[MN_MAX_LAYERS];     // 0, 1, 2, ..: which row of it is whose
     int decoder[MN_DECODER_STAGES][MN_DECODER_PARTS];
     int32_t *ends;                   // n_ends of them, see decoder.c
     int64_t n_ends;
@@ -65,11 +69,12 @@ void mn_model_unplace(mn_model *model);
 /* Makes leaves of all parameters on the tape. */
 void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients);
 
-/* One block's halves: x + mixer(rms(x)) and x + mlp(rms(x)), or as blocks.def says. `f` carries what
- * the mixer is asked for and brings back. `input` is what the block read; with a parallel residual
+/* One block's halves: x + mixer(rms(x)) and x + mlp(rms(x)), or as blocks.def says. `f` carries
+ * what the mixer is asked for and brings back. `input` is what the block read; with a parallel residual
  * the first half leaves out x, which the second adds. */
 mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x);
-mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x, mn_tensor *input);
+mn_tensor *mn_block_mlp(mn_model *model, int i, const mn_forward *f, mn_tensor *x,
+                        mn_tensor *input);
 
 /* onto + mlp(n), or without onto mlp(n). */
 mn_tensor *mn_mlp_of(mn_model *model, mn_tape *tape, const mn_mlp_at *at, mn_tensor *onto,
@@ -96,6 +101,13 @@ mn_status mn_model_add_half(mn_model *model, mn_block *block, int i);
 mn_status mn_model_add_norm(mn_model *model, int *index, const char *name);
 mn_status mn_model_add_layer(mn_model *model, const mn_layer *layer, int *first,
                              const char *prefix, int i);
+
+/* The second half of a block of RWKV-7, of the normed stream n (channel_mix.c). */
+mn_tensor *mn_channel_mix(mn_model *model, int i, const mn_forward *f, mn_tensor *x, mn_tensor *n);
+/* Parameters of the same; returns where the first is. */
+mn_status mn_model_add(mn_model *model, int *index, const char *name, const mn_param_info *info);
+/* Log odds of the least gates of each layer, NULL where there is none; see bounds.c. */
+void mn_model_bounds(mn_model *model, mn_tape *tape, mn_tensor **bounds);
 /* What the configuration's decoder makes of the stream behind the last block. */
 mn_tensor *mn_model_decode(mn_model *model, mn_tape *tape, mn_tensor *x, bool from_state);
 mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight);

@@ -98,7 +98,7 @@ static double weigh(const work *s, int64_t n) {
     for (int64_t i = 0; s->p->softmax && i < n; i++) sum += s->w[i] = exp(s->z[i] - largest);
     if (!s->p->softmax) {
         sum = fmax(norm_of(s, n), s->p->eps);
-        for (int64_t i = 0; i < n; i++) s->w[i] = fmax(s->z[i], 0.0);
+        for (int64_t i = 0; i < n; i++) s->w[i] = mn_ref_relu(s->z[i]);
     }
     for (int64_t i = 0; i < n; i++) s->w[i] /= sum;
     return s->p->softmax ? largest + log(sum) : sum;

@@ -126,7 +126,8 @@ static void take_keys(const block *b, int64_t key0, int64_t n, bool first) {
                              .M = b->n_rows, .N = V, .K = n, .alpha = 1.0f,
                              .base = first ? MN_GEMM_SET
                                    : p->softmax ? MN_GEMM_SCALE : MN_GEMM_ADD,
-                             .c_scale = b->shrink };
+                             .c_scale = b->shrink, .shape = MN_GEMM_A_LOWER,
+                             .diagonal = b->head.before + b->first - key0, .group = p->group };
     MN_T(mn_gemm)(&g);
 }
 
