@@ -117,6 +117,9 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status);
  * uninitialised, NULL after a failure. In plan mode the address must not be touched. */
 void *mn_tape_memory(mn_tape *tape, int64_t count);
 
+/* Memory of the host until the step's end, zeroed, in a plan too. NULL after a failure. */
+void *mn_tape_host(mn_tape *tape, size_t bytes);
+
 /* Asks for everything that a tape of MN_TAPE_DEFER has put off. Reading from a tape does that by
  * itself; it is for who goes on with its memory by other ways. */
 void mn_tape_flush(mn_tape *tape);
@@ -276,6 +279,11 @@ mn_tensor *mn_tape_roll(mn_tape *tape, mn_tensor *x, int64_t by);
 /* Tokens `places` (counted over B and T) of x (B,T,1,X) side by side: (1,n,1,X). `places` is
  * borrowed until the step's end and names no token twice. */
 mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int64_t n);
+
+/* The other way: zeros of `shape` (B,T,1,X), to which the counts[i] rows of parts[i], (1,n,1,X),
+ * are added at their places, which are borrowed likewise and within one part name no token twice. */
+mn_tensor *mn_tape_place(mn_tape *tape, mn_tensor *const *parts, const int32_t *const *places,
+                         const int64_t *counts, int64_t n, const int64_t shape[4]);
 
 /* Rows of `table` (vocabulary, D) by token: (B,T,1,D). Tokens are checked against the table. */
 mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens, int64_t B,
