@@ -66,6 +66,9 @@ class Plugin:
                 why = "calls nothing that mneme.torch.ops has"
             if why:
                 item.add_marker(pytest.mark.skip(reason=why))
+            elif "test_mesa" in item.nodeid:
+                item.add_marker(pytest.mark.xfail(reason="h_kk_init is symmetric: here its gradient "
+                                                  "is the symmetric part of theirs"))
 
 
 def main():
