@@ -396,9 +396,12 @@ def test_the_beliefs_tell_variances():
 def test_states_turn_under_both_names():
     q, k, v, g, beta = delta_inputs(torch.float64)
     want = ops.chunk_retention(q, k, v, output_final_state=True)[1].transpose(-1, -2)
-    for how in (dict(state_v_first=True), dict(transpose_state_layout=True)):
-        torch.testing.assert_close(ops.fused_recurrent_retention(
-            q, k, v, output_final_state=True, **how)[1], want)
+    got = ops.fused_recurrent_retention(q, k, v, output_final_state=True, state_v_first=True)[1]
+    torch.testing.assert_close(got, want)
+    with pytest.warns(DeprecationWarning, match="is called `state_v_first` now"):
+        got = ops.fused_recurrent_retention(q, k, v, output_final_state=True,
+                                            transpose_state_layout=True)[1]
+    torch.testing.assert_close(got, want)
     for function, more in ((ops.chunk_retention, {}), (ops.fused_recurrent_gla, dict(gk=None)),
                            (ops.chunk_gated_delta_rule, dict(g=g, beta=beta))):
         with pytest.raises(ValueError, match="old name of `state_v_first`"):

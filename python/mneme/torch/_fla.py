@@ -5,6 +5,8 @@ Common arguments: q, k [B, T, H, K], v [B, T, H, V]; scale None for K^-0.5; init
 [N, H, K, V]; cu_seqlens [N + 1] packs sequences and needs B = 1. All give (o, final_state), the
 state None unless output_final_state. state_v_first turns states to [N, H, V, K]."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 
@@ -73,7 +75,11 @@ def _v_first(state_v_first, kwargs):
     if old is not None and state_v_first:
         raise ValueError("`transpose_state_layout` is the old name of `state_v_first`; give one of "
                          "the two.")
-    return state_v_first if old is None else old
+    if old is None:
+        return state_v_first
+    warnings.warn("`transpose_state_layout` is called `state_v_first` now", DeprecationWarning,
+                  stacklevel=3)
+    return old
 
 
 def _turned(state, v_first):
