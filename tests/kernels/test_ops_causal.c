@@ -120,8 +120,8 @@ static void check_beginnings(const char *target, beginnings want, beginnings hav
             const int64_t a = want[i][n / MOST_HEADS][n % MOST_HEADS];
             const int64_t b = have[i][n / MOST_HEADS][n % MOST_HEADS];
             CHECK(a == b, "%s: with %s in %s NaN begins in %s at token %lld, ref at %lld; %s",
-                  target, value_text(value), poisoned->field->name, s->tensors[i].field->name, (long long)b,
-                  (long long)a, op_case_text(c));
+                  target, value_text(value), poisoned->field->name, s->tensors[i].field->name,
+                  (long long)b, (long long)a, op_case_text(c));
         }
     }
 }
