@@ -2,8 +2,8 @@
 BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: all build program setup demo collide test cuda check bench sanitize tsan fuzz format format-check tidy \
-        compile-commands wheel install package clean help
+.PHONY: all build program setup demo collide test cuda check bench sanitize tsan attack fuzz format format-check \
+        tidy compile-commands wheel install package clean help
 
 all: build
 
@@ -44,6 +44,9 @@ sanitize: setup    ## tests under address and undefined-behaviour sanitizers
 tsan: setup        ## tests under the thread sanitizer
 	@cmake --preset tsan >/dev/null && cmake --build build/tsan -j $(JOBS)
 	@ctest --preset tsan -j $(JOBS) -L threads
+
+attack: setup      ## 20,000 mutated inputs, every option and call wrong, 100 kills: release, and under sanitizers
+	@sh tools/attack.sh
 
 fuzz: setup        ## each parser for FUZZ_SECONDS (30)
 	@sh tools/fuzz.sh

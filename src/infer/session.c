@@ -348,13 +348,23 @@ static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
     return st;
 }
 
-mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count) {
-    mn_status st = mn_session_check_tokens(session, tokens, count);
-    if (st != MN_OK || count == 0) return st;
+static mn_status feed(mn_session *session, const int32_t *tokens, int64_t count) {
+    mn_status st = MN_OK;
     if (count == 1 && mn_session_step_ahead(session, tokens[0], &st)) return st;
     mn_session_settle(session);
     const reading in = { .tokens = tokens, .count = count };
     return read_tokens(session, &in, mn_min(session->options.prefill_chunk, count));
+}
+
+mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count) {
+    if (!session) return mn_fail(MN_ERR_ARGUMENT, "mn_session_feed: session is NULL");
+    mn_status st = mn_session_check_tokens(session, tokens, count);
+    if (st != MN_OK || count == 0) return st;
+    st = mn_context_enter(session->context);
+    if (st != MN_OK) return st;
+    st = feed(session, tokens, count);
+    mn_context_leave(session->context);
+    return st;
 }
 
 enum { HEARD_LOGITS = 1 << 24 };    // numbers of a chunk's logits at most

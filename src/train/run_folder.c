@@ -364,7 +364,7 @@ mn_status mn_run_check_model(const char *folder, bool all) {
         path[strlen(path) - strlen("/done")] = '\0';
         return mn_run_check_seal(path, !all);
     }
-    return all ? mn_fail(MN_ERR_ARGUMENT, "--verify: %s has no seal: only checkpoints of mneme train "
-                         "have one, the file \"done\"", folder)
-               : MN_OK;
+    if (!all) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "--verify: %s has no seal, the file \"done\" of checkpoints of "
+                   "mneme train", folder);
 }

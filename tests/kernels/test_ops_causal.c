@@ -120,8 +120,8 @@ static void check_beginnings(const char *target, beginnings want, beginnings hav
             const int64_t a = want[i][n / MOST_HEADS][n % MOST_HEADS];
             const int64_t b = have[i][n / MOST_HEADS][n % MOST_HEADS];
             CHECK(a == b, "%s: with %s in %s NaN begins in %s at token %lld, ref at %lld; %s",
-                  target, value_text(value), poisoned->field->name, s->tensors[i].field->name, (long long)b,
-                  (long long)a, op_case_text(c));
+                  target, value_text(value), poisoned->field->name, s->tensors[i].field->name,
+                  (long long)b, (long long)a, op_case_text(c));
         }
     }
 }
@@ -172,7 +172,7 @@ static void poison_input(const bench *b, const op_case *c, int which, float valu
     bool ref_takes = true;
     for (int i = 0; i < b->n_targets; i++) {
         if (b->targets[i].dtype != MN_F32) continue;
-        mn_context *context = op_context(b->targets[i].name, 2);
+        mn_context *context = op_context(b->targets[i].name, 1);
         const char *target = b->targets[i].name;
         mn_sample got;
         op_open(&got, c);
@@ -200,7 +200,7 @@ static void poison_input(const bench *b, const op_case *c, int which, float valu
 static void poison_cotangent(const bench *b, const op_case *c, int which, float value, int round) {
     for (int i = 0; i < b->n_targets; i++) {
         if (b->targets[i].dtype != MN_F32) continue;
-        mn_context *context = op_context(b->targets[i].name, 2);
+        mn_context *context = op_context(b->targets[i].name, 1);
         mn_sample got;
         op_open(&got, c);
         const mn_sample_tensor *t = &got.tensors[which];
@@ -222,7 +222,7 @@ static void check_form(const op_case *c, bool every) {
     for (int i = 0; i < b.n_targets; i++) {
         op_open(&b.clean[i], c);
         if (b.targets[i].dtype == MN_F32)
-            op_run_both(op_context(b.targets[i].name, 2), &b.clean[i], c);
+            op_run_both(op_context(b.targets[i].name, 1), &b.clean[i], c);
     }
     int round = (int)c->seed;
     for (int i = 0; i < b.clean[0].n_tensors; i++) {
@@ -249,7 +249,7 @@ static void keeps_to_itself(mn_op_id op) {
         c.seed = 1 + (uint64_t)f;
         c.B = 2, c.H = 2, c.T = 75, c.K = 19, c.V = 18;
         check_form(&c, f == 0);
-        if (f > 1 && f % 4 != 0) continue;
+        if (f > 0) continue;
         c.B = 1, c.H = 3, c.K = 32, c.V = 40, c.T = 103;
         c.cu_seqlens = borders, c.n_seqs = 4;
         if (op_has_time(op)) check_form(&c, f == 0);
