@@ -336,8 +336,8 @@ static mn_status forward_pipeline(call *c) {
     return st;
 }
 
-/* A rank's last W - 1 tokens are all that the next one needs: everybody sends at once. The tail of a
- * pass without those before is right as long as there are W - 1 tokens. */
+/* A rank's last W - 1 tokens are all that the next one needs: everybody sends at once. The tail of
+ * a pass without those before is right as long as there are W - 1 tokens. */
 static mn_status forward_tail(call *c) {
     void *lent[STATES] = { NULL };
     mn_transfer t[2 * STATES];
@@ -365,8 +365,8 @@ static mn_status forward_tail(call *c) {
     return st;
 }
 
-/* The next rank's gradient of its initial state is the cotangent of the final one here. A state that
- * is kept as C and a logarithm m (mlstm) has its cotangent at C e^m: rank r sends dC0 e^-m0. */
+/* The next rank's gradient of its initial state is the cotangent of the final one here. A state
+ * that is kept as C and a logarithm m (mlstm) has its cotangent at C e^m: rank r sends dC0 e^-m0. */
 static void scale_sums(const call *c, const state *of, void *gradient) {
     if (!of->sum) return;
     int n;

@@ -219,7 +219,8 @@ static int reproduce(int row, const options *o) {
             fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, preset,
                     json_array_size(jobs), mn_experiment_row(row).cost[o->preset]);
         }
-        status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, o->quiet);
+        status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, 0, 0,
+                               o->quiet);
         /* What came out is reported even when the rest failed or was stopped. */
         struct stat about;
         if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, jobs) != MN_OK) {
