@@ -1,6 +1,7 @@
 /* sequence.c - states, maps and keys between the ranks of a sequence. */
 #include "ranks/sequence.h"
 
+#include <ctype.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -81,6 +82,7 @@ static void find_states(call *c, const mn_field *fields, int n) {
         state *to = &c->states[c->n_states++];
         char sum[32];
         snprintf(sum, sizeof sum, "%.*ssum", (int)(length - 1), in->name);
+        sum[0] = (char)tolower((unsigned char)sum[0]);
         *to = (state){ in, out, NULL, 0 };
         if (out->role == MN_ROLE_AUX) to->sum = named(fields, n, sum, strlen(sum));
         to->bytes = (size_t)count_of(c, in->axes) *
@@ -94,6 +96,9 @@ static mn_status take_apart(call *c, const mn_sequence *s, mn_op_id op, void *ar
     *c = (call){ .s = s, .op = op, .args = args, .sizes = args, .law = law_of(op),
                  .rank = mn_comm_rank(s->comm), .world = mn_comm_world(s->comm) };
     c->item = mn_dtype_bytes(c->sizes->dtype);
+    if (c->sizes->J == 0) c->sizes->J = c->sizes->H;
+    const size_t theta = mn_op_traits_of(op)->theta;
+    if (theta) c->sizes->R = c->sizes->K << (((const mn_in *)(c->args + theta))->data != NULL);
     if (c->sizes->cu_seqlens) {
         return mn_fail(MN_ERR_UNSUPPORTED, "%s: packed sequences cannot be cut over ranks; use "
                        "data.cutting=windows", mn_op_describe(op)->name);
@@ -324,15 +329,15 @@ static mn_status send_states(call *c) {
 static mn_status forward_pipeline(call *c) {
     void *lent[STATES] = { NULL };
     mn_status st = lend_finals(c, lent);
-    if (st == MN_OK && c->law == PIPELINE) st = receive_states(c);
+    if (st == MN_OK) st = receive_states(c);
     if (st == MN_OK) st = run(c, MN_FORWARD, c->args);
     if (st == MN_OK) st = send_states(c);
     return_finals(c, lent);
     return st;
 }
 
-/* A rank's last W - 1 tokens are all that the next one needs: everybody sends at once. The tail of a
- * pass without those before is right as long as there are W - 1 tokens. */
+/* A rank's last W - 1 tokens are all that the next one needs: everybody sends at once. The tail of
+ * a pass without those before is right as long as there are W - 1 tokens. */
 static mn_status forward_tail(call *c) {
     void *lent[STATES] = { NULL };
     mn_transfer t[2 * STATES];
@@ -360,8 +365,8 @@ static mn_status forward_tail(call *c) {
     return st;
 }
 
-/* The next rank's gradient of its initial state is the cotangent of the final one here. A state that
- * is kept as C and a logarithm m (mlstm) has its cotangent at C e^m: rank r sends dC0 e^-m0. */
+/* The next rank's gradient of its initial state is the cotangent of the final one here. A state
+ * that is kept as C and a logarithm m (mlstm) has its cotangent at C e^m: rank r sends dC0 e^-m0. */
 static void scale_sums(const call *c, const state *of, void *gradient) {
     if (!of->sum) return;
     int n;
@@ -507,10 +512,13 @@ static void *kept_map(const call *c) {
     return (char *)in_at(c, c->states[0].in)->data + c->states[0].bytes;
 }
 
-static mn_status keep_affine(call *c) {
-    void *memory = c->s->keep(c->s->owner, c->states[0].bytes + map_bytes(c));
+static mn_status keep_affine(call *c, bool plan) {
+    char *memory = c->s->keep(c->s->owner, c->states[0].bytes + map_bytes(c));
     if (!memory) return MN_ERR_MEMORY;
-    *in_at(c, c->states[0].in) = (mn_in){ memory, { 0 } };
+    mn_in *state0 = in_at(c, c->states[0].in);
+    if (!plan && c->rank == 0 && state0->data) memcpy(memory, state0->data, c->states[0].bytes);
+    else if (!plan) memset(memory, 0, c->states[0].bytes);
+    *state0 = (mn_in){ memory, { 0 } };
     return MN_OK;
 }
 
@@ -520,11 +528,14 @@ static mn_status forward_affine(call *c) {
     const mn_in kept = *state0;
     mn_status st = find_map(c, kept_map(c));
     if (st == MN_OK) st = lend_finals(c, lent);
-    memset((void *)kept.data, 0, c->states[0].bytes);
     if (st == MN_OK) st = run(c, MN_FORWARD, c->args);
+    char *before = zeros(c->states[0].bytes);
+    if (!before) st = MN_ERR_MEMORY;
     if (st == MN_OK) {
-        st = compose(c, (void *)kept.data, kept_map(c), in_at(c, c->states[0].out)->data, false);
+        st = compose(c, before, kept_map(c), in_at(c, c->states[0].out)->data, false);
     }
+    if (st == MN_OK && c->rank > 0) memcpy((void *)kept.data, before, c->states[0].bytes);
+    free(before);
     if (st == MN_OK && c->rank > 0) st = run(c, MN_FORWARD, c->args);
     return_finals(c, lent);
     return st;
@@ -545,10 +556,11 @@ static mn_status backward_affine(call *c) {
         ((mn_in *)(args + fields[i].partner))->data = NULL;
     }
     *(mn_in *)(args + of->in->partner) = (mn_in){ own, { 0 } };
+    if (c->rank + 1 < c->world) ((mn_in *)(args + of->out->partner))->data = NULL;
     if (st == MN_OK) st = run(c, MN_BACKWARD, args);
     if (st == MN_OK) st = compose(c, cotangent, kept_map(c), own, true);
-    *partner_at(c, of->out) = (mn_in){ cotangent, { 0 } };
-    *partner_at(c, of->in) = (mn_in){ NULL, { 0 } };
+    if (c->rank + 1 < c->world) *partner_at(c, of->out) = (mn_in){ cotangent, { 0 } };
+    if (c->rank > 0) *partner_at(c, of->in) = (mn_in){ NULL, { 0 } };
     if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
     free(own);
     free(cotangent);
@@ -564,7 +576,7 @@ mn_status mn_sequence_forward(const mn_sequence *s, mn_op_id op, void *args, boo
     set_positions(&c);
     if (c.n_keys > 0) return forward_keys(&c, plan);
     if (is_local(&c)) return plan ? MN_OK : run(&c, MN_FORWARD, args);
-    st = c.law == AFFINE ? keep_affine(&c) : keep_states(&c);
+    st = c.law == AFFINE ? keep_affine(&c, plan) : keep_states(&c);
     if (st != MN_OK || plan) return st;
     if (c.law == AFFINE) return forward_affine(&c);
     return c.law == TAIL ? forward_tail(&c) : forward_pipeline(&c);

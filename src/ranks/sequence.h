@@ -3,14 +3,14 @@
  *
  *   keys          attention and its relatives: keys and values of the tokens before are gathered;
  *                 going back, their gradients are summed where the tokens are
- *   affine maps   every rank runs from a state of zeros and finds the map of its tokens, one gather
+ *   affine maps   every rank runs from a state of zeros and finds the map of its tokens, a gather
  *                 of (A, b) gives each its initial state, and it runs once more from there; going
  *                 back the same with A transposed
  *   tails         of convolutions: the last W - 1 tokens, from neighbour to neighbour at once
  *   others        states go from rank to rank, and their gradients back: a pipeline
  *
- * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. On the CPU;
- * sequences are not packed. Results are those of one rank within rounding. */
+ * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. On the
+ * CPU; sequences are not packed. Results are those of one rank within rounding. */
 #ifndef MN_RANKS_SEQUENCE_H
 #define MN_RANKS_SEQUENCE_H
 

@@ -214,7 +214,8 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
         in.ready = mn_trainer_ready;
         in.ready_context = t;
     }
-    const mn_loss_options how = { .weight = weight * share, .z_loss = trains ? t->options.z_loss : 0.0 };
+    const double z_loss = trains ? t->options.z_loss : 0.0;
+    const mn_loss_options how = { .weight = weight * share, .z_loss = z_loss };
     mn_tape_start(tape, modes);
     if (t->options.mc_samples > 0) {
         mn_model_marginal_loss(t->model, tape, &in, batch->targets, how,

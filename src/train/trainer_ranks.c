@@ -145,8 +145,8 @@ static mn_status start_cutting(mn_trainer *t) {
     mn_trainer_ranks *k = t->ranks;
     if (k->sequence == 1) return MN_OK;
     if (t->batch.packed || t->options.mc_samples > 0) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "train.sequence_ranks: sequences are cut over ranks with "
-                       "data.cutting=windows and without train.mc_samples");
+        return mn_fail(MN_ERR_UNSUPPORTED, "train.sequence_ranks: sequences are cut over ranks "
+                       "with data.cutting=windows and without train.mc_samples");
     }
     const size_t tokens = (size_t)(t->batch.rows * (t->batch.length / k->sequence));
     k->part = (mn_token_batch){ .rows = t->batch.rows, .length = t->batch.length / k->sequence };

@@ -16,46 +16,13 @@
 #include "ranks/tcp.h"
 #include "ranks/tree.h"
 #include "support/check.h"
-
-/* What one rank does: 0 for well. */
-typedef int (*rank_fn)(mn_comm *comm);
-
-static int run_rank(rank_fn fn, int rank, int world, int port, int listener, const char *token) {
-    const mn_comm_options how = { .rank = rank, .world = world, .port = port, .token = token,
-                                  .listener = rank == 0 ? listener : -1, .limit = 10.0,
-                                  .silence = 20.0 };
-    mn_comm *comm;
-    if (mn_comm_create(&comm, &how) != MN_OK) return 90;
-    const int code = fn(comm);
-    mn_comm_destroy(comm);
-    return code;
-}
-
-/* Runs fn in `world` processes; codes[r] is what rank r exited with, -1 where a signal ended it. */
-static void run_ranks(rank_fn fn, int world, int *codes) {
-    int listener, port;
-    pid_t pids[16];
-    assert_int_equal(mn_tcp_listen(&listener, &port, "127.0.0.1", 0), MN_OK);
-    for (int r = 0; r < world; r++) {
-        pids[r] = fork();
-        if (pids[r] == 0) {
-            alarm(60);
-            _exit(run_rank(fn, r, world, port, listener, "a token"));
-        }
-    }
-    close(listener);
-    for (int r = 0; r < world; r++) {
-        int status;
-        assert_int_equal(waitpid(pids[r], &status, 0), pids[r]);
-        codes[r] = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    }
-}
+#include "support/ranks.h"
 
 static void check_ranks(rank_fn fn) {
     static const int worlds[] = { 1, 2, 3, 4, 7, 8 };
     for (int i = 0; i < 6; i++) {
         int codes[16];
-        run_ranks(fn, worlds[i], codes);
+        run_ranks(fn, NULL, worlds[i], codes);
         for (int r = 0; r < worlds[i]; r++) assert_int_equal(codes[r], 0);
     }
 }
@@ -76,7 +43,8 @@ static float tree_sum(int first, int end, int64_t i) {
     return tree_sum(first, first + half, i) + tree_sum(first + half, end, i);
 }
 
-static int gathers(mn_comm *comm) {
+static int gathers(mn_comm *comm, void *job) {
+    (void)job;
     const int n = mn_comm_world(comm), me = mn_comm_rank(comm);
     int all[16];
     const int own = 100 + me;
@@ -94,7 +62,8 @@ static int gathers(mn_comm *comm) {
     return mn_comm_barrier(comm) == MN_OK ? 0 : 5;
 }
 
-static int sums(mn_comm *comm) {
+static int sums(mn_comm *comm, void *job) {
+    (void)job;
     const int n = mn_comm_world(comm), me = mn_comm_rank(comm);
     float *data = malloc(COUNT * sizeof *data);
     for (int64_t i = 0; i < COUNT; i++) data[i] = item(me, i);
@@ -107,7 +76,8 @@ static int sums(mn_comm *comm) {
 }
 
 /* Each rank sends to all at once more than sockets buffer. */
-static int all_to_all(mn_comm *comm) {
+static int all_to_all(mn_comm *comm, void *job) {
+    (void)job;
     enum { BYTES = 1 << 20 };
     const int n = mn_comm_world(comm), me = mn_comm_rank(comm);
     unsigned char *out = malloc((size_t)n * BYTES), *in = malloc((size_t)n * BYTES);
@@ -135,7 +105,8 @@ static void compose(void *context, void *out, const void *a, const void *b) {
     both[1] = then[0] * first[1] + then[1];
 }
 
-static int scans(mn_comm *comm) {
+static int scans(mn_comm *comm, void *job) {
+    (void)job;
     const int me = mn_comm_rank(comm);
     double map[2] = { 2.0 + me, 1.0 + me }, want[2] = { 1.0, 0.0 };
     if (mn_comm_exclusive_scan(comm, map, sizeof map, compose, NULL) != MN_OK) return 1;
@@ -146,7 +117,8 @@ static int scans(mn_comm *comm) {
     return me == 0 || (map[0] == want[0] && map[1] == want[1]) ? 0 : 2;
 }
 
-static int parts(mn_comm *comm) {
+static int parts(mn_comm *comm, void *job) {
+    (void)job;
     const int n = mn_comm_world(comm), me = mn_comm_rank(comm);
     if (n % 2) return 0;
     mn_comm *pair;
@@ -184,7 +156,8 @@ static void neighbours_are_a_communicator_of_their_own(void **state) {
 
 /* ---- agreement and failure ------------------------------------------------------------------- */
 
-static int one_fails(mn_comm *comm) {
+static int one_fails(mn_comm *comm, void *job) {
+    (void)job;
     const int n = mn_comm_world(comm);
     mn_status mine = MN_OK;
     if (mn_comm_rank(comm) == n - 1) mine = mn_fail(MN_ERR_IO, "the disk is full");
@@ -202,7 +175,8 @@ static void all_ranks_hear_of_a_failure(void **state) {
     check_ranks(one_fails);
 }
 
-static int dies(mn_comm *comm) {
+static int dies(mn_comm *comm, void *job) {
+    (void)job;
     if (mn_comm_rank(comm) == 1) raise(SIGKILL);
     const double started = mn_seconds();
     mn_status st = MN_OK;
@@ -214,11 +188,12 @@ static int dies(mn_comm *comm) {
 static void a_rank_that_is_killed_stops_all(void **state) {
     (void)state;
     int codes[4];
-    run_ranks(dies, 4, codes);
+    run_ranks(dies, NULL, 4, codes);
     for (int r = 0; r < 4; r++) assert_int_equal(codes[r], r == 1 ? -1 : 0);
 }
 
-static int gives_up(mn_comm *comm) {
+static int gives_up(mn_comm *comm, void *job) {
+    (void)job;
     if (mn_comm_rank(comm) == 2) {
         mn_comm_abort(comm, "not enough memory");
         return 0;
@@ -231,11 +206,12 @@ static int gives_up(mn_comm *comm) {
 static void a_rank_that_gives_up_says_why(void **state) {
     (void)state;
     int codes[4];
-    run_ranks(gives_up, 4, codes);
+    run_ranks(gives_up, NULL, 4, codes);
     for (int r = 0; r < 4; r++) assert_int_equal(codes[r], 0);
 }
 
-static int mismatch(mn_comm *comm) {
+static int mismatch(mn_comm *comm, void *job) {
+    (void)job;
     char data[64] = "";
     const size_t bytes = mn_comm_rank(comm) == 0 ? 8 : 16;
     mn_transfer t[2] = { { 1 - mn_comm_rank(comm), true, data, bytes },
@@ -246,7 +222,7 @@ static int mismatch(mn_comm *comm) {
 static void messages_of_another_length_are_refused(void **state) {
     (void)state;
     int codes[2];
-    run_ranks(mismatch, 2, codes);
+    run_ranks(mismatch, NULL, 2, codes);
     assert_int_equal(codes[0], 0);
     assert_int_equal(codes[1], 0);
 }

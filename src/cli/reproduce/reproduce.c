@@ -255,7 +255,8 @@ static int reproduce(int row, const options *o) {
         }
         if (run_pilot(&jobs, plan, folder, o, &status) != MN_OK) status = failed();
         if (status == 0) {
-            status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, o->quiet);
+            status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, 0, 0,
+                                   o->quiet);
         }
         /* What came out is reported even when the rest failed or was stopped. */
         struct stat about;
