@@ -130,7 +130,7 @@ complains 'name an experiment'
 run 1 reproduce madd
 complains 'did you mean "mad"'
 run 2 reproduce mad --preset tiny
-complains 'smoke, cpu or full'
+complains 'smoke, cpu, gpu or full'
 run 1 reproduce mad --out x --set train.lrr=1
 complains 'did you mean "lr"'
 [ ! -e x ] || fail "a folder for a run that cannot be"
