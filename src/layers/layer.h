@@ -152,6 +152,7 @@ typedef struct mn_forward {
     const mn_layer *layer;
     mn_tensor *const *params;     // of the layer, in its order
     mn_tensor *onto;              // what the result is added to, of which x was made; NULL: nothing
+    mn_tensor *first;             // the stream before the first block
     mn_layer_state *state;        // NULL: sequences begin and end within this pass
     int64_t position;             // tokens of the sequence before this pass
     float *variance;              // (B,T): read variance averaged over heads; NULL: not wanted

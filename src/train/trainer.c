@@ -196,6 +196,9 @@ static void settle(mn_trainer *t) {
 
 mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *batch, unsigned modes,
                           bool add, double weight, double *loss, int64_t *counted) {
+    double share = 1.0;
+    const bool trains = modes & MN_TAPE_RECORD;
+    if (trains) mn_trainer_cut(t, tape, &batch, &share);
     mn_model_input in = { .tokens = batch->tokens, .B = batch->rows, .T = batch->length,
                           .add_gradients = add, .recompute = t->recompute };
     if (batch->packed) {
@@ -204,7 +207,6 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
         in.starts = batch->starts;
         in.n_sequences = batch->n_sequences;
     }
-    const bool trains = modes & MN_TAPE_RECORD;
     if (!trains && (t->there || t->recompute == MN_RECOMPUTE_LIGHT)) {
         in.recompute = MN_RECOMPUTE_LAYER;    // what goes back by parts keeps all going forward
     }
@@ -212,7 +214,7 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
         in.ready = mn_trainer_ready;
         in.ready_context = t;
     }
-    const mn_loss_options how = { .weight = weight, .z_loss = trains ? t->options.z_loss : 0.0 };
+    const mn_loss_options how = { .weight = weight * share, .z_loss = trains ? t->options.z_loss : 0.0 };
     mn_tape_start(tape, modes);
     if (t->options.mc_samples > 0) {
         mn_model_marginal_loss(t->model, tape, &in, batch->targets, how,
@@ -222,8 +224,13 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
         mn_tensor *hidden = mn_model_hidden(t->model, tape, &in);
         mn_model_loss(t->model, tape, hidden, batch->targets, how, loss, counted);
     }
-    if (mn_tape_status(tape) != MN_OK || !trains) return mn_tape_status(tape);
+    if (mn_tape_status(tape) != MN_OK || !trains) {
+        mn_tape_run_by(tape, NULL);
+        return mn_tape_status(tape);
+    }
     const mn_status st = mn_tape_backward(tape);
+    mn_tape_run_by(tape, NULL);
+    if (share != 1.0 && st == MN_OK && !mn_tape_plans(tape)) *loss *= share;
     if (!mn_tape_plans(tape)) settle(t);
     return st;
 }

@@ -85,6 +85,11 @@ void mn_trainer_ranks_destroy(mn_trainer_ranks *ranks);    // NULL accepted
 /* Bytes of parameters, gradients, moments and sums of gradients of this rank. */
 size_t mn_trainer_ranks_bytes(const mn_trainer *trainer);
 
+/* Where sequences are cut over ranks: makes of `batch` this rank's part, whose operators the tape
+ * runs with the other ranks', and tells what share of the batch's targets it has. */
+void mn_trainer_cut(mn_trainer *trainer, mn_tape *tape, const mn_token_batch **batch,
+                    double *share);
+
 /* Of mn_model_input, with the trainer: block `block` has its gradients. */
 void mn_trainer_ready(void *trainer, int block);
 

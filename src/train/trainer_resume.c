@@ -111,6 +111,7 @@ static const char *difference(const mn_model_config *a, const mn_model_config *b
     if (a->vocab_size != b->vocab_size) return "vocab_size";
     if (a->hidden_size != b->hidden_size) return "hidden_size";
     if (a->mlp != b->mlp) return "mlp";
+    if (memcmp(&a->block, &b->block, sizeof a->block) != 0) return "a setting of its blocks";
     if (a->decoder != b->decoder) return "decoder";
     if (a->intermediate_size != b->intermediate_size) return "intermediate_size";
     if (a->tied != b->tied) return "tie_word_embeddings";

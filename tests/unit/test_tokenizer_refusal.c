@@ -113,23 +113,40 @@ static void too_many_stages_are_refused(void **state) {
 }
 
 /* Every document cut short, and the whole one with each byte changed: a message or a tokenizer. */
-static void damaged_documents_fail_cleanly(void **state) {
-    (void)state;
-    static const char whole[] = "{'added_tokens':[{'id':3,'content':'x'}],'pre_tokenizer':{'type':"
-                                "'Digits'},'model':{'vocab':{'a':0,'b':1,'ab':2},"
-                                "'merges':['a b']}}";
-    for (size_t i = 0; i + 1 < sizeof whole; i++) {
-        char text[sizeof whole];
+static void damage(const char *whole, size_t size) {
+    char *text = malloc(size);
+    assert_non_null(text);
+    for (size_t i = 0; i + 1 < size; i++) {
         mn_tokenizer *t = NULL;
-        memcpy(text, whole, sizeof whole);
+        memcpy(text, whole, size);
         text[i] = 0;
         assert_int_not_equal(parse(&t, text), MN_OK);
         assert_null(t);
-        memcpy(text, whole, sizeof whole);
+        memcpy(text, whole, size);
         text[i] ^= 1;
         if (parse(&t, text) != MN_OK) assert_message_holds("small.json: ");
+        mn_token_list list = { 0 };
+        if (t) mn_tokenizer_encode(t, "ab x\xC3\xA9z", 8, true, &list);    // or fails with a message
+        mn_token_list_free(&list);
         mn_tokenizer_destroy(t);
     }
+    free(text);
+}
+
+static void damaged_documents_fail_cleanly(void **state) {
+    (void)state;
+    static const char bpe[] = "{'added_tokens':[{'id':3,'content':'x'}],'pre_tokenizer':{'type':"
+                              "'Digits'},'model':{'vocab':{'a':0,'b':1,'ab':2},"
+                              "'merges':['a b']}}";
+    static const char unigram[] = "{'pre_tokenizer':{'type':'Metaspace'},'model':{'type':'Unigram',"
+                                  "'unk_id':0,'byte_fallback':true,'vocab':[['u',0.5],['a',-1],"
+                                  "['ab',-2.5],['<0xC3>',-9]]}}";
+    static const char wordpiece[] = "{'normalizer':{'type':'BertNormalizer'},'pre_tokenizer':{'type'"
+                                    ":'BertPreTokenizer'},'decoder':{'type':'WordPiece'},'model':{"
+                                    "'type':'WordPiece','vocab':{'[UNK]':0,'a':1,'##b':2}}}";
+    damage(bpe, sizeof bpe);
+    damage(unigram, sizeof unigram);
+    damage(wordpiece, sizeof wordpiece);
 }
 
 int main(void) {

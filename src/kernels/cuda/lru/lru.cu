@@ -1,6 +1,6 @@
 /* lru.cu - the real-gated linear recurrent unit, a thread for each channel of a sequence (see
- * ref/lru.c). Neighbouring threads have neighbouring channels. Backward goes forward first and keeps
- * the states; sums of a parameter over sequences are a second kernel. */
+ * ref/lru.c). Neighbouring threads have neighbouring channels. Backward goes forward first and
+ * keeps the states; sums of a parameter over sequences are a second kernel. */
 #include "kernels/cuda/prim/activation.cuh"
 #include "kernels/cuda/prim/common.cuh"
 
