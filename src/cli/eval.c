@@ -17,6 +17,7 @@
 #include "eval/choice.h"
 #include "eval/logits.h"
 #include "eval/perplexity.h"
+#include "io/folder.h"
 #include "io/json_write.h"
 #include "model/checkpoint.h"
 #include "tasks/task.h"
@@ -304,7 +305,10 @@ static mn_status write_logits(const evaluation *e) {
     mn_status st = mn_logits_read_ids(&tokens, e->o->tokens, V);
     if (st != MN_OK) return st;
     if (e->o->max_tokens) tokens.count = mn_min(tokens.count, e->o->max_tokens);
-    st = mn_logits_write(e->o->logits, e->context, e->model, &tokens, e->o->per_pass);
+    st = mn_folder_make_above(e->o->logits);
+    if (st == MN_OK) {
+        st = mn_logits_write(e->o->logits, e->context, e->model, &tokens, e->o->per_pass);
+    }
     if (st == MN_OK && !e->o->json) {
         printf("wrote %s: logits of %" PRId64 " tokens, %" PRId64 " each\n", e->o->logits,
                tokens.count, V);

@@ -13,6 +13,7 @@
 #include "cli/command.h"
 #include "cli/options.h"
 #include "io/file.h"
+#include "io/folder.h"
 #include "io/json_write.h"
 
 enum { MOST_NUMBERS = 16 };    // of sampling
@@ -270,6 +271,7 @@ static mn_status write_all(mn_generator *g) {
     const bool text = g->show.mode == MN_SHOW_TEXT || g->show.mode == MN_SHOW_COLOURS;
     if (text && st == MN_OK) putchar('\n');
     fflush(stdout);
+    if (st == MN_OK && o->save_state) st = mn_folder_make_above(o->save_state);
     if (st == MN_OK && o->save_state) st = mn_session_save(g->session, o->save_state);
     if (st == MN_OK && o->json) st = print_json(g, all, o->n_forks);
     for (int i = 0; i < o->n_forks; i++) mn_continuation_free(&all[i]);

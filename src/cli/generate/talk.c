@@ -12,6 +12,7 @@
 #include "cli/generate/generate.h"
 #include "cli/generate/line.h"
 #include "cli/number.h"
+#include "io/folder.h"
 
 static volatile int interrupted;
 
@@ -76,7 +77,8 @@ static mn_status run_set(talk *t, const char *argument) {
 
 static mn_status run_save(talk *t, const char *argument) {
     if (!*argument) return no_argument("/save", "the name of a file");
-    const mn_status st = mn_session_save(t->g->session, argument);
+    mn_status st = mn_folder_make_above(argument);
+    if (st == MN_OK) st = mn_session_save(t->g->session, argument);
     if (st == MN_OK) {
         printf("wrote %s: %" PRId64 " tokens in %zu bytes\n", argument,
                mn_session_position(t->g->session), mn_session_bytes(t->g->session));
