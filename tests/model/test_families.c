@@ -135,11 +135,15 @@ static void wrong_keys(void **state) {
           "beta_fast" },
         { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"rope_theta\": 5, "
           "\"rope_parameters\": {\"rope_theta\": 6}}", "contradicts" },
-        { "{\"model_type\": \"qwen3\", " SIZES ", " HEADS ", \"sliding_window\": 4}",
-      "window_size" },
         { "{\"model_type\": \"qwen3_next\", " SIZES ", \"layer_types\": [\"conv\", "
       "\"moe\"]}", "conv" },
-        { "{\"model_type\": \"qwen3_next\", " SIZES "}", "layer_types" },
+        { "{\"model_type\": \"nemotron_h\", " SIZES ", \"hybrid_override_pattern\": \"M?\"}",
+          "no layer of nemotron_h" },
+        { "{\"model_type\": \"falcon_h1\", " SIZES ", " HEADS ", \"projectors_bias\": true}",
+          "projectors_bias" },
+        { "{\"model_type\": \"gpt2\", " SIZES ", \"activation_function\": \"sine\"}", "sine" },
+        { "{\"model_type\": \"qwen3_next\", " SIZES ", \"num_experts\": 4, "
+          "\"num_experts_per_tok\": 5, \"moe_intermediate_size\": 8}", "num_experts_per_tok" },
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         mn_model *model = NULL;
