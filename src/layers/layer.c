@@ -59,6 +59,20 @@ mn_status mn_layer_kind_find(mn_layer_kind *out, bool *ccq, const char *name) {
     return mn_fail(MN_ERR_UNSUPPORTED, "%s is no layer of models yet", name);
 }
 
+mn_status mn_layer_row(mn_mixer_info *out, mn_layer_kind kind) {
+    mn_layer_kind same;
+    const char *name = kinds[kind].name;
+    return find_like(&same, out, name) ? MN_OK : mn_mixer_find(out, name);
+}
+
+bool mn_layer_takes_ccq(mn_layer_kind kind) {
+    mn_layer_kind same;
+    mn_mixer_info info;
+    const char *name = kinds[kind].name;
+    if (find_like(&same, &info, name) || mn_mixer_find(&info, name) != MN_OK) return false;
+    return mn_mixer_has_matrix(&info);
+}
+
 /* ---- groups ---------------------------------------------------------------------------------- */
 
 static const struct {

@@ -119,6 +119,12 @@ mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config
 mn_status mn_layer_create_at(mn_layer *out, const char *name, const mn_layer_config *config,
                              int64_t D, int64_t context, double norm_eps, int index, int n_layers);
 
+/* The row of the mixer table that says what a kind keeps, under the kind's name. */
+mn_status mn_layer_row(mn_mixer_info *out, mn_layer_kind kind);
+
+/* Whether "+ccq" may follow the kind's name. */
+bool mn_layer_takes_ccq(mn_layer_kind kind);
+
 /* Which of a model's kinds `name` is, without "+ccq". */
 mn_status mn_layer_kind_find(mn_layer_kind *out, bool *ccq, const char *name);
 

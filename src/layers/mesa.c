@@ -7,7 +7,8 @@
  *
  * Queries and keys always have their convolutions, values never. The solve is exact; the published
  * code takes a fixed number of conjugate-gradient steps. With cg_steps passes without gradient on a
- * CPU take them too, from 0 as its prefill does. lam starts at 0.75 over its bound, which is 1 for the bound of 0.25. */
+ * CPU take them too, from 0 as its prefill does. lam starts at 0.75 over its bound, which is 1 for
+ * the bound of 0.25. */
 #include "layers/family.h"
 
 static mn_status derive(mn_layer *layer, int64_t context) {

@@ -1,4 +1,4 @@
-/* block_config.c - the rows of blocks.def as settings, and what the second half of each block is. */
+/* block_config.c - the rows of blocks.def as settings, and what the second halves of blocks are. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -122,7 +122,8 @@ static const mn_stored_tensor *find_from(const weights *w, const char *name, siz
     return found;
 }
 
-/* The kind of layer that a parameter of a block is in, "hybrid" with a shared block before; NULL: in none. */
+/* The kind of layer that a parameter of a block is in, "hybrid" with a shared block before it;
+ * NULL: in none. */
 static const char *kind_of(const mn_model *model, const char *name) {
     int i = -1;
     if (sscanf(name, "model.layers.%d.", &i) != 1) return NULL;
@@ -130,8 +131,8 @@ static const char *kind_of(const mn_model *model, const char *name) {
     return mn_layer_kind_name(mn_model_layer(model, i)->kind);
 }
 
-/* By the name that its family gives it, with or without the name of the whole model before it, or by
- * one of other spellings. */
+/* By the name that its family gives it, with or without the name of the whole model before it, or
+ * by one of other spellings. */
 static const mn_stored_tensor *find(const weights *w, const mn_model *model, const char *name) {
     char theirs[MN_PARAM_NAME];
     mn_dialect_name(theirs, mn_model_describe(model)->family, kind_of(model, name), name);
@@ -195,9 +196,8 @@ static bool cut_elsewhere(mn_model *model, const weights *w, const mn_model_para
     for (int k = 0; k < TRIO; k++) {
         const mn_model_param *one = mn_model_param_at(model, trio[k]);
         const mn_stored_tensor *t = find(w, model, one->name);
-        if (!t || t->rank != one->info.rank || t->shape[t->rank - 1] != one->info.shape[t->rank - 1]) {
-            return false;
-        }
+        const int last = one->info.rank - 1;
+        if (!t || t->rank != last + 1 || t->shape[last] != one->info.shape[last]) return false;
         here += one->info.count;
         there += mn_stored_elements(t);
     }
@@ -253,7 +253,8 @@ static mn_status read_param(mn_model *model, int i, const mn_stored_tensor *t) {
     if (!numbers) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", p->name);
     mn_status st = f64 ? mn_safetensors_read_f64(numbers, t) : mn_safetensors_read_f32(numbers, t);
     if (st == MN_OK && mn_dialect_transposed(mn_model_describe(model)->family, p->name)) {
-        st = turn(numbers, p->info.shape[1], p->info.shape[0], mn_dtype_bytes(mn_model_dtype(model)));
+        st = turn(numbers, p->info.shape[1], p->info.shape[0],
+                  mn_dtype_bytes(mn_model_dtype(model)));
     }
     remember(p, t);
     if (st == MN_OK && there) st = mn_model_put(model, i, numbers);
@@ -261,7 +262,7 @@ static mn_status read_param(mn_model *model, int i, const mn_stored_tensor *t) {
     return st;
 }
 
-/* Part `which` of three, each of as many numbers as `counts` says, from all of them side by side. */
+/* Part `which` of three, each of as many numbers as `counts` says, of all of them side by side. */
 static void *cut(void *all, const int64_t counts[TRIO], int which, size_t item) {
     for (int k = 0; k < which; k++) all = (char *)all + (size_t)counts[k] * item;
     return all;
@@ -338,8 +339,8 @@ mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) 
 
 typedef char param_name[MN_PARAM_NAME];
 
-/* Whether all numbers of p are of the type of the file that it was read from: untouched ones are, and
- * are written as they were. */
+/* Whether all numbers of p are of the type of the file that it was read from: untouched ones are,
+ * and are written as they were. */
 static bool keeps_type(const mn_model_param *p, const float *x) {
     if (p->stored != MN_STORED_BF16 && p->stored != MN_STORED_F16) return false;
     for (int64_t i = 0; i < p->info.count; i++) {
@@ -383,7 +384,7 @@ static bool was_cut(const mn_model_param *p) {
     return p->stored_rank >= 0 && count != p->info.count;
 }
 
-/* The numbers of parameter i as the file gets them: in *copy, which is to be freed, or as they are. */
+/* The numbers of parameter i as the file gets them: in *copy, to be freed, or as they are. */
 static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, int i) {
     const mn_model_param *p = mn_model_param_at(model, i);
     const size_t item = mn_dtype_bytes(mn_model_dtype(model));

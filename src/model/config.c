@@ -614,7 +614,7 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
         set(object, "logit_softcap", mn_json_real(c->logit_softcap), &failed);
     }
     set(object, "max_position_embeddings", json_integer(c->context), &failed);
-    if (!failed && mn_block_write(object, &c->block, c->halves, c->n_layers) != MN_OK) failed = true;
+    if (mn_block_write(object, &c->block, c->halves, c->n_layers) != MN_OK) failed = true;
     const bool mixes = c->family && mn_dialect_mixes(c->family);
     mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
                           : write_options(object, c, type && !mixes);

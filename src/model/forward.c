@@ -111,7 +111,8 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
     mn_tape_scope(tape, "model.embeddings");
     mn_tensor *x = mn_model_embed(model, tape, in);
     if (model->config.norm_first) x = mn_model_norm(model, tape, x, model->blocks[0].pre_norm);
-    mn_tensor *first = x;
+    /* a copy: the residual of the first block shares its gradient with what it is added to */
+    mn_tensor *first = model->config.block.shared_blocks ? mn_tape_affine(tape, x, 1.0, 0.0) : x;
     int belief = 0;
     mn_shared shared = { 0 };
     /* what a block leaves behind beside its result it would leave twice */

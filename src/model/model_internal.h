@@ -70,8 +70,8 @@ void mn_model_unplace(mn_model *model);
 void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients);
 
 /* One block's halves: x + mixer(rms(x)) and x + mlp(rms(x)), or as blocks.def says. `f` carries
- * what the mixer is asked for and brings back. `input` is what the block read; with a parallel residual
- * the first half leaves out x, which the second adds. */
+ * what the mixer is asked for and brings back. `input` is what the block read; with a parallel
+ * residual the first half leaves out x, which the second adds. */
 mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x);
 mn_tensor *mn_block_mlp(mn_model *model, int i, const mn_forward *f, mn_tensor *x,
                         mn_tensor *input);

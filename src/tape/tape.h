@@ -281,7 +281,7 @@ mn_tensor *mn_tape_roll(mn_tape *tape, mn_tensor *x, int64_t by);
 mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int64_t n);
 
 /* The other way: zeros of `shape` (B,T,1,X), to which the counts[i] rows of parts[i], (1,n,1,X),
- * are added at their places, which are borrowed likewise and within one part name no token twice. */
+ * are added at their places, which are borrowed too and within one part name no token twice. */
 mn_tensor *mn_tape_place(mn_tape *tape, mn_tensor *const *parts, const int32_t *const *places,
                          const int64_t *counts, int64_t n, const int64_t shape[4]);
 

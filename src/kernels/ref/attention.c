@@ -9,7 +9,8 @@
  *   relu             dz_i = ([z_i > 0] g_i - z_i sum_j relu(z_j) g_j / n^2) / n, where eps
  *                    holds without the second term
  *
- * With a window weights of older keys are 0. The T queries are the last of L positions, and query head h reads key-value head h J / H. One
+ * With a window weights of older keys are 0. The T queries are the last of L positions, and query
+ * head h reads key-value head h J / H. One
  * item is one key-value head of one sequence. */
 #include <math.h>
 #include <string.h>
@@ -28,7 +29,8 @@ typedef struct problem {
 
 static problem softmax_problem(const mn_attention_args *p) {
     return (problem){ .call = &p->call, .scale = p->scale, .base = p->rope_base,
-                      .rope = p->rope_kind, .window = p->window, .softmax = true, .q = p->q, .k = p->k, .v = p->v,
+                      .rope = p->rope_kind, .window = p->window, .softmax = true,
+                      .q = p->q, .k = p->k, .v = p->v,
                       .d_o = p->cot.o, .o = p->o, .lse = p->lse, .dq = p->grad.q,
                       .dk = p->grad.k, .dv = p->grad.v };
 }

@@ -12,7 +12,8 @@
  *   dg_t = e^g (A.Hkk_{t-1} + B.Hkv_{t-1})      A_{t-1} = e^g A_t      B_{t-1} = e^g B_t
  *
  * Hkk is symmetric: of what is given for it and of its adjoint only the symmetric part counts. One
- * item is one head of one sequence. `steps` is for forward: take_steps; backward is of the solution. States of all steps are kept for the way back. */
+ * item is one head of one sequence. `steps` is for forward: take_steps; backward
+ * is of the solution. States of all steps are kept for the way back. */
 #include <math.h>
 #include <string.h>
 

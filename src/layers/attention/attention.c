@@ -240,7 +240,9 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     const bool softmax = f->layer->kind == MN_LAYER_attention;
     const int64_t J = MN_OF(f, 'J');
     static const char *const first[] = { "q_proj.weight", "k_proj.weight", "v_proj.weight" };
-    if (softmax && c->input_multiplier != 1.0) x = mn_tape_affine(f->tape, x, c->input_multiplier, 0.0);
+    if (softmax && c->input_multiplier != 1.0) {
+        x = mn_tape_affine(f->tape, x, c->input_multiplier, 0.0);
+    }
     const bool fused = softmax && c->fused_qkv;
     if (!fused && !mn_use(f, "q_proj.bias")) mn_project_ahead(f, x, first, MN_COUNTOF(first));
     mn_tensor *gate = NULL, *q = NULL, *k = NULL, *v = NULL;

@@ -1,4 +1,4 @@
-/* lightning.c - lightning: linear attention whose heads forget at fixed rates, as MiniMax-01 has it.
+/* lightning.c - lightning: linear attention whose heads forget at fixed rates, as in MiniMax-01.
  *
  *   q, k, v = silu(x W_qkv'), head after head      S = e^-s S + k v'      o = S'q
  *   y = (sigmoid(x W_g') rms(o) w) W_o'            rms over all heads together
@@ -26,7 +26,7 @@ static mn_tensor *log_decay(mn_forward *f) {
     if (!slope) return NULL;
     mn_tensor *fixed = mn_tape_leaf_of(f->tape, slope->data, slope->dtype, NULL, slope->dtype, 1,
                                        MN_OF(f, 'H'), false);
-    return mn_tape_affine(f->tape, fixed, -1.0, 0.0);
+    return mn_tape_affine(f->tape, mn_tape_unary(f->tape, MN_UNARY_RELU, fixed), -1.0, 0.0);
 }
 
 static mn_tensor *normed(mn_forward *f, mn_tensor *o) {

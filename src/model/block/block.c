@@ -5,8 +5,9 @@
  *   residual "norm"     h = alpha n + beta mixer(n), n = norm x, and likewise y
  *   parallel_residual   y = x + mixer(norm x) + mlp(norm' x)
  *
- * Zamba2's blocks of attention and MLP before some mixers are in shared.c. Attention may stand beside the mixer: what both give is added. A second half that is sparse is in
- * experts.c; one that is absent leaves its block without. */
+ * Zamba2's blocks of attention and MLP before some mixers are in shared.c. Attention may stand
+ * beside the mixer: what both give is added. A second half that is sparse is in experts.c; one that
+ * is absent leaves its block without. */
 #include "base/status.h"
 #include "layers/family.h"
 #include "model/model_internal.h"
