@@ -173,6 +173,13 @@ static void to_roundings_of_double(op_tolerances *t) {
     t->loss_norm *= 0x1p-29;
 }
 
+/* A part of no tokens leaves a state of zeros behind, from which a document of lru goes on rather
+ * than begins: its first token enters unscaled where no state is given. */
+static bool begins_by_absence(const mn_sample *whole) {
+    const mn_sample_tensor *h0 = mn_sample_find((mn_sample *)whole, "h0");
+    return whole->op == MN_OP_lru && !(h0 && h0->data);
+}
+
 static void check_case(op_case c, const int64_t *cuts, int n_cuts) {
     op_target targets[MN_TARGET_COUNT + 1];
     const int n_targets = op_targets(targets);
@@ -193,6 +200,7 @@ static void check_case(op_case c, const int64_t *cuts, int n_cuts) {
         if (c.dtype == MN_F64) to_roundings_of_double(&tolerances);
         op_allocate(&joined, &c);
         for (int k = 0; k < n_cuts; k++) {
+            if (cuts[k] == 0 && begins_by_absence(whole)) continue;
             run_halves(&targets[i], &joined, whole, &c, cuts[k]);
             op_compare(targets[i].name, &joined, &want, &tolerances, &c);
         }

@@ -68,6 +68,19 @@ static void harsh_keys(const mn_sample *s, const mn_sample_tensor *t, harshness 
     }
 }
 
+/* dplr with independent a and b is no contraction either: with b = -u a, u between 0 and 1, as
+ * RWKV-7 has it, it is one, but for the decay, which it reads ahead of. */
+static void harsh_pairs(const mn_sample *s, harshness how, uint64_t seed) {
+    if (s->op != MN_OP_dplr) return;
+    const mn_sample_tensor *a = mn_sample_find((mn_sample *)s, "a");
+    const mn_sample_tensor *b = mn_sample_find((mn_sample *)s, "b");
+    const int64_t K = ((const mn_call *)s->args)->K;
+    for (int64_t at = 0; at < b->count; at++) {
+        const double u = mn_rng_uniform(seed, 4000, (uint64_t)(at / K));
+        mn_sample_set(s, b->data, at, -harsh_gate(how, u) * mn_sample_get(s, a->data, at));
+    }
+}
+
 static void draw_harsh(mn_sample *s, harshness how, uint64_t seed) {
     for (int i = 0; i < s->n_tensors; i++) {
         mn_sample_tensor *t = &s->tensors[i];
@@ -93,6 +106,7 @@ static void draw_harsh(mn_sample *s, harshness how, uint64_t seed) {
         }
         harsh_keys(s, t, how);
     }
+    harsh_pairs(s, how, seed);
 }
 
 /* -1: any sign; 0: not below zero; 1: above zero */
