@@ -53,7 +53,7 @@ typedef struct mn_mesa_solver {
     float *inverse[2];               // (K,K): of M at the start of each half of the chunk
     float *B, *R, *D, *Z, *Y;        // (chunk,K)
     int64_t dense[2];                // tokens of each half that it preconditions; others: 1 / lam
-    int64_t steps;                   // so many of the plain iteration, whatever it comes to; 0: solve
+    int64_t steps;                   // of the plain iteration, whatever it comes to; 0: solve
     int direct_chunks;               // so many chunks to come are not worth iterating for
 } mn_mesa_solver;
 
