@@ -9,6 +9,7 @@
 
 #include "base/checked.h"
 #include "base/status.h"
+#include "data/hash.h"
 #include "base/util.h"
 #include "io/cursor.h"
 #include "io/file.h"
@@ -148,6 +149,32 @@ static mn_status read_place(mn_prepared *out, const mn_json *root) {
     return st == MN_OK ? get_hash(&out->input_times, &place, "input_times") : st;
 }
 
+/* Hash of everything in the index but the seal itself; 0 when memory is out. */
+static uint64_t seal_of(const json_t *root) {
+    json_t *rest = json_copy((json_t *)root);
+    char *text = NULL;
+    mn_hash hash = { 0 };
+    if (rest && (json_object_del(rest, "seal") == 0 || !json_object_get(rest, "seal"))) {
+        text = json_dumps(rest, JSON_COMPACT | JSON_SORT_KEYS | JSON_REAL_PRECISION(17));
+    }
+    if (text) mn_hash_add(&hash, text, strlen(text));
+    const uint64_t value = text ? mn_hash_value(&hash) : 0;
+    free(text);
+    json_decref(rest);
+    return value;
+}
+
+static mn_status check_seal(const mn_json *root) {
+    const mn_json at = mn_json_member(root, "seal");
+    uint64_t seal;
+    if (!mn_json_given(&at)) {
+        return mn_json_fail(root, "has no seal: damaged, or of an older mneme; prepare it again");
+    }
+    const mn_status st = get_hash(&seal, root, "seal");
+    if (st != MN_OK || seal == seal_of(root->value)) return st;
+    return mn_json_fail(&at, "is not that of this index: it is not as it was written");
+}
+
 static mn_status read_index(mn_prepared *out, const mn_json *root) {
     const char *format;
     int64_t version, token_bytes = 0;
@@ -163,7 +190,8 @@ static mn_status read_index(mn_prepared *out, const mn_json *root) {
     out->token_bytes = token_bytes == 2 ? 2 : 4;
     if (st == MN_OK) st = read_settings(out, root);
     if (st == MN_OK) st = read_splits(out, root);
-    return st == MN_OK ? read_place(out, root) : st;
+    if (st == MN_OK) st = read_place(out, root);
+    return st == MN_OK ? check_seal(root) : st;
 }
 
 mn_status mn_prepared_load(mn_prepared *out, const char *folder) {
@@ -228,6 +256,7 @@ static json_t *index_of(const mn_prepared *p) {
 mn_status mn_prepared_save(const mn_prepared *prepared, const char *folder) {
     char *path = path_in(folder, "index.json");
     json_t *root = index_of(prepared);
+    if (root) json_object_set_new(root, "seal", hash_text(seal_of(root)));
     const mn_status st = path && root ? mn_json_save(path, root)
                                       : mn_fail(MN_ERR_MEMORY, "%s: no memory for its index",
                                                 folder);
