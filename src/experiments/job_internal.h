@@ -21,8 +21,8 @@ bool mn_job_is_to_stop(const mn_job_call *call);
 /* Whether it is time for a checkpoint, the last being of the time `last`. */
 bool mn_job_keeps_now(const mn_job_call *call, double last);
 
-/* With "keep": true in the job, the model and, if there is one, its tokenizer as a folder models/KEY
- * beside the results; without, nothing. */
+/* With "keep": true in the job, the model and, if there is one, its tokenizer as a folder
+ * models/KEY beside the results; without, nothing. */
 mn_status mn_job_keep_model(const mn_job_call *call, const mn_json *job, mn_model *model,
                             const mn_tokenizer *tokenizer);
 

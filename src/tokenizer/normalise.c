@@ -68,6 +68,11 @@ static mn_status apply_bert(mn_text *out, const mn_normal_step *step, const char
     return st;
 }
 
+static mn_status apply_map(mn_text *out, const mn_normal_step *step, const char *text,
+                           size_t size) {
+    return mn_charsmap_apply(out, &step->map, text, size);
+}
+
 /* ---- reading --------------------------------------------------------------------------------- */
 
 static mn_status copy_text(char **out, const mn_json *at, const char *key) {
@@ -128,6 +133,11 @@ static mn_status read_bert(mn_normal_step *step, const mn_json *at, const char *
     return st == MN_OK ? mn_json_opt_bool(&rules->accents, at, "strip_accents") : st;
 }
 
+static mn_status read_map(mn_normal_step *step, const mn_json *at, const char *type) {
+    (void)type;
+    return mn_charsmap_read(&step->map, at);
+}
+
 static const struct {
     const char *type;
     mn_status (*read)(mn_normal_step *step, const mn_json *at, const char *type);
@@ -171,6 +181,7 @@ mn_status mn_normaliser_read(mn_normaliser *out, const mn_json *at) {
 void mn_normaliser_free(mn_normaliser *normaliser) {
     for (int64_t i = 0; i < normaliser->count; i++) {
         mn_pattern_free(&normaliser->steps[i].pattern);
+        mn_charsmap_free(&normaliser->steps[i].map);
         free(normaliser->steps[i].content);
     }
     free(normaliser->steps);

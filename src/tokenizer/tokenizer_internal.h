@@ -180,6 +180,19 @@ mn_status mn_wordpiece_encode(const mn_wordpiece *wordpiece, const mn_vocab *voc
 
 /* ---- stages ---------------------------------------------------------------------------------- */
 
+/* The table of "Precompiled" (charsmap.c); all zeros replaces nothing. */
+typedef struct mn_charsmap {
+    uint32_t *units;         // of the trie
+    size_t n_units;
+    char *texts;             // replacements, a zero byte behind each
+    size_t n_texts;
+    mn_pattern cluster;      // one grapheme cluster
+} mn_charsmap;
+
+mn_status mn_charsmap_read(mn_charsmap *out, const mn_json *at);
+void mn_charsmap_free(mn_charsmap *map);
+mn_status mn_charsmap_apply(mn_text *out, const mn_charsmap *map, const char *text, size_t size);
+
 typedef struct mn_normal_step {
     mn_status (*apply)(mn_text *out, const struct mn_normal_step *step, const char *text,
                        size_t size);
@@ -188,6 +201,7 @@ typedef struct mn_normal_step {
     bool left, right;
     int form;
     mn_bert_rules bert;
+    mn_charsmap map;
 } mn_normal_step;
 
 typedef struct mn_normaliser {

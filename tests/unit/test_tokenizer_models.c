@@ -143,6 +143,34 @@ static void words_of_bert(void **state) {
     mn_tokenizer_destroy(t);
 }
 
+/* A table by which "a" becomes "be": a trie of 98 units, nearly all of them 0. */
+static void tables_of_sentencepiece(void **state) {
+    (void)state;
+    char document[1024], zeros[518 + 1];
+    memset(zeros, 'A', 518);
+    zeros[518] = '\0';
+    snprintf(document, sizeof document,
+             "{'normalizer':{'type':'Precompiled','precompiled_charsmap':'%s%s%s'},'model':{"
+             "'vocab':{'a':0,'b':1,'e':2,'x':3},'merges':[]}}",
+             "iAE", zeros, "IBhBQAAYmUA");
+    mn_tokenizer *t = made(document);
+    EXPECT(t, "axa", 1, 2, 3, 1, 2);
+    mn_tokenizer_destroy(t);
+    t = made("{'normalizer':{'type':'Precompiled','precompiled_charsmap':''},'model':{"
+             "'vocab':{'a':0},'merges':[]}}");
+    EXPECT(t, "aa", 0, 0);
+    mn_tokenizer_destroy(t);
+    static const char *const bad[] = { "A", "????", "AAAA", "/////w==", "CAAAAAAA" };
+    for (size_t i = 0; i < MN_COUNTOF(bad); i++) {
+        snprintf(document, sizeof document, "{'normalizer':{'type':'Precompiled',"
+                 "'precompiled_charsmap':'%s'},'model':{'vocab':{'a':0},'merges':[]}}", bad[i]);
+        char *text = quoted(document);
+        assert_fails(mn_tokenizer_parse(&t, text, strlen(text), "small.json"), MN_ERR_FORMAT,
+                     "precompiled_charsmap", "SentencePiece");
+        free(text);
+    }
+}
+
 static void write_text(const char *path, const char *text) {
     char *out = quoted(text);
     FILE *file = fopen(path, "w");
@@ -186,6 +214,7 @@ int main(void) {
         cmocka_unit_test(unknown_characters_of_unigram),
         cmocka_unit_test(wordpiece_takes_the_longest),
         cmocka_unit_test(words_of_bert),
+        cmocka_unit_test(tables_of_sentencepiece),
         cmocka_unit_test(ends_of_generation),
     };
     return cmocka_run_group_tests_name("tokenizer models", tests, make_folder, remove_folder);

@@ -126,7 +126,7 @@ static void damage(const char *whole, size_t size) {
         text[i] ^= 1;
         if (parse(&t, text) != MN_OK) assert_message_holds("small.json: ");
         mn_token_list list = { 0 };
-        if (t) mn_tokenizer_encode(t, "ab x\xC3\xA9z", 8, true, &list);    // or fails with a message
+        if (t) mn_tokenizer_encode(t, "ab x\xC3\xA9z", 8, true, &list);    // may fail
         mn_token_list_free(&list);
         mn_tokenizer_destroy(t);
     }
@@ -141,8 +141,9 @@ static void damaged_documents_fail_cleanly(void **state) {
     static const char unigram[] = "{'pre_tokenizer':{'type':'Metaspace'},'model':{'type':'Unigram',"
                                   "'unk_id':0,'byte_fallback':true,'vocab':[['u',0.5],['a',-1],"
                                   "['ab',-2.5],['<0xC3>',-9]]}}";
-    static const char wordpiece[] = "{'normalizer':{'type':'BertNormalizer'},'pre_tokenizer':{'type'"
-                                    ":'BertPreTokenizer'},'decoder':{'type':'WordPiece'},'model':{"
+    static const char wordpiece[] = "{'normalizer':{'type':'BertNormalizer'},'pre_tokenizer':{"
+                                    "'type':'BertPreTokenizer'},"
+                                    "'decoder':{'type':'WordPiece'},'model':{"
                                     "'type':'WordPiece','vocab':{'[UNK]':0,'a':1,'##b':2}}}";
     damage(bpe, sizeof bpe);
     damage(unigram, sizeof unigram);
