@@ -9,6 +9,7 @@ Registers model_type "mneme", and the types of flash-linear-attention that are o
 package is not there to serve them. save_pretrained writes folders that the mneme program reads."""
 
 import json
+import sys
 
 try:
     import torch
@@ -210,9 +211,12 @@ class MnemeForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _types_of_others():
-    """Types of flash-linear-attention for our layers that nobody serves yet."""
+    """Types of flash-linear-attention for our layers that nobody serves here: not registered, or by
+    that package on a machine without a GPU, where its kernels do not run."""
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    return [name for name in _layers.model_types() if name not in known]
+    idle = "fla" in sys.modules and not torch.cuda.is_available()
+    return [name for name in _layers.model_types() if name not in known
+            or (idle and known[name].__module__.startswith("fla."))]
 
 
 def register():
@@ -226,8 +230,8 @@ def register():
             "model_type": name, "__init__": lambda self, **given: MnemeConfig.__init__(self,
                                                                                        **given)})
         model = type("Mneme_" + name + "ForCausalLM", (MnemeForCausalLM,), {"config_class": config})
-        AutoConfig.register(name, config)
-        AutoModelForCausalLM.register(config, model)
+        AutoConfig.register(name, config, exist_ok=True)
+        AutoModelForCausalLM.register(config, model, exist_ok=True)
 
 
 register()

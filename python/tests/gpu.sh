@@ -4,7 +4,7 @@
 # The package is the one that PYTHON (default python3) imports: an installed wheel with CUDA kernels, or
 # this source tree with MNEME_LIBRARY naming a libmneme built with MN_CUDA. FLA is a copy of
 # flash-linear-attention whose own tests are run too; they and the training comparison are left out, with
-# a reason, where it or its package is missing. Exit status 1 when anything failed.
+# a reason, where it or its package is missing. Exit status 1 when anything failed, 77 without a GPU.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -40,6 +40,10 @@ import torch, mneme
 from mneme import _library
 print('torch', torch.__version__, 'on', torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU')
 print('libmneme', mneme.version(), _library.library()._name)"
+if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "skipped: PyTorch sees no GPU"
+    exit 77
+fi
 
 cd "$here" || exit 1
 workers=

@@ -1,12 +1,13 @@
 """The Python of the guide runs: the blocks of a page one after the other, in a folder with a model."""
 
+import os
 import re
 import subprocess
-import os
 
 import pytest
 
-PAGES = {"python.md": ("numpy",), "torch.md": ("torch",), "transformers.md": ("torch", "transformers")}
+PAGES = {"python.md": ("numpy",), "torch.md": ("torch",),
+         "transformers.md": ("torch", "transformers")}
 
 
 def blocks(text):

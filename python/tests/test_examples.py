@@ -29,7 +29,8 @@ def test_a_mixer_is_exchanged(repository, tmp_path):
     (tmp_path / "text").write_text("".join(f"line {i} says {i * 7 % 13}.\n" for i in range(400)))
     small = ("--text", "text", "--steps", 30, "--batch", 4, "--context", 48, "--layers", 2,
              "--width", 32, "--heads", 2)
-    before = run(repository, tmp_path, "nanogpt.py", *small, "--mixer", "attention", "--save", "a.pt")
+    before = run(repository, tmp_path, "nanogpt.py", *small, "--mixer", "attention",
+                 "--save", "a.pt")
     for more in (("--mixer", "gdn"), ("--mixer", "bayes", "--only", "1", "--start", "a.pt")):
         out = run(repository, tmp_path, "nanogpt.py", *small, *more, "--save", "b.pt")
         assert f"blocks {'0, 1' if len(more) == 2 else '1'}: {more[1]}" in out

@@ -359,8 +359,8 @@ def _mesa(q, k, v, g, beta, lam, scale=1.0, initial_state=None, output_final_sta
 def chunk_mesa_net(q, k, v, g, beta, lamb, h_kk_init=None, h_kv_init=None,
                    output_final_state=False, max_CG_iteration=30, use_qk_l2norm_in_kernel=False,
                    cu_seqlens=None, cu_seqlens_cpu=None):
-    """The operator mesa with the names of flash-linear-attention: (o, h_kk, h_kv). The solve is exact, so that
-    max_CG_iteration does nothing."""
+    """The operator mesa with the names of flash-linear-attention: (o, h_kk, h_kv). The solve is
+    exact, so that max_CG_iteration does nothing; gradients of h_kk_init are symmetric."""
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
     start = None if h_kk_init is None else (h_kk_init, h_kv_init)
