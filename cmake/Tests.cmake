@@ -71,3 +71,30 @@ add_test(NAME python COMMAND sh ${CMAKE_SOURCE_DIR}/python/tests/run.sh ${CMAKE_
 set_tests_properties(python PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1200)
 add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
     ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
+add_test(NAME package COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/package.sh
+    ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
+set_tests_properties(package PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1800)
+
+# The attack suite, in small: what `make attack` does at full length. A fuzz target without a fuzzer
+# is a function that takes bytes, so each gets a program that mutates its corpus.
+file(GLOB attack_targets CONFIGURE_DEPENDS tests/fuzz/fuzz_*.c)
+set(MN_ATTACK_INPUTS 60 CACHE STRING "mutated inputs for each parser that ctest tries")
+foreach(source ${attack_targets})
+    string(REGEX REPLACE ".*/fuzz_(.*)\\.c" "\\1" parser ${source})
+    add_executable(attack_${parser} tests/attack/attack_inputs.c tests/attack/batch.c ${source})
+    target_link_libraries(attack_${parser} PRIVATE mneme_test_support)
+    add_test(NAME attack_${parser} COMMAND attack_${parser} ${MN_ATTACK_INPUTS}
+        ${CMAKE_SOURCE_DIR}/tests/fuzz/corpus/${parser})
+    set_tests_properties(attack_${parser} PROPERTIES LABELS "attack;sanitize"
+        ENVIRONMENT "${sanitizer_options}")
+endforeach()
+foreach(name options calls)
+    add_executable(attack_${name} tests/attack/attack_${name}.c tests/attack/batch.c)
+    target_link_libraries(attack_${name} PRIVATE mneme_test_support)
+endforeach()
+add_test(NAME attack_options COMMAND attack_options 300)
+add_test(NAME attack_calls COMMAND attack_calls)
+add_test(NAME attack_kills COMMAND sh ${CMAKE_SOURCE_DIR}/tests/attack/kills.sh
+    $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR} 1)
+set_tests_properties(attack_options attack_calls attack_kills PROPERTIES LABELS "attack;sanitize"
+    ENVIRONMENT "${sanitizer_options}")

@@ -60,6 +60,12 @@ typedef struct mn_context_options {
     const char *target;    // "ref", "avx2", "avx512"; NULL: MN_TARGET, else the best here
     const char *device;    // NULL or "cpu"; "cuda" or "cuda:N": operators run on that GPU
     void *stream;          // of the GPU, a cudaStream_t that stays yours; NULL: one of its own
+
+    // Of the GPU: where memory for work comes from and goes back to, in the order of the stream.
+    // NULL: the driver. `allocate` gives NULL when there is none.
+    void *(*allocate)(void *owner, size_t bytes);
+    void (*release)(void *owner, void *memory);
+    void *owner;
 } mn_context_options;
 
 /* `options` may be NULL. Free with mn_context_destroy, which accepts NULL. A device that cannot be
@@ -74,6 +80,13 @@ MN_API const char *mn_context_target(const mn_context *context);
 /* Waits until the work of all calls is done; what failed in it comes out here. On the CPU calls are
  * done when they return, and so is this one. */
 MN_API mn_status mn_context_synchronize(mn_context *context);
+
+/* Later calls go to `stream` of the context's GPU, a cudaStream_t that stays yours and is not NULL
+ * (cudaStreamLegacy is the default stream). Calls on two streams share no memory for work. */
+MN_API mn_status mn_context_use_stream(mn_context *context, void *stream);
+
+/* Gives back memory for work, which calls keep for the next one. */
+MN_API void mn_context_trim(mn_context *context);    // NULL accepted
 
 /* ---- text ------------------------------------------------------------------------------------ */
 
@@ -178,6 +191,10 @@ typedef struct mn_session_options {
                                //   a GPU what 4 GiB hold, at most 4096
     bool belief;               // keep the read variances of the tokens fed last
     mn_dtype dtype;            // of what a GPU computes, MN_F32 or MN_BF16; MN_F32 on the CPU
+    bool relative;             // with belief: tell each variance over its mean over all directions
+                               //   of a query, which tells known keys from unknown ones (bayes,
+                               //   kla, palimpsa; other layers, and steps of mn_batch, tell the
+                               //   variance itself). Each token costs about as much again
 } mn_session_options;
 
 /* Context and model must outlive the session. `options` may be NULL. On a context with a GPU the
@@ -420,6 +437,50 @@ typedef struct mn_gdn2_args {
     struct { mn_out q, k, v, erase, write, g, state0; } grad;
 } mn_gdn2_args;
 
+/* Diagonal plus low rank: S = diag(exp g) S + b (S'a)' + k v';  o = scale S'q. The read by a is of
+ * the state before its decay. RWKV-7: a = -kk, b = kk times the in-context learning rate. */
+typedef struct mn_dplr_args {
+    mn_call call;                         // B T H K V
+    double scale;
+    mn_in q, k, v, a, b, g, state0;       // a, b, g (B,T,H,K), g <= 0
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, a, b, g, state0; } grad;
+} mn_dplr_args;
+
+/* DeltaProduct: one decay, then Q / H steps of delta_net a token, o from the state behind the last.
+ * Row j H + h of a token's keys, values and strengths is step j of head h. */
+typedef struct mn_delta_product_args {
+    mn_call call;                         // B T H K V Q
+    double scale;
+    mn_in q, k, v, beta, g, state0;       // k (B,T,Q,K); v (B,T,Q,V); beta (B,T,Q); g (B,T,H)
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, beta, g, state0; } grad;
+} mn_delta_product_args;
+
+/* delta_net with J query and key heads: value head h uses head floor(h J / H) of them. */
+typedef struct mn_delta_gva_args {
+    mn_call call;                         // B T H J K V
+    double scale;
+    int decay;
+    mn_in q, k, v, beta, g, state0;       // q, k (B,T,J,K)
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, beta, g, state0; } grad;
+} mn_delta_gva_args;
+
+/* RG-LRU, each channel a state of its own: log a = -8 sigmoid(ga) softplus(a_param); h = a h +
+ * sqrt(1 - a^2) sigmoid(gx) x; y = h. Without h0 the first token of a sequence enters unscaled:
+ * h = sigmoid(gx) x. The root's slope is at most 1000. */
+typedef struct mn_lru_args {
+    mn_call call;                         // B T V
+    mn_in x, gx, ga, a_param, h0;         // (B,T,V); a_param (V); h0 (N,V)
+    mn_out y, h;
+    struct { mn_in y, h; } cot;
+    struct { mn_out x, gx, ga, a_param, h0; } grad;
+} mn_lru_args;
+
 /* Longhorn, diagonal: n = 1 + beta_j |k|^2; S_ij = (1 - beta_j k_i^2 / n) S_ij + beta_j v_j
  * k_i / n. */
 typedef struct mn_longhorn_diag_args {
@@ -526,10 +587,12 @@ typedef struct mn_kla_mc_args {
 } mn_kla_mc_args;
 
 /* MesaNet: Hkk = e^g Hkk + beta k k'; Hkv = e^g Hkv + beta k v'; o = Hkv'(Hkk + diag lam)^-1 scale
- * q. */
+ * q. With `steps` forward takes that many steps of conjugate gradients from 0 instead of the
+ * solution (ref/mesa.c; CPU only); backward is that of the solution. */
 typedef struct mn_mesa_args {
     mn_call call;                             // B T H K V
     double scale;
+    int64_t steps;                            // 0: the solution
     mn_in q, k, v, g, beta, lam, hkk0, hkv0;  // g, beta (B,T,H); lam (H,K); (N,H,K,K) (N,H,K,V)
     mn_out o, hkk, hkv;
     struct { mn_in o, hkk, hkv; } cot;
@@ -562,14 +625,15 @@ typedef struct mn_ccq_read_args {
     struct { mn_out q, k, gamma, v, g, beta, kk0, ks0, state0; } grad;
 } mn_ccq_read_args;
 
-/* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H. lse
- * is the log of the sum of the exponentials of a row's scores, float32 on a GPU. Backward takes
- * fewer products there if `lse` and `o` still hold what forward wrote; with lse.data NULL it reads
- * neither. */
+/* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H.
+ * With a window a query sees the newest `window` keys, its own among them (CPU only). lse is the log
+ * of the sum of the exponentials of a row's scores, float32 on a GPU. Backward takes fewer products
+ * there if `lse` and `o` still hold what forward wrote; with lse.data NULL it reads neither. */
 typedef struct mn_attention_args {
     mn_call call;                             // B T H K V J L
     double scale, rope_base;
     int rope_kind;                            // 0 none, 1 half, 2 pairs
+    int64_t window;                           // 0: all keys so far
     mn_in q, k, v;                            // (B,T,H,K) (B,L,J,K) (B,L,J,V)
     mn_out o, lse;                            // (B,T,H,V) (B,T,H)
     struct { mn_in o; } cot;
@@ -748,11 +812,12 @@ typedef struct mn_adamw_args {
 
 /* The operators, in the order of the tables. */
 #define MN_OPS(OP)                                                                                 \
-    OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(longhorn_diag) OP(longhorn_column)            \
+    OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(dplr) OP(delta_product) OP(delta_gva)         \
+    OP(longhorn_diag) OP(longhorn_column)                                                          \
     OP(riccati) OP(bayes) OP(importance) OP(palimpsa_paper) OP(palimpsa_code)                      \
     OP(moebius) OP(kla_discretise) OP(kla_mc) OP(mesa) OP(curvature) OP(ccq_read)                  \
     OP(attention) OP(relu_attention) OP(hyper) OP(hyper_layer)                                     \
-    OP(scan) OP(mlstm) OP(conv) OP(conv_unit) OP(rms_norm) OP(rms_norm_gated)                      \
+    OP(scan) OP(lru) OP(mlstm) OP(conv) OP(conv_unit) OP(rms_norm) OP(rms_norm_gated)              \
     OP(l2_norm) OP(swiglu) OP(rope) OP(cross_entropy) OP(adamw)
 
 #define MN_OP_PROTOTYPES(name)                                                                     \

@@ -41,6 +41,11 @@ static void print_help(void) {
          "products over one\n"
          "beginning, \"only\": {axis: [labels]} leaves out the others, \"jobs\": [...] lists them "
          "one by one.\n\n"
+         "A job with data in place of task trains on text of your own: {\"data\": {\"train\": "
+         "\"book.txt\"},\n"
+         "\"model\": ..., \"train\": ...} as in mneme train; its result is the loss on text held "
+         "out. \"keep\": true\n"
+         "leaves the model of a job in DIR/models/KEY.\n\n"
          "A job: task (name, setting, options; train and test: examples), model and train as in "
          "mneme train,\n"
          "seed, epochs, lr_by_epoch, steps_at_most, tests (name: {options, test}), evaluate "
@@ -49,7 +54,10 @@ static void print_help(void) {
          "Records are appended to DIR/results.jsonl, on the disk before the next job starts. A "
          "job that is\n"
          "there is not run again, so the same command goes on with a sweep that was stopped or "
-         "killed.\n\n"
+         "killed.\n"
+         "At the end a table shows mean and standard error over seeds of each setting and the best "
+         "one;\n"
+         "runs.csv and summary.csv hold the same, and mneme plot DIR draws it.\n\n"
          "  -o DIR              folder of the results (default: FILE without .json)\n"
          "  --jobs N            processes (default: one a core; with --device one)\n"
          "  --device D          train on cuda or cuda:N (default: cpu)\n"
@@ -132,9 +140,8 @@ int mn_command_sweep(int argc, char **argv) {
                                               o.shard, o.shards, o.quiet);
     if (status == 0 && !o.dry && !o.quiet && o.shards > 0) {
         printf("%s/results-%d-of-%d.jsonl\n", folder, o.shard, o.shards);
-    } else if (status == 0 && !o.dry && !o.quiet) {
-        printf("%s/results.jsonl\n", folder);
     }
+    const int told = o.dry || o.shards > 0 ? 0 : mn_sweep_table(folder, jobs, o.quiet);
     json_decref(jobs);
-    return status;
+    return status != 0 ? status : told;
 }

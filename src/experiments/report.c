@@ -137,13 +137,26 @@ static void put_exact(FILE *out, const mn_cells *c) {
             agree, count_paper(c));
 }
 
-static void put_settings(FILE *out, const mn_cells *c) {
+/* Whether a cell of the row before `at` has the same setting. */
+static bool is_said(const mn_cells *c, int64_t at) {
+    for (int64_t i = 0; i < at; i++) {
+        if (strcmp(c->items[i].row, c->items[at].row) == 0 &&
+            strcmp(c->items[i].setting, c->items[at].setting) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* With a pilot the settings were chosen on its seeds, and each row says its own once. */
+static void put_settings(FILE *out, const mn_cells *c, bool pilot) {
     bool any = false;
     for (int64_t i = 0; i < c->n; i++) {
         const mn_cell *cell = &c->items[i];
-        if (!cell->setting[0]) continue;
-        if (!any) fputs("\nBest of the settings tried:", out);
-        fprintf(out, "%s %s %s at %s", any ? ";" : "", cell->row, cell->column, cell->setting);
+        if (!cell->setting[0] || (pilot && is_said(c, i))) continue;
+        if (!any) fputs(pilot ? "\nChosen on other seeds:" : "\nBest of the settings tried:", out);
+        fprintf(out, "%s %s%s%s at %s", any ? ";" : "", cell->row, pilot ? "" : " ",
+                pilot ? "" : cell->column, cell->setting);
         any = true;
     }
     if (any) fputs(".\n", out);
@@ -177,7 +190,7 @@ static void put_table(FILE *out, const page *p, int64_t number) {
     if (cells.exact) put_exact(out, &cells);
     else put_grid(out, &cells);
     if (!cells.exact && count_paper(&cells) > 0) put_paper(out, &cells);
-    put_settings(out, &cells);
+    put_settings(out, &cells, json_object_get(p->results->value, "pilot") != NULL);
     snprintf(svg, sizeof svg, "table-%" PRId64 ".svg", number + 1);
     const json_t *figures = json_object_get(p->results->value, "figures");
     for (size_t i = 0; i < json_array_size(figures); i++) {
@@ -187,12 +200,11 @@ static void put_table(FILE *out, const page *p, int64_t number) {
     mn_cells_free(&cells);
 }
 
-static void put_claim(FILE *out, const mn_claim *claim) {
-    static const char *const verdicts[] = { "open", "holds", "does not hold" };
+static void put_claim(FILE *out, const mn_claim *claim, bool full_size) {
     const double scale = claim->percent ? 100.0 : 1.0;
     fputs("| ", out);
     put_text(out, claim->says);
-    fprintf(out, " | %s%s | ", verdicts[claim->verdict], claim->close ? ", narrowly" : "");
+    fprintf(out, " | %s | ", mn_claim_word(claim, full_size));
     if (claim->verdict == MN_CLAIM_OPEN) {
         fputs("- | - | - |\n", out);
         return;
@@ -207,12 +219,12 @@ static void put_claim(FILE *out, const mn_claim *claim) {
 static void put_claims(FILE *out, const mn_json *results) {
     const int64_t n = mn_claim_count(results);
     if (n == 0) return;
-    fputs("\n## What came out\n\nNarrowly: within two standard errors of what is asked; more seeds "
-          "may turn it.\n\n| claim | verdict | ours | asked | seeds |\n"
+    const bool full = strcmp(text_of(results->value, "preset"), "full") == 0;
+    fputs("\n## What came out\n\n" MN_CLAIM_RULE "\n\n| claim | verdict | ours | asked | seeds |\n"
           "|---|---|---|---|---|\n", out);
     for (int64_t i = 0; i < n; i++) {
         mn_claim claim;
-        if (mn_claim_judge(&claim, results, i) == MN_OK) put_claim(out, &claim);
+        if (mn_claim_judge(&claim, results, i) == MN_OK) put_claim(out, &claim, full);
         else fprintf(out, "| claim %" PRId64 " cannot be judged: %s | | | | |\n", i + 1,
                      mn_last_error());
     }

@@ -10,10 +10,12 @@
 #include "ops/describe.h"
 
 static const struct {
-    const char *name, *about, *choices;    // choices NULL: a real number
+    const char *name, *about, *choices;    // choices NULL: a real number; "": a whole one
 } options[] = {
 #define OPTION_INT(name, choices, about) { #name, about, choices },
-#define OPTION_REAL(name, about) { #name, about, NULL },
+#define OPTION_SIZE(name, least, most, about) { #name, about, "" },
+#define OPTION_RANK(name, least, most, about) { #name, about, "rank" },
+#define OPTION_REAL(name, least, most, about) { #name, about, NULL },
 #include "layers/options.def"
 };
 
@@ -49,13 +51,13 @@ static json_t *options_json(mn_layer_kind kind) {
 
 static json_t *kind_json(mn_layer_kind kind) {
     mn_mixer_info info;
-    if (mn_mixer_find(&info, mn_layer_kind_name(kind)) != MN_OK) return NULL;
+    if (mn_layer_row(&info, kind) != MN_OK) return NULL;
     return json_pack("{s:s, s:s, s:s, s:s, s:s, s:b, s:b, s:b, s:o}", "name",
                      mn_layer_kind_name(kind), "transition", mn_mixer_transition_equation(&info),
                      "belief", mn_mixer_belief_equation(&info), "read",
                      mn_mixer_read_equation(&info), "operator", mn_op_describe(info.op)->name,
                      "variance", (int)mn_mixer_has_variance(&info), "cache",
-                     (int)mn_mixer_has_cache(&info), "ccq", (int)mn_mixer_has_matrix(&info),
+                     (int)mn_mixer_has_cache(&info), "ccq", (int)mn_layer_takes_ccq(kind),
                      "options", options_json(kind));
 }
 

@@ -10,7 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "io/json_write.h"
-#include "model/dialect.h"
+#include "model/families/dialect.h"
 
 static const char *const mlp_names[MN_MLP_COUNT] = {
 #define MLP(id, name, about) [MN_MLP_##id] = name,
@@ -28,9 +28,24 @@ static const struct {
 static const char *const known_keys[] = {
 #define KEY(name) #name,
 #define IGNORED(name) #name,
+#define NEUTRAL(name, value, why) #name,
 #include "model/config_keys.def"
 #undef KEY
 #undef IGNORED
+#undef NEUTRAL
+};
+
+/* Keys of other software that are passed over while they say what is so anyway. */
+static const struct {
+    const char *key, *value, *why;
+} neutral_keys[] = {
+#define KEY(name)
+#define IGNORED(name)
+#define NEUTRAL(name, value, why) { #name, value, why },
+#include "model/config_keys.def"
+#undef KEY
+#undef IGNORED
+#undef NEUTRAL
 };
 
 static const char *const decoder_names[MN_DECODER_COUNT] = {
@@ -44,6 +59,9 @@ enum { MAX_KEYS = 512 };
 void mn_model_config_free(mn_model_config *config) {
     free(config->names);
     free(config->options);
+    free(config->beside);
+    free(config->halves);
+    free(config->source);
     memset(config, 0, sizeof *config);
 }
 
@@ -52,12 +70,18 @@ mn_status mn_model_config_copy(mn_model_config *out, const mn_model_config *from
     const size_t n = (size_t)from->n_layers;
     out->names = malloc(n * sizeof *out->names);
     out->options = malloc(n * sizeof *out->options);
-    if (!out->names || !out->options) {
+    out->beside = from->beside ? malloc(n * sizeof *out->beside) : NULL;
+    out->halves = malloc(n);
+    out->source = from->source ? strdup(from->source) : NULL;
+    if (!out->names || !out->options || !out->halves || !out->beside != !from->beside ||
+        !out->source != !from->source) {
         mn_model_config_free(out);
         return mn_fail(MN_ERR_MEMORY, "no memory for a model's configuration");
     }
     memcpy(out->names, from->names, n * sizeof *out->names);
     memcpy(out->options, from->options, n * sizeof *out->options);
+    if (out->beside) memcpy(out->beside, from->beside, n * sizeof *out->beside);
+    memcpy(out->halves, from->halves, n);
     return MN_OK;
 }
 
@@ -135,6 +159,17 @@ void mn_layers_describe(char *text, size_t size, const mn_model_config *config) 
 
 /* ---- reading --------------------------------------------------------------------------------- */
 
+/* Its keys are "layers" and the options of attention. */
+static mn_status check_hybrid_keys(const mn_json *attn) {
+    const char *keys[MAX_KEYS] = { "layers" };
+    mn_layer_kind kind;
+    bool ccq;
+    mn_status st = mn_layer_kind_find(&kind, &ccq, "attention");
+    if (st == MN_OK) st = mn_json_expect_object(attn);
+    if (st != MN_OK) return st;
+    return mn_json_unknown_key(attn, keys, 1 + mn_layer_option_keys(kind, keys + 1, MAX_KEYS - 1));
+}
+
 /* Layer i of a flash-linear-attention hybrid is softmax attention if its "attn" says so. */
 static mn_status read_hybrid(mn_model_config *c, const mn_json *object) {
     const mn_json attn = mn_json_member(object, "attn");
@@ -144,7 +179,8 @@ static mn_status read_hybrid(mn_model_config *c, const mn_json *object) {
     for (int64_t i = 0; i < n; i++) {
         const mn_json one = several ? mn_json_item(&attn, i) : attn;
         const mn_json layers = mn_json_member(&one, "layers");
-        mn_status st = mn_json_expect_list(&layers);
+        mn_status st = check_hybrid_keys(&one);
+        if (st == MN_OK) st = mn_json_expect_list(&layers);
         for (int64_t k = 0; st == MN_OK && k < mn_json_count(&layers); k++) {
             const mn_json item = mn_json_item(&layers, k);
             int64_t at = -1;
@@ -170,6 +206,10 @@ static mn_status read_layers(mn_model_config *c, const mn_json *object) {
     mn_status st = mn_json_opt_text(&type, object, "model_type");
     if (st == MN_OK) st = mn_json_opt_text(&spec, object, "layers");
     if (st == MN_OK) st = mn_json_opt_i64(&n_layers, object, "num_hidden_layers");
+    if (st == MN_OK && (n_layers < 0 || n_layers > MN_MAX_LAYERS)) {
+        const mn_json at = mn_json_member(object, "num_hidden_layers");
+        return mn_json_fail(&at, "must lie between 1 and %d", MN_MAX_LAYERS);
+    }
     for (size_t i = 0; i < MN_COUNTOF(model_types) && type && !spec; i++) {
         if (strcmp(model_types[i].type, type) == 0) spec = model_types[i].layer;
     }
@@ -206,11 +246,48 @@ static mn_status read_options(mn_model_config *c, const mn_json *object) {
     return MN_OK;
 }
 
+/* Options of the attention beside the mixers are those of mixers.attention. */
+static mn_status read_beside(mn_model_config *c, const mn_json *object) {
+    const mn_json mixers = mn_json_member(object, "mixers");
+    const mn_json own = mn_json_member(&mixers, "attention");
+    if (!c->block.beside_attention && c->block.shared_blocks == 0) return MN_OK;
+    c->beside = calloc((size_t)c->n_layers, sizeof *c->beside);
+    if (!c->beside) return mn_fail(MN_ERR_MEMORY, "no memory for the options of layers");
+    mn_status st = MN_OK;
+    for (int i = 0; i < c->n_layers && st == MN_OK; i++) {
+        mn_layer_defaults(&c->beside[i], MN_LAYER_attention);
+        if (mn_json_given(&own)) st = mn_layer_config_read(&c->beside[i], MN_LAYER_attention, &own);
+    }
+    return st;
+}
+
+static mn_status read_halves(mn_model_config *c, const mn_json *object) {
+    c->halves = calloc((size_t)c->n_layers, 1);
+    if (!c->halves) return mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
+    return mn_block_read_halves(c->halves, c->n_layers, &c->block, object);
+}
+
+static mn_status check_neutral(const mn_json *object) {
+    for (size_t i = 0; i < MN_COUNTOF(neutral_keys); i++) {
+        const mn_json at = mn_json_member(object, neutral_keys[i].key);
+        if (!mn_json_given(&at)) continue;
+        json_t *value = json_loads(neutral_keys[i].value, JSON_DECODE_ANY, NULL);
+        const bool same = value && json_equal(value, at.value);
+        json_decref(value);
+        if (!same) {
+            return mn_json_fail(&at, "only %s is built: %s", neutral_keys[i].value,
+                                neutral_keys[i].why);
+        }
+    }
+    return MN_OK;
+}
+
 /* Every key is one of the model, of a layer it has, or one that other software writes. */
 static mn_status check_keys(const mn_model_config *c, const mn_json *object) {
     const char *keys[MAX_KEYS];
     int n = 0;
     for (size_t i = 0; i < MN_COUNTOF(known_keys); i++) keys[n++] = known_keys[i];
+    n += mn_block_keys(keys + n, MAX_KEYS - n);
     for (int i = 0; i < c->n_layers; i++) {
         mn_layer_kind kind;
         bool ccq, seen = false;
@@ -219,7 +296,17 @@ static mn_status check_keys(const mn_model_config *c, const mn_json *object) {
         for (int k = 0; k < i; k++) seen |= strcmp(c->names[k], c->names[i]) == 0;
         if (!seen) n += mn_layer_option_keys(kind, keys + n, MAX_KEYS - n);
     }
-    return mn_json_unknown_key(object, keys, n);
+    const mn_status st = mn_json_unknown_key(object, keys, n);
+    return st == MN_OK ? check_neutral(object) : st;
+}
+
+/* Largest width of anything a configuration names. */
+static const int64_t most_width = INT64_C(1) << 24;
+
+static mn_status require(const mn_json *object, const char *key, bool holds, const char *why) {
+    if (holds) return MN_OK;
+    const mn_json at = mn_json_member(object, key);
+    return mn_json_fail(&at, "%s", why);
 }
 
 static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
@@ -232,13 +319,24 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     if (st == MN_OK) st = mn_json_opt_bool(&c->mlp_bias, object, "mlp_bias");
     if (st == MN_OK) st = mn_json_opt_f64(&ratio, object, "hidden_ratio");
     if (st == MN_OK) st = mn_json_opt_i64(&c->intermediate_size, object, "intermediate_size");
+    if (st == MN_OK) {
+        st = require(object, "hidden_ratio", ratio >= 1.0 / 1024 && ratio <= 1024.0,
+                     "must lie between 1/1024 and 1024");
+    }
+    if (st == MN_OK) {
+        st = require(object, "intermediate_size",
+                     c->intermediate_size >= 0 && c->intermediate_size <= most_width,
+                     "must lie between 1 and 16777216");
+    }
     if (st != MN_OK) return st;
     const mn_json at = mn_json_member(object, "mlp");
     c->mlp = MN_MLP_COUNT;
     for (int i = 0; i < MN_MLP_COUNT; i++) {
         if (strcmp(mlp_names[i], name) == 0) c->mlp = (mn_mlp)i;
     }
-    if (c->mlp == MN_MLP_COUNT) return mn_json_fail(&at, "none of swiglu, gelu, none");
+    if (c->mlp == MN_MLP_COUNT) {
+        return mn_json_fail(&at, "none of swiglu, gelu, gelu_erf, relu_square, rwkv7, none");
+    }
     if (strcmp(act, "swish") != 0 && strcmp(act, "silu") != 0 && c->mlp == MN_MLP_SWIGLU) {
         const mn_json hidden_act = mn_json_member(object, "hidden_act");
         return mn_json_fail(&hidden_act, "only swish is built; use \"mlp\": \"gelu\" for GELU");
@@ -251,8 +349,22 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     }
     if (c->intermediate_size == 0) {
         c->intermediate_size = (int64_t)((double)c->hidden_size * ratio);
+        if (c->mlp == MN_MLP_RWKV7) {
+            c->intermediate_size = mn_ceil_div(c->intermediate_size, 32) * 32;
+        }
     }
-    return MN_OK;
+    const bool fits = c->mlp == MN_MLP_NONE ||
+                      (c->intermediate_size >= 1 && c->intermediate_size <= most_width);
+    return require(object, "hidden_ratio", fits, "leaves the MLP no width, or far too much");
+}
+
+/* Of the delta rule's layers; KDA has sigmoid and no key for it. */
+static mn_status check_output_gate(const mn_json *object) {
+    const char *act = "swish";
+    const mn_status st = mn_json_opt_text(&act, object, "output_gate_activation");
+    if (st != MN_OK || strcmp(act, "swish") == 0 || strcmp(act, "silu") == 0) return st;
+    const mn_json at = mn_json_member(object, "output_gate_activation");
+    return mn_json_fail(&at, "only swish is built");
 }
 
 static mn_status read_decoder(mn_model_config *c, const mn_json *object) {
@@ -267,12 +379,6 @@ static mn_status read_decoder(mn_model_config *c, const mn_json *object) {
     return st;
 }
 
-static mn_status require(const mn_json *object, const char *key, bool holds, const char *why) {
-    if (holds) return MN_OK;
-    const mn_json at = mn_json_member(object, key);
-    return mn_json_fail(&at, "%s", why);
-}
-
 static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
     mn_status st = mn_json_get_i64(&c->hidden_size, object, "hidden_size");
     if (st == MN_OK) st = mn_json_opt_i64(&c->vocab_size, object, "vocab_size");
@@ -282,7 +388,7 @@ static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
     if (st == MN_OK) st = mn_json_opt_f64(&c->logit_softcap, object, "logit_softcap");
     if (st == MN_OK) st = mn_json_opt_bool(&c->norm_plus_one, object, "norm_plus_one");
     if (st == MN_OK) st = mn_json_opt_bool(&c->tied, object, "tie_word_embeddings");
-    const int64_t most = INT64_C(1) << 24;
+    const int64_t most = most_width;
     if (st == MN_OK) {
         st = require(object, "hidden_size", c->hidden_size >= 1 && c->hidden_size <= most,
                      "must lie between 1 and 16777216");
@@ -299,20 +405,51 @@ static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
         st = require(object, "norm_eps", c->norm_eps > 0.0 && c->norm_eps < 1.0,
                      "must lie between 0 and 1");
     }
+    if (st == MN_OK) {
+        st = require(object, "initializer_range",
+                     c->initializer_range >= 0.0 && c->initializer_range <= 1e3,
+                     "must lie between 0 and 1000");
+    }
+    if (st == MN_OK) {
+        st = require(object, "logit_softcap", c->logit_softcap >= 0.0 && c->logit_softcap <= 1e9,
+                     "must lie between 0 and 1e9; 0 is none");
+    }
     return st;
+}
+
+/* "norm": rms, or layer, whose bias norm_bias leaves out. */
+static mn_status read_norm(mn_model_config *c, const mn_json *object) {
+    const char *name = "rms";
+    mn_status st = mn_json_opt_text(&name, object, "norm");
+    const mn_json at = mn_json_member(object, "norm");
+    if (st == MN_OK && strcmp(name, "rms") != 0 && strcmp(name, "layer") != 0) {
+        return mn_json_fail(&at, "rms or layer");
+    }
+    c->layer_norm = c->norm_bias = strcmp(name, "layer") == 0;
+    if (st == MN_OK) st = mn_json_opt_bool(&c->norm_bias, object, "norm_bias");
+    if (st == MN_OK) st = mn_json_opt_bool(&c->norm_first, object, "norm_first");
+    if (st != MN_OK || c->layer_norm || !c->norm_bias) return st;
+    const mn_json bias = mn_json_member(object, "norm_bias");
+    return mn_json_fail(&bias, "goes with \"norm\": \"layer\"");
 }
 
 static mn_status read_model(mn_model_config *out, const mn_json *object, const char *family) {
     mn_model_config c = { .context = 2048, .norm_eps = 1e-6, .initializer_range = 0.02,
                           .family = family };
+    mn_block_defaults(&c.block);
     mn_status st = mn_json_expect_object(object);
     if (st == MN_OK) st = read_sizes(&c, object);
+    if (st == MN_OK) st = mn_block_read(&c.block, object);
+    if (st == MN_OK) st = read_norm(&c, object);
     if (st == MN_OK) st = read_mlp(&c, object);
+    if (st == MN_OK) st = check_output_gate(object);
     if (st == MN_OK) st = read_decoder(&c, object);
     if (st == MN_OK) st = read_layers(&c, object);
     if (st == MN_OK) st = check_keys(&c, object);
     if (st == MN_OK) st = read_options(&c, object);
     if (st == MN_OK) st = read_hybrid(&c, object);
+    if (st == MN_OK) st = read_beside(&c, object);
+    if (st == MN_OK) st = read_halves(&c, object);
     const mn_json mixing = mn_json_member(object, "attnres_block_size");
     if (st == MN_OK && mn_json_given(&mixing)) {
         st = mn_json_fail(&mixing, "attention over earlier blocks is not built");
@@ -322,9 +459,17 @@ static mn_status read_model(mn_model_config *out, const mn_json *object, const c
     return st;
 }
 
+/* What is written back is what was read, with the keys that mean nothing here. */
+static mn_status keep_source(mn_model_config *c, const mn_json *object) {
+    const mn_status st = mn_json_text(&c->source, object->value, MN_JSON_PRETTY);
+    if (st != MN_OK) mn_model_config_free(c);
+    return st;
+}
+
 /* Configurations of a family are read in our words. */
 mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
     const char *type = NULL;
+    const mn_json whole = *object;
     *out = (mn_model_config){ 0 };
     mn_status st = mn_json_expect_object(object);
     if (st == MN_OK) st = mn_json_opt_text(&type, object, "model_type");
@@ -337,12 +482,12 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
         object = &nested;
     }
     if (st != MN_OK) return st;
-    if (!family) return read_model(out, object, NULL);
     mn_json ours = *object;
     ours.value = NULL;
-    st = mn_dialect_read(&ours.value, family, object);
-    if (st == MN_OK) st = read_model(out, &ours, family);
+    if (family) st = mn_dialect_read(&ours.value, family, object);
+    if (st == MN_OK) st = read_model(out, family ? &ours : object, family);
     json_decref(ours.value);
+    if (st == MN_OK && type && strcmp(type, "mneme") != 0) st = keep_source(out, &whole);
     return st;
 }
 
@@ -353,6 +498,9 @@ static bool fits(const mn_model_config *c, const char *layer) {
     const mn_layer_config *o = &c->options[0];
     const bool attention = strcmp(layer, "attention") == 0;
     if (c->mlp_bias || c->norm_plus_one || o->projections) return false;
+    if (!mn_block_is_plain(&c->block, c->halves, c->n_layers)) return false;
+    if (o->fused_qkv || o->qk_norm_whole || o->attention_scale != 0.0) return false;
+    if (c->layer_norm || c->norm_first) return false;
     if (!attention && strcmp(layer, "delta") != 0) return true;
     if (o->num_heads && o->head_dim && o->num_heads * o->head_dim != c->hidden_size) return false;
     return !attention || (o->use_rope && !o->o_bias && !o->use_output_gate &&
@@ -382,7 +530,9 @@ static const char *type_of(const mn_model_config *c, const char **architecture) 
 }
 
 const char *mn_model_config_family(const mn_model_config *config) {
-    const char *architecture, *type = type_of(config, &architecture);
+    const char *architecture, *type;
+    if (config->source) return config->family;
+    type = type_of(config, &architecture);
     return type ? mn_dialect_find(type) : NULL;
 }
 
@@ -412,7 +562,27 @@ static mn_status write_options(json_t *object, const mn_model_config *c, bool fl
     return st;
 }
 
+/* The configuration that was read, with the sizes that training may have set since. */
+static mn_status write_source(char **text, size_t *size, const mn_model_config *c) {
+    json_t *object = json_loads(c->source, 0, NULL);
+    const char *member = c->family ? mn_dialect_nested(c->family) : NULL;
+    const char *class = c->family ? mn_dialect_class(c->family) : NULL;
+    json_t *inner = member ? json_object_get(object, member) : object;
+    bool failed = !inner;
+    if (inner) set(inner, "vocab_size", json_integer(c->vocab_size), &failed);
+    if (object && class && !json_object_get(object, "architectures")) {
+        set(object, "architectures", json_pack("[s]", class), &failed);
+    }
+    if (object) set(object, "mneme_version", json_string(MN_VERSION), &failed);
+    mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
+                          : mn_json_text(text, object, MN_JSON_PRETTY);
+    if (st == MN_OK) *size = strlen(*text);
+    json_decref(object);
+    return st;
+}
+
 mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config *c) {
+    if (c->source) return write_source(text, size, c);
     const char *architecture = NULL, *type = type_of(c, &architecture);
     char layers[MN_MAX_LAYERS * (MN_MIXER_NAME + 2)];
     mn_layers_describe(layers, sizeof layers, c);
@@ -431,6 +601,11 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
         set(object, "decoder", json_string(decoder_names[c->decoder]), &failed);
     }
     if (c->norm_plus_one) set(object, "norm_plus_one", json_true(), &failed);
+    if (c->layer_norm) {
+        set(object, "norm", json_string("layer"), &failed);
+        set(object, "norm_bias", json_boolean(c->norm_bias), &failed);
+    }
+    if (c->norm_first) set(object, "norm_first", json_true(), &failed);
     if (c->mlp_bias) set(object, "mlp_bias", json_true(), &failed);
     set(object, "tie_word_embeddings", json_boolean(c->tied), &failed);
     set(object, "norm_eps", mn_json_real(c->norm_eps), &failed);
@@ -439,6 +614,7 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
         set(object, "logit_softcap", mn_json_real(c->logit_softcap), &failed);
     }
     set(object, "max_position_embeddings", json_integer(c->context), &failed);
+    if (mn_block_write(object, &c->block, c->halves, c->n_layers) != MN_OK) failed = true;
     const bool mixes = c->family && mn_dialect_mixes(c->family);
     mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
                           : write_options(object, c, type && !mixes);

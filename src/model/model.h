@@ -17,6 +17,9 @@ typedef struct mn_model_param {
     mn_param_info info;        // shape, group, initial values
     void *value, *grad;        // count numbers; grad NULL until mn_model_want_gradients
     void *shadow;              // of a model on a GPU: the value in bf16, or NULL
+    int stored;                // type of the file it was read from (io/safetensors.h); -1: none
+    int stored_rank;           // its axes there, where they are others: -1: as here
+    int64_t stored_shape[4];
 } mn_model_param;
 
 /* `config` is copied. Parameters are allocated, not set: mn_model_start or a checkpoint does. */
@@ -39,6 +42,9 @@ int64_t mn_model_count_without_embeddings(const mn_model *model);
 void mn_model_start(mn_model *model, mn_context *context, uint64_t seed);
 
 mn_status mn_model_want_gradients(mn_model *model);
+
+/* Room for them that nothing is written to: for plans of passes, on the host. */
+mn_status mn_model_reserve_gradients(mn_model *model);
 
 /* ---- where parameters are --------------------------------------------------------------------
  *

@@ -227,6 +227,10 @@ void *mn_tape_memory(mn_tape *tape, int64_t count) {
     return mn_tape_bytes_of(tape, bytes);
 }
 
+void *mn_tape_host(mn_tape *tape, size_t bytes) {
+    return mn_tape_dead(tape) ? NULL : mn_tape_note(tape, bytes);
+}
+
 mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes) {
     mn_tape_flush(tape);
     if (tape->device) return mn_device_download(tape->device, to, from, bytes);

@@ -117,6 +117,9 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status);
  * uninitialised, NULL after a failure. In plan mode the address must not be touched. */
 void *mn_tape_memory(mn_tape *tape, int64_t count);
 
+/* Memory of the host until the step's end, zeroed, in a plan too. NULL after a failure. */
+void *mn_tape_host(mn_tape *tape, size_t bytes);
+
 /* Asks for everything that a tape of MN_TAPE_DEFER has put off. Reading from a tape does that by
  * itself; it is for who goes on with its memory by other ways. */
 void mn_tape_flush(mn_tape *tape);
@@ -164,6 +167,9 @@ bool mn_tape_untouched(const mn_tensor *leaf);
 
 /* An input (B,T,H,X) of the caller, contiguous, in the tape's type. `grad` may be NULL. */
 mn_tensor *mn_tape_input(mn_tape *tape, void *data, void *grad, const int64_t shape[4]);
+
+/* One number after the other in the order of the axes. */
+bool mn_is_contiguous(const mn_tensor *x);
 
 /* Of step memory, for `n` sequences, to be filled and put into an input. NULL after a failure. */
 mn_tensor_rows *mn_tape_rows(mn_tape *tape, int64_t n);
@@ -273,6 +279,11 @@ mn_tensor *mn_tape_roll(mn_tape *tape, mn_tensor *x, int64_t by);
 /* Tokens `places` (counted over B and T) of x (B,T,1,X) side by side: (1,n,1,X). `places` is
  * borrowed until the step's end and names no token twice. */
 mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int64_t n);
+
+/* The other way: zeros of `shape` (B,T,1,X), to which the counts[i] rows of parts[i], (1,n,1,X),
+ * are added at their places, which are borrowed too and within one part name no token twice. */
+mn_tensor *mn_tape_place(mn_tape *tape, mn_tensor *const *parts, const int32_t *const *places,
+                         const int64_t *counts, int64_t n, const int64_t shape[4]);
 
 /* Rows of `table` (vocabulary, D) by token: (B,T,1,D). Tokens are checked against the table. */
 mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens, int64_t B,
@@ -386,8 +397,8 @@ void mn_run_in_at(mn_run *run, const char *field, const void *data);
  * [starts[b], starts[b+1]) of B = 1. Say this before the fields. */
 void mn_run_by_rows(mn_run *run, int64_t n, const int64_t *starts);
 
-/* The calls are steps of one sequence: they run one after the other, and after step b the `bytes` at
- * `from` are copied to the b-th place at `to`. Up to 8 of these. */
+/* The calls are steps of one sequence: they run one after the other, and after step b the `bytes`
+ * at `from` are copied to the b-th place at `to`. Up to 8 of these. */
 void mn_run_row_save(mn_run *run, const void *from, void *to, size_t bytes);
 
 /* Memory of the caller for field `field` of sequence `b` alone. */

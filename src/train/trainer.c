@@ -55,6 +55,7 @@ static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_d
     mn_model_config_free(&config);
     if (st == MN_OK) st = check_room(t);
     if (st != MN_OK) return st;
+    if (t->dry && !t->context->device) return mn_model_reserve_gradients(t->model);
     mn_model_start(t->model, t->context, (uint64_t)t->options.seed);
     st = mn_model_place(t->model, t->context, t->dtype);
     return st == MN_OK ? mn_model_want_gradients(t->model) : st;
@@ -73,6 +74,7 @@ static mn_status make_optimizer(mn_trainer *t) {
         return mn_fail(MN_ERR_ARGUMENT, "train.recompute: \"%s\" is none of none, light, mlp, "
                        "layer", o->recompute);
     }
+    if (t->dry && !t->context->device) return MN_OK;
     const int n = mn_model_params(t->model);
     mn_optim_param *params = calloc((size_t)n, sizeof *params);
     if (!params) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
@@ -89,8 +91,8 @@ static mn_status make_optimizer(mn_trainer *t) {
     return st;
 }
 
-mn_status mn_trainer_create_rank(mn_trainer **out, const mn_json *root, const mn_train_data *data,
-                                 mn_comm *comm, mn_context *context) {
+static mn_status create(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                        mn_comm *comm, mn_context *context, bool dry) {
     *out = NULL;
     if (mn_comm_world(comm) > 1 && context->device) {
         return mn_fail(MN_ERR_UNSUPPORTED, "several ranks train in the host's memory so far; leave "
@@ -99,6 +101,7 @@ mn_status mn_trainer_create_rank(mn_trainer **out, const mn_json *root, const mn
     mn_trainer *t = calloc(1, sizeof *t);
     if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
     t->context = context;
+    t->dry = dry;
     t->comm = comm;
     t->best = NAN;
     t->saved = -1;
@@ -115,13 +118,22 @@ mn_status mn_trainer_create_rank(mn_trainer **out, const mn_json *root, const mn
     return MN_OK;
 }
 
+mn_status mn_trainer_create_rank(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_comm *comm, mn_context *context) {
+    return create(out, root, data, comm, context, false);
+}
+
 mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
                                  mn_context *context) {
-    return mn_trainer_create_rank(out, root, data, NULL, context);
+    return create(out, root, data, NULL, context, false);
 }
 
 mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
-    return mn_trainer_create_from(out, root, NULL, context);
+    return create(out, root, NULL, NULL, context, false);
+}
+
+mn_status mn_trainer_create_dry(mn_trainer **out, const mn_json *root, mn_context *context) {
+    return create(out, root, NULL, NULL, context, true);
 }
 
 void mn_trainer_destroy(mn_trainer *t) {
@@ -348,10 +360,12 @@ mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
     if (st == MN_OK) st = plan_aside(t, memory, &aside);
     if (st != MN_OK) return st;
     memory->activations += aside;
-    memory->parameters = t->there ? mn_trainer_device_bytes(t) : mn_trainer_ranks_bytes(t);
+    memory->parameters = t->there ? mn_trainer_device_bytes(t)
+                         : t->ranks ? mn_trainer_ranks_bytes(t)
+                                    : (size_t)mn_model_count(t->model) * 4 * sizeof(float);
     memory->data = t->there ? 0 : data_bytes(t);    // the host's
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
-    return reserve(t, memory, aside);
+    return t->dry ? MN_OK : reserve(t, memory, aside);
 }
 
 /* ---- steps ----------------------------------------------------------------------------------- */

@@ -23,6 +23,7 @@ struct mn_trainer {
     bool stop;                       // this rank was asked to
     const mn_tokenizer *tokenizer;   // NULL: data are tokens already
     mn_tokenizer *own_tokenizer;     // the same, unless it was given
+    bool dry;                        // only asked what it would take
     bool text;                       // some data are text, whose tokens are held in memory
     mn_corpus *train, *valid, *all;  // all: what both are parts of; valid may be NULL, and all
                                      // is when tokens were given

@@ -111,6 +111,7 @@ static const char *difference(const mn_model_config *a, const mn_model_config *b
     if (a->vocab_size != b->vocab_size) return "vocab_size";
     if (a->hidden_size != b->hidden_size) return "hidden_size";
     if (a->mlp != b->mlp) return "mlp";
+    if (memcmp(&a->block, &b->block, sizeof a->block) != 0) return "a setting of its blocks";
     if (a->decoder != b->decoder) return "decoder";
     if (a->intermediate_size != b->intermediate_size) return "intermediate_size";
     if (a->tied != b->tied) return "tie_word_embeddings";
@@ -150,7 +151,7 @@ static mn_status load_weights(mn_trainer *t, const char *folder) {
 /* ---- public ---------------------------------------------------------------------------------- */
 
 static mn_status check_bytes(const char *folder) {
-    const mn_status st = mn_run_check_seal(folder);
+    const mn_status st = mn_run_check_seal(folder, false);
     if (st == MN_OK) return st;
     char why[1024];
     snprintf(why, sizeof why, "%s", mn_last_error());
@@ -164,6 +165,11 @@ static bool is_own(const mn_trainer *t, const char *folder) {
     struct stat a, b;
     return mn_run_checkpoint(path, t->options.out, t->step) == MN_OK && stat(path, &a) == 0 &&
            stat(folder, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+mn_status mn_trainer_begin(mn_trainer *t) {
+    if (t->step > 0 || !t->options.from[0]) return MN_OK;
+    return mn_checkpoint_read_weights(t->model, t->options.from);
 }
 
 mn_status mn_trainer_resume(mn_trainer *t, const char *path) {

@@ -51,6 +51,7 @@ static mn_status write_common(mn_trainer *t, const char *folder) {
     if (st == MN_OK && t->tokenizer) {
         st = mn_run_join(path, folder, "tokenizer.json");
         if (st == MN_OK) st = mn_tokenizer_save(t->tokenizer, path);
+        if (st == MN_OK) st = mn_tokenizer_save_ends(t->tokenizer, folder);
     }
     if (st == MN_OK) st = mn_run_join(path, folder, "progress.json");
     return st == MN_OK ? save_progress(t, path) : st;

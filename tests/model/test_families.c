@@ -50,6 +50,76 @@ static const struct {
     { "{\"model_type\": \"qwen3_5\", \"vision_config\": {}, \"text_config\": {\"model_type\": "
       "\"qwen3_5_text\", " SIZES ", " HEADS ", " DELTA "}}",
       "model.language_model.layers.0.linear_attn.norm.weight", "text_config" },
+    { "{\"model_type\": \"gpt2\", \"vocab_size\": 11, \"n_embd\": 8, \"n_layer\": 2, "
+      "\"n_head\": 2, \"n_positions\": 16}",
+      "transformer.h.1.attn.c_attn.bias", "n_positions" },
+    { "{\"model_type\": \"gpt_neox\", " SIZES ", \"num_attention_heads\": 2, "
+      "\"rotary_pct\": 0.5}",
+      "gpt_neox.layers.0.attention.query_key_value.weight", "rotary_pct" },
+    { "{\"model_type\": \"mesa_net\", " SIZES ", \"num_heads\": 2, "
+      "\"max_cg_step_training\": 30, \"max_cg_step_decoding\": 30}",
+      "model.layers.0.attn.lambda_params", "max_cg_step_training" },
+    { "{\"model_type\": \"mla\", " SIZES ", \"num_heads\": 2, \"q_lora_rank\": 4, "
+      "\"kv_lora_rank\": 4, \"qk_nope_head_dim\": 4, \"qk_rope_head_dim\": 2, "
+      "\"v_head_dim\": 4}",
+      "model.layers.1.attn.kv_proj.2.weight", "kv_lora_rank" },
+    { "{\"model_type\": \"qwen3_next\", " SIZES ", " HEADS ", " DELTA ", "
+      "\"num_experts\": 3, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 4, "
+      "\"shared_expert_intermediate_size\": 4, \"mlp_only_layers\": [0]}",
+      "model.layers.1.mlp.experts.2.up_proj.weight", "mlp_only_layers" },
+    { "{\"model_type\": \"granitemoehybrid\", " SIZES ", " HEADS ", "
+      "\"layer_types\": [\"linear_attention\", \"full_attention\"], "
+      "\"shared_intermediate_size\": 6, \"mamba_d_head\": 4, \"mamba_n_heads\": 4, "
+      "\"mamba_d_state\": 3, \"logits_scaling\": 2.0}",
+      "model.layers.0.shared_mlp.input_linear.weight", "logits_scaling" },
+    { "{\"model_type\": \"jamba\", " SIZES ", " HEADS ", \"attn_layer_period\": 2, "
+      "\"attn_layer_offset\": 1, \"num_experts\": 2, \"num_experts_per_tok\": 1, "
+      "\"intermediate_size\": 6, \"mamba_d_state\": 3, \"mamba_dt_rank\": 2}",
+      "model.layers.1.feed_forward.router.weight", "attn_layer_period" },
+    { "{\"model_type\": \"lfm2\", " SIZES ", \"num_attention_heads\": 2, "
+      "\"layer_types\": [\"conv\", \"full_attention\"], \"intermediate_size\": 6, "
+      "\"block_auto_adjust_ff_dim\": false}",
+      "model.layers.1.self_attn.q_layernorm.weight", "block_auto_adjust_ff_dim" },
+    { "{\"model_type\": \"minimax\", " SIZES ", " HEADS ", "
+      "\"layer_types\": [\"linear_attention\", \"full_attention\"], "
+      "\"num_local_experts\": 2, \"num_experts_per_tok\": 1, \"intermediate_size\": 6, "
+      "\"block_size\": 4}",
+      "model.layers.0.self_attn.diagonal_decay", "num_local_experts" },
+    { "{\"model_type\": \"nemotron_h\", \"vocab_size\": 11, \"hidden_size\": 8, "
+      "\"num_attention_heads\": 2, \"hybrid_override_pattern\": \"M-*E\", "
+      "\"intermediate_size\": 6, \"mamba_num_heads\": 2, \"mamba_head_dim\": 4, "
+      "\"ssm_state_size\": 3, \"n_groups\": 1, \"n_routed_experts\": 2, "
+      "\"num_experts_per_tok\": 1, \"moe_intermediate_size\": 4, "
+      "\"moe_shared_expert_intermediate_size\": 4}",
+      "backbone.layers.3.mixer.gate.e_score_correction_bias", "M-*E" },
+    { "{\"model_type\": \"olmo_hybrid\", " SIZES ", " HEADS ", "
+      "\"layer_types\": [\"linear_attention\", \"full_attention\"], "
+      "\"linear_num_key_heads\": 2, \"linear_num_value_heads\": 4, "
+      "\"linear_key_head_dim\": 4, \"linear_value_head_dim\": 3}",
+      "model.layers.1.post_feedforward_layernorm.weight", "linear_num_value_heads" },
+    { "{\"model_type\": \"falcon_h1\", " SIZES ", " HEADS ", \"mamba_d_ssm\": 12, "
+      "\"mamba_d_head\": 4, \"mamba_n_heads\": 3, \"mamba_d_state\": 3, "
+      "\"mamba_n_groups\": 1, \"ssm_multipliers\": [0.9, 0.8, 0.7, 1.2, 1.1]}",
+      "model.layers.1.self_attn.k_proj.weight", "ssm_multipliers" },
+    { "{\"model_type\": \"zamba2\", " SIZES ", \"num_attention_heads\": 2, "
+      "\"layers_block_type\": [\"linear_attention\", \"hybrid\"], "
+      "\"intermediate_size\": 6, \"adapter_rank\": 2, \"n_mamba_heads\": 4, "
+      "\"mamba_headdim\": 4, \"mamba_d_state\": 3}",
+      "model.layers.1.shared_transformer.feed_forward.gate_up_proj_adapter_list.0.1.weight", "layers_block_type" },
+    { "{\"model_type\": \"bailing_hybrid\", " SIZES ", \"num_attention_heads\": 2, "
+      "\"layer_types\": [\"linear_attention\", \"full_attention\"], "
+      "\"kda_safe_gate\": true, \"linear_num_heads\": 2, \"linear_head_dim\": 4, "
+      "\"kv_lora_rank\": 4, \"qk_nope_head_dim\": 4, \"qk_rope_head_dim\": 2, "
+      "\"v_head_dim\": 4, \"num_experts\": 2, \"num_experts_per_token\": 1, "
+      "\"moe_intermediate_size\": 4, \"first_k_dense_replace\": 1}",
+      "model.layers.1.mlp.gate.expert_bias", "kda_safe_gate" },
+    { "{\"model_type\": \"kimi_linear\", " SIZES ", \"num_attention_heads\": 2, "
+      "\"linear_attn_config\": {\"full_attn_layers\": [2], \"kda_layers\": [1], "
+      "\"num_heads\": 2, \"head_dim\": 4, \"short_conv_kernel_size\": 4}, "
+      "\"kv_lora_rank\": 4, \"qk_nope_head_dim\": 4, \"qk_rope_head_dim\": 2, "
+      "\"v_head_dim\": 4, \"num_experts\": 2, \"num_experts_per_token\": 1, "
+      "\"moe_intermediate_size\": 4}",
+      "model.layers.1.block_sparse_moe.experts.1.w2.weight", "linear_attn_config" },
 };
 
 static mn_status read_config(mn_model_config *out, const char *text) {
@@ -135,11 +205,15 @@ static void wrong_keys(void **state) {
           "beta_fast" },
         { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"rope_theta\": 5, "
           "\"rope_parameters\": {\"rope_theta\": 6}}", "contradicts" },
-        { "{\"model_type\": \"qwen3\", " SIZES ", " HEADS ", \"sliding_window\": 4}",
-      "window_size" },
         { "{\"model_type\": \"qwen3_next\", " SIZES ", \"layer_types\": [\"conv\", "
       "\"moe\"]}", "conv" },
-        { "{\"model_type\": \"qwen3_next\", " SIZES "}", "layer_types" },
+        { "{\"model_type\": \"nemotron_h\", " SIZES ", \"hybrid_override_pattern\": \"M?\"}",
+          "no layer of nemotron_h" },
+        { "{\"model_type\": \"falcon_h1\", " SIZES ", " HEADS ", \"projectors_bias\": true}",
+          "projectors_bias" },
+        { "{\"model_type\": \"gpt2\", " SIZES ", \"activation_function\": \"sine\"}", "sine" },
+        { "{\"model_type\": \"qwen3_next\", " SIZES ", \"num_experts\": 4, "
+          "\"num_experts_per_tok\": 5, \"moe_intermediate_size\": 8}", "num_experts_per_tok" },
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         mn_model *model = NULL;

@@ -52,10 +52,11 @@ static mn_status whole(fixture *f) {
 }
 
 static bool open(fixture *f, const char *layers) {
-    char json[256];
-    snprintf(json, sizeof json, "{\"layers\": \"%s\", \"hidden_size\": 16, \"vocab_size\": %d, "
+    char json[1024];
+    const size_t n = strcspn(layers, "|");    // behind it: settings of the blocks
+    snprintf(json, sizeof json, "{\"layers\": \"%.*s\", %s \"hidden_size\": 16, \"vocab_size\": %d, "
              "\"max_position_embeddings\": 32, \"intermediate_size\": 12, \"logit_softcap\": 20}",
-             layers, VOCABULARY);
+             (int)n, layers, layers[n] ? layers + n + 1 : "", VOCABULARY);
     memset(f, 0, sizeof *f);
     mn_status st = model_case_create(&f->model, json, MN_F32, 0.2, 3);
     if (st == MN_OK) st = mn_context_create(&f->context, NULL);
@@ -116,16 +117,24 @@ typedef void layers_test(fixture *f, const char *layers);
 
 /* Two layers of every kind, +ccq where there is one, and hybrids. */
 static void every_kind(layers_test *test) {
-    static const char *const hybrids[] = { "attention, gdn, bayes", "kla, relu_attention, mlstm" };
-    char layers[128];
+    static const char *const hybrids[] = {
+        "attention, gdn, bayes",
+        "kla, relu_attention, mlstm",
+        "attention, gdn|\"norm\": \"layer\", \"parallel_residual\": true, \"learned_positions\": 32,",
+        "lightning, none|\"residual\": \"norm\", \"mlp_beta\": 0.8, \"num_experts\": 3, "
+        "\"num_experts_per_tok\": 2, \"moe_intermediate_size\": 4, "
+        "\"shared_expert_intermediate_size\": 4,",
+        "mamba2|\"beside_attention\": true, \"mixers\": {\"attention\": {\"num_heads\": 2}},",
+        "mamba2*2|\"shared_blocks\": 1, \"adapter_rank\": 2, \"mlp_layer_types\": [\"shared\", "
+        "\"shared\"], \"mixers\": {\"attention\": {\"num_heads\": 2}},",
+    };
+    char layers[512];
     fixture f;
     for (int kind = 0; kind < MN_LAYER_COUNT + (int)MN_COUNTOF(hybrids); kind++) {
         if (kind < MN_LAYER_COUNT) {
             const char *name = mn_layer_kind_name((mn_layer_kind)kind);
-            mn_mixer_info info;
-            assert_int_equal(mn_mixer_find(&info, name), MN_OK);
             snprintf(layers, sizeof layers, "%s, %s%s", name, name,
-                     mn_mixer_has_matrix(&info) ? "+ccq" : "");
+                     mn_layer_takes_ccq((mn_layer_kind)kind) ? "+ccq" : "");
         } else {
             snprintf(layers, sizeof layers, "%s", hybrids[kind - MN_LAYER_COUNT]);
         }

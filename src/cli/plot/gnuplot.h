@@ -6,7 +6,7 @@
 
 #include "mneme.h"
 
-/* Makes the folder at `path` if it is not there; its parent must be. */
+/* Makes the folder at `path` and those above it where they are not there. */
 mn_status mn_make_folder(const char *path);
 
 /* Begins a script that draws NAME.svg and NAME.png, `width` x `height` units each, `panels`
@@ -16,6 +16,11 @@ mn_status mn_make_folder(const char *path);
 void mn_gnuplot_begin(FILE *out, const char *name, const char *about, int width, int height,
                       int panels);
 void mn_gnuplot_end(FILE *out);
+
+/* A text as gnuplot reads it back, byte for byte: everything but letters, digits and a few harmless
+ * signs is an escape in octal, so that no quote, line end, backquote or macro is there to be parsed.
+ * Control characters become spaces. */
+void mn_gnuplot_put_text(FILE *out, const char *text);
 
 /* Runs `gnuplot SCRIPT` inside `folder`. Fails with MN_ERR_UNSUPPORTED, and a message that says
  * how to go on, when gnuplot is not installed. */

@@ -17,18 +17,8 @@ static const char *const colors[] = { "0b4f9c", "d95f02", "1b9e77", "7b4fa3",
 
 enum { WIDTH = 960, HEIGHT_ONE = 540, HEIGHT_EACH = 300, PNG_SCALE = 2, KEY_INSIDE = 8 };
 
-static const char *color_of(int run) {
-    return colors[(size_t)run % MN_COUNTOF(colors)];
-}
-
-/* A text in single quotes. */
-static void put_quoted(FILE *out, const char *text) {
-    fputc('\'', out);
-    for (; *text; text++) {
-        if (*text == '\'') fputc('\'', out);
-        fputc(*text, out);
-    }
-    fputc('\'', out);
+static const char *color_of(const mn_plot *plot, int run) {
+    return colors[(size_t)plot->colour[run] % MN_COUNTOF(colors)];
 }
 
 static void put_line(FILE *out, const char *block, int index, const mn_plot_line *line,
@@ -40,12 +30,35 @@ static void put_line(FILE *out, const char *block, int index, const mn_plot_line
     fputs("EOD\n", out);
 }
 
+/* Mean less and mean more its standard error. */
+static void put_band(FILE *out, int index, const mn_plot_curve *curve, double scale) {
+    fprintf(out, "$band%d << EOD\n", index);
+    for (int64_t i = 0; i < curve->mean.n; i++) {
+        fprintf(out, "%.9g %.9g %.9g\n", scale * curve->mean.x[i],
+                curve->mean.y[i] - curve->half[i], curve->mean.y[i] + curve->half[i]);
+    }
+    fputs("EOD\n", out);
+}
+
 static void put_data(FILE *out, const mn_plot *plot) {
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_curve *curve = &plot->curves[i];
         if (curve->smoothed) put_line(out, "points", i, &curve->points, plot->x_scale);
         put_line(out, "mean", i, &curve->mean, plot->x_scale);
+        if (curve->banded) put_band(out, i, curve, plot->x_scale);
     }
+}
+
+/* All panels show the same stretch. */
+static void put_x_range(FILE *out, const mn_plot *plot) {
+    double low = INFINITY, high = -INFINITY;
+    for (int i = 0; i < plot->n_curves; i++) {
+        const mn_plot_line *line = &plot->curves[i].mean;
+        if (line->n == 0) continue;
+        low = fmin(low, plot->x_scale * line->x[0]);
+        high = fmax(high, plot->x_scale * line->x[line->n - 1]);
+    }
+    if (low < high) fprintf(out, "set xrange [%.9g:%.9g]\n", low, high);
 }
 
 static void put_terminal(FILE *out, const mn_plot *plot, bool png, const char *name) {
@@ -60,12 +73,14 @@ static void put_terminal(FILE *out, const mn_plot *plot, bool png, const char *n
                 "'#ffffff'\n", WIDTH, height);
     }
     fputs("set output ", out);
-    put_quoted(out, name);
+    mn_gnuplot_put_text(out, name);
     fputs("\nset border 3 lc rgb '#404040'\nset tics nomirror tc rgb '#404040'\n"
           "set grid ytics lc rgb '#e6e6e6' lt 1 lw 0.5\nset format x '%.10g'\n"
           "set format y '%.6g'\nset lmargin 12\nset rmargin 4\n",
           out);
     if (plot->log) fputs("set logscale y\n", out);
+    if (plot->log_x) fputs("set logscale x\n", out);
+    put_x_range(out, plot);
 }
 
 /* Logarithmic heights within less than two decades: gnuplot would label powers of ten only, and
@@ -104,8 +119,12 @@ static void put_panel_label(FILE *out, const mn_plot *plot, int panel) {
         const size_t n = strlen(label);
         snprintf(label + n, sizeof label - n, "%s%s", n > 0 ? ", " : "", plot->keys[key]);
     }
+    const size_t n = strlen(label);
+    if (n >= 4 && strcmp(label + n - 4, "loss") == 0) {
+        snprintf(label + n, sizeof label - n, " (nats a token)");
+    }
     fputs("set ylabel ", out);
-    put_quoted(out, label);
+    mn_gnuplot_put_text(out, label);
     fputs(" tc rgb '#404040'\n", out);
 }
 
@@ -125,9 +144,16 @@ static void put_curves(FILE *out, const mn_plot *plot, int panel, const char **j
     bool named[MN_PLOT_RUNS] = { false };
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_curve *curve = &plot->curves[i];
+        if (plot->panel[curve->key] != panel || !curve->banded) continue;
+        fprintf(out, "%s $band%d with filledcurves fc rgb '#D0%s' notitle", *join, i,
+                color_of(plot, curve->run));
+        *join = ", \\\n    ";
+    }
+    for (int i = 0; i < plot->n_curves; i++) {
+        const mn_plot_curve *curve = &plot->curves[i];
         if (plot->panel[curve->key] != panel || !curve->smoothed) continue;
         fprintf(out, "%s $points%d with lines lc rgb '#C8%s' lw 1 notitle", *join, i,
-                color_of(curve->run));
+                color_of(plot, curve->run));
         *join = ", \\\n    ";
     }
     for (int i = 0; i < plot->n_curves; i++) {
@@ -135,13 +161,16 @@ static void put_curves(FILE *out, const mn_plot *plot, int panel, const char **j
         if (plot->panel[curve->key] != panel) continue;
         int before = 0;                       // keys of this panel listed earlier
         for (int key = 0; key < curve->key; key++) before += plot->panel[key] == panel;
+        for (int run = 0; run < curve->run && plot->sweep; run++) {    // settings of one layer
+            before += plot->colour[run] == plot->colour[curve->run];
+        }
         const bool marked = is_marked(plot, curve->key);
         fprintf(out, "%s $mean%d with %s lc rgb '#%s' lw 2 dt %d%s ", *join, i,
-                marked ? "linespoints" : "lines", color_of(curve->run), before + 1,
+                marked ? "linespoints" : "lines", color_of(plot, curve->run), before + 1,
                 marked ? MARK : "");
         *join = ", \\\n    ";
         fputs(named[curve->run] ? "notitle" : "title ", out);
-        if (!named[curve->run]) put_quoted(out, plot->names[curve->run]);
+        if (!named[curve->run]) mn_gnuplot_put_text(out, plot->names[curve->run]);
         named[curve->run] = true;
     }
 }
@@ -155,7 +184,7 @@ static void put_key_styles(FILE *out, const mn_plot *plot, int panel, const char
         const bool marked = is_marked(plot, key);
         fprintf(out, "%s NaN with %s lc rgb '#909090' lw 2 dt %d%s title ", join,
                 marked ? "linespoints" : "lines", ++at, marked ? MARK : "");
-        put_quoted(out, plot->keys[key]);
+        mn_gnuplot_put_text(out, plot->keys[key]);
     }
 }
 
@@ -172,7 +201,7 @@ static void put_figure(FILE *out, const mn_plot *plot, bool png, const char *nam
         if (plot->log) put_log_range(out, plot, panel);
         if (panel == plot->n_panels - 1) {
             fputs("set xlabel ", out);
-            put_quoted(out, plot->x_label);
+            mn_gnuplot_put_text(out, plot->x_label);
             fputs(" tc rgb '#404040'\n", out);
         }
         put_curves(out, plot, panel, &join);
@@ -210,6 +239,14 @@ static char *joined(const char *start, size_t n, const char *ending) {
     return out;
 }
 
+static char *named(const char *start, const char *name, size_t n, const char *ending) {
+    char *whole = joined(start, strlen(start), name);
+    if (!whole) return NULL;
+    char *out = joined(whole, strlen(start) + n, ending);
+    free(whole);
+    return out;
+}
+
 static mn_status find_place(place *p, const char *path) {
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
     size_t stem = strlen(name);
@@ -217,9 +254,10 @@ static mn_status find_place(place *p, const char *path) {
     p->png = ends_in(name, ".png");
     if (p->png || ends_in(name, ".svg")) stem -= 4;
     p->folder = slash ? joined(path, (size_t)(name - path), "") : joined(".", 1, "");
-    p->first = joined(name, strlen(name), "");
-    p->second = joined(name, stem, p->png ? ".svg" : ".png");
-    p->script = joined(name, strlen(name), ".gp");
+    /* "./": gnuplot runs what is behind a leading | or <, and takes a leading - for an option */
+    p->first = named("./", name, strlen(name), "");
+    p->second = named("./", name, stem, p->png ? ".svg" : ".png");
+    p->script = named("./", name, strlen(name), ".gp");
     if (p->folder && p->first && p->second && p->script) return MN_OK;
     return mn_fail(MN_ERR_MEMORY, "%s: out of memory", path);
 }
@@ -231,12 +269,34 @@ static bool has_foreign_letters(const mn_plot *plot) {
             if ((unsigned char)*c >= 0x80) return true;
         }
     }
+    for (int i = 0; i < plot->n_keys; i++) {
+        for (const char *c = plot->keys[i]; *c; c++) {
+            if ((unsigned char)*c >= 0x80) return true;
+        }
+    }
     return false;
 }
 
+/* First line of our scripts: what begins otherwise is somebody else's and stays. */
+static const char mark[] = "# drawn by mneme plot\n";
+
+static bool is_ours(const char *path) {
+    char line[sizeof mark] = "";
+    FILE *file = fopen(path, "r");
+    if (!file) return errno == ENOENT;
+    const bool ours = fgets(line, sizeof line, file) && strcmp(line, mark) == 0;
+    fclose(file);
+    return ours;
+}
+
 static mn_status write_script(const mn_plot *plot, const place *p, const char *path, bool both) {
+    if (!is_ours(path)) {
+        return mn_fail(MN_ERR_IO, "%s: is in the way of the script for gnuplot and not ours; move "
+                       "it, or choose another -o", path);
+    }
     FILE *out = fopen(path, "w");
     if (!out) return mn_fail(MN_ERR_IO, "%s: cannot write: %s", path, strerror(errno));
+    fputs(mark, out);
     if (has_foreign_letters(plot)) fputs("set encoding utf8\n", out);
     put_data(out, plot);
     put_figure(out, plot, p->png, p->first);
@@ -253,7 +313,7 @@ mn_status mn_plot_draw(const mn_plot *plot, const char *out, bool both) {
     if (st == MN_OK) {
         const size_t n = strlen(p.folder);
         char *start = joined(p.folder, n, p.folder[n - 1] == '/' ? "" : "/");
-        path = start ? joined(start, strlen(start), p.script) : NULL;
+        path = start ? joined(start, strlen(start), p.script + 2) : NULL;    // without "./"
         free(start);
         if (!path) st = mn_fail(MN_ERR_MEMORY, "%s: out of memory", out);
     }
