@@ -18,7 +18,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "experiments/lease.h"
+#include "ranks/lease.h"
 #include "io/file.h"
 #include "io/json_write.h"
 #include "io/text.h"

@@ -96,7 +96,7 @@ static mn_status choose_transport(mn_comm_options *how, const char *name, const 
         return MN_OK;
     }
     if (!mn_transport_find(&how->transport, name)) {
-        return mn_fail(MN_ERR_ARGUMENT, "--transport %s: take auto, tcp, mpi or nccl", name);
+        return mn_fail(MN_ERR_ARGUMENT, "--transport %s: take auto, tcp or mpi", name);
     }
     if (how->transport != MN_TRANSPORT_MPI || by->mpi) return MN_OK;
     return mn_fail(MN_ERR_ARGUMENT, "--transport mpi is for ranks that mpirun started; these were "

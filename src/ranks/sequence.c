@@ -366,7 +366,7 @@ static mn_status forward_tail(call *c) {
 }
 
 /* The next rank's gradient of its initial state is the cotangent of the final one here. A state
- * that is kept as C and a logarithm m (mlstm) has its cotangent at C e^m: rank r sends dC0 e^-m0. */
+ * that is kept as C and a logarithm m (mlstm) has its cotangent at C e^m: dC0 e^-m0 is sent. */
 static void scale_sums(const call *c, const state *of, void *gradient) {
     if (!of->sum) return;
     int n;

@@ -25,6 +25,7 @@
 #include "data/hash.h"
 #include "io/json_write.h"
 #include "ops/context.h"
+#include "train/cost.h"
 #include "train/run_folder.h"
 #include "train/run_log.h"
 #include "train/run_read.h"
@@ -36,6 +37,7 @@ typedef struct options {
     mn_train_request request;
     const char *device, *transport;
     int threads, ranks;
+    double rate, bandwidth, latency;  // of the cost model: 0: measured or usual
     bool overwrite, quiet, json, dry;
 } options;
 
@@ -79,8 +81,12 @@ static void print_help(void) {
          "  --ranks N        processes on this machine that share each step, with the bits of one; "
          "mpirun, srun\n"
          "                   and torchrun --no-python start them on several machines\n"
-         "  --transport T    how ranks talk: auto (default), tcp, mpi or nccl\n"
+         "  --transport T    how ranks talk: auto (default), tcp or mpi\n"
          "  --dry-run        say what would be trained and how much memory it takes, and stop\n"
+         "  --rate X         of --dry-run with --ranks: TFLOP/s of a rank (default: half of sgemm "
+         "here),\n"
+         "  --bandwidth X    GB/s a rank sends (default 1), and\n"
+         "  --latency X      microseconds of a message (default 50)\n"
          "  --quiet          no progress\n"
          "  --json           the result as one document\n\n"
          "  mneme train book.txt\n"
@@ -94,6 +100,12 @@ static void print_help(void) {
     puts("  data.train, data.valid              files and folders\n"
          "  train.groups.NAME.lr, .decays       NAME: matrix, vector, state, embed, head\n"
          "  out                                 folder of the run (default: runs/LAYERS)");
+}
+
+static bool read_positive(void *to, const char *value) {
+    char *end;
+    *(double *)to = strtod(value, &end);
+    return end != value && !*end && *(double *)to > 0.0 && isfinite(*(double *)to);
 }
 
 /* An option that is a setting by a shorter name. */
@@ -171,6 +183,9 @@ static int parse(options *o, shortcut_value values[], int argc, char **argv) {
         { "--device", .text = &o->device },
         { "--ranks", .count = &o->ranks, .low = 1, .high = MN_RANKS_MOST },
         { "--transport", .text = &o->transport },
+        { "--rate", .read = read_positive, .to = &o->rate, .needs = "a positive number" },
+        { "--bandwidth", .read = read_positive, .to = &o->bandwidth, .needs = "a positive number" },
+        { "--latency", .read = read_positive, .to = &o->latency, .needs = "a positive number" },
         { "--overwrite", .flag = &o->overwrite },
         { "--dry-run", .flag = &o->dry },
         { "--quiet", .flag = &o->quiet },
@@ -502,14 +517,60 @@ static mn_status seconds_before(double *seconds, const char *out) {
     return st;
 }
 
+/* What a step would cost on several ranks. */
+static mn_cost_input cost_input(const run *r) {
+    const mn_train_options *o = mn_trainer_options(r->trainer);
+    const double here = 0.5 * mn_sgemm_rate(r->o->threads > 0 ? r->o->threads : 1);
+    return (mn_cost_input){
+        .parameters = mn_model_count(mn_trainer_model(r->trainer)), .batches = o->accumulate,
+        .tokens = o->batch * o->context, .flops = r->flops,
+        .activations = r->memory.activations + r->memory.work + r->memory.data,
+        .shards_gradients = strcmp(o->shard, "gradients") == 0,
+        .rate = r->o->rate > 0.0 ? 1e12 * r->o->rate : here,
+        .bandwidth = 1e9 * (r->o->bandwidth > 0.0 ? r->o->bandwidth : 1.0),
+        .latency = 1e-6 * (r->o->latency > 0.0 ? r->o->latency : 50.0),
+    };
+}
+
+/* Numbers of ranks worth a line: powers of two up to the one asked for. */
+static json_t *print_costs(const run *r) {
+    const mn_cost_input in = cost_input(r);
+    json_t *list = json_array();
+    const bool lines = !r->o->json;
+    if (lines) {
+        printf("one rank: %.3g TFLOP/s, sends %.3g GB/s, %.3g us a message; a step of %" PRId64
+               " batches of %" PRId64 " tokens\n", in.rate * 1e-12, in.bandwidth * 1e-9,
+               in.latency * 1e6, in.batches, in.tokens);
+        printf("%6s %12s %12s %10s %10s %12s %10s\n", "ranks", "MiB a rank", "MiB a step",
+               "compute s", "messages s", "tokens/s", "efficiency");
+    }
+    for (int64_t n = 1; n <= r->o->ranks; n = n < r->o->ranks && 2 * n > r->o->ranks ? r->o->ranks
+                                                                                     : 2 * n) {
+        const mn_cost c = mn_train_cost(&in, n);
+        if (lines) {
+            printf("%6" PRId64 " %12.0f %12.2f %10.4f %10.4f %12.0f %9.0f%%\n", n,
+                   mebibytes(c.bytes), c.sent / 1048576.0, c.compute, c.communicate,
+                   c.tokens_per_second, 100.0 * c.efficiency);
+        }
+        json_array_append_new(list, json_pack("{s:I, s:o, s:o, s:o, s:o, s:o, s:o}",
+            "ranks", (json_int_t)n, "mebibytes", mn_json_real(mebibytes(c.bytes)),
+            "bytes_sent", mn_json_real(c.sent), "compute_seconds", mn_json_real(c.compute),
+            "communicate_seconds", mn_json_real(c.communicate),
+            "tokens_per_second", mn_json_real(c.tokens_per_second),
+            "efficiency", mn_json_real(c.efficiency)));
+    }
+    return list;
+}
+
 /* What a dry run says to programs. */
-static void print_plan(run *r) {
+static void print_plan(run *r, json_t *costs) {
     const mn_model *model = mn_trainer_model(r->trainer);
     json_t *root = json_pack("{s:I, s:I, s:o, s:o}",
         "parameters", (json_int_t)mn_model_count(model),
         "parameters_without_embeddings", (json_int_t)mn_model_count_without_embeddings(model),
         "predicted_mebibytes", mn_json_real(mebibytes(r->memory.total)),
         "flops_per_token", mn_json_real(r->flops));
+    if (costs) json_object_set(root, "ranks", costs);
     char *text = NULL;
     if (mn_json_text(&text, root, MN_JSON_PRETTY) == MN_OK) puts(text);
     free(text);
@@ -623,8 +684,12 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     const int64_t length = mn_trainer_options(r->trainer)->context;
     r->flops = mn_model_flops(mn_trainer_model(r->trainer), length);
     if (r->first && (!r->o->quiet || r->o->dry)) introduce(r);
-    if (r->o->dry && r->o->json) print_plan(r);
-    if (r->o->dry) return MN_OK;
+    if (r->o->dry) {
+        json_t *costs = r->o->ranks > 1 ? print_costs(r) : NULL;
+        if (r->o->json) print_plan(r, costs);
+        json_decref(costs);
+        return MN_OK;
+    }
     catch_signals();
     st = start(r, root, checkpoint);
     if (st == MN_OK) st = train(r);

@@ -1,5 +1,5 @@
 /* lease.c - files that say who runs a job. */
-#include "experiments/lease.h"
+#include "ranks/lease.h"
 
 #include <errno.h>
 #include <fcntl.h>

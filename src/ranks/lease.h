@@ -3,11 +3,11 @@
  *   FOLDER/KEY.lease    host and process of who runs it; its time is renewed while that goes on
  *   FOLDER/KEY.done     somebody has run it
  *
- * A lease whose process is gone (on this machine), or that nobody has renewed for
- * MN_LEASE_SECONDS, may be taken over by one other, so that jobs of a machine that was lost are run.
- * The folder may be on a network file system: only the making and renaming of files is relied on. */
-#ifndef MN_EXPERIMENTS_LEASE_H
-#define MN_EXPERIMENTS_LEASE_H
+ * A lease whose process is gone (on this machine), or that nobody has renewed for MN_LEASE_SECONDS,
+ * may be taken over by one other, so that jobs of a lost machine are run. The folder may be on
+ * a network file system: only the making and renaming of files is relied on. */
+#ifndef MN_RANKS_LEASE_H
+#define MN_RANKS_LEASE_H
 
 #include "mneme.h"
 
