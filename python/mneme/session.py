@@ -9,6 +9,7 @@
 
 import ctypes
 import os
+import sys
 
 import numpy as np
 
@@ -38,8 +39,8 @@ class _Handle:
     def __init__(self, handle):
         self.handle = handle
 
-    def __del__(self):
-        if getattr(self, "handle", None):
+    def __del__(self, finalizing=sys.is_finalizing):
+        if getattr(self, "handle", None) and not finalizing():
             getattr(library(), self._destroy)(self.handle)
             self.handle = None
 
@@ -106,10 +107,10 @@ class Model(_Handle):
             self._tokenizer = Tokenizer(self.folder)
         return self._tokenizer
 
-    def session(self, belief=False, prefill_chunk=0, dtype="f32", context=None):
-        """A Session at the beginning of a sequence. `belief` keeps read variances; dtype "bf16"
-        is for a context of a GPU."""
-        return Session(self, belief, prefill_chunk, dtype, context)
+    def session(self, belief=False, prefill_chunk=0, dtype="f32", context=None, relative=False):
+        """A Session at the beginning of a sequence. `belief` keeps read variances, with `relative`
+        over their means over all queries; dtype "bf16" is for a context of a GPU."""
+        return Session(self, belief, prefill_chunk, dtype, context, relative)
 
     def score(self, tokens, context=None):
         """Log probability of each token after those before it, (n,); 0 for the first."""
@@ -118,7 +119,7 @@ class Model(_Handle):
 
 class _SessionOptions(ctypes.Structure):
     _fields_ = [("prefill_chunk", ctypes.c_int64), ("belief", ctypes.c_bool),
-                ("dtype", ctypes.c_int)]
+                ("dtype", ctypes.c_int), ("relative", ctypes.c_bool)]
 
 
 class Snapshot(_Handle):
@@ -136,13 +137,14 @@ class Session(_Handle):
 
     _destroy = "mn_session_destroy"
 
-    def __init__(self, model, belief=False, prefill_chunk=0, dtype="f32", context=None):
+    def __init__(self, model, belief=False, prefill_chunk=0, dtype="f32", context=None,
+                 relative=False):
         from ._operators import DTYPES, operators
         operators()
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}, not one of " + ", ".join(DTYPES))
         self.context, self.model = context or _library.context(), model
-        options = _SessionOptions(prefill_chunk, belief, DTYPES[dtype])
+        options = _SessionOptions(prefill_chunk, belief, DTYPES[dtype], relative)
         out = ctypes.c_void_p()
         check(library().mn_session_create(ctypes.byref(out), self.context.handle, model.handle,
                                           ctypes.byref(options)))

@@ -17,9 +17,11 @@
 #include "eval/choice.h"
 #include "eval/logits.h"
 #include "eval/perplexity.h"
+#include "io/folder.h"
 #include "io/json_write.h"
 #include "model/checkpoint.h"
 #include "tasks/task.h"
+#include "train/run_folder.h"
 
 enum { MOST_LENGTHS = 64, MOST_SETS = 64 };
 
@@ -33,7 +35,7 @@ typedef struct options {
     const char *task, *sets[MOST_SETS], *save_calibration;
     int64_t rows;                   // --rows
     int n_sets;
-    bool calibration, json, quiet;
+    bool calibration, json, quiet, verify;
 } options;
 
 static void print_help(void) {
@@ -65,6 +67,7 @@ static void print_help(void) {
          "  --dtype T          f32 (default), f64 on the CPU, bf16 on a GPU\n"
          "  --json             results as one document\n"
          "  --threads N        default: one per core\n"
+         "  --verify           check every byte of the model against its seal, not sizes and heads\n"
          "  --quiet            no progress");
 }
 
@@ -122,6 +125,7 @@ static int parse(options *o, int argc, char **argv) {
     int n_data = 0;
     const mn_option rows[] = {
         { "--model", .text = &o->model },
+        { "--verify", .flag = &o->verify },
         { "--text", .list = o->texts, .n = &o->n_texts, .most = argc, .several = true },
         { "--data", .list = o->data, .n = &n_data, .most = argc, .several = true },
         { "--split", .text = &o->split },
@@ -301,7 +305,10 @@ static mn_status write_logits(const evaluation *e) {
     mn_status st = mn_logits_read_ids(&tokens, e->o->tokens, V);
     if (st != MN_OK) return st;
     if (e->o->max_tokens) tokens.count = mn_min(tokens.count, e->o->max_tokens);
-    st = mn_logits_write(e->o->logits, e->context, e->model, &tokens, e->o->per_pass);
+    st = mn_folder_make_above(e->o->logits);
+    if (st == MN_OK) {
+        st = mn_logits_write(e->o->logits, e->context, e->model, &tokens, e->o->per_pass);
+    }
     if (st == MN_OK && !e->o->json) {
         printf("wrote %s: logits of %" PRId64 " tokens, %" PRId64 " each\n", e->o->logits,
                tokens.count, V);
@@ -340,6 +347,7 @@ static mn_status evaluate(const options *o) {
     if (st == MN_OK && dtype == MN_BF16 && !o->device) {
         st = mn_fail(MN_ERR_UNSUPPORTED, "bf16 runs on GPUs only; add --device cuda");
     }
+    if (st == MN_OK) st = mn_run_check_model(o->model, o->verify);
     if (st == MN_OK) {
         st = mn_checkpoint_load(&e.model, o->model, dtype == MN_BF16 ? MN_F32 : dtype);
     }

@@ -19,7 +19,7 @@ enum { MOST_SETS = 64, TITLE = 256 };
 typedef struct options {
     const char *file, *out, *device;
     const char *sets[MOST_SETS];
-    int n_sets, processes;
+    int n_sets, processes, shard, shards;
     bool dry, quiet;
 } options;
 
@@ -41,6 +41,11 @@ static void print_help(void) {
          "products over one\n"
          "beginning, \"only\": {axis: [labels]} leaves out the others, \"jobs\": [...] lists them "
          "one by one.\n\n"
+         "A job with data in place of task trains on text of your own: {\"data\": {\"train\": "
+         "\"book.txt\"},\n"
+         "\"model\": ..., \"train\": ...} as in mneme train; its result is the loss on text held "
+         "out. \"keep\": true\n"
+         "leaves the model of a job in DIR/models/KEY.\n\n"
          "A job: task (name, setting, options; train and test: examples), model and train as in "
          "mneme train,\n"
          "seed, epochs, lr_by_epoch, steps_at_most, tests (name: {options, test}), evaluate "
@@ -56,10 +61,22 @@ static void print_help(void) {
          "  -o DIR              folder of the results (default: FILE without .json)\n"
          "  --jobs N            processes (default: one a core; with --device one)\n"
          "  --device D          train on cuda or cuda:N (default: cpu)\n"
+         "  --shard I/N         this is sweep I (from 0) of N over one folder, on machines that "
+         "share it: each\n"
+         "                      takes jobs that no other runs, also those of one that was killed; "
+         "the\n"
+         "                      same command without --shard gathers all into results.jsonl\n"
          "  --set KEY=VALUE     set a member of every job, such as train.steps=100; may be "
          "repeated\n"
          "  --dry-run           print the jobs and their keys, run nothing\n"
          "  --quiet             show nothing but failures");
+}
+
+static bool read_shard(void *to, const char *value) {
+    options *o = to;
+    int end = 0;
+    return sscanf(value, "%d/%d%n", &o->shard, &o->shards, &end) == 2 && !value[end] &&
+           o->shard >= 0 && o->shard < o->shards && o->shards <= 65536;
 }
 
 static int parse(options *o, int argc, char **argv) {
@@ -68,6 +85,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--jobs", .count = &o->processes, .low = 1, .high = MN_SWEEP_LANES },
         { "--device", .read = mn_options_device, .to = &o->device },
         { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
+        { "--shard", .read = read_shard, .to = o, .needs = "I/N with 0 <= I < N" },
         { "--dry-run", .flag = &o->dry },
         { "--quiet", .flag = &o->quiet },
         { NULL, .text = &o->file },
@@ -119,8 +137,12 @@ int mn_command_sweep(int argc, char **argv) {
     else if (!o.out) snprintf(folder + n, sizeof folder - n, ".results");
     const int status = o.dry ? print_jobs(jobs)
                              : mn_sweep_show("sweep", folder, jobs, o.processes, o.device,
-                                              o.quiet);
-    const int told = o.dry ? 0 : mn_sweep_table(folder, jobs, o.quiet);
+                                              o.shard, o.shards, o.quiet);
+    if (status == 0 && !o.dry && !o.quiet && o.shards > 0) {
+        printf("%s/results-%d-of-%d.jsonl
+", folder, o.shard, o.shards);
+    }
+    const int told = o.dry || o.shards > 0 ? 0 : mn_sweep_table(folder, jobs, o.quiet);
     json_decref(jobs);
     return status != 0 ? status : told;
 }

@@ -8,11 +8,12 @@
 
 enum { MN_SWEEP_PATH = 4096 };
 
-/* Makes `folder` and runs the jobs into FOLDER/results.jsonl, models on `device` (NULL: the CPU).
+/* Makes `folder` and runs the jobs into FOLDER/results.jsonl, or as shard `shard` of `shards` (0:
+ * none) into FOLDER/results-SHARD-of-SHARDS.jsonl; models on `device` (NULL: the CPU).
  * The first Ctrl-C ends it in order. The exit status: 0, 1 when a job failed or the sweep did (told
  * on standard error), 130 when stopped. */
 int mn_sweep_show(const char *verb, const char *folder, const json_t *jobs, int processes,
-                  const char *device, bool quiet);
+                  const char *device, int shard, int shards, bool quiet);
 
 /* The table of what a sweep found on standard output, unless `quiet`, and FOLDER/runs.csv and
  * summary.csv. The exit status. */

@@ -107,17 +107,19 @@ static void tell(void *context, const mn_sweep_state *state) {
 }
 
 int mn_sweep_show(const char *verb, const char *folder, const json_t *jobs, int processes,
-                  const char *device, bool quiet) {
-    char path[MN_SWEEP_PATH];
+                  const char *device, int shard, int shards, bool quiet) {
+    char path[MN_SWEEP_PATH], name[64] = "results.jsonl";
     mn_sweep_state *state = calloc(1, sizeof *state);
     show s = { .terminal = isatty(STDERR_FILENO) != 0, .quiet = quiet, .started = mn_seconds() };
     const mn_sweep_options how = { .path = path, .processes = processes, .device = device,
-                                   .stop = &stop_asked, .tell = tell, .context = &s };
+                                   .shard = shard, .shards = shards, .stop = &stop_asked,
+                                   .tell = tell, .context = &s };
+    if (shards > 0) snprintf(name, sizeof name, "results-%d-of-%d.jsonl", shard, shards);
     struct sigaction stop = { .sa_handler = ask_stop, .sa_flags = (int)SA_RESETHAND };
     sigaction(SIGINT, &stop, NULL);
     sigaction(SIGTERM, &stop, NULL);
     mn_status st = state ? mn_make_folder(folder) : MN_ERR_MEMORY;
-    if (st == MN_OK && snprintf(path, sizeof path, "%s/results.jsonl", folder) >= MN_SWEEP_PATH) {
+    if (st == MN_OK && snprintf(path, sizeof path, "%s/%s", folder, name) >= MN_SWEEP_PATH) {
         fprintf(stderr, "mneme %s: %s: the path is too long\n", verb, folder);
         free(state);
         return 1;

@@ -8,6 +8,7 @@
 #include "cli/progress.h"
 #include "cli/tokenizer.h"
 #include "io/file.h"
+#include "io/folder.h"
 
 static bool show(void *context, int64_t done, int64_t all) {
     (void)all;
@@ -90,6 +91,7 @@ mn_status mn_tokenizer_verb_train(const mn_tokenizer_options *o) {
     if (!o->out) return mn_fail(MN_ERR_ARGUMENT, "say where to write: -o tokenizer.json");
     mn_status st = open_inputs(&in, o);
     if (st == MN_OK) st = learn(&tokenizer, &in, o);
+    if (st == MN_OK) st = mn_folder_make_above(o->out);
     if (st == MN_OK) st = mn_tokenizer_save(tokenizer, o->out);
     if (st == MN_OK) {
         printf("%s: %" PRId64 " tokens (%s) from %zu bytes in %d files\n", o->out,

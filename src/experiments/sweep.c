@@ -1,6 +1,7 @@
 /* sweep.c - the queue: processes, their pipes, and the file of records. */
 #include "experiments/sweep.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -17,6 +18,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "experiments/lease.h"
 #include "io/file.h"
 #include "io/json_write.h"
 #include "io/text.h"
@@ -39,6 +41,8 @@ typedef struct sweep {
     size_t next;                 // job to look at
     int file;
     char keep[PATH];             // where running jobs save themselves
+    char leases[PATH];           // who runs what, of several sweeps
+    double renewed;              // seconds of mn_seconds
     worker workers[MN_SWEEP_LANES];
 } sweep;
 
@@ -135,6 +139,53 @@ static mn_status append(sweep *s, const json_t *record) {
     return fsync(s->file) == 0 || errno == EINVAL ? MN_OK : io_failed(s->options->path, "write");
 }
 
+/* ---- files of other sweeps ------------------------------------------------------------------- */
+
+static bool is_done(const sweep *s, const char *key) {
+    const json_t *record = json_object_get(s->done, key);
+    const char *status = json_string_value(json_object_get(record, "status"));
+    return status && strcmp(status, "ok") == 0;
+}
+
+static int is_shard_file(const struct dirent *entry) {
+    int shard, shards, end = 0;
+    return sscanf(entry->d_name, "results-%d-of-%d.jsonl%n", &shard, &shards, &end) == 2 &&
+           end > 0 && entry->d_name[end] == '\0';
+}
+
+/* Takes what another sweep has done; who is the only one now writes it to its own file, too. */
+static mn_status take_records(sweep *s, const char *path) {
+    json_t *records, *record;
+    const char *key;
+    mn_status st = mn_sweep_records(&records, path);
+    if (st != MN_OK) return st;
+    json_object_foreach(records, key, record) {
+        const char *status = json_string_value(json_object_get(record, "status"));
+        if (st != MN_OK || is_done(s, key) || !status || strcmp(status, "ok") != 0) continue;
+        if (s->options->shards == 0) st = append(s, record);
+        json_object_set(s->done, key, record);
+    }
+    json_decref(records);
+    return st;
+}
+
+static mn_status read_shards(sweep *s) {
+    char folder[PATH], path[PATH];
+    const char *slash = strrchr(s->options->path, '/');
+    snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - s->options->path) : 1,
+             slash ? s->options->path : ".");
+    struct dirent **entries;
+    const int n = scandir(folder, &entries, is_shard_file, alphasort);
+    mn_status st = MN_OK;
+    for (int i = 0; i < n; i++) {
+        const bool fits = snprintf(path, PATH, "%s/%s", folder, entries[i]->d_name) < PATH;
+        if (fits && st == MN_OK && strcmp(path, s->options->path) != 0) st = take_records(s, path);
+        free(entries[i]);
+    }
+    if (n >= 0) free(entries);
+    return st;
+}
+
 /* ---- in the worker --------------------------------------------------------------------------- */
 
 /* Writes a value as one line. A reader that is gone ends this process. */
@@ -214,12 +265,6 @@ static mn_status start(sweep *s, int lane, const json_t *job) {
     return MN_OK;
 }
 
-static bool is_done(const sweep *s, const char *key) {
-    const json_t *record = json_object_get(s->done, key);
-    const char *status = json_string_value(json_object_get(record, "status"));
-    return status && strcmp(status, "ok") == 0;
-}
-
 /* Whether a job of this key runs right now. */
 static bool is_running(const sweep *s, const char *key) {
     char other[MN_JOB_KEY];
@@ -230,16 +275,52 @@ static bool is_running(const sweep *s, const char *key) {
     return false;
 }
 
+/* The i-th job to look at: those of the own shard come first. */
+static const json_t *job_at(const sweep *s, size_t i) {
+    const size_t n = json_array_size(s->jobs), shards = (size_t)s->options->shards;
+    if (shards == 0) return json_array_get(s->jobs, i);
+    const size_t shard = (size_t)s->options->shard, own = (n + shards - 1 - shard) / shards;
+    if (i < own) return json_array_get(s->jobs, shard + i * shards);
+    const size_t k = i - own, round = k / (shards - 1), other = k % (shards - 1);
+    return json_array_get(s->jobs, round * shards + other + (other >= shard));
+}
+
+/* Of several sweeps: whether the job is this one's now. */
+static mn_status take_job(sweep *s, bool *taken, const char *key) {
+    mn_lease lease = MN_LEASE_TAKEN;
+    mn_status st = MN_OK;
+    if (s->options->shards > 0) st = mn_lease_take(&lease, s->leases, key);
+    *taken = st == MN_OK && lease == MN_LEASE_TAKEN;
+    if (st == MN_OK && lease == MN_LEASE_DONE) st = read_shards(s);
+    if (st == MN_OK && lease == MN_LEASE_DONE) s->state->done += is_done(s, key);
+    return st;
+}
+
 /* Gives the next job that is to be run to a lane. */
 static mn_status start_next(sweep *s, int lane) {
     char key[MN_JOB_KEY];
     while (s->next < json_array_size(s->jobs)) {
-        const json_t *job = json_array_get(s->jobs, s->next++);
-        const mn_status st = mn_job_key(key, job);
+        const json_t *job = job_at(s, s->next++);
+        bool taken = false;
+        mn_status st = mn_job_key(key, job);
+        if (st == MN_OK && !is_done(s, key) && !is_running(s, key)) st = take_job(s, &taken, key);
         if (st != MN_OK) return st;
-        if (!is_done(s, key) && !is_running(s, key)) return start(s, lane, job);
+        if (!taken) continue;
+        st = start(s, lane, job);
+        if (st != MN_OK && s->options->shards > 0) mn_lease_end(s->leases, key, false);
+        return st;
     }
     return MN_OK;
+}
+
+static void renew_leases(sweep *s) {
+    char key[MN_JOB_KEY];
+    if (s->options->shards == 0 || mn_seconds() - s->renewed < MN_LEASE_SECONDS / 6.0) return;
+    s->renewed = mn_seconds();
+    for (int i = 0; i < s->state->n_lanes; i++) {
+        const json_t *job = s->state->lanes[i].job;
+        if (job && mn_job_key(key, job) == MN_OK) mn_lease_renew(s->leases, key);
+    }
 }
 
 static double number_of(const json_t *value) {
@@ -313,6 +394,10 @@ static mn_status finish(sweep *s, int lane) {
         if (is_done(s, key)) s->state->done++;
         else s->state->failed++;
     }
+    char own[MN_JOB_KEY];
+    if (s->options->shards > 0 && mn_job_key(own, l->job) == MN_OK) {
+        mn_lease_end(s->leases, own, w->record && is_done(s, own));
+    }
     json_t *record = w->record;
     mn_text_free(&w->said);
     *w = (worker){ 0 };
@@ -376,6 +461,7 @@ static mn_status run_queue(sweep *s) {
             told_to_end = true;
         }
         if (busy(s) == 0) return st;
+        renew_leases(s);
         const mn_status heard = wait_for_words(s);
         if (st == MN_OK) st = heard;
         if (s->options->tell) s->options->tell(s->options->context, s->state);
@@ -404,8 +490,12 @@ static mn_status place_keeps(sweep *s) {
     const char *slash = strrchr(s->options->path, '/');
     const int folder = slash ? (int)(slash - s->options->path) + 1 : 0;
     const int n = snprintf(s->keep, sizeof s->keep, "%.*sunfinished", folder, s->options->path);
-    return n < PATH ? MN_OK : mn_fail(MN_ERR_ARGUMENT, "%s: the path is too long",
-                                      s->options->path);
+    const int m = snprintf(s->leases, sizeof s->leases, "%.*sleases", folder, s->options->path);
+    if (n >= PATH || m >= PATH) {
+        return mn_fail(MN_ERR_ARGUMENT, "%s: the path is too long", s->options->path);
+    }
+    if (s->options->shards == 0 || mkdir(s->leases, 0777) == 0 || errno == EEXIST) return MN_OK;
+    return io_failed(s->leases, "make the folder");
 }
 
 mn_status mn_sweep_run(mn_sweep_state *state, const json_t *jobs, const mn_sweep_options *options) {
@@ -418,6 +508,7 @@ mn_status mn_sweep_run(mn_sweep_state *state, const json_t *jobs, const mn_sweep
     *state = (mn_sweep_state){ .n_lanes = (int)mn_min(wanted, MN_SWEEP_LANES) };
     mn_status st = place_keeps(s);
     if (st == MN_OK) st = open_file(s);
+    if (st == MN_OK) st = read_shards(s);
     if (st == MN_OK) st = count_jobs(s);
     if (st == MN_OK && options->tell) options->tell(options->context, state);
     if (st == MN_OK) st = run_queue(s);

@@ -3,7 +3,10 @@
  * Records are lines of a file that only grows; each is on the disk before the next job starts in
  * its place. A job whose key the file has as done is not run again, a failed one is. Long jobs that
  * train save themselves in "unfinished" beside the file, several times a minute: a sweep that was
- * killed goes on from there. */
+ * killed goes on from there.
+ *
+ * Several sweeps on several machines share a folder, each with a file of its own: jobs are taken by
+ * leases (lease.h) in a folder "leases" beside, first those of the own shard, then what is left. */
 #ifndef MN_EXPERIMENTS_SWEEP_H
 #define MN_EXPERIMENTS_SWEEP_H
 
@@ -33,6 +36,7 @@ typedef struct mn_sweep_options {
     const char *path;            // the file of records
     int processes;               // 0: as many as there are cores; with a device one
     const char *device;          // where models are trained, "cuda"; NULL: the CPU
+    int shard, shards;           // this sweep is one of `shards` over one folder; 0: the only one
     const volatile sig_atomic_t *stop;    // not 0: end what runs, start no more; may be NULL
     mn_sweep_tell tell;          // may be NULL
     void *context;

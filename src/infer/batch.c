@@ -25,10 +25,10 @@ struct mn_batch {
 };
 
 mn_status mn_batch_create(mn_batch **out, mn_context *context, mn_model *model) {
+    if (out) *out = NULL;
     if (!out || !context || !model) {
         return mn_fail(MN_ERR_ARGUMENT, "mn_batch_create: an argument is NULL");
     }
-    *out = NULL;
     mn_batch *batch = calloc(1, sizeof *batch);
     if (!batch) return mn_fail(MN_ERR_MEMORY, "no memory for a batch");
     batch->context = context;
@@ -226,7 +226,13 @@ mn_status mn_batch_step(mn_batch *batch, mn_session *const *sessions, const int3
     const company c = { .sessions = sessions, .tokens = tokens, .n = n, .total = n };
     mn_status st = check(batch, &c);
     if (st != MN_OK || n == 0) return st;
-    if (!batch->context->device) return run(batch, &c);
+    if (!batch->context->device) {
+        st = mn_context_enter(batch->context);
+        if (st != MN_OK) return st;
+        st = run(batch, &c);
+        mn_context_leave(batch->context);
+        return st;
+    }
     for (int64_t i = 0; i < n && st == MN_OK; i++) st = mn_session_step(sessions[i], tokens[i]);
     return st;
 }

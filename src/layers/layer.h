@@ -163,7 +163,7 @@ typedef struct mn_forward {
     int64_t position;             // tokens of the sequence before this pass
     float *variance;              // (B,T): read variance averaged over heads; NULL: not wanted
     mn_shared *shared;            // NULL: the layer is by itself
-    mn_tensor *bound;             // (1,1,1,n), log odds of its least gates (hgrn2); NULL: 0 least
+    mn_tensor *bound;             // (1,1,1,n): log odds of its least gates (hgrn2); NULL: 0
     const mn_tap *tap;            // NULL: nobody listens
     int index;                    // of the layer in its model, for the tap
     mn_ahead ahead;               // of the layer itself

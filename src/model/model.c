@@ -348,9 +348,22 @@ void mn_model_start(mn_model *model, mn_context *context, uint64_t seed) {
     }
 }
 
+void mn_model_block_params(const mn_model *model, int i, int *first, int *end) {
+    const bool last = i + 1 == model->config.n_layers;
+    *first = model->blocks[i].attn_norm;
+    *end = *first;
+    /* parameters are added block by block */
+    const int stop = last ? model->norm : model->blocks[i + 1].attn_norm;
+    if (*first >= 0 && stop > *first) *end = stop;
+}
+
 void mn_model_settle_gradients(mn_model *model) {
+    mn_model_settle_some(model, 0, model->n_params);
+}
+
+void mn_model_settle_some(mn_model *model, int first, int end) {
     mn_device *device = model->tape ? mn_tape_context(model->tape)->device : NULL;
-    for (int i = 0; i < model->n_params; i++) {
+    for (int i = first; i < end; i++) {
         mn_model_param *p = &model->params[i];
         if (!p->grad || !model->leaves[i] || !mn_tape_untouched(model->leaves[i])) continue;
         const size_t bytes = (size_t)p->info.count * mn_dtype_bytes(model->dtype);

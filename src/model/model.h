@@ -128,6 +128,9 @@ typedef struct mn_model_input {
     const mn_tap *tap;             // hears what layers make; NULL: nobody
     bool add_gradients;            // to what the parameters' gradients hold
     mn_recompute recompute;        // instead of keeping it; the same bits for less memory
+    /* Called going back when the gradients of block i's parameters are complete; NULL: nobody. */
+    void (*ready)(void *context, int block);
+    void *ready_context;
 } mn_model_input;
 
 /* The residual stream after the final norm, (B,T,1,D). Call between mn_tape_start and the end of
@@ -148,7 +151,12 @@ void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input
                             const int32_t *targets, mn_loss_options how, int samples,
                             uint64_t seed, uint64_t step, double *loss, int64_t *counted);
 
-/* Sets gradients that no token reached to zero; after mn_tape_backward. */
+/* Sets gradients that no token reached to zero; after mn_tape_backward, or those of parameters
+ * [first, end) when they are complete. */
 void mn_model_settle_gradients(mn_model *model);
+void mn_model_settle_some(mn_model *model, int first, int end);
+
+/* Block i has parameters [*first, *end). */
+void mn_model_block_params(const mn_model *model, int i, int *first, int *end);
 
 #endif

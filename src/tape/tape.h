@@ -91,6 +91,17 @@ bool mn_tape_records(const mn_tape *tape);
 bool mn_tape_plans(const mn_tape *tape);
 bool mn_tape_gathers(const mn_tape *tape);    // puts work off, as MN_TAPE_DEFER says
 
+/* Runs operators in place of the tape, such as over sequences that are cut over ranks: forward may
+ * change `args`, which backward is given again; with `plan` only memory is taken. Until the next
+ * call, NULL: the tape does. Operators that a step computes once more run as they were left. */
+typedef struct mn_tape_runner {
+    mn_status (*forward)(void *context, mn_op_id op, void *args, bool plan);
+    mn_status (*backward)(void *context, mn_op_id op, void *args, bool plan);
+    void *context;
+} mn_tape_runner;
+
+void mn_tape_run_by(mn_tape *tape, const mn_tape_runner *runner);
+
 /* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
  * and uploads take beside. On a device both are of its memory; a plan does not touch it. */
 size_t mn_tape_bytes(const mn_tape *tape);
@@ -325,6 +336,11 @@ void mn_tape_recompute(mn_tape *tape, bool light);
  * projections (meant for those of few inputs) and of the operators that tape/recompute.def marks
  * so, are light as well. What the part ends with must not be one of them. */
 void mn_tape_recompute_more(mn_tape *tape, bool lighter);
+
+/* Going back, calls fn(context, number) once all that comes after has gone back: gradients of
+ * leaves that nothing before uses are complete by then. Nothing on a tape that does not record. */
+void mn_tape_notify(mn_tape *tape, void (*fn)(void *context, int number), void *context,
+                    int number);
 
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);

@@ -91,8 +91,8 @@ printf '1 2 256' >"$work/ids"
 run 1 eval --model "$m" --tokens "$work/ids" --logits "$work/c.safetensors"
 complains 'id 256 at 2'
 printf '1 2' >"$work/ids"
-run 1 eval --model "$m" --tokens "$work/ids" --logits "$work/nowhere/c.safetensors"
-complains 'nowhere'
+run 1 eval --model "$m" --tokens "$work/ids" --logits "$work/ids/c.safetensors"
+complains 'ids: is a file where a folder is needed'
 rm "$m/tokenizer.json"
 run 0 eval --model "$m" --tokens "$work/ids" --logits "$work/c.safetensors"
 run 1 eval --model "$m" --text "$work/text.txt"

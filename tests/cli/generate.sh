@@ -113,8 +113,8 @@ run 1 generate --model "$work/plain" --load-state "$work/state"
 complains 'another model'
 run 1 generate --model "$m" --load-state "$work/prompt"
 complains 'prompt'
-run 1 generate --model "$m" hello --tokens 1 --save-state "$work/nowhere/state"
-complains 'nowhere'
+run 1 generate --model "$m" hello --tokens 1 --save-state "$work/lines/state"
+complains 'lines: is a file where a folder is needed'
 run 1 generate --model "$m" ""
 complains 'prompt is empty'
 rm "$work/plain/tokenizer.json"

@@ -99,6 +99,36 @@ complains 'line 1.*u0000, a zero byte'
 run 1 train "$work/absent.txt"
 complains 'absent.txt: No such file'
 
+# on a narrow terminal the bar is cut, the loss is not
+if command -v python3 >/dev/null 2>&1; then
+    python3 - "$mneme" "$text" "$work/narrow" <<'END' || fail "the bar on a narrow terminal"
+import fcntl, os, pty, struct, sys, termios
+os.environ.update(TERM="xterm", NO_COLOR="1")
+child, terminal = pty.fork()
+if child == 0:
+    os.execv(sys.argv[1], ["mneme", "train", sys.argv[2], "--steps", "400", "--threads", "1", "--layers", "gdn",
+                           "--set", "model.hidden_size=16", "--set", "model.num_hidden_layers=1", "--batch", "2",
+                           "--context", "16", "--out", sys.argv[3]])
+fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+seen = b""
+while True:
+    try:
+        piece = os.read(terminal, 4096)
+    except OSError:
+        break
+    if not piece:
+        break
+    seen += piece
+status = os.waitpid(child, 0)[1]
+bars = [bar.split(b"\r")[0].split(b"\n")[0] for bar in seen.split(b"\r\x1b[K")[1:]]
+bars = [bar for bar in bars if bar.startswith(b"training:") and b" in " not in bar]
+late = [bar for bar in bars if b"left" in bar]
+assert status == 0, seen
+assert all(len(bar) < 60 for bar in late), late
+assert late and all(b"loss" in bar for bar in late), bars
+END
+fi
+
 # mistakes name what was meant
 run 2 train
 complains 'configuration'

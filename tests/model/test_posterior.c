@@ -7,6 +7,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "eval/doubt.h"
+#include "infer/session.h"
 #include "support/check.h"
 #include "support/model_case.h"
 
@@ -146,6 +147,36 @@ static void one_dimension_by_hand(void **state) {
     check_done();
 }
 
+/* A session that reads in pieces goes on from its state: it tells the variance over its mean
+ * over all directions of one pass over everything. */
+static void sessions_go_on(void **state) {
+    (void)state;
+    for (size_t m = 0; m < MN_COUNTOF(models); m++) {
+        pass p;
+        mn_session *session;
+        int32_t tokens[B * T];
+        const mn_session_options how = { .belief = true, .relative = true, .prefill_chunk = 4 };
+        open_pass(&p, models[m]);
+        model_case_tokens(tokens, B * T, V, 5);      // row 0 is what open_pass read there
+        mn_status st = mn_session_create(&session, p.context, p.model, &how);
+        if (st == MN_OK) st = mn_session_feed(session, tokens, T - 1);
+        if (st == MN_OK) st = mn_session_step(session, tokens[T - 1]);
+        if (st != MN_OK) check_fatal("%s", mn_last_error());
+        for (int i = 0; i < mn_session_beliefs(session); i++) {
+            const float *told;
+            char name[32];
+            snprintf(name, sizeof name, "layer %d mean", mn_session_belief_layer(session, i));
+            assert_int_equal(mn_session_belief(&told, session, i), 1);
+            const double want = exp(value_of(&p, 2, MN_STATISTIC_DIRECTION, name));
+            CHECK(fabs(told[0] - want) < 1e-3 * want, "model %d, %s: %.7g, not %.7g", (int)m, name,
+                  told[0], want);
+        }
+        mn_session_destroy(session);
+        close_pass(&p);
+    }
+    check_done();
+}
+
 static void others_have_none(void **state) {
     (void)state;
     pass p;
@@ -206,6 +237,7 @@ int main(void) {
         cmocka_unit_test(variances_are_the_layers_own),
         cmocka_unit_test(features_fit_together),
         cmocka_unit_test(one_dimension_by_hand),
+        cmocka_unit_test(sessions_go_on),
         cmocka_unit_test(others_have_none),
         cmocka_unit_test(doubts_follow_from_logits),
     };

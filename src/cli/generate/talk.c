@@ -12,6 +12,7 @@
 #include "cli/generate/generate.h"
 #include "cli/generate/line.h"
 #include "cli/number.h"
+#include "io/folder.h"
 
 static volatile int interrupted;
 
@@ -76,7 +77,8 @@ static mn_status run_set(talk *t, const char *argument) {
 
 static mn_status run_save(talk *t, const char *argument) {
     if (!*argument) return no_argument("/save", "the name of a file");
-    const mn_status st = mn_session_save(t->g->session, argument);
+    mn_status st = mn_folder_make_above(argument);
+    if (st == MN_OK) st = mn_session_save(t->g->session, argument);
     if (st == MN_OK) {
         printf("wrote %s: %" PRId64 " tokens in %zu bytes\n", argument,
                mn_session_position(t->g->session), mn_session_bytes(t->g->session));
@@ -116,8 +118,8 @@ static const struct {
 static mn_status run_help(talk *t, const char *argument) {
     (void)t, (void)argument;
     puts("A line is read and continued; an empty line continues. A line that ends in \\ goes on\n"
-         "in the next. Arrows and Ctrl-R find earlier lines. Ctrl-C stops the writing, or ends. What\n"
-         "was read stays until /reset.");
+         "in the next. Arrows and Ctrl-R find earlier lines. Ctrl-C stops the writing, or ends.\n"
+         "What was read stays until /reset.");
     for (size_t i = 0; i < MN_COUNTOF(commands); i++) {
         printf("  %-7s %-12s %s\n", commands[i].name, commands[i].argument, commands[i].about);
     }

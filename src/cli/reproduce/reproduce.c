@@ -184,7 +184,8 @@ static mn_status run_pilot(json_t **jobs, const json_t *plan, const char *folder
             fprintf(stderr, "settings are chosen on other seeds: %zu runs first\n",
                     json_array_size(first));
         }
-        *status = mn_sweep_show("reproduce", folder, first, o->processes, o->device, o->quiet);
+        *status = mn_sweep_show("reproduce", folder, first, o->processes, o->device, 0, 0,
+                                o->quiet);
         st = mn_sweep_records(&records, path);
         if (st == MN_OK) st = mn_pilot_choose(&chosen, *jobs, pilot, first, records);
         if (st == MN_OK) json_array_extend(first, chosen);
@@ -255,7 +256,8 @@ static int reproduce(int row, const options *o) {
         }
         if (run_pilot(&jobs, plan, folder, o, &status) != MN_OK) status = failed();
         if (status == 0) {
-            status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, o->quiet);
+            status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, 0, 0,
+                                   o->quiet);
         }
         /* What came out is reported even when the rest failed or was stopped. */
         struct stat about;

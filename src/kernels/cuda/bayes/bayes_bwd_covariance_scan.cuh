@@ -115,7 +115,7 @@ __device__ static void put_du(double *to, double (&omega)[2][2][2], const double
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         each_result(omega[half], 8 * half, [&](double &x, int t, int s) {
-            x *= s > t ? 2.0 : s == t ? 1.0 : 0.0;
+            x = s > t ? 2.0 * x : s == t ? x : 0.0;    // no 0 times Inf
         });
     }
     small_times_rows(du, omega, k, pitch<R>::right);

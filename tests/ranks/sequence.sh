@@ -1,0 +1,64 @@
+#!/bin/sh
+# Sequence parallel: for every kind of layer a run whose sequences are cut over 2 and 4 ranks has the losses and norms
+# of one rank within rounding; with data parallel beside it; what cannot be cut is refused.
+#   sequence.sh MNEME SOURCE_DIR
+set -eu
+mneme=$1
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT INT TERM
+cd "$folder"
+fail() {
+    echo "sequence: $*" >&2
+    exit 1
+}
+awk 'BEGIN { srand(3); for (i = 0; i < 3000; i++) printf "%s ", substr("thecatsatonamatandabirdsang", 1 + int(24 * rand()), 3) }' > book.txt
+# train RANKS SEQUENCE_RANKS LAYERS OUT [settings]
+train() {
+    ranks=$1 parts=$2 layers=$3 out=$4
+    shift 4
+    rm -rf "$out"
+    timeout 100 "$mneme" train --ranks "$ranks" --threads 1 --quiet --set data.train=book.txt --set "model.layers=$layers" \
+        --set model.hidden_size=32 --set model.num_hidden_layers=1 --set train.steps=2 --set train.batch=2 \
+        --set train.accumulate=2 --set train.context=32 --set train.log_every=1 --set train.warmup=0 \
+        --set train.tensorboard=false --set train.eval_batches=1 --set "train.sequence_ranks=$parts" --set "out=$out" "$@" \
+        > "$out.txt" 2>&1 || { cat "$out.txt"; fail "$layers on $ranks ranks failed"; }
+}
+numbers() {
+    sed -n 's/.*"loss":\([^,]*\),"lr":[^,]*,"grad_norm":\([^,]*\).*/\1 \2/p' "$1/metrics.jsonl"
+}
+# float32 sums in another order: relative differences of some 2^-24 times the square root of the terms; after one
+# update of Adam, which divides by the size of a gradient, still far below 1e-4
+near() {
+    numbers one > a
+    numbers "$1" > b
+    [ "$(wc -l < a)" = 2 ] || fail "no losses in one"
+    paste -d ' ' a b | awk -v what="$2" '
+        { for (i = 1; i <= 2; i++) { d = $i - $(i + 2); if (d < 0) d = -d; if (!(d <= 1e-4 * $i)) { print what ": " $0; bad = 1 } } }
+        END { exit bad }' || fail "$2 differs"
+}
+kinds=$("$mneme" info --json | tr ',{' '\n\n' | sed -n 's/.*"name": *"\([a-z0-9_]*\)".*/\1/p' | sort -u)
+n=0
+for layers in linear retnet mamba2 gla mamba1 mlstm longhorn longhorn_column delta gdn kda gdn2 mesa palimpsa kla bayes attention \
+    relu_attention hypermlp hyperglu gla+ccq gdn+ccq; do
+    echo "$kinds" | grep -qx "${layers%+ccq}" || continue
+    train 1 1 "$layers" one
+    train 2 2 "$layers" two
+    near two "$layers on 2 ranks"
+    train 4 4 "$layers" four
+    near four "$layers on 4 ranks"
+    n=$((n + 1))
+done
+[ $n -ge 15 ] || fail "only $n kinds of layers were found"
+train 1 1 gdn one
+train 4 2 gdn both
+near both "gdn on 2 x 2 ranks"
+train 4 2 gdn sharded --set train.shard=gradients
+near sharded "gdn on 2 x 2 ranks with shards of gradients"
+train 2 2 gdn again --set train.recompute=layer
+near again "gdn on 2 ranks, computing again"
+if timeout 60 "$mneme" train --ranks 2 --quiet --set data.train=book.txt --set model.layers=gdn --set model.hidden_size=32 \
+    --set train.context=32 --set train.sequence_ranks=2 --set data.cutting=documents --set out=wrong > wrong.txt 2>&1; then
+    fail "packed documents were cut"
+fi
+grep -q "data.cutting=windows" wrong.txt || fail "no word on what can be cut"
+echo "sequence: $n kinds of layers in order"
