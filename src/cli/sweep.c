@@ -139,8 +139,7 @@ int mn_command_sweep(int argc, char **argv) {
                              : mn_sweep_show("sweep", folder, jobs, o.processes, o.device,
                                               o.shard, o.shards, o.quiet);
     if (status == 0 && !o.dry && !o.quiet && o.shards > 0) {
-        printf("%s/results-%d-of-%d.jsonl
-", folder, o.shard, o.shards);
+        printf("%s/results-%d-of-%d.jsonl\n", folder, o.shard, o.shards);
     }
     const int told = o.dry || o.shards > 0 ? 0 : mn_sweep_table(folder, jobs, o.quiet);
     json_decref(jobs);

@@ -144,8 +144,9 @@ static const char *const blocks[] = {
     "\"mixer_beta\": 0.8, \"mlp_alpha\": 0.9, \"num_experts\": 3, \"num_experts_per_tok\": 2, "
     "\"moe_intermediate_size\": 4, \"norm_topk_prob\": true",
     "\"layers\": \"mamba2, none\", \"mlp\": \"relu_square\", "
-    "\"mlp_layer_types\": [\"none\", \"sparse\"], \"num_experts\": 4, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 4, "
-    "\"shared_expert_intermediate_size\": 5, \"router\": \"sigmoid\", \"router_bias\": true, "
+    "\"mlp_layer_types\": [\"none\", \"sparse\"], \"num_experts\": 4, \"num_experts_per_tok\": 2, "
+    "\"moe_intermediate_size\": 4, \"shared_expert_intermediate_size\": 5, "
+    "\"router\": \"sigmoid\", \"router_bias\": true, "
     "\"n_group\": 2, \"topk_group\": 1, \"routed_scaling_factor\": 1.5",
     "\"layers\": \"gdn\", \"num_experts\": 3, \"num_experts_per_tok\": 1, "
     "\"moe_intermediate_size\": 4, \"shared_expert_intermediate_size\": 4, "

@@ -55,7 +55,8 @@ static bool open(fixture *f, const char *layers) {
     char json[1024];
     const size_t n = strcspn(layers, "|");    // behind it: settings of the blocks
     snprintf(json, sizeof json, "{\"layers\": \"%.*s\", %s \"hidden_size\": 16, "
-             "\"vocab_size\": %d, \"max_position_embeddings\": 32, \"intermediate_size\": 12, \"logit_softcap\": 20}",
+             "\"vocab_size\": %d, \"max_position_embeddings\": 32, \"intermediate_size\": 12, "
+             "\"logit_softcap\": 20}",
              (int)n, layers, layers[n] ? layers + n + 1 : "", VOCABULARY);
     memset(f, 0, sizeof *f);
     mn_status st = model_case_create(&f->model, json, MN_F32, 0.2, 3);
