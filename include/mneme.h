@@ -626,9 +626,10 @@ typedef struct mn_ccq_read_args {
 } mn_ccq_read_args;
 
 /* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H.
- * With a window a query sees the newest `window` keys, its own among them (CPU only). lse is the log
- * of the sum of the exponentials of a row's scores, float32 on a GPU. Backward takes fewer products
- * there if `lse` and `o` still hold what forward wrote; with lse.data NULL it reads neither. */
+ * With a window a query sees the newest `window` keys, its own among them (CPU only). lse is the
+ * log of the sum of the exponentials of a row's scores, float32 on a GPU. Backward takes fewer
+ * products there if `lse` and `o` still hold what forward wrote; with lse.data NULL it reads
+ * neither. */
 typedef struct mn_attention_args {
     mn_call call;                             // B T H K V J L
     double scale, rope_base;

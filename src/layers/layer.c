@@ -70,7 +70,13 @@ bool mn_layer_takes_ccq(mn_layer_kind kind) {
     mn_mixer_info info;
     const char *name = kinds[kind].name;
     if (find_like(&same, &info, name) || mn_mixer_find(&info, name) != MN_OK) return false;
-    return mn_mixer_has_matrix(&info);
+    if (!mn_mixer_has_matrix(&info)) return false;
+    char full[MN_MIXER_NAME];
+    mn_layer_config config;
+    mn_layer layer;
+    snprintf(full, sizeof full, "%.40s+ccq", name);
+    mn_layer_defaults(&config, kind);    // a kind may still refuse it
+    return mn_layer_create(&layer, full, &config, 64, 64, 1e-6) == MN_OK;
 }
 
 /* ---- groups ---------------------------------------------------------------------------------- */

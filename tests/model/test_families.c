@@ -105,7 +105,8 @@ static const struct {
       "\"layers_block_type\": [\"linear_attention\", \"hybrid\"], "
       "\"intermediate_size\": 6, \"adapter_rank\": 2, \"n_mamba_heads\": 4, "
       "\"mamba_headdim\": 4, \"mamba_d_state\": 3}",
-      "model.layers.1.shared_transformer.feed_forward.gate_up_proj_adapter_list.0.1.weight", "layers_block_type" },
+      "model.layers.1.shared_transformer.feed_forward.gate_up_proj_adapter_list.0.1.weight",
+      "layers_block_type" },
     { "{\"model_type\": \"bailing_hybrid\", " SIZES ", \"num_attention_heads\": 2, "
       "\"layer_types\": [\"linear_attention\", \"full_attention\"], "
       "\"kda_safe_gate\": true, \"linear_num_heads\": 2, \"linear_head_dim\": 4, "

@@ -14,7 +14,16 @@
 #include "support/check.h"
 #include "support/folder.h"
 
-enum { PATH = 4096 };
+enum { PATH = 4096, LONG = 4200 };
+
+/* Types whose layers are not built: refused by name. */
+static bool is_refused(const char *name, mn_status st) {
+    static const char *const types[] = { "log_linear_mamba2", "recurrent_gemma" };
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        if (strstr(name, types[i])) return st != MN_OK && strstr(mn_last_error(), "model_type");
+    }
+    return false;
+}
 
 static const char *root(void) {
     return getenv("MNEME_CHECKPOINTS");
@@ -42,12 +51,15 @@ static void each(const char *below, void (*visit)(const char *name)) {
 
 static void check_tensors(const char *from, const char *name) {
     mn_safetensors *before = NULL, *after = NULL;
+    int64_t n = 0;
     CHECK(mn_safetensors_open(&before, from) == MN_OK, "%s", mn_last_error());
     CHECK(mn_safetensors_open(&after, in_folder("model.safetensors")) == MN_OK, "%s",
           mn_last_error());
     for (int64_t i = 0; before && after && i < mn_safetensors_count(before); i++) {
         const mn_stored_tensor *a = mn_safetensors_at(before, i);
+        if (strstr(mn_safetensors_name(before, i), ".visual.")) continue;    // no text model's
         const mn_stored_tensor *b = mn_safetensors_find(after, mn_safetensors_name(before, i));
+        n++;
         if (!CHECK(b != NULL, "%s: %s is gone", name, mn_safetensors_name(before, i))) continue;
         bool same = a->dtype == b->dtype && a->rank == b->rank && a->bytes == b->bytes;
         for (int k = 0; same && k < a->rank; k++) same = a->shape[k] == b->shape[k];
@@ -55,9 +67,8 @@ static void check_tensors(const char *from, const char *name) {
               mn_safetensors_name(before, i));
     }
     if (before && after) {
-        CHECK(mn_safetensors_count(before) == mn_safetensors_count(after), "%s: %lld tensors, not "
-              "%lld", name, (long long)mn_safetensors_count(after),
-              (long long)mn_safetensors_count(before));
+        CHECK(n == mn_safetensors_count(after), "%s: %lld tensors, not %lld", name,
+              (long long)mn_safetensors_count(after), (long long)n);
     }
     mn_safetensors_close(before);
     mn_safetensors_close(after);
@@ -77,13 +88,15 @@ static void check_keys(const char *from, const char *name) {
 }
 
 static void check_folder(const char *name) {
-    char weights[PATH], config[PATH], folder[PATH];
+    char weights[LONG], config[LONG], folder[PATH];
     snprintf(folder, sizeof folder, "%s/%s", root(), name);
     snprintf(weights, sizeof weights, "%s/model.safetensors", folder);
     snprintf(config, sizeof config, "%s/config.json", folder);
     if (!is_there(weights)) return;
     mn_model *model = NULL;
-    if (!CHECK(mn_checkpoint_load(&model, folder, MN_F32) == MN_OK, "%s", mn_last_error())) return;
+    const mn_status st = mn_checkpoint_load(&model, folder, MN_F32);
+    if (is_refused(name, st)) return;
+    if (!CHECK(st == MN_OK, "%s", mn_last_error())) return;
     CHECK(mn_checkpoint_save(model, in_folder("")) == MN_OK, "%s", mn_last_error());
     mn_model_destroy(model);
     check_tensors(weights, name);
@@ -100,7 +113,7 @@ static void there_and_back(void **state) {
 /* ---- older configurations -------------------------------------------------------------------- */
 
 static void check_older(const char *file) {
-    char path[PATH], folder[PATH];
+    char path[LONG], folder[PATH];
     snprintf(path, sizeof path, "%s/configs-v4/%s", root(), file);
     mn_json json = { 0 };
     mn_model_config config = { 0 };
@@ -111,7 +124,7 @@ static void check_older(const char *file) {
     snprintf(folder, sizeof folder, "%s/%.*s", root(), (int)strcspn(file, "."), file);
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     if (st == MN_OK && is_there(path)) st = mn_checkpoint_read_weights(model, folder);
-    CHECK(st == MN_OK, "%s: %s", file, mn_last_error());
+    CHECK(st == MN_OK || is_refused(file, st), "%s: %s", file, mn_last_error());
     mn_model_destroy(model);
     mn_model_config_free(&config);
     mn_json_free(&json);
@@ -178,7 +191,9 @@ static void check_default(const char *type) {
     if (st == MN_OK) st = mn_model_create(&model, &config, MN_F32);
     snprintf(path, sizeof path, "%s/fla-defaults/%s/tensors.json", root(), type);
     if (st == MN_OK) st = mn_json_load(&list, path, MN_JSON_STANDARD);
-    if (CHECK(st == MN_OK, "%s: %s", type, mn_last_error())) check_listed(model, &list, type);
+    const bool refused = is_refused(type, st);
+    CHECK(st == MN_OK || refused, "%s: %s", type, mn_last_error());
+    if (st == MN_OK) check_listed(model, &list, type);
     mn_model_destroy(model);
     mn_model_config_free(&config);
     mn_json_free(&json);

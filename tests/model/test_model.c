@@ -135,17 +135,18 @@ static void gradients_of_every_kind(void **state) {
 
 /* Blocks otherwise than usual (blocks.def), each with what else its models have. */
 static const char *const blocks[] = {
-    "\"layers\": \"attention\", \"norm\": \"layer\", \"parallel_residual\": true, \"mlp_bias\": true, "
-    "\"mlp\": \"gelu_erf\"",
+    "\"layers\": \"attention\", \"norm\": \"layer\", \"parallel_residual\": true, "
+    "\"mlp_bias\": true, \"mlp\": \"gelu_erf\"",
     "\"layers\": \"attention\", \"norm\": \"layer\", \"learned_positions\": 16, \"mlp\": \"gelu\"",
     "\"layers\": \"gdn, attention\", \"norms_after\": \"attention\", \"residual_multiplier\": 0.7, "
     "\"embedding_multiplier\": 2, \"logits_multiplier\": 0.4, \"mlp_fused\": true",
     "\"layers\": \"lightning, attention\", \"residual\": \"norm\", \"attention_alpha\": 1.2, "
     "\"mixer_beta\": 0.8, \"mlp_alpha\": 0.9, \"num_experts\": 3, \"num_experts_per_tok\": 2, "
     "\"moe_intermediate_size\": 4, \"norm_topk_prob\": true",
-    "\"layers\": \"mamba2, none\", \"mlp\": \"relu_square\", \"mlp_layer_types\": [\"none\", \"sparse\"], "
-    "\"num_experts\": 4, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 4, "
-    "\"shared_expert_intermediate_size\": 5, \"router\": \"sigmoid\", \"router_bias\": true, "
+    "\"layers\": \"mamba2, none\", \"mlp\": \"relu_square\", "
+    "\"mlp_layer_types\": [\"none\", \"sparse\"], \"num_experts\": 4, \"num_experts_per_tok\": 2, "
+    "\"moe_intermediate_size\": 4, \"shared_expert_intermediate_size\": 5, "
+    "\"router\": \"sigmoid\", \"router_bias\": true, "
     "\"n_group\": 2, \"topk_group\": 1, \"routed_scaling_factor\": 1.5",
     "\"layers\": \"gdn\", \"num_experts\": 3, \"num_experts_per_tok\": 1, "
     "\"moe_intermediate_size\": 4, \"shared_expert_intermediate_size\": 4, "

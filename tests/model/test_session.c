@@ -54,8 +54,9 @@ static mn_status whole(fixture *f) {
 static bool open(fixture *f, const char *layers) {
     char json[1024];
     const size_t n = strcspn(layers, "|");    // behind it: settings of the blocks
-    snprintf(json, sizeof json, "{\"layers\": \"%.*s\", %s \"hidden_size\": 16, \"vocab_size\": %d, "
-             "\"max_position_embeddings\": 32, \"intermediate_size\": 12, \"logit_softcap\": 20}",
+    snprintf(json, sizeof json, "{\"layers\": \"%.*s\", %s \"hidden_size\": 16, "
+             "\"vocab_size\": %d, \"max_position_embeddings\": 32, \"intermediate_size\": 12, "
+             "\"logit_softcap\": 20}",
              (int)n, layers, layers[n] ? layers + n + 1 : "", VOCABULARY);
     memset(f, 0, sizeof *f);
     mn_status st = model_case_create(&f->model, json, MN_F32, 0.2, 3);
@@ -120,7 +121,8 @@ static void every_kind(layers_test *test) {
     static const char *const hybrids[] = {
         "attention, gdn, bayes",
         "kla, relu_attention, mlstm",
-        "attention, gdn|\"norm\": \"layer\", \"parallel_residual\": true, \"learned_positions\": 32,",
+        "attention, gdn|\"norm\": \"layer\", \"parallel_residual\": true, "
+        "\"learned_positions\": 32,",
         "lightning, none|\"residual\": \"norm\", \"mlp_beta\": 0.8, \"num_experts\": 3, "
         "\"num_experts_per_tok\": 2, \"moe_intermediate_size\": 4, "
         "\"shared_expert_intermediate_size\": 4,",
