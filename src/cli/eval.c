@@ -67,7 +67,8 @@ static void print_help(void) {
          "  --dtype T          f32 (default), f64 on the CPU, bf16 on a GPU\n"
          "  --json             results as one document\n"
          "  --threads N        default: one per core\n"
-         "  --verify           check every byte of the model against its seal, not sizes and heads\n"
+         "  --verify           check every byte of the model against its seal, not sizes and "
+         "heads\n"
          "  --quiet            no progress");
 }
 

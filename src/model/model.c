@@ -99,6 +99,7 @@ static mn_status add_block(mn_model *model, int i) {
     const mn_model_config *c = &model->config;
     mn_block *block = &model->blocks[i];
     block->attn_norm = block->aside = block->turn.out = block->pre_norm = -1;
+    block->first = model->n_params;
     mn_status st = mn_layer_create_at(&block->layer, c->names[i], &c->options[i], c->hidden_size,
                                       c->context, c->norm_eps, i, c->n_layers);
     if (st != MN_OK) return st;
@@ -156,7 +157,10 @@ static mn_status build(mn_model *model) {
         st = mn_model_add_matrix(model, &model->positions, "model.positions.weight",
                                  c->block.learned_positions, c->hidden_size, MN_GROUP_EMBED);
     }
-    for (int i = 0; st == MN_OK && i < c->n_layers; i++) st = add_block(model, i);
+    for (int i = 0; st == MN_OK && i < c->n_layers; i++) {
+        st = add_block(model, i);
+        model->blocks[i].end = model->n_params;
+    }
     model->bounds = -1;
     for (int i = 0; i < MN_MAX_LAYERS; i++) model->rows[i] = i;
     for (int i = 0; st == MN_OK && i < c->n_layers && model->bounds < 0; i++) {
@@ -349,12 +353,8 @@ void mn_model_start(mn_model *model, mn_context *context, uint64_t seed) {
 }
 
 void mn_model_block_params(const mn_model *model, int i, int *first, int *end) {
-    const bool last = i + 1 == model->config.n_layers;
-    *first = model->blocks[i].attn_norm;
-    *end = *first;
-    /* parameters are added block by block */
-    const int stop = last ? model->norm : model->blocks[i + 1].attn_norm;
-    if (*first >= 0 && stop > *first) *end = stop;
+    *first = model->blocks[i].first;
+    *end = model->blocks[i].end;
 }
 
 void mn_model_settle_gradients(mn_model *model) {

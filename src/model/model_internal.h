@@ -22,6 +22,7 @@ typedef struct mn_shared_at {
 /* Where a block's parameters are; -1: it has none. */
 typedef struct mn_block {
     mn_layer layer, beside;
+    int first, end;                  // its parameters: of the model's list, [first, end)
     int attn_norm, mixer;            // mixer: the first of layer.n_params
     int aside;                       // the first of those beside
     int mlp_norm;

@@ -9,6 +9,7 @@
 #include "base/util.h"
 #include "kernels/conv_unit.h"
 #include "ops/compose/compose.h"
+#include "ops/overlap.h"
 #include "ops/validate.h"
 #include "ops/workspace.h"
 
@@ -233,6 +234,7 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
                        info->name);
     }
     mn_status st = mn_validate_sizes(op, args, pass == MN_BACKWARD);
+    if (st == MN_OK && !context->plans) st = mn_check_overlap(op, args, pass == MN_BACKWARD);
     if (st != MN_OK) return st;
     const mn_kernel *kernel = kernel_of[op] ? choose_kernel(context, op, pass, args) : NULL;
     if (whole_of[op]) kernel = whole_of[op](pass, args);

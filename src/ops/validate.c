@@ -339,11 +339,12 @@ mn_status mn_validate_sizes(mn_op_id op, void *args, bool backward) {
     for (int i = 0; st == MN_OK && i < count; i++) {
         st = check_view(name, &fields[i], decay, call, args, backward);
     }
-    return st == MN_OK ? mn_check_overlap(op, args, backward) : st;
+    return st;
 }
 
 mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     mn_status st = mn_validate_sizes(op, args, backward);
+    if (st == MN_OK) st = mn_check_overlap(op, args, backward);
     const char *name = mn_op_describe(op)->name;
     const int decay = mn_args_decay(op, args);
     int count;

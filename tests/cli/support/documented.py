@@ -42,7 +42,7 @@ def call(mneme, folder, *arguments):
 
 def prepare(mneme, source, folder):
     """What the pages name."""
-    for name in ("book.txt", "other.txt", "letters.txt", "long.txt", "shakespeare.txt", "story.txt",
+    for name in ("book.txt", "other.txt", "held-out.txt", "letters.txt", "long.txt", "shakespeare.txt", "story.txt",
                  "books/one.txt", "books/two.txt"):
         write(os.path.join(folder, name), STORY)
     write(os.path.join(folder, "in.jsonl"), "".join(json.dumps({"text": STORY[:n]}) + "\n"
@@ -59,6 +59,8 @@ def prepare(mneme, source, folder):
              "--size", "100k", "--steps", "4", "--quiet")
     call(mneme, folder, "generate", "--model", "runs/gdn", "--file", "story.txt", "--tokens", "0",
          "--save-state", "long.state")
+    call(mneme, folder, "eval", "--model", "runs/kla/best", "--calibration", "--text", "held-out.txt",
+         "--lengths", "64", "--rows", "8", "--save-calibration", "runs/kla/best/calibration.json")
     prepare_sweep(mneme, source, folder)
 
 
@@ -106,9 +108,9 @@ def main(mneme, source, work):
         for number, command in commands(page):
             folder = os.path.join(work, "here")
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(prepared, folder)
+            shutil.copytree(prepared, folder, symlinks=True)
             if command.startswith("mneme train ") and "--resume" not in command:
-                for out in re.findall(r"--out (\S+)", command) or ["runs/book"]:
+                for out in re.findall(r"--out (\S+)", command) or ["runs/book", "runs/gdn"]:
                     if "--from " + out not in command:
                         shutil.rmtree(os.path.join(folder, out), ignore_errors=True)
             status, complaints = run(mneme, source, folder, command)
