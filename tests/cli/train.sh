@@ -106,7 +106,7 @@ import fcntl, os, pty, struct, sys, termios
 os.environ.update(TERM="xterm", NO_COLOR="1")
 child, terminal = pty.fork()
 if child == 0:
-    os.execv(sys.argv[1], ["mneme", "train", sys.argv[2], "--steps", "400", "--threads", "1", "--layers", "gdn",
+    os.execv(sys.argv[1], ["mneme", "train", sys.argv[2], "--steps", "4000", "--threads", "1", "--layers", "gdn",
                            "--set", "model.hidden_size=16", "--set", "model.num_hidden_layers=1", "--batch", "2",
                            "--context", "16", "--out", sys.argv[3]])
 fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))

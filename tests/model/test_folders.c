@@ -14,7 +14,7 @@
 #include "support/check.h"
 #include "support/folder.h"
 
-enum { PATH = 4096, LONG = 4200 };
+enum { PATH = 4096, LONG = PATH + 64 };
 
 /* Types whose layers are not built: refused by name. */
 static bool is_refused(const char *name, mn_status st) {
