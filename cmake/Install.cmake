@@ -28,6 +28,23 @@ endif()
 configure_file(cmake/mneme.pc.in mneme.pc @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/mneme.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
+# Manual pages and completion, written by the program from its tables of options.
+if(NOT CMAKE_CROSSCOMPILING)
+    set(help_dir ${CMAKE_BINARY_DIR}/help)
+    add_custom_command(OUTPUT ${help_dir}/done
+        COMMAND ${CMAKE_COMMAND} -DMNEME=$<TARGET_FILE:mneme_cli> -DOUT=${help_dir}
+            -P ${CMAKE_SOURCE_DIR}/cmake/Help.cmake
+        DEPENDS mneme_cli ${CMAKE_SOURCE_DIR}/cmake/Help.cmake VERBATIM)
+    add_custom_target(mneme_help ALL DEPENDS ${help_dir}/done)
+    install(DIRECTORY ${help_dir}/man1 DESTINATION ${CMAKE_INSTALL_MANDIR})
+    install(FILES ${help_dir}/mneme.bash RENAME mneme
+        DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)
+    install(FILES ${help_dir}/_mneme DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/site-functions)
+    install(FILES ${help_dir}/mneme.fish DESTINATION ${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d)
+endif()
+
 # The library alone, without the links that a wheel cannot hold: python/pyproject.toml asks for it.
 install(FILES $<TARGET_FILE:mneme> DESTINATION . RENAME libmneme.so COMPONENT python
     EXCLUDE_FROM_ALL)
+add_custom_target(mneme_python)    # ninja takes `mneme` for the program of that name
+add_dependencies(mneme_python mneme)

@@ -27,8 +27,11 @@ else()
 endif()
 
 # So is HTTP through libmicrohttpd. The page is a part of the library: bytes of a file as C.
-pkg_check_modules(MICROHTTPD IMPORTED_TARGET libmicrohttpd)
-if(MICROHTTPD_FOUND)
+option(MN_HTTP "mneme serve, where libmicrohttpd is" ON)
+if(MN_HTTP)
+    pkg_check_modules(MICROHTTPD IMPORTED_TARGET libmicrohttpd)
+endif()
+if(MN_HTTP AND MICROHTTPD_FOUND)
     list(FILTER library_sources EXCLUDE REGEX "/http_none\\.c$")
     list(APPEND mneme_dependencies PkgConfig::MICROHTTPD)
 else()

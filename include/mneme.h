@@ -60,6 +60,12 @@ typedef struct mn_context_options {
     const char *target;    // "ref", "avx2", "avx512"; NULL: MN_TARGET, else the best here
     const char *device;    // NULL or "cpu"; "cuda" or "cuda:N": operators run on that GPU
     void *stream;          // of the GPU, a cudaStream_t that stays yours; NULL: one of its own
+
+    // Of the GPU: where memory for work comes from and goes back to, in the order of the stream.
+    // NULL: the driver. `allocate` gives NULL when there is none.
+    void *(*allocate)(void *owner, size_t bytes);
+    void (*release)(void *owner, void *memory);
+    void *owner;
 } mn_context_options;
 
 /* `options` may be NULL. Free with mn_context_destroy, which accepts NULL. A device that cannot be
@@ -74,6 +80,13 @@ MN_API const char *mn_context_target(const mn_context *context);
 /* Waits until the work of all calls is done; what failed in it comes out here. On the CPU calls are
  * done when they return, and so is this one. */
 MN_API mn_status mn_context_synchronize(mn_context *context);
+
+/* Later calls go to `stream` of the context's GPU, a cudaStream_t that stays yours and is not NULL
+ * (cudaStreamLegacy is the default stream). Calls on two streams share no memory for work. */
+MN_API mn_status mn_context_use_stream(mn_context *context, void *stream);
+
+/* Gives back memory for work, which calls keep for the next one. */
+MN_API void mn_context_trim(mn_context *context);    // NULL accepted
 
 /* ---- text ------------------------------------------------------------------------------------ */
 
@@ -420,6 +433,17 @@ typedef struct mn_gdn2_args {
     struct { mn_out q, k, v, erase, write, g, state0; } grad;
 } mn_gdn2_args;
 
+/* Diagonal plus low rank: S = diag(exp g) S + b (S'a)' + k v';  o = scale S'q. The read by a is of
+ * the state before its decay. RWKV-7: a = -kk, b = kk times the in-context learning rate. */
+typedef struct mn_dplr_args {
+    mn_call call;                         // B T H K V
+    double scale;
+    mn_in q, k, v, a, b, g, state0;       // a, b, g (B,T,H,K), g <= 0
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, a, b, g, state0; } grad;
+} mn_dplr_args;
+
 /* Longhorn, diagonal: n = 1 + beta_j |k|^2; S_ij = (1 - beta_j k_i^2 / n) S_ij + beta_j v_j
  * k_i / n. */
 typedef struct mn_longhorn_diag_args {
@@ -526,10 +550,12 @@ typedef struct mn_kla_mc_args {
 } mn_kla_mc_args;
 
 /* MesaNet: Hkk = e^g Hkk + beta k k'; Hkv = e^g Hkv + beta k v'; o = Hkv'(Hkk + diag lam)^-1 scale
- * q. */
+ * q. With `steps` forward takes that many steps of conjugate gradients from 0 instead of the
+ * solution (ref/mesa.c; CPU only); backward is that of the solution. */
 typedef struct mn_mesa_args {
     mn_call call;                             // B T H K V
     double scale;
+    int64_t steps;                            // 0: the solution
     mn_in q, k, v, g, beta, lam, hkk0, hkv0;  // g, beta (B,T,H); lam (H,K); (N,H,K,K) (N,H,K,V)
     mn_out o, hkk, hkv;
     struct { mn_in o, hkk, hkv; } cot;
@@ -562,7 +588,8 @@ typedef struct mn_ccq_read_args {
     struct { mn_out q, k, gamma, v, g, beta, kk0, ks0, state0; } grad;
 } mn_ccq_read_args;
 
-/* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H. lse
+/* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H. With
+ * a window a query sees the newest `window` keys, its own among them (CPU only). lse
  * is the log of the sum of the exponentials of a row's scores, float32 on a GPU. Backward takes
  * fewer products there if `lse` and `o` still hold what forward wrote; with lse.data NULL it reads
  * neither. */
@@ -570,6 +597,7 @@ typedef struct mn_attention_args {
     mn_call call;                             // B T H K V J L
     double scale, rope_base;
     int rope_kind;                            // 0 none, 1 half, 2 pairs
+    int64_t window;                           // 0: all keys so far
     mn_in q, k, v;                            // (B,T,H,K) (B,L,J,K) (B,L,J,V)
     mn_out o, lse;                            // (B,T,H,V) (B,T,H)
     struct { mn_in o; } cot;
@@ -748,7 +776,7 @@ typedef struct mn_adamw_args {
 
 /* The operators, in the order of the tables. */
 #define MN_OPS(OP)                                                                                 \
-    OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(longhorn_diag) OP(longhorn_column)            \
+    OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(dplr) OP(longhorn_diag) OP(longhorn_column)   \
     OP(riccati) OP(bayes) OP(importance) OP(palimpsa_paper) OP(palimpsa_code)                      \
     OP(moebius) OP(kla_discretise) OP(kla_mc) OP(mesa) OP(curvature) OP(ccq_read)                  \
     OP(attention) OP(relu_attention) OP(hyper) OP(hyper_layer)                                     \

@@ -5,7 +5,7 @@ set -eu
 
 packages="gcc:gcc cmake:cmake make:make pkg-config:pkg-config gnuplot:gnuplot-nox"
 libraries="jansson:libjansson-dev openblas:libopenblas-dev cmocka:libcmocka-dev libpcre2-8:libpcre2-dev
-libmicrohttpd:libmicrohttpd-dev"
+libmicrohttpd:libmicrohttpd-dev libedit:libedit-dev"
 missing=
 
 for pair in $packages; do

@@ -53,6 +53,8 @@ _PROTOTYPES = {
     "mn_context_threads": (ctypes.c_int, [_P]),
     "mn_context_target": (_S, [_P]),
     "mn_context_synchronize": (ctypes.c_int, [_P]),
+    "mn_context_use_stream": (ctypes.c_int, [_P, _P]),
+    "mn_context_trim": (None, [_P]),
     "mn_tokenizer_load": (ctypes.c_int, [_PP, _S]),
     "mn_tokenizer_destroy": (None, [_P]),
     "mn_tokenizer_ids": (ctypes.c_int, [_PP, _PI, _P, _S, _Z, ctypes.c_bool]),
@@ -173,19 +175,23 @@ def describe(what, *arguments):
 
 class _ContextOptions(ctypes.Structure):
     _fields_ = [("n_threads", ctypes.c_int), ("target", ctypes.c_char_p),
-                ("device", ctypes.c_char_p), ("stream", ctypes.c_void_p)]
+                ("device", ctypes.c_char_p), ("stream", ctypes.c_void_p),
+                ("allocate", ctypes.c_void_p), ("release", ctypes.c_void_p),
+                ("owner", ctypes.c_void_p)]
 
 
 class Context:
     """Worker threads, scratch memory and the chosen kernels; or a GPU. One thread at a time.
 
     threads: 0 for one per core; target: "ref", "avx2", "avx512" or None for the best; device:
-    "cpu", "cuda" or "cuda:N"; stream: a cudaStream_t as a number, which stays yours."""
+    "cpu", "cuda" or "cuda:N"; stream: a cudaStream_t as a number, which stays yours; memory: two C
+    functions that give and take back the GPU's memory for work, see mneme.h."""
 
-    def __init__(self, threads=0, target=None, device=None, stream=None):
+    def __init__(self, threads=0, target=None, device=None, stream=None, memory=(None, None)):
         self.handle = None
         options = _ContextOptions(threads, target.encode() if target else None,
-                                  device.encode() if device else None, stream)
+                                  device.encode() if device else None, stream,
+                                  *(f and ctypes.cast(f, ctypes.c_void_p) for f in memory))
         out = ctypes.c_void_p()
         check(library().mn_context_create(ctypes.byref(out), ctypes.byref(options)))
         self.handle = out.value
@@ -202,6 +208,10 @@ class Context:
     @property
     def target(self):
         return library().mn_context_target(self.handle).decode()
+
+    def trim(self):
+        """Gives back memory for work, which calls keep for the next one."""
+        library().mn_context_trim(self.handle)
 
     def synchronize(self):
         """Waits for a GPU; what failed there comes out here."""
@@ -230,6 +240,15 @@ def context(device=None, stream=None):
     if found is None:
         found = contexts[key] = Context(_threads, device=device, stream=stream)
     return found
+
+
+def cpu_handle():
+    """The handle of this thread's context of the CPU; calls of operators begin here."""
+    try:
+        return _local.handle
+    except AttributeError:
+        _local.handle = context().handle
+        return _local.handle
 
 
 def _forget_contexts():

@@ -98,7 +98,7 @@ def _forward(op, tensors, params, cu_seqlens, counts0, outputs, context):
     for i in wanted:
         results[i] = np.empty(plan.out_shapes[i], dtype)
         words[op.outputs[i].word] = _address(results[i])
-    status = op.forward((context or _library.context()).handle, words)
+    status = op.forward(context.handle if context else _library.cpu_handle(), words)
     if status:
         _library.check(status)
     del keep

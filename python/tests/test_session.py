@@ -114,3 +114,12 @@ def test_layers_describe_themselves():
     np.testing.assert_array_equal(bias, np.float32([-2.2, -2.2]))
     with pytest.raises(mneme.Error, match='did you mean "num_heads"'):
         mneme.layers.describe("gla", 64, num_head=2)
+
+
+def test_gates_of_other_software_that_are_not_built_are_refused():
+    from mneme import layers
+    config = {"model_type": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 1,
+              "vocab_size": 300, "head_dim": 16, "num_heads": 2}
+    assert layers.describe_model({**config, "output_gate_activation": "swish"})
+    with pytest.raises(mneme.Error, match="output_gate_activation.*only swish"):
+        layers.describe_model({**config, "output_gate_activation": "sigmoid"})

@@ -10,6 +10,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "cli/calibration.h"
 #include "cli/command.h"
 #include "cli/options.h"
 #include "cli/progress.h"
@@ -18,8 +19,9 @@
 #include "eval/perplexity.h"
 #include "io/json_write.h"
 #include "model/checkpoint.h"
+#include "tasks/task.h"
 
-enum { MOST_LENGTHS = 64 };
+enum { MOST_LENGTHS = 64, MOST_SETS = 64 };
 
 typedef struct options {
     const char *model, *choices, *tokens, *logits, *dtype, *split, *device;
@@ -28,12 +30,16 @@ typedef struct options {
     bool any_format;                // --data
     int64_t lengths[MOST_LENGTHS], max_tokens, max_questions, per_pass;
     int n_lengths, n_threads;
-    bool json, quiet;
+    const char *task, *sets[MOST_SETS], *save_calibration;
+    int64_t rows;                   // --rows
+    int n_sets;
+    bool calibration, json, quiet;
 } options;
 
 static void print_help(void) {
     puts("usage: mneme eval --model DIR [--text FILE...] [--choices FILE] "
          "[--tokens F --logits OUT]\n\n"
+         "  --model DIR        a model's folder, or a run's: then its best checkpoint\n"
          "  --text FILE...     perplexity of texts, folders of texts or JSON lines: one row of\n"
          "                     tokens, cut into windows that do not overlap and that each start\n"
          "                     from nothing; what is left at the end is dropped\n"
@@ -48,6 +54,13 @@ static void print_help(void) {
          "  --tokens FILE      token ids: .bin, a JSON list, or numbers and blanks\n"
          "  --logits OUT       write the logits of --tokens to a safetensors file\n"
          "  --per-pass N       read --tokens N at a time; 1: as decoding does\n"
+         "  --calibration      of --text or --task: is it sure where it is right? AUROC and\n"
+         "                     risk-coverage of entropy, of the posteriors of layers and of both,\n"
+         "                     and reliability; every other window chooses and fits\n"
+         "  --task NAME        with --calibration: the questions of a task (mneme task)\n"
+         "  --set KEY=VALUE    an option of the task; may be repeated\n"
+         "  --rows N           windows or samples of each half (default 64)\n"
+         "  --save-calibration F   what generate --abstain reads\n"
          "  --device D         cpu (default), cuda or cuda:N\n"
          "  --dtype T          f32 (default), f64 on the CPU, bf16 on a GPU\n"
          "  --json             results as one document\n"
@@ -93,7 +106,14 @@ static int check(const options *o) {
         strcmp(o->dtype, "bf16") != 0) {
         return mistake("--dtype", "is f32, f64, or bf16 on a GPU");
     }
-    if (o->n_texts > 0 || o->choices || o->tokens) return 0;
+    if ((o->task || o->save_calibration) && !o->calibration) {
+        return mistake(o->task ? "--task" : "--save-calibration", "needs --calibration");
+    }
+    if (o->task && o->n_texts > 0) return mistake("--task", "and --text are two questions");
+    if (o->calibration && !o->task && o->n_texts == 0) {
+        return mistake("--calibration", "needs --text, --data or --task");
+    }
+    if (o->n_texts > 0 || o->choices || o->tokens || o->task) return 0;
     return mistake("--text, --choices or --tokens", "is missing: what is to be measured?");
 }
 
@@ -112,6 +132,11 @@ static int parse(options *o, int argc, char **argv) {
         { "--max-questions", .read = read_whole, .to = &o->max_questions, .needs = whole },
         { "--tokens", .text = &o->tokens },
         { "--logits", .text = &o->logits },
+        { "--calibration", .flag = &o->calibration },
+        { "--task", .text = &o->task },
+        { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
+        { "--rows", .read = read_whole, .to = &o->rows, .needs = whole },
+        { "--save-calibration", .text = &o->save_calibration },
         { "--per-pass", .read = read_whole, .to = &o->per_pass, .needs = whole },
         { "--device", .text = &o->device },
         { "--dtype", .text = &o->dtype },
@@ -217,6 +242,23 @@ static mn_status measure_text(const evaluation *e) {
     return st;
 }
 
+static mn_status measure_calibration(const evaluation *e) {
+    const options *o = e->o;
+    mn_json changes = { .value = json_object(), .name = "options" };
+    mn_corpus *corpus = NULL;
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_task_set(&changes, o->sets[i]);
+    if (st == MN_OK && o->n_texts > 0) st = open_corpus(&corpus, e);
+    const mn_calibration_ask ask = {
+        .corpus = corpus, .task = o->task, .task_options = &changes, .length = o->lengths[0],
+        .rows = o->rows ? o->rows : 64, .save = o->save_calibration, .quiet = o->quiet,
+        .json = o->json };
+    if (st == MN_OK) st = mn_calibration_measure(e->root, e->context, e->model, &ask);
+    mn_corpus_destroy(corpus);
+    json_decref(changes.value);
+    return st;
+}
+
 static void put_choices(const evaluation *e, const mn_choice_result *r) {
     if (!e->o->json) {
         printf("%" PRId64 " questions: accuracy %.4f +- %.4f, by byte %.4f +- %.4f, chance %.4f; "
@@ -303,7 +345,8 @@ static mn_status evaluate(const options *o) {
     }
     if (st == MN_OK) st = mn_model_place(e.model, e.context, dtype);
     if (st == MN_OK) st = open_tokenizer(&e);
-    if (st == MN_OK && o->n_texts > 0) st = measure_text(&e);
+    if (st == MN_OK && o->calibration) st = measure_calibration(&e);
+    if (st == MN_OK && o->n_texts > 0 && !o->calibration) st = measure_text(&e);
     if (st == MN_OK && o->choices) st = measure_choices(&e);
     if (st == MN_OK && o->tokens) st = write_logits(&e);
     if (st == MN_OK && o->json) st = print_json(&e);

@@ -4,25 +4,48 @@
 
 #include "base/util.h"
 #include "cli/command.h"
+#include "io/closest.h"
 #include "mneme.h"
 
-static const struct {
-    const char *verb, *about;
-    int (*run)(int argc, char **argv);
-} commands[] = {
+static const mn_command commands[] = {
 #define COMMAND(verb, about) { #verb, about, mn_command_##verb },
 #include "cli/commands.def"
 #undef COMMAND
 };
 
+const mn_command *mn_commands(int *n) {
+    *n = (int)MN_COUNTOF(commands);
+    return commands;
+}
+
+const mn_command *mn_command_find(const char *verb) {
+    for (size_t i = 0; i < MN_COUNTOF(commands); i++) {
+        if (strcmp(verb, commands[i].verb) == 0) return &commands[i];
+    }
+    return NULL;
+}
+
+int mn_command_unknown(const char *verb) {
+    const char *names[MN_COUNTOF(commands)];
+    for (size_t i = 0; i < MN_COUNTOF(commands); i++) names[i] = commands[i].verb;
+    const char *meant = mn_closest(verb, names, MN_COUNTOF(names));
+    fprintf(stderr, "mneme: there is no verb \"%s\"%s%s%s; mneme --help lists them\n", verb,
+            meant ? ", did you mean \"" : "", meant ? meant : "", meant ? "\"?" : "");
+    return 2;
+}
+
 static void print_help(FILE *out) {
     fprintf(out,
             "mneme %s - sequence memory: train, inspect and measure layers that keep a belief\n\n"
-            "usage: mneme VERB [options]      mneme VERB --help\n\n",
+            "usage: mneme VERB [options]      mneme help VERB      mneme train book.txt\n\n",
             mn_version());
     for (size_t i = 0; i < MN_COUNTOF(commands); i++) {
         fprintf(out, "  %-10s %s\n", commands[i].verb, commands[i].about);
     }
+}
+
+void mn_commands_print(void) {
+    print_help(stdout);
 }
 
 int main(int argc, char **argv) {
@@ -30,8 +53,7 @@ int main(int argc, char **argv) {
         print_help(stderr);
         return 2;
     }
-    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 ||
-        strcmp(argv[1], "help") == 0) {
+    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0) {
         print_help(stdout);
         return 0;
     }
@@ -39,9 +61,6 @@ int main(int argc, char **argv) {
         printf("mneme %s\n", mn_version());
         return 0;
     }
-    for (size_t i = 0; i < MN_COUNTOF(commands); i++) {
-        if (strcmp(argv[1], commands[i].verb) == 0) return commands[i].run(argc - 1, argv + 1);
-    }
-    fprintf(stderr, "mneme: there is no verb \"%s\"; mneme --help lists them\n", argv[1]);
-    return 2;
+    const mn_command *command = mn_command_find(argv[1]);
+    return command ? command->run(argc - 1, argv + 1) : mn_command_unknown(argv[1]);
 }

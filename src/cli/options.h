@@ -20,10 +20,22 @@ typedef struct mn_option {
     const char *needs;           // "a number from 0 to 1"; NULL: read called mn_fail
 } mn_option;
 
+/* Hears of the rows of every table that mn_options_read is given; it then reads nothing and says
+ * that there was a mistake, so that a verb does nothing but name its options. */
+typedef struct mn_option_listener {
+    void (*hear)(void *context, const char *verb, const mn_option *row);
+    void *context;
+} mn_option_listener;
+
+/* NULL: options are read again. */
+void mn_options_listen(const mn_option_listener *listener);
+bool mn_options_heard(void);    // somebody listens
+
 /* Reads the name of a device into a const char *; NULL for "cpu". */
 bool mn_options_device(void *to, const char *value);
 
-/* argv[0] is the verb. 0; 2 for a mistake, after a line on standard error; -1 for --help or -h. */
+/* argv[0] is the verb. Values follow their option, or an equals sign behind it. 0; 2 for a mistake,
+ * after a line on standard error; -1 for --help or -h. */
 int mn_options_read(const mn_option *rows, int n_rows, const char *verb, int argc, char **argv);
 
 /* Says what is the matter with an option, or "" for none, and where help is; 2. */

@@ -30,7 +30,7 @@ static void print_help(void) {
          "hashes.\n"
          "A run that was stopped goes on when it is started again. The result does not depend on "
          "--jobs.\n\n"
-         "  -o FOLDER           where to; made if it is not there\n"
+         "  -o, --out FOLDER    where to; made if it is not there\n"
          "  --tokenizer T       a tokenizer.json or its folder, bytes (one token per byte), or "
          "chars\n"
          "                      (one per character of the text)\n"

@@ -103,10 +103,24 @@ void mn_progress_text(char *out, size_t size, const mn_progress *bar, double now
     if (*bar->extra && n < size) snprintf(out + n, size - n, ", %s", bar->extra);
 }
 
+/* On a narrow terminal the extra, such as a loss, stays: "training:  12 %, 3:08 left, loss 1.23" */
+static void put_narrow(char *text, size_t size, const mn_progress *bar, double now) {
+    char left[48] = "", percent[16] = "";
+    const double per_second = rate_of(bar, now);
+    if (per_second > 0 && bar->all > bar->done) {
+        put_time(left, sizeof left, (double)(bar->all - bar->done) / per_second);
+    }
+    if (bar->all > 0) snprintf(percent, sizeof percent, " %3d %%,", (int)(share_of(bar) * 100));
+    snprintf(text, size, "%s:%s%s%s%s %s", bar->title, percent, *left ? " " : "", left,
+             *left ? " left," : "", bar->extra);
+}
+
 /* The line on the terminal, cut to its width; bar cells in green. */
 static void draw(mn_progress *bar, double now) {
     char text[LINE_BYTES];
     mn_progress_text(text, sizeof text, bar, now, false);
+    const bool wide = bar->columns > 1 && strlen(text) >= (size_t)bar->columns;
+    if (wide && *bar->extra) put_narrow(text, sizeof text, bar, now);
     if (bar->columns > 1 && strlen(text) >= (size_t)bar->columns) text[bar->columns - 1] = '\0';
     char *open = strchr(text, '['), *close = open ? strchr(open, ']') : NULL;
     if (bar->colour && close) {

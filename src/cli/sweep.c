@@ -49,7 +49,10 @@ static void print_help(void) {
          "Records are appended to DIR/results.jsonl, on the disk before the next job starts. A "
          "job that is\n"
          "there is not run again, so the same command goes on with a sweep that was stopped or "
-         "killed.\n\n"
+         "killed.\n"
+         "At the end a table shows mean and standard error over seeds of each setting and the best "
+         "one;\n"
+         "runs.csv and summary.csv hold the same, and mneme plot DIR draws it.\n\n"
          "  -o DIR              folder of the results (default: FILE without .json)\n"
          "  --jobs N            processes (default: one a core; with --device one)\n"
          "  --device D          train on cuda or cuda:N (default: cpu)\n"
@@ -117,7 +120,7 @@ int mn_command_sweep(int argc, char **argv) {
     const int status = o.dry ? print_jobs(jobs)
                              : mn_sweep_show("sweep", folder, jobs, o.processes, o.device,
                                               o.quiet);
-    if (status == 0 && !o.dry && !o.quiet) printf("%s/results.jsonl\n", folder);
+    const int told = o.dry ? 0 : mn_sweep_table(folder, jobs, o.quiet);
     json_decref(jobs);
-    return status;
+    return status != 0 ? status : told;
 }

@@ -14,4 +14,8 @@ enum { MN_SWEEP_PATH = 4096 };
 int mn_sweep_show(const char *verb, const char *folder, const json_t *jobs, int processes,
                   const char *device, bool quiet);
 
+/* The table of what a sweep found on standard output, unless `quiet`, and FOLDER/runs.csv and
+ * summary.csv. The exit status. */
+int mn_sweep_table(const char *folder, const json_t *jobs, bool quiet);
+
 #endif

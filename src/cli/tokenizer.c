@@ -127,8 +127,18 @@ static int parse(mn_tokenizer_options *o, const verb *v, int argc, char **argv) 
                                         : "name one file, or - for standard input");
 }
 
+/* For completion: the options of each verb. */
+static int name_options(int argc, char **argv) {
+    for (size_t i = 0; i < MN_COUNTOF(verbs); i++) {
+        mn_tokenizer_options o = { 0 };
+        parse(&o, &verbs[i], argc, argv);
+    }
+    return 2;
+}
+
 int mn_command_tokenizer(int argc, char **argv) {
     const verb *v = NULL;
+    if (mn_options_heard()) return name_options(argc, argv);
     if (argc < 2 || strcmp(argv[1], "--help") == 0) {
         print_help(argc < 2 ? stderr : stdout);
         return argc < 2 ? 2 : 0;

@@ -24,6 +24,7 @@
 #include "data/hash.h"
 #include "data/prepared.h"
 #include "data/text.h"
+#include "io/folder.h"
 #include "io/file.h"
 
 enum { DEFAULT_SHARD_TOKENS = 1 << 25, UINT16_VOCABULARY = 65536, CHECK_TOKENS = 65536 };
@@ -354,11 +355,8 @@ static void sweep(const char *folder) {
 /* Makes the folder if need be and keeps other runs out of it until `p->lock` is closed. */
 static mn_status lock_folder(preparation *p) {
     const char *folder = p->options->folder;
-    struct stat info;
-    const bool there = mkdir(folder, 0777) == 0 || errno == EEXIST;
-    if (!there || stat(folder, &info) != 0 || !S_ISDIR(info.st_mode)) {
-        return mn_fail(MN_ERR_IO, "%s: cannot make this folder: %s", folder, strerror(errno));
-    }
+    const mn_status st = mn_folder_make(folder);
+    if (st != MN_OK) return st;
     p->lock = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (p->lock >= 0 && flock(p->lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
         return mn_fail(MN_ERR_IO, "%s: another mneme prepare is writing there", folder);

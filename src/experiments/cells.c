@@ -95,7 +95,7 @@ static void count_run(trials *all, const json_t *run, const json_t *table) {
     char row[MN_CELL_NAME], column[MN_CELL_NAME], setting[MN_CELL_NAME];
     json_t *at;
     const json_t *where = json_object_get(table, "where");
-    if (!has_labels(labels, where)) return;
+    if (!has_labels(labels, where) || json_object_get(labels, "pilot")) return;
     if (!rows) rows = "";
     if (!columns) columns = "";
     put_value(row, json_object_get(labels, rows));

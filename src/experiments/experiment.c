@@ -10,14 +10,14 @@
 #include "io/closest.h"
 #include "io/json_write.h"
 
-static const char *const preset_names[MN_PRESETS] = { "smoke", "cpu", "full" };
+static const char *const preset_names[MN_PRESETS] = { "smoke", "cpu", "gpu", "full" };
 
 static const struct {
     mn_experiment info;
     const mn_experiment_text *text;
 } experiments[] = {
-#define EXPERIMENT(id, name, about, paper, smoke, cpu, full)                                       \
-    { { name, about, paper, { smoke, cpu, full } }, &mn_experiment_##id },
+#define EXPERIMENT(id, name, about, paper, smoke, cpu, gpu, full)                                  \
+    { { name, about, paper, { smoke, cpu, gpu, full } }, &mn_experiment_##id },
 #include "experiments/experiments.def"
 #undef EXPERIMENT
 };
@@ -87,8 +87,12 @@ static mn_status lay_text(json_t *plan, const mn_experiment_text *text, mn_prese
 
 mn_status mn_experiment_plan(json_t **plan, int i, mn_preset preset) {
     const mn_experiment_text *text = experiments[i].text;
-    json_t *whole = json_object(), *notes = json_array();
     *plan = NULL;
+    if (!experiments[i].info.cost[preset]) {
+        return mn_fail(MN_ERR_ARGUMENT, "%s has no preset %s; it has smoke, cpu and full",
+                       experiments[i].info.name, preset_names[preset]);
+    }
+    json_t *whole = json_object(), *notes = json_array();
     mn_status st = whole ? lay_text(whole, text, preset, experiments[i].info.name)
                          : mn_fail(MN_ERR_MEMORY, "no memory for the plan of an experiment");
     if (st == MN_OK && text->add) st = text->add(whole);
@@ -149,12 +153,12 @@ mn_status mn_experiment_results(json_t **results, int i, mn_preset preset, const
     *results = NULL;
     const mn_status st = mn_experiment_paper(&paper, i);
     if (st != MN_OK) return st;
-    *results = json_pack("{s:s, s:s, s:s, s:s, s:s, s:s, s:O*, s:O*, s:O*, s:o, s:o}", "experiment",
-                         e->name, "about", e->about, "paper", e->paper, "preset",
+    *results = json_pack("{s:s, s:s, s:s, s:s, s:s, s:s, s:O*, s:O*, s:O*, s:O*, s:o, s:o}",
+                         "experiment", e->name, "about", e->about, "paper", e->paper, "preset",
                          preset_names[preset], "version", mn_version(), "commit",
                          mn_build_commit(), "tables", json_object_get(plan, "tables"), "claims",
-                         json_object_get(plan, "claims"), "notes",
-                         json_object_get(plan, "notes"), "paper_numbers", paper, "runs",
+                         json_object_get(plan, "claims"), "notes", json_object_get(plan, "notes"),
+                         "pilot", json_object_get(plan, "pilot"), "paper_numbers", paper, "runs",
                          runs_of(jobs, records));
     return *results ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for results");
 }

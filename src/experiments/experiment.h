@@ -1,7 +1,7 @@
 /* experiment.h - the papers' experiments: what each runs at which size, and what its report shows.
  *
  * A plan is JSON: {"grid": see grid.h, "tables": see cells.h, "claims": see claims.h,
- * "notes": [sentences]}. Rows of
+ * "notes": [sentences], "pilot": see pilot.h}. Rows of
  * experiments.def, one file experiment_ID.c each; what papers print is in paper_numbers.def. */
 #ifndef MN_EXPERIMENTS_EXPERIMENT_H
 #define MN_EXPERIMENTS_EXPERIMENT_H
@@ -9,14 +9,20 @@
 #include "io/json.h"
 #include "mneme.h"
 
-typedef enum mn_preset { MN_PRESET_SMOKE, MN_PRESET_CPU, MN_PRESET_FULL, MN_PRESETS } mn_preset;
+typedef enum mn_preset {
+    MN_PRESET_SMOKE,
+    MN_PRESET_CPU,
+    MN_PRESET_GPU,
+    MN_PRESET_FULL,
+    MN_PRESETS
+} mn_preset;
 
 const char *mn_preset_name(mn_preset preset);
 bool mn_preset_find(mn_preset *out, const char *name);
 
 typedef struct mn_experiment {
     const char *name, *about, *paper;
-    const char *cost[MN_PRESETS];
+    const char *cost[MN_PRESETS];    // NULL: there is no such preset
 } mn_experiment;
 
 int mn_experiment_count(void);

@@ -16,7 +16,7 @@ typedef struct mn_experiment_text {
     mn_status (*add_paper)(json_t *numbers);    // numbers kept elsewhere, or NULL
 } mn_experiment_text;
 
-#define EXPERIMENT(id, name, about, paper, smoke, cpu, full)                                       \
+#define EXPERIMENT(id, name, about, paper, smoke, cpu, gpu, full)                                  \
     extern const mn_experiment_text mn_experiment_##id;
 #include "experiments/experiments.def"
 #undef EXPERIMENT

@@ -137,13 +137,26 @@ static void put_exact(FILE *out, const mn_cells *c) {
             agree, count_paper(c));
 }
 
-static void put_settings(FILE *out, const mn_cells *c) {
+/* Whether a cell of the row before `at` has the same setting. */
+static bool is_said(const mn_cells *c, int64_t at) {
+    for (int64_t i = 0; i < at; i++) {
+        if (strcmp(c->items[i].row, c->items[at].row) == 0 &&
+            strcmp(c->items[i].setting, c->items[at].setting) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* With a pilot the settings were chosen on its seeds, and each row says its own once. */
+static void put_settings(FILE *out, const mn_cells *c, bool pilot) {
     bool any = false;
     for (int64_t i = 0; i < c->n; i++) {
         const mn_cell *cell = &c->items[i];
-        if (!cell->setting[0]) continue;
-        if (!any) fputs("\nBest of the settings tried:", out);
-        fprintf(out, "%s %s %s at %s", any ? ";" : "", cell->row, cell->column, cell->setting);
+        if (!cell->setting[0] || (pilot && is_said(c, i))) continue;
+        if (!any) fputs(pilot ? "\nChosen on other seeds:" : "\nBest of the settings tried:", out);
+        fprintf(out, "%s %s%s%s at %s", any ? ";" : "", cell->row, pilot ? "" : " ",
+                pilot ? "" : cell->column, cell->setting);
         any = true;
     }
     if (any) fputs(".\n", out);
@@ -177,7 +190,7 @@ static void put_table(FILE *out, const page *p, int64_t number) {
     if (cells.exact) put_exact(out, &cells);
     else put_grid(out, &cells);
     if (!cells.exact && count_paper(&cells) > 0) put_paper(out, &cells);
-    put_settings(out, &cells);
+    put_settings(out, &cells, json_object_get(p->results->value, "pilot") != NULL);
     snprintf(svg, sizeof svg, "table-%" PRId64 ".svg", number + 1);
     const json_t *figures = json_object_get(p->results->value, "figures");
     for (size_t i = 0; i < json_array_size(figures); i++) {

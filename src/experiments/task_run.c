@@ -285,6 +285,11 @@ mn_status mn_task_run_example(mn_task_run *run, int64_t index, int32_t *tokens, 
     return st;
 }
 
+mn_task *mn_task_run_asked(mn_task_run *run, uint64_t *seed) {
+    *seed = run->test.feed.seed;
+    return run->test.task;
+}
+
 mn_source mn_task_run_source(mn_task_run *run) {
     if (run->n_segments == 0) return source_of(&run->train);
     return (mn_source){ .context = run, .fill = fill_segment, .rows = run->train.feed.rows,

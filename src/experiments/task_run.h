@@ -31,6 +31,9 @@ const mn_evaluation *mn_task_run_evaluation(const mn_task_run *run);
 mn_status mn_task_run_example(mn_task_run *run, int64_t index, int32_t *tokens, int32_t *targets,
                               int64_t *length, mn_task_text *text);
 
+/* The task of the test set, borrowed, and the seed its samples are drawn with. */
+mn_task *mn_task_run_asked(mn_task_run *run, uint64_t *seed);
+
 /* Training batches; borrows the run. */
 mn_source mn_task_run_source(mn_task_run *run);
 

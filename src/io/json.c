@@ -147,6 +147,12 @@ static mn_status load_text(json_t **out, const uint8_t *text, size_t size, const
     if (json_error_code(&error) == json_error_out_of_memory) {
         return mn_fail(MN_ERR_MEMORY, "%s: out of memory", name);
     }
+    if (json_error_code(&error) == json_error_null_character ||
+        json_error_code(&error) == json_error_null_byte_in_key) {
+        return mn_fail(MN_ERR_FORMAT, "%s: line %d, column %d: a text holds \\u0000, a zero byte, "
+                       "which no text may have here; leave it out", name, error.line,
+                       error.column);
+    }
     return mn_fail(MN_ERR_FORMAT, "%s: line %d, column %d: %s", name, error.line, error.column,
                    error.text);
 }

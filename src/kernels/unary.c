@@ -14,6 +14,9 @@ static double softplus(double x) {
 /* sqrt(2/pi) and the cubic term of the tanh form of GELU */
 static const double gelu_slope = 0.79788456080286536, gelu_cubic = 0.044715;
 
+/* sqrt(1/2), and sqrt(1/(2 pi)): the slope of the error function's form */
+static const double root_half = 0.70710678118654752, normal_peak = 0.39894228040143268;
+
 static double gelu_tanh(double x) {
     return tanh(gelu_slope * (x + gelu_cubic * x * x * x));
 }
@@ -25,10 +28,12 @@ static double value(mn_unary kind, double x) {
     case MN_UNARY_SOFTPLUS: return softplus(x);
     case MN_UNARY_LOGSIGMOID: return -softplus(-x);
     case MN_UNARY_GELU: return 0.5 * x * (1.0 + gelu_tanh(x));
+    case MN_UNARY_GELU_ERF: return 0.5 * x * erfc(-x * root_half);
     case MN_UNARY_EXP: return exp(x);
     case MN_UNARY_NEG_EXP: return -exp(x);
     case MN_UNARY_TANH: return tanh(x);
     case MN_UNARY_RELU: return x > 0.0 ? x : 0.0;
+    case MN_UNARY_RELU_SQUARE: return x > 0.0 ? x * x : 0.0;
     case MN_UNARY_ELU_ONE: return x > 0.0 ? x + 1.0 : exp(x);
     case MN_UNARY_SQUARE: return x * x;
     case MN_UNARY_RECIPROCAL: return 1.0 / x;
@@ -49,10 +54,13 @@ static double slope(mn_unary kind, double x) {
         const double inner = gelu_slope * (1.0 + 3.0 * gelu_cubic * x * x);
         return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner;
     }
+    case MN_UNARY_GELU_ERF:
+        return 0.5 * erfc(-x * root_half) + x * normal_peak * exp(-0.5 * x * x);
     case MN_UNARY_EXP: return exp(x);
     case MN_UNARY_NEG_EXP: return -exp(x);
     case MN_UNARY_TANH: return 1.0 - tanh(x) * tanh(x);
     case MN_UNARY_RELU: return x > 0.0 ? 1.0 : 0.0;
+    case MN_UNARY_RELU_SQUARE: return x > 0.0 ? 2.0 * x : 0.0;
     case MN_UNARY_ELU_ONE: return x > 0.0 ? 1.0 : exp(x);
     case MN_UNARY_SQUARE: return 2.0 * x;
     case MN_UNARY_RECIPROCAL: return -1.0 / (x * x);

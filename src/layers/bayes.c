@@ -89,6 +89,12 @@ static mn_tensor *prior_of(mn_forward *f) {
     return mn_filled(f, (int64_t[]){ 1, 1, 1, H }, prior_variance);
 }
 
+/* x, which the tap hears of. */
+static mn_tensor *told(const mn_forward *f, const char *name, mn_tensor *x) {
+    mn_tell(f, name, x);
+    return x;
+}
+
 static mn_tensor *remember(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k, mn_tensor *v) {
     if (!q || !k || !v) return NULL;
     const int64_t heads = q->shape[0] * MN_OF(f, 'H');
@@ -99,17 +105,20 @@ static mn_tensor *remember(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor 
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", k);
     mn_run_in(&run, "v", v);
-    mn_run_in(&run, "la", log_radius(f, x, k->shape));
+    mn_run_in(&run, "la", told(f, "la", log_radius(f, x, k->shape)));
     if (rotates(f->layer)) mn_run_in(&run, "theta", angle_of(f, x, k->shape));
-    mn_run_in(&run, "l2", noise_of(f, x, "l_proj.weight", "l_proj.bias", false));
-    mn_run_in(&run, "r2", noise_of(f, x, "r_proj.weight", "r_proj.bias", true));
-    mn_run_in(&run, "p0", prior_of(f));
+    mn_run_in(&run, "l2", told(f, "l2", noise_of(f, x, "l_proj.weight", "l_proj.bias", false)));
+    mn_run_in(&run, "r2", told(f, "r2", noise_of(f, x, "r_proj.weight", "r_proj.bias", true)));
+    mn_run_in(&run, "p0", told(f, "p0", prior_of(f)));
     mn_state_bind(f->state, &run, "M0", "M", "mean", heads * R * MN_OF(f, 'V'));
     mn_state_bind(f->state, &run, "P0", "P", "covariance", heads * MN_OF(f, 'G') * R * R);
     mn_tensor *o = mn_run_out(&run, "o");
     mn_tensor *variance = f->variance ? mn_run_out(&run, "qvar") : NULL;
     mn_run_now(&run);
     mn_tell_variance(f, variance);
+    mn_tell(f, "q", q);
+    mn_tell(f, "k", k);
+    mn_tell(f, "read", o);
     return o;
 }
 
@@ -125,6 +134,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     if (f->layer->config.use_gate) {
         gate = mn_tape_heads(tape, mn_project(f, x, "g_proj.weight", NULL), H);
     }
+    mn_tell(f, "gate", gate);
     o = mn_norm_gate(f, o, gate, "o_norm.weight", 0);
     return mn_project_out(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
 }

@@ -76,8 +76,10 @@ static mn_tensor *decay_of(mn_forward *f, mn_tensor *x) {
     if (f->layer->kind == MN_LAYER_gdn) {
         return log_decay(f, mn_project(f, x, "a_proj.weight", NULL), 1, J);
     }
-    mn_tensor *raw = mn_project(f, mn_project(f, x, "f_proj.0.weight", NULL), "f_proj.1.weight",
-                                NULL);
+    const bool full = f->layer->kind == MN_LAYER_kda && f->layer->config.full_gates;
+    mn_tensor *raw = full ? mn_project(f, x, "f_proj.weight", NULL)
+                          : mn_project(f, mn_project(f, x, "f_proj.0.weight", NULL),
+                                       "f_proj.1.weight", NULL);
     return log_decay(f, mn_tape_heads(f->tape, raw, J), J, 1);
 }
 

@@ -10,10 +10,12 @@
 #include "ops/describe.h"
 
 static const struct {
-    const char *name, *about, *choices;    // choices NULL: a real number
+    const char *name, *about, *choices;    // choices NULL: a real number; "": a whole one
 } options[] = {
 #define OPTION_INT(name, choices, about) { #name, about, choices },
-#define OPTION_REAL(name, about) { #name, about, NULL },
+#define OPTION_SIZE(name, least, most, about) { #name, about, "" },
+#define OPTION_RANK(name, least, most, about) { #name, about, "rank" },
+#define OPTION_REAL(name, least, most, about) { #name, about, NULL },
 #include "layers/options.def"
 };
 

@@ -248,3 +248,65 @@ void mn_tell_variance(mn_forward *f, mn_tensor *variance) {
     if (st != MN_OK) mn_tape_fail(f->tape, st);
     free(numbers);
 }
+
+mn_tensor *mn_row_sums(mn_tape *tape, mn_tensor *x, double scale) {
+    if (!x) return NULL;
+    const int64_t *n = x->shape;
+    mn_tensor *ones = mn_tape_filled(tape, (int64_t[]){ 1, 1, 1, n[3] }, scale);
+    mn_tensor *rows = mn_tape_shaped(tape, x, (int64_t[]){ 1, n[0] * n[1] * n[2], 1, n[3] });
+    mn_tensor *sums = mn_tape_linear(tape, rows, ones, NULL);
+    return mn_tape_shaped(tape, sums, (int64_t[]){ n[0], n[1], n[2], 1 });
+}
+
+mn_tensor *mn_centred(mn_tape *tape, mn_tensor *x) {
+    if (!x) return NULL;
+    return mn_tape_add(tape, x, mn_row_sums(tape, x, -1.0 / (double)x->shape[3]));
+}
+
+mn_tensor *mn_rms_rows(mn_tape *tape, mn_tensor *x, double eps) {
+    if (!x) return NULL;
+    mn_run run;
+    mn_rms_norm_args *args = mn_run_start(&run, tape, MN_OP_rms_norm);
+    args->eps = eps;
+    mn_run_in(&run, "x", x);
+    mn_run_in(&run, "w", mn_tape_filled(tape, (int64_t[]){ 1, 1, 1, x->shape[3] }, 1.0));
+    mn_tensor *y = mn_run_out(&run, "y");
+    mn_run_now(&run);
+    return y;
+}
+
+/* A convolution of two taps, of which the one on the token itself is 0. */
+mn_tensor *mn_token_shift(mn_tape *tape, mn_layer_state *state, mn_tensor *x, const char *piece) {
+    if (!x) return NULL;
+    const int64_t D = x->shape[3];
+    mn_tensor *const taps[] = { mn_tape_filled(tape, (int64_t[]){ 1, 1, D, 1 }, 1.0),
+                                mn_tape_filled(tape, (int64_t[]){ 1, 1, D, 1 }, 0.0) };
+    mn_run run;
+    mn_conv_args *args = mn_run_start(&run, tape, MN_OP_conv);
+    args->act = 0;
+    run.call->W = 2;
+    mn_run_in(&run, "x", x);
+    mn_run_in(&run, "w", mn_tape_join(tape, taps, 2));
+    mn_state_bind(state, &run, "tail0", "tail", piece, x->shape[0] * D);
+    mn_tensor *before = mn_run_out(&run, "y");
+    mn_run_now(&run);
+    return mn_tape_add(tape, before, mn_tape_affine(tape, x, -1.0, 0.0));
+}
+
+mn_tensor *mn_sum_read(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *v, mn_tensor *g,
+                       int decay, double scale, const char *piece) {
+    if (!q || !k || !v) return NULL;
+    mn_run run;
+    mn_additive_args *args = mn_run_start(&run, f->tape, MN_OP_additive);
+    args->decay = decay;
+    args->scale = scale;
+    mn_run_in(&run, "q", q);
+    mn_run_in(&run, "k", k);
+    mn_run_in(&run, "v", v);
+    if (g) mn_run_in(&run, "g", g);
+    mn_state_bind(f->state, &run, "state0", "state", piece,
+                  q->shape[0] * q->shape[2] * q->shape[3] * v->shape[3]);
+    mn_tensor *o = mn_run_out(&run, "o");
+    mn_run_now(&run);
+    return o;
+}

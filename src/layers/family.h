@@ -64,6 +64,24 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
 mn_tensor *mn_project_unit(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                            int kind, double eps, const char *piece);
 
+/* x_{t-1} - x_t of (B,T,1,D), 0 in place of x_{-1}; the last input is the state `piece`. */
+mn_tensor *mn_token_shift(mn_tape *tape, mn_layer_state *state, mn_tensor *x, const char *piece);
+
+/* x less its mean over the last axis, of a contiguous x; and the sum over the last axis. */
+mn_tensor *mn_centred(mn_tape *tape, mn_tensor *x);
+mn_tensor *mn_row_sums(mn_tape *tape, mn_tensor *x, double scale);
+
+/* x / sqrt(mean x^2 + eps) over the last axis. */
+mn_tensor *mn_rms_rows(mn_tape *tape, mn_tensor *x, double eps);
+
+/* S = diag(e^g) S + k v';  o = scale S'q, g absent (decay MN_DECAY_NONE) or of the form that `decay`
+ * says; the state is `piece`. */
+mn_tensor *mn_sum_read(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *v, mn_tensor *g,
+                       int decay, double scale, const char *piece);
+
+/* Number i of a parameter that starts by a law of RWKV-7. */
+double mn_rwkv7_start(const mn_param_info *info, int64_t i);
+
 /* Cuts every head of x (B,T,H,X) into n parts of those widths, each contiguous with its heads. */
 void mn_split_heads(mn_forward *f, mn_tensor *x, const int64_t *widths, int n, mn_tensor **parts);
 

@@ -213,6 +213,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     mn_tensor *y = add_skip(f, filter(f, &s, &yvar), z);
     mn_tell_variance(f, yvar);
     if (c->use_gate) open = mn_tape_unary(tape, MN_UNARY_SILU, parts[1]);
+    if (c->use_gate) mn_tell(f, "gate", parts[1]);
     if (open) y = mn_tape_multiply(tape, y, open);
     if (f->wants_output_variance) f->output_variance = output_variance(f, yvar, open);
     return mn_project_out(f, y, "out_proj.weight", NULL);

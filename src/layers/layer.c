@@ -24,8 +24,30 @@ const char *mn_layer_kind_name(mn_layer_kind kind) {
     return kinds[kind].name;
 }
 
+static const struct {
+    mn_layer_kind kind;
+    const char *row;
+} likes[] = {
+#define LAYER_LIKE(kind, row) { MN_LAYER_##kind, #row },
+#include "layers/all.def"
+};
+
+/* A kind without a row of its own takes that of its memory, under its own name. */
+static bool find_like(mn_layer_kind *out, mn_mixer_info *info, const char *name) {
+    for (size_t i = 0; i < MN_COUNTOF(likes); i++) {
+        if (strcmp(kinds[likes[i].kind].name, name) != 0) continue;
+        *out = likes[i].kind;
+        if (mn_mixer_find(info, likes[i].row) != MN_OK) return false;
+        info->name = kinds[likes[i].kind].name;
+        return true;
+    }
+    return false;
+}
+
 mn_status mn_layer_kind_find(mn_layer_kind *out, bool *ccq, const char *name) {
     mn_mixer_info info;
+    *ccq = false;
+    if (find_like(out, &info, name)) return MN_OK;
     const mn_status st = mn_mixer_find(&info, name);    // knows aliases and names near misses
     if (st != MN_OK) return st;
     *ccq = info.ccq;
@@ -65,13 +87,18 @@ bool mn_group_decays(mn_group group) {
 
 typedef struct option {
     const char *name;
-    const char *choices;    // NULL: a real number
+    const char *choices;    // NULL: a real number; "": a whole one
+    double least, most;     // of numbers
     size_t offset;
 } option;
 
 static const option options[] = {
-#define OPTION_INT(name, choices, about) { #name, choices, offsetof(mn_layer_config, name) },
-#define OPTION_REAL(name, about) { #name, NULL, offsetof(mn_layer_config, name) },
+#define NUMBER(name, choices, least, most)                                                         \
+    { #name, choices, least, most, offsetof(mn_layer_config, name) },
+#define OPTION_INT(name, choices, about) NUMBER(name, choices, 0, 0)
+#define OPTION_SIZE(name, least, most, about) NUMBER(name, "", least, most)
+#define OPTION_RANK(name, least, most, about) NUMBER(name, "rank", least, most)
+#define OPTION_REAL(name, least, most, about) NUMBER(name, NULL, least, most)
 #include "layers/options.def"
 };
 
@@ -157,20 +184,27 @@ static mn_status read_choice(int64_t *out, const mn_json *at, const char *choice
     return MN_OK;
 }
 
+static mn_status read_number(void *to, const option *o, const mn_json *at) {
+    mn_status st = !o->choices ? mn_json_read_f64(to, at)
+                 : o->choices[0] ? read_rank(to, at) : mn_json_read_i64(to, at);
+    if (st != MN_OK) return st;
+    const double x = o->choices ? (double)*(int64_t *)to : *(double *)to;
+    if (x >= o->least && x <= o->most) return MN_OK;
+    return mn_json_fail(at, "must lie between %.10g and %.10g", o->least, o->most);
+}
+
 static mn_status read_option(mn_layer_config *config, const option *o, const mn_json *at) {
     void *to = (char *)config + o->offset;
-    if (!o->choices) return mn_json_read_f64(to, at);
+    if (!o->choices || !o->choices[0] || strcmp(o->choices, "rank") == 0) {
+        return read_number(to, o, at);
+    }
     if (strcmp(o->choices, "bool") == 0) {
         bool on = false;
         const mn_status st = mn_json_read_bool(&on, at);
         if (st == MN_OK) *(int64_t *)to = on;
         return st;
     }
-    if (strcmp(o->choices, "rank") == 0) return read_rank(to, at);
-    if (o->choices[0]) return read_choice(to, at, o->choices);
-    const mn_status st = mn_json_read_i64(to, at);
-    if (st == MN_OK && *(int64_t *)to < 0) return mn_json_fail(at, "must not be negative");
-    return st;
+    return read_choice(to, at, o->choices);
 }
 
 mn_status mn_layer_config_read(mn_layer_config *config, mn_layer_kind kind, const mn_json *object) {
@@ -225,6 +259,9 @@ static const struct {
 #include "layers/all.def"
 };
 
+/* Most numbers of one parameter: what 512 layers of 40 such hold still counts in 64 bits. */
+static const int64_t most_numbers = INT64_C(1) << 40;
+
 /* "HK,1,W" with the sizes of the letters put in. */
 static mn_status read_shape(mn_param_info *info, const char *shape, const mn_layer_sizes *sizes) {
     info->rank = 0;
@@ -240,7 +277,7 @@ static mn_status read_shape(mn_param_info *info, const char *shape, const mn_lay
         }
         if (*at == ',') at++;
         if (!fits || axis < 1 || !mn_mul_i64(&info->count, info->count, axis) ||
-            info->count > INT64_MAX / 64) {
+            info->count > most_numbers) {
             return mn_fail(MN_ERR_ARGUMENT, "%s: the sizes %s of the model overflow or are 0",
                            info->name, shape);
         }
@@ -279,7 +316,8 @@ static mn_status add_param(mn_layer *layer, const char *name, const char *shape,
         return mn_fail(MN_ERR_INTERNAL, "%s has too many parameters", layer->mixer.name);
     }
     mn_param_info *info = &layer->params[layer->n_params++];
-    *info = (mn_param_info){ .init = init, .group = group };
+    *info = (mn_param_info){ .init = init, .group = group, .layer = layer->index,
+                             .n_layers = layer->n_layers, .head = MN_SIZE(&layer->sizes, 'K') };
     snprintf(info->name, sizeof info->name, "%s", name);
     return read_shape(info, shape, &layer->sizes);
 }
@@ -299,13 +337,22 @@ static void keep_taken(mn_layer_config *config, mn_layer_kind kind) {
 
 mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config *config, int64_t D,
                           int64_t context, double norm_eps) {
+    return mn_layer_create_at(out, name, config, D, context, norm_eps, 0, 1);
+}
+
+mn_status mn_layer_create_at(mn_layer *out, const char *name, const mn_layer_config *config,
+                             int64_t D, int64_t context, double norm_eps, int index, int n_layers) {
     memset(out, 0, sizeof *out);
+    out->index = index;
+    out->n_layers = n_layers;
     out->config = *config;
     out->width = D;
     out->norm_eps = norm_eps;
     MN_SIZE(&out->sizes, 'D') = D;
     mn_status st = mn_layer_kind_find(&out->kind, &out->ccq, name);
-    if (st == MN_OK) st = mn_mixer_find(&out->mixer, name);
+    if (st == MN_OK && !find_like(&out->kind, &out->mixer, name)) {
+        st = mn_mixer_find(&out->mixer, name);
+    }
     if (st == MN_OK) st = kinds[out->kind].family->derive(out, context);
     keep_taken(&out->config, out->kind);
     for (size_t i = 0; i < MN_COUNTOF(params) && st == MN_OK; i++) {
@@ -325,6 +372,20 @@ mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config
 
 static double inverse_softplus(double x) {
     return x + log(-expm1(-x));
+}
+
+/* Decays of lightning by their slope: e^-(slope n). */
+static double block_decay(const mn_param_info *info, int64_t i) {
+    const int64_t P = info->shape[info->init == MN_INIT_BLOCK_DECAY ? 2 : 1];
+    const int64_t heads = info->shape[info->init == MN_INIT_BLOCK_DECAY];
+    const int64_t t = i % P;
+    int64_t head = i / P, n = t + 1;
+    if (info->init == MN_INIT_KEY_DECAY) n = P - t - 1;
+    if (info->init == MN_INIT_BLOCK_DECAY) {
+        head = i / (P * P);
+        n = i / P % P - t;
+    }
+    return n < 0 ? 0.0 : exp(-exp2(-8.0 * (double)(head + 1) / (double)heads) * (double)n);
 }
 
 /* Number i of a law that needs one uniform number, or none. */
@@ -352,15 +413,24 @@ static double start_value(const mn_param_info *info, uint64_t seed, uint64_t str
         return 3.0 + 3.0 * (double)(i % last) / (double)(last > 1 ? last - 1 : 1);
     case MN_INIT_A_LOG_ONE: return log(1.0 + 15.0 * u);
     case MN_INIT_EYE: return i / last == i % last ? 1.0 : 0.0;
+    case MN_INIT_SLOPES: return exp2(-8.0 * (double)(i + 1) / (double)info->shape[0]);
+    case MN_INIT_QUERY_DECAY:
+    case MN_INIT_KEY_DECAY:
+    case MN_INIT_BLOCK_DECAY: return block_decay(info, i);
     case MN_INIT_RIDGE: return inverse_softplus(0.75);
-    default: return 0.0;
+    case MN_INIT_HALF_FAN: return 0.5 * fan * (2.0 * u - 1.0);
+    case MN_INIT_TWENTIETH_FAN: return 0.05 * fan * (2.0 * u - 1.0);
+    default: return mn_rwkv7_start(info, i);
     }
 }
 
 void mn_param_start(void *value, mn_dtype dtype, const mn_param_info *info, double range,
                     uint64_t seed, uint64_t stream, int64_t first, int64_t count) {
-    const bool normal = info->init == MN_INIT_NORMAL || info->init == MN_INIT_NORMAL_02;
-    const double deviation = info->init == MN_INIT_NORMAL ? range : 0.02;
+    const bool normal = info->init == MN_INIT_NORMAL || info->init == MN_INIT_NORMAL_02 ||
+                        info->init == MN_INIT_NORMAL_TENTH;
+    const double deviation = info->init == MN_INIT_NORMAL ? range
+                             : info->init == MN_INIT_NORMAL_02 ? 0.02
+                                                    : 0.1 / sqrt((double)info->shape[0]);
     for (int64_t k = 0; k < count; k++) {
         const int64_t i = first + k;
         const double x = normal ? deviation * mn_rng_normal(seed, stream, (uint64_t)i)

@@ -30,7 +30,9 @@ const char *mn_layer_kind_name(mn_layer_kind kind);
  * the width of the model. */
 typedef struct mn_layer_config {
 #define OPTION_INT(name, choices, about) int64_t name;
-#define OPTION_REAL(name, about) double name;
+#define OPTION_SIZE(name, least, most, about) int64_t name;
+#define OPTION_RANK(name, least, most, about) int64_t name;
+#define OPTION_REAL(name, least, most, about) double name;
 #include "layers/options.def"
 } mn_layer_config;
 
@@ -77,6 +79,8 @@ typedef struct mn_param_info {
     int64_t count;
     mn_init init;
     mn_group group;
+    int layer, n_layers;          // where it is in its model, and the width of a head: some laws
+    int64_t head;                 //   depend on them
 } mn_param_info;
 
 /* Fills `value` with numbers [first, first + count) of a parameter, each a function of (seed,
@@ -100,6 +104,7 @@ typedef struct mn_layer {
     mn_layer_sizes sizes;
     int64_t width;                // D
     double norm_eps;              // of the model
+    int index, n_layers;          // which of its model's layers it is
     int n_params;
     mn_param_info params[MN_LAYER_PARAMS];
 } mn_layer;
@@ -110,14 +115,19 @@ typedef struct mn_layer {
 mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config *config, int64_t D,
                           int64_t context, double norm_eps);
 
+/* The same for layer `index` of `n_layers`; the above is the only one of its model. */
+mn_status mn_layer_create_at(mn_layer *out, const char *name, const mn_layer_config *config,
+                             int64_t D, int64_t context, double norm_eps, int index, int n_layers);
+
 /* Which of a model's kinds `name` is, without "+ccq". */
 mn_status mn_layer_kind_find(mn_layer_kind *out, bool *ccq, const char *name);
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* Hears numbers of a pass as they are made, for experiments that look inside: projections under the
- * names of their weights, and what a kind tells besides (kla: v, prec, k, q, a, p, y). `x` is valid
- * during the call. */
+/* Hears numbers of a pass as they are made, for experiments that look inside: projections under
+ * the names of their weights, and what a kind tells besides (kla: v, prec, k, q, a, p, y, gate;
+ * bayes and palimpsa what their posterior follows from, see model/posterior.c). `x` is valid during
+ * the call. */
 typedef struct mn_tap {
     void (*hear)(void *context, int layer, const char *name, const mn_tensor *x);
     void *context;
@@ -131,6 +141,11 @@ typedef struct mn_ahead {
     mn_tensor *results[8];
 } mn_ahead;
 
+/* What the layers of a model share in a pass. */
+typedef struct mn_shared {
+    mn_tensor *first_value;       // values of the first layer that has some (rwkv7); NULL: none yet
+} mn_shared;
+
 /* One pass over one layer. */
 typedef struct mn_forward {
     mn_tape *tape;
@@ -140,6 +155,8 @@ typedef struct mn_forward {
     mn_layer_state *state;        // NULL: sequences begin and end within this pass
     int64_t position;             // tokens of the sequence before this pass
     float *variance;              // (B,T): read variance averaged over heads; NULL: not wanted
+    mn_shared *shared;            // NULL: the layer is by itself
+    mn_tensor *bound;             // (1,1,1,n), log odds of its least gates (hgrn2); NULL: 0 is least
     const mn_tap *tap;            // NULL: nobody listens
     int index;                    // of the layer in its model, for the tap
     mn_ahead ahead;               // of the layer itself

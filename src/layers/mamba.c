@@ -9,10 +9,12 @@
  *   mamba1   u, z = x W_in'                 u = silu(conv(u) + bias)
  *            r, b, c = u W_x'               d = softplus(r W_dt' + dt_bias) per channel
  *            S = e^(d A) S + d u b          A = -e^A_log per channel and state
- *            y = ((S c + D u) silu(z)) W_out'
+ *            y = ((S c + D u) silu(z)) W_out'      with bcdt_norms r, b and c are normed
  *
  * G groups of b and c serve H / G heads each, in turns (h belongs to group h G / H). mamba1 has one
  * key for all channels: "+ccq" treats it as one head. */
+#include <stdlib.h>
+
 #include "base/util.h"
 #include "layers/family.h"
 
@@ -55,7 +57,8 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     (void)context;
     const mn_layer_config *c = &layer->config;
     mn_layer_sizes *s = &layer->sizes;
-    const double inner = c->expand * (double)layer->width;
+    const bool given_inner = layer->kind == MN_LAYER_mamba2 && c->inner_size > 0;
+    const double inner = given_inner ? (double)c->inner_size : c->expand * (double)layer->width;
     mn_status st = mn_layer_require(layer, inner >= 1.0 && inner < 1e9, "expand",
                                     "leaves no channels, or too many");
     if (st == MN_OK) {
@@ -68,6 +71,10 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     if (st == MN_OK) {
         st = mn_layer_require(layer, c->n_groups <= 65536 && c->dt_rank <= 65536, "n_groups",
                               "and dt_rank must lie below 65536");
+    }
+    if (st == MN_OK && layer->kind == MN_LAYER_mamba2) {
+        st = mn_layer_require(layer, !c->use_bias || c->output_multiplier == 1.0,
+                              "output_multiplier", "goes without use_bias");
     }
     if (st != MN_OK) return st;
     MN_SIZE(s, 'K') = c->state_size;
@@ -151,10 +158,34 @@ static mn_tensor *clamped(mn_forward *f, mn_tensor *d) {
     return mn_tape_affine(f->tape, d, -1.0, 0.0);
 }
 
+/* The parts of the projection times their multipliers. */
+static mn_tensor *multiplied(mn_forward *f, mn_tensor *wide) {
+    const mn_layer_config *c = &f->layer->config;
+    const int64_t I = MN_OF(f, 'I'), GK = MN_OF(f, 'G') * MN_OF(f, 'K'), E = MN_OF(f, 'E');
+    const double by[] = { c->z_multiplier, c->x_multiplier, c->b_multiplier, c->c_multiplier,
+                          c->dt_multiplier };
+    const int64_t end[] = { I, 2 * I, 2 * I + GK, 2 * I + 2 * GK, E };
+    bool any = false;
+    for (size_t i = 0; i < MN_COUNTOF(by); i++) any |= by[i] != 1.0;
+    if (!any) return wide;
+    double *values = malloc((size_t)E * sizeof *values);
+    if (!values) return mn_tape_fail(f->tape, mn_fail(MN_ERR_MEMORY, "no memory for multipliers"));
+    for (int64_t at = 0, part = 0; at < E; at++) {
+        while (at >= end[part]) part++;
+        values[at] = by[part];
+    }
+    mn_tensor *factors = mn_tape_constant(f->tape, (int64_t[]){ 1, 1, 1, E }, values);
+    free(values);
+    return mn_tape_multiply(f->tape, wide, factors);
+}
+
 static mn_tensor *forward2(mn_forward *f, mn_tensor *x) {
     mn_tape *tape = f->tape;
     const int64_t H = MN_OF(f, 'H'), I = MN_OF(f, 'I'), GK = MN_OF(f, 'G') * MN_OF(f, 'K');
+    const mn_layer_config *config = &f->layer->config;
+    if (config->input_multiplier != 1.0) x = mn_tape_affine(tape, x, config->input_multiplier, 0.0);
     mn_tensor *wide = mn_project(f, x, "in_proj.weight", given(f, "in_proj.bias"));
+    wide = multiplied(f, wide);
     mn_tensor *part[3], *ubc[3];
     mn_tape_split(tape, wide, (int64_t[]){ I, I + 2 * GK, H }, 3, part);
     mn_tensor *mixed = mn_short_conv(f, part[1], "conv1d.weight", given(f, "conv1d.bias"), 1,
@@ -166,6 +197,9 @@ static mn_tensor *forward2(mn_forward *f, mn_tensor *x) {
     in.d = clamped(f, mn_tape_unary(tape, MN_UNARY_SOFTPLUS, in.d));
     mn_tensor *o = mn_tape_flat(tape, state_space(f, &in));
     o = gate_and_norm(f, o, part[0]);
+    if (config->output_multiplier != 1.0) {
+        o = mn_tape_affine(tape, o, config->output_multiplier, 0.0);
+    }
     return mn_project_out(f, o, "out_proj.weight", given(f, "out_proj.bias"));
 }
 
@@ -180,6 +214,12 @@ static mn_tensor *forward1(mn_forward *f, mn_tensor *x) {
     mn_tensor *u = mn_short_conv(f, uz[0], "conv1d.weight", given(f, "conv1d.bias"), 1, "conv");
     mn_tensor *narrow = mn_project(f, u, "x_proj.weight", NULL);
     mn_tape_split(tape, narrow, (int64_t[]){ R, K, K }, 3, rbc);
+    if (f->layer->config.bcdt_norms) {
+        static const char *const norms[] = { "dt_norm.weight", "b_norm.weight", "c_norm.weight" };
+        for (int i = 0; i < 3; i++) {
+            rbc[i] = mn_norm_gate(f, gathered(f, rbc[i]), NULL, norms[i], 0);
+        }
+    }
     mn_tensor *b = f->layer->ccq ? gathered(f, rbc[1]) : rbc[1];
     mn_tensor *c = mn_ccq_query(f, x, rbc[2], b);
     mn_tensor *d = mn_project(f, rbc[0], "dt_proj.weight", NULL);

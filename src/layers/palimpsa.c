@@ -81,13 +81,17 @@ static mn_tensor *run_memory(mn_forward *f, mn_run *run, const inputs *in) {
     mn_run_in(run, "q", in->q);
     mn_run_in(run, "k", in->k);
     mn_run_in(run, "v", in->written);
-    mn_run_in(run, "ip", prior_of(f));
+    mn_tensor *prior = prior_of(f);
+    mn_run_in(run, "ip", prior);
     mn_state_bind(f->state, run, "mu0", "mu", "mean", cells);
     mn_state_bind(f->state, run, "imp0", "imp", "importance", cells);
     mn_tensor *o = mn_run_out(run, "o");
     mn_tensor *variance = f->variance ? mn_run_out(run, "ovar") : NULL;
     mn_run_now(run);
     mn_tell_variance(f, variance);
+    mn_tell(f, "q", in->q);
+    mn_tell(f, "k", in->k);
+    mn_tell(f, "ip", prior);
     return o;
 }
 
@@ -148,8 +152,11 @@ static mn_tensor *run_at_once(mn_forward *f, mn_tensor *x, inputs *in) {
     mn_run run;
     mn_importance_args *args = mn_run_start(&run, f->tape, MN_OP_importance);
     args->scale = pow((double)MN_OF(f, 'K'), -0.5);
-    mn_run_in(&run, "b", importance_gate(f, x, gates.strength));
+    mn_tensor *b = importance_gate(f, x, gates.strength);
+    mn_run_in(&run, "b", b);
     mn_run_in(&run, "g", gates.decay);
+    mn_tell(f, "b", b);
+    mn_tell(f, "g", gates.decay);
     return run_memory(f, &run, in);
 }
 
@@ -198,6 +205,9 @@ static mn_tensor *run_paper(mn_forward *f, mn_tensor *x, inputs *in) {
     mn_run_in(&run, "beta", beta);
     mn_run_in(&run, "gamma", gamma);
     mn_run_in(&run, "n_mem", memory);
+    mn_tell(f, "beta", beta);
+    mn_tell(f, "gamma", gamma);
+    mn_tell(f, "n_mem", memory);
     in->written = in->v;
     return run_memory(f, &run, in);
 }
@@ -228,6 +238,8 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     if (f->layer->config.use_gate) {
         gate = mn_tape_heads(tape, mn_project(f, x, "g_proj.weight", NULL), H);
     }
+    mn_tell(f, "read", o);
+    mn_tell(f, "gate", gate);
     o = mn_norm_gate(f, o, gate, "o_norm.weight", 0);
     return mn_project_out(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
 }

@@ -8,6 +8,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "io/file.h"
+#include "io/folder.h"
 #include "io/safetensors.h"
 #include "model/dialect.h"
 
@@ -175,10 +176,13 @@ static mn_status read_param(mn_model *model, int i, const mn_stored_tensor *t) {
     return st;
 }
 
-mn_status mn_checkpoint_read_weights(mn_model *model, const char *folder) {
+mn_status mn_checkpoint_read_weights(mn_model *model, const char *given) {
+    char folder[MN_FOLDER_PATH];
+    mn_status st = mn_folder_of_model(folder, given);
+    if (st != MN_OK) return st;
     weights *w = malloc(sizeof *w);
     if (!w) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", folder);
-    mn_status st = open_weights(w, folder);
+    st = open_weights(w, folder);
     if (st == MN_OK) st = check_all(model, w);
     for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
         st = read_param(model, i, find(w, model, mn_model_param_at(model, i)->name));
@@ -188,12 +192,13 @@ mn_status mn_checkpoint_read_weights(mn_model *model, const char *folder) {
     return st;
 }
 
-mn_status mn_checkpoint_load(mn_model **out, const char *folder, mn_dtype dtype) {
+mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) {
     *out = NULL;
-    char path[PATH];
+    char path[PATH], folder[MN_FOLDER_PATH];
     mn_json root = { 0 };
     mn_model_config config = { 0 };
-    mn_status st = join(path, folder, "config.json");
+    mn_status st = mn_folder_of_model(folder, given);
+    if (st == MN_OK) st = join(path, folder, "config.json");
     if (st == MN_OK) st = mn_json_load(&root, path, MN_JSON_PYTHON);
     if (st == MN_OK) st = mn_model_config_read(&config, &root);
     mn_json_free(&root);

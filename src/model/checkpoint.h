@@ -6,7 +6,7 @@
 
 /* Reads config.json and the weights of `folder` (one file, or several with their index), of any
  * real type. Names and shapes must match the model exactly; the message names the first that does
- * not. On failure `*out` is NULL. */
+ * not. The folder of a training run stands for its best checkpoint. On failure `*out` is NULL. */
 mn_status mn_checkpoint_load(mn_model **out, const char *folder, mn_dtype dtype);
 
 /* Copies the weights of `folder` into `model`, whose configuration must fit. On failure the model

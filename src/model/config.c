@@ -28,9 +28,24 @@ static const struct {
 static const char *const known_keys[] = {
 #define KEY(name) #name,
 #define IGNORED(name) #name,
+#define NEUTRAL(name, value, why) #name,
 #include "model/config_keys.def"
 #undef KEY
 #undef IGNORED
+#undef NEUTRAL
+};
+
+/* Keys of other software that are passed over while they say what is so anyway. */
+static const struct {
+    const char *key, *value, *why;
+} neutral_keys[] = {
+#define KEY(name)
+#define IGNORED(name)
+#define NEUTRAL(name, value, why) { #name, value, why },
+#include "model/config_keys.def"
+#undef KEY
+#undef IGNORED
+#undef NEUTRAL
 };
 
 static const char *const decoder_names[MN_DECODER_COUNT] = {
@@ -135,6 +150,17 @@ void mn_layers_describe(char *text, size_t size, const mn_model_config *config) 
 
 /* ---- reading --------------------------------------------------------------------------------- */
 
+/* Its keys are "layers" and the options of attention. */
+static mn_status check_hybrid_keys(const mn_json *attn) {
+    const char *keys[MAX_KEYS] = { "layers" };
+    mn_layer_kind kind;
+    bool ccq;
+    mn_status st = mn_layer_kind_find(&kind, &ccq, "attention");
+    if (st == MN_OK) st = mn_json_expect_object(attn);
+    if (st != MN_OK) return st;
+    return mn_json_unknown_key(attn, keys, 1 + mn_layer_option_keys(kind, keys + 1, MAX_KEYS - 1));
+}
+
 /* Layer i of a flash-linear-attention hybrid is softmax attention if its "attn" says so. */
 static mn_status read_hybrid(mn_model_config *c, const mn_json *object) {
     const mn_json attn = mn_json_member(object, "attn");
@@ -144,7 +170,8 @@ static mn_status read_hybrid(mn_model_config *c, const mn_json *object) {
     for (int64_t i = 0; i < n; i++) {
         const mn_json one = several ? mn_json_item(&attn, i) : attn;
         const mn_json layers = mn_json_member(&one, "layers");
-        mn_status st = mn_json_expect_list(&layers);
+        mn_status st = check_hybrid_keys(&one);
+        if (st == MN_OK) st = mn_json_expect_list(&layers);
         for (int64_t k = 0; st == MN_OK && k < mn_json_count(&layers); k++) {
             const mn_json item = mn_json_item(&layers, k);
             int64_t at = -1;
@@ -170,6 +197,10 @@ static mn_status read_layers(mn_model_config *c, const mn_json *object) {
     mn_status st = mn_json_opt_text(&type, object, "model_type");
     if (st == MN_OK) st = mn_json_opt_text(&spec, object, "layers");
     if (st == MN_OK) st = mn_json_opt_i64(&n_layers, object, "num_hidden_layers");
+    if (st == MN_OK && (n_layers < 0 || n_layers > MN_MAX_LAYERS)) {
+        const mn_json at = mn_json_member(object, "num_hidden_layers");
+        return mn_json_fail(&at, "must lie between 1 and %d", MN_MAX_LAYERS);
+    }
     for (size_t i = 0; i < MN_COUNTOF(model_types) && type && !spec; i++) {
         if (strcmp(model_types[i].type, type) == 0) spec = model_types[i].layer;
     }
@@ -206,6 +237,21 @@ static mn_status read_options(mn_model_config *c, const mn_json *object) {
     return MN_OK;
 }
 
+static mn_status check_neutral(const mn_json *object) {
+    for (size_t i = 0; i < MN_COUNTOF(neutral_keys); i++) {
+        const mn_json at = mn_json_member(object, neutral_keys[i].key);
+        if (!mn_json_given(&at)) continue;
+        json_t *value = json_loads(neutral_keys[i].value, JSON_DECODE_ANY, NULL);
+        const bool same = value && json_equal(value, at.value);
+        json_decref(value);
+        if (!same) {
+            return mn_json_fail(&at, "only %s is built: %s", neutral_keys[i].value,
+                                neutral_keys[i].why);
+        }
+    }
+    return MN_OK;
+}
+
 /* Every key is one of the model, of a layer it has, or one that other software writes. */
 static mn_status check_keys(const mn_model_config *c, const mn_json *object) {
     const char *keys[MAX_KEYS];
@@ -219,7 +265,17 @@ static mn_status check_keys(const mn_model_config *c, const mn_json *object) {
         for (int k = 0; k < i; k++) seen |= strcmp(c->names[k], c->names[i]) == 0;
         if (!seen) n += mn_layer_option_keys(kind, keys + n, MAX_KEYS - n);
     }
-    return mn_json_unknown_key(object, keys, n);
+    const mn_status st = mn_json_unknown_key(object, keys, n);
+    return st == MN_OK ? check_neutral(object) : st;
+}
+
+/* Largest width of anything a configuration names. */
+static const int64_t most_width = INT64_C(1) << 24;
+
+static mn_status require(const mn_json *object, const char *key, bool holds, const char *why) {
+    if (holds) return MN_OK;
+    const mn_json at = mn_json_member(object, key);
+    return mn_json_fail(&at, "%s", why);
 }
 
 static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
@@ -232,13 +288,22 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     if (st == MN_OK) st = mn_json_opt_bool(&c->mlp_bias, object, "mlp_bias");
     if (st == MN_OK) st = mn_json_opt_f64(&ratio, object, "hidden_ratio");
     if (st == MN_OK) st = mn_json_opt_i64(&c->intermediate_size, object, "intermediate_size");
+    if (st == MN_OK) {
+        st = require(object, "hidden_ratio", ratio >= 1.0 / 1024 && ratio <= 1024.0,
+                     "must lie between 1/1024 and 1024");
+    }
+    if (st == MN_OK) {
+        st = require(object, "intermediate_size",
+                     c->intermediate_size >= 0 && c->intermediate_size <= most_width,
+                     "must lie between 1 and 16777216");
+    }
     if (st != MN_OK) return st;
     const mn_json at = mn_json_member(object, "mlp");
     c->mlp = MN_MLP_COUNT;
     for (int i = 0; i < MN_MLP_COUNT; i++) {
         if (strcmp(mlp_names[i], name) == 0) c->mlp = (mn_mlp)i;
     }
-    if (c->mlp == MN_MLP_COUNT) return mn_json_fail(&at, "none of swiglu, gelu, none");
+    if (c->mlp == MN_MLP_COUNT) return mn_json_fail(&at, "none of swiglu, gelu, rwkv7, none");
     if (strcmp(act, "swish") != 0 && strcmp(act, "silu") != 0 && c->mlp == MN_MLP_SWIGLU) {
         const mn_json hidden_act = mn_json_member(object, "hidden_act");
         return mn_json_fail(&hidden_act, "only swish is built; use \"mlp\": \"gelu\" for GELU");
@@ -251,8 +316,22 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     }
     if (c->intermediate_size == 0) {
         c->intermediate_size = (int64_t)((double)c->hidden_size * ratio);
+        if (c->mlp == MN_MLP_RWKV7) {
+            c->intermediate_size = mn_ceil_div(c->intermediate_size, 32) * 32;
+        }
     }
-    return MN_OK;
+    const bool fits = c->mlp == MN_MLP_NONE ||
+                      (c->intermediate_size >= 1 && c->intermediate_size <= most_width);
+    return require(object, "hidden_ratio", fits, "leaves the MLP no width, or far too much");
+}
+
+/* Of the delta rule's layers; KDA has sigmoid and no key for it. */
+static mn_status check_output_gate(const mn_json *object) {
+    const char *act = "swish";
+    const mn_status st = mn_json_opt_text(&act, object, "output_gate_activation");
+    if (st != MN_OK || strcmp(act, "swish") == 0 || strcmp(act, "silu") == 0) return st;
+    const mn_json at = mn_json_member(object, "output_gate_activation");
+    return mn_json_fail(&at, "only swish is built");
 }
 
 static mn_status read_decoder(mn_model_config *c, const mn_json *object) {
@@ -267,12 +346,6 @@ static mn_status read_decoder(mn_model_config *c, const mn_json *object) {
     return st;
 }
 
-static mn_status require(const mn_json *object, const char *key, bool holds, const char *why) {
-    if (holds) return MN_OK;
-    const mn_json at = mn_json_member(object, key);
-    return mn_json_fail(&at, "%s", why);
-}
-
 static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
     mn_status st = mn_json_get_i64(&c->hidden_size, object, "hidden_size");
     if (st == MN_OK) st = mn_json_opt_i64(&c->vocab_size, object, "vocab_size");
@@ -282,7 +355,7 @@ static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
     if (st == MN_OK) st = mn_json_opt_f64(&c->logit_softcap, object, "logit_softcap");
     if (st == MN_OK) st = mn_json_opt_bool(&c->norm_plus_one, object, "norm_plus_one");
     if (st == MN_OK) st = mn_json_opt_bool(&c->tied, object, "tie_word_embeddings");
-    const int64_t most = INT64_C(1) << 24;
+    const int64_t most = most_width;
     if (st == MN_OK) {
         st = require(object, "hidden_size", c->hidden_size >= 1 && c->hidden_size <= most,
                      "must lie between 1 and 16777216");
@@ -299,7 +372,32 @@ static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
         st = require(object, "norm_eps", c->norm_eps > 0.0 && c->norm_eps < 1.0,
                      "must lie between 0 and 1");
     }
+    if (st == MN_OK) {
+        st = require(object, "initializer_range",
+                     c->initializer_range >= 0.0 && c->initializer_range <= 1e3,
+                     "must lie between 0 and 1000");
+    }
+    if (st == MN_OK) {
+        st = require(object, "logit_softcap", c->logit_softcap >= 0.0 && c->logit_softcap <= 1e9,
+                     "must lie between 0 and 1e9; 0 is none");
+    }
     return st;
+}
+
+/* "norm": rms, or layer, whose bias norm_bias leaves out. */
+static mn_status read_norm(mn_model_config *c, const mn_json *object) {
+    const char *name = "rms";
+    mn_status st = mn_json_opt_text(&name, object, "norm");
+    const mn_json at = mn_json_member(object, "norm");
+    if (st == MN_OK && strcmp(name, "rms") != 0 && strcmp(name, "layer") != 0) {
+        return mn_json_fail(&at, "rms or layer");
+    }
+    c->layer_norm = c->norm_bias = strcmp(name, "layer") == 0;
+    if (st == MN_OK) st = mn_json_opt_bool(&c->norm_bias, object, "norm_bias");
+    if (st == MN_OK) st = mn_json_opt_bool(&c->norm_first, object, "norm_first");
+    if (st != MN_OK || c->layer_norm || !c->norm_bias) return st;
+    const mn_json bias = mn_json_member(object, "norm_bias");
+    return mn_json_fail(&bias, "goes with \"norm\": \"layer\"");
 }
 
 static mn_status read_model(mn_model_config *out, const mn_json *object, const char *family) {
@@ -307,7 +405,9 @@ static mn_status read_model(mn_model_config *out, const mn_json *object, const c
                           .family = family };
     mn_status st = mn_json_expect_object(object);
     if (st == MN_OK) st = read_sizes(&c, object);
+    if (st == MN_OK) st = read_norm(&c, object);
     if (st == MN_OK) st = read_mlp(&c, object);
+    if (st == MN_OK) st = check_output_gate(object);
     if (st == MN_OK) st = read_decoder(&c, object);
     if (st == MN_OK) st = read_layers(&c, object);
     if (st == MN_OK) st = check_keys(&c, object);
@@ -353,6 +453,7 @@ static bool fits(const mn_model_config *c, const char *layer) {
     const mn_layer_config *o = &c->options[0];
     const bool attention = strcmp(layer, "attention") == 0;
     if (c->mlp_bias || c->norm_plus_one || o->projections) return false;
+    if (c->layer_norm || c->norm_first) return false;
     if (!attention && strcmp(layer, "delta") != 0) return true;
     if (o->num_heads && o->head_dim && o->num_heads * o->head_dim != c->hidden_size) return false;
     return !attention || (o->use_rope && !o->o_bias && !o->use_output_gate &&
@@ -431,6 +532,11 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
         set(object, "decoder", json_string(decoder_names[c->decoder]), &failed);
     }
     if (c->norm_plus_one) set(object, "norm_plus_one", json_true(), &failed);
+    if (c->layer_norm) {
+        set(object, "norm", json_string("layer"), &failed);
+        set(object, "norm_bias", json_boolean(c->norm_bias), &failed);
+    }
+    if (c->norm_first) set(object, "norm_first", json_true(), &failed);
     if (c->mlp_bias) set(object, "mlp_bias", json_true(), &failed);
     set(object, "tie_word_embeddings", json_boolean(c->tied), &failed);
     set(object, "norm_eps", mn_json_real(c->norm_eps), &failed);

@@ -32,6 +32,8 @@ typedef struct mn_model_config {
     mn_decoder decoder;
     const char *family;          // of families.def, of which a folder was read; NULL: none
     bool tied, mlp_bias, norm_plus_one;
+    bool layer_norm, norm_bias;  // norms take off the mean, and add a bias
+    bool norm_first;             // the embeddings are normed
     int n_layers;
     char (*names)[MN_MIXER_NAME];      // n_layers
     mn_layer_config *options;          // n_layers

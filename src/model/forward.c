@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "layers/family.h"
 #include "model/model_internal.h"
 
 /* Passes in bf16 read weights in bf16: matrices, norms and biases, which multiply activations or
@@ -46,6 +47,7 @@ mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weigh
     if (!x) return NULL;
     mn_tensor *w = model->leaves[weight];
     if (model->config.norm_plus_one) w = mn_tape_affine(tape, w, 1.0, 1.0);
+    if (model->config.layer_norm) x = mn_centred(tape, x);
     mn_run run;
     mn_rms_norm_args *args = mn_run_start(&run, tape, MN_OP_rms_norm);
     args->eps = model->config.norm_eps;
@@ -53,7 +55,10 @@ mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weigh
     mn_run_in(&run, "w", w);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);
-    return y;
+    if (!model->config.norm_bias) return y;
+    mn_tensor *bias = mn_tape_shaped(tape, model->leaves[weight + 1],
+                                     (int64_t[]){ 1, 1, 1, x ? x->shape[3] : 1 });
+    return mn_tape_add(tape, y, bias);
 }
 
 mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
@@ -79,11 +84,13 @@ static mn_tensor *biased_mlp(mn_model *model, const mn_block *block, mn_tape *ta
     return mn_tape_linear_onto(tape, x, h, leaves[block->down], leaves[block->down_bias]);
 }
 
-mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
+mn_tensor *mn_block_mlp(mn_model *model, int i, const mn_forward *f, mn_tensor *x) {
     const mn_block *block = &model->blocks[i];
+    mn_tape *tape = f->tape;
     if (model->config.mlp == MN_MLP_NONE) return x;
     mn_tape_scope(tape, "model.layers.%d.mlp", i);
     mn_tensor *n = mn_model_norm(model, tape, x, block->mlp_norm);
+    if (model->config.mlp == MN_MLP_RWKV7) return mn_channel_mix(model, i, f, x, n);
     if (model->config.mlp_bias) return biased_mlp(model, block, tape, x, n);
     mn_tensor *up = model->leaves[block->up], *down = model->leaves[block->down];
     if (model->config.mlp == MN_MLP_GELU) {
@@ -120,20 +127,32 @@ typedef struct block_job {
 static mn_tensor *run_block(mn_tape *tape, mn_tensor *x, const void *job) {
     const block_job *b = job;
     mn_forward f = b->f;
-    return mn_block_mlp(b->model, b->i, tape, mn_block_mixer(b->model, b->i, &f, x));
+    f.tape = tape;
+    return mn_block_mlp(b->model, b->i, &f, mn_block_mixer(b->model, b->i, &f, x));
 }
 
 static mn_tensor *run_mlp(mn_tape *tape, mn_tensor *x, const void *job) {
     const block_job *b = job;
-    return mn_block_mlp(b->model, b->i, tape, x);
+    mn_forward f = b->f;
+    f.tape = tape;
+    return mn_block_mlp(b->model, b->i, &f, x);
+}
+
+/* Whether a layer takes or gives what others share (mn_shared). */
+static bool block_shares(const mn_model *model, int i) {
+    const mn_layer_kind kind = model->blocks[i].layer.kind;
+    return kind == MN_LAYER_rwkv7 || kind == MN_LAYER_hgrn2;
 }
 
 /* A whole block, or its MLP, as such a part. */
 static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
                             mn_recompute what) {
     const block_job job = { model, i, *f };
-    if (what == MN_RECOMPUTE_LAYER) return mn_tape_checkpoint(f->tape, x, run_block, &job,
-                                                              sizeof job);
+    /* values that later layers take would be made twice, and get no gradient */
+    const bool shares = block_shares(model, i);
+    if (what == MN_RECOMPUTE_LAYER && !shares) {
+        return mn_tape_checkpoint(f->tape, x, run_block, &job, sizeof job);
+    }
     x = mn_block_mixer(model, i, f, x);
     if (model->config.mlp == MN_MLP_NONE) return x;
     return mn_tape_checkpoint(f->tape, x, run_mlp, &job, sizeof job);
@@ -142,11 +161,15 @@ static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
 /* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
 static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in, int n,
                         mn_forward *last) {
+    mn_tensor *bounds[MN_MAX_LAYERS];
     mn_model_bind(model, tape, in->add_gradients);
+    mn_model_bounds(model, tape, bounds);
     if (in->starts) mn_tape_pack(tape, in->starts, in->n_sequences);
     mn_tape_scope(tape, "model.embeddings");
     mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
+    if (model->config.norm_first) x = mn_model_norm(model, tape, x, model->blocks[0].pre_norm);
     int belief = 0;
+    mn_shared shared = { 0 };
     /* what a block leaves behind beside its result it would leave twice */
     const bool once = !mn_tape_records(tape) || (!in->state && !in->variance && !in->tap);
     for (int i = 0; i < n + (last != NULL) && x; i++) {
@@ -156,6 +179,8 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         f->state = in->state ? &in->state->layers[i] : NULL;
         f->variance = NULL;
         f->tap = in->tap;
+        f->shared = &shared;
+        f->bound = bounds[i];
         f->index = i;
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;
@@ -168,7 +193,7 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         mn_tape_recompute(tape, light);
         x = mn_block_mixer(model, i, f, x);
         mn_tape_recompute(tape, light);
-        if (i < n) x = mn_block_mlp(model, i, tape, x);
+        if (i < n) x = mn_block_mlp(model, i, f, x);
     }
     mn_tape_recompute(tape, false);
     if (in->state && mn_tape_status(tape) == MN_OK) in->state->position += in->T;
@@ -235,7 +260,7 @@ void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input
     for (int s = 0; s < samples; s++) {
         const uint64_t stream = step * MOST_SAMPLES + (uint64_t)s;
         mn_tensor *x = sample_of(tape, mean, deviation, seed, stream);
-        x = mn_block_mlp(model, last, tape, x);
+        x = mn_block_mlp(model, last, &f, x);
         x = mn_model_decode(model, tape, x, in->state != NULL);
         mn_tape_scope(tape, "model.norm");
         hidden[s] = mn_model_norm(model, tape, x, model->norm);

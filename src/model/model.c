@@ -24,7 +24,7 @@ static mn_status grow(mn_model *model) {
 }
 
 /* Adds a parameter and allocates it. `*index` is where it is. */
-static mn_status add(mn_model *model, int *index, const char *name, const mn_param_info *info) {
+mn_status mn_model_add(mn_model *model, int *index, const char *name, const mn_param_info *info) {
     const mn_status st = grow(model);
     if (st != MN_OK) return st;
     mn_model_param *p = &model->params[model->n_params];
@@ -49,13 +49,13 @@ static mn_status add_matrix(mn_model *model, int *index, const char *name, int64
         return mn_fail(MN_ERR_MEMORY, "%s: %lld x %lld numbers overflow", name, (long long)rows,
                        (long long)cols);
     }
-    return add(model, index, name, &info);
+    return mn_model_add(model, index, name, &info);
 }
 
 static mn_status add_bias(mn_model *model, int *index, const char *name, int64_t n) {
     const mn_param_info info = { .rank = 1, .shape = { n }, .count = n, .init = MN_INIT_ZEROS,
                                  .group = MN_GROUP_VECTOR };
-    return add(model, index, name, &info);
+    return mn_model_add(model, index, name, &info);
 }
 
 static mn_status add_norm(mn_model *model, int *index, const char *name) {
@@ -63,7 +63,27 @@ static mn_status add_norm(mn_model *model, int *index, const char *name) {
     const mn_param_info info = { .rank = 1, .shape = { D }, .count = D,
                                  .init = model->config.norm_plus_one ? MN_INIT_ZEROS : MN_INIT_ONES,
                                  .group = MN_GROUP_VECTOR };
-    return add(model, index, name, &info);
+    const mn_status st = mn_model_add(model, index, name, &info);
+    if (st != MN_OK || !model->config.norm_bias) return st;
+    int bias;    // lies behind its weight
+    char own[MN_PARAM_NAME];
+    snprintf(own, sizeof own, "%.*sbias", (int)(strlen(name) - strlen("weight")), name);
+    return add_bias(model, &bias, own, D);
+}
+
+/* x_k, key and value of a channel mix. */
+static mn_status add_channel_mix(mn_model *model, mn_block *block, int i) {
+    const int64_t D = model->config.hidden_size, F = model->config.intermediate_size;
+    const mn_param_info shift = { .rank = 1, .shape = { D }, .count = D, .layer = i,
+                                  .n_layers = model->config.n_layers,
+                                  .init = MN_INIT_RWKV_SHIFT_MLP, .group = MN_GROUP_VECTOR };
+    char name[MN_PARAM_NAME];
+    snprintf(name, sizeof name, "model.layers.%d.mlp.x_k", i);
+    mn_status st = mn_model_add(model, &block->mlp_shift, name, &shift);
+    snprintf(name, sizeof name, "model.layers.%d.mlp.key.weight", i);
+    if (st == MN_OK) st = add_matrix(model, &block->up, name, F, D, MN_GROUP_MATRIX);
+    snprintf(name, sizeof name, "model.layers.%d.mlp.value.weight", i);
+    return st == MN_OK ? add_matrix(model, &block->down, name, D, F, MN_GROUP_MATRIX) : st;
 }
 
 static mn_status add_mlp(mn_model *model, mn_block *block, int i) {
@@ -73,6 +93,7 @@ static mn_status add_mlp(mn_model *model, mn_block *block, int i) {
     char name[MN_PARAM_NAME];
 #define NAMED(suffix) (snprintf(name, sizeof name, "model.layers.%d." suffix, i), name)
     mn_status st = add_norm(model, &block->mlp_norm, NAMED("mlp_norm.weight"));
+    if (c->mlp == MN_MLP_RWKV7) return st == MN_OK ? add_channel_mix(model, block, i) : st;
     if (st == MN_OK && c->mlp == MN_MLP_SWIGLU) {
         st = add_matrix(model, &block->gate, NAMED("mlp.gate_proj.weight"), F, D, MN_GROUP_MATRIX);
     }
@@ -96,17 +117,21 @@ static mn_status add_block(mn_model *model, int i) {
     mn_block *block = &model->blocks[i];
     block->attn_norm = block->mixer = block->mlp_norm = block->gate = block->up = block->down = -1;
     block->gate_bias = block->up_bias = block->down_bias = -1;
-    mn_status st = mn_layer_create(&block->layer, c->names[i], &c->options[i], c->hidden_size,
-                                   c->context, c->norm_eps);
+    block->mlp_shift = block->pre_norm = -1;
+    mn_status st = mn_layer_create_at(&block->layer, c->names[i], &c->options[i], c->hidden_size,
+                                      c->context, c->norm_eps, i, c->n_layers);
     if (st == MN_OK) model->config.options[i] = block->layer.config;    // sizes that were chosen
     char name[MN_PARAM_NAME];
+    if (st == MN_OK && c->norm_first && i == 0) {
+        st = add_norm(model, &block->pre_norm, NAMED("pre_norm.weight"));
+    }
     if (st == MN_OK) st = add_norm(model, &block->attn_norm, NAMED("attn_norm.weight"));
     block->mixer = model->n_params;
     for (int p = 0; st == MN_OK && p < block->layer.n_params; p++) {
         int index;
         char full[MN_PARAM_NAME];
         snprintf(full, sizeof full, "model.layers.%d.attn.%.60s", i, block->layer.params[p].name);
-        st = add(model, &index, full, &block->layer.params[p]);
+        st = mn_model_add(model, &index, full, &block->layer.params[p]);
     }
     return st == MN_OK ? add_mlp(model, block, i) : st;
 #undef NAMED
@@ -125,10 +150,19 @@ static mn_status add_decoder(mn_model *model) {
         if (st == MN_OK) {
             st = add_matrix(model, &at[1], NAMED("linear.weight"), D, D, MN_GROUP_MATRIX);
         }
-        if (st == MN_OK) st = add(model, &at[2], NAMED("linear.bias"), &bias);
+        if (st == MN_OK) st = mn_model_add(model, &at[2], NAMED("linear.bias"), &bias);
     }
 #undef NAMED
     return st;
+}
+
+/* A number for each layer and gate of a model whose gates have least values. */
+static mn_status add_bounds(mn_model *model, const mn_layer *layer) {
+    const int64_t gates = MN_SIZE(&layer->sizes, 'H') * MN_SIZE(&layer->sizes, 'K');
+    const mn_param_info info = { .rank = 2, .shape = { model->config.n_layers, gates },
+                                 .count = model->config.n_layers * gates,
+                                 .init = MN_INIT_ZEROS, .group = MN_GROUP_VECTOR };
+    return mn_model_add(model, &model->bounds, "model.lower_bounds", &info);
 }
 
 static mn_status build(mn_model *model) {
@@ -136,6 +170,12 @@ static mn_status build(mn_model *model) {
     mn_status st = add_matrix(model, &model->embed, "model.embeddings.weight", c->vocab_size,
                               c->hidden_size, MN_GROUP_EMBED);
     for (int i = 0; st == MN_OK && i < c->n_layers; i++) st = add_block(model, i);
+    model->bounds = -1;
+    for (int i = 0; i < MN_MAX_LAYERS; i++) model->rows[i] = i;
+    for (int i = 0; st == MN_OK && i < c->n_layers && model->bounds < 0; i++) {
+        const mn_layer *layer = &model->blocks[i].layer;
+        if (layer->config.use_lower_bound) st = add_bounds(model, layer);
+    }
     if (st == MN_OK && c->decoder == MN_DECODER_PLACES) st = add_decoder(model);
     if (st == MN_OK) st = add_norm(model, &model->norm, "model.norm.weight");
     model->head = model->embed;
@@ -184,8 +224,7 @@ void mn_model_destroy(mn_model *model) {
     free(model);
 }
 
-mn_status mn_model_want_gradients(mn_model *model) {
-    if (model->device) return mn_model_place_gradients(model);
+static mn_status take_gradients(mn_model *model, bool zero) {
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
         if (p->grad) continue;
@@ -194,9 +233,17 @@ mn_status mn_model_want_gradients(mn_model *model) {
             !(p->grad = aligned_alloc(MN_ALIGN, (bytes + MN_ALIGN) / MN_ALIGN * MN_ALIGN))) {
             return mn_fail(MN_ERR_MEMORY, "no memory for the gradient of %s", p->name);
         }
-        memset(p->grad, 0, bytes);
+        if (zero) memset(p->grad, 0, bytes);
     }
     return MN_OK;
+}
+
+mn_status mn_model_want_gradients(mn_model *model) {
+    return model->device ? mn_model_place_gradients(model) : take_gradients(model, true);
+}
+
+mn_status mn_model_reserve_gradients(mn_model *model) {
+    return take_gradients(model, false);
 }
 
 /* ---- looking --------------------------------------------------------------------------------- */

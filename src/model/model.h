@@ -40,6 +40,9 @@ void mn_model_start(mn_model *model, mn_context *context, uint64_t seed);
 
 mn_status mn_model_want_gradients(mn_model *model);
 
+/* Room for them that nothing is written to: for plans of passes, on the host. */
+mn_status mn_model_reserve_gradients(mn_model *model);
+
 /* ---- where parameters are --------------------------------------------------------------------
  *
  * A model begins in the host's memory. On a GPU it has float32 values and gradients, and where

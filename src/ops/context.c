@@ -22,12 +22,23 @@ static mn_status choose_device(const char **out, const mn_context_options *optio
     if (!*out && options->stream) {
         return mn_fail(MN_ERR_ARGUMENT, "a stream is given, and no device that it could be of");
     }
+    if (!options->allocate != !options->release || (options->allocate && !*out)) {
+        return mn_fail(MN_ERR_ARGUMENT, "allocate and release go together, and with a device");
+    }
     return MN_OK;
+}
+
+static mn_status open_device(mn_context *context, const mn_context_options *options,
+                             const char *name) {
+    const mn_arena_source lent = { options->allocate, options->release, options->owner,
+                                   (size_t)2 << 20 };
+    const mn_status st = mn_device_open(&context->device, name, options->stream);
+    return st == MN_OK && lent.allocate ? mn_device_scratch_from(context->device, &lent) : st;
 }
 
 static mn_status fill(mn_context *context, const mn_context_options *options, const char *device) {
     context->target = MN_TARGET_REF;
-    mn_status st = device ? mn_device_open(&context->device, device, options->stream)
+    mn_status st = device ? open_device(context, options, device)
                           : mn_target_choose(&context->target, options->target);
     if (st == MN_OK) st = mn_threads_create(&context->threads, options->n_threads);
     if (st == MN_OK) st = mn_arena_create(&context->arena);
@@ -75,6 +86,20 @@ const char *mn_context_target(const mn_context *context) {
 mn_status mn_context_synchronize(mn_context *context) {
     if (!context) return mn_fail(MN_ERR_ARGUMENT, "synchronize: context is NULL");
     return context->device ? mn_device_synchronize(context->device) : MN_OK;
+}
+
+mn_status mn_context_use_stream(mn_context *context, void *stream) {
+    if (!context) return mn_fail(MN_ERR_ARGUMENT, "use_stream: context is NULL");
+    if (!context->device) {
+        return mn_fail(MN_ERR_ARGUMENT, "use_stream: the context is of the CPU, which has none");
+    }
+    return mn_device_use_stream(context->device, stream);
+}
+
+void mn_context_trim(mn_context *context) {
+    if (!context) return;
+    mn_arena_trim(context->arena);
+    mn_device_trim(context->device);
 }
 
 mn_status mn_context_needs_cpu(const mn_context *context, const char *what) {

@@ -204,14 +204,21 @@ static mn_status launch_kernel(mn_context *context, const mn_kernel *kernel, mn_
     return mn_device_check(device, kernel->launch(args, shared, mn_device_stream(device)), name);
 }
 
-/* A choice of which only the first name has a CUDA kernel. */
+/* A choice of which only the first name has a CUDA kernel, or a number of which only 0 has. */
 static mn_status check_choice(mn_op_id op, const void *args) {
     const size_t offset = mn_op_traits_of(op)->cpu_choice;
-    const int value = offset ? *(const int *)((const char *)args + offset) : 0;
-    if (value == 0) return MN_OK;
+    if (!offset) return MN_OK;
     int count;
     const mn_param *params = mn_op_params(op, &count);
     while (params->offset != offset) params++;
+    const void *at = (const char *)args + offset;
+    if (params->kind == MN_PARAM_INT) {
+        if (*(const int64_t *)at == 0) return MN_OK;
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: %s has no CUDA kernel; run it on the CPU",
+                       mn_op_describe(op)->name, params->name);
+    }
+    const int value = *(const int *)at;
+    if (value == 0) return MN_OK;
     const char *chosen = params->choices;
     for (int i = 0; i < value; i++) chosen += strcspn(chosen, ",") + 1;
     return mn_fail(MN_ERR_UNSUPPORTED, "%s: %s %.*s has no CUDA kernel; run it on the CPU",

@@ -73,11 +73,16 @@ size_t mn_arena_most(const mn_arena *arena) {
     return arena->most;
 }
 
-void mn_arena_destroy(mn_arena *arena) {
+void mn_arena_trim(mn_arena *arena) {
     if (!arena) return;
     for (size_t i = 0; i < arena->n_blocks; i++) {
         arena->source.free(arena->source.owner, arena->blocks[i].bytes);
     }
+    arena->n_blocks = arena->current = arena->used = 0;
+}
+
+void mn_arena_destroy(mn_arena *arena) {
+    mn_arena_trim(arena);
     free(arena);
 }
 

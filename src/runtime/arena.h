@@ -36,6 +36,9 @@ mn_status mn_arena_create_over(mn_arena **out, const mn_arena_source *source);
 mn_status mn_arena_create_counting(mn_arena **out);
 size_t mn_arena_most(const mn_arena *arena);    // bytes in use at once, of such an arena
 
+/* Gives all blocks back; nothing of it may be in use. */
+void mn_arena_trim(mn_arena *arena);    // NULL accepted
+
 /* `bytes` of uninitialised memory, or NULL when there is none. */
 void *mn_arena_bytes(mn_arena *arena, size_t bytes);
 

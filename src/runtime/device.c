@@ -106,6 +106,16 @@ void *mn_device_stream(const mn_device *device) {
     return device->stream;
 }
 
+mn_status mn_device_use_stream(mn_device *device, void *stream) {
+    if (!stream) return mn_fail(MN_ERR_ARGUMENT, "the stream is NULL");
+    if (stream == device->stream) return MN_OK;
+    mn_device_trim(device);
+    if (device->owns_stream) mn_backend_stream_destroy(device->stream);
+    device->owns_stream = false;
+    device->stream = stream;
+    return MN_OK;
+}
+
 mn_status mn_device_used(const mn_device *device, size_t *bytes) {
     mn_device_info now;
     const mn_status st = mn_device_describe(&now, device->info.index);
@@ -152,6 +162,15 @@ static void free_block(void *owner, void *block) {
 mn_status mn_device_arena(mn_device *device, mn_arena **out) {
     const mn_arena_source source = { allocate_block, free_block, device, first_block_bytes };
     return mn_arena_create_over(out, &source);
+}
+
+mn_status mn_device_scratch_from(mn_device *device, const mn_arena_source *source) {
+    mn_arena_destroy(device->scratch);
+    return mn_arena_create_over(&device->scratch, source);
+}
+
+void mn_device_trim(mn_device *device) {
+    if (device) mn_arena_trim(device->scratch);
 }
 
 void *mn_device_bytes(mn_device *device, size_t bytes) {

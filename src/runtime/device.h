@@ -37,6 +37,10 @@ void mn_device_close(mn_device *device);    // waits for its work; NULL accepted
 const mn_device_info *mn_device_facts(const mn_device *device);
 void *mn_device_stream(const mn_device *device);
 
+/* Work of later calls goes to `stream`, the caller's; scratch memory is given back first, since it
+ * belongs to the stream before. Not while scratch memory is in use. */
+mn_status mn_device_use_stream(mn_device *device, void *stream);
+
 /* Bytes of the GPU's memory that are no longer free since it was opened. */
 mn_status mn_device_used(const mn_device *device, size_t *bytes);
 
@@ -60,6 +64,10 @@ void mn_device_free(mn_device *device, void *data);    // NULL accepted
 void *mn_device_bytes(mn_device *device, size_t bytes);
 mn_mark mn_device_mark(const mn_device *device);
 void mn_device_release(mn_device *device, mn_mark mark);
+
+/* Scratch memory comes from `source` from now on. */
+mn_status mn_device_scratch_from(mn_device *device, const mn_arena_source *source);
+void mn_device_trim(mn_device *device);    // gives scratch memory back; NULL accepted
 
 /* An arena of its memory for one owner, who destroys it before the device is closed. */
 mn_status mn_device_arena(mn_device *device, mn_arena **out);

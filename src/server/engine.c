@@ -4,6 +4,7 @@
  * read, every sequence that writes draws a token, and one batch step reads the drawn tokens. The
  * lock is held for the queue and for handing out, never while the model computes. */
 #define _GNU_SOURCE    // POLLRDHUP
+#include "io/folder.h"
 #include "server/engine_internal.h"
 
 #include <math.h>
@@ -40,8 +41,9 @@ static int64_t context_of(const mn_engine *e) {
 
 static mn_status open_model(mn_engine *e) {
     const mn_context_options how = { .n_threads = e->options.n_threads };
-    const char *folder = e->folder;
-    mn_status st = mn_context_create(&e->context, &how);
+    char folder[MN_FOLDER_PATH];
+    mn_status st = mn_folder_of_model(folder, e->folder);
+    if (st == MN_OK) st = mn_context_create(&e->context, &how);
     if (st == MN_OK) st = mn_model_open(&e->model, folder);
     if (st == MN_OK) st = mn_tokenizer_load(&e->tokenizer, folder);
     if (st == MN_OK) st = mn_chat_open(&e->chat, folder);

@@ -154,6 +154,9 @@ bool mn_tape_untouched(const mn_tensor *leaf);
 /* An input (B,T,H,X) of the caller, contiguous, in the tape's type. `grad` may be NULL. */
 mn_tensor *mn_tape_input(mn_tape *tape, void *data, void *grad, const int64_t shape[4]);
 
+/* One number after the other in the order of the axes. */
+bool mn_is_contiguous(const mn_tensor *x);
+
 /* Of step memory, for `n` sequences, to be filled and put into an input. NULL after a failure. */
 mn_tensor_rows *mn_tape_rows(mn_tape *tape, int64_t n);
 
@@ -370,8 +373,8 @@ void mn_run_in_at(mn_run *run, const char *field, const void *data);
  * [starts[b], starts[b+1]) of B = 1. Say this before the fields. */
 void mn_run_by_rows(mn_run *run, int64_t n, const int64_t *starts);
 
-/* The calls are steps of one sequence: they run one after the other, and after step b the `bytes` at
- * `from` are copied to the b-th place at `to`. Up to 8 of these. */
+/* The calls are steps of one sequence: they run one after the other, and after step b the `bytes`
+ * at `from` are copied to the b-th place at `to`. Up to 8 of these. */
 void mn_run_row_save(mn_run *run, const void *from, void *to, size_t bytes);
 
 /* Memory of the caller for field `field` of sequence `b` alone. */

@@ -146,9 +146,6 @@ void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark);
 
 int64_t mn_count4(const int64_t shape[4]);
 
-/* One number after the other in the order of the axes. */
-bool mn_is_contiguous(const mn_tensor *x);
-
 /* Elements from row to row when all rows of X numbers, heads included, lie at equal distance; 0
  * when they do not. */
 int64_t mn_row_step(const mn_tensor *x);

@@ -155,6 +155,64 @@ static mn_status apply_metaspace(mn_pieces *out, const mn_decode_step *step, con
     return st;
 }
 
+/* Copies `piece` without the blanks that clean-up takes out: before punctuation and contractions. */
+static mn_status add_clean(mn_text *out, mn_span piece) {
+    static const struct {
+        const char *from, *to;
+    } rules[] = {
+        { " .", "." }, { " ?", "?" }, { " !", "!" }, { " ,", "," }, { " ' ", "'" },
+        { " n't", "n't" }, { " 'm", "'m" }, { " do not", " don't" }, { " 's", "'s" },
+        { " 've", "'ve" }, { " 're", "'re" },
+    };
+    mn_text now = { 0 }, next = { 0 };
+    mn_status st = mn_text_add(&now, piece.bytes, piece.size);
+    for (size_t r = 0; r < MN_COUNTOF(rules) && st == MN_OK; r++) {
+        const size_t n = strlen(rules[r].from);
+        next.size = 0;
+        for (size_t at = 0; at < now.size && st == MN_OK;) {
+            const bool found = now.size - at >= n && memcmp(now.bytes + at, rules[r].from, n) == 0;
+            st = found ? mn_text_add(&next, rules[r].to, strlen(rules[r].to))
+                       : mn_text_add(&next, now.bytes + at, 1);
+            at += found ? n : 1;
+        }
+        const mn_text swap = now;
+        now = next;
+        next = swap;
+    }
+    if (st == MN_OK && now.size > 0) st = mn_text_add(out, now.bytes, now.size);
+    mn_text_free(&now);
+    mn_text_free(&next);
+    return st;
+}
+
+/* "##ing" continues the word before it, anything else begins one. */
+static mn_status apply_wordpiece(mn_pieces *out, const mn_decode_step *step, const mn_pieces *in,
+                                 bool first, bool streaming) {
+    const size_t n = strlen(step->content);
+    mn_text word = { 0 };
+    mn_status st = MN_OK;
+    (void)streaming;
+    for (int64_t i = 0; i < in->count && st == MN_OK; i++) {
+        mn_span piece = piece_at(in, i);
+        word.size = 0;
+        st = mn_text_reserve(&word, 1);
+        if (!(first && i == 0)) {
+            const bool inside = piece.size >= n && memcmp(piece.bytes, step->content, n) == 0;
+            if (inside) piece = (mn_span){ piece.bytes + n, piece.size - n };
+            else if (st == MN_OK) st = mn_text_add(&word, " ", 1);
+        }
+        if (st == MN_OK) st = mn_text_add(&word, piece.bytes, piece.size);
+        const mn_span whole = { word.bytes, word.size };
+        if (st == MN_OK) {
+            st = step->cleanup ? add_clean(&out->text, whole)
+                               : mn_text_add(&out->text, whole.bytes, whole.size);
+        }
+        if (st == MN_OK) st = end_piece(out);
+    }
+    mn_text_free(&word);
+    return st;
+}
+
 /* ---- reading --------------------------------------------------------------------------------- */
 
 static mn_status copy_text(char **out, const mn_json *at, const char *key) {
@@ -202,6 +260,16 @@ static mn_status read_metaspace(mn_decode_step *step, const mn_json *at) {
     if (st == MN_OK) st = mn_json_opt_bool(&prefix, at, "add_prefix_space");
     step->keep_first = scheme ? strcmp(scheme, "never") == 0 : !prefix;
     return st == MN_OK ? mn_pattern_literal(&step->pattern, replacement) : st;
+}
+
+static mn_status read_wordpiece(mn_decode_step *step, const mn_json *at) {
+    const char *prefix = "##";
+    step->cleanup = true;
+    mn_status st = mn_json_opt_text(&prefix, at, "prefix");
+    if (st == MN_OK) st = mn_json_opt_bool(&step->cleanup, at, "cleanup");
+    if (st == MN_OK) step->content = strdup(prefix);
+    if (st != MN_OK) return st;
+    return step->content ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for a decoder");
 }
 
 static const struct {

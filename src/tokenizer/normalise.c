@@ -54,6 +54,20 @@ static mn_status apply_strip(mn_text *out, const mn_normal_step *step, const cha
     return mn_text_add(out, text, size);
 }
 
+static mn_status apply_accents(mn_text *out, const mn_normal_step *step, const char *text,
+                               size_t size) {
+    (void)step;
+    return mn_strip_accents(out, text, size);
+}
+
+static mn_status apply_bert(mn_text *out, const mn_normal_step *step, const char *text,
+                            size_t size) {
+    mn_text between = { 0 };
+    const mn_status st = mn_bert_normalise(out, &between, text, size, &step->bert);
+    mn_text_free(&between);
+    return st;
+}
+
 /* ---- reading --------------------------------------------------------------------------------- */
 
 static mn_status copy_text(char **out, const mn_json *at, const char *key) {
@@ -95,6 +109,23 @@ static mn_status read_strip(mn_normal_step *step, const mn_json *at, const char 
     const mn_status st = mn_json_get_bool(&step->left, at, "strip_left");
     (void)type;
     return st == MN_OK ? mn_json_get_bool(&step->right, at, "strip_right") : st;
+}
+
+static mn_status read_accents(mn_normal_step *step, const mn_json *at, const char *type) {
+    (void)step, (void)at, (void)type;
+    return MN_OK;
+}
+
+/* Without a word on accents they go where letters become small. */
+static mn_status read_bert(mn_normal_step *step, const mn_json *at, const char *type) {
+    mn_bert_rules *rules = &step->bert;
+    *rules = (mn_bert_rules){ .clean = true, .chinese = true, .lower = true };
+    (void)type;
+    mn_status st = mn_json_opt_bool(&rules->clean, at, "clean_text");
+    if (st == MN_OK) st = mn_json_opt_bool(&rules->chinese, at, "handle_chinese_chars");
+    if (st == MN_OK) st = mn_json_opt_bool(&rules->lower, at, "lowercase");
+    rules->accents = rules->lower;
+    return st == MN_OK ? mn_json_opt_bool(&rules->accents, at, "strip_accents") : st;
 }
 
 static const struct {

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "base/util.h"
 #include "tokenizer/tokenizer_internal.h"
 
 /* ---- vocabulary ------------------------------------------------------------------------------ */
@@ -19,7 +20,8 @@ static mn_status read_id(int64_t *id, const mn_json *at) {
 static mn_status measure(int64_t *size, const mn_json *vocab, const mn_json *added) {
     mn_status st = MN_OK;
     int64_t id = 0;
-    *size = 0;
+    *size = json_is_array(vocab->value) ? mn_json_count(vocab) : 0;
+    if (*size > MN_TOKEN_IDS_MAX) return mn_json_fail(vocab, "holds too many tokens");
     for (mn_json entry = { 0 }; st == MN_OK && mn_json_next(&entry, vocab);) {
         st = read_id(&id, &entry);
         if (id >= *size) *size = id + 1;
@@ -73,10 +75,28 @@ static mn_status set_pieces(mn_tokenizer *t, int64_t n_entries) {
     return st;
 }
 
+/* [["text", log probability], ...]; the place is the id. */
+static mn_status read_scores(mn_tokenizer *t, const mn_json *at) {
+    const int64_t n = mn_json_count(at);
+    mn_status st = MN_OK;
+    t->unigram.scores = calloc((size_t)t->vocab.size, sizeof *t->unigram.scores);
+    if (!t->unigram.scores) return mn_fail(MN_ERR_MEMORY, "no memory for scores of tokens");
+    for (int64_t i = 0; i < n && st == MN_OK; i++) {
+        const mn_json item = mn_json_item(at, i), text = mn_json_item(&item, 0);
+        const mn_json score = mn_json_item(&item, 1);
+        const char *name = NULL;
+        st = mn_json_read_text(&name, &text);
+        if (st == MN_OK) st = mn_json_read_f64(&t->unigram.scores[i], &score);
+        if (st == MN_OK) st = set_token(t, i, name, MN_TOKEN_MODEL, &item);
+    }
+    return st;
+}
+
 static mn_status read_vocab(mn_tokenizer *t, const mn_json *at, const mn_json *added) {
     mn_vocab *vocab = &t->vocab;
     const int64_t n_entries = mn_json_count(at);
-    mn_status st = mn_json_expect_object(at);
+    mn_status st = t->model == MN_TOKEN_UNIGRAM ? mn_json_expect_list(at)
+                                                : mn_json_expect_object(at);
     if (st == MN_OK) st = measure(&vocab->size, at, added);
     if (st == MN_OK && vocab->size == 0) st = mn_json_fail(at, "holds no token");
     if (st != MN_OK) return st;
@@ -90,6 +110,7 @@ static mn_status read_vocab(mn_tokenizer *t, const mn_json *at, const mn_json *a
         st = mn_json_read_i64(&id, &entry);
         if (st == MN_OK) st = set_token(t, id, entry.name, MN_TOKEN_MODEL, &entry);
     }
+    if (st == MN_OK && t->model == MN_TOKEN_UNIGRAM) st = read_scores(t, at);
     return st == MN_OK ? set_pieces(t, n_entries) : st;
 }
 
@@ -164,15 +185,26 @@ static mn_status read_merges(mn_tokenizer *t, const mn_json *at) {
 
 /* ---- model ----------------------------------------------------------------------------------- */
 
+static mn_status read_type(mn_token_model *out, const mn_json *model) {
+    static const char *const names[] = { [MN_TOKEN_BPE] = "BPE", [MN_TOKEN_UNIGRAM] = "Unigram",
+                                         [MN_TOKEN_WORDPIECE] = "WordPiece" };
+    const char *type = "BPE";
+    const mn_status st = mn_json_opt_text(&type, model, "type");
+    if (st != MN_OK) return st;
+    for (int i = 0; i < (int)MN_COUNTOF(names); i++) {
+        if (strcmp(names[i], type) != 0) continue;
+        *out = (mn_token_model)i;
+        return MN_OK;
+    }
+    return mn_json_fail(model, "model type \"%s\" is not supported; there are BPE, Unigram, "
+                        "WordPiece", type);
+}
+
 /* Rules that would change what merges mean. */
 static mn_status refuse_rules(const mn_json *model) {
     static const char *const affixes[] = { "continuing_subword_prefix", "end_of_word_suffix" };
-    const char *type = "BPE";
     double dropout = 0;
-    mn_status st = mn_json_opt_text(&type, model, "type");
-    if (st == MN_OK && strcmp(type, "BPE") != 0) {
-        return mn_json_fail(model, "model type \"%s\" is not supported, only BPE", type);
-    }
+    mn_status st = MN_OK;
     for (int i = 0; i < 2 && st == MN_OK; i++) {
         const char *affix = "";
         st = mn_json_opt_text(&affix, model, affixes[i]);
@@ -189,6 +221,47 @@ static mn_status refuse_rules(const mn_json *model) {
     return st;
 }
 
+static mn_status read_unigram(mn_tokenizer *t, const mn_json *model) {
+    const mn_json vocab = mn_json_member(model, "vocab"), unk = mn_json_member(model, "unk_id");
+    int64_t unk_id = -1;
+    mn_status st = mn_json_opt_bool(&t->unigram.fallback, model, "byte_fallback");
+    if (st == MN_OK && mn_json_given(&unk)) st = mn_json_read_i64(&unk_id, &unk);
+    if (st == MN_OK && unk_id >= mn_json_count(&vocab)) {
+        st = mn_json_fail(&unk, "%" PRId64 " is outside the vocabulary", unk_id);
+    }
+    t->unigram.unk_id = (int32_t)unk_id;
+    return st == MN_OK ? mn_unigram_prepare(&t->unigram, &t->vocab) : st;
+}
+
+static mn_status read_wordpiece(mn_tokenizer *t, const mn_json *model) {
+    mn_wordpiece *w = &t->wordpiece;
+    const char *prefix = "##", *unk = "[UNK]";
+    w->most_characters = 100;
+    mn_status st = mn_json_opt_text(&prefix, model, "continuing_subword_prefix");
+    if (st == MN_OK) st = mn_json_opt_text(&unk, model, "unk_token");
+    if (st == MN_OK) st = mn_json_opt_i64(&w->most_characters, model, "max_input_chars_per_word");
+    if (st != MN_OK) return st;
+    w->unk_id = find_model(&t->vocab, unk, strlen(unk));
+    if (w->unk_id < 0) {
+        return mn_json_fail(model, "unk_token \"%s\" is not in the vocabulary", unk);
+    }
+    w->prefix = (mn_span){ mn_vocab_copy(&t->vocab, prefix, strlen(prefix)), strlen(prefix) };
+    if (!w->prefix.bytes) return mn_fail(MN_ERR_MEMORY, "no memory for a tokenizer");
+    mn_wordpiece_prepare(w, &t->vocab);
+    return MN_OK;
+}
+
+/* Tables of the merges, empty where the model is another. */
+static mn_status read_other(mn_tokenizer *t, const mn_json *model, const mn_json *added) {
+    const mn_json vocab = mn_json_member(model, "vocab");
+    mn_status st = MN_OK;
+    if (mn_json_given(added)) st = mn_json_expect_list(added);
+    t->bpe.unk_id = -1;
+    if (st == MN_OK) st = read_vocab(t, &vocab, added);
+    if (st != MN_OK) return st;
+    return t->model == MN_TOKEN_UNIGRAM ? read_unigram(t, model) : read_wordpiece(t, model);
+}
+
 mn_status mn_tokenizer_read_model(mn_tokenizer *t, const mn_json *root) {
     const mn_json model = mn_json_member(root, "model");
     const mn_json vocab = mn_json_member(&model, "vocab");
@@ -197,6 +270,8 @@ mn_status mn_tokenizer_read_model(mn_tokenizer *t, const mn_json *root) {
     mn_bpe *bpe = &t->bpe;
     const char *unk = NULL;
     mn_status st = mn_json_expect_object(&model);
+    if (st == MN_OK) st = read_type(&t->model, &model);
+    if (st == MN_OK && t->model != MN_TOKEN_BPE) return read_other(t, &model, &added);
     if (st == MN_OK) st = refuse_rules(&model);
     if (st == MN_OK && mn_json_given(&added)) st = mn_json_expect_list(&added);
     if (st == MN_OK) st = mn_json_opt_bool(&bpe->byte_fallback, &model, "byte_fallback");

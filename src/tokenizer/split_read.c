@@ -128,12 +128,39 @@ static mn_status read_metaspace(mn_split_stage *stage, const splitter_kind *kind
     return stage->spaces ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for a pre_tokenizer");
 }
 
+/* The second stage of BertPreTokenizer, behind that which cuts at blanks. */
+static mn_status read_bert_punctuation(mn_split_stage *stage, const mn_json *at) {
+    mn_text class = { 0 };
+    stage->cut = true;
+    stage->behaviour = MN_SPLIT_ISOLATED;
+    mn_status st = mn_bert_punctuation(&class);
+    if (st == MN_OK) st = mn_pattern_compile(&stage->pattern, class.bytes, at);
+    mn_text_free(&class);
+    return st;
+}
+
+static mn_status read_bert(mn_split_stage *stage, const splitter_kind *kind, const mn_json *at) {
+    return read_fixed(stage, kind, at);
+}
+
 static const splitter_kind kinds[] = {
 #define SPLITTER(type, read, pattern, behaviour, invert)                                           \
     { #type, read, pattern, MN_SPLIT_##behaviour, invert },
 #include "tokenizer/splitters.def"
 #undef SPLITTER
 };
+
+static mn_status add_stage(mn_split_stage **stage, mn_splitter *out, const mn_json *at) {
+    if (out->count == MN_SPLIT_STAGES_MAX) {
+        return mn_json_fail(at, "the pre_tokenizer has more than %d stages", MN_SPLIT_STAGES_MAX);
+    }
+    mn_split_stage *stages = realloc(out->stages, (size_t)(out->count + 1) * sizeof *stages);
+    if (!stages) return mn_fail(MN_ERR_MEMORY, "no memory for a pre_tokenizer");
+    out->stages = stages;
+    *stage = &stages[out->count++];
+    **stage = (mn_split_stage){ 0 };
+    return MN_OK;
+}
 
 static mn_status read_stage(mn_splitter *out, const mn_json *at, const char *type) {
     size_t i = 0;
@@ -142,15 +169,12 @@ static mn_status read_stage(mn_splitter *out, const mn_json *at, const char *typ
         return mn_unknown_type(at, "pre_tokenizer", type, &kinds[0].type, MN_COUNTOF(kinds),
                                sizeof kinds[0]);
     }
-    if (out->count == MN_SPLIT_STAGES_MAX) {
-        return mn_json_fail(at, "the pre_tokenizer has more than %d stages", MN_SPLIT_STAGES_MAX);
-    }
-    mn_split_stage *stages = realloc(out->stages, (size_t)(out->count + 1) * sizeof *stages);
-    if (!stages) return mn_fail(MN_ERR_MEMORY, "no memory for a pre_tokenizer");
-    out->stages = stages;
-    mn_split_stage *stage = &stages[out->count++];
-    *stage = (mn_split_stage){ 0 };
-    return kinds[i].read(stage, &kinds[i], at);
+    mn_split_stage *stage = NULL;
+    mn_status st = add_stage(&stage, out, at);
+    if (st == MN_OK) st = kinds[i].read(stage, &kinds[i], at);
+    if (st != MN_OK || kinds[i].read != read_bert) return st;
+    st = add_stage(&stage, out, at);
+    return st == MN_OK ? read_bert_punctuation(stage, at) : st;
 }
 
 static mn_status read_stages(mn_splitter *out, const mn_json *at) {

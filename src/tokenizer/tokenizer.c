@@ -11,6 +11,7 @@
 
 #include "base/status.h"
 #include "io/file.h"
+#include "io/folder.h"
 #include "tokenizer/tokenizer_internal.h"
 #include "base/utf8.h"
 
@@ -69,6 +70,14 @@ static mn_status take_fingerprint(mn_tokenizer *t, const mn_json *root) {
     const int32_t flags[] = { t->bpe.unk_id, t->bpe.byte_fallback, t->bpe.fuse_unk,
                               t->bpe.ignore_merges };
     hash = mix(hash, flags, sizeof flags);
+    if (t->model == MN_TOKEN_UNIGRAM) {
+        hash = mix(hash, t->unigram.scores, (size_t)t->vocab.size * sizeof *t->unigram.scores);
+        hash = mix(hash, &t->unigram.unk_id, sizeof t->unigram.unk_id);
+    }
+    if (t->model == MN_TOKEN_WORDPIECE) {
+        hash = mix(hash, t->wordpiece.prefix.bytes, t->wordpiece.prefix.size + 1);
+        hash = mix(hash, &t->wordpiece.unk_id, sizeof t->wordpiece.unk_id);
+    }
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
         const mn_json rule = mn_json_member(root, rules[i]);
         char *text = mn_json_given(&rule) ? json_dumps(rule.value, JSON_COMPACT | JSON_SORT_KEYS |
@@ -140,6 +149,8 @@ mn_status mn_tokenizer_load(mn_tokenizer **out, const char *path) {
     *out = NULL;
     if (!path || !*path) return mn_fail(MN_ERR_ARGUMENT, "no name of a tokenizer file was given");
     const bool is_folder = stat(path, &info) == 0 && S_ISDIR(info.st_mode);
+    char model[MN_FOLDER_PATH];
+    if (is_folder && mn_folder_of_model(model, path) == MN_OK) path = model;
     mn_status st = is_folder ? beside(&file_path, path, true, "tokenizer.json")
                              : mn_text_add(&file_path, path, strlen(path) + 1);
     if (st == MN_OK) st = beside(&config_path, path, is_folder, "tokenizer_config.json");
@@ -156,6 +167,7 @@ void mn_tokenizer_destroy(mn_tokenizer *t) {
     mn_vocab_free(&t->vocab);
     mn_pair_map_free(&t->bpe.merges);
     mn_pair_map_free(&t->bpe.borders);
+    mn_unigram_free(&t->unigram);
     mn_added_free(&t->added);
     mn_normaliser_free(&t->normaliser);
     mn_splitter_free(&t->splitter);
@@ -176,6 +188,7 @@ typedef struct encoding {
     const mn_tokenizer *t;
     mn_token_list *out;
     mn_bpe_room room;
+    mn_word_room words;
     mn_split_visit split;
     mn_matcher word;
     mn_text a, b;            // of the normaliser
@@ -184,7 +197,15 @@ typedef struct encoding {
 
 static mn_status use_piece(void *context, const char *piece, size_t size) {
     encoding *e = context;
-    return mn_bpe_encode(&e->t->bpe, &e->t->vocab, &e->room, piece, size, e->out);
+    const mn_tokenizer *t = e->t;
+    switch (t->model) {
+    case MN_TOKEN_UNIGRAM:
+        return mn_unigram_encode(&t->unigram, &t->vocab, &e->words, piece, size, e->out);
+    case MN_TOKEN_WORDPIECE:
+        return mn_wordpiece_encode(&t->wordpiece, &t->vocab, &e->words, piece, size, e->out);
+    case MN_TOKEN_BPE: break;
+    }
+    return mn_bpe_encode(&t->bpe, &t->vocab, &e->room, piece, size, e->out);
 }
 
 /* Hands what lies between the added tokens of `set` to `use`, and appends the tokens. `first`: the
@@ -274,6 +295,8 @@ static mn_status encode(const mn_tokenizer *t, const char *text, size_t size, bo
     if (st != MN_OK) out->count = before;
     mn_split_visit_close(&e.split);
     mn_bpe_room_free(&e.room);
+    free(e.words.best);
+    mn_text_free(&e.words.text);
     mn_matcher_free(&e.word);
     mn_text_free(&e.a);
     mn_text_free(&e.b);
@@ -302,6 +325,8 @@ uint64_t mn_tokenizer_fingerprint(const mn_tokenizer *t) {
 }
 
 const char *mn_tokenizer_kind(const mn_tokenizer *t) {
+    if (t->model == MN_TOKEN_UNIGRAM) return "unigram";
+    if (t->model == MN_TOKEN_WORDPIECE) return "wordpiece";
     if (t->bpe.n_merges > 0 || t->bpe.ignore_merges) return "bpe";
     if (t->splitter.byte_pieces) return "bytes";
     const bool spare = t->bpe.unk_id >= 0 || t->bpe.byte_fallback || t->splitter.byte_level;

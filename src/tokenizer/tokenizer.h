@@ -1,6 +1,7 @@
 /* tokenizer.h - text to tokens and back, by the rules of a Hugging Face tokenizer.json.
  *
- * One kind of tokenizer serves all: byte-pair merges over pieces of text. Bytes are a byte-level
+ * Three models: byte-pair merges over pieces of text, the most likely segmentation (unigram), the
+ * longest match (WordPiece). Bytes are a byte-level
  * vocabulary of 256 without merges, characters a vocabulary of code points without merges, and
  * both are written as a tokenizer.json that other programs load. Safe to use from many threads. */
 #ifndef MN_TOKENIZER_TOKENIZER_H
@@ -66,7 +67,7 @@ int64_t mn_tokenizer_size(const mn_tokenizer *tokenizer);
 /* A number that changes with vocabulary, merges and rules: stored with prepared data and models. */
 uint64_t mn_tokenizer_fingerprint(const mn_tokenizer *tokenizer);
 
-/* "bytes", "chars" or "bpe". */
+/* "bytes", "chars", "bpe", "unigram" or "wordpiece". */
 const char *mn_tokenizer_kind(const mn_tokenizer *tokenizer);
 
 /* Appends the tokens of `text`; on failure `out` is as it was. With `special` the text of special

@@ -5,7 +5,7 @@
  *   added tokens (added.c)      cuts out tokens that are matched as text
  *   normaliser   (normalise.c)  rewrites what lies between them
  *   splitter     (split.c)      cuts that into pieces
- *   merges       (bpe.c)        turns a piece into tokens
+ *   model        (bpe.c, unigram.c, wordpiece.c)    turns a piece into tokens
  *
  * and ids come back as text through the steps of decode.c. */
 #ifndef MN_TOKENIZER_TOKENIZER_INTERNAL_H
@@ -15,6 +15,7 @@
 #include "io/text.h"
 #include "tokenizer/tokenizer.h"
 #include "tokenizer/pattern.h"
+#include "tokenizer/unicode/bert.h"
 
 enum { MN_TOKEN_IDS_MAX = 1 << 22 };    // ids lie below: tables are as long as the largest
 
@@ -130,6 +131,52 @@ mn_status mn_bpe_encode(const mn_bpe *bpe, const mn_vocab *vocab, mn_bpe_room *r
 /* What is derived from vocabulary and merges: byte and character tables, borders, WHOLE flags. */
 mn_status mn_bpe_prepare(mn_bpe *bpe, mn_vocab *vocab);
 
+/* ---- other models (unigram.c, wordpiece.c) ----------------------------------------- */
+
+typedef enum mn_token_model {
+    MN_TOKEN_BPE, MN_TOKEN_UNIGRAM, MN_TOKEN_WORDPIECE,
+} mn_token_model;
+
+typedef struct mn_unigram {
+    double *scores;          // log probability of each id
+    double least;            // of them
+    int32_t *order;          // ids by their text; count
+    int64_t count;
+    int32_t bytes[256];      // "<0x00>" ...; -1: none
+    int32_t unk_id;          // -1: none
+    bool fallback;           // unknown characters become bytes
+} mn_unigram;
+
+typedef struct mn_wordpiece {
+    mn_span prefix;          // of tokens inside of words, "##"
+    int64_t most_characters; // longer words are unknown
+    int32_t unk_id;
+    size_t longest;          // token
+} mn_wordpiece;
+
+/* The best way to the end of a stretch of a piece, by its last token. */
+typedef struct mn_best {
+    double score;
+    size_t start, next;      // of the last token; end of the token that begins here
+    int32_t id;
+} mn_best;
+
+/* Scratch memory of one call. */
+typedef struct mn_word_room {
+    mn_best *best;
+    size_t capacity;
+    mn_text text;
+} mn_word_room;
+
+mn_status mn_unigram_prepare(mn_unigram *unigram, const mn_vocab *vocab);
+void mn_unigram_free(mn_unigram *unigram);
+mn_status mn_unigram_encode(const mn_unigram *unigram, const mn_vocab *vocab, mn_word_room *room,
+                            const char *piece, size_t size, mn_token_list *out);
+void mn_wordpiece_prepare(mn_wordpiece *wordpiece, const mn_vocab *vocab);
+mn_status mn_wordpiece_encode(const mn_wordpiece *wordpiece, const mn_vocab *vocab,
+                              mn_word_room *room, const char *word, size_t size,
+                              mn_token_list *out);
+
 /* ---- stages ---------------------------------------------------------------------------------- */
 
 typedef struct mn_normal_step {
@@ -139,6 +186,7 @@ typedef struct mn_normal_step {
     char *content;
     bool left, right;
     int form;
+    mn_bert_rules bert;
 } mn_normal_step;
 
 typedef struct mn_normaliser {
@@ -260,6 +308,7 @@ typedef struct mn_decode_step {
     int64_t start, stop;
     bool keep_first;         // of Metaspace: the first piece keeps its blank
     bool fused;              // a step before has made one piece of all
+    bool cleanup;            // of WordPiece: no blank before punctuation
 } mn_decode_step;
 
 typedef struct mn_decoder {
@@ -275,7 +324,10 @@ void mn_decoder_free(mn_decoder *decoder);
 
 struct mn_tokenizer {
     mn_vocab vocab;
+    mn_token_model model;
     mn_bpe bpe;
+    mn_unigram unigram;
+    mn_wordpiece wordpiece;
     mn_added_tokens added;
     mn_normaliser normaliser;
     mn_splitter splitter;

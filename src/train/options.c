@@ -8,6 +8,7 @@
 
 #include "base/status.h"
 #include "base/util.h"
+#include "io/json_write.h"
 
 typedef enum kind { KIND_INT, KIND_REAL, KIND_FLAG, KIND_TEXT } kind;
 
@@ -33,6 +34,43 @@ void mn_train_options_list(mn_option_line line, void *context) {
         snprintf(key, sizeof key, "%s.%s", options[i].section, options[i].name);
         line(context, key, options[i].text, options[i].about);
     }
+}
+
+/* ---- writing --------------------------------------------------------------------------------- */
+
+static json_t *option_json(const mn_train_options *o, const struct option *row) {
+    const void *at = (const char *)o + row->offset;
+    switch (row->kind) {
+    case KIND_INT: return json_integer(*(const int64_t *)at);
+    case KIND_REAL: return mn_json_real(*(const double *)at);
+    case KIND_FLAG: return json_boolean(*(const bool *)at);
+    case KIND_TEXT: return json_string(at);
+    }
+    return NULL;
+}
+
+static json_t *paths_json(const char *const *paths, int n) {
+    json_t *list = json_array();
+    for (int i = 0; i < n; i++) json_array_append_new(list, json_string(paths[i]));
+    return list;
+}
+
+mn_status mn_train_options_json(json_t **out, const mn_train_options *o) {
+    json_t *data = json_object(), *train = json_object(), *groups = json_object();
+    bool fits = json_object_set_new(data, "train", paths_json(o->train, o->n_train)) == 0 &&
+                json_object_set_new(data, "valid", paths_json(o->valid, o->n_valid)) == 0;
+    for (size_t i = 0; i < MN_COUNTOF(options); i++) {
+        json_t *section = strcmp(options[i].section, "data") == 0 ? data : train;
+        fits &= json_object_set_new(section, options[i].name, option_json(o, &options[i])) == 0;
+    }
+    for (int i = 0; i < MN_GROUP_COUNT; i++) {
+        json_t *group = json_pack("{s:o, s:b}", "lr", mn_json_real(o->groups[i].lr),
+                                  "decays", (int)o->groups[i].decays);
+        fits &= json_object_set_new(groups, mn_group_name((mn_group)i), group) == 0;
+    }
+    fits &= json_object_set_new(train, "groups", groups) == 0;
+    *out = json_pack("{s:o, s:o, s:s}", "data", data, "train", train, "out", o->out);
+    return *out && fits ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to write the settings");
 }
 
 /* ---- --set ----------------------------------------------------------------------------------- */

@@ -32,6 +32,9 @@ mn_status mn_train_set(mn_json *root, const char *assignment);
 /* Reads everything but "model", checking keys, types and ranges. */
 mn_status mn_train_options_read(mn_train_options *out, const mn_json *root);
 
+/* Every option as it counts, in sections as they are read, new; "model" is left out. */
+mn_status mn_train_options_json(json_t **out, const mn_train_options *options);
+
 /* One line per option: "train.lr  0.001  peak learning rate". */
 typedef void (*mn_option_line)(void *context, const char *key, const char *value,
                                const char *about);

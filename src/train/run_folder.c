@@ -13,6 +13,7 @@
 
 #include "base/status.h"
 #include "data/hash.h"
+#include "io/folder.h"
 #include "io/json.h"
 #include "io/json_write.h"
 #include "train/run_log.h"
@@ -39,15 +40,8 @@ mn_status mn_run_make_folder(const char *path) {
 }
 
 mn_status mn_run_make_folders(const char *out) {
-    char path[PATH];
     if (!out[0]) return mn_fail(MN_ERR_ARGUMENT, "out is empty; it names a folder for the run");
-    for (size_t i = 1; out[i] && i < PATH - 1; i++) {
-        if (out[i] != '/') continue;
-        memcpy(path, out, i);
-        path[i] = '\0';
-        mkdir(path, 0777);    // what cannot be made is told of the last one
-    }
-    return mn_run_make_folder(out);
+    return mn_folder_make(out);
 }
 
 mn_status mn_run_sync_folder(const char *path) {

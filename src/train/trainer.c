@@ -55,6 +55,7 @@ static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_d
     mn_model_config_free(&config);
     if (st == MN_OK) st = check_room(t);
     if (st != MN_OK) return st;
+    if (t->dry && !t->context->device) return mn_model_reserve_gradients(t->model);
     mn_model_start(t->model, t->context, (uint64_t)t->options.seed);
     st = mn_model_place(t->model, t->context, t->dtype);
     return st == MN_OK ? mn_model_want_gradients(t->model) : st;
@@ -73,6 +74,7 @@ static mn_status make_optimizer(mn_trainer *t) {
         return mn_fail(MN_ERR_ARGUMENT, "train.recompute: \"%s\" is none of none, light, mlp, "
                        "layer", o->recompute);
     }
+    if (t->dry && !t->context->device) return MN_OK;
     const int n = mn_model_params(t->model);
     mn_optim_param *params = calloc((size_t)n, sizeof *params);
     if (!params) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
@@ -90,12 +92,13 @@ static mn_status make_optimizer(mn_trainer *t) {
     return st;
 }
 
-mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
-                                 mn_context *context) {
+static mn_status create(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                        mn_context *context, bool dry) {
     *out = NULL;
     mn_trainer *t = calloc(1, sizeof *t);
     if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
     t->context = context;
+    t->dry = dry;
     t->best = NAN;
     t->saved = -1;
     mn_status st = mn_train_options_read(&t->options, root);
@@ -111,8 +114,17 @@ mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn
     return MN_OK;
 }
 
+mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_context *context) {
+    return create(out, root, data, context, false);
+}
+
 mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
-    return mn_trainer_create_from(out, root, NULL, context);
+    return create(out, root, NULL, context, false);
+}
+
+mn_status mn_trainer_create_dry(mn_trainer **out, const mn_json *root, mn_context *context) {
+    return create(out, root, NULL, context, true);
 }
 
 void mn_trainer_destroy(mn_trainer *t) {
@@ -314,7 +326,7 @@ mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
                                   : (size_t)mn_model_count(t->model) * 4 * sizeof(float);
     memory->data = t->there ? 0 : data_bytes(t);    // the host's
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
-    return reserve(t, memory, aside);
+    return t->dry ? MN_OK : reserve(t, memory, aside);
 }
 
 /* ---- steps ----------------------------------------------------------------------------------- */

@@ -36,6 +36,10 @@ typedef struct mn_step_result {
  * and `context`. */
 mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context);
 
+/* The same to ask mn_trainer_predict and no more: on the CPU no number of the model is touched, so
+ * that none takes memory. */
+mn_status mn_trainer_create_dry(mn_trainer **out, const mn_json *root, mn_context *context);
+
 /* Tokens that are in memory already, or batches that something makes (tasks): then model.vocab_size
  * has to be given, and train.batch and train.context are those of the source. What contexts and
  * pointers lead to is borrowed by the runs made from it. */
@@ -72,6 +76,10 @@ mn_status mn_trainer_save(mn_trainer *trainer, bool best);
  * changed since they were written, and another model, tokenizer, seed or training data than the run
  * had; the other options count from here on. Checkpoints of later steps in OUT are removed. */
 mn_status mn_trainer_resume(mn_trainer *trainer, const char *path);
+
+/* Puts the weights of train.from, where it names a model, in the place of those a run that has done
+ * no step yet begins with. */
+mn_status mn_trainer_begin(mn_trainer *trainer);
 
 /* Text written by the model as it is, to be freed. */
 mn_status mn_trainer_sample(mn_trainer *trainer, char **text);

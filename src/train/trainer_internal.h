@@ -16,6 +16,7 @@ struct mn_trainer {
     mn_context *context;
     const mn_tokenizer *tokenizer;   // NULL: data are tokens already
     mn_tokenizer *own_tokenizer;     // the same, unless it was given
+    bool dry;                        // only asked what it would take
     bool text;                       // some data are text, whose tokens are held in memory
     mn_corpus *train, *valid, *all;  // all: what both are parts of; valid may be NULL, and all
                                      // is when tokens were given

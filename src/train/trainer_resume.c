@@ -205,6 +205,11 @@ static bool is_own(const mn_trainer *t, const char *folder) {
            stat(folder, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
+mn_status mn_trainer_begin(mn_trainer *t) {
+    if (t->step > 0 || !t->options.from[0]) return MN_OK;
+    return mn_checkpoint_read_weights(t->model, t->options.from);
+}
+
 mn_status mn_trainer_resume(mn_trainer *t, const char *path) {
     char folder[PATH];
     progress p;

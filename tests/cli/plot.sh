@@ -71,8 +71,11 @@ if command -v gnuplot >/dev/null; then
     program=$(cd "$(dirname "$mneme")" && pwd)/$(basename "$mneme")
     (cd "$first" && "$program" plot . >"$work/out" 2>"$work/err") || fail "plot ."
     grep -q 'first_run' "$first/plot.svg" || fail "the folder has no name"
-    run 1 plot "$first" -o "$work/absent/figure.svg"
-    complains 'absent/figure.svg.gp: cannot write'
+    run 0 plot "$first" -o "$work/absent/above/figure.svg"
+    grep -q '</svg>' "$work/absent/above/figure.svg" || fail "no figure in a new folder"
+    touch "$work/file"
+    run 1 plot "$first" -o "$work/file/figure.svg"
+    complains 'file: is a file where a folder is needed'
 fi
 mkdir "$work/empty"
 path=$PATH

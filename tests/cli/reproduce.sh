@@ -115,7 +115,15 @@ complains '^failed: bad seed=0: .*head'
 complains '2 of 4 jobs failed; jobs/results.jsonl says why'
 [ "$(wc -l <jobs/results.jsonl)" = 4 ] || fail "not four records"
 run 0 sweep jobs.json --set model.num_heads=2 -o other
-says '^other/results.jsonl$'
+says '^other/results.jsonl, runs.csv and summary.csv '
+says 'standard error over seeds'
+says '^best: '
+[ "$(head -n 1 other/summary.csv | tr -cd , | wc -c)" -ge 8 ] || fail "no columns in summary.csv"
+run 0 plot other --text --key score
+says '(last .*)$'
+[ "$(awk '{ if (length($0) > n) n = length($0) } END { print n }' "$work/out")" -le 80 ] || fail "over 80 columns"
+run 1 plot other --text --x nothing
+complains 'the axes of this sweep are step'
 
 run 2 reproduce
 complains 'name an experiment'

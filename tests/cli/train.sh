@@ -32,6 +32,14 @@ run 0 train $small --dry-run --set out="$work/dry"
 complains 'memory .* MiB predicted'
 complains 'held out, chars'
 [ ! -e "$work/dry" ] || fail "--dry-run made the folder"
+# ... of a model that would take gigabytes, within little memory
+if [ "$(uname)" = Linux ] && command -v python3 >/dev/null 2>&1 && [ -z "${MNEME_SANITIZED-}" ]; then
+    python3 -c 'import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stderr=subprocess.DEVNULL).returncode
+most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+sys.exit(code or most > 300)' "$mneme" train "$text" --size 180m --dry-run --threads 1 ||
+        fail "--dry-run of 180m parameters takes more than 300 MiB"
+fi
 
 # from text to a model, all of it through a file and changes
 cat >"$work/config.json" <<END
@@ -53,6 +61,43 @@ memory=$(sed -n 's/.*memory \([0-9]*\) MiB (predicted \([0-9]*\))/\1 -le \2/p' "
 run 0 $new --set out="$work/json" --json
 json "d['steps'] == 40 and d['loss'] > 0 and d['valid_loss'] > 0 and d['parameters'] > 0"
 same_run "$work/whole" "$work/json" "the same run twice"
+
+# a text and nothing else: what is chosen is said, the run is named after the text
+(cd "$work" && "$mneme" train text.txt --steps=20 --threads 1 >out 2>err) || fail "train text.txt"
+command="mneme train text.txt"
+complains '^chosen .* of text'
+complains '[0-9] x gdn, width'
+says 'nats a character'
+says '  mneme generate --model runs/text '
+[ -s "$work/runs/text/last/model.safetensors" ] || fail "no runs/text"
+grep -q '"commit"' "$work/runs/text/settings.json" || fail "settings without commit"
+grep -q '"weight_decay"' "$work/runs/text/settings.json" || fail "settings without defaults"
+# it goes on from any folder, by options alone
+(cd / && "$mneme" train --resume "$work/runs/text" --steps 30 --threads 1 --quiet >"$work/out" 2>"$work/err") ||
+    fail "resumed from another folder"
+# the same once more takes another name, and a run is a model wherever one is wanted
+(cd "$work" && "$mneme" train text.txt --dry-run 2>err) || fail "train text.txt --dry-run"
+complains 'to runs/text-2$'
+run 0 generate --model "$work/runs/text" line --tokens 5 --quiet
+run 0 eval --model "$work/runs/text" --text "$text" --max-tokens 200 --lengths 32 --quiet
+# its weights on another text: the loss begins where it ended
+sed 's/thing/matter/g' "$text" >"$work/other.txt"
+run 0 train "$work/other.txt" --from "$work/runs/text" --steps 1 --lr 1e-9 --set train.min_lr=1e-9 --threads 1 \
+    --out "$work/deep/er/from" --json --quiet
+json "d['loss'] < 3.0"
+run 0 train "$work/other.txt" --layers "attention, gdn" --size 300k --dry-run --threads 1
+complains ' x attention, gdn, width'
+run 2 train "$text" --size 10q
+complains 'size needs a number of parameters'
+run 2 train --resume "$work/runs/text" --size 10m
+complains 'a run has its model'
+run 2 train "$text" --steps some
+complains 'steps needs a whole number'
+printf '{"text": "a\\u0000b"}\n' >"$work/zero.jsonl"
+run 1 train "$work/zero.jsonl"
+complains 'line 1.*u0000, a zero byte'
+run 1 train "$work/absent.txt"
+complains 'absent.txt: No such file'
 
 # mistakes name what was meant
 run 2 train
@@ -169,7 +214,7 @@ for signal in INT TERM; do
     wait $victim || status=$?
     command="stopped by $signal"
     [ $status = 130 ] || fail "exit status $status after $signal, expected 130"
-    complains 'stopped; --resume goes on'
+    complains 'stopped; mneme train --resume .* goes on'
     steps=$(step_of "$run_folder")
     [ "$(tail -1 "$run_folder/metrics.jsonl" | sed 's/{"step":\([0-9]*\).*/\1/')" = "$steps" ] ||
         fail "the checkpoint is not of the last step"

@@ -376,6 +376,11 @@ static void any_presence(mn_op_id op) {
 /* ---- contexts ----------------------------------------------------------------------------------
  */
 
+static void free_nothing(void *owner, void *memory) {
+    (void)owner;
+    (void)memory;
+}
+
 static void contexts(void) {
     mn_context *context = NULL;
     const mn_context_options no_target = { .n_threads = 1, .target = "mmx" };
@@ -386,6 +391,13 @@ static void contexts(void) {
     CHECK(mn_context_create(&context, &many) == MN_ERR_ARGUMENT && !context, "100000 threads");
     CHECK(mn_context_create(NULL, NULL) == MN_ERR_ARGUMENT, "nowhere to put the context");
     mn_context_destroy(NULL);
+    const mn_context_options half = { .n_threads = 1, .release = free_nothing };
+    CHECK(mn_context_create(&context, &half) == MN_ERR_ARGUMENT && !context, "release alone");
+    CHECK(mn_context_use_stream(NULL, &context) == MN_ERR_ARGUMENT, "a stream of no context");
+    CHECK(mn_context_use_stream(context_here(), &context) == MN_ERR_ARGUMENT &&
+              strstr(mn_last_error(), "CPU"), "a stream of the CPU");
+    mn_context_trim(NULL);
+    mn_context_trim(context_here());    // later calls take memory anew
 }
 
 static void wrong_calls_are_refused(mn_op_id op) {

@@ -162,6 +162,7 @@ static void plans_are_whole(void **state) {
     (void)state;
     for (int i = 0; i < mn_experiment_count(); i++) {
         for (int preset = 0; preset < MN_PRESETS; preset++) {
+            if (!mn_experiment_row(i).cost[preset]) continue;
             const char *name = mn_experiment_row(i).name;
             json_t *plan = NULL, *jobs = NULL, *records = json_object();
             mn_json results = { .name = name };

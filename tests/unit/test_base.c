@@ -243,6 +243,35 @@ static void arena_does_not_grow_the_second_time(void **state) {
     mn_arena_destroy(NULL);
 }
 
+static void *counted_allocate(void *owner, size_t bytes) {
+    ++*(int *)owner;
+    return aligned_alloc(MN_ALIGN, (bytes + MN_ALIGN - 1) / MN_ALIGN * MN_ALIGN);
+}
+
+static void counted_free(void *owner, void *memory) {
+    --*(int *)owner;
+    free(memory);
+}
+
+static void arena_gives_its_blocks_back(void **state) {
+    (void)state;
+    int blocks = 0;
+    const mn_arena_source source = { counted_allocate, counted_free, &blocks, 4096 };
+    mn_arena *arena;
+    assert_int_equal(mn_arena_create_over(&arena, &source), MN_OK);
+    for (int round = 0; round < 2; round++) {
+        const mn_mark start = mn_arena_mark(arena);
+        take_pieces(arena);
+        assert_true(blocks > 1);
+        mn_arena_release(arena, start);
+        mn_arena_trim(arena);
+        assert_int_equal(blocks, 0);
+        assert_int_equal(mn_arena_held(arena), 0);
+    }
+    mn_arena_destroy(arena);
+    mn_arena_trim(NULL);
+}
+
 static void arena_keeps_what_is_before_a_mark(void **state) {
     (void)state;
     mn_arena *arena;
@@ -451,6 +480,7 @@ int main(void) {
         cmocka_unit_test(normal_numbers_are_normal),
         cmocka_unit_test(draws_differ_by_every_argument),
         cmocka_unit_test(arena_does_not_grow_the_second_time),
+        cmocka_unit_test(arena_gives_its_blocks_back),
         cmocka_unit_test(arena_keeps_what_is_before_a_mark),
         cmocka_unit_test(arena_refuses_what_does_not_fit),
         cmocka_unit_test(threads_run_each_item_once),

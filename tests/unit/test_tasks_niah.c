@@ -13,7 +13,7 @@
 #include "base/util.h"
 #include "tokenizer/tokenizer.h"
 #include "support/folder.h"
-#include "tasks/haystack.h"
+#include "tasks/niah/haystack.h"
 
 enum { SEED = 4711, MOST = 40, WORDS = 6000 };
 
@@ -363,7 +363,7 @@ static void keys_and_values_have_their_frequencies(void **state) {
     int64_t n = 0, low = 0;
     static const char list[] =
 #define ADJECTIVES(words) words
-#include "tasks/niah_words.def"
+#include "tasks/niah/niah_words.def"
         ;
     for (const char *at = list; *at; at = strchr(at, ';') + 1, n++) low += tolower(*at) < 'h';
     assert_true(n > 200);

@@ -12,10 +12,13 @@ Results that a call does not ask for come back empty.
 
 import torch
 
+from . import _device
 from .. import _library
 from .._operators import Operator, operators, safe_name
 
 _NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
+_QUICK_CPU, _QUICK_CUDA = (torch.float32, torch.float64), (torch.float32, torch.bfloat16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _library_of_ops = torch.library.Library("mneme", "DEF")
 
 
@@ -31,6 +34,12 @@ class TorchOperator:
         self.has_counts = op.counts0 is not None
         # after the tensors: cu_seqlens, perhaps counts0, then the numbers
         self.n_host = 2 if self.has_counts else 1
+        self.last_numbers = None    # of the functions in ops: as given, as taken
+        self.no_host = (None,) * self.n_host
+        self.plain = (None,) * self.n
+        self.wide = tuple(f.wide for f in op.inputs)
+        self.input_words = tuple(f.word for f in op.inputs)
+        self.output_words = tuple((f.word, f.wide) for f in op.outputs)
         self._register()
 
     # ---- schemas
@@ -74,21 +83,76 @@ class TorchOperator:
 
     # ---- running
 
+    def quick(self, tensors, params, wanted, host=None):
+        """What _prepare gives where the call fits the operator as it is and nobody traces it, else
+        None; and whether a tensor wants a gradient. One look at each tensor: most of what a small
+        call costs is here."""
+        op, kind, wide, index, grad = self.op, None, None, None, False
+        shapes, strides, data, views = [], self.plain, [], False
+        for i, x in enumerate(tensors):
+            if x is None:
+                shapes.append(None)
+                data.append(0)
+                continue
+            if type(x) not in _PLAIN:
+                return None, False
+            if kind is None:
+                kind, index = x.dtype, x.get_device()
+                wide = torch.float32 if kind is torch.bfloat16 else kind
+                if kind not in (_QUICK_CPU if index < 0 else _QUICK_CUDA) or not _is_here(x):
+                    return None, False
+                if index >= 0 and torch.is_autocast_enabled("cuda"):
+                    return None, False
+            elif x.get_device() != index:
+                return None, False
+            if x.dtype is not (wide if self.wide[i] else kind):
+                return None, False
+            shape = x.shape
+            if not x.is_contiguous():
+                field = op.inputs[i]
+                stride = op.strides_of(field, shape, x.stride()) if field.may_stride else None
+                if stride is None:
+                    return None, False
+                strides, views = strides if views else list(strides), True
+                strides[i] = stride
+            if x.requires_grad:
+                grad = True
+            shapes.append(shape)
+            data.append(x.data_ptr())
+        if kind is None:
+            return None, False
+        plan = op.plan(_NAMES[kind], tuple(shapes), tuple(strides) if views else strides, params,
+                       None if host is None or host[0] is None else host[0].shape[0] - 1)
+        return (self._words(plan, data, host), plan, (kind, wide), index), grad
+
+    def _words(self, plan, data, host):
+        """The argument struct of a call, but for where results go."""
+        op = self.op
+        words = op.array.from_buffer_copy(plan.words)
+        for at, pointer in zip(self.input_words, data):
+            words[at] = pointer
+        if host is None:
+            return words
+        if host[0] is not None:
+            words[op.call["cu_seqlens"] // 8] = host[0].data_ptr()
+        if self.has_counts and host[1] is not None:
+            if host[1].shape[0] != plan.sizes["N"]:
+                raise ValueError(f"{op.name}: counts0 holds {host[1].shape[0]} numbers for "
+                                 f"{plan.sizes['N']} sequences")
+            words[op.counts0 // 8] = host[1].data_ptr()
+        return words
+
     def _prepare(self, tensors, host, params):
-        """Argument words, the plan, the dtype of the call, and what must live until it is done."""
-        op, call_type = self.op, None
-        for field, x in zip(op.inputs, tensors):
-            if x is not None and not field.wide:
-                call_type = x.dtype
-                break
-        if call_type is None:
-            call_type = next(x.dtype for x in tensors if x is not None)
+        """Argument words, the plan, the dtypes of the call, and what must live until it is done."""
+        op = self.op
+        anchor = tensors[self.anchor(tensors)]
+        call_type = next((x.dtype for f, x in zip(op.inputs, tensors)
+                          if x is not None and not f.wide), anchor.dtype)
         if call_type not in _NAMES:
             raise TypeError(f"{op.name}: {op.inputs[0].name} is {call_type}; operators take "
                             "float32, float64 (CPU) and bfloat16 (GPU)")
         wide_type = torch.float32 if call_type is torch.bfloat16 else call_type
-        shapes, strides, data = [], [], []
-        keep = None
+        shapes, strides, data, keep = [], [], [], []
         for field, x in zip(op.inputs, tensors):
             if x is None:
                 shapes.append(None)
@@ -98,55 +162,48 @@ class TorchOperator:
             if x.dtype is not (wide_type if field.wide else call_type):
                 raise TypeError(f"{op.name}: {field.name} is {x.dtype}, expected "
                                 f"{wide_type if field.wide else call_type} beside {call_type}")
+            if x.device != anchor.device:
+                raise ValueError(f"{op.name}: {field.name} is on {x.device}, other inputs on "
+                                 f"{anchor.device}")
             shape, stride = x.shape, None
             if not x.is_contiguous():
                 stride = op.strides_of(field, shape, x.stride()) if field.may_stride else None
                 if stride is None:
                     x = x.contiguous()
-                    keep = [x] if keep is None else keep + [x]
+                    keep.append(x)
             shapes.append(shape)
             strides.append(stride)
             data.append(x.data_ptr())
         cu_seqlens = host[0]
         plan = op.plan(_NAMES[call_type], tuple(shapes), tuple(strides), params,
                        None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
-        words = op.array.from_buffer_copy(plan.words)
-        for field, pointer in zip(op.inputs, data):
-            words[field.word] = pointer
-        if cu_seqlens is not None:
-            words[op.call["cu_seqlens"] // 8] = cu_seqlens.data_ptr()
-        if self.has_counts and host[1] is not None:
-            if host[1].shape[0] != plan.sizes["N"]:
-                raise ValueError(f"{op.name}: counts0 holds {host[1].shape[0]} numbers for "
-                                 f"{plan.sizes['N']} sequences")
-            words[op.counts0 // 8] = host[1].data_ptr()
-        return words, plan, (call_type, wide_type), keep
+        return self._words(plan, data, host), plan, (call_type, wide_type), keep
 
-    def _context(self, device):
-        if device.type == "cpu":
-            return _library.context().handle
-        stream = torch.cuda.current_stream(device).cuda_stream
-        return _library.context(f"cuda:{device.index or 0}", stream).handle
-
-    def compute(self, args):
-        """Results of a forward call, None where not wanted."""
-        op, n = self.op, self.n
-        tensors, wanted = args[:n], args[-1]
-        words, plan, types, keep = self._prepare(tensors, args[n:n + self.n_host],
-                                                 args[n + self.n_host:-1])
-        device = tensors[self.anchor(tensors)].device
-        results = []
-        for i, field in enumerate(op.outputs):
+    def launch(self, words, plan, types, like, wanted, host=()):
+        """Results of a prepared forward call, None where not wanted."""
+        op, results, i = self.op, [], 0
+        for at, is_wide in self.output_words:
             if wanted >> i & 1:
-                y = torch.empty(plan.out_shapes[i], dtype=types[field.wide], device=device)
-                words[field.word] = y.data_ptr()
+                y = like.new_empty(plan.out_shapes[i], dtype=types[is_wide])
+                words[at] = y.data_ptr()
                 results.append(y)
             else:
                 results.append(None)
-        status = op.forward(self._context(device), words)
-        if status:
-            _library.check(status)
+            i += 1
+        if like.get_device() < 0:
+            status = op.forward(_library.cpu_handle(), words)
+            if status:
+                _library.check(status)
+        else:
+            _device.run(op.forward, like.device, words, host)
         return results
+
+    def compute(self, args):
+        """Results of a forward call, None where not wanted."""
+        n = self.n
+        host = args[n:n + self.n_host]
+        words, plan, types, keep = self._prepare(args[:n], host, args[n + self.n_host:-1])
+        return self.launch(words, plan, types, args[self.anchor(args)], args[-1], host)
 
     def compute_gradients(self, args):
         """Gradients of a backward call, None where not wanted."""
@@ -172,9 +229,8 @@ class TorchOperator:
                 dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
                 words[op.inputs[i].partner] = dx.data_ptr()
             results.append(dx)
-        status = op.backward(self._context(tensors[self.anchor(tensors)].device), words)
-        if status:
-            _library.check(status)
+        _device.run(op.backward, tensors[self.anchor(tensors)].device, words,
+                    args[n + m:n + m + self.n_host])
         return results
 
     @staticmethod
@@ -294,6 +350,20 @@ class TorchOperator:
                 top.keep(ctx, args, results)
                 return results
 
+        class Quick(torch.autograd.Function):
+            """Eager with the call prepared: the last argument."""
+            @staticmethod
+            def forward(ctx, *args):
+                words, plan, types, _ = args[-1]
+                results = tuple(top.launch(words, plan, types, args[top.anchor(args)], args[-2],
+                                           args[top.n:top.n + top.n_host]))
+                top.keep(ctx, args[:-1], results)
+                return results
+
+            @staticmethod
+            def backward(ctx, *cots):
+                return *backward(ctx, *cots), None
+
         class Transformed(torch.autograd.Function):
             @staticmethod
             def forward(*args):
@@ -305,6 +375,8 @@ class TorchOperator:
 
         Eager.backward = Transformed.backward = staticmethod(backward)
         Eager.__name__ = Eager.__qualname__ = "mneme_" + self.op.name
+        Quick.__name__ = Quick.__qualname__ = "mneme_" + self.op.name
+        self.prepared = Quick.apply
         return Eager.apply, Transformed.apply
 
     def no_second_gradient(self, ctx, *cots):
@@ -334,16 +406,20 @@ def host_integers(values, name="cu_seqlens"):
 _HALF = (torch.float16, torch.bfloat16)
 
 
+# Laws of inputs that say how, not what: gates and noises are often kept wider than activations.
+_SIDE = ("DECAY", "GATE", "POSITIVE", "NOISE", "MEMORY", "CLASS")
+
+
 def _call_type(op, tensors):
     """The dtype of a call: float64 where an input has it, bfloat16 on a GPU where all activations
-    have it or autocast says so, else float32."""
+    have it or autocast says so, else float32. Gates and decays beside bfloat16 are rounded to it."""
     half = True
     for field, x in zip(op.inputs, tensors):
         if x is None or field.counts_classes:
             continue
         if x.dtype is torch.float64:
             return torch.float64
-        if not field.wide:
+        if not field.wide and field.law not in _SIDE:
             half = half and x.dtype is torch.bfloat16
     device = next(x.device for x in tensors if x is not None)
     if device.type == "cuda" and (half or (torch.is_autocast_enabled("cuda") and
@@ -356,7 +432,17 @@ _modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _functions = getattr(torch._C, "_len_torch_function_stack", None)
 _transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 _knows_modes = None not in (_modes, _functions, _transforms)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _nobody_looks():
+    """No mode and no transformation sees the calls of this thread."""
+    return (_knows_modes and not torch.compiler.is_compiling() and not _modes()
+            and not _functions() and _transforms() is None)
+
+
+def _is_here(x):
+    """Its numbers are in the memory of the CPU or a CUDA GPU."""
+    return x.is_cpu or x.is_cuda
 
 
 def _is_eager(tensors):
@@ -388,6 +474,27 @@ def _run(top, args, n):
 def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):
     """Runs an operator on tensors of any floating dtype; results have the dtype of the first
     input, states and sums at least float32. Gives a tuple with None for what was not wanted."""
+    if wanted is None:
+        wanted = top.main
+    if _nobody_looks():
+        if cu_seqlens is None and counts0 is None:
+            host = top.no_host
+        else:
+            host = (host_integers(cu_seqlens),)
+            if top.has_counts:
+                host += (host_integers(counts0, "counts0"),)
+        prepared, grad = top.quick(tensors, params, wanted, host)
+        if prepared is not None:
+            if grad and torch.is_grad_enabled() and top.op.differentiable:
+                results = top.prepared(*tensors, *host, *params, wanted, prepared)
+                return [y if wanted >> i & 1 else None for i, y in enumerate(results)]
+            words, plan, types, _ = prepared
+            return top.launch(words, plan, types, tensors[top.anchor(tensors)], wanted, host)
+    return _call_any(top, tensors, params, cu_seqlens, counts0, wanted)
+
+
+def _call_any(top, tensors, params, cu_seqlens, counts0, wanted):
+    """call() of tensors that need a conversion, and under what traces and transforms calls."""
     op = top.op
     first = next((x for x in tensors if x is not None), None)
     if first is None:
@@ -406,9 +513,7 @@ def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):
         rounds = rounds if rounds in _HALF and rounds is not kind else None
         tensors = [x if x is None else x.to(wide if f.wide else kind)
                    for f, x in zip(op.inputs, tensors)]
-    if wanted is None:
-        wanted = top.main
-    host = (None if cu_seqlens is None else host_integers(cu_seqlens),)
+    host = (host_integers(cu_seqlens),)
     if top.has_counts:
         host += (host_integers(counts0, "counts0"),)
     results = _run(top, (*tensors, *host, *params, wanted), top.n)

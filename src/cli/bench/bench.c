@@ -16,7 +16,7 @@ typedef struct options {
     const char *what;     // ops, train, infer
     const char *only;     // NULL: every case
     const char *dtype;    // NULL: bf16 on a GPU
-    bool json, list;
+    bool json, list, grid;
 } options;
 
 static void print_help(void) {
@@ -39,6 +39,8 @@ static void print_help(void) {
          "  --target NAME   ref, avx2, avx512 (default: the best here)\n"
          "  --device NAME   cuda or cuda:N: the operators of a GPU, against copies of its memory\n"
          "  --dtype NAME    on a GPU: bf16 or f32 (default: bf16)\n"
+         "  --grid          operators of a GPU at 24 shapes each, against floors by bytes and by "
+         "work\n"
          "  --quick         cut sizes and three runs: does it work, not how fast is it\n"
          "  --json          machine, shapes, times, work, bytes and shares as one document");
 }
@@ -65,6 +67,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--layers", .count = &o->bench.n_layers, .low = 1, .high = 256 },
         { "--quick", .flag = &quick },
         { "--json", .flag = &o->json },
+        { "--grid", .flag = &o->grid },
         { "--list", .flag = &o->list },
         { NULL, .text = &o->what },
     };
@@ -141,12 +144,16 @@ int mn_command_bench(int argc, char **argv) {
     if (status < 0) print_help();
     if (status != 0) return status < 0 ? 0 : status;
     if (!o.what) return mn_options_mistake("bench", "", "say what to measure: mneme bench ops");
+    if (strcmp(o.what, "ops") == 0 && o.grid) {
+        if (o.bench.device) return mn_bench_grid(&o.bench, o.only, o.json, o.list);
+        return mn_options_mistake("bench", "--grid", "is measured on a GPU: --device cuda");
+    }
     if (strcmp(o.what, "ops") == 0) return run_ops(&o);
     if (strcmp(o.what, "train") == 0) return mn_bench_train(&o.bench, o.only, o.json, o.list);
     if (strcmp(o.what, "infer") != 0) {
         return mn_options_mistake("bench", o.what,
                                   "is nothing to measure; there are: ops, train, infer");
     }
-    if (o.bench.device) return mn_bench_infer_gpu(&o.bench, o.only, o.list);
+    if (o.bench.device) return mn_bench_infer_gpu(&o.bench, o.only, o.json, o.list);
     return mn_options_mistake("bench", "infer", "is measured on a GPU: --device cuda");
 }

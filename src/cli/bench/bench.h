@@ -6,6 +6,7 @@
 #ifndef MN_CLI_BENCH_BENCH_H
 #define MN_CLI_BENCH_BENCH_H
 
+#include <jansson.h>
 #include <stdio.h>
 
 #include "ops/context.h"
@@ -152,6 +153,10 @@ mn_status mn_bench_gpu_serves(const mn_bench_case *which);
 mn_status mn_bench_gpu_measure(mn_bench_result *result, const mn_bench *bench,
                                const mn_bench_case *which);
 
+/* The same for one sample, drawn, `n` times, without a check; result->which is set. */
+mn_status mn_bench_gpu_time(mn_bench_result *result, const mn_bench *bench, const mn_sample *sample,
+                            int n);
+
 /* Large copies in bytes a second, and matrix products in floating-point operations a second; NaN
  * where there is no cuBLASLt. */
 double mn_bench_gpu_copy_rate(const mn_bench_gpu *gpu);
@@ -169,9 +174,20 @@ void mn_bench_print(FILE *out, const mn_bench *bench, const mn_bench_result *res
 void mn_bench_print_footer(FILE *out, const mn_bench *bench, const mn_bench_result *results,
                            int count);
 
+/* The GPU, and its ceilings at their best. */
+void mn_bench_print_gpu(FILE *out, const mn_bench *bench);
+
+/* What a document of results begins with: `what` was measured, by which program, on what. */
+json_t *mn_bench_root_json(const mn_bench *bench, const char *what);
+
 /* All of it as one JSON document on `out`. */
 mn_status mn_bench_json(FILE *out, const mn_bench *bench, const mn_bench_result *results,
                         int count);
+
+/* ---- grid.c ---- */
+
+/* Every operator whose name contains `only` at every shape of grid.def. Returns the exit status. */
+int mn_bench_grid(const mn_bench_options *options, const char *only, bool json, bool list);
 
 /* ---- train.c ---- */
 
@@ -186,6 +202,6 @@ int mn_bench_train(const mn_bench_options *options, const char *only, bool json,
 int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool json, bool list);
 
 /* Prefill and decoding alone, of the same models. */
-int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool list);
+int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool json, bool list);
 
 #endif

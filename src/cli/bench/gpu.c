@@ -197,36 +197,43 @@ static void use_product(mn_bench_result *r, const mn_bench_gpu *gpu) {
     r->ceiling_min_s = r->ceiling_median_s = r->flop / gpu->product_rate;
 }
 
+mn_status mn_bench_gpu_time(mn_bench_result *r, const mn_bench *bench, const mn_sample *sample,
+                            int n) {
+    const mn_dtype dtype = bench->options.dtype;
+    const bool product = r->which->ceiling == MN_CEILING_GPU_PRODUCT;
+    sets s = { .count = 0 };
+    mn_status st = make_sets(&s, bench->gpu, sample, dtype);
+    if (st == MN_OK) st = mn_device_synchronize(bench->gpu->device);
+    if (st == MN_OK) st = time_call(&r->first_s, bench->gpu, r->which, &s, 0);
+    if (st == MN_OK) st = time_call(&r->second_s, bench->gpu, r->which, &s, 1);
+    if (st == MN_OK) {
+        r->call = *(const mn_call *)sample->args;
+        r->flop = mn_bench_work(r->which, sample);
+        r->bytes = mn_bench_bytes(r->which, sample, dtype);
+        r->amount = product ? r->flop : r->bytes;
+        st = put_runs(bench->gpu, r, &s, n);
+    }
+    if (st == MN_OK) st = read_times(r, bench->gpu, n);
+    if (st == MN_OK && product) use_product(r, bench->gpu);
+    if (st == MN_OK) r->share = r->ceiling_median_s / r->median_s;
+    free_sets(&s);
+    return st;
+}
+
 mn_status mn_bench_gpu_measure(mn_bench_result *result, const mn_bench *bench,
                                const mn_bench_case *which) {
     const mn_bench_options *o = &bench->options;
     *result = (mn_bench_result){ .which = which };
     mn_sample *sample = calloc(1, sizeof *sample);
     if (!sample) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");
-    sets s = { .count = 0 };
     mn_status st = mn_bench_open(sample, which, o->scale, MN_F32);
     if (st == MN_OK) {
-        mn_sample_draw_repeated(sample, 1);
-        st = make_sets(&s, bench->gpu, sample, o->dtype);
-    }
-    if (st == MN_OK) st = mn_device_synchronize(bench->gpu->device);
-    if (st == MN_OK) st = time_call(&result->first_s, bench->gpu, which, &s, 0);
-    if (st == MN_OK) st = time_call(&result->second_s, bench->gpu, which, &s, 1);
-    if (st == MN_OK) st = mn_bench_check(which, bench->context, bench->reference, o->dtype);
-    if (st == MN_OK) {
-        const bool product = which->ceiling == MN_CEILING_GPU_PRODUCT;
         const int usual = o->scale == MN_BENCH_QUICK ? QUICK_RUNS : USUAL_RUNS;
         const int n = o->n_runs > 0 ? (int)mn_min(o->n_runs, MOST_RUNS) : usual;
-        result->call = *(const mn_call *)sample->args;
-        result->flop = mn_bench_work(which, sample);
-        result->bytes = mn_bench_bytes(which, sample, o->dtype);
-        result->amount = product ? result->flop : result->bytes;
-        st = put_runs(bench->gpu, result, &s, n);
-        if (st == MN_OK) st = read_times(result, bench->gpu, n);
-        if (st == MN_OK && product) use_product(result, bench->gpu);
-        if (st == MN_OK) result->share = result->ceiling_median_s / result->median_s;
+        mn_sample_draw_repeated(sample, 1);
+        st = mn_bench_gpu_time(result, bench, sample, n);
     }
-    free_sets(&s);
+    if (st == MN_OK) st = mn_bench_check(which, bench->context, bench->reference, o->dtype);
     mn_sample_free(sample);
     free(sample);
     return st;

@@ -38,8 +38,7 @@ static bool judged(const mn_bench *bench, const mn_bench_result *r) {
     return r->which->asked > 0.0 && bench->options.scale == MN_BENCH_FULL && !isnan(r->share);
 }
 
-/* The GPU, and its ceilings at their best. */
-static void print_gpu(FILE *out, const mn_bench *bench) {
+void mn_bench_print_gpu(FILE *out, const mn_bench *bench) {
     const mn_device_info *gpu = mn_device_facts(bench->context->device);
     fprintf(out, "%s, compute capability %d.%d, %d processors, %.0f GB, L2 %.0f MB\n", gpu->name,
             gpu->major, gpu->minor, gpu->n_processors, (double)gpu->bytes / 1e9,
@@ -54,7 +53,7 @@ void mn_bench_print_header(FILE *out, const mn_bench *bench) {
     fprintf(out, "mneme %s bench ops\n%s, %d threads, target %s, %s\n", mn_version(), cpu,
             mn_context_threads(bench->context), mn_context_target(bench->context),
             mn_dtype_name(bench->options.dtype));
-    if (bench->gpu) print_gpu(out, bench);
+    if (bench->gpu) mn_bench_print_gpu(out, bench);
     for (int i = 0; i < MN_CEILING_COUNT; i++) {
         const mn_ceiling_info *info = mn_ceiling_describe((mn_ceiling_id)i);
         if (mn_ceiling_of_device((mn_ceiling_id)i) != (bench->gpu != NULL)) continue;
@@ -153,12 +152,11 @@ static json_t *result_json(const mn_bench *bench, const mn_bench_result *r) {
     return object;
 }
 
-mn_status mn_bench_json(FILE *out, const mn_bench *bench, const mn_bench_result *results,
-                        int count) {
+json_t *mn_bench_root_json(const mn_bench *bench, const char *what) {
     char cpu[128];
     mn_machine_cpu(cpu, sizeof cpu);
-    json_t *root = json_object(), *machine = json_object(), *list = json_array();
-    set_text(root, "bench", "ops");
+    json_t *root = json_object(), *machine = json_object();
+    set_text(root, "bench", what);
     set_text(root, "version", mn_version());
     set_text(machine, "cpu", cpu);
     json_object_set_new(machine, "threads", json_integer(mn_context_threads(bench->context)));
@@ -172,6 +170,12 @@ mn_status mn_bench_json(FILE *out, const mn_bench *bench, const mn_bench_result 
     }
     set_text(root, "dtype", mn_dtype_name(bench->options.dtype));
     json_object_set_new(root, "quick", json_boolean(bench->options.scale == MN_BENCH_QUICK));
+    return root;
+}
+
+mn_status mn_bench_json(FILE *out, const mn_bench *bench, const mn_bench_result *results,
+                        int count) {
+    json_t *root = mn_bench_root_json(bench, "ops"), *list = json_array();
     for (int i = 0; i < count; i++) json_array_append_new(list, result_json(bench, &results[i]));
     json_object_set_new(root, "cases", list);
     char *text = NULL;

@@ -228,13 +228,20 @@ static json_t *as_json(const result *r) {
                      "decode_seconds", mn_json_real(r->decode));
 }
 
-static mn_status report_json(const result *results, int n, const mn_bench_options *options) {
+static json_t *infer_json(const result *r) {
+    return json_pack("{s:s, s:i, s:o, s:o}", "name", r->of->name, "prefill_tokens", (int)PREFILL,
+                     "prefill_seconds", mn_json_real(r->prefill), "decode_seconds",
+                     mn_json_real(r->decode));
+}
+
+static mn_status report_json(const result *results, int n, const mn_bench_options *options,
+                             const char *what, json_t *(*entry)(const result *r)) {
     char *text = NULL;
     json_t *list = json_array();
-    for (int i = 0; i < n; i++) json_array_append_new(list, as_json(&results[i]));
-    json_t *root = json_pack("{s:s, s:s, s:s, s:o}", "version", mn_version(), "device",
-                             options->device, "dtype", mn_dtype_name(options->dtype), "cases",
-                             list);
+    for (int i = 0; i < n; i++) json_array_append_new(list, entry(&results[i]));
+    json_t *root = json_pack("{s:s, s:s, s:s, s:s, s:o}", "bench", what, "version", mn_version(),
+                             "device", options->device, "dtype", mn_dtype_name(options->dtype),
+                             "cases", list);
     const mn_status st = mn_json_text(&text, root, MN_JSON_PRETTY);
     if (st == MN_OK) puts(text);
     free(text);
@@ -274,32 +281,45 @@ int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool j
         if (!json) print(&results[n]);
         n++;
     }
-    if (json && !list && report_json(results, n, options) != MN_OK) n_failed++;
+    if (json && !list && report_json(results, n, options, "train", as_json) != MN_OK) {
+        n_failed++;
+    }
     return n_failed > 0;
 }
 
-int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool list) {
-    int n_failed = 0, n_chosen = 0;
+/* Every number of these cases is that of a model whose activations are kept. */
+static bool infers(const train_case *c, const char *only) {
+    return chosen(c, only) && !strstr(c->name, ".recompute") && !strstr(c->name, ".mlp");
+}
+
+int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool json, bool list) {
+    result results[MN_COUNTOF(cases)];
+    int n = 0, n_failed = 0, n_chosen = 0;
     for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
-        const char *name = cases[i].name;
-        result r;
-        if (!chosen(&cases[i], only) || strstr(name, ".recompute") ||
-            strstr(name, ".mlp")) continue;
+        if (!infers(&cases[i], only)) continue;
         n_chosen++;
         if (list) {
-            puts(name);
+            puts(cases[i].name);
             continue;
         }
         const int runs = options->n_runs ? (int)mn_min(options->n_runs, MAX_RUNS) : 9;
-        if (measure_infer(&r, &cases[i], options, runs) == MN_OK) {
-            printf("%-20s prefill of %d tokens %6.2f ms, decoding %.3f ms a token\n", name, PREFILL,
-                   1e3 * r.prefill, 1e3 * r.decode);
-        } else {
-            fprintf(stderr, "mneme bench: %s: %s\n", name, mn_last_error());
+        result *r = &results[n];
+        if (measure_infer(r, &cases[i], options, runs) != MN_OK) {
+            fprintf(stderr, "mneme bench: %s: %s\n", cases[i].name, mn_last_error());
             n_failed++;
+            continue;
         }
+        if (!json) {
+            printf("%-20s prefill of %d tokens %6.2f ms, decoding %.3f ms a token\n",
+                   cases[i].name, PREFILL, 1e3 * r->prefill, 1e3 * r->decode);
+            fflush(stdout);
+        }
+        n++;
     }
-    if (n_chosen > 0) return n_failed > 0;
-    fprintf(stderr, "mneme bench: no case is called like \"%s\"; --list names them\n", only);
-    return 2;
+    if (n_chosen == 0) {
+        fprintf(stderr, "mneme bench: no case is called like \"%s\"; --list names them\n", only);
+        return 2;
+    }
+    if (json && !list && report_json(results, n, options, "infer", infer_json) != MN_OK) n_failed++;
+    return n_failed > 0;
 }

@@ -1,12 +1,10 @@
 /* demo.c - mneme demo: two small models learn to remember, and are asked. */
 #include <ctype.h>
-#include <errno.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #include "base/status.h"
 #include "base/util.h"
@@ -96,18 +94,6 @@ static mn_status add_models(mn_demo *demo) {
 
 /* ---- the demo -------------------------------------------------------------------------------- */
 
-/* OUT and the folders above it. */
-static mn_status make_folders(const char *out) {
-    char path[4096];
-    for (size_t i = 1; out[i] && i < sizeof path; i++) {
-        if (out[i] != '/') continue;
-        memcpy(path, out, i);
-        path[i] = '\0';
-        mkdir(path, 0777);
-    }
-    return mn_make_folder(out);
-}
-
 /* Without gnuplot there are no figures, and a sentence says so. */
 static mn_status draw(mn_demo *demo) {
     const mn_status st = mn_demo_draw(demo);
@@ -131,7 +117,7 @@ static mn_status print_json(const mn_demo *demo) {
 static mn_status execute(mn_demo *demo) {
     const mn_demo_options *o = demo->options;
     mn_status st = add_models(demo);
-    if (st == MN_OK) st = make_folders(o->out);
+    if (st == MN_OK) st = mn_make_folder(o->out);
     if (st == MN_OK) st = mn_demo_data_make(&demo->data, (uint64_t)o->seed);
     if (st == MN_OK && !o->json) st = mn_demo_introduce(demo);
     if (st == MN_OK) st = mn_demo_train(demo);

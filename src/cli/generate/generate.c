@@ -28,6 +28,8 @@ static void print_help(void) {
          "Continues a prompt with the model of a folder: config.json, model.safetensors and\n"
          "tokenizer.json. Without a prompt it talks when standard input is a terminal, and reads\n"
          "the prompt from there when it is not. The same seed gives the same text.\n\n"
+         "  --model DIR             a model's folder, or a run's: then its best checkpoint\n"
+         "  --file F                the prompt is what the file holds\n"
          "  --tokens N              tokens to write at most (default 256)\n"
          "  --stop STR              end before STR; may be repeated; \\n and \\t are understood\n"
          "  --ignore-eos            go on where the model ends a text");

@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/generate/generate.h"
+#include "cli/generate/line.h"
 #include "cli/number.h"
 
 static volatile int interrupted;
@@ -22,8 +23,7 @@ static void on_interrupt(int signal_number) {
 typedef struct talk {
     mn_generator *g;
     bool terminal, over;
-    char *line;                     // of getline
-    size_t capacity;
+    mn_line_reader *lines;
     mn_text text;                   // lines joined
 } talk;
 
@@ -116,7 +116,8 @@ static const struct {
 static mn_status run_help(talk *t, const char *argument) {
     (void)t, (void)argument;
     puts("A line is read and continued; an empty line continues. A line that ends in \\ goes on\n"
-         "in the next. Ctrl-C stops the writing, or ends. What was read stays until /reset.");
+         "in the next. Arrows and Ctrl-R find earlier lines. Ctrl-C stops the writing, or ends. What\n"
+         "was read stays until /reset.");
     for (size_t i = 0; i < MN_COUNTOF(commands); i++) {
         printf("  %-7s %-12s %s\n", commands[i].name, commands[i].argument, commands[i].about);
     }
@@ -140,14 +141,12 @@ static mn_status run_command(talk *t, const char *line) {
 static bool next_line(talk *t) {
     t->text.size = 0;
     for (const char *prompt = "> ";; prompt = "  ") {
-        if (t->terminal) fputs(prompt, stdout);
-        fflush(stdout);
-        ssize_t n = getline(&t->line, &t->capacity, stdin);
+        char *line;
+        const ssize_t n = mn_line_next(&line, t->lines, prompt);
         if (n < 0) return t->text.size > 0 && !ferror(stdin);
-        if (n > 0 && t->line[n - 1] == '\n') n--;
-        const bool more = n > 0 && t->line[n - 1] == '\\';
-        if (more) t->line[n - 1] = '\n';
-        if (mn_text_add(&t->text, t->line, (size_t)n) != MN_OK) return false;
+        const bool more = n > 0 && line[n - 1] == '\\';
+        if (more) line[n - 1] = '\n';
+        if (mn_text_add(&t->text, line, (size_t)n) != MN_OK) return false;
         if (!more) return true;
     }
 }
@@ -165,7 +164,9 @@ static mn_status take_line(talk *t) {
 
 mn_status mn_generate_talk(mn_generator *g) {
     talk t = { .g = g, .terminal = isatty(STDIN_FILENO) != 0 };
-    struct sigaction action = { .sa_handler = on_interrupt }, before;    // ends a waiting getline
+    struct sigaction action = { .sa_handler = on_interrupt }, before;    // ends waiting for a line
+    t.lines = mn_line_open(t.terminal);
+    if (!t.lines) return mn_fail(MN_ERR_MEMORY, "no memory to read lines");
     sigaction(SIGINT, &action, &before);
     g->interrupted = &interrupted;
     if (t.terminal) puts("/help lists commands, /quit ends.");
@@ -177,7 +178,7 @@ mn_status mn_generate_talk(mn_generator *g) {
     if (t.terminal && !t.over) putchar('\n');
     sigaction(SIGINT, &before, NULL);
     g->interrupted = NULL;
-    free(t.line);
+    mn_line_close(t.lines);
     mn_text_free(&t.text);
     return MN_OK;
 }

@@ -201,6 +201,7 @@ static char *last_part(const char *path) {
 static mn_status name_runs(mn_plot *plot) {
     bool whole = false;                       // two runs of one name: paths tell them apart
     for (int i = 0; i < plot->n_runs; i++) {
+        plot->colour[i] = i;
         plot->names[i] = last_part(plot->paths[i]);
         if (!plot->names[i]) return mn_fail(MN_ERR_MEMORY, "no memory for the names of runs");
         for (int j = 0; j < i; j++) whole = whole || strcmp(plot->names[i], plot->names[j]) == 0;
@@ -286,11 +287,15 @@ mn_status mn_plot_read(mn_plot *plot, bool asked) {
     return st;
 }
 
+void mn_plot_free_curve(mn_plot_curve *curve) {
+    free_line(&curve->points);
+    free_line(&curve->mean);
+    free(curve->half);
+    curve->half = NULL;
+}
+
 void mn_plot_free(mn_plot *plot) {
     for (int i = 0; i < plot->n_runs; i++) free(plot->names[i]);
-    for (int i = 0; i < plot->n_curves; i++) {
-        free_line(&plot->curves[i].points);
-        free_line(&plot->curves[i].mean);
-    }
+    for (int i = 0; i < plot->n_curves; i++) mn_plot_free_curve(&plot->curves[i]);
     plot->n_curves = plot->n_runs = 0;
 }

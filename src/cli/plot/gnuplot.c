@@ -3,20 +3,17 @@
 
 #include <errno.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "base/status.h"
+#include "io/folder.h"
 
 enum { NOT_FOUND = 127, NO_FOLDER = 126 };
 
 mn_status mn_make_folder(const char *path) {
-    struct stat at;
-    if (mkdir(path, 0777) == 0) return MN_OK;
-    if (errno == EEXIST && stat(path, &at) == 0 && S_ISDIR(at.st_mode)) return MN_OK;
-    return mn_fail(MN_ERR_IO, "%s: cannot make this folder: %s", path, strerror(errno));
+    return mn_folder_make(path);
 }
 
 void mn_gnuplot_begin(FILE *out, const char *name, const char *about, int width, int height,

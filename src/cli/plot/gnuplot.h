@@ -6,7 +6,7 @@
 
 #include "mneme.h"
 
-/* Makes the folder at `path` if it is not there; its parent must be. */
+/* Makes the folder at `path` and those above it where they are not there. */
 mn_status mn_make_folder(const char *path);
 
 /* Begins a script that draws NAME.svg and NAME.png, `width` x `height` units each, `panels`

@@ -11,6 +11,7 @@
 #include "cli/command.h"
 #include "cli/options.h"
 #include "cli/reproduce/reproduce.h"
+#include "io/folder.h"
 #include "io/json.h"
 
 enum { PATH = 4096 };
@@ -18,13 +19,18 @@ enum { PATH = 4096 };
 static void print_help(void) {
     puts("usage: mneme plot RUN... [options]\n\n"
          "Curves of runs: each RUN is a folder that training wrote, or a metrics.jsonl.\n"
+         "The folder of a sweep stands alone: means over its seeds, with standard errors as "
+         "bands,\n"
+         "along the steps or, with --x, along an axis of its grid; a colour is a layer.\n"
          "The folder of an experiment (mneme reproduce) stands alone: its figures are drawn "
          "again.\n"
          "Losses share one panel, every other number has its own; colours are runs. Pale lines\n"
          "are what was measured, strong ones the mean over the points around.\n\n"
          "  -o FILE        where to draw, .svg or .png (default plot.svg)\n"
          "  --png          draw a PNG beside the SVG, or an SVG beside a FILE that is a PNG\n"
-         "  --x AXIS       along step, tokens or seconds (default step)\n"
+         "  --x AXIS       along step, tokens or seconds (default step); of a sweep along an axis "
+         "of\n"
+         "                 its grid such as train.lr\n"
          "  --key LIST     numbers to draw, separated by commas (default loss,valid_loss);\n"
          "                 training writes loss, valid_loss, lr, grad_norm, tokens_per_second\n"
          "  --smooth N     mean over N points, for curves of more than 4 N; 1: none\n"
@@ -35,7 +41,8 @@ static void print_help(void) {
 
 typedef struct options {
     bool text, png, asked;
-    const char *out;
+    bool sweep;
+    const char *out, *along;
     char *keys;                              // a copy, cut at its commas
 } options;
 
@@ -71,16 +78,12 @@ static bool read_keys(void *to, const char *value) {
     return split_keys(keys->plot, strcpy(keys->o->keys, value));
 }
 
-static bool read_axis(void *to, const char *value) {
-    return mn_plot_find_axis(to, value);
-}
-
 static int parse(options *o, mn_plot *plot, int argc, char **argv) {
     asked_keys keys = { o, plot };
     int smooth = 0;
     const mn_option rows[] = {
         { "-o", .text = &o->out },
-        { "--x", .read = read_axis, .to = &plot->axis, .needs = "step, tokens or seconds" },
+        { "--x", .text = &o->along },
         { "--key", .read = read_keys, .to = &keys, .needs = "names with commas between them" },
         { "--smooth", .count = &smooth, .low = 1, .high = 1000000 },
         { "--text", .flag = &o->text },
@@ -92,12 +95,19 @@ static int parse(options *o, mn_plot *plot, int argc, char **argv) {
     if (smooth > 0) plot->smooth = smooth;
     if (status != 0) return status;
     if (!*o->out) return mn_options_mistake("plot", "-o", "needs the name of a file");
-    if (plot->n_runs > 0) return 0;
-    return mn_options_mistake("plot", "", "give the folder of at least one run");
+    if (plot->n_runs == 0) {
+        return mn_options_mistake("plot", "", "give the folder of at least one run");
+    }
+    o->sweep = plot->n_runs == 1 && mn_plot_is_sweep(plot->paths[0]);
+    if (o->sweep || mn_plot_find_axis(&plot->axis, o->along)) return 0;
+    char what[256];
+    snprintf(what, sizeof what, "needs step, tokens or seconds, not \"%.100s\"", o->along);
+    return mn_options_mistake("plot", "--x", what);
 }
 
 static mn_status draw(const options *o, mn_plot *plot) {
-    const mn_status st = mn_plot_draw(plot, o->out, o->png);
+    mn_status st = mn_folder_make_above(o->out);
+    if (st == MN_OK) st = mn_plot_draw(plot, o->out, o->png);
     if (st == MN_OK) {
         printf("wrote %s%s\n", o->out, o->png ? ", and its twin as the other kind" : "");
     } else if (st == MN_ERR_UNSUPPORTED) {
@@ -135,13 +145,14 @@ static mn_status plot_runs(const options *o, mn_plot *plot) {
     if (plot->n_runs == 1 && find_results(path, plot->paths[0])) {
         return draw_experiment(plot->paths[0], path);
     }
-    const mn_status st = mn_plot_read(plot, o->asked);
+    const mn_status st = o->sweep ? mn_plot_read_sweep(plot, plot->paths[0], o->along, o->asked)
+                                  : mn_plot_read(plot, o->asked);
     if (st != MN_OK) return st;
     return o->text ? mn_plot_print(plot) : draw(o, plot);
 }
 
 int mn_command_plot(int argc, char **argv) {
-    options o = { .out = "plot.svg" };
+    options o = { .out = "plot.svg", .along = "step" };
     mn_plot *plot = calloc(1, sizeof *plot);
     if (!plot) return 2;
     plot->keys[plot->n_keys++] = "loss";

@@ -17,8 +17,8 @@ static const char *const colors[] = { "0b4f9c", "d95f02", "1b9e77", "7b4fa3",
 
 enum { WIDTH = 960, HEIGHT_ONE = 540, HEIGHT_EACH = 300, PNG_SCALE = 2, KEY_INSIDE = 8 };
 
-static const char *color_of(int run) {
-    return colors[(size_t)run % MN_COUNTOF(colors)];
+static const char *color_of(const mn_plot *plot, int run) {
+    return colors[(size_t)plot->colour[run] % MN_COUNTOF(colors)];
 }
 
 /* A text in single quotes. */
@@ -40,12 +40,35 @@ static void put_line(FILE *out, const char *block, int index, const mn_plot_line
     fputs("EOD\n", out);
 }
 
+/* Mean less and mean more its standard error. */
+static void put_band(FILE *out, int index, const mn_plot_curve *curve, double scale) {
+    fprintf(out, "$band%d << EOD\n", index);
+    for (int64_t i = 0; i < curve->mean.n; i++) {
+        fprintf(out, "%.9g %.9g %.9g\n", scale * curve->mean.x[i],
+                curve->mean.y[i] - curve->half[i], curve->mean.y[i] + curve->half[i]);
+    }
+    fputs("EOD\n", out);
+}
+
 static void put_data(FILE *out, const mn_plot *plot) {
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_curve *curve = &plot->curves[i];
         if (curve->smoothed) put_line(out, "points", i, &curve->points, plot->x_scale);
         put_line(out, "mean", i, &curve->mean, plot->x_scale);
+        if (curve->banded) put_band(out, i, curve, plot->x_scale);
     }
+}
+
+/* All panels show the same stretch. */
+static void put_x_range(FILE *out, const mn_plot *plot) {
+    double low = INFINITY, high = -INFINITY;
+    for (int i = 0; i < plot->n_curves; i++) {
+        const mn_plot_line *line = &plot->curves[i].mean;
+        if (line->n == 0) continue;
+        low = fmin(low, plot->x_scale * line->x[0]);
+        high = fmax(high, plot->x_scale * line->x[line->n - 1]);
+    }
+    if (low < high) fprintf(out, "set xrange [%.9g:%.9g]\n", low, high);
 }
 
 static void put_terminal(FILE *out, const mn_plot *plot, bool png, const char *name) {
@@ -66,6 +89,8 @@ static void put_terminal(FILE *out, const mn_plot *plot, bool png, const char *n
           "set format y '%.6g'\nset lmargin 12\nset rmargin 4\n",
           out);
     if (plot->log) fputs("set logscale y\n", out);
+    if (plot->log_x) fputs("set logscale x\n", out);
+    put_x_range(out, plot);
 }
 
 /* Logarithmic heights within less than two decades: gnuplot would label powers of ten only, and
@@ -104,6 +129,10 @@ static void put_panel_label(FILE *out, const mn_plot *plot, int panel) {
         const size_t n = strlen(label);
         snprintf(label + n, sizeof label - n, "%s%s", n > 0 ? ", " : "", plot->keys[key]);
     }
+    const size_t n = strlen(label);
+    if (n >= 4 && strcmp(label + n - 4, "loss") == 0) {
+        snprintf(label + n, sizeof label - n, " (nats a token)");
+    }
     fputs("set ylabel ", out);
     put_quoted(out, label);
     fputs(" tc rgb '#404040'\n", out);
@@ -125,9 +154,16 @@ static void put_curves(FILE *out, const mn_plot *plot, int panel, const char **j
     bool named[MN_PLOT_RUNS] = { false };
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_curve *curve = &plot->curves[i];
+        if (plot->panel[curve->key] != panel || !curve->banded) continue;
+        fprintf(out, "%s $band%d with filledcurves fc rgb '#D0%s' notitle", *join, i,
+                color_of(plot, curve->run));
+        *join = ", \\\n    ";
+    }
+    for (int i = 0; i < plot->n_curves; i++) {
+        const mn_plot_curve *curve = &plot->curves[i];
         if (plot->panel[curve->key] != panel || !curve->smoothed) continue;
         fprintf(out, "%s $points%d with lines lc rgb '#C8%s' lw 1 notitle", *join, i,
-                color_of(curve->run));
+                color_of(plot, curve->run));
         *join = ", \\\n    ";
     }
     for (int i = 0; i < plot->n_curves; i++) {
@@ -135,9 +171,12 @@ static void put_curves(FILE *out, const mn_plot *plot, int panel, const char **j
         if (plot->panel[curve->key] != panel) continue;
         int before = 0;                       // keys of this panel listed earlier
         for (int key = 0; key < curve->key; key++) before += plot->panel[key] == panel;
+        for (int run = 0; run < curve->run && plot->sweep; run++) {    // settings of one layer
+            before += plot->colour[run] == plot->colour[curve->run];
+        }
         const bool marked = is_marked(plot, curve->key);
         fprintf(out, "%s $mean%d with %s lc rgb '#%s' lw 2 dt %d%s ", *join, i,
-                marked ? "linespoints" : "lines", color_of(curve->run), before + 1,
+                marked ? "linespoints" : "lines", color_of(plot, curve->run), before + 1,
                 marked ? MARK : "");
         *join = ", \\\n    ";
         fputs(named[curve->run] ? "notitle" : "title ", out);

@@ -1,6 +1,6 @@
 /* text.c - curves as characters: fine dots in a terminal that can show them, else letters.
  *
- * A cell of a Braille character holds 2 x 4 dots, so that 72 x 17 cells show 144 x 68. Letters tell
+ * A cell of a Braille character holds 2 x 4 dots, so that 67 x 17 cells show 134 x 68. Letters tell
  * curves apart where colours cannot. */
 #include <math.h>
 #include <stdio.h>
@@ -9,15 +9,17 @@
 #include <unistd.h>
 
 #include "base/status.h"
+#include "base/util.h"
 #include "cli/plot/plot.h"
 
-enum { COLUMNS = 72, ROWS = 17, DOTS_X = 2, DOTS_Y = 4 };
+enum { COLUMNS = 67, ROWS = 17, DOTS_X = 2, DOTS_Y = 4 };
 
 typedef struct canvas {
     unsigned char dots[ROWS][COLUMNS];
     int curve[ROWS][COLUMNS];                // the last one that passed here
+    const mn_plot *plot;
     double x0, x1, y0, y1;                   // borders; y is its logarithm with --log
-    bool log, braille, color;
+    bool log, log_x, braille, color;
 } canvas;
 
 static const int ansi[] = { 34, 33, 32, 35, 36, 31, 94, 90 };
@@ -36,6 +38,10 @@ static bool shows_braille(void) {
 
 static double height_of(const canvas *c, double y) {
     return c->log ? log10(y) : y;            // NaN or -inf where there is no logarithm
+}
+
+static double place_of(const canvas *c, double x) {
+    return c->log_x ? log10(x) : x;
 }
 
 static int dot_at(double value, double from, double to, int n) {
@@ -63,7 +69,7 @@ static void trace(canvas *c, const mn_plot_line *line, int curve) {
             before = false;
             continue;
         }
-        const int x = dot_at(line->x[i], c->x0, c->x1, COLUMNS * DOTS_X);
+        const int x = dot_at(place_of(c, line->x[i]), c->x0, c->x1, COLUMNS * DOTS_X);
         const int y = dot_at(height, c->y0, c->y1, ROWS * DOTS_Y);
         const int far = before ? (int)fmax(abs(x - x0), abs(y - y0)) : 0;
         for (int step = 0; step < far; step++) {
@@ -80,25 +86,31 @@ static void trace(canvas *c, const mn_plot_line *line, int curve) {
 static bool frame(canvas *c, const mn_plot *plot, int panel) {
     c->x0 = c->y0 = INFINITY;
     c->x1 = c->y1 = -INFINITY;
+    bool shown = false;
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_line *line = &plot->curves[i].mean;
+        for (int64_t p = 0; p < line->n; p++) {          // all panels show the same stretch
+            c->x0 = fmin(c->x0, place_of(c, line->x[p]));
+            c->x1 = fmax(c->x1, place_of(c, line->x[p]));
+        }
         if (plot->panel[plot->curves[i].key] != panel) continue;
         for (int64_t p = 0; p < line->n; p++) {
             const double height = height_of(c, line->y[p]);
             if (!isfinite(height)) continue;
-            c->x0 = fmin(c->x0, line->x[p]);
-            c->x1 = fmax(c->x1, line->x[p]);
+            shown = true;
             c->y0 = fmin(c->y0, height);
             c->y1 = fmax(c->y1, height);
         }
     }
-    return c->x0 <= c->x1;
+    return shown;
 }
 
 /* ---- output ---------------------------------------------------------------------------------- */
 
 static void paint(const canvas *c, int curve, const char *text) {
-    if (c->color) printf("\033[%dm%s\033[0m", ansi[(size_t)curve % 8], text);
+    const size_t run = (size_t)c->plot->colour[c->plot->curves[curve].run];
+    const size_t colour = c->plot->sweep ? run : (size_t)curve;
+    if (c->color) printf("\033[%dm%s\033[0m", ansi[colour % MN_COUNTOF(ansi)], text);
     else fputs(text, stdout);
 }
 
@@ -139,12 +151,16 @@ static void print_row(const canvas *c, int row) {
 
 static void print_axis(const canvas *c, const mn_plot *plot) {
     char from[32], to[32];
-    const int n = snprintf(from, sizeof from, "%.6g", plot->x_scale * c->x0);
-    const int m = snprintf(to, sizeof to, "%.6g", plot->x_scale * c->x1);
-    const int room = COLUMNS - n - m - (int)strlen(plot->x_label), left = room / 2;
+    const double low = c->log_x ? pow(10.0, c->x0) : c->x0;
+    const double high = c->log_x ? pow(10.0, c->x1) : c->x1;
+    const int n = snprintf(from, sizeof from, "%.6g", plot->x_scale * low);
+    const int m = snprintf(to, sizeof to, "%.6g", plot->x_scale * high);
+    const int most = COLUMNS - n - m - 2;
+    const int room = COLUMNS - n - m - (int)strnlen(plot->x_label, (size_t)most), left = room / 2;
     printf("%10s +", "");
     for (int i = 0; i < COLUMNS; i++) putchar('-');
-    printf("\n%10s  %s%*s%s%*s%s\n", "", from, left, "", plot->x_label, room - left, "", to);
+    printf("\n%10s  %s%*s%.*s%*s%s\n", "", from, left, "", most, plot->x_label, room - left, "",
+           to);
 }
 
 static void print_panel(canvas *c, const mn_plot *plot, int panel) {
@@ -165,8 +181,10 @@ static void print_panel(canvas *c, const mn_plot *plot, int panel) {
         letter_of(mark, i);
         printf("%12s", "");
         paint(c, i, c->braille ? "\xE2\xA0\x92" : mark);
-        printf("  %s  %s  (last %.4g)\n", plot->names[curve->run], plot->keys[curve->key],
+        printf("  %s  %s  (last %.4g", plot->names[curve->run], plot->keys[curve->key],
                curve->mean.y[curve->mean.n - 1]);
+        if (curve->banded) printf(" \xC2\xB1 %.2g", curve->half[curve->mean.n - 1]);
+        puts(")");
     }
 }
 
@@ -174,7 +192,7 @@ mn_status mn_plot_print(const mn_plot *plot) {
     const char *plain = getenv("NO_COLOR");
     const bool color = isatty(STDOUT_FILENO) && !(plain && *plain);
     for (int panel = 0; panel < plot->n_panels; panel++) {
-        canvas c = { .log = plot->log, .color = color };
+        canvas c = { .log = plot->log, .log_x = plot->log_x, .plot = plot, .color = color };
         if (panel > 0) putchar('\n');
         if (frame(&c, plot, panel)) print_panel(&c, plot, panel);
         else puts("(nothing to draw: no number above 0)");

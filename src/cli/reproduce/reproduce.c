@@ -14,6 +14,7 @@
 #include "cli/sweep.h"
 #include "experiments/experiment.h"
 #include "experiments/grid.h"
+#include "experiments/pilot.h"
 #include "experiments/report.h"
 #include "io/json_write.h"
 #include "train/options.h"
@@ -31,7 +32,7 @@ typedef struct options {
 
 static void print_help(void) {
     puts("usage: mneme reproduce --list\n"
-         "       mneme reproduce NAME [--preset smoke|cpu|full] [options]\n"
+         "       mneme reproduce NAME [--preset smoke|cpu|gpu|full] [options]\n"
          "       mneme reproduce NAME --report DIR\n\n"
          "Runs an experiment of a paper and writes a report that puts our numbers beside the "
          "printed ones.\n"
@@ -42,8 +43,8 @@ static void print_help(void) {
          "that was stopped or killed.\n\n"
          "  --list              experiments, what they cost, and their papers\n"
          "  --preset NAME       smoke (a minute or two on two cores), cpu (about an hour), "
-         "full (as published);\n"
-         "                      default: smoke\n"
+         "gpu (minutes on\n"
+         "                      one GPU, where there is one), full (as published); default: smoke\n"
          "  --out DIR           default: NAME-PRESET\n"
          "  --jobs N            processes, one thread each (default: one a core; with --device "
          "one)\n"
@@ -81,7 +82,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--out", .text = &o->out },
         { "--report", .text = &o->report },
         { "--device", .read = mn_options_device, .to = &o->device },
-        { "--preset", .read = read_preset, .to = &o->preset, .needs = "smoke, cpu or full" },
+        { "--preset", .read = read_preset, .to = &o->preset, .needs = "smoke, cpu, gpu or full" },
         { "--checkpoint", .list = o->checkpoints, .n = &o->n_checkpoints,
           .most = MOST_CHECKPOINTS },
         { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
@@ -98,12 +99,16 @@ static int print_list(bool json) {
     json_t *list = json_array();
     for (int i = 0; i < mn_experiment_count(); i++) {
         const mn_experiment e = mn_experiment_row(i);
-        json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:{s:s, s:s, s:s}}", "name", e.name,
-                                              "about", e.about, "paper", e.paper, "cost", "smoke",
-                                              e.cost[0], "cpu", e.cost[1], "full", e.cost[2]));
+        json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:{s:s, s:s, s:s*, s:s}}", "name",
+                                              e.name, "about", e.about, "paper", e.paper, "cost",
+                                              "smoke", e.cost[MN_PRESET_SMOKE], "cpu",
+                                              e.cost[MN_PRESET_CPU], "gpu", e.cost[MN_PRESET_GPU],
+                                              "full", e.cost[MN_PRESET_FULL]));
         if (!json) {
-            printf("%-13s %s\n%13s %s; smoke %s, cpu %s, full %s\n", e.name, e.about, "", e.paper,
-                   e.cost[0], e.cost[1], e.cost[2]);
+            const char *gpu = e.cost[MN_PRESET_GPU];
+            printf("%-13s %s\n%13s %s; smoke %s, cpu %s%s%s, full %s\n", e.name, e.about, "",
+                   e.paper, e.cost[MN_PRESET_SMOKE], e.cost[MN_PRESET_CPU], gpu ? ", gpu " : "",
+                   gpu ? gpu : "", e.cost[MN_PRESET_FULL]);
         }
     }
     char *text = NULL;
@@ -165,6 +170,35 @@ static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options 
     return st;
 }
 
+/* Runs the pilot of the plan, where it has one and rows have a choice; *jobs becomes the pilot's
+ * jobs and those of the settings that it chose. */
+static mn_status run_pilot(json_t **jobs, const json_t *plan, const char *folder, const options *o,
+                           int *status) {
+    const json_t *pilot = json_object_get(plan, "pilot");
+    json_t *first = NULL, *chosen = NULL, *records = NULL;
+    char path[MN_SWEEP_PATH];
+    snprintf(path, sizeof path, "%s/results.jsonl", folder);
+    mn_status st = mn_pilot_jobs(&first, *jobs, pilot);
+    if (st == MN_OK && json_array_size(first) > 0) {
+        if (!o->quiet) {
+            fprintf(stderr, "settings are chosen on other seeds: %zu runs first\n",
+                    json_array_size(first));
+        }
+        *status = mn_sweep_show("reproduce", folder, first, o->processes, o->device, o->quiet);
+        st = mn_sweep_records(&records, path);
+        if (st == MN_OK) st = mn_pilot_choose(&chosen, *jobs, pilot, first, records);
+        if (st == MN_OK) json_array_extend(first, chosen);
+        if (st == MN_OK) {
+            json_decref(*jobs);
+            *jobs = json_incref(first);
+        }
+    }
+    json_decref(records);
+    json_decref(chosen);
+    json_decref(first);
+    return st;
+}
+
 static mn_status write_results(const char *folder, int row, const options *o, const json_t *plan,
                                const json_t *jobs) {
     char path[MN_SWEEP_PATH];
@@ -219,7 +253,10 @@ static int reproduce(int row, const options *o) {
             fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, preset,
                     json_array_size(jobs), mn_experiment_row(row).cost[o->preset]);
         }
-        status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, o->quiet);
+        if (run_pilot(&jobs, plan, folder, o, &status) != MN_OK) status = failed();
+        if (status == 0) {
+            status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, o->quiet);
+        }
         /* What came out is reported even when the rest failed or was stopped. */
         struct stat about;
         if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, jobs) != MN_OK) {

@@ -9,7 +9,7 @@
  *   relu             dz_i = ([z_i > 0] g_i - z_i sum_j relu(z_j) g_j / n^2) / n, where eps
  *                    holds without the second term
  *
- * The T queries are the last of L positions, and query head h reads key-value head h J / H. One
+ * With a window weights of older keys are 0. The T queries are the last of L positions, and query head h reads key-value head h J / H. One
  * item is one key-value head of one sequence. */
 #include <math.h>
 #include <string.h>
@@ -20,6 +20,7 @@ typedef struct problem {
     const mn_call *call;
     double scale, eps, base;
     int rope;                                // attention's rope_kind
+    int64_t window;                          // 0: none
     bool softmax;
     mn_in q, k, v, d_o;
     mn_out o, lse, dq, dk, dv;
@@ -27,7 +28,7 @@ typedef struct problem {
 
 static problem softmax_problem(const mn_attention_args *p) {
     return (problem){ .call = &p->call, .scale = p->scale, .base = p->rope_base,
-                      .rope = p->rope_kind, .softmax = true, .q = p->q, .k = p->k, .v = p->v,
+                      .rope = p->rope_kind, .window = p->window, .softmax = true, .q = p->q, .k = p->k, .v = p->v,
                       .d_o = p->cot.o, .o = p->o, .lse = p->lse, .dq = p->grad.q,
                       .dk = p->grad.k, .dv = p->grad.v };
 }
@@ -97,7 +98,7 @@ static double weigh(const work *s, int64_t n) {
     for (int64_t i = 0; s->p->softmax && i < n; i++) sum += s->w[i] = exp(s->z[i] - largest);
     if (!s->p->softmax) {
         sum = fmax(norm_of(s, n), s->p->eps);
-        for (int64_t i = 0; i < n; i++) s->w[i] = fmax(s->z[i], 0.0);
+        for (int64_t i = 0; i < n; i++) s->w[i] = mn_ref_relu(s->z[i]);
     }
     for (int64_t i = 0; i < n; i++) s->w[i] /= sum;
     return s->p->softmax ? largest + log(sum) : sum;
@@ -131,6 +132,7 @@ static int64_t read_row(const work *s, int64_t t, int64_t h, double *sum) {
         for (int64_t a = 0; a < K; a++) dot += s->q[a] * s->k[i * K + a];
         s->z[i] = p->scale * dot;
     }
+    for (int64_t i = 0; p->window && i < n - p->window; i++) s->z[i] = -INFINITY;
     *sum = weigh(s, n);
     return n;
 }

@@ -191,7 +191,7 @@ static double read_row(work *s, int64_t t, int64_t n) {
     norm = sqrt(norm);
     for (int64_t j = 0; j < n; j++) {
         if (p->norm == L2) s->x[0][j] /= fmax(norm, p->eps);
-        s->base[j] = fmax(s->x[0][j], 0.0);
+        s->base[j] = mn_ref_relu(s->x[0][j]);
         if (s->n_branches == 2) s->base[j] *= softplus(s->x[1][j]);
     }
     mix_row(s->w, s->base, &s->second, n);

@@ -12,7 +12,7 @@
  *   dg_t = e^g (A.Hkk_{t-1} + B.Hkv_{t-1})      A_{t-1} = e^g A_t      B_{t-1} = e^g B_t
  *
  * Hkk is symmetric: of what is given for it and of its adjoint only the symmetric part counts. One
- * item is one head of one sequence. States of all steps are kept for the way back. */
+ * item is one head of one sequence. `steps` is for forward: take_steps; backward is of the solution. States of all steps are kept for the way back. */
 #include <math.h>
 #include <string.h>
 
@@ -81,16 +81,45 @@ static void solve(double *x, const double *L, int64_t K) {
     }
 }
 
+/* x <- what p->steps steps of conjugate gradients from 0 make of M x' = x, with what the published
+ * code adds to its denominators; r, d and Md are K numbers each. */
+static void take_steps(double *x, double *r, const double *Hkk, const REAL *lam, int64_t K,
+                       int64_t steps) {
+    double *d = r + K, *Md = d + K, size = 0.0;
+    for (int64_t i = 0; i < K; i++) {
+        r[i] = d[i] = x[i];
+        x[i] = 0.0;
+        size += r[i] * r[i];
+    }
+    for (int64_t n = 0; n < steps; n++) {
+        double curvature = 0.0, next = 0.0;
+        for (int64_t i = 0; i < K; i++) {
+            Md[i] = (double)lam[i] * d[i];
+            for (int64_t j = 0; j < K; j++) Md[i] += Hkk[i * K + j] * d[j];
+            curvature += d[i] * Md[i];
+        }
+        const double alpha = size / (curvature + 1e-5);
+        for (int64_t i = 0; i < K; i++) {
+            x[i] += alpha * d[i];
+            r[i] -= alpha * Md[i];
+            next += r[i] * r[i];
+        }
+        const double beta = next / (size + 1e-5);
+        for (int64_t i = 0; i < K; i++) d[i] = r[i] + beta * d[i];
+        size = next;
+    }
+}
+
 static void scaled_query(double *x, const mn_mesa_args *p, int64_t b, int64_t t, int64_t h) {
     const REAL *q = MN_ROW(REAL, p->q, b, t, h);
     for (int64_t i = 0; i < p->call.K; i++) x[i] = p->scale * q[i];
 }
 
-/* Scratch: the state, L, x. */
+/* Scratch: the state, L, x and three more vectors. */
 bool MN_REF(mn_mesa_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t count, square;
-    return count_state(&count, c) && mn_mul_i64(&square, c->K, c->K + 1) &&
+    return count_state(&count, c) && mn_mul_i64(&square, c->K, c->K + 4) &&
            mn_add_i64(&count, count, square) && mn_ref_plan(plan, mn_n_sequences(c) * c->H, count);
 }
 
@@ -107,9 +136,14 @@ void MN_REF(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void
         REAL *o = MN_ROW_OUT(REAL, p->o, seq.b, t, h);
         advance(H, H, p, s, seq.b, t, h);
         if (!o) continue;
-        factorise(L, H, MN_ROW(REAL, p->lam, 0, 0, h), s.K);
+        const REAL *lam = MN_ROW(REAL, p->lam, 0, 0, h);
         scaled_query(x, p, seq.b, t, h);
-        solve(x, L, s.K);
+        if (p->steps > 0) {
+            take_steps(x, x + s.K, H, lam, s.K, p->steps);
+        } else {
+            factorise(L, H, lam, s.K);
+            solve(x, L, s.K);
+        }
         for (int64_t j = 0; j < s.V; j++) {
             double sum = 0.0;
             for (int64_t i = 0; i < s.K; i++) sum += H[s.kk + i * s.V + j] * x[i];

@@ -86,7 +86,7 @@ static double read_state(double *num, double *a, const double *S, const mn_mlstm
 }
 
 static double over(double x, double den) {
-    return den > 0.0 ? x / den : 0.0;
+    return den == 0.0 ? 0.0 : x / den;    // NaN stays
 }
 
 static void store_state(const mn_mlstm_args *p, const double *S, int64_t n, int64_t h) {

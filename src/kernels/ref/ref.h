@@ -30,6 +30,11 @@ static inline double mn_ref_get(const REAL *row, int64_t i) {
     return row ? (double)row[i] : 0.0;
 }
 
+/* max(x, 0); NaN stays */
+static inline double mn_ref_relu(double x) {
+    return x <= 0.0 ? 0.0 : x;
+}
+
 /* Adds a phase of one item that reduces per-sequence partial sums kept in shared memory. */
 static inline void mn_ref_add_phase(mn_plan *plan, int64_t items) {
     plan->items[plan->n_phases++] = items;

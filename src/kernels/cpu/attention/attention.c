@@ -92,8 +92,20 @@ static void rectify(float *s, int64_t seen, int64_t n, float *part) {
     *part = vf_sum(sum);
 }
 
-/* Keys key0 .. key0 + n - 1 enter. */
-static void take_keys(const block *b, int64_t key0, int64_t n) {
+/* Scores of keys older than the window of a row are -infinity; true if it sees none of the n. */
+static bool hide_old(const block *b, int64_t r, int64_t key0, int64_t n, int64_t seen) {
+    const past *p = b->p;
+    float *s = b->s + r * KEYS;
+    const int64_t old = past_oldest(p, &b->head, b->first + r / p->group) - key0;
+    for (int64_t i = 0; i < mn_min(old, n); i++) s[i] = -INFINITY;
+    if (old < seen || seen == 0) return false;
+    for (int64_t i = 0; i < n; i++) s[i] = 0.0f;
+    b->part[r] = b->shrink[r] = 0.0f;
+    return true;
+}
+
+/* Keys key0 .. key0 + n - 1 enter; before them none if `first`. */
+static void take_keys(const block *b, int64_t key0, int64_t n, bool first) {
     const past *p = b->p;
     const int64_t K = p->call->K, V = p->call->V;
     MN_T(mn_past_scores)(b->s, KEYS, b->q, b->n_rows, b->head.k + key0 * b->head.k_row,
@@ -101,6 +113,7 @@ static void take_keys(const block *b, int64_t key0, int64_t n) {
     for (int64_t r = 0; r < b->n_rows; r++) {
         const int64_t newest = b->head.before + b->first + r / p->group;
         const int64_t seen = mn_min(n, mn_max(newest + 1 - key0, 0));
+        if (hide_old(b, r, key0, n, seen)) continue;
         if (p->softmax) soften(b->s + r * KEYS, seen, n, b->top + r, b->part + r, b->shrink + r);
         else rectify(b->s + r * KEYS, seen, n, b->part + r);
     }
@@ -111,9 +124,10 @@ static void take_keys(const block *b, int64_t key0, int64_t n) {
     const mn_gemm_args g = { .c = b->o, .c_row = V, .a = b->s, .a_row = KEYS, .a_col = 1,
                              .b = b->head.v + key0 * b->head.v_row, .b_row = b->head.v_row,
                              .M = b->n_rows, .N = V, .K = n, .alpha = 1.0f,
-                             .base = key0 == 0 ? MN_GEMM_SET
+                             .base = first ? MN_GEMM_SET
                                    : p->softmax ? MN_GEMM_SCALE : MN_GEMM_ADD,
-                             .c_scale = b->shrink };
+                             .c_scale = b->shrink, .shape = MN_GEMM_A_LOWER,
+                             .diagonal = b->head.before + b->first - key0, .group = p->group };
     MN_T(mn_gemm)(&g);
 }
 
@@ -148,7 +162,10 @@ static void run_item(past *p, int phase, int64_t item, void *shared, float *scra
     const past_head head = MN_T(mn_past_head)(p, tile.n, item % c->J);
     const block b = open_block(p, &head, &tile, scratch);
     const int64_t end = head.before + tile.first + tile.n_rows;    // keys the last token sees
-    for (int64_t i = 0; i < end; i += KEYS) take_keys(&b, i, mn_min(KEYS, end - i));
+    const int64_t start = past_oldest(p, &head, tile.first) / KEYS * KEYS;
+    for (int64_t i = start; i < end; i += KEYS) {
+        take_keys(&b, i, mn_min(KEYS, end - i), i == start);
+    }
     write_rows(&b);
 }
 

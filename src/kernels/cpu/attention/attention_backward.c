@@ -173,7 +173,9 @@ static void fill_strips(const strip *b) {
     }
     for (int64_t r = 0; r < b->n_rows; r++) {
         const int64_t seen = head->before + b->first + r / p->group + 1;
+        const int64_t old = past_oldest(p, head, b->first + r / p->group);
         float *w = b->w + r * b->row, *g = b->g + r * b->row;
+        for (int64_t i = 0; i < old; i++) w[i] = -INFINITY;
         if (p->softmax) soften_row(w, g, seen, b->n_keys);
         else rectify_row(w, g, seen, b->n_keys, p->eps);
     }
@@ -184,7 +186,9 @@ static void add_to_keys(const target *to, const strip *b, const float *weights, 
                         int64_t width, float alpha, int64_t i, int64_t n) {
     const mn_gemm_args g = { .c = to->at + i * to->row, .c_row = to->row, .a = weights + i,
                              .a_row = 1, .a_col = b->row, .b = x, .b_row = width, .M = n,
-                             .N = width, .K = b->n_rows, .alpha = alpha, .base = MN_GEMM_ADD };
+                             .N = width, .K = b->n_rows, .alpha = alpha, .base = MN_GEMM_ADD,
+                             .shape = MN_GEMM_A_UPPER, .group = b->p->group,
+                             .diagonal = b->head.before + b->first - i };
     if (to->at) MN_T(mn_gemm)(&g);
 }
 
@@ -193,7 +197,9 @@ static void add_queries(const strip *b, int64_t i, int64_t n) {
     const mn_gemm_args g = { .c = b->dq, .c_row = K, .a = b->g + i, .a_row = b->row, .a_col = 1,
                              .b = b->head.k + i * b->head.k_row, .b_row = b->head.k_row,
                              .M = b->n_rows, .N = K, .K = n, .alpha = b->p->scale,
-                             .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
+                             .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD,
+                             .shape = MN_GEMM_A_LOWER, .group = b->p->group,
+                             .diagonal = b->head.before + b->first - i };
     if (b->p->dq.data) MN_T(mn_gemm)(&g);
 }
 

@@ -21,8 +21,13 @@ typedef struct part {
     float *o, *top, *sum;
 } part;
 
+/* Keys that the token sees: the newest. */
+static int64_t n_seen(const past *p) {
+    return mn_min(p->call->L, p->window);
+}
+
 static int64_t n_segments(const past *p) {
-    return mn_ceil_div(p->call->L, SEGMENT);
+    return mn_ceil_div(n_seen(p), SEGMENT);
 }
 
 static part part_at(const past *p, float *parts, int64_t which) {
@@ -168,7 +173,7 @@ static void run_segment(const past *p, int64_t item, float *parts, float *scratc
     const int64_t b = item / n_segments(p), K = c->K;
     segment m = { .p = p, .head = MN_T(mn_past_head)(p, b, 0), .q = scratch,
                   .s = scratch + c->H * K, .to = part_at(p, parts, item) };
-    m.first = item % n_segments(p) * SEGMENT;
+    m.first = c->L - n_seen(p) + item % n_segments(p) * SEGMENT;
     m.n = mn_min(SEGMENT, c->L - m.first);
     m.k_head = p->turned ? c->B * c->L * K : p->k.stride[2];
     for (int64_t j = 0; j < c->J; j++) {

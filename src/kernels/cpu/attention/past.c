@@ -9,7 +9,7 @@
 enum { TURN_KEYS = 64 };    // keys turned by one item
 
 static past common(const mn_call *call) {
-    past p = { .call = call, .group = call->H / call->J };
+    past p = { .call = call, .group = call->H / call->J, .window = INT64_MAX / 2 };
     p.n_tokens = mn_max(1, PAST_ROWS / p.group);
     return p;
 }
@@ -20,6 +20,7 @@ past MN_T(mn_past_softmax)(const mn_attention_args *a) {
     p.scale = (float)a->scale;
     p.rope = a->rope_kind;
     p.base = a->rope_base;
+    if (a->window > 0) p.window = a->window;
     p.q = a->q, p.k = a->k, p.v = a->v, p.o = a->o, p.lse = a->lse, p.d_o = a->cot.o;
     p.dq = a->grad.q, p.dk = a->grad.k, p.dv = a->grad.v;
     return p;

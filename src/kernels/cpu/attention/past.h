@@ -18,6 +18,7 @@ typedef struct past {
     const mn_call *call;
     float scale, eps;
     bool softmax;
+    int64_t window;          // keys that a query sees, all of them without one
     int64_t group;           // query heads of a key-value head
     int64_t n_tokens;        // of a block of queries
     int rope;                // attention's rope_kind
@@ -64,6 +65,11 @@ void MN_T(mn_past_scores)(float *s, int64_t s_row, const float *x, int64_t n_row
 /* Whether forward has anything to write. */
 static inline bool wants_any(const past *p) {
     return p->o.data || p->lse.data;
+}
+
+/* The first key that token `t` of the pass sees. */
+static inline int64_t past_oldest(const past *p, const past_head *head, int64_t t) {
+    return mn_max(head->before + t + 1 - p->window, 0);
 }
 
 static inline int64_t past_longest(const mn_call *call) {

@@ -161,8 +161,9 @@ static void narrow(float *to, const double *from, int64_t n) {
     for (int64_t i = 0; i < n; i++) to[i] = (float)from[i];
 }
 
-/* One token; false where the rounding of P0 shows. w->phi is Phi_t. */
-static bool token(const wide *w, mn_bayes_chunk *c, int64_t t) {
+/* One token, its results only from token `first` on; false where the rounding of P0 shows. w->phi
+ * is Phi_t. */
+static bool token(const wide *w, mn_bayes_chunk *c, int64_t t, int64_t first) {
     const int64_t Kp = c->Kp, R = c->R;
     const float *k = c->k + t * Kp, *q = c->q + t * Kp;
     double ell[MN_BAYES_CHUNK], gts[MN_BAYES_CHUNK], noise, *u = w->z + t * R;
@@ -179,7 +180,8 @@ static bool token(const wide *w, mn_bayes_chunk *c, int64_t t) {
     const double S = rounding_scale(&noise, w, c, k), variance = dot(k, u, Kp), r2 = c->r2[t];
     const double shows = MN_BAYES_HIDDEN * MN_BAYES_ROUNDING * S;
     const bool sound = fmin(variance, r2) >= shows || noise >= shows;
-    w->sigma[t] = not_below_zero(variance) + fmax(r2, wide_rounding * S);
+    w->sigma[t] = not_below_zero(variance) + (r2 < wide_rounding * S ? wide_rounding * S : r2);
+    if (t < first) return sound;
     c->kvar[t] = (float)not_below_zero(variance);
     c->sigma[t] = (float)w->sigma[t];
     if (c->reads_variance) c->qvar[t] = (float)read_variance(w, c, gts, t);
@@ -191,8 +193,9 @@ static bool token(const wide *w, mn_bayes_chunk *c, int64_t t) {
     return sound;
 }
 
-/* False where the rounding of P0 shows and `inflation` is still 0. */
-static bool attempt(mn_bayes_chunk *c, const float *P, float inflation) {
+/* Results of tokens from `first` on. The token at which the rounding of P0 shows, if `inflation` is
+ * still 0 and it is one of these; else L. */
+static int64_t attempt(mn_bayes_chunk *c, const float *P, float inflation, int64_t first) {
     const wide w = wide_of(c);
     const int64_t R = c->R;
     for (int64_t r = 0; r < R; r++) w.raise[r] = inflation * fmax(c->diagonal[r], 0.0);
@@ -200,16 +203,16 @@ static bool attempt(mn_bayes_chunk *c, const float *P, float inflation) {
     for (int64_t r = 0; r < R; r++) w.phi[r] = r < c->Kp ? 1.0 : 0.0;
     memset(w.noise, 0, (size_t)(3 * c->Kp) * sizeof *w.noise);
     for (int64_t t = 0; t < c->L; t++) {
-        const bool sound = token(&w, c, t);
-        if (!sound && inflation == 0.0f) return false;
+        const bool sound = token(&w, c, t, first);
+        if (!sound && t >= first && inflation == 0.0f) return t;
     }
     narrow(c->z, w.z, c->L * R);
-    return true;
+    return c->L;
 }
 
-void MN_T(mn_bayes_careful_gains)(mn_bayes_chunk *c, const float *P) {
-    const bool sound = attempt(c, P, 0.0f);
-    if (!sound) attempt(c, P, MN_BAYES_RAISE * MN_BAYES_ROUNDING);
+void MN_T(mn_bayes_careful_gains)(mn_bayes_chunk *c, const float *P, int64_t first) {
+    const int64_t shows = attempt(c, P, 0.0f, first);
+    if (shows < c->L) attempt(c, P, MN_BAYES_RAISE * MN_BAYES_ROUNDING, shows);
 }
 
 /* out = row r of P0 + raise, over all columns times Phi' from the right */

@@ -175,8 +175,8 @@ static float read_variance(const mn_bayes_chunk *c, const float *gts, int64_t t)
     return variance < 0.0f ? 0.0f : variance;
 }
 
-/* The chunk in float32; false as soon as a variance drowns in rounding. */
-static bool fast_gains(mn_bayes_chunk *c) {
+/* The chunk in float32; how many tokens until a variance drowns in rounding. */
+static int64_t fast_gains(mn_bayes_chunk *c) {
     float cts[MN_BAYES_CHUNK], gts[MN_BAYES_CHUNK];
     for (int64_t t = 0; t < c->L; t++) {
         const float *k = c->k + t * c->Kp;
@@ -187,14 +187,14 @@ static bool fast_gains(mn_bayes_chunk *c) {
         prior_row(u, c, c->kP + t * c->R, k, t);
         subtract_rows(u, c, t);
         c->kvar[t] = dot(k, u, c->Kp);
-        if (!mn_bayes_sound(c->kvar[t], c->r2[t], rounding_scale(c, t))) return false;
+        if (!mn_bayes_sound(c->kvar[t], c->r2[t], rounding_scale(c, t))) return t;
         c->sigma[t] = c->r2[t] + c->kvar[t];
         gts[t] = dot(c->q + t * c->Kp, u, c->Kp);
         for (int64_t s = 0; s <= t; s++) g_sigma[s] = gts[s] / c->sigma[s];
         if (c->reads_variance) c->qvar[t] = read_variance(c, gts, t);
         memcpy(c->z + t * c->R, u, (size_t)c->R * sizeof *u);
     }
-    return true;
+    return c->L;
 }
 
 void MN_T(mn_bayes_gains)(mn_bayes_chunk *c, const float *P) {
@@ -208,8 +208,9 @@ void MN_T(mn_bayes_gains)(mn_bayes_chunk *c, const float *P) {
     for (int64_t r = 0; r < R; r++) c->diagonal[r] = P[r * (R + 1)];
     memset(c->ell, 0, (size_t)square * sizeof *c->ell);
     memset(c->g_sigma, 0, (size_t)square * sizeof *c->g_sigma);
-    c->careful = !fast_gains(c);
-    if (c->careful) MN_T(mn_bayes_careful_gains)(c, P);
+    const int64_t sound = fast_gains(c);
+    c->careful = sound < c->L;
+    if (c->careful) MN_T(mn_bayes_careful_gains)(c, P, sound);
 }
 
 void MN_T(mn_bayes_residuals)(mn_bayes_chunk *c, const float *M) {

@@ -99,8 +99,9 @@ void MN_T(mn_bayes_residuals)(mn_bayes_chunk *c, const float *M);
 /* P and M behind the chunk */
 void MN_T(mn_bayes_advance)(mn_bayes_chunk *c, float *P, float *M);
 
-/* The same as mn_bayes_gains and the P of mn_bayes_advance, computed in double. */
-void MN_T(mn_bayes_careful_gains)(mn_bayes_chunk *c, const float *P);
+/* The same as mn_bayes_gains and the P of mn_bayes_advance, computed in double. Rows of tokens
+ * before `first` stay as they are: what comes later must not move them. */
+void MN_T(mn_bayes_careful_gains)(mn_bayes_chunk *c, const float *P, int64_t first);
 void MN_T(mn_bayes_careful_advance)(mn_bayes_chunk *c, float *P);
 int64_t MN_T(mn_bayes_careful_doubles)(const mn_bayes_chunk *c);
 
@@ -110,8 +111,9 @@ void MN_T(mn_bayes_mirror)(float *P, int64_t R);
 /* Where the rounding of a float32 covariance begins to matter. A variance k'Pk is a sum of terms of
  * either sign, rounded relative to S = sum_i k_i^2 P_ii, in P as it was before the chunk. As soon
  * as the variance of a key, before or after its write, is less than MN_BAYES_DOUBT roundings of S,
- * the chunk is done again in double. If then neither noise hides the rounding of the P it started
- * from, that P may be indefinite, and its diagonal is first raised by MN_BAYES_RAISE roundings. */
+ * the chunk is done again in double, and gives the rows from that key's on. If then neither noise
+ * hides the rounding of the P it started from, that P may be indefinite; from the token that shows
+ * it, rows are those of a P whose diagonal was first raised by MN_BAYES_RAISE roundings. */
 #define MN_BAYES_ROUNDING 0x1p-24f
 #define MN_BAYES_DOUBT 1024.0f
 #define MN_BAYES_HIDDEN 8.0f

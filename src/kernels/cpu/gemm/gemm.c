@@ -17,6 +17,10 @@ typedef struct {
     int64_t a_row, a_col;
     const float *b;
     int64_t b_row, K;
+    int head, tail;             // how many k before and after those K only some rows take
+    bool stepped;               // every one of them one row more, or one less
+    int64_t edge, group;        // else head r: the first (edge + r) / group rows; tail r: all but
+                                // the first edge + r group
     const float *start;         // sums of earlier k, whole vectors; NULL: 0
     int64_t start_row;
     const float *c_scale;       // NULL: C is written without being read
@@ -56,9 +60,47 @@ MN_ALWAYS_INLINE void tile_end(const tile_args *t, vf sum[MOST_ROWS][MOST_VECTOR
     }
 }
 
+/* Adds one k to rows `first` .. end-1, and moves on to the next k. */
+MN_ALWAYS_INLINE void tile_step(const tile_args *t, vf sum[MOST_ROWS][MOST_VECTORS],
+                                const float *a[MOST_ROWS / 4], const float **b, int rows,
+                                int vectors, bool masked, int first, int end) {
+    const int whole = masked ? vectors - 1 : vectors;
+    vf b_k[MOST_VECTORS];
+    MN_UNROLL
+    for (int j = 0; j < whole; j++) b_k[j] = vf_load(*b + j * MN_VW);
+    if (masked) b_k[whole] = vf_load_n(*b + whole * MN_VW, t->last_lanes);
+    MN_UNROLL
+    for (int i = 0; i < rows; i++) {
+        if (i < first || i >= end) continue;
+        const vf a_ik = vf_set1(a[i / 4][i % 4 * t->a_row]);
+        MN_UNROLL
+        for (int j = 0; j < vectors; j++) sum[i][j] = vf_fma(a_ik, b_k[j], sum[i][j]);
+    }
+    MN_UNROLL
+    for (int g = 0; 4 * g < rows; g++) a[g] += t->a_col;
+    *b += t->b_row;
+}
+
+/* The k of a triangle's edge, where rows begin (head) or have ended (tail). */
+MN_ALWAYS_INLINE void tile_edge(const tile_args *t, vf sum[MOST_ROWS][MOST_VECTORS],
+                                const float *a[MOST_ROWS / 4], const float **b, int rows,
+                                int vectors, bool masked, bool head) {
+    if (!masked && t->stepped) {
+        MN_UNROLL
+        for (int r = 0; r + 1 < rows; r++) {
+            tile_step(t, sum, a, b, rows, vectors, masked, head ? 0 : r + 1, head ? r + 1 : rows);
+        }
+        return;
+    }
+    for (int r = 0; r < (head ? t->head : t->tail); r++) {
+        const int first = head ? 0 : (int)(t->edge + r * t->group);
+        const int end = head ? (int)((t->edge + r) / t->group) : rows;
+        tile_step(t, sum, a, b, rows, vectors, masked, first, end);
+    }
+}
+
 /* rows, vectors and masked are constants where this is expanded, so that `sum` is registers. */
 MN_ALWAYS_INLINE void tile(const tile_args *t, int rows, int vectors, bool masked) {
-    const int whole = masked ? vectors - 1 : vectors;
     vf sum[MOST_ROWS][MOST_VECTORS];
     MN_UNROLL
     for (int i = 0; i < rows; i++) {
@@ -68,26 +110,12 @@ MN_ALWAYS_INLINE void tile(const tile_args *t, int rows, int vectors, bool maske
         }
     }
     /* Every fourth row of A has a pointer; the three rows after it are reached by an index. */
-    const int64_t a_row = t->a_row, a_col = t->a_col, b_row = t->b_row;
     const float *b = t->b, *a[MOST_ROWS / 4];
     MN_UNROLL
-    for (int g = 0; 4 * g < rows; g++) a[g] = t->a + 4 * g * a_row;
-
-    for (int64_t k = t->K; k > 0; k--) {
-        vf b_k[MOST_VECTORS];
-        MN_UNROLL
-        for (int j = 0; j < whole; j++) b_k[j] = vf_load(b + j * MN_VW);
-        if (masked) b_k[whole] = vf_load_n(b + whole * MN_VW, t->last_lanes);
-        MN_UNROLL
-        for (int i = 0; i < rows; i++) {
-            const vf a_ik = vf_set1(a[i / 4][i % 4 * a_row]);
-            MN_UNROLL
-            for (int j = 0; j < vectors; j++) sum[i][j] = vf_fma(a_ik, b_k[j], sum[i][j]);
-        }
-        MN_UNROLL
-        for (int g = 0; 4 * g < rows; g++) a[g] += a_col;
-        b += b_row;
-    }
+    for (int g = 0; 4 * g < rows; g++) a[g] = t->a + 4 * g * t->a_row;
+    if (t->head) tile_edge(t, sum, a, &b, rows, vectors, masked, true);
+    for (int64_t k = t->K; k > 0; k--) tile_step(t, sum, a, &b, rows, vectors, masked, 0, rows);
+    if (t->tail) tile_edge(t, sum, a, &b, rows, vectors, masked, false);
     tile_end(t, sum, rows, vectors, masked);
 }
 
@@ -134,6 +162,35 @@ typedef struct {
     float *sums;
 } part;
 
+/* Which k of [k0, k1) the tile of rows i .. i+rows-1 takes: all its rows those of t->K, some of them
+ * those of the head or the tail. Returns the first of all. */
+static int64_t bound_tile(tile_args *t, const mn_gemm_args *p, int64_t i, int64_t rows, int64_t k0,
+                          int64_t k1) {
+    const int64_t group = p->group ? p->group : 1, last = i + rows - 1;
+    t->head = t->tail = 0;
+    t->group = group;
+    if (p->shape == MN_GEMM_A_LOWER) {
+        const int64_t all = mn_min(k1, mn_max(k0, p->diagonal + i / group + 1));
+        const int64_t end = mn_min(k1, mn_max(all, p->diagonal + last / group + 1));
+        t->K = all - k0;
+        t->tail = (int)(end - all);
+        t->edge = (all - p->diagonal) * group - i;
+        t->stepped = t->tail == rows - 1 && group == 1 && t->edge == 1;
+        return k0;
+    }
+    if (p->shape == MN_GEMM_A_UPPER) {
+        const int64_t begin = mn_min(k1, mn_max(k0, (i - p->diagonal) * group));
+        const int64_t all = mn_min(k1, mn_max(begin, (last - p->diagonal) * group));
+        t->head = (int)(all - begin);
+        t->edge = (p->diagonal - i + 1) * group + begin;
+        t->stepped = t->head == rows - 1 && group == 1 && t->edge == 1;
+        t->K = k1 - all;
+        return begin;
+    }
+    t->K = k1 - k0;
+    return k0;
+}
+
 /* Rows i0 .. i1-1 of the part, its first `cols` columns, in tiles of even height. */
 static void run_rows(const part *w, int64_t i0, int64_t i1, int cols) {
     static const float one = 1.0f;
@@ -153,13 +210,10 @@ static void run_rows(const part *w, int64_t i0, int64_t i1, int cols) {
     int64_t tiles_left = mn_ceil_div(i1 - i0, most);
     for (int64_t i = i0; i < i1; tiles_left--) {
         const int64_t rows = mn_ceil_div(i1 - i, tiles_left);
-        int64_t k0 = w->k0, k1 = w->k1;
-        if (p->shape == MN_GEMM_A_LOWER) k1 = mn_max(k0, mn_min(k1, i + rows));
-        if (p->shape == MN_GEMM_A_UPPER) k0 = mn_min(k1, mn_max(k0, i));
+        const int64_t k0 = bound_tile(&t, p, i, rows, w->k0, w->k1);
         float *sums = w->sums ? w->sums + (i - w->i0) * w->width : NULL;
         t.a = p->a + i * p->a_row + k0 * p->a_col;
         t.b = w->b + (k0 - w->k0) * w->b_row;
-        t.K = k1 - k0;
         t.start = w->k0 > 0 ? sums : NULL;
         t.c = last ? p->c + i * p->c_row + w->j0 : sums;
         t.c_scale = p->base == MN_GEMM_SET || !last ? NULL : scale + i * t.c_scale_step;

@@ -5,7 +5,8 @@
  * base is 0 (MN_GEMM_SET: C is not read), C[i,j] (MN_GEMM_ADD) or c_scale[i]*C[i,j]
  * (MN_GEMM_SCALE). Sizes 0 .. a few hundred, operands in or near the first caches.
  *
- * Every element is one chain: s = 0, then s = fma(A[i,k], B[k,j], s) for k = 0, 1, .. K-1, then
+ * Every element is one chain: s = 0, then s = fma(A[i,k], B[k,j], s) for k = 0, 1, .. K-1 (of a
+ * triangle only those k that are inside), then
  *
  *   t = alpha * s;    SET: t    ADD: C + t    SCALE: fma(c_scale[i], C, t)
  *
@@ -30,9 +31,9 @@ typedef enum { MN_GEMM_SET, MN_GEMM_ADD, MN_GEMM_SCALE } mn_gemm_base;
 /* Triangles save work by whole tiles; they change no bit of an element that is asked for.
  * C_LOWER: only C[i,j] with j <= i is asked for, the others are unspecified after the call
  *          (written, or left as they were) and should be masked by the caller.
- * A_LOWER: A[i,k] is stored as 0 for k > i; columns of A and rows of B beyond a tile's last row
- *          are skipped. A_UPPER: the same for k < i. Where B holds Inf or NaN, skipping them
- *          leaves out the NaN that 0 * Inf would give. */
+ * A_LOWER: only A[i,k] with k <= diagonal + i / group takes part, so no row meets numbers of B
+ *          that it must not see: 0 times Inf or NaN would be NaN.
+ * A_UPPER: the transpose of such an A, so only A[i,k] with i <= diagonal + k / group. */
 typedef enum {
     MN_GEMM_FULL,
     MN_GEMM_C_LOWER,
@@ -52,6 +53,7 @@ typedef struct {
     mn_gemm_base base;
     const float *c_scale;       // M factors, read with MN_GEMM_SCALE only
     mn_gemm_shape shape;
+    int64_t diagonal, group;    // of A_LOWER and A_UPPER; group 0 is 1: a step at every row
 } mn_gemm_args;
 
 #endif

@@ -157,7 +157,8 @@ void MN_T(mn_hyper_read)(const hyper_strip *s, float *y, const float *w, const m
             .c = y, .c_row = width, .a = by_key + i, .a_row = s->row, .a_col = 1,
             .b = MN_ROW(float, *x, s->seq.b, s->key0 + i, which), .b_row = x->stride[1],
             .M = s->n_rows, .N = width, .K = mn_min(HYPER_COLUMNS, s->n_keys - i), .alpha = 1.0f,
-            .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD,
+            .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD, .shape = MN_GEMM_A_LOWER,
+            .diagonal = s->n_keys - s->n_rows - i,
         };
         MN_T(mn_gemm)(&g);
     }

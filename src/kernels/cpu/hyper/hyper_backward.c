@@ -190,7 +190,9 @@ static void add_to_keys(const target *to, const hyper_strip *s, const float *str
         const mn_gemm_args g = { .c = to->at + i * to->row, .c_row = to->row, .a = by_key + i,
                                  .a_row = 1, .a_col = s->row, .b = x, .b_row = width,
                                  .M = mn_min(HYPER_COLUMNS, s->n_keys - i), .N = width,
-                                 .K = s->n_rows, .alpha = 1.0f, .base = MN_GEMM_ADD };
+                                 .K = s->n_rows, .alpha = 1.0f, .base = MN_GEMM_ADD,
+                                 .shape = MN_GEMM_A_UPPER,
+                                 .diagonal = s->n_keys - s->n_rows - i };
         MN_T(mn_gemm)(&g);
     }
 }

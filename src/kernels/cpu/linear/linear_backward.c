@@ -130,6 +130,15 @@ static void product(float *C, int64_t c_row, const float *a, int64_t a_row, int6
     MN_T(mn_gemm)(&args);
 }
 
+/* C (M,K) += A b for rows of a triangle that begin or end at its column `diagonal`. */
+static void add_triangle(float *C, const float *a, int64_t a_row, int64_t a_col, const float *b,
+                         int64_t M, int64_t n, int64_t K, mn_gemm_shape shape, int64_t diagonal) {
+    const mn_gemm_args args = { .c = C, .c_row = K, .a = a, .a_row = a_row, .a_col = a_col, .b = b,
+                                .b_row = K, .M = M, .N = K, .K = n, .alpha = 1.0f,
+                                .base = MN_GEMM_ADD, .shape = shape, .diagonal = diagonal };
+    MN_T(mn_gemm)(&args);
+}
+
 static void product_nt(float *C, int64_t c_row, const float *a, int64_t a_row, const float *b,
                        int64_t b_row, int64_t M, int64_t N, int64_t K, float alpha,
                        mn_gemm_shape shape) {
@@ -170,8 +179,8 @@ static void segment_rows(float *dx, const float *dP, work *w, int segment, float
     for (int64_t t = t0; !at_zero && t < end; t++) {
         scale_by_fall(dx + t * K, c, c->rho + segment * c->width, NULL);
     }
-    product(dx + t0 * K, K, dP + t0 * c->L, c->L, 1, c->ws, K, end - t0, K, end, 1.0f, MN_GEMM_ADD,
-            segment == 0 ? MN_GEMM_A_LOWER : MN_GEMM_FULL);
+    add_triangle(dx + t0 * K, dP + t0 * c->L, c->L, 1, c->ws, end - t0, end, K, MN_GEMM_A_LOWER,
+                 t0);
     for (int64_t t = t0; t < end; t++) {
         if (c->width) scale_by_fall(dx + t * K, c, c->G + t * c->width, NULL);
         mn_scale_row(dx + t * K, dx + t * K, NULL, 0, scale, K);
@@ -196,12 +205,11 @@ static void column_gradients(work *w, const mn_linear *p) {
             add_row(w->dw + s * K, w->acc + s * K, K);
             memset(w->acc + s * K, 0, (size_t)K * sizeof(float));
         }
-        const mn_gemm_shape shape = I == 0 ? MN_GEMM_A_UPPER : MN_GEMM_FULL;
-        product(w->acc, K, w->dP + t0 * L, 1, L, c->qs + t0 * K, K, end, K, end - t0, 1.0f,
-                MN_GEMM_ADD, shape);
+        add_triangle(w->acc, w->dP + t0 * L, 1, L, c->qs + t0 * K, end, end - t0, K,
+                     MN_GEMM_A_UPPER, t0);
         if (p->e.data) {
-            product(w->acc, K, w->dA + t0 * L, 1, L, c->es + t0 * K, K, end, K, end - t0, 1.0f,
-                    MN_GEMM_ADD, shape);
+            add_triangle(w->acc, w->dA + t0 * L, 1, L, c->es + t0 * K, end, end - t0, K,
+                         MN_GEMM_A_UPPER, t0);
         }
         for (int64_t s = t0; s < end; s++) {
             if (c->width) scale_by_fall(w->acc + s * K, c, NULL, c->G + s * c->width);

@@ -50,9 +50,10 @@ typedef struct mn_mesa_solver {
     int64_t K;
     const float *lam;
     double *M, *U;                   // (K,K)
-    float *inverse;                  // (K,K): of M in the middle of the chunk
+    float *inverse[2];               // (K,K): of M at the start of each half of the chunk
     float *B, *R, *D, *Z, *Y;        // (chunk,K)
-    bool dense;                      // `inverse` preconditions, else 1 / lam
+    int64_t dense[2];                // tokens of each half that it preconditions; others: 1 / lam
+    int64_t steps;                   // so many of the plain iteration, whatever it comes to; 0: solve
     int direct_chunks;               // so many chunks to come are not worth iterating for
 } mn_mesa_solver;
 

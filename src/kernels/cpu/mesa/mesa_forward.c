@@ -70,7 +70,7 @@ static void step(const mn_mesa_args *p, const mn_sequence *seq, int64_t n, int64
 
 /* One token of every sequence: the same work with less room. A factor and x in double, o in
  * float. */
-bool MN_T(mn_mesa_step_plan)(const void *args, mn_plan *plan) {
+static bool plan_token(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t count, vectors;
     plan->n_phases = 1;
@@ -85,7 +85,7 @@ bool MN_T(mn_mesa_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t state, count, rows;
     size_t solver, others, all;
-    if (!MN_T(mn_mesa_step_plan)(args, plan)) return false;
+    if (!plan_token(args, plan)) return false;
     plan->items[0] = mn_n_sequences(c) * c->H;
     const bool ok = MN_T(mn_mesa_state_floats)(&state, c) &&
                     MN_T(mn_mesa_chunk_floats)(&count, c) &&
@@ -97,13 +97,18 @@ bool MN_T(mn_mesa_forward_plan)(const void *args, mn_plan *plan) {
     return ok;
 }
 
+bool MN_T(mn_mesa_step_plan)(const void *args, mn_plan *plan) {
+    const mn_mesa_args *p = args;
+    return p->steps > 0 ? MN_T(mn_mesa_forward_plan)(args, plan) : plan_token(args, plan);
+}
+
 void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *shared,
                                void *scratch) {
     (void)phase, (void)shared;
     const mn_mesa_args *p = args;
     const int64_t K = p->call.K, n = item / p->call.H, h = item % p->call.H;
     const mn_sequence seq = mn_sequence_at(&p->call, n);
-    if (seq.length == 1) {
+    if (seq.length == 1 && p->steps == 0) {
         step(p, &seq, n, h, scratch);
         return;
     }
@@ -114,6 +119,7 @@ void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *
     (void)MN_T(mn_mesa_solver_bytes)(&solver_bytes, &p->call);
     (void)MN_T(mn_mesa_state_floats)(&state_floats, &p->call);
     MN_T(mn_mesa_solver_place)(&solver, scratch, K, MN_ROW(float, p->lam, 0, 0, h));
+    solver.steps = p->steps;
     float *at = (float *)(void *)((unsigned char *)scratch + solver_bytes);
     at = MN_T(mn_mesa_chunk_place)(&c, at, &p->call);
     const mn_mesa_state S = MN_T(mn_mesa_state_at)(at, &p->call);

@@ -1,10 +1,10 @@
 /* mesa_solve.c - (Hkk_t + diag lam) x_t = b_t for the tokens of a chunk.
  *
  * Wide heads: conjugate gradients for all tokens of the chunk at once, M_t applied through products
- * of the chunk (mesa.h). Where decay is weak the preconditioner is the exact inverse of M in the
- * middle of the chunk: M_t differs from it by the keys of half a chunk at most, and a few steps do
- * whatever the spectrum. Where decay is strong M_t is lam plus the few keys remembered, and 1 / lam
- * serves.
+ * of the chunk (mesa.h). While decay is weak the preconditioner is the exact inverse of M at the start
+ * of the token's half of the chunk: M_t differs from it by the keys of half a chunk at most, and a few
+ * steps do whatever the spectrum. Once decay is strong M_t is lam plus the few keys remembered, and
+ * 1 / lam serves. Neither knows of any later token, so no token's bits depend on one.
  *
  * Every token's true residual is then checked in the norm in which the iteration converges. Tokens
  * that fail, narrow heads and short chunks are solved by a Cholesky factorisation in double, each
@@ -19,14 +19,14 @@ enum { NARROW = 32, SHORT = 8 };
 /* Steps after which a factorisation would have been cheaper; chunks to leave the iteration alone
  * after it failed most tokens of one. */
 enum { MAX_STEPS = 24, REST_CHUNKS = 8 };
-/* Sum of log decays over the chunk down to which the middle stands for the whole. */
+/* Sum of log decays since the start of its half down to which that start stands for a token. */
 static const double weak_decay = -1.0;
 /* Relative errors in the norm of M: where a token stops, and what its true residual may show. */
 static const float stop_error = 3e-8f, largest_error = 1e-6f;
 
 bool MN_T(mn_mesa_solver_bytes)(size_t *bytes, const mn_call *call) {
     int64_t square, rows;
-    return mn_mul_i64(&square, call->K, call->K) && mn_mul_i64(&square, square, 5) &&
+    return mn_mul_i64(&square, call->K, call->K) && mn_mul_i64(&square, square, 6) &&
            mn_mul_i64(&rows, call->K, 5 * MN_STAT_CHUNK) && mn_add_i64(&square, square, rows) &&
            mn_mul_size(bytes, (size_t)square, sizeof(float));
 }
@@ -42,8 +42,10 @@ void MN_T(mn_mesa_solver_place)(mn_mesa_solver *s, void *memory, int64_t K, cons
     s->D = s->R + rows;
     s->Z = s->D + rows;
     s->Y = s->Z + rows;
-    s->inverse = s->Y + rows;
+    s->inverse[0] = s->Y + rows;
+    s->inverse[1] = s->inverse[0] + K * K;
     s->direct_chunks = 0;
+    s->steps = 0;
 }
 
 /* y[j] -= sum of n <= 4 rows x_p[j] times a[p] */
@@ -122,22 +124,30 @@ static void invert_factor(double *V, const double *U, int64_t K) {
     }
 }
 
-/* inverse = M_mid^-1 = V'V with V the inverse of the factor's transpose: positive definite however
- * it is rounded. R serves as room for the weighted keys, Z and Y for V in float. */
-static void invert_middle(mn_mesa_solver *s, const mn_mesa_chunk *c, const float *kk) {
-    const int64_t K = s->K, middle = (c->L - 1) / 2;
-    const float *w = c->Wb + middle * MN_STAT_CHUNK;
-    memcpy(s->inverse, kk, (size_t)(K * K) * sizeof *kk);
-    for (int64_t i = 0; i <= middle; i++) mn_scale(s->R + i * K, w[i], mn_row_of(c->k, i), K);
-    const mn_mat weighted = mn_mat_of(s->R, K);
-    MN_T(mn_stat_add_symmetric)(s->inverse, c->first[middle], weighted, c->k, middle + 1, K);
-    for (int64_t i = 0; i < K * K; i++) s->U[i] = s->inverse[i];
+/* Rows of the first half. */
+static int64_t half_of(int64_t L) {
+    return mn_min(L, MN_STAT_CHUNK / 2);
+}
+
+/* inverse = (M at the start of the half + diag lam)^-1 = V'V with V the inverse of the factor's
+ * transpose: positive definite however it is rounded. R serves as room for the weighted keys. */
+static void invert_start(mn_mesa_solver *s, const mn_mesa_chunk *c, const float *kk, int half) {
+    const int64_t K = s->K;
+    float *inverse = s->inverse[half];
+    memcpy(inverse, kk, (size_t)(K * K) * sizeof *kk);
+    if (half) {
+        const int64_t n = half_of(c->L), last = n - 1;
+        const float *w = c->Wb + last * MN_STAT_CHUNK;
+        for (int64_t i = 0; i < n; i++) mn_scale(s->R + i * K, w[i], mn_row_of(c->k, i), K);
+        MN_T(mn_stat_add_symmetric)(inverse, c->first[last], mn_mat_of(s->R, K), c->k, n, K);
+    }
+    for (int64_t i = 0; i < K * K; i++) s->U[i] = inverse[i];
     for (int64_t i = 0; i < K; i++) s->U[i * K + i] += s->lam[i];
     MN_T(mn_mesa_factorise)(s->U, K);
     invert_factor(s->M, s->U, K);
     float *V = (float *)s->U;
     for (int64_t i = 0; i < K * K; i++) V[i] = (float)s->M[i];
-    mn_gemm_args g = mn_product(mn_mat_of(s->inverse, K), mn_transposed(mn_mat_of(V, K)),
+    mn_gemm_args g = mn_product(mn_mat_of(inverse, K), mn_transposed(mn_mat_of(V, K)),
                                 mn_mat_of(V, K), (mn_dims){ K, K, K });
     g.shape = MN_GEMM_A_UPPER;
     MN_T(mn_gemm)(&g);
@@ -165,22 +175,34 @@ static void apply(float *Z, const float *X, mn_mesa_solver *s, mn_mesa_chunk *c,
     }
 }
 
-/* Y = R times the preconditioner */
-static void precondition(float *Y, const float *R, const mn_mesa_solver *s, int64_t L) {
+/* Rows [from, end) of Y = R times the preconditioner, whose inverse serves `dense` of them. */
+static void precondition_rows(float *Y, const float *R, const mn_mesa_solver *s,
+                              const float *inverse, int64_t dense, int64_t from, int64_t end) {
     const int64_t K = s->K;
-    if (s->dense) {
-        const mn_gemm_args g = mn_product(mn_mat_of(Y, K), mn_mat_of(R, K),
-                                          mn_mat_of(s->inverse, K), (mn_dims){ L, K, K });
-        MN_T(mn_gemm)(&g);
-        return;
-    }
-    for (int64_t t = 0; t < L; t++) {
+    const mn_gemm_args g = mn_product(mn_mat_of(Y + from * K, K), mn_mat_of(R + from * K, K),
+                                      mn_mat_of(inverse, K), (mn_dims){ dense, K, K });
+    if (dense > 0) MN_T(mn_gemm)(&g);
+    for (int64_t t = from + dense; t < end; t++) {
         for (int64_t i = 0; i < K; i += MN_VW) {
             const int n = vf_lanes(K - i);
             const vf lam = vf_select(vm_first(n), vf_load_n(s->lam + i, n), vf_set1(1.0f));
             vf_store_n(Y + t * K + i, vf_div(vf_load_n(R + t * K + i, n), lam), n);
         }
     }
+}
+
+static void precondition(float *Y, const float *R, const mn_mesa_solver *s, int64_t L) {
+    const int64_t middle = half_of(L);
+    precondition_rows(Y, R, s, s->inverse[0], s->dense[0], 0, middle);
+    precondition_rows(Y, R, s, s->inverse[1], s->dense[1], middle, L);
+}
+
+/* Tokens [from, end) whose decays since before `from` are weak. */
+static int64_t count_dense(const mn_mesa_chunk *c, int64_t from, int64_t end) {
+    const double before = from ? c->G[from - 1] : 0.0;
+    int64_t t = from;
+    while (t < end && c->G[t] - before > weak_decay) t++;
+    return t - from;
 }
 
 /* Right sides scaled to a largest entry of 1, so that their squares stay in range. */
@@ -307,14 +329,45 @@ static int64_t iterate(float *X, bool *failed, mn_mesa_solver *s, mn_mesa_chunk 
     return n_failed;
 }
 
+/* Conjugate gradients as published models run them: s->steps from X = 0, nothing preconditioned,
+ * 1e-5 in each denominator. */
+static void take_steps(float *X, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
+    const int64_t K = s->K, L = c->L;
+    float size[MN_STAT_CHUNK];
+    MN_T(mn_stat_store)(s->R, X, L * K);
+    MN_T(mn_stat_store)(s->D, X, L * K);
+    memset(X, 0, (size_t)(L * K) * sizeof *X);
+    for (int64_t t = 0; t < L; t++) size[t] = mn_dot(s->R + t * K, s->R + t * K, K);
+    for (int64_t step = 0; step < s->steps; step++) {
+        apply(s->Z, s->D, s, c, kk);
+        for (int64_t t = 0; t < L; t++) {
+            float *r = s->R + t * K, *d = s->D + t * K;
+            const float alpha = size[t] / (mn_dot(d, s->Z + t * K, K) + 1e-5f);
+            mn_axpy(X + t * K, alpha, d, K);
+            mn_axpy(r, -alpha, s->Z + t * K, K);
+            const float next = mn_dot(r, r, K);
+            mn_scale(d, next / (size[t] + 1e-5f), d, K);
+            mn_axpy(d, 1.0f, r, K);
+            size[t] = next;
+        }
+    }
+}
+
 void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c,
                          const float *kk) {
     bool wanted[MN_MESA_SIDES][MN_STAT_CHUNK];
     int64_t n_wanted = 0;
-    s->dense = c->G[c->L - 1] > weak_decay;
+    if (s->steps > 0) {
+        for (int r = 0; r < n; r++) take_steps(X[r], s, c, kk);
+        return;
+    }
+    s->dense[0] = count_dense(c, 0, half_of(c->L));
+    s->dense[1] = count_dense(c, half_of(c->L), c->L);
     const bool iterates = s->K > NARROW && c->L >= SHORT && s->direct_chunks == 0;
     if (s->direct_chunks > 0) s->direct_chunks--;
-    if (iterates && s->dense) invert_middle(s, c, kk);
+    for (int half = 0; half < 2; half++) {
+        if (iterates && s->dense[half] > 0) invert_start(s, c, kk, half);
+    }
     for (int r = 0; r < n; r++) {
         for (int64_t t = 0; t < c->L; t++) wanted[r][t] = true;
         n_wanted += iterates ? iterate(X[r], wanted[r], s, c, kk) : c->L;

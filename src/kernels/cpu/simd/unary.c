@@ -2,6 +2,8 @@
  * an element's bits do not depend on its place. Equations: kernels/unary.c. */
 #include "kernels/cpu/simd/unary.h"
 
+#include <math.h>
+
 #include "kernels/cpu/simd/vec.h"
 
 #define ONE vf_set1(1.0f)
@@ -9,6 +11,14 @@
 MN_ALWAYS_INLINE vf gelu_tanh(vf x) {
     const vf cube = vf_mul(vf_mul(x, x), x);
     return vf_tanh(vf_mul(vf_set1(0.79788456f), vf_fma(vf_set1(0.044715f), cube, x)));
+}
+
+/* (1 + erf(x / sqrt 2)) / 2, lane by lane. erfc keeps the digits of what is small. */
+MN_ALWAYS_INLINE vf normal_share(vf x) {
+    float lane[MN_VW];
+    vf_store(lane, x);
+    for (int i = 0; i < MN_VW; i++) lane[i] = 0.5f * erfcf(-0.70710678f * lane[i]);
+    return vf_load(lane);
 }
 
 MN_ALWAYS_INLINE vf value(mn_unary kind, vf x) {
@@ -21,10 +31,12 @@ MN_ALWAYS_INLINE vf value(mn_unary kind, vf x) {
         const vf half = vf_mul(vf_set1(0.5f), x);
         return vf_fma(half, gelu_tanh(x), half);
     }
+    case MN_UNARY_GELU_ERF: return vf_mul(x, normal_share(x));
     case MN_UNARY_EXP: return vf_exp(x);
     case MN_UNARY_NEG_EXP: return vf_neg(vf_exp(x));
     case MN_UNARY_TANH: return vf_tanh(x);
     case MN_UNARY_RELU: return vf_select(vf_gt(x, vf_zero()), x, vf_zero());
+    case MN_UNARY_RELU_SQUARE: return vf_mul(x, vf_max(x, vf_zero()));
     case MN_UNARY_ELU_ONE: return vf_select(vf_gt(x, vf_zero()), vf_add(x, ONE), vf_exp(x));
     case MN_UNARY_SQUARE: return vf_mul(x, x);
     case MN_UNARY_RECIPROCAL: return vf_div(ONE, x);
@@ -54,6 +66,10 @@ MN_ALWAYS_INLINE vf slope(mn_unary kind, vf x) {
     case MN_UNARY_SOFTPLUS: return vf_sigmoid(x);
     case MN_UNARY_LOGSIGMOID: return vf_sigmoid(vf_neg(x));
     case MN_UNARY_GELU: return gelu_slope(x);
+    case MN_UNARY_GELU_ERF: {
+        const vf e = vf_exp(vf_mul(vf_set1(-0.5f), vf_mul(x, x)));
+        return vf_fma(vf_mul(vf_set1(0.39894228f), x), e, normal_share(x));
+    }
     case MN_UNARY_EXP: return vf_exp(x);
     case MN_UNARY_NEG_EXP: return vf_neg(vf_exp(x));
     case MN_UNARY_TANH: {
@@ -61,6 +77,7 @@ MN_ALWAYS_INLINE vf slope(mn_unary kind, vf x) {
         return vf_fnma(t, t, ONE);
     }
     case MN_UNARY_RELU: return vf_select(vf_gt(x, vf_zero()), ONE, vf_zero());
+    case MN_UNARY_RELU_SQUARE: return vf_mul(vf_set1(2.0f), vf_max(x, vf_zero()));
     case MN_UNARY_ELU_ONE: return vf_select(vf_gt(x, vf_zero()), ONE, vf_exp(x));
     case MN_UNARY_SQUARE: return vf_add(x, x);
     case MN_UNARY_RECIPROCAL: return vf_neg(vf_div(ONE, vf_mul(x, x)));

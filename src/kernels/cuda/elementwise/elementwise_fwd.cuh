@@ -80,6 +80,9 @@ MN_ACTIVATION(GELU, x * mn_fn_sigmoid<BF16>(2.0f * mn_fn_gelu_inner(x)), {
     const float s = mn_fn_sigmoid<BF16>(2.0f * mn_fn_gelu_inner(x));
     return s * fmaf(2.0f * x * (1.0f - s), mn_fn_gelu_inner_slope(x), 1.0f);
 })
+MN_ACTIVATION(GELU_ERF, 0.5f * x * erfcf(-0.70710678f * x), {
+    return fmaf(0.39894228f * x, mn_fn_exp<BF16>(-0.5f * x * x), 0.5f * erfcf(-0.70710678f * x));
+})
 MN_ACTIVATION(EXP, mn_fn_exp<BF16>(x), { return mn_fn_exp<BF16>(x); })
 MN_ACTIVATION(NEG_EXP, -mn_fn_exp<BF16>(x), { return -mn_fn_exp<BF16>(x); })
 MN_ACTIVATION(TANH, mn_fn_tanh<BF16>(x), {
@@ -87,6 +90,7 @@ MN_ACTIVATION(TANH, mn_fn_tanh<BF16>(x), {
     return 1.0f - t * t;
 })
 MN_ACTIVATION(RELU, x > 0.0f ? x : 0.0f, { return x > 0.0f ? 1.0f : 0.0f; })
+MN_ACTIVATION(RELU_SQUARE, x > 0.0f ? x * x : 0.0f, { return x > 0.0f ? 2.0f * x : 0.0f; })
 MN_ACTIVATION(ELU_ONE, x > 0.0f ? x + 1.0f : mn_fn_exp<BF16>(x),
          { return x > 0.0f ? 1.0f : mn_fn_exp<BF16>(x); })
 MN_ACTIVATION(SQUARE, x * x, { return 2.0f * x; })

@@ -1,5 +1,5 @@
 /* haystack.c - long English prose as words and sentences, from a file or folder of text. */
-#include "tasks/haystack.h"
+#include "tasks/niah/haystack.h"
 
 #include <stdlib.h>
 #include <string.h>

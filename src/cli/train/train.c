@@ -4,6 +4,7 @@
 #include <inttypes.h>
 #include <math.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,6 +20,7 @@
 #include "cli/options.h"
 #include "cli/progress.h"
 #include "cli/bench/sgemm.h"
+#include "cli/train/settings.h"
 #include "io/json_write.h"
 #include "ops/context.h"
 #include "train/run_folder.h"
@@ -26,15 +28,13 @@
 #include "train/run_read.h"
 #include "train/trainer.h"
 
-enum { PATH = 4096, MAX_SETS = 256 };
+enum { PATH = MN_TRAIN_PATH };
 
 typedef struct options {
-    const char *config, *from;       // --resume's folder
+    mn_train_request request;
     const char *device;
-    const char *sets[MAX_SETS];
-    int n_sets, threads;
-    char dtype[64];                  // --dtype as a setting
-    bool resume, overwrite, quiet, json, dry;
+    int threads;
+    bool overwrite, quiet, json, dry;
 } options;
 
 static void print_option(void *context, const char *key, const char *value, const char *about) {
@@ -43,14 +43,32 @@ static void print_option(void *context, const char *key, const char *value, cons
 }
 
 static void print_help(void) {
-    puts("usage: mneme train [CONFIG.json] [--set key=value]... [options]\n"
-         "       mneme train --resume RUN [--set key=value]...\n\n"
+    puts("usage: mneme train TEXT... [options]\n"
+         "       mneme train CONFIG.json [--set key=value]... [options]\n"
+         "       mneme train --resume RUN [--steps N] [--set key=value]...\n\n"
          "Trains a model on text and writes it to a folder: checkpoints last and best (model "
          "folders\n"
-         "that generate and eval read), metrics.jsonl, event files for TensorBoard. Stopped by "
-         "Ctrl-C or\n"
-         "killed, a run goes on with --resume, bit for bit as if it had not stopped.\n\n"
-         "  --set K=V        change one value, such as --set model.layers=gdn; may be repeated\n"
+         "that generate and eval read), metrics.jsonl, event files for TensorBoard. Of a TEXT, a "
+         "folder\n"
+         "of texts or files of tokens, layers, size and settings are chosen where nothing says "
+         "them, and\n"
+         "said. Stopped by Ctrl-C or killed, a run goes on with --resume, bit for bit as if it had "
+         "not\nstopped.\n\n"
+         "  --layers L       layers of the model (default gdn): a name of mneme info, or a list "
+         "such as\n"
+         "                   \"attention*3, kla\"\n"
+         "  --size N         parameters without embeddings: 1m, 10m, 50m, 1.5b (default: by text "
+         "and machine)\n"
+         "  --steps N        optimiser steps of the whole run\n"
+         "  --lr X           peak learning rate\n"
+         "  --batch N        rows of a batch\n"
+         "  --context N      tokens of a row\n"
+         "  --tokenizer T    bytes, chars, or a tokenizer.json or its folder\n"
+         "  --valid PATH     text to measure on (default: the last tenth of the text)\n"
+         "  --seed N         of initial values, batches and samples\n"
+         "  --from DIR       begin with the weights and the tokenizer of a model or run\n"
+         "  --out DIR        folder of the run (default: runs/NAME of the text)\n"
+         "  --set K=V        change one value, such as --set train.warmup=50; may be repeated\n"
          "  --resume RUN     go on with a run's folder, or with one checkpoint of it\n"
          "  --overwrite      begin anew in a folder that holds a run\n"
          "  --device D       cpu (default), cuda or cuda:N: where steps are computed\n"
@@ -59,126 +77,112 @@ static void print_help(void) {
          "  --dry-run        say what would be trained and how much memory it takes, and stop\n"
          "  --quiet          no progress\n"
          "  --json           the result as one document\n\n"
-         "Example: mneme train --set data.train=book.txt --set model.layers=gdn \\\n"
-         "             --set model.hidden_size=128 --set model.num_hidden_layers=4 --set "
-         "out=runs/gdn\n\n"
+         "  mneme train book.txt\n"
+         "  mneme train book.txt --layers kla --size 10m --steps 5000\n"
+         "  mneme train letters.txt --from runs/book\n"
+         "  mneme train --resume runs/book --steps 8000\n\n"
          "model.layers, model.hidden_size .. are the keys of a model's config.json (mneme info "
          "lists the\n"
-         "layers). The rest, with defaults:\n");
+         "layers). The rest of --set and CONFIG.json, with defaults where no TEXT is given:\n");
     mn_train_options_list(print_option, NULL);
     puts("  data.train, data.valid              files and folders\n"
          "  train.groups.NAME.lr, .decays       NAME: matrix, vector, state, embed, head\n"
          "  out                                 folder of the run (default: runs/LAYERS)");
 }
 
-static int parse(options *o, int argc, char **argv) {
-    const char *dtype = NULL;
-    const mn_option rows[] = {
-        { "--set", .list = o->sets, .n = &o->n_sets, .most = MAX_SETS - 1 },
-        { "--resume", .text = &o->from },
-        { "--threads", .count = &o->threads, .low = 1, .high = 4096 },
-        { "--device", .text = &o->device },
-        { "--dtype", .text = &dtype },
-        { "--overwrite", .flag = &o->overwrite },
-        { "--dry-run", .flag = &o->dry },
-        { "--quiet", .flag = &o->quiet },
-        { "--json", .flag = &o->json },
-        { NULL, .text = &o->config },
-    };
-    const int status = mn_options_read(rows, MN_COUNTOF(rows), "train", argc, argv);
-    if (status != 0) return status;
-    if (dtype) {
-        snprintf(o->dtype, sizeof o->dtype, "train.dtype=%s", dtype);
-        o->sets[o->n_sets++] = o->dtype;
+/* An option that is a setting by a shorter name. */
+typedef struct shortcut {
+    const char *name, *key;
+    enum { NUMBER, WHOLE, TEXT_VALUE } kind;
+} shortcut;
+
+static const shortcut shortcuts[] = {
+    { "--layers", "model.layers", TEXT_VALUE },    { "--steps", "train.steps", WHOLE },
+    { "--lr", "train.lr", NUMBER },                { "--batch", "train.batch", WHOLE },
+    { "--context", "train.context", WHOLE },       { "--out", "out", TEXT_VALUE },
+    { "--tokenizer", "data.tokenizer", TEXT_VALUE }, { "--valid", "data.valid", TEXT_VALUE },
+    { "--seed", "train.seed", WHOLE },             { "--dtype", "train.dtype", TEXT_VALUE },
+};
+
+typedef struct shortcut_value {
+    options *o;
+    const shortcut *which;
+    char *set;               // "key=value", to be freed
+} shortcut_value;
+
+/* Texts are quoted, so that a folder called 5 stays one. */
+static bool read_shortcut(void *to, const char *value) {
+    shortcut_value *at = to;
+    char *end;
+    const double number = strtod(value, &end);
+    const bool is_number = end != value && !*end && isfinite(number) && number >= 0.0;
+    if (at->which->kind != TEXT_VALUE && !is_number) return false;
+    if (at->which->kind == WHOLE && number != floor(number)) return false;
+    json_t *quoted = at->which->kind == TEXT_VALUE ? json_string(value) : NULL;
+    char *text = quoted ? json_dumps(quoted, JSON_ENCODE_ANY) : strdup(value);
+    json_decref(quoted);
+    const size_t size = text ? strlen(at->which->key) + strlen(text) + 2 : 0;
+    free(at->set);
+    at->set = text ? malloc(size) : NULL;
+    if (at->set) snprintf(at->set, size, "%s=%s", at->which->key, text);
+    free(text);
+    return at->set != NULL;
+}
+
+static int check(const options *o) {
+    const mn_train_request *r = &o->request;
+    const bool config = mn_train_has_config(r);
+    if (r->resume && r->n_inputs > 0) {
+        return mn_options_mistake("train", r->inputs[0], "and --resume: a run has its own");
     }
-    o->resume = o->from != NULL;
-    if (o->resume && o->config) {
-        return mn_options_mistake("train", o->config, "and --resume: a run has its own");
-    }
-    if (o->resume && o->overwrite) {
+    if (r->resume && o->overwrite) {
         return mn_options_mistake("train", "--overwrite", "and --resume: one of them");
+    }
+    if (r->resume && (r->from || r->choice.size > 0.0)) {
+        return mn_options_mistake("train", r->from ? "--from" : "--size",
+                                  "and --resume: a run has its model");
+    }
+    if (r->from && r->choice.size > 0.0) {
+        return mn_options_mistake("train", "--size", "and --from: that model has its size");
+    }
+    if (config && r->n_inputs > 1) {
+        return mn_options_mistake("train", r->inputs[1], "is one argument too many: texts go into "
+                                  "data.train of the configuration");
     }
     return 0;
 }
 
-/* ---- configuration --------------------------------------------------------------------------- */
-
-static bool exists(const char *path) {
-    struct stat about;
-    return stat(path, &about) == 0;
-}
-
-static bool holds_run(const char *folder) {
-    char path[PATH];
-    return snprintf(path, PATH, "%s/train.json", folder) < PATH && exists(path);
-}
-
-/* A run's folder, or a checkpoint inside one: RUN/train.json lies in it or two folders up. Links
- * (last, best) are followed first, as they will point elsewhere when the run goes on. */
-static mn_status find_run(char run[PATH], char checkpoint[PATH], const char *from) {
-    checkpoint[0] = '\0';
-    if (snprintf(run, PATH, "%s", from) >= PATH) {
-        return mn_fail(MN_ERR_ARGUMENT, "%s: the path is too long", from);
+static int parse(options *o, shortcut_value values[], int argc, char **argv) {
+    mn_train_request *r = &o->request;
+    const mn_option fixed[] = {
+        { "--size", .read = mn_choice_size, .to = &r->choice.size,
+          .needs = "a number of parameters such as 300k, 10m or 1.5b" },
+        { "--from", .text = &r->from },
+        { "--set", .list = r->sets, .n = &r->n_sets,
+          .most = MN_TRAIN_SETS - (int)MN_COUNTOF(shortcuts) },
+        { "--resume", .text = &r->resume },
+        { "--threads", .count = &o->threads, .low = 1, .high = 4096 },
+        { "--device", .text = &o->device },
+        { "--overwrite", .flag = &o->overwrite },
+        { "--dry-run", .flag = &o->dry },
+        { "--quiet", .flag = &o->quiet },
+        { "--json", .flag = &o->json },
+        { NULL, .list = r->inputs, .n = &r->n_inputs, .most = MN_TRAIN_PATHS },
+    };
+    mn_option rows[MN_COUNTOF(fixed) + MN_COUNTOF(shortcuts)];
+    static const char *const needs[] = { "a number", "a whole number", "valid UTF-8" };
+    for (size_t i = 0; i < MN_COUNTOF(shortcuts); i++) {
+        values[i] = (shortcut_value){ o, &shortcuts[i], NULL };
+        rows[i] = (mn_option){ shortcuts[i].name, .read = read_shortcut, .to = &values[i],
+                               .needs = needs[shortcuts[i].kind] };
     }
-    if (holds_run(from)) return MN_OK;
-    char *real = realpath(from, NULL);
-    if (!real) return mn_fail(MN_ERR_IO, "%s: %s", from, strerror(errno));
-    bool found = snprintf(checkpoint, PATH, "%s", real) < PATH &&
-                 snprintf(run, PATH, "%s", real) < PATH;
-    free(real);
-    for (int up = 0; found && up < 2; up++) {
-        char *slash = strrchr(run, '/');
-        if (slash) *slash = '\0';
+    memcpy(rows + MN_COUNTOF(shortcuts), fixed, sizeof fixed);
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "train", argc, argv);
+    if (status != 0) return status;
+    for (size_t i = 0; i < MN_COUNTOF(shortcuts); i++) {
+        if (values[i].set) r->sets[r->n_sets++] = values[i].set;
     }
-    if (found && holds_run(run)) return MN_OK;
-    return mn_fail(MN_ERR_IO, "%s is no folder of a run: no train.json in it or two folders up",
-                   from);
-}
-
-static mn_status default_out(mn_json *root) {
-    if (json_object_get(root->value, "out")) return MN_OK;
-    const mn_json model = mn_json_member(root, "model");
-    const char *layers = "model";
-    mn_status st = mn_json_opt_text(&layers, &model, "layers");
-    char out[256] = "runs/";
-    for (size_t n = 5; st == MN_OK && *layers && n < sizeof out - 1; layers++) {
-        if (*layers == ' ' || *layers == '/') continue;
-        out[n++] = *layers;
-    }
-    json_object_set_new(root->value, "out", json_string(out));
-    return st;
-}
-
-/* A resumed run stays where it is, also when its folder was moved since. */
-static mn_status keep_out(mn_json *root, const options *o, const char *run) {
-    for (int i = 0; i < o->n_sets; i++) {
-        if (strncmp(o->sets[i], "out=", 4) != 0) continue;
-        return mn_fail(MN_ERR_ARGUMENT, "--set %s: a resumed run stays in its folder; copy the "
-                       "folder and resume the copy", o->sets[i]);
-    }
-    if (json_object_set_new(root->value, "out", json_string(run)) == 0) return MN_OK;
-    return mn_fail(MN_ERR_ARGUMENT, "%s: the name is not valid UTF-8", run);
-}
-
-static mn_status load_config(mn_json *root, const options *o, char checkpoint[PATH]) {
-    char run[PATH], path[PATH];
-    mn_status st = MN_OK;
-    checkpoint[0] = '\0';
-    if (o->resume) {
-        st = find_run(run, checkpoint, o->from);
-        if (st == MN_OK && snprintf(path, PATH, "%s/train.json", run) >= PATH) {
-            st = mn_fail(MN_ERR_ARGUMENT, "%s: the path is too long", run);
-        }
-        if (st == MN_OK) st = mn_json_load(root, path, MN_JSON_STANDARD);
-    } else if (o->config) {
-        st = mn_json_load(root, o->config, MN_JSON_STANDARD);
-    } else {
-        st = mn_json_parse(root, "{}", 2, "--set", MN_JSON_STANDARD);
-    }
-    if (st == MN_OK) st = mn_json_expect_object(root);
-    for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(root, o->sets[i]);
-    if (st == MN_OK && o->resume) st = keep_out(root, o, run);
-    return st == MN_OK ? default_out(root) : st;
+    return check(o);
 }
 
 /* ---- the run --------------------------------------------------------------------------------- */
@@ -187,6 +191,7 @@ typedef struct run {
     const options *o;
     mn_trainer *trainer;
     mn_run_log *log;
+    int threads;
     int lock;                    // descriptor of the locked folder; -1: none
     int64_t from;                // steps done when this process began
     mn_progress bar;
@@ -198,6 +203,7 @@ typedef struct run {
     double started, last_time;   // seconds
     double before;               // seconds of training in earlier processes
     int64_t tokens, last_tokens; // of this process; at the last line of the log
+    bool stopped;                // by a signal, with steps left
     double rate, loss, valid;    // tokens a second, smoothed loss, last validation loss
 } run;
 
@@ -224,10 +230,25 @@ static double peak_mebibytes(const mn_device *device) {
     return (double)use.ru_maxrss / 1024.0;
 }
 
+/* How long the steps that are left will take, at the share of sgemm that training reaches. */
+static void put_time_left(char text[64], const run *r) {
+    const mn_train_options *o = mn_trainer_options(r->trainer);
+    const double steps = (double)(o->steps - mn_trainer_step_number(r->trainer));
+    const double tokens = steps * (double)(o->batch * o->accumulate * o->context);
+    const double minutes = tokens * r->flops / (0.6 * r->ceiling) / 60.0;
+    text[0] = '\0';
+    if (r->device || !(minutes > 0.0) || !isfinite(minutes)) return;
+    if (minutes < 1.5) snprintf(text, 64, ", about a minute");
+    else if (minutes < 90.0) snprintf(text, 64, ", about %.0f minutes", minutes);
+    else snprintf(text, 64, ", about %.1f hours", minutes / 60.0);
+}
+
 static void introduce(run *r) {
     const mn_train_options *o = mn_trainer_options(r->trainer);
     const mn_model *model = mn_trainer_model(r->trainer);
-    char layers[512];
+    char layers[512], left[64];
+    put_time_left(left, r);
+    fputs(r->o->request.choice.said, stderr);
     mn_layers_describe(layers, sizeof layers, mn_model_describe(model));
     fprintf(stderr, "model      %d x %s, width %" PRId64 ", vocabulary %" PRId64 ": %" PRId64
             " parameters (%" PRId64 " without embeddings)\n", mn_model_describe(model)->n_layers,
@@ -237,8 +258,8 @@ static void introduce(run *r) {
             mn_trainer_tokens(r->trainer, false), mn_trainer_tokens(r->trainer, true),
             mn_trainer_tokenizer(r->trainer) ? mn_tokenizer_kind(mn_trainer_tokenizer(r->trainer))
                                              : "no tokenizer");
-    fprintf(stderr, "run        %" PRId64 " steps of %" PRId64 " x %" PRId64 " tokens, to %s\n",
-            o->steps, o->batch * o->accumulate, o->context, o->out);
+    fprintf(stderr, "run        %" PRId64 " steps of %" PRId64 " x %" PRId64 " tokens%s, to %s\n",
+            o->steps, o->batch * o->accumulate, o->context, left, o->out);
     if (r->device) {
         const mn_device_info *gpu = mn_device_facts(r->device);
         fprintf(stderr, "device     %s, passes in %s\n", gpu->name, o->dtype);
@@ -267,6 +288,10 @@ static void show(run *r, int64_t done) {
     char extra[EXTRA];
     put_losses(extra, r);
     const size_t n = strlen(extra);
+    if (isnan(r->rate)) {    // before the first line of the log
+        mn_progress_update(&r->bar, done, extra);
+        return;
+    }
     if (r->device) {
         snprintf(extra + n, EXTRA - n, " %.0f tokens/s %.1f TFLOP/s", r->rate,
                  r->rate * r->flops * 1e-12);
@@ -373,7 +398,8 @@ static mn_status train(run *r) {
 static mn_status refuse_other_run(const options *o, const mn_json *root) {
     const char *out = "";
     const mn_status st = mn_json_opt_text(&out, root, "out");
-    if (st != MN_OK || o->resume || o->overwrite || o->dry || !holds_run(out)) return st;
+    if (st != MN_OK || o->request.resume || o->overwrite || o->dry) return st;
+    if (!mn_train_holds_run(out)) return MN_OK;
     return mn_fail(MN_ERR_ARGUMENT, "%s holds a run; --resume %s goes on with it, --overwrite "
                    "begins anew, out=... names another folder", out, out);
 }
@@ -407,7 +433,7 @@ static mn_status prepare_out(run *r, const char *checkpoint) {
     const char *out = mn_trainer_options(r->trainer)->out;
     mn_status st = mn_run_make_folders(out);
     if (st == MN_OK) st = lock(&r->lock, out);
-    if (st == MN_OK && r->o->resume) st = resume(r, out, checkpoint);
+    if (st == MN_OK && r->o->request.resume) st = resume(r, out, checkpoint);
     if (st == MN_OK && r->o->overwrite) st = mn_run_clear(out);
     return st;
 }
@@ -416,7 +442,7 @@ static mn_status prepare_out(run *r, const char *checkpoint) {
  * more goes on with it. */
 static mn_status save_config(const run *r, const mn_json *root) {
     char path[PATH];
-    if (r->o->resume && r->o->n_sets == 0) return MN_OK;
+    if (r->o->request.resume && r->o->request.n_sets == 0) return MN_OK;
     const mn_status st = mn_run_join(path, mn_trainer_options(r->trainer)->out, "train.json");
     return st == MN_OK ? mn_json_save(path, root->value) : st;
 }
@@ -450,6 +476,35 @@ static void print_plan(run *r) {
     json_decref(root);
 }
 
+/* "nats a character" where each token is one. */
+static const char *unit_of(const run *r) {
+    const mn_tokenizer *t = mn_trainer_tokenizer(r->trainer);
+    const char *kind = t ? mn_tokenizer_kind(t) : "";
+    const bool each = r->o->request.choice.per_character;
+    if (strcmp(kind, "chars") == 0 || each) return "nats a character";
+    return strcmp(kind, "bytes") == 0 ? "nats a byte" : "nats a token";
+}
+
+static void put_command(const char *about, const char *format, ...) {
+    char text[PATH + 128];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    printf("  %-48s  %s\n", text, about);
+}
+
+/* How to go on from here. */
+static void print_next(const run *r, const char *out) {
+    const int64_t steps = mn_trainer_options(r->trainer)->steps;
+    printf("the model is in %s%s\n\n", out, mn_run_pointed(out, "best") >= 0
+           ? "/best (lowest held-out loss) and /last" : "/last");
+    put_command("write", "mneme generate --model %s \"...\"", out);
+    put_command("see its curves", "mneme plot %s --text", out);
+    put_command("train on", "mneme train --resume %s --steps %" PRId64, out, 2 * steps);
+    put_command("the same model on another text", "mneme train OTHER.txt --from %s", out);
+}
+
 static void report(const run *r, double seconds) {
     const double peak = peak_mebibytes(r->device), best = mn_trainer_best(r->trainer);
     const char *out = mn_trainer_options(r->trainer)->out;
@@ -474,14 +529,11 @@ static void report(const run *r, double seconds) {
         return;
     }
     printf("loss %.4f", r->loss);
-    if (!isnan(best)) printf(", best on held-out data %.4f", best);
+    if (!isnan(best)) printf(", best on held-out data %.4f %s", best, unit_of(r));
     printf("; %" PRId64 " steps, %.1f s, %.0f tokens/s; memory %.0f MiB (predicted %.0f)\n",
            mn_trainer_step_number(r->trainer), seconds, rate, peak,
            mebibytes(r->memory.total) + r->program);
-    const bool has_best = mn_run_pointed(out, "best") >= 0;
-    printf("%s/last%s%s%s the model%s: mneme generate --model %s/last\n", out,
-           has_best ? " and " : "", has_best ? out : "", has_best ? "/best are" : " is",
-           has_best ? "s" : "", out);
+    print_next(r, out);
 }
 
 /* What the signals do: ask once for a checkpoint and an end; a second Ctrl-C ends at once. A file
@@ -498,9 +550,14 @@ static mn_status start(run *r, const mn_json *root, const char *checkpoint) {
     if (st != MN_OK) return st;
     const mn_train_options *t = mn_trainer_options(r->trainer);
     r->from = mn_trainer_step_number(r->trainer);
-    st = mn_run_log_open(&r->log, t->out, r->o->resume ? r->from : MN_RUN_NEW, t->tensorboard);
+    const int64_t from = r->o->request.resume ? r->from : MN_RUN_NEW;
+    st = mn_run_log_open(&r->log, t->out, from, t->tensorboard);
     if (st == MN_OK) st = save_config(r, root);
-    if (st == MN_OK && r->o->resume) st = seconds_before(&r->before, t->out);
+    if (st == MN_OK) {
+        st = mn_train_settings_save(r->trainer, r->o->device, r->threads);
+    }
+    if (st == MN_OK) st = mn_trainer_begin(r->trainer);
+    if (st == MN_OK && r->o->request.resume) st = seconds_before(&r->before, t->out);
     if (st != MN_OK) return st;
     r->loss = r->valid = NAN;
     r->started = r->last_time = mn_seconds();
@@ -510,9 +567,10 @@ static mn_status start(run *r, const mn_json *root, const char *checkpoint) {
 
 static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
     r->device = context->device;
-    if (!r->o->dry && !r->device) r->ceiling = mn_sgemm_rate(mn_context_threads(context));
+    r->threads = mn_context_threads(context);
     if (!r->device) r->program = peak_mebibytes(NULL);
-    mn_status st = mn_trainer_create(&r->trainer, root, context);
+    mn_status st = r->o->dry ? mn_trainer_create_dry(&r->trainer, root, context)
+                             : mn_trainer_create(&r->trainer, root, context);
     if (st == MN_OK) st = mn_trainer_predict(r->trainer, &r->memory);
     if (st != MN_OK) return st;
     const int64_t length = mn_trainer_options(r->trainer)->context;
@@ -533,33 +591,49 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     return st;
 }
 
-int mn_command_train(int argc, char **argv) {
-    options o = { 0 };
-    const int mistake = parse(&o, argc, argv);
-    if (mistake < 0) print_help();
-    if (mistake != 0) return mistake < 0 ? 0 : mistake;
-    if (argc == 1) {
-        return mn_options_mistake("train", "", "a configuration, --set or --resume is needed");
-    }
+/* With the speed of the machine, which sizes are chosen by. */
+static mn_status train_as_asked(run *r, options *o) {
     mn_json root = { 0 };
     char checkpoint[PATH];
     mn_context *context = NULL;
-    run r = { .o = &o, .lock = -1, .loss = NAN, .valid = NAN };
-    mn_status st = load_config(&root, &o, checkpoint);
-    if (st == MN_OK) st = refuse_other_run(&o, &root);
-    const mn_context_options how = { .n_threads = o.threads, .device = o.device };
-    if (st == MN_OK) st = mn_context_create(&context, &how);
-    if (st == MN_OK) st = execute(&r, &root, checkpoint, context);
+    const mn_context_options how = { .n_threads = o->threads, .device = o->device };
+    mn_status st = mn_context_create(&context, &how);
+    if (st == MN_OK && !context->device) {
+        r->ceiling = mn_sgemm_rate(mn_context_threads(context));
+        o->request.choice.flops = r->ceiling;
+    } else if (st == MN_OK) {
+        o->request.choice.flops = 1e14;    // what a GPU makes of small models at least
+    }
+    if (st == MN_OK) st = mn_train_settings(&root, &o->request, checkpoint);
+    if (st == MN_OK) st = refuse_other_run(o, &root);
+    if (st == MN_OK) st = execute(r, &root, checkpoint, context);
     if (st != MN_OK) fprintf(stderr, "mneme train: %s\n", mn_last_error());
-    const bool stopped = stop_asked && r.trainer &&
-                         mn_trainer_step_number(r.trainer) < mn_trainer_options(r.trainer)->steps;
-    mn_trainer_destroy(r.trainer);
+    const bool stopped = stop_asked && r->trainer &&
+                         mn_trainer_step_number(r->trainer) < mn_trainer_options(r->trainer)->steps;
+    if (st == MN_OK && stopped) {
+        fprintf(stderr, "stopped; mneme train --resume %s goes on\n",
+                mn_trainer_options(r->trainer)->out);
+        r->stopped = true;
+    }
+    mn_trainer_destroy(r->trainer);
     mn_context_destroy(context);
     mn_json_free(&root);
-    if (r.lock >= 0) close(r.lock);
-    if (st == MN_OK && stopped) {
-        fprintf(stderr, "stopped; --resume goes on\n");
-        return 130;
+    if (r->lock >= 0) close(r->lock);
+    return st;
+}
+
+int mn_command_train(int argc, char **argv) {
+    options o = { .request.from = NULL };
+    shortcut_value values[MN_COUNTOF(shortcuts)];
+    int status = parse(&o, values, argc, argv);
+    if (status == 0 && argc == 1) {
+        status = mn_options_mistake("train", "", "a text, a configuration, --set or --resume is "
+                                    "needed, such as mneme train book.txt");
     }
-    return st == MN_OK ? 0 : 1;
+    if (status < 0) print_help();
+    run r = { .o = &o, .lock = -1, .rate = NAN, .loss = NAN, .valid = NAN };
+    if (status == 0 && train_as_asked(&r, &o) != MN_OK) status = 1;
+    for (size_t i = 0; i < MN_COUNTOF(shortcuts); i++) free(values[i].set);
+    if (status != 0) return status < 0 ? 0 : status;
+    return r.stopped ? 130 : 0;
 }

@@ -25,16 +25,16 @@
 #include "base/util.h"
 #include "io/file.h"
 #include "tokenizer/tokenizer.h"
-#include "tasks/haystack.h"
+#include "tasks/niah/haystack.h"
 #include "tasks/task_internal.h"
 
 static const char adjective_list[] =
 #define ADJECTIVES(words) words
-#include "tasks/niah_words.def"
+#include "tasks/niah/niah_words.def"
     ;
 static const char noun_list[] =
 #define NOUNS(words) words
-#include "tasks/niah_words.def"
+#include "tasks/niah/niah_words.def"
     ;
 
 enum {

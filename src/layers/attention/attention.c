@@ -2,11 +2,14 @@
  *
  *   q = turn(x W_q')   k = turn(x W_k')   v = x W_v'      turn: rotary positions, first half with
  *                                                         second half of a head (use_rope)
- *   attention        w = softmax(q.k / sqrt K)
+ *   attention        w = softmax(q.k / sqrt K), over the newest window_size keys where that is set
  *   relu_attention   w = relu(z / |z|), z = q.k / sqrt K over all keys so far
  *   y = (sum_i w_i v_i) W_o'
  *
  * use_output_gate multiplies what is read by the sigmoid of a gate beside the query.
+ * fused_qkv: one projection for q, k and v. qk_norm_whole norms the heads of q, and those of k, as
+ * one vector. The multipliers are those of published models.
+ *
  * qk_rms_norm norms every head of q and k before they turn, by weights of a head. A head turns
  * in its first partial_rotary_factor channels. Frequencies of rope_type:
  *
@@ -34,11 +37,9 @@ static int64_t turning(const mn_layer *layer) {
 
 static mn_status check_turning(const mn_layer *layer) {
     const mn_layer_config *c = &layer->config;
-    mn_status st = mn_layer_require(layer, c->window_size == 0, "window_size",
-                                    "is not built: attention sees all keys so far");
-    if (st != MN_OK || !c->use_rope) return st;
+    if (!c->use_rope) return MN_OK;
     const int64_t R = turning(layer);
-    st = mn_layer_require(layer, R >= 2 && R % 2 == 0 && R <= MN_SIZE(&layer->sizes, 'K'),
+    mn_status st = mn_layer_require(layer, R >= 2 && R % 2 == 0 && R <= MN_SIZE(&layer->sizes, 'K'),
                           "partial_rotary_factor", "leaves no even part of a head to turn");
     if (st == MN_OK) {
         st = mn_layer_require(layer, c->rope_type == ROPE_DEFAULT || c->rope_factor > 0.0,
@@ -74,7 +75,22 @@ static mn_status derive(mn_layer *layer, int64_t context) {
         st = mn_layer_require(layer, !c->use_rope || c->rope_theta > 0.0, "rope_theta",
                               "must be positive");
     }
-    return st == MN_OK && layer->kind == MN_LAYER_attention ? check_turning(layer) : st;
+    MN_SIZE(s, 'C') = (H + 2 * J) * MN_SIZE(s, 'K');
+    if (st != MN_OK || layer->kind != MN_LAYER_attention) return st;
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, !c->fused_qkv || !(c->qk_rms_norm || c->qk_norm_whole ||
+                                                        c->use_output_gate), "fused_qkv",
+                              "goes without norms of queries and keys and without a gate");
+    }
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, c->fused_qkv != 2 || J == H, "fused_qkv",
+                              "head after head needs as many key-value heads as heads");
+    }
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, !c->o_bias || c->output_multiplier == 1.0,
+                              "output_multiplier", "goes without o_bias");
+    }
+    return st == MN_OK ? check_turning(layer) : st;
 }
 
 /* Radians a token that pair i of R / 2 turns by. */
@@ -167,12 +183,38 @@ static mn_tensor *normed(mn_forward *f, mn_tensor *x, const char *norm) {
     return y;
 }
 
+/* The same norm over all heads at once. */
+static mn_tensor *normed_whole(mn_forward *f, mn_tensor *x, const char *norm) {
+    return f->layer->config.qk_norm_whole ? normed(f, x, norm) : x;
+}
+
 /* (B,T,n,K), turned to its position in the sequence if `turns`. */
 static mn_tensor *heads_of(mn_forward *f, mn_tensor *x, int64_t n, const char *weight,
                            const char *bias, const char *norm, bool turns) {
-    mn_tensor *y = mn_tape_heads(f->tape, mn_project(f, x, weight, bias), n);
-    y = normed(f, y, norm);
+    mn_tensor *y = normed_whole(f, mn_project(f, x, weight, bias), norm);
+    y = mn_tape_heads(f->tape, y, n);
+    if (!f->layer->config.qk_norm_whole) y = normed(f, y, norm);
     return turns ? turned(f, y) : y;
+}
+
+/* With fused_qkv one projection makes all three, which are neither normed nor gated. */
+static void split_fused(mn_forward *f, mn_tensor *x, mn_tensor **q, mn_tensor **k, mn_tensor **v) {
+    mn_tape *tape = f->tape;
+    const int64_t H = MN_OF(f, 'H'), J = MN_OF(f, 'J'), K = MN_OF(f, 'K');
+    mn_tensor *wide = mn_project(f, x, "qkv_proj.weight", "qkv_proj.bias"), *part[3];
+    const bool heads = f->layer->config.fused_qkv == 2;
+    if (heads) {
+        mn_split_heads(f, mn_tape_heads(tape, wide, H), (int64_t[]){ K, K, K }, 3, part);
+    } else {
+        mn_tape_split(tape, wide, (int64_t[]){ H * K, J * K, J * K }, 3, part);
+        for (int i = 0; i < 3; i++) {
+            part[i] = mn_tape_heads(tape, mn_tape_join(tape, part + i, 1), i ? J : H);
+        }
+    }
+    const bool turns = f->layer->config.use_rope;
+    *q = turns ? turned(f, part[0]) : part[0];
+    *k = turns ? turned(f, part[1]) : part[1];
+    *v = part[2];
 }
 
 /* With use_output_gate q_proj makes a head's query and its gate, one after the other. */
@@ -196,19 +238,27 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     const bool softmax = f->layer->kind == MN_LAYER_attention;
     const int64_t J = MN_OF(f, 'J');
     static const char *const first[] = { "q_proj.weight", "k_proj.weight", "v_proj.weight" };
-    if (!mn_use(f, "q_proj.bias")) mn_project_ahead(f, x, first, MN_COUNTOF(first));
-    mn_tensor *gate = NULL;
-    mn_tensor *q = query_of(f, x, &gate);
-    mn_tensor *k = heads_of(f, x, J, "k_proj.weight", "k_proj.bias", "k_norm.weight",
-                            c->use_rope);
-    mn_tensor *v = heads_of(f, x, J, "v_proj.weight", "v_proj.bias", "", false);
+    if (softmax && c->input_multiplier != 1.0) x = mn_tape_affine(f->tape, x, c->input_multiplier, 0.0);
+    const bool fused = softmax && c->fused_qkv;
+    if (!fused && !mn_use(f, "q_proj.bias")) mn_project_ahead(f, x, first, MN_COUNTOF(first));
+    mn_tensor *gate = NULL, *q = NULL, *k = NULL, *v = NULL;
+    if (fused) {
+        split_fused(f, x, &q, &k, &v);
+    } else {
+        q = query_of(f, x, &gate);
+        k = heads_of(f, x, J, "k_proj.weight", "k_proj.bias", "k_norm.weight", c->use_rope);
+        v = heads_of(f, x, J, "v_proj.weight", "v_proj.bias", "", false);
+    }
     k = mn_state_append(f->state, f->tape, k, "k");
     v = mn_state_append(f->state, f->tape, v, "v");
     if (!q || !k || !v) return NULL;
     mn_run run;
     void *args = mn_run_start(&run, f->tape, softmax ? MN_OP_attention : MN_OP_relu_attention);
-    const double scale = 1.0 / sqrt((double)MN_OF(f, 'K'));
+    double scale = 1.0 / sqrt((double)MN_OF(f, 'K'));
+    if (softmax && c->attention_scale != 0.0) scale = c->attention_scale;
+    if (softmax) scale *= c->key_multiplier;    // of the scores: keys turn the same
     if (softmax) ((mn_attention_args *)args)->scale = scale;
+    if (softmax) ((mn_attention_args *)args)->window = c->window_size;
     else ((mn_relu_attention_args *)args)->scale = scale;
     mn_state_rows(f->state, &run);
     mn_run_in(&run, "q", q);
@@ -220,6 +270,9 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     if (kept) mn_run_out(&run, "lse");
     mn_run_now(&run);
     if (gate) o = mn_tape_gate(f->tape, MN_UNARY_SIGMOID, gate, o);
+    if (softmax && c->output_multiplier != 1.0) {
+        o = mn_tape_affine(f->tape, o, c->output_multiplier, 0.0);
+    }
     return mn_project_out(f, mn_tape_flat(f->tape, o), "o_proj.weight", "o_proj.bias");
 }
 

@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""Operators of a GPU beside the kernels people use instead, in one process, in turn.
+
+    python3 bench/peers/gpu.py [--rows gdn,kda,attention] [--shapes table|grid] [--json FILE]
+
+Peers that can be imported take part, the others are named and left out: flash-linear-attention (fla),
+FlashQLA (flash_qla), cuDNN's KDA (cudnn), cuDNN's and FlashAttention's softmax attention (torch).
+Each figure is the median of --runs calls; ours and the peers' take turns, an event on either side of
+a call, and the stream is kept busy so that the host is always ahead. Differences are relative to the
+first peer, in the norm of the whole tensor. Needs the package `mneme` with CUDA kernels."""
+import argparse
+import importlib
+import json
+import math
+import statistics
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import mneme.torch.ops as ours
+
+# sequences, tokens, query heads, value heads, width
+TABLE = [(4, 4096, 16, 16, 128), (8, 4096, 16, 16, 128), (1, 32768, 16, 16, 128),
+         (4, 8192, 16, 32, 128), (1, 32768, 16, 32, 128), (4, 8192, 16, 64, 128),
+         (1, 8192, 8, 8, 128)]
+GRID = TABLE + [(8, 4096, 8, 8, 128), (1, 131072, 16, 16, 128), (1, 131072, 4, 4, 128),
+                (1, 4096, 16, 16, 128), (1, 512, 16, 16, 128), (16, 512, 16, 16, 128),
+                (64, 512, 16, 16, 128), (64, 1024, 4, 4, 128), (32, 2048, 4, 4, 128)]
+
+
+def module(name):
+    try:
+        return importlib.import_module(name)
+    except Exception as problem:            # a peer may fail in any way where it does not fit
+        print(f"left out: {name}: {type(problem).__name__}: {str(problem)[:120]}", file=sys.stderr)
+        return None
+
+
+def normal(*shape):
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def unit(*shape):
+    return F.normalize(normal(*shape).float(), dim=-1).bfloat16()
+
+
+def inputs_of(row, B, T, H, HV, D, strength):
+    """What the row takes; q and k repeated to the value heads unless a peer does that itself."""
+    x = {"q": unit(B, T, H, D), "k": unit(B, T, H, D), "v": normal(B, T, HV, D)}
+    if row in ("gdn", "kda", "delta"):
+        x["beta"] = torch.rand(B, T, HV, device="cuda").bfloat16()
+    if row == "gdn":
+        x["g"] = F.logsigmoid(torch.randn(B, T, HV, device="cuda"))
+    if row in ("kda", "gla"):
+        g = F.logsigmoid(torch.randn(B, T, HV, D, device="cuda"))
+        x["g"] = (strength * g).bfloat16() if row == "gla" else strength * g
+    return x
+
+
+def repeated(x, heads):
+    have = x.shape[2]
+    return x if have == heads else x.repeat_interleave(heads // have, 2)
+
+
+def first(results):
+    return results[0] if isinstance(results, tuple) else results
+
+
+def our_call(row, x, scale):
+    """The function and its inputs."""
+    heads = x["v"].shape[2]
+    t = {**x, "q": repeated(x["q"], heads), "k": repeated(x["k"], heads)}
+    if "g" in t:
+        t["g"] = t["g"].bfloat16()
+    names = {"gdn": ("chunk_gated_delta_rule", "q k v g beta"), "kda": ("chunk_kda", "q k v g beta"),
+             "delta": ("chunk_delta_rule", "q k v beta"), "gla": ("chunk_gla", "q k v g"),
+             "linear": ("chunk_linear_attn", "q k v"), "retnet": ("chunk_retention", "q k v")}
+    if row == "attention":
+        return (lambda *a: first(ours.attention(*a, scale=scale))), t, ("q", "k", "v")
+    function, order = names[row]
+    call = getattr(ours, function)
+    extra = {"normalize": False} if row == "linear" else {} if row == "retnet" else {"scale": scale}
+    return (lambda *a: call(*a, **extra)[0]), t, tuple(order.split())
+
+
+def fla_call(row, x, scale):
+    fla = module("fla.ops")
+    if not fla or row == "attention":
+        return None
+    names = {"gdn": "chunk_gated_delta_rule", "kda": "chunk_kda", "delta": "chunk_delta_rule",
+             "gla": "chunk_gla", "linear": "chunk_linear_attn", "retnet": "chunk_retention"}
+    function = getattr(fla, names[row], None)
+    if not function:
+        return None
+    call, t, order = our_call(row, x, scale)
+    extra = {"normalize": False} if row == "linear" else {} if row == "retnet" else {"scale": scale}
+    return (lambda *a: function(*a, **extra)[0]), t, order
+
+
+def flashqla_call(row, x, scale):
+    qla = module("flash_qla") if row == "gdn" else None
+    if not qla:
+        return None
+    return (lambda *a: qla.chunk_gated_delta_rule(*a, scale=scale)[0]), x, ("q", "k", "v", "g", "beta")
+
+
+def cudnn_call(row, x, scale):
+    if row == "attention":
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def attend(q, k, v):
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)),
+                                                      is_causal=True, scale=scale).transpose(1, 2)
+        return attend, x, ("q", "k", "v")
+    cudnn = module("cudnn.linear_attention") if row == "kda" else None
+    if not cudnn:
+        return None
+    B, T = x["q"].shape[:2]
+    borders = torch.arange(B + 1, device="cuda", dtype=torch.int32) * T
+    flat = {n: z.reshape(-1, *z.shape[2:]) for n, z in our_call(row, x, scale)[1].items()}
+    flat["g"], flat["beta"] = flat["g"].float(), flat["beta"].float()
+
+    def attend(*a):
+        o = cudnn.kimi_delta_attention(*a, borders, plan_name="kda_hopper_cuda")
+        return o[0] if isinstance(o, tuple) else o
+    return attend, flat, ("q", "k", "v", "g", "beta")
+
+
+PEERS = {"fla": fla_call, "flashqla": flashqla_call, "cudnn": cudnn_call}
+
+
+class Contender:
+    """One side: its function, its inputs, and what its calls took."""
+
+    def __init__(self, name, function, tensors, order):
+        self.name, self.function, self.times = name, function, {"forward": [], "train": []}
+        self.still = [tensors[n].detach().clone() for n in order]
+        self.leaves = [t.detach().clone().requires_grad_(True) for t in self.still]
+        self.cotangent = None
+
+    def forward(self):
+        with torch.no_grad():
+            return self.function(*self.still)
+
+    def train(self):
+        for leaf in self.leaves:
+            leaf.grad = None
+        o = self.function(*self.leaves)
+        if self.cotangent is None:
+            self.cotangent = torch.randn_like(o)
+        o.backward(self.cotangent)
+        return o
+
+    def time(self, what):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(400000)           # the host gets ahead
+        start.record()
+        getattr(self, what)()
+        end.record()
+        return start, end
+
+
+def contenders(row, shape, strength):
+    x = inputs_of(row, *shape, strength)
+    scale = shape[-1] ** -0.5
+    made = [Contender("mneme", *our_call(row, x, scale))]
+    for name, make in PEERS.items():
+        try:
+            call = make(row, x, scale)
+            if not call:
+                continue
+            peer = Contender(name, *call)
+            peer.forward()
+            made.append(peer)
+        except Exception as problem:
+            print(f"left out: {name} at {shape}: {str(problem)[:120]}", file=sys.stderr)
+    return made
+
+
+def measure(row, shape, strength, runs):
+    made = contenders(row, shape, strength)
+    result = {"row": row, "B": shape[0], "T": shape[1], "H": shape[2], "HV": shape[3],
+              "D": shape[4], "gates": strength}
+    for what in ("forward", "train"):
+        alive = []
+        for c in made:
+            try:
+                for _ in range(3):
+                    getattr(c, what)()
+                alive.append(c)
+            except Exception as problem:
+                print(f"left out: {c.name} {what} at {shape}: {str(problem)[:120]}", file=sys.stderr)
+        events = [[c.time(what) for c in alive] for _ in range(runs)]
+        torch.cuda.synchronize()
+        for c, column in zip(alive, zip(*events)):
+            result[f"{c.name}_{what}_ms"] = statistics.median(a.elapsed_time(b) for a, b in column)
+    if len(made) > 1:
+        o = made[0].forward().float().reshape(-1)
+        p = made[1].forward().float().reshape(-1)
+        result["difference"] = ((o - p).norm() / p.norm()).item()
+    return result
+
+
+def show(r):
+    sides = [k[:-len("_forward_ms")] for k in r if k.endswith("_forward_ms")]
+    figures = "   ".join("%s %.3f / %.3f" % (s, r[f"{s}_forward_ms"], r.get(f"{s}_train_ms", math.nan))
+                         for s in sides)
+    print(f"{r['row']:9s} {r['B']:2d} x {r['T']:6d}  H {r['H']:2d}/{r['HV']:2d} d{r['D']} "
+          f"gates x{r['gates']:g}   {figures}   off {r.get('difference', math.nan):.1e}", flush=True)
+
+
+def closing(results):
+    """Best peer's time over ours, over all shapes of a row."""
+    for row in dict.fromkeys(r["row"] for r in results):
+        for what in ("forward", "train"):
+            ratios = []
+            for r in (r for r in results if r["row"] == row):
+                peers = [v for k, v in r.items() if k.endswith(f"_{what}_ms") and "mneme" not in k]
+                if peers and f"mneme_{what}_ms" in r:
+                    ratios.append(min(peers) / r[f"mneme_{what}_ms"])
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                print(f"{row} {what}: {len(ratios)} shapes, best peer over ours: geometric mean "
+                      f"{mean:.2f}, worst {min(ratios):.2f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="gdn,kda,gla,linear,retnet,attention")
+    parser.add_argument("--shapes", default="table", choices=("table", "grid", "one"))
+    parser.add_argument("--gates", default="1", help="factors of log decays, such as 0.0625,1,3")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    torch.manual_seed(1)
+    results = []
+    shapes = {"table": TABLE, "grid": GRID, "one": TABLE[:1]}[options.shapes]
+    for row in options.rows.split(","):
+        for shape in shapes if row == "gdn" else TABLE[:1]:
+            for strength in map(float, options.gates.split(",")):
+                r = measure(row, shape, strength, options.runs)
+                results.append(r)
+                show(r)
+                torch.cuda.empty_cache()
+                if options.json:
+                    with open(options.json, "w") as file:
+                        json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+                                   "results": results}, file, indent=1)
+    closing(results)
+
+
+if __name__ == "__main__":
+    main()

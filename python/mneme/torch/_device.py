@@ -1,0 +1,98 @@
+"""Launches on GPUs: PyTorch's current stream, and memory for work from PyTorch's allocator.
+
+A GPU has one context for all threads of the process. What it holds between calls belongs to the
+stream they went to: another stream, or a CUDA graph that is being recorded, gives it back first.
+Inside of a recording nothing is kept: addresses there belong to the graph's pool."""
+
+import ctypes
+import functools
+import sys
+import threading
+
+import torch
+
+from .. import _library
+
+_ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_RELEASE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+_KEEP = 64 << 20        # bytes for work that stay with a context between calls
+_DEFAULT_STREAM = 1     # cudaStreamLegacy: for PyTorch it is 0, which here would be none
+
+_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda index: torch.cuda.current_stream(index).cuda_stream)
+_current = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+_records = getattr(torch._C, "_cuda_isCurrentStreamCapturing",
+                   None) or torch.cuda.is_current_stream_capturing
+
+
+class DeviceContext(_library.Context):
+    """The context of one GPU."""
+
+    def __init__(self, index):
+        self.index, self.device = index, torch.device("cuda", index)
+        self.held, self.bytes = {}, 0
+        self.recorded = []    # host arrays that graphs read when they are replayed
+        self.lock = threading.Lock()
+        self.allocate, self.release = _ALLOCATE(self._allocate), _RELEASE(self._release)
+        self.stream = _stream_of(index) or _DEFAULT_STREAM
+        super().__init__(1, device=f"cuda:{index}", stream=self.stream,
+                         memory=(self.allocate, self.release))
+
+    def _allocate(self, owner, size):
+        try:
+            block = torch.empty(size, dtype=torch.uint8, device=self.device)
+        except Exception:    # out of memory: the library says so
+            return None
+        at = block.data_ptr()
+        self.held[at] = block
+        self.bytes += size
+        return at
+
+    def _release(self, owner, at):
+        block = self.held.pop(at, None)
+        if block is not None:
+            self.bytes -= block.numel()
+
+    def __del__(self):
+        if not sys.is_finalizing():
+            super().__del__()
+
+    def run(self, function, words, host):
+        """One operator on the current stream; `host` are the host arrays it reads."""
+        if _current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(function, words, host)
+        stream, lib = _stream_of(self.index) or _DEFAULT_STREAM, _library.library()
+        records = _records()
+        with self.lock:
+            if records and self.bytes:
+                lib.mn_context_trim(self.handle)
+            if stream != self.stream:
+                _library.check(lib.mn_context_use_stream(self.handle, stream))
+                self.stream = stream
+            status = function(self.handle, words)
+            if records or self.bytes > _KEEP:
+                lib.mn_context_trim(self.handle)
+        if status:
+            _library.check(status)
+        if records:
+            self.recorded.extend(x for x in host if x is not None)
+
+
+_made = threading.Lock()
+
+
+@functools.lru_cache(maxsize=None)
+def context(index):
+    with _made:
+        return DeviceContext(index)
+
+
+def run(function, device, words, host):
+    """Calls an operator of the library for tensors on `device`."""
+    if device.type == "cpu":
+        status = function(_library.cpu_handle(), words)
+        if status:
+            _library.check(status)
+    else:
+        context(device.index or 0).run(function, words, host)

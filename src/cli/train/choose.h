@@ -1,0 +1,26 @@
+/* choose.h - mneme train book.txt: what is trained when nobody says. */
+#ifndef MN_CLI_TRAIN_CHOOSE_H
+#define MN_CLI_TRAIN_CHOOSE_H
+
+#include <stdbool.h>
+
+#include "io/json.h"
+
+enum { MN_CHOICE_SAID = 1024 };
+
+typedef struct mn_choice {
+    double size;              // parameters asked for, without embeddings; 0: by text and machine
+    double flops;             // operations a second of this machine's products of matrices
+    bool from;                // a model is given: its sizes and its tokenizer stay
+    bool per_character;       // tokens are bytes, and each is a character
+    char said[MN_CHOICE_SAID];    // what was chosen and why, in lines; "" where nothing was
+} mn_choice;
+
+/* "300k", "10m", "1.5b" as a number of parameters. */
+bool mn_choice_size(void *to, const char *value);
+
+/* Fills in what the document leaves open: layers, sizes, tokenizer, context, batch, steps, learning
+ * rate, evaluations. What it says stays. data.train names text or tokens. */
+mn_status mn_train_choose(mn_json *root, mn_choice *choice);
+
+#endif

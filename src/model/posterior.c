@@ -1,0 +1,485 @@
+/* posterior.c - posteriors filtered once more from what a pass tells of its layers. */
+#include "model/posterior.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "base/util.h"
+
+static const char *const statistic_names[] = {
+#define STATISTIC(id, name, about) name,
+#include "model/posterior.def"
+#undef STATISTIC
+};
+
+static const char *const statistic_abouts[] = {
+#define STATISTIC(id, name, about) about,
+#include "model/posterior.def"
+#undef STATISTIC
+};
+
+const char *mn_statistic_name(mn_statistic statistic) {
+    return statistic_names[statistic];
+}
+
+const char *mn_statistic_about(mn_statistic statistic) {
+    return statistic_abouts[statistic];
+}
+
+/* ---- what is heard --------------------------------------------------------------------------- */
+
+enum { Q, K, LA, L2, R2, P0, READ, GATE, PREC, A, P, Y, B_, G, IP, BETA, GAMMA, N_MEM, HEARD };
+
+static const char *const heard_names[HEARD] = {
+    [Q] = "q", [K] = "k", [LA] = "la", [L2] = "l2", [R2] = "r2", [P0] = "p0", [READ] = "read",
+    [GATE] = "gate", [PREC] = "prec", [A] = "a", [P] = "p", [Y] = "y", [B_] = "b", [G] = "g",
+    [IP] = "ip", [BETA] = "beta", [GAMMA] = "gamma", [N_MEM] = "n_mem",
+};
+
+typedef enum family { BAYES, KLA, PALIMPSA_CODE, PALIMPSA_PAPER } family;
+
+/* Which of these a family has to tell. */
+static const int needed[][10] = {
+    [BAYES] = { Q, K, LA, L2, R2, P0, READ, -1 },
+    [KLA] = { Q, K, PREC, A, P, Y, -1 },
+    [PALIMPSA_CODE] = { Q, K, B_, G, IP, READ, -1 },
+    [PALIMPSA_PAPER] = { Q, K, BETA, GAMMA, N_MEM, IP, READ, -1 },
+};
+
+typedef struct heard {
+    float *at;
+    int64_t count, room;
+    bool now;                    // of this pass
+} heard;
+
+typedef struct belief_layer {
+    int index;                   // in the model
+    family family;
+    int64_t H, K, V, G;          // kla: H = 1, V channels, K slots
+    int64_t units;               // H times the units of a head
+    heard heard[HEARD];
+} belief_layer;
+
+struct mn_posterior {
+    int n_layers, per_statistic, features;
+    belief_layer *layers;
+    mn_tape *tape;
+    mn_tap tap;
+    mn_status st;
+};
+
+static mn_status keep(heard *h, mn_tape *tape, const mn_tensor *x) {
+    const int64_t n = x->shape[0] * x->shape[1] * x->shape[2] * x->shape[3];
+    if (n > h->room) {
+        float *more = realloc(h->at, (size_t)n * sizeof *more);
+        if (!more) return mn_fail(MN_ERR_MEMORY, "no memory for what a layer tells");
+        h->at = more;
+        h->room = n;
+    }
+    h->count = n;
+    h->now = true;
+    return mn_tape_read(tape, x, h->at);
+}
+
+static void hear(void *context, int layer, const char *name, const mn_tensor *x) {
+    mn_posterior *p = context;
+    int l = 0, i = 0;
+    while (l < p->n_layers && p->layers[l].index != layer) l++;
+    while (i < HEARD && strcmp(heard_names[i], name) != 0) i++;
+    if (l == p->n_layers || i == HEARD || p->st != MN_OK) return;
+    p->st = keep(&p->layers[l].heard[i], p->tape, x);
+}
+
+/* ---- which layers ---------------------------------------------------------------------------- */
+
+static bool family_of(family *out, const mn_layer *layer) {
+    switch (layer->kind) {
+    case MN_LAYER_bayes:
+        *out = BAYES;
+        return true;
+    case MN_LAYER_kla:
+        *out = KLA;
+        return layer->config.decode_from_prior == 0;
+    case MN_LAYER_palimpsa_code:
+        *out = PALIMPSA_CODE;
+        return layer->config.metaplasticity != 0;
+    case MN_LAYER_palimpsa_paper:
+        *out = PALIMPSA_PAPER;
+        return true;
+    default:
+        return false;
+    }
+}
+
+static belief_layer layer_of(int index, family kind, const mn_layer *layer) {
+    const mn_layer_sizes *s = &layer->sizes;
+    belief_layer b = { .index = index, .family = kind, .H = 1, .G = 1, .K = MN_SIZE(s, 'K'),
+                       .V = MN_SIZE(s, 'V') };
+    if (kind != KLA) b.H = MN_SIZE(s, 'H');
+    if (kind == BAYES) b.G = MN_SIZE(s, 'G');
+    b.units = b.H * (kind == BAYES ? b.G : b.V);
+    return b;
+}
+
+enum { LEAST, MEAN, LARGEST, HEADS };    // places of a layer's features of a statistic
+
+mn_status mn_posterior_create(mn_posterior **out, const mn_model *model) {
+    const int n = mn_model_describe(model)->n_layers;
+    mn_posterior *p = calloc(1, sizeof *p);
+    *out = NULL;
+    if (p) p->layers = calloc((size_t)n + 1, sizeof *p->layers);
+    if (!p || !p->layers) {
+        free(p);
+        return mn_fail(MN_ERR_MEMORY, "no memory for the posteriors of %d layers", n);
+    }
+    for (int i = 0; i < n; i++) {
+        const mn_layer *layer = mn_model_layer(model, i);
+        family f;
+        if (!family_of(&f, layer)) continue;
+        p->layers[p->n_layers] = layer_of(i, f, layer);
+        p->per_statistic += HEADS + (int)p->layers[p->n_layers++].H;
+    }
+    if (p->n_layers > 0) p->per_statistic++;      // the mean over layers, which is the first
+    p->features = MN_STATISTICS * p->per_statistic;
+    p->tap = (mn_tap){ hear, p };
+    *out = p;
+    return MN_OK;
+}
+
+void mn_posterior_destroy(mn_posterior *p) {
+    if (!p) return;
+    for (int l = 0; l < p->n_layers; l++) {
+        for (int i = 0; i < HEARD; i++) free(p->layers[l].heard[i].at);
+    }
+    free(p->layers);
+    free(p);
+}
+
+int mn_posterior_features(const mn_posterior *p) {
+    return p->features;
+}
+
+int mn_posterior_overall(const mn_posterior *p, mn_statistic statistic) {
+    return (int)statistic * p->per_statistic;
+}
+
+void mn_posterior_feature(const mn_posterior *p, int feature, mn_statistic *statistic, char *name,
+                          size_t size) {
+    static const char *const parts[HEADS] = { "least", "mean", "largest" };
+    int at = feature % p->per_statistic - 1;
+    *statistic = (mn_statistic)(feature / p->per_statistic);
+    if (at < 0) {
+        snprintf(name, size, "mean");
+        return;
+    }
+    const belief_layer *l = p->layers;
+    for (; at >= HEADS + (int)l->H; l++) at -= HEADS + (int)l->H;
+    if (at < HEADS) snprintf(name, size, "layer %d %s", l->index, parts[at]);
+    else snprintf(name, size, "layer %d head %d", l->index, at - HEADS);
+}
+
+const mn_tap *mn_posterior_tap(mn_posterior *p, mn_tape *tape) {
+    p->tape = tape;
+    p->st = MN_OK;
+    for (int l = 0; l < p->n_layers; l++) {
+        for (int i = 0; i < HEARD; i++) p->layers[l].heard[i].now = false;
+    }
+    return &p->tap;
+}
+
+/* ---- one sequence ---------------------------------------------------------------------------- */
+
+/* Where the questions of a sequence are, and room for (questions, units, statistics). */
+typedef struct sequence {
+    const belief_layer *l;
+    int64_t b, T;                // row of the batch, its tokens
+    const int32_t *places;       // tokens, ascending
+    int64_t n;
+    double *units;
+    double *work;
+} sequence;
+
+/* Rows of `width` numbers that `which` has for each token. */
+static const float *row_of(const sequence *s, int which, int64_t t, int64_t width) {
+    return s->l->heard[which].at + (s->b * s->T + t) * width;
+}
+
+static double silu(double x) {
+    return x / (1.0 + exp(-x));
+}
+
+static double mean_square(const float *x, int64_t n) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += (double)x[i] * x[i];
+    return sum / (double)n;
+}
+
+/* silu(gate)^2 of column j of head h, 1 without a gate. */
+static double opening(const sequence *s, int64_t t, int64_t h, int64_t j) {
+    const belief_layer *l = s->l;
+    if (!l->heard[GATE].now) return 1.0;
+    const double open = silu(row_of(s, GATE, t, l->H * l->V)[h * l->V + j]);
+    return open * open;
+}
+
+static double *unit_of(const sequence *s, int64_t question, int64_t unit) {
+    return s->units + (question * s->l->units + unit) * MN_STATISTICS;
+}
+
+/* What all families put: variance, what it was before the first token, its mean over directions. */
+static void put_unit(double *to, double variance, double prior, double directions, double logdet) {
+    to[MN_STATISTIC_VARIANCE] = variance;
+    to[MN_STATISTIC_PRIOR] = variance / prior;
+    to[MN_STATISTIC_DIRECTION] = variance / directions;
+    to[MN_STATISTIC_LOGDET] = logdet;
+}
+
+/* log |P| by Cholesky; `work` has K^2 numbers. */
+static double log_determinant(const double *P_, int64_t K_, double *work) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < K_; i++) {
+        for (int64_t j = 0; j <= i; j++) {
+            double x = P_[i * K_ + j];
+            for (int64_t k = 0; k < j; k++) x -= work[i * K_ + k] * work[j * K_ + k];
+            work[i * K_ + j] = i == j ? sqrt(fmax(x, 1e-30)) : x / work[j * K_ + j];
+        }
+        sum += 2.0 * log(work[i * K_ + i]);
+    }
+    return sum;
+}
+
+/* A token into the covariance of a head and noise group. */
+static void bayes_step(const sequence *s, double *cov, double *u, int64_t t, int64_t h, int64_t g) {
+    const belief_layer *l = s->l;
+    const int64_t K_ = l->K;
+    const float *k = row_of(s, K, t, l->H * K_) + h * K_;
+    const float *la = row_of(s, LA, t, l->H * K_) + h * K_;
+    const double l2 = row_of(s, L2, t, l->H)[h], r2 = row_of(s, R2, t, l->H * l->G)[h * l->G + g];
+    double seen = r2;
+    for (int64_t i = 0; i < K_; i++) {
+        u[i] = 0.0;
+        for (int64_t j = 0; j < K_; j++) {
+            cov[i * K_ + j] = cov[i * K_ + j] * exp((double)la[i] + la[j]) + (i == j ? l2 : 0.0);
+            u[i] += cov[i * K_ + j] * k[j];
+        }
+        seen += u[i] * k[i];
+    }
+    for (int64_t i = 0; i < K_; i++) {
+        for (int64_t j = 0; j < K_; j++) cov[i * K_ + j] -= u[i] * u[j] / seen;
+    }
+}
+
+static void bayes_question(const sequence *s, const double *cov, double *work, int64_t question,
+                           int64_t h, int64_t g) {
+    const belief_layer *l = s->l;
+    const int64_t K_ = l->K, t = s->places[question], width = l->V / l->G;
+    const float *q = row_of(s, Q, t, l->H * K_) + h * K_;
+    const float *read = row_of(s, READ, t, l->H * l->V) + h * l->V;
+    const double p0 = l->heard[P0].at[h];
+    double variance = 0.0, trace = 0.0, square = 0.0, open = 0.0;
+    for (int64_t i = 0; i < K_; i++) {
+        double sum = 0.0;
+        for (int64_t j = 0; j < K_; j++) sum += cov[i * K_ + j] * q[j];
+        variance += q[i] * sum;
+        trace += cov[i * K_ + i];
+        square += (double)q[i] * q[i];
+    }
+    for (int64_t j = 0; j < width; j++) open += opening(s, t, h, g * width + j) / (double)width;
+    double *to = unit_of(s, question, h * l->G + g);
+    put_unit(to, variance, p0 * square, square * trace / (double)K_,
+             log_determinant(cov, K_, work) / (double)K_ - log(p0));
+    to[MN_STATISTIC_NOISE] = variance / (mean_square(read, l->V) + 1e-12);
+    to[MN_STATISTIC_GATED] = to[MN_STATISTIC_NOISE] * open;
+}
+
+static void read_bayes(const sequence *s) {
+    const int64_t K_ = s->l->K;
+    double *cov = s->work, *u = cov + K_ * K_, *work = u + K_;
+    for (int64_t unit = 0; unit < s->l->units; unit++) {
+        const int64_t h = unit / s->l->G, g = unit % s->l->G;
+        for (int64_t i = 0; i < K_ * K_; i++) {
+            cov[i] = i % (K_ + 1) == 0 ? s->l->heard[P0].at[h] : 0.0;
+        }
+        for (int64_t t = 0, i = 0; i < s->n; t++) {
+            bayes_step(s, cov, u, t, h, g);
+            if (s->places[i] == t) bayes_question(s, cov, work, i++, h, g);
+        }
+    }
+}
+
+/* One channel at a question: lam of its slots. */
+static void kla_question(const sequence *s, const double *lam, int64_t question, int64_t channel) {
+    const belief_layer *l = s->l;
+    const int64_t t = s->places[question];
+    const float *q = row_of(s, Q, t, l->K);
+    double variance = 0.0, square = 0.0, spread = 0.0, logs = 0.0;
+    for (int64_t i = 0; i < l->K; i++) {
+        variance += (double)q[i] * q[i] / lam[i];
+        square += (double)q[i] * q[i];
+        spread += 1.0 / (lam[i] * (double)l->K);
+        logs += log(lam[i]) / (double)l->K;
+    }
+    double *to = unit_of(s, question, channel);
+    put_unit(to, variance, square, square * spread, -logs);
+    to[MN_STATISTIC_NOISE] = variance / (mean_square(row_of(s, Y, t, l->V), l->V) + 1e-12);
+    to[MN_STATISTIC_GATED] = variance * opening(s, t, 0, channel);
+}
+
+static void read_kla(const sequence *s) {
+    const belief_layer *l = s->l;
+    double *lam = s->work;
+    for (int64_t c = 0; c < l->V; c++) {
+        const float *a = l->heard[A].at + c * l->K, *p = l->heard[P].at + c * l->K;
+        for (int64_t i = 0; i < l->K; i++) lam[i] = 1.0;
+        for (int64_t t = 0, question = 0; question < s->n; t++) {
+            const float *k = row_of(s, K, t, l->K);
+            const double prec = row_of(s, PREC, t, l->V)[c];
+            for (int64_t i = 0; i < l->K; i++) {
+                const double den = fmax((double)a[i] * a[i] + p[i] * lam[i], 1e-12);
+                lam[i] = lam[i] / den + prec * k[i] * k[i];
+            }
+            if (s->places[question] == t) kla_question(s, lam, question++, c);
+        }
+    }
+}
+
+/* A column of a head at a question: its importances. */
+static void palimpsa_question(const sequence *s, const double *importance, int64_t question,
+                              int64_t h, int64_t j) {
+    const belief_layer *l = s->l;
+    const int64_t t = s->places[question], K_ = l->K;
+    const float *q = row_of(s, Q, t, l->H * K_) + h * K_;
+    const double ip = l->heard[IP].at[h], share = 1.0 / (double)K_;
+    double variance = 0.0, square = 0.0, spread = 0.0, logs = 0.0;
+    for (int64_t i = 0; i < K_; i++) {
+        variance += share * q[i] * q[i] / importance[i];
+        square += share * q[i] * q[i];
+        spread += share / importance[i];
+        logs += share * log(importance[i] / ip);
+    }
+    double *to = unit_of(s, question, h * l->V + j);
+    const float *read = row_of(s, READ, t, l->H * l->V) + h * l->V;
+    put_unit(to, variance, square / ip, square * spread, -logs);
+    to[MN_STATISTIC_NOISE] = variance / (mean_square(read, l->V) + 1e-12);
+    to[MN_STATISTIC_GATED] = to[MN_STATISTIC_NOISE] * opening(s, t, h, j);
+}
+
+/* How much of the importance stays, and what a key adds to it. */
+static void palimpsa_rates(const sequence *s, int64_t t, int64_t h, int64_t j, double *kept,
+                           double *added) {
+    const belief_layer *l = s->l;
+    if (l->family == PALIMPSA_CODE) {
+        *kept = exp(row_of(s, G, t, l->H)[h]);
+        *added = row_of(s, B_, t, l->H * l->V)[h * l->V + j];
+    } else {
+        *kept = 1.0 - row_of(s, GAMMA, t, l->H)[h] / l->heard[N_MEM].at[h];
+        *added = row_of(s, BETA, t, l->H * l->V)[h * l->V + j];
+    }
+}
+
+static void read_palimpsa(const sequence *s) {
+    const belief_layer *l = s->l;
+    double *importance = s->work, kept, added;
+    for (int64_t unit = 0; unit < l->units; unit++) {
+        const int64_t h = unit / l->V, j = unit % l->V;
+        const double ip = l->heard[IP].at[h];
+        for (int64_t i = 0; i < l->K; i++) importance[i] = ip;
+        for (int64_t t = 0, question = 0; question < s->n; t++) {
+            const float *k = row_of(s, K, t, l->H * l->K) + h * l->K;
+            palimpsa_rates(s, t, h, j, &kept, &added);
+            for (int64_t i = 0; i < l->K; i++) {
+                importance[i] = kept * importance[i] + (1.0 - kept) * ip + added * k[i] * k[i];
+            }
+            if (s->places[question] == t) palimpsa_question(s, importance, question++, h, j);
+        }
+    }
+}
+
+/* ---- features -------------------------------------------------------------------------------- */
+
+static double scaled(mn_statistic statistic, double x) {
+    return statistic == MN_STATISTIC_LOGDET ? x : log(fmax(x, 1e-30));
+}
+
+/* The features of one layer and statistic at a question, HEADS + H of them; returns the mean. */
+static double reduce(const sequence *s, int64_t question, mn_statistic statistic, float *to) {
+    const int64_t per_head = s->l->units / s->l->H;
+    double least = INFINITY, largest = -INFINITY, all = 0.0;
+    for (int64_t h = 0; h < s->l->H; h++) {
+        double sum = 0.0;
+        for (int64_t i = 0; i < per_head; i++) {
+            const double x = unit_of(s, question, h * per_head + i)[statistic];
+            least = fmin(least, x);
+            largest = fmax(largest, x);
+            sum += x / (double)per_head;
+        }
+        to[HEADS + h] = (float)scaled(statistic, sum);
+        all += sum / (double)s->l->H;
+    }
+    to[LEAST] = (float)scaled(statistic, least);
+    to[MEAN] = (float)scaled(statistic, all);
+    to[LARGEST] = (float)scaled(statistic, largest);
+    return to[MEAN];
+}
+
+static mn_status check_heard(const belief_layer *l, int64_t B, int64_t T) {
+    for (const int *i = needed[l->family]; *i >= 0; i++) {
+        const heard *h = &l->heard[*i];
+        if (!h->now) {
+            return mn_fail(MN_ERR_INTERNAL, "layer %d does not tell its %s", l->index,
+                           heard_names[*i]);
+        }
+    }
+    const int64_t want = B * T * l->H * l->K;
+    return l->heard[Q].count == want && l->heard[K].count == want
+               ? MN_OK : mn_fail(MN_ERR_INTERNAL, "layer %d tells of another pass", l->index);
+}
+
+static mn_status read_sequence(const mn_posterior *p, sequence *s, float *out) {
+    static void (*const readers[])(const sequence *) = {
+        [BAYES] = read_bayes, [KLA] = read_kla,
+        [PALIMPSA_CODE] = read_palimpsa, [PALIMPSA_PAPER] = read_palimpsa,
+    };
+    for (int64_t i = 0; i < s->n; i++) {
+        for (int k = 0; k < MN_STATISTICS; k++) out[i * p->features + k * p->per_statistic] = 0.0f;
+    }
+    for (int l = 0, at = 1; l < p->n_layers; at += HEADS + (int)p->layers[l++].H) {
+        const int64_t K_ = p->layers[l].K;
+        s->l = &p->layers[l];
+        s->units = malloc((size_t)(s->n * s->l->units * MN_STATISTICS) * sizeof *s->units);
+        s->work = malloc((size_t)(2 * K_ * K_ + K_) * sizeof *s->work);
+        const bool room = s->units && s->work;
+        if (room) readers[s->l->family](s);
+        for (int64_t i = 0; room && i < s->n; i++) {
+            for (int k = 0; k < MN_STATISTICS; k++) {
+                float *to = out + i * p->features + k * p->per_statistic;
+                to[0] += (float)(reduce(s, i, (mn_statistic)k, to + at) / p->n_layers);
+            }
+        }
+        free(s->units);
+        free(s->work);
+        if (!room) return mn_fail(MN_ERR_MEMORY, "no memory for the posterior of a layer");
+    }
+    return MN_OK;
+}
+
+mn_status mn_posterior_read(const mn_posterior *p, int64_t B, int64_t T, const int32_t *places,
+                            int64_t n, float *out) {
+    int32_t *tokens = malloc((size_t)(n + 1) * sizeof *tokens);
+    mn_status st = tokens ? p->st : mn_fail(MN_ERR_MEMORY, "no memory for places");
+    for (int l = 0; st == MN_OK && l < p->n_layers; l++) st = check_heard(&p->layers[l], B, T);
+    for (int64_t at = 0; st == MN_OK && p->features > 0 && at < n;) {
+        sequence s = { .b = places[at] / T, .T = T, .places = tokens };
+        while (at + s.n < n && places[at + s.n] / T == s.b) {
+            tokens[s.n] = (int32_t)(places[at + s.n] % T);
+            s.n++;
+        }
+        st = read_sequence(p, &s, out + at * p->features);
+        at += s.n;
+    }
+    free(tokens);
+    return st;
+}
