@@ -3,7 +3,7 @@ BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: all build program setup demo collide test cuda check bench sanitize tsan fuzz format format-check tidy \
-        compile-commands install clean help
+        compile-commands wheel install package clean help
 
 all: build
 
@@ -62,8 +62,17 @@ compile-commands:  ## compile_commands.json for editors, C and CUDA
 	@cmake --preset cuda >/dev/null
 	@sh tools/compile_commands.sh build/cuda >compile_commands.json
 
+wheel:             ## wheels of the Python package in dist: CPU, and CUDA where nvcc is
+	@sh python/tools/wheel.sh all dist
+
 install: build     ## PREFIX=/usr/local by default
 	@cmake --install $(BUILD) --prefix $(or $(PREFIX),/usr/local)
+
+package:           ## a .deb and a tarball of the program, the library and its header, in build/packages
+	@sh tools/setup.sh
+	@cmake -S . -B build/package -DCMAKE_BUILD_TYPE=Release -DMN_TESTS=OFF -DMN_OPENBLAS=OFF -DMN_CUDA=$(or $(CUDA),OFF) >/dev/null
+	@cmake --build build/package -j $(JOBS) -- --no-print-directory
+	@sh tools/package.sh build/package build/packages
 
 clean:
 	@rm -rf build

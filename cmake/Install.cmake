@@ -1,7 +1,25 @@
 # make install: library, header, program, pkg-config and CMake package files
 include(CMakePackageConfigHelpers)
 
+# Libraries are looked for beside the program: an unpacked folder may bring its own in lib/mneme. The
+# older kind of run path serves what those libraries need in turn as well.
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
+    set_target_properties(mneme PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/mneme")
+    file(RELATIVE_PATH to_lib "/${CMAKE_INSTALL_BINDIR}" "/${CMAKE_INSTALL_LIBDIR}")
+    set_target_properties(mneme_cli PROPERTIES INSTALL_RPATH "$ORIGIN/${to_lib};$ORIGIN/${to_lib}/mneme")
+    target_link_options(mneme PRIVATE -Wl,--disable-new-dtags)
+    target_link_options(mneme_cli PRIVATE -Wl,--disable-new-dtags)
+endif()
+
+# Symbols carry the version of the interface that they came with.
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    configure_file(cmake/mneme.map.in mneme.map @ONLY)
+    target_link_options(mneme PRIVATE -Wl,--version-script=${CMAKE_BINARY_DIR}/mneme.map)
+    set_target_properties(mneme PROPERTIES LINK_DEPENDS ${CMAKE_BINARY_DIR}/mneme.map)
+endif()
+
 install(TARGETS mneme EXPORT mnemeTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(FILES $<TARGET_FILE:mneme_static> RENAME libmneme.a DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(TARGETS mneme_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(FILES include/mneme.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 
@@ -12,6 +30,12 @@ configure_package_config_file(cmake/mnemeConfig.cmake.in mnemeConfig.cmake
 write_basic_package_version_file(mnemeConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_BINARY_DIR}/mnemeConfig.cmake ${CMAKE_BINARY_DIR}/mnemeConfigVersion.cmake
     DESTINATION ${package_dir})
+
+# What the static library needs beside, for pkg-config --static.
+set(mneme_pc_requires "jansson libpcre2-8")
+if(MICROHTTPD_FOUND)
+    string(APPEND mneme_pc_requires " libmicrohttpd")
+endif()
 
 # mneme.pc finds the prefix from its own place, so that an installed tree may be moved. Only the shared
 # library is installed; what it needs it brings along, so its users are told of nothing else.

@@ -8,7 +8,7 @@ file(GLOB ref_sources CONFIGURE_DEPENDS src/kernels/ref/*.c)
 file(GLOB_RECURSE cpu_sources CONFIGURE_DEPENDS src/kernels/cpu/*.c)
 
 # OpenBLAS is a ceiling of `mneme bench`, not part of the library.
-set(mneme_dependencies PkgConfig::JANSSON PkgConfig::PCRE2 Threads::Threads m)
+set(mneme_dependencies PkgConfig::JANSSON PkgConfig::PCRE2 Threads::Threads ${CMAKE_DL_LIBS} m)
 
 function(mneme_object_library name)
     add_library(${name} OBJECT ${ARGN})

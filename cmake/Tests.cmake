@@ -2,7 +2,7 @@
 pkg_check_modules(CMOCKA REQUIRED IMPORTED_TARGET cmocka)
 file(GLOB support_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/*.c)
 file(GLOB test_sources CONFIGURE_DEPENDS tests/unit/test_*.c tests/kernels/test_*.c
-    tests/mixers/test_*.c tests/model/test_*.c)
+    tests/mixers/test_*.c tests/model/test_*.c tests/ranks/test_*.c)
 
 # A test says of itself what it is run under besides the plain build, near its top: "// labels: sanitize
 # threads" (or "# labels:" in a script). `make sanitize` and `make tsan` go by these labels: the walks
@@ -57,9 +57,20 @@ foreach(script ${cli_tests})
     set_tests_properties(cli_${name} PROPERTIES SKIP_RETURN_CODE 77)
     mneme_label(cli_${name} ${script})
 endforeach()
+# Ranks started by mneme itself and by launchers; network namespaces where the user may make them.
+file(GLOB rank_tests CONFIGURE_DEPENDS tests/ranks/*.sh)
+foreach(script ${rank_tests})
+    get_filename_component(name ${script} NAME_WE)
+    add_test(NAME ranks_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR})
+    set_tests_properties(ranks_${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
+    mneme_label(ranks_${name} ${script})
+endforeach()
 # The Python package over the library just built; skipped where there is no numpy or pytest.
 add_test(NAME python COMMAND sh ${CMAKE_SOURCE_DIR}/python/tests/run.sh ${CMAKE_SOURCE_DIR}
     $<TARGET_FILE:mneme> $<TARGET_FILE:mneme_cli>)
 set_tests_properties(python PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1200)
 add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
     ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
+add_test(NAME package COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/package.sh
+    ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
+set_tests_properties(package PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1800)

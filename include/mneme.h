@@ -191,6 +191,10 @@ typedef struct mn_session_options {
                                //   a GPU what 4 GiB hold, at most 4096
     bool belief;               // keep the read variances of the tokens fed last
     mn_dtype dtype;            // of what a GPU computes, MN_F32 or MN_BF16; MN_F32 on the CPU
+    bool relative;             // with belief: tell each variance over its mean over all directions
+                               //   of a query, which tells known keys from unknown ones (bayes,
+                               //   kla, palimpsa; other layers, and steps of mn_batch, tell the
+                               //   variance itself). Each token costs about as much again
 } mn_session_options;
 
 /* Context and model must outlive the session. `options` may be NULL. On a context with a GPU the
@@ -443,6 +447,39 @@ typedef struct mn_dplr_args {
     struct { mn_in o, state; } cot;
     struct { mn_out q, k, v, a, b, g, state0; } grad;
 } mn_dplr_args;
+
+/* DeltaProduct: one decay, then Q / H steps of delta_net a token, o from the state behind the last.
+ * Row j H + h of a token's keys, values and strengths is step j of head h. */
+typedef struct mn_delta_product_args {
+    mn_call call;                         // B T H K V Q
+    double scale;
+    mn_in q, k, v, beta, g, state0;       // k (B,T,Q,K); v (B,T,Q,V); beta (B,T,Q); g (B,T,H)
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, beta, g, state0; } grad;
+} mn_delta_product_args;
+
+/* delta_net with J query and key heads: value head h uses head floor(h J / H) of them. */
+typedef struct mn_delta_gva_args {
+    mn_call call;                         // B T H J K V
+    double scale;
+    int decay;
+    mn_in q, k, v, beta, g, state0;       // q, k (B,T,J,K)
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, beta, g, state0; } grad;
+} mn_delta_gva_args;
+
+/* RG-LRU, each channel a state of its own: log a = -8 sigmoid(ga) softplus(a_param); h = a h +
+ * sqrt(1 - a^2) sigmoid(gx) x; y = h. Without h0 the first token of a sequence enters unscaled:
+ * h = sigmoid(gx) x. The root's slope is at most 1000. */
+typedef struct mn_lru_args {
+    mn_call call;                         // B T V
+    mn_in x, gx, ga, a_param, h0;         // (B,T,V); a_param (V); h0 (N,V)
+    mn_out y, h;
+    struct { mn_in y, h; } cot;
+    struct { mn_out x, gx, ga, a_param, h0; } grad;
+} mn_lru_args;
 
 /* Longhorn, diagonal: n = 1 + beta_j |k|^2; S_ij = (1 - beta_j k_i^2 / n) S_ij + beta_j v_j
  * k_i / n. */
@@ -776,11 +813,12 @@ typedef struct mn_adamw_args {
 
 /* The operators, in the order of the tables. */
 #define MN_OPS(OP)                                                                                 \
-    OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(dplr) OP(longhorn_diag) OP(longhorn_column)   \
+    OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(dplr) OP(delta_product) OP(delta_gva)         \
+    OP(longhorn_diag) OP(longhorn_column)                                                          \
     OP(riccati) OP(bayes) OP(importance) OP(palimpsa_paper) OP(palimpsa_code)                      \
     OP(moebius) OP(kla_discretise) OP(kla_mc) OP(mesa) OP(curvature) OP(ccq_read)                  \
     OP(attention) OP(relu_attention) OP(hyper) OP(hyper_layer)                                     \
-    OP(scan) OP(mlstm) OP(conv) OP(conv_unit) OP(rms_norm) OP(rms_norm_gated)                      \
+    OP(scan) OP(lru) OP(mlstm) OP(conv) OP(conv_unit) OP(rms_norm) OP(rms_norm_gated)              \
     OP(l2_norm) OP(swiglu) OP(rope) OP(cross_entropy) OP(adamw)
 
 #define MN_OP_PROTOTYPES(name)                                                                     \

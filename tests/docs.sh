@@ -74,5 +74,8 @@ done
 if [ -n "$mneme" ]; then
     CHECK=1 sh tools/tables.sh "$mneme" docs README.md || bad=1
 fi
+if command -v python3 >/dev/null 2>&1; then
+    python3 tools/performance.py --check docs/internals/performance.md || bad=1
+fi
 [ "$bad" = 0 ] && echo "docs: $(echo "$pages" | wc -w) pages in order"
 exit "$bad"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Layer check: a folder of src includes only from folders to its left, or from itself.
-#   base < {kernels runtime io} < tokenizer < {ops data} < {tape decode optim} < definition < {layers tasks} <
+#   base < {kernels runtime io} < tokenizer < {ops data} < {tape decode optim ranks} < definition < {layers tasks} <
 #   model < {train eval infer} < experiments < server < cli
 # tape and decode still know each other: a deferred operation is a node of the tape.
 set -eu
@@ -11,7 +11,7 @@ rank() {
     kernels | runtime | io) echo 1 ;;
     tokenizer) echo 2 ;;
     ops | data) echo 3 ;;
-    tape | decode | optim) echo 4 ;;
+    tape | decode | optim | ranks) echo 4 ;;
     definition) echo 5 ;;
     layers | tasks) echo 6 ;;
     model) echo 7 ;;

@@ -86,7 +86,9 @@ def known_points():
         char = chr(c)
         if 0xD800 <= c <= 0xDFFF or unicodedata.category(char) in ("Cn", "Co"):
             continue
-        if all(form.normalize_str(char) == unicodedata.normalize(name, char) for name, form in forms.items()):
+        # alone, and among marks, which are put in order by classes that newer code points have only in newer tables
+        near = (char, "a\u0301" + char, "a\u0327" + char, "a" + char + "\u0334")
+        if all(form.normalize_str(s) == unicodedata.normalize(name, s) for name, form in forms.items() for s in near):
             if lower.normalize_str(char) == char.lower():
                 points.append(char)
     return points

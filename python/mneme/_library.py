@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import pathlib
+import sys
 import threading
 
 __all__ = ["Error", "library", "check", "describe", "context", "Context"]
@@ -196,8 +197,9 @@ class Context:
         check(library().mn_context_create(ctypes.byref(out), ctypes.byref(options)))
         self.handle = out.value
 
-    def __del__(self):
-        if getattr(self, "handle", None) and not getattr(self, "forked", False):
+    def __del__(self, finalizing=sys.is_finalizing):
+        if (getattr(self, "handle", None) and not getattr(self, "forked", False)
+                and not finalizing()):
             library().mn_context_destroy(self.handle)
             self.handle = None
 

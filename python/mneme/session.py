@@ -9,6 +9,7 @@
 
 import ctypes
 import os
+import sys
 
 import numpy as np
 
@@ -38,8 +39,8 @@ class _Handle:
     def __init__(self, handle):
         self.handle = handle
 
-    def __del__(self):
-        if getattr(self, "handle", None):
+    def __del__(self, finalizing=sys.is_finalizing):
+        if getattr(self, "handle", None) and not finalizing():
             getattr(library(), self._destroy)(self.handle)
             self.handle = None
 
@@ -118,7 +119,7 @@ class Model(_Handle):
 
 class _SessionOptions(ctypes.Structure):
     _fields_ = [("prefill_chunk", ctypes.c_int64), ("belief", ctypes.c_bool),
-                ("dtype", ctypes.c_int)]
+                ("dtype", ctypes.c_int), ("relative", ctypes.c_bool)]
 
 
 class Snapshot(_Handle):

@@ -6,6 +6,7 @@
 import ctypes
 import functools
 import json
+import sys
 
 import numpy as np
 
@@ -59,8 +60,8 @@ class Task:
         library().mn_task_sizes(self.handle, *(ctypes.byref(s) for s in sizes))
         self.vocabulary, self.features, self.classes, self.length = (s.value for s in sizes)
 
-    def __del__(self):
-        if getattr(self, "handle", None):
+    def __del__(self, finalizing=sys.is_finalizing):
+        if getattr(self, "handle", None) and not finalizing():
             library().mn_task_close(self.handle)
             self.handle = None
 

@@ -35,6 +35,9 @@ PAIRS = {
     "gated_deltanet": ("GatedDeltaNet", dict(head_dim=16, num_heads=2, expand_v=2)),
     "delta_net": ("DeltaNet", dict(num_heads=2)),
     "kda": ("KDA", dict(head_dim=16, num_heads=2)),
+    "gla": ("GLA", dict(num_heads=2)),
+    "linear_attn": ("LinearAttention", dict(num_heads=2)),
+    "mesa_net": ("MesaNet", dict(head_dim=16, num_heads=2)),
 }
 
 

@@ -226,6 +226,17 @@ def test_patch_exchanges_our_layers():
         mnn.patch(model, "gdn", layers=[9])
 
 
+def test_patch_of_one_kind():
+    model = mnn.LanguageModel({"layers": "gdn, attention, gdn, gdn", "hidden_size": 32,
+                               "vocab_size": 16})
+    assert mnn.patch(model, "gdn -> bayes", layers=[0, -1]) == [0, -1]
+    assert [b.attn.name for b in model.model.layers] == ["bayes", "attention", "gdn", "bayes"]
+    variances = model(torch.zeros(1, 5, dtype=torch.long), belief=True).variance
+    assert variances[0].shape == (1, 5) and (variances[0] > 0).all() and variances[2] is None
+    with pytest.raises(ValueError, match="no mixer of this model is 'gla'; there are attention"):
+        mnn.patch(model, "gla->kda")
+
+
 def test_patch_carries_over_what_fits():
     a = mnn.LanguageModel({"layers": "delta", "hidden_size": 32, "vocab_size": 16})
     weight = a.model.layers[0].attn.v_proj.weight.detach().clone()

@@ -391,3 +391,15 @@ def test_the_beliefs_tell_variances():
                                                              q[:, -1]), rtol=1e-4, atol=1e-5)
     more, (M2, _) = ops.bayes_filter(*args, initial_state=(M, P), output_final_state=True)
     assert not torch.equal(more, o) and M2.shape == M.shape
+
+
+def test_states_turn_under_both_names():
+    q, k, v, g, beta = delta_inputs(torch.float64)
+    want = ops.chunk_retention(q, k, v, output_final_state=True)[1].transpose(-1, -2)
+    for how in (dict(state_v_first=True), dict(transpose_state_layout=True)):
+        torch.testing.assert_close(ops.fused_recurrent_retention(
+            q, k, v, output_final_state=True, **how)[1], want)
+    for function, more in ((ops.chunk_retention, {}), (ops.fused_recurrent_gla, dict(gk=None)),
+                           (ops.chunk_gated_delta_rule, dict(g=g, beta=beta))):
+        with pytest.raises(ValueError, match="old name of `state_v_first`"):
+            function(q, k, v, state_v_first=True, transpose_state_layout=True, **more)

@@ -20,6 +20,7 @@
 #include "io/json_write.h"
 #include "model/checkpoint.h"
 #include "tasks/task.h"
+#include "train/run_folder.h"
 
 enum { MOST_LENGTHS = 64, MOST_SETS = 64 };
 
@@ -33,7 +34,7 @@ typedef struct options {
     const char *task, *sets[MOST_SETS], *save_calibration;
     int64_t rows;                   // --rows
     int n_sets;
-    bool calibration, json, quiet;
+    bool calibration, json, quiet, verify;
 } options;
 
 static void print_help(void) {
@@ -65,6 +66,7 @@ static void print_help(void) {
          "  --dtype T          f32 (default), f64 on the CPU, bf16 on a GPU\n"
          "  --json             results as one document\n"
          "  --threads N        default: one per core\n"
+         "  --verify           check every byte of the model against its seal, not sizes and heads\n"
          "  --quiet            no progress");
 }
 
@@ -122,6 +124,7 @@ static int parse(options *o, int argc, char **argv) {
     int n_data = 0;
     const mn_option rows[] = {
         { "--model", .text = &o->model },
+        { "--verify", .flag = &o->verify },
         { "--text", .list = o->texts, .n = &o->n_texts, .most = argc, .several = true },
         { "--data", .list = o->data, .n = &n_data, .most = argc, .several = true },
         { "--split", .text = &o->split },
@@ -340,6 +343,7 @@ static mn_status evaluate(const options *o) {
     if (st == MN_OK && dtype == MN_BF16 && !o->device) {
         st = mn_fail(MN_ERR_UNSUPPORTED, "bf16 runs on GPUs only; add --device cuda");
     }
+    if (st == MN_OK) st = mn_run_check_model(o->model, o->verify);
     if (st == MN_OK) {
         st = mn_checkpoint_load(&e.model, o->model, dtype == MN_BF16 ? MN_F32 : dtype);
     }

@@ -1,4 +1,7 @@
 /* main.c - mneme VERB ...: finds the verb and hands over. */
+#include <errno.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -48,7 +51,7 @@ void mn_commands_print(void) {
     print_help(stdout);
 }
 
-int main(int argc, char **argv) {
+static int run_verb(int argc, char **argv) {
     if (argc < 2) {
         print_help(stderr);
         return 2;
@@ -63,4 +66,21 @@ int main(int argc, char **argv) {
     }
     const mn_command *command = mn_command_find(argv[1]);
     return command ? command->run(argc - 1, argv + 1) : mn_command_unknown(argv[1]);
+}
+
+/* What was printed has to arrive: a full disk at the other end of a pipe or a file is a failure. A
+ * standard output that was closed before the start takes nothing, which only matters to a verb that
+ * has something to say. */
+static int close_output(int status) {
+    bool good = fflush(stdout) == 0 && !ferror(stdout);
+    const int why = errno;
+    if (good && fclose(stdout) != 0) good = errno == EBADF;
+    if (good) return status;
+    fprintf(stderr, "mneme: standard output: cannot write: %s\n", strerror(why));
+    return status ? status : 1;
+}
+
+int main(int argc, char **argv) {
+    signal(SIGXFSZ, SIG_IGN);    // a file that may not grow fails as a full disk does
+    return close_output(run_verb(argc, argv));
 }

@@ -266,7 +266,16 @@ static mn_status print_sample(mn_task *task, room *r, const options *o, int64_t 
     return st;
 }
 
+/* Says where a split of finite size begins anew. */
+static void tell_end(const mn_task *task, const options *o) {
+    const int64_t all = mn_task_examples(task, o->split);
+    if (all == 0 || (int64_t)o->first + o->dump <= all) return;
+    fprintf(stderr, "mneme task: the split %s of %s has %" PRId64 " samples: those from %" PRId64
+            " on are the first ones again\n", mn_split_name(o->split), o->name, all, all);
+}
+
 static mn_status dump(mn_task *task, const options *o) {
+    tell_end(task, o);
     const mn_task_shape s = mn_task_shape_of(task);
     room r;
     mn_status st = make_room(&r, task);

@@ -10,11 +10,14 @@
 #include "base/status.h"
 #include "experiments/job_internal.h"
 
-/* The results of one setting in one cell. */
+enum { MOST_SEEDS = 64 };
+
+/* The results of one setting in one cell, by seed: a seed with several runs counts their mean. */
 typedef struct trial {
     char row[MN_CELL_NAME], column[MN_CELL_NAME], setting[MN_CELL_NAME];
     int64_t n, missing;
-    double sum, squares, most;
+    double seed[MOST_SEEDS], sum[MOST_SEEDS];    // NAN: a run without a seed
+    int64_t runs[MOST_SEEDS];
 } trial;
 
 typedef struct trials {
@@ -65,16 +68,22 @@ static trial *trial_of(trials *all, const char *row, const char *column, const c
 }
 
 /* A run that has not been made yet counts for nothing. */
-static void count(trial *t, const json_t *value, bool failed) {
+static void count(trial *t, const json_t *value, const json_t *seed, bool failed) {
+    const double own = json_is_number(seed) ? json_number_value(seed) : NAN;
+    int64_t i = 0;
     if (!json_is_number(value)) {
         t->missing += failed;
         return;
     }
-    const double x = json_number_value(value);
-    t->most = t->n == 0 || x > t->most ? x : t->most;
-    t->n++;
-    t->sum += x;
-    t->squares += x * x;
+    while (i < t->n && t->seed[i] != own) i++;
+    if (i == t->n && i < MOST_SEEDS) t->seed[t->n++] = own;
+    if (i == MOST_SEEDS) i--;
+    t->sum[i] += json_number_value(value);
+    t->runs[i]++;
+}
+
+static double mean_of_seed(const trial *t, int64_t i) {
+    return t->sum[i] / (double)t->runs[i];
 }
 
 static bool has_labels(const json_t *labels, const json_t *where) {
@@ -101,6 +110,10 @@ static void count_run(trials *all, const json_t *run, const json_t *table) {
     put_value(row, json_object_get(labels, rows));
     put_value(column, json_object_get(labels, columns));
     put_setting(setting, labels, rows, columns, where);
+    const char *until = json_string_value(json_object_get(table, "columns_until"));
+    char *end = until ? strstr(column, until) : NULL;
+    if (end) *end = '\0';
+    const json_t *seed = json_object_get(labels, "seed");
     const json_t *result = json_object_get(run, "result");
     const char *status = json_string_value(json_object_get(run, "status"));
     /* a run that came out without this number has no such answers */
@@ -109,33 +122,44 @@ static void count_run(trials *all, const json_t *run, const json_t *table) {
         if (!row[0]) return;        // a run of another table
         if (columns[0] && !column[0]) return;
         count(trial_of(all, row, column, setting), mn_spec_get(result, way ? way : "score"),
-              failed);
+              seed, failed);
         return;
     }
     json_object_foreach(values, name, at) {
         /* a smaller preset leaves out some; a run that failed says nothing about that */
         if (result && !mn_spec_get(result, json_string_value(at))) continue;
         count(trial_of(all, row, name, setting), mn_spec_get(result, json_string_value(at)),
-              failed);
+              seed, failed);
     }
 }
 
 static double mean_of(const trial *t) {
-    return t->n > 0 ? t->sum / (double)t->n : -INFINITY;
+    double sum = 0.0;
+    for (int64_t i = 0; i < t->n; i++) sum += mean_of_seed(t, i);
+    return t->n > 0 ? sum / (double)t->n : -INFINITY;
 }
 
 /* The mean's standard error, from the deviations between seeds. */
 static double error_of(const trial *t) {
     if (t->n < 2) return NAN;
     const double mean = mean_of(t), n = (double)t->n;
-    const double variance = (t->squares - n * mean * mean) / (n - 1.0);
-    return sqrt(fmax(variance, 0.0) / n);
+    double squares = 0.0;
+    for (int64_t i = 0; i < t->n; i++) {
+        squares += (mean_of_seed(t, i) - mean) * (mean_of_seed(t, i) - mean);
+    }
+    return sqrt(squares / (n - 1.0) / n);
+}
+
+static double most_of(const trial *t) {
+    double most = -INFINITY;
+    for (int64_t i = 0; i < t->n; i++) most = fmax(most, mean_of_seed(t, i));
+    return most;
 }
 
 static void take_trial(mn_cell *cell, const trial *t) {
     *cell = (mn_cell){ .n = t->n, .missing = t->missing, .se = error_of(t), .paper = NAN,
                        .mean = t->n > 0 ? mean_of(t) : NAN,
-                       .most = t->n > 0 ? t->most : NAN };
+                       .most = t->n > 0 ? most_of(t) : NAN };
     memcpy(cell->row, t->row, MN_CELL_NAME);
     memcpy(cell->column, t->column, MN_CELL_NAME);
     memcpy(cell->setting, t->setting, MN_CELL_NAME);

@@ -3,6 +3,7 @@
  *
  *   table   {"title", "rows": axis, "columns": axis, "value": way into a result, "percent": true,
  *            "values": {column: way} in place of columns and value, "exact": true,
+ *            "columns_until": text: columns whose labels are the same before it are one,
  *            "figure": "bars" or "lines", "where": {axis: label}: only runs with these labels}
  *
  * A cell is what its row and column label have in common. Labels other than these and the seed are

@@ -52,7 +52,16 @@ mn_status mn_claim_judge(mn_claim *out, const mn_json *results, int64_t i) {
     judge(out, cell_of(&cells, &claim, "cell"), cell_of(&cells, &claim, "less"),
           json_object_get(claim.value, "less") != NULL, best);
     if (best) out->se = NAN;
+    out->sure = best || cells.exact;
     out->close = fabs(out->value - out->bound) < 2.0 * out->se;    // no, where there is none
     mn_cells_free(&cells);
     return MN_OK;
+}
+
+const char *mn_claim_word(const mn_claim *claim, bool full_size) {
+    const bool counted = claim->sure || (claim->seeds > 1 && !isnan(claim->se) && !claim->close);
+    if (claim->verdict == MN_CLAIM_OPEN) return "not run";
+    if (!counted) return "undecided";
+    if (claim->verdict == MN_CLAIM_FAILS) return "refuted";
+    return full_size ? "reproduced" : "at reduced size";
 }

@@ -12,7 +12,9 @@
 #include "data/hash.h"
 #include "experiments/job_internal.h"
 #include "io/closest.h"
+#include "io/folder.h"
 #include "io/json_write.h"
+#include "model/checkpoint.h"
 
 enum { KEEP_PATH = 4096 };
 
@@ -29,7 +31,8 @@ static const mn_job_kind *const kinds[] = {
 };
 
 static mn_status find_kind(const mn_job_kind **out, const mn_json *job) {
-    const char *name = "train";
+    const bool text = json_object_get(job->value, "data") && !json_object_get(job->value, "task");
+    const char *name = text ? "text" : "train";
     const mn_status st = mn_json_opt_text(&name, job, "kind");
     if (st != MN_OK) return st;
     for (size_t i = 0; i < MN_COUNTOF(kinds); i++) {
@@ -50,8 +53,9 @@ mn_status mn_job_complete(json_t **out, const mn_json *spec) {
     if (st != MN_OK) return st;
     mn_json job = { .value = json_deep_copy(spec->value), .name = "job" };
     if (!job.value) return mn_fail(MN_ERR_MEMORY, "no memory for a job");
-    if (!json_object_get(job.value, "kind")) {
-        json_object_set_new(job.value, "kind", json_string("train"));
+    for (size_t i = 0; i < MN_COUNTOF(kinds); i++) {
+        if (kinds[i] != kind || json_object_get(job.value, "kind")) continue;
+        json_object_set_new(job.value, "kind", json_string(kind_names[i]));
     }
     st = kind->complete(&job);
     if (st == MN_OK) *out = job.value;
@@ -103,6 +107,35 @@ bool mn_job_is_to_stop(const mn_job_call *call) {
 bool mn_job_keeps_now(const mn_job_call *call, double last) {
     return call->keep &&
            (mn_job_is_to_stop(call) || mn_seconds() - last >= call->keep_seconds);
+}
+
+/* Models lie beside the folder of what is unfinished. */
+mn_status mn_job_keep_model(const mn_job_call *call, const mn_json *job, mn_model *model,
+                            const mn_tokenizer *tokenizer) {
+    char key[MN_JOB_KEY], folder[KEEP_PATH], path[KEEP_PATH];
+    bool keep = false;
+    mn_status st = mn_json_opt_bool(&keep, job, "keep");
+    if (st != MN_OK || !keep) return st;
+    if (!call->keep) {
+        return mn_fail(MN_ERR_ARGUMENT, "keep: this job runs without a folder of results");
+    }
+    st = mn_job_key(key, job->value);
+    int n = snprintf(path, sizeof path, "%s", call->keep);
+    for (int up = 0; up < 2 && n < KEEP_PATH; up++) {
+        char *slash = strrchr(path, '/');
+        if (slash) *slash = '\0';
+        else strcpy(path, ".");
+    }
+    if (st == MN_OK && (n >= KEEP_PATH || snprintf(folder, sizeof folder, "%.4000s/models/%s", path,
+                                                   key) >= KEEP_PATH)) {
+        st = mn_fail(MN_ERR_ARGUMENT, "%s: the path is too long", call->keep);
+    }
+    if (st == MN_OK) st = mn_folder_make(folder);
+    if (st == MN_OK) st = mn_checkpoint_save(model, folder);
+    if (st != MN_OK || !tokenizer) return st;
+    snprintf(path, sizeof path, "%.4000s/tokenizer.json", folder);
+    st = mn_tokenizer_save(tokenizer, path);
+    return st == MN_OK ? mn_tokenizer_save_ends(tokenizer, folder) : st;
 }
 
 mn_status mn_job_run(json_t **record, const json_t *job, const mn_job_keeping *keeping,

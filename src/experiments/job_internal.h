@@ -3,6 +3,8 @@
 #define MN_EXPERIMENTS_JOB_INTERNAL_H
 
 #include "experiments/job.h"
+#include "model/model.h"
+#include "tokenizer/tokenizer.h"
 
 /* How a job is run: its own folder for checkpoints (NULL: none), and who wants to hear of it. */
 typedef struct mn_job_call {
@@ -18,6 +20,11 @@ bool mn_job_is_to_stop(const mn_job_call *call);
 
 /* Whether it is time for a checkpoint, the last being of the time `last`. */
 bool mn_job_keeps_now(const mn_job_call *call, double last);
+
+/* With "keep": true in the job, the model and, if there is one, its tokenizer as a folder models/KEY
+ * beside the results; without, nothing. */
+mn_status mn_job_keep_model(const mn_job_call *call, const mn_json *job, mn_model *model,
+                            const mn_tokenizer *tokenizer);
 
 /* A kind fills in `job`, an object that is its own, and runs a completed one: *result is a new
  * object, or NULL where it kept a checkpoint and ended because it was to stop. */

@@ -12,6 +12,7 @@
  *             none), patience (evaluations without a lower loss; 0: all), batch (rows of a test
  *             batch)
  *   tests     name: {options, test}: further sets to ask the trained model about
+ *   keep      true: the trained model is left in models/KEY beside the results
  *   look      name: options: what to look at inside the trained model, see looks.def
  *
  * The seed draws initial values, training batches and the samples of all sets. The selection looks
@@ -157,7 +158,7 @@ static mn_status check_config(mn_task_run *task, const mn_json *job) {
 static mn_status complete(mn_json *job) {
     static const char *const keys[] = { "kind", "task", "model", "train", "seed", "epochs",
                                         "steps_at_most", "lr_by_epoch", "evaluate", "tests",
-                                        "look", "labels" };
+                                        "look", "keep", "labels" };
     const mn_json looks = mn_json_member(job, "look");
     mn_status st = mn_json_unknown_key(job, keys, MN_COUNTOF(keys));
     if (st == MN_OK) st = complete_task(job);
@@ -332,6 +333,9 @@ static mn_status run(json_t **result, const mn_json *job, const mn_job_call *cal
         if (tests) json_object_set(r.best, "tests", tests);
         json_object_set(r.best, "curve", r.curve);
         st = look(&r, job);
+        if (st == MN_OK) {
+            st = mn_job_keep_model(call, job, mn_trainer_model(r.trainer), NULL);
+        }
         if (st == MN_OK) *result = json_incref(r.best);
     }
     json_decref(tests);

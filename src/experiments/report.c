@@ -200,12 +200,11 @@ static void put_table(FILE *out, const page *p, int64_t number) {
     mn_cells_free(&cells);
 }
 
-static void put_claim(FILE *out, const mn_claim *claim) {
-    static const char *const verdicts[] = { "open", "holds", "does not hold" };
+static void put_claim(FILE *out, const mn_claim *claim, bool full_size) {
     const double scale = claim->percent ? 100.0 : 1.0;
     fputs("| ", out);
     put_text(out, claim->says);
-    fprintf(out, " | %s%s | ", verdicts[claim->verdict], claim->close ? ", narrowly" : "");
+    fprintf(out, " | %s | ", mn_claim_word(claim, full_size));
     if (claim->verdict == MN_CLAIM_OPEN) {
         fputs("- | - | - |\n", out);
         return;
@@ -220,12 +219,12 @@ static void put_claim(FILE *out, const mn_claim *claim) {
 static void put_claims(FILE *out, const mn_json *results) {
     const int64_t n = mn_claim_count(results);
     if (n == 0) return;
-    fputs("\n## What came out\n\nNarrowly: within two standard errors of what is asked; more seeds "
-          "may turn it.\n\n| claim | verdict | ours | asked | seeds |\n"
+    const bool full = strcmp(text_of(results->value, "preset"), "full") == 0;
+    fputs("\n## What came out\n\n" MN_CLAIM_RULE "\n\n| claim | verdict | ours | asked | seeds |\n"
           "|---|---|---|---|---|\n", out);
     for (int64_t i = 0; i < n; i++) {
         mn_claim claim;
-        if (mn_claim_judge(&claim, results, i) == MN_OK) put_claim(out, &claim);
+        if (mn_claim_judge(&claim, results, i) == MN_OK) put_claim(out, &claim, full);
         else fprintf(out, "| claim %" PRId64 " cannot be judged: %s | | | | |\n", i + 1,
                      mn_last_error());
     }

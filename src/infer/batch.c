@@ -25,10 +25,10 @@ struct mn_batch {
 };
 
 mn_status mn_batch_create(mn_batch **out, mn_context *context, mn_model *model) {
+    if (out) *out = NULL;
     if (!out || !context || !model) {
         return mn_fail(MN_ERR_ARGUMENT, "mn_batch_create: an argument is NULL");
     }
-    *out = NULL;
     mn_batch *batch = calloc(1, sizeof *batch);
     if (!batch) return mn_fail(MN_ERR_MEMORY, "no memory for a batch");
     batch->context = context;

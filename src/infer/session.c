@@ -27,6 +27,7 @@ static const size_t chunk_bytes = (size_t)256 << 20, device_chunk_bytes = (size_
 /* ---- models ---------------------------------------------------------------------------------- */
 
 mn_status mn_model_open(mn_model **out, const char *folder) {
+    if (out) *out = NULL;
     if (!out || !folder) return mn_fail(MN_ERR_ARGUMENT, "mn_model_open: an argument is NULL");
     return mn_checkpoint_load(out, folder, MN_F32);
 }
@@ -73,10 +74,10 @@ static mn_status open_tape(mn_session *s) {
 
 mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *model,
                             const mn_session_options *options) {
+    if (out) *out = NULL;
     if (!out || !context || !model) {
         return mn_fail(MN_ERR_ARGUMENT, "mn_session_create: an argument is NULL");
     }
-    *out = NULL;
     mn_session *s = calloc(1, sizeof *s);
     if (!s) return mn_fail(MN_ERR_MEMORY, "no memory for a session");
     s->context = context;
@@ -104,6 +105,7 @@ void mn_session_destroy(mn_session *session) {
     }
     mn_tape_destroy(session->tape);
     mn_sampler_destroy(session->sampler);
+    mn_posterior_destroy(session->posterior);
     free(session->variance);
     free(session->expected);
     free(session->ahead);
@@ -179,16 +181,47 @@ static bool repeats(const mn_session *s, const reading *in) {
     return same;
 }
 
+/* The tap of a pass whose variances are to be relative, into *tap; NULL where they are not. */
+static mn_status listen(const mn_tap **tap, mn_session *s) {
+    *tap = NULL;
+    if (!s->options.belief || !s->options.relative || s->n_beliefs == 0) return MN_OK;
+    mn_status st = s->posterior ? MN_OK : mn_posterior_create(&s->posterior, s->model);
+    if (st == MN_OK) st = mn_posterior_from(s->posterior, &s->state);
+    if (st == MN_OK) *tap = mn_posterior_tap(s->posterior, s->tape);
+    return st;
+}
+
+/* Puts variances over their means over directions in place of those of T tokens. */
+static mn_status make_relative(const mn_session *s, float *variance, int64_t T) {
+    const int n = mn_posterior_features(s->posterior);
+    float *features = malloc((size_t)(T * n + 1) * sizeof *features);
+    int32_t *places = malloc((size_t)T * sizeof *places);
+    mn_status st = features && places ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for beliefs");
+    for (int64_t t = 0; st == MN_OK && t < T; t++) places[t] = (int32_t)t;
+    if (st == MN_OK) st = mn_posterior_read(s->posterior, 1, T, places, T, features);
+    for (int i = 0; st == MN_OK && i < s->n_beliefs; i++) {
+        const int layer = mn_session_belief_layer(s, i);
+        const int f = mn_posterior_of_layer(s->posterior, layer, MN_STATISTIC_DIRECTION);
+        for (int64_t t = 0; f >= 0 && t < T; t++) variance[i * T + t] = expf(features[t * n + f]);
+    }
+    free(features);
+    free(places);
+    return st;
+}
+
 static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     float *fresh = s->options.belief && s->n_beliefs ? s->variance + s->n_beliefs * in->count
                                                      : NULL;
     mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
                              .variance = fresh };
     if (T > 1) input.recompute = mn_pass_recompute(s->context);
+    mn_status st = listen(&input.tap, s);
+    if (st != MN_OK) return st;
     const unsigned delay = MN_TAPE_DEFER | (repeats(s, in) ? MN_TAPE_REPEATS : 0);
-    mn_tape_start(s->tape, T == 1 && !in->scores ? delay : MN_TAPE_FORWARD);
+    mn_tape_start(s->tape, T == 1 && !in->scores && !input.tap ? delay : MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
-    mn_status st = mn_tape_status(s->tape);
+    st = mn_tape_status(s->tape);
+    if (st == MN_OK && input.tap) st = make_relative(s, fresh, T);
     if (st == MN_OK && in->scores) st = keep_scores(s, hidden, in, at, T);
     if (st == MN_OK && in->hearer) st = tell_logits(s, hidden, in, at, T);
     if (st == MN_OK && at + T == in->count) st = keep_logits(s, hidden, T);
@@ -459,7 +492,10 @@ mn_status mn_session_reset(mn_session *session) {
 }
 
 mn_status mn_session_snapshot(mn_snapshot **out, const mn_session *session) {
-    *out = NULL;
+    if (out) *out = NULL;
+    if (!out || !session) {
+        return mn_fail(MN_ERR_ARGUMENT, "mn_session_snapshot: an argument is NULL");
+    }
     mn_status st = check_whole(session);
     mn_snapshot *snapshot = st == MN_OK ? calloc(1, sizeof *snapshot) : NULL;
     if (st == MN_OK && !snapshot) st = mn_fail(MN_ERR_MEMORY, "no memory for a snapshot");
@@ -494,7 +530,8 @@ void mn_snapshot_destroy(mn_snapshot *snapshot) {
 }
 
 mn_status mn_session_fork(mn_session **out, const mn_session *session) {
-    *out = NULL;
+    if (out) *out = NULL;
+    if (!out || !session) return mn_fail(MN_ERR_ARGUMENT, "mn_session_fork: an argument is NULL");
     mn_status st = check_whole(session);
     mn_session *fork = NULL;
     mn_model_state state;

@@ -3,6 +3,7 @@
 #define MN_INFER_SESSION_INTERNAL_H
 
 #include "infer/session.h"
+#include "model/posterior.h"
 
 struct mn_session {
     mn_context *context;
@@ -15,6 +16,7 @@ struct mn_session {
     int n_beliefs;
     float *variance;            // (n_beliefs, n_variance) and room for one chunk behind it
     int64_t n_variance, variance_room;
+    mn_posterior *posterior;    // with `relative`; NULL before it is needed
     mn_sampler *sampler;
 
     /* Tokens that the next step may read ahead, and those that were: the first `n_agreed` of them

@@ -140,9 +140,15 @@ static uint8_t *without_python_words(size_t *n_out, const uint8_t *text, size_t 
 }
 
 /* jansson on checked text; its message gets our name and a place in words. */
-static mn_status load_text(json_t **out, const uint8_t *text, size_t size, const char *name) {
+static mn_status load_text(json_t **out, const uint8_t *text, size_t size, const char *name,
+                           mn_json_text_rules rules) {
     json_error_t error;
-    *out = json_loadb((const char *)text, size, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &error);
+    const size_t flags = JSON_REJECT_DUPLICATES | JSON_DECODE_ANY;
+    *out = json_loadb((const char *)text, size, flags, &error);
+    const bool large = !*out && json_error_code(&error) == json_error_numeric_overflow;
+    if (large && rules == MN_JSON_PYTHON) {
+        *out = json_loadb((const char *)text, size, flags | JSON_DECODE_INT_AS_REAL, &error);
+    }
     if (*out) return MN_OK;
     if (json_error_code(&error) == json_error_out_of_memory) {
         return mn_fail(MN_ERR_MEMORY, "%s: out of memory", name);
@@ -172,7 +178,7 @@ mn_status mn_json_parse(mn_json *root, const void *bytes, size_t size, const cha
         text = copy;
     }
     json_t *value = NULL;
-    st = load_text(&value, text, size, name);
+    st = load_text(&value, text, size, name, rules);
     free(copy);
     if (st != MN_OK) return st;
 

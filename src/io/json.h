@@ -30,7 +30,8 @@ typedef struct mn_json {
 /* How strict the text has to be. */
 typedef enum mn_json_text_rules {
     MN_JSON_STANDARD,       // RFC 8259
-    MN_JSON_PYTHON,         // and Infinity, -Infinity, NaN as Python writes them, read as null
+    MN_JSON_PYTHON,         // and Infinity, -Infinity, NaN as Python writes them, read as null;
+                            // with a whole number of more than 64 bits all are read as reals
 } mn_json_text_rules;
 
 /* Parses `size` bytes. `name` (copied) opens every message about the document. The bytes are not

@@ -165,16 +165,18 @@ mn_tensor *mn_project_unit(mn_forward *f, mn_tensor *x, const char *weight, cons
 
 mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char *weight, int act) {
     if (!x) return NULL;
+    const double own = f->layer->config.o_norm_eps;    // 0 where the kind does not take it
+    const double eps = own != 0.0 ? own : f->layer->norm_eps;
     mn_run run;
     if (gate) {
         mn_rms_norm_gated_args *args = mn_run_start(&run, f->tape, MN_OP_rms_norm_gated);
-        args->eps = f->layer->norm_eps;
+        args->eps = eps;
         args->act = act;
         mn_run_in(&run, "x", x);
         mn_run_in(&run, "z", gate);
     } else {
         mn_rms_norm_args *args = mn_run_start(&run, f->tape, MN_OP_rms_norm);
-        args->eps = f->layer->norm_eps;
+        args->eps = eps;
         mn_run_in(&run, "x", x);
     }
     mn_run_in(&run, "w", mn_use(f, weight));

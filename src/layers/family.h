@@ -74,8 +74,8 @@ mn_tensor *mn_row_sums(mn_tape *tape, mn_tensor *x, double scale);
 /* x / sqrt(mean x^2 + eps) over the last axis. */
 mn_tensor *mn_rms_rows(mn_tape *tape, mn_tensor *x, double eps);
 
-/* S = diag(e^g) S + k v';  o = scale S'q, g absent (decay MN_DECAY_NONE) or of the form that `decay`
- * says; the state is `piece`. */
+/* S = diag(e^g) S + k v';  o = scale S'q, g absent (decay MN_DECAY_NONE) or as `decay` says; the
+ * state is `piece`. */
 mn_tensor *mn_sum_read(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *v, mn_tensor *g,
                        int decay, double scale, const char *piece);
 

@@ -152,11 +152,12 @@ typedef struct mn_forward {
     const mn_layer *layer;
     mn_tensor *const *params;     // of the layer, in its order
     mn_tensor *onto;              // what the result is added to, of which x was made; NULL: nothing
+    mn_tensor *first;             // the stream before the first block
     mn_layer_state *state;        // NULL: sequences begin and end within this pass
     int64_t position;             // tokens of the sequence before this pass
     float *variance;              // (B,T): read variance averaged over heads; NULL: not wanted
     mn_shared *shared;            // NULL: the layer is by itself
-    mn_tensor *bound;             // (1,1,1,n), log odds of its least gates (hgrn2); NULL: 0 is least
+    mn_tensor *bound;             // (1,1,1,n): log odds of its least gates (hgrn2); NULL: 0
     const mn_tap *tap;            // NULL: nobody listens
     int index;                    // of the layer in its model, for the tap
     mn_ahead ahead;               // of the layer itself

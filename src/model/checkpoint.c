@@ -5,12 +5,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/bf16.h"
 #include "base/dtype.h"
+#include "base/f16.h"
 #include "base/status.h"
 #include "io/file.h"
 #include "io/folder.h"
 #include "io/safetensors.h"
-#include "model/dialect.h"
+#include "model/families/dialect.h"
 
 enum { PATH = 4096, MAX_FILES = 1024 };
 
@@ -84,7 +86,7 @@ static const struct {
     const char *ours, *theirs;
 } spellings[] = {
 #define SPELLING(ours, theirs) { ours, theirs },
-#include "model/spellings.def"
+#include "model/families/spellings.def"
 #undef SPELLING
 };
 
@@ -120,18 +122,31 @@ static const mn_stored_tensor *find_from(const weights *w, const char *name, siz
     return found;
 }
 
-/* By the name that its family gives it, or by one of other spellings. */
+/* The kind of layer that a parameter of a block is in, "hybrid" with a shared block before; NULL: in none. */
+static const char *kind_of(const mn_model *model, const char *name) {
+    int i = -1;
+    if (sscanf(name, "model.layers.%d.", &i) != 1) return NULL;
+    if (mn_model_describe(model)->halves[i] == MN_MLP_SHARED) return "hybrid";
+    return mn_layer_kind_name(mn_model_layer(model, i)->kind);
+}
+
+/* By the name that its family gives it, with or without the name of the whole model before it, or by
+ * one of other spellings. */
 static const mn_stored_tensor *find(const weights *w, const mn_model *model, const char *name) {
     char theirs[MN_PARAM_NAME];
-    mn_dialect_name(theirs, mn_model_describe(model)->family, name);
+    mn_dialect_name(theirs, mn_model_describe(model)->family, kind_of(model, name), name);
     const mn_stored_tensor *found = find_exact(w, theirs);
+    const char *rest = strchr(theirs, '.');
+    if (!found && rest) found = find_exact(w, rest + 1);
     return found ? found : find_from(w, name, 0, 0);
 }
 
-static mn_status check_shape(const mn_model_param *p, const mn_stored_tensor *t,
+static mn_status check_shape(const mn_model_param *p, const mn_stored_tensor *t, bool turned,
                              const char *folder) {
     bool same = t->rank == p->info.rank;
-    for (int i = 0; same && i < t->rank; i++) same = t->shape[i] == p->info.shape[i];
+    for (int i = 0; same && i < t->rank; i++) {
+        same = t->shape[turned ? t->rank - 1 - i : i] == p->info.shape[i];
+    }
     /* (n) may be stored as (1,n) or (n,1) and a single number as () */
     if (same || (mn_stored_elements(t) == p->info.count && (t->rank == 0 || p->info.rank == 1))) {
         return MN_OK;
@@ -149,6 +164,46 @@ static mn_status check_shape(const mn_model_param *p, const mn_stored_tensor *t,
                    p->name, have, want);
 }
 
+enum { TRIO = 3 };    // q, k and v
+
+/* The three parameters that `name` is one of; returns which of them, -1 if they are not there. */
+static int trio_of(int trio[TRIO], mn_model *model, const char *name) {
+    static const char *const marks[TRIO] = { ".q_", ".k_", ".v_" };
+    int which = -1;
+    for (int k = 0; k < TRIO; k++) {
+        const char *at = strstr(name, marks[k]);
+        if (!at) continue;
+        which = k;
+        for (int m = 0; m < TRIO; m++) {
+            char other[MN_PARAM_NAME];
+            snprintf(other, sizeof other, "%.*s%s%s", (int)(at - name), name, marks[m],
+                     at + strlen(marks[k]));
+            mn_model_param *p = mn_model_param_named(model, other);
+            if (!p) return -1;
+            trio[m] = (int)(p - mn_model_param_at(model, 0));
+        }
+    }
+    return which;
+}
+
+/* Whether the file cuts the three elsewhere, and has as many numbers in all. */
+static bool cut_elsewhere(mn_model *model, const weights *w, const mn_model_param *p) {
+    int trio[TRIO];
+    int64_t here = 0, there = 0;
+    const char *family = mn_model_describe(model)->family;
+    if (!mn_dialect_joined(family, p->name) || trio_of(trio, model, p->name) < 0) return false;
+    for (int k = 0; k < TRIO; k++) {
+        const mn_model_param *one = mn_model_param_at(model, trio[k]);
+        const mn_stored_tensor *t = find(w, model, one->name);
+        if (!t || t->rank != one->info.rank || t->shape[t->rank - 1] != one->info.shape[t->rank - 1]) {
+            return false;
+        }
+        here += one->info.count;
+        there += mn_stored_elements(t);
+    }
+    return here == there;
+}
+
 static mn_status check_all(mn_model *model, const weights *w) {
     for (int i = 0; i < mn_model_params(model); i++) {
         const mn_model_param *p = mn_model_param_at(model, i);
@@ -157,22 +212,87 @@ static mn_status check_all(mn_model *model, const weights *w) {
             return mn_fail(MN_ERR_FORMAT, "%s: no tensor %s, which the model's configuration asks "
                            "for", w->folder, p->name);
         }
-        const mn_status st = check_shape(p, t, w->folder);
+        const bool turned = mn_dialect_transposed(mn_model_describe(model)->family, p->name);
+        if (cut_elsewhere(model, w, p)) continue;
+        const mn_status st = check_shape(p, t, turned, w->folder);
         if (st != MN_OK) return st;
     }
     return MN_OK;
 }
 
+/* The other way round: `rows` of `columns` become as many columns. */
+static mn_status turn(void *numbers, int64_t rows, int64_t columns, size_t item) {
+    char *copy = malloc((size_t)(rows * columns) * item);
+    if (!copy) return mn_fail(MN_ERR_MEMORY, "no memory to turn a matrix");
+    memcpy(copy, numbers, (size_t)(rows * columns) * item);
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t k = 0; k < columns; k++) {
+            memcpy((char *)numbers + (size_t)(k * rows + i) * item,
+                   copy + (size_t)(i * columns + k) * item, item);
+        }
+    }
+    free(copy);
+    return MN_OK;
+}
+
+/* How the file has it, for writing it back so. */
+static void remember(mn_model_param *p, const mn_stored_tensor *t) {
+    bool same = t->rank == p->info.rank;
+    for (int i = 0; same && i < t->rank; i++) same = t->shape[i] == p->info.shape[i];
+    p->stored = (int)t->dtype;
+    p->stored_rank = same ? -1 : t->rank;
+    for (int i = 0; i < 4 && i < t->rank; i++) p->stored_shape[i] = t->shape[i];
+}
+
 /* Straight into the host's memory, or through it to a GPU's. */
 static mn_status read_param(mn_model *model, int i, const mn_stored_tensor *t) {
-    const mn_model_param *p = mn_model_param_at(model, i);
+    mn_model_param *p = mn_model_param_at(model, i);
     const bool f64 = mn_model_dtype(model) == MN_F64, there = mn_model_device_bytes(model) > 0;
     void *numbers = p->value;
     if (there) numbers = malloc((size_t)p->info.count * mn_dtype_bytes(mn_model_dtype(model)));
     if (!numbers) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", p->name);
     mn_status st = f64 ? mn_safetensors_read_f64(numbers, t) : mn_safetensors_read_f32(numbers, t);
+    if (st == MN_OK && mn_dialect_transposed(mn_model_describe(model)->family, p->name)) {
+        st = turn(numbers, p->info.shape[1], p->info.shape[0], mn_dtype_bytes(mn_model_dtype(model)));
+    }
+    remember(p, t);
     if (st == MN_OK && there) st = mn_model_put(model, i, numbers);
     if (there) free(numbers);
+    return st;
+}
+
+/* Part `which` of three, each of as many numbers as `counts` says, from all of them side by side. */
+static void *cut(void *all, const int64_t counts[TRIO], int which, size_t item) {
+    for (int k = 0; k < which; k++) all = (char *)all + (size_t)counts[k] * item;
+    return all;
+}
+
+/* Reads three parameters that the file cuts elsewhere. */
+static mn_status read_trio(mn_model *model, const weights *w, int i) {
+    const size_t item = mn_dtype_bytes(mn_model_dtype(model));
+    const bool f64 = mn_model_dtype(model) == MN_F64;
+    int trio[TRIO];
+    int64_t theirs[TRIO], ours[TRIO], n = 0;
+    const mn_stored_tensor *t[TRIO];
+    trio_of(trio, model, mn_model_param_at(model, i)->name);
+    for (int k = 0; k < TRIO; k++) {
+        t[k] = find(w, model, mn_model_param_at(model, trio[k])->name);
+        theirs[k] = mn_stored_elements(t[k]);
+        ours[k] = mn_model_param_at(model, trio[k])->info.count;
+        n += ours[k];
+    }
+    void *all = malloc((size_t)n * item);
+    if (!all) return mn_fail(MN_ERR_MEMORY, "no memory to read a convolution");
+    mn_status st = MN_OK;
+    for (int k = 0; k < TRIO && st == MN_OK; k++) {
+        void *to = cut(all, theirs, k, item);
+        st = f64 ? mn_safetensors_read_f64(to, t[k]) : mn_safetensors_read_f32(to, t[k]);
+    }
+    for (int k = 0; k < TRIO && st == MN_OK; k++) {
+        remember(mn_model_param_at(model, trio[k]), t[k]);
+        st = mn_model_put(model, trio[k], cut(all, ours, k, item));
+    }
+    free(all);
     return st;
 }
 
@@ -185,7 +305,9 @@ mn_status mn_checkpoint_read_weights(mn_model *model, const char *given) {
     st = open_weights(w, folder);
     if (st == MN_OK) st = check_all(model, w);
     for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
-        st = read_param(model, i, find(w, model, mn_model_param_at(model, i)->name));
+        const mn_model_param *p = mn_model_param_at(model, i);
+        st = cut_elsewhere(model, w, p) ? read_trio(model, w, i)
+                                        : read_param(model, i, find(w, model, p->name));
     }
     close_weights(w);
     free(w);
@@ -214,36 +336,106 @@ mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) 
 
 /* ---- writing --------------------------------------------------------------------------------- */
 
-/* Values that are on a GPU, copied to memory of the host, (n_params) pieces; to be freed. */
-static mn_status fetch_weights(void **copies, mn_model *model) {
-    mn_status st = MN_OK;
-    for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
-        const mn_model_param *p = mn_model_param_at(model, i);
-        copies[i] = malloc((size_t)p->info.count * mn_dtype_bytes(mn_model_dtype(model)));
-        st = copies[i] ? mn_model_get(model, i, copies[i])
-                       : mn_fail(MN_ERR_MEMORY, "no memory to save %s", p->name);
+typedef char param_name[MN_PARAM_NAME];
+
+/* Whether all numbers of p are of the type of the file that it was read from: untouched ones are, and
+ * are written as they were. */
+static bool keeps_type(const mn_model_param *p, const float *x) {
+    if (p->stored != MN_STORED_BF16 && p->stored != MN_STORED_F16) return false;
+    for (int64_t i = 0; i < p->info.count; i++) {
+        const bool bf16 = p->stored == MN_STORED_BF16;
+        const float back = bf16 ? mn_bf16_round(x[i]) : mn_f16_to_float(mn_f16_from_float(x[i]));
+        if (memcmp(&back, &x[i], sizeof back) != 0) return false;
     }
+    return true;
+}
+
+/* What a file that cuts the three elsewhere holds under the name of parameter i: in *copy. */
+static mn_status cut_as_stored(mn_stored_tensor *t, void **copy, mn_model *model, int i) {
+    const size_t item = mn_dtype_bytes(mn_model_dtype(model));
+    int trio[TRIO];
+    int64_t theirs[TRIO], ours[TRIO], n = 0;
+    const int which = trio_of(trio, model, mn_model_param_at(model, i)->name);
+    for (int k = 0; k < TRIO; k++) {
+        const mn_model_param *p = mn_model_param_at(model, trio[k]);
+        theirs[k] = 1;
+        for (int a = 0; a < p->stored_rank; a++) theirs[k] *= p->stored_shape[a];
+        ours[k] = p->info.count;
+        n += ours[k];
+    }
+    void *all = malloc((size_t)n * item);
+    *copy = malloc((size_t)theirs[which] * item);
+    mn_status st = all && *copy ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to save a convolution");
+    for (int k = 0; k < TRIO && st == MN_OK; k++) {
+        st = mn_model_get(model, trio[k], cut(all, ours, k, item));
+    }
+    if (st == MN_OK) memcpy(*copy, cut(all, theirs, which, item), (size_t)theirs[which] * item);
+    free(all);
+    t->data = *copy;
+    t->bytes = (size_t)theirs[which] * item;
     return st;
 }
 
-typedef char param_name[MN_PARAM_NAME];
+/* Whether the file that parameter p was read from cut it elsewhere. */
+static bool was_cut(const mn_model_param *p) {
+    int64_t count = 1;
+    for (int a = 0; a < p->stored_rank; a++) count *= p->stored_shape[a];
+    return p->stored_rank >= 0 && count != p->info.count;
+}
+
+/* The numbers of parameter i as the file gets them: in *copy, which is to be freed, or as they are. */
+static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, int i) {
+    const mn_model_param *p = mn_model_param_at(model, i);
+    const size_t item = mn_dtype_bytes(mn_model_dtype(model));
+    const bool f64 = mn_model_dtype(model) == MN_F64, there = mn_model_device_bytes(model) > 0;
+    const bool turned = mn_dialect_transposed(mn_model_config_family(mn_model_describe(model)),
+                                              p->name);
+    t->dtype = f64 ? MN_STORED_F64 : MN_STORED_F32;
+    t->rank = p->info.rank;
+    memcpy(t->shape, p->info.shape, sizeof p->info.shape);
+    if (p->stored_rank >= 0) {
+        t->rank = p->stored_rank;
+        memcpy(t->shape, p->stored_shape, sizeof p->stored_shape);
+    } else if (turned) {
+        t->shape[0] = p->info.shape[1];
+        t->shape[1] = p->info.shape[0];
+    }
+    mn_status st = MN_OK;
+    if (was_cut(p)) return cut_as_stored(t, copy, model, i);
+    const bool narrow = !there && !f64 && keeps_type(p, p->value);
+    if (there || turned || narrow) {
+        *copy = malloc((size_t)p->info.count * item);
+        if (!*copy) return mn_fail(MN_ERR_MEMORY, "no memory to save %s", p->name);
+        if (there) st = mn_model_get(model, i, *copy);
+        else memcpy(*copy, p->value, (size_t)p->info.count * item);
+    }
+    if (st == MN_OK && turned) st = turn(*copy, p->info.shape[0], p->info.shape[1], item);
+    if (narrow || (there && keeps_type(p, *copy))) {
+        t->dtype = (mn_stored_dtype)p->stored;
+        for (int64_t k = 0; k < p->info.count; k++) {
+            const float x = ((const float *)*copy)[k];
+            ((uint16_t *)*copy)[k] = p->stored == MN_STORED_BF16 ? mn_bf16_from_float(x)
+                                                                 : mn_f16_from_float(x);
+        }
+    }
+    t->data = *copy ? *copy : p->value;
+    t->bytes = (size_t)p->info.count * mn_stored_dtype_bytes(t->dtype);
+    return st;
+}
 
 static mn_status write_weights(mn_model *model, mn_stored_tensor *tensors, param_name *names,
-                               void *const *copies, const char *path) {
+                               void **copies, const char *path) {
     const int n = mn_model_params(model);
-    const bool f64 = mn_model_dtype(model) == MN_F64;
     const char *family = mn_model_config_family(mn_model_describe(model));
-    for (int i = 0; i < n; i++) {
-        const mn_model_param *p = mn_model_param_at(model, i);
-        mn_dialect_name(names[i], family, p->name);
-        mn_stored_tensor *t = &tensors[i];
-        *t = (mn_stored_tensor){ .name = names[i], .dtype = f64 ? MN_STORED_F64 : MN_STORED_F32,
-                                 .rank = p->info.rank, .data = copies[i] ? copies[i] : p->value };
-        memcpy(t->shape, p->info.shape, sizeof p->info.shape);
-        t->bytes = (size_t)p->info.count * mn_dtype_bytes(mn_model_dtype(model));
+    mn_status st = MN_OK;
+    for (int i = 0; i < n && st == MN_OK; i++) {
+        const char *name = mn_model_param_at(model, i)->name;
+        mn_dialect_name(names[i], family, kind_of(model, name), name);
+        tensors[i] = (mn_stored_tensor){ .name = names[i] };
+        st = stored_form(&tensors[i], &copies[i], model, i);
     }
     const mn_stored_text format = { "format", "pt" };
-    return mn_safetensors_write(path, tensors, n, &format, 1);
+    return st == MN_OK ? mn_safetensors_write(path, tensors, n, &format, 1) : st;
 }
 
 static mn_status save_weights(mn_model *model, const char *path) {
@@ -253,7 +445,6 @@ static mn_status save_weights(mn_model *model, const char *path) {
     param_name *names = calloc(n, sizeof *names);
     mn_status st = tensors && copies && names
                        ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
-    if (st == MN_OK && mn_model_device_bytes(model) > 0) st = fetch_weights(copies, model);
     if (st == MN_OK) st = write_weights(model, tensors, names, copies, path);
     for (size_t i = 0; copies && i < n; i++) free(copies[i]);
     free(copies);

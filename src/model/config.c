@@ -10,7 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "io/json_write.h"
-#include "model/dialect.h"
+#include "model/families/dialect.h"
 
 static const char *const mlp_names[MN_MLP_COUNT] = {
 #define MLP(id, name, about) [MN_MLP_##id] = name,
@@ -59,6 +59,9 @@ enum { MAX_KEYS = 512 };
 void mn_model_config_free(mn_model_config *config) {
     free(config->names);
     free(config->options);
+    free(config->beside);
+    free(config->halves);
+    free(config->source);
     memset(config, 0, sizeof *config);
 }
 
@@ -67,12 +70,18 @@ mn_status mn_model_config_copy(mn_model_config *out, const mn_model_config *from
     const size_t n = (size_t)from->n_layers;
     out->names = malloc(n * sizeof *out->names);
     out->options = malloc(n * sizeof *out->options);
-    if (!out->names || !out->options) {
+    out->beside = from->beside ? malloc(n * sizeof *out->beside) : NULL;
+    out->halves = malloc(n);
+    out->source = from->source ? strdup(from->source) : NULL;
+    if (!out->names || !out->options || !out->halves || !out->beside != !from->beside ||
+        !out->source != !from->source) {
         mn_model_config_free(out);
         return mn_fail(MN_ERR_MEMORY, "no memory for a model's configuration");
     }
     memcpy(out->names, from->names, n * sizeof *out->names);
     memcpy(out->options, from->options, n * sizeof *out->options);
+    if (out->beside) memcpy(out->beside, from->beside, n * sizeof *out->beside);
+    memcpy(out->halves, from->halves, n);
     return MN_OK;
 }
 
@@ -237,6 +246,27 @@ static mn_status read_options(mn_model_config *c, const mn_json *object) {
     return MN_OK;
 }
 
+/* Options of the attention beside the mixers are those of mixers.attention. */
+static mn_status read_beside(mn_model_config *c, const mn_json *object) {
+    const mn_json mixers = mn_json_member(object, "mixers");
+    const mn_json own = mn_json_member(&mixers, "attention");
+    if (!c->block.beside_attention && c->block.shared_blocks == 0) return MN_OK;
+    c->beside = calloc((size_t)c->n_layers, sizeof *c->beside);
+    if (!c->beside) return mn_fail(MN_ERR_MEMORY, "no memory for the options of layers");
+    mn_status st = MN_OK;
+    for (int i = 0; i < c->n_layers && st == MN_OK; i++) {
+        mn_layer_defaults(&c->beside[i], MN_LAYER_attention);
+        if (mn_json_given(&own)) st = mn_layer_config_read(&c->beside[i], MN_LAYER_attention, &own);
+    }
+    return st;
+}
+
+static mn_status read_halves(mn_model_config *c, const mn_json *object) {
+    c->halves = calloc((size_t)c->n_layers, 1);
+    if (!c->halves) return mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
+    return mn_block_read_halves(c->halves, c->n_layers, &c->block, object);
+}
+
 static mn_status check_neutral(const mn_json *object) {
     for (size_t i = 0; i < MN_COUNTOF(neutral_keys); i++) {
         const mn_json at = mn_json_member(object, neutral_keys[i].key);
@@ -257,6 +287,7 @@ static mn_status check_keys(const mn_model_config *c, const mn_json *object) {
     const char *keys[MAX_KEYS];
     int n = 0;
     for (size_t i = 0; i < MN_COUNTOF(known_keys); i++) keys[n++] = known_keys[i];
+    n += mn_block_keys(keys + n, MAX_KEYS - n);
     for (int i = 0; i < c->n_layers; i++) {
         mn_layer_kind kind;
         bool ccq, seen = false;
@@ -303,7 +334,9 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     for (int i = 0; i < MN_MLP_COUNT; i++) {
         if (strcmp(mlp_names[i], name) == 0) c->mlp = (mn_mlp)i;
     }
-    if (c->mlp == MN_MLP_COUNT) return mn_json_fail(&at, "none of swiglu, gelu, rwkv7, none");
+    if (c->mlp == MN_MLP_COUNT) {
+        return mn_json_fail(&at, "none of swiglu, gelu, gelu_erf, relu_square, rwkv7, none");
+    }
     if (strcmp(act, "swish") != 0 && strcmp(act, "silu") != 0 && c->mlp == MN_MLP_SWIGLU) {
         const mn_json hidden_act = mn_json_member(object, "hidden_act");
         return mn_json_fail(&hidden_act, "only swish is built; use \"mlp\": \"gelu\" for GELU");
@@ -403,8 +436,10 @@ static mn_status read_norm(mn_model_config *c, const mn_json *object) {
 static mn_status read_model(mn_model_config *out, const mn_json *object, const char *family) {
     mn_model_config c = { .context = 2048, .norm_eps = 1e-6, .initializer_range = 0.02,
                           .family = family };
+    mn_block_defaults(&c.block);
     mn_status st = mn_json_expect_object(object);
     if (st == MN_OK) st = read_sizes(&c, object);
+    if (st == MN_OK) st = mn_block_read(&c.block, object);
     if (st == MN_OK) st = read_norm(&c, object);
     if (st == MN_OK) st = read_mlp(&c, object);
     if (st == MN_OK) st = check_output_gate(object);
@@ -413,6 +448,8 @@ static mn_status read_model(mn_model_config *out, const mn_json *object, const c
     if (st == MN_OK) st = check_keys(&c, object);
     if (st == MN_OK) st = read_options(&c, object);
     if (st == MN_OK) st = read_hybrid(&c, object);
+    if (st == MN_OK) st = read_beside(&c, object);
+    if (st == MN_OK) st = read_halves(&c, object);
     const mn_json mixing = mn_json_member(object, "attnres_block_size");
     if (st == MN_OK && mn_json_given(&mixing)) {
         st = mn_json_fail(&mixing, "attention over earlier blocks is not built");
@@ -422,9 +459,17 @@ static mn_status read_model(mn_model_config *out, const mn_json *object, const c
     return st;
 }
 
+/* What is written back is what was read, with the keys that mean nothing here. */
+static mn_status keep_source(mn_model_config *c, const mn_json *object) {
+    const mn_status st = mn_json_text(&c->source, object->value, MN_JSON_PRETTY);
+    if (st != MN_OK) mn_model_config_free(c);
+    return st;
+}
+
 /* Configurations of a family are read in our words. */
 mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
     const char *type = NULL;
+    const mn_json whole = *object;
     *out = (mn_model_config){ 0 };
     mn_status st = mn_json_expect_object(object);
     if (st == MN_OK) st = mn_json_opt_text(&type, object, "model_type");
@@ -437,12 +482,12 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
         object = &nested;
     }
     if (st != MN_OK) return st;
-    if (!family) return read_model(out, object, NULL);
     mn_json ours = *object;
     ours.value = NULL;
-    st = mn_dialect_read(&ours.value, family, object);
-    if (st == MN_OK) st = read_model(out, &ours, family);
+    if (family) st = mn_dialect_read(&ours.value, family, object);
+    if (st == MN_OK) st = read_model(out, family ? &ours : object, family);
     json_decref(ours.value);
+    if (st == MN_OK && type && strcmp(type, "mneme") != 0) st = keep_source(out, &whole);
     return st;
 }
 
@@ -453,6 +498,8 @@ static bool fits(const mn_model_config *c, const char *layer) {
     const mn_layer_config *o = &c->options[0];
     const bool attention = strcmp(layer, "attention") == 0;
     if (c->mlp_bias || c->norm_plus_one || o->projections) return false;
+    if (!mn_block_is_plain(&c->block, c->halves, c->n_layers)) return false;
+    if (o->fused_qkv || o->qk_norm_whole || o->attention_scale != 0.0) return false;
     if (c->layer_norm || c->norm_first) return false;
     if (!attention && strcmp(layer, "delta") != 0) return true;
     if (o->num_heads && o->head_dim && o->num_heads * o->head_dim != c->hidden_size) return false;
@@ -483,7 +530,9 @@ static const char *type_of(const mn_model_config *c, const char **architecture) 
 }
 
 const char *mn_model_config_family(const mn_model_config *config) {
-    const char *architecture, *type = type_of(config, &architecture);
+    const char *architecture, *type;
+    if (config->source) return config->family;
+    type = type_of(config, &architecture);
     return type ? mn_dialect_find(type) : NULL;
 }
 
@@ -513,7 +562,27 @@ static mn_status write_options(json_t *object, const mn_model_config *c, bool fl
     return st;
 }
 
+/* The configuration that was read, with the sizes that training may have set since. */
+static mn_status write_source(char **text, size_t *size, const mn_model_config *c) {
+    json_t *object = json_loads(c->source, 0, NULL);
+    const char *member = c->family ? mn_dialect_nested(c->family) : NULL;
+    const char *class = c->family ? mn_dialect_class(c->family) : NULL;
+    json_t *inner = member ? json_object_get(object, member) : object;
+    bool failed = !inner;
+    if (inner) set(inner, "vocab_size", json_integer(c->vocab_size), &failed);
+    if (object && class && !json_object_get(object, "architectures")) {
+        set(object, "architectures", json_pack("[s]", class), &failed);
+    }
+    if (object) set(object, "mneme_version", json_string(MN_VERSION), &failed);
+    mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
+                          : mn_json_text(text, object, MN_JSON_PRETTY);
+    if (st == MN_OK) *size = strlen(*text);
+    json_decref(object);
+    return st;
+}
+
 mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config *c) {
+    if (c->source) return write_source(text, size, c);
     const char *architecture = NULL, *type = type_of(c, &architecture);
     char layers[MN_MAX_LAYERS * (MN_MIXER_NAME + 2)];
     mn_layers_describe(layers, sizeof layers, c);
@@ -545,6 +614,7 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
         set(object, "logit_softcap", mn_json_real(c->logit_softcap), &failed);
     }
     set(object, "max_position_embeddings", json_integer(c->context), &failed);
+    if (!failed && mn_block_write(object, &c->block, c->halves, c->n_layers) != MN_OK) failed = true;
     const bool mixes = c->family && mn_dialect_mixes(c->family);
     mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
                           : write_options(object, c, type && !mixes);

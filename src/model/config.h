@@ -24,6 +24,23 @@ typedef enum mn_decoder {
     MN_DECODER_COUNT
 } mn_decoder;
 
+/* Settings of blocks.def. Whole and real ones are of one size: nothing lies between them. */
+typedef struct mn_block_config {
+#define BLOCK_INT(name, choices, value, about) int64_t name;
+#define BLOCK_REAL(name, value, about) double name;
+#include "model/blocks.def"
+#undef BLOCK_INT
+#undef BLOCK_REAL
+} mn_block_config;
+
+/* What the second half of a block is. */
+typedef enum mn_mlp_half {
+    MN_MLP_DENSE,
+    MN_MLP_SPARSE,
+    MN_MLP_ABSENT,
+    MN_MLP_SHARED,    // absent, and a shared block before the mixer
+} mn_mlp_half;
+
 typedef struct mn_model_config {
     int64_t vocab_size, hidden_size, intermediate_size;
     int64_t context;             // tokens a sequence may have where a layer is limited (hyper)
@@ -37,6 +54,11 @@ typedef struct mn_model_config {
     int n_layers;
     char (*names)[MN_MIXER_NAME];      // n_layers
     mn_layer_config *options;          // n_layers
+    mn_layer_config *beside;           // n_layers: of the attention beside each mixer or in the
+                                       // shared blocks, if any
+    unsigned char *halves;             // n_layers of mn_mlp_half
+    mn_block_config block;
+    char *source;                      // JSON that it was read from, of other software; NULL: none
 } mn_model_config;
 
 /* Reads a model from JSON. Unknown keys fail with the nearest known one; keys other software
@@ -49,6 +71,16 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
 
 /* The family (dialect.h) whose names the files of such a model carry; NULL: ours. */
 const char *mn_model_config_family(const mn_model_config *config);
+
+/* block_config.c: defaults; what `object` says; keys; what is not as by default, as JSON. */
+void mn_block_defaults(mn_block_config *out);
+mn_status mn_block_read(mn_block_config *out, const mn_json *object);
+mn_status mn_block_read_halves(unsigned char *out, int n, const mn_block_config *c,
+                               const mn_json *object);
+int mn_block_keys(const char **keys, int capacity);
+bool mn_block_is_plain(const mn_block_config *c, const unsigned char *of_layers, int n);
+mn_status mn_block_write(json_t *object, const mn_block_config *c, const unsigned char *of_layers,
+                         int n);
 
 mn_status mn_model_config_copy(mn_model_config *out, const mn_model_config *from);
 void mn_model_config_free(mn_model_config *config);    // all zeros is fine

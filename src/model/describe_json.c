@@ -24,7 +24,7 @@ static json_t *types_json(void) {
 #define MODEL_TYPE(type, layer, architecture) json_object_set_new(types, type, json_string(layer));
 #include "layers/all.def"
 #define FAMILY(type, layer, class) json_object_set_new(types, type, json_string(layer));
-#include "model/families.def"
+#include "model/families/families.def"
     return types;
 }
 

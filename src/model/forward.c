@@ -12,7 +12,7 @@
  * stays float32: a few numbers, whose roundings would add up over all tokens. */
 static bool in_bf16(const mn_model_param *p) {
     const bool plain = p->info.init == MN_INIT_ZEROS || p->info.init == MN_INIT_ONES;
-    if (p->info.group == MN_GROUP_STATE) return false;
+    if (p->info.group == MN_GROUP_STATE || p->info.init == MN_INIT_SLOPES) return false;
     return p->shadow && (p->info.group != MN_GROUP_VECTOR || plain);
 }
 
@@ -43,66 +43,6 @@ void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients) {
     }
 }
 
-mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight) {
-    if (!x) return NULL;
-    mn_tensor *w = model->leaves[weight];
-    if (model->config.norm_plus_one) w = mn_tape_affine(tape, w, 1.0, 1.0);
-    if (model->config.layer_norm) x = mn_centred(tape, x);
-    mn_run run;
-    mn_rms_norm_args *args = mn_run_start(&run, tape, MN_OP_rms_norm);
-    args->eps = model->config.norm_eps;
-    mn_run_in(&run, "x", x);
-    mn_run_in(&run, "w", w);
-    mn_tensor *y = mn_run_out(&run, "y");
-    mn_run_now(&run);
-    if (!model->config.norm_bias) return y;
-    mn_tensor *bias = mn_tape_shaped(tape, model->leaves[weight + 1],
-                                     (int64_t[]){ 1, 1, 1, x ? x->shape[3] : 1 });
-    return mn_tape_add(tape, y, bias);
-}
-
-mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
-    const mn_block *block = &model->blocks[i];
-    mn_tape_scope(f->tape, "model.layers.%d.attn", i);
-    f->layer = &block->layer;
-    f->params = model->leaves + block->mixer;
-    f->onto = x;
-    return mn_layer_forward(f, mn_model_norm(model, f->tape, x, block->attn_norm));
-}
-
-/* The same with biases, each product by itself. */
-static mn_tensor *biased_mlp(mn_model *model, const mn_block *block, mn_tape *tape, mn_tensor *x,
-                             mn_tensor *n) {
-    mn_tensor **leaves = model->leaves;
-    mn_tensor *h = mn_tape_linear(tape, n, leaves[block->up], leaves[block->up_bias]);
-    if (model->config.mlp == MN_MLP_GELU) {
-        h = mn_tape_unary(tape, MN_UNARY_GELU, h);
-    } else {
-        mn_tensor *gate = mn_tape_linear(tape, n, leaves[block->gate], leaves[block->gate_bias]);
-        h = mn_tape_gate(tape, MN_UNARY_SILU, gate, h);
-    }
-    return mn_tape_linear_onto(tape, x, h, leaves[block->down], leaves[block->down_bias]);
-}
-
-mn_tensor *mn_block_mlp(mn_model *model, int i, const mn_forward *f, mn_tensor *x) {
-    const mn_block *block = &model->blocks[i];
-    mn_tape *tape = f->tape;
-    if (model->config.mlp == MN_MLP_NONE) return x;
-    mn_tape_scope(tape, "model.layers.%d.mlp", i);
-    mn_tensor *n = mn_model_norm(model, tape, x, block->mlp_norm);
-    if (model->config.mlp == MN_MLP_RWKV7) return mn_channel_mix(model, i, f, x, n);
-    if (model->config.mlp_bias) return biased_mlp(model, block, tape, x, n);
-    mn_tensor *up = model->leaves[block->up], *down = model->leaves[block->down];
-    if (model->config.mlp == MN_MLP_GELU) {
-        up = mn_tape_linear(tape, n, up, NULL);
-        return mn_tape_gated_onto(tape, x, MN_UNARY_GELU, up, NULL, down);
-    }
-    mn_tensor *const both[2] = { model->leaves[block->gate], up };
-    mn_tensor *h[2];
-    mn_tape_linears(tape, n, both, 2, h);
-    return h[1] ? mn_tape_gated_onto(tape, x, MN_UNARY_SILU, h[0], h[1], down) : NULL;
-}
-
 bool mn_recompute_parse(mn_recompute *out, const char *name) {
     static const char *const names[] = {
 #define RECOMPUTE(id, name, about) [MN_RECOMPUTE_##id] = name,
@@ -128,14 +68,14 @@ static mn_tensor *run_block(mn_tape *tape, mn_tensor *x, const void *job) {
     const block_job *b = job;
     mn_forward f = b->f;
     f.tape = tape;
-    return mn_block_mlp(b->model, b->i, &f, mn_block_mixer(b->model, b->i, &f, x));
+    return mn_block_mlp(b->model, b->i, &f, mn_block_mixer(b->model, b->i, &f, x), x);
 }
 
 static mn_tensor *run_mlp(mn_tape *tape, mn_tensor *x, const void *job) {
     const block_job *b = job;
     mn_forward f = b->f;
     f.tape = tape;
-    return mn_block_mlp(b->model, b->i, &f, x);
+    return mn_block_mlp(b->model, b->i, &f, x, NULL);
 }
 
 /* Whether a layer takes or gives what others share (mn_shared). */
@@ -153,8 +93,11 @@ static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
     if (what == MN_RECOMPUTE_LAYER && !shares) {
         return mn_tape_checkpoint(f->tape, x, run_block, &job, sizeof job);
     }
+    mn_tensor *input = x;
     x = mn_block_mixer(model, i, f, x);
-    if (model->config.mlp == MN_MLP_NONE) return x;
+    if (model->blocks[i].mlp_norm < 0 || model->config.block.parallel_residual) {
+        return mn_block_mlp(model, i, f, x, input);
+    }
     return mn_tape_checkpoint(f->tape, x, run_mlp, &job, sizeof job);
 }
 
@@ -166,19 +109,23 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
     mn_model_bounds(model, tape, bounds);
     if (in->starts) mn_tape_pack(tape, in->starts, in->n_sequences);
     mn_tape_scope(tape, "model.embeddings");
-    mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
+    mn_tensor *x = mn_model_embed(model, tape, in);
     if (model->config.norm_first) x = mn_model_norm(model, tape, x, model->blocks[0].pre_norm);
+    mn_tensor *first = x;
     int belief = 0;
     mn_shared shared = { 0 };
     /* what a block leaves behind beside its result it would leave twice */
+    const bool shares = model->config.block.shared_blocks > 0;    // every block reads the first
     const bool once = !mn_tape_records(tape) || (!in->state && !in->variance && !in->tap);
     for (int i = 0; i < n + (last != NULL) && x; i++) {
+        if (in->ready) mn_tape_notify(tape, in->ready, in->ready_context, i);
         mn_forward one = { .tape = tape, .position = in->state ? in->state->position : 0 };
         mn_forward *f = i == n ? last : &one;
         f->tape = tape;
         f->state = in->state ? &in->state->layers[i] : NULL;
         f->variance = NULL;
         f->tap = in->tap;
+        f->first = first;
         f->shared = &shared;
         f->bound = bounds[i];
         f->index = i;
@@ -186,25 +133,33 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
             f->variance = in->variance + belief++ * in->B * in->T;
         }
         const bool light = in->recompute == MN_RECOMPUTE_LIGHT && once;
-        if (in->recompute > MN_RECOMPUTE_LIGHT && once && i < n) {
+        if (in->recompute > MN_RECOMPUTE_LIGHT && once && i < n && !shares) {
             x = run_again(model, i, f, x, in->recompute);
             continue;
         }
+        mn_tensor *input = x;
         mn_tape_recompute(tape, light);
         x = mn_block_mixer(model, i, f, x);
         mn_tape_recompute(tape, light);
-        if (i < n) x = mn_block_mlp(model, i, f, x);
+        if (i < n) x = mn_block_mlp(model, i, f, x, input);
     }
     mn_tape_recompute(tape, false);
     if (in->state && mn_tape_status(tape) == MN_OK) in->state->position += in->T;
     return x;
 }
 
+/* The norm behind the last block. What multiplies the logits multiplies the stream as well. */
+static mn_tensor *final_norm(mn_model *model, mn_tape *tape, mn_tensor *x) {
+    const double by = model->config.block.logits_multiplier;
+    mn_tape_scope(tape, "model.norm");
+    x = mn_model_norm(model, tape, x, model->norm);
+    return by == 1.0 ? x : mn_tape_affine(tape, x, by, 0.0);
+}
+
 mn_tensor *mn_model_hidden(mn_model *model, mn_tape *tape, const mn_model_input *in) {
     mn_tensor *x = trunk(model, tape, in, model->config.n_layers, NULL);
     x = mn_model_decode(model, tape, x, in->state != NULL);
-    mn_tape_scope(tape, "model.norm");
-    return mn_model_norm(model, tape, x, model->norm);
+    return final_norm(model, tape, x);
 }
 
 mn_tensor *mn_model_logits(mn_model *model, mn_tape *tape, mn_tensor *hidden) {
@@ -246,6 +201,11 @@ void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input
         return;
     }
     const int last = model->config.n_layers - 1;
+    if (model->config.block.parallel_residual) {
+        mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "mc_samples and parallel_residual do not go "
+                                   "together"));
+        return;
+    }
     mn_forward f = { .position = in->state ? in->state->position : 0,
                      .wants_output_variance = true };
     mn_tensor *mean = trunk(model, tape, in, last, &f);
@@ -260,10 +220,9 @@ void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input
     for (int s = 0; s < samples; s++) {
         const uint64_t stream = step * MOST_SAMPLES + (uint64_t)s;
         mn_tensor *x = sample_of(tape, mean, deviation, seed, stream);
-        x = mn_block_mlp(model, last, &f, x);
+        x = mn_block_mlp(model, last, &f, x, NULL);
         x = mn_model_decode(model, tape, x, in->state != NULL);
-        mn_tape_scope(tape, "model.norm");
-        hidden[s] = mn_model_norm(model, tape, x, model->norm);
+        hidden[s] = final_norm(model, tape, x);
     }
     mn_tape_scope(tape, "lm_head");
     how.softcap = model->config.logit_softcap;

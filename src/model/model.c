@@ -28,7 +28,7 @@ mn_status mn_model_add(mn_model *model, int *index, const char *name, const mn_p
     const mn_status st = grow(model);
     if (st != MN_OK) return st;
     mn_model_param *p = &model->params[model->n_params];
-    *p = (mn_model_param){ .info = *info };
+    *p = (mn_model_param){ .info = *info, .stored = -1, .stored_rank = -1 };
     snprintf(p->name, sizeof p->name, "%s", name);
     size_t bytes;
     if (!mn_mul_size(&bytes, (size_t)info->count, mn_dtype_bytes(model->dtype)) ||
@@ -41,8 +41,8 @@ mn_status mn_model_add(mn_model *model, int *index, const char *name, const mn_p
     return MN_OK;
 }
 
-static mn_status add_matrix(mn_model *model, int *index, const char *name, int64_t rows,
-                            int64_t cols, mn_group group) {
+mn_status mn_model_add_matrix(mn_model *model, int *index, const char *name, int64_t rows,
+                              int64_t cols, mn_group group) {
     mn_param_info info = { .rank = 2, .shape = { rows, cols }, .init = MN_INIT_NORMAL,
                            .group = group };
     if (!mn_mul_i64(&info.count, rows, cols) || info.count > INT64_MAX / 64) {
@@ -52,89 +52,71 @@ static mn_status add_matrix(mn_model *model, int *index, const char *name, int64
     return mn_model_add(model, index, name, &info);
 }
 
-static mn_status add_bias(mn_model *model, int *index, const char *name, int64_t n) {
-    const mn_param_info info = { .rank = 1, .shape = { n }, .count = n, .init = MN_INIT_ZEROS,
-                                 .group = MN_GROUP_VECTOR };
+mn_status mn_model_add_vector(mn_model *model, int *index, const char *name, int64_t n,
+                              mn_init init, mn_group group) {
+    const mn_param_info info = { .rank = 1, .shape = { n }, .count = n, .init = init,
+                                 .group = group };
     return mn_model_add(model, index, name, &info);
 }
 
-static mn_status add_norm(mn_model *model, int *index, const char *name) {
+/* "NAME.weight", and right behind it "NAME.bias" where norms have one. */
+mn_status mn_model_add_norm(mn_model *model, int *index, const char *name) {
+    const mn_init start = model->config.norm_plus_one ? MN_INIT_ZEROS : MN_INIT_ONES;
     const int64_t D = model->config.hidden_size;
-    const mn_param_info info = { .rank = 1, .shape = { D }, .count = D,
-                                 .init = model->config.norm_plus_one ? MN_INIT_ZEROS : MN_INIT_ONES,
-                                 .group = MN_GROUP_VECTOR };
-    const mn_status st = mn_model_add(model, index, name, &info);
-    if (st != MN_OK || !model->config.norm_bias) return st;
+    char full[MN_PARAM_NAME];
     int bias;    // lies behind its weight
-    char own[MN_PARAM_NAME];
-    snprintf(own, sizeof own, "%.*sbias", (int)(strlen(name) - strlen("weight")), name);
-    return add_bias(model, &bias, own, D);
+    snprintf(full, sizeof full, "%.80s.weight", name);
+    mn_status st = mn_model_add_vector(model, index, full, D, start, MN_GROUP_VECTOR);
+    if (st != MN_OK || !model->config.norm_bias) return st;
+    snprintf(full, sizeof full, "%.80s.bias", name);
+    return mn_model_add_vector(model, &bias, full, D, MN_INIT_ZEROS, MN_GROUP_VECTOR);
 }
 
-/* x_k, key and value of a channel mix. */
-static mn_status add_channel_mix(mn_model *model, mn_block *block, int i) {
-    const int64_t D = model->config.hidden_size, F = model->config.intermediate_size;
-    const mn_param_info shift = { .rank = 1, .shape = { D }, .count = D, .layer = i,
-                                  .n_layers = model->config.n_layers,
-                                  .init = MN_INIT_RWKV_SHIFT_MLP, .group = MN_GROUP_VECTOR };
-    char name[MN_PARAM_NAME];
-    snprintf(name, sizeof name, "model.layers.%d.mlp.x_k", i);
-    mn_status st = mn_model_add(model, &block->mlp_shift, name, &shift);
-    snprintf(name, sizeof name, "model.layers.%d.mlp.key.weight", i);
-    if (st == MN_OK) st = add_matrix(model, &block->up, name, F, D, MN_GROUP_MATRIX);
-    snprintf(name, sizeof name, "model.layers.%d.mlp.value.weight", i);
-    return st == MN_OK ? add_matrix(model, &block->down, name, D, F, MN_GROUP_MATRIX) : st;
-}
-
-static mn_status add_mlp(mn_model *model, mn_block *block, int i) {
-    const mn_model_config *c = &model->config;
-    if (c->mlp == MN_MLP_NONE) return MN_OK;
-    const int64_t D = c->hidden_size, F = c->intermediate_size;
-    char name[MN_PARAM_NAME];
-#define NAMED(suffix) (snprintf(name, sizeof name, "model.layers.%d." suffix, i), name)
-    mn_status st = add_norm(model, &block->mlp_norm, NAMED("mlp_norm.weight"));
-    if (c->mlp == MN_MLP_RWKV7) return st == MN_OK ? add_channel_mix(model, block, i) : st;
-    if (st == MN_OK && c->mlp == MN_MLP_SWIGLU) {
-        st = add_matrix(model, &block->gate, NAMED("mlp.gate_proj.weight"), F, D, MN_GROUP_MATRIX);
+/* The parameters of a layer, those of block i, which begin with `prefix`. */
+mn_status mn_model_add_layer(mn_model *model, const mn_layer *layer, int *first,
+                             const char *prefix, int i) {
+    *first = model->n_params;
+    mn_status st = MN_OK;
+    for (int p = 0; st == MN_OK && p < layer->n_params; p++) {
+        int index;
+        char full[MN_PARAM_NAME];
+        snprintf(full, sizeof full, "model.layers.%d.%s.%.60s", i, prefix, layer->params[p].name);
+        st = mn_model_add(model, &index, full, &layer->params[p]);
     }
-    if (st == MN_OK) {
-        st = add_matrix(model, &block->up, NAMED("mlp.up_proj.weight"), F, D, MN_GROUP_MATRIX);
-    }
-    if (st == MN_OK) {
-        st = add_matrix(model, &block->down, NAMED("mlp.down_proj.weight"), D, F, MN_GROUP_MATRIX);
-    }
-    if (!c->mlp_bias) return st;
-    if (st == MN_OK && c->mlp == MN_MLP_SWIGLU) {
-        st = add_bias(model, &block->gate_bias, NAMED("mlp.gate_proj.bias"), F);
-    }
-    if (st == MN_OK) st = add_bias(model, &block->up_bias, NAMED("mlp.up_proj.bias"), F);
-    if (st == MN_OK) st = add_bias(model, &block->down_bias, NAMED("mlp.down_proj.bias"), D);
     return st;
+}
+
+static mn_status add_beside(mn_model *model, mn_block *block, int i) {
+    mn_model_config *c = &model->config;
+    if (!c->block.beside_attention) return MN_OK;
+    mn_status st = mn_layer_create(&block->beside, "attention", &c->beside[i], c->hidden_size,
+                                   c->context, c->norm_eps);
+    if (st == MN_OK) c->beside[i] = block->beside.config;
+    return st == MN_OK ? mn_model_add_layer(model, &block->beside, &block->aside, "beside", i) : st;
 }
 
 static mn_status add_block(mn_model *model, int i) {
     const mn_model_config *c = &model->config;
     mn_block *block = &model->blocks[i];
-    block->attn_norm = block->mixer = block->mlp_norm = block->gate = block->up = block->down = -1;
-    block->gate_bias = block->up_bias = block->down_bias = -1;
-    block->mlp_shift = block->pre_norm = -1;
+    block->attn_norm = block->aside = block->turn.out = block->pre_norm = -1;
     mn_status st = mn_layer_create_at(&block->layer, c->names[i], &c->options[i], c->hidden_size,
                                       c->context, c->norm_eps, i, c->n_layers);
-    if (st == MN_OK) model->config.options[i] = block->layer.config;    // sizes that were chosen
+    if (st != MN_OK) return st;
+    model->config.options[i] = block->layer.config;    // sizes that were chosen
+    const bool caches = mn_mixer_has_cache(&block->layer.mixer);
+    block->norms_after = c->block.norms_after == 2 || (c->block.norms_after == 1 && caches);
     char name[MN_PARAM_NAME];
-    if (st == MN_OK && c->norm_first && i == 0) {
-        st = add_norm(model, &block->pre_norm, NAMED("pre_norm.weight"));
+    if (c->norm_first && i == 0) {
+        st = mn_model_add_norm(model, &block->pre_norm, "model.layers.0.pre_norm");
     }
-    if (st == MN_OK) st = add_norm(model, &block->attn_norm, NAMED("attn_norm.weight"));
-    block->mixer = model->n_params;
-    for (int p = 0; st == MN_OK && p < block->layer.n_params; p++) {
-        int index;
-        char full[MN_PARAM_NAME];
-        snprintf(full, sizeof full, "model.layers.%d.attn.%.60s", i, block->layer.params[p].name);
-        st = mn_model_add(model, &index, full, &block->layer.params[p]);
+    snprintf(name, sizeof name, "model.layers.%d.attn_norm", i);
+    if (st == MN_OK && c->halves[i] == MN_MLP_SHARED) st = mn_model_add_shared(model, i);
+    if (st == MN_OK && block->layer.kind != MN_LAYER_none) {
+        st = mn_model_add_norm(model, &block->attn_norm, name);
     }
-    return st == MN_OK ? add_mlp(model, block, i) : st;
-#undef NAMED
+    if (st == MN_OK) st = mn_model_add_layer(model, &block->layer, &block->mixer, "attn", i);
+    if (st == MN_OK) st = add_beside(model, block, i);
+    return st == MN_OK ? mn_model_add_half(model, block, i) : st;
 }
 
 static mn_status add_decoder(mn_model *model) {
@@ -146,9 +128,9 @@ static mn_status add_decoder(mn_model *model) {
 #define NAMED(suffix) (snprintf(name, sizeof name, "model.decoder.%d." suffix, i), name)
     for (int i = 0; st == MN_OK && i < MN_DECODER_STAGES; i++) {
         int *at = model->decoder[i];
-        st = add_norm(model, &at[0], NAMED("norm.weight"));
+        st = mn_model_add_norm(model, &at[0], NAMED("norm"));
         if (st == MN_OK) {
-            st = add_matrix(model, &at[1], NAMED("linear.weight"), D, D, MN_GROUP_MATRIX);
+            st = mn_model_add_matrix(model, &at[1], NAMED("linear.weight"), D, D, MN_GROUP_MATRIX);
         }
         if (st == MN_OK) st = mn_model_add(model, &at[2], NAMED("linear.bias"), &bias);
     }
@@ -167,8 +149,13 @@ static mn_status add_bounds(mn_model *model, const mn_layer *layer) {
 
 static mn_status build(mn_model *model) {
     const mn_model_config *c = &model->config;
-    mn_status st = add_matrix(model, &model->embed, "model.embeddings.weight", c->vocab_size,
-                              c->hidden_size, MN_GROUP_EMBED);
+    mn_status st = mn_model_add_matrix(model, &model->embed, "model.embeddings.weight",
+                                       c->vocab_size, c->hidden_size, MN_GROUP_EMBED);
+    model->positions = -1;
+    if (st == MN_OK && c->block.learned_positions > 0) {
+        st = mn_model_add_matrix(model, &model->positions, "model.positions.weight",
+                                 c->block.learned_positions, c->hidden_size, MN_GROUP_EMBED);
+    }
     for (int i = 0; st == MN_OK && i < c->n_layers; i++) st = add_block(model, i);
     model->bounds = -1;
     for (int i = 0; i < MN_MAX_LAYERS; i++) model->rows[i] = i;
@@ -177,11 +164,11 @@ static mn_status build(mn_model *model) {
         if (layer->config.use_lower_bound) st = add_bounds(model, layer);
     }
     if (st == MN_OK && c->decoder == MN_DECODER_PLACES) st = add_decoder(model);
-    if (st == MN_OK) st = add_norm(model, &model->norm, "model.norm.weight");
+    if (st == MN_OK) st = mn_model_add_norm(model, &model->norm, "model.norm");
     model->head = model->embed;
     if (st == MN_OK && !c->tied) {
-        st = add_matrix(model, &model->head, "lm_head.weight", c->vocab_size, c->hidden_size,
-                        MN_GROUP_HEAD);
+        st = mn_model_add_matrix(model, &model->head, "lm_head.weight", c->vocab_size,
+                                 c->hidden_size, MN_GROUP_HEAD);
     }
     if (st != MN_OK) return st;
     model->leaves = calloc((size_t)model->n_params, sizeof *model->leaves);
@@ -219,6 +206,7 @@ void mn_model_destroy(mn_model *model) {
     free(model->params);
     free(model->leaves);
     free(model->ends);
+    free(model->places);
     free(model->blocks);
     mn_model_config_free(&model->config);
     free(model);
@@ -295,6 +283,19 @@ int mn_model_beliefs(const mn_model *model) {
     return n;
 }
 
+/* Weights of experts that do not serve a token. */
+static double idle_weights(const mn_model *model) {
+    const mn_block_config *c = &model->config.block;
+    double weights = 0.0;
+    for (int i = 0; i < model->config.n_layers; i++) {
+        const mn_block *block = &model->blocks[i];
+        if (model->config.halves[i] != MN_MLP_SPARSE) continue;
+        const double each = (double)model->params[block->experts].info.count * block->expert_params;
+        weights += each * (double)(c->num_experts - c->num_experts_per_tok);
+    }
+    return weights;
+}
+
 /* Matrix products cost 2 operations per weight and token forward, twice that backward. Attention
  * adds q k' and p v over half of the length on average. Recurrences are not counted. */
 double mn_model_flops(const mn_model *model, int64_t length) {
@@ -304,6 +305,7 @@ double mn_model_flops(const mn_model *model, int64_t length) {
         const bool table = i == model->embed || i == model->head;
         if (!table && info->rank == 2) weights += (double)info->count;
     }
+    weights -= idle_weights(model);
     for (int i = 0; i < model->config.n_layers; i++) {
         const mn_layer *layer = &model->blocks[i].layer;
         if (!mn_mixer_has_cache(&layer->mixer)) continue;
@@ -346,9 +348,22 @@ void mn_model_start(mn_model *model, mn_context *context, uint64_t seed) {
     }
 }
 
+void mn_model_block_params(const mn_model *model, int i, int *first, int *end) {
+    const bool last = i + 1 == model->config.n_layers;
+    *first = model->blocks[i].attn_norm;
+    *end = *first;
+    /* parameters are added block by block */
+    const int stop = last ? model->norm : model->blocks[i + 1].attn_norm;
+    if (*first >= 0 && stop > *first) *end = stop;
+}
+
 void mn_model_settle_gradients(mn_model *model) {
+    mn_model_settle_some(model, 0, model->n_params);
+}
+
+void mn_model_settle_some(mn_model *model, int first, int end) {
     mn_device *device = model->tape ? mn_tape_context(model->tape)->device : NULL;
-    for (int i = 0; i < model->n_params; i++) {
+    for (int i = first; i < end; i++) {
         mn_model_param *p = &model->params[i];
         if (!p->grad || !model->leaves[i] || !mn_tape_untouched(model->leaves[i])) continue;
         const size_t bytes = (size_t)p->info.count * mn_dtype_bytes(model->dtype);

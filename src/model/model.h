@@ -17,6 +17,9 @@ typedef struct mn_model_param {
     mn_param_info info;        // shape, group, initial values
     void *value, *grad;        // count numbers; grad NULL until mn_model_want_gradients
     void *shadow;              // of a model on a GPU: the value in bf16, or NULL
+    int stored;                // type of the file it was read from (io/safetensors.h); -1: none
+    int stored_rank;           // its axes there, where they are others: -1: as here
+    int64_t stored_shape[4];
 } mn_model_param;
 
 /* `config` is copied. Parameters are allocated, not set: mn_model_start or a checkpoint does. */
@@ -125,6 +128,9 @@ typedef struct mn_model_input {
     const mn_tap *tap;             // hears what layers make; NULL: nobody
     bool add_gradients;            // to what the parameters' gradients hold
     mn_recompute recompute;        // instead of keeping it; the same bits for less memory
+    /* Called going back when the gradients of block i's parameters are complete; NULL: nobody. */
+    void (*ready)(void *context, int block);
+    void *ready_context;
 } mn_model_input;
 
 /* The residual stream after the final norm, (B,T,1,D). Call between mn_tape_start and the end of
@@ -145,7 +151,12 @@ void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input
                             const int32_t *targets, mn_loss_options how, int samples,
                             uint64_t seed, uint64_t step, double *loss, int64_t *counted);
 
-/* Sets gradients that no token reached to zero; after mn_tape_backward. */
+/* Sets gradients that no token reached to zero; after mn_tape_backward, or those of parameters
+ * [first, end) when they are complete. */
 void mn_model_settle_gradients(mn_model *model);
+void mn_model_settle_some(mn_model *model, int first, int end);
+
+/* Block i has parameters [*first, *end). */
+void mn_model_block_params(const mn_model *model, int i, int *first, int *end);
 
 #endif

@@ -61,6 +61,7 @@ typedef struct belief_layer {
     int64_t H, K, V, G;          // kla: H = 1, V channels, K slots
     int64_t units;               // H times the units of a head
     heard heard[HEARD];
+    double *start;               // the belief to go on from; NULL: the prior
 } belief_layer;
 
 struct mn_posterior {
@@ -153,6 +154,7 @@ void mn_posterior_destroy(mn_posterior *p) {
     if (!p) return;
     for (int l = 0; l < p->n_layers; l++) {
         for (int i = 0; i < HEARD; i++) free(p->layers[l].heard[i].at);
+        free(p->layers[l].start);
     }
     free(p->layers);
     free(p);
@@ -179,6 +181,48 @@ void mn_posterior_feature(const mn_posterior *p, int feature, mn_statistic *stat
     for (; at >= HEADS + (int)l->H; l++) at -= HEADS + (int)l->H;
     if (at < HEADS) snprintf(name, size, "layer %d %s", l->index, parts[at]);
     else snprintf(name, size, "layer %d head %d", l->index, at - HEADS);
+}
+
+int mn_posterior_of_layer(const mn_posterior *p, int layer, mn_statistic statistic) {
+    int at = (int)statistic * p->per_statistic + 1;
+    for (int l = 0; l < p->n_layers; at += HEADS + (int)p->layers[l++].H) {
+        if (p->layers[l].index == layer) return at + MEAN;
+    }
+    return -1;
+}
+
+static mn_status copy_piece(belief_layer *l, mn_layer_state *state) {
+    static const char *const names[] = { [BAYES] = "covariance", [KLA] = "precision",
+                                         [PALIMPSA_CODE] = "importance",
+                                         [PALIMPSA_PAPER] = "importance" };
+    const int64_t count = l->units * l->K * (l->family == BAYES ? l->K : 1);
+    const mn_state_piece *piece = mn_state_find(state, names[l->family]);
+    if (!piece) return MN_OK;         // nothing was read yet
+    if (piece->count != count) {
+        return mn_fail(MN_ERR_ARGUMENT, "layer %d: the state is not of one sequence", l->index);
+    }
+    l->start = malloc((size_t)count * sizeof *l->start);
+    if (!l->start) return mn_fail(MN_ERR_MEMORY, "no memory for the belief of a layer");
+    for (int64_t i = 0; i < count; i++) {
+        l->start[i] = piece->dtype == MN_F64 ? ((const double *)piece->now)[i]
+                                             : (double)((const float *)piece->now)[i];
+    }
+    return MN_OK;
+}
+
+mn_status mn_posterior_from(mn_posterior *p, const mn_model_state *state) {
+    mn_status st = MN_OK;
+    for (int l = 0; l < p->n_layers && st == MN_OK; l++) {
+        belief_layer *layer = &p->layers[l];
+        free(layer->start);
+        layer->start = NULL;
+        if (!state) continue;
+        mn_layer_state *own = &state->layers[layer->index], here = { 0 };
+        if (own->device) st = mn_layer_state_fetch(&here, own);
+        if (st == MN_OK) st = copy_piece(layer, own->device ? &here : own);
+        if (own->device) mn_layer_state_free(&here);
+    }
+    return st;
 }
 
 const mn_tap *mn_posterior_tap(mn_posterior *p, mn_tape *tape) {
@@ -300,8 +344,10 @@ static void read_bayes(const sequence *s) {
     double *cov = s->work, *u = cov + K_ * K_, *work = u + K_;
     for (int64_t unit = 0; unit < s->l->units; unit++) {
         const int64_t h = unit / s->l->G, g = unit % s->l->G;
+        const double *start = s->l->start;
         for (int64_t i = 0; i < K_ * K_; i++) {
-            cov[i] = i % (K_ + 1) == 0 ? s->l->heard[P0].at[h] : 0.0;
+            cov[i] = start ? start[unit * K_ * K_ + i]
+                           : i % (K_ + 1) == 0 ? s->l->heard[P0].at[h] : 0.0;
         }
         for (int64_t t = 0, i = 0; i < s->n; t++) {
             bayes_step(s, cov, u, t, h, g);
@@ -333,7 +379,7 @@ static void read_kla(const sequence *s) {
     double *lam = s->work;
     for (int64_t c = 0; c < l->V; c++) {
         const float *a = l->heard[A].at + c * l->K, *p = l->heard[P].at + c * l->K;
-        for (int64_t i = 0; i < l->K; i++) lam[i] = 1.0;
+        for (int64_t i = 0; i < l->K; i++) lam[i] = l->start ? l->start[c * l->K + i] : 1.0;
         for (int64_t t = 0, question = 0; question < s->n; t++) {
             const float *k = row_of(s, K, t, l->K);
             const double prec = row_of(s, PREC, t, l->V)[c];
@@ -386,7 +432,9 @@ static void read_palimpsa(const sequence *s) {
     for (int64_t unit = 0; unit < l->units; unit++) {
         const int64_t h = unit / l->V, j = unit % l->V;
         const double ip = l->heard[IP].at[h];
-        for (int64_t i = 0; i < l->K; i++) importance[i] = ip;
+        for (int64_t i = 0; i < l->K; i++) {
+            importance[i] = l->start ? l->start[(h * l->K + i) * l->V + j] : ip;
+        }
         for (int64_t t = 0, question = 0; question < s->n; t++) {
             const float *k = row_of(s, K, t, l->H * l->K) + h * l->K;
             palimpsa_rates(s, t, h, j, &kept, &added);

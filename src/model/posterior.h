@@ -45,7 +45,15 @@ void mn_posterior_feature(const mn_posterior *p, int feature, mn_statistic *stat
 /* The feature that is the mean of a statistic over units and layers. */
 int mn_posterior_overall(const mn_posterior *p, mn_statistic statistic);
 
-/* Hears a pass over whole sequences that start from nothing; valid while `p` and the tape are. */
+/* The mean of a statistic over the units of layer `layer` of the model, -1: it has no posterior. */
+int mn_posterior_of_layer(const mn_posterior *p, int layer, mn_statistic statistic);
+
+/* The next pass goes on from `state`, of one sequence, whose beliefs are copied; NULL: it starts
+ * from nothing, as without this call. */
+mn_status mn_posterior_from(mn_posterior *p, const mn_model_state *state);
+
+/* Hears a pass over whole sequences that start from nothing, or go on from a state; valid while `p`
+ * and the tape are. */
 const mn_tap *mn_posterior_tap(mn_posterior *p, mn_tape *tape);
 
 /* After such a pass of (B,T) tokens: features of `n` places (row * T + token, ascending) as (n,

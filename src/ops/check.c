@@ -45,3 +45,17 @@ mn_status mn_check_rms_norm_gated(const void *args) {
                    "rms_norm_gated: groups is %" PRId64 ", it must divide V = %" PRId64, p->groups,
                    p->call.V);
 }
+
+mn_status mn_check_delta_product(const void *args) {
+    const mn_call *call = args;
+    if (call->H >= 1 && call->Q >= call->H && call->Q % call->H == 0) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "delta_product: Q = %" PRId64 " rows of keys for H = %" PRId64
+                   " heads; it takes n H of them, n steps a token", call->Q, call->H);
+}
+
+mn_status mn_check_delta_gva(const void *args) {
+    const mn_call *call = args;
+    if (call->J >= 1 && call->H % call->J == 0) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "delta_gva: H = %" PRId64 " value heads for J = %" PRId64
+                   " key heads; H must be a multiple of J", call->H, call->J);
+}

@@ -11,4 +11,8 @@ mn_status mn_check_hyper(const void *args);
 /* Groups cut the width evenly. */
 mn_status mn_check_rms_norm_gated(const void *args);
 
+/* Rows of keys are whole steps of all heads; value heads are a multiple of key heads. */
+mn_status mn_check_delta_product(const void *args);
+mn_status mn_check_delta_gva(const void *args);
+
 #endif

@@ -51,6 +51,7 @@ static mn_status fill(mn_context *context, const mn_context_options *options, co
 mn_status mn_context_create(mn_context **out, const mn_context_options *options) {
     const mn_context_options defaults = { 0 };
     if (!out) return mn_fail(MN_ERR_ARGUMENT, "context: out is NULL");
+    *out = NULL;
     if (!options) options = &defaults;
     const char *device;
     mn_status st = choose_device(&device, options);
@@ -68,8 +69,10 @@ mn_status mn_context_create(mn_context **out, const mn_context_options *options)
 
 void mn_context_destroy(mn_context *context) {
     if (!context) return;
-    mn_gemm_destroy(context->products);
-    mn_device_close(context->device);
+    if (!mn_threads_forked(context->threads)) {    // a child has neither threads nor the device
+        mn_gemm_destroy(context->products);
+        mn_device_close(context->device);
+    }
     mn_threads_destroy(context->threads);
     mn_arena_destroy(context->arena);
     free(context);
@@ -100,6 +103,24 @@ void mn_context_trim(mn_context *context) {
     if (!context) return;
     mn_arena_trim(context->arena);
     mn_device_trim(context->device);
+}
+
+/* Its address names the thread. */
+static _Thread_local char self;
+
+mn_status mn_context_enter(mn_context *context) {
+    const void *nobody = NULL;
+    const bool first = atomic_compare_exchange_strong(&context->user, &nobody, &self);
+    if (!first && nobody != &self) {
+        return mn_fail(MN_ERR_ARGUMENT, "another thread is in a call with this context; give each "
+                       "thread a context of its own, or let them take turns");
+    }
+    context->depth++;
+    return MN_OK;
+}
+
+void mn_context_leave(mn_context *context) {
+    if (--context->depth == 0) atomic_store(&context->user, NULL);
 }
 
 mn_status mn_context_needs_cpu(const mn_context *context, const char *what) {

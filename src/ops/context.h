@@ -2,6 +2,8 @@
 #ifndef MN_OPS_CONTEXT_H
 #define MN_OPS_CONTEXT_H
 
+#include <stdatomic.h>
+
 #include "kernels/dispatch.h"
 #include "kernels/gemm.h"
 #include "mneme.h"
@@ -24,8 +26,15 @@ struct mn_context {
     mn_device *device;       // NULL: operators run on the CPU
     mn_kernel_table cuda;    // with a device: its kernels, for f32 and bf16
     mn_gemm_handle *products;   // with a device, from the first matrix product on
+    _Atomic(const void *) user;    // the thread that is inside, and how deep
+    int depth;
     mn_borders borders;      // what operators find on the device already, while a tape runs them
 };
+
+/* The calling thread goes in, and out again; it may go in several times. Fails while another thread
+ * is inside: threads and memory of a context serve one call at a time. */
+mn_status mn_context_enter(mn_context *context);
+void mn_context_leave(mn_context *context);
 
 /* MN_ERR_UNSUPPORTED where the context has a device: for `what` that is of the CPU only. */
 mn_status mn_context_needs_cpu(const mn_context *context, const char *what);

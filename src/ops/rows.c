@@ -98,6 +98,37 @@ mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, 
     return MN_OK;
 }
 
+static void add_f32(float *y, const float *a, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] += a[i];
+}
+
+static void add_f64(double *y, const double *a, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] += a[i];
+}
+
+static void add_token(void *context, int64_t item, int worker) {
+    (void)worker;
+    const product *p = context;
+    const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
+    for (int64_t h = 0; h < p->call->H; h++) {
+        if (p->call->dtype == MN_F64) {
+            add_f64(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h), n);
+        } else {
+            add_f32(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h), n);
+        }
+    }
+}
+
+mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
+    product p = { .call = call, .width = width, .y = y, .a = a };
+    if (!y.data || !a.data || context->plans) return MN_OK;
+    if (context->device) {
+        return mn_rows_glue(context, MN_GLUE_add, call, width, y, mn_as_input(y), a, (mn_in){ 0 });
+    }
+    mn_threads_run(context->threads, call->B * call->T, add_token, &p);
+    return MN_OK;
+}
+
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width) {
     mn_out view = { NULL, { call->T * call->H * width, call->H * width, width } };
     int64_t rows;

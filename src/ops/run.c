@@ -247,10 +247,8 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     return st;
 }
 
-mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
+static mn_status run_inside(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
     const mn_op_info *info = mn_op_describe(op);
-    if (!context) return mn_fail(MN_ERR_ARGUMENT, "%s: context is NULL", info->name);
-    if (!args) return mn_fail(MN_ERR_ARGUMENT, "%s: args is NULL", info->name);
     _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
     memcpy(copy, args, info->args_bytes);
     if (context->device) return run_on_device(context, op, pass, copy);
@@ -270,6 +268,17 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
         st = mn_fail(MN_ERR_UNSUPPORTED, "%s has no kernel in this build", info->name);
     }
     mn_arena_release(context->arena, mark);
+    return st;
+}
+
+mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
+    const mn_op_info *info = mn_op_describe(op);
+    if (!context) return mn_fail(MN_ERR_ARGUMENT, "%s: context is NULL", info->name);
+    if (!args) return mn_fail(MN_ERR_ARGUMENT, "%s: args is NULL", info->name);
+    mn_status st = mn_context_enter(context);
+    if (st != MN_OK) return st;
+    st = run_inside(context, op, pass, args);
+    mn_context_leave(context);
     return st;
 }
 
@@ -362,9 +371,12 @@ mn_status mn_op_run_rows(mn_context *context, mn_op_id op, const void *rows, siz
         }
         return st;
     }
+    st = mn_context_enter(context);
+    if (st != MN_OK) return st;
     const mn_mark mark = mn_arena_mark(context->arena);
     st = run_rows_of_kernel(context, op, rows, step, n);
     mn_arena_release(context->arena, mark);
+    mn_context_leave(context);
     return st;
 }
 

@@ -9,6 +9,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "kernels/access.h"
+#include "ops/overlap.h"
 
 /* Largest number of elements of one tensor, far below what an int64_t byte offset can hold. */
 static const int64_t max_elements = INT64_MAX / 64;
@@ -338,7 +339,7 @@ mn_status mn_validate_sizes(mn_op_id op, void *args, bool backward) {
     for (int i = 0; st == MN_OK && i < count; i++) {
         st = check_view(name, &fields[i], decay, call, args, backward);
     }
-    return st;
+    return st == MN_OK ? mn_check_overlap(op, args, backward) : st;
 }
 
 mn_status mn_validate(mn_op_id op, void *args, bool backward) {

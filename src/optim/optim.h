@@ -33,6 +33,22 @@ mn_status mn_optimizer_create(mn_optimizer **out, const mn_optim_param *params, 
                               const mn_adamw_options *options);
 void mn_optimizer_destroy(mn_optimizer *optimizer);    // NULL accepted
 
+/* The same for one of `parts` owners that share the parameters: it has moments of its own part, a
+ * row of whole pieces, and steps only those. All parts together do what one optimiser does, with
+ * the same bits. */
+mn_status mn_optimizer_create_part(mn_optimizer **out, const mn_optim_param *params,
+                                   int64_t n_params, const mn_adamw_options *options, int part,
+                                   int parts);
+
+/* Where parts begin (parts + 1 numbers each): counted in numbers over all parameters one after the
+ * other, and in pieces. */
+void mn_optim_shares(const mn_optim_param *params, int64_t n_params, int parts, int64_t *elements,
+                     int64_t *pieces);
+
+/* The squares of the pieces owned, in order; their number. The norm of the gradient is the root of
+ * their sum over all parts, added one after the other. */
+int64_t mn_optimizer_squares(const double **squares, mn_optimizer *optimizer, mn_context *context);
+
 /* sqrt of the sum of squares of all gradients, summed in double in a fixed order; not finite when a
  * gradient is not. */
 double mn_optimizer_grad_norm(mn_optimizer *optimizer, mn_context *context);
@@ -43,9 +59,11 @@ double mn_optimizer_grad_norm(mn_optimizer *optimizer, mn_context *context);
 mn_status mn_optimizer_step(mn_optimizer *optimizer, mn_context *context, int64_t step, double lr,
                             double grad_scale);
 
-/* The moments of parameter `i`, (count) each: for checkpoints. */
+/* The moments of parameter `i`, for checkpoints: of its numbers [begin, begin + count), which are
+ * all of them unless others own a part. */
 float *mn_optimizer_first(mn_optimizer *optimizer, int64_t i);
 float *mn_optimizer_second(mn_optimizer *optimizer, int64_t i);
+void mn_optimizer_owned(const mn_optimizer *optimizer, int64_t i, int64_t *begin, int64_t *count);
 
 /* ---- schedules ------------------------------------------------------------------------------- */
 

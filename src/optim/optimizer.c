@@ -33,8 +33,10 @@ typedef struct piece {
     int64_t param, first, count;
 } piece;
 
+/* Of numbers [begin, begin + count) of a parameter: those that this optimiser owns. */
 typedef struct moments {
     float *first, *second;
+    int64_t begin, count;
 } moments;
 
 struct mn_optimizer {
@@ -46,6 +48,7 @@ struct mn_optimizer {
     piece *pieces;
     double *squares;         // (n_pieces), of the last norm
     int64_t n_pieces;
+    int64_t own, end;        // pieces [own, end) are this optimiser's
 };
 
 /* ---- create -----------------------------------------------------------------------------------
@@ -87,16 +90,36 @@ mn_status mn_optim_check(const mn_optim_param *params, int64_t n_params,
     return st;
 }
 
-/* Numbers of one kind of moment over all parameters, each rounded up to whole lines; pieces. */
-static bool count_all(int64_t *floats, int64_t *pieces, const mn_optim_param *params, int64_t n) {
-    *floats = *pieces = 0;
+/* Pieces of all parameters; false where numbers of moments would not count. */
+static bool count_all(int64_t *pieces, const mn_optim_param *params, int64_t n) {
+    int64_t floats = *pieces = 0;
     for (int64_t i = 0; i < n; i++) {
         int64_t padded;
         if (!mn_add_i64(&padded, params[i].count, ROW - 1)) return false;
-        if (!mn_add_i64(floats, *floats, padded / ROW * ROW)) return false;
+        if (!mn_add_i64(&floats, floats, padded / ROW * ROW)) return false;
         *pieces += mn_ceil_div(params[i].count, PIECE);
     }
-    return true;
+    return mn_add_i64(&floats, floats, floats);
+}
+
+void mn_optim_shares(const mn_optim_param *params, int64_t n_params, int parts, int64_t *elements,
+                     int64_t *pieces) {
+    int64_t total = 0, at = 0, piece_at = 0;
+    int part = 0;
+    for (int64_t i = 0; i < n_params; i++) total += params[i].count;
+    for (int64_t i = 0; i < n_params; i++) {
+        for (int64_t first = 0; first < params[i].count; first += PIECE, piece_at++) {
+            for (; part <= parts && at + first >= (double)total * part / parts; part++) {
+                elements[part] = at + first;
+                pieces[part] = piece_at;
+            }
+        }
+        at += params[i].count;
+    }
+    for (; part <= parts; part++) {
+        elements[part] = total;
+        pieces[part] = piece_at;
+    }
 }
 
 /* count * size bytes of zeros on a fresh line, or NULL; never no bytes at all. */
@@ -110,44 +133,75 @@ static void *zeros(int64_t count, size_t size) {
     return memory;
 }
 
-static void lay_out(mn_optimizer *o, int64_t floats) {
-    float *at = o->memory;
+static void cut_pieces(mn_optimizer *o) {
     piece *next = o->pieces;
     for (int64_t i = 0; i < o->n_params; i++) {
         const int64_t count = o->params[i].count;
-        o->moments[i] = (moments){ at, at + floats };
-        at += (count + ROW - 1) / ROW * ROW;
         for (int64_t first = 0; first < count; first += PIECE) {
             *next++ = (piece){ i, first, mn_min(PIECE, count - first) };
         }
     }
 }
 
-mn_status mn_optimizer_create(mn_optimizer **out, const mn_optim_param *params, int64_t n_params,
-                              const mn_adamw_options *options) {
+/* Numbers of one kind of moment over the pieces owned, each parameter's rounded up to whole
+ * lines; with memory, where they are. */
+static int64_t lay_out(mn_optimizer *o, float *memory, int64_t floats) {
+    int64_t used = 0;
+    for (int64_t k = o->own; k < o->end; k++) {
+        const piece *at = &o->pieces[k];
+        moments *m = &o->moments[at->param];
+        if (k == o->own || at[-1].param != at->param) {
+            m->begin = at->first;
+            m->count = 0;
+            if (memory) m->first = memory + used;
+            if (memory) m->second = memory + floats + used;
+        }
+        m->count += at->count;
+        used += (at->count + ROW - 1) / ROW * ROW;
+    }
+    return used;
+}
+
+mn_status mn_optimizer_create_part(mn_optimizer **out, const mn_optim_param *params,
+                                   int64_t n_params, const mn_adamw_options *options, int part,
+                                   int parts) {
     const mn_status st = mn_optim_check(params, n_params, options);
     if (st != MN_OK) return st;
-    int64_t floats, n_pieces, both;
+    int64_t n_pieces = 0, floats = 0;
     mn_optimizer *o = calloc(1, sizeof *o);
-    if (o && count_all(&floats, &n_pieces, params, n_params) && mn_mul_i64(&both, floats, 2)) {
+    int64_t *bounds = calloc(2 * ((size_t)parts + 1), sizeof *bounds);
+    if (o && bounds && count_all(&n_pieces, params, n_params)) {
         o->params = zeros(n_params, sizeof *o->params);
         o->moments = zeros(n_params, sizeof *o->moments);
-        o->memory = zeros(both, sizeof *o->memory);
         o->pieces = zeros(n_pieces, sizeof *o->pieces);
         o->squares = zeros(n_pieces, sizeof *o->squares);
     }
-    if (!o || !o->params || !o->moments || !o->memory || !o->pieces || !o->squares) {
+    if (o && o->params && o->moments && o->pieces && o->squares) {
+        o->options = *options;
+        o->n_params = n_params;
+        o->n_pieces = n_pieces;
+        if (n_params > 0) memcpy(o->params, params, (size_t)n_params * sizeof *params);
+        mn_optim_shares(params, n_params, parts, bounds, bounds + parts + 1);
+        o->own = bounds[parts + 1 + part];
+        o->end = bounds[parts + 1 + part + 1];
+        cut_pieces(o);
+        floats = lay_out(o, NULL, 0);
+        o->memory = zeros(2 * floats, sizeof *o->memory);
+    }
+    free(bounds);
+    if (!o || !o->memory) {
         mn_optimizer_destroy(o);
         return mn_fail(MN_ERR_MEMORY, "no memory for the moments of %" PRId64 " parameters",
                        n_params);
     }
-    o->options = *options;
-    o->n_params = n_params;
-    o->n_pieces = n_pieces;
-    if (n_params > 0) memcpy(o->params, params, (size_t)n_params * sizeof *params);
-    lay_out(o, floats);
+    lay_out(o, o->memory, floats);
     *out = o;
     return MN_OK;
+}
+
+mn_status mn_optimizer_create(mn_optimizer **out, const mn_optim_param *params, int64_t n_params,
+                              const mn_adamw_options *options) {
+    return mn_optimizer_create_part(out, params, n_params, options, 0, 1);
 }
 
 void mn_optimizer_destroy(mn_optimizer *optimizer) {
@@ -207,6 +261,7 @@ typedef struct job {
 static void square_piece(void *context, int64_t item, int worker) {
     (void)worker;
     const job *j = context;
+    item += j->o->own;
     const piece *at = &j->o->pieces[item];
     j->o->squares[item] = j->f.squares(j->o->params[at->param].grad + at->first, at->count);
 }
@@ -214,13 +269,13 @@ static void square_piece(void *context, int64_t item, int worker) {
 static void update_piece(void *context, int64_t item, int worker) {
     (void)worker;
     const job *j = context;
-    const piece *at = &j->o->pieces[item];
+    const piece *at = &j->o->pieces[j->o->own + item];
     const mn_optim_param *p = &j->o->params[at->param];
+    const moments *m = &j->o->moments[at->param];
     const mn_adamw_options *options = &j->o->options;
     const mn_adamw_piece a = {
         .p = p->value + at->first, .g = p->grad + at->first,
-        .m = j->o->moments[at->param].first + at->first,
-        .v = j->o->moments[at->param].second + at->first,
+        .m = m->first + (at->first - m->begin), .v = m->second + (at->first - m->begin),
         .count = at->count, .step = j->step + 1, .lr = j->lr * p->lr_scale,
         .beta1 = options->beta1, .beta2 = options->beta2, .eps = options->eps,
         .weight_decay = p->decays ? options->weight_decay : 0.0, .grad_scale = j->grad_scale,
@@ -230,11 +285,18 @@ static void update_piece(void *context, int64_t item, int worker) {
 
 /* ---- use ------------------------------------------------------------------------------------- */
 
-double mn_optimizer_grad_norm(mn_optimizer *optimizer, mn_context *context) {
+int64_t mn_optimizer_squares(const double **squares, mn_optimizer *optimizer, mn_context *context) {
     job j = { .o = optimizer, .f = functions_of(context->target) };
-    mn_threads_run(context->threads, optimizer->n_pieces, square_piece, &j);
+    mn_threads_run(context->threads, optimizer->end - optimizer->own, square_piece, &j);
+    *squares = optimizer->squares + optimizer->own;
+    return optimizer->end - optimizer->own;
+}
+
+double mn_optimizer_grad_norm(mn_optimizer *optimizer, mn_context *context) {
+    const double *squares;
+    const int64_t n = mn_optimizer_squares(&squares, optimizer, context);
     double sum = 0.0;
-    for (int64_t i = 0; i < optimizer->n_pieces; i++) sum += optimizer->squares[i];
+    for (int64_t i = 0; i < n; i++) sum += squares[i];
     return sqrt(sum);
 }
 
@@ -250,7 +312,7 @@ mn_status mn_optimizer_step(mn_optimizer *optimizer, mn_context *context, int64_
                        lr, grad_scale, step);
     }
     job j = { optimizer, functions_of(context->target), step, lr, grad_scale };
-    mn_threads_run(context->threads, optimizer->n_pieces, update_piece, &j);
+    mn_threads_run(context->threads, optimizer->end - optimizer->own, update_piece, &j);
     return MN_OK;
 }
 
@@ -260,4 +322,9 @@ float *mn_optimizer_first(mn_optimizer *optimizer, int64_t i) {
 
 float *mn_optimizer_second(mn_optimizer *optimizer, int64_t i) {
     return optimizer->moments[i].second;
+}
+
+void mn_optimizer_owned(const mn_optimizer *optimizer, int64_t i, int64_t *begin, int64_t *count) {
+    *begin = optimizer->moments[i].begin;
+    *count = optimizer->moments[i].count;
 }

@@ -38,8 +38,20 @@ typedef struct worker {
 #define OPEN UINT64_C(0x10000)
 #define ROUND UINT64_C(0x20000)
 
+/* Counts forks on the way from the first process to this one. */
+static _Atomic int generation;
+
+static void count_fork(void) {
+    atomic_fetch_add(&generation, 1);
+}
+
+static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, count_fork);
+}
+
 struct mn_threads {
     int n_threads;
+    int generation;             // of the process that made them
     bool resting;
     worker *workers;            // n_threads - 1 of them; the caller is worker 0
     int n_started;
@@ -179,7 +191,10 @@ mn_status mn_threads_create(mn_threads **out, int n_threads) {
         free(workers);
         return mn_fail(MN_ERR_MEMORY, "no memory for %d threads", n_threads);
     }
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
     memset(threads, 0, sizeof *threads);
+    threads->generation = atomic_load(&generation);
     threads->n_threads = n_threads;
     threads->workers = workers;
     pthread_mutex_init(&threads->lock, NULL);
@@ -198,14 +213,22 @@ mn_status mn_threads_create(mn_threads **out, int n_threads) {
     return MN_OK;
 }
 
-void mn_threads_destroy(mn_threads *threads) {
-    if (!threads) return;
+bool mn_threads_forked(const mn_threads *threads) {
+    return threads && threads->generation != atomic_load(&generation);
+}
+
+static void end_workers(mn_threads *threads) {
     atomic_store(&threads->stop, true);
     wake_all(threads);
     for (int i = 0; i < threads->n_started; i++) pthread_join(threads->workers[i].handle, NULL);
     pthread_cond_destroy(&threads->wake);
     pthread_cond_destroy(&threads->done);
     pthread_mutex_destroy(&threads->lock);
+}
+
+void mn_threads_destroy(mn_threads *threads) {
+    if (!threads) return;
+    if (!mn_threads_forked(threads)) end_workers(threads);
     free(threads->workers);
     free(threads);
 }
@@ -220,7 +243,7 @@ void mn_threads_rest(mn_threads *threads, bool resting) {
 
 void mn_threads_run(mn_threads *threads, int64_t n_items, mn_item_fn fn, void *context) {
     if (threads->resting) return;
-    if (n_items <= 1 || threads->n_started == 0) {
+    if (n_items <= 1 || threads->n_started == 0 || mn_threads_forked(threads)) {
         for (int64_t item = 0; item < n_items; item++) fn(context, item, 0);
         return;
     }

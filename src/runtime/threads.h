@@ -16,6 +16,10 @@ typedef void (*mn_item_fn)(void *context, int64_t item, int worker);
 
 /* n_threads 0: one per core this process may run on. */
 mn_status mn_threads_create(mn_threads **out, int n_threads);
+/* Whether this process is a child that was forked from the one that made them: there are none then.
+ * Items of a child run on the caller alone, with the same bits. */
+bool mn_threads_forked(const mn_threads *threads);
+
 void mn_threads_destroy(mn_threads *threads);    // NULL accepted
 int mn_threads_count(const mn_threads *threads);
 

@@ -274,7 +274,7 @@ mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
     }
     if (st != MN_OK) return st;
     s->n_written++;
-    if (s->drawn == mn_tokenizer_eos(e->tokenizer) && !ask->ignore_eos) {
+    if (mn_tokenizer_ends(e->tokenizer, s->drawn) && !ask->ignore_eos) {
         s->finish = "stop";
         return MN_OK;
     }

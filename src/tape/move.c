@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "base/dtype.h"
+#include "base/util.h"
 #include "tape/tape_internal.h"
 
 static int64_t rows_of(const mn_tensor *x) {
@@ -132,6 +133,63 @@ mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int6
         .shape = { shape[0], shape[1], 1, shape[3] }, .table = mn_value(x), .rows = mn_value(y),
         .index = places, .n = n });
     mn_tape_record(tape, "pick", back_pick, p, mn_wants(x), &y, 1);
+    return y;
+}
+
+typedef struct place {
+    mn_tensor **parts, *y;
+    const int32_t **places;
+    int64_t n;
+} place;
+
+/* Row by row what the parts gave. */
+static void back_place(mn_tape *tape, void *payload) {
+    const place *p = payload;
+    const mn_view dy = mn_grad_read(p->y);
+    const int64_t *n = p->y->shape;
+    if (!dy.data) return;
+    for (int64_t i = 0; i < p->n; i++) {
+        mn_tensor *part = p->parts[i];
+        if (!mn_wants(part) || !mn_grad_place(tape, part)) continue;
+        const mn_tape_mark mark = mn_tape_hold(tape);
+        const size_t item = mn_dtype_bytes(p->y->dtype);
+        void *rows = mn_tape_bytes_of(tape, (size_t)mn_count4(part->shape) * item);
+        const mn_view taken = mn_flat_view(rows, p->y->dtype, part->shape);
+        if (rows) {
+            mn_tape_do(tape, MN_ELEMENTWISE_ROWS, &(mn_rows_params){
+                .shape = { n[0], n[1], 1, n[3] }, .table = dy, .rows = taken,
+                .index = p->places[i], .n = part->shape[1] });
+        }
+        if (rows) mn_grad_give(tape, part, &taken);
+        mn_tape_let_go(tape, mark);
+    }
+}
+
+mn_tensor *mn_tape_place(mn_tape *tape, mn_tensor *const *parts, const int32_t *const *places,
+                         const int64_t *counts, int64_t n, const int64_t shape[4]) {
+    if (mn_tape_dead(tape)) return NULL;
+    place *p = mn_tape_note(tape, sizeof *p);
+    mn_tensor *y = mn_tape_new(tape, shape);
+    if (!p || !y) return NULL;
+    p->y = y;
+    p->n = n;
+    p->parts = mn_tape_note(tape, (size_t)mn_max(n, 1) * sizeof *p->parts);
+    p->places = mn_tape_note(tape, (size_t)mn_max(n, 1) * sizeof *p->places);
+    if (!p->parts || !p->places) return NULL;
+    mn_tape_do(tape, MN_ELEMENTWISE_FILL, &(mn_fill_params){
+        .shape = { shape[0], shape[1], shape[2], shape[3] }, .to = mn_value(y) });
+    bool wanted = false;
+    for (int64_t i = 0; i < n; i++) {
+        p->parts[i] = parts[i];
+        if (!parts[i]) return NULL;
+        p->places[i] = mn_tape_lend(tape, places[i], (size_t)counts[i] * sizeof **places);
+        if (!p->places[i]) return NULL;
+        wanted |= mn_wants(parts[i]);
+        mn_tape_do(tape, MN_ELEMENTWISE_ROWS, &(mn_rows_params){
+            .shape = { shape[0], shape[1], 1, shape[3] }, .table = mn_value(y),
+            .rows = mn_value(parts[i]), .index = p->places[i], .n = counts[i], .scatters = true });
+    }
+    mn_tape_record(tape, "place", back_place, p, wanted, &y, 1);
     return y;
 }
 

@@ -364,6 +364,17 @@ static void execute(mn_tape *tape, mn_op_id op, mn_pass pass, const void *args) 
     else if (bytes > tape->work) tape->work = bytes;
 }
 
+/* By the tape's runner where it has one: whether it did all there is to do. */
+static bool run_elsewhere(mn_tape *tape, mn_op_id op, mn_pass pass, void *args) {
+    const mn_tape_runner *runner = tape->runner;
+    if (!runner || ((mn_call *)args)->T <= 0 || mn_tape_dead(tape)) return false;
+    const bool plan = !mn_tape_runs(tape);
+    const mn_status st = pass == MN_FORWARD ? runner->forward(runner->context, op, args, plan)
+                                            : runner->backward(runner->context, op, args, plan);
+    if (st != MN_OK) mn_tape_fail(tape, st);
+    return st != MN_OK || !plan;
+}
+
 static bool is_result(const mn_field *field) {
     return field->role == MN_ROLE_OUT || field->role == MN_ROLE_AUX;
 }
@@ -514,7 +525,9 @@ static void back_run(mn_tape *tape, void *payload) {
         if (others >> i & 1) beside[i] = take_beside(tape, run, i);
     }
     if (adds) run_norm_adds(tape, run, to);
-    else execute(tape, run->op, MN_BACKWARD, run->args);
+    else if (!run_elsewhere(tape, run->op, MN_BACKWARD, run->args)) {
+        execute(tape, run->op, MN_BACKWARD, run->args);
+    }
     for (int i = 0; i < run->n_fields && !mn_tape_dead(tape); i++) {
         if (others >> i & 1) mn_grad_give(tape, run->bound[i], &beside[i]);
     }
@@ -534,7 +547,9 @@ void mn_run_now(mn_run *run) {
         run->call->n_seqs = tape->n_seqs;
     }
     if (run->rows) execute_rows(run);
-    else execute(tape, run->op, MN_FORWARD, run->args);
+    else if (!run_elsewhere(tape, run->op, MN_FORWARD, run->args)) {
+        execute(tape, run->op, MN_FORWARD, run->args);
+    }
     mn_tensor *made[8];
     int n_made = 0;
     bool wanted = false;

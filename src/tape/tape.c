@@ -88,6 +88,10 @@ void mn_tape_pack(mn_tape *tape, const int64_t *cu_seqlens, int64_t n_seqs) {
     tape->borders = mn_tape_lend(tape, cu_seqlens, (size_t)(n_seqs + 1) * sizeof *cu_seqlens);
 }
 
+void mn_tape_run_by(mn_tape *tape, const mn_tape_runner *runner) {
+    tape->runner = runner;
+}
+
 int64_t mn_tape_sequences(const mn_tape *tape) {
     return tape->n_seqs;
 }
@@ -221,6 +225,10 @@ void *mn_tape_memory(mn_tape *tape, int64_t count) {
     size_t bytes;
     if (count < 0 || !mn_mul_size(&bytes, (size_t)count, tape->item)) bytes = SIZE_MAX;
     return mn_tape_bytes_of(tape, bytes);
+}
+
+void *mn_tape_host(mn_tape *tape, size_t bytes) {
+    return mn_tape_dead(tape) ? NULL : mn_tape_note(tape, bytes);
 }
 
 mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes) {
@@ -565,4 +573,26 @@ void mn_tape_seed(mn_tape *tape, mn_tensor *x, const void *cotangent) {
     if (!s) return;
     *s = (seed){ x, cotangent };
     mn_tape_record(tape, "seed", back_seed, s, true, NULL, 0);
+}
+
+/* ---- notes on the way ------------------------------------------------------------------------ */
+
+typedef struct notice {
+    void (*fn)(void *context, int number);
+    void *context;
+    int number;
+} notice;
+
+static void back_notice(mn_tape *tape, void *payload) {
+    const notice *n = payload;
+    if (!mn_tape_dead(tape) && mn_tape_runs(tape)) n->fn(n->context, n->number);
+}
+
+void mn_tape_notify(mn_tape *tape, void (*fn)(void *context, int number), void *context,
+                    int number) {
+    if (mn_tape_dead(tape) || !mn_tape_records(tape)) return;
+    notice *n = mn_tape_note(tape, sizeof *n);
+    if (!n) return;
+    *n = (notice){ fn, context, number };
+    mn_tape_record(tape, "notice", back_notice, n, true, NULL, 0);
 }

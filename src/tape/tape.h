@@ -91,6 +91,17 @@ bool mn_tape_records(const mn_tape *tape);
 bool mn_tape_plans(const mn_tape *tape);
 bool mn_tape_gathers(const mn_tape *tape);    // puts work off, as MN_TAPE_DEFER says
 
+/* Runs operators in place of the tape, such as over sequences that are cut over ranks: forward may
+ * change `args`, which backward is given again; with `plan` only memory is taken. Until the next
+ * call, NULL: the tape does. Operators that a step computes once more run as they were left. */
+typedef struct mn_tape_runner {
+    mn_status (*forward)(void *context, mn_op_id op, void *args, bool plan);
+    mn_status (*backward)(void *context, mn_op_id op, void *args, bool plan);
+    void *context;
+} mn_tape_runner;
+
+void mn_tape_run_by(mn_tape *tape, const mn_tape_runner *runner);
+
 /* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
  * and uploads take beside. On a device both are of its memory; a plan does not touch it. */
 size_t mn_tape_bytes(const mn_tape *tape);
@@ -105,6 +116,9 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status);
 /* Step memory for the caller's own use, such as states: `count` numbers of the tape's type,
  * uninitialised, NULL after a failure. In plan mode the address must not be touched. */
 void *mn_tape_memory(mn_tape *tape, int64_t count);
+
+/* Memory of the host until the step's end, zeroed, in a plan too. NULL after a failure. */
+void *mn_tape_host(mn_tape *tape, size_t bytes);
 
 /* Asks for everything that a tape of MN_TAPE_DEFER has put off. Reading from a tape does that by
  * itself; it is for who goes on with its memory by other ways. */
@@ -266,6 +280,11 @@ mn_tensor *mn_tape_roll(mn_tape *tape, mn_tensor *x, int64_t by);
  * borrowed until the step's end and names no token twice. */
 mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int64_t n);
 
+/* The other way: zeros of `shape` (B,T,1,X), to which the counts[i] rows of parts[i], (1,n,1,X),
+ * are added at their places, which are borrowed likewise and within one part name no token twice. */
+mn_tensor *mn_tape_place(mn_tape *tape, mn_tensor *const *parts, const int32_t *const *places,
+                         const int64_t *counts, int64_t n, const int64_t shape[4]);
+
 /* Rows of `table` (vocabulary, D) by token: (B,T,1,D). Tokens are checked against the table. */
 mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens, int64_t B,
                          int64_t T);
@@ -317,6 +336,11 @@ void mn_tape_recompute(mn_tape *tape, bool light);
  * projections (meant for those of few inputs) and of the operators that tape/recompute.def marks
  * so, are light as well. What the part ends with must not be one of them. */
 void mn_tape_recompute_more(mn_tape *tape, bool lighter);
+
+/* Going back, calls fn(context, number) once all that comes after has gone back: gradients of
+ * leaves that nothing before uses are complete by then. Nothing on a tape that does not record. */
+void mn_tape_notify(mn_tape *tape, void (*fn)(void *context, int number), void *context,
+                    int number);
 
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);

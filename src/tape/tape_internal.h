@@ -97,6 +97,7 @@ struct mn_tape {
     size_t lent_bytes;           // of this step
     mn_told *told;               // losses of this step
     mn_defer *delay;             // NULL until something is put off
+    const mn_tape_runner *runner;    // NULL: operators run here
     char scope[MN_TAPE_SCOPE];
 };
 

@@ -11,7 +11,8 @@
  * (or of all, when the group has fewer) the first four fifths are for training and the rest for
  * testing; valid takes the ones behind, or, when there are none, every second of the test's. With
  * `short_ones` training has all sequences of two elements in front, filled up with PAD, which is a
- * target there too. */
+ * target there too. BOS and p1 = x1 need no memory; without `free_places` they are targets in
+ * training only. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -142,6 +143,9 @@ static mn_status draw_group(mn_task *task, mn_sample_row *row) {
         if (t <= k) product = g->product[product][x];
         row->input[t] = x;
         row->target[t] = t <= k ? product : pad;
+    }
+    if (!task->values.free_places && row->split != MN_SPLIT_TRAIN) {
+        row->target[0] = row->target[1] = MN_NO_TARGET;
     }
     return MN_OK;
 }

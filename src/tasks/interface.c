@@ -45,8 +45,8 @@ mn_status mn_describe_tasks(char **json) {
 /* ---- samples --------------------------------------------------------------------------------- */
 
 mn_status mn_task_open(mn_task **out, const char *name, const char *options) {
+    if (out) *out = NULL;
     if (!out || !name) return mn_fail(MN_ERR_ARGUMENT, "task: out or name is NULL");
-    *out = NULL;
     if (!options) return mn_task_create(out, name, NULL);
     mn_json root;
     mn_status st = mn_json_parse(&root, options, strlen(options), name, MN_JSON_STANDARD);

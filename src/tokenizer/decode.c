@@ -155,7 +155,7 @@ static mn_status apply_metaspace(mn_pieces *out, const mn_decode_step *step, con
     return st;
 }
 
-/* Copies `piece` without the blanks that clean-up takes out: before punctuation and contractions. */
+/* Copies it without the blanks that clean-up takes out, before punctuation and contractions. */
 static mn_status add_clean(mn_text *out, mn_span piece) {
     static const struct {
         const char *from, *to;

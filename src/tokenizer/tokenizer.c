@@ -107,7 +107,7 @@ static mn_status read_document(mn_tokenizer *t, const mn_json *root) {
 }
 
 static mn_status parse(mn_tokenizer **out, const void *bytes, size_t size, const char *name,
-                       const char *config_path) {
+                       const char *config_path, const char *generation_path) {
     mn_tokenizer *t = calloc(1, sizeof *t);
     mn_json root = { 0 };
     *out = NULL;
@@ -116,7 +116,7 @@ static mn_status parse(mn_tokenizer **out, const void *bytes, size_t size, const
     mn_status st = mn_json_parse(&root, bytes, size, name, MN_JSON_STANDARD);
     if (st == MN_OK) st = read_document(t, &root);
     mn_json_free(&root);
-    if (st == MN_OK) st = mn_tokenizer_find_ends(t, config_path);
+    if (st == MN_OK) st = mn_tokenizer_find_ends(t, config_path, generation_path);
     if (st == MN_OK) t->source = malloc(size);
     if (st == MN_OK && !t->source) st = mn_fail(MN_ERR_MEMORY, "%s: no memory for a copy", name);
     if (st != MN_OK) {
@@ -130,7 +130,7 @@ static mn_status parse(mn_tokenizer **out, const void *bytes, size_t size, const
 }
 
 mn_status mn_tokenizer_parse(mn_tokenizer **out, const void *bytes, size_t size, const char *name) {
-    return parse(out, bytes, size, name, NULL);
+    return parse(out, bytes, size, name, NULL, NULL);
 }
 
 /* FOLDER/NAME, the folder being the one that `path` is or lies in. */
@@ -144,8 +144,9 @@ static mn_status beside(mn_text *out, const char *path, bool is_folder, const ch
 
 mn_status mn_tokenizer_load(mn_tokenizer **out, const char *path) {
     struct stat info;
-    mn_text file_path = { 0 }, config_path = { 0 };
+    mn_text file_path = { 0 }, config_path = { 0 }, generation_path = { 0 };
     mn_file file = { 0 };
+    if (!out) return mn_fail(MN_ERR_ARGUMENT, "mn_tokenizer_load: out is NULL");
     *out = NULL;
     if (!path || !*path) return mn_fail(MN_ERR_ARGUMENT, "no name of a tokenizer file was given");
     const bool is_folder = stat(path, &info) == 0 && S_ISDIR(info.st_mode);
@@ -154,11 +155,16 @@ mn_status mn_tokenizer_load(mn_tokenizer **out, const char *path) {
     mn_status st = is_folder ? beside(&file_path, path, true, "tokenizer.json")
                              : mn_text_add(&file_path, path, strlen(path) + 1);
     if (st == MN_OK) st = beside(&config_path, path, is_folder, "tokenizer_config.json");
+    if (st == MN_OK) st = beside(&generation_path, path, is_folder, "generation_config.json");
     if (st == MN_OK) st = mn_file_map(&file, file_path.bytes);
-    if (st == MN_OK) st = parse(out, file.bytes, file.size, file_path.bytes, config_path.bytes);
+    if (st == MN_OK) {
+        st = parse(out, file.bytes, file.size, file_path.bytes, config_path.bytes,
+                   generation_path.bytes);
+    }
     mn_file_unmap(&file);
     mn_text_free(&file_path);
     mn_text_free(&config_path);
+    mn_text_free(&generation_path);
     return st;
 }
 
@@ -174,6 +180,7 @@ void mn_tokenizer_destroy(mn_tokenizer *t) {
     mn_template_free(&t->template);
     mn_decoder_free(&t->decoder);
     free(t->source);
+    free(t->config);
     free(t);
 }
 

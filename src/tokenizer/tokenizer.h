@@ -113,4 +113,11 @@ int32_t mn_tokenizer_find(const mn_tokenizer *tokenizer, const char *token);
 int32_t mn_tokenizer_bos(const mn_tokenizer *tokenizer);
 int32_t mn_tokenizer_eos(const mn_tokenizer *tokenizer);
 
+/* Whether a text ends with this token: its end, or one of those generation_config.json names. */
+bool mn_tokenizer_ends(const mn_tokenizer *tokenizer, int32_t id);
+
+/* Writes tokenizer_config.json (as it was read, where there was one) and generation_config.json
+ * into the folder: which tokens begin and end a text, for other software. */
+mn_status mn_tokenizer_save_ends(const mn_tokenizer *tokenizer, const char *folder);
+
 #endif

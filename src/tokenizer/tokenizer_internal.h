@@ -17,6 +17,7 @@
 #include "tokenizer/pattern.h"
 #include "tokenizer/unicode/bert.h"
 
+enum { MN_TOKEN_ENDS = 16 };
 enum { MN_TOKEN_IDS_MAX = 1 << 22 };    // ids lie below: tables are as long as the largest
 
 /* ---- vocabulary (vocab.c) ---------------------------------------------------------- */
@@ -337,6 +338,10 @@ struct mn_tokenizer {
     size_t source_size;
     uint64_t fingerprint;
     int32_t bos, eos;
+    int32_t ends[MN_TOKEN_ENDS];    // eos and others that end a text
+    int n_ends;
+    char *config;            // tokenizer_config.json as it was read; NULL: there was none
+    size_t config_size;
 };
 
 /* Model and added tokens of a document (read.c). */
@@ -344,8 +349,9 @@ mn_status mn_tokenizer_read_model(mn_tokenizer *t, const mn_json *root);
 mn_status mn_tokenizer_read_added(mn_tokenizer *t, const mn_json *root);
 
 /* Sets bos and eos from the added tokens, or from the tokenizer_config.json at `config_path` if it
- * is there (ends.c). */
-mn_status mn_tokenizer_find_ends(mn_tokenizer *t, const char *config_path);
+ * is there, and all that end a text from the generation_config.json beside it (ends.c). */
+mn_status mn_tokenizer_find_ends(mn_tokenizer *t, const char *config_path,
+                                 const char *generation_path);
 
 /* How training cuts text into pieces: a row of patterns.def (make.c). */
 typedef struct mn_training_pattern {

@@ -1,5 +1,6 @@
-/* wordpiece.c - words to tokens: the longest token that a word begins with, then the longest of what
- * follows, spelt with a prefix such as "##". A word with a part that no token fits is unknown. */
+/* wordpiece.c - words to tokens: the longest token that a word begins with, then the longest of
+ * what follows, spelt with a prefix such as "##". A word with a part that no token fits is
+ * unknown. */
 #include <string.h>
 
 #include "base/status.h"

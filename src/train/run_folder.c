@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "base/status.h"
+#include "base/util.h"
 #include "data/hash.h"
 #include "io/folder.h"
 #include "io/json.h"
@@ -202,16 +203,34 @@ mn_status mn_run_clear(const char *out) {
 
 /* ---- seals ----------------------------------------------------------------------------------- */
 
-/* In pieces: a mapping of a large file would count as memory of the run. */
-static mn_status hash_file(char hash[17], const char *path) {
-    enum { PIECE = 1 << 18 };
-    mn_hash of = { 0 };
-    void *piece = malloc(PIECE);
+enum { HEAD_BYTES = 1 << 16 };
+
+/* What a seal says of a file: its size, and hashes of its head and of all of it. */
+typedef struct sealed {
+    int64_t bytes;
+    char head[17], hash[17];
+} sealed;
+
+static void put_hash(char text[17], const mn_hash *hash) {
+    snprintf(text, 17, "%016" PRIx64, mn_hash_value(hash));
+}
+
+/* In pieces: a mapping of a large file would count as memory of the run. With `quick` only the size
+ * and the head. */
+static mn_status seal_file(sealed *out, const char *path, bool quick) {
+    mn_hash head = { 0 }, all = { 0 };
+    struct stat about;
+    void *piece = malloc(HEAD_BYTES);
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    ssize_t n = fd >= 0 && piece ? 1 : -1;
-    while (n > 0) {
-        n = read(fd, piece, PIECE);
-        if (n > 0) mn_hash_add(&of, piece, (size_t)n);
+    ssize_t n = fd >= 0 && piece && fstat(fd, &about) == 0 ? 1 : -1;
+    int64_t at = 0;
+    while (n > 0 && (!quick || at < HEAD_BYTES)) {
+        n = read(fd, piece, HEAD_BYTES);
+        if (n > 0) mn_hash_add(&all, piece, (size_t)n);
+        if (n > 0 && at < HEAD_BYTES) {
+            mn_hash_add(&head, piece, (size_t)mn_min(n, HEAD_BYTES - at));
+        }
+        if (n > 0) at += n;
         if (n < 0 && errno == EINTR) n = 1;
     }
     mn_status st = MN_OK;
@@ -219,25 +238,43 @@ static mn_status hash_file(char hash[17], const char *path) {
     else if (n < 0) st = mn_run_io_fail("read", path);
     if (fd >= 0) close(fd);
     free(piece);
-    snprintf(hash, 17, "%016" PRIx64, mn_hash_value(&of));
+    out->bytes = st == MN_OK ? (int64_t)about.st_size : 0;
+    put_hash(out->head, &head);
+    put_hash(out->hash, &all);
     return st;
+}
+
+static json_t *sealed_json(const sealed *s) {
+    return json_pack("{s:I, s:s, s:s}", "bytes", (json_int_t)s->bytes, "head", s->head, "hash",
+                     s->hash);
+}
+
+/* The files of a folder beside the seal itself, by name. */
+static int list_files(const char *folder, struct dirent ***entries) {
+    const int n = scandir(folder, entries, NULL, alphasort);
+    int kept = 0;
+    for (int i = 0; i < n; i++) {
+        struct dirent *entry = (*entries)[i];
+        if (entry->d_name[0] == '.' || strcmp(entry->d_name, "done") == 0) free(entry);
+        else (*entries)[kept++] = entry;
+    }
+    return n < 0 ? n : kept;
 }
 
 mn_status mn_run_seal(const char *folder) {
     struct dirent **entries;
-    const int n = scandir(folder, &entries, NULL, alphasort);
+    const int n = list_files(folder, &entries);
     if (n < 0) return mn_run_io_fail("read", folder);
     json_t *root = json_object();
     bool fits = root;
     mn_status st = MN_OK;
-    char path[PATH], hash[17];
+    char path[PATH];
     for (int i = 0; i < n; i++) {
         const char *name = entries[i]->d_name;
-        if (name[0] != '.' && st == MN_OK) {
-            st = mn_run_join(path, folder, name);
-            if (st == MN_OK) st = hash_file(hash, path);
-            fits = fits && st == MN_OK && json_object_set_new(root, name, json_string(hash)) == 0;
-        }
+        sealed file;
+        if (st == MN_OK) st = mn_run_join(path, folder, name);
+        if (st == MN_OK) st = seal_file(&file, path, false);
+        fits = fits && st == MN_OK && json_object_set_new(root, name, sealed_json(&file)) == 0;
         free(entries[i]);
     }
     free(entries);
@@ -248,8 +285,61 @@ mn_status mn_run_seal(const char *folder) {
     return st;
 }
 
-mn_status mn_run_check_seal(const char *folder) {
-    char path[PATH], hash[17];
+static bool ends_in(const char *name, const char *ending) {
+    const size_t n = strlen(name), m = strlen(ending);
+    return n >= m && strcmp(name + n - m, ending) == 0;
+}
+
+/* One file against its entry, which seals of before had as the hash alone. */
+static mn_status check_file(const char *folder, const mn_json *at, bool quick) {
+    char path[PATH];
+    sealed file;
+    const char *hash = NULL, *head = NULL;
+    int64_t bytes = -1;
+    mn_status st = MN_OK;
+    if (json_is_string(at->value)) {
+        st = mn_json_read_text(&hash, at);
+    } else {
+        st = mn_json_expect_object(at);
+        if (st == MN_OK) st = mn_json_get_i64(&bytes, at, "bytes");
+        if (st == MN_OK) st = mn_json_get_text(&head, at, "head");
+        if (st == MN_OK) st = mn_json_get_text(&hash, at, "hash");
+    }
+    if (st == MN_OK && strchr(at->name, '/')) st = mn_json_fail(at, "is no file's name");
+    if (st == MN_OK) st = mn_run_join(path, folder, at->name);
+    if (st == MN_OK) st = seal_file(&file, path, quick);
+    if (st != MN_OK) return st;
+    const bool same = (bytes < 0 || file.bytes == bytes) &&
+                      (!head || strcmp(file.head, head) == 0) &&
+                      (quick || strcmp(file.hash, hash) == 0);
+    return same ? MN_OK : mn_fail(MN_ERR_FORMAT, "%s: is not as it was written", path);
+}
+
+/* Files that are read must be in the seal: without an entry nothing vouches for them. */
+static mn_status check_entries(const char *folder, const mn_json *root) {
+    static const char *const kinds[] = { ".json", ".safetensors", ".bin" };
+    struct dirent **entries;
+    const int n = list_files(folder, &entries);
+    if (n < 0) return mn_run_io_fail("read", folder);
+    mn_status st = MN_OK;
+    if (!json_object_get(root->value, "config.json")) {
+        st = mn_json_fail(root, "has no entry for config.json");
+    }
+    for (int i = 0; i < n; i++) {
+        const char *name = entries[i]->d_name;
+        bool reads = false;
+        for (size_t k = 0; k < MN_COUNTOF(kinds); k++) reads |= ends_in(name, kinds[k]);
+        if (st == MN_OK && reads && !json_object_get(root->value, name)) {
+            st = mn_json_fail(root, "has no entry for %s", name);
+        }
+        free(entries[i]);
+    }
+    free(entries);
+    return st;
+}
+
+mn_status mn_run_check_seal(const char *folder, bool quick) {
+    char path[PATH];
     mn_json root = { 0 };
     mn_status st = mn_run_join(path, folder, "done");
     if (st == MN_OK && access(path, F_OK) != 0) {
@@ -257,17 +347,24 @@ mn_status mn_run_check_seal(const char *folder) {
     }
     if (st == MN_OK) st = mn_json_load(&root, path, MN_JSON_STANDARD);
     if (st == MN_OK) st = mn_json_expect_object(&root);
-    if (st == MN_OK && mn_json_count(&root) == 0) st = mn_json_fail(&root, "names no file");
+    if (st == MN_OK) st = check_entries(folder, &root);
     for (mn_json at = { 0 }; st == MN_OK && mn_json_next(&at, &root);) {
-        const char *sealed;
-        st = mn_json_read_text(&sealed, &at);
-        if (st == MN_OK && strchr(at.name, '/')) st = mn_json_fail(&at, "is no file's name");
-        if (st == MN_OK) st = mn_run_join(path, folder, at.name);
-        if (st == MN_OK) st = hash_file(hash, path);
-        if (st == MN_OK && strcmp(hash, sealed) != 0) {
-            st = mn_fail(MN_ERR_FORMAT, "%s: is not as it was written", path);
-        }
+        st = check_file(folder, &at, quick);
     }
     mn_json_free(&root);
     return st;
+}
+
+mn_status mn_run_check_model(const char *folder, bool all) {
+    static const char *const places[] = { "done", "best/done", "last/done" };    // a run's folder
+    char path[PATH];
+    for (size_t i = 0; i < MN_COUNTOF(places); i++) {
+        const bool there = mn_run_join(path, folder, places[i]) == MN_OK && access(path, F_OK) == 0;
+        if (!there) continue;
+        path[strlen(path) - strlen("/done")] = '\0';
+        return mn_run_check_seal(path, !all);
+    }
+    return all ? mn_fail(MN_ERR_ARGUMENT, "--verify: %s has no seal: only checkpoints of mneme train "
+                         "have one, the file \"done\"", folder)
+               : MN_OK;
 }

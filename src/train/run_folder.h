@@ -51,6 +51,10 @@ mn_status mn_run_clear(const char *out);
 
 /* Writes FOLDER/done over the files in it, and fails unless they are as it says. */
 mn_status mn_run_seal(const char *folder);
-mn_status mn_run_check_seal(const char *folder);
+mn_status mn_run_check_seal(const char *folder, bool quick);    // quick: sizes and heads of files
+
+/* The seal of a folder that a model is about to be read from, if it has one: quickly, or with `all`
+ * every byte, which then needs a seal. */
+mn_status mn_run_check_model(const char *folder, bool all);
 
 #endif

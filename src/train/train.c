@@ -68,6 +68,7 @@ mn_status mn_train_create(mn_train **out, mn_context *context, const char *confi
 
 mn_status mn_train_create_from(mn_train **out, mn_context *context, const char *config,
                                const mn_train_batches *train, const mn_train_batches *valid) {
+    if (out) *out = NULL;
     if (!train) return mn_fail(MN_ERR_ARGUMENT, "mn_train_create_from: train is NULL");
     return create(out, context, config, train, valid);
 }

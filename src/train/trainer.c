@@ -85,20 +85,24 @@ static mn_status make_optimizer(mn_trainer *t) {
                                       group->decays, p->shadow };
     }
     const mn_adamw_options how = { o->beta1, o->beta2, o->eps, o->weight_decay };
-    const mn_status st = t->context->device
-                             ? mn_trainer_device_create(t, params, n, &how)
-                             : mn_optimizer_create(&t->optimizer, params, n, &how);
+    const mn_status st = t->context->device ? mn_trainer_device_create(t, params, n, &how)
+                                            : mn_trainer_ranks_create(t, params, n, &how);
     free(params);
     return st;
 }
 
 static mn_status create(mn_trainer **out, const mn_json *root, const mn_train_data *data,
-                        mn_context *context, bool dry) {
+                        mn_comm *comm, mn_context *context, bool dry) {
     *out = NULL;
+    if (mn_comm_world(comm) > 1 && context->device) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "several ranks train in the host's memory so far; leave "
+                       "out --device, or train on one GPU with one rank");
+    }
     mn_trainer *t = calloc(1, sizeof *t);
     if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
     t->context = context;
     t->dry = dry;
+    t->comm = comm;
     t->best = NAN;
     t->saved = -1;
     mn_status st = mn_train_options_read(&t->options, root);
@@ -114,22 +118,28 @@ static mn_status create(mn_trainer **out, const mn_json *root, const mn_train_da
     return MN_OK;
 }
 
+mn_status mn_trainer_create_rank(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_comm *comm, mn_context *context) {
+    return create(out, root, data, comm, context, false);
+}
+
 mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
                                  mn_context *context) {
-    return create(out, root, data, context, false);
+    return create(out, root, data, NULL, context, false);
 }
 
 mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
-    return create(out, root, NULL, context, false);
+    return create(out, root, NULL, NULL, context, false);
 }
 
 mn_status mn_trainer_create_dry(mn_trainer **out, const mn_json *root, mn_context *context) {
-    return create(out, root, NULL, context, true);
+    return create(out, root, NULL, NULL, context, true);
 }
 
 void mn_trainer_destroy(mn_trainer *t) {
     if (!t) return;
     mn_trainer_device_destroy(t->there);
+    mn_trainer_ranks_destroy(t->ranks);
     mn_tape_destroy(t->tape);
     mn_optimizer_destroy(t->optimizer);
     mn_model_destroy(t->model);
@@ -166,10 +176,29 @@ int64_t mn_trainer_tokens(const mn_trainer *t, bool valid) {
     return corpus ? mn_corpus_tokens(corpus) : 0;
 }
 
+uint64_t mn_trainer_data_mark(const mn_trainer *t) {
+    const uint64_t train = t->train ? mn_corpus_fingerprint(t->train) : 0;
+    const uint64_t valid = t->valid ? mn_corpus_fingerprint(t->valid) : 0;
+    return (train * 31 + valid) * 31 + mn_trainer_tokenizer_mark(t);
+}
+
 /* ---- one batch ------------------------------------------------------------------------------- */
+
+/* Gradients that no token reached, of those parameters that the ranks were not told of yet. */
+static void settle(mn_trainer *t) {
+    int first = 0, end = 0;
+    if (t->ranks) mn_model_block_params(t->model, 0, &first, &end);
+    mn_model_settle_some(t->model, 0, t->ranks ? first : mn_model_params(t->model));
+    if (!t->ranks) return;
+    mn_model_block_params(t->model, mn_model_describe(t->model)->n_layers - 1, &first, &end);
+    mn_model_settle_some(t->model, end, mn_model_params(t->model));
+}
 
 mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *batch, unsigned modes,
                           bool add, double weight, double *loss, int64_t *counted) {
+    double share = 1.0;
+    const bool trains = modes & MN_TAPE_RECORD;
+    if (trains) mn_trainer_cut(t, tape, &batch, &share);
     mn_model_input in = { .tokens = batch->tokens, .B = batch->rows, .T = batch->length,
                           .add_gradients = add, .recompute = t->recompute };
     if (batch->packed) {
@@ -178,11 +207,14 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
         in.starts = batch->starts;
         in.n_sequences = batch->n_sequences;
     }
-    const bool trains = modes & MN_TAPE_RECORD;
     if (!trains && (t->there || t->recompute == MN_RECOMPUTE_LIGHT)) {
         in.recompute = MN_RECOMPUTE_LAYER;    // what goes back by parts keeps all going forward
     }
-    const mn_loss_options how = { .weight = weight, .z_loss = trains ? t->options.z_loss : 0.0 };
+    if (trains && t->ranks) {
+        in.ready = mn_trainer_ready;
+        in.ready_context = t;
+    }
+    const mn_loss_options how = { .weight = weight * share, .z_loss = trains ? t->options.z_loss : 0.0 };
     mn_tape_start(tape, modes);
     if (t->options.mc_samples > 0) {
         mn_model_marginal_loss(t->model, tape, &in, batch->targets, how,
@@ -192,9 +224,14 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
         mn_tensor *hidden = mn_model_hidden(t->model, tape, &in);
         mn_model_loss(t->model, tape, hidden, batch->targets, how, loss, counted);
     }
-    if (mn_tape_status(tape) != MN_OK || !trains) return mn_tape_status(tape);
+    if (mn_tape_status(tape) != MN_OK || !trains) {
+        mn_tape_run_by(tape, NULL);
+        return mn_tape_status(tape);
+    }
     const mn_status st = mn_tape_backward(tape);
-    if (!mn_tape_plans(tape)) mn_model_settle_gradients(t->model);
+    mn_tape_run_by(tape, NULL);
+    if (share != 1.0 && st == MN_OK && !mn_tape_plans(tape)) *loss *= share;
+    if (!mn_tape_plans(tape)) settle(t);
     return st;
 }
 
@@ -316,14 +353,15 @@ mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
     size_t aside = 0;
     memset(memory, 0, sizeof *memory);
     mn_status st = MN_OK;
-    for (int add = 0; st == MN_OK && add <= (t->options.accumulate > 1); add++) {
+    for (int add = 0; st == MN_OK && add <= (t->there && t->options.accumulate > 1); add++) {
         st = t->batch.packed ? plan_packed(t, add, memory) : plan(t, &t->batch, add, memory);
     }
     if (st == MN_OK) st = plan_aside(t, memory, &aside);
     if (st != MN_OK) return st;
     memory->activations += aside;
     memory->parameters = t->there ? mn_trainer_device_bytes(t)
-                                  : (size_t)mn_model_count(t->model) * 4 * sizeof(float);
+                         : t->ranks ? mn_trainer_ranks_bytes(t)
+                                    : (size_t)mn_model_count(t->model) * 4 * sizeof(float);
     memory->data = t->there ? 0 : data_bytes(t);    // the host's
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
     return t->dry ? MN_OK : reserve(t, memory, aside);
@@ -360,10 +398,8 @@ static bool find_first(char what[512], mn_trainer *t, const mn_token_batch *batc
     return true;
 }
 
-/* Says what went wrong first in a batch that failed with `failure` (MN_OK: it went through) or of
- * which the loss or the gradient is not finite. */
-static mn_status explain(mn_trainer *t, const mn_token_batch *batch, int64_t number,
-                         mn_status failure, double loss) {
+mn_status mn_trainer_explain(mn_trainer *t, const mn_token_batch *batch, int64_t number,
+                             mn_status failure, double loss) {
     char why[512], what[512];
     snprintf(why, sizeof why, "%s", mn_last_error());
     if (!find_first(what, t, batch)) {
@@ -385,7 +421,7 @@ static mn_status explain_device(mn_trainer *t, double loss) {
         const mn_status st = mn_loader_fill(&t->batch, t->train_loader, t->step * n + i);
         if (st != MN_OK) return st;
         if (i == n - 1 || find_first(what, t, &t->batch)) {
-            return explain(t, &t->batch, t->step * n + i, MN_OK, loss);
+            return mn_trainer_explain(t, &t->batch, t->step * n + i, MN_OK, loss);
         }
     }
     return MN_OK;
@@ -404,8 +440,7 @@ static bool recent_losses(const mn_trainer *t, double *of, double *deviation) {
     return square > 0.0;
 }
 
-/* Deviations of `loss` above the mean of the last steps; 0 until there are enough. */
-static double spike(const mn_trainer *t, double loss) {
+double mn_trainer_spike(const mn_trainer *t, double loss) {
     double mean, deviation;
     return recent_losses(t, &mean, &deviation) ? (loss - mean) / deviation : 0.0;
 }
@@ -418,37 +453,6 @@ static double highest_loss(const mn_trainer *t) {
     return known ? mean + t->options.spike_skip * deviation : INFINITY;
 }
 
-static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
-    const int64_t n = t->options.accumulate;
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t number = t->step * n + i;
-        double loss;
-        int64_t counted;
-        mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
-        t->draw = (uint64_t)number;
-        if (st != MN_OK) return st;
-        st = mn_trainer_pass(t, t->tape, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss,
-                             &counted);
-        if (st != MN_OK) return explain(t, &t->batch, number, st, NAN);
-        if (!isfinite(loss)) return explain(t, &t->batch, number, MN_OK, loss);
-        r->loss += loss / (double)n;
-        r->tokens += counted;
-    }
-    r->grad_norm = mn_optimizer_grad_norm(t->optimizer, t->context);
-    if (isfinite(r->grad_norm)) return MN_OK;
-    return explain(t, &t->batch, t->step * n + n - 1, MN_OK, r->loss);
-}
-
-static mn_status step_on_host(mn_trainer *t, mn_step_result *r) {
-    const mn_status st = run_batches(t, r);
-    if (st != MN_OK) return st;
-    const double limit = t->options.spike_skip, clip = t->options.clip;
-    r->skipped = limit > 0.0 && spike(t, r->loss) > limit;
-    if (r->skipped) return MN_OK;
-    const double scale = clip > 0.0 && r->grad_norm > clip ? clip / r->grad_norm : 1.0;
-    return mn_optimizer_step(t->optimizer, t->context, t->step, r->lr, scale);
-}
-
 static mn_status step_on_device(mn_trainer *t, mn_step_result *r) {
     const mn_status st = mn_trainer_step_device(t, r, highest_loss(t));
     if (st != MN_OK) return st;
@@ -457,7 +461,8 @@ static mn_status step_on_device(mn_trainer *t, mn_step_result *r) {
 
 mn_status mn_trainer_step(mn_trainer *t, mn_step_result *result) {
     mn_step_result r = { .step = t->step, .lr = mn_schedule_rate(&t->schedule, t->step) };
-    const mn_status st = t->there ? step_on_device(t, &r) : step_on_host(t, &r);
+    r.stop = t->stop;
+    const mn_status st = t->there ? step_on_device(t, &r) : mn_trainer_step_host(t, &r);
     if (st != MN_OK) return st;
     t->recent[t->n_recent++ % MN_SPIKE_WINDOW] = r.loss;
     t->step++;
@@ -466,28 +471,44 @@ mn_status mn_trainer_step(mn_trainer *t, mn_step_result *result) {
     return MN_OK;
 }
 
+void mn_trainer_ask_stop(mn_trainer *t) {
+    t->stop = true;
+}
+
+/* Mean losses and counts of `n` batches, each computed by one of the ranks. */
+static mn_status evaluate_batches(mn_trainer *t, double *losses, int64_t *counts, int64_t n) {
+    mn_tape *tape = mn_trainer_aside(t);
+    mn_status st = MN_OK;
+    for (int64_t i = 0; st == MN_OK && i < n; i++) {
+        if (!mn_trainer_evaluates(t, i)) continue;
+        st = mn_loader_fill(&t->valid_batch, t->valid_loader, i);
+        t->draw = (uint64_t)i;
+        if (st == MN_OK) {
+            st = mn_trainer_pass(t, tape, &t->valid_batch, MN_TAPE_FORWARD, false, 1.0, &losses[i],
+                                 &counts[i]);
+        }
+        if (st == MN_OK) st = mn_tape_results(tape);
+    }
+    return st == MN_OK ? mn_trainer_gather(t, losses, counts, n) : st;
+}
+
 mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
     *loss = NAN;
     *best = false;
     if (!t->valid_loader) return MN_OK;
     int64_t batches = mn_loader_epoch(t->valid_loader), tokens = 0;
     if (t->options.eval_batches > 0) batches = mn_min(batches, t->options.eval_batches);
-    double sum = 0.0;
-    mn_tape *tape = mn_trainer_aside(t);
-    for (int64_t i = 0; i < batches; i++) {
-        double mean;
-        int64_t counted;
-        mn_status st = mn_loader_fill(&t->valid_batch, t->valid_loader, i);
-        t->draw = (uint64_t)i;
-        if (st == MN_OK) {
-            st = mn_trainer_pass(t, tape, &t->valid_batch, MN_TAPE_FORWARD, false, 1.0, &mean,
-                                 &counted);
-        }
-        if (st == MN_OK) st = mn_tape_results(tape);
-        if (st != MN_OK) return st;
-        sum += mean * (double)counted;
-        tokens += counted;
+    double *losses = calloc((size_t)batches + 1, sizeof *losses), sum = 0.0;
+    int64_t *counts = calloc((size_t)batches + 1, sizeof *counts);
+    const mn_status st = losses && counts ? evaluate_batches(t, losses, counts, batches)
+                                          : mn_fail(MN_ERR_MEMORY, "no memory to evaluate");
+    for (int64_t i = 0; st == MN_OK && i < batches; i++) {
+        sum += losses[i] * (double)counts[i];
+        tokens += counts[i];
     }
+    free(losses);
+    free(counts);
+    if (st != MN_OK) return st;
     *loss = sum / (double)mn_max(tokens, 1);
     *best = isfinite(*loss) && !(*loss >= t->best);    // also when there is none yet
     t->worse = *best ? 0 : t->worse + 1;

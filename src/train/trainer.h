@@ -11,6 +11,7 @@
 #include "data/loader.h"
 #include "tokenizer/tokenizer.h"
 #include "model/model.h"
+#include "ranks/comm.h"
 #include "train/options.h"
 
 typedef struct mn_trainer mn_trainer;
@@ -30,6 +31,10 @@ typedef struct mn_step_result {
     double grad_norm, lr;
     int64_t tokens;         // targets counted
     bool skipped;           // a spike: no update was made
+    bool stop;              // some rank was asked to stop (mn_trainer_ask_stop)
+    /* seconds of this rank: computing, in messages, waiting for the slowest rank, which is named */
+    double compute, communicate, wait;
+    int slowest;
 } mn_step_result;
 
 /* Everything from the document: reads the data, makes the tokenizer and the model. Borrows `root`
@@ -52,6 +57,12 @@ typedef struct mn_train_data {
 /* The same with `data` in place of the files of the document, which then has to name none. */
 mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
                                  mn_context *context);
+
+/* One rank's part of a run on several: batches and optimiser are shared out, and every call below
+ * is made by all ranks together. The same document gives the same bits on any number of ranks.
+ * `comm` is borrowed; NULL: one rank. `data` may be NULL. */
+mn_status mn_trainer_create_rank(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_comm *comm, mn_context *context);
 void mn_trainer_destroy(mn_trainer *trainer);    // NULL accepted
 
 mn_status mn_trainer_predict(mn_trainer *trainer, mn_train_memory *memory);
@@ -59,6 +70,9 @@ mn_status mn_trainer_predict(mn_trainer *trainer, mn_train_memory *memory);
 /* One optimiser step. A loss or gradient that is not finite fails with a message that names the
  * first tensor that went wrong, and changes nothing. */
 mn_status mn_trainer_step(mn_trainer *trainer, mn_step_result *result);
+
+/* After the next step every rank's result says stop. */
+void mn_trainer_ask_stop(mn_trainer *trainer);
 
 /* Mean loss over the validation data (or the first eval_batches), NAN when there is none. *best: it
  * is finite and better than all before. Counts towards patience. */
@@ -91,5 +105,6 @@ const mn_train_options *mn_trainer_options(const mn_trainer *trainer);
 mn_model *mn_trainer_model(mn_trainer *trainer);
 const mn_tokenizer *mn_trainer_tokenizer(const mn_trainer *trainer);
 int64_t mn_trainer_tokens(const mn_trainer *trainer, bool valid);
+uint64_t mn_trainer_data_mark(const mn_trainer *trainer);      // changes with data and tokenizer
 
 #endif

@@ -4,6 +4,7 @@
 
 #include "optim/optim.h"
 #include "optim/optimizer_device.h"
+#include "train/reduce.h"
 #include "train/trainer.h"
 
 enum { MN_SPIKE_WINDOW = 128 };
@@ -11,9 +12,15 @@ enum { MN_SPIKE_WINDOW = 128 };
 /* What a run on a GPU has beside (trainer_device.c). */
 typedef struct mn_trainer_device mn_trainer_device;
 
+/* What a run in the host's memory has beside (trainer_ranks.c). */
+typedef struct mn_trainer_ranks mn_trainer_ranks;
+
 struct mn_trainer {
     mn_train_options options;
     mn_context *context;
+    mn_comm *comm;                   // NULL: the only rank
+    mn_trainer_ranks *ranks;         // NULL on a GPU
+    bool stop;                       // this rank was asked to
     const mn_tokenizer *tokenizer;   // NULL: data are tokens already
     mn_tokenizer *own_tokenizer;     // the same, unless it was given
     bool dry;                        // only asked what it would take
@@ -55,6 +62,45 @@ uint64_t mn_trainer_tokenizer_mark(const mn_trainer *trainer);
 mn_status mn_trainer_pass(mn_trainer *trainer, mn_tape *tape, const mn_token_batch *batch,
                           unsigned modes, bool add, double weight, double *loss,
                           int64_t *counted);
+
+/* Makes of the failure of a batch (MN_OK: it went through), or of its loss, a sentence that names
+ * what went wrong first. */
+mn_status mn_trainer_explain(mn_trainer *trainer, const mn_token_batch *batch, int64_t number,
+                             mn_status failure, double loss);
+
+/* Deviations of `loss` above the mean of the last steps; 0 until there are enough. */
+double mn_trainer_spike(const mn_trainer *trainer, double loss);
+
+/* Moments to and from a checkpoint's folder, on each rank those it owns. Without `apply` it is only
+ * checked that they are there and fit. */
+mn_status mn_trainer_save_moments(mn_trainer *trainer, const char *folder);
+mn_status mn_trainer_load_moments(mn_trainer *trainer, const char *folder, bool apply);
+
+/* ---- in the host's memory, on one rank or several -------------------------------------------- */
+
+mn_status mn_trainer_ranks_create(mn_trainer *trainer, const mn_optim_param *params,
+                                  int64_t n_params, const mn_adamw_options *how);
+void mn_trainer_ranks_destroy(mn_trainer_ranks *ranks);    // NULL accepted
+
+/* Bytes of parameters, gradients, moments and sums of gradients of this rank. */
+size_t mn_trainer_ranks_bytes(const mn_trainer *trainer);
+
+/* Where sequences are cut over ranks: makes of `batch` this rank's part, whose operators the tape
+ * runs with the other ranks', and tells what share of the batch's targets it has. */
+void mn_trainer_cut(mn_trainer *trainer, mn_tape *tape, const mn_token_batch **batch,
+                    double *share);
+
+/* Of mn_model_input, with the trainer: block `block` has its gradients. */
+void mn_trainer_ready(void *trainer, int block);
+
+/* The batches of a step and the update. */
+mn_status mn_trainer_step_host(mn_trainer *trainer, mn_step_result *result);
+
+/* Batch i of an evaluation is this rank's. */
+bool mn_trainer_evaluates(const mn_trainer *trainer, int64_t i);
+
+/* Losses and counts (n) of all ranks, each from whose batch it is. */
+mn_status mn_trainer_gather(mn_trainer *trainer, double *losses, int64_t *counts, int64_t n);
 
 /* ---- on a GPU -------------------------------------------------------------------------------- */
 

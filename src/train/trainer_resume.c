@@ -11,7 +11,6 @@
 
 #include "base/status.h"
 #include "base/util.h"
-#include "io/safetensors.h"
 #include "model/checkpoint.h"
 #include "train/run_folder.h"
 #include "train/trainer_internal.h"
@@ -112,6 +111,7 @@ static const char *difference(const mn_model_config *a, const mn_model_config *b
     if (a->vocab_size != b->vocab_size) return "vocab_size";
     if (a->hidden_size != b->hidden_size) return "hidden_size";
     if (a->mlp != b->mlp) return "mlp";
+    if (memcmp(&a->block, &b->block, sizeof a->block) != 0) return "a setting of its blocks";
     if (a->decoder != b->decoder) return "decoder";
     if (a->intermediate_size != b->intermediate_size) return "intermediate_size";
     if (a->tied != b->tied) return "tie_word_embeddings";
@@ -142,54 +142,16 @@ static mn_status same_model(const mn_trainer *t, const char *folder) {
                    "start a new run for another model", path, differs);
 }
 
-/* Straight into the host's memory, or through it to a GPU's. */
-static mn_status read_moment(mn_trainer *t, int i, bool second, const mn_stored_tensor *from) {
-    if (!t->there) {
-        return mn_safetensors_read_f32(second ? mn_optimizer_second(t->optimizer, i)
-                                              : mn_optimizer_first(t->optimizer, i), from);
-    }
-    float *numbers = malloc((size_t)mn_stored_elements(from) * sizeof *numbers);
-    mn_status st = numbers ? mn_safetensors_read_f32(numbers, from)
-                           : mn_fail(MN_ERR_MEMORY, "no memory to read %s", from->name);
-    if (st == MN_OK) st = mn_trainer_send_moment(t, i, second, numbers);
-    free(numbers);
-    return st;
-}
-
-/* With `apply` copies the moments, without it only checks that all are there and fit. */
-static mn_status load_moments(mn_trainer *t, const mn_safetensors *file, const char *path,
-                              bool apply) {
-    for (int i = 0; i < 2 * mn_model_params(t->model); i++) {
-        const mn_model_param *p = mn_model_param_at(t->model, i / 2);
-        char name[MN_PARAM_NAME + 8];
-        const mn_stored_tensor *found;
-        snprintf(name, sizeof name, "%s.%s", i % 2 ? "second" : "first", p->name);
-        mn_status st = mn_safetensors_get(&found, file, name);
-        if (st == MN_OK && mn_stored_elements(found) != p->info.count) {
-            st = mn_fail(MN_ERR_FORMAT, "%s: %s has another size than the model", path, name);
-        }
-        if (st == MN_OK && apply) st = read_moment(t, i / 2, i % 2, found);
-        if (st != MN_OK) return st;
-    }
-    return MN_OK;
-}
-
 static mn_status load_weights(mn_trainer *t, const char *folder) {
-    char path[PATH];
-    mn_safetensors *moments = NULL;
-    mn_status st = mn_run_join(path, folder, "optimizer.safetensors");
-    if (st == MN_OK) st = mn_safetensors_open(&moments, path);
-    if (st == MN_OK) st = load_moments(t, moments, path, false);
+    mn_status st = mn_trainer_load_moments(t, folder, false);
     if (st == MN_OK) st = mn_checkpoint_read_weights(t->model, folder);
-    if (st == MN_OK) st = load_moments(t, moments, path, true);
-    mn_safetensors_close(moments);
-    return st;
+    return st == MN_OK ? mn_trainer_load_moments(t, folder, true) : st;
 }
 
 /* ---- public ---------------------------------------------------------------------------------- */
 
 static mn_status check_bytes(const char *folder) {
-    const mn_status st = mn_run_check_seal(folder);
+    const mn_status st = mn_run_check_seal(folder, false);
     if (st == MN_OK) return st;
     char why[1024];
     snprintf(why, sizeof why, "%s", mn_last_error());
@@ -220,9 +182,12 @@ mn_status mn_trainer_resume(mn_trainer *t, const char *path) {
     if (st == MN_OK) st = load_progress(&p, t, folder);
     if (st == MN_OK) st = same_model(t, folder);
     if (st == MN_OK) st = load_weights(t, folder);
+    st = mn_comm_agree(t->comm, st);
+    if (st == MN_OK) st = mn_comm_same(t->comm, "step of the checkpoint", (uint64_t)p.step);
     if (st != MN_OK) return st;
     take_progress(t, &p);
     if (!is_own(t, folder)) return MN_OK;
     t->saved = t->step;
+    if (mn_comm_rank(t->comm) > 0) return MN_OK;
     return mn_run_go_back(t->options.out, t->step, isnan(t->best) ? INT64_MAX : t->best_step);
 }

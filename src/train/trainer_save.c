@@ -1,4 +1,5 @@
-/* trainer_save.c - checkpoints: OUT/checkpoints/step-N, complete or not there.
+/* trainer_save.c - checkpoints: OUT/checkpoints/step-N, complete or not there. Of several ranks
+ * each writes its moments, rank 0 the rest; after each stage all know whether all went well.
  *
  *   written into .step-N.new, each file and the folder brought to the disk, "done" last, then
  *   renamed. OUT/last and OUT/best are links that change in one step. Read by trainer_resume.c. */
@@ -11,59 +12,11 @@
 
 #include "base/status.h"
 #include "io/json_write.h"
-#include "io/safetensors.h"
 #include "model/checkpoint.h"
 #include "train/run_folder.h"
 #include "train/trainer_internal.h"
 
 enum { PATH = MN_RUN_PATH };
-
-/* Moments that are on a GPU, copied to memory of the host, (2 n_params) pieces; to be freed. */
-static mn_status fetch_moments(float **copies, mn_trainer *t) {
-    mn_status st = MN_OK;
-    for (int i = 0; st == MN_OK && i < 2 * mn_model_params(t->model); i++) {
-        const mn_model_param *p = mn_model_param_at(t->model, i / 2);
-        copies[i] = malloc((size_t)p->info.count * sizeof **copies);
-        st = copies[i] ? mn_trainer_fetch_moment(copies[i], t, i / 2, i % 2)
-                       : mn_fail(MN_ERR_MEMORY, "no memory to save the moments of %s", p->name);
-    }
-    return st;
-}
-
-static mn_status write_moments(mn_trainer *t, const char *path, mn_stored_tensor *tensors,
-                               char (*names)[MN_PARAM_NAME + 8], float *const *copies) {
-    const int n = mn_model_params(t->model);
-    for (int i = 0; i < 2 * n; i++) {
-        const mn_model_param *p = mn_model_param_at(t->model, i / 2);
-        const float *moment = copies[i];
-        if (!moment) {
-            moment = i % 2 ? mn_optimizer_second(t->optimizer, i / 2)
-                           : mn_optimizer_first(t->optimizer, i / 2);
-        }
-        snprintf(names[i], sizeof *names, "%s.%s", i % 2 ? "second" : "first", p->name);
-        tensors[i] = (mn_stored_tensor){ .name = names[i], .dtype = MN_STORED_F32, .rank = 1,
-                                         .shape = { p->info.count }, .data = moment,
-                                         .bytes = (size_t)p->info.count * sizeof(float) };
-    }
-    return mn_safetensors_write(path, tensors, 2 * n, NULL, 0);
-}
-
-static mn_status save_moments(mn_trainer *t, const char *path) {
-    const size_t n = 2 * (size_t)mn_model_params(t->model);
-    mn_stored_tensor *tensors = calloc(n, sizeof *tensors);
-    char(*names)[MN_PARAM_NAME + 8] = calloc(n, sizeof *names);
-    float **copies = calloc(n, sizeof *copies);
-    mn_status st = tensors && names && copies ? MN_OK
-                                              : mn_fail(MN_ERR_MEMORY, "no memory to write %s",
-                                                        path);
-    if (st == MN_OK && t->there) st = fetch_moments(copies, t);
-    if (st == MN_OK) st = write_moments(t, path, tensors, names, copies);
-    for (size_t i = 0; copies && i < n; i++) free(copies[i]);
-    free(copies);
-    free(tensors);
-    free(names);
-    return st;
-}
 
 static json_t *hash_text(uint64_t hash) {
     char text[32];
@@ -91,19 +44,26 @@ static mn_status save_progress(const mn_trainer *t, const char *path) {
     return st;
 }
 
-static mn_status write_all(mn_trainer *t, const char *folder) {
+/* What all ranks have alike. */
+static mn_status write_common(mn_trainer *t, const char *folder) {
     char path[PATH];
     mn_status st = mn_checkpoint_save(t->model, folder);
     if (st == MN_OK && t->tokenizer) {
         st = mn_run_join(path, folder, "tokenizer.json");
         if (st == MN_OK) st = mn_tokenizer_save(t->tokenizer, path);
+        if (st == MN_OK) st = mn_tokenizer_save_ends(t->tokenizer, folder);
     }
-    if (st == MN_OK) st = mn_run_join(path, folder, "optimizer.safetensors");
-    if (st == MN_OK) st = save_moments(t, path);
     if (st == MN_OK) st = mn_run_join(path, folder, "progress.json");
-    if (st == MN_OK) st = save_progress(t, path);
-    if (st == MN_OK) st = mn_run_seal(folder);
-    return st == MN_OK ? mn_run_sync_folder(folder) : st;
+    return st == MN_OK ? save_progress(t, path) : st;
+}
+
+static mn_status write_all(mn_trainer *t, const char *folder) {
+    const bool first = mn_comm_rank(t->comm) == 0;
+    mn_status st = first ? write_common(t, folder) : MN_OK;
+    if (st == MN_OK) st = mn_trainer_save_moments(t, folder);
+    st = mn_comm_agree(t->comm, st);
+    if (st == MN_OK && first) st = mn_run_seal(folder);
+    return st == MN_OK && first ? mn_run_sync_folder(folder) : st;
 }
 
 /* Puts `fresh` in the place of FOLDER/NAME; one that is there already is moved aside first. */
@@ -126,34 +86,45 @@ static mn_status put_in_place(const char *folder, const char *fresh, const char 
     return st;
 }
 
+static mn_status make_fresh(const mn_trainer *t, const char *folder, const char *fresh) {
+    mn_status st = mn_run_make_folder(t->options.out);
+    if (st == MN_OK) st = mn_run_make_folder(folder);
+    if (st != MN_OK) return st;
+    mn_run_remove_folder(fresh);
+    return mn_run_make_folder(fresh);
+}
+
 static mn_status save_step(mn_trainer *t) {
+    const bool first = mn_comm_rank(t->comm) == 0;
     char folder[PATH], fresh[PATH], name[MN_RUN_STEP], hidden[MN_RUN_STEP + 8];
     mn_run_step_name(name, t->step);
     snprintf(hidden, sizeof hidden, ".%s.new", name);
-    mn_status st = mn_run_make_folder(t->options.out);
-    if (st == MN_OK) st = mn_run_join(folder, t->options.out, "checkpoints");
-    if (st == MN_OK) st = mn_run_make_folder(folder);
+    mn_status st = mn_run_join(folder, t->options.out, "checkpoints");
     if (st == MN_OK) st = mn_run_join(fresh, folder, hidden);
-    if (st != MN_OK) return st;
-    mn_run_remove_folder(fresh);
-    st = mn_run_make_folder(fresh);
+    if (st == MN_OK && first) st = make_fresh(t, folder, fresh);
+    st = mn_comm_agree(t->comm, st);
     if (st == MN_OK) st = write_all(t, fresh);
-    if (st == MN_OK) st = put_in_place(folder, fresh, name);
+    if (st == MN_OK && first) st = put_in_place(folder, fresh, name);
     if (st == MN_OK) return st;
     char why[1024];
     snprintf(why, sizeof why, "%s", mn_last_error());
-    mn_run_remove_folder(fresh);
+    if (first) mn_run_remove_folder(fresh);
     return mn_fail(st, "%s; the checkpoints before it are as they were", why);
 }
 
 mn_status mn_trainer_save(mn_trainer *t, bool best) {
     const char *out = t->options.out;
+    const bool first = mn_comm_rank(t->comm) == 0;
     mn_status st = MN_OK;
-    if (t->saved != t->step || !mn_run_has(out, t->step)) st = save_step(t);
-    if (st == MN_OK) st = mn_run_point(out, "last", t->step);
-    if (st == MN_OK && best) st = mn_run_point(out, "best", t->step);
+    /* the same on all ranks: which of them wrote it is rank 0 */
+    if (t->saved != t->step || (mn_comm_world(t->comm) == 1 && !mn_run_has(out, t->step))) {
+        st = save_step(t);
+    }
+    if (st == MN_OK && first) st = mn_run_point(out, "last", t->step);
+    if (st == MN_OK && first && best) st = mn_run_point(out, "best", t->step);
+    st = mn_comm_agree(t->comm, st);
     if (st != MN_OK) return st;
     t->saved = t->step;
-    mn_run_prune(out, t->options.keep_every);
+    if (first) mn_run_prune(out, t->options.keep_every);
     return MN_OK;
 }

@@ -19,6 +19,10 @@ says '^parameters  *[0-9]*  *[0-9]*$'
 says '^  above the floor, [0-9.]*  *[0-9]\.[0-9]*  *[0-9]\.[0-9]*$'
 says '^  all ([0-9]*)  *[0-9.]* .* [0-9.]*  *[0-9.]* .* [0-9.]*  *[0-9]\.[0-9]*$'
 for group in '1-8 tokens ago' '65+ tokens ago' '1 updates' '3+ updates'; do says "^  $group ([0-9]"; done
+says 'how to read it'
+says '^  floors  *two, both exact'
+says '^  memory  *each move'
+says '^  variance  *how unsure bayes'
 says 'continued by bayes'
 says '[a-z]([0-9]\.[0-9]*)'
 for file in loss.csv recall.csv results.json stories.txt bayes/config.json bayes/metrics.jsonl \

@@ -77,6 +77,26 @@ if command -v gnuplot >/dev/null; then
     run 1 plot "$first" -o "$work/file/figure.svg"
     complains 'file: is a file where a folder is needed'
 fi
+# Names are data: none of these is run, and none breaks the script.
+evil="$work/a'
+system 'touch owned'
+set label \"\`touch owned\`\" x"
+key="lo'
+system('touch owned')
+"
+if command -v gnuplot >/dev/null; then
+    mkdir "$evil"
+    sed "s/\"loss\"/\"lo'\\\\nsystem('touch owned')\\\\n\"/" "$first/metrics.jsonl" \
+        >"$evil/metrics.jsonl"
+    (cd "$work" && "$program" plot "$evil" --key "$key" -o "|touch owned;x.svg" >out 2>err) ||
+        fail "a run with an odd name is not drawn: $(cat "$work/err")"
+    [ ! -e "$work/owned" ] || fail "a name was run"
+    [ -s "$work/|touch owned;x.svg" ] || fail "no figure under an odd name"
+    echo mine >"$work/mine.svg.gp"
+    run 1 plot "$first" -o "$work/mine.svg"
+    complains 'mine.svg.gp: is in the way'
+    [ "$(cat "$work/mine.svg.gp")" = mine ] || fail "a file of somebody else is gone"
+fi
 mkdir "$work/empty"
 path=$PATH
 PATH=$work/empty

@@ -125,12 +125,31 @@ says '(last .*)$'
 run 1 plot other --text --x nothing
 complains 'the axes of this sweep are step'
 
+# text of one's own as data, with the models kept
+i=0
+while [ $i -lt 200 ]; do
+    echo "line $i says a thing, and another thing $((i * 7 % 13))."
+    i=$((i + 1))
+done >text.txt
+cat >texts.json <<'END'
+{"job": {"data": {"train": "text.txt"}, "model": {"hidden_size": 16, "num_hidden_layers": 1}, "keep": true,
+         "train": {"steps": 6, "batch": 2, "context": 16, "eval_every": 3, "eval_batches": 4}},
+ "grid": {"model": {"gdn": {"model": {"layers": "gdn"}}, "attention": {"model": {"layers": "attention"}}}, "seed": [0, 1]}}
+END
+run 0 sweep texts.json --jobs 2 -o texts/of/mine
+says '^best: .*, loss [0-9.]* . [0-9.]* over 2 seeds'
+[ "$(ls texts/of/mine/models | wc -l)" = 4 ] || fail "not four models kept"
+run 0 generate --model "texts/of/mine/models/$(ls texts/of/mine/models | head -n 1)" line --tokens 3 --quiet
+run 0 plot texts/of/mine --text
+says 'gdn  loss  (last '
+run 1 sweep texts.json --set data.train=absent.txt -o none
+
 run 2 reproduce
 complains 'name an experiment'
 run 1 reproduce madd
 complains 'did you mean "mad"'
 run 2 reproduce mad --preset tiny
-complains 'smoke, cpu or full'
+complains 'smoke, cpu, gpu or full'
 run 1 reproduce mad --out x --set train.lrr=1
 complains 'did you mean "lr"'
 [ ! -e x ] || fail "a folder for a run that cannot be"

@@ -19,7 +19,10 @@ library=$(find "$prefix" -name libmneme.so)
 libdir=$(dirname "$library")
 
 # names: everything public, nothing else
-nm -D --defined-only "$library" | awk '{ print $NF }' | sort >"$work/exported"
+nm -D --defined-only "$library" | awk '$2 != "A" { sub(/@.*/, "", $NF); print $NF }' | sort >"$work/exported"
+[ "$(uname)" != Linux ] || nm -D --defined-only "$library" | grep -q ' mn_version@@MNEME_' ||
+    fail "symbols have no version"
+readelf -d "$prefix/bin/mneme" | grep -q 'RPATH.*ORIGIN' || fail "the program has no run path of its own place"
 if grep -v '^mn_' "$work/exported"; then fail "these symbols are not ours to export"; fi
 sed -n 's/^MN_API .*\(mn_[a-z_]*\)(.*/\1/p' "$prefix/include/mneme.h" >"$work/declared"
 for op in $(sed -n '/#define MN_OPS(OP)/,/[^\\]$/p' "$prefix/include/mneme.h" |

@@ -1,9 +1,9 @@
 /* test_ops_causal.c - one number that no model should see stays where it can be seen.
  *
- * A NaN, an infinity, a number near the ends of float32 or a denormal enters one token of one input,
- * and everything before that token, every other head and every other sequence keeps its bits. The
- * same in one token of one cotangent, and every gradient after it keeps its bits. Targets agree on
- * the token at which NaN begins. A masked half that is multiplied by 0 breaks each of these. */
+ * A NaN, an infinity, a number near the ends of float32 or a denormal enters one token of one
+ * input, and everything before that token, every other head and every other sequence keeps its
+ * bits. The same in one token of one cotangent, and every gradient after it keeps its bits. Targets
+ * agree on the token at which NaN begins. A masked half that is multiplied by 0 breaks each. */
 #include "support/op_walk.h"
 
 #include <math.h>
@@ -84,7 +84,8 @@ static void check_kept(const char *target, const mn_sample *clean, const mn_samp
             if (!must_stay(&e, poison, what)) continue;
             if (moved++ == 0) first = at;
         }
-        CHECK(moved == 0, "%s: %s in %s%s at token %lld moves %lld of %s%s, first %lld: %g, not %g; %s",
+        CHECK(moved == 0,
+              "%s: %s in %s%s at token %lld moves %lld of %s%s, first %lld: %g, not %g; %s",
               target, value_text(value), what == ON_GRADIENTS ? "d" : "", poisoned->field->name,
               (long long)poison->query, (long long)moved, result ? "" : "d", t->field->name,
               (long long)first, mn_sample_get(got, have, first < 0 ? 0 : first),
@@ -97,7 +98,8 @@ enum { MOST_SEQUENCES = 4, MOST_HEADS = 4, NEVER = 1 << 20 };
 typedef int64_t beginnings[MN_MAX_FIELDS][MOST_SEQUENCES][MOST_HEADS];
 
 static void find_nan(beginnings out, const mn_sample *s) {
-    for (int i = 0; i < MN_MAX_FIELDS * MOST_SEQUENCES * MOST_HEADS; i++) (&out[0][0][0])[i] = NEVER;
+    int64_t *all = &out[0][0][0];
+    for (int i = 0; i < MN_MAX_FIELDS * MOST_SEQUENCES * MOST_HEADS; i++) all[i] = NEVER;
     for (int i = 0; i < s->n_tensors; i++) {
         const mn_sample_tensor *t = &s->tensors[i];
         for (int64_t at = 0; t->field->role >= MN_ROLE_OUT && t->data && at < t->count; at++) {
@@ -117,8 +119,8 @@ static void check_beginnings(const char *target, beginnings want, beginnings hav
         for (int n = 0; n < MOST_SEQUENCES * MOST_HEADS; n++) {
             const int64_t a = want[i][n / MOST_HEADS][n % MOST_HEADS];
             const int64_t b = have[i][n / MOST_HEADS][n % MOST_HEADS];
-            CHECK(a == b, "%s: with %s in %s NaN begins in %s at token %lld, ref at %lld; %s", target,
-                  value_text(value), poisoned->field->name, s->tensors[i].field->name, (long long)b,
+            CHECK(a == b, "%s: with %s in %s NaN begins in %s at token %lld, ref at %lld; %s",
+                  target, value_text(value), poisoned->field->name, s->tensors[i].field->name, (long long)b,
                   (long long)a, op_case_text(c));
         }
     }
@@ -126,7 +128,7 @@ static void check_beginnings(const char *target, beginnings want, beginnings hav
 
 static bool run(mn_context *context, mn_sample *s, mn_pass pass, const op_case *c) {
     const mn_status st = mn_op_run(context, s->op, pass, s->args);
-    CHECK(mn_sample_guards_intact(s), "memory around a result was overwritten, %s", op_case_text(c));
+    CHECK(mn_sample_guards_intact(s), "wrote beside a result, %s", op_case_text(c));
     return st == MN_OK;
 }
 
@@ -228,7 +230,8 @@ static void check_form(const op_case *c, bool every) {
         const bool input = t->field->role <= MN_ROLE_RAW;
         if (!has_rows(t) || t->field->law == MN_LAW_CLASS) continue;
         for (size_t v = 0; v < MN_COUNTOF(values); v++, round++) {
-            if (!every && v != 0 && v != 1 + (size_t)(c->seed + (uint64_t)i) % (MN_COUNTOF(values) - 1)) continue;
+            const size_t turn = 1 + (size_t)(c->seed + (uint64_t)i) % (MN_COUNTOF(values) - 1);
+            if (!every && v != 0 && v != turn) continue;
             float value = values[v];
             if (input && allowed(t->field, &value)) poison_input(&b, c, i, value, round);
             if (!input && t->partner) poison_cotangent(&b, c, i, value, round);

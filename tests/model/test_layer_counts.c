@@ -174,7 +174,7 @@ static void refused(void **state) {
         { "{\"layers\": \"linear\", \"hidden_size\": 8, \"feature_map\": \"none\"}",
           "feature_map" },
         { "{\"layers\": \"gla\", \"hidden_size\": 8, \"clamp_min\": 0.5}", "clamp_min" },
-        { "{\"layers\": \"gla\", \"hidden_size\": 8, \"expand_k\": -1}", "head_dim" },
+        { "{\"layers\": \"gla\", \"hidden_size\": 8, \"expand_k\": -1}", "expand_k" },
         { "{\"layers\": \"gla\", \"hidden_size\": 8, \"expand_v\": 1e300}", "expand_v" },
         { "{\"layers\": \"retnet\", \"hidden_size\": 9, \"num_heads\": 3}", "expand_k" },
         { "{\"layers\": \"mesa\", \"hidden_size\": 8, \"lambda_lower_bound\": 0}",

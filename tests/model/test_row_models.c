@@ -24,8 +24,8 @@ static const char *const models[] = {
     "\"mlp\": \"swiglu\", \"norm\": \"layer\", \"norm_bias\": false, \"intermediate_size\": 12}",
     "{\"layers\": \"hgrn2\", \"num_hidden_layers\": 4, \"hidden_size\": 8, \"vocab_size\": 11, "
     "\"num_heads\": 2, \"intermediate_size\": 12}",
-    "{\"layers\": \"gsa, comba\", \"hidden_size\": 8, \"vocab_size\": 11, \"num_heads\": 2, "
-    "\"num_slots\": 3, \"intermediate_size\": 12}",
+    "{\"layers\": \"gsa, comba, gated_deltaproduct\", \"hidden_size\": 8, \"vocab_size\": 11, "
+    "\"num_heads\": 2, \"num_slots\": 3, \"intermediate_size\": 12}",
 };
 
 typedef struct fixture {

@@ -19,6 +19,7 @@
 #include "experiments/claims.h"
 #include "experiments/experiment.h"
 #include "experiments/grid.h"
+#include "experiments/pilot.h"
 #include "experiments/job_internal.h"
 #include "experiments/sweep.h"
 #include "experiments/task_run.h"
@@ -196,6 +197,77 @@ static void plans_are_whole(void **state) {
 }
 
 /* ---- sweeps ---------------------------------------------------------------------------------- */
+
+/* Two rates on a pilot's seed: the better of each row runs on the seeds that are reported. */
+static void settings_are_chosen_on_other_seeds(void **state) {
+    (void)state;
+    const char text[] = "{\"seeds\": [100, 101], \"axes\": [\"train.lr\"], \"value\": \"token\"}";
+    json_t *pilot = json_loads(text, 0, NULL), *first = NULL, *chosen = NULL;
+    json_t *jobs = expand("{" TINY ", \"grid\": {\"model\": {"
+                          "\"a\": {\"model\": {\"num_heads\": 2}}, \"b\": "
+                          "{\"model\": {\"num_heads\": 4}}}, \"train.lr\": [0.1, 0.2], "
+                          "\"seed\": [0, 1, 2]}}");
+    json_t *records = json_object();
+    assert_int_equal(json_array_size(jobs), 12);
+    if (mn_pilot_jobs(&first, jobs, pilot) != MN_OK) check_fatal("%s", mn_last_error());
+    assert_int_equal(json_array_size(first), 8);      // two rows, two rates, two seeds
+    for (size_t i = 0; i < json_array_size(first); i++) {
+        char key[MN_JOB_KEY];
+        const json_t *job = json_array_get(first, i), *labels = json_object_get(job, "labels");
+        const bool a = strcmp(json_string_value(json_object_get(labels, "model")), "a") == 0;
+        const double lr = json_number_value(json_object_get(labels, "train.lr"));
+        const double seed = (double)json_integer_value(json_object_get(job, "seed"));
+        assert_true(json_object_get(labels, "pilot") && seed >= 100);
+        /* a: the larger rate by its mean, though not by its best; b: the smaller */
+        const double score = a ? lr < 0.15 ? 0.4 + 0.3 * (seed - 100) : 0.6
+                               : lr < 0.15 ? 0.9 : 0.8;
+        assert_int_equal(mn_job_key(key, job), MN_OK);
+        json_object_set_new(records, key, json_pack("{s:{s:f}}", "result", "token", score));
+    }
+    if (mn_pilot_choose(&chosen, jobs, pilot, first, records) != MN_OK) {
+        check_fatal("%s", mn_last_error());
+    }
+    assert_int_equal(json_array_size(chosen), 6);
+    for (size_t i = 0; i < json_array_size(chosen); i++) {
+        const json_t *labels = json_object_get(json_array_get(chosen, i), "labels");
+        const bool a = strcmp(json_string_value(json_object_get(labels, "model")), "a") == 0;
+        const double lr = json_number_value(json_object_get(labels, "train.lr"));
+        CHECK(a == (lr > 0.15), "row %s at %g", a ? "a" : "b", lr);
+    }
+    json_decref(chosen);
+    json_decref(first);
+    json_t *one = expand("{" TINY ", \"grid\": {\"train.lr\": [0.1], \"seed\": [0, 1]}}");
+    if (mn_pilot_jobs(&first, one, pilot) != MN_OK) check_fatal("%s", mn_last_error());
+    assert_int_equal(json_array_size(first), 0);      // nothing to choose from
+    json_decref(first);
+    json_decref(one);
+    json_decref(jobs);
+    json_decref(records);
+    json_decref(pilot);
+    check_done();
+}
+
+/* The rule of verdicts. */
+static void verdicts_follow_the_rule(void **state) {
+    (void)state;
+    const mn_claim good = { .verdict = MN_CLAIM_HOLDS, .seeds = 3, .se = 0.1 };
+    mn_claim c = good;
+    assert_string_equal(mn_claim_word(&c, true), "reproduced");
+    assert_string_equal(mn_claim_word(&c, false), "at reduced size");
+    c.close = true;
+    assert_string_equal(mn_claim_word(&c, true), "undecided");
+    c = good;
+    c.seeds = 1;
+    c.se = NAN;
+    assert_string_equal(mn_claim_word(&c, true), "undecided");
+    c.sure = true;
+    assert_string_equal(mn_claim_word(&c, true), "reproduced");
+    c = good;
+    c.verdict = MN_CLAIM_FAILS;
+    assert_string_equal(mn_claim_word(&c, true), "refuted");
+    c.verdict = MN_CLAIM_OPEN;
+    assert_string_equal(mn_claim_word(&c, true), "not run");
+}
 
 static mn_sweep_state run_sweep(const char *path, const char *text, int processes) {
     static mn_sweep_state now;
@@ -571,6 +643,8 @@ int main(void) {
         cmocka_unit_test(products_have_labels),
         cmocka_unit_test(what_cannot_run_is_refused),
         cmocka_unit_test(plans_are_whole),
+        cmocka_unit_test(settings_are_chosen_on_other_seeds),
+        cmocka_unit_test(verdicts_follow_the_rule),
         cmocka_unit_test(no_job_runs_twice),
         cmocka_unit_test(a_killed_sweep_goes_on),
         cmocka_unit_test(one_failure_stops_nothing),

@@ -162,6 +162,8 @@ static void set_sizes(mn_sample *sample, const op_case *c) {
         call->J = c->H % 2 == 0 ? c->H / 2 : c->H;
     }
     if (c->op == MN_OP_hyper) set_hyper_sizes(call, c, c->choice[0]);
+    if (c->op == MN_OP_delta_product) call->Q = 3 * c->H;
+    if (c->op == MN_OP_delta_gva) call->J = c->H % 2 == 0 ? c->H / 2 : c->H;
     if (c->op == MN_OP_hyper_layer) set_layer_sizes(call, c, c->choice[0]);
     const bool turned = c->op == MN_OP_rope || (c->op == MN_OP_attention && c->choice[0] != 0);
     if (turned) call->K += call->K % 2;

@@ -196,6 +196,39 @@ static void prompts_are_read_again(void **state) {
     check_done();
 }
 
+/* Lines that are needles themselves: exactly one is asked for, and its value is the answer. */
+static void needles_hide_among_others(void **state) {
+    (void)state;
+    static const char *const names[] = { "niah-multikey-2", "niah-multikey-3" };
+    for (size_t k = 0; k < MN_COUNTOF(names); k++) {
+        task_case c = task_open(names[k], "");
+        int64_t last = 0, longest = 0;
+        for (int64_t i = 0; i < 40; i++) {
+            const mn_task_text text = text_of(&c, i);
+            char key[128], line[256];
+            const char *asked = strstr(text.prompt, "What is the special magic ");
+            assert_non_null(asked);
+            assert_int_equal(sscanf(asked, "What is the special magic %*s for %100s", key), 1);
+            CHECK(k == 0 ? strchr(key, '-') != NULL : is_uuid(key), "key %s", key);
+            snprintf(line, sizeof line, " for %s is: %s.\n", key, text.answers[0]);
+            const char *at = strstr(text.prompt, line);
+            assert_non_null(at);
+            CHECK(strstr(at + 1, line) == NULL, "the needle stands twice");
+            int64_t lines = 0;
+            for (const char *p = text.prompt; (p = strstr(p, "One of the special")); p++) lines++;
+            CHECK(lines > 20, "%d lines", (int)lines);
+            /* what does not fit is cut by 25 lines */
+            CHECK(text.prompt_tokens + 128 <= 4096, "%d bytes", (int)text.prompt_tokens);
+            longest = mn_max(longest, text.prompt_tokens);
+            last += text.answer_at[0];
+        }
+        CHECK(last / 40 > 800 && last / 40 < 3200, "needles stand at %d", (int)(last / 40));
+        CHECK(longest > 3700, "at most %d bytes", (int)longest);
+        task_close(&c);
+    }
+    check_done();
+}
+
 /* Lines of noise with the needle as a line of its own, uniform over the lines it stands before. */
 static void noise_hides_needles_evenly(void **state) {
     (void)state;
@@ -430,7 +463,7 @@ static void other_tokenizers_are_heard(void **state) {
     CHECK(memcmp(tokens.ids, c.input, bytes) == 0, "the tokens");
     /* What would not fit is cut by 500 words: the longest of some comes near the budget. */
     size_t longest = 0;
-    for (int64_t i = 0; i < 8; i++) {
+    for (int64_t i = 0; i < 48; i++) {
         const size_t n = strlen(text_of(&c, i).prompt);
         if (n > longest) longest = n;
     }
@@ -506,6 +539,7 @@ static void predictions_are_scored(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(prompts_are_read_again),
+        cmocka_unit_test(needles_hide_among_others),
         cmocka_unit_test(noise_hides_needles_evenly),
         cmocka_unit_test(essays_hide_needles_at_forty_depths),
         cmocka_unit_test(four_needles_have_one_order),

@@ -36,7 +36,12 @@ static void documents_that_are_refused(void **state) {
     } rows[] = {
         { "[]", "expected an object", "" },
         { "{}", "model", "missing" },
-        { "{'model':{'type':'Unigram','vocab':[]}}", "\"Unigram\"", "BPE" },
+        { "{'model':{'type':'WordLevel','vocab':{}}}", "\"WordLevel\"", "BPE, Unigram, WordPiece" },
+        { "{'model':{'type':'Unigram','vocab':[]}}", "model.vocab", "no token" },
+        { "{'model':{'type':'Unigram','vocab':{}}}", "model.vocab", "list" },
+        { "{'model':{'type':'Unigram','vocab':[['a']]}}", "model.vocab[0]", "missing" },
+        { "{'model':{'type':'Unigram','vocab':[['a',0]],'unk_id':1}}", "unk_id", "outside" },
+        { "{'model':{'type':'WordPiece','vocab':{'a':0}}}", "[UNK]", "not in the vocabulary" },
         { "{'model':{'vocab':{},'merges':[]}}", "model.vocab", "no token" },
         { "{'model':{'vocab':{'a':0}}}", "model.merges", "missing" },
         { "{'model':{'vocab':{'a':-1},'merges':[]}}", "model.vocab.a", "-1" },
@@ -108,23 +113,40 @@ static void too_many_stages_are_refused(void **state) {
 }
 
 /* Every document cut short, and the whole one with each byte changed: a message or a tokenizer. */
-static void damaged_documents_fail_cleanly(void **state) {
-    (void)state;
-    static const char whole[] = "{'added_tokens':[{'id':3,'content':'x'}],'pre_tokenizer':{'type':"
-                                "'Digits'},'model':{'vocab':{'a':0,'b':1,'ab':2},"
-                                "'merges':['a b']}}";
-    for (size_t i = 0; i + 1 < sizeof whole; i++) {
-        char text[sizeof whole];
+static void damage(const char *whole, size_t size) {
+    char *text = malloc(size);
+    assert_non_null(text);
+    for (size_t i = 0; i + 1 < size; i++) {
         mn_tokenizer *t = NULL;
-        memcpy(text, whole, sizeof whole);
+        memcpy(text, whole, size);
         text[i] = 0;
         assert_int_not_equal(parse(&t, text), MN_OK);
         assert_null(t);
-        memcpy(text, whole, sizeof whole);
+        memcpy(text, whole, size);
         text[i] ^= 1;
         if (parse(&t, text) != MN_OK) assert_message_holds("small.json: ");
+        mn_token_list list = { 0 };
+        if (t) mn_tokenizer_encode(t, "ab x\xC3\xA9z", 8, true, &list);    // or fails with a message
+        mn_token_list_free(&list);
         mn_tokenizer_destroy(t);
     }
+    free(text);
+}
+
+static void damaged_documents_fail_cleanly(void **state) {
+    (void)state;
+    static const char bpe[] = "{'added_tokens':[{'id':3,'content':'x'}],'pre_tokenizer':{'type':"
+                              "'Digits'},'model':{'vocab':{'a':0,'b':1,'ab':2},"
+                              "'merges':['a b']}}";
+    static const char unigram[] = "{'pre_tokenizer':{'type':'Metaspace'},'model':{'type':'Unigram',"
+                                  "'unk_id':0,'byte_fallback':true,'vocab':[['u',0.5],['a',-1],"
+                                  "['ab',-2.5],['<0xC3>',-9]]}}";
+    static const char wordpiece[] = "{'normalizer':{'type':'BertNormalizer'},'pre_tokenizer':{'type'"
+                                    ":'BertPreTokenizer'},'decoder':{'type':'WordPiece'},'model':{"
+                                    "'type':'WordPiece','vocab':{'[UNK]':0,'a':1,'##b':2}}}";
+    damage(bpe, sizeof bpe);
+    damage(unigram, sizeof unigram);
+    damage(wordpiece, sizeof wordpiece);
 }
 
 int main(void) {

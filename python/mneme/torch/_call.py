@@ -101,7 +101,7 @@ class TorchOperator:
                 wide = torch.float32 if kind is torch.bfloat16 else kind
                 if kind not in (_QUICK_CPU if index < 0 else _QUICK_CUDA) or not _is_here(x):
                     return None, False
-                if index >= 0 and torch.is_autocast_enabled("cuda"):
+                if index >= 0 and kind is not torch.bfloat16 and torch.is_autocast_enabled("cuda"):
                     return None, False
             elif x.get_device() != index:
                 return None, False
@@ -406,23 +406,27 @@ def host_integers(values, name="cu_seqlens"):
 _HALF = (torch.float16, torch.bfloat16)
 
 
-# Laws of inputs that say how, not what: gates and noises are often kept wider than activations.
+# Inputs that say how, not what: gates, noises and weights are often kept wider than activations.
 _SIDE = ("DECAY", "GATE", "POSITIVE", "NOISE", "MEMORY", "CLASS")
+_WEIGHTS = ("w", "bias")
+_KEEP_WIDE = ("rms_norm", "rms_norm_gated", "l2_norm", "cross_entropy")    # under autocast
 
 
 def _call_type(op, tensors):
     """The dtype of a call: float64 where an input has it, bfloat16 on a GPU where all activations
-    have it or autocast says so, else float32. Gates and decays beside bfloat16 are rounded to it."""
+    have it or autocast says so (norms and losses keep theirs), else float32. Gates, decays and
+    weights beside bfloat16 activations are rounded to it."""
     half = True
     for field, x in zip(op.inputs, tensors):
         if x is None or field.counts_classes:
             continue
         if x.dtype is torch.float64:
             return torch.float64
-        if not field.wide and field.law not in _SIDE:
+        if not (field.wide or field.law in _SIDE or field.name in _WEIGHTS):
             half = half and x.dtype is torch.bfloat16
     device = next(x.device for x in tensors if x is not None)
-    if device.type == "cuda" and (half or (torch.is_autocast_enabled("cuda") and
+    if device.type == "cuda" and (half or (op.name not in _KEEP_WIDE
+                                           and torch.is_autocast_enabled("cuda") and
                                            torch.get_autocast_dtype("cuda") is torch.bfloat16)):
         return torch.bfloat16
     return torch.float32

@@ -6,7 +6,6 @@ Inside of a recording nothing is kept: addresses there belong to the graph's poo
 
 import ctypes
 import functools
-import sys
 import threading
 
 import torch
@@ -52,10 +51,6 @@ class DeviceContext(_library.Context):
         block = self.held.pop(at, None)
         if block is not None:
             self.bytes -= block.numel()
-
-    def __del__(self):
-        if not sys.is_finalizing():
-            super().__del__()
 
     def run(self, function, words, host):
         """One operator on the current stream; `host` are the host arrays it reads."""

@@ -67,6 +67,15 @@ def _repeat(x, times):
     return x if times == 1 else x.repeat_interleave(times, 2)
 
 
+def _v_first(state_v_first, kwargs):
+    """state_v_first, or its old name."""
+    old = kwargs.get("transpose_state_layout")
+    if old is not None and state_v_first:
+        raise ValueError("`transpose_state_layout` is the old name of `state_v_first`; give one of "
+                         "the two.")
+    return state_v_first if old is None else old
+
+
 def _turned(state, v_first):
     return state if state is None or not v_first else state.transpose(-1, -2)
 
@@ -121,8 +130,9 @@ def fused_recurrent_linear_attn(q, k, v, scale=None, initial_state=None, output_
                              cu_seqlens)
 
 
-def _per_head_decay(q, values):
-    return torch.tensor(values, dtype=torch.float32, device=q.device)
+def _heads(q):
+    """0, 1, ... for each head, made where q is: nothing waits for a copy."""
+    return torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
 
 
 def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
@@ -134,7 +144,8 @@ def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=No
     if g is not None and g_gamma is not None:
         g, g_gamma = g + g_gamma, None
     return _additive(q, k, v, g if g is not None else g_gamma, scale, initial_state,
-                     output_final_state, _offsets(cu_seqlens, cu_seqlens_cpu), state_v_first)
+                     output_final_state, _offsets(cu_seqlens, cu_seqlens_cpu),
+                     _v_first(state_v_first, kwargs))
 
 
 def _no_reverse(reverse):
@@ -143,14 +154,15 @@ def _no_reverse(reverse):
 
 
 def chunk_retention(q, k, v, scale=None, initial_state=None, output_final_state=False,
-                    cu_seqlens=None, **kwargs):
+                    cu_seqlens=None, state_v_first=False, **kwargs):
     """RetNet: the decay of head h is 1 - 2^(-5 - h)."""
     _check(q, k, v, initial_state, cu_seqlens, kwargs, ("cu_seqlens_cpu", "reverse"))
     _no_reverse(kwargs.get("reverse"))
-    g = torch.log1p(-torch.exp2(-5.0 - torch.arange(q.shape[2], dtype=torch.float64))).to(
-        q.device, torch.float64 if q.dtype is torch.float64 else torch.float32)
+    g = torch.log1p(-torch.exp2(-5.0 - _heads(q))).to(
+        torch.float64 if q.dtype is torch.float64 else torch.float32)
     return _additive(q, k, v, g, scale, initial_state, output_final_state,
-                     _offsets(cu_seqlens, kwargs.get("cu_seqlens_cpu")))
+                     _offsets(cu_seqlens, kwargs.get("cu_seqlens_cpu")),
+                     _v_first(state_v_first, kwargs))
 
 
 def chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale=None, initial_state=None,
@@ -158,9 +170,8 @@ def chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale=None, initial_sta
     """Lightning attention: the log decay of head h is -(8 / H) (1 - layer_idx / num_layers) h."""
     _check(q, k, v, initial_state, cu_seqlens, kwargs, ("reverse",))
     _no_reverse(kwargs.get("reverse"))
-    H = q.shape[2]
-    g = -(8.0 / H * (1 - layer_idx / num_layers)) * torch.arange(H, dtype=torch.float64)
-    g = g.to(q.device, torch.float64 if q.dtype is torch.float64 else torch.float32)
+    g = -(8.0 / q.shape[2] * (1 - layer_idx / num_layers)) * _heads(q)
+    g = g.to(torch.float64 if q.dtype is torch.float64 else torch.float32)
     return _additive(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -180,7 +191,7 @@ def fused_recurrent_gla(q, k, v, gk=None, gv=None, scale=None, initial_state=Non
     _no_reverse(reverse)
     _no_value_decay(gv)
     return _additive(q, k, v, gk, scale, initial_state, output_final_state, cu_seqlens,
-                     state_v_first)
+                     _v_first(state_v_first, kwargs))
 
 
 def _no_value_decay(gv):
@@ -260,7 +271,7 @@ def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None,
             raise ValueError("A_log must be provided when use_gate_in_kernel=True.")
         g = _gate(g, kwargs["A_log"], kwargs.get("dt_bias"))
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    v_first = kwargs.get("transpose_state_layout", state_v_first)
+    v_first = _v_first(state_v_first, kwargs)
     return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
                   use_qk_l2norm_in_kernel, v_first, _offsets(cu_seqlens, cu_seqlens_cpu))
 
@@ -286,7 +297,7 @@ def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=Non
     beta = torch.ones_like(v[..., 0]) if beta is None else beta
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
-                  use_qk_l2norm_in_kernel, kwargs.get("transpose_state_layout", state_v_first),
+                  use_qk_l2norm_in_kernel, _v_first(state_v_first, kwargs),
                   cu_seqlens)
 
 
@@ -312,7 +323,7 @@ def chunk_kda(q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_st
         g = _gate(g, A_log, dt_bias, lower_bound, q.shape[-1])
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
-                  use_qk_l2norm_in_kernel, kwargs.get("transpose_state_layout", state_v_first),
+                  use_qk_l2norm_in_kernel, _v_first(state_v_first, kwargs),
                   _offsets(cu_seqlens, cu_seqlens_cpu))
 
 

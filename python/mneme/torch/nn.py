@@ -271,8 +271,17 @@ def patch(model, to, layers=None, select=None, width=None, keep=True, **options)
     Mixers are found by being ours, or by `select`: a function (path, module) -> bool, or the last
     part of their paths ("attn", "self_attn"); then `width` is needed where the model's hidden size
     cannot be read from it. `layers` are the indices among them that are exchanged (default: all).
-    With `keep`, parameters of the same name and shape go over: q, k, v and output projections."""
+    With `keep`, parameters of the same name and shape go over: q, k, v and output projections.
+    `to` may name both kinds, "gdn -> bayes": then `layers` count those of the first kind."""
     places = _find_mixers(model) if select is None else _selected(model, select, width)
+    if "->" in to:
+        kind, to = (part.strip() for part in to.split("->"))
+        every = places
+        places = [p for p in every if getattr(p[2], "name", None) == kind]
+        if every and not places:
+            raise ValueError(f"no mixer of this model is {kind!r}; there are "
+                             + ", ".join(sorted({getattr(p[2], "name", type(p[2]).__name__)
+                                                 for p in every})))
     if not places:
         raise ValueError("there is no mixer in this model; name them by select=\"self_attn\"")
     wanted = range(len(places)) if layers is None else list(layers)

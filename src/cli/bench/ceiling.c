@@ -1,7 +1,4 @@
 /* ceiling.c - work that this machine cannot do faster, measured next to the operators. */
-#if MN_HAVE_OPENBLAS
-#include <cblas.h>
-#endif
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +7,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/bench/bench.h"
+#include "cli/bench/openblas.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
@@ -139,17 +137,10 @@ void mn_ceiling_close(mn_ceiling *ceiling) {
  */
 
 static double sgemm_seconds(const mn_ceiling *c) {
-#if MN_HAVE_OPENBLAS
-    const int n = SGEMM_N;
-    openblas_set_num_threads(mn_context_threads(c->context));
+    const int n = SGEMM_N, n_threads = mn_context_threads(c->context);
     const double start = mn_seconds();
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, n, n, 1.0f, c->a, n, c->b, n, 0.0f,
-                c->c, n);
+    if (!mn_openblas_sgemm(n_threads, n, c->a, c->b, c->c)) return NAN;
     return (mn_seconds() - start) * c->flop / (2.0 * n * (double)n * n);
-#else
-    (void)c;
-    return NAN;
-#endif
 }
 
 static double seconds_of(mn_ceiling *c, int64_t n_items, mn_item_fn fn) {

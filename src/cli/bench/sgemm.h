@@ -4,7 +4,7 @@
 #define MN_CLI_BENCH_SGEMM_H
 
 /* Median of a few products of 1024 x 1024, about a tenth of a second, on that many threads. NaN
- * in a build without OpenBLAS. */
+ * where there is no OpenBLAS. */
 double mn_sgemm_rate(int n_threads);
 
 #endif

@@ -63,13 +63,14 @@ static mn_status set_size(mn_call *call, const char *name, char letter, int64_t 
 static mn_status take_sizes(mn_call *call, const mn_stored_tensor *tensor, const char *axes) {
     const int rank = (int)strlen(axes);
     const char *star = strchr(axes, '*');
+    if (!star && tensor->rank == rank + 1) star = strchr(axes, 'Q');    // (n,H) as rows of one axis
     if (star ? tensor->rank < rank - 1 : tensor->rank != rank) {
         return mn_fail(MN_ERR_FORMAT, "%s has %d axes, expected %s", tensor->name, tensor->rank,
                        axes);
     }
     mn_status st = MN_OK;
     for (int i = 0, at = 0; i < rank && st == MN_OK; i++) {
-        const int span = axes[i] == '*' ? tensor->rank - (rank - 1) : 1;
+        const int span = axes + i == star ? tensor->rank - (rank - 1) : 1;
         st = set_size(call, tensor->name, axes[i], rows_of(tensor, at, at + span));
         at += span;
     }

@@ -122,6 +122,7 @@ static mn_status execute(mn_demo *demo) {
     if (st == MN_OK && !o->json) st = mn_demo_introduce(demo);
     if (st == MN_OK) st = mn_demo_train(demo);
     if (st == MN_OK) st = mn_demo_sample_make(demo);
+    if (st == MN_OK) st = mn_demo_knowing_make(demo);
     if (st == MN_OK) st = mn_demo_write(demo);
     if (st == MN_OK) st = draw(demo);
     if (st != MN_OK) return st;

@@ -4,6 +4,7 @@
  *   train.c     one thread per model, the same batches for each
  *   measure.c   loss against the floor, and answers to questions, on stories held out
  *   sample.c    how a model goes on with a story, and how sure its memory was
+ *   knowing.c   questions that cannot be answered yet, told from others
  *   text.c      the table and the sample, for people
  *   files.c     models, curves, results.json
  *   figures.c   loss and recall as SVG and PNG */
@@ -81,6 +82,25 @@ typedef struct mn_demo_sample {
     int64_t asked, right;             // questions of its own, answered as its own story has it
 } mn_demo_sample;
 
+/* A question in the middle of a story, and how much it seems that it cannot be answered yet. */
+typedef struct mn_demo_doubt {
+    int32_t object;                   // word id
+    bool unknown;                     // the story has not named it
+    double doubt;                     // 0 to 1
+} mn_demo_doubt;
+
+/* Whether a model tells questions that cannot be answered yet from others. */
+typedef struct mn_demo_knowing {
+    const mn_demo_model *model;
+    int64_t asked;
+    bool believes;                    // it has layers that keep a posterior
+    double auroc[3];                  // by entropy, by belief, by both
+    int32_t story[64];                // an example: a story broken off, and questions
+    int64_t n_story;
+    mn_demo_doubt questions[8];
+    int n_questions;
+} mn_demo_knowing;
+
 typedef struct mn_demo {
     const mn_demo_options *options;
     mn_demo_data data;
@@ -88,6 +108,7 @@ typedef struct mn_demo {
     mn_demo_model models[MN_DEMO_MODELS];
     int n_models;
     mn_demo_sample sample;
+    mn_demo_knowing knowing;
     bool figures;                     // were drawn
 } mn_demo;
 
@@ -119,6 +140,11 @@ double mn_demo_variance(const mn_demo_score *score);
 /* The first model that tells variances (else the first) goes on with a story. */
 mn_status mn_demo_sample_make(mn_demo *demo);
 void mn_demo_sample_free(mn_demo_sample *sample);
+
+/* The same model is asked what stories have not said; behind mn_demo_sample_make. */
+mn_status mn_demo_knowing_make(mn_demo *demo);
+json_t *mn_demo_knowing_json(const mn_demo_knowing *knowing);
+void mn_demo_knowing_print(const mn_demo_knowing *knowing);
 
 /* ---- results --------------------------------------------------------------------------------- */
 

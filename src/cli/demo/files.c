@@ -172,12 +172,13 @@ json_t *mn_demo_results(const mn_demo *demo) {
     json_t *source = json_pack("{s:I, s:I, s:I, s:I}", "names", (json_int_t)c->n_names, "objects",
                                (json_int_t)c->n_objects, "places", (json_int_t)c->n_places,
                                "objects_at_a_time", (json_int_t)c->n_cast);
-    return json_pack("{s:i, s:o, s:o, s:o, s:I, s:I, s:o, s:o}", "seed", demo->options->seed,
+    return json_pack("{s:i, s:o, s:o, s:o, s:I, s:I, s:o, s:o, s:o}", "seed", demo->options->seed,
                      "source", source, "floor", mn_json_real(demo->data.floor), "guessing",
                      mn_json_real(mn_demo_chance(&demo->data)), "held_out_stories",
                      (json_int_t)demo->data.held.n_stories, "held_out_tokens",
                      (json_int_t)demo->data.held.n_tokens, "models", models, "sample",
-                     sample_json(&demo->sample));
+                     sample_json(&demo->sample), "knowing",
+                     mn_demo_knowing_json(&demo->knowing));
 }
 
 static mn_status write_results(const mn_demo *demo) {

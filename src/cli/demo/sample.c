@@ -64,7 +64,7 @@ static mn_status begin(mn_demo_sample *s, const mn_stories *held) {
     return mn_fail(MN_ERR_INTERNAL, "no story is long enough to be continued");
 }
 
-/* The variance read with the last token, mean over layers. */
+/* The variance read with the last token over its mean over all queries, mean over layers. */
 static double variance_of(const mn_session *session) {
     const int n = mn_session_beliefs(session);
     double sum = 0.0;
@@ -101,7 +101,7 @@ mn_status mn_demo_sample_make(mn_demo *demo) {
     for (int i = demo->n_models - 1; i >= 0; i--) {
         if (mn_model_beliefs(mn_trainer_model(demo->models[i].trainer)) > 0) m = &demo->models[i];
     }
-    const mn_session_options how = { .belief = true };
+    const mn_session_options how = { .belief = true, .relative = true };
     mn_session *session = NULL;
     *s = (mn_demo_sample){ .model = m };
     mn_status st = begin(s, &demo->data.held);

@@ -10,7 +10,7 @@
 #include "cli/demo/demo.h"
 #include "cli/generate/generate.h"
 
-enum { COLUMNS = 96, LABEL = 28, CELL = 15 };
+enum { COLUMNS = 96, LABEL = 28, CELL = 15, VARIANCE = 20 };
 
 /* ---- stories as text ------------------------------------------------------------------------- */
 
@@ -134,39 +134,53 @@ static void print_label(const char *label) {
 }
 
 /* "99.3 ± 0.4", right-aligned; the sign has two bytes and one column. */
-static void print_share(const mn_demo_score *s) {
+static void print_share(const mn_demo_score *s, int cell) {
     char text[32];
     if (s->asked == 0) snprintf(text, sizeof text, "-");
     else snprintf(text, sizeof text, "%.1f ± %.1f", 100.0 * mn_demo_share(s),
                   100.0 * mn_demo_share_error(s));
-    printf("%*s", CELL + (s->asked > 0), text);
+    printf("%*s", cell + (s->asked > 0), text);
+}
+
+/* Columns of a model: two blanks beside the longest name at least. */
+static int cell_of(const mn_demo *demo) {
+    int width = CELL;
+    for (int i = 0; i < demo->n_models; i++) {
+        width = (int)mn_max(width, (int)strlen(demo->models[i].name) + 2);
+    }
+    return width;
+}
+
+static void print_names(const mn_demo *demo, int cell) {
+    for (int i = 0; i < demo->n_models; i++) printf("%*s", cell, demo->models[i].name);
 }
 
 static void print_numbers(const mn_demo *demo) {
+    const int cell = cell_of(demo);
     print_label("");
-    for (int i = 0; i < demo->n_models; i++) printf("%*s", CELL, demo->models[i].name);
+    print_names(demo, cell);
     putchar('\n');
     print_label("parameters");
     for (int i = 0; i < demo->n_models; i++) {
-        printf("%*" PRId64, CELL, mn_model_count(mn_trainer_model(demo->models[i].trainer)));
+        printf("%*" PRId64, cell, mn_model_count(mn_trainer_model(demo->models[i].trainer)));
     }
     putchar('\n');
     print_label("tokens of training");
     for (int i = 0; i < demo->n_models; i++) {
         const mn_demo_model *m = &demo->models[i];
-        printf("%*" PRId64, CELL, m->points[m->n_points - 1].tokens);
+        printf("%*" PRId64, cell, m->points[m->n_points - 1].tokens);
     }
     putchar('\n');
     print_label("bits per token");
-    for (int i = 0; i < demo->n_models; i++) printf("%*.4f", CELL, demo->models[i].result.loss);
+    for (int i = 0; i < demo->n_models; i++) printf("%*.4f", cell, demo->models[i].result.loss);
     char label[64];
     snprintf(label, sizeof label, "\n  above the floor, %.4f", demo->models[0].result.floor);
     printf("%-*s", LABEL + 1, label);
-    for (int i = 0; i < demo->n_models; i++) printf("%*.4f", CELL, demo->models[i].result.gap);
+    for (int i = 0; i < demo->n_models; i++) printf("%*.4f", cell, demo->models[i].result.gap);
     putchar('\n');
     print_label("  standard error");
     for (int i = 0; i < demo->n_models; i++) {
-        printf("%*.4f", CELL, demo->models[i].result.gap_error);
+        printf("%*.4f", cell, demo->models[i].result.gap_error);
     }
     putchar('\n');
 }
@@ -177,29 +191,98 @@ static void group_label(char *out, size_t size, int group, const mn_demo_score *
              score->asked);
 }
 
-static void print_groups(const mn_demo *demo) {
-    printf("\n%-*s", LABEL, "questions answered, %");
-    for (int i = 0; i < demo->n_models; i++) printf("%*s", CELL, demo->models[i].name);
+static bool tells(const mn_demo_model *model) {
+    return !isnan(mn_demo_variance(&model->result.groups[0]));
+}
+
+/* Whether the variances fit beside the answers. */
+static bool fits_beside(const mn_demo *demo, int cell) {
+    int width = LABEL + cell * demo->n_models;
     for (int i = 0; i < demo->n_models; i++) {
-        const double v = mn_demo_variance(&demo->models[i].result.groups[0]);
-        if (!isnan(v)) printf("   variance read by %s", demo->models[i].name);
+        if (tells(&demo->models[i])) width += VARIANCE + (int)strlen(demo->models[i].name);
     }
-    putchar('\n');
+    return width <= COLUMNS;
+}
+
+static void print_variances(const mn_demo *demo, int group, int cell, bool beside) {
+    for (int i = 0; i < demo->n_models; i++) {
+        const mn_demo_model *m = &demo->models[i];
+        const double v = mn_demo_variance(&m->result.groups[group]);
+        const int width = beside ? VARIANCE + (int)strlen(m->name) : cell;
+        if (!isnan(v)) printf("%*.4f", width, v);
+        else if (!beside) printf("%*s", width, "-");
+    }
+}
+
+static void print_rows(const mn_demo *demo, bool answers, bool variances, int cell) {
     for (int g = 0; g < MN_DEMO_GROUPS; g++) {
         char label[64];
         group_label(label, sizeof label, g, &demo->models[0].result.groups[g]);
         if (g == 1 || g == 1 + MN_DEMO_DISTANCES) putchar('\n');
         print_label(label);
-        for (int i = 0; i < demo->n_models; i++) {
-            print_share(&demo->models[i].result.groups[g]);
+        for (int i = 0; i < demo->n_models && answers; i++) {
+            print_share(&demo->models[i].result.groups[g], cell);
         }
-        for (int i = 0; i < demo->n_models; i++) {
-            const double v = mn_demo_variance(&demo->models[i].result.groups[g]);
-            const int width = 20 + (int)strlen(demo->models[i].name);
-            if (!isnan(v)) printf("%*.4f", width, v);
-        }
+        if (variances) print_variances(demo, g, cell, answers);
         putchar('\n');
     }
+}
+
+static void print_groups(const mn_demo *demo) {
+    const int cell = cell_of(demo);
+    const bool beside = fits_beside(demo, cell);
+    bool any = false;
+    printf("\n%-*s", LABEL, "questions answered, %");
+    print_names(demo, cell);
+    for (int i = 0; i < demo->n_models; i++) {
+        any |= tells(&demo->models[i]);
+        if (beside && tells(&demo->models[i])) {
+            printf("   variance read by %s", demo->models[i].name);
+        }
+    }
+    putchar('\n');
+    print_rows(demo, true, beside, cell);
+    if (!any || beside) return;
+    printf("\n%-*s", LABEL, "variance read");
+    print_names(demo, cell);
+    putchar('\n');
+    print_rows(demo, false, true, cell);
+}
+
+/* ---- how to read it -------------------------------------------------------------------------- */
+
+static const mn_demo_model *model_with(const mn_demo *demo, bool belief) {
+    for (int i = 0; i < demo->n_models; i++) {
+        const mn_demo_model *m = &demo->models[i];
+        const bool believes = mn_model_beliefs(mn_trainer_model(m->trainer)) > 0;
+        if (belief ? believes : strncmp(m->layers, "attention", 9) == 0) return m;
+    }
+    return NULL;
+}
+
+static void explain(const mn_demo *demo) {
+    const mn_demo_model *belief = model_with(demo, true), *attention = model_with(demo, false);
+    printf("\nhow to read it\n"
+           "  floors    two, both exact: %.4f bits is the entropy of the source, what the best\n"
+           "            predictor pays in the long run; %.4f is what the source itself pays on\n"
+           "            these held-out stories, a little more or less by their draw. Models are\n"
+           "            held against the second, story by story, so the draw cancels.\n",
+           demo->data.floor, demo->models[0].result.floor);
+    if (belief && attention) {
+        printf("  memory    each move makes the place said before it wrong. %s writes the new\n"
+               "            place over the old one, so one read finds the latest, however far\n"
+               "            back. %s keeps all sentences alike and has to learn which of\n"
+               "            several places of an object came last: in this little training it\n"
+               "            does for near ones. With more of it the difference shrinks; it is how\n"
+               "            soon each learns, not what it could learn.\n", belief->name,
+               attention->name);
+    }
+    if (!belief) return;
+    printf("  variance  how unsure %s was of what it read at the question mark: its prior for\n"
+           "            what was never written, less the more was written under that key lately.\n"
+           "            So it falls with the updates of an object. It counts evidence; that it\n"
+           "            foretells mistakes has not been shown.\n",
+           belief->name);
 }
 
 /* ---- the sample ------------------------------------------------------------------------------ */
@@ -234,7 +317,7 @@ static mn_status print_sample(const mn_demo *demo) {
     if (show.mode == MN_SHOW_COLOURS) mn_show_legend(&show, layers);
     if (show.mode == MN_SHOW_LINES) {
         printf("in brackets: how unsure its memory was, the variance of what was read with each "
-               "word (mean of layers %s)\n", layers);
+               "word over\nthat of any query (mean of layers %s)\n", layers);
     }
     printf("it asked %" PRId64 " questions of its own and answered %" PRId64 " of them as its "
            "story has it\n", s->asked, s->right);
@@ -255,9 +338,9 @@ static void print_ends(const mn_demo *demo) {
         printf("figures      %s/loss.svg, %s/recall.svg and the same as .png\n", out, out);
     }
     printf("results      %s/results.json\n", out);
-    printf("go on with   mneme generate --model %s/%s --tokens 2 \"anna puts the lamp in the mill. "
-           "ben takes the lamp to the barn. where is the lamp?\"\n", out,
-           demo->sample.model->name);
+    printf("go on with   mneme generate --model %s/%s --tokens 2 \\\n"
+           "                 \"anna puts the lamp in the mill. ben takes the lamp to the barn. "
+           "where is the lamp?\"\n", out, demo->sample.model->name);
     printf("             mneme plot %s/%s --text\n", out, demo->models[0].name);
 }
 
@@ -265,7 +348,9 @@ mn_status mn_demo_print(const mn_demo *demo) {
     putchar('\n');
     print_numbers(demo);
     print_groups(demo);
+    explain(demo);
     const mn_status st = print_sample(demo);
+    mn_demo_knowing_print(&demo->knowing);
     print_ends(demo);
     return st;
 }

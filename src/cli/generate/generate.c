@@ -41,7 +41,12 @@ static void print_help(void) {
         printf("  %-23s %s (default %g)\n", strcat(name, " X"), fields[i].about, fields[i].value);
     }
     puts("  --belief                colour each token by the variance of what the model's memory\n"
-         "                          answered; token and variance as lines when piped\n"
+         "                          answered, over its mean over all queries; token and number as\n"
+         "                          lines when piped\n"
+         "  --abstain T             say \"" MN_ABSTENTION "\" where the model is right with a\n"
+         "                          probability below T, by its calibrator: mneme eval\n"
+         "                          --calibration --save-calibration DIR/calibration.json\n"
+         "  --calibration F         another file of a calibrator\n"
          "  --fork N                N continuations of one prompt, which is read once\n"
          "  --load-state F          go on from a file: a prompt is read behind what it holds\n"
          "  --save-state F          keep the state after the last token in a file\n"
@@ -55,6 +60,8 @@ static void print_help(void) {
          "  --device D              cpu (default), cuda or cuda:N\n"
          "  --dtype T               f32 (default), or bf16 on a GPU\n"
          "  --threads N             default: one per core\n"
+         "  --verify                check every byte of the model against its seal, not sizes and\n"
+         "                          heads of files alone\n"
          "  --quiet                 no progress and no speed on standard error");
 }
 
@@ -95,7 +102,19 @@ static bool read_sampling(void *to, const char *value) {
     return mn_sampling_set(at->sampling, at->field, value) == MN_OK;
 }
 
+static bool read_share(void *to, const char *value) {
+    char *end;
+    double *out = to;
+    *out = strtod(value, &end);
+    return end != value && !*end && *out >= 0.0 && *out <= 1.0;
+}
+
 static int check(const mn_generate_options *o) {
+    if (o->abstain > 0.0 && o->load_state) {
+        return mistake("--abstain", "reads all that was said once more, and --load-state has it "
+                       "not");
+    }
+    if (o->calibration && o->abstain == 0.0) return mistake("--calibration", "needs --abstain");
     if (!o->model) return mistake("--model", "is missing: name a folder");
     if (o->dtype && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "bf16") != 0) {
         return mistake("--dtype", "is f32 or bf16");
@@ -137,11 +156,14 @@ static int parse(mn_generate_options *o, int argc, char **argv) {
         { "--draft", .count = &o->draft, .low = 0, .high = 64 },
         { "--stop", .read = read_stop, .to = o, .needs = "a text" },
         { "--belief", .flag = &o->belief },
+        { "--abstain", .read = read_share, .to = &o->abstain, .needs = "a probability, 0 to 1" },
+        { "--calibration", .text = &o->calibration },
         { "--json", .flag = &o->json },
         { "--echo", .flag = &o->echo },
         { "--ignore-eos", .flag = &o->ignore_eos },
         { "--interactive", .flag = &o->interactive },
         { "--quiet", .flag = &o->quiet },
+        { "--verify", .flag = &o->verify },
         { NULL, .text = &o->prompt },
     };
     sampling_option numbers[MOST_NUMBERS];
@@ -197,6 +219,9 @@ static json_t *continuation_json(const mn_continuation *c, bool belief) {
                                                   c->text.size));
     json_object_set_new(out, "tokens", tokens);
     json_object_set_new(out, "stopped", json_string(mn_stopped_name(c->stopped)));
+    if (c->confidence >= 0.0) {
+        json_object_set_new(out, "confidence", mn_json_real(c->confidence));
+    }
     if (belief) json_object_set_new(out, "variance", variance);
     else json_decref(variance);
     return out;

@@ -13,10 +13,12 @@
 typedef struct mn_generate_options {
     const char *model, *prompt, *file, *save_state, *load_state;
     const char *device, *dtype;     // NULL: cpu, f32
+    const char *calibration;        // file of a calibrator; NULL: that of the model's folder
+    double abstain;                 // say nothing below this probability of being right; 0: always
     char **stops;                   // n_stops texts that end a continuation
     int n_stops;
     int n_tokens, n_forks, n_threads, chunk, draft;
-    bool belief, json, echo, ignore_eos, interactive, quiet;
+    bool belief, json, echo, ignore_eos, interactive, quiet, verify;
     mn_sampling sampling;
 } mn_generate_options;
 
@@ -30,6 +32,7 @@ typedef enum mn_show_mode {
 } mn_show_mode;
 
 enum { MN_SHADES = 8 };
+#define MN_ABSTENTION "I do not know"    // said below --abstain
 
 typedef struct mn_show {
     mn_show_mode mode;
@@ -91,6 +94,7 @@ typedef struct mn_continuation {
     mn_text text;
     mn_token_list tokens;
     double *variance;               // of each token, with --belief
+    double confidence;              // with --abstain: of being right, before the first token
     int64_t variance_capacity;
     mn_stopped stopped;
 } mn_continuation;
@@ -109,6 +113,9 @@ mn_status mn_generator_read(mn_generator *g, const char *text, size_t size);
  * what is settled. */
 mn_status mn_generator_write(mn_continuation *out, mn_generator *g, mn_session *session,
                              uint64_t stream);
+
+/* The probability that what the model says next is right, by its calibrator. */
+mn_status mn_generator_confidence(double *out, mn_generator *g);
 
 /* `n` continuations of what was read; the session stays where it is. With `headers` a line between
  * them. */

@@ -127,6 +127,6 @@ void mn_show_legend(const mn_show *show, const char *layers) {
         set_colour(show, i);
         fputs("  ", stdout);
     }
-    printf("\033[0m uncertain   (read variance, mean of layers %s; ranked among the tokens so "
-           "far)\n", layers);
+    printf("\033[0m uncertain   (variance of the read over that of any query, mean of layers %s; "
+           "ranked among the tokens so far)\n", layers);
 }

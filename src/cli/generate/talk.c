@@ -116,8 +116,8 @@ static const struct {
 static mn_status run_help(talk *t, const char *argument) {
     (void)t, (void)argument;
     puts("A line is read and continued; an empty line continues. A line that ends in \\ goes on\n"
-         "in the next. Arrows and Ctrl-R find earlier lines. Ctrl-C stops the writing, or ends. What\n"
-         "was read stays until /reset.");
+         "in the next. Arrows and Ctrl-R find earlier lines. Ctrl-C stops the writing, or ends.\n"
+         "What was read stays until /reset.");
     for (size_t i = 0; i < MN_COUNTOF(commands); i++) {
         printf("  %-7s %-12s %s\n", commands[i].name, commands[i].argument, commands[i].about);
     }

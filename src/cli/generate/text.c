@@ -14,6 +14,7 @@
 #include "base/util.h"
 #include "cli/generate/generate.h"
 #include "cli/progress.h"
+#include "train/run_folder.h"
 
 static const char *const stopped_names[MN_STOPPED_COUNT] = {
 #define STOPPED(id, name) [MN_STOPPED_##id] = name,
@@ -56,9 +57,11 @@ mn_status mn_generator_open(mn_generator *g, const mn_generate_options *options)
     *g = (mn_generator){ .options = options, .sampling = options->sampling };
     mn_show_start(&g->show, mn_show_choose(options->belief, options->json));
     const mn_context_options how = { .n_threads = options->n_threads, .device = options->device };
-    mn_session_options session = { .prefill_chunk = options->chunk, .belief = options->belief };
+    mn_session_options session = { .prefill_chunk = options->chunk, .belief = options->belief,
+                                   .relative = options->belief };
     if (options->dtype) mn_dtype_parse(&session.dtype, options->dtype);
     mn_status st = mn_context_create(&g->context, &how);
+    if (st == MN_OK) st = mn_run_check_model(options->model, options->verify);
     if (st == MN_OK) st = mn_model_open(&g->model, options->model);
     if (st == MN_OK) st = check_belief(g);
     if (st == MN_OK) st = mn_tokenizer_load(&g->tokenizer, options->model);
@@ -317,14 +320,14 @@ static mn_status take(writer *w, mn_session *session, int32_t token) {
 
 static mn_status write_tokens(writer *w, mn_session *session, const mn_sampling *how) {
     mn_generator *g = w->g;
-    const int32_t end = g->options->ignore_eos ? -1 : mn_tokenizer_eos(g->tokenizer);
+    const bool ends = !g->options->ignore_eos;
     mn_status st = MN_OK;
     w->out->stopped = MN_STOPPED_LENGTH;
     for (int i = 0; i < g->options->n_tokens && st == MN_OK; i++) {
         int32_t token = -1;
         bool found = false;
         st = mn_session_sample_below(&token, session, how, g->seen.ids, g->seen.count, g->n_ids);
-        if (st == MN_OK && token == end) {
+        if (st == MN_OK && ends && mn_tokenizer_ends(g->tokenizer, token)) {
             w->out->stopped = MN_STOPPED_END;
             break;
         }
@@ -343,14 +346,32 @@ static mn_status write_tokens(writer *w, mn_session *session, const mn_sampling 
     return st;
 }
 
+/* With --abstain: whether the model is not sure enough to say anything; then it says so. */
+static mn_status abstain(mn_continuation *out, mn_generator *g, bool *abstains) {
+    const double least = g->options->abstain;
+    *abstains = false;
+    if (least == 0.0) return MN_OK;
+    mn_status st = mn_generator_confidence(&out->confidence, g);
+    if (st != MN_OK || out->confidence >= least) return st;
+    static const char text[] = MN_ABSTENTION;
+    const uint8_t shades[sizeof text] = { 0 };
+    *abstains = true;
+    out->stopped = MN_STOPPED_ABSTAINED;
+    mn_show_text(&g->show, text, sizeof text - 1, shades);
+    return mn_text_add(&out->text, text, sizeof text - 1);
+}
+
 mn_status mn_generator_write(mn_continuation *out, mn_generator *g, mn_session *session,
                              uint64_t stream) {
-    *out = (mn_continuation){ 0 };
+    *out = (mn_continuation){ .confidence = -1.0 };
+    bool abstains;
+    mn_status st = abstain(out, g, &abstains);
+    if (st != MN_OK || abstains) return st;
     writer w = { .g = g, .out = out, .decoder = { .started = true } };
     mn_sampling how = g->sampling;
     how.stream = stream;
     const double start = mn_seconds();
-    const mn_status st = write_tokens(&w, session, &how);
+    st = write_tokens(&w, session, &how);
     g->write_seconds += mn_seconds() - start;
     g->n_written += out->tokens.count;
     mn_text_free(&w.held);

@@ -2,6 +2,7 @@
 #include "cli/plot/gnuplot.h"
 
 #include <errno.h>
+#include <stdbool.h>
 #include <string.h>
 #include <sys/types.h>
 #include <sys/wait.h>
@@ -16,9 +17,31 @@ mn_status mn_make_folder(const char *path) {
     return mn_folder_make(path);
 }
 
+void mn_gnuplot_put_text(FILE *out, const char *text) {
+    static const char plain[] = " _.,:+-/()[]=";
+    fputc('"', out);
+    for (; *text; text++) {
+        const unsigned char c = (unsigned char)*text;
+        const bool letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ||
+                            (c >= '0' && c <= '9');
+        if (c < 0x20 || c == 0x7f) fputc(' ', out);
+        else if (letter || strchr(plain, c)) fputc(c, out);
+        else fprintf(out, "\\%03o", c);
+    }
+    fputc('"', out);
+}
+
+/* A line of comment, whatever the text holds. */
+static void put_comment(FILE *out, const char *text) {
+    fputs("# ", out);
+    for (; *text; text++) fputc((unsigned char)*text < 0x20 || *text == '\\' ? ' ' : *text, out);
+    fputc('\n', out);
+}
+
 void mn_gnuplot_begin(FILE *out, const char *name, const char *about, int width, int height,
                       int panels) {
-    fprintf(out, "# %s\n# gnuplot %s.gp\n", about, name);
+    put_comment(out, about);
+    fprintf(out, "# gnuplot %s.gp\n", name);
     fprintf(out, "do for [kind in 'svg png'] {\n"
             "reset\n"
             "set datafile separator ','\n"

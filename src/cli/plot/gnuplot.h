@@ -17,6 +17,11 @@ void mn_gnuplot_begin(FILE *out, const char *name, const char *about, int width,
                       int panels);
 void mn_gnuplot_end(FILE *out);
 
+/* A text as gnuplot reads it back, byte for byte: everything but letters, digits and a few harmless
+ * signs is an escape in octal, so that no quote, line end, backquote or macro is there to be parsed.
+ * Control characters become spaces. */
+void mn_gnuplot_put_text(FILE *out, const char *text);
+
 /* Runs `gnuplot SCRIPT` inside `folder`. Fails with MN_ERR_UNSUPPORTED, and a message that says
  * how to go on, when gnuplot is not installed. */
 mn_status mn_gnuplot_run(const char *folder, const char *script);

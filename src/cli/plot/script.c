@@ -21,16 +21,6 @@ static const char *color_of(const mn_plot *plot, int run) {
     return colors[(size_t)plot->colour[run] % MN_COUNTOF(colors)];
 }
 
-/* A text in single quotes. */
-static void put_quoted(FILE *out, const char *text) {
-    fputc('\'', out);
-    for (; *text; text++) {
-        if (*text == '\'') fputc('\'', out);
-        fputc(*text, out);
-    }
-    fputc('\'', out);
-}
-
 static void put_line(FILE *out, const char *block, int index, const mn_plot_line *line,
                      double scale) {
     fprintf(out, "$%s%d << EOD\n", block, index);
@@ -83,7 +73,7 @@ static void put_terminal(FILE *out, const mn_plot *plot, bool png, const char *n
                 "'#ffffff'\n", WIDTH, height);
     }
     fputs("set output ", out);
-    put_quoted(out, name);
+    mn_gnuplot_put_text(out, name);
     fputs("\nset border 3 lc rgb '#404040'\nset tics nomirror tc rgb '#404040'\n"
           "set grid ytics lc rgb '#e6e6e6' lt 1 lw 0.5\nset format x '%.10g'\n"
           "set format y '%.6g'\nset lmargin 12\nset rmargin 4\n",
@@ -134,7 +124,7 @@ static void put_panel_label(FILE *out, const mn_plot *plot, int panel) {
         snprintf(label + n, sizeof label - n, " (nats a token)");
     }
     fputs("set ylabel ", out);
-    put_quoted(out, label);
+    mn_gnuplot_put_text(out, label);
     fputs(" tc rgb '#404040'\n", out);
 }
 
@@ -180,7 +170,7 @@ static void put_curves(FILE *out, const mn_plot *plot, int panel, const char **j
                 marked ? MARK : "");
         *join = ", \\\n    ";
         fputs(named[curve->run] ? "notitle" : "title ", out);
-        if (!named[curve->run]) put_quoted(out, plot->names[curve->run]);
+        if (!named[curve->run]) mn_gnuplot_put_text(out, plot->names[curve->run]);
         named[curve->run] = true;
     }
 }
@@ -194,7 +184,7 @@ static void put_key_styles(FILE *out, const mn_plot *plot, int panel, const char
         const bool marked = is_marked(plot, key);
         fprintf(out, "%s NaN with %s lc rgb '#909090' lw 2 dt %d%s title ", join,
                 marked ? "linespoints" : "lines", ++at, marked ? MARK : "");
-        put_quoted(out, plot->keys[key]);
+        mn_gnuplot_put_text(out, plot->keys[key]);
     }
 }
 
@@ -211,7 +201,7 @@ static void put_figure(FILE *out, const mn_plot *plot, bool png, const char *nam
         if (plot->log) put_log_range(out, plot, panel);
         if (panel == plot->n_panels - 1) {
             fputs("set xlabel ", out);
-            put_quoted(out, plot->x_label);
+            mn_gnuplot_put_text(out, plot->x_label);
             fputs(" tc rgb '#404040'\n", out);
         }
         put_curves(out, plot, panel, &join);
@@ -249,6 +239,14 @@ static char *joined(const char *start, size_t n, const char *ending) {
     return out;
 }
 
+static char *named(const char *start, const char *name, size_t n, const char *ending) {
+    char *whole = joined(start, strlen(start), name);
+    if (!whole) return NULL;
+    char *out = joined(whole, strlen(start) + n, ending);
+    free(whole);
+    return out;
+}
+
 static mn_status find_place(place *p, const char *path) {
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
     size_t stem = strlen(name);
@@ -256,9 +254,10 @@ static mn_status find_place(place *p, const char *path) {
     p->png = ends_in(name, ".png");
     if (p->png || ends_in(name, ".svg")) stem -= 4;
     p->folder = slash ? joined(path, (size_t)(name - path), "") : joined(".", 1, "");
-    p->first = joined(name, strlen(name), "");
-    p->second = joined(name, stem, p->png ? ".svg" : ".png");
-    p->script = joined(name, strlen(name), ".gp");
+    /* "./": gnuplot runs what is behind a leading | or <, and takes a leading - for an option */
+    p->first = named("./", name, strlen(name), "");
+    p->second = named("./", name, stem, p->png ? ".svg" : ".png");
+    p->script = named("./", name, strlen(name), ".gp");
     if (p->folder && p->first && p->second && p->script) return MN_OK;
     return mn_fail(MN_ERR_MEMORY, "%s: out of memory", path);
 }
@@ -270,12 +269,34 @@ static bool has_foreign_letters(const mn_plot *plot) {
             if ((unsigned char)*c >= 0x80) return true;
         }
     }
+    for (int i = 0; i < plot->n_keys; i++) {
+        for (const char *c = plot->keys[i]; *c; c++) {
+            if ((unsigned char)*c >= 0x80) return true;
+        }
+    }
     return false;
 }
 
+/* First line of our scripts: what begins otherwise is somebody else's and stays. */
+static const char mark[] = "# drawn by mneme plot\n";
+
+static bool is_ours(const char *path) {
+    char line[sizeof mark] = "";
+    FILE *file = fopen(path, "r");
+    if (!file) return errno == ENOENT;
+    const bool ours = fgets(line, sizeof line, file) && strcmp(line, mark) == 0;
+    fclose(file);
+    return ours;
+}
+
 static mn_status write_script(const mn_plot *plot, const place *p, const char *path, bool both) {
+    if (!is_ours(path)) {
+        return mn_fail(MN_ERR_IO, "%s: is in the way of the script for gnuplot and not ours; move "
+                       "it, or choose another -o", path);
+    }
     FILE *out = fopen(path, "w");
     if (!out) return mn_fail(MN_ERR_IO, "%s: cannot write: %s", path, strerror(errno));
+    fputs(mark, out);
     if (has_foreign_letters(plot)) fputs("set encoding utf8\n", out);
     put_data(out, plot);
     put_figure(out, plot, p->png, p->first);
@@ -292,7 +313,7 @@ mn_status mn_plot_draw(const mn_plot *plot, const char *out, bool both) {
     if (st == MN_OK) {
         const size_t n = strlen(p.folder);
         char *start = joined(p.folder, n, p.folder[n - 1] == '/' ? "" : "/");
-        path = start ? joined(start, strlen(start), p.script) : NULL;
+        path = start ? joined(start, strlen(start), p.script + 2) : NULL;    // without "./"
         free(start);
         if (!path) st = mn_fail(MN_ERR_MEMORY, "%s: out of memory", out);
     }

@@ -24,16 +24,6 @@ static const char *color_of(int64_t i) {
     return colors[(size_t)i % (sizeof colors / sizeof *colors)];
 }
 
-/* A text in single quotes. */
-static void put_quoted(FILE *out, const char *text) {
-    fputc('\'', out);
-    for (; *text; text++) {
-        if (*text == '\'') fputc('\'', out);
-        fputc(*text, out);
-    }
-    fputc('\'', out);
-}
-
 /* Where a row's number stands: bars side by side, points of a line a little apart. */
 static double place_of(const mn_cells *c, int64_t row, int64_t column, bool bars) {
     const double width = bars ? 0.8 : 0.12;
@@ -90,12 +80,12 @@ static void put_axes(FILE *out, const mn_cells *c) {
     fputs("set border 3 lc rgb '#404040'\nset tics nomirror tc rgb '#404040'\n"
           "set grid ytics lc rgb '#e6e6e6' lt 1 lw 0.5\nset key outside right top\nset title ",
           out);
-    put_quoted(out, c->title);
+    mn_gnuplot_put_text(out, c->title);
     if (c->percent) fputs("\nset ylabel 'percent'\nset yrange [0:105]", out);
     fputs("\nset xtics (", out);
     for (int64_t k = 0; k < c->n_columns; k++) {
         if (k > 0) fputs(", ", out);
-        put_quoted(out, c->columns[k]);
+        mn_gnuplot_put_text(out, c->columns[k]);
         fprintf(out, " %" PRId64, k);
     }
     fprintf(out, ")\nset xrange [-0.6:%" PRId64 ".6]\nset boxwidth %.4g\n"
@@ -111,7 +101,7 @@ static void put_plot(FILE *out, const mn_cells *c, bool bars) {
         fprintf(out, "%s$row%" PRId64 " using 1:2%s lc rgb '#%s'%s title ", join, r,
                 bars ? " with boxes" : " with linespoints pt 7 ps 0.8", color_of(r),
                 bars ? "" : " lw 2");
-        put_quoted(out, c->rows[r]);
+        mn_gnuplot_put_text(out, c->rows[r]);
         fprintf(out, ", $row%" PRId64 " using 1:2:3 with yerrorbars pt 0 lc rgb '#303030' notitle",
                 r);
         if (has_paper(c, r)) {

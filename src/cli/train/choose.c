@@ -15,16 +15,37 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/clock.h"
 #include "base/status.h"
 #include "base/util.h"
 #include "data/files.h"
 #include "data/text.h"
 #include "model/model.h"
+#include "ops/matmul.h"
 
 enum { MOST_LOOKED_AT = 1 << 26, PROBE_WIDTH = 512 };
 
 static const double tokens_per_parameter = 4.0, most_epochs = 8.0, most_seconds = 480.0,
                     share_of_sgemm = 0.5;
+
+/* ---- the machine ----------------------------------------------------------------------------- */
+
+double mn_train_product_rate(mn_context *context) {
+    enum { N = 768, RUNS = 3 };
+    float *memory = malloc(3 * sizeof(float) * N * N);
+    double best = INFINITY;
+    for (int64_t i = 0; memory && i < 3 * N * N; i++) memory[i] = 0.1f * (float)(i % 7) - 0.3f;
+    const mn_matmul_args args = { .dtype = MN_F32, .c = memory ? memory + 2 * N * N : NULL,
+                                  .a = memory, .b = memory ? memory + N * N : NULL,
+                                  .M = N, .N = N, .K = N };
+    for (int run = -1; memory && run < RUNS; run++) {    // the first warms up
+        const double start = mn_seconds();
+        if (mn_matmul(context, &args) != MN_OK) break;
+        if (run >= 0) best = fmin(best, mn_seconds() - start);
+    }
+    free(memory);
+    return isfinite(best) ? 2.0 * N * N * N / best : NAN;
+}
 
 /* ---- sizes ----------------------------------------------------------------------------------- */
 

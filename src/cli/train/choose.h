@@ -19,6 +19,9 @@ typedef struct mn_choice {
 /* "300k", "10m", "1.5b" as a number of parameters. */
 bool mn_choice_size(void *to, const char *value);
 
+/* Floating-point operations a second of a product of matrices on the context; NAN: no memory. */
+double mn_train_product_rate(mn_context *context);
+
 /* Fills in what the document leaves open: layers, sizes, tokenizer, context, batch, steps, learning
  * rate, evaluations. What it says stays. data.train names text or tokens. */
 mn_status mn_train_choose(mn_json *root, mn_choice *choice);

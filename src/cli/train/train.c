@@ -19,8 +19,10 @@
 #include "cli/command.h"
 #include "cli/options.h"
 #include "cli/progress.h"
+#include "cli/ranks.h"
 #include "cli/bench/sgemm.h"
 #include "cli/train/settings.h"
+#include "data/hash.h"
 #include "io/json_write.h"
 #include "ops/context.h"
 #include "train/run_folder.h"
@@ -32,8 +34,8 @@ enum { PATH = MN_TRAIN_PATH };
 
 typedef struct options {
     mn_train_request request;
-    const char *device;
-    int threads;
+    const char *device, *transport;
+    int threads, ranks;
     bool overwrite, quiet, json, dry;
 } options;
 
@@ -74,6 +76,10 @@ static void print_help(void) {
          "  --device D       cpu (default), cuda or cuda:N: where steps are computed\n"
          "  --dtype T        f32, or bf16 on a GPU; the same as --set train.dtype=T\n"
          "  --threads N      threads (default: one per core)\n"
+         "  --ranks N        processes on this machine that share each step, with the bits of one; "
+         "mpirun, srun\n"
+         "                   and torchrun --no-python start them on several machines\n"
+         "  --transport T    how ranks talk: auto (default), tcp, mpi or nccl\n"
          "  --dry-run        say what would be trained and how much memory it takes, and stop\n"
          "  --quiet          no progress\n"
          "  --json           the result as one document\n\n"
@@ -163,6 +169,8 @@ static int parse(options *o, shortcut_value values[], int argc, char **argv) {
         { "--resume", .text = &r->resume },
         { "--threads", .count = &o->threads, .low = 1, .high = 4096 },
         { "--device", .text = &o->device },
+        { "--ranks", .count = &o->ranks, .low = 1, .high = MN_RANKS_MOST },
+        { "--transport", .text = &o->transport },
         { "--overwrite", .flag = &o->overwrite },
         { "--dry-run", .flag = &o->dry },
         { "--quiet", .flag = &o->quiet },
@@ -189,6 +197,8 @@ static int parse(options *o, shortcut_value values[], int argc, char **argv) {
 
 typedef struct run {
     const options *o;
+    mn_cli_ranks *ranks;
+    bool first;                  // rank 0, which writes and speaks for all
     mn_trainer *trainer;
     mn_run_log *log;
     int threads;
@@ -203,7 +213,7 @@ typedef struct run {
     double started, last_time;   // seconds
     double before;               // seconds of training in earlier processes
     int64_t tokens, last_tokens; // of this process; at the last line of the log
-    bool stopped;                // by a signal, with steps left
+    bool stopped;                // some rank was asked to, with steps left
     double rate, loss, valid;    // tokens a second, smoothed loss, last validation loss
 } run;
 
@@ -235,7 +245,7 @@ static void put_time_left(char text[64], const run *r) {
     const mn_train_options *o = mn_trainer_options(r->trainer);
     const double steps = (double)(o->steps - mn_trainer_step_number(r->trainer));
     const double tokens = steps * (double)(o->batch * o->accumulate * o->context);
-    const double minutes = tokens * r->flops / (0.6 * r->ceiling) / 60.0;
+    const double minutes = tokens * r->flops / (0.6 * r->o->request.choice.flops) / 60.0;
     text[0] = '\0';
     if (r->device || !(minutes > 0.0) || !isfinite(minutes)) return;
     if (minutes < 1.5) snprintf(text, 64, ", about a minute");
@@ -260,6 +270,12 @@ static void introduce(run *r) {
                                              : "no tokenizer");
     fprintf(stderr, "run        %" PRId64 " steps of %" PRId64 " x %" PRId64 " tokens%s, to %s\n",
             o->steps, o->batch * o->accumulate, o->context, left, o->out);
+    if (r->ranks->comm) {
+        fprintf(stderr, "ranks      %d over %s, %s shared out\n", r->ranks->world,
+                mn_transport_name(mn_comm_transport(r->ranks->comm)),
+                strcmp(o->shard, "gradients") == 0 ? "optimiser states and gradients"
+                                                   : "optimiser states");
+    }
     if (r->device) {
         const mn_device_info *gpu = mn_device_facts(r->device);
         fprintf(stderr, "device     %s, passes in %s\n", gpu->name, o->dtype);
@@ -312,8 +328,13 @@ static mn_status log_step(run *r, const mn_step_result *s) {
         { "seconds", r->before + now - r->started },
         { "loss", s->loss }, { "lr", s->lr }, { "grad_norm", s->grad_norm },
         { "tokens_per_second", r->rate }, { "skipped", s->skipped },
+        /* of several ranks */
+        { "compute_seconds", s->compute }, { "communicate_seconds", s->communicate },
+        { "wait_seconds", s->wait }, { "slowest_rank", s->slowest },
     };
-    return mn_run_log_write(r->log, s->step + 1, values, MN_COUNTOF(values));
+    if (!r->first) return MN_OK;
+    const int n = MN_COUNTOF(values);
+    return mn_run_log_write(r->log, s->step + 1, values, r->ranks->world > 1 ? n : n - 4);
 }
 
 static mn_status evaluate_and_save(run *r, bool evaluate, bool save) {
@@ -323,7 +344,7 @@ static mn_status evaluate_and_save(run *r, bool evaluate, bool save) {
     if (st == MN_OK && evaluate && mn_trainer_tokens(r->trainer, true) > 0) {
         r->valid = loss;
         const mn_run_value value = { "valid_loss", loss };
-        st = mn_run_log_write(r->log, mn_trainer_step_number(r->trainer), &value, 1);
+        if (r->first) st = mn_run_log_write(r->log, mn_trainer_step_number(r->trainer), &value, 1);
     }
     if (st == MN_OK && (save || best)) st = mn_trainer_save(r->trainer, best);
     /* time spent here is no time of training */
@@ -334,6 +355,7 @@ static mn_status evaluate_and_save(run *r, bool evaluate, bool save) {
 
 static mn_status print_sample(run *r) {
     char *text;
+    if (!r->first) return MN_OK;
     const mn_status st = mn_trainer_sample(r->trainer, &text);
     if (st != MN_OK) return st;
     mn_progress_clear(&r->bar);
@@ -367,11 +389,13 @@ static mn_status keep_going_possible(run *r, mn_status failure) {
 static mn_status train(run *r) {
     const mn_train_options *o = mn_trainer_options(r->trainer);
     mn_status st = MN_OK;
-    while (st == MN_OK && mn_trainer_step_number(r->trainer) < o->steps && !stop_asked &&
+    while (st == MN_OK && mn_trainer_step_number(r->trainer) < o->steps && !r->stopped &&
            !mn_trainer_exhausted(r->trainer)) {
         mn_step_result s;
+        if (stop_asked) mn_trainer_ask_stop(r->trainer);
         st = mn_trainer_step(r->trainer, &s);
         if (st != MN_OK) break;
+        r->stopped = s.stop || (stop_asked && r->ranks->world == 1);
         const int64_t done = s.step + 1;
         r->tokens += s.tokens;
         r->loss = isnan(r->loss) ? s.loss : 0.95 * r->loss + 0.05 * s.loss;
@@ -431,11 +455,27 @@ static mn_status resume(run *r, const char *out, const char *checkpoint) {
 /* A folder that is this process's own, with the state to begin from in the trainer. */
 static mn_status prepare_out(run *r, const char *checkpoint) {
     const char *out = mn_trainer_options(r->trainer)->out;
-    mn_status st = mn_run_make_folders(out);
-    if (st == MN_OK) st = lock(&r->lock, out);
+    mn_status st = r->first ? mn_run_make_folders(out) : MN_OK;
+    if (st == MN_OK && r->first) st = lock(&r->lock, out);
+    st = mn_comm_agree(r->ranks->comm, st);
     if (st == MN_OK && r->o->request.resume) st = resume(r, out, checkpoint);
-    if (st == MN_OK && r->o->overwrite) st = mn_run_clear(out);
+    if (st == MN_OK && r->o->overwrite && r->first) st = mn_run_clear(out);
     return st;
+}
+
+/* Ranks that were given other configurations or other data would compute something else. */
+static mn_status same_run(const run *r, const mn_json *root) {
+    char *text = NULL;
+    mn_hash hash = { 0 };
+    mn_status st = mn_json_text(&text, root->value, MN_JSON_COMPACT);
+    if (st != MN_OK) return st;
+    mn_hash_add(&hash, text, strlen(text));
+    mn_hash_add(&hash, MN_VERSION, sizeof MN_VERSION);
+    free(text);
+    st = mn_comm_same(r->ranks->comm, "configuration or the version of mneme",
+                      mn_hash_value(&hash));
+    if (st != MN_OK) return st;
+    return mn_comm_same(r->ranks->comm, "training data", mn_trainer_data_mark(r->trainer));
 }
 
 /* The configuration beside the run. A resumed run keeps what --set changed, so that going on once
@@ -545,37 +585,44 @@ static void catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
 }
 
+/* What rank 0 keeps of the run beside its checkpoints. */
+static mn_status open_records(run *r, const mn_json *root) {
+    const mn_train_options *t = mn_trainer_options(r->trainer);
+    const int64_t from = r->o->request.resume ? r->from : MN_RUN_NEW;
+    mn_status st = mn_run_log_open(&r->log, t->out, from, t->tensorboard);
+    if (st == MN_OK) st = save_config(r, root);
+    if (st == MN_OK) st = mn_train_settings_save(r->trainer, r->o->device, r->threads);
+    return st == MN_OK && r->o->request.resume ? seconds_before(&r->before, t->out) : st;
+}
+
 static mn_status start(run *r, const mn_json *root, const char *checkpoint) {
-    mn_status st = prepare_out(r, checkpoint);
+    mn_status st = same_run(r, root);
+    if (st == MN_OK) st = prepare_out(r, checkpoint);
     if (st != MN_OK) return st;
     const mn_train_options *t = mn_trainer_options(r->trainer);
     r->from = mn_trainer_step_number(r->trainer);
-    const int64_t from = r->o->request.resume ? r->from : MN_RUN_NEW;
-    st = mn_run_log_open(&r->log, t->out, from, t->tensorboard);
-    if (st == MN_OK) st = save_config(r, root);
-    if (st == MN_OK) {
-        st = mn_train_settings_save(r->trainer, r->o->device, r->threads);
-    }
+    if (r->first) st = open_records(r, root);
     if (st == MN_OK) st = mn_trainer_begin(r->trainer);
-    if (st == MN_OK && r->o->request.resume) st = seconds_before(&r->before, t->out);
     if (st != MN_OK) return st;
     r->loss = r->valid = NAN;
     r->started = r->last_time = mn_seconds();
-    mn_progress_start(&r->bar, "training", "steps", r->from, t->steps, r->o->quiet);
+    mn_progress_start(&r->bar, "training", "steps", r->from, t->steps, r->o->quiet || !r->first);
     return MN_OK;
 }
 
 static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
     r->device = context->device;
     r->threads = mn_context_threads(context);
+    if (!r->o->dry && !r->device) r->ceiling = mn_sgemm_rate(r->threads);
     if (!r->device) r->program = peak_mebibytes(NULL);
     mn_status st = r->o->dry ? mn_trainer_create_dry(&r->trainer, root, context)
-                             : mn_trainer_create(&r->trainer, root, context);
+                             : mn_trainer_create_rank(&r->trainer, root, NULL, r->ranks->comm,
+                                                      context);
     if (st == MN_OK) st = mn_trainer_predict(r->trainer, &r->memory);
     if (st != MN_OK) return st;
     const int64_t length = mn_trainer_options(r->trainer)->context;
     r->flops = mn_model_flops(mn_trainer_model(r->trainer), length);
-    if (!r->o->quiet || r->o->dry) introduce(r);
+    if (r->first && (!r->o->quiet || r->o->dry)) introduce(r);
     if (r->o->dry && r->o->json) print_plan(r);
     if (r->o->dry) return MN_OK;
     catch_signals();
@@ -587,39 +634,64 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     else mn_progress_clear(&r->bar);
     const mn_status closed = mn_run_log_close(r->log);
     if (st == MN_OK) st = closed;
-    if (st == MN_OK) report(r, mn_seconds() - r->started);
+    if (st == MN_OK && r->first) report(r, mn_seconds() - r->started);
     return st;
 }
 
-/* With the speed of the machine, which sizes are chosen by. */
+/* The speed of the machine, which sizes are chosen by: that of rank 0 for all. */
+static mn_status measure_speed(options *o, mn_context *context, mn_comm *comm) {
+    double *flops = &o->request.choice.flops;
+    *flops = context->device ? 1e14    // what a GPU makes of small models at least
+                             : mn_train_product_rate(context);
+    return comm ? mn_comm_broadcast(comm, 0, flops, sizeof *flops) : MN_OK;
+}
+
 static mn_status train_as_asked(run *r, options *o) {
     mn_json root = { 0 };
     char checkpoint[PATH];
     mn_context *context = NULL;
-    const mn_context_options how = { .n_threads = o->threads, .device = o->device };
-    mn_status st = mn_context_create(&context, &how);
-    if (st == MN_OK && !context->device) {
-        r->ceiling = mn_sgemm_rate(mn_context_threads(context));
-        o->request.choice.flops = r->ceiling;
-    } else if (st == MN_OK) {
-        o->request.choice.flops = 1e14;    // what a GPU makes of small models at least
-    }
+    mn_cli_ranks *ranks = r->ranks;
+    const mn_context_options how = { .n_threads = mn_cli_ranks_threads(ranks, o->threads),
+                                     .device = o->device };
+    mn_status st = mn_cli_ranks_meet(ranks, o->transport);
+    if (st == MN_OK) st = mn_context_create(&context, &how);
+    if (ranks->comm) st = mn_comm_agree(ranks->comm, st);
+    if (st == MN_OK) st = measure_speed(o, context, ranks->comm);
     if (st == MN_OK) st = mn_train_settings(&root, &o->request, checkpoint);
-    if (st == MN_OK) st = refuse_other_run(o, &root);
+    if (st == MN_OK && r->first) st = refuse_other_run(o, &root);
+    if (ranks->comm) st = mn_comm_agree(ranks->comm, st);
     if (st == MN_OK) st = execute(r, &root, checkpoint, context);
-    if (st != MN_OK) fprintf(stderr, "mneme train: %s\n", mn_last_error());
-    const bool stopped = stop_asked && r->trainer &&
-                         mn_trainer_step_number(r->trainer) < mn_trainer_options(r->trainer)->steps;
-    if (st == MN_OK && stopped) {
+    if (st != MN_OK) mn_cli_ranks_fail(ranks);
+    r->stopped = st == MN_OK && r->stopped && r->trainer &&
+                 mn_trainer_step_number(r->trainer) < mn_trainer_options(r->trainer)->steps;
+    if (r->stopped && r->first) {
         fprintf(stderr, "stopped; mneme train --resume %s goes on\n",
                 mn_trainer_options(r->trainer)->out);
-        r->stopped = true;
     }
     mn_trainer_destroy(r->trainer);
+    mn_comm_destroy(ranks->comm);
     mn_context_destroy(context);
     mn_json_free(&root);
     if (r->lock >= 0) close(r->lock);
     return st;
+}
+
+/* On as many ranks as asked for, of which this process may be one or their parent; the exit
+ * status. */
+static int train_on_ranks(options *o) {
+    mn_cli_ranks ranks;
+    bool ended;
+    int status;
+    const int wanted = o->dry ? 0 : o->ranks;
+    if (mn_cli_ranks_start(&ranks, "train", wanted, o->transport, &ended, &status) != MN_OK) {
+        fprintf(stderr, "mneme train: %s\n", mn_last_error());
+        return 1;
+    }
+    if (ended) return status;
+    run r = { .o = o, .lock = -1, .rate = NAN, .loss = NAN, .valid = NAN, .ranks = &ranks,
+              .first = ranks.rank == 0 };
+    const mn_status st = train_as_asked(&r, o);
+    return st != MN_OK ? 1 : r.stopped ? 130 : 0;
 }
 
 int mn_command_train(int argc, char **argv) {
@@ -631,9 +703,8 @@ int mn_command_train(int argc, char **argv) {
                                     "needed, such as mneme train book.txt");
     }
     if (status < 0) print_help();
-    run r = { .o = &o, .lock = -1, .rate = NAN, .loss = NAN, .valid = NAN };
-    if (status == 0 && train_as_asked(&r, &o) != MN_OK) status = 1;
+    if (status == 0) status = train_on_ranks(&o);
+    else if (status < 0) status = 0;
     for (size_t i = 0; i < MN_COUNTOF(shortcuts); i++) free(values[i].set);
-    if (status != 0) return status < 0 ? 0 : status;
-    return r.stopped ? 130 : 0;
+    return status;
 }

@@ -6,7 +6,7 @@ const mn_experiment_text mn_experiment_a5 = {
     .common = MN_JSON_TEXT({
         "grid": {
             "job": {
-                "task": {"name": "a5"},
+                "task": {"name": "a5", "options": {"free_places": false}},
                 "model": {"mlp": "none", "tie_word_embeddings": false},
                 "train": {
                     "lr": 0.0003, "weight_decay": 0.01, "beta2": 0.999, "clip": 0, "warmup": 0,

@@ -18,7 +18,13 @@ const mn_experiment_text mn_base_mad = {
                 "evaluate": {"metric": "token", "select": "loss"}
             },
             "grid": {
-                "model": {"kla": {"model": {"layers": "kla", "d_state": 8, "expand": 1}}}
+                "model": {
+                    "kla": {
+                        "model": {
+                            "layers": "kla", "d_state": 8, "expand": 1, "value_rank": "conv"
+                        }
+                    }
+                }
             }
         },
         "tables": [

@@ -4,6 +4,7 @@
 
 const mn_experiment_text mn_base_mqar = {
     .common = MN_JSON_TEXT({
+        "pilot": {"seeds": [100], "axes": ["train.lr", "train.weight_decay"], "value": "example"},
         "grid": {
             "job": {
                 "model": {"num_hidden_layers": 2, "mlp": "none", "tie_word_embeddings": false},

@@ -64,18 +64,26 @@ const mn_experiment_text mn_experiment_ccq_needle = {
                 "job": {
                     "model": {"hidden_size": 64},
                     "task": {
-                        "name": "mad-noisy", "train": 12800, "test": 320,
-                        "options": {"vocab": 32, "length": 64, "noise": 0.5}
+                        "name": "mqar", "train": 0, "test": 320,
+                        "options": {"vocab": 544, "length": 64, "pairs": 4, "alpha": 1}
                     },
                     "train": {
-                        "steps": 1200, "batch": 32, "lr": 0.002, "weight_decay": 0, "warmup": 100
+                        "steps": 3000, "batch": 32, "lr": 0.004, "weight_decay": 0, "warmup": 100
                     },
                     "evaluate": {"every": 150, "batch": 32, "stop_at": 0.995},
                     "tests": {
-                        "x1h": {"options": {"length": 96, "noise": 0.5}},
-                        "x2": {"options": {"length": 128, "noise": 0.5}},
-                        "x4": {"options": {"length": 256, "noise": 0.5}, "test": 160},
-                        "x8": {"options": {"length": 512, "noise": 0.5}, "test": 160}
+                        "x1h": {
+                            "options": {"vocab": 544, "length": 96, "pairs": 4, "alpha": 1}
+                        },
+                        "x2": {
+                            "options": {"vocab": 544, "length": 128, "pairs": 4, "alpha": 1}
+                        },
+                        "x4": {
+                            "options": {"vocab": 544, "length": 256, "pairs": 4, "alpha": 1}
+                        },
+                        "x8": {
+                            "options": {"vocab": 544, "length": 512, "pairs": 4, "alpha": 1}
+                        }
                     }
                 },
                 "grid": {
@@ -115,9 +123,9 @@ const mn_experiment_text mn_experiment_ccq_needle = {
         "15B tokens are out of reach. A number counts when every digit of it is the likeliest "
         "one given those before, which is what greedy generation says.",
         "Preset cpu: small models do not learn to copy seven digits in an hour (the loss stays at "
-        "that of guessing digits for 1,500 steps), so their needles are the pairs of MAD's noisy "
-        "recall with every second slot noise, trained at 64 tokens; gla has short convolutions "
-        "there, without which it does not learn the task in these steps.",
+        "that of guessing digits for 1,500 steps), so their needles are four pairs of key and "
+        "value in front of random tokens, each asked for at any distance, trained at 64 tokens; "
+        "gla has short convolutions there.",
         "The paper's 500M models at 8K, trained at 4K: GLA 5.2, CCQ-GLA 20.6, GDN 100, CCQ-GDN "
         "99.6 percent on S-NIAH-1; at 4K 11.0, 56.4, 100 and 100.",
         NULL

@@ -213,6 +213,11 @@ const mn_experiment_text mn_experiment_knowing = {
         "chosen statistic: of all statistics, layers and heads the one of largest AUROC on the "
         "validation split, reported on the test split; both and all: logistic regressions fitted "
         "on the validation split. AUROC counts wrong answers of all kinds of questions together.",
+        "Where the posterior does not beat entropy: with all kinds of questions in training the "
+        "entropy itself was taught what an unknown key looks like; logdet does not know the "
+        "query; variance and prior fall with every token wherever it wrote, which direction "
+        "divides out; diagonal precisions (kla, palimpsa) see coordinates, not directions; and a "
+        "model that has not learned the task (column wrong) has nothing to be sure of.",
         "Statistics of the posterior: docs/math/knowing.md. All memories have 4,096 numbers of "
         "state at width 128; covariances and precisions come on top. gdn and attention have no "
         "posterior: their entropy is what the others have to beat.",

@@ -15,7 +15,8 @@ const mn_experiment_text mn_experiment_mad_noise = {
                 "model": {
                     "kla, no process noise": {
                         "model": {
-                            "layers": "kla", "d_state": 8, "expand": 1, "process_noise": "zero"
+                            "layers": "kla", "d_state": 8, "expand": 1, "value_rank": "conv",
+                            "process_noise": "zero"
                         }
                     }
                 }

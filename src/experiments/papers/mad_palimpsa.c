@@ -4,6 +4,7 @@
 const mn_experiment_text mn_experiment_mad_palimpsa = {
     .base = &mn_base_mad_tasks,
     .common = MN_JSON_TEXT({
+        "pilot": {"seeds": [100], "axes": ["train.lr", "train.weight_decay"], "value": "macro"},
         "grid": {
             "job": {
                 "model": {

@@ -4,14 +4,13 @@
 
 const mn_experiment_text mn_experiment_mqar = {
     .base = &mn_base_mqar,
-    .common = MN_JSON_TEXT({
-        "tables": [
-            {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
-             "value": "example", "percent": true, "figure": "lines"}
-        ]
-    }),
     .preset = {
         [MN_PRESET_SMOKE] = MN_JSON_TEXT({
+            "tables": [
+                {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
+                 "value": "example", "where": {"width": "32"}, "percent": true,
+                 "figure": "lines"}
+            ],
             "grid": {
                 "grid": {
                     "task": {
@@ -28,12 +27,21 @@ const mn_experiment_text mn_experiment_mqar = {
                             }
                         }
                     },
+                    "width": {"32": {"model": {"hidden_size": 32}}},
                     "seed": [0]
                 },
                 "only": {"model": ["bayes", "gdn", "attention"]}
             }
         }),
         [MN_PRESET_CPU] = MN_JSON_TEXT({
+            "tables": [
+                {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
+                 "value": "example", "where": {"width": "64"}, "percent": true,
+                 "figure": "lines"},
+                {"title": "By width of the model, 64-8", "rows": "model", "columns": "width",
+                 "value": "example", "where": {"task": "64-8"}, "percent": true,
+                 "figure": "lines"}
+            ],
             "grid": {
                 "job": {"train": {"clip": 1}},
                 "grid": {
@@ -51,11 +59,25 @@ const mn_experiment_text mn_experiment_mqar = {
                             }
                         }
                     },
+                    "width": {
+                        "32": {"model": {"hidden_size": 32}}, "64": {"model": {"hidden_size": 64}}
+                    },
                     "train.lr": [0.001, 0.003], "seed": [0, 1]
                 }
             }
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
+            "tables": [
+                {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
+                 "value": "example", "where": {"width": "128"}, "percent": true,
+                 "figure": "lines"},
+                {"title": "By width of the model, 256-16", "rows": "model", "columns": "width",
+                 "value": "example", "where": {"task": "256-16"}, "percent": true,
+                 "figure": "lines"},
+                {"title": "By width of the model, 512-64", "rows": "model", "columns": "width",
+                 "value": "example", "where": {"task": "512-64"}, "percent": true,
+                 "figure": "lines"}
+            ],
             "grid": {
                 "grid": {
                     "task": {
@@ -63,6 +85,11 @@ const mn_experiment_text mn_experiment_mqar = {
                         "128-8": {"task": {"name": "mqar-shared", "setting": "128-8"}},
                         "256-16": {"task": {"name": "mqar-shared", "setting": "256-16"}},
                         "512-64": {"task": {"name": "mqar-shared", "setting": "512-64"}}
+                    },
+                    "width": {
+                        "64": {"model": {"hidden_size": 64}},
+                        "128": {"model": {"hidden_size": 128}},
+                        "256": {"model": {"hidden_size": 256}}
                     },
                     "train.lr": [0.00046, 0.001, 0.0022, 0.0046, 0.01], "seed": [0, 1, 2]
                 }
@@ -72,7 +99,7 @@ const mn_experiment_text mn_experiment_mqar = {
     .notes = {
         MN_MQAR_NOTES,
         "The paper shows the base task as a figure: the Bayesian Layer approaches all "
-        "pairs at larger widths.",
+        "pairs at larger widths. Heads are as wide at every width, so that wider models have more.",
         NULL
     },
 };

@@ -3,6 +3,7 @@
 
 const mn_experiment_text mn_experiment_mqar_long = {
     .common = MN_JSON_TEXT({
+        "pilot": {"seeds": [100], "axes": ["train.lr", "train.weight_decay"], "value": "token"},
         "grid": {
             "job": {
                 "task": {"name": "mqar-long"},
@@ -12,14 +13,6 @@ const mn_experiment_text mn_experiment_mqar_long = {
                     "schedule": "constant", "min_lr": 0
                 },
                 "evaluate": {"metric": "token", "select": "loss"}
-            },
-            "grid": {
-                "model": {
-                    "kla": {"model": {"layers": "kla", "d_state": 16, "expand": 1}},
-                    "mamba1": {"model": {"layers": "mamba1", "state_size": 16, "expand": 2}},
-                    "gdn": {"model": {"layers": "gdn", "expand_v": 2}},
-                    "gla": {"model": {"layers": "gla", "num_heads": 4, "expand_v": 1}}
-                }
             }
         },
         "tables": [
@@ -35,10 +28,42 @@ const mn_experiment_text mn_experiment_mqar_long = {
                     "train": {"steps": 4000, "batch": 16, "lr": 0.003},
                     "evaluate": {"every": 250, "stop_at": 0.99}
                 },
-                "grid": {
-                    "width": {"32": {"model": {"hidden_size": 32, "intermediate_size": 64}}},
-                    "seed": [0]
-                },
+                "grid": {"seed": [0]},
+                "parts": [
+                    {"grid": {
+                        "model": {
+                            "kla": {"model": {"layers": "kla", "d_state": 16, "expand": 1}},
+                            "mamba1": {
+                                "model": {"layers": "mamba1", "state_size": 16, "expand": 2}
+                            }
+                        },
+                        "width": {
+                            "32": {"model": {"hidden_size": 32, "intermediate_size": 64}}
+                        }
+                    }},
+                    {"grid": {
+                        "model": {
+                            "gdn": {"model": {"layers": "gdn", "expand_v": 2}}
+                        },
+                        "width": {
+                            "32": {
+                                "model": {
+                                    "hidden_size": 32, "intermediate_size": 64, "num_heads": 1
+                                }
+                            }
+                        }
+                    }},
+                    {"grid": {
+                        "model": {
+                            "gla": {"model": {"layers": "gla", "num_heads": 4, "expand_v": 1}}
+                        },
+                        "width": {
+                            "32": {
+                                "model": {"hidden_size": 32, "intermediate_size": 64, "expand_k": 2}
+                            }
+                        }
+                    }}
+                ],
                 "only": {"model": ["kla", "gdn"]}
             }
         }),
@@ -49,13 +74,53 @@ const mn_experiment_text mn_experiment_mqar_long = {
                     "train": {"steps": 4000, "batch": 16},
                     "evaluate": {"every": 500, "batch": 16, "stop_at": 0.99}
                 },
-                "grid": {
-                    "width": {
-                        "32": {"model": {"hidden_size": 32, "intermediate_size": 64}},
-                        "64": {"model": {"hidden_size": 64, "intermediate_size": 128}}
-                    },
-                    "train.lr": [0.001, 0.003], "seed": [0, 1]
-                }
+                "grid": {"train.lr": [0.001, 0.003], "seed": [0, 1]},
+                "parts": [
+                    {"grid": {
+                        "model": {
+                            "kla": {"model": {"layers": "kla", "d_state": 16, "expand": 1}},
+                            "mamba1": {
+                                "model": {"layers": "mamba1", "state_size": 16, "expand": 2}
+                            }
+                        },
+                        "width": {
+                            "32": {"model": {"hidden_size": 32, "intermediate_size": 64}},
+                            "64": {"model": {"hidden_size": 64, "intermediate_size": 128}}
+                        }
+                    }},
+                    {"grid": {
+                        "model": {
+                            "gdn": {"model": {"layers": "gdn", "expand_v": 2}}
+                        },
+                        "width": {
+                            "32": {
+                                "model": {
+                                    "hidden_size": 32, "intermediate_size": 64, "num_heads": 1
+                                }
+                            },
+                            "64": {
+                                "model": {
+                                    "hidden_size": 64, "intermediate_size": 128, "num_heads": 2
+                                }
+                            }
+                        }
+                    }},
+                    {"grid": {
+                        "model": {
+                            "gla": {"model": {"layers": "gla", "num_heads": 4, "expand_v": 1}}
+                        },
+                        "width": {
+                            "32": {
+                                "model": {"hidden_size": 32, "intermediate_size": 64, "expand_k": 2}
+                            },
+                            "64": {
+                                "model": {
+                                    "hidden_size": 64, "intermediate_size": 128, "expand_k": 1
+                                }
+                            }
+                        }
+                    }}
+                ]
             }
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
@@ -64,23 +129,81 @@ const mn_experiment_text mn_experiment_mqar_long = {
                     "task": {"setting": "baseline"}, "epochs": 750,
                     "evaluate": {"every": 0, "patience": 70, "batch": 16}
                 },
-                "grid": {
-                    "width": {
-                        "64": {
-                            "model": {"hidden_size": 64, "intermediate_size": 128},
-                            "train": {"batch": 64}
+                "grid": {"seed": [0, 1, 2, 3, 4]},
+                "parts": [
+                    {"grid": {
+                        "model": {
+                            "kla": {"model": {"layers": "kla", "d_state": 16, "expand": 1}},
+                            "mamba1": {
+                                "model": {"layers": "mamba1", "state_size": 16, "expand": 2}
+                            }
                         },
-                        "128": {
-                            "model": {"hidden_size": 128, "intermediate_size": 256},
-                            "train": {"batch": 32}
-                        },
-                        "256": {
-                            "model": {"hidden_size": 256, "intermediate_size": 512},
-                            "train": {"batch": 16}
+                        "width": {
+                            "64": {
+                                "model": {"hidden_size": 64, "intermediate_size": 128},
+                                "train": {"batch": 64}
+                            },
+                            "128": {
+                                "model": {"hidden_size": 128, "intermediate_size": 256},
+                                "train": {"batch": 32}
+                            },
+                            "256": {
+                                "model": {"hidden_size": 256, "intermediate_size": 512},
+                                "train": {"batch": 16}
+                            }
                         }
-                    },
-                    "seed": [0, 1, 2, 3, 4]
-                }
+                    }},
+                    {"grid": {
+                        "model": {
+                            "gdn": {"model": {"layers": "gdn", "expand_v": 2}}
+                        },
+                        "width": {
+                            "64": {
+                                "model": {
+                                    "hidden_size": 64, "intermediate_size": 128, "num_heads": 2
+                                },
+                                "train": {"batch": 64}
+                            },
+                            "128": {
+                                "model": {
+                                    "hidden_size": 128, "intermediate_size": 256, "num_heads": 4
+                                },
+                                "train": {"batch": 32}
+                            },
+                            "256": {
+                                "model": {
+                                    "hidden_size": 256, "intermediate_size": 512, "num_heads": 8
+                                },
+                                "train": {"batch": 16}
+                            }
+                        }
+                    }},
+                    {"grid": {
+                        "model": {
+                            "gla": {"model": {"layers": "gla", "num_heads": 4, "expand_v": 1}}
+                        },
+                        "width": {
+                            "64": {
+                                "model": {
+                                    "hidden_size": 64, "intermediate_size": 128, "expand_k": 1
+                                },
+                                "train": {"batch": 64}
+                            },
+                            "128": {
+                                "model": {
+                                    "hidden_size": 128, "intermediate_size": 256, "expand_k": 0.5
+                                },
+                                "train": {"batch": 32}
+                            },
+                            "256": {
+                                "model": {
+                                    "hidden_size": 256, "intermediate_size": 512, "expand_k": 0.25
+                                },
+                                "train": {"batch": 16}
+                            }
+                        }
+                    }}
+                ]
             }
         }),
     },
@@ -88,8 +211,8 @@ const mn_experiment_text mn_experiment_mqar_long = {
         "The paper calls this task an MQAR of zoology, which needs more tokens in its "
         "vocabulary than in a sequence. Counts and harness are those of the in-context "
         "recall of MAD with 256 tokens at length 2048, which is what runs here.",
-        "Widths of heads and states are those nearest to the paper that each layer takes "
-        "at all widths.",
+        "States are the paper's: gdn has heads of 24 keys and 48 values (2,304, 4,608 and 9,216 "
+        "numbers), gla keys of 16 in all four heads, kla means and precisions of 16 slots.",
         NULL
     },
 };

@@ -5,6 +5,9 @@
 const mn_experiment_text mn_experiment_mqar_mixed = {
     .base = &mn_base_mqar,
     .common = MN_JSON_TEXT({
+        "pilot": {
+            "seeds": [100], "axes": ["train.lr"], "value": "tests.64-4.example"
+        },
         "grid": {
             "job": {"task": {"name": "mqar"}, "evaluate": {"metric": "example", "stop_at": 0}},
             "grid": {

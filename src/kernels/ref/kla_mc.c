@@ -19,6 +19,11 @@
 
 #include "kernels/ref/ref.h"
 
+/* The larger one; NaN stays */
+static double larger(double a, double b) {
+    return a > b || a != a ? a : b;
+}
+
 /* What one draw of one token gives. */
 typedef struct draw {
     double *x, *h, *logits;      // D, D, V; logits become log-probabilities
@@ -63,7 +68,7 @@ static void log_probabilities(draw *d, const mn_kla_mc_args *p) {
         double dot = 0.0;
         for (int64_t i = 0; i < D; i++) dot += row[i] * d->h[i];
         d->logits[v] = dot;
-        top = fmax(top, dot);
+        top = larger(top, dot);
     }
     for (int64_t v = 0; v < V; v++) sum += exp(d->logits[v] - top);
     for (int64_t v = 0; v < V; v++) d->logits[v] -= top + log(sum);
@@ -71,7 +76,7 @@ static void log_probabilities(draw *d, const mn_kla_mc_args *p) {
 
 /* log(e^a + e^b); a may be -infinity */
 static double log_add(double a, double b) {
-    const double top = fmax(a, b);
+    const double top = larger(a, b);
     return top == -INFINITY ? top : top + log(exp(a - top) + exp(b - top));
 }
 

@@ -24,6 +24,10 @@
 
 static const double floor_at = 1e-12;
 
+static double not_below_floor(double x) {
+    return x < floor_at ? floor_at : x;    // NaN stays
+}
+
 /* Dynamics of one cell with their floors applied. */
 typedef struct cell {
     double a, a2, p;
@@ -31,7 +35,7 @@ typedef struct cell {
 
 static cell cell_at(const mn_moebius_args *args, int64_t at) {
     const double a = ((const REAL *)args->a.data)[at], p = ((const REAL *)args->p.data)[at];
-    return (cell){ a, fmax(a * a, floor_at), fmax(p, floor_at) };
+    return (cell){ a, not_below_floor(a * a), not_below_floor(p) };
 }
 
 static void load_state(double *lam, double *eta, const mn_moebius_args *args, int64_t n,
@@ -53,7 +57,7 @@ static void advance(double *lam_next, double *eta_next, const double *lam, const
     const double prec = MN_ROW(REAL, args->prec, b, t, 0)[m];
     for (int64_t s = 0; s < K; s++) {
         const cell c = cell_at(args, m * K + s);
-        const double den = fmax(c.a2 + c.p * lam[s], floor_at);
+        const double den = not_below_floor(c.a2 + c.p * lam[s]);
         lam_next[s] = lam[s] / den + prec * k[s] * k[s];
         eta_next[s] = c.a / den * eta[s] + prec * v * k[s];
     }
@@ -67,7 +71,7 @@ static void read_out(const double *lam, const double *eta, const mn_moebius_args
     double sum = 0.0, sum_var = 0.0;
     for (int64_t s = 0; s < K; s++) {
         const cell c = cell_at(args, m * K + s);
-        const double var = 1.0 / fmax(lam[s], floor_at), mean = eta[s] * var;
+        const double var = 1.0 / not_below_floor(lam[s]), mean = eta[s] * var;
         sum += q[s] * (args->from_prior ? c.a * mean : mean);
         sum_var += (double)q[s] * q[s] * (args->from_prior ? c.a2 * var + c.p : var);
     }
@@ -137,7 +141,7 @@ static void token_backward(const adjoints *d, double *dk, double *dq, const doub
     double to_v = 0.0, to_prec = 0.0;
     for (int64_t s = 0; s < K; s++) {
         const cell c = cell_at(args, m * K + s);
-        const double var = 1.0 / fmax(lam_now[s], floor_at), mean = eta_now[s] * var;
+        const double var = 1.0 / not_below_floor(lam_now[s]), mean = eta_now[s] * var;
         double gm = gy * q[s], gv = gw * q[s] * q[s];
         if (args->from_prior) {
             dq[s] += gy * c.a * mean + 2.0 * q[s] * gw * (c.a2 * var + c.p);
@@ -156,7 +160,7 @@ static void token_backward(const adjoints *d, double *dk, double *dq, const doub
         to_prec += nl * k[s] * k[s] + ne * v * k[s];
         to_v += ne * prec * k[s];
 
-        const double sum = c.a2 + c.p * lam[s], g = 1.0 / fmax(sum, floor_at);
+        const double sum = c.a2 + c.p * lam[s], g = 1.0 / not_below_floor(sum);
         d->a[s] += ne * eta[s] * g;
         d->eta[s] = ne * c.a * g;
         d->lam[s] = nl * g;

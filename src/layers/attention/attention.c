@@ -76,6 +76,8 @@ static mn_status derive(mn_layer *layer, int64_t context) {
                               "must be positive");
     }
     MN_SIZE(s, 'C') = (H + 2 * J) * MN_SIZE(s, 'K');
+    MN_SIZE(s, 'U') = layer->kind == MN_LAYER_attention && c->input_width ? c->input_width
+                                                                          : layer->width;
     if (st != MN_OK || layer->kind != MN_LAYER_attention) return st;
     if (st == MN_OK) {
         st = mn_layer_require(layer, !c->fused_qkv || !(c->qk_rms_norm || c->qk_norm_whole ||

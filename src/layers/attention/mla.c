@@ -23,6 +23,9 @@ static mn_status derive(mn_layer *layer, int64_t context) {
         st = mn_layer_require(layer, sizes[i] >= 1 && sizes[i] <= 65536, names[i],
                               "must lie in 1 .. 65536");
     }
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, c->rope_type == 0, "rope_type", "is built as default only");
+    }
     const int64_t P = c->qk_rope_head_dim;
     if (st == MN_OK) {
         st = mn_layer_require(layer, P >= 1 && P <= 65536 && (!c->use_rope || P % 2 == 0),

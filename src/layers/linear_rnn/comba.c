@@ -2,11 +2,11 @@
  *
  *   q, k, v = conv(x W')      p = sigmoid(decay_h) k      q = q - D_h p      q, k, p to unit length
  *   beta = sigmoid(x W_b')      g = -e^A softplus(x W_a' + dt), per value head
- *   S = e^g S + beta k (v - S'p)'      o = S'q / sqrt K      y = (rms(o) silu(x W_g')) W_o'
+ *   S = e^g S + beta k (v - S'p)'      o = S'q / sqrt K      y = (rms(o) sigmoid(x W_g')) W_o'
  *
  * S'p is of the state before its decay, so this is dplr with a = p and b = -beta k. Value heads J
- * share key heads H in turns. correction_factor says where D starts in other software; here it starts
- * at 1, and is read from checkpoints. */
+ * share key heads H in turns. correction_factor says where D starts in other software; here it
+ * starts at 1, and is read from checkpoints. */
 #include <math.h>
 
 #include "layers/family.h"
@@ -81,7 +81,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     if (mn_use(f, "g_proj.weight")) {
         gate = mn_tape_heads(tape, mn_project(f, x, "g_proj.weight", NULL), J);
     }
-    o = mn_norm_gate(f, o, gate, "o_norm.weight", 0);
+    o = mn_norm_gate(f, o, gate, "o_norm.weight", 1);
     return mn_project_out(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
 }
 

@@ -1,8 +1,9 @@
 /* gsa.c - gated slot attention: two memories of M slots, read one after the other.
  *
- *   q, k = phi(x W'), phi silu or relu      v = silu(x W_v')      g = logsigmoid(x W_f') / normalizer
- *   s = 1 - e^g      Kt = Kt diag(e^g) + k s'      p = softmax(Kt'q)      Vt = diag(e^g) Vt + s v'
- *   o = Vt'p      y = (rms(silu(o)) w) W_o', over all heads
+ *   q, k = phi(x W'), phi silu or relu      v = silu(x W_v')
+ *   g = logsigmoid(x W_f') / normalizer      s = 1 - e^g
+ *   Kt = Kt diag(e^g) + k s'      p = softmax(Kt'q)      Vt = diag(e^g) Vt + s v'      o = Vt'p
+ *   y = (rms(silu(o)) w) W_o', over all heads
  *
  * The first memory fades by slot, which is along its values: each slot is a head of its own whose
  * value has width 1. Key-value heads G serve H / G query heads in turns. The norm's eps is 1e-5

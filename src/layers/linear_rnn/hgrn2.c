@@ -3,12 +3,12 @@
  *   q = silu(x W_q')      z = lb + (1 - lb) sigmoid(x W_f')      v = x W_i'
  *   S = diag(z) S + (1 - z) v'      o = S'q / sqrt K      y = (rms(o) w) W_o', over all heads
  *
- * lb is that of mn_forward.bound as log odds r = log(lb / (1 - lb)). With f the gate's input, the log
- * odds of z are f + log(1 + e^(r + softplus(-f))), so z and 1 - z are both sigmoids of one number and
- * neither loses digits where the other is near 1.
+ * lb is that of mn_forward.bound as log odds r = log(lb / (1 - lb)). With f the gate's input, the
+ * log odds of z are f + log(1 + e^(r + softplus(-f))), so z and 1 - z are both sigmoids of one
+ * number and neither loses digits where the other is near 1.
  *
- * The norm's eps is 1e-5 whatever the model says: published code has it so. Convolutions, where there
- * are some, have no activation. */
+ * The norm's eps is 1e-5 whatever the model says: published code has it so. Convolutions, where
+ * there are some, have no activation. */
 #include <math.h>
 
 #include "layers/family.h"

@@ -24,8 +24,8 @@ static mn_status derive(mn_layer *layer, int64_t context) {
 static mn_tensor *log_decay(mn_forward *f) {
     const mn_tensor *slope = mn_use(f, "slope_rate");
     if (!slope) return NULL;
-    const int64_t shape[4] = { 1, 1, 1, MN_OF(f, 'H') };
-    mn_tensor *fixed = mn_tape_input(f->tape, slope->data, NULL, shape);
+    mn_tensor *fixed = mn_tape_leaf_of(f->tape, slope->data, slope->dtype, NULL, slope->dtype, 1,
+                                       MN_OF(f, 'H'), false);
     return mn_tape_affine(f->tape, fixed, -1.0, 0.0);
 }
 

@@ -5,14 +5,17 @@
  *   prompt   Some special magic {T} are hidden within the following text. ... {context}
  *            What are all the special magic {T} for {query} mentioned in the provided text? ...
  *
- * Keys are adjective-noun; values 7 digits, adjective-noun or a version-4 UUID. The haystack is
+ * Keys are adjective-noun or UUIDs; values 7 digits, adjective-noun or a version-4 UUID. The
+ * haystack is
  *   noise    n lines of the same five sentences, a needle as a line of its own before each of some
  *            different lines
+ *   needle   the same of n lines that are needles themselves, each with a key and value of its own
  *   essay    the first n words of the essays; with S sentences and different depths from the 40
  *            whole percents nearest to i 100 / 39, needles before sentence int(S depth / 100)
  * n is found when the task is made: what fits in the budget less 128 tokens for the answer, by
- * bisection ("ruler"), or in steps of `increment` ("lm-eval", where the opening of the answer does
- * not count). A sample that is longer takes steps back until it fits.
+ * bisection over the prompt alone ("ruler"), or in steps of `increment` over prompt and answers
+ * ("lm-eval", where the opening of the answer does not count). A sample that is longer takes steps
+ * back until it fits.
  *
  * As tokens: prompt, blank and answers; the targets are the tokens of the answers. */
 #include <inttypes.h>
@@ -79,7 +82,8 @@ typedef struct needle {
 
 typedef struct niah {
     bool essay, lm_eval;
-    value_kind kind;
+    bool lines_are_needles;            // haystack=needle
+    value_kind kind, key_kind;
     mn_tokenizer *tokenizer;
     mn_haystack haystack;
     word_list adjectives, nouns;
@@ -168,10 +172,10 @@ static void draw_words(char out[VALUE_BYTES], const niah *n, mn_draws *d) {
     snprintf(out, VALUE_BYTES, "%s-%s", adjective, noun);
 }
 
-static void draw_value(char out[VALUE_BYTES], const niah *n, mn_draws *d) {
-    if (n->kind == WORDS) {
+static void draw_value(char out[VALUE_BYTES], const niah *n, value_kind kind, mn_draws *d) {
+    if (kind == WORDS) {
         draw_words(out, n, d);
-    } else if (n->kind == NUMBERS) {
+    } else if (kind == NUMBERS) {
         snprintf(out, VALUE_BYTES, "%" PRId64, 1000000 + mn_draw_below(d, 9000000));
     } else {
         const uint64_t a = mn_draw_bits(d), b = mn_draw_bits(d);
@@ -228,8 +232,20 @@ static mn_status add_needle(niah *n, const mn_task *task, int64_t i) {
     return st == MN_OK ? add(&n->prompt, ".") : st;
 }
 
-/* Lines of noise; the first needle stands last. */
-static mn_status add_noise(niah *n, const mn_task *task, int64_t lines) {
+/* A line of the haystack. */
+static mn_status add_line(niah *n, mn_draws *d) {
+    static const char *const kinds[] = { "numbers", "words", "uuids" };
+    char key[VALUE_BYTES], value[VALUE_BYTES], line[4 * VALUE_BYTES];
+    if (!n->lines_are_needles) return add(&n->prompt, noise_line);
+    draw_value(key, n, n->key_kind, d);
+    draw_value(value, n, n->kind, d);
+    snprintf(line, sizeof line, "One of the special magic %s for %s is: %s.", kinds[n->kind], key,
+             value);
+    return add(&n->prompt, line);
+}
+
+/* Lines of noise or needles; the first needle stands last. */
+static mn_status add_lines(niah *n, const mn_task *task, mn_draws *d, int64_t lines) {
     mn_status st = MN_OK;
     int64_t left = n->n_needles;
     for (int64_t i = 0; i < lines && st == MN_OK; i++) {
@@ -238,7 +254,7 @@ static mn_status add_noise(niah *n, const mn_task *task, int64_t lines) {
             st = add_needle(n, task, --left);
             if (st == MN_OK) st = add(&n->prompt, "\n");
         }
-        if (st == MN_OK) st = add(&n->prompt, noise_line);
+        if (st == MN_OK) st = add_line(n, d);
     }
     return st;
 }
@@ -295,9 +311,9 @@ static mn_status compose(const mn_task *task, mn_draws *d, int64_t size) {
     niah *n = task->own;
     const mn_task_values *v = &task->values;
     for (int64_t k = 0; k < v->keys; k++) {
-        draw_words(n->key[k], n, d);
+        draw_value(n->key[k], n, n->key_kind, d);
         for (int64_t i = 0; i < v->values; i++) {
-            draw_value(n->needles[k * v->values + i].value, n, d);
+            draw_value(n->needles[k * v->values + i].value, n, n->kind, d);
         }
     }
     for (int64_t i = 0; i < v->asked; i++) n->asked[i] = mn_deck_draw(&n->keys, d);
@@ -309,7 +325,7 @@ static mn_status compose(const mn_task *task, mn_draws *d, int64_t size) {
                                 "text. Make sure to memorize it. I will quiz you about the {T} "
                                 "afterwards.\n");
     }
-    if (st == MN_OK) st = n->essay ? add_essay(n, task, size) : add_noise(n, task, size);
+    if (st == MN_OK) st = n->essay ? add_essay(n, task, size) : add_lines(n, task, d, size);
     if (st == MN_OK) {
         st = add_frame(n, task, "\nWhat {are all|is} the special magic {T} for {K} mentioned in "
                                 "the provided text?");
@@ -342,7 +358,7 @@ static mn_status encode(niah *n, const char *text, size_t size) {
     return mn_tokenizer_encode(n->tokenizer, text, size, false, &n->tokens);
 }
 
-/* What counts of the prompt against the budget, in tokens; with the answers for the search. */
+/* What counts of the prompt against the budget, in tokens; `with_answers` behind it. */
 static mn_status measure(int64_t *tokens, const mn_task *task, bool with_answers) {
     niah *n = task->own;
     const size_t size = n->lm_eval ? n->opening : n->prompt.size, kept = n->prompt.size;
@@ -359,11 +375,12 @@ static mn_status measure(int64_t *tokens, const mn_task *task, bool with_answers
     return st;
 }
 
-/* Tokens of a sample with a haystack of `size`, its answers and room for the answer. */
+/* Tokens of a sample with a haystack of `size` and room for the answer; steps of the second form
+ * count the answers as well, as its generator does. */
 static mn_status probe(int64_t *total, const mn_task *task, mn_draws *d, int64_t size) {
     *total = 0;
     mn_status st = compose(task, d, size);
-    if (st == MN_OK) st = measure(total, task, true);
+    if (st == MN_OK) st = measure(total, task, ((niah *)task->own)->lm_eval);
     *total += ANSWER_TOKENS;
     return st;
 }
@@ -440,14 +457,15 @@ static mn_status one_of(int *out, const mn_task *task, const char *key, const ch
 }
 
 static mn_status read_choices(mn_task *task, niah *n) {
-    static const char *const stacks[] = { "noise", "essay" };
+    static const char *const stacks[] = { "noise", "essay", "needle" };
     static const char *const sizes[] = { "ruler", "lm-eval" };
     static const char *const kinds[] = { "numbers", "words", "uuids" };
     const mn_task_values *v = &task->values;
-    int stack = 0, sizing = 0, kind = 0;
-    mn_status st = one_of(&stack, task, "haystack", v->haystack, stacks, 2);
+    int stack = 0, sizing = 0, kind = 0, key_kind = 0;
+    mn_status st = one_of(&stack, task, "haystack", v->haystack, stacks, 3);
     if (st == MN_OK) st = one_of(&sizing, task, "sizing", v->sizing, sizes, 2);
     if (st == MN_OK) st = one_of(&kind, task, "values_are", v->values_are, kinds, 3);
+    if (st == MN_OK) st = one_of(&key_kind, task, "keys_are", v->keys_are, kinds, 3);
     if (st == MN_OK) {
         st = mn_task_require(task, v->keys * v->values <= DEPTHS, "values",
                              "keys times values must not exceed 40, the number of depths");
@@ -456,6 +474,8 @@ static mn_status read_choices(mn_task *task, niah *n) {
         st = mn_task_require(task, v->asked <= v->keys, "asked", "there are not that many keys");
     }
     n->essay = stack == 1;
+    n->lines_are_needles = stack == 2;
+    n->key_kind = (value_kind)key_kind;
     n->lm_eval = sizing == 1;
     n->kind = (value_kind)kind;
     n->n_needles = v->keys * v->values;
@@ -531,8 +551,9 @@ static int64_t longest_word(const word_list *list) {
  * token is shorter than a byte; of our own tokenizer the opening's tokens are counted. */
 static mn_status find_tail(int64_t *tail, niah *n, const mn_task_values *v) {
     enum { AND = 6, COMMA = 2, SLACK = 4, DIGITS = 7, UUID = 36 };
-    const int64_t key = longest_word(&n->adjectives) + 1 + longest_word(&n->nouns);
-    const int64_t value = n->kind == NUMBERS ? DIGITS : n->kind == UUIDS ? UUID : key;
+    const int64_t words = longest_word(&n->adjectives) + 1 + longest_word(&n->nouns);
+    const int64_t sizes[] = { [NUMBERS] = DIGITS, [WORDS] = words, [UUIDS] = UUID };
+    const int64_t key = sizes[n->key_kind], value = sizes[n->kind];
     int64_t opening = (int64_t)sizeof opening_text;
     mn_status st = MN_OK;
     if (strcmp(v->tokenizer, "words") == 0) {

@@ -162,8 +162,8 @@ typedef struct {
     float *sums;
 } part;
 
-/* Which k of [k0, k1) the tile of rows i .. i+rows-1 takes: all its rows those of t->K, some of them
- * those of the head or the tail. Returns the first of all. */
+/* Which k of [k0, k1) the tile of rows i .. i+rows-1 takes: all its rows those of t->K, some of
+ * them those of the head or the tail. Returns the first of all. */
 static int64_t bound_tile(tile_args *t, const mn_gemm_args *p, int64_t i, int64_t rows, int64_t k0,
                           int64_t k1) {
     const int64_t group = p->group ? p->group : 1, last = i + rows - 1;

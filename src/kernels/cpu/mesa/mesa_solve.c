@@ -1,10 +1,11 @@
 /* mesa_solve.c - (Hkk_t + diag lam) x_t = b_t for the tokens of a chunk.
  *
  * Wide heads: conjugate gradients for all tokens of the chunk at once, M_t applied through products
- * of the chunk (mesa.h). While decay is weak the preconditioner is the exact inverse of M at the start
- * of the token's half of the chunk: M_t differs from it by the keys of half a chunk at most, and a few
- * steps do whatever the spectrum. Once decay is strong M_t is lam plus the few keys remembered, and
- * 1 / lam serves. Neither knows of any later token, so no token's bits depend on one.
+ * of the chunk (mesa.h). While decay is weak the preconditioner is the exact inverse of M at the
+ * start of the token's half of the chunk: M_t differs from it by the keys of half a chunk at most,
+ * and a few steps do whatever the spectrum. Once decay is strong M_t is lam plus the few keys
+ * remembered, and 1 / lam serves. Neither knows of any later token, so no token's bits depend on
+ * one.
  *
  * Every token's true residual is then checked in the norm in which the iteration converges. Tokens
  * that fail, narrow heads and short chunks are solved by a Cholesky factorisation in double, each

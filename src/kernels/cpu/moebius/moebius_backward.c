@@ -176,7 +176,7 @@ static void recompute_floored(const slot *out, const adjoint *d, int64_t s) {
     const vf a = vf_load(tile->a + at), a2 = vf_load(tile->a2 + at), p = vf_load(tile->p + at);
     vf lam = vf_load(out->w), eta = vf_load(out->m);
     for (int64_t t = 0; t < rows->count; t++) {
-        const vf den = vf_max(vf_fma(p, lam, a2), vf_set1(MOEBIUS_FLOOR));
+        const vf den = vf_max(vf_set1(MOEBIUS_FLOOR), vf_fma(p, lam, a2));
         const vf g = vf_div(vf_set1(1.0f), den);
         lam = vf_fma(vf_load(tile->prec + t * MN_VW), vf_set1(rows->k2[t * tile->K + s]),
                      vf_mul(lam, g));
@@ -200,7 +200,7 @@ static void reverse_floored(const slot *x, const adjoint *d, int64_t s) {
         const vf k = vf_set1(rows->k[i / MN_VW * tile->K + s]);
         const vf q = vf_set1(rows->q[i / MN_VW * tile->K + s]);
         const vf lam_now = vf_load(x->w + MN_VW + i), eta_now = vf_load(x->m + MN_VW + i);
-        const vf var = vf_div(one, vf_max(lam_now, least)), mean = vf_mul(eta_now, var);
+        const vf var = vf_div(one, vf_max(least, lam_now)), mean = vf_mul(eta_now, var);
         const vf gy = vf_load(d->gy + i), qg = vf_mul(q, vf_load(d->gw + i));
         vf gm = vf_mul(gy, q), gv = vf_mul(qg, q), read_mean = mean, read_var = var;
         if (prior) {
@@ -221,7 +221,7 @@ static void reverse_floored(const slot *x, const adjoint *d, int64_t s) {
 
         const vf lam = vf_load(x->w + i), eta = vf_load(x->m + i), den = vf_fma(p, lam, a2);
         const vm live = vf_ge(den, least);
-        const vf g = vf_div(one, vf_max(den, least)), ge = vf_mul(g, eta), ga = vf_mul(g, a);
+        const vf g = vf_div(one, vf_max(least, den)), ge = vf_mul(g, eta), ga = vf_mul(g, a);
         const vf J = vf_mul(g, lam), pull = vf_mul(vf_mul(ne, a), ge);
         const vf dden = vf_select(live, vf_neg(vf_mul(g, vf_fma(nl, J, pull))), vf_zero());
         to_a = vf_fma(ne, ge, to_a);

@@ -62,7 +62,7 @@ MN_ALWAYS_INLINE void run_slots(moebius_tile *tile, const sums *out, int64_t s, 
                 e[i] = vf_fma(vf_mul(pv, vf_set1(k_at[at])), d[i], vf_mul(a[i], e[i]));
                 /* mean = eta / max(lam, floor), all over d */
                 vf base = n[i];
-                if (floored) base = vf_max(base, vf_mul(d[i], vf_set1(MOEBIUS_FLOOR)));
+                if (floored) base = vf_max(vf_mul(d[i], vf_set1(MOEBIUS_FLOOR)), base);
                 const vf r = vf_div(vf_set1(1.0f), base);
                 vf mean = vf_mul(e[i], r);
                 if (prior) mean = vf_mul(a[i], mean);
@@ -96,7 +96,7 @@ static void run_slot_carefully(moebius_tile *tile, const sums *out, int64_t s) {
         const vf prec = vf_load(tile->prec + t * MN_VW), pv = vf_load(tile->pv + t * MN_VW);
         const vf k = vf_set1(rows->k[t * K + s]), k2 = vf_set1(rows->k2[t * K + s]);
         moebius_careful(&n, &d, &e, a, a2, p, prec, pv, k, k2);
-        const vf r = vf_div(vf_set1(1.0f), vf_max(n, vf_mul(d, vf_set1(MOEBIUS_FLOOR))));
+        const vf r = vf_div(vf_set1(1.0f), vf_max(vf_mul(d, vf_set1(MOEBIUS_FLOOR)), n));
         vf mean = vf_mul(e, r), variance = vf_mul(d, r);
         if (prior) mean = vf_mul(a, mean), variance = vf_fma(a2, variance, p);
         float *y = out->y + t * MN_VW, *yvar = out->yvar + t * MN_VW;

@@ -34,19 +34,19 @@ MN_ALWAYS_INLINE void advance(vf *y, vf *yvar, const step *x, int64_t m, int64_t
 #define STORE(to, v) (whole ? vf_store(to, v) : vf_store_n(to, v, n))
     const int64_t at = m * x->K + s;
     const vf least = vf_set1(MOEBIUS_FLOOR), one = vf_set1(1.0f);
-    const vf a = LOAD(x->a + at), a2 = vf_max(vf_mul(a, a), least);
-    const vf p = vf_max(LOAD(x->p + at), least), k = LOAD(x->k + s), q = LOAD(x->q + s);
+    const vf a = LOAD(x->a + at), a2 = vf_max(least, vf_mul(a, a));
+    const vf p = vf_max(least, LOAD(x->p + at)), k = LOAD(x->k + s), q = LOAD(x->q + s);
     const vf prec = vf_set1(x->prec[m]), pv = vf_mul(prec, vf_set1(x->v[m]));
     if (x->lam0) __builtin_prefetch(x->lam0 + at + AHEAD);
     if (x->eta0) __builtin_prefetch(x->eta0 + at + AHEAD);
     vf lam = x->lam0 ? LOAD(x->lam0 + at) : one;
     vf eta = x->eta0 ? LOAD(x->eta0 + at) : vf_zero();
-    const vf g = vf_div(one, vf_max(vf_fma(p, lam, a2), least));
+    const vf g = vf_div(one, vf_max(least, vf_fma(p, lam, a2)));
     lam = vf_fma(vf_mul(prec, k), k, vf_mul(lam, g));
     eta = vf_fma(pv, k, vf_mul(vf_mul(a, g), eta));
     if (x->lam) STORE(x->lam + at, lam);
     if (x->eta) STORE(x->eta + at, eta);
-    vf variance = vf_div(one, vf_max(lam, least)), mean = vf_mul(eta, variance);
+    vf variance = vf_div(one, vf_max(least, lam)), mean = vf_mul(eta, variance);
     if (x->prior) mean = vf_mul(a, mean), variance = vf_fma(a2, variance, p);
     *y = vf_fma(q, mean, *y);                        // q is 0 beyond n
     if (var) *yvar = vf_fma(vf_mul(q, q), variance, *yvar);

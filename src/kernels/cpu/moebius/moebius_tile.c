@@ -12,7 +12,7 @@ static void load_dynamics(moebius_tile *tile) {
     vf reach = vf_zero();
     for (int64_t s = 0; s < tile->K * MN_VW; s += MN_VW) {
         const vf a = vf_load(tile->a + s), least = vf_set1(MOEBIUS_FLOOR);
-        const vf a2 = vf_max(vf_mul(a, a), least), p = vf_max(vf_load(tile->p + s), least);
+        const vf a2 = vf_max(least, vf_mul(a, a)), p = vf_max(least, vf_load(tile->p + s));
         vf_store(tile->a2 + s, a2);
         vf_store(tile->p + s, p);
         reach = vf_max(reach, vf_add(a2, p));

@@ -2,8 +2,8 @@
  *
  *   lb_l = sum over j = 1 .. l of softmax over layers of w, so lb_0 = 0 and they grow with depth
  *
- * Layers take them as log odds: log(sum over 1 .. l of e^w) - log(sum over the others of e^w). Sums
- * of exponentials are built up by log(e^a + e^b) = a + softplus(b - a), in which nothing overflows. */
+ * Layers take them as log odds: log(sum over 1 .. l of e^w) - log(sum over the others of e^w).
+ * Sums are built up by log(e^a + e^b) = a + softplus(b - a), in which nothing overflows. */
 #include <stdlib.h>
 
 #include "base/status.h"

@@ -14,7 +14,7 @@ mn_tensor *mn_channel_mix(mn_model *model, int i, const mn_forward *f, mn_tensor
                                    (int64_t[]){ 1, 1, 1, n->shape[3] });
     mn_tensor *d = mn_token_shift(tape, f->state, n, "channel_shift");
     mn_tensor *k = mn_tape_add(tape, n, mn_tape_multiply(tape, d, by));
-    k = mn_tape_linear(tape, k, model->leaves[block->up], NULL);
+    k = mn_tape_linear(tape, k, model->leaves[block->mlp.up], NULL);
     k = mn_tape_unary(tape, MN_UNARY_SQUARE, mn_tape_unary(tape, MN_UNARY_RELU, k));
-    return mn_tape_linear_onto(tape, x, k, model->leaves[block->down], NULL);
+    return mn_tape_linear_onto(tape, x, k, model->leaves[block->mlp.down], NULL);
 }

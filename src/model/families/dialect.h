@@ -27,7 +27,20 @@ mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *objec
 mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN_MIXER_NAME],
                            int n);
 
-/* What the family's files call parameter `name`. */
-void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *name);
+/* What the family's files call parameter `name`, in a layer of this kind (NULL: in none). */
+void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *kind,
+                     const char *name);
+
+/* Whether they hold that matrix the other way round. */
+bool mn_dialect_transposed(const char *family, const char *name);
+
+/* Whether it is one of three, .q_ .k_ and .v_, that files hold one after the other and may cut
+ * elsewhere. */
+bool mn_dialect_joined(const char *family, const char *name);
+
+/* What rows of families.def cannot say, dialect_derive.c: works on `out`, a configuration in our
+ * words, from `object`, the same in theirs. NULL: the family has nothing of that kind. */
+typedef mn_status (*mn_derive_fn)(json_t *out, const mn_json *object);
+mn_derive_fn mn_dialect_derive(const char *family);
 
 #endif

@@ -1,5 +1,5 @@
 /* dialect.c - keys and names of other software, by the rows of families.def. */
-#include "model/dialect.h"
+#include "model/families/dialect.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,49 +12,64 @@ static const struct {
     const char *type, *layer, *class;
 } families[] = {
 #define FAMILY(type, layer, class) { type, layer, class },
-#include "model/families.def"
+#include "model/families/families.def"
 };
 
 static const struct {
     const char *type, *theirs, *ours;
 } keys[] = {
 #define KEY_OF(type, theirs, ours) { type, theirs, ours },
-#include "model/families.def"
+#include "model/families/families.def"
 };
 
 static const struct {
     const char *type, *ours, *json;
 } fixed[] = {
 #define FIXED(type, ours, json) { type, ours, json },
-#include "model/families.def"
+#include "model/families/families.def"
 };
 
 static const struct {
     const char *type, *theirs;
 } unread[] = {
 #define UNREAD(type, theirs) { type, theirs },
-#include "model/families.def"
+#include "model/families/families.def"
 };
 
 static const struct {
-    const char *type, *ours, *theirs;
+    const char *type, *kind, *ours, *theirs;    // kind NULL: any
 } tensors[] = {
-#define TENSOR_OF(type, ours, theirs) { type, ours, theirs },
-#include "model/families.def"
+#define TENSOR_OF(type, ours, theirs) { type, NULL, ours, theirs },
+#define TENSOR_AT(type, kind, ours, theirs) { type, kind, ours, theirs },
+#include "model/families/families.def"
+};
+
+static const struct {
+    const char *type, *ours;
+} turned[] = {
+#define TRANSPOSED(type, ours) { type, ours },
+#include "model/families/families.def"
+};
+
+static const struct {
+    const char *type, *ours;
+} joined[] = {
+#define JOINED(type, ours) { type, ours },
+#include "model/families/families.def"
 };
 
 static const struct {
     const char *type, *theirs, *ours;
 } layer_types[] = {
 #define LAYER_TYPE(type, theirs, ours) { type, theirs, ours },
-#include "model/families.def"
+#include "model/families/families.def"
 };
 
 static const struct {
     const char *type, *key, *listed, *others;
 } layers_at[] = {
 #define LAYERS_AT(type, key, listed, others) { type, key, listed, others },
-#include "model/families.def"
+#include "model/families/families.def"
 };
 
 static int row_at(const char *family) {
@@ -68,7 +83,7 @@ static const struct {
     const char *type, *member;
 } nests[] = {
 #define NESTED(type, member) { type, member },
-#include "model/families.def"
+#include "model/families/families.def"
 };
 
 bool mn_dialect_mixes(const char *family) {
@@ -230,6 +245,7 @@ static mn_status take_layers(json_t *out, const char *family, const mn_json *obj
     const int row = row_at(family);
     if (row >= 0) return take_listed(out, row, object);
     const mn_json list = mn_json_member(object, "layer_types");
+    if (!mn_json_given(&list) && mn_dialect_derive(family)) return MN_OK;    // said otherwise
     mn_status st = mn_json_expect_list(&list);
     const int64_t n = st == MN_OK ? mn_json_count(&list) : 0;
     char *text = calloc((size_t)n + 1, MN_MIXER_NAME + 2);
@@ -299,6 +315,8 @@ mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *objec
         if (strcmp(keys[i].type, family) != 0) continue;
         st = take_key(*out, family, object, keys[i].theirs, keys[i].ours);
     }
+    const mn_derive_fn derive = mn_dialect_derive(family);
+    if (st == MN_OK && derive) st = derive(*out, object);
     for (size_t i = 0; i < MN_COUNTOF(fixed) && st == MN_OK; i++) {
         const bool said = at_path(*out, fixed[i].ours) != NULL;    // ours, where it is otherwise
         if (strcmp(fixed[i].type, family) != 0 || said) continue;
@@ -388,11 +406,27 @@ mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN
 
 /* ---- names ----------------------------------------------------------------------------------- */
 
-void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *name) {
+bool mn_dialect_transposed(const char *family, const char *name) {
+    for (size_t i = 0; family && i < MN_COUNTOF(turned); i++) {
+        if (strcmp(turned[i].type, family) == 0 && strstr(name, turned[i].ours)) return true;
+    }
+    return false;
+}
+
+bool mn_dialect_joined(const char *family, const char *name) {
+    for (size_t i = 0; family && i < MN_COUNTOF(joined); i++) {
+        if (strcmp(joined[i].type, family) == 0 && strstr(name, joined[i].ours)) return true;
+    }
+    return false;
+}
+
+void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *kind,
+                     const char *name) {
     snprintf(out, MN_PARAM_NAME, "%s", name);
     for (size_t i = 0; family && i < MN_COUNTOF(tensors); i++) {
         const char *at = strstr(out, tensors[i].ours);
         if (strcmp(tensors[i].type, family) != 0 || !at) continue;
+        if (tensors[i].kind && (!kind || strcmp(tensors[i].kind, kind) != 0)) continue;
         char changed[2 * MN_PARAM_NAME];
         snprintf(changed, sizeof changed, "%.*s%s%s", (int)(at - out), out, tensors[i].theirs,
                  at + strlen(tensors[i].ours));

@@ -1,0 +1,580 @@
+/* sequence.c - states, maps and keys between the ranks of a sequence. */
+#include "ranks/sequence.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/dtype.h"
+#include "base/status.h"
+#include "base/util.h"
+#include "ops/run.h"
+
+enum { STATES = 8, KEYED = 2 };
+
+typedef enum law { PIPELINE, AFFINE, TAIL } law;
+
+/* An initial state and the final one that follows from it. */
+typedef struct state {
+    const mn_field *in, *out, *sum;    // sum: what takes the cotangent where `out` has none
+    size_t bytes;
+} state;
+
+/* A call taken apart. */
+typedef struct call {
+    const mn_sequence *s;
+    mn_op_id op;
+    unsigned char *args;
+    mn_call *sizes;
+    int rank, world;
+    size_t item;
+    law law;
+    state states[STATES];
+    int n_states;
+    const mn_field *keys[KEYED];       // fields with axes BL.. of what is gathered
+    int n_keys;
+} call;
+
+/* ---- taking apart ---------------------------------------------------------------------------- */
+
+static mn_in *in_at(const call *c, const mn_field *f) {
+    return (mn_in *)(c->args + f->offset);
+}
+
+static mn_in *partner_at(const call *c, const mn_field *f) {
+    return (mn_in *)(c->args + f->partner);
+}
+
+static law law_of(mn_op_id op) {
+    switch (op) {
+#define COMPOSES(name, how) case MN_OP_##name: return how;
+#include "ranks/sequence.def"
+#undef COMPOSES
+    default: return PIPELINE;
+    }
+}
+
+static int64_t count_of(const call *c, const char *axes) {
+    bool ok = true;
+    int64_t n = 1;
+    for (; *axes; axes++) n *= mn_axis_size(c->sizes, *axes, &ok);
+    return ok ? n : 0;
+}
+
+static const mn_field *named(const mn_field *fields, int n, const char *name, size_t length) {
+    for (int i = 0; i < n; i++) {
+        if (strlen(fields[i].name) == length && memcmp(fields[i].name, name, length) == 0) {
+            return &fields[i];
+        }
+    }
+    return NULL;
+}
+
+static void find_states(call *c, const mn_field *fields, int n) {
+    for (int i = 0; i < n; i++) {
+        const mn_field *in = &fields[i];
+        const size_t length = strlen(in->name);
+        if (in->role != MN_ROLE_OPT || in->axes[0] != 'N' || in->name[length - 1] != '0') continue;
+        const mn_field *out = named(fields, n, in->name, length - 1);
+        if (!out || c->n_states == STATES) continue;
+        state *to = &c->states[c->n_states++];
+        char sum[32];
+        snprintf(sum, sizeof sum, "%.*ssum", (int)(length - 1), in->name);
+        *to = (state){ in, out, NULL, 0 };
+        if (out->role == MN_ROLE_AUX) to->sum = named(fields, n, sum, strlen(sum));
+        to->bytes = (size_t)count_of(c, in->axes) *
+                    mn_dtype_bytes(mn_field_dtype(in, c->sizes->dtype));
+    }
+}
+
+static mn_status take_apart(call *c, const mn_sequence *s, mn_op_id op, void *args) {
+    int n;
+    const mn_field *fields = mn_op_fields(op, &n);
+    *c = (call){ .s = s, .op = op, .args = args, .sizes = args, .law = law_of(op),
+                 .rank = mn_comm_rank(s->comm), .world = mn_comm_world(s->comm) };
+    c->item = mn_dtype_bytes(c->sizes->dtype);
+    if (c->sizes->cu_seqlens) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: packed sequences cannot be cut over ranks; use "
+                       "data.cutting=windows", mn_op_describe(op)->name);
+    }
+    find_states(c, fields, n);
+    for (int i = 0; i < n && mn_op_traits_of(op)->keyed; i++) {
+        if (strncmp(fields[i].axes, "BL", 2) != 0) continue;
+        if (c->n_keys == KEYED) return mn_fail(MN_ERR_INTERNAL, "too many keys to gather");
+        c->keys[c->n_keys++] = &fields[i];
+    }
+    return MN_OK;
+}
+
+/* Operators that look at one token at a time. */
+static bool is_local(const call *c) {
+    return c->n_states == 0 && c->n_keys == 0;
+}
+
+/* Where the rank's tokens begin, for what an operator counts itself. */
+static void set_positions(const call *c) {
+    int n;
+    const mn_param *params = mn_op_params(c->op, &n);
+    const int64_t before = c->rank * c->sizes->T;
+    for (int i = 0; i < n; i++) {
+        if (params[i].kind != MN_PARAM_INT) continue;
+        if (strcmp(params[i].name, "pos0") != 0 && strcmp(params[i].name, "n0") != 0) continue;
+        *(int64_t *)(c->args + params[i].offset) += before;
+    }
+}
+
+static mn_status run(const call *c, mn_pass pass, const void *args) {
+    return mn_op_run(c->s->context, c->op, pass, args);
+}
+
+static void *zeros(size_t bytes) {
+    void *memory = calloc(1, bytes ? bytes : 1);
+    if (!memory) mn_fail(MN_ERR_MEMORY, "no memory for %zu bytes of states", bytes);
+    return memory;
+}
+
+/* ---- keys ------------------------------------------------------------------------------------ */
+
+/* Sizes of a keyed field: (B, T, H, X) with the strides of the view, 0 for contiguous. */
+typedef struct box {
+    int64_t n[4], stride[3];
+} box;
+
+static box box_of(const call *c, const mn_field *f, const int64_t stride[3], int64_t length) {
+    bool ok = true;
+    box b = { { c->sizes->B, length, mn_axis_size(c->sizes, f->axes[2], &ok),
+                mn_axis_size(c->sizes, f->axes[3], &ok) }, { 0 } };
+    b.stride[2] = stride[2] ? stride[2] : b.n[3];
+    b.stride[1] = stride[1] ? stride[1] : b.n[2] * b.n[3];
+    b.stride[0] = stride[0] ? stride[0] : b.n[1] * b.n[2] * b.n[3];
+    return b;
+}
+
+/* Copies tokens [first, first + n) of a box to or from contiguous memory (B, n, H, X). */
+static void pack(const call *c, const box *b, char *view, char *packed, int64_t first, int64_t n,
+                 bool to_packed) {
+    const size_t row = (size_t)b->n[3] * c->item;
+    for (int64_t i = 0; i < b->n[0]; i++) {
+        for (int64_t t = first; t < first + n; t++) {
+            for (int64_t h = 0; h < b->n[2]; h++, packed += row) {
+                char *at = view + (size_t)(i * b->stride[0] + t * b->stride[1] +
+                                           h * b->stride[2]) * c->item;
+                memcpy(to_packed ? packed : at, to_packed ? at : packed, row);
+            }
+        }
+    }
+}
+
+/* Puts all tokens up to this rank's end into `whole`, (B, (rank + 1) T, H, X). */
+static mn_status gather_field(call *c, const mn_field *f, char *whole) {
+    const int64_t T = c->sizes->T, none[3] = { 0 };
+    mn_in *view = in_at(c, f);
+    const box local = box_of(c, f, view->stride, T);
+    const box all = box_of(c, f, none, (c->rank + 1) * T);
+    const size_t bytes = (size_t)(local.n[0] * T * local.n[2] * local.n[3]) * c->item;
+    char *parts = zeros((size_t)c->world * bytes);
+    if (!parts) return MN_ERR_MEMORY;
+    pack(c, &local, (char *)view->data, parts + (size_t)c->rank * bytes, 0, T, true);
+    mn_status st = mn_comm_all_gather(c->s->comm, parts, parts + (size_t)c->rank * bytes, bytes);
+    for (int r = 0; st == MN_OK && r <= c->rank; r++) {
+        pack(c, &all, whole, parts + (size_t)r * bytes, r * T, T, false);
+    }
+    free(parts);
+    *view = (mn_in){ whole, { 0 } };
+    return st;
+}
+
+static mn_status forward_keys(call *c, bool plan) {
+    mn_status st = MN_OK;
+    const int64_t T = c->sizes->T;
+    if (c->sizes->L != 0 && c->sizes->L != T) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: a cache of keys cannot be cut over ranks",
+                       mn_op_describe(c->op)->name);
+    }
+    for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
+        c->sizes->L = (c->rank + 1) * T;
+        const size_t bytes = (size_t)count_of(c, c->keys[i]->axes) * c->item;
+        char *whole = c->s->keep(c->s->owner, bytes);
+        if (!whole) return MN_ERR_MEMORY;
+        if (plan) in_at(c, c->keys[i])->data = whole;
+        else st = gather_field(c, c->keys[i], whole);
+    }
+    c->sizes->L = (c->rank + 1) * T;
+    return st == MN_OK && !plan ? run(c, MN_FORWARD, c->args) : st;
+}
+
+/* Adds b to a. */
+static void add_numbers(const call *c, void *a, const void *b, int64_t n) {
+    if (c->sizes->dtype == MN_F64) {
+        for (int64_t i = 0; i < n; i++) ((double *)a)[i] += ((const double *)b)[i];
+    } else {
+        for (int64_t i = 0; i < n; i++) ((float *)a)[i] += ((const float *)b)[i];
+    }
+}
+
+/* Every rank's gradient of its own keys: the sum over the ranks that saw them, first to last. */
+static mn_status scatter_field(call *c, const mn_field *f, char *whole, const mn_in *to) {
+    const int64_t T = c->sizes->T, none[3] = { 0 };
+    const box all = box_of(c, f, none, (c->rank + 1) * T), local = box_of(c, f, to->stride, T);
+    const int64_t count = local.n[0] * T * local.n[2] * local.n[3];
+    const size_t bytes = (size_t)count * c->item;
+    char *out = zeros((size_t)c->world * bytes), *in = zeros((size_t)c->world * bytes);
+    mn_transfer *t = calloc(2 * (size_t)c->world, sizeof *t);
+    int n = 0;
+    for (int r = 0; out && in && t && r < c->world; r++) {
+        char *sent = out + (size_t)r * bytes, *got = in + (size_t)r * bytes;
+        if (r <= c->rank) {
+            pack(c, &all, whole, sent, r * T, T, true);
+            t[n++] = (mn_transfer){ r, true, sent, bytes };
+        }
+        if (r >= c->rank) t[n++] = (mn_transfer){ r, false, got, bytes };
+    }
+    mn_status st = out && in && t ? mn_comm_exchange(c->s->comm, t, n)
+                                  : mn_fail(MN_ERR_MEMORY, "no memory for gradients of keys");
+    free(t);
+    char *sum = in + (size_t)c->rank * bytes;
+    for (int r = c->rank + 1; st == MN_OK && r < c->world; r++) {
+        add_numbers(c, sum, in + (size_t)r * bytes, count);
+    }
+    if (st == MN_OK) pack(c, &local, (char *)to->data, sum, 0, T, false);
+    free(out);
+    free(in);
+    return st;
+}
+
+static mn_status backward_keys(call *c) {
+    mn_in to[KEYED];
+    char *whole[KEYED] = { NULL };
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
+        to[i] = *partner_at(c, c->keys[i]);
+        whole[i] = zeros((size_t)count_of(c, c->keys[i]->axes) * c->item);
+        if (!whole[i]) st = MN_ERR_MEMORY;
+        *partner_at(c, c->keys[i]) = (mn_in){ whole[i], { 0 } };
+    }
+    if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
+    for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
+        mn_in *partner = partner_at(c, c->keys[i]);
+        *partner = to[i];
+        if (to[i].data) {
+            st = scatter_field(c, c->keys[i], whole[i], &to[i]);
+        } else {    // a gradient that nobody wants, but others may want theirs
+            char *own = zeros((size_t)count_of(c, c->keys[i]->axes) * c->item);
+            const mn_in nowhere = { own, { 0 } };
+            st = own ? scatter_field(c, c->keys[i], whole[i], &nowhere) : MN_ERR_MEMORY;
+            free(own);
+        }
+    }
+    for (int i = 0; i < c->n_keys; i++) free(whole[i]);
+    return st;
+}
+
+/* ---- states from rank to rank ---------------------------------------------------------------- */
+
+/* Memory for initial states, filled by who comes next; on rank 0 only where maps need them. */
+static mn_status keep_states(call *c) {
+    for (int i = 0; i < c->n_states && c->rank > 0; i++) {
+        void *memory = c->s->keep(c->s->owner, c->states[i].bytes);
+        if (!memory) return MN_ERR_MEMORY;
+        *in_at(c, c->states[i].in) = (mn_in){ memory, { 0 } };
+    }
+    return MN_OK;
+}
+
+/* Final states that the caller does not ask for get memory of their own. */
+static mn_status lend_finals(call *c, void **lent) {
+    for (int i = 0; i < c->n_states; i++) {
+        mn_in *out = in_at(c, c->states[i].out);
+        lent[i] = NULL;
+        if (out->data) continue;
+        lent[i] = zeros(c->states[i].bytes);
+        if (!lent[i]) return MN_ERR_MEMORY;
+        out->data = lent[i];
+    }
+    return MN_OK;
+}
+
+static void return_finals(call *c, void **lent) {
+    for (int i = 0; i < c->n_states; i++) {
+        if (lent[i]) in_at(c, c->states[i].out)->data = NULL;
+        free(lent[i]);
+        lent[i] = NULL;
+    }
+}
+
+static mn_status receive_states(call *c) {
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < c->n_states && c->rank > 0; i++) {
+        st = mn_comm_receive(c->s->comm, c->rank - 1, (void *)in_at(c, c->states[i].in)->data,
+                             c->states[i].bytes);
+    }
+    return st;
+}
+
+static mn_status send_states(call *c) {
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < c->n_states && c->rank + 1 < c->world; i++) {
+        st = mn_comm_send(c->s->comm, c->rank + 1, in_at(c, c->states[i].out)->data,
+                          c->states[i].bytes);
+    }
+    return st;
+}
+
+static mn_status forward_pipeline(call *c) {
+    void *lent[STATES] = { NULL };
+    mn_status st = lend_finals(c, lent);
+    if (st == MN_OK && c->law == PIPELINE) st = receive_states(c);
+    if (st == MN_OK) st = run(c, MN_FORWARD, c->args);
+    if (st == MN_OK) st = send_states(c);
+    return_finals(c, lent);
+    return st;
+}
+
+/* A rank's last W - 1 tokens are all that the next one needs: everybody sends at once. The tail of a
+ * pass without those before is right as long as there are W - 1 tokens. */
+static mn_status forward_tail(call *c) {
+    void *lent[STATES] = { NULL };
+    mn_transfer t[2 * STATES];
+    int n = 0;
+    if (c->sizes->T < c->sizes->W - 1) return forward_pipeline(c);
+    unsigned char first[MN_MAX_ARGS_BYTES];
+    mn_status st = lend_finals(c, lent);
+    memcpy(first, c->args, mn_op_describe(c->op)->args_bytes);
+    for (int i = 0; i < c->n_states && c->rank > 0; i++) {
+        ((mn_in *)(first + c->states[i].in->offset))->data = NULL;
+    }
+    if (st == MN_OK) st = run(c, MN_FORWARD, first);
+    for (int i = 0; i < c->n_states; i++) {
+        const state *of = &c->states[i];
+        if (c->rank + 1 < c->world) {
+            t[n++] = (mn_transfer){ c->rank + 1, true, (void *)in_at(c, of->out)->data, of->bytes };
+        }
+        if (c->rank > 0) {
+            t[n++] = (mn_transfer){ c->rank - 1, false, (void *)in_at(c, of->in)->data, of->bytes };
+        }
+    }
+    if (st == MN_OK) st = mn_comm_exchange(c->s->comm, t, n);
+    if (st == MN_OK && c->rank > 0) st = run(c, MN_FORWARD, c->args);
+    return_finals(c, lent);
+    return st;
+}
+
+/* The next rank's gradient of its initial state is the cotangent of the final one here. A state that
+ * is kept as C and a logarithm m (mlstm) has its cotangent at C e^m: rank r sends dC0 e^-m0. */
+static void scale_sums(const call *c, const state *of, void *gradient) {
+    if (!of->sum) return;
+    int n;
+    const mn_field *fields = mn_op_fields(c->op, &n), *m = named(fields, n, "m0", 2);
+    if (!m) return;
+    const int64_t heads = count_of(c, m->axes), each = count_of(c, of->in->axes) / heads;
+    const mn_in *scale = in_at(c, m);
+    for (int64_t h = 0; h < heads; h++) {
+        for (int64_t i = h * each; i < (h + 1) * each; i++) {
+            if (c->sizes->dtype == MN_F64) {
+                ((double *)gradient)[i] *= exp(-((const double *)scale->data)[h]);
+            } else {
+                ((float *)gradient)[i] *= expf(-((const float *)scale->data)[h]);
+            }
+        }
+    }
+}
+
+/* The field whose partner takes the cotangent of the final state; NULL: it has none. */
+static const mn_field *taker(const state *of) {
+    const mn_field *f = of->sum ? of->sum : of->out;
+    return f->partner == MN_NO_OFFSET ? NULL : f;
+}
+
+static mn_status backward_pipeline(call *c) {
+    void *cotangent[STATES] = { NULL }, *gradient[STATES] = { NULL };
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < c->n_states; i++) {
+        const state *of = &c->states[i];
+        const mn_field *takes = taker(of);
+        if (!takes || of->in->partner == MN_NO_OFFSET) continue;
+        if (c->rank + 1 < c->world) {
+            cotangent[i] = zeros(of->bytes);
+            st = cotangent[i] ? mn_comm_receive(c->s->comm, c->rank + 1, cotangent[i], of->bytes)
+                              : MN_ERR_MEMORY;
+            *partner_at(c, takes) = (mn_in){ cotangent[i], { 0 } };
+        }
+        if (c->rank > 0) {
+            gradient[i] = zeros(of->bytes);
+            if (!gradient[i]) st = MN_ERR_MEMORY;
+            *partner_at(c, of->in) = (mn_in){ gradient[i], { 0 } };
+        }
+    }
+    if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
+    for (int i = 0; st == MN_OK && i < c->n_states && c->rank > 0; i++) {
+        const state *of = &c->states[i];
+        if (!gradient[i]) continue;
+        scale_sums(c, of, gradient[i]);
+        st = mn_comm_send(c->s->comm, c->rank - 1, gradient[i], of->bytes);
+    }
+    for (int i = 0; i < c->n_states; i++) {
+        free(cotangent[i]);
+        free(gradient[i]);
+    }
+    return st;
+}
+
+/* ---- affine maps ----------------------------------------------------------------------------- */
+
+/* out = a b + out, or a' b + out: (K,K) times (K,V), for every sequence and head. */
+static void apply_map(const call *c, void *out, const void *a, const void *b, bool transposed) {
+    const int64_t K = c->sizes->K, V = c->sizes->V, n = count_of(c, "NH");
+    for (int64_t h = 0; h < n; h++) {
+        for (int64_t i = 0; i < K; i++) {
+            for (int64_t j = 0; j < K; j++) {
+                const int64_t at = h * K * K + (transposed ? j * K + i : i * K + j);
+                for (int64_t v = 0; v < V; v++) {
+                    const int64_t to = (h * K + i) * V + v, from = (h * K + j) * V + v;
+                    if (c->sizes->dtype == MN_F64) {
+                        ((double *)out)[to] += ((const double *)a)[at] * ((const double *)b)[from];
+                    } else {
+                        ((float *)out)[to] += ((const float *)a)[at] * ((const float *)b)[from];
+                    }
+                }
+            }
+        }
+    }
+}
+
+static size_t map_bytes(const call *c) {
+    return (size_t)count_of(c, "NHKK") * c->item;
+}
+
+/* The map of the rank's tokens: what becomes of an identity, of V = K columns, when nothing is
+ * written. */
+static mn_status find_map(const call *c, void *map) {
+    unsigned char args[MN_MAX_ARGS_BYTES];
+    int n;
+    const mn_field *fields = mn_op_fields(c->op, &n);
+    memcpy(args, c->args, mn_op_describe(c->op)->args_bytes);
+    mn_call *sizes = (mn_call *)args;
+    const int64_t K = sizes->K, heads = count_of(c, "NH");
+    sizes->V = K;
+    char *nothing = zeros((size_t)count_of(c, "BTHK") * c->item);
+    char *results = zeros((size_t)count_of(c, "BTHK") * c->item), *one = zeros(map_bytes(c));
+    mn_status st = nothing && results && one ? MN_OK : MN_ERR_MEMORY;
+    for (int64_t i = 0; st == MN_OK && i < heads * K; i++) {
+        const int64_t at = i / K * K * K + i % K * (K + 1);
+        if (c->sizes->dtype == MN_F64) ((double *)one)[at] = 1.0;
+        else ((float *)one)[at] = 1.0f;
+    }
+    for (int i = 0; st == MN_OK && i < n; i++) {
+        mn_in *view = (mn_in *)(args + fields[i].offset);
+        if (!strchr(fields[i].axes, 'V') || !view->data) continue;
+        const bool result = fields[i].role == MN_ROLE_OUT || fields[i].role == MN_ROLE_AUX;
+        *view = (mn_in){ result ? results : nothing, { 0 } };
+    }
+    *(mn_in *)(args + c->states[0].in->offset) = (mn_in){ one, { 0 } };
+    *(mn_in *)(args + c->states[0].out->offset) = (mn_in){ map, { 0 } };
+    if (st == MN_OK) st = run(c, MN_FORWARD, args);
+    free(nothing);
+    free(results);
+    free(one);
+    return st;
+}
+
+/* Gathers each rank's map and vector b; `x` becomes what the ranks before this one (or, transposed,
+ * those behind it, from the last on) make of zeros. */
+static mn_status compose(const call *c, void *x, const void *map, const void *b, bool back) {
+    const size_t of_map = map_bytes(c), of_b = c->states[0].bytes, each = of_map + of_b;
+    char *all = zeros((size_t)c->world * each), *next = zeros(of_b);
+    mn_status st = all && next ? MN_OK : MN_ERR_MEMORY;
+    if (st == MN_OK) {
+        char *own = all + (size_t)c->rank * each;
+        memcpy(own, map, of_map);
+        memcpy(own + of_map, b, of_b);
+        st = mn_comm_all_gather(c->s->comm, all, own, each);
+        memset(x, 0, of_b);
+    }
+    const int step = back ? -1 : 1;
+    for (int r = back ? c->world - 1 : 0; st == MN_OK && r != c->rank; r += step) {
+        memcpy(next, all + (size_t)r * each + of_map, of_b);
+        apply_map(c, next, all + (size_t)r * each, x, back);
+        memcpy(x, next, of_b);
+    }
+    free(all);
+    free(next);
+    return st;
+}
+
+/* The map is kept behind the rank's initial state. */
+static void *kept_map(const call *c) {
+    return (char *)in_at(c, c->states[0].in)->data + c->states[0].bytes;
+}
+
+static mn_status keep_affine(call *c) {
+    void *memory = c->s->keep(c->s->owner, c->states[0].bytes + map_bytes(c));
+    if (!memory) return MN_ERR_MEMORY;
+    *in_at(c, c->states[0].in) = (mn_in){ memory, { 0 } };
+    return MN_OK;
+}
+
+static mn_status forward_affine(call *c) {
+    void *lent[STATES] = { NULL };
+    mn_in *state0 = in_at(c, c->states[0].in);
+    const mn_in kept = *state0;
+    mn_status st = find_map(c, kept_map(c));
+    if (st == MN_OK) st = lend_finals(c, lent);
+    memset((void *)kept.data, 0, c->states[0].bytes);
+    if (st == MN_OK) st = run(c, MN_FORWARD, c->args);
+    if (st == MN_OK) {
+        st = compose(c, (void *)kept.data, kept_map(c), in_at(c, c->states[0].out)->data, false);
+    }
+    if (st == MN_OK && c->rank > 0) st = run(c, MN_FORWARD, c->args);
+    return_finals(c, lent);
+    return st;
+}
+
+/* First the gradient of the initial state from this rank's results alone, then with what the ranks
+ * behind it add. */
+static mn_status backward_affine(call *c) {
+    unsigned char args[MN_MAX_ARGS_BYTES];
+    int n;
+    const mn_field *fields = mn_op_fields(c->op, &n);
+    const state *of = &c->states[0];
+    char *own = zeros(of->bytes), *cotangent = zeros(of->bytes);
+    mn_status st = own && cotangent ? MN_OK : MN_ERR_MEMORY;
+    memcpy(args, c->args, mn_op_describe(c->op)->args_bytes);
+    for (int i = 0; i < n; i++) {
+        if (fields[i].role > MN_ROLE_OPT || fields[i].partner == MN_NO_OFFSET) continue;
+        ((mn_in *)(args + fields[i].partner))->data = NULL;
+    }
+    *(mn_in *)(args + of->in->partner) = (mn_in){ own, { 0 } };
+    if (st == MN_OK) st = run(c, MN_BACKWARD, args);
+    if (st == MN_OK) st = compose(c, cotangent, kept_map(c), own, true);
+    *partner_at(c, of->out) = (mn_in){ cotangent, { 0 } };
+    *partner_at(c, of->in) = (mn_in){ NULL, { 0 } };
+    if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
+    free(own);
+    free(cotangent);
+    return st;
+}
+
+/* ---- public ---------------------------------------------------------------------------------- */
+
+mn_status mn_sequence_forward(const mn_sequence *s, mn_op_id op, void *args, bool plan) {
+    call c;
+    mn_status st = take_apart(&c, s, op, args);
+    if (st != MN_OK) return st;
+    set_positions(&c);
+    if (c.n_keys > 0) return forward_keys(&c, plan);
+    if (is_local(&c)) return plan ? MN_OK : run(&c, MN_FORWARD, args);
+    st = c.law == AFFINE ? keep_affine(&c) : keep_states(&c);
+    if (st != MN_OK || plan) return st;
+    if (c.law == AFFINE) return forward_affine(&c);
+    return c.law == TAIL ? forward_tail(&c) : forward_pipeline(&c);
+}
+
+mn_status mn_sequence_backward(const mn_sequence *s, mn_op_id op, void *args, bool plan) {
+    call c;
+    mn_status st = take_apart(&c, s, op, args);
+    if (st != MN_OK || plan) return st;
+    if (c.n_keys > 0) return backward_keys(&c);
+    if (is_local(&c)) return run(&c, MN_BACKWARD, args);
+    return c.law == AFFINE ? backward_affine(&c) : backward_pipeline(&c);
+}

@@ -1,0 +1,126 @@
+"""documented.py MNEME SOURCE WORK - runs the commands that documents show: lines of fenced blocks
+that begin with `mneme `. Each runs in a copy of a folder with the files, models and lists that pages
+name. Exit status 1 if one fails."""
+import glob
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+
+SECONDS = 3
+ELSEWHERE = ("--device cuda", "on a terminal")    # what this test has not
+STORY = ("Once upon a time there was a river that knew the name of every stone. The stones did not "
+         "know the river, and so it told them stories. ") * 400
+
+
+def commands(page):
+    """Line number and command of all that a page shows, without the comment behind it."""
+    fenced = False
+    with open(page) as file:
+        for number, line in enumerate(file, 1):
+            if line.startswith("```"):
+                fenced = not fenced
+            elif fenced and line.startswith("mneme ") and not any(x in line for x in ELSEWHERE):
+                yield number, re.sub(r"\s+#\s.*$", "", line.rstrip("\n"))
+
+
+def write(path, text):
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w" if isinstance(text, str) else "wb") as file:
+        file.write(text)
+
+
+def call(mneme, folder, *arguments):
+    done = subprocess.run([mneme, *arguments], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit("FAILED to prepare: mneme %s\n%s" % (" ".join(arguments), done.stderr))
+
+
+def prepare(mneme, source, folder):
+    """What the pages name."""
+    for name in ("book.txt", "other.txt", "letters.txt", "long.txt", "shakespeare.txt", "story.txt",
+                 "books/one.txt", "books/two.txt"):
+        write(os.path.join(folder, name), STORY)
+    write(os.path.join(folder, "in.jsonl"), "".join(json.dumps({"text": STORY[:n]}) + "\n"
+                                                    for n in (10, 20)))
+    choice = {"context": "The river", "choices": [" knew", " told"], "answer": 0}
+    write(os.path.join(folder, "hellaswag.jsonl"), json.dumps(choice) + "\n")
+    write(os.path.join(folder, "key"), "0123456789abcdef0123456789abcdef\n")
+    write(os.path.join(folder, "ids.bin"), struct.pack("<40H", *range(40)))
+    call(mneme, folder, "tokenizer", "train", "--kind", "bytes", "-o", "gpt2/tokenizer.json")
+    call(mneme, folder, "prepare", "book.txt", "--tokenizer", "gpt2", "--out",
+         "prepared", "--valid", "0.2", "--quiet")
+    for layer, name in (("gdn", "book"), ("gdn", "gdn"), ("kla", "kla")):
+        call(mneme, folder, "train", "book.txt", "--out", "runs/" + name, "--layers", layer,
+             "--size", "100k", "--steps", "4", "--quiet")
+    call(mneme, folder, "generate", "--model", "runs/gdn", "--file", "story.txt", "--tokens", "0",
+         "--save-state", "long.state")
+    prepare_sweep(mneme, source, folder)
+
+
+def prepare_sweep(mneme, source, folder):
+    """The jobs that the page on experiments shows, made short once and as they stand."""
+    with open(source + "/docs/guide/reproducing.md") as page:
+        shown = json.loads(re.search(r"```json\n(.*?)```", page.read(), re.S).group(1))
+    short = json.loads(json.dumps(shown))
+    short["job"]["train"]["steps"] = 2
+    short["job"]["task"]["test"] = 8
+    write(os.path.join(folder, "jobs.json"), json.dumps(short))
+    call(mneme, folder, "sweep", "jobs.json", "--quiet")
+    write(os.path.join(folder, "jobs.json"), json.dumps(shown))
+
+
+def run(mneme, source, folder, command):
+    """Exit status and complaints; an interrupt counts as the end that was asked for."""
+    path = os.path.join(folder, ".bin")
+    os.makedirs(path, exist_ok=True)
+    os.symlink(mneme, os.path.join(path, "mneme"))
+    there = dict(os.environ, PATH=path + os.pathsep + os.environ["PATH"])
+    child = subprocess.Popen(["sh", "-c", "exec " + command], cwd=folder, env=there, text=True,
+                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        _, complaints = child.communicate(timeout=SECONDS)
+        return child.returncode, complaints
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGINT)    # as a terminal does
+    try:
+        child.communicate(timeout=30)
+        return 0, ""
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return 1, "did not end after an interrupt"
+
+
+def main(mneme, source, work):
+    prepared, failed, count = os.path.join(work, "prepared"), 0, 0
+    os.makedirs(prepared)
+    prepare(mneme, source, prepared)
+    pages = [os.path.join(source, "README.md")] + sorted(glob.glob(source + "/docs/guide/*.md"))
+    for page in pages:
+        for number, command in commands(page):
+            folder = os.path.join(work, "here")
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(prepared, folder)
+            if command.startswith("mneme train ") and "--resume" not in command:
+                for out in re.findall(r"--out (\S+)", command) or ["runs/book"]:
+                    if "--from " + out not in command:
+                        shutil.rmtree(os.path.join(folder, out), ignore_errors=True)
+            status, complaints = run(mneme, source, folder, command)
+            count += 1
+            if status:
+                failed += 1
+                print("%s:%d: %s\n    exit status %d: %s" % (os.path.relpath(page, source), number,
+                                                            command, status,
+                                                            complaints.strip()[-300:]), flush=True)
+    print("%d commands of the documents, %d failed" % (count, failed))
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
