@@ -27,52 +27,54 @@
 namespace mneme::attention {
 
 enum {
-    MN_ONCE_KEYS = 128,
-    MN_ONCE_STEP = 64,                              // queries of a tile
-    MN_ONCE_SUMS = 128 * MN_ONCE_STEP,              // numbers of dq of a tile
-    MN_ONCE_CHUNK = MN_ONCE_SUMS + 8 * MN_ONCE_STEP, // and those of each warp's sums of dz
-    MN_ONCE_COPIERS = 64,
-    MN_ONCE_PITCH = 132,
+    MN_SINGLE_PASS_KEYS = 128,
+    MN_SINGLE_PASS_STEP = 64,                              // queries of a tile
+    MN_SINGLE_PASS_ACC = 128 * MN_SINGLE_PASS_STEP,              // numbers of dq of a tile
+    // and those of each warp's sums of dz
+    MN_SINGLE_PASS_CHUNK = MN_SINGLE_PASS_ACC + 8 * MN_SINGLE_PASS_STEP,
+    MN_SINGLE_PASS_PRODUCERS = 64,
+    MN_SINGLE_PASS_PITCH = 132,
 };
 
 /* Work space. Planes of rows are (B,H,T), turns and sums (slots of 64 queries, H), flags (slots of
  * 128 keys, J). */
-struct mn_once {
-    mn_flash f;
+struct mn_single_pass {
+    mn_flash_params f;
     float *a, *b;      // later in b: what the noted key's score lacks
-    int *noted;        // a key of the sequence, or -1
-    int *turns, *flags, *ticket;
+    int *dominant_key;        // a key of the sequence, or -1
+    int *semaphores, *flags, *ticket;
     float *sums;
-    int64_t n_turns, n_flags;
+    int64_t n_semaphores, n_flags;
 };
 
-__device__ inline int64_t mn_once_row(const mn_call &call, int64_t b, int64_t h, int64_t t) {
+__device__ inline int64_t mn_single_pass_row(const mn_call &call, int64_t b, int64_t h, int64_t t) {
     return (b * call.H + h) * call.T + t;
 }
 
 /* The slot of the first tile of a sequence. */
-__device__ inline int64_t mn_once_slot(const mn_call &call, const mn_tile_span &tile, int64_t T,
+__device__ inline int64_t mn_single_pass_slot(const mn_call &call, const mn_tile_span &tile,
+                                              int64_t T,
                                        int64_t rows) {
     return call.cu_seqlens ? tile.span.t0 / rows + tile.n : tile.n * ((T + rows - 1) / rows);
 }
 
 /* ---- rows ------------------------------------------------------------------------------------ */
 
-enum { MN_ONCE_ROW_THREADS = 256, MN_ONCE_ROW_GROUP = 16 };
+enum { MN_SINGLE_PASS_ROW_THREADS = 256, MN_SINGLE_PASS_ROW_GROUP = 16 };
 
 /* a = lse log2 e and b = o.do of every row, by 16 threads; and what the walk finds cleared. */
-__global__ static void __launch_bounds__(MN_ONCE_ROW_THREADS)
-mn_once_rows_kernel(const __grid_constant__ mn_once k) {
-    const mn_reads &p = k.f.p;
+__global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS)
+attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
+    const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
-    const int64_t thread = blockIdx.x * (int64_t)MN_ONCE_ROW_THREADS + threadIdx.x;
-    const int64_t all = gridDim.x * (int64_t)MN_ONCE_ROW_THREADS, n_rows = c.B * c.T * c.H;
-    const int column = threadIdx.x % MN_ONCE_ROW_GROUP * 8;
-    for (int64_t i = thread; i < k.n_turns; i += all) k.turns[i] = 0;
+    const int64_t thread = blockIdx.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS + threadIdx.x;
+    const int64_t all = gridDim.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS, n_rows = c.B * c.T * c.H;
+    const int column = threadIdx.x % MN_SINGLE_PASS_ROW_GROUP * 8;
+    for (int64_t i = thread; i < k.n_semaphores; i += all) k.semaphores[i] = 0;
     for (int64_t i = thread; i < k.n_flags; i += all) k.flags[i] = 0;
     if (thread == 0) *k.ticket = 0;
-    const int64_t row0 = thread / MN_ONCE_ROW_GROUP;
-    for (int64_t row = row0; row - row0 % 2 < n_rows; row += all / MN_ONCE_ROW_GROUP) {
+    const int64_t row0 = thread / MN_SINGLE_PASS_ROW_GROUP;
+    for (int64_t row = row0; row - row0 % 2 < n_rows; row += all / MN_SINGLE_PASS_ROW_GROUP) {
         const int64_t h = row % c.H, t = row / c.H % c.T, b = row / c.H / c.T;
         float sum = 0.0f;
         if (row < n_rows && column < c.V) {
@@ -83,14 +85,14 @@ mn_once_rows_kernel(const __grid_constant__ mn_once k) {
             for (int i = 0; i < 8; i++) sum = fmaf(x[i], y[i], sum);
         }
 #pragma unroll
-        for (int lanes = MN_ONCE_ROW_GROUP / 2; lanes > 0; lanes >>= 1) {
+        for (int lanes = MN_SINGLE_PASS_ROW_GROUP / 2; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         }
         if (column > 0 || row >= n_rows) continue;
-        const int64_t at = mn_once_row(c, b, h, t);
+        const int64_t at = mn_single_pass_row(c, b, h, t);
         k.a[at] = *mn_row<float>(p.lse, b, t, h) * 1.4426950408889634f;
         k.b[at] = sum;
-        k.noted[at] = -1;
+        k.dominant_key[at] = -1;
     }
 }
 
@@ -99,56 +101,59 @@ mn_once_rows_kernel(const __grid_constant__ mn_once k) {
 /* What a block does: `n_keys` keys of a sequence from `key` on, of head h, seen by the sequence's
  * queries from `seen` on (before its first, where that is negative). The walk has n tiles of
  * queries from row `first` on, the last ones first, for each of `all` / n heads. */
-struct mn_once_job {
+struct mn_single_pass_coord {
     int64_t b, t0, h, head0;
     int64_t slot;    // of the sequence's first tile of queries
     int key, n_keys, seen, length, first, n, all;
 };
 
-struct alignas(1024) mn_once_smem {
-    static constexpr int tile = MN_ONCE_STEP * 128 * 2;
+struct alignas(1024) mn_single_pass_smem {
+    static constexpr int tile = MN_SINGLE_PASS_STEP * 128 * 2;
     unsigned char a[2 * tile], b[2 * tile], x[2][tile], y[2][tile];    // k, v; q, do
     unsigned char dz[2][tile];                                        // rows are keys
-    float dq[MN_ONCE_SUMS];
-    float off[4][8 * MN_ONCE_STEP];
+    float dq[MN_SINGLE_PASS_ACC];
+    float off[4][8 * MN_SINGLE_PASS_STEP];
     /* Of a stage: numbers of its queries, where to note keys, queries that are there, and queries
      * from the first that sees the block's first key. */
-    float rows[2][2][MN_ONCE_STEP];
-    int *noted[2];
+    float rows[2][2][MN_SINGLE_PASS_STEP];
+    int *dominant_key[2];
     int left[2], past[2];
-    uint64_t there, stage_device[2], stage_free[2], dz_there[2], dz_free[2], dq_there[2], dq_free;
-    mn_once_job job;
+    uint64_t kv_full, stage_full[2], stage_empty[2], dz_full[2], dz_empty[2], dq_full[2], dq_empty;
+    mn_single_pass_coord coord;
 };
 
-__device__ inline mn_once_job mn_once_job_of(const mn_once &k, int64_t unit) {
+__device__ inline mn_single_pass_coord mn_single_pass_coord_of(const mn_single_pass &k,
+                                                               int64_t block_id) {
     const mn_call &call = k.f.p.call;
     mn_call keys = call;
     keys.T = keys.L;
-    const mn_flash_place at = mn_flash_find(k.f, unit, keys, keys.J, MN_ONCE_KEYS, false);
+    const mn_flash_coord at = mn_flash_coord_of(k.f, block_id, keys, keys.J, MN_SINGLE_PASS_KEYS,
+                                                false);
     const int64_t heads = call.H / call.J;
-    mn_once_job job;
-    job.b = at.tile.span.b, job.t0 = at.tile.span.t0;
-    job.h = at.h, job.head0 = at.h * heads;
-    job.slot = mn_once_slot(call, at.tile, call.T, MN_ONCE_STEP);
-    job.key = (int)at.tile.first, job.n_keys = (int)at.tile.n_rows;
-    job.seen = (int)(at.tile.first - mn_keys_before(call));
-    job.length = (int)(call.cu_seqlens ? at.tile.span.length : call.T);
-    job.first = max(job.seen, 0) / MN_ONCE_STEP * MN_ONCE_STEP;
-    job.n = max((job.length - job.first + MN_ONCE_STEP - 1) / MN_ONCE_STEP, 0);
-    job.all = job.n * (int)heads;
-    return job;
+    mn_single_pass_coord coord;
+    coord.b = at.tile.span.b, coord.t0 = at.tile.span.t0;
+    coord.h = at.h, coord.head0 = at.h * heads;
+    coord.slot = mn_single_pass_slot(call, at.tile, call.T, MN_SINGLE_PASS_STEP);
+    coord.key = (int)at.tile.first, coord.n_keys = (int)at.tile.n_rows;
+    coord.seen = (int)(at.tile.first - mn_keys_before(call));
+    coord.length = (int)(call.cu_seqlens ? at.tile.span.length : call.T);
+    coord.first = max(coord.seen, 0) / MN_SINGLE_PASS_STEP * MN_SINGLE_PASS_STEP;
+    coord.n = max((coord.length - coord.first + MN_SINGLE_PASS_STEP - 1) / MN_SINGLE_PASS_STEP, 0);
+    coord.all = coord.n * (int)heads;
+    return coord;
 }
 
 /* The walk: query t of head h is the first of a tile; next() goes to the tile after it. */
-struct mn_once_scan {
+struct mn_single_pass_tile_iter {
     int t, last, first;
     int64_t h;
 
-    __device__ explicit mn_once_scan(const mn_once_job &job)
-        : t(job.first + (job.n - 1) * MN_ONCE_STEP), last(t), first(job.first), h(job.head0) {}
+    __device__ explicit mn_single_pass_tile_iter(const mn_single_pass_coord &coord)
+        : t(coord.first + (coord.n - 1) * MN_SINGLE_PASS_STEP), last(t), first(coord.first),
+            h(coord.head0) {}
 
     __device__ void next() {
-        t -= MN_ONCE_STEP;
+        t -= MN_SINGLE_PASS_STEP;
         if (t >= first) return;
         t = last;
         h++;
@@ -157,63 +162,67 @@ struct mn_once_scan {
 
 #if MN_HAS_WGMMA
 
-/* 64 rows of up to 128 columns to a tile, the top of one of SMEM_TILE rows; thread i of 64 brings
+/* 64 rows of up to 128 columns to a tile, the top of one of TILE_ROWS rows; thread i of 64 brings
  * piece i % 16 of every fourth row. */
-template <int SMEM_TILE>
-__device__ inline void mn_once_copy_rows(uint32_t to, const mn_bf16 *from, int64_t stride,
+template <int TILE_ROWS>
+__device__ inline void mn_single_pass_load_rows(uint32_t to, const mn_bf16 *from, int64_t stride,
                                          int n_rows, int width, int i) {
-    const int piece = i % 16, row = i / 16;
-    const uint32_t even = to + mn_tile_byte(SMEM_TILE, row, piece * 8);
-    const uint32_t odd = to + mn_tile_byte(SMEM_TILE, row + 4, piece * 8);
-    const mn_bf16 *at = from + row * stride + piece * 8;
-    const int left = piece * 8 < width ? n_rows - row : 0;
+    const int vec = i % 16, row = i / 16;
+    const uint32_t even = to + mn_swizzle_byte(TILE_ROWS, row, vec * 8);
+    const uint32_t odd = to + mn_swizzle_byte(TILE_ROWS, row + 4, vec * 8);
+    const mn_bf16 *at = from + row * stride + vec * 8;
+    const int left = vec * 8 < width ? n_rows - row : 0;
 #pragma unroll
-    for (int r = 0; r < MN_ONCE_STEP; r += 4) {
-        mn_copy_16((r % 8 ? odd : even) + r / 8 * 1024, at, r < left);    // else nothing is read
+    for (int r = 0; r < MN_SINGLE_PASS_STEP; r += 4) {
+        // else nothing is read
+        mn_cp_async_16((r % 8 ? odd : even) + r / 8 * 1024, at, r < left);
         at += 4 * stride;
     }
 }
 
 /* Two warps bring keys and values, then queries and cotangents with their rows' numbers. */
-__device__ inline void mn_once_copy(mn_once_smem &room, const mn_once &k) {
-    const mn_once_job &job = room.job;
-    const mn_reads &p = k.f.p;
+__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k) {
+    const mn_single_pass_coord &coord = smem.coord;
+    const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
-    for (int r = 0; r < MN_ONCE_KEYS; r += MN_ONCE_STEP) {
-        const int left = job.n_keys - r;
-        const int64_t t = job.t0 + job.key + (left > 0 ? r : 0);
-        mn_once_copy_rows<128>(mn_smem_addr(room.a) + r * 128,
-                               mn_row<mn_bf16>(p.k, job.b, t, job.h), p.k.stride[1], left, K, i);
-        mn_once_copy_rows<128>(mn_smem_addr(room.b) + r * 128,
-                               mn_row<mn_bf16>(p.v, job.b, t, job.h), p.v.stride[1], left, V, i);
+    for (int r = 0; r < MN_SINGLE_PASS_KEYS; r += MN_SINGLE_PASS_STEP) {
+        const int left = coord.n_keys - r;
+        const int64_t t = coord.t0 + coord.key + (left > 0 ? r : 0);
+        mn_single_pass_load_rows<128>(mn_smem_addr(smem.a) + r * 128,
+                               mn_row<mn_bf16>(p.k, coord.b, t, coord.h), p.k.stride[1], left, K,
+                                   i);
+        mn_single_pass_load_rows<128>(mn_smem_addr(smem.b) + r * 128,
+                               mn_row<mn_bf16>(p.v, coord.b, t, coord.h), p.v.stride[1], left, V,
+                                   i);
     }
-    mn_once_scan walk(job);
-    for (int n = 0; n < job.all; n++, walk.next()) {
-        const int stage = n % 2, left = job.length - walk.t;
-        const int64_t t = job.t0 + walk.t, row = mn_once_row(p.call, job.b, walk.h, t);
+    mn_single_pass_tile_iter tile_iter(coord);
+    for (int n = 0; n < coord.all; n++, tile_iter.next()) {
+        const int stage = n % 2, left = coord.length - tile_iter.t;
+        const int64_t t = coord.t0 + tile_iter.t,
+            row = mn_single_pass_row(p.call, coord.b, tile_iter.h, t);
         const float a = i < left ? k.a[row + i] : 0.0f, b = i < left ? k.b[row + i] : 0.0f;
-        mn_mbarrier_wait(&room.stage_free[stage], (n / 2 & 1) ^ 1);
-        mn_once_copy_rows<64>(mn_smem_addr(room.x[stage]),
-                              mn_row<mn_bf16>(p.q, job.b, t, walk.h),
+        mn_mbarrier_wait(&smem.stage_empty[stage], (n / 2 & 1) ^ 1);
+        mn_single_pass_load_rows<64>(mn_smem_addr(smem.x[stage]),
+                              mn_row<mn_bf16>(p.q, coord.b, t, tile_iter.h),
                               p.q.stride[1], left, K, i);
-        mn_once_copy_rows<64>(mn_smem_addr(room.y[stage]),
-                              mn_row<mn_bf16>(p.d_o, job.b, t, walk.h),
+        mn_single_pass_load_rows<64>(mn_smem_addr(smem.y[stage]),
+                              mn_row<mn_bf16>(p.d_o, coord.b, t, tile_iter.h),
                               p.d_o.stride[1], left, V, i);
         if (i == 0) {
-            room.noted[stage] = k.noted + row;
-            room.left[stage] = left;
-            room.past[stage] = walk.t - job.seen;
+            smem.dominant_key[stage] = k.dominant_key + row;
+            smem.left[stage] = left;
+            smem.past[stage] = tile_iter.t - coord.seen;
         }
-        room.rows[stage][0][i] = a;
-        room.rows[stage][1][i] = b;
-        mn_copies_done();
-        if (n == 0) mn_mbarrier_arrive(&room.there);
-        mn_mbarrier_arrive(&room.stage_device[stage]);
+        smem.rows[stage][0][i] = a;
+        smem.rows[stage][1][i] = b;
+        mn_cp_async_wait_fence();
+        if (n == 0) mn_mbarrier_arrive(&smem.kv_full);
+        mn_mbarrier_arrive(&smem.stage_full[stage]);
     }
 }
 
 /* `bytes` of shared memory onto or over as many of device memory, by the copy engine. */
-__device__ inline void mn_once_tma(float *to, const float *from, int bytes, bool add) {
+__device__ inline void mn_tma_accumulate_1d(float *to, const float *from, int bytes, bool add) {
     if (add) {
         asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                      ::"l"(to), "r"(mn_smem_addr(from)), "r"(bytes) : "memory");
@@ -225,36 +234,40 @@ __device__ inline void mn_once_tma(float *to, const float *from, int bytes, bool
 
 /* One thread of two: adds every second tile of dq to the sums of all blocks when it is the block's
  * turn, which is after those with earlier keys. */
-__device__ inline void mn_once_add(mn_once_smem &room, const mn_once &k, int which) {
-    const mn_once_job &job = room.job;
-    const int rank = job.key / MN_ONCE_KEYS;
-    mn_once_scan walk(job);
-    for (int n = 0; n < job.all; n++, walk.next()) {
+__device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
+                                                    const mn_single_pass &k, int which) {
+    const mn_single_pass_coord &coord = smem.coord;
+    const int rank = coord.key / MN_SINGLE_PASS_KEYS;
+    mn_single_pass_tile_iter tile_iter(coord);
+    for (int n = 0; n < coord.all; n++, tile_iter.next()) {
         if (n % 2 != which) continue;
-        const int64_t chunk = (job.slot + walk.t / MN_ONCE_STEP) * k.f.p.call.H + walk.h;
-        int *turn = k.turns + chunk;
-        float *to = k.sums + chunk * MN_ONCE_CHUNK;
+        const int64_t chunk = (coord.slot + tile_iter.t / MN_SINGLE_PASS_STEP) * k.f.p.call.H
+            + tile_iter.h;
+        int *semaphore = k.semaphores + chunk;
+        float *to = k.sums + chunk * MN_SINGLE_PASS_CHUNK;
         int now = 0;
         while (rank > 0 && now != rank) {
-            asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+            asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(semaphore)
+                         : "memory");
         }
-        mn_mbarrier_wait(&room.dq_there[which], n / 2 & 1);
+        mn_mbarrier_wait(&smem.dq_full[which], n / 2 & 1);
         asm volatile("fence.proxy.async;" ::: "memory");
-        mn_once_tma(to, room.dq, MN_ONCE_SUMS * 4, rank > 0);
-        mn_once_tma(to + MN_ONCE_SUMS, room.off[n % 4], 8 * MN_ONCE_STEP * 4, rank > 0);
+        mn_tma_accumulate_1d(to, smem.dq, MN_SINGLE_PASS_ACC * 4, rank > 0);
+        mn_tma_accumulate_1d(to + MN_SINGLE_PASS_ACC, smem.off[n % 4],
+                             8 * MN_SINGLE_PASS_STEP * 4, rank > 0);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-        mn_mbarrier_arrive(&room.dq_free);
+        mn_mbarrier_arrive(&smem.dq_empty);
         asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;" ::: "memory");
         asm volatile("fence.acq_rel.gpu;\n\tst.release.gpu.global.b32 [%0], %1;"
-                     ::"l"(turn), "r"(rank + 1) : "memory");
+                     ::"l"(semaphore), "r"(rank + 1) : "memory");
     }
 }
 
 /* Of 2 N sums a thread keeps N, the upper ones in every second 2 N lanes, and adds those of the
  * thread that is 2 N lanes away. */
 template <int N>
-__device__ inline void mn_once_halve(float (&sum)[16]) {
+__device__ inline void mn_single_pass_reduce_half(float (&sum)[16]) {
     const bool upper = threadIdx.x & (2 * N);
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -264,99 +277,101 @@ __device__ inline void mn_once_halve(float (&sum)[16]) {
 }
 
 /* Numbers in the halves of a word. */
-__device__ inline float2 mn_once_pair(uint32_t word) {
+__device__ inline float2 mn_single_pass_unpack(uint32_t word) {
     return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
 /* Sums of a thread's two rows of dz over the eight threads of the warp that have the same columns;
  * thread i of the warp gets those of columns 2 i and 2 i + 1. */
-__device__ inline float2 mn_once_sum_rows(const uint32_t (&dz)[16]) {
+__device__ inline float2 mn_single_pass_sum_rows(const uint32_t (&dz)[16]) {
     float sum[16];
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
-        const float2 x = mn_once_pair(dz[i]), y = mn_once_pair(dz[i + 1]);
+        const float2 x = mn_single_pass_unpack(dz[i]), y = mn_single_pass_unpack(dz[i + 1]);
         sum[i] = x.x + y.x;
         sum[i + 1] = x.y + y.y;
     }
-    mn_once_halve<8>(sum);
-    mn_once_halve<4>(sum);
-    mn_once_halve<2>(sum);
+    mn_single_pass_reduce_half<8>(sum);
+    mn_single_pass_reduce_half<4>(sum);
+    mn_single_pass_reduce_half<2>(sum);
     return make_float2(sum[0], sum[1]);
 }
 
 /* 64 sums of rows and columns to where the engine finds them, as registers lie. */
-__device__ inline void mn_once_put(mn_once_smem &room, const float (&dq)[32], int n) {
-    const int thread = threadIdx.x - MN_GROUP;
-    mn_mbarrier_wait(&room.dq_free, (n & 1) ^ 1);
+__device__ inline void mn_single_pass_stage_dq(mn_single_pass_smem &smem, const float (&dq)[32],
+                                               int n) {
+    const int thread = threadIdx.x - MN_WARPGROUP;
+    mn_mbarrier_wait(&smem.dq_empty, (n & 1) ^ 1);
 #pragma unroll
     for (int i = 0; i < 32; i += 4) {
-        *(float4 *)&room.dq[i * 256 + thread * 4] = make_float4(dq[i], dq[i + 1], dq[i + 2],
+        *(float4 *)&smem.dq[i * 256 + thread * 4] = make_float4(dq[i], dq[i + 1], dq[i + 2],
                                                                 dq[i + 3]);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
-    if (thread % 32 == 0) mn_mbarrier_arrive(&room.dq_there[n & 1]);
+    if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dq_full[n & 1]);
 }
 
 /* Starts dq = k'dz for 64 columns of the keys: rows of dq are columns of a head. */
-__device__ inline void mn_once_dq_start(float (&dq)[32], uint32_t keys, uint32_t dz) {
+__device__ inline void mn_single_pass_wgmma_dq(float (&dq)[32], uint32_t keys, uint32_t dz) {
 #pragma unroll
-    for (int i = 0; i < MN_ONCE_KEYS; i += 16) {
-        mn_product<1, 1>(dq, mn_tile_seen(keys + i * 128, 16), mn_tile_seen(dz + i * 128, 16),
+    for (int i = 0; i < MN_SINGLE_PASS_KEYS; i += 16) {
+        mn_wgmma<1, 1>(dq, mn_smem_desc(keys + i * 128, 16), mn_smem_desc(dz + i * 128, 16),
                          i > 0);
     }
 }
 
 /* Notes keys that have more than half of the weight of a query. */
-__device__ inline void mn_once_note(const mn_once_smem &room, const uint32_t (&w)[16], int stage,
+__device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &smem,
+                                                    const uint32_t (&w)[16], int stage,
                                     int row, int column) {
     uint32_t most = w[0];
 #pragma unroll
     for (int i = 1; i < 16; i++) {
         asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(w[i]));
     }
-    const float2 pair = mn_once_pair(most);
+    const float2 pair = mn_single_pass_unpack(most);
     if (!(fmaxf(pair.x, pair.y) > 0.5f)) return;
-    int *noted = room.noted[stage] + column;
-    const int left = room.left[stage] - column, key = room.job.key + row;
+    int *dominant_key = smem.dominant_key[stage] + column;
+    const int left = smem.left[stage] - column, key = smem.coord.key + row;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-        const float2 x = mn_once_pair(w[i]);
+        const float2 x = mn_single_pass_unpack(w[i]);
         const int query = i / 2 * 8;
-        if (x.x > 0.5f && query < left) noted[query] = key + i % 2 * 8;
-        if (x.y > 0.5f && query + 1 < left) noted[query + 1] = key + i % 2 * 8;
+        if (x.x > 0.5f && query < left) dominant_key[query] = key + i % 2 * 8;
+        if (x.y > 0.5f && query + 1 < left) dominant_key[query + 1] = key + i % 2 * 8;
     }
 }
 
 /* Multiplies a group's 64 keys. Products of a tile are waited for when the next tile's have begun;
  * dq of a tile is made one tile later, when both groups have written their dz. */
-__device__ inline void mn_once_multiply(mn_once_smem &room, const mn_once &k) {
-    const mn_once_job &job = room.job;
-    const mn_reads &p = k.f.p;
-    const int half = __shfl_sync(0xffffffffu, threadIdx.x / MN_GROUP - 1, 0);
-    const int thread = threadIdx.x % MN_GROUP;
+__device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k) {
+    const mn_single_pass_coord &coord = smem.coord;
+    const mn_attn_params &p = k.f.p;
+    const int half = __shfl_sync(0xffffffffu, threadIdx.x / MN_WARPGROUP - 1, 0);
+    const int thread = threadIdx.x % MN_WARPGROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
     const float scale = p.scale * 1.4426950408889634f;
-    const uint32_t keys = mn_smem_addr(room.a) + half * 8192;
-    const uint32_t values = mn_smem_addr(room.b) + half * 8192;
-    const uint32_t turned = mn_smem_addr(room.a) + half * 16384;    // 64 columns of all keys
+    const uint32_t keys = mn_smem_addr(smem.a) + half * 8192;
+    const uint32_t values = mn_smem_addr(smem.b) + half * 8192;
+    const uint32_t keys_trans = mn_smem_addr(smem.a) + half * 16384;    // 64 columns of all keys
     float z[32], g[32], dq[32] = {}, dk[64] = {}, dv[64] = {};
     uint32_t w[16], dz[16];
     const auto start_scores = [&](int n) {
-        mn_mbarrier_wait(&room.stage_device[n & 1], n / 2 & 1);
-        mn_products_start();
-        mn_scores_start<128, 128, 64>(z, keys, mn_smem_addr(room.x[n & 1]));
-        mn_products_end();
+        mn_mbarrier_wait(&smem.stage_full[n & 1], n / 2 & 1);
+        mn_wgmma_fence();
+        mn_wgmma_abt<128, 128, 64>(z, keys, mn_smem_addr(smem.x[n & 1]));
+        mn_wgmma_commit();
     };
     /* From scores to weights and cotangents. */
-    const auto weigh = [&](int n) {
+    const auto softmax_tile = [&](int n) {
         const int stage = n & 1;
-        mn_products_start();
-        mn_scores_start<128, 128, 64>(g, values, mn_smem_addr(room.y[stage]));
-        mn_products_end();
-        mn_products_wait<1>();
-        mn_keep(z);
-        const int unseen = row - room.past[stage] - column;    // queries before the first to see
+        mn_wgmma_fence();
+        mn_wgmma_abt<128, 128, 64>(g, values, mn_smem_addr(smem.y[stage]));
+        mn_wgmma_commit();
+        mn_wgmma_wait<1>();
+        mn_fence_operand(z);
+        const int unseen = row - smem.past[stage] - column;    // queries before the first to see
         if (unseen > -8) {
 #pragma unroll
             for (int i = 0; i < 32; i++) {
@@ -365,115 +380,118 @@ __device__ inline void mn_once_multiply(mn_once_smem &room, const mn_once &k) {
         }
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
-            const float2 a = *(const float2 *)&room.rows[stage][0][i / 4 * 8 + column];
+            const float2 a = *(const float2 *)&smem.rows[stage][0][i / 4 * 8 + column];
 #pragma unroll
             for (int j = i; j < i + 4; j++) {
                 z[j] = mn_exp2(fmaf(z[j], scale, j % 2 ? -a.y : -a.x));
             }
         }
 #pragma unroll
-        for (int i = 0; i < 16; i++) w[i] = mn_pair(z[2 * i], z[2 * i + 1]);
-        mn_products_wait<0>();
-        mn_keep(g);
+        for (int i = 0; i < 16; i++) w[i] = mn_bf16x2(z[2 * i], z[2 * i + 1]);
+        mn_wgmma_wait<0>();
+        mn_fence_operand(g);
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
-            const float2 b = *(const float2 *)&room.rows[stage][1][i / 4 * 8 + column];
+            const float2 b = *(const float2 *)&smem.rows[stage][1][i / 4 * 8 + column];
 #pragma unroll
             for (int j = i; j < i + 4; j++) g[j] = z[j] * (g[j] - (j % 2 ? b.y : b.x));
         }
 #pragma unroll
-        for (int i = 0; i < 16; i++) dz[i] = mn_pair(g[2 * i], g[2 * i + 1]);
-        mn_mbarrier_wait(&room.dz_free[stage], (n / 2 & 1) ^ 1);
+        for (int i = 0; i < 16; i++) dz[i] = mn_bf16x2(g[2 * i], g[2 * i + 1]);
+        mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
-            const uint32_t to = mn_tile_byte(128, row + i % 2 * 8, i / 2 * 8 + column);
-            *(uint32_t *)(room.dz[stage] + to) = dz[i];
+            const uint32_t to = mn_swizzle_byte(128, row + i % 2 * 8, i / 2 * 8 + column);
+            *(uint32_t *)(smem.dz[stage] + to) = dz[i];
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
-        if (thread % 32 == 0) mn_mbarrier_arrive(&room.dz_there[stage]);
+        if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_full[stage]);
     };
     /* What a tile adds, and dq of the one before. */
-    const auto start_sums = [&](int n) {
-        if (n > 0) mn_mbarrier_wait(&room.dz_there[n & 1 ^ 1], (n - 1) / 2 & 1);
-        mn_keep(w), mn_keep(dz);
-        mn_products_start();
-        mn_read_start<64, 128>(dv, w, mn_smem_addr(room.y[n & 1]), true);
-        mn_read_start<64, 128>(dk, dz, mn_smem_addr(room.x[n & 1]), true);
-        mn_once_dq_start(dq, turned, mn_smem_addr(room.dz[n & 1 ^ 1]));    // of none at first
-        mn_products_end();
-        const float2 off = mn_once_sum_rows(dz);
-        *(float2 *)&room.off[n & 3][(half * 4 + thread / 32) * 64 + thread % 32 * 2] = off;
-        mn_once_note(room, w, n & 1, row, column);
+    const auto start_grads = [&](int n) {
+        if (n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
+        mn_fence_operand(w), mn_fence_operand(dz);
+        mn_wgmma_fence();
+        mn_wgmma_ab<64, 128>(dv, w, mn_smem_addr(smem.y[n & 1]), true);
+        mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[n & 1]), true);
+        // of none at first
+        mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[n & 1 ^ 1]));
+        mn_wgmma_commit();
+        const float2 off = mn_single_pass_sum_rows(dz);
+        *(float2 *)&smem.off[n & 3][(half * 4 + thread / 32) * 64 + thread % 32 * 2] = off;
+        mn_single_pass_note_dominant(smem, w, n & 1, row, column);
     };
-    const auto end_sums = [&](int n) {
-        if (thread % 32 == 0) mn_mbarrier_arrive(&room.stage_free[n & 1]);
+    const auto end_grads = [&](int n) {
+        if (thread % 32 == 0) mn_mbarrier_arrive(&smem.stage_empty[n & 1]);
         if (n == 0) return;
-        if (thread % 32 == 0) mn_mbarrier_arrive(&room.dz_free[n & 1 ^ 1]);
-        mn_once_put(room, dq, n - 1);
+        if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_empty[n & 1 ^ 1]);
+        mn_single_pass_stage_dq(smem, dq, n - 1);
     };
-    const int all = job.all;
+    const int all = coord.all;
     if (all > 0) {
-        mn_mbarrier_wait(&room.there, 0);
+        mn_mbarrier_wait(&smem.kv_full, 0);
         start_scores(0);
-        weigh(0);
+        softmax_tile(0);
         const int last = all - 1;
         for (int n = 1; n < all; n++) {
-            start_sums(n - 1);
-            mn_products_wait<0>();
-            mn_keep(dq), mn_keep(dk), mn_keep(dv);
+            start_grads(n - 1);
+            mn_wgmma_wait<0>();
+            mn_fence_operand(dq), mn_fence_operand(dk), mn_fence_operand(dv);
             start_scores(n);
-            end_sums(n - 1);
-            weigh(n);
+            end_grads(n - 1);
+            softmax_tile(n);
         }
-        start_sums(last);
-        mn_products_wait<0>();
-        mn_keep(dq);
-        end_sums(last);
-        mn_mbarrier_wait(&room.dz_there[last & 1], last / 2 & 1);
-        mn_products_start();
-        mn_once_dq_start(dq, turned, mn_smem_addr(room.dz[last & 1]));
-        mn_products_end();
-        mn_products_wait<0>();
-        mn_keep(dq);
-        mn_once_put(room, dq, last);
+        start_grads(last);
+        mn_wgmma_wait<0>();
+        mn_fence_operand(dq);
+        end_grads(last);
+        mn_mbarrier_wait(&smem.dz_full[last & 1], last / 2 & 1);
+        mn_wgmma_fence();
+        mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[last & 1]));
+        mn_wgmma_commit();
+        mn_wgmma_wait<0>();
+        mn_fence_operand(dq);
+        mn_single_pass_stage_dq(smem, dq, last);
     }
-    mn_keep(dk), mn_keep(dv);
+    mn_fence_operand(dk), mn_fence_operand(dv);
     asm volatile("bar.sync 3, 256;" ::: "memory");    // both groups are done with k
-    const int64_t first = job.t0 + job.key;
-    mn_back_put<128>(room.a, dk, p.scale, p.dk, job.b, first, job.h, job.n_keys, (int)p.call.K);
-    mn_back_put<128>(room.b, dv, 1.0f, p.dv, job.b, first, job.h, job.n_keys, (int)p.call.V);
+    const int64_t first = coord.t0 + coord.key;
+    mn_bwd_store_tile<128>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
+                           (int)p.call.K);
+    mn_bwd_store_tile<128>(smem.b, dv, 1.0f, p.dv, coord.b, first, coord.h, coord.n_keys,
+                           (int)p.call.V);
 }
 
 #endif
 
 __global__ static void __launch_bounds__(MN_FLASH_THREADS, 1)
-mn_once_scan_kernel(const __grid_constant__ mn_once k) {
+attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
-    mn_once_smem &room = *(mn_once_smem *)bytes;
+    mn_single_pass_smem &smem = *(mn_single_pass_smem *)bytes;
     if (threadIdx.x == 0) {
-        room.job = mn_once_job_of(k, atomicAdd(k.ticket, 1));
-        mn_mbarrier_init(&room.there, MN_ONCE_COPIERS);
-        mn_mbarrier_init(&room.dq_free, 1);
+        smem.coord = mn_single_pass_coord_of(k, atomicAdd(k.ticket, 1));
+        mn_mbarrier_init(&smem.kv_full, MN_SINGLE_PASS_PRODUCERS);
+        mn_mbarrier_init(&smem.dq_empty, 1);
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&room.stage_device[i], MN_ONCE_COPIERS);
-            mn_mbarrier_init(&room.stage_free[i], 8);
-            mn_mbarrier_init(&room.dz_there[i], 8);
-            mn_mbarrier_init(&room.dz_free[i], 8);
-            mn_mbarrier_init(&room.dq_there[i], 8);
+            mn_mbarrier_init(&smem.stage_full[i], MN_SINGLE_PASS_PRODUCERS);
+            mn_mbarrier_init(&smem.stage_empty[i], 8);
+            mn_mbarrier_init(&smem.dz_full[i], 8);
+            mn_mbarrier_init(&smem.dz_empty[i], 8);
+            mn_mbarrier_init(&smem.dq_full[i], 8);
         }
     }
     __syncthreads();
-    if (room.job.n_keys == 0) return;
-    if (threadIdx.x < MN_GROUP) {
+    if (smem.coord.n_keys == 0) return;
+    if (threadIdx.x < MN_WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = threadIdx.x / 32;
-        if (threadIdx.x < MN_ONCE_COPIERS) mn_once_copy(room, k);
-        else if (threadIdx.x % 32 == 0) mn_once_add(room, k, warp & 1);
+        if (threadIdx.x < MN_SINGLE_PASS_PRODUCERS) mn_single_pass_producer(smem, k);
+        else if (threadIdx.x % 32 == 0) mn_single_pass_accumulate_dq(smem, k, warp & 1);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        mn_once_multiply(room, k);
+        mn_single_pass_consumer(smem, k);
     }
 #endif
 }
@@ -482,44 +500,46 @@ mn_once_scan_kernel(const __grid_constant__ mn_once k) {
 
 /* dq of 64 queries of a head from the sums. What the key of a row's note lacks is put right, kept
  * for dk, and its tile of keys marked. */
-__global__ static void __launch_bounds__(256) mn_once_dq_kernel(const __grid_constant__ mn_once k) {
-    __shared__ __align__(16) float room[MN_ONCE_STEP][MN_ONCE_PITCH];
-    const mn_reads &p = k.f.p;
+__global__ static void __launch_bounds__(256)
+    attention_bwd_dq_postprocess_kernel(const __grid_constant__ mn_single_pass k) {
+    __shared__ __align__(16) float smem[MN_SINGLE_PASS_STEP][MN_SINGLE_PASS_PITCH];
+    const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
     const int64_t slot = blockIdx.x, h = blockIdx.y, j = h / (c.H / c.J);
-    const mn_tile_span tile = mn_tile_at(c, MN_ONCE_STEP, slot);
+    const mn_tile_span tile = mn_tile_at(c, MN_SINGLE_PASS_STEP, slot);
     if (tile.n_rows == 0) return;
-    const float *sums = k.sums + (slot * c.H + h) * MN_ONCE_CHUNK;
+    const float *sums = k.sums + (slot * c.H + h) * MN_SINGLE_PASS_CHUNK;
     const int thread = threadIdx.x, lane = thread % 32;
     const int column = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const float4 x = *(const float4 *)(sums + i * 1024 + thread * 4);
         const int row = i * 8 + lane % 4 * 2;
-        room[row][column] = x.x, room[row + 1][column] = x.y;
-        room[row][column + 8] = x.z, room[row + 1][column + 8] = x.w;
+        smem[row][column] = x.x, smem[row + 1][column] = x.y;
+        smem[row][column + 8] = x.z, smem[row + 1][column + 8] = x.w;
     }
     __syncthreads();
     const int64_t b = tile.span.b, t = tile.span.t0 + tile.first;
-    const int64_t slot0 = mn_once_slot(c, tile, c.L, MN_ONCE_KEYS);
+    const int64_t slot0 = mn_single_pass_slot(c, tile, c.L, MN_SINGLE_PASS_KEYS);
     const int first = thread % 16 * 8;
     for (int row = thread / 16; row < tile.n_rows; row += 16) {
         float x[8];
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = room[row][first + i];
-        const int64_t at = mn_once_row(c, b, h, t + row);
-        const int noted = k.noted[at];
-        if (noted >= 0) {
-            float lacks = 0.0f, key[8];
-            for (int i = 0; i < 8; i++) lacks -= sums[MN_ONCE_SUMS + i * MN_ONCE_STEP + row];
+        for (int i = 0; i < 8; i++) x[i] = smem[row][first + i];
+        const int64_t at = mn_single_pass_row(c, b, h, t + row);
+        const int dominant_key = k.dominant_key[at];
+        if (dominant_key >= 0) {
+            float residual = 0.0f, key[8];
+            for (int i = 0; i < 8; i++) residual -=
+                sums[MN_SINGLE_PASS_ACC + i * MN_SINGLE_PASS_STEP + row];
             if (first < c.K) {
-                mn_load<8>(key, mn_row<mn_bf16>(p.k, b, tile.span.t0 + noted, j), first);
+                mn_load<8>(key, mn_row<mn_bf16>(p.k, b, tile.span.t0 + dominant_key, j), first);
 #pragma unroll
-                for (int i = 0; i < 8; i++) x[i] = fmaf(lacks, key[i], x[i]);
+                for (int i = 0; i < 8; i++) x[i] = fmaf(residual, key[i], x[i]);
             }
             if (first == 0) {
-                k.b[at] = lacks;
-                k.flags[(slot0 + noted / MN_ONCE_KEYS) * c.J + j] = 1;
+                k.b[at] = residual;
+                k.flags[(slot0 + dominant_key / MN_SINGLE_PASS_KEYS) * c.J + j] = 1;
             }
         }
         if (!p.dq.data || first >= c.K) continue;
@@ -531,33 +551,35 @@ __global__ static void __launch_bounds__(256) mn_once_dq_kernel(const __grid_con
 
 /* ---- dk of noted keys ------------------------------------------------------------------------ */
 
-enum { MN_ONCE_LOOK = 1024, MN_ONCE_LOOKERS = 128 };    // rows looked at together; threads
+// rows looked at together; threads
+enum { MN_SINGLE_PASS_SEARCH = 1024, MN_SINGLE_PASS_SEARCH_THREADS = 128 };
 
 /* Rows t + [0, n) of head h that noted one of the tile's keys, in order; how many they are. Each
  * thread looks at neighbouring rows. */
-__device__ inline int mn_once_find(int2 *found, int *counts, const int *noted, int n,
+__device__ inline int mn_single_pass_compact(int2 *found, int *counts, const int *dominant_key,
+                                             int n,
                                    int64_t first_key) {
-    constexpr int each = MN_ONCE_LOOK / MN_ONCE_LOOKERS;
+    constexpr int each = MN_SINGLE_PASS_SEARCH / MN_SINGLE_PASS_SEARCH_THREADS;
     const int thread = threadIdx.x;
     int keys[each], count = 0;
 #pragma unroll
     for (int i = 0; i < each; i++) {
         const int row = thread * each + i;
-        const int64_t key = row < n ? noted[row] - first_key : -1;
-        keys[i] = key >= 0 && key < MN_ONCE_KEYS ? (int)key : -1;
+        const int64_t key = row < n ? dominant_key[row] - first_key : -1;
+        keys[i] = key >= 0 && key < MN_SINGLE_PASS_KEYS ? (int)key : -1;
         count += keys[i] >= 0;
     }
     int before = count;
     for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const int there = __shfl_up_sync(0xffffffffu, before, lanes);
-        if (thread % 32 >= lanes) before += there;
+        const int kv_full = __shfl_up_sync(0xffffffffu, before, lanes);
+        if (thread % 32 >= lanes) before += kv_full;
     }
     __syncthreads();
     if (thread % 32 == 31) counts[thread / 32] = before;
     __syncthreads();
     int all = 0;
     before -= count;
-    for (int warp = 0; warp < MN_ONCE_LOOKERS / 32; warp++) {
+    for (int warp = 0; warp < MN_SINGLE_PASS_SEARCH_THREADS / 32; warp++) {
         if (warp < thread / 32) before += counts[warp];
         all += counts[warp];
     }
@@ -570,27 +592,28 @@ __device__ inline int mn_once_find(int2 *found, int *counts, const int *noted, i
 }
 
 /* dk += scale lacks q over the rows that noted one of 128 keys, a thread for each column. */
-__global__ static void __launch_bounds__(MN_ONCE_LOOKERS)
-mn_once_dk_kernel(const __grid_constant__ mn_once k) {
+__global__ static void __launch_bounds__(MN_SINGLE_PASS_SEARCH_THREADS)
+attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
     extern __shared__ float sum[];    // (keys, columns)
-    __shared__ int2 found[MN_ONCE_LOOK];
-    __shared__ int counts[MN_ONCE_LOOKERS / 32];
-    const mn_reads &p = k.f.p;
+    __shared__ int2 found[MN_SINGLE_PASS_SEARCH];
+    __shared__ int counts[MN_SINGLE_PASS_SEARCH_THREADS / 32];
+    const mn_attn_params &p = k.f.p;
     mn_call keys = p.call;
     keys.T = keys.L;
     const int64_t j = blockIdx.y, H = p.call.H, heads = H / keys.J;
     if (!k.flags[blockIdx.x * keys.J + j]) return;
-    const mn_tile_span tile = mn_tile_at(keys, MN_ONCE_KEYS, blockIdx.x);
+    const mn_tile_span tile = mn_tile_at(keys, MN_SINGLE_PASS_KEYS, blockIdx.x);
     const int64_t b = tile.span.b, t0 = tile.span.t0, K = keys.K;
     const int64_t length = keys.cu_seqlens ? tile.span.length : p.call.T;
     const int64_t first = max(tile.first - mn_keys_before(p.call), (int64_t)0);
     const int column = threadIdx.x;
-    for (int i = 0; i < MN_ONCE_KEYS; i++) sum[i * 128 + column] = 0.0f;
+    for (int i = 0; i < MN_SINGLE_PASS_KEYS; i++) sum[i * 128 + column] = 0.0f;
     for (int64_t h = j * heads; h < (j + 1) * heads; h++) {
-        for (int64_t t = first; t < length; t += MN_ONCE_LOOK) {
-            const int64_t at = mn_once_row(p.call, b, h, t0 + t);
-            const int n = (int)min((int64_t)MN_ONCE_LOOK, length - t);
-            const int n_found = mn_once_find(found, counts, k.noted + at, n, tile.first);
+        for (int64_t t = first; t < length; t += MN_SINGLE_PASS_SEARCH) {
+            const int64_t at = mn_single_pass_row(p.call, b, h, t0 + t);
+            const int n = (int)min((int64_t)MN_SINGLE_PASS_SEARCH, length - t);
+            const int n_found = mn_single_pass_compact(found, counts, k.dominant_key + at, n,
+                                                       tile.first);
             for (int i = 0; i < n_found && column < K; i++) {
                 const int row = found[i].x;
                 const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, t0 + t + row, h);
@@ -607,79 +630,84 @@ mn_once_dk_kernel(const __grid_constant__ mn_once k) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-static const int64_t mn_once_cache = (int64_t)64 << 20;    // bytes that a section goes over
+// bytes that a section goes over
+static const int64_t mn_single_pass_l2_bytes = (int64_t)64 << 20;
 
 /* By its kind and sizes, never by its length. */
-inline bool mn_once_serves(const mn_reads &p) {
+inline bool mn_single_pass_supported(const mn_attn_params &p) {
     return p.softmax && p.lse.data && p.o.data && mn_max(p.call.K, p.call.V) > 64 &&
-           mn_flash_serves_back(p);
+           mn_flash_bwd_supported(p);
 }
 
 /* Offsets of the parts of the work space, in numbers of four bytes; the last is its size. */
-struct mn_once_parts {
-    int64_t rows, turns, flags, n_turns, n_flags, sums, all;
+struct mn_single_pass_layout {
+    int64_t rows, semaphores, flags, n_semaphores, n_flags, sums, all;
 };
 
-inline bool mn_once_parts_of(mn_once_parts *to, const mn_call &c) {
+inline bool mn_single_pass_layout_of(mn_single_pass_layout *to, const mn_call &c) {
     mn_call keys = c;
     keys.T = keys.L;
     int64_t sums;
     const bool ok = mn_mul_i64(&to->rows, c.B * c.T, c.H) && to->rows < INT64_MAX / 8 &&
-                    mn_mul_i64(&to->n_turns, mn_tile_slots(c, MN_ONCE_STEP), c.H) &&
-                    mn_mul_i64(&to->n_flags, mn_tile_slots(keys, MN_ONCE_KEYS), c.J) &&
-                    mn_mul_i64(&sums, to->n_turns, MN_ONCE_CHUNK);
+                    mn_mul_i64(&to->n_semaphores, mn_tile_slots(c, MN_SINGLE_PASS_STEP), c.H) &&
+                    mn_mul_i64(&to->n_flags, mn_tile_slots(keys, MN_SINGLE_PASS_KEYS), c.J) &&
+                    mn_mul_i64(&sums, to->n_semaphores, MN_SINGLE_PASS_CHUNK);
     if (!ok) return false;
-    to->turns = 3 * to->rows;
-    to->flags = to->turns + to->n_turns;
+    to->semaphores = 3 * to->rows;
+    to->flags = to->semaphores + to->n_semaphores;
     to->sums = (to->flags + to->n_flags + 1 + 63) / 64 * 64;    // the ticket behind the flags
     return mn_add_i64(&to->all, to->sums, sums);
 }
 
-inline bool mn_once_plan(mn_plan *plan, const mn_reads &p) {
-    mn_once_parts parts;
-    return mn_once_parts_of(&parts, p.call) &&
-           mn_mul_size(&plan->shared_bytes, (size_t)parts.all, sizeof(float));
+inline bool mn_single_pass_plan(mn_plan *plan, const mn_attn_params &p) {
+    mn_single_pass_layout layout;
+    return mn_single_pass_layout_of(&layout, p.call) &&
+           mn_mul_size(&plan->shared_bytes, (size_t)layout.all, sizeof(float));
 }
 
-inline mn_once mn_once_of(const mn_reads &p, const mn_once_parts &parts, float *shared,
+inline mn_single_pass mn_single_pass_of(const mn_attn_params &p,
+                                        const mn_single_pass_layout &layout, float *shared,
                           int64_t *blocks) {
     const mn_call &c = p.call;
     mn_call keys = c;
     keys.T = keys.L;
-    mn_once k = {};
-    k.f = mn_flash_of(p, keys, c.J, MN_ONCE_KEYS, 1, blocks);
+    mn_single_pass k = {};
+    k.f = mn_flash_params_of(p, keys, c.J, MN_SINGLE_PASS_KEYS, 1, blocks);
     const int64_t each = c.L * (c.K + c.V) * 2 + c.H / c.J * c.T * (c.K * 6 + c.V * 2) + 1;
     const int64_t heads = c.cu_seqlens ? c.J : c.J * c.B;
-    k.f.section = mn_min(mn_max(mn_once_cache / each, 1), heads);
+    k.f.section = mn_min(mn_max(mn_single_pass_l2_bytes / each, 1), heads);
     k.a = shared;
-    k.b = shared + parts.rows;
-    k.noted = (int *)(shared + 2 * parts.rows);
-    k.turns = (int *)(shared + parts.turns);
-    k.flags = (int *)(shared + parts.flags);
-    k.ticket = k.flags + parts.n_flags;
-    k.sums = shared + parts.sums;
-    k.n_turns = parts.n_turns, k.n_flags = parts.n_flags;
+    k.b = shared + layout.rows;
+    k.dominant_key = (int *)(shared + 2 * layout.rows);
+    k.semaphores = (int *)(shared + layout.semaphores);
+    k.flags = (int *)(shared + layout.flags);
+    k.ticket = k.flags + layout.n_flags;
+    k.sums = shared + layout.sums;
+    k.n_semaphores = layout.n_semaphores, k.n_flags = layout.n_flags;
     return k;
 }
 
-inline int mn_once_backward(const mn_reads &p, float *shared, cudaStream_t stream) {
+inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream_t stream) {
     const mn_call &c = p.call;
-    mn_once_parts parts;
+    mn_single_pass_layout layout;
     int64_t blocks;
-    if (!mn_once_parts_of(&parts, c)) return cudaErrorInvalidValue;
-    const mn_once k = mn_once_of(p, parts, shared, &blocks);
+    if (!mn_single_pass_layout_of(&layout, c)) return cudaErrorInvalidValue;
+    const mn_single_pass k = mn_single_pass_of(p, layout, shared, &blocks);
     if (c.H > 65535 || blocks > INT32_MAX) return cudaErrorNotSupported;
-    const int64_t groups = MN_ONCE_ROW_THREADS / MN_ONCE_ROW_GROUP;
-    mn_once_rows_kernel<<<mn_blocks(parts.rows, groups), MN_ONCE_ROW_THREADS, 0, stream>>>(k);
+    const int64_t row_groups = MN_SINGLE_PASS_ROW_THREADS / MN_SINGLE_PASS_ROW_GROUP;
+    attention_bwd_preprocess_kernel<<<mn_blocks(layout.rows, row_groups),
+        MN_SINGLE_PASS_ROW_THREADS, 0, stream>>>(k);
     if (blocks == 0) return mn_launch_status();
-    const int code = mn_launch_smem(mn_once_scan_kernel, dim3((unsigned)blocks),
-                                         MN_FLASH_THREADS, sizeof(mn_once_smem), stream, k);
+    const int code = mn_launch_smem(attention_bwd_single_pass_kernel, dim3((unsigned)blocks),
+                                         MN_FLASH_THREADS, sizeof(mn_single_pass_smem), stream, k);
     if (code != cudaSuccess) return code;
-    const dim3 queries((unsigned)(parts.n_turns / c.H), (unsigned)c.H);
-    if (parts.n_turns > 0) mn_once_dq_kernel<<<queries, 256, 0, stream>>>(k);
-    const dim3 tiles((unsigned)(parts.n_flags / c.J), (unsigned)c.J);
+    const dim3 queries((unsigned)(layout.n_semaphores / c.H), (unsigned)c.H);
+    if (layout.n_semaphores > 0) attention_bwd_dq_postprocess_kernel<<<queries, 256, 0,
+        stream>>>(k);
+    const dim3 tiles((unsigned)(layout.n_flags / c.J), (unsigned)c.J);
     if (!p.dk.data) return mn_launch_status();
-    return mn_launch_smem(mn_once_dk_kernel, tiles, 128, MN_ONCE_KEYS * 128 * sizeof(float),
+    return mn_launch_smem(attention_bwd_dk_correction_kernel, tiles, 128,
+                          MN_SINGLE_PASS_KEYS * 128 * sizeof(float),
                                stream, k);
 }
 

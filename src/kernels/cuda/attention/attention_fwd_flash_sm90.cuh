@@ -19,69 +19,70 @@ namespace mneme::attention {
 enum {
     MN_FLASH_QUERIES = 128,
     MN_FLASH_KEYS = 128,
-    MN_FLASH_THREADS = 3 * MN_GROUP,
+    MN_FLASH_THREADS = 3 * MN_WARPGROUP,
 };
-static const int64_t mn_flash_cache = (int64_t)24 << 20;    // bytes of keys and values of a section
+// bytes of keys and values of a section
+static const int64_t mn_flash_l2_bytes = (int64_t)24 << 20;
 
 /* What blocks need to find their work: tiles of a head, heads of a section. */
-struct mn_flash {
-    mn_reads p;
+struct mn_flash_params {
+    mn_attn_params p;
     int64_t tiles, section;
 };
 
-struct mn_flash_place {
+struct mn_flash_coord {
     mn_tile_span tile;    // queries
     int64_t h, before;
 };
 
 /* `last_first` for queries, of which late ones see many keys; not for keys, which early ones are
  * seen by most. */
-__device__ inline mn_flash_place mn_flash_find(const mn_flash &f, int64_t unit,
+__device__ inline mn_flash_coord mn_flash_coord_of(const mn_flash_params &f, int64_t block_id,
                                                const mn_call &call, int64_t heads, int64_t rows,
                                                bool last_first) {
     const int64_t all = call.cu_seqlens ? heads : heads * call.B;
-    const int64_t first = unit / (f.section * f.tiles) * f.section;
-    const int64_t in = unit % (f.section * f.tiles), count = min(f.section, all - first);
+    const int64_t first = block_id / (f.section * f.tiles) * f.section;
+    const int64_t in = block_id % (f.section * f.tiles), count = min(f.section, all - first);
     const int64_t tile = last_first ? f.tiles - 1 - in / count : in / count;
     const int64_t head = first + in % count;
-    mn_flash_place place;
+    mn_flash_coord coord;
     const int64_t slot = call.cu_seqlens ? tile : head / heads * f.tiles + tile;
-    place.tile = mn_tile_at(call, rows, slot);
-    place.h = head % heads;
-    place.before = mn_keys_before(call);
-    return place;
+    coord.tile = mn_tile_at(call, rows, slot);
+    coord.h = head % heads;
+    coord.before = mn_keys_before(call);
+    return coord;
 }
 
 template <int D>
 struct alignas(1024) mn_flash_smem {
     static constexpr int bytes = 128 * D * 2;    // of a tile of 128 rows
     unsigned char q[bytes], k[2][bytes], v[2][bytes];
-    uint64_t q_there, k_there[2], v_there[2], k_free[2], v_free[2];
+    uint64_t q_full, k_full[2], v_full[2], k_empty[2], v_empty[2];
 };
 
 /* The copying warp group: queries, then keys and values in turns of two stages. */
 template <int D>
-__device__ inline void mn_flash_copy(mn_flash_smem<D> &room, const mn_flash_place &at,
-                                     const mn_reads &p, int n_tiles) {
-    const int i = threadIdx.x % MN_GROUP, K = (int)p.call.K, V = (int)p.call.V;
+__device__ inline void mn_flash_producer(mn_flash_smem<D> &smem, const mn_flash_coord &at,
+                                     const mn_attn_params &p, int n_tiles) {
+    const int i = threadIdx.x % MN_WARPGROUP, K = (int)p.call.K, V = (int)p.call.V;
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, j = at.h / (p.call.H / p.call.J);
     const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, t0 + at.tile.first, at.h);
     const mn_bf16 *k = mn_row<mn_bf16>(p.k, b, t0, j), *v = mn_row<mn_bf16>(p.v, b, t0, j);
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
-    mn_copy_tile<128, D>(mn_smem_addr(room.q), q, p.q.stride[1], (int)at.tile.n_rows, K, i);
+    mn_cp_async_tile<128, D>(mn_smem_addr(smem.q), q, p.q.stride[1], (int)at.tile.n_rows, K, i);
     for (int n = 0; n < n_tiles; n++) {
         const int stage = n & 1, phase = (n >> 1 & 1) ^ 1, first = n * MN_FLASH_KEYS;
-        mn_mbarrier_wait(&room.k_free[stage], phase);
-        mn_copy_tile<128, D>(mn_smem_addr(room.k[stage]), k + first * p.k.stride[1],
+        mn_mbarrier_wait(&smem.k_empty[stage], phase);
+        mn_cp_async_tile<128, D>(mn_smem_addr(smem.k[stage]), k + first * p.k.stride[1],
                              p.k.stride[1], n_keys - first, K, i);
-        mn_copies_done();
-        if (n == 0) mn_mbarrier_arrive(&room.q_there);
-        mn_mbarrier_arrive(&room.k_there[stage]);
-        mn_mbarrier_wait(&room.v_free[stage], phase);
-        mn_copy_tile<128, D>(mn_smem_addr(room.v[stage]), v + first * p.v.stride[1],
+        mn_cp_async_wait_fence();
+        if (n == 0) mn_mbarrier_arrive(&smem.q_full);
+        mn_mbarrier_arrive(&smem.k_full[stage]);
+        mn_mbarrier_wait(&smem.v_empty[stage], phase);
+        mn_cp_async_tile<128, D>(mn_smem_addr(smem.v[stage]), v + first * p.v.stride[1],
                              p.v.stride[1], n_keys - first, V, i);
-        mn_copies_done();
-        mn_mbarrier_arrive(&room.v_there[stage]);
+        mn_cp_async_wait_fence();
+        mn_mbarrier_arrive(&smem.v_full[stage]);
     }
 }
 
@@ -89,14 +90,14 @@ __device__ inline void mn_flash_copy(mn_flash_smem<D> &room, const mn_flash_plac
 
 /* What a thread knows of its two rows: the largest score and the sum of weights, or (relu) the sum
  * of squared scores. */
-struct mn_flash_state {
-    float most[2], sum[2];
+struct mn_flash_row_state {
+    float row_max[2], sum[2];
 };
 
 /* Scores beyond what rows see become -inf, or 0 for relu; `left` keys of the tile are seen by the
  * thread's first row, eight more by its second. */
 template <bool softmax, int N>
-__device__ inline void mn_flash_mask(float (&z)[N], int left) {
+__device__ inline void mn_flash_causal_mask(float (&z)[N], int left) {
     const int column = threadIdx.x % 4 * 2;
     const float none = softmax ? -INFINITY : 0.0f;
 #pragma unroll
@@ -107,7 +108,8 @@ __device__ inline void mn_flash_mask(float (&z)[N], int left) {
 
 /* z becomes weights; `by` is what earlier sums are multiplied with. */
 template <bool softmax>
-__device__ inline void mn_flash_weigh(float (&z)[64], mn_flash_state &s, float (&by)[2],
+__device__ inline void mn_flash_online_softmax(float (&z)[64], mn_flash_row_state &s,
+                                               float (&by)[2],
                                       float scale) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -121,13 +123,13 @@ __device__ inline void mn_flash_weigh(float (&z)[64], mn_flash_state &s, float (
             s.sum[r] += sum;
             continue;
         }
-        float most = s.most[r];
+        float row_max = s.row_max[r];
 #pragma unroll
-        for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) most = fmaxf(most, z[i]);
-        most = mn_quad_max(most);
-        by[r] = mn_exp2((s.most[r] - most) * scale);
-        s.most[r] = most;
-        const float shift = -most * scale;
+        for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) row_max = fmaxf(row_max, z[i]);
+        row_max = mn_quad_max(row_max);
+        by[r] = mn_exp2((s.row_max[r] - row_max) * scale);
+        s.row_max[r] = row_max;
+        const float shift = -row_max * scale;
 #pragma unroll
         for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) {
             z[i] = mn_exp2(fmaf(z[i], scale, shift));
@@ -137,82 +139,83 @@ __device__ inline void mn_flash_weigh(float (&z)[64], mn_flash_state &s, float (
     }
 }
 
-__device__ inline void mn_flash_pack(uint32_t (&p)[32], const float (&z)[64]) {
+__device__ inline void mn_flash_pack_bf16(uint32_t (&p)[32], const float (&z)[64]) {
 #pragma unroll
-    for (int i = 0; i < 32; i++) p[i] = mn_pair(z[2 * i], z[2 * i + 1]);
+    for (int i = 0; i < 32; i++) p[i] = mn_bf16x2(z[2 * i], z[2 * i + 1]);
 }
 
-/* The two multiplying groups start products in turns, so that one makes weights while products of
- * the other run: waits for the turn of group `half`; gives it to the other one, if that waits. */
-__device__ inline void mn_flash_turn(int half) {
+/* The two multiplying thread_groups start products in turns, so that one makes weights while
+ * products of the other run: waits for the turn of group `half`; gives it to the other one, if
+ * that waits. */
+__device__ inline void mn_flash_scheduler_sync(int half) {
     asm volatile("bar.sync %0, 256;" ::"r"(3 + half) : "memory");
 }
 
-__device__ inline void mn_flash_pass(int half, bool waits) {
+__device__ inline void mn_flash_scheduler_arrive(int half, bool waits) {
     if (waits) asm volatile("bar.arrive %0, 256;" ::"r"(4 - half) : "memory");
 }
 
 /* A multiplying warp group, 64 queries of the block. */
 template <int D, bool softmax>
-__device__ inline void mn_flash_multiply(mn_flash_smem<D> &room, const mn_flash_place &at,
-                                         const mn_reads &p, int n_tiles) {
-    const int half = threadIdx.x / MN_GROUP - 1, thread = threadIdx.x % MN_GROUP;
+__device__ inline void mn_flash_consumer(mn_flash_smem<D> &smem, const mn_flash_coord &at,
+                                         const mn_attn_params &p, int n_tiles) {
+    const int half = threadIdx.x / MN_WARPGROUP - 1, thread = threadIdx.x % MN_WARPGROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int seen = (int)(at.before + at.tile.first) + row + 1;    // keys of the first row
     const float scale = p.scale * 1.4426950408889634f;
-    const uint32_t q = mn_smem_addr(room.q) + half * 64 * 128;
-    mn_flash_state s = { { -INFINITY, -INFINITY }, { 0.0f, 0.0f } };
+    const uint32_t q = mn_smem_addr(smem.q) + half * 64 * 128;
+    mn_flash_row_state s = { { -INFINITY, -INFINITY }, { 0.0f, 0.0f } };
     float o[D / 2] = {}, z[64], by[2];
     uint32_t w[32];
-    const auto weigh = [&](int n) {
+    const auto softmax_tile = [&](int n) {
         const int left = seen - n * MN_FLASH_KEYS;
-        if (left < MN_FLASH_KEYS) mn_flash_mask<softmax>(z, left);
-        mn_flash_weigh<softmax>(z, s, by, scale);
+        if (left < MN_FLASH_KEYS) mn_flash_causal_mask<softmax>(z, left);
+        mn_flash_online_softmax<softmax>(z, s, by, scale);
     };
     const auto scores = [&](int n) {
-        mn_mbarrier_wait(&room.k_there[n & 1], n >> 1 & 1);
-        if (n > 0) mn_flash_turn(half);
-        mn_products_start();
-        mn_scores_start<D, 128, 128>(z, q, mn_smem_addr(room.k[n & 1]));
-        mn_products_end();
+        mn_mbarrier_wait(&smem.k_full[n & 1], n >> 1 & 1);
+        if (n > 0) mn_flash_scheduler_sync(half);
+        mn_wgmma_fence();
+        mn_wgmma_abt<D, 128, 128>(z, q, mn_smem_addr(smem.k[n & 1]));
+        mn_wgmma_commit();
     };
     const auto read = [&](int n) {
-        mn_mbarrier_wait(&room.v_there[n & 1], n >> 1 & 1);
-        mn_products_start();
-        mn_read_start<128, D>(o, w, mn_smem_addr(room.v[n & 1]), true);
-        mn_products_end();
+        mn_mbarrier_wait(&smem.v_full[n & 1], n >> 1 & 1);
+        mn_wgmma_fence();
+        mn_wgmma_ab<128, D>(o, w, mn_smem_addr(smem.v[n & 1]), true);
+        mn_wgmma_commit();
     };
-    mn_flash_pass(half, half == 1 && n_tiles > 1);    // the first group begins
-    mn_mbarrier_wait(&room.q_there, 0);
+    mn_flash_scheduler_arrive(half, half == 1 && n_tiles > 1);    // the first group begins
+    mn_mbarrier_wait(&smem.q_full, 0);
     scores(0);
-    mn_products_wait<0>();
-    if (thread % 32 == 0) mn_mbarrier_arrive(&room.k_free[0]);
-    weigh(0);
-    mn_flash_pack(w, z);
+    mn_wgmma_wait<0>();
+    if (thread % 32 == 0) mn_mbarrier_arrive(&smem.k_empty[0]);
+    softmax_tile(0);
+    mn_flash_pack_bf16(w, z);
     for (int n = 1; n < n_tiles; n++) {
         scores(n);
         read(n - 1);
-        mn_flash_pass(half, n + half < n_tiles);
-        mn_products_wait<1>();
-        if (thread % 32 == 0) mn_mbarrier_arrive(&room.k_free[n & 1]);
-        weigh(n);
-        mn_products_wait<0>();
-        if (thread % 32 == 0) mn_mbarrier_arrive(&room.v_free[n & 1 ^ 1]);
+        mn_flash_scheduler_arrive(half, n + half < n_tiles);
+        mn_wgmma_wait<1>();
+        if (thread % 32 == 0) mn_mbarrier_arrive(&smem.k_empty[n & 1]);
+        softmax_tile(n);
+        mn_wgmma_wait<0>();
+        if (thread % 32 == 0) mn_mbarrier_arrive(&smem.v_empty[n & 1 ^ 1]);
         if (softmax) {
 #pragma unroll
             for (int i = 0; i < D / 2; i++) o[i] *= by[i % 4 / 2];
         }
-        mn_flash_pack(w, z);
+        mn_flash_pack_bf16(w, z);
     }
     read(n_tiles - 1);
-    mn_products_wait<0>();
+    mn_wgmma_wait<0>();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float sum = mn_quad_sum(s.sum[r]);
         by[r] = softmax ? 1.0f / sum : p.scale / fmaxf(p.scale * sqrtf(sum), p.eps);
         if (softmax && p.lse.data && thread % 4 == 0 && row + 8 * r < at.tile.n_rows) {
             *mn_row<float>(p.lse, at.tile.span.b, at.tile.span.t0 + at.tile.first + row + 8 * r,
-                           at.h) = fmaf(s.most[r], p.scale, logf(sum));
+                           at.h) = fmaf(s.row_max[r], p.scale, logf(sum));
         }
     }
     if (!p.o.data) return;
@@ -220,16 +223,16 @@ __device__ inline void mn_flash_multiply(mn_flash_smem<D> &room, const mn_flash_
 #pragma unroll
     for (int i = 0; i < D / 2; i += 2) {
         const int column = i / 4 * 8 + thread % 4 * 2, r = i % 4 / 2;
-        *(uint32_t *)(room.q + mn_tile_byte(128, row + 8 * r, column)) =
-            mn_pair(o[i] * by[r], o[i + 1] * by[r]);
+        *(uint32_t *)(smem.q + mn_swizzle_byte(128, row + 8 * r, column)) =
+            mn_bf16x2(o[i] * by[r], o[i + 1] * by[r]);
     }
     asm volatile("bar.sync %0, 128;" ::"r"(half + 1) : "memory");
     const int64_t b = at.tile.span.b, t = at.tile.span.t0 + at.tile.first;
-    for (int i = thread; i < 64 * D / 8; i += MN_GROUP) {
+    for (int i = thread; i < 64 * D / 8; i += MN_WARPGROUP) {
         const int r = half * 64 + i / (D / 8), column = i % (D / 8) * 8;
         if (r >= at.tile.n_rows || column >= p.call.V) continue;
         *(uint4 *)(mn_row<mn_bf16>(p.o, b, t + r, at.h) + column) =
-            *(const uint4 *)(room.q + mn_tile_byte(128, r, column));
+            *(const uint4 *)(smem.q + mn_swizzle_byte(128, r, column));
     }
 }
 
@@ -237,31 +240,31 @@ __device__ inline void mn_flash_multiply(mn_flash_smem<D> &room, const mn_flash_
 
 template <int D, bool softmax>
 __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
-mn_flash_forward_kernel(const __grid_constant__ mn_flash f) {
+attention_fwd_flash_kernel(const __grid_constant__ mn_flash_params f) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
-    mn_flash_smem<D> &room = *(mn_flash_smem<D> *)bytes;
-    const mn_flash_place at =
-        mn_flash_find(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
+    mn_flash_smem<D> &smem = *(mn_flash_smem<D> *)bytes;
+    const mn_flash_coord at =
+        mn_flash_coord_of(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
     if (at.tile.n_rows == 0) return;
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
     const int n_tiles = (n_keys + MN_FLASH_KEYS - 1) / MN_FLASH_KEYS;
     if (threadIdx.x == 0) {
-        mn_mbarrier_init(&room.q_there, MN_GROUP);
+        mn_mbarrier_init(&smem.q_full, MN_WARPGROUP);
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&room.k_there[i], MN_GROUP);
-            mn_mbarrier_init(&room.v_there[i], MN_GROUP);
-            mn_mbarrier_init(&room.k_free[i], 8);
-            mn_mbarrier_init(&room.v_free[i], 8);
+            mn_mbarrier_init(&smem.k_full[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.v_full[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.k_empty[i], 8);
+            mn_mbarrier_init(&smem.v_empty[i], 8);
         }
     }
     __syncthreads();
-    if (threadIdx.x < MN_GROUP) {
+    if (threadIdx.x < MN_WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        mn_flash_copy<D>(room, at, f.p, n_tiles);
+        mn_flash_producer<D>(smem, at, f.p, n_tiles);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        mn_flash_multiply<D, softmax>(room, at, f.p, n_tiles);
+        mn_flash_consumer<D, softmax>(smem, at, f.p, n_tiles);
     }
 #endif
 }
@@ -269,60 +272,65 @@ mn_flash_forward_kernel(const __grid_constant__ mn_flash f) {
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* Whether rows can be copied in packs of eight. */
-inline bool mn_flash_packable(const void *data, const int64_t *stride) {
-    bool whole = (uintptr_t)data % 16 == 0;
-    for (int axis = 0; axis < 3; axis++) whole = whole && stride[axis] % 8 == 0;
-    return whole;
+inline bool mn_flash_vec_aligned(const void *data, const int64_t *stride) {
+    bool vec_aligned = (uintptr_t)data % 16 == 0;
+    for (int axis = 0; axis < 3; axis++) vec_aligned = vec_aligned && stride[axis] % 8 == 0;
+    return vec_aligned;
 }
 
 /* Whether the kernels serve a call: by its kind and sizes, never by its length. */
-inline bool mn_flash_serves(const mn_reads &p) {
+inline bool mn_flash_supported(const mn_attn_params &p) {
     const mn_call &c = p.call;
     return c.dtype == MN_BF16 && p.rope == 0 && p.scale > 0.0f && c.K % 8 == 0 && c.K <= 128 &&
-           c.V % 8 == 0 && c.V <= 128 && mn_flash_packable(p.q.data, p.q.stride) &&
-           mn_flash_packable(p.k.data, p.k.stride) && mn_flash_packable(p.v.data, p.v.stride) &&
-           mn_flash_packable(p.o.data, p.o.stride) &&
-           mn_flash_packable(p.d_o.data, p.d_o.stride) && c.L < INT32_MAX / 2
+           c.V % 8 == 0 && c.V <= 128 && mn_flash_vec_aligned(p.q.data, p.q.stride) &&
+           mn_flash_vec_aligned(p.k.data, p.k.stride)
+               && mn_flash_vec_aligned(p.v.data, p.v.stride) &&
+           mn_flash_vec_aligned(p.o.data, p.o.stride) &&
+           mn_flash_vec_aligned(p.d_o.data, p.d_o.stride) && c.L < INT32_MAX / 2
                && mn_device_is_sm90();
 }
 
 /* Work of tiles of `rows` rows of `heads` heads, `shared_by` of which share keys and values; in
  * *blocks how many there are. */
-inline mn_flash mn_flash_of(const mn_reads &p, const mn_call &call, int64_t heads, int64_t rows,
+inline mn_flash_params mn_flash_params_of(const mn_attn_params &p, const mn_call &call,
+                                          int64_t heads, int64_t rows,
                             int64_t shared_by, int64_t *blocks) {
     const int64_t each = call.L * (p.call.K + p.call.V) * 2 + 1;
     const int64_t all = call.cu_seqlens ? heads : heads * call.B;
-    mn_flash f = { p, mn_tile_slots(call, rows), mn_max(mn_flash_cache / each, 1) * shared_by };
+    mn_flash_params f = { p, mn_tile_slots(call, rows),
+        mn_max(mn_flash_l2_bytes / each, 1) * shared_by };
     if (!call.cu_seqlens) f.tiles = mn_ceil_div(call.T, rows);
     f.section = mn_min(f.section, all);
     *blocks = f.tiles * all;
     return f;
 }
 
-template <typename Work>
-inline int mn_flash_start(void (*kernel)(Work), const Work &work, int64_t blocks, size_t bytes,
+template <typename Params>
+inline int mn_flash_launch(void (*kernel)(Params), const Params &params, int64_t blocks,
+                           size_t bytes,
                           cudaStream_t stream) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     return mn_launch_smem(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS, bytes, stream,
-                               work);
+                               params);
 }
 
 template <int D, bool softmax>
-inline int mn_flash_forward_of(const mn_reads &p, cudaStream_t stream) {
+inline int mn_flash_fwd_of(const mn_attn_params &p, cudaStream_t stream) {
     int64_t blocks;
-    const mn_flash f = mn_flash_of(p, p.call, p.call.H, MN_FLASH_QUERIES, p.call.H / p.call.J,
+    const mn_flash_params f = mn_flash_params_of(p, p.call, p.call.H, MN_FLASH_QUERIES,
+                                                 p.call.H / p.call.J,
                                    &blocks);
-    return mn_flash_start(mn_flash_forward_kernel<D, softmax>, f, blocks,
+    return mn_flash_launch(attention_fwd_flash_kernel<D, softmax>, f, blocks,
                           sizeof(mn_flash_smem<D>), stream);
 }
 
-inline int mn_flash_forward(const mn_reads &p, cudaStream_t stream) {
+inline int mn_flash_fwd(const mn_attn_params &p, cudaStream_t stream) {
     const bool wide = mn_max(p.call.K, p.call.V) > 64;
-    if (p.softmax && wide) return mn_flash_forward_of<128, true>(p, stream);
-    if (p.softmax) return mn_flash_forward_of<64, true>(p, stream);
-    if (wide) return mn_flash_forward_of<128, false>(p, stream);
-    return mn_flash_forward_of<64, false>(p, stream);
+    if (p.softmax && wide) return mn_flash_fwd_of<128, true>(p, stream);
+    if (p.softmax) return mn_flash_fwd_of<64, true>(p, stream);
+    if (wide) return mn_flash_fwd_of<128, false>(p, stream);
+    return mn_flash_fwd_of<64, false>(p, stream);
 }
 
 }    // namespace mneme::attention

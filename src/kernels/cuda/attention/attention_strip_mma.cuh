@@ -1,8 +1,8 @@
-/* attention_strip_mma.cuh - products of attention_strip.cuh by tensor cores, for bf16 whose rows
- * can be read in packs of eight. Weights of a strip go into products rounded to bf16, as those of
- * attention_fwd_flash_sm90.cuh do; cotangents, which may have to cancel, and other floats on
- * their side go in whole: as the sum of two of bf16, what rounding leaves of the first being the
- * second. Sums are float.
+/* attention_q_block_wmma.cuh - products of attention_q_block.cuh by tensor cores, for bf16 whose
+ * rows can be read in packs of eight. Weights of a strip go into products rounded to bf16, as
+ * those of attention_fwd_flash_sm90.cuh do; cotangents, which may have to cancel, and other
+ * floats on their side go in whole: as the sum of two of bf16, what rounding leaves of the first
+ * being the second. Sums are float.
  *
  * A block of 256 threads makes 64 x 128 sums, in steps of a depth of 32: while the tensor cores
  * work on one step in shared memory, the next is being put beside it and two more are on their way
@@ -29,46 +29,47 @@ namespace mneme::attention {
  * after row, so that its bits do not depend on how the rows were cut into strips. */
 
 enum {
-    MN_COL_TILE_ROWS = 64,
-    MN_COL_TILE_THREADS = 256,
-    MN_COL_TILE_DEPTH = 16,      // of a step of a product
-    MN_COL_TILE_PITCH = 68,      // floats of a row of 64 in shared memory
+    MN_Q_BLOCK_ROWS = 64,
+    MN_Q_BLOCK_THREADS = 256,
+    MN_Q_BLOCK_DEPTH = 16,      // of a step of a product
+    MN_Q_BLOCK_PITCH = 68,      // floats of a row of 64 in shared memory
 };
-static const int64_t mn_strip_bytes = (int64_t)384 << 20;    // of one strip's matrices together
+static const int64_t mn_q_block_bytes = (int64_t)384 << 20;    // of one strip's matrices together
 
 /* Query tiles [first, first + n_tiles) of `heads` heads; `rows` rows of `row` floats each. Of twice
  * as many heads than a matrix has (`each`) the second half is in another matrix, `apart` on. */
-struct mn_strip {
+struct mn_q_block {
     mn_call call;
     int64_t first, n_tiles, heads, rows, row, each, ws;
 };
 
 /* The strip of a call, its tiles still to be set, and how many tiles one may have with `n`
  * matrices. */
-inline mn_strip mn_strip_of(const mn_call &call, int64_t heads, int64_t n, int64_t *most) {
-    mn_strip s = {};
+inline mn_q_block mn_q_block_of(const mn_call &call, int64_t heads, int64_t n, int64_t *most) {
+    mn_q_block s = {};
     s.call = call, s.heads = s.each = heads;
-    s.rows = mn_min(call.T, (int64_t)MN_COL_TILE_ROWS);
-    s.row = mn_ceil_div(call.L, MN_COL_TILE_ROWS) * MN_COL_TILE_ROWS;
+    s.rows = mn_min(call.T, (int64_t)MN_Q_BLOCK_ROWS);
+    s.row = mn_ceil_div(call.L, MN_Q_BLOCK_ROWS) * MN_Q_BLOCK_ROWS;
     const double tile = 4.0 * (double)n * (double)heads * (double)s.rows * (double)s.row;
-    *most = mn_max((int64_t)((double)mn_strip_bytes / mn_max(tile, 1.0)), 1);
-    *most = mn_min(mn_min(*most, mn_tile_slots(call, MN_COL_TILE_ROWS)), 65535);
+    *most = mn_max((int64_t)((double)mn_q_block_bytes / mn_max(tile, 1.0)), 1);
+    *most = mn_min(mn_min(*most, mn_tile_slots(call, MN_Q_BLOCK_ROWS)), 65535);
     return s;
 }
 
 /* Floats of one matrix of a strip of `most` tiles; false when they overflow. */
-inline bool mn_strip_floats(int64_t *out, const mn_strip &s, int64_t most) {
+inline bool mn_q_block_numel(int64_t *out, const mn_q_block &s, int64_t most) {
     return mn_mul_i64(out, s.heads, s.rows) && mn_mul_i64(out, *out, s.row) &&
            mn_mul_i64(out, *out, most);
 }
 
-__device__ inline int64_t mn_strip_at(const mn_strip &s, int64_t tile, int64_t head, int64_t r) {
+__device__ inline int64_t mn_q_block_offset(const mn_q_block &s, int64_t tile, int64_t head,
+                                            int64_t r) {
     const int64_t matrix = head >= s.each;
     return ((tile * s.each + head - matrix * s.each) * s.rows + r) * s.row + matrix * s.ws;
 }
 
 /* The strip with the heads of both matrices where there are two. */
-inline mn_strip mn_strip_twice(mn_strip s, int n_matrices, int64_t ws) {
+inline mn_q_block mn_q_block_both(mn_q_block s, int n_matrices, int64_t ws) {
     if (n_matrices == 2) s.heads = 2 * s.each, s.ws = ws;
     return s;
 }
@@ -80,7 +81,7 @@ __host__ __device__ inline int64_t mn_keys_before(const mn_call &call) {
 
 /* One operand of a product: rows of a view, head `head0 + h / group` for head h of a strip. */
 template <typename T>
-struct mn_strip_side {
+struct mn_attn_operand {
     mn_in view;
     int64_t head0, group;
 
@@ -90,15 +91,15 @@ struct mn_strip_side {
 };
 
 /* 4 x 4 sums of a thread out of a product of 64 x 64. */
-struct mn_strip_sums {
+struct mn_simt_acc {
     float at[4][4];
 
-    __device__ void step(const float *a, const float *b) {
+    __device__ void mma(const float *a, const float *b) {
         const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
 #pragma unroll
-        for (int k = 0; k < MN_COL_TILE_DEPTH; k++) {
-            const float4 x = *(const float4 *)(a + k * MN_COL_TILE_PITCH + row);
-            const float4 y = *(const float4 *)(b + k * MN_COL_TILE_PITCH + column);
+        for (int k = 0; k < MN_Q_BLOCK_DEPTH; k++) {
+            const float4 x = *(const float4 *)(a + k * MN_Q_BLOCK_PITCH + row);
+            const float4 y = *(const float4 *)(b + k * MN_Q_BLOCK_PITCH + column);
             const float xs[4] = { x.x, x.y, x.z, x.w }, ys[4] = { y.x, y.y, y.z, y.w };
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -109,93 +110,96 @@ struct mn_strip_sums {
     }
 };
 
-/* room[k][i] = element k0 + k of row(i), 0 beyond `width` or where row(i) is NULL */
+/* smem[k][i] = element k0 + k of row(i), 0 beyond `width` or where row(i) is NULL */
 template <typename F>
-__device__ inline void mn_strip_transposed(float *room, int64_t k0, int64_t width, F row) {
-    for (int e = threadIdx.x; e < 64 * MN_COL_TILE_DEPTH; e += MN_COL_TILE_THREADS) {
-        const int i = e / MN_COL_TILE_DEPTH, k = e % MN_COL_TILE_DEPTH;
+__device__ inline void mn_load_smem_trans(float *smem, int64_t k0, int64_t width, F row) {
+    for (int e = threadIdx.x; e < 64 * MN_Q_BLOCK_DEPTH; e += MN_Q_BLOCK_THREADS) {
+        const int i = e / MN_Q_BLOCK_DEPTH, k = e % MN_Q_BLOCK_DEPTH;
         const auto *x = row(i);
-        room[k * MN_COL_TILE_PITCH + i] = x && k0 + k < width ? mn_float(x[k0 + k]) : 0.0f;
+        smem[k * MN_Q_BLOCK_PITCH + i] = x && k0 + k < width ? mn_float(x[k0 + k]) : 0.0f;
     }
 }
 
-/* room[k][j] = element j0 + j of row(k), the same way */
+/* smem[k][j] = element j0 + j of row(k), the same way */
 template <typename F>
-__device__ inline void mn_strip_straight(float *room, int64_t j0, int64_t width, F row) {
-    for (int e = threadIdx.x; e < 64 * MN_COL_TILE_DEPTH; e += MN_COL_TILE_THREADS) {
+__device__ inline void mn_load_smem(float *smem, int64_t j0, int64_t width, F row) {
+    for (int e = threadIdx.x; e < 64 * MN_Q_BLOCK_DEPTH; e += MN_Q_BLOCK_THREADS) {
         const int k = e / 64, j = e % 64;
         const auto *x = row(k);
-        room[k * MN_COL_TILE_PITCH + j] = x && j0 + j < width ? mn_float(x[j0 + j]) : 0.0f;
+        smem[k * MN_Q_BLOCK_PITCH + j] = x && j0 + j < width ? mn_float(x[j0 + j]) : 0.0f;
     }
 }
 
 /* A block is a tile of queries against 64 keys. */
 template <typename TA, typename TB>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
-mn_strip_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_side<TA> a,
-                       mn_strip_side<TB> b, int64_t width, float scale) {
-    __shared__ __align__(16) float smem_a[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
-    __shared__ __align__(16) float smem_b[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
-    const mn_tile_span tile = mn_tile_at(s.call, MN_COL_TILE_ROWS, s.first + blockIdx.z);
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS)
+attention_scores_simt_kernel(const __grid_constant__ mn_q_block s, float *w, mn_attn_operand<TA> a,
+                       mn_attn_operand<TB> b, int64_t width, float scale) {
+    __shared__ __align__(16) float smem_a[MN_Q_BLOCK_DEPTH * MN_Q_BLOCK_PITCH];
+    __shared__ __align__(16) float smem_b[MN_Q_BLOCK_DEPTH * MN_Q_BLOCK_PITCH];
+    const mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + blockIdx.z);
     const int64_t h = blockIdx.y, key0 = (int64_t)blockIdx.x * 64, start = tile.span.t0;
     const int64_t seen = mn_keys_before(s.call) + tile.first;    // by row r: seen + r + 1 keys
     if (tile.n_rows == 0 || key0 >= seen + tile.n_rows) return;
-    mn_strip_sums sums = {};
-    for (int64_t k0 = 0; k0 < width; k0 += MN_COL_TILE_DEPTH) {
-        mn_strip_transposed(smem_a, k0, width, [&](int i) {
+    mn_simt_acc acc = {};
+    for (int64_t k0 = 0; k0 < width; k0 += MN_Q_BLOCK_DEPTH) {
+        mn_load_smem_trans(smem_a, k0, width, [&](int i) {
             const TA *none = nullptr;
             return i < tile.n_rows ? a.row(tile.span.b, start + tile.first + i, h) : none;
         });
-        mn_strip_transposed(smem_b, k0, width, [&](int i) {
+        mn_load_smem_trans(smem_b, k0, width, [&](int i) {
             const TB *none = nullptr;
             const bool inside = key0 + i < seen + tile.n_rows;
             return inside ? b.row(tile.span.b, start + key0 + i, h) : none;
         });
         __syncthreads();
-        sums.step(smem_a, smem_b);
+        acc.mma(smem_a, smem_b);
         __syncthreads();
     }
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if (row + i >= tile.n_rows) break;
-        float *to = w + mn_strip_at(s, blockIdx.z, h, row + i) + key0 + column;
+        float *to = w + mn_q_block_offset(s, blockIdx.z, h, row + i) + key0 + column;
         const int64_t left = seen + row + i + 1 - key0 - column;
 #pragma unroll
-        for (int j = 0; j < 4; j++) to[j] = j < left ? scale * sums.at[i][j] : 0.0f;
+        for (int j = 0; j < 4; j++) to[j] = j < left ? scale * acc.at[i][j] : 0.0f;
     }
 }
 
 template <typename TA, typename TB>
-inline void mn_strip_scores(const mn_strip &s, float *w, mn_strip_side<TA> a, mn_strip_side<TB> b,
+inline void mn_scores_simt(const mn_q_block &s, float *w, mn_attn_operand<TA> a,
+                           mn_attn_operand<TB> b,
                             int64_t width, float scale, cudaStream_t stream) {
     const dim3 blocks((unsigned)(s.row / 64), (unsigned)s.heads, (unsigned)s.n_tiles);
-    mn_strip_scores_kernel<TA, TB><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(s, w, a, b, width,
+    attention_scores_simt_kernel<TA, TB><<<blocks, MN_Q_BLOCK_THREADS, 0,
+        stream>>>(s, w, a, b, width,
                                                                             scale);
 }
 
 /* A block is a tile of queries and 64 columns; head h of the strip is head `head0 + h` of y. */
 template <typename TX, typename TY>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
-mn_strip_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0, const float *w,
-                     mn_strip_side<TX> x, int64_t width, float scale) {
-    __shared__ __align__(16) float smem_w[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
-    __shared__ __align__(16) float smem_x[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
-    const mn_tile_span tile = mn_tile_at(s.call, MN_COL_TILE_ROWS, s.first + blockIdx.z);
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS)
+attention_pv_simt_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t head0,
+                         const float *w,
+                     mn_attn_operand<TX> x, int64_t width, float scale) {
+    __shared__ __align__(16) float smem_w[MN_Q_BLOCK_DEPTH * MN_Q_BLOCK_PITCH];
+    __shared__ __align__(16) float smem_x[MN_Q_BLOCK_DEPTH * MN_Q_BLOCK_PITCH];
+    const mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + blockIdx.z);
     const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * 64, start = tile.span.t0;
     const int64_t n_keys = mn_keys_before(s.call) + tile.first + tile.n_rows;
     if (tile.n_rows == 0) return;
-    mn_strip_sums sums = {};
-    for (int64_t key = 0; key < n_keys; key += MN_COL_TILE_DEPTH) {
-        mn_strip_transposed(smem_w, key, n_keys, [&](int i) {
-            return i < tile.n_rows ? w + mn_strip_at(s, blockIdx.z, h, i) : nullptr;
+    mn_simt_acc acc = {};
+    for (int64_t key = 0; key < n_keys; key += MN_Q_BLOCK_DEPTH) {
+        mn_load_smem_trans(smem_w, key, n_keys, [&](int i) {
+            return i < tile.n_rows ? w + mn_q_block_offset(s, blockIdx.z, h, i) : nullptr;
         });
-        mn_strip_straight(smem_x, j0, width, [&](int k) {
+        mn_load_smem(smem_x, j0, width, [&](int k) {
             const TX *none = nullptr;
             return key + k < n_keys ? x.row(tile.span.b, start + key + k, h) : none;
         });
         __syncthreads();
-        sums.step(smem_w, smem_x);
+        acc.mma(smem_w, smem_x);
         __syncthreads();
     }
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
@@ -205,38 +209,39 @@ mn_strip_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0
         TY *to = mn_row<TY>(y, tile.span.b, start + tile.first + row + i, head0 + h);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if (j0 + column + j < width) mn_put(to + j0 + column + j, scale * sums.at[i][j]);
+            if (j0 + column + j < width) mn_put(to + j0 + column + j, scale * acc.at[i][j]);
         }
     }
 }
 
 template <typename TX, typename TY>
-inline void mn_strip_read(const mn_strip &s, const mn_out &y, int64_t head0, const float *w,
-                          mn_strip_side<TX> x, int64_t width, float scale, cudaStream_t stream) {
+inline void mn_pv_simt(const mn_q_block &s, const mn_out &y, int64_t head0, const float *w,
+                          mn_attn_operand<TX> x, int64_t width, float scale, cudaStream_t stream) {
     if (!y.data) return;
     const dim3 blocks((unsigned)mn_ceil_div(width, 64), (unsigned)s.heads, (unsigned)s.n_tiles);
-    mn_strip_read_kernel<TX, TY><<<blocks, MN_COL_TILE_THREADS, 0,
+    attention_pv_simt_kernel<TX, TY><<<blocks, MN_Q_BLOCK_THREADS, 0,
         stream>>>(s, y, head0, w, x, width,
                                                                           scale);
 }
 
 /* Query tiles of sequence n, as slots [first, end). */
-__device__ inline void mn_strip_slots(const mn_call &call, int64_t n, int64_t *first,
+__device__ inline void mn_q_block_slots(const mn_call &call, int64_t n, int64_t *first,
                                       int64_t *end) {
     const int64_t length = mn_span_at(call, n).length;
-    const int64_t count = (length + MN_COL_TILE_ROWS - 1) / MN_COL_TILE_ROWS;
-    *first = call.cu_seqlens ? call.cu_seqlens[n] / MN_COL_TILE_ROWS + n : n * count;
+    const int64_t count = (length + MN_Q_BLOCK_ROWS - 1) / MN_Q_BLOCK_ROWS;
+    *first = call.cu_seqlens ? call.cu_seqlens[n] / MN_Q_BLOCK_ROWS + n : n * count;
     *end = *first + count;
 }
 
 /* A block is 64 keys and 64 columns of head `head0 + head` of the float sums d; heads
  * [head group, (head + 1) group) of the strip add to it, tile by tile. */
 template <typename TX>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
-mn_strip_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t head0, int64_t group,
-                       const float *w, mn_strip_side<TX> x, int64_t width) {
-    __shared__ __align__(16) float smem_w[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
-    __shared__ __align__(16) float smem_x[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS)
+attention_grad_kv_simt_kernel(const __grid_constant__ mn_q_block s, mn_out d, int64_t head0,
+                              int64_t group,
+                       const float *w, mn_attn_operand<TX> x, int64_t width) {
+    __shared__ __align__(16) float smem_w[MN_Q_BLOCK_DEPTH * MN_Q_BLOCK_PITCH];
+    __shared__ __align__(16) float smem_x[MN_Q_BLOCK_DEPTH * MN_Q_BLOCK_PITCH];
     mn_call keys = s.call;
     keys.T = keys.L;
     const mn_tile_span tile = mn_tile_at(keys, 64, blockIdx.x);
@@ -244,7 +249,7 @@ mn_strip_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
     if (tile.n_rows == 0) return;
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     const int64_t b = tile.span.b, start = tile.span.t0;
-    mn_strip_sums sums = {};
+    mn_simt_acc acc = {};
     float *to[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -252,30 +257,30 @@ mn_strip_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
         to[i] = mn_row<float>(d, b, start + tile.first + row + i, head0 + head) + j0 + column;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if (j0 + column + j < width) sums.at[i][j] = to[i][j];
+            if (j0 + column + j < width) acc.at[i][j] = to[i][j];
         }
     }
     int64_t slot, end;
-    mn_strip_slots(s.call, tile.n, &slot, &end);
+    mn_q_block_slots(s.call, tile.n, &slot, &end);
     const int64_t first = slot;
     slot = max(slot, s.first);
     end = min(end, s.first + s.n_tiles);
     for (; slot < end; slot++) {
-        const mn_tile_span of = mn_tile_at(s.call, MN_COL_TILE_ROWS, slot);
-        const int64_t n_keys = before + (slot - first) * MN_COL_TILE_ROWS + of.n_rows;
+        const mn_tile_span of = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, slot);
+        const int64_t n_keys = before + (slot - first) * MN_Q_BLOCK_ROWS + of.n_rows;
         if (n_keys <= tile.first) continue;
         for (int64_t h = head * group; h < (head + 1) * group; h++) {
-            const float *rows = w + mn_strip_at(s, slot - s.first, h, 0);
-            for (int64_t r = 0; r < of.n_rows; r += MN_COL_TILE_DEPTH) {
-                mn_strip_straight(smem_w, tile.first, n_keys, [&](int k) {
+            const float *rows = w + mn_q_block_offset(s, slot - s.first, h, 0);
+            for (int64_t r = 0; r < of.n_rows; r += MN_Q_BLOCK_DEPTH) {
+                mn_load_smem(smem_w, tile.first, n_keys, [&](int k) {
                     return r + k < of.n_rows ? rows + (r + k) * s.row : nullptr;
                 });
-                mn_strip_straight(smem_x, j0, width, [&](int k) {
+                mn_load_smem(smem_x, j0, width, [&](int k) {
                     const TX *none = nullptr;
                     return r + k < of.n_rows ? x.row(b, start + of.first + r + k, h) : none;
                 });
                 __syncthreads();
-                sums.step(smem_w, smem_x);
+                acc.mma(smem_w, smem_x);
                 __syncthreads();
             }
         }
@@ -284,38 +289,39 @@ mn_strip_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
     for (int i = 0; i < 4; i++) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if (to[i] && j0 + column + j < width) to[i][j] = sums.at[i][j];
+            if (to[i] && j0 + column + j < width) to[i][j] = acc.at[i][j];
         }
     }
 }
 
 /* Adds to float sums of shape (B, L, heads of d, width); nothing where d is absent. */
 template <typename TX>
-inline void mn_strip_gather(const mn_strip &s, const mn_out &d, int64_t head0, int64_t group,
-                            const float *w, mn_strip_side<TX> x, int64_t width,
+inline void mn_grad_kv_simt(const mn_q_block &s, const mn_out &d, int64_t head0, int64_t group,
+                            const float *w, mn_attn_operand<TX> x, int64_t width,
                             cudaStream_t stream) {
     if (!d.data) return;
     mn_call keys = s.call;
     keys.T = keys.L;
     const dim3 blocks((unsigned)mn_tile_slots(keys, 64), (unsigned)mn_ceil_div(width, 64),
                       (unsigned)(s.heads / group));
-    mn_strip_gather_kernel<TX><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(s, d, head0, group, w, x,
+    attention_grad_kv_simt_kernel<TX><<<blocks, MN_Q_BLOCK_THREADS, 0,
+        stream>>>(s, d, head0, group, w, x,
                                                                         width);
 }
 
 /* Float views of work space, contiguous: (B, n, heads, width). */
-inline mn_out mn_strip_view(float *data, int64_t n, int64_t heads, int64_t width) {
+inline mn_out mn_workspace_view(float *data, int64_t n, int64_t heads, int64_t width) {
     return { data, { n * heads * width, heads * width, width } };
 }
 
-inline mn_in mn_strip_input(const mn_out &view) {
+inline mn_in mn_view_as_input(const mn_out &view) {
     return { view.data, { view.stride[0], view.stride[1], view.stride[2] } };
 }
 
 /* ---- rows of views --------------------------------------------------------------------------- */
 
 /* cos and sin of pair j of K channels at position `pos` */
-__device__ inline float2 mn_strip_angle(double base, int64_t pos, int64_t j, int64_t K) {
+__device__ inline float2 mn_rope_cos_sin(double base, int64_t pos, int64_t j, int64_t K) {
     const double turns = (double)pos * exp2(-2.0 * (double)j / (double)K * log2(base)) *
                          0.15915494309189533577;    // 1 / (2 pi)
     float2 at;
@@ -326,7 +332,7 @@ __device__ inline float2 mn_strip_angle(double base, int64_t pos, int64_t j, int
 /* How rows change on their way: kind 0 not at all, 1 and 2 by rotary positions of half with half or
  * of neighbours, forward or (direction -1) back; and times `scale`. Row i of a sequence is at
  * position before + i. */
-struct mn_strip_turn {
+struct mn_rope_params {
     mn_call call;    // T: rows of the views
     int64_t before, heads, width;
     double base;
@@ -336,12 +342,12 @@ struct mn_strip_turn {
 
 /* y = turn(x), a block for each token */
 template <typename TX, typename TY>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
-mn_strip_turn_kernel(const __grid_constant__ mn_strip_turn p, mn_out y, mn_in x) {
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS)
+attention_rope_kernel(const __grid_constant__ mn_rope_params p, mn_out y, mn_in x) {
     const int64_t b = blockIdx.x / p.call.T, t = blockIdx.x % p.call.T, K = p.width;
     const int64_t pos = p.before + t - mn_span_at(p.call, mn_span_of(p.call, b, t)).t0;
     const int64_t each = p.kind ? K / 2 : K;
-    for (int64_t e = threadIdx.x; e < p.heads * each; e += MN_COL_TILE_THREADS) {
+    for (int64_t e = threadIdx.x; e < p.heads * each; e += MN_Q_BLOCK_THREADS) {
         const int64_t h = e / each, j = e % each;
         const TX *from = mn_row<TX>(x, b, t, h);
         TY *to = mn_row<TY>(y, b, t, h);
@@ -350,7 +356,7 @@ mn_strip_turn_kernel(const __grid_constant__ mn_strip_turn p, mn_out y, mn_in x)
             continue;
         }
         const int64_t first = p.kind == 1 ? j : 2 * j, second = p.kind == 1 ? j + K / 2 : 2 * j + 1;
-        const float2 at = mn_strip_angle(p.base, pos, j, K);
+        const float2 at = mn_rope_cos_sin(p.base, pos, j, K);
         const float c = p.scale * at.x, sine = p.scale * (float)p.direction * at.y;
         const float x0 = mn_float(from[first]), x1 = mn_float(from[second]);
         mn_put(to + first, fmaf(c, x0, -sine * x1));
@@ -359,26 +365,26 @@ mn_strip_turn_kernel(const __grid_constant__ mn_strip_turn p, mn_out y, mn_in x)
 }
 
 template <typename TX, typename TY>
-inline void mn_strip_turn_rows(const mn_strip_turn &p, const mn_out &y, const mn_in &x,
+inline void mn_rope_rows(const mn_rope_params &p, const mn_out &y, const mn_in &x,
                                cudaStream_t stream) {
     if (!y.data || p.call.B * p.call.T == 0) return;
-    mn_strip_turn_kernel<TX, TY><<<mn_blocks(p.call.B * p.call.T, 1), MN_COL_TILE_THREADS, 0,
+    attention_rope_kernel<TX, TY><<<mn_blocks(p.call.B * p.call.T, 1), MN_Q_BLOCK_THREADS, 0,
                                    stream>>>(p, y, x);
 }
 
 enum {
-    MN_SMEM_TILE_ROWS = 64,       // of a block's sums
-    MN_SMEM_TILE_COLUMNS = 128,
-    MN_SMEM_TILE_DEPTH = 32,
-    MN_SMEM_TILE_SUMS = 132,      // floats of a row of sums in shared memory
+    MN_WMMA_TILE_M = 64,       // of a block's sums
+    MN_WMMA_TILE_N = 128,
+    MN_WMMA_TILE_K = 32,
+    MN_WMMA_ACC_PITCH = 132,      // floats of a row of sums in shared memory
 };
 
 /* Eight neighbours on their way: as they are in memory, zeros where there are none. */
 template <typename T>
-struct mn_eight {
+struct mn_vec8 {
     uint4 at[sizeof(T) / 2];
 
-    __device__ void fetch(const T *x) {
+    __device__ void load_gmem(const T *x) {
 #pragma unroll
         for (int i = 0; i < (int)sizeof(T) / 2; i++) {
             at[i] = x ? ((const uint4 *)x)[i] : make_uint4(0, 0, 0, 0);
@@ -395,64 +401,64 @@ struct mn_eight {
         union {
             mn_bf16 each[8];
             uint4 all;
-        } first, rest;
+        } first, residual;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const float y = x[i % (4 * (int)sizeof(T) / 2)];
             first.each[i] = __float2bfloat16_rn(y);
-            rest.each[i] = __float2bfloat16_rn(y - __bfloat162float(first.each[i]));
+            residual.each[i] = __float2bfloat16_rn(y - __bfloat162float(first.each[i]));
         }
         *(uint4 *)high = first.all;
-        if (low) *(uint4 *)low = rest.all;
+        if (low) *(uint4 *)low = residual.all;
     }
 };
 
 /* A smem tile of ROWS x COLUMNS on its way to shared memory; rows are COLUMNS + 8 apart there. */
 template <typename T, int ROWS, int COLUMNS>
-struct mn_smem_tile {
-    static constexpr int pitch = COLUMNS + 8, packs = COLUMNS / 8;
-    static constexpr int each = ROWS * packs / MN_COL_TILE_THREADS;
-    mn_eight<T> at[each];
+struct mn_tile_prefetch {
+    static constexpr int pitch = COLUMNS + 8, vecs = COLUMNS / 8;
+    static constexpr int each = ROWS * vecs / MN_Q_BLOCK_THREADS;
+    mn_vec8<T> at[each];
 
     /* at(row, column) points to eight numbers, or is NULL */
     template <typename F>
-    __device__ void fetch(F at_row) {
+    __device__ void load_gmem(F at_row) {
 #pragma unroll
         for (int e = 0; e < each; e++) {
-            const int i = threadIdx.x + e * MN_COL_TILE_THREADS;
-            at[e].fetch(at_row(i / packs, i % packs * 8));
+            const int i = threadIdx.x + e * MN_Q_BLOCK_THREADS;
+            at[e].load_gmem(at_row(i / vecs, i % vecs * 8));
         }
     }
 
-    __device__ void store(mn_bf16 *room, mn_bf16 *low) const {
+    __device__ void store(mn_bf16 *smem, mn_bf16 *low) const {
 #pragma unroll
         for (int e = 0; e < each; e++) {
-            const int i = threadIdx.x + e * MN_COL_TILE_THREADS;
-            const int to = i / packs * pitch + i % packs * 8;
-            at[e].store(room + to, low ? low + to : nullptr);
+            const int i = threadIdx.x + e * MN_Q_BLOCK_THREADS;
+            const int to = i / vecs * pitch + i % vecs * 8;
+            at[e].store(smem + to, low ? low + to : nullptr);
         }
     }
 };
 
 /* How a block's two smem tiles lie: a is (rows, depth) or, turned, (depth, rows); b is (columns,
  * depth) or, turned, (depth, columns). */
-template <typename TA, typename TB, bool a_transposed, bool b_transposed>
-struct mn_smem_tile_kind {
-    using A = mn_smem_tile<TA, a_transposed ? MN_SMEM_TILE_DEPTH : MN_SMEM_TILE_ROWS,
-                       a_transposed ? MN_SMEM_TILE_ROWS : MN_SMEM_TILE_DEPTH>;
-    using B = mn_smem_tile<TB, b_transposed ? MN_SMEM_TILE_DEPTH : MN_SMEM_TILE_COLUMNS,
-                       b_transposed ? MN_SMEM_TILE_COLUMNS : MN_SMEM_TILE_DEPTH>;
+template <typename TA, typename TB, bool a_trans, bool b_trans>
+struct mn_tile_operands {
+    using A = mn_tile_prefetch<TA, a_trans ? MN_WMMA_TILE_K : MN_WMMA_TILE_M,
+                       a_trans ? MN_WMMA_TILE_M : MN_WMMA_TILE_K>;
+    using B = mn_tile_prefetch<TB, b_trans ? MN_WMMA_TILE_K : MN_WMMA_TILE_N,
+                       b_trans ? MN_WMMA_TILE_N : MN_WMMA_TILE_K>;
 };
 
-enum { MN_SMEM_TILE_A = 64 * 40, MN_SMEM_TILE_B = 128 * 40 };    // the largest of them, in bf16
+enum { MN_WMMA_A_NUMEL = 64 * 40, MN_WMMA_B_NUMEL = 128 * 40 };    // the largest of them, in bf16
 
-union mn_smem_tile_smem {
-    mn_bf16 smem_tiles[2][2 * MN_SMEM_TILE_A + MN_SMEM_TILE_B];
-    float sums[MN_SMEM_TILE_ROWS * MN_SMEM_TILE_SUMS];
+union mn_wmma_smem {
+    mn_bf16 tile_stages[2][2 * MN_WMMA_A_NUMEL + MN_WMMA_B_NUMEL];
+    float acc[MN_WMMA_TILE_M * MN_WMMA_ACC_PITCH];
 };
 
 /* The sums of a block: each of eight warps has 32 x 32. */
-struct mn_smem_tile_sums {
+struct mn_wmma_acc {
     nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> at[2][2];
 
     __device__ void clear() {
@@ -460,21 +466,21 @@ struct mn_smem_tile_sums {
         for (int i = 0; i < 4; i++) nvcuda::wmma::fill_fragment(at[i / 2][i % 2], 0.0f);
     }
 
-    template <bool a_transposed, bool b_transposed>
-    __device__ void step(const mn_bf16 *a, const mn_bf16 *low, const mn_bf16 *b) {
+    template <bool a_trans, bool b_trans>
+    __device__ void mma(const mn_bf16 *a, const mn_bf16 *low, const mn_bf16 *b) {
         using namespace nvcuda::wmma;
-        using kind = mn_smem_tile_kind<float, float, a_transposed, b_transposed>;
-        using a_order = typename std::conditional<a_transposed, col_major, row_major>::type;
-        using b_order = typename std::conditional<b_transposed, row_major, col_major>::type;
+        using kind = mn_tile_operands<float, float, a_trans, b_trans>;
+        using a_order = typename std::conditional<a_trans, col_major, row_major>::type;
+        using b_order = typename std::conditional<b_trans, row_major, col_major>::type;
         constexpr int lda = kind::A::pitch, ldb = kind::B::pitch;
         const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * 32;
 #pragma unroll
-        for (int k = 0; k < MN_SMEM_TILE_DEPTH; k += 16) {
+        for (int k = 0; k < MN_WMMA_TILE_K; k += 16) {
             fragment<matrix_b, 16, 16, 16, mn_bf16, b_order> from_b[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int c = column + i * 16;
-                load_matrix_sync(from_b[i], b + (b_transposed ? k * ldb + c : c * ldb + k), ldb);
+                load_matrix_sync(from_b[i], b + (b_trans ? k * ldb + c : c * ldb + k), ldb);
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -482,88 +488,88 @@ struct mn_smem_tile_sums {
                 if (!half) break;
                 fragment<matrix_a, 16, 16, 16, mn_bf16, a_order> from_a;
                 const int r = row + i % 2 * 16;
-                load_matrix_sync(from_a, half + (a_transposed ? k * lda + r : r * lda + k), lda);
+                load_matrix_sync(from_a, half + (a_trans ? k * lda + r : r * lda + k), lda);
                 mma_sync(at[i % 2][0], from_a, from_b[0], at[i % 2][0]);
                 mma_sync(at[i % 2][1], from_a, from_b[1], at[i % 2][1]);
             }
         }
     }
 
-    __device__ void load(const float *room) {
+    __device__ void load(const float *smem) {
         const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * 32;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             nvcuda::wmma::load_matrix_sync(
-                at[i / 2][i % 2], room + (row + i / 2 * 16) * MN_SMEM_TILE_SUMS + column + i % 2
+                at[i / 2][i % 2], smem + (row + i / 2 * 16) * MN_WMMA_ACC_PITCH + column + i % 2
                     * 16,
-                MN_SMEM_TILE_SUMS, nvcuda::wmma::mem_row_major);
+                MN_WMMA_ACC_PITCH, nvcuda::wmma::mem_row_major);
         }
     }
 
-    __device__ void store(float *room) const {
+    __device__ void store(float *smem) const {
         const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * 32;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             nvcuda::wmma::store_matrix_sync(
-                room + (row + i / 2 * 16) * MN_SMEM_TILE_SUMS + column + i % 2 * 16,
+                smem + (row + i / 2 * 16) * MN_WMMA_ACC_PITCH + column + i % 2 * 16,
                     at[i / 2][i % 2],
-                MN_SMEM_TILE_SUMS, nvcuda::wmma::mem_row_major);
+                MN_WMMA_ACC_PITCH, nvcuda::wmma::mem_row_major);
         }
     }
 };
 
 /* sums += a b over `depth`, floats of a `whole` or rounded; a_at and b_at(row, column of the smem
  * tile, start of the step). */
-template <typename TA, typename TB, bool whole, bool a_transposed, bool b_transposed, typename FA,
+template <typename TA, typename TB, bool whole, bool a_trans, bool b_trans, typename FA,
           typename FB>
-__device__ inline void mn_smem_tile_mma(mn_smem_tile_sums &sums, mn_smem_tile_smem &room,
+__device__ inline void mn_smem_tile_mma(mn_wmma_acc &acc, mn_wmma_smem &smem,
                                             int64_t depth,
                                         FA a_at, FB b_at) {
-    constexpr int ahead = 2;
-    using kind = mn_smem_tile_kind<TA, TB, a_transposed, b_transposed>;
-    typename kind::A a[ahead];
-    typename kind::B b[ahead];
-    const auto fetch = [&](int i, int64_t k0) {
-        a[i].fetch([&](int row, int column) { return a_at(row, column, k0); });
-        b[i].fetch([&](int row, int column) { return b_at(row, column, k0); });
+    constexpr int stages = 2;
+    using kind = mn_tile_operands<TA, TB, a_trans, b_trans>;
+    typename kind::A a[stages];
+    typename kind::B b[stages];
+    const auto load_gmem = [&](int i, int64_t k0) {
+        a[i].load_gmem([&](int row, int column) { return a_at(row, column, k0); });
+        b[i].load_gmem([&](int row, int column) { return b_at(row, column, k0); });
     };
 #pragma unroll
-    for (int i = 0; i < ahead; i++) {
-        if (i * MN_SMEM_TILE_DEPTH < depth) fetch(i, i * MN_SMEM_TILE_DEPTH);
+    for (int i = 0; i < stages; i++) {
+        if (i * MN_WMMA_TILE_K < depth) load_gmem(i, i * MN_WMMA_TILE_K);
     }
     __syncthreads();
-    for (int64_t first = 0; first < depth; first += ahead * MN_SMEM_TILE_DEPTH) {
+    for (int64_t first = 0; first < depth; first += stages * MN_WMMA_TILE_K) {
 #pragma unroll
-        for (int i = 0; i < ahead; i++) {
-            const int64_t k0 = first + i * MN_SMEM_TILE_DEPTH;
+        for (int i = 0; i < stages; i++) {
+            const int64_t k0 = first + i * MN_WMMA_TILE_K;
             if (k0 >= depth) break;
-            mn_bf16 *smem_a = room.smem_tiles[i], *smem_b = smem_a + 2 * MN_SMEM_TILE_A;
-            mn_bf16 *low = whole && sizeof(TA) == 4 ? smem_a + MN_SMEM_TILE_A : nullptr;
+            mn_bf16 *smem_a = smem.tile_stages[i], *smem_b = smem_a + 2 * MN_WMMA_A_NUMEL;
+            mn_bf16 *low = whole && sizeof(TA) == 4 ? smem_a + MN_WMMA_A_NUMEL : nullptr;
             a[i].store(smem_a, low);
             b[i].store(smem_b, nullptr);
             __syncthreads();
-            if (k0 + ahead * MN_SMEM_TILE_DEPTH < depth) fetch(i, k0 + ahead * MN_SMEM_TILE_DEPTH);
-            sums.template step<a_transposed, b_transposed>(smem_a, low, smem_b);
+            if (k0 + stages * MN_WMMA_TILE_K < depth) load_gmem(i, k0 + stages * MN_WMMA_TILE_K);
+            acc.template mma<a_trans, b_trans>(smem_a, low, smem_b);
         }
     }
     __syncthreads();
 }
 
 template <typename TA>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS, 2)
-mn_smem_tile_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_side<TA> a,
-                       mn_strip_side<mn_bf16> b, int64_t width, float scale) {
-    __shared__ __align__(128) mn_smem_tile_smem room;
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
+attention_scores_wmma_kernel(const __grid_constant__ mn_q_block s, float *w, mn_attn_operand<TA> a,
+                       mn_attn_operand<mn_bf16> b, int64_t width, float scale) {
+    __shared__ __align__(128) mn_wmma_smem smem;
     const int64_t which = s.n_tiles - 1 - blockIdx.z;
-    const mn_tile_span tile = mn_tile_at(s.call, MN_COL_TILE_ROWS, s.first + which);
-    const int64_t h = blockIdx.y, key0 = (int64_t)blockIdx.x * MN_SMEM_TILE_COLUMNS;
+    const mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + which);
+    const int64_t h = blockIdx.y, key0 = (int64_t)blockIdx.x * MN_WMMA_TILE_N;
     const int64_t start = tile.span.t0, seen = mn_keys_before(s.call) + tile.first;
     const int64_t n_keys = seen + tile.n_rows;
     if (tile.n_rows == 0 || key0 >= n_keys) return;
-    mn_smem_tile_sums sums;
-    sums.clear();
+    mn_wmma_acc acc;
+    acc.clear();
     mn_smem_tile_mma<TA, mn_bf16, true, false, false>(
-        sums, room, width,
+        acc, smem, width,
         [&](int row, int column, int64_t k) {
             const TA *none = nullptr;
             const bool inside = row < tile.n_rows && k + column < width && a.view.data;
@@ -574,122 +580,123 @@ mn_smem_tile_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_stri
             const bool inside = key0 + row < n_keys && k + column < width;
             return inside ? b.row(tile.span.b, start + key0 + row, h) + k + column : none;
         });
-    sums.store(room.sums);
+    acc.store(smem.acc);
     __syncthreads();
-    const int64_t columns = min((int64_t)MN_SMEM_TILE_COLUMNS, s.row - key0);
-    for (int i = threadIdx.x; i < MN_SMEM_TILE_ROWS * MN_SMEM_TILE_COLUMNS / 4;
-         i += MN_COL_TILE_THREADS) {
-        const int r = i / (MN_SMEM_TILE_COLUMNS / 4), c = i % (MN_SMEM_TILE_COLUMNS / 4) * 4;
+    const int64_t columns = min((int64_t)MN_WMMA_TILE_N, s.row - key0);
+    for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N / 4;
+         i += MN_Q_BLOCK_THREADS) {
+        const int r = i / (MN_WMMA_TILE_N / 4), c = i % (MN_WMMA_TILE_N / 4) * 4;
         if (r >= tile.n_rows || c >= columns) continue;
         const int64_t left = seen + r + 1 - key0 - c;
-        const float *sum = room.sums + r * MN_SMEM_TILE_SUMS + c;
+        const float *sum = smem.acc + r * MN_WMMA_ACC_PITCH + c;
         float4 z;
         z.x = left > 0 ? scale * sum[0] : 0.0f, z.y = left > 1 ? scale * sum[1] : 0.0f;
         z.z = left > 2 ? scale * sum[2] : 0.0f, z.w = left > 3 ? scale * sum[3] : 0.0f;
-        *(float4 *)(w + mn_strip_at(s, which, h, r) + key0 + c) = z;
+        *(float4 *)(w + mn_q_block_offset(s, which, h, r) + key0 + c) = z;
     }
 }
 
 template <typename TY, bool whole>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS, 2)
-mn_smem_tile_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0,
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
+attention_pv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t head0,
                          const float *w,
-                     mn_strip_side<mn_bf16> x, int64_t width, float scale) {
-    __shared__ __align__(128) mn_smem_tile_smem room;
+                     mn_attn_operand<mn_bf16> x, int64_t width, float scale) {
+    __shared__ __align__(128) mn_wmma_smem smem;
     const int64_t which = s.n_tiles - 1 - blockIdx.z;
-    const mn_tile_span tile = mn_tile_at(s.call, MN_COL_TILE_ROWS, s.first + which);
-    const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * MN_SMEM_TILE_COLUMNS;
+    const mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + which);
+    const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * MN_WMMA_TILE_N;
     const int64_t start = tile.span.t0;
     const int64_t n_keys = mn_keys_before(s.call) + tile.first + tile.n_rows;
     if (tile.n_rows == 0) return;
-    mn_smem_tile_sums sums;
-    sums.clear();
+    mn_wmma_acc acc;
+    acc.clear();
     mn_smem_tile_mma<float, mn_bf16, whole, false, true>(
-        sums, room, n_keys,
+        acc, smem, n_keys,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;    // what lies beyond the keys of a row is 0
             const bool inside = row < tile.n_rows && k + column < s.row;
-            return inside ? w + mn_strip_at(s, which, h, row) + k + column : none;
+            return inside ? w + mn_q_block_offset(s, which, h, row) + k + column : none;
         },
         [&](int row, int column, int64_t k) {
             const mn_bf16 *none = nullptr;
             const bool inside = k + row < n_keys && j0 + column < width;
             return inside ? x.row(tile.span.b, start + k + row, h) + j0 + column : none;
         });
-    sums.store(room.sums);
+    acc.store(smem.acc);
     __syncthreads();
-    for (int i = threadIdx.x; i < MN_SMEM_TILE_ROWS * MN_SMEM_TILE_COLUMNS;
-         i += MN_COL_TILE_THREADS) {
-        const int r = i / MN_SMEM_TILE_COLUMNS, c = i % MN_SMEM_TILE_COLUMNS;
+    for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
+         i += MN_Q_BLOCK_THREADS) {
+        const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
         if (r >= tile.n_rows || j0 + c >= width) continue;
         mn_put(mn_row<TY>(y, tile.span.b, start + tile.first + r, head0 + h) + j0 + c,
-               scale * room.sums[r * MN_SMEM_TILE_SUMS + c]);
+               scale * smem.acc[r * MN_WMMA_ACC_PITCH + c]);
     }
 }
 
-/* As mn_strip_gather_kernel; a tile's queries are added as one number. */
+/* As attention_grad_kv_simt_kernel; a tile's queries are added as one number. */
 template <typename TX, bool whole>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS, 2)
-mn_smem_tile_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t head0,
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
+attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, int64_t head0,
                            int64_t group,
-                       const float *w, mn_strip_side<TX> x, int64_t width) {
-    __shared__ __align__(128) mn_smem_tile_smem room;
+                       const float *w, mn_attn_operand<TX> x, int64_t width) {
+    __shared__ __align__(128) mn_wmma_smem smem;
     mn_call keys = s.call;
     keys.T = keys.L;
     const mn_tile_span tile = mn_tile_at(keys, 64, blockIdx.x);
-    const int64_t j0 = (int64_t)blockIdx.y * MN_SMEM_TILE_COLUMNS, head = blockIdx.z;
+    const int64_t j0 = (int64_t)blockIdx.y * MN_WMMA_TILE_N, head = blockIdx.z;
     const int64_t b = tile.span.b, start = tile.span.t0, before = mn_keys_before(s.call);
     if (tile.n_rows == 0) return;
     int64_t slot, end;
-    mn_strip_slots(s.call, tile.n, &slot, &end);
+    mn_q_block_slots(s.call, tile.n, &slot, &end);
     const int64_t first = slot;
     slot = max(slot, s.first);
-    slot = max(slot, first + max(tile.first - before, (int64_t)0) / MN_COL_TILE_ROWS);
+    slot = max(slot, first + max(tile.first - before, (int64_t)0) / MN_Q_BLOCK_ROWS);
     end = min(end, s.first + s.n_tiles);
     if (slot >= end) return;
-    mn_smem_tile_sums sums;
-    for (int i = threadIdx.x; i < MN_SMEM_TILE_ROWS * MN_SMEM_TILE_COLUMNS;
-         i += MN_COL_TILE_THREADS) {
-        const int r = i / MN_SMEM_TILE_COLUMNS, c = i % MN_SMEM_TILE_COLUMNS;
+    mn_wmma_acc acc;
+    for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
+         i += MN_Q_BLOCK_THREADS) {
+        const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
         const bool inside = r < tile.n_rows && j0 + c < width;
-        room.sums[r * MN_SMEM_TILE_SUMS + c] =
+        smem.acc[r * MN_WMMA_ACC_PITCH + c] =
             inside ? mn_row<float>(d, b, start + tile.first + r, head0 + head)[j0 + c] : 0.0f;
     }
     __syncthreads();
-    sums.load(room.sums);
+    acc.load(smem.acc);
     /* One long product over (tile, head of the group, row), so that loads run ahead throughout. */
-    const int64_t t_first = (slot - first) * MN_COL_TILE_ROWS;
+    const int64_t t_first = (slot - first) * MN_Q_BLOCK_ROWS;
     const int64_t length = mn_span_at(s.call, tile.n).length;
-    const auto part = [&](int64_t k, int64_t *t, int64_t *h) {
-        const int unit = (int)(k / MN_COL_TILE_ROWS), of = (int)group;
-        *h = head * group + unit % of;
-        *t = t_first + unit / of * MN_COL_TILE_ROWS + k % MN_COL_TILE_ROWS;
+    const auto token_of = [&](int64_t k, int64_t *t, int64_t *h) {
+        const int tile_index = (int)(k / MN_Q_BLOCK_ROWS), of = (int)group;
+        *h = head * group + tile_index % of;
+        *t = t_first + tile_index / of * MN_Q_BLOCK_ROWS + k % MN_Q_BLOCK_ROWS;
     };
     mn_smem_tile_mma<float, TX, whole, true, true>(
-        sums, room, (end - slot) * group * MN_COL_TILE_ROWS,
+        acc, smem, (end - slot) * group * MN_Q_BLOCK_ROWS,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;
             int64_t t, h;
-            part(k + row, &t, &h);
-            const int64_t i = slot - s.first + (t - t_first) / MN_COL_TILE_ROWS;
-            const float *at = w + mn_strip_at(s, i, h, t % MN_COL_TILE_ROWS) + tile.first + column;
+            token_of(k + row, &t, &h);
+            const int64_t i = slot - s.first + (t - t_first) / MN_Q_BLOCK_ROWS;
+            const float *at = w + mn_q_block_offset(s, i, h, t % MN_Q_BLOCK_ROWS) + tile.first
+                + column;
             return t < length ? at : none;
         },
         [&](int row, int column, int64_t k) {
             const TX *none = nullptr;
             int64_t t, h;
-            part(k + row, &t, &h);
+            token_of(k + row, &t, &h);
             const bool inside = t < length && j0 + column < width && x.view.data;
             return inside ? x.row(b, start + t, h) + j0 + column : none;
         });
-    sums.store(room.sums);
+    acc.store(smem.acc);
     __syncthreads();
-    for (int i = threadIdx.x; i < MN_SMEM_TILE_ROWS * MN_SMEM_TILE_COLUMNS;
-         i += MN_COL_TILE_THREADS) {
-        const int r = i / MN_SMEM_TILE_COLUMNS, c = i % MN_SMEM_TILE_COLUMNS;
+    for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
+         i += MN_Q_BLOCK_THREADS) {
+        const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
         if (r >= tile.n_rows || j0 + c >= width) continue;
         mn_row<float>(d, b, start + tile.first + r, head0 + head)[j0 + c] =
-            room.sums[r * MN_SMEM_TILE_SUMS + c];
+            smem.acc[r * MN_WMMA_ACC_PITCH + c];
     }
 }
 
@@ -697,7 +704,7 @@ mn_smem_tile_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t
 
 /* Rows that can be read in packs. */
 template <typename T>
-inline bool mn_smem_tile_packable(const mn_strip_side<T> &x, int64_t width) {
+inline bool mn_operand_vec_aligned(const mn_attn_operand<T> &x, int64_t width) {
     bool whole = (uintptr_t)x.view.data % 16 == 0 && width % 8 == 0;
     for (int axis = 0; axis < 3; axis++) whole = whole && x.view.stride[axis] % 8 == 0;
     return whole;
@@ -709,57 +716,58 @@ constexpr bool mn_is_bf16() {
 }
 
 template <typename TA, typename TB>
-inline void mn_past_scores(const mn_strip &s, float *w, mn_strip_side<TA> a, mn_strip_side<TB> b,
+inline void mn_attn_scores(const mn_q_block &s, float *w, mn_attn_operand<TA> a,
+                           mn_attn_operand<TB> b,
                            int64_t width, float scale, cudaStream_t stream) {
     if constexpr (mn_is_bf16<TB>()) {
-        if (mn_smem_tile_packable(a, width) && mn_smem_tile_packable(b, width)) {
-            const dim3 blocks((unsigned)mn_ceil_div(s.row, MN_SMEM_TILE_COLUMNS), (unsigned)s.heads,
+        if (mn_operand_vec_aligned(a, width) && mn_operand_vec_aligned(b, width)) {
+            const dim3 blocks((unsigned)mn_ceil_div(s.row, MN_WMMA_TILE_N), (unsigned)s.heads,
                               (unsigned)s.n_tiles);
-            mn_smem_tile_scores_kernel<TA><<<blocks, MN_COL_TILE_THREADS, 0,
+            attention_scores_wmma_kernel<TA><<<blocks, MN_Q_BLOCK_THREADS, 0,
                 stream>>>(s, w, a, b, width,
                                                                                 scale);
             return;
         }
     }
-    mn_strip_scores(s, w, a, b, width, scale, stream);
+    mn_scores_simt(s, w, a, b, width, scale, stream);
 }
 
 /* `whole`: w are cotangents, not weights. */
 template <bool whole, typename TX, typename TY>
-inline void mn_past_read(const mn_strip &s, const mn_out &y, int64_t head0, const float *w,
-                         mn_strip_side<TX> x, int64_t width, float scale, cudaStream_t stream) {
+inline void mn_attn_pv(const mn_q_block &s, const mn_out &y, int64_t head0, const float *w,
+                         mn_attn_operand<TX> x, int64_t width, float scale, cudaStream_t stream) {
     if (!y.data) return;
     if constexpr (mn_is_bf16<TX>()) {
-        if (mn_smem_tile_packable(x, width)) {
-            const dim3 blocks((unsigned)mn_ceil_div(width, MN_SMEM_TILE_COLUMNS), (unsigned)s.heads,
+        if (mn_operand_vec_aligned(x, width)) {
+            const dim3 blocks((unsigned)mn_ceil_div(width, MN_WMMA_TILE_N), (unsigned)s.heads,
                               (unsigned)s.n_tiles);
-            mn_smem_tile_read_kernel<TY, whole><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(
+            attention_pv_wmma_kernel<TY, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
                 s, y, head0, w, x, width, scale);
             return;
         }
     }
-    mn_strip_read<TX, TY>(s, y, head0, w, x, width, scale, stream);
+    mn_pv_simt<TX, TY>(s, y, head0, w, x, width, scale, stream);
 }
 
 /* `narrow`: the call is of bf16, so that x, if it is of floats, may be rounded to it. */
-template <bool whole, bool narrow, typename TX>
-inline void mn_past_gather(const mn_strip &s, const mn_out &d, int64_t head0, int64_t group,
-                           const float *w, mn_strip_side<TX> x, int64_t width,
+template <bool whole, bool call_is_bf16, typename TX>
+inline void mn_attn_grad_kv(const mn_q_block &s, const mn_out &d, int64_t head0, int64_t group,
+                           const float *w, mn_attn_operand<TX> x, int64_t width,
                            cudaStream_t stream) {
     if (!d.data) return;
-    if constexpr (narrow) {
-        if (mn_smem_tile_packable(x, width)) {
+    if constexpr (call_is_bf16) {
+        if (mn_operand_vec_aligned(x, width)) {
             mn_call keys = s.call;
             keys.T = keys.L;
             const dim3 blocks((unsigned)mn_tile_slots(keys, 64),
-                              (unsigned)mn_ceil_div(width, MN_SMEM_TILE_COLUMNS),
+                              (unsigned)mn_ceil_div(width, MN_WMMA_TILE_N),
                               (unsigned)(s.heads / group));
-            mn_smem_tile_gather_kernel<TX, whole><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(
+            attention_grad_kv_wmma_kernel<TX, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
                 s, d, head0, group, w, x, width);
             return;
         }
     }
-    mn_strip_gather(s, d, head0, group, w, x, width, stream);
+    mn_grad_kv_simt(s, d, head0, group, w, x, width, stream);
 }
 
 }    // namespace mneme::attention

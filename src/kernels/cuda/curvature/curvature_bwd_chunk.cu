@@ -43,9 +43,9 @@ __device__ inline void mn_curve_back_load(mn_curve_back_stage<KP> &to,
 #pragma unroll
     for (int n = 0; n < 3; n++) {
         const mn_in &x = *views[n];
-        mn_copy_tile<MN_CURVE_CHUNK, KP>(
+        mn_cp_async_tile<MN_CURVE_CHUNK, KP>(
             mn_smem_addr(tiles[n]), mn_row<mn_bf16>(x, at.s.span.b, at.s.span.t0 + t, at.h),
-            x.stride[1], x.data ? count : 0, (int)p.call.K, threadIdx.x % MN_GROUP);
+            x.stride[1], x.data ? count : 0, (int)p.call.K, threadIdx.x % MN_WARPGROUP);
     }
 }
 
@@ -72,12 +72,12 @@ __device__ inline mn_curve_token mn_curve_token_of(const mn_curvature_args &p,
 template <int KP>
 __device__ inline float mn_curve_weighted_column(const mn_curve_back_stage<KP> &in, int slice,
                                                  float (&part)[4][MN_CURVE_SLICE]) {
-    constexpr int pieces = KP / 8, step = MN_GROUP / pieces;
-    const int i = threadIdx.x % MN_GROUP, piece = i % pieces * 8;
+    constexpr int pieces = KP / 8, step = MN_WARPGROUP / pieces;
+    const int i = threadIdx.x % MN_WARPGROUP, piece = i % pieces * 8;
     float sum[8] = {};
 #pragma unroll 4
     for (int row = i / pieces; row < MN_CURVE_CHUNK; row += step) {
-        const uint32_t byte = mn_tile_byte(64, row, piece);
+        const uint32_t byte = mn_swizzle_byte(64, row, piece);
         const uint4 d = *(const uint4 *)(in.d + byte), q = *(const uint4 *)(in.q + byte);
         const uint32_t of_d[4] = { d.x, d.y, d.z, d.w }, of_q[4] = { q.x, q.y, q.z, q.w };
         const float by_d = -in.factor[row] * in.mean[0][row];
@@ -112,7 +112,7 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_smem<KP> &room,
                                           const mn_curve_place &at, int n_parts,
                                           const float *vector) {
     constexpr int stages = mn_curve_back_smem<KP>::stages;
-    const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
+    const int i = threadIdx.x % MN_WARPGROUP, n_chunks = (at.s.rows + 63) / 64;
     const int64_t own = at.column0 + i;
     const int64_t seen = (int64_t)mn_curve_before(p, at.s.n);
     float e = i < MN_CURVE_SLICE && own < p.call.K ? mn_get(vector, own) : 0.0f;
@@ -153,32 +153,32 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_smem<KP> &room,
 
 template <int KP>
 __device__ inline void mn_curve_back_product(float (&d)[32], uint32_t a, uint32_t b) {
-    const uint64_t at_a = mn_tile_seen(a, 16), at_b = mn_tile_seen(b, 16);
+    const uint64_t at_a = mn_smem_desc(a, 16), at_b = mn_smem_desc(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
         const int at = k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8;
-        mn_product<0>(d, at_a + at, at_b + at, k > 0);
+        mn_wgmma<0>(d, at_a + at, at_b + at, k > 0);
     }
-    mn_products_end();
+    mn_wgmma_commit();
 }
 
 template <int KP>
 __device__ inline void mn_curve_back_scores(mn_curve_back_smem<KP> &room, int n_chunks) {
     constexpr int stages = mn_curve_back_smem<KP>::stages;
-    const int thread = threadIdx.x % MN_GROUP, row = thread / 32 * 16 + thread % 32 / 4;
+    const int thread = threadIdx.x % MN_WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
         float of_q[32], of_d[32];
         mn_mbarrier_wait(&room.there[c % stages], c / stages & 1);
         mn_fence_proxy_async();
-        mn_products_start();
+        mn_wgmma_fence();
         mn_curve_back_product<KP>(of_q, mn_smem_addr(in.q), mn_smem_addr(in.k));
         mn_curve_back_product<KP>(of_d, mn_smem_addr(in.d), mn_smem_addr(in.k));
         mn_mbarrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
-        mn_products_wait<1>();
+        mn_wgmma_wait<1>();
         const float mean[2] = { in.mean[0][row], in.mean[0][row + 8] };
         mn_curve_put_square(room.P[c % 2][0], NULL, of_q, mean);
-        mn_products_wait<0>();
+        mn_wgmma_wait<0>();
         const float mean_d[2] = { in.mean[1][row], in.mean[1][row + 8] };
         mn_curve_put_square(room.P[c % 2][1], NULL, of_d, mean_d);
         mn_mbarrier_arrive(&room.scored[c % 2]);
@@ -193,16 +193,16 @@ __device__ inline void mn_curve_weigh_tokens(uint32_t (&a)[16], const float *fac
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         const float2 by = *(const float2 *)(factor + i / 2 * 8 + column);
-        a[i] = mn_pair(by.x * mn_curve_low(a[i]), by.y * mn_curve_high(a[i]));
+        a[i] = mn_bf16x2(by.x * mn_curve_low(a[i]), by.y * mn_curve_high(a[i]));
     }
 }
 
 /* d += a b over 64 columns of a square */
 __device__ inline void mn_curve_transposed_square(float (&d)[32], const uint32_t (&a)[16],
                                               uint32_t b) {
-    const uint64_t at = mn_tile_seen(b, MN_CURVE_SQUARE);
+    const uint64_t at = mn_smem_desc(b, MN_CURVE_SQUARE);
 #pragma unroll
-    for (int step = 0; step < 4; step++) mn_product<1>(d, a + 4 * step, at + step * 16 * 8, 1);
+    for (int step = 0; step < 4; step++) mn_wgmma<1>(d, a + 4 * step, at + step * 16 * 8, 1);
 }
 
 template <int KP>
@@ -223,27 +223,27 @@ __device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &room,
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = e[i % 4 / 2];
         mn_fence_proxy_async();
-        mn_products_start();
+        mn_wgmma_fence();
         mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.k));
-        mn_products_end();
+        mn_wgmma_commit();
         mn_curve_left<64>(d, in.d, own);
         mn_curve_left<64>(q, in.q, own);
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
         mn_mbarrier_wait(&room.scored[c % 2], c / 2 & 1);
         mn_fence_proxy_async();
-        mn_products_start();
+        mn_wgmma_fence();
         mn_curve_transposed_square(Y, d, mn_smem_addr(room.P[c % 2][0]));
         mn_curve_transposed_square(Y, q, mn_smem_addr(room.P[c % 2][1]));
-        mn_products_end();
+        mn_wgmma_commit();
         mn_curve_depth<64>(G, d, mn_smem_addr(in.q));
         mn_curve_depth<64>(G, q, mn_smem_addr(in.d));
-        mn_products_end();
+        mn_wgmma_commit();
         mn_mbarrier_wait(&room.left[c % 2], (c / 2 & 1) ^ 1);
-        mn_products_wait<1>();
+        mn_wgmma_wait<1>();
         room.Y[c % 2].put(Y);
         mn_mbarrier_arrive(&room.read[c % 2]);
-        mn_products_wait<0>();
+        mn_wgmma_wait<0>();
         mn_mbarrier_arrive(&room.gone[c % stages]);
         mn_mbarrier_arrive_warp(&room.used[c % 2]);
     }
@@ -256,7 +256,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &room,
 template <int KP>
 __device__ inline void mn_curve_back_store(mn_curve_back_smem<KP> &room,
                                            const mn_curvature_args &p, const mn_curve_place &at) {
-    const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
+    const int i = threadIdx.x % MN_WARPGROUP, n_chunks = (at.s.rows + 63) / 64;
     const int vec16 = i % 8, column = at.column0 + 8 * vec16;
     for (int c = 0; c < n_chunks; c++) {
         const int start = (n_chunks - 1 - c) * 64;
@@ -301,25 +301,25 @@ mn_curve_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work 
     const float *sums = at.s.last ? NULL : mn_curve_sums_for(w.back, p.call, at, at.s.slot + 1);
     if (threadIdx.x == 0) {
         for (int i = 0; i < mn_curve_back_smem<KP>::stages; i++) {
-            mn_mbarrier_init(&room.there[i], MN_GROUP);
-            mn_mbarrier_init(&room.gone[i], MN_GROUP);
+            mn_mbarrier_init(&room.there[i], MN_WARPGROUP);
+            mn_mbarrier_init(&room.gone[i], MN_WARPGROUP);
         }
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&room.scored[i], MN_GROUP);
+            mn_mbarrier_init(&room.scored[i], MN_WARPGROUP);
             mn_mbarrier_init(&room.used[i], 4);
-            mn_mbarrier_init(&room.read[i], MN_GROUP);
-            mn_mbarrier_init(&room.left[i], MN_GROUP);
+            mn_mbarrier_init(&room.read[i], MN_WARPGROUP);
+            mn_mbarrier_init(&room.left[i], MN_WARPGROUP);
         }
     }
     __syncthreads();
-    if (threadIdx.x < MN_GROUP) {
+    if (threadIdx.x < MN_WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
         mn_curve_back_copy<KP>(room, p, w, at, cut.n_parts,
                                sums ? sums + K * K : mn_row<float>(p.cot.ks, at.s.n, 0, at.h));
-    } else if (threadIdx.x < 2 * MN_GROUP) {
+    } else if (threadIdx.x < 2 * MN_WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
         mn_curve_back_scores<KP>(room, (at.s.rows + 63) / 64);
-    } else if (threadIdx.x < 3 * MN_GROUP) {
+    } else if (threadIdx.x < 3 * MN_WARPGROUP) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         mn_curve_back_read<KP>(room, p, at, sums);
     } else {
@@ -373,15 +373,15 @@ template <int KP>
 __device__ inline void mn_curve_queries_load(mn_curve_queries_stage<KP> &to,
                                             const mn_curvature_args &p, const mn_curve_place &at,
                                             int64_t t, int count) {
-    const int i = threadIdx.x % MN_GROUP, K = (int)p.call.K;
+    const int i = threadIdx.x % MN_WARPGROUP, K = (int)p.call.K;
     const int64_t b = at.s.span.b, from = at.s.span.t0 + t;
-    mn_copy_tile<MN_CURVE_CHUNK, KP, MN_CURVE_ROWS>(mn_smem_addr(to.k),
+    mn_cp_async_tile<MN_CURVE_CHUNK, KP, MN_CURVE_ROWS>(mn_smem_addr(to.k),
                                                     mn_row<mn_bf16>(p.k, b, from, at.h),
                                                     p.k.stride[1], count, K, i);
     const mn_in &x = p.cot.qt;
-    mn_copy_tile<MN_CURVE_CHUNK, KP>(mn_smem_addr(to.x), mn_row<mn_bf16>(x, b, from, at.h),
+    mn_cp_async_tile<MN_CURVE_CHUNK, KP>(mn_smem_addr(to.x), mn_row<mn_bf16>(x, b, from, at.h),
                                      x.stride[1], x.data ? count : 0, K, i);
-    mn_copy_tile<MN_CURVE_CHUNK, KP>(mn_smem_addr(to.q), mn_row<mn_bf16>(p.q, b, from, at.h),
+    mn_cp_async_tile<MN_CURVE_CHUNK, KP>(mn_smem_addr(to.q), mn_row<mn_bf16>(p.q, b, from, at.h),
                                      p.q.stride[1], count, K, i);
 }
 
@@ -389,13 +389,13 @@ __device__ inline void mn_curve_queries_load(mn_curve_queries_stage<KP> &to,
  * room for four warps. Returns that of column i. */
 template <int KP, int SMEM_TILE>
 __device__ inline float mn_curve_column(const unsigned char *tile, float (&part)[4][KP]) {
-    constexpr int pieces = KP / 8, step = MN_GROUP / pieces;
-    const int i = threadIdx.x % MN_GROUP, piece = i % pieces * 8;
+    constexpr int pieces = KP / 8, step = MN_WARPGROUP / pieces;
+    const int i = threadIdx.x % MN_WARPGROUP, piece = i % pieces * 8;
     float sum[8] = {};
 #pragma unroll
     for (int row = 0; row < MN_CURVE_CHUNK; row += step) {
         const uint4 pack = *(const uint4 *)(tile
-                                            + mn_tile_byte(SMEM_TILE, row + i / pieces, piece));
+                                            + mn_swizzle_byte(SMEM_TILE, row + i / pieces, piece));
         const uint32_t pair[4] = { pack.x, pack.y, pack.z, pack.w };
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -423,11 +423,11 @@ __device__ inline void mn_curve_queries_copy(mn_curve_queries_smem<KP> &room,
                                            const mn_curvature_args &p, const mn_curve_place &at,
                                            const float *vector) {
     constexpr int stages = mn_curve_queries_smem<KP>::stages;
-    const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
+    const int i = threadIdx.x % MN_WARPGROUP, n_chunks = (at.s.rows + 63) / 64;
     const int64_t seen = (int64_t)mn_curve_before(p, at.s.n);
     float s = i < p.call.K ? mn_get(vector, i) : 0.0f;
     mn_bf16 gamma = __float2bfloat16_rn(0.0f);    // as it comes, so that nobody waits for it
-    for (int n = i; n < stages * (KP / 64) * 48; n += MN_GROUP) {    // the rows behind s
+    for (int n = i; n < stages * (KP / 64) * 48; n += MN_WARPGROUP) {    // the rows behind s
         unsigned char *k = room.stage[n / 48 / (KP / 64)].k;
         const int smem_tile = n / 48 % (KP / 64);
         *(uint4 *)(k + (smem_tile * MN_CURVE_ROWS + 66) * 128 + n % 48 * 16) =
@@ -451,8 +451,8 @@ __device__ inline void mn_curve_queries_copy(mn_curve_queries_smem<KP> &room,
         if (i < KP) {
             const mn_bf16 rounded = __float2bfloat16_rn(s);
             now.s[i] = s;
-            *(mn_bf16 *)(now.k + mn_tile_byte(MN_CURVE_ROWS, 64, i)) = rounded;
-            *(mn_bf16 *)(now.k + mn_tile_byte(MN_CURVE_ROWS, 65, i)) =
+            *(mn_bf16 *)(now.k + mn_swizzle_byte(MN_CURVE_ROWS, 64, i)) = rounded;
+            *(mn_bf16 *)(now.k + mn_swizzle_byte(MN_CURVE_ROWS, 65, i)) =
                 __float2bfloat16_rn(s - __bfloat162float(rounded));
         }
         if (i < MN_CURVE_CHUNK) {
@@ -472,19 +472,19 @@ __device__ inline void mn_curve_queries_scores(mn_curve_queries_smem<KP> &room,
                                              const mn_curvature_args &p, const mn_curve_work &w,
                                              const mn_curve_place &at) {
     constexpr int stages = mn_curve_queries_smem<KP>::stages;
-    const int thread = threadIdx.x % MN_GROUP, row = thread / 32 * 16 + thread % 32 / 4;
+    const int thread = threadIdx.x % MN_WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
     const int n_chunks = (at.s.rows + 63) / 64;
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_queries_stage<KP> &in = room.stage[c % stages];
         float d[36], of_q[36], mean[2], mean_q[2];
         mn_mbarrier_wait(&room.there[c % stages], c / stages & 1);
         mn_fence_proxy_async();
-        mn_products_start();
+        mn_wgmma_fence();
         mn_curve_scores_start<KP>(d, mn_smem_addr(in.x), mn_smem_addr(in.k));
-        mn_products_end();
+        mn_wgmma_commit();
         mn_curve_scores_start<KP>(of_q, mn_smem_addr(in.q), mn_smem_addr(in.k));
-        mn_products_end();
-        mn_products_wait<1>();
+        mn_wgmma_commit();
+        mn_wgmma_wait<1>();
         const float each[2] = { in.each[row], in.each[row + 8] };
         mn_curve_means(mean, d, each);
         mn_mbarrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
@@ -494,7 +494,7 @@ __device__ inline void mn_curve_queries_scores(mn_curve_queries_smem<KP> &room,
             in.mean[row + 8] = mean[1];
         }
         mn_mbarrier_arrive(&room.scored[c % 2]);
-        mn_products_wait<0>();
+        mn_wgmma_wait<0>();
         mn_curve_means(mean_q, of_q, each);
         const int64_t first = mn_curve_row_of(p.call, at, at.s.first + c * 64 + row);
 #pragma unroll
@@ -528,19 +528,19 @@ __device__ inline void mn_curve_queries_read(mn_curve_queries_smem<KP> &room,
         mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
         mn_mbarrier_wait(&room.scored[c % 2], c / 2 & 1);
         mn_fence_proxy_async();
-        mn_products_start();
+        mn_wgmma_fence();
         mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.x));
         mn_curve_rows<KP, 64>(Y, low, mn_smem_addr(in.x));
         mn_curve_square(Y, k, mn_smem_addr(room.P[c % 2]));
         mn_curve_square(Y, k, mn_smem_addr(room.P_low[c % 2]));
-        mn_products_end();
+        mn_wgmma_commit();
         mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_smem_addr(in.k));
-        mn_products_end();
+        mn_wgmma_commit();
         mn_mbarrier_wait(&room.left[c % reads], (c / reads & 1) ^ 1);
-        mn_products_wait<1>();
+        mn_wgmma_wait<1>();
         room.Y[c % reads].put(Y);
         mn_mbarrier_arrive(&room.read[c % reads]);
-        mn_products_wait<0>();
+        mn_wgmma_wait<0>();
         mn_mbarrier_arrive_warp(&room.gone[c % stages]);
         mn_mbarrier_arrive_warp(&room.used[c % 2]);
     }
@@ -554,7 +554,7 @@ __device__ inline void mn_curve_queries_result(const float (&y)[8], const float 
                                              const mn_curve_queries_stage<KP> &in, mn_bf16 *to,
                                              float *part, int column, int token) {
     const float m = in.mean[token], f = in.factor[token];
-    const uint32_t byte = mn_tile_byte(64, token, column);
+    const uint32_t byte = mn_swizzle_byte(64, token, column);
     float x[8], q[8], product = 0.0f;
     mn_curve_unpack(x, *(const uint4 *)(in.x + byte));
     mn_curve_unpack(q, *(const uint4 *)(in.q + byte));
@@ -576,7 +576,7 @@ __device__ inline void mn_curve_queries_store(mn_curve_queries_smem<KP> &room,
                                             const mn_curve_place &at) {
     constexpr int stages = mn_curve_queries_smem<KP>::stages;
     constexpr int reads = mn_curve_queries_smem<KP>::reads;
-    const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
+    const int i = threadIdx.x % MN_WARPGROUP, n_chunks = (at.s.rows + 63) / 64;
     const int vec16 = i % 8, column = at.column0 + 8 * vec16;
     const mn_out &out = p.grad.q;
     const int64_t rows = p.call.B * p.call.T * p.call.H;
@@ -590,7 +590,7 @@ __device__ inline void mn_curve_queries_store(mn_curve_queries_smem<KP> &room,
 #pragma unroll
         for (int j = 0; j < 8; j++) s[j] = in.s[column + j];
 #pragma unroll
-        for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_GROUP / 8) {
+        for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_WARPGROUP / 8) {
             const bool inside = c * 64 + token < at.s.rows;
             float y[8];
             room.Y[c % reads].get(y, vec16, token);
@@ -620,27 +620,27 @@ mn_curve_queries_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_wo
         at.s.first > 0 ? mn_curve_sums_for(w.there, p.call, at, at.s.slot - 1) : NULL;
     if (threadIdx.x == 0) {
         for (int i = 0; i < mn_curve_queries_smem<KP>::stages; i++) {
-            mn_mbarrier_init(&room.there[i], MN_GROUP);
-            mn_mbarrier_init(&room.gone[i], MN_GROUP + 8);    // who stores, products
+            mn_mbarrier_init(&room.there[i], MN_WARPGROUP);
+            mn_mbarrier_init(&room.gone[i], MN_WARPGROUP + 8);    // who stores, products
         }
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&room.scored[i], MN_GROUP);
+            mn_mbarrier_init(&room.scored[i], MN_WARPGROUP);
             mn_mbarrier_init(&room.used[i], 4);
         }
         for (int i = 0; i < mn_curve_queries_smem<KP>::reads; i++) {
-            mn_mbarrier_init(&room.read[i], MN_GROUP);
-            mn_mbarrier_init(&room.left[i], MN_GROUP);
+            mn_mbarrier_init(&room.read[i], MN_WARPGROUP);
+            mn_mbarrier_init(&room.left[i], MN_WARPGROUP);
         }
     }
     __syncthreads();
-    if (threadIdx.x < MN_GROUP) {
+    if (threadIdx.x < MN_WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
         mn_curve_queries_copy<KP>(
             room, p, at, sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
-    } else if (threadIdx.x < 2 * MN_GROUP) {
+    } else if (threadIdx.x < 2 * MN_WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
         mn_curve_queries_scores<KP>(room, p, w, at);
-    } else if (threadIdx.x < 3 * MN_GROUP) {
+    } else if (threadIdx.x < 3 * MN_WARPGROUP) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         mn_curve_queries_read<KP>(room, p, at, sums);
     } else {

@@ -19,7 +19,7 @@ namespace mneme::curvature {
 
 enum {
     MN_CURVE_AHEAD = 4,                              // chunks under way
-    MN_CURVE_FORWARD_THREADS = 3 * MN_GROUP,
+    MN_CURVE_FORWARD_THREADS = 3 * MN_WARPGROUP,
 };
 
 template <int KP>
@@ -114,10 +114,10 @@ struct mn_curve_vector {
 
     /* Rows 64 and 65 of a tile of keys, and floats. */
     __device__ void put(unsigned char *k, float *to) const {
-        const uint32_t pair = mn_pair(at[0], at[1]);
-        *(uint32_t *)(k + mn_tile_byte(MN_CURVE_ROWS, 64, column())) = pair;
-        *(uint32_t *)(k + mn_tile_byte(MN_CURVE_ROWS, 65, column())) =
-            mn_pair(at[0] - mn_curve_low(pair), at[1] - mn_curve_high(pair));
+        const uint32_t pair = mn_bf16x2(at[0], at[1]);
+        *(uint32_t *)(k + mn_swizzle_byte(MN_CURVE_ROWS, 64, column())) = pair;
+        *(uint32_t *)(k + mn_swizzle_byte(MN_CURVE_ROWS, 65, column())) =
+            mn_bf16x2(at[0] - mn_curve_low(pair), at[1] - mn_curve_high(pair));
         *(float2 *)(to + column()) = make_float2(at[0], at[1]);
     }
 
@@ -130,7 +130,7 @@ struct mn_curve_vector {
             float y[8];
             const int j = first() + lane % vec16s * 8;
             mn_curve_unpack(
-                y, *(const uint4 *)(k + mn_tile_byte(MN_CURVE_ROWS, i * groups + team, j)));
+                y, *(const uint4 *)(k + mn_swizzle_byte(MN_CURVE_ROWS, i * groups + team, j)));
 #pragma unroll
             for (int c = 0; c < 8; c++) x[c] += y[c];
         }
@@ -169,7 +169,7 @@ __device__ inline void mn_curve_forward_end(unsigned char *k, int count) {
     for (int n = threadIdx.x % 32; n < (64 - count) * (KP / 16); n += 32) {
         const int row = count + n / (KP / 16);
         const int column = mn_curve_vector<KP>::first() + n % (KP / 16) * 8;
-        *(uint4 *)(k + mn_tile_byte(MN_CURVE_ROWS, row, column)) = make_uint4(0, 0, 0, 0);
+        *(uint4 *)(k + mn_swizzle_byte(MN_CURVE_ROWS, row, column)) = make_uint4(0, 0, 0, 0);
     }
     __syncwarp();
 }
@@ -209,17 +209,17 @@ __device__ inline void mn_curve_forward_add(mn_curve_forward_smem<KP> &room,
 template <int KP>
 __device__ inline void mn_curve_forward_scores(mn_curve_forward_smem<KP> &room,
                                                const mn_curve_place &at) {
-    const int i = threadIdx.x % MN_GROUP, row = i / 32 * 16 + i % 32 / 4;
+    const int i = threadIdx.x % MN_WARPGROUP, row = i / 32 * 16 + i % 32 / 4;
     const int n_chunks = (at.s.rows + 63) / 64;
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_forward_stage<KP> &in = room.stage[c % MN_CURVE_AHEAD];
         float d[36], mean[2];
         mn_mbarrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
         mn_mbarrier_wait(&room.ready[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
-        mn_products_start();
+        mn_wgmma_fence();
         mn_curve_scores_start<KP>(d, mn_smem_addr(in.q), mn_smem_addr(in.k));
-        mn_products_end();
-        mn_products_wait<0>();
+        mn_wgmma_commit();
+        mn_wgmma_wait<0>();
         const float each[2] = { in.each[row], in.each[row + 8] };
         mn_curve_means(mean, d, each);
         mn_mbarrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
@@ -240,7 +240,7 @@ template <int KP>
 __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[16],
                                                const float (&Y)[32],
                                                const mn_curve_forward_stage<KP> &in, int column0) {
-    const int lane = threadIdx.x % 32, own = threadIdx.x % MN_GROUP / 32 * 16;
+    const int lane = threadIdx.x % 32, own = threadIdx.x % MN_WARPGROUP / 32 * 16;
     const float s[2] = { in.s[column0 + own + lane / 4], in.s[column0 + own + lane / 4 + 8] };
 #pragma unroll
     for (int vec16 = 0; vec16 < 8; vec16++) {
@@ -250,7 +250,7 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
             const float left = fmaf(-w.y, s[r], Y[4 * vec16 + 2 * r]);
             const float right = fmaf(-w.w, s[r], Y[4 * vec16 + 2 * r + 1]);
             uint32_t &pair = x[2 * vec16 + r];
-            pair = mn_pair(fmaf(w.x, left, mn_curve_low(pair)),
+            pair = mn_bf16x2(fmaf(w.x, left, mn_curve_low(pair)),
                            fmaf(w.z, right, mn_curve_high(pair)));
         }
     }
@@ -258,7 +258,7 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         mn_smem_addr(to) + mn_tile_byte(64, 16 * step + row, column)),
+                         mn_smem_addr(to) + mn_swizzle_byte(64, 16 * step + row, column)),
                      "r"(x[4 * step]), "r"(x[4 * step + 1]), "r"(x[4 * step + 2]),
                      "r"(x[4 * step + 3]) : "memory");
     }
@@ -270,7 +270,7 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
 __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn_curve_maps &maps,
                                             const mn_curve_place &at, const unsigned char *tile,
                                             int c, int *told) {
-    const int i = threadIdx.x % MN_GROUP, vec16 = i % 8, column = at.column0 + 8 * vec16;
+    const int i = threadIdx.x % MN_WARPGROUP, vec16 = i % 8, column = at.column0 + 8 * vec16;
     const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
     const int64_t t = at.s.span.t0 + at.s.first + c * 64;
     mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h);
@@ -286,15 +286,15 @@ __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn
         return;
     }
 #pragma unroll
-    for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_GROUP / 8) {
-        const uint4 pack = *(const uint4 *)(tile + mn_tile_byte(64, token, 8 * vec16));
+    for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_WARPGROUP / 8) {
+        const uint4 pack = *(const uint4 *)(tile + mn_swizzle_byte(64, token, 8 * vec16));
         if (token < count) *(uint4 *)(to + token * p.qt.stride[1] + column) = pack;
     }
 }
 
 /* Behind the last tile. */
 __device__ inline void mn_curve_forward_stored(int n_chunks, int *told) {
-    const bool first = threadIdx.x % MN_GROUP == 0;
+    const bool first = threadIdx.x % MN_WARPGROUP == 0;
     if (first && !told) mn_tma_store_wait_read();
     if (!told) return;
     if (first) mn_tma_store_wait();
@@ -318,22 +318,22 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &room,
         float Y[32];
         mn_curve_pack(a, R);
         mn_mbarrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
-        mn_products_start();
+        mn_wgmma_fence();
         mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.q), false);
-        mn_products_end();
+        mn_wgmma_commit();
         mn_mbarrier_wait(&room.scored[c % 2], c / 2 & 1);
         mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
-        mn_products_start();
+        mn_wgmma_fence();
         mn_curve_square(Y, k, mn_smem_addr(room.P[c % 2]));
-        mn_products_end();
+        mn_wgmma_commit();
         mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_smem_addr(in.k));
-        mn_products_end();
+        mn_wgmma_commit();
         mn_curve_left<64>(x, in.q, at.column0 + warp * 16);
-        mn_products_wait<1>();
+        mn_wgmma_wait<1>();
         mn_mbarrier_arrive_warp(&room.used[c % 2]);
         mn_curve_forward_result<KP>(room.out[c % 2], x, Y, in, at.column0);
         mn_curve_forward_put(p, maps, at, room.out[c % 2], c, told);
-        mn_products_wait<0>();
+        mn_wgmma_wait<0>();
         mn_mbarrier_arrive(&room.gone[c % MN_CURVE_AHEAD]);
     }
     mn_curve_forward_stored(n_chunks, told);
@@ -369,17 +369,17 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_CURVE_AHEAD; i++) {
             mn_mbarrier_init(&room.there[i], 1);
-            mn_mbarrier_init(&room.ready[i], MN_GROUP - 32);
-            mn_mbarrier_init(&room.gone[i], MN_GROUP + 64);    // who reads, who adds up
+            mn_mbarrier_init(&room.ready[i], MN_WARPGROUP - 32);
+            mn_mbarrier_init(&room.gone[i], MN_WARPGROUP + 64);    // who reads, who adds up
         }
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&room.scored[i], MN_GROUP);
+            mn_mbarrier_init(&room.scored[i], MN_WARPGROUP);
             mn_mbarrier_init(&room.used[i], 4);
         }
         mn_mbarrier_init_fence();
     }
     __syncthreads();
-    if (threadIdx.x < MN_GROUP) {
+    if (threadIdx.x < MN_WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
         if (threadIdx.x == 0) mn_curve_forward_request<KP>(room, maps, at);
         if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(room, p, at);
@@ -387,7 +387,7 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
             mn_curve_forward_add<KP>(room, p, at,
                                      sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
         }
-    } else if (threadIdx.x < 2 * MN_GROUP) {
+    } else if (threadIdx.x < 2 * MN_WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
         mn_curve_forward_scores<KP>(room, at);
     } else {

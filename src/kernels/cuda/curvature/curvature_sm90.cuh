@@ -24,7 +24,7 @@ using namespace attention;
 
 enum {
     MN_CURVE_CHUNK = 64,
-    MN_CURVE_GROUPS = 4 * MN_GROUP,             // threads
+    MN_CURVE_GROUPS = 4 * MN_WARPGROUP,             // threads
     MN_CURVE_SQUARE = MN_CURVE_CHUNK * 128,     // bytes of a tile of 64 by 64
     MN_CURVE_GRAIN = 128,                       // tokens that segments have a multiple of
     MN_CURVE_READ_PITCH = 72,                   // of rows of what was read
@@ -68,7 +68,7 @@ struct mn_curve_read {
     }
 
     __device__ void put(const float (&Y)[32]) {
-        const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+        const int thread = threadIdx.x % MN_WARPGROUP, lane = thread % 32;
         const int row = thread / 32 * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < 32; i += 2) {
@@ -121,7 +121,8 @@ __device__ inline void mn_curve_left(uint32_t (&a)[16], const unsigned char *til
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         unsigned part[4];
-        mn_ldmatrix_x4<true>(part, mn_curve_at(tile, mn_tile_byte(SMEM_TILE, 16 * step + row, j)));
+        mn_ldmatrix_x4<true>(part, mn_curve_at(tile,
+                                               mn_swizzle_byte(SMEM_TILE, 16 * step + row, j)));
 #pragma unroll
         for (int i = 0; i < 4; i++) a[4 * step + i] = part[i];
     }
@@ -131,15 +132,15 @@ __device__ inline void mn_curve_left(uint32_t (&a)[16], const unsigned char *til
 template <int N>
 __device__ inline void mn_curve_pack(uint32_t (&a)[N / 2], const float (&x)[N]) {
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) a[i] = mn_pair(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < N / 2; i++) a[i] = mn_bf16x2(x[2 * i], x[2 * i + 1]);
 }
 
 template <int N>
 __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
-        const uint32_t pair = mn_pair(x[2 * i], x[2 * i + 1]);
-        a[i] = mn_pair(x[2 * i] - mn_curve_low(pair), x[2 * i + 1] - mn_curve_high(pair));
+        const uint32_t pair = mn_bf16x2(x[2 * i], x[2 * i + 1]);
+        a[i] = mn_bf16x2(x[2 * i] - mn_curve_low(pair), x[2 * i + 1] - mn_curve_high(pair));
     }
 }
 
@@ -151,32 +152,32 @@ __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)
 template <int KP, int SMEM_TILE>
 __device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b,
                                      bool more = true) {
-    const uint64_t at = mn_tile_seen(b, 16);
+    const uint64_t at = mn_smem_desc(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        mn_product<0>(d, a + k / 4, at + (k / 64 * SMEM_TILE * 8 + k % 64 / 8), more || k > 0);
+        mn_wgmma<0>(d, a + k / 4, at + (k / 64 * SMEM_TILE * 8 + k % 64 / 8), more || k > 0);
     }
 }
 
 /* d += a b, tile `b` of SMEM_TILE rows; N / 2 64 columns */
 template <int SMEM_TILE, int N>
 __device__ inline void mn_curve_depth(float (&d)[N], const uint32_t (&a)[16], uint32_t b) {
-    const uint64_t at = mn_tile_seen(b, SMEM_TILE * 128);
+    const uint64_t at = mn_smem_desc(b, SMEM_TILE * 128);
 #pragma unroll
-    for (int step = 0; step < 4; step++) mn_product<1>(d, a + 4 * step, at + step * 16 * 8, 1);
+    for (int step = 0; step < 4; step++) mn_wgmma<1>(d, a + 4 * step, at + step * 16 * 8, 1);
 }
 
 /* d += a b' over 64 columns */
 __device__ inline void mn_curve_square(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
-    const uint64_t at = mn_tile_seen(b, 16);
+    const uint64_t at = mn_smem_desc(b, 16);
 #pragma unroll
-    for (int step = 0; step < 4; step++) mn_product<0>(d, a + 4 * step, at + step * 2, 1);
+    for (int step = 0; step < 4; step++) mn_wgmma<0>(d, a + 4 * step, at + step * 2, 1);
 }
 
 /* d = a b' for 64 rows a and the 72 rows of a tile of keys. */
 template <int KP>
 __device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_t b) {
-    const uint64_t at_a = mn_tile_seen(a, 16), at_b = mn_tile_seen(b, 16);
+    const uint64_t at_a = mn_smem_desc(a, 16), at_b = mn_smem_desc(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
         const uint64_t left = at_a + (k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8);
@@ -186,7 +187,7 @@ __device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_
                      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
                      "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                      "%32, %33, %34, %35}, %36, %37, p, 1, 1, 0, 0;\n\t}"
-                     : MN_SUMS(0), MN_SUMS(16), MN_FOUR_SUMS(32)
+                     : MN_ACC16(0), MN_ACC16(16), MN_ACC4(32)
                      : "l"(left), "l"(right), "r"((int)(k > 0)));
     }
 }
@@ -194,7 +195,7 @@ __device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_
 /* Sums of the rows of tril(X K'), with s.x, times 1 / n, which is `each`. */
 __device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36],
                                       const float (&each)[2]) {
-    const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+    const int thread = threadIdx.x % MN_WARPGROUP, lane = thread % 32;
     const int row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -212,7 +213,7 @@ __device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36],
 /* use(x, row, column) for a thread's sums of 64 rows. */
 template <int N, typename F>
 __device__ inline void mn_curve_each(float (&d)[N], F use) {
-    const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+    const int thread = threadIdx.x % MN_WARPGROUP, lane = thread % 32;
     const int row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < N; i++) use(d[i], row + i % 4 / 2 * 8, i / 4 * 8 + column + i % 2);
@@ -242,7 +243,7 @@ __device__ inline void mn_curve_store(float *to, float (&R)[N], float times, int
 /* Scores less their row's mean, lower triangular, into a tile; what rounding leaves into `low`. */
 __device__ inline void mn_curve_put_square(unsigned char *to, unsigned char *low,
                                            const float *sums, const float (&mean)[2]) {
-    const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+    const int thread = threadIdx.x % MN_WARPGROUP, lane = thread % 32;
     const int row = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
@@ -252,10 +253,10 @@ __device__ inline void mn_curve_put_square(unsigned char *to, unsigned char *low
             x = column > t ? 0.0f : sums[i] - mean[r];
             y = column + 1 > t ? 0.0f : sums[i + 1] - mean[r];
         }
-        const uint32_t pair = mn_pair(x, y), byte = mn_tile_byte(64, t, column);
+        const uint32_t pair = mn_bf16x2(x, y), byte = mn_swizzle_byte(64, t, column);
         *(uint32_t *)(to + byte) = pair;
         if (low) {
-            *(uint32_t *)(low + byte) = mn_pair(x - mn_curve_low(pair), y - mn_curve_high(pair));
+            *(uint32_t *)(low + byte) = mn_bf16x2(x - mn_curve_low(pair), y - mn_curve_high(pair));
         }
     }
 }
@@ -269,8 +270,8 @@ __device__ inline void mn_curve_unpack(float (&x)[8], const uint4 &pack) {
 }
 
 __device__ inline uint4 mn_curve_pack_vec16(const float (&x)[8]) {
-    return make_uint4(mn_pair(x[0], x[1]), mn_pair(x[2], x[3]), mn_pair(x[4], x[5]),
-                      mn_pair(x[6], x[7]));
+    return make_uint4(mn_bf16x2(x[0], x[1]), mn_bf16x2(x[2], x[3]), mn_bf16x2(x[4], x[5]),
+                      mn_bf16x2(x[6], x[7]));
 }
 
 #endif

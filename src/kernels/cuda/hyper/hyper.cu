@@ -1,6 +1,6 @@
 /* hyper.cu - HyperMLP and HyperGLU heads by strips of query rows (equations in ref/hyper.c).
  *
- * Products of a strip are those of attention (attention_strip_mma.cuh), its rows those of
+ * Products of a strip are those of attention (attention_q_block_wmma.cuh), its rows those of
  * hyper_rows.cuh. Backward makes the strip again, and o once more where it is given, and goes back
  * through it:
  *
@@ -31,16 +31,16 @@ using namespace attention;
 enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_LAGS = 2 };
 enum {
     MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS,
-    MN_HYPER_STEP = MN_HYPER_LAGS * MN_COL_TILE_THREADS,
+    MN_HYPER_STEP = MN_HYPER_LAGS * MN_Q_BLOCK_THREADS,
 };
 enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_FIRST = 4 };    // of a row
 
 /* A call at work. Mixes are counted: the first ones of branches 0 .. Q-1, then H second ones. */
-struct mn_hyper {
+struct mn_hyper_params {
     mn_hyper_args p;
-    mn_strip s;
+    mn_q_block s;
     int64_t ranks, lags;              // padded ranks; P, or 0 without parameters
-    bool mixed[2];                    // first mix, second mix
+    bool has_params[2];                    // first mix, second mix
     float *params;                    // (Q + H, lags (2 ranks + 1))
     float *z[2], *base, *w, *g[2];    // matrices of a strip; base may be z[0], w may be base
     float *rows;                      // (tiles, H, rows, row_floats)
@@ -53,9 +53,9 @@ struct mn_hyper_mix {
     const float *U, *Vt, *d;          // by lag; NULL where absent
 };
 
-__device__ inline mn_hyper_mix mn_hyper_mix_of(const mn_hyper &k, int64_t mix) {
+__device__ inline mn_hyper_mix mn_hyper_mix_of(const mn_hyper_params &k, int64_t mix) {
     mn_hyper_mix m = {};
-    if (!k.mixed[mix >= k.p.call.Q]) return m;
+    if (!k.has_params[mix >= k.p.call.Q]) return m;
     m.U = k.params + mix * k.lags * (2 * k.ranks + 1);
     m.Vt = m.U + k.lags * k.ranks;
     m.d = m.Vt + k.lags * k.ranks;
@@ -63,16 +63,16 @@ __device__ inline mn_hyper_mix mn_hyper_mix_of(const mn_hyper &k, int64_t mix) {
 }
 
 /* Index of the mix of branch 0 or 1 of a head; of branch 2 the second. */
-__device__ inline int64_t mn_hyper_mix_index(const mn_hyper &k, int64_t head, int branch) {
+__device__ inline int64_t mn_hyper_mix_index(const mn_hyper_params &k, int64_t head, int branch) {
     return head + (branch == 2 ? k.p.call.Q : branch * k.p.call.H);
 }
 
 /* Up to four rows of a block. Rows that see many keys start first. */
-struct mn_hyper_four {
+struct mn_hyper_rows4 {
     mn_tile_span tile;
     int64_t head, first;              // first row in the tile
     int which;                        // tile of the strip
-    int n, seen, most, end;           // rows; keys before the first; of the last; columns that
+    int n, seen, max_tiles, end;           // rows; keys before the first; of the last; columns that
                                       // products read
 
     /* Keys that row r sees, 0 where there is no such row. */
@@ -85,64 +85,66 @@ struct mn_hyper_four {
     }
 };
 
-__device__ inline bool mn_hyper_find(mn_hyper_four *f, const mn_hyper &k) {
+__device__ inline bool mn_hyper_rows4_of(mn_hyper_rows4 *f, const mn_hyper_params &k) {
     f->which = (int)k.s.n_tiles - 1 - (int)blockIdx.z;
-    f->tile = mn_tile_at(k.s.call, MN_COL_TILE_ROWS, k.s.first + f->which);
+    f->tile = mn_tile_at(k.s.call, MN_Q_BLOCK_ROWS, k.s.first + f->which);
     f->head = blockIdx.y, f->first = (int64_t)blockIdx.x * MN_HYPER_ROWS;
     const int64_t seen = mn_keys_before(k.s.call) + f->tile.first;
     f->n = (int)max(min((int64_t)MN_HYPER_ROWS, f->tile.n_rows - f->first), (int64_t)0);
     f->seen = (int)(seen + f->first);
-    f->most = f->seen + f->n;
+    f->max_tiles = f->seen + f->n;
     f->end = (int)((seen + f->tile.n_rows + 63) / 64 * 64);
     return f->n > 0;
 }
 
 /* Where the four rows of a matrix have lag 0: row r lies r (row + 1) floats on, lag j before it. */
-__device__ inline float *mn_hyper_newest(const mn_hyper &k, float *matrix,
-                                         const mn_hyper_four &f) {
-    return matrix + mn_strip_at(k.s, f.which, f.head, f.first) + f.seen;
+__device__ inline float *mn_hyper_lag0(const mn_hyper_params &k, float *matrix,
+                                         const mn_hyper_rows4 &f) {
+    return matrix + mn_q_block_offset(k.s, f.which, f.head, f.first) + f.seen;
 }
 
 /* How far on lag j of row r lies. */
-__device__ inline int mn_hyper_on(const mn_hyper &k, int r, int j) {
+__device__ inline int mn_hyper_lag_offset(const mn_hyper_params &k, int r, int j) {
     return r * ((int)k.s.row + 1) - j;
 }
 
-__device__ inline float *mn_hyper_kept(const mn_hyper &k, int64_t tile, int64_t head, int64_t r) {
+__device__ inline float *mn_hyper_saved_row(const mn_hyper_params &k, int64_t tile, int64_t head,
+                                            int64_t r) {
     return k.rows + ((tile * k.s.heads + head) * k.s.rows + r) * k.row_floats;
 }
 
 enum { MN_HYPER_H, MN_HYPER_HC, MN_HYPER_YC };
 
-__device__ inline float *mn_hyper_ranks(const mn_hyper &k, float *kept, int branch, int what) {
-    return kept + MN_HYPER_FIRST + (branch * 3 + what) * k.ranks;
+__device__ inline float *mn_hyper_saved_ranks(const mn_hyper_params &k, float *saved_row,
+                                              int branch, int what) {
+    return saved_row + MN_HYPER_FIRST + (branch * 3 + what) * k.ranks;
 }
 
 /* Each exchange of lanes sums pairs and leaves a lane half of its values. */
 template <int half>
-__device__ inline void mn_hyper_fold(float (&v)[MN_HYPER_SUMS]) {
+__device__ inline void mn_hyper_reduce_lanes(float (&v)[MN_HYPER_SUMS]) {
     const bool upper = threadIdx.x & half / 2;
 #pragma unroll
     for (int i = 0; i < half; i++) {
         const float give = upper ? v[i] : v[i + half], keep = upper ? v[i + half] : v[i];
         v[i] = keep + __shfl_xor_sync(0xffffffffu, give, half / 2);
     }
-    if constexpr (half > 2) mn_hyper_fold<half / 2>(v);
+    if constexpr (half > 2) mn_hyper_reduce_lanes<half / 2>(v);
 }
 
 /* Sums `v` over the block into out[0 .. 63]. */
-__device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *room, float *out) {
+__device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *scratch, float *out) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    mn_hyper_fold<MN_HYPER_SUMS / 2>(v);
+    mn_hyper_reduce_lanes<MN_HYPER_SUMS / 2>(v);
     __syncthreads();
-    room[warp * MN_HYPER_SUMS + 2 * lane] = v[0];
-    room[warp * MN_HYPER_SUMS + 2 * lane + 1] = v[1];
+    scratch[warp * MN_HYPER_SUMS + 2 * lane] = v[0];
+    scratch[warp * MN_HYPER_SUMS + 2 * lane + 1] = v[1];
     __syncthreads();
     if (threadIdx.x < MN_HYPER_SUMS) {
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MN_COL_TILE_THREADS / 32; i++) {
-            sum += room[i * MN_HYPER_SUMS + threadIdx.x];
+        for (int i = 0; i < MN_Q_BLOCK_THREADS / 32; i++) {
+            sum += scratch[i * MN_HYPER_SUMS + threadIdx.x];
         }
         out[threadIdx.x] = sum;
     }
@@ -151,7 +153,7 @@ __device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *room, f
 
 /* What the threads of a block share: ranks of a mix of four rows, sums, room for them. */
 struct mn_hyper_smem {
-    float sums[MN_HYPER_SUMS], room[MN_COL_TILE_THREADS / 32 * MN_HYPER_SUMS], team[32];
+    float sums[MN_HYPER_SUMS], scratch[MN_Q_BLOCK_THREADS / 32 * MN_HYPER_SUMS], thread_group[32];
 };
 
 /* 16 ranks of a lag */
@@ -166,28 +168,28 @@ __device__ inline void mn_hyper_load(float (&x)[MN_HYPER_RANKS], const float *fr
 /* sums over lags of matrix(row, lag) times a parameter by lag; put(r, rank, sum) by one thread
  * each. */
 template <typename F>
-__device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four &f,
-                                         mn_hyper_smem &room, float *matrix, const float *by_lag,
+__device__ inline void mn_hyper_down_project(const mn_hyper_params &k, const mn_hyper_rows4 &f,
+                                         mn_hyper_smem &scratch, float *matrix, const float *by_lag,
                                          F put) {
-    const float *newest = mn_hyper_newest(k, matrix, f);
+    const float *lag0_offset = mn_hyper_lag0(k, matrix, f);
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
         float sums[MN_HYPER_SUMS] = {}, next[MN_HYPER_RANKS], z_next[MN_HYPER_ROWS];
         const auto fetch = [&](int j) {
-            if (j >= f.most) return;
+            if (j >= f.max_tiles) return;
             mn_hyper_load(next, by_lag + j * k.ranks + a0);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
-                z_next[r] = j < f.keys(r) ? newest[mn_hyper_on(k, r, j)] : 0.0f;
+                z_next[r] = j < f.keys(r) ? lag0_offset[mn_hyper_lag_offset(k, r, j)] : 0.0f;
             }
         };
         fetch(threadIdx.x);
-        for (int j = threadIdx.x; j < f.most; j += MN_COL_TILE_THREADS) {
+        for (int j = threadIdx.x; j < f.max_tiles; j += MN_Q_BLOCK_THREADS) {
             float u[MN_HYPER_RANKS], z[MN_HYPER_ROWS];
 #pragma unroll
             for (int a = 0; a < MN_HYPER_RANKS; a++) u[a] = next[a];
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) z[r] = z_next[r];
-            fetch(j + MN_COL_TILE_THREADS);
+            fetch(j + MN_Q_BLOCK_THREADS);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
 #pragma unroll
@@ -196,34 +198,34 @@ __device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four 
                 }
             }
         }
-        mn_hyper_reduce(sums, room.room, room.sums);
+        mn_hyper_reduce(sums, scratch.scratch, scratch.sums);
         if (threadIdx.x < MN_HYPER_SUMS && f.keys(threadIdx.x / MN_HYPER_RANKS) > 0) {
             put(threadIdx.x / MN_HYPER_RANKS, a0 + threadIdx.x % MN_HYPER_RANKS,
-                room.sums[threadIdx.x]);
+                scratch.sums[threadIdx.x]);
         }
         __syncthreads();
     }
 }
 
 /* Numbers of a thread: two lags, a block's threads apart, of four rows. */
-struct mn_hyper_numbers {
+struct mn_hyper_frag {
     float at[MN_HYPER_LAGS][MN_HYPER_ROWS];
 };
 
 __device__ inline int mn_hyper_lag(int j, int l) {
-    return j + l * MN_COL_TILE_THREADS;
+    return j + l * MN_Q_BLOCK_THREADS;
 }
 
 /* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag */
-__device__ inline void mn_hyper_expand(const mn_hyper &k, const mn_hyper_four &f,
-                                       mn_hyper_numbers &x, const float *of_rows,
+__device__ inline void mn_hyper_up_project(const mn_hyper_params &k, const mn_hyper_rows4 &f,
+                                       mn_hyper_frag &x, const float *of_rows,
                                        const float *by_lag, int j) {
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
         float v[MN_HYPER_LAGS][MN_HYPER_RANKS] = {};
 #pragma unroll
         for (int l = 0; l < MN_HYPER_LAGS; l++) {
             const int lag = mn_hyper_lag(j, l);
-            if (lag < f.most) mn_hyper_load(v[l], by_lag + lag * k.ranks + a0);
+            if (lag < f.max_tiles) mn_hyper_load(v[l], by_lag + lag * k.ranks + a0);
         }
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
@@ -253,7 +255,8 @@ __device__ inline float mn_hyper_sigmoid(float x) {
 
 /* Controls of a rank, 1 where the mix has none; 0 for padding. */
 template <typename T>
-__device__ inline float mn_hyper_control(const mn_hyper &k, const mn_hyper_four &f, int branch,
+__device__ inline float mn_hyper_rank_gate(const mn_hyper_params &k, const mn_hyper_rows4 &f,
+                                           int branch,
                                          int r, int64_t a) {
     const mn_call &c = k.p.call;
     const bool second = branch == 2;
@@ -263,92 +266,94 @@ __device__ inline float mn_hyper_control(const mn_hyper &k, const mn_hyper_four 
     return row ? mn_float(row[a]) : 1.0f;
 }
 
-/* The matrix of `newest` times 1 + d. */
-__device__ inline void mn_hyper_scaled(const mn_hyper &k, const mn_hyper_four &f,
-                                       mn_hyper_numbers &x, const float *newest, const float *d,
+/* The matrix of `lag0_offset` times 1 + d. */
+__device__ inline void mn_hyper_diagonal(const mn_hyper_params &k, const mn_hyper_rows4 &f,
+                                       mn_hyper_frag &x, const float *lag0_offset, const float *d,
                                        int j) {
 #pragma unroll
     for (int l = 0; l < MN_HYPER_LAGS; l++) {
         const int lag = mn_hyper_lag(j, l);
-        const float by = d && lag < f.most ? 1.0f + d[lag] : 1.0f;
+        const float by = d && lag < f.max_tiles ? 1.0f + d[lag] : 1.0f;
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            x.at[l][r] = lag < f.keys(r) ? by * newest[mn_hyper_on(k, r, lag)] : 0.0f;
+            x.at[l][r] = lag < f.keys(r) ? by * lag0_offset[mn_hyper_lag_offset(k, r, lag)] : 0.0f;
         }
     }
 }
 
-/* x of a branch: z (1 + d) + (h c) Vt, z in the matrix of `newest` */
-__device__ inline void mn_hyper_mixed(const mn_hyper &k, const mn_hyper_four &f,
-                                      mn_hyper_numbers &x, const float *newest,
+/* x of a branch: z (1 + d) + (h c) Vt, z in the matrix of `lag0_offset` */
+__device__ inline void mn_hyper_mixed(const mn_hyper_params &k, const mn_hyper_rows4 &f,
+                                      mn_hyper_frag &x, const float *lag0_offset,
                                       const mn_hyper_mix &m, const float *hc, int j) {
-    mn_hyper_scaled(k, f, x, newest, m.d, j);
-    if (m.Vt) mn_hyper_expand(k, f, x, hc, m.Vt, j);
+    mn_hyper_diagonal(k, f, x, lag0_offset, m.d, j);
+    if (m.Vt) mn_hyper_up_project(k, f, x, hc, m.Vt, j);
 }
 
 /* what(l, r, where it lies) for the thread's numbers that rows see */
 template <typename F>
-__device__ inline void mn_hyper_each(const mn_hyper &k, const mn_hyper_four &f, int j, F what) {
+__device__ inline void mn_hyper_for_each(const mn_hyper_params &k, const mn_hyper_rows4 &f, int j,
+                                         F what) {
 #pragma unroll
     for (int l = 0; l < MN_HYPER_LAGS; l++) {
         const int lag = mn_hyper_lag(j, l);
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            if (lag < f.keys(r)) what(l, r, mn_hyper_on(k, r, lag));
+            if (lag < f.keys(r)) what(l, r, mn_hyper_lag_offset(k, r, lag));
         }
     }
 }
 
 /* h and h c of a mix from its argument, kept and in shared memory. */
 template <typename T>
-__device__ inline void mn_hyper_enter(const mn_hyper &k, const mn_hyper_four &f,
-                                      mn_hyper_smem &room, float *matrix, const mn_hyper_mix &m,
+__device__ inline void mn_hyper_project_in(const mn_hyper_params &k, const mn_hyper_rows4 &f,
+                                      mn_hyper_smem &scratch, float *matrix, const mn_hyper_mix &m,
                                       int branch, float *hc) {
     if (!m.U) return;
-    mn_hyper_contract(k, f, room, matrix, m.U, [&](int r, int64_t a, float sum) {
-        const float by = mn_hyper_control<T>(k, f, branch, r, a) * sum;
-        float *kept = mn_hyper_kept(k, f.which, f.head, f.first + r);
-        mn_hyper_ranks(k, kept, branch, MN_HYPER_H)[a] = sum;
-        mn_hyper_ranks(k, kept, branch, MN_HYPER_HC)[a] = by;
+    mn_hyper_down_project(k, f, scratch, matrix, m.U, [&](int r, int64_t a, float sum) {
+        const float by = mn_hyper_rank_gate<T>(k, f, branch, r, a) * sum;
+        float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + r);
+        mn_hyper_saved_ranks(k, saved_row, branch, MN_HYPER_H)[a] = sum;
+        mn_hyper_saved_ranks(k, saved_row, branch, MN_HYPER_HC)[a] = by;
         hc[r * k.ranks + a] = by;
     });
 }
 
 /* Zeros where products read beyond a row's keys. */
-__device__ inline void mn_hyper_clear(const mn_hyper &k, const mn_hyper_four &f, float *matrix) {
+__device__ inline void mn_hyper_zero_tail(const mn_hyper_params &k, const mn_hyper_rows4 &f,
+                                          float *matrix) {
     for (int r = 0; r < f.n; r++) {
-        float *line = matrix + mn_strip_at(k.s, f.which, f.head, f.first + r);
-        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_COL_TILE_THREADS) line[i] = 0.0f;
+        float *line = matrix + mn_q_block_offset(k.s, f.which, f.head, f.first + r);
+        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_Q_BLOCK_THREADS) line[i] = 0.0f;
     }
 }
 
 /* base from z, w from base, and the scale of the output. A block has four rows of a head. */
 template <typename T>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS, 2)
-mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
+hyper_rows_fwd_kernel(const __grid_constant__ mn_hyper_params k) {
     extern __shared__ __align__(16) float shared[];
-    __shared__ mn_hyper_smem room;
-    mn_hyper_four f;
-    if (!mn_hyper_find(&f, k)) return;
+    __shared__ mn_hyper_smem scratch;
+    mn_hyper_rows4 f;
+    if (!mn_hyper_rows4_of(&f, k)) return;
     const int64_t each = MN_HYPER_ROWS * k.ranks;
     const mn_hyper_mix first = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 0));
     const mn_hyper_mix second = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, k.branches - 1));
     const mn_hyper_mix last = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 2));
     float *hc = shared, square[MN_HYPER_ROWS] = {};
-    float *base = mn_hyper_newest(k, k.base, f), *w = mn_hyper_newest(k, k.w, f);
-    const float *z1 = mn_hyper_newest(k, k.z[0], f);
-    const float *z2 = mn_hyper_newest(k, k.z[k.branches - 1], f);
-    for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_COL_TILE_THREADS) {
+    float *base = mn_hyper_lag0(k, k.base, f), *w = mn_hyper_lag0(k, k.w, f);
+    const float *z1 = mn_hyper_lag0(k, k.z[0], f);
+    const float *z2 = mn_hyper_lag0(k, k.z[k.branches - 1], f);
+    for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_Q_BLOCK_THREADS) {
         shared[i] = 0.0f;
     }
     __syncthreads();
-    mn_hyper_enter<T>(k, f, room, k.z[0], first, 0, hc);
-    if (k.branches == 2) mn_hyper_enter<T>(k, f, room, k.z[1], second, 1, hc + each);
-    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
-        mn_hyper_numbers x, scale;
+    mn_hyper_project_in<T>(k, f, scratch, k.z[0], first, 0, hc);
+    if (k.branches == 2) mn_hyper_project_in<T>(k, f, scratch, k.z[1], second, 1, hc + each);
+    for (int j = threadIdx.x; j < f.max_tiles; j += MN_HYPER_STEP) {
+        mn_hyper_frag x, scale;
         mn_hyper_mixed(k, f, x, z1, first, hc, j);
         if (k.branches == 2) mn_hyper_mixed(k, f, scale, z2, second, hc + each, j);
-        mn_hyper_each(k, f, j, [&](int l, int r, int at) {
+        mn_hyper_for_each(k, f, j, [&](int l, int r, int at) {
             square[r] = fmaf(x.at[l][r], x.at[l][r], square[r]);
             float y = fmaxf(x.at[l][r], 0.0f);
             if (k.branches == 2) y *= mn_hyper_softplus(scale.at[l][r]);
@@ -357,38 +362,38 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     }
 #pragma unroll
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        const float norm = sqrtf(mn_group_sum<MN_COL_TILE_THREADS>(square[r], room.team));
+        const float norm = sqrtf(mn_group_sum<MN_Q_BLOCK_THREADS>(square[r], scratch.thread_group));
         if (threadIdx.x != 0 || f.keys(r) == 0) continue;
-        float *kept = mn_hyper_kept(k, f.which, f.head, f.first + r);
-        kept[MN_HYPER_NORM] = norm;
-        kept[MN_HYPER_SCALE] = k.p.norm == 2 ? 1.0f : 1.0f / fmaxf(norm, (float)k.p.eps);
+        float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + r);
+        saved_row[MN_HYPER_NORM] = norm;
+        saved_row[MN_HYPER_SCALE] = k.p.norm == 2 ? 1.0f : 1.0f / fmaxf(norm, (float)k.p.eps);
     }
     __syncthreads();
-    mn_hyper_enter<T>(k, f, room, k.base, last, 2, hc + 2 * each);
-    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
-        mn_hyper_numbers x;
+    mn_hyper_project_in<T>(k, f, scratch, k.base, last, 2, hc + 2 * each);
+    for (int j = threadIdx.x; j < f.max_tiles; j += MN_HYPER_STEP) {
+        mn_hyper_frag x;
         mn_hyper_mixed(k, f, x, base, last, hc + 2 * each, j);
-        mn_hyper_each(k, f, j, [&](int l, int r, int at) { w[at] = x.at[l][r]; });
+        mn_hyper_for_each(k, f, j, [&](int l, int r, int at) { w[at] = x.at[l][r]; });
     }
-    if (k.w != k.base) mn_hyper_clear(k, f, k.w);
+    if (k.w != k.base) mn_hyper_zero_tail(k, f, k.w);
 }
 
 /* y c of a mix from the cotangent of its result, and dc. */
 template <typename T>
-__device__ inline void mn_hyper_leave(const mn_hyper &k, const mn_hyper_four &f,
-                                      mn_hyper_smem &room, float *matrix, const mn_hyper_mix &m,
+__device__ inline void mn_hyper_project_back(const mn_hyper_params &k, const mn_hyper_rows4 &f,
+                                      mn_hyper_smem &scratch, float *matrix, const mn_hyper_mix &m,
                                       int branch, float *yc) {
     if (!m.Vt) return;
     const bool second = branch == 2;
     const int64_t n_ranks = second ? k.p.call.W : k.p.call.R;
-    mn_hyper_contract(k, f, room, matrix, m.Vt, [&](int r, int64_t a, float sum) {
-        const float by = mn_hyper_control<T>(k, f, branch, r, a) * sum;
-        float *kept = mn_hyper_kept(k, f.which, f.head, f.first + r);
-        mn_hyper_ranks(k, kept, branch, MN_HYPER_YC)[a] = by;
+    mn_hyper_down_project(k, f, scratch, matrix, m.Vt, [&](int r, int64_t a, float sum) {
+        const float by = mn_hyper_rank_gate<T>(k, f, branch, r, a) * sum;
+        float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + r);
+        mn_hyper_saved_ranks(k, saved_row, branch, MN_HYPER_YC)[a] = by;
         yc[r * k.ranks + a] = by;
         T *dc = mn_row<T>(second ? k.p.grad.c2 : k.p.grad.c1, f.tile.span.b, f.token(r),
                           second ? f.head : f.head + branch * k.p.call.H);
-        const float h = mn_hyper_ranks(k, kept, branch, MN_HYPER_H)[a];
+        const float h = mn_hyper_saved_ranks(k, saved_row, branch, MN_HYPER_H)[a];
         if (dc && a < n_ranks) mn_put(dc + a, h * sum);
     });
 }
@@ -397,68 +402,68 @@ __device__ inline void mn_hyper_leave(const mn_hyper &k, const mn_hyper_four &f,
  * weights are homogeneous in x1. With w = base (1 + d) + (h c) Vt the sum is that of
  * gw base (1 + d) over lags and of h y c over ranks: made of the numbers that the cotangent is made
  * of, it cancels what it has to cancel, in a row with a single key all. */
-__device__ inline void mn_hyper_pulls(const mn_hyper &k, const mn_hyper_four &f,
-                                      mn_hyper_smem &room, float (&pull)[MN_HYPER_ROWS],
+__device__ inline void mn_hyper_norm_grad(const mn_hyper_params &k, const mn_hyper_rows4 &f,
+                                      mn_hyper_smem &scratch, float (&pull)[MN_HYPER_ROWS],
                                       const float *gw, const float *base, const float *d,
                                       const float *yc) {
     float along[MN_HYPER_ROWS] = {};
-    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
-        mn_hyper_numbers g;
-        mn_hyper_scaled(k, f, g, gw, d, j);
-        mn_hyper_each(k, f, j, [&](int l, int r, int at) {
+    for (int j = threadIdx.x; j < f.max_tiles; j += MN_HYPER_STEP) {
+        mn_hyper_frag g;
+        mn_hyper_diagonal(k, f, g, gw, d, j);
+        mn_hyper_for_each(k, f, j, [&](int l, int r, int at) {
             along[r] = fmaf(g.at[l][r], base[at], along[r]);
         });
     }
 #pragma unroll
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        float *kept = mn_hyper_kept(k, f.which, f.head, f.first + (r < f.n ? r : 0));
-        const float *h = mn_hyper_ranks(k, kept, 2, MN_HYPER_H);
-        for (int64_t a = threadIdx.x; k.mixed[1] && a < k.ranks; a += MN_COL_TILE_THREADS) {
+        float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + (r < f.n ? r : 0));
+        const float *h = mn_hyper_saved_ranks(k, saved_row, 2, MN_HYPER_H);
+        for (int64_t a = threadIdx.x; k.has_params[1] && a < k.ranks; a += MN_Q_BLOCK_THREADS) {
             along[r] = fmaf(yc[r * k.ranks + a], h[a], along[r]);
         }
-        const float by = kept[MN_HYPER_SCALE];
-        const bool normed = k.p.norm != 2 && kept[MN_HYPER_NORM] > (float)k.p.eps;
-        const float sum = mn_group_sum<MN_COL_TILE_THREADS>(along[r], room.team);
+        const float by = saved_row[MN_HYPER_SCALE];
+        const bool normed = k.p.norm != 2 && saved_row[MN_HYPER_NORM] > (float)k.p.eps;
+        const float sum = mn_group_sum<MN_Q_BLOCK_THREADS>(along[r], scratch.thread_group);
         pull[r] = normed ? sum * by * by : 0.0f;
     }
 }
 
 /* From w, the cotangent of the weights, to g, those of x1 and x2. */
 template <typename T>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS, 2)
-mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
+hyper_rows_bwd_kernel(const __grid_constant__ mn_hyper_params k) {
     extern __shared__ __align__(16) float shared[];
-    __shared__ mn_hyper_smem room;
-    mn_hyper_four f;
-    if (!mn_hyper_find(&f, k)) return;
+    __shared__ mn_hyper_smem scratch;
+    mn_hyper_rows4 f;
+    if (!mn_hyper_rows4_of(&f, k)) return;
     const int64_t each = MN_HYPER_ROWS * k.ranks;
     const mn_hyper_mix first = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 0));
     const mn_hyper_mix second = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, k.branches - 1));
     const mn_hyper_mix last = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 2));
     float *hc = shared, *yc = shared + 2 * each, pull[MN_HYPER_ROWS];
-    float *g1 = mn_hyper_newest(k, k.g[0], f), *g2 = mn_hyper_newest(k, k.g[k.branches - 1], f);
-    const float *z1 = mn_hyper_newest(k, k.z[0], f);
-    const float *z2 = mn_hyper_newest(k, k.z[k.branches - 1], f);
-    const float *w = mn_hyper_newest(k, k.w, f);
-    for (int e = threadIdx.x; e < 3 * each; e += MN_COL_TILE_THREADS) {
+    float *g1 = mn_hyper_lag0(k, k.g[0], f), *g2 = mn_hyper_lag0(k, k.g[k.branches - 1], f);
+    const float *z1 = mn_hyper_lag0(k, k.z[0], f);
+    const float *z2 = mn_hyper_lag0(k, k.z[k.branches - 1], f);
+    const float *w = mn_hyper_lag0(k, k.w, f);
+    for (int e = threadIdx.x; e < 3 * each; e += MN_Q_BLOCK_THREADS) {
         const int i = (int)(e / each), r = (int)(e % each / k.ranks);
         float x = 0.0f;
-        if (r < f.n && k.mixed[0] && i < k.branches) {
-            float *kept = mn_hyper_kept(k, f.which, f.head, f.first + r);
-            x = mn_hyper_ranks(k, kept, i, MN_HYPER_HC)[e % k.ranks];
+        if (r < f.n && k.has_params[0] && i < k.branches) {
+            float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + r);
+            x = mn_hyper_saved_ranks(k, saved_row, i, MN_HYPER_HC)[e % k.ranks];
         }
         shared[e] = x;
     }
     __syncthreads();
-    mn_hyper_leave<T>(k, f, room, k.w, last, 2, yc);
-    mn_hyper_pulls(k, f, room, pull, w, mn_hyper_newest(k, k.base, f), last.d, yc);
-    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
-        mn_hyper_numbers x, scale, g;
-        mn_hyper_scaled(k, f, g, w, last.d, j);
-        if (last.U) mn_hyper_expand(k, f, g, yc, last.U, j);
+    mn_hyper_project_back<T>(k, f, scratch, k.w, last, 2, yc);
+    mn_hyper_norm_grad(k, f, scratch, pull, w, mn_hyper_lag0(k, k.base, f), last.d, yc);
+    for (int j = threadIdx.x; j < f.max_tiles; j += MN_HYPER_STEP) {
+        mn_hyper_frag x, scale, g;
+        mn_hyper_diagonal(k, f, g, w, last.d, j);
+        if (last.U) mn_hyper_up_project(k, f, g, yc, last.U, j);
         mn_hyper_mixed(k, f, x, z1, first, hc, j);
         if (k.branches == 2) mn_hyper_mixed(k, f, scale, z2, second, hc + each, j);
-        mn_hyper_each(k, f, j, [&](int l, int r, int at) {
+        mn_hyper_for_each(k, f, j, [&](int l, int r, int at) {
             const float open = x.at[l][r] > 0.0f ? g.at[l][r] : 0.0f;
             float to_first = open;
             if (k.branches == 2) {
@@ -468,26 +473,26 @@ mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
             g1[at] = fmaf(-pull[r], x.at[l][r], to_first);
         });
     }
-    mn_hyper_clear(k, f, k.g[0]);
-    if (k.branches == 2) mn_hyper_clear(k, f, k.g[1]);
+    mn_hyper_zero_tail(k, f, k.g[0]);
+    if (k.branches == 2) mn_hyper_zero_tail(k, f, k.g[1]);
     __syncthreads();
-    mn_hyper_leave<T>(k, f, room, k.g[0], first, 0, hc);
-    if (k.branches == 2) mn_hyper_leave<T>(k, f, room, k.g[1], second, 1, hc + each);
+    mn_hyper_project_back<T>(k, f, scratch, k.g[0], first, 0, hc);
+    if (k.branches == 2) mn_hyper_project_back<T>(k, f, scratch, k.g[1], second, 1, hc + each);
 }
 
 /* Of a block of the parameters' kernel: lags, rows in shared memory and in registers. */
-enum { LAGS = 128, BATCH = 16, AT_ONCE = 8, MOST_PARTS = 8 };
+enum { LAG_THREADS = 128, BATCH = 16, UNROLL = 8, MAX_PARTIALS = 8 };
 
 /* ---- parameters ------------------------------------------------------------------------------ */
 
 /* Parameters by lag, in float. */
 template <typename T>
-__global__ void enter_kernel(const __grid_constant__ mn_hyper k) {
+__global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_params k) {
     const mn_call &c = k.p.call;
     const int64_t mix = blockIdx.y, which = mix < c.Q ? mix : mix - c.Q;
     const bool second = mix >= c.Q;
     const int64_t R = second ? c.W : c.R, j = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (j >= c.P || !k.mixed[second]) return;
+    if (j >= c.P || !k.has_params[second]) return;
     const T *U = mn_row<T>(second ? k.p.U2 : k.p.U1, 0, 0, which);
     const T *Vt = mn_row<T>(second ? k.p.Vt2 : k.p.Vt1, 0, 0, which);
     const T *d = mn_row<T>(second ? k.p.d2 : k.p.d1, 0, 0, which);
@@ -501,17 +506,18 @@ __global__ void enter_kernel(const __grid_constant__ mn_hyper k) {
 
 /* Sums of parts by lag, (parts, Q + H, (2 ranks + 1) lags), to the parameters' gradients. */
 template <typename T>
-__global__ void leave_kernel(const __grid_constant__ mn_hyper k, const float *parts,
-                             int64_t n_parts) {
+__global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_params k,
+                                           const float *partials,
+                             int64_t n_partials) {
     const mn_call &c = k.p.call;
     const int64_t mix = blockIdx.y, which = mix < c.Q ? mix : mix - c.Q;
     const bool second = mix >= c.Q;
     const int64_t R = second ? c.W : c.R, j = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (j >= c.P || !k.mixed[second]) return;
+    if (j >= c.P || !k.has_params[second]) return;
     const int64_t each = k.lags * (2 * k.ranks + 1), step = (c.Q + c.H) * each;
     const auto sum = [&](int64_t at) {
         float x = 0.0f;
-        for (int64_t i = 0; i < n_parts; i++) x += parts[i * step + mix * each + at];
+        for (int64_t i = 0; i < n_partials; i++) x += partials[i * step + mix * each + at];
         return x;
     };
     T *dU = mn_row<T>(second ? k.p.grad.U2 : k.p.grad.U1, 0, 0, which);
@@ -531,67 +537,70 @@ struct batch_smem {
 
 /* dU, dVt and dd of a lag grow by what the strip's rows give, and for first mixes g becomes dz. A
  * block has 128 lags of one mix and every n-th tile; 16 ranks at a time. */
-__global__ static void __launch_bounds__(LAGS, 4)
-params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
-    __shared__ __align__(16) batch_smem room;
+__global__ static void __launch_bounds__(LAG_THREADS, 4)
+hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *partials,
+                         int64_t n_partials) {
+    __shared__ __align__(16) batch_smem scratch;
     const mn_call &c = k.p.call;
-    const int64_t mix = blockIdx.y, j = blockIdx.x * (int64_t)LAGS + threadIdx.x;
+    const int64_t mix = blockIdx.y, j = blockIdx.x * (int64_t)LAG_THREADS + threadIdx.x;
     const bool second = mix >= c.Q;
     const int branch = second ? 2 : (int)(mix / c.H);
     const int64_t head = mix % c.H, each = k.lags * (2 * k.ranks + 1);
     const mn_hyper_mix m = mn_hyper_mix_of(k, mix);
     if (!m.U) return;
-    float *part = parts + (blockIdx.z * (c.Q + c.H) + mix) * each;
+    float *partial = partials + (blockIdx.z * (c.Q + c.H) + mix) * each;
     const float *in = second ? k.base : k.z[branch];
     float *out = second ? k.w : k.g[branch];
-    const bool there = j < k.lags;
-    float dd = there ? part[2 * k.lags * k.ranks + j] : 0.0f;
-    const float by = there ? 1.0f + m.d[j] : 0.0f;
+    const bool valid = j < k.lags;
+    float dd = valid ? partial[2 * k.lags * k.ranks + j] : 0.0f;
+    const float by = valid ? 1.0f + m.d[j] : 0.0f;
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
         float dU[MN_HYPER_RANKS] = {}, dVt[MN_HYPER_RANKS] = {}, U[MN_HYPER_RANKS] = {};
-        if (there) {
-            mn_hyper_load(dU, part + j * k.ranks + a0);
-            mn_hyper_load(dVt, part + (k.lags + j) * k.ranks + a0);
+        if (valid) {
+            mn_hyper_load(dU, partial + j * k.ranks + a0);
+            mn_hyper_load(dVt, partial + (k.lags + j) * k.ranks + a0);
             mn_hyper_load(U, m.U + j * k.ranks + a0);
         }
         const bool last = a0 + MN_HYPER_RANKS >= k.ranks, sums_d = a0 == 0;
-        for (int64_t i = blockIdx.z; i < k.s.n_tiles; i += n_parts) {
-            const mn_tile_span tile = mn_tile_at(k.s.call, MN_COL_TILE_ROWS, k.s.first + i);
+        for (int64_t i = blockIdx.z; i < k.s.n_tiles; i += n_partials) {
+            const mn_tile_span tile = mn_tile_at(k.s.call, MN_Q_BLOCK_ROWS, k.s.first + i);
             const int64_t seen = mn_keys_before(k.s.call) + tile.first;
-            if (seen + tile.n_rows <= blockIdx.x * (int64_t)LAGS) continue;
+            if (seen + tile.n_rows <= blockIdx.x * (int64_t)LAG_THREADS) continue;
             for (int64_t r0 = 0; r0 < tile.n_rows; r0 += BATCH) {
                 const int n = (int)min((int64_t)BATCH, tile.n_rows - r0);
                 __syncthreads();
-                for (int e = threadIdx.x; e < n * MN_HYPER_RANKS; e += LAGS) {
+                for (int e = threadIdx.x; e < n * MN_HYPER_RANKS; e += LAG_THREADS) {
                     const int r = e / MN_HYPER_RANKS, a = e % MN_HYPER_RANKS;
-                    float *kept = mn_hyper_kept(k, i, head, r0 + r);
-                    room.hc[r][a] = mn_hyper_ranks(k, kept, branch, MN_HYPER_HC)[a0 + a];
-                    room.yc[r][a] = mn_hyper_ranks(k, kept, branch, MN_HYPER_YC)[a0 + a];
+                    float *saved_row = mn_hyper_saved_row(k, i, head, r0 + r);
+                    scratch.hc[r][a] = mn_hyper_saved_ranks(k, saved_row, branch,
+                                                            MN_HYPER_HC)[a0 + a];
+                    scratch.yc[r][a] = mn_hyper_saved_ranks(k, saved_row, branch,
+                                                            MN_HYPER_YC)[a0 + a];
                 }
                 __syncthreads();
                 /* Row r has lag j at r (row + 1) from here on. */
-                const int64_t newest = mn_strip_at(k.s, i, head, r0) + seen + r0 - j;
+                const int64_t lag0_offset = mn_q_block_offset(k.s, i, head, r0) + seen + r0 - j;
                 const int step = (int)k.s.row + 1, lags = (int)(seen + r0 + 1 - j);
-                const float *from_z = in + newest;
-                float *from_g = out + newest;
-                for (int r1 = 0; r1 < n; r1 += AT_ONCE) {
-                    float z[AT_ONCE], g[AT_ONCE];
+                const float *from_z = in + lag0_offset;
+                float *from_g = out + lag0_offset;
+                for (int r1 = 0; r1 < n; r1 += UNROLL) {
+                    float z[UNROLL], g[UNROLL];
 #pragma unroll
-                    for (int e = 0; e < AT_ONCE; e++) {
+                    for (int e = 0; e < UNROLL; e++) {
                         const bool sees = r1 + e < n && lags + r1 + e > 0;
                         z[e] = sees ? from_z[(r1 + e) * step] : 0.0f;
                         g[e] = sees ? from_g[(r1 + e) * step] : 0.0f;
                     }
 #pragma unroll
-                    for (int e = 0; e < AT_ONCE; e++) {
+                    for (int e = 0; e < UNROLL; e++) {
                         const int r = r1 + e;
                         if (r >= n) break;
                         if (sums_d) dd = fmaf(z[e], g[e], dd);
                         float dz = by * g[e];
 #pragma unroll
                         for (int a = 0; a < MN_HYPER_RANKS; a += 4) {
-                            const float4 yc = *(const float4 *)&room.yc[r][a];
-                            const float4 hc = *(const float4 *)&room.hc[r][a];
+                            const float4 yc = *(const float4 *)&scratch.yc[r][a];
+                            const float4 hc = *(const float4 *)&scratch.hc[r][a];
                             const float ys[4] = { yc.x, yc.y, yc.z, yc.w };
                             const float hs[4] = { hc.x, hc.y, hc.z, hc.w };
 #pragma unroll
@@ -602,8 +611,8 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
                             }
                         }
                         if (second || !last || lags + r <= 0) continue;
-                        const float *kept = mn_hyper_kept(k, i, head, r0 + r);
-                        const float *all = kept + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
+                        const float *saved_row = mn_hyper_saved_row(k, i, head, r0 + r);
+                        const float *all = saved_row + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
                         for (int64_t a = 0; a < a0; a++) {
                             dz = fmaf(all[a], m.U[j * k.ranks + a], dz);
                         }
@@ -612,12 +621,12 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
                 }
             }
         }
-        for (int a = 0; there && a < MN_HYPER_RANKS; a++) {
-            part[j * k.ranks + a0 + a] = dU[a];
-            part[(k.lags + j) * k.ranks + a0 + a] = dVt[a];
+        for (int a = 0; valid && a < MN_HYPER_RANKS; a++) {
+            partial[j * k.ranks + a0 + a] = dU[a];
+            partial[(k.lags + j) * k.ranks + a0 + a] = dVt[a];
         }
     }
-    if (there) part[2 * k.lags * k.ranks + j] = dd;
+    if (valid) partial[2 * k.lags * k.ranks + j] = dd;
 }
 
 /* ---- outputs --------------------------------------------------------------------------------- */
@@ -625,18 +634,18 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
 /* o = y scale gv; and, going back, dgv = do y scale and g_o = do gv scale. A block has one row of a
  * head. */
 template <typename T>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
-output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
-    const mn_tile_span tile = mn_tile_at(k.s.call, MN_COL_TILE_ROWS, k.s.first + blockIdx.z);
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS)
+hyper_output_kernel(const __grid_constant__ mn_hyper_params k, mn_in y, mn_out g_o) {
+    const mn_tile_span tile = mn_tile_at(k.s.call, MN_Q_BLOCK_ROWS, k.s.first + blockIdx.z);
     const int64_t r = blockIdx.x, h = blockIdx.y;
     if (r >= tile.n_rows) return;
     const int64_t b = tile.span.b, t = tile.span.t0 + tile.first + r;
-    const float scale = mn_hyper_kept(k, blockIdx.z, h, r)[MN_HYPER_SCALE];
+    const float scale = mn_hyper_saved_row(k, blockIdx.z, h, r)[MN_HYPER_SCALE];
     const float *sum = mn_row<float>(y, b, t, h);
     const T *gv = mn_row<T>(k.p.gv, b, t, h), *d_o = mn_row<T>(k.p.cot.o, b, t, h);
     T *o = mn_row<T>(k.p.o, b, t, h), *dgv = mn_row<T>(k.p.grad.gv, b, t, h);
     float *g = mn_row<float>(g_o, b, t, h);
-    for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_COL_TILE_THREADS) {
+    for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_Q_BLOCK_THREADS) {
         const float by = gv ? mn_float(gv[i]) : 1.0f;
         if (o) mn_put(o + i, sum[i] * scale * by);
         if (!g) continue;
@@ -648,19 +657,20 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
 
 /* ---- one query of each head ------------------------------------------------------------------ */
 
-enum { STEP_KEYS = 256, STEP_COLUMNS = 64, STEP_GROUPS = MN_COL_TILE_THREADS / STEP_COLUMNS };
+enum { STEP_KEYS = 256, STEP_COLUMNS = 64, STEP_GROUPS = MN_Q_BLOCK_THREADS / STEP_COLUMNS };
 
 /* parts (B, H, parts, V): sums of w v over 256 keys. A group of 64 threads has every fourth key. */
 template <typename T>
-__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
-step_part_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
+__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS)
+hyper_decode_split_kernel(const __grid_constant__ mn_hyper_params k, float *partials,
+                          int64_t n_partials) {
     __shared__ float sums[STEP_GROUPS][STEP_COLUMNS];
-    const int64_t part = blockIdx.x, h = blockIdx.y, b = blockIdx.z, V = k.p.call.V;
+    const int64_t partial = blockIdx.x, h = blockIdx.y, b = blockIdx.z, V = k.p.call.V;
     const int column = threadIdx.x % STEP_COLUMNS, group = threadIdx.x / STEP_COLUMNS;
-    const int64_t key0 = part * STEP_KEYS;
+    const int64_t key0 = partial * STEP_KEYS;
     const int n_keys = (int)min((int64_t)STEP_KEYS, k.p.call.L - key0);
-    const float *w = k.w + mn_strip_at(k.s, b, h, 0) + key0;
-    float *to = parts + ((b * k.p.call.H + h) * n_parts + part) * V;
+    const float *w = k.w + mn_q_block_offset(k.s, b, h, 0) + key0;
+    float *to = partials + ((b * k.p.call.H + h) * n_partials + partial) * V;
     for (int64_t c0 = 0; c0 < V; c0 += STEP_COLUMNS) {
         const int64_t c = c0 + column;
         float sum = 0.0f;
@@ -679,183 +689,192 @@ step_part_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_par
 }
 
 /* y, the parts in their order. */
-__global__ static void __launch_bounds__(MN_COL_TILE_THREADS)
-step_sum_kernel(const __grid_constant__ mn_hyper k, mn_out y, const float *parts,
-                int64_t n_parts) {
+__global__ static void __launch_bounds__(MN_Q_BLOCK_THREADS)
+hyper_decode_combine_kernel(const __grid_constant__ mn_hyper_params k, mn_out y,
+                            const float *partials,
+                int64_t n_partials) {
     const int64_t h = blockIdx.x, b = blockIdx.y, V = k.p.call.V;
-    const float *from = parts + (b * k.p.call.H + h) * n_parts * V;
-    for (int64_t c = threadIdx.x; c < V; c += MN_COL_TILE_THREADS) {
+    const float *from = partials + (b * k.p.call.H + h) * n_partials * V;
+    for (int64_t c = threadIdx.x; c < V; c += MN_Q_BLOCK_THREADS) {
         float sum = 0.0f;
-        for (int64_t i = 0; i < n_parts; i++) sum += from[i * V + c];
+        for (int64_t i = 0; i < n_partials; i++) sum += from[i * V + c];
         mn_row<float>(y, b, 0, h)[c] = sum;
     }
 }
 
 template <typename T>
-static void step_read(const mn_hyper &k, const mn_out &y, float *parts, cudaStream_t stream) {
+static void decode_pv(const mn_hyper_params &k, const mn_out &y, float *partials,
+                      cudaStream_t stream) {
     const mn_call &c = k.p.call;
-    const int64_t n_parts = mn_ceil_div(c.L, STEP_KEYS);
-    const dim3 blocks((unsigned)n_parts, (unsigned)c.H, (unsigned)c.B);
-    step_part_kernel<T><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(k, parts, n_parts);
+    const int64_t n_partials = mn_ceil_div(c.L, STEP_KEYS);
+    const dim3 blocks((unsigned)n_partials, (unsigned)c.H, (unsigned)c.B);
+    hyper_decode_split_kernel<T><<<blocks, MN_Q_BLOCK_THREADS, 0,
+        stream>>>(k, partials, n_partials);
     const dim3 heads((unsigned)c.H, (unsigned)c.B);
-    step_sum_kernel<<<heads, MN_COL_TILE_THREADS, 0, stream>>>(k, y, parts, n_parts);
+    hyper_decode_combine_kernel<<<heads, MN_Q_BLOCK_THREADS, 0,
+        stream>>>(k, y, partials, n_partials);
 }
 
 /* ---- strips ---------------------------------------------------------------------------------- */
 
 /* Work space of a call, in floats. */
-struct room {
-    mn_hyper k;
-    int64_t most, matrix, n_matrices, params, rows, y, g_o, dk, dv, parts, n_parts, step, all;
+struct scratch {
+    mn_hyper_params k;
+    int64_t max_tiles, matrix, n_matrices, params, rows, y, g_o, dk, dv, partials, n_partials,
+        step, all;
 };
 
-static bool smem_of(room *to, const mn_hyper_args *p, mn_pass pass) {
+static bool workspace_of(scratch *to, const mn_hyper_args *p, mn_pass pass) {
     const bool backward = pass == MN_BACKWARD;
     const mn_call &c = p->call;
-    mn_hyper &k = to->k;
+    mn_hyper_params &k = to->k;
     k = {};
     k.p = *p;
     k.branches = p->kind == 1 ? 2 : 1;
-    k.mixed[0] = p->U1.data != NULL, k.mixed[1] = p->U2.data != NULL;
-    const int64_t R = mn_max(k.mixed[0] ? c.R : 0, k.mixed[1] ? c.W : 0);
+    k.has_params[0] = p->U1.data != NULL, k.has_params[1] = p->U2.data != NULL;
+    const int64_t R = mn_max(k.has_params[0] ? c.R : 0, k.has_params[1] ? c.W : 0);
     k.ranks = mn_ceil_div(R, MN_HYPER_RANKS) * MN_HYPER_RANKS;
     k.lags = R > 0 ? (c.P + 3) / 4 * 4 : 0;
     k.row_floats = MN_HYPER_FIRST + 9 * k.ranks;
     to->n_matrices = k.branches * (backward ? 2 : 1) + (backward ? 2 : 0);
-    k.s = mn_strip_of(c, c.H, to->n_matrices, &to->most);
-    to->n_parts = mn_min(mn_max(mn_tile_slots(c, MN_COL_TILE_ROWS), 1), (int64_t)MOST_PARTS);
-    bool ok = mn_strip_floats(&to->matrix, k.s, to->most) &&
+    k.s = mn_q_block_of(c, c.H, to->n_matrices, &to->max_tiles);
+    to->n_partials = mn_min(mn_max(mn_tile_slots(c, MN_Q_BLOCK_ROWS), 1), (int64_t)MAX_PARTIALS);
+    bool ok = mn_q_block_numel(&to->matrix, k.s, to->max_tiles) &&
               mn_mul_i64(&to->params, k.lags, (c.Q + c.H) * (2 * k.ranks + 1)) &&
-              mn_mul_i64(&to->rows, to->most * k.s.rows * c.H, k.row_floats) &&
+              mn_mul_i64(&to->rows, to->max_tiles * k.s.rows * c.H, k.row_floats) &&
               mn_mul_i64(&to->y, c.B * c.T, c.H * c.V) &&
               mn_mul_i64(&to->dk, c.B * c.L, c.Q * c.K) &&
               mn_mul_i64(&to->dv, c.B * c.L, c.H * c.V) &&
-              mn_mul_i64(&to->parts, to->params, to->n_parts);
+              mn_mul_i64(&to->partials, to->params, to->n_partials);
     ok = ok && mn_mul_i64(&to->step, mn_ceil_div(c.L, STEP_KEYS), to->y);
     if (pass != MN_STEP) to->step = 0;
     to->g_o = to->y;
-    if (!backward) to->g_o = to->dk = to->dv = to->parts = 0;
-    const int64_t parts[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->parts,
+    if (!backward) to->g_o = to->dk = to->dv = to->partials = 0;
+    const int64_t partials[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->partials,
                               to->step };
     to->all = 0;
     for (int i = 0; i < to->n_matrices; i++) ok = ok && mn_add_i64(&to->all, to->all, to->matrix);
-    for (int64_t part : parts) {
-        ok = ok && mn_add_i64(&to->all, to->all, (part + 63) / 64 * 64 + 64);
+    for (int64_t partial : partials) {
+        ok = ok && mn_add_i64(&to->all, to->all, (partial + 63) / 64 * 64 + 64);
     }
     return ok;
 }
 
-static float *take(float **at, int64_t count) {
-    float *here = *at;
+static float *carve(float **at, int64_t count) {
+    float *buffer = *at;
     *at += (count + 63) / 64 * 64;
-    return here;
+    return buffer;
 }
 
 /* Parts of the work space, for one call. */
-struct space {
+struct buffers {
     mn_out y, g_o, dk, dv;
-    float *parts, *step;    // step: of a decode step, else NULL
+    float *partials, *step;    // step: of a decode step, else NULL
 };
 
-static space open_space(room *to, float *at, mn_pass pass) {
+static buffers carve_workspace(scratch *to, float *at, mn_pass pass) {
     const bool backward = pass == MN_BACKWARD;
-    mn_hyper &k = to->k;
+    mn_hyper_params &k = to->k;
     const mn_call &c = k.p.call;
-    space s = {};
-    k.params = take(&at, to->params);
-    k.rows = take(&at, to->rows);
-    for (int b = 0; b < k.branches; b++) k.z[b] = take(&at, to->matrix);
-    k.base = backward ? take(&at, to->matrix) : k.z[0];
-    k.w = backward ? take(&at, to->matrix) : k.base;
-    for (int b = 0; b < k.branches && backward; b++) k.g[b] = take(&at, to->matrix);
-    s.y = mn_strip_view(take(&at, to->y), c.T, c.H, c.V);
-    s.step = pass == MN_STEP ? take(&at, to->step) : NULL;
+    buffers s = {};
+    k.params = carve(&at, to->params);
+    k.rows = carve(&at, to->rows);
+    for (int b = 0; b < k.branches; b++) k.z[b] = carve(&at, to->matrix);
+    k.base = backward ? carve(&at, to->matrix) : k.z[0];
+    k.w = backward ? carve(&at, to->matrix) : k.base;
+    for (int b = 0; b < k.branches && backward; b++) k.g[b] = carve(&at, to->matrix);
+    s.y = mn_workspace_view(carve(&at, to->y), c.T, c.H, c.V);
+    s.step = pass == MN_STEP ? carve(&at, to->step) : NULL;
     if (!backward) return s;
-    s.g_o = mn_strip_view(take(&at, to->g_o), c.T, c.H, c.V);
-    s.dk = mn_strip_view(take(&at, to->dk), c.L, c.Q, c.K);
-    s.dv = mn_strip_view(take(&at, to->dv), c.L, c.H, c.V);
-    s.parts = take(&at, to->parts);
+    s.g_o = mn_workspace_view(carve(&at, to->g_o), c.T, c.H, c.V);
+    s.dk = mn_workspace_view(carve(&at, to->dk), c.L, c.Q, c.K);
+    s.dv = mn_workspace_view(carve(&at, to->dv), c.L, c.H, c.V);
+    s.partials = carve(&at, to->partials);
     return s;
 }
 
 template <typename T>
-static void strip_forward(const mn_hyper &k, const space &to, cudaStream_t stream) {
+static void q_block_forward(const mn_hyper_params &k, const buffers &to, cudaStream_t stream) {
     const mn_call &c = k.p.call;
-    const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
-    const mn_strip both = mn_strip_twice(k.s, k.branches, k.z[k.branches - 1] - k.z[0]);
-    mn_past_scores(both, k.z[0], q, key, c.K, 1.0f, stream);
-    const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
+    const mn_attn_operand<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
+    const mn_q_block both = mn_q_block_both(k.s, k.branches, k.z[k.branches - 1] - k.z[0]);
+    mn_attn_scores(both, k.z[0], q, key, c.K, 1.0f, stream);
+    const dim3 row_grid((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    mn_hyper_forward_kernel<T><<<fours, MN_COL_TILE_THREADS, bytes, stream>>>(k);
-    const mn_strip_side<T> v = { k.p.v, 0, 1 };
-    if (to.step) step_read<T>(k, to.y, to.step, stream);
-    else mn_past_read<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
+    hyper_rows_fwd_kernel<T><<<row_grid, MN_Q_BLOCK_THREADS, bytes, stream>>>(k);
+    const mn_attn_operand<T> v = { k.p.v, 0, 1 };
+    if (to.step) decode_pv<T>(k, to.y, to.step, stream);
+    else mn_attn_pv<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
-    output_kernel<T><<<rows, MN_COL_TILE_THREADS, 0, stream>>>(k, mn_strip_input(to.y), to.g_o);
+    hyper_output_kernel<T><<<rows, MN_Q_BLOCK_THREADS, 0,
+        stream>>>(k, mn_view_as_input(to.y), to.g_o);
 }
 
 template <typename T>
-static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
+static void q_block_backward(const mn_hyper_params &k, const buffers &to, int64_t n_partials,
                            cudaStream_t stream) {
     const mn_call &c = k.p.call;
-    const mn_strip_side<float> g_o = { mn_strip_input(to.g_o), 0, 1 };
-    const mn_strip_side<T> v = { k.p.v, 0, 1 };
-    strip_forward<T>(k, to, stream);
-    mn_past_gather<false, mn_is_bf16<T>()>(k.s, to.dv, 0, 1, k.w, g_o, c.V, stream);
-    mn_past_scores(k.s, k.w, g_o, v, c.V, 1.0f, stream);
-    const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
+    const mn_attn_operand<float> g_o = { mn_view_as_input(to.g_o), 0, 1 };
+    const mn_attn_operand<T> v = { k.p.v, 0, 1 };
+    q_block_forward<T>(k, to, stream);
+    mn_attn_grad_kv<false, mn_is_bf16<T>()>(k.s, to.dv, 0, 1, k.w, g_o, c.V, stream);
+    mn_attn_scores(k.s, k.w, g_o, v, c.V, 1.0f, stream);
+    const dim3 row_grid((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    mn_hyper_backward_kernel<T><<<fours, MN_COL_TILE_THREADS, bytes, stream>>>(k);
-    const dim3 lags((unsigned)mn_ceil_div(k.lags, LAGS), (unsigned)(c.Q + c.H), (unsigned)n_parts);
-    if (k.lags > 0) params_kernel<<<lags, LAGS, 0, stream>>>(k, to.parts, n_parts);
-    const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
-    const mn_strip both = mn_strip_twice(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
-    mn_past_read<true, T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
-    mn_past_gather<true, mn_is_bf16<T>()>(both, to.dk, 0, 1, k.g[0], q, c.K, stream);
+    hyper_rows_bwd_kernel<T><<<row_grid, MN_Q_BLOCK_THREADS, bytes, stream>>>(k);
+    const dim3 lags((unsigned)mn_ceil_div(k.lags, LAG_THREADS), (unsigned)(c.Q + c.H),
+                    (unsigned)n_partials);
+    if (k.lags > 0) hyper_params_grad_kernel<<<lags, LAG_THREADS, 0,
+        stream>>>(k, to.partials, n_partials);
+    const mn_attn_operand<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
+    const mn_q_block both = mn_q_block_both(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
+    mn_attn_pv<true, T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
+    mn_attn_grad_kv<true, mn_is_bf16<T>()>(both, to.dk, 0, 1, k.g[0], q, c.K, stream);
 }
 
 /* Sums of keys or values in their own type. */
 template <typename T>
-static void put_sums(const mn_out &to, const mn_out &from, const mn_call &call, int64_t heads,
+static void store_sums(const mn_out &to, const mn_out &from, const mn_call &call, int64_t heads,
                      int64_t width, cudaStream_t stream) {
-    mn_strip_turn same = { call, 0, heads, width, 1.0, 0, 1, 1.0f };
-    same.call.T = call.L;
-    mn_strip_turn_rows<float, T>(same, to, mn_strip_input(from), stream);
+    mn_rope_params cast_params = { call, 0, heads, width, 1.0, 0, 1, 1.0f };
+    cast_params.call.T = call.L;
+    mn_rope_rows<float, T>(cast_params, to, mn_view_as_input(from), stream);
 }
 
 template <typename T>
 static int run(const mn_hyper_args *p, mn_pass pass, float *shared, cudaStream_t stream) {
     const bool backward = pass == MN_BACKWARD;
     const mn_call &c = p->call;
-    room to = {};
-    if (!smem_of(&to, p, pass)) return cudaErrorInvalidValue;
+    scratch to = {};
+    if (!workspace_of(&to, p, pass)) return cudaErrorInvalidValue;
     if (c.Q + c.H > 65535 || c.B * c.L > INT32_MAX || to.k.ranks > 512) {
         return cudaErrorNotSupported;
     }
-    space s = open_space(&to, shared, pass);
-    mn_hyper &k = to.k;
+    buffers s = carve_workspace(&to, shared, pass);
+    mn_hyper_params &k = to.k;
     const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H));
-    if (k.lags > 0) enter_kernel<T><<<lags, 128, 0, stream>>>(k);
+    if (k.lags > 0) hyper_params_by_lag_kernel<T><<<lags, 128, 0, stream>>>(k);
     if (backward) {
         if (!p->grad.k.data) s.dk.data = NULL;
         if (!p->grad.v.data) s.dv.data = NULL;
         if (s.dk.data) cudaMemsetAsync(s.dk.data, 0, (size_t)to.dk * sizeof(float), stream);
         if (s.dv.data) cudaMemsetAsync(s.dv.data, 0, (size_t)to.dv * sizeof(float), stream);
-        cudaMemsetAsync(s.parts, 0, (size_t)to.parts * sizeof(float), stream);
+        cudaMemsetAsync(s.partials, 0, (size_t)to.partials * sizeof(float), stream);
     }
-    const int64_t slots = c.T > 0 ? mn_tile_slots(c, MN_COL_TILE_ROWS) : 0;
-    if (to.most < slots) s.step = NULL;    // its parts are of one strip
+    const int64_t slots = c.T > 0 ? mn_tile_slots(c, MN_Q_BLOCK_ROWS) : 0;
+    if (to.max_tiles < slots) s.step = NULL;    // its parts are of one strip
     for (k.s.first = 0; k.s.first < slots; k.s.first += k.s.n_tiles) {
-        k.s.n_tiles = mn_min(to.most, slots - k.s.first);
-        if (backward) strip_backward<T>(k, s, to.n_parts, stream);
-        else strip_forward<T>(k, s, stream);
+        k.s.n_tiles = mn_min(to.max_tiles, slots - k.s.first);
+        if (backward) q_block_backward<T>(k, s, to.n_partials, stream);
+        else q_block_forward<T>(k, s, stream);
     }
     if (!backward) return mn_launch_status();
-    if (s.dk.data) put_sums<T>(p->grad.k, s.dk, c, c.Q, c.K, stream);
-    if (s.dv.data) put_sums<T>(p->grad.v, s.dv, c, c.H, c.V, stream);
-    if (k.lags > 0) leave_kernel<T><<<lags, 128, 0, stream>>>(k, s.parts, to.n_parts);
+    if (s.dk.data) store_sums<T>(p->grad.k, s.dk, c, c.Q, c.K, stream);
+    if (s.dv.data) store_sums<T>(p->grad.v, s.dv, c, c.H, c.V, stream);
+    if (k.lags > 0) hyper_reduce_params_kernel<T><<<lags, 128, 0,
+        stream>>>(k, s.partials, to.n_partials);
     return mn_launch_status();
 }
 
@@ -866,8 +885,8 @@ static int run_any(const mn_hyper_args *p, mn_pass pass, void *shared, void *str
 }
 
 static bool plan_of(mn_plan *plan, const void *args, mn_pass pass) {
-    room to = {};
-    return smem_of(&to, (const mn_hyper_args *)args, pass) &&
+    scratch to = {};
+    return workspace_of(&to, (const mn_hyper_args *)args, pass) &&
            mn_mul_size(&plan->shared_bytes, (size_t)to.all, sizeof(float));
 }
 

@@ -20,7 +20,7 @@ namespace mneme::importance {
  * through the spans from the last one on: forward, while a state in eight stays in shared memory,
  * then back by halves of tiles, whose states are made again in registers. */
 
-namespace by_cell {
+namespace cell_path {
 
 enum { SPAN = 32 };
 
@@ -99,7 +99,7 @@ struct gates {
         if (t >= TOKENS) return;
         a[t] = expf(g);
         forget[t] = -expm1f(g);
-        fresh[t] = t < n_rows ? fmaf(forget[t], ip, least_importance) : 0.0f;
+        fresh[t] = t < n_rows ? fmaf(forget[t], ip, min_importance) : 0.0f;
     }
 };
 
@@ -120,7 +120,7 @@ struct stage {
 
     /* Tokens [t0, t1), multiples of 8: eight at a time, so that reads of the second four need not
      * wait for the first. */
-    __device__ void walk(state &c, int t0, int t1) const {
+    __device__ void scan(state &c, int t0, int t1) const {
 #pragma unroll 1
         for (int t = t0; t < t1; t += HALF) {
 #pragma unroll
@@ -184,7 +184,7 @@ struct loaded {
 /* ---- forward --------------------------------------------------------------------------------- */
 
 /* Sums of two tokens over the slots of this warp: column(0) at the token of this lane. */
-__device__ __forceinline__ static float pair_sums(float (&first)[C], float (&second)[C]) {
+__device__ __forceinline__ static float sum_pair(float (&first)[C], float (&second)[C]) {
     mn_cell_reduce_swap<1>(first, 1);
     mn_cell_reduce_swap<1>(second, 1);
     float both[2] = { first[0], second[0] };
@@ -237,25 +237,25 @@ __device__ __forceinline__ static void tile_forward(state &c, mn_cell_sums<Block
             }
         }
         const int at = t + Block::slot_lane() / 2, column = Block::column(0);
-        out.at[0][Block::group()][at][column] = scale * pair_sums(o[0], o[1]);
+        out.at[0][Block::group()][at][column] = scale * sum_pair(o[0], o[1]);
         if (VARIANCE) {
-            out.at[1][Block::group()][at][column] = scale * scale * pair_sums(ovar[0], ovar[1]);
+            out.at[1][Block::group()][at][column] = scale * scale * sum_pair(ovar[0], ovar[1]);
         }
         now = next;
     }
 }
 
 template <typename Block>
-struct forward_smem {
+struct fwd_smem {
     stage<Block, 2, 2> in;
     mn_cell_sums<Block> out;
 };
 
 template <typename T, typename Block, bool VARIANCE>
 __global__ void __launch_bounds__(Block::THREADS, 2)
-forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_t n_rows) {
+importance_fwd_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_t n_rows) {
     extern __shared__ float4 shared[];
-    forward_smem<Block> &r = *(forward_smem<Block> *)shared;
+    fwd_smem<Block> &r = *(fwd_smem<Block> *)shared;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
@@ -290,7 +290,7 @@ forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_
 /* States in front of every span, of which there are `n_slots` for each head. */
 template <typename T, typename Block>
 __global__ void __launch_bounds__(Block::THREADS, 3)
-states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
+importance_states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
     __shared__ stage<Block, 1, 2> in;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -309,7 +309,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
             }
             __syncthreads();
             if (i + 1 < n_tiles) next.fetch(p, at, mn_cell_tile_at(at.span, i + 1));
-            in.walk(c, 0, TOKENS);
+            in.scan(c, 0, TOKENS);
             __syncthreads();
         }
     }
@@ -369,11 +369,11 @@ __device__ __forceinline__ static void token_backward(token_cots &to, state &adj
 }
 
 template <typename Block, bool SPREAD>
-struct backward_smem {
+struct bwd_smem {
     stage<Block, 2, SPREAD ? 4 : 3> in;
     mn_cell_sums<Block> out;
     mn_cell_key_partials<Block> keys;
-    float dg[WARPS][TOKENS], team[32];
+    float dg[WARPS][TOKENS], thread_group[32];
     float4 states[SPAN / HALF][SETS][Block::THREADS];    // in front of each half of a tile
 };
 
@@ -389,8 +389,9 @@ __device__ __forceinline__ static float warp_sums(float (&x)[4]) {
 /* Half a tile from its first token t0 on, with the state in front of it in `first`. Adds to
  * `prior`, the part of dip. */
 template <typename Block, bool SPREAD>
-__device__ __forceinline__ static void half_backward(state &adj, float &prior, const state &first,
-                                                     backward_smem<Block, SPREAD> &r, int t0,
+__device__ __forceinline__ static void half_tile_backward(state &adj, float &prior,
+                                                          const state &first,
+                                                     bwd_smem<Block, SPREAD> &r, int t0,
                                                      float ip) {
     state c[HALF + 1];
     float v[C][2], b[C][2], means[C][2], spreads[C][2] = {}, along[4];
@@ -418,7 +419,7 @@ __device__ __forceinline__ static void half_backward(state &adj, float &prior, c
             along[(t + n) % 4] = now.a[n] * fmaf(-ip, to.fresh, to.along);
             prior = fmaf(now.forget[n], to.fresh, prior);
             r.keys.put(at, mn_cell_key_sums(to.k, to.q));
-            const float line = pair_sums(to.v, to.b);
+            const float line = sum_pair(to.v, to.b);
             r.out.at[Block::slot_lane() / 2][Block::group()][at][Block::column(0)] = line;
         }
         if (t % 4 != 0) continue;
@@ -430,7 +431,7 @@ __device__ __forceinline__ static void half_backward(state &adj, float &prior, c
 
 /* Adjoints of the last state, `c`. */
 template <typename Block>
-__device__ static void start_back(state &adj, const state &c, const mn_importance_args &p,
+__device__ static void init_adjoint(state &adj, const state &c, const mn_importance_args &p,
                                   const place &at) {
     const float *dmu = mn_row<float>(p.cot.mu, at.n, 0, at.h);
     const float *dimp = mn_row<float>(p.cot.imp, at.n, 0, at.h);
@@ -449,7 +450,8 @@ __device__ static void start_back(state &adj, const state &c, const mn_importanc
 
 /* Gradients of the first state; returns the part of dip of one that starts at the prior. */
 template <typename Block>
-__device__ static float put_first(const state &adj, const mn_importance_args &p, const place &at) {
+__device__ static float store_state0_grads(const state &adj, const mn_importance_args &p,
+                                           const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
     float *dmu0 = mn_row<float>(p.grad.mu0, at.n, 0, at.h), sum = 0.0f;
     float *dimp0 = mn_row<float>(p.grad.imp0, at.n, 0, at.h);
@@ -471,7 +473,7 @@ __device__ static float put_first(const state &adj, const mn_importance_args &p,
 /* Forward over the tiles [first, end) of a span from the state in `c`; states in front of each half
  * stay in shared memory. At the end of the sequence, its adjoint begins. */
 template <typename T, typename Block, bool SPREAD>
-__device__ static void scan_span(state &c, state &adj, backward_smem<Block, SPREAD> &r,
+__device__ static void scan_segment(state &c, state &adj, bwd_smem<Block, SPREAD> &r,
                                  const mn_importance_args &p, const place &at, int64_t first,
                                  int64_t end) {
     const bool last = end == mn_cell_tiles(at.span.length);
@@ -485,18 +487,18 @@ __device__ static void scan_span(state &c, state &adj, backward_smem<Block, SPRE
 #pragma unroll 1
         for (int half = 0; half < 2; half++) {
             c.store((float *)&r.states[2 * (i - first) + half][0][threadIdx.x], 4 * Block::THREADS);
-            if (half == 0 || i + 1 < end || last) r.in.walk(c, half * HALF, (half + 1) * HALF);
+            if (half == 0 || i + 1 < end || last) r.in.scan(c, half * HALF, (half + 1) * HALF);
         }
         __syncthreads();
     }
-    if (last) start_back<Block>(adj, c, p, at);
+    if (last) init_adjoint<Block>(adj, c, p, at);
 }
 
 template <typename T, typename Block, bool SPREAD>
 __global__ void __launch_bounds__(Block::THREADS, 1)
-backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n_rows) {
+importance_bwd_kernel(const __grid_constant__ mn_importance_args p, workspace to, int64_t n_rows) {
     extern __shared__ float4 shared[];
-    backward_smem<Block, SPREAD> &r = *(backward_smem<Block, SPREAD> *)shared;
+    bwd_smem<Block, SPREAD> &r = *(bwd_smem<Block, SPREAD> *)shared;
     const int64_t blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -506,7 +508,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
         float prior = 0.0f;
         if (n_tiles == 0) {
             load_first<Block>(c, p, at);
-            start_back<Block>(adj, c, p, at);
+            init_adjoint<Block>(adj, c, p, at);
         }
         for (int64_t end = n_tiles; end > 0;) {
             const int64_t span = (end - 1) / (SPAN / TOKENS), first = span * (SPAN / TOKENS);
@@ -515,7 +517,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
             next.open(p, at);
             c.load(to.at[STATES] + Block::own(set), Block::own(1) - Block::own(0));
             next.fetch(p, at, mn_cell_tile_at(at.span, end - 1));
-            scan_span<T, Block, SPREAD>(c, adj, r, p, at, first, end);
+            scan_segment<T, Block, SPREAD>(c, adj, r, p, at, first, end);
             for (int64_t i = end - 1; i >= first; i--) {
                 const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
                 next.put(r.in, at.ip, (float)p.scale);
@@ -525,7 +527,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
                 for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
                     const int64_t half = 2 * (i - first) + t0 / HALF;
                     c.load((float *)&r.states[half][0][threadIdx.x], 4 * Block::THREADS);
-                    half_backward<Block, SPREAD>(adj, prior, c, r, t0, at.ip);
+                    half_tile_backward<Block, SPREAD>(adj, prior, c, r, t0, at.ip);
                 }
                 __syncthreads();
                 mn_cell_store_keys(to.at[KEY_PARTS], p.call, tile, at.h, p.call.H, n_rows, r.keys);
@@ -541,14 +543,14 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
             end = first;
             __syncthreads();
         }
-        prior += put_first<Block>(adj, p, at);
-        prior = mn_group_sum<Block::THREADS>(prior, r.team);
+        prior += store_state0_grads<Block>(adj, p, at);
+        prior = mn_group_sum<Block::THREADS>(prior, r.thread_group);
         if (threadIdx.x == 0) to.at[PRIORS][(at.n * blocks + block) * p.call.H + at.h] = prior;
         __syncthreads();
     }
 }
 
-}    // namespace by_cell
+}    // namespace cell_path
 
 /* gradients of Palimpsa's log decays and prior, from what the blocks of
  * importance_bwd_mma.cuh have left.
@@ -557,21 +559,21 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
  *   S_{t+1} = S_t + v'dv + b'db + (1 - a) ip sum C_t     dip = sum (1 - a) sum C_t
  *
  * Sums are over cells. S in front of each tile is formed from its definition; sum C_t, which is
- * also what ip in I adds to it, is a number that decays and gets -sum pull_t mu_t: a walk from the
+ * also what ip in I adds to it, is a number that decays and gets -sum pull_t mu_t: a scan from the
  * last token to the first, in float32, which tiles know up to what comes from behind them. */
 
-namespace by_mma {
+namespace mma_path {
 
 enum {
-    WALKERS = 512,                      // threads of a block
-    AT_ONCE = WALKERS / TOKENS,         // tiles that they have at once
-    WALKED = 8 * AT_ONCE,               // tiles of one step of the walk between tiles
+    SCAN_THREADS = 512,                      // threads of a block
+    AT_ONCE = SCAN_THREADS / TOKENS,         // tiles that they have at once
+    SCAN_TILES = 8 * AT_ONCE,               // tiles of one step of the scan between tiles
 };
 
 /* A head of one sequence, half a warp to a tile. */
 template <typename Block>
 struct gate_scan {
-    parts_of<Block> parts;    // of the first block
+    partials_of<Block> parts;    // of the first block
     const gates *decays;      // of the first tile
     int64_t n_rows, n_blocks, heads;
     int length;
@@ -592,7 +594,7 @@ struct gate_scan {
     /* S in front of the tile without ip sum C. */
     __device__ float start(int tile) const {
         static_assert(Block::WARPS == TOKENS, "a lane for each warp");
-        const float *from = parts.along + tile * parts.tiles_ws + threadIdx.x % TOKENS;
+        const float *from = parts.along + tile * parts.tile_stride + threadIdx.x % TOKENS;
         float sum = 0.0f;
 #pragma unroll 4
         for (int64_t block = 0; block < n_blocks; block++) sum += from[block * Block::WARPS];
@@ -619,26 +621,27 @@ struct gate_scan {
 
 /* What comes from behind each of a step's tiles: first its own share of what goes to the tile in
  * front of it, and by what it multiplies what comes from behind itself. */
-struct scan_smem {
-    float keeps[WALKED], share[WALKED], behind[WALKED + 1], team[32];
+struct gate_scan_smem {
+    float keeps[SCAN_TILES], share[SCAN_TILES], behind[SCAN_TILES + 1], thread_group[32];
 };
 
 /* A block has a head of a sequence; `dips` (sequence, head) gets its part of dip. */
 template <typename Block>
-__global__ void __launch_bounds__(WALKERS)
-scan_gates_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
+__global__ void __launch_bounds__(SCAN_THREADS)
+importance_gate_scan_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
+                            workspace to,
                   float *dips, int64_t n_blocks, int64_t n_rows) {
-    __shared__ scan_smem r;
+    __shared__ gate_scan_smem r;
     const place at = place::of(p, blockIdx.x);
     const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
-    const gate_scan<Block> along = { parts_of<Block>(p, to, at, n_rows, n_blocks, 0),
+    const gate_scan<Block> along = { partials_of<Block>(p, to, at, n_rows, n_blocks, 0),
                                      decays + slot * p.call.H + at.h, n_rows, n_blocks, p.call.H,
                                      (int)at.span.length };
     const int n_tiles = (int)mn_cell_tiles(at.span.length), t = threadIdx.x % TOKENS;
     float dip = 0.0f, edge = 0.0f;
     for (int64_t block = 0; block < n_blocks; block++) edge += along.parts.edge[block].x;
-    for (int end = n_tiles; end > 0; end -= WALKED) {
-        const int first = max(end - WALKED, 0);
+    for (int end = n_tiles; end > 0; end -= SCAN_TILES) {
+        const int first = max(end - SCAN_TILES, 0);
         for (int from = first; from < end; from += AT_ONCE) {
             const int wanted = from + (int)threadIdx.x / TOKENS, tile = min(wanted, end - 1);
             const gates &g = along.decays[tile * along.heads];
@@ -681,17 +684,17 @@ scan_gates_kernel(const __grid_constant__ mn_importance_args p, const gates *dec
         }
         __syncthreads();
     }
-    dip = mn_group_sum<WALKERS>(dip, r.team);
+    dip = mn_group_sum<SCAN_THREADS>(dip, r.thread_group);
     for (int64_t block = 0; block < n_blocks; block++) dip += along.parts.edge[block].y;
     if (threadIdx.x == 0) dips[at.n * p.call.H + at.h] = dip;
 }
 
-}    // namespace by_mma
+}    // namespace mma_path
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* dg: rows are (b, t, h) */
-struct put_gates {
+struct store_gate_grads {
     mn_out g;
     int64_t tokens, heads;
 
@@ -701,7 +704,7 @@ struct put_gates {
     }
 };
 
-struct put_priors {
+struct store_prior_grads {
     mn_out ip;
 
     __device__ void operator()(int64_t h, float sum) const {
@@ -713,34 +716,34 @@ typedef mn_cell_block<4, WARPS, C> long_block;
 typedef mn_cell_block<2, WARPS, C> short_block;
 /* Blocks that read: of keys up to SLOTS and of longer ones, each with half of the columns where
  * there are few blocks. A number of o is the same sum in both. */
-typedef by_mma::block<4, 16> read_block;
-typedef by_mma::block<4, 8> slim_read_block;
-typedef by_mma::block<8, 16> tall_block;
-typedef by_mma::block<8, 8> slim_tall_block;
-typedef by_mma::block<4, 16> back_block;
+typedef mma_path::block<4, 16> fwd_block;
+typedef mma_path::block<4, 8> fwd_block_half;
+typedef mma_path::block<8, 16> fwd_block_k128;
+typedef mma_path::block<8, 8> fwd_block_k128_half;
+typedef mma_path::block<4, 16> bwd_block;
 
 /* How a call is cut into blocks, and how many tokens lie between the states that are kept for going
  * back. `slices`: blocks along the columns go back one after the other, each adding to what those
- * before it have of dk and dq; `crossed`: of dv and db, too (see launched). The same sums. */
-struct cuts {
+ * before it have of dk and dq; `crossed`: of dv and db, too (see launch_slice). The same sums. */
+struct partition {
     int64_t slots, columns, span;
-    bool by_mma, slices, crossed;
+    bool mma_path, serialized, diagonal;
 };
 
 template <typename Block>
-static cuts cuts_into(int64_t span, bool by_mma) {
-    return { Block::SLOTS, Block::COLUMNS, span, by_mma, false, false };
+static partition partition_of_block(int64_t span, bool mma_path) {
+    return { Block::SLOTS, Block::COLUMNS, span, mma_path, false, false };
 }
 
 /* Whether a block may have so much shared memory. */
-static bool has_shared(size_t bytes) {
+static bool has_smem(size_t bytes) {
     int device = 0, limit = 0;
     (void)cudaGetDevice(&device);
     (void)cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     return bytes <= (size_t)limit;
 }
 
-static int64_t count_processors(void) {
+static int64_t sm_count(void) {
     int device = 0, processors = 0;
     (void)cudaGetDevice(&device);
     (void)cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -748,78 +751,79 @@ static int64_t count_processors(void) {
 }
 
 /* Blocks that share the columns of all heads, and those along the columns. */
-static int64_t count_down(const mn_call *call, const cuts &by) {
+static int64_t blocks_per_column_tile(const mn_call *call, const partition &by) {
     return mn_ceil_div(call->K, by.slots) * mn_n_spans(*call) * call->H;
 }
 
-static int64_t count_across(const mn_call *call, const cuts &by) {
+static int64_t n_column_tiles(const mn_call *call, const partition &by) {
     return mn_ceil_div(call->V, by.columns);
 }
 
 /* Whether blocks would leave half of the processors without one. */
-static bool are_few(const mn_call *call, const cuts &by) {
-    return 2 * count_across(call, by) * count_down(call, by) <= count_processors();
+static bool underfills_gpu(const mn_call *call, const partition &by) {
+    return 2 * n_column_tiles(call, by) * blocks_per_column_tile(call, by) <= sm_count();
 }
 
 /* Whether slices, a block on each processor, take no longer than all blocks at once. */
-static bool may_slice(const mn_call *call, const cuts &by) {
-    const int64_t processors = count_processors(), down = count_down(call, by);
-    const int64_t across = count_across(call, by);
+static bool can_serialize(const mn_call *call, const partition &by) {
+    const int64_t processors = sm_count(), down = blocks_per_column_tile(call, by);
+    const int64_t across = n_column_tiles(call, by);
     return across * mn_ceil_div(down, processors) == mn_ceil_div(across * down, processors);
 }
 
-static cuts cuts_of(const mn_importance_args *p, bool backward) {
+static partition choose_partition(const mn_importance_args *p, bool backward) {
     const bool spread = backward ? p->cot.ovar.data != NULL : p->ovar.data != NULL;
-    const size_t room = backward ? sizeof(by_mma::backward_smem<back_block>) :
-                                   sizeof(by_mma::forward_smem<tall_block>);
-    if (p->call.dtype == MN_BF16 && !spread && has_shared(room)) {
+    const size_t workspace = backward ? sizeof(mma_path::bwd_smem<bwd_block>) :
+                                   sizeof(mma_path::fwd_smem<fwd_block_k128>);
+    if (p->call.dtype == MN_BF16 && !spread && has_smem(workspace)) {
         if (backward) {
-            cuts by = cuts_into<back_block>(TOKENS, true);
-            by.slices = may_slice(&p->call, by);
-            by.crossed = by.slices && count_across(&p->call, by) == 2 &&
+            partition by = partition_of_block<bwd_block>(TOKENS, true);
+            by.serialized = can_serialize(&p->call, by);
+            by.diagonal = by.serialized && n_column_tiles(&p->call, by) == 2 &&
                          mn_ceil_div(p->call.K, by.slots) == 2;
             return by;
         }
-        const bool tall = p->call.K > read_block::SLOTS;
-        const cuts wide = tall ? cuts_into<tall_block>(TOKENS, true) :
-                                 cuts_into<read_block>(TOKENS, true);
-        if (!are_few(&p->call, wide)) return wide;
-        return tall ? cuts_into<slim_tall_block>(TOKENS, true) :
-                      cuts_into<slim_read_block>(TOKENS, true);
+        const bool tall = p->call.K > fwd_block::SLOTS;
+        const partition wide = tall ? partition_of_block<fwd_block_k128>(TOKENS, true) :
+                                 partition_of_block<fwd_block>(TOKENS, true);
+        if (!underfills_gpu(&p->call, wide)) return wide;
+        return tall ? partition_of_block<fwd_block_k128_half>(TOKENS, true) :
+                      partition_of_block<fwd_block_half>(TOKENS, true);
     }
-    if (p->call.K <= SHORT_KEY) return cuts_into<short_block>(by_cell::SPAN, false);
-    return cuts_into<long_block>(by_cell::SPAN, false);
+    if (p->call.K <= SHORT_KEY) return partition_of_block<short_block>(cell_path::SPAN, false);
+    return partition_of_block<long_block>(cell_path::SPAN, false);
 }
 
-static dim3 blocks_of(const mn_call *call, const cuts &by) {
+static dim3 blocks_of(const mn_call *call, const partition &by) {
     return dim3(mn_blocks(call->V, by.columns),
-                mn_blocks(mn_n_spans(*call) * call->H, 1, MOST_HEADS),
+                mn_blocks(mn_n_spans(*call) * call->H, 1, MAX_HEADS),
                 mn_blocks(call->K, by.slots));
 }
 
 /* Numbers of each part of the work space. */
-static bool measure(int64_t (&counts)[N_ROOMS], const mn_importance_args *p, const cuts &by,
+static bool workspace_sizes(int64_t (&counts)[N_BUFFERS], const mn_importance_args *p,
+                            const partition &by,
                     bool backward) {
     const mn_call *call = &p->call;
-    const int64_t groups = mn_ceil_div(call->K, by.slots);
+    const int64_t thread_groups = mn_ceil_div(call->K, by.slots);
     const int64_t across = mn_ceil_div(call->V, by.columns);
     int64_t rows, blocks, heads;
     for (int64_t &count : counts) count = 0;
-    if (by.by_mma &&
+    if (by.mma_path &&
         (!mn_mul_i64(&counts[DECAYS], mn_tile_slots(*call, TOKENS), call->H) ||
-         !mn_mul_i64(&counts[DECAYS], counts[DECAYS], sizeof(by_mma::gates) / sizeof(float)))) {
+         !mn_mul_i64(&counts[DECAYS], counts[DECAYS], sizeof(mma_path::gates) / sizeof(float)))) {
         return false;
     }
     bool ok = mn_mul_i64(&rows, mn_cell_rows_of(call), 2 * call->H) &&
-              mn_mul_i64(&blocks, groups, across);
-    if (ok && groups > 1) {
+              mn_mul_i64(&blocks, thread_groups, across);
+    if (ok && thread_groups > 1) {
         ok = mn_mul_i64(&counts[SUMS], rows, call->V) &&
-             mn_mul_i64(&counts[SUMS], counts[SUMS], by.crossed ? 1 : groups);
+             mn_mul_i64(&counts[SUMS], counts[SUMS], by.diagonal ? 1 : thread_groups);
     }
     if (!backward || !ok) return ok;
-    if (by.by_mma) {
+    if (by.mma_path) {
         ok = mn_mul_i64(&heads, blocks, call->H) &&
-             mn_mul_i64(&counts[ALONG], heads, back_block::WARPS) &&
+             mn_mul_i64(&counts[ALONG], heads, bwd_block::WARPS) &&
              mn_mul_i64(&counts[ALONG], counts[ALONG], mn_tile_slots(*call, TOKENS)) &&
              mn_mul_i64(&counts[EDGES], heads, 2 * mn_n_spans(*call));
     }
@@ -828,194 +832,205 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_importance_args *p, con
            mn_mul_i64(&counts[STATES], heads, 2 * by.slots * by.columns) &&
            mn_mul_i64(&counts[STATES], counts[STATES], mn_tile_slots(*call, by.span)) &&
            mn_mul_i64(&counts[KEY_PARTS], rows, call->K) &&
-           mn_mul_i64(&counts[KEY_PARTS], counts[KEY_PARTS], by.slices ? 1 : across) &&
+           mn_mul_i64(&counts[KEY_PARTS], counts[KEY_PARTS], by.serialized ? 1 : across) &&
            mn_mul_i64(&counts[GATES], rows, blocks) &&
            mn_mul_i64(&counts[PRIORS], heads, mn_n_spans(*call));
 }
 
-static bool plan_smem(mn_plan *plan, const mn_importance_args *p, bool backward) {
-    int64_t counts[N_ROOMS];
-    return measure(counts, p, cuts_of(p, backward), backward)
+static bool plan_workspace(mn_plan *plan, const mn_importance_args *p, bool backward) {
+    int64_t counts[N_BUFFERS];
+    return workspace_sizes(counts, p, choose_partition(p, backward), backward)
         && mn_cell_plan_workspace(plan, counts);
 }
 
 template <typename T>
-static int sum_groups(const mn_out &first, const mn_out &second, const float *sums,
-                      const mn_call *call, const cuts &by, cudaStream_t stream) {
-    const int64_t groups = mn_ceil_div(call->K, by.slots);
-    if (groups == 1 || by.crossed) return cudaSuccess;
-    return mn_cell_reduce_partials<T>(first, second, sums, groups, call, call->H, call->V, stream);
+static int reduce_groups(const mn_out &first, const mn_out &second, const float *sums,
+                      const mn_call *call, const partition &by, cudaStream_t stream) {
+    const int64_t thread_groups = mn_ceil_div(call->K, by.slots);
+    if (thread_groups == 1 || by.diagonal) return cudaSuccess;
+    return mn_cell_reduce_partials<T>(first, second, sums, thread_groups, call, call->H, call->V,
+                                      stream);
 }
 
-template <typename Room, typename Block, typename Kernel, typename... Given>
-static int launch(Kernel kernel, const mn_importance_args *p, const cuts &by, cudaStream_t stream,
-                  const Given &...given) {
+template <typename Smem, typename Block, typename Kernel, typename... KernelArgs>
+static int launch(Kernel kernel, const mn_importance_args *p, const partition &by,
+                  cudaStream_t stream,
+                  const KernelArgs &...kernel_args) {
     const int64_t n_rows = mn_cell_rows_of(&p->call) * p->call.H;
-    return mn_launch_smem(kernel, blocks_of(&p->call, by), Block::THREADS, sizeof(Room),
-                               stream, *p, given..., n_rows);
+    return mn_launch_smem(kernel, blocks_of(&p->call, by), Block::THREADS, sizeof(Smem),
+                               stream, *p, kernel_args..., n_rows);
 }
 
 /* What decays make of all tiles. */
-static int find_gates(by_mma::gates **gates, const mn_importance_args *p, const room &to,
+static int compute_gates(mma_path::gates **gates, const mn_importance_args *p, const workspace &to,
                       float unit, cudaStream_t stream) {
     const int64_t count = mn_tile_slots(p->call, TOKENS) * p->call.H;
-    *gates = (by_mma::gates *)to.at[DECAYS];
+    *gates = (mma_path::gates *)to.at[DECAYS];
     if (count == 0) return cudaSuccess;
-    by_mma::gates_kernel<<<mn_blocks(count, by_mma::GATES_PER_BLOCK),
-                           by_mma::GATES_PER_BLOCK * TOKENS, 0, stream>>>(*p, *gates, unit);
+    mma_path::importance_gates_kernel<<<mn_blocks(count, mma_path::GATES_PER_BLOCK),
+                           mma_path::GATES_PER_BLOCK * TOKENS, 0, stream>>>(*p, *gates, unit);
     return mn_launch_status();
 }
 
 template <typename Block>
-static int read_into(const mn_importance_args *p, const room &to, const cuts &by,
+static int forward_mma_of(const mn_importance_args *p, const workspace &to, const partition &by,
                      cudaStream_t stream) {
-    by_mma::gates *gates;
-    const int code = find_gates(&gates, p, to, by_mma::FORWARD_UNIT, stream);
+    mma_path::gates *gates;
+    const int code = compute_gates(&gates, p, to, mma_path::FORWARD_UNIT, stream);
     if (code != cudaSuccess) return code;
-    return launch<by_mma::forward_smem<Block>, Block>(by_mma::forward_kernel<Block>, p, by, stream,
+    return launch<mma_path::fwd_smem<Block>,
+        Block>(mma_path::importance_fwd_kernel<Block>, p, by, stream,
                                                       gates, to.at[SUMS]);
 }
 
-static int read_by_mma(const mn_importance_args *p, const room &to, const cuts &by,
+static int forward_mma(const mn_importance_args *p, const workspace &to, const partition &by,
                        cudaStream_t stream) {
-    if (by.slots == read_block::SLOTS) {
-        if (by.columns == read_block::COLUMNS) return read_into<read_block>(p, to, by, stream);
-        return read_into<slim_read_block>(p, to, by, stream);
+    if (by.slots == fwd_block::SLOTS) {
+        if (by.columns == fwd_block::COLUMNS) return forward_mma_of<fwd_block>(p, to, by, stream);
+        return forward_mma_of<fwd_block_half>(p, to, by, stream);
     }
-    if (by.columns == tall_block::COLUMNS) return read_into<tall_block>(p, to, by, stream);
-    return read_into<slim_tall_block>(p, to, by, stream);
+    if (by.columns == fwd_block_k128::COLUMNS) return forward_mma_of<fwd_block_k128>(p, to, by,
+                                                                                     stream);
+    return forward_mma_of<fwd_block_k128_half>(p, to, by, stream);
 }
 
 template <typename T, typename Block>
-static int read_by_cell(const mn_importance_args *p, const room &to, const cuts &by,
+static int forward_cells(const mn_importance_args *p, const workspace &to, const partition &by,
                         cudaStream_t stream) {
     if (p->ovar.data) {
-        return launch<by_cell::forward_smem<Block>, Block>(by_cell::forward_kernel<T, Block, true>,
+        return launch<cell_path::fwd_smem<Block>,
+            Block>(cell_path::importance_fwd_kernel<T, Block, true>,
                                                            p, by, stream, to.at[SUMS]);
     }
-    return launch<by_cell::forward_smem<Block>, Block>(by_cell::forward_kernel<T, Block, false>, p,
+    return launch<cell_path::fwd_smem<Block>,
+        Block>(cell_path::importance_fwd_kernel<T, Block, false>, p,
                                                        by, stream, to.at[SUMS]);
 }
 
 /* The parts of the work space. */
-static room smems_of(const mn_importance_args *p, const cuts &by, float *shared, bool backward) {
-    int64_t counts[N_ROOMS];
-    room to;
-    (void)measure(counts, p, by, backward);    // went well when it was planned
+static workspace workspace_of(const mn_importance_args *p, const partition &by, float *shared,
+                              bool backward) {
+    int64_t counts[N_BUFFERS];
+    workspace to;
+    (void)workspace_sizes(counts, p, by, backward);    // went well when it was planned
     mn_cell_carve_workspace(to.at, shared, counts);
     return to;
 }
 
 template <typename T>
 static int forward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    const cuts by = cuts_of(p, false);
-    const room to = smems_of(p, by, shared, false);
+    const partition by = choose_partition(p, false);
+    const workspace to = workspace_of(p, by, shared, false);
     int code;
-    if (by.by_mma) code = read_by_mma(p, to, by, stream);
-    else if (p->call.K <= SHORT_KEY) code = read_by_cell<T, short_block>(p, to, by, stream);
-    else code = read_by_cell<T, long_block>(p, to, by, stream);
+    if (by.mma_path) code = forward_mma(p, to, by, stream);
+    else if (p->call.K <= SHORT_KEY) code = forward_cells<T, short_block>(p, to, by, stream);
+    else code = forward_cells<T, long_block>(p, to, by, stream);
     if (code != cudaSuccess) return code;
-    return sum_groups<T>(p->o, p->ovar, to.at[SUMS], &p->call, by, stream);
+    return reduce_groups<T>(p->o, p->ovar, to.at[SUMS], &p->call, by, stream);
 }
 
 /* The states first, then the way back from them. */
-static int back_by_mma(const mn_importance_args *p, const room &to, const cuts &by,
+static int backward_mma(const mn_importance_args *p, const workspace &to, const partition &by,
                        cudaStream_t stream) {
-    by_mma::gates *gates;
-    int code = find_gates(&gates, p, to, 1.0f, stream);
+    mma_path::gates *gates;
+    int code = compute_gates(&gates, p, to, 1.0f, stream);
     if (code == cudaSuccess) {
-        code = mn_launch_smem(by_mma::states_kernel<back_block>, blocks_of(&p->call, by),
-                                   back_block::THREADS, sizeof(by_mma::states_smem<back_block>),
+        code = mn_launch_smem(mma_path::importance_states_kernel<bwd_block>,
+                              blocks_of(&p->call, by),
+                                   bwd_block::THREADS, sizeof(mma_path::states_smem<bwd_block>),
                                    stream, *p, gates, to.at[STATES]);
     }
     const dim3 blocks = blocks_of(&p->call, by);
-    by_mma::launched now = { by.slices ? 0 : by_mma::launched::ALL, by.crossed };
+    mma_path::launch_slice now = { by.serialized ? 0 : mma_path::launch_slice::ALL, by.diagonal };
     do {
         if (code != cudaSuccess) return code;
-        code = mn_launch_smem(by_mma::backward_kernel<back_block>, blocks,
-                                   back_block::THREADS + by_mma::helpers<back_block>::THREADS,
-                                   sizeof(by_mma::backward_smem<back_block>), stream, *p, gates, to,
+        code = mn_launch_smem(mma_path::importance_bwd_kernel<bwd_block>, blocks,
+                                   bwd_block::THREADS
+                                       + mma_path::producer_warps<bwd_block>::THREADS,
+                                   sizeof(mma_path::bwd_smem<bwd_block>), stream, *p, gates, to,
                                    now, mn_cell_rows_of(&p->call) * p->call.H);
         now.slice++;
-    } while (by.slices && now.slice < (int)blocks.x);
+    } while (by.serialized && now.slice < (int)blocks.x);
     const int64_t items = mn_n_spans(p->call) * p->call.H;
     if (code != cudaSuccess || items == 0) return code;
-    by_mma::scan_gates_kernel<back_block><<<(unsigned)items, by_mma::WALKERS, 0, stream>>>(
+    mma_path::importance_gate_scan_kernel<bwd_block><<<(unsigned)items, mma_path::SCAN_THREADS, 0,
+        stream>>>(
         *p, gates, to, to.at[PRIORS], blocks.x * blocks.z, mn_cell_rows_of(&p->call) * p->call.H);
     return mn_launch_status();
 }
 
 template <typename T, typename Block, bool SPREAD>
-static int back_by_cell(const mn_importance_args *p, const room &to, const cuts &by,
+static int backward_cells_of(const mn_importance_args *p, const workspace &to, const partition &by,
                         cudaStream_t stream) {
-    by_cell::states_kernel<T, Block>
+    cell_path::importance_states_kernel<T, Block>
         <<<blocks_of(&p->call, by), Block::THREADS, 0, stream>>>(*p, to.at[STATES]);
     const int code = mn_launch_status();
     if (code != cudaSuccess) return code;
-    return launch<by_cell::backward_smem<Block, SPREAD>, Block>(
-        by_cell::backward_kernel<T, Block, SPREAD>, p, by, stream, to);
+    return launch<cell_path::bwd_smem<Block, SPREAD>, Block>(
+        cell_path::importance_bwd_kernel<T, Block, SPREAD>, p, by, stream, to);
 }
 
 template <typename T, bool SPREAD>
-static int back_by_cells(const mn_importance_args *p, const room &to, const cuts &by,
+static int backward_cells(const mn_importance_args *p, const workspace &to, const partition &by,
                          cudaStream_t stream) {
-    if (p->call.K <= SHORT_KEY) return back_by_cell<T, short_block, SPREAD>(p, to, by, stream);
-    return back_by_cell<T, long_block, SPREAD>(p, to, by, stream);
+    if (p->call.K <= SHORT_KEY) return backward_cells_of<T, short_block, SPREAD>(p, to, by, stream);
+    return backward_cells_of<T, long_block, SPREAD>(p, to, by, stream);
 }
 
 /* Adds the parts of all gradients. */
 template <typename T>
-static int add_parts(const mn_importance_args *p, const room &at, const cuts &by,
+static int reduce_partials(const mn_importance_args *p, const workspace &at, const partition &by,
                      cudaStream_t stream) {
     const mn_call *call = &p->call;
     const int64_t n_rows = mn_cell_rows_of(call) * call->H;
     const dim3 blocks = blocks_of(call, by);
-    int code = sum_groups<T>(p->grad.v, p->grad.b, at.at[SUMS], call, by, stream);
-    if (code == cudaSuccess && !by.slices) {
+    int code = reduce_groups<T>(p->grad.v, p->grad.b, at.at[SUMS], call, by, stream);
+    if (code == cudaSuccess && !by.serialized) {
         code = mn_cell_reduce_partials<T>(p->grad.k, p->grad.q, at.at[KEY_PARTS], blocks.x, call,
                                           call->H,
                                    call->K, stream);
     }
-    if (code == cudaSuccess && n_rows > 0 && p->grad.g.data && !by.by_mma) {
-        const put_gates put = { p->grad.g, call->T, call->H };
+    if (code == cudaSuccess && n_rows > 0 && p->grad.g.data && !by.mma_path) {
+        const store_gate_grads put = { p->grad.g, call->T, call->H };
         code = mn_reduce_partials_to(put, at.at[GATES], blocks.x * blocks.z, n_rows, stream);
     }
     if (code != cudaSuccess || !p->grad.ip.data) return code;
-    const int64_t n_parts = mn_n_spans(*call) * (by.by_mma ? 1 : blocks.x * blocks.z);
-    return mn_reduce_partials_to(put_priors{ p->grad.ip }, at.at[PRIORS], n_parts, call->H, stream);
+    const int64_t n_partials = mn_n_spans(*call) * (by.mma_path ? 1 : blocks.x * blocks.z);
+    return mn_reduce_partials_to(store_prior_grads{ p->grad.ip }, at.at[PRIORS], n_partials,
+                                 call->H, stream);
 }
 
 template <typename T>
 static int backward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    const cuts by = cuts_of(p, true);
-    const room at = smems_of(p, by, shared, true);
+    const partition by = choose_partition(p, true);
+    const workspace at = workspace_of(p, by, shared, true);
     int code;
-    if (by.by_mma) code = back_by_mma(p, at, by, stream);
-    else if (p->cot.ovar.data) code = back_by_cells<T, true>(p, at, by, stream);
-    else code = back_by_cells<T, false>(p, at, by, stream);
-    return code != cudaSuccess ? code : add_parts<T>(p, at, by, stream);
+    if (by.mma_path) code = backward_mma(p, at, by, stream);
+    else if (p->cot.ovar.data) code = backward_cells<T, true>(p, at, by, stream);
+    else code = backward_cells<T, false>(p, at, by, stream);
+    return code != cudaSuccess ? code : reduce_partials<T>(p, at, by, stream);
 }
 
 MN_CUDA_PLAN(importance_forward) {
-    return plan_smem(plan, (const mn_importance_args *)args, false);
+    return plan_workspace(plan, (const mn_importance_args *)args, false);
 }
 
 MN_CUDA_LAUNCH(importance_forward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
-    float *room = (float *)shared;
-    if (p->call.dtype == MN_BF16) return forward<mn_bf16>(p, room, (cudaStream_t)stream);
-    return forward<float>(p, room, (cudaStream_t)stream);
+    float *workspace = (float *)shared;
+    if (p->call.dtype == MN_BF16) return forward<mn_bf16>(p, workspace, (cudaStream_t)stream);
+    return forward<float>(p, workspace, (cudaStream_t)stream);
 }
 
 MN_CUDA_PLAN(importance_backward) {
-    return plan_smem(plan, (const mn_importance_args *)args, true);
+    return plan_workspace(plan, (const mn_importance_args *)args, true);
 }
 
 MN_CUDA_LAUNCH(importance_backward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
-    float *room = (float *)shared;
-    if (p->call.dtype == MN_BF16) return backward<mn_bf16>(p, room, (cudaStream_t)stream);
-    return backward<float>(p, room, (cudaStream_t)stream);
+    float *workspace = (float *)shared;
+    if (p->call.dtype == MN_BF16) return backward<mn_bf16>(p, workspace, (cudaStream_t)stream);
+    return backward<float>(p, workspace, (cudaStream_t)stream);
 }
 
 }    // namespace mneme::importance

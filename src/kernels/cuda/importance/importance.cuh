@@ -17,20 +17,20 @@ enum {
     WARPS = 8,
     SETS = 2 * C,    // of four numbers in the state of a thread
     SHORT_KEY = 32,
-    MOST_HEADS = 65535,
+    MAX_HEADS = 65535,
 };
 
 /* What is added to an importance at each token: too little for any but one of exactly 0, as cells
  * outside of (K,V) may have, which it keeps from dividing by 0. */
-static __device__ const float least_importance = 1e-37f;
+static __device__ const float min_importance = 1e-37f;
 
 /* The work space of a call, each part behind the other: parts of o, ovar or dv, db; what decays
  * make of tiles; states in front of spans; parts of dk, dq; of dg; of dip; of dg for each tile and
  * for each sequence. */
-enum { SUMS, DECAYS, STATES, KEY_PARTS, GATES, PRIORS, ALONG, EDGES, N_ROOMS };
+enum { SUMS, DECAYS, STATES, KEY_PARTS, GATES, PRIORS, ALONG, EDGES, N_BUFFERS };
 
-struct room {
-    float *at[N_ROOMS];
+struct workspace {
+    float *at[N_BUFFERS];
 };
 
 /* One head of one sequence. */

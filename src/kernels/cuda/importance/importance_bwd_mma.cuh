@@ -27,31 +27,31 @@
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/importance/importance_mma.cuh"
 
-namespace mneme::importance::by_mma {
+namespace mneme::importance::mma_path {
 
 /* Rows of parts or gradients of a head's tokens, from the block's first slot or column on; `i`: the
  * first of four neighbours. */
 template <typename T>
-struct alignas(16) target {
+struct alignas(16) grad_view {
     T *first;          // at the sequence's first token; nullptr: not wanted
-    unsigned ws;    // its tokens, where packs are stored
+    unsigned row_stride;    // its tokens, where packs are stored
     int packed;        // how many numbers may be read or stored as packs of four
     int left;          // how many there are
     int64_t stride;    // its tokens
 
     __device__ void open(T *row, int64_t base, int64_t count, int64_t between) {
         first = row ? row + base : nullptr;
-        ws = (unsigned)between, stride = between;
+        row_stride = (unsigned)between, stride = between;
         left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
         const bool packs = ((uintptr_t)first | (uintptr_t)(between * (int64_t)sizeof(T))) %
                                (4 * sizeof(T)) == 0;
-        packed = packs && between == ws ? left & ~3 : 0;
+        packed = packs && between == row_stride ? left & ~3 : 0;
     }
 
     /* Token t's; zeros where there are none. */
     __device__ __forceinline__ void get(float (&x)[4], unsigned t, int i) const {
         if (i < packed) {
-            mn_cell_load(x, first + (uint64_t)t * ws + i);
+            mn_cell_load(x, first + (uint64_t)t * row_stride + i);
             return;
         }
 #pragma unroll
@@ -59,14 +59,14 @@ struct alignas(16) target {
     }
 
     /* Soon to be asked for. */
-    __device__ __forceinline__ void expect(unsigned t, int i) const {
+    __device__ __forceinline__ void prefetch_l2(unsigned t, int i) const {
         if (i < left) asm volatile("prefetch.global.L2 [%0];" ::"l"(first + t * stride + i));
     }
 
     /* Those of them that there are. */
     __device__ __forceinline__ void put(const float (&x)[4], unsigned t, int i) const {
         if (i < packed) {
-            mn_store<4>(first + (uint64_t)t * ws + i, 0, x);
+            mn_store<4>(first + (uint64_t)t * row_stride + i, 0, x);
             return;
         }
 #pragma unroll
@@ -80,16 +80,16 @@ struct alignas(16) target {
  * b'db and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of
  * C behind the last token and of what goes to the prior from the first state. */
 template <typename Block>
-struct parts_of {
+struct partials_of {
     float2 *gates, *edge;
     float *along;
-    int64_t tiles_ws;
+    int64_t tile_stride;
 
-    __device__ parts_of(const mn_importance_args &p, const room &to, const place &at,
+    __device__ partials_of(const mn_importance_args &p, const workspace &to, const place &at,
                         int64_t n_rows, int64_t n_blocks, int64_t block) {
         const int64_t H = p.call.H, slot = mn_cell_first_slot(p.call, at.n, TOKENS);
         const int64_t row = (at.span.b * p.call.T + at.span.t0) * H + at.h;
-        tiles_ws = H * n_blocks * Block::WARPS;
+        tile_stride = H * n_blocks * Block::WARPS;
         gates = (float2 *)to.at[GATES] + block * n_rows + row;
         along = to.at[ALONG] + ((slot * H + at.h) * n_blocks + block) * Block::WARPS;
         edge = (float2 *)to.at[EDGES] + (at.n * H + at.h) * n_blocks + block;
@@ -98,13 +98,13 @@ struct parts_of {
 
 /* Which blocks go in a launch: all (ALL), those of columns `slice`, or, where there are two along
  * the columns and two along the slots (CROSSED), one of each, then the other two. */
-struct launched {
+struct launch_slice {
     enum { ALL = -1 };
     int slice;
-    bool crossed;
+    bool diagonal;
 
-    __device__ bool mine() const {
-        return slice == ALL || (int)(crossed ? blockIdx.x ^ blockIdx.z : blockIdx.x) == slice;
+    __device__ bool is_active() const {
+        return slice == ALL || (int)(diagonal ? blockIdx.x ^ blockIdx.z : blockIdx.x) == slice;
     }
 };
 
@@ -112,39 +112,42 @@ struct launched {
  *
  * Where blocks go one after the other, there is one part of dk and dq, the sum of those so far, and
  * the last one puts the gradients; if crossed, one of dv and db, too. */
-struct targets {
-    target<float> key_parts[2], line_parts[2];    // of dq and dk; of dv and db
-    target<mn_bf16> keys[2], lines[2];
-    bool adds, ends;                // keys: to the blocks before it; is the last one
-    bool adds_lines, ends_lines;    // dv and db
+struct grad_targets {
+    grad_view<float> key_partials[2], line_partials[2];    // of dq and dk; of dv and db
+    grad_view<mn_bf16> keys[2], lines[2];
+    bool accumulates, is_last;                // keys: to the blocks before it; is the last one
+    bool accumulates_lines, is_last_lines;    // dv and db
     float2 *gates;       // of the sequence's first token
     float *along;        // of its first tile
-    unsigned tokens_ws, tiles_ws;
+    unsigned token_stride, tile_stride;
     float scale, ip;     // scale: of dq
 
-    /* By the helpers' first thread. */
+    /* By the producer_warps' first thread. */
     template <typename Block>
-    __device__ void open(const mn_importance_args &p, const room &to, const place &at, launched now,
+    __device__ void open(const mn_importance_args &p, const workspace &to, const place &at,
+                         launch_slice now,
                          int64_t n_rows) {
         const int64_t K = p.call.K, V = p.call.V, H = p.call.H, token = at.span.t0;
         const int64_t row = (at.span.b * p.call.T + token) * H + at.h;
-        const int64_t key_part = now.slice == launched::ALL ? blockIdx.x : 0;
-        const int64_t line_part = now.crossed ? 0 : blockIdx.z;
-        float *key = to.at[KEY_PARTS] + (key_part * n_rows + row) * 2 * K;
-        float *line = to.at[SUMS] + (line_part * n_rows + row) * 2 * V;
+        const int64_t key_partial = now.slice == launch_slice::ALL ? blockIdx.x : 0;
+        const int64_t line_partial = now.diagonal ? 0 : blockIdx.z;
+        float *key = to.at[KEY_PARTS] + (key_partial * n_rows + row) * 2 * K;
+        float *line = to.at[SUMS] + (line_partial * n_rows + row) * 2 * V;
         const mn_out *of_keys[2] = { &p.grad.q, &p.grad.k };
         const mn_out *of_lines[2] = { &p.grad.v, &p.grad.b };
-        if (helpers<Block>::own() != 0) return;
-        const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
+        if (producer_warps<Block>::own() != 0) return;
+        const partials_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
                                     blockIdx.z * gridDim.x + blockIdx.x);
-        gates = parts.gates, tokens_ws = (unsigned)H;
-        along = parts.along, tiles_ws = (unsigned)parts.tiles_ws;
+        gates = parts.gates, token_stride = (unsigned)H;
+        along = parts.along, tile_stride = (unsigned)parts.tile_stride;
         scale = (float)p.scale, ip = at.ip;
-        adds = now.slice > 0, ends = now.slice == (int)gridDim.x - 1;
-        adds_lines = now.crossed && adds, ends_lines = gridDim.z == 1 || (now.crossed && ends);
+        accumulates = now.slice > 0, is_last = now.slice == (int)gridDim.x - 1;
+        accumulates_lines = now.diagonal && accumulates,
+            is_last_lines = gridDim.z == 1 || (now.diagonal && is_last);
         for (int i = 0; i < 2; i++) {
-            key_parts[i].open(key + (1 - i) * K, Block::slot0(), K, H * 2 * K);    // dk comes first
-            line_parts[i].open(line + i * V, Block::column0(), V, H * 2 * V);
+            // dk comes first
+            key_partials[i].open(key + (1 - i) * K, Block::slot0(), K, H * 2 * K);
+            line_partials[i].open(line + i * V, Block::column0(), V, H * 2 * V);
             keys[i].open(mn_row<mn_bf16>(*of_keys[i], at.span.b, token, at.h), Block::slot0(), K,
                          of_keys[i]->stride[1]);
             lines[i].open(mn_row<mn_bf16>(*of_lines[i], at.span.b, token, at.h), Block::column0(),
@@ -173,16 +176,16 @@ __device__ __forceinline__ unsigned identity() {
  * still asked for when its sums are put. A tile is `ready` (its room) to be scanned, and `left`
  * when they are; a chunk is `told` by all warps, then `waited` by half of them, twice a tile. */
 template <typename Block>
-struct backward_smem {
+struct bwd_smem {
     tile<Block, BACKWARD_PASS> in[2];
-    arrivals<Block, BACKWARD_PASS> came[3];
+    tile_stage<Block, BACKWARD_PASS> staged[3];
     float4 states[2][SETS][Block::THREADS];    // in front of the tile and the next one
     chunk_smem<Block> chunk;
-    float team[32];
+    float reduce[32];
     unsigned ones[32];    // a lane's identity()
-    typename producer<Block, BACKWARD_PASS, helpers<Block>>::sources from;
-    targets to;
-    uint64_t ready[2], left, told, waited;
+    typename tile_loader<Block, BACKWARD_PASS, producer_warps<Block>>::sources from;
+    grad_targets to;
+    uint64_t full[2], left, sums_full, sums_empty;
 
     /* By the first threads. */
     __device__ void open() {
@@ -190,10 +193,10 @@ struct backward_smem {
         in[1].open();
         if (threadIdx.x < 32) ones[threadIdx.x] = identity();
         if (threadIdx.x != 0) return;
-        mn_mbarrier_init(&ready[0], helpers<Block>::THREADS);
-        mn_mbarrier_init(&ready[1], helpers<Block>::THREADS);
-        mn_mbarrier_init(&told, Block::THREADS);
-        mn_mbarrier_init(&waited, Block::THREADS / 2);
+        mn_mbarrier_init(&full[0], producer_warps<Block>::THREADS);
+        mn_mbarrier_init(&full[1], producer_warps<Block>::THREADS);
+        mn_mbarrier_init(&sums_full, Block::THREADS);
+        mn_mbarrier_init(&sums_empty, Block::THREADS / 2);
         mn_mbarrier_init(&left, Block::THREADS / 2);
     }
 };
@@ -203,28 +206,28 @@ __device__ __forceinline__ void meet(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-enum { ALL_MEET = 1, HELPERS_MEET, WALKERS_MEET };
+enum { BAR_ALL = 1, BAR_PRODUCERS, BAR_CONSUMERS };
 
 /* ---- chunks ---------------------------------------------------------------------------------- */
 
 /* The factors of a chunk's tokens, of which a lane has row_lane(), for products that sum over
  * columns (v, b) and slots (k and its square). */
-struct chunk_factors {
+struct chunk_frags {
     uint2 v, b, k, square;
 
-    __device__ __forceinline__ chunk_factors times(unsigned by) const {
-        return { pair_times(v, by), pair_times(b, by), pair_times(k, by), pair_times(square, by) };
+    __device__ __forceinline__ chunk_frags times(unsigned by) const {
+        return { bf16x2_mul(v, by), bf16x2_mul(b, by), bf16x2_mul(k, by), bf16x2_mul(square, by) };
     }
 
-    __device__ __forceinline__ chunk_factors where(bool wanted) const {
-        const uint2 key = only(wanted, k);    // its square again: no more choices
-        return { only(wanted, v), only(wanted, b), key,
-                 make_uint2(pair_times(key.x, key.x), pair_times(key.y, key.y)) };
+    __device__ __forceinline__ chunk_frags where(bool wanted) const {
+        const uint2 key = select_or_zero(wanted, k);    // its square again: no more choices
+        return { select_or_zero(wanted, v), select_or_zero(wanted, b), key,
+                 make_uint2(bf16x2_mul(key.x, key.x), bf16x2_mul(key.y, key.y)) };
     }
 };
 
 /* What a warp knows of a chunk: columns are tokens, rows slots or, of dv and db, columns. */
-struct chunk_sums {
+struct chunk_acc {
     float dq[4], value[4], write[4], dv[4], db[4];
     float spread[HALF / 4];    // sums of pull mu: of four tokens, lanes taking turns
     mn_bf16 k[4];              // of what dq, value and write are for
@@ -239,7 +242,7 @@ struct chunk_sums {
     /* k, before it is waited for; `first`: token, `slot`: of the warp. */
     template <typename Keys>
     __device__ __forceinline__ void fetch(const Keys &keys, int slot, int first) {
-        const unsigned lane = thread_again() % 32, own = lane / 8 * 4 + lane / 4 % 2;
+        const unsigned lane = thread_rematerialized() % 32, own = lane / 8 * 4 + lane / 4 % 2;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             k[i] = keys.at[first + lane % 4 * 2 + i % 2][slot + own + 2 * (i / 2)];
@@ -247,26 +250,26 @@ struct chunk_sums {
     }
 
     /* The adjoints behind the chunk to all of its tokens. */
-    __device__ __forceinline__ void add(const cells &adj, const chunk_factors &f) {
+    __device__ __forceinline__ void add(const state_frag &adj, const chunk_frags &f) {
         unsigned D[4], C[4], other[4];
-        factor_of(D, adj.M[0], adj.M[1]);
-        factor_of(C, adj.I[0], adj.I[1]);
-        add_product(value, D, f.v);
-        add_product(write, C, f.b);
+        frag_of_acc(D, adj.M[0], adj.M[1]);
+        frag_of_acc(C, adj.I[0], adj.I[1]);
+        mma_k16(value, D, f.v);
+        mma_k16(write, C, f.b);
         turn(other, D);
-        add_product(dv, other, f.k);
+        mma_k16(dv, other, f.k);
         turn(other, C);
-        add_product(db, other, f.square);
+        mma_k16(db, other, f.square);
     }
 };
 
 /* X and Y of a token, number t of its chunk: factors whose depth is columns. */
-struct token_pull {
+struct token_adjoint {
     unsigned X[4], Y[4];
 
     /* From the state behind it, `c`; of the products of its means with do of all tokens, its own
      * is dq. Returns the sum of pull mu. */
-    __device__ __forceinline__ float read(chunk_sums &sums, int t, const cells &c,
+    __device__ __forceinline__ float read(chunk_acc &sums, int t, const state_frag &c,
                                           const float (&reads)[2][4], uint2 cot) {
         float pull[2][4], mu[2][4], sum = 0.0f;
         unsigned means[4];
@@ -277,72 +280,74 @@ struct token_pull {
             mu[n / 4][n % 4] = c.M[n / 4][n % 4] * over;
             sum = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], sum);
         }
-        factor_of(X, pull[0], pull[1]);
-        factor_of(means, mu[0], mu[1]);
+        frag_of_acc(X, pull[0], pull[1]);
+        frag_of_acc(means, mu[0], mu[1]);
 #pragma unroll
-        for (int n = 0; n < 4; n++) Y[n] = pair_times(X[n], means[n]);
-        put_column(sums.dq, means, cot, t);
+        for (int n = 0; n < 4; n++) Y[n] = bf16x2_mul(X[n], means[n]);
+        mma_k16_column(sums.dq, means, cot, t);
         return sum;
     }
 
     /* To the adjoints in front of the chunk. */
-    __device__ __forceinline__ void put(cells &adj, unsigned ones) const {
+    __device__ __forceinline__ void put(state_frag &adj, unsigned ones) const {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            add_shallow(adj.M[n], make_uint2(X[2 * n], X[2 * n + 1]), ones);
-            add_shallow(adj.I[n], make_uint2(Y[2 * n], Y[2 * n + 1]), ones);
+            mma_k8(adj.M[n], make_uint2(X[2 * n], X[2 * n + 1]), ones);
+            mma_k8(adj.I[n], make_uint2(Y[2 * n], Y[2 * n + 1]), ones);
         }
     }
 
     /* To those tokens whose factors are not zero. */
-    __device__ __forceinline__ void put(chunk_sums &sums, const chunk_factors &f) const {
+    __device__ __forceinline__ void put(chunk_acc &sums, const chunk_frags &f) const {
         unsigned other[4];
-        add_product(sums.value, X, f.v);
-        add_product(sums.write, Y, f.b);
+        mma_k16(sums.value, X, f.v);
+        mma_k16(sums.write, Y, f.b);
         turn(other, X);
-        add_product(sums.dv, other, f.k);
+        mma_k16(sums.dv, other, f.k);
         turn(other, Y);
-        add_product(sums.db, other, f.square);
+        mma_k16(sums.db, other, f.square);
     }
 };
 
 /* exp(x), twice. */
-__device__ __forceinline__ unsigned twice_exp(float x) {
+__device__ __forceinline__ unsigned exp_bf16x2(float x) {
     const float y = expf(x);
-    return pair_of(y, y);
+    return bf16x2_of(y, y);
 }
 
 /* Tokens first .. first + HALF: their share of all gradients, and the adjoints in front of them
  * from those behind them. `adj` has D and -C, `c` the state in front; `one`: ones of a product;
  * midway(): what is done between two of them. */
-template <typename Block, bool HEADS, typename Midway>
-__device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &c,
-                                           const arrivals<Block, BACKWARD_PASS> &came, int first,
-                                           unsigned one, const walk<Block, BACKWARD_PASS> &along,
+template <typename Block, bool RESCALE, typename Midway>
+__device__ __forceinline__ void chunk_bwd(chunk_acc &sums, state_frag &adj, state_frag &c,
+                                           const tile_stage<Block, BACKWARD_PASS> &staged,
+                                               int first,
+                                           unsigned one, const token_scan<Block,
+                                               BACKWARD_PASS> &along,
                                            const Midway &midway) {
-    const float *base = came.g.base;
-    const unsigned warp = thread_again() / 32;
+    const float *base = staged.g.base;
+    const unsigned warp = thread_rematerialized() / 32;
     const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
     const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
     const int own = first + row_lane();
-    const uint2 k = came.slots[0].get(own, slot), v = came.columns[0].get(own, column);
-    const chunk_factors all = { v, came.columns[1].get(own, column), k,
-                                make_uint2(pair_times(k.x, k.x), pair_times(k.y, k.y)) };
-    const uint2 cot = came.columns[2].get(own, column);
-    const float behind = HEADS ? base[first + HALF - 1] : 0.0f;
-    const float before = HEADS && first > 0 ? base[first - 1] : 0.0f;
+    const uint2 k = staged.slots[0].get(own, slot), v = staged.columns[0].get(own, column);
+    const chunk_frags all = { v, staged.columns[1].get(own, column), k,
+                                make_uint2(bf16x2_mul(k.x, k.x), bf16x2_mul(k.y, k.y)) };
+    const uint2 cot = staged.columns[2].get(own, column);
+    const float behind = RESCALE ? base[first + HALF - 1] : 0.0f;
+    const float before = RESCALE && first > 0 ? base[first - 1] : 0.0f;
     sums.clear();
-    sums.add(adj, HEADS ? all.times(twice_exp(behind - base[own])) : all);
-    if (HEADS) adj.times(expf(behind - before));
+    sums.add(adj, RESCALE ? all.times(exp_bf16x2(behind - base[own])) : all);
+    if (RESCALE) adj.times(expf(behind - before));
     float sum[4];    // of pull mu, then of two tokens, lanes taking turns
 #pragma unroll
     for (int t = 0; t < HALF; t++) {
         if (t == HALF / 2) midway();
-        if (t + 1 == HALF) sums.fetch(came.slots[0], slot - 4 * column_lane(), first);
+        if (t + 1 == HALF) sums.fetch(staged.slots[0], slot - 4 * column_lane(), first);
         unsigned ones = one;
-        token_pull now;
+        token_adjoint now;
         float reads[2][4];
-        along.template advance<HEADS>(c, first + t);
+        along.template advance<RESCALE>(c, first + t);
         along.pull(reads, first + t);
         sum[t % 4] = now.read(sums, t, c, reads, cot);
         if (t % 2 == 1) {
@@ -355,10 +360,10 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
             mn_cell_reduce_half<1>(two, 2);
             sums.spread[t / 4] = two[0];
         }
-        if (HEADS) ones = pair_times(ones, twice_exp(base[first + t] - before));
+        if (RESCALE) ones = bf16x2_mul(ones, exp_bf16x2(base[first + t] - before));
         now.put(adj, ones);
-        chunk_factors f = all.where(row_lane() <= t);
-        if (HEADS) f = f.times(row_lane() <= t ? twice_exp(base[first + t] - base[own]) : 0);
+        chunk_frags f = all.where(row_lane() <= t);
+        if (RESCALE) f = f.times(row_lane() <= t ? exp_bf16x2(base[first + t] - base[own]) : 0);
         now.put(sums, f);
     }
 }
@@ -366,8 +371,8 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
 /* A warp's sums to shared memory. Tokens of a lane lie 4 slots or columns wide of each other's
  * banks, those of the upper half in what the lower leaves free. */
 template <typename Block>
-__device__ __forceinline__ void put_sums(chunk_smem<Block> &r, const chunk_sums &sums) {
-    const unsigned thread = thread_again(), group = thread / 32 % Block::GROUPS;
+__device__ __forceinline__ void store_sums(chunk_smem<Block> &r, const chunk_acc &sums) {
+    const unsigned thread = thread_rematerialized(), group = thread / 32 % Block::GROUPS;
     const unsigned across = thread / 32 / Block::GROUPS, lane = thread % 32;
     const unsigned flip = lane & 2, own = lane / 8 * 4 + lane / 4 % 2;
 #pragma unroll
@@ -390,17 +395,17 @@ struct token_sums {
     static_assert(Block::SLOTS == 64 && Block::COLUMNS == 64, "four for each of 16 lanes");
 
     __device__ __forceinline__ static int kind() {
-        return (int)thread_again() % 32 / 16;
+        return (int)thread_rematerialized() % 32 / 16;
     }
 
     __device__ __forceinline__ static int first() {
-        return (int)thread_again() % 16 * 4;
+        return (int)thread_rematerialized() % 16 * 4;
     }
 
     /* Asks for what the blocks before have of it. */
-    __device__ __forceinline__ static void expect(const targets &to, unsigned token) {
-        if (to.adds) to.key_parts[kind()].expect(token, first());
-        if (to.adds_lines) to.line_parts[kind()].expect(token, first());
+    __device__ __forceinline__ static void prefetch_l2(const grad_targets &to, unsigned token) {
+        if (to.accumulates) to.key_partials[kind()].prefetch_l2(token, first());
+        if (to.accumulates_lines) to.line_partials[kind()].prefetch_l2(token, first());
     }
 
     /* Sums over the parts of one kind at token t of the chunk, of four neighbours. */
@@ -411,50 +416,51 @@ struct token_sums {
 #pragma unroll
         for (int part = 0; part < PARTS; part++) mn_cell_add(x, from + part * 2 * HALF * PITCH);
         if (t < HALF / 2) return;
-        const float low[2] = { x[0], x[1] };    // as put_sums has turned them
+        const float low[2] = { x[0], x[1] };    // as store_sums has turned them
         x[0] = x[2], x[1] = x[3], x[2] = low[0], x[3] = low[1];
     }
 
     /* dq or dk. */
-    __device__ __forceinline__ static void put_keys(const backward_smem<Block> &r, float over,
+    __device__ __forceinline__ static void put_keys(const bwd_smem<Block> &r, float over,
                                                     int row, unsigned token) {
-        const target<float> &part = r.to.key_parts[kind()];
+        const grad_view<float> &part = r.to.key_partials[kind()];
         float x[4] = {}, before[4] = {};
-        if (r.to.adds) part.get(before, token, first());
+        if (r.to.accumulates) part.get(before, token, first());
         add(x, r.chunk.keys, row % HALF);
         const float by = kind() == 0 ? r.to.scale : over;
 #pragma unroll
         for (int i = 0; i < 4; i++) x[i] = 0.0f + before[i] + x[i] * by;
-        if (r.to.ends) r.to.keys[kind()].put(x, token, first());
+        if (r.to.is_last) r.to.keys[kind()].put(x, token, first());
         else part.put(x, token, first());
     }
 
     /* dv or db; returns this lane's part of v'dv + b'db. */
-    __device__ __forceinline__ static float put_lines(const backward_smem<Block> &r,
-                                                      const arrivals<Block, BACKWARD_PASS> &came,
+    __device__ __forceinline__ static float put_lines(const bwd_smem<Block> &r,
+                                                      const tile_stage<Block,
+                                                          BACKWARD_PASS> &staged,
                                                       float over, int row, unsigned token) {
-        const target<float> &part = r.to.line_parts[kind()];
-        float x[4] = {}, before[4] = {}, fall = 0.0f;
-        if (r.to.adds_lines) part.get(before, token, first());
+        const grad_view<float> &part = r.to.line_partials[kind()];
+        float x[4] = {}, before[4] = {}, gate_grad = 0.0f;
+        if (r.to.accumulates_lines) part.get(before, token, first());
         add(x, r.chunk.lines, row % HALF);
-        const uint2 own = came.columns[kind()].get(row, first());
-        const float given[4] = { first_of(own.x), second_of(own.x), first_of(own.y),
-                                 second_of(own.y) };
+        const uint2 own = staged.columns[kind()].get(row, first());
+        const float inputs[4] = { low_half(own.x), high_half(own.x), low_half(own.y),
+                                 high_half(own.y) };
         const float by = kind() == 0 ? over : -over;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             x[i] *= by;
-            fall = fmaf(given[i], x[i], fall);
+            gate_grad = fmaf(inputs[i], x[i], gate_grad);
             x[i] = 0.0f + before[i] + x[i];
         }
-        if (r.to.ends_lines) r.to.lines[kind()].put(x, token, first());
+        if (r.to.is_last_lines) r.to.lines[kind()].put(x, token, first());
         else part.put(x, token, first());
-        return fall;
+        return gate_grad;
     }
 
     /* This lane's part of the sum of pull mu. */
     __device__ __forceinline__ static float spread(const chunk_smem<Block> &r, int t) {
-        const int lane = (int)thread_again() % 32;
+        const int lane = (int)thread_rematerialized() % 32;
         float sum = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
@@ -463,19 +469,20 @@ struct token_sums {
         return sum;
     }
 
-    __device__ __forceinline__ static void put(const backward_smem<Block> &r,
-                                               const arrivals<Block, BACKWARD_PASS> &came, int row,
+    __device__ __forceinline__ static void put(const bwd_smem<Block> &r,
+                                               const tile_stage<Block, BACKWARD_PASS> &staged,
+                                                   int row,
                                                unsigned token) {
-        const float over = came.g.over[row];
+        const float over = staged.g.over[row];
         put_keys(r, over, row, token);
-        const float fall = put_lines(r, came, over, row, token);
-        float both[2] = { fall, spread(r.chunk, row % HALF) * over };
+        const float gate_grad = put_lines(r, staged, over, row, token);
+        float both[2] = { gate_grad, spread(r.chunk, row % HALF) * over };
         mn_cell_reduce_half<1>(both, 16);    // lanes of the lower half, and of the upper one
 #pragma unroll
         for (int by = 8; by > 0; by /= 2) both[0] += __shfl_xor_sync(0xffffffffu, both[0], by);
-        if (thread_again() % 16 != 0) return;
-        float2 *to = r.to.gates + (uint64_t)token * r.to.tokens_ws;
-        ((float *)to)[thread_again() / 16 % 2] = both[0];
+        if (thread_rematerialized() % 16 != 0) return;
+        float2 *to = r.to.gates + (uint64_t)token * r.to.token_stride;
+        ((float *)to)[thread_rematerialized() / 16 % 2] = both[0];
     }
 };
 
@@ -483,27 +490,27 @@ struct token_sums {
 template <typename Block>
 __device__ __forceinline__ bool has_row(int &row, int chunk) {
     static_assert(Block::WARPS == TOKENS, "a warp for each token");
-    row = (int)thread_again() / 32;
+    row = (int)thread_rematerialized() / 32;
     return row / HALF == chunk;
 }
 
 /* The gradients of a chunk's tokens from all warps' sums, once they have told of it. `first`: the
  * tile's first token, `n_rows`: of those from there on. */
 template <typename Block>
-__device__ __forceinline__ void put_chunk(backward_smem<Block> &r,
-                                          const arrivals<Block, BACKWARD_PASS> &came, int chunk,
+__device__ __forceinline__ void store_chunk(bwd_smem<Block> &r,
+                                          const tile_stage<Block, BACKWARD_PASS> &staged, int chunk,
                                           int first, int n_rows) {
     int row;
     if (!has_row<Block>(row, chunk)) return;
-    mn_mbarrier_wait(&r.told, chunk ^ 1);
-    if (row < n_rows) token_sums<Block>::put(r, came, row, (unsigned)(first + row));
-    mn_mbarrier_arrive(&r.waited);
+    mn_mbarrier_wait(&r.sums_full, chunk ^ 1);
+    if (row < n_rows) token_sums<Block>::put(r, staged, row, (unsigned)(first + row));
+    mn_mbarrier_arrive(&r.sums_empty);
     if (chunk == 0) mn_mbarrier_arrive(&r.left);
 }
 
 /* Adjoints of the last state, `c`: D and -C. */
 template <typename Block>
-__device__ void start_back(cells &adj, const cells &c,
+__device__ void init_adjoint(state_frag &adj, const state_frag &c,
                            const mn_importance_args &p, const place &at) {
     const float *dmu = mn_row<float>(p.cot.mu, at.n, 0, at.h);
     const float *dimp = mn_row<float>(p.cot.imp, at.n, 0, at.h);
@@ -520,7 +527,7 @@ __device__ void start_back(cells &adj, const cells &c,
 
 /* Gradients of the first state; returns the part of dip of one that starts at the prior. */
 template <typename Block>
-__device__ float put_first(const cells &adj, const mn_importance_args &p,
+__device__ float store_state0_grads(const state_frag &adj, const mn_importance_args &p,
                            const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
     float *dmu0 = mn_row<float>(p.grad.mu0, at.n, 0, at.h), sum = 0.0f;
@@ -540,7 +547,8 @@ __device__ float put_first(const cells &adj, const mn_importance_args &p,
 
 /* S in front of the tile, from the state there and its adjoint, without sum C times ip: each warp's
  * part of it. */
-__device__ __forceinline__ void put_along(const targets &to, const cells &adj, const cells &c,
+__device__ __forceinline__ void store_gate_start(const grad_targets &to, const state_frag &adj,
+                                                 const state_frag &c,
                                           int tile) {
     float sum = 0.0f;
 #pragma unroll
@@ -550,30 +558,30 @@ __device__ __forceinline__ void put_along(const targets &to, const cells &adj, c
     }
     sum = mn_warp_sum(sum);
     if (threadIdx.x % 32 != 0) return;
-    to.along[(uint64_t)(unsigned)tile * to.tiles_ws + threadIdx.x / 32] = sum;
+    to.along[(uint64_t)(unsigned)tile * to.tile_stride + threadIdx.x / 32] = sum;
 }
 
 /* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
  * it has loaded itself. */
 template <typename Block>
-__device__ __forceinline__ void load_state(backward_smem<Block> &r, int turn, int tile) {
+__device__ __forceinline__ void load_state(bwd_smem<Block> &r, int turn, int tile) {
     float4(&to)[SETS][Block::THREADS] = r.states[turn];
     const auto &from = r.from;
-    const unsigned thread = thread_again();
+    const unsigned thread = thread_rematerialized();
     const uint64_t states = (uint64_t)(unsigned)tile * from.between;
     const float *at = from.states + states * (SETS * SET_STRIDE<Block>) + thread * 4;
 #pragma unroll
-    for (int i = 0; i < SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
+    for (int i = 0; i < SETS; i++) cp_async_16(&to[i][thread], at + i * SET_STRIDE<Block>);
 }
 
 /* The adjoints behind the last tile, from the state in front of it; returns this thread's part of
  * sum C there. */
 template <typename Block>
-__device__ __forceinline__ float start_tile(cells &adj, cells end,
+__device__ __forceinline__ float init_last_tile(state_frag &adj, state_frag end,
                                             const tile<Block, BACKWARD_PASS> &in,
                                             const mn_importance_args &p, const place &at) {
     advance_tile<Block, BACKWARD_PASS>(end, in);
-    start_back<Block>(adj, end, p, at);
+    init_adjoint<Block>(adj, end, p, at);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) sum -= adj.I[i / 4][i % 4];
@@ -583,104 +591,105 @@ __device__ __forceinline__ float start_tile(cells &adj, cells end,
 /* A tile back: `adj` from behind it to in front of it. `third`: its room of what came; the one
  * before was that of the tile behind. */
 template <typename Block>
-__device__ __forceinline__ void tile_back(cells &adj, backward_smem<Block> &r, int third, int turn,
+__device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, int third, int turn,
                                           int tile, int length, const float *front) {
-    const walk<Block, BACKWARD_PASS> along(r.in[turn]);
-    const arrivals<Block, BACKWARD_PASS> &came = r.came[third];
-    cells c;
+    const token_scan<Block, BACKWARD_PASS> along(r.in[turn]);
+    const tile_stage<Block, BACKWARD_PASS> &staged = r.staged[third];
+    state_frag c;
     c.load(front, SET_STRIDE<Block>);
     adj.times(r.in[turn].rest);
     along.pass(c, 0, HALF);
 #pragma unroll 1
     for (int chunk = 1; chunk >= 0; chunk--) {
-        chunk_sums sums;
+        chunk_acc sums;
         const unsigned one = r.ones[threadIdx.x % 32];
         const int from = third - chunk, first = (tile + chunk) * TOKENS;    // of the chunk behind
         const auto midway = [&]() {
             if (first >= length) return;
-            put_chunk<Block>(r, r.came[from < 0 ? 2 : from], chunk ^ 1, first, length - first);
+            store_chunk<Block>(r, r.staged[from < 0 ? 2 : from], chunk ^ 1, first, length - first);
         };
         int row;
-        if (r.to.adds && has_row<Block>(row, chunk ^ 1) && first + row < length) {
-            token_sums<Block>::expect(r.to, (unsigned)(first + row));
+        if (r.to.accumulates && has_row<Block>(row, chunk ^ 1) && first + row < length) {
+            token_sums<Block>::prefetch_l2(r.to, (unsigned)(first + row));
         }
         if (chunk == 0) c.load(front, SET_STRIDE<Block>);
         if (r.in[turn].heads == 0) {
-            chunk_back<Block, false>(sums, adj, c, came, chunk * HALF, one, along, midway);
+            chunk_bwd<Block, false>(sums, adj, c, staged, chunk * HALF, one, along, midway);
         } else {
-            chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, one, along, midway);
+            chunk_bwd<Block, true>(sums, adj, c, staged, chunk * HALF, one, along, midway);
         }
-        mn_mbarrier_wait(&r.waited, chunk);
-        put_sums<Block>(r.chunk, sums);
-        mn_mbarrier_arrive(&r.told);
+        mn_mbarrier_wait(&r.sums_empty, chunk);
+        store_sums<Block>(r.chunk, sums);
+        mn_mbarrier_arrive(&r.sums_full);
     }
     c.load(front, SET_STRIDE<Block>);
-    put_along(r.to, adj, c, tile);
+    store_gate_start(r.to, adj, c, tile);
 }
 
 /* The sixteen warps' way. `turn`, `third`: which shared memory the next tile has; `phase`: of its
  * being ready. */
 template <typename Block>
-__device__ __forceinline__ void scan_back(backward_smem<Block> &r, const mn_importance_args &p,
-                                          const room &to, int64_t n_rows) {
-    typedef producer<Block, BACKWARD_PASS, helpers<Block>> brought;
+__device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_importance_args &p,
+                                          const workspace &to, int64_t n_rows) {
+    typedef tile_loader<Block, BACKWARD_PASS, producer_warps<Block>> loader;
     int turn = 0, third = 0, phase = 0;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
-        cells adj;
+        state_frag adj;
         float behind = 0.0f;    // this thread's part of sum C behind the last token
-        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+        meet(BAR_ALL, Block::THREADS + producer_warps<Block>::THREADS);
         if (n_tiles > 0) {
             load_state(r, turn, n_tiles - 1);
         } else {
             load_first<Block, false>(adj, p, at);
-            start_back<Block>(adj, cells(adj), p, at);
+            init_adjoint<Block>(adj, state_frag(adj), p, at);
         }
         for (int i = n_tiles - 1; i >= 0; i--) {
-            const float *front = (const float *)&r.states[turn][0][thread_again()];
-            brought::wait();    // for the state in front, by who uses it
+            const float *front = (const float *)&r.states[turn][0][thread_rematerialized()];
+            loader::wait();    // for the state in front, by who uses it
             if (i > 0) load_state(r, turn ^ 1, i - 1);
-            mn_mbarrier_wait(&r.ready[turn], phase);
+            mn_mbarrier_wait(&r.full[turn], phase);
             if (i == n_tiles - 1) {
-                cells end;
+                state_frag end;
                 end.load(front, SET_STRIDE<Block>);
-                behind = start_tile<Block>(adj, end, r.in[turn], p, at);
+                behind = init_last_tile<Block>(adj, end, r.in[turn], p, at);
             }
-            tile_back<Block>(adj, r, third, turn, i, length, front);
+            tile_bwd<Block>(adj, r, third, turn, i, length, front);
             phase ^= turn, turn ^= 1;
             third = third == 2 ? 0 : third + 1;
         }
-        if (n_tiles > 0) put_chunk<Block>(r, r.came[third == 0 ? 2 : third - 1], 0, 0, length);
-        float first = mn_warp_sum(put_first<Block>(adj, p, at));
+        if (n_tiles > 0) store_chunk<Block>(r, r.staged[third == 0 ? 2 : third - 1], 0, 0, length);
+        float first = mn_warp_sum(store_state0_grads<Block>(adj, p, at));
         behind = mn_warp_sum(behind);
-        if (threadIdx.x % 32 == 0) r.team[threadIdx.x / 32] = first;
-        meet(WALKERS_MEET, Block::THREADS);
+        if (threadIdx.x % 32 == 0) r.reduce[threadIdx.x / 32] = first;
+        meet(BAR_CONSUMERS, Block::THREADS);
         if (threadIdx.x == 0) {
             first = 0.0f;
-            for (int warp = 0; warp < Block::WARPS; warp++) first += r.team[warp];
+            for (int warp = 0; warp < Block::WARPS; warp++) first += r.reduce[warp];
         }
-        meet(WALKERS_MEET, Block::THREADS);
-        if (threadIdx.x % 32 == 0) r.team[threadIdx.x / 32] = behind;
-        meet(WALKERS_MEET, Block::THREADS);
+        meet(BAR_CONSUMERS, Block::THREADS);
+        if (threadIdx.x % 32 == 0) r.reduce[threadIdx.x / 32] = behind;
+        meet(BAR_CONSUMERS, Block::THREADS);
         if (threadIdx.x == 0) {
             behind = 0.0f;
-            for (int warp = 0; warp < Block::WARPS; warp++) behind += r.team[warp];
-            const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
+            for (int warp = 0; warp < Block::WARPS; warp++) behind += r.reduce[warp];
+            const partials_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
                                         blockIdx.z * gridDim.x + blockIdx.x);
             *parts.edge = make_float2(behind, first);
         }
-        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+        meet(BAR_ALL, Block::THREADS + producer_warps<Block>::THREADS);
     }
 }
 
-/* The helpers' way: while a tile is scanned, the one in front of it is made ready and the next one
- * is on its way. Both have the shared memory of tiles that have been left. */
+/* The producer_warps' way: while a tile is scanned, the one in front of it is made ready and the
+ * next one is on its way. Both have the shared memory of tiles that have been left. */
 template <typename Block>
-__device__ __forceinline__ void help_back(backward_smem<Block> &r, const mn_importance_args &p,
-                                          const gates *decays, const room &to, launched now,
+__device__ __forceinline__ void producer_loop(bwd_smem<Block> &r, const mn_importance_args &p,
+                                          const gates *decays, const workspace &to,
+                                              launch_slice now,
                                           int64_t n_rows) {
-    typedef producer<Block, BACKWARD_PASS, helpers<Block>> next;
+    typedef tile_loader<Block, BACKWARD_PASS, producer_warps<Block>> next;
     int turn = 0, third = 0;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -692,45 +701,46 @@ __device__ __forceinline__ void help_back(backward_smem<Block> &r, const mn_impo
             r.from.between = (unsigned)(p.call.H * gridDim.x * gridDim.z);
         }
         r.to.template open<Block>(p, to, at, now, n_rows);
-        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
-        next::share(r.from, r.came[0]);
-        if (n_tiles > 0) next::fetch(r.came[third], r.from, n_tiles - 1, length);
+        meet(BAR_ALL, Block::THREADS + producer_warps<Block>::THREADS);
+        next::share(r.from, r.staged[0]);
+        if (n_tiles > 0) next::fetch(r.staged[third], r.from, n_tiles - 1, length);
         for (int i = n_tiles - 1; i >= 0; i--) {
             const int after = third == 2 ? 0 : third + 1;
             next::wait();
-            meet(HELPERS_MEET, next::THREADS);
+            meet(BAR_PRODUCERS, next::THREADS);
             if (i + 2 < n_tiles) mn_mbarrier_wait(&r.left, turn);
-            if (i > 0) next::fetch(r.came[after], r.from, i - 1, length);
-            next::put(r.in[turn], r.came[third], r.to.scale);
-            mn_mbarrier_arrive(&r.ready[turn]);
+            if (i > 0) next::fetch(r.staged[after], r.from, i - 1, length);
+            next::put(r.in[turn], r.staged[third], r.to.scale);
+            mn_mbarrier_arrive(&r.full[turn]);
             turn ^= 1, third = after;
         }
-        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+        meet(BAR_ALL, Block::THREADS + producer_warps<Block>::THREADS);
     }
 }
 
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS + helpers<Block>::THREADS, 1)
-backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
-                launched now, int64_t n_rows) {
-    if (!now.mine()) return;
+__global__ void __launch_bounds__(Block::THREADS + producer_warps<Block>::THREADS, 1)
+importance_bwd_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
+                      workspace to,
+                launch_slice now, int64_t n_rows) {
+    if (!now.is_active()) return;
     extern __shared__ float4 shared[];
-    backward_smem<Block> &r = *(backward_smem<Block> *)shared;
+    bwd_smem<Block> &r = *(bwd_smem<Block> *)shared;
     r.open();
     __syncthreads();
     if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, for the others
 #if MN_HAS_WGMMA
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
 #endif
-        help_back<Block>(r, p, decays, to, now, n_rows);
+        producer_loop<Block>(r, p, decays, to, now, n_rows);
     } else {
 #if MN_HAS_WGMMA
         asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
 #endif
-        scan_back<Block>(r, p, to, n_rows);
+        consumer_loop<Block>(r, p, to, n_rows);
     }
 }
 
-}    // namespace mneme::importance::by_mma
+}    // namespace mneme::importance::mma_path
 
 #endif

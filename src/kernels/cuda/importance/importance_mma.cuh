@@ -15,7 +15,7 @@
 
 #include "kernels/cuda/importance/importance.cuh"
 
-namespace mneme::importance::by_mma {
+namespace mneme::importance::mma_path {
 
 /* Palimpsa on tensor cores (see importance_mma.cuh): products, cells as their
  * results, and the numbers of a tile as their factors.
@@ -28,9 +28,9 @@ namespace mneme::importance::by_mma {
 enum {
     GROUP = MN_CELL_GROUP,
     PAD = 8,
-    LEAST_GATE = -104,    // of which exp is 0
-    DEEPEST = 20,         // -log of the smallest A
-    PIECE = 8,            // numbers that one copy brings
+    MIN_LOG_GATE = -104,    // of which exp is 0
+    MAX_LOG_DECAY = 20,         // -log of the smallest A
+    COPY_VEC = 8,            // numbers that one copy brings
 };
 
 __device__ inline int row_lane() {
@@ -42,7 +42,7 @@ __device__ inline int column_lane() {
 }
 
 /* Which neighbour of its group row_lane() is, in the lower (0) or upper (1) half. */
-__device__ inline int neighbour(int half) {
+__device__ inline int interleaved_row(int half) {
     return row_lane() / 2 * 4 + 2 * half + row_lane() % 2;
 }
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ unsigned again(unsigned x) {
     return x;
 }
 
-__device__ __forceinline__ unsigned thread_again() {
+__device__ __forceinline__ unsigned thread_rematerialized() {
     return again(threadIdx.x);
 }
 
@@ -93,27 +93,27 @@ struct block {
 
 /* Which threads of a block fetch its tiles: all, or those HELPERS behind its warps. */
 template <typename Block>
-struct all_threads {
+struct all_warps {
     static constexpr int THREADS = Block::THREADS;
 
     __device__ static unsigned own() {
-        return thread_again();
+        return thread_rematerialized();
     }
 };
 
 template <typename Block>
-struct helpers {
+struct producer_warps {
     static constexpr int THREADS = 128;
 
     __device__ static unsigned own() {
-        return thread_again() - Block::THREADS;
+        return thread_rematerialized() - Block::THREADS;
     }
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
 
 /* sum += A B of depth 8 */
-__device__ __forceinline__ void add_shallow(float (&sum)[4], uint2 a, unsigned b) {
+__device__ __forceinline__ void mma_k8(float (&sum)[4], uint2 a, unsigned b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
         "{%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -121,7 +121,7 @@ __device__ __forceinline__ void add_shallow(float (&sum)[4], uint2 a, unsigned b
 }
 
 /* = A B of depth 8 */
-__device__ __forceinline__ void put_shallow(float (&to)[4], uint2 a, unsigned b) {
+__device__ __forceinline__ void mma_k8_zero(float (&to)[4], uint2 a, unsigned b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
         "{%7, %7, %7, %7};"
         : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
@@ -129,7 +129,7 @@ __device__ __forceinline__ void put_shallow(float (&to)[4], uint2 a, unsigned b)
 }
 
 /* sum += A B of depth 16 */
-__device__ __forceinline__ void add_product(float (&sum)[4], const unsigned (&a)[4], uint2 b) {
+__device__ __forceinline__ void mma_k16(float (&sum)[4], const unsigned (&a)[4], uint2 b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -138,7 +138,8 @@ __device__ __forceinline__ void add_product(float (&sum)[4], const unsigned (&a)
 
 /* Column t of A B of depth 16, to those lanes of `to` that have it: a product that adds to nothing
  * reads fewer registers than one onto a sum, of which B would have zeros in all other columns. */
-__device__ __forceinline__ void put_column(float (&to)[4], const unsigned (&a)[4], uint2 b, int t) {
+__device__ __forceinline__ void mma_k16_column(float (&to)[4], const unsigned (&a)[4], uint2 b,
+                                               int t) {
     float all[4];
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%10, %10, %10, %10};"
@@ -148,51 +149,51 @@ __device__ __forceinline__ void put_column(float (&to)[4], const unsigned (&a)[4
     to[t % 2] = all[t % 2], to[2 + t % 2] = all[2 + t % 2];
 }
 
-__device__ __forceinline__ unsigned pair_of(float first, float second) {
+__device__ __forceinline__ unsigned bf16x2_of(float first, float second) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
 }
 
-__device__ __forceinline__ float first_of(unsigned pair) {
+__device__ __forceinline__ float low_half(unsigned pair) {
     return __uint_as_float(pair << 16);
 }
 
-__device__ __forceinline__ float second_of(unsigned pair) {
+__device__ __forceinline__ float high_half(unsigned pair) {
     return __uint_as_float(pair & 0xffff0000u);
 }
 
 /* x y for both numbers of a pair */
-__device__ __forceinline__ unsigned pair_times(unsigned x, unsigned y) {
+__device__ __forceinline__ unsigned bf16x2_mul(unsigned x, unsigned y) {
     unsigned z;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
     return z;
 }
 
-__device__ __forceinline__ uint2 pair_times(uint2 x, unsigned y) {
-    return make_uint2(pair_times(x.x, y), pair_times(x.y, y));
+__device__ __forceinline__ uint2 bf16x2_mul(uint2 x, unsigned y) {
+    return make_uint2(bf16x2_mul(x.x, y), bf16x2_mul(x.y, y));
 }
 
 /* The first, and the second, number of a pair twice. */
-__device__ __forceinline__ unsigned first_twice(unsigned pair) {
+__device__ __forceinline__ unsigned broadcast_low(unsigned pair) {
     return __byte_perm(pair, 0, 0x1010);
 }
 
-__device__ __forceinline__ unsigned second_twice(unsigned pair) {
+__device__ __forceinline__ unsigned broadcast_high(unsigned pair) {
     return __byte_perm(pair, 0, 0x3232);
 }
 
 /* Two numbers of bf16 whose sum is x. */
 __device__ __forceinline__ unsigned split(float x) {
-    const float high = __uint_as_float(pair_of(0.0f, x));
-    return pair_of(high, x - high);
+    const float high = __uint_as_float(bf16x2_of(0.0f, x));
+    return bf16x2_of(high, x - high);
 }
 
 /* Two products' results as a factor of depth 16. */
-__device__ __forceinline__ void factor_of(unsigned (&to)[4], const float (&x)[4],
+__device__ __forceinline__ void frag_of_acc(unsigned (&to)[4], const float (&x)[4],
                                           const float (&y)[4]) {
-    to[0] = pair_of(x[0], x[1]), to[1] = pair_of(x[2], x[3]);
-    to[2] = pair_of(y[0], y[1]), to[3] = pair_of(y[2], y[3]);
+    to[0] = bf16x2_of(x[0], x[1]), to[1] = bf16x2_of(x[2], x[3]);
+    to[2] = bf16x2_of(y[0], y[1]), to[3] = bf16x2_of(y[2], y[3]);
 }
 
 __device__ __forceinline__ unsigned turned(unsigned x) {
@@ -206,14 +207,14 @@ __device__ __forceinline__ void turn(unsigned (&to)[4], const unsigned (&x)[4]) 
     to[0] = turned(x[0]), to[1] = turned(x[2]), to[2] = turned(x[1]), to[3] = turned(x[3]);
 }
 
-__device__ __forceinline__ uint2 only(bool wanted, uint2 x) {
+__device__ __forceinline__ uint2 select_or_zero(bool wanted, uint2 x) {
     return wanted ? x : make_uint2(0, 0);
 }
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
 /* M' and I' of a lane's cells, or their adjoints. */
-struct cells {
+struct state_frag {
     float M[2][4], I[2][4];
 
     __device__ __forceinline__ void times(float by) {
@@ -252,23 +253,23 @@ __device__ int64_t state_at(int64_t item) {
     return (item * blocks + block) * SETS * SET_STRIDE<Block>;
 }
 
-/* Where number i of tile n of this lane lies in (K,V); -1 outside. TURNED: rows are columns. */
-template <typename Block, bool TURNED>
+/* Where number i of tile n of this lane lies in (K,V); -1 outside. TRANS: rows are columns. */
+template <typename Block, bool TRANS>
 __device__ int64_t cell_at(const mn_call &call, int n, int i) {
-    const int row = neighbour(i / 2), column = 4 * column_lane() + 2 * n + i % 2;
-    const int64_t s = Block::slot0() + Block::slot() + (TURNED ? column : row);
-    const int64_t v = Block::column0() + Block::column() + (TURNED ? row : column);
+    const int row = interleaved_row(i / 2), column = 4 * column_lane() + 2 * n + i % 2;
+    const int64_t s = Block::slot0() + Block::slot() + (TRANS ? column : row);
+    const int64_t v = Block::column0() + Block::column() + (TRANS ? row : column);
     return s < call.K && v < call.V ? s * call.V + v : -1;
 }
 
-template <typename Block, bool TURNED>
-__device__ void load_first(cells &c, const mn_importance_args &p, const place &at) {
+template <typename Block, bool TRANS>
+__device__ void load_first(state_frag &c, const mn_importance_args &p, const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int64_t cell = cell_at<Block, TURNED>(p.call, n, i);
+            const int64_t cell = cell_at<Block, TRANS>(p.call, n, i);
             c.I[n][i] = cell >= 0 ? first_importance(p, at, cell) : 1.0f;
             c.M[n][i] = cell >= 0 && mu0 ? mu0[cell] * c.I[n][i] : 0.0f;
         }
@@ -292,9 +293,9 @@ enum { GATES_PER_BLOCK = 8 };    // half a warp for each
 
 /* Heads among the tokens of half a warp, from the sums of their logarithms; base is the last head's
  * sum or 0, `before` that of the token before. */
-__device__ __forceinline__ unsigned find_heads(float &base, float &before, float sum) {
+__device__ __forceinline__ unsigned find_rescales(float &base, float &before, float sum) {
     const int t = threadIdx.x % TOKENS;
-    const int level = (int)(sum * (-1.0f / DEEPEST));
+    const int level = (int)(sum * (-1.0f / MAX_LOG_DECAY));
     const int level_before = __shfl_up_sync(0xffffffffu, level, 1, TOKENS);
     unsigned heads = __ballot_sync(0xffffffffu, level != (t > 0 ? level_before : 0));
     heads = heads >> (threadIdx.x % 32 / TOKENS * TOKENS) & ((1u << TOKENS) - 1);
@@ -309,7 +310,7 @@ __device__ __forceinline__ unsigned find_heads(float &base, float &before, float
 /* The gates of all tiles, where M' and I' are counted in 1 / unit: those of head h in tile slot i
  * are number i H + h. */
 static __global__ void __launch_bounds__(GATES_PER_BLOCK *TOKENS)
-gates_kernel(const __grid_constant__ mn_importance_args p, gates *all, float unit) {
+importance_gates_kernel(const __grid_constant__ mn_importance_args p, gates *all, float unit) {
     const int t = threadIdx.x % TOKENS;
     const int64_t count = mn_tile_slots(p.call, TOKENS) * p.call.H;
     const int64_t item = blockIdx.x * (int64_t)GATES_PER_BLOCK + threadIdx.x / TOKENS;
@@ -319,17 +320,17 @@ gates_kernel(const __grid_constant__ mn_importance_args p, gates *all, float uni
     const bool exists = t < tile.n_rows;
     float log = 0.0f, before;
     if (exists) log = *mn_row<float>(p.g, tile.span.b, tile.span.t0 + tile.first + t, h);
-    log = log < LEAST_GATE ? LEAST_GATE : log;
+    log = log < MIN_LOG_GATE ? MIN_LOG_GATE : log;
     float sum = log, base;
 #pragma unroll
     for (int by = 1; by < TOKENS; by *= 2) {
         const float earlier = __shfl_up_sync(0xffffffffu, sum, by, TOKENS);
         if (t >= by) sum += earlier;
     }
-    const unsigned heads = find_heads(base, before, sum);
+    const unsigned heads = find_rescales(base, before, sum);
     const float forget = -expm1f(log), over = expf(base - sum);
     const float fresh = exists ? over * fmaf(forget * unit, *mn_row<float>(p.ip, 0, 0, h),
-                                             least_importance) :
+                                             min_importance) :
                                  0.0f;
     float so_far = fresh;
 #pragma unroll
@@ -406,7 +407,7 @@ struct alignas(16) factors {
         *(uint4 *)(tokens[t].at + number * PITCH + first) = make_uint4(x[0], x[2], x[1], x[3]);
     }
 
-    __device__ void put_last(int t, unsigned x) {
+    __device__ void store_last(int t, unsigned x) {
         *(uint2 *)(tokens[t].at + LAST) = make_uint2(x, x);
     }
 
@@ -428,7 +429,7 @@ struct tile {
     __device__ void open() {
         slots.clear();
         columns.clear();
-        if (threadIdx.x < TOKENS) columns.put_last(threadIdx.x, 0x3f803f80u);
+        if (threadIdx.x < TOKENS) columns.store_last(threadIdx.x, 0x3f803f80u);
     }
 };
 
@@ -445,14 +446,14 @@ struct alignas(16) rows_of {
 };
 
 template <typename Block, pass PASS>
-struct arrivals {
+struct tile_stage {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
     gates g;
     rows_of<Block::SLOTS> slots[READS ? 2 : 1];        // k, q
     rows_of<Block::COLUMNS> columns[BACK ? 3 : 2];    // v, b, do
 };
 
-__device__ __forceinline__ void copy_sixteen(void *to, const void *from) {
+__device__ __forceinline__ void cp_async_16(void *to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
                      (unsigned)__cvta_generic_to_shared(to)),
                  "l"(from) : "memory");
@@ -463,7 +464,7 @@ struct alignas(16) stream {
     const mn_bf16 *first;    // at the sequence's first token
     int64_t ws;           // its tokens
     int left;                // how many columns there are from the block's first on
-    bool packs;              // whether PIECE of them may be copied at once
+    bool packs;              // whether COPY_VEC of them may be copied at once
 
     __device__ void open(const mn_in &view, const place &at, int64_t base, int64_t count) {
         const mn_bf16 *row = mn_row<mn_bf16>(view, at.span.b, at.span.t0, at.h);
@@ -473,9 +474,9 @@ struct alignas(16) stream {
         packs = ((uintptr_t)first | (uintptr_t)(ws * (int64_t)sizeof(mn_bf16))) % 16 == 0;
     }
 
-    /* Whether PIECE numbers from `column` on may be copied at once. */
+    /* Whether COPY_VEC numbers from `column` on may be copied at once. */
     __device__ bool copies(int column) const {
-        return packs && left - column >= PIECE && ws * TOKENS <= UINT32_MAX;
+        return packs && left - column >= COPY_VEC && ws * TOKENS <= UINT32_MAX;
     }
 
     /* Those of `token` from `column` on that there are; zeros in place of others, and of all where
@@ -483,13 +484,14 @@ struct alignas(16) stream {
     __device__ __noinline__ void put(mn_bf16 *to, int token, bool exists, int column) const {
         const mn_bf16 *row = first + token * ws + column;
 #pragma unroll 1
-        for (int n = 0; n < PIECE; n++) {
+        for (int n = 0; n < COPY_VEC; n++) {
             to[n] = exists && column + n < left ? row[n] : mn_bf16(0.0f);
         }
     }
 };
 
-/* PIECE numbers that a thread brings for each tile: those of the first tile, and where they go. */
+/* COPY_VEC numbers that a thread brings for each tile: those of the first tile, and where they go.
+ * */
 struct alignas(16) piece {
     enum { APART = 128 };    // more than rows that are copied at once
 
@@ -499,37 +501,37 @@ struct alignas(16) piece {
 };
 
 /* Where tiles come from, in shared memory: threads have no registers to spare for it. */
-template <int KINDS, int PIECES>
+template <int KINDS, int N_COPIES>
 struct sources {
     stream of[KINDS];
     unsigned ws[KINDS];    // tiles of it, where pieces are copied at once
-    piece pieces[PIECES];
+    piece pieces[N_COPIES];
     const gates *decays;    // of the sequence's first tile
     const float *states;    // in front of it, of the block's first thread
     unsigned heads, between;    // between tiles of gates, and of states (states of blocks)
 };
 
 /* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
-template <typename Block, pass PASS, typename Team = all_threads<Block>>
-struct producer {
+template <typename Block, pass PASS, typename Threads = all_warps<Block>>
+struct tile_loader {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
-    static constexpr int SLOT_PIECES = Block::SLOTS * TOKENS / PIECE;
-    static constexpr int COLUMN_PIECES = Block::COLUMNS * TOKENS / PIECE;
+    static constexpr int SLOT_COPIES = Block::SLOTS * TOKENS / COPY_VEC;
+    static constexpr int COLUMN_COPIES = Block::COLUMNS * TOKENS / COPY_VEC;
     static constexpr int SLOT_KINDS = READS ? 2 : 1, COLUMN_KINDS = BACK ? 3 : 2;
-    static constexpr int SLOT_KINDS_MADE = BACK ? 2 : 1;    // into factors
-    static constexpr int PIECES = SLOT_KINDS * SLOT_PIECES + COLUMN_KINDS * COLUMN_PIECES;
-    static constexpr int THREADS = Team::THREADS, EACH = (PIECES + THREADS - 1) / THREADS;
+    static constexpr int SLOT_KINDS_SPLIT = BACK ? 2 : 1;    // into factors
+    static constexpr int N_COPIES = SLOT_KINDS * SLOT_COPIES + COLUMN_KINDS * COLUMN_COPIES;
+    static constexpr int THREADS = Threads::THREADS, EACH = (N_COPIES + THREADS - 1) / THREADS;
     static constexpr int UNROLL = THREADS == Block::THREADS ? EACH + 4 : 1;    // or short code
-    typedef arrivals<Block, PASS> smems;
-    typedef sources<SLOT_KINDS + COLUMN_KINDS, PIECES> sources;
+    typedef tile_stage<Block, PASS> smems;
+    typedef sources<SLOT_KINDS + COLUMN_KINDS, N_COPIES> sources;
 
     __device__ static bool is_first() {
-        return Team::own() == 0;
+        return Threads::own() == 0;
     }
 
     /* Forward has registers to spare. */
-    __device__ __forceinline__ static unsigned own_thread() {
-        return PASS == FORWARD_PASS ? threadIdx.x : Team::own();
+    __device__ __forceinline__ static unsigned loader_thread() {
+        return PASS == FORWARD_PASS ? threadIdx.x : Threads::own();
     }
 
     /* By the first thread; the others see it behind the next barrier. */
@@ -553,18 +555,18 @@ struct producer {
     __device__ static void share(sources &from, smems &to) {
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
-            int i = n * THREADS + (int)Team::own();
-            if ((n + 1) * THREADS > PIECES && i >= PIECES) continue;
+            int i = n * THREADS + (int)Threads::own();
+            if ((n + 1) * THREADS > N_COPIES && i >= N_COPIES) continue;
             piece &own = from.pieces[i];
-            const bool slots = i < SLOT_KINDS * SLOT_PIECES;
-            if (!slots) i -= SLOT_KINDS * SLOT_PIECES;
-            const int pieces = slots ? SLOT_PIECES : COLUMN_PIECES, across = pieces / TOKENS;
+            const bool slots = i < SLOT_KINDS * SLOT_COPIES;
+            if (!slots) i -= SLOT_KINDS * SLOT_COPIES;
+            const int pieces = slots ? SLOT_COPIES : COLUMN_COPIES, across = pieces / TOKENS;
             own.kind = i / pieces + (slots ? 0 : SLOT_KINDS);
             const int row = i % pieces / across;
-            own.column = i % across * PIECE;
-            const mn_bf16 *room = slots ? to.slots[own.kind].at[row] :
+            own.column = i % across * COPY_VEC;
+            const mn_bf16 *smem = slots ? to.slots[own.kind].at[row] :
                                           to.columns[own.kind - SLOT_KINDS].at[row];
-            own.to = (unsigned short)((const char *)(room + own.column) - (const char *)&to);
+            own.to = (unsigned short)((const char *)(smem + own.column) - (const char *)&to);
             const stream &of = from.of[own.kind];
             own.row = row + (of.copies(own.column) ? 0 : piece::APART);
             own.first = of.first + row * of.ws + own.column;
@@ -575,24 +577,24 @@ struct producer {
     __device__ __forceinline__ static void fetch(smems &to, const sources &from, int index,
                                                  int length) {
         const int t0 = index * TOKENS, n_rows = min(length - t0, (int)TOKENS);
-        const unsigned thread = own_thread();
+        const unsigned thread = loader_thread();
         if (n_rows <= 0) return;
         const unsigned part = thread - (THREADS - 32);    // the last warp has less to fetch
         if (part < sizeof(gates) / 16) {
             const gates *g = from.decays + (unsigned)index * from.heads;
-            copy_sixteen((char *)&to.g + part * 16, (const char *)g + part * 16);
+            cp_async_16((char *)&to.g + part * 16, (const char *)g + part * 16);
         }
 #pragma unroll UNROLL
         for (int n = 0; n < EACH; n++) {
             const unsigned i = n * THREADS + thread;
-            if ((n + 1) * THREADS > PIECES && i >= PIECES) continue;
+            if ((n + 1) * THREADS > N_COPIES && i >= N_COPIES) continue;
             const piece own = from.pieces[i];
-            char *room = (char *)&to + own.to;
+            char *smem = (char *)&to + own.to;
             if (own.row < n_rows) {
-                copy_sixteen(room, own.first + (uint64_t)(unsigned)index * from.ws[own.kind]);
+                cp_async_16(smem, own.first + (uint64_t)(unsigned)index * from.ws[own.kind]);
             } else {
                 const int row = own.row % piece::APART;
-                from.of[own.kind].put((mn_bf16 *)room, t0 + row, row < n_rows, own.column);
+                from.of[own.kind].put((mn_bf16 *)smem, t0 + row, row < n_rows, own.column);
             }
         }
     }
@@ -602,16 +604,16 @@ struct producer {
     }
 
     /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
-    __device__ static void put(tile<Block, PASS> &to, const smems &came, float scale) {
+    __device__ static void put(tile<Block, PASS> &to, const smems &staged, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
-        const unsigned thread = own_thread();
+        const unsigned thread = loader_thread();
 #pragma unroll UNROLL
-        for (int n = 0; n < SLOT_KINDS_MADE * SLOT_QUADS; n += THREADS) {
+        for (int n = 0; n < SLOT_KINDS_SPLIT * SLOT_QUADS; n += THREADS) {
             const unsigned i = n + thread, at = i % SLOT_QUADS;
             const unsigned row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
-            if (i < SLOT_QUADS) put_keys(to, came, row, slot);
+            if (i < SLOT_QUADS) put_keys(to, staged, row, slot);
             else if constexpr (BACK) {
-                if (i < 2 * SLOT_QUADS) put_queries(to, came, row, slot, scale);
+                if (i < 2 * SLOT_QUADS) store_queries(to, staged, row, slot, scale);
             }
         }
 #pragma unroll UNROLL
@@ -619,24 +621,25 @@ struct producer {
             const unsigned i = n + THREADS - 1 - thread, own = i % QUADS;
             const unsigned t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
             if (i >= COLUMN_KINDS * QUADS) continue;
-            if (i < QUADS) put_columns(to, came.columns[0], VALUE_FACTOR, t, column);
-            else if (i < 2 * QUADS) put_columns(to, came.columns[1], WRITE_FACTOR, t, column);
-            else if constexpr (BACK) put_columns(to, came.columns[2], COT_FACTOR, t, column);
+            if (i < QUADS) store_columns(to, staged.columns[0], VALUE_FACTOR, t, column);
+            else if (i < 2 * QUADS) store_columns(to, staged.columns[1], WRITE_FACTOR, t, column);
+            else if constexpr (BACK) store_columns(to, staged.columns[2], COT_FACTOR, t, column);
         }
         if (thread < TOKENS) {
-            to.slots.put_last(thread, came.g.fresh[thread]);
-            to.step[thread] = came.g.step[thread];
-            to.rest = came.g.rest, to.heads = came.g.heads;
-            to.early = came.g.early, to.whole = came.g.whole;
+            to.slots.store_last(thread, staged.g.fresh[thread]);
+            to.step[thread] = staged.g.step[thread];
+            to.rest = staged.g.rest, to.heads = staged.g.heads;
+            to.early = staged.g.early, to.whole = staged.g.whole;
         }
     }
 
 private:
-    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const smems &came, int t,
+    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const smems &staged,
+                                                    int t,
                                                     int slot) {
         float x[4];
-        numbers_of(x, came.slots[0].get(t, slot));
-        const float over = came.g.over[t];
+        unpack_bf16(x, staged.slots[0].get(t, slot));
+        const float over = staged.g.over[t];
         unsigned key[4], weight[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -648,72 +651,72 @@ private:
         to.slots.put(t, WEIGHT_FACTOR, slot, weight);
     }
 
-    __device__ __forceinline__ static void put_queries(tile<Block, PASS> &to, const smems &came,
+    __device__ __forceinline__ static void store_queries(tile<Block, PASS> &to, const smems &staged,
                                                        int t, int slot, float scale) {
         float x[4];
         unsigned query[4];
-        numbers_of(x, came.slots[1].get(t, slot));
+        unpack_bf16(x, staged.slots[1].get(t, slot));
 #pragma unroll
         for (int i = 0; i < 4; i++) query[i] = split(scale * x[i]);
         to.slots.put(t, QUERY_FACTOR, slot, query);
     }
 
-    __device__ __forceinline__ static void numbers_of(float (&x)[4], uint2 pairs) {
-        x[0] = first_of(pairs.x), x[1] = second_of(pairs.x);
-        x[2] = first_of(pairs.y), x[3] = second_of(pairs.y);
+    __device__ __forceinline__ static void unpack_bf16(float (&x)[4], uint2 pairs) {
+        x[0] = low_half(pairs.x), x[1] = high_half(pairs.x);
+        x[2] = low_half(pairs.y), x[3] = high_half(pairs.y);
     }
 
-    __device__ __forceinline__ static void put_columns(tile<Block, PASS> &to,
+    __device__ __forceinline__ static void store_columns(tile<Block, PASS> &to,
                                                        const rows_of<Block::COLUMNS> &from,
                                                        int number, int t, int column) {
         const uint2 x = from.get(t, column);
-        const unsigned pairs[4] = { first_twice(x.x), second_twice(x.x), first_twice(x.y),
-                                    second_twice(x.y) };
+        const unsigned pairs[4] = { broadcast_low(x.x), broadcast_high(x.x), broadcast_low(x.y),
+                                    broadcast_high(x.y) };
         to.columns.put(t, number, column, pairs);
     }
 };
 
-/* A lane's way through the tokens of a tile. HEADS: some of them may be heads; tiles without any
+/* A lane's way through the tokens of a tile. RESCALE: some of them may be heads; tiles without any
  * have a way of their own, in which the compiler may mix tokens. */
 template <typename Block, pass PASS>
-struct walk {
+struct token_scan {
     typedef decltype(tile<Block, PASS>::slots) slot_factors;
     typedef decltype(tile<Block, PASS>::columns) column_factors;
-    static constexpr bool TURNED = PASS == FORWARD_PASS;
+    static constexpr bool TRANS = PASS == FORWARD_PASS;
     const tile<Block, PASS> &in;
     const unsigned *rows, *mean, *weight, *read;
 
-    __device__ explicit walk(const tile<Block, PASS> &of) : in(of) {
-        const unsigned warp = thread_again() / 32;
+    __device__ explicit token_scan(const tile<Block, PASS> &of) : in(of) {
+        const unsigned warp = thread_rematerialized() / 32;
         const unsigned slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
-        rows = TURNED ? in.columns.rows(column) : in.slots.rows(slot);
-        mean = TURNED ? in.slots.mean(slot) : in.columns.mean(column);
-        weight = TURNED ? in.slots.weight(slot) : in.columns.weight(column);
+        rows = TRANS ? in.columns.rows(column) : in.slots.rows(slot);
+        mean = TRANS ? in.slots.mean(slot) : in.columns.mean(column);
+        weight = TRANS ? in.slots.weight(slot) : in.columns.weight(column);
         if constexpr (PASS == BACKWARD_PASS) read = in.columns.read(column);
     }
 
     /* Token t. */
-    template <bool HEADS>
-    __device__ __forceinline__ void advance(cells &c, int t) const {
-        if (HEADS && in.heads >> t & 1) c.times(in.step[t]);
-        const uint2 of_rows = TURNED ? column_factors::get(rows, t) : slot_factors::get(rows, t);
-        const uint2 to_mean = TURNED ? slot_factors::get(mean, t) : column_factors::get(mean, t);
-        const uint2 to_weight = TURNED ? slot_factors::get(weight, t) :
+    template <bool RESCALE>
+    __device__ __forceinline__ void advance(state_frag &c, int t) const {
+        if (RESCALE && in.heads >> t & 1) c.times(in.step[t]);
+        const uint2 of_rows = TRANS ? column_factors::get(rows, t) : slot_factors::get(rows, t);
+        const uint2 to_mean = TRANS ? slot_factors::get(mean, t) : column_factors::get(mean, t);
+        const uint2 to_weight = TRANS ? slot_factors::get(weight, t) :
                                          column_factors::get(weight, t);
-        add_shallow(c.M[0], of_rows, to_mean.x);
-        add_shallow(c.M[1], of_rows, to_mean.y);
-        add_shallow(c.I[0], of_rows, to_weight.x);
-        add_shallow(c.I[1], of_rows, to_weight.y);
+        mma_k8(c.M[0], of_rows, to_mean.x);
+        mma_k8(c.M[1], of_rows, to_mean.y);
+        mma_k8(c.I[0], of_rows, to_weight.x);
+        mma_k8(c.I[1], of_rows, to_weight.y);
     }
 
     /* Tokens first .. first + count, none of which is to be read, by fours. */
-    __device__ __forceinline__ void pass(cells &c, int first, int count) const {
+    __device__ __forceinline__ void pass(state_frag &c, int first, int count) const {
         if (in.heads != 0) {
 #pragma unroll 1
             for (int t = first; t < first + count; t++) advance<true>(c, t);
             return;
         }
-        const unsigned warp = thread_again() / 32;
+        const unsigned warp = thread_rematerialized() / 32;
         const unsigned slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
         const unsigned *keys = in.slots.four(KEY_FACTOR, slot);
         const unsigned *weights = in.slots.four(WEIGHT_FACTOR, slot);
@@ -723,10 +726,10 @@ struct walk {
         for (int t = first; t < first + count; t += 4) {
             const uint2 key = slot_factors::get(keys, t), weight = slot_factors::get(weights, t);
             const uint2 v = column_factors::get(values, t), b = column_factors::get(writes, t);
-            add_shallow(c.M[0], key, v.x);
-            add_shallow(c.M[1], key, v.y);
-            add_shallow(c.I[0], weight, b.x);
-            add_shallow(c.I[1], weight, b.y);
+            mma_k8(c.M[0], key, v.x);
+            mma_k8(c.M[1], key, v.y);
+            mma_k8(c.I[0], weight, b.x);
+            mma_k8(c.I[1], weight, b.y);
         }
         const float fresh = count == HALF ? in.early : in.whole;
 #pragma unroll
@@ -736,8 +739,8 @@ struct walk {
     /* scale q do' of token t. */
     __device__ __forceinline__ void pull(float (&to)[2][4], int t) const {
         const uint2 of_rows = slot_factors::get(rows, t), cot = column_factors::get(read, t);
-        put_shallow(to[0], of_rows, cot.x);
-        put_shallow(to[1], of_rows, cot.y);
+        mma_k8_zero(to[0], of_rows, cot.x);
+        mma_k8_zero(to[1], of_rows, cot.y);
     }
 };
 
@@ -745,19 +748,19 @@ struct walk {
 
 /* Tiles take turns in each pair. */
 template <typename Block>
-struct forward_smem {
+struct fwd_smem {
     static constexpr int PITCH = Block::COLUMNS + 4;
     tile<Block, FORWARD_PASS> in[2];
-    arrivals<Block, FORWARD_PASS> came[2];
-    typename producer<Block, FORWARD_PASS>::sources from;
+    tile_stage<Block, FORWARD_PASS> staged[2];
+    typename tile_loader<Block, FORWARD_PASS>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
-/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, so that A leaves as much room above as below.
+/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, so that A leaves as much smem above as below.
  * The product of two I' is a float32 of which there is an inverse where both lie within these
  * bounds at the beginning of a tile: in it they grow, by no more than 1e18 unless k^2 b is above
  * some 1e13. */
-static constexpr float FORWARD_UNIT = 1.0f / 16384, LEAST_PAIRED = 1e-18f, MOST_PAIRED = 1e18f;
+static constexpr float FORWARD_UNIT = 1.0f / 16384, MIN_PAIRED = 1e-18f, MAX_PAIRED = 1e18f;
 
 /* mu of a group of cells. PAIRS: each reciprocal is that of a product of two, as they take longer
  * than the products that gives back. */
@@ -776,21 +779,21 @@ __device__ __forceinline__ void means_of(float (&mu)[4], const float (&M)[4], co
 }
 
 /* Whether reciprocals may be shared in a tile without heads. */
-__device__ __forceinline__ bool may_pair(const cells &c) {
+__device__ __forceinline__ bool can_share_rcp(const state_frag &c) {
     float least = c.I[0][0], most = c.I[0][0];
 #pragma unroll
     for (int i = 1; i < 8; i++) {
         least = fminf(least, c.I[i / 4][i % 4]);
         most = fmaxf(most, c.I[i / 4][i % 4]);
     }
-    return __all_sync(0xffffffffu, least >= LEAST_PAIRED && most <= MOST_PAIRED);
+    return __all_sync(0xffffffffu, least >= MIN_PAIRED && most <= MAX_PAIRED);
 }
 
-/* o of a tile, the sums over a warp's 16 slots of it. PLAIN: it has no heads, and may_pair. */
+/* o of a tile, the sums over a warp's 16 slots of it. PLAIN: it has no heads, and can_share_rcp. */
 template <typename Block, bool PLAIN>
-__device__ __forceinline__ void tile_forward(cells &c, forward_smem<Block> &r,
+__device__ __forceinline__ void tile_forward(state_frag &c, fwd_smem<Block> &r,
                                              int turn, const uint2 (&queries)[2]) {
-    const walk<Block, FORWARD_PASS> along(r.in[turn]);
+    const token_scan<Block, FORWARD_PASS> along(r.in[turn]);
     const int column = Block::column();
 #pragma unroll 1
     for (int first = 0; first < TOKENS; first += HALF) {
@@ -799,19 +802,19 @@ __device__ __forceinline__ void tile_forward(cells &c, forward_smem<Block> &r,
         along.template advance<!PLAIN>(c, first);
 #pragma unroll
         for (int t = 0; t < HALF; t++) {    // the next token before this one is read
-            const cells now = c;
+            const state_frag now = c;
             if (t + 1 < HALF) along.template advance<!PLAIN>(c, first + t + 1);
             float mu[2][4];
             unsigned factor[4];
 #pragma unroll
             for (int i = 0; i < 2; i++) means_of<PLAIN>(mu[i], now.M[i], now.I[i]);
-            factor_of(factor, mu[0], mu[1]);
-            put_column(sums, factor, q, t);
+            frag_of_acc(factor, mu[0], mu[1]);
+            mma_k16_column(sums, factor, q, t);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int t = first + 2 * column_lane() + i % 2;
-            r.out[turn][Block::group()][t][column + neighbour(i / 2)] = sums[i];
+            r.out[turn][Block::group()][t][column + interleaved_row(i / 2)] = sums[i];
         }
     }
     c.times(r.in[turn].rest);
@@ -834,7 +837,7 @@ struct reader {
         if (to) to += v;
     }
 
-    __device__ __forceinline__ void put(const mn_importance_args &p, const forward_smem<Block> &r,
+    __device__ __forceinline__ void put(const mn_importance_args &p, const fwd_smem<Block> &r,
                                         const mn_cell_tile &tile, int turn) const {
         if (share::row() >= tile.n_rows) return;
         float x[share::EACH] = {};
@@ -850,7 +853,7 @@ struct reader {
 };
 
 template <typename Block>
-__device__ void put_last_state(const cells &c, const mn_importance_args &p,
+__device__ void store_final_state(const state_frag &c, const mn_importance_args &p,
                                const place &at) {
     float *mu = mn_row<float>(p.mu, at.n, 0, at.h), *imp = mn_row<float>(p.imp, at.n, 0, at.h);
 #pragma unroll
@@ -864,42 +867,43 @@ __device__ void put_last_state(const cells &c, const mn_importance_args &p,
 
 template <typename Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
-forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *sums,
+importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
+                      float *sums,
                int64_t n_rows) {
     extern __shared__ float4 shared[];
-    forward_smem<Block> &r = *(forward_smem<Block> *)shared;
+    fwd_smem<Block> &r = *(fwd_smem<Block> *)shared;
     r.in[0].open();
     r.in[1].open();
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
         const reader<Block> to(p, sums, at, n_rows);
-        typedef producer<Block, FORWARD_PASS> next;
+        typedef tile_loader<Block, FORWARD_PASS> next;
         next::open(r.from, p, at, decays);
-        cells c;
+        state_frag c;
         load_first<Block, true>(c, p, at);
         c.times(FORWARD_UNIT);
         __syncthreads();
-        next::share(r.from, r.came[0]);
-        next::fetch(r.came[0], r.from, 0, length);
-        next::fetch(r.came[1], r.from, 1, length);
+        next::share(r.from, r.staged[0]);
+        next::fetch(r.staged[0], r.from, 0, length);
+        next::fetch(r.staged[1], r.from, 1, length);
         next::wait();
         __syncthreads();
         for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two shared memory
             const int turn = i % 2, slot = Block::slot() + 4 * column_lane();
-            next::put(r.in[turn], r.came[turn], 1.0f);
-            const uint2 q[2] = { r.came[turn].slots[1].get(row_lane(), slot),
-                                 r.came[turn].slots[1].get(row_lane() + HALF, slot) };
+            next::put(r.in[turn], r.staged[turn], 1.0f);
+            const uint2 q[2] = { r.staged[turn].slots[1].get(row_lane(), slot),
+                                 r.staged[turn].slots[1].get(row_lane() + HALF, slot) };
             next::wait();
             __syncthreads();
-            next::fetch(r.came[turn], r.from, i + 2, length);
+            next::fetch(r.staged[turn], r.from, i + 2, length);
             if (i > 0) to.put(p, r, mn_cell_tile_at(at.span, i - 1), !turn);
-            if (r.in[turn].heads == 0 && may_pair(c)) tile_forward<Block, true>(c, r, turn, q);
+            if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, r, turn, q);
             else tile_forward<Block, false>(c, r, turn, q);
         }
         __syncthreads();
         if (n_tiles > 0) to.put(p, r, mn_cell_tile_at(at.span, n_tiles - 1), (n_tiles - 1) % 2);
-        put_last_state<Block>(c, p, at);
+        store_final_state<Block>(c, p, at);
         __syncthreads();
     }
 }
@@ -907,8 +911,8 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
 /* ---- states ---------------------------------------------------------------------------------- */
 
 template <typename Block, pass PASS>
-__device__ __forceinline__ void advance_tile(cells &c, const tile<Block, PASS> &in) {
-    const walk<Block, PASS> along(in);
+__device__ __forceinline__ void advance_tile(state_frag &c, const tile<Block, PASS> &in) {
+    const token_scan<Block, PASS> along(in);
     along.pass(c, 0, TOKENS);
     c.times(in.rest);
 }
@@ -916,14 +920,15 @@ __device__ __forceinline__ void advance_tile(cells &c, const tile<Block, PASS> &
 template <typename Block>
 struct states_smem {
     tile<Block, STATES_PASS> in[2];
-    arrivals<Block, STATES_PASS> came[2];
-    typename producer<Block, STATES_PASS>::sources from;
+    tile_stage<Block, STATES_PASS> staged[2];
+    typename tile_loader<Block, STATES_PASS>::sources from;
 };
 
 /* States in front of every tile, of which there are SETS sets for each head. */
 template <typename Block>
 __global__ void __launch_bounds__(Block::THREADS, 2 * Block::PER_PROCESSOR)
-states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *states) {
+importance_states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
+                         float *states) {
     extern __shared__ float4 shared[];
     states_smem<Block> &r = *(states_smem<Block> *)shared;
     r.in[0].open();
@@ -934,14 +939,14 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
         const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
         float *to = states + state_at<Block>(slot * p.call.H + at.h) + threadIdx.x * 4;
         const int64_t between = state_at<Block>(p.call.H) - state_at<Block>(0);
-        typedef producer<Block, STATES_PASS> next;
+        typedef tile_loader<Block, STATES_PASS> next;
         next::open(r.from, p, at, decays);
-        cells c;
+        state_frag c;
         load_first<Block, false>(c, p, at);
         __syncthreads();
-        next::share(r.from, r.came[0]);
-        next::fetch(r.came[0], r.from, 0, length);
-        next::fetch(r.came[1], r.from, 1, length);
+        next::share(r.from, r.staged[0]);
+        next::fetch(r.staged[0], r.from, 0, length);
+        next::fetch(r.staged[1], r.from, 1, length);
         next::wait();
         __syncthreads();
         for (int i = 0; i < n_tiles; i++) {
@@ -949,16 +954,16 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
             c.store(to, SET_STRIDE<Block>);
             to += between;
             if (i + 1 == n_tiles) break;
-            next::put(r.in[turn], r.came[turn], 1.0f);
+            next::put(r.in[turn], r.staged[turn], 1.0f);
             next::wait();
             __syncthreads();
-            next::fetch(r.came[turn], r.from, i + 2, length);
+            next::fetch(r.staged[turn], r.from, i + 2, length);
             advance_tile<Block, STATES_PASS>(c, r.in[turn]);
         }
         __syncthreads();
     }
 }
 
-}    // namespace mneme::importance::by_mma
+}    // namespace mneme::importance::mma_path
 
 #endif

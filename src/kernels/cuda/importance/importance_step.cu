@@ -12,20 +12,21 @@ namespace mneme::importance {
 MN_CUDA_PLAN(importance_forward);
 MN_CUDA_LAUNCH(importance_forward);
 
-/* Four columns each, groups of rows, rows of a thread at once. */
-enum { STEP_QUADS = 32, STEP_GROUPS = 16, STEP_MOST = 4, STEP_THREADS = STEP_QUADS * STEP_GROUPS };
+/* Four columns each, thread_groups of rows, rows of a thread at once. */
+enum { STEP_QUADS = 32, STEP_GROUPS = 16, STEP_ROWS = 4, STEP_THREADS = STEP_QUADS * STEP_GROUPS };
 
 typedef float4 step_smem[STEP_GROUPS][STEP_QUADS];
 
-/* Sums over the groups of rows, for the thread's four columns, in the first group. All call. */
-__device__ static void gather_columns(float (&sum)[4], step_smem &room) {
+/* Sums over the thread_groups of rows, for the thread's four columns, in the first group. All call.
+ * */
+__device__ static void reduce_columns(float (&sum)[4], step_smem &smem) {
     const int quad = threadIdx.x % STEP_QUADS;
-    room[threadIdx.x / STEP_QUADS][quad] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    smem[threadIdx.x / STEP_QUADS][quad] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     __syncthreads();
     if (threadIdx.x < STEP_QUADS) {
 #pragma unroll
         for (int group = 1; group < STEP_GROUPS; group++) {
-            const float4 x = room[group][quad];
+            const float4 x = smem[group][quad];
             sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
         }
     }
@@ -44,22 +45,22 @@ template <typename T>
 __device__ static void step_rows(float (&mean)[4], float (&spread)[4], const step_states &s,
                                  const T *q, const T *k, const float (&v)[4], const float (&b)[4],
                                  int64_t i0, int64_t j, int64_t K, int64_t V) {
-    float mu[STEP_MOST][4], imp[STEP_MOST][4];
+    float mu[STEP_ROWS][4], imp[STEP_ROWS][4];
 #pragma unroll
-    for (int r = 0; r < STEP_MOST; r++) {
+    for (int r = 0; r < STEP_ROWS; r++) {
         const int64_t i = i0 + r * STEP_GROUPS;
         mn_load<4>(mu[r], i < K ? s.mu0 : nullptr, i * V + j);
         mn_load<4>(imp[r], i < K ? s.imp0 : nullptr, i * V + j);
     }
 #pragma unroll
-    for (int r = 0; r < STEP_MOST; r++) {
+    for (int r = 0; r < STEP_ROWS; r++) {
         const int64_t i = i0 + r * STEP_GROUPS;
         if (i >= K) break;
         const float key = mn_float(k[i]), query = mn_float(q[i]);
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const float kept = s.a * (s.imp0 ? imp[r][c] : s.ip);
-            const float I = fmaf(key * key, b[c], kept + s.fresh) + least_importance;
+            const float I = fmaf(key * key, b[c], kept + s.fresh) + min_importance;
             const float inverse = 1.0f / I;
             mu[r][c] = fmaf(key, v[c], kept * mu[r][c]) * inverse, imp[r][c] = I;
             mean[c] = fmaf(query, mu[r][c], mean[c]);
@@ -72,8 +73,8 @@ __device__ static void step_rows(float (&mean)[4], float (&spread)[4], const ste
 
 template <typename T>
 __global__ void __launch_bounds__(STEP_THREADS)
-step_kernel(const __grid_constant__ mn_importance_args p) {
-    __shared__ step_smem room;
+importance_step_kernel(const __grid_constant__ mn_importance_args p) {
+    __shared__ step_smem smem;
     const int64_t h = blockIdx.x % p.call.H, n = blockIdx.x / p.call.H, K = p.call.K, V = p.call.V;
     const int group = threadIdx.x / STEP_QUADS, column0 = threadIdx.x % STEP_QUADS * 4;
     const float scale = (float)p.scale;
@@ -91,12 +92,12 @@ step_kernel(const __grid_constant__ mn_importance_args p) {
             mn_load<4>(v, mn_row<T>(p.v, n, 0, h), j);
             mn_load<4>(b, mn_row<T>(p.b, n, 0, h), j);
         }
-        for (int64_t i = group; i < K && j < V; i += STEP_GROUPS * STEP_MOST) {
+        for (int64_t i = group; i < K && j < V; i += STEP_GROUPS * STEP_ROWS) {
             step_rows<T>(mean, spread, s, mn_row<T>(p.q, n, 0, h), mn_row<T>(p.k, n, 0, h), v, b, i,
                          j, K, V);
         }
-        gather_columns(mean, room);
-        if (ovar) gather_columns(spread, room);
+        reduce_columns(mean, smem);
+        if (ovar) reduce_columns(spread, smem);
         if (group > 0 || j >= V) continue;
 #pragma unroll
         for (int c = 0; c < 4; c++) mean[c] *= scale, spread[c] *= scale * scale;
@@ -107,33 +108,34 @@ step_kernel(const __grid_constant__ mn_importance_args p) {
 
 /* Whether rows of the view can be read four numbers at a time. */
 template <typename View>
-static bool in_fours(const View &view, size_t each) {
+static bool is_vec4_aligned(const View &view, size_t each) {
     bool even = (uintptr_t)view.data % (4 * each) == 0;
     for (int i = 0; i < 3; i++) even = even && view.stride[i] % 4 == 0;
     return even;
 }
 
-static bool step_serves(const mn_importance_args *p) {
+static bool step_supported(const mn_importance_args *p) {
     const size_t each = p->call.dtype == MN_BF16 ? sizeof(mn_bf16) : sizeof(float);
-    return p->call.V % 4 == 0 && in_fours(p->v, each) && in_fours(p->b, each) &&
-           in_fours(p->o, each) && in_fours(p->ovar, each) && in_fours(p->mu0, sizeof(float)) &&
-           in_fours(p->imp0, sizeof(float)) && in_fours(p->mu, sizeof(float)) &&
-           in_fours(p->imp, sizeof(float));
+    return p->call.V % 4 == 0 && is_vec4_aligned(p->v, each) && is_vec4_aligned(p->b, each) &&
+           is_vec4_aligned(p->o, each) && is_vec4_aligned(p->ovar, each)
+               && is_vec4_aligned(p->mu0, sizeof(float)) &&
+           is_vec4_aligned(p->imp0, sizeof(float)) && is_vec4_aligned(p->mu, sizeof(float)) &&
+           is_vec4_aligned(p->imp, sizeof(float));
 }
 
 MN_CUDA_PLAN(importance_step) {
     const mn_importance_args *p = (const mn_importance_args *)args;
-    return importance::step_serves(p) ? true : mn_importance_forward_cuda_plan(args, plan);
+    return importance::step_supported(p) ? true : mn_importance_forward_cuda_plan(args, plan);
 }
 
 MN_CUDA_LAUNCH(importance_step) {
     const mn_importance_args *p = (const mn_importance_args *)args;
     const int64_t blocks = p->call.B * p->call.H;
-    if (!importance::step_serves(p)) return mn_importance_forward_cuda(args, shared, stream);
+    if (!importance::step_supported(p)) return mn_importance_forward_cuda(args, shared, stream);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_pdl(p->call.dtype == MN_BF16 ? importance::step_kernel<mn_bf16>
-                                                    : importance::step_kernel<float>,
+    return mn_launch_pdl(p->call.dtype == MN_BF16 ? importance::importance_step_kernel<mn_bf16>
+                                                    : importance::importance_step_kernel<float>,
                            dim3((unsigned)blocks), importance::STEP_THREADS, 0,
                            (cudaStream_t)stream, *p);
 }

@@ -27,17 +27,18 @@ namespace mneme::mesa {
  * A warp has four tokens, a lane every 32nd channel of theirs or, for values, one of 32 columns. A
  * and B pass through shared memory in tiles of 32 rows or columns. */
 
-enum { MN_MESA_QUAD = 4, MN_MESA_SPAN = 33 };    // a warp's tokens; length of rows of 32 numbers
+// a warp's tokens; length of rows of 32 numbers
+enum { MN_MESA_WARP_TOKENS = 4, MN_MESA_PITCH = 33 };
 
 /* Tokens of the chunk, zeros behind the last. N: channels of a lane. */
 template <int N>
-struct mn_mesa_graders {
+struct mn_mesa_grad_smem {
     static constexpr int pitch = 32 * N + 1;
     float k[MN_MESA_CHUNK][pitch], x[MN_MESA_CHUNK][pitch], y[MN_MESA_CHUNK][pitch];
-    float cot[MN_MESA_CHUNK][MN_MESA_SPAN], v[MN_MESA_CHUNK][MN_MESA_SPAN];
-    float x_k[MN_MESA_CHUNK][MN_MESA_SPAN];    // [t][s]: F_ts x_s.k_t, and so on
-    float y_k[MN_MESA_CHUNK][MN_MESA_SPAN], cot_v[MN_MESA_CHUNK][MN_MESA_SPAN];
-    float tile[32 * N * MN_MESA_SPAN];         // 32 rows of A, or 32 columns of B
+    float cot[MN_MESA_CHUNK][MN_MESA_PITCH], v[MN_MESA_CHUNK][MN_MESA_PITCH];
+    float x_k[MN_MESA_CHUNK][MN_MESA_PITCH];    // [t][s]: F_ts x_s.k_t, and so on
+    float y_k[MN_MESA_CHUNK][MN_MESA_PITCH], cot_v[MN_MESA_CHUNK][MN_MESA_PITCH];
+    float tile[32 * N * MN_MESA_PITCH];         // 32 rows of A, or 32 columns of B
     float to_beta[MN_MESA_CHUNK], read[MN_MESA_CHUNK], parts[MN_MESA_THREADS / 32];
     float beta[MN_MESA_CHUNK];
     double G[MN_MESA_CHUNK];
@@ -45,68 +46,68 @@ struct mn_mesa_graders {
 
 /* What a warp adds up: F_t A k and F_t B v of its tokens, and F_ts do_s.v_t for s = lane. */
 template <int N>
-struct mn_mesa_grade {
-    float Ak[MN_MESA_QUAD][N], Bv[MN_MESA_QUAD][N], cot_v[MN_MESA_QUAD];
+struct mn_mesa_grad_acc {
+    float Ak[MN_MESA_WARP_TOKENS][N], Bv[MN_MESA_WARP_TOKENS][N], cot_v[MN_MESA_WARP_TOKENS];
 };
 
 /* A chunk's place, its adjoint, and the pair behind it. */
-struct mn_mesa_grader {
-    mn_mesa_place at;
+struct mn_mesa_grad_ctx {
+    mn_mesa_coord at;
     const float *adjoint, *behind;
     int64_t b, t0;
     int count, first, lane;    // first: of the warp's tokens
 };
 
 template <int N, typename T>
-__device__ inline void mn_mesa_grade_stage(mn_mesa_graders<N> &room, const mn_mesa_args &p,
-                                           const mn_mesa_work &w, const mn_mesa_grader &me) {
+__device__ inline void mn_mesa_grad_load(mn_mesa_grad_smem<N> &smem, const mn_mesa_args &p,
+                                           const mn_mesa_workspace &w, const mn_mesa_grad_ctx &me) {
     const int K = (int)p.call.K, h = (int)me.at.h;
     for (int i = threadIdx.x; i < MN_MESA_CHUNK * 32 * N; i += MN_MESA_THREADS) {
         const int u = i / (32 * N), channel = i % (32 * N);
         const bool there = u < me.count && channel < K;
         const int64_t row = ((me.b * p.call.T + me.t0 + u) * p.call.H + h) * K + channel;
-        room.k[u][channel] = there ? mn_float(mn_row<T>(p.k, me.b, me.t0 + u, h)[channel]) : 0.0f;
-        room.x[u][channel] = there ? w.x[row] : 0.0f;
-        room.y[u][channel] = there ? w.y[row] : 0.0f;
+        smem.k[u][channel] = there ? mn_float(mn_row<T>(p.k, me.b, me.t0 + u, h)[channel]) : 0.0f;
+        smem.x[u][channel] = there ? w.x[row] : 0.0f;
+        smem.y[u][channel] = there ? w.y[row] : 0.0f;
     }
     if (threadIdx.x >= MN_MESA_CHUNK) return;
     const int u = threadIdx.x;
     const float2 token = mn_mesa_token<T>(p, me.at, u);
-    room.G[u] = mn_mesa_levels(token.y, u), room.beta[u] = token.x;
+    smem.G[u] = mn_mesa_log_decay_cumsum(token.y, u), smem.beta[u] = token.x;
 }
 
 /* F_ts where s is a token of the chunk that is no earlier than t, else 0. */
 template <int N>
-__device__ inline float mn_mesa_fall(const mn_mesa_graders<N> &room, const mn_mesa_grader &me,
+__device__ inline float mn_mesa_decay(const mn_mesa_grad_smem<N> &smem, const mn_mesa_grad_ctx &me,
                                      int t, int s) {
-    return s >= t && s < me.count ? expf((float)(room.G[s] - room.G[t])) : 0.0f;
+    return s >= t && s < me.count ? expf((float)(smem.G[s] - smem.G[t])) : 0.0f;
 }
 
 /* Products of this warp's keys with the x and y of all tokens. */
 template <int N>
-__device__ inline void mn_mesa_grade_pairs(mn_mesa_graders<N> &room, const mn_mesa_grader &me) {
-    const float *x = room.x[me.lane], *y = room.y[me.lane];
-    float x_k[MN_MESA_QUAD] = {}, y_k[MN_MESA_QUAD] = {};
+__device__ inline void mn_mesa_grad_scores(mn_mesa_grad_smem<N> &smem, const mn_mesa_grad_ctx &me) {
+    const float *x = smem.x[me.lane], *y = smem.y[me.lane];
+    float x_k[MN_MESA_WARP_TOKENS] = {}, y_k[MN_MESA_WARP_TOKENS] = {};
 #pragma unroll 4
     for (int i = 0; i < 32 * N; i++) {
 #pragma unroll
-        for (int q = 0; q < MN_MESA_QUAD; q++) {
-            const float k = room.k[me.first + q][i];
+        for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
+            const float k = smem.k[me.first + q][i];
             x_k[q] = fmaf(x[i], k, x_k[q]), y_k[q] = fmaf(y[i], k, y_k[q]);
         }
     }
 #pragma unroll
-    for (int q = 0; q < MN_MESA_QUAD; q++) {
-        const float fall = mn_mesa_fall(room, me, me.first + q, me.lane);
-        room.x_k[me.first + q][me.lane] = fall * x_k[q];
-        room.y_k[me.first + q][me.lane] = fall * y_k[q];
+    for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
+        const float decay = mn_mesa_decay(smem, me, me.first + q, me.lane);
+        smem.x_k[me.first + q][me.lane] = decay * x_k[q];
+        smem.y_k[me.first + q][me.lane] = decay * y_k[q];
     }
 }
 
 /* A k, tile by tile; A is symmetric. Returns this thread's part of the product of A with Hkk. */
 template <int N>
-__device__ inline float mn_mesa_grade_keys(mn_mesa_grade<N> &sum, mn_mesa_graders<N> &room,
-                                           const mn_mesa_args &p, const mn_mesa_grader &me) {
+__device__ inline float mn_mesa_grad_keys(mn_mesa_grad_acc<N> &sum, mn_mesa_grad_smem<N> &smem,
+                                           const mn_mesa_args &p, const mn_mesa_grad_ctx &me) {
     const int64_t K = p.call.K, pitch = mn_mesa_layout::of(p.call).pitch;
     float met = 0.0f;
     for (int64_t j0 = 0; j0 < K; j0 += 32) {
@@ -116,19 +117,19 @@ __device__ inline float mn_mesa_grade_keys(mn_mesa_grade<N> &sum, mn_mesa_grader
             const bool there = j < K && channel < K;
             const float cell = there ? me.adjoint[j * pitch + channel] : 0.0f;
             if (there) met = fmaf(cell, me.behind[j * pitch + channel], met);
-            room.tile[i] = cell;
+            smem.tile[i] = cell;
         }
         __syncthreads();
 #pragma unroll 4
         for (int j = 0; j < 32; j++) {
-            float k[MN_MESA_QUAD];
+            float k[MN_MESA_WARP_TOKENS];
 #pragma unroll
-            for (int q = 0; q < MN_MESA_QUAD; q++) k[q] = room.k[me.first + q][j0 + j];
+            for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) k[q] = smem.k[me.first + q][j0 + j];
 #pragma unroll
             for (int n = 0; n < N; n++) {
-                const float cell = room.tile[(j * N + n) * 32 + me.lane];
+                const float cell = smem.tile[(j * N + n) * 32 + me.lane];
 #pragma unroll
-                for (int q = 0; q < MN_MESA_QUAD; q++) {
+                for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
                     sum.Ak[q][n] = fmaf(cell, k[q], sum.Ak[q][n]);
                 }
             }
@@ -137,58 +138,60 @@ __device__ inline float mn_mesa_grade_keys(mn_mesa_grade<N> &sum, mn_mesa_grader
     return met;
 }
 
-/* 32 columns of B and of the tokens' values into the room. */
+/* 32 columns of B and of the tokens' values into the smem. */
 template <int N, typename T>
-__device__ inline float mn_mesa_grade_columns(mn_mesa_graders<N> &room, const mn_mesa_args &p,
-                                              const mn_mesa_grader &me, int64_t j0) {
+__device__ inline float mn_mesa_grad_load_columns(mn_mesa_grad_smem<N> &smem, const mn_mesa_args &p,
+                                              const mn_mesa_grad_ctx &me, int64_t j0) {
     const int64_t K = p.call.K, V = p.call.V, h = me.at.h;
-    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const mn_mesa_layout layout = mn_mesa_layout::of(p.call);
     float met = 0.0f;
     for (int i = threadIdx.x; i < MN_MESA_CHUNK * 32; i += MN_MESA_THREADS) {
         const int u = i / 32, j = i % 32;
         const bool there = u < me.count && j0 + j < V;
         const T *v = mn_row<T>(p.v, me.b, me.t0 + u, h);
         const T *cot = mn_row<T>(p.cot.o, me.b, me.t0 + u, h);
-        room.v[u][j] = there ? mn_float(v[j0 + j]) : 0.0f;
-        room.cot[u][j] = there ? mn_get(cot, j0 + j) : 0.0f;
+        smem.v[u][j] = there ? mn_float(v[j0 + j]) : 0.0f;
+        smem.cot[u][j] = there ? mn_get(cot, j0 + j) : 0.0f;
     }
     for (int i = threadIdx.x; i < 32 * N * 32; i += MN_MESA_THREADS) {
         const int64_t channel = i / 32, j = j0 + i % 32;
-        const int64_t cell_at = channel * lie.pitch + lie.rows + j;
+        const int64_t cell_at = channel * layout.pitch + layout.rows + j;
         const bool there = channel < K && j < V;
         const float cell = there ? me.adjoint[cell_at] : 0.0f;
         if (there) met = fmaf(cell, me.behind[cell_at], met);
-        room.tile[channel * MN_MESA_SPAN + i % 32] = cell;
+        smem.tile[channel * MN_MESA_PITCH + i % 32] = cell;
     }
     return met;
 }
 
 /* The gradients of this warp's values, columns j0 to j0 + 31. */
 template <int N, typename T>
-__device__ inline void mn_mesa_grade_values(mn_mesa_graders<N> &room, const mn_mesa_args &p,
-                                            const mn_mesa_grader &me, int64_t j0) {
-    float Bk[MN_MESA_QUAD] = {};
+__device__ inline void mn_mesa_grad_values(mn_mesa_grad_smem<N> &smem, const mn_mesa_args &p,
+                                            const mn_mesa_grad_ctx &me, int64_t j0) {
+    float Bk[MN_MESA_WARP_TOKENS] = {};
 #pragma unroll 4
     for (int i = 0; i < 32 * N; i++) {
-        const float cell = room.tile[i * MN_MESA_SPAN + me.lane];
+        const float cell = smem.tile[i * MN_MESA_PITCH + me.lane];
 #pragma unroll
-        for (int q = 0; q < MN_MESA_QUAD; q++) Bk[q] = fmaf(cell, room.k[me.first + q][i], Bk[q]);
+        for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) Bk[q] =
+            fmaf(cell, smem.k[me.first + q][i], Bk[q]);
     }
 #pragma unroll
-    for (int q = 0; q < MN_MESA_QUAD; q++) {
-        Bk[q] *= mn_mesa_fall(room, me, me.first + q, me.count - 1);
+    for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
+        Bk[q] *= mn_mesa_decay(smem, me, me.first + q, me.count - 1);
     }
     for (int s = me.first; s < me.count; s++) {
-        const float cot = room.cot[s][me.lane];
+        const float cot = smem.cot[s][me.lane];
 #pragma unroll
-        for (int q = 0; q < MN_MESA_QUAD; q++) Bk[q] = fmaf(cot, room.x_k[me.first + q][s], Bk[q]);
+        for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) Bk[q] =
+            fmaf(cot, smem.x_k[me.first + q][s], Bk[q]);
     }
 #pragma unroll
-    for (int q = 0; q < MN_MESA_QUAD; q++) {
+    for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
         const int t = me.first + q;
         T *dv = mn_row<T>(p.grad.v, me.b, me.t0 + t, me.at.h);
         if (dv && t < me.count && j0 + me.lane < p.call.V) {
-            mn_put(dv + j0 + me.lane, room.beta[t] * Bk[q]);
+            mn_put(dv + j0 + me.lane, smem.beta[t] * Bk[q]);
         }
     }
 }
@@ -196,47 +199,49 @@ __device__ inline void mn_mesa_grade_values(mn_mesa_graders<N> &room, const mn_m
 /* B v and do.v, tile by tile, and gradients of values. Returns this thread's part of the product of
  * B with Hkv. */
 template <int N, typename T>
-__device__ inline float mn_mesa_grade_all_values(mn_mesa_grade<N> &sum, mn_mesa_graders<N> &room,
-                                                 const mn_mesa_args &p, const mn_mesa_grader &me) {
+__device__ inline float mn_mesa_grad_all_values(mn_mesa_grad_acc<N> &sum,
+                                                mn_mesa_grad_smem<N> &smem,
+                                                 const mn_mesa_args &p,
+                                                     const mn_mesa_grad_ctx &me) {
     float met = 0.0f;
     for (int64_t j0 = 0; j0 < p.call.V; j0 += 32) {
         __syncthreads();
-        met += mn_mesa_grade_columns<N, T>(room, p, me, j0);
+        met += mn_mesa_grad_load_columns<N, T>(smem, p, me, j0);
         __syncthreads();
 #pragma unroll 4
         for (int j = 0; j < 32; j++) {
-            const float cot = room.cot[me.lane][j];
-            float v[MN_MESA_QUAD];
+            const float cot = smem.cot[me.lane][j];
+            float v[MN_MESA_WARP_TOKENS];
 #pragma unroll
-            for (int q = 0; q < MN_MESA_QUAD; q++) {
-                v[q] = room.v[me.first + q][j];
+            for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
+                v[q] = smem.v[me.first + q][j];
                 sum.cot_v[q] = fmaf(cot, v[q], sum.cot_v[q]);
             }
 #pragma unroll
             for (int n = 0; n < N; n++) {
-                const float cell = room.tile[(32 * n + me.lane) * MN_MESA_SPAN + j];
+                const float cell = smem.tile[(32 * n + me.lane) * MN_MESA_PITCH + j];
 #pragma unroll
-                for (int q = 0; q < MN_MESA_QUAD; q++) {
+                for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
                     sum.Bv[q][n] = fmaf(cell, v[q], sum.Bv[q][n]);
                 }
             }
         }
-        mn_mesa_grade_values<N, T>(room, p, me, j0);
+        mn_mesa_grad_values<N, T>(smem, p, me, j0);
     }
     return met;
 }
 
 /* Adds what passes inside the chunk; gradients of keys and beta. */
 template <int N, typename T>
-__device__ inline void mn_mesa_grade_leave(mn_mesa_grade<N> &sum, mn_mesa_graders<N> &room,
-                                           const mn_mesa_args &p, const mn_mesa_grader &me) {
+__device__ inline void mn_mesa_grad_epilogue(mn_mesa_grad_acc<N> &sum, mn_mesa_grad_smem<N> &smem,
+                                           const mn_mesa_args &p, const mn_mesa_grad_ctx &me) {
     const int K = (int)p.call.K;
     const T *lam = mn_row<T>(p.lam, 0, 0, me.at.h);
 #pragma unroll
-    for (int q = 0; q < MN_MESA_QUAD; q++) {
+    for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
         const int t = me.first + q;
-        const float end = mn_mesa_fall(room, me, t, me.count - 1);
-        room.cot_v[t][me.lane] = mn_mesa_fall(room, me, t, me.lane) * sum.cot_v[q];
+        const float end = mn_mesa_decay(smem, me, t, me.count - 1);
+        smem.cot_v[t][me.lane] = mn_mesa_decay(smem, me, t, me.lane) * sum.cot_v[q];
 #pragma unroll
         for (int n = 0; n < N; n++) sum.Ak[q][n] *= end, sum.Bv[q][n] *= end;
     }
@@ -244,18 +249,18 @@ __device__ inline void mn_mesa_grade_leave(mn_mesa_grade<N> &sum, mn_mesa_grader
     for (int s = me.first; s < me.count; s++) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            const float x = room.x[s][32 * n + me.lane], y = room.y[s][32 * n + me.lane];
+            const float x = smem.x[s][32 * n + me.lane], y = smem.y[s][32 * n + me.lane];
 #pragma unroll
-            for (int q = 0; q < MN_MESA_QUAD; q++) {
+            for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
                 const int t = me.first + q;
-                const float read = fmaf(x, room.y_k[t][s], y * room.x_k[t][s]);
+                const float read = fmaf(x, smem.y_k[t][s], y * smem.x_k[t][s]);
                 sum.Ak[q][n] = fmaf(-0.5f, read, sum.Ak[q][n]);
-                sum.Bv[q][n] = fmaf(x, room.cot_v[t][s], sum.Bv[q][n]);
+                sum.Bv[q][n] = fmaf(x, smem.cot_v[t][s], sum.Bv[q][n]);
             }
         }
     }
 #pragma unroll
-    for (int q = 0; q < MN_MESA_QUAD; q++) {
+    for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
         const int t = me.first + q;
         T *dk = mn_row<T>(p.grad.k, me.b, me.t0 + t, me.at.h);
         float to_beta = 0.0f, read = 0.0f;
@@ -263,24 +268,24 @@ __device__ inline void mn_mesa_grade_leave(mn_mesa_grade<N> &sum, mn_mesa_grader
         for (int n = 0; n < N; n++) {
             const int i = 32 * n + me.lane;
             const float ridge = i < K ? mn_float(lam[i]) : 0.0f;
-            to_beta = fmaf(room.k[t][i], sum.Ak[q][n] + sum.Bv[q][n], to_beta);
-            read = fmaf(ridge * room.x[t][i], room.y[t][i], read);
+            to_beta = fmaf(smem.k[t][i], sum.Ak[q][n] + sum.Bv[q][n], to_beta);
+            read = fmaf(ridge * smem.x[t][i], smem.y[t][i], read);
             if (dk && t < me.count && i < K) {
-                mn_put(dk + i, room.beta[t] * fmaf(2.0f, sum.Ak[q][n], sum.Bv[q][n]));
+                mn_put(dk + i, smem.beta[t] * fmaf(2.0f, sum.Ak[q][n], sum.Bv[q][n]));
             }
         }
         to_beta = mn_warp_sum(to_beta), read = mn_warp_sum(read);
-        if (me.lane == 0) room.to_beta[t] = to_beta, room.read[t] = read;
+        if (me.lane == 0) smem.to_beta[t] = to_beta, smem.read[t] = read;
     }
 }
 
 template <int N, typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
-mn_mesa_adjoint_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
+mesa_grad_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w) {
     extern __shared__ __align__(128) unsigned char grade_bytes[];
-    mn_mesa_graders<N> &room = *(mn_mesa_graders<N> *)grade_bytes;
-    mn_mesa_grader me;
-    me.at = mn_mesa_here(p.call, blockIdx.x / p.call.H, blockIdx.x % p.call.H);
+    mn_mesa_grad_smem<N> &smem = *(mn_mesa_grad_smem<N> *)grade_bytes;
+    mn_mesa_grad_ctx me;
+    me.at = mn_mesa_coord_of(p.call, blockIdx.x / p.call.H, blockIdx.x % p.call.H);
     if (me.at.tile.n_rows == 0) return;
     const int64_t size = mn_mesa_layout::of(p.call).size;
     const bool last = me.at.tile.first + me.at.tile.n_rows == me.at.tile.span.length;
@@ -289,51 +294,51 @@ mn_mesa_adjoint_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
                      : w.pairs + (me.at.index + p.call.H) * size;
     me.b = me.at.tile.span.b, me.t0 = me.at.tile.span.t0 + me.at.tile.first;
     me.count = (int)me.at.tile.n_rows, me.lane = threadIdx.x % 32;
-    me.first = threadIdx.x / 32 * MN_MESA_QUAD;
-    mn_mesa_grade<N> sum = {};
-    mn_mesa_grade_stage<N, T>(room, p, w, me);
+    me.first = threadIdx.x / 32 * MN_MESA_WARP_TOKENS;
+    mn_mesa_grad_acc<N> sum = {};
+    mn_mesa_grad_load<N, T>(smem, p, w, me);
     __syncthreads();
-    mn_mesa_grade_pairs<N>(room, me);
-    float met = mn_mesa_grade_keys<N>(sum, room, p, me);
-    met += mn_mesa_grade_all_values<N, T>(sum, room, p, me);
-    mn_mesa_grade_leave<N, T>(sum, room, p, me);
-    met = mn_group_sum<MN_MESA_THREADS>(met, room.parts);
+    mn_mesa_grad_scores<N>(smem, me);
+    float met = mn_mesa_grad_keys<N>(sum, smem, p, me);
+    met += mn_mesa_grad_all_values<N, T>(sum, smem, p, me);
+    mn_mesa_grad_epilogue<N, T>(sum, smem, p, me);
+    met = mn_group_sum<MN_MESA_THREADS>(met, smem.parts);
     __syncthreads();
     if (threadIdx.x >= MN_MESA_CHUNK) return;
     const int t = threadIdx.x;    // the sum from t to the chunk's end
-    double dg = t < me.count ? (double)fmaf(-room.beta[t], room.to_beta[t], room.read[t]) : 0.0;
+    double dg = t < me.count ? (double)fmaf(-smem.beta[t], smem.to_beta[t], smem.read[t]) : 0.0;
     for (int lanes = 1; lanes < MN_MESA_CHUNK; lanes *= 2) {
         const double behind = __shfl_down_sync(0xffffffffu, dg, lanes);
         if (t + lanes < MN_MESA_CHUNK) dg += behind;
     }
     T *to_beta = mn_row<T>(p.grad.beta, me.b, me.t0 + t, me.at.h);
     T *to_g = mn_row<T>(p.grad.g, me.b, me.t0 + t, me.at.h);
-    if (to_beta && t < me.count) mn_put(to_beta, room.to_beta[t]);
+    if (to_beta && t < me.count) mn_put(to_beta, smem.to_beta[t]);
     if (to_g && t < me.count) mn_put(to_g, (float)((double)met + dg));
 }
 
 /* Vectors of a block, and its pair. */
-struct room {
+struct smem {
     float *pair, *kv, *b[2], *cot, *out, *parts;
 };
 
-__device__ static room smem_at(unsigned char *bytes, const mn_call &c, float *smems) {
+__device__ static smem smem_at(unsigned char *bytes, const mn_call &c, float *state_spill) {
     const int64_t K = c.K, V = c.V;
-    float *at = (float *)(bytes + sizeof(mn_mesa_smem));
-    const auto take = [&](int64_t count) { float *from = at; at += count; return from; };
-    room r;
-    r.kv = take(K + V), r.b[0] = take(K), r.b[1] = take(K), r.cot = take(V);
-    r.out = take(V), r.parts = take(MN_MESA_THREADS);
-    r.pair = smems ? smems + blockIdx.x * mn_mesa_layout::of(c).size : at;
+    float *at = (float *)(bytes + sizeof(mn_mesa_solve_smem));
+    const auto carve = [&](int64_t count) { float *from = at; at += count; return from; };
+    smem r;
+    r.kv = carve(K + V), r.b[0] = carve(K), r.b[1] = carve(K), r.cot = carve(V);
+    r.out = carve(V), r.parts = carve(MN_MESA_THREADS);
+    r.pair = state_spill ? state_spill + blockIdx.x * mn_mesa_layout::of(c).size : at;
     return r;
 }
 
-static size_t vectors_of(int64_t K, int64_t V) {
+static size_t vector_bytes(int64_t K, int64_t V) {
     return (size_t)(3 * K + 3 * V + MN_MESA_THREADS) * sizeof(float);
 }
 
 template <typename T>
-__device__ static void load_token(const room &r, const mn_mesa_args &p, int64_t b, int64_t t,
+__device__ static void load_token(const smem &r, const mn_mesa_args &p, int64_t b, int64_t t,
                                   int64_t h) {
     const T *k = mn_row<T>(p.k, b, t, h), *v = mn_row<T>(p.v, b, t, h);
     for (int64_t i = threadIdx.x; i < p.call.K; i += MN_MESA_THREADS) r.kv[i] = mn_float(k[i]);
@@ -350,12 +355,13 @@ __device__ static void load_pair(float *to, const float *from, int64_t count) {
 
 /* x and y of the token, from the pair at it; o or dq. Returns this thread's part of x y. */
 template <typename T>
-__device__ static float read_token(const room &r, const mn_mesa_args &p, const mn_mesa_place &at,
-                                   mn_mesa_smem &memory, const mn_mesa_work &w, int64_t t,
+__device__ static float read_token(const smem &r, const mn_mesa_args &p, const mn_mesa_coord &at,
+                                   mn_mesa_solve_smem &memory, const mn_mesa_workspace &w,
+                                       int64_t t,
                                    bool backward) {
     const int64_t K = p.call.K, V = p.call.V, b = at.tile.span.b, thread = threadIdx.x;
-    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
-    const float *values = r.pair + lie.rows;
+    const mn_mesa_layout layout = mn_mesa_layout::of(p.call);
+    const float *values = r.pair + layout.rows;
     const T *q = mn_row<T>(p.q, b, t, at.h), *cot = mn_row<T>(p.cot.o, b, t, at.h);
     if (thread < K) {
         r.b[0][thread] = (float)p.scale * mn_float(q[thread]);
@@ -364,14 +370,15 @@ __device__ static float read_token(const room &r, const mn_mesa_args &p, const m
     if (backward) {
         for (int64_t j = thread; j < V; j += MN_MESA_THREADS) r.cot[j] = mn_get(cot, j);
         __syncthreads();
-        mn_mesa_rows(r.b[1], values, lie.pitch, V, r.cot, K);
+        mn_mesa_mat_vec(r.b[1], values, layout.pitch, V, r.cot, K);
     }
     __syncthreads();
-    mn_mesa_solve<T>({ r.b[0], r.b[1] }, r.pair, lie.pitch, mn_row<T>(p.lam, 0, 0, at.h), K, memory,
+    mn_mesa_solve<T>({ r.b[0], r.b[1] }, r.pair, layout.pitch, mn_row<T>(p.lam, 0, 0, at.h), K,
+                     memory,
                      w.matrices + blockIdx.x * mn_mesa_matrix_size(K));
     if (!backward) {
         T *o = mn_row<T>(p.o, b, t, at.h);
-        mn_mesa_columns(r.out, values, lie.pitch, V, r.b[0], K, r.parts);
+        mn_mesa_vec_mat(r.out, values, layout.pitch, V, r.b[0], K, r.parts);
         for (int64_t j = thread; j < V; j += MN_MESA_THREADS) mn_put(o + j, r.out[j]);
         return 0.0f;
     }
@@ -385,18 +392,18 @@ __device__ static float read_token(const room &r, const mn_mesa_args &p, const m
 
 /* One row of a matrix of the pair, by a warp: several numbers at once, as it lies far away. */
 __device__ static void write_row(float *row, const float *x, int64_t width, float write,
-                                 float fall) {
-    constexpr int AT_ONCE = 8;
-    for (int64_t j0 = threadIdx.x % 32; j0 < width; j0 += 32 * AT_ONCE) {
-        float cell[AT_ONCE];
+                                 float decay) {
+    constexpr int UNROLL = 8;
+    for (int64_t j0 = threadIdx.x % 32; j0 < width; j0 += 32 * UNROLL) {
+        float cell[UNROLL];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
+        for (int i = 0; i < UNROLL; i++) {
             cell[i] = j0 + 32 * i < width ? row[j0 + 32 * i] : 0.0f;
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
+        for (int i = 0; i < UNROLL; i++) {
             const int64_t j = j0 + 32 * i;
-            if (j < width) row[j] = fmaf(write, x[j], fall * cell[i]);
+            if (j < width) row[j] = fmaf(write, x[j], decay * cell[i]);
         }
     }
 }
@@ -404,33 +411,34 @@ __device__ static void write_row(float *row, const float *x, int64_t width, floa
 /* A block takes parts of chunks in turn. */
 template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
-solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t items, bool backward) {
+mesa_solve_wide_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w, int64_t items,
+                       bool backward) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_SCAN;
-    mn_mesa_smem &memory = *(mn_mesa_smem *)bytes;
-    const room r = smem_at(bytes, p.call, w.smems);
+    constexpr int parts = MN_MESA_CHUNK / MN_MESA_TOKENS_WIDE;
+    mn_mesa_solve_smem &memory = *(mn_mesa_solve_smem *)bytes;
+    const smem r = smem_at(bytes, p.call, w.state_spill);
     const int64_t K = p.call.K;
-    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const mn_mesa_layout layout = mn_mesa_layout::of(p.call);
     for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
         const int64_t chunk = item / parts;
-        const mn_mesa_place at = mn_mesa_here(p.call, chunk / p.call.H, chunk % p.call.H);
-        const int first = (int)(item % parts) * MN_MESA_SCAN;
-        const int last = (int)min((int64_t)first + MN_MESA_SCAN, at.tile.n_rows);
+        const mn_mesa_coord at = mn_mesa_coord_of(p.call, chunk / p.call.H, chunk % p.call.H);
+        const int first = (int)(item % parts) * MN_MESA_TOKENS_WIDE;
+        const int last = (int)min((int64_t)first + MN_MESA_TOKENS_WIDE, at.tile.n_rows);
         const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
         float lam = 0.0f;
         if (first >= at.tile.n_rows) continue;
         __syncthreads();
-        load_pair(r.pair, w.pairs + at.index * lie.size, lie.size);
+        load_pair(r.pair, w.pairs + at.index * layout.size, layout.size);
         for (int u = 0; u < last; u++) {
             __syncthreads();
             load_token<T>(r, p, b, t0 + u, at.h);
             __syncthreads();
-            const float fall = expf(mn_mesa_log<T>(p, b, t0 + u, at.h));
+            const float decay = expf(mn_mesa_log<T>(p, b, t0 + u, at.h));
             const float beta = mn_float(*mn_row<T>(p.beta, b, t0 + u, at.h));
             for (int64_t i = threadIdx.x / 32; i < K; i += MN_MESA_THREADS / 32) {
-                float *row = r.pair + i * lie.pitch;
-                write_row(row, r.kv, K, beta * r.kv[i], fall);
-                write_row(row + lie.rows, r.kv + K, p.call.V, beta * r.kv[i], fall);
+                float *row = r.pair + i * layout.pitch;
+                write_row(row, r.kv, K, beta * r.kv[i], decay);
+                write_row(row + layout.rows, r.kv + K, p.call.V, beta * r.kv[i], decay);
             }
             __syncthreads();
             if (u >= first) lam -= read_token<T>(r, p, at, memory, w, t0 + u, backward);
@@ -442,9 +450,10 @@ solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t ite
 /* The gradient of lam: parts in their order. */
 template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
-lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots) {
-    const int parts = mn_mesa_parts(p.call);
-    const int each = p.call.K <= MN_MESA_NARROW ? MN_MESA_PART / 2 : MN_MESA_SCAN;    // begins at
+mesa_lam_grad_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w, int64_t slots) {
+    const int parts = mn_mesa_splits(p.call);
+    // begins at
+    const int each = p.call.K <= MN_MESA_REG_MAX_K ? MN_MESA_TOKENS / 2 : MN_MESA_TOKENS_WIDE;
     const int64_t h = blockIdx.x, i = threadIdx.x, K = p.call.K;
     T *to = mn_row<T>(p.grad.lam, 0, 0, h);
     float sum = 0.0f;
@@ -460,39 +469,39 @@ lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* What blocks that walk need: a matrix to eliminate in, and room for a pair. */
-static bool measure_scan(mn_mesa_extent *to, const mn_call *c, size_t size) {
+/* What blocks that scan need: a matrix to eliminate in, and smem for a pair. */
+static bool size_wide_solve(mn_mesa_workspace_sizes *to, const mn_call *c, size_t size) {
     const size_t limit = (size_t)mn_device_props_current().shared_bytes;
     size_t bytes;
     if (!mn_mul_size(&bytes, size, sizeof(float)) ||
         !mn_mul_size(&to->matrices, MN_MESA_BLOCKS, (size_t)mn_mesa_matrix_size(c->K))) {
         return false;
     }
-    to->smem_bytes = sizeof(mn_mesa_smem) + vectors_of(c->K, c->V);
+    to->smem_bytes = sizeof(mn_mesa_solve_smem) + vector_bytes(c->K, c->V);
     if (bytes >= limit || to->smem_bytes + bytes > limit) {
-        return mn_mul_size(&to->smems, MN_MESA_BLOCKS, size);
+        return mn_mul_size(&to->state_spill, MN_MESA_BLOCKS, size);
     }
     to->smem_bytes += bytes;
     return true;
 }
 
 /* Numbers of a pair as it lies in work space; false where they are too many. */
-static bool size_of(size_t *size, const mn_call &c) {
-    const mn_mesa_layout lie = mn_mesa_layout::of(c);
-    return mn_mul_size(size, (size_t)lie.rows, (size_t)lie.pitch) && *size <= INT32_MAX;
+static bool state_numel(size_t *size, const mn_call &c) {
+    const mn_mesa_layout layout = mn_mesa_layout::of(c);
+    return mn_mul_size(size, (size_t)layout.rows, (size_t)layout.pitch) && *size <= INT32_MAX;
 }
 
-static bool measure(mn_mesa_extent *to, const mn_call *c, bool backward) {
-    const size_t parts = (size_t)mn_mesa_parts(*c);
+static bool workspace_sizes(mn_mesa_workspace_sizes *to, const mn_call *c, bool backward) {
+    const size_t parts = (size_t)mn_mesa_splits(*c);
     size_t size, heads, chunks;
     *to = {};
     to->slots = mn_tile_slots(*c, MN_MESA_CHUNK);
-    const bool ok = size_of(&size, *c) &&
+    const bool ok = state_numel(&size, *c) &&
                     mn_mul_size(&heads, (size_t)mn_n_spans(*c), (size_t)c->H) &&
                     mn_mul_size(&chunks, (size_t)to->slots, (size_t)c->H) &&
                     mn_mul_size(&to->pairs, chunks, size) && mn_mul_size(&to->last, heads, size);
-    if (!ok || (c->K > MN_MESA_NARROW && !measure_scan(to, c, size))) return false;
-    to->falls = chunks;
+    if (!ok || (c->K > MN_MESA_REG_MAX_K && !size_wide_solve(to, c, size))) return false;
+    to->decays = chunks;
     if (!backward) return true;
     return mn_mul_size(&to->tokens, (size_t)c->B, (size_t)c->T) &&
            mn_mul_size(&to->tokens, to->tokens, (size_t)c->H) &&
@@ -501,143 +510,153 @@ static bool measure(mn_mesa_extent *to, const mn_call *c, bool backward) {
 }
 
 static bool plan_of(const mn_call *c, bool backward, mn_plan *plan) {
-    mn_mesa_extent e;
+    mn_mesa_workspace_sizes e;
     size_t floats, bytes;
-    return measure(&e, c, backward) && mn_mul_size(&floats, e.pairs, backward ? 2 : 1) &&
-           mn_add_size(&floats, floats, e.falls) && mn_add_size(&floats, floats, e.last) &&
+    return workspace_sizes(&e, c, backward) && mn_mul_size(&floats, e.pairs, backward ? 2 : 1) &&
+           mn_add_size(&floats, floats, e.decays) && mn_add_size(&floats, floats, e.last) &&
            mn_add_size(&floats, floats, e.tokens) && mn_add_size(&floats, floats, e.tokens) &&
-           mn_add_size(&floats, floats, e.lam) && mn_add_size(&floats, floats, e.smems) &&
+           mn_add_size(&floats, floats, e.lam) && mn_add_size(&floats, floats, e.state_spill) &&
            mn_mul_size(&floats, floats, sizeof(float)) &&
            mn_mul_size(&bytes, e.matrices, sizeof(double)) &&
            mn_add_size(&plan->shared_bytes, floats, bytes);
 }
 
-static mn_mesa_work work_in(void *shared, const mn_mesa_extent &e, bool backward) {
-    mn_mesa_work w = {};
+static mn_mesa_workspace workspace_at(void *shared, const mn_mesa_workspace_sizes &e,
+                                      bool backward) {
+    mn_mesa_workspace w = {};
     w.matrices = (double *)shared;
     float *at = (float *)(w.matrices + e.matrices);
-    const auto take = [&](size_t count) { float *from = at; at += count; return from; };
-    w.pairs = take(e.pairs), w.last = take(e.last);    // first what is taken in packs
-    if (backward) w.adjoints = take(e.pairs);
-    if (e.smems > 0) w.smems = take(e.smems);
-    w.falls = take(e.falls);
+    const auto carve = [&](size_t count) { float *from = at; at += count; return from; };
+    w.pairs = carve(e.pairs), w.last = carve(e.last);    // first what is taken in packs
+    if (backward) w.adjoints = carve(e.pairs);
+    if (e.state_spill > 0) w.state_spill = carve(e.state_spill);
+    w.decays = carve(e.decays);
     if (!backward) return w;
-    w.x = take(e.tokens), w.y = take(e.tokens), w.lam = take(e.lam);
+    w.x = carve(e.tokens), w.y = carve(e.tokens), w.lam = carve(e.lam);
     return w;
 }
 
 /* Sums of chunks, then over them. */
 template <typename T>
-static int carry_long(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
+static int scan_chunks_long(const mn_mesa_args *p, const mn_mesa_workspace_sizes &e,
+                            const mn_mesa_workspace &w,
                       bool backward, cudaStream_t on) {
     const mn_call &c = p->call;
-    const mn_mesa_layout lie = mn_mesa_layout::of(c);
+    const mn_mesa_layout layout = mn_mesa_layout::of(c);
     if (e.slots > 0) {
-        const dim3 blocks((unsigned)e.slots, mn_blocks(lie.rows, MN_MESA_ROWS), (unsigned)c.H);
-        if (backward) mn_mesa_sums_kernel<T, true><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
-        else mn_mesa_sums_kernel<T, false><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
+        const dim3 blocks((unsigned)e.slots, mn_blocks(layout.rows, MN_MESA_ROWS), (unsigned)c.H);
+        if (backward) mesa_chunk_sums_kernel<T, true><<<blocks, MN_MESA_SUM_THREADS, 0,
+            on>>>(*p, w);
+        else mesa_chunk_sums_kernel<T, false><<<blocks, MN_MESA_SUM_THREADS, 0, on>>>(*p, w);
     }
-    const dim3 packs(mn_blocks(lie.size, MN_MESA_PACK * MN_MESA_CARRIERS),
+    const dim3 packs(mn_blocks(layout.size, MN_MESA_VEC * MN_MESA_SCAN_THREADS),
                      (unsigned)(mn_n_spans(c) * c.H));
-    return mn_launch_pdl(mn_mesa_carry_kernel, packs, MN_MESA_CARRIERS, 0, on, *p, w, backward);
+    return mn_launch_pdl(mesa_chunk_scan_kernel, packs, MN_MESA_SCAN_THREADS, 0, on,
+                         *p, w, backward);
 }
 
 /* Both, and what is wanted of the pairs at the end. */
 template <typename T>
-static int carry(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
+static int scan_chunks(const mn_mesa_args *p, const mn_mesa_workspace_sizes &e,
+                       const mn_mesa_workspace &w,
                  bool backward, cudaStream_t on) {
     const mn_call &c = p->call;
-    const mn_mesa_layout lie = mn_mesa_layout::of(c);
+    const mn_mesa_layout layout = mn_mesa_layout::of(c);
     const int64_t n = mn_n_spans(c);
     int code = cudaSuccess;
     if (e.slots * c.H > INT32_MAX || n * c.H > 65535) return cudaErrorNotSupported;
-    if (backward || c.T > MN_MESA_SHORT || lie.rows % MN_MESA_ROWS != 0) {
-        code = carry_long<T>(p, e, w, backward, on);
+    if (backward || c.T > MN_MESA_SHORT_TOKENS || layout.rows % MN_MESA_ROWS != 0) {
+        code = scan_chunks_long<T>(p, e, w, backward, on);
     } else {
-        const dim3 blocks((unsigned)n, mn_blocks(lie.rows, MN_MESA_ROWS), (unsigned)c.H);
-        mn_mesa_short_kernel<T><<<blocks, MN_MESA_AT_ONCE * MN_MESA_ADDERS, 0, on>>>(*p, w);
+        const dim3 blocks((unsigned)n, mn_blocks(layout.rows, MN_MESA_ROWS), (unsigned)c.H);
+        mesa_chunk_scan_short_kernel<T><<<blocks, MN_MESA_SHORT_CHUNKS * MN_MESA_SUM_THREADS, 0,
+            on>>>(*p, w);
         code = mn_launch_status();
     }
     if (code == cudaSuccess && !backward && (p->hkk.data || p->hkv.data)) {
-        const dim3 grid(mn_blocks(lie.size, MN_MESA_THREADS), (unsigned)(n * c.H));
-        mn_mesa_put_kernel<<<grid, MN_MESA_THREADS, 0, on>>>(*p, w.last);
+        const dim3 grid(mn_blocks(layout.size, MN_MESA_THREADS), (unsigned)(n * c.H));
+        mesa_store_state_kernel<<<grid, MN_MESA_THREADS, 0, on>>>(*p, w.last);
         return mn_launch_status();
     }
     return code;
 }
 
 template <typename T>
-static int scan_of(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
+static int solve_wide_of(const mn_mesa_args *p, const mn_mesa_workspace_sizes &e,
+                         const mn_mesa_workspace &w,
                    bool backward, int64_t items, cudaStream_t on) {
-    return mn_launch_smem(solve_kernel<T>, dim3(mn_blocks(items, 1, MN_MESA_BLOCKS)),
+    return mn_launch_smem(mesa_solve_wide_kernel<T>, dim3(mn_blocks(items, 1, MN_MESA_BLOCKS)),
                                MN_MESA_THREADS, e.smem_bytes, on, *p, w, items, backward);
 }
 
 template <int N, typename T>
-static int read_of(const mn_mesa_args *p, const mn_mesa_work &w, bool backward, int64_t parts,
+static int read_launch(const mn_mesa_args *p, const mn_mesa_workspace &w, bool backward,
+                       int64_t parts,
                    cudaStream_t on) {
-    const auto kernel = backward ? mn_mesa_read_kernel<N, T, true>
-                                 : mn_mesa_read_kernel<N, T, false>;
+    const auto kernel = backward ? mesa_read_kernel<N, T, true>
+                                 : mesa_read_kernel<N, T, false>;
     const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(mn_mesa_tokens<N>));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(mn_mesa_read_smem<N>));
     if (code != cudaSuccess) return code;
-    return mn_launch_pdl(kernel, dim3((unsigned)parts, (unsigned)p->call.H), MN_MESA_READERS,
-                           sizeof(mn_mesa_tokens<N>), on, *p, w);
+    return mn_launch_pdl(kernel, dim3((unsigned)parts, (unsigned)p->call.H), MN_MESA_READ_THREADS,
+                           sizeof(mn_mesa_read_smem<N>), on, *p, w);
 }
 
 /* What tokens read. */
 template <typename T>
-static int read_any(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
+static int read_dispatch(const mn_mesa_args *p, const mn_mesa_workspace_sizes &e,
+                         const mn_mesa_workspace &w,
                     bool backward, cudaStream_t on) {
-    const int64_t K = p->call.K, parts = e.slots * mn_mesa_parts(p->call);
+    const int64_t K = p->call.K, parts = e.slots * mn_mesa_splits(p->call);
     const int64_t items = parts * p->call.H;
     if (items == 0) return cudaSuccess;
     if (items > INT32_MAX || p->call.H > 65535) return cudaErrorNotSupported;
-    if (K <= 16) return read_of<2, T>(p, w, backward, parts, on);
-    if (K <= 32) return read_of<4, T>(p, w, backward, parts, on);
-    if (K <= 64) return read_of<8, T>(p, w, backward, parts, on);
-    if (K <= MN_MESA_NARROW) return read_of<16, T>(p, w, backward, parts, on);
-    return scan_of<T>(p, e, w, backward, items, on);
+    if (K <= 16) return read_launch<2, T>(p, w, backward, parts, on);
+    if (K <= 32) return read_launch<4, T>(p, w, backward, parts, on);
+    if (K <= 64) return read_launch<8, T>(p, w, backward, parts, on);
+    if (K <= MN_MESA_REG_MAX_K) return read_launch<16, T>(p, w, backward, parts, on);
+    return solve_wide_of<T>(p, e, w, backward, items, on);
 }
 
 template <int N, typename T>
-static int adjoint_of(const mn_mesa_args *p, const mn_mesa_work &w, int64_t items,
+static int grad_of(const mn_mesa_args *p, const mn_mesa_workspace &w, int64_t items,
                       cudaStream_t on) {
-    return mn_launch_smem(mn_mesa_adjoint_kernel<N, T>, dim3((unsigned)items), MN_MESA_THREADS,
-                               sizeof(mn_mesa_graders<N>), on, *p, w);
+    return mn_launch_smem(mesa_grad_kernel<N, T>, dim3((unsigned)items), MN_MESA_THREADS,
+                               sizeof(mn_mesa_grad_smem<N>), on, *p, w);
 }
 
 /* Gradients of keys, values, beta and decays. */
 template <typename T>
-static int adjoint_any(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
+static int grad_dispatch(const mn_mesa_args *p, const mn_mesa_workspace_sizes &e,
+                         const mn_mesa_workspace &w,
                        cudaStream_t on) {
     const int64_t K = p->call.K, items = e.slots * p->call.H;
     if (items == 0) return cudaSuccess;
-    if (K <= 32) return adjoint_of<1, T>(p, w, items, on);
-    if (K <= 64) return adjoint_of<2, T>(p, w, items, on);
-    if (K <= 128) return adjoint_of<4, T>(p, w, items, on);
-    return adjoint_of<8, T>(p, w, items, on);
+    if (K <= 32) return grad_of<1, T>(p, w, items, on);
+    if (K <= 64) return grad_of<2, T>(p, w, items, on);
+    if (K <= 128) return grad_of<4, T>(p, w, items, on);
+    return grad_of<8, T>(p, w, items, on);
 }
 
 template <typename T>
 static int run(const mn_mesa_args *p, void *shared, bool backward, cudaStream_t on) {
-    mn_mesa_extent e;
-    if (p->call.K > MN_MESA_WIDEST || !measure(&e, &p->call, backward)) {
+    mn_mesa_workspace_sizes e;
+    if (p->call.K > MN_MESA_MAX_K || !workspace_sizes(&e, &p->call, backward)) {
         return cudaErrorNotSupported;
     }
     if (e.last == 0) return cudaSuccess;
-    const mn_mesa_work w = work_in(shared, e, backward);
-    if (!backward && mn_mesa_once_serves(p)) return mn_mesa_once(p, w, on);
-    int code = carry<T>(p, e, w, false, on);
+    const mn_mesa_workspace w = workspace_at(shared, e, backward);
+    if (!backward && mn_mesa_single_launch_supported(p)) return mn_mesa_single_launch(p, w, on);
+    int code = scan_chunks<T>(p, e, w, false, on);
     if (code == cudaSuccess && (backward || p->o.data)) {
-        code = read_any<T>(p, e, w, backward, on);
+        code = read_dispatch<T>(p, e, w, backward, on);
     }
     if (code != cudaSuccess || !backward) return code;
     if (p->grad.lam.data) {
-        lam_kernel<T><<<(unsigned)p->call.H, MN_MESA_THREADS, 0, on>>>(*p, w, e.slots);
+        mesa_lam_grad_kernel<T><<<(unsigned)p->call.H, MN_MESA_THREADS, 0, on>>>(*p, w, e.slots);
     }
-    code = carry<T>(p, e, w, true, on);
-    return code == cudaSuccess ? adjoint_any<T>(p, e, w, on) : code;
+    code = scan_chunks<T>(p, e, w, true, on);
+    return code == cudaSuccess ? grad_dispatch<T>(p, e, w, on) : code;
 }
 
 static int run_any(const void *args, void *shared, bool backward, void *stream) {

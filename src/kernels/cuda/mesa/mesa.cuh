@@ -18,10 +18,10 @@ namespace mneme::mesa {
  * pairs of rows of tiles and is alone in reading and writing them; column k of tiles, which all
  * need, is shown at one barrier for each k. */
 
-enum { MN_MESA_THREADS = 256, MN_MESA_WIDEST = 256 };
+enum { MN_MESA_THREADS = 256, MN_MESA_MAX_K = 256 };
 
-struct mn_mesa_smem {
-    double tile[2][MN_MESA_WIDEST / 8][64];    // column k, in turn with the one before
+struct mn_mesa_solve_smem {
+    double tile[2][MN_MESA_MAX_K / 8][64];    // column k, in turn with the one before
     double z[2][2][8], sum[2][MN_MESA_THREADS / 32][2][8];
 };
 
@@ -35,13 +35,13 @@ __host__ __device__ inline int64_t mn_mesa_matrix_size(int64_t K) {
     return (int64_t)mn_mesa_tiles_of(K) * mn_mesa_tiles_of(K) * 64;
 }
 
-struct mn_mesa_wide {
+struct mn_mesa_block_ldl {
     enum { SLOTS = 2, SIDES = 2, AHEAD = 4, WARPS = MN_MESA_THREADS / 32 };
     double *M;
     int tiles, warp, lane, row, pair;    // row and pair of columns of a tile
     double v[SLOTS][2][SIDES];           // what rows get until their turn, then D^-1 z, then x
 
-    __device__ mn_mesa_wide(double *matrix, int64_t K)
+    __device__ mn_mesa_block_ldl(double *matrix, int64_t K)
         : M(matrix), tiles(mn_mesa_tiles_of(K)), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
           row(threadIdx.x % 32 / 4), pair(threadIdx.x % 4), v{} {}
 
@@ -98,20 +98,21 @@ struct mn_mesa_wide {
     }
 
     /* Column k of the slot's tiles, and z of tile k, to all. */
-    __device__ void show(double (&c)[2][2], mn_mesa_smem &room, float *const (&b)[2], int64_t K,
+    __device__ void show(double (&c)[2][2], mn_mesa_solve_smem &smem, float *const (&b)[2],
+                         int64_t K,
                          int slot, int k) {
         load(c, at(slot, k));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int j = first(slot) + i;
-            if (j >= k) *(double2 *)&room.tile[k % 2][j][2 * lane] = make_double2(c[i][0], c[i][1]);
+            if (j >= k) *(double2 *)&smem.tile[k % 2][j][2 * lane] = make_double2(c[i][0], c[i][1]);
         }
         if (!has(slot, k)) return;
         const int64_t i = 8 * k + row;
 #pragma unroll
         for (int s = 0; s < SIDES; s++) {
-            const double got = mn_mesa_over(of(slot, k, s), 1, 2);
-            if (pair == 0) room.z[k % 2][s][row] = (i < K ? (double)b[s][i] : 0.0) + got;
+            const double got = mn_mesa_lane_sum(of(slot, k, s), 1, 2);
+            if (pair == 0) smem.z[k % 2][s][row] = (i < K ? (double)b[s][i] : 0.0) + got;
         }
     }
 
@@ -150,21 +151,21 @@ struct mn_mesa_wide {
         }
     }
 
-    __device__ void forward(mn_mesa_smem &room, float *const (&b)[2], int64_t K) {
+    __device__ void forward(mn_mesa_solve_smem &smem, float *const (&b)[2], int64_t K) {
         for (int k = 0; k < tiles; k++) {
             double c[SLOTS][2][2], z[SIDES][2];
 #pragma unroll
             for (int slot = 0; slot < SLOTS; slot++) {
-                if (behind(slot, k - 1)) show(c[slot], room, b, K, slot, k);
+                if (behind(slot, k - 1)) show(c[slot], smem, b, K, slot, k);
             }
             __syncthreads();
-            const double(&tile)[32][64] = room.tile[k % 2];
+            const double(&tile)[32][64] = smem.tile[k % 2];
             double d[2] = { tile[k][2 * lane], tile[k][2 * lane + 1] };
             mn_mesa_invert(d);
 #pragma unroll
             for (int s = 0; s < SIDES; s++) {
-                z[s][0] = room.z[k % 2][s][2 * pair], z[s][1] = room.z[k % 2][s][2 * pair + 1];
-                const double x = mn_mesa_over(fma(d[0], z[s][0], d[1] * z[s][1]), 1, 2);
+                z[s][0] = smem.z[k % 2][s][2 * pair], z[s][1] = smem.z[k % 2][s][2 * pair + 1];
+                const double x = mn_mesa_lane_sum(fma(d[0], z[s][0], d[1] * z[s][1]), 1, 2);
 #pragma unroll
                 for (int slot = 0; slot < SLOTS; slot++) {
                     if (has(slot, k)) put(x, slot, k, s);
@@ -178,7 +179,7 @@ struct mn_mesa_wide {
         }
     }
 
-    __device__ void back(mn_mesa_smem &room, float *const (&b)[2], int64_t K) {
+    __device__ void back(mn_mesa_solve_smem &smem, float *const (&b)[2], int64_t K) {
         for (int k = tiles - 1; k >= 0; k--) {
             double sum[SIDES][2] = {};
 #pragma unroll
@@ -195,8 +196,8 @@ struct mn_mesa_wide {
             }
 #pragma unroll
             for (int n = 0; n < 2 * SIDES; n++) {
-                const double x = mn_mesa_over(sum[n / 2][n % 2], 4, 16);
-                if (row == 0) room.sum[k % 2][warp][n / 2][2 * pair + n % 2] = x;
+                const double x = mn_mesa_lane_sum(sum[n / 2][n % 2], 4, 16);
+                if (row == 0) smem.sum[k % 2][warp][n / 2][2 * pair + n % 2] = x;
             }
             __syncthreads();
 #pragma unroll
@@ -204,7 +205,7 @@ struct mn_mesa_wide {
                 const int slot = n / SIDES, s = n % SIDES;
                 if (!has(slot, k)) continue;
                 double x = of(slot, k, s);
-                for (int i = 0; i < WARPS; i++) x += room.sum[k % 2][i][s][row];
+                for (int i = 0; i < WARPS; i++) x += smem.sum[k % 2][i][s][row];
                 put(x, slot, k, s);
                 if (pair == 0 && 8 * k + row < K) b[s][8 * k + row] = (float)x;
             }
@@ -217,20 +218,22 @@ struct mn_mesa_wide {
  * both sides. */
 template <typename T>
 __device__ void mn_mesa_solve(float *const (&b)[2], const float *H, int64_t pitch, const T *lam,
-                              int64_t K, mn_mesa_smem &room, double *M) {
-    mn_mesa_wide wide(M, K);
+                              int64_t K, mn_mesa_solve_smem &smem, double *M) {
+    mn_mesa_block_ldl wide(M, K);
     wide.begin(H, pitch, lam, K);
-    wide.forward(room, b, K);
-    wide.back(room, b, K);
+    wide.forward(smem, b, K);
+    wide.back(smem, b, K);
     __syncthreads();
 }
 
 enum { MN_MESA_CHUNK = 32, MN_MESA_BLOCKS = 264 };
-enum { MN_MESA_NARROW = 128 };                      // the widest keys whose M is in registers
-enum { MN_MESA_PART = 16, MN_MESA_SCAN = 4 };       // tokens of a block, with narrow keys and wide
-enum { MN_MESA_ROWS = 8, MN_MESA_ADDERS = 128 };    // rows and threads of a block that sums
-enum { MN_MESA_CARRIERS = 128 };                    // threads of one that carries
-enum { MN_MESA_AT_ONCE = 4, MN_MESA_SHORT = 256 };  // chunks of one that does both; most tokens
+enum { MN_MESA_REG_MAX_K = 128 };                      // the widest keys whose M is in registers
+// tokens of a block, with narrow keys and wide
+enum { MN_MESA_TOKENS = 16, MN_MESA_TOKENS_WIDE = 4 };
+enum { MN_MESA_ROWS = 8, MN_MESA_SUM_THREADS = 128 };    // rows and threads of a block that sums
+enum { MN_MESA_SCAN_THREADS = 128 };                    // threads of one that carries
+// chunks of one that does both; most tokens
+enum { MN_MESA_SHORT_CHUNKS = 4, MN_MESA_SHORT_TOKENS = 256 };
 
 /* How a pair lies in work space: `rows` rows of `rows` numbers of Hkk and those of Hkv, filled up
  * with zeros so that what reads it whole needs no borders and takes numbers in packs. */
@@ -247,40 +250,40 @@ struct mn_mesa_layout {
 };
 
 /* Blocks that read a chunk of a head. */
-__host__ __device__ inline int mn_mesa_parts(const mn_call &c) {
-    return MN_MESA_CHUNK / (c.K <= MN_MESA_NARROW ? MN_MESA_PART : MN_MESA_SCAN);
+__host__ __device__ inline int mn_mesa_splits(const mn_call &c) {
+    return MN_MESA_CHUNK / (c.K <= MN_MESA_REG_MAX_K ? MN_MESA_TOKENS : MN_MESA_TOKENS_WIDE);
 }
 
 /* Counts of floats; of doubles for `matrices`. */
-struct mn_mesa_extent {
-    size_t pairs, falls, last, tokens, lam;
-    size_t smems, matrices;    // of all blocks, where shared memory is too small
+struct mn_mesa_workspace_sizes {
+    size_t pairs, decays, last, tokens, lam;
+    size_t state_spill, matrices;    // of all blocks, where shared memory is too small
     int64_t slots;
     size_t smem_bytes;         // shared memory of a block
 };
 
-struct mn_mesa_work {
+struct mn_mesa_workspace {
     double *matrices;
-    float *pairs, *falls, *last;    // in front of chunks; (N,H) at the end
+    float *pairs, *decays, *last;    // in front of chunks; (N,H) at the end
     float *adjoints;                // behind chunks
     float *x, *y;                   // (B T, H, K)
     float *lam;                     // (chunks, H, K): parts of its gradient
-    float *smems;                   // NULL: pairs of blocks are in shared memory
+    float *state_spill;                   // NULL: pairs of blocks are in shared memory
 };
 
 /* Short sequences and single tokens, forward, by one kernel (mesa_fwd_single_launch.cu): whether
  * it serves a call here. */
-bool mn_mesa_once_serves(const mn_mesa_args *p);
-int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on);
+bool mn_mesa_single_launch_supported(const mn_mesa_args *p);
+int mn_mesa_single_launch(const mn_mesa_args *p, const mn_mesa_workspace &w, cudaStream_t on);
 
 /* One chunk of one head. */
-struct mn_mesa_place {
+struct mn_mesa_coord {
     int64_t slot, h, index;    // index: of the pair
     mn_tile_span tile;
 };
 
-__device__ inline mn_mesa_place mn_mesa_here(const mn_call &call, int64_t slot, int64_t h) {
-    mn_mesa_place at;
+__device__ inline mn_mesa_coord mn_mesa_coord_of(const mn_call &call, int64_t slot, int64_t h) {
+    mn_mesa_coord at;
     at.index = slot * call.H + h, at.slot = slot, at.h = h;
     at.tile = mn_tile_at(call, MN_MESA_CHUNK, at.slot);
     return at;
@@ -295,7 +298,7 @@ __device__ inline float mn_mesa_log(const mn_mesa_args &p, int64_t b, int64_t t,
 
 /* beta and the log decay of token u, zeros behind the last one. */
 template <typename T>
-__device__ inline float2 mn_mesa_token(const mn_mesa_args &p, const mn_mesa_place &at, int u) {
+__device__ inline float2 mn_mesa_token(const mn_mesa_args &p, const mn_mesa_coord &at, int u) {
     const int64_t b = at.tile.span.b, t = at.tile.span.t0 + at.tile.first + u;
     if (u >= at.tile.n_rows) return make_float2(0.0f, 0.0f);
     return make_float2(mn_float(*mn_row<T>(p.beta, b, t, at.h)), mn_mesa_log<T>(p, b, t, at.h));
@@ -303,7 +306,7 @@ __device__ inline float2 mn_mesa_token(const mn_mesa_args &p, const mn_mesa_plac
 
 /* The sum of log decays from the chunk's front to token u, of which `g` is that of token u, for a
  * warp; the last one's behind it. */
-__device__ inline double mn_mesa_levels(float g, int u) {
+__device__ inline double mn_mesa_log_decay_cumsum(float g, int u) {
     double sum = (double)g;
     for (int lanes = 1; lanes < MN_MESA_CHUNK; lanes *= 2) {
         const double before = __shfl_up_sync(0xffffffffu, sum, lanes);
@@ -314,21 +317,21 @@ __device__ inline double mn_mesa_levels(float g, int u) {
 
 /* The weight of each token in the sums of its chunk, with the decays to the end or, `backward`,
  * from the front on; and the decay of the whole chunk. Thread u has token u. */
-__device__ inline void mn_mesa_weigh(float *weight, float *fall, float2 token, int u,
+__device__ inline void mn_mesa_token_weights(float *weight, float *decay, float2 token, int u,
                                      bool backward) {
     if (u >= MN_MESA_CHUNK) return;
-    const double G = mn_mesa_levels(token.y, u);
+    const double G = mn_mesa_log_decay_cumsum(token.y, u);
     const double end = __shfl_sync(0xffffffffu, G, MN_MESA_CHUNK - 1);
     weight[u] = backward ? expf((float)G) : token.x * expf((float)(end - G));
-    if (u == 0 && fall) *fall = expf((float)end);
+    if (u == 0 && decay) *decay = expf((float)end);
 }
 
 /* Column j of what the chunk's tokens give the right: keys and values or, BACK, y, with x in
  * right[1], and cotangents. All loads at once; zeros behind the last token. */
 template <typename T, bool BACK>
 __device__ __forceinline__ void mn_mesa_column(float (&right)[BACK ? 2 : 1][MN_MESA_CHUNK],
-                                               const mn_mesa_args &p, const mn_mesa_work &w,
-                                               const mn_mesa_place &at, int64_t j) {
+                                               const mn_mesa_args &p, const mn_mesa_workspace &w,
+                                               const mn_mesa_coord &at, int64_t j) {
     const int64_t K = p.call.K, rows = mn_mesa_layout::of(p.call).rows, b = at.tile.span.b;
     const int64_t t0 = at.tile.span.t0 + at.tile.first;
     const int count = (int)at.tile.n_rows;
@@ -353,20 +356,20 @@ __device__ __forceinline__ void mn_mesa_column(float (&right)[BACK ? 2 : 1][MN_M
 }
 
 /* Rows row0, row0 + 1, ... of what the tokens give the left: keys or, BACK, x and y. By
- * MN_MESA_ADDERS threads. */
+ * MN_MESA_SUM_THREADS threads. */
 template <typename T, bool BACK>
-__device__ inline void mn_mesa_stage_left(float (&left)[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS],
-                                          const mn_mesa_args &p, const mn_mesa_work &w,
-                                          const mn_mesa_place &at, int64_t row0) {
+__device__ inline void mn_mesa_load_left(float (&left)[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS],
+                                          const mn_mesa_args &p, const mn_mesa_workspace &w,
+                                          const mn_mesa_coord &at, int64_t row0) {
     const int64_t K = p.call.K, b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
 #pragma unroll
-    for (int n = 0; n < MN_MESA_CHUNK * MN_MESA_ROWS / MN_MESA_ADDERS; n++) {
-        const int i = threadIdx.x % MN_MESA_ADDERS + n * MN_MESA_ADDERS;
+    for (int n = 0; n < MN_MESA_CHUNK * MN_MESA_ROWS / MN_MESA_SUM_THREADS; n++) {
+        const int i = threadIdx.x % MN_MESA_SUM_THREADS + n * MN_MESA_SUM_THREADS;
         const int u = i / MN_MESA_ROWS, row = i % MN_MESA_ROWS;
         const int64_t channel = row0 + row, token = ((b * p.call.T + t0 + u) * p.call.H + at.h) * K;
-        const bool there = channel < K && u < at.tile.n_rows;
-        if (BACK) left[BACK][u][row] = there ? w.y[token + channel] : 0.0f;
-        left[0][u][row] = !there ? 0.0f : BACK ? w.x[token + channel]
+        const bool valid = channel < K && u < at.tile.n_rows;
+        if (BACK) left[BACK][u][row] = valid ? w.y[token + channel] : 0.0f;
+        left[0][u][row] = !valid ? 0.0f : BACK ? w.x[token + channel]
                           : mn_float(mn_row<T>(p.k, b, t0 + u, at.h)[channel]);
     }
 }
@@ -399,30 +402,31 @@ __device__ inline void mn_mesa_add_tokens(
  * of its first token counts, too. A block has a few rows (blockIdx.y) of a chunk (.x) of a head
  * (.z), a thread columns of them. */
 template <typename T, bool BACK>
-__global__ void __launch_bounds__(MN_MESA_ADDERS)
-mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
+__global__ void __launch_bounds__(MN_MESA_SUM_THREADS)
+mesa_chunk_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w) {
     __shared__ float weight[MN_MESA_CHUNK];
     __shared__ alignas(16) float left[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS];
-    const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x, blockIdx.z);
+    const mn_mesa_coord at = mn_mesa_coord_of(p.call, blockIdx.x, blockIdx.z);
     const int64_t row0 = blockIdx.y * MN_MESA_ROWS;
-    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const mn_mesa_layout layout = mn_mesa_layout::of(p.call);
     mn_pdl_launch_dependents();
     if (at.tile.n_rows == 0) return;
     const float2 token = mn_mesa_token<T>(p, at, threadIdx.x);    // first, as all wait for it
     float right[BACK ? 2 : 1][MN_MESA_CHUNK];
-    mn_mesa_column<T, BACK>(right, p, w, at, min((int64_t)threadIdx.x, lie.pitch - 1));
-    mn_mesa_weigh(weight, blockIdx.y == 0 ? &w.falls[at.index] : NULL, token, threadIdx.x, BACK);
-    mn_mesa_stage_left<T, BACK>(left, p, w, at, row0);
+    mn_mesa_column<T, BACK>(right, p, w, at, min((int64_t)threadIdx.x, layout.pitch - 1));
+    mn_mesa_token_weights(weight, blockIdx.y == 0 ? &w.decays[at.index] : NULL, token,
+                          threadIdx.x, BACK);
+    mn_mesa_load_left<T, BACK>(left, p, w, at, row0);
     __syncthreads();
-    float *to = (BACK ? w.adjoints : w.pairs) + at.index * lie.size + row0 * lie.pitch;
-    for (int64_t j0 = 0; j0 < lie.pitch; j0 += MN_MESA_ADDERS) {
-        const int64_t j = min(j0 + threadIdx.x, lie.pitch - 1);
+    float *to = (BACK ? w.adjoints : w.pairs) + at.index * layout.size + row0 * layout.pitch;
+    for (int64_t j0 = 0; j0 < layout.pitch; j0 += MN_MESA_SUM_THREADS) {
+        const int64_t j = min(j0 + threadIdx.x, layout.pitch - 1);
         float sum[MN_MESA_ROWS] = {};
         if (j0 > 0) mn_mesa_column<T, BACK>(right, p, w, at, j);
         mn_mesa_add_tokens<BACK>(sum, left, right, weight, j < p.call.K);
 #pragma unroll
         for (int r = 0; r < MN_MESA_ROWS; r++) {
-            if (row0 + r < lie.rows) to[r * lie.pitch + j] = sum[r];
+            if (row0 + r < layout.rows) to[r * layout.pitch + j] = sum[r];
         }
     }
 }
@@ -435,14 +439,14 @@ struct mn_mesa_cell {
 };
 
 __device__ inline mn_mesa_cell mn_mesa_cell_at(const mn_call &c, int64_t cell) {
-    const mn_mesa_layout lie = mn_mesa_layout::of(c);
-    const int64_t i = (int)cell / (int)lie.pitch, j = (int)cell % (int)lie.pitch;
-    const int64_t v = j - lie.rows;
+    const mn_mesa_layout layout = mn_mesa_layout::of(c);
+    const int64_t i = (int)cell / (int)layout.pitch, j = (int)cell % (int)layout.pitch;
+    const int64_t v = j - layout.rows;
     return { i, j, v, i < c.K && j < c.K, i < c.K && v >= 0 && v < c.V };
 }
 
 /* Its number in a given pair: of the symmetric part of the first matrix, and of the second. */
-__device__ inline float mn_mesa_given(const float *kk, const float *kv, int64_t head,
+__device__ inline float mn_mesa_load_state(const float *kk, const float *kv, int64_t head,
                                       const mn_mesa_cell &at, int64_t K, int64_t V) {
     if (at.in_kv) return mn_get(kv, (head * K + at.i) * V + at.v);
     if (!at.in_kk) return 0.0f;
@@ -450,7 +454,8 @@ __device__ inline float mn_mesa_given(const float *kk, const float *kv, int64_t 
                    mn_get(kk, (head * K + at.j) * K + at.i));
 }
 
-__device__ inline void mn_mesa_put(float *kk, float *kv, int64_t head, const mn_mesa_cell &at,
+__device__ inline void mn_mesa_store_state(float *kk, float *kv, int64_t head,
+                                           const mn_mesa_cell &at,
                                    int64_t K, int64_t V, float x) {
     if (at.in_kk && kk) kk[(head * K + at.i) * K + at.j] = x;
     if (at.in_kv && kv) kv[(head * K + at.i) * V + at.v] = x;
@@ -462,64 +467,65 @@ __device__ inline int64_t mn_mesa_slot(const mn_call &c, const mn_span &span, in
                         : n * ((c.T + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
 }
 
-/* Room of AT_ONCE groups of threads that sum chunks and go over them. */
-template <int AT_ONCE>
+/* Smem of AT_ONCE groups of threads that sum chunks and go over them. */
+template <int GROUPS>
 struct mn_mesa_short_smem {
-    float weight[AT_ONCE][MN_MESA_CHUNK], fall[AT_ONCE];
-    alignas(16) float left[AT_ONCE][1][MN_MESA_CHUNK][MN_MESA_ROWS];
-    float sums[AT_ONCE][MN_MESA_ROWS][MN_MESA_ADDERS];
+    float weight[GROUPS][MN_MESA_CHUNK], decay[GROUPS];
+    alignas(16) float left[GROUPS][1][MN_MESA_CHUNK][MN_MESA_ROWS];
+    float sums[GROUPS][MN_MESA_ROWS][MN_MESA_SUM_THREADS];
 };
 
 /* A few rows, from row0 on, of head h of sequence n: the pairs in front of its chunks and behind
  * the last one. Each group of threads sums a chunk; then each thread goes over chunks for a few
  * numbers. All threads call; barriers at both ends. */
-template <typename T, int AT_ONCE>
-__device__ inline void mn_mesa_carry_rows(mn_mesa_short_smem<AT_ONCE> &room,
-                                          const mn_mesa_args &p, const mn_mesa_work &w, int64_t n,
+template <typename T, int GROUPS>
+__device__ inline void mn_mesa_scan_rows(mn_mesa_short_smem<GROUPS> &smem,
+                                          const mn_mesa_args &p, const mn_mesa_workspace &w,
+                                              int64_t n,
                                           int64_t h, int64_t row0) {
-    constexpr int each = MN_MESA_ROWS / AT_ONCE;
-    const int group = threadIdx.x / MN_MESA_ADDERS, thread = threadIdx.x % MN_MESA_ADDERS;
+    constexpr int each = MN_MESA_ROWS / GROUPS;
+    const int group = threadIdx.x / MN_MESA_SUM_THREADS, thread = threadIdx.x % MN_MESA_SUM_THREADS;
     const int64_t head = n * p.call.H + h;
-    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const mn_mesa_layout layout = mn_mesa_layout::of(p.call);
     const mn_span span = mn_span_at(p.call, n);
     const int64_t chunks = (span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK;
     const int64_t slot0 = mn_mesa_slot(p.call, span, n);
     const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
-    for (int64_t j0 = 0; j0 < lie.pitch; j0 += MN_MESA_ADDERS) {
+    for (int64_t j0 = 0; j0 < layout.pitch; j0 += MN_MESA_SUM_THREADS) {
         const int64_t j = j0 + thread;    // also of this thread's numbers, in rows group, + AT_ONCE
         float x[each] = {};
-        for (int i = 0; i < each && (kk || kv) && j < lie.pitch; i++) {
-            const int64_t row = row0 + group + i * AT_ONCE;
-            x[i] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, row * lie.pitch + j),
+        for (int i = 0; i < each && (kk || kv) && j < layout.pitch; i++) {
+            const int64_t row = row0 + group + i * GROUPS;
+            x[i] = mn_mesa_load_state(kk, kv, head, mn_mesa_cell_at(p.call, row * layout.pitch + j),
                                  p.call.K, p.call.V);
         }
-        for (int64_t c0 = 0; c0 < chunks; c0 += AT_ONCE) {
+        for (int64_t c0 = 0; c0 < chunks; c0 += GROUPS) {
             const int64_t chunk = min(c0 + group, chunks - 1);
-            const mn_mesa_place at = mn_mesa_here(p.call, slot0 + chunk, h);
+            const mn_mesa_coord at = mn_mesa_coord_of(p.call, slot0 + chunk, h);
             const float2 token = mn_mesa_token<T>(p, at, thread);
             float right[1][MN_MESA_CHUNK], sum[MN_MESA_ROWS] = {};
-            mn_mesa_column<T, false>(right, p, w, at, min(j, lie.pitch - 1));
-            mn_mesa_weigh(room.weight[group], &room.fall[group], token, thread, false);
-            mn_mesa_stage_left<T, false>(room.left[group], p, w, at, row0);
+            mn_mesa_column<T, false>(right, p, w, at, min(j, layout.pitch - 1));
+            mn_mesa_token_weights(smem.weight[group], &smem.decay[group], token, thread, false);
+            mn_mesa_load_left<T, false>(smem.left[group], p, w, at, row0);
             __syncthreads();
-            mn_mesa_add_tokens<false>(sum, room.left[group], right, room.weight[group], false);
+            mn_mesa_add_tokens<false>(sum, smem.left[group], right, smem.weight[group], false);
 #pragma unroll
-            for (int r = 0; r < MN_MESA_ROWS; r++) room.sums[group][r][thread] = sum[r];
+            for (int r = 0; r < MN_MESA_ROWS; r++) smem.sums[group][r][thread] = sum[r];
             __syncthreads();
-            for (int c = 0; c < AT_ONCE && c0 + c < chunks; c++) {
-                float *to = w.pairs + ((slot0 + c0 + c) * p.call.H + h) * lie.size + j;
+            for (int c = 0; c < GROUPS && c0 + c < chunks; c++) {
+                float *to = w.pairs + ((slot0 + c0 + c) * p.call.H + h) * layout.size + j;
 #pragma unroll
                 for (int i = 0; i < each; i++) {
-                    const int row = group + i * AT_ONCE;
-                    if (j < lie.pitch) to[(row0 + row) * lie.pitch] = x[i];
-                    x[i] = fmaf(room.fall[c], x[i], room.sums[c][row][thread]);
+                    const int row = group + i * GROUPS;
+                    if (j < layout.pitch) to[(row0 + row) * layout.pitch] = x[i];
+                    x[i] = fmaf(smem.decay[c], x[i], smem.sums[c][row][thread]);
                 }
             }
             __syncthreads();
         }
-        for (int i = 0; i < each && j < lie.pitch; i++) {
-            const int64_t row = row0 + group + i * AT_ONCE;
-            w.last[head * lie.size + row * lie.pitch + j] = x[i];
+        for (int i = 0; i < each && j < layout.pitch; i++) {
+            const int64_t row = row0 + group + i * GROUPS;
+            w.last[head * layout.size + row * layout.pitch + j] = x[i];
         }
     }
 }
@@ -527,85 +533,87 @@ __device__ inline void mn_mesa_carry_rows(mn_mesa_short_smem<AT_ONCE> &room,
 /* Sums of chunks and over them in one, forward, where sequences are short. A block has a few rows
  * (blockIdx.y) of a head (.z) of a sequence (.x). */
 template <typename T>
-__global__ void __launch_bounds__(MN_MESA_AT_ONCE * MN_MESA_ADDERS)
-mn_mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
-    __shared__ mn_mesa_short_smem<MN_MESA_AT_ONCE> room;
+__global__ void __launch_bounds__(MN_MESA_SHORT_CHUNKS * MN_MESA_SUM_THREADS)
+mesa_chunk_scan_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w) {
+    __shared__ mn_mesa_short_smem<MN_MESA_SHORT_CHUNKS> smem;
     mn_pdl_launch_dependents();
-    mn_mesa_carry_rows<T>(room, p, w, blockIdx.x, blockIdx.z, blockIdx.y * MN_MESA_ROWS);
+    mn_mesa_scan_rows<T>(smem, p, w, blockIdx.x, blockIdx.z, blockIdx.y * MN_MESA_ROWS);
 }
 
-enum { MN_MESA_AHEAD = 8, MN_MESA_PACK = 4 };
+enum { MN_MESA_PREFETCH = 8, MN_MESA_VEC = 4 };
 
 /* Sums over the chunks of a sequence, in place: afterwards a pair is the one in front of its chunk
  * or, backward, behind it. A thread has a pack of the pair, and loads several ahead of the sum. */
-static __global__ void __launch_bounds__(MN_MESA_CARRIERS)
-mn_mesa_carry_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, bool backward) {
+static __global__ void __launch_bounds__(MN_MESA_SCAN_THREADS)
+mesa_chunk_scan_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w, bool backward) {
     const int64_t K = p.call.K, V = p.call.V, size = mn_mesa_layout::of(p.call).size, H = p.call.H;
-    const int64_t cell = MN_MESA_PACK * (blockIdx.x * (int64_t)MN_MESA_CARRIERS + threadIdx.x);
+    const int64_t cell = MN_MESA_VEC * (blockIdx.x * (int64_t)MN_MESA_SCAN_THREADS + threadIdx.x);
     const int64_t n = blockIdx.y / H, h = blockIdx.y % H, head = blockIdx.y;
     const mn_span span = mn_span_at(p.call, n);
     const int64_t chunks = (span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK;
     const int64_t slot0 = mn_mesa_slot(p.call, span, n);
     const float *kk = (const float *)(backward ? p.cot.hkk.data : p.hkk0.data);
     const float *kv = (const float *)(backward ? p.cot.hkv.data : p.hkv0.data);
-    float x[MN_MESA_PACK] = {};
-    for (int e = 0; e < MN_MESA_PACK && (kk || kv) && cell < size; e++) {
-        x[e] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, cell + e), K, V);
+    float x[MN_MESA_VEC] = {};
+    for (int e = 0; e < MN_MESA_VEC && (kk || kv) && cell < size; e++) {
+        x[e] = mn_mesa_load_state(kk, kv, head, mn_mesa_cell_at(p.call, cell + e), K, V);
     }
     mn_pdl_launch_dependents();
     mn_pdl_wait();
     if (cell >= size) return;
     float *const cells = (backward ? w.adjoints : w.pairs) + cell;
-    for (int64_t i0 = 0; i0 < chunks; i0 += MN_MESA_AHEAD) {
-        int64_t index[MN_MESA_AHEAD];
-        float added[MN_MESA_AHEAD][MN_MESA_PACK], fall[MN_MESA_AHEAD];
+    for (int64_t i0 = 0; i0 < chunks; i0 += MN_MESA_PREFETCH) {
+        int64_t index[MN_MESA_PREFETCH];
+        float added[MN_MESA_PREFETCH][MN_MESA_VEC], decay[MN_MESA_PREFETCH];
 #pragma unroll
-        for (int i = 0; i < MN_MESA_AHEAD; i++) {
+        for (int i = 0; i < MN_MESA_PREFETCH; i++) {
             const int64_t chunk = min(i0 + i, chunks - 1);
             index[i] = (slot0 + (backward ? chunks - 1 - chunk : chunk)) * H + h;
-            mn_load<MN_MESA_PACK>(added[i], cells, index[i] * size), fall[i] = w.falls[index[i]];
+            mn_load<MN_MESA_VEC>(added[i], cells, index[i] * size), decay[i] = w.decays[index[i]];
         }
 #pragma unroll
-        for (int i = 0; i < MN_MESA_AHEAD; i++) {
+        for (int i = 0; i < MN_MESA_PREFETCH; i++) {
             if (i0 + i >= chunks) break;
-            mn_store<MN_MESA_PACK>(cells, index[i] * size, x);
+            mn_store<MN_MESA_VEC>(cells, index[i] * size, x);
 #pragma unroll
-            for (int e = 0; e < MN_MESA_PACK; e++) x[e] = fmaf(fall[i], x[e], added[i][e]);
+            for (int e = 0; e < MN_MESA_VEC; e++) x[e] = fmaf(decay[i], x[e], added[i][e]);
         }
     }
-    if (!backward) mn_store<MN_MESA_PACK>(w.last, head * size + cell, x);
-    for (int e = 0; e < MN_MESA_PACK && backward; e++) {
-        mn_mesa_put((float *)p.grad.hkk0.data, (float *)p.grad.hkv0.data, head,
+    if (!backward) mn_store<MN_MESA_VEC>(w.last, head * size + cell, x);
+    for (int e = 0; e < MN_MESA_VEC && backward; e++) {
+        mn_mesa_store_state((float *)p.grad.hkk0.data, (float *)p.grad.hkv0.data, head,
                     mn_mesa_cell_at(p.call, cell + e), K, V, x[e]);
     }
 }
 
 /* The pairs at the end; in a kernel of its own, as they may lie where the first ones did. */
 static __global__ void __launch_bounds__(MN_MESA_THREADS)
-mn_mesa_put_kernel(const __grid_constant__ mn_mesa_args p, const float *last) {
+mesa_store_state_kernel(const __grid_constant__ mn_mesa_args p, const float *last) {
     const int64_t size = mn_mesa_layout::of(p.call).size, head = blockIdx.y;
     const int64_t cell = blockIdx.x * (int64_t)MN_MESA_THREADS + threadIdx.x;
     if (cell >= size) return;
-    mn_mesa_put((float *)p.hkk.data, (float *)p.hkv.data, head, mn_mesa_cell_at(p.call, cell),
+    mn_mesa_store_state((float *)p.hkk.data, (float *)p.hkv.data, head,
+                        mn_mesa_cell_at(p.call, cell),
                 p.call.K, p.call.V, last[head * size + cell]);
 }
 
 /* out[j] = sum over rows i < K of x_i P_ij, for `width` columns of rows of `pitch`. All threads
- * call; `room` has as many numbers as threads. Barriers on both sides. */
-__device__ inline void mn_mesa_columns(float *out, const float *P, int64_t pitch, int64_t width,
-                                       const float *x, int64_t K, float *room) {
+ * call; `smem` has as many numbers as threads. Barriers on both sides. */
+__device__ inline void mn_mesa_vec_mat(float *out, const float *P, int64_t pitch, int64_t width,
+                                       const float *x, int64_t K, float *smem) {
     const int lanes = (int)min((width + 31) / 32 * 32, (int64_t)MN_MESA_THREADS);
-    const int groups = MN_MESA_THREADS / lanes, team = threadIdx.x / lanes;
+    const int row_groups = MN_MESA_THREADS / lanes, row_group = threadIdx.x / lanes;
     for (int64_t j0 = 0; j0 < width; j0 += lanes) {
         const int64_t j = j0 + threadIdx.x % lanes;
         float sum = 0.0f;
-        for (int64_t i = team; i < K && j < width && team < groups; i += groups) {
+        for (int64_t i = row_group; i < K && j < width && row_group < row_groups; i += row_groups) {
             sum = fmaf(x[i], P[i * pitch + j], sum);
         }
-        room[threadIdx.x] = sum;
+        smem[threadIdx.x] = sum;
         __syncthreads();
-        if (team == 0 && j < width) {
-            for (int other = 1; other < groups; other++) sum += room[other * lanes + threadIdx.x];
+        if (row_group == 0 && j < width) {
+            for (int other = 1; other < row_groups; other++) sum +=
+                smem[other * lanes + threadIdx.x];
             out[j] = sum;
         }
         __syncthreads();
@@ -614,7 +622,7 @@ __device__ inline void mn_mesa_columns(float *out, const float *P, int64_t pitch
 
 /* out[i] = sum over columns j < width of P_ij x_j, for K rows; a warp has a row at a time. A
  * barrier follows. */
-__device__ inline void mn_mesa_rows(float *out, const float *P, int64_t pitch, int64_t width,
+__device__ inline void mn_mesa_mat_vec(float *out, const float *P, int64_t pitch, int64_t width,
                                     const float *x, int64_t K) {
     for (int64_t i = threadIdx.x / 32; i < K; i += MN_MESA_THREADS / 32) {
         float sum = 0.0f;

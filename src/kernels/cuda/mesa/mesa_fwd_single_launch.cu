@@ -4,8 +4,8 @@
  * Short sequences, up to four chunks: a head of a sequence has two blocks for each chunk. Each
  * sums a few rows of the pair over all chunks and leaves them in work space; when all have, each
  * reads its half of a chunk from there, for which inputs have come meanwhile. As blocks wait for
- * each other the launch is cooperative: it begins when there is room for all of them, whatever else
- * is on the GPU, and so there may be no more than processors, each of which has room for one.
+ * each other the launch is cooperative: it begins when there is smem for all of them, whatever else
+ * is on the GPU, and so there may be no more than processors, each of which has smem for one.
  * (Clusters of eight would do, but the sixteen of as many heads do not run at a time on an H200:
  * 0.073 ms instead of 0.0375.)
  *
@@ -17,25 +17,26 @@
 
 namespace mneme::mesa {
 
-enum { ONCE_CHUNKS = 4, ONCE_PARTS = MN_MESA_CHUNK / MN_MESA_PART, ONCE_WIDEST = 64 };
-enum { ONCE_GROUP = MN_MESA_READERS / ONCE_CHUNKS, ONCE_WIDTH = 2 * ONCE_GROUP };    // threads
+enum { SHORT_CHUNKS = 4, SHORT_SPLITS = MN_MESA_CHUNK / MN_MESA_TOKENS, SHORT_MAX_K = 64 };
+// threads
+enum { CHUNK_THREADS = MN_MESA_READ_THREADS / SHORT_CHUNKS, COLUMN_TILE = 2 * CHUNK_THREADS };
 
 /* ---- short sequences ------------------------------------------------------------------------- */
 
-enum { ONCE_TOKENS = ONCE_CHUNKS * MN_MESA_CHUNK, ONCE_VALUES = 128 };    // most value columns
+enum { SHORT_TOKENS = SHORT_CHUNKS * MN_MESA_CHUNK, SHORT_MAX_V = 128 };    // most value columns
 
-/* Room to sum a few rows of all chunks: keys and values of all tokens, side by side. */
+/* Smem to sum a few rows of all chunks: keys and values of all tokens, side by side. */
 template <int N, typename T>
 struct sums_smem {
-    static constexpr int pitch = 8 * N + ONCE_VALUES + 8;
-    alignas(16) T tokens[ONCE_TOKENS][pitch];
-    alignas(16) float sums[ONCE_CHUNKS][MN_MESA_ROWS][ONCE_WIDTH];
-    float weight[ONCE_CHUNKS][MN_MESA_CHUNK], fall[ONCE_CHUNKS];
+    static constexpr int pitch = 8 * N + SHORT_MAX_V + 8;
+    alignas(16) T tokens[SHORT_TOKENS][pitch];
+    alignas(16) float sums[SHORT_CHUNKS][MN_MESA_ROWS][COLUMN_TILE];
+    float weight[SHORT_CHUNKS][MN_MESA_CHUNK], decay[SHORT_CHUNKS];
 };
 
 template <int N, typename T>
 struct short_smem {
-    mn_mesa_tokens<N> tokens;
+    mn_mesa_read_smem<N> tokens;
     sums_smem<N, T> sums;
 };
 
@@ -43,57 +44,58 @@ struct short_smem {
 template <int COLUMNS, typename T>
 __device__ static void load_columns(T *to, int pitch, const mn_in &view, const mn_span &span,
                                      int64_t h, int64_t first, int64_t width) {
-    constexpr int each = 16 / (int)sizeof(T), packs = COLUMNS / each;
-    bool whole = (uintptr_t)view.data % 16 == 0 && width % each == 0;
-    for (int axis = 0; axis < 3; axis++) whole = whole && view.stride[axis] % each == 0;
+    constexpr int each = 16 / (int)sizeof(T), vecs = COLUMNS / each;
+    bool vec_aligned = (uintptr_t)view.data % 16 == 0 && width % each == 0;
+    for (int axis = 0; axis < 3; axis++) vec_aligned = vec_aligned && view.stride[axis] % each == 0;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < ONCE_TOKENS * packs; i += MN_MESA_READERS) {
-        const int t = i / packs, j = i % packs * each;
+    for (int i = threadIdx.x; i < SHORT_TOKENS * vecs; i += MN_MESA_READ_THREADS) {
+        const int t = i / vecs, j = i % vecs * each;
         const bool inside = t < span.length && first + j < width;
         const T *from = inside ? mn_row<T>(view, span.b, span.t0 + t, h) + first + j
                                : (const T *)view.data;
-        T *place = to + t * pitch + j;
-        if (whole) {
+        T *dst = to + t * pitch + j;
+        if (vec_aligned) {
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                         ::"r"((unsigned)__cvta_generic_to_shared(place)), "l"(from),
+                         ::"r"((unsigned)__cvta_generic_to_shared(dst)), "l"(from),
                          "r"(inside ? 16 : 0) : "memory");
             continue;
         }
         for (int n = 0; n < each; n++) {
-            place[n] = inside && first + j + n < width ? from[n] : (T)0.0f;
+            dst[n] = inside && first + j + n < width ? from[n] : (T)0.0f;
         }
     }
 }
 
-/* What mn_mesa_short_kernel does, of all chunks at once: a group of threads has a chunk, a thread
- * two columns of it, then a few numbers over all chunks. Few instructions, as all of them are new
- * to the processor. */
+/* What mesa_chunk_scan_short_kernel does, of all chunks at once: a group of threads has a chunk,
+ * a thread two columns of it, then a few numbers over all chunks. Few instructions, as all of
+ * them are new to the processor. */
 template <int N, typename T>
-__device__ static void carry_rows(sums_smem<N, T> &room, const mn_mesa_args &p,
-                                  const mn_mesa_work &w, int64_t n, int64_t h, int64_t row0) {
-    constexpr int ws = MN_MESA_READERS / ONCE_WIDTH, each = MN_MESA_ROWS / ws;
-    const int group = threadIdx.x / ONCE_GROUP, thread = threadIdx.x % ONCE_GROUP;
+__device__ static void scan_rows_short(sums_smem<N, T> &smem, const mn_mesa_args &p,
+                                  const mn_mesa_workspace &w, int64_t n, int64_t h, int64_t row0) {
+    constexpr int row_step = MN_MESA_READ_THREADS / COLUMN_TILE, each = MN_MESA_ROWS / row_step;
+    const int group = threadIdx.x / CHUNK_THREADS, thread = threadIdx.x % CHUNK_THREADS;
     const int64_t head = n * p.call.H + h;
-    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const mn_mesa_layout layout = mn_mesa_layout::of(p.call);
     const mn_span span = mn_span_at(p.call, n);
     const int chunks = (int)((span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
     const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
     const int64_t index0 = mn_mesa_slot(p.call, span, n) * p.call.H + h;
-    const T(*tokens)[sums_smem<N, T>::pitch] = room.tokens + group * MN_MESA_CHUNK;
+    const T(*tokens)[sums_smem<N, T>::pitch] = smem.tokens + group * MN_MESA_CHUNK;
 #pragma unroll 1
-    for (int64_t j0 = 0; j0 < lie.pitch; j0 += ONCE_WIDTH) {
-        const int64_t mine = j0 + threadIdx.x % ONCE_WIDTH;
+    for (int64_t j0 = 0; j0 < layout.pitch; j0 += COLUMN_TILE) {
+        const int64_t own_index = j0 + threadIdx.x % COLUMN_TILE;
         const int column = (int)j0 + 2 * thread;
         float x[each] = {}, sum[MN_MESA_ROWS][2] = {};
-        for (int i = 0; i < each && (kk || kv) && mine < lie.pitch; i++) {
-            const int64_t row = row0 + threadIdx.x / ONCE_WIDTH + i * ws;
-            x[i] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, row * lie.pitch + mine),
+        for (int i = 0; i < each && (kk || kv) && own_index < layout.pitch; i++) {
+            const int64_t row = row0 + threadIdx.x / COLUMN_TILE + i * row_step;
+            x[i] = mn_mesa_load_state(kk, kv, head,
+                                      mn_mesa_cell_at(p.call, row * layout.pitch + own_index),
                                  p.call.K, p.call.V);
         }
 #pragma unroll 4
         for (int u = 0; u < MN_MESA_CHUNK; u++) {
             float left[MN_MESA_ROWS];
-            const float by = room.weight[group][u];
+            const float by = smem.weight[group][u];
             mn_load<MN_MESA_ROWS>(left, tokens[u], row0);
             const float right[2] = { mn_float(tokens[u][column]), mn_float(tokens[u][column + 1]) };
 #pragma unroll
@@ -104,97 +106,97 @@ __device__ static void carry_rows(sums_smem<N, T> &room, const mn_mesa_args &p,
         }
 #pragma unroll
         for (int r = 0; r < MN_MESA_ROWS; r++) {
-            *(float2 *)&room.sums[group][r][2 * thread] = make_float2(sum[r][0], sum[r][1]);
+            *(float2 *)&smem.sums[group][r][2 * thread] = make_float2(sum[r][0], sum[r][1]);
         }
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < each && mine < lie.pitch; i++) {
-            const int row = (int)threadIdx.x / ONCE_WIDTH + i * ws;
-            const int64_t cell = (row0 + row) * lie.pitch + mine;
+        for (int i = 0; i < each && own_index < layout.pitch; i++) {
+            const int row = (int)threadIdx.x / COLUMN_TILE + i * row_step;
+            const int64_t cell = (row0 + row) * layout.pitch + own_index;
 #pragma unroll 1
             for (int c = 0; c < chunks; c++) {
-                w.pairs[(index0 + c * p.call.H) * lie.size + cell] = x[i];
-                x[i] = fmaf(room.fall[c], x[i], room.sums[c][row][threadIdx.x % ONCE_WIDTH]);
+                w.pairs[(index0 + c * p.call.H) * layout.size + cell] = x[i];
+                x[i] = fmaf(smem.decay[c], x[i], smem.sums[c][row][threadIdx.x % COLUMN_TILE]);
             }
-            w.last[head * lie.size + cell] = x[i];
+            w.last[head * layout.size + cell] = x[i];
         }
         __syncthreads();
     }
 }
 
-/* Tokens and their weights for carry_rows. A barrier at the end. */
+/* Tokens and their weights for scan_rows_short. A barrier at the end. */
 template <int N, typename T>
-__device__ static void bring_tokens(sums_smem<N, T> &room, const mn_mesa_args &p, int64_t n,
+__device__ static void load_tokens(sums_smem<N, T> &smem, const mn_mesa_args &p, int64_t n,
                                     int64_t h) {
-    const int group = threadIdx.x / ONCE_GROUP, thread = threadIdx.x % ONCE_GROUP;
+    const int group = threadIdx.x / CHUNK_THREADS, thread = threadIdx.x % CHUNK_THREADS;
     const mn_span span = mn_span_at(p.call, n);
-    mn_mesa_place at;
+    mn_mesa_coord at;
     at.h = h, at.tile.n = n, at.tile.span = span, at.tile.first = group * MN_MESA_CHUNK;
     at.tile.n_rows = max(min((int64_t)MN_MESA_CHUNK, span.length - at.tile.first), (int64_t)0);
     const float2 token = mn_mesa_token<T>(p, at, thread);
-    load_columns<8 * N>(room.tokens[0], room.pitch, p.k, span, h, 0, p.call.K);
+    load_columns<8 * N>(smem.tokens[0], smem.pitch, p.k, span, h, 0, p.call.K);
     for (int64_t v0 = 0; v0 < p.call.V; v0 += 64) {
-        load_columns<64>(room.tokens[0] + 8 * N + v0, room.pitch, p.v, span, h, v0, p.call.V);
+        load_columns<64>(smem.tokens[0] + 8 * N + v0, smem.pitch, p.v, span, h, v0, p.call.V);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
-    mn_mesa_weigh(room.weight[group], &room.fall[group], token, thread, false);
+    mn_mesa_token_weights(smem.weight[group], &smem.decay[group], token, thread, false);
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
 }
 
 /* The pair at the end, of the rows that this block summed. All first ones have been read. */
-__device__ static void put_last(const mn_mesa_args &p, const float *last, int64_t head,
-                                const mn_mesa_layout &lie, int rank, int n_ranks) {
+__device__ static void store_last(const mn_mesa_args &p, const float *last, int64_t head,
+                                const mn_mesa_layout &layout, int rank, int n_ranks) {
     if (!p.hkk.data && !p.hkv.data) return;
-    for (int64_t row0 = rank * MN_MESA_ROWS; row0 < lie.rows; row0 += n_ranks * MN_MESA_ROWS) {
-        for (int64_t i = threadIdx.x; i < MN_MESA_ROWS * lie.pitch; i += MN_MESA_READERS) {
-            const int64_t cell = row0 * lie.pitch + i;
-            mn_mesa_put((float *)p.hkk.data, (float *)p.hkv.data, head,
+    for (int64_t row0 = rank * MN_MESA_ROWS; row0 < layout.rows; row0 += n_ranks * MN_MESA_ROWS) {
+        for (int64_t i = threadIdx.x; i < MN_MESA_ROWS * layout.pitch; i += MN_MESA_READ_THREADS) {
+            const int64_t cell = row0 * layout.pitch + i;
+            mn_mesa_store_state((float *)p.hkk.data, (float *)p.hkv.data, head,
                         mn_mesa_cell_at(p.call, cell), p.call.K, p.call.V,
-                        last[head * lie.size + cell]);
+                        last[head * layout.size + cell]);
         }
     }
 }
 
 /* blockIdx.x / `ranks` is the sequence, .y the head. */
 template <int N, typename T>
-__global__ void __launch_bounds__(MN_MESA_READERS, 1)
-short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int ranks) {
+__global__ void __launch_bounds__(MN_MESA_READ_THREADS, 1)
+mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w, int ranks) {
     extern __shared__ __align__(16) unsigned char short_bytes[];
-    short_smem<N, T> &room = *(short_smem<N, T> *)short_bytes;
+    short_smem<N, T> &smem = *(short_smem<N, T> *)short_bytes;
     const int rank = (int)(blockIdx.x % ranks);
     const int64_t n = blockIdx.x / ranks, h = blockIdx.y;
-    mn_mesa_reader<N> me;
-    mn_mesa_place at;
+    mn_mesa_read_ctx<N> ctx;
+    mn_mesa_coord at;
     at.tile.n = n, at.tile.span = mn_span_at(p.call, n), at.h = h;
-    at.tile.first = rank / ONCE_PARTS * MN_MESA_CHUNK;
+    at.tile.first = rank / SHORT_SPLITS * MN_MESA_CHUNK;
     at.tile.n_rows = max(min((int64_t)MN_MESA_CHUNK, at.tile.span.length - at.tile.first),
                          (int64_t)0);
-    at.slot = mn_mesa_slot(p.call, at.tile.span, n) + rank / ONCE_PARTS;
+    at.slot = mn_mesa_slot(p.call, at.tile.span, n) + rank / SHORT_SPLITS;
     at.index = at.slot * p.call.H + h;
-    me.take(p, at, rank % ONCE_PARTS);
-    const bool some = me.token(0) < me.count;
-    mn_mesa_brought<N, T> brought;
+    ctx.init(p, at, rank % SHORT_SPLITS);
+    const bool some = ctx.token(0) < ctx.count;
+    mn_mesa_prefetch<N, T> prefetch;
     float2 token = {};
     if (some) {
-        token = mn_mesa_token<T>(p, at, me.lane);
-        brought.fetch(p, me);
+        token = mn_mesa_token<T>(p, at, ctx.lane);
+        prefetch.fetch(p, ctx);
     }
-    bring_tokens<N, T>(room.sums, p, n, h);
-    for (int64_t row0 = rank * MN_MESA_ROWS; row0 < me.lie.rows; row0 += ranks * MN_MESA_ROWS) {
-        carry_rows<N, T>(room.sums, p, w, n, h, row0);
+    load_tokens<N, T>(smem.sums, p, n, h);
+    for (int64_t row0 = rank * MN_MESA_ROWS; row0 < ctx.layout.rows; row0 += ranks * MN_MESA_ROWS) {
+        scan_rows_short<N, T>(smem.sums, p, w, n, h, row0);
     }
-    if (some) brought.put(room.tokens, p);
+    if (some) prefetch.put(smem.tokens, p);
     mn_pdl_launch_dependents();
     cooperative_groups::this_grid().sync();
-    put_last(p, w.last, n * p.call.H + h, me.lie, rank, ranks);
+    store_last(p, w.last, n * p.call.H + h, ctx.layout, rank, ranks);
     if (!some) return;
-    me.beta = token.x, me.level = mn_mesa_levels(token.y, me.lane);
-    me.front = w.pairs + at.index * me.lie.size;
-    mn_mesa_stage_front<N>(room.tokens, me);
-    mn_mesa_announce<N, T>(p, me);
+    ctx.beta = token.x, ctx.level = mn_mesa_log_decay_cumsum(token.y, ctx.lane);
+    ctx.front = w.pairs + at.index * ctx.layout.size;
+    mn_mesa_load_front<N>(smem.tokens, ctx);
+    mn_mesa_prefetch_l1<N, T>(p, ctx);
     __syncthreads();
-    mn_mesa_read_part<N, T, false>(room.tokens, p, w, me);
+    mn_mesa_read_tokens<N, T, false>(smem.tokens, p, w, ctx);
 }
 
 /* ---- single tokens --------------------------------------------------------------------------- */
@@ -202,7 +204,7 @@ short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int ranks) 
 /* Hkk and Hkv as they were given lie behind it, the former in rows that are longer by one. */
 template <int N>
 struct step_smem {
-    mn_mesa_tokens<N> tokens;
+    mn_mesa_read_smem<N> tokens;
     float given[8 * N][8 * N + 1];
 
     __device__ float *values() { return (float *)(this + 1); }
@@ -210,18 +212,18 @@ struct step_smem {
 
 /* What was given of the head, zeros outside. */
 template <int N>
-__device__ static void bring_pair(step_smem<N> &room, const mn_mesa_args &p, int64_t head,
+__device__ static void load_state_pair(step_smem<N> &smem, const mn_mesa_args &p, int64_t head,
                                   int width) {
     const int K = (int)p.call.K, V = (int)p.call.V;
     const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
-    float *values = room.values();
+    float *values = smem.values();
 #pragma unroll 8
-    for (int i = threadIdx.x; i < 64 * N * N; i += MN_MESA_READERS) {
+    for (int i = threadIdx.x; i < 64 * N * N; i += MN_MESA_READ_THREADS) {
         const int row = i / (8 * N), j = i % (8 * N);
         const bool inside = kk && row < K && j < K;
-        room.given[row][j] = inside ? kk[(head * K + row) * K + j] : 0.0f;
+        smem.given[row][j] = inside ? kk[(head * K + row) * K + j] : 0.0f;
     }
-    for (int row = threadIdx.x / 32; row < 8 * N; row += MN_MESA_READERS / 32) {
+    for (int row = threadIdx.x / 32; row < 8 * N; row += MN_MESA_READ_THREADS / 32) {
 #pragma unroll 4
         for (int j = threadIdx.x % 32; j < width; j += 32) {
             const bool inside = kv && row < K && j < V;
@@ -232,43 +234,43 @@ __device__ static void bring_pair(step_smem<N> &room, const mn_mesa_args &p, int
 
 /* The pair with the token, or as it was where there is none, by threads from `first` on. */
 template <int N, typename T>
-__device__ static void leave_pair(step_smem<N> &room, const mn_mesa_args &p, int64_t head,
+__device__ static void store_state_pair(step_smem<N> &smem, const mn_mesa_args &p, int64_t head,
                                   int width, const T *v, float2 token, bool some, int first) {
-    const int K = (int)p.call.K, V = (int)p.call.V, warps = (MN_MESA_READERS - first) / 32;
+    const int K = (int)p.call.K, V = (int)p.call.V, warps = (MN_MESA_READ_THREADS - first) / 32;
     float *kk = (float *)p.hkk.data, *kv = (float *)p.hkv.data;
-    const float *k = room.tokens.keys[0], *values = room.values();
-    const float fall = expf(token.y);
+    const float *k = smem.tokens.keys[0], *values = smem.values();
+    const float decay = expf(token.y);
     for (int i = ((int)threadIdx.x - first) / 32; i < K; i += warps) {
         for (int j = threadIdx.x % 32; j < K && kk; j += 32) {
-            const float x = room.tokens.front[i][j];
+            const float x = smem.tokens.front[i][j];
             const float write = fmaf(token.x, k[i] * k[j], 0.0f);
-            kk[(head * K + i) * K + j] = some ? fmaf(fall, x, write) : x;
+            kk[(head * K + i) * K + j] = some ? fmaf(decay, x, write) : x;
         }
         for (int j = threadIdx.x % 32; j < V && kv; j += 32) {
             const float x = values[i * width + j];
             const float write = some ? fmaf(token.x, k[i] * mn_float(v[j]), 0.0f) : 0.0f;
-            kv[(head * K + i) * V + j] = some ? fmaf(fall, x, write) : x;
+            kv[(head * K + i) * V + j] = some ? fmaf(decay, x, write) : x;
         }
     }
 }
 
 /* o of the only token, added in the order of mn_mesa_output. */
 template <int N, typename T>
-__device__ static void put_only(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
-                                const mn_mesa_reader<N> &me) {
-    T *o = mn_row<T>(p.o, me.b, me.t0, me.at.h);
+__device__ static void store_only(mn_mesa_read_smem<N> &smem, const mn_mesa_args &p,
+                                const mn_mesa_read_ctx<N> &ctx) {
+    T *o = mn_row<T>(p.o, ctx.b, ctx.t0, ctx.at.h);
     const int warp = threadIdx.x / 32;
     for (int64_t j0 = 0; j0 < p.call.V && o; j0 += 64) {
-        const int64_t j = j0 + 2 * me.lane;
+        const int64_t j = j0 + 2 * ctx.lane;
         float sum[1][2] = {};
-        if (j < p.call.V && warp < 4) mn_mesa_add_values<N, 1, T>(sum, room, p, me, 0, j);
-        if (warp < 4) room.parts[warp][0][me.lane] = make_float2(sum[0][0], sum[0][1]);
+        if (j < p.call.V && warp < 4) mn_mesa_add_values<N, 1, T>(sum, smem, p, ctx, 0, j);
+        if (warp < 4) smem.parts[warp][0][ctx.lane] = make_float2(sum[0][0], sum[0][1]);
         __syncthreads();
         if (warp == 0) {
-            float2 all = room.parts[0][0][me.lane];
+            float2 all = smem.parts[0][0][ctx.lane];
 #pragma unroll
             for (int i = 1; i < 4; i++) {
-                all.x += room.parts[i][0][me.lane].x, all.y += room.parts[i][0][me.lane].y;
+                all.x += smem.parts[i][0][ctx.lane].x, all.y += smem.parts[i][0][ctx.lane].y;
             }
             if (j < p.call.V) mn_put(o + j, all.x);
             if (j + 1 < p.call.V) mn_put(o + j + 1, all.y);
@@ -278,56 +280,56 @@ __device__ static void put_only(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
 }
 
 template <int N, typename T>
-__global__ void __launch_bounds__(MN_MESA_READERS, 1)
-step_kernel(const __grid_constant__ mn_mesa_args p) {
+__global__ void __launch_bounds__(MN_MESA_READ_THREADS, 1)
+mesa_step_kernel(const __grid_constant__ mn_mesa_args p) {
     extern __shared__ __align__(16) unsigned char step_bytes[];
-    step_smem<N> &room = *(step_smem<N> *)step_bytes;
+    step_smem<N> &smem = *(step_smem<N> *)step_bytes;
     const int64_t head = blockIdx.x, h = head % p.call.H, K = p.call.K;
     const int width = (int)(p.call.V + 3) / 4 * 4, thread = (int)threadIdx.x;
-    mn_mesa_reader<N> me;
-    mn_mesa_place at = {};
+    mn_mesa_read_ctx<N> ctx;
+    mn_mesa_coord at = {};
     at.tile.span = mn_span_at(p.call, head / p.call.H), at.h = h;
     at.tile.n_rows = at.tile.span.length;
-    me.take(p, at, 0);
-    me.lie.rows = 0, me.lie.pitch = width, me.front = room.values();    // Hkv by itself
+    ctx.init(p, at, 0);
+    ctx.layout.rows = 0, ctx.layout.pitch = width, ctx.front = smem.values();    // Hkv by itself
     mn_pdl_launch_dependents();
     mn_pdl_wait();
-    const bool some = me.count > 0;
-    const float2 token = mn_mesa_token<T>(p, at, me.lane);
-    const float2 only = make_float2(mn_mesa_from(token.x, 0), mn_mesa_from(token.y, 0));
+    const bool some = ctx.count > 0;
+    const float2 token = mn_mesa_token<T>(p, at, ctx.lane);
+    const float2 only = make_float2(mn_mesa_shfl(token.x, 0), mn_mesa_shfl(token.y, 0));
     if (thread < 8 * N) {
-        const T *k = mn_row<T>(p.k, me.b, me.t0, h), *q = mn_row<T>(p.q, me.b, me.t0, h);
-        const bool there = thread < K && some;
-        room.tokens.put(0, thread, there ? mn_float(k[thread]) : 0.0f);
-        room.tokens.put(MN_MESA_CHUNK, thread, 0.0f);
-        room.tokens.sides[0][0][thread] = there ? (float)p.scale * mn_float(q[thread]) : 0.0f;
-        room.tokens.ridge[thread] =
+        const T *k = mn_row<T>(p.k, ctx.b, ctx.t0, h), *q = mn_row<T>(p.q, ctx.b, ctx.t0, h);
+        const bool valid = thread < K && some;
+        smem.tokens.put(0, thread, valid ? mn_float(k[thread]) : 0.0f);
+        smem.tokens.put(MN_MESA_CHUNK, thread, 0.0f);
+        smem.tokens.sides[0][0][thread] = valid ? (float)p.scale * mn_float(q[thread]) : 0.0f;
+        smem.tokens.ridge[thread] =
             thread < K ? mn_float(mn_row<T>(p.lam, 0, 0, h)[thread]) : 1.0f;
     }
-    bring_pair<N>(room, p, head, width);
+    load_state_pair<N>(smem, p, head, width);
     __syncthreads();
-    for (int i = thread; i < 64 * N * N; i += MN_MESA_READERS) {
+    for (int i = thread; i < 64 * N * N; i += MN_MESA_READ_THREADS) {
         const int row = i / (8 * N), j = i % (8 * N);
-        room.tokens.front[row][j] = 0.5f * (room.given[row][j] + room.given[j][row]);
+        smem.tokens.front[row][j] = 0.5f * (smem.given[row][j] + smem.given[j][row]);
     }
     __syncthreads();
-    const T *v = mn_row<T>(p.v, me.b, me.t0, h);
-    if (thread >= 32) leave_pair<N, T>(room, p, head, width, v, only, some, 32);
+    const T *v = mn_row<T>(p.v, ctx.b, ctx.t0, h);
+    if (thread >= 32) store_state_pair<N, T>(smem, p, head, width, v, only, some, 32);
     else if (some) {
-        const mn_mesa_work none = {};
-        me.beta = token.x, me.level = mn_mesa_levels(token.y, me.lane);
-        me.mine = 0, me.u = 0, me.reach = 1, me.real = true;
-        mn_mesa_read<N, T, false>(room.tokens, p, none, me);
+        const mn_mesa_workspace none = {};
+        ctx.beta = token.x, ctx.level = mn_mesa_log_decay_cumsum(token.y, ctx.lane);
+        ctx.own_index = 0, ctx.u = 0, ctx.n_reachable = 1, ctx.active = true;
+        mn_mesa_read_token<N, T, false>(smem.tokens, p, none, ctx);
     }
     __syncthreads();
-    if (some) put_only<N, T>(room.tokens, p, me);
+    if (some) store_only<N, T>(smem.tokens, p, ctx);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* Blocks of a head of a sequence: two for each chunk. */
-static int ranks_of(const mn_call &c) {
-    return ONCE_PARTS * (int)mn_ceil_div(c.T, MN_MESA_CHUNK);
+static int blocks_per_head(const mn_call &c) {
+    return SHORT_SPLITS * (int)mn_ceil_div(c.T, MN_MESA_CHUNK);
 }
 
 template <int N>
@@ -335,60 +337,62 @@ static size_t step_bytes_of(const mn_call &c) {
     return sizeof(step_smem<N>) + (size_t)(8 * N * ((c.V + 3) / 4 * 4)) * sizeof(float);
 }
 
-bool mn_mesa_once_serves(const mn_mesa_args *p) {
+bool mn_mesa_single_launch_supported(const mn_mesa_args *p) {
     const mn_call &c = p->call;
     const mn_device_props machine = mn_device_props_current();
-    const int64_t n = mn_n_spans(c), room = machine.shared_bytes;
-    if (!p->o.data || c.K > ONCE_WIDEST || c.T < 1 || n * c.H > INT32_MAX) return false;
-    if (c.T == 1) return c.V <= 4096 && (int64_t)step_bytes_of<ONCE_WIDEST / 8>(c) <= room;
-    return c.T <= ONCE_TOKENS && c.V <= ONCE_VALUES &&
-           (int64_t)sizeof(short_smem<8, float>) <= room && machine.coop_launch &&
-           n * c.H * ranks_of(c) <= machine.processors;
+    const int64_t n = mn_n_spans(c), smem = machine.shared_bytes;
+    if (!p->o.data || c.K > SHORT_MAX_K || c.T < 1 || n * c.H > INT32_MAX) return false;
+    if (c.T == 1) return c.V <= 4096 && (int64_t)step_bytes_of<SHORT_MAX_K / 8>(c) <= smem;
+    return c.T <= SHORT_TOKENS && c.V <= SHORT_MAX_V &&
+           (int64_t)sizeof(short_smem<8, float>) <= smem && machine.coop_launch &&
+           n * c.H * blocks_per_head(c) <= machine.processors;
 }
 
 template <int N, typename T>
-static int start_short(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on) {
+static int launch_short(const mn_mesa_args *p, const mn_mesa_workspace &w, cudaStream_t on) {
     const mn_call &c = p->call;
-    const int ranks = ranks_of(c);
-    const auto kernel = short_kernel<N, T>;
+    const int ranks = blocks_per_head(c);
+    const auto kernel = mesa_short_kernel<N, T>;
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(short_smem<N, T>));
     if (code != cudaSuccess) return code;
-    cudaLaunchAttribute together = {};
-    together.id = cudaLaunchAttributeCooperative;
-    together.val.cooperative = 1;
-    cudaLaunchConfig_t how = {};
-    how.gridDim = dim3((unsigned)(mn_n_spans(c) * ranks), (unsigned)c.H);
-    how.blockDim = dim3(MN_MESA_READERS), how.dynamicSmemBytes = sizeof(short_smem<N, T>);
-    how.stream = on, how.attrs = &together, how.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&how, kernel, *p, w, ranks);
+    cudaLaunchAttribute coop_attr = {};
+    coop_attr.id = cudaLaunchAttributeCooperative;
+    coop_attr.val.cooperative = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(mn_n_spans(c) * ranks), (unsigned)c.H);
+    config.blockDim = dim3(MN_MESA_READ_THREADS),
+        config.dynamicSmemBytes = sizeof(short_smem<N, T>);
+    config.stream = on, config.attrs = &coop_attr, config.numAttrs = 1;
+    return (int)cudaLaunchKernelEx(&config, kernel, *p, w, ranks);
 }
 
 template <int N, typename T>
-static int start_step(const mn_mesa_args *p, cudaStream_t on) {
+static int launch_step(const mn_mesa_args *p, cudaStream_t on) {
     const size_t bytes = step_bytes_of<N>(p->call);
-    const auto kernel = step_kernel<N, T>;
+    const auto kernel = mesa_step_kernel<N, T>;
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code != cudaSuccess) return code;
     const unsigned blocks = (unsigned)(mn_n_spans(p->call) * p->call.H);
-    return mn_launch_pdl(kernel, dim3(blocks), MN_MESA_READERS, bytes, on, *p);
+    return mn_launch_pdl(kernel, dim3(blocks), MN_MESA_READ_THREADS, bytes, on, *p);
 }
 
 template <int N, typename T>
-static int start(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on) {
-    return p->call.T == 1 ? start_step<N, T>(p, on) : start_short<N, T>(p, w, on);
+static int start(const mn_mesa_args *p, const mn_mesa_workspace &w, cudaStream_t on) {
+    return p->call.T == 1 ? launch_step<N, T>(p, on) : launch_short<N, T>(p, w, on);
 }
 
 template <typename T>
-static int start_any(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on) {
+static int launch_dispatch(const mn_mesa_args *p, const mn_mesa_workspace &w, cudaStream_t on) {
     if (p->call.K <= 16) return start<2, T>(p, w, on);
     if (p->call.K <= 32) return start<4, T>(p, w, on);
     return start<8, T>(p, w, on);
 }
 
-int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on) {
-    return p->call.dtype == MN_BF16 ? start_any<mn_bf16>(p, w, on) : start_any<float>(p, w, on);
+int mn_mesa_single_launch(const mn_mesa_args *p, const mn_mesa_workspace &w, cudaStream_t on) {
+    return p->call.dtype == MN_BF16 ? launch_dispatch<mn_bf16>(p, w, on)
+        : launch_dispatch<float>(p, w, on);
 }
 
 }    // namespace mneme::mesa

@@ -9,8 +9,9 @@
  *   x_k = D_k^-1 z_k - sum over i > k of L_ik'x_i
  *
  * so that M = L D L' and nothing but tiles of eight is inverted. All in double, but for the first
- * guess of an inverse: any data is solved to the accuracy of its statistics. Warps of a team show
- * each other column k of tiles, and then sums, at one barrier of the block for each k. */
+ * guess of an inverse: any data is solved to the accuracy of its statistics. Warps of a
+ * thread_group show each other column k of tiles, and then sums, at one barrier of the block for
+ * each k. */
 #ifndef MN_KERNELS_CUDA_MESA_MESA_SOLVE_CUH
 #define MN_KERNELS_CUDA_MESA_MESA_SOLVE_CUH
 
@@ -20,7 +21,7 @@
 namespace mneme::mesa {
 
 /* The lower triangle of N x N tiles, two rows of tiles at a time as the tensor cores take them. A
- * single warp has all pairs of rows; of a team, warp w has the pairs w and N / 2 - 1 - w.
+ * single warp has all pairs of rows; of a thread_group, warp w has the pairs w and N / 2 - 1 - w.
  * at[slot][j] are column j of the rows 2 pair and 2 pair + 1, there for j < columns(slot); what is
  * right of the diagonal means nothing. */
 template <int N>
@@ -49,35 +50,36 @@ struct mn_mesa_matrix {
 /* What 1 - X D may be, cell by cell, for X to come nearer to the inverse of D each time; and for
  * the next X to be off by the square of that, some 1e-10, where M's numbers are good for 6e-8. One
  * or two rounds get there where D is no worse than most. */
-static constexpr double MN_MESA_NEAR = 0.01, MN_MESA_THERE = 4e-6;
-enum { MN_MESA_ROUNDS = 6 };
+static constexpr double MN_MESA_CONTRACTS = 0.01, MN_MESA_CONVERGED = 4e-6;
+enum { MN_MESA_MAX_NEWTON = 6 };
 
-/* What the warps of a team show each other, in turn with what they showed before. */
+/* What the warps of a thread_group show each other, in turn with what they showed before. */
 template <int N>
-struct mn_mesa_shown {
+struct mn_mesa_warp_exchange {
     double tile[2][N][64], z[2][2][8], sum[2][mn_mesa_matrix<N>::warps][2][8];
 };
 template <>
-struct mn_mesa_shown<8> {};
+struct mn_mesa_warp_exchange<8> {};
 template <>
-struct mn_mesa_shown<4> {};
+struct mn_mesa_warp_exchange<4> {};
 template <>
-struct mn_mesa_shown<2> {};
+struct mn_mesa_warp_exchange<2> {};
 
-/* A barrier of the team; where groups have several warps, of the block, whose groups do the same.
+/* A barrier of the thread_group; where thread_groups have several warps, of the block, whose
+ * thread_groups do the same.
  * */
 template <int WARPS>
-__device__ inline void mn_mesa_meet(void) {
+__device__ inline void mn_mesa_group_sync(void) {
     if (WARPS == 1) __syncwarp();
     else __syncthreads();
 }
 
-__device__ inline double mn_mesa_from(double x, int lane) {
+__device__ inline double mn_mesa_shfl(double x, int lane) {
     return __shfl_sync(0xffffffffu, x, lane);
 }
 
 /* The sum over lanes that differ in `bits`. */
-__device__ inline double mn_mesa_over(double x, int first, int last) {
+__device__ inline double mn_mesa_lane_sum(double x, int first, int last) {
     for (int lanes = first; lanes <= last; lanes *= 2) {
         x += __shfl_xor_sync(0xffffffffu, x, lanes);
     }
@@ -86,14 +88,14 @@ __device__ inline double mn_mesa_over(double x, int first, int last) {
 
 /* Sums over rows of a tile, to the rows: to row r that of column r. The two columns of a lane part
  * on the way. */
-__device__ inline double mn_mesa_transposed(const double (&x)[2]) {
+__device__ inline double mn_mesa_lane_transpose(const double (&x)[2]) {
     const int row = threadIdx.x % 32 / 4;
-    const double give = row % 2 ? x[0] : x[1], own = row % 2 ? x[1] : x[0];
-    const double sum = mn_mesa_over(own + __shfl_xor_sync(0xffffffffu, give, 4), 8, 16);
-    return mn_mesa_from(sum, 4 * (row % 2) + row / 2);
+    const double send = row % 2 ? x[0] : x[1], own = row % 2 ? x[1] : x[0];
+    const double sum = mn_mesa_lane_sum(own + __shfl_xor_sync(0xffffffffu, send, 4), 8, 16);
+    return mn_mesa_shfl(sum, 4 * (row % 2) + row / 2);
 }
 
-__device__ inline float mn_mesa_from(float x, int lane) {
+__device__ inline float mn_mesa_shfl(float x, int lane) {
     return __shfl_sync(0xffffffffu, x, lane);
 }
 
@@ -114,14 +116,14 @@ __device__ inline void mn_mesa_eliminate(R (&d)[2]) {
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
 #pragma unroll 1
     for (int p = 0; p < 4; p++) {
-        const R a = mn_mesa_from(d[0], 9 * p), b = mn_mesa_from(d[1], 9 * p);
-        const R c = mn_mesa_from(d[1], 9 * p + 4);
+        const R a = mn_mesa_shfl(d[0], 9 * p), b = mn_mesa_shfl(d[1], 9 * p);
+        const R c = mn_mesa_shfl(d[1], 9 * p + 4);
         R left[2], above[2][2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            left[e] = mn_mesa_from(d[e], 4 * row + p);
-            above[0][e] = mn_mesa_from(d[e], 8 * p + pair);
-            above[1][e] = mn_mesa_from(d[e], 8 * p + 4 + pair);
+            left[e] = mn_mesa_shfl(d[e], 4 * row + p);
+            above[0][e] = mn_mesa_shfl(d[e], 8 * p + pair);
+            above[1][e] = mn_mesa_shfl(d[e], 8 * p + 4 + pair);
         }
         const bool inside = row / 2 == p;    // a row of S takes E times the rows S
         left[0] = inside ? (R)(row % 2 ? 0 : 1) : -left[0];
@@ -140,7 +142,7 @@ __device__ inline void mn_mesa_eliminate(R (&d)[2]) {
 
 /* Whether all cells of a tile are less than `bound`, by the upper halves of the numbers, which are
  * compared sooner than doubles; NaN is not. */
-__device__ inline bool mn_mesa_below(const double (&x)[2], double bound) {
+__device__ inline bool mn_mesa_all_below(const double (&x)[2], double bound) {
     const int most = __double2hiint(bound);
     const int first = __double2hiint(x[0]) & 0x7fffffff, second = __double2hiint(x[1]) & 0x7fffffff;
     return __all_sync(0xffffffffu, max(first, second) < most);
@@ -154,19 +156,20 @@ __device__ inline void mn_mesa_invert(double (&d)[2]) {
     float guess[2] = { (float)d[0], (float)d[1] };
     mn_mesa_eliminate(guess);
     double x[2] = { (double)guess[0], (double)guess[1] };
-    bool near = true, there = false;
+    bool contracts = true, converged = false;
 #pragma unroll 1
-    for (int round = 0; round < MN_MESA_ROUNDS && near && !there; round++) {
+    for (int round = 0; round < MN_MESA_MAX_NEWTON && contracts && !converged; round++) {
         double off[2][2] = { { row == 2 * pair ? 1.0 : 0.0, row == 2 * pair + 1 ? 1.0 : 0.0 } };
         const double left[4] = { x[0], 0.0, x[1], 0.0 }, less[2] = { -d[0], -d[1] };
         mn_mma_f64_k8(off, left, less);
-        near = mn_mesa_below(off[0], MN_MESA_NEAR), there = mn_mesa_below(off[0], MN_MESA_THERE);
+        contracts = mn_mesa_all_below(off[0], MN_MESA_CONTRACTS),
+            converged = mn_mesa_all_below(off[0], MN_MESA_CONVERGED);
         double sum[2][2] = { { x[0], x[1] } };
         const double by[4] = { off[0][0], 0.0, off[0][1], 0.0 };
         mn_mma_f64_k8(sum, by, x);    // asked before it is known, as it takes a while
         x[0] = sum[0][0], x[1] = sum[0][1];
     }
-    if (near) d[0] = x[0], d[1] = x[1];
+    if (contracts) d[0] = x[0], d[1] = x[1];
     else mn_mesa_eliminate(d);
 }
 
@@ -180,20 +183,20 @@ struct mn_mesa_solver {
 
     /* z of tile k, which this warp has: in all lanes of a row. */
     __device__ double own(const float *b, int k, int s) const {
-        const double got = mn_mesa_over(v[matrix::slot_of(k)][k % 2][s], 1, 2);
+        const double got = mn_mesa_lane_sum(v[matrix::slot_of(k)][k % 2][s], 1, 2);
         return (double)b[s * 8 * N + 8 * k + threadIdx.x % 32 / 4] + got;
     }
 
     /* D_k^-1 z_k takes the place of what the row got. */
-    __device__ void turn(const double (&d)[2], const double (&z)[2], int k, int s) {
-        const double x = mn_mesa_over(fma(d[0], z[0], d[1] * z[1]), 1, 2);
+    __device__ void apply_inverse(const double (&d)[2], const double (&z)[2], int k, int s) {
+        const double x = mn_mesa_lane_sum(fma(d[0], z[0], d[1] * z[1]), 1, 2);
         if (matrix::has(k)) v[matrix::slot_of(k)][k % 2][s] = x;
     }
 
     /* A pair of rows loses what it has of column k, of which -L_ik is left where i > k; `d` is
      * -D_k^-1. Tensor cores take a left factor's numbers in another order than they leave sums, so
      * a single warp, which has all rows, multiplies C_ik, in that order already, with -L_jk, its
-     * `column(j)`; a team, which has been shown column k as it was, -L_ik with C_jk. */
+     * `column(j)`; a thread_group, which has been shown column k as it was, -L_ik with C_jk. */
     template <typename Column>
     __device__ void eliminate(matrix &m, int slot, int k, const double (&d)[2],
                               const double (&z)[SIDES][2], Column column) {
@@ -235,7 +238,7 @@ struct mn_mesa_solver {
                 for (int e = 0; e < 2; e++) sum[e] = fma(x, m.at[slot][k][i][e], sum[e]);
             }
         }
-        sum[0] = mn_mesa_over(sum[0], 4, 16), sum[1] = mn_mesa_over(sum[1], 4, 16);
+        sum[0] = mn_mesa_lane_sum(sum[0], 4, 16), sum[1] = mn_mesa_lane_sum(sum[1], 4, 16);
     }
 
     /* x of tile k, to which the rows below give `back`, into b. */
@@ -264,7 +267,7 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
         for (int s = 0; s < SIDES; s++) {
             const double own = at.own(b, k, s);
             at.v[k / 2][k % 2][s] = own;
-            z[s][0] = mn_mesa_from(own, 8 * pair), z[s][1] = mn_mesa_from(own, 8 * pair + 4);
+            z[s][0] = mn_mesa_shfl(own, 8 * pair), z[s][1] = mn_mesa_shfl(own, 8 * pair + 4);
         }
 #pragma unroll
         for (int slot = 0; slot < N / 2; slot++) {    // from above: others need rows above
@@ -279,8 +282,8 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
 #pragma unroll
         for (int s = 0; s < SIDES && 8 * k < K; s++) {
             const double own = at.v[k / 2][k % 2][s];
-            const double z[2] = { mn_mesa_from(own, 8 * pair), mn_mesa_from(own, 8 * pair + 4) };
-            at.turn(m.at[k / 2][k][k % 2], z, k, s);
+            const double z[2] = { mn_mesa_shfl(own, 8 * pair), mn_mesa_shfl(own, 8 * pair + 4) };
+            at.apply_inverse(m.at[k / 2][k][k % 2], z, k, s);
         }
     }
     __syncwarp();    // all of b has been read
@@ -291,7 +294,7 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
         for (int k = N - 1; k >= 0; k--) {
             if (8 * k >= K) continue;
             double &x = at.v[k / 2][k % 2][s];
-            if (k < N - 1) x += mn_mesa_transposed(given[k]);
+            if (k < N - 1) x += mn_mesa_lane_transpose(given[k]);
             if (pair == 0) b[s * 8 * N + 8 * k + row] = (float)x;
 #pragma unroll
             for (int j = k - 1; j >= 0; j--) {
@@ -305,10 +308,10 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
     __syncwarp();
 }
 
-/* The same by a team of warps. */
+/* The same by a thread_group of warps. */
 template <int N, int SIDES>
-__device__ __forceinline__ void mn_mesa_solve_group(mn_mesa_matrix<N> &m, float *b, int K,
-                                                   mn_mesa_shown<N> &shown) {
+__device__ __forceinline__ void mn_mesa_solve_warps(mn_mesa_matrix<N> &m, float *b, int K,
+                                                   mn_mesa_warp_exchange<N> &exchange) {
     typedef mn_mesa_matrix<N> matrix;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % matrix::warps;
     const int row = lane / 4, pair = lane % 4;
@@ -316,7 +319,7 @@ __device__ __forceinline__ void mn_mesa_solve_group(mn_mesa_matrix<N> &m, float 
 #pragma unroll
     for (int k = 0; k < N; k++) {
         if (8 * k >= K) continue;
-        double(&tile)[N][64] = shown.tile[k % 2];
+        double(&tile)[N][64] = exchange.tile[k % 2];
 #pragma unroll
         for (int slot = 0; slot < matrix::slots; slot++) {
             if (k >= matrix::columns(slot)) continue;
@@ -330,17 +333,17 @@ __device__ __forceinline__ void mn_mesa_solve_group(mn_mesa_matrix<N> &m, float 
 #pragma unroll
         for (int s = 0; s < SIDES; s++) {
             const double own = at.own(b, k, s);
-            if (pair == 0 && matrix::has(k)) shown.z[k % 2][s][row] = own;
+            if (pair == 0 && matrix::has(k)) exchange.z[k % 2][s][row] = own;
         }
-        mn_mesa_meet<matrix::warps>();
+        mn_mesa_group_sync<matrix::warps>();
         double d[2] = { tile[k][2 * lane], tile[k][2 * lane + 1] }, z[SIDES][2];
         mn_mesa_invert(d);
 #pragma unroll
         for (int s = 0; s < SIDES; s++) {
-            z[s][0] = shown.z[k % 2][s][2 * pair], z[s][1] = shown.z[k % 2][s][2 * pair + 1];
+            z[s][0] = exchange.z[k % 2][s][2 * pair], z[s][1] = exchange.z[k % 2][s][2 * pair + 1];
         }
 #pragma unroll
-        for (int s = 0; s < SIDES; s++) at.turn(d, z[s], k, s);
+        for (int s = 0; s < SIDES; s++) at.apply_inverse(d, z[s], k, s);
         d[0] = -d[0], d[1] = -d[1];
 #pragma unroll
         for (int slot = 0; slot < matrix::slots; slot++) {
@@ -357,18 +360,18 @@ __device__ __forceinline__ void mn_mesa_solve_group(mn_mesa_matrix<N> &m, float 
         for (int s = 0; s < SIDES; s++) {
             double sum[2];
             at.gather(sum, m, k, s);
-            double(&to)[8] = shown.sum[k % 2][warp][s];
+            double(&to)[8] = exchange.sum[k % 2][warp][s];
             if (row == 0) to[2 * pair] = sum[0], to[2 * pair + 1] = sum[1];
         }
-        mn_mesa_meet<matrix::warps>();
+        mn_mesa_group_sync<matrix::warps>();
 #pragma unroll
         for (int s = 0; s < SIDES; s++) {
             double back = 0.0;
-            for (int i = 0; i < matrix::warps; i++) back += shown.sum[k % 2][i][s][row];
+            for (int i = 0; i < matrix::warps; i++) back += exchange.sum[k % 2][i][s][row];
             at.put(b, back, k, s);
         }
     }
-    mn_mesa_meet<matrix::warps>();
+    mn_mesa_group_sync<matrix::warps>();
 }
 
 }    // namespace mneme::mesa

@@ -11,7 +11,7 @@ namespace mneme::moebius {
 
 enum { THREADS = 128 };
 
-static __device__ const float least_noise = 1e-7f;
+static __device__ const float min_noise = 1e-7f;
 
 /* (1 - e^-x) / x, x >= 0; 1 at 0 */
 __device__ static float weight(float x) {
@@ -33,12 +33,12 @@ __device__ static float weight_slope(float x) {
 }
 
 template <typename T>
-__global__ void forward_kernel(const __grid_constant__ mn_kla_discretise_args p) {
+__global__ void kla_discretise_fwd_kernel(const __grid_constant__ mn_kla_discretise_args p) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (i >= p.call.V * p.call.K) return;
     const float dt = mn_softplus(mn_float(((const T *)p.delta.data)[i])) + 1e-7f;
     const float c = expf(mn_float(((const T *)p.lambda_log.data)[i]));
-    const float noise = fmaxf(mn_float(((const T *)p.process_noise.data)[i]), least_noise);
+    const float noise = fmaxf(mn_float(((const T *)p.process_noise.data)[i]), min_noise);
     float *abar = (float *)p.abar.data, *pbar = (float *)p.pbar.data;
     if (abar) abar[i] = expf(-c * dt);
     if (pbar) pbar[i] = noise * dt * (p.mode == 0 ? weight(2.0f * c * dt) : 1.0f);
@@ -47,13 +47,13 @@ __global__ void forward_kernel(const __grid_constant__ mn_kla_discretise_args p)
 /* With x = 2 c dt:  dc = -dabar dt abar + 2 dpbar p dt^2 w'(x)   ddt = -dabar c abar + dpbar p e^-x
  *   dlambda_log = c dc    ddelta = sigmoid(delta) ddt    dprocess_noise = dpbar dt w(x) */
 template <typename T>
-__global__ void backward_kernel(const __grid_constant__ mn_kla_discretise_args p) {
+__global__ void kla_discretise_bwd_kernel(const __grid_constant__ mn_kla_discretise_args p) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (i >= p.call.V * p.call.K) return;
     const float delta = mn_float(((const T *)p.delta.data)[i]), dt = mn_softplus(delta) + 1e-7f;
     const float c = expf(mn_float(((const T *)p.lambda_log.data)[i])), x = 2.0f * c * dt;
     const float given = mn_float(((const T *)p.process_noise.data)[i]);
-    const float noise = fmaxf(given, least_noise), abar = expf(-c * dt);
+    const float noise = fmaxf(given, min_noise), abar = expf(-c * dt);
     const float ga = mn_get((const float *)p.cot.abar.data, i);
     const float gp = mn_get((const float *)p.cot.pbar.data, i);
     const bool ou = p.mode == 0;
@@ -65,7 +65,7 @@ __global__ void backward_kernel(const __grid_constant__ mn_kla_discretise_args p
     if (ddelta) mn_put(ddelta + i, mn_sigmoid(delta) * ddt);
     if (dlambda) mn_put(dlambda + i, c * dc);
     if (dnoise) {
-        mn_put(dnoise + i, given >= least_noise ? gp * dt * (ou ? weight(x) : 1.0f) : 0.0f);
+        mn_put(dnoise + i, given >= min_noise ? gp * dt * (ou ? weight(x) : 1.0f) : 0.0f);
     }
 }
 
@@ -79,8 +79,9 @@ MN_CUDA_LAUNCH(kla_discretise_forward) {
     const mn_kla_discretise_args *p = (const mn_kla_discretise_args *)args;
     const unsigned blocks = mn_blocks(p->call.V * p->call.K, THREADS);
     const cudaStream_t on = (cudaStream_t)stream;
-    if (p->call.dtype == MN_BF16) forward_kernel<mn_bf16><<<blocks, THREADS, 0, on>>>(*p);
-    else forward_kernel<float><<<blocks, THREADS, 0, on>>>(*p);
+    if (p->call.dtype == MN_BF16) kla_discretise_fwd_kernel<mn_bf16><<<blocks, THREADS, 0,
+        on>>>(*p);
+    else kla_discretise_fwd_kernel<float><<<blocks, THREADS, 0, on>>>(*p);
     return mn_launch_status();
 }
 
@@ -94,8 +95,9 @@ MN_CUDA_LAUNCH(kla_discretise_backward) {
     const mn_kla_discretise_args *p = (const mn_kla_discretise_args *)args;
     const unsigned blocks = mn_blocks(p->call.V * p->call.K, THREADS);
     const cudaStream_t on = (cudaStream_t)stream;
-    if (p->call.dtype == MN_BF16) backward_kernel<mn_bf16><<<blocks, THREADS, 0, on>>>(*p);
-    else backward_kernel<float><<<blocks, THREADS, 0, on>>>(*p);
+    if (p->call.dtype == MN_BF16) kla_discretise_bwd_kernel<mn_bf16><<<blocks, THREADS, 0,
+        on>>>(*p);
+    else kla_discretise_bwd_kernel<float><<<blocks, THREADS, 0, on>>>(*p);
     return mn_launch_status();
 }
 

@@ -1,6 +1,6 @@
 /* kla_mc.cu - KLA+ loss: the marginal likelihood of a token under S draws (see ref/kla_mc.c).
  *
- * Tokens are taken in blocks whose rows, one for each token and draw, have room for all their
+ * Tokens are taken in blocks whose rows, one for each token and draw, have smem for all their
  * logits:
  *
  *   h = features      L = h head'      lse, w_s      L <- g w_s (softmax - onehot)
@@ -14,10 +14,10 @@
 namespace mneme::moebius {
 
 enum { THREADS = 256, ROWS = 8 };
-static const int64_t most_logits = (int64_t)1 << 26;
+static const int64_t max_logits = (int64_t)1 << 26;
 
 /* Work space, floats: of a block of tokens; of the whole call. */
-struct work {
+struct workspace {
     float *h, *logits, *dh;                // rows of D, V, D
     float *r, *lse, *hit, *weight;         // of rows; r is 1 / rms
     float *head, *dhead;                   // (V,D)
@@ -25,11 +25,11 @@ struct work {
     int64_t first, tokens;                 // of this block
 };
 
-struct row_place {
+struct row_coord {
     int64_t row, b, t, s;    // rows are (token of the block, draw)
 };
 
-__device__ static row_place row_of(const mn_kla_mc_args &p, const work &w, int64_t row) {
+__device__ static row_coord row_coord_of(const mn_kla_mc_args &p, const workspace &w, int64_t row) {
     const int64_t token = w.first + row / p.call.S;
     return { row, token / p.call.T, token % p.call.T, row % p.call.S };
 }
@@ -39,7 +39,7 @@ __device__ static float deviation(const mn_kla_mc_args &p, int64_t b, int64_t t,
     return sqrtf(fmaxf(mn_float(mn_row<T>(p.var, b, t, 0)[i]), 1e-12f));
 }
 
-__device__ static int64_t noise_at(const mn_kla_mc_args &p, const row_place &at) {
+__device__ static int64_t noise_at(const mn_kla_mc_args &p, const row_coord &at) {
     return ((at.s * p.call.B + at.b) * p.call.T + at.t) * p.call.D;
 }
 
@@ -49,7 +49,7 @@ __device__ static int64_t target_of(const mn_kla_mc_args &p, int64_t b, int64_t 
 }
 
 template <typename T>
-__device__ static float feature(const mn_kla_mc_args &p, const row_place &at, int64_t i) {
+__device__ static float feature(const mn_kla_mc_args &p, const row_coord &at, int64_t i) {
     const float noise = mn_float(((const T *)p.noise.data)[noise_at(p, at) + i]);
     return fmaf(deviation<T>(p, at.b, at.t, i), noise, mn_float(mn_row<T>(p.mu, at.b, at.t, 0)[i]));
 }
@@ -57,10 +57,10 @@ __device__ static float feature(const mn_kla_mc_args &p, const row_place &at, in
 /* A warp has a row. */
 template <typename T>
 __global__ void __launch_bounds__(32 * ROWS)
-features_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
+kla_features_kernel(const __grid_constant__ mn_kla_mc_args p, workspace w) {
     const int64_t row = blockIdx.x * (int64_t)ROWS + threadIdx.x / 32, D = p.call.D;
     if (row >= w.tokens * p.call.S) return;
-    const row_place at = row_of(p, w, row);
+    const row_coord at = row_coord_of(p, w, row);
     const T *norm = (const T *)p.norm.data;
     float square = 0.0f;
     for (int64_t i = threadIdx.x % 32; i < D; i += 32) {
@@ -76,30 +76,30 @@ features_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-widen_kernel(float *to, const T *from, int64_t count) {
+kla_to_f32_kernel(float *to, const T *from, int64_t count) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (i < count) to[i] = mn_float(from[i]);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-narrow_kernel(T *to, const float *from, int64_t count) {
+kla_from_f32_kernel(T *to, const float *from, int64_t count) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (i < count) mn_put(to + i, from[i]);
 }
 
 /* The log-normaliser of a row, and the log-probability of its target. A block has a row. */
 __global__ void __launch_bounds__(THREADS)
-normaliser_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
-    __shared__ float room[32];
+kla_logsumexp_kernel(const __grid_constant__ mn_kla_mc_args p, workspace w) {
+    __shared__ float smem[32];
     const int64_t row = blockIdx.x, V = p.call.V;
-    const row_place at = row_of(p, w, row);
+    const row_coord at = row_coord_of(p, w, row);
     const float *logits = w.logits + row * V;
     float top = -INFINITY, sum = 0.0f;
     for (int64_t v = threadIdx.x; v < V; v += THREADS) top = fmaxf(top, logits[v]);
-    top = mn_group_max<THREADS>(top, room);
+    top = mn_group_max<THREADS>(top, smem);
     for (int64_t v = threadIdx.x; v < V; v += THREADS) sum += expf(logits[v] - top);
-    sum = mn_group_sum<THREADS>(sum, room);
+    sum = mn_group_sum<THREADS>(sum, smem);
     if (threadIdx.x != 0) return;
     const int64_t target = target_of(p, at.b, at.t);
     w.lse[row] = top + logf(sum);
@@ -108,7 +108,7 @@ normaliser_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
 
 /* log of the sum over draws of exp(x_s), s of stride `step` */
 template <typename F>
-__device__ static float over_draws(int64_t S, F x) {
+__device__ static float logsumexp_draws(int64_t S, F x) {
     float top = -INFINITY, sum = 0.0f;
     for (int64_t s = 0; s < S; s++) top = fmaxf(top, x(s));
     if (top == -INFINITY) return top;
@@ -119,13 +119,13 @@ __device__ static float over_draws(int64_t S, F x) {
 /* nll of a token or, going back, the weights of its draws. A thread has a token. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-tokens_kernel(const __grid_constant__ mn_kla_mc_args p, work w, bool backward) {
+kla_nll_kernel(const __grid_constant__ mn_kla_mc_args p, workspace w, bool backward) {
     const int64_t token = blockIdx.x * (int64_t)THREADS + threadIdx.x, S = p.call.S;
     if (token >= w.tokens) return;
-    const row_place at = row_of(p, w, token * S);
+    const row_coord at = row_coord_of(p, w, token * S);
     const float *hit = w.hit + token * S;
     const bool counts = target_of(p, at.b, at.t) >= 0;
-    const float all = over_draws(S, [&](int64_t s) { return hit[s]; });
+    const float all = logsumexp_draws(S, [&](int64_t s) { return hit[s]; });
     if (!backward) {
         float *nll = mn_row<float>(p.nll, at.b, at.t, 0);
         if (nll) *nll = counts ? logf((float)S) - all : 0.0f;
@@ -141,12 +141,12 @@ tokens_kernel(const __grid_constant__ mn_kla_mc_args p, work w, bool backward) {
 /* Log-probabilities: a thread has a token and class. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-logprob_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
+kla_logprob_kernel(const __grid_constant__ mn_kla_mc_args p, workspace w) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, V = p.call.V, S = p.call.S;
     if (i >= w.tokens * V) return;
     const int64_t token = i / V, v = i % V;
-    const row_place at = row_of(p, w, token * S);
-    const float all = over_draws(S, [&](int64_t s) {
+    const row_coord at = row_coord_of(p, w, token * S);
+    const float all = logsumexp_draws(S, [&](int64_t s) {
         return w.logits[(token * S + s) * V + v] - w.lse[token * S + s];
     });
     mn_put(mn_row<T>(p.logprob, at.b, at.t, 0) + v, all - logf((float)S));
@@ -154,11 +154,11 @@ logprob_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
 
 /* Logits become their gradients. */
 __global__ void __launch_bounds__(THREADS)
-logits_back_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
+kla_logits_bwd_kernel(const __grid_constant__ mn_kla_mc_args p, workspace w) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, V = p.call.V;
     if (i >= w.tokens * p.call.S * V) return;
     const int64_t row = i / V;
-    const row_place at = row_of(p, w, row);
+    const row_coord at = row_coord_of(p, w, row);
     const float hit = i % V == target_of(p, at.b, at.t) ? 1.0f : 0.0f;
     w.logits[i] = w.weight[row] * (expf(w.logits[i] - w.lse[row]) - hit);
 }
@@ -166,10 +166,10 @@ logits_back_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
 /* dh becomes dx, with the row's part of dnorm in place of h. A warp has a row. */
 template <typename T>
 __global__ void __launch_bounds__(32 * ROWS)
-norm_back_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
+kla_norm_bwd_kernel(const __grid_constant__ mn_kla_mc_args p, workspace w) {
     const int64_t row = blockIdx.x * (int64_t)ROWS + threadIdx.x / 32, D = p.call.D;
     if (row >= w.tokens * p.call.S) return;
-    const row_place at = row_of(p, w, row);
+    const row_coord at = row_coord_of(p, w, row);
     const T *norm = (const T *)p.norm.data;
     const float r = w.r[row];
     float dot = 0.0f;
@@ -188,11 +188,11 @@ norm_back_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
  * channel of a token. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-features_back_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
+kla_features_bwd_kernel(const __grid_constant__ mn_kla_mc_args p, workspace w) {
     const int64_t item = blockIdx.x * (int64_t)THREADS + threadIdx.x, D = p.call.D, S = p.call.S;
     if (item >= w.tokens * D) return;
     const int64_t token = item / D, i = item % D;
-    const row_place first = row_of(p, w, token * S);
+    const row_coord first = row_coord_of(p, w, token * S);
     T *dmu = mn_row<T>(p.grad.mu, first.b, first.t, 0);
     T *dvar = mn_row<T>(p.grad.var, first.b, first.t, 0);
     T *dnoise = (T *)p.grad.noise.data;
@@ -200,7 +200,7 @@ features_back_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
     const float var = mn_float(mn_row<T>(p.var, first.b, first.t, 0)[i]);
     float to_mu = 0.0f, to_var = 0.0f, to_norm = 0.0f;
     for (int64_t s = 0; s < S; s++) {
-        const row_place at = row_of(p, w, token * S + s);
+        const row_coord at = row_coord_of(p, w, token * S + s);
         const float dx = w.dh[at.row * D + i];
         const float noise = mn_float(((const T *)p.noise.data)[noise_at(p, at) + i]);
         to_mu += dx;
@@ -216,7 +216,7 @@ features_back_kernel(const __grid_constant__ mn_kla_mc_args p, work w) {
 /* The gradient of norm: tokens in their order. A thread has a channel. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-norm_kernel(const __grid_constant__ mn_kla_mc_args p, const float *parts) {
+kla_norm_grad_kernel(const __grid_constant__ mn_kla_mc_args p, const float *parts) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x, D = p.call.D;
     if (i >= D) return;
     float sum = 0.0f;
@@ -227,11 +227,12 @@ norm_kernel(const __grid_constant__ mn_kla_mc_args p, const float *parts) {
 /* ---- launches -------------------------------------------------------------------------------- */
 
 static int64_t tokens_of_block(const mn_call *c) {
-    return mn_max(1, mn_min(c->B * c->T, most_logits / mn_max(1, c->S * c->V)));
+    return mn_max(1, mn_min(c->B * c->T, max_logits / mn_max(1, c->S * c->V)));
 }
 
 /* Parts of `at`, NULL to count; floats, or 0 where their number overflows. */
-static bool place(work *w, size_t *count, float *at, const mn_call *c, bool backward) {
+static bool carve_workspace(workspace *w, size_t *count, float *at, const mn_call *c,
+                            bool backward) {
     size_t rows, features, logits, head, norm, all = 0;
     *w = {};
     bool ok = mn_mul_size(&rows, (size_t)tokens_of_block(c), (size_t)c->S) &&
@@ -240,70 +241,70 @@ static bool place(work *w, size_t *count, float *at, const mn_call *c, bool back
               mn_mul_size(&head, (size_t)c->V, (size_t)c->D) &&
               mn_mul_size(&norm, (size_t)c->B, (size_t)c->T) &&
               mn_mul_size(&norm, norm, (size_t)c->D);
-    const auto take = [&](float **to, size_t n) {
+    const auto carve = [&](float **to, size_t n) {
         *to = at ? at + all : NULL;
         ok = ok && mn_add_size(&all, all, n);
     };
     if (!ok) return false;
-    take(&w->h, features), take(&w->logits, logits), take(&w->head, head);
-    take(&w->r, rows), take(&w->lse, rows), take(&w->hit, rows);
+    carve(&w->h, features), carve(&w->logits, logits), carve(&w->head, head);
+    carve(&w->r, rows), carve(&w->lse, rows), carve(&w->hit, rows);
     if (backward) {
-        take(&w->dh, features), take(&w->dhead, head), take(&w->weight, rows);
-        take(&w->dnorm, norm);
+        carve(&w->dh, features), carve(&w->dhead, head), carve(&w->weight, rows);
+        carve(&w->dnorm, norm);
     }
     *count = all;
     return ok;
 }
 
 static bool plan_of(const mn_call *c, bool backward, mn_plan *plan) {
-    work w;
+    workspace w;
     size_t count;
-    return place(&w, &count, NULL, c, backward) &&
+    return carve_workspace(&w, &count, NULL, c, backward) &&
            mn_mul_size(&plan->shared_bytes, count, sizeof(float));
 }
 
 /* c (M,N) of rows that lie close */
-static mn_gemm_problem product_of(const float *a, const float *b, float *c, int64_t M, int64_t N,
+static mn_gemm_problem gemm_of(const float *a, const float *b, float *c, int64_t M, int64_t N,
                                   int64_t K) {
-    mn_gemm_problem work = {};
-    work.dtype = work.c_dtype = MN_F32;
-    work.a = a, work.b = b, work.c = c;
-    work.M = M, work.N = N, work.K = K;
-    work.a_row = K, work.b_row = N, work.c_row = N;
-    return work;
+    mn_gemm_problem workspace = {};
+    workspace.dtype = workspace.c_dtype = MN_F32;
+    workspace.a = a, workspace.b = b, workspace.c = c;
+    workspace.M = M, workspace.N = N, workspace.K = K;
+    workspace.a_row = K, workspace.b_row = N, workspace.c_row = N;
+    return workspace;
 }
 
 /* Features, logits and what tokens make of them. */
 template <typename T>
-static int read_block(const mn_kla_mc_args *p, const work &w, bool backward, cudaStream_t on) {
+static int fwd_block(const mn_kla_mc_args *p, const workspace &w, bool backward, cudaStream_t on) {
     const mn_call &c = p->call;
     const int64_t rows = w.tokens * c.S;
-    features_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, w);
-    mn_gemm_problem logits = product_of(w.h, w.head, w.logits, rows, c.V, c.D);
+    kla_features_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, w);
+    mn_gemm_problem logits = gemm_of(w.h, w.head, w.logits, rows, c.V, c.D);
     logits.b_transposed = true, logits.b_row = c.D;
     const int code = mn_gemm_simt(&logits, on);
     if (code != cudaSuccess) return code;
-    normaliser_kernel<<<(unsigned)rows, THREADS, 0, on>>>(*p, w);
-    tokens_kernel<T><<<mn_blocks(w.tokens, THREADS), THREADS, 0, on>>>(*p, w, backward);
+    kla_logsumexp_kernel<<<(unsigned)rows, THREADS, 0, on>>>(*p, w);
+    kla_nll_kernel<T><<<mn_blocks(w.tokens, THREADS), THREADS, 0, on>>>(*p, w, backward);
     if (!backward && p->logprob.data) {
-        logprob_kernel<T><<<mn_blocks(w.tokens * c.V, THREADS), THREADS, 0, on>>>(*p, w);
+        kla_logprob_kernel<T><<<mn_blocks(w.tokens * c.V, THREADS), THREADS, 0, on>>>(*p, w);
     }
     return mn_launch_status();
 }
 
 template <typename T>
-static int gradients_of_block(const mn_kla_mc_args *p, const work &w, cudaStream_t on) {
+static int gradients_of_block(const mn_kla_mc_args *p, const workspace &w, cudaStream_t on) {
     const mn_call &c = p->call;
     const int64_t rows = w.tokens * c.S;
-    logits_back_kernel<<<mn_blocks(rows * c.V, THREADS), THREADS, 0, on>>>(*p, w);
-    const mn_gemm_problem dh = product_of(w.logits, w.head, w.dh, rows, c.D, c.V);
-    mn_gemm_problem dhead = product_of(w.logits, w.h, w.dhead, c.V, c.D, rows);
+    kla_logits_bwd_kernel<<<mn_blocks(rows * c.V, THREADS), THREADS, 0, on>>>(*p, w);
+    const mn_gemm_problem dh = gemm_of(w.logits, w.head, w.dh, rows, c.D, c.V);
+    mn_gemm_problem dhead = gemm_of(w.logits, w.h, w.dhead, c.V, c.D, rows);
     dhead.a_transposed = true, dhead.a_row = c.V, dhead.accumulate = w.first > 0;
     int code = mn_gemm_simt(&dh, on);
     if (code == cudaSuccess && p->grad.head.data) code = mn_gemm_simt(&dhead, on);
     if (code != cudaSuccess) return code;
-    if (p->norm.data) norm_back_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, w);
-    features_back_kernel<T><<<mn_blocks(w.tokens * c.D, THREADS), THREADS, 0, on>>>(*p, w);
+    if (p->norm.data) kla_norm_bwd_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, w);
+    kla_features_bwd_kernel<T><<<mn_blocks(w.tokens * c.D, THREADS), THREADS, 0, on>>>(*p, w);
     return mn_launch_status();
 }
 
@@ -311,13 +312,13 @@ template <typename T>
 static int run(const mn_kla_mc_args *p, float *shared, bool backward, cudaStream_t on) {
     const mn_call &c = p->call;
     const int64_t tokens = c.B * c.T, step = tokens_of_block(&c), head = c.V * c.D;
-    work w;
+    workspace w;
     size_t count;
-    if (!place(&w, &count, shared, &c, backward) || step * c.S > INT32_MAX) {
+    if (!carve_workspace(&w, &count, shared, &c, backward) || step * c.S > INT32_MAX) {
         return cudaErrorNotSupported;
     }
     if (head > 0) {
-        widen_kernel<T><<<mn_blocks(head, THREADS), THREADS, 0, on>>>(
+        kla_to_f32_kernel<T><<<mn_blocks(head, THREADS), THREADS, 0, on>>>(
             w.head, (const T *)p->head.data, head);
     }
     int code = mn_launch_status();
@@ -326,16 +327,16 @@ static int run(const mn_kla_mc_args *p, float *shared, bool backward, cudaStream
     }
     for (w.first = 0; w.first < tokens && code == cudaSuccess; w.first += step) {
         w.tokens = mn_min(step, tokens - w.first);
-        code = read_block<T>(p, w, backward, on);
+        code = fwd_block<T>(p, w, backward, on);
         if (code == cudaSuccess && backward) code = gradients_of_block<T>(p, w, on);
     }
     if (code != cudaSuccess || !backward) return code;
     if (p->grad.head.data && head > 0) {
-        narrow_kernel<T><<<mn_blocks(head, THREADS), THREADS, 0, on>>>(
+        kla_from_f32_kernel<T><<<mn_blocks(head, THREADS), THREADS, 0, on>>>(
             (T *)p->grad.head.data, w.dhead, head);
     }
     if (p->grad.norm.data && c.D > 0) {
-        norm_kernel<T><<<mn_blocks(c.D, THREADS), THREADS, 0, on>>>(*p, w.dnorm);
+        kla_norm_grad_kernel<T><<<mn_blocks(c.D, THREADS), THREADS, 0, on>>>(*p, w.dnorm);
     }
     return mn_launch_status();
 }

@@ -6,7 +6,7 @@
  *
  * A block has 32 channels and 16 slots of one chunk of a sequence; a thread keeps lam and eta of 4
  * slots of a channel. With more slots, blocks leave parts of the sums over slots, added up
- * afterwards. Backward, a walk leaves the states in front of each tile of 16 tokens; the second
+ * afterwards. Backward, a scan leaves the states in front of each tile of 16 tokens; the second
  * pass goes through the tiles from the last one on, makes the states of four tokens again in
  * registers, and leaves dk and dq of its 32 channels as parts. */
 #include "kernels/cuda/moebius/moebius.cuh"
@@ -18,7 +18,7 @@ namespace mneme::moebius {
 
 /* Four tokens of a tile. They are read before the sums of the four before them are written: the
  * compiler keeps the order of reads and writes of shared memory, and sums come late. */
-struct four {
+struct token_quad {
     float k[4][SLOTS], q[4][SLOTS], v[1][4], prec[1][4];
 
     template <int N_LINES>
@@ -35,7 +35,7 @@ struct four {
 
 /* Sums over slots at four tokens of a tile from t on. */
 template <bool FULL>
-__device__ __forceinline__ static void put_four(mn_cell_sums<block> &out, int t, float (&y)[4],
+__device__ __forceinline__ static void store_four(mn_cell_sums<block> &out, int t, float (&y)[4],
                                                 float (&yvar)[4]) {
     const int at = t + block::slot_lane(), column = block::column(0);
     out.at[0][0][at][column] = mn_cell_column_sums(y);
@@ -51,7 +51,7 @@ __device__ __forceinline__ static void forward_rows(state &c, const dynamics &dy
 #pragma unroll 1
     for (int t = 0; t < TOKENS; t += 4) {
         float y[4] = {}, yvar[4] = {};
-        four now;
+        token_quad now;
         now.load(in, t);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ static void forward_rows(state &c, const dynamics &dy
             dyn.advance(c, now.k[i], now.v[0][i], now.prec[0][i]);
 #pragma unroll
             for (int j = 0; j < SLOTS; j++) {
-                const float var = mn_rcp_ftz(fmaxf(c.lam[j], floor_at)), q = now.q[i][j];
+                const float var = mn_rcp_ftz(fmaxf(c.lam[j], min_precision)), q = now.q[i][j];
                 const float by = FULL && prior ? q * dyn.a[j] : q;
                 y[i] = fmaf(by * c.eta[j], var, y[i]);
                 if (!FULL) continue;
@@ -67,17 +67,17 @@ __device__ __forceinline__ static void forward_rows(state &c, const dynamics &dy
                 yvar[i] = fmaf(q * q, spread, yvar[i]);
             }
         }
-        put_four<FULL>(out, t, y, yvar);
+        store_four<FULL>(out, t, y, yvar);
     }
 }
 
 /* Four tokens by rays; false where they do not hold. */
 template <bool FULL>
-__device__ __forceinline__ static bool forward_rays(state &c, float (&y)[4], float (&yvar)[4],
-                                                    const dynamics &dyn, const ray_edge &edge,
-                                                    const four &in, bool prior) {
+__device__ __forceinline__ static bool forward_proj(state &c, float (&y)[4], float (&yvar)[4],
+                                                    const dynamics &dyn, const proj_bound &edge,
+                                                    const token_quad &in, bool prior) {
     bool sound = all_positive(in.prec[0]);
-    ray x[SLOTS];
+    proj x[SLOTS];
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) x[j] = { c.lam[j], 1.0f, c.eta[j] };
 #pragma unroll
@@ -107,50 +107,51 @@ __device__ __forceinline__ static bool forward_rays(state &c, float (&y)[4], flo
 /* A whole tile by rays; false, and nothing done, where one of the warp's does not hold. */
 template <bool FULL>
 __device__ __forceinline__ static bool forward_tile(state &c, const dynamics &dyn,
-                                                    const ray_edge &edge,
+                                                    const proj_bound &edge,
                                                     mn_cell_sums<block> &out,
                                                     const stage<2, 2> &in, bool prior) {
     state at = c;
-    four now, next;
+    token_quad now, next;
     bool sound = true;
     now.load(in, 0);
 #pragma unroll
     for (int t = 0; t < TOKENS; t += 4) {
         float y[4], yvar[4];
         if (t + 4 < TOKENS) next.load(in, t + 4);
-        sound = forward_rays<FULL>(at, y, yvar, dyn, edge, now, prior) && sound;
-        put_four<FULL>(out, t, y, yvar);
+        sound = forward_proj<FULL>(at, y, yvar, dyn, edge, now, prior) && sound;
+        store_four<FULL>(out, t, y, yvar);
         now = next;
     }
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) sound = sound && isfinite(at.eta[j]);
-    if (!all_sound(sound)) return false;
+    if (!all_hold(sound)) return false;
     c = at;
     return true;
 }
 
 template <typename T, bool FULL>
 __global__ void __launch_bounds__(block::THREADS, 3)
-forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
+moebius_fwd_kernel(const __grid_constant__ mn_moebius_args p, workspace to, int64_t n_rows,
                int64_t count) {
     __shared__ stage<2, 2> in[2];
     __shared__ mn_cell_sums<block> out[2];
     const dynamics dyn(p);
-    const ray_edge edge = dyn.edge();
+    const proj_bound edge = dyn.edge();
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
         const chunk at(p.call, slot);
         if (!at.exists) continue;
         state c;
         if (at.first == 0) load_cells(c, p.lam0, p.eta0, p.call, at.n, 1.0f);
         else c.load(to.starts, slot);
-        leaving<T> y, yvar;
+        output_writer<T> y, yvar;
         y.open(p.y, to.sums, 0, p.call, at.span, at.first, n_rows);
         if (FULL) yvar.open(p.yvar, to.sums, 1, p.call, at.span, at.first, n_rows);
         const auto put = [&](int64_t i, int count) {
             y.put(out[i % 2], 0, count, TOKENS);
             if (FULL) yvar.put(out[i % 2], 1, count, TOKENS);
         };
-        each_tile<T>(in, p, at, [&](int64_t i, const mn_cell_tile &tile, const stage<2, 2> &now) {
+        for_each_tile<T>(in, p, at, [&](int64_t i, const mn_cell_tile &tile, const stage<2,
+                                        2> &now) {
             if (i > at.first_tile()) put(i - 1, TOKENS);
             if (tile.n_rows < TOKENS ||
                 !forward_tile<FULL>(c, dyn, edge, out[i % 2], now, p.from_prior)) {
@@ -172,7 +173,7 @@ struct adjoint {
 };
 
 /* Adds a tile's sums over time to those of the chunk. */
-__device__ __forceinline__ static void add_sums(adjoint &to, const adjoint &from) {
+__device__ __forceinline__ static void accumulate_sums(adjoint &to, const adjoint &from) {
     to.d = from.d;
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
@@ -191,13 +192,14 @@ struct token_cots {
 template <bool FULL>
 __device__ __forceinline__ static void token_backward(token_cots &to, adjoint &sum,
                                                       const dynamics &dyn, const state &before,
-                                                      const state &after, const four &in, int at,
+                                                      const state &after, const token_quad &in,
+                                                          int at,
                                                       float gy, float gw, bool prior) {
     const float v = in.v[0][at], prec = in.prec[0][at];
     to.v = to.prec = 0.0f;
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-        const float var = mn_rcp_ftz(fmaxf(after.lam[j], floor_at)), mean = after.eta[j] * var;
+        const float var = mn_rcp_ftz(fmaxf(after.lam[j], min_precision)), mean = after.eta[j] * var;
         const float q = in.q[at][j], k = in.k[at][j];
         const float a = dyn.a[j], a2 = dyn.a2[j], p = dyn.p[j];
         float gm = gy * q, pull = gm * mean;
@@ -217,31 +219,32 @@ __device__ __forceinline__ static void token_backward(token_cots &to, adjoint &s
             pull = fmaf(gm, mean, gv * var);
         }
         const float ne = fmaf(gm, var, sum.d.eta[j]);
-        const float nl = after.lam[j] >= floor_at ? fmaf(-var, pull, sum.d.lam[j]) : sum.d.lam[j];
+        const float nl = after.lam[j] >= min_precision ? fmaf(-var, pull, sum.d.lam[j])
+            : sum.d.lam[j];
         const float u = fmaf(nl, k, ne * v);
         to.k[j] = prec * fmaf(nl, k, u);
         to.prec = fmaf(k, u, to.prec);
         to.v = fmaf(ne, k, to.v);
         const float lam = before.lam[j], eta = before.eta[j], den = fmaf(p, lam, a2);
-        const float g = mn_rcp_ftz(fmaxf(den, floor_at)), ng = nl * g, de = ne * (a * g);
+        const float g = mn_rcp_ftz(fmaxf(den, min_precision)), ng = nl * g, de = ne * (a * g);
         sum.a[j] = fmaf(ne, eta * g, sum.a[j]);
         sum.d.eta[j] = de;
         const float through = de * eta;
-        const float pulled = den >= floor_at ? fmaf(ng, lam, through) * g : 0.0f;
+        const float pulled = den >= min_precision ? fmaf(ng, lam, through) * g : 0.0f;
         sum.a2[j] -= pulled;
         sum.p[j] = fmaf(-pulled, lam, sum.p[j]);
-        sum.d.lam[j] = den >= floor_at ? g * fmaf(ng, a2, -(p * through)) : ng;
+        sum.d.lam[j] = den >= min_precision ? g * fmaf(ng, a2, -(p * through)) : ng;
     }
     to.v *= prec;
 }
 
 /* The states in front of a tile on their way. */
-struct state_ahead {
+struct state_prefetch {
     alignas(16) float at[2][block::THREADS][SLOTS];
 
-    __device__ __forceinline__ void begin(const float *sets, int64_t set) {
-        copy_device<SLOTS>(at[0][threadIdx.x], sets + block::own(2 * set), true);
-        copy_device<SLOTS>(at[1][threadIdx.x], sets + block::own(2 * set + 1), true);
+    __device__ __forceinline__ void issue(const float *sets, int64_t set) {
+        cp_async_zfill<SLOTS>(at[0][threadIdx.x], sets + block::own(2 * set), true);
+        cp_async_zfill<SLOTS>(at[1][threadIdx.x], sets + block::own(2 * set + 1), true);
     }
 
     __device__ __forceinline__ void get(state &c) const {
@@ -251,30 +254,30 @@ struct state_ahead {
 };
 
 template <bool FULL>
-struct backward_smem {
+struct bwd_smem {
     lines_of<FULL> in[2];
-    state_ahead first[2];
+    state_prefetch first[2];
     mn_cell_sums<block> out;
     mn_cell_key_partials<block> keys;
-    fours states;
+    quad_states states;
 };
 
 /* Leaves the sums over slots of dv and dprec at four tokens. */
 template <bool FULL>
-__device__ __forceinline__ static void put_lines(backward_smem<FULL> &r, int t, float (&dv)[4],
+__device__ __forceinline__ static void put_lines(bwd_smem<FULL> &r, int t, float (&dv)[4],
                                                  float (&dprec)[4]) {
-    put_four<true>(r.out, t, dv, dprec);
+    store_four<true>(r.out, t, dv, dprec);
 }
 
 /* Four tokens of a tile from t on, by lam and eta. */
 template <bool FULL>
 __device__ __forceinline__ static void backward_four(adjoint &sum, const dynamics &dyn,
-                                                     backward_smem<FULL> &r,
+                                                     bwd_smem<FULL> &r,
                                                      const lines_of<FULL> &in, int t, int n_rows,
                                                      bool prior) {
     state c[5];
     float gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
-    four now;
+    token_quad now;
     now.load(in, t);
     r.states.get(c[0], t);
     in.lines[MEAN_COTS].get(gy, t);
@@ -299,7 +302,7 @@ __device__ __forceinline__ static void backward_four(adjoint &sum, const dynamic
 /* A tile by lam and eta, from the state in front of it. */
 template <bool FULL>
 __device__ __forceinline__ static void backward_rows(adjoint &sum, const dynamics &dyn,
-                                                     backward_smem<FULL> &r,
+                                                     bwd_smem<FULL> &r,
                                                      const lines_of<FULL> &in, const state &first,
                                                      int n_rows, bool prior) {
     r.states.fill(first, dyn, in, n_rows);
@@ -309,9 +312,10 @@ __device__ __forceinline__ static void backward_rows(adjoint &sum, const dynamic
     }
 }
 
-/* What a read of the ray x from the prior says to q and the dynamics; to_q as read_back returns
+/* What a read of the ray x from the prior says to q and the dynamics; to_q as output_bwd returns
  * it. */
-__device__ __forceinline__ static float prior_cots(ray_cots &to, const ray &x, float to_q, float a,
+__device__ __forceinline__ static float prior_grads(proj_grads &to, const proj &x, float to_q,
+                                                    float a,
                                                    float a2, float p, float q, float gw) {
     const float var = x.d * mn_rcp_ftz(x.n), gv = gw * q * q;
     to.a = fmaf(q, to_q, to.a);
@@ -322,42 +326,42 @@ __device__ __forceinline__ static float prior_cots(ray_cots &to, const ray &x, f
 
 /* Four tokens of a tile from t on, by rays; false where they do not hold. */
 template <bool FULL>
-__device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamics &dyn,
-                                                     const ray_edge &edge,
-                                                     backward_smem<FULL> &r,
+__device__ __forceinline__ static bool backward_proj(adjoint &sum, const dynamics &dyn,
+                                                     const proj_bound &edge,
+                                                     bwd_smem<FULL> &r,
                                                      const lines_of<FULL> &in, int t, bool prior) {
     state c;
-    rays x;
-    ray w[SLOTS];
+    proj_trace x;
+    proj w[SLOTS];
     float gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
-    four now;
+    token_quad now;
     now.load(in, t);
     r.states.get(c, t);
     in.lines[MEAN_COTS].get(gy, t);
     if (FULL) in.lines[FULL ? SPREAD_COTS : 0].get(gw, t);
-    const bool sound = x.walk(c, dyn, edge, now.k, now.v[0], now.prec[0]);
+    const bool sound = x.scan(c, dyn, edge, now.k, now.v[0], now.prec[0]);
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-        w[j] = pull_behind(x.last.lam[j], x.last.eta[j], x.by[j], sum.d.lam[j], sum.d.eta[j]);
+        w[j] = proj_init_adjoint(x.last.lam[j], x.last.eta[j], x.by[j], sum.d.lam[j], sum.d.eta[j]);
     }
 #pragma unroll
     for (int i = 3; i >= 0; i--) {
         const float v = now.v[0][i], prec = now.prec[0][i];
         float to_k[SLOTS], to_q[SLOTS];
-        ray_cots to = {};
+        proj_grads to = {};
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) {
-            const ray &y = x.at[i + 1][j];
+            const proj &y = x.at[i + 1][j];
             const float q = now.q[i][j], g = gw[0][i];
             to.a = sum.a[j], to.a2 = sum.a2[j], to.p = sum.p[j];
-            to_q[j] = read_back<FULL>(w[j], mn_rcp_ftz(y.n), y.d, y.e, dyn.a[j], dyn.a2[j], q,
+            to_q[j] = output_bwd<FULL>(w[j], mn_rcp_ftz(y.n), y.d, y.e, dyn.a[j], dyn.a2[j], q,
                                       gy[0][i], g, prior);
             if (FULL && prior) {
-                to_q[j] = prior_cots(to, y, to_q[j], dyn.a[j], dyn.a2[j], dyn.p[j], q, g);
+                to_q[j] = prior_grads(to, y, to_q[j], dyn.a[j], dyn.a2[j], dyn.p[j], q, g);
             } else if (FULL) {
                 to_q[j] = fmaf(2.0f * q * g, y.d * mn_rcp_ftz(y.n), to_q[j]);
             }
-            pull_through(w[j], to, x.at[i][j], y, dyn.a[j], dyn.a2[j], dyn.p[j], prec,
+            proj_token_bwd(w[j], to, x.at[i][j], y, dyn.a[j], dyn.a2[j], dyn.p[j], prec,
                          now.k[i][j], v);
             sum.a[j] = to.a, sum.a2[j] = to.a2, sum.p[j] = to.p;
             to_k[j] = to.k;
@@ -374,108 +378,109 @@ __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamic
 /* A whole tile by rays; false, and nothing done, where one of the warp's does not hold. */
 template <bool FULL>
 __device__ __forceinline__ static bool backward_tile(adjoint &sum, const dynamics &dyn,
-                                                     const ray_edge &edge,
-                                                     backward_smem<FULL> &r,
+                                                     const proj_bound &edge,
+                                                     bwd_smem<FULL> &r,
                                                      const lines_of<FULL> &in, const state &first,
                                                      bool prior) {
-    adjoint here = { sum.d, {}, {}, {} };
+    adjoint tile_adjoint = { sum.d, {}, {}, {} };
     bool sound = true;
     r.states.fill(first, dyn, in);
 #pragma unroll 1
     for (int t = TOKENS - 4; t >= 0; t -= 4) {
-        sound = backward_rays<FULL>(here, dyn, edge, r, in, t, prior) && sound;
+        sound = backward_proj<FULL>(tile_adjoint, dyn, edge, r, in, t, prior) && sound;
     }
-    if (!all_sound(sound)) return false;
-    add_sums(sum, here);
+    if (!all_hold(sound)) return false;
+    accumulate_sums(sum, tile_adjoint);
     return true;
 }
 
 /* What is left of a chunk after its first token. */
-__device__ static void put_first(const mn_moebius_args &p, float *to, const adjoint &sum,
+__device__ static void store_state0_grads(const mn_moebius_args &p, float *to, const adjoint &sum,
                                  const dynamics &dyn, const chunk &at, int64_t slot) {
     if (at.first == 0) store_cells(p.grad.lam0, p.grad.eta0, sum.d, p.call, at.n);
     const int64_t cells = p.call.V * p.call.K;
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-        const int64_t i = place_of(p.call, j);
+        const int64_t i = state_index(p.call, j);
         if (i < 0) continue;
         const float a = dyn.a[j];
-        const bool kept = ((const float *)p.p.data)[i] >= floor_at;
-        to[2 * slot * cells + i] = sum.a[j] + (a * a >= floor_at ? 2.0f * a * sum.a2[j] : 0.0f);
+        const bool kept = ((const float *)p.p.data)[i] >= min_precision;
+        to[2 * slot * cells + i] = sum.a[j]
+            + (a * a >= min_precision ? 2.0f * a * sum.a2[j] : 0.0f);
         to[(2 * slot + 1) * cells + i] = kept ? sum.p[j] : 0.0f;
     }
 }
 
 /* A slot that is no chunk has a part of da and dp all the same. */
-__device__ static void put_nothing(const mn_moebius_args &p, float *to, int64_t slot) {
+__device__ static void store_zeros(const mn_moebius_args &p, float *to, int64_t slot) {
     const int64_t cells = p.call.V * p.call.K;
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-        const int64_t i = place_of(p.call, j);
+        const int64_t i = state_index(p.call, j);
         if (i >= 0) to[2 * slot * cells + i] = to[(2 * slot + 1) * cells + i] = 0.0f;
     }
 }
 
 template <typename T, bool FULL>
 __global__ void __launch_bounds__(block::THREADS, 2)
-backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
+moebius_bwd_kernel(const __grid_constant__ mn_moebius_args p, workspace to, int64_t n_rows,
                 int64_t count) {
-    extern __shared__ float4 smem_here[];
-    backward_smem<FULL> &r = *(backward_smem<FULL> *)smem_here;
+    extern __shared__ float4 smem_bytes_here[];
+    bwd_smem<FULL> &r = *(bwd_smem<FULL> *)smem_bytes_here;
     const dynamics dyn(p);
-    const ray_edge edge = dyn.edge();
+    const proj_bound edge = dyn.edge();
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
         const chunk at(p.call, slot);
         if (!at.exists) {
-            put_nothing(p, to.dynamics, slot);
+            store_zeros(p, to.dynamics, slot);
             continue;
         }
         const int64_t set = mn_cell_first_slot(p.call, at.n, TOKENS);
         adjoint sum = {};
-        loaded<T, 2, FULL ? 4 : 3> next;
+        tile_prefetch<T, 2, FULL ? 4 : 3> next;
         if (at.last()) load_cells(sum.d, p.cot.lam, p.cot.eta, p.call, at.n, 0.0f);
         else sum.d.load(to.ends, slot);
         const int64_t last = at.end_tile() - 1;
-        leaving<T> dv, dprec;
+        output_writer<T> dv, dprec;
         dv.open(p.grad.v, to.sums, 0, p.call, at.span, last * TOKENS, n_rows);
         dprec.open(p.grad.prec, to.sums, 1, p.call, at.span, last * TOKENS, n_rows);
         next.open(p, at.span);
         next.move(p, last * TOKENS);
         if (at.first < at.end) {
-            next.begin(r.in[last % 2], mn_cell_tile_at(at.span, last).n_rows);
-            r.first[last % 2].begin(to.states, set + last);
+            next.issue(r.in[last % 2], mn_cell_tile_at(at.span, last).n_rows);
+            r.first[last % 2].issue(to.states, set + last);
         }
         for (int64_t i = last; i >= at.first_tile() && at.first < at.end; i--) {
             const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
             state first;
             const lines_of<FULL> &in = r.in[i % 2];
-            next.finish(r.in[i % 2]);
+            next.complete(r.in[i % 2]);
             r.first[i % 2].get(first);
             __syncthreads();
             next.move(p, -(int64_t)TOKENS);
             if (i > at.first_tile()) {
-                next.begin(r.in[(i - 1) % 2], TOKENS);
-                r.first[(i - 1) % 2].begin(to.states, set + i - 1);
+                next.issue(r.in[(i - 1) % 2], TOKENS);
+                r.first[(i - 1) % 2].issue(to.states, set + i - 1);
             }
             if (tile.n_rows < TOKENS ||
                 !backward_tile<FULL>(sum, dyn, edge, r, in, first, p.from_prior)) {
-                adjoint here = { sum.d, {}, {}, {} };
-                backward_rows<FULL>(here, dyn, r, in, first, tile.n_rows, p.from_prior);
-                add_sums(sum, here);
+                adjoint tile_adjoint = { sum.d, {}, {}, {} };
+                backward_rows<FULL>(tile_adjoint, dyn, r, in, first, tile.n_rows, p.from_prior);
+                accumulate_sums(sum, tile_adjoint);
             }
             __syncthreads();
             mn_cell_store_keys(to.keys, p.call, tile, 0, 1, n_rows, r.keys);
             dv.put(r.out, 0, tile.n_rows, -(int64_t)TOKENS);
             dprec.put(r.out, 1, tile.n_rows, -(int64_t)TOKENS);
         }
-        put_first(p, to.dynamics, sum, dyn, at, slot);
+        store_state0_grads(p, to.dynamics, sum, dyn, at, slot);
         __syncthreads();
     }
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-struct put_dynamics {
+struct store_dynamics {
     float *da, *dp;
     int64_t cells;
 
@@ -486,74 +491,77 @@ struct put_dynamics {
 };
 
 static dim3 blocks_of(const mn_call *call) {
-    return dim3(mn_blocks(call->V, block::COLUMNS), mn_blocks(n_chunks(*call), 1, MOST_CHUNKS),
+    return dim3(mn_blocks(call->V, block::COLUMNS), mn_blocks(n_chunks(*call), 1, MAX_CHUNKS),
                 mn_blocks(call->K, block::SLOTS));
 }
 
-enum { N_ROOMS = 7 };
+enum { N_BUFFERS = 7 };
 
 /* Numbers of each part of the work space, in the order of `room`. */
-static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backward) {
-    const int64_t groups = mn_ceil_div(call->K, block::SLOTS);
+static bool workspace_sizes(int64_t (&counts)[N_BUFFERS], const mn_call *call, bool backward) {
+    const int64_t thread_groups = mn_ceil_div(call->K, block::SLOTS);
     const int64_t across = mn_ceil_div(call->V, block::COLUMNS), chunks = n_chunks(*call);
     int64_t rows, cells, set;    // set: four numbers of each thread
     for (int64_t &count : counts) count = 0;
-    bool ok = mn_mul_i64(&rows, mn_cell_rows_of(call), 2) && mn_mul_i64(&set, groups, across) &&
+    bool ok = mn_mul_i64(&rows, mn_cell_rows_of(call), 2)
+        && mn_mul_i64(&set, thread_groups, across) &&
               mn_mul_i64(&set, set, block::THREADS * SLOTS);
-    if (ok && groups > 1) {
-        ok = mn_mul_i64(&counts[0], rows, call->V) && mn_mul_i64(&counts[0], counts[0], groups);
+    if (ok && thread_groups > 1) {
+        ok = mn_mul_i64(&counts[0], rows, call->V)
+            && mn_mul_i64(&counts[0], counts[0], thread_groups);
     }
-    int64_t borders = 0;
-    if (ok && chunked(*call)) ok = mn_mul_i64(&borders, set, chunks) && borders <= INT64_MAX / 32;
+    int64_t chunk_floats = 0;
+    if (ok && chunked(*call)) ok = mn_mul_i64(&chunk_floats, set, chunks)
+        && chunk_floats <= INT64_MAX / 32;
     if (!backward || !ok) {
-        counts[1] = 2 * borders;
+        counts[1] = 2 * chunk_floats;
         return ok;
     }
-    counts[2] = 2 * borders;
-    counts[6] = MAP_NUMBERS * borders;
+    counts[2] = 2 * chunk_floats;
+    counts[6] = MAP_NUMBERS * chunk_floats;
     return mn_mul_i64(&counts[3], set, 2) &&
            mn_mul_i64(&counts[3], counts[3], mn_tile_slots(*call, TOKENS)) &&
            mn_mul_i64(&counts[4], rows, call->K) && mn_mul_i64(&counts[4], counts[4], across) &&
            mn_mul_i64(&cells, call->V, 2 * call->K) && mn_mul_i64(&counts[5], cells, chunks);
 }
 
-static bool plan_smem(mn_plan *plan, const mn_call *call, bool backward) {
-    int64_t counts[N_ROOMS];
-    return measure(counts, call, backward) && mn_cell_plan_workspace(plan, counts);
+static bool plan_workspace(mn_plan *plan, const mn_call *call, bool backward) {
+    int64_t counts[N_BUFFERS];
+    return workspace_sizes(counts, call, backward) && mn_cell_plan_workspace(plan, counts);
 }
 
-static room smem_at(float *shared, const mn_call *call, bool backward) {
-    int64_t counts[N_ROOMS];
-    float *at[N_ROOMS];
-    (void)measure(counts, call, backward);    // went well when it was planned
+static workspace smem_at(float *shared, const mn_call *call, bool backward) {
+    int64_t counts[N_BUFFERS];
+    float *at[N_BUFFERS];
+    (void)workspace_sizes(counts, call, backward);    // went well when it was planned
     mn_cell_carve_workspace(at, shared, counts);
     return { at[0], at[1], at[2], at[3], at[4], at[5], at[6] };
 }
 
-/* Sums over groups of slots, where there are several. */
+/* Sums over thread_groups of slots, where there are several. */
 template <typename T>
-static int sum_groups(const mn_out &first, const mn_out &second, const float *sums,
+static int reduce_groups(const mn_out &first, const mn_out &second, const float *sums,
                       const mn_call *call, cudaStream_t stream) {
-    const int64_t groups = mn_ceil_div(call->K, block::SLOTS);
-    if (groups == 1) return cudaSuccess;
-    return mn_cell_reduce_partials<T>(first, second, sums, groups, call, 1, call->V, stream);
+    const int64_t thread_groups = mn_ceil_div(call->K, block::SLOTS);
+    if (thread_groups == 1) return cudaSuccess;
+    return mn_cell_reduce_partials<T>(first, second, sums, thread_groups, call, 1, call->V, stream);
 }
 
 template <typename T>
 static int forward(const mn_moebius_args *p, float *shared, cudaStream_t stream) {
     const dim3 blocks = blocks_of(&p->call);
     const int64_t n_rows = mn_cell_rows_of(&p->call), count = n_chunks(p->call);
-    const room to = smem_at(shared, &p->call, false);
+    const workspace to = smem_at(shared, &p->call, false);
     int code = cudaSuccess;
-    if (chunked(p->call)) code = scan_states<T>(p, to.starts, CHUNK, LONG, stream);
+    if (chunked(p->call)) code = scan_states<T>(p, to.starts, CHUNK, MIN_CHUNKED, stream);
     if (code != cudaSuccess) return code;
     if (p->yvar.data || p->from_prior) {
-        forward_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
+        moebius_fwd_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     } else {
-        forward_kernel<T, false><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
+        moebius_fwd_kernel<T, false><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     }
     code = mn_launch_status();
-    return code != cudaSuccess ? code : sum_groups<T>(p->y, p->yvar, to.sums, &p->call, stream);
+    return code != cudaSuccess ? code : reduce_groups<T>(p->y, p->yvar, to.sums, &p->call, stream);
 }
 
 template <typename T>
@@ -561,18 +569,18 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
     const mn_call *call = &p->call;
     const dim3 blocks = blocks_of(call);
     const int64_t n_rows = mn_cell_rows_of(call), count = n_chunks(*call);
-    const room to = smem_at(shared, call, true);
+    const workspace to = smem_at(shared, call, true);
     const bool full = p->from_prior || p->cot.yvar.data;
     int code = !chunked(*call) ? scan_states<T>(p, to.states, TOKENS, 0, stream)
-               : full ? scan_maps<T, OF_FULL_MAPS>(p, to.states, to.maps, to.ends, stream)
-                      : scan_maps<T, OF_MAPS>(p, to.states, to.maps, to.ends, stream);
+               : full ? scan_maps<T, FULL_MAP_KINDS>(p, to.states, to.maps, to.ends, stream)
+                      : scan_maps<T, MAP_KINDS>(p, to.states, to.maps, to.ends, stream);
     if (code != cudaSuccess) return code;
-    code = full ? mn_launch_smem(backward_kernel<T, true>, blocks, block::THREADS,
-                                      sizeof(backward_smem<true>), stream, *p, to, n_rows, count)
-                : mn_launch_smem(backward_kernel<T, false>, blocks, block::THREADS,
-                                      sizeof(backward_smem<false>), stream, *p, to, n_rows, count);
+    code = full ? mn_launch_smem(moebius_bwd_kernel<T, true>, blocks, block::THREADS,
+                                      sizeof(bwd_smem<true>), stream, *p, to, n_rows, count)
+                : mn_launch_smem(moebius_bwd_kernel<T, false>, blocks, block::THREADS,
+                                      sizeof(bwd_smem<false>), stream, *p, to, n_rows, count);
     if (code == cudaSuccess) {
-        code = sum_groups<T>(p->grad.v, p->grad.prec, to.sums, call, stream);
+        code = reduce_groups<T>(p->grad.v, p->grad.prec, to.sums, call, stream);
     }
     if (code == cudaSuccess) {
         code = mn_cell_reduce_partials<T>(p->grad.k, p->grad.q, to.keys, blocks.x, call, 1, call->K,
@@ -580,12 +588,12 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
     }
     if (code != cudaSuccess || (!p->grad.a.data && !p->grad.p.data)) return code;
     const int64_t cells = call->V * call->K;
-    const put_dynamics put = { (float *)p->grad.a.data, (float *)p->grad.p.data, cells };
+    const store_dynamics put = { (float *)p->grad.a.data, (float *)p->grad.p.data, cells };
     return mn_reduce_partials_to(put, to.dynamics, count, 2 * cells, stream);
 }
 
 MN_CUDA_PLAN(moebius_forward) {
-    return plan_smem(plan, (const mn_call *)args, false);
+    return plan_workspace(plan, (const mn_call *)args, false);
 }
 
 MN_CUDA_LAUNCH(moebius_forward) {
@@ -597,7 +605,7 @@ MN_CUDA_LAUNCH(moebius_forward) {
 }
 
 MN_CUDA_PLAN(moebius_backward) {
-    return plan_smem(plan, (const mn_call *)args, true);
+    return plan_workspace(plan, (const mn_call *)args, true);
 }
 
 MN_CUDA_LAUNCH(moebius_backward) {

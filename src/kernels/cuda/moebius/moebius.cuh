@@ -4,8 +4,8 @@
  * Cells go by rays (moebius_projective.cuh), four tokens at a time; a warp for which one of its
  * rays does not hold does the tile again by lam and eta, as it does tiles that are not whole.
  *
- * A sequence longer than LONG tokens goes by chunks of CHUNK, so that time too fills the GPU:
- * moebius_state_scan.cuh finds the state in front of each chunk first and, going back, the
+ * A sequence longer than MIN_CHUNKED tokens goes by chunks of CHUNK, so that time too fills the
+ * GPU: moebius_state_scan.cuh finds the state in front of each chunk first and, going back, the
  * adjoint behind it. How a sequence is cut depends on its own length alone. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_CUH
@@ -27,13 +27,13 @@ using namespace recurrent;
  * on lam and eta where ray_sound says no. Adjoints of (n, d, e) follow by the chain rule; that the
  * factor has no meaning, n n' + d d' + e e' = 0, makes one of them from two at a ray's end. */
 
-struct ray {
+struct proj {
     float n, d, e;
 };
 
-__device__ __forceinline__ ray ray_after(const ray &x, float a, float a2, float p, float pk,
+__device__ __forceinline__ proj proj_step(const proj &x, float a, float a2, float p, float pk,
                                          float k, float v) {
-    ray y;
+    proj y;
     y.d = fmaf(p, x.n, a2 * x.d);
     const float gain = pk * y.d;
     y.n = fmaf(k, gain, x.n);
@@ -44,17 +44,17 @@ __device__ __forceinline__ ray ray_after(const ray &x, float a, float a2, float 
 /* How far down lam may be in front of 4 or 8 tokens for none of their n to lie below 1e-12 d, where
  * a floor would bind: n never falls, and d is at most the larger of 1 and (a^2)^tokens times 1 +
  * tokens p n. */
-struct ray_edge {
+struct proj_bound {
     float by_n, least;
 
-    __device__ static ray_edge of(float a2, float p, int tokens) {
+    __device__ static proj_bound of(float a2, float p, int tokens) {
         const float grown = fmaxf(a2, 1.0f), four = grown * grown * grown * grown;
         const float most = tokens == 4 ? four : four * four;
         return { fmaxf(2e-12f * (float)tokens * most * p, 1e-20f), 2e-12f * most };
     }
 
     /* Of two cells at once. */
-    __device__ ray_edge with(const ray_edge &other) const {
+    __device__ proj_bound with(const proj_bound &other) const {
         return { fmaxf(by_n, other.by_n), fmaxf(least, other.least) };
     }
 
@@ -66,8 +66,9 @@ struct ray_edge {
 
 /* The adjoint of a ray (n, d, e) behind which lam and eta have the adjoints dlam and deta; by =
  * 1 / d, lam and eta as they are there. */
-__device__ __forceinline__ ray pull_behind(float lam, float eta, float by, float dlam, float deta) {
-    ray w;
+__device__ __forceinline__ proj proj_init_adjoint(float lam, float eta, float by, float dlam,
+                                                  float deta) {
+    proj w;
     w.n = dlam * by;
     w.e = deta * by;
     w.d = -fmaf(w.n, lam, w.e * eta);
@@ -75,13 +76,14 @@ __device__ __forceinline__ ray pull_behind(float lam, float eta, float by, float
 }
 
 /* What one token of one cell adds to the gradients of its inputs and of the dynamics. */
-struct ray_cots {
+struct proj_grads {
     float k, v, prec, a, a2, p;
 };
 
 /* The adjoint w from behind the token that leads from x to y to in front of it. `to` adds up but
  * for k. */
-__device__ __forceinline__ void pull_through(ray &w, ray_cots &to, const ray &x, const ray &y,
+__device__ __forceinline__ void proj_token_bwd(proj &w, proj_grads &to, const proj &x,
+                                               const proj &y,
                                              float a, float a2, float p, float prec, float k,
                                              float v) {
     const float pk = prec * k, gain = pk * y.d, to_gain = fmaf(k, w.n, v * w.e);
@@ -99,7 +101,8 @@ __device__ __forceinline__ void pull_through(ray &w, ray_cots &to, const ray &x,
 }
 
 /* The same of the adjoint alone. */
-__device__ __forceinline__ void pull_back(ray &w, float a, float a2, float p, float prec, float k,
+__device__ __forceinline__ void proj_adjoint_bwd(proj &w, float a, float a2, float p, float prec,
+                                                 float k,
                                           float v) {
     w.d = fmaf(prec * k, fmaf(k, w.n, v * w.e), w.d);
     w.n = fmaf(p, w.d, w.n);
@@ -107,17 +110,17 @@ __device__ __forceinline__ void pull_back(ray &w, float a, float a2, float p, fl
     w.e *= a;
 }
 
-enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, LONG = 4096, CHUNK = 1024,
-       MOST_CHUNKS = 65535 };
+enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, MIN_CHUNKED = 4096, CHUNK = 1024,
+       MAX_CHUNKS = 65535 };
 
 typedef mn_cell_block<1, 4, 1> block;
 
-static __device__ const float floor_at = 1e-12f;
+static __device__ const float min_precision = 1e-12f;
 
 /* The work space of a call, each part behind the other. Sets of SLOTS numbers per thread lie
  * as block::own() says. */
-struct room {
-    float *sums;        // groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
+struct workspace {
+    float *sums;        // thread_groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
     float *starts;      // chunks x 2: the state in front of each, forward
     float *ends;        // chunks x 2: the adjoint behind each, going back
     float *states;      // tiles x 2: the state in front of each
@@ -144,19 +147,19 @@ struct state {
 };
 
 /* Where cell j of this thread lies in (V,K); -1 outside. */
-__device__ inline int64_t place_of(const mn_call &call, int j) {
+__device__ inline int64_t state_index(const mn_call &call, int j) {
     const int64_t m = block::column0() + block::column(0), s = block::slot0() + block::slot(j);
     return m < call.V && s < call.K ? m * call.K + s : -1;
 }
 
 /* A thread's cells of states (N,V,K): given ones, or `lam` and 0. */
 __device__ inline void load_cells(state &to, const mn_in &lam, const mn_in &eta,
-                                  const mn_call &call, int64_t n, float usual) {
+                                  const mn_call &call, int64_t n, float init_value) {
     const float *from_lam = mn_row<float>(lam, n, 0, 0), *from_eta = mn_row<float>(eta, n, 0, 0);
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-        const int64_t at = place_of(call, j);
-        to.lam[j] = at >= 0 && from_lam ? from_lam[at] : usual;
+        const int64_t at = state_index(call, j);
+        to.lam[j] = at >= 0 && from_lam ? from_lam[at] : init_value;
         to.eta[j] = at >= 0 && from_eta ? from_eta[at] : 0.0f;
     }
 }
@@ -166,7 +169,7 @@ __device__ inline void store_cells(const mn_out &lam, const mn_out &eta, const s
     float *to_lam = mn_row<float>(lam, n, 0, 0), *to_eta = mn_row<float>(eta, n, 0, 0);
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-        const int64_t at = place_of(call, j);
+        const int64_t at = state_index(call, j);
         if (at >= 0 && to_lam) to_lam[at] = from.lam[j];
         if (at >= 0 && to_eta) to_eta[at] = from.eta[j];
     }
@@ -179,31 +182,32 @@ struct dynamics {
     __device__ dynamics(const mn_moebius_args &args) {
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) {
-            const int64_t at = place_of(args.call, j);
+            const int64_t at = state_index(args.call, j);
             a[j] = at >= 0 ? ((const float *)args.a.data)[at] : 1.0f;
-            a2[j] = fmaxf(a[j] * a[j], floor_at);
-            p[j] = at >= 0 ? fmaxf(((const float *)args.p.data)[at], floor_at) : floor_at;
+            a2[j] = fmaxf(a[j] * a[j], min_precision);
+            p[j] = at >= 0 ? fmaxf(((const float *)args.p.data)[at], min_precision) : min_precision;
         }
     }
 
     __device__ void advance(state &c, const float (&k)[SLOTS], float v, float prec) const {
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) {
-            const float g = mn_rcp_ftz(fmaxf(fmaf(p[j], c.lam[j], a2[j]), floor_at));
+            const float g = mn_rcp_ftz(fmaxf(fmaf(p[j], c.lam[j], a2[j]), min_precision));
             const float pk = prec * k[j];
             c.lam[j] = fmaf(c.lam[j], g, pk * k[j]);
             c.eta[j] = fmaf(a[j] * g, c.eta[j], pk * v);
         }
     }
 
-    __device__ __forceinline__ ray after(const ray &x, int j, float prec, float k, float v) const {
-        return ray_after(x, a[j], a2[j], p[j], prec * k, k, v);
+    __device__ __forceinline__ proj after(const proj &x, int j, float prec, float k,
+                                          float v) const {
+        return proj_step(x, a[j], a2[j], p[j], prec * k, k, v);
     }
 
-    __device__ ray_edge edge() const {
-        ray_edge e = ray_edge::of(a2[0], p[0], 4);
+    __device__ proj_bound edge() const {
+        proj_bound e = proj_bound::of(a2[0], p[0], 4);
 #pragma unroll
-        for (int j = 1; j < SLOTS; j++) e = e.with(ray_edge::of(a2[j], p[j], 4));
+        for (int j = 1; j < SLOTS; j++) e = e.with(proj_bound::of(a2[j], p[j], 4));
         return e;
     }
 };
@@ -231,17 +235,17 @@ using lines_of = stage<2, FULL ? 4 : 3>;
 
 /* n numbers from memory to shared memory, or zeros, while the thread goes on. */
 template <int n>
-__device__ __forceinline__ void copy_device(float *to, const float *from, bool there) {
+__device__ __forceinline__ void cp_async_zfill(float *to, const float *from, bool valid) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from),
-                 "n"(n * sizeof(float)), "r"(there ? n * (int)sizeof(float) : 0) : "memory");
+                 "n"(n * sizeof(float)), "r"(valid ? n * (int)sizeof(float) : 0) : "memory");
 }
 
 /* WIDTH numbers of each token on their way to shared memory: numbers place, place + ACROSS, ... of
  * a token for each thread. Of float32 they go there by themselves; others wait in registers to be
  * converted. */
 template <typename T, int WIDTH>
-struct on_the_way {
+struct channel_loader {
     typedef mn_cell_thread_map<WIDTH, block::THREADS> share;
     const T *from;      // the thread's first number
     int left;           // how many there are from it on
@@ -262,35 +266,35 @@ struct on_the_way {
         from += n_tokens * view.stride[1];
     }
 
-    template <typename Room>
-    __device__ __forceinline__ void begin(Room &to, int n_rows) {
+    template <typename Smem>
+    __device__ __forceinline__ void issue(Smem &to, int n_rows) {
 #pragma unroll
         for (int n = 0; n < share::EACH; n++) {
-            const bool there = share::row() < n_rows && n * share::ACROSS < left;
+            const bool valid = share::row() < n_rows && n * share::ACROSS < left;
             const T *at = from + n * share::ACROSS;
             if constexpr (sizeof(T) == sizeof(float)) {
                 to.for_each_slot(share::row(), place() + n * share::ACROSS,
-                              [&](float *room) { copy_device<1>(room, at, there); });
+                              [&](float *workspace) { cp_async_zfill<1>(workspace, at, valid); });
             } else {
-                x[n] = there ? *at : (T)0.0f;
+                x[n] = valid ? *at : (T)0.0f;
             }
         }
     }
 
-    template <typename Room>
-    __device__ __forceinline__ void finish(Room &to) const {
+    template <typename Smem>
+    __device__ __forceinline__ void complete(Smem &to) const {
 #pragma unroll
         for (int n = 0; n < share::EACH && sizeof(T) < sizeof(float); n++) {
             to.for_each_slot(share::row(), place() + n * share::ACROSS,
-                          [&](float *room) { *room = mn_float(x[n]); });
+                          [&](float *workspace) { *workspace = mn_float(x[n]); });
         }
     }
 };
 
 template <typename T, int N_KEYS, int N_LINES>
-struct loaded {
-    on_the_way<T, block::SLOTS> keys[N_KEYS];
-    on_the_way<T, block::COLUMNS> lines[N_LINES];
+struct tile_prefetch {
+    channel_loader<T, block::SLOTS> keys[N_KEYS];
+    channel_loader<T, block::COLUMNS> lines[N_LINES];
 
     __device__ void open(const mn_moebius_args &p, const mn_span &span) {
         const int64_t s0 = block::slot0(), m0 = block::column0(), K = p.call.K, V = p.call.V;
@@ -313,34 +317,34 @@ struct loaded {
     }
 
     /* The tile of n_rows tokens from here on sets out for `to`, which no one uses. */
-    __device__ __forceinline__ void begin(stage<N_KEYS, N_LINES> &to, int n_rows) {
+    __device__ __forceinline__ void issue(stage<N_KEYS, N_LINES> &to, int n_rows) {
 #pragma unroll
-        for (int i = 0; i < N_KEYS; i++) keys[i].begin(to.keys[i], n_rows);
+        for (int i = 0; i < N_KEYS; i++) keys[i].issue(to.keys[i], n_rows);
 #pragma unroll
-        for (int i = 0; i < N_LINES; i++) lines[i].begin(to.lines[i], n_rows);
+        for (int i = 0; i < N_LINES; i++) lines[i].issue(to.lines[i], n_rows);
     }
 
     /* And has arrived, behind a barrier. */
-    __device__ __forceinline__ void finish(stage<N_KEYS, N_LINES> &to) const {
+    __device__ __forceinline__ void complete(stage<N_KEYS, N_LINES> &to) const {
         asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
-        for (int i = 0; i < N_KEYS; i++) keys[i].finish(to.keys[i]);
+        for (int i = 0; i < N_KEYS; i++) keys[i].complete(to.keys[i]);
 #pragma unroll
-        for (int i = 0; i < N_LINES; i++) lines[i].finish(to.lines[i]);
+        for (int i = 0; i < N_LINES; i++) lines[i].complete(to.lines[i]);
     }
 };
 
 /* One kind of sums over slots on its way to memory, tile by tile: to its tensor or, where
  * blockIdx.z counts blocks of slots, to this block's part of `parts`. */
 template <typename T>
-struct leaving {
+struct output_writer {
     typedef mn_cell_thread_map<block::COLUMNS, block::THREADS> share;
     T *to;          // the thread's first number; NULL: to `part`, or nowhere
-    float *part;
-    int64_t ws;
+    float *partial;
+    int64_t row_stride;
     int left;       // how many there are from it on
 
-    __device__ void open(const mn_out &view, float *parts, int kind, const mn_call &call,
+    __device__ void open(const mn_out &view, float *partials, int kind, const mn_call &call,
                          const mn_span &span, int64_t first, int64_t n_rows) {
         const int64_t m = block::column0() + share::place();
         const int64_t t = span.t0 + first + share::row();
@@ -348,8 +352,8 @@ struct leaving {
         left = (int)max(min(call.V - m, (int64_t)share::EACH), (int64_t)0);
         to = view.data && !split ? mn_row<T>(view, span.b, t, 0) + m : nullptr;
         const int64_t row = blockIdx.z * n_rows + span.b * call.T + t;
-        part = split ? parts + (row * 2 + kind) * call.V + m : nullptr;
-        ws = split ? 2 * call.V : view.stride[1];
+        partial = split ? partials + (row * 2 + kind) * call.V + m : nullptr;
+        row_stride = split ? 2 * call.V : view.stride[1];
     }
 
     /* A tile's, and on by so many tokens. */
@@ -359,10 +363,10 @@ struct leaving {
         if (share::row() < n_rows) {
             mn_cell_load(x, &sums.at[kind][0][share::row()][share::place()]);
             if (to) mn_cell_store(to, left, x);
-            else if (part) mn_cell_store(part, left, x);
+            else if (partial) mn_cell_store(partial, left, x);
         }
-        if (to) to += n_tokens * ws;
-        if (part) part += n_tokens * ws;
+        if (to) to += n_tokens * row_stride;
+        if (partial) partial += n_tokens * row_stride;
     }
 };
 
@@ -417,10 +421,10 @@ struct four_keys {
 };
 
 /* Four tokens by rays; whether that holds is not asked. */
-__device__ __forceinline__ void ray_four(state &c, const dynamics &dyn, const four_keys &in) {
+__device__ __forceinline__ void proj_four(state &c, const dynamics &dyn, const four_keys &in) {
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-        ray x = { c.lam[j], 1.0f, c.eta[j] };
+        proj x = { c.lam[j], 1.0f, c.eta[j] };
 #pragma unroll
         for (int i = 0; i < 4; i++) x = dyn.after(x, j, in.prec[0][i], in.k[i][j], in.v[0][i]);
         const float by = mn_rcp_ftz(x.d);
@@ -430,7 +434,7 @@ __device__ __forceinline__ void ray_four(state &c, const dynamics &dyn, const fo
 }
 
 /* States in front of each four tokens of a tile, in shared memory. */
-struct fours {
+struct quad_states {
     alignas(16) float at[TOKENS / 4][2][block::THREADS][SLOTS];
 
     __device__ void put(int t, const state &c) {
@@ -465,7 +469,7 @@ struct fours {
 #pragma unroll
         for (int t = 4; t < TOKENS; t += 4) {
             if (t + 4 < TOKENS) next.load(in, t);
-            ray_four(c, dyn, now);
+            proj_four(c, dyn, now);
             put(t, c);
             now = next;
         }
@@ -474,13 +478,14 @@ struct fours {
 
 /* A thread's four tokens by rays: the rays in front of and behind each, and the states behind the
  * last. */
-struct rays {
-    ray at[5][SLOTS];
+struct proj_trace {
+    proj at[5][SLOTS];
     state last;
     float by[SLOTS];
 
     /* Whether they hold. */
-    __device__ __forceinline__ bool walk(const state &c, const dynamics &dyn, const ray_edge &edge,
+    __device__ __forceinline__ bool scan(const state &c, const dynamics &dyn,
+                                         const proj_bound &edge,
                                          const float (&k)[4][SLOTS], const float (&v)[4],
                                          const float (&prec)[4]) {
         bool sound = all_positive(prec);
@@ -503,7 +508,7 @@ struct rays {
 /* Adds to the adjoint w of a ray (n, d, e) what a read of it with q gives back, with cotangents gy
  * and gw of y and yvar; by = 1 / n. FULL: with gw, or a read from the prior. Returns gy e / n. */
 template <bool FULL>
-__device__ __forceinline__ float read_back(ray &w, float by, float d, float e, float a, float a2,
+__device__ __forceinline__ float output_bwd(proj &w, float by, float d, float e, float a, float a2,
                                            float q, float gy, float gw, bool prior) {
     const float gy_by = gy * by, to_q = gy_by * e;
     const float read = FULL && prior ? q * a : q;
@@ -518,7 +523,7 @@ __device__ __forceinline__ float read_back(ray &w, float by, float d, float e, f
 }
 
 /* For all lanes of the warp. */
-__device__ __forceinline__ bool all_sound(bool sound) {
+__device__ __forceinline__ bool all_hold(bool sound) {
     return __all_sync(0xffffffffu, sound);
 }
 
@@ -526,7 +531,7 @@ __device__ __forceinline__ bool all_sound(bool sound) {
 
 /* Whether there may be a sequence of several chunks. */
 __host__ __device__ inline bool chunked(const mn_call &call) {
-    return call.T > LONG;
+    return call.T > MIN_CHUNKED;
 }
 
 inline int64_t n_chunks(const mn_call &call) {
@@ -548,7 +553,7 @@ struct chunk {
             n = slot, first = 0, span = mn_span_at(call, slot), end = span.length;
         }
         exists = end > first || first == 0;
-        if (span.length > LONG) return;
+        if (span.length > MIN_CHUNKED) return;
         exists = first == 0, end = span.length;
     }
 
@@ -565,23 +570,24 @@ struct chunk {
     }
 };
 
-/* walk(i, tile, numbers) over the tiles of a chunk, one after the other. */
+/* scan(i, tile, numbers) over the tiles of a chunk, one after the other. */
 template <typename T, int N_KEYS, int N_LINES, typename F>
-__device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const mn_moebius_args &p,
-                                          const chunk &at, F walk) {
-    loaded<T, N_KEYS, N_LINES> next;
+__device__ __forceinline__ void for_each_tile(stage<N_KEYS, N_LINES> (&in)[2],
+                                              const mn_moebius_args &p,
+                                          const chunk &at, F scan) {
+    tile_prefetch<T, N_KEYS, N_LINES> next;
     const int64_t end = at.end_tile();
     next.open(p, at.span);
     next.move(p, at.first);
     if (at.first_tile() < end) {
-        next.begin(in[at.first_tile() % 2], mn_cell_tile_at(at.span, at.first_tile()).n_rows);
+        next.issue(in[at.first_tile() % 2], mn_cell_tile_at(at.span, at.first_tile()).n_rows);
     }
     for (int64_t i = at.first_tile(); i < end; i++) {
-        next.finish(in[i % 2]);
+        next.complete(in[i % 2]);
         __syncthreads();
         next.move(p, TOKENS);
-        if (i + 1 < end) next.begin(in[(i + 1) % 2], mn_cell_tile_at(at.span, i + 1).n_rows);
-        walk(i, mn_cell_tile_at(at.span, i), in[i % 2]);
+        if (i + 1 < end) next.issue(in[(i + 1) % 2], mn_cell_tile_at(at.span, i + 1).n_rows);
+        scan(i, mn_cell_tile_at(at.span, i), in[i % 2]);
     }
     __syncthreads();
 }

@@ -2,8 +2,8 @@
  * tokens, and with them maps of chunks (moebius_map.cuh).
  *
  * By rays a state is four products and three multiply-adds a token, and its chain three of them:
- * one walk through the whole sequence, with a thread for each cell, costs less than states of
- * chunks from maps, which are twice the numbers, and finds the states that a walk without chunks
+ * one scan through the whole sequence, with a thread for each cell, costs less than states of
+ * chunks from maps, which are twice the numbers, and finds the states that a scan without chunks
  * would find. Maps of adjoints take eleven instructions and a reciprocal more, none of them on that
  * chain.
  *
@@ -26,24 +26,24 @@ namespace mneme::moebius {
  *   dlam0 = dlam lam' + deta eta' + sum_t gm_t mean'_t + gv_t var'_t       ' for d / d lam0
  *   deta0 =             deta eta* + sum_t gm_t mean*_t                     * for d / d eta0
  *
- * are five numbers, which the walk through the states finds as it goes (moebius_state_scan.cuh):
- * no walk against time is needed. By rays eta0 adds f to e, with f <- a f, and the determinant of
+ * are five numbers, which the scan through the states finds as it goes (moebius_state_scan.cuh):
+ * no scan against time is needed. By rays eta0 adds f to e, with f <- a f, and the determinant of
  * a token's step of (n, d) is a^2, so that derivatives need no differences of large numbers:
  *
  *   mean* = f / n =: s        var' = -s^2        mean' = s r
  *   r <- r - (v - k mean) prec k a s_before,     r = -mean in front of the first token */
 
 /* What a token reads and says: cotangents of its mean and its variance. */
-struct read_cots {
+struct read_grads {
     float mean, var;
 
     /* FULL: with cotangents gw of yvar, or a read from the prior. */
     template <bool FULL>
-    __device__ __forceinline__ static read_cots of(float q, float gy, float gw, float a, float a2,
+    __device__ __forceinline__ static read_grads of(float q, float gy, float gw, float a, float a2,
                                                    bool prior) {
         if (!FULL) return { gy * q, 0.0f };
         const float of_var = gw * q * q;
-        return prior ? read_cots{ gy * q * a, of_var * a2 } : read_cots{ gy * q, of_var };
+        return prior ? read_grads{ gy * q * a, of_var * a2 } : read_grads{ gy * q, of_var };
     }
 };
 
@@ -84,25 +84,25 @@ struct cell_map {
 enum { MAP_NUMBERS = 5 };
 
 /* The same of a few tokens as rays give it: the names of the equations above. */
-struct ray_map {
+struct proj_map {
     float f, s, r, mean;
     float to_lam, to_eta;
 
     /* In front of the first token, where the ray is x. */
-    __device__ __forceinline__ static ray_map from(const ray &x) {
+    __device__ __forceinline__ static proj_map from(const proj &x) {
         const float by = mn_rcp_ftz(x.n), mean = x.e * by;
         return { x.d, x.d * by, -mean, mean, 0.0f, 0.0f };
     }
 
     /* Of no tokens, whatever x may be. */
-    __device__ __forceinline__ static ray_map none(const ray &x) {
+    __device__ __forceinline__ static proj_map none(const proj &x) {
         return { x.d, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f };
     }
 
     /* One token more, behind which the ray is x; g is what its read says. */
     template <bool FULL>
-    __device__ __forceinline__ void advance(const ray &x, float a, float pk, float k, float v,
-                                            const read_cots &g) {
+    __device__ __forceinline__ void advance(const proj &x, float a, float pk, float k, float v,
+                                            const read_grads &g) {
         const float by = mn_rcp_ftz(x.n), push = pk * (a * s);
         mean = x.e * by;
         f *= a;
@@ -130,23 +130,23 @@ static_assert(2 * SCAN_SIDE == block::COLUMNS && SCAN_SIDE == block::SLOTS, "blo
 
 /* ---- the numbers of a tile ------------------------------------------------------------------- */
 
-enum scan_kind { SCAN_K, SCAN_V, SCAN_PREC, SCAN_Q, SCAN_MEAN_COT, SCAN_SPREAD_COT };
+enum scan_input { SCAN_K, SCAN_V, SCAN_PREC, SCAN_Q, SCAN_MEAN_COT, SCAN_SPREAD_COT };
 
-/* How many of these a walk needs: for states, for maps, for maps with cotangents of yvar or reads
+/* How many of these a scan needs: for states, for maps, for maps with cotangents of yvar or reads
  * from the prior. */
-enum { OF_STATES = 3, OF_MAPS = 5, OF_FULL_MAPS = 6 };
+enum { STATE_KINDS = 3, MAP_KINDS = 5, FULL_MAP_KINDS = 6 };
 
 /* at[i][t]: number of channel or slot i at token t; rows 16 bytes aligned, in different banks */
-struct alignas(16) scan_lines {
+struct alignas(16) scan_tile_smem {
     float at[SCAN_SIDE][SCAN_TOKENS + 4];
 };
 
 template <int KINDS>
 struct scan_stage {
-    scan_lines kinds[KINDS];
+    scan_tile_smem kinds[KINDS];
 
     /* The line of this thread's slot or channel. */
-    __device__ __forceinline__ const float *line(scan_kind kind) const {
+    __device__ __forceinline__ const float *line(scan_input kind) const {
         const bool of_slot = kind == SCAN_K || kind == SCAN_Q;
         return kinds[kind].at[of_slot ? threadIdx.x % SCAN_SIDE : threadIdx.x / SCAN_SIDE];
     }
@@ -154,11 +154,11 @@ struct scan_stage {
 
 /* A thread's part of one kind of number of a tile: EACH neighbours of one token. */
 template <typename T>
-struct scan_loaded {
+struct scan_vec_loader {
     static constexpr int EACH = SCAN_TOKENS * SCAN_SIDE / SCAN_THREADS, ACROSS = SCAN_SIDE / EACH;
     typename mn_vec_bits<T, EACH>::type x;
     const T *from;    // those of the next tile
-    int64_t ws;
+    int64_t row_stride;
     int inside;       // how many of them there are; EACH + 1: EACH, as one pack
 
     /* Of a sequence's numbers base, base + 1, ... of `count`. */
@@ -167,10 +167,10 @@ struct scan_loaded {
         const int64_t first = span.b * view.stride[0] + t * view.stride[1] + i;
         const int64_t bytes = (first | view.stride[1]) * (int64_t)sizeof(T);
         from = (const T *)view.data + first;
-        ws = SCAN_TOKENS * view.stride[1];
+        row_stride = SCAN_TOKENS * view.stride[1];
         inside = view.data ? (int)max(min(count - i, (int64_t)EACH), (int64_t)0) : 0;
-        const bool packs = ((uintptr_t)view.data | bytes) % alignof(mn_vec<T, EACH>) == 0;
-        if (inside == EACH && packs) inside++;
+        const bool vec_aligned = ((uintptr_t)view.data | bytes) % alignof(mn_vec<T, EACH>) == 0;
+        if (inside == EACH && vec_aligned) inside++;
     }
 
     /* The next tile's; zeros where the sequence, whose next token is `left` from its end, has
@@ -189,10 +189,10 @@ struct scan_loaded {
                 memcpy(&x, &numbers, sizeof x);
             }
         }
-        from += ws;
+        from += row_stride;
     }
 
-    __device__ __forceinline__ void put(scan_lines &to) const {
+    __device__ __forceinline__ void put(scan_tile_smem &to) const {
         float numbers[EACH];
         mn_unpack_to(numbers, x);
 #pragma unroll
@@ -204,19 +204,19 @@ struct scan_loaded {
 
 /* All kinds. */
 template <typename T, int KINDS>
-struct scan_tile {
-    scan_loaded<T> kinds[KINDS];
+struct scan_tile_loader {
+    scan_vec_loader<T> kinds[KINDS];
 
     __device__ void open(const mn_moebius_args &p, const mn_span &span) {
         const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE, s = blockIdx.z * (int64_t)SCAN_SIDE;
         kinds[SCAN_K].open(p.k, span, s, p.call.K);
         kinds[SCAN_V].open(p.v, span, m, p.call.V);
         kinds[SCAN_PREC].open(p.prec, span, m, p.call.V);
-        if constexpr (KINDS > OF_STATES) {
+        if constexpr (KINDS > STATE_KINDS) {
             kinds[SCAN_Q].open(p.q, span, s, p.call.K);
             kinds[SCAN_MEAN_COT].open(p.cot.y, span, m, p.call.V);
         }
-        if constexpr (KINDS > OF_MAPS) {
+        if constexpr (KINDS > MAP_KINDS) {
             kinds[SCAN_SPREAD_COT].open(p.cot.yvar, span, m, p.call.V);
         }
     }
@@ -239,19 +239,19 @@ struct scan_four {
 
     __device__ __forceinline__ void load(const scan_stage<KINDS> &in, int t) {
 #pragma unroll
-        for (int i = 0; i < KINDS; i++) mn_cell_load(x[i], in.line((scan_kind)i) + t);
+        for (int i = 0; i < KINDS; i++) mn_cell_load(x[i], in.line((scan_input)i) + t);
     }
 };
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
 /* Where the cell of a thread lies. */
-struct scan_place {
+struct scan_coord {
     int64_t own;    // in (V,K); -1 outside
     int64_t at;     // among SLOTS numbers per thread of the other kernels' blocks
     int64_t set;    // how many those are
 
-    __device__ scan_place(const mn_call &call) {
+    __device__ scan_coord(const mn_call &call) {
         const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE + threadIdx.x / SCAN_SIDE;
         const int64_t s = blockIdx.z * (int64_t)SCAN_SIDE + threadIdx.x % SCAN_SIDE;
         own = m < call.V && s < call.K ? m * call.K + s : -1;
@@ -263,46 +263,46 @@ struct scan_place {
     }
 
     /* This cell's number of states (N,V,K), or `usual`. */
-    __device__ float read(const mn_in &view, int64_t n, float usual) const {
+    __device__ float read(const mn_in &view, int64_t n, float init_value) const {
         const float *from = mn_row<float>(view, n, 0, 0);
-        return own >= 0 && from ? from[own] : usual;
+        return own >= 0 && from ? from[own] : init_value;
     }
 };
 
 struct scan_cell {
     float a, a2, p;
-    ray x;             // in front of the next tokens
+    proj x;             // in front of the next tokens
     float lam, eta;    // the same, or in front of the last 16 by rays until someone looks
-    ray_map here;      // of those 16
+    proj_map segment_map;      // of those 16
     float least;       // of lam in front of 16 tokens, where no floor binds in them
 
     /* lam' is at least lam / (a^2 + p lam), which grows with lam: after 16 tokens at least lam /
      * (most (1 + 16 p lam)). */
-    __device__ scan_cell(const mn_moebius_args &args, const scan_place &place) {
-        const int64_t i = place.own;
+    __device__ scan_cell(const mn_moebius_args &args, const scan_coord &coord) {
+        const int64_t i = coord.own;
         a = i >= 0 ? ((const float *)args.a.data)[i] : 1.0f;
-        a2 = fmaxf(a * a, floor_at);
-        p = i >= 0 ? fmaxf(((const float *)args.p.data)[i], floor_at) : floor_at;
+        a2 = fmaxf(a * a, min_precision);
+        p = i >= 0 ? fmaxf(((const float *)args.p.data)[i], min_precision) : min_precision;
         const float grown = fmaxf(a2, 1.0f), two = grown * grown, four = two * two;
         const float eight = four * four, most = eight * eight;
-        const bool may = a * a >= floor_at && 16.0f * most * p < 0.1f / floor_at;
-        least = may ? 4.0f * floor_at * most : INFINITY;
+        const bool may = a * a >= min_precision && 16.0f * most * p < 0.1f / min_precision;
+        least = may ? 4.0f * min_precision * most : INFINITY;
     }
 
-    __device__ void open(const mn_moebius_args &args, const scan_place &place, int64_t n) {
-        lam = place.read(args.lam0, n, 1.0f);
-        eta = place.read(args.eta0, n, 0.0f);
-        renew();
+    __device__ void open(const mn_moebius_args &args, const scan_coord &coord, int64_t n) {
+        lam = coord.read(args.lam0, n, 1.0f);
+        eta = coord.read(args.eta0, n, 0.0f);
+        restart();
     }
 
     /* The ray from lam and eta. */
-    __device__ __forceinline__ void renew() {
+    __device__ __forceinline__ void restart() {
         x = { lam, 1.0f, eta };
-        here = ray_map::none(x);
+        segment_map = proj_map::none(x);
     }
 
     /* lam and eta from the ray. Returns 1 / d. */
-    __device__ __forceinline__ float look() {
+    __device__ __forceinline__ float normalize() {
         const float by = mn_rcp_ftz(x.d);
         lam = x.n * by;
         eta = x.e * by;
@@ -310,20 +310,20 @@ struct scan_cell {
     }
 
     /* The same, and the map gets the tokens in front of here. */
-    __device__ __forceinline__ void look(cell_map &map) {
-        map.append(here.map(look()));
-        here = ray_map::none(x);
+    __device__ __forceinline__ void normalize(cell_map &map) {
+        map.append(segment_map.map(normalize()));
+        segment_map = proj_map::none(x);
     }
 
     __device__ __forceinline__ void advance(float k, float v, float prec) {
-        const float g = mn_rcp_ftz(fmaxf(fmaf(p, lam, a2), floor_at)), pk = prec * k;
+        const float g = mn_rcp_ftz(fmaxf(fmaf(p, lam, a2), min_precision)), pk = prec * k;
         lam = fmaf(lam, g, pk * k);
         eta = fmaf(a * g, eta, pk * v);
     }
 };
 
 /* Where the states of a thread's cell go, one for each so many sixteens of tokens. */
-struct scan_leaving {
+struct scan_state_writer {
     float *to;         // the next one's lam
     int until;         // sixteens to it
     int steps;
@@ -340,7 +340,7 @@ struct scan_leaving {
 /* ---- tokens of a tile ------------------------------------------------------------------------ */
 
 /* Whether rays hold: as states, and as maps too. */
-struct scan_sound {
+struct scan_holds {
     bool states, maps;
 };
 
@@ -348,18 +348,18 @@ struct scan_sound {
  * changes every eighth token by what d was four tokens before, and nothing here waits for what the
  * 16 tokens in front left last. `now` has the first four tokens, then the next ones'. */
 template <int KINDS>
-__device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_leaving &leaving,
-                                             scan_sound &sound, scan_four<KINDS> &now,
+__device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_state_writer &writer,
+                                             scan_holds &sound, scan_four<KINDS> &now,
                                              const scan_stage<KINDS> &in, int t, int64_t set,
                                              bool prior) {
-    constexpr bool MAPS = KINDS > OF_STATES, FULL = KINDS > OF_MAPS;
-    ray x = c.x;
+    constexpr bool MAPS = KINDS > STATE_KINDS, FULL = KINDS > MAP_KINDS;
+    proj x = c.x;
     float by = 1.0f;
     if constexpr (MAPS) {
-        c.look(map);
-        c.here = ray_map::from(x);
+        c.normalize(map);
+        c.segment_map = proj_map::from(x);
     } else {
-        c.look();
+        c.normalize();
     }
 #pragma unroll
     for (int at = 0; at < TOKENS; at += 4) {
@@ -369,19 +369,19 @@ __device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_l
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float k = now.x[SCAN_K][i], v = now.x[SCAN_V][i], pk = now.x[SCAN_PREC][i] * k;
-            x = ray_after(x, c.a, c.a2, c.p, pk, k, v);
+            x = proj_step(x, c.a, c.a2, c.p, pk, k, v);
             if constexpr (MAPS) {
                 const float gw = FULL ? now.x[KINDS - 1][i] : 0.0f;
-                c.here.advance<FULL>(x, c.a, pk, k, v,
-                                     read_cots::of<FULL>(now.x[SCAN_Q][i],
+                c.segment_map.advance<FULL>(x, c.a, pk, k, v,
+                                     read_grads::of<FULL>(now.x[SCAN_Q][i],
                                                          now.x[SCAN_MEAN_COT][i], gw, c.a, c.a2,
                                                          prior));
             }
         }
         now = next;
         if (at == 4) {
-            leaving.put(c, set);
-            sound.states = sound.states && c.lam >= floor_at && c.lam < INFINITY &&
+            writer.put(c, set);
+            sound.states = sound.states && c.lam >= min_precision && c.lam < INFINITY &&
                            isfinite(c.eta);
             sound.maps = sound.maps && c.lam >= c.least;
         }
@@ -390,41 +390,42 @@ __device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_l
             continue;
         }
         x = { x.n * by, x.d * by, x.e * by };
-        if (MAPS) c.here.f *= by;
+        if (MAPS) c.segment_map.f *= by;
     }
     c.x = x;
 }
 
 /* n_rows tokens of a tile, sixteens, by lam and eta. */
 template <int KINDS>
-__device__ __forceinline__ void state_rows(scan_cell &c, scan_leaving &leaving,
+__device__ __forceinline__ void scan_rows_exact(scan_cell &c, scan_state_writer &writer,
                                            const scan_stage<KINDS> &in, int n_rows, int64_t set) {
 #pragma unroll 1
     for (int i = 0; i < n_rows; i++) {
-        if (i % TOKENS == 0) leaving.put(c, set);
+        if (i % TOKENS == 0) writer.put(c, set);
         c.advance(in.line(SCAN_K)[i], in.line(SCAN_V)[i], in.line(SCAN_PREC)[i]);
     }
-    c.renew();
+    c.restart();
 }
 
 /* The map with the tokens [t, end) of a tile, in front of which c is, behind it, by lam and eta. */
 template <int KINDS>
-__device__ __forceinline__ void map_rows(cell_map &map, scan_cell c, const scan_stage<KINDS> &in,
+__device__ __forceinline__ void map_rows_exact(cell_map &map, scan_cell c,
+                                               const scan_stage<KINDS> &in,
                                          int t, int end, bool prior) {
-    constexpr bool FULL = KINDS == OF_FULL_MAPS;
+    constexpr bool FULL = KINDS == FULL_MAP_KINDS;
 #pragma unroll 1
     for (; t < end; t++) {
         const float q = in.line(SCAN_Q)[t], gy = in.line(SCAN_MEAN_COT)[t];
         const float gw = FULL ? in.line(FULL ? SCAN_SPREAD_COT : SCAN_K)[t] : 0.0f;
-        const float den = fmaf(c.p, c.lam, c.a2), by_den = mn_rcp_ftz(fmaxf(den, floor_at));
-        const bool free = den >= floor_at;
+        const float den = fmaf(c.p, c.lam, c.a2), by_den = mn_rcp_ftz(fmaxf(den, min_precision));
+        const bool free = den >= min_precision;
         cell_map next = { by_den, 0.0f, c.a * by_den, 0.0f, 0.0f };
         if (free) next.lam *= by_den * c.a2, next.cross = -by_den * c.p * next.eta * c.eta;
         c.advance(in.line(SCAN_K)[t], in.line(SCAN_V)[t], in.line(SCAN_PREC)[t]);
-        const read_cots g = read_cots::of<FULL>(q, gy, gw, c.a, c.a2, prior);
-        const float var = mn_rcp_ftz(fmaxf(c.lam, floor_at)), mean = c.eta * var;
+        const read_grads g = read_grads::of<FULL>(q, gy, gw, c.a, c.a2, prior);
+        const float var = mn_rcp_ftz(fmaxf(c.lam, min_precision)), mean = c.eta * var;
         const float to_eta = g.mean * var;
-        const float to_lam = c.lam >= floor_at ? -var * fmaf(g.mean, mean, g.var * var) : 0.0f;
+        const float to_lam = c.lam >= min_precision ? -var * fmaf(g.mean, mean, g.var * var) : 0.0f;
         next.to_eta = next.eta * to_eta;
         next.to_lam = fmaf(next.lam, to_lam, next.cross * to_eta);
         map.append(next);
@@ -433,39 +434,39 @@ __device__ __forceinline__ void map_rows(cell_map &map, scan_cell c, const scan_
 
 /* n_rows tokens, by rays where they hold for all of them. Without maps they are sixteens. */
 template <int KINDS>
-__device__ __forceinline__ void scan_tokens(scan_cell &c, cell_map &map, scan_leaving &leaving,
+__device__ __forceinline__ void scan_tokens(scan_cell &c, cell_map &map, scan_state_writer &writer,
                                             const scan_stage<KINDS> &in, int n_rows, int64_t set,
                                             bool prior) {
-    constexpr bool MAPS = KINDS > OF_STATES;
+    constexpr bool MAPS = KINDS > STATE_KINDS;
     scan_cell before = c;
     const cell_map map_before = map;
-    const scan_leaving leaving_before = leaving;
-    const int whole = n_rows / TOKENS * TOKENS;
-    scan_sound sound = { true, true };
+    const scan_state_writer writer_before = writer;
+    const int n_full = n_rows / TOKENS * TOKENS;
+    scan_holds sound = { true, true };
     scan_four<KINDS> now;
     now.load(in, 0);
 #pragma unroll 1
-    for (int t = 0; t < whole; t += TOKENS) {
-        scan_sixteen(c, map, leaving, sound, now, in, t, set, prior);
+    for (int t = 0; t < n_full; t += TOKENS) {
+        scan_sixteen(c, map, writer, sound, now, in, t, set, prior);
     }
-    c.look();
+    c.normalize();
     if (!sound.states || !isfinite(c.lam) || !isfinite(c.eta)) {
         sound.maps = false;
-        c = before, leaving = leaving_before;
-        c.look();
-        state_rows(c, leaving, in, whole, set);
+        c = before, writer = writer_before;
+        c.normalize();
+        scan_rows_exact(c, writer, in, n_full, set);
     }
     if constexpr (MAPS) {
         if (!sound.maps) {
             map = map_before;
-            before.look(map);
-            map_rows(map, before, in, 0, whole, prior);
-            c.here = ray_map::none(c.x);
+            before.normalize(map);
+            map_rows_exact(map, before, in, 0, n_full, prior);
+            c.segment_map = proj_map::none(c.x);
         }
-        if (whole == n_rows) return;
-        leaving.put(c, set);
-        c.look(map);
-        map_rows(map, c, in, whole, n_rows, prior);
+        if (n_full == n_rows) return;
+        writer.put(c, set);
+        c.normalize(map);
+        map_rows_exact(map, c, in, n_full, n_rows, prior);
     }
 }
 
@@ -473,30 +474,31 @@ __device__ __forceinline__ void scan_tokens(scan_cell &c, cell_map &map, scan_le
 
 /* The states in front of the tokens 0, every, 2 every, ... of each sequence longer than `beyond`;
  * `every` is a multiple of 16. Maps, if there are KINDS for them, of the chunks of those longer
- * than LONG. */
+ * than MIN_CHUNKED. */
 template <typename T, int KINDS>
-__global__ void __launch_bounds__(SCAN_THREADS, KINDS == OF_STATES ? 2 : 1)
-scan_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps, int64_t every,
+__global__ void __launch_bounds__(SCAN_THREADS, KINDS == STATE_KINDS ? 2 : 1)
+moebius_state_scan_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps,
+                          int64_t every,
             int64_t beyond) {
-    extern __shared__ float4 smem_here[];
-    scan_stage<KINDS> *in = (scan_stage<KINDS> *)smem_here;
-    const scan_place place(p.call);
-    const int64_t set = place.set;
-    scan_cell c(p, place);
+    extern __shared__ float4 smem_bytes_here[];
+    scan_stage<KINDS> *in = (scan_stage<KINDS> *)smem_bytes_here;
+    const scan_coord coord(p.call);
+    const int64_t set = coord.set;
+    scan_cell c(p, coord);
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
         if (span.length <= beyond) continue;
-        const bool mapped = KINDS > OF_STATES && span.length > LONG;
+        const bool mapped = KINDS > STATE_KINDS && span.length > MIN_CHUNKED;
         const int64_t end = mapped ? span.length : (span.length - 1) / every * every;
-        scan_leaving leaving = {
-            states + 2 * set * mn_cell_first_slot(p.call, n, every) + place.at, 0,
+        scan_state_writer writer = {
+            states + 2 * set * mn_cell_first_slot(p.call, n, every) + coord.at, 0,
             (int)(every / TOKENS)
         };
-        float *to_map = maps + MAP_NUMBERS * set * mn_cell_first_slot(p.call, n, CHUNK) + place.at;
+        float *to_map = maps + MAP_NUMBERS * set * mn_cell_first_slot(p.call, n, CHUNK) + coord.at;
         cell_map map = cell_map::none();
-        scan_tile<T, KINDS> tile;
+        scan_tile_loader<T, KINDS> tile;
         tile.open(p, span);
-        c.open(p, place, n);
+        c.open(p, coord, n);
         tile.fetch(end);
         for (int64_t first = 0; first < end; first += SCAN_TOKENS) {
             scan_stage<KINDS> &now = in[first / SCAN_TOKENS % 2];
@@ -505,51 +507,53 @@ scan_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *map
             __syncthreads();
             if (left > SCAN_TOKENS) tile.fetch(left - SCAN_TOKENS);
             if (mapped && first % CHUNK == 0 && first > 0) {
-                c.look(map);
+                c.normalize(map);
                 map.store(to_map, set), to_map += MAP_NUMBERS * set;
                 map = cell_map::none();
             }
-            scan_tokens(c, map, leaving, now, (int)min((int64_t)SCAN_TOKENS, left), set,
+            scan_tokens(c, map, writer, now, (int)min((int64_t)SCAN_TOKENS, left), set,
                         p.from_prior);
         }
-        if (!mapped) leaving.put(c, set);
-        if (mapped) c.look(map), map.store(to_map, set);
+        if (!mapped) writer.put(c, set);
+        if (mapped) c.normalize(map), map.store(to_map, set);
         __syncthreads();
     }
 }
 
-/* The adjoint behind each chunk but the last of each sequence longer than LONG, from the chunks'
- * maps. */
+/* The adjoint behind each chunk but the last of each sequence longer than MIN_CHUNKED, from the
+ * chunks' maps. */
 __global__ static void __launch_bounds__(SCAN_THREADS)
-ends_kernel(const __grid_constant__ mn_moebius_args p, const float *__restrict__ maps,
+moebius_adjoint_ends_kernel(const __grid_constant__ mn_moebius_args p,
+                            const float *__restrict__ maps,
             float *__restrict__ ends) {
-    const scan_place place(p.call);
+    const scan_coord coord(p.call);
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
-        if (span.length <= LONG) continue;
+        if (span.length <= MIN_CHUNKED) continue;
         const int64_t slot = mn_cell_first_slot(p.call, n, CHUNK);
-        const float *from = maps + MAP_NUMBERS * place.set * slot + place.at;
-        float *to = ends + 2 * place.set * slot + place.at;
-        float dlam = place.read(p.cot.lam, n, 0.0f), deta = place.read(p.cot.eta, n, 0.0f);
+        const float *from = maps + MAP_NUMBERS * coord.set * slot + coord.at;
+        float *to = ends + 2 * coord.set * slot + coord.at;
+        float dlam = coord.read(p.cot.lam, n, 0.0f), deta = coord.read(p.cot.eta, n, 0.0f);
 #pragma unroll 4
         for (int64_t i = (span.length - 1) / CHUNK; i > 0; i--) {
-            cell_map::load(from + MAP_NUMBERS * place.set * i, place.set).pull(dlam, deta);
-            float *end = to + 2 * place.set * (i - 1);
-            end[0] = dlam, end[place.set] = deta;
+            cell_map::load(from + MAP_NUMBERS * coord.set * i, coord.set).pull(dlam, deta);
+            float *end = to + 2 * coord.set * (i - 1);
+            end[0] = dlam, end[coord.set] = deta;
         }
     }
 }
 
-inline dim3 scan_blocks(const mn_call &call) {
-    return dim3(2 * mn_blocks(call.V, block::COLUMNS), mn_blocks(mn_n_spans(call), 1, MOST_CHUNKS),
+inline dim3 scan_grid(const mn_call &call) {
+    return dim3(2 * mn_blocks(call.V, block::COLUMNS), mn_blocks(mn_n_spans(call), 1, MAX_CHUNKS),
                 mn_blocks(call.K, block::SLOTS));
 }
 
 template <typename T>
 inline int scan_states(const mn_moebius_args *p, float *states, int64_t every, int64_t beyond,
                        cudaStream_t stream) {
-    return mn_launch_smem(scan_kernel<T, OF_STATES>, scan_blocks(p->call), SCAN_THREADS,
-                               2 * sizeof(scan_stage<OF_STATES>), stream, *p, states,
+    return mn_launch_smem(moebius_state_scan_kernel<T, STATE_KINDS>, scan_grid(p->call),
+                          SCAN_THREADS,
+                               2 * sizeof(scan_stage<STATE_KINDS>), stream, *p, states,
                                (float *)nullptr, every, beyond);
 }
 
@@ -557,12 +561,12 @@ inline int scan_states(const mn_moebius_args *p, float *states, int64_t every, i
 template <typename T, int KINDS>
 inline int scan_maps(const mn_moebius_args *p, float *states, float *maps, float *ends,
                      cudaStream_t stream) {
-    const dim3 blocks = scan_blocks(p->call);
-    const int code = mn_launch_smem(scan_kernel<T, KINDS>, blocks, SCAN_THREADS,
+    const dim3 blocks = scan_grid(p->call);
+    const int code = mn_launch_smem(moebius_state_scan_kernel<T, KINDS>, blocks, SCAN_THREADS,
                                          2 * sizeof(scan_stage<KINDS>), stream, *p, states, maps,
                                          (int64_t)TOKENS, (int64_t)0);
     if (code != cudaSuccess) return code;
-    ends_kernel<<<blocks, SCAN_THREADS, 0, stream>>>(*p, maps, ends);
+    moebius_adjoint_ends_kernel<<<blocks, SCAN_THREADS, 0, stream>>>(*p, maps, ends);
     return mn_launch_status();
 }
 

@@ -13,7 +13,7 @@
 namespace mneme::scan {
 
 /* diagonal recurrences of few states: blocks of 16 x 16 of them, one thread each, that
- * walk through time by tiles of 16 tokens.
+ * scan through time by tiles of 16 tokens.
  *
  * Thread i of a block has line i / 16 and column i % 16 of the block's cells. Numbers of a token
  * that belong to a line or to a column lie in shared memory, 16 tokens in a row, so that a thread
@@ -106,12 +106,12 @@ __device__ inline float mn_diag_pair_sums(float first, float second) {
 }
 
 enum { SIDE = MN_DIAG_SIDE, TOKENS = MN_DIAG_TOKENS, WARPS = MN_DIAG_BLOCK_THREADS / 32,
-    MOST_GROUPS = 16 };
+    MAX_GROUPS = 16 };
 
 /* Work space of the way back: h in front of tiles, dB and dC by channel tiles, and dA, dD and the
  * bias's gradient by sequences. */
-struct work {
-    float *states, *rows, *parts;
+struct workspace {
+    float *states, *rows, *partials;
 };
 
 /* A tile's inputs: d and u by lines, B and C by columns. */
@@ -119,13 +119,13 @@ struct inputs {
     mn_diag_rows d, u, gr, B, C;
 };
 
-struct place {
+struct coord {
     int64_t n, channel0, tile;    // tile: of channels
     int line, column;
 };
 
-__device__ static place place_of(int64_t tiles) {
-    place at;
+__device__ static coord coord_of(int64_t tiles) {
+    coord at;
     at.tile = blockIdx.x % tiles, at.n = blockIdx.x / tiles, at.channel0 = at.tile * SIDE;
     at.line = threadIdx.x / SIDE, at.column = threadIdx.x % SIDE;
     return at;
@@ -142,7 +142,7 @@ __device__ static float sigmoid(float x) {
 
 /* This thread's number of a (V,K) matrix; zero outside. */
 template <typename T>
-__device__ static float cell_of(const void *data, const mn_scan_args &p, const place &at,
+__device__ static float cell_of(const void *data, const mn_scan_args &p, const coord &at,
                                 int group) {
     const int64_t v = at.channel0 + at.line, k = group * SIDE + at.column;
     if (!data || v >= p.call.V || k >= p.call.K) return 0.0f;
@@ -154,10 +154,10 @@ template <typename T>
 __device__ static float load_channels(inputs &in, const mn_scan_args &p, const mn_diag_tile &tile,
                                        int64_t channel0) {
     const int64_t v = channel0 + threadIdx.x % SIDE;
-    const bool there = v < p.call.V && (int)threadIdx.x / SIDE < tile.n_rows;
-    const float bias = there ? mn_get((const T *)p.dt_bias.data, v) : 0.0f;
+    const bool valid = v < p.call.V && (int)threadIdx.x / SIDE < tile.n_rows;
+    const float bias = valid ? mn_get((const T *)p.dt_bias.data, v) : 0.0f;
     const float x = mn_diag_load<T>(p.dt, tile, 0, channel0, p.call.V) + bias;
-    in.d.put(!there ? 0.0f : p.softplus ? softplus(x) : x);
+    in.d.put(!valid ? 0.0f : p.softplus ? softplus(x) : x);
     in.u.put(mn_diag_load<T>(p.u, tile, 0, channel0, p.call.V));
     return x;
 }
@@ -175,7 +175,7 @@ template <typename T, int GROUPS>
 __global__ void __launch_bounds__(MN_DIAG_BLOCK_THREADS)
 scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
     __shared__ inputs in;
-    const place at = place_of(tiles);
+    const coord at = coord_of(tiles);
     const mn_span span = mn_span_at(p.call, at.n);
     float h[GROUPS], A[GROUPS];
     const float *first = mn_row<float>(p.h0, at.n, 0, 0);
@@ -222,18 +222,19 @@ scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
 /* ---- backward -------------------------------------------------------------------------------- */
 
 /* h in front of a tile, for each thread. */
-__device__ static float *state_at(const work &w, const mn_call &call, const place &at, int64_t tile,
-                                  int64_t tiles, int groups, int group) {
+__device__ static float *state_at(const workspace &w, const mn_call &call, const coord &at,
+                                  int64_t tile,
+                                  int64_t tiles, int thread_groups, int group) {
     const int64_t slot = mn_diag_first_slot(call, at.n) + tile;
-    return w.states + ((slot * tiles + at.tile) * groups + group) * MN_DIAG_BLOCK_THREADS
+    return w.states + ((slot * tiles + at.tile) * thread_groups + group) * MN_DIAG_BLOCK_THREADS
         + threadIdx.x;
 }
 
 template <typename T, int GROUPS>
 __global__ void __launch_bounds__(MN_DIAG_BLOCK_THREADS)
-scan_states_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles) {
+scan_states_kernel(const __grid_constant__ mn_scan_args p, workspace w, int64_t tiles) {
     __shared__ inputs in;
-    const place at = place_of(tiles);
+    const coord at = coord_of(tiles);
     const mn_span span = mn_span_at(p.call, at.n);
     float h[GROUPS], A[GROUPS];
     const float *first = mn_row<float>(p.h0, at.n, 0, 0);
@@ -268,9 +269,10 @@ struct line_sums {
 };
 
 /* One group of states through a tile, back; `sums` gathers what channels need. */
-__device__ static void group_back(float &g, float &dA, line_sums &sums,
-                                  float (&over_lines)[WARPS][TOKENS][2][SIDE], const inputs &in,
-                                  float h0, float A, const place &at) {
+__device__ static void group_bwd(float &g, float &dA, line_sums &sums,
+                                  float (&column_partials)[WARPS][TOKENS][2][SIDE],
+                                      const inputs &in,
+                                  float h0, float A, const coord &at) {
     float h[TOKENS];    // in front of each token
     float state = h0;
 #pragma unroll
@@ -289,7 +291,7 @@ __device__ static void group_back(float &g, float &dA, line_sums &sums,
         g = fmaf(gr, in.C.at[at.column][t], g);
         const float x = g * decay * h[t];
         const float both = mn_diag_pair_sums(g * d * u, gr * after);
-        over_lines[warp][t][upper][at.column] = both;
+        column_partials[warp][t][upper][at.column] = both;
         dA = fmaf(d, x, dA);
         sums.d[t] = fmaf(g, u * B, fmaf(A, x, sums.d[t]));
         sums.u[t] = fmaf(g, d * B, sums.u[t]);
@@ -299,10 +301,10 @@ __device__ static void group_back(float &g, float &dA, line_sums &sums,
 
 template <typename T, int GROUPS>
 __global__ void __launch_bounds__(MN_DIAG_BLOCK_THREADS)
-scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles) {
+scan_backward_kernel(const __grid_constant__ mn_scan_args p, workspace w, int64_t tiles) {
     __shared__ inputs in;
-    __shared__ float over_lines[WARPS][TOKENS][2][SIDE];
-    const place at = place_of(tiles);
+    __shared__ float column_partials[WARPS][TOKENS][2][SIDE];
+    const coord at = coord_of(tiles);
     const mn_span span = mn_span_at(p.call, at.n);
     const int64_t V = p.call.V, K = p.call.K, v = at.channel0 + at.line;
     const int64_t rows = p.call.B * p.call.T;
@@ -328,7 +330,7 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t til
             if (j > 0) __syncthreads();
             load_states<T>(in, p, tile, j);
             __syncthreads();
-            group_back(g[j], dA[j], sums, over_lines, in,
+            group_bwd(g[j], dA[j], sums, column_partials, in,
                        *state_at(w, p.call, at, i, tiles, GROUPS, j), A[j], at);
             __syncthreads();
             for (int k = threadIdx.x; k < tile.n_rows * 2 * SIDE; k += MN_DIAG_BLOCK_THREADS) {
@@ -336,7 +338,8 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t til
                 const int64_t row = span.b * p.call.T + span.t0 + tile.first + t;
                 float sum = 0.0f;
 #pragma unroll
-                for (int warp = 0; warp < WARPS; warp++) sum += over_lines[warp][t][which][column];
+                for (int warp = 0; warp < WARPS; warp++) sum +=
+                    column_partials[warp][t][which][column];
                 if (j * SIDE + column >= K) continue;
                 w.rows[((at.tile * rows + row) * 2 + which) * K + j * SIDE + column] = sum;
             }
@@ -368,20 +371,21 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t til
         dbias += __shfl_xor_sync(0xffffffffu, dbias, lanes);
     }
     if (v >= V) return;
-    float *part = w.parts + (at.n * V + v) * (K + 2), *first = mn_row<float>(p.grad.h0, at.n, 0, 0);
+    float *partial = w.partials + (at.n * V + v) * (K + 2),
+        *first = mn_row<float>(p.grad.h0, at.n, 0, 0);
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
         const int64_t k = i * SIDE + at.column;
         if (k >= K) continue;
-        part[k] = dA[i];
+        partial[k] = dA[i];
         if (first) first[v * K + k] = g[i];
     }
-    if (at.column == 0) part[K] = dD, part[K + 1] = dbias;
+    if (at.column == 0) partial[K] = dD, partial[K + 1] = dbias;
 }
 
 /* dB and dC of a token from the channel tiles' parts. */
 template <typename T>
-struct put_states {
+struct store_state_grads {
     mn_out B, C;
     int64_t tokens, K;
 
@@ -393,7 +397,7 @@ struct put_states {
 };
 
 template <typename T>
-struct put_channels {
+struct store_channel_grads {
     T *A, *D, *bias;
     int64_t K;
 
@@ -408,18 +412,18 @@ struct put_channels {
 /* ---- launches -------------------------------------------------------------------------------- */
 
 static int groups_of(int64_t K) {
-    return K <= SIDE ? 1 : K <= 2 * SIDE ? 2 : K <= 4 * SIDE ? 4 : MOST_GROUPS;
+    return K <= SIDE ? 1 : K <= 2 * SIDE ? 2 : K <= 4 * SIDE ? 4 : MAX_GROUPS;
 }
 
 /* Floats of the three parts of the work space. */
-static bool measure(size_t *states, size_t *rows, size_t *parts, const mn_call *c) {
-    const size_t tiles = (size_t)mn_ceil_div(c->V, SIDE), groups = (size_t)groups_of(c->K);
+static bool workspace_sizes(size_t *states, size_t *rows, size_t *partials, const mn_call *c) {
+    const size_t tiles = (size_t)mn_ceil_div(c->V, SIDE), thread_groups = (size_t)groups_of(c->K);
     return mn_mul_size(states, (size_t)mn_tile_slots(*c, TOKENS),
-                       tiles * groups * MN_DIAG_BLOCK_THREADS) &&
+                       tiles * thread_groups * MN_DIAG_BLOCK_THREADS) &&
            mn_mul_size(rows, (size_t)c->B, (size_t)c->T) && mn_mul_size(rows, *rows, tiles) &&
            mn_mul_size(rows, *rows, 2 * (size_t)c->K) &&
-           mn_mul_size(parts, (size_t)mn_n_spans(*c), (size_t)c->V) &&
-           mn_mul_size(parts, *parts, (size_t)c->K + 2);
+           mn_mul_size(partials, (size_t)mn_n_spans(*c), (size_t)c->V) &&
+           mn_mul_size(partials, *partials, (size_t)c->K + 2);
 }
 
 MN_CUDA_PLAN(scan_forward) {
@@ -428,9 +432,9 @@ MN_CUDA_PLAN(scan_forward) {
 }
 
 MN_CUDA_PLAN(scan_backward) {
-    size_t states, rows, parts, all;
-    return measure(&states, &rows, &parts, (const mn_call *)args) &&
-           mn_add_size(&all, states, rows) && mn_add_size(&all, all, parts) &&
+    size_t states, rows, partials, all;
+    return workspace_sizes(&states, &rows, &partials, (const mn_call *)args) &&
+           mn_add_size(&all, states, rows) && mn_add_size(&all, all, partials) &&
            mn_mul_size(&plan->shared_bytes, all, sizeof(float));
 }
 
@@ -447,50 +451,51 @@ template <typename T, int GROUPS>
 static int backward_of(const mn_scan_args *p, float *at, cudaStream_t on) {
     const mn_call &c = p->call;
     const int64_t tiles = mn_ceil_div(c.V, SIDE), blocks = tiles * mn_n_spans(c);
-    size_t states, rows, parts;
+    size_t states, rows, partials;
     if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX || !measure(&states, &rows, &parts, &c)) return cudaErrorNotSupported;
-    const work w = { at, at + states, at + states + rows };
+    if (blocks > INT32_MAX || !workspace_sizes(&states, &rows, &partials,
+                                               &c)) return cudaErrorNotSupported;
+    const workspace w = { at, at + states, at + states + rows };
     scan_states_kernel<T, GROUPS><<<(unsigned)blocks, MN_DIAG_BLOCK_THREADS, 0, on>>>(*p, w, tiles);
     scan_backward_kernel<T, GROUPS><<<(unsigned)blocks, MN_DIAG_BLOCK_THREADS, 0,
         on>>>(*p, w, tiles);
     int code = mn_launch_status();
     if (code != cudaSuccess) return code;
-    const put_states<T> to_rows = { p->grad.Bm, p->grad.Cm, c.T, c.K };
-    const put_channels<T> to_channels = { (T *)p->grad.A.data, (T *)p->grad.D.data,
+    const store_state_grads<T> to_rows = { p->grad.Bm, p->grad.Cm, c.T, c.K };
+    const store_channel_grads<T> to_channels = { (T *)p->grad.A.data, (T *)p->grad.D.data,
                                           (T *)p->grad.dt_bias.data, c.K };
     if (c.B * c.T > 0) code = mn_reduce_partials_to(to_rows, w.rows, tiles, c.B * c.T * 2 * c.K,
                                                     on);
     if (code != cudaSuccess) return code;
-    return mn_reduce_partials_to(to_channels, w.parts, mn_n_spans(c), c.V * (c.K + 2), on);
+    return mn_reduce_partials_to(to_channels, w.partials, mn_n_spans(c), c.V * (c.K + 2), on);
 }
 
 /* Calls function<T, GROUPS> for a number of states; `arguments` in parentheses. */
-#define BY_STATES(function, T, K, arguments)                                                       \
+#define DISPATCH_STATES(function, T, K, arguments)                                                 \
     do {                                                                                           \
-        const int groups = groups_of(K);                                                           \
-        if (groups == 1) return function<T, 1> arguments;                                          \
-        if (groups == 2) return function<T, 2> arguments;                                          \
-        if (groups == 4) return function<T, 4> arguments;                                          \
-        return function<T, MOST_GROUPS> arguments;                                                 \
+        const int thread_groups = groups_of(K);                                                    \
+        if (thread_groups == 1) return function<T, 1> arguments;                                   \
+        if (thread_groups == 2) return function<T, 2> arguments;                                   \
+        if (thread_groups == 4) return function<T, 4> arguments;                                   \
+        return function<T, MAX_GROUPS> arguments;                                                 \
     } while (0)
 
 MN_CUDA_LAUNCH(scan_forward) {
     (void)shared;
     const mn_scan_args *p = (const mn_scan_args *)args;
     const cudaStream_t on = (cudaStream_t)stream;
-    if (p->call.K > MOST_GROUPS * SIDE) return cudaErrorNotSupported;
-    if (p->call.dtype == MN_BF16) BY_STATES(forward_of, mn_bf16, p->call.K, (p, on));
-    BY_STATES(forward_of, float, p->call.K, (p, on));
+    if (p->call.K > MAX_GROUPS * SIDE) return cudaErrorNotSupported;
+    if (p->call.dtype == MN_BF16) DISPATCH_STATES(forward_of, mn_bf16, p->call.K, (p, on));
+    DISPATCH_STATES(forward_of, float, p->call.K, (p, on));
 }
 
 MN_CUDA_LAUNCH(scan_backward) {
     const mn_scan_args *p = (const mn_scan_args *)args;
     const cudaStream_t on = (cudaStream_t)stream;
     float *at = (float *)shared;
-    if (p->call.K > MOST_GROUPS * SIDE) return cudaErrorNotSupported;
-    if (p->call.dtype == MN_BF16) BY_STATES(backward_of, mn_bf16, p->call.K, (p, at, on));
-    BY_STATES(backward_of, float, p->call.K, (p, at, on));
+    if (p->call.K > MAX_GROUPS * SIDE) return cudaErrorNotSupported;
+    if (p->call.dtype == MN_BF16) DISPATCH_STATES(backward_of, mn_bf16, p->call.K, (p, at, on));
+    DISPATCH_STATES(backward_of, float, p->call.K, (p, at, on));
 }
 
 }    // namespace mneme::scan
