@@ -26,10 +26,12 @@ static int n_files;
 static void read_corpus(const char *folder) {
     struct dirent **entries;
     const int n = scandir(folder, &entries, NULL, alphasort);
-    for (int i = 0; i < n && n_files < MOST_FILES; i++) {
+    for (int i = 0; i < n; i++) {
         char path[4096];
         snprintf(path, sizeof path, "%s/%s", folder, entries[i]->d_name);
-        FILE *file = entries[i]->d_name[0] == '.' ? NULL : fopen(path, "rb");
+        const bool wanted = entries[i]->d_name[0] != '.' && n_files < MOST_FILES;
+        FILE *file = wanted ? fopen(path, "rb") : NULL;
+        free(entries[i]);
         if (!file) continue;
         corpus[n_files].bytes = malloc(MOST_BYTES);
         if (corpus[n_files].bytes) {
@@ -38,6 +40,7 @@ static void read_corpus(const char *folder) {
         }
         fclose(file);
     }
+    if (n >= 0) free(entries);
 }
 
 typedef struct text {

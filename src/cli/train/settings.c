@@ -164,7 +164,10 @@ static json_t *absolute(const json_t *path) {
 static void make_absolute(mn_json *root, const char *section_name, const char *key) {
     json_t *object = json_object_get(root->value, section_name);
     json_t *at = json_object_get(object, key), *fresh = absolute(at);
-    if (fresh) json_object_set_new(object, key, fresh);
+    if (fresh) {    // in place of `at`, which is gone then
+        json_object_set_new(object, key, fresh);
+        return;
+    }
     for (size_t i = 0; json_is_array(at) && i < json_array_size(at); i++) {
         fresh = absolute(json_array_get(at, i));
         if (fresh) json_array_set_new(at, i, fresh);
