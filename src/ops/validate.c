@@ -302,7 +302,8 @@ static void derive_sizes(const mn_op_traits *traits, char *args) {
     if (call->J == 0) call->J = call->H;
     if (traits->theta) {
         const bool turns = ((const mn_in *)(args + traits->theta))->data != NULL;
-        call->R = turns && call->K <= INT64_MAX / 2 ? 2 * call->K : call->K;    // else refused below
+        const bool fits = call->K <= INT64_MAX / 2;    // else its product with others is refused
+        call->R = turns && fits ? 2 * call->K : call->K;
     }
 }
 
