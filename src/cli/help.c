@@ -66,7 +66,8 @@ static const char *about_of(const char *line, const char *name) {
 }
 
 static void fill_about(mn_help_option *row, const char *help) {
-    for (const char *line = help, *end; line; end = strchr(line, '\n'), line = end ? end + 1 : NULL) {
+    for (const char *line = help, *end; line; line = end ? end + 1 : NULL) {
+        end = strchr(line, '\n');
         const char *about = about_of(line, row->name);
         if (!about) continue;
         const size_t n = strcspn(about, "\n");
