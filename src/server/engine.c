@@ -226,6 +226,7 @@ static void free_job(mn_job *job) {
     free(job->sequences);
     mn_ask_free(&job->ask);
     mn_text_free(&job->out);
+    mn_text_free(&job->answer);
     free(job);
 }
 
@@ -335,9 +336,10 @@ static void wake_job(mn_job *job) {
 void mn_job_answer(mn_job *job, int http_status, json_t *body) {
     char *text = body ? json_dumps(body, JSON_COMPACT) : NULL;
     json_decref(body);
-    job->out.size = job->n_taken = 0;
+    job->answer.size = 0;
+    job->answered = true;
     job->http_status = text ? http_status : 500;
-    if (text) mn_text_add(&job->out, text, strlen(text));
+    if (text) mn_text_add(&job->answer, text, strlen(text));
     free(text);
 }
 
@@ -350,6 +352,12 @@ void mn_job_fail(mn_job *job, int http_status, const char *kind, const char *mes
 static void finish_job(mn_engine *e, mn_job *job) {
     mn_engine_lock(e);
     if (job->cancelled) e->metrics.cancelled++;
+    if (job->answered) {    // instead of what there was
+        const mn_text before = job->out;
+        job->out = job->answer;
+        job->answer = before;
+        job->n_taken = 0;
+    }
     job->done = true;
     wake_job(job);
     mn_engine_unlock(e);

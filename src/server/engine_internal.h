@@ -71,6 +71,8 @@ struct mn_job {
     bool done, cancelled, waits;
     int http_status;
     mn_text out;
+    mn_text answer;              // whole, made without the lock; `out` once the job is done
+    bool answered;
     size_t n_taken;
     mn_job_wake wake;
     void *waker;
