@@ -14,6 +14,7 @@
 #include "io/safetensors.h"
 #include "model/families/dialect.h"
 #include "model/folder/weights.h"
+#include "runtime/reserve.h"
 
 enum { PATH = 4096 };
 
@@ -50,6 +51,16 @@ mn_status mn_checkpoint_read_weights(mn_model *model, const char *given) {
     return st;
 }
 
+/* Whether the parameters fit into memory, before any is read. */
+static mn_status check_memory(const mn_model_config *config, mn_dtype dtype, const char *folder) {
+    mn_model *sketch;
+    const mn_status st = mn_model_sketch(&sketch, config);
+    if (st != MN_OK) return st;
+    const size_t need = (size_t)mn_model_count(sketch) * mn_dtype_bytes(dtype);
+    mn_model_destroy(sketch);
+    return mn_memory_check(need, folder);
+}
+
 mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) {
     *out = NULL;
     char path[PATH], folder[MN_FOLDER_PATH];
@@ -60,6 +71,7 @@ mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) 
     if (st == MN_OK) st = mn_json_load(&root, path, MN_JSON_PYTHON);
     if (st == MN_OK) st = mn_model_config_read(&config, &root);
     mn_json_free(&root);
+    if (st == MN_OK) st = check_memory(&config, dtype, folder);
     if (st == MN_OK) st = mn_model_create(out, &config, dtype);
     mn_model_config_free(&config);
     if (st == MN_OK) st = mn_checkpoint_read_weights(*out, folder);
@@ -151,7 +163,9 @@ static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, 
         if (there) st = mn_model_get(model, i, *copy);
         else memcpy(*copy, p->value, (size_t)p->info.count * item);
     }
-    if (st == MN_OK && turned) st = mn_weights_turn(*copy, p->info.shape[0], p->info.shape[1], item);
+    if (st == MN_OK && turned) {
+        st = mn_weights_turn(*copy, p->info.shape[0], p->info.shape[1], item);
+    }
     if (narrow || (there && keeps_type(p, *copy))) {
         t->dtype = (mn_stored_dtype)p->stored;
         for (int64_t k = 0; k < p->info.count; k++) {

@@ -529,6 +529,14 @@ static const char *type_of(const mn_model_config *c, const char **architecture) 
     return NULL;
 }
 
+const char *mn_model_type_known(const char *type) {
+    for (size_t i = 0; i < MN_COUNTOF(model_types); i++) {
+        if (strcmp(model_types[i].type, type) == 0) return model_types[i].type;
+    }
+    const char *family = mn_dialect_find(type);
+    return family ? family : strcmp(type, "mneme") == 0 ? "mneme" : NULL;
+}
+
 const char *mn_model_config_family(const mn_model_config *config) {
     const char *architecture, *type;
     if (config->source) return config->family;
@@ -555,6 +563,13 @@ static mn_status write_options(json_t *object, const mn_model_config *c, bool fl
         json_t *own = json_object();
         st = own ? mn_layer_config_write(own, &c->options[i], kind) : MN_ERR_MEMORY;
         set(mixers, name, own, &failed);
+        if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
+    }
+    if (st == MN_OK && mixers && c->beside && !json_object_get(mixers, "attention")) {
+        json_t *own = json_object();
+        bool failed = !own;
+        st = mn_layer_config_write(own, &c->beside[0], MN_LAYER_attention);
+        set(mixers, "attention", own, &failed);
         if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
     }
     if (st == MN_OK && mixers) json_object_set(object, "mixers", mixers);

@@ -26,8 +26,8 @@ typedef struct mn_model_param {
 mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtype dtype);
 void mn_model_destroy(mn_model *model);    // NULL accepted
 
-/* A model in float32 whose parameters have names, shapes and addresses but no memory: for looking at
- * and for plans of passes. Touching a number ends the program. */
+/* A model in float32 whose parameters have names, shapes and addresses but no memory: for looking
+ * at and for plans of passes. Touching a number ends the program. */
 mn_status mn_model_sketch(mn_model **out, const mn_model_config *config);
 
 const mn_model_config *mn_model_describe(const mn_model *model);

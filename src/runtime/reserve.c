@@ -69,7 +69,7 @@ mn_status mn_memory_check(size_t need, const char *what) {
     size_t room;
     if ((any && strcmp(any, "any") == 0) || mn_memory_available(&room) != MN_OK) return MN_OK;
     if (need <= room) return MN_OK;
-    return mn_fail(MN_ERR_MEMORY, "%s takes %.1f GB of memory and %.1f GB are available; free some, "
-                   "or set MN_MEMORY=any to try all the same", what, (double)need / 1e9,
+    return mn_fail(MN_ERR_MEMORY, "%s takes %.1f GB of memory and %.1f GB are available; free "
+                   "some, or set MN_MEMORY=any to try all the same", what, (double)need / 1e9,
                    (double)room / 1e9);
 }

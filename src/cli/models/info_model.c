@@ -75,9 +75,12 @@ static mn_status find_out(facts *f, mn_context *machine, int context) {
     mn_model *model = f->source->model;
     f->context = context ? context : mn_min(f->c->context, LONGEST);
     f->pass_tokens = mn_min(f->context, PASS);
-    mn_status st = look_at_files(&f->files, f->source);
-    if (st != MN_OK) return st;
-    if (mn_weights_check(model, f->source->weights) != MN_OK) keep_reason(f->wrong);
+    mn_status st = MN_OK;
+    if (f->source->weights) {
+        st = look_at_files(&f->files, f->source);
+        if (st != MN_OK) return st;
+        if (mn_weights_check(model, f->source->weights) != MN_OK) keep_reason(f->wrong);
+    }
     f->weights = (size_t)mn_model_count(model) * sizeof(float);
     st = mn_sketch_state(f->fixed, f->token, model, machine);
     if (st == MN_OK) {
@@ -162,6 +165,10 @@ static void print_layers(const facts *f) {
 static void print_files(const facts *f) {
     char text[SHORT];
     const files *s = &f->files;
+    if (!f->source->weights) {
+        printf("  not readable %s\n", f->wrong);
+        return;
+    }
     printf("  files        %d, %s in %" PRId64 " tensors:", mn_weights_files(f->source->weights),
            bytes_text(text, (double)s->bytes), s->tensors);
     for (int i = 0, n = 0; i < MN_STORED_COUNT; i++) {
@@ -262,7 +269,8 @@ static json_t *files_json(const facts *f) {
         json_array_append_new(unknown, json_string(f->files.unknown[i]));
     }
     return json_pack("{s:i, s:I, s:I, s:o, s:I, s:o, s:o}", "files",
-                     mn_weights_files(f->source->weights), "tensors", (json_int_t)f->files.tensors,
+                     f->source->weights ? mn_weights_files(f->source->weights) : 0, "tensors",
+                     (json_int_t)f->files.tensors,
                      "bytes", (json_int_t)f->files.bytes, "numbers", types, "not_read",
                      (json_int_t)f->files.n_unknown, "not_read_names", unknown, "wrong",
                      f->wrong[0] ? json_string(f->wrong) : json_null());
@@ -307,9 +315,10 @@ mn_status mn_info_model(const char *given, int batch, int context, bool json,
                         mn_context *machine) {
     mn_source source;
     facts *f = calloc(1, sizeof *f);
-    mn_status st = f ? mn_source_open(&source, given)
+    mn_status st = f ? mn_source_open_config(&source, given)
                      : mn_fail(MN_ERR_MEMORY, "no memory to look at %s", given);
     if (st == MN_OK) {
+        if (mn_weights_open(&source.weights, source.folder) != MN_OK) keep_reason(f->wrong);
         f->source = &source;
         f->c = mn_model_describe(source.model);
         f->batch = batch;

@@ -10,7 +10,7 @@
 
 enum { PATH = 4096 };
 
-mn_status mn_source_open(mn_source *out, const char *given) {
+mn_status mn_source_open_config(mn_source *out, const char *given) {
     char path[PATH];
     mn_model_config config = { 0 };
     *out = (mn_source){ 0 };
@@ -22,6 +22,12 @@ mn_status mn_source_open(mn_source *out, const char *given) {
     if (st == MN_OK) st = mn_model_config_read(&config, &out->config);
     if (st == MN_OK) st = mn_model_sketch(&out->model, &config);
     mn_model_config_free(&config);
+    if (st != MN_OK) mn_source_close(out);
+    return st;
+}
+
+mn_status mn_source_open(mn_source *out, const char *given) {
+    mn_status st = mn_source_open_config(out, given);
     if (st == MN_OK) st = mn_weights_open(&out->weights, out->folder);
     if (st != MN_OK) mn_source_close(out);
     return st;

@@ -16,6 +16,9 @@ typedef struct mn_source {
 /* Headers are read, numbers are not. Whether every parameter has its tensor is for
  * mn_weights_check. On failure `*out` is all zeros. */
 mn_status mn_source_open(mn_source *out, const char *given);
+
+/* The same without its files: `weights` stays NULL. */
+mn_status mn_source_open_config(mn_source *out, const char *given);
 void mn_source_close(mn_source *source);    // all zeros is fine
 
 /* What the system has to keep of a sequence, in bytes: of each layer, fixed and for each token of a

@@ -200,7 +200,8 @@ bool mn_weights_cut(mn_model *model, const mn_weights *w, const mn_model_param *
     int trio[MN_TRIO];
     int64_t here = 0, there = 0;
     const char *family = mn_model_describe(model)->family;
-    if (!mn_dialect_joined(family, p->name) || mn_weights_trio(trio, model, p->name) < 0) return false;
+    if (!mn_dialect_joined(family, p->name)) return false;
+    if (mn_weights_trio(trio, model, p->name) < 0) return false;
     for (int k = 0; k < MN_TRIO; k++) {
         const mn_model_param *one = mn_model_param_at(model, trio[k]);
         const mn_stored_tensor *t = mn_weights_find(w, model, one->name);
