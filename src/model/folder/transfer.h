@@ -22,9 +22,8 @@ typedef struct mn_transfer {
 } mn_transfer;
 
 /* Takes over `target`. `dtype` is what all tensors become; MN_STORED_COUNT: none changes.
- * Parameters of equal names are the same; `is_made` (NULL: none) says which of the target's are made
- * nevertheless, and `made` in which type. A parameter that the source lacks and nobody makes
- * fails. */
+ * Parameters of equal names are the same; `is_made` (NULL: none) says which are made nevertheless,
+ * and `made` in which type. A parameter that the source lacks and nobody makes fails. */
 mn_status mn_transfer_create(mn_transfer **out, const mn_source *source, mn_model *target,
                              mn_stored_dtype dtype, const bool *is_made,
                              const mn_stored_dtype *made);
