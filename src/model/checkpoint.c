@@ -11,8 +11,10 @@
 #include "base/status.h"
 #include "io/file.h"
 #include "io/folder.h"
+#include "io/json_write.h"
 #include "io/safetensors.h"
 #include "model/families/dialect.h"
+#include "model/folder/auto_map.h"
 #include "model/folder/weights.h"
 #include "runtime/reserve.h"
 
@@ -209,14 +211,27 @@ static mn_status save_weights(mn_model *model, const char *path) {
     return st;
 }
 
-mn_status mn_checkpoint_save(mn_model *model, const char *folder) {
+/* The configuration, with a class for loaders where there is none (auto_map.h). */
+static mn_status save_config(const mn_model_config *config, const char *folder) {
     char path[PATH], *text = NULL;
     size_t size = 0;
-    mn_status st = join(path, folder, "model.safetensors");
-    if (st == MN_OK) st = save_weights(model, path);
-    if (st == MN_OK) st = mn_model_config_write(&text, &size, mn_model_describe(model));
-    if (st == MN_OK) st = join(path, folder, "config.json");
-    if (st == MN_OK) st = mn_file_write_bytes(path, text, size);
+    mn_json root = { 0 };
+    mn_status st = join(path, folder, "config.json");
+    if (st == MN_OK) st = mn_model_config_write(&text, &size, config);
+    if (st == MN_OK) st = mn_json_parse(&root, text, size, path, MN_JSON_PYTHON);
+    if (st == MN_OK) st = mn_auto_map_add(root.value, config, folder);
+    free(text);
+    text = NULL;
+    if (st == MN_OK) st = mn_json_text(&text, root.value, MN_JSON_PRETTY);
+    if (st == MN_OK) st = mn_file_write_bytes(path, text, strlen(text));
+    mn_json_free(&root);
     free(text);
     return st;
+}
+
+mn_status mn_checkpoint_save(mn_model *model, const char *folder) {
+    char path[PATH];
+    mn_status st = join(path, folder, "model.safetensors");
+    if (st == MN_OK) st = save_weights(model, path);
+    return st == MN_OK ? save_config(mn_model_describe(model), folder) : st;
 }

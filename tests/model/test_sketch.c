@@ -1,6 +1,5 @@
-/* test_sketch.c - models without memory: the states and parameters that a plan tells are those that
- * a pass leaves, for every layer and option that changes it; rows of layers by what they are for are
- * complete. */
+/* test_sketch.c - models without memory: the states that a plan tells are those that a pass leaves,
+ * for every layer and option that changes it; every row of a parameter has a role. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "base/status.h"
+#include "model/folder/auto_map.h"
 #include "train/run_folder.h"
 
 mn_status mn_models_open(mn_source *out, const char *given) {
@@ -39,7 +40,9 @@ mn_status mn_models_write(mn_transfer *t, const char *out, mn_stored_dtype dtype
     if (st == MN_OK) {
         mn_progress_start(&bar, "weights", "bytes", 0, mn_emit_bytes(&emit, &largest), quiet);
         if (mn_run_join(done, out, "done") == MN_OK) unlink(done);
-        st = mn_emit_write(&emit, config);
+        st = mn_folder_make(out);
+        if (st == MN_OK) st = mn_auto_map_add(config, mn_model_describe(t->target), out);
+        if (st == MN_OK) st = mn_emit_write(&emit, config);
         if (st == MN_OK) mn_progress_finish(&bar, NULL);
         else mn_progress_clear(&bar);
     }
