@@ -3,13 +3,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/command.h"
 #include "cli/models/models.h"
 #include "cli/options.h"
-#include "model/families/dialect.h"
+#include "io/folder.h"
+#include "model/gguf/gguf.h"
 
 typedef struct request {
     const char *given[2];
@@ -24,9 +26,11 @@ static void print_help(void) {
          "under the names and the configuration of another family that computes the same. The\n"
          "tokenizer, chat template and settings of generation go along. MODEL is a folder or that\n"
          "of a training run.\n\n"
-         "  --dtype NAME    f32, f16, bf16 (default: as stored)\n"
+         "  --dtype NAME    f32, f16, bf16, with --to gguf also q8_0 (default: as stored)\n"
          "  --family NAME   the model_type to write, such as transformer, llama, or mneme for the\n"
          "                  keys of mneme's own configurations (default: as it is)\n"
+         "  --to gguf       one file that llama.cpp reads, of the models that it has; OUT is its\n"
+         "                  name\n"
          "  --overwrite     write over a model in OUT\n"
          "  --quiet         no progress");
 }
@@ -92,7 +96,67 @@ static mn_status target_of(mn_model **out, const mn_source *source, const char *
     return st;
 }
 
+/* ---- GGUF ------------------------------------------------------------------------------------ */
+
+static mn_status find_type(mn_gguf_as *out, const char *name) {
+    static const struct {
+        const char *name;
+        mn_gguf_as as;
+    } types[] = { { "f32", MN_GGUF_AS_F32 }, { "f16", MN_GGUF_AS_F16 },
+                  { "bf16", MN_GGUF_AS_BF16 }, { "q8_0", MN_GGUF_AS_Q8_0 } };
+    *out = MN_GGUF_AS_STORED;
+    for (size_t i = 0; name && i < MN_COUNTOF(types); i++) {
+        if (strcmp(types[i].name, name) != 0) continue;
+        *out = types[i].as;
+        return MN_OK;
+    }
+    return name ? mn_fail(MN_ERR_ARGUMENT, "--dtype %s: there are f32, f16, bf16, q8_0", name)
+                : MN_OK;
+}
+
+static mn_status write_gguf(const request *r, mn_gguf_plan *plan) {
+    mn_progress bar = { 0 };
+    const char *path = r->given[1];
+    if (!r->overwrite && access(path, F_OK) == 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "%s: there is a file already; write to another, or say "
+                       "--overwrite", path);
+    }
+    mn_status st = mn_folder_make_above(path);
+    if (st != MN_OK) return st;
+    mn_progress_start(&bar, "weights", "bytes", 0, mn_gguf_plan_bytes(plan), r->quiet);
+    st = mn_gguf_plan_write(plan, path, mn_models_progress, &bar);
+    if (st == MN_OK) mn_progress_finish(&bar, NULL);
+    else mn_progress_clear(&bar);
+    return st;
+}
+
+static mn_status to_gguf(const request *r) {
+    mn_gguf_as as;
+    mn_source source;
+    mn_gguf_plan *plan = NULL;
+    mn_status st = find_type(&as, r->dtype);
+    if (st == MN_OK && strcmp(r->to, "gguf") != 0) {
+        st = mn_fail(MN_ERR_ARGUMENT, "--to %s: only gguf is written", r->to);
+    }
+    if (st == MN_OK && r->family) {
+        st = mn_fail(MN_ERR_ARGUMENT, "--family and --to do not go together; convert twice");
+    }
+    if (st == MN_OK) st = mn_models_open(&source, r->given[0]);
+    if (st != MN_OK) return st;
+    st = mn_gguf_plan_create(&plan, &source, as);
+    if (st == MN_OK) st = write_gguf(r, plan);
+    if (st == MN_OK) {
+        printf("%s: %d tensors as %s%s%s\n", r->given[1], mn_gguf_plan_tensors(plan),
+               mn_gguf_plan_arch(plan), r->dtype ? ", " : "", r->dtype ? r->dtype : "");
+        if (mn_gguf_plan_remark(plan)[0]) fprintf(stderr, "note: %s\n", mn_gguf_plan_remark(plan));
+    }
+    mn_gguf_plan_destroy(plan);
+    mn_source_close(&source);
+    return st;
+}
+
 static mn_status convert(const request *r) {
+    if (r->to) return to_gguf(r);
     mn_stored_dtype dtype;
     mn_source source;
     mn_model *target = NULL;
@@ -118,6 +182,7 @@ int mn_command_convert(int argc, char **argv) {
     const mn_option rows[] = { { NULL, .list = r.given, .n = &r.n, .most = 2 },
                                { "--dtype", .text = &r.dtype },
                                { "--family", .text = &r.family },
+                               { "--to", .text = &r.to },
                                { "--overwrite", .flag = &r.overwrite },
                                { "--quiet", .flag = &r.quiet } };
     const int mistake = mn_options_read(rows, MN_COUNTOF(rows), "convert", argc, argv);

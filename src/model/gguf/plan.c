@@ -1,0 +1,474 @@
+/* plan.c - the tensors of a GGUF file: names, order of rows, types. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "base/util.h"
+#include "model/folder/roles.h"
+#include "model/gguf/gguf.h"
+#include "runtime/reserve.h"
+
+typedef enum change { KEEP, NEG_EXP, COLUMN, GROUPS } change;
+
+static const struct {
+    const char *name, *family;
+} archs[] = {
+#define ARCH(name, family, about) { name, family },
+#include "model/gguf/archs.def"
+};
+
+static const char *const pairs[] = {
+#define ROPE_PAIRS(name) name,
+#include "model/gguf/archs.def"
+};
+
+static const char *const scaled[] = {
+#define SCALED(name) name,
+#include "model/gguf/archs.def"
+};
+
+static const struct {
+    const char *arch, *usual, *there;
+} renamed[] = {
+#define RENAMED(name, usual, there) { name, usual, there },
+#include "model/gguf/archs.def"
+};
+
+static const struct {
+    const char *kind, *ours, *theirs;
+    change change;
+} rows[] = {
+#define ROW(kind, ours, theirs, change) { #kind, ours, theirs, change },
+#include "model/gguf/archs.def"
+};
+
+/* One tensor of the file. */
+typedef struct item {
+    int param;              // of the model; -1: factors of rotary frequencies
+    int64_t first;          // its first row in the parameter (gate and up that are one matrix)
+    change change;
+    int64_t heads;          // rows of so many heads are put in pairs; 0: as they are
+    bool blocks;            // q, k and v head after head become all of each
+    double factor[8];       // of sections of rows
+    int64_t end[8];         // where these end; n_factors 0: none
+    int n_factors;
+} item;
+
+struct mn_gguf_plan {
+    const mn_source *source;
+    const char *arch;
+    mn_gguf_keys keys;
+    mn_gguf_tensor *tensors;
+    item *items;
+    int n, capacity;
+    char remark[512];
+    void *buffer;
+    int64_t done, all;
+    bool (*progress)(void *context, int64_t bytes, int64_t of);
+    void *progress_context;
+};
+
+static bool listed(const char *const *names, size_t n, const char *name) {
+    for (size_t i = 0; i < n; i++) {
+        if (strcmp(names[i], name) == 0) return true;
+    }
+    return false;
+}
+
+static mn_status find_arch(const char **out, const mn_source *source) {
+    const char *family = mn_model_config_family(mn_model_describe(source->model));
+    const mn_json type = mn_json_member(&source->config, "model_type");
+    if (!family) family = json_string_value(type.value);
+    for (size_t i = 0; i < MN_COUNTOF(archs) && family; i++) {
+        if (strcmp(archs[i].family, family) != 0) continue;
+        *out = archs[i].name;
+        return MN_OK;
+    }
+    return mn_fail(MN_ERR_UNSUPPORTED, "%s: a model of type %s is none that is written as GGUF; "
+                   "there are llama, qwen3, gpt2, gpt_neox, mamba, mamba2, jamba, bamba, "
+                   "granitemoehybrid, falcon_h1, nemotron_h and lfm2. mneme convert --family makes "
+                   "one of a model that computes the same", source->folder,
+                   family ? family : "mneme");
+}
+
+/* ---- tensors --------------------------------------------------------------------------------- */
+
+static bool ends_in(const char *name, const char *end) {
+    const size_t n = strlen(name), m = strlen(end);
+    return n >= m && strcmp(name + n - m, end) == 0;
+}
+
+/* What converters keep in float32: vectors, norms, convolutions, and what is no weight. */
+static bool is_wide(const mn_gguf_tensor *t) {
+    return t->rank < 2 || !ends_in(t->name, ".weight") || ends_in(t->name, "_norm.weight") ||
+           strstr(t->name, "conv") || strcmp(t->name, "position_embd.weight") == 0;
+}
+
+static mn_gguf_type type_of(const mn_gguf_tensor *t, mn_gguf_as as, mn_stored_dtype stored) {
+    if (is_wide(t)) {
+        const bool in = strstr(t->name, "shortconv.in_proj") || strstr(t->name, "shortconv.out");
+        if (!in) return MN_GGUF_F32;
+    }
+    switch (as) {
+    case MN_GGUF_AS_F32: return MN_GGUF_F32;
+    case MN_GGUF_AS_F16: return MN_GGUF_F16;
+    case MN_GGUF_AS_BF16: return MN_GGUF_BF16;
+    case MN_GGUF_AS_Q8_0:
+        return t->shape[t->rank - 1] % MN_GGUF_BLOCK == 0 ? MN_GGUF_Q8_0 : MN_GGUF_F16;
+    case MN_GGUF_AS_STORED: break;
+    }
+    if (stored == MN_STORED_BF16) return MN_GGUF_BF16;
+    return stored == MN_STORED_F16 ? MN_GGUF_F16 : MN_GGUF_F32;
+}
+
+static item *add(mn_gguf_plan *p) {
+    if (p->n == p->capacity) {
+        const int capacity = p->capacity ? 2 * p->capacity : 256;
+        item *items = realloc(p->items, (size_t)capacity * sizeof *items);
+        if (items) p->items = items;
+        mn_gguf_tensor *tensors = realloc(p->tensors, (size_t)capacity * sizeof *tensors);
+        if (tensors) p->tensors = tensors;
+        if (!items || !tensors) return NULL;
+        p->capacity = capacity;
+    }
+    p->items[p->n] = (item){ 0 };
+    p->tensors[p->n] = (mn_gguf_tensor){ 0 };
+    return &p->items[p->n++];
+}
+
+/* The layer that a parameter is of, with its kind: "beside" is attention; NULL: of none. */
+static const mn_layer *layer_of(const mn_model *model, const char *name, int *index,
+                                const char **kind) {
+    *kind = "any";
+    *index = -1;
+    if (sscanf(name, "model.layers.%d.", index) != 1) return NULL;
+    const mn_layer *layer = mn_model_layer(model, *index);
+    *kind = strstr(name, ".beside.") ? "attention" : mn_layer_kind_name(layer->kind);
+    return layer;
+}
+
+static const char *name_of(char name[MN_GGUF_NAME], const char *ours, const char *kind, int index,
+                           change *how) {
+    for (size_t i = 0; i < MN_COUNTOF(rows); i++) {
+        const bool any = strcmp(rows[i].kind, "any") == 0;
+        if (!ends_in(ours, rows[i].ours) || (!any && strcmp(rows[i].kind, kind) != 0)) continue;
+        if (index < 0) snprintf(name, MN_GGUF_NAME, "%s", rows[i].theirs);
+        else snprintf(name, MN_GGUF_NAME, "blk.%d.%s", index, rows[i].theirs);
+        *how = rows[i].change;
+        return name;
+    }
+    return NULL;
+}
+
+/* By the name that this one architecture has for it, behind "blk.N." or alone. */
+static void rename_there(char name[MN_GGUF_NAME], const char *arch) {
+    int layer, used = 0;
+    if (sscanf(name, "blk.%d.%n", &layer, &used) != 1) used = 0;
+    for (size_t i = 0; i < MN_COUNTOF(renamed); i++) {
+        if (strcmp(renamed[i].arch, arch) != 0) continue;
+        if (strcmp(renamed[i].usual, name + used) != 0) continue;
+        snprintf(name + used, (size_t)(MN_GGUF_NAME - used), "%s", renamed[i].there);
+        return;
+    }
+}
+
+/* The shape in the file: convolutions without their middle axis of 1. */
+static void shape_of(mn_gguf_tensor *t, const mn_param_info *info, change how, int64_t groups) {
+    t->rank = 0;
+    for (int i = 0; i < info->rank; i++) {
+        if (i > 0 && i + 1 < info->rank && info->shape[i] == 1) continue;
+        t->shape[t->rank++] = info->shape[i];
+    }
+    if (how == GROUPS) {
+        t->rank = 2;
+        t->shape[1] = t->shape[0] / groups;
+        t->shape[0] = groups;
+    } else if (t->rank == 1 && (how == COLUMN || how == NEG_EXP)) {
+        t->rank = 2;
+        t->shape[1] = 1;
+    }
+}
+
+static void set_factor(item *it, int64_t rows_end, double factor) {
+    it->factor[it->n_factors] = factor;
+    it->end[it->n_factors++] = rows_end;
+}
+
+/* Multipliers that have no key go into rows of weights. */
+static void scale(item *it, const mn_model *model, const mn_layer *layer, const char *name,
+                  const mn_param_info *info) {
+    const mn_model_config *c = mn_model_describe(model);
+    const int64_t n = info->shape[0];
+    int index;
+    const char *kind;
+    layer_of(model, name, &index, &kind);
+    const mn_layer_config *beside = c->beside && index >= 0 ? &c->beside[index] : NULL;
+    if (strstr(name, "embeddings")) set_factor(it, n, c->block.embedding_multiplier);
+    else if (strstr(name, "lm_head")) set_factor(it, n, c->block.logits_multiplier);
+    else if (strstr(name, "gate_proj")) set_factor(it, n, c->block.mlp_gate_multiplier);
+    else if (strstr(name, "mlp.down_proj")) set_factor(it, n, c->block.mlp_down_multiplier);
+    else if (beside && strstr(name, ".beside.")) {
+        double factor = beside->input_multiplier;
+        if (strstr(name, "k_proj")) factor *= beside->key_multiplier;
+        if (strstr(name, "o_proj")) factor = beside->output_multiplier;
+        set_factor(it, n, factor);
+    } else if (layer && layer->kind == MN_LAYER_mamba2 && strstr(name, "out_proj")) {
+        set_factor(it, n, layer->config.output_multiplier);
+    } else if (layer && layer->kind == MN_LAYER_mamba2 && strstr(name, "in_proj")) {
+        const mn_layer_config *o = &layer->config;
+        const int64_t I = MN_SIZE(&layer->sizes, 'I');
+        const int64_t GK = MN_SIZE(&layer->sizes, 'G') * MN_SIZE(&layer->sizes, 'K');
+        set_factor(it, I, o->input_multiplier * o->z_multiplier);
+        set_factor(it, 2 * I, o->input_multiplier * o->x_multiplier);
+        set_factor(it, 2 * I + GK, o->input_multiplier * o->b_multiplier);
+        set_factor(it, 2 * I + 2 * GK, o->input_multiplier * o->c_multiplier);
+        set_factor(it, n, o->input_multiplier * o->dt_multiplier);
+    }
+}
+
+/* How the rows of queries and keys lie in the file. */
+static void order_rows(item *it, const mn_gguf_plan *p, const mn_layer *layer, const char *name) {
+    const mn_heads heads = mn_heads_of(layer);
+    const bool turns = listed(pairs, MN_COUNTOF(pairs), p->arch);
+    if (strstr(name, "qkv_proj")) it->blocks = layer->config.fused_qkv == 2;
+    if (turns && strstr(name, ".q_proj.")) it->heads = heads.queries;
+    if (turns && strstr(name, ".k_proj.")) it->heads = heads.keys;
+}
+
+static mn_status add_tensor(mn_gguf_plan *p, int param, mn_gguf_as as, const char *suffix,
+                            int64_t first, int64_t n_rows) {
+    const mn_model *model = p->source->model;
+    const mn_model_param *m = mn_model_param_at(p->source->model, param);
+    const char *kind;
+    char ours[2 * MN_PARAM_NAME];
+    int index;
+    const mn_layer *layer = layer_of(model, m->name, &index, &kind);
+    item *it = add(p);
+    if (!it) return mn_fail(MN_ERR_MEMORY, "no memory for the tensors of a GGUF file");
+    mn_gguf_tensor *t = &p->tensors[p->n - 1];
+    it->param = param;
+    it->first = first;
+    snprintf(ours, sizeof ours, "%s%s", m->name, suffix);
+    if (suffix[0]) snprintf(ours, sizeof ours, "%s", suffix);
+    if (!name_of(t->name, ours, kind, index, &it->change)) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s has no name in llama.cpp's %s", m->name, p->arch);
+    }
+    rename_there(t->name, p->arch);
+    shape_of(t, &m->info, it->change, layer ? mn_max(MN_SIZE(&layer->sizes, 'G'), 1) : 1);
+    if (n_rows) t->shape[0] = n_rows;
+    if (layer && layer->kind == MN_LAYER_attention) order_rows(it, p, layer, m->name);
+    if (listed(scaled, MN_COUNTOF(scaled), p->arch)) scale(it, model, layer, m->name, &m->info);
+    const mn_stored_dtype stored = mn_weights_dtype(p->source->weights, model, m->name);
+    t->type = type_of(t, as, stored);
+    p->all += (int64_t)mn_gguf_bytes(t);
+    return MN_OK;
+}
+
+/* llama3 scales rotary frequencies by a tensor of what each is divided by. */
+static double frequency_factor(const mn_layer_config *c, int64_t i, int64_t R) {
+    const double w = pow(c->rope_theta, -2.0 * (double)i / (double)R);
+    const double turns = (double)c->rope_original_context * w / (2.0 * acos(-1.0));
+    const double low = c->rope_low_freq_factor, high = c->rope_high_freq_factor;
+    const double s = fmin(fmax((turns - low) / (high - low), 0.0), 1.0);
+    return 1.0 / (s + (1.0 - s) / c->rope_factor);
+}
+
+enum { ROPE_LLAMA3 = 2 };    // of rope_type
+
+static const mn_layer *scaled_layer(const mn_model *model) {
+    for (int i = 0; i < mn_model_describe(model)->n_layers; i++) {
+        const mn_layer *layer = mn_model_layer(model, i);
+        const bool turns = layer->kind == MN_LAYER_attention && layer->config.use_rope;
+        if (turns && layer->config.rope_type == ROPE_LLAMA3) return layer;
+    }
+    return NULL;
+}
+
+static mn_status add_frequencies(mn_gguf_plan *p) {
+    const mn_layer *layer = scaled_layer(p->source->model);
+    if (!layer) return MN_OK;
+    item *it = add(p);
+    if (!it) return mn_fail(MN_ERR_MEMORY, "no memory for the tensors of a GGUF file");
+    mn_gguf_tensor *t = &p->tensors[p->n - 1];
+    it->param = -1;
+    snprintf(t->name, sizeof t->name, "rope_freqs.weight");
+    t->rank = 1;
+    t->shape[0] = MN_SIZE(&layer->sizes, 'K') / 2;
+    t->type = MN_GGUF_F32;
+    p->all += (int64_t)mn_gguf_bytes(t);
+    return MN_OK;
+}
+
+static mn_status add_param(mn_gguf_plan *p, int i, mn_gguf_as as) {
+    const mn_model_param *m = mn_model_param_at(p->source->model, i);
+    if (!ends_in(m->name, "gate_up_proj.weight")) return add_tensor(p, i, as, "", 0, 0);
+    const int64_t F = m->info.shape[0] / 2;
+    const mn_status st = add_tensor(p, i, as, "mlp.gate_proj.weight", 0, F);
+    return st == MN_OK ? add_tensor(p, i, as, "mlp.up_proj.weight", F, F) : st;
+}
+
+mn_status mn_gguf_plan_create(mn_gguf_plan **out, const mn_source *source, mn_gguf_as as) {
+    static const int types[] = { [MN_GGUF_AS_F32] = 0, [MN_GGUF_AS_F16] = 1,
+                                 [MN_GGUF_AS_Q8_0] = 7, [MN_GGUF_AS_BF16] = 32 };
+    mn_gguf_plan *p = calloc(1, sizeof *p);
+    *out = NULL;
+    if (!p) return mn_fail(MN_ERR_MEMORY, "no memory to plan a GGUF file");
+    p->source = source;
+    const mn_model_config *c = mn_model_describe(source->model);
+    mn_status st = find_arch(&p->arch, source);
+    if (st == MN_OK) {
+        const char *slash = strrchr(source->folder, '/');
+        mn_gguf_text(&p->keys, "general.architecture", p->arch);
+        mn_gguf_text(&p->keys, "general.type", "model");
+        mn_gguf_text(&p->keys, "general.name", slash && slash[1] ? slash + 1 : source->folder);
+        st = mn_gguf_put_keys(&p->keys, p->remark, p->arch, source->model);
+    }
+    for (int i = 0; i < mn_model_params(source->model) && st == MN_OK; i++) {
+        st = add_param(p, i, as);
+    }
+    if (st == MN_OK) st = add_frequencies(p);
+    if (st == MN_OK) {
+        int64_t file_type = types[MN_GGUF_AS_F32];
+        for (int i = 0; i < p->n; i++) {
+            const bool table = p->tensors[i].type == MN_GGUF_BF16;
+            if (as == MN_GGUF_AS_STORED && table) file_type = types[MN_GGUF_AS_BF16];
+            if (as == MN_GGUF_AS_STORED && p->tensors[i].type == MN_GGUF_F16) file_type = 1;
+        }
+        if (as != MN_GGUF_AS_STORED) file_type = types[as];
+        mn_gguf_u32(&p->keys, "general.file_type", file_type);
+        mn_gguf_u32(&p->keys, "general.quantization_version", 2);
+        st = mn_gguf_put_tokens(&p->keys, p->remark, source->folder, c->vocab_size);
+    }
+    if (st == MN_OK) *out = p;
+    else mn_gguf_plan_destroy(p);
+    return st;
+}
+
+void mn_gguf_plan_destroy(mn_gguf_plan *p) {
+    if (!p) return;
+    mn_gguf_keys_free(&p->keys);
+    free(p->tensors);
+    free(p->items);
+    free(p->buffer);
+    free(p);
+}
+
+const char *mn_gguf_plan_arch(const mn_gguf_plan *p) {
+    return p->arch;
+}
+
+int mn_gguf_plan_tensors(const mn_gguf_plan *p) {
+    return p->n;
+}
+
+int64_t mn_gguf_plan_bytes(const mn_gguf_plan *p) {
+    return p->all;
+}
+
+const char *mn_gguf_plan_remark(const mn_gguf_plan *p) {
+    return p->remark;
+}
+
+/* ---- numbers --------------------------------------------------------------------------------- */
+
+/* The row of the parameter that is row `r` of `n` in the file. */
+static int64_t row_at(const item *it, int64_t r, int64_t n) {
+    if (it->heads) {
+        const int64_t K = n / it->heads, h = r / K, i = r % K;
+        return h * K + (i % 2) * (K / 2) + i / 2;
+    }
+    return it->first + r;
+}
+
+/* Rows of q, k and v of head h, which the file has as all of each. */
+static int64_t block_row(int64_t r, int64_t n, int64_t H) {
+    const int64_t part = n / 3, K = part / H, which = r / part, within = r % part;
+    return (within / K * 3 + which) * K + within % K;
+}
+
+static void transform(float *x, const item *it, int64_t n_rows, int64_t width) {
+    for (int64_t i = 0; it->change == NEG_EXP && i < n_rows * width; i++) x[i] = -expf(x[i]);
+    for (int64_t r = 0, k = 0; it->n_factors && r < n_rows; r++) {
+        while (k + 1 < it->n_factors && r >= it->end[k]) k++;
+        if (it->factor[k] == 1.0) continue;
+        for (int64_t i = 0; i < width; i++) {
+            x[r * width + i] = (float)((double)x[r * width + i] * it->factor[k]);
+        }
+    }
+}
+
+static mn_status narrow(void *out, const mn_gguf_tensor *t, const float *x, int64_t count) {
+    int64_t lost = 0;
+    if (t->type == MN_GGUF_Q8_0) {
+        mn_gguf_q8_0(out, x, count);
+        return MN_OK;
+    }
+    const mn_stored_dtype to = t->type == MN_GGUF_F32 ? MN_STORED_F32
+                               : t->type == MN_GGUF_F16 ? MN_STORED_F16 : MN_STORED_BF16;
+    const mn_status st = mn_stored_convert(out, to, x, MN_STORED_F32, count, &lost);
+    if (st != MN_OK || lost == 0) return st;
+    return mn_fail(MN_ERR_ARGUMENT, "%s: %lld numbers are out of the range of f16; bf16 has that "
+                   "of f32", t->name, (long long)lost);
+}
+
+static void fill_frequencies(float *out, const mn_model *model, int64_t n) {
+    const mn_layer *layer = scaled_layer(model);
+    for (int64_t i = 0; i < n; i++) out[i] = (float)frequency_factor(&layer->config, i, 2 * n);
+}
+
+static mn_status give(const void **data, void *context, int64_t i) {
+    mn_gguf_plan *p = context;
+    const item *it = &p->items[i];
+    const mn_gguf_tensor *t = &p->tensors[i];
+    *data = p->buffer;
+    if (it->param < 0) {
+        fill_frequencies(p->buffer, p->source->model, t->shape[0]);
+        return MN_OK;
+    }
+    const mn_model_param *m = mn_model_param_at(p->source->model, it->param);
+    const int64_t count = mn_gguf_elements(t), rank = m->info.rank;
+    const int64_t all = rank ? m->info.shape[0] : 1, width = m->info.count / all;
+    const int64_t n_rows = count / width;
+    const char *kind;
+    int index;
+    const mn_layer *layer = layer_of(p->source->model, m->name, &index, &kind);
+    float *x = malloc((size_t)m->info.count * sizeof *x + 1);
+    float *ordered = malloc((size_t)count * sizeof *ordered + 1);
+    mn_status st = x && ordered ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to write %s", t->name);
+    if (st == MN_OK) {
+        st = mn_weights_read(x, MN_F32, p->source->model, p->source->weights, it->param);
+    }
+    for (int64_t r = 0; r < n_rows && st == MN_OK; r++) {
+        const int64_t from = it->blocks ? block_row(r, n_rows, mn_heads_of(layer).queries)
+                                        : row_at(it, r, n_rows);
+        memcpy(ordered + r * width, x + from * width, (size_t)width * sizeof *x);
+    }
+    if (st == MN_OK) {
+        transform(ordered, it, n_rows, width);
+        st = narrow(p->buffer, t, ordered, count);
+    }
+    free(ordered);
+    free(x);
+    p->done += (int64_t)mn_gguf_bytes(t);
+    if (st == MN_OK && p->progress) p->progress(p->progress_context, p->done, p->all);
+    return st;
+}
+
+mn_status mn_gguf_plan_write(mn_gguf_plan *p, const char *path,
+                             bool (*progress)(void *context, int64_t bytes, int64_t of),
+                             void *context) {
+    size_t largest = 1;
+    for (int i = 0; i < p->n; i++) {
+        largest = mn_max(largest, 4 * (size_t)mn_gguf_elements(&p->tensors[i]));
+    }
+    mn_status st = mn_memory_check(3 * largest, "writing the largest tensor");
+    free(p->buffer);
+    p->buffer = st == MN_OK ? malloc(largest) : NULL;
+    if (st == MN_OK && !p->buffer) st = mn_fail(MN_ERR_MEMORY, "no memory for the largest tensor");
+    p->progress = progress;
+    p->progress_context = context;
+    p->done = 0;
+    return st == MN_OK ? mn_gguf_write(path, &p->keys, p->tensors, p->n, give, p) : st;
+}

@@ -1,0 +1,55 @@
+#!/bin/sh
+# mneme convert --to gguf: every tensor of models that llama.cpp has, read back by its own gguf package. MNEME_PYTHON
+# names a python that has gguf and numpy; MNEME_CHECKPOINTS a folder with models of other software.
+set -eu
+. "$2/tests/cli/support/expect.sh"
+make_model=$3
+python=${MNEME_PYTHON:-python3}
+folders=${MNEME_CHECKPOINTS:-$source/../shared/checkpoints}
+sizes='"hidden_size": 32, "vocab_size": 300, "intermediate_size": 32, "max_position_embeddings": 64'
+skipped=
+check() {
+    status=0
+    "$python" "$source/tests/cli/support/gguf_check.py" "$@" >"$work/out" 2>"$work/err" || status=$?
+    cat "$work/out"
+    if [ "$status" = 77 ]; then
+        skipped=77
+    else
+        [ "$status" = 0 ] || fail "$*"
+    fi
+}
+
+# a model of one's own, as the family that computes the same
+mkdir "$work/own"
+"$make_model" "$work/own" "{\"layers\": \"attention\", \"num_heads\": 4, \"num_kv_heads\": 2,
+    \"num_hidden_layers\": 2, $sizes}" bytes
+run 0 convert "$work/own" "$work/llama" --family llama --quiet
+run 0 convert "$work/llama" "$work/llama.gguf" --to gguf --quiet
+[ "$(head -c 4 "$work/llama.gguf")" = GGUF ] || fail "no GGUF file"
+check "$work/llama" "$work/llama.gguf"
+# with a tokenizer that has merges
+awk 'BEGIN { for (i = 0; i < 900; i++) printf "the %d of %d is not %d\n", i, i % 7, i * i }' \
+    >"$work/text.txt"
+run 0 tokenizer train "$work/text.txt" --vocab-size 280 -o "$work/llama/tokenizer.json" --quiet
+run 0 convert "$work/llama" "$work/merges.gguf" --to gguf --quiet
+check "$work/llama" "$work/merges.gguf"
+for type in f16 bf16 q8_0; do
+    run 0 convert "$work/llama" "$work/$type.gguf" --to gguf --dtype $type --quiet
+    check "$work/llama" "$work/$type.gguf" $type
+done
+run 2 convert "$work/own" "$work/own.gguf" --to gguf --quiet
+complains 'is none that is written as GGUF'
+run 2 convert "$work/llama" "$work/llama.gguf" --to gguf --quiet
+complains 'there is a file already'
+run 2 convert "$work/llama" "$work/x" --to onnx
+complains 'only gguf is written'
+run 2 convert "$work/llama" "$work/x.gguf" --to gguf --dtype q2
+complains 'there are f32, f16, bf16, q8_0'
+
+for name in hf-llama hf-llama-rope3-bias hf-qwen3 hf-qwen3-fp16 hf-gpt2 hf-gpt_neox hf-mamba hf-mamba2 \
+    hf-mamba2-bf16 hf-jamba hf-bamba hf-granitemoehybrid hf-falcon_h1 hf-nemotron_h hf-lfm2; do
+    [ -d "$folders/$name" ] || continue
+    run 0 convert "$folders/$name" "$work/$name.gguf" --to gguf --quiet
+    check "$folders/$name" "$work/$name.gguf"
+done
+exit ${skipped:-0}
