@@ -37,6 +37,19 @@ for type in f16 bf16 q8_0; do
     run 0 convert "$work/llama" "$work/$type.gguf" --to gguf --dtype $type --quiet
     check "$work/llama" "$work/$type.gguf" $type
 done
+# a hybrid with experts
+mkdir "$work/mixed"
+"$make_model" "$work/mixed" '{"layers": "gdn, gdn, gdn, attention", "num_hidden_layers": 4, "hidden_size": 32,
+    "vocab_size": 64, "intermediate_size": 48, "norm_plus_one": true, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": true,
+    "shared_expert_intermediate_size": 16, "shared_expert_gate": true, "mixers": {"gdn": {"num_heads": 2,
+    "num_v_heads": 4, "head_dim": 8, "v_head_dim": 8, "projections": "qkvz"}, "attention": {"num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 16, "use_output_gate": true, "qk_rms_norm": true,
+    "norm_plus_one": true, "partial_rotary_factor": 0.25}}}' none
+run 0 convert "$work/mixed" "$work/qwen" --family qwen3_next --quiet
+run 0 convert "$work/qwen" "$work/qwen.gguf" --to gguf --quiet
+check "$work/qwen" "$work/qwen.gguf"
+
 run 2 convert "$work/own" "$work/own.gguf" --to gguf --quiet
 complains 'is none that is written as GGUF'
 run 2 convert "$work/llama" "$work/llama.gguf" --to gguf --quiet
@@ -47,7 +60,7 @@ run 2 convert "$work/llama" "$work/x.gguf" --to gguf --dtype q2
 complains 'there are f32, f16, bf16, q8_0'
 
 for name in hf-llama hf-llama-rope3-bias hf-qwen3 hf-qwen3-fp16 hf-gpt2 hf-gpt_neox hf-mamba hf-mamba2 \
-    hf-mamba2-bf16 hf-jamba hf-bamba hf-granitemoehybrid hf-falcon_h1 hf-nemotron_h hf-lfm2; do
+    hf-mamba2-bf16 hf-jamba hf-bamba hf-granitemoehybrid hf-falcon_h1 hf-nemotron_h hf-lfm2 fla-rwkv7; do
     [ -d "$folders/$name" ] || continue
     run 0 convert "$folders/$name" "$work/$name.gguf" --to gguf --quiet
     check "$folders/$name" "$work/$name.gguf"

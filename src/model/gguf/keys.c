@@ -75,7 +75,9 @@ static void put_sizes(const writer *w) {
         const bool half = c->mlp != MN_MLP_NONE && c->halves[i] == MN_MLP_DENSE;
         widths[i] = half ? (int32_t)c->intermediate_size : 0;
     }
-    put_each(w, "feed_forward_length", widths);
+    const bool sparse = c->block.num_experts > 1;
+    if (sparse || c->mlp == MN_MLP_RWKV7) put_u32(w, "feed_forward_length", c->intermediate_size);
+    else put_each(w, "feed_forward_length", widths);
     put_f32(w, c->layer_norm ? "attention.layer_norm_epsilon"
                              : "attention.layer_norm_rms_epsilon", c->norm_eps);
 }
@@ -92,7 +94,9 @@ static void put_attention(const writer *w) {
         const bool here = w->c->beside || mn_model_layer(w->model, i)->kind == MN_LAYER_attention;
         heads[i] = here ? (int32_t)w->heads.keys : 0;
     }
-    put_each(w, "attention.head_count_kv", heads);
+    const bool next = strcmp(w->arch, "qwen3next") == 0;
+    if (next) put_u32(w, "attention.head_count_kv", w->heads.keys);
+    else put_each(w, "attention.head_count_kv", heads);
     put_u32(w, "attention.key_length", w->heads.key_width);
     put_u32(w, "attention.value_length", w->heads.value_width);
     if (o->attention_scale != 0.0) put_f32(w, "attention.scale", o->attention_scale);
@@ -135,6 +139,46 @@ static void put_granite(const writer *w) {
     }
 }
 
+/* Every so many layers are attention; 0: not so. */
+static int64_t interval_of(const writer *w) {
+    int64_t every = 0;
+    for (int i = 0; i < w->c->n_layers; i++) {
+        const bool attends = mn_model_layer(w->model, i)->kind == MN_LAYER_attention;
+        if (attends && every == 0) every = i + 1;
+        if (attends != (every != 0 && (i + 1) % every == 0)) return 0;
+    }
+    return every;
+}
+
+/* Gated DeltaNet's layers are told as a state space. */
+static void put_next(const writer *w) {
+    const mn_block_config *b = &w->c->block;
+    const mn_layer *g = NULL;
+    for (int i = 0; i < w->c->n_layers && !g; i++) {
+        if (mn_model_layer(w->model, i)->kind == MN_LAYER_gdn) g = mn_model_layer(w->model, i);
+    }
+    put_u32(w, "ssm.conv_kernel", MN_SIZE(&g->sizes, 'W'));
+    put_u32(w, "ssm.state_size", MN_SIZE(&g->sizes, 'K'));
+    put_u32(w, "ssm.group_count", MN_SIZE(&g->sizes, 'H'));
+    put_u32(w, "ssm.time_step_rank", MN_SIZE(&g->sizes, 'J'));
+    put_u32(w, "ssm.inner_size", MN_SIZE(&g->sizes, 'J') * MN_SIZE(&g->sizes, 'V'));
+    put_u32(w, "full_attention_interval", interval_of(w));
+    if (b->num_experts <= 1) return;
+    put_u32(w, "expert_count", b->num_experts);
+    put_u32(w, "expert_used_count", b->num_experts_per_tok);
+    put_u32(w, "expert_feed_forward_length", b->moe_intermediate_size);
+    put_u32(w, "expert_shared_feed_forward_length", b->shared_expert_intermediate_size);
+}
+
+static void put_rwkv(const writer *w) {
+    const mn_layer *l = mn_model_layer(w->model, w->c->n_layers - 1);
+    put_u32(w, "wkv.head_size", MN_SIZE(&l->sizes, 'K'));
+    put_u32(w, "attention.decay_lora_rank", MN_SIZE(&l->sizes, 'R'));
+    put_u32(w, "attention.iclr_lora_rank", MN_SIZE(&l->sizes, 'A'));
+    put_u32(w, "attention.value_residual_mix_lora_rank", MN_SIZE(&l->sizes, 'L'));
+    put_u32(w, "attention.gate_lora_rank", MN_SIZE(&l->sizes, 'G'));
+}
+
 /* ---- what an architecture has not ------------------------------------------------------------ */
 
 static mn_status refuse(const writer *w, const char *what) {
@@ -145,13 +189,19 @@ static mn_status check(const writer *w) {
     const mn_block_config *b = &w->c->block;
     const mn_layer_config *o = w->attends;
     const bool granite = strcmp(w->arch, "granitehybrid") == 0;
+    const bool next = strcmp(w->arch, "qwen3next") == 0;
     const bool scales = granite || strcmp(w->arch, "falcon-h1") == 0;
     if (o && o->window_size) return refuse(w, "attention over a window");
-    if (o && o->use_output_gate) return refuse(w, "output gate of attention");
+    if (o && o->use_output_gate && !next) return refuse(w, "output gate of attention");
     if (o && o->attention_scale != 0.0 && !granite) return refuse(w, "scale of attention");
     if (w->c->logit_softcap != 0.0) return refuse(w, "cap of logits");
-    if (w->c->norm_plus_one) return refuse(w, "norm that adds one to its weight");
-    if (b->num_experts > 1) return refuse(w, "experts that mneme writes yet");
+    if (w->c->norm_plus_one && !next) return refuse(w, "norm that adds one to its weight");
+    if (b->num_experts > 1 && !next) return refuse(w, "experts that mneme writes yet");
+    for (int i = 0; next && i < w->c->n_layers; i++) {
+        if (w->c->halves[i] != MN_MLP_SPARSE) return refuse(w, "MLP without experts");
+    }
+    if (next && interval_of(w) == 0) return refuse(w, "attention but at every n-th layer");
+    if (next && b->num_experts > 1 && !b->norm_topk_prob) return refuse(w, "other expert weights");
     if (b->norms_after || b->residual) return refuse(w, "norm behind its layer");
     if (!scales && (b->embedding_multiplier != 1.0 || b->logits_multiplier != 1.0 ||
                     b->residual_multiplier != 1.0)) {
@@ -185,6 +235,11 @@ static void tell(const writer *w, char remark[MN_GGUF_REMARK]) {
         mn_gguf_remark(remark, "llama.cpp does not raise the steps of Mamba-2 to %g",
                        w->mamba->config.dt_least);
     }
+    const mn_layer *first = mn_model_layer(w->model, 0);
+    const double eps = (double)MN_SIZE(&first->sizes, 'K') * w->c->norm_eps;
+    if (first->kind == MN_LAYER_rwkv7 && (eps < 63e-5 || eps > 65e-5)) {
+        mn_gguf_remark(remark, "llama.cpp's norm of heads has an eps of 64e-5, not of %g", eps);
+    }
     if (w->c->mlp == MN_MLP_GELU_ERF) {
         mn_gguf_remark(remark, "llama.cpp's GELU is the approximation by tanh");
     }
@@ -207,5 +262,7 @@ mn_status mn_gguf_put_keys(mn_gguf_keys *keys, char remark[MN_GGUF_REMARK], cons
                      w.c->block.parallel_residual != 0);
     }
     if (strcmp(arch, "granitehybrid") == 0) put_granite(&w);
+    if (strcmp(arch, "qwen3next") == 0) put_next(&w);
+    if (strcmp(arch, "rwkv7") == 0) put_rwkv(&w);
     return keys->status;
 }

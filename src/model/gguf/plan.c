@@ -10,7 +10,9 @@
 #include "model/gguf/gguf.h"
 #include "runtime/reserve.h"
 
-typedef enum change { KEEP, NEG_EXP, COLUMN, GROUPS } change;
+typedef enum change {
+    KEEP, NEG_EXP, COLUMN, NEG_EXP_COLUMN, GROUPS, FLAT, STACK_6, EXPERTS, ROLES, SKIP,
+} change;
 
 static const struct {
     const char *name, *family;
@@ -47,7 +49,10 @@ static const struct {
 /* One tensor of the file. */
 typedef struct item {
     int param;              // of the model; -1: factors of rotary frequencies
+    int parts, step;        // so many parameters, `step` apart, on an axis before
     int64_t first;          // its first row in the parameter (gate and up that are one matrix)
+    const char *roles[3];   // rows of these, one after the other; NULL: as they are
+    bool plus_one;          // the file has the weight of a norm and one
     change change;
     int64_t heads;          // rows of so many heads are put in pairs; 0: as they are
     bool blocks;            // q, k and v head after head become all of each
@@ -88,8 +93,8 @@ static mn_status find_arch(const char **out, const mn_source *source) {
     }
     return mn_fail(MN_ERR_UNSUPPORTED, "%s: a model of type %s is none that is written as GGUF; "
                    "there are llama, qwen3, gpt2, gpt_neox, mamba, mamba2, jamba, bamba, "
-                   "granitemoehybrid, falcon_h1, nemotron_h and lfm2. mneme convert --family makes "
-                   "one of a model that computes the same", source->folder,
+                   "granitemoehybrid, falcon_h1, nemotron_h, lfm2, rwkv7 and qwen3_next. mneme "
+                   "convert --family makes one of a model that computes the same", source->folder,
                    family ? family : "mneme");
 }
 
@@ -103,7 +108,9 @@ static bool ends_in(const char *name, const char *end) {
 /* What converters keep in float32: vectors, norms, convolutions, and what is no weight. */
 static bool is_wide(const mn_gguf_tensor *t) {
     return t->rank < 2 || !ends_in(t->name, ".weight") || ends_in(t->name, "_norm.weight") ||
-           strstr(t->name, "conv") || strcmp(t->name, "position_embd.weight") == 0;
+           strstr(t->name, "conv") || strcmp(t->name, "position_embd.weight") == 0 ||
+           strstr(t->name, "ffn_gate_inp") || strstr(t->name, "time_mix_w1") ||
+           strstr(t->name, "time_mix_w2") || strstr(t->name, "time_mix_lerp_fused");
 }
 
 static mn_gguf_type type_of(const mn_gguf_tensor *t, mn_gguf_as as, mn_stored_dtype stored) {
@@ -154,7 +161,8 @@ static const char *name_of(char name[MN_GGUF_NAME], const char *ours, const char
     for (size_t i = 0; i < MN_COUNTOF(rows); i++) {
         const bool any = strcmp(rows[i].kind, "any") == 0;
         if (!ends_in(ours, rows[i].ours) || (!any && strcmp(rows[i].kind, kind) != 0)) continue;
-        if (index < 0) snprintf(name, MN_GGUF_NAME, "%s", rows[i].theirs);
+        const bool whole = index < 0 || strncmp(rows[i].theirs, "token_embd", 10) == 0;
+        if (whole) snprintf(name, MN_GGUF_NAME, "%s", rows[i].theirs);
         else snprintf(name, MN_GGUF_NAME, "blk.%d.%s", index, rows[i].theirs);
         *how = rows[i].change;
         return name;
@@ -185,10 +193,25 @@ static void shape_of(mn_gguf_tensor *t, const mn_param_info *info, change how, i
         t->rank = 2;
         t->shape[1] = t->shape[0] / groups;
         t->shape[0] = groups;
-    } else if (t->rank == 1 && (how == COLUMN || how == NEG_EXP)) {
+    } else if (t->rank == 1 && (how == COLUMN || how == NEG_EXP_COLUMN)) {
         t->rank = 2;
         t->shape[1] = 1;
+    } else if (how == FLAT || how == STACK_6) {
+        t->rank = how == FLAT ? 1 : 4;
+        for (int i = 0; i < 4; i++) t->shape[i] = 1;
+        t->shape[t->rank - 1] = info->count;
+        if (how == STACK_6) t->shape[0] = 6;
     }
+}
+
+/* Several parameters of one shape on an axis before. */
+static void stack(mn_gguf_tensor *t, item *it, int n, int step) {
+    it->parts = n;
+    it->step = step;
+    if (t->rank == 4) return;    // has the axis
+    for (int i = t->rank; i > 0; i--) t->shape[i] = t->shape[i - 1];
+    t->shape[0] = n;
+    t->rank++;
 }
 
 static void set_factor(item *it, int64_t rows_end, double factor) {
@@ -237,6 +260,17 @@ static void order_rows(item *it, const mn_gguf_plan *p, const mn_layer *layer, c
     if (turns && strstr(name, ".k_proj.")) it->heads = heads.keys;
 }
 
+/* q, k and v of Gated DeltaNet's shared projection, or its output gate. */
+static void gather(mn_gguf_tensor *t, item *it, const mn_layer *layer, bool gate) {
+    const int64_t HK = MN_SIZE(&layer->sizes, 'H') * MN_SIZE(&layer->sizes, 'K');
+    const int64_t JV = MN_SIZE(&layer->sizes, 'J') * MN_SIZE(&layer->sizes, 'V');
+    t->shape[0] = gate ? JV : 2 * HK + JV;
+    it->roles[0] = gate ? "g_proj.weight" : "q_proj.weight";
+    if (gate) return;
+    it->roles[1] = "k_proj.weight";
+    it->roles[2] = "v_proj.weight";
+}
+
 static mn_status add_tensor(mn_gguf_plan *p, int param, mn_gguf_as as, const char *suffix,
                             int64_t first, int64_t n_rows) {
     const mn_model *model = p->source->model;
@@ -249,6 +283,7 @@ static mn_status add_tensor(mn_gguf_plan *p, int param, mn_gguf_as as, const cha
     if (!it) return mn_fail(MN_ERR_MEMORY, "no memory for the tensors of a GGUF file");
     mn_gguf_tensor *t = &p->tensors[p->n - 1];
     it->param = param;
+    it->parts = 1;
     it->first = first;
     snprintf(ours, sizeof ours, "%s%s", m->name, suffix);
     if (suffix[0]) snprintf(ours, sizeof ours, "%s", suffix);
@@ -258,6 +293,13 @@ static mn_status add_tensor(mn_gguf_plan *p, int param, mn_gguf_as as, const cha
     rename_there(t->name, p->arch);
     shape_of(t, &m->info, it->change, layer ? mn_max(MN_SIZE(&layer->sizes, 'G'), 1) : 1);
     if (n_rows) t->shape[0] = n_rows;
+    if (it->change == STACK_6) stack(t, it, 6, 1);
+    if (it->change == EXPERTS) {
+        stack(t, it, (int)mn_model_describe(model)->block.num_experts, 3);
+    }
+    if (it->change == ROLES) gather(t, it, layer, suffix[0] != '\0');
+    const bool norm = ends_in(m->name, "_norm.weight") || ends_in(m->name, "model.norm.weight");
+    it->plus_one = norm && !strstr(m->name, "o_norm") && mn_model_describe(model)->norm_plus_one;
     if (layer && layer->kind == MN_LAYER_attention) order_rows(it, p, layer, m->name);
     if (listed(scaled, MN_COUNTOF(scaled), p->arch)) scale(it, model, layer, m->name, &m->info);
     const mn_stored_dtype stored = mn_weights_dtype(p->source->weights, model, m->name);
@@ -301,8 +343,41 @@ static mn_status add_frequencies(mn_gguf_plan *p) {
     return MN_OK;
 }
 
+/* The gate of the values of RWKV-7, which its first layer has not: llama.cpp wants some there. */
+static mn_status add_dummy(mn_gguf_plan *p, int i, mn_gguf_as as) {
+    static const char *const names[][2] = {
+        { "model.layers.0.attn.a_lora.lora.0.weight", "v_lora.lora.0.weight" },
+        { "model.layers.0.attn.a_lora.lora.2.weight", "v_lora.lora.2.weight" },
+        { "model.layers.0.attn.a_lora.lora.2.bias", "v_lora.lora.2.bias" },
+    };
+    const char *name = mn_model_param_at(p->source->model, i)->name;
+    for (size_t k = 0; k < MN_COUNTOF(names); k++) {
+        if (strcmp(name, names[k][0]) == 0) return add_tensor(p, i, as, names[k][1], 0, 0);
+    }
+    return MN_OK;
+}
+
+/* Whether a parameter is part of another's tensor. */
+static bool is_part(const mn_model *model, const char *name) {
+    char theirs[MN_GGUF_NAME];
+    const char *kind;
+    int index;
+    change how;
+    layer_of(model, name, &index, &kind);
+    return name_of(theirs, name, kind, index, &how) && how == SKIP;
+}
+
 static mn_status add_param(mn_gguf_plan *p, int i, mn_gguf_as as) {
     const mn_model_param *m = mn_model_param_at(p->source->model, i);
+    if (is_part(p->source->model, m->name)) return MN_OK;
+    if (ends_in(m->name, "in_proj_qkvz.weight")) {
+        const mn_status st = add_tensor(p, i, as, "", 0, 0);
+        return st == MN_OK ? add_tensor(p, i, as, "in_proj_z.weight", 0, 0) : st;
+    }
+    if (strcmp(p->arch, "rwkv7") == 0) {
+        const mn_status st = add_dummy(p, i, as);
+        if (st != MN_OK) return st;
+    }
     if (!ends_in(m->name, "gate_up_proj.weight")) return add_tensor(p, i, as, "", 0, 0);
     const int64_t F = m->info.shape[0] / 2;
     const mn_status st = add_tensor(p, i, as, "mlp.gate_proj.weight", 0, F);
@@ -389,7 +464,9 @@ static int64_t block_row(int64_t r, int64_t n, int64_t H) {
 }
 
 static void transform(float *x, const item *it, int64_t n_rows, int64_t width) {
-    for (int64_t i = 0; it->change == NEG_EXP && i < n_rows * width; i++) x[i] = -expf(x[i]);
+    const bool decays = it->change == NEG_EXP || it->change == NEG_EXP_COLUMN;
+    for (int64_t i = 0; decays && i < n_rows * width; i++) x[i] = -expf(x[i]);
+    for (int64_t i = 0; it->plus_one && i < n_rows * width; i++) x[i] += 1.0f;
     for (int64_t r = 0, k = 0; it->n_factors && r < n_rows; r++) {
         while (k + 1 < it->n_factors && r >= it->end[k]) k++;
         if (it->factor[k] == 1.0) continue;
@@ -413,6 +490,48 @@ static mn_status narrow(void *out, const mn_gguf_tensor *t, const float *x, int6
                    "of f32", t->name, (long long)lost);
 }
 
+/* The rows of roles one after the other. */
+static mn_status rows_of_roles(float *out, const float *x, const item *it, const mn_layer *layer,
+                               int64_t width) {
+    mn_roles roles;
+    mn_status st = mn_roles_make(&roles, layer);
+    for (int i = 0; i < 3 && it->roles[i] && st == MN_OK; i++) {
+        int64_t wide;
+        const int64_t n = mn_role_rows(&roles, it->roles[i], &wide);
+        for (int64_t r = 0; r < n; r++, out += width) {
+            const mn_role_span *s = mn_role_find(&roles, it->roles[i], r);
+            memcpy(out, x + (s->at + r - s->row) * width, (size_t)width * sizeof *x);
+        }
+    }
+    if (st == MN_OK) mn_roles_free(&roles);
+    return st;
+}
+
+/* One parameter's part of a tensor: its rows in the file's order, changed. */
+static mn_status read_part(float *out, const mn_gguf_plan *p, const item *it, int part,
+                           int64_t count) {
+    const mn_source *s = p->source;
+    const int param = it->param + part * it->step;
+    const mn_model_param *m = mn_model_param_at(s->model, param);
+    const int64_t all = m->info.rank ? m->info.shape[0] : 1, width = m->info.count / all;
+    const int64_t n_rows = count / width;
+    const char *kind;
+    int index;
+    const mn_layer *layer = layer_of(s->model, m->name, &index, &kind);
+    float *x = malloc((size_t)m->info.count * sizeof *x + 1);
+    if (!x) return mn_fail(MN_ERR_MEMORY, "no memory to write %s", m->name);
+    mn_status st = mn_weights_read(x, MN_F32, s->model, s->weights, param);
+    if (st == MN_OK && it->roles[0]) st = rows_of_roles(out, x, it, layer, width);
+    for (int64_t r = 0; r < n_rows && st == MN_OK && !it->roles[0]; r++) {
+        const int64_t from = it->blocks ? block_row(r, n_rows, mn_heads_of(layer).queries)
+                                        : row_at(it, r, n_rows);
+        memcpy(out + r * width, x + from * width, (size_t)width * sizeof *x);
+    }
+    if (st == MN_OK) transform(out, it, n_rows, width);
+    free(x);
+    return st;
+}
+
 static void fill_frequencies(float *out, const mn_model *model, int64_t n) {
     const mn_layer *layer = scaled_layer(model);
     for (int64_t i = 0; i < n; i++) out[i] = (float)frequency_factor(&layer->config, i, 2 * n);
@@ -422,34 +541,18 @@ static mn_status give(const void **data, void *context, int64_t i) {
     mn_gguf_plan *p = context;
     const item *it = &p->items[i];
     const mn_gguf_tensor *t = &p->tensors[i];
+    const int64_t count = mn_gguf_elements(t);
     *data = p->buffer;
     if (it->param < 0) {
         fill_frequencies(p->buffer, p->source->model, t->shape[0]);
         return MN_OK;
     }
-    const mn_model_param *m = mn_model_param_at(p->source->model, it->param);
-    const int64_t count = mn_gguf_elements(t), rank = m->info.rank;
-    const int64_t all = rank ? m->info.shape[0] : 1, width = m->info.count / all;
-    const int64_t n_rows = count / width;
-    const char *kind;
-    int index;
-    const mn_layer *layer = layer_of(p->source->model, m->name, &index, &kind);
-    float *x = malloc((size_t)m->info.count * sizeof *x + 1);
-    float *ordered = malloc((size_t)count * sizeof *ordered + 1);
-    mn_status st = x && ordered ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to write %s", t->name);
-    if (st == MN_OK) {
-        st = mn_weights_read(x, MN_F32, p->source->model, p->source->weights, it->param);
+    float *x = malloc((size_t)count * sizeof *x + 1);
+    mn_status st = x ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to write %s", t->name);
+    for (int part = 0; part < it->parts && st == MN_OK; part++) {
+        st = read_part(x + part * (count / it->parts), p, it, part, count / it->parts);
     }
-    for (int64_t r = 0; r < n_rows && st == MN_OK; r++) {
-        const int64_t from = it->blocks ? block_row(r, n_rows, mn_heads_of(layer).queries)
-                                        : row_at(it, r, n_rows);
-        memcpy(ordered + r * width, x + from * width, (size_t)width * sizeof *x);
-    }
-    if (st == MN_OK) {
-        transform(ordered, it, n_rows, width);
-        st = narrow(p->buffer, t, ordered, count);
-    }
-    free(ordered);
+    if (st == MN_OK) st = narrow(p->buffer, t, x, count);
     free(x);
     p->done += (int64_t)mn_gguf_bytes(t);
     if (st == MN_OK && p->progress) p->progress(p->progress_context, p->done, p->all);

@@ -19,7 +19,7 @@ with open(os.path.join(folder, "config.json")) as file:
     config = json.load(file)
 family = config["model_type"]
 ARCHS = {"gpt_neox": "gptneox", "bamba": "granitehybrid", "granitemoehybrid": "granitehybrid",
-         "falcon_h1": "falcon-h1"}
+         "falcon_h1": "falcon-h1", "qwen3_next": "qwen3next"}
 arch = ARCHS.get(family, family)
 number = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[arch]
 layers = (config.get("num_hidden_layers") or config.get("n_layer") or
@@ -27,7 +27,16 @@ layers = (config.get("num_hidden_layers") or config.get("n_layer") or
 names = gguf.get_tensor_name_map(number, layers)
 
 
-def read(path):
+def read(folder):
+    """All tensors of a folder, whether in one file or in shards."""
+    out = {}
+    for name in sorted(os.listdir(folder)):
+        if name.startswith("model") and name.endswith(".safetensors"):
+            out.update(read_file(os.path.join(folder, name)))
+    return out
+
+
+def read_file(path):
     with open(path, "rb") as file:
         size = struct.unpack("<Q", file.read(8))[0]
         head, data = json.loads(file.read(size)), file.read()
@@ -52,6 +61,59 @@ def in_pairs(x, n):
     return x.reshape(n, 2, x.shape[0] // n // 2, -1).swapaxes(1, 2).reshape(x.shape)
 
 
+def rwkv7(name, x):
+    """As published by flash-linear-attention: low ranks as they are, six shifts as one."""
+    parts = name.split(".")
+    shifts = ["x_" + which for which in "rwkvag"]
+    if parts[-1] in shifts and parts[-2] == "attn":
+        base = ".".join(parts[:-1])
+        if parts[-1] != "x_r":
+            return []
+        return [("blk.%s.time_mix_lerp_fused.weight" % parts[2],
+                 np.stack([everything["%s.%s" % (base, s)][0].reshape(1, 1, -1) for s in shifts]), True)]
+    given = name.replace("ffn_norm", "ln2").replace("attn_norm", "ATTN_NORM").replace(
+        "ffn.", "feed_forward.").replace("attn.", "attention.").replace(
+        "ATTN_NORM", "attention_norm").replace("_lora.lora.0.weight", "1").replace(
+        "_lora.lora.2.weight", "2").replace("_lora.lora.2.bias", "0").replace("g_norm", "ln_x")
+    new = names.get_name(given, try_suffixes=(".weight", ".bias"))
+    assert new, name
+    new = new if new.endswith((".weight", ".bias")) else new + ".weight"
+    x = x.reshape(-1) if "r_k" in new else x.squeeze()
+    out = [(new, x, True)]
+    if ".0.time_mix_a" in new:
+        out.append((new.replace("time_mix_a", "time_mix_v"), x, True))
+    return out
+
+
+def qwen3_next(name, x):
+    """Norms with their one, the shared projection as q, k, v and as the gate, experts stacked."""
+    c = config
+    H, J = c["linear_num_key_heads"], c["linear_num_value_heads"]
+    K, V = c["linear_key_head_dim"], c["linear_value_head_dim"]
+    block = "blk.%s." % name.split(".")[2] if ".layers." in name else ""
+    if name.endswith("in_proj_qkvz.weight"):
+        n = J // H * V
+        q, k, v, z = np.split(x.reshape(H, -1, x.shape[1]), [K, 2 * K, 2 * K + n], axis=1)
+        flat = [part.reshape(-1, x.shape[1]) for part in (q, k, v, z)]
+        return [(block + "attn_qkv.weight", np.concatenate(flat[:3]), True),
+                (block + "attn_gate.weight", flat[3], True)]
+    if ".experts." in name:
+        which = name.split(".")[-2]
+        if ".experts.0." not in name:
+            return []
+        stack = [everything[name.replace(".experts.0.", ".experts.%d." % i)][0]
+                 for i in range(c["num_experts"])]
+        return [(block + "ffn_%s_exps.weight" % which.split("_")[0], np.stack(stack), True)]
+    given = name.replace(".dt_bias", ".dt_proj.bias")
+    new = names.get_name(given, try_suffixes=(".weight", ".bias"))
+    assert new, name
+    if name.endswith("A_log"):
+        return [(new, -np.exp(x.astype(np.float64)).astype(np.float32), False)]
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return [(new, x + np.float32(1), True)]
+    return [(new, x.reshape(x.shape[0], x.shape[2]) if x.ndim == 3 else x, True)]
+
+
 def expected(name, x):
     """What the file has to hold: (name, numbers, whether they are the same bits)."""
     if family == "granitemoehybrid" and "shared_mlp.input_linear" in name:
@@ -62,6 +124,10 @@ def expected(name, x):
         base = name.split("shared_mlp")[0].replace("model.layers", "blk").rstrip(".")
         return [(base + ".ffn_down.weight", x, True)]
     exact, given = True, name
+    if family == "rwkv7":
+        return rwkv7(name, x)
+    if family == "qwen3_next":
+        return qwen3_next(name, x)
     if family == "nemotron_h" and name.endswith(".dt_bias") or name.endswith(".dt_bias"):
         given = name.replace(".dt_bias", ".dt_proj.bias")
     if name.endswith("feed_forward.experts.0.gate_proj.weight"):
@@ -107,7 +173,8 @@ TYPES = {"F32": gguf.GGMLQuantizationType.F32, "F16": gguf.GGMLQuantizationType.
          "BF16": gguf.GGMLQuantizationType.BF16, "q8_0": gguf.GGMLQuantizationType.Q8_0,
          "f16": gguf.GGMLQuantizationType.F16}
 compared, exact_ones = set(), 0
-for name, (x, stored) in read(os.path.join(folder, "model.safetensors")).items():
+everything = read(folder)
+for name, (x, stored) in everything.items():
     for new, want, exact in expected(name, x):
         if new == "output.weight" and new not in have:
             continue
