@@ -80,6 +80,7 @@ static void put_sizes(const writer *w) {
     else put_each(w, "feed_forward_length", widths);
     put_f32(w, c->layer_norm ? "attention.layer_norm_epsilon"
                              : "attention.layer_norm_rms_epsilon", c->norm_eps);
+    if (strcmp(w->arch, "nemotron_h") == 0) put_f32(w, "attention.layer_norm_epsilon", c->norm_eps);
 }
 
 static void put_attention(const writer *w) {
@@ -194,6 +195,8 @@ static mn_status check(const writer *w) {
     if (o && o->window_size) return refuse(w, "attention over a window");
     if (o && o->use_output_gate && !next) return refuse(w, "output gate of attention");
     if (o && o->attention_scale != 0.0 && !granite) return refuse(w, "scale of attention");
+    const bool qwen3 = strcmp(w->arch, "qwen3") == 0;
+    if (o && o->o_bias && qwen3) return refuse(w, "bias behind attention");
     if (w->c->logit_softcap != 0.0) return refuse(w, "cap of logits");
     if (w->c->norm_plus_one && !next) return refuse(w, "norm that adds one to its weight");
     if (b->num_experts > 1 && !next) return refuse(w, "experts that mneme writes yet");

@@ -54,7 +54,7 @@ typedef struct item {
     const char *roles[3];   // rows of these, one after the other; NULL: as they are
     bool plus_one;          // the file has the weight of a norm and one
     change change;
-    int64_t heads;          // rows of so many heads are put in pairs; 0: as they are
+    int64_t heads, turning; // the first rows of so many heads are put in pairs; 0: as they are
     bool blocks;            // q, k and v head after head become all of each
     double factor[8];       // of sections of rows
     int64_t end[8];         // where these end; n_factors 0: none
@@ -258,6 +258,8 @@ static void order_rows(item *it, const mn_gguf_plan *p, const mn_layer *layer, c
     if (strstr(name, "qkv_proj")) it->blocks = layer->config.fused_qkv == 2;
     if (turns && strstr(name, ".q_proj.")) it->heads = heads.queries;
     if (turns && strstr(name, ".k_proj.")) it->heads = heads.keys;
+    const double share = layer->config.use_rope ? layer->config.partial_rotary_factor : 1.0;
+    it->turning = (int64_t)(share * (double)heads.key_width);
 }
 
 /* q, k and v of Gated DeltaNet's shared projection, or its output gate. */
@@ -452,7 +454,8 @@ const char *mn_gguf_plan_remark(const mn_gguf_plan *p) {
 static int64_t row_at(const item *it, int64_t r, int64_t n) {
     if (it->heads) {
         const int64_t K = n / it->heads, h = r / K, i = r % K;
-        return h * K + (i % 2) * (K / 2) + i / 2;
+        const int64_t R = it->turning;
+        return h * K + (i < R ? (i % 2) * (R / 2) + i / 2 : i);
     }
     return it->first + r;
 }

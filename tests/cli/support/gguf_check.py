@@ -57,8 +57,12 @@ kv_heads = config.get("num_key_value_heads") or heads
 
 
 def in_pairs(x, n):
-    """Rotary halves of each head as neighbours."""
-    return x.reshape(n, 2, x.shape[0] // n // 2, -1).swapaxes(1, 2).reshape(x.shape)
+    """Rotary halves of each head as neighbours; Bamba's heads turn in their first half."""
+    heads_of = x.reshape(n, x.shape[0] // n, -1)
+    turning = heads_of.shape[1] // (2 if family == "bamba" else 1)
+    first, rest = heads_of[:, :turning], heads_of[:, turning:]
+    first = first.reshape(n, 2, turning // 2, -1).swapaxes(1, 2).reshape(first.shape)
+    return np.concatenate([first, rest], axis=1).reshape(x.shape)
 
 
 def rwkv7(name, x):

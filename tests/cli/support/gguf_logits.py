@@ -16,7 +16,7 @@ except ImportError as error:
     sys.exit(77)
 
 mneme, folder, path, work = sys.argv[1:5]
-bound = float(sys.argv[5]) if len(sys.argv) > 5 else 1e-3
+bound = float(sys.argv[5]) if len(sys.argv) > 5 else 1e-5
 with open(os.path.join(folder, "config.json")) as file:
     vocabulary = json.load(file)["vocab_size"]
 ids = [(7 * i * i + 3 * i + 1) % vocabulary for i in range(24)]
@@ -54,6 +54,8 @@ if not model:
     sys.exit(77 if "unknown model architecture" in text else 1)
 params = llama_cpp.llama_context_default_params()
 params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = 64, 64, 1, 1
+params.flash_attn_type = 0    # which would read keys and values in half precision
+params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
 context = llama_cpp.llama_init_from_model(model, params)
 batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
 batch.n_tokens = len(ids)
