@@ -95,6 +95,7 @@ for name in hf-llama hf-llama-rope3-bias hf-qwen3 hf-gpt2 hf-gpt_neox hf-mamba h
     case $name in
     hf-gpt2 | hf-gpt_neox) logits "$folders/$name" "$work/$name.gguf" 1e-3 ;;
     fla-rwkv7) ;;
+    hf-mamba2-bf16) logits "$folders/$name" "$work/$name.gguf" 8e-2 ;;
     *) logits "$folders/$name" "$work/$name.gguf" ;;
     esac
 done

@@ -46,9 +46,11 @@ static const struct {
 #include "model/gguf/archs.def"
 };
 
+enum { FREQUENCIES = -1, ZEROS = -2 };    // what no parameter is: factors of rotary frequencies
+
 /* One tensor of the file. */
 typedef struct item {
-    int param;              // of the model; -1: factors of rotary frequencies
+    int param;              // of the model, or FREQUENCIES or ZEROS
     int parts, step;        // so many parameters, `step` apart, on an axis before
     int64_t first;          // its first row in the parameter (gate and up that are one matrix)
     const char *roles[3];   // rows of these, one after the other; NULL: as they are
@@ -330,19 +332,37 @@ static const mn_layer *scaled_layer(const mn_model *model) {
     return NULL;
 }
 
-static mn_status add_frequencies(mn_gguf_plan *p) {
-    const mn_layer *layer = scaled_layer(p->source->model);
-    if (!layer) return MN_OK;
+/* A vector that is no parameter. */
+static mn_status add_vector(mn_gguf_plan *p, int what, const char *name, int64_t n) {
     item *it = add(p);
     if (!it) return mn_fail(MN_ERR_MEMORY, "no memory for the tensors of a GGUF file");
     mn_gguf_tensor *t = &p->tensors[p->n - 1];
-    it->param = -1;
-    snprintf(t->name, sizeof t->name, "rope_freqs.weight");
+    it->param = what;
+    snprintf(t->name, sizeof t->name, "%s", name);
     t->rank = 1;
-    t->shape[0] = MN_SIZE(&layer->sizes, 'K') / 2;
+    t->shape[0] = n;
     t->type = MN_GGUF_F32;
     p->all += (int64_t)mn_gguf_bytes(t);
     return MN_OK;
+}
+
+/* Factors of frequencies, and zeros for the biases that llama.cpp wants of each convolution. */
+static mn_status add_others(mn_gguf_plan *p) {
+    const mn_model *model = p->source->model;
+    const mn_layer *turns = scaled_layer(model);
+    mn_status st = MN_OK;
+    if (turns) {
+        st = add_vector(p, FREQUENCIES, "rope_freqs.weight", MN_SIZE(&turns->sizes, 'K') / 2);
+    }
+    for (int i = 0; i < mn_model_describe(model)->n_layers && st == MN_OK; i++) {
+        const mn_layer *layer = mn_model_layer(model, i);
+        const bool second = layer->kind == MN_LAYER_mamba2;
+        char name[MN_GGUF_NAME];
+        if ((!second && layer->kind != MN_LAYER_mamba1) || layer->config.use_conv_bias) continue;
+        snprintf(name, sizeof name, "blk.%d.ssm_conv1d.bias", i);
+        st = add_vector(p, ZEROS, name, MN_SIZE(&layer->sizes, second ? 'C' : 'V'));
+    }
+    return st;
 }
 
 /* The gate of the values of RWKV-7, which its first layer has not: llama.cpp wants some there. */
@@ -405,7 +425,7 @@ mn_status mn_gguf_plan_create(mn_gguf_plan **out, const mn_source *source, mn_gg
     for (int i = 0; i < mn_model_params(source->model) && st == MN_OK; i++) {
         st = add_param(p, i, as);
     }
-    if (st == MN_OK) st = add_frequencies(p);
+    if (st == MN_OK) st = add_others(p);
     if (st == MN_OK) {
         int64_t file_type = types[MN_GGUF_AS_F32];
         for (int i = 0; i < p->n; i++) {
@@ -546,7 +566,11 @@ static mn_status give(const void **data, void *context, int64_t i) {
     const mn_gguf_tensor *t = &p->tensors[i];
     const int64_t count = mn_gguf_elements(t);
     *data = p->buffer;
-    if (it->param < 0) {
+    if (it->param == ZEROS) {
+        memset(p->buffer, 0, mn_gguf_bytes(t));
+        return MN_OK;
+    }
+    if (it->param == FREQUENCIES) {
         fill_frequencies(p->buffer, p->source->model, t->shape[0]);
         return MN_OK;
     }
