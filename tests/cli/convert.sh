@@ -83,6 +83,15 @@ run 0 generate --model "$work/sealed" hello --tokens 3 --quiet --verify
 printf x | dd of="$work/sealed/model.safetensors" bs=1 seek=3000 conv=notrunc 2>/dev/null
 run 1 generate --model "$work/sealed" hello --tokens 3 --quiet --verify
 
+# a model that no memory holds is not begun
+mkdir "$work/huge"
+echo '{"layers": "gdn", "hidden_size": 16384, "vocab_size": 256000, "num_hidden_layers": 400}' \
+    >"$work/huge/config.json"
+run 1 generate --model "$work/huge" hello --tokens 1
+complains 'GB of memory and .* GB are available; free some, or set MN_MEMORY=any'
+run 0 info "$work/huge"
+says 'no such file'
+
 # what is refused
 run 2 convert "$work/gdn" "$work/x" --family llama
 complains 'no llama model computes what this one does'

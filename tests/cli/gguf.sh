@@ -73,7 +73,13 @@ run 0 convert "$work/rwkv7" "$work/rwkv7.gguf" --to gguf --quiet
 check "$work/rwkv7" "$work/rwkv7.gguf"
 logits "$work/rwkv7" "$work/rwkv7.gguf"
 
-run 2 convert "$work/own" "$work/own.gguf" --to gguf --quiet
+# without that step: what computes the same is found
+run 0 convert "$work/own" "$work/own.gguf" --to gguf --quiet
+says ' as llama$'
+logits "$work/own" "$work/own.gguf"
+mkdir "$work/gdn"
+"$make_model" "$work/gdn" "{\"layers\": \"gdn\", $sizes}" bytes
+run 2 convert "$work/gdn" "$work/gdn.gguf" --to gguf --quiet
 complains 'is none that is written as GGUF'
 run 2 convert "$work/llama" "$work/llama.gguf" --to gguf --quiet
 complains 'there is a file already'

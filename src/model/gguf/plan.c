@@ -7,6 +7,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "model/folder/roles.h"
+#include "model/folder/transfer.h"
 #include "model/gguf/gguf.h"
 #include "runtime/reserve.h"
 
@@ -84,6 +85,25 @@ static bool listed(const char *const *names, size_t n, const char *name) {
     return false;
 }
 
+/* The first architecture whose family computes what a model of no such family does. */
+static const char *arch_like(const mn_model_config *config) {
+    const char *found = NULL;
+    for (size_t i = 0; i < MN_COUNTOF(archs) && !found; i++) {
+        mn_model_config copy = { 0 };
+        mn_model *model = NULL;
+        if (mn_model_config_copy(&copy, config) != MN_OK) return NULL;
+        free(copy.source);
+        copy.source = NULL;
+        copy.family = mn_model_type_known(archs[i].family);
+        const char *written = copy.family ? mn_model_config_family(&copy) : NULL;
+        const bool said = written && strcmp(written, archs[i].family) == 0;
+        if (said && mn_transfer_target(&model, &copy) == MN_OK) found = archs[i].name;
+        mn_model_destroy(model);
+        mn_model_config_free(&copy);
+    }
+    return found;
+}
+
 static mn_status find_arch(const char **out, const mn_source *source) {
     const char *family = mn_model_config_family(mn_model_describe(source->model));
     const mn_json type = mn_json_member(&source->config, "model_type");
@@ -93,11 +113,12 @@ static mn_status find_arch(const char **out, const mn_source *source) {
         *out = archs[i].name;
         return MN_OK;
     }
+    *out = arch_like(mn_model_describe(source->model));
+    if (*out) return MN_OK;
     return mn_fail(MN_ERR_UNSUPPORTED, "%s: a model of type %s is none that is written as GGUF; "
                    "there are llama, qwen3, gpt2, gpt_neox, mamba, mamba2, jamba, bamba, "
-                   "granitemoehybrid, falcon_h1, nemotron_h, lfm2, rwkv7 and qwen3_next. mneme "
-                   "convert --family makes one of a model that computes the same", source->folder,
-                   family ? family : "mneme");
+                   "granitemoehybrid, falcon_h1, nemotron_h, lfm2, rwkv7 and qwen3_next, "
+                   "and what computes the same", source->folder, family ? family : "mneme");
 }
 
 /* ---- tensors --------------------------------------------------------------------------------- */

@@ -46,8 +46,12 @@ static mn_status no_memory(void) {
 /* A file of the folder as JSON; NULL where there is none. */
 static json_t *load(const char *folder, const char *name) {
     char path[PATH];
+    mn_json root = { 0 };
     if (snprintf(path, PATH, "%s/%s", folder, name) >= PATH) return NULL;
-    return json_load_file(path, 0, NULL);
+    if (mn_json_load(&root, path, MN_JSON_PYTHON) != MN_OK) return NULL;
+    json_t *value = json_incref(root.value);
+    mn_json_free(&root);
+    return value;
 }
 
 /* ---- tokens ---------------------------------------------------------------------------------- */
