@@ -596,6 +596,13 @@ static mn_status write_source(char **text, size_t *size, const mn_model_config *
     return st;
 }
 
+/* A factor that is a whole number as one: classes of transformers take nothing else. */
+static void make_whole(json_t *object, const char *key, bool *failed) {
+    const json_t *value = json_object_get(object, key);
+    const double x = json_is_real(value) ? json_real_value(value) : 0.5;
+    if (x == (double)(int64_t)x) set(object, key, json_integer((json_int_t)x), failed);
+}
+
 mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config *c) {
     if (c->source) return write_source(text, size, c);
     const char *architecture = NULL, *type = type_of(c, &architecture);
@@ -610,7 +617,9 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
     set(object, "vocab_size", json_integer(c->vocab_size), &failed);
     set(object, "hidden_size", json_integer(c->hidden_size), &failed);
     set(object, "num_hidden_layers", json_integer(c->n_layers), &failed);
-    set(object, "intermediate_size", json_integer(c->intermediate_size), &failed);
+    if (!type || c->mlp != MN_MLP_NONE) {    // elsewhere it is the width of the mixer
+        set(object, "intermediate_size", json_integer(c->intermediate_size), &failed);
+    }
     if (!type) set(object, "mlp", json_string(mlp_names[c->mlp]), &failed);
     if (c->decoder != MN_DECODER_NONE) {
         set(object, "decoder", json_string(decoder_names[c->decoder]), &failed);
@@ -635,6 +644,8 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
                           : write_options(object, c, type && !mixes);
     const char *family = type ? mn_dialect_find(type) : NULL;
     if (st == MN_OK && family) st = mn_dialect_write(object, family, c->names, c->n_layers);
+    if (st == MN_OK && type) make_whole(object, "expand", &failed);
+    if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
     *text = NULL;
     if (st == MN_OK) st = mn_json_text(text, object, MN_JSON_PRETTY);
     *size = *text ? strlen(*text) : 0;

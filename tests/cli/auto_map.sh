@@ -51,6 +51,22 @@ mkdir "$work/rwkv"
 "$make_model" "$work/rwkv" "{\"layers\": \"kla, mesa\", $sizes}" none
 if grep -q auto_map "$work/rwkv/config.json"; then fail "mesa is not in the file"; fi
 
+# and those that are converted are what transformers' own classes take
+class() {
+    name=$1
+    family=$2
+    shift 2
+    mkdir "$work/$name"
+    "$make_model" "$work/$name" "{$1, \"num_hidden_layers\": 2, $sizes}" none
+    run 0 convert "$work/$name" "$work/$family" --family "$family" --quiet
+    folders="$folders $work/$family"
+}
+class a llama '"layers": "attention", "num_heads": 4, "num_kv_heads": 2'
+class b qwen3 '"layers": "attention", "num_heads": 4, "num_kv_heads": 2, "qk_rms_norm": true'
+class c mamba '"layers": "mamba1", "mlp": "none", "tie_word_embeddings": true'
+class d mamba2 '"layers": "mamba2", "mlp": "none", "tie_word_embeddings": true, "mixers": {"mamba2": {
+    "state_size": 8, "head_dim": 16}}'
+
 status=0
 # shellcheck disable=SC2086
 "$python" "$source/tests/cli/support/auto_map.py" "$mneme" "$work" $folders >"$work/out" \

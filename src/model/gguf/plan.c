@@ -194,7 +194,7 @@ static const char *name_of(char name[MN_GGUF_NAME], const char *ours, const char
 }
 
 /* By the name that this one architecture has for it, behind "blk.N." or alone. */
-static void rename_there(char name[MN_GGUF_NAME], const char *arch) {
+static void special_name(char name[MN_GGUF_NAME], const char *arch) {
     int layer, used = 0;
     if (sscanf(name, "blk.%d.%n", &layer, &used) != 1) used = 0;
     for (size_t i = 0; i < MN_COUNTOF(renamed); i++) {
@@ -315,7 +315,7 @@ static mn_status add_tensor(mn_gguf_plan *p, int param, mn_gguf_as as, const cha
     if (!name_of(t->name, ours, kind, index, &it->change)) {
         return mn_fail(MN_ERR_UNSUPPORTED, "%s has no name in llama.cpp's %s", m->name, p->arch);
     }
-    rename_there(t->name, p->arch);
+    special_name(t->name, p->arch);
     shape_of(t, &m->info, it->change, layer ? mn_max(MN_SIZE(&layer->sizes, 'G'), 1) : 1);
     if (n_rows) t->shape[0] = n_rows;
     if (it->change == STACK_6) stack(t, it, 6, 1);

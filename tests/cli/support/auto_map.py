@@ -40,6 +40,9 @@ def check(mneme, work, folder):
     with torch.no_grad():
         want, have = logits_of(mneme, folder, work, ids[0].tolist()), model(ids).logits[0]
         away = ((have - want).abs().max() / want.abs().max()).item()
+        if not hasattr(model(ids[:, :1], use_cache=True), "past_key_values"):    # a cache by another name
+            print("%-40s %.1e" % (os.path.basename(folder), away))
+            return away < 1e-5
         state, parts = None, []
         for t in range(ids.shape[1]):
             out = model(ids[:, t:t + 1], past_key_values=state, use_cache=True)
