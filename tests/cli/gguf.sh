@@ -64,6 +64,19 @@ run 0 convert "$work/mixed" "$work/qwen" --family qwen3_next --quiet
 run 0 convert "$work/qwen" "$work/qwen.gguf" --to gguf --quiet
 check "$work/qwen" "$work/qwen.gguf"
 logits "$work/qwen" "$work/qwen.gguf"
+mkdir "$work/kimi"
+"$make_model" "$work/kimi" '{"model_type": "kimi_linear", "hidden_size": 32, "vocab_size": 64,
+    "num_hidden_layers": 4, "intermediate_size": 48, "rms_norm_eps": 1e-6, "kv_lora_rank": 16,
+    "q_lora_rank": null, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_experts": 4,
+    "num_experts_per_token": 2, "moe_intermediate_size": 16, "num_shared_experts": 1,
+    "moe_renormalize": true, "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 2.4,
+    "tie_word_embeddings": false}' none
+run 0 convert "$work/kimi" "$work/kimi.gguf" --to gguf --quiet
+check "$work/kimi" "$work/kimi.gguf"
+logits "$work/kimi" "$work/kimi.gguf"
 mkdir "$work/rwkv"
 "$make_model" "$work/rwkv" '{"layers": "rwkv7", "num_hidden_layers": 2, "hidden_size": 128, "vocab_size": 64,
     "head_dim": 64, "norm": "layer", "norm_first": true, "norm_eps": 1e-5, "mlp": "rwkv7",
@@ -93,7 +106,7 @@ if [ -d "$folders/hf-qwen3-fp16" ]; then
     complains "llama.cpp's qwen3 has no bias behind attention"
 fi
 for name in hf-llama hf-llama-rope3-bias hf-qwen3 hf-gpt2 hf-gpt_neox hf-mamba hf-mamba2 \
-    hf-mamba2-bf16 hf-jamba hf-bamba hf-granitemoehybrid hf-falcon_h1 hf-nemotron_h hf-lfm2 fla-rwkv7; do
+    hf-mamba2-bf16 hf-jamba hf-bamba hf-granitemoehybrid hf-falcon_h1 hf-nemotron_h hf-lfm2 hf-kimi_linear fla-rwkv7; do
     [ -d "$folders/$name" ] || continue
     run 0 convert "$folders/$name" "$work/$name.gguf" --to gguf --quiet
     check "$folders/$name" "$work/$name.gguf"

@@ -66,7 +66,8 @@ static void look(writer *w) {
 static void put_sizes(const writer *w) {
     int32_t widths[MOST_LAYERS];
     const mn_model_config *c = w->c;
-    const bool endless = !w->attends;    // nothing is limited: as converters say
+    const bool kimi = strcmp(w->arch, "kimi-linear") == 0;
+    const bool endless = !w->attends && !kimi;    // nothing is limited: as converters say
     put_u32(w, "block_count", c->n_layers);
     put_u32(w, "context_length", endless ? 1 << 20 : c->context);
     put_u32(w, "embedding_length", c->hidden_size);
@@ -76,7 +77,8 @@ static void put_sizes(const writer *w) {
         widths[i] = half ? (int32_t)c->intermediate_size : 0;
     }
     const bool sparse = c->block.num_experts > 1;
-    if (sparse || c->mlp == MN_MLP_RWKV7) put_u32(w, "feed_forward_length", c->intermediate_size);
+    const bool one = sparse || kimi || c->mlp == MN_MLP_RWKV7;
+    if (one) put_u32(w, "feed_forward_length", c->intermediate_size);
     else put_each(w, "feed_forward_length", widths);
     put_f32(w, c->layer_norm ? "attention.layer_norm_epsilon"
                              : "attention.layer_norm_rms_epsilon", c->norm_eps);
@@ -85,6 +87,7 @@ static void put_sizes(const writer *w) {
 
 static void put_attention(const writer *w) {
     int32_t heads[MOST_LAYERS];
+    if (strcmp(w->arch, "kimi-linear") == 0) return;    // put_kimi
     if (!w->attends) {
         put_u32(w, "attention.head_count", 0);
         return;
@@ -171,6 +174,44 @@ static void put_next(const writer *w) {
     put_u32(w, "expert_shared_feed_forward_length", b->shared_expert_intermediate_size);
 }
 
+/* Latent attention as one key-value head that all queries share, and KDA. */
+static void put_kimi(const writer *w) {
+    const mn_block_config *b = &w->c->block;
+    const mn_layer *latent = NULL, *kda = NULL;
+    int32_t heads[MOST_LAYERS];
+    int64_t dense = 0;
+    for (int i = 0; i < w->c->n_layers; i++) {
+        const mn_layer *layer = mn_model_layer(w->model, i);
+        heads[i] = layer->kind == MN_LAYER_mla;
+        if (layer->kind == MN_LAYER_mla && !latent) latent = layer;
+        if (layer->kind == MN_LAYER_kda && !kda) kda = layer;
+        dense += w->c->halves[i] == MN_MLP_DENSE;
+    }
+    const int64_t R = MN_SIZE(&latent->sizes, 'R'), P = MN_SIZE(&latent->sizes, 'P');
+    put_u32(w, "attention.head_count", MN_SIZE(&latent->sizes, 'H'));
+    put_each(w, "attention.head_count_kv", heads);
+    const int64_t Q = MN_SIZE(&latent->sizes, 'Q');
+    if (Q) put_u32(w, "attention.q_lora_rank", Q);
+    put_u32(w, "attention.kv_lora_rank", R);
+    put_u32(w, "rope.dimension_count", P);
+    put_u32(w, "attention.key_length", R + P);
+    put_u32(w, "attention.value_length", R);
+    put_u32(w, "attention.key_length_mla", MN_SIZE(&latent->sizes, 'K'));
+    put_u32(w, "attention.value_length_mla", MN_SIZE(&latent->sizes, 'V'));
+    put_u32(w, "ssm.conv_kernel", MN_SIZE(&kda->sizes, 'W'));
+    put_u32(w, "kda.head_dim", MN_SIZE(&kda->sizes, 'K'));
+    put_u32(w, "leading_dense_block_count", dense);
+    put_u32(w, "expert_feed_forward_length", b->moe_intermediate_size);
+    put_u32(w, "expert_shared_count", b->shared_expert_intermediate_size > 0);
+    put_f32(w, "expert_weights_scale", b->routed_scaling_factor);
+    if (b->num_experts <= 1) return;
+    char key[KEY];
+    put_u32(w, "expert_count", b->num_experts);
+    put_u32(w, "expert_used_count", b->num_experts_per_tok);
+    put_u32(w, "expert_gating_func", b->router == 1 ? 2 : 1);
+    mn_gguf_bool(w->keys, named(key, w, "expert_weights_norm"), b->norm_topk_prob != 0);
+}
+
 static void put_rwkv(const writer *w) {
     const mn_layer *l = mn_model_layer(w->model, w->c->n_layers - 1);
     put_u32(w, "wkv.head_size", MN_SIZE(&l->sizes, 'K'));
@@ -186,11 +227,30 @@ static mn_status refuse(const writer *w, const char *what) {
     return mn_fail(MN_ERR_UNSUPPORTED, "llama.cpp's %s has no %s", w->arch, what);
 }
 
+static mn_status check_kimi(const writer *w) {
+    bool sparse = false, latent = false, kda = false;
+    for (int i = 0; i < w->c->n_layers; i++) {
+        const mn_layer *layer = mn_model_layer(w->model, i);
+        const mn_layer_config *o = &layer->config;
+        if (layer->kind == MN_LAYER_mla && o->use_rope) return refuse(w, "positions in attention");
+        if (sparse && w->c->halves[i] == MN_MLP_DENSE) return refuse(w, "MLP behind experts");
+        if (layer->kind == MN_LAYER_kda && (o->lower_bound != 0.0 || o->full_gates)) {
+            return refuse(w, "other decay than KDA's first");
+        }
+        sparse |= w->c->halves[i] == MN_MLP_SPARSE;
+        latent |= layer->kind == MN_LAYER_mla;
+        kda |= layer->kind == MN_LAYER_kda;
+    }
+    if (w->c->block.n_group > 1) return refuse(w, "groups of experts");
+    return latent && kda ? MN_OK : refuse(w, "model without both of its layers");
+}
+
 static mn_status check(const writer *w) {
     const mn_block_config *b = &w->c->block;
     const mn_layer_config *o = w->attends;
     const bool granite = strcmp(w->arch, "granitehybrid") == 0;
     const bool next = strcmp(w->arch, "qwen3next") == 0;
+    const bool kimi = strcmp(w->arch, "kimi-linear") == 0;
     const bool scales = granite || strcmp(w->arch, "falcon-h1") == 0;
     if (o && o->window_size) return refuse(w, "attention over a window");
     if (o && o->use_output_gate && !next) return refuse(w, "output gate of attention");
@@ -199,6 +259,7 @@ static mn_status check(const writer *w) {
     if (o && o->o_bias && qwen3) return refuse(w, "bias behind attention");
     if (w->c->logit_softcap != 0.0) return refuse(w, "cap of logits");
     if (w->c->norm_plus_one && !next) return refuse(w, "norm that adds one to its weight");
+    if (kimi) return check_kimi(w);
     if (b->num_experts > 1 && !next) return refuse(w, "experts that mneme writes yet");
     for (int i = 0; next && i < w->c->n_layers; i++) {
         if (w->c->halves[i] != MN_MLP_SPARSE) return refuse(w, "MLP without experts");
@@ -243,6 +304,14 @@ static void tell(const writer *w, char remark[MN_GGUF_REMARK]) {
     if (first->kind == MN_LAYER_rwkv7 && (eps < 63e-5 || eps > 65e-5)) {
         mn_gguf_remark(remark, "llama.cpp's norm of heads has an eps of 64e-5, not of %g", eps);
     }
+    for (int i = 0; i < w->c->n_layers; i++) {
+        const mn_layer *layer = mn_model_layer(w->model, i);
+        if (layer->kind != MN_LAYER_mla) continue;
+        if (layer->config.latent_norm_eps == w->c->norm_eps) continue;
+        mn_gguf_remark(remark, "llama.cpp's norm of latents has the eps of the others, not %g",
+                       layer->config.latent_norm_eps);
+        break;
+    }
     if (w->c->mlp == MN_MLP_GELU_ERF) {
         mn_gguf_remark(remark, "llama.cpp's GELU is the approximation by tanh");
     }
@@ -267,5 +336,6 @@ mn_status mn_gguf_put_keys(mn_gguf_keys *keys, char remark[MN_GGUF_REMARK], cons
     if (strcmp(arch, "granitehybrid") == 0) put_granite(&w);
     if (strcmp(arch, "qwen3next") == 0) put_next(&w);
     if (strcmp(arch, "rwkv7") == 0) put_rwkv(&w);
+    if (strcmp(arch, "kimi-linear") == 0) put_kimi(&w);
     return keys->status;
 }

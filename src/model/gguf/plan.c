@@ -13,6 +13,7 @@
 
 typedef enum change {
     KEEP, NEG_EXP, COLUMN, NEG_EXP_COLUMN, GROUPS, FLAT, STACK_6, EXPERTS, ROLES, SKIP,
+    CONV_4, NEG_EXP_4, LATENT_KEYS, LATENT_VALUES,
 } change;
 
 static const struct {
@@ -117,8 +118,9 @@ static mn_status find_arch(const char **out, const mn_source *source) {
     if (*out) return MN_OK;
     return mn_fail(MN_ERR_UNSUPPORTED, "%s: a model of type %s is none that is written as GGUF; "
                    "there are llama, qwen3, gpt2, gpt_neox, mamba, mamba2, jamba, bamba, "
-                   "granitemoehybrid, falcon_h1, nemotron_h, lfm2, rwkv7 and qwen3_next, "
-                   "and what computes the same", source->folder, family ? family : "mneme");
+                   "granitemoehybrid, falcon_h1, nemotron_h, lfm2, rwkv7, qwen3_next and "
+                   "kimi_linear, and what computes the same", source->folder,
+                   family ? family : "mneme");
 }
 
 /* ---- tensors --------------------------------------------------------------------------------- */
@@ -227,6 +229,26 @@ static void shape_of(mn_gguf_tensor *t, const mn_param_info *info, change how, i
     }
 }
 
+/* Of what reads the latent of attention: (heads, latent, keys) and (heads, values, latent). */
+static void shape_latent(mn_gguf_tensor *t, change how, const mn_layer *layer) {
+    const int64_t V = MN_SIZE(&layer->sizes, 'V');
+    const int64_t N = MN_SIZE(&layer->sizes, 'E') - V, R = MN_SIZE(&layer->sizes, 'R');
+    t->rank = 3;
+    t->shape[0] = MN_SIZE(&layer->sizes, 'H');
+    t->shape[1] = how == LATENT_KEYS ? R : V;
+    t->shape[2] = how == LATENT_KEYS ? N : R;
+}
+
+/* Shapes of KDA's convolutions and decays: (1, C, 1, W) and (1, 1, H, 1). */
+static void shape_wide(mn_gguf_tensor *t, change how) {
+    const int64_t n = t->shape[0], taps = t->shape[1];
+    t->rank = 4;
+    t->shape[0] = t->shape[2] = 1;
+    t->shape[1] = how == CONV_4 ? n : 1;
+    t->shape[2] = how == CONV_4 ? 1 : n;
+    t->shape[3] = how == CONV_4 ? taps : 1;
+}
+
 /* Several parameters of one shape on an axis before. */
 static void stack(mn_gguf_tensor *t, item *it, int n, int step) {
     it->parts = n;
@@ -318,6 +340,10 @@ static mn_status add_tensor(mn_gguf_plan *p, int param, mn_gguf_as as, const cha
     special_name(t->name, p->arch);
     shape_of(t, &m->info, it->change, layer ? mn_max(MN_SIZE(&layer->sizes, 'G'), 1) : 1);
     if (n_rows) t->shape[0] = n_rows;
+    if (it->change == CONV_4 || it->change == NEG_EXP_4) shape_wide(t, it->change);
+    if (it->change == LATENT_KEYS || it->change == LATENT_VALUES) {
+        shape_latent(t, it->change, layer);
+    }
     if (it->change == STACK_6) stack(t, it, 6, 1);
     if (it->change == EXPERTS) {
         stack(t, it, (int)mn_model_describe(model)->block.num_experts, 3);
@@ -417,6 +443,10 @@ static mn_status add_param(mn_gguf_plan *p, int i, mn_gguf_as as) {
         const mn_status st = add_tensor(p, i, as, "", 0, 0);
         return st == MN_OK ? add_tensor(p, i, as, "in_proj_z.weight", 0, 0) : st;
     }
+    if (ends_in(m->name, "kv_proj.2.weight")) {
+        const mn_status st = add_tensor(p, i, as, "kv_proj.2.values", 0, 0);
+        if (st != MN_OK) return st;
+    }
     if (strcmp(p->arch, "rwkv7") == 0) {
         const mn_status st = add_dummy(p, i, as);
         if (st != MN_OK) return st;
@@ -508,7 +538,8 @@ static int64_t block_row(int64_t r, int64_t n, int64_t H) {
 }
 
 static void transform(float *x, const item *it, int64_t n_rows, int64_t width) {
-    const bool decays = it->change == NEG_EXP || it->change == NEG_EXP_COLUMN;
+    const bool decays = it->change == NEG_EXP || it->change == NEG_EXP_4 ||
+                        it->change == NEG_EXP_COLUMN;
     for (int64_t i = 0; decays && i < n_rows * width; i++) x[i] = -expf(x[i]);
     for (int64_t i = 0; it->plus_one && i < n_rows * width; i++) x[i] += 1.0f;
     for (int64_t r = 0, k = 0; it->n_factors && r < n_rows; r++) {
@@ -551,6 +582,22 @@ static mn_status rows_of_roles(float *out, const float *x, const item *it, const
     return st;
 }
 
+/* Keys of a head, the other way round, or its values. */
+static void read_latent(float *out, const float *x, change how, const mn_layer *layer) {
+    const int64_t H = MN_SIZE(&layer->sizes, 'H'), E = MN_SIZE(&layer->sizes, 'E');
+    const int64_t V = MN_SIZE(&layer->sizes, 'V'), N = E - V, R = MN_SIZE(&layer->sizes, 'R');
+    for (int64_t h = 0; h < H; h++) {
+        const float *from = x + (h * E + (how == LATENT_VALUES ? N : 0)) * R;
+        if (how == LATENT_VALUES) {
+            memcpy(out + h * V * R, from, (size_t)(V * R) * sizeof *x);
+            continue;
+        }
+        for (int64_t r = 0; r < R; r++) {
+            for (int64_t i = 0; i < N; i++) out[(h * R + r) * N + i] = from[i * R + r];
+        }
+    }
+}
+
 /* One parameter's part of a tensor: its rows in the file's order, changed. */
 static mn_status read_part(float *out, const mn_gguf_plan *p, const item *it, int part,
                            int64_t count) {
@@ -565,8 +612,11 @@ static mn_status read_part(float *out, const mn_gguf_plan *p, const item *it, in
     float *x = malloc((size_t)m->info.count * sizeof *x + 1);
     if (!x) return mn_fail(MN_ERR_MEMORY, "no memory to write %s", m->name);
     mn_status st = mn_weights_read(x, MN_F32, s->model, s->weights, param);
+    const bool latent = it->change == LATENT_KEYS || it->change == LATENT_VALUES;
+    const bool by_rows = !it->roles[0] && !latent;
     if (st == MN_OK && it->roles[0]) st = rows_of_roles(out, x, it, layer, width);
-    for (int64_t r = 0; r < n_rows && st == MN_OK && !it->roles[0]; r++) {
+    if (st == MN_OK && latent) read_latent(out, x, it->change, layer);
+    for (int64_t r = 0; r < n_rows && st == MN_OK && by_rows; r++) {
         const int64_t from = it->blocks ? block_row(r, n_rows, mn_heads_of(layer).queries)
                                         : row_at(it, r, n_rows);
         memcpy(out + r * width, x + from * width, (size_t)width * sizeof *x);

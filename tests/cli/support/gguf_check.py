@@ -19,7 +19,8 @@ with open(os.path.join(folder, "config.json")) as file:
     config = json.load(file)
 family = config["model_type"]
 ARCHS = {"gpt_neox": "gptneox", "bamba": "granitehybrid", "granitemoehybrid": "granitehybrid",
-         "falcon_h1": "falcon-h1", "qwen3_next": "qwen3next"}
+         "falcon_h1": "falcon-h1", "qwen3_next": "qwen3next",
+         "kimi_linear": "kimi-linear"}
 arch = ARCHS.get(family, family)
 number = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[arch]
 layers = (config.get("num_hidden_layers") or config.get("n_layer") or
@@ -118,6 +119,33 @@ def qwen3_next(name, x):
     return [(new, x.reshape(x.shape[0], x.shape[2]) if x.ndim == 3 else x, True)]
 
 
+def kimi_linear(name, x):
+    """What reads the latent as keys, the other way round, and values; convolutions with axes of one."""
+    c = config
+    block = "blk.%s." % name.split(".")[2] if ".layers." in name else ""
+    if name.endswith("kv_b_proj.weight"):
+        H, N, V = c["num_attention_heads"], c["qk_nope_head_dim"], c["v_head_dim"]
+        k, v = np.split(x.reshape(H, N + V, -1), [N], axis=1)
+        return [(block + "attn_k_b.weight", k.swapaxes(1, 2), True),
+                (block + "attn_v_b.weight", v, True)]
+    if ".experts." in name:
+        which = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down",
+                 "up_proj": "up"}[name.split(".")[-2]]
+        if ".experts.0." not in name:
+            return []
+        stack = [everything[name.replace(".experts.0.", ".experts.%d." % i)][0]
+                 for i in range(c["num_experts"])]
+        return [(block + "ffn_%s_exps.weight" % which, np.stack(stack), True)]
+    given = name.replace(".dt_bias", ".dt_proj.bias").replace("correction_bias", "correction.bias")
+    new = names.get_name(given, try_suffixes=(".weight", ".bias"))
+    if new is None:
+        new = names.get_name(given.replace("block_sparse_moe", "mlp"), try_suffixes=(".weight", ".bias"))
+    assert new, name
+    if name.endswith("A_log"):
+        return [(new, -np.exp(x.astype(np.float64)).astype(np.float32), False)]
+    return [(new, x, True)]
+
+
 def expected(name, x):
     """What the file has to hold: (name, numbers, whether they are the same bits)."""
     if family == "granitemoehybrid" and "shared_mlp.input_linear" in name:
@@ -130,6 +158,8 @@ def expected(name, x):
     exact, given = True, name
     if family == "rwkv7":
         return rwkv7(name, x)
+    if family == "kimi_linear":
+        return kimi_linear(name, x)
     if family == "qwen3_next":
         return qwen3_next(name, x)
     if family == "nemotron_h" and name.endswith(".dt_bias") or name.endswith(".dt_bias"):
