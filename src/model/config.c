@@ -529,6 +529,14 @@ static const char *type_of(const mn_model_config *c, const char **architecture) 
     return NULL;
 }
 
+const char *mn_model_type_known(const char *type) {
+    for (size_t i = 0; i < MN_COUNTOF(model_types); i++) {
+        if (strcmp(model_types[i].type, type) == 0) return model_types[i].type;
+    }
+    const char *family = mn_dialect_find(type);
+    return family ? family : strcmp(type, "mneme") == 0 ? "mneme" : NULL;
+}
+
 const char *mn_model_config_family(const mn_model_config *config) {
     const char *architecture, *type;
     if (config->source) return config->family;
@@ -557,6 +565,13 @@ static mn_status write_options(json_t *object, const mn_model_config *c, bool fl
         set(mixers, name, own, &failed);
         if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
     }
+    if (st == MN_OK && mixers && c->beside && !json_object_get(mixers, "attention")) {
+        json_t *own = json_object();
+        bool failed = !own;
+        st = mn_layer_config_write(own, &c->beside[0], MN_LAYER_attention);
+        set(mixers, "attention", own, &failed);
+        if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
+    }
     if (st == MN_OK && mixers) json_object_set(object, "mixers", mixers);
     json_decref(mixers);
     return st;
@@ -581,6 +596,13 @@ static mn_status write_source(char **text, size_t *size, const mn_model_config *
     return st;
 }
 
+/* A factor that is a whole number as one: classes of transformers take nothing else. */
+static void make_whole(json_t *object, const char *key, bool *failed) {
+    const json_t *value = json_object_get(object, key);
+    const double x = json_is_real(value) ? json_real_value(value) : 0.5;
+    if (x == (double)(int64_t)x) set(object, key, json_integer((json_int_t)x), failed);
+}
+
 mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config *c) {
     if (c->source) return write_source(text, size, c);
     const char *architecture = NULL, *type = type_of(c, &architecture);
@@ -595,7 +617,9 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
     set(object, "vocab_size", json_integer(c->vocab_size), &failed);
     set(object, "hidden_size", json_integer(c->hidden_size), &failed);
     set(object, "num_hidden_layers", json_integer(c->n_layers), &failed);
-    set(object, "intermediate_size", json_integer(c->intermediate_size), &failed);
+    if (!type || c->mlp != MN_MLP_NONE) {    // elsewhere it is the width of the mixer
+        set(object, "intermediate_size", json_integer(c->intermediate_size), &failed);
+    }
     if (!type) set(object, "mlp", json_string(mlp_names[c->mlp]), &failed);
     if (c->decoder != MN_DECODER_NONE) {
         set(object, "decoder", json_string(decoder_names[c->decoder]), &failed);
@@ -620,6 +644,8 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
                           : write_options(object, c, type && !mixes);
     const char *family = type ? mn_dialect_find(type) : NULL;
     if (st == MN_OK && family) st = mn_dialect_write(object, family, c->names, c->n_layers);
+    if (st == MN_OK && type) make_whole(object, "expand", &failed);
+    if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
     *text = NULL;
     if (st == MN_OK) st = mn_json_text(text, object, MN_JSON_PRETTY);
     *size = *text ? strlen(*text) : 0;

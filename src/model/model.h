@@ -26,6 +26,10 @@ typedef struct mn_model_param {
 mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtype dtype);
 void mn_model_destroy(mn_model *model);    // NULL accepted
 
+/* A model in float32 whose parameters have names, shapes and addresses but no memory: for looking
+ * at and for plans of passes. Touching a number ends the program. */
+mn_status mn_model_sketch(mn_model **out, const mn_model_config *config);
+
 const mn_model_config *mn_model_describe(const mn_model *model);
 mn_dtype mn_model_dtype(const mn_model *model);
 
@@ -36,6 +40,7 @@ mn_model_param *mn_model_param_named(mn_model *model, const char *name);    // N
 
 int64_t mn_model_count(const mn_model *model);              // numbers in all parameters
 int64_t mn_model_count_without_embeddings(const mn_model *model);
+int64_t mn_model_count_active(const mn_model *model);       // without experts that a token skips
 
 /* Initial values as a function of `seed`: each parameter by its own law, drawn by the context's
  * threads (NULL: by the calling one), with the same numbers however many there are. */

@@ -40,6 +40,7 @@ enum { MN_DECODER_STAGES = 2, MN_DECODER_PARTS = 3 };    // norm, weight, bias
 struct mn_model {
     mn_model_config config;
     mn_dtype dtype;
+    bool sketch;                     // parameters are addresses without memory
     mn_block *blocks;
     mn_model_param *params;
     mn_tensor **leaves;              // of the current pass, by parameter
