@@ -76,6 +76,10 @@ bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work)
 bool mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p) {
     mn_deferred *d = next(tape);
     if (!d) return false;
+    if (p->quant) {    // no instruction of the megakernel
+        mn_tape_flush(tape);
+        return false;
+    }
     *d = (mn_deferred){ .kind = MN_DEFERRED_GEMM };
     d->of.product.work = mn_matmul_work_of(p);
     d->of.product.work.step = true;

@@ -13,6 +13,7 @@
 #include "io/folder.h"
 #include "io/safetensors.h"
 #include "model/families/dialect.h"
+#include "model/model_internal.h"
 
 enum { PATH = 4096, MAX_FILES = 1024 };
 
@@ -142,6 +143,100 @@ static const mn_stored_tensor *find(const weights *w, const mn_model *model, con
     return found ? found : find_from(w, name, 0, 0);
 }
 
+/* ---- weights in 8 or 4 bits ------------------------------------------------------------------ */
+
+/* Codes are stored under the parameter's name, what goes with them under that and a suffix. */
+static const char scales_suffix[] = ".scales", least_suffix[] = ".least";
+
+static bool is_codes(const mn_model_param *p, const mn_stored_tensor *t) {
+    const bool matrix = p->info.rank == 2 && p->info.group != MN_GROUP_VECTOR;
+    return matrix && (t->dtype == MN_STORED_I8 || t->dtype == MN_STORED_U8);
+}
+
+static mn_status check_part(const mn_stored_tensor **out, const weights *w, const char *name,
+                            const char *suffix, mn_stored_dtype dtype, int64_t rows,
+                            int64_t cols) {
+    char full[MN_PARAM_NAME + sizeof scales_suffix];
+    snprintf(full, sizeof full, "%s%s", name, suffix);
+    const mn_stored_tensor *t = find_exact(w, full);
+    if (!t) {
+        return mn_fail(MN_ERR_FORMAT, "%s: no tensor %s, which belongs to quantised weights",
+                       w->folder, full);
+    }
+    if (t->dtype != dtype || t->rank != 2 || t->shape[0] != rows || t->shape[1] != cols) {
+        return mn_fail(MN_ERR_FORMAT, "%s: %s is not %lld x %lld of %s, as the configuration's "
+                       "quantization makes it", w->folder, full, (long long)rows, (long long)cols,
+                       mn_stored_dtype_name(dtype));
+    }
+    if (out) *out = t;
+    return MN_OK;
+}
+
+/* What a file holds of quantised parameter p; codes, scales and least values are the file's. */
+static mn_status find_quant(mn_quant_stored *s, const mn_model *model, const weights *w,
+                            const mn_model_param *p, const mn_stored_tensor *t) {
+    const mn_model_config *c = mn_model_describe(model);
+    const int64_t rows = p->info.shape[0], cols = p->info.shape[1];
+    if (c->quant_bits == 0) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: %s is quantised, and only a model that config.json "
+                       "calls so can have it; training takes the folder that was quantised",
+                       w->folder, p->name);
+    }
+    const mn_stored_tensor *scales = NULL, *least = NULL;
+    *s = (mn_quant_stored){ .bits = t->dtype == MN_STORED_I8 ? 8 : 4, .rows = rows, .cols = cols,
+                            .group = c->quant_group };
+    const int64_t groups = mn_ceil_div(cols, s->group);
+    const mn_stored_dtype kind = s->bits == 8 ? MN_STORED_F32 : MN_STORED_F16;
+    mn_status st = check_part(NULL, w, t->name, "", t->dtype, rows,
+                              s->bits == 8 ? cols : mn_ceil_div(cols, 2));
+    if (st == MN_OK) st = check_part(&scales, w, t->name, scales_suffix, kind, rows, groups);
+    if (st == MN_OK && s->bits == 4) {
+        st = check_part(&least, w, t->name, least_suffix, kind, rows, groups);
+    }
+    if (st != MN_OK) return st;
+    s->codes = (void *)t->data;
+    s->scales = (void *)scales->data;
+    s->least = least ? (void *)least->data : NULL;
+    return MN_OK;
+}
+
+/* A file's tensors lie at any address: what is wider than a byte is copied first. */
+static mn_status aligned(void **to, const void *from, size_t bytes) {
+    *to = malloc(bytes > 0 ? bytes : 1);
+    if (!*to) return mn_fail(MN_ERR_MEMORY, "no memory to read quantised weights");
+    if (bytes > 0) memcpy(*to, from, bytes);
+    return MN_OK;
+}
+
+static mn_status read_quant(mn_model *model, const weights *w, mn_model_param *p,
+                            const mn_stored_tensor *t) {
+    mn_quant_stored s;
+    void *scales = NULL, *least = NULL;
+    if (mn_model_device_bytes(model) > 0 || mn_model_dtype(model) != MN_F32) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: quantised weights are read as float32 of the host",
+                       w->folder);
+    }
+    mn_status st = find_quant(&s, model, w, p, t);
+    if (st != MN_OK) return st;
+    const mn_quant_sizes sizes = mn_quant_stored_sizes(&s);
+    st = aligned(&scales, s.scales, sizes.scales);
+    if (st == MN_OK) st = aligned(&least, s.least, sizes.least);
+    s.scales = scales;
+    s.least = least;
+    mn_quant *q = NULL;
+    if (st == MN_OK) st = mn_quant_check(&s, p->name);
+    if (st == MN_OK) st = mn_quant_load(&q, &s);
+    if (st == MN_OK) {
+        mn_quant_free(p->quant);
+        p->quant = q;
+        free(p->value);
+        p->value = NULL;
+    }
+    free(scales);
+    free(least);
+    return st;
+}
+
 static mn_status check_shape(const mn_model_param *p, const mn_stored_tensor *t, bool turned,
                              const char *folder) {
     bool same = t->rank == p->info.rank;
@@ -213,8 +308,10 @@ static mn_status check_all(mn_model *model, const weights *w) {
                            "for", w->folder, p->name);
         }
         const bool turned = mn_dialect_transposed(mn_model_describe(model)->family, p->name);
+        mn_quant_stored s;
         if (cut_elsewhere(model, w, p)) continue;
-        const mn_status st = check_shape(p, t, turned, w->folder);
+        const mn_status st = is_codes(p, t) ? find_quant(&s, model, w, p, t)
+                                            : check_shape(p, t, turned, w->folder);
         if (st != MN_OK) return st;
     }
     return MN_OK;
@@ -298,6 +395,11 @@ static mn_status read_trio(mn_model *model, const weights *w, int i) {
 }
 
 mn_status mn_checkpoint_read_weights(mn_model *model, const char *given) {
+    return mn_checkpoint_read_each(model, given, NULL, NULL);
+}
+
+mn_status mn_checkpoint_read_each(mn_model *model, const char *given, mn_checkpoint_each fn,
+                                  void *context) {
     char folder[MN_FOLDER_PATH];
     mn_status st = mn_folder_of_model(folder, given);
     if (st != MN_OK) return st;
@@ -306,16 +408,18 @@ mn_status mn_checkpoint_read_weights(mn_model *model, const char *given) {
     st = open_weights(w, folder);
     if (st == MN_OK) st = check_all(model, w);
     for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
-        const mn_model_param *p = mn_model_param_at(model, i);
-        st = cut_elsewhere(model, w, p) ? read_trio(model, w, i)
-                                        : read_param(model, i, find(w, model, p->name));
+        mn_model_param *p = mn_model_param_at(model, i);
+        const mn_stored_tensor *t = find(w, model, p->name);
+        if (is_codes(p, t)) st = read_quant(model, w, p, t);
+        else st = cut_elsewhere(model, w, p) ? read_trio(model, w, i) : read_param(model, i, t);
+        if (st == MN_OK && fn) st = fn(context, i);
     }
     close_weights(w);
     free(w);
     return st;
 }
 
-mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) {
+mn_status mn_checkpoint_create(mn_model **out, const char *given, mn_dtype dtype) {
     *out = NULL;
     char path[PATH], folder[MN_FOLDER_PATH];
     mn_json root = { 0 };
@@ -327,7 +431,12 @@ mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) 
     mn_json_free(&root);
     if (st == MN_OK) st = mn_model_create(out, &config, dtype);
     mn_model_config_free(&config);
-    if (st == MN_OK) st = mn_checkpoint_read_weights(*out, folder);
+    return st;
+}
+
+mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) {
+    mn_status st = mn_checkpoint_create(out, given, dtype);
+    if (st == MN_OK) st = mn_checkpoint_read_weights(*out, given);
     if (st != MN_OK) {
         mn_model_destroy(*out);
         *out = NULL;
@@ -424,23 +533,64 @@ static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, 
     return st;
 }
 
+/* Codes, scales and least values of quantised parameter i, named after names[0]; returns how many
+ * tensors that is. */
+static int quant_form(mn_stored_tensor *tensors, param_name *names, void **copies,
+                      const mn_model_param *p) {
+    static const char *const suffixes[] = { "", scales_suffix, least_suffix };
+    const mn_quant *q = p->quant;
+    mn_quant_stored s = { .bits = q->bits, .rows = q->rows, .cols = q->cols, .group = q->group };
+    const mn_quant_sizes sizes = mn_quant_stored_sizes(&s);
+    const size_t bytes[] = { sizes.codes, sizes.scales, sizes.least };
+    const bool wide = q->bits == 8;
+    const int64_t cols[] = { mn_quant_file_row(q), mn_quant_groups(q), mn_quant_groups(q) };
+    const mn_stored_dtype kinds[] = { wide ? MN_STORED_I8 : MN_STORED_U8,
+                                      wide ? MN_STORED_F32 : MN_STORED_F16, MN_STORED_F16 };
+    const int n = wide ? 2 : 3;
+    char name[MN_PARAM_NAME];
+    snprintf(name, sizeof name, "%s", names[0]);
+    for (int k = 0; k < n; k++) {
+        if (!(copies[k] = malloc(bytes[k]))) return 0;
+        snprintf(names[k], MN_PARAM_NAME, "%.100s%s", name, suffixes[k]);
+        tensors[k] = (mn_stored_tensor){ .name = names[k], .dtype = kinds[k], .rank = 2,
+                                         .shape = { q->rows, cols[k] }, .data = copies[k],
+                                         .bytes = bytes[k] };
+    }
+    s.codes = copies[0];
+    s.scales = copies[1];
+    s.least = wide ? NULL : copies[2];
+    mn_quant_store(&s, q);
+    return n;
+}
+
+enum { PARTS = 3 };    // tensors of one parameter at most
+
 static mn_status write_weights(mn_model *model, mn_stored_tensor *tensors, param_name *names,
                                void **copies, const char *path) {
-    const int n = mn_model_params(model);
     const char *family = mn_model_config_family(mn_model_describe(model));
     mn_status st = MN_OK;
-    for (int i = 0; i < n && st == MN_OK; i++) {
-        const char *name = mn_model_param_at(model, i)->name;
-        mn_dialect_name(names[i], family, kind_of(model, name), name);
-        tensors[i] = (mn_stored_tensor){ .name = names[i] };
-        st = stored_form(&tensors[i], &copies[i], model, i);
+    int n = 0;
+    for (int i = 0; i < mn_model_params(model) && st == MN_OK; i++) {
+        const mn_model_param *p = mn_model_param_at(model, i);
+        mn_dialect_name(names[n], family, kind_of(model, p->name), p->name);
+        if (p->quant && model->device) {
+            st = mn_fail(MN_ERR_UNSUPPORTED, "%s: quantised weights are saved from the CPU", path);
+        } else if (p->quant) {
+            const int parts = quant_form(&tensors[n], &names[n], &copies[n], p);
+            if (parts == 0) st = mn_fail(MN_ERR_MEMORY, "no memory to save %s", p->name);
+            n += parts;
+        } else {
+            tensors[n] = (mn_stored_tensor){ .name = names[n] };
+            st = stored_form(&tensors[n], &copies[n], model, i);
+            n++;
+        }
     }
     const mn_stored_text format = { "format", "pt" };
     return st == MN_OK ? mn_safetensors_write(path, tensors, n, &format, 1) : st;
 }
 
 static mn_status save_weights(mn_model *model, const char *path) {
-    const size_t n = (size_t)mn_model_params(model);
+    const size_t n = PARTS * (size_t)mn_model_params(model);
     mn_stored_tensor *tensors = calloc(n, sizeof *tensors);
     void **copies = calloc(n, sizeof *copies);
     param_name *names = calloc(n, sizeof *names);

@@ -206,6 +206,7 @@ void mn_model_destroy(mn_model *model) {
     for (int i = 0; i < model->n_params; i++) {
         free(model->params[i].value);
         free(model->params[i].grad);
+        mn_quant_free(model->params[i].quant);
     }
     free(model->params);
     free(model->leaves);
@@ -231,6 +232,10 @@ static mn_status take_gradients(mn_model *model, bool zero) {
 }
 
 mn_status mn_model_want_gradients(mn_model *model) {
+    if (model->config.quant_bits) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "weights of %d bits cannot be trained; take the model "
+                       "that was quantised", model->config.quant_bits);
+    }
     return model->device ? mn_model_place_gradients(model) : take_gradients(model, true);
 }
 

@@ -3,6 +3,7 @@
 #define MN_MODEL_MODEL_INTERNAL_H
 
 #include "model/model.h"
+#include "ops/quantize.h"
 #include "runtime/device.h"
 
 /* Where an MLP's parameters are among the model's; -1: it has none. gate is both where they are
