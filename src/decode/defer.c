@@ -76,14 +76,10 @@ bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work)
 bool mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p) {
     mn_deferred *d = next(tape);
     if (!d) return false;
-    if (p->quant) {    // no instruction of the megakernel
-        mn_tape_flush(tape);
-        return false;
-    }
     *d = (mn_deferred){ .kind = MN_DEFERRED_GEMM };
     d->of.product.work = mn_matmul_work_of(p);
     d->of.product.work.step = true;
-    d->of.product.fits = mn_decode_gemms_supported(&d->of.product.work);
+    d->of.product.fits = !p->quant && mn_decode_gemms_supported(&d->of.product.work);
     mn_ranges_of_gemm(d, &d->of.product.work);
     add(tape, d);
     return true;
@@ -369,8 +365,39 @@ static void run_chains(mn_tape *tape, mn_defer *all, uint64_t taken) {
     if (mn_tape_runs(tape)) check(tape, mn_decode_run_chains(&launch, tape->where));
 }
 
+/* Product i, of quantised weights, and those of its input that are ready as well. */
+static void run_quants(mn_tape *tape, mn_defer *all, int i) {
+    mn_gemm_problem work[MN_GEMM_QUANTS];
+    const uint64_t done = all->done;
+    int n = 0;
+    for (int k = i; k < all->n && n < MN_GEMM_QUANTS; k++) {
+        const mn_deferred *d = &all->list[k];
+        const mn_gemm_problem *p = &d->of.product.work;
+        if (d->kind != MN_DEFERRED_GEMM || !p->quant || !ready(all, k, done)) continue;
+        if (n > 0 && (!same_input(p, &work[0]) || p->c_dtype != work[0].c_dtype ||
+                      p->quant->bits != work[0].quant->bits)) {
+            continue;
+        }
+        work[n++] = *p;
+        all->done |= mn_bit(k);
+    }
+    launch_megakernel(tape);
+    if (!mn_tape_runs(tape)) return;
+    if (n > 1) {
+        check(tape, mn_gemm_quant_several(work, n, tape->where));
+        return;
+    }
+    const mn_status st = mn_matmul_run(tape->context, &work[0]);
+    if (st != MN_OK) mn_tape_fail(tape, st);
+}
+
 static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     const mn_deferred *d = &all->list[i];
+    if (d->kind == MN_DEFERRED_GEMM && d->of.product.work.quant &&
+        d->of.product.work.M <= MN_DECODE_MAX_M) {
+        run_quants(tape, all, i);
+        return;
+    }
     all->done |= mn_bit(i);
     launch_megakernel(tape);
     if (!mn_tape_runs(tape)) return;

@@ -30,8 +30,16 @@ typedef struct mn_gemm_problem {
 enum { MN_GEMM_WORKSPACE = 32 << 20, MN_GEMM_UNPACKED = 32 << 20 };
 
 static inline size_t mn_gemm_workspace(const mn_gemm_problem *p) {
-    return p->quant ? (size_t)MN_GEMM_WORKSPACE + MN_GEMM_UNPACKED : MN_GEMM_WORKSPACE;
+    return (size_t)MN_GEMM_WORKSPACE + (p->quant ? (size_t)MN_GEMM_UNPACKED : 0);
 }
+
+/* Up to so many products of one a, of up to 8 rows, with quantised weights of as many bits, in one
+ * launch; c_dtype is the same too. Returns 0 or a cudaError_t. */
+enum { MN_GEMM_QUANTS = 8 };
+#ifdef __cplusplus
+extern "C"
+#endif
+int mn_gemm_quant_several(const mn_gemm_problem *works, int n, void *stream);
 
 /* The library and the algorithms it has chosen so far, one for each shape; for one thread. NULL
  * when memory is out. The same shapes at addresses of the same alignment give the same bits. */
