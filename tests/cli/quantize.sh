@@ -48,7 +48,34 @@ run 0 generate --model "$work/m4" "7 and 9 are" --tokens 40 --seed 3 --threads 2
 cmp -s "$work/out" "$work/first" || fail "threads or chunks change what a quantised model says"
 run 0 generate --model "$work/m8" "7 and 9 are" --tokens 40 --temperature 0
 
+# served: the greedy text of generate, over HTTP
+if command -v python3 >/dev/null 2>&1; then
+    run 0 generate --model "$work/m8" "7 and 9 are" --tokens 12 --temperature 0
+    cp "$work/out" "$work/greedy"
+    "$mneme" serve "$work/m8" --port 0 --drain 0 >"$work/url" 2>"$work/serve.err" &
+    server=$!
+    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+        [ -s "$work/url" ] || sleep 0.5
+    done
+    if ! grep -q "no HTTP" "$work/serve.err"; then
+        python3 - "$work" <<'P' || { kill "$server"; fail "a quantised model is not served"; }
+import json, sys, urllib.request
+work = sys.argv[1]
+url = open(work + '/url').read().split()[0]
+body = json.dumps({'prompt': '7 and 9 are', 'max_tokens': 12, 'temperature': 0}).encode()
+request = urllib.request.Request(url + '/v1/completions', body, {'Content-Type': 'application/json'})
+text = json.load(urllib.request.urlopen(request, timeout=60))['choices'][0]['text']
+want = open(work + '/greedy').read().rstrip('\n')
+assert text.strip() and want.endswith(text.rstrip('\n')), (text, want)
+P
+    fi
+    kill "$server" 2>/dev/null || true
+    wait "$server" || true
+fi
+
 # what cannot be
+run 1 eval --model "$work/m8" --text "$work/text.txt" --lengths 64 --dtype f64 --quiet
+complains 'float32'
 run 1 quantize "$work/m8" "$work/again" --bits 4
 complains 'has weights of 8 bits already'
 run 1 quantize "$work/run" "$work/m8" --bits 8
