@@ -33,12 +33,21 @@ size_t mn_model_param_bytes(const mn_model *model) {
 
 /* ---- which parameters ------------------------------------------------------------------------ */
 
+/* Which expert a token goes to is a choice that small errors turn. */
+static bool chooses(const mn_model *model, int i) {
+    for (int k = 0; k < model->config.n_layers; k++) {
+        const bool sparse = model->config.halves[k] == MN_MLP_SPARSE;
+        if (sparse && model->blocks[k].router == i) return true;
+    }
+    return false;
+}
+
 /* Bits that parameter i is to have where its numbers serve products alone; 0: it stays. */
 static int bits_of(const mn_model *model, int i, int bits) {
     const mn_param_info *info = &model->params[i].info;
     if (info->rank != 2 || info->shape[0] < LEAST_ROWS || info->shape[1] < LEAST_COLS) return 0;
     if (i == model->embed || i == model->head) return 8;
-    return info->group == MN_GROUP_MATRIX ? bits : 0;
+    return info->group == MN_GROUP_MATRIX && !chooses(model, i) ? bits : 0;
 }
 
 /* A pass that only plans: whatever asks for numbers of a quantised leaf says so there. */
