@@ -6,47 +6,12 @@
  *   unpack      rows of W as float32 or bf16, for a product of many rows
  *   gather      rows of W by index: the embedding */
 #include "kernels/cuda/gemm/gemm_fallback.h"
+#include "kernels/cuda/gemm/quant_codes.cuh"
 #include "kernels/cuda/prim/common.cuh"
 
 namespace mneme::gemm {
 
 enum { QUANT_THREADS = 128, QUANT_WARPS = QUANT_THREADS / 32, QUANT_DEPTH = 2, QUANT_ROWS = 8 };
-
-struct quant_weights {
-    const unsigned char *codes;
-    const unsigned *scales;
-    int64_t row_bytes, groups;
-    int group, rows, cols;
-};
-
-static quant_weights weights_of(const mn_quant *q) {
-    return { (const unsigned char *)q->codes, (const unsigned *)q->scales, mn_quant_row_bytes(q),
-             mn_quant_groups(q), (int)q->group, (int)q->rows, (int)q->cols };
-}
-
-/* Codes of 16 bytes: 16 of 8 bits, 32 of 4. */
-template <int BITS>
-struct codes16 {
-    static constexpr int N = 128 / BITS;
-    unsigned word[4];
-
-    __device__ float at(int i) const {
-        if (BITS == 8) return (float)(signed char)(word[i / 4] >> (i % 4 * 8));
-        return (float)(word[i / 8] >> (i % 8 * 4) & 15u);
-    }
-};
-
-struct quant_levels {
-    float scale, least;
-};
-
-template <int BITS>
-__device__ static quant_levels levels_at(const quant_weights &w, int64_t row, int k) {
-    const unsigned word = w.scales[row * w.groups + k / w.group];
-    if (BITS == 8) return { __uint_as_float(word), 0.0f };
-    return { __half2float(__ushort_as_half((unsigned short)word)),
-             __half2float(__ushort_as_half((unsigned short)(word >> 16))) };
-}
 
 /* Numbers [k, k + N) of a row, zeros from `cols` on. */
 template <int N, typename T>
@@ -78,7 +43,7 @@ struct quant_products {
 template <int BITS, typename T, typename C, int ROWS>
 __global__ void __launch_bounds__(QUANT_THREADS) quant_gemv(const __grid_constant__
                                                             quant_products p) {
-    constexpr int N = codes16<BITS>::N;
+    constexpr int N = quant_codes<BITS>::N;
     const int at = blockIdx.x * QUANT_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (at >= p.begins[p.n]) return;
     int which = 0;
@@ -88,28 +53,27 @@ __global__ void __launch_bounds__(QUANT_THREADS) quant_gemv(const __grid_constan
     const unsigned char *codes = w.codes + column * w.row_bytes;
     float sum[ROWS] = {};
     for (int first = lane * N; first < p.cols; first += 32 * QUANT_DEPTH * N) {
-        codes16<BITS> q[QUANT_DEPTH];
+        uint4 four[QUANT_DEPTH];
         quant_levels l[QUANT_DEPTH];
 #pragma unroll
         for (int i = 0; i < QUANT_DEPTH; i++) {
             const int k = first + 32 * i * N;
             if (k >= p.cols) continue;
-            const uint4 four = *(const uint4 *)(codes + k * BITS / 8);
-            q[i].word[0] = four.x, q[i].word[1] = four.y;
-            q[i].word[2] = four.z, q[i].word[3] = four.w;
-            l[i] = levels_at<BITS>(w, column, k);
+            four[i] = *(const uint4 *)(codes + k * BITS / 8);
+            l[i] = quant_levels_at<BITS>(w, column, k);
         }
 #pragma unroll
         for (int i = 0; i < QUANT_DEPTH; i++) {
             const int k = first + 32 * i * N;
             if (k >= p.cols) continue;
+            const quant_codes<BITS> q(four[i]);
 #pragma unroll
             for (int row = 0; row < ROWS; row++) {
                 float x[N], dot = 0.0f, all = 0.0f;
                 load_row<N>(x, (const T *)p.a + row * p.a_row, k, p.cols, p.packed);
 #pragma unroll
                 for (int j = 0; j < N; j++) {
-                    dot = fmaf(q[i].at(j), x[j], dot);
+                    dot = fmaf(q.at(j), x[j], dot);
                     if (BITS == 4) all += x[j];
                 }
                 sum[row] = fmaf(l[i].scale, dot, fmaf(l[i].least, all, sum[row]));
@@ -162,7 +126,7 @@ static quant_products rows_of(const mn_gemm_problem *works, int n, int64_t row) 
         p.c_row[i] = one->c_row, p.bias[i] = one->bias, p.accumulate[i] = one->accumulate;
         p.c[i] = (char *)one->c + to;
         p.onto[i] = one->onto ? (const char *)one->onto + to : NULL;
-        p.w[i] = weights_of(one->quant);
+        p.w[i] = quant_weights_of(one->quant);
     }
     return p;
 }
@@ -196,11 +160,9 @@ __global__ void __launch_bounds__(UNPACK_THREADS) quant_unpack(const __grid_cons
     if (i >= n_rows) return;
     const int k = (int)(at - i * packs) * UNPACK_N;
     const int64_t row = index ? index[i] : first + i;
-    const quant_levels l = levels_at<BITS>(w, row, k);
+    const quant_levels l = quant_levels_at<BITS>(w, row, k);
     const unsigned *words = (const unsigned *)(w.codes + row * w.row_bytes + k * BITS / 8);
-    codes16<BITS> q;
-    q.word[0] = words[0];
-    q.word[1] = BITS == 8 ? words[1] : 0;
+    const quant_codes<BITS> q(make_uint4(words[0], BITS == 8 ? words[1] : 0, 0, 0));
     mn_vec<T, UNPACK_N> y;
 #pragma unroll
     for (int j = 0; j < UNPACK_N; j++) {
@@ -218,7 +180,7 @@ __global__ void __launch_bounds__(UNPACK_THREADS) quant_unpack(const __grid_cons
 template <int BITS>
 static int unpack(const mn_quant *q, mn_dtype dtype, void *to, const int32_t *index, int64_t first,
                   int64_t n_rows, cudaStream_t on) {
-    const quant_weights w = weights_of(q);
+    const quant_weights w = quant_weights_of(q);
     const int packs = (int)mn_ceil_div(q->cols, UNPACK_N);
     const unsigned blocks = mn_blocks(n_rows * packs, UNPACK_THREADS);
     if (dtype == MN_F32) {
