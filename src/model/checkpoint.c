@@ -15,7 +15,9 @@
 #include "io/safetensors.h"
 #include "model/families/dialect.h"
 #include "model/folder/auto_map.h"
+#include "model/folder/quantised.h"
 #include "model/folder/weights.h"
+#include "model/model_internal.h"
 #include "runtime/reserve.h"
 
 enum { PATH = 4096 };
@@ -43,12 +45,23 @@ static mn_status read_param(mn_model *model, const mn_weights *w, int i) {
 }
 
 mn_status mn_checkpoint_read_weights(mn_model *model, const char *given) {
+    return mn_checkpoint_read_each(model, given, NULL, NULL);
+}
+
+mn_status mn_checkpoint_read_each(mn_model *model, const char *given, mn_checkpoint_each fn,
+                                  void *context) {
     char folder[MN_FOLDER_PATH];
     mn_weights *w = NULL;
     mn_status st = mn_folder_of_model(folder, given);
     if (st == MN_OK) st = mn_weights_open(&w, folder);
     if (st == MN_OK) st = mn_weights_check(model, w);
-    for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) st = read_param(model, w, i);
+    for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
+        mn_model_param *p = mn_model_param_at(model, i);
+        const mn_stored_tensor *t = mn_weights_find(w, model, p->name);
+        st = mn_quantised_stored(p, t) ? mn_quantised_read(model, w, p, t)
+                                       : read_param(model, w, i);
+        if (st == MN_OK && fn) st = fn(context, i);
+    }
     mn_weights_close(w);
     return st;
 }
@@ -58,12 +71,14 @@ static mn_status check_memory(const mn_model_config *config, mn_dtype dtype, con
     mn_model *sketch;
     const mn_status st = mn_model_sketch(&sketch, config);
     if (st != MN_OK) return st;
-    const size_t need = (size_t)mn_model_count(sketch) * mn_dtype_bytes(dtype);
+    const size_t bits = config->quant_bits ? 2 * (size_t)config->quant_bits    // and their scales
+                                           : 8 * mn_dtype_bytes(dtype);
+    const size_t need = (size_t)mn_model_count(sketch) / 8 * bits;
     mn_model_destroy(sketch);
     return mn_memory_check(need, folder);
 }
 
-mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) {
+mn_status mn_checkpoint_create(mn_model **out, const char *given, mn_dtype dtype) {
     *out = NULL;
     char path[PATH], folder[MN_FOLDER_PATH];
     mn_json root = { 0 };
@@ -76,7 +91,12 @@ mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) 
     if (st == MN_OK) st = check_memory(&config, dtype, folder);
     if (st == MN_OK) st = mn_model_create(out, &config, dtype);
     mn_model_config_free(&config);
-    if (st == MN_OK) st = mn_checkpoint_read_weights(*out, folder);
+    return st;
+}
+
+mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) {
+    mn_status st = mn_checkpoint_create(out, given, dtype);
+    if (st == MN_OK) st = mn_checkpoint_read_weights(*out, given);
     if (st != MN_OK) {
         mn_model_destroy(*out);
         *out = NULL;
@@ -183,21 +203,30 @@ static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, 
 
 static mn_status write_weights(mn_model *model, mn_stored_tensor *tensors, param_name *names,
                                void **copies, const char *path) {
-    const int n = mn_model_params(model);
     const char *family = mn_model_config_family(mn_model_describe(model));
     mn_status st = MN_OK;
-    for (int i = 0; i < n && st == MN_OK; i++) {
-        const char *name = mn_model_param_at(model, i)->name;
-        mn_dialect_name(names[i], family, mn_weights_kind(model, name), name);
-        tensors[i] = (mn_stored_tensor){ .name = names[i] };
-        st = stored_form(&tensors[i], &copies[i], model, i);
+    int n = 0;
+    for (int i = 0; i < mn_model_params(model) && st == MN_OK; i++) {
+        const mn_model_param *p = mn_model_param_at(model, i);
+        mn_dialect_name(names[n], family, mn_weights_kind(model, p->name), p->name);
+        if (p->quant && model->device) {
+            st = mn_fail(MN_ERR_UNSUPPORTED, "%s: quantised weights are saved from the CPU", path);
+        } else if (p->quant) {
+            const int parts = mn_quantised_tensors(&tensors[n], &names[n], &copies[n], p);
+            if (parts == 0) st = mn_fail(MN_ERR_MEMORY, "no memory to save %s", p->name);
+            n += parts;
+        } else {
+            tensors[n] = (mn_stored_tensor){ .name = names[n] };
+            st = stored_form(&tensors[n], &copies[n], model, i);
+            n++;
+        }
     }
     const mn_stored_text format = { "format", "pt" };
     return st == MN_OK ? mn_safetensors_write(path, tensors, n, &format, 1) : st;
 }
 
 static mn_status save_weights(mn_model *model, const char *path) {
-    const size_t n = (size_t)mn_model_params(model);
+    const size_t n = MN_QUANTISED_PARTS * (size_t)mn_model_params(model);
     mn_stored_tensor *tensors = calloc(n, sizeof *tensors);
     void **copies = calloc(n, sizeof *copies);
     param_name *names = calloc(n, sizeof *names);

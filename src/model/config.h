@@ -58,6 +58,8 @@ typedef struct mn_model_config {
                                        // shared blocks, if any
     unsigned char *halves;             // n_layers of mn_mlp_half
     mn_block_config block;
+    int quant_bits;                    // of quantised projections, 8 or 4; 0: numbers as they are
+    int64_t quant_group;               // inputs that share a scale
     char *source;                      // JSON that it was read from, of other software; NULL: none
 } mn_model_config;
 

@@ -227,12 +227,18 @@ mn_status mn_model_sketch(mn_model **out, const mn_model_config *config) {
     return create(out, config, MN_F32, true);
 }
 
+void mn_model_drop_value(const mn_model *model, mn_model_param *p) {
+    give(model, p->value, p->info.count);
+    p->value = NULL;
+}
+
 void mn_model_destroy(mn_model *model) {
     if (!model) return;
     if (model->device) mn_model_unplace(model);
     for (int i = 0; i < model->n_params; i++) {
-        give(model, model->params[i].value, model->params[i].info.count);
+        mn_model_drop_value(model, &model->params[i]);
         give(model, model->params[i].grad, model->params[i].info.count);
+        mn_quant_free(model->params[i].quant);
     }
     free(model->params);
     free(model->leaves);
@@ -256,6 +262,10 @@ static mn_status take_gradients(mn_model *model, bool zero) {
 }
 
 mn_status mn_model_want_gradients(mn_model *model) {
+    if (model->config.quant_bits) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "weights of %d bits cannot be trained; take the model "
+                       "that was quantised", model->config.quant_bits);
+    }
     return model->device ? mn_model_place_gradients(model) : take_gradients(model, !model->sketch);
 }
 

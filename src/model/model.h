@@ -16,6 +16,7 @@ typedef struct mn_model_param {
     char name[MN_PARAM_NAME];
     mn_param_info info;        // shape, group, initial values
     void *value, *grad;        // count numbers; grad NULL until mn_model_want_gradients
+    struct mn_quant *quant;    // in 8 or 4 bits, in place of value (quant.h); NULL: value
     void *shadow;              // of a model on a GPU: the value in bf16, or NULL
     int stored;                // type of the file it was read from (io/safetensors.h); -1: none
     int stored_rank;           // its axes there, where they are others: -1: as here

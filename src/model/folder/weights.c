@@ -11,6 +11,7 @@
 #include "base/util.h"
 #include "io/file.h"
 #include "model/families/dialect.h"
+#include "model/folder/quantised.h"
 
 enum { PATH = 4096, MAX_FILES = 1024 };
 
@@ -103,12 +104,16 @@ static const struct {
 #undef SPELLING
 };
 
-static const mn_stored_tensor *find_exact(const mn_weights *w, const char *name) {
+const mn_stored_tensor *mn_weights_exact(const mn_weights *w, const char *name) {
     for (int i = 0; i < w->n_files; i++) {
         const mn_stored_tensor *found = mn_safetensors_find(w->files[i], name);
         if (found) return found;
     }
     return NULL;
+}
+
+const char *mn_weights_folder(const mn_weights *w) {
+    return w->folder;
 }
 
 /* `name` with the first `ours` in it replaced, if it is there and the result fits. */
@@ -125,7 +130,7 @@ enum { MAX_SPELLINGS = 4 };    // that one name may need at once
 
 static const mn_stored_tensor *find_from(const mn_weights *w, const char *name, size_t first,
                                          int depth) {
-    const mn_stored_tensor *found = find_exact(w, name);
+    const mn_stored_tensor *found = mn_weights_exact(w, name);
     const size_t n = sizeof spellings / sizeof *spellings;
     for (size_t i = first; !found && depth < MAX_SPELLINGS && i < n; i++) {
         char other[MN_PARAM_NAME];
@@ -148,9 +153,9 @@ const mn_stored_tensor *mn_weights_find(const mn_weights *w, const mn_model *mod
                                         const char *name) {
     char theirs[MN_PARAM_NAME];
     mn_dialect_name(theirs, mn_model_describe(model)->family, mn_weights_kind(model, name), name);
-    const mn_stored_tensor *found = find_exact(w, theirs);
+    const mn_stored_tensor *found = mn_weights_exact(w, theirs);
     const char *rest = strchr(theirs, '.');
-    if (!found && rest) found = find_exact(w, rest + 1);
+    if (!found && rest) found = mn_weights_exact(w, rest + 1);
     return found ? found : find_from(w, name, 0, 0);
 }
 
@@ -223,7 +228,8 @@ mn_status mn_weights_check(mn_model *model, const mn_weights *w) {
         }
         const bool turned = mn_dialect_transposed(mn_model_describe(model)->family, p->name);
         if (mn_weights_cut(model, w, p)) continue;
-        const mn_status st = check_shape(p, t, turned, w->folder);
+        const mn_status st = mn_quantised_stored(p, t) ? mn_quantised_check(model, w, p, t)
+                                                       : check_shape(p, t, turned, w->folder);
         if (st != MN_OK) return st;
     }
     return MN_OK;

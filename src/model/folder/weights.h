@@ -15,6 +15,9 @@ typedef struct mn_weights mn_weights;
 mn_status mn_weights_open(mn_weights **out, const char *folder);
 void mn_weights_close(mn_weights *w);    // NULL accepted
 
+/* The folder's path, for messages. */
+const char *mn_weights_folder(const mn_weights *w);
+
 int mn_weights_files(const mn_weights *w);
 const mn_safetensors *mn_weights_file(const mn_weights *w, int i);
 
@@ -22,6 +25,9 @@ const mn_safetensors *mn_weights_file(const mn_weights *w, int i);
  * name of the whole model before it, or by one of other spellings. NULL: there is none. */
 const mn_stored_tensor *mn_weights_find(const mn_weights *w, const mn_model *model,
                                         const char *name);
+
+/* The tensor that a file calls `name`, or NULL. */
+const mn_stored_tensor *mn_weights_exact(const mn_weights *w, const char *name);
 
 /* Every parameter is there in its shape; the message names the first that is not. */
 mn_status mn_weights_check(mn_model *model, const mn_weights *w);
