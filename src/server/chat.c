@@ -41,5 +41,5 @@ mn_status mn_chat_render(mn_text *out, const mn_chat *chat, const json_t *messag
     const char *refusal = mn_chat_refusal(chat);
     if (refusal) return mn_fail(MN_ERR_ARGUMENT, "%s", refusal);
     const mn_status st = mn_chat_template_render(out, chat->template, messages, options);
-    return st == MN_ERR_UNSUPPORTED ? mn_fail(MN_ERR_ARGUMENT, "%s", mn_last_error()) : st;
+    return st == MN_ERR_UNSUPPORTED ? MN_ERR_ARGUMENT : st;
 }

@@ -38,9 +38,10 @@ mn_status mn_jinja_parse(mn_jinja **out, const char *text, size_t size, const ch
         return MN_OK;
     }
     if (!failed(&s)) fail(&s, "the template could not be read");
-    const mn_status st = report(&s);
+    if (s.status == MN_ERR_ARGUMENT) s.status = MN_ERR_FORMAT;
+    s.name = name;
     mn_jinja_free(t);
-    return st == MN_ERR_ARGUMENT ? mn_fail(MN_ERR_FORMAT, "%s", mn_last_error()) : st;
+    return report(&s);
 }
 
 void mn_jinja_free(mn_jinja *t) {

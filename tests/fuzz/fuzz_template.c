@@ -21,9 +21,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 static const char given[] =
     "{\"messages\": [{\"role\": \"system\", \"content\": \"Be brief.\"}, {\"role\": \"user\", "
     "\"content\": [{\"type\": \"text\", \"text\": \"\xC3\xA9\"}]}, {\"role\": \"assistant\", "
-    "\"tool_calls\": [{\"function\": {\"name\": \"f\", \"arguments\": {\"x\": 1.5, \"y\": null}}}]}],"
-    "\"tools\": [{\"type\": \"function\", \"function\": {\"name\": \"f\"}}], \"bos_token\": \"<s>\","
-    "\"add_generation_prompt\": true, \"xs\": [3, 1, 2], \"n\": 7}";
+    "\"tool_calls\": [{\"function\": {\"name\": \"f\", \"arguments\": {\"x\": 1.5}}}]}], "
+    "\"tools\": [{\"type\": \"function\", \"function\": {\"name\": \"f\"}}], "
+    "\"bos_token\": \"<s>\", \"add_generation_prompt\": true, \"xs\": [3, 1, 2], \"n\": 7}";
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     static json_t *variables;
@@ -41,7 +41,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     REQUIRE(out.size <= MOST_OUTPUT && mn_utf8_valid(out.bytes, out.size) == out.size);
     REQUIRE(mn_jinja_render(&again, t, variables, &limits) == st);
     const bool now = memmem(bytes, size, "strftime_now", 12) != NULL;
-    REQUIRE(now || (out.size == again.size && (!out.size || !memcmp(out.bytes, again.bytes, out.size))));
+    const bool same = out.size == again.size &&
+                      (!out.size || memcmp(out.bytes, again.bytes, out.size) == 0);
+    REQUIRE(now || same);
     mn_text_free(&out);
     mn_text_free(&again);
     mn_jinja_free(t);

@@ -15,7 +15,7 @@
 
 static const char variables[] =
     "{\"xs\": [3, 1, 2], \"d\": {\"b\": 1, \"a\": [true, null]}, \"s\": \"H\xC3\xA9llo\", "
-    "\"ms\": [{\"role\": \"user\", \"content\": \"hi\"}, {\"role\": \"tool\", \"content\": \"x\"}], "
+    "\"ms\": [{\"role\": \"user\", \"content\": \"hi\"}, {\"role\": \"tool\", \"content\": \"x\"}],"
     "\"none\": null, \"tree\": [{\"n\": 1, \"c\": [{\"n\": 2, \"c\": []}]}]}";
 
 static mn_status render(mn_text *out, const char *text, const mn_jinja_limits *limits) {
