@@ -125,7 +125,8 @@ static int64_t clip(int64_t at, int64_t n, int64_t low, int64_t high) {
     return at > high ? high : at;
 }
 
-static value *pick(state *s, value *of, int64_t from, int64_t step, int64_t n) {
+/* n items of `of` from `from` on; `to` is where the slice ends, which a range shows. */
+static value *pick(state *s, value *of, int64_t from, int64_t to, int64_t step, int64_t n) {
     if (of->kind == K_STRING) {
         if (step == 1) return string_cut(s, of, from, from + n);
         maker m = { .s = s };
@@ -139,7 +140,7 @@ static value *pick(state *s, value *of, int64_t from, int64_t step, int64_t n) {
         value *out = new_value(s, K_RANGE);
         if (!out) return NULL;
         const range *r = &of->range;
-        out->range = (range){ r->from + from * r->step, r->from + (from + n * step) * r->step,
+        out->range = (range){ r->from + from * r->step, r->from + to * r->step,
                               r->step * step, n };
         return out;
     }
@@ -165,7 +166,7 @@ value *get_slice(state *s, value *of, value *from, value *to, value *step) {
     a = clip(a, n, low, high);
     b = clip(b, n, low, high);
     const int64_t span = by > 0 ? b - a : a - b, width = by > 0 ? by : -by;
-    return pick(s, of, a, by, span <= 0 ? 0 : (span + width - 1) / width);
+    return pick(s, of, a, b, by, span <= 0 ? 0 : (span + width - 1) / width);
 }
 
 /* ---- in -------------------------------------------------------------------------------------- */

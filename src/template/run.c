@@ -57,7 +57,7 @@ static bool write_value(state *s, const node *n) {
 }
 
 value *capture(state *s, size_t from) {
-    value *text = new_string(s, s->out.bytes + from, s->out.size - from);
+    value *text = new_string(s, s->out.bytes ? s->out.bytes + from : "", s->out.size - from);
     s->out.size = from;
     return text;
 }

@@ -47,7 +47,7 @@ char *store_bytes(store *s, size_t bytes) {
 }
 
 char *store_grow(store *s, const char *at, size_t old, size_t size) {
-    if (s->at && at + old == s->at && size - old <= (size_t)(s->end - s->at) && old > 0) {
+    if (old > 0 && s->at && at + old == s->at && size - old <= (size_t)(s->end - s->at)) {
         s->at += size - old;
         return s->at - size;
     }

@@ -93,7 +93,7 @@ static mn_status grad_back(const product *p, mn_out result, mn_out steps, int64_
 static mn_status inputs_of(const product *p, mn_delta_net_args *to,
                            const mn_delta_product_args *args, bool back) {
     const int64_t K = p->token.K, V = p->token.V, last = p->n - 1;
-    mn_out q, g, o;
+    mn_out q = {0}, g = {0}, o;
     mn_status st = spread(p, &q, args->q, K, last);
     if (st == MN_OK) st = spread(p, &g, args->g, 1, 0);
     if (st == MN_OK) st = as_steps(p, &to->k, args->k, K);

@@ -161,14 +161,13 @@ value *filter_truncate(state *s, value **a, const arguments *all) {
     value *end = a[3] ? a[3] : lent_string(s, "...", 3);
     if (!end || !want_whole(s, &most, a[1], 255) ||
         !want_whole(s, &leeway, given(a[4]) ? a[4] : NULL, 5)) return NULL;
-    if (end->kind != K_STRING || a[0]->kind != K_STRING) {
-        if (a[0]->kind == K_UNDEFINED) return lent_string(s, "", 0);
-        return fail(s, "truncate takes texts, not %s", type_name(a[0]));
-    }
+    if (end->kind != K_STRING) return fail(s, "truncate ends in a text, not %s", type_name(end));
     const int64_t n_end = string_points(s, end);
     if (most < n_end) return fail(s, "expected length >= %lld", (long long)n_end);
     if (leeway < 0) return fail(s, "expected leeway >= 0");
-    if (string_points(s, a[0]) <= most + leeway) return a[0];
+    const int64_t n = a[0]->kind == K_UNDEFINED ? 0 : length_of(s, a[0]);
+    if (n >= 0 && n <= most + leeway) return a[0];
+    if (a[0]->kind != K_STRING) return fail(s, "truncate takes texts, not %s", type_name(a[0]));
     value *start = string_cut(s, a[0], 0, most - n_end);
     if (start && !yes_or(s, a[2], false)) {
         value *blank = lent_string(s, " ", 1), *cuts[] = { start, blank, new_int(s, 1) };
@@ -178,13 +177,15 @@ value *filter_truncate(state *s, value **a, const arguments *all) {
     return start ? concat(s, start, end) : NULL;
 }
 
-static void put_quoted(maker *m, const string *t, const char *safe) {
+/* As in an address; `form`: as in its query, where a blank is a plus. */
+static void put_quoted(maker *m, const string *t, bool form) {
     for (size_t i = 0; i < t->size; i++) {
         const char c = t->bytes[i];
         const bool plain = (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') ||
-                           (c && strchr("_.-~", c)) || (c && strchr(safe, c));
+                           (c && strchr("_.-~", c)) || (c == '/' && !form);
         char text[4];
         if (plain) put(m, &c, 1);
+        else if (form && c == ' ') put(m, "+", 1);
         else put(m, text, (size_t)snprintf(text, sizeof text, "%%%02X", (uint8_t)c));
     }
 }
@@ -194,7 +195,7 @@ value *filter_urlencode(state *s, value **a, const arguments *all) {
     (void)all;
     if (a[0]->kind == K_STRING || !iterable(a[0])) {
         const value *text = string_of(s, a[0]);
-        if (text) put_quoted(&m, &text->text, "/");
+        if (text) put_quoted(&m, &text->text, false);
         return text ? made(&m) : NULL;
     }
     value *of = a[0];
@@ -209,7 +210,7 @@ value *filter_urlencode(state *s, value **a, const arguments *all) {
             const value *text = string_of(s, two.at[i]);
             if (!text) return NULL;
             if (i || more) put(&m, i ? "=" : "&", 1);
-            put_quoted(&m, &text->text, "");
+            put_quoted(&m, &text->text, true);
         }
     }
     return failed(s) ? NULL : made(&m);

@@ -176,8 +176,9 @@ static bool reversible(const value *v) {
 value *filter_last(state *s, value **a, const arguments *all) {
     items out = { 0 };
     (void)all;
-    if (a[0]->kind == K_UNDEFINED) return fail_undefined(s, a[0]);
-    if (!reversible(a[0])) return fail(s, "'%s' object is not reversible", type_name(a[0]));
+    if (a[0]->kind != K_UNDEFINED && !reversible(a[0])) {
+        return fail(s, "'%s' object is not reversible", type_name(a[0]));
+    }
     if (a[0]->kind == K_LIST || a[0]->kind == K_TUPLE) out = a[0]->list;
     else if (!collect(s, &out, a[0])) return NULL;
     if (out.n) return out.at[out.n - 1];
@@ -190,7 +191,6 @@ value *filter_reverse(state *s, value **a, const arguments *all) {
     if (a[0]->kind == K_STRING) {
         return get_slice(s, a[0], NULL, NULL, new_int(s, -1));
     }
-    if (a[0]->kind == K_UNDEFINED) return fail_undefined(s, a[0]);
     if (!collect(s, &out, a[0])) return NULL;
     value *list = new_list(s, K_LIST, out.n);
     for (int64_t i = 0; list && i < out.n; i++) list->list.at[i] = out.at[out.n - 1 - i];
