@@ -15,15 +15,17 @@ typedef enum kind { KIND_INT, KIND_REAL, KIND_FLAG, KIND_TEXT } kind;
 static const struct option {
     const char *section, *name, *text, *about;    // text: the default as written in the table
     kind kind;
-    double value;
+    double value, least, most;                    // of numbers
     size_t offset;
 } options[] = {
-#define ROW(section, name, text, about, kind, value)                                               \
-    { #section, #name, text, about, kind, value, offsetof(mn_train_options, name) },
-#define INT(section, name, value, about) ROW(section, name, #value, about, KIND_INT, value)
-#define REAL(section, name, value, about) ROW(section, name, #value, about, KIND_REAL, value)
-#define FLAG(section, name, value, about) ROW(section, name, #value, about, KIND_FLAG, value)
-#define TEXT(section, name, value, about) ROW(section, name, value, about, KIND_TEXT, 0)
+#define ROW(section, name, text, about, kind, ...)                                                 \
+    { #section, #name, text, about, kind, __VA_ARGS__, offsetof(mn_train_options, name) },
+#define INT(section, name, value, least, most, about)                                              \
+    ROW(section, name, #value, about, KIND_INT, value, (double)least, (double)most)
+#define REAL(section, name, value, least, most, about)                                             \
+    ROW(section, name, #value, about, KIND_REAL, value, least, most)
+#define FLAG(section, name, value, about) ROW(section, name, #value, about, KIND_FLAG, value, 0, 1)
+#define TEXT(section, name, value, about) ROW(section, name, value, about, KIND_TEXT, 0, 0, 0)
 #include "train/train_options.def"
 #undef ROW
 };
@@ -144,11 +146,10 @@ static mn_status read_value(mn_train_options *out, const struct option *o, const
     case KIND_TEXT: st = read_text(to, at); break;
     }
     if (st != MN_OK) return st;
-    if (o->kind == KIND_INT && *(int64_t *)to < 0) return mn_json_fail(at, "must not be negative");
-    if (o->kind == KIND_REAL && !(*(double *)to >= 0.0)) {
-        return mn_json_fail(at, "must not be negative");
-    }
-    return MN_OK;
+    if (o->kind != KIND_INT && o->kind != KIND_REAL) return MN_OK;
+    const double x = o->kind == KIND_INT ? (double)*(int64_t *)to : *(double *)to;
+    if (x >= o->least && x <= o->most) return MN_OK;
+    return mn_json_fail(at, "must lie between %.16g and %.16g", o->least, o->most);
 }
 
 static mn_status read_section(mn_train_options *out, const mn_json *root, const char *section,
@@ -203,6 +204,10 @@ static mn_status read_groups(mn_train_options *out, const mn_json *train) {
         static const char *const keys[] = { "lr", "decays" };
         st = mn_json_unknown_key(&group, keys, 2);
         if (st == MN_OK) st = mn_json_opt_f64(&out->groups[i].lr, &group, "lr");
+        if (st == MN_OK && !(out->groups[i].lr >= 0.0 && out->groups[i].lr <= 1e6)) {
+            const mn_json at = mn_json_member(&group, "lr");
+            st = mn_json_fail(&at, "must lie between 0 and 1000000");
+        }
         if (st == MN_OK) st = mn_json_opt_bool(&out->groups[i].decays, &group, "decays");
     }
     return st;
@@ -215,38 +220,17 @@ static mn_status require(const mn_json *root, const char *section, const char *k
     return mn_json_fail(&at, "%s", why);
 }
 
-static mn_status check_ranges(const mn_train_options *o, const mn_json *root) {
-    const int64_t most = INT64_C(1) << 24, most_steps = INT64_C(1) << 40;
-    const struct {
-        const char *section, *key;
-        bool holds;
-        const char *why;
-    } rules[] = {
-        { "data", "valid_part", o->valid_part < 1.0, "must lie below 1" },
-        { "train", "steps", o->steps >= 1 && o->steps <= most_steps,
-          "must lie between 1 and 1099511627776" },
-        { "train", "batch", o->batch >= 1 && o->batch <= most, "must lie between 1 and 16777216" },
-        { "train", "context", o->context >= 1 && o->context <= most,
-          "must lie between 1 and 16777216" },
-        { "train", "batch", (double)o->batch * (double)o->context <= INT32_MAX,
-          "times train.context must lie below 2^31; train.accumulate makes larger steps" },
-        { "train", "accumulate", o->accumulate >= 1 && o->accumulate <= 65536,
-          "must lie between 1 and 65536" },
-        { "train", "mc_samples", o->mc_samples <= 64, "must be at most 64" },
-        { "train", "beta1", o->beta1 < 1.0, "must lie below 1" },
-        { "train", "beta2", o->beta2 < 1.0, "must lie below 1" },
-        { "train", "eps", o->eps > 0.0, "must be above 0" },
-        { "train", "decay_part", o->decay_part <= 1.0, "must be at most 1" },
-        { "train", "log_every", o->log_every >= 1, "must be at least 1" },
-        { "train", "min_lr", o->min_lr <= o->lr,
-          "must be at most train.lr; give it beside a small one" },
-    };
-    for (size_t i = 0; i < MN_COUNTOF(rules); i++) {
-        const mn_status st = require(root, rules[i].section, rules[i].key, rules[i].holds,
-                                     rules[i].why);
-        if (st != MN_OK) return st;
+/* What holds between options; the range of each is in the table. */
+static mn_status check_together(const mn_train_options *o, const mn_json *root) {
+    mn_status st = require(root, "train", "batch",
+                           (double)o->batch * (double)o->context <= INT32_MAX,
+                           "times train.context must lie below 2^31; train.accumulate makes larger "
+                           "steps");
+    if (st == MN_OK) {
+        st = require(root, "train", "min_lr", o->min_lr <= o->lr,
+                     "must be at most train.lr; give it beside a small one");
     }
-    return MN_OK;
+    return st;
 }
 
 mn_status mn_train_options_read(mn_train_options *out, const mn_json *root) {
@@ -266,5 +250,5 @@ mn_status mn_train_options_read(mn_train_options *out, const mn_json *root) {
     if (st == MN_OK) st = read_paths(out->valid, &out->n_valid, &held);
     if (st == MN_OK) st = read_groups(out, &train);
     if (st == MN_OK && mn_json_given(&to)) st = read_text(out->out, &to);
-    return st == MN_OK ? check_ranges(out, root) : st;
+    return st == MN_OK ? check_together(out, root) : st;
 }

@@ -8,14 +8,18 @@
 
 enum { MN_TRAIN_TEXT = 1024, MN_TRAIN_PATHS = 64 };
 
+/* The largest numbers of steps, and of rows of a batch or tokens of a row. */
+#define MN_TRAIN_STEPS 1099511627776
+#define MN_TRAIN_ROW 16777216
+
 typedef struct mn_train_group {
     double lr;         // times the schedule's learning rate
     bool decays;
 } mn_train_group;
 
 typedef struct mn_train_options {
-#define INT(section, name, value, about) int64_t name;
-#define REAL(section, name, value, about) double name;
+#define INT(section, name, value, least, most, about) int64_t name;
+#define REAL(section, name, value, least, most, about) double name;
 #define FLAG(section, name, value, about) bool name;
 #define TEXT(section, name, value, about) char name[MN_TRAIN_TEXT];
 #include "train/train_options.def"

@@ -68,6 +68,16 @@ if command -v gnuplot >/dev/null; then
     [ "$(head -c 4 "$work/alone.png" | tail -c 3)" = PNG ] || fail "no PNG alone"
     [ ! -e "$work/alone.svg" ] || fail "an SVG nobody asked for"
     [ -z "$(find "$work" -name '*.gp')" ] || fail "a script is left behind"
+    for of in a1.gdn a2.gdn b1.kla; do     # one colour a layer where several are shown, dashes within
+        make_run "$work/${of%.*}" 60 0.02
+        printf '{"model": {"layers": "%s"}}' "${of#*.}" >"$work/${of%.*}/settings.json"
+    done
+    count() { grep -o "stroke='rgb([^']*)'" "$1" | tr -d ' ' | sort -u | wc -l; }
+    run 0 plot "$work/a1" "$work/b1" --key loss --smooth 1 -o "$work/two.svg"
+    run 0 plot "$work/a1" "$work/a2" "$work/b1" --key loss --smooth 1 -o "$work/three.svg"
+    [ "$(count "$work/two.svg")" = "$(count "$work/three.svg")" ] || fail "a run more of one layer has another colour"
+    run 0 plot "$work/a1" "$work/a2" --key loss --smooth 1 -o "$work/one.svg"
+    [ "$(count "$work/one.svg")" = "$(count "$work/two.svg")" ] || fail "two runs of one layer look the same"
     program=$(cd "$(dirname "$mneme")" && pwd)/$(basename "$mneme")
     (cd "$first" && "$program" plot . >"$work/out" 2>"$work/err") || fail "plot ."
     grep -q 'first_run' "$first/plot.svg" || fail "the folder has no name"

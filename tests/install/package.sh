@@ -1,6 +1,8 @@
 #!/bin/sh
-# The packages of a build: what they hold, the tarball from a folder of its own, and the .deb in a fresh
-# Debian root where one can be made (root rights, debootstrap, a mirror): mneme train runs there.
+# The packages of a build: what they hold, the tarball from a folder of its own, and both in fresh roots
+# of Debian 12 and Debian 13, where those can be made (root rights, debootstrap, a mirror): mneme train runs
+# there. Debian 13 has the library names of 64-bit time that Ubuntu 24.04 has. MNEME_ROOTS names roots that
+# are there already, of Ubuntu too (the libraries the .deb depends on installed).
 #   sh package.sh SOURCE_DIR BUILD_DIR
 set -eu
 source=$1
@@ -39,21 +41,42 @@ ldd "$program" | grep -q "$work/somewhere/.*/lib.*/mneme/libjansson" || fail "th
 (cd "$work" && "$program" train text.txt --steps 2 --threads 1 --quiet --out run >"$work/trained") || fail "the tarball does not train"
 grep -q 'best on held-out data' "$work/trained" || fail "the tarball's training says nothing"
 
-# a fresh root
-root=${MNEME_ROOT-}
-if [ -z "$root" ]; then
-    [ "$(id -u)" = 0 ] || { echo "packages in order; no root rights for a fresh root: that part is skipped"; exit 0; }
-    command -v debootstrap >/dev/null 2>&1 || { echo "packages in order; no debootstrap: a fresh root is skipped"; exit 0; }
-    root=$work/root
-    depends=$(dpkg-deb --field "$deb" Depends | tr ',' '\n' | sed 's/ *\([a-z0-9.+-]*\).*/\1/' | sort -u | paste -s -d ,)
-    timeout 900 debootstrap --variant=minbase --include="$depends" bookworm "$root" >"$work/debootstrap.log" 2>&1 ||
-        { echo "packages in order; debootstrap could not make a root ($(tail -n 1 "$work/debootstrap.log")): that part is skipped"; exit 0; }
+# in a root: the tarball first, which needs nothing of it, then the .deb
+in_root() {
+    root=$1
+    mkdir -p "$root/tmp/tarball"
+    cp "$deb" "$work/text.txt" "$root/tmp/"
+    tar -C "$root/tmp/tarball" -xzf "$tarball"
+    chroot "$root" sh -c 'cd /tmp && rm -rf runs && tarball/*/bin/mneme train text.txt --steps 2 --threads 1 --quiet' \
+        >"$work/trained" || fail "the tarball does not train in $2"
+    grep -q 'best on held-out data' "$work/trained" || fail "the tarball's training in $2 says nothing"
+    rm -rf "$root/tmp/tarball"
+    chroot "$root" dpkg --install "/tmp/${deb##*/}" >"$work/dpkg.log" 2>&1 || fail "$2: $(tail -n 3 "$work/dpkg.log")"
+    chroot "$root" sh -c 'cd /tmp && rm -rf runs && mneme train text.txt --steps 2 --threads 1 --quiet' >"$work/trained" ||
+        fail "mneme train fails in $2"
+    grep -q 'best on held-out data' "$work/trained" || fail "training in $2 says nothing"
+    chroot "$root" sh -c 'cd /tmp && mneme generate --model runs/text line --tokens 4 --quiet' >/dev/null ||
+        fail "generate fails in $2"
+    chroot "$root" dpkg --purge mneme >/dev/null 2>&1 || fail "the .deb cannot be removed from $2"
+    echo "packages at work in $2"
+}
+
+if [ -n "${MNEME_ROOTS-}" ]; then
+    for root in $MNEME_ROOTS; do in_root "$root" "$root"; done
+    exit 0
 fi
-cp "$deb" "$work/text.txt" "$root/tmp/"
-chroot "$root" dpkg --install "/tmp/${deb##*/}" >"$work/dpkg.log" 2>&1 || fail "dpkg: $(tail -n 3 "$work/dpkg.log")"
-chroot "$root" sh -c 'cd /tmp && rm -rf runs && mneme train text.txt --steps 2 --threads 1 --quiet' >"$work/trained" ||
-    fail "mneme train fails in the fresh root"
-grep -q 'best on held-out data' "$work/trained" || fail "training in the fresh root says nothing"
-chroot "$root" sh -c 'cd /tmp && mneme generate --model runs/text line --tokens 4 --quiet' >/dev/null || fail "generate fails there"
-chroot "$root" dpkg --purge mneme >/dev/null 2>&1 || fail "the .deb cannot be removed"
-echo "packages in order, and at work in a fresh root"
+[ "$(id -u)" = 0 ] || { echo "packages in order; no root rights for a fresh root: that part is skipped"; exit 0; }
+command -v debootstrap >/dev/null 2>&1 || { echo "packages in order; no debootstrap: a fresh root is skipped"; exit 0; }
+# Of a dependency with alternatives the first is the name in Debian 12, the last that in Debian 13.
+names() {
+    dpkg-deb --field "$deb" Depends | tr ',' '\n' | sed "$1; s/^ *\([a-z0-9.+-]*\).*/\1/" | sort -u | paste -s -d ,
+}
+for suite in bookworm trixie; do
+    depends=$(names 's/|.*//')
+    [ $suite = bookworm ] || depends=$(names 's/.*|//')
+    timeout 900 debootstrap --variant=minbase --include="$depends" $suite "$work/$suite" >"$work/debootstrap.log" 2>&1 || {
+        echo "packages in order; no root of $suite ($(tail -n 1 "$work/debootstrap.log")): that part is skipped"
+        continue
+    }
+    in_root "$work/$suite" "a fresh root of $suite"
+done

@@ -13,6 +13,7 @@
 #include "base/util.h"
 #include "cli/plot/plot.h"
 #include "io/closest.h"
+#include "io/json.h"
 #include "train/run_log.h"
 #include "train/run_read.h"
 
@@ -201,7 +202,6 @@ static char *last_part(const char *path) {
 static mn_status name_runs(mn_plot *plot) {
     bool whole = false;                       // two runs of one name: paths tell them apart
     for (int i = 0; i < plot->n_runs; i++) {
-        plot->colour[i] = i;
         plot->names[i] = last_part(plot->paths[i]);
         if (!plot->names[i]) return mn_fail(MN_ERR_MEMORY, "no memory for the names of runs");
         for (int j = 0; j < i; j++) whole = whole || strcmp(plot->names[i], plot->names[j]) == 0;
@@ -217,6 +217,40 @@ static mn_status name_runs(mn_plot *plot) {
         }
     }
     return MN_OK;
+}
+
+/* The layers of a run as its settings have them, new: "gdn" or a list; NULL where it says nothing. */
+static char *layers_of(const char *path) {
+    char file[4096];
+    const int n = snprintf(file, sizeof file, "%s/settings.json", path);
+    mn_json settings = { 0 };
+    char *out = NULL;
+    if (n < 0 || (size_t)n >= sizeof file || !is_folder(path)) return NULL;
+    if (mn_json_load(&settings, file, MN_JSON_PYTHON) != MN_OK) return NULL;
+    const json_t *model = json_object_get(settings.value, "model");
+    const json_t *layers = json_object_get(model, "layers");
+    if (!layers) layers = json_object_get(model, "model_type");
+    if (layers) out = json_dumps(layers, JSON_ENCODE_ANY);
+    mn_json_free(&settings);
+    return out;
+}
+
+/* Runs of one layer share a colour where there are several layers; else each run has its own. */
+static void share_colours(mn_plot *plot) {
+    char *layers[MN_PLOT_RUNS];
+    int n_colours = 0;
+    for (int i = 0; i < plot->n_runs; i++) {
+        int same = 0;
+        layers[i] = layers_of(plot->paths[i]);
+        while (same < i && !(layers[i] && layers[same] && strcmp(layers[i], layers[same]) == 0)) {
+            same++;
+        }
+        plot->colour[i] = same < i ? plot->colour[same] : n_colours++;
+    }
+    for (int i = 0; i < plot->n_runs; i++) {
+        if (n_colours == 1) plot->colour[i] = i;
+        free(layers[i]);
+    }
 }
 
 static bool is_loss(const char *key) {
@@ -267,6 +301,7 @@ static void scale_axis(mn_plot *plot) {
 mn_status mn_plot_read(mn_plot *plot, bool asked) {
     bool has_key[MN_PLOT_KEYS] = { false };
     mn_status st = name_runs(plot);
+    if (st == MN_OK) share_colours(plot);
     for (int run = 0; run < plot->n_runs && st == MN_OK; run++) st = read_run(plot, run, has_key);
     for (int key = 0; key < plot->n_keys && st == MN_OK && asked; key++) {
         if (has_key[key]) continue;

@@ -161,7 +161,7 @@ static void put_curves(FILE *out, const mn_plot *plot, int panel, const char **j
         if (plot->panel[curve->key] != panel) continue;
         int before = 0;                       // keys of this panel listed earlier
         for (int key = 0; key < curve->key; key++) before += plot->panel[key] == panel;
-        for (int run = 0; run < curve->run && plot->sweep; run++) {    // settings of one layer
+        for (int run = 0; run < curve->run; run++) {    // runs of one layer
             before += plot->colour[run] == plot->colour[curve->run];
         }
         const bool marked = is_marked(plot, curve->key);
