@@ -219,7 +219,7 @@ static mn_status name_runs(mn_plot *plot) {
     return MN_OK;
 }
 
-/* The layers of a run as its settings have them, new: "gdn" or a list; NULL where it says nothing. */
+/* The layers of a run as its settings have them, new: "gdn" or a list; NULL without any. */
 static char *layers_of(const char *path) {
     char file[4096];
     const int n = snprintf(file, sizeof file, "%s/settings.json", path);

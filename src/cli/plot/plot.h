@@ -31,7 +31,7 @@ typedef struct mn_plot_curve {
 typedef struct mn_plot {
     const char *paths[MN_PLOT_RUNS];
     char *names[MN_PLOT_RUNS];          // for the legend
-    int colour[MN_PLOT_RUNS];           // of each run; runs of one layer share one, if several are shown
+    int colour[MN_PLOT_RUNS];           // runs of one layer share one
     int n_runs;
     const char *keys[MN_PLOT_KEYS];
     int panel[MN_PLOT_KEYS];
