@@ -504,6 +504,8 @@ static void end_sequence(mn_engine *e, mn_sequence *s) {
     if (last) finish_job(e, job);
 }
 
+static void tell_gauges(mn_engine *e);
+
 /* ---- one turn -------------------------------------------------------------------------------- */
 
 /* The first job of the queue that is a call, or has a sequence for the place that is free. */
@@ -542,6 +544,7 @@ static void start_jobs(mn_engine *e) {
             finish_job(e, job);
         } else if (job->kind == MN_JOB_CALL) {
             job->call(job, e);
+            tell_gauges(e);    // whoever was answered finds it in the metrics
             finish_job(e, job);
         } else {
             admit(e, job);

@@ -220,7 +220,7 @@ static size_t settled(const mn_sequence *s, bool at_end, bool *found) {
             if (memcmp(text + at, ask->stops[i], here) != 0) continue;
             if (here == n) {
                 *found = true;
-                return at;
+                return ask->keep_stop ? at + n : at;
             }
             starts = !at_end;
         }
@@ -274,7 +274,9 @@ mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
     }
     if (st != MN_OK) return st;
     s->n_written++;
-    if (mn_tokenizer_ends(e->tokenizer, s->drawn) && !ask->ignore_eos) {
+    bool ends = mn_tokenizer_ends(e->tokenizer, s->drawn) && !ask->ignore_eos;
+    for (int i = 0; i < ask->n_stop_ids; i++) ends |= s->drawn == ask->stop_ids[i];
+    if (ends) {
         s->finish = "stop";
         return MN_OK;
     }
