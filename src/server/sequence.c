@@ -129,7 +129,8 @@ static mn_status from_cache(mn_engine *e, mn_sequence *s) {
 
 mn_status mn_sequence_begin(mn_engine *e, mn_sequence *s) {
     const mn_ask *ask = &s->job->ask;
-    const mn_session_options how = { .prefill_chunk = e->options.chunk, .belief = ask->belief };
+    const mn_session_options how = { .prefill_chunk = e->options.chunk, .belief = ask->belief,
+                                     .dtype = e->options.dtype };
     mn_status st = mn_session_create(&s->session, e->context, e->model, &how);
     const char *id = s->job->kind == MN_JOB_FEED ? s->job->into : ask->state;
     if (st == MN_OK && id[0]) st = from_state(e, s, id);
