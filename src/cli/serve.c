@@ -44,6 +44,8 @@ static void print_help(void) {
          "  --timeout N             seconds a client may say nothing (default 60)\n"
          "  --drain N               seconds that requests get to finish at the end (default 30)\n"
          "  --threads N             default: one per core\n"
+         "  --device D              cpu (default), cuda or cuda:N\n"
+         "  --dtype T               f32 (default), or bf16 on a GPU\n"
          "  --log-json              one JSON object a request on standard error\n"
          "  --quiet                 no line a request\n\n"
          "The first line of standard output is the address. SIGINT and SIGTERM end it: no new\n"
@@ -52,7 +54,7 @@ static void print_help(void) {
 
 typedef struct serve_options {
     mn_server_options server;
-    const char *key_file;
+    const char *key_file, *dtype;
     int streams, queue, context, chunk, cache_mb, states, states_mb, body_mb, upload_mb, threads;
 } serve_options;
 
@@ -76,6 +78,8 @@ static int parse(serve_options *o, int argc, char **argv) {
         { "--timeout", .count = &s->timeout, .low = 1, .high = 86400 },
         { "--drain", .count = &s->drain, .low = 0, .high = 86400 },
         { "--threads", .count = &o->threads, .low = 1, .high = 256 },
+        { "--device", .text = &s->engine.device },
+        { "--dtype", .text = &o->dtype },
         { "--log-json", .flag = &s->log_json },
         { "--quiet", .flag = &s->quiet },
         { NULL, .text = &s->engine.model },
@@ -83,6 +87,11 @@ static int parse(serve_options *o, int argc, char **argv) {
     const int status = mn_options_read(rows, MN_COUNTOF(rows), "serve", argc, argv);
     if (status) return status;
     if (!s->engine.model) return mn_options_mistake("serve", "", "name a folder with a model");
+    const bool half = o->dtype && strcmp(o->dtype, "bf16") == 0;
+    if (o->dtype && !half && strcmp(o->dtype, "f32") != 0) {
+        return mn_options_mistake("serve", "--dtype", "is f32 or bf16");
+    }
+    s->engine.dtype = half ? MN_BF16 : MN_F32;
     s->engine.streams = o->streams;
     s->engine.queue = o->queue;
     s->engine.context = o->context;

@@ -40,14 +40,16 @@ static int64_t context_of(const mn_engine *e) {
 }
 
 static mn_status open_model(mn_engine *e) {
-    const mn_context_options how = { .n_threads = e->options.n_threads };
+    const mn_context_options how = { .n_threads = e->options.n_threads,
+                                     .device = e->options.device };
     char folder[MN_FOLDER_PATH];
     mn_status st = mn_folder_of_model(folder, e->folder);
     if (st == MN_OK) st = mn_context_create(&e->context, &how);
     if (st == MN_OK) st = mn_model_open(&e->model, folder);
     if (st == MN_OK) st = mn_tokenizer_load(&e->tokenizer, folder);
     if (st == MN_OK) st = mn_chat_open(&e->chat, folder);
-    const mn_session_options reads = { .prefill_chunk = e->options.chunk };
+    const mn_session_options reads = { .prefill_chunk = e->options.chunk,
+                                       .dtype = e->options.dtype };
     if (st == MN_OK) st = mn_session_create(&e->probe, e->context, e->model, &reads);
     if (st == MN_OK) st = mn_batch_create(&e->batch, e->context, e->model);
     if (st != MN_OK) return st;
@@ -504,6 +506,8 @@ static void end_sequence(mn_engine *e, mn_sequence *s) {
     if (last) finish_job(e, job);
 }
 
+static void tell_gauges(mn_engine *e);
+
 /* ---- one turn -------------------------------------------------------------------------------- */
 
 /* The first job of the queue that is a call, or has a sequence for the place that is free. */
@@ -542,6 +546,7 @@ static void start_jobs(mn_engine *e) {
             finish_job(e, job);
         } else if (job->kind == MN_JOB_CALL) {
             job->call(job, e);
+            tell_gauges(e);    // whoever was answered finds it in the metrics
             finish_job(e, job);
         } else {
             admit(e, job);

@@ -17,6 +17,8 @@ typedef struct mn_engine_options {
     const char *model;             // folder
     const char *name;              // as /v1/models tells it; NULL: the folder's
     int n_threads;
+    const char *device;            // NULL: the CPU
+    mn_dtype dtype;                // of what a GPU computes
     int64_t streams;               // sequences at once
     int64_t queue;                 // requests that wait
     int64_t chunk;                 // tokens of a prompt between two steps

@@ -10,7 +10,9 @@
 #include "base/clock.h"
 #include "base/utf8.h"
 #include "base/status.h"
+#include "base/util.h"
 #include "io/json_write.h"
+#include "server/calls.h"
 
 /* ---- failures -------------------------------------------------------------------------------- */
 
@@ -190,8 +192,14 @@ static json_t *choice(const mn_engine *e, mn_sequence *s) {
     json_t *out = json_pack("{s:I,s:s,s:o}", "index", (json_int_t)s->index, "finish_reason",
                             s->finish ? s->finish : "length", "logprobs", logprobs(e, s, 0));
     if (ask->chat) {
-        json_object_set_new(out, "message", json_pack("{s:s,s:s%}", "role", "assistant",
-                                                      "content", text, s->text.size));
+        size_t before = s->text.size;
+        json_t *calls = mn_calls_parse(ask->tools, text, s->text.size, s->job->id, &before);
+        json_t *message = json_pack("{s:s,s:o}", "role", "assistant", "content",
+                                    calls && before == 0 ? json_null()
+                                                         : json_stringn(text, before));
+        if (calls) json_object_set_new(message, "tool_calls", calls);
+        if (calls) json_object_set_new(out, "finish_reason", json_string("tool_calls"));
+        json_object_set_new(out, "message", message);
     } else {
         json_object_set_new(out, "text", json_stringn(text, s->text.size));
     }
@@ -243,17 +251,28 @@ static json_t *event(const mn_job *job, json_t *choices) {
     return body;
 }
 
+/* Bytes of the text that events may tell: not those that may become a call of a tool. */
+static size_t tellable(const mn_sequence *s) {
+    if (!s->job->ask.tools || s->stage == MN_STAGE_DONE) return s->text.size;
+    return mn_calls_settled(s->text.bytes, s->text.size);
+}
+
 /* One choice of an event: what is new of the sequence. */
 static json_t *delta(mn_sequence *s, bool first) {
     mn_job *job = s->job;
-    const char *text = s->text.bytes ? s->text.bytes + s->n_sent : "";
-    const size_t size = s->text.size - s->n_sent;
     const bool ends = s->stage == MN_STAGE_DONE;
+    const char *all = s->text.bytes ? s->text.bytes : "", *text = all + s->n_sent;
+    size_t told = tellable(s);
+    json_t *calls = NULL;
+    if (ends) calls = mn_calls_parse(job->ask.tools, all, s->text.size, job->id, &told);
+    const size_t size = mn_max(told, s->n_sent) - s->n_sent;
+    const char *finish = calls ? "tool_calls" : s->finish ? s->finish : "length";
     json_t *out = json_pack("{s:I}", "index", (json_int_t)s->index);
     if (job->ask.chat) {
         json_t *message = json_object();
         if (first) json_object_set_new(message, "role", json_string("assistant"));
         if (size > 0 || first) json_object_set_new(message, "content", json_stringn(text, size));
+        if (calls) json_object_set_new(message, "tool_calls", calls);
         json_object_set_new(out, "delta", message);
     } else {
         json_object_set_new(out, "text", json_stringn(text, size));
@@ -261,13 +280,12 @@ static json_t *delta(mn_sequence *s, bool first) {
     json_object_set_new(out, "logprobs", s->told_sent < s->n_told
                                              ? logprobs(job->engine, s, s->told_sent)
                                              : json_null());
-    json_object_set_new(out, "finish_reason", ends ? json_string(s->finish ? s->finish : "length")
-                                                   : json_null());
+    json_object_set_new(out, "finish_reason", ends ? json_string(finish) : json_null());
     if (job->ask.belief && s->variance_sent < s->n_variance) {
         json_object_set_new(out, "belief", belief(job->engine, s, s->variance_sent));
     }
     if (ends && s->kept[0]) json_object_set_new(out, "state", json_string(s->kept));
-    s->n_sent = s->text.size;
+    s->n_sent += size;
     s->told_sent = s->n_told;
     s->variance_sent = s->n_variance;
     return out;
@@ -276,7 +294,7 @@ static json_t *delta(mn_sequence *s, bool first) {
 mn_status mn_reply_events(mn_text *out, mn_job *job, mn_sequence *s) {
     const bool ends = s->stage == MN_STAGE_DONE;
     const bool first = !s->opened && job->ask.chat;
-    const bool news = s->text.size > s->n_sent || s->n_variance > s->variance_sent;
+    const bool news = tellable(s) > s->n_sent || s->n_variance > s->variance_sent;
     if (!ends && !news && !first) return MN_OK;
     s->opened = job->opened = true;
     json_t *choices = json_array();

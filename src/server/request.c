@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "infer/sample.h"
+#include "server/calls.h"
 
 /* ---- names ----------------------------------------------------------------------------------- */
 
@@ -146,14 +147,25 @@ mn_status mn_ask_prompts(mn_ask *out, const mn_json *root, const char *key,
     return st;
 }
 
+/* Whether the model is told of tools; calls by command would need constrained decoding. */
+static mn_status read_tool_choice(bool *told, const mn_json *root) {
+    const mn_json at = mn_json_member(root, "tool_choice");
+    const char *choice = json_string_value(at.value);
+    *told = !choice || strcmp(choice, "none") != 0;
+    if (!mn_json_given(&at) || !*told || (choice && strcmp(choice, "auto") == 0)) return MN_OK;
+    return mn_json_fail(&at, "only auto and none are served: the model itself decides, there is no "
+                        "constrained decoding");
+}
+
 /* What a conversation is rendered with: tools, documents, and variables of the template. */
 static mn_status read_chat_options(mn_chat_options *out, const mn_json *root) {
     const mn_json tools = mn_json_member(root, "tools"), documents = mn_json_member(root,
                                                                                     "documents");
     const mn_json more = mn_json_member(root, "chat_template_kwargs");
     *out = (mn_chat_options){ .add_generation_prompt = true };
-    mn_status st = MN_OK;
-    if (mn_json_given(&tools)) st = mn_json_expect_list(&tools);
+    bool told = true;
+    mn_status st = read_tool_choice(&told, root);
+    if (st == MN_OK && mn_json_given(&tools)) st = mn_json_expect_list(&tools);
     if (st == MN_OK && mn_json_given(&documents)) st = mn_json_expect_list(&documents);
     if (st == MN_OK && mn_json_given(&more)) st = mn_json_expect_object(&more);
     if (st == MN_OK) {
@@ -163,7 +175,7 @@ static mn_status read_chat_options(mn_chat_options *out, const mn_json *root) {
     if (st == MN_OK) {
         st = mn_json_opt_bool(&out->add_generation_prompt, root, "add_generation_prompt");
     }
-    if (mn_json_given(&tools)) out->tools = tools.value;
+    if (mn_json_given(&tools) && told && mn_json_count(&tools) > 0) out->tools = tools.value;
     if (mn_json_given(&documents)) out->documents = documents.value;
     if (mn_json_given(&more)) out->variables = more.value;
     return st;
@@ -182,7 +194,11 @@ static mn_status read_messages(mn_ask *out, const mn_json *root, const mn_ask_li
     }
     mn_chat_options how;
     if (st == MN_OK) st = read_chat_options(&how, root);
-    if (st == MN_OK) st = mn_chat_render(&text, limits->chat, at.value, &how);
+    json_t *messages = st == MN_OK ? mn_calls_unfold(at.value) : NULL;
+    if (st == MN_OK && !messages) st = mn_fail(MN_ERR_MEMORY, "no memory for messages");
+    if (st == MN_OK) st = mn_chat_render(&text, limits->chat, messages, &how);
+    if (st == MN_OK && how.tools) out->tools = json_incref((json_t *)how.tools);
+    json_decref(messages);
     out->prompts = st == MN_OK ? calloc(1, sizeof *out->prompts) : NULL;
     if (st == MN_OK && !out->prompts) st = mn_fail(MN_ERR_MEMORY, "no memory for a prompt");
     if (st == MN_OK) {
@@ -251,6 +267,22 @@ static mn_status read_sampling(mn_ask *out, const mn_json *root) {
     return st == MN_OK ? mn_sampling_check(how) : st;
 }
 
+static mn_status read_stop_ids(mn_ask *out, const mn_json *root) {
+    const mn_json at = mn_json_member(root, "stop_token_ids");
+    if (!mn_json_given(&at)) return MN_OK;
+    mn_status st = mn_json_expect_list(&at);
+    const int64_t count = st == MN_OK ? mn_json_count(&at) : 0;
+    if (count > MN_ASK_STOPS) return mn_json_fail(&at, "%d tokens are the most", MN_ASK_STOPS);
+    for (int64_t i = 0; i < count && st == MN_OK; i++) {
+        const mn_json item = mn_json_item(&at, i);
+        int64_t id = -1;
+        st = mn_json_read_i64(&id, &item);
+        if (st == MN_OK && (id < 0 || id > INT32_MAX)) st = mn_json_fail(&item, "is no token");
+        if (st == MN_OK) out->stop_ids[out->n_stop_ids++] = (int32_t)id;
+    }
+    return st;
+}
+
 static mn_status read_stops(mn_ask *out, const mn_json *root) {
     const mn_json at = mn_json_member(root, "stop");
     if (!mn_json_given(&at)) return MN_OK;
@@ -305,6 +337,7 @@ static mn_status read_amounts(mn_ask *out, const mn_json *root, const mn_ask_lim
     if (st == MN_OK && chat) {
         st = take_i64(&out->max_tokens, root, "max_completion_tokens", 0, limits->context);
     }
+    if (st == MN_OK) st = take_i64(&out->max_tokens, root, "n_predict", -1, limits->context);
     return st;
 }
 
@@ -317,6 +350,7 @@ static mn_status read_flags(mn_ask *out, const mn_json *root) {
     if (st == MN_OK) st = mn_json_opt_bool(&out->cache, root, "cache_prompt");
     if (st == MN_OK) st = mn_json_opt_bool(&out->belief, root, "belief");
     if (st == MN_OK) st = mn_json_opt_bool(&out->keep, root, "keep");
+    if (st == MN_OK) st = mn_json_opt_bool(&out->keep_stop, root, "include_stop_str_in_output");
     if (st == MN_OK && mn_json_given(&options)) {
         st = mn_json_expect_object(&options);
         if (st == MN_OK) st = mn_json_opt_bool(&out->usage, &options, "include_usage");
@@ -345,6 +379,22 @@ static mn_status check_together(const mn_ask *ask, const mn_json *root,
     return MN_OK;
 }
 
+/* What the context leaves, where a conversation says nothing or n_predict -1. */
+static void bound_amount(mn_ask *out, const mn_json *root, const mn_ask_limits *limits) {
+    static const char *const amounts[] = { "max_tokens", "max_completion_tokens", "n_predict" };
+    int64_t left = limits->context;
+    bool said = false;
+    for (int64_t i = 0; i < out->n_prompts; i++) {
+        left = mn_min(left, limits->context - out->prompts[i].tokens.count);
+    }
+    for (size_t i = 0; i < MN_COUNTOF(amounts); i++) {
+        const mn_json at = mn_json_member(root, amounts[i]);
+        said |= mn_json_given(&at);
+    }
+    if (out->max_tokens < 0) out->max_tokens = left;
+    else if (out->chat && !said) out->max_tokens = mn_min(out->max_tokens, left);
+}
+
 mn_status mn_ask_read(mn_ask *out, const mn_json *root, const mn_ask_limits *limits, bool chat) {
     bool special = true;
     const char *model = NULL;
@@ -356,18 +406,14 @@ mn_status mn_ask_read(mn_ask *out, const mn_json *root, const mn_ask_limits *lim
     if (st == MN_OK) st = read_flags(out, root);
     if (st == MN_OK) st = read_logprobs(out, root);
     if (st == MN_OK) st = read_stops(out, root);
+    if (st == MN_OK) st = read_stop_ids(out, root);
     if (st == MN_OK) st = mn_json_opt_bool(&special, root, "add_special_tokens");
     if (st == MN_OK && !chat) st = mn_ask_state(out->state, root, "state");
     if (st != MN_OK) return st;
     const bool fresh = !out->state[0];
     st = chat ? read_messages(out, root, limits)
               : mn_ask_prompts(out, root, "prompt", limits, special && fresh, fresh);
-    if (st == MN_OK && chat) {    // what the context leaves, where the request says nothing
-        const int64_t left = limits->context - out->prompts[0].tokens.count;
-        const mn_json a = mn_json_member(root, "max_tokens");
-        const mn_json b = mn_json_member(root, "max_completion_tokens");
-        if (!a.value && !b.value) out->max_tokens = mn_min(out->max_tokens, left);
-    }
+    if (st == MN_OK) bound_amount(out, root, limits);
     return st == MN_OK ? check_together(out, root, limits) : st;
 }
 
@@ -378,5 +424,6 @@ void mn_ask_free(mn_ask *ask) {
     }
     free(ask->prompts);
     for (int i = 0; i < ask->n_stops; i++) free(ask->stops[i]);
+    json_decref(ask->tools);
     *ask = (mn_ask){ 0 };
 }

@@ -37,6 +37,10 @@ typedef struct mn_ask {
     bool chat, echo, stream, usage, ignore_eos, cache, belief, keep;
     char *stops[MN_ASK_STOPS];
     int n_stops;
+    bool keep_stop;             // the text of the stop stays in the answer
+    int32_t stop_ids[MN_ASK_STOPS];
+    int n_stop_ids;
+    json_t *tools;              // that the template told of; NULL: none
     mn_sampling sampling;
     char state[MN_STATE_ID];    // "": a fresh sequence
 } mn_ask;

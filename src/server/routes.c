@@ -391,7 +391,8 @@ static void call_download(mn_job *job, mn_engine *e) {
     }
     mn_status st = file_name(x) ? MN_OK : mn_fail(MN_ERR_IO, "no file for the state in %s",
                                                   x->folder);
-    if (st == MN_OK) st = mn_session_create(&session, e->context, e->model, NULL);
+    const mn_session_options how = { .dtype = e->options.dtype };
+    if (st == MN_OK) st = mn_session_create(&session, e->context, e->model, &how);
     if (st == MN_OK) st = mn_session_restore(session, state->snapshot);
     if (st == MN_OK) st = mn_session_save(session, x->file);
     mn_session_destroy(session);
@@ -413,7 +414,8 @@ static void call_upload(mn_job *job, mn_engine *e) {
     const mn_exchange *x = mn_job_data(job);
     mn_session *session = NULL;
     mn_stored_state *state = NULL;
-    const mn_session_options how = { .prefill_chunk = e->options.chunk };
+    const mn_session_options how = { .prefill_chunk = e->options.chunk,
+                                     .dtype = e->options.dtype };
     mn_status st = mn_session_create(&session, e->context, e->model, &how);
     if (st == MN_OK) st = mn_states_load(&state, e->states, session, x->file);
     if (st != MN_OK) {

@@ -129,7 +129,8 @@ static mn_status from_cache(mn_engine *e, mn_sequence *s) {
 
 mn_status mn_sequence_begin(mn_engine *e, mn_sequence *s) {
     const mn_ask *ask = &s->job->ask;
-    const mn_session_options how = { .prefill_chunk = e->options.chunk, .belief = ask->belief };
+    const mn_session_options how = { .prefill_chunk = e->options.chunk, .belief = ask->belief,
+                                     .dtype = e->options.dtype };
     mn_status st = mn_session_create(&s->session, e->context, e->model, &how);
     const char *id = s->job->kind == MN_JOB_FEED ? s->job->into : ask->state;
     if (st == MN_OK && id[0]) st = from_state(e, s, id);
@@ -220,7 +221,7 @@ static size_t settled(const mn_sequence *s, bool at_end, bool *found) {
             if (memcmp(text + at, ask->stops[i], here) != 0) continue;
             if (here == n) {
                 *found = true;
-                return at;
+                return ask->keep_stop ? at + n : at;
             }
             starts = !at_end;
         }
@@ -274,7 +275,9 @@ mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
     }
     if (st != MN_OK) return st;
     s->n_written++;
-    if (mn_tokenizer_ends(e->tokenizer, s->drawn) && !ask->ignore_eos) {
+    bool ends = mn_tokenizer_ends(e->tokenizer, s->drawn) && !ask->ignore_eos;
+    for (int i = 0; i < ask->n_stop_ids; i++) ends |= s->drawn == ask->stop_ids[i];
+    if (ends) {
         s->finish = "stop";
         return MN_OK;
     }

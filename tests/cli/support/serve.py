@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -28,9 +29,9 @@ def check(holds, *what):
 
 
 class Server:
-    def __init__(self, *options, env=None):
+    def __init__(self, *options, env=None, model=MODEL):
         self.log = open(os.path.join(FOLDER, "log"), "ab")
-        self.process = subprocess.Popen([MNEME, "serve", MODEL, "--port", "0", *options],
+        self.process = subprocess.Popen([MNEME, "serve", model, "--port", "0", *options],
                                         stdout=subprocess.PIPE, stderr=self.log,
                                         env={**os.environ, **(env or {})})
         line = self.process.stdout.readline().decode().strip()
@@ -282,6 +283,56 @@ def small_routes(s):
     check(status == 200 or (status == 400 and "template" in chat["error"]["message"]), chat)
 
 
+def token_stops(s):
+    text = s.text(prompt="stop here", max_tokens=60, seed=4)
+    reply = s.complete(prompt="stop here", max_tokens=60, seed=4, logprobs=0)["choices"][0]
+    names = reply["logprobs"]["tokens"]
+    at = next(i for i, t in enumerate(names) if i > 3 and len(t) == 1 and t not in names[:i])
+    cut = s.complete(prompt="stop here", max_tokens=60, seed=4, stop_token_ids=[ord(names[at])])
+    check(cut["choices"][0]["finish_reason"] == "stop", "reason of a token that stops")
+    check(cut["usage"]["completion_tokens"] == at + 1, "a token that stops", cut["usage"], at)
+    kept = s.text(prompt="stop here", max_tokens=60, seed=4, stop=text[5:7],
+                  include_stop_str_in_output=True)
+    check(kept == text[:text.index(text[5:7]) + 2], "a stop that stays", kept)
+
+
+def chats():
+    """The template of a folder, with tools; a random model calls none."""
+    folder = os.path.join(FOLDER, "chat")
+    shutil.copytree(MODEL, folder)
+    with open(os.path.join(folder, "chat_template.jinja"), "w") as f:
+        f.write("{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}"
+                "{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments."
+                "city }}{% endfor %}.{% endfor %}{% if add_generation_prompt %}>{% endif %}")
+    s = Server(model=folder)
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    user = {"role": "user", "content": "hi"}
+    def chat(**body):
+        status, reply = s.ask("POST", "/v1/chat/completions", {"max_tokens": 5, "seed": 1, **body})
+        check(status == 200, "chat", body, reply)
+        return reply
+    plain = chat(messages=[user])
+    message = plain["choices"][0]["message"]
+    check(plain["usage"]["prompt_tokens"] == len("user: hi.>"), plain["usage"])
+    check(message["content"] == s.text(prompt="user: hi.>", max_tokens=5, seed=1), message)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    check(chat(messages=parts)["choices"][0]["message"] == message, "parts of text")
+    told = chat(messages=[user], tools=tools, tool_choice="auto")
+    check(told["usage"]["prompt_tokens"] == len("[weather]user: hi.>"), told["usage"])
+    none = chat(messages=[user], tools=tools, tool_choice="none")
+    check(none["choices"][0]["message"] == message, "no tools")
+    called = {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "weather",
+                                                     "arguments": '{"city": "Oslo"}'}}]}
+    asked = chat(messages=[user, called])["usage"]["prompt_tokens"]
+    check(asked == len("user: hi.assistant: Oslo.>"), "arguments of a call", asked)
+    for body in ({"tool_choice": "required"}, {"tool_choice": {"type": "function"}}, {"tools": 5},
+                 {"messages": []}, {"messages": [{"content": "x"}]}):
+        status, reply = s.ask("POST", "/v1/chat/completions", {"messages": [user], **body})
+        check(status == 400 and reply["error"]["message"], "not refused", body, reply)
+    s.stop()
+
+
 # ---- what others send ------------------------------------------------------------------------
 
 def refusals(s):
@@ -299,6 +350,8 @@ def refusals(s):
             "stream_options": (1, {"include_usage": 1}), "echo": (1,), "state": (1, "zz", "0" * 31),
             "presence_penalty": (1,), "logit_bias": ({"1": 5},), "suffix": ("x",), "best_of": (3,),
             "response_format": ({"type": "json_object"},), "grammar": ("root",), "unknown": (1,),
+            "stop_token_ids": (5, ["a"], [-1], [1] * 17), "n_predict": (-2,), "mirostat": (1,),
+            "guided_regex": ("a*",), "lora": ([{"id": 0}],), "bad_words": (["x"],),
             "min_p": (2,), "repetition_penalty": (-1, 1e9), "model": (5,)}.items():
         bad += [json.dumps({"prompt": "a", key: v}).encode() for v in values]
     for body in bad:
@@ -307,7 +360,9 @@ def refusals(s):
         check(fine, "not refused", body[:80], status, reply)
     for body in ({"prompt": "a", "user": "me", "presence_penalty": 0, "frequency_penalty": 0.0,
                   "best_of": 1, "suffix": None, "logit_bias": {}, "top_k": -1,
-                  "response_format": {"type": "text"}},):
+                  "response_format": {"type": "text"}},
+                 {"prompt": "a", "speculative.n_max": 4, "mirostat_tau": 5.0, "bad_words": [],
+                  "tfs_z": 1.0, "samplers": None, "truncate_prompt_tokens": None}):
         s.complete(max_tokens=1, **body)
     status, reply = s.ask("POST", "/v1/completions", {"prompt": "a", "state": "0" * 32})
     check(status == 400 and "state" in reply["error"]["message"], "a state that is not there", reply)
@@ -409,6 +464,9 @@ def other_servers():
     check(s.ask("GET", "/v1/models", headers=evil)[0] == 403, "another origin")
     body = {"prompt": "a" * 300, "max_tokens": 101}
     check(s.ask("POST", "/v1/completions", body, key)[0] == 400, "more than the context")
+    left = {"prompt": "a" * 390, "n_predict": -1, "ignore_eos": True}
+    usage = s.ask("POST", "/v1/completions", left, key)[1]["usage"]
+    check(usage["completion_tokens"] == 10, "n_predict -1: what is left", usage)
     busy = {"prompt": "a", "max_tokens": 399, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         done = list(pool.map(lambda i: s.ask("POST", "/v1/completions", busy, key)[0], range(24)))
@@ -430,6 +488,7 @@ def main():
     scores_of_eval(s, prompts, reply)
     streams(s)
     stops(s)
+    token_stops(s)
     same_text_in_any_company(s)
     cache_tells(s)
     blob = states(s)
@@ -441,6 +500,7 @@ def main():
     leaving(s)
     s.stop()
     other_servers()
+    chats()
     print(f"{len(failures)} failed")
     return len(failures) > 0
 
