@@ -452,6 +452,7 @@ static double deviation_of(const mn_param_info *info, double range) {
     switch (info->init) {
     case MN_INIT_NORMAL: return range;
     case MN_INIT_NORMAL_02: return 0.02;
+    case MN_INIT_NORMAL_01: return 0.1;
     case MN_INIT_NORMAL_TENTH: return 0.1 / sqrt((double)info->shape[0]);
     case MN_INIT_NORMAL_FAN: return 1.0 / sqrt(last);
     case MN_INIT_NORMAL_FAN_OUT: return sqrt(2.0 / (last * (double)mn_max(info->n_layers, 1)));

@@ -227,7 +227,7 @@ static mn_status check_choice(mn_op_id op, const void *args) {
                    mn_op_describe(op)->name, params->name, (int)strcspn(chosen, ","), chosen);
 }
 
-static mn_status backward_there(mn_context *context, mn_op_id op, void *args) {
+static mn_status backward_on_device(mn_context *context, mn_op_id op, void *args) {
     return launch_kernel(context, choose_kernel(context, op, MN_BACKWARD, args), op, args);
 }
 
@@ -249,7 +249,7 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     if (st != MN_OK) return st;
     const mn_mark mark = mn_workspace_mark(context);
     if (kernel_of[op] && pass == MN_BACKWARD && mn_op_is_grouped(op, args)) {
-        st = mn_grouped_backward(context, op, args, backward_there);
+        st = mn_grouped_backward(context, op, args, backward_on_device);
     } else {
         st = kernel ? launch_kernel(context, kernel, op, args)
                     : composition_of[op](context, pass, args);
@@ -258,7 +258,7 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     return st;
 }
 
-static mn_status backward_here(mn_context *context, mn_op_id op, void *args) {
+static mn_status backward_on_host(mn_context *context, mn_op_id op, void *args) {
     return run_kernel(context, op, MN_BACKWARD, args);
 }
 
@@ -276,7 +276,7 @@ static mn_status run_inside(mn_context *context, mn_op_id op, mn_pass pass, cons
     if (st != MN_OK) return st;
     const mn_mark mark = mn_arena_mark(context->arena);
     if (kernel_of[op] && back && mn_op_is_grouped(op, copy)) {
-        st = mn_grouped_backward(context, op, copy, backward_here);
+        st = mn_grouped_backward(context, op, copy, backward_on_host);
     } else if (kernel_of[op]) {
         st = run_kernel(context, op, pass, copy);
     } else if (composition_of[op]) {

@@ -287,8 +287,8 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.e, p.e, job.packed[MN_DELTA_E], tile.span, key,
                                           tile.first, count, 0, call.K, threadIdx.x);
     if (p.w.data) {
-        mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.w, p.w, job.packed[MN_DELTA_W], tile.span, key,
-                                              tile.first, count, 0, call.K, threadIdx.x);
+        mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.w, p.w, job.packed[MN_DELTA_W], tile.span,
+                                              key, tile.first, count, 0, call.K, threadIdx.x);
     }
     mn_cp_async_commit();
     if (threadIdx.x < MN_DELTA_CHUNK) {
