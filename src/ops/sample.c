@@ -56,6 +56,17 @@ static bool guard_intact(const mn_sample *sample, const void *data, int64_t coun
     return true;
 }
 
+/* The numbers of a tensor that are drawn before they repeat: `limit`, rounded up to whole rows, or
+ * whole blocks of a matrix. */
+static int64_t drawn_of(const mn_call *call, const mn_sample_tensor *tensor, int64_t limit) {
+    const size_t rank = strlen(tensor->axes);
+    bool ok = true;
+    const int64_t width = rank ? mn_axis_size(call, tensor->axes[rank - 1], &ok) : 1;
+    const bool square = rank >= 2 && tensor->axes[rank - 1] == tensor->axes[rank - 2];
+    const int64_t block = mn_max(square ? width * width : width, 1);
+    return mn_min(tensor->count, mn_ceil_div(limit, block) * block);
+}
+
 static mn_status allocate_one(mn_sample *sample, mn_sample_tensor *tensor) {
     const mn_call *call = (const mn_call *)sample->args;
     bool ok = true;
@@ -67,9 +78,10 @@ static mn_status allocate_one(mn_sample *sample, mn_sample_tensor *tensor) {
                            *letter);
         }
     }
-    tensor->data = guarded(sample, tensor->count);
+    tensor->held = sample->repeated ? drawn_of(call, tensor, REPEAT_AFTER) : tensor->count;
+    tensor->data = guarded(sample, tensor->held);
     const bool paired = tensor->field->partner != MN_NO_OFFSET && !sample->forward_only;
-    if (paired) tensor->partner = guarded(sample, tensor->count);
+    if (paired) tensor->partner = guarded(sample, tensor->held);
     if (!tensor->data || (paired && !tensor->partner)) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %s", tensor->field->name);
     }
@@ -180,8 +192,7 @@ static void draw_tensor(const mn_sample *sample, int which, void *data, mn_law l
     bool ok = true;
     const int64_t width = rank ? mn_axis_size(call, tensor->axes[rank - 1], &ok) : 1;
     const bool square = rank >= 2 && tensor->axes[rank - 1] == tensor->axes[rank - 2];
-    const int64_t block = mn_max(square ? width * width : width, 1);
-    const int64_t drawn = mn_min(tensor->count, mn_ceil_div(limit, block) * block);
+    const int64_t drawn = drawn_of(call, tensor, limit);
     for (int64_t at = 0; at < drawn; at++) {
         const double z = mn_rng_normal(seed, (uint64_t)which, (uint64_t)at);
         const double u = mn_rng_uniform(seed, (uint64_t)which + MN_MAX_FIELDS, (uint64_t)at);
@@ -190,8 +201,8 @@ static void draw_tensor(const mn_sample *sample, int which, void *data, mn_law l
     if (law == MN_LAW_UNIT) normalise_rows(sample, data, drawn, width);
     if (square) symmetrise(sample, data, drawn, width, law == MN_LAW_COVARIANCE);
     const size_t bytes = element_bytes(sample);
-    for (int64_t at = drawn; at < tensor->count; at += drawn) {
-        const size_t part = (size_t)mn_min(drawn, tensor->count - at) * bytes;
+    for (int64_t at = drawn; at < tensor->held; at += drawn) {
+        const size_t part = (size_t)mn_min(drawn, tensor->held - at) * bytes;
         memcpy((unsigned char *)data + (size_t)at * bytes, data, part);
     }
 }
@@ -221,7 +232,7 @@ bool mn_sample_in_place(mn_sample *sample, const char *input, const char *result
     if (!from || !to || !from->data || !to->data || from->count != to->count) return false;
     free_guarded(to->data);
     to->data = NULL;
-    to->count = 0;
+    to->count = to->held = 0;
     ((mn_out *)(sample->args + to->field->offset))->data = from->data;
     return true;
 }
@@ -236,8 +247,8 @@ mn_sample_tensor *mn_sample_find(mn_sample *sample, const char *name) {
 bool mn_sample_guards_intact(const mn_sample *sample) {
     for (int i = 0; i < sample->n_tensors; i++) {
         const mn_sample_tensor *tensor = &sample->tensors[i];
-        if (!guard_intact(sample, tensor->data, tensor->count)) return false;
-        if (!guard_intact(sample, tensor->partner, tensor->count)) return false;
+        if (!guard_intact(sample, tensor->data, tensor->held)) return false;
+        if (!guard_intact(sample, tensor->partner, tensor->held)) return false;
     }
     return true;
 }

@@ -16,13 +16,14 @@ enum { MN_MAX_FIELDS = 32 };
 typedef struct mn_sample_tensor {
     const mn_field *field;
     char axes[MN_MAX_RANK + 1];
-    int64_t count;
+    int64_t count, held;     // numbers of the tensor; those in memory, all or what repeats
     void *data, *partner;    // partner: gradient of an input, cotangent of a result
 } mn_sample_tensor;
 
 typedef struct mn_sample {
     mn_op_id op;
     bool forward_only;       // set before allocate: no gradients, no cotangents
+    bool repeated;           // set before allocate: holds the start of large tensors only
     int n_tensors;
     mn_sample_tensor tensors[MN_MAX_FIELDS];
     _Alignas(64) unsigned char args[MN_MAX_ARGS_BYTES];
@@ -40,7 +41,8 @@ void mn_sample_free(mn_sample *sample);
 void mn_sample_draw(mn_sample *sample, uint64_t seed);
 
 /* The same for large tensors in little time: the first few ten thousand numbers are drawn, the rest
- * repeats them. For measuring, where nothing depends on the values being independent. */
+ * repeats them. For measuring, where nothing depends on the values being independent. Of a
+ * `repeated` sample only these have memory: it serves to make a sample on a device. */
 void mn_sample_draw_repeated(mn_sample *sample, uint64_t seed);
 
 /* Every input and cotangent of `to` becomes that of `from`, of the same sizes, times 1 + size or

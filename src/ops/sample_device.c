@@ -17,7 +17,7 @@ typedef struct part {
     size_t offset;           // of its view in the argument struct
     unsigned char *memory;   // on the device, with guards on both sides; NULL: absent
     mn_dtype dtype;
-    int64_t count;
+    int64_t count, held;     // numbers; those that the sample holds, which the others repeat
     bool given, wanted;      // copied there; copied back
 } part;
 
@@ -61,7 +61,7 @@ static size_t part_bytes(const part *p) {
 }
 
 static void encode(unsigned char *to, const mn_sample *sample, const part *p) {
-    for (int64_t i = 0; i < p->count; i++) {
+    for (int64_t i = 0; i < p->held; i++) {
         const float x = (float)mn_sample_get(sample, p->host, i);
         const uint16_t half = mn_bf16_from_float(x);
         if (p->dtype == MN_F32) memcpy(to + 4 * i, &x, sizeof x);
@@ -80,22 +80,35 @@ static double decode(const unsigned char *from, const part *p, int64_t i) {
     return mn_bf16_to_float(half);
 }
 
+/* The numbers that the sample holds go there; the rest repeats them, twice as many at a time. */
+static mn_status send_given(mn_device *device, const mn_sample *sample, const part *p) {
+    const size_t all = data_bytes(p);
+    size_t done = (size_t)p->held * mn_dtype_bytes(p->dtype);
+    unsigned char *image = malloc(done + 1), *data = p->memory + GUARD_BYTES;
+    if (!image) return mn_fail(MN_ERR_MEMORY, "no memory for a copy of %zu bytes", done);
+    encode(image, sample, p);
+    mn_status st = mn_device_upload(device, data, image, done);
+    free(image);
+    while (st == MN_OK && done > 0 && done < all) {
+        const size_t part = done < all - done ? done : all - done;
+        st = mn_device_copy(device, data + done, data, part);
+        done += part;
+    }
+    return st;
+}
+
 static mn_status send(mn_device_sample *there, const mn_sample *sample, part *p) {
     size_t bytes;
     if (!mn_mul_size(&bytes, (size_t)p->count, sizeof(double))) {
         return mn_fail(MN_ERR_MEMORY, "the size of a tensor overflows");
     }
-    unsigned char *image = malloc(part_bytes(p));
-    if (!image) return mn_fail(MN_ERR_MEMORY, "no memory for a copy of %zu bytes", part_bytes(p));
-    memset(image, GUARD, part_bytes(p));
-    if (p->given) encode(image + GUARD_BYTES, sample, p);
-    else memset(image + GUARD_BYTES, UNSET, data_bytes(p));
     void *memory;
     mn_status st = mn_device_allocate(there->device, &memory, part_bytes(p));
     p->memory = memory;
-    if (st == MN_OK) st = mn_device_upload(there->device, memory, image, part_bytes(p));
-    free(image);
-    return st;
+    if (st == MN_OK) st = mn_device_fill(there->device, memory, GUARD, part_bytes(p));
+    if (st != MN_OK) return st;
+    if (p->given) return send_given(there->device, sample, p);
+    return mn_device_fill(there->device, p->memory + GUARD_BYTES, UNSET, data_bytes(p));
 }
 
 /* The part that has its memory at `host` in the sample; NULL if none has. */
@@ -123,7 +136,7 @@ static mn_status place(mn_device_sample *there, const mn_sample *sample,
     part *p = &there->parts[there->n_parts++];
     *p = (part){ .host = view->data, .offset = offset,
                  .dtype = mn_field_dtype(tensor->field, dtype), .count = tensor->count,
-                 .given = given, .wanted = !given };
+                 .held = tensor->held, .given = given, .wanted = !given };
     const mn_status st = send(there, sample, p);
     view->data = p->memory + GUARD_BYTES;
     return st;

@@ -56,7 +56,7 @@ const char *mn_bench_pass_name(mn_bench_pass pass);
 /* A sample of the case, allocated and not drawn, states of a STEP in place. Free it, also after
  * failure, with mn_sample_free. */
 mn_status mn_bench_open(mn_sample *sample, const mn_bench_case *which, mn_bench_scale scale,
-                        mn_dtype dtype);
+                        mn_dtype dtype, bool repeated);
 
 /* Floating-point operations in the recurrent form (a backward pass counts as two forward), and
  * bytes that the case has to move in a call of `dtype`. */

@@ -148,8 +148,9 @@ static void states_in_place(mn_sample *sample) {
 }
 
 mn_status mn_bench_open(mn_sample *sample, const mn_bench_case *which, mn_bench_scale scale,
-                        mn_dtype dtype) {
+                        mn_dtype dtype, bool repeated) {
     mn_sample_init(sample, which->op);
+    sample->repeated = repeated;
     sample->forward_only = which->pass != MN_BENCH_TRAIN;
     mn_call *call = (mn_call *)sample->args;
     *call = which->call;

@@ -109,8 +109,8 @@ mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_con
     mn_sample *got = calloc(3, sizeof *got), *want = got + 1, *moved = got + 2;
     const bool nudged = dtype == MN_BF16 && mn_op_rounds_between(which->op);
     if (!got) return mn_fail(MN_ERR_MEMORY, "no memory for a check");
-    mn_status st = mn_bench_open(got, which, MN_BENCH_CHECK, MN_F32);
-    if (st == MN_OK) st = mn_bench_open(want, which, MN_BENCH_CHECK, MN_F64);
+    mn_status st = mn_bench_open(got, which, MN_BENCH_CHECK, MN_F32, false);
+    if (st == MN_OK) st = mn_bench_open(want, which, MN_BENCH_CHECK, MN_F64, false);
     if (st == MN_OK) {
         mn_sample_draw(got, 1);
         mn_sample_round(got, dtype);
@@ -118,7 +118,7 @@ mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_con
         st = context->device ? run_device(which, context, got, dtype) : run(which, context, got);
     }
     if (st == MN_OK) st = run(which, reference, want);
-    if (st == MN_OK && nudged) st = mn_bench_open(moved, which, MN_BENCH_CHECK, MN_F64);
+    if (st == MN_OK && nudged) st = mn_bench_open(moved, which, MN_BENCH_CHECK, MN_F64, false);
     if (st == MN_OK && nudged) {
         mn_sample_nudge(moved, want, 1.0 / 256.0, 1);
         st = run(which, reference, moved);

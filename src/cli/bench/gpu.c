@@ -226,7 +226,7 @@ mn_status mn_bench_gpu_measure(mn_bench_result *result, const mn_bench *bench,
     *result = (mn_bench_result){ .which = which };
     mn_sample *sample = calloc(1, sizeof *sample);
     if (!sample) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");
-    mn_status st = mn_bench_open(sample, which, o->scale, MN_F32);
+    mn_status st = mn_bench_open(sample, which, o->scale, MN_F32, true);
     if (st == MN_OK) {
         const int usual = o->scale == MN_BENCH_QUICK ? QUICK_RUNS : USUAL_RUNS;
         const int n = o->n_runs > 0 ? (int)mn_min(o->n_runs, MOST_RUNS) : usual;

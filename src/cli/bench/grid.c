@@ -66,7 +66,7 @@ static void set_gates(mn_sample *sample, double by) {
     static const char *const names[] = { "g", "la" };
     for (size_t i = 0; i < MN_COUNTOF(names) && by != 1.0; i++) {
         mn_sample_tensor *g = mn_sample_find(sample, names[i]);
-        for (int64_t k = 0; g && k < g->count; k++) {
+        for (int64_t k = 0; g && k < g->held; k++) {
             mn_sample_set(sample, g->data, k, by * mn_sample_get(sample, g->data, k));
         }
     }
@@ -82,7 +82,7 @@ static mn_status measure(point *out, const mn_bench *bench, const mn_bench_case 
     mn_bench_result r = { .which = which };
     mn_sample *sample = calloc(1, sizeof *sample);
     if (!sample) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");
-    mn_status st = mn_bench_open(sample, which, bench->options.scale, MN_F32);
+    mn_status st = mn_bench_open(sample, which, bench->options.scale, MN_F32, true);
     if (st == MN_OK) {
         mn_sample_draw_repeated(sample, 1);
         set_gates(sample, gates);

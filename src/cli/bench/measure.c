@@ -111,7 +111,7 @@ mn_status mn_bench_measure(mn_bench_result *result, const mn_bench *bench,
     if (!sample) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");
     mn_ceiling ceiling = { 0 };
     mn_status st = mn_bench_check(which, bench->context, bench->reference, MN_F32);
-    if (st == MN_OK) st = mn_bench_open(sample, which, bench->options.scale, MN_F32);
+    if (st == MN_OK) st = mn_bench_open(sample, which, bench->options.scale, MN_F32, false);
     if (st == MN_OK) st = mn_ceiling_open(&ceiling, which, sample, bench->context);
     if (st == MN_OK) {
         result->call = *(const mn_call *)sample->args;
