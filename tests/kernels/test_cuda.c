@@ -341,6 +341,29 @@ static void check_steps(op_case c) {
     }
 }
 
+/* Value heads that share query and key heads: by every kernel, whole and packed and single tokens. */
+static void check_groups(op_case c) {
+    static const struct {
+        int64_t H, groups, T, K, V;
+    } shapes[] = {
+        { 6, 3, 65, 16, 17 },    { 4, 2, 130, 64, 64 }, { 4, 4, 200, 128, 128 },
+        { 2, 2, 70, 256, 256 },  { 6, 2, 150, 72, 40 }, { 16, 4, 130, 128, 64 },
+        { 6, 3, 33, 33, 100 },
+    };
+    for (size_t i = 0; i < MN_COUNTOF(shapes); i++) {
+        c.H = shapes[i].H, c.groups = shapes[i].groups, c.T = shapes[i].T, c.B = 2;
+        c.K = shapes[i].K, c.V = shapes[i].V, c.seed = 60 + i;
+        check_both(c);
+        op_case one = c;
+        one.T = 1;
+        if (shares_next()) check_step(one, MN_F32);
+        if (shares_next()) check_step(one, MN_BF16);
+    }
+    c.B = 1, c.H = 6, c.groups = 2, c.K = 64, c.V = 64, c.seed = 7;
+    c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];
+    check_both(c);
+}
+
 static void check_long(op_case c) {
     c.B = c.H = 1, c.K = 3, c.V = 5, c.T = 8200, c.seed = 8;
     check_both(c);
@@ -373,6 +396,7 @@ static void kernels_match_reference(mn_op_id op) {
         op_case c = forms[f];
         if (op == MN_OP_moebius) check_long(c);
         if (op == MN_OP_attention) check_windows(c);
+        if (op == MN_OP_additive || op == MN_OP_delta || op == MN_OP_delta_net) check_groups(c);
         if (!op_has_time(op)) continue;
         c.B = 1, c.H = 3, c.K = 16, c.V = 40, c.seed = 7;
         c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];
