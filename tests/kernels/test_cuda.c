@@ -341,7 +341,7 @@ static void check_steps(op_case c) {
     }
 }
 
-/* Value heads that share query and key heads: by every kernel, whole and packed and single tokens. */
+/* Value heads that share query and key heads: by every kernel, whole, packed and single tokens. */
 static void check_groups(op_case c) {
     static const struct {
         int64_t H, groups, T, K, V;
