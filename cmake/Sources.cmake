@@ -44,6 +44,14 @@ add_custom_command(OUTPUT ${page}
         -DNAME=mn_page_html -P ${CMAKE_SOURCE_DIR}/cmake/Embed.cmake
     DEPENDS ${CMAKE_SOURCE_DIR}/src/server/page.html ${CMAKE_SOURCE_DIR}/cmake/Embed.cmake)
 list(APPEND library_sources ${page})
+# the file that goes along with models that no other software has a class for
+set(modeling ${CMAKE_BINARY_DIR}/generated/modeling.c)
+add_custom_command(OUTPUT ${modeling}
+    COMMAND ${CMAKE_COMMAND} -DIN=${CMAKE_SOURCE_DIR}/src/model/folder/modeling_mneme.py
+        -DOUT=${modeling} -DNAME=mn_modeling_py -P ${CMAKE_SOURCE_DIR}/cmake/Embed.cmake
+    DEPENDS ${CMAKE_SOURCE_DIR}/src/model/folder/modeling_mneme.py
+        ${CMAKE_SOURCE_DIR}/cmake/Embed.cmake)
+list(APPEND library_sources ${modeling})
 
 mneme_object_library(mneme_objects ${library_sources})
 set_source_files_properties(src/kernels/dispatch.c PROPERTIES

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Layer check: a folder of src includes only from folders to its left, or from itself.
-#   base < {kernels runtime io} < tokenizer < {ops data} < {tape decode optim ranks} < definition < {layers tasks} <
+#   base < {kernels runtime io} < tokenizer < {ops data template} < {tape decode optim ranks} < definition < {layers tasks} <
 #   model < {train eval infer} < experiments < server < cli
 # tape and decode still know each other: a deferred operation is a node of the tape.
 set -eu
@@ -10,7 +10,7 @@ rank() {
     base) echo 0 ;;
     kernels | runtime | io) echo 1 ;;
     tokenizer) echo 2 ;;
-    ops | data) echo 3 ;;
+    ops | data | template) echo 3 ;;
     tape | decode | optim | ranks) echo 4 ;;
     definition) echo 5 ;;
     layers | tasks) echo 6 ;;

@@ -245,6 +245,10 @@ static uint64_t add_sum(const mn_defer *all, mn_decode_gemm *to, int product) {
     return 0;
 }
 
+static int quant_bits(const mn_gemm_problem *p) {
+    return p->quant ? p->quant->bits : 0;
+}
+
 /* Product `first` and those that wait for nothing but the same input. */
 static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
     const mn_gemm_problem *lead = &all->list[first].of.product.work;
@@ -256,17 +260,17 @@ static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
     for (int i = first; i < all->n && launch.n < MN_DECODE_GEMMS; i++) {
         if (!waits(all, i) || !is_product(all, i) || prologue_of(all, i) != prologue) continue;
         const mn_gemm_problem *p = &all->list[i].of.product.work;
-        if (!same_input(lead, p)) continue;
+        if (!same_input(lead, p) || quant_bits(lead) != quant_bits(p)) continue;
         gemms[launch.n] = i;
         launch.of[launch.n++] = (mn_decode_gemm){ .b = p->b, .bias = p->bias, .c = p->c, .N = p->N,
-                                                  .b_row = p->b_row };
+                                                  .b_row = p->b_row, .quant = p->quant };
         launch.b_is_const = launch.b_is_const && !mn_arena_holds(tape->data, p->b);
         done |= mn_bit(i);
     }
     for (int k = 0; k < launch.n; k++) done |= add_sum(all, &launch.of[k], gemms[k]);
-    const uint64_t ended = megakernel_of(tape) ? mn_decode_fuse_epilogues(all, &launch, gemms, done)
-                                            : 0;
-    if (add_stage(tape, &launch, NULL)) {
+    const bool stage = !lead->quant && megakernel_of(tape);    // which has no quantised weights
+    const uint64_t ended = stage ? mn_decode_fuse_epilogues(all, &launch, gemms, done) : 0;
+    if (stage && add_stage(tape, &launch, NULL)) {
         all->done |= done | ended;
         return;
     }
@@ -365,8 +369,39 @@ static void run_chains(mn_tape *tape, mn_defer *all, uint64_t taken) {
     if (mn_tape_runs(tape)) check(tape, mn_decode_run_chains(&launch, tape->where));
 }
 
+/* Product i, of quantised weights, and those of its input that are ready as well. */
+static void run_quants(mn_tape *tape, mn_defer *all, int i) {
+    mn_gemm_problem work[MN_GEMM_QUANTS];
+    const uint64_t done = all->done;
+    int n = 0;
+    for (int k = i; k < all->n && n < MN_GEMM_QUANTS; k++) {
+        const mn_deferred *d = &all->list[k];
+        const mn_gemm_problem *p = &d->of.product.work;
+        if (d->kind != MN_DEFERRED_GEMM || !p->quant || !ready(all, k, done)) continue;
+        if (n > 0 && (!same_input(p, &work[0]) || p->c_dtype != work[0].c_dtype ||
+                      quant_bits(p) != quant_bits(&work[0]))) {
+            continue;
+        }
+        work[n++] = *p;
+        all->done |= mn_bit(k);
+    }
+    launch_megakernel(tape);
+    if (!mn_tape_runs(tape)) return;
+    if (n > 1) {
+        check(tape, mn_gemm_quant_several(work, n, tape->where));
+        return;
+    }
+    const mn_status st = mn_matmul_run(tape->context, &work[0]);
+    if (st != MN_OK) mn_tape_fail(tape, st);
+}
+
 static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     const mn_deferred *d = &all->list[i];
+    if (d->kind == MN_DEFERRED_GEMM && d->of.product.work.quant &&
+        d->of.product.work.M <= MN_DECODE_MAX_M) {
+        run_quants(tape, all, i);
+        return;
+    }
     all->done |= mn_bit(i);
     launch_megakernel(tape);
     if (!mn_tape_runs(tape)) return;

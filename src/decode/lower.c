@@ -144,6 +144,7 @@ static bool decode_fill(mn_deferred *d, const mn_fill_params *w) {
 
 static bool decode_rows(mn_deferred *d, const mn_rows_params *w) {
     const int64_t shape[4] = { 1, 1, w->n, w->shape[3] };
+    if (w->quant) return false;
     if (w->scatters || w->table.stride[1] != w->shape[3] || !start(d, MN_DECODE_ROWS, shape)) {
         return false;
     }

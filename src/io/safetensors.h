@@ -96,4 +96,18 @@ mn_status mn_safetensors_write(const char *path, const mn_stored_tensor *tensors
                                int64_t n_tensors, const mn_stored_text *metadata,
                                int64_t n_metadata);
 
+/* Gives the bytes of tensor `i`, valid until the next call. */
+typedef mn_status (*mn_stored_source)(const void **data, void *context, int64_t i);
+
+/* The same with one tensor in memory at a time: `data` of the tensors is not read, `source` is
+ * asked for each once, in the order of the file. */
+mn_status mn_safetensors_write_from(const char *path, const mn_stored_tensor *tensors,
+                                    int64_t n_tensors, const mn_stored_text *metadata,
+                                    int64_t n_metadata, mn_stored_source source, void *context);
+
+/* Numbers of one real type as another, rounded to nearest. `*lost` counts those that are finite in
+ * `from` and not in `to`; equal types are copied. */
+mn_status mn_stored_convert(void *out, mn_stored_dtype to, const void *in, mn_stored_dtype from,
+                            int64_t count, int64_t *lost);
+
 #endif

@@ -21,6 +21,8 @@ typedef struct layout {
     int64_t *order;         // data order: indices into tensors
     size_t *begin;          // data offset of each tensor
     char *header;
+    mn_stored_source source;    // of the data, in place of that of the tensors; NULL: theirs
+    void *context;
 } layout;
 
 static mn_status fail_memory(const char *path) {
@@ -28,7 +30,7 @@ static mn_status fail_memory(const char *path) {
 }
 
 /* A tensor has to agree with itself before its name goes into a file. */
-static mn_status check_tensor(const mn_stored_tensor *tensor, const char *path) {
+static mn_status check_tensor(const mn_stored_tensor *tensor, bool sourced, const char *path) {
     const char *name = tensor->name;
     size_t bytes = mn_stored_dtype_bytes(tensor->dtype);
     if (tensor->rank < 0 || tensor->rank > MN_STORED_MAX_RANK) {
@@ -42,7 +44,7 @@ static mn_status check_tensor(const mn_stored_tensor *tensor, const char *path) 
                            " is no possible size", path, name, i, size);
         }
     }
-    if (bytes != tensor->bytes || (bytes > 0 && !tensor->data)) {
+    if (bytes != tensor->bytes || (bytes > 0 && !tensor->data && !sourced)) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: tensor \"%s\": dtype and shape need %zu bytes, %zu "
                        "given", path, name, bytes, tensor->data ? tensor->bytes : 0);
     }
@@ -148,7 +150,7 @@ static mn_status print_header(layout *to, const json_t *header, const char *path
 static mn_status plan(layout *to, const mn_stored_text *metadata, int64_t n_metadata,
                       const char *path) {
     for (int64_t i = 0; i < to->n_tensors; i++) {
-        const mn_status st = check_tensor(&to->tensors[i], path);
+        const mn_status st = check_tensor(&to->tensors[i], to->source != NULL, path);
         if (st != MN_OK) return st;
     }
     to->order = calloc((size_t)to->n_tensors + 1, sizeof *to->order);
@@ -173,7 +175,9 @@ static mn_status put_layout(mn_sink *sink, void *context) {
     if (st == MN_OK) st = mn_sink_put(sink, from->header, n);
     for (int64_t i = 0; i < from->n_tensors && st == MN_OK; i++) {
         const mn_stored_tensor *tensor = &from->tensors[from->order[i]];
-        st = mn_sink_put(sink, tensor->data, tensor->bytes);
+        const void *data = tensor->data;
+        if (from->source) st = from->source(&data, from->context, from->order[i]);
+        if (st == MN_OK) st = mn_sink_put(sink, data, tensor->bytes);
     }
     return st;
 }
@@ -181,7 +185,14 @@ static mn_status put_layout(mn_sink *sink, void *context) {
 mn_status mn_safetensors_write(const char *path, const mn_stored_tensor *tensors,
                                int64_t n_tensors, const mn_stored_text *metadata,
                                int64_t n_metadata) {
-    layout to = {.tensors = tensors, .n_tensors = n_tensors};
+    return mn_safetensors_write_from(path, tensors, n_tensors, metadata, n_metadata, NULL, NULL);
+}
+
+mn_status mn_safetensors_write_from(const char *path, const mn_stored_tensor *tensors,
+                                    int64_t n_tensors, const mn_stored_text *metadata,
+                                    int64_t n_metadata, mn_stored_source source, void *context) {
+    layout to = {.tensors = tensors, .n_tensors = n_tensors, .source = source,
+                 .context = context};
     mn_status st = plan(&to, metadata, n_metadata, path);
     if (st == MN_OK) st = mn_file_write_atomic(path, put_layout, &to);
     free(to.header);

@@ -56,6 +56,7 @@ typedef struct mn_decode_gemm {
     const void *b, *bias, *plus;
     void *c, *sum;
     int64_t N, b_row;
+    const mn_quant *quant;     // in place of b; all of a launch in as many bits, or none
 } mn_decode_gemm;
 
 /* A small work that is done column by column as soon as a product's columns are there: a function,

@@ -12,6 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels/quant.h"
 #include "kernels/unary.h"
 #include "mneme.h"
 
@@ -114,14 +115,15 @@ typedef struct mn_gates_params {
     bool back, add_u, add_w, add_param[3];
 } mn_gates_params;
 
-/* Row i of `rows`, which are n and contiguous, is row index[i] of `table` (shape (B,T,1,X)); or,
- * where it scatters, is added to that row, which no other i names. */
+/* Row i of `rows`, which are n and contiguous, is row index[i] of `table` (shape (B,T,1,X)), or of
+ * `quant` in its place; or, where it scatters, is added to that row, which no other i names. */
 typedef struct mn_rows_params {
     int64_t shape[4];    // of `table`
     mn_view table, rows;
     const int32_t *index;
     int64_t n;
     bool scatters;
+    const mn_quant *quant;
 } mn_rows_params;
 
 /* Row v of `table` (V, X) becomes the sum, or gets it added, of the rows of `dy` (n, X) whose token

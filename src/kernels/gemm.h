@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "kernels/quant.h"
 #include "mneme.h"
 
 /* c = a b, c += a b or c = onto + a b, plus the row `bias` (in c's type; NULL: none): a (M,K), b
@@ -21,9 +22,24 @@ typedef struct mn_gemm_problem {
     void *c;
     int64_t M, N, K, a_row, b_row, c_row;
     bool a_transposed, b_transposed, accumulate, step;
+    const mn_quant *quant;    // b transposed in 8 or 4 bits, in place of b; NULL: b
 } mn_gemm_problem;
 
-enum { MN_GEMM_WORKSPACE = 32 << 20 };    // bytes of work space that each product may use
+/* Bytes of work space that each product may use, and that weights of a quantised one, a piece at a
+ * time, become numbers of a's type in. */
+enum { MN_GEMM_WORKSPACE = 32 << 20, MN_GEMM_UNPACKED = 32 << 20 };
+
+static inline size_t mn_gemm_workspace(const mn_gemm_problem *p) {
+    return (size_t)MN_GEMM_WORKSPACE + (p->quant ? (size_t)MN_GEMM_UNPACKED : 0);
+}
+
+/* Up to so many products of one a, of up to 8 rows, with quantised weights of as many bits, in one
+ * launch; c_dtype is the same too. Returns 0 or a cudaError_t. */
+enum { MN_GEMM_QUANTS = 8 };
+#ifdef __cplusplus
+extern "C"
+#endif
+int mn_gemm_quant_several(const mn_gemm_problem *works, int n, void *stream);
 
 /* The library and the algorithms it has chosen so far, one for each shape; for one thread. NULL
  * when memory is out. The same shapes at addresses of the same alignment give the same bits. */

@@ -294,9 +294,21 @@ void mn_layer_state_back(mn_layer_state *state, int64_t count) {
     }
 }
 
+/* Of a plan: what the piece would be; `width` 0: not of a cache. */
+static void note(mn_layer_state *state, const mn_tape *tape, const char *name, int64_t count,
+                 int64_t width) {
+    if (!state || !state->counts || mn_tape_status(tape) != MN_OK) return;
+    mn_state_piece *piece = find_or_add(state, name);
+    if (!piece) return;
+    piece->dtype = width ? mn_tape_dtype(tape) : state_dtype(tape);
+    piece->count = count;
+    piece->width = width;
+}
+
 void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
                    const char *name, int64_t count) {
     mn_tape *tape = run->tape;
+    if (mn_tape_plans(tape)) note(state, tape, name, count, 0);
     if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
     piece_place place;
     const int64_t each = state->n_rows && !state->starts ? count / state->n_rows : count;
@@ -422,6 +434,10 @@ static mn_tensor *append_rows(mn_layer_state *state, mn_tape *tape, mn_tensor *x
 }
 
 mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name) {
+    if (x && mn_tape_plans(tape)) {
+        const int64_t width = x->shape[2] * x->shape[3];
+        note(state, tape, name, x->shape[0] * x->shape[1] * width, width);
+    }
     if (!state || !x || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return x;
     mn_tape_flush(tape);    // x is copied by the device itself
     if (state->rows) return append_rows(state, tape, x, name);

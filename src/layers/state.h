@@ -34,6 +34,7 @@ typedef struct mn_layer_state {
     const int64_t *positions;
     const int64_t *starts;     // B = 1: sequence b is tokens [starts[b], starts[b+1]); NULL: row b
     int64_t n_rows;
+    bool counts;               // a plan notes the sizes of pieces here, which get no memory
     bool steps;                // the rows are one state: steps one after the other
 } mn_layer_state;
 

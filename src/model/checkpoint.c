@@ -11,10 +11,16 @@
 #include "base/status.h"
 #include "io/file.h"
 #include "io/folder.h"
+#include "io/json_write.h"
 #include "io/safetensors.h"
 #include "model/families/dialect.h"
+#include "model/folder/auto_map.h"
+#include "model/folder/quantised.h"
+#include "model/folder/weights.h"
+#include "model/model_internal.h"
+#include "runtime/reserve.h"
 
-enum { PATH = 4096, MAX_FILES = 1024 };
+enum { PATH = 4096 };
 
 static mn_status join(char path[PATH], const char *folder, const char *name) {
     if (snprintf(path, PATH, "%s/%s", folder, name) < PATH) return MN_OK;
@@ -23,299 +29,56 @@ static mn_status join(char path[PATH], const char *folder, const char *name) {
 
 /* ---- reading --------------------------------------------------------------------------------- */
 
-/* The files that hold a model's weights. */
-typedef struct weights {
-    mn_safetensors *files[MAX_FILES];
-    int n_files;
-    const char *folder;
-} weights;
-
-static void close_weights(weights *w) {
-    for (int i = 0; i < w->n_files; i++) mn_safetensors_close(w->files[i]);
-    w->n_files = 0;
-}
-
-static mn_status open_file(weights *w, const char *name) {
-    char path[PATH];
-    mn_status st = join(path, w->folder, name);
-    if (st == MN_OK && w->n_files == MAX_FILES) {
-        st = mn_fail(MN_ERR_FORMAT, "%s: more than %d files of weights", w->folder, MAX_FILES);
-    }
-    if (st == MN_OK) st = mn_safetensors_open(&w->files[w->n_files], path);
-    if (st == MN_OK) w->n_files++;
-    return st;
-}
-
-/* Each file of the index once. Names must not lead out of the folder. */
-static mn_status open_index(weights *w, const mn_json *index) {
-    const mn_json map = mn_json_member(index, "weight_map");
-    mn_status st = mn_json_expect_object(&map);
-    const char *opened[MAX_FILES];
-    for (mn_json at = { 0 }; st == MN_OK && mn_json_next(&at, &map);) {
-        const char *name;
-        st = mn_json_read_text(&name, &at);
-        if (st != MN_OK) break;
-        if (strchr(name, '/')) return mn_json_fail(&at, "\"%s\" is no file of the folder", name);
-        bool known = false;
-        for (int i = 0; i < w->n_files; i++) known |= strcmp(opened[i], name) == 0;
-        if (known) continue;
-        if (w->n_files < MAX_FILES) opened[w->n_files] = name;
-        st = open_file(w, name);
-    }
-    return st;
-}
-
-static mn_status open_weights(weights *w, const char *folder) {
-    *w = (weights){ .folder = folder };
-    char path[PATH];
-    mn_status st = join(path, folder, "model.safetensors.index.json");
-    if (st != MN_OK) return st;
-    mn_file probe;
-    if (mn_file_map(&probe, path) != MN_OK) return open_file(w, "model.safetensors");
-    mn_file_unmap(&probe);
-    mn_json index = { 0 };
-    st = mn_json_load(&index, path, MN_JSON_STANDARD);
-    if (st == MN_OK) st = open_index(w, &index);
-    mn_json_free(&index);
-    if (st != MN_OK) close_weights(w);
-    return st;
-}
-
-/* Other spellings of a parameter's name in files. */
-static const struct {
-    const char *ours, *theirs;
-} spellings[] = {
-#define SPELLING(ours, theirs) { ours, theirs },
-#include "model/families/spellings.def"
-#undef SPELLING
-};
-
-static const mn_stored_tensor *find_exact(const weights *w, const char *name) {
-    for (int i = 0; i < w->n_files; i++) {
-        const mn_stored_tensor *found = mn_safetensors_find(w->files[i], name);
-        if (found) return found;
-    }
-    return NULL;
-}
-
-/* `name` with the first `ours` in it replaced, if it is there and the result fits. */
-static bool respell(char out[MN_PARAM_NAME], const char *name, const char *ours,
-                    const char *theirs) {
-    const char *at = strstr(name, ours);
-    if (!at) return false;
-    const int n = snprintf(out, MN_PARAM_NAME, "%.*s%s%s", (int)(at - name), name, theirs,
-                           at + strlen(ours));
-    return n < MN_PARAM_NAME;
-}
-
-enum { MAX_SPELLINGS = 4 };    // that one name may need at once
-
-static const mn_stored_tensor *find_from(const weights *w, const char *name, size_t first,
-                                         int depth) {
-    const mn_stored_tensor *found = find_exact(w, name);
-    const size_t n = sizeof spellings / sizeof *spellings;
-    for (size_t i = first; !found && depth < MAX_SPELLINGS && i < n; i++) {
-        char other[MN_PARAM_NAME];
-        if (!respell(other, name, spellings[i].ours, spellings[i].theirs)) continue;
-        found = find_from(w, other, i + 1, depth + 1);
-    }
-    return found;
-}
-
-/* The kind of layer that a parameter of a block is in, "hybrid" with a shared block before it;
- * NULL: in none. */
-static const char *kind_of(const mn_model *model, const char *name) {
-    int i = -1;
-    if (sscanf(name, "model.layers.%d.", &i) != 1) return NULL;
-    if (mn_model_describe(model)->halves[i] == MN_MLP_SHARED) return "hybrid";
-    return mn_layer_kind_name(mn_model_layer(model, i)->kind);
-}
-
-/* By the name that its family gives it, with or without the name of the whole model before it, or
- * by one of other spellings. */
-static const mn_stored_tensor *find(const weights *w, const mn_model *model, const char *name) {
-    char theirs[MN_PARAM_NAME];
-    mn_dialect_name(theirs, mn_model_describe(model)->family, kind_of(model, name), name);
-    const mn_stored_tensor *found = find_exact(w, theirs);
-    const char *rest = strchr(theirs, '.');
-    if (!found && rest) found = find_exact(w, rest + 1);
-    return found ? found : find_from(w, name, 0, 0);
-}
-
-static mn_status check_shape(const mn_model_param *p, const mn_stored_tensor *t, bool turned,
-                             const char *folder) {
-    bool same = t->rank == p->info.rank;
-    for (int i = 0; same && i < t->rank; i++) {
-        same = t->shape[turned ? t->rank - 1 - i : i] == p->info.shape[i];
-    }
-    /* (n) may be stored as (1,n) or (n,1) and a single number as () */
-    if (same || (mn_stored_elements(t) == p->info.count && (t->rank == 0 || p->info.rank == 1))) {
-        return MN_OK;
-    }
-    char want[96] = "", have[96] = "";
-    for (int i = 0; i < p->info.rank; i++) {
-        snprintf(want + strlen(want), sizeof want - strlen(want), "%s%lld", i ? " x " : "",
-                 (long long)p->info.shape[i]);
-    }
-    for (int i = 0; i < t->rank; i++) {
-        snprintf(have + strlen(have), sizeof have - strlen(have), "%s%lld", i ? " x " : "",
-                 (long long)t->shape[i]);
-    }
-    return mn_fail(MN_ERR_FORMAT, "%s: %s is %s, the model's configuration makes it %s", folder,
-                   p->name, have, want);
-}
-
-enum { TRIO = 3 };    // q, k and v
-
-/* The three parameters that `name` is one of; returns which of them, -1 if they are not there. */
-static int trio_of(int trio[TRIO], mn_model *model, const char *name) {
-    static const char *const marks[TRIO] = { ".q_", ".k_", ".v_" };
-    int which = -1;
-    for (int k = 0; k < TRIO; k++) {
-        const char *at = strstr(name, marks[k]);
-        if (!at) continue;
-        which = k;
-        for (int m = 0; m < TRIO; m++) {
-            char other[MN_PARAM_NAME];
-            snprintf(other, sizeof other, "%.*s%s%s", (int)(at - name), name, marks[m],
-                     at + strlen(marks[k]));
-            mn_model_param *p = mn_model_param_named(model, other);
-            if (!p) return -1;
-            trio[m] = (int)(p - mn_model_param_at(model, 0));
-        }
-    }
-    return which;
-}
-
-/* Whether the file cuts the three elsewhere, and has as many numbers in all. */
-static bool cut_elsewhere(mn_model *model, const weights *w, const mn_model_param *p) {
-    int trio[TRIO];
-    int64_t here = 0, there = 0;
-    const char *family = mn_model_describe(model)->family;
-    if (!mn_dialect_joined(family, p->name) || trio_of(trio, model, p->name) < 0) return false;
-    for (int k = 0; k < TRIO; k++) {
-        const mn_model_param *one = mn_model_param_at(model, trio[k]);
-        const mn_stored_tensor *t = find(w, model, one->name);
-        const int last = one->info.rank - 1;
-        if (!t || t->rank != last + 1 || t->shape[last] != one->info.shape[last]) return false;
-        here += one->info.count;
-        there += mn_stored_elements(t);
-    }
-    return here == there;
-}
-
-static mn_status check_all(mn_model *model, const weights *w) {
-    for (int i = 0; i < mn_model_params(model); i++) {
-        const mn_model_param *p = mn_model_param_at(model, i);
-        const mn_stored_tensor *t = find(w, model, p->name);
-        if (!t) {
-            return mn_fail(MN_ERR_FORMAT, "%s: no tensor %s, which the model's configuration asks "
-                           "for", w->folder, p->name);
-        }
-        const bool turned = mn_dialect_transposed(mn_model_describe(model)->family, p->name);
-        if (cut_elsewhere(model, w, p)) continue;
-        const mn_status st = check_shape(p, t, turned, w->folder);
-        if (st != MN_OK) return st;
-    }
-    return MN_OK;
-}
-
-/* The other way round: `rows` of `columns` become as many columns. */
-static mn_status turn(void *numbers, int64_t rows, int64_t columns, size_t item) {
-    char *copy = malloc((size_t)(rows * columns) * item);
-    if (!copy) return mn_fail(MN_ERR_MEMORY, "no memory to turn a matrix");
-    memcpy(copy, numbers, (size_t)(rows * columns) * item);
-    for (int64_t i = 0; i < rows; i++) {
-        for (int64_t k = 0; k < columns; k++) {
-            memcpy((char *)numbers + (size_t)(k * rows + i) * item,
-                   copy + (size_t)(i * columns + k) * item, item);
-        }
-    }
-    free(copy);
-    return MN_OK;
-}
-
-/* How the file has it, for writing it back so. */
-static void remember(mn_model_param *p, const mn_stored_tensor *t) {
-    bool same = t->rank == p->info.rank;
-    for (int i = 0; same && i < t->rank; i++) same = t->shape[i] == p->info.shape[i];
-    p->stored = (int)t->dtype;
-    p->stored_rank = same ? -1 : t->rank;
-    for (int i = 0; i < 4 && i < t->rank; i++) p->stored_shape[i] = t->shape[i];
-}
-
 /* Straight into the host's memory, or through it to a GPU's. */
-static mn_status read_param(mn_model *model, int i, const mn_stored_tensor *t) {
+static mn_status read_param(mn_model *model, const mn_weights *w, int i) {
     mn_model_param *p = mn_model_param_at(model, i);
-    const bool f64 = mn_model_dtype(model) == MN_F64, there = mn_model_device_bytes(model) > 0;
+    const mn_dtype dtype = mn_model_dtype(model);
+    const bool there = mn_model_device_bytes(model) > 0;
     void *numbers = p->value;
-    if (there) numbers = malloc((size_t)p->info.count * mn_dtype_bytes(mn_model_dtype(model)));
+    if (there) numbers = malloc((size_t)p->info.count * mn_dtype_bytes(dtype));
     if (!numbers) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", p->name);
-    mn_status st = f64 ? mn_safetensors_read_f64(numbers, t) : mn_safetensors_read_f32(numbers, t);
-    if (st == MN_OK && mn_dialect_transposed(mn_model_describe(model)->family, p->name)) {
-        st = turn(numbers, p->info.shape[1], p->info.shape[0],
-                  mn_dtype_bytes(mn_model_dtype(model)));
-    }
-    remember(p, t);
+    mn_status st = mn_weights_read(numbers, dtype, model, w, i);
+    mn_weights_remember(p, mn_weights_find(w, model, p->name));
     if (st == MN_OK && there) st = mn_model_put(model, i, numbers);
     if (there) free(numbers);
     return st;
 }
 
-/* Part `which` of three, each of as many numbers as `counts` says, of all of them side by side. */
-static void *cut(void *all, const int64_t counts[TRIO], int which, size_t item) {
-    for (int k = 0; k < which; k++) all = (char *)all + (size_t)counts[k] * item;
-    return all;
-}
-
-/* Reads three parameters that the file cuts elsewhere. */
-static mn_status read_trio(mn_model *model, const weights *w, int i) {
-    const size_t item = mn_dtype_bytes(mn_model_dtype(model));
-    const bool f64 = mn_model_dtype(model) == MN_F64;
-    int trio[TRIO];
-    int64_t theirs[TRIO], ours[TRIO], n = 0;
-    const mn_stored_tensor *t[TRIO];
-    trio_of(trio, model, mn_model_param_at(model, i)->name);
-    for (int k = 0; k < TRIO; k++) {
-        t[k] = find(w, model, mn_model_param_at(model, trio[k])->name);
-        theirs[k] = mn_stored_elements(t[k]);
-        ours[k] = mn_model_param_at(model, trio[k])->info.count;
-        n += ours[k];
-    }
-    void *all = malloc((size_t)n * item);
-    if (!all) return mn_fail(MN_ERR_MEMORY, "no memory to read a convolution");
-    mn_status st = MN_OK;
-    for (int k = 0; k < TRIO && st == MN_OK; k++) {
-        void *to = cut(all, theirs, k, item);
-        st = f64 ? mn_safetensors_read_f64(to, t[k]) : mn_safetensors_read_f32(to, t[k]);
-    }
-    for (int k = 0; k < TRIO && st == MN_OK; k++) {
-        remember(mn_model_param_at(model, trio[k]), t[k]);
-        st = mn_model_put(model, trio[k], cut(all, ours, k, item));
-    }
-    free(all);
-    return st;
-}
-
 mn_status mn_checkpoint_read_weights(mn_model *model, const char *given) {
+    return mn_checkpoint_read_each(model, given, NULL, NULL);
+}
+
+mn_status mn_checkpoint_read_each(mn_model *model, const char *given, mn_checkpoint_each fn,
+                                  void *context) {
     char folder[MN_FOLDER_PATH];
+    mn_weights *w = NULL;
     mn_status st = mn_folder_of_model(folder, given);
-    if (st != MN_OK) return st;
-    weights *w = malloc(sizeof *w);
-    if (!w) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", folder);
-    st = open_weights(w, folder);
-    if (st == MN_OK) st = check_all(model, w);
+    if (st == MN_OK) st = mn_weights_open(&w, folder);
+    if (st == MN_OK) st = mn_weights_check(model, w);
     for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
-        const mn_model_param *p = mn_model_param_at(model, i);
-        st = cut_elsewhere(model, w, p) ? read_trio(model, w, i)
-                                        : read_param(model, i, find(w, model, p->name));
+        mn_model_param *p = mn_model_param_at(model, i);
+        const mn_stored_tensor *t = mn_weights_find(w, model, p->name);
+        st = mn_quantised_stored(p, t) ? mn_quantised_read(model, w, p, t)
+                                       : read_param(model, w, i);
+        if (st == MN_OK && fn) st = fn(context, i);
     }
-    close_weights(w);
-    free(w);
+    mn_weights_close(w);
     return st;
 }
 
-mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) {
+/* Whether the parameters fit into memory, before any is read. */
+static mn_status check_memory(const mn_model_config *config, mn_dtype dtype, const char *folder) {
+    mn_model *sketch;
+    const mn_status st = mn_model_sketch(&sketch, config);
+    if (st != MN_OK) return st;
+    const size_t bits = config->quant_bits ? 2 * (size_t)config->quant_bits    // and their scales
+                                           : 8 * mn_dtype_bytes(dtype);
+    const size_t need = (size_t)mn_model_count(sketch) / 8 * bits;
+    mn_model_destroy(sketch);
+    return mn_memory_check(need, folder);
+}
+
+mn_status mn_checkpoint_create(mn_model **out, const char *given, mn_dtype dtype) {
     *out = NULL;
     char path[PATH], folder[MN_FOLDER_PATH];
     mn_json root = { 0 };
@@ -325,9 +88,15 @@ mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) 
     if (st == MN_OK) st = mn_json_load(&root, path, MN_JSON_PYTHON);
     if (st == MN_OK) st = mn_model_config_read(&config, &root);
     mn_json_free(&root);
+    if (st == MN_OK) st = check_memory(&config, dtype, folder);
     if (st == MN_OK) st = mn_model_create(out, &config, dtype);
     mn_model_config_free(&config);
-    if (st == MN_OK) st = mn_checkpoint_read_weights(*out, folder);
+    return st;
+}
+
+mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) {
+    mn_status st = mn_checkpoint_create(out, given, dtype);
+    if (st == MN_OK) st = mn_checkpoint_read_weights(*out, given);
     if (st != MN_OK) {
         mn_model_destroy(*out);
         *out = NULL;
@@ -351,13 +120,19 @@ static bool keeps_type(const mn_model_param *p, const float *x) {
     return true;
 }
 
+/* Part `which` of three, each of as many numbers as `counts` says, of all of them side by side. */
+static void *cut(void *all, const int64_t counts[MN_TRIO], int which, size_t item) {
+    for (int k = 0; k < which; k++) all = (char *)all + (size_t)counts[k] * item;
+    return all;
+}
+
 /* What a file that cuts the three elsewhere holds under the name of parameter i: in *copy. */
 static mn_status cut_as_stored(mn_stored_tensor *t, void **copy, mn_model *model, int i) {
     const size_t item = mn_dtype_bytes(mn_model_dtype(model));
-    int trio[TRIO];
-    int64_t theirs[TRIO], ours[TRIO], n = 0;
-    const int which = trio_of(trio, model, mn_model_param_at(model, i)->name);
-    for (int k = 0; k < TRIO; k++) {
+    int trio[MN_TRIO];
+    int64_t theirs[MN_TRIO], ours[MN_TRIO], n = 0;
+    const int which = mn_weights_trio(trio, model, mn_model_param_at(model, i)->name);
+    for (int k = 0; k < MN_TRIO; k++) {
         const mn_model_param *p = mn_model_param_at(model, trio[k]);
         theirs[k] = 1;
         for (int a = 0; a < p->stored_rank; a++) theirs[k] *= p->stored_shape[a];
@@ -367,7 +142,7 @@ static mn_status cut_as_stored(mn_stored_tensor *t, void **copy, mn_model *model
     void *all = malloc((size_t)n * item);
     *copy = malloc((size_t)theirs[which] * item);
     mn_status st = all && *copy ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to save a convolution");
-    for (int k = 0; k < TRIO && st == MN_OK; k++) {
+    for (int k = 0; k < MN_TRIO && st == MN_OK; k++) {
         st = mn_model_get(model, trio[k], cut(all, ours, k, item));
     }
     if (st == MN_OK) memcpy(*copy, cut(all, theirs, which, item), (size_t)theirs[which] * item);
@@ -410,7 +185,9 @@ static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, 
         if (there) st = mn_model_get(model, i, *copy);
         else memcpy(*copy, p->value, (size_t)p->info.count * item);
     }
-    if (st == MN_OK && turned) st = turn(*copy, p->info.shape[0], p->info.shape[1], item);
+    if (st == MN_OK && turned) {
+        st = mn_weights_turn(*copy, p->info.shape[0], p->info.shape[1], item);
+    }
     if (narrow || (there && keeps_type(p, *copy))) {
         t->dtype = (mn_stored_dtype)p->stored;
         for (int64_t k = 0; k < p->info.count; k++) {
@@ -426,21 +203,30 @@ static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, 
 
 static mn_status write_weights(mn_model *model, mn_stored_tensor *tensors, param_name *names,
                                void **copies, const char *path) {
-    const int n = mn_model_params(model);
     const char *family = mn_model_config_family(mn_model_describe(model));
     mn_status st = MN_OK;
-    for (int i = 0; i < n && st == MN_OK; i++) {
-        const char *name = mn_model_param_at(model, i)->name;
-        mn_dialect_name(names[i], family, kind_of(model, name), name);
-        tensors[i] = (mn_stored_tensor){ .name = names[i] };
-        st = stored_form(&tensors[i], &copies[i], model, i);
+    int n = 0;
+    for (int i = 0; i < mn_model_params(model) && st == MN_OK; i++) {
+        const mn_model_param *p = mn_model_param_at(model, i);
+        mn_dialect_name(names[n], family, mn_weights_kind(model, p->name), p->name);
+        if (p->quant && model->device) {
+            st = mn_fail(MN_ERR_UNSUPPORTED, "%s: quantised weights are saved from the CPU", path);
+        } else if (p->quant) {
+            const int parts = mn_quantised_tensors(&tensors[n], &names[n], &copies[n], p);
+            if (parts == 0) st = mn_fail(MN_ERR_MEMORY, "no memory to save %s", p->name);
+            n += parts;
+        } else {
+            tensors[n] = (mn_stored_tensor){ .name = names[n] };
+            st = stored_form(&tensors[n], &copies[n], model, i);
+            n++;
+        }
     }
     const mn_stored_text format = { "format", "pt" };
     return st == MN_OK ? mn_safetensors_write(path, tensors, n, &format, 1) : st;
 }
 
 static mn_status save_weights(mn_model *model, const char *path) {
-    const size_t n = (size_t)mn_model_params(model);
+    const size_t n = MN_QUANTISED_PARTS * (size_t)mn_model_params(model);
     mn_stored_tensor *tensors = calloc(n, sizeof *tensors);
     void **copies = calloc(n, sizeof *copies);
     param_name *names = calloc(n, sizeof *names);
@@ -454,14 +240,27 @@ static mn_status save_weights(mn_model *model, const char *path) {
     return st;
 }
 
-mn_status mn_checkpoint_save(mn_model *model, const char *folder) {
+/* The configuration, with a class for loaders where there is none (auto_map.h). */
+static mn_status save_config(const mn_model_config *config, const char *folder) {
     char path[PATH], *text = NULL;
     size_t size = 0;
-    mn_status st = join(path, folder, "model.safetensors");
-    if (st == MN_OK) st = save_weights(model, path);
-    if (st == MN_OK) st = mn_model_config_write(&text, &size, mn_model_describe(model));
-    if (st == MN_OK) st = join(path, folder, "config.json");
-    if (st == MN_OK) st = mn_file_write_bytes(path, text, size);
+    mn_json root = { 0 };
+    mn_status st = join(path, folder, "config.json");
+    if (st == MN_OK) st = mn_model_config_write(&text, &size, config);
+    if (st == MN_OK) st = mn_json_parse(&root, text, size, path, MN_JSON_PYTHON);
+    if (st == MN_OK) st = mn_auto_map_add(root.value, config, folder);
+    free(text);
+    text = NULL;
+    if (st == MN_OK) st = mn_json_text(&text, root.value, MN_JSON_PRETTY);
+    if (st == MN_OK) st = mn_file_write_bytes(path, text, strlen(text));
+    mn_json_free(&root);
     free(text);
     return st;
+}
+
+mn_status mn_checkpoint_save(mn_model *model, const char *folder) {
+    char path[PATH];
+    mn_status st = join(path, folder, "model.safetensors");
+    if (st == MN_OK) st = save_weights(model, path);
+    return st == MN_OK ? save_config(mn_model_describe(model), folder) : st;
 }

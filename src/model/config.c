@@ -460,6 +460,33 @@ static mn_status read_model(mn_model_config *out, const mn_json *object, const c
     return st;
 }
 
+/* {"bits": 4, "group_size": 64}, and what other software says of weights of its own formats. */
+static mn_status read_quantization(mn_model_config *c, const mn_json *object) {
+    static const char *const keys[] = { "bits", "group_size" };
+    const mn_json at = mn_json_member(object, "quantization");
+    const mn_json other = mn_json_member(object, "quantization_config");
+    if (mn_json_given(&other)) {
+        const char *method = "another way";
+        if (mn_json_opt_text(&method, &other, "quant_method") != MN_OK) method = "another way";
+        return mn_json_fail(&other, "weights quantised by %s are not read; take the model they "
+                            "were made from, and mneme quantize", method);
+    }
+    if (!mn_json_given(&at)) return MN_OK;
+    int64_t bits = 0, group = 0;
+    mn_status st = mn_json_expect_object(&at);
+    if (st == MN_OK) st = mn_json_unknown_key(&at, keys, MN_COUNTOF(keys));
+    if (st == MN_OK) st = mn_json_opt_i64(&bits, &at, "bits");
+    if (st == MN_OK) st = mn_json_opt_i64(&group, &at, "group_size");
+    if (st == MN_OK) st = require(&at, "bits", bits == 8 || bits == 4, "must be 8 or 4");
+    if (st == MN_OK) {
+        st = require(&at, "group_size", group == 32 || group == 64 || group == 128 || group == 256,
+                     "must be 32, 64, 128 or 256");
+    }
+    c->quant_bits = (int)bits;
+    c->quant_group = group;
+    return st;
+}
+
 /* What is written back is what was read, with the keys that mean nothing here. */
 static mn_status keep_source(mn_model_config *c, const mn_json *object) {
     const mn_status st = mn_json_text(&c->source, object->value, MN_JSON_PRETTY);
@@ -488,6 +515,7 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
     if (family) st = mn_dialect_read(&ours.value, family, object);
     if (st == MN_OK) st = read_model(out, family ? &ours : object, family);
     json_decref(ours.value);
+    if (st == MN_OK && (st = read_quantization(out, &whole)) != MN_OK) mn_model_config_free(out);
     if (st == MN_OK && type && strcmp(type, "mneme") != 0) st = keep_source(out, &whole);
     return st;
 }
@@ -530,6 +558,14 @@ static const char *type_of(const mn_model_config *c, const char **architecture) 
     return NULL;
 }
 
+const char *mn_model_type_known(const char *type) {
+    for (size_t i = 0; i < MN_COUNTOF(model_types); i++) {
+        if (strcmp(model_types[i].type, type) == 0) return model_types[i].type;
+    }
+    const char *family = mn_dialect_find(type);
+    return family ? family : strcmp(type, "mneme") == 0 ? "mneme" : NULL;
+}
+
 const char *mn_model_config_family(const mn_model_config *config) {
     const char *architecture, *type;
     if (config->source) return config->family;
@@ -539,6 +575,13 @@ const char *mn_model_config_family(const mn_model_config *config) {
 
 static void set(json_t *object, const char *key, json_t *value, bool *failed) {
     if (json_object_set_new(object, key, value) != 0) *failed = true;
+}
+
+static void set_quantization(json_t *object, const mn_model_config *c, bool *failed) {
+    if (c->quant_bits == 0) return;
+    set(object, "quantization",
+        json_pack("{s:i, s:I}", "bits", c->quant_bits, "group_size", (json_int_t)c->quant_group),
+        failed);
 }
 
 /* Options per kind; the layers of one kind share them. */
@@ -558,6 +601,13 @@ static mn_status write_options(json_t *object, const mn_model_config *c, bool fl
         set(mixers, name, own, &failed);
         if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
     }
+    if (st == MN_OK && mixers && c->beside && !json_object_get(mixers, "attention")) {
+        json_t *own = json_object();
+        bool failed = !own;
+        st = mn_layer_config_write(own, &c->beside[0], MN_LAYER_attention);
+        set(mixers, "attention", own, &failed);
+        if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
+    }
     if (st == MN_OK && mixers) json_object_set(object, "mixers", mixers);
     json_decref(mixers);
     return st;
@@ -575,11 +625,19 @@ static mn_status write_source(char **text, size_t *size, const mn_model_config *
         set(object, "architectures", json_pack("[s]", class), &failed);
     }
     if (object) set(object, "mneme_version", json_string(MN_VERSION), &failed);
+    if (object) set_quantization(object, c, &failed);
     mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
                           : mn_json_text(text, object, MN_JSON_PRETTY);
     if (st == MN_OK) *size = strlen(*text);
     json_decref(object);
     return st;
+}
+
+/* A factor that is a whole number as one: classes of transformers take nothing else. */
+static void make_whole(json_t *object, const char *key, bool *failed) {
+    const json_t *value = json_object_get(object, key);
+    const double x = json_is_real(value) ? json_real_value(value) : 0.5;
+    if (x == (double)(int64_t)x) set(object, key, json_integer((json_int_t)x), failed);
 }
 
 mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config *c) {
@@ -596,7 +654,9 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
     set(object, "vocab_size", json_integer(c->vocab_size), &failed);
     set(object, "hidden_size", json_integer(c->hidden_size), &failed);
     set(object, "num_hidden_layers", json_integer(c->n_layers), &failed);
-    set(object, "intermediate_size", json_integer(c->intermediate_size), &failed);
+    if (!type || c->mlp != MN_MLP_NONE) {    // elsewhere it is the width of the mixer
+        set(object, "intermediate_size", json_integer(c->intermediate_size), &failed);
+    }
     if (!type) set(object, "mlp", json_string(mlp_names[c->mlp]), &failed);
     if (c->decoder != MN_DECODER_NONE) {
         set(object, "decoder", json_string(decoder_names[c->decoder]), &failed);
@@ -615,12 +675,15 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
         set(object, "logit_softcap", mn_json_real(c->logit_softcap), &failed);
     }
     set(object, "max_position_embeddings", json_integer(c->context), &failed);
+    set_quantization(object, c, &failed);
     if (mn_block_write(object, &c->block, c->halves, c->n_layers) != MN_OK) failed = true;
     const bool mixes = c->family && mn_dialect_mixes(c->family);
     mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
                           : write_options(object, c, type && !mixes);
     const char *family = type ? mn_dialect_find(type) : NULL;
     if (st == MN_OK && family) st = mn_dialect_write(object, family, c->names, c->n_layers);
+    if (st == MN_OK && type) make_whole(object, "expand", &failed);
+    if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
     *text = NULL;
     if (st == MN_OK) st = mn_json_text(text, object, MN_JSON_PRETTY);
     *size = *text ? strlen(*text) : 0;

@@ -58,6 +58,8 @@ typedef struct mn_model_config {
                                        // shared blocks, if any
     unsigned char *halves;             // n_layers of mn_mlp_half
     mn_block_config block;
+    int quant_bits;                    // of quantised projections, 8 or 4; 0: numbers as they are
+    int64_t quant_group;               // inputs that share a scale
     char *source;                      // JSON that it was read from, of other software; NULL: none
 } mn_model_config;
 
@@ -71,6 +73,11 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
 
 /* The family (dialect.h) whose names the files of such a model carry; NULL: ours. */
 const char *mn_model_config_family(const mn_model_config *config);
+
+/* The model_type of that name, a text that stays, "mneme" among them; NULL: none is read. A
+ * configuration without source whose family it is set as is written as that type, where that can be
+ * said. */
+const char *mn_model_type_known(const char *type);
 
 /* block_config.c: defaults; what `object` says; keys; what is not as by default, as JSON. */
 void mn_block_defaults(mn_block_config *out);

@@ -23,6 +23,10 @@ static mn_status check_place(const mn_model *model, const mn_tape *tape) {
         return mn_fail(MN_ERR_ARGUMENT, "the parameters are on the %s and the pass is on the %s",
                        model->device ? "GPU" : "CPU", device ? "GPU" : "CPU");
     }
+    if (model->config.quant_bits && mn_tape_records(tape)) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "no gradients go through weights of %d bits; take the "
+                       "model that was quantised", model->config.quant_bits);
+    }
     if (mn_tape_dtype(tape) != MN_BF16 || model->shadows) return MN_OK;
     return mn_fail(MN_ERR_ARGUMENT, "a pass in bf16 over parameters that were placed for f32");
 }
@@ -34,6 +38,10 @@ void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients) {
     model->tape = tape;
     for (int i = 0; i < model->n_params; i++) {
         const mn_model_param *p = &model->params[i];
+        if (p->quant) {
+            model->leaves[i] = mn_tape_leaf_quant(tape, p->quant);
+            continue;
+        }
         const int64_t rows = p->info.rank == 1 ? 1 : p->info.shape[0];
         const bool shadow = bf16 && in_bf16(p);
         void *grad = records ? p->grad : NULL;

@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "model/model_internal.h"
+#include "runtime/reserve.h"
 
 /* ---- building -------------------------------------------------------------------------------- */
 
@@ -23,6 +24,25 @@ static mn_status grow(mn_model *model) {
     return MN_OK;
 }
 
+/* Memory for `count` numbers, of a sketch addresses alone; NULL: none. */
+static void *take(const mn_model *model, int64_t count) {
+    size_t bytes;
+    if (!mn_mul_size(&bytes, (size_t)count, mn_dtype_bytes(model->dtype)) ||
+        !mn_add_size(&bytes, bytes, MN_ALIGN)) {
+        return NULL;
+    }
+    return model->sketch ? mn_reserve_take(bytes)
+                         : aligned_alloc(MN_ALIGN, bytes / MN_ALIGN * MN_ALIGN);
+}
+
+static void give(const mn_model *model, void *numbers, int64_t count) {
+    if (model->sketch) {
+        mn_reserve_give(numbers, (size_t)count * mn_dtype_bytes(model->dtype) + MN_ALIGN);
+    } else {
+        free(numbers);
+    }
+}
+
 /* Adds a parameter and allocates it. `*index` is where it is. */
 mn_status mn_model_add(mn_model *model, int *index, const char *name, const mn_param_info *info) {
     const mn_status st = grow(model);
@@ -30,10 +50,7 @@ mn_status mn_model_add(mn_model *model, int *index, const char *name, const mn_p
     mn_model_param *p = &model->params[model->n_params];
     *p = (mn_model_param){ .info = *info, .stored = -1, .stored_rank = -1 };
     snprintf(p->name, sizeof p->name, "%s", name);
-    size_t bytes;
-    if (!mn_mul_size(&bytes, (size_t)info->count, mn_dtype_bytes(model->dtype)) ||
-        !mn_add_size(&bytes, bytes, MN_ALIGN) ||
-        !(p->value = aligned_alloc(MN_ALIGN, bytes / MN_ALIGN * MN_ALIGN))) {
+    if (!(p->value = take(model, info->count))) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %s of %lld numbers; use a smaller model",
                        name, (long long)info->count);
     }
@@ -179,7 +196,8 @@ static mn_status build(mn_model *model) {
     return model->leaves ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for a model");
 }
 
-mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtype dtype) {
+static mn_status create(mn_model **out, const mn_model_config *config, mn_dtype dtype,
+                        bool sketch) {
     *out = NULL;
     if (config->vocab_size < 1) {
         return mn_fail(MN_ERR_ARGUMENT, "a model needs a vocab_size of at least 1");
@@ -187,6 +205,7 @@ mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtyp
     mn_model *model = calloc(1, sizeof *model);
     if (!model) return mn_fail(MN_ERR_MEMORY, "no memory for a model");
     model->dtype = dtype;
+    model->sketch = sketch;
     mn_status st = mn_model_config_copy(&model->config, config);
     if (st == MN_OK) {
         model->blocks = calloc((size_t)config->n_layers, sizeof *model->blocks);
@@ -200,12 +219,26 @@ mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtyp
     return MN_OK;
 }
 
+mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtype dtype) {
+    return create(out, config, dtype, false);
+}
+
+mn_status mn_model_sketch(mn_model **out, const mn_model_config *config) {
+    return create(out, config, MN_F32, true);
+}
+
+void mn_model_drop_value(const mn_model *model, mn_model_param *p) {
+    give(model, p->value, p->info.count);
+    p->value = NULL;
+}
+
 void mn_model_destroy(mn_model *model) {
     if (!model) return;
     if (model->device) mn_model_unplace(model);
     for (int i = 0; i < model->n_params; i++) {
-        free(model->params[i].value);
-        free(model->params[i].grad);
+        mn_model_drop_value(model, &model->params[i]);
+        give(model, model->params[i].grad, model->params[i].info.count);
+        mn_quant_free(model->params[i].quant);
     }
     free(model->params);
     free(model->leaves);
@@ -220,18 +253,20 @@ static mn_status take_gradients(mn_model *model, bool zero) {
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
         if (p->grad) continue;
-        size_t bytes;
-        if (!mn_mul_size(&bytes, (size_t)p->info.count, mn_dtype_bytes(model->dtype)) ||
-            !(p->grad = aligned_alloc(MN_ALIGN, (bytes + MN_ALIGN) / MN_ALIGN * MN_ALIGN))) {
+        if (!(p->grad = take(model, p->info.count))) {
             return mn_fail(MN_ERR_MEMORY, "no memory for the gradient of %s", p->name);
         }
-        if (zero) memset(p->grad, 0, bytes);
+        if (zero) memset(p->grad, 0, (size_t)p->info.count * mn_dtype_bytes(model->dtype));
     }
     return MN_OK;
 }
 
 mn_status mn_model_want_gradients(mn_model *model) {
-    return model->device ? mn_model_place_gradients(model) : take_gradients(model, true);
+    if (model->config.quant_bits) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "weights of %d bits cannot be trained; take the model "
+                       "that was quantised", model->config.quant_bits);
+    }
+    return model->device ? mn_model_place_gradients(model) : take_gradients(model, !model->sketch);
 }
 
 mn_status mn_model_reserve_gradients(mn_model *model) {
@@ -298,6 +333,10 @@ static double idle_weights(const mn_model *model) {
         weights += each * (double)(c->num_experts - c->num_experts_per_tok);
     }
     return weights;
+}
+
+int64_t mn_model_count_active(const mn_model *model) {
+    return mn_model_count(model) - (int64_t)idle_weights(model);
 }
 
 /* Matrix products cost 2 operations per weight and token forward, twice that backward. Attention

@@ -16,6 +16,7 @@ typedef struct mn_model_param {
     char name[MN_PARAM_NAME];
     mn_param_info info;        // shape, group, initial values
     void *value, *grad;        // count numbers; grad NULL until mn_model_want_gradients
+    struct mn_quant *quant;    // in 8 or 4 bits, in place of value (quant.h); NULL: value
     void *shadow;              // of a model on a GPU: the value in bf16, or NULL
     int stored;                // type of the file it was read from (io/safetensors.h); -1: none
     int stored_rank;           // its axes there, where they are others: -1: as here
@@ -25,6 +26,10 @@ typedef struct mn_model_param {
 /* `config` is copied. Parameters are allocated, not set: mn_model_start or a checkpoint does. */
 mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtype dtype);
 void mn_model_destroy(mn_model *model);    // NULL accepted
+
+/* A model in float32 whose parameters have names, shapes and addresses but no memory: for looking
+ * at and for plans of passes. Touching a number ends the program. */
+mn_status mn_model_sketch(mn_model **out, const mn_model_config *config);
 
 const mn_model_config *mn_model_describe(const mn_model *model);
 mn_dtype mn_model_dtype(const mn_model *model);
@@ -36,6 +41,7 @@ mn_model_param *mn_model_param_named(mn_model *model, const char *name);    // N
 
 int64_t mn_model_count(const mn_model *model);              // numbers in all parameters
 int64_t mn_model_count_without_embeddings(const mn_model *model);
+int64_t mn_model_count_active(const mn_model *model);       // without experts that a token skips
 
 /* Initial values as a function of `seed`: each parameter by its own law, drawn by the context's
  * threads (NULL: by the calling one), with the same numbers however many there are. */

@@ -3,6 +3,7 @@
 #define MN_MODEL_MODEL_INTERNAL_H
 
 #include "model/model.h"
+#include "ops/quantize.h"
 #include "runtime/device.h"
 
 /* Where an MLP's parameters are among the model's; -1: it has none. gate is both where they are
@@ -40,6 +41,7 @@ enum { MN_DECODER_STAGES = 2, MN_DECODER_PARTS = 3 };    // norm, weight, bias
 struct mn_model {
     mn_model_config config;
     mn_dtype dtype;
+    bool sketch;                     // parameters are addresses without memory
     mn_block *blocks;
     mn_model_param *params;
     mn_tensor **leaves;              // of the current pass, by parameter
@@ -60,6 +62,9 @@ struct mn_model {
     unsigned char *values, *grads, *shadows;
     size_t device_bytes;
 };
+
+/* Gives back the numbers of a parameter that are no longer needed. */
+void mn_model_drop_value(const mn_model *model, mn_model_param *p);
 
 /* Memory of the GPU for the gradients of a model that is there, zeroed. */
 mn_status mn_model_place_gradients(mn_model *model);

@@ -21,6 +21,7 @@ static bool all_bytes(size_t *bytes, const mn_model *model, size_t item) {
     *bytes = 0;
     for (int i = 0; i < model->n_params; i++) {
         size_t own;
+        if (model->params[i].quant) continue;
         if (!mn_mul_size(&own, (size_t)model->params[i].info.count, item)) return false;
         if (!mn_add_size(&own, own, LINE - 1)) return false;
         if (!mn_add_size(bytes, *bytes, own / LINE * LINE)) return false;
@@ -30,6 +31,7 @@ static bool all_bytes(size_t *bytes, const mn_model *model, size_t item) {
 
 /* Where the numbers of a parameter begin in such a piece, after those of the one before. */
 static unsigned char *next_place(unsigned char *at, const mn_model_param *before, size_t item) {
+    if (before->quant) return at;
     return at + ((size_t)before->info.count * item + LINE - 1) / LINE * LINE;
 }
 
@@ -50,6 +52,47 @@ static mn_status take(unsigned char **out, mn_model *model, size_t item, const c
     return MN_OK;
 }
 
+/* Codes and scales of a quantised parameter in the form that the GPU reads; the host's are freed
+ * when all are there. */
+static mn_status move_quant(mn_model *model, mn_quant *there, const mn_quant *q) {
+    const size_t codes = mn_quant_device_codes_bytes(q), scales = mn_quant_device_scales_bytes(q);
+    unsigned char *host = malloc(codes + scales);
+    void *memory = NULL;
+    if (!host) return mn_fail(MN_ERR_MEMORY, "no memory to move quantised weights");
+    const size_t begin = (codes + LINE - 1) / LINE * LINE;
+    mn_quant_to_device_form(host, host + codes, q);
+    mn_status st = mn_device_allocate(model->device, &memory, begin + scales);
+    if (st == MN_OK) st = mn_device_upload(model->device, memory, host, codes);
+    if (st == MN_OK) {
+        st = mn_device_upload(model->device, (char *)memory + begin, host + codes, scales);
+    }
+    if (st == MN_OK) st = mn_device_synchronize(model->device);
+    free(host);
+    *there = *q;
+    there->codes = memory;
+    there->scales = memory ? (char *)memory + begin : NULL;
+    if (memory) model->device_bytes += begin + scales;
+    return st;
+}
+
+static mn_status move_quants(mn_model *model) {
+    mn_quant *there = calloc((size_t)model->n_params, sizeof *there);
+    mn_status st = there ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for a model");
+    for (int i = 0; st == MN_OK && i < model->n_params; i++) {
+        if (model->params[i].quant) st = move_quant(model, &there[i], model->params[i].quant);
+    }
+    for (int i = 0; there && i < model->n_params; i++) {
+        mn_quant *q = model->params[i].quant;
+        if (st != MN_OK) mn_device_free(model->device, (void *)there[i].codes);
+        if (st != MN_OK || !q) continue;
+        free((void *)q->codes);
+        free((void *)q->scales);
+        *q = there[i];
+    }
+    free(there);
+    return st;
+}
+
 static size_t value_bytes(const mn_model_param *p) {
     return (size_t)p->info.count * sizeof(float);
 }
@@ -60,6 +103,7 @@ static mn_status move_values(mn_model *model) {
     unsigned char *at = model->values;
     for (int i = 0; st == MN_OK && i < model->n_params; i++) {
         const mn_model_param *p = &model->params[i];
+        if (p->quant) continue;
         st = mn_device_upload(model->device, at, p->value, value_bytes(p));
         at = next_place(at, p, sizeof(float));
     }
@@ -67,6 +111,7 @@ static mn_status move_values(mn_model *model) {
     at = model->values;
     for (int i = 0; st == MN_OK && i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
+        if (p->quant) continue;
         free(p->value);
         p->value = at;
         at = next_place(at, p, sizeof(float));
@@ -103,6 +148,7 @@ static mn_status make_shadows(mn_model *model) {
     unsigned char *at = model->shadows;
     for (int i = 0; st == MN_OK && i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
+        if (p->quant) continue;
         p->shadow = at;
         at = next_place(at, p, mn_dtype_bytes(MN_BF16));
         st = cast(model, p);
@@ -123,6 +169,7 @@ static mn_status move_device(mn_model *model, const mn_context *context) {
                        mn_dtype_name(model->dtype));
     }
     mn_status st = open_device(model, context);
+    if (st == MN_OK) st = move_quants(model);
     if (st == MN_OK) st = move_values(model);
     if (st != MN_OK && model->device) {
         mn_device_free(model->device, model->values);
@@ -162,16 +209,27 @@ void mn_model_unplace(mn_model *model) {
     mn_device_free(model->device, model->values);
     mn_device_free(model->device, model->grads);
     mn_device_free(model->device, model->shadows);
-    mn_device_close(model->device);
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
+        if (p->quant) {
+            mn_device_free(model->device, (void *)p->quant->codes);
+            p->quant->codes = p->quant->scales = NULL;
+        }
         p->value = p->shadow = NULL;
         if (model->grads) p->grad = NULL;
     }
+    mn_device_close(model->device);
 }
 
 mn_status mn_model_get(mn_model *model, int i, void *numbers) {
     const mn_model_param *p = &model->params[i];
+    if (p->quant && (model->device || model->dtype != MN_F32)) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: quantised weights are read from the CPU", p->name);
+    }
+    if (p->quant) {
+        mn_quant_unpack(numbers, p->quant);
+        return MN_OK;
+    }
     if (model->device) return mn_device_download(model->device, numbers, p->value, value_bytes(p));
     memcpy(numbers, p->value, (size_t)p->info.count * mn_dtype_bytes(model->dtype));
     return MN_OK;
@@ -179,6 +237,7 @@ mn_status mn_model_get(mn_model *model, int i, void *numbers) {
 
 mn_status mn_model_put(mn_model *model, int i, const void *numbers) {
     const mn_model_param *p = &model->params[i];
+    if (p->quant) return mn_fail(MN_ERR_UNSUPPORTED, "%s: quantised weights stay", p->name);
     if (!model->device) {
         memcpy(p->value, numbers, (size_t)p->info.count * mn_dtype_bytes(model->dtype));
         return MN_OK;

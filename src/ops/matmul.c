@@ -7,8 +7,9 @@
  *   else                       chunk after chunk of B: the threads pack its panels, then take
  *                              blocks of rows
  *
- * and an element gets the same bits on each of them. float64, and float32 where there is no vector
- * target, take plain loops with sums in double. */
+ * and an element gets the same bits on each of them. Quantised weights go the first way or the
+ * third, become float32 in registers or where they are packed, and give the bits of such weights.
+ * float64, and float32 where there is no vector target, take plain loops with sums in double. */
 #include "ops/matmul.h"
 
 #include <sched.h>
@@ -24,10 +25,12 @@
 #define MN_TARGET avx2
 #include "kernels/cpu/gemm/gemm.h"
 #include "kernels/cpu/gemm/matmul.h"
+#include "kernels/cpu/quant/quant.h"
 #undef MN_TARGET
 #define MN_TARGET avx512
 #include "kernels/cpu/gemm/gemm.h"
 #include "kernels/cpu/gemm/matmul.h"
+#include "kernels/cpu/quant/quant.h"
 #undef MN_TARGET
 #endif
 
@@ -87,10 +90,32 @@ PLAIN(plain_f32, float)
 PLAIN(plain_f64, double)
 #undef PLAIN
 
+/* The same with a quantised B, a column of which is as long as a row of A. */
+static void plain_quant(void *context, int64_t item, int worker) {
+    (void)worker;
+    const plain_job *job = context;
+    const mn_matmul_args *p = &job->p;
+    const int64_t i0 = item / job->n_across * M_BLOCK, j0 = item % job->n_across * N_BLOCK;
+    const int64_t i1 = mn_min(i0 + M_BLOCK, p->M), j1 = mn_min(j0 + N_BLOCK, p->N);
+    for (int64_t j = j0; j < j1; j++) {
+        double sum[M_BLOCK] = { 0.0 };
+        for (int64_t k = 0; k < p->K; k++) {
+            const double w = mn_quant_weight(p->quant, j, k);
+            for (int64_t i = i0; i < i1; i++) {
+                sum[i - i0] += w * ((const float *)p->a)[i * p->a_row + k];
+            }
+        }
+        for (int64_t i = i0; i < i1; i++) {
+            float *c = (float *)p->c + i * p->c_row + j;
+            *c = (float)(p->accumulate ? *c + sum[i - i0] : sum[i - i0]);
+        }
+    }
+}
+
 static void run_plain(mn_context *context, const mn_matmul_args *p) {
     plain_job job = { *p, mn_ceil_div(p->N, N_BLOCK) };
     mn_threads_run(context->threads, mn_ceil_div(p->M, M_BLOCK) * job.n_across,
-                   p->dtype == MN_F64 ? plain_f64 : plain_f32, &job);
+                   p->quant ? plain_quant : p->dtype == MN_F64 ? plain_f64 : plain_f32, &job);
 }
 
 /* ---- vector targets ----------------------------------------------------------------------------
@@ -106,15 +131,19 @@ typedef struct functions {
     void (*rows)(const mn_product *p, const mn_chunk *chunk, int64_t i0, int64_t i1, int64_t first,
                  int64_t last, float *scratch);
     void (*few)(const mn_product *p, int64_t j0, int64_t j1);
+    void (*quant_few)(const mn_product *p, int64_t j0, int64_t j1);
+    void (*quant_pack)(const mn_product *p, const mn_chunk *chunk, int64_t panel);
 } functions;
 
 /* NULL where the target has none. */
 static const functions *functions_of(mn_target_id target) {
     static const functions avx2 = { mn_gemm_avx2,        mn_gemm_nt_avx2,     mn_matmul_panel_avx2,
-                                    mn_matmul_pack_avx2, mn_matmul_rows_avx2, mn_matmul_few_avx2 };
+                                    mn_matmul_pack_avx2, mn_matmul_rows_avx2, mn_matmul_few_avx2,
+                                    mn_quant_few_avx2,   mn_quant_pack_avx2 };
     static const functions avx512 = {
         mn_gemm_avx512,        mn_gemm_nt_avx512,     mn_matmul_panel_avx512,
         mn_matmul_pack_avx512, mn_matmul_rows_avx512, mn_matmul_few_avx512,
+        mn_quant_few_avx512,   mn_quant_pack_avx512,
     };
     if (target == MN_TARGET_AVX2) return &avx2;
     return target == MN_TARGET_AVX512 ? &avx512 : NULL;
@@ -190,6 +219,20 @@ static void run_few(mn_context *context, job *j) {
     mn_threads_run(context->threads, mn_ceil_div(j->p.N, j->item_cols), few_item, j);
 }
 
+static void quant_item(void *context, int64_t item, int worker) {
+    (void)worker;
+    const job *j = context;
+    const int64_t j0 = item * j->item_cols;
+    j->f->quant_few(&j->p, j0, mn_min(j0 + j->item_cols, j->p.N));
+}
+
+/* The same for quantised weights. */
+static void run_quant_few(mn_context *context, job *j) {
+    enum { ITEM_WEIGHTS = 1 << 16 };
+    j->item_cols = MN_QUANT_COLS * mn_max(1, ITEM_WEIGHTS / (MN_QUANT_COLS * mn_max(1, j->p.K)));
+    mn_threads_run(context->threads, mn_ceil_div(j->p.N, j->item_cols), quant_item, j);
+}
+
 /* Items begin in order, so whoever packs the missing panels is at work. */
 static void wait_for_panels(job *j) {
     for (int looks = 0; atomic_load(&j->n_packed) < j->n_panels; looks++) {
@@ -200,7 +243,7 @@ static void wait_for_panels(job *j) {
 static void packed_item(void *context, int64_t item, int worker) {
     job *j = context;
     if (item < j->n_panels) {
-        j->f->pack(&j->p, &j->chunk, item);
+        (j->p.quant ? j->f->quant_pack : j->f->pack)(&j->p, &j->chunk, item);
         atomic_fetch_add(&j->n_packed, 1);
         return;
     }
@@ -282,7 +325,12 @@ static void run_vector(mn_context *context, const functions *f, const mn_matmul_
     job j = { .f = f,
               .p = { .c = args->c, .c_row = args->c_row, .a = args->a, .a_row = a.row,
                      .a_col = a.col, .b = args->b, .b_row = b.row, .b_col = b.col, .M = args->M,
-                     .N = args->N, .K = args->K, .accumulate = args->accumulate } };
+                     .N = args->N, .K = args->K, .accumulate = args->accumulate,
+                     .quant = args->quant } };
+    if (args->quant) {
+        if (args->M <= MN_QUANT_FEW || !run_packed(context, &j)) run_quant_few(context, &j);
+        return;
+    }
     const bool small = args->M <= SOME_ROWS || is_small(&j.p) || is_near(&j.p);
     if (args->M <= MN_MATMUL_FEW && args->b_transposed && args->K > 0) run_few(context, &j);
     else if (small || !run_packed(context, &j)) run_gemm(context, &j);
@@ -300,7 +348,7 @@ mn_gemm_problem mn_matmul_work_of(const mn_matmul_args *p) {
         .b_row = p->b_row ? p->b_row : p->b_transposed ? p->K : p->N,
         .c_row = p->c_row ? p->c_row : p->N,
         .a_transposed = p->a_transposed, .b_transposed = p->b_transposed,
-        .accumulate = p->accumulate, .onto = p->onto };
+        .accumulate = p->accumulate, .onto = p->onto, .quant = p->quant };
 }
 
 mn_status mn_matmul_run(mn_context *context, const mn_gemm_problem *work) {
@@ -311,7 +359,7 @@ mn_status mn_matmul_run(mn_context *context, const mn_gemm_problem *work) {
         context->products = mn_gemm_create();
         if (!context->products) st = mn_fail(MN_ERR_MEMORY, "no memory for matrix products");
     }
-    void *space = st == MN_OK ? mn_device_bytes(device, MN_GEMM_WORKSPACE) : NULL;
+    void *space = st == MN_OK ? mn_device_bytes(device, mn_gemm_workspace(work)) : NULL;
     if (st == MN_OK && !space) {
         st = mn_fail(MN_ERR_MEMORY, "the GPU has no memory for the work space of a product");
     }
@@ -350,7 +398,7 @@ static void add_rows(void *context, int64_t item, int worker) {
 }
 
 size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *p) {
-    if (context->device) return MN_GEMM_WORKSPACE;
+    if (context->device) return mn_gemm_workspace(&(mn_gemm_problem){ .quant = p->quant });
 #if MN_HAVE_X86_TARGETS
     const functions *f = functions_of(context->target);
     if (p->dtype == MN_F32 && f && p->N > 0 && p->K > 0) {

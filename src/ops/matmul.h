@@ -23,6 +23,7 @@ typedef struct mn_matmul_args {
     bool b_transposed;              // B is stored (N,K): the layout of a linear layer's weight
     bool accumulate;                // C += A B
     const void *onto;               // C = onto + A B, laid out as C, in its type; NULL: not
+    const mn_quant *quant;          // B transposed in 8 or 4 bits, in place of b, A as it is
     int64_t c_row, a_row, b_row;    // elements between stored rows; 0: contiguous
 } mn_matmul_args;
 

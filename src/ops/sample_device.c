@@ -90,9 +90,9 @@ static mn_status send_given(mn_device *device, const mn_sample *sample, const pa
     mn_status st = mn_device_upload(device, data, image, done);
     free(image);
     while (st == MN_OK && done > 0 && done < all) {
-        const size_t part = done < all - done ? done : all - done;
-        st = mn_device_copy(device, data + done, data, part);
-        done += part;
+        const size_t bytes = done < all - done ? done : all - done;
+        st = mn_device_copy(device, data + done, data, bytes);
+        done += bytes;
     }
     return st;
 }

@@ -146,8 +146,31 @@ mn_status mn_ask_prompts(mn_ask *out, const mn_json *root, const char *key,
     return st;
 }
 
+/* What a conversation is rendered with: tools, documents, and variables of the template. */
+static mn_status read_chat_options(mn_chat_options *out, const mn_json *root) {
+    const mn_json tools = mn_json_member(root, "tools"), documents = mn_json_member(root,
+                                                                                    "documents");
+    const mn_json more = mn_json_member(root, "chat_template_kwargs");
+    *out = (mn_chat_options){ .add_generation_prompt = true };
+    mn_status st = MN_OK;
+    if (mn_json_given(&tools)) st = mn_json_expect_list(&tools);
+    if (st == MN_OK && mn_json_given(&documents)) st = mn_json_expect_list(&documents);
+    if (st == MN_OK && mn_json_given(&more)) st = mn_json_expect_object(&more);
+    if (st == MN_OK) {
+        st = mn_json_opt_bool(&out->continue_final_message, root, "continue_final_message");
+    }
+    if (out->continue_final_message) out->add_generation_prompt = false;
+    if (st == MN_OK) {
+        st = mn_json_opt_bool(&out->add_generation_prompt, root, "add_generation_prompt");
+    }
+    if (mn_json_given(&tools)) out->tools = tools.value;
+    if (mn_json_given(&documents)) out->documents = documents.value;
+    if (mn_json_given(&more)) out->variables = more.value;
+    return st;
+}
+
 static mn_status read_messages(mn_ask *out, const mn_json *root, const mn_ask_limits *limits) {
-    const mn_json at = mn_json_member(root, "messages"), tools = mn_json_member(root, "tools");
+    const mn_json at = mn_json_member(root, "messages");
     mn_text text = { 0 };
     mn_status st = mn_json_expect_list(&at);
     if (st == MN_OK && mn_json_count(&at) == 0) st = mn_json_fail(&at, "is empty");
@@ -157,11 +180,9 @@ static mn_status read_messages(mn_ask *out, const mn_json *root, const mn_ask_li
         st = mn_json_expect_object(&message);
         if (st == MN_OK) st = mn_json_get_text(&role, &message, "role");
     }
-    if (st == MN_OK && mn_json_given(&tools)) st = mn_json_expect_list(&tools);
-    if (st == MN_OK) {
-        st = mn_chat_render(&text, limits->chat, at.value,
-                            mn_json_given(&tools) ? tools.value : NULL);
-    }
+    mn_chat_options how;
+    if (st == MN_OK) st = read_chat_options(&how, root);
+    if (st == MN_OK) st = mn_chat_render(&text, limits->chat, at.value, &how);
     out->prompts = st == MN_OK ? calloc(1, sizeof *out->prompts) : NULL;
     if (st == MN_OK && !out->prompts) st = mn_fail(MN_ERR_MEMORY, "no memory for a prompt");
     if (st == MN_OK) {

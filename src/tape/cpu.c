@@ -114,11 +114,21 @@ int mn_elementwise_normal_cpu(void *where, const void *work, void *space) {
 
 /* ---- rows by index --------------------------------------------------------------------------- */
 
+/* Row `row` of a quantised table as row i of the result. */
+static void unpack_row(const mn_rows_params *w, int64_t i, int64_t row) {
+    float *to = (float *)w->rows.data + i * w->quant->cols;
+    for (int64_t k = 0; k < w->quant->cols; k++) to[k] = mn_quant_weight(w->quant, row, k);
+}
+
 static void index_rows(void *context, int64_t item, int worker) {
     (void)worker;
     const mn_rows_params *w = context;
     const int64_t last = mn_min((item + 1) * ROWS, w->n), width = w->shape[3];
     for (int64_t i = item * ROWS; i < last; i++) {
+        if (w->quant) {
+            unpack_row(w, i, w->index[i]);
+            continue;
+        }
         const int64_t there = mn_view_row(&w->table, w->shape, w->index[i]);
         if (w->scatters) give(&w->table, there, &w->rows, i * width, width, true);
         else give(&w->rows, i * width, &w->table, there, width, false);

@@ -99,10 +99,14 @@ static void back_linear(mn_tape *tape, void *payload) {
 
 static void product(mn_tape *tape, const linear *l, const void *x, int64_t x_row,
                     const mn_tensor *onto) {
+    if (tape->observer && !tape->device && mn_tape_runs(tape)) {
+        tape->observer(tape->observer_context, l->weight, x, l->rows, x_row);
+    }
     mn_tape_product(tape, &(mn_matmul_args){
         .dtype = tape->dtype, .c = l->y->data, .c_dtype = l->y->dtype, .a = x, .a_row = x_row,
-        .b = l->weight->data, .b_transposed = true, .bias = l->bias ? l->bias->data : NULL,
-        .onto = onto ? onto->data : NULL, .M = l->rows, .N = l->n_out, .K = l->n_in });
+        .b = l->weight->data, .b_transposed = true, .quant = l->weight->quant,
+        .bias = l->bias ? l->bias->data : NULL, .onto = onto ? onto->data : NULL, .M = l->rows,
+        .N = l->n_out, .K = l->n_in });
 }
 
 static void forward(mn_tape *tape, const linear *l, const mn_tensor *onto) {
@@ -139,7 +143,7 @@ static bool shares(const mn_tape *tape, const linear *l, const mn_tensor *onto) 
 
 /* l has its source; `shape` is that of x. */
 static mn_tensor *make(mn_tape *tape, linear l, const int64_t shape[4], mn_tensor *onto) {
-    mn_tensor *weight = mn_tape_cast(tape, l.weight, tape->dtype);
+    mn_tensor *weight = l.weight->quant ? l.weight : mn_tape_cast(tape, l.weight, tape->dtype);
     linear *kept = mn_tape_note(tape, sizeof *kept);
     if (!kept || !weight) return NULL;
     l.weight = weight;

@@ -27,7 +27,8 @@ static const char *end_of(const void *from, const mn_tensor *weight, mn_dtype dt
 
 /* Whether b goes on where a ends, for a product. */
 static bool follows(const mn_tape *tape, const mn_tensor *a, const mn_tensor *b) {
-    if (!a || !b || a->dtype != tape->dtype || b->dtype != tape->dtype) return false;
+    if (!a || !b || a->quant || b->quant) return false;
+    if (a->dtype != tape->dtype || b->dtype != tape->dtype) return false;
     const bool values = a->shape[3] == b->shape[3] && end_of(a->data, a, a->dtype) == b->data;
     if (!values || !a->slot != !b->slot) return false;
     return !a->slot || (a->slot->kept && b->slot->kept && a->slot->dtype == b->slot->dtype &&

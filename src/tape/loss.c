@@ -70,7 +70,8 @@ static void run_piece(mn_tape *tape, pieces *p, const loss *l, int64_t first, in
     if (some) move_kept(tape, p, l, mn_value(l->x), p->few, first, n, false);
     mn_tape_product(tape, &(mn_matmul_args){
         .dtype = tape->dtype, .c = p->work.logits.data, .c_row = p->row, .a = x, .a_row = step,
-        .b = l->head->data, .b_transposed = true, .M = n, .N = l->V, .K = l->D });
+        .b = l->head->data, .b_transposed = true, .quant = l->head->quant, .M = n, .N = l->V,
+        .K = l->D });
     p->work.first = first;
     p->work.n = n;
     mn_tape_do(tape, MN_ELEMENTWISE_LOSS, &p->work);
@@ -226,7 +227,7 @@ void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *t
     *loss_out = 0.0;
     *counted = 0;
     if (!x || !head || mn_tape_dead(tape)) return;
-    head = mn_tape_cast(tape, head, tape->dtype);
+    if (!head->quant) head = mn_tape_cast(tape, head, tape->dtype);
     loss *l = head ? open_loss(tape, x, head) : NULL;
     if (l) targets = mn_tape_lend_ids(tape, targets, l->rows, "target", INT32_MIN, l->V);
     if (!l || !targets) return;
@@ -276,7 +277,7 @@ void mn_tape_mixture_loss(mn_tape *tape, mn_tensor *const *x, int n, mn_tensor *
                           int64_t *counted) {
     *loss_out = 0.0;
     *counted = 0;
-    head = mn_tape_cast(tape, head, tape->dtype);
+    if (head && !head->quant) head = mn_tape_cast(tape, head, tape->dtype);
     loss **parts = head ? mn_tape_note(tape, (size_t)n * sizeof(loss *)) : NULL;
     for (int s = 0; parts && s < n; s++) {
         if (!x[s] || !(parts[s] = open_loss(tape, x[s], head))) return;

@@ -220,7 +220,7 @@ mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens,
     if (!e || !y || !tokens) return NULL;
     *e = (embed){ .table = table, .y = y, .tokens = tokens };
     mn_rows_params work = { .shape = { 1, V, 1, X }, .rows = mn_value(y), .index = tokens,
-                          .n = B * T };
+                          .n = B * T, .quant = table->quant };
     work.table = mn_flat_view(table->data, table->dtype, work.shape);
     mn_tape_do(tape, MN_ELEMENTWISE_ROWS, &work);
     mn_tape_record(tape, "the embedding", back_embed, e, mn_wants(table), &y, 1);

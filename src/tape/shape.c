@@ -12,6 +12,7 @@ static mn_tensor *internal(mn_tape *tape, const char *what) {
 /* Shares memory and gradient with x. */
 static mn_tensor *view_of(mn_tape *tape, const mn_tensor *x) {
     mn_tensor *view = mn_tape_note(tape, sizeof *view);
+    mn_quant_misuse(x);
     if (view) *view = *x;
     return view;
 }

@@ -273,8 +273,23 @@ mn_view mn_flat_view(void *data, mn_dtype dtype, const int64_t shape[4]) {
     return (mn_view){ data, dtype, { shape[1] * row, row, shape[3], 1 } };
 }
 
+void mn_quant_misuse(const mn_tensor *x) {
+    if (!x->quant) return;
+    x->quant->misused = true;
+    if (!mn_tape_runs(x->tape)) return;
+    mn_tape_fail(x->tape, mn_fail(MN_ERR_UNSUPPORTED, "%s: weights of %d bits serve products only, "
+                                  "and this layer needs the numbers themselves; quantise the model "
+                                  "once more with this build", x->tape->scope, x->quant->bits));
+}
+
+void mn_tape_observe(mn_tape *tape, mn_tape_observer fn, void *context) {
+    tape->observer = fn;
+    tape->observer_context = context;
+}
+
 mn_view mn_value(const mn_tensor *x) {
     if (!x) return (mn_view){ 0 };
+    mn_quant_misuse(x);
     return (mn_view){ x->data, x->dtype, { x->stride[0], x->stride[1], x->stride[2], 1 } };
 }
 
@@ -368,6 +383,15 @@ mn_tensor *mn_tape_leaf(mn_tape *tape, void *data, void *grad, int64_t rows, int
                         bool add) {
     const mn_dtype sums = tape->dtype == MN_BF16 ? MN_F32 : tape->dtype;
     return mn_tape_leaf_of(tape, data, tape->dtype, grad, sums, rows, cols, add);
+}
+
+mn_tensor *mn_tape_leaf_quant(mn_tape *tape, mn_quant *quant) {
+    mn_tensor *x = mn_tape_over(tape, NULL, tape->dtype, (int64_t[]){ 1, 1, quant->rows,
+                                                                      quant->cols }, false);
+    if (!x) return NULL;
+    x->quant = quant;
+    x->tape = tape;
+    return x;
 }
 
 bool mn_tape_untouched(const mn_tensor *leaf) {
@@ -478,7 +502,9 @@ static void back_cast(mn_tape *tape, void *payload) {
 }
 
 mn_tensor *mn_tape_cast(mn_tape *tape, mn_tensor *x, mn_dtype dtype) {
-    if (!x || mn_tape_dead(tape) || x->dtype == dtype) return x;
+    if (!x || mn_tape_dead(tape)) return x;
+    mn_quant_misuse(x);
+    if (x->dtype == dtype) return x;
     cast *c = mn_tape_note(tape, sizeof *c);
     mn_tensor *y = mn_tape_new_of(tape, dtype, x->shape);
     if (!c || !y) return NULL;

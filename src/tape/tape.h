@@ -20,6 +20,7 @@
 #ifndef MN_TAPE_TAPE_H
 #define MN_TAPE_TAPE_H
 
+#include "kernels/quant.h"
 #include "kernels/unary.h"
 #include "ops/context.h"
 #include "ops/describe.h"
@@ -53,6 +54,8 @@ typedef struct mn_tensor {
     void *data;
     mn_slot *slot;             // NULL: no gradient flows here
     const mn_tensor_rows *rows;    // of a batch's cache, which operators take only; else NULL
+    mn_quant *quant;           // weights in 8 or 4 bits, without `data`: for products only
+    mn_tape *tape;             // of such a leaf
 } mn_tensor;
 
 typedef enum mn_tape_mode {
@@ -106,6 +109,12 @@ void mn_tape_run_by(mn_tape *tape, const mn_tape_runner *runner);
  * and uploads take beside. On a device both are of its memory; a plan does not touch it. */
 size_t mn_tape_bytes(const mn_tape *tape);
 size_t mn_tape_work_bytes(const mn_tape *tape);
+
+/* On a CPU fn(context, weight, x, rows, step) hears of each product x W' before it is made: `rows`
+ * rows of x that lie `step` numbers apart. Until the next call; NULL: nobody. */
+typedef void (*mn_tape_observer)(void *context, const mn_tensor *weight, const void *x,
+                                 int64_t rows, int64_t step);
+void mn_tape_observe(mn_tape *tape, mn_tape_observer fn, void *context);
 
 /* Takes that much memory at once, so that growing never holds more than is needed. */
 mn_status mn_tape_reserve(mn_tape *tape, size_t bytes);
@@ -161,6 +170,10 @@ mn_tensor *mn_tape_leaf(mn_tape *tape, void *data, void *grad, int64_t rows, int
  * and float32 gradients on a tape of bf16. */
 mn_tensor *mn_tape_leaf_of(mn_tape *tape, void *data, mn_dtype data_dtype, void *grad,
                            mn_dtype grad_dtype, int64_t rows, int64_t cols, bool add);
+
+/* Weights (rows, cols) in 8 or 4 bits, on the tape's side; projections, heads and embeddings take
+ * them. Whatever else does fails, or where the tape plans sets quant->misused. */
+mn_tensor *mn_tape_leaf_quant(mn_tape *tape, mn_quant *quant);
 
 /* True when this leaf asks for a gradient and none has reached it. */
 bool mn_tape_untouched(const mn_tensor *leaf);

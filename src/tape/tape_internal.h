@@ -97,6 +97,8 @@ struct mn_tape {
     size_t lent_bytes;           // of this step
     mn_told *told;               // losses of this step
     mn_defer *delay;             // NULL until something is put off
+    mn_tape_observer observer;       // NULL: nobody hears of products
+    void *observer_context;
     const mn_tape_runner *runner;    // NULL: operators run here
     char scope[MN_TAPE_SCOPE];
 };
@@ -154,6 +156,9 @@ int64_t mn_row_step(const mn_tensor *x);
 /* A tensor over given memory, contiguous; with a slot of its own if the tape records. */
 mn_tensor *mn_tape_over(mn_tape *tape, void *data, mn_dtype dtype, const int64_t shape[4],
                         bool wants_grad);
+
+/* Something asks a quantised leaf for its numbers; nothing for other tensors. */
+void mn_quant_misuse(const mn_tensor *x);
 
 /* The numbers of x as works name them. data is NULL for NULL. */
 mn_view mn_value(const mn_tensor *x);

@@ -30,6 +30,13 @@ run 0 bench ops --quick --runs 1 --json --only step.additive.none
 json '[c["sizes"] for c in d["cases"]] == [{"B": 8, "T": 1, "H": 4, "K": 128, "V": 128}]'
 json 'd["cases"][0]["bytes"] == 2 * 4 * 8 * 4 * 128 * 128'    # the state, in and out
 
+# decoding with quantised weights beside float32
+run 0 bench infer --quick --json
+quiet
+json "[c['weights'] for c in d['cases']] == ['f32', '8 bits', '4 bits']"
+json "d['cases'][0]['bytes'] > 3 * d['cases'][1]['bytes'] > 3 * d['cases'][2]['bytes']"
+json "all(c['tokens_per_second'] > 0 for c in d['cases'])"
+
 run 2 bench
 run 2 bench trains
 complains 'trains'

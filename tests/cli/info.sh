@@ -28,3 +28,28 @@ fi
 "$mneme" info --help | grep -q usage || fail "no help"
 if "$mneme" info --target nowhere 2>/dev/null; then fail "an unknown target succeeds"; fi
 if "$mneme" info --nonsense 2>/dev/null; then fail "an unknown option succeeds"; fi
+
+# a model, by its headers
+make_model=$3
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$make_model" "$work" '{"layers": "gdn, attention", "hidden_size": 32, "vocab_size": 256, "intermediate_size": 16,
+    "mixers": {"gdn": {"num_heads": 2, "head_dim": 8}, "attention": {"num_heads": 4, "num_kv_heads": 2}}}' bytes
+text=$("$mneme" info "$work")
+echo "$text" | grep -q '^  layers  *2: gdn, attention$' || fail "no layers of a model"
+json=$("$mneme" info "$work" --json --context 100 --batch 2)
+if command -v python3 >/dev/null; then
+    echo "$json" | python3 -c '
+import json, os, sys
+d = json.load(sys.stdin)
+gdn, attention = d["layers"]
+# (H K V + taps of q, k and v) floats; J heads of keys and values a token
+assert gdn["state_bytes"] == 4 * (2 * 8 * 16 + 3 * (16 + 16 + 32)), gdn
+assert attention["bytes_per_token"] == 4 * 2 * 2 * 8 and attention["state_bytes"] == 0, attention
+assert d["weights"]["numbers"] == {"F32": d["parameters"]["total"]} and not d["weights"]["not_read"]
+assert d["parameters"]["total"] - d["parameters"]["without_embeddings"] == 2 * 256 * 32
+assert d["run"]["states"] == 2 * (gdn["state_bytes"] + 100 * attention["bytes_per_token"])
+assert d["train"]["optimizer"] == 8 * d["parameters"]["total"] and d["train"]["activations"] > 0
+' || fail "the sizes of a model"
+fi
+if "$mneme" info "$work/nowhere" 2>/dev/null; then fail "a folder that is not there succeeds"; fi

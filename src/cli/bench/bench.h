@@ -104,6 +104,7 @@ typedef struct mn_bench_options {
     const char *target;
     const char *device;      // NULL: the CPU
     mn_dtype dtype;          // of a device's cases
+    int bits;                // of the weights of models that decode there: 8 or 4; 0: of dtype
     mn_bench_scale scale;    // FULL or QUICK
 } mn_bench_options;
 
@@ -203,5 +204,10 @@ int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool j
 
 /* Prefill and decoding alone, of the same models. */
 int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool json, bool list);
+
+/* ---- decode.c ---- */
+
+/* Decoding on the CPU with weights of float32, 8 and 4 bits. Returns the exit status. */
+int mn_bench_infer(const mn_bench_options *options, bool json);
 
 #endif

@@ -17,6 +17,7 @@
 #include "cli/bench/bench.h"
 #include "infer/session.h"
 #include "io/json_write.h"
+#include "model/quant.h"
 #include "train/trainer.h"
 
 typedef struct train_case {
@@ -171,6 +172,17 @@ static mn_status make_model(mn_model **out, mn_context *context, const mn_json *
     return st;
 }
 
+static mn_status quantize(mn_model *model, const mn_bench_options *options) {
+    const mn_context_options how = { .n_threads = options->n_threads };
+    mn_context *cpu = NULL;
+    mn_status st = mn_context_create(&cpu, &how);
+    if (st == MN_OK) {
+        st = mn_model_quantize(model, cpu, &(mn_quant_options){ .bits = options->bits });
+    }
+    mn_context_destroy(cpu);
+    return st;
+}
+
 /* A session on a model of its own. */
 static mn_status measure_infer(result *r, const train_case *c, const mn_bench_options *options,
                                int n_runs) {
@@ -182,6 +194,7 @@ static mn_status measure_infer(result *r, const train_case *c, const mn_bench_op
     mn_status st = mn_context_create(&context, &how);
     if (st == MN_OK) st = configure(&root, c, options);
     if (st == MN_OK) st = make_model(&model, context, &root);
+    if (st == MN_OK && options->bits) st = quantize(model, options);
     if (st == MN_OK) st = time_session(r, model, context, options->dtype, n_runs);
     mn_model_destroy(model);
     mn_json_free(&root);

@@ -52,6 +52,13 @@ static void print_help(void) {
          "  --load-state F          go on from a file: a prompt is read behind what it holds\n"
          "  --save-state F          keep the state after the last token in a file\n"
          "  --interactive           talk, also when standard input is no terminal\n"
+         "  --chat                  a conversation by the model's chat template: the prompt,\n"
+         "                          or each line, is what the user says\n"
+         "  --system TEXT           the system message of --chat\n"
+         "  --messages F            messages of --chat from a JSON file: a list, or an object of\n"
+         "                          messages, tools and chat_template_kwargs\n"
+         "  --chat-template NAME    one of several templates: default, tool_use (with tools)\n"
+         "  --dry-run               the prompt of --chat alone; with --json its tokens too\n"
          "  --echo                  show the prompt as well\n"
          "  --json                  the result as one document\n"
          "  --prefill-chunk N       tokens of a prompt computed at once (default: by memory)\n"
@@ -116,6 +123,13 @@ static int check(const mn_generate_options *o) {
                        "not");
     }
     if (o->calibration && o->abstain == 0.0) return mistake("--calibration", "needs --abstain");
+    if (!o->chat && (o->system || o->messages || o->template || o->dry_run)) {
+        return mistake(o->system ? "--system" : o->messages ? "--messages"
+                       : o->template ? "--chat-template" : "--dry-run", "needs --chat");
+    }
+    if (o->chat && (o->belief || o->load_state)) {
+        return mistake("--chat", "goes without --belief and --load-state");
+    }
     if (!o->model) return mistake("--model", "is missing: name a folder");
     if (o->dtype && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "bf16") != 0) {
         return mistake("--dtype", "is f32 or bf16");
@@ -155,6 +169,11 @@ static int parse(mn_generate_options *o, int argc, char **argv) {
         { "--threads", .count = &o->n_threads, .low = 1, .high = 256 },
         { "--prefill-chunk", .count = &o->chunk, .low = 1, .high = 1 << 20 },
         { "--draft", .count = &o->draft, .low = 0, .high = 64 },
+        { "--chat", .flag = &o->chat },
+        { "--system", .text = &o->system },
+        { "--messages", .text = &o->messages },
+        { "--chat-template", .text = &o->template },
+        { "--dry-run", .flag = &o->dry_run },
         { "--stop", .read = read_stop, .to = o, .needs = "a text" },
         { "--belief", .flag = &o->belief },
         { "--abstain", .read = read_share, .to = &o->abstain, .needs = "a probability, 0 to 1" },
@@ -188,22 +207,40 @@ static mn_status read_stdin(mn_text *text) {
     return st;
 }
 
+/* What the user says, then the prompt of the whole conversation. */
+static mn_status read_turn(mn_generator *g, const char *text, size_t size) {
+    mn_text prompt = { 0 };
+    mn_status st = MN_OK;
+    if (size) st = mn_conversation_add(g->conversation, "user", text, size);
+    if (st == MN_OK) st = mn_conversation_prompt(&prompt, g->conversation);
+    if (st == MN_OK) {
+        st = mn_generator_read_chat(g, prompt.bytes ? prompt.bytes : "", prompt.size);
+    }
+    mn_text_free(&prompt);
+    return st;
+}
+
+static mn_status read_given(mn_generator *g, const char *text, size_t size) {
+    return g->conversation ? read_turn(g, text, size) : mn_generator_read(g, text, size);
+}
+
 static mn_status read_prompt(mn_generator *g) {
     const mn_generate_options *o = g->options;
+    if (o->messages && !o->prompt && !o->file) return read_turn(g, NULL, 0);
     if (o->file) {
         mn_file file = { 0 };
         mn_status st = mn_file_map(&file, o->file);
-        if (st == MN_OK) st = mn_generator_read(g, (const char *)file.bytes, file.size);
+        if (st == MN_OK) st = read_given(g, (const char *)file.bytes, file.size);
         mn_file_unmap(&file);
         return st;
     }
     if (o->prompt && strcmp(o->prompt, "-") != 0) {
-        return mn_generator_read(g, o->prompt, strlen(o->prompt));
+        return read_given(g, o->prompt, strlen(o->prompt));
     }
     if (!o->prompt && o->load_state) return MN_OK;    // what was read before is the prompt
     mn_text text = { 0 };
     mn_status st = read_stdin(&text);
-    if (st == MN_OK) st = mn_generator_read(g, text.bytes ? text.bytes : "", text.size);
+    if (st == MN_OK) st = read_given(g, text.bytes ? text.bytes : "", text.size);
     mn_text_free(&text);
     return st;
 }
@@ -281,12 +318,18 @@ static mn_status write_all(mn_generator *g) {
 
 static mn_status generate(const mn_generate_options *o) {
     mn_generator g;
+    mn_conversation conversation = { 0 };
+    if (o->dry_run) return mn_conversation_dry_run(o);
     mn_status st = mn_generator_open(&g, o);
-    const bool asked = o->prompt || o->file || o->load_state || o->json || o->n_forks > 1;
+    if (st == MN_OK && o->chat) st = mn_conversation_open(&conversation, o);
+    if (o->chat) g.conversation = &conversation;
+    const bool asked = o->prompt || o->messages || o->file || o->load_state || o->json ||
+        o->n_forks > 1;
     const bool talks = o->interactive || (!asked && isatty(STDIN_FILENO));
     if (st == MN_OK) st = talks ? mn_generate_talk(&g) : write_all(&g);
     if (st == MN_OK && !o->quiet) print_speed(&g);
     mn_generator_close(&g);
+    mn_conversation_free(&conversation);
     if (st == MN_OK && (fflush(stdout) != 0 || ferror(stdout))) {
         st = mn_fail(MN_ERR_IO, "standard output cannot be written");
     }

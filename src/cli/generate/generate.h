@@ -6,6 +6,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include <jansson.h>
+
 #include "infer/session.h"
 #include "io/text.h"
 #include "tokenizer/tokenizer.h"
@@ -13,12 +15,13 @@
 typedef struct mn_generate_options {
     const char *model, *prompt, *file, *save_state, *load_state;
     const char *device, *dtype;     // NULL: cpu, f32
+    const char *system, *messages, *template;   // of --chat; messages: a file
     const char *calibration;        // file of a calibrator; NULL: that of the model's folder
     double abstain;                 // say nothing below this probability of being right; 0: always
     char **stops;                   // n_stops texts that end a continuation
     int n_stops;
     int n_tokens, n_forks, n_threads, chunk, draft;
-    bool belief, json, echo, ignore_eos, interactive, quiet, verify;
+    bool belief, json, echo, ignore_eos, interactive, quiet, verify, chat, dry_run;
     mn_sampling sampling;
 } mn_generate_options;
 
@@ -61,6 +64,30 @@ void mn_show_line(const mn_show *show, const char *text, size_t size, double var
 /* One line that says what the colours mean; `layers` such as "2, 5". */
 void mn_show_legend(const mn_show *show, const char *layers);
 
+/* ---- conversations by roles: chat.c ------------------------------------------------- */
+
+typedef struct mn_chat_templates mn_chat_templates;
+
+/* Messages so far, and the template that makes a prompt of them. All zeros is nothing. */
+typedef struct mn_conversation {
+    mn_chat_templates *templates;
+    json_t *messages, *tools, *variables;
+    const char *name;               // of the template, or NULL
+    bool continues;                 // ends with an answer that is to go on
+} mn_conversation;
+
+/* Reads the template of --model, and the messages of --messages and --system. Free in any case. */
+mn_status mn_conversation_open(mn_conversation *c, const mn_generate_options *options);
+void mn_conversation_free(mn_conversation *c);
+
+mn_status mn_conversation_add(mn_conversation *c, const char *role, const char *text, size_t size);
+
+/* The prompt of all messages. */
+mn_status mn_conversation_prompt(mn_text *out, const mn_conversation *c);
+
+/* Prints the prompt, and with --json its tokens, without a model. */
+mn_status mn_conversation_dry_run(const mn_generate_options *options);
+
 /* ---- a model that reads and writes: text.c ------------------------------------------ */
 
 typedef struct mn_generator {
@@ -76,6 +103,7 @@ typedef struct mn_generator {
     int64_t n_ids;                  // ids that model and tokenizer both know
     mn_token_list seen;             // tokens read and written, for the penalty
     mn_show show;
+    mn_conversation *conversation;      // of --chat, else NULL
     const volatile int *interrupted;    // not 0: stop writing; NULL: never
     int64_t n_read, n_written;
     double read_seconds, write_seconds;
@@ -124,6 +152,10 @@ mn_status mn_generator_fork(mn_continuation *out, mn_generator *g, int n, bool h
 /* Forgets what was read; and goes on from a file. */
 mn_status mn_generator_reset(mn_generator *g);
 mn_status mn_generator_load(mn_generator *g, const char *path);
+
+/* Reads a prompt that a chat template made: its special tokens are tokens, nothing is put in front.
+ * What of it was read already stays; where it differs, all is read again. */
+mn_status mn_generator_read_chat(mn_generator *g, const char *text, size_t size);
 
 /* ---- a conversation: talk.c --------------------------------------------------------- */
 

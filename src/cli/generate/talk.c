@@ -95,6 +95,13 @@ static mn_status run_load(talk *t, const char *argument) {
 
 static mn_status run_reset(talk *t, const char *argument) {
     (void)argument;
+    mn_conversation *c = t->g->conversation;
+    if (c) {
+        const mn_generate_options *o = t->g->options;
+        mn_conversation_free(c);
+        const mn_status st = mn_conversation_open(c, o);
+        if (st != MN_OK) return st;
+    }
     return mn_generator_reset(t->g);
 }
 
@@ -153,11 +160,37 @@ static bool next_line(talk *t) {
     }
 }
 
+/* One turn: what the user says, the prompt of all, the answer as a message. */
+static mn_status take_turn(talk *t) {
+    mn_conversation *conversation = t->g->conversation;
+    mn_text prompt = { 0 };
+    mn_continuation c = { 0 };
+    interrupted = 0;
+    mn_status st = mn_conversation_add(conversation, "user", t->text.bytes, t->text.size);
+    if (st != MN_OK) return st;
+    st = mn_conversation_prompt(&prompt, conversation);
+    if (st == MN_OK) {
+        st = mn_generator_read_chat(t->g, prompt.bytes ? prompt.bytes : "", prompt.size);
+    }
+    if (st == MN_OK) st = mn_generator_write(&c, t->g, t->g->session, 0);
+    if (st == MN_OK) {
+        putchar('\n');
+        st = mn_conversation_add(conversation, "assistant", c.text.bytes ? c.text.bytes : "",
+                                 c.text.size);
+    } else {    // the turn that failed is as if it had not been
+        json_array_remove(conversation->messages, json_array_size(conversation->messages) - 1);
+    }
+    mn_continuation_free(&c);
+    mn_text_free(&prompt);
+    return st;
+}
+
 static mn_status take_line(talk *t) {
     if (t->text.size > 0 && t->text.bytes[0] == '/') {
         const mn_status st = mn_text_add(&t->text, "", 1);
         return st == MN_OK ? run_command(t, t->text.bytes) : st;
     }
+    if (t->g->conversation) return t->text.size ? take_turn(t) : MN_OK;
     const bool empty = t->text.size == 0, fresh = mn_session_position(t->g->session) == 0;
     mn_status st = MN_OK;
     if (!empty || fresh) st = mn_generator_read(t->g, empty ? "" : t->text.bytes, t->text.size);

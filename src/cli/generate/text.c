@@ -191,6 +191,31 @@ mn_status mn_generator_read(mn_generator *g, const char *text, size_t size) {
     return st;
 }
 
+mn_status mn_generator_read_chat(mn_generator *g, const char *text, size_t size) {
+    mn_token_list tokens = { 0 };
+    mn_status st = mn_tokenizer_encode_bare(g->tokenizer, text, size, &tokens);
+    int64_t same = 0;
+    while (st == MN_OK && same < tokens.count && same < g->seen.count &&
+           tokens.ids[same] == g->seen.ids[same]) same++;
+    /* the last token gives what comes next, so one at least is left to read */
+    const bool behind = same == g->seen.count && same < tokens.count &&
+                        mn_session_position(g->session) == same;
+    if (st == MN_OK && !behind) st = mn_generator_reset(g);
+    const int64_t from = behind ? same : 0;
+    const mn_token_list rest = { tokens.ids + from, tokens.count - from, 0 };
+    const double start = mn_seconds();
+    if (st == MN_OK && rest.count == 0) st = mn_fail(MN_ERR_ARGUMENT, "the prompt is empty");
+    if (st == MN_OK) st = feed(g, &rest, NULL);
+    g->read_seconds += mn_seconds() - start;
+    if (st == MN_OK) g->n_read += rest.count;
+    for (int64_t t = 0; t < rest.count && st == MN_OK; t++) {
+        st = mn_token_list_add(&g->seen, rest.ids[t]);
+    }
+    if (st == MN_OK && g->options->echo) st = show_read(g, &rest, NULL);
+    mn_token_list_free(&tokens);
+    return st;
+}
+
 /* ---- writing --------------------------------------------------------------------------------- */
 
 typedef struct writer {

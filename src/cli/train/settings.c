@@ -210,6 +210,7 @@ mn_status mn_train_settings(mn_json *root, mn_train_request *r, char checkpoint[
     mn_status st = config ? mn_json_load(root, r->inputs[0], MN_JSON_STANDARD)
                           : mn_json_parse(root, "{}", 2, "--set", MN_JSON_STANDARD);
     if (st == MN_OK) st = mn_json_expect_object(root);
+    r->choice.from = r->from != NULL;
     if (st == MN_OK && r->from) st = take_model(root, r->from);
     if (st == MN_OK && r->n_inputs > 0 && !config) st = take_inputs(root, r);
     if (st == MN_OK) st = set_all(root, r);

@@ -18,6 +18,8 @@
 #ifndef MN_KERNELS_CPU_GEMM_MATMUL_H
 #define MN_KERNELS_CPU_GEMM_MATMUL_H
 
+#include "kernels/quant.h"
+
 typedef struct mn_product {
     float *c;
     int64_t c_row;               // C[i,j] is c[i*c_row + j]
@@ -27,6 +29,7 @@ typedef struct mn_product {
     int64_t b_row, b_col;        // B[k,j] is b[k*b_row + j*b_col]; one of the steps is 1
     int64_t M, N, K;
     bool accumulate;
+    const mn_quant *quant;       // B' in 8 or 4 bits, in place of b; NULL: b
 } mn_product;
 
 /* A chunk of B, and what packing it gave. */

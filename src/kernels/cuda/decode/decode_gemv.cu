@@ -8,10 +8,12 @@
  * bf16: warps share the column tile's rows of weights in out_tiles of 32 elements. A lane's 16
  * bytes are the left factor of two gemms of tensor cores, whose eight lower rows stay zero; the
  * elements of a out_tile are taken in the order in which the lanes have them, in both factors.
- * float32: a warp has a column. Sums are float32, of each warp in order, then over the warps. */
+ * float32, and weights of 8 and 4 bits: a warp has a column. Sums are float32, of each warp in
+ * order, then over the warps. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/decode/decode_elementwise.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
+#include "kernels/cuda/gemm/quant_codes.cuh"
 
 namespace mneme::decode {
 
@@ -23,6 +25,7 @@ struct gemm_weights {
     int64_t b_row, c_row, c_column;    // elements between rows of a, and of b, in c
     int N;
     bool by_row;                       // the bias belongs to rows of a
+    gemm::quant_weights quant;         // where the launch is of quantised weights
 };
 
 struct alignas(16) gemm_params {
@@ -69,11 +72,11 @@ __device__ static void mma(float (&acc)[4], uint32_t w0, uint32_t w1, uint32_t b
 
 /* How a block of WARPS warps multiplies, with DEPTH packs of each lane on their way: w[i][thread],
  * which no other thread looks at. PARTS sums of each number come out, sums[part][row][column]. */
-template <typename T, int WARPS, int DEPTH>
+template <typename T, int WARPS, int DEPTH, int BITS = 0>
 struct mainloop;
 
 template <int WARPS, int DEPTH>
-struct mainloop<mn_bf16, WARPS, DEPTH> {
+struct mainloop<mn_bf16, WARPS, DEPTH, 0> {
     static constexpr int PARTS = WARPS, K_TILE = WARPS * DEPTH * K_STEP;    // of K at once
     uint4 (*w)[32 * WARPS];
 
@@ -119,7 +122,7 @@ struct mainloop<mn_bf16, WARPS, DEPTH> {
 };
 
 template <int WARPS, int DEPTH>
-struct mainloop<float, WARPS, DEPTH> {
+struct mainloop<float, WARPS, DEPTH, 0> {
     static constexpr int PARTS = 1, K_TILE = DEPTH * 128;
     static_assert(WARPS == COLUMNS, "a warp has a column");
     uint4 (*w)[32 * WARPS];
@@ -168,6 +171,84 @@ struct mainloop<float, WARPS, DEPTH> {
         }
     }
 };
+
+/* Quantised weights: a lane's 16 bytes of codes lie in one group, as K and groups are multiples of
+ * 32. */
+template <typename T, int WARPS, int DEPTH, int BITS>
+struct mainloop_quant {
+    static constexpr int N = gemm::quant_codes<BITS>::N, PARTS = 1, K_TILE = DEPTH * 32 * N;
+    static_assert(WARPS == COLUMNS, "a warp has a column");
+    uint4 (*w)[32 * WARPS];
+
+    __device__ void load(const gemm_params &p, const col_tile &s, int first) {
+        const int column = s.column + threadIdx.x / 32;
+        const unsigned char *codes = s.of->quant.codes;
+        const unsigned char *row = codes + column * s.of->quant.row_bytes;
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            const int k = place(first, i);
+            const bool there = column < s.of->N && k < p.K;
+            fetch(&w[i][threadIdx.x], there ? row + k * BITS / 8 : codes, there);
+        }
+    }
+
+    __device__ static int place(int first, int i) {
+        return first + (i * 32 + threadIdx.x % 32) * N;
+    }
+
+    /* scale sum(q x) + least sum(x) of a lane's codes and a row. */
+    __device__ static float dot(const gemm::quant_codes<BITS> &q, gemm::quant_levels l,
+                                const T *x) {
+        constexpr int PACK = 16 / (int)sizeof(T);
+        float sum = 0.0f, all = 0.0f;
+#pragma unroll
+        for (int j = 0; j < N; j += PACK) {
+            const mn_vec<T, PACK> v = *(const mn_vec<T, PACK> *)(x + j);
+#pragma unroll
+            for (int i = 0; i < PACK; i++) {
+                sum = fmaf(q.at(j + i), mn_float(v.at[i]), sum);
+                if (BITS == 4) all += mn_float(v.at[i]);
+            }
+        }
+        return fmaf(l.scale, sum, l.least * all);
+    }
+
+    __device__ void multiply(float *sums, const gemm_params &p, const col_tile &s, const T *x) {
+        const int column = min(s.column + (int)threadIdx.x / 32, s.of->N - 1);
+        float sum[MN_DECODE_MAX_M] = {};
+#pragma unroll 1
+        for (int first = 0; first < p.K; first += K_TILE) {
+            if (first > 0) load(p, s, first);
+            gemm::quant_levels l[DEPTH];
+#pragma unroll
+            for (int i = 0; i < DEPTH; i++) {
+                const int k = min(place(first, i), p.K - 1);
+                l[i] = gemm::quant_levels_at<BITS>(s.of->quant, column, k);
+            }
+            cp_async_wait_all();
+#pragma unroll
+            for (int i = 0; i < DEPTH; i++) {
+                const int k = place(first, i);
+                if (k >= p.K) continue;
+                const gemm::quant_codes<BITS> q(w[i][threadIdx.x]);
+#pragma unroll
+                for (int row = 0; row < MN_DECODE_MAX_M; row++) {
+                    if (row < p.M) sum[row] += dot(q, l[i], x + row * p.step + k);
+                }
+            }
+        }
+#pragma unroll
+        for (int row = 0; row < MN_DECODE_MAX_M; row++) {
+            const float all = mn_warp_sum(sum[row]);
+            if (threadIdx.x % 32 == 0) sums[row * COLUMNS + threadIdx.x / 32] = all;
+        }
+    }
+};
+
+template <typename T, int WARPS, int DEPTH>
+struct mainloop<T, WARPS, DEPTH, 8> : mainloop_quant<T, WARPS, DEPTH, 8> {};
+template <typename T, int WARPS, int DEPTH>
+struct mainloop<T, WARPS, DEPTH, 4> : mainloop_quant<T, WARPS, DEPTH, 4> {};
 
 /* Rows of a to shared memory: made by the first work, which block 0 stores as well, or loaded. */
 template <typename T>
@@ -231,15 +312,16 @@ struct epilogue {
 template <typename T, int WARPS, int DEPTH>
 constexpr int blocks_per_sm = WARPS > 8 ? 2 : sizeof(T) == 2 && DEPTH <= 4 ? 5 : 4;
 
-template <typename T, int WARPS, int DEPTH>
+template <typename T, int WARPS, int DEPTH, int BITS>
 __global__ void __launch_bounds__(32 * WARPS, (blocks_per_sm<T, WARPS, DEPTH>))
 decode_gemm(const __grid_constant__ gemm_params given) {
-    typedef mainloop<T, WARPS, DEPTH> way;
+    typedef mainloop<T, WARPS, DEPTH, BITS> way;
     extern __shared__ uint4 packs[];    // of weights, then the rows of a
     __shared__ gemm_params p;
     __shared__ float sums[2][way::PARTS * MN_DECODE_MAX_M * COLUMNS], smem[32];
     T *x = (T *)(packs + DEPTH * 32 * WARPS);
-    way m = { (uint4 (*)[32 * WARPS])packs };
+    way m;
+    m.w = (uint4 (*)[32 * WARPS])packs;
     mn_pdl_launch_dependents();
     mn_load_args_to_smem(&p, given);
     __syncthreads();
@@ -260,11 +342,11 @@ decode_gemm(const __grid_constant__ gemm_params given) {
     }
 }
 
-template <typename T, int WARPS, int DEPTH>
+template <typename T, int WARPS, int DEPTH, int BITS = 0>
 static int launch(const gemm_params &p, cudaStream_t stream) {
     const size_t smem = (size_t)DEPTH * 32 * WARPS * sizeof(uint4) +
                         (size_t)p.M * (size_t)p.step * sizeof(T);
-    void (*kernel)(gemm_params) = decode_gemm<T, WARPS, DEPTH>;
+    void (*kernel)(gemm_params) = decode_gemm<T, WARPS, DEPTH, BITS>;
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
     if (code != cudaSuccess) return code;
@@ -273,7 +355,11 @@ static int launch(const gemm_params &p, cudaStream_t stream) {
 }
 
 /* By how a processor's lanes are used best for rows of that length. */
-static int launch_by_k(const gemm_params &p, mn_dtype dtype, cudaStream_t on) {
+static int launch_by_k(const gemm_params &p, mn_dtype dtype, int bits, cudaStream_t on) {
+    if (bits == 8) return dtype == MN_F32 ? launch<float, 8, 4, 8>(p, on)
+                                          : launch<mn_bf16, 8, 4, 8>(p, on);
+    if (bits == 4) return dtype == MN_F32 ? launch<float, 8, 2, 4>(p, on)
+                                          : launch<mn_bf16, 8, 2, 4>(p, on);
     if (dtype == MN_F32) return launch<float, 8, 8>(p, on);
     if (p.K <= 8 * 4 * K_STEP) return launch<mn_bf16, 8, 4>(p, on);
     if (p.K <= 8 * 8 * K_STEP) return launch<mn_bf16, 8, 8>(p, on);
@@ -282,12 +368,13 @@ static int launch_by_k(const gemm_params &p, mn_dtype dtype, cudaStream_t on) {
 
 /* What both ways round fetch for; `few` rows are kept in shared memory. */
 static bool takes(const mn_gemm_problem *w, int64_t few, int64_t many) {
+    if (w->quant && w->K % 32 != 0) return false;
     const int64_t pack = w->dtype == MN_F32 ? 4 : 8;
     const int64_t most = (int64_t)128 * 1024 / (w->dtype == MN_F32 ? 4 : 2);
     return few <= MN_DECODE_MAX_M && many < (1 << 30) && w->b_transposed && !w->a_transposed &&
            !w->accumulate && w->c_dtype == w->dtype && w->K > 0 && w->K % pack == 0 &&
-           w->a_row % pack == 0 && w->b_row % pack == 0 && (uintptr_t)w->a % 16 == 0 &&
-           (uintptr_t)w->b % 16 == 0 && few * (w->K + PAD) <= most;
+           w->a_row % pack == 0 && (w->quant || w->b_row % pack == 0) &&
+           (uintptr_t)w->a % 16 == 0 && (uintptr_t)w->b % 16 == 0 && few * (w->K + PAD) <= most;
 }
 
 extern "C" bool mn_decode_gemms_supported(const mn_gemm_problem *w) {
@@ -303,9 +390,9 @@ extern "C" int mn_gemm_small_n(const mn_gemm_problem *w, void *stream) {
     gemm_params p = {};
     p.M = (int)w->N, p.K = (int)w->K, p.step = p.K + PAD, p.n = 1;
     p.a = w->b, p.a_row = w->b_row;
-    p.of[0] = { w->a, w->bias, NULL, w->c, NULL, w->a_row, 1, w->c_row, (int)w->M, true };
+    p.of[0] = { w->a, w->bias, NULL, w->c, NULL, w->a_row, 1, w->c_row, (int)w->M, true, {} };
     p.begins[1] = (int)mn_ceil_div(w->M, COLUMNS);
-    return launch_by_k(p, w->dtype, (cudaStream_t)stream);
+    return launch_by_k(p, w->dtype, 0, (cudaStream_t)stream);
 }
 
 extern "C" int mn_decode_run_gemms(const mn_decode_gemms *given, void *stream) {
@@ -317,10 +404,11 @@ extern "C" int mn_decode_run_gemms(const mn_decode_gemms *given, void *stream) {
     if (given->first) p.first = mn_decode_job_of(*given->first);
     for (int i = 0; i < given->n; i++) {
         const mn_decode_gemm &g = given->of[i];
-        p.of[i] = { g.b, g.bias, g.plus, g.c, g.sum, g.b_row, g.N, 1, (int)g.N, false };
+        p.of[i] = { g.b, g.bias, g.plus, g.c, g.sum, g.b_row, g.N, 1, (int)g.N, false, {} };
+        if (g.quant) p.of[i].quant = gemm::quant_weights_of(g.quant);
         p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(g.N, COLUMNS);
     }
-    return launch_by_k(p, given->dtype, on);
+    return launch_by_k(p, given->dtype, given->of[0].quant ? given->of[0].quant->bits : 0, on);
 }
 
 }    // namespace mneme::decode

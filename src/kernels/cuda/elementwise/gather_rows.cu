@@ -2,6 +2,7 @@
  *
  *   rows[i] = table[index[i]]        table[index[i]] += rows[i]      (no index twice) */
 #include "kernels/cuda/elementwise/elementwise.cuh"
+#include "kernels/cuda/gemm/gemm_fallback.h"
 
 namespace mneme::elementwise {
 
@@ -49,6 +50,9 @@ MN_CUDA_ELEMENTWISE(rows) {
     const mn_rows_params *w = (const mn_rows_params *)args;
     const cudaStream_t on = (cudaStream_t)backend;
     (void)workspace;
+    if (w->quant) {
+        return mn_quant_rows_cuda(w->quant, w->rows.dtype, w->rows.data, w->index, 0, w->n, on);
+    }
     indexed r = { {}, mn_operand_of(w->table), mn_operand_of(w->rows), w->index,
                   mn_fast_divisor_of(w->shape[1]), w->scatters };
     const int64_t width = w->shape[3];

@@ -19,6 +19,30 @@
 #include "base/util.h"
 #include "kernels/cuda/gemm/gemm_fallback.h"
 
+/* Columns of c, as many at a time as the weights for them have room, which are numbers then. */
+static int run_quant(mn_gemm_handle *p, const mn_gemm_problem *given, void *space, void *stream) {
+    enum { COLUMNS = 64 };
+    if (mn_gemm_quant_few(given)) return mn_gemm_quant_several(given, 1, stream);
+    const size_t item = mn_dtype_bytes(given->dtype), c_item = mn_dtype_bytes(given->c_dtype);
+    const int64_t room = MN_GEMM_UNPACKED / ((int64_t)item * mn_max(given->K, 1));
+    const int64_t most = room < COLUMNS ? mn_max(room, 1) : room / COLUMNS * COLUMNS;
+    void *unpacked = (char *)space + MN_GEMM_WORKSPACE;
+    int code = 0;
+    for (int64_t j = 0; code == 0 && j < given->N; j += most) {
+        mn_gemm_problem one = *given;
+        one.quant = NULL;
+        one.N = mn_min(most, given->N - j);
+        one.b = unpacked;
+        one.b_row = given->K;
+        one.c = (char *)given->c + (size_t)j * c_item;
+        if (given->bias) one.bias = (const char *)given->bias + (size_t)j * c_item;
+        if (given->onto) one.onto = (const char *)given->onto + (size_t)j * c_item;
+        code = mn_quant_rows_cuda(given->quant, given->dtype, unpacked, NULL, j, one.N, stream);
+        if (code == 0) code = mn_gemm_run(p, &one, space, stream);
+    }
+    return code;
+}
+
 #if MN_HAVE_CUBLASLT_H
 #include <cublasLt.h>
 #include <dlfcn.h>
@@ -307,6 +331,7 @@ static void fall_back(mn_gemm_handle *p, chosen *c) {
 }
 
 int mn_gemm_run(mn_gemm_handle *p, const mn_gemm_problem *work, void *space, void *stream) {
+    if (work->quant) return run_quant(p, work, space, stream);
     if (work->step && mn_gemm_small_m_supported(work)) return mn_gemm_small_m(work, stream);
     if (mn_gemm_small_n_supported(work)) return mn_gemm_small_n(work, stream);
     chosen *c = work->K > 0 && mn_gemm_has_cublaslt(p) ? find(p, work) : NULL;
@@ -359,6 +384,7 @@ bool mn_gemm_has_cublaslt(mn_gemm_handle *gemms) {
 }
 
 int mn_gemm_run(mn_gemm_handle *gemms, const mn_gemm_problem *work, void *space, void *stream) {
+    if (work->quant) return run_quant(gemms, work, space, stream);
     (void)gemms, (void)space;
     if (work->step && mn_gemm_small_m_supported(work)) return mn_gemm_small_m(work, stream);
     if (mn_gemm_small_n_supported(work)) return mn_gemm_small_n(work, stream);

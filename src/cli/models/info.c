@@ -1,5 +1,5 @@
 /* info.c - mneme info: version and build, targets, kernels as chosen here, and the table of
- * layers. */
+ * layers; or what a model is. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,6 +8,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/command.h"
+#include "cli/models/info_model.h"
 #include "cli/options.h"
 #include "io/json_write.h"
 #include "definition/mixer.h"
@@ -21,12 +22,17 @@ static const bool composed[MN_OP_COUNT] = {
 };
 
 static void print_help(void) {
-    puts("usage: mneme info [options]\n\n"
-         "What this program is and what it runs here: version and build, the targets present, the\n"
-         "kernel that serves each operator and pass, and the sequence layers with their three "
-         "axes.\n\n"
+    puts("usage: mneme info [options]\n"
+         "       mneme info MODEL [--batch N] [--context N] [--json]\n\n"
+         "What a model is and takes, without reading its weights: family, layers, parameters,\n"
+         "state of a sequence, memory to run and to train. MODEL is a folder, or that of a run.\n"
+         "Without MODEL, what this program is and what it runs here: version and build, the\n"
+         "targets present, the kernel that serves each operator and pass, and the sequence layers\n"
+         "with their three axes.\n\n"
          "  --target NAME   ref, avx2, avx512 (default: MN_TARGET, else the best of this machine)\n"
          "  --json          the same as JSON\n"
+         "  --batch N       of MODEL: sequences at once (1)\n"
+         "  --context N     of MODEL: tokens of a sequence (the model's, 4096 at most)\n"
          "  --table NAME    a table of the documents as Markdown: layers, operators, options");
 }
 
@@ -296,8 +302,12 @@ static mn_status print_json(const mn_context *context) {
 int mn_command_info(int argc, char **argv) {
     mn_context_options options = { 0 };
     bool json = false;
-    const char *table = NULL;
-    const mn_option rows[] = { { "--json", .flag = &json },
+    const char *table = NULL, *model = NULL;
+    int batch = 1, length = 0;
+    const mn_option rows[] = { { NULL, .text = &model },
+                               { "--json", .flag = &json },
+                               { "--batch", .count = &batch, .low = 1, .high = 1 << 20 },
+                               { "--context", .count = &length, .low = 1, .high = 1 << 24 },
                                { "--table", .text = &table },
                                { "--target", .text = &options.target } };
     const int mistake = mn_options_read(rows, MN_COUNTOF(rows), "info", argc, argv);
@@ -306,7 +316,9 @@ int mn_command_info(int argc, char **argv) {
     if (table) return print_table(table);
     mn_context *context = NULL;
     mn_status st = mn_context_create(&context, &options);
-    if (st == MN_OK && json) {
+    if (st == MN_OK && model) {
+        st = mn_info_model(model, batch, length, json, context);
+    } else if (st == MN_OK && json) {
         st = print_json(context);
     } else if (st == MN_OK) {
         print_build(context);
