@@ -380,7 +380,8 @@ typedef struct mn_call {
     mn_dtype dtype;               // of activations and, for MN_F64, of everything
     int64_t B, T, H, K, V;        // batch, time, heads, key width, value width
     int64_t G;                    // noise groups (bayes, riccati)
-    int64_t J;                    // key-value heads (attention); 0: H
+    int64_t J;                    // key-value heads (attention), heads of queries and keys
+                                  //   (additive, delta, delta_net: head h uses h J / H); 0: H
     int64_t L;                    // keys that queries may see, the T queries being the last; 0: T
     int64_t Q, P, R, W;    // hyper: branches, block size, ranks of the two mixes; conv: W taps
     int64_t D, S;                 // model width; samples or steps
@@ -393,10 +394,10 @@ typedef enum mn_decay { MN_DECAY_NONE, MN_DECAY_HEAD, MN_DECAY_TOKEN, MN_DECAY_C
 
 /* S = diag(exp g) S + k v';  o = scale S'q.   Linear attention, RetNet, Mamba-2, GLA. */
 typedef struct mn_additive_args {
-    mn_call call;                         // B T H K V
+    mn_call call;                         // B T H K V J
     double scale;
     int decay;                            // mn_decay
-    mn_in q, k, v, g, state0;             // (B,T,H,K) (B,T,H,K) (B,T,H,V) log decay (N,H,K,V)
+    mn_in q, k, v, g, state0;             // (B,T,J,K) (B,T,J,K) (B,T,H,V) log decay (N,H,K,V)
     mn_out o, state;                      // (B,T,H,V) (N,H,K,V)
     struct { mn_in o, state; } cot;
     struct { mn_out q, k, v, g, state0; } grad;
@@ -405,11 +406,11 @@ typedef struct mn_additive_args {
 /* S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q.
  * w absent: w = e; beta absent: 1. */
 typedef struct mn_delta_args {
-    mn_call call;                         // B T H K V
+    mn_call call;                         // B T H K V J
     double scale;
     int decay;
     const struct mn_curvature_args *query;    // NULL; on a GPU, T > 1: makes q on the way
-    mn_in q, e, w, v, beta, g, state0;    // e, w (B,T,H,K); beta (B,T,H)
+    mn_in q, e, w, v, beta, g, state0;    // q, e, w (B,T,J,K); beta (B,T,H)
     mn_out o, state;
     struct { mn_in o, state; } cot;
     struct { mn_out q, e, w, v, beta, g, state0; } grad;

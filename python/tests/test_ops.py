@@ -112,9 +112,9 @@ def test_numbers_have_defaults_and_choices():
 
 @pytest.mark.parametrize("change, sentence", [
     (dict(k=np.zeros((2, 9, 3, 7))), r"additive: k has shape \(2, 9, 3, 7\), expected "
-                                     r"\(B, T, H, K\) with K = 8 as in q"),
+                                     r"\(B, T, J, K\) with K = 8 as in q"),
     (dict(v=np.zeros((2, 9, 3))), r"v has shape \(2, 9, 3\), expected \(B, T, H, V\)"),
-    (dict(k=None), r"k is missing, it has shape \(B, T, H, K\)"),
+    (dict(k=None), r"k is missing, it has shape \(B, T, J, K\)"),
     (dict(g=np.ones((2, 9, 3))), "g holds a value above 0 or NaN"),
     (dict(state0=np.zeros((3, 3, 8, 5))), r"state0 has shape .* with N = 2"),
     (dict(cu_seqlens=[0, 9]), "cu_seqlens needs B = 1"),

@@ -20,7 +20,8 @@ WITH_OPTIONS = [
     ("kda", dict(lower_bound=-5.0, num_heads=2, num_v_heads=4, head_dim=8)),
     *[("linear", dict(feature_map=m, norm_q=q, norm_k=q, norm_feature_map=n)) for m, q, n in (
         ("hedgehog", True, True), ("t2r", False, False), ("dpfp", False, False),
-        ("elu", True, True), ("relu", False, False), ("identity", False, False))],
+        ("elu", True, True), ("relu", False, False), ("identity", False, False),
+        ("taylor", False, True))],
     ("linear", dict(tie_feature_map_qk=True, num_heads=4, num_kv_heads=2)),
     ("gla", dict(use_short_conv=True, feature_map="swish", clamp_min=-0.1, fuse_norm=False)),
     ("gla", dict(use_output_gate=False, num_heads=4, num_kv_heads=2)),

@@ -38,6 +38,7 @@ static mn_status count_of(int64_t *count, const mn_mixer *m, const char *name, c
 static int64_t head_step(const mn_mixer *m, const char *axes, int64_t count) {
     if (axes[0] == 'H') return count / m->config.size.H;
     if (axes[0] == 'Q') return count / m->config.size.Q;
+    if (axes[0] == 'J' && !mn_mixer_has_cache(&m->info)) return count / m->config.size.J;
     return 0;
 }
 
@@ -130,7 +131,8 @@ static mn_status complete_config(mn_mixer *m) {
     if (c->eps == 0.0) c->eps = 1e-12;
     if (c->rope_base == 0.0) c->rope_base = 10000.0;
     if (c->size.G == 0) c->size.G = 1;
-    if (c->size.J == 0) c->size.J = c->size.H;
+    /* rows that keep no past have queries and keys for every head */
+    if (c->size.J == 0 || !mn_mixer_has_cache(&m->info)) c->size.J = c->size.H;
     if (m->info.belief == &mn_belief_covariance) {
         c->size.R = m->info.transition == &mn_transition_rotation ? 2 * c->size.K : c->size.K;
     }

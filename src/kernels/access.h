@@ -15,6 +15,11 @@
 #define MN_ROW_OUT(type, view, b, t, h)                                                            \
     ((view).data ? (type *)(view).data + MN_OFFSET(view, b, t, h) : NULL)
 
+/* The query and key head that value head h uses. */
+static inline int64_t mn_key_head(const mn_call *call, int64_t h) {
+    return call->J == call->H ? h : h * call->J / call->H;
+}
+
 /* One sequence of a call: tokens [t0, t0 + length) of batch row b; its states are row n. */
 typedef struct mn_sequence {
     int64_t b, t0, length;

@@ -198,8 +198,7 @@ static inputs shared_inputs(mn_forward *f, mn_tensor *x) {
     in.q = mn_unit(f, mn_tape_heads(tape, gathered(f, part[0]), H), 1, 1e-6);
     in.k = mn_unit(f, mn_tape_heads(tape, gathered(f, part[1]), H), 1, 1e-6);
     in.v = mn_tape_heads(tape, gathered(f, part[2]), J);
-    in.q = mn_tape_repeat(tape, mn_ccq_query(f, x, in.q, in.k), J / H);
-    in.k = mn_tape_repeat(tape, in.k, J / H);
+    in.q = mn_ccq_query(f, x, in.q, in.k);
     return in;
 }
 
@@ -212,14 +211,13 @@ static mn_tensor *forward_shared(mn_forward *f, mn_tensor *x) {
 static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     if (f->layer->config.projections) return forward_shared(f, x);
     mn_tape *tape = f->tape;
-    const int64_t J = MN_OF(f, 'J'), times = J / MN_OF(f, 'H');
+    const int64_t J = MN_OF(f, 'J');
     static const char *const first[] = { "q_proj.weight", "k_proj.weight", "v_proj.weight",
                                          "a_proj.weight", "b_proj.weight" };
     if (f->layer->config.use_short_conv) mn_project_ahead(f, x, first, MN_COUNTOF(first));
     inputs in = { .k = key_of(f, x, "k_proj.weight", "k_conv1d.weight", "k_conv") };
     in.q = key_of(f, x, "q_proj.weight", "q_conv1d.weight", "q_conv");
-    in.q = mn_tape_repeat(tape, mn_ccq_query(f, x, in.q, in.k), times);
-    in.k = mn_tape_repeat(tape, in.k, times);
+    in.q = mn_ccq_query(f, x, in.q, in.k);
     in.v = mn_tape_heads(tape, mn_project_conv(f, x, "v_proj.weight", "v_conv1d.weight",
                                                MN_UNARY_SILU, "v_conv"), J);
     in.g = decay_of(f, x);

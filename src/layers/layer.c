@@ -437,6 +437,8 @@ static double start_value(const mn_param_info *info, uint64_t seed, uint64_t str
     case MN_INIT_QUERY_DECAY:
     case MN_INIT_KEY_DECAY:
     case MN_INIT_BLOCK_DECAY: return block_decay(info, i);
+    case MN_INIT_LRU_RING:
+        return inverse_softplus(-0.5 * log(0.81 + u * (0.998001 - 0.81)));
     case MN_INIT_RIDGE: return inverse_softplus(0.75);
     case MN_INIT_HALF_FAN: return 0.5 * fan * (2.0 * u - 1.0);
     case MN_INIT_TWENTIETH_FAN: return 0.05 * fan * (2.0 * u - 1.0);
@@ -444,13 +446,25 @@ static double start_value(const mn_param_info *info, uint64_t seed, uint64_t str
     }
 }
 
+/* Of the laws that are normal; of the others -1. */
+static double deviation_of(const mn_param_info *info, double range) {
+    const double last = info->rank ? (double)info->shape[info->rank - 1] : 1.0;
+    switch (info->init) {
+    case MN_INIT_NORMAL: return range;
+    case MN_INIT_NORMAL_02: return 0.02;
+    case MN_INIT_NORMAL_01: return 0.1;
+    case MN_INIT_NORMAL_TENTH: return 0.1 / sqrt((double)info->shape[0]);
+    case MN_INIT_NORMAL_FAN: return 1.0 / sqrt(last);
+    case MN_INIT_NORMAL_FAN_OUT: return sqrt(2.0 / (last * (double)mn_max(info->n_layers, 1)));
+    case MN_INIT_NORMAL_TAPS: return 0.1 / sqrt(last);
+    default: return -1.0;
+    }
+}
+
 void mn_param_start(void *value, mn_dtype dtype, const mn_param_info *info, double range,
                     uint64_t seed, uint64_t stream, int64_t first, int64_t count) {
-    const bool normal = info->init == MN_INIT_NORMAL || info->init == MN_INIT_NORMAL_02 ||
-                        info->init == MN_INIT_NORMAL_TENTH;
-    const double deviation = info->init == MN_INIT_NORMAL ? range
-                             : info->init == MN_INIT_NORMAL_02 ? 0.02
-                                                    : 0.1 / sqrt((double)info->shape[0]);
+    const double deviation = deviation_of(info, range);
+    const bool normal = deviation >= 0.0;
     for (int64_t k = 0; k < count; k++) {
         const int64_t i = first + k;
         const double x = normal ? deviation * mn_rng_normal(seed, stream, (uint64_t)i)

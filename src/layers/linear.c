@@ -11,27 +11,31 @@
  * phi of a head, for linear: (x A' + a) . (x B' + b); hedgehog softmax(2y, -2y), y = x A' + a; t2r
  * relu(x A'); dpfp (r r_1, .. r r_4), r = (relu x, -relu x) and r_j turned by j: the published code
  * has -relu(x) where the paper has relu(-x), and checkpoints have learned it; elu + 1, relu or x
- * itself. For gla and retnet: none, or an activation. norm_q, norm_k: x / (sum(x) + 1e-4).
+ * itself; taylor, Based's, the second-order expansion of e^(q.k / sqrt K) (o = S'q there, without
+ * 1 / sqrt F). For gla and retnet: none, or an activation. norm_q, norm_k: x / (sum(x) + 1e-4).
  *
  * Key-value heads G serve H / G query heads in turns. Trained maps start as a projection does by
  * default (uniform within 1 / sqrt K): normal numbers of 0.02 as elsewhere would make products of
  * four small factors, which vanish in the norm's eps at small widths. */
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "layers/family.h"
 
 /* As in the choices of feature_map. */
 typedef enum feature_map {
     MAP_NONE, MAP_PRODUCT, MAP_HEDGEHOG, MAP_T2R, MAP_DPFP, MAP_ELU, MAP_RELU, MAP_IDENTITY,
-    MAP_SWISH, MAP_SILU, MAP_SIGMOID,
+    MAP_SWISH, MAP_SILU, MAP_SIGMOID, MAP_TAYLOR,
 } feature_map;
 
 enum { GATE_RANK = 16, DPFP_NU = 4 };
 
 static bool knows_map(mn_layer_kind kind, int64_t map) {
-    if (kind == MN_LAYER_linear) return map >= MAP_PRODUCT && map <= MAP_IDENTITY;
-    return map == MAP_NONE || map == MAP_RELU || map >= MAP_SWISH;
+    if (kind == MN_LAYER_linear) {
+        return (map >= MAP_PRODUCT && map <= MAP_IDENTITY) || map == MAP_TAYLOR;
+    }
+    return map == MAP_NONE || map == MAP_RELU || (map >= MAP_SWISH && map <= MAP_SIGMOID);
 }
 
 static mn_status check(const mn_layer *layer) {
@@ -46,8 +50,8 @@ static mn_status check(const mn_layer *layer) {
     if (st == MN_OK) {
         st = mn_layer_require(layer, knows_map(layer->kind, c->feature_map), "feature_map",
                               layer->kind == MN_LAYER_linear
-                                  ? "must be elementwise_product, hedgehog, t2r, dpfp, elu, relu "
-                                    "or identity"
+                                  ? "must be elementwise_product, hedgehog, t2r, dpfp, elu, relu, "
+                                    "taylor or identity"
                                   : "must be none, relu, swish, silu or sigmoid");
     }
     if (st == MN_OK) {
@@ -109,6 +113,46 @@ static mn_tensor *dpfp(mn_forward *f, mn_tensor *x) {
     return mn_tape_join(f->tape, turned, DPFP_NU);
 }
 
+/* Squares of d channels, then their products in pairs: each as one of `left` times one of `right`,
+ * which pick channels, times `by`. */
+static void pick_pairs(int64_t d, double *left, double *right, double *by) {
+    int64_t at = 0;
+    for (int64_t i = 0; i < d; i++, at++) {
+        left[at * d + i] = right[at * d + i] = 1.0;
+        by[at] = 1.0 / sqrt(2.0 * (double)d);
+    }
+    for (int64_t i = 0; i < d; i++) {
+        for (int64_t j = i + 1; j < d; j++, at++) {
+            left[at * d + i] = right[at * d + j] = 1.0;
+            by[at] = 1.0 / sqrt((double)d);
+        }
+    }
+}
+
+/* (1, x / d^(1/4), x_i^2 / sqrt(2 d), x_i x_j / sqrt d), whose products are 1 + s + s^2 / 2 with
+ * s = q.k / sqrt d. */
+static mn_tensor *taylor(mn_forward *f, mn_tensor *x) {
+    if (!x) return NULL;
+    mn_tape *tape = f->tape;
+    const int64_t *n = x->shape, d = n[3], P = d * (d + 1) / 2, rows = n[0] * n[1] * n[2];
+    double *left = calloc((size_t)(2 * P * d + P), sizeof *left);
+    if (!left) return mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "no memory for a feature map"));
+    double *right = left + P * d, *by = right + P * d;
+    pick_pairs(d, left, right, by);
+    mn_tensor *a = mn_tape_constant(tape, (int64_t[]){ 1, 1, P, d }, left);
+    mn_tensor *b = mn_tape_constant(tape, (int64_t[]){ 1, 1, P, d }, right);
+    mn_tensor *scale = mn_tape_constant(tape, (int64_t[]){ 1, 1, 1, P }, by);
+    free(left);
+    mn_tensor *flat = mn_tape_shaped(tape, x, (int64_t[]){ 1, rows, 1, d });
+    mn_tensor *pairs = mn_tape_multiply(tape, mn_tape_linear(tape, flat, a, NULL),
+                                        mn_tape_linear(tape, flat, b, NULL));
+    mn_tensor *const parts[] = { mn_filled(f, (int64_t[]){ 1, rows, 1, 1 }, 1.0),
+                                 mn_tape_affine(tape, flat, pow((double)d, -0.25), 0.0),
+                                 mn_tape_multiply(tape, pairs, scale) };
+    mn_tensor *y = mn_tape_join(tape, parts, 3);
+    return mn_tape_shaped(tape, y, (int64_t[]){ n[0], n[1], n[2], 1 + d + P });
+}
+
 static mn_tensor *features(mn_forward *f, mn_tensor *x, char which) {
     mn_tape *tape = f->tape;
     switch ((feature_map)f->layer->config.feature_map) {
@@ -118,6 +162,7 @@ static mn_tensor *features(mn_forward *f, mn_tensor *x, char which) {
     case MAP_HEDGEHOG: return hedgehog(f, x, which);
     case MAP_T2R: return mn_tape_unary(tape, MN_UNARY_RELU, map_layer(f, x, which, "layer"));
     case MAP_DPFP: return dpfp(f, x);
+    case MAP_TAYLOR: return taylor(f, x);
     case MAP_ELU: return mn_tape_unary(tape, MN_UNARY_ELU_ONE, x);
     case MAP_RELU: return mn_tape_unary(tape, MN_UNARY_RELU, x);
     case MAP_SWISH:
@@ -184,7 +229,8 @@ static mn_tensor *sum_read(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor 
     mn_run run;
     mn_additive_args *args = mn_run_start(&run, f->tape, MN_OP_additive);
     mn_mixer_set_args(&f->layer->mixer, args);
-    args->scale = pow((double)q->shape[3], -0.5);
+    const bool scaled = f->layer->config.feature_map == MAP_TAYLOR;    // by the map itself
+    args->scale = scaled ? 1.0 : pow((double)q->shape[3], -0.5);
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", k);
     mn_run_in(&run, "v", v);

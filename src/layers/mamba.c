@@ -106,7 +106,8 @@ typedef struct scan_inputs {
 
 static mn_tensor *group_heads(mn_forward *f, mn_tensor *x) {
     const int64_t G = MN_OF(f, 'G'), times = MN_OF(f, 'H') / G;
-    x = mn_tape_heads(f->tape, f->layer->ccq && times == 1 ? gathered(f, x) : x, G);
+    if (!f->layer->ccq) return mn_tape_heads(f->tape, x, G);    // heads share them in the operator
+    x = mn_tape_heads(f->tape, times == 1 ? gathered(f, x) : x, G);
     return mn_tape_repeat(f->tape, x, times);
 }
 

@@ -335,13 +335,14 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
         if (strcmp(mlp_names[i], name) == 0) c->mlp = (mn_mlp)i;
     }
     if (c->mlp == MN_MLP_COUNT) {
-        return mn_json_fail(&at, "none of swiglu, gelu, gelu_erf, relu_square, rwkv7, none");
+        return mn_json_fail(&at, "none of swiglu, geglu, gelu, gelu_erf, relu_square, rwkv7, none");
     }
     if (strcmp(act, "swish") != 0 && strcmp(act, "silu") != 0 && c->mlp == MN_MLP_SWIGLU) {
         const mn_json hidden_act = mn_json_member(object, "hidden_act");
-        return mn_json_fail(&hidden_act, "only swish is built; use \"mlp\": \"gelu\" for GELU");
+        return mn_json_fail(&hidden_act, "only swish is built; use \"mlp\": \"gelu\" or "
+                            "\"geglu\" for GELU");
     }
-    if (c->intermediate_size == 0 && c->mlp == MN_MLP_SWIGLU) {
+    if (c->intermediate_size == 0 && (c->mlp == MN_MLP_SWIGLU || c->mlp == MN_MLP_GEGLU)) {
         const int64_t wide = (int64_t)((double)c->hidden_size * ratio * 2.0 / 3.0);
         /* multiples of 256 as published; small models would be rounded to several times that */
         const int64_t step = c->hidden_size >= 512 || type[0] ? 256 : 32;

@@ -47,6 +47,7 @@ static const mn_op_traits traits[MN_OP_COUNT] = {
 #define PAIRS(op, kind) TRAIT(op, pairs, kind)
 #define TURNS_NOISE(op, theta_) TRAIT(op, theta, offsetof(mn_##op##_args, theta_))
 #define IGNORES(op, class) TRAIT(op, ignores, offsetof(mn_##op##_args, class))
+#define GROUPS(op) TRAIT(op, groups, true) TRAIT(op, grouped, true)
 #define CHECKED(op) TRAIT(op, check, mn_check_##op)
 #define CPU_CHOICE(op, choice) TRAIT(op, cpu_choice, offsetof(mn_##op##_args, choice))
 #define FORWARD_ONLY(op, why) TRAIT(op, forward_only, why)

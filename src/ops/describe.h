@@ -56,7 +56,7 @@ typedef struct mn_op_info {
 /* What some operators have besides tensors and numbers: columns of ops.def, which explains them.
  * Offsets into the argument struct are 0 where an operator has nothing of the kind. */
 typedef struct mn_op_traits {
-    bool keyed, grouped, rounds_between;
+    bool keyed, grouped, groups, rounds_between;
     const char *forward_only;    // why; NULL where there is a backward pass
     size_t decay, n0, counts0, theta, ignores, cpu_choice;
     size_t pairs;                // MN_NO_OFFSET: always

@@ -1,5 +1,6 @@
 /* run.c - runs an operator: validate, plan, take memory, hand the items to the threads or launch
  * the kernel on the context's device. */
+#include "ops/grouped.h"
 #include "ops/run.h"
 
 #include <string.h>
@@ -226,6 +227,10 @@ static mn_status check_choice(mn_op_id op, const void *args) {
                    mn_op_describe(op)->name, params->name, (int)strcspn(chosen, ","), chosen);
 }
 
+static mn_status backward_on_device(mn_context *context, mn_op_id op, void *args) {
+    return launch_kernel(context, choose_kernel(context, op, MN_BACKWARD, args), op, args);
+}
+
 /* Values in tensors are not checked: that would read the device's memory back at each call. */
 static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, void *args) {
     const mn_op_info *info = mn_op_describe(op);
@@ -243,10 +248,18 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     st = check_choice(op, args);
     if (st != MN_OK) return st;
     const mn_mark mark = mn_workspace_mark(context);
-    st = kernel ? launch_kernel(context, kernel, op, args)
-                : composition_of[op](context, pass, args);
+    if (kernel_of[op] && pass == MN_BACKWARD && mn_op_is_grouped(op, args)) {
+        st = mn_grouped_backward(context, op, args, backward_on_device);
+    } else {
+        st = kernel ? launch_kernel(context, kernel, op, args)
+                    : composition_of[op](context, pass, args);
+    }
     mn_workspace_release(context, mark);
     return st;
+}
+
+static mn_status backward_on_host(mn_context *context, mn_op_id op, void *args) {
+    return run_kernel(context, op, MN_BACKWARD, args);
 }
 
 static mn_status run_inside(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
@@ -262,7 +275,9 @@ static mn_status run_inside(mn_context *context, mn_op_id op, mn_pass pass, cons
     mn_status st = context->plans ? mn_validate_sizes(op, copy, back) : mn_validate(op, copy, back);
     if (st != MN_OK) return st;
     const mn_mark mark = mn_arena_mark(context->arena);
-    if (kernel_of[op]) {
+    if (kernel_of[op] && back && mn_op_is_grouped(op, copy)) {
+        st = mn_grouped_backward(context, op, copy, backward_on_host);
+    } else if (kernel_of[op]) {
         st = run_kernel(context, op, pass, copy);
     } else if (composition_of[op]) {
         st = composition_of[op](context, pass, copy);

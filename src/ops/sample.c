@@ -98,7 +98,7 @@ mn_status mn_sample_allocate(mn_sample *sample, uint64_t wanted) {
     const int decay = mn_args_decay(sample->op, sample->args);
     const mn_op_traits *traits = mn_op_traits_of(sample->op);
     if (traits->keyed && call->L == 0) call->L = call->T;
-    if (traits->keyed && call->J == 0) call->J = call->H;
+    if (traits->grouped && call->J == 0) call->J = call->H;
     mn_status st = MN_OK;
     sample->n_tensors = count;
     for (int i = 0; i < count && st == MN_OK; i++) {

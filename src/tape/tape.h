@@ -235,6 +235,10 @@ mn_tensor *mn_tape_linear_onto(mn_tape *tape, mn_tensor *onto, mn_tensor *x, mn_
 mn_tensor *mn_tape_gated_onto(mn_tape *tape, mn_tensor *onto, mn_unary f, mn_tensor *u,
                               mn_tensor *v, mn_tensor *weight);
 
+/* Block h of n of every row of x (B,T,1,n in) times matrix h of `weight` (n in, out), which are
+ * (in,out): (B,T,1,n out). */
+mn_tensor *mn_tape_linear_blocks(mn_tape *tape, mn_tensor *x, mn_tensor *weight, int64_t n);
+
 /* f(x), and f(x) b. Any axis of b may be 1: it then counts for all of that axis of x. */
 mn_tensor *mn_tape_unary(mn_tape *tape, mn_unary f, mn_tensor *x);
 mn_tensor *mn_tape_gate(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b);

@@ -311,6 +311,27 @@ static void check_both(op_case c) {
     if (shares_next()) check_bf16(c);
 }
 
+/* Windows narrower than a tile, as wide as some and wider than all keys; queries behind many keys,
+ * and one query. */
+static void check_windows(op_case c) {
+    static const struct {
+        int64_t window, T, more_keys, K, V;
+    } shapes[] = {
+        { 1, 65, 0, 16, 17 },   { 5, 130, 0, 64, 64 },   { 64, 200, 0, 72, 40 },
+        { 63, 300, 0, 128, 128 }, { 100, 90, 200, 64, 33 }, { 129, 300, 61, 8, 8 },
+        { 2, 3, 500, 64, 64 },  { 400, 300, 0, 32, 32 }, { 70, 1, 600, 64, 64 },
+        { 300, 1, 600, 33, 100 }, { 256, 512, 0, 96, 96 },
+    };
+    for (size_t i = 0; i < MN_COUNTOF(shapes); i++) {
+        c.window = shapes[i].window, c.T = shapes[i].T, c.more_keys = shapes[i].more_keys;
+        c.K = shapes[i].K, c.V = shapes[i].V, c.B = 2, c.H = i % 2 ? 2 : 4, c.seed = 40 + i;
+        check_both(c);
+    }
+    c.B = 1, c.H = 3, c.K = 16, c.V = 40, c.more_keys = 0, c.seed = 7;
+    c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];
+    for (c.window = 1; c.window < 80; c.window += 13) check_both(c);
+}
+
 static void check_steps(op_case c) {
     c.B = 3, c.T = 1, c.H = 2;
     for (size_t w = 0; w < MN_COUNTOF(widths); w++) {
@@ -318,6 +339,29 @@ static void check_steps(op_case c) {
         if (shares_next()) check_step(c, MN_F32);
         if (shares_next()) check_step(c, MN_BF16);
     }
+}
+
+/* Value heads that share query and key heads: by every kernel, whole, packed and single tokens. */
+static void check_groups(op_case c) {
+    static const struct {
+        int64_t H, groups, T, K, V;
+    } shapes[] = {
+        { 6, 3, 65, 16, 17 },    { 4, 2, 130, 64, 64 }, { 4, 4, 200, 128, 128 },
+        { 2, 2, 70, 256, 256 },  { 6, 2, 150, 72, 40 }, { 16, 4, 130, 128, 64 },
+        { 6, 3, 33, 33, 100 },
+    };
+    for (size_t i = 0; i < MN_COUNTOF(shapes); i++) {
+        c.H = shapes[i].H, c.groups = shapes[i].groups, c.T = shapes[i].T, c.B = 2;
+        c.K = shapes[i].K, c.V = shapes[i].V, c.seed = 60 + i;
+        check_both(c);
+        op_case one = c;
+        one.T = 1;
+        if (shares_next()) check_step(one, MN_F32);
+        if (shares_next()) check_step(one, MN_BF16);
+    }
+    c.B = 1, c.H = 6, c.groups = 2, c.K = 64, c.V = 64, c.seed = 7;
+    c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];
+    check_both(c);
 }
 
 static void check_long(op_case c) {
@@ -351,6 +395,8 @@ static void kernels_match_reference(mn_op_id op) {
         }
         op_case c = forms[f];
         if (op == MN_OP_moebius) check_long(c);
+        if (op == MN_OP_attention) check_windows(c);
+        if (op == MN_OP_additive || op == MN_OP_delta || op == MN_OP_delta_net) check_groups(c);
         if (!op_has_time(op)) continue;
         c.B = 1, c.H = 3, c.K = 16, c.V = 40, c.seed = 7;
         c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];

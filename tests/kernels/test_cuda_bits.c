@@ -123,6 +123,9 @@ static void packed_is_separate(mn_op_id op) {
         if (chosen >= 0 && i != chosen) continue;
         for (int f = 0; f < n_forms; f++) {
             if (!refused[f] && shares_next()) check_packing(forms[f], &packings[i], &drawn);
+            op_case form = forms[f];
+            form.window = 40;
+            if (op == MN_OP_attention && shares_next()) check_packing(form, &packings[i], &drawn);
         }
         mn_sample_free(&drawn);
     }

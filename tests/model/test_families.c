@@ -76,6 +76,11 @@ static const struct {
       "\"attn_layer_offset\": 1, \"num_experts\": 2, \"num_experts_per_tok\": 1, "
       "\"intermediate_size\": 6, \"mamba_d_state\": 3, \"mamba_dt_rank\": 2}",
       "model.layers.1.feed_forward.router.weight", "attn_layer_period" },
+    { "{\"model_type\": \"recurrent_gemma\", \"vocab_size\": 11, \"hidden_size\": 8, "
+      "\"num_hidden_layers\": 3, " HEADS ", \"lru_width\": 12, \"attention_window_size\": 3, "
+      "\"block_types\": [\"recurrent\", \"recurrent\", \"attention\"], "
+      "\"intermediate_size\": 12}",
+      "model.layers.1.temporal_block.rg_lru.input_gate_weight", "attention_window_size" },
     { "{\"model_type\": \"lfm2\", " SIZES ", \"num_attention_heads\": 2, "
       "\"layer_types\": [\"conv\", \"full_attention\"], \"intermediate_size\": 6, "
       "\"block_auto_adjust_ff_dim\": false}",

@@ -18,7 +18,7 @@ enum { PATH = 4096, LONG = PATH + 64 };
 
 /* Types whose layers are not built: refused by name. */
 static bool is_refused(const char *name, mn_status st) {
-    static const char *const types[] = { "log_linear_mamba2", "recurrent_gemma" };
+    static const char *const types[] = { "log_linear_mamba2" };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (strstr(name, types[i])) return st != MN_OK && strstr(mn_last_error(), "model_type");
     }

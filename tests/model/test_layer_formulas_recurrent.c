@@ -529,6 +529,51 @@ static rows mlstm(const layer_case *c) {
     return project(c, &o, "o_proj.weight", NULL);
 }
 
+/* ---- rg_lru ---------------------------------------------------------------------------------- */
+
+/* Two blocks of six channels; h = i u at the first token. */
+static rows gated_units(const layer_case *c) {
+    enum { E = 12, H = 2, K = 6, W = 3 };
+    const rows x = input(c), gate = project(c, &x, "linear_y.weight", "linear_y.bias");
+    const rows in = project(c, &x, "linear_x.weight", "linear_x.bias");
+    const double *taps = param(c, "conv_1d.weight"), *shift = param(c, "conv_1d.bias");
+    const double *wi = param(c, "rg_lru.input_gate_weight");
+    const double *bi = param(c, "rg_lru.input_gate_bias");
+    const double *wr = param(c, "rg_lru.recurrent_gate_weight");
+    const double *br = param(c, "rg_lru.recurrent_gate_bias");
+    const double *rate = param(c, "rg_lru.recurrent_param");
+    double h[E] = { 0 };
+    rows o = { 0 };
+    for (int t = 0; t < T; t++) {
+        double u[E];
+        for (int e = 0; e < E; e++) {
+            u[e] = shift[e];
+            for (int w = 0; w < W; w++) {
+                if (t - W + 1 + w >= 0) u[e] += taps[e * W + w] * in.at[t - W + 1 + w][e];
+            }
+        }
+        for (int e = 0; e < E; e++) {
+            double i = bi[e], r = br[e];
+            for (int k = 0; k < K; k++) {
+                i += u[e / K * K + k] * wi[(e / K * K + k) * K + e % K];
+                r += u[e / K * K + k] * wr[(e / K * K + k) * K + e % K];
+            }
+            const double a = t ? exp(-8.0 * sigmoid(r) * softplus(rate[e])) : 0.0;
+            h[e] = a * h[e] + sqrt(1.0 - a * a) * sigmoid(i) * u[e];
+            const double y = gate.at[t][e];
+            const double inner = sqrt(2.0 / acos(-1.0)) * (y + 0.044715 * y * y * y);
+            o.at[t][e] = 0.5 * y * (1.0 + tanh(inner)) * h[e];
+        }
+    }
+    return project(c, &o, "linear_out.weight", "linear_out.bias");
+}
+
+static void gated_recurrence(void **state) {
+    (void)state;
+    compare("rg_lru", "{\"num_heads\": 2, \"lru_width\": 12, \"conv_size\": 3}", gated_units);
+    check_done();
+}
+
 static void exponential_gates(void **state) {
     (void)state;
     compare("mlstm", "{\"num_heads\": 2}", mlstm);
@@ -542,6 +587,7 @@ int main(void) {
         cmocka_unit_test(state_spaces),
         cmocka_unit_test(online_regression),
         cmocka_unit_test(exponential_gates),
+        cmocka_unit_test(gated_recurrence),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

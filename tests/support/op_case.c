@@ -163,7 +163,8 @@ static void set_sizes(mn_sample *sample, const op_case *c) {
     }
     if (c->op == MN_OP_hyper) set_hyper_sizes(call, c, c->choice[0]);
     if (c->op == MN_OP_delta_product) call->Q = 3 * c->H;
-    if (c->op == MN_OP_delta_gva) call->J = c->H % 2 == 0 ? c->H / 2 : c->H;
+    if (c->groups > 1) call->J = c->H / c->groups;
+    else if (c->op == MN_OP_delta_gva) call->J = c->H % 2 == 0 ? c->H / 2 : c->H;
     if (c->op == MN_OP_hyper_layer) set_layer_sizes(call, c, c->choice[0]);
     const bool turned = c->op == MN_OP_rope || (c->op == MN_OP_attention && c->choice[0] != 0);
     if (turned) call->K += call->K % 2;
@@ -181,6 +182,7 @@ static void set_params(mn_sample *sample, const op_case *c) {
         if (strcmp(params[i].name, "lr") == 0) *(double *)at = 0.01;
         if (strcmp(params[i].name, "groups") == 0)
             *(int64_t *)at = c->V % 2 == 0 && c->V > 2 ? 2 : 1;
+        if (strcmp(params[i].name, "window") == 0) *(int64_t *)at = c->window;
         if (strcmp(params[i].name, "pos0") == 0) *(int64_t *)at = 3;
     }
     int *decay = mn_args_decay_slot(c->op, sample->args);
@@ -226,10 +228,11 @@ const char *op_case_text(const op_case *c) {
     int at = snprintf(text, sizeof text,
                       "%s %s B=%" PRId64 " T=%" PRId64 " H=%" PRId64 " K=%" PRId64 " V=%" PRId64
                       " decay=%d choices=%d,%d,%d fields=%" PRIx64 " keys+%" PRId64
-                      " seed=%" PRIu64,
+                      " window=%" PRId64 " groups=%" PRId64 " seed=%" PRIu64,
                       mn_op_describe(c->op)->name, mn_dtype_name(c->dtype), c->B, c->T, c->H, c->K,
                       c->V, c->decay, c->choice[0], c->choice[1], c->choice[2],
-                      c->fields & 0xffffffffu, c->more_keys, c->seed);
+                      c->fields & 0xffffffffu, c->more_keys, c->window, c->groups,
+                      c->seed);
     for (int64_t n = 0; c->cu_seqlens && n <= c->n_seqs && at < (int)sizeof text; n++) {
         at += snprintf(text + at, sizeof text - (size_t)at, "%s%" PRId64, n ? "," : " cu=",
                        c->cu_seqlens[n]);

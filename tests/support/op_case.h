@@ -21,6 +21,8 @@ typedef struct op_case {
     uint64_t fields;               // optional fields that are there
     int64_t B, T, H, K, V;
     int64_t more_keys;             // keys before the first query, for attention and hyper
+    int64_t groups;                // heads that share one of queries and keys, where they may; 0: 1
+    int64_t window;                // of attention; 0: none
     int64_t block;                 // mixing parameters of hyper; 0: three more than the keys
     const int64_t *cu_seqlens;     // B must be 1
     int64_t n_seqs;

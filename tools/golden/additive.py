@@ -1,13 +1,13 @@
 """additive: linear attention, RetNet, Mamba-2/SSD and GLA, a state that only sums and decays."""
 from core import autodiff as ad, sample
-from core.blocks import tokens, zeros
+from core.blocks import heads_for, tokens, zeros
 
 EQUATION = """\
 S_t = diag(exp g_t) S_{t-1} + k_t v_t^T;  o_t = scale * S_t^T q_t.
 
 g: None linear attention, (H) RetNet, (B,T,H) Mamba-2/SSD, (B,T,H,K) GLA."""
 
-INPUTS = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "g": "H|BTH|BTHK", "state0": "BHKV"}
+INPUTS = {"q": "BTJK", "k": "BTJK", "v": "BTHV", "g": "H|BTH|BTHK", "state0": "BHKV"}
 OUTPUTS = {"o": "BTHV", "state": "BHKV"}
 
 
@@ -33,11 +33,13 @@ def recurrence(q, k, v, g, state, scale):
 
 
 def evaluate(x, p):
-    o, state = recurrence(x["q"], x["k"], x["v"], x.get("g"), x.get("state0"), p.get("scale", 1.0))
+    heads = x["v"].shape[2]    # value head h of H reads with head floor(h J / H) of q and k
+    q, k = heads_for(x["q"], heads), heads_for(x["k"], heads)
+    o, state = recurrence(q, k, x["v"], x.get("g"), x.get("state0"), p.get("scale", 1.0))
     return {"o": o, "state": state}
 
 
-SIZES = dict(B=2, T=15, H=2, K=8, V=12)
+SIZES = dict(B=2, T=15, H=2, K=8, V=12, J=0)    # J 0: as many as H
 OPTIONS = {"decay": "scalar", "state0": False, "extreme": False, "weak": False}
 
 
@@ -49,8 +51,9 @@ def draw_decay(d, n, o):
 
 
 def draw(d, n, o):
-    x = {"q": d.normal(n.B, n.T, n.H, n.K)}
-    x["k"] = (d.hard_keys if o.extreme else d.normal)(n.B, n.T, n.H, n.K)
+    key = (n.B, n.T, n.J or n.H, n.K)
+    x = {"q": d.normal(*key)}
+    x["k"] = (d.hard_keys if o.extreme else d.normal)(*key)
     x["v"] = d.normal(n.B, n.T, n.H, n.V)
     if o.decay != "none":
         x["g"] = draw_decay(d, n, o)
@@ -78,6 +81,10 @@ CASES = {
     "additive_vector_packed_state0": dict(_PACK, decay="vector", state0=True,
                                           note="packed, one initial state per sequence"),
     "additive_vector_wide": dict(_WIDE, decay="vector"),
+    "additive_grouped_scalar_state0": dict(decay="scalar", state0=True, H=4, J=2,
+                                           note="four value heads on two query and key heads"),
+    "additive_grouped_vector_packed": dict(_PACK, decay="vector", H=3, J=1,
+                                           note="packed, three value heads on one"),
     "additive_scalar_extreme": dict(_HARD, decay="scalar"),
     "additive_vector_extreme": dict(_HARD, decay="vector"),
 }

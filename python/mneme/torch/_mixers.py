@@ -226,6 +226,11 @@ def _features(p, x, which):
         return torch.softmax(torch.cat([2 * y, -2 * y], -1), -1)
     if name == "t2r":
         return F.relu(_map_layer(p, x, which, "layer"))
+    if name == "taylor":
+        d = x.shape[-1]
+        i, j = torch.triu_indices(d, d, 1, device=x.device)
+        return torch.cat([torch.ones_like(x[..., :1]), x * d ** -0.25, x * x * (2 * d) ** -0.5,
+                          x[..., i] * x[..., j] * d ** -0.5], -1)
     plain = {"dpfp": _dpfp, "elu": lambda y: F.elu(y) + 1, "relu": F.relu, "swish": F.silu,
              "silu": F.silu, "sigmoid": torch.sigmoid}
     return plain.get(name, lambda y: y)(x)
@@ -259,7 +264,8 @@ def linear(p, x):
     k = repeat(_linear_key(p, x, "k", G), H // G)
     v = repeat(p.heads(p.project_conv(x, "v_proj", "v_conv1d", None, "v_conv"), G), H // G)
     q = p.ccq(x, q, k)
-    scale = {"scale": q.shape[-1] ** -0.5}
+    by_map = p.options.get("feature_map") == "taylor"    # which has the scale already
+    scale = {"scale": 1.0 if by_map else q.shape[-1] ** -0.5}
     o = p.run("additive", {"q": q, "k": k, "v": v, "g": _linear_decay(p, x)}, scale,
               [("state0", "state", "memory")])
     if p.options.get("norm_feature_map"):

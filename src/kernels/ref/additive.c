@@ -16,7 +16,8 @@ typedef struct rows {
 } rows;
 
 static rows rows_at(const mn_additive_args *p, int64_t b, int64_t t, int64_t h) {
-    return (rows){ MN_ROW(REAL, p->q, b, t, h), MN_ROW(REAL, p->k, b, t, h),
+    const int64_t j = mn_key_head(&p->call, h);
+    return (rows){ MN_ROW(REAL, p->q, b, t, j), MN_ROW(REAL, p->k, b, t, j),
                    MN_ROW(REAL, p->v, b, t, h), MN_ROW(REAL, p->g, b, t, h) };
 }
 

@@ -17,8 +17,9 @@ typedef struct rows {
 } rows;
 
 static rows rows_at(const mn_delta_args *p, int64_t b, int64_t t, int64_t h) {
-    const REAL *beta = MN_ROW(REAL, p->beta, b, t, h), *e = MN_ROW(REAL, p->e, b, t, h);
-    return (rows){ MN_ROW(REAL, p->q, b, t, h), e, p->w.data ? MN_ROW(REAL, p->w, b, t, h) : e,
+    const int64_t j = mn_key_head(&p->call, h);
+    const REAL *beta = MN_ROW(REAL, p->beta, b, t, h), *e = MN_ROW(REAL, p->e, b, t, j);
+    return (rows){ MN_ROW(REAL, p->q, b, t, j), e, p->w.data ? MN_ROW(REAL, p->w, b, t, j) : e,
                    MN_ROW(REAL, p->v, b, t, h), MN_ROW(REAL, p->g, b, t, h), beta ? *beta : 1.0 };
 }
 

@@ -96,6 +96,7 @@ mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
 
 static mn_unary activation(const mn_model_config *c) {
     switch (c->mlp) {
+    case MN_MLP_GEGLU:
     case MN_MLP_GELU: return MN_UNARY_GELU;
     case MN_MLP_GELU_ERF: return MN_UNARY_GELU_ERF;
     case MN_MLP_RELU_SQUARE: return MN_UNARY_RELU_SQUARE;

@@ -4,7 +4,7 @@
 #include "model/model_internal.h"
 
 static bool gates(const mn_model_config *c) {
-    return c->mlp == MN_MLP_SWIGLU;
+    return c->mlp == MN_MLP_SWIGLU || c->mlp == MN_MLP_GEGLU;
 }
 
 static const mn_mlp_at absent = { -1, -1, -1, -1, -1, -1 };

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/bf16.h"
 #include "base/status.h"
 #include "base/util.h"
 #include "io/json_write.h"
@@ -404,6 +405,46 @@ static mn_status mn_derive_zamba2(json_t *out, const mn_json *object) {
         st = put_mixer(out, "attention", "attention_scale", json_real(sqrt(2.0 / (double)width)));
     }
     return st == MN_OK ? put(out, "hidden_act", json_string("swish")) : st;
+}
+
+/* Blocks by a pattern that repeats, and an MLP of half the width that is said. */
+static mn_status mn_derive_recurrent_gemma(json_t *out, const mn_json *object) {
+    const int64_t n = whole(object, "num_hidden_layers", 26);
+    const int64_t D = whole(object, "hidden_size", 2560);
+    const int64_t F = whole(object, "intermediate_size", 3 * D);
+    const mn_json types = mn_json_member(object, "block_types");
+    const bool listed = mn_json_given(&types);
+    const int64_t period = listed ? mn_json_count(&types) : 3;
+    mn_status st = MN_OK;
+    if (listed) st = mn_json_expect_list(&types);
+    if (st == MN_OK && period < 1) st = mn_json_fail(&types, "names no block");
+    const char *act = "gelu_pytorch_tanh";
+    const mn_json at = mn_json_member(object, "hidden_activation");
+    if (st == MN_OK) st = mn_json_opt_text(&act, object, "hidden_activation");
+    if (st == MN_OK && strcmp(act, "gelu_pytorch_tanh") != 0) {
+        st = mn_json_fail(&at, "only gelu_pytorch_tanh is built");
+    }
+    if (st != MN_OK) return st;
+    layer_list list;
+    st = begin(&list, n);
+    for (int64_t i = 0; i < n && st == MN_OK; i++) {
+        const char *type = i % period == 2 ? "attention" : "recurrent";
+        const mn_json item = mn_json_item(&types, i % period);
+        if (listed) st = mn_json_read_text(&type, &item);
+        const bool attention = strcmp(type, "attention") == 0;
+        if (st == MN_OK && !attention && strcmp(type, "recurrent") != 0) {
+            st = mn_json_fail(&item, "recurrent or attention");
+        }
+        add(&list, attention ? "attention" : "rg_lru", "dense");
+    }
+    st = finish(&list, out, st, true);
+    if (st == MN_OK) st = put(out, "intermediate_size", json_integer(F / 2));
+    /* their root of the width is a number of bf16 */
+    if (st == MN_OK) {
+        const double root = (double)mn_bf16_round(sqrt((double)D));
+        st = put(out, "embedding_multiplier", json_real(root));
+    }
+    return st;
 }
 
 mn_derive_fn mn_dialect_derive(const char *family) {

@@ -45,6 +45,7 @@ typedef struct mn_linear {
  * contiguous: (L,K) unless said, rows of log decays have `width` numbers (0 none, 1, or K). */
 typedef struct mn_chunk {
     int64_t b, t0, h, L, K, width;
+    int64_t j;                      // head of its queries and keys
     int64_t ahead, n_ahead;         // first token and tokens of the chunk that follows in the scan
     int n_segments;
     int64_t first[MN_CHUNK + 1];    // token each segment starts at; first[n_segments] = L
@@ -97,9 +98,9 @@ MN_ALWAYS_INLINE void mn_scale_row(float *dst, const float *src, const float *fa
 
 /* Asks for the rows of the chunk that comes next in the scan: rows of one head lie a page or more
  * apart, where the processor does not look ahead by itself. */
-MN_ALWAYS_INLINE void mn_prefetch_next(mn_in x, const mn_chunk *c, int64_t width) {
+MN_ALWAYS_INLINE void mn_prefetch_next(mn_in x, const mn_chunk *c, int64_t h, int64_t width) {
     for (int64_t t = c->ahead; x.data && t < c->ahead + c->n_ahead; t++) {
-        const float *row = MN_ROW(float, x, c->b, t, c->h);
+        const float *row = MN_ROW(float, x, c->b, t, h);
         for (int64_t i = 0; i < width; i += 16) __builtin_prefetch(row + i, 0, 2);
     }
 }

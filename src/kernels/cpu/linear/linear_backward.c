@@ -259,10 +259,10 @@ static void decay_gradients(work *w, const mn_linear *p, float *run) {
     const int64_t K = c->K;
     for (int64_t t = c->L - 1; t >= 0; t--) {
         const int64_t at = c->t0 + t;
-        const float *write = MN_ROW(float, p->w, c->b, at, c->h);
-        add_products(run, MN_ROW(float, p->q, c->b, at, c->h), w->dq + t * K, K, 1.0f);
+        const float *write = MN_ROW(float, p->w, c->b, at, c->j);
+        add_products(run, MN_ROW(float, p->q, c->b, at, c->j), w->dq + t * K, K, 1.0f);
         if (p->e.data) {
-            add_products(run, MN_ROW(float, p->e, c->b, at, c->h), w->de + t * K, K, 1.0f);
+            add_products(run, MN_ROW(float, p->e, c->b, at, c->j), w->de + t * K, K, 1.0f);
         }
         add_products(run, write, w->dw + t * K, K, -c->beta[t]);
         if (c->width == 1) {
@@ -346,7 +346,7 @@ static void emit_token(const mn_linear *p, int64_t b, int64_t t, int64_t h, cons
     const float scale = beta ? *beta : 1.0f;
     if ((out = MN_ROW_OUT(float, p->dw, b, t, h))) mn_scale_row(out, dw, NULL, 0, scale, K);
     if ((out = MN_ROW_OUT(float, p->dbeta, b, t, h)))
-        *out = dot(dw, MN_ROW(float, p->w, b, t, h), K);
+        *out = dot(dw, MN_ROW(float, p->w, b, t, mn_key_head(p->call, h)), K);
     if ((out = MN_ROW_OUT(float, p->de, b, t, h))) {
         if (p->w_is_e) {
             mn_scale_row(out, dw, NULL, 0, scale, K);
@@ -392,7 +392,7 @@ static void backward_chunk(work *w, const mn_linear *p, const mn_sequence *seq, 
                            int64_t start, const float *S, float *R) {
     mn_chunk *c = &w->c;
     take_chunk(w, p, seq, h, start, MN_SCAN_BACKWARD);
-    mn_prefetch_next(p->cot_o, c, p->call->V);
+    mn_prefetch_next(p->cot_o, c, c->h, p->call->V);
     mn_prefetch_written(p->dv, c, p->call->V);
     mn_prefetch_written(p->dq, c, c->K);
     mn_prefetch_written(p->dw, c, c->K);

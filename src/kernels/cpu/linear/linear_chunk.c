@@ -130,7 +130,7 @@ void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to) {
     if (to > 0) {
         row_factors(c, left, t0, step);
         for (int64_t s = left; s < t0; s++) {
-            mn_scale_row(c->ws + s * K, MN_ROW(float, p->w, c->b, c->t0 + s, c->h),
+            mn_scale_row(c->ws + s * K, MN_ROW(float, p->w, c->b, c->t0 + s, c->j),
                          c->factor + s * c->width, c->width, c->beta[s], K);
         }
         mn_exp_row(c->factor, step, NULL, c->width);
@@ -140,7 +140,7 @@ void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to) {
     }
     if (c->width) row_factors(c, t0, c->first[to + 1], NULL);
     for (int64_t t = t0; t < c->first[to + 1]; t++) {
-        divide_row(c->ws + t * K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h),
+        divide_row(c->ws + t * K, MN_ROW(float, p->w, c->b, c->t0 + t, c->j),
                    c->factor + t * c->width, c->width, c->beta[t], K);
     }
 }
@@ -149,7 +149,7 @@ void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to) {
 static void scale_rows(float *xs, float *xd, const mn_chunk *c, mn_in x, float scale, int segment) {
     const int64_t K = c->K;
     for (int64_t t = c->first[segment]; t < c->first[segment + 1]; t++) {
-        mn_scale_row(xs + t * K, MN_ROW(float, x, c->b, c->t0 + t, c->h), c->factor + t * c->width,
+        mn_scale_row(xs + t * K, MN_ROW(float, x, c->b, c->t0 + t, c->j), c->factor + t * c->width,
                      c->width, scale, K);
         if (xd != xs) mn_scale_row(xd + t * K, xs + t * K, c->fall, c->width, 1.0f, K);
     }
@@ -210,10 +210,11 @@ void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *
                             int64_t start, mn_scan_mode mode) {
     const bool reads = mode != MN_SCAN_REPLAY;
     locate(c, seq, h, start, mode);
+    c->j = mn_key_head(p->call, h);
     load_beta(c, p);
     sum_decays(c, p);
-    mn_prefetch_next(p->g, c, c->width);
-    mn_prefetch_next(p->w, c, c->K);
+    mn_prefetch_next(p->g, c, c->h, c->width);
+    mn_prefetch_next(p->w, c, c->j, c->K);
     const bool simple = c->width == 0 || mn_chunk_simple(c);
     c->qd = simple ? c->qs : c->qd_memory;
     c->ed = simple ? c->es : c->ed_memory;
@@ -229,7 +230,7 @@ void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *
             scores(c->A, c->es, c, I, true);
         }
     }
-    if (reads) mn_prefetch_next(p->q, c, c->K);
-    if (!p->w_is_e) mn_prefetch_next(p->e, c, c->K);
+    if (reads) mn_prefetch_next(p->q, c, c->j, c->K);
+    if (!p->w_is_e) mn_prefetch_next(p->e, c, c->j, c->K);
     finish(c);
 }

@@ -24,7 +24,7 @@ void MN_T(mn_state_store)(mn_out to, const float *S, const mn_call *call, int64_
 const float *MN_T(mn_chunk_residual)(float *R, int64_t *r_row, const mn_linear *p,
                                      const mn_chunk *c, const mn_columns *col, const float *S) {
     const float *v = MN_ROW(float, p->v, c->b, c->t0, c->h) + col->j0;
-    mn_prefetch_next(p->v, c, p->call->V);
+    mn_prefetch_next(p->v, c, c->h, p->call->V);
     if (!p->e.data) {
         *r_row = p->v.stride[1];
         return v;

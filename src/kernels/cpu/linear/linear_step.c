@@ -129,14 +129,15 @@ static float dot(const float *x, const float *y, int64_t K) {
 
 void MN_T(mn_linear_step_run)(const mn_linear *p, int64_t item, void *scratch) {
     const int64_t K = p->call->K, V = p->call->V, b = item / p->call->H, h = item % p->call->H;
-    const float *q = MN_ROW(float, p->q, b, 0, h), *e = MN_ROW(float, p->e, b, 0, h);
+    const int64_t key = mn_key_head(p->call, h);
+    const float *q = MN_ROW(float, p->q, b, 0, key), *e = MN_ROW(float, p->e, b, 0, key);
     const float *beta = MN_ROW(float, p->beta, b, 0, h), *v = MN_ROW(float, p->v, b, 0, h);
     const float *S = MN_ROW(float, p->state0, b, 0, h);
     float *a = scratch, *ae = a + K, *aq = ae + K, *w = aq + K,
           *o = MN_ROW_OUT(float, p->o, b, 0, h);
     float *to = MN_ROW_OUT(float, p->state, b, 0, h);
     token_decays(a, p, b, h);
-    weigh(w, NULL, MN_ROW(float, p->w, b, 0, h), beta ? *beta : 1.0f, K);
+    weigh(w, NULL, MN_ROW(float, p->w, b, 0, key), beta ? *beta : 1.0f, K);
     if (e) weigh(ae, a, e, 0.0f, K);
     weigh(aq, a, q, 0.0f, K);
     const float wq = dot(w, q, K);

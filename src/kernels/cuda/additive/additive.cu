@@ -65,6 +65,7 @@ static mn_chunk_scan make_scan(const mn_additive_args *p, const mn_in &x, const 
     scan.from = reverse ? (float)p->scale : 1.0f;
     scan.state0 = reverse ? p->cot.state : p->state0;
     scan.reverse = reverse;
+    scan.transposed = transposed;
     return scan;
 }
 

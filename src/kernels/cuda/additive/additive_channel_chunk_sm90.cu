@@ -583,8 +583,9 @@ __device__ inline void mn_gated_tma_load_all(mn_gated_grad_smem<VP> &smem,
     const int64_t state = ((slot * p.call.H + h) * n_slices + slice) * (VP * MN_SCAN_WIDTH);
     mn_mbarrier_arrive_expect_tx(&smem.front, 3 * MN_GATED_GRAD_TILE);
     mn_tma_load(smem.g, p.g, &smem.front, 64 * slice, h, t, b);
-    mn_tma_load(smem.q, p.q, &smem.front, 64 * slice, h, t, b);
-    mn_tma_load(smem.k, p.k, &smem.front, 64 * slice, h, t, b);
+    const int key = (int)mn_key_head(p.call, h);
+    mn_tma_load(smem.q, p.q, &smem.front, 64 * slice, key, t, b);
+    mn_tma_load(smem.k, p.k, &smem.front, 64 * slice, key, t, b);
     mn_mbarrier_arrive_expect_tx(&smem.back, 2 * (VP / 64) * MN_GATED_GRAD_TILE + 2 * VP * 128);
     mn_tma_load_1d(smem.S, p.S + state, VP * 128, &smem.back);
     mn_tma_load_1d(smem.N, p.N + state, VP * 128, &smem.back);
@@ -1167,6 +1168,7 @@ template <int KP, bool HAS_OUT>
 __device__ inline void mn_gated_producer(mn_gated_smem<KP> &smem, const mn_gated_params &job) {
     const mn_scan_coord &at = smem.place;
     const int iters = (int)(at.end - at.iter), h = (int)at.h, b = (int)at.span.b;
+    const int key = (int)at.key;
     const int column0 = (int)at.column0;
     const bool has_q = HAS_OUT || job.scan.reverse, has_k = HAS_OUT || !job.scan.reverse;
 #pragma unroll 1
@@ -1183,8 +1185,8 @@ __device__ inline void mn_gated_producer(mn_gated_smem<KP> &smem, const mn_gated
         for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
             const int at_smem_tile = smem_tile * MN_GATED_SMEM_TILE;
             mn_tma_load(to.g + at_smem_tile, job.g, full, 64 * smem_tile, h, t, b);
-            if (has_k) mn_tma_load(to.k + at_smem_tile, job.k, full, 64 * smem_tile, h, t, b);
-            if (has_q) mn_tma_load(to.q + at_smem_tile, job.q, full, 64 * smem_tile, h, t, b);
+            if (has_k) mn_tma_load(to.k + at_smem_tile, job.k, full, 64 * smem_tile, key, t, b);
+            if (has_q) mn_tma_load(to.q + at_smem_tile, job.q, full, 64 * smem_tile, key, t, b);
         }
         mn_tma_load(to.v, job.v, full, column0, h, t, b);
     }

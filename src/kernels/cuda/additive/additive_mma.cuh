@@ -38,6 +38,7 @@ struct mn_chunk_scan {
     int64_t depth, width;              // of x and y; of z and out
     int64_t state_row, state_column;   // strides of a state in memory
     float scale, into, from;           // of out, of the first state, of the last
+    int transposed;                    // z and paired, not x and y, are queries and keys
     int reverse;                       // scans from the last token to the first
     enum mn_scan_mode mode;
     float *products;                   // out . beside
@@ -65,6 +66,7 @@ __host__ __device__ inline int64_t mn_scan_slices(const mn_chunk_scan &scan) {
  * the order of the scan. `index` counts the segment among those of all. */
 struct mn_scan_coord {
     int64_t n, h, slice, n_slices, column0;
+    int64_t key;    // head of the queries and keys
     mn_span span;
     int64_t n_chunks, iter, end, index, stride;    // stride: between the indices of segments
     bool idle, last;
@@ -84,6 +86,7 @@ __device__ inline mn_scan_coord mn_scan_block_coord(const mn_call &call, const m
     at.slice = blockIdx.x % at.n_slices;
     at.column0 = at.slice * MN_SCAN_WIDTH;
     at.h = blockIdx.x / at.n_slices % call.H;
+    at.key = mn_key_head(call, at.h);
     at.n = blockIdx.x / at.n_slices / call.H;
     at.span = mn_span_at(call, at.n);
     const int64_t share = (at.span.length + MN_SCAN_SEGMENTS - 1) / MN_SCAN_SEGMENTS;

@@ -468,10 +468,11 @@ struct mn_scan_col_tiles {
     __device__ mn_scan_col_tiles(const mn_chunk_scan &p, const mn_scan_coord &at, int depth) {
         const mn_span &s = at.span;
         reads = !p.reduce_pass;
-        x = mn_col_tile_of<const mn_bf16>(p.x, s, at.h, 0, p.depth, depth);
-        y = mn_col_tile_of<const mn_bf16>(p.y, s, at.h, 0, p.depth, depth);
-        z = mn_col_tile_of<const mn_bf16>(p.z, s, at.h, at.column0, p.width, MN_SCAN_WIDTH);
-        paired = mn_col_tile_of<const mn_bf16>(p.paired, s, at.h, at.column0, p.width,
+        const int64_t deep = p.transposed ? at.h : at.key, wide = p.transposed ? at.key : at.h;
+        x = mn_col_tile_of<const mn_bf16>(p.x, s, deep, 0, p.depth, depth);
+        y = mn_col_tile_of<const mn_bf16>(p.y, s, deep, 0, p.depth, depth);
+        z = mn_col_tile_of<const mn_bf16>(p.z, s, wide, at.column0, p.width, MN_SCAN_WIDTH);
+        paired = mn_col_tile_of<const mn_bf16>(p.paired, s, wide, at.column0, p.width,
                                                MN_SCAN_WIDTH);
         out = mn_col_tile_of<mn_bf16>(p.out, s, at.h, at.column0, p.width, MN_SCAN_WIDTH);
     }

@@ -252,6 +252,7 @@ static mn_attn_params softmax_params(const void *args) {
     mn_attn_params r = {};
     r.call = p->call, r.scale = (float)p->scale, r.base = p->rope_base, r.rope = p->rope_kind;
     r.softmax = true;
+    r.window = p->window < p->call.L ? p->window : 0;
     r.q = p->q, r.k = p->k, r.v = p->v, r.d_o = p->cot.o, r.o = p->o, r.lse = p->lse;
     r.dq = p->grad.q, r.dk = p->grad.k, r.dv = p->grad.v;
     return r;
@@ -276,11 +277,27 @@ static int forward(const mn_attn_params &p, void *shared, void *stream) {
     return mn_attn_run(p, false, shared, stream);
 }
 
-static bool plan_step(mn_plan *plan, const mn_attn_params &p) {
+/* One query's window is the newest keys: the views begin there. Positions that turn count from the
+ * first key, which those calls keep. */
+static mn_attn_params newest(mn_attn_params p) {
+    if (!p.window || !mn_decode_attn_supported(p)) return p;
+    const size_t item = p.call.dtype == MN_BF16 ? 2 : 4;
+    for (mn_in *view : { &p.k, &p.v }) {
+        const int64_t skipped = (p.call.L - p.window) * view->stride[1];
+        if (view->data) view->data = (const char *)view->data + skipped * (int64_t)item;
+    }
+    p.call.L = p.window;
+    p.window = 0;
+    return p;
+}
+
+static bool plan_step(mn_plan *plan, const mn_attn_params &all) {
+    const mn_attn_params p = newest(all);
     return mn_decode_attn_supported(p) ? mn_decode_attn_plan(plan, p) : plan_forward(plan, p);
 }
 
-static int step(const mn_attn_params &p, void *shared, void *stream) {
+static int step(const mn_attn_params &all, void *shared, void *stream) {
+    const mn_attn_params p = newest(all);
     if (!p.o.data && !p.lse.data) return cudaSuccess;
     if (!mn_decode_attn_supported(p)) return forward(p, shared, stream);
     return mn_decode_attn(p, (float *)shared, (cudaStream_t)stream);

@@ -281,7 +281,8 @@ inline bool mn_flash_vec_aligned(const void *data, const int64_t *stride) {
 /* Whether the kernels serve a call: by its kind and sizes, never by its length. */
 inline bool mn_flash_supported(const mn_attn_params &p) {
     const mn_call &c = p.call;
-    return c.dtype == MN_BF16 && p.rope == 0 && p.scale > 0.0f && c.K % 8 == 0 && c.K <= 128 &&
+    return c.dtype == MN_BF16 && p.rope == 0 && p.window == 0 && p.scale > 0.0f &&
+           c.K % 8 == 0 && c.K <= 128 &&
            c.V % 8 == 0 && c.V <= 128 && mn_flash_vec_aligned(p.q.data, p.q.stride) &&
            mn_flash_vec_aligned(p.k.data, p.k.stride)
                && mn_flash_vec_aligned(p.v.data, p.v.stride) &&

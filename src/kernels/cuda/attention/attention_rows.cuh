@@ -14,6 +14,7 @@ namespace mneme::attention {
 /* Both operators. */
 struct mn_attn_params {
     mn_call call;
+    int64_t window;        // 0: none, or none that binds
     float scale, eps;
     double base;
     int rope;              // attention's rope_kind
@@ -72,10 +73,11 @@ attention_weights_kernel(const __grid_constant__ mn_q_block s, float *w, float *
                          float eps) {
     __shared__ float smem[32];
     const mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + blockIdx.z);
-    const int64_t r = blockIdx.x, n = mn_keys_before(s.call) + tile.first + r + 1;
+    const int64_t r = blockIdx.x, sees = mn_keys_before(s.call) + tile.first + r + 1;
+    const int64_t from = mn_window_first(sees, s.window), n = sees - from;
     if (r >= tile.n_rows) return;
-    float *z = w + mn_q_block_offset(s, blockIdx.z, blockIdx.y, r);
-    float *g = gs ? gs + mn_q_block_offset(s, blockIdx.z, blockIdx.y, r) : nullptr;
+    const int64_t at = mn_q_block_offset(s, blockIdx.z, blockIdx.y, r) + from;
+    float *z = w + at, *g = gs ? gs + at : nullptr;
     if (softmax) {
         const float sum = mn_softmax_row(z, n, smem);
         if (g) mn_softmax_row_bwd(z, g, n, smem);
@@ -120,6 +122,7 @@ struct mn_attn_workspace {
 inline bool mn_attn_workspace_of(mn_attn_workspace *smem, const mn_attn_params &p, bool backward) {
     const mn_call &c = p.call;
     smem->q_block = mn_q_block_of(c, c.H, backward ? 2 : 1, &smem->most);
+    smem->q_block.window = p.window;
     int64_t queries, keys;
     bool ok = mn_q_block_numel(&smem->matrix, smem->q_block, smem->most) &&
               mn_mul_i64(&queries, c.B * c.T, c.H * c.K) && mn_mul_i64(&keys, c.B * c.L, c.J) &&

@@ -41,7 +41,19 @@ static const int64_t mn_q_block_bytes = (int64_t)384 << 20;    // of one strip's
 struct mn_q_block {
     mn_call call;
     int64_t first, n_tiles, heads, rows, row, each, ws;
+    int64_t window;    // keys a row sees, its own among them; 0: all so far
 };
+
+/* First key of the window of a row that would see `n` keys. */
+__host__ __device__ inline int64_t mn_window_first(int64_t n, int64_t window) {
+    return window && n > window ? n - window : 0;
+}
+
+/* Where products over the keys of a tile begin whose first row would see `n`: scores of the 64
+ * keys from there on are there, zeros before the window. */
+__device__ inline int64_t mn_window_tile(const mn_q_block &s, int64_t n) {
+    return mn_window_first(n, s.window) / 64 * 64;
+}
 
 /* The strip of a call, its tiles still to be set, and how many tiles one may have with `n`
  * matrices. */
@@ -141,6 +153,7 @@ attention_scores_simt_kernel(const __grid_constant__ mn_q_block s, float *w, mn_
     const int64_t h = blockIdx.y, key0 = (int64_t)blockIdx.x * 64, start = tile.span.t0;
     const int64_t seen = mn_keys_before(s.call) + tile.first;    // by row r: seen + r + 1 keys
     if (tile.n_rows == 0 || key0 >= seen + tile.n_rows) return;
+    if (key0 + 64 <= mn_window_first(seen + 1, s.window)) return;
     mn_simt_acc acc = {};
     for (int64_t k0 = 0; k0 < width; k0 += MN_Q_BLOCK_DEPTH) {
         mn_load_smem_trans(smem_a, k0, width, [&](int i) {
@@ -162,8 +175,9 @@ attention_scores_simt_kernel(const __grid_constant__ mn_q_block s, float *w, mn_
         if (row + i >= tile.n_rows) break;
         float *to = w + mn_q_block_offset(s, blockIdx.z, h, row + i) + key0 + column;
         const int64_t left = seen + row + i + 1 - key0 - column;
+        const int64_t out = mn_window_first(seen + row + i + 1, s.window) - key0 - column;
 #pragma unroll
-        for (int j = 0; j < 4; j++) to[j] = j < left ? scale * acc.at[i][j] : 0.0f;
+        for (int j = 0; j < 4; j++) to[j] = j < left && j >= out ? scale * acc.at[i][j] : 0.0f;
     }
 }
 
@@ -187,10 +201,10 @@ attention_pv_simt_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t
     __shared__ __align__(16) float smem_x[MN_Q_BLOCK_DEPTH * MN_Q_BLOCK_PITCH];
     const mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + blockIdx.z);
     const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * 64, start = tile.span.t0;
-    const int64_t n_keys = mn_keys_before(s.call) + tile.first + tile.n_rows;
+    const int64_t seen = mn_keys_before(s.call) + tile.first, n_keys = seen + tile.n_rows;
     if (tile.n_rows == 0) return;
     mn_simt_acc acc = {};
-    for (int64_t key = 0; key < n_keys; key += MN_Q_BLOCK_DEPTH) {
+    for (int64_t key = mn_window_tile(s, seen + 1); key < n_keys; key += MN_Q_BLOCK_DEPTH) {
         mn_load_smem_trans(smem_w, key, n_keys, [&](int i) {
             return i < tile.n_rows ? w + mn_q_block_offset(s, blockIdx.z, h, i) : nullptr;
         });
@@ -269,6 +283,7 @@ attention_grad_kv_simt_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
         const mn_tile_span of = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, slot);
         const int64_t n_keys = before + (slot - first) * MN_Q_BLOCK_ROWS + of.n_rows;
         if (n_keys <= tile.first) continue;
+        if (mn_window_first(n_keys - of.n_rows + 1, s.window) >= tile.first + 64) break;
         for (int64_t h = head * group; h < (head + 1) * group; h++) {
             const float *rows = w + mn_q_block_offset(s, slot - s.first, h, 0);
             for (int64_t r = 0; r < of.n_rows; r += MN_Q_BLOCK_DEPTH) {
@@ -566,6 +581,7 @@ attention_scores_wmma_kernel(const __grid_constant__ mn_q_block s, float *w, mn_
     const int64_t start = tile.span.t0, seen = mn_keys_before(s.call) + tile.first;
     const int64_t n_keys = seen + tile.n_rows;
     if (tile.n_rows == 0 || key0 >= n_keys) return;
+    if (key0 + MN_WMMA_TILE_N <= mn_window_first(seen + 1, s.window)) return;
     mn_wmma_acc acc;
     acc.clear();
     mn_smem_tile_mma<TA, mn_bf16, true, false, false>(
@@ -588,10 +604,13 @@ attention_scores_wmma_kernel(const __grid_constant__ mn_q_block s, float *w, mn_
         const int r = i / (MN_WMMA_TILE_N / 4), c = i % (MN_WMMA_TILE_N / 4) * 4;
         if (r >= tile.n_rows || c >= columns) continue;
         const int64_t left = seen + r + 1 - key0 - c;
+        const int64_t out = mn_window_first(seen + r + 1, s.window) - key0 - c;
         const float *sum = smem.acc + r * MN_WMMA_ACC_PITCH + c;
         float4 z;
-        z.x = left > 0 ? scale * sum[0] : 0.0f, z.y = left > 1 ? scale * sum[1] : 0.0f;
-        z.z = left > 2 ? scale * sum[2] : 0.0f, z.w = left > 3 ? scale * sum[3] : 0.0f;
+        z.x = left > 0 && out <= 0 ? scale * sum[0] : 0.0f;
+        z.y = left > 1 && out <= 1 ? scale * sum[1] : 0.0f;
+        z.z = left > 2 && out <= 2 ? scale * sum[2] : 0.0f;
+        z.w = left > 3 && out <= 3 ? scale * sum[3] : 0.0f;
         *(float4 *)(w + mn_q_block_offset(s, which, h, r) + key0 + c) = z;
     }
 }
@@ -605,20 +624,22 @@ attention_pv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t
     const int64_t which = s.n_tiles - 1 - blockIdx.z;
     const mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + which);
     const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * MN_WMMA_TILE_N;
-    const int64_t start = tile.span.t0;
-    const int64_t n_keys = mn_keys_before(s.call) + tile.first + tile.n_rows;
+    const int64_t start = tile.span.t0, seen = mn_keys_before(s.call) + tile.first;
+    const int64_t n_keys = seen + tile.n_rows, key0 = mn_window_tile(s, seen + 1);
     if (tile.n_rows == 0) return;
     mn_wmma_acc acc;
     acc.clear();
     mn_smem_tile_mma<float, mn_bf16, whole, false, true>(
-        acc, smem, n_keys,
+        acc, smem, n_keys - key0,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;    // what lies beyond the keys of a row is 0
+            k += key0;
             const bool inside = row < tile.n_rows && k + column < s.row;
             return inside ? w + mn_q_block_offset(s, which, h, row) + k + column : none;
         },
         [&](int row, int column, int64_t k) {
             const mn_bf16 *none = nullptr;
+            k += key0;
             const bool inside = k + row < n_keys && j0 + column < width;
             return inside ? x.row(tile.span.b, start + k + row, h) + j0 + column : none;
         });
@@ -652,6 +673,10 @@ attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
     slot = max(slot, s.first);
     slot = max(slot, first + max(tile.first - before, (int64_t)0) / MN_Q_BLOCK_ROWS);
     end = min(end, s.first + s.n_tiles);
+    if (s.window) {    // the last row that sees one of these keys
+        const int64_t last = tile.first + 63 - before + s.window - 1;
+        end = last < 0 ? slot : min(end, first + last / MN_Q_BLOCK_ROWS + 1);
+    }
     if (slot >= end) return;
     mn_wmma_acc acc;
     for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;

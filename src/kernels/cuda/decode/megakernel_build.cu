@@ -507,7 +507,7 @@ static bool packs(const mn_in &x) {
 /* Whether a norm makes the rows of `made`, one behind the other. */
 static bool is_qk_norm(const mn_decode_op *front, const mn_in &made, const mn_call &c) {
     bool fits = front->kind == MN_DECODE_L2_NORM && front->shape[3] == c.K &&
-                front->shape[2] == c.H && (c.H == 1 || made.stride[2] == c.K) &&
+                front->shape[2] == c.J && (c.J == 1 || made.stride[2] == c.K) &&
                 front->at[1].data == made.data;
     for (int i = 0; i < 2; i++) {
         fits = fits && front->at[i].dtype == MN_BF16 && (uintptr_t)front->at[i].data % 16 == 0;
@@ -540,8 +540,9 @@ static mn_decode_recurrence_instr head_instr(mn_decode_ranges *access,
     to.delta_rule = m->e.data != NULL;
     to.has_beta = m->beta.data != NULL, to.has_g = m->g.data != NULL;
     to.by_channel = to.has_g && m->decay == MN_DECAY_CHANNEL;
-    to.q = head_of(access, m->q, m->first[0], h, c.K);
-    to.e = head_of(access, e, m->e.data ? m->first[1] : NULL, h, c.K);
+    const int64_t key = h * c.J / c.H;
+    to.q = head_of(access, m->q, m->first[0], key, c.K);
+    to.e = head_of(access, e, m->e.data ? m->first[1] : NULL, key, c.K);
     if (to.has_g) {
         to.g = access->source((const mn_bf16 *)m->g.data + h * m->g.stride[2],
                              to.by_channel ? c.K : 1, to.by_channel ? 8 : 1);
@@ -583,15 +584,15 @@ static bool access_state(mn_decode_ranges *access, mn_decode_recurrence_instr *h
     }
     access->writes(m->o.data, c.H * c.V, 2, true);
     for (int i = 0; i < MN_DECODE_QK_NORMS; i++) {
-        if (m->first[i]) access->writes(heads[0].front[i].to, c.H * c.K, 2, false);
+        if (m->first[i]) access->writes(heads[0].front[i].to, c.J * c.K, 2, false);
     }
     return access->place();
 }
 
-/* Columns from `column` on of head h, whose results begin at o, and their words at o_handoff. */
+/* Columns from `column` on of head h of `c`, whose results begin at o, and their words at
+ * o_handoff. */
 static void write_tile(mn_megakernel *p, int block, const mn_decode_recurrence_instr &head,
-                       mn_bf16 *o,
-                       int o_handoff, int64_t h, int64_t column) {
+                       mn_bf16 *o, int o_handoff, const mn_call &c, int64_t h, int64_t column) {
     mn_decode_instr *instr = mn_decode_add_instr(p, block);
     if (!instr) return;
     mn_decode_recurrence_instr *to = &instr->memory;
@@ -602,8 +603,9 @@ static void write_tile(mn_megakernel *p, int block, const mn_decode_recurrence_i
     to->o = o + first, to->o_handoff = mn_decode_word_from(o_handoff, (unsigned)first);
     to->state += column;
     for (int i = 0; i < MN_DECODE_QK_NORMS; i++) {
-        if (to->front[i].to) to->front[i].to += h * head.K;
-        if (column > 0) to->front[i].to = NULL;
+        const int64_t group = c.H / c.J;    // whose first head stores the normed row
+        if (to->front[i].to) to->front[i].to += h / group * head.K;
+        if (column > 0 || h % group != 0) to->front[i].to = NULL;
     }
     mn_decode_end_instr(p, block, (int)(offsetof(mn_decode_instr, memory) + sizeof *to));
 }
@@ -624,7 +626,7 @@ extern "C" bool mn_megakernel_add_recurrence(mn_megakernel *p, const mn_decode_r
             const int64_t tile = from + (block - p->phase + p->n_blocks) % p->n_blocks;
             if (tile >= all) rest(p, block);
             else write_tile(p, block, heads[tile / tiles], (mn_bf16 *)m->o.data, o_handoff,
-                            tile / tiles, tile % tiles * MN_DECODE_TILE_V);
+                            m->call, tile / tiles, tile % tiles * MN_DECODE_TILE_V);
         }
         p->n_stages++;
     }

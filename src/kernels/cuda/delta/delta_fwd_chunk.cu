@@ -78,15 +78,16 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP> &smem, const m
     const int h = (int)(blockIdx.x % (unsigned)p.call.H), index = (int)blockIdx.x;
     const mn_tile_span tile = mn_tile_at(p.call, MN_DELTA_CHUNK, blockIdx.x / (unsigned)p.call.H);
     const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
+    const int key = (int)mn_key_head(p.call, h);
     const bool copies = p.call.cu_seqlens && count < MN_DELTA_CHUNK;    // others' keys follow
     float sum[8][4] = {};
     if (count == 0) return;
     if (copies) {
-        mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, h, tile.first, count, 0,
-                                            p.call.K, threadIdx.x);
+        mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, key, tile.first, count,
+                                              0, p.call.K, threadIdx.x);
         mn_cp_async_commit();
     } else if (threadIdx.x == 0) {
-        mn_wy_inverse_tma_load(smem, keys, h, (int)(tile.span.t0 + tile.first), (int)tile.span.b);
+        mn_wy_inverse_tma_load(smem, keys, key, (int)(tile.span.t0 + tile.first), (int)tile.span.b);
     }
     if (warp == 0) mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
     mn_cp_async_wait<0>();
@@ -179,12 +180,13 @@ __device__ inline void mn_fwd_chunk_tma_load(mn_fwd_chunk_stage<KP> &to, uint64_
     constexpr int matrix = MN_DELTA_MATRIX * (int)sizeof(mn_bf16);
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
     const int h = (int)at.h, b = (int)at.span.b, t = (int)at.span.t0 + chunk * MN_DELTA_CHUNK;
+    const int key = (int)at.key;
     mn_mbarrier_arrive_expect_tx(full, (2 * (KP / 64) + 2) * matrix
                                  + (int)sizeof(mn_delta_log_decays));
 #pragma unroll
     for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
-        mn_tma_load(to.front.keys + smem_tile * matrix, maps.e, full, 64 * smem_tile, h, t, b);
-        mn_tma_load(to.queries + smem_tile * matrix, maps.q, full, 64 * smem_tile, h, t, b);
+        mn_tma_load(to.front.keys + smem_tile * matrix, maps.e, full, 64 * smem_tile, key, t, b);
+        mn_tma_load(to.queries + smem_tile * matrix, maps.q, full, 64 * smem_tile, key, t, b);
     }
     mn_tma_load(to.front.values, maps.v, full, (int)at.column0, h, t, b);
     mn_tma_load_1d(to.front.T, job.workspace.T + index * MN_DELTA_MATRIX, matrix, full);

@@ -150,9 +150,10 @@ __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
                                            const mn_delta_params &job, const mn_grad_coord &at) {
     const mn_delta_args &p = job.p;
     const int tiles = (int)(job.padded_v / 64);
+    const int64_t key = mn_key_head(p.call, at.h);
     const auto keys = [&](unsigned char *to, const mn_in &view, int tensor) {
         if (!view.data) return;
-        mn_tile_load<KT, MN_DELTA_GRAD_THREADS>(to, view, job.packed[tensor], at.tile.span, at.h,
+        mn_tile_load<KT, MN_DELTA_GRAD_THREADS>(to, view, job.packed[tensor], at.tile.span, key,
                                             at.tile.first, at.count, at.channel0, p.call.K,
                                             threadIdx.x);
     };

@@ -306,16 +306,17 @@ delta_intra_chunk_kernel(const __grid_constant__ mn_delta_params job) {
     const mn_delta_args &p = job.p;
     const mn_call &call = p.call;
     const int64_t h = blockIdx.x % call.H, slot = blockIdx.x / call.H, index = blockIdx.x;
+    const int64_t key = mn_key_head(call, h);
     const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
     const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
     if (count == 0) return;
-    mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.q, p.q, job.packed[MN_DELTA_Q], tile.span, h,
+    mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.q, p.q, job.packed[MN_DELTA_Q], tile.span, key,
                                           tile.first, count, 0, call.K, threadIdx.x);
-    mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
+    mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.e, p.e, job.packed[MN_DELTA_E], tile.span, key,
                                           tile.first, count, 0, call.K, threadIdx.x);
     if (p.w.data) {
-        mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.w, p.w, job.packed[MN_DELTA_W], tile.span, h,
-                                              tile.first, count, 0, call.K, threadIdx.x);
+        mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.w, p.w, job.packed[MN_DELTA_W], tile.span,
+                                              key, tile.first, count, 0, call.K, threadIdx.x);
     }
     mn_cp_async_commit();
     if (warp == 0) mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);

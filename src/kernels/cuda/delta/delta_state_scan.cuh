@@ -59,6 +59,7 @@ struct alignas(1024) mn_scan_back {
 struct mn_scan_coord {
     mn_span span;
     int64_t n, h, column0, first;    // of the block; `first` slot of the sequence
+    int64_t key;                     // head of the queries and keys
     int n_chunks, columns;           // columns of the block
 };
 
@@ -106,6 +107,7 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     at.columns = columns;
     at.column0 = blockIdx.x % n_slices * at.columns;
     at.h = blockIdx.x / n_slices % call.H;
+    at.key = mn_key_head(call, at.h);
     at.n = blockIdx.x / n_slices / call.H;
     at.span = mn_span_at(call, at.n);
     at.first = mn_delta_first_slot(call, at.n);
@@ -161,7 +163,7 @@ __device__ inline void mn_scan_copy_keys(unsigned char *tile, const mn_delta_par
         mn_tile_reload<KP, n_threads>(tile, decayed + index * MN_DELTA_CHUNK * KP, KP,
                                   mn_scan_producer_tid());
     } else {
-        mn_tile_load<KP, n_threads>(tile, view, packed, at.span, at.h,
+        mn_tile_load<KP, n_threads>(tile, view, packed, at.span, at.key,
                                     (int64_t)chunk * MN_DELTA_CHUNK,
                                  mn_scan_chunk_len(at, chunk), 0, job.p.call.K,
                                      mn_scan_producer_tid());
@@ -241,7 +243,7 @@ __device__ inline void mn_scan_tma_load_keys(unsigned char *tile, const CUtensor
                                         int chunk) {
     const int64_t t = at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK;
     if (CHANNEL) mn_scan_tma_load<KP>(tile, map, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
-    else mn_scan_tma_load<KP>(tile, map, mbarrier, 0, at.h, t, at.span.b);
+    else mn_scan_tma_load<KP>(tile, map, mbarrier, 0, at.key, t, at.span.b);
 }
 
 template <int KP, bool CHANNEL>

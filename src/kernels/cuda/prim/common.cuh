@@ -148,6 +148,11 @@ __device__ inline T *mn_row(const mn_out &view, int64_t b, int64_t t, int64_t h)
     return (T *)view.data + b * view.stride[0] + t * view.stride[1] + h * view.stride[2];
 }
 
+/* The query and key head that value head h uses. */
+__device__ inline int64_t mn_key_head(const mn_call &call, int64_t h) {
+    return call.J == call.H ? h : h / (call.H / call.J);
+}
+
 /* Tokens [t0, t0 + length) of batch row b; its states are row n. */
 struct mn_span {
     int64_t b, t0, length;

@@ -65,6 +65,7 @@ struct mn_matrix_tokens {
 /* Which tile this is. */
 struct mn_matrix_coord {
     int64_t n, h, column0, index;    // index: among all blocks
+    int64_t key;                     // head of the queries and keys
     mn_span span;
 };
 
@@ -75,6 +76,7 @@ __device__ inline mn_matrix_coord mn_matrix_block_coord(const mn_matrix_params &
     at.index = blockIdx.x;
     at.column0 = at.index % n_tiles * mn_matrix_sizes<R>::tile;
     at.h = at.index / n_tiles % p.call.H;
+    at.key = mn_key_head(p.call, at.h);
     at.n = at.index / n_tiles / p.call.H;
     at.span = mn_span_at(p.call, at.n);
     return at;
@@ -101,11 +103,11 @@ __device__ void mn_matrix_load(mn_matrix_tokens<R, TOKENS> &to, const mn_matrix_
         const int token = k / sizes::rows, i = k % sizes::rows;
         const int64_t b = at.span.b, when = at.span.t0 + t + token;
         const bool inside = i < p.call.K;
-        const T *e = mn_row<T>(p.e, b, when, at.h), *g = mn_row<T>(p.g, b, when, at.h);
-        const T *w = p.w.data ? mn_row<T>(p.w, b, when, at.h) : e;
+        const T *e = mn_row<T>(p.e, b, when, at.key), *g = mn_row<T>(p.g, b, when, at.h);
+        const T *w = p.w.data ? mn_row<T>(p.w, b, when, at.key) : e;
         const T *beta = mn_row<T>(p.beta, b, when, at.h);
         const float write = beta ? mn_float(*beta) : 1.0f;
-        to.q[token][i] = inside ? mn_float(mn_row<T>(p.q, b, when, at.h)[i]) : 0.0f;
+        to.q[token][i] = inside ? mn_float(mn_row<T>(p.q, b, when, at.key)[i]) : 0.0f;
         to.e[token][i] = inside ? mn_get(e, i) : 0.0f;
         to.w[token][i] = inside ? write * mn_float(w[i]) : 0.0f;
         to.decay[token][i] = 1.0f;
@@ -445,7 +447,7 @@ matrix_reduce_grads_kernel(const __grid_constant__ mn_matrix_params p, int64_t n
     const int64_t h = row % p.call.H, t = row / p.call.H % p.call.T;
     const int64_t b = row / p.call.H / p.call.T;
     const T *beta_at = mn_row<T>(p.beta, b, t, h);
-    const T *w = p.w.data ? mn_row<T>(p.w, b, t, h) : mn_row<T>(p.e, b, t, h);
+    const T *w = mn_row<T>(p.w.data ? p.w : p.e, b, t, mn_key_head(p.call, h));
     T *dq = mn_row<T>(p.dq, b, t, h), *de = mn_row<T>(p.de, b, t, h);
     T *dw = mn_row<T>(p.dw, b, t, h), *dg = mn_row<T>(p.dg, b, t, h);
     T *dbeta = mn_row<T>(p.dbeta, b, t, h);
@@ -649,8 +651,9 @@ matrix_step_recurrent_kernel(const __grid_constant__ mn_matrix_params p, int64_t
         if (!from || i >= K || j >= V) continue;
         asm volatile("prefetch.global.L2 [%0];" :: "l"(from + i * V + j));
     }
-    const T *q = mn_row<T>(p.q, n, 0, h), *e = mn_row<T>(p.e, n, 0, h);
-    const T *w = p.w.data ? mn_row<T>(p.w, n, 0, h) : e, *g = mn_row<T>(p.g, n, 0, h);
+    const int64_t key = mn_key_head(p.call, h);
+    const T *q = mn_row<T>(p.q, n, 0, key), *e = mn_row<T>(p.e, n, 0, key);
+    const T *w = p.w.data ? mn_row<T>(p.w, n, 0, key) : e, *g = mn_row<T>(p.g, n, 0, h);
     const T *beta = mn_row<T>(p.beta, n, 0, h), *v = mn_row<T>(p.v, n, 0, h);
     T *o = mn_row<T>(p.o, n, 0, h);
     /* arguments are looked at before the wait, not when they are needed */
