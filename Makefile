@@ -38,11 +38,11 @@ bench: program     ## operators against ceilings measured in the same run
 	@$(BUILD)/mneme bench ops
 
 sanitize: setup    ## tests under address and undefined-behaviour sanitizers
-	@cmake --preset debug >/dev/null && cmake --build build/debug -j $(JOBS)
+	@cmake --preset debug >/dev/null && cmake --build build/debug -j $(JOBS) --target tests_sanitize -- --no-print-directory
 	@ctest --preset debug -j $(JOBS) -L sanitize
 
 tsan: setup        ## tests under the thread sanitizer
-	@cmake --preset tsan >/dev/null && cmake --build build/tsan -j $(JOBS)
+	@cmake --preset tsan >/dev/null && cmake --build build/tsan -j $(JOBS) --target tests_threads -- --no-print-directory
 	@ctest --preset tsan -j $(JOBS) -L threads
 
 attack: setup      ## 20,000 mutated inputs, every option and call wrong, 100 kills: release, and under sanitizers

@@ -2,9 +2,10 @@
 # A mixer without a new recurrence costs two files and one line: a toy layer is added to a copy of the
 # project, which is built; it must pass the tests of all layers, train, resume, decode, take part in the
 # collision experiment, and stand in mneme info, in the help and in the tables of the documents.
-#   add_mixer.sh SOURCE_DIR
+#   add_mixer.sh SOURCE_DIR [BUILD_DIR]      objects of a build through ccache are not compiled again
 set -eu
 source=$(cd "$1" && pwd)
+build=${2-}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() {
@@ -21,14 +22,20 @@ sed -i 's|^#include "layers/linear.def"$|&\n#include "layers/toy.def"|' src/laye
 [ "$(diff -r "$source/src" src | grep -c '^Only in')" = 2 ] || fail "more than two files are new"
 [ "$(diff -r "$source/src" src | grep -c '^[<>]')" = 1 ] || fail "more than one line is new"
 
-cmake -S . -B build -DCMAKE_BUILD_TYPE=Release -DMN_CUDA=OFF >"$work/log" 2>&1 || fail "cmake: $(tail -20 "$work/log")"
-cmake --build build -j "$(nproc)" --target mneme_cli test_layers test_mixers >"$work/log" 2>&1 ||
+set -- -DMN_CUDA=OFF
+if [ -n "$build" ] && grep -q '^CMAKE_C_COMPILER_LAUNCHER:[A-Z]*=.*ccache' "$build/CMakeCache.txt"; then
+    set -- "$@" -DCMAKE_C_COMPILER_LAUNCHER=ccache
+    export CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1
+fi
+[ -z "$build" ] || ! grep -q '^MN_WERROR:BOOL=ON' "$build/CMakeCache.txt" || set -- "$@" -DMN_WERROR=ON
+cmake -S . -B build/add_mixer -DCMAKE_BUILD_TYPE=Release "$@" >"$work/log" 2>&1 || fail "cmake: $(tail -20 "$work/log")"
+cmake --build build/add_mixer -j "$(nproc)" --target mneme_cli test_layers test_mixers >"$work/log" 2>&1 ||
     fail "build: $(grep -E 'error|undefined' "$work/log" | head -20)"
 for test in test_layers test_mixers; do
-    "build/$test" >"$work/log" 2>&1 || fail "$test: $(grep -v '\[ *OK' "$work/log" | tail -20)"
+    "build/add_mixer/$test" >"$work/log" 2>&1 || fail "$test: $(grep -v '\[ *OK' "$work/log" | tail -20)"
 done
 
-mneme=$PWD/build/mneme
+mneme=$PWD/build/add_mixer/mneme
 "$mneme" info | grep -q '^  toy  .*additive' || fail "mneme info does not list toy"
 "$mneme" info --table layers | grep -q '^| toy ' || fail "the table of layers lacks toy"
 sh tools/tables.sh "$mneme" docs README.md

@@ -18,7 +18,7 @@ done
     command -v clang >/dev/null 2>&1 || missing="$missing clang"
     [ -n "$(ls /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer* 2>/dev/null)" ] ||
         missing="$missing libclang-rt-14-dev"
-    for tool in clang-format clang-tidy; do
+    for tool in clang-format clang-tidy ccache git; do
         command -v $tool >/dev/null 2>&1 || missing="$missing $tool"
     done
     for module in numpy pytest; do    # golden vectors are made anew, the Python package is tested

@@ -54,7 +54,7 @@ if command -v python3 >/dev/null 2>&1; then
     cp "$work/out" "$work/greedy"
     "$mneme" serve "$work/m8" --port 0 --drain 0 >"$work/url" 2>"$work/serve.err" &
     server=$!
-    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+    for _ in $(seq 240); do
         [ -s "$work/url" ] || sleep 0.5
     done
     if ! grep -q "no HTTP" "$work/serve.err"; then

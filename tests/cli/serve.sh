@@ -23,7 +23,7 @@ if ! grep -q none "$folder/error"; then
     exit 1
 fi
 "$mneme" serve --help | grep -q "usage: mneme serve"
-timeout 20 "$mneme" serve "$folder/model" --port 0 --drain 0 > "$folder/first" 2> "$folder/error" &
+timeout 300 "$mneme" serve "$folder/model" --port 0 --drain 0 > "$folder/first" 2> "$folder/error" &
 first=$!
 for _ in 1 2 3 4 5 6 7 8 9 10; do
     [ -s "$folder/first" ] || [ -s "$folder/error" ] || sleep 0.5

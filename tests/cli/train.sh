@@ -235,7 +235,7 @@ for signal in INT TERM; do
     "$mneme" $endless --set out="$run_folder" >"$work/out" 2>"$work/err" &
     victim=$!
     n=0
-    until [ "$(cat "$run_folder/metrics.jsonl" 2>/dev/null | wc -l)" -gt 3 ] || [ $n -gt 200 ]; do
+    until [ "$(cat "$run_folder/metrics.jsonl" 2>/dev/null | wc -l)" -gt 3 ] || [ $n -gt 2400 ]; do
         sleep 0.05
         n=$((n + 1))
     done
@@ -416,7 +416,7 @@ fi
 "$mneme" $endless --set out="$work/both" >/dev/null 2>&1 &
 victim=$!
 n=0
-until [ -s "$work/both/metrics.jsonl" ] || [ $n -gt 200 ]; do sleep 0.05; n=$((n + 1)); done
+until [ -s "$work/both/metrics.jsonl" ] || [ $n -gt 2400 ]; do sleep 0.05; n=$((n + 1)); done
 run 1 train --resume "$work/both" --quiet --threads 1
 complains 'another process trains this run'
 kill -9 $victim

@@ -17,7 +17,7 @@ awk 'BEGIN { srand(3); for (i = 0; i < 9000; i++) printf "%s ", substr("thecatsa
 train() {
     ranks=$1 out=$2 layers=$3
     shift 3
-    timeout 120 "$mneme" train --ranks "$ranks" --threads 1 --quiet --set data.train=book.txt \
+    timeout 600 "$mneme" train --ranks "$ranks" --threads 1 --quiet --set data.train=book.txt \
         --set "model.layers=$layers" --set model.hidden_size=64 --set model.num_hidden_layers=2 \
         --set train.steps=4 --set train.batch=2 --set train.accumulate=8 --set train.context=32 \
         --set train.log_every=1 --set train.warmup=2 --set train.checkpoint_every=2 --set train.keep_every=2 \
@@ -57,7 +57,7 @@ rm -rf four and
 train 4 four "gdn, attention" --set train.steps=4
 for ranks in 1 2 3 4; do
     rm -rf again && cp -r four again
-    timeout 60 "$mneme" train --resume again/checkpoints/step-00000002 --ranks $ranks --threads 1 --quiet > again.txt 2>&1 ||
+    timeout 600 "$mneme" train --resume again/checkpoints/step-00000002 --ranks $ranks --threads 1 --quiet > again.txt 2>&1 ||
         { cat again.txt; fail "resuming with $ranks ranks failed"; }
     same four again
 done
@@ -68,12 +68,12 @@ long="--set train.steps=100000 --set train.checkpoint_every=5 --set train.eval_e
 # shellcheck disable=SC2086
 for victim in 0 1 2 3; do
     rm -rf dead
-    timeout 100 "$mneme" train --ranks 4 --threads 1 --quiet --set data.train=book.txt --set model.layers=gdn \
+    timeout 600 "$mneme" train --ranks 4 --threads 1 --quiet --set data.train=book.txt --set model.layers=gdn \
         --set model.hidden_size=64 --set model.num_hidden_layers=2 --set train.batch=2 --set train.accumulate=4 \
         --set train.context=32 --set train.tensorboard=false --set out=dead $long > dead.txt 2>&1 &
     run=$!
     tries=0
-    while [ ! -e dead/last ] && [ $tries -lt 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+    while [ ! -e dead/last ] && [ $tries -lt 3000 ]; do sleep 0.1; tries=$((tries + 1)); done
     [ -e dead/last ] || fail "no checkpoint before the kill"
     launcher=$(pgrep -P $run -f train | head -n 1)
     [ -n "$launcher" ] || fail "no launcher under timeout"
@@ -86,7 +86,7 @@ for victim in 0 1 2 3; do
     [ $(($(date +%s) - started)) -le 12 ] || fail "the ranks took too long to stop without rank $victim"
     grep -q "rank $victim was ended by signal 9" dead.txt || { cat dead.txt; fail "nobody says that rank $victim died"; }
     grep -q "rank $victim of 4 is gone" dead.txt || { cat dead.txt; fail "no rank says that rank $victim is gone"; }
-    timeout 60 "$mneme" train --resume dead --ranks 2 --threads 1 --quiet --set train.steps=$(($(basename "$(readlink dead/last)" | sed 's/step-0*//') + 2)) \
+    timeout 600 "$mneme" train --resume dead --ranks 2 --threads 1 --quiet --set train.steps=$(($(basename "$(readlink dead/last)" | sed 's/step-0*//') + 2)) \
         > resumed.txt 2>&1 || { cat resumed.txt; fail "the checkpoint is broken after rank $victim died"; }
 done
 echo "kill -9 of any rank: all stop, the last checkpoint goes on"
@@ -94,12 +94,12 @@ echo "kill -9 of any rank: all stop, the last checkpoint goes on"
 # stopping
 rm -rf stopped
 # shellcheck disable=SC2086
-timeout 100 "$mneme" train --ranks 2 --threads 1 --quiet --set data.train=book.txt --set model.layers=gdn --set model.hidden_size=64 \
+timeout 600 "$mneme" train --ranks 2 --threads 1 --quiet --set data.train=book.txt --set model.layers=gdn --set model.hidden_size=64 \
     --set train.batch=2 --set train.accumulate=4 --set train.context=32 --set train.tensorboard=false --set out=stopped $long \
     > stopped.txt 2>&1 &
 run=$!
 tries=0
-while [ ! -e stopped/last ] && [ $tries -lt 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+while [ ! -e stopped/last ] && [ $tries -lt 3000 ]; do sleep 0.1; tries=$((tries + 1)); done
 kill -INT "$(pgrep -P $run -f train | head -n 1)"
 status=0
 wait $run || status=$?
@@ -110,7 +110,7 @@ grep -q "stopped.*--resume" stopped.txt || fail "no word on how to go on"
 check() {
     message=$1
     shift
-    if timeout 60 "$mneme" train --quiet --set data.train=book.txt --set model.layers=gdn --set model.hidden_size=64 --set out=wrong "$@" > wrong.txt 2>&1; then
+    if timeout 600 "$mneme" train --quiet --set data.train=book.txt --set model.layers=gdn --set model.hidden_size=64 --set out=wrong "$@" > wrong.txt 2>&1; then
         fail "went through: $*"
     fi
     grep -q "$message" wrong.txt || { cat wrong.txt; fail "does not say: $message"; }

@@ -47,7 +47,7 @@ start() {
     out=$1
     shift
     for r in 0 1 2; do
-        RANK=$r LOCAL_RANK=0 timeout 100 ip netns exec "$tag$r" "$mneme" train $config --set "out=$out" "$@" > "$out$r.txt" 2>&1 &
+        RANK=$r LOCAL_RANK=0 timeout 600 ip netns exec "$tag$r" "$mneme" train $config --set "out=$out" "$@" > "$out$r.txt" 2>&1 &
         eval "pid$r=$!"
     done
 }
@@ -62,7 +62,7 @@ echo "three hosts, links $how: the bits of one"
 
 start parted --set train.steps=1000000 --set train.checkpoint_every=5 --set train.eval_every=0
 tries=0
-while [ ! -e parted/last ] && [ $tries -lt 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+while [ ! -e parted/last ] && [ $tries -lt 3000 ]; do sleep 0.1; tries=$((tries + 1)); done
 [ -e parted/last ] || fail "no checkpoint"
 ip -n "${tag}b" link set v2 down
 started=$(date +%s)

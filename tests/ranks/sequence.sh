@@ -17,7 +17,7 @@ train() {
     ranks=$1 parts=$2 layers=$3 out=$4
     shift 4
     rm -rf "$out"
-    timeout 100 "$mneme" train --ranks "$ranks" --threads 1 --quiet --set data.train=book.txt --set "model.layers=$layers" \
+    timeout 600 "$mneme" train --ranks "$ranks" --threads 1 --quiet --set data.train=book.txt --set "model.layers=$layers" \
         --set model.hidden_size=32 --set model.num_hidden_layers=1 --set train.steps=2 --set train.batch=2 \
         --set train.accumulate=2 --set train.context=32 --set train.log_every=1 --set train.warmup=0 \
         --set train.tensorboard=false --set train.eval_batches=1 --set "train.sequence_ranks=$parts" --set "out=$out" "$@" \
@@ -56,7 +56,7 @@ train 4 2 gdn sharded --set train.shard=gradients
 near sharded "gdn on 2 x 2 ranks with shards of gradients"
 train 2 2 gdn again --set train.recompute=layer
 near again "gdn on 2 ranks, computing again"
-if timeout 60 "$mneme" train --ranks 2 --quiet --set data.train=book.txt --set model.layers=gdn --set model.hidden_size=32 \
+if timeout 600 "$mneme" train --ranks 2 --quiet --set data.train=book.txt --set model.layers=gdn --set model.hidden_size=32 \
     --set train.context=32 --set train.sequence_ranks=2 --set data.cutting=documents --set out=wrong > wrong.txt 2>&1; then
     fail "packed documents were cut"
 fi

@@ -443,7 +443,7 @@ def leaving(s):
     c.sendall(head % len(streamed) + streamed)
     c.recv(1000)
     c.close()
-    for _ in range(100):
+    for _ in range(1200):
         if s.metric("mneme_requests_cancelled_total") >= before + 2:
             break
         time.sleep(0.1)
