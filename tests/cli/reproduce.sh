@@ -62,6 +62,24 @@ cmp noise/report.md alone/report.md || fail "the report is another one"
 run 0 reproduce mad-noise --out noise --seeds 3 $tiny
 [ "$(wc -l <noise/results.jsonl)" = $((lines + 4)) ] || fail "not four more jobs"
 
+# a part of an experiment, and the rest in the same folder
+# shellcheck disable=SC2086
+run 0 reproduce mad-noise --out part --only "model=kla, no process noise" --only seed=0 --only task=copy $tiny
+grep -q '^1 of 1 runs' part/report.md || fail "not one run"
+# shellcheck disable=SC2086
+run 0 reproduce mad-noise --out part --minutes 9 $tiny
+grep -q '^4 of 4 runs' part/report.md || fail "not the rest"
+[ "$(wc -l <part/results.jsonl)" = 4 ] || fail "a part ran twice"
+run 1 reproduce mad-noise --out none --only model=klo
+complains 'no run has all that --only asks for'
+run 1 reproduce mad-noise --out none --only seed=0 --only seed=7
+complains 'seed=7: no run has this'
+run 1 reproduce mad-noise --out none --only model
+complains 'give AXIS=LABEL'
+run 2 reproduce mad-noise --minutes 0
+complains 'minutes'
+[ ! -e none ] || fail "a folder for nothing"
+
 # without gnuplot a sentence
 mkdir empty
 path=$PATH
