@@ -66,7 +66,8 @@ static int64_t whole(const json_t *job, const char *path) {
 /* Numbers that the first layer keeps of a sequence, without the tails of convolutions and the
  * normalisers beside a memory; *parameters of the whole model. */
 static int64_t state_of(int64_t *parameters, const json_t *job) {
-    static const char *const kept[] = { "memory", "mean", "precision", "information" };
+    static const char *const kept[] = { "memory", "mean", "precision", "information",
+                                        "importance" };
     mn_task_run *task = NULL;
     mn_context *context = NULL;
     mn_model *model = NULL;
@@ -126,6 +127,13 @@ static void rows_of_mad_are_equal(void **state) {
         CHECK(parameters > 92000 && parameters < 108000, "%s has %lld parameters", rows[i],
               (long long)parameters);
     }
+    json_decref(jobs);
+    jobs = jobs_of("mad", MN_PRESET_GPU, NULL);
+    int64_t parameters = 0;
+    const int64_t n = state_of(&parameters, job_with(jobs, "palimpsa", "task", "recall"));
+    CHECK(n == 2048, "palimpsa keeps %lld numbers", (long long)n);
+    CHECK(parameters > 92000 && parameters < 108000, "palimpsa has %lld parameters",
+          (long long)parameters);
     json_decref(jobs);
     check_done();
 }
