@@ -143,6 +143,27 @@ says '(last .*)$'
 run 1 plot other --text --x nothing
 complains 'the axes of this sweep are step'
 
+# a kept model, asked again: the numbers of its sweep
+cat >kept.json <<'END'
+{"job": {"task": {"name": "mad-recall", "options": {"length": 16}, "train": 64, "test": 24}, "keep": true,
+         "model": {"hidden_size": 16, "num_hidden_layers": 1, "layers": "gdn"}, "evaluate": {"batch": 8},
+         "train": {"steps": 60, "batch": 16, "lr": 0.02, "min_lr": 0, "warmup": 0}}}
+END
+run 0 sweep kept.json --jobs 1 --quiet
+run 0 eval --model kept/models/* --task mad-recall --set length=16 --rows 24
+says '^mad-recall: 24 samples, [0-9]* answers; loss '
+says '^samples all right  *[01]\.[0-9]* +- 0\.[0-9]*$'
+run 0 eval --model kept/models/* --task mad-recall --set length=16 --rows 24 --json
+if command -v python3 >/dev/null; then
+    json "all(abs(d['task'][k] - json.loads(open('$work/kept/results.jsonl').read())['result'][k]) < 1e-6
+              for k in ('loss', 'token', 'example', 'sequence', 'macro'))"
+    json "d['task']['token'] > 0.1 and d['task']['samples'] == 24"
+fi
+run 1 eval --model kept/models/* --task mad-recall --set vocab=64
+complains 'the model knows 16'
+run 1 eval --model kept/models/* --task mad-recal
+complains 'did you mean'
+
 # text of one's own as data, with the models kept
 i=0
 while [ $i -lt 200 ]; do
