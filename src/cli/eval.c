@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/calibration.h"
+#include "cli/eval/eval_task.h"
 #include "cli/command.h"
 #include "cli/options.h"
 #include "cli/progress.h"
@@ -59,9 +60,11 @@ static void print_help(void) {
          "  --calibration      of --text or --task: is it sure where it is right? AUROC and\n"
          "                     risk-coverage of entropy, of the posteriors of layers and of both,\n"
          "                     and reliability; every other window chooses and fits\n"
-         "  --task NAME        with --calibration: the questions of a task (mneme task)\n"
+         "  --task NAME        answers to the questions of a task (mneme task), in the model's own\n"
+         "                     tokens where the task is text; with --calibration those\n"
          "  --set KEY=VALUE    an option of the task; may be repeated\n"
-         "  --rows N           windows or samples of each half (default 64)\n"
+         "  --rows N           samples of a task, with --calibration windows or samples of each\n"
+         "                     half (default 64)\n"
          "  --save-calibration F   what generate --abstain reads\n"
          "  --device D         cpu (default), cuda or cuda:N\n"
          "  --dtype T          f32 (default), f64 on the CPU, bf16 on a GPU\n"
@@ -110,8 +113,8 @@ static int check(const options *o) {
         strcmp(o->dtype, "bf16") != 0) {
         return mistake("--dtype", "is f32, f64, or bf16 on a GPU");
     }
-    if ((o->task || o->save_calibration) && !o->calibration) {
-        return mistake(o->task ? "--task" : "--save-calibration", "needs --calibration");
+    if (o->save_calibration && !o->calibration) {
+        return mistake("--save-calibration", "needs --calibration");
     }
     if (o->task && o->n_texts > 0) return mistake("--task", "and --text are two questions");
     if (o->calibration && !o->task && o->n_texts == 0) {
@@ -264,6 +267,18 @@ static mn_status measure_calibration(const evaluation *e) {
     return st;
 }
 
+static mn_status measure_task(const evaluation *e) {
+    const options *o = e->o;
+    mn_json changes = { .value = json_object(), .name = "options" };
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_task_set(&changes, o->sets[i]);
+    const mn_eval_task_ask ask = { .task = o->task, .model = o->model, .options = changes.value,
+                                   .rows = o->rows ? o->rows : 64, .json = o->json };
+    if (st == MN_OK) st = mn_eval_task(e->root, e->context, e->model, &ask);
+    json_decref(changes.value);
+    return st;
+}
+
 static void put_choices(const evaluation *e, const mn_choice_result *r) {
     if (!e->o->json) {
         printf("%" PRId64 " questions: accuracy %.4f +- %.4f, by byte %.4f +- %.4f, chance %.4f; "
@@ -355,6 +370,7 @@ static mn_status evaluate(const options *o) {
     if (st == MN_OK) st = mn_model_place(e.model, e.context, dtype);
     if (st == MN_OK) st = open_tokenizer(&e);
     if (st == MN_OK && o->calibration) st = measure_calibration(&e);
+    if (st == MN_OK && o->task && !o->calibration) st = measure_task(&e);
     if (st == MN_OK && o->n_texts > 0 && !o->calibration) st = measure_text(&e);
     if (st == MN_OK && o->choices) st = measure_choices(&e);
     if (st == MN_OK && o->tokens) st = write_logits(&e);

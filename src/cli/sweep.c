@@ -19,7 +19,7 @@ enum { MOST_SETS = 64, TITLE = 256 };
 typedef struct options {
     const char *file, *out, *device;
     const char *sets[MOST_SETS];
-    int n_sets, processes, shard, shards;
+    int n_sets, processes, shard, shards, minutes;
     bool dry, quiet;
 } options;
 
@@ -68,6 +68,7 @@ static void print_help(void) {
          "                      same command without --shard gathers all into results.jsonl\n"
          "  --set KEY=VALUE     set a member of every job, such as train.steps=100; may be "
          "repeated\n"
+         "  --minutes N         stop after so many, as Ctrl-C does: the same command goes on\n"
          "  --dry-run           print the jobs and their keys, run nothing\n"
          "  --quiet             show nothing but failures");
 }
@@ -86,6 +87,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--device", .read = mn_options_device, .to = &o->device },
         { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
         { "--shard", .read = read_shard, .to = o, .needs = "I/N with 0 <= I < N" },
+        { "--minutes", .count = &o->minutes, .low = 1, .high = 100000 },
         { "--dry-run", .flag = &o->dry },
         { "--quiet", .flag = &o->quiet },
         { NULL, .text = &o->file },
@@ -135,6 +137,7 @@ int mn_command_sweep(int argc, char **argv) {
     const size_t n = strlen(folder);
     if (!o.out && n > 5 && strcmp(folder + n - 5, ".json") == 0) folder[n - 5] = '\0';
     else if (!o.out) snprintf(folder + n, sizeof folder - n, ".results");
+    if (o.minutes > 0) mn_sweep_stop_after(o.minutes);
     const int status = o.dry ? print_jobs(jobs)
                              : mn_sweep_show("sweep", folder, jobs, o.processes, o.device,
                                               o.shard, o.shards, o.quiet);

@@ -15,6 +15,9 @@ enum { MN_SWEEP_PATH = 4096 };
 int mn_sweep_show(const char *verb, const char *folder, const json_t *jobs, int processes,
                   const char *device, int shard, int shards, bool quiet);
 
+/* Ends the sweeps of this process in order after so many minutes, as the first Ctrl-C does. */
+void mn_sweep_stop_after(int minutes);
+
 /* The table of what a sweep found on standard output, unless `quiet`, and FOLDER/runs.csv and
  * summary.csv. The exit status. */
 int mn_sweep_table(const char *folder, const json_t *jobs, bool quiet);

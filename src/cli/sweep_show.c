@@ -20,6 +20,12 @@ static void ask_stop(int number) {
     stop_asked = 1;
 }
 
+void mn_sweep_stop_after(int minutes) {
+    struct sigaction stop = { .sa_handler = ask_stop };
+    sigaction(SIGALRM, &stop, NULL);
+    alarm(60u * (unsigned)minutes);
+}
+
 typedef struct show {
     bool terminal, quiet;
     int rows, columns;           // rows: drawn, above the cursor

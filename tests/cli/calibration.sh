@@ -53,5 +53,6 @@ run 1 generate --model "$work/d/attention" --abstain 0.5 --calibration "$m/calib
 complains "another model's"
 run 2 generate --model "$m" --abstain 2 "$q"
 run 2 generate --model "$m" --calibration "$m/calibration.json" "$q"
-run 2 eval --model "$m" --task stories
+run 2 eval --model "$m" --text "$work/d/stories.txt" --save-calibration "$work/c.json"
+complains 'needs --calibration'
 run 2 eval --model "$m" --calibration

@@ -62,6 +62,24 @@ cmp noise/report.md alone/report.md || fail "the report is another one"
 run 0 reproduce mad-noise --out noise --seeds 3 $tiny
 [ "$(wc -l <noise/results.jsonl)" = $((lines + 4)) ] || fail "not four more jobs"
 
+# a part of an experiment, and the rest in the same folder
+# shellcheck disable=SC2086
+run 0 reproduce mad-noise --out part --only "model=kla, no process noise" --only seed=0 --only task=copy $tiny
+grep -q '^1 of 1 runs' part/report.md || fail "not one run"
+# shellcheck disable=SC2086
+run 0 reproduce mad-noise --out part --minutes 9 $tiny
+grep -q '^4 of 4 runs' part/report.md || fail "not the rest"
+[ "$(wc -l <part/results.jsonl)" = 4 ] || fail "a part ran twice"
+run 1 reproduce mad-noise --out none --only model=klo
+complains 'no run has all that --only asks for'
+run 1 reproduce mad-noise --out none --only seed=0 --only seed=7
+complains 'seed=7: no run has this'
+run 1 reproduce mad-noise --out none --only model
+complains 'give AXIS=LABEL'
+run 2 reproduce mad-noise --minutes 0
+complains 'minutes'
+[ ! -e none ] || fail "a folder for nothing"
+
 # without gnuplot a sentence
 mkdir empty
 path=$PATH
@@ -124,6 +142,27 @@ says '(last .*)$'
 [ "$(awk '{ if (length($0) > n) n = length($0) } END { print n }' "$work/out")" -le 80 ] || fail "over 80 columns"
 run 1 plot other --text --x nothing
 complains 'the axes of this sweep are step'
+
+# a kept model, asked again: the numbers of its sweep
+cat >kept.json <<'END'
+{"job": {"task": {"name": "mad-recall", "options": {"length": 16}, "train": 64, "test": 24}, "keep": true,
+         "model": {"hidden_size": 16, "num_hidden_layers": 1, "layers": "gdn"}, "evaluate": {"batch": 8},
+         "train": {"steps": 60, "batch": 16, "lr": 0.02, "min_lr": 0, "warmup": 0}}}
+END
+run 0 sweep kept.json --jobs 1 --quiet
+run 0 eval --model kept/models/* --task mad-recall --set length=16 --rows 24
+says '^mad-recall: 24 samples, [0-9]* answers; loss '
+says '^samples all right  *[01]\.[0-9]* +- 0\.[0-9]*$'
+run 0 eval --model kept/models/* --task mad-recall --set length=16 --rows 24 --json
+if command -v python3 >/dev/null; then
+    json "all(abs(d['task'][k] - json.loads(open('$work/kept/results.jsonl').read())['result'][k]) < 1e-6
+              for k in ('loss', 'token', 'example', 'sequence', 'macro'))"
+    json "d['task']['token'] > 0.1 and d['task']['samples'] == 24"
+fi
+run 1 eval --model kept/models/* --task mad-recall --set vocab=64
+complains 'the model knows 16'
+run 1 eval --model kept/models/* --task mad-recal
+complains 'did you mean'
 
 # text of one's own as data, with the models kept
 i=0

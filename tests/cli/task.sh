@@ -69,6 +69,12 @@ json "d['samples'][0]['prompt'].startswith('A special magic number is hidden wit
 run 0 task mad-compress --speed
 says 'tokens a second'
 
+# beyond the end of a split of finite size
+run 0 task a5 --set steps=3 --split test --dump 1 --first 21599
+quiet
+run 0 task a5 --set steps=3 --split test --dump 2 --first 21599
+complains '21600 samples: those from 21600 on are the first ones again'
+
 # mistakes
 run 1 task mad-recal
 complains 'did you mean "mad-recall"'

@@ -19,13 +19,14 @@
 #include "io/json_write.h"
 #include "train/options.h"
 
-enum { MOST_SETS = 64, MOST_CHECKPOINTS = 64 };
+enum { MOST_SETS = 64, MOST_CHECKPOINTS = 64, MOST_ONLY = 64 };
 
 typedef struct options {
     const char *name, *out, *report, *device;
     const char *sets[MOST_SETS];
     const char *checkpoints[MOST_CHECKPOINTS];
-    int n_sets, n_checkpoints, processes, seeds, steps;
+    const char *only[MOST_ONLY];
+    int n_sets, n_checkpoints, n_only, processes, seeds, steps, minutes;
     mn_preset preset;
     bool list, json, quiet;
 } options;
@@ -51,6 +52,10 @@ static void print_help(void) {
          "  --device D          train on cuda or cuda:N (default: cpu)\n"
          "  --seeds N           seeds 0 to N-1 in place of the preset's\n"
          "  --steps N           no run takes more steps than these\n"
+         "  --only AXIS=LABEL   only runs with this label, such as model=gdn or seed=0; several of "
+         "an axis\n"
+         "                      add up\n"
+         "  --minutes N         stop after so many, as Ctrl-C does: the same command goes on\n"
          "  --set KEY=VALUE     set a member of every job (mneme sweep --help); may be repeated\n"
          "  --checkpoint DIR    (ccq-alignment) ask this model, with its tokenizer, instead of "
          "training\n"
@@ -79,6 +84,8 @@ static int parse(options *o, int argc, char **argv) {
         { "--jobs", .count = &o->processes, .low = 1, .high = MN_SWEEP_LANES },
         { "--seeds", .count = &o->seeds, .low = 1, .high = 1000 },
         { "--steps", .count = &o->steps, .low = 1, .high = INT32_MAX },
+        { "--minutes", .count = &o->minutes, .low = 1, .high = 100000 },
+        { "--only", .list = o->only, .n = &o->n_only, .most = MOST_ONLY },
         { "--out", .text = &o->out },
         { "--report", .text = &o->report },
         { "--device", .read = mn_options_device, .to = &o->device },
@@ -150,6 +157,66 @@ static mn_status ask_checkpoints(json_t *plan, const options *o) {
                ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for jobs");
 }
 
+/* The label of "axis=label" as the grid has it: a number where it is one. */
+static json_t *label_of(const char *text) {
+    char *end;
+    const double number = strtod(text, &end);
+    if (*text == '\0' || *end != '\0') return json_string(text);
+    const long whole = (long)number;
+    return (double)whole == number ? json_integer(whole) : json_real(number);
+}
+
+/* Lays --only over the grid: axes that it names keep these labels alone. */
+static mn_status choose_labels(json_t *grid, const options *o) {
+    json_t *only = json_object_get(grid, "only"), *chosen = json_object();
+    for (int i = 0; i < o->n_only; i++) {
+        const char *at = strchr(o->only[i], '=');
+        if (!at || at == o->only[i]) {
+            json_decref(chosen);
+            return mn_fail(MN_ERR_ARGUMENT, "--only %s: give AXIS=LABEL", o->only[i]);
+        }
+        char axis[64];
+        snprintf(axis, sizeof axis, "%.*s", (int)(at - o->only[i]), o->only[i]);
+        json_t *list = json_object_get(chosen, axis);
+        if (!list) {
+            list = json_array();
+            json_object_set_new(chosen, axis, list);
+        }
+        json_array_append_new(list, label_of(at + 1));
+    }
+    if (only) json_object_update(only, chosen);
+    else if (o->n_only > 0) json_object_set(grid, "only", chosen);
+    json_decref(chosen);
+    return MN_OK;
+}
+
+/* That each --only names some job. */
+static mn_status check_labels(const json_t *jobs, const options *o) {
+    for (int i = 0; i < o->n_only; i++) {
+        const char *at = strchr(o->only[i], '=');
+        char axis[64];
+        bool found = false;
+        json_t *label = label_of(at + 1);
+        snprintf(axis, sizeof axis, "%.*s", (int)(at - o->only[i]), o->only[i]);
+        for (size_t k = 0; k < json_array_size(jobs) && !found; k++) {
+            const json_t *labels = json_object_get(json_array_get(jobs, k), "labels");
+            found = json_equal(json_object_get(labels, axis), label) == 1;
+        }
+        json_decref(label);
+        if (!found) return mn_fail(MN_ERR_ARGUMENT, "--only %s: no run has this", o->only[i]);
+    }
+    return MN_OK;
+}
+
+static mn_status expand(json_t **jobs, const mn_json *grid, const json_t *also, const options *o) {
+    mn_status st = mn_grid_expand(jobs, grid, also);
+    if (st == MN_OK) return check_labels(*jobs, o);
+    if (o->n_only > 0 && strstr(mn_last_error(), "no job is left")) {
+        st = mn_fail(st, "no run has all that --only asks for; runs.csv of a report names them");
+    }
+    return st;
+}
+
 static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options *o) {
     mn_json changes = { 0 };
     mn_status st = changes_of(&changes, o);
@@ -164,7 +231,8 @@ static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options 
             json_object_set_new(axes, "seed", seeds);
         }
         const bool trains = axes != NULL;    // other jobs have no steps to cut
-        st = mn_grid_expand(jobs, &grid, trains ? changes.value : NULL);
+        st = choose_labels(grid.value, o);
+        if (st == MN_OK) st = expand(jobs, &grid, trains ? changes.value : NULL, o);
     }
     json_decref(changes.value);
     return st;
@@ -250,6 +318,7 @@ static int reproduce(int row, const options *o) {
     }
     int status = make_jobs(&plan, &jobs, row, o) == MN_OK ? 0 : failed();
     if (status == 0) {
+        if (o->minutes > 0) mn_sweep_stop_after(o->minutes);
         if (!o->quiet) {
             fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, preset,
                     json_array_size(jobs), mn_experiment_row(row).cost[o->preset]);

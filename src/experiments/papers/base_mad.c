@@ -2,6 +2,14 @@
  * does. */
 #include "experiments/experiment_internal.h"
 
+static const char published[] = MN_JSON_TEXT({
+    "grid": {
+        "job": {
+            "epochs": 750, "train": {"batch": 172}, "evaluate": {"patience": 70, "batch": 172}
+        }
+    }
+});
+
 const mn_experiment_text mn_base_mad = {
     .base = &mn_base_mad_tasks,
     .common = MN_JSON_TEXT({
@@ -41,13 +49,7 @@ const mn_experiment_text mn_base_mad = {
         [MN_PRESET_CPU] = MN_JSON_TEXT({
             "grid": {"job": {"train": {"batch": 64}}}
         }),
-        [MN_PRESET_FULL] = MN_JSON_TEXT({
-            "grid": {
-                "job": {
-                    "epochs": 750, "train": {"batch": 172},
-                    "evaluate": {"patience": 70, "batch": 172}
-                }
-            }
-        }),
+        [MN_PRESET_GPU] = published,
+        [MN_PRESET_FULL] = published,
     },
 };

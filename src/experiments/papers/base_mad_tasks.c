@@ -2,6 +2,26 @@
  * an autoencoder behind its last state. */
 #include "experiments/experiment_internal.h"
 
+static const char published[] = MN_JSON_TEXT({
+    "grid": {
+        "job": {"evaluate": {"every": 0}},
+        "grid": {
+            "task": {
+                "memorise": {"task": {"name": "mad-memorise", "setting": "baseline"}},
+                "recall": {"task": {"name": "mad-recall", "setting": "baseline"}},
+                "noisy": {"task": {"name": "mad-noisy", "setting": "baseline"}},
+                "fuzzy": {"task": {"name": "mad-fuzzy", "setting": "baseline"}},
+                "copy": {"task": {"name": "mad-copy", "setting": "baseline"}},
+                "compress": {
+                    "task": {"name": "mad-compress", "setting": "baseline"},
+                    "model": {"decoder": "places"}
+                }
+            },
+            "seed": [0, 1, 2, 3, 4]
+        }
+    }
+});
+
 const mn_experiment_text mn_base_mad_tasks = {
     .preset = {
         [MN_PRESET_SMOKE] = MN_JSON_TEXT({
@@ -81,24 +101,7 @@ const mn_experiment_text mn_base_mad_tasks = {
                 }
             }
         }),
-        [MN_PRESET_FULL] = MN_JSON_TEXT({
-            "grid": {
-                "job": {"evaluate": {"every": 0}},
-                "grid": {
-                    "task": {
-                        "memorise": {"task": {"name": "mad-memorise", "setting": "baseline"}},
-                        "recall": {"task": {"name": "mad-recall", "setting": "baseline"}},
-                        "noisy": {"task": {"name": "mad-noisy", "setting": "baseline"}},
-                        "fuzzy": {"task": {"name": "mad-fuzzy", "setting": "baseline"}},
-                        "copy": {"task": {"name": "mad-copy", "setting": "baseline"}},
-                        "compress": {
-                            "task": {"name": "mad-compress", "setting": "baseline"},
-                            "model": {"decoder": "places"}
-                        }
-                    },
-                    "seed": [0, 1, 2, 3, 4]
-                }
-            }
-        }),
+        [MN_PRESET_GPU] = published,
+        [MN_PRESET_FULL] = published,
     },
 };

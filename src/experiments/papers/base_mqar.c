@@ -2,6 +2,16 @@
  * width 128, and how they are trained. */
 #include "experiments/experiment_internal.h"
 
+static const char published[] = MN_JSON_TEXT({
+    "grid": {
+        "job": {
+            "model": {"hidden_size": 128}, "epochs": 64,
+            "train": {"batch": 256, "warmup": 1024},
+            "evaluate": {"every": 0, "batch": 256}
+        }
+    }
+});
+
 const mn_experiment_text mn_base_mqar = {
     .common = MN_JSON_TEXT({
         "pilot": {"seeds": [100], "axes": ["train.lr", "train.weight_decay"], "value": "example"},
@@ -66,14 +76,7 @@ const mn_experiment_text mn_base_mqar = {
                 }
             }
         }),
-        [MN_PRESET_FULL] = MN_JSON_TEXT({
-            "grid": {
-                "job": {
-                    "model": {"hidden_size": 128}, "epochs": 64,
-                    "train": {"batch": 256, "warmup": 1024},
-                    "evaluate": {"every": 0, "batch": 256}
-                }
-            }
-        }),
+        [MN_PRESET_GPU] = published,
+        [MN_PRESET_FULL] = published,
     },
 };

@@ -20,9 +20,16 @@ const mn_experiment_text mn_experiment_mad = {
                         "model": {"layers": "gla", "num_heads": 4, "expand_k": 0.5, "expand_v": 1}
                     },
                     "mamba1": {"model": {"layers": "mamba1", "state_size": 16, "expand": 1}},
-                    "mlstm": {"model": {"layers": "mlstm", "num_heads": 4}}
+                    "mlstm": {"model": {"layers": "mlstm", "num_heads": 4}},
+                    "palimpsa": {
+                        "model": {
+                            "layers": "palimpsa", "num_heads": 4, "expand_k": 0.25, "expand_v": 1
+                        }
+                    },
+                    "attention": {"model": {"layers": "attention", "num_heads": 4}}
                 }
-            }
+            },
+            "only": {"model": ["kla", "kla+", "gdn", "gla", "mamba1", "mlstm"]}
         }
     }),
     .preset = {
@@ -32,6 +39,12 @@ const mn_experiment_text mn_experiment_mad = {
         [MN_PRESET_CPU] = MN_JSON_TEXT({
             "grid": {"job": {"steps_at_most": 1000}, "grid": {"seed": [0]}}
         }),
+        [MN_PRESET_GPU] = MN_JSON_TEXT({
+            "grid": {
+                "grid": {"seed": [0, 1, 2]},
+                "only": {"model": ["kla", "gdn", "gla", "palimpsa", "mlstm", "attention"]}
+            }
+        }),
     },
     .notes = {
         "The paper puts an MLP of 120 in front of the block and one of 240 and 120 behind"
@@ -40,6 +53,8 @@ const mn_experiment_text mn_experiment_mad = {
         "All layers have 2,048 numbers of state and about 100,000 parameters (93,000 to 107,000): "
         "kla takes its values from the convolution (value_rank conv), mlstm has four heads, as "
         "sixteen of the paper's would hold 512 numbers.",
+        "Preset gpu has the published sizes and epochs with three seeds, palimpsa (means and "
+        "importances, 2,048 numbers) and attention in place of kla+ and mamba1.",
         "Selection by the lowest test loss, accuracy over the places that ask: the paper "
         "leaves both open. Each run keeps the answers at the epoch of lowest loss. Macro "
         "accuracy and this selection are what MAD itself does.",

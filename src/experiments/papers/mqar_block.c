@@ -50,6 +50,15 @@ const mn_experiment_text mn_experiment_mqar_block = {
                 }
             }
         }),
+        [MN_PRESET_GPU] = MN_JSON_TEXT({
+            "grid": {
+                "grid": {
+                    "task": {"block-2": {"task": {"name": "mqar-block", "setting": "block-2"}}},
+                    "train.lr": [0.001, 0.0022, 0.0046], "seed": [0, 1]
+                },
+                "only": {"model": ["bayes, no conv", "gdn, no conv", "mamba2", "attention"]}
+            }
+        }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
             "grid": {
                 "grid": {
