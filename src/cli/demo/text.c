@@ -280,9 +280,9 @@ static void explain(const mn_demo *demo) {
     if (!belief) return;
     printf("  variance  how unsure %s was of what it read at the question mark: its prior for\n"
            "            what was never written, less the more was written under that key lately.\n"
-           "            So it falls with the updates of an object, and with all else that is read:\n"
-           "            by itself it foretells no mistakes. Over its mean over all queries it tells\n"
-           "            what was never written: below, with the AUROC of doing so.\n",
+           "            So it falls with the updates of an object, and with all else that is\n"
+           "            read: by itself it foretells no mistakes. Over its mean over all\n"
+           "            queries it tells what was never written: below, with the AUROC of that.\n",
            belief->name);
 }
 

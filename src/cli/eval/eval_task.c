@@ -1,6 +1,6 @@
-/* eval_task.c - mneme eval --task: answers of a model to the questions of a task, each the likeliest
- * token after the right ones before it, which is what greedy generation says as long as it is
- * right. */
+/* eval_task.c - mneme eval --task: answers of a model to the questions of a task, each the
+ * likeliest token after the right ones before it, which is what greedy generation says as long as
+ * it is right. */
 #include "cli/eval/eval_task.h"
 
 #include <inttypes.h>

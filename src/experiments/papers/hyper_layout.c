@@ -235,8 +235,9 @@ const mn_experiment_text mn_experiment_hyper_layout = {
         "Rows bare are the paper's R-12o! and R-12!: no gates, no convolutions, queries and "
         "keys of full width. In the others only what their name says differs.",
         "Preset full averages the 66 settings of MAD's difficulty sweep by task, as the paper "
-        "does, with MAD's steps for every row; gpu has memorising at its six vocabularies and recall at its three lengths. The "
-        "smaller presets have the baseline setting of each task, and their numbers are easier.",
+        "does, with MAD's steps for every row; gpu has memorising at its six vocabularies and "
+        "recall at its three lengths. The smaller presets have the baseline setting of each task, "
+        "and their numbers are easier.",
         NULL
     },
 };
