@@ -204,9 +204,9 @@ static mn_status read_groups(mn_train_options *out, const mn_json *train) {
         static const char *const keys[] = { "lr", "decays" };
         st = mn_json_unknown_key(&group, keys, 2);
         if (st == MN_OK) st = mn_json_opt_f64(&out->groups[i].lr, &group, "lr");
-        if (st == MN_OK && !(out->groups[i].lr >= 0.0 && out->groups[i].lr <= 1e6)) {
+        if (st == MN_OK && !(out->groups[i].lr >= 0.0 && out->groups[i].lr <= 1e38)) {
             const mn_json at = mn_json_member(&group, "lr");
-            st = mn_json_fail(&at, "must lie between 0 and 1000000");
+            st = mn_json_fail(&at, "must lie between 0 and 1e38");
         }
         if (st == MN_OK) st = mn_json_opt_bool(&out->groups[i].decays, &group, "decays");
     }

@@ -27,7 +27,7 @@ for case in additive.token.64:sgemm rms_norm:copy step.delta.64:stream step.atte
     json 'all(c["share"] is None or c["share"] > 0 for c in d["cases"])'
 done
 run 0 bench ops --quick --runs 1 --json --only step.additive.none
-json '[c["sizes"] for c in d["cases"]] == [{"B": 8, "T": 1, "H": 4, "K": 128, "V": 128}]'
+json '[c["sizes"] for c in d["cases"]] == [{"B": 8, "T": 1, "H": 4, "J": 4, "K": 128, "V": 128}]'
 json 'd["cases"][0]["bytes"] == 2 * 4 * 8 * 4 * 128 * 128'    # the state, in and out
 
 # decoding with quantised weights beside float32

@@ -706,7 +706,7 @@ static void wrong_settings(void **state) {
         { "model.layers=gdn|train.schedule=cosinus", { "train.schedule", "cosine" } },
         { "model.layers=gdn|data.cutting=rows", { "data.cutting", "documents" } },
         { "model.layers=gdn|data.format=csv", { "data.format", "jsonl" } },
-        { "model.layers=gdn|data.valid_part=1", { "data.valid_part", "below 1" } },
+        { "model.layers=gdn|data.valid_part=1", { "data.valid_part", "0.999" } },
         { "model.layers=gdn|train.context=4000", { "data.train", "smaller length" } },
         { "model.layers=gdn|data.valid_part=0.001", { "data.valid_part", "tokens" } },
         { "model.layers=gdn|train.mc_samples=2", { "mc_samples", "kla" } },

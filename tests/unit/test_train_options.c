@@ -35,7 +35,7 @@ static mn_status read_one(const number *o, const char *text) {
     mn_train_options *options = test_malloc(sizeof *options);
     /* What has to hold between options shall not refuse a number that is fine by itself. */
     const char *more = strcmp(o->name, "lr") == 0 ? ", \"min_lr\": 0"
-                     : strcmp(o->name, "min_lr") == 0 ? ", \"lr\": 1e6"
+                     : strcmp(o->name, "min_lr") == 0 ? ", \"lr\": 1e38"
                      : strcmp(o->name, "batch") == 0 ? ", \"context\": 1" : "";
     const int n = snprintf(document, sizeof document, "{\"%s\": {\"%s\": %s%s}}", o->section,
                            o->name, text, more);

@@ -61,7 +61,17 @@ def prepare(mneme, source, folder):
          "--save-state", "long.state")
     call(mneme, folder, "eval", "--model", "runs/kla/best", "--calibration", "--text", "held-out.txt",
          "--lengths", "64", "--rows", "8", "--save-calibration", "runs/kla/best/calibration.json")
+    prepare_chat(folder)
     prepare_sweep(mneme, source, folder)
+
+
+def prepare_chat(folder):
+    """A model with a chat template, and a conversation."""
+    model = os.path.join(folder, "qwen3")
+    shutil.copytree(os.path.join(folder, "runs/book/best"), model)
+    write(os.path.join(model, "chat_template.jinja"),
+          "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ")
+    write(os.path.join(folder, "chat.json"), json.dumps([{"role": "user", "content": "Hello"}]))
 
 
 def prepare_sweep(mneme, source, folder):
