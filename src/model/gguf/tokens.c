@@ -23,7 +23,7 @@ static const struct {
 typedef struct lists {
     int64_t n;
     const char **tokens;
-    char (*unused)[24];         // names of ids that have no token
+    char (*unused)[32];         // names of ids that have no token
     int32_t *types;
     float *scores;
     char **merges;
