@@ -5,6 +5,7 @@
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/additive/additive.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::additive {
 
@@ -16,7 +17,7 @@ namespace mneme::additive {
  *   dv   O = scale (K~ M + P'V)       M <- fall M + Q~'V     in reverse, V the gradient of o
  *
  * Q~ are queries lowered from the chunk's start, K~ keys to its end, P scores of its own tokens.
- * One warp uses_tma the copy engine for tiles, chunks ahead, and one for results to be stored.
+ * One warp uses_tma TMA for tiles, chunks ahead, and one for results to be stored.
  * Eight warps scale (additive_channel_scale_sm90.cuh): queries and keys become Q~ and K~ in their
  * positions, scores and falls take that of the decays. A group of four warps has M, transposed,
  * in its registers; results take the place of values. */
@@ -424,7 +425,7 @@ __device__ inline void mn_gated_zero_tail(mn_gated_stage<KP> &in, int count, int
 }
 
 __device__ inline void mn_gated_pair_sync(int pair) {
-    asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+    mn_named_barrier_sync(pair + 1, 64);
 }
 
 /* The two warps of a pair add up their scores; each has the rest of one part, and eight columns of
@@ -1223,7 +1224,7 @@ __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gate
             }
         }
         if (lane > 0) continue;
-        if (n < iters) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+        if (n < iters) mn_tma_store_wait_read<1>();
         else mn_tma_store_wait_read();
         if (n > 0) mn_mbarrier_arrive(&smem.empty[(n - 1) % MN_GATED_STAGES]);
     }
@@ -1424,13 +1425,13 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
     __syncthreads();
     if (smem.place.idle) return;
     if (threadIdx.x < MN_GATED_WARPGROUP) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+        mn_setmaxnreg_inc<168>();
         mn_gated_state_scan<KP, HAS_OUT>(smem, job);
     } else if (threadIdx.x < MN_GATED_WARPGROUP + MN_GATED_SCALE_THREADS) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+        mn_setmaxnreg_inc<152>();
         mn_gated_scale<KP, HAS_OUT>(smem, job.scan.reverse);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        mn_setmaxnreg_dec<40>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 0) mn_gated_producer<KP, HAS_OUT>(smem, job);
         if (warp == 1 && HAS_OUT) mn_gated_tma_store<KP>(smem, job);
@@ -1439,7 +1440,7 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
 }
 
 /* Whether the kernel serves a scan: by its kind and sizes, never by its length; rows have to be
- * such that the copy engine can bring them. Fills in the maps. */
+ * such that TMA can bring them. Fills in the maps. */
 inline bool mn_gated_supported(mn_gated_params *job, const mn_chunk_scans *scans) {
     const mn_chunk_scan &p = scans->scan[0];
     const mn_call &call = scans->call;

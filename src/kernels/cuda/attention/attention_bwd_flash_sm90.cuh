@@ -18,6 +18,7 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 
 #include "kernels/cuda/attention/attention_fwd_flash_sm90.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::attention {
 
@@ -94,7 +95,7 @@ __device__ inline void mn_bwd_store_tile(unsigned char *smem, const float (&d)[D
         *(uint32_t *)(smem + mn_swizzle_byte(128, row + i % 4 / 2 * 8, column)) =
             mn_bf16x2(d[i] * by, d[i + 1] * by);
     }
-    asm volatile("bar.sync %0, 128;" ::"r"(half + 1) : "memory");
+    mn_named_barrier_sync(half + 1, 128);
     for (int i = thread; i < 64 * D / 8; i += MN_WARPGROUP) {
         const int r = half * 64 + i / (D / 8), column = i % (D / 8) * 8;
         if (r >= n_rows || column >= width) continue;
@@ -498,10 +499,10 @@ attention_bwd_dq_kernel(const __grid_constant__ mn_bwd_params k) {
     const int n_tiles = (n_keys + smem.step - 1) / smem.step;
     mn_bwd_init_mbarriers(smem);
     if (threadIdx.x < MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        mn_setmaxnreg_dec<40>();
         mn_bwd_dq_producer<D, has_stats>(smem, at, k.f.p, n_tiles);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        mn_setmaxnreg_inc<232>();
         mn_bwd_dq_consumer<D, softmax, has_stats>(smem, at, k, n_tiles);
     }
 #endif
@@ -524,10 +525,10 @@ attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {
     const mn_bwd_q_range range = mn_bwd_q_range_of(at, k.f.p.call, smem.step);
     mn_bwd_init_mbarriers(smem);
     if (threadIdx.x < MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        mn_setmaxnreg_dec<40>();
         mn_bwd_dkv_producer<D>(smem, at, k, range);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        mn_setmaxnreg_inc<232>();
         mn_bwd_dkv_consumer<D, softmax>(smem, at, k, range);
     }
 #endif

@@ -1,4 +1,4 @@
-/* attention_bwd_single_pass_sm90.cuh - softmax attention backward in one walk, in bf16 by
+/* attention_bwd_single_pass_sm90.cuh - softmax attention backward in a single pass, in bf16 by
  * Hopper's products, for heads of 72 to 128 columns where forward left its sums and o
  * (attention_bwd_flash_sm90.cuh has the equations and serves the rest).
  *
@@ -8,21 +8,22 @@
  *   dv += w do                   dk += dz q
  *   sums += k'dz                                                  of all keys: dq turned over
  *
- * Five products. The sums of a tile of queries are of all blocks that walk over it. They lie in
+ * Five products. The sums of a tile of queries are of all blocks that pass over it. They lie in
  * work space, in float32 and as the threads' registers hold them, and blocks add to them in the
  * order of their keys: each waits for its turn, a number in memory, so that results have the same
  * bits each time. Blocks take their work in that order too, so those waited for have begun; they
  * are ahead by as much as adding takes, and rarely waited for.
  *
  * b = o.do lacks what rounding o to bf16 left out. It matters where a key has most of a row's
- * weight and g - b must cancel: the walk notes that key and sums dz over all keys, which should be
+ * weight and g - b must cancel: the pass notes that key and sums dz over all keys, which should be
  * 0; what is left is taken from the cotangent of that key's score afterwards, in dq and in dk.
  *
- * Kernels: the rows' numbers; the walk; dq from the sums; dk of noted keys. */
+ * Kernels: the rows' numbers; the pass; dq from the sums; dk of noted keys. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_SINGLE_PASS_SM90_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_SINGLE_PASS_SM90_CUH
 
 #include "kernels/cuda/attention/attention_bwd_flash_sm90.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::attention {
 
@@ -62,7 +63,7 @@ __device__ inline int64_t mn_single_pass_slot(const mn_call &call, const mn_tile
 
 enum { MN_SINGLE_PASS_ROW_THREADS = 256, MN_SINGLE_PASS_ROW_GROUP = 16 };
 
-/* a = lse log2 e and b = o.do of every row, by 16 threads; and what the walk finds cleared. */
+/* a = lse log2 e and b = o.do of every row, by 16 threads; and what the pass finds cleared. */
 __global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS)
 attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     const mn_attn_params &p = k.f.p;
@@ -96,10 +97,10 @@ attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     }
 }
 
-/* ---- the walk -------------------------------------------------------------------------------- */
+/* ---- the pass -------------------------------------------------------------------------------- */
 
 /* What a block does: `n_keys` keys of a sequence from `key` on, of head h, seen by the sequence's
- * queries from `seen` on (before its first, where that is negative). The walk has n tiles of
+ * queries from `seen` on (before its first, where that is negative). A block has n tiles of
  * queries from row `first` on, the last ones first, for each of `all` / n heads. */
 struct mn_single_pass_coord {
     int64_t b, t0, h, head0;
@@ -143,7 +144,7 @@ __device__ inline mn_single_pass_coord mn_single_pass_coord_of(const mn_single_p
     return coord;
 }
 
-/* The walk: query t of head h is the first of a tile; next() goes to the tile after it. */
+/* Position: query t of head h is the first of a tile; next() goes to the tile after it. */
 struct mn_single_pass_tile_iter {
     int t, last, first;
     int64_t h;
@@ -221,7 +222,7 @@ __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const 
     }
 }
 
-/* `bytes` of shared memory onto or over as many of device memory, by the copy engine. */
+/* `bytes` of shared memory onto or over as many of device memory, by TMA. */
 __device__ inline void mn_tma_accumulate_1d(float *to, const float *from, int bytes, bool add) {
     if (add) {
         asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
@@ -247,20 +248,20 @@ __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
         float *to = k.sums + chunk * MN_SINGLE_PASS_CHUNK;
         int now = 0;
         while (rank > 0 && now != rank) {
-            asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(semaphore)
-                         : "memory");
+            now = mn_load_acquire(semaphore);
         }
         mn_mbarrier_wait(&smem.dq_full[which], n / 2 & 1);
-        asm volatile("fence.proxy.async;" ::: "memory");
+        cuda::ptx::fence_proxy_async();
         mn_tma_accumulate_1d(to, smem.dq, MN_SINGLE_PASS_ACC * 4, rank > 0);
         mn_tma_accumulate_1d(to + MN_SINGLE_PASS_ACC, smem.off[n % 4],
                              8 * MN_SINGLE_PASS_STEP * 4, rank > 0);
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        cuda::ptx::cp_async_bulk_commit_group();
+        mn_tma_store_wait_read();
         mn_mbarrier_arrive(&smem.dq_empty);
-        asm volatile("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;" ::: "memory");
-        asm volatile("fence.acq_rel.gpu;\n\tst.release.gpu.global.b32 [%0], %1;"
-                     ::"l"(semaphore), "r"(rank + 1) : "memory");
+        mn_tma_store_wait();
+        cuda::ptx::fence_proxy_async();
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        mn_store_release(semaphore, rank + 1);
     }
 }
 
@@ -307,7 +308,7 @@ __device__ inline void mn_single_pass_stage_dq(mn_single_pass_smem &smem, const 
         *(float4 *)&smem.dq[i * 256 + thread * 4] = make_float4(dq[i], dq[i + 1], dq[i + 2],
                                                                 dq[i + 3]);
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
     __syncwarp();
     if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dq_full[n & 1]);
 }
@@ -404,7 +405,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
             const uint32_t to = mn_swizzle_byte(128, row + i % 2 * 8, i / 2 * 8 + column);
             *(uint32_t *)(smem.dz[stage] + to) = dz[i];
         }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
         __syncwarp();
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_full[stage]);
     };
@@ -455,7 +456,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         mn_single_pass_stage_dq(smem, dq, last);
     }
     mn_fence_operand(dk), mn_fence_operand(dv);
-    asm volatile("bar.sync 3, 256;" ::: "memory");    // both groups are done with k
+    mn_named_barrier_sync(3, 256);    // both groups are done with k
     const int64_t first = coord.t0 + coord.key;
     mn_bwd_store_tile<128>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
                            (int)p.call.K);
@@ -485,12 +486,12 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
     __syncthreads();
     if (smem.coord.n_keys == 0) return;
     if (threadIdx.x < MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        mn_setmaxnreg_dec<40>();
         const int warp = threadIdx.x / 32;
         if (threadIdx.x < MN_SINGLE_PASS_PRODUCERS) mn_single_pass_producer(smem, k);
         else if (threadIdx.x % 32 == 0) mn_single_pass_accumulate_dq(smem, k, warp & 1);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        mn_setmaxnreg_inc<232>();
         mn_single_pass_consumer(smem, k);
     }
 #endif

@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::attention {
 
@@ -148,11 +149,11 @@ __device__ inline void mn_flash_pack_bf16(uint32_t (&p)[32], const float (&z)[64
  * products of the other run: waits for the turn of group `half`; gives it to the other one, if
  * that waits. */
 __device__ inline void mn_flash_scheduler_sync(int half) {
-    asm volatile("bar.sync %0, 256;" ::"r"(3 + half) : "memory");
+    mn_named_barrier_sync(3 + half, 256);
 }
 
 __device__ inline void mn_flash_scheduler_arrive(int half, bool waits) {
-    if (waits) asm volatile("bar.arrive %0, 256;" ::"r"(4 - half) : "memory");
+    if (waits) mn_named_barrier_arrive(4 - half, 256);
 }
 
 /* A multiplying warp group, 64 queries of the block. */
@@ -226,7 +227,7 @@ __device__ inline void mn_flash_consumer(mn_flash_smem<D> &smem, const mn_flash_
         *(uint32_t *)(smem.q + mn_swizzle_byte(128, row + 8 * r, column)) =
             mn_bf16x2(o[i] * by[r], o[i + 1] * by[r]);
     }
-    asm volatile("bar.sync %0, 128;" ::"r"(half + 1) : "memory");
+    mn_named_barrier_sync(half + 1, 128);
     const int64_t b = at.tile.span.b, t = at.tile.span.t0 + at.tile.first;
     for (int i = thread; i < 64 * D / 8; i += MN_WARPGROUP) {
         const int r = half * 64 + i / (D / 8), column = i % (D / 8) * 8;
@@ -260,10 +261,10 @@ attention_fwd_flash_kernel(const __grid_constant__ mn_flash_params f) {
     }
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        mn_setmaxnreg_dec<40>();
         mn_flash_producer<D>(smem, at, f.p, n_tiles);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        mn_setmaxnreg_inc<232>();
         mn_flash_consumer<D, softmax>(smem, at, f.p, n_tiles);
     }
 #endif

@@ -31,7 +31,7 @@
  * So one kernel scans the covariance forward and the mean behind it, one E back and D behind it, on
  * different processors; before and after them kernels do all spans at once. The states of more
  * than 128 rows, and heads that decay steeply, go the narrow way: one block for each, chunk by
- * chunk, after a walk that leaves states in front of spans of 128 tokens; there
+ * chunk, after a scan that leaves states in front of spans of 128 tokens; there
  *
  *   du_t = b_t + c_t k_t - sum_{s>t} (du_s (k_s.w_t) + k_s (du_s.w_t))
  *
@@ -47,7 +47,7 @@
 namespace mneme::bayes {
 
 /* scans on the way back of the Bayesian Layer that run side by side in a launch:
- * bayes_bwd_chunk.cu. A walk that waits for another has the later blocks: by the time that they
+ * bayes_bwd_chunk.cu. A scan that waits for another has the later blocks: by the time that they
  * start, all blocks before them have started, so that nobody waits for what cannot come. GPUs
  * deal blocks out in the order of their numbers, on which scans in one pass rely as well, though
  * CUDA does not say so. Taking work by counting needs no such order and took 7.94 ms instead of
@@ -58,7 +58,7 @@ namespace mneme::bayes {
 
 /* ---- the covariance forward ------------------------------------------------------------------ */
 
-/* Shared memory of the covariance's walk, in doubles. */
+/* Shared memory of the covariance scan, in doubles. */
 template <int R>
 struct covariance_smem {
     double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
@@ -1158,7 +1158,7 @@ __device__ static double *mean_of(double *state, const mn_bayes_shape &s) {
 
 /* From the state in front of a chunk to the one behind it; the frame is at rest on both sides. */
 template <typename T>
-__device__ __noinline__ static void walk(tiles &P, const mn_bayes_smem &room,
+__device__ __noinline__ static void state_scan(tiles &P, const mn_bayes_smem &room,
                                          const mn_bayes_args &p, mn_bayes_shape s, int64_t t,
                                          int limit) {
     const int all = (int)min((int64_t)MN_BAYES_CHUNK, s.span.length - t);
@@ -1367,7 +1367,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
             double *span = span_at(t / SPAN);
             copy_state(span, mean_of(span, s), P.memory, M, s);
         }
-        walk<T>(P, room, p, s, t, MN_BAYES_CHUNK);
+        state_scan<T>(P, room, p, s, t, MN_BAYES_CHUNK);
     }
     __syncthreads();
     copy_tiles(D.memory, P.memory, s);
@@ -1382,7 +1382,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
             double *state = chunks + c * w.state;
             copy_state(state, mean_of(state, s), P.memory, M, s);
             if (c + 1 < n_chunks) {
-                walk<T>(P, room, p, s, i * SPAN + c * MN_BAYES_CHUNK, MN_BAYES_CHUNK);
+                state_scan<T>(P, room, p, s, i * SPAN + c * MN_BAYES_CHUNK, MN_BAYES_CHUNK);
             }
         }
         for (int c = n_chunks - 1; c >= 0; c--) {
@@ -1398,12 +1398,12 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
                 __syncthreads();
                 move_back(D, E, room, s);
             }
-            /* Where a channel decays by more than e^-40 tokens go one by one, each from a walk of
+            /* Where a channel decays by more than e^-40 tokens go one by one, each from a scan of
              * its own up to it. */
             for (int token = steep ? all - 1 : 0; token >= 0; token--) {
                 if (steep) {
                     copy_state(P.memory, M, state, mean_of(state, s), s);
-                    if (token > 0) walk<T>(P, room, p, s, t, token);
+                    if (token > 0) state_scan<T>(P, room, p, s, t, token);
                     __syncthreads();
                     mn_bayes_load_tile<T>(room, p, s, t, all);
                     __syncthreads();

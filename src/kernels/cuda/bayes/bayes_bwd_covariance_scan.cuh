@@ -129,7 +129,7 @@ __device__ static void put_du(double *to, double (&omega)[2][2][2], const double
     }
 }
 
-/* du of all chunks and O, from b of the mean's walk; dP_0. The first 2 R threads of a block. */
+/* du of all chunks and O, from b of the mean scan; dP_0. The first 2 R threads of a block. */
 template <typename T, int R>
 __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &p,
                                     const span_work &w, int64_t block) {
@@ -141,7 +141,7 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
     const bool turns = p.theta.data != NULL, weighs = p.cot.qvar.data && p.q.data;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rows = (int)p.call.K * (turns ? 2 : 1), column = 16 * warp;
-    const int *told = w.back + (block + 1) * w.slices - 1;
+    const int *counter = w.back + (block + 1) * w.slices - 1;
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     if (dP) dP += s.g * rows * rows;
     strip<R> D;
@@ -151,7 +151,7 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
     load_adjoint<R>(room, w, at, n_chunks - 2, weighs);
     await_copies();
     int seen = 0;
-    if (threadIdx.x == 0) await_left(seen, told, min((int64_t)1, n_chunks));
+    if (threadIdx.x == 0) await_left(seen, counter, min((int64_t)1, n_chunks));
     __syncthreads();
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         const adjoint_stage<R> &here = room.stage[(n_chunks - 1 - c) % STAGES];
@@ -228,7 +228,7 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
             add_product<R>(D, left, here.q, RIGHT);
         }
         await_copies();
-        if (threadIdx.x == 0) await_left(seen, told, min(n_chunks - c + 1, n_chunks));
+        if (threadIdx.x == 0) await_left(seen, counter, min(n_chunks - c + 1, n_chunks));
         __syncthreads();
     }
     put_first<R>(D, room.S, p, s, w.traces + block, rows);

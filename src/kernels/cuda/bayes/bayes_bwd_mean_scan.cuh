@@ -5,6 +5,7 @@
 #define MN_KERNELS_CUDA_BAYES_BAYES_BWD_MEAN_SCAN_CUH
 
 #include "kernels/cuda/bayes/bayes_rmem_tile.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
 
@@ -106,7 +107,7 @@ __device__ static void turn(double (&b)[2][4], double *room,
 /* The two warps that have the rows of a state. Those without value columns meet as well, so that
  * all warps pass equally many barriers: what looks for races counts these. */
 __device__ static void meet_pair() {
-    asm volatile("bar.sync %0, 64;" ::"r"((int)threadIdx.x / 64 + 1) : "memory");
+    mn_named_barrier_sync((int)threadIdx.x / 64 + 1, 64);
 }
 
 /* The same of the sum over both warps. */
@@ -305,7 +306,7 @@ struct chunk_outputs {
 
     __device__ void ask() const {
         const int t = threadIdx.x % 32;
-        if (rows && t < n_rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(rows + t * stride));
+        if (rows && t < n_rows) mn_prefetch_l2(rows + t * stride);
     }
 
     /* At t = l % 4 + 4 i and column l / 4 of the two halves. A load that a guard waits for would

@@ -1,4 +1,4 @@
-/* bayes_covariance_scan.cu - the walk over covariances of bayes_fwd_chunk.cuh.
+/* bayes_covariance_scan.cu - the covariance scan of bayes_fwd_chunk.cuh.
  *
  * A covariance has a cluster of CL blocks, each with RP / CL of its rows. A worker is a warp that
  * has 16 rows, two row blocks, and half of the columns, all in registers. One more warp of each
@@ -13,11 +13,12 @@
 #include "kernels/cuda/prim/mma_f64.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
 
 /* S + diag r2 = L diag(sigma) L' and L^-1 for the 16 tokens of a chunk, by one
- * warp: the chain that the walk over covariances waits for; bayes_covariance_scan.cu.
+ * warp: the chain that the covariance scan waits for; bayes_covariance_scan.cu.
  *
  * Lane t has column t of S, lane 16 + t column t of what becomes L^-1. The first eight tokens and
  * then the others are a square that every lane eliminates alike in registers, so that no lane waits
@@ -240,7 +241,7 @@ struct alignas(16) room {
     double undo[MN_SCAN_CHUNK][MN_SCAN_CHUNK + 4];
     mn_pivot_smem token;
     double noise[2][MN_SCAN_CHUNK];                  // r2
-    uint64_t told[2];                                // barriers: sums, smem tile of other blocks
+    uint64_t full[2];                                // barriers: sums, smem tile of other blocks
     uint64_t arrived[2];                             // keys and the like, queries
     double queries[8][2 * RP + 2];                   // last: only where they are wanted
 };
@@ -251,65 +252,61 @@ template <int CL>
 __device__ inline unsigned rank_of_block(void) {
     unsigned rank = 0;
 #if __CUDA_ARCH__ >= 900
-    if (CL > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    if (CL > 1) rank = cuda::ptx::get_sreg_cluster_ctarank();
 #endif
     return rank;
 }
 
 /* What this block has left is to be seen by the others. */
 template <int CL>
-__device__ inline void tell(void) {
+__device__ inline void cluster_arrive(void) {
 #if __CUDA_ARCH__ >= 900
-    if (CL > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (CL > 1) mn_cluster_arrive();
 #endif
 }
 
-/* Waits for all blocks to have told. */
+/* Waits for all blocks to have arrived. */
 template <int CL>
-__device__ inline void hear(void) {
+__device__ inline void cluster_wait(void) {
 #if __CUDA_ARCH__ >= 900
-    if (CL > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (CL > 1) mn_cluster_wait();
 #endif
 }
 
-/* *place = x in all blocks of the cluster, for after the next tell and hear. */
+/* *place = x in all blocks of the cluster, seen after the next cluster arrive and wait. */
 template <int CL>
-__device__ inline void give(double *place, double x) {
+__device__ inline void cluster_store(double *place, double x) {
     if (CL == 1) *place = x;
 #if __CUDA_ARCH__ >= 900
     const unsigned here = (unsigned)__cvta_generic_to_shared(place);
 #pragma unroll
     for (int rank = 0; rank < (CL > 1 ? CL : 0); rank++) {
-        unsigned there;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+        const uint32_t there = mn_cluster_address(here, (unsigned)rank);
         asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"(x) : "memory");
     }
 #endif
 }
 
-/* visit(place, told) with the addresses of both in each other block of the cluster. */
+/* visit(place, full) with the addresses of both in each other block of the cluster. */
 template <int CL, typename F>
-__device__ inline void for_others(const double *place, const uint64_t *told, unsigned rank,
+__device__ inline void for_others(const double *place, const uint64_t *full, unsigned rank,
                                   F visit) {
 #if __CUDA_ARCH__ >= 900
     const unsigned here = (unsigned)__cvta_generic_to_shared(place);
-    const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
+    const unsigned barrier = (unsigned)__cvta_generic_to_shared(full);
 #pragma unroll
     for (int i = 1; i < CL; i++) {
-        unsigned there, count;
         const unsigned other = (rank + i) % CL;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(other));
-        visit(there, count);
+        visit(mn_cluster_address(here, other), mn_cluster_address(barrier, other));
     }
 #endif
 }
 
-/* A pair of neighbours to all blocks; the others' barriers `told` count its bytes. */
+/* A pair of neighbours to all blocks; the others' barriers `full` count its bytes. */
 template <int CL>
-__device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, double2 x) {
+__device__ inline void store_async_pair(double *place, uint64_t *full, unsigned rank, double2 x) {
     *(double2 *)place = x;
-    for_others<CL>(place, told, rank, [=](unsigned there, unsigned count) {
+    for_others<CL>(place, full, rank, [=](unsigned there, unsigned count) {
 #if __CUDA_ARCH__ >= 900
         asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
                      "[%0], {%1, %2}, [%3];" ::"r"(there), "d"(x.x), "d"(x.y), "r"(count)
@@ -320,20 +317,20 @@ __device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, d
 
 /* Bytes that other blocks are to send, and their being there. */
 template <int CL>
-__device__ inline void expect(uint64_t *told, int bytes) {
-    if (CL > 1) mn_state_scan_expect(told, bytes / 8);
+__device__ inline void expect(uint64_t *full, int bytes) {
+    if (CL > 1) mn_state_scan_expect(full, bytes / 8);
 }
 
 template <int CL>
-__device__ inline void await(uint64_t *told, unsigned turn) {
-    if (CL > 1) mn_state_scan_await(told, turn);
+__device__ inline void await_full(uint64_t *full, unsigned turn) {
+    if (CL > 1) mn_state_scan_await(full, turn);
 }
 
 /* A barrier of all threads of a block that two roles come to at different places. */
 template <int ID, int COUNT>
-__device__ inline void meet(void) {
+__device__ inline void named_barrier(void) {
     __syncwarp();
-    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+    mn_named_barrier_sync(ID, COUNT);
 }
 
 /* ---- the work of a worker -------------------------------------------------------------------- */
@@ -341,7 +338,7 @@ __device__ inline void meet(void) {
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns`
  * counts the uses of the barriers. */
 struct ctx {
-    int64_t walk, place, group, n, h, g;    // group: place * G + g
+    int64_t scan, place, group, n, h, g;    // group: place * G + g
     unsigned rank, chunk;
     int buffer, low, high;
     unsigned turns[2];
@@ -428,8 +425,8 @@ struct worker {
                                      (x[0].y + x[1].y) + (x[2].y + x[3].y));
         }
         if (of::GROUP == 8) sum[0].x += sum[of::GROUP / 8].x, sum[0].y += sum[of::GROUP / 8].y;
-        send_pair<CL>(&m.sums[rank * of::GROUPS + group][64 * f + 2 * lane], &m.told[0], rank,
-                      sum[0]);
+        store_async_pair<CL>(&m.sums[rank * of::GROUPS + group][64 * f + 2 * lane], &m.full[0],
+                             rank, sum[0]);
     }
 
     /* This worker's part of qh'Ph qh. */
@@ -526,7 +523,7 @@ struct worker {
             const double x = z[half][0], y = z[half][1];
             double2 moved = make_double2(phi.x * x, phi.y * y);
             if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
-            send_pair<CL>(&m.smem_tile[token][first + 2 * i], &m.told[1], s.rank, moved);
+            store_async_pair<CL>(&m.smem_tile[token][first + 2 * i], &m.full[1], s.rank, moved);
         }
         if (s.high - s.low == MN_SCAN_CHUNK) {
             *(double2 *)out = make_double2(z[0][0], z[1][0]);
@@ -562,7 +559,7 @@ struct worker {
         if (READS) add(m.keys, of::TILES - 1);
     }
 
-    /* Parts of the sums that tell whether P_0 is to be raised: k'(diagonal of P)k, k'n k */
+    /* Parts of the sums that decide whether P_0 is to be raised: k'(diagonal of P)k, k'n k */
     __device__ void weigh(room<RP, CL> &m, bool turns) const {
         const double *k = m.keys[0];    // every other number
         double seen = 0.0, hidden = 0.0;
@@ -658,10 +655,7 @@ __device__ static void leave(const room<RP, CL> &m, const ctx &s, const mn_state
     }
     __syncwarp();
     if (lane == 0 && chunks > 0) {
-        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(
-                         job.work.done + s.walk * MN_SCAN_BLOCKS + s.rank),
-                     "r"(chunks)
-                     : "memory");
+        mn_store_release(job.work.done + s.scan * MN_SCAN_BLOCKS + s.rank, (int)chunks);
     }
     __syncwarp();
 }
@@ -735,17 +729,17 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const ctx &
         const int four = (int)threadIdx.x / 2, which = (int)threadIdx.x % 2;
         double sum = 0.0;
         for (int w = 0; w < 4; w++) sum += m.raise[4 * four + w][which];
-        give<CL>(&m.raises[s.rank * of::FOURS + four][which], sum);
+        cluster_store<CL>(&m.raises[s.rank * of::FOURS + four][which], sum);
     }
     __syncthreads();
-    tell<CL>(), hear<CL>();
+    cluster_arrive<CL>(), cluster_wait<CL>();
     double seen = 0.0, hidden = 0.0;
     for (int four = 0; four < of::ALL / 4; four++) {
         seen += m.raises[four][0], hidden += m.raises[four][1];
     }
     const double variance = mn_pivot_sum<CL * of::GROUPS>(m.sums[0]);
     const double scale = few * (seen + hidden), r2 = m.noise[s.buffer][0];
-    tell<CL>(), hear<CL>();
+    cluster_arrive<CL>(), cluster_wait<CL>();
     if (fmin(variance, r2) >= scale || hidden >= scale) return false;
     if (!PIVOT) mine.raise(few);
     return true;
@@ -764,17 +758,17 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, ctx &s,
         if (PIVOT) {
             if (mine.lane < MN_SCAN_CHUNK) m.token.r2[mine.lane] = r2;
             if (job.spreads) mn_state_scan_await(&m.arrived[1], s.chunk);
-            meet<1, of::THREADS>();
+            named_barrier<1, of::THREADS>();
             if (!first) ask(m, job, next, 1 - s.buffer, s);
-            meet<2, of::THREADS>();
-            await<CL>(&m.told[0], s.turns[0]);
-            if (mine.lane == 0) expect<CL>(&m.told[0], of::SUMS_BYTES);
+            named_barrier<2, of::THREADS>();
+            await_full<CL>(&m.full[0], s.turns[0]);
+            if (mine.lane == 0) expect<CL>(&m.full[0], of::SUMS_BYTES);
         } else {
             mine.read(m, there && !again);
-            meet<1, of::THREADS>();
+            named_barrier<1, of::THREADS>();
             mine.gather(m, s.rank);
-            meet<2, of::THREADS>();
-            if (first) await<CL>(&m.told[0], s.turns[0]);
+            named_barrier<2, of::THREADS>();
+            if (first) await_full<CL>(&m.full[0], s.turns[0]);
         }
         s.turns[0]++;
         if (!first || again || !raised<PIVOT>(mine, m, s, job)) break;
@@ -789,19 +783,19 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, ctx &s,
             if (of::TWICE) mn_pivot_add<CL * of::GROUPS>(m.token, m.sums);
             mn_pivot<true>(m.token, m.undo);
         }
-        meet<1, of::THREADS>();
+        named_barrier<1, of::THREADS>();
         request_queries(m, job, next);
         if (next >= 0) mn_state_scan_await(&m.arrived[0], s.chunk + 1);
-        meet<2, of::THREADS>();
+        named_barrier<2, of::THREADS>();
         leave(m, s, job, chunks);
     } else {
         if (job.spreads) mine.spread(m);
         mine.move(m.ends[s.buffer], job.step == 2);
-        meet<1, of::THREADS>();
+        named_barrier<1, of::THREADS>();
         mine.solve(m, s, job);
-        meet<2, of::THREADS>();
-        await<CL>(&m.told[1], s.turns[1]);
-        if (threadIdx.x == 0) expect<CL>(&m.told[1], of::SMEM_TILE_BYTES);
+        named_barrier<2, of::THREADS>();
+        await_full<CL>(&m.full[1], s.turns[1]);
+        if (threadIdx.x == 0) expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
         ahead = next >= 0 && !mn_state_scan_is_steep(m.keys[0], RP);
         if (ahead) mine.template write<true>(m);
         else mine.template write<false>(m);
@@ -827,7 +821,7 @@ __device__ static void put_spread(const room<RP, CL> &m, const ctx &s,
 
 /* The chunks of a sequence, by the pivot or by workers. */
 template <bool PIVOT, int RP, int CL>
-__device__ static void walk(room<RP, CL> &m, ctx s, const mn_state_scan_job &job) {
+__device__ static void state_scan(room<RP, CL> &m, ctx s, const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const mn_call &call = job.p.call;
     const int64_t length = mn_span_at(call, s.n).length, slot = mn_state_scan_slot(call, s.n);
@@ -836,9 +830,9 @@ __device__ static void walk(room<RP, CL> &m, ctx s, const mn_state_scan_job &job
     s.place = slot * call.H + s.h;
     if (!PIVOT) mine.load(job, s);
     if (PIVOT && mine.lane == 0) {
-        mn_state_scan_open(&m.told[0]), mn_state_scan_open(&m.told[1]);
+        mn_state_scan_open(&m.full[0]), mn_state_scan_open(&m.full[1]);
         mn_state_scan_open(&m.arrived[0]), mn_state_scan_open(&m.arrived[1]);
-        expect<CL>(&m.told[0], of::SUMS_BYTES), expect<CL>(&m.told[1], of::SMEM_TILE_BYTES);
+        expect<CL>(&m.full[0], of::SUMS_BYTES), expect<CL>(&m.full[1], of::SMEM_TILE_BYTES);
     }
     s.turns[0] = s.turns[1] = 0;
     mn_pdl_wait();
@@ -849,7 +843,7 @@ __device__ static void walk(room<RP, CL> &m, ctx s, const mn_state_scan_job &job
         mn_state_scan_await(&m.arrived[0], 0);
     }
     __syncthreads();
-    tell<CL>(), hear<CL>();
+    cluster_arrive<CL>(), cluster_wait<CL>();
     bool there = false;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         const bool steep = mn_state_scan_is_steep(m.keys[0], RP), last = chunk + 1 == chunks;
@@ -885,10 +879,10 @@ covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
     const mn_call &call = job.p.call;
     ctx s;
     s.rank = rank_of_block<CL>();
-    s.walk = blockIdx.x / CL;
-    s.g = s.walk % call.G, s.h = s.walk / call.G % call.H, s.n = s.walk / call.G / call.H;
-    if (threadIdx.x / 32 == sizes<RP, CL>::WORKERS) walk<true>(m, s, job);
-    else walk<false>(m, s, job);
+    s.scan = blockIdx.x / CL;
+    s.g = s.scan % call.G, s.h = s.scan / call.G % call.H, s.n = s.scan / call.G / call.H;
+    if (threadIdx.x / 32 == sizes<RP, CL>::WORKERS) state_scan<true>(m, s, job);
+    else state_scan<false>(m, s, job);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */

@@ -6,7 +6,7 @@
 
 namespace mneme::bayes {
 
-/* False where the walk has no room for the state. */
+/* False where the scan has no room for the state. */
 static bool job_of(mn_state_scan_job *job, const mn_bayes_args *p) {
     const int64_t R = p->call.K * (p->theta.data ? 2 : 1);
     job->p = *p;

@@ -17,7 +17,7 @@
  * begins behind its A; such a chunk is called steep, and gone through token by token.
  *
  *   prepare      kh, qh, n_t kh_t, and Phi and n at the end: all chunks at once
- *   covariance   z, L^-1, sigma: a walk over chunks for each group, head and sequence
+ *   covariance   z, L^-1, sigma: a scan over chunks for each group, head and sequence
  *   mean         e, o, M: the same for slices of value columns
  *   results      gains and variances: all chunks at once
  *
@@ -34,6 +34,7 @@
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/mma_f64.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
 
@@ -60,7 +61,7 @@ struct mn_state_scan_work {
     double *spread;                     // (place, G, MN_SCAN_SUMS, 16): qh'Ph qh in parts
     double *r2;                         // (place, G, 16), 1 behind the last token
     int *steep;                         // (place)
-    int *done;                          // (walk, MN_SCAN_BLOCKS): chunks that the means may have
+    int *done;                          // (scan, MN_SCAN_BLOCKS): chunks that the means may have
 };
 
 struct mn_state_scan_job {
@@ -76,7 +77,7 @@ int mn_state_scan_covariance(const mn_state_scan_job *job, cudaStream_t stream);
 int mn_state_scan_mean(const mn_state_scan_job *job, cudaStream_t stream);
 int mn_state_scan_results(const mn_state_scan_job *job, cudaStream_t stream);
 
-/* Whether the walk over covariances finds its room on the device in use. */
+/* Whether the covariance scan finds its room on the device in use. */
 bool mn_state_scan_covariance_fits(const mn_state_scan_job *job);
 int mn_state_scan_blocks(const mn_state_scan_job *job);
 
@@ -140,7 +141,7 @@ __device__ inline mn_state_scan_columns mn_state_scan_columns_of(const mn_call &
 __device__ inline void mn_state_scan_open(uint64_t *arrived) {
 #if __CUDA_ARCH__ >= 900
     mn_mbarrier_init(arrived, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
 #endif
 }
 
@@ -154,7 +155,7 @@ __device__ inline void mn_state_scan_expect(uint64_t *arrived, int count) {
 /* What others have written lies in front of copies that follow. */
 __device__ inline void mn_state_scan_before_copies(void) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async;" ::: "memory");
+    cuda::ptx::fence_proxy_async();
 #endif
 }
 

@@ -126,11 +126,11 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
     double noise = noise_at(i);
     const channel c = channel_of<T, STEP>(job, tile, h, i);
     if (tile.first == 0) {
-        const int64_t walk = (tile.n * call.H + h) * call.G;
+        const int64_t scan = (tile.n * call.H + h) * call.G;
         const int count = (int)call.G * MN_SCAN_BLOCKS;
 #pragma unroll 1
         for (int e = i; e < count; e += (int)blockDim.x) {
-            job.work.done[walk * MN_SCAN_BLOCKS + e] = 0;
+            job.work.done[scan * MN_SCAN_BLOCKS + e] = 0;
         }
     }
     double level = 0.0, most = 0.0;

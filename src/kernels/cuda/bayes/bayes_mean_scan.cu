@@ -1,4 +1,4 @@
-/* bayes_mean_scan.cu - means and what is read from them, chunk after chunk, from what the walk over
+/* bayes_mean_scan.cu - means and what is read from them, chunk after chunk, from what the scan over
  * covariances leaves; bayes_fwd_chunk.cuh.
  *
  * A block has a slice of 32 value columns of a group. Of its four warps each has 16 of these, which
@@ -7,10 +7,11 @@
  *   E = kh Mh - v    O = qh Mh    W = qh z'    e' = - E'L^-T / sigma    o = O + W e    Mh' + e'z
  *
  * What two warps have of a sum is exchanged once, between two barriers of which one is the next
- * chunk's. A block begins with the walk over covariances, beside a block of which it finds room on
+ * chunk's. A block begins with the covariance scan, beside a block of which it finds room on
  * a processor, and follows it. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
 
@@ -20,7 +21,7 @@ enum {
     KEYS = 0, WRITES = 1,           // the warps that ask for them
 };
 
-/* What the covariance's walk leaves of a chunk. */
+/* What the covariance scan leaves of a chunk. */
 template <int RP>
 struct alignas(16) writes {
     double z[8][2 * RP + 2];
@@ -44,7 +45,7 @@ struct alignas(16) room {
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
 struct ctx {
-    int64_t walk, n, h, g, place, group, t;    // group: place * G + g; t: the chunk's first token
+    int64_t scan, n, h, g, place, group, t;    // group: place * G + g; t: the chunk's first token
     int first, columns;                  // value columns
     int low, high;
     unsigned step;                       // a chunk, or a token of a steep one
@@ -149,7 +150,7 @@ struct worker {
     __device__ void expect_values(const mn_state_scan_job &job, const ctx &s, int64_t t) const {
         const int64_t token = min(t + 8 * part + lane / 4, s.span.length - 1);
         const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + min(value, s.columns - 1)));
+        mn_prefetch_l2(from + min(value, s.columns - 1));
     }
 
     /* - v where this warp has it, zeros elsewhere. */
@@ -290,12 +291,11 @@ __device__ static void request_writes(room<RP> &m, int &known, const mn_state_sc
     const mn_state_scan_work &work = job.work;
     constexpr int SIZE = mn_state_scan_smem_tile(RP);
     writes<RP> &in = m.in[chunk % 2];
-    const int *done = work.done + s.walk * MN_SCAN_BLOCKS + (int)threadIdx.x % job.blocks;
+    const int *done = work.done + s.scan * MN_SCAN_BLOCKS + (int)threadIdx.x % job.blocks;
     if (known <= chunk) {    // alike in all lanes, of which each looks after one block
         do {
             int there;
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(done)
-                         : "memory");
+            there = mn_load_acquire(done);
             known = __reduce_min_sync(0xffffffffu, there);
         } while (known <= chunk);
         mn_state_scan_before_copies();
@@ -344,7 +344,7 @@ __device__ static void await_copies(uint64_t *arrived, unsigned turn) {
 
 /* The sequence, head and slice of a block. */
 template <typename T, int RP>
-__device__ static void walk(const mn_state_scan_job &job, ctx &s) {
+__device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
     extern __shared__ __align__(16) unsigned char memory[];
     room<RP> &m = *(room<RP> *)memory;
     const mn_call &call = job.p.call;
@@ -418,13 +418,13 @@ __global__ void __maxnreg__(REGISTERS)
 mean_kernel(const __grid_constant__ mn_state_scan_job job, int slices) {
     const mn_call &call = job.p.call;
     ctx s;
-    s.walk = blockIdx.x / slices;
-    s.g = s.walk % call.G, s.h = s.walk / call.G % call.H, s.n = s.walk / call.G / call.H;
+    s.scan = blockIdx.x / slices;
+    s.g = s.scan % call.G, s.h = s.scan / call.G % call.H, s.n = s.scan / call.G / call.H;
     const mn_state_scan_columns columns = mn_state_scan_columns_of(call, s.g);
     const int skipped = (int)(blockIdx.x % slices) * SLICE;
     s.first = columns.first + skipped, s.columns = min(columns.count - skipped, (int)SLICE);
     s.span = mn_span_at(call, s.n);
-    if (s.columns > 0) walk<T, RP>(job, s);
+    if (s.columns > 0) state_scan<T, RP>(job, s);
     mn_pdl_wait();
 }
 

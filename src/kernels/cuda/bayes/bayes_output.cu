@@ -1,4 +1,4 @@
-/* bayes_output.cu - gains and variances of all chunks at once, from what the walk over covariances
+/* bayes_output.cu - gains and variances of all chunks at once, from what the covariance scan
  * has left; bayes_fwd_chunk.cuh. */
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 

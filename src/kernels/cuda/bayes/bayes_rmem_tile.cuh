@@ -14,7 +14,7 @@ namespace mneme::bayes {
 
 enum { STAGES = 3, PARTS_LD = 24 };
 
-/* Where a walk is: the chunks of a group of a head of a sequence. */
+/* Where a scan is: the chunks of a group of a head of a sequence. */
 struct scan_place {
     span_group s;
     mn_span span;

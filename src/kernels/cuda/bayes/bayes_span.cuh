@@ -9,6 +9,7 @@
 #define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 
 #include "kernels/cuda/bayes/bayes.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
 
@@ -256,14 +257,14 @@ __device__ static void each_result(double (&c)[2][2], int column, F use) {
 
 /* One thread says behind a barrier that all its block wrote before holds for `count` chunks. */
 __device__ static void say_left(int *to, int64_t count) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"((int)count) : "memory");
+    mn_store_release(to, (int)count);
 }
 
 /* One thread waits for that; its block sees it behind a barrier. `seen` is what it has seen so far:
  * a look takes as long as a read of memory, and often shows more than is asked for. */
 __device__ static void await_left(int &seen, const int *from, int64_t count) {
     while (seen < count) {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
+        seen = mn_load_acquire(from);
     }
 }
 

@@ -16,6 +16,7 @@
 #define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_GEMM_CUH
 
 #include "kernels/cuda/bayes/bayes_span.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
 
@@ -177,7 +178,7 @@ __device__ static void begin_group(product_smem<R> &room, const mn_bayes_args &p
     if (y) {    // it is read without copies: what waits for it should not wait for memory
         const span_group s = group_at(p, g);
         for (int j = 0; j < s.count; j += 128 / (int)sizeof(T)) {
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(y + s.first + j));
+            mn_prefetch_l2(y + s.first + j);
         }
     }
     const T *x = mn_row<T>(p.cot.qvar, at.b, when, at.h);

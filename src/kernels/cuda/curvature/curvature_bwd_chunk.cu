@@ -2,10 +2,11 @@
  * those of Hopper. */
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::curvature {
 
-/* the walk of curvature against time on Hopper: the gradients of keys and of the states. With d
+/* the scan of curvature against time on Hopper: the gradients of keys and of the states. With d
  * the cotangent, f = -gamma / n, m and md the means of q and d:
  *
  *   dK' = G K' + (fD)' tril(Q K' - m) + (fQ)' tril(D K' - md) + e
@@ -313,17 +314,17 @@ mn_curve_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work 
     }
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        mn_setmaxnreg_dec<80>();
         mn_curve_back_copy<KP>(room, p, w, at, cut.n_parts,
                                sums ? sums + K * K : mn_row<float>(p.cot.ks, at.s.n, 0, at.h));
     } else if (threadIdx.x < 2 * MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
+        mn_setmaxnreg_dec<120>();
         mn_curve_back_scores<KP>(room, (at.s.rows + 63) / 64);
     } else if (threadIdx.x < 3 * MN_WARPGROUP) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        mn_setmaxnreg_inc<224>();
         mn_curve_back_read<KP>(room, p, at, sums);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        mn_setmaxnreg_dec<80>();
         mn_curve_back_store<KP>(room, p, at);
     }
 #endif
@@ -336,7 +337,7 @@ inline int mn_curve_back(const mn_curvature_args *p, const mn_curve_work &w,
                           sizeof(mn_curve_back_smem<KP>), p->call, cut, on, *p, w);
 }
 
-/* the gradients of q and gamma on Hopper, a walk in the order of time: forward with the cotangent
+/* the gradients of q and gamma on Hopper, a scan in the order of time: forward with the cotangent
  * x in place of q.
  *
  *   Y' = R X' + K' tril(X K' - m)' - s m'     dq = x - gamma / n y     R <- R + K' K
@@ -634,17 +635,17 @@ mn_curve_queries_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_wo
     }
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        mn_setmaxnreg_dec<80>();
         mn_curve_queries_copy<KP>(
             room, p, at, sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
     } else if (threadIdx.x < 2 * MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
+        mn_setmaxnreg_dec<120>();
         mn_curve_queries_scores<KP>(room, p, w, at);
     } else if (threadIdx.x < 3 * MN_WARPGROUP) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        mn_setmaxnreg_inc<224>();
         mn_curve_queries_read<KP>(room, p, at, sums);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        mn_setmaxnreg_dec<80>();
         mn_curve_queries_store<KP>(room, p, w, at);
     }
 #endif

@@ -3,6 +3,7 @@
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::curvature {
 
@@ -10,7 +11,7 @@ namespace mneme::curvature {
  *
  *   Y' = R Q' + K' tril(Q K' - m)'     qt = q - gamma / n (y - m s)     R <- R + K' K
  *
- * Three groups of four warps. Of the first, one warp requests the copy engine for tiles, chunks
+ * Three groups of four warps. Of the first, one warp requests TMA for tiles, chunks
  * ahead, one makes 1 / n and -gamma / n, and two keep s: rows 64 and 65 of a tile of keys are s,
  * rounded, and what that leaves, so that scores bring s.q with them. The second group makes
  * scores. The third has 64 rows of the symmetric R in its registers, reads, moves and stores:
@@ -265,20 +266,20 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
 }
 
 /* A tile of results to memory; where another sequence follows in it, row by row. The group calls
- * together. Its first thread waits until older tiles were read, or are in memory where `told` is to
- * hear of them. */
+ * together. Its first thread waits until older tiles were read, or, where `counter` counts them,
+ * until they are in memory. */
 __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn_curve_maps &maps,
                                             const mn_curve_place &at, const unsigned char *tile,
-                                            int c, int *told) {
+                                            int c, int *counter) {
     const int i = threadIdx.x % MN_WARPGROUP, vec16 = i % 8, column = at.column0 + 8 * vec16;
     const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
     const int64_t t = at.s.span.t0 + at.s.first + c * 64;
     mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h);
     mn_fence_proxy_async();
-    if (i == 0 && !told) mn_tma_store_wait_read();
-    if (i == 0 && told) mn_tma_store_wait();
+    if (i == 0 && !counter) mn_tma_store_wait_read();
+    if (i == 0 && counter) mn_tma_store_wait();
     mn_curve_group_sync(2);
-    if (i == 0 && told && c > 0) mn_curve_arrive(told, c);
+    if (i == 0 && counter && c > 0) mn_curve_arrive(counter, c);
     if (!to) return;
     if (!p.call.cu_seqlens || at.s.rows >= c * 64 + 64) {
         if (i > 0) return;
@@ -293,22 +294,22 @@ __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn
 }
 
 /* Behind the last tile. */
-__device__ inline void mn_curve_forward_stored(int n_chunks, int *told) {
+__device__ inline void mn_curve_forward_stored(int n_chunks, int *counter) {
     const bool first = threadIdx.x % MN_WARPGROUP == 0;
-    if (first && !told) mn_tma_store_wait_read();
-    if (!told) return;
+    if (first && !counter) mn_tma_store_wait_read();
+    if (!counter) return;
     if (first) mn_tma_store_wait();
     mn_curve_group_sync(2);
     if (!first || n_chunks == 0) return;
     __threadfence();    // threads may have stored the last one
-    mn_curve_arrive(told, n_chunks);
+    mn_curve_arrive(counter, n_chunks);
 }
 
 template <int KP>
 __device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &room,
                                              const mn_curvature_args &p, const mn_curve_maps &maps,
                                              const mn_curve_place &at, const float *sums,
-                                             int *told) {
+                                             int *counter) {
     const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
     float R[KP / 2];
     mn_curve_load(R, mn_row<float>(p.kk0, at.s.n, 0, at.h), sums, 0.5f, p.call.K, at.column0);
@@ -332,11 +333,11 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &room,
         mn_wgmma_wait<1>();
         mn_mbarrier_arrive_warp(&room.used[c % 2]);
         mn_curve_forward_result<KP>(room.out[c % 2], x, Y, in, at.column0);
-        mn_curve_forward_put(p, maps, at, room.out[c % 2], c, told);
+        mn_curve_forward_put(p, maps, at, room.out[c % 2], c, counter);
         mn_wgmma_wait<0>();
         mn_mbarrier_arrive(&room.gone[c % MN_CURVE_AHEAD]);
     }
-    mn_curve_forward_stored(n_chunks, told);
+    mn_curve_forward_stored(n_chunks, counter);
     if (at.s.last) {
         mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, p.call.K, at.column0);
     }
@@ -344,7 +345,7 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &room,
 
 #endif
 
-/* `ready` is for a walk beside this, if any. */
+/* `ready` is for a scan beside this, if any. */
 template <int KP>
 __global__ void __launch_bounds__(MN_CURVE_GROUPS, 1)
 mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
@@ -354,10 +355,10 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
     extern __shared__ __align__(1024) unsigned char curve_bytes[];
     mn_curve_forward_smem<KP> &room = *(mn_curve_forward_smem<KP> *)curve_bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
-    int *told = ready.chunks ? ready.chunks + blockIdx.x : NULL;
+    int *counter = ready.chunks ? ready.chunks + blockIdx.x : NULL;
     if (threadIdx.x == 0) {
-        if (told) {
-            *told = 0;
+        if (counter) {
+            *counter = 0;
             __threadfence();
         }
         mn_pdl_launch_dependents();
@@ -380,7 +381,7 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
     }
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        mn_setmaxnreg_dec<80>();
         if (threadIdx.x == 0) mn_curve_forward_request<KP>(room, maps, at);
         if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(room, p, at);
         if (threadIdx.x / 32 >= 2) {
@@ -388,11 +389,11 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
                                      sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
         }
     } else if (threadIdx.x < 2 * MN_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        mn_setmaxnreg_dec<96>();
         mn_curve_forward_scores<KP>(room, at);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-        mn_curve_forward_read<KP>(room, p, maps, at, sums, told);
+        mn_setmaxnreg_inc<208>();
+        mn_curve_forward_read<KP>(room, p, maps, at, sums, counter);
     }
 #endif
 }
@@ -555,9 +556,9 @@ MN_CUDA_LAUNCH(curvature_forward) {
     MN_CURVE_BY_WIDTH(forward_of, float, c.K, (p, states, on));
 }
 
-/* ---- beside a walk --------------------------------------------------------------------------- */
+/* ---- beside a state scan --------------------------------------------------------------------- */
 
-/* Numbers that tell how far segments are: one for each block. */
+/* Counters of the chunks of segments that are in memory: one for each block. */
 static int64_t count_arrived(const mn_curvature_args *p) {
     const mn_curve_cut cut = mn_curve_group_cut(p);
     return mn_curve_slots(p->call, cut.segment) * p->call.H * cut.slices;
@@ -565,15 +566,15 @@ static int64_t count_arrived(const mn_curvature_args *p) {
 
 static bool beside_layout(size_t *states, size_t *all, const mn_curvature_args *p) {
     mn_plan plan = {};
-    size_t told;
+    size_t counter;
     if (!mn_curvature_forward_cuda_plan(p, &plan) ||
         !mn_add_size(states, plan.shared_bytes, 255) ||
-        !mn_mul_size(&told, (size_t)count_arrived(p), sizeof(int)) ||
-        !mn_add_size(&told, told, 255)) {
+        !mn_mul_size(&counter, (size_t)count_arrived(p), sizeof(int)) ||
+        !mn_add_size(&counter, counter, 255)) {
         return false;
     }
     *states = *states / 256 * 256;
-    return mn_add_size(all, *states, told / 256 * 256);
+    return mn_add_size(all, *states, counter / 256 * 256);
 }
 
 bool mn_curve_beside_plan(size_t *bytes, const mn_curvature_args *p) {

@@ -1,14 +1,15 @@
-/* curvature_ready.cuh - curvature beside a walk that reads with its queries: both are on the GPU at
- * once, and the walk follows a chunk or two behind.
+/* curvature_ready.cuh - curvature beside a state scan that reads with its queries: both are on the
+ * GPU at once, and the scan follows a chunk or two behind.
  *
- * Blocks of curvature tell, for each slice of columns of a segment, how many of its chunks are in
- * memory. The walk is launched when all blocks of curvature have begun (pdl.cuh), so that what it
+ * Blocks of curvature count, for each slice of columns of a segment, how many of its chunks are in
+ * memory. The scan is launched when all blocks of curvature have begun (pdl.cuh), so that what it
  * waits for is always under way. What was launched in front of curvature has ended when the first
- * chunk is told. */
+ * chunk has been counted. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_CURVATURE_READY_CUH
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_READY_CUH
 
 #include "kernels/cuda/prim/pdl.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 #include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::curvature {
@@ -17,32 +18,34 @@ struct mn_curve_maps {
     CUtensorMap q, k, qt;
 };
 
-/* Slice i of head h of a segment has told chunks[(slot H + h) slices + i] chunks of 64 tokens. */
+/* chunks[(slot H + h) slices + i]: how many chunks of 64 tokens of slice i of head h of a segment
+ * are in memory. */
 struct mn_curve_ready {
-    int *chunks;        // NULL: all queries are older than the walk
+    int *chunks;        // NULL: all queries are older than the scan
     int64_t segment;    // tokens; slots of segments are numbered as in curvature.cuh
     int slices;
 };
 
 /* ---- on the device --------------------------------------------------------------------------- */
 
-/* One thread calls, when its stores by the copy engine are done: these are in memory then, so that
+/* One thread calls, when its stores by TMA are done: these are in memory then, so that
  * no fence, which takes a thousand clocks, has to follow. Stores by threads need one in front. */
 __device__ inline void mn_curve_arrive(int *chunks, int count) {
     if (count == 1) mn_pdl_wait();
-    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(chunks), "r"(count) : "memory");
+    mn_store_relaxed(chunks, count);
 }
 
 __device__ inline int mn_curve_arrived(const int *chunks) {
     int count;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(chunks) : "memory");
+    count = mn_load_acquire(chunks);
     return count;
 }
 
-/* How far a walk knows queries of one head of a sequence to be. Chunks are asked for in order. */
+/* How many queries of one head of a sequence a scan knows to be there; it waits for chunks in
+ * order. */
 struct mn_curve_waiting {
     const int *chunks;    // of the segment that holds the chunk asked for last
-    int known, first;     // chunks told of it; its first
+    int known, first;     // chunks of it that are there; its first
 
     __device__ void begin(const mn_curve_ready &ready, const mn_call &call, int64_t n, int64_t h) {
         const mn_span span = mn_span_at(call, n);
@@ -68,7 +71,7 @@ struct mn_curve_waiting {
             if (ready.slices > 1) known = min(known, mn_curve_arrived(chunks + 1));
         }
 #if __CUDA_ARCH__ >= 900
-        asm volatile("fence.proxy.async;" ::: "memory");
+        cuda::ptx::fence_proxy_async();
 #endif
     }
 };
@@ -89,7 +92,7 @@ struct mn_curve_beside {
 /* Bytes of work space of a call, whether it goes beside another or not. */
 bool mn_curve_beside_plan(size_t *bytes, const mn_curvature_args *p);
 
-/* Whether a call can go beside a walk; if so, fills in `to`. */
+/* Whether a call can go beside a state scan; if so, fills in `to`. */
 bool mn_curve_beside_of(mn_curve_beside *to, const mn_curvature_args *p, void *shared);
 
 /* What segments of long sequences start from; before what is launched in front of curvature. */

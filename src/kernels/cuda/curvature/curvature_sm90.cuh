@@ -17,6 +17,7 @@
 
 #include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
 #include "kernels/cuda/curvature/curvature.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::curvature {
 
@@ -97,7 +98,7 @@ __device__ inline void mn_curve_copies_end(void) {
 
 /* One warp group alone; the number of its barrier is that of the group, not 0. */
 __device__ inline void mn_curve_group_sync(int number) {
-    asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
+    mn_named_barrier_sync(number, 128);
 }
 
 __device__ inline float mn_curve_low(uint32_t pair) {
@@ -144,7 +145,7 @@ __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)
     }
 }
 
-/* Places in tiles are told apart in units of 16 bytes, which one addition to the tile's own place
+/* Offsets in tiles are constants in units of 16 bytes, which one addition to the tile's own address
  * reaches.
  *
  * d += a b' over KP columns of tile `b` of SMEM_TILE rows, of which the first 64 count; d starts

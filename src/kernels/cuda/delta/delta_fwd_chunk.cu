@@ -7,6 +7,7 @@
 #include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/delta/delta_state_scan.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::delta {
 
@@ -18,7 +19,7 @@ using namespace curvature;
  *   X = V - Ed S     R = T X     O = Qd S + P R     S <- fall S + Wd'R
  *   P_ts = scale beta_s q_t.w_s exp(G_t - G_s), s <= t
  *
- * One group has the states, one makes P, and of the third one warp uses_tma the copy engine for
+ * One group has the states, one makes P, and of the third one warp uses_tma TMA for
  * chunks ahead and one for results to be stored. As P is made here, what comes before the scan
  * needs no queries, which may still be in the making then, and while the scan goes on
  * (curvature_ready.cuh). Little code is what this lives by: the warps of a quarter of a processor
@@ -407,20 +408,20 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
     }
     __syncthreads();
     if (threadIdx.x < MN_FWD_CHUNK_WARPGROUP) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        mn_setmaxnreg_inc<240>();
         mn_fwd_chunk_state_scan<KP>(smem, job);
     } else if (threadIdx.x < 2 * MN_FWD_CHUNK_WARPGROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 144;");
+        mn_setmaxnreg_dec<144>();
         mn_fwd_chunk_scores<KP>(smem, job.scale);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
+        mn_setmaxnreg_dec<120>();
         mn_fwd_chunk_producer<KP, OVERLAPS>(smem, job, maps, ready);
         if (OVERLAPS && blockIdx.x == 0) mn_pdl_wait();
     }
 #endif
 }
 
-/* Whether the kernel serves a call: where there are rows that the copy engine can bring. Fills in
+/* Whether the kernel serves a call: where there are rows that TMA can bring. Fills in
  * the maps. Few columns and heads leave processors without a block, and still it ends before
  * blocks of fewer column tiles would. */
 inline bool mn_delta_fwd_chunk_supported(mn_fwd_chunk_maps *maps, const mn_delta_params &job) {

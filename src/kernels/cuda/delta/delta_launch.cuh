@@ -118,7 +118,7 @@ inline int mn_delta_intra_chunk(const mn_delta_params &job, cudaStream_t stream)
                                job);
 }
 
-/* Maps rows of keys for the copy engine: decayed ones of workspace, or the tensor's own. */
+/* Maps rows of keys for TMA: decayed ones of workspace, or the tensor's own. */
 inline bool mn_delta_tma_map_keys(CUtensorMap *map, const mn_delta_params &job, const mn_in &view,
                               mn_delta_tensor tensor, const mn_bf16 *decayed, int64_t width) {
     mn_call all = {};

@@ -24,13 +24,14 @@
 
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/delta/delta_mma.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::delta {
 
 /* how chunks come to shared memory for delta's scans (delta_state_scan.cuh), one chunk ahead, by
  * warps that do nothing else.
  *
- * On Hopper the copy engine brings whole tiles: one thread uses_tma, mbarriers count what has
+ * On Hopper TMA brings whole tiles: one thread uses_tma, mbarriers count what has
  * come and who has done with it. Where rows of a tensor do not start at 16 bytes the threads
  * copy, and so they do for a chunk with which one of several packed sequences ends, as tokens of
  * the next must not be seen. Elsewhere they always copy, in step with the others by barriers of
@@ -93,7 +94,7 @@ struct mn_scan_smem {
     }
 };
 
-/* The tensors of a scan for the copy engine. */
+/* The tensors of a scan for TMA. */
 struct mn_scan_tma_maps {
     CUtensorMap keys, values, T, P, first, second;
     bool serve;    // otherwise threads copy
@@ -213,7 +214,7 @@ __device__ inline void mn_scan_copy_back(mn_scan_smem<KP> &smem,
     }
 }
 
-/* ---- by the copy engine ---------------------------------------------------------------------- */
+/* ---- by TMA ---------------------------------------------------------------------- */
 
 #if MN_HAS_WGMMA
 
@@ -373,7 +374,7 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
                                      ChunkAt chunk_at) {
     const mn_scan_coord at = smem.place;    // in registers: shared memory answers slowly here
     const bool ahead = mn_scan_smem<KP>::backs == 2 || !from.has_second;
-    const auto uses_tma = [&](int chunk) {    // of the copy engine
+    const auto uses_tma = [&](int chunk) {    // of TMA
         return maps.serve &&
                !(job.p.call.cu_seqlens && mn_scan_chunk_len(at, chunk) < MN_DELTA_CHUNK);
     };
@@ -473,8 +474,8 @@ template <int SPLITS, bool PRODUCER>
 __device__ __forceinline__ void mn_scan_setmaxnreg(void) {
 #if MN_HAS_WGMMA
     if (SPLITS == 1) return;
-    if (PRODUCER) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;\n");
-    else asm volatile("setmaxnreg.inc.sync.aligned.u32 208;\n");
+    if (PRODUCER) mn_setmaxnreg_dec<88>();
+    else mn_setmaxnreg_inc<208>();
 #endif
 }
 

@@ -47,7 +47,7 @@ fold_heads_kernel(const __grid_constant__ fold f) {
     }
 }
 
-/* Four axes that are not merged: T and H of the walk are those of the tensor. */
+/* Four axes that are not merged: T and H of the iteration are those of the tensor. */
 static int run_fold(const mn_move_params *w, cudaStream_t stream) {
     fold f = { {}, mn_operand_of(w->to), mn_operand_of(w->from), w->times, w->from.stride[2],
         w->add };

@@ -1,4 +1,4 @@
-/* elementwise.cuh - views of a tape's works (kernels/elementwise.h) as kernels walk them.
+/* elementwise.cuh - views of elementwise jobs (kernels/elementwise.h) as kernels iterate over them.
  *
  * Axes along which all views of a work go on evenly are one axis, so that contiguous tensors are a
  * single row. A thread takes a pack of N = 8 neighbours of a row where every view's rows begin at
@@ -92,7 +92,7 @@ inline bool mn_operand_vec_ok(const mn_operand &operand, const mn_axes &axes) {
     return even;
 }
 
-/* Packs of a walk over rows, and how a pack's number tells its place. */
+/* Vectors of an iteration over rows, and the place of vector number i. */
 struct mn_offset_calc {
     uint32_t n_vecs;
     mn_fast_divisor per_row, n1, n2;

@@ -43,7 +43,7 @@ __device__ static sort_item item_at(const sort_pass &s, int64_t i) {
 __device__ static unsigned same_digit(int digit) {
     unsigned same = 0xffffffffu;
 #pragma unroll
-    for (int bit = 0; bit < 9; bit++) {    // the ninth tells those behind the end
+    for (int bit = 0; bit < 9; bit++) {    // the ninth marks those behind the end
         const unsigned set = __ballot_sync(0xffffffffu, digit >> bit & 1);
         same &= digit >> bit & 1 ? set : ~set;
     }

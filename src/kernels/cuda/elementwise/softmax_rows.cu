@@ -19,7 +19,7 @@ struct rows {
     bool add;
 };
 
-/* Row numbers tell positions through a walk whose rows are one pack wide. */
+/* Row numbers give positions through an iteration whose rows are one vector wide. */
 __device__ static mn_coord row_coord(const mn_offset_calc &calc, uint32_t row) {
     return mn_coord_of<1>(calc, row);
 }

@@ -1,6 +1,6 @@
 /* importance_bwd_mma.cuh - Palimpsa in bf16 backward, on tensor cores (see importance_mma.cuh).
  *
- * Sixteen warps of a block walk through the tokens and tell each other of a chunk; in the middle of
+ * Sixteen warps of a block go through the tokens and exchange sums of a chunk; in the middle of
  * the next one they add that up. Four others help them: they bring tiles and make their factors. So
  * nothing waits for the whole block.
  *
@@ -26,6 +26,7 @@
 
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/importance/importance_mma.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::importance::mma_path {
 
@@ -60,7 +61,7 @@ struct alignas(16) grad_view {
 
     /* Soon to be asked for. */
     __device__ __forceinline__ void prefetch_l2(unsigned t, int i) const {
-        if (i < left) asm volatile("prefetch.global.L2 [%0];" ::"l"(first + t * stride + i));
+        if (i < left) mn_prefetch_l2(first + t * stride + i);
     }
 
     /* Those of them that there are. */
@@ -156,7 +157,7 @@ struct grad_targets {
     }
 };
 
-/* What warps tell each other of a chunk: sums over their slots or columns of dq and dk, of dv and
+/* What warps exchange of a chunk: sums over their slots or columns of dq and dk, of dv and
  * -db, and lanes' sums of pull mu over cells, of token t those whose number is t more than a
  * multiple of 4. */
 template <typename Block>
@@ -172,9 +173,10 @@ __device__ __forceinline__ unsigned identity() {
     return row_lane() % 2 ? 0x3f800000u : 0x00003f80u;
 }
 
-/* Tiles take turns: a tile's factors in two shared memory, what came for it in three, as it is
- * still asked for when its sums are put. A tile is `ready` (its room) to be scanned, and `left`
- * when they are; a chunk is `told` by all warps, then `waited` by half of them, twice a tile. */
+/* Tiles take turns: a tile's factors have two stages, what was loaded for it three, as it is still
+ * read when its sums are stored. `full`: a tile can be scanned; `left`: it has been; `sums_full`:
+ * all warps have stored their sums of a chunk; `sums_empty`: half of them have read them, twice a
+ * tile. */
 template <typename Block>
 struct bwd_smem {
     tile<Block, BACKWARD_PASS> in[2];
@@ -203,7 +205,7 @@ struct bwd_smem {
 
 /* Until all of `threads` have come to barrier `id`, which is not that of the whole block. */
 __device__ __forceinline__ void meet(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    mn_named_barrier_sync(id, threads);
 }
 
 enum { BAR_ALL = 1, BAR_PRODUCERS, BAR_CONSUMERS };
@@ -494,7 +496,7 @@ __device__ __forceinline__ bool has_row(int &row, int chunk) {
     return row / HALF == chunk;
 }
 
-/* The gradients of a chunk's tokens from all warps' sums, once they have told of it. `first`: the
+/* The gradients of a chunk's tokens from all warps' sums, once they have stored them. `first`: the
  * tile's first token, `n_rows`: of those from there on. */
 template <typename Block>
 __device__ __forceinline__ void store_chunk(bwd_smem<Block> &r,
@@ -730,12 +732,12 @@ importance_bwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
     __syncthreads();
     if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, for the others
 #if MN_HAS_WGMMA
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        mn_setmaxnreg_dec<32>();
 #endif
         producer_loop<Block>(r, p, decays, to, now, n_rows);
     } else {
 #if MN_HAS_WGMMA
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+        mn_setmaxnreg_inc<112>();
 #endif
         consumer_loop<Block>(r, p, to, n_rows);
     }

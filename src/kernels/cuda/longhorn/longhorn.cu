@@ -11,6 +11,7 @@
 #include "kernels/cuda/recurrent/column_state.cuh"
 #include "kernels/cuda/recurrent/column_state_bwd.cuh"
 #include "kernels/cuda/longhorn/longhorn_column_chunk.h"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::longhorn {
 
@@ -373,7 +374,7 @@ longhorn_diag_step_recurrent(const __grid_constant__ mn_column_params p, unsigne
     mn_pdl_launch_dependents();
     if (owns_state && p.state0) {
         S.each(p, here, [&](int, int64_t cell) {
-            asm volatile("prefetch.global.L2 [%0];" :: "l"(p.state0 + cell));
+            mn_prefetch_l2(p.state0 + cell);
         });
     }
     mn_pdl_wait();

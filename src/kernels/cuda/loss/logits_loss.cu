@@ -1,5 +1,5 @@
 /* logits_loss.cu - losses and gradients of rows of logits (equations in tape/loss.c), and what is
- * told of a loss.
+ * reported of a loss.
  *
  * A block takes row after row. A thread finds its largest logit, z log2 e of it is `from`, and
  * makes e = 2^(z log2 e - from) of each of its logits, once: their sum is brought to those of the
@@ -14,6 +14,7 @@
  * elsewhere. e is off by about |z - top| 2^-24 of itself, most where it counts least. */
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/elementwise/elementwise.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::loss {
 
@@ -70,7 +71,7 @@ __device__ static void load_logits(float (&z)[MN_VEC], const float *row, int64_t
 
 /* ---- rows on their way to shared memory ------------------------------------------------------
  *
- * On machines from 9.0 on the copy engine brings a row in KEPT chunks, a pack for each thread: when
+ * On machines from 9.0 on TMA brings a row in KEPT chunks, a pack for each thread: when
  * threads ask for their own, loads that have to wait hold up what else goes the same way, such as
  * exponentials. Elsewhere they do. */
 struct row_prefetch {
@@ -129,8 +130,8 @@ struct row_prefetch {
     /* This thread has taken its packs; the one that requests waits for all. */
     __device__ void release() const {
 #if __CUDA_ARCH__ >= 900
-        if (threadIdx.x < 32) asm volatile("bar.sync 1, %0;" ::"r"((int)THREADS) : "memory");
-        else asm volatile("bar.arrive 1, %0;" ::"r"((int)THREADS) : "memory");
+        if (threadIdx.x < 32) mn_named_barrier_sync(1, (int)THREADS);
+        else mn_named_barrier_arrive(1, (int)THREADS);
 #endif
     }
 };
@@ -397,7 +398,7 @@ MN_CUDA_ELEMENTWISE(loss) {
                                dim3(mn_blocks(w->n, 1, SM_COUNT)), THREADS, smem, on, *w);
 }
 
-/* ---- what is told ---------------------------------------------------------------------------- */
+/* ---- what is reported ------------------------------------------------------------------------ */
 
 /* The sum over the block, in one thread: threads' sums added in their order. */
 __device__ static double block_sum(double x, double *smem) {

@@ -11,6 +11,7 @@
 
 #include "kernels/cuda/mesa/mesa.cuh"
 #include "kernels/cuda/mesa/mesa_solve.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::mesa {
 
@@ -317,12 +318,12 @@ __device__ inline void mn_mesa_prefetch_l1(const mn_mesa_args &p, const mn_mesa_
     for (int i = threadIdx.x; i < lines * (int)p.call.K; i += MN_MESA_READ_THREADS) {
         const float *at = ctx.front + i / lines * ctx.layout.pitch + ctx.layout.rows + i % lines
             * LINE;
-        asm volatile("prefetch.global.L1 [%0];" :: "l"(at));
+        mn_prefetch_l1(at);
     }
     for (int i = threadIdx.x; i < value_lines * ctx.count; i += MN_MESA_READ_THREADS) {
         const T *at = mn_row<T>(p.v, ctx.b, ctx.t0 + i / value_lines, ctx.at.h) +
                       i % value_lines * VALUES;
-        asm volatile("prefetch.global.L1 [%0];" :: "l"(at));
+        mn_prefetch_l1(at);
     }
 }
 

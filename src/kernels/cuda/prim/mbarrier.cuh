@@ -4,6 +4,8 @@
 #ifndef MN_KERNELS_CUDA_PRIM_MBARRIER_CUH
 #define MN_KERNELS_CUDA_PRIM_MBARRIER_CUH
 
+#include <cuda/ptx>
+
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
@@ -26,27 +28,27 @@ __device__ inline uint32_t mn_smem_addr(const void *at) {
     return (uint32_t)__cvta_generic_to_shared(at);
 }
 
-/* Shows products and the copy engine what this thread wrote to shared memory, or others did before
+/* Shows products and TMA what this thread wrote to shared memory, or others did before
  * a barrier that it has passed. Those who copy by themselves must not do it: it would wait for all
  * copies that they have under way. */
 __device__ inline void mn_fence_proxy_async(void) {
 #if MN_HAS_WGMMA
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
 #endif
 }
 
 /* ---- barriers -------------------------------------------------------------------------------- */
 
 __device__ inline void mn_mbarrier_init(uint64_t *mbar, int n_arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mn_smem_addr(mbar)),
-                 "r"(n_arrivals) : "memory");
+    cuda::ptx::mbarrier_init(mbar, (uint32_t)n_arrivals);
 }
 
 __device__ inline void mn_mbarrier_arrive(uint64_t *mbar) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mn_smem_addr(mbar)) : "memory");
+    cuda::ptx::mbarrier_arrive(mbar);
 }
 
-/* Waits until the barrier's phase `phase` (0, 1, 0, ...) is over. */
+/* Waits until the barrier's phase `phase` (0, 1, 0, ...) is over. The loop is assembly:
+ * nvcc does not unroll what waits in a loop of C++. */
 __device__ inline void mn_mbarrier_wait(const uint64_t *mbar, int phase) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n\t.reg .pred done;\n"

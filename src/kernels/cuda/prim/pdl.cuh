@@ -4,7 +4,7 @@
  * has said mn_pdl_launch_dependents or ended. What it does up to mn_pdl_wait may only read what
  * is older than all launches that may still be at work; behind it, all of them have ended. Every
  * thread of such a kernel waits, or one block does at its end, so that a launch that has ended
- * tells that those before it have. Machines before 9.0 have none of this: there a launch begins
+ * shows that those before it have. Machines before 9.0 have none of this: there a launch begins
  * when the one before has ended. */
 #ifndef MN_KERNELS_CUDA_PRIM_PDL_CUH
 #define MN_KERNELS_CUDA_PRIM_PDL_CUH

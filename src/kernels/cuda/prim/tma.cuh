@@ -1,5 +1,5 @@
-/* tma.cuh - tiles of tokens that Hopper's copy engine brings, and takes away, by itself: a map of
- * the tensor made by the host, one thread that requests, a barrier that counts bytes.
+/* tma.cuh - tiles of tokens loaded and stored by TMA: a tensor map made by the host, one thread
+ * that issues the copy, an mbarrier that counts bytes.
  *
  * A tile has rows of 64 columns, 128 bytes each, swizzled as attention_wgmma_sm90.cuh describes.
  * What lies beyond the tensor's sizes becomes zeros. */
@@ -60,16 +60,16 @@ inline bool mn_tma_map(CUtensorMap *map, const View &view, const mn_call &call, 
 
 #if __CUDA_ARCH__ >= 900
 
-/* Shows barriers just opened to the copy engine; a barrier of the block has to follow. */
+/* Shows barriers just opened to TMA; a barrier of the block has to follow. */
 __device__ inline void mn_mbarrier_init_fence(void) {
-    asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
+    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+    cuda::ptx::fence_proxy_async();
 }
 
 /* Arrives at a barrier whose phase ends when `bytes` have come, too. */
 __device__ inline void mn_mbarrier_arrive_expect_tx(uint64_t *mbar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 ::"r"(mn_smem_addr(mbar)),
-                 "r"(bytes) : "memory");
+    using namespace cuda::ptx;
+    mbarrier_arrive_expect_tx(sem_release, scope_cta, space_shared, mbar, (uint32_t)bytes);
 }
 
 /* One lane of the warp, all of which call: asking in a branch of it needs no loop over lanes. */
@@ -80,39 +80,39 @@ __device__ inline bool mn_elect_one(void) {
     return chosen != 0;
 }
 
-/* Asks for the tile at (column, h, t, b). */
+/* Loads the tile at (column, h, t, b). */
 __device__ inline void mn_tma_load(void *to, const CUtensorMap &map, uint64_t *mbar, int column,
-                                    int h, int t, int b) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(mn_smem_addr(to)), "l"(&map),
-                 "r"(column), "r"(h), "r"(t), "r"(b), "r"(mn_smem_addr(mbar)) : "memory");
+                                   int h, int t, int b) {
+    using namespace cuda::ptx;
+    const int32_t at[4] = { column, h, t, b };
+    cp_async_bulk_tensor(space_cluster, space_global, to, &map, at, mbar);
 }
 
-/* Asks for `bytes` as they lie, a multiple of 16 from an address that is one. */
-__device__ inline void mn_tma_load_1d(void *to, const void *from, int bytes,
-                                          uint64_t *mbar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1], %2, [%3];" ::"r"(mn_smem_addr(to)), "l"(from), "r"(bytes),
-                 "r"(mn_smem_addr(mbar)) : "memory");
+/* Loads `bytes` as they lie, a multiple of 16 from an address that is one. */
+__device__ inline void mn_tma_load_1d(void *to, const void *from, int bytes, uint64_t *mbar) {
+    using namespace cuda::ptx;
+    cp_async_bulk(space_cluster, space_global, to, from, (uint32_t)bytes, mbar);
 }
 
 /* The other way; what lies beyond the tensor's sizes is left out. Those who wrote the tile must
  * have shown it (fence.proxy.async) before a barrier. */
 __device__ inline void mn_tma_store(const CUtensorMap &map, const void *from, int column, int h,
-                                     int t, int b) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group "
-                 "[%0, {%2, %3, %4, %5}], [%1];\n\tcp.async.bulk.commit_group;" ::"l"(&map),
-                 "r"(mn_smem_addr(from)), "r"(column), "r"(h), "r"(t), "r"(b) : "memory");
+                                    int t, int b) {
+    using namespace cuda::ptx;
+    const int32_t at[4] = { column, h, t, b };
+    cp_async_bulk_tensor(space_global, space_shared, &map, at, from);
+    cp_async_bulk_commit_group();
 }
 
-/* Waits until this thread's stores have read all tiles. */
+/* Waits until this thread's stores, but for the newest `most` groups, have read all tiles. */
+template <int most = 0>
 __device__ inline void mn_tma_store_wait_read(void) {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<most>());
 }
 
 /* Waits until all of them are in memory. */
 __device__ inline void mn_tma_store_wait(void) {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
 }
 
 #endif

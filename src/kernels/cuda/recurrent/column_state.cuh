@@ -6,7 +6,7 @@
  * rows lie in packs of four side by side. CELL waits for no sum: sixteen lanes have four columns,
  * so that what is read of a token serves four cells. Tokens come through shared memory eight at a
  * time, the next eight on their way in registers meanwhile, as they were stored: nothing waits for
- * them until they are put. Where columns are few, a walk is as long as its chain, and other warps
+ * them until they are put. Where columns are few, a scan is as long as its chain, and other warps
  * of the block bring the tokens. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_COLUMN_STATE_CUH
 #define MN_KERNELS_CUDA_RECURRENT_COLUMN_STATE_CUH
@@ -588,7 +588,7 @@ column_state_scan_kernel(const __grid_constant__ mn_column_params p, int64_t til
 }
 
 /* The same with PRODUCERS warps that bring the next group and take away what the last one read
- * while the others walk. */
+ * while the others scan. */
 template <typename T, int ROWS, int WARPS, int PRODUCERS, mn_column_kind KIND>
 __global__ void __launch_bounds__(32 * (WARPS + PRODUCERS), 1)
 column_state_scan_producer_kernel(const __grid_constant__ mn_column_params p, int64_t tiles) {

@@ -10,6 +10,7 @@
 
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::recurrent {
 
@@ -649,7 +650,7 @@ matrix_step_recurrent_kernel(const __grid_constant__ mn_matrix_params p, int64_t
     for (int r = 0; r < R; r++) {
         const int64_t i = first + MN_STEP_GROUPS * r;
         if (!from || i >= K || j >= V) continue;
-        asm volatile("prefetch.global.L2 [%0];" :: "l"(from + i * V + j));
+        mn_prefetch_l2(from + i * V + j);
     }
     const int64_t key = mn_key_head(p.call, h);
     const T *q = mn_row<T>(p.q, n, 0, key), *e = mn_row<T>(p.e, n, 0, key);
