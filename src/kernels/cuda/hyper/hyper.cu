@@ -1,7 +1,6 @@
 /* hyper.cu - HyperMLP and HyperGLU heads by strips of query rows (equations in ref/hyper.c).
  *
- * Products of a strip are those of attention (attention_q_block_wmma.cuh), its rows those of
- * hyper_rows.cuh. Backward makes the strip again, and o once more where it is given, and goes back
+ * Products of a strip are those of attention (attention/attention_strip_mma.cuh). Backward makes the strip again, and o once more where it is given, and goes back
  * through it:
  *
  *   o = w v, dgv, g_o = do gv / n    dv += w'g_o    gw = g_o v'    gw -> g, the cotangents of x
@@ -18,9 +17,10 @@ using namespace attention;
 /* rows of a strip of HyperMLP / HyperGLU: mixes, activation and their way back
  * (equations in ref/hyper.c).
  *
- * A thread has lags and goes over four rows with what the mixing parameters have for a lag, so that
- * these are read once for four rows. Contractions over lags sum 16 ranks of four rows at a
- * time. The parameters lie by lag, in float, ranks padded with zeros to a multiple of 16:
+ * A thread has lags (in layout position, keys) and goes over four rows with what the mixing
+ * parameters have for a lag, so that these are read once for four rows. Contractions over lags sum
+ * 16 ranks of four rows at a time. The parameters lie by lag, in float, ranks padded with zeros to
+ * a multiple of 16:
  *
  *   U (lags, ranks)    Vt (lags, ranks), turned    d (lags)
  *
@@ -50,7 +50,7 @@ struct mn_hyper_params {
 
 /* One mix. */
 struct mn_hyper_mix {
-    const float *U, *Vt, *d;          // by lag; NULL where absent
+    const float *U, *Vt, *d;          // by lag or position; NULL where absent
 };
 
 __device__ inline mn_hyper_mix mn_hyper_mix_of(const mn_hyper_params &k, int64_t mix) {
@@ -97,15 +97,27 @@ __device__ inline bool mn_hyper_rows4_of(mn_hyper_rows4 *f, const mn_hyper_param
     return f->n > 0;
 }
 
-/* Where the four rows of a matrix have lag 0: row r lies r (row + 1) floats on, lag j before it. */
-__device__ inline float *mn_hyper_lag0(const mn_hyper_params &k, float *matrix,
-                                         const mn_hyper_rows4 &f) {
-    return matrix + mn_q_block_offset(k.s, f.which, f.head, f.first) + f.seen;
+/* Numbers of a row are counted as the parameters are entered: by lag, from the row's own key back, or,
+ * in layout position, by key from the first on. Either way row r has numbers 0 to keys(r) - 1. */
+__device__ inline bool mn_hyper_by_position(const mn_hyper_params &k) {
+    return k.p.layout == 1;
 }
 
-/* How far on lag j of row r lies. */
+/* Entry of the parameters that number j meets; a parameter of theirs is the same way round. */
+__device__ inline int64_t mn_hyper_entry(const mn_hyper_params &k, int64_t j) {
+    return mn_hyper_by_position(k) ? j : k.p.call.P - 1 - j;
+}
+
+/* Where the first of four rows of a matrix has number 0. */
+__device__ inline float *mn_hyper_lag0(const mn_hyper_params &k, float *matrix,
+                                         const mn_hyper_rows4 &f) {
+    return matrix + mn_q_block_offset(k.s, f.which, f.head, f.first) +
+           (mn_hyper_by_position(k) ? 0 : f.seen);
+}
+
+/* How far on number j of row r lies: each row sees a key more, so lag 0 moves with the rows. */
 __device__ inline int mn_hyper_lag_offset(const mn_hyper_params &k, int r, int j) {
-    return r * ((int)k.s.row + 1) - j;
+    return mn_hyper_by_position(k) ? r * (int)k.s.row + j : r * ((int)k.s.row + 1) - j;
 }
 
 __device__ inline float *mn_hyper_saved_row(const mn_hyper_params &k, int64_t tile, int64_t head,
@@ -485,7 +497,7 @@ enum { LAG_THREADS = 128, BATCH = 16, UNROLL = 8, MAX_PARTIALS = 8 };
 
 /* ---- parameters ------------------------------------------------------------------------------ */
 
-/* Parameters by lag, in float. */
+/* Parameters by lag or position, in float. */
 template <typename T>
 __global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_params k) {
     const mn_call &c = k.p.call;
@@ -497,11 +509,12 @@ __global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_para
     const T *Vt = mn_row<T>(second ? k.p.Vt2 : k.p.Vt1, 0, 0, which);
     const T *d = mn_row<T>(second ? k.p.d2 : k.p.d1, 0, 0, which);
     float *to = k.params + mix * k.lags * (2 * k.ranks + 1);
+    const int64_t entry = mn_hyper_entry(k, j);
     for (int64_t a = 0; a < k.ranks; a++) {
-        to[j * k.ranks + a] = a < R ? mn_float(U[(c.P - 1 - j) * R + a]) : 0.0f;
-        to[(k.lags + j) * k.ranks + a] = a < R ? mn_float(Vt[a * c.P + c.P - 1 - j]) : 0.0f;
+        to[j * k.ranks + a] = a < R ? mn_float(U[entry * R + a]) : 0.0f;
+        to[(k.lags + j) * k.ranks + a] = a < R ? mn_float(Vt[a * c.P + entry]) : 0.0f;
     }
-    to[2 * k.lags * k.ranks + j] = mn_float(d[c.P - 1 - j]);
+    to[2 * k.lags * k.ranks + j] = mn_float(d[entry]);
 }
 
 /* Sums of parts by lag, (parts, Q + H, (2 ranks + 1) lags), to the parameters' gradients. */
@@ -523,11 +536,12 @@ __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_para
     T *dU = mn_row<T>(second ? k.p.grad.U2 : k.p.grad.U1, 0, 0, which);
     T *dVt = mn_row<T>(second ? k.p.grad.Vt2 : k.p.grad.Vt1, 0, 0, which);
     T *dd = mn_row<T>(second ? k.p.grad.d2 : k.p.grad.d1, 0, 0, which);
+    const int64_t entry = mn_hyper_entry(k, j);
     for (int64_t a = 0; a < R; a++) {
-        if (dU) mn_put(dU + (c.P - 1 - j) * R + a, sum(j * k.ranks + a));
-        if (dVt) mn_put(dVt + a * c.P + c.P - 1 - j, sum((k.lags + j) * k.ranks + a));
+        if (dU) mn_put(dU + entry * R + a, sum(j * k.ranks + a));
+        if (dVt) mn_put(dVt + a * c.P + entry, sum((k.lags + j) * k.ranks + a));
     }
-    if (dd) mn_put(dd + c.P - 1 - j, sum(2 * k.lags * k.ranks + j));
+    if (dd) mn_put(dd + entry, sum(2 * k.lags * k.ranks + j));
 }
 
 /* What rows of a batch have for one mix: h c and y c of 16 ranks. */
@@ -578,9 +592,12 @@ hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *parti
                                                             MN_HYPER_YC)[a0 + a];
                 }
                 __syncthreads();
-                /* Row r has lag j at r (row + 1) from here on. */
-                const int64_t lag0_offset = mn_q_block_offset(k.s, i, head, r0) + seen + r0 - j;
-                const int step = (int)k.s.row + 1, lags = (int)(seen + r0 + 1 - j);
+                /* Row r has number j at r step from here on. */
+                const bool by_position = mn_hyper_by_position(k);
+                const int64_t lag0_offset = mn_q_block_offset(k.s, i, head, r0) +
+                                            (by_position ? j : seen + r0 - j);
+                const int step = (int)k.s.row + (by_position ? 0 : 1);
+                const int lags = (int)(seen + r0 + 1 - j);
                 const float *from_z = in + lag0_offset;
                 float *from_g = out + lag0_offset;
                 for (int r1 = 0; r1 < n; r1 += UNROLL) {
