@@ -1,7 +1,7 @@
 /* hyper.cu - HyperMLP and HyperGLU heads by strips of query rows (equations in ref/hyper.c).
  *
- * Products of a strip are those of attention (attention/attention_strip_mma.cuh). Backward makes the strip again, and o once more where it is given, and goes back
- * through it:
+ * Products of a strip are those of attention (attention_strip_mma.cuh). Backward makes the strip
+ * again, and o once more where it is given, and goes back through it:
  *
  *   o = w v, dgv, g_o = do gv / n    dv += w'g_o    gw = g_o v'    gw -> g, the cotangents of x
  *   parameters, and g -> dz          dq = dz k      dk += dz'q
@@ -97,8 +97,8 @@ __device__ inline bool mn_hyper_rows4_of(mn_hyper_rows4 *f, const mn_hyper_param
     return f->n > 0;
 }
 
-/* Numbers of a row are counted as the parameters are entered: by lag, from the row's own key back, or,
- * in layout position, by key from the first on. Either way row r has numbers 0 to keys(r) - 1. */
+/* Numbers of a row are counted as the parameters are entered: by lag, from the row's own key back,
+ * or, in layout position, by key from the first on. Row r has numbers 0 to keys(r) - 1. */
 __device__ inline bool mn_hyper_by_position(const mn_hyper_params &k) {
     return k.p.layout == 1;
 }
