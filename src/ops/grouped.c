@@ -4,7 +4,6 @@
 
 #include <string.h>
 
-#include "base/dtype.h"
 #include "base/status.h"
 #include "ops/rows.h"
 
@@ -14,12 +13,6 @@ enum { MOST = 4 };    // fields of J heads of an operator
 typedef struct shared {
     mn_out all, own;
 } shared;
-
-/* Head h of every group, numbers of `item` bytes. */
-static mn_in each(mn_out view, int64_t h, int64_t times, size_t item) {
-    return (mn_in){ (const char *)view.data + (size_t)(h * view.stride[2]) * item,
-                    { view.stride[0], view.stride[1], view.stride[2] * times } };
-}
 
 bool mn_op_is_grouped(mn_op_id op, const void *args) {
     const mn_call *c = args;
@@ -50,7 +43,6 @@ static mn_status divert(mn_context *context, mn_op_id op, void *args, shared *fi
 mn_status mn_grouped_backward(mn_context *context, mn_op_id op, void *args, mn_grouped_fn run) {
     const mn_call *call = args;
     const int64_t times = call->H / call->J;
-    const size_t item = mn_dtype_bytes(call->dtype);
     mn_call rows = *call;
     shared fields[MOST];
     int n;
@@ -58,11 +50,8 @@ mn_status mn_grouped_backward(mn_context *context, mn_op_id op, void *args, mn_g
     mn_status st = divert(context, op, args, fields, &n);
     if (st == MN_OK) st = run(context, op, args);
     for (int i = 0; i < n && st == MN_OK; i++) {
-        const shared *f = &fields[i];
-        st = mn_rows_copy(context, &rows, rows.K, f->own, each(f->all, 0, times, item));
-        for (int64_t h = 1; h < times && st == MN_OK; h++) {
-            st = mn_rows_add(context, &rows, rows.K, f->own, each(f->all, h, times, item));
-        }
+        st = mn_rows_fold(context, &rows, rows.K, times, fields[i].own,
+                          mn_as_input(fields[i].all));
     }
     return st;
 }

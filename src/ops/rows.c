@@ -4,7 +4,9 @@
 #include "base/checked.h"
 #include "base/dtype.h"
 #include "kernels/access.h"
+#include "kernels/elementwise.h"
 #include "ops/workspace.h"
+#include "runtime/device.h"
 
 typedef struct product {
     const mn_call *call;
@@ -106,26 +108,52 @@ static void add_f64(double *y, const double *a, int64_t n) {
     for (int64_t i = 0; i < n; i++) y[i] += a[i];
 }
 
-static void add_token(void *context, int64_t item, int worker) {
+typedef struct fold {
+    const mn_call *call;
+    int64_t width, times;
+    mn_out y;
+    mn_in a;
+} fold;
+
+/* One item is all heads of one token. */
+static void fold_token(void *context, int64_t item, int worker) {
     (void)worker;
-    const product *p = context;
+    const fold *p = context;
     const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
-    for (int64_t h = 0; h < p->call->H; h++) {
+    for (int64_t h = 0; h < p->call->H * p->times; h++) {
+        const bool first = h % p->times == 0;
         if (p->call->dtype == MN_F64) {
-            add_f64(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h), n);
+            (first ? copy_f64 : add_f64)(MN_ROW_OUT(double, p->y, b, t, h / p->times),
+                                         MN_ROW(double, p->a, b, t, h), n);
         } else {
-            add_f32(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h), n);
+            (first ? copy_f32 : add_f32)(MN_ROW_OUT(float, p->y, b, t, h / p->times),
+                                         MN_ROW(float, p->a, b, t, h), n);
         }
     }
 }
 
-mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
-    product p = { .call = call, .width = width, .y = y, .a = a };
+static mn_view view_of(const void *data, const int64_t stride[3], mn_dtype dtype) {
+    return (mn_view){ (void *)data, dtype, { stride[0], stride[1], stride[2], 1 } };
+}
+
+mn_status mn_rows_fold(mn_context *context, const mn_call *call, int64_t width, int64_t times,
+                       mn_out y, mn_in a) {
     if (!y.data || !a.data || context->plans) return MN_OK;
     if (context->device) {
-        return mn_rows_glue(context, MN_GLUE_add, call, width, y, mn_as_input(y), a, (mn_in){ 0 });
+        const mn_move_params move = {
+            .shape = { call->B, call->T, call->H, width }, .times = times, .folds = true,
+            .to = view_of(y.data, y.stride, call->dtype),
+            .from = view_of(a.data, a.stride, call->dtype),
+        };
+        const mn_elementwise_fn *fn = &mn_elementwise_cuda()[MN_ELEMENTWISE_MOVE];
+        const mn_status st = mn_device_use(context->device);
+        if (st != MN_OK) return st;
+        return mn_device_check(context->device,
+                               fn->run(mn_device_stream(context->device), &move, NULL),
+                               "a sum over the heads of a group");
     }
-    mn_threads_run(context->threads, call->B * call->T, add_token, &p);
+    fold p = { call, width, times, y, a };
+    mn_threads_run(context->threads, call->B * call->T, fold_token, &p);
     return MN_OK;
 }
 

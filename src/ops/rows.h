@@ -13,8 +13,10 @@ mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t wid
 /* y = a over the same rows. */
 mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a);
 
-/* y += a over the same rows. */
-mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a);
+/* Head h of y is the sum of heads h times .. (h + 1) times - 1 of `a`, in their order; sums are
+ * float32 at least and rounded once. H of `call` is that of y. */
+mn_status mn_rows_fold(mn_context *context, const mn_call *call, int64_t width, int64_t times,
+                       mn_out y, mn_in a);
 
 /* A step of glue.def with one result over the same rows; of contexts with a device only. */
 mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, int64_t width,
