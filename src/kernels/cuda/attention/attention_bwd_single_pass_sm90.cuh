@@ -24,6 +24,7 @@
 
 #include "kernels/cuda/attention/attention_bwd_flash_sm90.cuh"
 #include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::attention {
 
