@@ -390,7 +390,8 @@ static mn_status keep_going_possible(run *r, mn_status failure) {
     const char *out = mn_trainer_options(r->trainer)->out;
     char why[1024];
     snprintf(why, sizeof why, "%s", mn_last_error());
-    if (failure != MN_ERR_MEMORY || mn_trainer_save(r->trainer, false) != MN_OK) {
+    const bool alone = r->ranks->world == 1;    // others have not failed
+    if (failure != MN_ERR_MEMORY || !alone || mn_trainer_save(r->trainer, false) != MN_OK) {
         const int64_t last = mn_run_latest(out);
         if (last < 0) return mn_fail(failure, "%s. There is no checkpoint yet", why);
         return mn_fail(failure, "%s. The checkpoint of step %" PRId64 " is as it was: --resume %s "
@@ -716,9 +717,9 @@ static mn_status train_as_asked(run *r, options *o) {
     char checkpoint[PATH];
     mn_context *context = NULL;
     mn_cli_ranks *ranks = r->ranks;
-    const mn_context_options how = { .n_threads = mn_cli_ranks_threads(ranks, o->threads),
-                                     .device = o->device };
+    mn_context_options how = { .n_threads = mn_cli_ranks_threads(ranks, o->threads) };
     mn_status st = mn_cli_ranks_meet(ranks, o->transport);
+    if (st == MN_OK) st = mn_cli_ranks_device(ranks, &how.device, o->device);
     if (st == MN_OK) st = mn_context_create(&context, &how);
     if (ranks->comm) st = mn_comm_agree(ranks->comm, st);
     if (st == MN_OK) st = measure_speed(o, context, ranks->comm);
