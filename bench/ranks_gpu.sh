@@ -10,7 +10,13 @@ mneme=$1 out=$2 gpus=${3:-2} limit=${4:-360}
 began=$(date +%s)
 mkdir -p "$out"
 folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT INT TERM
+run=
+finish() {
+    [ -n "$run" ] && kill -9 "$run" 2> /dev/null
+    rm -rf "$folder"
+}
+trap finish EXIT
+trap 'exit 1' INT TERM
 result=$out/ranks.jsonl
 : > "$result"
 
@@ -56,7 +62,7 @@ for dtype in f32 bf16; do
     tell "$dtype: last loss" "$(losses "many.$dtype" | tail -n 1)" nats
 done
 small 0 plain && tell "f32: last loss without --ranks" "$(losses plain | tail -n 1)" nats
-device=cpu small 1 host && tell "f32: last loss on the CPU" "$(losses host | tail -n 1)" nats
+(device=cpu && small 1 host) && tell "f32: last loss on the CPU" "$(losses host | tail -n 1)" nats
 
 # resuming from step 3 with the other number of ranks
 resume() { # RANKS FROM
@@ -91,59 +97,93 @@ step=$(readlink "$folder/dead/last" | sed 's/.*step-0*//')
 verdict "the last checkpoint of the killed run goes on" timeout -k 5 60 "$mneme" train --resume "$folder/dead" --ranks 1 --device cuda --quiet \
     --set "train.steps=$((${step:-0} + 2))"
 
-# large OUT RANKS ACCUMULATE STEPS: gdn of 400M parameters in the background
+# the sequences of small runs in parts: the same losses within rounding
+for layers in gdn kla; do
+    small 1 "whole.$layers" --set train.accumulate=2
+    small "$gpus" "parts.$layers" --set train.accumulate=2 --set "train.sequence_ranks=$gpus"
+    tell "$layers: largest difference of losses, sequences in $gpus parts" "$(losses "whole.$layers" > "$folder/a"; losses "parts.$layers" > "$folder/b"
+        paste "$folder/a" "$folder/b" | awk 'NF == 2 { d = $1 - $2; if (d < 0) d = -d; if (d > m) m = d; n++ } END { if (n) printf "%.2g of %d steps", m, n }')"
+done
+unset layers
+
+# large OUT RANKS LAYERS STEPS [settings...]: 400M parameters in bf16, in the background
 large() {
-    n="--ranks $2"
+    to=$1 n="--ranks $2" steps=$4
     [ "$2" = 0 ] && n=
+    case $3 in
+    gdn) shape="--set model.num_heads=4 --set model.head_dim=256 --set model.expand_v=1" ;;
+    kla) shape="--set model.expand=1" ;;
+    esac
+    kind=$3
+    shift 4
     # shellcheck disable=SC2086
-    "$mneme" train $n --device cuda --set "data.train=$folder/tokens.bin" --set data.format=nanogpt --set data.valid_part=0 --set "model.layers=${layers:-gdn}" \
-        --set model.num_heads=4 --set model.head_dim=256 --set model.expand_v=1 --set model.num_hidden_layers=24 --set model.hidden_size=1024 \
-        --set model.intermediate_size=2816 --set model.mlp=swiglu --set model.vocab_size=32000 --set model.tie_word_embeddings=false \
-        --set train.batch=8 --set train.context=4096 --set "train.accumulate=$3" --set "train.steps=$4" --set train.warmup=10 --set train.lr=3e-4 \
-        --set train.dtype=bf16 --set train.recompute=light --set train.log_every=1 --set train.eval_every=0 --set train.checkpoint_every=0 \
-        --set train.tensorboard=false --set "out=$folder/$1" > "$folder/$1.txt" 2>&1 &
+    "$mneme" train $n --device cuda --set "data.train=$folder/tokens.bin" --set data.format=nanogpt --set data.valid_part=0 --set "model.layers=$kind" \
+        $shape --set model.num_hidden_layers=24 --set model.hidden_size=1024 --set model.intermediate_size=2816 --set model.mlp=swiglu \
+        --set model.vocab_size=32000 --set model.tie_word_embeddings=false --set "train.steps=$steps" --set train.warmup=10 --set train.lr=3e-4 \
+        --set train.dtype=bf16 --set train.log_every=1 --set train.eval_every=0 --set train.checkpoint_every=0 --set train.tensorboard=false \
+        --set "out=$folder/$to" "$@" > "$folder/$to.txt" 2>&1 &
     run=$!
 }
 lines() { grep -c '"loss"' "$folder/$1/metrics.jsonl" 2> /dev/null || true; }
 middle() { sort -g | awk '{ v[NR] = $1 } END { if (NR) print v[int((NR + 1) / 2)] }'; }
-# speed OUT RANKS ACCUMULATE: tokens a second, the median of steps 7 to 16
+# speed OUT RANKS LAYERS STEPS SECONDS [settings...]: $rate: tokens a second, the median of the steps behind the first 5
 speed() {
-    [ "$(left)" -gt 60 ] || { tell "$1" skipped; return; }
-    large "$1" "$2" "$3" 100000
+    rate=
+    [ "$(left)" -gt 30 ] || { tell "$1" skipped; return; }
+    name=$1 ranks=$2 kind=$3 steps=$4 most=$5
+    shift 5
+    large "$name" "$ranks" "$kind" 100000 "$@"
     tries=0
-    while [ "$(lines "$1")" -lt 16 ] 2> /dev/null && kill -0 $run 2> /dev/null && [ $tries -lt 600 ]; do sleep 0.1; tries=$((tries + 1)); done
-    used=$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | tr '\n' ' ')
-    rate=$(sed -n 's/.*"tokens_per_second":\([^,]*\),.*/\1/p' "$folder/$1/metrics.jsonl" | sed -n '7,16p' | middle)
-    tell "$1: tokens/s" "${rate:-none}"
-    tell "$1: memory in use on each GPU" "$used" MiB
-    grep -h "^memory" "$folder/$1.txt" | sed 's/^/    /'
-    sed -n 's/.*\("compute_seconds":[^}]*\).*/    \1/p' "$folder/$1/metrics.jsonl" | sed -n '10,12p'
-    if [ "$2" -gt 1 ]; then kill_one "$1" 1 $run
-    else kill -9 $run; fi
+    while [ "$(lines "$name")" -lt "$steps" ] 2> /dev/null || [ ! -e "$folder/$name/metrics.jsonl" ]; do
+        kill -0 $run 2> /dev/null && [ $tries -lt $((10 * most)) ] || break
+        sleep 0.1
+        tries=$((tries + 1))
+    done
+    used=$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits 2> /dev/null | tr '\n' ' ')
+    rate=$(sed -n 's/.*"tokens_per_second":\([^,]*\),.*/\1/p' "$folder/$name/metrics.jsonl" 2> /dev/null | sed -n "6,${steps}p" | middle)
+    tell "$name: tokens/s" "${rate:-none}"
+    tell "$name: memory in use on each GPU" "$used" MiB
+    grep -h "^memory" "$folder/$name.txt" | sed 's/^/    /'
+    [ "$ranks" -gt 1 ] && sed -n 's/.*\("compute_seconds":[^}]*\).*/    \1/p' "$folder/$name/metrics.jsonl" | tail -n 2
+    [ -n "$rate" ] || tail -n 4 "$folder/$name.txt"
+    if [ "$ranks" -gt 1 ]; then kill_one "$name" 1 $run; else kill -9 $run; fi
     wait $run 2> /dev/null
-    [ -n "$rate" ] || tail -n 3 "$folder/$1.txt"
-    eval "rate_$2=\${rate:-0}"
+    rm -rf "${folder:?}/$name"
 }
-speed plain.400m 0 1
-speed world1.400m 1 1
-speed many.400m "$gpus" "$gpus"
-tell "world of one against plain" "$(awk -v a="${rate_1:-0}" -v b="${rate_0:-0}" 'BEGIN { if (b > 0) printf "%.4f", a / b }')" times
-eval "rate_many=\${rate_$gpus:-0}"
-tell "$gpus GPUs against one" "$(awk -v a="$rate_many" -v b="${rate_0:-0}" 'BEGIN { if (b > 0) printf "%.3f", a / b }')" times
+ratio() { tell "$1" "$(awk -v a="${2:-0}" -v b="${3:-0}" 'BEGIN { if (b > 0) printf "%.4f", a / b }')" times; }
+whole="--set train.batch=8 --set train.context=4096 --set train.recompute=light"
+# shellcheck disable=SC2086
+{
+    speed plain.400m 0 gdn 16 60 $whole --set train.accumulate=1
+    plain=$rate
+    speed many.400m "$gpus" gdn 16 60 $whole --set "train.accumulate=$gpus"
+    ratio "gdn 400M, 8 x 4096 a GPU: $gpus GPUs against one" "$rate" "$plain"
+    speed world1.400m 1 gdn 16 60 $whole --set train.accumulate=1
+    ratio "gdn 400M: a world of one against plain" "$rate" "$plain"
+}
+for layers in gdn kla; do
+    speed "$layers.131072.one" 0 $layers 10 60 --set train.batch=1 --set train.context=131072 --set train.recompute=layer
+    plain=$rate
+    speed "$layers.131072.many" "$gpus" $layers 10 60 --set train.batch=1 --set train.context=131072 --set train.recompute=layer \
+        --set "train.sequence_ranks=$gpus"
+    ratio "$layers, one sequence of 131,072 tokens: $gpus GPUs against one" "$rate" "$plain"
+done
 
 # the same bits of the large model: three steps, with the same global batch
-whole() {
-    large "$1" "$2" "$3" 3
+three() {
+    # shellcheck disable=SC2086
+    large "$1" "$2" gdn 3 $whole --set "train.accumulate=$gpus"
     tries=0
-    while kill -0 $run 2> /dev/null && [ $tries -lt 900 ]; do sleep 0.1; tries=$((tries + 1)); done
+    while kill -0 $run 2> /dev/null && [ $tries -lt 600 ]; do sleep 0.1; tries=$((tries + 1)); done
     kill -9 $run 2> /dev/null
     wait $run 2> /dev/null
 }
-if [ "$(left)" -gt 100 ]; then
-    whole one.bits 1 "$gpus"
-    whole many.bits "$gpus" "$gpus"
-    verdict "400M, bf16: $gpus GPUs give the bits of one" same one.bits many.bits
-    tell "400M: bytes of moments each rank saved" "$(stat -c %s "$folder"/many.bits/last/optimizer-*.safetensors 2> /dev/null | tr '\n' ' ')"
+if [ "$(left)" -gt 45 ]; then
+    three one.bits 1
+    three many.bits "$gpus"
+    verdict "gdn 400M, bf16: $gpus GPUs give the bits of one" same one.bits many.bits
+    tell "gdn 400M: bytes of moments in each rank's file" "$(stat -L -c %s "$folder"/many.bits/last/optimizer-*.safetensors 2> /dev/null | tr '\n' ' ')"
+    tell "gdn 400M: bytes of moments of one rank" "$(stat -L -c %s "$folder"/one.bits/last/optimizer.safetensors 2> /dev/null)"
 fi
 echo
 sed 's/{"name": "\(.*\)", "value": "\(.*\)", "unit": "\(.*\)"}/| \1 | \2 \3 |/' "$result"

@@ -51,16 +51,16 @@ mn_status mn_cli_ranks_device(mn_cli_ranks *ranks, const char **device, const ch
     *device = asked;
     if (ranks->world == 1 || !asked || strncmp(asked, "cuda", 4) != 0) return MN_OK;
     if (strcmp(asked, "cuda") != 0) {
-        return mn_fail(MN_ERR_ARGUMENT, "--device %s is one GPU, and every rank needs one of its own: "
-                       "--device cuda gives rank 0 of a machine its first, rank 1 its second",
+        return mn_fail(MN_ERR_ARGUMENT, "--device %s is one GPU, and every rank needs one of its "
+                       "own: --device cuda gives rank 0 of a machine its first, rank 1 its second",
                        asked);
     }
     const mn_status st = mn_device_count(&count);
     if (st != MN_OK) return st;
     const bool own = count == 1 && getenv("CUDA_VISIBLE_DEVICES") && ranks->local_world != count;
     if (local >= count && !own) {
-        return mn_fail(MN_ERR_ARGUMENT, "rank %d is number %d on its machine, counted from 0, which "
-                       "has %d GPU%s: start at most %d rank%s there", ranks->rank, local, count,
+        return mn_fail(MN_ERR_ARGUMENT, "rank %d is number %d on its machine, counted from 0, "
+                       "which has %d GPU%s: start at most %d rank%s there", ranks->rank, local, count,
                        count == 1 ? "" : "s", count, count == 1 ? "" : "s");
     }
     snprintf(ranks->device, sizeof ranks->device, "cuda:%d", own ? 0 : local);

@@ -66,9 +66,9 @@ static mn_status open_library(void) {
     }
     library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
     if (library) return MN_OK;
-    return mn_fail(MN_ERR_UNSUPPORTED, "libnccl.so.2 was not found, through which GPUs talk to each "
-                   "other: install NCCL (package libnccl2), or give its path as MNEME_NCCL; on one "
-                   "GPU --ranks is not needed");
+    return mn_fail(MN_ERR_UNSUPPORTED, "libnccl.so.2 was not found, through which GPUs talk to "
+                   "each other: install NCCL (package libnccl2), or give its path as MNEME_NCCL; "
+                   "on one GPU --ranks is not needed");
 }
 
 mn_status mn_nccl_find(int *version) {
@@ -77,8 +77,8 @@ mn_status mn_nccl_find(int *version) {
     mn_status st = library ? MN_OK : open_library();
     if (st != MN_OK) return st;
     if (!find_calls() || calls.version(version) != MN_NCCL_SUCCESS || *version < MN_NCCL_LEAST) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "libnccl.so.2 is older than NCCL 2.18, or none: install a "
-                       "newer one, or give its path as MNEME_NCCL");
+        return mn_fail(MN_ERR_UNSUPPORTED, "libnccl.so.2 is older than NCCL 2.18, or none: install "
+                       "a newer one, or give its path as MNEME_NCCL");
     }
     found_version = *version;
     return MN_OK;

@@ -12,9 +12,9 @@
  * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. Sequences
  * are not packed. Results are those of one rank within rounding.
  *
- * On GPUs all states and tails go from rank to rank, on the stream: a rank is behind the one before
- * by the time of one operator, not of one in each layer, as no rank waits for those behind it before
- * it goes back. Keys are not gathered there. */
+ * On GPUs all states and tails go from rank to rank, on the stream: a rank is behind the one
+ * before by the time of one operator, not of one in each layer, as no rank waits for those behind
+ * it before it goes back. Keys are not gathered there. */
 #ifndef MN_RANKS_SEQUENCE_H
 #define MN_RANKS_SEQUENCE_H
 
@@ -30,8 +30,8 @@ typedef struct mn_sequence {
     mn_comm *comm;             // the ranks that share sequences
     mn_nccl *nccl;             // the same of their GPUs, where the context has one
     int first;                 // the first of them among those of `nccl`
-    bool again;                // calls are made once more going back, `keep` gives the memory of the
-                               // first time, and what came from other ranks is in it still
+    bool again;                // calls are made once more going back, `keep` gives the memory of
+                               // the first time, and what came from other ranks is in it still
     mn_context *context;
     mn_keep_fn keep;
     void *owner;

@@ -105,8 +105,8 @@ typedef struct mn_tape_runner {
 
 void mn_tape_run_by(mn_tape *tape, const mn_tape_runner *runner);
 
-/* The part of the step (mn_tape_checkpoint) that is being computed, from 1 on in their order; 0: none.
- * *again: once more, going back. */
+/* The part of the step (mn_tape_checkpoint) that is being computed, from 1 on in their order; 0:
+ * none. *again: once more, going back. */
 int mn_tape_checkpoint_at(const mn_tape *tape, bool *again);
 
 /* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators

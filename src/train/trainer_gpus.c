@@ -112,7 +112,7 @@ mn_status mn_trainer_gpus_create(mn_trainer_gpus **out, mn_trainer *t,
     g->rank = mn_comm_rank(t->comm);
     g->world = mn_comm_world(t->comm);
     g->sequence = (int)t->options.sequence_ranks;
-    bool local;
+    bool local = true;
     st = take_room(g);
     if (st == MN_OK) mn_optim_shares(params, n_params, g->world, g->elements, g->pieces);
     st = mn_comm_agree(t->comm, st);
@@ -204,7 +204,8 @@ mn_status mn_trainer_gpus_update(mn_trainer_gpus *g, mn_device_optimizer *o) {
 
 /* ---- waiting --------------------------------------------------------------------------------- */
 
-/* Until the stream has come to its end; ends it where a rank is gone. */
+/* Until the stream has come to its end, or a rank is gone; then the end of the run aborts NCCL,
+ * after the sentence has been said. */
 static mn_status wait(mn_trainer_gpus *g) {
     const struct timespec moment = { 0, 20000 };
     double looked = mn_seconds();
@@ -218,7 +219,6 @@ static mn_status wait(mn_trainer_gpus *g) {
         }
         if (st == MN_OK) st = mn_device_done(g->device, &done);
     }
-    if (st != MN_OK) mn_nccl_abort(g->nccl);
     return st;
 }
 
@@ -245,7 +245,6 @@ mn_status mn_trainer_gpus_before(mn_trainer_gpus *g) {
 
 mn_status mn_trainer_gpus_finish(mn_trainer_gpus *g, mn_step_result *r) {
     mn_status st = hear_news(g, r);
-    if (st != MN_OK) mn_nccl_abort(g->nccl);
     if (st == MN_OK) st = wait(g);
     if (st == MN_OK) {
         st = mn_device_seconds(g->device, &g->compute, g->points[BEGIN], g->points[COMPUTED]);
