@@ -60,8 +60,8 @@ mn_status mn_cli_ranks_device(mn_cli_ranks *ranks, const char **device, const ch
     const bool own = count == 1 && getenv("CUDA_VISIBLE_DEVICES") && ranks->local_world != count;
     if (local >= count && !own) {
         return mn_fail(MN_ERR_ARGUMENT, "rank %d is number %d on its machine, counted from 0, "
-                       "which has %d GPU%s: start at most %d rank%s there", ranks->rank, local, count,
-                       count == 1 ? "" : "s", count, count == 1 ? "" : "s");
+                       "which has %d GPU%s: start at most %d rank%s there", ranks->rank, local,
+                       count, count == 1 ? "" : "s", count, count == 1 ? "" : "s");
     }
     snprintf(ranks->device, sizeof ranks->device, "cuda:%d", own ? 0 : local);
     *device = ranks->device;

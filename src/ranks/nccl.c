@@ -147,7 +147,8 @@ mn_status mn_nccl_create(mn_nccl **out, mn_comm *comm, bool local) {
             st = failure(n, result, "meeting the other GPUs");
         }
     }
-    st = mn_comm_agree(comm, st);
+    /* one that fails says so at the run's end, which ends the others' waiting for it */
+    if (st == MN_OK) st = mn_comm_agree(comm, st);
     if (st == MN_OK) {
         *out = n;
         return MN_OK;

@@ -27,8 +27,8 @@ mn_status mn_nccl_create(mn_nccl **out, mn_comm *comm, bool local);
 /* All ranks' work on streams has been waited for. NULL accepted. */
 void mn_nccl_destroy(mn_nccl *nccl);
 
-/* As mn_comm_exchange, between addresses on the GPUs, none to this rank itself; that both ends agree
- * on sizes is not checked. Peers count from rank `first`: 0, or the first of a part. */
+/* As mn_comm_exchange, between addresses on the GPUs, none to this rank itself; that both ends
+ * agree on sizes is not checked. Peers count from rank `first`: 0, or the first of a part. */
 mn_status mn_nccl_exchange(mn_nccl *nccl, const mn_transfer *transfers, int n, int first,
                            void *stream);
 
