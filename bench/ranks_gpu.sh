@@ -86,16 +86,19 @@ kill_one() {
     kill -9 "$3" 2> /dev/null
     grep -h "rank [0-9]* stops\|was ended" "$folder/$1.txt" | sed 's/^/    /'
 }
-"$mneme" train --ranks "$gpus" --device cuda --quiet --set "data.train=$folder/book.txt" --set model.layers=gdn --set model.hidden_size=256 \
-    --set train.batch=4 --set train.context=256 --set train.accumulate=8 --set train.steps=100000 --set train.checkpoint_every=20 \
-    --set train.eval_every=0 --set train.eval_batches=1 --set train.tensorboard=false --set "out=$folder/dead" > "$folder/dead.txt" 2>&1 &
-run=$!
-tries=0
-while [ ! -e "$folder/dead/last" ] && [ $tries -lt 300 ]; do sleep 0.1; tries=$((tries + 1)); done
-kill_one dead 1 $run
-step=$(readlink "$folder/dead/last" | sed 's/.*step-0*//')
-verdict "the last checkpoint of the killed run goes on" timeout -k 5 60 "$mneme" train --resume "$folder/dead" --ranks 1 --device cuda --quiet \
-    --set "train.steps=$((${step:-0} + 2))"
+die() {
+    "$mneme" train --ranks "$gpus" --device cuda --quiet --set "data.train=$folder/book.txt" --set model.layers=gdn --set model.hidden_size=256 \
+        --set train.batch=4 --set train.context=256 --set train.accumulate=8 --set train.steps=100000 --set train.checkpoint_every=20 \
+        --set train.eval_every=0 --set train.eval_batches=1 --set train.tensorboard=false --set "out=$folder/dead" > "$folder/dead.txt" 2>&1 &
+    run=$!
+    tries=0
+    while [ ! -e "$folder/dead/last" ] && [ $tries -lt 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+    kill_one dead 1 $run
+    step=$(readlink "$folder/dead/last" | sed 's/.*step-0*//')
+    verdict "the last checkpoint of the killed run goes on" timeout -k 5 60 "$mneme" train --resume "$folder/dead" --ranks 1 --device cuda --quiet \
+        --set "train.steps=$((${step:-0} + 2))"
+}
+[ "$gpus" -gt 1 ] && die
 
 # the sequences of small runs in parts: the same losses within rounding
 for layers in gdn kla; do
@@ -129,7 +132,7 @@ middle() { sort -g | awk '{ v[NR] = $1 } END { if (NR) print v[int((NR + 1) / 2)
 # speed OUT RANKS LAYERS STEPS SECONDS [settings...]: $rate: tokens a second, the median of the steps behind the first 5
 speed() {
     rate=
-    [ "$(left)" -gt 30 ] || { tell "$1" skipped; return; }
+    [ "$(left)" -gt 30 ] && [ "$2" -le "$gpus" ] || { tell "$1" skipped; return; }
     name=$1 ranks=$2 kind=$3 steps=$4 most=$5
     shift 5
     large "$name" "$ranks" "$kind" 100000 "$@"
@@ -156,7 +159,7 @@ whole="--set train.batch=8 --set train.context=4096 --set train.recompute=light"
 {
     speed plain.400m 0 gdn 16 60 $whole --set train.accumulate=1
     plain=$rate
-    speed many.400m "$gpus" gdn 16 60 $whole --set "train.accumulate=$gpus"
+    [ "$gpus" = 1 ] || speed many.400m "$gpus" gdn 16 60 $whole --set "train.accumulate=$gpus"
     ratio "gdn 400M, 8 x 4096 a GPU: $gpus GPUs against one" "$rate" "$plain"
     speed world1.400m 1 gdn 16 60 $whole --set train.accumulate=1
     ratio "gdn 400M: a world of one against plain" "$rate" "$plain"
