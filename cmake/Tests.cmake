@@ -46,6 +46,11 @@ foreach(source ${test_sources})
     mneme_label(${name} ${source})
 endforeach()
 
+# What stands in for NCCL where there is none.
+add_library(fake_nccl MODULE tests/support/programs/fake_nccl.c)
+add_dependencies(test_gpus fake_nccl)
+target_compile_definitions(test_gpus PRIVATE MN_FAKE_NCCL="$<TARGET_FILE:fake_nccl>")
+
 set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
 add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors")
 set_tests_properties(golden PROPERTIES LABELS "sanitize;threads")

@@ -3,10 +3,12 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "base/status.h"
 #include "ranks/launch.h"
+#include "runtime/device.h"
 
 static void log_line(const char *line) {
     fprintf(stderr, "mneme: %s\n", line);
@@ -30,15 +32,40 @@ mn_status mn_cli_ranks_start(mn_cli_ranks *out, const char *verb, int ranks, con
     out->rank = how.rank;
     out->world = how.world;
     out->local_world = how.local_world;
+    out->alone = how.world == 1 && ranks == 1;
     return MN_OK;
 }
 
 mn_status mn_cli_ranks_meet(mn_cli_ranks *ranks, const char *transport) {
     mn_comm_options how;
-    if (ranks->world == 1) return MN_OK;
+    if (ranks->world == 1 && !ranks->alone) return MN_OK;
     const mn_status st = mn_launch_read(&how, transport);
     how.log = log_line;
     return st == MN_OK ? mn_comm_create(&ranks->comm, &how) : st;
+}
+
+/* A launcher may have shown each rank a GPU of its own, which then is the only one. */
+mn_status mn_cli_ranks_device(mn_cli_ranks *ranks, const char **device, const char *asked) {
+    const int local = mn_comm_local_rank(ranks->comm);
+    int count = 0;
+    *device = asked;
+    if (ranks->world == 1 || !asked || strncmp(asked, "cuda", 4) != 0) return MN_OK;
+    if (strcmp(asked, "cuda") != 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "--device %s is one GPU, and every rank needs one of its "
+                       "own: --device cuda gives rank 0 of a machine its first, rank 1 its second",
+                       asked);
+    }
+    const mn_status st = mn_device_count(&count);
+    if (st != MN_OK) return st;
+    const bool own = count == 1 && getenv("CUDA_VISIBLE_DEVICES") && ranks->local_world != count;
+    if (local >= count && !own) {
+        return mn_fail(MN_ERR_ARGUMENT, "rank %d is number %d on its machine, counted from 0, "
+                       "which has %d GPU%s: start at most %d rank%s there", ranks->rank, local,
+                       count, count == 1 ? "" : "s", count, count == 1 ? "" : "s");
+    }
+    snprintf(ranks->device, sizeof ranks->device, "cuda:%d", own ? 0 : local);
+    *device = ranks->device;
+    return MN_OK;
 }
 
 int mn_cli_ranks_threads(const mn_cli_ranks *ranks, int asked) {

@@ -9,6 +9,8 @@
 typedef struct mn_cli_ranks {
     mn_comm *comm;             // NULL: one rank
     int rank, world, local_world;
+    bool alone;                // one rank that was asked for takes the ways of several
+    char device[32];           // this rank's, see mn_cli_ranks_device
     const char *verb;
 } mn_cli_ranks;
 
@@ -20,6 +22,10 @@ mn_status mn_cli_ranks_start(mn_cli_ranks *out, const char *verb, int ranks, con
 
 /* All ranks meet. */
 mn_status mn_cli_ranks_meet(mn_cli_ranks *ranks, const char *transport);
+
+/* Which device this rank computes on where `asked` was given: of several ranks each takes the GPU
+ * of its number on this machine. With one rank, or on the CPU, it is what was asked for. */
+mn_status mn_cli_ranks_device(mn_cli_ranks *ranks, const char **device, const char *asked);
 
 /* Threads of each rank where none are asked for: the cores of this machine shared out. */
 int mn_cli_ranks_threads(const mn_cli_ranks *ranks, int asked);

@@ -4,6 +4,9 @@
  *   decide    norm, clipping and whether to update at all, on the device
  *   update    every chunk at once, in float32; `shadow` gets the new value in bf16
  *
+ * Of several owners each has the chunks [first, first + own): it makes their squares and updates
+ * their numbers; squares and losses of the others are brought before the decision.
+ *
  * All pointers are the device's. Calls put work on the stream and return its cudaError_t; nothing
  * waits, so that a step can be recorded and played again with other numbers in mn_adamw_hparams. */
 #ifndef MN_KERNELS_ADAMW_ALL_H
@@ -53,20 +56,27 @@ typedef struct mn_adamw_loss {
 typedef struct mn_adamw_all {
     const mn_adamw_param *params;
     const mn_adamw_chunk *chunks;
-    int64_t n_chunks;
-    double *squares;               // (n_cuts)
+    int64_t n_chunks, first, own;
+    double *squares;               // (n_chunks)
     const mn_adamw_hparams *hparams;
     mn_adamw_result *result;
-    const mn_adamw_loss *losses;   // (n_losses), each of equal weight
-    int64_t n_losses;
+    const mn_adamw_loss *losses;   // (n_parts, n_losses): batches of equal weight, whose parts
+    int64_t n_losses, n_parts;     // count by their targets
 } mn_adamw_all;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-int mn_adamw_norm_cuda(const mn_adamw_all *all, void *stream);      // squares and decide
+int mn_adamw_squares_cuda(const mn_adamw_all *all, void *stream);
+int mn_adamw_decide_cuda(const mn_adamw_all *all, void *stream);
 int mn_adamw_update_cuda(const mn_adamw_all *all, void *stream);
+
+/* The shadows of the chunks of other owners, from values that were brought. */
+int mn_adamw_shadows_cuda(const mn_adamw_all *all, void *stream);
+
+/* out = a + b, n numbers at addresses of 16 bytes; out may be a or b. */
+int mn_add_cuda(float *out, const float *a, const float *b, int64_t n, void *stream);
 
 /* to = from in bf16, n numbers. */
 int mn_cast_bf16_cuda(void *to, const float *from, int64_t n, void *stream);

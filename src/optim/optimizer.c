@@ -18,6 +18,7 @@
 #include "base/checked.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "kernels/adamw_all.h"
 
 #define MN_TARGET avx2
 #include "kernels/cpu/optim/optim.h"
@@ -27,7 +28,7 @@
 #undef MN_TARGET
 
 /* Numbers of a piece: its four arrays, 256 KiB, pass through a second cache. */
-enum { PIECE = 1 << 14, ROW = MN_ALIGN / sizeof(float) };
+enum { PIECE = MN_ADAMW_CHUNK, ROW = MN_ALIGN / sizeof(float) };
 
 typedef struct piece {
     int64_t param, first, count;

@@ -13,11 +13,19 @@
 
 enum { LINE = 64, MOST_LOSSES = 4096 };    // floats of 256 bytes
 
+/* Of numbers [begin, begin + count) of a parameter, those that this optimiser owns: where they are
+ * among all moments. */
+typedef struct moments {
+    int64_t begin, count, at;
+} moments;
+
 struct mn_device_optimizer {
     mn_device *device;
     mn_adamw_options options;
     mn_adamw_param *params;      // (n_params), as on the device
+    moments *moments;            // (n_params)
     int64_t n_params, n_chunks;
+    int64_t own, end;            // chunks [own, end) are this optimiser's
     unsigned char *memory;       // moments, then the tables below, on the device
     size_t bytes;
     mn_adamw_all all;            // addresses on the device
@@ -38,16 +46,30 @@ static bool place(size_t *at, size_t *end, int64_t count, size_t size) {
            mn_add_size(end, *end, bytes / 256 * 256);
 }
 
-static bool lay_out(layout *l, mn_device_optimizer *o, const mn_optim_param *params) {
-    int64_t floats = 0;
-    size_t moments;
+/* Chunks of all parameters, which of them are this owner's, and floats of its moments. */
+static bool share_out(int64_t *floats, mn_device_optimizer *o, const mn_optim_param *params) {
+    int64_t at = 0, padded;
+    *floats = 0;
     for (int64_t i = 0; i < o->n_params; i++) {
-        int64_t padded;
-        if (!mn_add_i64(&padded, params[i].count, LINE - 1)) return false;
-        if (!mn_add_i64(&floats, floats, 2 * (padded / LINE * LINE))) return false;
-        o->n_chunks += mn_ceil_div(params[i].count, MN_ADAMW_CHUNK);
+        const int64_t chunks = mn_ceil_div(params[i].count, MN_ADAMW_CHUNK);
+        const int64_t low = mn_max(o->own - at, 0), high = mn_min(o->end - at, chunks);
+        at += chunks;
+        if (low >= high) continue;
+        moments *m = &o->moments[i];
+        m->begin = low * MN_ADAMW_CHUNK;
+        m->count = mn_min(high * MN_ADAMW_CHUNK, params[i].count) - m->begin;
+        m->at = *floats;
+        if (!mn_add_i64(&padded, m->count, LINE - 1)) return false;
+        if (!mn_add_i64(floats, *floats, 2 * (padded / LINE * LINE))) return false;
     }
-    return place(&moments, &l->end, floats, sizeof(float)) &&
+    o->n_chunks = at;
+    return true;
+}
+
+static bool lay_out(layout *l, mn_device_optimizer *o, const mn_optim_param *params) {
+    int64_t floats;
+    size_t at;
+    return share_out(&floats, o, params) && place(&at, &l->end, floats, sizeof(float)) &&
            place(&l->params, &l->end, o->n_params, sizeof(mn_adamw_param)) &&
            place(&l->chunks, &l->end, o->n_chunks, sizeof(mn_adamw_chunk)) &&
            place(&l->squares, &l->end, o->n_chunks, sizeof(double)) &&
@@ -56,16 +78,19 @@ static bool lay_out(layout *l, mn_device_optimizer *o, const mn_optim_param *par
            place(&l->losses, &l->end, MOST_LOSSES, sizeof(mn_adamw_loss));
 }
 
+/* Moments are counted from the parameter's first number, which may be another owner's. */
 static void fill_params(mn_device_optimizer *o, const mn_optim_param *params) {
-    float *at = (float *)o->memory;
     for (int64_t i = 0; i < o->n_params; i++) {
         const mn_optim_param *p = &params[i];
-        const int64_t padded = mn_ceil_div(p->count, LINE) * LINE;
+        const moments *of = &o->moments[i];
+        const int64_t padded = mn_ceil_div(of->count, LINE) * LINE;
+        const uintptr_t first = (uintptr_t)((float *)o->memory + of->at);
+        const uintptr_t before = (uintptr_t)of->begin * sizeof(float);
         o->params[i] = (mn_adamw_param){
-            .p = p->value, .g = p->grad, .m = at, .v = at + padded, .shadow = p->shadow,
-            .lr_scale = (float)p->lr_scale,
+            .p = p->value, .g = p->grad, .m = (float *)(first - before),
+            .v = (float *)(first + (uintptr_t)padded * sizeof(float) - before),
+            .shadow = p->shadow, .lr_scale = (float)p->lr_scale,
             .weight_decay = p->decays ? (float)o->options.weight_decay : 0.0f };
-        at += 2 * padded;
     }
 }
 
@@ -97,6 +122,7 @@ static mn_status fill(mn_device_optimizer *o, const layout *l, const mn_optim_pa
     o->all = (mn_adamw_all){
         .params = (mn_adamw_param *)(o->memory + l->params),
         .chunks = (mn_adamw_chunk *)(o->memory + l->chunks), .n_chunks = o->n_chunks,
+        .first = o->own, .own = o->end - o->own, .n_parts = 1,
         .squares = (double *)(o->memory + l->squares),
         .hparams = (mn_adamw_hparams *)(o->memory + l->hparams),
         .result = (mn_adamw_result *)(o->memory + l->result),
@@ -104,9 +130,24 @@ static mn_status fill(mn_device_optimizer *o, const layout *l, const mn_optim_pa
     return st;
 }
 
-mn_status mn_device_optimizer_create(mn_device_optimizer **out, mn_context *context,
-                                     const mn_optim_param *params, int64_t n_params,
-                                     const mn_adamw_options *options) {
+/* Tables of the host, and which chunks are whose. */
+static bool open_tables(mn_device_optimizer *o, const mn_optim_param *params, int part, int parts) {
+    o->params = calloc((size_t)o->n_params + 1, sizeof *o->params);
+    o->moments = calloc((size_t)o->n_params + 1, sizeof *o->moments);
+    int64_t *bounds = calloc(2 * ((size_t)parts + 1), sizeof *bounds);
+    const bool there = o->params && o->moments && bounds;
+    if (there) {
+        mn_optim_shares(params, o->n_params, parts, bounds, bounds + parts + 1);
+        o->own = bounds[parts + 1 + part];
+        o->end = bounds[parts + 1 + part + 1];
+    }
+    free(bounds);
+    return there;
+}
+
+mn_status mn_device_optimizer_create_part(mn_device_optimizer **out, mn_context *context,
+                                          const mn_optim_param *params, int64_t n_params,
+                                          const mn_adamw_options *options, int part, int parts) {
     *out = NULL;
     mn_status st = mn_optim_check(params, n_params, options);
     if (st != MN_OK) return st;
@@ -116,9 +157,8 @@ mn_status mn_device_optimizer_create(mn_device_optimizer **out, mn_context *cont
     o->device = context->device;
     o->options = *options;
     o->n_params = n_params;
-    o->params = calloc((size_t)n_params + 1, sizeof *o->params);
-    const bool fits = o->params && n_params < INT32_MAX && lay_out(&l, o, params) &&
-                      o->n_chunks < INT32_MAX;
+    const bool fits = n_params < INT32_MAX && open_tables(o, params, part, parts) &&
+                      lay_out(&l, o, params) && o->n_chunks < INT32_MAX;
     if (!fits) st = mn_fail(MN_ERR_MEMORY, "no memory for the moments of %" PRId64 " parameters",
                             n_params);
     void *memory = NULL;
@@ -136,10 +176,17 @@ mn_status mn_device_optimizer_create(mn_device_optimizer **out, mn_context *cont
     return MN_OK;
 }
 
+mn_status mn_device_optimizer_create(mn_device_optimizer **out, mn_context *context,
+                                     const mn_optim_param *params, int64_t n_params,
+                                     const mn_adamw_options *options) {
+    return mn_device_optimizer_create_part(out, context, params, n_params, options, 0, 1);
+}
+
 void mn_device_optimizer_destroy(mn_device_optimizer *optimizer) {
     if (!optimizer) return;
     mn_device_free(optimizer->device, optimizer->memory);
     free(optimizer->params);
+    free(optimizer->moments);
     free(optimizer);
 }
 
@@ -172,15 +219,43 @@ mn_status mn_device_optimizer_loss(mn_device_optimizer *o, int64_t i, const void
                           sizeof(mn_adamw_loss));
 }
 
-mn_status mn_device_optimizer_step(mn_device_optimizer *o, int64_t n_batches) {
+mn_status mn_device_optimizer_measure(mn_device_optimizer *o) {
+    const mn_status st = mn_device_use(o->device);
+    if (st != MN_OK) return st;
+    return mn_device_check(o->device, mn_adamw_squares_cuda(&o->all, mn_device_stream(o->device)),
+                           "gradient norm");
+}
+
+double *mn_device_optimizer_squares(mn_device_optimizer *o) {
+    return o->all.squares;
+}
+
+void *mn_device_optimizer_losses(mn_device_optimizer *o) {
+    return (mn_adamw_loss *)o->all.losses;
+}
+
+mn_status mn_device_optimizer_decide(mn_device_optimizer *o, int64_t n_batches, int parts) {
     void *stream = mn_device_stream(o->device);
     o->all.n_losses = n_batches;
+    o->all.n_parts = parts;
     mn_status st = mn_device_use(o->device);
     if (st == MN_OK) {
-        st = mn_device_check(o->device, mn_adamw_norm_cuda(&o->all, stream), "gradient norm");
+        st = mn_device_check(o->device, mn_adamw_decide_cuda(&o->all, stream), "gradient norm");
     }
     if (st != MN_OK) return st;
     return mn_device_check(o->device, mn_adamw_update_cuda(&o->all, stream), "adamw");
+}
+
+mn_status mn_device_optimizer_shadows(mn_device_optimizer *o) {
+    const mn_status st = mn_device_use(o->device);
+    if (st != MN_OK) return st;
+    return mn_device_check(o->device, mn_adamw_shadows_cuda(&o->all, mn_device_stream(o->device)),
+                           "parameters in bf16");
+}
+
+mn_status mn_device_optimizer_step(mn_device_optimizer *o, int64_t n_batches) {
+    const mn_status st = mn_device_optimizer_measure(o);
+    return st == MN_OK ? mn_device_optimizer_decide(o, n_batches, 1) : st;
 }
 
 mn_status mn_device_optimizer_ask(mn_device_optimizer *o, mn_optim_outcome *outcome) {
@@ -193,11 +268,17 @@ mn_status mn_device_optimizer_ask(mn_device_optimizer *o, mn_optim_outcome *outc
 }
 
 float *mn_device_optimizer_first(mn_device_optimizer *optimizer, int64_t i) {
-    return optimizer->params[i].m;
+    return optimizer->params[i].m + optimizer->moments[i].begin;
 }
 
 float *mn_device_optimizer_second(mn_device_optimizer *optimizer, int64_t i) {
-    return optimizer->params[i].v;
+    return optimizer->params[i].v + optimizer->moments[i].begin;
+}
+
+void mn_device_optimizer_owned(const mn_device_optimizer *optimizer, int64_t i, int64_t *begin,
+                               int64_t *count) {
+    *begin = optimizer->moments[i].begin;
+    *count = optimizer->moments[i].count;
 }
 
 size_t mn_device_optimizer_bytes(const mn_device_optimizer *optimizer) {

@@ -28,6 +28,11 @@ mn_status mn_device_optimizer_create(mn_device_optimizer **out, mn_context *cont
                                      const mn_adamw_options *options);
 void mn_device_optimizer_destroy(mn_device_optimizer *optimizer);    // NULL accepted
 
+/* The same for one of `parts` owners, as mn_optimizer_create_part. */
+mn_status mn_device_optimizer_create_part(mn_device_optimizer **out, mn_context *context,
+                                          const mn_optim_param *params, int64_t n_params,
+                                          const mn_adamw_options *options, int part, int parts);
+
 /* Step number `step` (from 0) at learning rate `lr`. Gradients are scaled down to the norm `clip`
  * (0: never). Nothing is updated where the loss lies above `limit` or where loss or norm are not
  * finite. */
@@ -38,11 +43,26 @@ mn_status mn_device_optimizer_tell(mn_device_optimizer *optimizer, int64_t step,
  * many targets, at an address on the device. */
 mn_status mn_device_optimizer_loss(mn_device_optimizer *optimizer, int64_t i, const void *told);
 mn_status mn_device_optimizer_step(mn_device_optimizer *optimizer, int64_t n_batches);
+
+/* The same step by several owners: each measures the squares of its pieces, they exchange squares
+ * and losses, whose addresses on the device are these, and all decide alike; each updates its own
+ * numbers. Where sequences are cut in `parts`, the loss of part p of batch i is number
+ * p n_batches + i. */
+mn_status mn_device_optimizer_measure(mn_device_optimizer *optimizer);
+double *mn_device_optimizer_squares(mn_device_optimizer *optimizer);    // of all pieces
+void *mn_device_optimizer_losses(mn_device_optimizer *optimizer);       // 16 bytes each
+mn_status mn_device_optimizer_decide(mn_device_optimizer *optimizer, int64_t n_batches, int parts);
+
+/* After the values of other owners came: their shadows. */
+mn_status mn_device_optimizer_shadows(mn_device_optimizer *optimizer);
 mn_status mn_device_optimizer_ask(mn_device_optimizer *optimizer, mn_optim_outcome *outcome);
 
-/* The moments of parameter `i`, (count) each, for checkpoints: addresses on the device. */
+/* The moments of parameter `i`, for checkpoints: addresses on the device, of its numbers
+ * [begin, begin + count), which are all of them unless others own a part. */
 float *mn_device_optimizer_first(mn_device_optimizer *optimizer, int64_t i);
 float *mn_device_optimizer_second(mn_device_optimizer *optimizer, int64_t i);
+void mn_device_optimizer_owned(const mn_device_optimizer *optimizer, int64_t i, int64_t *begin,
+                               int64_t *count);
 
 /* Bytes of the device's memory that it holds. */
 size_t mn_device_optimizer_bytes(const mn_device_optimizer *optimizer);

@@ -327,6 +327,21 @@ mn_status mn_comm_same(mn_comm *comm, const char *what, uint64_t value) {
     return mn_comm_agree(comm, st);
 }
 
+mn_status mn_comm_check(mn_comm *comm) {
+    if (!comm) return MN_OK;
+    while (comm->whole) comm = comm->whole;
+    if (comm->failed) return mn_fail(MN_ERR_IO, "%s", comm->why);
+    const mn_status st = comm->transport->check ? comm->transport->check(comm->self) : MN_OK;
+    comm->failed = st != MN_OK;
+    if (comm->failed) snprintf(comm->why, sizeof comm->why, "%s", mn_last_error());
+    return st;
+}
+
+bool mn_comm_failed(const mn_comm *comm) {
+    while (comm && comm->whole) comm = comm->whole;
+    return comm && comm->failed;
+}
+
 void mn_comm_abort(mn_comm *comm, const char *why) {
     if (!comm || comm->failed) return;
     while (comm->whole) comm = comm->whole;

@@ -110,6 +110,11 @@ mn_status mn_comm_agree(mn_comm *comm, mn_status mine);
 /* Fails on all ranks where `value` (of rank 0) is not the same everywhere. */
 mn_status mn_comm_same(mn_comm *comm, const char *what, uint64_t value);
 
+/* Whether the others are there still, without a message and without waiting: fails with the
+ * sentence of one that gave up, or with the name of one that is gone. NULL: there are no others. */
+mn_status mn_comm_check(mn_comm *comm);
+bool mn_comm_failed(const mn_comm *comm);    // some call did, and all later ones will
+
 /* Tells all ranks that this one gives up; they fail with its sentence. Sends what it can without
  * waiting, and nothing after. */
 void mn_comm_abort(mn_comm *comm, const char *why);

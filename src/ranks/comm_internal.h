@@ -9,6 +9,7 @@ typedef struct mn_transport {
     mn_status (*exchange)(void *self, const mn_transfer *transfers, int n);
     void (*abort)(void *self, const char *why);
     void (*close)(void *self);
+    mn_status (*check)(void *self);    // NULL: the launcher ends all ranks itself
 } mn_transport;
 
 struct mn_comm {

@@ -70,7 +70,7 @@ static void close_mpi(void *self) {
     free(m);
 }
 
-static const mn_transport transport_mpi = { exchange, abort_all, close_mpi };
+static const mn_transport transport_mpi = { exchange, abort_all, close_mpi, NULL };
 
 /* ---- opening --------------------------------------------------------------------------------- */
 

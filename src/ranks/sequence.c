@@ -31,6 +31,7 @@ typedef struct call {
     int rank, world;
     size_t item;
     law law;
+    mn_device *device;                 // NULL: the host
     state states[STATES];
     int n_states;
     const mn_field *keys[KEYED];       // fields with axes BL.. of what is gathered
@@ -94,7 +95,9 @@ static mn_status take_apart(call *c, const mn_sequence *s, mn_op_id op, void *ar
     int n;
     const mn_field *fields = mn_op_fields(op, &n);
     *c = (call){ .s = s, .op = op, .args = args, .sizes = args, .law = law_of(op),
-                 .rank = mn_comm_rank(s->comm), .world = mn_comm_world(s->comm) };
+                 .rank = mn_comm_rank(s->comm), .world = mn_comm_world(s->comm),
+                 .device = s->context->device };
+    if (c->device) c->law = PIPELINE;
     c->item = mn_dtype_bytes(c->sizes->dtype);
     if (c->sizes->J == 0) c->sizes->J = c->sizes->H;
     const size_t theta = mn_op_traits_of(op)->theta;
@@ -137,6 +140,26 @@ static void *zeros(size_t bytes) {
     void *memory = calloc(1, bytes ? bytes : 1);
     if (!memory) mn_fail(MN_ERR_MEMORY, "no memory for %zu bytes of states", bytes);
     return memory;
+}
+
+/* Memory for the length of a call: on a GPU in the order of its stream, and not of zeros. */
+static void *take(const call *c, size_t bytes) {
+    if (!c->device) return zeros(bytes);
+    void *memory = mn_device_bytes(c->device, bytes);
+    if (!memory) mn_fail(MN_ERR_MEMORY, "the GPU has no memory for %zu bytes of states", bytes);
+    return memory;
+}
+
+static void give(const call *c, void *memory) {
+    if (!c->device) free(memory);
+}
+
+/* Messages to and from the ranks of the sequence. */
+static mn_status exchange(const call *c, const mn_transfer *t, int n) {
+    if (!c->device) return mn_comm_exchange(c->s->comm, t, n);
+    const mn_status st = mn_device_use(c->device);
+    if (st != MN_OK) return st;
+    return mn_nccl_exchange(c->s->nccl, t, n, c->s->first, mn_device_stream(c->device));
 }
 
 /* ---- keys ------------------------------------------------------------------------------------ */
@@ -193,6 +216,11 @@ static mn_status gather_field(call *c, const mn_field *f, char *whole) {
 static mn_status forward_keys(call *c, bool plan) {
     mn_status st = MN_OK;
     const int64_t T = c->sizes->T;
+    if (c->device) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: keys are gathered in the host's memory so far; cut "
+                       "sequences of this model over ranks without --device, or share out batches "
+                       "only (train.sequence_ranks=1)", mn_op_describe(c->op)->name);
+    }
     if (c->sizes->L != 0 && c->sizes->L != T) {
         return mn_fail(MN_ERR_UNSUPPORTED, "%s: a cache of keys cannot be cut over ranks",
                        mn_op_describe(c->op)->name);
@@ -200,7 +228,7 @@ static mn_status forward_keys(call *c, bool plan) {
     for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
         c->sizes->L = (c->rank + 1) * T;
         const size_t bytes = (size_t)count_of(c, c->keys[i]->axes) * c->item;
-        char *whole = c->s->keep(c->s->owner, bytes);
+        char *whole = c->s->keep(c->s->owner, bytes, plan);
         if (!whole) return MN_ERR_MEMORY;
         if (plan) in_at(c, c->keys[i])->data = whole;
         else st = gather_field(c, c->keys[i], whole);
@@ -278,9 +306,9 @@ static mn_status backward_keys(call *c) {
 /* ---- states from rank to rank ---------------------------------------------------------------- */
 
 /* Memory for initial states, filled by who comes next; on rank 0 only where maps need them. */
-static mn_status keep_states(call *c) {
+static mn_status keep_states(call *c, bool plan) {
     for (int i = 0; i < c->n_states && c->rank > 0; i++) {
-        void *memory = c->s->keep(c->s->owner, c->states[i].bytes);
+        void *memory = c->s->keep(c->s->owner, c->states[i].bytes, plan);
         if (!memory) return MN_ERR_MEMORY;
         *in_at(c, c->states[i].in) = (mn_in){ memory, { 0 } };
     }
@@ -293,7 +321,7 @@ static mn_status lend_finals(call *c, void **lent) {
         mn_in *out = in_at(c, c->states[i].out);
         lent[i] = NULL;
         if (out->data) continue;
-        lent[i] = zeros(c->states[i].bytes);
+        lent[i] = take(c, c->states[i].bytes);
         if (!lent[i]) return MN_ERR_MEMORY;
         out->data = lent[i];
     }
@@ -303,31 +331,34 @@ static mn_status lend_finals(call *c, void **lent) {
 static void return_finals(call *c, void **lent) {
     for (int i = 0; i < c->n_states; i++) {
         if (lent[i]) in_at(c, c->states[i].out)->data = NULL;
-        free(lent[i]);
+        give(c, lent[i]);
         lent[i] = NULL;
     }
 }
 
 static mn_status receive_states(call *c) {
-    mn_status st = MN_OK;
-    for (int i = 0; st == MN_OK && i < c->n_states && c->rank > 0; i++) {
-        st = mn_comm_receive(c->s->comm, c->rank - 1, (void *)in_at(c, c->states[i].in)->data,
-                             c->states[i].bytes);
+    mn_transfer t[STATES] = { { 0 } };
+    int n = 0;
+    for (int i = 0; i < c->n_states && c->rank > 0; i++) {
+        t[n++] = (mn_transfer){ c->rank - 1, false, (void *)in_at(c, c->states[i].in)->data,
+                                c->states[i].bytes };
     }
-    return st;
+    return exchange(c, t, n);
 }
 
 static mn_status send_states(call *c) {
-    mn_status st = MN_OK;
-    for (int i = 0; st == MN_OK && i < c->n_states && c->rank + 1 < c->world; i++) {
-        st = mn_comm_send(c->s->comm, c->rank + 1, in_at(c, c->states[i].out)->data,
-                          c->states[i].bytes);
+    mn_transfer t[STATES] = { { 0 } };
+    int n = 0;
+    for (int i = 0; i < c->n_states && c->rank + 1 < c->world; i++) {
+        t[n++] = (mn_transfer){ c->rank + 1, true, (void *)in_at(c, c->states[i].out)->data,
+                                c->states[i].bytes };
     }
-    return st;
+    return exchange(c, t, n);
 }
 
 static mn_status forward_pipeline(call *c) {
     void *lent[STATES] = { NULL };
+    if (c->s->again) return run(c, MN_FORWARD, c->args);
     mn_status st = lend_finals(c, lent);
     if (st == MN_OK) st = receive_states(c);
     if (st == MN_OK) st = run(c, MN_FORWARD, c->args);
@@ -391,35 +422,54 @@ static const mn_field *taker(const state *of) {
     return f->partner == MN_NO_OFFSET ? NULL : f;
 }
 
-static mn_status backward_pipeline(call *c) {
-    void *cotangent[STATES] = { NULL }, *gradient[STATES] = { NULL };
-    mn_status st = MN_OK;
-    for (int i = 0; st == MN_OK && i < c->n_states; i++) {
+/* Cotangents of the final states come from the next rank, and gradients of the initial ones get
+ * memory. */
+static mn_status take_cotangents(call *c, void **cotangent, void **gradient) {
+    mn_transfer t[STATES] = { { 0 } };
+    int n = 0;
+    for (int i = 0; i < c->n_states; i++) {
         const state *of = &c->states[i];
         const mn_field *takes = taker(of);
         if (!takes || of->in->partner == MN_NO_OFFSET) continue;
         if (c->rank + 1 < c->world) {
-            cotangent[i] = zeros(of->bytes);
-            st = cotangent[i] ? mn_comm_receive(c->s->comm, c->rank + 1, cotangent[i], of->bytes)
-                              : MN_ERR_MEMORY;
+            cotangent[i] = take(c, of->bytes);
+            if (!cotangent[i]) return MN_ERR_MEMORY;
+            t[n++] = (mn_transfer){ c->rank + 1, false, cotangent[i], of->bytes };
             *partner_at(c, takes) = (mn_in){ cotangent[i], { 0 } };
         }
         if (c->rank > 0) {
-            gradient[i] = zeros(of->bytes);
-            if (!gradient[i]) st = MN_ERR_MEMORY;
+            gradient[i] = take(c, of->bytes);
+            if (!gradient[i]) return MN_ERR_MEMORY;
             *partner_at(c, of->in) = (mn_in){ gradient[i], { 0 } };
         }
     }
-    if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
-    for (int i = 0; st == MN_OK && i < c->n_states && c->rank > 0; i++) {
-        const state *of = &c->states[i];
+    return exchange(c, t, n);
+}
+
+static mn_status send_gradients(call *c, void **gradient) {
+    mn_transfer t[STATES] = { { 0 } };
+    int n = 0;
+    for (int i = 0; i < c->n_states && c->rank > 0; i++) {
         if (!gradient[i]) continue;
-        scale_sums(c, of, gradient[i]);
-        st = mn_comm_send(c->s->comm, c->rank - 1, gradient[i], of->bytes);
+        scale_sums(c, &c->states[i], gradient[i]);
+        t[n++] = (mn_transfer){ c->rank - 1, true, gradient[i], c->states[i].bytes };
     }
+    return exchange(c, t, n);
+}
+
+static mn_status backward_pipeline(call *c) {
+    void *cotangent[STATES] = { NULL }, *gradient[STATES] = { NULL };
+    for (int i = 0; i < c->n_states && c->device; i++) {
+        if (!c->states[i].sum) continue;
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: its states cross ranks in the host's memory only; "
+                       "leave out --device or train.sequence_ranks", mn_op_describe(c->op)->name);
+    }
+    mn_status st = take_cotangents(c, cotangent, gradient);
+    if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
+    if (st == MN_OK) st = send_gradients(c, gradient);
     for (int i = 0; i < c->n_states; i++) {
-        free(cotangent[i]);
-        free(gradient[i]);
+        give(c, cotangent[i]);
+        give(c, gradient[i]);
     }
     return st;
 }
@@ -513,7 +563,7 @@ static void *kept_map(const call *c) {
 }
 
 static mn_status keep_affine(call *c, bool plan) {
-    char *memory = c->s->keep(c->s->owner, c->states[0].bytes + map_bytes(c));
+    char *memory = c->s->keep(c->s->owner, c->states[0].bytes + map_bytes(c), plan);
     if (!memory) return MN_ERR_MEMORY;
     mn_in *state0 = in_at(c, c->states[0].in);
     if (!plan && c->rank == 0 && state0->data) memcpy(memory, state0->data, c->states[0].bytes);
@@ -569,24 +619,38 @@ static mn_status backward_affine(call *c) {
 
 /* ---- public ---------------------------------------------------------------------------------- */
 
+static mn_status forward(call *c, bool plan) {
+    set_positions(c);
+    if (c->n_keys > 0) return forward_keys(c, plan);
+    if (is_local(c)) return plan ? MN_OK : run(c, MN_FORWARD, c->args);
+    const mn_status st = c->law == AFFINE ? keep_affine(c, plan) : keep_states(c, plan);
+    if (st != MN_OK || plan) return st;
+    if (c->law == AFFINE) return forward_affine(c);
+    return c->law == TAIL ? forward_tail(c) : forward_pipeline(c);
+}
+
+static mn_status backward(call *c) {
+    if (c->n_keys > 0) return backward_keys(c);
+    if (is_local(c)) return run(c, MN_BACKWARD, c->args);
+    return c->law == AFFINE ? backward_affine(c) : backward_pipeline(c);
+}
+
 mn_status mn_sequence_forward(const mn_sequence *s, mn_op_id op, void *args, bool plan) {
     call c;
     mn_status st = take_apart(&c, s, op, args);
     if (st != MN_OK) return st;
-    set_positions(&c);
-    if (c.n_keys > 0) return forward_keys(&c, plan);
-    if (is_local(&c)) return plan ? MN_OK : run(&c, MN_FORWARD, args);
-    st = c.law == AFFINE ? keep_affine(&c, plan) : keep_states(&c);
-    if (st != MN_OK || plan) return st;
-    if (c.law == AFFINE) return forward_affine(&c);
-    return c.law == TAIL ? forward_tail(&c) : forward_pipeline(&c);
+    const mn_mark mark = c.device ? mn_device_mark(c.device) : (mn_mark){ 0 };
+    st = forward(&c, plan);
+    if (c.device) mn_device_release(c.device, mark);
+    return st;
 }
 
 mn_status mn_sequence_backward(const mn_sequence *s, mn_op_id op, void *args, bool plan) {
     call c;
     mn_status st = take_apart(&c, s, op, args);
     if (st != MN_OK || plan) return st;
-    if (c.n_keys > 0) return backward_keys(&c);
-    if (is_local(&c)) return run(&c, MN_BACKWARD, args);
-    return c.law == AFFINE ? backward_affine(&c) : backward_pipeline(&c);
+    const mn_mark mark = c.device ? mn_device_mark(c.device) : (mn_mark){ 0 };
+    st = backward(&c);
+    if (c.device) mn_device_release(c.device, mark);
+    return st;
 }

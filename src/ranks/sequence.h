@@ -9,20 +9,29 @@
  *   tails         of convolutions: the last W - 1 tokens, from neighbour to neighbour at once
  *   others        states go from rank to rank, and their gradients back: a pipeline
  *
- * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. On the
- * CPU; sequences are not packed. Results are those of one rank within rounding. */
+ * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. Sequences
+ * are not packed. Results are those of one rank within rounding.
+ *
+ * On GPUs all states and tails go from rank to rank, on the stream: a rank is behind the one
+ * before by the time of one operator, not of one in each layer, as no rank waits for those behind
+ * it before it goes back. Keys are not gathered there. */
 #ifndef MN_RANKS_SEQUENCE_H
 #define MN_RANKS_SEQUENCE_H
 
 #include "ops/context.h"
 #include "ops/describe.h"
 #include "ranks/comm.h"
+#include "ranks/nccl.h"
 
 /* Memory that lasts until the backward pass of this call; NULL after a failure of its own. */
-typedef void *(*mn_keep_fn)(void *owner, size_t bytes);
+typedef void *(*mn_keep_fn)(void *owner, size_t bytes, bool plan);
 
 typedef struct mn_sequence {
     mn_comm *comm;             // the ranks that share sequences
+    mn_nccl *nccl;             // the same of their GPUs, where the context has one
+    int first;                 // the first of them among those of `nccl`
+    bool again;                // calls are made once more going back, `keep` gives the memory of
+                               // the first time, and what came from other ranks is in it still
     mn_context *context;
     mn_keep_fn keep;
     void *owner;

@@ -181,6 +181,24 @@ static mn_status exchange(void *self, const mn_transfer *t, int n) {
 
 /* ---- the transport --------------------------------------------------------------------------- */
 
+/* Looks at what each peer sent last: nothing, a message that is waited for later, its farewell, or
+ * the end of the connection. */
+static mn_status check_peers(void *self) {
+    mn_tcp *tcp = self;
+    for (int r = 0; r < tcp->world; r++) {
+        row of = { .peer = r };
+        if (tcp->peers[r].fd < 0) continue;
+        const ssize_t got = recv(tcp->peers[r].fd, &of.head, sizeof of.head,
+                                 MSG_PEEK | MSG_DONTWAIT);
+        const int error = got < 0 ? errno : 0;
+        if (error == EAGAIN || error == EWOULDBLOCK || error == EINTR) continue;
+        if (got <= 0) return gone(tcp, r, "looking after it", error);
+        if (got < (ssize_t)sizeof of.head || of.head.kind != MN_TCP_ABORT) continue;
+        if (recv(tcp->peers[r].fd, &of.head, sizeof of.head, 0) > 0) return take_abort(tcp, &of);
+    }
+    return MN_OK;
+}
+
 static void send_abort(void *self, const char *why) {
     mn_tcp *tcp = self;
     char message[sizeof(mn_tcp_head) + MN_TCP_WHY];
@@ -206,7 +224,7 @@ static void close_all(void *self) {
     free(tcp);
 }
 
-static const mn_transport transport_tcp = { exchange, send_abort, close_all };
+static const mn_transport transport_tcp = { exchange, send_abort, close_all, check_peers };
 
 mn_status mn_transport_open_tcp(void **self, const mn_transport **transport,
                                 const mn_comm_options *how) {

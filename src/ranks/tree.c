@@ -38,6 +38,27 @@ int mn_tree_slots(int64_t first, int64_t end) {
     return most;
 }
 
+int mn_tree_plan(mn_tree_sum *sums, const mn_tree *nodes, int n_lists, int last) {
+    mn_tree tree = { .n = 0 };
+    int row_of[MN_TREE_DEPTH], row = 0, n = 0;
+    for (int k = 0; k < n_lists; k++) {
+        for (int i = 0; i < nodes[k].n; i++) {
+            mn_tree_push(&tree, nodes[k].first[i], nodes[k].level[i]);
+            row_of[tree.n - 1] = row++;
+            while (mn_tree_join(&tree, false)) {
+                const int a = row_of[tree.n - 1];
+                sums[n++] = (mn_tree_sum){ a, a, row_of[tree.n] };
+            }
+        }
+    }
+    while (mn_tree_join(&tree, true)) {
+        const int a = row_of[tree.n - 1];
+        sums[n++] = (mn_tree_sum){ a, a, row_of[tree.n] };
+    }
+    if (n > 0) sums[n - 1].to = last;
+    return n;
+}
+
 void mn_tree_add(float *a, const float *b, int64_t n) {
     for (int64_t i = 0; i < n; i++) a[i] += b[i];
 }

@@ -33,6 +33,16 @@ void mn_tree_of(mn_tree *tree, int64_t first, int64_t end);
 /* Most nodes that a holder of [first, end) has beside the item it is at. */
 int mn_tree_slots(int64_t first, int64_t end);
 
+/* row[to] = row[a] + row[b] */
+typedef struct mn_tree_sum {
+    int to, a, b;
+} mn_tree_sum;
+
+/* What adds up the nodes of all holders, listed holder after holder in order: row[i] is the i-th of
+ * them. Writes the sums in the order in which they are done, one fewer than there are nodes, and
+ * returns their number. The last one goes to row[last], the others spoil row[to]. */
+int mn_tree_plan(mn_tree_sum *sums, const mn_tree *nodes, int n_lists, int last);
+
 /* a = a + b over n numbers, the order of every sum here. */
 void mn_tree_add(float *a, const float *b, int64_t n);
 

@@ -138,6 +138,12 @@ mn_status mn_device_synchronize(mn_device *device) {
     return st == MN_OK ? mn_backend_synchronize(device->stream) : st;
 }
 
+mn_status mn_device_done(mn_device *device, bool *done) {
+    *done = false;
+    const mn_status st = mn_device_use(device);
+    return st == MN_OK ? mn_backend_done(device->stream, done) : st;
+}
+
 /* ---- memory ---------------------------------------------------------------------------------- */
 
 mn_status mn_device_allocate(mn_device *device, void **out, size_t bytes) {

@@ -17,6 +17,7 @@ typedef struct mn_device_info {
     int major, minor;                   // compute capability
     int n_processors;
     size_t bytes, free_bytes, l2_bytes;
+    unsigned char uuid[16];             // no other GPU has it
 } mn_device_info;
 
 /* Whether this build has CUDA kernels at all. */
@@ -52,6 +53,9 @@ mn_status mn_device_check(mn_device *device, int code, const char *what);
 
 /* Waits until all work is done; failures of that work come out here. */
 mn_status mn_device_synchronize(mn_device *device);
+
+/* Whether it is done, without waiting. */
+mn_status mn_device_done(mn_device *device, bool *done);
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 

@@ -21,6 +21,7 @@ mn_status mn_backend_check(int code, const char *what);
 mn_status mn_backend_stream_create(void **stream);
 void mn_backend_stream_destroy(void *stream);
 mn_status mn_backend_synchronize(void *stream);
+mn_status mn_backend_done(void *stream, bool *done);    // without waiting
 
 mn_status mn_backend_allocate(void **out, size_t bytes);
 void mn_backend_free(void *data);

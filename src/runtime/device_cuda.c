@@ -2,6 +2,7 @@
  * still starts the program, and learns here what is missing. */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "base/status.h"
 #include "runtime/device_backend.h"
@@ -68,6 +69,7 @@ mn_status mn_backend_describe(mn_device_info *info, int index) {
                               .bytes = facts.totalGlobalMem,
                               .l2_bytes = (size_t)facts.l2CacheSize };
     snprintf(info->name, sizeof info->name, "%s", facts.name);
+    memcpy(info->uuid, facts.uuid.bytes, sizeof info->uuid);
     if (facts.major < LEAST_MAJOR) {
         return mn_fail(MN_ERR_UNSUPPORTED,
                        "cuda:%d (%s) has compute capability %d.%d; the kernels need %d.0 or newer",
@@ -97,6 +99,12 @@ void mn_backend_stream_destroy(void *stream) {
 
 mn_status mn_backend_synchronize(void *stream) {
     return translate(cudaStreamSynchronize(stream), "work on the GPU failed");
+}
+
+mn_status mn_backend_done(void *stream, bool *done) {
+    const cudaError_t code = cudaStreamQuery((cudaStream_t)stream);
+    *done = code == cudaSuccess;
+    return code == cudaErrorNotReady ? MN_OK : translate(code, "work on the GPU failed");
 }
 
 mn_status mn_backend_allocate(void **out, size_t bytes) {

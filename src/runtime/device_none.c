@@ -46,6 +46,12 @@ mn_status mn_backend_synchronize(void *stream) {
     return refuse();
 }
 
+mn_status mn_backend_done(void *stream, bool *done) {
+    (void)stream;
+    *done = false;
+    return refuse();
+}
+
 mn_status mn_backend_allocate(void **out, size_t bytes) {
     (void)bytes;
     *out = NULL;

@@ -14,6 +14,7 @@ typedef struct again {
     mn_tensor *x, *y;
     mn_part_fn fn;
     const void *job;
+    int number;
 } again;
 
 /* What the tape was about before a part of its own lifetime began. */
@@ -59,7 +60,11 @@ static void back_again(mn_tape *tape, void *payload) {
     const pause before = set_aside(tape);
     mn_tensor *x = mn_tape_note(tape, sizeof *x);
     if (x) *x = *a->x;
+    tape->checkpoint = a->number;
+    tape->again = true;
     mn_tensor *result = x ? a->fn(tape, x, a->job) : NULL;
+    tape->checkpoint = 0;
+    tape->again = false;
     if (result) {
         hand_over(tape, a, result);
         mn_tape_go_back(tape);
@@ -74,7 +79,9 @@ static void run_once(mn_tape *tape, const again *a) {
     tape->modes &= ~(unsigned)MN_TAPE_RECORD;
     mn_tensor *x = mn_tape_note(tape, sizeof *x);
     if (x) *x = *a->x;
+    tape->checkpoint = a->number;
     const mn_tensor *result = x ? a->fn(tape, x, a->job) : NULL;
+    tape->checkpoint = 0;
     tape->modes = modes;
     if (result && (memcmp(result->shape, a->y->shape, sizeof result->shape) != 0 ||
                    !mn_is_contiguous(result))) {
@@ -88,6 +95,11 @@ static void run_once(mn_tape *tape, const again *a) {
     take_up(tape, &before);
 }
 
+int mn_tape_checkpoint_at(const mn_tape *tape, bool *again_out) {
+    *again_out = tape->again;
+    return tape->checkpoint;
+}
+
 mn_tensor *mn_tape_checkpoint(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
                          size_t job_bytes) {
     if (!x || mn_tape_dead(tape)) return NULL;
@@ -99,7 +111,7 @@ mn_tensor *mn_tape_checkpoint(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const 
     mn_tensor *y = mn_tape_new(tape, x->shape);
     if (!a || !copy || !y) return NULL;
     memcpy(copy, job, job_bytes);
-    *a = (again){ x, y, fn, copy };
+    *a = (again){ x, y, fn, copy, ++tape->n_checkpoints };
     run_once(tape, a);
     if (mn_tape_dead(tape)) return NULL;
     if (!records) return y;

@@ -77,6 +77,8 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->lent_bytes = 0;
     tape->told = NULL;
     mn_defer_discard(tape);
+    tape->n_checkpoints = tape->checkpoint = 0;
+    tape->again = false;
     tape->scope[0] = '\0';
 }
 

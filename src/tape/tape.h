@@ -105,6 +105,10 @@ typedef struct mn_tape_runner {
 
 void mn_tape_run_by(mn_tape *tape, const mn_tape_runner *runner);
 
+/* The part of the step (mn_tape_checkpoint) that is being computed, from 1 on in their order; 0:
+ * none. *again: once more, going back. */
+int mn_tape_checkpoint_at(const mn_tape *tape, bool *again);
+
 /* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
  * and uploads take beside. On a device both are of its memory; a plan does not touch it. */
 size_t mn_tape_bytes(const mn_tape *tape);

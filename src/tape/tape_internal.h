@@ -100,6 +100,8 @@ struct mn_tape {
     mn_tape_observer observer;       // NULL: nobody hears of products
     void *observer_context;
     const mn_tape_runner *runner;    // NULL: operators run here
+    int n_checkpoints, checkpoint;   // parts of this step; the one at hand, 0: none
+    bool again;                      // it is computed going back
     char scope[MN_TAPE_SCOPE];
 };
 

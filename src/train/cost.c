@@ -9,6 +9,9 @@
 /* Of a batch's time that goes into its backward pass: two of three matrix products. */
 static const double backward_part = 2.0 / 3.0;
 
+/* Bytes of others' gradients that a GPU has room for. */
+static const double at_once = 128.0 * 1048576.0;
+
 /* Numbers of gradients put aside while a rank has others to make, see reduce.h. */
 static double sums_kept(const mn_cost_input *in, int64_t ranks, int64_t own) {
     const double all = (double)in->parameters;
@@ -24,12 +27,14 @@ mn_cost mn_train_cost(const mn_cost_input *in, int64_t ranks) {
     const double rounds = in->shards_gradients ? (double)own : 1.0;
     mn_cost c;
     /* values and gradients whole, moments shared out, and one row of each rank for the own part */
-    const double kept = 2.0 * all + 2.0 * all / n + sizeof(float) * sums_kept(in, ranks, own);
-    c.bytes = (size_t)(kept + (ranks > 1 ? all : 0.0)) + in->activations;
+    const double kept = 2.0 * all + 2.0 * all / n + sizeof(float) * sums_kept(in, ranks, own) +
+                        (double)in->shadow * (double)in->parameters;
+    const double on_the_way = ranks == 1 ? 0.0 : in->device ? fmin(all, at_once) : all;
+    c.bytes = (size_t)(kept + on_the_way) + in->activations;
     c.sent = others * all * (rounds + 1.0);
     c.compute = (double)own * each;
     const double gradients = others * all / in->bandwidth;
-    const double hidden = fmin(gradients, backward_part * each);
+    const double hidden = in->device ? 0.0 : fmin(gradients, backward_part * each);
     c.communicate = rounds * (gradients - hidden) + others * all / in->bandwidth;
     if (ranks > 1) c.communicate += (rounds + 2.0) * in->latency * ceil(log2(n));
     c.seconds = c.compute + c.communicate;

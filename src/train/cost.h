@@ -2,8 +2,9 @@
  *
  *   seconds = compute + exposed gradients + values + messages
  *
- * compute of the rank with most batches; gradients travel while its last batch goes back; values of
- * parameters after the update; every message between two ranks costs a latency once. */
+ * compute of the rank with most batches; gradients travel while its last batch goes back, on GPUs
+ * behind it; values of parameters after the update; every message between two ranks costs a latency
+ * once. */
 #ifndef MN_TRAIN_COST_H
 #define MN_TRAIN_COST_H
 
@@ -16,6 +17,8 @@ typedef struct mn_cost_input {
     double flops;                           // of a token, forward and backward
     size_t activations;                     // bytes that a rank holds beside parameters
     bool shards_gradients;
+    bool device;                            // on GPUs: messages follow the pass
+    size_t shadow;                          // bytes of a number's copy for passes
     double rate, bandwidth, latency;        // of a rank: operations and bytes a second, seconds
 } mn_cost_input;
 

@@ -31,7 +31,8 @@ static mn_status choose_dtype(mn_trainer *t) {
 static mn_status check_room(const mn_trainer *t) {
     if (!t->context->device) return MN_OK;
     const double count = (double)mn_model_count(t->model);
-    const double bytes = count * (t->dtype == MN_BF16 ? 18.0 : 16.0);
+    const double moments = 8.0 / mn_comm_world(t->comm);
+    const double bytes = count * (8.0 + moments + (t->dtype == MN_BF16 ? 2.0 : 0.0));
     const double room = (double)mn_device_facts(t->context->device)->free_bytes;
     if (bytes <= room) return MN_OK;
     return mn_fail(MN_ERR_MEMORY, "%.0f million parameters with gradients and optimiser states "
@@ -94,10 +95,6 @@ static mn_status make_optimizer(mn_trainer *t) {
 static mn_status create(mn_trainer **out, const mn_json *root, const mn_train_data *data,
                         mn_comm *comm, mn_context *context, bool dry) {
     *out = NULL;
-    if (mn_comm_world(comm) > 1 && context->device) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "several ranks train in the host's memory so far; leave "
-                       "out --device, or train on one GPU with one rank");
-    }
     mn_trainer *t = calloc(1, sizeof *t);
     if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
     t->context = context;
@@ -139,6 +136,7 @@ mn_status mn_trainer_create_dry(mn_trainer **out, const mn_json *root, mn_contex
 void mn_trainer_destroy(mn_trainer *t) {
     if (!t) return;
     mn_trainer_device_destroy(t->there);
+    mn_trainer_cut_destroy(t->cut);
     mn_trainer_ranks_destroy(t->ranks);
     mn_tape_destroy(t->tape);
     mn_optimizer_destroy(t->optimizer);
@@ -198,7 +196,7 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
                           bool add, double weight, double *loss, int64_t *counted) {
     double share = 1.0;
     const bool trains = modes & MN_TAPE_RECORD;
-    if (trains) mn_trainer_cut(t, tape, &batch, &share);
+    if (trains) mn_trainer_cut_pass(t, tape, &batch, &share);
     mn_model_input in = { .tokens = batch->tokens, .B = batch->rows, .T = batch->length,
                           .add_gradients = add, .recompute = t->recompute };
     if (batch->packed) {

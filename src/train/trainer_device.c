@@ -4,7 +4,8 @@
  *   loss of the batch -> the optimiser's        norm, decision, update: three launches
  *
  * The second pass of a kind is recorded and later ones are played from it, unless its launches
- * depend on the batch (packed documents) or on numbers of the host (KLA+). The host waits once a
+ * depend on the batch (packed documents), on numbers of the host (KLA+) or on other ranks
+ * (sequences in parts). The host waits once a
  * step, for loss and norm; whether to update has been decided there by then. */
 #include <math.h>
 #include <stdlib.h>
@@ -16,6 +17,7 @@
 struct mn_trainer_device {
     mn_device *device;
     mn_device_optimizer *optimizer;
+    mn_trainer_gpus *gpus;             // NULL: no other ranks
     mn_tape *aside;                    // evaluations and samples, so that graphs keep their memory
     mn_device_graph *graph[2];         // of a pass whose gradients replace those before, or add
     const void *told[2];               // where its loss is
@@ -28,13 +30,16 @@ mn_status mn_trainer_device_create(mn_trainer *t, const mn_optim_param *params, 
     if (!there) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
     t->there = there;
     there->device = t->context->device;
-    const mn_status st = mn_device_optimizer_create(&there->optimizer, t->context, params,
-                                                    n_params, how);
+    mn_status st = mn_device_optimizer_create_part(&there->optimizer, t->context, params, n_params,
+                                                   how, mn_comm_rank(t->comm),
+                                                   mn_comm_world(t->comm));
+    if (st == MN_OK && t->comm) st = mn_trainer_gpus_create(&there->gpus, t, params, n_params);
     return st == MN_OK ? mn_tape_create(&there->aside, t->context, t->dtype) : st;
 }
 
 void mn_trainer_device_destroy(mn_trainer_device *there) {
     if (!there) return;
+    mn_trainer_gpus_destroy(there->gpus);    // first: the stream may wait for other ranks
     for (int add = 0; add < 2; add++) mn_device_graph_destroy(there->graph[add]);
     mn_device_optimizer_destroy(there->optimizer);
     mn_tape_destroy(there->aside);
@@ -46,7 +51,8 @@ mn_tape *mn_trainer_aside(mn_trainer *t) {
 }
 
 size_t mn_trainer_device_bytes(const mn_trainer *t) {
-    return mn_model_device_bytes(t->model) + mn_device_optimizer_bytes(t->there->optimizer);
+    return mn_model_device_bytes(t->model) + mn_device_optimizer_bytes(t->there->optimizer) +
+           mn_trainer_gpus_bytes(t->there->gpus);
 }
 
 /* ---- moments for checkpoints ----------------------------------------------------------------- */
@@ -56,14 +62,25 @@ static float *moment_of(const mn_trainer *t, int64_t i, bool second) {
     return second ? mn_device_optimizer_second(o, i) : mn_device_optimizer_first(o, i);
 }
 
-mn_status mn_trainer_fetch_moment(float *to, mn_trainer *t, int i, bool second) {
-    const size_t bytes = (size_t)mn_model_param_at(t->model, i)->info.count * sizeof *to;
-    return mn_device_download(t->there->device, to, moment_of(t, i, second), bytes);
+void mn_trainer_owned(const mn_trainer *t, int i, int64_t *begin, int64_t *count) {
+    if (t->there) mn_device_optimizer_owned(t->there->optimizer, i, begin, count);
+    else mn_optimizer_owned(t->optimizer, i, begin, count);
 }
 
-mn_status mn_trainer_send_moment(mn_trainer *t, int i, bool second, const float *from) {
-    const size_t bytes = (size_t)mn_model_param_at(t->model, i)->info.count * sizeof *from;
-    const mn_status st = mn_device_upload(t->there->device, moment_of(t, i, second), from, bytes);
+mn_status mn_trainer_fetch_moment(float *to, mn_trainer *t, int i, bool second) {
+    int64_t begin, count;
+    mn_trainer_owned(t, i, &begin, &count);
+    return mn_device_download(t->there->device, to, moment_of(t, i, second),
+                              (size_t)count * sizeof *to);
+}
+
+mn_status mn_trainer_send_moment(mn_trainer *t, int i, bool second, const float *from,
+                                 int64_t begin, int64_t count) {
+    int64_t own, owned;
+    mn_trainer_owned(t, i, &own, &owned);
+    float *to = moment_of(t, i, second) + (begin - own);
+    const mn_status st = mn_device_upload(t->there->device, to, from,
+                                          (size_t)count * sizeof *from);
     return st == MN_OK ? mn_device_synchronize(t->there->device) : st;
 }
 
@@ -99,28 +116,59 @@ static mn_status play(mn_trainer *t, bool add) {
     return st == MN_OK ? mn_device_graph_launch(t->there->graph[add]) : st;
 }
 
-/* Batch `i` of the step. */
-static mn_status run_batch(mn_trainer *t, int64_t i) {
+/* Batch `i` of the step; with `add` its gradient goes onto those before. */
+static mn_status run_batch(mn_trainer *t, int64_t i, bool add) {
     mn_trainer_device *there = t->there;
-    const bool add = i > 0, repeats = !t->batch.packed && t->options.mc_samples == 0;
+    const bool repeats = !t->batch.packed && t->options.mc_samples == 0 && !t->cut;
     const int64_t number = t->step * t->options.accumulate + i;
     mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
     t->draw = (uint64_t)number;
     if (st == MN_OK && repeats && there->passes[add] == 1) st = record(t, add);
     if (st == MN_OK) st = there->graph[add] ? play(t, add) : pass(t, add);
     there->passes[add]++;
-    return st == MN_OK ? mn_device_optimizer_loss(there->optimizer, i, there->told[add]) : st;
+    return st;
 }
 
 /* ---- a step ---------------------------------------------------------------------------------- */
 
+/* All batches of a step, whose gradients one graph adds up, and the update. */
+static mn_status run_alone(mn_trainer *t) {
+    mn_trainer_device *there = t->there;
+    const int64_t n = t->options.accumulate;
+    mn_status st = MN_OK;
+    for (int64_t i = 0; st == MN_OK && i < n; i++) {
+        st = run_batch(t, i, i > 0);
+        if (st == MN_OK) {
+            st = mn_device_optimizer_loss(there->optimizer, i, there->told[i > 0]);
+        }
+    }
+    return st == MN_OK ? mn_device_optimizer_step(there->optimizer, n) : st;
+}
+
+/* The same of several ranks, where each gradient is by itself and the tree adds them up. */
+static mn_status run_together(mn_trainer *t, mn_step_result *r) {
+    mn_trainer_device *there = t->there;
+    int64_t first, end;
+    mn_trainer_gpus_batches(there->gpus, &first, &end);
+    mn_status st = mn_trainer_gpus_begin(there->gpus);
+    for (int64_t i = first; st == MN_OK && i < end; i++) {
+        st = mn_trainer_gpus_before(there->gpus);
+        if (st == MN_OK) st = run_batch(t, i, false);
+        if (st == MN_OK) {
+            st = mn_device_optimizer_loss(there->optimizer, mn_trainer_gpus_loss(there->gpus, i),
+                                          there->told[0]);
+        }
+        if (st == MN_OK) st = mn_trainer_gpus_put(there->gpus);
+    }
+    if (st == MN_OK) st = mn_trainer_gpus_update(there->gpus, there->optimizer);
+    return st == MN_OK ? mn_trainer_gpus_finish(there->gpus, r) : st;
+}
+
 mn_status mn_trainer_step_device(mn_trainer *t, mn_step_result *r, double limit) {
     mn_device_optimizer *o = t->there->optimizer;
-    const int64_t n = t->options.accumulate;
     mn_optim_outcome outcome;
     mn_status st = mn_device_optimizer_tell(o, t->step, r->lr, t->options.clip, limit);
-    for (int64_t i = 0; st == MN_OK && i < n; i++) st = run_batch(t, i);
-    if (st == MN_OK) st = mn_device_optimizer_step(o, n);
+    if (st == MN_OK) st = t->there->gpus ? run_together(t, r) : run_alone(t);
     if (st == MN_OK) st = mn_device_optimizer_ask(o, &outcome);
     if (st != MN_OK) return st;
     r->loss = outcome.loss;

@@ -4,6 +4,7 @@
 
 #include "optim/optim.h"
 #include "optim/optimizer_device.h"
+#include "ranks/nccl.h"
 #include "train/reduce.h"
 #include "train/trainer.h"
 
@@ -11,6 +12,12 @@ enum { MN_SPIKE_WINDOW = 128 };
 
 /* What a run on a GPU has beside (trainer_device.c). */
 typedef struct mn_trainer_device mn_trainer_device;
+
+/* What a run on the GPUs of several ranks has beside that (trainer_gpus.c). */
+typedef struct mn_trainer_gpus mn_trainer_gpus;
+
+/* What a run whose sequences are cut over ranks has beside (trainer_cut.c). */
+typedef struct mn_trainer_cut mn_trainer_cut;
 
 /* What a run in the host's memory has beside (trainer_ranks.c). */
 typedef struct mn_trainer_ranks mn_trainer_ranks;
@@ -20,6 +27,7 @@ struct mn_trainer {
     mn_context *context;
     mn_comm *comm;                   // NULL: the only rank
     mn_trainer_ranks *ranks;         // NULL on a GPU
+    mn_trainer_cut *cut;             // NULL: every rank has whole sequences
     bool stop;                       // this rank was asked to
     const mn_tokenizer *tokenizer;   // NULL: data are tokens already
     mn_tokenizer *own_tokenizer;     // the same, unless it was given
@@ -82,13 +90,19 @@ mn_status mn_trainer_ranks_create(mn_trainer *trainer, const mn_optim_param *par
                                   int64_t n_params, const mn_adamw_options *how);
 void mn_trainer_ranks_destroy(mn_trainer_ranks *ranks);    // NULL accepted
 
+/* Whether the run's batches and sequences can be shared out to its ranks. */
+mn_status mn_trainer_check_ranks(const mn_trainer *trainer);
+
 /* Bytes of parameters, gradients, moments and sums of gradients of this rank. */
 size_t mn_trainer_ranks_bytes(const mn_trainer *trainer);
 
-/* Where sequences are cut over ranks: makes of `batch` this rank's part, whose operators the tape
+/* Where train.sequence_ranks cuts sequences over ranks, whose GPUs talk by `nccl` (NULL: they
+ * compute on the host). Then each pass makes of `batch` this rank's part, whose operators the tape
  * runs with the other ranks', and tells what share of the batch's targets it has. */
-void mn_trainer_cut(mn_trainer *trainer, mn_tape *tape, const mn_token_batch **batch,
-                    double *share);
+mn_status mn_trainer_cut_create(mn_trainer *trainer, mn_nccl *nccl);
+void mn_trainer_cut_destroy(mn_trainer_cut *cut);    // NULL accepted
+void mn_trainer_cut_pass(mn_trainer *trainer, mn_tape *tape, const mn_token_batch **batch,
+                         double *share);
 
 /* Of mn_model_input, with the trainer: block `block` has its gradients. */
 void mn_trainer_ready(void *trainer, int block);
@@ -114,12 +128,37 @@ mn_tape *mn_trainer_aside(mn_trainer *trainer);
 /* Bytes of parameters, gradients and moments. */
 size_t mn_trainer_device_bytes(const mn_trainer *trainer);
 
-/* A moment of parameter `i` to and from the host's memory. */
+/* Which numbers of parameter `i` this rank has the moments of: [*begin, *begin + *count). */
+void mn_trainer_owned(const mn_trainer *trainer, int i, int64_t *begin, int64_t *count);
+
+/* Of these, a moment to the host's memory, and `count` numbers from number `begin` of the parameter
+ * on from there. */
 mn_status mn_trainer_fetch_moment(float *to, mn_trainer *trainer, int i, bool second);
-mn_status mn_trainer_send_moment(mn_trainer *trainer, int i, bool second, const float *from);
+mn_status mn_trainer_send_moment(mn_trainer *trainer, int i, bool second, const float *from,
+                                 int64_t begin, int64_t count);
 
 /* The batches of a step and, where its loss does not lie above `limit`, the update. Fills in loss,
  * norm, tokens and whether it was skipped; all of them may be not finite, and then it was. */
 mn_status mn_trainer_step_device(mn_trainer *trainer, mn_step_result *result, double limit);
+
+/* ---- on the GPUs of several ranks ------------------------------------------------------------ */
+
+/* Finds that each rank has a GPU of its own, and lets them meet. */
+mn_status mn_trainer_gpus_create(mn_trainer_gpus **out, mn_trainer *trainer,
+                                 const mn_optim_param *params, int64_t n_params);
+void mn_trainer_gpus_destroy(mn_trainer_gpus *gpus);    // NULL accepted
+size_t mn_trainer_gpus_bytes(const mn_trainer_gpus *gpus);
+
+/* This rank's batches of a step, [*first, *end), and where the loss of batch i goes. */
+void mn_trainer_gpus_batches(const mn_trainer_gpus *gpus, int64_t *first, int64_t *end);
+int64_t mn_trainer_gpus_loss(const mn_trainer_gpus *gpus, int64_t i);
+
+/* A step: begin, then of each batch put, then the update, all without waiting; then finish, which
+ * waits with an eye on the other ranks, and fills in times and whether any is to stop. */
+mn_status mn_trainer_gpus_begin(mn_trainer_gpus *gpus);
+mn_status mn_trainer_gpus_before(mn_trainer_gpus *gpus);    // a batch of sequences in parts: waits
+mn_status mn_trainer_gpus_put(mn_trainer_gpus *gpus);
+mn_status mn_trainer_gpus_update(mn_trainer_gpus *gpus, mn_device_optimizer *optimizer);
+mn_status mn_trainer_gpus_finish(mn_trainer_gpus *gpus, mn_step_result *result);
 
 #endif

@@ -34,12 +34,15 @@ static void name_of(char name[NAME], const mn_model_param *p, bool second, int64
 
 /* ---- writing --------------------------------------------------------------------------------- */
 
-/* Moments that are on a GPU, copied to memory of the host, (2 n_params) pieces; to be freed. */
+/* Moments that are on a GPU, copied to memory of the host, (2 n_params) pieces of those that this
+ * rank owns; to be freed. */
 static mn_status fetch_moments(float **copies, mn_trainer *t) {
     mn_status st = MN_OK;
     for (int i = 0; st == MN_OK && i < 2 * mn_model_params(t->model); i++) {
         const mn_model_param *p = mn_model_param_at(t->model, i / 2);
-        copies[i] = malloc((size_t)p->info.count * sizeof **copies);
+        int64_t begin, count;
+        mn_trainer_owned(t, i / 2, &begin, &count);
+        copies[i] = malloc((size_t)count * sizeof **copies + 1);
         st = copies[i] ? mn_trainer_fetch_moment(copies[i], t, i / 2, i % 2)
                        : mn_fail(MN_ERR_MEMORY, "no memory to save the moments of %s", p->name);
     }
@@ -52,10 +55,10 @@ static mn_status write_moments(mn_trainer *t, const char *path, mn_stored_tensor
     int n = 0;
     for (int i = 0; i < 2 * mn_model_params(t->model); i++) {
         const mn_model_param *p = mn_model_param_at(t->model, i / 2);
-        int64_t begin = 0, count = p->info.count;
+        int64_t begin, count;
         const float *moment = copies[i];
+        mn_trainer_owned(t, i / 2, &begin, &count);
         if (!moment) {
-            mn_optimizer_owned(t->optimizer, i / 2, &begin, &count);
             moment = i % 2 ? mn_optimizer_second(t->optimizer, i / 2)
                            : mn_optimizer_first(t->optimizer, i / 2);
         }
@@ -95,14 +98,16 @@ mn_status mn_trainer_save_moments(mn_trainer *t, const char *folder) {
 static mn_status take(mn_trainer *t, int i, bool second, const mn_stored_tensor *from,
                       int64_t begin) {
     const int64_t n = mn_stored_elements(from);
-    int64_t own = 0, count = mn_model_param_at(t->model, i)->info.count;
-    if (!t->there) mn_optimizer_owned(t->optimizer, i, &own, &count);
+    int64_t own, count;
+    mn_trainer_owned(t, i, &own, &count);
     const int64_t low = mn_max(own, begin), high = mn_min(own + count, begin + n);
     if (low >= high) return MN_OK;
     float *numbers = malloc((size_t)n * sizeof *numbers);
     mn_status st = numbers ? mn_safetensors_read_f32(numbers, from)
                            : mn_fail(MN_ERR_MEMORY, "no memory to read %s", from->name);
-    if (st == MN_OK && t->there) st = mn_trainer_send_moment(t, i, second, numbers);
+    if (st == MN_OK && t->there) {
+        st = mn_trainer_send_moment(t, i, second, numbers + (low - begin), low, high - low);
+    }
     if (st == MN_OK && !t->there) {
         float *to = second ? mn_optimizer_second(t->optimizer, i)
                            : mn_optimizer_first(t->optimizer, i);

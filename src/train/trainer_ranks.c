@@ -12,7 +12,6 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "ranks/sequence.h"
 #include "train/trainer_internal.h"
 
 /* What ranks tell of a step beside losses and squares. */
@@ -29,20 +28,11 @@ struct mn_trainer_ranks {
     size_t *told_at;               // (world + 1), bytes
     bool stepping;                 // a pass that belongs to a step
     double compute;                // seconds of passes in this step
-
-    /* of sequences that are cut: the ranks that share them, and this rank's tokens of a batch */
-    mn_comm *group;
-    mn_sequence cut;
-    mn_tape_runner runner;
-    mn_tape *tape;                 // of the pass, which keeps what goes back
-    mn_token_batch part;
 };
-
-static mn_status start_cutting(mn_trainer *t);
 
 /* ---- create ---------------------------------------------------------------------------------- */
 
-static mn_status check_ranks(const mn_trainer *t) {
+mn_status mn_trainer_check_ranks(const mn_trainer *t) {
     const int world = mn_comm_world(t->comm);
     const int64_t sequence = t->options.sequence_ranks, batches = t->options.accumulate;
     if (sequence < 1 || world % sequence != 0) {
@@ -86,7 +76,7 @@ mn_status mn_trainer_ranks_create(mn_trainer *t, const mn_optim_param *params, i
         return mn_fail(MN_ERR_ARGUMENT, "train.shard: \"%s\" is none of optimizer, gradients",
                        t->options.shard);
     }
-    mn_status st = check_ranks(t);
+    mn_status st = mn_trainer_check_ranks(t);
     mn_trainer_ranks *k = st == MN_OK ? calloc(1, sizeof *k) : NULL;
     if (!k) return st == MN_OK ? mn_fail(MN_ERR_MEMORY, "no memory for a training run") : st;
     t->ranks = k;
@@ -102,15 +92,13 @@ mn_status mn_trainer_ranks_create(mn_trainer *t, const mn_optim_param *params, i
                                      .shards_gradients = gradients, .elements = k->elements };
     st = mn_optimizer_create_part(&t->optimizer, params, n_params, how, k->rank, k->world);
     if (st == MN_OK) st = mn_reduce_create(&k->reduce, &sums);
-    if (st == MN_OK) st = start_cutting(t);
+    if (st == MN_OK) st = mn_trainer_cut_create(t, NULL);
     return st == MN_OK ? make_room(k) : st;
 }
 
 void mn_trainer_ranks_destroy(mn_trainer_ranks *k) {
     if (!k) return;
     mn_reduce_destroy(k->reduce);
-    mn_comm_destroy(k->group);
-    mn_token_batch_free(&k->part);
     free(k->elements);
     free(k->told);
     free(k->told_at);
@@ -122,65 +110,6 @@ size_t mn_trainer_ranks_bytes(const mn_trainer *t) {
     const int64_t own = k->elements[k->rank + 1] - k->elements[k->rank];
     return (size_t)(2 * mn_model_count(t->model) + 2 * own) * sizeof(float) +
            mn_reduce_bytes(k->reduce);
-}
-
-/* ---- sequences in parts ---------------------------------------------------------------------- */
-
-static void *keep(void *owner, size_t bytes) {
-    mn_trainer_ranks *k = owner;
-    return mn_tape_memory(k->tape, (int64_t)((bytes + sizeof(float) - 1) / sizeof(float)));
-}
-
-static mn_status run_forward(void *context, mn_op_id op, void *args, bool plan) {
-    const mn_trainer_ranks *k = context;
-    return mn_sequence_forward(&k->cut, op, args, plan);
-}
-
-static mn_status run_backward(void *context, mn_op_id op, void *args, bool plan) {
-    const mn_trainer_ranks *k = context;
-    return mn_sequence_backward(&k->cut, op, args, plan);
-}
-
-static mn_status start_cutting(mn_trainer *t) {
-    mn_trainer_ranks *k = t->ranks;
-    if (k->sequence == 1) return MN_OK;
-    if (t->batch.packed || t->options.mc_samples > 0) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "train.sequence_ranks: sequences are cut over ranks "
-                       "with data.cutting=windows and without train.mc_samples");
-    }
-    const size_t tokens = (size_t)(t->batch.rows * (t->batch.length / k->sequence));
-    k->part = (mn_token_batch){ .rows = t->batch.rows, .length = t->batch.length / k->sequence };
-    k->part.tokens = calloc(tokens, sizeof *k->part.tokens);
-    k->part.targets = calloc(tokens, sizeof *k->part.targets);
-    if (!k->part.tokens || !k->part.targets) return mn_fail(MN_ERR_MEMORY, "no memory for a batch");
-    const mn_status st = mn_comm_part(&k->group, t->comm, k->rank / k->sequence * k->sequence,
-                                      k->sequence);
-    k->cut = (mn_sequence){ k->group, t->context, keep, k };
-    k->runner = (mn_tape_runner){ run_forward, run_backward, k };
-    return st;
-}
-
-void mn_trainer_cut(mn_trainer *t, mn_tape *tape, const mn_token_batch **batch, double *share) {
-    mn_trainer_ranks *k = t->ranks;
-    *share = 1.0;
-    if (!k || k->sequence == 1) return;
-    const mn_token_batch *whole = *batch;
-    const int64_t n = k->part.length, first = n * (k->rank % k->sequence);
-    int64_t own = 0, all = 0;
-    for (int64_t b = 0; b < whole->rows; b++) {
-        const int64_t from = b * whole->length;
-        memcpy(k->part.tokens + b * n, whole->tokens + from + first, (size_t)n * sizeof(int32_t));
-        memcpy(k->part.targets + b * n, whole->targets + from + first, (size_t)n * sizeof(int32_t));
-        for (int64_t i = 0; i < whole->length; i++) {
-            const bool counts = whole->targets[from + i] >= 0;
-            all += counts;
-            own += counts && i >= first && i < first + n;
-        }
-    }
-    k->tape = tape;
-    mn_tape_run_by(tape, &k->runner);
-    *batch = &k->part;
-    if (own > 0) *share = (double)own / (double)all;
 }
 
 /* ---- batches --------------------------------------------------------------------------------- */

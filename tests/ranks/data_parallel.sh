@@ -118,5 +118,6 @@ check() {
 check "a step of 1 batches cannot be shared by 2 ranks" --ranks 2
 check "is none of optimizer, gradients" --ranks 2 --set train.shard=all --set train.accumulate=2
 check "does not divide the 2 ranks" --ranks 2 --set train.sequence_ranks=3
+check "is one GPU, and every rank needs one of its own" --ranks 2 --device cuda:0 --set train.accumulate=2
 check "take auto, tcp or mpi" --ranks 2 --transport smoke
 echo "data parallel: in order"

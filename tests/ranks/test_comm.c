@@ -331,6 +331,26 @@ static void rows_sum_in_the_order_of_the_tree(void **state) {
     }
 }
 
+static void a_plan_of_sums_has_the_order_of_the_tree(void **state) {
+    (void)state;
+    for (int items = 1; items <= 40; items++) {
+        for (int world = 1; world <= items && world <= 9; world++) {
+            mn_tree nodes[9];
+            mn_tree_sum sums[40];
+            float row[40];
+            int rows = 0;
+            for (int r = 0; r < world; r++) {
+                const int64_t first = items * r / world, end = items * (r + 1) / world;
+                rows += hold(row + rows, first, end, &nodes[r], false);
+            }
+            const int last = rows / 2, n = mn_tree_plan(sums, nodes, world, last);
+            assert_int_equal(n, rows - 1);
+            for (int i = 0; i < n; i++) row[sums[i].to] = row[sums[i].a] + row[sums[i].b];
+            assert_true(row[n > 0 ? last : 0] == tree_sum(0, items, 0));
+        }
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(ranks_gather_and_broadcast),
@@ -345,6 +365,7 @@ int main(void) {
         cmocka_unit_test(a_wrong_token_is_refused_and_logged),
         cmocka_unit_test(the_tree_has_one_order_for_all_holders),
         cmocka_unit_test(rows_sum_in_the_order_of_the_tree),
+        cmocka_unit_test(a_plan_of_sums_has_the_order_of_the_tree),
     };
     return cmocka_run_group_tests_name("ranks", tests, NULL, NULL);
 }

@@ -31,7 +31,8 @@ typedef struct owner {
     int n;
 } owner;
 
-static void *keep(void *context, size_t bytes) {
+static void *keep(void *context, size_t bytes, bool plan) {
+    (void)plan;
     owner *o = context;
     return o->n < KEPT ? o->kept[o->n++] = malloc(bytes) : NULL;
 }
@@ -121,7 +122,7 @@ static int run_part(mn_comm *comm, void *context) {
     op_copy_states(&part, 0, &j->whole, 0, c.B, OP_GIVEN);
     op_copy_tokens(&part, 0, &j->whole, rank * T, T, OP_GIVEN);
     if (mn_context_create(&ops, &(mn_context_options){ .n_threads = 1 }) != MN_OK) return 2;
-    const mn_sequence s = { comm, ops, keep, &own };
+    const mn_sequence s = { .comm = comm, .context = ops, .keep = keep, .owner = &own };
     mn_status st = mn_sequence_forward(&s, c.op, part.args, false);
     if (st == MN_OK && !mn_op_traits_of(c.op)->forward_only) {
         st = mn_sequence_backward(&s, c.op, part.args, false);

@@ -35,7 +35,8 @@ __device__ static double block_sum(double x) {
 
 __global__ void __launch_bounds__(THREADS)
     adamw_sumsq_kernel(const __grid_constant__ mn_adamw_all a) {
-    const mn_adamw_chunk chunk = a.chunks[blockIdx.x];
+    const int64_t at = a.first + blockIdx.x;
+    const mn_adamw_chunk chunk = a.chunks[at];
     const float *g = a.params[chunk.param].g + chunk.first;
     float sum = 0.0f;
     for (int i = threadIdx.x * PACK; i < chunk.count; i += THREADS * PACK) {
@@ -49,7 +50,21 @@ __global__ void __launch_bounds__(THREADS)
         }
     }
     const double all = block_sum<THREADS>((double)sum);
-    if (threadIdx.x == 0) a.squares[blockIdx.x] = all;
+    if (threadIdx.x == 0) a.squares[at] = all;
+}
+
+/* The mean loss of batch i over the targets of all its parts. */
+__device__ static double batch_loss(const mn_adamw_all &a, int64_t i, int64_t *counted) {
+    *counted = a.losses[i].counted;
+    if (a.n_parts == 1) return a.losses[i].loss;
+    double sum = 0.0;
+    *counted = 0;
+    for (int64_t part = 0; part < a.n_parts; part++) {
+        const mn_adamw_loss of = a.losses[part * a.n_losses + i];
+        if (of.counted > 0) sum += of.loss * (double)of.counted;
+        *counted += of.counted;
+    }
+    return *counted > 0 ? sum / (double)*counted : 0.0;
 }
 
 __global__ void __launch_bounds__(DECIDE_THREADS)
@@ -63,8 +78,9 @@ __global__ void __launch_bounds__(DECIDE_THREADS)
     r.loss = 0.0;
     r.counted = 0;
     for (int64_t i = 0; i < a.n_losses; i++) {
-        r.loss += a.losses[i].loss / (double)a.n_losses;
-        r.counted += a.losses[i].counted;
+        int64_t counted;
+        r.loss += batch_loss(a, i, &counted) / (double)a.n_losses;
+        r.counted += counted;
     }
     const mn_adamw_hparams *hparams = a.hparams;
     const bool clips = hparams->clip > 0.0 && r.norm > hparams->clip;
@@ -104,7 +120,7 @@ __device__ static void step_pack(const mn_adamw_param &p, int64_t i, const const
 __global__ void __launch_bounds__(THREADS)
     adamw_update_kernel(const __grid_constant__ mn_adamw_all a) {
     if (!a.result->update) return;
-    const mn_adamw_chunk chunk = a.chunks[blockIdx.x];
+    const mn_adamw_chunk chunk = a.chunks[a.first + blockIdx.x];
     const mn_adamw_param p = a.params[chunk.param];
     const mn_adamw_hparams f = *a.hparams;
     const float lr = f.lr * p.lr_scale;
@@ -117,21 +133,73 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 __global__ void __launch_bounds__(THREADS)
+    adamw_shadows_kernel(const __grid_constant__ mn_adamw_all a) {
+    const int64_t at = blockIdx.x < a.first ? blockIdx.x : a.own + blockIdx.x;
+    const mn_adamw_chunk chunk = a.chunks[at];
+    const mn_adamw_param p = a.params[chunk.param];
+    if (!p.shadow || !a.result->update) return;
+    mn_bf16 *to = (mn_bf16 *)p.shadow + chunk.first;
+    const float *from = p.p + chunk.first;
+    for (int i = threadIdx.x * PACK; i < chunk.count; i += THREADS * PACK) {
+        if (i + PACK <= chunk.count) {
+            float x[PACK];
+            mn_load<PACK>(x, from, i);
+            mn_store<PACK>(to, i, x);
+        } else {
+            for (int j = i; j < chunk.count; j++) mn_put(to + j, from[j]);
+        }
+    }
+}
+
+/* One thread per pack of four numbers. */
+__global__ void __launch_bounds__(THREADS)
+    add_kernel(float *out, const float *a, const float *b, int64_t n) {
+    const int64_t i = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * PACK;
+    if (i + PACK <= n) {
+        float x[PACK], y[PACK];
+        mn_load<PACK>(x, a, i);
+        mn_load<PACK>(y, b, i);
+#pragma unroll
+        for (int j = 0; j < PACK; j++) x[j] += y[j];
+        mn_store<PACK>(out, i, x);
+    } else {
+        for (int64_t j = i; j < n; j++) out[j] = a[j] + b[j];
+    }
+}
+
+__global__ void __launch_bounds__(THREADS)
 cast_bf16_kernel(mn_bf16 *to, const float *from, int64_t n) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (i < n) mn_put(to + i, from[i]);
 }
 
-extern "C" int mn_adamw_norm_cuda(const mn_adamw_all *all, void *stream) {
-    const cudaStream_t on = (cudaStream_t)stream;
-    if (all->n_chunks > 0) adamw_sumsq_kernel<<<(unsigned)all->n_chunks, THREADS, 0, on>>>(*all);
-    adamw_decide_kernel<<<1, DECIDE_THREADS, 0, on>>>(*all);
+extern "C" int mn_adamw_squares_cuda(const mn_adamw_all *all, void *stream) {
+    if (all->own == 0) return cudaSuccess;
+    adamw_sumsq_kernel<<<(unsigned)all->own, THREADS, 0, (cudaStream_t)stream>>>(*all);
+    return mn_launch_status();
+}
+
+extern "C" int mn_adamw_decide_cuda(const mn_adamw_all *all, void *stream) {
+    adamw_decide_kernel<<<1, DECIDE_THREADS, 0, (cudaStream_t)stream>>>(*all);
     return mn_launch_status();
 }
 
 extern "C" int mn_adamw_update_cuda(const mn_adamw_all *all, void *stream) {
-    if (all->n_chunks == 0) return cudaSuccess;
-    adamw_update_kernel<<<(unsigned)all->n_chunks, THREADS, 0, (cudaStream_t)stream>>>(*all);
+    if (all->own == 0) return cudaSuccess;
+    adamw_update_kernel<<<(unsigned)all->own, THREADS, 0, (cudaStream_t)stream>>>(*all);
+    return mn_launch_status();
+}
+
+extern "C" int mn_adamw_shadows_cuda(const mn_adamw_all *all, void *stream) {
+    const int64_t others = all->n_chunks - all->own;
+    if (others == 0) return cudaSuccess;
+    adamw_shadows_kernel<<<(unsigned)others, THREADS, 0, (cudaStream_t)stream>>>(*all);
+    return mn_launch_status();
+}
+
+extern "C" int mn_add_cuda(float *out, const float *a, const float *b, int64_t n, void *stream) {
+    if (n == 0) return cudaSuccess;
+    add_kernel<<<mn_blocks(n, THREADS * PACK), THREADS, 0, (cudaStream_t)stream>>>(out, a, b, n);
     return mn_launch_status();
 }
 

@@ -1,0 +1,192 @@
+#!/bin/sh
+# Ranks on the GPUs of this machine: the same bits on 1 and N, resuming with other numbers of ranks, kill -9 of a rank, and gdn of 400M
+# parameters on one GPU (plain, and as a world of one rank) and on N. Every result is printed as it comes and kept as a line of
+# OUT/ranks.jsonl; the table is printed last.
+#   bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS]
+# MNEME_NCCL names libnccl.so.2 where the system does not find it.
+set -u
+[ $# -ge 2 ] || { echo "usage: bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS]" >&2; exit 2; }
+mneme=$1 out=$2 gpus=${3:-2} limit=${4:-360}
+began=$(date +%s)
+mkdir -p "$out"
+folder=$(mktemp -d)
+run=
+finish() {
+    [ -n "$run" ] && kill -9 "$run" 2> /dev/null
+    rm -rf "$folder"
+}
+trap finish EXIT
+trap 'exit 1' INT TERM
+result=$out/ranks.jsonl
+: > "$result"
+
+left() { echo $((limit - $(date +%s) + began)); }
+# tell NAME VALUE UNIT: of a measure or, with the value "yes" or "no", of a check
+tell() {
+    printf '{"name": "%s", "value": "%s", "unit": "%s"}\n' "$1" "$2" "${3:-}" >> "$result"
+    printf '[%4ss] %-52s %s %s\n' "$(($(date +%s) - began))" "$1" "$2" "${3:-}"
+}
+verdict() { # NAME COMMAND...: yes where the command goes well
+    name=$1
+    shift
+    if "$@" > /dev/null 2>&1; then tell "$name" yes; else tell "$name" no; fi
+}
+python3 - "$folder" <<'END'
+import random, sys
+random.seed(3)
+open(sys.argv[1] + "/book.txt", "w").write(" ".join(random.choice(["the", "cat", "sat", "on", "a", "mat"]) for _ in range(60000)))
+import array
+array.array("H", (min(int(random.expovariate(1 / 3000)), 31999) for _ in range(3 << 20))).tofile(open(sys.argv[1] + "/tokens.bin", "wb"))
+END
+
+# small RANKS OUT [settings...]: RANKS 0: without --ranks
+small() {
+    ranks=$1 to=$2
+    shift 2
+    n="--ranks $ranks"
+    [ "$ranks" = 0 ] && n=
+    # shellcheck disable=SC2086
+    timeout -k 5 60 "$mneme" train $n --device "${device:-cuda}" --quiet --set "data.train=$folder/book.txt" --set model.layers="${layers:-gdn}" \
+        --set model.hidden_size=256 --set model.num_hidden_layers=4 --set train.batch=4 --set train.context=256 --set train.accumulate=8 \
+        --set train.steps=6 --set train.log_every=1 --set train.warmup=2 --set train.checkpoint_every=3 --set train.keep_every=3 \
+        --set train.tensorboard=false --set "out=$folder/$to" "$@" > "$folder/$to.txt" 2>&1 ||
+        { tail -n 5 "$folder/$to.txt"; tell "small run $to" failed; return 1; }
+}
+losses() { sed -n 's/.*"loss":\([^,]*\),"lr".*/\1/p' "$folder/$1/metrics.jsonl"; }
+same() { cmp "$folder/$1/last/model.safetensors" "$folder/$2/last/model.safetensors" && [ "$(losses "$1")" = "$(losses "$2")" ]; }
+
+for dtype in f32 bf16; do
+    small 1 "one.$dtype" --set train.dtype=$dtype
+    small "$gpus" "many.$dtype" --set train.dtype=$dtype
+    verdict "$dtype: $gpus GPUs give the bits of one" same "one.$dtype" "many.$dtype"
+    tell "$dtype: last loss" "$(losses "many.$dtype" | tail -n 1)" nats
+done
+small 0 plain && tell "f32: last loss without --ranks" "$(losses plain | tail -n 1)" nats
+(device=cpu && small 1 host) && tell "f32: last loss on the CPU" "$(losses host | tail -n 1)" nats
+
+# resuming from step 3 with the other number of ranks
+resume() { # RANKS FROM
+    cp -r "$folder/$2" "$folder/again.$1"
+    timeout -k 5 60 "$mneme" train --resume "$folder/again.$1/checkpoints/step-00000003" --ranks "$1" --device cuda --quiet > "$folder/again.$1.txt" 2>&1 ||
+        { tail -n 5 "$folder/again.$1.txt"; return 1; }
+}
+resume 1 many.f32
+verdict "checkpoint of $gpus goes on with 1, same bits" same many.f32 again.1
+resume "$gpus" one.f32
+verdict "checkpoint of 1 goes on with $gpus, same bits" same one.f32 "again.$gpus"
+
+# kill_one OUT VICTIM PID: seconds until all processes of the launcher PID have ended, and what was said
+kill_one() {
+    victim=$(pgrep -P "$3" | sed -n "$(($2 + 1))p")
+    from=$(date +%s%N)
+    kill -9 "$victim"
+    tries=0
+    while kill -0 "$3" 2> /dev/null && [ $tries -lt 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+    tell "$1: kill -9 of rank $2, the others ended after" "$(awk -v a="$from" -v b="$(date +%s%N)" 'BEGIN { printf "%.1f", (b - a) * 1e-9 }')" s
+    kill -9 "$3" 2> /dev/null
+    grep -h "rank [0-9]* stops\|was ended" "$folder/$1.txt" | sed 's/^/    /'
+}
+die() {
+    "$mneme" train --ranks "$gpus" --device cuda --quiet --set "data.train=$folder/book.txt" --set model.layers=gdn --set model.hidden_size=256 \
+        --set train.batch=4 --set train.context=256 --set train.accumulate=8 --set train.steps=100000 --set train.checkpoint_every=20 \
+        --set train.eval_every=0 --set train.eval_batches=1 --set train.tensorboard=false --set "out=$folder/dead" > "$folder/dead.txt" 2>&1 &
+    run=$!
+    tries=0
+    while [ ! -e "$folder/dead/last" ] && [ $tries -lt 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+    kill_one dead 1 $run
+    step=$(readlink "$folder/dead/last" | sed 's/.*step-0*//')
+    verdict "the last checkpoint of the killed run goes on" timeout -k 5 60 "$mneme" train --resume "$folder/dead" --ranks 1 --device cuda --quiet \
+        --set "train.steps=$((${step:-0} + 2))"
+}
+[ "$gpus" -gt 1 ] && die
+
+# the sequences of small runs in parts: the same losses within rounding
+for layers in gdn kla; do
+    small 1 "whole.$layers" --set train.accumulate=2
+    small "$gpus" "parts.$layers" --set train.accumulate=2 --set "train.sequence_ranks=$gpus"
+    tell "$layers: largest difference of losses, sequences in $gpus parts" "$(losses "whole.$layers" > "$folder/a"; losses "parts.$layers" > "$folder/b"
+        paste "$folder/a" "$folder/b" | awk 'NF == 2 { d = $1 - $2; if (d < 0) d = -d; if (d > m) m = d; n++ } END { if (n) printf "%.2g of %d steps", m, n }')"
+done
+unset layers
+
+# large OUT RANKS LAYERS STEPS [settings...]: 400M parameters in bf16, in the background
+large() {
+    to=$1 n="--ranks $2" steps=$4
+    [ "$2" = 0 ] && n=
+    case $3 in
+    gdn) shape="--set model.num_heads=4 --set model.head_dim=256 --set model.expand_v=1" ;;
+    kla) shape="--set model.expand=1" ;;
+    esac
+    kind=$3
+    shift 4
+    # shellcheck disable=SC2086
+    "$mneme" train $n --device cuda --set "data.train=$folder/tokens.bin" --set data.format=nanogpt --set data.valid_part=0 --set "model.layers=$kind" \
+        $shape --set model.num_hidden_layers=24 --set model.hidden_size=1024 --set model.intermediate_size=2816 --set model.mlp=swiglu \
+        --set model.vocab_size=32000 --set model.tie_word_embeddings=false --set "train.steps=$steps" --set train.warmup=10 --set train.lr=3e-4 \
+        --set train.dtype=bf16 --set train.log_every=1 --set train.eval_every=0 --set train.checkpoint_every=0 --set train.tensorboard=false \
+        --set "out=$folder/$to" "$@" > "$folder/$to.txt" 2>&1 &
+    run=$!
+}
+lines() { grep -c '"loss"' "$folder/$1/metrics.jsonl" 2> /dev/null || true; }
+middle() { sort -g | awk '{ v[NR] = $1 } END { if (NR) print v[int((NR + 1) / 2)] }'; }
+# speed OUT RANKS LAYERS STEPS SECONDS [settings...]: $rate: tokens a second, the median of the steps behind the first 5
+speed() {
+    rate=
+    [ "$(left)" -gt 30 ] && [ "$2" -le "$gpus" ] || { tell "$1" skipped; return; }
+    name=$1 ranks=$2 kind=$3 steps=$4 most=$5
+    shift 5
+    large "$name" "$ranks" "$kind" 100000 "$@"
+    tries=0
+    while [ "$(lines "$name")" -lt "$steps" ] 2> /dev/null || [ ! -e "$folder/$name/metrics.jsonl" ]; do
+        kill -0 $run 2> /dev/null && [ $tries -lt $((10 * most)) ] || break
+        sleep 0.1
+        tries=$((tries + 1))
+    done
+    used=$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits 2> /dev/null | tr '\n' ' ')
+    rate=$(sed -n 's/.*"tokens_per_second":\([^,]*\),.*/\1/p' "$folder/$name/metrics.jsonl" 2> /dev/null | sed -n "6,${steps}p" | middle)
+    tell "$name: tokens/s" "${rate:-none}"
+    tell "$name: memory in use on each GPU" "$used" MiB
+    grep -h "^memory" "$folder/$name.txt" | sed 's/^/    /'
+    [ "$ranks" -gt 1 ] && sed -n 's/.*\("compute_seconds":[^}]*\).*/    \1/p' "$folder/$name/metrics.jsonl" | tail -n 2
+    [ -n "$rate" ] || tail -n 4 "$folder/$name.txt"
+    if [ "$ranks" -gt 1 ]; then kill_one "$name" 1 $run; else kill -9 $run; fi
+    wait $run 2> /dev/null
+    rm -rf "${folder:?}/$name"
+}
+ratio() { tell "$1" "$(awk -v a="${2:-0}" -v b="${3:-0}" 'BEGIN { if (b > 0) printf "%.4f", a / b }')" times; }
+whole="--set train.batch=8 --set train.context=4096 --set train.recompute=light"
+# shellcheck disable=SC2086
+{
+    speed plain.400m 0 gdn 16 60 $whole --set train.accumulate=1
+    plain=$rate
+    [ "$gpus" = 1 ] || speed many.400m "$gpus" gdn 16 60 $whole --set "train.accumulate=$gpus"
+    ratio "gdn 400M, 8 x 4096 a GPU: $gpus GPUs against one" "$rate" "$plain"
+    speed world1.400m 1 gdn 16 60 $whole --set train.accumulate=1
+    ratio "gdn 400M: a world of one against plain" "$rate" "$plain"
+}
+for layers in gdn kla; do
+    speed "$layers.131072.one" 0 $layers 10 60 --set train.batch=1 --set train.context=131072 --set train.recompute=layer
+    plain=$rate
+    speed "$layers.131072.many" "$gpus" $layers 10 60 --set train.batch=1 --set train.context=131072 --set train.recompute=layer \
+        --set "train.sequence_ranks=$gpus"
+    ratio "$layers, one sequence of 131,072 tokens: $gpus GPUs against one" "$rate" "$plain"
+done
+
+# the same bits of the large model: three steps, with the same global batch
+three() {
+    # shellcheck disable=SC2086
+    large "$1" "$2" gdn 3 $whole --set "train.accumulate=$gpus"
+    tries=0
+    while kill -0 $run 2> /dev/null && [ $tries -lt 600 ]; do sleep 0.1; tries=$((tries + 1)); done
+    kill -9 $run 2> /dev/null
+    wait $run 2> /dev/null
+}
+if [ "$(left)" -gt 45 ]; then
+    three one.bits 1
+    three many.bits "$gpus"
+    verdict "gdn 400M, bf16: $gpus GPUs give the bits of one" same one.bits many.bits
+    tell "gdn 400M: bytes of moments in each rank's file" "$(stat -L -c %s "$folder"/many.bits/last/optimizer-*.safetensors 2> /dev/null | tr '\n' ' ')"
+    tell "gdn 400M: bytes of moments of one rank" "$(stat -L -c %s "$folder"/one.bits/last/optimizer.safetensors 2> /dev/null)"
+fi
+echo
+sed 's/{"name": "\(.*\)", "value": "\(.*\)", "unit": "\(.*\)"}/| \1 | \2 \3 |/' "$result"

@@ -1,0 +1,550 @@
+// labels: sanitize
+/* test_gpus.c - ranks on GPUs, without one: NCCL's calls are those of support/programs/fake_nccl.c,
+ * and the device is memory of the host, whose backend and kernels are in this file. What a step
+ * does with gradients is the same code as on a GPU. */
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/rng.h"
+#include "base/status.h"
+#include "io/json.h"
+#include "kernels/adamw_all.h"
+#include "ops/run.h"
+#include "optim/optim.h"
+#include "ranks/sequence.h"
+#include "runtime/device_backend.h"
+#include "support/check.h"
+#include "support/op_case.h"
+#include "support/ranks.h"
+#include "train/reduce_device.h"
+
+/* ---- a device in the host's memory ----------------------------------------------------------- */
+
+bool mn_backend_built(void) {
+    return true;
+}
+
+mn_status mn_backend_count(int *count) {
+    *count = 1;
+    return MN_OK;
+}
+
+mn_status mn_backend_describe(mn_device_info *info, int index) {
+    *info = (mn_device_info){ .index = index, .name = "memory", .major = 9, .bytes = 1 << 30,
+                              .free_bytes = 1 << 30 };
+    return MN_OK;
+}
+
+mn_status mn_backend_use(int index) {
+    return index == 0 ? MN_OK : mn_fail(MN_ERR_ARGUMENT, "no device %d", index);
+}
+
+mn_status mn_backend_check(int code, const char *what) {
+    return code == 0 ? MN_OK : mn_fail(MN_ERR_INTERNAL, "%s: %d", what, code);
+}
+
+mn_status mn_backend_stream_create(void **stream) {
+    static char one;
+    *stream = &one;
+    return MN_OK;
+}
+
+void mn_backend_stream_destroy(void *stream) {
+    (void)stream;
+}
+
+mn_status mn_backend_synchronize(void *stream) {
+    (void)stream;
+    return MN_OK;
+}
+
+mn_status mn_backend_done(void *stream, bool *done) {
+    (void)stream;
+    *done = true;
+    return MN_OK;
+}
+
+mn_status mn_backend_allocate(void **out, size_t bytes) {
+    *out = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    return *out ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory");
+}
+
+void mn_backend_free(void *data) {
+    free(data);
+}
+
+mn_status mn_backend_host_allocate(void **out, size_t bytes) {
+    return mn_backend_allocate(out, bytes);
+}
+
+void mn_backend_host_free(void *data) {
+    free(data);
+}
+
+mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_way way,
+                          void *stream) {
+    (void)way, (void)stream;
+    memmove(to, from, bytes);
+    return MN_OK;
+}
+
+mn_status mn_backend_copy_rows(void *to, size_t to_step, const void *from, size_t from_step,
+                               size_t bytes, int64_t rows, void *stream) {
+    (void)stream;
+    for (int64_t i = 0; i < rows; i++) {
+        memmove((char *)to + i * (int64_t)to_step, (const char *)from + i * (int64_t)from_step,
+                bytes);
+    }
+    return MN_OK;
+}
+
+mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *stream) {
+    (void)stream;
+    memset(to, value, bytes);
+    return MN_OK;
+}
+
+mn_status mn_backend_event_create(void **event) {
+    *event = NULL;
+    return MN_OK;
+}
+
+void mn_backend_event_destroy(void *event) {
+    (void)event;
+}
+
+mn_status mn_backend_event_record(void *event, void *stream) {
+    (void)event, (void)stream;
+    return MN_OK;
+}
+
+mn_status mn_backend_event_seconds(double *seconds, void *from, void *to) {
+    (void)from, (void)to;
+    *seconds = 0.0;
+    return MN_OK;
+}
+
+mn_status mn_backend_capture_begin(void *stream) {
+    (void)stream;
+    return mn_fail(MN_ERR_UNSUPPORTED, "no graphs here");
+}
+
+mn_status mn_backend_capture_end(void **graph, void *stream) {
+    *graph = NULL;
+    return mn_backend_capture_begin(stream);
+}
+
+mn_status mn_backend_graph_launch(void *graph, void *stream) {
+    (void)graph;
+    return mn_backend_capture_begin(stream);
+}
+
+void mn_backend_graph_destroy(void *graph) {
+    (void)graph;
+}
+
+int mn_add_cuda(float *out, const float *a, const float *b, int64_t n, void *stream) {
+    (void)stream;
+    for (int64_t i = 0; i < n; i++) out[i] = a[i] + b[i];
+    return 0;
+}
+
+/* Nobody here steps an optimiser. */
+int mn_adamw_squares_cuda(const mn_adamw_all *all, void *stream) {
+    (void)all, (void)stream;
+    return 1;
+}
+
+int mn_adamw_decide_cuda(const mn_adamw_all *all, void *stream) {
+    (void)all, (void)stream;
+    return 1;
+}
+
+int mn_adamw_update_cuda(const mn_adamw_all *all, void *stream) {
+    (void)all, (void)stream;
+    return 1;
+}
+
+int mn_adamw_shadows_cuda(const mn_adamw_all *all, void *stream) {
+    (void)all, (void)stream;
+    return 1;
+}
+
+int mn_cast_bf16_cuda(void *to, const float *from, int64_t n, void *stream) {
+    (void)to, (void)from, (void)n, (void)stream;
+    return 1;
+}
+
+/* ---- a model there --------------------------------------------------------------------------- */
+
+typedef struct host {
+    mn_context context;
+    mn_model *model;
+    int64_t elements[32], pieces[32];
+} host;
+
+static bool open_host(host *h, int world) {
+    static const char text[] = "{\"layers\": \"gdn\", \"num_hidden_layers\": 2, "
+                               "\"hidden_size\": 96, \"num_heads\": 3, \"vocab_size\": 211}";
+    mn_json root = { 0 };
+    mn_model_config config = { 0 };
+    memset(h, 0, sizeof *h);
+    mn_status st = mn_json_parse(&root, text, strlen(text), "test", MN_JSON_STANDARD);
+    if (st == MN_OK) st = mn_model_config_read(&config, &root);
+    if (st == MN_OK) st = mn_model_create(&h->model, &config, MN_F32);
+    if (st == MN_OK) st = mn_device_open(&h->context.device, "cuda", NULL);
+    if (st == MN_OK) mn_model_start(h->model, NULL, 1);
+    if (st == MN_OK) st = mn_model_place(h->model, &h->context, MN_F32);
+    if (st == MN_OK) st = mn_model_want_gradients(h->model);
+    mn_model_config_free(&config);
+    mn_json_free(&root);
+    const int n = st == MN_OK ? mn_model_params(h->model) : 0;
+    mn_optim_param *params = calloc((size_t)n + 1, sizeof *params);
+    for (int i = 0; i < n; i++) params[i].count = mn_model_param_at(h->model, i)->info.count;
+    if (st == MN_OK) mn_optim_shares(params, n, world, h->elements, h->pieces);
+    free(params);
+    return st == MN_OK && n > 0;
+}
+
+static void close_host(host *h) {
+    mn_model_destroy(h->model);
+    mn_device_close(h->context.device);
+}
+
+static float item(int64_t batch, int64_t i) {
+    return (float)(mn_rng_uniform(11, (uint64_t)batch, (uint64_t)i) * 3.0 - 1.0);
+}
+
+/* The sum over items [first, end) in the order of the tree, by its recursion. */
+static float tree_sum(int64_t first, int64_t end, int64_t i) {
+    if (end - first == 1) return item(first, i);
+    int64_t half = 1;
+    while (2 * half < end - first) half *= 2;
+    return tree_sum(first, first + half, i) + tree_sum(first + half, end, i);
+}
+
+/* Number i of all parameters one after the other, of their gradients or values. */
+static void each(host *h, int64_t low, int64_t high, bool grads,
+                 bool (*fn)(float *at, int64_t i, int64_t job), int64_t job, bool *ok) {
+    int64_t start = 0;
+    for (int p = 0; p < mn_model_params(h->model); p++) {
+        const mn_model_param *of = mn_model_param_at(h->model, p);
+        float *numbers = grads ? of->grad : of->value;
+        for (int64_t k = 0; k < of->info.count; k++) {
+            const int64_t i = start + k;
+            if (i >= low && i < high && !fn(&numbers[k], i, job)) *ok = false;
+        }
+        start += of->info.count;
+    }
+}
+
+static bool set_item(float *at, int64_t i, int64_t batch) {
+    *at = item(batch, i);
+    return true;
+}
+
+static bool is_sum(float *at, int64_t i, int64_t items) {
+    return *at == tree_sum(0, items, i);
+}
+
+static bool set_value(float *at, int64_t i, int64_t rank) {
+    (void)rank;
+    *at = item(1000, i);
+    return true;
+}
+
+static bool is_value(float *at, int64_t i, int64_t rank) {
+    (void)rank;
+    return *at == item(1000, i);
+}
+
+/* ---- sums ------------------------------------------------------------------------------------ */
+
+typedef struct job {
+    int64_t batches;
+    int sequence;
+} job;
+
+static mn_status run_step(host *h, mn_device_reduce *r, const job *j, int rank, int64_t all) {
+    int64_t first, end;
+    bool ok = true;
+    mn_device_reduce_batches(r, rank, &first, &end);
+    mn_device_reduce_begin(r);
+    mn_status st = MN_OK;
+    for (int64_t i = first; st == MN_OK && i < end; i++) {
+        each(h, 0, all, true, set_item, i + rank % j->sequence * j->batches, &ok);
+        st = mn_device_reduce_put(r);
+    }
+    return st == MN_OK ? mn_device_reduce_sum(r) : st;
+}
+
+static int sum(mn_comm *comm, void *context) {
+    const job *j = context;
+    const int rank = mn_comm_rank(comm), world = mn_comm_world(comm);
+    host h;
+    mn_nccl *nccl = NULL;
+    mn_device_reduce *r = NULL;
+    bool ok = true;
+    if (!open_host(&h, world)) return 2;
+    const int64_t all = h.elements[world];
+    if (mn_nccl_create(&nccl, comm, true) != MN_OK) return 3;
+    const mn_device_reduce_options how = { h.context.device, nccl, h.model, rank, world,
+                                           j->sequence, j->batches, h.elements };
+    if (mn_device_reduce_create(&r, &how) != MN_OK) return 4;
+    for (int step = 0; step < 2; step++) {
+        if (run_step(&h, r, j, rank, all) != MN_OK) return 5;
+        each(&h, h.elements[rank], h.elements[rank + 1], true, is_sum, j->batches * j->sequence,
+             &ok);
+        if (!ok) return 6;
+    }
+    each(&h, h.elements[rank], h.elements[rank + 1], false, set_value, rank, &ok);
+    if (mn_device_reduce_values(r) != MN_OK) return 7;
+    each(&h, 0, all, false, is_value, rank, &ok);
+    if (!ok) return 8;
+    mn_device_reduce_destroy(r);
+    mn_nccl_destroy(nccl);
+    close_host(&h);
+    return 0;
+}
+
+static void sums_are_those_of_the_tree_on_any_number_of_gpus(void **state) {
+    (void)state;
+    static const struct {
+        int world;
+        job j;
+    } cases[] = { { 1, { 1, 1 } }, { 1, { 7, 1 } }, { 2, { 2, 1 } }, { 2, { 7, 1 } },
+                  { 3, { 5, 1 } }, { 4, { 8, 1 } }, { 2, { 1, 2 } }, { 4, { 3, 2 } } };
+    for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
+        int codes[16];
+        job j = cases[i].j;
+        run_ranks(sum, &j, cases[i].world, codes);
+        for (int r = 0; r < cases[i].world; r++) assert_int_equal(codes[r], 0);
+    }
+}
+
+/* ---- sequences in parts ---------------------------------------------------------------------- */
+
+enum { TOKENS = 24, KEPT = 8 };
+
+static mn_context *host_context;    // whose kernels the device has
+
+/* A kernel of the device is the host's. */
+#define HOST_KERNELS(name)                                                                     \
+    static int name##_forward(const void *args, void *shared, void *stream) {                  \
+        (void)shared, (void)stream;                                                            \
+        return mn_op_run(host_context, MN_OP_##name, MN_FORWARD, (void *)args) != MN_OK;       \
+    }                                                                                          \
+    static int name##_backward(const void *args, void *shared, void *stream) {                 \
+        (void)shared, (void)stream;                                                            \
+        return mn_op_run(host_context, MN_OP_##name, MN_BACKWARD, (void *)args) != MN_OK;      \
+    }
+HOST_KERNELS(conv)
+HOST_KERNELS(moebius)
+HOST_KERNELS(scan)
+
+static bool plan_nothing(const void *args, mn_plan *plan) {
+    (void)args, (void)plan;
+    return true;
+}
+
+static void lend_kernels(mn_kernel_table *table) {
+    const struct {
+        int kernel;
+        mn_launch_fn forward, backward;
+    } rows[] = { { MN_KERNEL_conv, conv_forward, conv_backward },
+                 { MN_KERNEL_moebius, moebius_forward, moebius_backward },
+                 { MN_KERNEL_scan, scan_forward, scan_backward } };
+    for (size_t i = 0; i < MN_COUNTOF(rows); i++) {
+        mn_kernel *of = table->kernel[rows[i].kernel];
+        of[MN_FORWARD] = (mn_kernel){ plan_nothing, NULL, "host", rows[i].forward };
+        of[MN_BACKWARD] = (mn_kernel){ plan_nothing, NULL, "host", rows[i].backward };
+    }
+}
+
+typedef struct owner {
+    void *kept[KEPT];
+    int n;
+} owner;
+
+static void *keep(void *context, size_t bytes, bool plan) {
+    owner *o = context;
+    if (plan) return o;
+    return o->n < KEPT ? o->kept[o->n++] = calloc(1, bytes) : NULL;
+}
+
+typedef struct cut_job {
+    op_case c;
+    mn_sample whole;
+} cut_job;
+
+/* Numbers of tokens and of states on the ranks that have them: within 1e-4 of the largest number,
+ * beside which the roundings of sums over 24 tokens in float32 are 3e-6. */
+static bool same_numbers(const cut_job *j, mn_sample *part, int i, int rank, int world) {
+    mn_sample_tensor *w = (mn_sample_tensor *)&j->whole.tensors[i], *p = &part->tensors[i];
+    const void *want = op_memory(w, OP_COMPUTED), *got = op_memory(p, OP_COMPUTED);
+    op_tokens a, b;
+    double most = 0.0;
+    if (!want || !got) return true;
+    for (int64_t k = 0; k < w->count; k++) most = fmax(most, fabs(mn_sample_get(part, want, k)));
+    const bool tokens = op_token_layout(&a, &j->whole, w) && op_token_layout(&b, part, p);
+    if (!tokens && w->axes[0] != 'N') return true;
+    if (!tokens && rank != (w->field->role == MN_ROLE_OPT ? 0 : world - 1)) return true;
+    for (int64_t k = 0; k < p->count; k++) {
+        const int64_t row = tokens ? b.length * b.inner : p->count;
+        const int64_t at = tokens ? k / row * a.length * a.inner + k % row +
+                                        rank * b.length * b.inner : k;
+        const double x = mn_sample_get(part, got, k), y = mn_sample_get(part, want, at);
+        if (fabs(x - y) <= 1e-4 * (most + 1e-3)) continue;
+        fprintf(stderr, "%s: rank %d: %s[%lld] is %.9g, in one piece %.9g\n", op_case_text(&j->c),
+                rank, w->field->name, (long long)k, x, y);
+        return false;
+    }
+    return true;
+}
+
+static int run_cut(mn_comm *comm, void *context) {
+    cut_job *j = context;
+    const int world = mn_comm_world(comm), rank = mn_comm_rank(comm);
+    op_case c = j->c;
+    mn_sample part;
+    owner own = { .n = 0 };
+    mn_context gpu = *host_context;
+    mn_nccl *nccl;
+    c.T = TOKENS / world;
+    op_allocate(&part, &c);
+    op_copy_shared(&part, &j->whole, OP_GIVEN);
+    op_copy_states(&part, 0, &j->whole, 0, c.B, OP_GIVEN);
+    op_copy_tokens(&part, 0, &j->whole, rank * c.T, c.T, OP_GIVEN);
+    if (mn_device_open(&gpu.device, "cuda", NULL) != MN_OK) return 2;
+    lend_kernels(&gpu.cuda);
+    if (mn_nccl_create(&nccl, comm, true) != MN_OK) return 3;
+    mn_sequence s = { .comm = comm, .nccl = nccl, .context = &gpu, .keep = keep, .owner = &own };
+    mn_status st = mn_sequence_forward(&s, c.op, part.args, false);
+    if (st == MN_OK) st = mn_sequence_backward(&s, c.op, part.args, false);
+    if (st != MN_OK) {
+        fprintf(stderr, "%s: %s\n", op_case_text(&c), mn_last_error());
+        return 4;
+    }
+    bool same = mn_sample_guards_intact(&part);
+    for (int i = 0; i < part.n_tensors; i++) same = same_numbers(j, &part, i, rank, world) && same;
+    mn_nccl_destroy(nccl);
+    mn_device_close(gpu.device);
+    mn_sample_free(&part);
+    for (int i = 0; i < own.n; i++) free(own.kept[i]);
+    return same ? 0 : 5;
+}
+
+static void sequences_cross_gpus(void **state) {
+    (void)state;
+    static const mn_op_id ops[] = { MN_OP_conv, MN_OP_moebius, MN_OP_scan };
+    const mn_context_options how = { .n_threads = 1 };
+    assert_int_equal(mn_context_create(&host_context, &how), MN_OK);
+    for (size_t i = 0; i < MN_COUNTOF(ops); i++) {
+        op_case forms[OP_MAX_FORMS];
+        const int n = op_forms(ops[i], forms);
+        for (int f = 0; f < n; f++) {
+            cut_job j = { .c = forms[f] };
+            int codes[16];
+            j.c.dtype = MN_F32;
+            j.c.B = 2;
+            j.c.T = TOKENS;
+            j.c.seed = 5;
+            op_open(&j.whole, &j.c);
+            assert_int_equal(mn_op_run(host_context, j.c.op, MN_FORWARD, j.whole.args), MN_OK);
+            assert_int_equal(mn_op_run(host_context, j.c.op, MN_BACKWARD, j.whole.args), MN_OK);
+            run_ranks(run_cut, &j, 3, codes);
+            for (int r = 0; r < 3; r++) {
+                CHECK(codes[r] == 0, "%s: rank %d ends with %d", op_case_text(&j.c), r, codes[r]);
+            }
+            mn_sample_free(&j.whole);
+        }
+    }
+    mn_context_destroy(host_context);
+    check_done();
+}
+
+/* ---- failures -------------------------------------------------------------------------------- */
+
+/* Rank 1 dies; rank 0 waits for its message, which never comes. */
+static int lose_one(mn_comm *comm, void *context) {
+    (void)context;
+    mn_nccl *nccl;
+    float number = 0.0f;
+    if (mn_nccl_create(&nccl, comm, true) != MN_OK) return 2;
+    if (mn_nccl_check(nccl) != MN_OK) return 3;
+    if (mn_comm_rank(comm) == 1) {
+        kill(getpid(), SIGKILL);
+    }
+    const mn_transfer t = { 1, false, &number, sizeof number };
+    const double started = mn_seconds();
+    if (mn_nccl_exchange(nccl, &t, 1, 0, NULL) == MN_OK) return 4;
+    if (!strstr(mn_last_error(), "rank 1 of 2 is gone") || mn_seconds() - started > 5.0) return 5;
+    mn_nccl_abort(nccl);
+    if (mn_nccl_check(nccl) == MN_OK) return 6;
+    mn_nccl_destroy(nccl);
+    return 0;
+}
+
+static void a_rank_that_dies_is_named(void **state) {
+    (void)state;
+    int codes[16];
+    run_ranks(lose_one, NULL, 2, codes);
+    assert_int_equal(codes[0], 0);
+    assert_int_equal(codes[1], -1);
+}
+
+/* Rank 1 gives up by the host while rank 0 looks after it. */
+static int give_up(mn_comm *comm, void *context) {
+    (void)context;
+    if (mn_comm_rank(comm) == 1) {
+        mn_comm_abort(comm, "no paper left");
+        return 0;
+    }
+    const double started = mn_seconds();
+    while (mn_comm_check(comm) == MN_OK) {
+        if (mn_seconds() - started > 20.0) return 2;
+    }
+    if (!strstr(mn_last_error(), "rank 1 gave up: no paper left")) return 3;
+    return mn_comm_failed(comm) ? 0 : 4;
+}
+
+static void a_rank_that_gives_up_is_heard_without_a_message(void **state) {
+    (void)state;
+    int codes[16];
+    run_ranks(give_up, NULL, 2, codes);
+    assert_int_equal(codes[0], 0);
+    assert_int_equal(codes[1], 0);
+}
+
+/* In a process of its own, as a library that was found stays. */
+static int miss(mn_comm *comm, void *context) {
+    (void)comm, (void)context;
+    int version;
+    setenv("MNEME_NCCL", "/nowhere/libnccl.so.2", 1);
+    if (mn_nccl_find(&version) == MN_OK) return 2;
+    return strstr(mn_last_error(), "MNEME_NCCL: /nowhere/libnccl.so.2 does not open") ? 0 : 3;
+}
+
+static void a_missing_library_is_a_sentence(void **state) {
+    (void)state;
+    int codes[16];
+    run_ranks(miss, NULL, 1, codes);
+    assert_int_equal(codes[0], 0);
+}
+
+int main(void) {
+    setenv("MNEME_NCCL", MN_FAKE_NCCL, 1);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(sums_are_those_of_the_tree_on_any_number_of_gpus),
+        cmocka_unit_test(sequences_cross_gpus),
+        cmocka_unit_test(a_rank_that_dies_is_named),
+        cmocka_unit_test(a_rank_that_gives_up_is_heard_without_a_message),
+        cmocka_unit_test(a_missing_library_is_a_sentence),
+    };
+    return cmocka_run_group_tests_name("gpus", tests, NULL, NULL);
+}
