@@ -31,7 +31,8 @@ static void print_rows(const mn_summary *s) {
     for (int64_t i = 0; i < s->n; i++) {
         const mn_setting *at = &s->settings[i];
         mn_setting_title(title, sizeof title, s, at, -1);
-        printf("%c %-*.*s %3" PRId64, at->best ? '*' : ' ', (int)width, (int)width, title, at->n);
+        const bool marked = s->n_axes > 1 ? at->best : i == s->best;
+        printf("%c %-*.*s %3" PRId64, marked ? '*' : ' ', (int)width, (int)width, title, at->n);
         if (s->scored) put_estimate(&at->score);
         put_estimate(&at->loss);
         if (at->failed > 0) printf("  %" PRId64 " failed", at->failed);

@@ -123,7 +123,7 @@ static void extend(const mn_unigram *u, const mn_vocab *vocab, mn_best *best, co
         offer(&best[start + depth + 1], here + u->scores[id], start, id);
         single |= depth + 1 == one;
     }
-    if (!single) offer(&best[start + one], here + u->least - unknown_penalty, start, -1);
+    if (!single) offer(&best[start + one], here + (u->least - unknown_penalty), start, -1);
 }
 
 /* What the model has no token for: the token that is spelt so after all, bytes, or unknown. */

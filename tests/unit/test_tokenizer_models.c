@@ -87,6 +87,18 @@ static void unigram_takes_the_most_likely(void **state) {
     mn_tokenizer_destroy(t);
 }
 
+/* Of two orders of the same tokens the sum that comes out larger in float64 wins, the first where
+ * neither does; an unknown character's score is one number, least - 10, before it is added. */
+static void unigram_adds_as_the_reference(void **state) {
+    (void)state;
+    mn_tokenizer *t = made("{" METASPACE "'model':{'type':'Unigram','unk_id':0,'vocab':"
+                           "[['<unk>',0],['@',-12.05927137462905],['\u2581',-3.109502537207346],"
+                           "['(',-5.88297346571315],['2',-5.286892337530632],"
+                           "['0',-5.1367996411068315],['00',-6.349766798524377]]}}");
+    EXPECT(t, "xyz(2000", 2, 0, 3, 4, 5, 6);
+    mn_tokenizer_destroy(t);
+}
+
 static void unknown_characters_of_unigram(void **state) {
     (void)state;
     mn_tokenizer *t = made("{" METASPACE "'model':{'type':'Unigram','unk_id':0,'vocab':"
@@ -211,6 +223,7 @@ static void ends_of_generation(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(unigram_takes_the_most_likely),
+        cmocka_unit_test(unigram_adds_as_the_reference),
         cmocka_unit_test(unknown_characters_of_unigram),
         cmocka_unit_test(wordpiece_takes_the_longest),
         cmocka_unit_test(words_of_bert),

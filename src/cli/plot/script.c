@@ -58,7 +58,8 @@ static void put_x_range(FILE *out, const mn_plot *plot) {
         low = fmin(low, plot->x_scale * line->x[0]);
         high = fmax(high, plot->x_scale * line->x[line->n - 1]);
     }
-    if (low < high) fprintf(out, "set xrange [%.9g:%.9g]\n", low, high);
+    const double room = low < high ? 0.0 : 0.5 * fmax(fabs(low), 1.0);    // around a single place
+    if (low <= high) fprintf(out, "set xrange [%.9g:%.9g]\n", low - room, high + room);
 }
 
 static void put_terminal(FILE *out, const mn_plot *plot, bool png, const char *name) {

@@ -267,8 +267,8 @@ mn_status mn_train_choose(mn_json *root, mn_choice *choice) {
     json_t *data = section(root, "data");
     if (facts.text && !json_object_get(data, "tokenizer")) {
         json_object_set_new(data, "tokenizer", json_string("bytes"));
-        choice->per_character = facts.ascii;
     }
+    choice->per_character = facts.text && facts.ascii;
     st = choose_model(&size, root, choice, tokens);
     if (st != MN_OK) return st;
     choose_training(root, choice, size, tokens);

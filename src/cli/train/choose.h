@@ -12,7 +12,7 @@ typedef struct mn_choice {
     double size;              // parameters asked for, without embeddings; 0: by text and machine
     double flops;             // operations a second of this machine's products of matrices
     bool from;                // a model is given: its sizes and its tokenizer stay
-    bool per_character;       // tokens are bytes, and each is a character
+    bool per_character;       // the text has no character of several bytes
     char said[MN_CHOICE_SAID];    // what was chosen and why, in lines; "" where nothing was
 } mn_choice;
 

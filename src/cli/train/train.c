@@ -592,9 +592,10 @@ static void print_plan(run *r, json_t *costs) {
 static const char *unit_of(const run *r) {
     const mn_tokenizer *t = mn_trainer_tokenizer(r->trainer);
     const char *kind = t ? mn_tokenizer_kind(t) : "";
-    const bool each = r->o->request.choice.per_character;
+    const bool bytes = strcmp(kind, "bytes") == 0;
+    const bool each = bytes && r->o->request.choice.per_character;
     if (strcmp(kind, "chars") == 0 || each) return "nats a character";
-    return strcmp(kind, "bytes") == 0 ? "nats a byte" : "nats a token";
+    return bytes ? "nats a byte" : "nats a token";
 }
 
 static void put_command(const char *about, const char *format, ...) {

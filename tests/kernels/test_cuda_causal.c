@@ -1,0 +1,158 @@
+/* test_cuda_causal.c - test_ops_causal.c on a GPU, in float32 and bf16: one wild number in one
+ * token of an input leaves everything before it, other heads and other sequences their bits; one in
+ * a cotangent everything after it; NaN begins where it begins in the reference. Skipped without a
+ * GPU.
+ *
+ * test_cuda_causal [OPERATOR [I/N]] runs one operator, and of its calls every Nth from the Ith on;
+ * without I/N there is a process for each core (shares.h). What breaks is listed at the end of each
+ * operator: target, tensor, what moves, the values that do it. */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/util.h"
+#include "ops/run.h"
+#include "ops/sample_device.h"
+#include "support/check.h"
+#include "support/op_causal.h"
+#include "support/op_device.h"
+#include "support/op_walk.h"
+#include "support/shares.h"
+
+static mn_context *gpu;    // NULL: none here
+
+/* How often something moved, for the list. */
+enum { N_DTYPES = 2, N_KINDS = 4 };
+static const mn_dtype dtypes[N_DTYPES] = { MN_F32, MN_BF16 };
+static const char *const dtype_names[N_DTYPES] = { "cuda f32", "cuda bf16" };
+static const char *const kinds[N_KINDS] = { "results", "gradients elsewhere",
+                                            "gradients by its cotangent", "where NaN begins" };
+enum { NAN_BEGINS = 3 };
+static int broken[N_DTYPES][MN_MAX_FIELDS][N_KINDS][OP_WILD_VALUES];
+
+/* A call with the numbers of its seed in what a device holds of them: float32, or float64 rounded
+ * to bf16. */
+static void open_rounded(mn_sample *s, op_case c, int d) {
+    c.dtype = dtypes[d] == MN_F32 ? MN_F32 : MN_F64;
+    op_open(s, &c);
+    if (dtypes[d] == MN_BF16) mn_sample_round(s, MN_BF16);
+}
+
+static void check_nan_begins(const mn_sample *got, int which, int64_t at, int d, const op_case *c) {
+    static op_beginnings want, have;
+    mn_sample ref;
+    open_rounded(&ref, *c, d);
+    const mn_sample_tensor *t = &ref.tensors[which];
+    mn_sample_set(&ref, t->data, at, (double)NAN);
+    if (mn_op_run(op_context("ref", 1), c->op, MN_FORWARD, ref.args) == MN_OK) {
+        op_find_nan(want, &ref);
+        op_find_nan(have, got);
+        const int64_t n = op_check_beginnings(dtype_names[d], want, have, got, t, NAN, c);
+        broken[d][which][NAN_BEGINS][0] += n > 0;
+    }
+    mn_sample_free(&ref);
+}
+
+static void poison(const mn_sample *clean, const op_case *c, int d, int which, int v, int round) {
+    mn_sample got;
+    float value = op_wild_values[v];
+    open_rounded(&got, *c, d);
+    const mn_sample_tensor *t = &got.tensors[which];
+    const bool input = t->field->role <= MN_ROLE_RAW;
+    const int64_t at = op_choose_element(&got, t, round);
+    const op_spot spot = op_spot_at(&got, t, at);
+    if (input ? !op_allows(t->field, &value) : !t->partner) {
+        mn_sample_free(&got);
+        return;
+    }
+    mn_sample_set(&got, input ? t->data : t->partner, at, (double)value);
+    op_run_device(gpu, &got, c, dtypes[d]);
+    for (int kind = OP_ON_RESULTS; kind <= OP_ON_GRADIENTS; kind++) {
+        if (input == (kind == OP_ON_GRADIENTS)) continue;
+        broken[d][which][kind][v] += op_check_kept(dtype_names[d], clean, &got, t, &spot, value,
+                                                   (op_effect)kind, c) > 0;
+    }
+    if (input && isnan(value)) check_nan_begins(&got, which, at, d, c);
+    mn_sample_free(&got);
+}
+
+/* Every value in every input and cotangent, or NaN and another that takes turns. */
+static void check_call(const op_case *c, int d, bool every) {
+    mn_sample clean;
+    int round = (int)c->seed;
+    open_rounded(&clean, *c, d);
+    op_run_device(gpu, &clean, c, dtypes[d]);
+    for (int i = 0; i < clean.n_tensors; i++) {
+        const mn_sample_tensor *t = &clean.tensors[i];
+        if (!op_has_rows(t) || t->field->law == MN_LAW_CLASS) continue;
+        for (int v = 0; v < OP_WILD_VALUES; v++, round++) {
+            const int turn = 1 + (int)((c->seed + (uint64_t)i) % (OP_WILD_VALUES - 1));
+            if (every || v == 0 || v == turn) poison(&clean, c, d, i, v, round);
+        }
+    }
+    mn_sample_free(&clean);
+}
+
+/* On both sides of the sizes at which kernels by chunks, and those of tensor cores, take over. */
+static const struct {
+    int64_t B, H, T, K, V;
+    bool packed;
+} sizes[] = {
+    { 2, 2, 75, 19, 18, false }, { 1, 3, 103, 32, 40, true },    { 1, 1, 97, 64, 96, false },
+    { 2, 2, 150, 64, 64, false }, { 1, 2, 140, 128, 128, false }, { 1, 2, 103, 128, 128, true },
+};
+
+static void list_broken(mn_op_id op) {
+    int count;
+    const mn_field *fields = mn_op_fields(op, &count);
+    for (int at = 0; at < N_DTYPES * MN_MAX_FIELDS * N_KINDS; at++) {
+        const int kind = at % N_KINDS, i = at / N_KINDS % MN_MAX_FIELDS;
+        const int d = at / N_KINDS / MN_MAX_FIELDS;
+        int all = 0;
+        for (int v = 0; v < OP_WILD_VALUES; v++) all += broken[d][i][kind][v];
+        if (all == 0 || i >= count) continue;
+        fprintf(stderr, "broken: %s %s, %s, %s:", mn_op_describe(op)->name, dtype_names[d],
+                fields[i].name, kinds[kind]);
+        for (int v = 0; v < OP_WILD_VALUES; v++) {
+            if (broken[d][i][kind][v] == 0) continue;
+            fprintf(stderr, " %s x%d", op_wild_text(op_wild_values[v]), broken[d][i][kind][v]);
+        }
+        fputc('\n', stderr);
+    }
+    memset(broken, 0, sizeof broken);
+}
+
+static void keeps_to_itself(mn_op_id op) {
+    static const int64_t borders[] = { 0, 1, 70, 70, 103 };
+    op_case forms[OP_MAX_FORMS];
+    if (!gpu) {
+        skip();
+        return;
+    }
+    if (!mn_op_has_cuda(op, MN_FORWARD)) return;
+    const int n_forms = op_forms(op, forms);
+    shares_restart();
+    for (int f = 0; f < n_forms; f++) {
+        if (op_is_refused(gpu, forms[f])) continue;
+        for (int i = 0; i < (int)MN_COUNTOF(sizes); i++) {
+            op_case c = forms[f];
+            c.B = sizes[i].B, c.H = sizes[i].H, c.T = sizes[i].T;
+            c.K = sizes[i].K, c.V = sizes[i].V, c.seed = 1 + (uint64_t)f;
+            if (sizes[i].packed) c.cu_seqlens = borders, c.n_seqs = 4;
+            if (sizes[i].packed && !op_has_time(op)) continue;
+            for (int d = 0; d < N_DTYPES; d++) {
+                if (shares_next()) check_call(&c, d, f == 0);
+            }
+        }
+    }
+    list_broken(op);
+}
+
+static int run_operators(int argc, char **argv) {
+    return op_visit_device(&gpu, "a wild number stays where it can be seen, on a GPU",
+                           keeps_to_itself, argc, argv);
+}
+
+int main(int argc, char **argv) {
+    return shares_run(argc, argv, run_operators);
+}
