@@ -19,8 +19,9 @@ import types
 sys.path[:] = [p for p in sys.path
                if pathlib.Path(p).resolve() != pathlib.Path(__file__).resolve().parent]
 
-FILES = ["linear_attn", "retention", "simple_gla", "lightning_attn", "gla", "delta", "gdn", "kda",
-         "mesa"]
+FILES = ["gdn", "gla", "kda", "delta", "rwkv7", "dplr_delta", "iplr_delta", "gdp", "delta_product",
+         "comba", "gsa", "hgrn", "gdn2", "mesa", "simple_gla", "retention", "lightning_attn",
+         "linear_attn", "based", "attn"]
 
 # What these ask for is not an operator of ours: their other forms, settings, pools of states.
 NOT_OURS = {
