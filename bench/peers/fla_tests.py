@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the published tests of flash-linear-attention with our operators in place of theirs.
 
-    bench/peers/fla_tests.py COPY [pytest arguments]
+    bench/peers/fla_tests.py COPY [--only gdn,kda] [pytest arguments]
 
 COPY is a checkout of flash-linear-attention (its tests folder is what counts; its package is taken
 from there unless it is installed). Tests of their internal kernels still test their kernels, and
@@ -75,8 +75,13 @@ class Plugin:
 def main():
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
-    copy = pathlib.Path(sys.argv[1]).resolve()
-    tests = [copy / "tests/ops" / f"test_{name}.py" for name in FILES]
+    copy, more = pathlib.Path(sys.argv[1]).resolve(), sys.argv[2:]
+    files = FILES
+    if "--only" in more:
+        at = more.index("--only")
+        files = more[at + 1].split(",")
+        del more[at:at + 2]
+    tests = [copy / "tests/ops" / f"test_{name}.py" for name in files]
     tests = [str(path) for path in tests if path.exists()]
     if not tests:
         sys.exit(f"{copy} holds no tests/ops/test_*.py of flash-linear-attention")
@@ -89,7 +94,6 @@ def main():
     import mneme.torch.fla
     names = mneme.torch.fla.install(norms=False)
     print("exchanged:", ", ".join(names))
-    more = sys.argv[2:]
     import torch
     if not torch.cuda.is_available():
         import fla.utils

@@ -17,7 +17,7 @@ from . import ops
 __all__ = ["install", "uninstall"]
 
 # where flash-linear-attention defines what mneme.torch.ops has under the same name
-_PLACES = {
+PLACES = {
     "linear_attn": ["chunk_linear_attn", "fused_chunk_linear_attn",
                     "fused_recurrent_linear_attn"],
     "retention": ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retention",
@@ -134,7 +134,7 @@ def install(norms=True):
     except ImportError as error:
         raise ImportError("mneme.torch.fla.install() needs flash-linear-attention (pip install "
                           f"flash-linear-attention): {error}") from None
-    for place, names in _PLACES.items():
+    for place, names in PLACES.items():
         module = _import_any("fla.ops." + place)
         for name in names if module else ():
             theirs = getattr(module, name, None)
