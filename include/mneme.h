@@ -323,7 +323,7 @@ MN_API mn_status mn_describe_layers(char **json);
 
 /* Layer `name` ("gdn", "gla+ccq") of a model of width D, whose sequences have at most `context`
  * tokens: its sizes by letter, its options filled in, its parameters as checkpoints have them.
- * `options` is a JSON object or NULL. */
+ * `options`: a JSON object or NULL; "index" of "n_layers" in it: which of its model's layers. */
 MN_API mn_status mn_describe_layer(char **json, const char *name, const char *options, int64_t D,
                                    int64_t context);
 

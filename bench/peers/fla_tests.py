@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the published tests of flash-linear-attention with our operators in place of theirs.
 
-    bench/peers/fla_tests.py COPY [pytest arguments]
+    bench/peers/fla_tests.py COPY [--only gdn,kda] [pytest arguments]
 
 COPY is a checkout of flash-linear-attention (its tests folder is what counts; its package is taken
 from there unless it is installed). Tests of their internal kernels still test their kernels, and
@@ -19,8 +19,9 @@ import types
 sys.path[:] = [p for p in sys.path
                if pathlib.Path(p).resolve() != pathlib.Path(__file__).resolve().parent]
 
-FILES = ["linear_attn", "retention", "simple_gla", "lightning_attn", "gla", "delta", "gdn", "kda",
-         "mesa"]
+FILES = ["gdn", "gla", "kda", "delta", "rwkv7", "dplr_delta", "iplr_delta", "gdp", "delta_product",
+         "comba", "gsa", "hgrn", "gdn2", "mesa", "simple_gla", "retention", "lightning_attn",
+         "linear_attn", "based", "attn"]
 
 # What these ask for is not an operator of ours: their other forms, settings, pools of states.
 NOT_OURS = {
@@ -74,8 +75,13 @@ class Plugin:
 def main():
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
-    copy = pathlib.Path(sys.argv[1]).resolve()
-    tests = [copy / "tests/ops" / f"test_{name}.py" for name in FILES]
+    copy, more = pathlib.Path(sys.argv[1]).resolve(), sys.argv[2:]
+    files = FILES
+    if "--only" in more:
+        at = more.index("--only")
+        files = more[at + 1].split(",")
+        del more[at:at + 2]
+    tests = [copy / "tests/ops" / f"test_{name}.py" for name in files]
     tests = [str(path) for path in tests if path.exists()]
     if not tests:
         sys.exit(f"{copy} holds no tests/ops/test_*.py of flash-linear-attention")
@@ -88,7 +94,6 @@ def main():
     import mneme.torch.fla
     names = mneme.torch.fla.install(norms=False)
     print("exchanged:", ", ".join(names))
-    more = sys.argv[2:]
     import torch
     if not torch.cuda.is_available():
         import fla.utils

@@ -72,14 +72,15 @@ class MnemeConfig(PretrainedConfig):
 _OWN_KEYS = ("layers", "mixers", "vocab_size", "hidden_size", "num_hidden_layers",
              "intermediate_size", "hidden_ratio", "mlp", "decoder", "tie_word_embeddings",
              "norm_eps", "initializer_range", "logit_softcap", "max_position_embeddings", "attn",
-             "hidden_act")
+             "hidden_act", "norm", "norm_bias", "norm_first")
 
 
 def _options():
     return {option["name"] for row in _layers.kinds().values() for option in row["options"]}
 
 
-_BY_POSITION = ("attention", "relu_attention", "retnet", "hypermlp", "hyperglu")
+_BY_POSITION = ("attention", "relu_attention", "diff_attention", "mla", "retnet", "hypermlp",
+                "hyperglu")
 
 
 class States(list):
@@ -150,9 +151,9 @@ class MnemeForCausalLM(PreTrainedModel, GenerationMixin):
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             x = x[there].unsqueeze(0)
         kept = States()
-        for i, block in enumerate(self.model.layers):
+        for i, (block, share) in enumerate(zip(self.model.layers, self.model.shares())):
             how = dict(state=None if states is None else states[i], return_state=use_cache,
-                       cu_seqlens=cu_seqlens)
+                       cu_seqlens=cu_seqlens, **share)
             if self.gradient_checkpointing and self.training:
                 x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, **how)
             else:

@@ -73,6 +73,21 @@ mn_status mn_describe_layers(char **json) {
 
 /* ---- one layer ------------------------------------------------------------------------------- */
 
+enum { most_layers = 65536 };
+
+/* Which of its model's layers it is: "index" of "n_layers". */
+static mn_status read_place(int *index, int *n_layers, const mn_json *root) {
+    int64_t at = 0, of = 1;
+    mn_status st = mn_json_opt_i64(&at, root, "index");
+    if (st == MN_OK) st = mn_json_opt_i64(&of, root, "n_layers");
+    if (st == MN_OK && (of < 1 || of > most_layers || at < 0 || at >= of)) {
+        st = mn_json_fail(root, "index must lie below n_layers, and that in 1 .. %d", most_layers);
+    }
+    *index = (int)at;
+    *n_layers = (int)of;
+    return st;
+}
+
 static mn_status make(mn_layer *out, const char *name, const char *text, int64_t D,
                       int64_t context) {
     if (!name) return mn_fail(MN_ERR_ARGUMENT, "layer: name is NULL");
@@ -86,14 +101,17 @@ static mn_status make(mn_layer *out, const char *name, const char *text, int64_t
     mn_status st = mn_layer_kind_find(&kind, &ccq, name);
     if (st != MN_OK) return st;
     mn_layer_defaults(&config, kind);
-    const char *keys[MN_COUNTOF(options)];
-    const int n_keys = mn_layer_option_keys(kind, keys, (int)MN_COUNTOF(keys));
+    const char *keys[MN_COUNTOF(options) + 2];
+    int n_keys = mn_layer_option_keys(kind, keys, (int)MN_COUNTOF(options)), index = 0, n = 1;
+    keys[n_keys++] = "index";
+    keys[n_keys++] = "n_layers";
     if (text) st = mn_json_parse(&root, text, strlen(text), name, MN_JSON_STANDARD);
     if (text && st == MN_OK) st = mn_json_expect_object(&root);
     if (text && st == MN_OK) st = mn_json_unknown_key(&root, keys, n_keys);
     if (text && st == MN_OK) st = mn_layer_config_read(&config, kind, &root);
+    if (text && st == MN_OK) st = read_place(&index, &n, &root);
     mn_json_free(&root);
-    return st == MN_OK ? mn_layer_create(out, name, &config, D, context, 1e-6) : st;
+    return st == MN_OK ? mn_layer_create_at(out, name, &config, D, context, 1e-6, index, n) : st;
 }
 
 static json_t *sizes_json(const mn_layer *layer) {

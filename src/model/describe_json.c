@@ -48,14 +48,19 @@ static mn_status write(char **json, const mn_model_config *c) {
     mn_status st = mn_model_config_write(&text, &size, c);
     json_t *saved = st == MN_OK ? json_loads(text, 0, NULL) : NULL, *layers = json_array();
     if (st == MN_OK) st = layers_json(layers, c);
-    json_t *root = json_pack("{s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:s, s:s, s:b, s:o, s:o, s:o}",
+    const bool plain = mn_block_is_plain(&c->block, c->halves, c->n_layers) && !c->mlp_bias &&
+                       !c->norm_plus_one;
+    json_t *root = json_pack("{s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:s, s:s, s:b, s:s, s:b, s:b, s:b,"
+                             "s:o, s:o, s:o}",
                              "vocab_size", (json_int_t)c->vocab_size, "hidden_size",
                              (json_int_t)c->hidden_size, "intermediate_size",
                              (json_int_t)c->intermediate_size, "context", (json_int_t)c->context,
                              "norm_eps", mn_json_real(c->norm_eps), "initializer_range",
                              mn_json_real(c->initializer_range), "logit_softcap",
                              mn_json_real(c->logit_softcap), "mlp", mlp_names[c->mlp], "decoder",
-                             decoder_names[c->decoder], "tied", (int)c->tied, "layers", layers,
+                             decoder_names[c->decoder], "tied", (int)c->tied, "norm",
+                             c->layer_norm ? "layer" : "rms", "norm_bias", (int)c->norm_bias,
+                             "norm_first", (int)c->norm_first, "plain", (int)plain, "layers", layers,
                              "model_types", types_json(), "config",
                              saved ? saved : json_null());
     if (st == MN_OK) {

@@ -10,18 +10,26 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-from ._call import call, torch_operators
+from ._call import call, host_integers, torch_operators
+from ._mixers import taylor
 
 _T = torch_operators
+_HALF = (torch.float16, torch.bfloat16)
 __all__ = [
     "chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn",
-    "chunk_retention", "fused_chunk_retention", "fused_recurrent_retention",
+    "chunk_retention", "fused_chunk_retention", "fused_recurrent_retention", "parallel_retention",
     "chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla",
-    "chunk_lightning_attn", "fused_recurrent_lightning_attn",
+    "parallel_simple_gla", "chunk_lightning_attn", "fused_recurrent_lightning_attn",
     "chunk_gla", "fused_chunk_gla", "fused_recurrent_gla",
-    "chunk_delta_rule", "fused_recurrent_delta_rule",
+    "chunk_delta_rule", "fused_chunk_delta_rule", "fused_recurrent_delta_rule",
     "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_gdn",
-    "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda", "chunk_gdn2", "chunk_mesa_net",
+    "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda", "chunk_gdn2",
+    "fused_recurrent_gdn2", "chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule",
+    "chunk_iplr_delta_rule", "fused_recurrent_iplr_delta_rule", "chunk_rwkv7",
+    "fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7", "chunk_comba", "fused_recurrent_comba",
+    "chunk_gated_delta_product", "chunk_gsa", "fused_recurrent_gsa", "chunk_hgrn",
+    "fused_recurrent_hgrn", "parallel_attn", "parallel_based", "fused_chunk_based",
+    "chunk_mesa_net",
     "kla_scan", "palimpsa", "bayes_filter", "ccq_query", "ccq_linear_attn", "ccq_delta_rule",
     "hyperglu", "hypermlp", "longhorn", "mlstm_cell", "selective_scan",
 ]
@@ -64,11 +72,6 @@ def _scale(scale, k):
     return k.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _repeat(x, times):
-    """Each head so many times in a row: value head j reads key head j // times."""
-    return x if times == 1 else x.repeat_interleave(times, 2)
-
-
 def _v_first(state_v_first, kwargs):
     """state_v_first, or its old name."""
     old = kwargs.get("transpose_state_layout")
@@ -91,6 +94,44 @@ def _unit(x):
     return call(_T["l2_norm"], (x,), (1e-6, 1))[0]
 
 
+def _backwards(tensors, state, cu_seqlens):
+    """Tensors [B, T, ...], states and offsets of the sequences read from their ends."""
+    turned = [x if x is None or x.dim() < 3 else x.flip(1) for x in tensors]
+    if cu_seqlens is None:
+        return turned, state, None
+    offsets = host_integers(cu_seqlens)
+    return turned, None if state is None else state.flip(0), (offsets[-1] - offsets).flip(0)
+
+
+def _reversed(run, tensors, state, cu_seqlens):
+    """run(tensors, state, cu_seqlens) -> (o, state) over the sequences from their ends."""
+    tensors, state, offsets = _backwards(tensors, state, cu_seqlens)
+    o, final = run(tensors, state, offsets)
+    return o.flip(1), final if final is None or offsets is None else final.flip(0)
+
+
+def _columns(name, q, k, v, g, gv, beta, scale, state, output_final_state, cu_seqlens):
+    """An operator whose value channels have decays gv or strengths beta [B, T, H, V] of their own:
+    each channel is a head with values of width 1, which shares queries and keys."""
+    B, T, H, V = v.shape
+
+    def spread(x):
+        return x if x is None else x.repeat_interleave(V, 2)
+
+    g = spread(g)
+    if gv is not None:
+        gv = gv.flatten(2)
+        g = gv if g is None else g + (gv if g.dim() == 3 else gv.unsqueeze(-1))
+    if beta is not None:
+        beta = beta.flatten(2) if beta.dim() == 4 else spread(beta)
+    start = None if state is None else state.transpose(-1, -2).flatten(1, 2).unsqueeze(-1)
+    given = (q, k, v.reshape(B, T, H * V, 1), *(() if beta is None else (beta,)), g, start)
+    o, final = _two(name, given, scale, cu_seqlens, output_final_state)
+    if final is not None:
+        final = final.view(-1, H, V, k.shape[-1]).transpose(-1, -2)
+    return o.view(B, T, H, V), final
+
+
 def _two(name, tensors, scale, cu_seqlens, output_final_state, v_first=False):
     """o and the final state of an operator whose results these are, read (state last)."""
     o, state = call(_T[name], tensors, (scale,), cu_seqlens, None,
@@ -100,11 +141,15 @@ def _two(name, tensors, scale, cu_seqlens, output_final_state, v_first=False):
 
 # ---- sums ---------------------------------------------------------------------------------------
 
-def _additive(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, v_first=False):
-    times = v.shape[2] // q.shape[2]
-    return _two("additive", (_repeat(q, times), _repeat(k, times), v, g,
-                             _turned(initial_state, v_first)), _scale(scale, k), cu_seqlens,
-                output_final_state, v_first)
+def _additive(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, v_first=False,
+              reverse=False):
+    if reverse:
+        return _reversed(
+            lambda x, state, offsets: _additive(*x, scale, state, output_final_state, offsets,
+                                                v_first),
+            (q, k, v, g), initial_state, cu_seqlens)
+    return _two("additive", (q, k, v, g, _turned(initial_state, v_first)), _scale(scale, k),
+                cu_seqlens, output_final_state, v_first)
 
 
 def _normalised(o, q, k, scale, z0, cu_seqlens, want):
@@ -130,8 +175,14 @@ def chunk_linear_attn(q, k, v, scale=None, initial_state=None, output_final_stat
 
 
 def fused_recurrent_linear_attn(q, k, v, scale=None, initial_state=None, output_final_state=False,
-                                normalize=False, cu_seqlens=None, **kwargs):
+                                reverse=False, normalize=False, cu_seqlens=None):
     """chunk_linear_attn, which does not normalise unless told."""
+    if reverse and normalize:
+        raise NotImplementedError("reverse with normalize is not built; flip the sequence axis")
+    if reverse:
+        _check(q, k, v, initial_state, cu_seqlens)
+        return _additive(q, k, v, None, scale, initial_state, output_final_state, cu_seqlens,
+                         reverse=True)
     return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize,
                              cu_seqlens)
 
@@ -146,39 +197,84 @@ def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=No
                      cu_seqlens_cpu=None, **kwargs):
     """A sum with log decay g [B, T, H] per token, or g_gamma [H] per head (Mamba-2, RetNet)."""
     _check(q, k, v, initial_state, cu_seqlens, kwargs, ("reverse",))
-    _no_reverse(kwargs.get("reverse"))
     if g is not None and g_gamma is not None:
         g, g_gamma = g + g_gamma, None
     return _additive(q, k, v, g if g is not None else g_gamma, scale, initial_state,
                      output_final_state, _offsets(cu_seqlens, cu_seqlens_cpu),
-                     _v_first(state_v_first, kwargs))
+                     _v_first(state_v_first, kwargs), kwargs.get("reverse"))
 
 
-def _no_reverse(reverse):
-    if reverse:
-        raise NotImplementedError("reverse=True is not built; flip the sequence axis instead")
+def fused_recurrent_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
+                               output_final_state=False, reverse=False, state_v_first=False,
+                               cu_seqlens=None, **kwargs):
+    """chunk_simple_gla; with `reverse` from the last token to the first."""
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state,
+                            state_v_first, cu_seqlens, reverse=reverse, **kwargs)
+
+
+def fused_chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
+                           output_final_state=False, cu_seqlens=None):
+    """chunk_simple_gla."""
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state,
+                            cu_seqlens=cu_seqlens)
+
+
+def _no_attentions(wanted):
+    if wanted:
+        raise NotImplementedError("output_attentions: scores [B, H, T, T] are never made")
+
+
+def parallel_simple_gla(q, k, v, g=None, scale=None, output_attentions=False, cu_seqlens=None,
+                        cu_seqlens_cpu=None):
+    """chunk_simple_gla without states: (o, None)."""
+    _no_attentions(output_attentions)
+    return chunk_simple_gla(q, k, v, g, scale=scale, cu_seqlens=cu_seqlens,
+                            cu_seqlens_cpu=cu_seqlens_cpu)
+
+
+def _retention_decay(q):
+    return torch.log1p(-torch.exp2(-5.0 - _heads(q))).to(
+        torch.float64 if q.dtype is torch.float64 else torch.float32)
 
 
 def chunk_retention(q, k, v, scale=None, initial_state=None, output_final_state=False,
-                    cu_seqlens=None, state_v_first=False, **kwargs):
+                    cu_seqlens=None, **kwargs):
     """RetNet: the decay of head h is 1 - 2^(-5 - h)."""
-    _check(q, k, v, initial_state, cu_seqlens, kwargs, ("cu_seqlens_cpu", "reverse"))
-    _no_reverse(kwargs.get("reverse"))
-    g = torch.log1p(-torch.exp2(-5.0 - _heads(q))).to(
-        torch.float64 if q.dtype is torch.float64 else torch.float32)
-    return _additive(q, k, v, g, scale, initial_state, output_final_state,
+    _check(q, k, v, initial_state, cu_seqlens, kwargs,
+           ("cu_seqlens_cpu", "reverse", "state_v_first"))
+    return _additive(q, k, v, _retention_decay(q), scale, initial_state, output_final_state,
                      _offsets(cu_seqlens, kwargs.get("cu_seqlens_cpu")),
-                     _v_first(state_v_first, kwargs))
+                     _v_first(kwargs.get("state_v_first"), kwargs), kwargs.get("reverse"))
+
+
+def fused_recurrent_retention(q, k, v, scale=None, initial_state=None, output_final_state=False,
+                              reverse=False, state_v_first=False, cu_seqlens=None, **kwargs):
+    """chunk_retention; with `reverse` from the last token to the first."""
+    return chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens,
+                           reverse=reverse, state_v_first=state_v_first, **kwargs)
+
+
+def parallel_retention(q, k, v, scale=None, output_attentions=False, cu_seqlens=None):
+    """chunk_retention without states: (o, None)."""
+    _no_attentions(output_attentions)
+    return chunk_retention(q, k, v, scale, cu_seqlens=cu_seqlens)
 
 
 def chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale=None, initial_state=None,
                          output_final_state=False, cu_seqlens=None, **kwargs):
     """Lightning attention: the log decay of head h is -(8 / H) (1 - layer_idx / num_layers) h."""
     _check(q, k, v, initial_state, cu_seqlens, kwargs, ("reverse",))
-    _no_reverse(kwargs.get("reverse"))
     g = -(8.0 / q.shape[2] * (1 - layer_idx / num_layers)) * _heads(q)
     g = g.to(torch.float64 if q.dtype is torch.float64 else torch.float32)
-    return _additive(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return _additive(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens,
+                     reverse=kwargs.get("reverse"))
+
+
+def fused_recurrent_lightning_attn(q, k, v, layer_idx, num_layers, scale=None, initial_state=None,
+                                   output_final_state=False, reverse=False, cu_seqlens=None):
+    """chunk_lightning_attn; with `reverse` from the last token to the first."""
+    return chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale, initial_state,
+                                output_final_state, cu_seqlens, reverse=reverse)
 
 
 def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False,
@@ -192,18 +288,20 @@ def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=Fal
 def fused_recurrent_gla(q, k, v, gk=None, gv=None, scale=None, initial_state=None,
                         output_final_state=False, reverse=False, state_v_first=False,
                         cu_seqlens=None, **kwargs):
-    """chunk_gla with the decay as gk, which may be absent."""
+    """chunk_gla with the decay per key channel as gk, per value channel as gv [B, T, H, V], each of
+    which may be absent."""
     _check(q, k, v, initial_state, cu_seqlens, kwargs)
-    _no_reverse(reverse)
-    _no_value_decay(gv)
-    return _additive(q, k, v, gk, scale, initial_state, output_final_state, cu_seqlens,
-                     _v_first(state_v_first, kwargs))
+    v_first = _v_first(state_v_first, kwargs)
+    if gv is None:
+        return _additive(q, k, v, gk, scale, initial_state, output_final_state, cu_seqlens,
+                         v_first, reverse)
 
+    def run(x, state, offsets):
+        return _columns("additive", *x, None, _scale(scale, k), state, output_final_state, offsets)
 
-def _no_value_decay(gv):
-    if gv is not None:
-        raise NotImplementedError("gv, a decay per value channel, is not built; decays per key "
-                                  "channel are gk")
+    how = ((q, k, v, gk, gv), _turned(initial_state, v_first), cu_seqlens)
+    o, state = _reversed(run, *how) if reverse else run(*how)
+    return o, _turned(state, v_first)
 
 
 # ---- the delta rule -----------------------------------------------------------------------------
@@ -221,10 +319,8 @@ def _delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_l2nor
            cu_seqlens):
     if use_l2norm:
         q, k = _unit(q), _unit(k)
-    times = v.shape[2] // q.shape[2]
-    return _two("delta_net", (_repeat(q, times), _repeat(k, times), v, beta, g,
-                              _turned(initial_state, v_first)), _scale(scale, k), cu_seqlens,
-                output_final_state, v_first)
+    return _two("delta_net", (q, k, v, beta, g, _turned(initial_state, v_first)),
+                _scale(scale, k), cu_seqlens, output_final_state, v_first)
 
 
 def chunk_delta_rule(q, k, v, beta, scale=None, initial_state=None, output_final_state=False,
@@ -242,7 +338,10 @@ def fused_recurrent_delta_rule(q, k, v, beta=None, scale=None, initial_state=Non
                                cu_seqlens=None):
     """chunk_delta_rule; beta None is 1, and may be per value channel [B, T, H, V]."""
     if beta is not None and beta.dim() == 4:
-        raise NotImplementedError("beta per value channel is not built; it is [B, T, H]")
+        _check(q, k, v, initial_state, cu_seqlens)
+        q, k = (_unit(q), _unit(k)) if use_qk_l2norm_in_kernel else (q, k)
+        return _columns("delta_net", q, k, v, None, None, beta, _scale(scale, k), initial_state,
+                        output_final_state, cu_seqlens)
     return chunk_delta_rule(q, k, v, beta, scale, initial_state, output_final_state,
                             use_qk_l2norm_in_kernel, cu_seqlens)
 
@@ -288,9 +387,9 @@ def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=Non
                                      A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False,
                                      allow_neg_eigval=False, state_v_first=False, cu_seqlens=None,
                                      **kwargs):
-    """chunk_gated_delta_rule with the decay per token g, per key channel gk, or both."""
+    """chunk_gated_delta_rule with decays per token g, per key channel gk [B, T, HV, K], per value
+    channel gv [B, T, HV, V], and beta per token or per value channel."""
     _check(q, k, v, initial_state, cu_seqlens, kwargs)
-    _no_value_decay(gv)
     if use_gate_in_kernel:
         if A_log is None:
             raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True`.")
@@ -302,46 +401,302 @@ def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=Non
         g = gk if g is None else gk + g.unsqueeze(-1)
     beta = torch.ones_like(v[..., 0]) if beta is None else beta
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
-                  use_qk_l2norm_in_kernel, _v_first(state_v_first, kwargs),
-                  cu_seqlens)
+    v_first = _v_first(state_v_first, kwargs)
+    if gv is None and beta.dim() == 3:
+        return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
+                      use_qk_l2norm_in_kernel, v_first, cu_seqlens)
+    q, k = (_unit(q), _unit(k)) if use_qk_l2norm_in_kernel else (q, k)
+    o, state = _columns("delta_net", q, k, v, g, gv, beta, _scale(scale, k),
+                        _turned(initial_state, v_first), output_final_state, cu_seqlens)
+    return o, _turned(state, v_first)
 
 
-def chunk_kda(q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None,
-              output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
+def _kda_gate(g, A_log, dt_bias, lower_bound, safe_gate, width):
+    if A_log is None and lower_bound is None:
+        raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and "
+                         "`lower_bound` is not set.")
+    if safe_gate and lower_bound is None:
+        raise ValueError("`lower_bound` must be specified when `safe_gate=True` and "
+                         "`use_gate_in_kernel=True`.")
+    if safe_gate and not -5 <= lower_bound < 0:
+        raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
+    return _gate(g, A_log, dt_bias, lower_bound, width)
+
+
+def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+              use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
               use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
               lower_bound=None, disable_recompute=False, return_intermediate_states=False,
-              state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, **kwargs):
-    """Kimi delta attention: the gated delta rule with log decay g [B, T, HV, K] per key channel."""
-    _check(q, k, v, initial_state, cu_seqlens, kwargs)
-    if cp_context is not None or return_intermediate_states:
-        raise NotImplementedError("cp_context and return_intermediate_states are not built here")
+              state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None,
+              use_graph=False, max_num_seqs=None, **kwargs):
+    """Kimi delta attention: the gated delta rule with log decay g [B, T, HV, K] per key channel.
+    use_gate_in_kernel takes g before its nonlinearity, with A_log [HV] and dt_bias [HV K]."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs, ("A_log", "dt_bias"))
+    if cp_context is not None or return_intermediate_states or use_graph:
+        raise NotImplementedError("cp_context, return_intermediate_states and use_graph are not "
+                                  "built here")
     if use_gate_in_kernel:
-        if A_log is None and lower_bound is None:
-            raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and "
-                             "`lower_bound` is not set.")
-        if safe_gate and lower_bound is None:
-            raise ValueError("`lower_bound` must be specified when `safe_gate=True` and "
-                             "`use_gate_in_kernel=True`.")
-        if safe_gate and not -5 <= lower_bound < 0:
-            raise ValueError("`lower_bound` must be in the safe range [-5, 0), got "
-                             f"{lower_bound}.")
-        g = _gate(g, A_log, dt_bias, lower_bound, q.shape[-1])
+        g = _kda_gate(g, kwargs.get("A_log"), kwargs.get("dt_bias"), lower_bound, safe_gate,
+                      q.shape[-1])
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
                   use_qk_l2norm_in_kernel, _v_first(state_v_first, kwargs),
                   _offsets(cu_seqlens, cu_seqlens_cpu))
 
 
-def chunk_gdn2(q, k, v, g, erase, write, scale=None, initial_state=None, output_final_state=False,
-               use_qk_l2norm_in_kernel=False, cu_seqlens=None):
-    """Gated DeltaNet-2: gates of erasing [B, T, H, K] and of writing [B, T, H, V] in place of beta,
-    log decay g [B, T, H, K]."""
+def fused_recurrent_kda(q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None,
+                        output_final_state=False, use_qk_l2norm_in_kernel=False,
+                        use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+                        allow_neg_eigval=False, lower_bound=None, state_v_first=False,
+                        cu_seqlens=None, **kwargs):
+    """chunk_kda with A_log and dt_bias among its arguments."""
+    return chunk_kda(q, k, v, g, beta, scale, initial_state, output_final_state,
+                     use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                     allow_neg_eigval, lower_bound=lower_bound, state_v_first=state_v_first,
+                     cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **kwargs)
+
+
+def chunk_gdn2(q, k, v, g, b, w, scale=None, initial_state=None, output_final_state=False,
+               use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, cu_seqlens=None,
+               cu_seqlens_cpu=None, safe_gate=False, lower_bound=None, disable_recompute=False,
+               return_intermediate_states=False, state_v_first=False, cp_context=None, **kwargs):
+    """Gated DeltaNet-2: gates of erasing b [B, T, HV, K] and of writing w [B, T, HV, V] in place of
+    beta, log decay g [B, T, HV, K]."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs, ("A_log", "dt_bias"))
+    if cp_context is not None or return_intermediate_states:
+        raise NotImplementedError("cp_context and return_intermediate_states are not built here")
+    if use_gate_in_kernel:
+        g = _kda_gate(g, kwargs.get("A_log"), kwargs.get("dt_bias"), lower_bound, safe_gate,
+                      q.shape[-1])
+    v_first = _v_first(state_v_first, kwargs)
+    q, k = (_unit(q), _unit(k)) if use_qk_l2norm_in_kernel else (q, k)
+    q, k = (_repeat(x, v.shape[2] // x.shape[2]) for x in (q, k))
+    return _two("gdn2", (q, k, v, b, w, g, _turned(initial_state, v_first)), _scale(scale, k),
+                _offsets(cu_seqlens, cu_seqlens_cpu), output_final_state, v_first)
+
+
+def fused_recurrent_gdn2(q, k, v, g, b, w, A_log=None, dt_bias=None, scale=None,
+                         initial_state=None, output_final_state=False,
+                         use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, lower_bound=None,
+                         state_v_first=False, cu_seqlens=None, **kwargs):
+    """chunk_gdn2 with A_log and dt_bias among its arguments."""
+    return chunk_gdn2(q, k, v, g, b, w, scale, initial_state, output_final_state,
+                      use_qk_l2norm_in_kernel, use_gate_in_kernel, cu_seqlens,
+                      lower_bound=lower_bound, state_v_first=state_v_first, A_log=A_log,
+                      dt_bias=dt_bias, **kwargs)
+
+
+# ---- diagonal plus low rank, several corrections, slots -----------------------------------------
+
+def _repeat(x, times):
+    """Each head so many times in a row, where an operator does not share heads by itself."""
+    return x if times == 1 else x.repeat_interleave(times, 2)
+
+
+def chunk_dplr_delta_rule(q, k, v, a, b, gk, scale=None, initial_state=None,
+                          output_final_state=False, cu_seqlens=None, cu_seqlens_cpu=None,
+                          safe_gate=False, chunk_size=None, disable_recompute=False,
+                          cp_context=None, lower_bound=None, **kwargs):
+    """Diagonal plus low rank: S = diag(e^gk) S + b (S'a)' + k v'; a, b, gk [B, T, H, K]."""
+    _check(q, k, v, initial_state, cu_seqlens, kwargs)
+    if cp_context is not None:
+        raise NotImplementedError("cp_context, a sequence over several GPUs, is not built here")
+    if lower_bound is not None and lower_bound >= 0:
+        raise ValueError("`lower_bound` must be negative (gk is a log-decay < 0), got "
+                         f"{lower_bound}.")
+    return _two("dplr", (q, k, v, a, b, gk, initial_state), _scale(scale, k),
+                _offsets(cu_seqlens, cu_seqlens_cpu), output_final_state)
+
+
+def fused_recurrent_dplr_delta_rule(q, k, v, a, b, gk, scale=None, initial_state=None,
+                                    output_final_state=False, reverse=False, cu_seqlens=None):
+    """chunk_dplr_delta_rule; with `reverse` from the last token to the first."""
+    def run(x, state, offsets):
+        return chunk_dplr_delta_rule(*x, scale, state, output_final_state, offsets)
+
+    how = ((q, k, v, a, b, gk), initial_state, cu_seqlens)
+    return _reversed(run, *how) if reverse else run(*how)
+
+
+def chunk_iplr_delta_rule(q, k, v, a, b, scale=None, initial_state=None, output_final_state=False,
+                          cu_seqlens=None, cu_seqlens_cpu=None, **kwargs):
+    """chunk_dplr_delta_rule without decay: the identity plus low rank."""
+    return chunk_dplr_delta_rule(q, k, v, a, b, torch.zeros_like(k), scale, initial_state,
+                                 output_final_state, cu_seqlens, cu_seqlens_cpu, **kwargs)
+
+
+def fused_recurrent_iplr_delta_rule(q, k, v, a, b, scale=None, initial_state=None,
+                                    output_final_state=False, cu_seqlens=None):
+    """chunk_iplr_delta_rule."""
+    return chunk_iplr_delta_rule(q, k, v, a, b, scale, initial_state, output_final_state,
+                                 cu_seqlens)
+
+
+def chunk_rwkv7(r, w, k, v, a, b, scale=1.0, initial_state=None, output_final_state=False,
+                cu_seqlens=None, cu_seqlens_cpu=None, safe_gate=False, chunk_size=None,
+                disable_recompute=False, cp_context=None, lower_bound=None):
+    """RWKV-7: chunk_dplr_delta_rule with r the queries and w the log decay [B, T, H, K]."""
+    return chunk_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state,
+                                 cu_seqlens, cu_seqlens_cpu, cp_context=cp_context,
+                                 lower_bound=lower_bound)
+
+
+def fused_recurrent_rwkv7(r, w, k, v, a, b, scale=None, initial_state=None,
+                          output_final_state=True, cu_seqlens=None):
+    """chunk_rwkv7, with the scale K^-0.5 and the final state unless told."""
+    return chunk_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state,
+                                 cu_seqlens)
+
+
+def fused_mul_recurrent_rwkv7(r, w, k, v, kk, a, scale=1.0, initial_state=None,
+                              output_final_state=False, reverse=False, cu_seqlens=None):
+    """fused_recurrent_rwkv7 with a = -kk and b = kk a."""
+    return fused_recurrent_dplr_delta_rule(r, k, v, -kk, kk * a, w, scale, initial_state,
+                                           output_final_state, reverse, cu_seqlens)
+
+
+def chunk_comba(q, k, v, p, g, beta=None, scale=None, initial_state=None, output_final_state=False,
+                use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None):
+    """Comba: S = e^g S + beta k (v - S'p)', with p [B, T, H, K] (None: k) read from the state before
+    its decay; g, beta [B, T, HV]."""
+    p = k if p is None else p
+    if q.shape[2] != p.shape[2]:
+        raise ValueError(f"q, k and p must have the same number of heads, but got q.shape[2]="
+                         f"{q.shape[2]}, k.shape[2]={k.shape[2]} and p.shape[2]={p.shape[2]}")
+    _check(q, k, v, initial_state, cu_seqlens)
+    if use_qk_l2norm_in_kernel:
+        q, k, p = _unit(q), _unit(k), _unit(p)
+    q, k, p = (_repeat(x, v.shape[2] // x.shape[2]) for x in (q, k, p))
+    written = k if beta is None else (k * beta.unsqueeze(-1)).to(k.dtype)
+    return _two("dplr", (q, written, v, p, -written, g.unsqueeze(-1).expand(k.shape),
+                         initial_state), _scale(scale, k), _offsets(cu_seqlens, cu_seqlens_cpu),
+                output_final_state)
+
+
+def fused_recurrent_comba(q, k, p, v, g, beta=None, scale=None, initial_state=None,
+                          output_final_state=False, use_qk_l2norm_in_kernel=False,
+                          cu_seqlens=None):
+    """chunk_comba with p before v."""
+    return chunk_comba(q, k, v, p, g, beta, scale, initial_state, output_final_state,
+                       use_qk_l2norm_in_kernel, cu_seqlens)
+
+
+def chunk_gated_delta_product(q, k, v, g, beta, num_householder, scale=None, initial_state=None,
+                              output_final_state=False, use_qk_l2norm_in_kernel=False,
+                              cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None):
+    """Gated DeltaProduct: a decay g [B, T, H] (None: none) and num_householder corrections a token,
+    whose k, v and beta follow one another along T: [B, T num_householder, H, ...]."""
+    if cp_context is not None:
+        raise NotImplementedError("cp_context, a sequence over several GPUs, is not built here")
+    B, T, H = q.shape[:3]
+    for name, x in (("k", k), ("v", v), ("beta", beta)):
+        if tuple(x.shape[:3]) != (B, T * num_householder, H):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected [B, T * num_householder, "
+                             f"H, ...] = [{B}, {T * num_householder}, {H}, ...]")
     _check(q, k, v, initial_state, cu_seqlens)
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
-    return _two("gdn2", (q, k, v, erase, write, g, initial_state), _scale(scale, k), cu_seqlens,
-                output_final_state)
+    k, v, beta = (x.reshape(B, T, num_householder * H, *x.shape[3:]) for x in (k, v, beta))
+    return _two("delta_product", (q, k, v, beta, g, initial_state), _scale(scale, k),
+                _offsets(cu_seqlens, cu_seqlens_cpu), output_final_state)
+
+
+def _additive_gate(s, cu_seqlens):
+    """Slots of attention with bounded memory as a gate: e^(s - z) and z_(t-1) - z_t, z the log of
+    the sum of e^s so far."""
+    if cu_seqlens is not None:
+        lengths = host_integers(cu_seqlens).diff().tolist()
+        parts = [_additive_gate(x, None) for x in s.split(lengths, 1)]
+        return tuple(torch.cat(x, 1) for x in zip(*parts))
+    wide = s if s.dtype is torch.float64 else s.float()
+    z = wide.logcumsumexp(1)
+    return (wide - z).exp().to(s.dtype), torch.cat([z[:, :1], z[:, :-1]], 1) - z
+
+
+def chunk_gsa(q, k, v, s, g=None, scale=None, initial_state=None, output_final_state=False,
+              checkpoint_level=2, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs):
+    """Gated slot attention: a memory of keys by M slots s [B, T, H, M] that fade by g [B, T, H, M],
+    whose softmax reads one of values by slots. q may have more heads than k and v. States are
+    (hk [N, H, K, M], hv [N, H, M, V])."""
+    known = {name: kwargs[name] for name in kwargs if name != "reverse"}
+    _check(k, k, v, None, None, known)
+    cu_seqlens = _offsets(cu_seqlens, cu_seqlens_cpu)
+    hk, hv = initial_state or (None, None)
+    if cu_seqlens is not None:
+        _check(q[:, :, :1], k[:, :, :1], v[:, :, :1], hk, cu_seqlens)
+    if g is None:
+        s, g = _additive_gate(s, cu_seqlens)
+    if q.shape[2] < k.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"The number of query heads ({q.shape[2]}) must be a multiple of the number "
+                         f"of key heads ({k.shape[2]}).")
+    times = q.shape[2] // k.shape[2]
+    k, v, s, g = (_repeat(x, times) for x in (k, v, s, g))
+    hk, hv = (x if x is None or times == 1 else x.repeat_interleave(times, 1) for x in (hk, hv))
+    scores, hk = _columns("additive", q, k, s, None, g, None, _scale(scale, k), hk,
+                          output_final_state, cu_seqlens)
+    weights = torch.softmax(scores.float() if scores.dtype in _HALF else scores, -1)
+    o, hv = _two("additive", (weights.to(v.dtype), s, v, g, hv), 1.0, cu_seqlens,
+                 output_final_state)
+    if not output_final_state:
+        return o, (None, None)
+    return o, (hk[:, ::times], hv[:, ::times])
+
+
+def fused_recurrent_gsa(q, k, v, s, g=None, scale=None, initial_state=None,
+                        output_final_state=False, reverse=False, cu_seqlens=None):
+    """chunk_gsa."""
+    if reverse:
+        raise NotImplementedError("reverse=True is not built; flip the sequence axis instead")
+    return chunk_gsa(q, k, v, s, g, scale, initial_state, output_final_state,
+                     cu_seqlens=cu_seqlens)
+
+
+def fused_recurrent_hgrn(x, g, initial_state=None, output_final_state=False, cu_seqlens=None):
+    """HGRN: h = e^g h + x for each channel; x, g [B, T, D], states [N, D]."""
+    _check(x.unsqueeze(2), x.unsqueeze(2), x.unsqueeze(2), initial_state, cu_seqlens)
+    one = torch.ones_like(x[..., :1]).unsqueeze(-1)
+    start = None if initial_state is None else initial_state[:, :, None, None]
+    o, state = _two("additive", (one, one, x.unsqueeze(-1), g, start), 1.0, cu_seqlens,
+                    output_final_state)
+    return o.squeeze(-1), None if state is None else state[:, :, 0, 0]
+
+
+def chunk_hgrn(x, g, initial_state=None, output_final_state=False):
+    """fused_recurrent_hgrn."""
+    return fused_recurrent_hgrn(x, g, initial_state, output_final_state)
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+def parallel_attn(q, k, v, g=None, scale=None, window_size=None, cu_seqlens=None,
+                  chunk_indices=None, *, sink_bias=None):
+    """Softmax attention over what is not later, or the newest window_size of it; k and v may have
+    fewer heads than q. Gives o alone."""
+    if g is not None or sink_bias is not None:
+        raise NotImplementedError("g, a forget gate of scores, and sink_bias are not built here")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"The number of query heads ({q.shape[2]}) must be divisible by the number "
+                         f"of key/value heads ({k.shape[2]}).")
+    _check(k, k, v, None, cu_seqlens)
+    op = _T["attention"].op
+    numbers = {"scale": _scale(scale, k), "window": window_size or 0}
+    params = tuple(p.value(op.name, numbers.get(p.name, p.default)) for p in op.params)
+    given = {"q": q, "k": k, "v": v}
+    return call(_T["attention"], [given.get(f.name) for f in op.inputs], params, cu_seqlens)[0]
+
+
+def parallel_based(q, k, v, scale=None, use_norm=True):
+    """Based: 1 + s + s^2 / 2 in place of the exponential, s = q . k scale; with use_norm over its
+    sum. Gives o alone."""
+    _check(q, k, v, None, None)
+    if scale is not None:
+        q = q * (scale * q.shape[-1] ** 0.5)
+    q, k = taylor(q), taylor(k)
+    o = _two("additive", (q, k, v, None, None), 1.0, None, False)[0]
+    if not use_norm:
+        return o
+    below = _two("additive", (q, k, torch.ones_like(v[..., :1]), None, None), 1.0, None, False)[0]
+    return (o / (below + 1e-6)).to(v.dtype)
 
 
 # ---- beliefs, and the rest ----------------------------------------------------------------------
@@ -478,9 +833,8 @@ def selective_scan(u, dt, A, B, C, D=None, z=None, dt_bias=None, softplus=False,
 
 # One implementation serves the ways to compute that flash-linear-attention tells apart.
 fused_chunk_linear_attn = chunk_linear_attn
-fused_chunk_retention = fused_recurrent_retention = chunk_retention
-fused_chunk_simple_gla = fused_recurrent_simple_gla = chunk_simple_gla
-fused_recurrent_lightning_attn = chunk_lightning_attn
+fused_chunk_retention = chunk_retention
 fused_chunk_gla = chunk_gla
+fused_chunk_delta_rule = chunk_delta_rule
+fused_chunk_based = parallel_based
 chunk_gdn, fused_recurrent_gdn = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-fused_recurrent_kda = chunk_kda

@@ -1,11 +1,12 @@
 """The forward pass of every layer, after the equations of src/layers/*.c, from torch's products and
 the operators of the library."""
 
+import math
 
 import torch
 import torch.nn.functional as F
 
-from ._call import call, torch_operators
+from ._call import call, host_integers, torch_operators
 
 GELU = "tanh"
 
@@ -13,8 +14,10 @@ GELU = "tanh"
 class Pass:
     """One pass over one layer: what it starts from and leaves behind."""
 
-    def __init__(self, layer, state, keeps, belief, cu_seqlens):
+    def __init__(self, layer, state, keeps, belief, cu_seqlens, shared=None, bound=None):
         self.layer, self.options, self.sizes = layer, layer.options, layer.sizes
+        self.shared = {} if shared is None else shared    # of all layers of a model, in one pass
+        self.bound = bound                                # least gates as log odds (hgrn2)
         self.start, self.keeps, self.left = state or {}, keeps, {}
         self.position = self.start.get("position", 0)
         self.belief, self.variance, self.cu_seqlens = belief, None, cu_seqlens
@@ -78,15 +81,47 @@ class Pass:
         y = self.project_conv(x, weight, conv, F.silu, piece)
         return self.unit(self.heads(y, self.size("H")), kind, eps)
 
+    def rms(self, x, weight, eps):
+        return self.run("rms_norm", {"x": x, "w": weight}, {"eps": eps})
+
     def norm_gate(self, x, gate, norm, act="silu"):
-        weight, eps = norm.weight, self.layer.norm_eps
+        weight, eps = norm.weight, self.options.get("o_norm_eps") or self.layer.norm_eps
         if gate is None:
-            return self.run("rms_norm", {"x": x, "w": weight}, {"eps": eps})
+            return self.rms(x, weight, eps)
         return self.run("rms_norm_gated", {"x": x, "z": gate, "w": weight},
                         {"eps": eps, "act": act})
 
-    def rope(self, x, base=10000.0):
-        return self.run("rope", {"x": x}, {"base": base, "pos0": self.position})
+    def rope(self, x, base=10000.0, kind="half"):
+        return self.run("rope", {"x": x}, {"base": base, "pos0": self.position, "kind": kind})
+
+    def places(self, x):
+        """Where the tokens of x [B, T, ...] stand in their sequences, [T]."""
+        at = torch.arange(x.shape[1], device=x.device)
+        if self.cu_seqlens is not None:
+            offsets = host_integers(self.cu_seqlens)
+            starts = offsets[:-1].repeat_interleave(offsets.diff())
+            at = at - starts.to(x.device)
+        return at + self.position
+
+    def shift(self, x, piece):
+        """x of the token before, 0 before the first of a sequence."""
+        first = self.start.get(piece)    # [N, 1, D]
+        if self.cu_seqlens is None:
+            first = torch.zeros_like(x[:, :1]) if first is None else first.to(x.dtype)
+            before = torch.cat([first, x[:, :-1]], 1)
+            last = x[:, -1:]
+        else:
+            offsets = host_integers(self.cu_seqlens)
+            there = offsets.diff() > 0
+            starts, ends = offsets[:-1][there].to(x.device), offsets[1:][there].to(x.device) - 1
+            first = x.new_zeros(len(there), 1, x.shape[-1]) if first is None else first.to(x.dtype)
+            rows = first[there.to(x.device)].transpose(0, 1)
+            before = torch.cat([x[:, :1], x[:, :-1]], 1).index_copy(1, starts, rows)
+            last = first.index_copy(0, there.nonzero().flatten().to(x.device),
+                                    x[0, ends].unsqueeze(1))
+        if self.keeps:
+            self.left[piece] = last
+        return before
 
     def append(self, x, piece):
         """What a cache holds with x behind it."""
@@ -118,7 +153,7 @@ class Pass:
         return self.heads(y, self.size("J") or self.size("H"))
 
 
-_CACHES = ("attention", "relu_attention", "hypermlp", "hyperglu")
+_CACHES = ("attention", "relu_attention", "diff_attention", "mla", "hypermlp", "hyperglu")
 
 
 def takes_sequences(op):
@@ -180,12 +215,40 @@ def _delta_decay(p, x):
     return -rate[:, None] * F.softplus(raw)
 
 
+def _shared_projections(p, x):
+    """q, k and v side by side, the output gate, and the raw decay and strength."""
+    layer, H, J, K = p.layer, p.size("H"), p.size("J"), p.size("K")
+    if p.options["projections"] == "qkv":
+        return (layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_a(x), layer.in_proj_b(x))
+    n = J // H
+    V = n * p.size("V")
+    parts = p.heads(layer.in_proj_qkvz(x), H).split([K, K, V, V], -1)
+    b, a = p.heads(layer.in_proj_ba(x), H).split([n, n], -1)
+    q, k, v, z = (y.flatten(2) for y in parts)
+    return torch.cat([q, k, v], -1), z, a.flatten(2), b.flatten(2)
+
+
+def _delta_shared(p, x):
+    layer, H, J = p.layer, p.size("H"), p.size("J")
+    qkv, z, a, b = _shared_projections(p, x)
+    keys = H * p.size("K")
+    q, k, v = p.conv(qkv, layer.conv1d, "silu", "qkv_conv").split(
+        [keys, keys, J * p.size("V")], -1)
+    q, k = (p.unit(p.heads(y, H), "root", 1e-6) for y in (q, k))
+    q = p.ccq(x, q, k)
+    g = -wide(layer.A_log).exp() * F.softplus(wide(a) + wide(layer.dt_bias))
+    beta = b.sigmoid() * (2.0 if p.options["allow_neg_eigval"] else 1.0)
+    o = p.run("delta_net", {"q": q, "k": k, "v": p.heads(v, J), "g": g, "beta": beta},
+              {"scale": p.size("K") ** -0.5}, [("state0", "state", "memory")])
+    return layer.out_proj(p.norm_gate(o, p.heads(z, J), layer.o_norm).flatten(2))
+
+
 def delta(p, x):
     layer, J = p.layer, p.size("J")
-    times = J // p.size("H")
+    if p.options.get("projections", "separate") != "separate":
+        return _delta_shared(p, x)
     k = _delta_key(p, x, "k_proj", "k_conv1d", "k_conv")
     q = p.ccq(x, _delta_key(p, x, "q_proj", "q_conv1d", "q_conv"), k)
-    q, k = repeat(q, times), repeat(k, times)
     v = p.heads(p.project_conv(x, "v_proj", "v_conv1d", F.silu, "v_conv"), J)
     double = 2.0 if p.options.get("allow_neg_eigval") else 1.0
 
@@ -212,6 +275,14 @@ def _map_layer(p, x, which, part):
     return getattr(getattr(p.layer, "feature_map_" + which), part)(x)
 
 
+def taylor(x):
+    """Features whose products are 1 + s + s^2 / 2, s that of the vectors over the root of width."""
+    d = x.shape[-1]
+    i, j = torch.triu_indices(d, d, 1, device=x.device)
+    return torch.cat([torch.ones_like(x[..., :1]), x * d ** -0.25, x * x * (2 * d) ** -0.5,
+                      x[..., i] * x[..., j] * d ** -0.5], -1)
+
+
 def _dpfp(x):
     r = torch.cat([F.relu(x), -F.relu(x)], -1)
     return torch.cat([r * torch.roll(r, j + 1, -1) for j in range(4)], -1)
@@ -227,10 +298,7 @@ def _features(p, x, which):
     if name == "t2r":
         return F.relu(_map_layer(p, x, which, "layer"))
     if name == "taylor":
-        d = x.shape[-1]
-        i, j = torch.triu_indices(d, d, 1, device=x.device)
-        return torch.cat([torch.ones_like(x[..., :1]), x * d ** -0.25, x * x * (2 * d) ** -0.5,
-                          x[..., i] * x[..., j] * d ** -0.5], -1)
+        return taylor(x)
     plain = {"dpfp": _dpfp, "elu": lambda y: F.elu(y) + 1, "relu": F.relu, "swish": F.silu,
              "silu": F.silu, "sigmoid": torch.sigmoid}
     return plain.get(name, lambda y: y)(x)
@@ -280,18 +348,303 @@ def linear(p, x):
 
 # ---- attention ----------------------------------------------------------------------------------
 
+def _frequencies(o, R):
+    """Radians a token of each pair of R channels: rope_type linear or llama3 (attention.c)."""
+    w = o["rope_theta"] ** (-2.0 * torch.arange(R // 2, dtype=torch.float64) / R)
+    if o["rope_type"] == "linear":
+        return w / o["rope_factor"]
+    turns = o["rope_original_context"] * w / (2.0 * math.pi)
+    low, high = o["rope_low_freq_factor"], o["rope_high_freq_factor"]
+    s = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return s * w + (1.0 - s) * w / o["rope_factor"]
+
+
+def _turned_by_table(p, x):
+    w = _frequencies(p.options, x.shape[-1]).to(x.device)
+    angle = (p.places(x).double()[:, None] * w)[:, None, :]
+    c, s = angle.cos(), angle.sin()
+    c, s = torch.cat([c, c], -1).to(x.dtype), torch.cat([-s, s], -1).to(x.dtype)
+    return x * c + torch.roll(x, x.shape[-1] // 2, -1) * s
+
+
+def _turned(p, x):
+    """Rotary positions in the first partial_rotary_factor channels of a head."""
+    o, K = p.options, x.shape[-1]
+    R = int(o.get("partial_rotary_factor", 1.0) * K)
+    part, rest = (x, None) if R == K else x.split([R, K - R], -1)
+    part = (p.rope(part.contiguous(), o["rope_theta"]) if o.get("rope_type", "default") == "default"
+            else _turned_by_table(p, part))
+    return part if rest is None else torch.cat([part, rest], -1)
+
+
+def _attention_norm(p, x, name):
+    norm = getattr(p.layer, name, None)
+    if norm is None:
+        return x
+    weight = norm.weight + 1.0 if p.options.get("norm_plus_one") else norm.weight
+    return p.rms(x, weight, p.options.get("qk_norm_eps") or p.layer.norm_eps)
+
+
+def _attention_heads(p, y, n, norm, turns):
+    """Projected queries, keys or values in heads, normed and turned."""
+    if norm and p.options.get("qk_norm_whole"):
+        y = _attention_norm(p, y, norm)
+    y = p.heads(y, n)
+    if norm and not p.options.get("qk_norm_whole"):
+        y = _attention_norm(p, y, norm)
+    return _turned(p, y) if turns else y
+
+
+def _attention_fused(p, x):
+    H, J, K = p.size("H"), p.size("J"), p.size("K")
+    y = p.layer.qkv_proj(x)
+    if p.options["fused_qkv"] == "heads":
+        q, k, v = p.heads(y, H).split([K, K, K], -1)
+    else:
+        q, k, v = (p.heads(z, n) for z, n in zip(y.split([H * K, J * K, J * K], -1), (H, J, J)))
+    turns = p.options["use_rope"]
+    return (_turned(p, q), _turned(p, k), v, None) if turns else (q, k, v, None)
+
+
+def _attention_inputs(p, x):
+    """q, k, v and the gate of what is read, None where there is none."""
+    layer, o, H, J = p.layer, p.options, p.size("H"), p.size("J")
+    if o.get("fused_qkv", "separate") != "separate":
+        return _attention_fused(p, x)
+    turns, gate = o["use_rope"], None
+    if o.get("use_output_gate"):
+        q, gate = p.heads(layer.q_proj(x), H).chunk(2, -1)
+        q = _attention_norm(p, q.contiguous(), "q_norm")
+        q = _turned(p, q) if turns else q
+    else:
+        q = _attention_heads(p, layer.q_proj(x), H, "q_norm", turns)
+    k = _attention_heads(p, layer.k_proj(x), J, "k_norm", turns)
+    return q, k, p.heads(layer.v_proj(x), J), gate
+
+
 def attention(p, x):
     layer, o = p.layer, p.options
+    x = x * o["input_multiplier"] if o.get("input_multiplier", 1.0) != 1.0 else x
+    q, k, v, gate = _attention_inputs(p, x)
+    scale = o.get("attention_scale") or p.size("K") ** -0.5
+    numbers = {"scale": scale * o.get("key_multiplier", 1.0)}
+    if layer.kind == "attention":
+        numbers["window"] = o["window_size"] or 0
+    y = p.run(layer.kind, {"q": q, "k": p.append(k, "k"), "v": p.append(v, "v")}, numbers)
+    y = y * gate.sigmoid() if gate is not None else y
+    return layer.o_proj(y.flatten(2)) * o.get("output_multiplier", 1.0)
 
-    def heads_of(name, n, turns):
-        y = p.heads(getattr(layer, name)(x), n)
-        return p.rope(y, o["rope_theta"]) if turns else y
 
-    q = heads_of("q_proj", p.size("H"), o["use_rope"])
-    k = p.append(heads_of("k_proj", p.size("J"), o["use_rope"]), "k")
-    v = p.append(heads_of("v_proj", p.size("J"), False), "v")
-    y = p.run(layer.kind, {"q": q, "k": k, "v": v}, {"scale": p.size("K") ** -0.5})
+def _mla_query(p, x):
+    layer, P, K = p.layer, p.size("P"), p.size("K")
+    if p.size("Q"):
+        down, norm, up = (getattr(layer.q_proj, i) for i in "012")
+        q = up(p.rms(down(x), norm.weight, p.options["latent_norm_eps"]))
+    else:
+        q = layer.q_proj(x)
+    q = p.heads(q, p.size("H"))
+    if not p.options["use_rope"]:
+        return q
+    plain, turns = q.split([K - P, P], -1)
+    return torch.cat([plain, _mla_turned(p, turns)], -1)
+
+
+def _mla_turned(p, x):
+    o = p.options
+    return p.rope(x.contiguous(), o["rope_theta"], "pairs" if o["rope_pairs"] else "half") \
+        if o["use_rope"] else x
+
+
+def mla(p, x):
+    layer, o, H, P, V = p.layer, p.options, p.size("H"), p.size("P"), p.size("V")
+    if o["fused_latent"]:
+        c, r = layer.kv_a(x).split([p.size("R"), P], -1)
+    else:
+        c, r = getattr(layer.kv_proj, "0")(x), layer.k_rope(x)
+    norm, up = getattr(layer.kv_proj, "1"), getattr(layer.kv_proj, "2")
+    c = p.heads(up(p.rms(c.contiguous(), norm.weight, o["latent_norm_eps"])), H)
+    k, v = c.split([p.size("E") - V, V], -1)
+    r = _mla_turned(p, p.heads(r, 1))
+    k = torch.cat([k, r.expand(-1, -1, H, -1)], -1)
+    y = p.run("attention", {"q": _mla_query(p, x), "k": p.append(k, "k"), "v": p.append(v, "v")},
+              {"scale": p.size("K") ** -0.5, "window": o["window_size"] or 0})
+    if p.has("g_proj"):
+        y = y * layer.g_proj(x).sigmoid().unsqueeze(-1)
     return layer.o_proj(y.flatten(2))
+
+
+def _diff_lambda(p, x):
+    """What the second map is multiplied by, and where that starts."""
+    layer = p.layer
+    if p.has("lambda_proj"):
+        return layer.lambda_proj(x).sigmoid().unsqueeze(-1), 0.0
+    start = 0.8 - 0.6 * math.exp(-0.3 * layer.index)
+    first = (wide(layer.lambda_q1) * wide(layer.lambda_k1)).sum().exp()
+    second = (wide(layer.lambda_q2) * wide(layer.lambda_k2)).sum().exp()
+    return first - second + start, start
+
+
+def diff_attention(p, x):
+    layer, o, H, G, J = p.layer, p.options, p.size("H"), p.size("G"), p.size("J")
+
+    def turned(y):
+        return p.rope(y, o["rope_theta"], "pairs") if o["use_rope"] else y
+
+    q, k = turned(p.heads(layer.q_proj(x), 2 * H)), turned(p.heads(layer.k_proj(x), G))
+    v = p.heads(layer.v_proj(x), J)
+    v = repeat(v, 2) if o["diff_lambda"] == "layer" else v
+    y = p.run("attention", {"q": q, "k": p.append(k, "k"), "v": p.append(v, "v")},
+              {"scale": p.size("K") ** -0.5})
+    first, second = y.unflatten(2, (H, 2)).unbind(3)
+    part, start = _diff_lambda(p, x)
+    y = first - (part * second).to(first.dtype)
+    if p.has("subln"):
+        y = p.rms(y, layer.subln.weight, 1e-5) * (1.0 - start)
+    return layer.out_proj(y.flatten(2))
+
+
+# ---- rwkv7, comba -------------------------------------------------------------------------------
+
+_MEMORY = [("state0", "state", "memory")]
+
+
+def _lora(module, x, act=None):
+    y = getattr(module.lora, "0")(x)
+    return getattr(module.lora, "2")(act(y) if act else y)
+
+
+def _first_value(p, v, x):
+    """Values on their way to those of the model's first layer of this kind."""
+    first = p.shared.setdefault("first_value", v)
+    if first is v or not p.has("v_lora"):
+        return v
+    return v + (first - v) * _lora(p.layer.v_lora, x).sigmoid()
+
+
+def rwkv7(p, x):
+    layer, H, K, V = p.layer, p.size("H"), p.size("K"), p.size("V")
+    d = p.shift(x, "time_shift") - x
+
+    def mixed(name):
+        return x + d * getattr(layer, name)
+
+    r, k = p.heads(layer.r_proj(mixed("x_r")), H), layer.k_proj(mixed("x_k"))
+    g = -math.exp(-0.5) * wide(_lora(layer.w_lora, mixed("x_w"), torch.tanh)).sigmoid()
+    values = mixed("x_v")
+    v = p.heads(_first_value(p, layer.v_proj(values), values), H)
+    rate = _lora(layer.a_lora, mixed("x_a")).sigmoid()
+    root = p.options["fuse_norm"]
+    kk = p.unit(p.heads(k * layer.k_k, H), "root" if root else "max", 1e-6 if root else 1e-12)
+    k = p.heads(k * (1.0 + (rate - 1.0) * layer.k_a), H)
+    o = p.run("dplr", {"q": p.ccq(x, r, k), "k": k, "v": v, "a": -kk, "b": kk * p.heads(rate, H),
+                       "g": p.heads(g, H)}, {"scale": 1.0}, _MEMORY)
+    o = F.layer_norm(o, (V,), eps=K * layer.norm_eps)
+    o = o * layer.g_norm.weight.view(H, V) + layer.g_norm.bias.view(H, V)
+    o = o + (r * k * layer.r_k).sum(-1, keepdim=True) * v
+    return layer.o_proj(o.flatten(2) * _lora(layer.g_lora, mixed("x_g"), torch.sigmoid))
+
+
+def comba(p, x):
+    layer, H, J = p.layer, p.size("H"), p.size("J")
+    q, k = (p.heads(p.project_conv(x, n + "_proj", n + "_conv1d", F.silu, n + "_conv"), H)
+            for n in "qk")
+    v = p.heads(p.project_conv(x, "v_proj", "v_conv1d", F.silu, "v_conv"), J)
+    read = k * layer.decay.sigmoid().unsqueeze(-1) if p.has("decay") else k
+    q = q - read * layer.D.unsqueeze(-1) if p.has("D") else q
+    q, k, read = (p.unit(y.contiguous(), "root", 1e-6) for y in (q, k, read))
+    q = p.ccq(x, q, k)
+    q, k, read = (repeat(y, J // H) for y in (q, k, read))
+    k = k * layer.b_proj(x).sigmoid().unsqueeze(-1)
+    g = -wide(layer.A_log).exp() * F.softplus(wide(layer.a_proj(x)) + wide(layer.dt_bias))
+    o = p.run("dplr", {"q": q, "k": k, "v": v, "a": read, "b": -k,
+                       "g": g.unsqueeze(-1).expand(k.shape)},
+              {"scale": p.size("K") ** -0.5}, _MEMORY)
+    return layer.o_proj(p.norm_gate(o, p.gate(x), layer.o_norm, "sigmoid").flatten(2))
+
+
+def deltaproduct(p, x):
+    layer, H, steps = p.layer, p.size("H"), p.size("N")
+    q, k, v = (p.heads(p.project_conv(x, n + "_proj", n + "_conv1d", F.silu, n + "_conv"),
+                       H if n == "q" else steps * H) for n in "qkv")
+    g = None
+    if p.options["use_forget_gate"]:
+        g = -wide(layer.A_log).exp() * F.softplus(wide(layer.a_proj(x)) + wide(layer.dt_bias))
+    beta = layer.b_proj(x).sigmoid() * (2.0 if p.options["allow_neg_eigval"] else 1.0)
+    o = p.run("delta_product", {"q": p.unit(q, "root", 1e-6), "k": p.unit(k, "root", 1e-6),
+                                "v": v, "beta": beta, "g": g},
+              {"scale": p.size("K") ** -0.5}, _MEMORY)
+    return layer.o_proj(p.norm_gate(o, p.gate(x), layer.o_norm).flatten(2))
+
+
+# ---- hgrn2, gsa, lightning, rg_lru, short_conv --------------------------------------------------
+
+def _maybe_conv(p, x, name):
+    y = getattr(p.layer, name + "_proj")(x)
+    return p.conv(y, getattr(p.layer, name + "_conv1d"), "none", name + "_conv") \
+        if p.options["use_short_conv"] else y
+
+
+def hgrn2(p, x):
+    layer, H = p.layer, p.size("H")
+    q = p.heads(F.silu(_maybe_conv(p, x, "q")), H)
+    odds = wide(_maybe_conv(p, x, "f"))    # log odds of the gate
+    if p.bound is not None and p.options["use_lower_bound"]:
+        odds = odds + F.softplus(F.softplus(-odds) + p.bound)
+    k = p.heads(torch.sigmoid(-odds).to(x.dtype), H)
+    v = p.heads(_maybe_conv(p, x, "i"), H)
+    o = p.run("additive", {"q": p.ccq(x, q, k), "k": k, "v": v, "g": p.heads(F.logsigmoid(odds), H)},
+              {"scale": p.size("K") ** -0.5}, _MEMORY)
+    return layer.o_proj(p.rms(o.flatten(2), layer.g_norm.weight, 1e-5))
+
+
+def gsa(p, x):
+    layer, H, G, M = p.layer, p.size("H"), p.size("G"), p.size("M")
+    act = F.relu if p.options["feature_map"] == "relu" else F.silu
+    q = p.heads(act(_maybe_conv(p, x, "q")), H)
+    k = repeat(p.heads(act(_maybe_conv(p, x, "k")), G), H // G)
+    v = repeat(p.heads(F.silu(_maybe_conv(p, x, "v")), G), H // G)
+    g = F.logsigmoid(wide(layer.f_proj(x))) / p.options["gate_logit_normalizer"]
+    g = repeat(p.heads(g, G), H // G)
+    s = (1.0 - g.exp()).to(x.dtype)
+    q = p.ccq(x, q, k)
+    # the first memory fades by slot: each slot is a head whose value has width 1
+    scores = p.run("additive", {"q": q, "k": k, "v": s.flatten(2).unsqueeze(-1),
+                                "g": g.flatten(2)}, {"scale": 1.0},
+                   [("state0", "state", "slot_keys")]).view(*q.shape[:3], M)
+    o = p.run("additive", {"q": torch.softmax(scores, -1).to(v.dtype), "k": s, "v": v, "g": g},
+              {"scale": 1.0}, [("state0", "state", "slot_values")])
+    return layer.o_proj(p.rms(F.silu(o.flatten(2)), layer.g_norm.weight, 1e-5))
+
+
+def lightning(p, x):
+    layer, H, K = p.layer, p.size("H"), p.size("K")
+    q, k, v = p.heads(F.silu(layer.qkv_proj(x)), H).split([K, K, K], -1)
+    g = -F.relu(wide(layer.slope_rate.detach()).flatten())
+    o = p.run("additive", {"q": q, "k": k, "v": v, "g": g}, {"scale": 1.0}, _MEMORY)
+    o = p.rms(o.flatten(2), layer.norm.weight, 1e-6)
+    return layer.out_proj(layer.output_gate(x).sigmoid() * o)
+
+
+def rg_lru(p, x):
+    layer, H = p.layer, p.size("H")
+    u = p.conv(layer.linear_x(x), layer.conv_1d, "none", "conv")
+
+    def gate(name):
+        weight, bias = (getattr(layer.rg_lru, f"{name}_gate_{part}") for part in ("weight", "bias"))
+        return (torch.einsum("bthi,hio->btho", p.heads(u, H), weight) + bias).flatten(2)
+
+    h = p.run("lru", {"x": u, "gx": gate("input"), "ga": gate("recurrent"),
+                      "a_param": layer.rg_lru.recurrent_param}, {}, [("h0", "h", "memory")])
+    return layer.linear_out(F.gelu(layer.linear_y(x), approximate=GELU) * h)
+
+
+def short_conv(p, x):
+    b, c, u = p.layer.in_proj(x).chunk(3, -1)
+    return p.layer.out_proj(c * p.conv(b * u, p.layer.conv, "none", "conv"))
+
+
+def no_mixer(p, x):
+    return x
 
 
 # ---- kla ----------------------------------------------------------------------------------------
@@ -450,18 +803,33 @@ def mesa(p, x):
 
 # ---- mamba --------------------------------------------------------------------------------------
 
+def _multiplied(p, y):
+    """The parts of the projection times their multipliers."""
+    o, inner, keys = p.options, p.size("I"), p.size("G") * p.size("K")
+    by = [o[n + "_multiplier"] for n in ("z", "x", "b", "c", "dt")]
+    if all(m == 1.0 for m in by):
+        return y
+    sizes = torch.tensor([inner, inner, keys, keys, p.size("H")], device=y.device)
+    return y * torch.tensor(by, dtype=y.dtype, device=y.device).repeat_interleave(sizes)
+
+
 def mamba2(p, x):
     layer, o, H, G, K, inner = (p.layer, p.options, p.size("H"), p.size("G"), p.size("K"),
                                 p.size("I"))
-    z, mixed, d = layer.in_proj(x).split([inner, inner + 2 * G * K, H], -1)
+    x = x * o["input_multiplier"] if o["input_multiplier"] != 1.0 else x
+    z, mixed, d = _multiplied(p, layer.in_proj(x)).split([inner, inner + 2 * G * K, H], -1)
     mixed = p.conv(mixed, layer.conv1d, "silu", "conv")
     u, b, c = mixed.split([inner, G * K, G * K], -1)
-    u = p.heads(u, H)
-    b, c = (repeat(p.heads(y, G), H // G) for y in (b, c))
-    c = p.ccq(x, c, b)
+    u, b, c = p.heads(u, H), p.heads(b, G), p.heads(c, G)
+    if layer.ccq:
+        b = repeat(b, H // G)
+        c = p.ccq(x, repeat(c, H // G), b)
     d = F.softplus(wide(d) + wide(layer.dt_bias))
-    y = p.run("additive", {"q": c, "k": b, "v": u * d.unsqueeze(-1), "g": -d * wide(layer.A_log).exp()},
-              {"scale": 1.0}, [("state0", "state", "memory")])
+    d = d.clamp_min(o["dt_least"]) if o["dt_least"] else d
+    d = d.clamp_max(o["dt_most"]) if o["dt_most"] else d
+    y = p.run("additive", {"q": c, "k": b, "v": (u * d.unsqueeze(-1)).to(u.dtype),
+                           "g": -d * wide(layer.A_log).exp()}, {"scale": 1.0},
+              [("state0", "state", "memory")])
     y = (y + u * layer.D.view(H, -1)).flatten(2).to(x.dtype)
     if o["rmsnorm"]:
         order = "norm_first" if o["norm_before_gate"] else "gate_first"
@@ -469,7 +837,8 @@ def mamba2(p, x):
                   {"eps": layer.norm_eps, "order": order, "groups": G})
     else:
         y = y * F.silu(z)
-    return layer.out_proj(y)
+    y = layer.out_proj(y)
+    return y * o["output_multiplier"] if o["output_multiplier"] != 1.0 else y
 
 
 def mamba1(p, x):
@@ -477,6 +846,9 @@ def mamba1(p, x):
     u, z = layer.in_proj(x).split(V, -1)
     u = p.conv(u, layer.conv1d, "silu", "conv")
     r, b, c = layer.x_proj(u).split([R, K, K], -1)
+    if p.options["bcdt_norms"]:
+        r, b, c = (p.rms(y.contiguous(), norm.weight, layer.norm_eps) for y, norm in (
+            (r, layer.dt_norm), (b, layer.b_norm), (c, layer.c_norm)))
     if layer.ccq:
         c = p.ccq(x, c.unsqueeze(2), b.contiguous().unsqueeze(2)).squeeze(2)
     y = p.run("scan", {"u": u, "dt": F.linear(r, layer.dt_proj.weight),
@@ -552,5 +924,8 @@ FORWARD = {
     "retnet": linear, "attention": attention, "relu_attention": attention, "kla": kla,
     "palimpsa_code": palimpsa, "palimpsa_paper": palimpsa, "bayes": bayes, "bayes_rotation": bayes,
     "mesa": mesa, "mamba1": mamba1, "mamba2": mamba2, "mlstm": mlstm, "longhorn": longhorn,
-    "longhorn_column": longhorn, "hypermlp": hyper, "hyperglu": hyper,
+    "longhorn_column": longhorn, "hypermlp": hyper, "hyperglu": hyper, "mla": mla,
+    "diff_attention": diff_attention, "rwkv7": rwkv7, "comba": comba,
+    "gated_deltaproduct": deltaproduct, "hgrn2": hgrn2, "gsa": gsa, "lightning": lightning,
+    "rg_lru": rg_lru, "short_conv": short_conv, "none": no_mixer,
 }

@@ -17,17 +17,30 @@ from . import ops
 __all__ = ["install", "uninstall"]
 
 # where flash-linear-attention defines what mneme.torch.ops has under the same name
-_PLACES = {
+PLACES = {
     "linear_attn": ["chunk_linear_attn", "fused_chunk_linear_attn",
                     "fused_recurrent_linear_attn"],
-    "retention": ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retention"],
-    "simple_gla": ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"],
+    "retention": ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retention",
+                  "parallel_retention"],
+    "simple_gla": ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla",
+                   "parallel_simple_gla"],
     "lightning_attn": ["chunk_lightning_attn", "fused_recurrent_lightning_attn"],
     "gla": ["chunk_gla", "fused_chunk_gla", "fused_recurrent_gla"],
-    "delta_rule": ["chunk_delta_rule", "fused_recurrent_delta_rule"],
+    "delta_rule": ["chunk_delta_rule", "fused_chunk_delta_rule", "fused_recurrent_delta_rule"],
     "gated_delta_rule": ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
                          "chunk_gdn", "fused_recurrent_gdn"],
     "kda": ["chunk_kda", "fused_recurrent_kda"],
+    "gdn2": ["chunk_gdn2", "fused_recurrent_gdn2"],
+    "generalized_delta_rule": ["chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule",
+                               "chunk_iplr_delta_rule", "fused_recurrent_iplr_delta_rule"],
+    "rwkv7": ["chunk_rwkv7", "fused_recurrent_rwkv7"],
+    "rwkv7.fused_recurrent": ["fused_mul_recurrent_rwkv7"],
+    "comba": ["chunk_comba", "fused_recurrent_comba"],
+    "gated_delta_product": ["chunk_gated_delta_product"],
+    "gsa": ["chunk_gsa", "fused_recurrent_gsa"],
+    "hgrn": ["chunk_hgrn", "fused_recurrent_hgrn"],
+    "attn": ["parallel_attn"],
+    "based": ["parallel_based", "fused_chunk_based"],
     "mesa_net": ["chunk_mesa_net"],
 }
 _replaced = []    # (module, name, theirs)
@@ -121,7 +134,7 @@ def install(norms=True):
     except ImportError as error:
         raise ImportError("mneme.torch.fla.install() needs flash-linear-attention (pip install "
                           f"flash-linear-attention): {error}") from None
-    for place, names in _PLACES.items():
+    for place, names in PLACES.items():
         module = _import_any("fla.ops." + place)
         for name in names if module else ():
             theirs = getattr(module, name, None)

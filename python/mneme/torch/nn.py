@@ -19,7 +19,8 @@ from .. import layers as _layers
 from . import _mixers
 from ._call import call, torch_operators
 
-__all__ = ["Mixer", "MixerOutput", "RMSNorm", "MLP", "Block", "LanguageModel", "make", "patch"]
+__all__ = ["Mixer", "MixerOutput", "RMSNorm", "MLP", "ChannelMix", "Block", "LanguageModel", "make",
+           "patch"]
 
 MixerOutput = collections.namedtuple("MixerOutput", "output state variance")
 
@@ -32,20 +33,22 @@ class Mixer(nn.Module):
     """A sequence layer of a model of width D.
 
     kind: "gdn", "bayes", "gla+ccq", ... (mneme.layers.kinds()); context: most tokens of a sequence,
-    for layers whose weights belong to lags; options: those of the kind, as in config.json."""
+    for layers whose weights belong to lags; place: which of so many layers of its model it is, for
+    those that go by that; options: those of the kind, as in config.json."""
 
     kind = None
 
     def __init__(self, width, kind=None, context=2048, norm_eps=1e-6, spread=0.02, device=None,
-                 dtype=None, **options):
+                 dtype=None, place=(0, 1), **options):
         super().__init__()
         name = kind or self.kind
         if name is None:
             raise TypeError("Mixer needs a kind, such as \"gdn\"; or use its class, such as GDN")
-        described = _layers.describe(name, width, context, **options)
+        described = _layers.describe(name, width, context, place, **options)
         self.name, self.kind, self.ccq = name, described["kind"], described["ccq"]
         self.width, self.context, self.norm_eps, self.spread = width, context, norm_eps, spread
-        self.given, self.options = options, described["options"]
+        self.given, self.options, self.place = options, described["options"], place
+        self.index = place[0]
         self.sizes, self.has_variance = described["sizes"], described["variance"]
         self._rows = described["parameters"]
         for row in self._rows:
@@ -85,18 +88,20 @@ class Mixer(nn.Module):
             if parameter.is_meta:
                 continue
             parameter.copy_(torch.from_numpy(_layers.start(
-                self.name, self.width, row["name"], self.context, seed, i, self.spread,
+                self.name, self.width, row["name"], self.context, seed, i, self.spread, self.place,
                 **self.given)))
 
     def groups(self):
         """{parameter's name: (group, whether weight decay applies)}, for optimisers."""
         return {row["name"]: (row["group"], row["decays"]) for row in self._rows}
 
-    def forward(self, x, state=None, return_state=False, belief=False, cu_seqlens=None):
+    def forward(self, x, state=None, return_state=False, belief=False, cu_seqlens=None, shared=None,
+                bound=None):
         """x [B, T, D]. Gives y, or with return_state or belief a MixerOutput: the state to go on
         from (a dict, None unless asked), the read variance [B, T] averaged over heads (None where
-        the layer keeps none)."""
-        run = _mixers.Pass(self, state, return_state, belief, cu_seqlens)
+        the layer keeps none). A model gives `shared`, a dict for all its layers in one pass (the
+        first values of rwkv7), and `bound`, log odds of the least gates (hgrn2)."""
+        run = _mixers.Pass(self, state, return_state, belief, cu_seqlens, shared, bound)
         y = self._forward(run, x)
         if not (return_state or belief):
             return y
@@ -111,7 +116,9 @@ def _class_name(kind):
     special = {"gdn": "GDN", "kda": "KDA", "gdn2": "GDN2", "gla": "GLA", "kla": "KLA",
                "retnet": "RetNet", "hypermlp": "HyperMLP", "hyperglu": "HyperGLU",
                "mlstm": "MLSTM", "delta": "DeltaNet", "linear": "LinearAttention",
-               "relu_attention": "ReLUAttention"}
+               "relu_attention": "ReLUAttention", "rwkv7": "RWKV7", "hgrn2": "HGRN2", "gsa": "GSA",
+               "rg_lru": "RGLRU", "mla": "MLA", "gated_deltaproduct": "GatedDeltaProduct",
+               "diff_attention": "DifferentialAttention", "none": "NoMixer"}
     return special.get(kind) or "".join(part.title() for part in kind.split("_"))
 
 
@@ -148,57 +155,124 @@ class RMSNorm(nn.Module):
         return call(torch_operators["rms_norm"], (x, self.weight), (self.eps,))[0]
 
 
+def _norm(described):
+    width, eps = described["hidden_size"], described["norm_eps"]
+    if described["norm"] == "layer":
+        return nn.LayerNorm(width, eps=eps, bias=described["norm_bias"])
+    return RMSNorm(width, eps)
+
+
 class MLP(nn.Module):
-    """down(silu(gate x) * up x), or down(gelu(up x))."""
+    """down(act(gate x) * up x), or down(act(up x)). Kinds are those of models: swiglu, geglu, gelu,
+    gelu_erf, relu_square."""
 
     def __init__(self, width, inner, kind="swiglu", device=None, dtype=None):
         super().__init__()
         how = dict(bias=False, device=device, dtype=dtype)
-        self.kind = kind
-        if kind == "swiglu":
+        self.kind, self.act = kind, _ACTIVATIONS[kind]
+        if kind in ("swiglu", "geglu"):
             self.gate_proj = nn.Linear(width, inner, **how)
         self.up_proj = nn.Linear(width, inner, **how)
         self.down_proj = nn.Linear(inner, width, **how)
 
     def forward(self, x):
         up = self.up_proj(x)
-        if self.kind == "gelu":
-            return self.down_proj(nn.functional.gelu(up, approximate=_mixers.GELU))
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * up)
+        if self.kind in ("swiglu", "geglu"):
+            return self.down_proj(self.act(self.gate_proj(x)) * up)
+        return self.down_proj(self.act(up))
+
+
+def _gelu(x):
+    return nn.functional.gelu(x, approximate=_mixers.GELU)
+
+
+_ACTIVATIONS = {"swiglu": nn.functional.silu, "geglu": _gelu, "gelu": _gelu,
+                "gelu_erf": nn.functional.gelu, "relu_square": lambda x: x.relu().square()}
+
+
+class ChannelMix(nn.Module):
+    """value(relu(key(x + x_k (x of the token before - x)))^2): the second half of RWKV-7."""
+
+    def __init__(self, width, inner):
+        super().__init__()
+        self.x_k = nn.Parameter(torch.zeros(width))
+        self.key = nn.Linear(width, inner, bias=False)
+        self.value = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x, before):
+        return self.value(self.key(x + (before - x) * self.x_k).relu().square())
 
 
 class Block(nn.Module):
-    """h = x + mixer(norm x); y = h + mlp(norm h). The mixer is called `attn`, as in checkpoints."""
+    """h = x + mixer(norm x); y = h + mlp(norm h). The mixer is called `attn`, as in checkpoints;
+    `described` is a model's description, index which of its layers this is."""
 
-    def __init__(self, width, layer, inner, mlp="swiglu", context=2048, norm_eps=1e-6, spread=0.02,
-                 **options):
+    def __init__(self, described, index):
         super().__init__()
-        self.attn_norm = RMSNorm(width, norm_eps)
-        self.attn = Mixer(width, layer, context, norm_eps, spread, **options)
-        if mlp != "none":
-            self.mlp_norm = RMSNorm(width, norm_eps)
-            self.mlp = MLP(width, inner, mlp)
+        layer, width = described["layers"][index], described["hidden_size"]
+        options = {k: v for k, v in layer["options"].items() if v is not None}
+        if described["norm_first"] and index == 0:
+            self.pre_norm = _norm(described)
+        if layer["name"] != "none":
+            self.attn_norm = _norm(described)
+        self.attn = Mixer(width, layer["name"], described["context"], described["norm_eps"],
+                          described["initializer_range"], place=(index, len(described["layers"])),
+                          **options)
+        self.mlp_kind = described["mlp"]
+        if self.mlp_kind != "none":
+            self.mlp_norm = _norm(described)
+            inner = described["intermediate_size"]
+            self.mlp = (ChannelMix(width, inner) if self.mlp_kind == "rwkv7" else
+                        MLP(width, inner, self.mlp_kind))
 
     def forward(self, x, **how):
-        out = self.attn(self.attn_norm(x), **how)
+        x = self.pre_norm(x) if hasattr(self, "pre_norm") else x
+        out = self.attn(self.attn_norm(x) if hasattr(self, "attn_norm") else x, **how)
         several = isinstance(out, MixerOutput)
-        x = x + (out.output if several else out)
-        if hasattr(self, "mlp"):
+        state = out.state if several else None
+        if hasattr(self, "attn_norm"):
+            x = x + (out.output if several else out)
+        if self.mlp_kind == "rwkv7":
+            run = _mixers.Pass(self.attn, how.get("state"), state is not None, False,
+                               how.get("cu_seqlens"))
+            y = self.mlp_norm(x)
+            x = x + self.mlp(y, run.shift(y, "channel_shift"))
+            state = None if state is None else {**state, **run.left}
+        elif self.mlp_kind != "none":
             x = x + self.mlp(self.mlp_norm(x))
-        return MixerOutput(x, out.state, out.variance) if several else x
+        return MixerOutput(x, state, out.variance) if several else x
 
 
 class _Trunk(nn.Module):
     def __init__(self, described):
         super().__init__()
-        width = described["hidden_size"]
-        self.embeddings = nn.Embedding(described["vocab_size"], width)
-        self.layers = nn.ModuleList(
-            Block(width, layer["name"], described["intermediate_size"], described["mlp"],
-                  described["context"], described["norm_eps"], described["initializer_range"],
-                  **{k: v for k, v in layer["options"].items() if v is not None})
-            for layer in described["layers"])
-        self.norm = RMSNorm(width, described["norm_eps"])
+        n = len(described["layers"])
+        self.embeddings = nn.Embedding(described["vocab_size"], described["hidden_size"])
+        self.layers = nn.ModuleList(Block(described, i) for i in range(n))
+        bounds = _layers.bound_shape([{"options": block.attn.options, "sizes": block.attn.sizes}
+                                      for block in self.layers])
+        if bounds:
+            self.lower_bounds = nn.Parameter(torch.zeros(bounds))
+        self.norm = _norm(described)
+
+    def shares(self):
+        """What the blocks of a pass are given beside x, one dict each."""
+        shared, bounds = {}, self._bounds()
+        return [{"shared": shared, "bound": bounds[i]} for i in range(len(self.layers))]
+
+    def _bounds(self):
+        """Least gates of the layers as log odds: log(sum over 1 .. l of e^w) - log(sum over the
+        others of e^w), w a row of lower_bounds for each layer; none in the first."""
+        n = len(self.layers)
+        if not hasattr(self, "lower_bounds"):
+            return [None] * n
+        w = self.lower_bounds
+        w = w if w.dtype is torch.float64 else w.float()
+        out = [None]
+        for i in range(1, n):
+            others = torch.cat([w[:1], w[i + 1:]])
+            out.append(w[1:i + 1].logsumexp(0) - others.logsumexp(0))
+        return out
 
 
 class LanguageModel(nn.Module):
@@ -210,9 +284,11 @@ class LanguageModel(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.described = described = _layers.describe_model(config)
-        if described["decoder"] != "none":
-            raise NotImplementedError(f"decoder {described['decoder']!r} is not built in PyTorch; "
-                                      "mneme.Model reads such folders")
+        if described["decoder"] != "none" or not described["plain"]:
+            what = (f"decoder {described['decoder']!r}" if described["decoder"] != "none" else
+                    "what its blocks do otherwise (experts, biases, multipliers, ...)")
+            raise NotImplementedError(f"{what} is not built in PyTorch; mneme.Model reads such "
+                                      "folders")
         self.model = _Trunk(described)
         self.lm_head = nn.Linear(described["hidden_size"], described["vocab_size"], bias=False)
         self.reset_parameters()
@@ -223,9 +299,13 @@ class LanguageModel(nn.Module):
     def reset_parameters(self):
         spread = self.described["initializer_range"]
         for module in self.modules():
-            if isinstance(module, MLP):
+            if isinstance(module, (MLP, ChannelMix)):
                 for linear in module.children():
                     nn.init.normal_(linear.weight, 0.0, spread)
+        for i, block in enumerate(self.model.layers):
+            if block.mlp_kind == "rwkv7":    # rwkv7.c: 1 - c^((1 - i / n)^4), c the channel's share
+                channel = torch.arange(block.mlp.x_k.numel()) / block.mlp.x_k.numel()
+                block.mlp.x_k.copy_(1.0 - channel ** ((1.0 - i / len(self.model.layers)) ** 4))
         nn.init.normal_(self.model.embeddings.weight, 0.0, spread)
         nn.init.normal_(self.lm_head.weight, 0.0, spread)
 
@@ -234,10 +314,10 @@ class LanguageModel(nn.Module):
         lists, an entry for each layer."""
         x, several = self.model.embeddings(tokens), return_states or belief
         kept, variances = [], []
-        for i, block in enumerate(self.model.layers):
+        for i, (block, share) in enumerate(zip(self.model.layers, self.model.shares())):
             state = None if states is None else states[i]
             x = block(x, state=state, return_state=return_states, belief=belief,
-                      cu_seqlens=cu_seqlens)
+                      cu_seqlens=cu_seqlens, **share)
             if several:
                 x, state, variance = x
                 kept.append(state)
@@ -293,7 +373,7 @@ def patch(model, to, layers=None, select=None, width=None, keep=True, **options)
         parent, name, old, size = places[i]
         example = next(old.parameters(), None)
         new = Mixer(size, to, getattr(old, "context", 2048), getattr(old, "norm_eps", 1e-6),
-                    **options)
+                    place=getattr(old, "place", (0, 1)), **options)
         if keep:
             _carry_over(old, new)
         if example is not None:
