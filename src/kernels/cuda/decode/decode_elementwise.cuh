@@ -13,8 +13,7 @@ namespace mneme::decode {
 
 using namespace elementwise;
 
-enum { MN_DECODE_TAPS = 4, MN_DECODE_PACK = 4 };
-enum { MN_DECODE_GATE_FIRST = 1, MN_DECODE_SIGMOID = 1, MN_DECODE_ROOT = 1 };
+enum { MN_DECODE_PACK = 4 };
 
 /* A work as kernels know it. Element by element, `layout` and the sides have merged axes. */
 struct alignas(16) mn_decode_job {

@@ -6,7 +6,6 @@
  * reads are there (megakernel.cuh), most often while its weights have come already. The launch is
  * cooperative, so that all blocks are there at once. */
 #include "kernels/cuda/decode/megakernel.cuh"
-#include "kernels/cuda/decode/megakernel.h"
 #include "kernels/cuda/prim/device_props.h"
 
 namespace mneme::decode {
@@ -1169,14 +1168,14 @@ decode_megakernel(char *megakernel, int n_stages, int handoff_at, int words, int
 #endif
 }
 
-int mn_megakernel_blocks(void) {
+extern "C" int mn_megakernel_blocks(void) {
     const mn_device_props m = mn_device_props_current();
     const bool serves = m.coop_launch && m.major >= 9
         && m.shared_bytes >= (int)sizeof(mn_decode_smem);
     return serves ? m.processors : 0;
 }
 
-int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel, void *stream) {
+extern "C" int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel, void *stream) {
     cudaError_t code = cudaFuncSetAttribute(decode_megakernel,
                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             (int)sizeof(mn_decode_smem));
