@@ -36,10 +36,14 @@ void mn_megakernel_destroy(mn_megakernel *p) {
 }
 
 void mn_megakernel_clear(mn_megakernel *p) {
-    for (int i = 0; i < p->n_blocks; i++) p->list[i].n = 0;
+    for (int i = 0; i < p->n_blocks; i++) {
+        p->list[i].n = 0;
+        p->list[i].sync = 0;
+    }
     p->n_stages = p->phase = 0;
     p->n_ranges = p->words = p->n_copies = 0;
-    p->failed = p->ragged = false;
+    p->n_syncs = 0;
+    p->failed = p->ragged = p->works = false;
 }
 
 /* ---- lists of instructions -------------------------------------------------------------------- */
@@ -60,7 +64,9 @@ mn_decode_instr *mn_plan_add_instr(mn_megakernel *p, int block) {
         p->failed = true;
         return NULL;
     }
-    return memset(list->bytes + list->n, 0, MN_DECODE_INSTR_BYTES);
+    mn_decode_instr *instr = memset(list->bytes + list->n, 0, MN_DECODE_INSTR_BYTES);
+    instr->sync = list->sync;
+    return instr;
 }
 
 void mn_plan_end_instr(mn_megakernel *p, int block, size_t bytes) {
@@ -70,6 +76,13 @@ void mn_plan_end_instr(mn_megakernel *p, int block, size_t bytes) {
     else ((mn_decode_instr *)(list->bytes + list->last))->next_bytes = (int)whole;
     list->last = list->n;
     list->n += whole;
+    list->sync = 0;
+}
+
+void mn_plan_sync(mn_megakernel *p) {
+    p->n_syncs++;
+    p->works = true;
+    for (int i = 0; i < p->n_blocks; i++) p->list[i].sync = p->n_syncs;
 }
 
 void mn_plan_rest(mn_megakernel *p, int block) {
@@ -130,6 +143,7 @@ static void move_recurrence(const relocation *to, mn_decode_recurrence_instr *m)
 static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_epi_instr *epi) {
     p->x += to->base;
     p->z += to->base;
+    move_words(to, &p->row_handoff);
     for (int i = 0; i < p->n_out_tiles; i++) {
         mn_decode_out_tile *tile = &p->out_tile[i];
         tile->plus.at += to->base;
@@ -143,6 +157,10 @@ static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_
 
 static void move_instr(const relocation *to, mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_RECURRENCE) move_recurrence(to, &instr->memory);
+    if (instr->kind == MN_DECODE_SMALL || instr->kind == MN_DECODE_STEP) {
+        mn_decode_work_instr *work = &instr->work;
+        for (int i = 0; i < work->n_published; i++) move_words(to, &work->published[i].words);
+    }
     if (instr->kind != MN_DECODE_GEMM) return;
     move_gemms(to, &instr->gemms, (mn_decode_epi_instr *)((char *)instr + instr->epis_at));
 }
@@ -206,6 +224,6 @@ void mn_megakernel_encode(const mn_megakernel *p, void *image) {
 int mn_megakernel_launch(const mn_megakernel *p, void *image, void *stream) {
     if (p->failed) return NO_MEMORY;
     const mn_decode_launch_args given = { 1 + p->n_stages, (int)handoff_at(p), (int)p->words,
-                                          p->ragged };
+                                          p->ragged, p->works };
     return mn_megakernel_start(&given, image, stream);
 }

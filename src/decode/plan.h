@@ -2,7 +2,7 @@
  * its stages read and write. Private to src/decode.
  *
  * Numbers that a later stage reads have hand-off words behind all instructions. Since no barrier
- * stands between stages, nothing may be written that an earlier stage reads from memory or writes
+ * stands between most stages, nothing may be written that an earlier stage reads from memory or writes
  * itself. */
 #ifndef MN_DECODE_PLAN_H
 #define MN_DECODE_PLAN_H
@@ -22,6 +22,7 @@ typedef struct mn_decode_instr_list {
     unsigned char *bytes;
     int64_t n, most, last;      // where the last instruction begins
     int64_t first;              // bytes of the first
+    unsigned sync;              // the barrier in front of the next
 } mn_decode_instr_list;
 
 struct mn_megakernel {
@@ -34,6 +35,8 @@ struct mn_megakernel {
     int64_t n_ranges, max_ranges;
     bool failed;                      // memory was out
     bool ragged;                      // a row's last chunk is not whole
+    bool works;                       // there are stages of plan_works.c, or barriers
+    unsigned n_syncs;                 // barriers of the whole grid
 };
 
 /* Room for n items in a list that grows; false when memory is out. */
@@ -44,6 +47,9 @@ bool mn_plan_grow(void **list, int64_t *most, int64_t n, size_t item);
 mn_decode_instr *mn_plan_add_instr(mn_megakernel *p, int block);
 void mn_plan_end_instr(mn_megakernel *p, int block, size_t bytes);
 
+/* A barrier of the whole grid in front of what all blocks do next. */
+void mn_plan_sync(mn_megakernel *p);
+
 /* A stage in which the block does nothing. */
 void mn_plan_rest(mn_megakernel *p, int block);
 
@@ -51,18 +57,22 @@ void mn_plan_rest(mn_megakernel *p, int block);
 
 enum { MN_STAGE_RANGES = 512 };
 
-/* Of one stage, gathered before it is added. `fits`: whether it can be. */
+/* Of one stage, gathered before it is added. `fits`: whether it can be; `behind`: it reads what earlier
+ * stages wrote, so that a barrier stands in front of it. */
 typedef struct mn_stage_ranges {
     mn_megakernel *p;
     mn_decode_range list[MN_STAGE_RANGES];
     int n;
     int64_t n_copies;    // of the megakernel, with those of the stage
-    bool fits;
+    bool fits, behind;
 } mn_stage_ranges;
 
 void mn_stage_open(mn_stage_ranges *r, mn_megakernel *p);
 
-/* Memory that must be older than the megakernel. */
+/* Memory that the producer warp loads ahead: it must be older than the megakernel. */
+void mn_stage_loads(mn_stage_ranges *r, const void *data, int64_t count, size_t item);
+
+/* Memory that consumers read, whenever it was written. */
 void mn_stage_reads(mn_stage_ranges *r, const void *data, int64_t count, size_t item);
 
 /* Results; others may read them as words where they are `flagged`. */
@@ -85,7 +95,7 @@ void mn_stage_copies(mn_stage_ranges *r, mn_decode_copy all);
 /* Words of something written, or MN_DECODE_NO_WORDS, before it is known whether any are read. */
 int mn_stage_words(const mn_stage_ranges *r, const void *data);
 
-/* Makes what was gathered the megakernel's; false, and nothing added, where it does not fit. */
+/* Makes what was gathered the megakernel's, with the barrier that it needs; false, and nothing added, where it does not fit. */
 bool mn_stage_close(mn_stage_ranges *r);
 
 /* Element i from a source on, which may be the upper one of its word. */

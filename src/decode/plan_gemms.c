@@ -17,7 +17,7 @@ static bool is_vector(const mn_view *view) {
 }
 
 /* Whether a stage can make its row by that small work. */
-static bool makes_row(const mn_decode_op *first, int64_t K) {
+bool mn_megakernel_takes_row(const mn_decode_op *first, int64_t K) {
     const bool gated = first->kind == MN_DECODE_GATED_NORM;
     const int64_t width = first->shape[3], groups = K / (width > 0 ? width : 1);
     const int64_t warps = width / MN_DECODE_WARP_K;
@@ -41,11 +41,12 @@ static bool fill_prologue(mn_decode_gemm_instr *to, mn_stage_ranges *r,
     to->K = (int)given->K;
     to->chunks = (unsigned char)mn_ceil_div(given->K, MN_DECODE_CHUNK);
     to->way = MN_DECODE_PLAIN;
+    to->row_handoff = MN_DECODE_NO_WORDS;
     if (!first) {
         to->x = mn_stage_source(r, given->a, given->K, MN_DECODE_PER_LINE).at;
         return true;
     }
-    if (!makes_row(first, given->K)) return false;
+    if (!mn_megakernel_takes_row(first, given->K)) return false;
     const bool gated = first->kind == MN_DECODE_GATED_NORM;
     const int64_t width = first->shape[3], groups = given->K / width;
     const bool shared = groups > 1 && (!gated || first->shape[1] == 1);    // weights of all groups
@@ -60,7 +61,7 @@ static bool fill_prologue(mn_decode_gemm_instr *to, mn_stage_ranges *r,
     mn_stage_reads(r, to->weight, shared ? width : given->K, 2);
     to->x = mn_stage_source(r, first->at[0].data, given->K, MN_DECODE_PER_LINE).at;
     if (gated) to->z = mn_stage_source(r, first->at[1].data, given->K, MN_DECODE_PER_LINE).at;
-    mn_stage_writes(r, to->row, given->K, 2, false);
+    mn_stage_writes(r, to->row, given->K, 2, true);
     return true;
 }
 
@@ -184,13 +185,13 @@ static int columns_of(const mn_decode_op *work, int k, int64_t N) {
     return (int)(N / elements);
 }
 
-/* What is older than the megakernel is loaded ahead, while there is room for that; else, if it is of
- * bf16, it comes from words. */
+/* What is older than the megakernel is loaded ahead, while there is room for that, and so is what an
+ * earlier stage wrote in float32; else it comes from words. */
 static void fill_input(mn_stage_ranges *r, mn_decode_out_tile *to, mn_decode_epi_input *in,
                        const void *data, bool wide, int64_t N) {
     const int64_t count = N / in->per;
     for (int i = 0; i < MN_DECODE_PREFETCHED; i++) {
-        if (mn_stage_is_written(r, data, count * (wide ? 4 : 2))) break;
+        if (!wide && mn_stage_is_written(r, data, count * 2)) break;
         if (to->prefetched[i]) continue;
         mn_stage_reads(r, data, count, wide ? 4 : 2);
         to->prefetched[i] = data;
@@ -506,7 +507,7 @@ static bool gather_stage(gemm_stage *stage, mn_stage_ranges *r) {
         const mn_decode_gemm *product = &given->of[i];
         fits = product->b_row % 8 == 0 && (uintptr_t)product->b % 16 == 0 &&
                product->b_row * 2 < INT32_MAX;
-        mn_stage_reads(r, product->b, (product->N - 1) * product->b_row + given->K, 2);
+        mn_stage_loads(r, product->b, (product->N - 1) * product->b_row + given->K, 2);
     }
     for (int i = 0; i < stage->n_tiles && fits; i++) {
         fits = fill_out_tile(&stage->tile[i], stage->epi[i], r, &stage->fused[i], given);
@@ -521,6 +522,7 @@ bool mn_megakernel_add_gemms(mn_megakernel *p, const mn_decode_gemms *given) {
     mn_stage_ranges ranges;
     mn_stage_open(&ranges, p);
     if (!gather_stage(&stage, &ranges)) return false;
+    if (stage.head.row) stage.head.row_handoff = mn_stage_words(&ranges, stage.head.row);
     for (int i = 0; i < stage.n_tiles; i++) {
         mn_decode_out_tile *u = &stage.tile[i];
         u->to_handoff = u->to ? mn_stage_words(&ranges, u->to) : MN_DECODE_NO_WORDS;

@@ -153,8 +153,8 @@ bool mn_megakernel_add_gather(mn_megakernel *p, const mn_decode_op *rows) {
                       table->dtype == MN_BF16 && to->dtype == MN_BF16 && width < (1 << 24) &&
                       rows->elements[0] < INT64_MAX;
     if (!fits) return false;
-    mn_stage_reads(&ranges, table->data, rows->elements[0], 2);
-    mn_stage_reads(&ranges, rows->index, 1, 4);
+    mn_stage_loads(&ranges, table->data, rows->elements[0], 2);
+    mn_stage_loads(&ranges, rows->index, 1, 4);
     mn_stage_writes(&ranges, to->data, width, 2, true);
     if (!ranges.fits) return false;
     mn_decode_range *made = &ranges.list[ranges.n - 1];

@@ -22,6 +22,7 @@ void mn_stage_open(mn_stage_ranges *r, mn_megakernel *p) {
     r->n = 0;
     r->n_copies = p->n_copies;
     r->fits = true;
+    r->behind = false;
 }
 
 static mn_decode_range *add(mn_stage_ranges *r, mn_decode_range range) {
@@ -41,9 +42,15 @@ bool mn_stage_is_written(const mn_stage_ranges *r, const void *data, int64_t byt
     return false;
 }
 
-void mn_stage_reads(mn_stage_ranges *r, const void *data, int64_t count, size_t item) {
+void mn_stage_loads(mn_stage_ranges *r, const void *data, int64_t count, size_t item) {
     if (!data) return;
     if (mn_stage_is_written(r, data, count * (int64_t)item)) r->fits = false;
+    add(r, range_of(data, (size_t)count * item, false));
+}
+
+void mn_stage_reads(mn_stage_ranges *r, const void *data, int64_t count, size_t item) {
+    if (!data) return;
+    if (mn_stage_is_written(r, data, count * (int64_t)item)) r->behind = true;
     add(r, range_of(data, (size_t)count * item, false));
 }
 
@@ -134,6 +141,7 @@ bool mn_stage_close(mn_stage_ranges *r) {
         p->range[p->n_ranges + i] = r->list[i];
     }
     p->n_ranges += r->n;
+    if (r->behind) mn_plan_sync(p);
     return true;
 }
 

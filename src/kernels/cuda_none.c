@@ -83,6 +83,16 @@ int mn_megakernel_blocks(void) {
     return 0;
 }
 
+bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args) {
+    (void)step, (void)args;
+    return false;
+}
+
+void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end, int turn,
+                            bool waits) {
+    (void)to, (void)work, (void)begin, (void)end, (void)turn, (void)waits;
+}
+
 int mn_megakernel_start(const mn_decode_launch_args *given, void *image, void *stream) {
     (void)given, (void)image, (void)stream;
     return 1;

@@ -42,6 +42,11 @@ enum {
     MN_DECODE_NO_WORDS = -1,
     MN_DECODE_WORD_SETS = 2,                            // of this run, and of the next
     MN_DECODE_COPIES = 16,                              // of a block
+    MN_DECODE_JOBS = 5,                                 // small works of an instruction
+    MN_DECODE_JOB_BYTES = 432,
+    MN_DECODE_ARGS_BYTES = 1280,                        // of a step's arguments, at most
+    MN_DECODE_PUBLISHED = 6,                            // results of an instruction
+    MN_DECODE_SCRATCH = 18432,                          // bytes of shared memory of a step
 };
 
 #define MN_DECODE_SENTINEL 0xffffffffu    // results that are no number are 0x7fff here
@@ -65,7 +70,9 @@ typedef enum mn_decode_opcode {
     MN_DECODE_NOP,
     MN_DECODE_COPY,
     MN_DECODE_GEMM,
-    MN_DECODE_RECURRENCE
+    MN_DECODE_RECURRENCE,
+    MN_DECODE_SMALL,
+    MN_DECODE_STEP
 } mn_decode_opcode;
 
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
@@ -151,6 +158,7 @@ typedef struct mn_decode_gemm_instr {
     int x, z;             // words of the row, and of its gate
     const mn_decode_bf16 *weight;
     mn_decode_bf16 *row;  // where the row, made, is stored; NULL: by another block, or not at all
+    int row_handoff;      // its words, or MN_DECODE_NO_WORDS
     mn_decode_col_tile col_tile[MN_DECODE_COL_TILES];
     mn_decode_out_tile out_tile[MN_DECODE_COL_TILES];    // behind the last that is there: the list
 } mn_decode_gemm_instr;
@@ -188,14 +196,45 @@ typedef struct mn_decode_copy_instr {
     mn_decode_copy of[MN_DECODE_COPIES];
 } mn_decode_copy_instr;
 
+/* Results in memory that later stages read as words: `count` elements from an even one on. */
+typedef struct mn_decode_publication {
+    const mn_decode_bf16 *from;
+    int words, count;
+} mn_decode_publication;
+
+/* Small works, one after the other, each as the kernel knows it. */
+typedef struct mn_decode_small_instr {
+    MN_DECODE_ALIGNAS(16) int n;
+    unsigned char job[MN_DECODE_JOBS][MN_DECODE_JOB_BYTES];
+} mn_decode_small_instr;
+
+/* A token's step of an operator: columns from `column` on of a head, by the arguments of mneme.h. */
+typedef struct mn_decode_step_instr {
+    MN_DECODE_ALIGNAS(16) int step;    // a row of decode_steps.def
+    int head, column, none;
+    unsigned char args[MN_DECODE_ARGS_BYTES];
+} mn_decode_step_instr;
+
+/* Both read and write memory as launches of their own do, and then publish results. */
+typedef struct mn_decode_work_instr {
+    MN_DECODE_ALIGNAS(16) int n_published;
+    mn_decode_publication published[MN_DECODE_PUBLISHED];
+    union {
+        mn_decode_small_instr small;
+        mn_decode_step_instr step;
+    };
+} mn_decode_work_instr;
+
 typedef struct mn_decode_instr {
     MN_DECODE_ALIGNAS(16) int kind;
     int next_bytes;         // of the instruction behind this one
-    int epis_at, pad;       // bytes from here to the lists of small works
+    int epis_at;            // bytes from here to the lists of small works
+    unsigned sync;          // the grid-wide barrier in front, counted from 1; 0: none
     union {
         mn_decode_gemm_instr gemms;
         mn_decode_recurrence_instr memory;
         mn_decode_copy_instr copy;
+        mn_decode_work_instr work;
     };
 } mn_decode_instr;
 
@@ -205,6 +244,7 @@ typedef struct mn_decode_header {
     int n_gather_blocks;           // blocks, the first ones, that copy rows of a table
     const int32_t *index;          // of which this one
     MN_DECODE_ALIGNAS(128) unsigned left;    // blocks that have ended this time
+    MN_DECODE_ALIGNAS(128) unsigned arrived; // at barriers of the grid, this time
 } mn_decode_header;
 
 /* Where a block's instructions begin, from the megakernel's beginning; and the bytes of the first. */
@@ -217,7 +257,17 @@ typedef struct mn_decode_launch_args {
     int n_stages;
     int handoff_at, words;    // where words begin, and how many bytes of them a run has
     int ragged;               // a row's last chunk is not whole
+    int works;                // there are stages of small works or of operators' steps
 } mn_decode_launch_args;
+
+/* A step that stages know: the operator, and the columns of a head that a block has at once; 0: it
+ * has a whole group of a head. */
+typedef enum mn_decode_step_kind {
+#define DECODE_STEP(op, folder, columns) MN_DECODE_STEP_##op,
+#include "kernels/decode_steps.def"
+#undef DECODE_STEP
+    MN_DECODE_STEPS
+} mn_decode_step_kind;
 
 #ifdef __cplusplus
 extern "C" {
@@ -225,6 +275,15 @@ extern "C" {
 
 /* Blocks of a megakernel on the machine in use; 0: it runs none. */
 int mn_megakernel_blocks(void);
+
+/* Whether stages can make this step, from arguments whose strides are filled in. */
+bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args);
+
+/* [begin, end) of a small work as the kernel knows it, MN_DECODE_JOB_BYTES from `to` on: elements,
+ * channels of a convolution or rows of a norm. Elements begin at a multiple of four. `turn`: the thread
+ * that has the first, a multiple of 32; `waits`: for works of the instruction in front of it. */
+void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end, int turn,
+                            bool waits);
 
 /* Launches a megakernel that lies at `image` in the device's memory; 0 or a cudaError_t. */
 int mn_megakernel_start(const mn_decode_launch_args *given, void *image, void *stream);

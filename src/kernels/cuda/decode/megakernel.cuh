@@ -17,14 +17,18 @@ enum {
     MN_DECODE_INSTRS = 6,     // stages that a block knows ahead
 };
 
-static_assert(sizeof(mn_decode_instr) + MN_DECODE_EPILOGUES * sizeof(mn_decode_epi_instr) <=
-              MN_DECODE_INSTR_BYTES,
+static_assert(sizeof(mn_decode_instr) <= MN_DECODE_INSTR_BYTES &&
+              offsetof(mn_decode_instr, gemms) + sizeof(mn_decode_gemm_instr) +
+              MN_DECODE_EPILOGUES * sizeof(mn_decode_epi_instr) <= MN_DECODE_INSTR_BYTES,
               "an instruction");
 
 struct alignas(128) mn_decode_smem {
     unsigned char ring[MN_DECODE_SLOTS][MN_DECODE_TILE_BYTES];
     alignas(16) unsigned char instr[MN_DECODE_INSTRS][MN_DECODE_INSTR_BYTES];
-    alignas(16) mn_bf16 row[MN_DECODE_CHUNKS * MN_DECODE_CHUNK];
+    union {
+        alignas(16) mn_bf16 row[MN_DECODE_CHUNKS * MN_DECODE_CHUNK];
+        unsigned char scratch[MN_DECODE_SCRATCH];    // of stages that are no products
+    };
     alignas(16) float sums[2][MN_DECODE_COL_TILES][MN_DECODE_TILE_N][MN_DECODE_WARPS + 2];
     alignas(16) float squares[2][MN_DECODE_WARPS];
     alignas(16) float2 columns[2][MN_DECODE_WARPS][MN_DECODE_TILE_V];
@@ -32,6 +36,7 @@ struct alignas(128) mn_decode_smem {
     float values[MN_DECODE_COL_TILES][MN_DECODE_VALUES][MN_DECODE_TILE_N];
     uint64_t full[MN_DECODE_SLOTS], empty[MN_DECODE_SLOTS];
     uint64_t instr_full[MN_DECODE_INSTRS], instr_empty[MN_DECODE_INSTRS];
+    mn_decode_header *header;    // for barriers of the grid: registers are for weights
 };
 
 /* Where a warp stands: in the ring of weights, in that of instrs, in which buf of what is there
