@@ -207,6 +207,13 @@ static int prologue_of(const mn_defer *all, int i) {
     return -2;
 }
 
+/* Whether a megakernel makes the input of product i by small work k, but not in the product's stage. */
+static bool is_stage_of_its_own(mn_tape *tape, const mn_defer *all, int k, int i) {
+    const mn_gemm_problem *p = &all->list[i].of.product.work;
+    return !p->quant && p->M == 1 && p->dtype == MN_BF16 && megakernel_of(tape) &&
+           !mn_megakernel_takes_row(&all->list[k].of.few, p->K);
+}
+
 static bool same_input(const mn_gemm_problem *x, const mn_gemm_problem *y) {
     return x->a == y->a && x->M == y->M && x->K == y->K && x->a_row == y->a_row &&
            x->dtype == y->dtype;
@@ -320,31 +327,32 @@ static bool add_gather(mn_tape *tape, mn_defer *all, int i) {
 }
 
 /* Whether small work i is left to the product whose input it makes. */
-static bool is_left(const mn_defer *all, int i) {
+static bool is_left(mn_tape *tape, const mn_defer *all, int i) {
     for (int k = i + 1; k < all->n; k++) {
         if (!waits(all, k) || !is_product(all, k) || !(all->list[k].after & mn_bit(i))) continue;
-        if (makes_input(&all->list[i].of.few, &all->list[k].of.product.work)) return true;
+        if (makes_input(&all->list[i].of.few, &all->list[k].of.product.work) &&
+            !is_stage_of_its_own(tape, all, i, k)) {
+            return true;
+        }
     }
     return false;
 }
 
 /* Small works that are ready, or are after others of the launch; `all_of_them`: also those that
  * gemms would make. Returns their bits. */
-static uint64_t gather(mn_defer *all, bool all_of_them) {
+static uint64_t gather(mn_tape *tape, const mn_defer *all, bool all_of_them) {
     uint64_t taken = 0;
     int n = 0;
     for (int i = 0; i < all->n && n < MN_DECODE_OPS; i++) {
         if (!small_op_at(all, i) || !ready(all, i, all->done | taken)) continue;
-        if (!all_of_them && is_left(all, i)) continue;
+        if (!all_of_them && is_left(tape, all, i)) continue;
         taken |= mn_bit(i);
         n++;
     }
     return taken;
 }
 
-/* Parts of a launch are works that depend on each other, however indirectly. */
-static void run_chains(mn_tape *tape, mn_defer *all, uint64_t taken) {
-    int part[MN_DEFERRED];
+void mn_defer_parts(int part[MN_DEFERRED], const mn_defer *all, uint64_t taken) {
     for (int i = 0; i < all->n; i++) part[i] = i;
     for (int i = 0; i < all->n; i++) {
         for (int k = 0; k < i && (taken & mn_bit(i)); k++) {
@@ -355,6 +363,11 @@ static void run_chains(mn_tape *tape, mn_defer *all, uint64_t taken) {
             }
         }
     }
+}
+
+static void run_chains(mn_tape *tape, mn_defer *all, uint64_t taken) {
+    int part[MN_DEFERRED];
+    mn_defer_parts(part, all, taken);
     mn_decode_chains launch = { 0 };
     int n = 0;
     for (int p = 0; p < all->n; p++) {
@@ -416,11 +429,26 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 
+/* Small works and operators that are ready, as a stage; false where a megakernel takes none. */
+static bool add_works(mn_tape *tape, mn_defer *all) {
+    mn_megakernel *megakernel = megakernel_of(tape);
+    const uint64_t small = megakernel ? gather(tape, all, false) : 0;
+    for (int i = 0; megakernel && i < 2; i++) {
+        const uint64_t taken = mn_megakernel_add_works(megakernel, all, small);
+        all->done |= taken;
+        if (taken) return true;
+        if (mn_megakernel_bytes(megakernel) == 0) break;
+        launch_megakernel(tape);
+    }
+    return false;
+}
+
 /* One launch, or one stage. */
 static void step(mn_tape *tape, mn_defer *all) {
     for (int i = 0; i < all->n; i++) {
         if (!waits(all, i) || !is_product(all, i)) continue;
         const int prologue = prologue_of(all, i);
+        if (prologue >= 0 && is_stage_of_its_own(tape, all, prologue, i)) continue;
         if (prologue != -2) {
             multiply(tape, all, i, prologue);
             return;
@@ -432,13 +460,14 @@ static void step(mn_tape *tape, mn_defer *all) {
     for (int i = 0; i < all->n; i++) {
         if (add_gather(tape, all, i)) return;
     }
-    uint64_t taken = gather(all, false);
+    if (add_works(tape, all)) return;
+    uint64_t taken = gather(tape, all, false);
     for (int i = 0; taken == 0 && i < all->n; i++) {
         if (small_op_at(all, i) || !ready(all, i, all->done)) continue;
         run_alone(tape, all, i);
         return;
     }
-    if (taken == 0) taken = gather(all, true);
+    if (taken == 0) taken = gather(tape, all, true);
     run_chains(tape, all, taken);
 }
 

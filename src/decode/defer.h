@@ -60,6 +60,16 @@ void mn_ranges_of_gemm(mn_deferred *out, const mn_gemm_problem *p);
 /* An operator as the recurrence of a memory for one token; false where it is none. */
 bool mn_decode_recurrence_of(mn_decode_recurrence *out, mn_op_id op, const void *args);
 
+/* plan_works.c: small works that are ready, or are after others of these, and operators that then are,
+ * as a stage of a megakernel. Returns the bits of those that are; 0, and nothing changed, where none is. */
+uint64_t mn_megakernel_add_works(mn_megakernel *megakernel, const mn_defer *all, uint64_t small);
+
+/* plan_gemms.c: whether a stage can make a row of K by that small work. */
+bool mn_megakernel_takes_row(const mn_decode_op *first, int64_t K);
+
+/* defer.c: part[i] is the same for works of `taken` that depend on each other, however indirectly. */
+void mn_defer_parts(int part[MN_DEFERRED], const mn_defer *all, uint64_t taken);
+
 /* Where the elements of a small work come out, and how many inputs are in front. */
 int mn_decode_inputs_of(mn_decode_op_kind kind);
 const mn_view *mn_decode_result(const mn_decode_op *few);

@@ -185,7 +185,8 @@ static bool decode_conv(mn_deferred *d, const mn_conv_args *p) {
     const int64_t shape[4] = { 1, c->W, c->B, c->V }, tails = c->B * (c->W - 1) * c->V;
     const bool even = c->B == 1 || p->x.stride[0] == 0 || p->x.stride[0] == c->V;
     if (c->T != 1 || c->cu_seqlens || !even || !p->y.data) return false;
-    if (!start(d, MN_DECODE_CONV, shape)) return false;
+    start(d, MN_DECODE_CONV, shape);
+    if (c->B * c->V <= 0 || c->B * c->V > MN_DECODE_MAX_NUMEL) return false;
     d->of.few.f = p->act;
     flat(d, 0, p->x.data, c->B * c->V, c->dtype, false);
     flat(d, 1, p->w.data, c->V * c->W, c->dtype, false);

@@ -4,7 +4,7 @@
 
 #include "kernels/conv_unit.h"
 #include "kernels/decay.h"
-#include "kernels/decode.h"
+#include "kernels/decode_image.h"
 #include "kernels/norm_adds.h"
 #include "kernels/gemm.h"
 #include "kernels/elementwise.h"
@@ -79,47 +79,21 @@ int mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream) {
     return 1;
 }
 
-bool mn_megakernel_supported(void) {
-    return false;
-}
-
-mn_megakernel *mn_megakernel_create(void) {
-    return NULL;
-}
-
-void mn_megakernel_destroy(mn_megakernel *megakernel) {
-    (void)megakernel;
-}
-
-void mn_megakernel_clear(mn_megakernel *megakernel) {
-    (void)megakernel;
-}
-
-bool mn_megakernel_add_gemms(mn_megakernel *megakernel, const mn_decode_gemms *gemms) {
-    (void)megakernel, (void)gemms;
-    return false;
-}
-
-bool mn_megakernel_add_recurrence(mn_megakernel *megakernel, const mn_decode_recurrence *memory) {
-    (void)megakernel, (void)memory;
-    return false;
-}
-
-bool mn_megakernel_add_gather(mn_megakernel *megakernel, const mn_decode_op *row) {
-    (void)megakernel, (void)row;
-    return false;
-}
-
-size_t mn_megakernel_bytes(const mn_megakernel *megakernel) {
-    (void)megakernel;
+int mn_megakernel_blocks(void) {
     return 0;
 }
 
-void mn_megakernel_encode(const mn_megakernel *megakernel, void *to) {
-    (void)megakernel, (void)to;
+bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args) {
+    (void)step, (void)args;
+    return false;
 }
 
-int mn_megakernel_launch(const mn_megakernel *megakernel, void *there, void *stream) {
-    (void)megakernel, (void)there, (void)stream;
+void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end, int turn,
+                            bool waits) {
+    (void)to, (void)work, (void)begin, (void)end, (void)turn, (void)waits;
+}
+
+int mn_megakernel_start(const mn_decode_launch_args *given, void *image, void *stream) {
+    (void)given, (void)image, (void)stream;
     return 1;
 }

@@ -30,7 +30,11 @@ enum {
     MN_DECODE_MAX_NUMEL = 1 << 13,  // of a small work, at most
     MN_DECODE_MAX_MOVE = 1 << 18,    // of a move that is to be a stage's epilogue
     MN_DECODE_COL_TILE = 8,       // columns of a product that endings have at once
+    MN_DECODE_TAPS = 4,           // of a convolution that follows a product
 };
+
+/* Values of mn_decode_op: order and f of a gated norm, f of a norm by its root. */
+enum { MN_DECODE_GATE_FIRST = 1, MN_DECODE_SIGMOID = 1, MN_DECODE_ROOT = 1 };
 
 /* Operators as mneme.h has them, works as elementwise.h has them. `f` is the function, the kind
  * of a pair, the kind of a norm, whether a convolution has SiLU; `order` that of a gated norm;

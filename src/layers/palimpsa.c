@@ -160,17 +160,20 @@ static mn_tensor *run_at_once(mn_forward *f, mn_tensor *x, inputs *in) {
     return run_memory(f, &run, in);
 }
 
-/* The same by single operations, which decoding gathers with others. */
+/* The same by single operations, which decoding gathers with others. The log decay is float32, as the
+ * operator takes it. */
 static mn_tensor *run_singly(mn_forward *f, mn_tensor *x, inputs *in, mn_tensor *write) {
+    mn_tape *tape = f->tape;
     gate_values(f, in, write);
-    mn_tensor *size = mn_tape_unary(f->tape, MN_UNARY_SOFTPLUS,
+    mn_tensor *size = mn_tape_unary(tape, MN_UNARY_SOFTPLUS,
                                     mn_use_as(f, "b_scale", MN_OF(f, 'H'), 1));
+    mn_tensor *rate = mn_tape_unary(tape, MN_UNARY_NEG_EXP, mn_use_as(f, "A_log", 1, MN_OF(f, 'H')));
     mn_run run;
-    mn_palimpsa_code_args *args = mn_run_start(&run, f->tape, MN_OP_palimpsa_code);
+    mn_importance_args *args = mn_run_start(&run, tape, MN_OP_importance);
     args->scale = pow((double)MN_OF(f, 'K'), -0.5);
-    mn_run_in(&run, "b", importance_gate(f, x, mn_tape_multiply(f->tape, write, size)));
-    mn_run_in(&run, "dt", step_of(f, x));
-    mn_run_in(&run, "decay_rate", mn_tape_unary(f->tape, MN_UNARY_EXP, mn_use(f, "A_log")));
+    mn_run_in(&run, "b", importance_gate(f, x, mn_tape_multiply(tape, write, size)));
+    mn_run_in(&run, "g", mn_tape_multiply(tape, mn_tape_cast(tape, step_of(f, x), MN_F32),
+                                          mn_tape_cast(tape, rate, MN_F32)));
     return run_memory(f, &run, in);
 }
 

@@ -13,12 +13,29 @@ namespace mneme::decode {
 
 using namespace elementwise;
 
-enum { MN_DECODE_TAPS = 4, MN_DECODE_PACK = 4 };
-enum { MN_DECODE_GATE_FIRST = 1, MN_DECODE_SIGMOID = 1, MN_DECODE_ROOT = 1 };
+enum { MN_DECODE_PACK = 4 };
 
-/* A work as kernels know it. Element by element, `layout` and the sides have merged axes. */
+/* The threads that do a work: all of a block. */
+struct mn_decode_cta {
+    __device__ static int threads(void) {
+        return (int)blockDim.x;
+    }
+
+    __device__ static int thread(int turn) {
+        (void)turn;
+        return (int)threadIdx.x;
+    }
+
+    __device__ static void sync(void) {
+        __syncthreads();
+    }
+};
+
+/* A work as kernels know it. Element by element, `layout` and the sides have merged axes. [begin,
+ * end): packs, channels of a convolution or rows of a norm. `turn`: the thread that has the first of them;
+ * `waits`: for works in front of it. */
 struct alignas(16) mn_decode_job {
-    int kind, f, order, rows, width, taps;
+    int kind, f, order, rows, width, taps, begin, end, turn, waits;
     float scale, shift;
     bool packs, narrow;
     mn_offset_calc layout;
@@ -63,13 +80,13 @@ __device__ inline void mn_decode_store(const mn_operand &side, const mn_decode_d
 
 /* ---- element by element ---------------------------------------------------------------------- */
 
-template <int N, typename F>
+template <typename Block, int N, typename F>
 __device__ inline void mn_decode_elementwise_of(const mn_decode_job &job, const F &f,
                                                 const mn_decode_dst &to) {
     constexpr int INS = F::INS;
 #pragma unroll 1
-    for (uint32_t pack = threadIdx.x; pack < job.layout.n_vecs; pack += blockDim.x) {
-        const mn_coord spot = mn_coord_of<N>(job.layout, pack);
+    for (int pack = job.begin + Block::thread(job.turn); pack < job.end; pack += Block::threads()) {
+        const mn_coord spot = mn_coord_of<N>(job.layout, (uint32_t)pack);
         float x[INS + 1][N] = {}, y[1][N];
 #pragma unroll
         for (int i = 0; i < INS; i++) {
@@ -82,18 +99,18 @@ __device__ inline void mn_decode_elementwise_of(const mn_decode_job &job, const 
     }
 }
 
-template <typename F>
+template <typename Block, typename F>
 __device__ inline void mn_decode_elementwise(const mn_decode_job &job, const F &f,
                                              const mn_decode_dst &to) {
-    if (job.packs) mn_decode_elementwise_of<MN_DECODE_PACK>(job, f, to);
-    else mn_decode_elementwise_of<1>(job, f, to);
+    if (job.packs) mn_decode_elementwise_of<Block, MN_DECODE_PACK>(job, f, to);
+    else mn_decode_elementwise_of<Block, 1>(job, f, to);
 }
 
 /* Rows of a table; a row here is a line of the layout over (rows, width). */
-template <int N>
+template <typename Block, int N>
 __device__ inline void mn_decode_gather(const mn_decode_job &job, const mn_decode_dst &to) {
 #pragma unroll 1
-    for (int i = threadIdx.x * N; i < job.rows * job.width; i += blockDim.x * N) {
+    for (int i = threadIdx.x * N; i < job.rows * job.width; i += Block::threads() * N) {
         const int row = i / job.width;
         float x[N];
         mn_decode_load<N>(x, job.side[0], job.index[row] * (int64_t)job.width + i % job.width);
@@ -104,14 +121,15 @@ __device__ inline void mn_decode_gather(const mn_decode_job &job, const mn_decod
 /* ---- norms ----------------------------------------------------------------------------------- */
 
 /* The sum over a warp, or over the block; `smem` is 32 floats. */
+template <typename Block>
 __device__ inline float mn_decode_reduce_sum(float x, bool block, float *smem) {
     x = mn_warp_sum(x);
     if (!block) return x;
     if (threadIdx.x % 32 == 0) smem[threadIdx.x / 32] = x;
-    __syncthreads();
-    const int warps = blockDim.x / 32;
+    Block::sync();
+    const int warps = Block::threads() / 32;
     x = mn_warp_sum((int)threadIdx.x % 32 < warps ? smem[threadIdx.x % 32] : 0.0f);
-    __syncthreads();
+    Block::sync();
     return x;
 }
 
@@ -131,17 +149,18 @@ __device__ inline float mn_decode_rnorm(const mn_decode_job &job, float squares)
 }
 
 /* One row is the block's, several are a warp's each. The first elements stay in registers. */
-template <int N>
+template <typename Block, int N>
 __device__ inline void mn_decode_norm_of(const mn_decode_job &job, const mn_decode_dst &to,
                                          float *smem) {
     constexpr int KEPT = N == 1 ? 4 : 1;
     const bool block = job.rows == 1, gated = job.kind == MN_DECODE_GATED_NORM;
     const bool weighted = job.kind != MN_DECODE_L2_NORM;
-    const int lane = block ? threadIdx.x : threadIdx.x % 32, lanes = block ? blockDim.x : 32;
-    const int first = block ? 0 : threadIdx.x / 32, step = block ? 1 : blockDim.x / 32;
+    const int thread = Block::thread(job.turn);
+    const int lane = block ? thread : thread % 32, lanes = block ? Block::threads() : 32;
+    const int first = block ? 0 : thread / 32, step = block ? 1 : Block::threads() / 32;
     const mn_operand &w = job.side[gated ? 2 : 1], &y = job.side[gated ? 3 : weighted ? 2 : 1];
 #pragma unroll 1
-    for (int row = first; row < job.rows; row += step) {
+    for (int row = job.begin + first; row < job.end; row += step) {
         const int64_t at = row * (int64_t)job.width;
         const int64_t weights = gated ? row % job.taps * (int64_t)job.width : 0;
         float x[KEPT][N], z[KEPT][N], weight[N] = {}, sum = 0.0f;
@@ -161,7 +180,7 @@ __device__ inline void mn_decode_norm_of(const mn_decode_job &job, const mn_deco
                 }
             }
         }
-        const float r = mn_decode_rnorm(job, mn_decode_reduce_sum(sum, block, smem));
+        const float r = mn_decode_rnorm(job, mn_decode_reduce_sum<Block>(sum, block, smem));
 #pragma unroll 1
         for (int from = lane * N, k = 0; from < job.width; from += lanes * N, k++) {
             float now[N], gate[N] = {}, out[N];
@@ -182,10 +201,11 @@ __device__ inline void mn_decode_norm_of(const mn_decode_job &job, const mn_deco
     }
 }
 
+template <typename Block>
 __device__ inline void mn_decode_norm(const mn_decode_job &job, const mn_decode_dst &to,
                                       float *smem) {
-    if (job.packs) mn_decode_norm_of<MN_DECODE_PACK>(job, to, smem);
-    else mn_decode_norm_of<1>(job, to, smem);
+    if (job.packs) mn_decode_norm_of<Block, MN_DECODE_PACK>(job, to, smem);
+    else mn_decode_norm_of<Block, 1>(job, to, smem);
 }
 
 /* ---- convolution of one token ---------------------------------------------------------------- */
@@ -194,7 +214,7 @@ enum { MN_DECODE_X, MN_DECODE_W, MN_DECODE_BIAS, MN_DECODE_TAIL0, MN_DECODE_Y, M
 
 /* A thread has a channel; it has read what was there before it writes the new tail, which may lie
  * in the same place. */
-template <int TAPS>
+template <typename Block, int TAPS>
 __device__ inline void mn_decode_conv_of(const mn_decode_job &job) {
     constexpr int M = TAPS - 1;
     const int V = job.width;
@@ -202,7 +222,7 @@ __device__ inline void mn_decode_conv_of(const mn_decode_job &job) {
     float *tail = (float *)job.side[MN_DECODE_TAIL].data;
     const mn_operand &w = job.side[MN_DECODE_W], &bias = job.side[MN_DECODE_BIAS];
 #pragma unroll 1
-    for (int i = threadIdx.x; i < job.rows * V; i += blockDim.x) {
+    for (int i = job.begin + Block::thread(job.turn); i < job.end; i += Block::threads()) {
         const int row = i / V, channel = i - row * V, before = row * M * V + channel;
         float u[TAPS], weight[TAPS], sum = bias.data ? mn_operand_load(bias, channel) : 0.0f;
 #pragma unroll
@@ -221,13 +241,14 @@ __device__ inline void mn_decode_conv_of(const mn_decode_job &job) {
 }
 
 /* The same with any number of taps. */
+template <typename Block>
 __device__ inline void mn_decode_conv_any(const mn_decode_job &job) {
     const int taps = job.taps, M = taps - 1, V = job.width;
     const float *tail0 = (const float *)job.side[MN_DECODE_TAIL0].data;
     float *tail = (float *)job.side[MN_DECODE_TAIL].data;
     const mn_operand &w = job.side[MN_DECODE_W], &bias = job.side[MN_DECODE_BIAS];
 #pragma unroll 1
-    for (int i = threadIdx.x; i < job.rows * V; i += blockDim.x) {
+    for (int i = job.begin + Block::thread(job.turn); i < job.end; i += Block::threads()) {
         const int row = i / V, channel = i - row * V, before = row * M * V + channel;
         const float x = mn_operand_load(job.side[MN_DECODE_X], i);
         float sum = bias.data ? mn_operand_load(bias, channel) : 0.0f;
@@ -242,9 +263,10 @@ __device__ inline void mn_decode_conv_any(const mn_decode_job &job) {
     }
 }
 
+template <typename Block>
 __device__ inline void mn_decode_conv(const mn_decode_job &job) {
-    if (job.taps == MN_DECODE_TAPS) mn_decode_conv_of<MN_DECODE_TAPS>(job);
-    else mn_decode_conv_any(job);
+    if (job.taps == MN_DECODE_TAPS) mn_decode_conv_of<Block, MN_DECODE_TAPS>(job);
+    else mn_decode_conv_any<Block>(job);
 }
 
 /* Asks the second cache for the inputs, which a step has not ranges since the last one. */
@@ -260,25 +282,26 @@ __device__ inline void mn_decode_prefetch(const mn_decode_job &job) {
 /* ---- all of them ----------------------------------------------------------------------------- */
 
 /* All threads of the block call; results are there after the next barrier. `smem`: 32 floats. */
+template <typename Block = mn_decode_cta>
 __device__ inline void mn_decode_run_op(const mn_decode_job &job, const mn_decode_dst &to,
                                         float *smem) {
     switch (job.kind) {
     case MN_DECODE_UNARY:
-        mn_decode_elementwise(job, mn_unary_forward{ (mn_unary)job.f,
+        mn_decode_elementwise<Block>(job, mn_unary_forward{ (mn_unary)job.f,
             job.side[1].data != nullptr }, to);
         break;
     case MN_DECODE_PAIR:
-        mn_decode_elementwise(job, mn_pair_forward{ (mn_pair_kind)job.f, job.scale, job.shift },
-                              to);
+        mn_decode_elementwise<Block>(
+            job, mn_pair_forward{ (mn_pair_kind)job.f, job.scale, job.shift }, to);
         break;
-    case MN_DECODE_MOVE: mn_decode_elementwise(job, mn_identity{}, to); break;
-    case MN_DECODE_FILL: mn_decode_elementwise(job, mn_constant{ job.shift }, to); break;
+    case MN_DECODE_MOVE: mn_decode_elementwise<Block>(job, mn_identity{}, to); break;
+    case MN_DECODE_FILL: mn_decode_elementwise<Block>(job, mn_constant{ job.shift }, to); break;
     case MN_DECODE_ROWS:
-        if (job.packs) mn_decode_gather<MN_DECODE_PACK>(job, to);
-        else mn_decode_gather<1>(job, to);
+        if (job.packs) mn_decode_gather<Block, MN_DECODE_PACK>(job, to);
+        else mn_decode_gather<Block, 1>(job, to);
         break;
-    case MN_DECODE_CONV: mn_decode_conv(job); break;
-    default: mn_decode_norm(job, to, smem); break;
+    case MN_DECODE_CONV: mn_decode_conv<Block>(job); break;
+    default: mn_decode_norm<Block>(job, to, smem); break;
     }
 }
 
@@ -320,8 +343,10 @@ inline mn_decode_job mn_decode_job_of(const mn_decode_op &work) {
     }
     if (work.kind <= MN_DECODE_FILL) {
         mn_decode_set_layout(&job, work.shape);
+        job.end = (int)job.layout.n_vecs;
         return job;
     }
+    job.end = work.kind == MN_DECODE_CONV ? job.rows * job.width : job.rows;
     for (mn_operand &side : job.side) side.stride[3] = 1;
     job.packs = packs;
     return job;

@@ -5,8 +5,7 @@
  * multiply. No barrier stands between stages: a block begins one as soon as the elements that it
  * reads are there (megakernel.cuh), most often while its weights have come already. The launch is
  * cooperative, so that all blocks are there at once. */
-#include "kernels/cuda/decode/megakernel.cuh"
-#include "kernels/cuda/decode/megakernel.h"
+#include "kernels/cuda/decode/megakernel_steps.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
 namespace mneme::decode {
@@ -1007,20 +1006,23 @@ struct mn_decode_reduced {
     }
 };
 
-/* The row as others would find it. */
+/* The row as others find it. */
 __device__ inline void mn_decode_store_row(mn_decode_smem &smem, const mn_decode_gemm_instr &p,
-                                       float2 factors) {
-    const int warp = threadIdx.x / 32;
+                                           const mn_decode_pipe &place, float2 factors) {
+    const int warp = threadIdx.x / 32, handoff = p.row_handoff;
     const uint32_t *row = (const uint32_t *)smem.row + threadIdx.x / 2 * 4 + threadIdx.x % 2;
     const float r = __shfl_sync(0xffffffffu, warp % 2 ? factors.y : factors.x, warp / 2);
 #pragma unroll 1
     for (int k = threadIdx.x * 4; k < p.K; k += MN_DECODE_CHUNK,
          row += MN_DECODE_CHUNK_STRIDE / 4) {
         const uint32_t one = row[0], two = row[MN_DECODE_SECOND / 4];
-        *(uint2 *)(p.row + k) = make_uint2(mn_bf16_pack2(mn_bf16_low(one) * r,
-                                                         mn_bf16_high(one) * r),
-                                           mn_bf16_pack2(mn_bf16_low(two) * r,
-                                                         mn_bf16_high(two) * r));
+        const uint2 y = make_uint2(mn_bf16_pack2(mn_bf16_low(one) * r, mn_bf16_high(one) * r),
+                                   mn_bf16_pack2(mn_bf16_low(two) * r, mn_bf16_high(two) * r));
+        if (handoff >= 0) {
+            mn_decode_store_word(place, handoff + mn_decode_word_at((unsigned)k), y.x);
+            mn_decode_store_word(place, handoff + mn_decode_word_at((unsigned)k + 2), y.y);
+        }
+        *(uint2 *)(p.row + k) = y;
     }
 }
 
@@ -1046,7 +1048,7 @@ __device__ inline void mn_decode_run_gemms(mn_decode_smem &smem, const mn_decode
         finish.run(sums.first, two ? sums.second : 1.0f, epis + out_tile.first_epi,
                    smem.values[warp]);
     }
-    if (__builtin_expect(way.norm && p.row, 0)) mn_decode_store_row(smem, p, sums.factors);
+    if (__builtin_expect(way.norm && p.row, 0)) mn_decode_store_row(smem, p, place, sums.factors);
     place.buf ^= 1;
 }
 
@@ -1120,6 +1122,7 @@ __device__ static void end(mn_decode_smem &smem, mn_decode_pipe &place) {
 }
 
 /* All stages; the first one copies. `row`: of a table, the megakernel's. */
+template <bool WORKS>
 __device__ static void work(mn_decode_smem &smem, const char *words, int row, int n_stages) {
     mn_decode_pipe place = {};
     place.words = words;
@@ -1128,9 +1131,11 @@ __device__ static void work(mn_decode_smem &smem, const char *words, int row, in
 #pragma unroll 1
     for (int i = 1; i < n_stages; i++) {
         const mn_decode_instr &instr = begin(smem, place);
+        if (WORKS && instr.sync) mn_decode_grid_sync(smem.header, instr.sync);
         if (instr.kind == MN_DECODE_GEMM) mn_decode_run_gemms(smem, instr, place);
         else if (instr.kind == MN_DECODE_RECURRENCE) mn_decode_recurrence_step(smem, instr.memory,
                                                                                place);
+        else if (WORKS && instr.kind >= MN_DECODE_SMALL) mn_decode_run_work(smem, instr, place);
         end(smem, place);
     }
 }
@@ -1139,12 +1144,14 @@ __device__ static void work(mn_decode_smem &smem, const char *words, int row, in
 __device__ static void leave(mn_decode_header *head, unsigned run) {
     __syncthreads();
     if (threadIdx.x > 0 || atomicAdd(&head->left, 1u) + 1 < gridDim.x) return;
-    head->left = 0;
+    head->left = head->arrived = 0;
     head->run = run;
 }
 
 #endif
 
+/* WORKS: with stages of megakernel_steps.cuh. */
+template <bool WORKS>
 __global__ void __launch_bounds__(THREADS, 1)
 decode_megakernel(char *megakernel, int n_stages, int handoff_at, int words, int ragged) {
 #if __CUDA_ARCH__ >= 900
@@ -1154,6 +1161,7 @@ decode_megakernel(char *megakernel, int n_stages, int handoff_at, int words, int
     const unsigned run = *(volatile unsigned *)&head->run + 1;
     const mn_decode_entry start = ((const mn_decode_entry *)(head + 1))[blockIdx.x];
     if (threadIdx.x == 0) init_barriers(smem);
+    if (WORKS && threadIdx.x == 0) smem.header = head;
     if (ragged) clear(smem);
     __syncthreads();
     int row = 0;    // far away: asked for first
@@ -1163,22 +1171,41 @@ decode_megakernel(char *megakernel, int n_stages, int handoff_at, int words, int
                                                              n_stages);
     else {
         discard(megakernel + handoff_at + (words - now), words);
-        work(smem, megakernel + now, row, n_stages);
+        work<WORKS>(smem, megakernel + now, row, n_stages);
     }
     leave(head, run);
 #endif
 }
 
-int mn_megakernel_blocks(void) {
+extern "C" int mn_megakernel_blocks(void) {
     const mn_device_props m = mn_device_props_current();
     const bool serves = m.coop_launch && m.major >= 9
         && m.shared_bytes >= (int)sizeof(mn_decode_smem);
     return serves ? m.processors : 0;
 }
 
-int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel, void *stream) {
-    cudaError_t code = cudaFuncSetAttribute(decode_megakernel,
-                                            cudaFuncAttributeMaxDynamicSharedMemorySize,
+extern "C" bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args) {
+    switch (step) {
+#define DECODE_STEP(op, folder, columns)                                                           \
+    case MN_DECODE_STEP_##op: return folder::op##_step_supported((const mn_##op##_args *)args);
+#include "kernels/decode_steps.def"
+#undef DECODE_STEP
+    default: return false;
+    }
+}
+
+extern "C" void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end,
+                                       int turn, bool waits) {
+    mn_decode_job *job = (mn_decode_job *)to;
+    *job = mn_decode_job_of(*work);
+    const int pack = work->kind <= MN_DECODE_FILL && job->packs ? MN_DECODE_PACK : 1;
+    job->begin = (int)(begin / pack), job->end = (int)((end + pack - 1) / pack);
+    job->turn = turn, job->waits = waits;
+}
+
+extern "C" int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel, void *stream) {
+    const auto kernel = given->works ? decode_megakernel<true> : decode_megakernel<false>;
+    cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             (int)sizeof(mn_decode_smem));
     if (code != cudaSuccess) return (int)code;
     cudaLaunchAttribute together = {};
@@ -1188,7 +1215,7 @@ int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel, vo
     how.gridDim = dim3((unsigned)mn_megakernel_blocks()), how.blockDim = dim3(THREADS);
     how.dynamicSmemBytes = sizeof(mn_decode_smem), how.stream = (cudaStream_t)stream;
     how.attrs = &together, how.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&how, decode_megakernel, (char *)megakernel, given->n_stages,
+    return (int)cudaLaunchKernelEx(&how, kernel, (char *)megakernel, given->n_stages,
                                    given->handoff_at, given->words, given->ragged);
 }
 

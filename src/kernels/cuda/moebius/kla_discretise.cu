@@ -4,19 +4,11 @@
  *   abar = exp(-c dt)              pbar = p dt w(2 c dt)  or, as a zero-order hold, p dt
  *
  * with w(x) = (1 - e^-x) / x. One thread per cell. The results are float32 in a bf16 call too. */
-#include "kernels/cuda/prim/common.cuh"
-#include "kernels/cuda/prim/activation.cuh"
+#include "kernels/cuda/moebius/moebius_step.cuh"
 
 namespace mneme::moebius {
 
 enum { THREADS = 128 };
-
-static __device__ const float min_noise = 1e-7f;
-
-/* (1 - e^-x) / x, x >= 0; 1 at 0 */
-__device__ static float weight(float x) {
-    return x > 0.0f ? -expm1f(-x) / x : 1.0f;
-}
 
 /* Its slope (e^-x (1 + x) - 1) / x^2, below 1 by its series sum_i (i-1) (-1)^(i-1) x^(i-2) / i!,
  * i = 2 ... 13, whose last term is below 1e-8 of the first. */
@@ -36,12 +28,7 @@ template <typename T>
 __global__ void kla_discretise_fwd_kernel(const __grid_constant__ mn_kla_discretise_args p) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (i >= p.call.V * p.call.K) return;
-    const float dt = mn_softplus(mn_float(((const T *)p.delta.data)[i])) + 1e-7f;
-    const float c = expf(mn_float(((const T *)p.lambda_log.data)[i]));
-    const float noise = fmaxf(mn_float(((const T *)p.process_noise.data)[i]), min_noise);
-    float *abar = (float *)p.abar.data, *pbar = (float *)p.pbar.data;
-    if (abar) abar[i] = expf(-c * dt);
-    if (pbar) pbar[i] = noise * dt * (p.mode == 0 ? weight(2.0f * c * dt) : 1.0f);
+    discretise_cell<T>(p, i);
 }
 
 /* With x = 2 c dt:  dc = -dabar dt abar + 2 dpbar p dt^2 w'(x)   ddt = -dabar c abar + dpbar p e^-x

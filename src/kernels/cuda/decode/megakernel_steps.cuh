@@ -1,0 +1,114 @@
+/* megakernel_steps.cuh - stages that read and write memory as launches of their own do: small works, and
+ * the steps of the operators of decode_steps.def.
+ *
+ * A barrier of the whole grid stands in front of a stage that reads what earlier stages wrote: plain
+ * tensors are complete behind it. Results that later stages read as hand-off words are published from
+ * memory, by the block that wrote them. */
+#ifndef MN_KERNELS_CUDA_DECODE_MEGAKERNEL_STEPS_CUH
+#define MN_KERNELS_CUDA_DECODE_MEGAKERNEL_STEPS_CUH
+
+#include "kernels/cuda/bayes/bayes_step.cuh"
+#include "kernels/cuda/decode/megakernel.cuh"
+#include "kernels/cuda/importance/importance_step.cuh"
+#include "kernels/cuda/moebius/moebius_step.cuh"
+
+namespace mneme::decode {
+
+#if __CUDA_ARCH__ >= 900
+
+/* The warps that compute; the producer warp takes no part. */
+struct mn_decode_consumers {
+    static constexpr int size = MN_DECODE_THREADS;
+
+    __device__ static int threads(void) {
+        return MN_DECODE_THREADS;
+    }
+
+    __device__ static int thread(int turn) {
+        return (int)(threadIdx.x + MN_DECODE_THREADS - turn) % MN_DECODE_THREADS;
+    }
+
+    __device__ static void sync(void) {
+        mn_decode_consumer_sync();
+    }
+};
+
+/* Barrier `number` of this launch, counted from 1: consumers of all blocks arrive and wait. All blocks
+ * are resident, and all have the same barriers in the same order. */
+__device__ inline void mn_decode_grid_sync(mn_decode_header *header, unsigned number) {
+    mn_decode_consumer_sync();
+    if (threadIdx.x == 0) {
+        const unsigned all = number * gridDim.x;
+        unsigned arrived;
+        __threadfence();
+        atomicAdd(&header->arrived, 1u);
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived)
+                         : "l"(&header->arrived) : "memory");
+        } while (arrived < all);
+        __threadfence();
+    }
+    mn_decode_consumer_sync();
+}
+
+/* Works that wait for none of those in front run beside them, on other warps. `smem`: 32 floats. */
+__device__ __noinline__ void mn_decode_run_small(const mn_decode_small_instr &p, float *smem) {
+#pragma unroll 1
+    for (int i = 0; i < p.n; i++) {
+        const mn_decode_job &job = *(const mn_decode_job *)p.job[i];
+        if (job.waits) mn_decode_consumer_sync();
+        mn_decode_run_op<mn_decode_consumers>(job, mn_decode_dst{}, smem);
+        __syncwarp();
+    }
+}
+
+__device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p, unsigned char *smem) {
+    switch (p.step) {
+#define DECODE_STEP(op, folder, columns)                                                           \
+    case MN_DECODE_STEP_##op:                                                                      \
+        folder::op##_step<mn_bf16, mn_decode_consumers>(*(const mn_##op##_args *)p.args, 0,        \
+                                                        p.head, p.column, smem);                   \
+        break;
+#include "kernels/decode_steps.def"
+#undef DECODE_STEP
+    }
+}
+
+/* What this block has stored goes to words as well, two elements a thread at a time. */
+__device__ inline void mn_decode_publish(const mn_decode_work_instr &p, const mn_decode_pipe &place) {
+#pragma unroll 1
+    for (int i = 0; i < p.n_published; i++) {
+        const mn_decode_publication &out = p.published[i];
+        if (out.words < 0) continue;
+#pragma unroll 1
+        for (int k = threadIdx.x * 2; k < out.count; k += 2 * MN_DECODE_THREADS) {
+            const mn_bf16 low = out.from[k], high = k + 1 < out.count ? out.from[k + 1] : low;
+            mn_decode_store_word(place, out.words + mn_decode_word_at((unsigned)k),
+                                 mn_bf16_pack2(mn_float(low), mn_float(high)));
+        }
+    }
+}
+
+__device__ inline void mn_decode_run_work(mn_decode_smem &smem, const mn_decode_instr &instr,
+                                          const mn_decode_pipe &place) {
+    const mn_decode_work_instr &p = instr.work;
+    mn_decode_consumer_sync();    // the scratch is no longer another stage's
+    if (instr.kind == MN_DECODE_SMALL) mn_decode_run_small(p.small, (float *)smem.scratch);
+    else mn_decode_run_step(p.step, smem.scratch);
+    mn_decode_consumer_sync();
+    mn_decode_publish(p, place);
+}
+
+#endif
+
+static_assert(sizeof(mn_decode_job) <= MN_DECODE_JOB_BYTES, "a small work");
+#define DECODE_STEP(op, folder, columns)                                                           \
+    static_assert(sizeof(mn_##op##_args) <= MN_DECODE_ARGS_BYTES, "arguments of " #op);
+#include "kernels/decode_steps.def"
+#undef DECODE_STEP
+static_assert(sizeof(bayes::step_smem<MN_DECODE_THREADS, bayes::STEP_NARROW>) <= MN_DECODE_SCRATCH &&
+              sizeof(importance::step_smem) <= MN_DECODE_SCRATCH, "a step's shared memory");
+
+}    // namespace mneme::decode
+
+#endif

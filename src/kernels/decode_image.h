@@ -1,0 +1,295 @@
+/* decode_image.h - a megakernel as its kernel reads it: what src/decode writes and
+ * kernels/cuda/decode/megakernel.cu goes through.
+ *
+ * A block reads one instruction for each stage, which the host has written for it: the rows of
+ * weights it multiplies and what becomes of the sums. Columns of a product are cut into column tiles
+ * of eight; an output tile is a column tile, or two column tiles of the same columns of two products,
+ * with all that follows from them.
+ *
+ * Numbers that later stages read travel as hand-off words: two of bf16, or one of float32, stored at
+ * once. Who reads a word polls until it is no longer MN_DECODE_SENTINEL, which no two results are:
+ * nothing else tells that they are there. There are two sets of words; a run makes those of the next
+ * one sentinels. */
+#ifndef MN_KERNELS_DECODE_IMAGE_H
+#define MN_KERNELS_DECODE_IMAGE_H
+
+#include "kernels/decode.h"
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#define MN_DECODE_BOTH __host__ __device__
+#define MN_DECODE_ALIGNAS alignas
+typedef __nv_bfloat16 mn_decode_bf16;
+#else
+#define MN_DECODE_BOTH
+#define MN_DECODE_ALIGNAS _Alignas
+typedef uint16_t mn_decode_bf16;
+#endif
+
+enum {
+    MN_DECODE_WARPS = 8,                                // that multiply; one more loads weights
+    MN_DECODE_THREADS = 32 * MN_DECODE_WARPS,
+    MN_DECODE_TILE_N = MN_DECODE_COL_TILE,              // columns of a column tile
+    MN_DECODE_WARP_K = 128,                             // elements of a chunk that a warp has
+    MN_DECODE_CHUNK = MN_DECODE_WARP_K * MN_DECODE_WARPS,    // elements of a row in a fragment
+    MN_DECODE_CHUNKS = 4,
+    MN_DECODE_COL_TILES = 8,                            // of a block in a stage
+    MN_DECODE_INSTR_BYTES = 2560,
+    MN_DECODE_STATE_ROWS = 32 * MN_DECODE_WARPS,        // rows of a matrix state, at most
+    MN_DECODE_TILE_V = 8,                               // columns of a state that a block has
+    MN_DECODE_PREFETCHED = 4,                           // inputs that a list loads ahead
+    MN_DECODE_VALUES = 2 + MN_DECODE_EPILOGUES + MN_DECODE_PREFETCHED,
+    MN_DECODE_NO_WORDS = -1,
+    MN_DECODE_WORD_SETS = 2,                            // of this run, and of the next
+    MN_DECODE_COPIES = 16,                              // of a block
+    MN_DECODE_JOBS = 5,                                 // small works of an instruction
+    MN_DECODE_JOB_BYTES = 432,
+    MN_DECODE_ARGS_BYTES = 1280,                        // of a step's arguments, at most
+    MN_DECODE_PUBLISHED = 6,                            // results of an instruction
+    MN_DECODE_SCRATCH = 18432,                          // bytes of shared memory of a step
+};
+
+#define MN_DECODE_SENTINEL 0xffffffffu    // results that are no number are 0x7fff here
+
+/* Words are spread: the second cache serves a line to one reader after the other, and all blocks
+ * poll the same words. 16 elements of bf16, or 8 of float32, are at the beginning of each line. */
+enum { MN_DECODE_LINE = 128, MN_DECODE_PER_LINE = 16 };
+
+/* Bytes from the first word, which begins a line, to that of element i. */
+MN_DECODE_BOTH static inline int mn_decode_word_at(unsigned i) {
+    return (int)(i / MN_DECODE_PER_LINE * MN_DECODE_LINE + i % MN_DECODE_PER_LINE / 2 * 4);
+}
+
+/* The same from the word of another element, at `at`. */
+MN_DECODE_BOTH static inline int mn_decode_word_from(int at, unsigned i) {
+    const unsigned before = (unsigned)at % MN_DECODE_LINE / 2;
+    return at - (int)before * 2 + mn_decode_word_at(before + i);
+}
+
+typedef enum mn_decode_opcode {
+    MN_DECODE_NOP,
+    MN_DECODE_COPY,
+    MN_DECODE_GEMM,
+    MN_DECODE_RECURRENCE,
+    MN_DECODE_SMALL,
+    MN_DECODE_STEP
+} mn_decode_opcode;
+
+/* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
+typedef enum mn_decode_prologue {
+    MN_DECODE_PLAIN,
+    MN_DECODE_NORMED,
+    MN_DECODE_GATED
+} mn_decode_prologue;
+
+/* What becomes of an output tile's sums: stored; added to something as well; f(first), times second
+ * if there is one; a convolution of one token; stored in float32 as well; -exp(A) softplus(x + dt), of
+ * which the list is kept; a list of small works. */
+typedef enum mn_decode_epilogue_form {
+    MN_DECODE_EPI_STORE,
+    MN_DECODE_EPI_ADD,
+    MN_DECODE_EPI_ACT,
+    MN_DECODE_EPI_CONV,
+    MN_DECODE_EPI_F32,
+    MN_DECODE_EPI_DECAY,
+    MN_DECODE_EPI_LIST
+} mn_decode_epilogue_form;
+
+/* Words of the megakernel, bytes from its beginning. What lies elsewhere is copied to words first. */
+typedef struct mn_decode_source {
+    int at;
+    short step, odd;      // step: 0 where one element serves all; odd: the upper one of a word
+} mn_decode_source;
+
+typedef struct mn_decode_col_tile {
+    const char *rows;
+    int step, n_rows;     // bytes from row to row
+} mn_decode_col_tile;
+
+/* From its first column on. `to`: where the last result goes; its words are to_handoff bytes from
+ * the beginning of the megakernel, or MN_DECODE_NO_WORDS. `c`: the products, unless the last result
+ * is one. */
+typedef struct mn_decode_out_tile {
+    MN_DECODE_ALIGNAS(16) unsigned char form;
+    unsigned char n_col_tiles, col_tile[2], n_rows, f;
+    unsigned char biased : 1, stores_c : 1;    // some bias; some product is stored as well
+    unsigned char n_epis;
+    int first_epi, to_handoff, N;              // N: of the product
+    unsigned char prefetched_step[4], prefetched_wide[4];
+    int prefetched_per[4];                     // columns that an element serves
+    mn_decode_bf16 *to, *c[2];
+    const mn_decode_bf16 *bias[2];
+    mn_decode_source plus;
+    union {
+        struct {
+            const mn_decode_bf16 *taps, *taps_bias;
+            const float *tail0;
+            float *tail;
+        };
+        const char *prefetched[MN_DECODE_PREFETCHED];    // what a list reads
+    };
+} mn_decode_out_tile;
+
+/* Input of a small work of a list: value `from` of the output tile (products, results, what was
+ * loaded ahead), or where that is -1, words, of which one element serves `per` columns. */
+typedef struct mn_decode_epi_input {
+    mn_decode_source source;
+    int from, per;
+} mn_decode_epi_input;
+
+typedef struct mn_decode_epi_instr {
+    MN_DECODE_ALIGNAS(16) short kind;
+    short f, narrow, wide;
+    int per, to_handoff;    // columns of one result
+    float scale, shift;
+    char *to;
+    mn_decode_epi_input in[2];
+    int n_inputs;
+} mn_decode_epi_instr;
+
+typedef struct mn_decode_gemm_instr {
+    MN_DECODE_ALIGNAS(16) int K;
+    unsigned char way, chunks;
+    unsigned char group;               // warps whose elements are normalised together
+    unsigned char sigmoid;             // the gate
+    unsigned char n_col_tiles, n_out_tiles, none[2];
+    int wrap;             // element k is weighted by element k & wrap
+    float inverse_width, epsilon;
+    int x, z;             // words of the row, and of its gate
+    const mn_decode_bf16 *weight;
+    mn_decode_bf16 *row;  // where the row, made, is stored; NULL: by another block, or not at all
+    int row_handoff;      // its words, or MN_DECODE_NO_WORDS
+    mn_decode_col_tile col_tile[MN_DECODE_COL_TILES];
+    mn_decode_out_tile out_tile[MN_DECODE_COL_TILES];    // behind the last that is there: the list
+} mn_decode_gemm_instr;
+
+/* What a norm of queries or keys divides by: 1 / sqrt(squares + plus), or `most` if that is less. */
+typedef struct mn_decode_qk_norm {
+    int there;
+    float plus, most;
+    mn_decode_bf16 *to;    // where the row, made, is stored; or NULL
+} mn_decode_qk_norm;
+
+/* A tile of a matrix state: eight columns of a head. */
+typedef struct mn_decode_recurrence_instr {
+    MN_DECODE_ALIGNAS(16) int K;
+    int V, by_channel, delta_rule, has_beta, has_g, o_handoff;
+    float scale;
+    mn_decode_qk_norm front[MN_DECODE_QK_NORMS];
+    mn_decode_source q, e, v, beta, g;
+    float *state;
+    mn_decode_bf16 *o;
+} mn_decode_recurrence_instr;
+
+/* Numbers that are older than the megakernel, to words, and to memory where `to` is there. Those of
+ * the megakernel's row of a table, where `row` is not 0. */
+typedef struct mn_decode_copy {
+    const mn_decode_bf16 *from;
+    mn_decode_bf16 *to;
+    const int32_t *index;
+    int64_t row;                // elements from row to row
+    int words, count;           // up to MN_DECODE_CHUNK
+} mn_decode_copy;
+
+typedef struct mn_decode_copy_instr {
+    MN_DECODE_ALIGNAS(16) int n;
+    mn_decode_copy of[MN_DECODE_COPIES];
+} mn_decode_copy_instr;
+
+/* Results in memory that later stages read as words: `count` elements from an even one on. */
+typedef struct mn_decode_publication {
+    const mn_decode_bf16 *from;
+    int words, count;
+} mn_decode_publication;
+
+/* Small works, one after the other, each as the kernel knows it. */
+typedef struct mn_decode_small_instr {
+    MN_DECODE_ALIGNAS(16) int n;
+    unsigned char job[MN_DECODE_JOBS][MN_DECODE_JOB_BYTES];
+} mn_decode_small_instr;
+
+/* A token's step of an operator: columns from `column` on of a head, by the arguments of mneme.h. */
+typedef struct mn_decode_step_instr {
+    MN_DECODE_ALIGNAS(16) int step;    // a row of decode_steps.def
+    int head, column, none;
+    unsigned char args[MN_DECODE_ARGS_BYTES];
+} mn_decode_step_instr;
+
+/* Both read and write memory as launches of their own do, and then publish results. */
+typedef struct mn_decode_work_instr {
+    MN_DECODE_ALIGNAS(16) int n_published;
+    mn_decode_publication published[MN_DECODE_PUBLISHED];
+    union {
+        mn_decode_small_instr small;
+        mn_decode_step_instr step;
+    };
+} mn_decode_work_instr;
+
+typedef struct mn_decode_instr {
+    MN_DECODE_ALIGNAS(16) int kind;
+    int next_bytes;         // of the instruction behind this one
+    int epis_at;            // bytes from here to the lists of small works
+    unsigned sync;          // the grid-wide barrier in front, counted from 1; 0: none
+    union {
+        mn_decode_gemm_instr gemms;
+        mn_decode_recurrence_instr memory;
+        mn_decode_copy_instr copy;
+        mn_decode_work_instr work;
+    };
+} mn_decode_instr;
+
+/* In front of a megakernel. */
+typedef struct mn_decode_header {
+    MN_DECODE_ALIGNAS(128) unsigned run;     // how often it has run
+    int n_gather_blocks;           // blocks, the first ones, that copy rows of a table
+    const int32_t *index;          // of which this one
+    MN_DECODE_ALIGNAS(128) unsigned left;    // blocks that have ended this time
+    MN_DECODE_ALIGNAS(128) unsigned arrived; // at barriers of the grid, this time
+} mn_decode_header;
+
+/* Where a block's instructions begin, from the megakernel's beginning; and the bytes of the first. */
+typedef struct mn_decode_entry {
+    int64_t at, bytes;
+} mn_decode_entry;
+
+/* What a launch of a megakernel is told. */
+typedef struct mn_decode_launch_args {
+    int n_stages;
+    int handoff_at, words;    // where words begin, and how many bytes of them a run has
+    int ragged;               // a row's last chunk is not whole
+    int works;                // there are stages of small works or of operators' steps
+} mn_decode_launch_args;
+
+/* A step that stages know: the operator, and the columns of a head that a block has at once; 0: it
+ * has a whole group of a head. */
+typedef enum mn_decode_step_kind {
+#define DECODE_STEP(op, folder, columns) MN_DECODE_STEP_##op,
+#include "kernels/decode_steps.def"
+#undef DECODE_STEP
+    MN_DECODE_STEPS
+} mn_decode_step_kind;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Blocks of a megakernel on the machine in use; 0: it runs none. */
+int mn_megakernel_blocks(void);
+
+/* Whether stages can make this step, from arguments whose strides are filled in. */
+bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args);
+
+/* [begin, end) of a small work as the kernel knows it, MN_DECODE_JOB_BYTES from `to` on: elements,
+ * channels of a convolution or rows of a norm. Elements begin at a multiple of four. `turn`: the thread
+ * that has the first, a multiple of 32; `waits`: for works of the instruction in front of it. */
+void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end, int turn,
+                            bool waits);
+
+/* Launches a megakernel that lies at `image` in the device's memory; 0 or a cudaError_t. */
+int mn_megakernel_start(const mn_decode_launch_args *given, void *image, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
