@@ -1,8 +1,9 @@
 """lm-evaluation-harness, unmodified, against mneme serve: tasks of every kind of request on data made
 here, and each log-likelihood against the logits of `mneme eval`.
 
-usage: lm_eval_client.py MNEME MODEL [--lm-eval PATH] [--text TEXT]     pip install "lm_eval[api]"
-                                                the model's tokenizer names an end of text
+usage: lm_eval_client.py MNEME MAKE_MODEL [--model FOLDER] [--lm-eval PATH]     pip install "lm_eval[api]"
+
+Without --model: random weights; one of your own needs a tokenizer that names an end of text.
 """
 import argparse
 import json
@@ -13,15 +14,18 @@ import struct
 import subprocess
 import tempfile
 
-from serving import Server, table
+from serving import Server, chat_model, table
 
 parser = argparse.ArgumentParser()
 parser.add_argument("mneme")
-parser.add_argument("model")
+parser.add_argument("make_model")
+parser.add_argument("--model")
 parser.add_argument("--lm-eval", default="lm_eval")
 parser.add_argument("--text", default="tom put the key in the box . then anna took the key to the garden .")
 args = parser.parse_args()
 
+CONFIG = {"layers": "gdn, kla", "num_hidden_layers": 2, "hidden_size": 64,
+          "max_position_embeddings": 4096}
 TASKS = {
     "own_choices": """output_type: multiple_choice
 doc_to_text: "{{question}}"
@@ -128,6 +132,7 @@ def worst_of(server, folder, samples, rolling):
 
 with tempfile.TemporaryDirectory() as folder:
     write_tasks(folder)
+    args.model = args.model or chat_model(args.make_model, folder + "/model", CONFIG)
     server = Server(args.mneme, args.model)
     found = run_harness(server, folder)
     rows = []

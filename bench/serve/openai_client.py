@@ -1,15 +1,20 @@
 """The openai client for Python against mneme serve: completions, streams, conversations, tools.
 
-usage: openai_client.py MNEME MODEL          pip install openai
-                                             the model's folder has a chat template
+usage: openai_client.py MNEME MAKE_MODEL [MODEL]          pip install openai
+
+Without MODEL: random weights, and a chat template that knows tools.
 """
 import sys
+import tempfile
 
 import openai
 
-from serving import Server, table
+from serving import Server, chat_model, table
 
-mneme, model = sys.argv[1:3]
+mneme, make_model = sys.argv[1:3]
+CONFIG = {"layers": "gdn, kla", "num_hidden_layers": 2, "hidden_size": 64}
+folder = tempfile.TemporaryDirectory()
+model = sys.argv[3] if len(sys.argv) > 3 else chat_model(make_model, folder.name + "/model", CONFIG)
 server = Server(mneme, model, env={"MNEME_API_KEY": "secret"})
 client = openai.OpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0)
 rows = []

@@ -781,7 +781,11 @@ static void step_all(mn_engine *e, int64_t drawn) {
 static void tell_gauges(mn_engine *e) {
     const mn_cache_stats cache = mn_cache_describe(e->cache);
     uint64_t bytes = 0;
-    for (int64_t i = 0; i < e->n_active; i++) bytes += mn_session_bytes(e->active[i]->session);
+    for (int64_t i = 0; i < e->n_active; i++) {
+        mn_sequence *s = e->active[i];    // to ask a session takes back what it read ahead
+        if (!mn_session_is_ahead(s->session)) s->bytes = mn_session_bytes(s->session);
+        bytes += s->bytes;
+    }
     mn_engine_lock(e);
     mn_metrics *m = &e->metrics;
     m->active = (uint64_t)e->n_active;

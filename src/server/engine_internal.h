@@ -42,6 +42,7 @@ typedef struct mn_sequence {
     uint64_t served;                   // when its last chunk was read
     bool looked;                       // into the cache
     mn_guesser guesser;                // of the tokens behind the drawn one
+    size_t bytes;                      // of the session, when it was asked last
     mn_logits_hearer hearer;
     mn_stream_decoder decoder;
     mn_text held;                      // decoded, but it may be the start of a stop

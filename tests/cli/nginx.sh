@@ -71,14 +71,16 @@ ask() {
     curl -s --max-time 60 --cacert "$folder/pem" --resolve "mneme.example:$tls:127.0.0.1" \
         "https://mneme.example:$tls$path" "$@"
 }
+# What was written, without what it cost.
+choices() { sed 's/,"usage".*//; s/.*"choices"//'; }
 for _ in $(seq 100); do
     ask /health >/dev/null && break
     sleep 0.1
 done
 [ "$(ask /health)" = '{"status":"ok"}' ] || fail "health through nginx: $(ask /health)"
 body='{"prompt": "through a proxy", "max_tokens": 20, "seed": 1}'
-direct=$(curl -s "http://127.0.0.1:$port/v1/completions" -d "$body" | sed 's/.*"choices"//')
-[ "$(ask /v1/completions -d "$body" | sed 's/.*"choices"//')" = "$direct" ] || fail "a completion"
+direct=$(curl -s "http://127.0.0.1:$port/v1/completions" -d "$body" | choices)
+[ "$(ask /v1/completions -d "$body" | choices)" = "$direct" ] || fail "a completion"
 # Events come one by one: the first long before the last.
 stream='{"prompt": "x", "max_tokens": 4000, "ignore_eos": true, "stream": true}'
 ask /v1/completions -N -d "$stream" > "$folder/events" &

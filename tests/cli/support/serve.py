@@ -593,11 +593,11 @@ def drips():
 def guesses(s):
     """Tokens that are guessed and read ahead change no text."""
     plain = Server("--draft", "0")
-    for i, temperature in enumerate((0, 0.3, 1.0)):
+    for i, (temperature, penalty) in enumerate(((0, 1), (0.3, 1), (1.0, 1), (0, 0.1), (1.0, 0.1))):
         ask = dict(prompt="again and again and again", max_tokens=300, seed=i, logprobs=1,
-                   temperature=temperature, ignore_eos=True)
-        with_, without = s.complete(**ask), plain.complete(**ask)
-        check(with_["choices"] == without["choices"], "guesses change a text at", temperature)
+                   temperature=temperature, ignore_eos=True, repetition_penalty=penalty)
+        with_, without = s.complete(**ask), plain.complete(**ask)    # below 1: it likes to repeat
+        check(with_["choices"] == without["choices"], "guesses change a text at", temperature, penalty)
     check(s.metric("mneme_guessed_right_total") > 0, "no guess came true")
     check(plain.metric("mneme_guessed_tokens_total") == 0, "guesses with --draft 0")
     plain.stop()
