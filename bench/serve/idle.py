@@ -66,6 +66,7 @@ idle, start = [], time.perf_counter()
 first = [b"", b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{\"pro"]
 for i in range(args.connections):
     s = socket.socket()
+    s.setsockopt(socket.IPPROTO_IP, 24, 1)      # IP_BIND_ADDRESS_NO_PORT
     s.bind((f"127.0.{1 + i // 20000}.1", 0))    # one address has too few ports
     s.connect(("127.0.0.1", server.port))
     s.sendall(first[i % 3])

@@ -26,6 +26,7 @@ args = parser.parse_args()
 
 CONFIG = {"layers": "gdn, kla", "num_hidden_layers": 2, "hidden_size": 64,
           "max_position_embeddings": 4096}
+MAX_LENGTH = 257
 TASKS = {
     "own_choices": """output_type: multiple_choice
 doc_to_text: "{{question}}"
@@ -64,8 +65,8 @@ def write_tasks(folder):
 
 
 def run_harness(server, folder):
-    model = (f"model=any,base_url={server.url}/v1/completions,num_concurrent=4,max_length=257,"
-             "tokenizer_backend=remote,tokenized_requests=True")
+    model = (f"model=any,base_url={server.url}/v1/completions,num_concurrent=4,"
+             f"max_length={MAX_LENGTH},tokenizer_backend=remote,tokenized_requests=True")
     subprocess.run([args.lm_eval, "--model", "local-completions", "--model_args", model, "--tasks",
                     ",".join(TASKS), "--include_path", folder, "--log_samples", "--output_path",
                     folder + "/out", "--batch_size", "8"], check=True,
@@ -109,6 +110,15 @@ def prefix(server):
     return encode(server, info["bos_token"] or info["eos_token"])[0]
 
 
+def windows(ids, prefix_id, most):
+    """How the harness cuts a long text: each token is predicted once, at most `most` at a time."""
+    yield [prefix_id] + ids[:most], 1
+    for done in range(most, len(ids), most):
+        end = min(done + most, len(ids))
+        before = ids[max(end - most - 1, 0):done]
+        yield before + ids[done:end], len(before)
+
+
 def worst_of(server, folder, samples, rolling):
     """Largest difference of a log-likelihood, and how many were compared."""
     worst, count = 0.0, 0
@@ -120,12 +130,13 @@ def worst_of(server, folder, samples, rolling):
             while isinstance(reply, list):
                 reply = reply[0]
             if rolling:
-                ids, scored = [prefix(server)] + encode(server, texts[0]), 1
+                pieces = windows(encode(server, texts[0]), prefix(server), MAX_LENGTH - 2)
             else:
                 context = encode(server, texts[0])
-                ids, scored = encode(server, texts[0] + texts[1]), len(context)
+                pieces = [(encode(server, texts[0] + texts[1]), len(context))]
             told = float(str(reply).strip("()").split(",")[0])
-            worst = max(worst, abs(told - sum(log_probabilities(folder, ids)[scored - 1:])))
+            want = sum(sum(log_probabilities(folder, ids)[n - 1:]) for ids, n in pieces)
+            worst = max(worst, abs(told - want))
             count += 1
     return worst, count
 

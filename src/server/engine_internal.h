@@ -56,6 +56,7 @@ typedef struct mn_sequence {
     int64_t offset;                    // code points of the tokens told so far
     float *variance;                   // with belief: (tokens, layers)
     int64_t n_variance, variance_room, variance_sent;
+    mn_stream_decoder pieces;          // of the texts told with them
     bool opened;                       // its first event was sent
     char kept[MN_STATE_ID];            // the state it was stored as
 } mn_sequence;

@@ -108,16 +108,17 @@ static double patience(const mn_clients *all) {
     return least + (all->timeout - least) * mn_max(2.0 * (1.0 - taken), 0.0);
 }
 
-/* The reason, where the client can still be told. */
-static void tell(int fd) {
-    static const char body[] = "{\"error\":{\"message\":\"the body comes too slowly\",\"type\":"
-                               "\"invalid_request_error\",\"param\":null,\"code\":408}}";
-    char reply[512];
-    const int n = snprintf(reply, sizeof reply, "HTTP/1.1 408 Request Timeout\r\nContent-Type: "
-                           "application/json\r\nConnection: close\r\nContent-Length: %zu\r\n\r\n%s",
-                           sizeof body - 1, body);
+void mn_clients_refuse(int fd, const char *status, const char *message) {
+    char body[256], reply[512];
+    const int size = snprintf(body, sizeof body, "{\"error\":{\"message\":\"%s\",\"type\":"
+                              "\"invalid_request_error\",\"param\":null,\"code\":%.3s}}", message,
+                              status);
+    const int n = snprintf(reply, sizeof reply, "HTTP/1.1 %s\r\nContent-Type: application/json\r\n"
+                           "Connection: close\r\nContent-Length: %d\r\n\r\n%s", status, size,
+                           body);
     const ssize_t sent = send(fd, reply, (size_t)n, MSG_DONTWAIT | MSG_NOSIGNAL);
-    (void)sent;    // it was slow; it may be gone
+    (void)sent;    // it may be gone
+    shutdown(fd, SHUT_WR);
 }
 
 int mn_clients_sweep(mn_clients *all) {
@@ -130,7 +131,9 @@ int mn_clients_sweep(mn_clients *all) {
         const bool late = (c->phase == HEADER && now - c->since > for_header) ||
                           (c->phase == BODY && now - c->since > for_body);
         if (!late) continue;
-        if (c->phase == BODY) tell(c->fd);
+        if (c->phase == BODY) {
+            mn_clients_refuse(c->fd, "408 Request Timeout", "the body comes too slowly");
+        }
         shutdown(c->fd, SHUT_RDWR);
         c->phase = OVER;
         ended++;

@@ -26,6 +26,10 @@ void mn_client_sent(mn_clients *clients, mn_client *client, size_t bytes);
 void mn_client_waits(mn_clients *clients, mn_client *client);
 void mn_client_rests(mn_clients *clients, mn_client *client);
 
+/* Tells a client that is still sending that its request is refused, by `status` ("413 Content Too
+ * Large") and a sentence in JSON. What it sends from then on may be read, but nothing is answered. */
+void mn_clients_refuse(int fd, const char *status, const char *message);
+
 /* Ends connections whose time is over; how many. From any thread. */
 int mn_clients_sweep(mn_clients *clients);
 

@@ -174,7 +174,10 @@ static enum MHD_Result take_body(request *r, const char *bytes, size_t *size) {
     mn_client_sent(r->s->clients, r->client, n);
     if (r->early) return r->came > r->limit + MOST_DISCARDED ? MHD_NO : MHD_YES;
     if (r->came > r->limit) {
-        decide(r, 413, "invalid_request_error", "the body is larger than this server takes");
+        static const char why[] = "the body is larger than this server takes";
+        decide(r, 413, "invalid_request_error", why);
+        mn_clients_refuse(r->x.fd, "413 Content Too Large", why);
+        r->x.status = 413;
         mn_text_free(&r->x.body);
         return MHD_YES;
     }

@@ -235,7 +235,7 @@ def copies(b):
     out = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120).stdout
     events = [json.loads(line[6:]) for line in out.splitlines() if line.startswith("data: {")]
     told = [t for e in events for c in e["choices"] for t in (c.get("belief") or {"tokens": []})["tokens"]]
-    check("".join(told).endswith(written), "the copied command writes the same", command)
+    check(len(written) > 0 and "".join(told).endswith(written), "the copied command writes the same", command)
 
 
 def survives(b, server):
