@@ -145,6 +145,25 @@ def random_model(make_model, folder, config):
     return folder
 
 
+TEMPLATE = ("{% if tools %}<|tools|>{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+            "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+def chat_model(make_model, folder, config):
+    """random_model whose tokenizer has an end of text, with a chat template that knows tools."""
+    random_model(make_model, folder, {**config, "vocab_size": 260})
+    with open(os.path.join(folder, "tokenizer.json")) as f:
+        tokenizer = json.load(f)
+    tokenizer["added_tokens"] = [{"id": 256, "content": "<|end|>", "single_word": False, "lstrip": False,
+                                  "rstrip": False, "normalized": False, "special": True}]
+    with open(os.path.join(folder, "tokenizer.json"), "w") as f:
+        json.dump(tokenizer, f)
+    with open(os.path.join(folder, "tokenizer_config.json"), "w") as f:
+        json.dump({"eos_token": "<|end|>", "chat_template": TEMPLATE}, f)
+    return folder
+
+
 def deep_model(make_model, folder, config):
     """random_model of many layers, sooner: every layer has the random weights of the first."""
     weights = os.path.join(folder, "model.safetensors")

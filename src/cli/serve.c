@@ -13,7 +13,12 @@
 #include "io/file.h"
 #include "server/server.h"
 
-static volatile sig_atomic_t stopped;
+static volatile sig_atomic_t stopped, reload;
+
+static void read_again(int number) {
+    (void)number;
+    reload = 1;
+}
 
 static void stop(int number) {
     (void)number;
@@ -40,8 +45,12 @@ static void print_help(void) {
          "  --states-mb N           memory of stored states (default 1024)\n"
          "  --body-mb N             of a request (default 16)\n"
          "  --upload-mb N           of a state (default 1024)\n"
-         "  --connections N         open at once (default 4096)\n"
-         "  --timeout N             seconds a client may say nothing (default 60)\n"
+         "  --connections N         open at once (default 16384)\n"
+         "  --timeout N             seconds a client may say nothing, take for a header, or leave\n"
+         "                          its events unread (default 60)\n"
+         "  --seconds N             of a request at most (default 3600; 0: no bound)\n"
+         "  --draft N               tokens guessed from what was there before and read at once\n"
+         "                          while one request runs alone; changes no text (default 8)\n"
          "  --drain N               seconds that requests get to finish at the end (default 30)\n"
          "  --threads N             default: one per core\n"
          "  --device D              cpu (default), cuda or cuda:N\n"
@@ -49,13 +58,15 @@ static void print_help(void) {
          "  --log-json              one JSON object a request on standard error\n"
          "  --quiet                 no line a request\n\n"
          "The first line of standard output is the address. SIGINT and SIGTERM end it: no new\n"
-         "requests, and those that run finish.");
+         "requests, and those that run finish. SIGHUP reads the model again: new requests get it,\n"
+         "those that run end with the one before.");
 }
 
 typedef struct serve_options {
     mn_server_options server;
     const char *key_file, *dtype;
     int streams, queue, context, chunk, cache_mb, states, states_mb, body_mb, upload_mb, threads;
+    int seconds, draft;
 } serve_options;
 
 static int parse(serve_options *o, int argc, char **argv) {
@@ -76,6 +87,8 @@ static int parse(serve_options *o, int argc, char **argv) {
         { "--upload-mb", .count = &o->upload_mb, .low = 1, .high = 1 << 20 },
         { "--connections", .count = &s->connections, .low = 1, .high = 1 << 20 },
         { "--timeout", .count = &s->timeout, .low = 1, .high = 86400 },
+        { "--seconds", .count = &o->seconds, .low = 0, .high = 1 << 30 },
+        { "--draft", .count = &o->draft, .low = 0, .high = 64 },
         { "--drain", .count = &s->drain, .low = 0, .high = 86400 },
         { "--threads", .count = &o->threads, .low = 1, .high = 256 },
         { "--device", .text = &s->engine.device },
@@ -98,6 +111,9 @@ static int parse(serve_options *o, int argc, char **argv) {
     s->engine.chunk = o->chunk;
     s->engine.states = o->states;
     s->engine.n_threads = o->threads;
+    s->engine.draft = o->draft;
+    s->engine.seconds = o->seconds;
+    s->engine.patience = s->timeout;
     s->engine.cache_bytes = (size_t)o->cache_mb << 20;
     s->engine.state_bytes = (size_t)o->states_mb << 20;
     s->body_bytes = (size_t)o->body_mb << 20;
@@ -113,6 +129,8 @@ static void defaults(serve_options *o) {
     o->context = (int)s->engine.context;
     o->chunk = (int)s->engine.chunk;
     o->states = (int)s->engine.states;
+    o->draft = (int)s->engine.draft;
+    o->seconds = (int)s->engine.seconds;
     o->cache_mb = (int)(s->engine.cache_bytes >> 20);
     o->states_mb = (int)(s->engine.state_bytes >> 20);
     o->body_mb = (int)(s->body_bytes >> 20);
@@ -155,11 +173,13 @@ int mn_command_serve(int argc, char **argv) {
     const struct sigaction ends = { .sa_handler = stop };
     sigaction(SIGINT, &ends, NULL);
     sigaction(SIGTERM, &ends, NULL);
+    const struct sigaction again = { .sa_handler = read_again, .sa_flags = SA_RESTART };
+    sigaction(SIGHUP, &again, NULL);
     signal(SIGPIPE, SIG_IGN);
     listens_on = o.server.address;
     mn_status st = read_key(&key, o.key_file);
     o.server.key = key;
-    if (st == MN_OK) st = mn_server_run(&o.server, &stopped, ready);
+    if (st == MN_OK) st = mn_server_run(&o.server, &stopped, &reload, ready);
     free(key);
     if (st != MN_OK) fprintf(stderr, "mneme serve: %s\n", mn_last_error());
     return st != MN_OK;

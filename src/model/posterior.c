@@ -126,6 +126,7 @@ static belief_layer layer_of(int index, family kind, const mn_layer *layer) {
 }
 
 enum { LEAST, MEAN, LARGEST, HEADS };    // places of a layer's features of a statistic
+enum { GAIN = MN_STATISTICS, PER_UNIT };  // what a unit has: its statistics, and the gain
 
 mn_status mn_posterior_create(mn_posterior **out, const mn_model *model) {
     const int n = mn_model_describe(model)->n_layers;
@@ -236,7 +237,7 @@ const mn_tap *mn_posterior_tap(mn_posterior *p, mn_tape *tape) {
 
 /* ---- one sequence ---------------------------------------------------------------------------- */
 
-/* Where the questions of a sequence are, and room for (questions, units, statistics). */
+/* Where the questions of a sequence are, and room for (questions, units, PER_UNIT). */
 typedef struct sequence {
     const belief_layer *l;
     int64_t b, T;                // row of the batch, its tokens
@@ -270,7 +271,7 @@ static double opening(const sequence *s, int64_t t, int64_t h, int64_t j) {
 }
 
 static double *unit_of(const sequence *s, int64_t question, int64_t unit) {
-    return s->units + (question * s->l->units + unit) * MN_STATISTICS;
+    return s->units + (question * s->l->units + unit) * PER_UNIT;
 }
 
 /* What all families put: variance, what it was before the first token, its mean over directions. */
@@ -295,8 +296,9 @@ static double log_determinant(const double *P_, int64_t K_, double *work) {
     return sum;
 }
 
-/* A token into the covariance of a head and noise group. */
-static void bayes_step(const sequence *s, double *cov, double *u, int64_t t, int64_t h, int64_t g) {
+/* A token into the covariance of a head and noise group; its gain. */
+static double bayes_step(const sequence *s, double *cov, double *u, int64_t t, int64_t h,
+                         int64_t g) {
     const belief_layer *l = s->l;
     const int64_t K_ = l->K;
     const float *k = row_of(s, K, t, l->H * K_) + h * K_;
@@ -314,6 +316,7 @@ static void bayes_step(const sequence *s, double *cov, double *u, int64_t t, int
     for (int64_t i = 0; i < K_; i++) {
         for (int64_t j = 0; j < K_; j++) cov[i * K_ + j] -= u[i] * u[j] / seen;
     }
+    return 1.0 - r2 / seen;
 }
 
 static void bayes_question(const sequence *s, const double *cov, double *work, int64_t question,
@@ -350,8 +353,10 @@ static void read_bayes(const sequence *s) {
                            : i % (K_ + 1) == 0 ? s->l->heard[P0].at[h] : 0.0;
         }
         for (int64_t t = 0, i = 0; i < s->n; t++) {
-            bayes_step(s, cov, u, t, h, g);
-            if (s->places[i] == t) bayes_question(s, cov, work, i++, h, g);
+            const double gain = bayes_step(s, cov, u, t, h, g);
+            if (s->places[i] != t) continue;
+            unit_of(s, i, unit)[GAIN] = gain;
+            bayes_question(s, cov, work, i++, h, g);
         }
     }
 }
@@ -383,11 +388,17 @@ static void read_kla(const sequence *s) {
         for (int64_t t = 0, question = 0; question < s->n; t++) {
             const float *k = row_of(s, K, t, l->K);
             const double prec = row_of(s, PREC, t, l->V)[c];
+            double told = 0.0, square = 1e-30;
             for (int64_t i = 0; i < l->K; i++) {
                 const double den = fmax((double)a[i] * a[i] + p[i] * lam[i], 1e-12);
-                lam[i] = lam[i] / den + prec * k[i] * k[i];
+                const double k2 = (double)k[i] * k[i];
+                lam[i] = lam[i] / den + prec * k2;
+                told += k2 * prec * k2 / lam[i];
+                square += k2;
             }
-            if (s->places[question] == t) kla_question(s, lam, question++, c);
+            if (s->places[question] != t) continue;
+            unit_of(s, question, c)[GAIN] = told / square;
+            kla_question(s, lam, question++, c);
         }
     }
 }
@@ -438,10 +449,16 @@ static void read_palimpsa(const sequence *s) {
         for (int64_t t = 0, question = 0; question < s->n; t++) {
             const float *k = row_of(s, K, t, l->H * l->K) + h * l->K;
             palimpsa_rates(s, t, h, j, &kept, &added);
+            double told = 0.0, square = 1e-30;
             for (int64_t i = 0; i < l->K; i++) {
-                importance[i] = kept * importance[i] + (1.0 - kept) * ip + added * k[i] * k[i];
+                const double k2 = (double)k[i] * k[i];
+                importance[i] = kept * importance[i] + (1.0 - kept) * ip + added * k2;
+                told += k2 * added * k2 / importance[i];
+                square += k2;
             }
-            if (s->places[question] == t) palimpsa_question(s, importance, question++, h, j);
+            if (s->places[question] != t) continue;
+            unit_of(s, question, unit)[GAIN] = told / square;
+            palimpsa_question(s, importance, question++, h, j);
         }
     }
 }
@@ -486,21 +503,27 @@ static mn_status check_heard(const belief_layer *l, int64_t B, int64_t T) {
                ? MN_OK : mn_fail(MN_ERR_INTERNAL, "layer %d tells of another pass", l->index);
 }
 
-static mn_status read_sequence(const mn_posterior *p, sequence *s, float *out) {
+/* The units of a layer into s->units, to be freed; false: no memory. */
+static bool read_units(sequence *s, const belief_layer *l) {
     static void (*const readers[])(const sequence *) = {
         [BAYES] = read_bayes, [KLA] = read_kla,
         [PALIMPSA_CODE] = read_palimpsa, [PALIMPSA_PAPER] = read_palimpsa,
     };
+    s->l = l;
+    s->units = malloc((size_t)(s->n * l->units * PER_UNIT) * sizeof *s->units);
+    s->work = malloc((size_t)(2 * l->K * l->K + l->K) * sizeof *s->work);
+    const bool room = s->units && s->work;
+    if (room) readers[l->family](s);
+    free(s->work);
+    return room;
+}
+
+static mn_status read_sequence(const mn_posterior *p, sequence *s, float *out) {
     for (int64_t i = 0; i < s->n; i++) {
         for (int k = 0; k < MN_STATISTICS; k++) out[i * p->features + k * p->per_statistic] = 0.0f;
     }
     for (int l = 0, at = 1; l < p->n_layers; at += HEADS + (int)p->layers[l++].H) {
-        const int64_t K_ = p->layers[l].K;
-        s->l = &p->layers[l];
-        s->units = malloc((size_t)(s->n * s->l->units * MN_STATISTICS) * sizeof *s->units);
-        s->work = malloc((size_t)(2 * K_ * K_ + K_) * sizeof *s->work);
-        const bool room = s->units && s->work;
-        if (room) readers[s->l->family](s);
+        const bool room = read_units(s, &p->layers[l]);
         for (int64_t i = 0; room && i < s->n; i++) {
             for (int k = 0; k < MN_STATISTICS; k++) {
                 float *to = out + i * p->features + k * p->per_statistic;
@@ -508,7 +531,6 @@ static mn_status read_sequence(const mn_posterior *p, sequence *s, float *out) {
             }
         }
         free(s->units);
-        free(s->work);
         if (!room) return mn_fail(MN_ERR_MEMORY, "no memory for the posterior of a layer");
     }
     return MN_OK;
@@ -529,5 +551,50 @@ mn_status mn_posterior_read(const mn_posterior *p, int64_t B, int64_t T, const i
         at += s.n;
     }
     free(tokens);
+    return st;
+}
+
+/* ---- by head --------------------------------------------------------------------------------- */
+
+int mn_posterior_heads(const mn_posterior *p) {
+    int64_t n = 0;
+    for (int l = 0; l < p->n_layers; l++) n += p->layers[l].H;
+    return (int)n;
+}
+
+void mn_posterior_head(const mn_posterior *p, int i, int *layer, int *head) {
+    const belief_layer *l = p->layers;
+    for (; i >= (int)l->H; l++) i -= (int)l->H;
+    *layer = l->index;
+    *head = i;
+}
+
+mn_status mn_posterior_by_head(const mn_posterior *p, int64_t T, float *variance, float *gain) {
+    const int n = mn_posterior_heads(p);
+    int32_t *places = malloc((size_t)(T + 1) * sizeof *places);
+    mn_status st = places ? p->st : mn_fail(MN_ERR_MEMORY, "no memory for places");
+    for (int64_t t = 0; places && t < T; t++) places[t] = (int32_t)t;
+    for (int l = 0, at = 0; l < p->n_layers && st == MN_OK; at += (int)p->layers[l++].H) {
+        const belief_layer *layer = &p->layers[l];
+        sequence s = { .T = T, .places = places, .n = T };
+        st = check_heard(layer, 1, T);
+        if (st == MN_OK && !read_units(&s, layer)) {
+            st = mn_fail(MN_ERR_MEMORY, "no memory for the posterior of a layer");
+        }
+        const int64_t per_head = layer->units / layer->H;
+        for (int64_t i = 0; st == MN_OK && i < T * layer->H; i++) {
+            const int64_t t = i / layer->H, h = i % layer->H;
+            double read = 0.0, told = 0.0;
+            for (int64_t u = 0; u < per_head; u++) {
+                const double *unit = unit_of(&s, t, h * per_head + u);
+                read += unit[MN_STATISTIC_VARIANCE] / (double)per_head;
+                told += unit[GAIN] / (double)per_head;
+            }
+            variance[t * n + at + h] = (float)read;
+            gain[t * n + at + h] = (float)told;
+        }
+        free(s.units);
+    }
+    free(places);
     return st;
 }

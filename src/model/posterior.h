@@ -61,4 +61,17 @@ const mn_tap *mn_posterior_tap(mn_posterior *p, mn_tape *tape);
 mn_status mn_posterior_read(const mn_posterior *p, int64_t B, int64_t T, const int32_t *places,
                             int64_t n, float *out);
 
+/* By head of each such layer: a kla layer is one head. */
+int mn_posterior_heads(const mn_posterior *p);
+void mn_posterior_head(const mn_posterior *p, int i, int *layer, int *head);
+
+/* After a pass of one sequence of T tokens: the variance that each token reads, and its gain, as
+ * (T, heads), means over the units of a head. The gain is the part that the token's own evidence
+ * has in what the memory believes behind it along its key, between 0 and 1:
+ *
+ *   bayes     k'Pk / (r2 + k'Pk)
+ *   kla       sum_n k_n^2 (prec k_n^2 / lam_n) / |k|^2
+ *   palimpsa  sum_i k_i^2 (b k_i^2 / I_i) / |k|^2 */
+mn_status mn_posterior_by_head(const mn_posterior *p, int64_t T, float *variance, float *gain);
+
 #endif

@@ -23,7 +23,8 @@ static void *run(void *context);
 
 void mn_engine_defaults(mn_engine_options *options) {
     *options = (mn_engine_options){ .streams = 64, .queue = 256, .chunk = 128, .context = 131072,
-                                    .states = 1024, .cache_bytes = (size_t)256 << 20,
+                                    .states = 1024, .draft = 8, .patience = 60, .seconds = 3600,
+                                    .cache_bytes = (size_t)256 << 20,
                                     .state_bytes = (size_t)1 << 30 };
 }
 
@@ -182,6 +183,12 @@ mn_metrics mn_engine_metrics(mn_engine *e) {
     const mn_metrics metrics = e->metrics;
     mn_engine_unlock(e);
     return metrics;
+}
+
+void mn_engine_count(mn_engine *e, const mn_metrics *more, const mn_metrics *less) {
+    mn_engine_lock(e);
+    mn_metrics_add(&e->metrics, more, less);
+    mn_engine_unlock(e);
 }
 
 void mn_engine_answered(mn_engine *e, int http_status) {
@@ -482,6 +489,23 @@ static void count_first(mn_engine *e, mn_job *job) {
     mn_engine_unlock(e);
 }
 
+/* The answer of a job whose sequences have all ended; false: the job has failed instead. */
+static bool answer_whole(mn_engine *e, mn_job *job) {
+    json_t *whole = mn_reply_whole(job);
+    const mn_sequence *s = &job->sequences[0];
+    const mn_status st = s->inside ? mn_inside_tell(whole, s->inside, job->ask.rows,
+                                                    job->ask.n_rows) : MN_OK;
+    if (st != MN_OK) {
+        json_decref(whole);
+        fail_job(e, job, st);
+        return false;
+    }
+    mn_engine_lock(e);
+    mn_job_answer(job, 200, whole);
+    mn_engine_unlock(e);
+    return true;
+}
+
 static void end_sequence(mn_engine *e, mn_sequence *s) {
     mn_job *job = s->job;
     const mn_status st = mn_sequence_end(e, s);
@@ -497,11 +521,8 @@ static void end_sequence(mn_engine *e, mn_sequence *s) {
     mn_engine_unlock(e);
     if (job->ask.stream) {
         send_events(e, job, s, last);
-    } else if (last) {
-        json_t *whole = mn_reply_whole(job);
-        mn_engine_lock(e);
-        mn_job_answer(job, 200, whole);
-        mn_engine_unlock(e);
+    } else if (last && !answer_whole(e, job)) {
+        return;
     }
     if (last) finish_job(e, job);
 }
@@ -561,10 +582,22 @@ static bool has_left(const mn_job *job) {
            (at.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL));
 }
 
-/* Ends the jobs nobody waits for. */
+/* Whether a request has had all the time there is for one. */
+static bool is_late(const mn_engine *e, const mn_job *job) {
+    return e->options.seconds > 0 && mn_seconds() - job->started > (double)e->options.seconds;
+}
+
+/* Ends the jobs nobody waits for, and those whose time is over. */
 static void drop_cancelled(mn_engine *e) {
     for (int64_t i = 0; i < e->n_active;) {
         mn_job *job = e->active[i]->job;
+        if (is_late(e, job)) {
+            fail_job(e, job, mn_fail(MN_ERR_MEMORY, "the request took longer than the %lld seconds "
+                                     "that this server has for one",
+                                     (long long)e->options.seconds));
+            i = 0;
+            continue;
+        }
         mn_engine_lock(e);
         if (!job->cancelled && job->wake && has_left(job)) job->cancelled = true;
         mn_engine_unlock(e);
@@ -627,7 +660,8 @@ static int64_t gather_chunks(mn_engine *e) {
     return n;
 }
 
-/* One pass reads the chunks of 2 tokens and more; a token by itself is a step. */
+/* One pass reads the chunks of 2 tokens and more; a token by itself is a step, and a sequence that
+ * is looked into has a pass of its own. */
 static mn_status feed_chunks(mn_engine *e, int64_t n) {
     int64_t fed = 0;
     mn_status st = MN_OK;
@@ -635,7 +669,9 @@ static mn_status feed_chunks(mn_engine *e, int64_t n) {
         mn_sequence *s = e->reading[i];
         const int64_t count = mn_sequence_chunk(e, s);
         const int32_t *tokens = count > 0 ? s->prompt->tokens.ids + s->n_read : NULL;
-        if (count > 1) {
+        if (s->inside) {
+            if (count > 0) st = mn_inside_feed(s->inside, tokens, count);
+        } else if (count > 1) {
             e->stepping[fed] = s->session;
             e->chunks[fed] = tokens;
             e->counts[fed] = count;
@@ -670,6 +706,11 @@ enum { MOST_UNSENT = 1 << 20 };    // bytes of events that a client may leave ly
 static bool is_behind(mn_engine *e, mn_job *job) {
     mn_engine_lock(e);
     const bool behind = job->ask.stream && job->out.size - job->n_taken > MOST_UNSENT;
+    if (behind && job->behind > 0.0 && mn_seconds() - job->behind > (double)e->options.patience) {
+        job->cancelled = true;
+    }
+    if (!behind) job->behind = 0.0;
+    else if (!(job->behind > 0.0)) job->behind = mn_seconds();
     mn_engine_unlock(e);
     return behind;
 }
@@ -700,6 +741,18 @@ static int64_t draw_all(mn_engine *e, bool *ended) {
     return n;
 }
 
+/* One step of the first n of `stepped`. A sequence by itself may guess what follows: rows of a pass
+ * that are guesses cost it little, while those of company do the same for each. */
+static mn_status step_batch(mn_engine *e, int64_t n) {
+    mn_sequence *s = e->stepped[0];
+    if (n == 1 && e->n_active == 1 && e->options.draft > 0 && !s->job->ask.belief &&
+        !e->context->device) {
+        const mn_status st = mn_sequence_expect(e, s, e->options.draft);
+        return st == MN_OK ? mn_session_step(s->session, s->drawn) : st;
+    }
+    return mn_batch_step(e->batch, e->stepping, e->tokens, n);
+}
+
 static void step_all(mn_engine *e, int64_t drawn) {
     int64_t n = 0;
     for (int64_t i = 0; i < drawn; i++) {
@@ -710,7 +763,7 @@ static void step_all(mn_engine *e, int64_t drawn) {
         e->tokens[n++] = s->drawn;
     }
     const double start = mn_seconds();
-    const mn_status st = mn_batch_step(e->batch, e->stepping, e->tokens, n);
+    const mn_status st = step_batch(e, n);
     mn_engine_lock(e);
     mn_histogram_add(&e->metrics.step, mn_seconds() - start);
     e->metrics.steps++;
@@ -728,7 +781,11 @@ static void step_all(mn_engine *e, int64_t drawn) {
 static void tell_gauges(mn_engine *e) {
     const mn_cache_stats cache = mn_cache_describe(e->cache);
     uint64_t bytes = 0;
-    for (int64_t i = 0; i < e->n_active; i++) bytes += mn_session_bytes(e->active[i]->session);
+    for (int64_t i = 0; i < e->n_active; i++) {
+        mn_sequence *s = e->active[i];    // to ask a session takes back what it read ahead
+        if (!mn_session_is_ahead(s->session)) s->bytes = mn_session_bytes(s->session);
+        bytes += s->bytes;
+    }
     mn_engine_lock(e);
     mn_metrics *m = &e->metrics;
     m->active = (uint64_t)e->n_active;
@@ -737,10 +794,11 @@ static void tell_gauges(mn_engine *e) {
     m->state_bytes = mn_states_bytes(e->states);
     m->cache_entries = (uint64_t)cache.entries;
     m->cache_bytes = cache.bytes;
-    m->cache_lookups = cache.lookups;
-    m->cache_hits = cache.hits;
-    m->cache_tokens = cache.tokens_found;
-    m->cache_evictions = cache.evictions;
+    m->cache_lookups += cache.lookups - e->told.lookups;
+    m->cache_hits += cache.hits - e->told.hits;
+    m->cache_tokens += cache.tokens_found - e->told.tokens_found;
+    m->cache_evictions += cache.evictions - e->told.evictions;
+    e->told = cache;
     mn_engine_unlock(e);
 }
 

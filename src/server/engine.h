@@ -24,6 +24,9 @@ typedef struct mn_engine_options {
     int64_t chunk;                 // tokens of a prompt between two steps
     int64_t context;               // tokens of a sequence
     int64_t states;                // stored, at most
+    int64_t draft;                 // tokens guessed for a sequence by itself, at most; 0: none
+    int64_t patience;              // seconds that a client may leave its events unread
+    int64_t seconds;               // of a request at most, from its start; 0: no bound
     size_t cache_bytes, state_bytes;
 } mn_engine_options;
 
@@ -41,6 +44,9 @@ const mn_ask_limits *mn_engine_limits(const mn_engine *engine);
 const char *mn_engine_name(const mn_engine *engine);
 const char *mn_engine_folder(const mn_engine *engine);
 mn_metrics mn_engine_metrics(mn_engine *engine);
+
+/* Adds what another engine counted, without what of it was added before. */
+void mn_engine_count(mn_engine *engine, const mn_metrics *more, const mn_metrics *less);
 
 /* Counts an answer in the metrics. */
 void mn_engine_answered(mn_engine *engine, int http_status);

@@ -18,6 +18,11 @@ typedef struct mn_told_token {
     double top_log_probability[MN_ASK_LOGPROBS + 1];
 } mn_told_token;
 
+/* How many tokens to guess, from how guesses went; see sequence.c. */
+typedef struct mn_guesser {
+    int64_t draft, guessed, agreed, rest, rest_after;
+} mn_guesser;
+
 typedef enum mn_stage { MN_STAGE_QUEUED, MN_STAGE_READING, MN_STAGE_WRITING, MN_STAGE_DONE }
     mn_stage;
 
@@ -29,11 +34,15 @@ typedef struct mn_sequence {
     const mn_prompt *prompt;
     mn_stage stage;
     mn_session *session;
+    mn_inside *inside;                 // listens to what it reads; NULL: nobody does
+    mn_token_list before;              // what its state had read, as far as that is known
     mn_token_list seen;                // prompt, then what was written
     int64_t n_read, n_cached, n_written;
     int32_t drawn;                     // the token that the next step reads
     uint64_t served;                   // when its last chunk was read
     bool looked;                       // into the cache
+    mn_guesser guesser;                // of the tokens behind the drawn one
+    size_t bytes;                      // of the session, when it was asked last
     mn_logits_hearer hearer;
     mn_stream_decoder decoder;
     mn_text held;                      // decoded, but it may be the start of a stop
@@ -47,6 +56,7 @@ typedef struct mn_sequence {
     int64_t offset;                    // code points of the tokens told so far
     float *variance;                   // with belief: (tokens, layers)
     int64_t n_variance, variance_room, variance_sent;
+    mn_stream_decoder pieces;          // of the texts told with them
     bool opened;                       // its first event was sent
     char kept[MN_STATE_ID];            // the state it was stored as
 } mn_sequence;
@@ -68,6 +78,7 @@ struct mn_job {
     mn_job *next;                      // in the queue
     /* under the engine's lock */
     int owners;                        // the caller and the engine
+    double behind;                     // since when its client has not read its events; 0: it does
     bool done, cancelled, waits;
     int http_status;
     mn_text out;
@@ -91,6 +102,7 @@ struct mn_engine {
     mn_batch *batch;
     mn_sampler *sampler;
     mn_cache *cache;
+    mn_cache_stats told;               // of the cache, in the metrics
     mn_states *states;
     int n_beliefs;
     mn_sequence **active;              // (streams)
@@ -131,6 +143,10 @@ mn_status mn_sequence_fed(mn_engine *engine, mn_sequence *s, int64_t count);
 
 /* Draws the next token; `*steps` unless the sequence ends with it. */
 mn_status mn_sequence_draw(mn_engine *engine, mn_sequence *s, bool *steps);
+
+/* Before a step of the sequence alone: what may follow the drawn token, at most `most` tokens, is
+ * read with it. Never shows in a result (mn_session_expect). */
+mn_status mn_sequence_expect(mn_engine *engine, mn_sequence *s, int64_t most);
 
 /* After the step that read what was drawn. */
 mn_status mn_sequence_after(mn_engine *engine, mn_sequence *s);

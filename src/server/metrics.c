@@ -25,6 +25,21 @@ void mn_histogram_add(mn_histogram *h, double seconds) {
     h->sum += seconds;
 }
 
+static void add_histograms(mn_histogram *to, const mn_histogram *more, const mn_histogram *less) {
+    for (int i = 0; i < MN_BUCKETS; i++) to->counts[i] += more->counts[i] - less->counts[i];
+    to->sum += more->sum - less->sum;
+}
+
+void mn_metrics_add(mn_metrics *to, const mn_metrics *more, const mn_metrics *less) {
+#define COUNTER(id, name, about) to->id += more->id - less->id;
+#define GAUGE(id, name, about)
+#include "server/metrics.def"
+#undef COUNTER
+#undef GAUGE
+    add_histograms(&to->first_token, &more->first_token, &less->first_token);
+    add_histograms(&to->step, &more->step, &less->step);
+}
+
 static mn_status add_line(mn_text *out, const char *line) {
     return mn_text_add(out, line, strlen(line));
 }

@@ -25,6 +25,9 @@ typedef struct mn_metrics {
     mn_histogram step;             // of the batch
 } mn_metrics;
 
+/* Adds the counts of `more` without those of `less`; gauges stay. */
+void mn_metrics_add(mn_metrics *to, const mn_metrics *more, const mn_metrics *less);
+
 mn_status mn_metrics_write(mn_text *out, const mn_metrics *metrics);
 
 #endif

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "base/util.h"
-#include "server/exchange.h"
+#include "server/http/exchange.h"
 
 enum { C = 1, T = 2, B = 3 };    // completions, chat, both
 

@@ -155,15 +155,26 @@ static json_t *belief_layers(const mn_engine *e) {
     return layers;
 }
 
+/* What token t adds to the text, where those before it were told. */
+static json_t *piece(const mn_engine *e, mn_sequence *s, int64_t t) {
+    char text[4096];
+    size_t size = 0;
+    if (t == 0) s->pieces = (mn_stream_decoder){ .started = s->job->ask.state[0] != '\0' };
+    const mn_status st = mn_tokenizer_stream(e->tokenizer, &s->pieces, s->seen.ids[t], text,
+                                             sizeof text, &size);
+    return st == MN_OK ? json_stringn(text, size) : token_text(e, s->seen.ids[t]);
+}
+
 /* The tokens that the variances from `from` on are of. */
-static json_t *belief(const mn_engine *e, const mn_sequence *s, int64_t from) {
-    json_t *tokens = json_array(), *ids = json_array();
+static json_t *belief(const mn_engine *e, mn_sequence *s, int64_t from) {
+    json_t *tokens = json_array(), *ids = json_array(), *pieces = json_array();
     for (int64_t t = from; t < s->n_variance && t < s->seen.count; t++) {
         json_array_append_new(tokens, token_text(e, s->seen.ids[t]));
         json_array_append_new(ids, json_integer(s->seen.ids[t]));
+        json_array_append_new(pieces, piece(e, s, t));
     }
-    return json_pack("{s:o,s:o,s:o,s:o}", "layers", belief_layers(e), "tokens", tokens, "ids",
-                     ids, "variance", variances(e, s, from));
+    return json_pack("{s:o,s:o,s:o,s:o,s:o}", "layers", belief_layers(e), "tokens", tokens, "ids",
+                     ids, "pieces", pieces, "variance", variances(e, s, from));
 }
 
 /* ---- completions ----------------------------------------------------------------------------- */

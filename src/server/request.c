@@ -147,6 +147,34 @@ mn_status mn_ask_prompts(mn_ask *out, const mn_json *root, const char *key,
     return st;
 }
 
+mn_status mn_ask_no_prompt(mn_ask *out) {
+    out->prompts = calloc(1, sizeof *out->prompts);
+    if (!out->prompts) return mn_fail(MN_ERR_MEMORY, "no memory for a prompt");
+    out->n_prompts = 1;
+    return MN_OK;
+}
+
+mn_status mn_ask_rows(mn_ask *out, const mn_json *root) {
+    const mn_json at = mn_json_member(root, "rows");
+    mn_status st = mn_json_opt_bool(&out->inside, root, "inside");
+    if (st != MN_OK || !mn_json_given(&at)) return st;
+    st = mn_json_expect_list(&at);
+    if (st == MN_OK && mn_json_count(&at) > MN_INSIDE_ROWS) {
+        st = mn_json_fail(&at, "%" PRId64 " rows; %d are the most", mn_json_count(&at),
+                          MN_INSIDE_ROWS);
+    }
+    for (int64_t i = 0; st == MN_OK && i < mn_json_count(&at); i++) {
+        const mn_json item = mn_json_item(&at, i);
+        st = mn_json_read_i64(&out->rows[out->n_rows], &item);
+        if (st == MN_OK && (out->rows[i] < -MN_INSIDE_TOKENS || out->rows[i] >= MN_INSIDE_TOKENS)) {
+            st = mn_json_fail(&item, "one answer tells of %d tokens", MN_INSIDE_TOKENS);
+        }
+        if (st == MN_OK) out->n_rows++;
+    }
+    if (out->n_rows > 0) out->inside = true;
+    return st;
+}
+
 /* Whether the model is told of tools; calls by command would need constrained decoding. */
 static mn_status read_tool_choice(bool *told, const mn_json *root) {
     const mn_json at = mn_json_member(root, "tool_choice");

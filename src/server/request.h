@@ -4,6 +4,7 @@
 
 #include "io/json.h"
 #include "server/chat.h"
+#include "server/inside.h"
 #include "tokenizer/tokenizer.h"
 
 enum {
@@ -35,6 +36,9 @@ typedef struct mn_ask {
     int64_t n, max_tokens;
     int logprobs;               // tokens beside the one; -1: not asked for
     bool chat, echo, stream, usage, ignore_eos, cache, belief, keep;
+    bool inside;                // with belief: by head, with gains and rows of Kalman attention
+    int64_t rows[MN_INSIDE_ROWS];      // tokens whose rows are asked for
+    int n_rows;
     char *stops[MN_ASK_STOPS];
     int n_stops;
     bool keep_stop;             // the text of the stop stays in the answer
@@ -55,6 +59,12 @@ void mn_ask_free(mn_ask *ask);    // leaves all zeros
  * becomes that beginning. */
 mn_status mn_ask_prompts(mn_ask *out, const mn_json *root, const char *key,
                          const mn_ask_limits *limits, bool special, bool fresh);
+
+/* The prompt of a request about what a state has read already: none. */
+mn_status mn_ask_no_prompt(mn_ask *out);
+
+/* The tokens whose rows a request about beliefs asks for. */
+mn_status mn_ask_rows(mn_ask *out, const mn_json *root);
 
 /* The id of a stored state, as member `key`: 32 hexadecimal digits. Absent: "". */
 mn_status mn_ask_state(char out[MN_STATE_ID], const mn_json *root, const char *key);

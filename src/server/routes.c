@@ -1,6 +1,6 @@
 /* routes.c - what each route does. Handlers run on the thread of HTTP and only read, check and
  * start; whatever touches the model or stored states is a job of the engine. */
-#include "server/exchange.h"
+#include "server/http/exchange.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -497,25 +497,37 @@ static void handle_feed(mn_exchange *x) {
     read_into(x, x->id);
 }
 
-static void handle_belief(mn_exchange *x) {
-    static const char *const known[] = { "prompt", "state", "add_special_tokens" };
+/* What is to be told of which tokens. */
+static mn_status read_belief(mn_ask *ask, const mn_exchange *x, const mn_json *root) {
+    static const char *const known[] = { "prompt", "state", "add_special_tokens", "inside", "rows",
+                                         "model" };
     const mn_ask_limits *limits = mn_engine_limits(x->engine);
-    mn_json root = { 0 };
-    mn_ask ask = { .n = 1, .logprobs = -1, .belief = true };
+    const mn_json prompt = mn_json_member(root, "prompt");
     bool special = true;
-    mn_status st = read_body(&root, x, false);
-    if (st == MN_OK) st = mn_json_unknown_key(&root, known, MN_COUNTOF(known));
-    if (st == MN_OK) st = mn_json_opt_bool(&special, &root, "add_special_tokens");
-    if (st == MN_OK) st = mn_ask_state(ask.state, &root, "state");
-    const bool fresh = !ask.state[0];
-    if (st == MN_OK) {
-        st = mn_ask_prompts(&ask, &root, "prompt", limits, special && fresh, fresh);
-    }
-    if (st == MN_OK && ask.n_prompts != 1) st = mn_json_fail(&root, "prompt: one at a time");
+    mn_status st = mn_json_unknown_key(root, known, MN_COUNTOF(known));
+    if (st == MN_OK) st = mn_json_opt_bool(&special, root, "add_special_tokens");
+    if (st == MN_OK) st = mn_ask_state(ask->state, root, "state");
+    if (st == MN_OK) st = mn_ask_rows(ask, root);
+    const bool fresh = !ask->state[0];
     if (st == MN_OK && !limits->belief) {
         st = mn_fail(MN_ERR_UNSUPPORTED, "no layer of this model tells a variance (kla, bayes and "
                      "palimpsa do)");
     }
+    if (st != MN_OK) return st;
+    if (ask->inside && !fresh && !mn_json_given(&prompt)) return mn_ask_no_prompt(ask);
+    st = mn_ask_prompts(ask, root, "prompt", limits, special && fresh, fresh);
+    if (st == MN_OK && ask->n_prompts != 1) st = mn_json_fail(root, "prompt: one at a time");
+    if (st == MN_OK && ask->inside && ask->prompts[0].tokens.count > MN_INSIDE_TOKENS) {
+        st = mn_json_fail(&prompt, "one answer tells of %d tokens", MN_INSIDE_TOKENS);
+    }
+    return st;
+}
+
+static void handle_belief(mn_exchange *x) {
+    mn_json root = { 0 };
+    mn_ask ask = { .n = 1, .logprobs = -1, .belief = true };
+    mn_status st = read_body(&root, x, false);
+    if (st == MN_OK) st = read_belief(&ask, x, &root);
     mn_json_free(&root);
     if (st == MN_OK) start_ask(x, MN_JOB_BELIEF, &ask, NULL);
     else mn_exchange_fail_last(x, st);

@@ -76,8 +76,8 @@ static mn_status keep_variance(mn_engine *e, mn_sequence *s, const mn_session *s
         s->variance_room = room;
     }
     for (int i = 0; i < layers; i++) {
-        const float *variance;
-        const int64_t n = mn_session_belief(&variance, session, i);
+        const float *variance = s->inside ? mn_inside_variance(s->inside, i) : NULL;
+        const int64_t n = variance ? count : mn_session_belief(&variance, session, i);
         for (int64_t t = 0; t < count; t++) {
             s->variance[(s->n_variance + t) * layers + i] = t < n ? variance[t] : NAN;
         }
@@ -90,6 +90,13 @@ static mn_status keep_variance(mn_engine *e, mn_sequence *s, const mn_session *s
 
 static bool scores_prompt(const mn_ask *ask) {
     return ask->echo && ask->logprobs >= 0;
+}
+
+/* Copies `count` of the ids to the end of a list. */
+static mn_status append(mn_token_list *to, const int32_t *ids, int64_t count) {
+    mn_status st = MN_OK;
+    for (int64_t i = 0; i < count && st == MN_OK; i++) st = mn_token_list_add(to, ids[i]);
+    return st;
 }
 
 /* Whether the cache may serve: not where every token has to be looked at. */
@@ -113,7 +120,37 @@ static mn_status from_state(mn_engine *e, mn_sequence *s, const char *id) {
                        "that is more than the %lld of this server", id,
                        (long long)state->position, (long long)e->limits.context);
     }
-    return state->snapshot ? mn_session_restore(s->session, state->snapshot) : MN_OK;
+    if (!state->snapshot) return MN_OK;
+    const mn_status st = state->read ? append(&s->before, state->read->ids, state->read->count)
+                                     : MN_OK;
+    return st == MN_OK ? mn_session_restore(s->session, state->snapshot) : st;
+}
+
+/* A look at a state goes over what it has read: nothing is restored, and that is read once more. */
+static mn_status from_history(mn_engine *e, mn_sequence *s, const char *id) {
+    mn_ask *ask = &s->job->ask;
+    mn_token_list *prompt = &ask->prompts[0].tokens, all = { 0 };
+    const mn_stored_state *state = mn_states_find(e->states, id);
+    if (!state || !state->read) {
+        if (state && prompt->count == 0) {
+            return mn_fail(MN_ERR_ARGUMENT, "nobody knows what state %s has read: give a prompt to "
+                           "be read behind it", id);
+        }
+        return from_state(e, s, id);
+    }
+    if (state->position + prompt->count > MN_INSIDE_TOKENS) {
+        return mn_fail(MN_ERR_ARGUMENT, "state %s has read %lld tokens, and one answer tells of %d",
+                       id, (long long)state->position, MN_INSIDE_TOKENS);
+    }
+    mn_status st = append(&all, state->read->ids, state->read->count);
+    if (st == MN_OK) st = append(&all, prompt->ids, prompt->count);
+    if (st != MN_OK) {
+        mn_token_list_free(&all);
+        return st;
+    }
+    mn_token_list_free(prompt);
+    *prompt = all;
+    return MN_OK;
 }
 
 static mn_status from_cache(mn_engine *e, mn_sequence *s) {
@@ -133,9 +170,10 @@ mn_status mn_sequence_begin(mn_engine *e, mn_sequence *s) {
                                      .dtype = e->options.dtype };
     mn_status st = mn_session_create(&s->session, e->context, e->model, &how);
     const char *id = s->job->kind == MN_JOB_FEED ? s->job->into : ask->state;
-    if (st == MN_OK && id[0]) st = from_state(e, s, id);
-    for (int64_t i = 0; i < s->prompt->tokens.count && st == MN_OK; i++) {
-        st = mn_token_list_add(&s->seen, s->prompt->tokens.ids[i]);
+    if (st == MN_OK && id[0]) st = ask->inside ? from_history(e, s, id) : from_state(e, s, id);
+    if (st == MN_OK) st = append(&s->seen, s->prompt->tokens.ids, s->prompt->tokens.count);
+    if (st == MN_OK && ask->inside) {
+        st = mn_inside_create(&s->inside, s->session, s->seen.count, ask->n_rows);
     }
     if (st == MN_OK && ask->echo && s->prompt->text) {
         st = mn_text_add_utf8(&s->text, s->prompt->text, s->prompt->size);
@@ -292,6 +330,43 @@ mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
     return st;
 }
 
+/* More guesses after guesses that all came true, fewer after others, and a rest after none did: a
+ * pass costs more the more it reads. */
+static void learn(mn_guesser *g, int64_t most) {
+    if (g->guessed == 0) return;
+    if (g->agreed == 0) g->rest = mn_min(2 * g->rest_after + 1, 32);
+    g->rest_after = g->agreed == 0 ? g->rest : 0;
+    g->draft = g->agreed == g->guessed ? mn_min(2 * g->draft, most) : mn_max(g->agreed, 1);
+    g->guessed = 0;
+}
+
+enum { MOST_GUESSES = 64 };
+
+mn_status mn_sequence_expect(mn_engine *e, mn_sequence *s, int64_t most) {
+    mn_guesser *g = &s->guesser;
+    int32_t guesses[MOST_GUESSES];
+    most = mn_min(most, MOST_GUESSES);
+    if (mn_session_finds(s->session, s->drawn)) {
+        g->agreed++;
+        mn_engine_lock(e);
+        e->metrics.agreed++;
+        mn_engine_unlock(e);
+        return MN_OK;
+    }
+    learn(g, most);
+    if (g->rest > 0) {
+        g->rest--;
+        return MN_OK;
+    }
+    g->draft = mn_max(g->draft, 1);
+    g->guessed = mn_guess_ngram(guesses, mn_min(g->draft, most), s->seen.ids, s->seen.count);
+    g->agreed = 0;
+    mn_engine_lock(e);
+    e->metrics.guessed += (uint64_t)g->guessed;
+    mn_engine_unlock(e);
+    return mn_session_expect(s->session, guesses, g->guessed);
+}
+
 mn_status mn_sequence_after(mn_engine *e, mn_sequence *s) {
     return keep_variance(e, s, s->session, 1);
 }
@@ -315,8 +390,10 @@ static mn_status store(mn_engine *e, mn_sequence *s) {
     if (st == MN_OK && !state) {
         st = mn_fail(MN_ERR_ARGUMENT, "state %s was deleted while it was fed", job->into);
     }
-    if (st == MN_OK && mn_session_position(s->session) > 0) {
-        st = mn_states_take(e->states, state, s->session);
+    const int64_t read = mn_session_position(s->session);
+    if (st == MN_OK && read > 0) {
+        st = append(&s->before, s->seen.ids, mn_min(s->seen.count, read - s->before.count));
+        if (st == MN_OK) st = mn_states_take(e->states, state, s->session, &s->before);
         if (st != MN_OK && fresh) mn_states_delete(e->states, state);
     }
     if (st == MN_OK) memcpy(s->kept, state->id, sizeof s->kept);
@@ -338,6 +415,8 @@ mn_status mn_sequence_end(mn_engine *e, mn_sequence *s) {
 
 void mn_sequence_free(mn_sequence *s) {
     mn_session_destroy(s->session);
+    mn_inside_destroy(s->inside);
+    mn_token_list_free(&s->before);
     mn_token_list_free(&s->seen);
     mn_text_free(&s->held);
     mn_text_free(&s->text);

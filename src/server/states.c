@@ -13,6 +13,7 @@
 /* A snapshot and how many states are it. */
 typedef struct shared {
     mn_snapshot *snapshot;
+    mn_token_list read;        // empty: nobody knows
     int64_t owners;
 } shared;
 
@@ -45,10 +46,12 @@ static void let_go(mn_states *states, entry *e) {
     if (content && --content->owners == 0) {
         states->bytes -= e->state.bytes;
         mn_snapshot_destroy(content->snapshot);
+        mn_token_list_free(&content->read);
         free(content);
     }
     e->content = NULL;
     e->state.snapshot = NULL;
+    e->state.read = NULL;
 }
 
 void mn_states_destroy(mn_states *states) {
@@ -66,6 +69,7 @@ void mn_states_set(mn_states *states, mn_stored_state *state, const mn_stored_st
     e->content = source->content;
     if (e->content) e->content->owners++;
     state->snapshot = from->snapshot;
+    state->read = from->read;
     state->position = from->position;
     state->bytes = from->bytes;
 }
@@ -108,8 +112,11 @@ mn_stored_state *mn_states_find(mn_states *states, const char *id) {
     return NULL;
 }
 
-mn_status mn_states_take(mn_states *states, mn_stored_state *state, const mn_session *session) {
-    const size_t bytes = mn_session_bytes(session);
+mn_status mn_states_take(mn_states *states, mn_stored_state *state, const mn_session *session,
+                         mn_token_list *read) {
+    const bool known = read->count == mn_session_position(session);
+    const size_t ids = known ? (size_t)read->count * sizeof *read->ids : 0;
+    const size_t bytes = mn_session_bytes(session) + ids;
     if (states->bytes + bytes > states->most_bytes) {
         return mn_fail(MN_ERR_MEMORY, "stored states hold %zu bytes and may hold %zu: delete some",
                        states->bytes, states->most_bytes);
@@ -124,10 +131,15 @@ mn_status mn_states_take(mn_states *states, mn_stored_state *state, const mn_ses
     entry *e = (entry *)state;
     let_go(states, e);
     content->owners = 1;
+    if (known) {
+        content->read = *read;
+        *read = (mn_token_list){ 0 };
+    }
     e->content = content;
     state->snapshot = content->snapshot;
+    state->read = known ? &content->read : NULL;
     state->position = mn_session_position(session);
-    state->bytes = mn_snapshot_bytes(content->snapshot);
+    state->bytes = mn_snapshot_bytes(content->snapshot) + ids;
     states->bytes += state->bytes;
     return MN_OK;
 }
@@ -135,12 +147,13 @@ mn_status mn_states_take(mn_states *states, mn_stored_state *state, const mn_ses
 mn_status mn_states_load(mn_stored_state **out, mn_states *states, mn_session *session,
                          const char *path) {
     mn_stored_state *state = NULL;
+    mn_token_list nobody_knows = { 0 };
     mn_status st = mn_session_load(session, path);
     if (st == MN_OK && !mn_session_logits(session)) {
         st = mn_fail(MN_ERR_FORMAT, "%s: the state has no logits", path);
     }
     if (st == MN_OK) st = mn_states_add(&state, states, NULL, false);
-    if (st == MN_OK) st = mn_states_take(states, state, session);
+    if (st == MN_OK) st = mn_states_take(states, state, session, &nobody_knows);
     if (st == MN_OK) st = mn_session_step(session, 0);
     if (st != MN_OK && state) mn_states_delete(states, state);
     *out = st == MN_OK ? state : NULL;

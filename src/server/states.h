@@ -16,6 +16,7 @@ typedef struct mn_stored_state {
     int64_t position;
     size_t bytes;
     mn_snapshot *snapshot;     // NULL: nothing was read yet
+    const mn_token_list *read; // the tokens, `position` of them; NULL: nobody knows (an upload)
 } mn_stored_state;
 
 mn_status mn_states_create(mn_states **out, int64_t most, size_t most_bytes);
@@ -28,8 +29,11 @@ mn_status mn_states_add(mn_stored_state **out, mn_states *states, const mn_store
 /* NULL: there is none of that id. */
 mn_stored_state *mn_states_find(mn_states *states, const char *id);
 
-/* What a session remembers becomes the state's; on failure the state is as it was. */
-mn_status mn_states_take(mn_states *states, mn_stored_state *state, const mn_session *session);
+/* What a session remembers becomes the state's; on failure the state is as it was. `read` are the
+ * tokens it has read, whose memory goes over to the state; others than its position says: nobody
+ * knows them. */
+mn_status mn_states_take(mn_states *states, mn_stored_state *state, const mn_session *session,
+                         mn_token_list *read);
 
 /* A new state from a file of mn_session_save. `session` is the caller's, to load it and to see that
  * a token can be read behind it: what is stored fails no step that it takes part in with others. */

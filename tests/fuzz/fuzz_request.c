@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "infer/sample.h"
-#include "server/exchange.h"
+#include "server/http/exchange.h"
 
 #define REQUIRE(condition)                                                                         \
     do {                                                                                           \

@@ -259,10 +259,54 @@ def beliefs(s):
     status, b = s.ask("POST", "/v1/belief", {"prompt": "how sure?"})
     check(status == 200 and len(b["variance"]) == 9 and b["tokens"][0] == "h", b)
     check(all(v > 0 for row in b["variance"] for v in row), "variances", b)
+    parts = s.ask("POST", "/v1/belief", {"prompt": "na\u00efve"})[1]
+    check("".join(parts["pieces"]) == "na\u00efve" and parts["pieces"][2] == "", "pieces", parts["pieces"])
     told = s.complete(prompt="how sure?", max_tokens=5, seed=1, belief=True)["choices"][0]
     check(told["belief"]["variance"][:9] == b["variance"], "of a prompt")
     check(len(told["belief"]["variance"]) == 14, "of what was written")
     check(told["text"] == s.text(prompt="how sure?", max_tokens=5, seed=1), "looking changes it")
+
+
+def inside(s):
+    """By head, gains, and rows of Kalman attention: of a prompt, of a state, behind a state."""
+    text = "what is in the memory? " * 12    # more than one chunk
+    def look(**body):
+        status, reply = s.ask("POST", "/v1/belief", body)
+        check(status == 200, "inside", body, reply)
+        return reply
+    whole = look(prompt=text, rows=[0, 200, -1])
+    n, layers = len(text), whole["layers"]
+    check(len(whole["head_variance"]) == len(whole["gain"]) == n == len(whole["tokens"]), "lengths")
+    for row, gains, means in zip(whole["head_variance"], whole["gain"], whole["variance"]):
+        check(all(0 < g < 1 for g in gains) and len(gains) == len(whole["heads"]), "gains", gains)
+        for layer, mean in zip(layers, means):
+            own = [v for (l, _), v in zip(whole["heads"], row) if l == layer]
+            check(own and abs(sum(own) / len(own) - mean) < 1e-3 * mean, "heads", layer, own, mean)
+    rows = whole["attention"]
+    check([len(r["weights"]) for r in rows] == [1, 201, n], "rows", [len(r["weights"]) for r in rows])
+    for r in rows:
+        check(r["digits"] > 4 and r["before"] == 0, "a row is not what the layer reads", r["digits"])
+        check(min(r["weights"]) >= 0 and max(r["weights"]) > 0, "weights", r["layer"])
+    _, state = s.ask("POST", "/v1/states", {"prompt": text[:100]})
+    _, state = s.ask("POST", f"/v1/states/{state['id']}/feed", {"prompt": text[100:]})
+    check(look(state=state["id"], rows=[0, 200, -1]) == whole, "a look at a state")
+    more = look(state=state["id"], prompt=" yes", rows=[-1])
+    check(len(more["tokens"]) == n + 4, "a look at a state and more")
+    _, blob = s.ask("GET", f"/v1/states/{state['id']}/content")
+    _, up = s.ask("PUT", "/v1/states", blob)
+    status, reply = s.ask("POST", "/v1/belief", {"state": up["id"], "rows": [-1]})
+    check(status == 400 and "prompt" in reply["error"]["message"], "what an upload has read", reply)
+    behind = look(state=up["id"], prompt=" yes", rows=[-1])
+    check(len(behind["tokens"]) == 4 and behind["attention"][0]["digits"] > 4, behind["attention"])
+    check(behind["attention"][0]["before"] > 0, "what was read before weighs something")
+    for a, b in zip(behind["head_variance"], more["head_variance"][n:]):
+        check(all(abs(x - y) < 1e-4 * y for x, y in zip(a, b)), "behind a state", a, b)
+    for body in ({"rows": [0] * 17}, {"rows": [n]}, {"rows": [-n - 1]}, {"rows": 5}, {"rows": ["a"]},
+                 {"rows": [2**40]}, {"inside": 1}, {"prompt": [1] * 5000, "inside": True}):
+        status, reply = s.ask("POST", "/v1/belief", {"prompt": text, **body})
+        check(status == 400 and reply["error"]["message"], "not refused", body, status, reply)
+    for i in (state, up):
+        s.ask("DELETE", "/v1/states/" + i["id"])
 
 
 def small_routes(s):
@@ -385,14 +429,14 @@ def hard_clients(s):
     check(b"application/json" in out, "with a reason")
     chunk = b"10000\r\n" + b"a" * 0x10000 + b"\r\n"
     out = s.raw(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 400 + b"0\r\n\r\n", 20)
-    check(not out or b" 413 " in out.split(b"\r\n")[0], "a body without an end", out[:100])
+    check(b" 413 " in out.split(b"\r\n")[0] and b'"error"' in out, "a body without an end", out[:100])
     out = s.raw(head + b"".join(b"X-%d: %s\r\n" % (i, b"a" * 1000) for i in range(5000)) + b"\r\n")
     check(not out or b" 4" in out.split(b"\r\n")[0], "a flood of header lines", out[:100])
     for junk in (b"\0" * 1000, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00",
                  head + b"Content-Length: -5\r\n\r\n", head + b"Content-Length: x\r\n\r\n"):
         s.raw(junk, 1)
     slow = []
-    for i in range(300):    # connections that say little or nothing
+    for i in range(3000):   # connections that say little or nothing
         c = socket.create_connection(("127.0.0.1", s.port))
         c.sendall([b"", b"GET /hea", head + b"Content-Length: 50\r\n\r\n{\"pro"][i % 3])
         slow.append(c)
@@ -481,6 +525,86 @@ def other_servers():
         check(running.result()["usage"]["completion_tokens"] == 2000, "cut by the end")
 
 
+def reloads():
+    """A model is read again: what runs ends with the one before, the next request has the new one."""
+    folder = os.path.join(FOLDER, "replaced")
+    shutil.copytree(MODEL, folder)
+    s = Server("--draft", "0", model=folder)
+    ask = dict(prompt="which model?", max_tokens=3000, ignore_eos=True, seed=3)
+    short = {**ask, "max_tokens": 30}
+    old, before = s.text(**short), s.text(**ask)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(s.text, **ask) for _ in range(3)]
+        while s.metric("mneme_sequences_active") < 3 and not running[0].done():
+            time.sleep(0.01)
+        weights = os.path.join(folder, "model.safetensors")
+        data = bytearray(open(weights, "rb").read())
+        for i in range(len(data) - 4000, len(data), 4):    # the last tensor, other numbers
+            data[i + 2] ^= 0x40
+        with open(weights + ".new", "wb") as f:
+            f.write(data)
+        os.replace(weights + ".new", weights)
+        told = s.metric("mneme_requests_total")
+        s.process.send_signal(signal.SIGHUP)
+        while s.metric("mneme_reloads_total") < 1:
+            time.sleep(0.01)
+        check(s.text(**short) != old, "the model is still the old one")
+        check([r.result() for r in running] == [before] * 3, "requests were cut by a reload")
+    check(s.metric("mneme_requests_total") > told, "counts begin again")
+    new = s.text(**short)
+    with open(weights, "wb") as f:
+        f.write(b"no model")
+    s.process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    check(s.text(**short) == new and s.metric("mneme_reloads_total") == 1, "a reload that failed")
+    s.healthy("a reload that failed")
+    s.stop()
+
+
+def drips():
+    """Clients that send one byte now and then are not waited for."""
+    s = Server("--timeout", "2", "--seconds", "2")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n"
+    kinds = {"header": b"GET /health HTTP/1.1\r\nX: ", "body": head}
+    for kind, first in kinds.items():
+        with socket.create_connection(("127.0.0.1", s.port), timeout=10) as c:
+            c.sendall(first)
+            c.setblocking(False)
+            start, out, open_ = time.time(), b"", True
+            while open_ and time.time() - start < 12:
+                time.sleep(0.4)
+                try:
+                    c.sendall(b"a")
+                    more = c.recv(1000)
+                    out += more
+                    open_ = bool(more)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    open_ = False
+            check(not open_, "a dripping", kind, "was borne for", time.time() - start)
+            if kind == "body":
+                check(b" 408 " in out.split(b"\r\n")[0] and b'"error"' in out, "no reason", out)
+    status, reply = s.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 100000,
+                                                      "ignore_eos": True})
+    check(status == 503 and "longer" in reply["error"]["message"], "a request without an end", reply)
+    s.healthy("drips")
+    s.stop()
+
+
+def guesses(s):
+    """Tokens that are guessed and read ahead change no text."""
+    plain = Server("--draft", "0")
+    for i, (temperature, penalty) in enumerate(((0, 1), (0.3, 1), (1.0, 1), (0, 0.1), (1.0, 0.1))):
+        ask = dict(prompt="again and again and again", max_tokens=300, seed=i, logprobs=1,
+                   temperature=temperature, ignore_eos=True, repetition_penalty=penalty)
+        with_, without = s.complete(**ask), plain.complete(**ask)    # below 1: it likes to repeat
+        check(with_["choices"] == without["choices"], "guesses change a text at", temperature, penalty)
+    check(s.metric("mneme_guessed_right_total") > 0, "no guess came true")
+    check(plain.metric("mneme_guessed_tokens_total") == 0, "guesses with --draft 0")
+    plain.stop()
+
+
 def main():
     s = Server()
     forms_of_prompts(s)
@@ -493,6 +617,8 @@ def main():
     cache_tells(s)
     blob = states(s)
     beliefs(s)
+    inside(s)
+    guesses(s)
     small_routes(s)
     refusals(s)
     hard_clients(s)
@@ -501,6 +627,8 @@ def main():
     s.stop()
     other_servers()
     chats()
+    reloads()
+    drips()
     print(f"{len(failures)} failed")
     return len(failures) > 0
 

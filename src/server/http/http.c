@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -20,11 +21,14 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "server/exchange.h"
+#include "server/http/clients.h"
+#include "server/engines.h"
+#include "server/http/exchange.h"
 
 typedef struct server {
     const mn_server_options *options;
-    mn_engine *engine;
+    mn_engines *engines;
+    mn_clients *clients;
     struct MHD_Daemon *daemon;
     char folder[64];           // for states on their way
 } server;
@@ -33,6 +37,7 @@ typedef struct server {
 typedef struct request {
     mn_exchange x;
     server *s;
+    mn_client *client;         // NULL: not watched
     struct MHD_Connection *connection;
     double started;
     char method[16], path[128];
@@ -166,9 +171,13 @@ static enum MHD_Result take_body(request *r, const char *bytes, size_t *size) {
     const size_t n = *size;
     *size = 0;
     r->came += n;
+    mn_client_sent(r->s->clients, r->client, n);
     if (r->early) return r->came > r->limit + MOST_DISCARDED ? MHD_NO : MHD_YES;
     if (r->came > r->limit) {
-        decide(r, 413, "invalid_request_error", "the body is larger than this server takes");
+        static const char why[] = "the body is larger than this server takes";
+        decide(r, 413, "invalid_request_error", why);
+        mn_clients_refuse(r->x.fd, "413 Content Too Large", why);
+        r->x.status = 413;
         mn_text_free(&r->x.body);
         return MHD_YES;
     }
@@ -196,7 +205,7 @@ static enum MHD_Result queue(request *r, struct MHD_Response *response, const ch
     add_headers(response, type);
     if (r->x.status == 429) MHD_add_response_header(response, "Retry-After", "1");
     if (r->x.status == 401) MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
-    mn_engine_answered(r->s->engine, r->x.status);
+    mn_engine_answered(r->x.engine, r->x.status);
     const enum MHD_Result ok = MHD_queue_response(r->connection, (unsigned)r->x.status, response);
     MHD_destroy_response(response);
     return ok;
@@ -235,10 +244,10 @@ static ssize_t read_events(void *context, uint64_t position, char *out, size_t s
     (void)position;
     request *r = context;
     bool done = false;
-    mn_engine_lock(r->s->engine);
+    mn_engine_lock(r->x.engine);
     const size_t n = mn_job_take(r->x.job, out, size, &done);
     if (n == 0 && !done && !mn_job_ready(r->x.job)) MHD_suspend_connection(r->connection);
-    mn_engine_unlock(r->s->engine);
+    mn_engine_unlock(r->x.engine);
     r->sent += n;
     return n > 0 ? (ssize_t)n : done ? MHD_CONTENT_READER_END_OF_STREAM : 0;
 }
@@ -258,11 +267,11 @@ static enum MHD_Result answer_job(request *r, bool done) {
 }
 
 static enum MHD_Result wait_for_job(request *r) {
-    mn_engine_lock(r->s->engine);
+    mn_engine_lock(r->x.engine);
     const bool ready = mn_job_ready(r->x.job);
     const bool done = mn_job_is_done(r->x.job);
     if (!ready) MHD_suspend_connection(r->connection);
-    mn_engine_unlock(r->s->engine);
+    mn_engine_unlock(r->x.engine);
     return ready ? answer_job(r, done) : MHD_YES;
 }
 
@@ -279,6 +288,7 @@ static enum MHD_Result respond(request *r) {
     }
     if (!r->called) {
         r->called = true;
+        mn_client_waits(r->s->clients, r->client);
         r->x.route->handle(&r->x);
     }
     if (r->x.job) return wait_for_job(r);
@@ -298,7 +308,11 @@ static request *begin(server *s, struct MHD_Connection *connection, const char *
     snprintf(r->path, sizeof r->path, "%s", path);
     const union MHD_ConnectionInfo *info =
         MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-    r->x = (mn_exchange){ .engine = s->engine, .folder = s->folder, .wake = wake,
+    const union MHD_ConnectionInfo *own =
+        MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    r->client = own ? own->socket_context : NULL;
+    mn_client_sends(s->clients, r->client);
+    r->x = (mn_exchange){ .engine = mn_engines_take(s->engines), .folder = s->folder, .wake = wake,
                           .waker = connection, .fd = info ? info->connect_fd : -1 };
     check_header(r);
     return r;
@@ -327,10 +341,26 @@ static void completed(void *context, struct MHD_Connection *connection, void **o
     if (!r) return;
     log_request(r);
     mn_job_release(r->x.job);
+    mn_engines_give(r->s->engines, r->x.engine);
+    mn_client_rests(r->s->clients, r->client);
     if (r->file) fclose(r->file);
     mn_exchange_free(&r->x);
     free(r);
     *own = NULL;
+}
+
+/* Connections as they come and go. */
+static void watch(void *context, struct MHD_Connection *connection, void **own,
+                  enum MHD_ConnectionNotificationCode code) {
+    server *s = context;
+    if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+        const union MHD_ConnectionInfo *info =
+            MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+        *own = info ? mn_clients_add(s->clients, info->connect_fd) : NULL;
+    } else {
+        mn_clients_remove(s->clients, *own);
+        *own = NULL;
+    }
 }
 
 static void say_nothing(void *context, const char *format, va_list args) {
@@ -351,6 +381,22 @@ static mn_status resolve(struct addrinfo **out, const mn_server_options *o) {
     return mn_fail(MN_ERR_ARGUMENT, "--address %s: %s", o->address, gai_strerror(rc));
 }
 
+enum { OWN_FILES = 64 };           // descriptors that are no connections
+
+/* As many connections as were asked for, or as many files as this process may open. */
+static int most_connections(const mn_server_options *o) {
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0) return o->connections;
+    const rlim_t want = (rlim_t)o->connections + OWN_FILES;
+    if (files.rlim_cur < want) {
+        files.rlim_cur = files.rlim_max < want ? files.rlim_max : want;
+        setrlimit(RLIMIT_NOFILE, &files);
+        getrlimit(RLIMIT_NOFILE, &files);
+    }
+    if (files.rlim_cur >= want) return o->connections;
+    return (int)mn_max((int64_t)files.rlim_cur - OWN_FILES, 1);
+}
+
 static mn_status start(server *s) {
     const mn_server_options *o = s->options;
     struct addrinfo *address = NULL;
@@ -362,7 +408,8 @@ static mn_status start(server *s) {
     s->daemon = MHD_start_daemon(
         flags, 0, NULL, NULL, handle, s, MHD_OPTION_EXTERNAL_LOGGER, say_nothing, NULL,
         MHD_OPTION_SOCK_ADDR, address->ai_addr, MHD_OPTION_NOTIFY_COMPLETED, completed, NULL,
-        MHD_OPTION_CONNECTION_LIMIT, (unsigned)o->connections, MHD_OPTION_CONNECTION_TIMEOUT,
+        MHD_OPTION_NOTIFY_CONNECTION, watch, s,
+        MHD_OPTION_CONNECTION_LIMIT, (unsigned)most_connections(o), MHD_OPTION_CONNECTION_TIMEOUT,
         (unsigned)o->timeout, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)64 << 10,
         MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u, MHD_OPTION_END);
     freeaddrinfo(address);
@@ -387,27 +434,56 @@ static mn_status make_folder(server *s) {
 
 static void stop_all(server *s) {
     const int socket = MHD_quiesce_daemon(s->daemon);
-    mn_engine_drain(s->engine, s->options->drain);
+    mn_engines_drain(s->engines, s->options->drain);
     const struct timespec moment = { .tv_nsec = 200000000 };
     nanosleep(&moment, NULL);    // for last answers on their way
     MHD_stop_daemon(s->daemon);
     if (socket >= 0) close(socket);
 }
 
+/* One line about a reload, in the form of the log. */
+static void log_reload(const server *s, mn_status st) {
+    if (s->options->log_json) {
+        fprintf(stderr, "{\"event\":\"reload\",\"message\":");
+        put_quoted(stderr, st == MN_OK ? "the model was read again" : mn_last_error());
+        fputs("}\n", stderr);
+    } else {
+        fputs("event=reload message=", stderr);
+        put_quoted(stderr, st == MN_OK ? "the model was read again" : mn_last_error());
+        fputc('\n', stderr);
+    }
+}
+
+/* What is done beside the requests, until the end. */
+static void keep_house(server *s, const volatile sig_atomic_t *stop,
+                       volatile sig_atomic_t *reload) {
+    const struct timespec moment = { .tv_nsec = 50000000 };
+    for (unsigned turn = 0; !*stop; turn++) {
+        nanosleep(&moment, NULL);
+        if (*reload) {
+            *reload = 0;
+            log_reload(s, mn_engines_reload(s->engines));
+        }
+        if (turn % 10 == 0) mn_clients_sweep(s->clients);
+        mn_engines_sweep(s->engines);
+    }
+}
+
 mn_status mn_server_run(const mn_server_options *options, const volatile sig_atomic_t *stop,
-                        void (*ready)(int port)) {
+                        volatile sig_atomic_t *reload, void (*ready)(int port)) {
     server s = { .options = options };
-    mn_status st = mn_engine_open(&s.engine, &options->engine);
+    mn_status st = mn_engines_open(&s.engines, &options->engine);
     if (st != MN_OK) return st;
-    st = make_folder(&s);
+    st = mn_clients_create(&s.clients, most_connections(options), options->timeout);
+    if (st == MN_OK) st = make_folder(&s);
     if (st == MN_OK) st = start(&s);
     if (st == MN_OK) {
         ready(port_of(&s));
-        const struct timespec moment = { .tv_nsec = 50000000 };
-        while (!*stop) nanosleep(&moment, NULL);
+        keep_house(&s, stop, reload);
         stop_all(&s);
     }
-    mn_engine_close(s.engine);
+    mn_engines_close(s.engines);
+    mn_clients_destroy(s.clients);
     if (s.folder[0]) rmdir(s.folder);
     return st;
 }
