@@ -7,6 +7,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/check/check.h"
+#include "cli/check/program.h"
 #include "cli/command.h"
 #include "cli/options.h"
 #include "kernels/dispatch.h"
@@ -24,21 +25,24 @@ static void print_help(void) {
          "  --quiet         only failures and the closing line");
 }
 
+void mn_check_report(mn_check *c, const char *name, const mn_golden_result *result) {
+    const char *base = strrchr(c->path, '/') ? strrchr(c->path, '/') + 1 : c->path;
+    if (result->passed) c->n_passed++;
+    else c->n_failed++;
+    if (!c->options->quiet || !result->passed) {
+        printf("%s %s %s %s %s: rms %.2e max %.2e tol %.2e\n", result->passed ? "ok  " : "FAIL",
+               c->target, c->dtype, base, name, result->rms, result->worst, result->tolerance);
+    }
+}
+
 static mn_status report(void *context, const char *name) {
     mn_check *c = context;
     mn_golden_result result = { 0 };
     const mn_status st =
         c->want ? mn_golden_compare_bf16(&result, c->sample, c->want, c->moved, c->file, name)
                 : mn_golden_compare(&result, c->sample, c->file, name);
-    if (st != MN_OK) return st;
-    const char *base = strrchr(c->path, '/') ? strrchr(c->path, '/') + 1 : c->path;
-    if (result.passed) c->n_passed++;
-    else c->n_failed++;
-    if (!c->options->quiet || !result.passed) {
-        printf("%s %s %s %s %s: rms %.2e max %.2e tol %.2e\n", result.passed ? "ok  " : "FAIL",
-               c->target, c->dtype, base, name, result.rms, result.worst, result.tolerance);
-    }
-    return MN_OK;
+    if (st == MN_OK) mn_check_report(c, name, &result);
+    return st;
 }
 
 mn_status mn_check_tensors(mn_check *check, const char *key) {
@@ -72,8 +76,12 @@ static void check_file(mn_check *c, mn_context *context, const char *path, mn_dt
     c->path = path;
     c->file = file;
     c->sample = sample;
-    if (st == MN_OK) st = mn_golden_bind(sample, &cu, file, dtype);
-    if (st == MN_OK) st = evaluate(c, context, sample);
+    if (st == MN_OK && mn_program_find(mn_safetensors_metadata(file, "op"))) {
+        st = mn_check_program(c, file, context, NULL, dtype);
+    } else {
+        if (st == MN_OK) st = mn_golden_bind(sample, &cu, file, dtype);
+        if (st == MN_OK) st = evaluate(c, context, sample);
+    }
     if (st != MN_OK) mn_check_failed(c);
     if (sample) mn_sample_free(sample);
     free(sample);
