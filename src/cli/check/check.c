@@ -15,9 +15,10 @@
 
 static void print_help(void) {
     puts("usage: mneme check [options] FILE...\n\n"
-         "Evaluates the operator inside each golden file (safetensors), forward and backward, and\n"
-         "compares every result and gradient with the file's own tolerance: rms <= tol and\n"
-         "largest deviation <= 16 tol. In bf16, the judge is the reference in f64 on inputs\n"
+         "Evaluates the operator inside each golden file (safetensors), or what layers make of\n"
+         "several (gsa, hgrn2, window_attention ...), forward and backward, and compares every\n"
+         "result and gradient with the file's own tolerance: rms <= tol and largest\n"
+         "deviation <= 16 tol. In bf16, the judge is the reference in f64 on inputs\n"
          "rounded to bf16. Without a GPU, --target cuda says so and exits with status 77.\n\n"
          "  --target NAME   ref, avx2, avx512, cuda, cuda:N (default: every target here)\n"
          "  --dtype NAME    f32; f64 on ref; bf16 on cuda (default: f64 on ref, f32 elsewhere)\n"
