@@ -52,7 +52,7 @@ add_dependencies(test_gpus fake_nccl)
 target_compile_definitions(test_gpus PRIVATE MN_FAKE_NCCL="$<TARGET_FILE:fake_nccl>")
 
 set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
-add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors")
+add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors ${golden}/programs/*.safetensors")
 set_tests_properties(golden PROPERTIES LABELS "sanitize;threads")
 add_test(NAME bench_quick COMMAND mneme_cli bench ops --quick --runs 1)
 add_test(NAME layers COMMAND sh ${CMAKE_SOURCE_DIR}/tests/layers.sh ${CMAKE_SOURCE_DIR})

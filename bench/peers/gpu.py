@@ -24,6 +24,8 @@ import mneme.torch.ops as ours
 TABLE = [(4, 4096, 16, 16, 128), (8, 4096, 16, 16, 128), (1, 32768, 16, 16, 128),
          (4, 8192, 16, 32, 128), (1, 32768, 16, 32, 128), (4, 8192, 16, 64, 128),
          (1, 8192, 8, 8, 128)]
+STEPS = 2    # of a token of gated_deltaproduct
+SHAPES = {"rwkv7": [(4, 4096, 32, 32, 64), (4, 4096, 16, 16, 64), (4, 4096, 16, 16, 128)]}
 GRID = TABLE + [(8, 4096, 8, 8, 128), (1, 131072, 16, 16, 128), (1, 131072, 4, 4, 128),
                 (1, 4096, 16, 16, 128), (1, 512, 16, 16, 128), (16, 512, 16, 16, 128),
                 (64, 512, 16, 16, 128), (64, 1024, 4, 4, 128), (32, 2048, 4, 4, 128)]
@@ -48,13 +50,24 @@ def unit(*shape):
 def inputs_of(row, B, T, H, HV, D, strength):
     """What the row takes; q and k repeated to the value heads unless a peer does that itself."""
     x = {"q": unit(B, T, H, D), "k": unit(B, T, H, D), "v": normal(B, T, HV, D)}
+    if row == "rwkv7":
+        x["k"], x["a"] = normal(B, T, H, D) / D ** 0.5, -x["k"]
+        x["b"] = -x["a"] * torch.rand(B, T, H, D, device="cuda").bfloat16()
+        # RWKV-7's decays lie between exp(-0.6065) and 1
+        x["g"] = -0.6065 * strength * torch.rand(B, T, H, D, device="cuda").bfloat16()
+    if row == "gated_deltaproduct":
+        x["k"], x["v"] = unit(B, T, STEPS * H, D), normal(B, T, STEPS * HV, D)
+        x["beta"] = torch.rand(B, T, STEPS * HV, device="cuda").bfloat16()
+        x["g"] = (strength * F.logsigmoid(torch.randn(B, T, HV, device="cuda"))).bfloat16()
     if row in ("gdn", "kda", "delta"):
         x["beta"] = torch.rand(B, T, HV, device="cuda").bfloat16()
     if row == "gdn":
         x["g"] = F.logsigmoid(torch.randn(B, T, HV, device="cuda"))
-    if row in ("kda", "gla"):
+    if row in ("kda", "gla", "hgrn2"):
         g = F.logsigmoid(torch.randn(B, T, HV, D, device="cuda"))
-        x["g"] = (strength * g).bfloat16() if row == "gla" else strength * g
+        x["g"] = strength * g if row == "kda" else (strength * g).bfloat16()
+        if row == "hgrn2":
+            x["k"] = (1 - x["g"].float().exp()).bfloat16()
     return x
 
 
@@ -67,20 +80,31 @@ def first(results):
     return results[0] if isinstance(results, tuple) else results
 
 
+def extras_of(row, scale):
+    return {"linear": {"normalize": False}, "retnet": {},
+            "lightning": {"layer_idx": 3, "num_layers": 24}}.get(row, {"scale": scale})
+
+
 def our_call(row, x, scale):
     """The function and its inputs."""
+    if row == "rwkv7":
+        return (lambda *a: first(ours.dplr(*a, scale=1.0))), x, tuple("qkvabg")
+    if row == "gated_deltaproduct":
+        call = lambda *a: first(ours.delta_product(*a, scale=scale))
+        return call, x, ("q", "k", "v", "beta", "g")
     heads = x["v"].shape[2]
     t = {**x, "q": repeated(x["q"], heads), "k": repeated(x["k"], heads)}
     if "g" in t:
         t["g"] = t["g"].bfloat16()
     names = {"gdn": ("chunk_gated_delta_rule", "q k v g beta"), "kda": ("chunk_kda", "q k v g beta"),
              "delta": ("chunk_delta_rule", "q k v beta"), "gla": ("chunk_gla", "q k v g"),
-             "linear": ("chunk_linear_attn", "q k v"), "retnet": ("chunk_retention", "q k v")}
+             "linear": ("chunk_linear_attn", "q k v"), "retnet": ("chunk_retention", "q k v"),
+             "hgrn2": ("chunk_gla", "q k v g"), "lightning": ("chunk_lightning_attn", "q k v")}
     if row == "attention":
         return (lambda *a: first(ours.attention(*a, scale=scale))), t, ("q", "k", "v")
     function, order = names[row]
     call = getattr(ours, function)
-    extra = {"normalize": False} if row == "linear" else {} if row == "retnet" else {"scale": scale}
+    extra = extras_of(row, scale)
     return (lambda *a: call(*a, **extra)[0]), t, tuple(order.split())
 
 
@@ -89,12 +113,23 @@ def fla_call(row, x, scale):
     if not fla or row == "attention":
         return None
     names = {"gdn": "chunk_gated_delta_rule", "kda": "chunk_kda", "delta": "chunk_delta_rule",
-             "gla": "chunk_gla", "linear": "chunk_linear_attn", "retnet": "chunk_retention"}
+             "gla": "chunk_gla", "linear": "chunk_linear_attn", "retnet": "chunk_retention",
+             "hgrn2": "chunk_gla", "lightning": "chunk_lightning_attn",
+             "gated_deltaproduct": "chunk_gated_delta_product"}
+    if row == "rwkv7":
+        from fla.ops.rwkv7 import chunk_rwkv7
+        call = lambda q, k, v, a, b, g: chunk_rwkv7(q, g, k, v, a, b, scale=1.0, lower_bound=-0.61)[0]
+        return call, x, tuple("qkvabg")
     function = getattr(fla, names[row], None)
     if not function:
         return None
+    if row == "gated_deltaproduct":
+        rows = lambda z: z.reshape(z.shape[0], z.shape[1] * STEPS, -1, *z.shape[3:])
+        call = lambda q, k, v, beta, g: function(q, rows(k), rows(v), g, rows(beta), STEPS,
+                                                 scale=scale)[0]
+        return call, x, ("q", "k", "v", "beta", "g")
     call, t, order = our_call(row, x, scale)
-    extra = {"normalize": False} if row == "linear" else {} if row == "retnet" else {"scale": scale}
+    extra = extras_of(row, scale)
     return (lambda *a: function(*a, **extra)[0]), t, order
 
 
@@ -230,16 +265,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="gdn,kda,gla,linear,retnet,attention")
+    parser.add_argument("--all-backward", action="store_true",
+                        help="time backward passes that fla refuses as wrong on this machine")
     parser.add_argument("--shapes", default="table", choices=("table", "grid", "one"))
     parser.add_argument("--gates", default="1", help="factors of log decays, such as 0.0625,1,3")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    if options.all_backward:
+        common = module("fla.ops.common.chunk_o")
+        if common:
+            common.TRITON_ABOVE_3_7_1 = True
     torch.manual_seed(1)
     results = []
     shapes = {"table": TABLE, "grid": GRID, "one": TABLE[:1]}[options.shapes]
     for row in options.rows.split(","):
-        for shape in shapes if row == "gdn" else TABLE[:1]:
+        for shape in shapes if row == "gdn" else SHAPES.get(row, TABLE[:1]):
             for strength in map(float, options.gates.split(",")):
                 r = measure(row, shape, strength, options.runs)
                 results.append(r)

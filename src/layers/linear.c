@@ -131,9 +131,8 @@ static void pick_pairs(int64_t d, double *left, double *right, double *by) {
 
 /* (1, x / d^(1/4), x_i^2 / sqrt(2 d), x_i x_j / sqrt d), whose products are 1 + s + s^2 / 2 with
  * s = q.k / sqrt d. */
-static mn_tensor *taylor(mn_forward *f, mn_tensor *x) {
+mn_tensor *mn_taylor_features(mn_tape *tape, mn_tensor *x) {
     if (!x) return NULL;
-    mn_tape *tape = f->tape;
     const int64_t *n = x->shape, d = n[3], P = d * (d + 1) / 2, rows = n[0] * n[1] * n[2];
     double *left = calloc((size_t)(2 * P * d + P), sizeof *left);
     if (!left) return mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "no memory for a feature map"));
@@ -146,7 +145,7 @@ static mn_tensor *taylor(mn_forward *f, mn_tensor *x) {
     mn_tensor *flat = mn_tape_shaped(tape, x, (int64_t[]){ 1, rows, 1, d });
     mn_tensor *pairs = mn_tape_multiply(tape, mn_tape_linear(tape, flat, a, NULL),
                                         mn_tape_linear(tape, flat, b, NULL));
-    mn_tensor *const parts[] = { mn_filled(f, (int64_t[]){ 1, rows, 1, 1 }, 1.0),
+    mn_tensor *const parts[] = { mn_tape_filled(tape, (int64_t[]){ 1, rows, 1, 1 }, 1.0),
                                  mn_tape_affine(tape, flat, pow((double)d, -0.25), 0.0),
                                  mn_tape_multiply(tape, pairs, scale) };
     mn_tensor *y = mn_tape_join(tape, parts, 3);
@@ -162,7 +161,7 @@ static mn_tensor *features(mn_forward *f, mn_tensor *x, char which) {
     case MAP_HEDGEHOG: return hedgehog(f, x, which);
     case MAP_T2R: return mn_tape_unary(tape, MN_UNARY_RELU, map_layer(f, x, which, "layer"));
     case MAP_DPFP: return dpfp(f, x);
-    case MAP_TAYLOR: return taylor(f, x);
+    case MAP_TAYLOR: return mn_taylor_features(tape, x);
     case MAP_ELU: return mn_tape_unary(tape, MN_UNARY_ELU_ONE, x);
     case MAP_RELU: return mn_tape_unary(tape, MN_UNARY_RELU, x);
     case MAP_SWISH:

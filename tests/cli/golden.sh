@@ -24,7 +24,7 @@ tool() {
     [ "$status" = "$expected" ] || fail "$command: exit status $status, expected $expected"
 }
 
-tool 0 check.py --quiet "$golden"/*.safetensors
+tool 0 check.py --quiet "$golden"/*.safetensors "$golden"/programs/*.safetensors
 says "^[0-9]* files, [0-9]* results, 0 files failed"
 
 # three files from their own inputs: the same bytes of inputs, results within rounding
@@ -50,7 +50,8 @@ PYTHON
 # new numbers: a file of many operators, another seed
 tool 0 make.py --seed 5 --out "$work/fresh" additive_vector delta_kda bayes_diag_groups palimpsa_state0 \
     kla_state0 ccq_gated_deltanet_state0 mesa_state0 mlstm_state0 selective_scan attention_gqa_rope \
-    hyperglu_core conv1d rms_norm_gated_gate_first longhorn_column
+    hyperglu_core conv1d rms_norm_gated_gate_first longhorn_column gsa_gqa_state0 hgrn2 \
+    window_attention_qk_norm linear_norm_state0
 run 0 check --quiet "$work"/fresh/*.safetensors
 says "[0-9] passed, 0 failed"
 

@@ -7,6 +7,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/check/check.h"
+#include "cli/check/program.h"
 #include "cli/command.h"
 #include "cli/options.h"
 #include "kernels/dispatch.h"
@@ -14,14 +15,25 @@
 
 static void print_help(void) {
     puts("usage: mneme check [options] FILE...\n\n"
-         "Evaluates the operator inside each golden file (safetensors), forward and backward, and\n"
-         "compares every result and gradient with the file's own tolerance: rms <= tol and\n"
-         "largest deviation <= 16 tol. In bf16, the judge is the reference in f64 on inputs\n"
+         "Evaluates the operator inside each golden file (safetensors), or what layers make of\n"
+         "several (gsa, hgrn2, window_attention ...), forward and backward, and compares every\n"
+         "result and gradient with the file's own tolerance: rms <= tol and largest\n"
+         "deviation <= 16 tol. In bf16, the judge is the reference in f64 on inputs\n"
          "rounded to bf16. Without a GPU, --target cuda says so and exits with status 77.\n\n"
          "  --target NAME   ref, avx2, avx512, cuda, cuda:N (default: every target here)\n"
          "  --dtype NAME    f32; f64 on ref; bf16 on cuda (default: f64 on ref, f32 elsewhere)\n"
          "  --threads N     worker threads (default: one per core)\n"
          "  --quiet         only failures and the closing line");
+}
+
+void mn_check_report(mn_check *c, const char *name, const mn_golden_result *result) {
+    const char *base = strrchr(c->path, '/') ? strrchr(c->path, '/') + 1 : c->path;
+    if (result->passed) c->n_passed++;
+    else c->n_failed++;
+    if (!c->options->quiet || !result->passed) {
+        printf("%s %s %s %s %s: rms %.2e max %.2e tol %.2e\n", result->passed ? "ok  " : "FAIL",
+               c->target, c->dtype, base, name, result->rms, result->worst, result->tolerance);
+    }
 }
 
 static mn_status report(void *context, const char *name) {
@@ -30,15 +42,8 @@ static mn_status report(void *context, const char *name) {
     const mn_status st =
         c->want ? mn_golden_compare_bf16(&result, c->sample, c->want, c->moved, c->file, name)
                 : mn_golden_compare(&result, c->sample, c->file, name);
-    if (st != MN_OK) return st;
-    const char *base = strrchr(c->path, '/') ? strrchr(c->path, '/') + 1 : c->path;
-    if (result.passed) c->n_passed++;
-    else c->n_failed++;
-    if (!c->options->quiet || !result.passed) {
-        printf("%s %s %s %s %s: rms %.2e max %.2e tol %.2e\n", result.passed ? "ok  " : "FAIL",
-               c->target, c->dtype, base, name, result.rms, result.worst, result.tolerance);
-    }
-    return MN_OK;
+    if (st == MN_OK) mn_check_report(c, name, &result);
+    return st;
 }
 
 mn_status mn_check_tensors(mn_check *check, const char *key) {
@@ -72,8 +77,12 @@ static void check_file(mn_check *c, mn_context *context, const char *path, mn_dt
     c->path = path;
     c->file = file;
     c->sample = sample;
-    if (st == MN_OK) st = mn_golden_bind(sample, &cu, file, dtype);
-    if (st == MN_OK) st = evaluate(c, context, sample);
+    if (st == MN_OK && mn_program_find(mn_safetensors_metadata(file, "op"))) {
+        st = mn_check_program(c, file, context, NULL, dtype);
+    } else {
+        if (st == MN_OK) st = mn_golden_bind(sample, &cu, file, dtype);
+        if (st == MN_OK) st = evaluate(c, context, sample);
+    }
     if (st != MN_OK) mn_check_failed(c);
     if (sample) mn_sample_free(sample);
     free(sample);

@@ -30,8 +30,17 @@ enum { MN_CHECK_SKIPPED = 77 };
 /* Compares every tensor of the file's metadata `key` and prints a line for each. */
 mn_status mn_check_tensors(mn_check *check, const char *key);
 
+/* Counts a comparison and prints its line. */
+void mn_check_report(mn_check *check, const char *name, const mn_golden_result *result);
+
 /* Prints why a file could not be evaluated, which counts as one failure. */
 void mn_check_failed(mn_check *check);
+
+/* ---- program.c ---- */
+
+/* Evaluates and compares a file whose "op" mn_program_find knows. `reference`: for bf16. */
+mn_status mn_check_program(mn_check *check, const mn_safetensors *file, mn_context *context,
+                           mn_context *reference, mn_dtype dtype);
 
 /* ---- device.c ---- */
 

@@ -8,6 +8,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "cli/check/check.h"
+#include "cli/check/program.h"
 #include "ops/sample_device.h"
 
 /* The contexts of a check. */
@@ -86,7 +87,11 @@ static void check_file(mn_check *c, const judge *j, const char *path) {
     mn_status st = t ? mn_safetensors_open(&file, path) : mn_fail(MN_ERR_MEMORY, "no memory");
     c->path = path;
     c->file = file;
-    if (st == MN_OK) st = evaluate(c, j, t, file);
+    if (st == MN_OK && mn_program_find(mn_safetensors_metadata(file, "op"))) {
+        st = mn_check_program(c, file, j->device, j->reference, j->dtype);
+    } else if (st == MN_OK) {
+        st = evaluate(c, j, t, file);
+    }
     if (st != MN_OK) mn_check_failed(c);
     c->sample = c->want = c->moved = NULL;
     if (t) {

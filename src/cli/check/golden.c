@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "base/util.h"
 
 enum { MAX_NAME = 128 };
 
@@ -252,6 +253,28 @@ static mn_status tolerance_of(double *out, const mn_safetensors *file, const cha
     return *out > 0 ? MN_OK : mn_fail(MN_ERR_FORMAT, "%s is \"%s\", not a tolerance", key, text);
 }
 
+/* Values with the stored ones, by result->tolerance. */
+static mn_status compare_with_file(mn_golden_result *result, const double *values, int64_t count,
+                                   const mn_stored_tensor *want) {
+    double *reference = malloc(((size_t)count + 1) * sizeof *reference);
+    if (!reference) return mn_fail(MN_ERR_MEMORY, "no memory for %s", want->name);
+    const mn_status st = mn_safetensors_read_f64(reference, want);
+    double error2 = 0.0, norm2 = 0.0, worst = 0.0, largest = 0.0;
+    for (int64_t i = 0; st == MN_OK && i < count; i++) {
+        const double d = fabs(values[i] - reference[i]);
+        error2 += d * d;
+        norm2 += reference[i] * reference[i];
+        worst = d > worst || isnan(d) ? d : worst;
+        largest = fmax(largest, fabs(reference[i]));
+    }
+    free(reference);
+    result->rms = norm2 > 0 ? sqrt(error2 / norm2) : sqrt(error2);
+    result->worst = largest > 0 ? worst / largest : worst;
+    result->passed = sqrt(error2) <= result->tolerance * sqrt(norm2) &&
+                     worst <= 16 * result->tolerance * largest;
+    return st;
+}
+
 mn_status mn_golden_compare(mn_golden_result *result, const mn_sample *sample,
                             const mn_safetensors *file, const char *name) {
     int64_t count = 0;
@@ -269,33 +292,18 @@ mn_status mn_golden_compare(mn_golden_result *result, const mn_sample *sample,
     const char *symmetric = mn_safetensors_metadata(file, "symmetric");
     const int64_t square = input && symmetric && listed(symmetric, field->name)
                                ? want->shape[want->rank - 1] : 0;
-    double *reference = malloc(((size_t)count + 1) * sizeof *reference);
-    if (!reference) return mn_fail(MN_ERR_MEMORY, "no memory for %s", name);
-    st = mn_safetensors_read_f64(reference, want);
-    double error2 = 0.0, norm2 = 0.0, worst = 0.0, largest = 0.0;
-    for (int64_t i = 0; st == MN_OK && i < count; i++) {
-        const double x = value_at(sample, got, i, square);
-        const double d = fabs(x - reference[i]);
-        error2 += d * d;
-        norm2 += reference[i] * reference[i];
-        worst = d > worst || isnan(d) ? d : worst;
-        largest = fmax(largest, fabs(reference[i]));
-    }
-    free(reference);
-    result->rms = norm2 > 0 ? sqrt(error2 / norm2) : sqrt(error2);
-    result->worst = largest > 0 ? worst / largest : worst;
-    result->passed = sqrt(error2) <= result->tolerance * sqrt(norm2) &&
-                     worst <= 16 * result->tolerance * largest;
+    double *values = malloc(((size_t)count + 1) * sizeof *values);
+    if (!values) return mn_fail(MN_ERR_MEMORY, "no memory for %s", name);
+    for (int64_t i = 0; i < count; i++) values[i] = value_at(sample, got, i, square);
+    st = compare_with_file(result, values, count, want);
+    free(values);
     return st;
 }
 
-/* Largest number of the row that starts at `first`. */
-static double row_scale(const mn_sample *want, const void *data, int64_t first, int64_t width,
-                        int64_t square) {
+/* Largest number of a row of the reference. */
+static double row_scale(const double *row, int64_t width) {
     double largest = 0.0;
-    for (int64_t i = first; i < first + width; i++) {
-        largest = fmax(largest, fabs(value_at(want, data, i, square)));
-    }
+    for (int64_t i = 0; i < width; i++) largest = fmax(largest, fabs(row[i]));
     return largest;
 }
 
@@ -304,21 +312,18 @@ typedef struct deviation {
     double rms, worst;
 } deviation;
 
-static deviation deviation_of(const mn_sample *got, const void *x, const mn_sample *want,
-                              const void *r, int64_t count, int64_t width, int64_t square) {
+static deviation deviation_of(const double *x, const double *r, int64_t count, int64_t width) {
     deviation off = { 0.0, 0.0 };
     double error2 = 0.0, norm2 = 0.0;
     for (int64_t i = 0; i < count; i++) {
-        const double reference = value_at(want, r, i, square);
-        const double d = value_at(got, x, i, square) - reference;
-        error2 += d * d;
-        norm2 += reference * reference;
+        error2 += (x[i] - r[i]) * (x[i] - r[i]);
+        norm2 += r[i] * r[i];
     }
     const double rms = count > 0 ? sqrt(norm2 / (double)count) : 0.0;
     for (int64_t first = 0; first < count; first += width) {
-        const double scale = fmax(row_scale(want, r, first, width, square), rms);
+        const double scale = fmax(row_scale(r + first, width), rms);
         for (int64_t i = first; i < first + width; i++) {
-            const double d = fabs(value_at(got, x, i, square) - value_at(want, r, i, square));
+            const double d = fabs(x[i] - r[i]);
             const double share = d > 0.0 || isnan(d) ? d / scale : 0.0;
             off.worst = share > off.worst || isnan(share) ? share : off.worst;
         }
@@ -327,35 +332,71 @@ static deviation deviation_of(const mn_sample *got, const void *x, const mn_samp
     return off;
 }
 
-mn_status mn_golden_compare_bf16(mn_golden_result *result, const mn_sample *got,
-                                 const mn_sample *want, const mn_sample *moved,
-                                 const mn_safetensors *file, const char *name) {
+static void compare_bf16(mn_golden_result *result, const mn_golden_numbers *n, int64_t width) {
     static const double unit = 1.0 / 256.0;
-    int64_t count = 0, n_want = 0;
-    const mn_field *field = NULL;
-    const mn_stored_tensor *shape;
-    const void *x = computed(got, name, &count, &field), *y = computed(want, name, &n_want, &field);
-    const mn_status st = mn_safetensors_get(&shape, file, name);
-    if (st != MN_OK) return st;
-    if (!x || !y || count != n_want || mn_stored_elements(shape) != count) {
-        return mn_fail(MN_ERR_FORMAT, "nothing comparable was computed for %s", name);
-    }
-    const int64_t width = shape->rank > 0 ? shape->shape[shape->rank - 1] : 1;
-    const char *symmetric = mn_safetensors_metadata(file, "symmetric");
-    const bool input = field->role <= MN_ROLE_RAW;
-    const int64_t square = input && symmetric && listed(symmetric, field->name) ? width : 0;
-    const deviation off = deviation_of(got, x, want, y, count, width, square);
+    const deviation off = deviation_of(n->got, n->want, n->count, width);
     deviation most = { 2.0 * unit / sqrt(3.0), 2.0 * unit };
-    if (moved) {
-        const void *z = computed(moved, name, &n_want, &field);
-        const deviation by = deviation_of(moved, z, want, y, count, width, square);
+    if (n->moved) {
+        const deviation by = deviation_of(n->moved, n->want, n->count, width);
         most = (deviation){ fmax(most.rms, 2.0 * by.rms), fmax(most.worst, 2.0 * by.worst) };
     }
     result->rms = off.rms;
     result->worst = off.worst;
     result->tolerance = most.rms;
     result->passed = off.rms <= most.rms && off.worst <= most.worst;
-    return MN_OK;
+}
+
+static int64_t row_width(const mn_stored_tensor *tensor) {
+    return tensor->rank > 0 ? mn_max(tensor->shape[tensor->rank - 1], 1) : 1;
+}
+
+mn_status mn_golden_compare_numbers(mn_golden_result *result, const mn_golden_numbers *numbers,
+                                    const mn_safetensors *file, const char *name, bool f64) {
+    const mn_stored_tensor *want;
+    mn_status st = mn_safetensors_get(&want, file, name);
+    if (st != MN_OK) return st;
+    if (mn_stored_elements(want) != numbers->count) {
+        return mn_fail(MN_ERR_FORMAT, "nothing comparable was computed for %s", name);
+    }
+    if (numbers->want) {
+        compare_bf16(result, numbers, row_width(want));
+        return MN_OK;
+    }
+    st = tolerance_of(&result->tolerance, file, name, f64);
+    return st == MN_OK ? compare_with_file(result, numbers->got, numbers->count, want) : st;
+}
+
+/* What the sample computed, as numbers of which antisymmetry does not count in `square`s. */
+static double *values_of(const mn_sample *sample, const void *data, int64_t count, int64_t square) {
+    double *values = malloc(((size_t)count + 1) * sizeof *values);
+    for (int64_t i = 0; values && i < count; i++) values[i] = value_at(sample, data, i, square);
+    return values;
+}
+
+mn_status mn_golden_compare_bf16(mn_golden_result *result, const mn_sample *got,
+                                 const mn_sample *want, const mn_sample *moved,
+                                 const mn_safetensors *file, const char *name) {
+    int64_t count = 0, n_want = 0;
+    const mn_field *field = NULL;
+    const mn_stored_tensor *shape;
+    const void *x = computed(got, name, &count, &field), *y = computed(want, name, &n_want, &field);
+    mn_status st = mn_safetensors_get(&shape, file, name);
+    if (st != MN_OK) return st;
+    if (!x || !y || count != n_want || mn_stored_elements(shape) != count) {
+        return mn_fail(MN_ERR_FORMAT, "nothing comparable was computed for %s", name);
+    }
+    const char *symmetric = mn_safetensors_metadata(file, "symmetric");
+    const bool input = field->role <= MN_ROLE_RAW;
+    const int64_t square = input && symmetric && listed(symmetric, field->name) ? row_width(shape)
+                                                                                : 0;
+    double *a = values_of(got, x, count, square), *b = values_of(want, y, count, square), *c = NULL;
+    if (moved) c = values_of(moved, computed(moved, name, &n_want, &field), count, square);
+    if (!a || !b || (moved && !c)) st = mn_fail(MN_ERR_MEMORY, "no memory for %s", name);
+    else compare_bf16(result, &(mn_golden_numbers){ a, b, c, count }, row_width(shape));
+    free(a);
+    free(b);
+    free(c);
+    return st;
 }
 
 mn_status mn_golden_each(const mn_safetensors *file, const char *key,

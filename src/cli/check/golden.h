@@ -33,6 +33,17 @@ mn_status mn_golden_compare_bf16(mn_golden_result *result, const mn_sample *got,
                                  const mn_sample *want, const mn_sample *moved,
                                  const mn_safetensors *file, const char *name);
 
+/* Numbers computed for a tensor of a file; for bf16 with those of the float64 reference and of that
+ * with nudged inputs, else NULL. */
+typedef struct mn_golden_numbers {
+    const double *got, *want, *moved;
+    int64_t count;
+} mn_golden_numbers;
+
+/* Compares them by the same rules: with the file, or with `want` where that is given. */
+mn_status mn_golden_compare_numbers(mn_golden_result *result, const mn_golden_numbers *numbers,
+                                    const mn_safetensors *file, const char *name, bool f64);
+
 /* Calls `use(context, name)` for each name of the comma-separated metadata `key`; stops at a
  * failure. */
 mn_status mn_golden_each(const mn_safetensors *file, const char *key,

@@ -19,7 +19,7 @@
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CUH
 
-#include "kernels/cuda/delta/delta_smem.cuh"
+#include "kernels/cuda/delta/delta_pairs.cuh"
 
 namespace mneme::delta {
 
@@ -82,15 +82,16 @@ struct mn_grad_acc {
     float end[8];                        // S . D of eight channels, some of the rows
 };
 
-template <int KT>
+template <int KT, int CHANNEL>
 __device__ inline void mn_grad_load(mn_grad_stage<KT> &to, const mn_delta_params &job,
                                       const mn_grad_coord &at, int64_t column0) {
     const mn_delta_workspace &workspace = job.workspace;
     const int64_t row = at.index * job.padded_v + column0;
     constexpr int n_threads = MN_DELTA_GRAD_THREADS;
     const int tid = threadIdx.x, stride = (int)at.stride;
-    mn_tile_load<64, n_threads>(to.cot, job.p.cot.o, job.packed[MN_DELTA_COT], at.tile.span, at.h,
-                             at.tile.first, at.count, column0, job.p.call.V, tid);
+    mn_chunk_load<CHANNEL, 64, n_threads>(to.cot, mn_in{}, job.p.cot.o, job.packed[MN_DELTA_COT],
+                                          at.tile.span, at.h, at.tile.first, at.count, column0,
+                                          job.p.call.V, tid);
     mn_tile_reload<64, n_threads>(to.dX, workspace.dX + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, tid);
     mn_tile_reload<64, n_threads>(to.R, workspace.R + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, tid);
     mn_tile_reload<KT, n_threads>(to.S, workspace.S + row * stride + at.channel0, stride, tid);
@@ -145,26 +146,30 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
 }
 
 /* All value columns, and the keys into the smem. */
-template <int KT, typename Smem>
+template <int KT, int CHANNEL = false, typename Smem>
 __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
                                            const mn_delta_params &job, const mn_grad_coord &at) {
     const mn_delta_args &p = job.p;
     const int tiles = (int)(job.padded_v / 64);
     const int64_t key = mn_key_head(p.call, at.h);
-    const auto keys = [&](unsigned char *to, const mn_in &view, int tensor) {
-        if (!view.data) return;
-        mn_tile_load<KT, MN_DELTA_GRAD_THREADS>(to, view, job.packed[tensor], at.tile.span, key,
-                                            at.tile.first, at.count, at.channel0, p.call.K,
-                                            threadIdx.x);
+    constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
+    const auto keys = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
+        if (!even.data && !odd.data) return;
+        mn_chunk_load<CHANNEL, KT, MN_DELTA_GRAD_THREADS>(to, even, odd, job.packed[tensor],
+                                                          at.tile.span, key, at.tile.first,
+                                                          at.count, at.channel0, p.call.K,
+                                                          threadIdx.x);
     };
     sum = {};
-    mn_grad_load<KT>(smem.stage[0], job, at, 0);
+    mn_grad_load<KT, CHANNEL>(smem.stage[0], job, at, 0);
     mn_cp_async_commit();
-    keys(smem.keys.q, p.q, MN_DELTA_Q);
-    keys(smem.keys.e, p.e, MN_DELTA_E);
-    keys(smem.keys.w, p.w, MN_DELTA_W);
+    keys(smem.keys.q, mn_in{}, p.q, MN_DELTA_Q);
+    keys(smem.keys.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
+    keys(smem.keys.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
     for (int i = 0; i < tiles; i++) {
-        if (i + 1 < tiles) mn_grad_load<KT>(smem.stage[(i + 1) % 2], job, at, (i + 1) * 64);
+        if (i + 1 < tiles) {
+            mn_grad_load<KT, CHANNEL>(smem.stage[(i + 1) % 2], job, at, (i + 1) * 64);
+        }
         mn_cp_async_commit();
         mn_cp_async_wait<1>();
         __syncthreads();
@@ -180,8 +185,8 @@ __device__ inline mn_grad_coord mn_grad_block_coord(const mn_delta_params &job, 
     at.index = blockIdx.x;
     at.h = blockIdx.x % call.H;
     at.slot = blockIdx.x / call.H;
-    at.tile = mn_tile_at(call, MN_DELTA_CHUNK, at.slot);
-    at.count = (int)at.tile.n_rows;
+    at.tile = mn_tile_at(call, mn_delta_chunk_tokens(job.pairs), at.slot);
+    at.count = (int)at.tile.n_rows * (job.pairs ? 2 : 1);
     at.channel0 = (int64_t)blockIdx.y * KT;
     at.stride = KP;
     at.block = threadIdx.x / 32 % 4;
@@ -324,11 +329,12 @@ __device__ inline void mn_grad_intra_chunk(mn_grad_smem<KT> &smem, mn_grad_acc<K
 }
 
 /* A warp's 16 x KT / 4 numbers into rows of a tensor, through its part of a tile that nobody reads
- * any more. */
+ * any more. `of`: the first of every `rows` rows that is a token's. */
 template <int KT>
 __device__ inline void mn_grad_store(const mn_out &view, bool packed, const mn_grad_coord &at,
                                     int64_t K, unsigned char *tile,
-                                    const float (&x)[mn_grad_acc<KT>::N][4]) {
+                                    const float (&x)[mn_grad_acc<KT>::N][4], int rows = 1,
+                                    int of = 0) {
     constexpr int N = mn_grad_acc<KT>::N;
     if (!view.data) return;
     const int lane = threadIdx.x % 32;
@@ -346,11 +352,11 @@ __device__ inline void mn_grad_store(const mn_out &view, bool packed, const mn_g
     for (int k = lane; k < 16 * N; k += 32) {
         const int row = at.block * 16 + k / N, vec16 = at.quarter * N + k % N;
         const int64_t i = at.channel0 + 8 * vec16;
-        if (row >= at.count || i >= K) continue;
+        if (row >= at.count || i >= K || row % rows != of) continue;
         const mn_vec<mn_bf16, 8> pack = *(mn_vec<mn_bf16,
                                            8> *)(tile + mn_tile_swizzle(row, vec16));
-        mn_bf16 *to = mn_row<mn_bf16>(view, at.tile.span.b, at.tile.span.t0 + at.tile.first + row,
-                                      at.h) + i;
+        const int64_t when = at.tile.span.t0 + at.tile.first + row / rows;
+        mn_bf16 *to = mn_row<mn_bf16>(view, at.tile.span.b, when, at.h) + i;
         if (packed) {
             *(mn_vec<mn_bf16, 8> *)to = pack;
         } else {
@@ -360,7 +366,7 @@ __device__ inline void mn_grad_store(const mn_out &view, bool packed, const mn_g
 }
 
 /* Writes gradients of keys; sums that of beta over channels. All threads of the block call. */
-template <int KT, typename Smem>
+template <int KT, int CHANNEL = false, typename Smem>
 __device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
                                            const mn_delta_params &job, const float *beta_at,
                                            unsigned w, const mn_grad_coord &at) {
@@ -389,6 +395,14 @@ __device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
     }
     __syncthreads();
     const int64_t K = p.call.K;
+    if constexpr (CHANNEL == MN_DELTA_PAIRS) {
+        const bool packed = job.packed[MN_DELTA_DW];
+        mn_grad_store<KT>(p.grad.q, job.packed[MN_DELTA_DQ], at, K, smem.keys.q, sum.q, 2, 1);
+        mn_grad_store<KT>(p.grad.e, job.packed[MN_DELTA_DE], at, K, smem.keys.e, sum.e, 2, 0);
+        mn_grad_store<KT>(p.grad.w, packed, at, K, smem.keys.w, sum.w, 2, 0);
+        mn_grad_store<KT>(job.odd_dw, packed, at, K, smem.keys.w, sum.w, 2, 1);
+        return;
+    }
     mn_grad_store<KT>(p.grad.q, job.packed[MN_DELTA_DQ], at, K, smem.keys.q, sum.q);
     mn_grad_store<KT>(p.grad.e, job.packed[MN_DELTA_DE], at, K, smem.keys.e, sum.e);
     if (p.w.data) mn_grad_store<KT>(p.grad.w, job.packed[MN_DELTA_DW], at, K, smem.keys.w, sum.w);

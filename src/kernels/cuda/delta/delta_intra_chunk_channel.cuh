@@ -15,6 +15,7 @@
 #define MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CHANNEL_CUH
 
 #include "kernels/cuda/delta/delta_intra_chunk.cuh"
+#include "kernels/cuda/delta/delta_pairs.cuh"
 
 namespace mneme::delta {
 
@@ -26,6 +27,13 @@ struct mn_channel_log_decays {
 
     __device__ float2 pair(int t, int i) const {
         return *(const float2 *)&at[t][i];
+    }
+
+    /* What row t's reads have behind them. */
+    template <int CHANNEL>
+    __device__ float2 read(int t, int i) const {
+        if (CHANNEL != MN_DELTA_PAIRS) return pair(t, i);
+        return t % 16 == 0 ? make_float2(0.0f, 0.0f) : pair(t - 1, i);
     }
 };
 
@@ -54,7 +62,9 @@ __device__ inline unsigned mn_channel_mul_exp(unsigned x, float2 log_decay) {
     return mn_bf16x2(mn_bf16_lo(x) * __expf(log_decay.x), mn_bf16_hi(x) * __expf(log_decay.y));
 }
 
-/* Decays of channels i and i + 1 at 16 tokens from t on; zeros beyond the sizes. */
+/* Decays of channels i and i + 1 at 16 rows, the first of which is of token t; zeros beyond the
+ * sizes. */
+template <int CHANNEL>
 __device__ inline void mn_channel_load_decays(float2 (&g)[16], const mn_delta_params &job,
                                          const mn_span &span, int64_t h, int64_t t, int count,
                                          int64_t i) {
@@ -62,16 +72,17 @@ __device__ inline void mn_channel_load_decays(float2 (&g)[16], const mn_delta_pa
     const mn_bf16 *from = mn_row<mn_bf16>(view, span.b, span.t0 + t, h) + i;
     const int64_t left = job.p.call.K - i;
 #pragma unroll
-    for (int token = 0; token < 16; token++) {
-        g[token] = make_float2(0.0f, 0.0f);
-        if (token >= count || left <= 0) continue;
-        const mn_bf16 *at = from + token * view.stride[1];
+    for (int row = 0; row < 16; row++) {
+        constexpr int rows = CHANNEL == MN_DELTA_PAIRS ? 2 : 1;    // of a token
+        g[row] = make_float2(0.0f, 0.0f);
+        if (row >= count || left <= 0 || row % rows != 0) continue;
+        const mn_bf16 *at = from + row / rows * view.stride[1];
         if (job.packed[MN_DELTA_G]) {
             const unsigned both = *(const unsigned *)at;
-            g[token] = make_float2(mn_bf16_lo(both), mn_bf16_hi(both));
+            g[row] = make_float2(mn_bf16_lo(both), mn_bf16_hi(both));
         } else {
-            g[token].x = mn_float(at[0]);
-            if (left > 1) g[token].y = mn_float(at[1]);
+            g[row].x = mn_float(at[0]);
+            if (left > 1) g[row].y = mn_float(at[1]);
         }
     }
 }
@@ -95,11 +106,14 @@ __device__ inline void mn_channel_cumsum(mn_channel_log_decays<KP> &log_decays,
 }
 
 /* Levels, totals and the decayed rows. All threads of the block call. */
-template <int KP>
+template <int KP, int CHANNEL>
 __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_params &job,
                                 const mn_tile_span &tile, int64_t h, int64_t index,
                                 const unsigned char *w) {
-    constexpr int pairs = KP / 2;
+    constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
+    constexpr int pairs = KP / 2, tokens = mn_delta_chunk_tokens(in_pairs) / 4;
+    const int n_rows = (int)tile.n_rows * (in_pairs ? 2 : 1);
+    const float sign = in_pairs ? -1.0f : 1.0f;
     constexpr int rounds = (4 * pairs + MN_DELTA_INTRA_THREADS - 1) / MN_DELTA_INTRA_THREADS;
     float2 g[rounds][16];
 #pragma unroll
@@ -107,8 +121,8 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
         const int k = threadIdx.x + round * MN_DELTA_INTRA_THREADS;
         const int block = k / pairs, i = k % pairs * 2;
         if (block >= 4) break;
-        mn_channel_load_decays(g[round], job, tile.span, h, tile.first + 16 * block,
-                          (int)tile.n_rows - 16 * block, i);
+        mn_channel_load_decays<CHANNEL>(g[round], job, tile.span, h, tile.first + tokens * block,
+                                        n_rows - 16 * block, i);
         mn_channel_cumsum<KP>(smem.log_decays, g[round], block, i);
         float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
@@ -134,12 +148,13 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
             const unsigned place = mn_tile_swizzle(16 * block + token, i / 8) + i % 8 * 2;
             const unsigned q = *(const unsigned *)(smem.q + place);
             const unsigned e = *(const unsigned *)(smem.e + place);
-            before = before + g[round][token];
+            if (!in_pairs) before = before + g[round][token];
             const float x = __expf(before.x), y = __expf(before.y);
+            if (in_pairs) before = before + g[round][token];
             *(unsigned *)(job.workspace.q + first + token * KP) =
                 mn_bf16x2(job.scale * x * mn_bf16_lo(q), job.scale * y * mn_bf16_hi(q));
             *(unsigned *)(job.workspace.e + first + token * KP) =
-                mn_bf16x2(x * mn_bf16_lo(e), y * mn_bf16_hi(e));
+                mn_bf16x2(sign * x * mn_bf16_lo(e), sign * y * mn_bf16_hi(e));
         }
         if (block == 3) {
             *(float2 *)(job.workspace.cum_decay + index * KP + i) = make_float2(__expf(before.x),
@@ -159,7 +174,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
 }
 
 /* Sums over this warp's channels for its 16 rows of A and of P, betas left out. */
-template <int KP>
+template <int KP, int CHANNEL>
 __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
                                   const mn_channel_intra_smem<KP> &smem,
                                       const unsigned char *write) {
@@ -178,7 +193,7 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int t = 16 * block + row + i % 2 * 8;
-                    const float2 log_decay = c.pair(t, k + column + i / 2 * 8);
+                    const float2 log_decay = c.template read<CHANNEL>(t, k + column + i / 2 * 8);
                     a[i] = mn_channel_mul_exp(e[i], log_decay),
                         p[i] = mn_channel_mul_exp(q[i], log_decay);
                 }
@@ -207,8 +222,9 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = k + column + i / 2 * 8;
-                const float2 log_decay = c.pair(16 * block + row + i % 2 * 8, at) -
-                                     c.pair(16 * block + 3 + 8 * half, at);
+                const float2 log_decay =
+                    c.template read<CHANNEL>(16 * block + row + i % 2 * 8, at) -
+                    c.pair(16 * block + 3 + 8 * half, at);
                 a[i] = mn_channel_mul_exp(e[i], log_decay),
                     p[i] = mn_channel_mul_exp(q[i], log_decay);
             }
@@ -243,8 +259,9 @@ __device__ inline void mn_channel_for_each(F use) {
     }
 }
 
-/* Joins the halves of the channels: A ends in the smem, P in workspace. */
-template <int KP>
+/* Joins the halves of the channels: A ends in the smem, P in workspace. In pairs e is minus what
+ * the tile has. */
+template <int KP, int CHANNEL>
 __device__ void mn_channel_reduce_halves(mn_channel_intra_smem<KP> &smem, const float (&A)[8][4],
                                 const float (&P)[8][4], mn_bf16 *to, float scale) {
     const bool second = threadIdx.x >= 128;
@@ -259,7 +276,9 @@ __device__ void mn_channel_reduce_halves(mn_channel_intra_smem<KP> &smem, const 
         if (second) {
             float2 &at = *(float2 *)&smem.A[t][s];
             at = at + make_float2(A[n][c], A[n][c + 1]);
-            at = make_float2(s < t ? at.x * beta.x : 0.0f, s + 1 < t ? at.y * beta.y : 0.0f);
+            const float sign = CHANNEL == MN_DELTA_PAIRS ? -1.0f : 1.0f;
+            at = make_float2(s < t ? sign * at.x * beta.x : 0.0f,
+                             s + 1 < t ? sign * at.y * beta.y : 0.0f);
         } else {
             const float2 x = *(const float2 *)&smem.P[t][s] + make_float2(P[n][c], P[n][c + 1]);
             *(unsigned *)(to + t * MN_DELTA_CHUNK + s) =
@@ -269,7 +288,7 @@ __device__ void mn_channel_reduce_halves(mn_channel_intra_smem<KP> &smem, const 
     });
 }
 
-template <int KP>
+template <int KP, int CHANNEL>
 __global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS)
 delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
@@ -278,18 +297,19 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     const mn_call &call = p.call;
     const int64_t h = blockIdx.x % call.H, slot = blockIdx.x / call.H, index = blockIdx.x;
     const int64_t key = mn_key_head(call, h);
-    const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
-    const int count = (int)tile.n_rows;
+    constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
+    const mn_tile_span tile = mn_tile_at(call, mn_delta_chunk_tokens(in_pairs), slot);
+    const int count = (int)tile.n_rows * (in_pairs ? 2 : 1);
+    const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
+        mn_chunk_load<CHANNEL, KP, MN_DELTA_INTRA_THREADS>(to, even, odd, job.packed[tensor],
+                                                           tile.span, key, tile.first, count, 0,
+                                                           call.K, threadIdx.x);
+    };
     float A[8][4] = {}, P[8][4] = {};
     if (count == 0) return;
-    mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.q, p.q, job.packed[MN_DELTA_Q], tile.span, key,
-                                          tile.first, count, 0, call.K, threadIdx.x);
-    mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.e, p.e, job.packed[MN_DELTA_E], tile.span, key,
-                                          tile.first, count, 0, call.K, threadIdx.x);
-    if (p.w.data) {
-        mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.w, p.w, job.packed[MN_DELTA_W], tile.span,
-                                              key, tile.first, count, 0, call.K, threadIdx.x);
-    }
+    load(smem.q, mn_in{}, p.q, MN_DELTA_Q);
+    load(smem.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
+    if (p.w.data) load(smem.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
     mn_cp_async_commit();
     if (threadIdx.x < MN_DELTA_CHUNK) {
         const int64_t when = tile.span.t0 + tile.first + threadIdx.x;
@@ -298,10 +318,11 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
         smem.tokens.beta[threadIdx.x] = beta ? mn_float(*beta) : inside ? 1.0f : 0.0f;
     }
     const unsigned char *w = p.w.data ? smem.w : smem.e;
-    mn_channel_rows<KP>(smem, job, tile, h, index, w);
-    mn_channel_scores<KP>(A, P, smem, w);
+    mn_channel_rows<KP, CHANNEL>(smem, job, tile, h, index, w);
+    mn_channel_scores<KP, CHANNEL>(A, P, smem, w);
     mn_delta_zero_upper(job.workspace.P + index * MN_DELTA_MATRIX);
-    mn_channel_reduce_halves<KP>(smem, A, P, job.workspace.P + index * MN_DELTA_MATRIX, job.scale);
+    mn_channel_reduce_halves<KP, CHANNEL>(smem, A, P, job.workspace.P + index * MN_DELTA_MATRIX,
+                                          job.scale);
     mn_delta_wy_inverse<MN_DELTA_INTRA_THREADS, false>(
         *(mn_delta_wy_solver *)smem.A, job.workspace.T + index * MN_DELTA_MATRIX,
         job.workspace.A ? job.workspace.A + index * MN_DELTA_MATRIX : nullptr);

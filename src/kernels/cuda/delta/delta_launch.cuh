@@ -34,10 +34,10 @@ struct mn_delta_workspace_arena {
 
 /* Lays out the workspace; false when sizes overflow. */
 inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *bytes,
-                                      const mn_delta_args *p, void *base,
-                             bool back) {
+                                      const mn_delta_args *p, void *base, bool back,
+                                      bool pairs = false) {
     const mn_call &call = p->call;
-    const int64_t records = mn_tile_slots(call, MN_DELTA_CHUNK) * call.H;
+    const int64_t records = mn_tile_slots(call, mn_delta_chunk_tokens(pairs)) * call.H;
     const int64_t K = mn_delta_padded_k(call.K), V = mn_ceil_div(call.V, 64) * 64;
     const bool channel = p->decay == MN_DECAY_CHANNEL;
     mn_delta_workspace_arena arena = { (char *)base, 0, true };
@@ -108,7 +108,7 @@ inline int mn_delta_intra_chunk(const mn_delta_params &job, cudaStream_t stream)
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_launch_smem(delta_intra_chunk_channel_kernel<KP>, dim3((unsigned)blocks),
+        return mn_launch_smem(delta_intra_chunk_channel_kernel<KP, true>, dim3((unsigned)blocks),
                                    MN_DELTA_INTRA_THREADS, sizeof(mn_channel_intra_smem<KP>),
                                        stream, job);
     }
@@ -127,7 +127,8 @@ inline bool mn_delta_tma_map_keys(CUtensorMap *map, const mn_delta_params &job, 
                mn_tma_map(map, view, job.p.call, job.p.call.K, MN_DELTA_CHUNK);
     }
     all.B = all.H = 1;
-    all.T = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H * MN_DELTA_CHUNK;
+    all.T = mn_tile_slots(job.p.call, mn_delta_chunk_tokens(job.pairs)) * job.p.call.H *
+            MN_DELTA_CHUNK;
     const mn_in rows = { decayed, { all.T * width, width, width } };
     return all.T <= INT32_MAX && mn_tma_map(map, rows, all, width, MN_DELTA_CHUNK);
 }
@@ -147,7 +148,9 @@ inline void mn_delta_tma_maps(mn_scan_tma_maps *maps, const mn_delta_params &job
     *maps = {};
     maps->serve =
         mn_device_is_sm90() && packed &&
-        mn_tma_map(&maps->values, values, p.call, p.call.V, MN_DELTA_CHUNK) &&
+        (job.pairs ? mn_tma_map_pairs(&maps->values, values, p.call, p.call.V,
+                                      mn_delta_chunk_tokens(true))
+                   : mn_tma_map(&maps->values, values, p.call, p.call.V, MN_DELTA_CHUNK)) &&
         mn_delta_tma_map_keys(&maps->T, job, p.e, MN_DELTA_E, workspace.T, MN_DELTA_CHUNK) &&
         mn_delta_tma_map_keys(&maps->P, job, p.e, MN_DELTA_E, workspace.P, MN_DELTA_CHUNK) &&
         key(&maps->keys, back ? MN_DELTA_W : MN_DELTA_E) && key(&maps->first, MN_DELTA_Q) &&

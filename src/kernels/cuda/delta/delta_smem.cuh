@@ -47,6 +47,9 @@ struct mn_delta_params {
     float scale;
     bool packed[MN_DELTA_TENSORS];
     int64_t padded_v;    // V rounded up
+    bool pairs;          // two rows a token: p.e is a, p.w b, and odd rows write these
+    mn_in odd_w;
+    mn_out odd_dw;
 };
 
 /* ---- tiles ----------------------------------------------------------------------------------- */

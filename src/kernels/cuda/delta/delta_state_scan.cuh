@@ -22,8 +22,8 @@
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_CUH
 
-#include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/delta/delta_mma.cuh"
+#include "kernels/cuda/delta/delta_pairs.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::delta {
@@ -61,6 +61,7 @@ struct mn_scan_coord {
     mn_span span;
     int64_t n, h, column0, first;    // of the block; `first` slot of the sequence
     int64_t key;                     // head of the queries and keys
+    int64_t n_rows;                  // of the sequence's chunks
     int n_chunks, columns;           // columns of the block
 };
 
@@ -111,8 +112,9 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     at.key = mn_key_head(call, at.h);
     at.n = blockIdx.x / n_slices / call.H;
     at.span = mn_span_at(call, at.n);
-    at.first = mn_delta_first_slot(call, at.n);
-    at.n_chunks = (int)((at.span.length + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
+    at.first = mn_delta_first_slot_of(call, at.n, job.pairs);
+    at.n_rows = at.span.length * (job.pairs ? 2 : 1);
+    at.n_chunks = (int)((at.n_rows + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
 }
 
 /* Fills in the place. All threads of the block call. */
@@ -140,7 +142,7 @@ __device__ inline int mn_scan_producer_tid(void) {
 }
 
 __device__ inline int mn_scan_chunk_len(const mn_scan_coord &at, int chunk) {
-    return (int)min((int64_t)MN_DELTA_CHUNK, at.span.length - (int64_t)chunk * MN_DELTA_CHUNK);
+    return (int)min((int64_t)MN_DELTA_CHUNK, at.n_rows - (int64_t)chunk * MN_DELTA_CHUNK);
 }
 
 /* What a scan fetches of chunks: keys and values with the front, `first` and `second`, either of
@@ -154,7 +156,7 @@ struct mn_scan_source {
 /* ---- by threads ------------------------------------------------------------------------------ */
 
 /* Rows of keys of a chunk: decayed ones from workspace, or the tensor's own. */
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __device__ inline void mn_scan_copy_keys(unsigned char *tile, const mn_delta_params &job,
                                          const mn_in &view, bool packed, const mn_bf16 *decayed,
                                          const mn_scan_coord &at, int chunk) {
@@ -171,7 +173,7 @@ __device__ inline void mn_scan_copy_keys(unsigned char *tile, const mn_delta_par
     }
 }
 
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __device__ inline void mn_scan_copy_front(mn_scan_front<KP> &to,
                                                 const mn_delta_params &job,
                                           const mn_scan_source &from,
@@ -183,10 +185,10 @@ __device__ inline void mn_scan_copy_front(mn_scan_front<KP> &to,
     mn_scan_copy_keys<KP, CHANNEL>(to.keys, job, from.keys, from.packed_keys,
                                          from.decayed_keys, at,
                                    chunk);
-    mn_tile_load<64, n_threads>(to.values, from.values, from.packed_values, at.span, at.h,
-                             (int64_t)chunk * MN_DELTA_CHUNK, mn_scan_chunk_len(at, chunk),
-                                 at.column0,
-                             min(job.p.call.V, at.column0 + at.columns), tid);
+    mn_chunk_load<CHANNEL, 64, n_threads>(
+        to.values, mn_in{}, from.values, from.packed_values, at.span, at.h,
+        (int64_t)chunk * mn_delta_chunk_tokens(CHANNEL == MN_DELTA_PAIRS),
+        mn_scan_chunk_len(at, chunk), at.column0, min(job.p.call.V, at.column0 + at.columns), tid);
     mn_tile_reload<64, n_threads>(to.T, job.workspace.T + index * MN_DELTA_MATRIX, 64, tid);
     mn_tile_reload<64, n_threads>(to.P, job.workspace.P + index * MN_DELTA_MATRIX, 64, tid);
     if (CHANNEL) {
@@ -198,7 +200,7 @@ __device__ inline void mn_scan_copy_front(mn_scan_front<KP> &to,
     }
 }
 
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __device__ inline void mn_scan_copy_back(mn_scan_smem<KP> &smem,
                                                const mn_delta_params &job,
                                          const mn_scan_source &from,
@@ -237,7 +239,7 @@ __device__ inline void mn_scan_tma_load(unsigned char *tile, const CUtensorMap &
     }
 }
 
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __device__ inline void mn_scan_tma_load_keys(unsigned char *tile, const CUtensorMap &map,
                                         uint64_t *mbarrier, const mn_scan_coord &at,
                                             int64_t index,
@@ -247,7 +249,7 @@ __device__ inline void mn_scan_tma_load_keys(unsigned char *tile, const CUtensor
     else mn_scan_tma_load<KP>(tile, map, mbarrier, 0, at.key, t, at.span.b);
 }
 
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &smem,
                                                    const mn_delta_params &job,
                                          const mn_scan_tma_maps &maps,
@@ -260,8 +262,13 @@ __device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &smem,
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
     mn_mbarrier_arrive_expect_tx(mbarrier, (int)sizeof to.keys + 3 * (int)sizeof to.T + log_decays);
     mn_scan_tma_load_keys<KP, CHANNEL>(to.keys, maps.keys, mbarrier, at, index, chunk);
-    mn_scan_tma_load<64>(to.values, maps.values, mbarrier, at.column0, at.h,
-                    at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK, at.span.b);
+    if (CHANNEL == MN_DELTA_PAIRS) {
+        mn_tma_load_pairs(to.values, maps.values, mbarrier, (int)at.column0, (int)at.h,
+                          (int)at.span.t0 + chunk * mn_delta_chunk_tokens(true), (int)at.span.b);
+    } else {
+        mn_scan_tma_load<64>(to.values, maps.values, mbarrier, at.column0, at.h,
+                             at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK, at.span.b);
+    }
     mn_scan_tma_load<64>(to.T, maps.T, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
     mn_scan_tma_load<64>(to.P, maps.P, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
     if (CHANNEL) mn_tma_load_1d(to.cum_decay, job.workspace.cum_decay + index * KP, log_decays,
@@ -269,7 +276,7 @@ __device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &smem,
     else mn_tma_load_1d(to.gamma, job.workspace.log_decays[index].gamma, log_decays, mbarrier);
 }
 
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __device__ inline void mn_scan_tma_load_back(mn_scan_smem<KP> &smem,
                                                   const mn_delta_params &job,
                                         const mn_scan_tma_maps &maps,
@@ -301,12 +308,12 @@ __device__ inline void mn_scan_copy_arrive(uint64_t *mbarrier) {
 
 #else
 
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &, const mn_delta_params &,
                                          const mn_scan_tma_maps &, const mn_scan_coord &,
                                              int, int) {}
 
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __device__ inline void mn_scan_tma_load_back(mn_scan_smem<KP> &, const mn_delta_params &,
                                         const mn_scan_tma_maps &, const mn_scan_source &,
                                         const mn_scan_coord &, int, int) {}
@@ -367,7 +374,7 @@ __device__ inline void mn_scan_producer_loop(const mn_scan_mbarriers &, int coun
 #endif
 
 /* What the fetching warps do. chunk_at(n): the n-th chunk of the scan. */
-template <int KP, bool CHANNEL, typename ChunkAt>
+template <int KP, int CHANNEL, typename ChunkAt>
 __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delta_params &job,
                                      const mn_scan_tma_maps &maps,
                                          const mn_scan_source &from,
@@ -569,7 +576,7 @@ struct mn_scan_state {
         });
     }
 
-    template <bool CHANNEL>
+    template <int CHANNEL>
     __device__ void decay(const mn_scan_front<KP> &chunk) {
         const int column = role::split() * width + threadIdx.x % 4 * 2;
         const float shared = chunk.gamma[MN_DELTA_CHUNK - 1];
@@ -669,18 +676,21 @@ __device__ inline void mn_scan_mma_upper(float (&y)[8][4], const unsigned (&x)[N
 struct mn_scan_out_rows {
     mn_bf16 *to;        // of the first chunk; NULL: nowhere
     int64_t step;       // between tokens
-    int left, width;    // tokens and columns from there on
+    int left, width;    // rows and columns from there on
+    int rows;           // of a token: the last is its result
     bool packed;
 
     __device__ mn_scan_out_rows(const mn_out &view, bool packs,
                                      const mn_scan_coord &at, int64_t V,
-                               int col_tile, int token) {
+                               int col_tile, int row, bool pairs) {
         const int64_t j = at.column0 + col_tile * 16 + threadIdx.x % 2 * 8;
-        token += threadIdx.x % 32 / 2;
-        to = mn_row<mn_bf16>(view, at.span.b, at.span.t0 + token, at.h);
+        row += threadIdx.x % 32 / 2;
+        rows = pairs ? 2 : 1;
+        to = mn_row<mn_bf16>(view, at.span.b, at.span.t0 + row / rows, at.h);
         if (to) to += j;
         step = view.stride[1], packed = packs;
-        left = (int)(at.span.length - token), width = (int)(V - j);
+        left = (int)(at.n_rows - row), width = (int)(V - j);
+        if (row % rows != rows - 1) left = 0;
     }
 
     /* Rows of 8 N tokens. They pass through 256 N bytes, a token's two vec16s exchanged in every
@@ -708,7 +718,7 @@ struct mn_scan_out_rows {
             if (token >= left || width <= 0) continue;
             const mn_vec<mn_bf16, 8> pack =
                 *(mn_vec<mn_bf16, 8> *)(scratch + place(16 * i + lane / 2, lane % 2));
-            mn_bf16 *row = to + token * step;
+            mn_bf16 *row = to + token / rows * step;
             if (packed) {
                 *(mn_vec<mn_bf16, 8> *)row = pack;
             } else {
@@ -821,7 +831,7 @@ __device__ inline void mn_scan_own_share(X (&local)[N / SPLITS][4], const X (&x)
 /* ---- forward --------------------------------------------------------------------------------- */
 
 /* X of tokens from 8 * first on as left operands, from Ed S, (16 values, 8 N tokens). */
-template <int KP, bool CHANNEL, int N>
+template <int KP, int CHANNEL, int N>
 __device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][4],
                                       const mn_scan_front<KP> &front, int col_tile, int first) {
     if (!CHANNEL) mn_scan_scale_tokens(X, front.gamma + 8 * first, 1.0f);
@@ -841,7 +851,7 @@ __device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][
 }
 
 /* What the fetching warps do. SAVE: as below. */
-template <int KP, bool CHANNEL, bool SAVE>
+template <int KP, int CHANNEL, bool SAVE>
 __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
                                                   const mn_delta_params &job,
                                            const mn_scan_tma_maps &maps, bool same_keys) {
@@ -856,7 +866,7 @@ __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
 }
 
 /* SAVE: states in front of chunks and residuals go to workspace, and there are no outputs. */
-template <int KP, bool CHANNEL, bool SAVE>
+template <int KP, int CHANNEL, bool SAVE>
 __global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), 1)
 delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
                      const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
@@ -881,7 +891,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     mn_scan_exchange<SPLITS> &exchange =
         ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
     const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
-                                  split * tiles * 8);
+                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, true, SPLITS> S;
@@ -960,7 +970,7 @@ __device__ inline void mn_scan_cotangent(unsigned (&x)[N][4], unsigned tile, int
 }
 
 /* What the fetching warps do. */
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
                                                    const mn_delta_params &job,
                                           const mn_scan_tma_maps &maps, bool same_keys) {
@@ -974,7 +984,7 @@ __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [=](int n) { return last - n; });
 }
 
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), 1)
 delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
                           const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
@@ -999,7 +1009,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     mn_scan_exchange<SPLITS> &exchange =
         ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
     const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
-                                  split * tiles * 8);
+                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, true, SPLITS> D;

@@ -147,7 +147,7 @@ __device__ inline void mn_scan_gather_frags(unsigned (&x)[4][4],
 }
 
 /* SAVE: states in front of chunks and residuals go to workspace, and there are no outputs. */
-template <int KP, bool CHANNEL, bool SAVE>
+template <int KP, int CHANNEL, bool SAVE>
 __global__ void __launch_bounds__(mn_scan_sizes<KP>::threads, 1)
 delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
                            const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
@@ -171,7 +171,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
         ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
     unsigned char *scratch = exchange.scratch[split];
     const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
-                                  split * tiles * 8);
+                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, false, SPLITS> S;
@@ -218,7 +218,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
     if (!SAVE) S.store(p.state, p.call, at);
 }
 
-template <int KP, bool CHANNEL>
+template <int KP, int CHANNEL>
 __global__ void __launch_bounds__(mn_scan_sizes<KP>::threads, 1)
 delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
                                 const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
@@ -242,7 +242,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
         ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
     unsigned char *scratch = exchange.scratch[split];
     const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
-                                  split * tiles * 8);
+                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, false, SPLITS> D;

@@ -1,4 +1,5 @@
-/* dplr.cu - u = S'a;  S = diag(exp g) S + b u' + k v';  o = scale S'q (see ref/dplr.c), token by
+/* dplr.cu - u = S'a;  S = diag(exp g) S + b u' + k v';  o = scale S'q (see ref/dplr.c). bf16 goes
+ * over chunks (dplr_chunk.h) unless memories are narrow; the rest, and decode steps, go token by
  * token with the state in registers: the tiles, cells and sums of recurrent/matrix_state.cuh.
  *
  *   D += scale q do'      dq = scale S do     dk = D v     dv = D'k     db = D u     du = D'b
@@ -8,6 +9,7 @@
  * keeps the state of every 64 tokens; from there, last span first, it keeps the state of every
  * group, and of a group every token's in shared memory. A second kernel adds the tiles' sums over
  * columns in the order of the tiles. */
+#include "kernels/cuda/dplr/dplr_chunk.h"
 #include "kernels/cuda/recurrent/matrix_state.cuh"
 
 namespace mneme::dplr {
@@ -430,13 +432,13 @@ static int backward_of(const mn_dplr_args &p, float *shared, cudaStream_t stream
     } while (0)
 
 MN_CUDA_PLAN(dplr_forward) {
-    (void)args, (void)plan;
-    return true;
+    const mn_dplr_args *p = (const mn_dplr_args *)args;
+    return !mn_dplr_uses_chunks(p) || mn_dplr_chunk_plan(plan, p, false);
 }
 
 MN_CUDA_LAUNCH(dplr_forward) {
-    (void)shared;
     const mn_dplr_args &p = *(const mn_dplr_args *)args;
+    if (mn_dplr_uses_chunks(&p)) return mn_dplr_chunk_forward(&p, shared, stream);
     const cudaStream_t on = (cudaStream_t)stream;
     if (p.call.dtype == MN_BF16) DPLR_DISPATCH_K(forward_of, mn_bf16, p.call.K, (p, on));
     DPLR_DISPATCH_K(forward_of, float, p.call.K, (p, on));
@@ -487,9 +489,11 @@ static bool size_workspace_any(mn_matrix_workspace_sizes *to, const mn_call &cal
 }
 
 MN_CUDA_PLAN(dplr_backward) {
+    const mn_dplr_args *p = (const mn_dplr_args *)args;
     mn_matrix_workspace_sizes extent;
     size_t all;
-    return size_workspace_any(&extent, *(const mn_call *)args) &&
+    if (mn_dplr_uses_chunks(p)) return mn_dplr_chunk_plan(plan, p, true);
+    return size_workspace_any(&extent, p->call) &&
            mn_add_size(&all, extent.spans, extent.row_groups) &&
            mn_add_size(&all, all, extent.sums) &&
            mn_mul_size(&plan->shared_bytes, all, sizeof(float));
@@ -499,6 +503,7 @@ MN_CUDA_LAUNCH(dplr_backward) {
     const mn_dplr_args &p = *(const mn_dplr_args *)args;
     const cudaStream_t on = (cudaStream_t)stream;
     float *work = (float *)shared;
+    if (mn_dplr_uses_chunks(&p)) return mn_dplr_chunk_backward(&p, shared, stream);
     if (p.call.dtype == MN_BF16) DPLR_DISPATCH_K(backward_of, mn_bf16, p.call.K, (p, work, on));
     DPLR_DISPATCH_K(backward_of, float, p.call.K, (p, work, on));
 }

@@ -1,0 +1,428 @@
+/* delta_grad_channel.cuh - delta_grad.cuh where each channel has a decay of its own.
+ *
+ *   dq_ti += scale sum_s dP_ts beta_s w_si exp(G_ti - G_si)      and so on
+ *
+ * Pairs of tokens in different blocks of 16 go through tensor cores, with decays counted from the
+ * start of the later token's block on one side and to the end of the earlier one's on the other, so
+ * that no factor exceeds 1. Pairs inside a block are summed up one by one in float32, a thread for
+ * each channel of each block. Decays are cut off as in delta_intra_chunk_channel.cuh.
+ *
+ * In pairs of rows (MN_DELTA_PAIRS) sums named e are those of a, whose sign is the other, and reads
+ * belong to the decay in front of their row's own. */
+#ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CHANNEL_CUH
+#define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CHANNEL_CUH
+
+#include "kernels/cuda/delta/delta_grad.cuh"
+#include "kernels/cuda/delta/delta_intra_chunk_channel.cuh"
+
+namespace mneme::delta {
+
+/* What is in shared memory once the states have been read: tiles in iter, and -dA and scale dP of
+ * pairs inside blocks. */
+template <int KT>
+struct mn_channel_grad_tiles {
+    union {
+        unsigned char late[3][mn_tile_bytes<KT>()];    // rows of w for a later block: 1, 2, 3
+        struct {
+            unsigned char q[3][mn_tile_bytes<KT>()], e[3][mn_tile_bytes<KT>()];
+        } early;                                       // of q and e for an earlier one: 0, 1, 2
+        struct {
+            mn_channel_log_decays<KT> q, e, w;
+        } sums;                                        // of pairs inside blocks; then dG in q
+    };
+    float2 inside[4][16][16];
+};
+
+struct alignas(128) mn_channel_matrices_smem {
+    unsigned char P[mn_tile_bytes<64>()], A[mn_tile_bytes<64>()];    // scale dP and -dA
+};
+
+template <int KT>
+struct mn_channel_grad_smem {
+    union {
+        mn_grad_stage<KT> stage[2];
+        mn_channel_grad_tiles<KT> tiles;
+    };
+    mn_grad_keys<KT> keys;
+    union {
+        mn_channel_matrices_smem matrices;
+        float ends[MN_DELTA_GRAD_THREADS / (KT / 8)][KT];    // S . D, before
+    };
+    mn_channel_log_decays<KT> log_decays;
+    float written[4][KT], end[KT], run[4][KT], beta[MN_DELTA_CHUNK];
+    mn_grad_sums sums;
+};
+
+/* ---- through states -------------------------------------------------------------------------- */
+
+/* Levels of this block's channels. */
+template <int KT, int CHANNEL>
+__device__ inline void mn_channel_load_log_decays(mn_channel_grad_smem<KT> &smem,
+                                                  const mn_delta_params &job,
+                                        const mn_grad_coord &at) {
+    const int k = threadIdx.x, block = k / (KT / 2), i = k % (KT / 2) * 2;
+    if (k < MN_DELTA_CHUNK) smem.beta[k] = job.workspace.log_decays[at.index].beta[k];
+    if (block >= 4) return;
+    float2 g[16];
+    constexpr int tokens = mn_delta_chunk_tokens(CHANNEL == MN_DELTA_PAIRS) / 4;
+    mn_channel_load_decays<CHANNEL>(g, job, at.tile.span, at.h, at.tile.first + tokens * block,
+                                    at.count - 16 * block, at.channel0 + i);
+    mn_channel_cumsum<KT>(smem.log_decays, g, block, i);
+}
+
+/* The decay of block `block`'s channels from the chunk's start, or from its end to the chunk's. */
+template <int KT>
+__device__ inline float2 mn_channel_decay_from_start(const mn_channel_log_decays<KT> &c,
+                                                     int block, int i) {
+    float2 sum = make_float2(0.0f, 0.0f);
+    for (int M = 0; M < block; M++) sum = sum + c.pair(16 * M + 15, i);
+    return sum;
+}
+
+template <int KT>
+__device__ inline float2 mn_channel_decay_to_end(const mn_channel_log_decays<KT> &c, int block,
+                                                 int i) {
+    float2 sum = make_float2(0.0f, 0.0f);
+    for (int M = block + 1; M < 4; M++) sum = sum + c.pair(16 * M + 15, i);
+    return sum;
+}
+
+/* Decays what came through the states; adds up w_beta dw over tokens. */
+template <int KT, int CHANNEL>
+__device__ void mn_channel_decay_states(mn_channel_grad_smem<KT> &smem, mn_grad_acc<KT> &sum,
+                                  const unsigned char *w, float scale, const mn_grad_coord &at) {
+    const int lane = threadIdx.x % 32, t = at.block * 16 + lane / 4;
+#pragma unroll
+    for (int n = 0; n < mn_grad_acc<KT>::N; n++) {
+        const int i = at.quarter * (KT / 4) + 8 * n + lane % 4 * 2;
+        const float2 before = mn_channel_decay_from_start(smem.log_decays, at.block, i);
+        const float2 behind = mn_channel_decay_to_end(smem.log_decays, at.block, i);
+        const float2 last = smem.log_decays.pair(at.block * 16 + 15, i);
+        float2 written = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = t + 8 * half, c = 2 * half;
+            const float2 log_decay = smem.log_decays.pair(row, i);
+            const float2 early = before + smem.log_decays.template read<CHANNEL>(row, i);
+            const float2 late = behind + (last - log_decay);
+            const float2 cum_decay = make_float2(__expf(early.x), __expf(early.y));
+            const float2 keep = make_float2(__expf(late.x), __expf(late.y));
+            const unsigned write = *(const unsigned *)(w + mn_tile_swizzle(row, i / 8) + i % 8 * 2);
+            sum.q[n][c] *= scale * cum_decay.x, sum.q[n][c + 1] *= scale * cum_decay.y;
+            const float sign = CHANNEL == MN_DELTA_PAIRS ? 1.0f : -1.0f;
+            sum.e[n][c] *= sign * cum_decay.x, sum.e[n][c + 1] *= sign * cum_decay.y;
+            sum.w[n][c] *= keep.x, sum.w[n][c + 1] *= keep.y;
+            written.x = fmaf(smem.beta[row] * mn_bf16_lo(write), sum.w[n][c], written.x);
+            written.y = fmaf(smem.beta[row] * mn_bf16_hi(write), sum.w[n][c + 1], written.y);
+        }
+        written.x = mn_col_sum(written.x), written.y = mn_col_sum(written.y);
+        if (lane < 4) *(float2 *)&smem.written[at.block][i] = written;
+    }
+}
+
+/* dG of the chunk's end for each channel: a thread each. */
+template <int KT>
+__device__ inline void mn_channel_end(mn_channel_grad_smem<KT> &smem) {
+    const int i = threadIdx.x;
+    if (i >= KT) return;
+    float log_decay = 0.0f, both = 0.0f, written = 0.0f;
+    for (int M = 0; M < 4; M++) {
+        log_decay += smem.log_decays.at[16 * M + 15][i];
+        written += smem.written[M][i];
+    }
+    for (int k = 0; k < MN_DELTA_GRAD_THREADS / (KT / 8); k++) both += smem.ends[k][i];
+    smem.end[i] = fmaf(__expf(log_decay), both, written);
+}
+
+/* ---- between blocks -------------------------------------------------------------------------- */
+
+/* scale dP and -dA (in pairs: dA) in bf16, and in float32 inside blocks. */
+template <int KT, int CHANNEL>
+__device__ inline void mn_channel_store_matrices(mn_channel_grad_smem<KT> &smem,
+                                                 const mn_grad_acc<KT> &sum,
+                                          float scale, const mn_grad_coord &at) {
+    const int lane = threadIdx.x % 32;
+    if (at.quarter > at.block) return;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = lane / 4 + 8 * half, column = n * 8 + lane % 4 * 2, c = 2 * half;
+            const int t = at.block * 16 + row, s = at.quarter * 16 + column;
+            const float sign = CHANNEL == MN_DELTA_PAIRS ? 1.0f : -1.0f;
+            const float p[2] = { scale * sum.P[n][c], scale * sum.P[n][c + 1] };
+            const float a[2] = { sign * sum.A[n][c], sign * sum.A[n][c + 1] };
+            const unsigned place = mn_tile_swizzle(t, s / 8) + s % 8 * 2;
+            *(unsigned *)(smem.matrices.P + place) = mn_bf16x2(p[0], p[1]);
+            *(unsigned *)(smem.matrices.A + place) = mn_bf16x2(a[0], a[1]);
+            if (at.quarter != at.block) continue;
+            smem.tiles.inside[at.block][row][column] = make_float2(p[0], a[0]);
+            smem.tiles.inside[at.block][row][column + 1] = make_float2(p[1], a[1]);
+        }
+    }
+}
+
+/* Rows of w_beta decayed to the start of each later block. */
+template <int KT>
+__device__ void mn_channel_decay_w(mn_channel_grad_smem<KT> &smem, const unsigned char *w) {
+    constexpr int pairs = KT / 2;
+    for (int k = threadIdx.x; k < 48 * pairs; k += MN_DELTA_GRAD_THREADS) {
+        const int s = k / pairs, i = k % pairs * 2, J = s / 16;
+        const unsigned place = mn_tile_swizzle(s, i / 8) + i % 8 * 2;
+        const unsigned write = *(const unsigned *)(w + place);
+        const float x = smem.beta[s] * mn_bf16_lo(write), y = smem.beta[s] * mn_bf16_hi(write);
+        float2 log_decay = smem.log_decays.pair(16 * J + 15, i) - smem.log_decays.pair(s, i);
+        for (int I = J + 1; I < 4; I++) {
+            *(unsigned *)(smem.tiles.late[I - 1] + place) = mn_bf16x2(x * __expf(log_decay.x),
+                                                                   y * __expf(log_decay.y));
+            log_decay = log_decay + smem.log_decays.pair(16 * I + 15, i);
+        }
+    }
+}
+
+/* Rows of q and e decayed from the end of each earlier block. */
+template <int KT, int CHANNEL>
+__device__ void mn_channel_decay_qe(mn_channel_grad_smem<KT> &smem) {
+    constexpr int pairs = KT / 2;
+    for (int k = threadIdx.x; k < 48 * pairs; k += MN_DELTA_GRAD_THREADS) {
+        const int t = 16 + k / pairs, i = k % pairs * 2, I = t / 16;
+        const unsigned place = mn_tile_swizzle(t, i / 8) + i % 8 * 2;
+        const unsigned q = *(const unsigned *)(smem.keys.q + place);
+        const unsigned e = *(const unsigned *)(smem.keys.e + place);
+        float2 log_decay = smem.log_decays.template read<CHANNEL>(t, i);
+        for (int J = I - 1; J >= 0; J--) {
+            const float x = __expf(log_decay.x), y = __expf(log_decay.y);
+            *(unsigned *)(smem.tiles.early.q[J] + place) =
+                mn_bf16x2(x * mn_bf16_lo(q), y * mn_bf16_hi(q));
+            *(unsigned *)(smem.tiles.early.e[J] + place) =
+                mn_bf16x2(x * mn_bf16_lo(e), y * mn_bf16_hi(e));
+            log_decay = log_decay + smem.log_decays.pair(16 * J + 15, i);
+        }
+    }
+}
+
+/* to += x exp(log_decay) of this warp's rows: from the block's start, or to its end. */
+template <int KT, int CHANNEL>
+__device__ inline void mn_channel_add_decayed(float (&to)[4], const float (&x)[4],
+                                       const mn_channel_log_decays<KT> &c, int block, int i,
+                                       bool to_end) {
+    const int t = block * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float2 log_decay = c.template read<CHANNEL>(t + 8 * half, i);
+        if (to_end) log_decay = c.pair(block * 16 + 15, i) - c.pair(t + 8 * half, i);
+        to[2 * half] = fmaf(__expf(log_decay.x), x[2 * half], to[2 * half]);
+        to[2 * half + 1] = fmaf(__expf(log_decay.y), x[2 * half + 1], to[2 * half + 1]);
+    }
+}
+
+/* dq and de from earlier blocks. */
+template <int KT, int CHANNEL>
+__device__ void mn_channel_grad_qe(mn_channel_grad_smem<KT> &smem, mn_grad_acc<KT> &sum,
+                                      const mn_grad_coord &at) {
+    const int I = at.block, channel0 = at.quarter * (KT / 4);
+    if (I == 0) return;
+    const unsigned rows = mn_shared_u32(smem.tiles.late[I - 1]);
+#pragma unroll
+    for (int n = 0; n < mn_grad_acc<KT>::N; n += 2) {
+        float q[2][4] = {}, e[2][4] = {};
+        for (int J = 0; J < I; J++) {
+            unsigned p[4], a[4], b[4];
+            mn_frag_a(p, mn_shared_u32(smem.matrices.P), 16 * I, 16 * J);
+            mn_frag_a(a, mn_shared_u32(smem.matrices.A), 16 * I, 16 * J);
+            mn_frag_b_trans(b, rows, 16 * J, channel0 + 8 * n);
+            mn_mma(q[0], p, b[0], b[1]);
+            mn_mma(q[1], p, b[2], b[3]);
+            mn_mma(e[0], a, b[0], b[1]);
+            mn_mma(e[1], a, b[2], b[3]);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int i = channel0 + 8 * (n + j) + threadIdx.x % 4 * 2;
+            mn_channel_add_decayed<KT, CHANNEL>(sum.q[n + j], q[j], smem.log_decays, I, i, false);
+            mn_channel_add_decayed<KT, CHANNEL>(sum.e[n + j], e[j], smem.log_decays, I, i, false);
+        }
+    }
+}
+
+/* dw from later blocks. */
+template <int KT>
+__device__ void mn_channel_grad_w(mn_channel_grad_smem<KT> &smem, mn_grad_acc<KT> &sum,
+                                     const mn_grad_coord &at) {
+    const int J = at.block, channel0 = at.quarter * (KT / 4);
+    if (J == 3) return;
+#pragma unroll
+    for (int n = 0; n < mn_grad_acc<KT>::N; n += 2) {
+        float w[2][4] = {};
+        for (int I = J + 1; I < 4; I++) {
+            unsigned p[4], a[4], b[4];
+            mn_frag_a_trans(p, mn_shared_u32(smem.matrices.P), 16 * J, 16 * I);
+            mn_frag_a_trans(a, mn_shared_u32(smem.matrices.A), 16 * J, 16 * I);
+            mn_frag_b_trans(b, mn_shared_u32(smem.tiles.early.q[J]), 16 * I, channel0 + 8 * n);
+            mn_mma(w[0], p, b[0], b[1]);
+            mn_mma(w[1], p, b[2], b[3]);
+            mn_frag_b_trans(b, mn_shared_u32(smem.tiles.early.e[J]), 16 * I, channel0 + 8 * n);
+            mn_mma(w[0], a, b[0], b[1]);
+            mn_mma(w[1], a, b[2], b[3]);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int i = channel0 + 8 * (n + j) + threadIdx.x % 4 * 2;
+            mn_channel_add_decayed<KT, true>(sum.w[n + j], w[j], smem.log_decays, J, i, true);
+        }
+    }
+}
+
+/* ---- inside blocks --------------------------------------------------------------------------- */
+
+__device__ inline float mn_tile_element(const unsigned char *tile, int row, int i) {
+    return mn_float(*(const mn_bf16 *)(tile + mn_tile_swizzle(row, i / 8) + i % 8 * 2));
+}
+
+/* All pairs of a block of 16 rows, s < t, in one channel. */
+template <int KT, int CHANNEL>
+__device__ void mn_channel_grad_inside(mn_channel_grad_smem<KT> &smem, const unsigned char *w) {
+    const int block = threadIdx.x / KT, i = threadIdx.x % KT, first = 16 * block;
+    if (block >= 4) return;
+    float log_decay[16], write[16], dw[16];
+#pragma unroll
+    for (int s = 0; s < 16; s++) {
+        log_decay[s] = smem.log_decays.at[first + s][i];
+        write[s] = smem.beta[first + s] * mn_tile_element(w, first + s, i);
+        dw[s] = 0.0f;
+    }
+#pragma unroll
+    for (int t = 0; t < 16; t++) {
+        const float q = mn_tile_element(smem.keys.q, first + t, i);
+        const float e = mn_tile_element(smem.keys.e, first + t, i);
+        const float read = log_decay[CHANNEL == MN_DELTA_PAIRS && t > 0 ? t - 1 : t];
+        float dq = 0.0f, de = 0.0f;
+#pragma unroll
+        for (int s = 0; s < t; s++) {
+            const float cum_decay = __expf(read - log_decay[s]), x = cum_decay * write[s];
+            const float2 both = smem.tiles.inside[block][t][s];
+            dq = fmaf(both.x, x, dq);
+            de = fmaf(both.y, x, de);
+            dw[s] = fmaf(cum_decay, fmaf(both.x, q, both.y * e), dw[s]);
+        }
+        smem.tiles.sums.q.at[first + t][i] = dq;
+        smem.tiles.sums.e.at[first + t][i] = de;
+    }
+#pragma unroll
+    for (int s = 0; s < 16; s++) smem.tiles.sums.w.at[first + s][i] = dw[s];
+}
+
+/* Adds the pairs inside blocks; leaves dG in their place, in pairs that of reads of even rows apart
+ * in the sums of e. A token's read of its own write, which no decay comes between, is added after
+ * that. */
+template <int KT, int CHANNEL>
+__device__ void mn_channel_add_inside(mn_channel_grad_smem<KT> &smem, mn_grad_acc<KT> &sum,
+                                       const unsigned char *w, const mn_grad_coord &at) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < mn_grad_acc<KT>::N; n++) {
+        const int i = at.quarter * (KT / 4) + 8 * n + lane % 4 * 2;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int t = at.block * 16 + lane / 4 + 8 * half, c = 2 * half;
+            const unsigned place = mn_tile_swizzle(t, i / 8) + i % 8 * 2;
+            const unsigned q = *(const unsigned *)(smem.keys.q + place);
+            const unsigned e = *(const unsigned *)(smem.keys.e + place);
+            const unsigned write = *(const unsigned *)(w + place);
+            float2 &to = *(float2 *)&smem.tiles.sums.q.at[t][i];
+            float2 &to_e = *(float2 *)&smem.tiles.sums.e.at[t][i];
+            const float2 dq = to, de = to_e;
+            const float2 dw = smem.tiles.sums.w.pair(t, i);
+            const float beta = smem.beta[t], own = smem.tiles.inside[at.block][t % 16][t % 16].x;
+            sum.q[n][c] += dq.x, sum.q[n][c + 1] += dq.y;
+            sum.e[n][c] += de.x, sum.e[n][c + 1] += de.y;
+            sum.w[n][c] += dw.x, sum.w[n][c + 1] += dw.y;
+            const float2 erased = make_float2(mn_bf16_lo(e) * sum.e[n][c],
+                                              mn_bf16_hi(e) * sum.e[n][c + 1]);
+            if (CHANNEL == MN_DELTA_PAIRS) to_e = erased;
+            to = CHANNEL == MN_DELTA_PAIRS ? make_float2(0.0f, 0.0f) : erased;
+            to.x = fmaf(mn_bf16_lo(q), sum.q[n][c], to.x);
+            to.y = fmaf(mn_bf16_hi(q), sum.q[n][c + 1], to.y);
+            to.x = fmaf(-beta * mn_bf16_lo(write), sum.w[n][c], to.x);
+            to.y = fmaf(-beta * mn_bf16_hi(write), sum.w[n][c + 1], to.y);
+            sum.q[n][c] = fmaf(own, beta * mn_bf16_lo(write), sum.q[n][c]);
+            sum.q[n][c + 1] = fmaf(own, beta * mn_bf16_hi(write), sum.q[n][c + 1]);
+            sum.w[n][c] = fmaf(own, mn_bf16_lo(q), sum.w[n][c]);
+            sum.w[n][c + 1] = fmaf(own, mn_bf16_hi(q), sum.w[n][c + 1]);
+        }
+    }
+}
+
+/* dg from dG: sums from each row to the end. All threads of the block call. */
+template <int KT, int CHANNEL>
+__device__ void mn_channel_store_decays(mn_channel_grad_smem<KT> &smem, const mn_delta_params &job,
+                                        const mn_grad_coord &at) {
+    const int block = threadIdx.x / KT, i = threadIdx.x % KT;
+    constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
+    const mn_channel_log_decays<KT> &dG = smem.tiles.sums.q, &reads = smem.tiles.sums.e;
+    float run = 0.0f;
+    if (block < 4) {
+        for (int t = 16 * block + 15; t >= 16 * block; t--) {
+            run += dG.at[t][i];
+            if (in_pairs) run += reads.at[t][i];
+        }
+        smem.run[block][i] = run;
+    }
+    __syncthreads();
+    if (block >= 4 || at.channel0 + i >= job.p.call.K || !job.p.grad.g.data) return;
+    run = smem.end[i];
+    for (int M = 3; M > block; M--) run += smem.run[M][i];
+    for (int t = 16 * block + 15; t >= 16 * block; t--) {
+        const int64_t when = at.tile.span.t0 + at.tile.first + (in_pairs ? t / 2 : t);
+        run += dG.at[t][i];
+        if (t < at.count && !(in_pairs && t % 2)) {
+            mn_put(mn_row<mn_bf16>(job.p.grad.g, at.tile.span.b, when, at.h) + at.channel0 + i,
+                   run);
+        }
+        if (in_pairs) run += reads.at[t][i];
+    }
+}
+
+template <int KT, int KP, int CHANNEL>
+__global__ void __launch_bounds__(MN_DELTA_GRAD_THREADS)
+delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job) {
+    extern __shared__ __align__(128) unsigned char bytes[];
+    mn_channel_grad_smem<KT> &smem = *(mn_channel_grad_smem<KT> *)bytes;
+    const mn_grad_coord at = mn_grad_block_coord(job, KT, KP);
+    if (at.count == 0) return;
+    const unsigned char *w = job.p.w.data ? smem.keys.w : smem.keys.e;
+    mn_grad_acc<KT> sum;
+    mn_channel_load_log_decays<KT, CHANNEL>(smem, job, at);
+    mn_grad_mainloop<KT, CHANNEL>(sum, smem, job, at);
+    mn_store<8>(&smem.ends[threadIdx.x / (KT / 8)][0], threadIdx.x % (KT / 8) * 8, sum.end);
+    __syncthreads();
+    mn_channel_decay_states<KT, CHANNEL>(smem, sum, w, job.scale, at);
+    mn_channel_decay_w<KT>(smem, w);
+    __syncthreads();
+    mn_channel_end<KT>(smem);
+    __syncthreads();
+    mn_channel_store_matrices<KT, CHANNEL>(smem, sum, job.scale, at);
+    __syncthreads();
+    mn_channel_grad_qe<KT, CHANNEL>(smem, sum, at);
+    __syncthreads();
+    mn_channel_decay_qe<KT, CHANNEL>(smem);
+    __syncthreads();
+    mn_channel_grad_w<KT>(smem, sum, at);
+    __syncthreads();
+    mn_channel_grad_inside<KT, CHANNEL>(smem, w);
+    __syncthreads();
+    mn_channel_add_inside<KT, CHANNEL>(smem, sum, w, at);
+    mn_grad_store_keys<KT, CHANNEL>(smem, sum, job, smem.beta, mn_shared_u32(w), at);
+    mn_channel_store_decays<KT, CHANNEL>(smem, job, at);
+    if (CHANNEL == MN_DELTA_PAIRS) return;    // betas are ones
+    mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts + gridDim.x
+        * (int64_t)blockIdx.y;
+    if (threadIdx.x >= MN_DELTA_CHUNK) return;
+    float beta = 0.0f;
+    for (int i = 0; i < 4; i++) beta += smem.sums.beta[i][threadIdx.x];
+    parts[at.index].beta[threadIdx.x] = beta;
+}
+
+}    // namespace mneme::delta
+
+#endif

@@ -1,0 +1,112 @@
+/* dplr_chunk.cu - dplr as delta with two rows a token (delta/delta_pairs.cuh):
+ *
+ *   u = S'a            S = diag(exp g) S;  S = S + b (0 - S_before'(-a))'     an even row
+ *   S = S + k v'       o = scale S'q                                           the odd row behind it
+ *
+ * so that a chunk's 64 rows are 32 tokens. The rows are put together where chunks are loaded: no
+ * tensor is written for them. Matrices, scans and gradients are delta's with a decay a channel; what
+ * differs is that a row's reads meet the state before the row's decay, and the signs of e = -a. */
+#include "kernels/cuda/dplr/dplr_chunk.h"
+
+#include "kernels/cuda/delta/delta_grad_channel.cuh"
+#include "kernels/cuda/delta/delta_launch.cuh"
+
+namespace mneme::dplr {
+
+using namespace delta;
+
+static mn_delta_args rows_of(const mn_dplr_args *p) {
+    mn_delta_args rows = {};
+    rows.call = p->call, rows.scale = p->scale, rows.decay = MN_DECAY_CHANNEL;
+    rows.call.J = p->call.H;
+    rows.q = p->q, rows.e = p->a, rows.w = p->b, rows.v = p->v, rows.g = p->g;
+    rows.state0 = p->state0, rows.o = p->o, rows.state = p->state;
+    rows.cot.o = p->cot.o, rows.cot.state = p->cot.state;
+    rows.grad.q = p->grad.q, rows.grad.e = p->grad.a, rows.grad.w = p->grad.b;
+    rows.grad.v = p->grad.v, rows.grad.g = p->grad.g, rows.grad.state0 = p->grad.state0;
+    return rows;
+}
+
+bool mn_dplr_uses_chunks(const mn_dplr_args *p) {
+    const mn_delta_args rows = rows_of(p);
+    return p->call.K <= 128 && mn_delta_uses_chunks(&rows);
+}
+
+bool mn_dplr_chunk_plan(mn_plan *plan, const mn_dplr_args *p, bool back) {
+    const mn_delta_args rows = rows_of(p);
+    mn_delta_workspace workspace;
+    return mn_delta_workspace_layout(&workspace, &plan->shared_bytes, &rows, nullptr, back, true);
+}
+
+static bool make_params(mn_delta_params *job, const mn_dplr_args *p, void *shared, bool back) {
+    const mn_delta_args rows = rows_of(p);
+    const int64_t K = p->call.K;
+    size_t bytes;
+    if (!mn_delta_make_params(job, &rows, shared, back) ||
+        !mn_delta_workspace_layout(&job->workspace, &bytes, &rows, shared, back, true)) {
+        return false;
+    }
+    job->pairs = true;
+    job->odd_w = p->k, job->odd_dw = p->grad.k;
+    job->packed[MN_DELTA_W] = job->packed[MN_DELTA_W] && mn_delta_vec_aligned(p->k, K);
+    job->packed[MN_DELTA_DW] = job->packed[MN_DELTA_DW] && mn_delta_vec_aligned(p->grad.k, K);
+    return true;
+}
+
+static int64_t records_of(const mn_call &call) {
+    return mn_tile_slots(call, mn_delta_chunk_tokens(true)) * call.H;
+}
+
+template <int KP>
+static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
+    const int64_t blocks = records_of(job.p.call);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_smem(delta_intra_chunk_channel_kernel<KP, MN_DELTA_PAIRS>,
+                          dim3((unsigned)blocks), MN_DELTA_INTRA_THREADS,
+                          sizeof(mn_channel_intra_smem<KP>), stream, job);
+}
+
+template <int KP>
+static int forward(const mn_delta_params &job, cudaStream_t stream) {
+    const int code = intra_chunk<KP>(job, stream);
+    if (code != cudaSuccess) return code;
+    return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, MN_DELTA_PAIRS, false>,
+                                   delta_state_scan_warp_kernel<KP, MN_DELTA_PAIRS, false>, job,
+                                   false, job.p.call.V, stream);
+}
+
+template <int KP>
+static int backward(const mn_delta_params &job, cudaStream_t stream) {
+    constexpr int KT = KP < 128 ? KP : 128;
+    const int64_t records = records_of(job.p.call);
+    int code = intra_chunk<KP>(job, stream);
+    if (code != cudaSuccess) return code;
+    code = mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, MN_DELTA_PAIRS, true>,
+                                   delta_state_scan_warp_kernel<KP, MN_DELTA_PAIRS, true>, job,
+                                   false, job.padded_v, stream);
+    if (code != cudaSuccess) return code;
+    code = mn_delta_state_scan<KP>(delta_state_scan_bwd_kernel<KP, MN_DELTA_PAIRS>,
+                                   delta_state_scan_bwd_warp_kernel<KP, MN_DELTA_PAIRS>, job, true,
+                                   job.padded_v, stream);
+    if (code != cudaSuccess || records == 0) return code;
+    return mn_launch_smem(delta_grad_channel_kernel<KT, KP, MN_DELTA_PAIRS>,
+                          dim3((unsigned)records, KP / KT), MN_DELTA_GRAD_THREADS,
+                          sizeof(mn_channel_grad_smem<KT>), stream, job);
+}
+
+int mn_dplr_chunk_forward(const mn_dplr_args *p, void *shared, void *stream) {
+    mn_delta_params job;
+    if (!make_params(&job, p, shared, false)) return cudaErrorNotSupported;
+    return p->call.K <= 64 ? forward<64>(job, (cudaStream_t)stream)
+                           : forward<128>(job, (cudaStream_t)stream);
+}
+
+int mn_dplr_chunk_backward(const mn_dplr_args *p, void *shared, void *stream) {
+    mn_delta_params job;
+    if (!make_params(&job, p, shared, true)) return cudaErrorNotSupported;
+    return p->call.K <= 64 ? backward<64>(job, (cudaStream_t)stream)
+                           : backward<128>(job, (cudaStream_t)stream);
+}
+
+}    // namespace mneme::dplr
