@@ -13,6 +13,7 @@
 #include "base/checked.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "infer/slots.h"
 #include "model/checkpoint.h"
 #include "model/pass.h"
 
@@ -97,6 +98,7 @@ mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *mod
 
 void mn_session_destroy(mn_session *session) {
     if (!session) return;
+    mn_slots_drop(session);
     mn_device_graph_destroy(session->graph);
     mn_model_state_free(&session->state);
     if (session->context->device) {
@@ -235,7 +237,7 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
 /* ---- one token at a time on a GPU ------------------------------------------------------------ */
 
 /* A pass of another kind has used the memory that the graph is about. */
-static void forget_graph(mn_session *s) {
+void mn_session_forget_graph(mn_session *s) {
     mn_device_graph_destroy(s->graph);
     s->graph = NULL;
     s->steps = 0;
@@ -271,7 +273,7 @@ static mn_status place_token(mn_session *s, int32_t token) {
  * one has taken what memory such a pass needs. */
 static mn_status step(mn_session *s, const reading *in) {
     if (!repeats(s, in)) {
-        forget_graph(s);
+        mn_session_forget_graph(s);
         return pass(s, in, 0, 1);
     }
     mn_status st = place_token(s, in->tokens[0]);
@@ -332,8 +334,9 @@ mn_status mn_session_check_tokens(const mn_session *s, const int32_t *tokens, in
 
 static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
     const bool fresh = !s->state.logits;
-    mn_status st = mn_session_room(s, in->count, chunk);
-    if (in->count > 1) forget_graph(s);
+    mn_status st = mn_slots_leave(s);
+    if (st == MN_OK) st = mn_session_room(s, in->count, chunk);
+    if (in->count > 1) mn_session_forget_graph(s);
     for (int64_t at = 0; at < in->count && st == MN_OK; at += chunk) {
         const int64_t T = mn_min(chunk, in->count - at);
         st = in->count == 1 ? step(s, in) : pass(s, in, at, T);
@@ -385,6 +388,7 @@ mn_status mn_session_step(mn_session *session, int32_t token) {
 
 /* NULL before the first token. */
 static const float *newest_logits(const mn_session *s) {
+    if (s->in_slot) return mn_slots_logits((mn_session *)s);    // reading does not change it
     return s->played ? s->logits : s->state.logits;
 }
 
@@ -475,7 +479,8 @@ mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampli
 
 /* `state` becomes the session's. */
 static void take_state(mn_session *s, mn_model_state *state) {
-    forget_graph(s);
+    mn_slots_drop(s);
+    mn_session_forget_graph(s);
     mn_session_forget_ahead(s);
     mn_model_state_free(&s->state);
     s->state = *state;
@@ -490,8 +495,10 @@ static mn_status check_whole(const mn_session *s) {
                        "remembers is not to be kept");
     }
     mn_session_settle((mn_session *)s);    // what it remembers is what was stepped
-    if (s->played) memcpy(s->state.logits, s->logits, (size_t)s->state.n_logits * sizeof(float));
-    return MN_OK;
+    const float *logits = s->played || s->in_slot ? newest_logits(s) : NULL;
+    if (logits) memcpy(s->state.logits, logits, (size_t)s->state.n_logits * sizeof *logits);
+    if (logits || !s->in_slot) return MN_OK;
+    return mn_fail(MN_ERR_INTERNAL, "the logits of a step cannot be read");
 }
 
 mn_status mn_session_reset(mn_session *session) {

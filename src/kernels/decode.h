@@ -108,6 +108,12 @@ bool mn_decode_gemms_supported(const mn_gemm_problem *work);
 int mn_decode_run_chains(const mn_decode_chains *parts, void *stream);
 int mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream);
 
+/* out[i] = the place of the largest of the first n of row i of logits, the first of equal ones; -1
+ * where one is NaN or infinite, or all are -infinity. `out` may be the host's, of
+ * mn_device_host_allocate. */
+int mn_decode_likeliest(const float *logits, int64_t rows, int64_t width, int64_t n, int32_t *out,
+                        void *stream);
+
 /* Whether the machine in use runs programs. */
 bool mn_megakernel_supported(void);
 

@@ -15,13 +15,14 @@
  * Sums are float32. A row's bits do not depend on how many rows there are unless a is transposed,
  * the library has different algorithms for few and for many rows (seen where N or K are a few
  * elements), or this is a step of decoding, where few rows are multiplied faster in another
- * order. */
+ * order. `alike`: rows are tokens of sequences that decode together, any number of them, and get
+ * the same bits whatever that is. `b_is_old`: no launch that may still be at work writes b. */
 typedef struct mn_gemm_problem {
     mn_dtype dtype, c_dtype;
     const void *a, *b, *bias, *onto;
     void *c;
     int64_t M, N, K, a_row, b_row, c_row;
-    bool a_transposed, b_transposed, accumulate, step;
+    bool a_transposed, b_transposed, accumulate, step, alike, b_is_old;
     const mn_quant *quant;    // b transposed in 8 or 4 bits, in place of b; NULL: b
 } mn_gemm_problem;
 

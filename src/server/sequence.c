@@ -254,14 +254,16 @@ static mn_status decode(const mn_engine *e, mn_sequence *s, int32_t id) {
 
 /* ---- writing --------------------------------------------------------------------------------- */
 
-mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
+/* The next token; where nothing but the largest logit counts, a batch may know it without logits. */
+static mn_status pick(mn_engine *e, mn_sequence *s) {
     const mn_ask *ask = &s->job->ask;
-    const float *logits = mn_session_logits(s->session);
-    *steps = false;
-    if (s->n_written >= ask->max_tokens) {
-        s->finish = "length";
+    const double penalty = ask->sampling.repetition_penalty;
+    const bool greedy = ask->sampling.temperature == 0.0 && (penalty == 0.0 || penalty == 1.0);
+    if (greedy && ask->logprobs < 0 &&
+        mn_session_likeliest(&s->drawn, s->session, e->limits.n_ids)) {
         return MN_OK;
     }
+    const float *logits = mn_session_logits(s->session);
     if (!logits) return mn_fail(MN_ERR_ARGUMENT, "there is nothing to continue: the prompt and "
                                 "the state are empty");
     mn_sampling how = ask->sampling;
@@ -273,6 +275,17 @@ mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
     if (st == MN_OK && ask->logprobs >= 0) {
         st = tell(s, logits, mn_model_vocabulary(e->model), s->drawn);
     }
+    return st;
+}
+
+mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
+    const mn_ask *ask = &s->job->ask;
+    *steps = false;
+    if (s->n_written >= ask->max_tokens) {
+        s->finish = "length";
+        return MN_OK;
+    }
+    mn_status st = pick(e, s);
     if (st != MN_OK) return st;
     s->n_written++;
     bool ends = mn_tokenizer_ends(e->tokenizer, s->drawn) && !ask->ignore_eos;

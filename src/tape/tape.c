@@ -216,8 +216,11 @@ void mn_tape_product(mn_tape *tape, const mn_matmul_args *p) {
         tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
         return;
     }
-    if (mn_defer_gemm(tape, p)) return;
-    const mn_status st = mn_matmul(tape->context, p);
+    mn_matmul_args all = *p;
+    all.alike = tape->device && (tape->modes & MN_TAPE_ALIKE);
+    all.b_is_old = all.alike && !mn_arena_holds(tape->data, p->b);
+    if (mn_defer_gemm(tape, &all)) return;
+    const mn_status st = mn_matmul(tape->context, &all);
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 

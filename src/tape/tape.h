@@ -66,6 +66,8 @@ typedef enum mn_tape_mode {
     MN_TAPE_DEFER = 8,         // forward on a device: gathers work into few launches (defer.c)
     MN_TAPE_REPEATS = 16,      // the same step again and again: where it gathers, also programs;
                                // ids are in memory of mn_device_host_allocate
+    MN_TAPE_ALIKE = 32,        // forward: rows are sequences, each with the same bits however many
+                               // there are
 } mn_tape_mode;
 
 /* `dtype` is that of activations: MN_F32, or MN_F64 on a CPU, or MN_BF16 on a device. The context
