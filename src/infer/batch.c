@@ -213,7 +213,8 @@ static mn_status pass(mn_batch *batch, const company *c) {
     const mn_model_input in = { .tokens = c->tokens, .B = c->starts ? 1 : c->n,
                                 .T = c->starts ? c->total : 1, .state = &batch->state,
                                 .variance = belief ? batch->variance : NULL };
-    mn_tape_start(batch->tape, batch->context->device ? MN_TAPE_ALIKE : MN_TAPE_FORWARD);
+    if (batch->context->device) mn_tape_start_alike(batch->tape, MN_TAPE_FORWARD, c->n);
+    else mn_tape_start(batch->tape, MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(batch->model, batch->tape, &in);
     mn_status st = mn_tape_status(batch->tape);
     if (st == MN_OK) st = tell_logits(batch, c, hidden);

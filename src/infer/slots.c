@@ -306,7 +306,7 @@ static mn_status pass(mn_slots *a, const play *p) {
     }
     const mn_model_input in = { .tokens = a->tokens, .B = p->rows, .T = 1, .state = &a->all,
                                 .recompute = mn_pass_recompute(a->context) };
-    mn_tape_start(p->tape, MN_TAPE_REPEATS | MN_TAPE_ALIKE);
+    mn_tape_start_alike(p->tape, MN_TAPE_REPEATS | MN_TAPE_DEFER, p->rows);
     mn_tensor *hidden = mn_model_hidden(a->model, p->tape, &in);
     mn_tensor *logits = mn_model_logits(a->model, p->tape, hidden);
     const mn_status st = mn_tape_send(p->tape, logits, a->logits);

@@ -43,10 +43,14 @@ typedef struct mn_decode_op {
     int64_t elements[MN_DECODE_VIEWS];    // from the first to the last of a view
     double scale, shift;
     const int32_t *index;
+    /* Of a launch for several sequences: all of the above is one sequence's, and the views of the
+     * next one begin so many bytes further on. All 0: each sequence does the same. */
+    int64_t advance[MN_DECODE_VIEWS];
 } mn_decode_op;
 
 /* Part i, works [first[i], first[i + 1]) one after the other; parts in any order. */
 typedef struct mn_decode_chains {
+    int64_t sequences;      // each does all of it; 0: there are none to tell apart
     int n_chains, first[MN_DECODE_OPS + 1];
     mn_decode_op work[MN_DECODE_OPS];
 } mn_decode_chains;

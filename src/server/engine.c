@@ -566,7 +566,7 @@ static void drop_cancelled(mn_engine *e) {
     for (int64_t i = 0; i < e->n_active;) {
         mn_job *job = e->active[i]->job;
         mn_engine_lock(e);
-        if (!job->cancelled && job->wake && has_left(job)) job->cancelled = true;
+        if (!job->cancelled && job->wake && e->looks && has_left(job)) job->cancelled = true;
         mn_engine_unlock(e);
         if (!is_cancelled(e, job)) {
             i++;
@@ -595,6 +595,7 @@ static mn_sequence *next_reader(const mn_engine *e, int64_t n) {
     mn_sequence *best = NULL;
     for (int64_t i = 0; i < e->n_active; i++) {
         mn_sequence *s = e->active[i];
+        if (s->stage != MN_STAGE_READING) continue;
         bool taken = !may_read(e, s) || (best && s->served >= best->served);
         for (int64_t k = 0; k < n && !taken; k++) taken = e->reading[k] == s;
         if (!taken) best = s;
@@ -679,6 +680,11 @@ static bool tells_at_once(const mn_sequence *s) {
     return s->job->ask.stream && !s->job->ask.belief;
 }
 
+/* On a GPU sequences that step are told of while it works. */
+static bool tells_meanwhile(const mn_engine *e) {
+    return e->options.device != NULL && e->options.streams > 1;
+}
+
 /* Draws for every sequence that writes; how many go on to a step. Whether any ended. */
 static int64_t draw_all(mn_engine *e, bool *ended) {
     const int64_t n_active = e->n_active;
@@ -689,15 +695,35 @@ static int64_t draw_all(mn_engine *e, bool *ended) {
         bool steps = false;
         if (s->stage != MN_STAGE_WRITING || is_behind(e, s->job)) continue;
         const int64_t written = s->n_written;
-        const mn_status st = mn_sequence_draw(e, s, &steps);
+        mn_status st = mn_sequence_draw(e, s, &steps);
+        if (st == MN_OK && !(steps && tells_meanwhile(e))) st = mn_sequence_write(e, s, &steps);
         if (s->n_written > written) count_first(e, s->job);
         if (st != MN_OK) fail_job(e, s->job, st);
         else if (steps) e->stepped[n++] = s;
         else end_sequence(e, s);
         *ended |= !steps;
-        if (steps && tells_at_once(s)) send_events(e, s->job, s, false);
+        if (steps && tells_at_once(s) && !s->tells) send_events(e, s->job, s, false);
     }
     return n;
+}
+
+/* The text of what the first n of `stepped` read now. */
+static void write_all(mn_engine *e, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        mn_sequence *s = e->stepped[i];
+        bool steps = true;
+        if (s->stage != MN_STAGE_WRITING || !s->tells) continue;
+        const mn_status st = mn_sequence_write(e, s, &steps);
+        if (st != MN_OK) fail_job(e, s->job, st);
+        else if (tells_at_once(s)) send_events(e, s->job, s, false);
+    }
+}
+
+/* The only stream of a GPU takes the fastest way of one sequence, which has bits of its own. */
+static mn_status begin_step(mn_engine *e, int64_t n) {
+    const bool single = e->options.device && e->options.streams == 1 && n == 1;
+    return single ? mn_session_step(e->stepping[0], e->tokens[0])
+                  : mn_batch_begin(e->batch, e->stepping, e->tokens, n);
 }
 
 static void step_all(mn_engine *e, int64_t drawn) {
@@ -710,7 +736,9 @@ static void step_all(mn_engine *e, int64_t drawn) {
         e->tokens[n++] = s->drawn;
     }
     const double start = mn_seconds();
-    const mn_status st = mn_batch_step(e->batch, e->stepping, e->tokens, n);
+    mn_status st = begin_step(e, n);
+    write_all(e, n);
+    if (st == MN_OK) st = mn_batch_wait(e->batch);
     mn_engine_lock(e);
     mn_histogram_add(&e->metrics.step, mn_seconds() - start);
     e->metrics.steps++;
@@ -768,10 +796,18 @@ static void nap(void) {
     nanosleep(&little, NULL);
 }
 
+/* Asking every client each turn whether it is there would cost more than what it is told. */
+static void look_around(mn_engine *e) {
+    const double now = mn_seconds(), pause = 0.01;
+    e->looks = now - e->looked > pause;
+    if (e->looks) e->looked = now;
+}
+
 static void *run(void *context) {
     mn_engine *e = context;
     while (wait_for_work(e)) {
         start_jobs(e);
+        look_around(e);
         drop_cancelled(e);
         const uint64_t ticks = e->ticks;
         read_chunks(e);

@@ -35,6 +35,7 @@ typedef struct mn_sequence {
     uint64_t served;                   // when its last chunk was read
     bool looked;                       // into the cache
     mn_logits_hearer hearer;
+    bool tells;                        // the drawn token is not in the text yet
     mn_stream_decoder decoder;
     mn_text held;                      // decoded, but it may be the start of a stop
     mn_text text;                      // settled
@@ -96,6 +97,8 @@ struct mn_engine {
     mn_sequence **active;              // (streams)
     int64_t n_active;
     uint64_t ticks;
+    double looked;              // when clients were last asked whether they are there
+    bool looks;                 // whether this turn asks
     mn_job *finished;                  // in this turn
     mn_session **stepping;             // (streams), with the tokens they read
     mn_sequence **stepped, **turn;
@@ -129,8 +132,10 @@ int64_t mn_sequence_chunk(const mn_engine *engine, const mn_sequence *s);
 const mn_logits_hearer *mn_sequence_hearer(const mn_sequence *s);
 mn_status mn_sequence_fed(mn_engine *engine, mn_sequence *s, int64_t count);
 
-/* Draws the next token; `*steps` unless the sequence ends with it. */
+/* Draws the next token; `*steps` unless the sequence ends with it. Then its text, once, which may end
+ * the sequence as well: a GPU steps meanwhile. */
 mn_status mn_sequence_draw(mn_engine *engine, mn_sequence *s, bool *steps);
+mn_status mn_sequence_write(mn_engine *engine, mn_sequence *s, bool *steps);
 
 /* After the step that read what was drawn. */
 mn_status mn_sequence_after(mn_engine *engine, mn_sequence *s);

@@ -294,13 +294,22 @@ mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
         s->finish = "stop";
         return MN_OK;
     }
+    if (s->n_written >= ask->max_tokens) s->finish = "length";
+    *steps = !s->finish || ask->belief || ask->keep;
+    s->tells = true;
+    return MN_OK;
+}
+
+mn_status mn_sequence_write(mn_engine *e, mn_sequence *s, bool *steps) {
+    const mn_ask *ask = &s->job->ask;
     bool found = false;
-    st = mn_token_list_add(&s->seen, s->drawn);
+    if (!s->tells) return MN_OK;
+    s->tells = false;
+    mn_status st = mn_token_list_add(&s->seen, s->drawn);
     if (st == MN_OK) st = decode(e, s, s->drawn);
     if (st == MN_OK) st = release(s, false, &found);
     s->cut = found;
     if (found) s->finish = "stop";
-    else if (s->n_written >= ask->max_tokens) s->finish = "length";
     *steps = !s->finish || ask->belief || ask->keep;
     return st;
 }

@@ -76,8 +76,14 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->n_seqs = tape->n_lent = 0;
     tape->lent_bytes = 0;
     tape->told = NULL;
+    tape->sequences = 0;
     mn_defer_discard(tape);
     tape->scope[0] = '\0';
+}
+
+void mn_tape_start_alike(mn_tape *tape, unsigned modes, int64_t sequences) {
+    mn_tape_start(tape, modes | MN_TAPE_ALIKE);
+    if (mn_tape_gathers(tape)) tape->sequences = sequences;
 }
 
 void mn_tape_pack(mn_tape *tape, const int64_t *cu_seqlens, int64_t n_seqs) {
