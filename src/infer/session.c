@@ -7,6 +7,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,6 +21,8 @@
 struct mn_snapshot {
     const mn_model *model;
     mn_model_state state;
+    size_t bytes;              // of one in a file
+    char *path;                // of that file, which has the state; NULL: it is here
 };
 
 enum { MOST_CHUNK = 512, LEAST_CHUNK = 16, DEVICE_CHUNK = 4096 };
@@ -531,19 +534,64 @@ mn_status mn_session_restore(mn_session *session, const mn_snapshot *snapshot) {
         return mn_fail(MN_ERR_ARGUMENT, "the snapshot is of a session on another model");
     }
     mn_model_state state;
-    const mn_status st = mn_model_state_copy(&state, &snapshot->state);
+    mn_device *device = session->context->device;
+    mn_status st = snapshot->path
+                       ? mn_model_state_load(&state, session->model, snapshot->path)
+                       : mn_model_state_copy(&state, &snapshot->state);
+    if (st != MN_OK) return st;
+    if (device && mn_snapshot_is_away(snapshot, session->context)) {
+        st = mn_model_state_send(&state, device, session->options.dtype);
+    }
     if (st == MN_OK) take_state(session, &state);
+    else mn_model_state_free(&state);
     return st;
 }
 
 size_t mn_snapshot_bytes(const mn_snapshot *snapshot) {
-    return mn_model_state_bytes(&snapshot->state);
+    return snapshot->path ? snapshot->bytes : mn_model_state_bytes(&snapshot->state);
 }
 
 void mn_snapshot_destroy(mn_snapshot *snapshot) {
     if (!snapshot) return;
+    if (snapshot->path) remove(snapshot->path);
+    free(snapshot->path);
     mn_model_state_free(&snapshot->state);
     free(snapshot);
+}
+
+/* Whether it has to be brought to where the context computes. */
+bool mn_snapshot_is_away(const mn_snapshot *snapshot, const mn_context *context) {
+    const mn_model_state *state = &snapshot->state;
+    if (snapshot->path) return true;
+    return context->device && state->n_layers > 0 && !state->layers[0].device;
+}
+
+mn_status mn_snapshot_to_host(mn_snapshot *snapshot) {
+    mn_model_state here;
+    if (snapshot->path || snapshot->state.n_layers == 0 || !snapshot->state.layers[0].device) {
+        return MN_OK;
+    }
+    const mn_status st = mn_model_state_fetch(&here, &snapshot->state);
+    if (st != MN_OK) return st;
+    mn_model_state_free(&snapshot->state);
+    snapshot->state = here;
+    return MN_OK;
+}
+
+mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const char *path) {
+    if (snapshot->path) return MN_OK;
+    char *copy = strdup(path);
+    mn_status st = copy ? mn_model_state_save(&snapshot->state, snapshot->model, path)
+                        : mn_fail(MN_ERR_MEMORY, "no memory for a path");
+    if (st != MN_OK) {
+        if (copy) remove(path);
+        free(copy);
+        return st;
+    }
+    snapshot->bytes = mn_model_state_bytes(&snapshot->state);
+    snapshot->path = copy;
+    mn_model_state_free(&snapshot->state);
+    return MN_OK;
 }
 
 mn_status mn_session_fork(mn_session **out, const mn_session *session) {

@@ -9,9 +9,11 @@
 
 #include <math.h>
 #include <poll.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/status.h"
@@ -65,6 +67,28 @@ static void free_snapshot(void *value) {
     mn_snapshot_destroy(value);
 }
 
+/* A snapshot to the host's memory, or to a file. */
+static bool move_snapshot(void *context, void *value, int level) {
+    mn_engine *e = context;
+    const bool host = level == 1 && e->options.cache_host_bytes > 0 && e->options.device;
+    if (host) return mn_snapshot_to_host(value) == MN_OK;
+    char path[MN_FOLDER_PATH];
+    const int n = snprintf(path, sizeof path, "%s/mneme-%ld-%p-%llu.state", e->options.cache_disk,
+                           (long)getpid(), (void *)e, (unsigned long long)e->n_files++);
+    return n > 0 && n < (int)sizeof path && mn_snapshot_to_file(value, path) == MN_OK;
+}
+
+static mn_status open_cache(mn_engine *e) {
+    const mn_engine_options *o = &e->options;
+    const mn_status st = mn_cache_create(&e->cache, o->cache_bytes, free_snapshot);
+    if (st != MN_OK) return st;
+    if (o->cache_host_bytes > 0 && o->device) {
+        mn_cache_add_level(e->cache, o->cache_host_bytes, move_snapshot, e);
+    }
+    if (o->cache_disk) mn_cache_add_level(e->cache, o->cache_disk_bytes, move_snapshot, e);
+    return MN_OK;
+}
+
 static mn_status open_tables(mn_engine *e) {
     const mn_engine_options *o = &e->options;
     const size_t n = (size_t)o->streams;
@@ -82,7 +106,7 @@ static mn_status open_tables(mn_engine *e) {
     if (!there) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %zu streams", n);
     }
-    const mn_status st = mn_cache_create(&e->cache, o->cache_bytes, free_snapshot);
+    const mn_status st = open_cache(e);
     return st == MN_OK ? mn_states_create(&e->states, o->states, o->state_bytes) : st;
 }
 
@@ -765,6 +789,7 @@ static void tell_gauges(mn_engine *e) {
     m->state_bytes = mn_states_bytes(e->states);
     m->cache_entries = (uint64_t)cache.entries;
     m->cache_bytes = cache.bytes;
+    m->cache_away_bytes = cache.level_bytes[1] + cache.level_bytes[2];
     m->cache_lookups = cache.lookups;
     m->cache_hits = cache.hits;
     m->cache_tokens = cache.tokens_found;

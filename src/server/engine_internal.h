@@ -97,6 +97,7 @@ struct mn_engine {
     mn_sequence **active;              // (streams)
     int64_t n_active;
     uint64_t ticks;
+    uint64_t n_files;           // of the state cache so far
     double looked;              // when clients were last asked whether they are there
     bool looks;                 // whether this turn asks
     mn_job *finished;                  // in this turn

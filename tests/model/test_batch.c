@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/util.h"
 #include "infer/session.h"
@@ -100,6 +101,42 @@ static void steps(const char *what, fixture *f) {
         for (int i = 0; i < SESSIONS; i++) {
             if (joins(i, t)) check_same(what, f, i, t);
         }
+    }
+}
+
+/* Where nobody needs it soon: on the host, in a file, or where it was made. */
+static void put_away(mn_snapshot *snapshot, int i, int twin) {
+    const char *folder = getenv("TMPDIR");
+    char path[512];
+    snprintf(path, sizeof path, "%s/mneme_test_batch_%ld_%d_%d.state", folder ? folder : "/tmp",
+             (long)getpid(), i, twin);
+    if (i % 4 == 0) need(mn_snapshot_to_host(snapshot));
+    if (i % 8 == 0 || i % 8 == 1) need(mn_snapshot_to_file(snapshot, path));
+}
+
+/* Sessions that were in a batch are looked at, copied, put back and stepped by themselves, their
+ * twins too; a fork goes on as the session does. */
+static void between(const char *what, fixture *f) {
+    for (int i = 0; i < SESSIONS; i += 3) {
+        mn_session *const twins[] = { f->alone[i], f->together[i] };
+        const int32_t token = f->tokens[i][i % PROMPT];
+        for (int k = 0; k < 2; k++) {
+            mn_snapshot *snapshot = NULL;
+            mn_session *fork = NULL;
+            if (i % 2 == 0) need(mn_session_step(twins[k], token));
+            need(mn_session_snapshot(&snapshot, twins[k]));
+            need(mn_session_fork(&fork, twins[k]));
+            need(mn_session_step(twins[k], token));
+            need(mn_session_step(fork, token));
+            CHECK(memcmp(mn_session_logits(fork), mn_session_logits(twins[k]),
+                         VOCABULARY * sizeof(float)) == 0, "%s, session %d: a fork", what, i);
+            put_away(snapshot, i, k);
+            if (i % 4 < 2) need(mn_session_restore(twins[k], snapshot));
+            mn_snapshot_destroy(snapshot);
+            mn_session_destroy(fork);
+        }
+        CHECK(memcmp(mn_session_logits(twins[0]), mn_session_logits(twins[1]),
+                     VOCABULARY * sizeof(float)) == 0, "%s, session %d: put back", what, i);
     }
 }
 
@@ -232,6 +269,7 @@ static void targets_and_threads(void **state) {
             fixture f;
             start(&f, targets[t], 1 + i, json);
             steps(layers[i], &f);
+            between(layers[i], &f);
             feeds(layers[i], &f);
             without_belief(&f);
             expects(layers[i], &f);
@@ -280,31 +318,6 @@ static void start_on_gpu(fixture *f, mn_dtype dtype, bool belief, const char *js
     const mn_session_options how = { .belief = belief, .prefill_chunk = 16, .dtype = dtype };
     begin(f, &options, &how, json);
     need(mn_batch_create(&f->solo, f->context, f->model));
-}
-
-/* Sessions that were in a batch are looked at, copied, put back and stepped by themselves, their
- * twins too; a fork goes on as the session does. */
-static void between(const char *what, fixture *f) {
-    for (int i = 0; i < SESSIONS; i += 3) {
-        mn_session *const twins[] = { f->alone[i], f->together[i] };
-        const int32_t token = f->tokens[i][i % PROMPT];
-        for (int k = 0; k < 2; k++) {
-            mn_snapshot *snapshot = NULL;
-            mn_session *fork = NULL;
-            if (i % 2 == 0) need(mn_session_step(twins[k], token));
-            need(mn_session_snapshot(&snapshot, twins[k]));
-            need(mn_session_fork(&fork, twins[k]));
-            need(mn_session_step(twins[k], token));
-            need(mn_session_step(fork, token));
-            CHECK(memcmp(mn_session_logits(fork), mn_session_logits(twins[k]),
-                         VOCABULARY * sizeof(float)) == 0, "%s, session %d: a fork", what, i);
-            if (i % 4 < 2) need(mn_session_restore(twins[k], snapshot));
-            mn_snapshot_destroy(snapshot);
-            mn_session_destroy(fork);
-        }
-        CHECK(memcmp(mn_session_logits(twins[0]), mn_session_logits(twins[1]),
-                     VOCABULARY * sizeof(float)) == 0, "%s, session %d: put back", what, i);
-    }
 }
 
 /* The likeliest token is that of the logits. */
