@@ -408,8 +408,28 @@ static void run_quants(mn_tape *tape, mn_defer *all, int i) {
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 
+/* Product i of several sequences, and those of its input that are ready as well. */
+static void run_rows(mn_tape *tape, mn_defer *all, int i) {
+    mn_gemm_problem work[MN_GEMM_ROWS];
+    const uint64_t done = all->done;
+    int n = 0;
+    for (int k = i; k < all->n && n < MN_GEMM_ROWS; k++) {
+        const mn_gemm_problem *p = &all->list[k].of.product.work;
+        if (all->list[k].kind != MN_DEFERRED_GEMM || !ready(all, k, done)) continue;
+        if (!mn_gemm_rows_supported(p)) continue;
+        if (n > 0 && (!same_input(p, &work[0]) || p->c_dtype != work[0].c_dtype)) continue;
+        work[n++] = *p;
+        all->done |= mn_bit(k);
+    }
+    if (mn_tape_runs(tape)) check(tape, mn_gemm_rows(work, n, tape->where));
+}
+
 static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     const mn_deferred *d = &all->list[i];
+    if (d->kind == MN_DEFERRED_GEMM && mn_gemm_rows_supported(&d->of.product.work)) {
+        run_rows(tape, all, i);
+        return;
+    }
     if (d->kind == MN_DEFERRED_GEMM && d->of.product.work.quant &&
         d->of.product.work.M <= MN_DECODE_MAX_M) {
         run_quants(tape, all, i);

@@ -31,6 +31,16 @@ int mn_gemm_run(mn_gemm_handle *gemms, const mn_gemm_problem *work, void *space,
     return 1;
 }
 
+bool mn_gemm_rows_supported(const mn_gemm_problem *work) {
+    (void)work;
+    return false;
+}
+
+int mn_gemm_rows(const mn_gemm_problem *works, int n, void *stream) {
+    (void)works, (void)n, (void)stream;
+    return 1;
+}
+
 int mn_gemm_quant_several(const mn_gemm_problem *works, int n, void *stream) {
     (void)works, (void)n, (void)stream;
     return 1;

@@ -42,6 +42,18 @@ extern "C"
 #endif
 int mn_gemm_quant_several(const mn_gemm_problem *works, int n, void *stream);
 
+/* Products for the rows of sequences that decode together (`alike`), in bf16: up to so many of one
+ * a, into c of one type, in one launch. Returns 0 or a cudaError_t. */
+enum { MN_GEMM_ROWS = 4 };
+#ifdef __cplusplus
+extern "C" {
+#endif
+bool mn_gemm_rows_supported(const mn_gemm_problem *work);
+int mn_gemm_rows(const mn_gemm_problem *works, int n, void *stream);
+#ifdef __cplusplus
+}
+#endif
+
 /* The library and the algorithms it has chosen so far, one for each shape; for one thread. NULL
  * when memory is out. The same shapes at addresses of the same alignment give the same bits. */
 typedef struct mn_gemm_handle mn_gemm_handle;

@@ -340,7 +340,7 @@ static bool has_alike_tiles(const mn_gemm_problem *w) {
 
 int mn_gemm_run(mn_gemm_handle *p, const mn_gemm_problem *work, void *space, void *stream) {
     if (work->quant) return run_quant(p, work, space, stream);
-    if (mn_gemm_rows_supported(work)) return mn_gemm_rows(work, stream);
+    if (mn_gemm_rows_supported(work)) return mn_gemm_rows(work, 1, stream);
     if (work->alike && !has_alike_tiles(work)) return mn_gemm_simt(work, stream);
     if (work->step && mn_gemm_small_m_supported(work)) return mn_gemm_small_m(work, stream);
     if (mn_gemm_small_n_supported(work)) return mn_gemm_small_n(work, stream);
@@ -396,7 +396,7 @@ bool mn_gemm_has_cublaslt(mn_gemm_handle *gemms) {
 int mn_gemm_run(mn_gemm_handle *gemms, const mn_gemm_problem *work, void *space, void *stream) {
     if (work->quant) return run_quant(gemms, work, space, stream);
     (void)gemms, (void)space;
-    if (mn_gemm_rows_supported(work)) return mn_gemm_rows(work, stream);
+    if (mn_gemm_rows_supported(work)) return mn_gemm_rows(work, 1, stream);
     if (work->alike) return mn_gemm_simt(work, stream);
     if (work->step && mn_gemm_small_m_supported(work)) return mn_gemm_small_m(work, stream);
     if (mn_gemm_small_n_supported(work)) return mn_gemm_small_n(work, stream);

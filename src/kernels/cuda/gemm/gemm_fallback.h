@@ -17,10 +17,6 @@ int mn_gemm_simt(const mn_gemm_problem *work, void *stream);
 bool mn_gemm_small_m_supported(const mn_gemm_problem *work);
 int mn_gemm_small_m(const mn_gemm_problem *work, void *stream);
 
-/* The same for the rows of sequences that decode together (`alike`), in bf16: gemm_rows.cu. */
-bool mn_gemm_rows_supported(const mn_gemm_problem *work);
-int mn_gemm_rows(const mn_gemm_problem *work, void *stream);
-
 /* Likewise for weights of a few rows: decode_gemv.cu. */
 bool mn_gemm_small_n_supported(const mn_gemm_problem *work);
 int mn_gemm_small_n(const mn_gemm_problem *work, void *stream);

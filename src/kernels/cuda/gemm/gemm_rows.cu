@@ -5,7 +5,7 @@
  * cp.async, 64 of K a stage, several stages ahead. The weight is the left factor of the tensor
  * cores, so that eight rows of a are a tile. An element is one accumulator that takes K sixteen at
  * a time, in order, whatever BN and BM are. Weights that are older than the launch in front are
- * asked for before it has ended. */
+ * asked for before it has ended. Several weights of one a are one launch. */
 #include "kernels/cuda/gemm/gemm_fallback.h"
 #include "kernels/cuda/prim/pdl.cuh"
 
@@ -111,13 +111,23 @@ __device__ static void rows_store(const mn_gemm_problem &w, float *sums,
     }
 }
 
+/* Problem i has column tiles [begins[i], begins[i + 1]). */
+struct rows_params {
+    int n, begins[MN_GEMM_ROWS + 1];
+    mn_gemm_problem of[MN_GEMM_ROWS];
+};
+
 template <int BN, int BM, typename C>
 __global__ void __launch_bounds__(ROWS_THREADS)
-gemm_rows(const __grid_constant__ mn_gemm_problem w) {
+gemm_rows(const __grid_constant__ rows_params p) {
     using tile = rows_tile<BN, BM>;
     extern __shared__ __align__(128) unsigned char bytes[];
     const uint32_t smem = (uint32_t)__cvta_generic_to_shared(bytes);
-    const int64_t n0 = blockIdx.x * (int64_t)BN, m0 = blockIdx.y * (int64_t)BM;
+    int which = 0;
+    while ((int)blockIdx.x >= p.begins[which + 1]) which++;
+    const mn_gemm_problem &w = p.of[which];
+    const int64_t n0 = ((int)blockIdx.x - p.begins[which]) * (int64_t)BN;
+    const int64_t m0 = blockIdx.y * (int64_t)BM;
     const int steps = (int)((w.K + ROWS_K - 1) / ROWS_K);
     const mn_bf16 *a = (const mn_bf16 *)w.a, *b = (const mn_bf16 *)w.b;
     const auto stage_of = [&](int step) { return smem + step % tile::stages * tile::stage; };
@@ -156,44 +166,58 @@ gemm_rows(const __grid_constant__ mn_gemm_problem w) {
 }
 
 template <int BN, int BM, typename C>
-static int rows_launch(const mn_gemm_problem *w, cudaStream_t on) {
+static int rows_launch(const mn_gemm_problem *works, int n, cudaStream_t on) {
     using tile = rows_tile<BN, BM>;
     const cudaError_t code = cudaFuncSetAttribute(
         gemm_rows<BN, BM, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, tile::smem);
     if (code != cudaSuccess) return (int)code;
-    const dim3 blocks(mn_blocks(w->N, BN), (unsigned)mn_ceil_div(w->M, BM));
-    return mn_launch_pdl(gemm_rows<BN, BM, C>, blocks, ROWS_THREADS, tile::smem, on, *w);
+    rows_params p = {};
+    p.n = n;
+    for (int i = 0; i < n; i++) {
+        p.of[i] = works[i];
+        p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(works[i].N, BN);
+    }
+    for (int i = n; i < MN_GEMM_ROWS; i++) p.begins[i + 1] = p.begins[n];
+    const dim3 blocks((unsigned)p.begins[n], (unsigned)mn_ceil_div(works[0].M, BM));
+    return mn_launch_pdl(gemm_rows<BN, BM, C>, blocks, ROWS_THREADS, tile::smem, on, p);
+}
+
+static int64_t rows_tiles(const mn_gemm_problem *works, int n, int64_t width) {
+    int64_t tiles = 0;
+    for (int i = 0; i < n; i++) tiles += mn_ceil_div(works[i].N, width);
+    return tiles;
 }
 
 /* Enough blocks for the processors, of as large tiles as that leaves. */
 template <int BM, typename C>
-static int rows_launch_n(const mn_gemm_problem *w, cudaStream_t on) {
+static int rows_launch_n(const mn_gemm_problem *works, int n, cudaStream_t on) {
     enum { ENOUGH = 96 };
-    const int64_t down = mn_ceil_div(w->M, BM);
-    if (mn_ceil_div(w->N, 64) * down >= ENOUGH) return rows_launch<64, BM, C>(w, on);
-    if (mn_ceil_div(w->N, 32) * down >= ENOUGH) return rows_launch<32, BM, C>(w, on);
-    return rows_launch<16, BM, C>(w, on);
+    const int64_t down = mn_ceil_div(works[0].M, BM);
+    if (rows_tiles(works, n, 64) * down >= ENOUGH) return rows_launch<64, BM, C>(works, n, on);
+    if (rows_tiles(works, n, 32) * down >= ENOUGH) return rows_launch<32, BM, C>(works, n, on);
+    return rows_launch<16, BM, C>(works, n, on);
 }
 
 template <typename C>
-static int rows_launch_m(const mn_gemm_problem *w, cudaStream_t on) {
-    if (w->M <= 8) return rows_launch_n<8, C>(w, on);
-    if (w->M <= 16) return rows_launch_n<16, C>(w, on);
-    if (w->M <= 32) return rows_launch_n<32, C>(w, on);
-    if (w->M <= 64) return rows_launch_n<64, C>(w, on);
-    return rows_launch_n<128, C>(w, on);
+static int rows_launch_m(const mn_gemm_problem *works, int n, cudaStream_t on) {
+    if (works[0].M <= 8) return rows_launch_n<8, C>(works, n, on);
+    if (works[0].M <= 16) return rows_launch_n<16, C>(works, n, on);
+    if (works[0].M <= 32) return rows_launch_n<32, C>(works, n, on);
+    if (works[0].M <= 64) return rows_launch_n<64, C>(works, n, on);
+    return rows_launch_n<128, C>(works, n, on);
 }
 
 extern "C" bool mn_gemm_rows_supported(const mn_gemm_problem *w) {
     return w->alike && w->dtype == MN_BF16 && !w->quant && w->b_transposed && !w->a_transposed &&
            w->K > 0 && w->K % 8 == 0 && w->a_row % 8 == 0 && w->b_row % 8 == 0 &&
-           w->M <= (1 << 20) && w->N <= (1 << 30) && (uintptr_t)w->a % 16 == 0 &&
+           w->M <= (1 << 20) && w->N <= (1 << 24) && (uintptr_t)w->a % 16 == 0 &&
            (uintptr_t)w->b % 16 == 0;
 }
 
-extern "C" int mn_gemm_rows(const mn_gemm_problem *w, void *stream) {
+extern "C" int mn_gemm_rows(const mn_gemm_problem *works, int n, void *stream) {
     const cudaStream_t on = (cudaStream_t)stream;
-    return w->c_dtype == MN_BF16 ? rows_launch_m<mn_bf16>(w, on) : rows_launch_m<float>(w, on);
+    return works[0].c_dtype == MN_BF16 ? rows_launch_m<mn_bf16>(works, n, on)
+                                       : rows_launch_m<float>(works, n, on);
 }
 
 }    // namespace mneme::gemm
