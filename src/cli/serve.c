@@ -41,6 +41,9 @@ static void print_help(void) {
          "  --context N             tokens of a prompt and its continuation (default 131072)\n"
          "  --chunk N               tokens of a prompt between two steps (default 128)\n"
          "  --cache-mb N            memory of the state cache; 0: none (default 256)\n"
+         "  --cache-host-mb N       more of it in host memory, of a GPU's (default 0)\n"
+         "  --cache-disk DIR        more of it in files of a folder (default: none)\n"
+         "  --cache-disk-mb N       of those files (default 4096)\n"
          "  --states N              stored states at most (default 1024)\n"
          "  --states-mb N           memory of stored states (default 1024)\n"
          "  --body-mb N             of a request (default 16)\n"
@@ -67,6 +70,7 @@ typedef struct serve_options {
     const char *key_file, *dtype;
     int streams, queue, context, chunk, cache_mb, states, states_mb, body_mb, upload_mb, threads;
     int seconds, draft;
+    int cache_host_mb, cache_disk_mb;
 } serve_options;
 
 static int parse(serve_options *o, int argc, char **argv) {
@@ -81,6 +85,9 @@ static int parse(serve_options *o, int argc, char **argv) {
         { "--context", .count = &o->context, .low = 2, .high = 1 << 30 },
         { "--chunk", .count = &o->chunk, .low = 1, .high = 1 << 16 },
         { "--cache-mb", .count = &o->cache_mb, .low = 0, .high = 1 << 24 },
+        { "--cache-host-mb", .count = &o->cache_host_mb, .low = 0, .high = 1 << 24 },
+        { "--cache-disk", .text = &s->engine.cache_disk },
+        { "--cache-disk-mb", .count = &o->cache_disk_mb, .low = 1, .high = 1 << 24 },
         { "--states", .count = &o->states, .low = 0, .high = 1 << 20 },
         { "--states-mb", .count = &o->states_mb, .low = 0, .high = 1 << 24 },
         { "--body-mb", .count = &o->body_mb, .low = 1, .high = 1 << 12 },
@@ -115,6 +122,8 @@ static int parse(serve_options *o, int argc, char **argv) {
     s->engine.seconds = o->seconds;
     s->engine.patience = s->timeout;
     s->engine.cache_bytes = (size_t)o->cache_mb << 20;
+    s->engine.cache_host_bytes = (size_t)o->cache_host_mb << 20;
+    s->engine.cache_disk_bytes = (size_t)o->cache_disk_mb << 20;
     s->engine.state_bytes = (size_t)o->states_mb << 20;
     s->body_bytes = (size_t)o->body_mb << 20;
     s->upload_bytes = (size_t)o->upload_mb << 20;
@@ -132,6 +141,7 @@ static void defaults(serve_options *o) {
     o->draft = (int)s->engine.draft;
     o->seconds = (int)s->engine.seconds;
     o->cache_mb = (int)(s->engine.cache_bytes >> 20);
+    o->cache_disk_mb = 4096;
     o->states_mb = (int)(s->engine.state_bytes >> 20);
     o->body_mb = (int)(s->body_bytes >> 20);
     o->upload_mb = (int)(s->upload_bytes >> 20);

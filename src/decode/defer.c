@@ -65,7 +65,8 @@ bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work)
     mn_deferred *d = next(tape);
     if (!d) return false;
     const bool repeats = tape->modes & MN_TAPE_REPEATS;    // then logits end a stage
-    if (mn_decode_of_elementwise(d, id, work, repeats ? MN_DECODE_MAX_MOVE : 0)) {
+    const int64_t most = repeats && !tape->sequences ? MN_DECODE_MAX_MOVE : 0;
+    if (mn_decode_of_elementwise(d, id, work, most, tape->sequences)) {
         add(tape, d);
         return true;
     }
@@ -78,8 +79,8 @@ bool mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p) {
     if (!d) return false;
     *d = (mn_deferred){ .kind = MN_DEFERRED_GEMM };
     d->of.product.work = mn_matmul_work_of(p);
-    d->of.product.work.step = true;
-    d->of.product.fits = mn_decode_gemms_supported(&d->of.product.work);
+    d->of.product.work.step = !tape->sequences;
+    d->of.product.fits = !tape->sequences && mn_decode_gemms_supported(&d->of.product.work);
     mn_ranges_of_gemm(d, &d->of.product.work);
     add(tape, d);
     return true;
@@ -88,7 +89,7 @@ bool mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p) {
 bool mn_defer_op(mn_tape *tape, mn_op_id op, const void *args) {
     mn_deferred *d = next(tape);
     if (!d) return false;
-    if (mn_decode_of_op(d, op, args)) {
+    if (mn_decode_of_op(d, op, args, tape->sequences)) {
         add(tape, d);
         return true;
     }
@@ -123,7 +124,8 @@ void mn_defer_destroy(mn_defer *delay) {
 /* The megakernel that stages are for; NULL where none is made. */
 static mn_megakernel *megakernel_of(mn_tape *tape) {
     mn_defer *all = tape->delay;
-    if (!(tape->modes & MN_TAPE_REPEATS) || !mn_megakernel_supported()) return NULL;
+    if (!(tape->modes & MN_TAPE_REPEATS) || tape->sequences) return NULL;
+    if (!mn_megakernel_supported()) return NULL;
     if (!all->megakernel) all->megakernel = mn_megakernel_create();
     return all->megakernel;
 }
@@ -338,6 +340,16 @@ static bool is_left(mn_tape *tape, const mn_defer *all, int i) {
     return false;
 }
 
+/* Whether small work i may be in one launch with those of `taken` that it is after: blocks of
+ * another sequence are at different places. */
+static bool joins(const mn_defer *all, int i, uint64_t taken, int64_t sequences) {
+    for (int k = 0; k < i && sequences > 1; k++) {
+        if (!(taken & all->list[i].after & mn_bit(k))) continue;
+        if (!mn_decode_follows(&all->list[i].of.few, &all->list[k].of.few, sequences)) return false;
+    }
+    return true;
+}
+
 /* Small works that are ready, or are after others of the launch; `all_of_them`: also those that
  * gemms would make. Returns their bits. */
 static uint64_t gather(mn_tape *tape, const mn_defer *all, bool all_of_them) {
@@ -345,6 +357,7 @@ static uint64_t gather(mn_tape *tape, const mn_defer *all, bool all_of_them) {
     int n = 0;
     for (int i = 0; i < all->n && n < MN_DECODE_OPS; i++) {
         if (!small_op_at(all, i) || !ready(all, i, all->done | taken)) continue;
+        if (!joins(all, i, taken, tape->sequences)) continue;
         if (!all_of_them && is_left(tape, all, i)) continue;
         taken |= mn_bit(i);
         n++;
@@ -368,7 +381,7 @@ void mn_defer_parts(int part[MN_DEFERRED], const mn_defer *all, uint64_t taken) 
 static void run_chains(mn_tape *tape, mn_defer *all, uint64_t taken) {
     int part[MN_DEFERRED];
     mn_defer_parts(part, all, taken);
-    mn_decode_chains launch = { 0 };
+    mn_decode_chains launch = { .sequences = tape->sequences };
     int n = 0;
     for (int p = 0; p < all->n; p++) {
         const int first = n;
@@ -408,8 +421,28 @@ static void run_quants(mn_tape *tape, mn_defer *all, int i) {
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 
+/* Product i of several sequences, and those of its input that are ready as well. */
+static void run_rows(mn_tape *tape, mn_defer *all, int i) {
+    mn_gemm_problem work[MN_GEMM_ROWS];
+    const uint64_t done = all->done;
+    int n = 0;
+    for (int k = i; k < all->n && n < MN_GEMM_ROWS; k++) {
+        const mn_gemm_problem *p = &all->list[k].of.product.work;
+        if (all->list[k].kind != MN_DEFERRED_GEMM || !ready(all, k, done)) continue;
+        if (!mn_gemm_rows_supported(p)) continue;
+        if (n > 0 && (!same_input(p, &work[0]) || p->c_dtype != work[0].c_dtype)) continue;
+        work[n++] = *p;
+        all->done |= mn_bit(k);
+    }
+    if (mn_tape_runs(tape)) check(tape, mn_gemm_rows(work, n, tape->where));
+}
+
 static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     const mn_deferred *d = &all->list[i];
+    if (d->kind == MN_DEFERRED_GEMM && mn_gemm_rows_supported(&d->of.product.work)) {
+        run_rows(tape, all, i);
+        return;
+    }
     if (d->kind == MN_DEFERRED_GEMM && d->of.product.work.quant &&
         d->of.product.work.M <= MN_DECODE_MAX_M) {
         run_quants(tape, all, i);
@@ -419,7 +452,7 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     launch_megakernel(tape);
     if (!mn_tape_runs(tape)) return;
     if (d->kind == MN_DEFERRED_OP) {
-        tape->context->steps = true;
+        tape->context->steps = !tape->sequences;
         const mn_status st = mn_op_run(tape->context, d->of.op.id, MN_FORWARD, d->of.op.args);
         tape->context->steps = false;
         if (st != MN_OK) mn_tape_fail(tape, st);

@@ -48,10 +48,15 @@ static inline uint64_t mn_bit(int i) {
 }
 
 /* lower.c: what a work or an operator is as a work on few rows, and what it touches; false where
- * it is none. `max_move`: elements that are still few where they are only moved. */
+ * it is none. `max_move`: elements that are still few where they are only moved. `sequences`, where
+ * it is not 0: rows belong to so many, and the work becomes the part of one. */
 bool mn_decode_of_elementwise(mn_deferred *out, mn_elementwise_id id, const void *work,
-                              int64_t max_move);
-bool mn_decode_of_op(mn_deferred *out, mn_op_id op, const void *args);
+                              int64_t max_move, int64_t sequences);
+bool mn_decode_of_op(mn_deferred *out, mn_op_id op, const void *args, int64_t sequences);
+
+/* Whether the part of a sequence of small work `later` follows from what the same sequence's part
+ * of `earlier` has left, as far as they meet at all. */
+bool mn_decode_follows(const mn_decode_op *later, const mn_decode_op *earlier, int64_t sequences);
 
 /* What any operator touches; false where that is too much to instr. */
 bool mn_ranges_of_op(mn_deferred *out, mn_op_id op, const void *args);

@@ -46,6 +46,7 @@ void mn_ranges_of_gemm(mn_deferred *d, const mn_gemm_problem *p) {
     access(d, p->a, (p->M - 1) * p->a_row + p->K, p->dtype, false);
     access(d, p->b, (p->N - 1) * p->b_row + p->K, p->dtype, false);
     access(d, p->bias, p->N, p->c_dtype, false);
+    access(d, p->onto, (p->M - 1) * p->c_row + p->N, p->c_dtype, false);
     access(d, p->c, (p->M - 1) * p->c_row + p->N, p->c_dtype, true);
 }
 
@@ -80,12 +81,14 @@ bool mn_ranges_of_op(mn_deferred *d, mn_op_id op, const void *args) {
 
 /* ---- works ----------------------------------------------------------------------------------- */
 
-static bool start(mn_deferred *d, mn_decode_op_kind kind, const int64_t shape[4]) {
+/* `sequences`: what a launch tells apart, each with its part of the elements; 0: one does all. */
+static bool start(mn_deferred *d, mn_decode_op_kind kind, const int64_t shape[4],
+                  int64_t sequences) {
     *d = (mn_deferred){ .kind = MN_DEFERRED_SMALL };
     d->of.few.kind = kind;
     memcpy(d->of.few.shape, shape, sizeof d->of.few.shape);
     const int64_t count = mn_count4(shape);
-    return count > 0 && count <= MN_DECODE_MAX_NUMEL;
+    return count > 0 && count <= MN_DECODE_MAX_NUMEL * mn_max(sequences, 1);
 }
 
 static void view(mn_deferred *d, int i, const mn_view *at, bool writes) {
@@ -93,8 +96,8 @@ static void view(mn_deferred *d, int i, const mn_view *at, bool writes) {
     d->of.few.elements[i] = access_view(d, at, d->of.few.shape, writes);
 }
 
-static bool decode_unary(mn_deferred *d, const mn_unary_params *w) {
-    if (!w->y.data || !start(d, MN_DECODE_UNARY, w->shape)) return false;
+static bool decode_unary(mn_deferred *d, const mn_unary_params *w, int64_t sequences) {
+    if (!w->y.data || !start(d, MN_DECODE_UNARY, w->shape, sequences)) return false;
     d->of.few.f = (int)w->f;
     view(d, 0, &w->x, false);
     view(d, 1, &w->b, false);
@@ -102,9 +105,9 @@ static bool decode_unary(mn_deferred *d, const mn_unary_params *w) {
     return true;
 }
 
-static bool decode_pair(mn_deferred *d, const mn_pair_params *w) {
+static bool decode_pair(mn_deferred *d, const mn_pair_params *w, int64_t sequences) {
     if (!w->y.data || w->kind == MN_PAIR_SCALED) return false;
-    if (!start(d, MN_DECODE_PAIR, w->shape)) return false;
+    if (!start(d, MN_DECODE_PAIR, w->shape, sequences)) return false;
     d->of.few.f = (int)w->kind;
     d->of.few.scale = w->scale;
     d->of.few.shift = w->shift;
@@ -116,10 +119,11 @@ static bool decode_pair(mn_deferred *d, const mn_pair_params *w) {
 
 /* Copies of heads are an axis of their own, along which `from` stands still. */
 /* `most`: elements, where something may end with them. */
-static bool decode_move(mn_deferred *d, const mn_move_params *w, int64_t most) {
+static bool decode_move(mn_deferred *d, const mn_move_params *w, int64_t most,
+                        int64_t sequences) {
     const int64_t *n = w->shape;
-    if (w->folds || w->add) return false;
-    const bool few = start(d, MN_DECODE_MOVE, n);
+    if (w->folds || w->add || (w->times > 1 && sequences > 0)) return false;
+    const bool few = start(d, MN_DECODE_MOVE, n, sequences);
     if (!few && (w->times > 1 || mn_count4(n) > most)) return false;
     mn_view to = w->to, from = w->from;
     if (w->times > 1) {
@@ -135,8 +139,8 @@ static bool decode_move(mn_deferred *d, const mn_move_params *w, int64_t most) {
     return true;
 }
 
-static bool decode_fill(mn_deferred *d, const mn_fill_params *w) {
-    if (!start(d, MN_DECODE_FILL, w->shape)) return false;
+static bool decode_fill(mn_deferred *d, const mn_fill_params *w, int64_t sequences) {
+    if (!start(d, MN_DECODE_FILL, w->shape, sequences)) return false;
     d->of.few.shift = w->value;
     view(d, 0, &w->to, true);
     return true;
@@ -145,7 +149,7 @@ static bool decode_fill(mn_deferred *d, const mn_fill_params *w) {
 static bool decode_rows(mn_deferred *d, const mn_rows_params *w) {
     const int64_t shape[4] = { 1, 1, w->n, w->shape[3] };
     if (w->quant) return false;
-    if (w->scatters || w->table.stride[1] != w->shape[3] || !start(d, MN_DECODE_ROWS, shape)) {
+    if (w->scatters || w->table.stride[1] != w->shape[3] || !start(d, MN_DECODE_ROWS, shape, 0)) {
         return false;
     }
     d->of.few.index = w->index;
@@ -157,16 +161,109 @@ static bool decode_rows(mn_deferred *d, const mn_rows_params *w) {
     return true;
 }
 
-bool mn_decode_of_elementwise(mn_deferred *d, mn_elementwise_id id, const void *work,
-                              int64_t max_move) {
+static bool elementwise_of(mn_deferred *d, mn_elementwise_id id, const void *work,
+                           int64_t max_move, int64_t sequences) {
     switch (id) {
-    case MN_ELEMENTWISE_UNARY: return decode_unary(d, work);
-    case MN_ELEMENTWISE_PAIR: return decode_pair(d, work);
-    case MN_ELEMENTWISE_MOVE: return decode_move(d, work, max_move);
-    case MN_ELEMENTWISE_FILL: return decode_fill(d, work);
-    case MN_ELEMENTWISE_ROWS: return decode_rows(d, work);
+    case MN_ELEMENTWISE_UNARY: return decode_unary(d, work, sequences);
+    case MN_ELEMENTWISE_PAIR: return decode_pair(d, work, sequences);
+    case MN_ELEMENTWISE_MOVE: return decode_move(d, work, max_move, sequences);
+    case MN_ELEMENTWISE_FILL: return decode_fill(d, work, sequences);
+    case MN_ELEMENTWISE_ROWS: return sequences == 0 && decode_rows(d, work);
     default: return false;
     }
+}
+
+/* ---- one sequence of several ----------------------------------------------------------------- */
+
+/* Elements that a view has of a shape, from the first to the last. */
+static int64_t span_of(const mn_view *view, const int64_t shape[4]) {
+    int64_t count = 1;
+    for (int i = 0; i < 4; i++) count += (shape[i] - 1) * view->stride[i];
+    return count;
+}
+
+/* The part of one sequence of a work that goes element by element: along the first axis, or the
+ * second where rows of all sequences lie there. Works without such an axis are the same for all. */
+static bool slice_elements(mn_decode_op *few, int64_t sequences) {
+    int axis = -1;
+    if (few->shape[0] == sequences) axis = 0;
+    else if (few->shape[0] == 1 && few->shape[1] > 1 && few->shape[1] % sequences == 0) axis = 1;
+    else if (few->shape[0] != 1 || few->shape[1] != 1) return false;
+    const int64_t part = axis >= 0 ? few->shape[axis] / sequences : 1;
+    if (axis >= 0) few->shape[axis] = part;
+    for (int i = 0; i < MN_DECODE_VIEWS; i++) {
+        mn_view *view = &few->at[i];
+        if (!view->data) continue;
+        if (axis >= 0) {
+            const int64_t step = view->stride[axis] * part;
+            few->advance[i] = step * (int64_t)mn_dtype_bytes(view->dtype);
+        }
+        few->elements[i] = span_of(view, few->shape);
+    }
+    return axis < 0 || few->advance[mn_decode_inputs_of(few->kind)] != 0;
+}
+
+/* Of an operator: all views but weights have a part for each sequence. */
+static bool slice_rows(mn_decode_op *few, int64_t sequences) {
+    static const int weights[MN_DECODE_KINDS] = {
+        [MN_DECODE_CONV] = 1 << 1 | 1 << 2, [MN_DECODE_RMS_NORM] = 1 << 1,
+        [MN_DECODE_GATED_NORM] = 1 << 2,
+    };
+    if (few->shape[2] % sequences != 0) return false;
+    few->shape[2] /= sequences;
+    for (int i = 0; i < MN_DECODE_VIEWS; i++) {
+        mn_view *view = &few->at[i];
+        if (!view->data || weights[few->kind] >> i & 1) continue;
+        const bool apart = few->kind == MN_DECODE_CONV && i == 0;
+        const int64_t step = apart ? view->stride[0] : few->elements[i] / sequences;
+        few->advance[i] = step * (int64_t)mn_dtype_bytes(view->dtype);
+        few->elements[i] = apart ? few->shape[3] : step;
+    }
+    return true;
+}
+
+static bool slice(mn_deferred *d, int64_t sequences) {
+    if (sequences == 0) return true;
+    const bool sliced = d->of.few.kind <= MN_DECODE_FILL ? slice_elements(&d->of.few, sequences)
+                                                         : slice_rows(&d->of.few, sequences);
+    return sliced && mn_count4(d->of.few.shape) <= MN_DECODE_MAX_NUMEL;
+}
+
+/* Where view i of one sequence begins and ends, in bytes. */
+static mn_mem_range part_of(const mn_decode_op *few, int i) {
+    const uintptr_t begin = (uintptr_t)few->at[i].data;
+    const size_t bytes = (size_t)few->elements[i] * mn_dtype_bytes(few->at[i].dtype);
+    return (mn_mem_range){ begin, begin + bytes, i >= mn_decode_inputs_of(few->kind) };
+}
+
+/* Whether view i of one work and view k of another meet nowhere but within each sequence, where
+ * either writes. What is the same for all sequences is made by each of them. */
+static bool meet_within(const mn_decode_op *later, int i, const mn_decode_op *earlier, int k,
+                        int64_t sequences) {
+    const mn_mem_range a = part_of(later, i), b = part_of(earlier, k);
+    const uintptr_t a_end = a.end + (uintptr_t)((sequences - 1) * later->advance[i]);
+    const uintptr_t b_end = b.end + (uintptr_t)((sequences - 1) * earlier->advance[k]);
+    if ((!a.writes && !b.writes) || a.begin >= b_end || b.begin >= a_end) return true;
+    if (!a.writes && earlier->advance[k] == 0) return true;
+    const uintptr_t first = mn_min(a.begin, b.begin), last = mn_max(a.end, b.end);
+    return later->advance[i] == earlier->advance[k] &&
+           last - first <= (uintptr_t)later->advance[i];
+}
+
+bool mn_decode_follows(const mn_decode_op *later, const mn_decode_op *earlier,
+                       int64_t sequences) {
+    for (int i = 0; i < MN_DECODE_VIEWS; i++) {
+        for (int k = 0; k < MN_DECODE_VIEWS && later->at[i].data; k++) {
+            if (!earlier->at[k].data) continue;
+            if (!meet_within(later, i, earlier, k, sequences)) return false;
+        }
+    }
+    return true;
+}
+
+bool mn_decode_of_elementwise(mn_deferred *d, mn_elementwise_id id, const void *work,
+                              int64_t max_move, int64_t sequences) {
+    return elementwise_of(d, id, work, max_move, sequences) && slice(d, sequences);
 }
 
 /* ---- operators ------------------------------------------------------------------------------- */
@@ -180,15 +277,18 @@ static void flat(mn_deferred *d, int i, const void *data, int64_t count, mn_dtyp
     access(d, data, count, dtype, writes);
 }
 
-static bool decode_conv(mn_deferred *d, const mn_conv_args *p) {
+/* Rows of x may lie apart where a launch tells sequences apart. */
+static bool decode_conv(mn_deferred *d, const mn_conv_args *p, int64_t sequences) {
     const mn_call *c = &p->call;
     const int64_t shape[4] = { 1, c->W, c->B, c->V }, tails = c->B * (c->W - 1) * c->V;
-    const bool even = c->B == 1 || p->x.stride[0] == 0 || p->x.stride[0] == c->V;
+    const int64_t row = p->x.stride[0] ? p->x.stride[0] : c->V;
+    const bool even = c->B == 1 || row == c->V || sequences == c->B;
     if (c->T != 1 || c->cu_seqlens || !even || !p->y.data) return false;
-    start(d, MN_DECODE_CONV, shape);
-    if (c->B * c->V <= 0 || c->B * c->V > MN_DECODE_MAX_NUMEL) return false;
+    (void)start(d, MN_DECODE_CONV, shape, sequences);
+    if (c->B * c->V <= 0 || c->B * c->V > MN_DECODE_MAX_NUMEL * mn_max(sequences, 1)) return false;
     d->of.few.f = p->act;
-    flat(d, 0, p->x.data, c->B * c->V, c->dtype, false);
+    flat(d, 0, p->x.data, (c->B - 1) * row + c->V, c->dtype, false);
+    d->of.few.at[0].stride[0] = row;
     flat(d, 1, p->w.data, c->V * c->W, c->dtype, false);
     flat(d, 2, p->bias.data, c->V, c->dtype, false);
     flat(d, 3, p->tail0.data, tails, MN_F32, false);
@@ -197,10 +297,10 @@ static bool decode_conv(mn_deferred *d, const mn_conv_args *p) {
     return true;
 }
 
-static bool decode_l2_norm(mn_deferred *d, const mn_l2_norm_args *p) {
+static bool decode_l2_norm(mn_deferred *d, const mn_l2_norm_args *p, int64_t sequences) {
     const mn_call *c = &p->call;
     const int64_t shape[4] = { 1, 1, c->B, c->V };
-    if (!p->y.data || !start(d, MN_DECODE_L2_NORM, shape)) return false;
+    if (!p->y.data || !start(d, MN_DECODE_L2_NORM, shape, sequences)) return false;
     d->of.few.f = p->kind;
     d->of.few.scale = p->eps;
     flat(d, 0, p->x.data, c->B * c->V, c->dtype, false);
@@ -208,10 +308,10 @@ static bool decode_l2_norm(mn_deferred *d, const mn_l2_norm_args *p) {
     return true;
 }
 
-static bool decode_rms_norm(mn_deferred *d, const mn_rms_norm_args *p) {
+static bool decode_rms_norm(mn_deferred *d, const mn_rms_norm_args *p, int64_t sequences) {
     const mn_call *c = &p->call;
     const int64_t shape[4] = { 1, 1, c->B, c->V };
-    if (!p->y.data || !start(d, MN_DECODE_RMS_NORM, shape)) return false;
+    if (!p->y.data || !start(d, MN_DECODE_RMS_NORM, shape, sequences)) return false;
     d->of.few.scale = p->eps;
     flat(d, 0, p->x.data, c->B * c->V, c->dtype, false);
     flat(d, 1, p->w.data, c->V, c->dtype, false);
@@ -219,10 +319,10 @@ static bool decode_rms_norm(mn_deferred *d, const mn_rms_norm_args *p) {
     return true;
 }
 
-static bool decode_gated_norm(mn_deferred *d, const mn_rms_norm_gated_args *p) {
+static bool decode_gated_norm(mn_deferred *d, const mn_rms_norm_gated_args *p, int64_t sequences) {
     const mn_call *c = &p->call;
     const int64_t shape[4] = { 1, p->groups, c->B * p->groups, c->V / p->groups };
-    if (!p->y.data || !start(d, MN_DECODE_GATED_NORM, shape)) return false;
+    if (!p->y.data || !start(d, MN_DECODE_GATED_NORM, shape, sequences)) return false;
     d->of.few.f = p->act;
     d->of.few.order = p->order;
     d->of.few.scale = p->eps;
@@ -233,14 +333,18 @@ static bool decode_gated_norm(mn_deferred *d, const mn_rms_norm_gated_args *p) {
     return true;
 }
 
-bool mn_decode_of_op(mn_deferred *d, mn_op_id op, const void *args) {
+static bool small_op_of(mn_deferred *d, mn_op_id op, const void *args, int64_t sequences) {
     switch (op) {
-    case MN_OP_conv: return decode_conv(d, args);
-    case MN_OP_l2_norm: return decode_l2_norm(d, args);
-    case MN_OP_rms_norm: return decode_rms_norm(d, args);
-    case MN_OP_rms_norm_gated: return decode_gated_norm(d, args);
+    case MN_OP_conv: return decode_conv(d, args, sequences);
+    case MN_OP_l2_norm: return decode_l2_norm(d, args, sequences);
+    case MN_OP_rms_norm: return decode_rms_norm(d, args, sequences);
+    case MN_OP_rms_norm_gated: return decode_gated_norm(d, args, sequences);
     default: return false;
     }
+}
+
+bool mn_decode_of_op(mn_deferred *d, mn_op_id op, const void *args, int64_t sequences) {
+    return small_op_of(d, op, args, sequences) && slice(d, sequences);
 }
 
 /* The state has to stay in place: other calls take another kernel. */

@@ -3,13 +3,16 @@
  * The rows of the pass are the tokens of all sessions: products read each weight once for all of
  * them, and operators with a state run sequence by sequence on the states where they are
  * (tape/operator.c). A row of a product depends on that row alone (ops/matmul.h), so each session
- * gets the bits that it would have by itself. On a GPU sessions step one after the other. */
+ * gets the bits that it would have by itself. On a GPU sessions whose states keep their size step in
+ * slots (slots.h), others here, and prompts are read one after the other. */
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
 #include "infer/session_internal.h"
+#include "infer/slots.h"
 
 struct mn_batch {
     mn_context *context;
@@ -22,6 +25,10 @@ struct mn_batch {
     float *logits;                 // (capacity, vocabulary)
     float *variance;               // (beliefs, most_tokens)
     int32_t *ends;                 // (capacity): last tokens of sessions
+    mn_slots *slots;               // on a GPU; NULL before the first step
+    mn_session **split;            // (capacity): those with a slot in front, the others behind
+    int32_t *split_tokens;         // (capacity)
+    bool waits;                    // a step has begun
 };
 
 mn_status mn_batch_create(mn_batch **out, mn_context *context, mn_model *model) {
@@ -52,7 +59,10 @@ static void free_arrays(mn_batch *batch) {
     free(batch->logits);
     free(batch->variance);
     free(batch->ends);
-    batch->ends = NULL;
+    free(batch->split);
+    free(batch->split_tokens);
+    batch->ends = batch->split_tokens = NULL;
+    batch->split = NULL;
     batch->rows = NULL;
     batch->positions = NULL;
     batch->logits = batch->variance = NULL;
@@ -61,6 +71,7 @@ static void free_arrays(mn_batch *batch) {
 
 void mn_batch_destroy(mn_batch *batch) {
     if (!batch) return;
+    mn_slots_destroy(batch->slots);
     free_arrays(batch);
     mn_model_state_free(&batch->state);
     mn_tape_destroy(batch->tape);
@@ -80,8 +91,10 @@ static mn_status make_room(mn_batch *batch, int64_t n, int64_t total) {
     batch->logits = calloc(most * (size_t)mn_model_vocabulary(batch->model), sizeof(float));
     batch->variance = calloc((beliefs + 1) * (size_t)total, sizeof *batch->variance);
     batch->ends = calloc(most, sizeof *batch->ends);
+    batch->split = calloc(most, sizeof *batch->split);
+    batch->split_tokens = calloc(most, sizeof *batch->split_tokens);
     const bool there = batch->rows && batch->positions && batch->logits && batch->variance &&
-                       batch->ends;
+                       batch->ends && batch->split && batch->split_tokens;
     if (!there) {
         free_arrays(batch);
         return mn_fail(MN_ERR_MEMORY, "no memory for a batch of %lld sessions", (long long)n);
@@ -158,6 +171,7 @@ static void hand_out(mn_batch *batch, const company *c) {
         }
         s->state.position += count;
         s->n_variance = count;
+        s->played = false;
     }
 }
 
@@ -199,7 +213,8 @@ static mn_status pass(mn_batch *batch, const company *c) {
     const mn_model_input in = { .tokens = c->tokens, .B = c->starts ? 1 : c->n,
                                 .T = c->starts ? c->total : 1, .state = &batch->state,
                                 .variance = belief ? batch->variance : NULL };
-    mn_tape_start(batch->tape, MN_TAPE_FORWARD);
+    if (batch->context->device) mn_tape_start_alike(batch->tape, MN_TAPE_FORWARD, c->n);
+    else mn_tape_start(batch->tape, MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(batch->model, batch->tape, &in);
     mn_status st = mn_tape_status(batch->tape);
     if (st == MN_OK) st = tell_logits(batch, c, hidden);
@@ -218,23 +233,79 @@ static mn_status run(mn_batch *batch, const company *c) {
     return st == MN_OK ? pass(batch, c) : st;
 }
 
-mn_status mn_batch_step(mn_batch *batch, mn_session *const *sessions, const int32_t *tokens,
-                        int64_t n) {
+/* ---- on a GPU -------------------------------------------------------------------------------- */
+
+/* What computes in the type of the sessions, which is that of all. */
+static mn_status open_device(mn_batch *batch, mn_session *const *sessions, int64_t n) {
+    const mn_dtype dtype = batch->tape ? mn_tape_dtype(batch->tape) : sessions[0]->options.dtype;
+    for (int64_t b = 0; b < n; b++) {
+        if (sessions[b]->options.dtype == dtype) continue;
+        return mn_fail(MN_ERR_ARGUMENT, "session %lld computes in %s and the batch in %s",
+                       (long long)b, mn_dtype_name(sessions[b]->options.dtype),
+                       mn_dtype_name(dtype));
+    }
+    mn_status st = MN_OK;
+    if (!batch->tape) st = mn_tape_create(&batch->tape, batch->context, dtype);
+    if (st == MN_OK && !batch->slots) {
+        st = mn_slots_create(&batch->slots, batch->context, batch->model, dtype);
+    }
+    return st;
+}
+
+/* Which of the two ways a session goes follows from itself alone. */
+static mn_status begin_on_device(mn_batch *batch, const company *c) {
+    mn_status st = open_device(batch, c->sessions, c->n);
+    if (st == MN_OK) st = make_room(batch, c->n, c->total);
+    if (st != MN_OK) return st;
+    int64_t n = 0, others = 0;
+    for (int64_t b = 0; b < c->n; b++) {
+        const bool served = mn_slots_serve(batch->slots, c->sessions[b]);
+        const int64_t at = served ? n++ : c->n - ++others;
+        batch->split[at] = c->sessions[b];
+        batch->split_tokens[at] = c->tokens[b];
+    }
+    const company rest = { .sessions = batch->split + n, .tokens = batch->split_tokens + n,
+                           .n = others, .total = others };
+    if (others > 0) st = run(batch, &rest);
+    if (st == MN_OK && n > 0) {
+        st = mn_slots_start(batch->slots, batch->split, batch->split_tokens, n);
+        batch->waits = st == MN_OK;
+    }
+    for (int64_t b = 0; b < c->n && st != MN_OK; b++) c->sessions[b]->broken = true;
+    return st;
+}
+
+/* ---- steps ----------------------------------------------------------------------------------- */
+
+mn_status mn_batch_begin(mn_batch *batch, mn_session *const *sessions, const int32_t *tokens,
+                         int64_t n) {
     if (!batch || n < 0 || (n > 0 && (!sessions || !tokens))) {
         return mn_fail(MN_ERR_ARGUMENT, "mn_batch_step: an argument is NULL, or n is negative");
     }
     const company c = { .sessions = sessions, .tokens = tokens, .n = n, .total = n };
     mn_status st = check(batch, &c);
     if (st != MN_OK || n == 0) return st;
-    if (!batch->context->device) {
-        st = mn_context_enter(batch->context);
-        if (st != MN_OK) return st;
-        st = run(batch, &c);
-        mn_context_leave(batch->context);
-        return st;
-    }
-    for (int64_t i = 0; i < n && st == MN_OK; i++) st = mn_session_step(sessions[i], tokens[i]);
+    st = mn_context_enter(batch->context);
+    if (st != MN_OK) return st;
+    st = batch->context->device ? begin_on_device(batch, &c) : run(batch, &c);
+    mn_context_leave(batch->context);
     return st;
+}
+
+mn_status mn_batch_wait(mn_batch *batch) {
+    if (!batch->waits) return MN_OK;
+    batch->waits = false;
+    return mn_slots_wait(batch->slots);
+}
+
+bool mn_session_likeliest(int32_t *token, const mn_session *session, int64_t n) {
+    return !session->broken && mn_slots_likeliest(token, session, n);
+}
+
+mn_status mn_batch_step(mn_batch *batch, mn_session *const *sessions, const int32_t *tokens,
+                        int64_t n) {
+    const mn_status st = mn_batch_begin(batch, sessions, tokens, n);
+    return st == MN_OK && batch ? mn_batch_wait(batch) : st;
 }
 
 /* The tokens of all one behind the other, with their borders. */

@@ -7,18 +7,22 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/checked.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "infer/slots.h"
 #include "model/checkpoint.h"
 #include "model/pass.h"
 
 struct mn_snapshot {
     const mn_model *model;
     mn_model_state state;
+    size_t bytes;              // of one in a file
+    char *path;                // of that file, which has the state; NULL: it is here
 };
 
 enum { MOST_CHUNK = 512, LEAST_CHUNK = 16, DEVICE_CHUNK = 4096 };
@@ -97,6 +101,7 @@ mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *mod
 
 void mn_session_destroy(mn_session *session) {
     if (!session) return;
+    mn_slots_drop(session);
     mn_device_graph_destroy(session->graph);
     mn_model_state_free(&session->state);
     if (session->context->device) {
@@ -235,7 +240,7 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
 /* ---- one token at a time on a GPU ------------------------------------------------------------ */
 
 /* A pass of another kind has used the memory that the graph is about. */
-static void forget_graph(mn_session *s) {
+void mn_session_forget_graph(mn_session *s) {
     mn_device_graph_destroy(s->graph);
     s->graph = NULL;
     s->steps = 0;
@@ -271,7 +276,7 @@ static mn_status place_token(mn_session *s, int32_t token) {
  * one has taken what memory such a pass needs. */
 static mn_status step(mn_session *s, const reading *in) {
     if (!repeats(s, in)) {
-        forget_graph(s);
+        mn_session_forget_graph(s);
         return pass(s, in, 0, 1);
     }
     mn_status st = place_token(s, in->tokens[0]);
@@ -332,8 +337,9 @@ mn_status mn_session_check_tokens(const mn_session *s, const int32_t *tokens, in
 
 static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
     const bool fresh = !s->state.logits;
-    mn_status st = mn_session_room(s, in->count, chunk);
-    if (in->count > 1) forget_graph(s);
+    mn_status st = mn_slots_leave(s);
+    if (st == MN_OK) st = mn_session_room(s, in->count, chunk);
+    if (in->count > 1) mn_session_forget_graph(s);
     for (int64_t at = 0; at < in->count && st == MN_OK; at += chunk) {
         const int64_t T = mn_min(chunk, in->count - at);
         st = in->count == 1 ? step(s, in) : pass(s, in, at, T);
@@ -385,6 +391,7 @@ mn_status mn_session_step(mn_session *session, int32_t token) {
 
 /* NULL before the first token. */
 static const float *newest_logits(const mn_session *s) {
+    if (s->in_slot) return mn_slots_logits((mn_session *)s);    // reading does not change it
     return s->played ? s->logits : s->state.logits;
 }
 
@@ -475,7 +482,8 @@ mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampli
 
 /* `state` becomes the session's. */
 static void take_state(mn_session *s, mn_model_state *state) {
-    forget_graph(s);
+    mn_slots_drop(s);
+    mn_session_forget_graph(s);
     mn_session_forget_ahead(s);
     mn_model_state_free(&s->state);
     s->state = *state;
@@ -490,8 +498,10 @@ static mn_status check_whole(const mn_session *s) {
                        "remembers is not to be kept");
     }
     mn_session_settle((mn_session *)s);    // what it remembers is what was stepped
-    if (s->played) memcpy(s->state.logits, s->logits, (size_t)s->state.n_logits * sizeof(float));
-    return MN_OK;
+    const float *logits = s->played || s->in_slot ? newest_logits(s) : NULL;
+    if (logits) memcpy(s->state.logits, logits, (size_t)s->state.n_logits * sizeof *logits);
+    if (logits || !s->in_slot) return MN_OK;
+    return mn_fail(MN_ERR_INTERNAL, "the logits of a step cannot be read");
 }
 
 mn_status mn_session_reset(mn_session *session) {
@@ -524,19 +534,64 @@ mn_status mn_session_restore(mn_session *session, const mn_snapshot *snapshot) {
         return mn_fail(MN_ERR_ARGUMENT, "the snapshot is of a session on another model");
     }
     mn_model_state state;
-    const mn_status st = mn_model_state_copy(&state, &snapshot->state);
+    mn_device *device = session->context->device;
+    mn_status st = snapshot->path
+                       ? mn_model_state_load(&state, session->model, snapshot->path)
+                       : mn_model_state_copy(&state, &snapshot->state);
+    if (st != MN_OK) return st;
+    if (device && mn_snapshot_is_away(snapshot, session->context)) {
+        st = mn_model_state_send(&state, device, session->options.dtype);
+    }
     if (st == MN_OK) take_state(session, &state);
+    else mn_model_state_free(&state);
     return st;
 }
 
 size_t mn_snapshot_bytes(const mn_snapshot *snapshot) {
-    return mn_model_state_bytes(&snapshot->state);
+    return snapshot->path ? snapshot->bytes : mn_model_state_bytes(&snapshot->state);
 }
 
 void mn_snapshot_destroy(mn_snapshot *snapshot) {
     if (!snapshot) return;
+    if (snapshot->path) remove(snapshot->path);
+    free(snapshot->path);
     mn_model_state_free(&snapshot->state);
     free(snapshot);
+}
+
+/* Whether it has to be brought to where the context computes. */
+bool mn_snapshot_is_away(const mn_snapshot *snapshot, const mn_context *context) {
+    const mn_model_state *state = &snapshot->state;
+    if (snapshot->path) return true;
+    return context->device && state->n_layers > 0 && !state->layers[0].device;
+}
+
+mn_status mn_snapshot_to_host(mn_snapshot *snapshot) {
+    mn_model_state here;
+    if (snapshot->path || snapshot->state.n_layers == 0 || !snapshot->state.layers[0].device) {
+        return MN_OK;
+    }
+    const mn_status st = mn_model_state_fetch(&here, &snapshot->state);
+    if (st != MN_OK) return st;
+    mn_model_state_free(&snapshot->state);
+    snapshot->state = here;
+    return MN_OK;
+}
+
+mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const char *path) {
+    if (snapshot->path) return MN_OK;
+    char *copy = strdup(path);
+    mn_status st = copy ? mn_model_state_save(&snapshot->state, snapshot->model, path)
+                        : mn_fail(MN_ERR_MEMORY, "no memory for a path");
+    if (st != MN_OK) {
+        if (copy) remove(path);
+        free(copy);
+        return st;
+    }
+    snapshot->bytes = mn_model_state_bytes(&snapshot->state);
+    snapshot->path = copy;
+    mn_model_state_free(&snapshot->state);
+    return MN_OK;
 }
 
 mn_status mn_session_fork(mn_session **out, const mn_session *session) {

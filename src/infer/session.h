@@ -29,6 +29,21 @@ mn_status mn_batch_feed_heard(mn_batch *batch, mn_session *const *sessions,
                               const int32_t *const *tokens, const int64_t *counts, int64_t n,
                               const mn_logits_hearer *const *hearers);
 
+/* Snapshots that are not needed soon: to the host's memory, or to a file, which goes with the
+ * snapshot. Restoring one reads it from there, with the same bits, and leaves it. After a failure it
+ * is where it was. */
+bool mn_snapshot_is_away(const mn_snapshot *snapshot, const mn_context *context);
+mn_status mn_snapshot_to_host(mn_snapshot *snapshot);
+mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const char *path);
+
+/* mn_batch_step in two: between them the GPU works, and nothing of the sessions may be looked at. */
+mn_status mn_batch_begin(mn_batch *batch, mn_session *const *sessions, const int32_t *tokens,
+                         int64_t n);
+mn_status mn_batch_wait(mn_batch *batch);
+
+/* The likeliest next token among the ids below n, where a batch knows it without logits. */
+bool mn_session_likeliest(int32_t *token, const mn_session *session, int64_t n);
+
 /* Whether the next step may find its token read already, and whether it would find `token`. */
 bool mn_session_is_ahead(const mn_session *session);
 bool mn_session_finds(const mn_session *session, int32_t token);

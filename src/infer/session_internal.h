@@ -5,6 +5,8 @@
 #include "infer/session.h"
 #include "model/posterior.h"
 
+typedef struct mn_slots mn_slots;
+
 struct mn_session {
     mn_context *context;
     mn_model *model;
@@ -33,7 +35,15 @@ struct mn_session {
     int32_t *token;             // that the graph reads, and logits that it writes, of n_logits: in
     float *logits;              // host memory that the device reaches by itself
     bool played;                // the last logits are those of the graph
+
+    /* Its place beside others of a batch (slots.h), and whether the last logits are there. */
+    mn_slots *slots;            // NULL: it has none
+    int64_t slot;
+    bool in_slot;
 };
+
+/* The memory that the graph is about is used otherwise. */
+void mn_session_forget_graph(mn_session *session);
 
 /* Room for the variances of a feed of `count` tokens in passes of `chunk`, and for logits. */
 mn_status mn_session_room(mn_session *session, int64_t count, int64_t chunk);

@@ -47,10 +47,14 @@ typedef struct mn_decode_op {
     int64_t elements[MN_DECODE_VIEWS];    // from the first to the last of a view
     double scale, shift;
     const int32_t *index;
+    /* Of a launch for several sequences: all of the above is one sequence's, and the views of the
+     * next one begin so many bytes further on. All 0: each sequence does the same. */
+    int64_t advance[MN_DECODE_VIEWS];
 } mn_decode_op;
 
 /* Part i, works [first[i], first[i + 1]) one after the other; parts in any order. */
 typedef struct mn_decode_chains {
+    int64_t sequences;      // each does all of it; 0: there are none to tell apart
     int n_chains, first[MN_DECODE_OPS + 1];
     mn_decode_op work[MN_DECODE_OPS];
 } mn_decode_chains;
@@ -111,6 +115,12 @@ bool mn_decode_gemms_supported(const mn_gemm_problem *work);
 /* Put work on `stream` and return 0 or a cudaError_t. */
 int mn_decode_run_chains(const mn_decode_chains *parts, void *stream);
 int mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream);
+
+/* out[i] = the place of the largest of the first n of row i of logits, the first of equal ones; -1
+ * where one is NaN or infinite, or all are -infinity. `out` may be the host's, of
+ * mn_device_host_allocate. */
+int mn_decode_likeliest(const float *logits, int64_t rows, int64_t width, int64_t n, int32_t *out,
+                        void *stream);
 
 /* Whether the machine in use runs programs. */
 bool mn_megakernel_supported(void);

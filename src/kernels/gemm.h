@@ -15,13 +15,14 @@
  * Sums are float32. A row's bits do not depend on how many rows there are unless a is transposed,
  * the library has different algorithms for few and for many rows (seen where N or K are a few
  * elements), or this is a step of decoding, where few rows are multiplied faster in another
- * order. */
+ * order. `alike`: rows are tokens of sequences that decode together, any number of them, and get
+ * the same bits whatever that is. `b_is_old`: no launch that may still be at work writes b. */
 typedef struct mn_gemm_problem {
     mn_dtype dtype, c_dtype;
     const void *a, *b, *bias, *onto;
     void *c;
     int64_t M, N, K, a_row, b_row, c_row;
-    bool a_transposed, b_transposed, accumulate, step;
+    bool a_transposed, b_transposed, accumulate, step, alike, b_is_old;
     const mn_quant *quant;    // b transposed in 8 or 4 bits, in place of b; NULL: b
 } mn_gemm_problem;
 
@@ -40,6 +41,18 @@ enum { MN_GEMM_QUANTS = 8 };
 extern "C"
 #endif
 int mn_gemm_quant_several(const mn_gemm_problem *works, int n, void *stream);
+
+/* Products for the rows of sequences that decode together (`alike`), in bf16: up to so many of one
+ * a, into c of one type, in one launch. Returns 0 or a cudaError_t. */
+enum { MN_GEMM_ROWS = 4 };
+#ifdef __cplusplus
+extern "C" {
+#endif
+bool mn_gemm_rows_supported(const mn_gemm_problem *work);
+int mn_gemm_rows(const mn_gemm_problem *works, int n, void *stream);
+#ifdef __cplusplus
+}
+#endif
 
 /* The library and the algorithms it has chosen so far, one for each shape; for one thread. NULL
  * when memory is out. The same shapes at addresses of the same alignment give the same bits. */

@@ -26,11 +26,11 @@ static void *numbers(const mn_layer_state *state, int64_t count, size_t item) {
         return NULL;
     }
     if (!state->device) return aligned_alloc(MN_ALIGN, bytes / MN_ALIGN * MN_ALIGN);
-    return mn_device_allocate(state->device, &memory, bytes) == MN_OK ? memory : NULL;
+    return mn_device_pool_allocate(state->device, &memory, bytes) == MN_OK ? memory : NULL;
 }
 
 static void discard(const mn_layer_state *state, void *memory) {
-    if (state->device) mn_device_free(state->device, memory);
+    if (state->device) mn_device_pool_free(state->device, memory);
     else free(memory);
 }
 
@@ -217,6 +217,70 @@ mn_status mn_layer_state_send(mn_layer_state *to, const mn_layer_state *from, mn
     mn_layer_state_free(&packed);
     if (st != MN_OK) mn_layer_state_free(to);
     return st;
+}
+
+/* ---- slots ----------------------------------------------------------------------------------- */
+
+/* The piece of the slots that `piece` of a sequence has its place in; NULL: of another model. */
+static char *place_in_slot(const mn_layer_state *slots, const mn_state_piece *piece, int64_t slot) {
+    for (int i = 0; i < slots->n_pieces; i++) {
+        const mn_state_piece *all = &slots->pieces[i];
+        if (strcmp(all->name, piece->name) != 0 || all->dtype != piece->dtype) continue;
+        return (char *)all->now + (size_t)(slot * piece->count) * item_of(piece);
+    }
+    return NULL;
+}
+
+bool mn_layer_state_fits_slot(const mn_layer_state *slots, const mn_layer_state *state) {
+    bool fits = state->device && state->n_pieces == slots->n_pieces;
+    for (int i = 0; fits && i < state->n_pieces; i++) {
+        const mn_state_piece *piece = &state->pieces[i];
+        const mn_state_piece *all = mn_state_find((mn_layer_state *)slots, piece->name);
+        fits = piece->now && piece->width == 0 && all && all->dtype == piece->dtype;
+    }
+    return fits;
+}
+
+void mn_layer_state_view_slot(const mn_layer_state *slots, mn_layer_state *state, int64_t slot) {
+    for (int i = 0; i < state->n_pieces; i++) {
+        state->pieces[i].now = place_in_slot(slots, &state->pieces[i], slot);
+    }
+}
+
+mn_status mn_layer_state_to_slot(const mn_layer_state *slots, mn_layer_state *state, bool lent,
+                                 int64_t slot) {
+    mn_status st = MN_OK;
+    for (int i = 0; i < state->n_pieces && st == MN_OK; i++) {
+        mn_state_piece *piece = &state->pieces[i];
+        char *to = place_in_slot(slots, piece, slot);
+        if (!to) return mn_fail(MN_ERR_INTERNAL, "a state %s has no slot", piece->name);
+        st = mn_device_copy(state->device, to, piece->now, (size_t)piece->count * item_of(piece));
+        if (st != MN_OK) break;
+        if (!lent) discard(state, piece->now);
+        discard(state, piece->next);
+        piece->now = to;
+        piece->next = NULL;
+    }
+    return st;
+}
+
+mn_status mn_layer_state_from_slot(mn_layer_state *state) {
+    mn_status st = MN_OK;
+    for (int i = 0; i < state->n_pieces; i++) {
+        mn_state_piece *piece = &state->pieces[i];
+        void *own = st == MN_OK ? numbers(state, piece->count, item_of(piece)) : NULL;
+        if (st == MN_OK && !own) st = no_memory(piece->name, piece->count);
+        if (own) {
+            const size_t bytes = (size_t)piece->count * item_of(piece);
+            st = mn_device_copy(state->device, own, piece->now, bytes);
+        }
+        piece->now = own;
+    }
+    return st;
+}
+
+void mn_layer_state_leave_slot(mn_layer_state *state) {
+    for (int i = 0; i < state->n_pieces; i++) state->pieces[i].now = NULL;
 }
 
 /* ---- recurrent states ------------------------------------------------------------------------ */

@@ -64,6 +64,25 @@ mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype,
  * first `count` of them. */
 void mn_layer_state_back(mn_layer_state *state, int64_t count);
 
+/* ---- slots -----------------------------------------------------------------------------------
+ *
+ * Sequences of a batch on a GPU keep their states side by side, (slots, ...), in a state of the
+ * batch: operators then take all of them in one launch. A sequence's pieces are views of its slot
+ * for as long as it has one. */
+
+/* Whether it can have a slot: all pieces have been written, and are those of the slots. */
+bool mn_layer_state_fits_slot(const mn_layer_state *slots, const mn_layer_state *state);
+
+/* The slots have moved: pieces that are views become views of where their slot is now. */
+void mn_layer_state_view_slot(const mn_layer_state *slots, mn_layer_state *state, int64_t slot);
+
+/* Copies the pieces to a slot and makes them views of it; `lent`: they were views of another one.
+ * From there back to memory of their own; after a failure they are lost, NULL. Or left there. */
+mn_status mn_layer_state_to_slot(const mn_layer_state *slots, mn_layer_state *state, bool lent,
+                                 int64_t slot);
+mn_status mn_layer_state_from_slot(mn_layer_state *state);
+void mn_layer_state_leave_slot(mn_layer_state *state);
+
 /* ---- for layers ------------------------------------------------------------------------------ */
 
 /* Sets `slot`, a number of the operator at hand, to the tokens of the sequence before this pass:

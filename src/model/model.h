@@ -105,6 +105,9 @@ size_t mn_model_state_bytes(const mn_model_state *state);
  * outlive the state. Copies of what is on a GPU are there too. */
 mn_status mn_model_state_send(mn_model_state *state, mn_device *device, mn_dtype dtype);
 
+/* A copy in the host's memory, in float32 there. */
+mn_status mn_model_state_fetch(mn_model_state *out, const mn_model_state *from);
+
 /* Writes and reads a state as safetensors, with what it belongs to in the metadata; reading fails
  * when it is another model's. What is on a GPU is written in float32; what is read is on the
  * host. */

@@ -62,6 +62,10 @@ mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from) {
     return copy_state(out, from, IN_PLACE, NULL, MN_F32);
 }
 
+mn_status mn_model_state_fetch(mn_model_state *out, const mn_model_state *from) {
+    return copy_state(out, from, TO_HOST, NULL, MN_F32);
+}
+
 mn_status mn_model_state_send(mn_model_state *state, mn_device *device, mn_dtype dtype) {
     mn_model_state there;
     const mn_status st = copy_state(&there, state, TO_DEVICE, device, dtype);

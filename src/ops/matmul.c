@@ -348,7 +348,8 @@ mn_gemm_problem mn_matmul_work_of(const mn_matmul_args *p) {
         .b_row = p->b_row ? p->b_row : p->b_transposed ? p->K : p->N,
         .c_row = p->c_row ? p->c_row : p->N,
         .a_transposed = p->a_transposed, .b_transposed = p->b_transposed,
-        .accumulate = p->accumulate, .onto = p->onto, .quant = p->quant };
+        .accumulate = p->accumulate, .onto = p->onto, .quant = p->quant, .alike = p->alike,
+        .b_is_old = p->b_is_old };
 }
 
 mn_status mn_matmul_run(mn_context *context, const mn_gemm_problem *work) {

@@ -25,6 +25,7 @@ typedef struct mn_matmul_args {
     const void *onto;               // C = onto + A B, laid out as C, in its type; NULL: not
     const mn_quant *quant;          // B transposed in 8 or 4 bits, in place of b, A as it is
     int64_t c_row, a_row, b_row;    // elements between stored rows; 0: contiguous
+    bool alike, b_is_old;           // as mn_gemm_problem has them; on a device
 } mn_matmul_args;
 
 /* Sizes may be 0; K = 0 gives C = 0 unless accumulating. C overlaps neither A nor B. On a context

@@ -156,6 +156,16 @@ void mn_device_free(mn_device *device, void *data) {
     if (data && mn_device_use(device) == MN_OK) mn_backend_free(data);
 }
 
+mn_status mn_device_pool_allocate(mn_device *device, void **out, size_t bytes) {
+    *out = NULL;
+    const mn_status st = mn_device_use(device);
+    return st == MN_OK ? mn_backend_pool_allocate(out, bytes ? bytes : 1, device->stream) : st;
+}
+
+void mn_device_pool_free(mn_device *device, void *data) {
+    if (data && mn_device_use(device) == MN_OK) mn_backend_pool_free(data, device->stream);
+}
+
 static void *allocate_block(void *owner, size_t bytes) {
     void *memory;
     return mn_device_allocate(owner, &memory, bytes) == MN_OK ? memory : NULL;

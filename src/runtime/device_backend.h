@@ -25,6 +25,8 @@ mn_status mn_backend_done(void *stream, bool *done);    // without waiting
 
 mn_status mn_backend_allocate(void **out, size_t bytes);
 void mn_backend_free(void *data);
+mn_status mn_backend_pool_allocate(void **out, size_t bytes, void *stream);
+void mn_backend_pool_free(void *data, void *stream);
 mn_status mn_backend_host_allocate(void **out, size_t bytes);
 void mn_backend_host_free(void *data);
 mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_way way,

@@ -107,15 +107,53 @@ mn_status mn_backend_done(void *stream, bool *done) {
     return code == cudaErrorNotReady ? MN_OK : translate(code, "work on the GPU failed");
 }
 
+/* Keeps what was freed in the device's pool, for the next call. */
+static bool has_pool(cudaMemPool_t *pool) {
+    int device = 0, there = 0;
+    const uint64_t all = UINT64_MAX;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&there, cudaDevAttrMemoryPoolsSupported, device) == cudaSuccess &&
+           there && cudaDeviceGetDefaultMemPool(pool, device) == cudaSuccess &&
+           cudaMemPoolSetAttribute(*pool, cudaMemPoolAttrReleaseThreshold, (void *)&all) ==
+               cudaSuccess;
+}
+
 mn_status mn_backend_allocate(void **out, size_t bytes) {
     *out = NULL;
-    const cudaError_t code = cudaMalloc(out, bytes);
+    cudaMemPool_t pool;
+    cudaError_t code = cudaMalloc(out, bytes);
+    if (code == cudaErrorMemoryAllocation) {    // the pool may keep what nobody uses
+        cudaGetLastError();
+        if (has_pool(&pool) && cudaMemPoolTrimTo(pool, 0) == cudaSuccess) {
+            code = cudaMalloc(out, bytes);
+        }
+    }
     if (code != cudaErrorMemoryAllocation) return translate(code, "GPU memory");
     cudaGetLastError();
     return mn_fail(MN_ERR_MEMORY, "the GPU has no %zu bytes left", bytes);
 }
 
 void mn_backend_free(void *data) {
+    cudaFree(data);
+}
+
+mn_status mn_backend_pool_allocate(void **out, size_t bytes, void *stream) {
+    cudaMemPool_t pool;
+    *out = NULL;
+    if (!has_pool(&pool)) {
+        cudaGetLastError();
+        return mn_backend_allocate(out, bytes);
+    }
+    const cudaError_t code = cudaMallocAsync(out, bytes, stream);
+    if (code != cudaErrorMemoryAllocation) return translate(code, "GPU memory");
+    cudaGetLastError();
+    return mn_fail(MN_ERR_MEMORY, "the GPU has no %zu bytes left", bytes);
+}
+
+/* Memory of cudaMalloc may be given back this way as well. */
+void mn_backend_pool_free(void *data, void *stream) {
+    if (cudaFreeAsync(data, stream) == cudaSuccess) return;
+    cudaGetLastError();
     cudaFree(data);
 }
 

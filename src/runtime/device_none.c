@@ -62,6 +62,16 @@ void mn_backend_free(void *data) {
     (void)data;
 }
 
+mn_status mn_backend_pool_allocate(void **out, size_t bytes, void *stream) {
+    (void)bytes, (void)stream;
+    *out = NULL;
+    return refuse();
+}
+
+void mn_backend_pool_free(void *data, void *stream) {
+    (void)data, (void)stream;
+}
+
 mn_status mn_backend_host_allocate(void **out, size_t bytes) {
     (void)bytes;
     *out = NULL;

@@ -13,13 +13,21 @@ typedef struct node {
     int64_t count;
     void *value;                   // NULL: only a fork of the tree
     size_t bytes;
-    struct node *newer, *older;    // of nodes with values, by last use
+    int level;
+    struct node *newer, *older;    // of nodes with values of a level, by last use
 } node;
+
+typedef struct level {
+    node *newest, *oldest;
+    size_t most_bytes;
+    mn_cache_move move;
+    void *context;
+} level;
 
 struct mn_cache {
     node root;
-    node *newest, *oldest;
-    size_t most_bytes;
+    level levels[MN_CACHE_LEVELS];
+    int n_levels;
     mn_cache_free free_value;
     mn_cache_stats stats;
 };
@@ -27,26 +35,40 @@ struct mn_cache {
 mn_status mn_cache_create(mn_cache **out, size_t most_bytes, mn_cache_free free_value) {
     *out = calloc(1, sizeof **out);
     if (!*out) return mn_fail(MN_ERR_MEMORY, "no memory for a cache");
-    (*out)->most_bytes = most_bytes;
+    (*out)->levels[0].most_bytes = most_bytes;
+    (*out)->n_levels = 1;
     (*out)->free_value = free_value;
     return MN_OK;
+}
+
+void mn_cache_add_level(mn_cache *c, size_t most_bytes, mn_cache_move move, void *context) {
+    c->levels[c->n_levels++] = (level){ .most_bytes = most_bytes, .move = move,
+                                        .context = context };
 }
 
 /* ---- order of use ---------------------------------------------------------------------------- */
 
 static void unlink_use(mn_cache *c, node *n) {
+    level *l = &c->levels[n->level];
     if (n->newer) n->newer->older = n->older;
-    else c->newest = n->older;
+    else l->newest = n->older;
     if (n->older) n->older->newer = n->newer;
-    else c->oldest = n->newer;
+    else l->oldest = n->newer;
     n->newer = n->older = NULL;
 }
 
 static void link_newest(mn_cache *c, node *n) {
-    n->older = c->newest;
-    if (c->newest) c->newest->newer = n;
-    else c->oldest = n;
-    c->newest = n;
+    level *l = &c->levels[n->level];
+    n->older = l->newest;
+    if (l->newest) l->newest->newer = n;
+    else l->oldest = n;
+    l->newest = n;
+}
+
+/* Adds to what the level of n holds; the tree counts with the first. */
+static void count_bytes(mn_cache *c, const node *n, size_t more, size_t less) {
+    c->stats.level_bytes[n->level] += more - less;
+    if (n->level == 0) c->stats.bytes += more - less;
 }
 
 /* ---- nodes ----------------------------------------------------------------------------------- */
@@ -119,27 +141,46 @@ static void prune(mn_cache *c, node *n) {
 static void drop_value(mn_cache *c, node *n) {
     unlink_use(c, n);
     c->free_value(n->value);
-    c->stats.bytes -= n->bytes;
+    count_bytes(c, n, 0, n->bytes);
     c->stats.entries--;
     n->value = NULL;
     n->bytes = 0;
 }
 
+/* The value to the next level; false: there is none, or none that takes it. */
+static bool move_on(mn_cache *c, node *n) {
+    const int next = n->level + 1;
+    if (next >= c->n_levels || n->bytes > c->levels[next].most_bytes) return false;
+    if (!c->levels[next].move(c->levels[next].context, n->value, next)) return false;
+    unlink_use(c, n);
+    count_bytes(c, n, 0, n->bytes);
+    n->level = next;
+    count_bytes(c, n, n->bytes, 0);
+    link_newest(c, n);
+    return true;
+}
+
 static void shrink(mn_cache *c) {
-    while (c->stats.bytes > c->most_bytes && c->oldest) {
-        node *n = c->oldest;
-        drop_value(c, n);
-        prune(c, n);
-        c->stats.evictions++;
+    for (int i = 0; i < c->n_levels; i++) {
+        level *l = &c->levels[i];
+        while ((i == 0 ? c->stats.bytes : c->stats.level_bytes[i]) > l->most_bytes && l->oldest) {
+            node *n = l->oldest;
+            if (move_on(c, n)) continue;
+            drop_value(c, n);
+            prune(c, n);
+            c->stats.evictions++;
+        }
     }
 }
 
 void mn_cache_destroy(mn_cache *cache) {
     if (!cache) return;
-    while (cache->oldest) {
-        node *n = cache->oldest;
-        drop_value(cache, n);
-        prune(cache, n);
+    for (int i = 0; i < cache->n_levels; i++) {
+        while (cache->levels[i].oldest) {
+            node *n = cache->levels[i].oldest;
+            drop_value(cache, n);
+            prune(cache, n);
+        }
     }
     free(cache);
 }
@@ -204,7 +245,7 @@ static node *node_for(mn_cache *c, const int32_t *tokens, int64_t count) {
 }
 
 void mn_cache_put(mn_cache *c, const int32_t *tokens, int64_t count, void *value, size_t bytes) {
-    const bool fits = count > 0 && bytes < c->most_bytes;
+    const bool fits = count > 0 && bytes < c->levels[0].most_bytes;
     node *n = fits ? node_for(c, tokens, count) : NULL;
     if (!n) {
         c->free_value(value);
@@ -213,7 +254,8 @@ void mn_cache_put(mn_cache *c, const int32_t *tokens, int64_t count, void *value
     if (n->value) drop_value(c, n);
     n->value = value;
     n->bytes = bytes;
-    c->stats.bytes += bytes;
+    n->level = 0;
+    count_bytes(c, n, bytes, 0);
     c->stats.entries++;
     link_newest(c, n);
     shrink(c);

@@ -1,8 +1,9 @@
 /* cache.h - values by token prefix: a radix tree with a bound in bytes.
  *
  * Server keeps session snapshots in it, so that a prompt that begins as an earlier one did is not
- * read again. Beyond the bound the value that was used longest ago goes first. Edges of the tree
- * hold runs of tokens; finding a prefix costs its length and nothing else. */
+ * read again. Beyond the bound the value that was used longest ago goes first: to the next level
+ * where there is one, such as host memory or a disk. Edges of the tree hold runs of tokens; finding
+ * a prefix costs its length and nothing else. */
 #ifndef MN_SERVER_CACHE_H
 #define MN_SERVER_CACHE_H
 
@@ -14,9 +15,15 @@ typedef struct mn_cache mn_cache;
 
 typedef void (*mn_cache_free)(void *value);
 
+/* Brings a value from the level in front to level `level`; false: it cannot, and is given up. */
+typedef bool (*mn_cache_move)(void *context, void *value, int level);
+
+enum { MN_CACHE_LEVELS = 3 };
+
 typedef struct mn_cache_stats {
     int64_t entries;
-    size_t bytes;              // of values and of the tree
+    size_t bytes;              // of values of the first level and of the tree
+    size_t level_bytes[MN_CACHE_LEVELS];    // of values
     uint64_t lookups, hits;    // finds, and those that found a value
     uint64_t tokens_wanted, tokens_found;
     uint64_t evictions;
@@ -25,6 +32,9 @@ typedef struct mn_cache_stats {
 /* `most_bytes` 0: keeps nothing. `free_value` frees what is evicted. */
 mn_status mn_cache_create(mn_cache **out, size_t most_bytes, mn_cache_free free_value);
 void mn_cache_destroy(mn_cache *cache);    // NULL accepted
+
+/* One more level for values that the last one has no room for: MN_CACHE_LEVELS at most. */
+void mn_cache_add_level(mn_cache *cache, size_t most_bytes, mn_cache_move move, void *context);
 
 /* The value of the longest prefix of `tokens` that may serve: all `count` of them, or a multiple of
  * `border`. NULL and length 0 where there is none. The value stays the cache's, until the next

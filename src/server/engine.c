@@ -9,9 +9,11 @@
 
 #include <math.h>
 #include <poll.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/status.h"
@@ -66,6 +68,28 @@ static void free_snapshot(void *value) {
     mn_snapshot_destroy(value);
 }
 
+/* A snapshot to the host's memory, or to a file. */
+static bool move_snapshot(void *context, void *value, int level) {
+    mn_engine *e = context;
+    const bool host = level == 1 && e->options.cache_host_bytes > 0 && e->options.device;
+    if (host) return mn_snapshot_to_host(value) == MN_OK;
+    char path[MN_FOLDER_PATH];
+    const int n = snprintf(path, sizeof path, "%s/mneme-%ld-%p-%llu.state", e->options.cache_disk,
+                           (long)getpid(), (void *)e, (unsigned long long)e->n_files++);
+    return n > 0 && n < (int)sizeof path && mn_snapshot_to_file(value, path) == MN_OK;
+}
+
+static mn_status open_cache(mn_engine *e) {
+    const mn_engine_options *o = &e->options;
+    const mn_status st = mn_cache_create(&e->cache, o->cache_bytes, free_snapshot);
+    if (st != MN_OK) return st;
+    if (o->cache_host_bytes > 0 && o->device) {
+        mn_cache_add_level(e->cache, o->cache_host_bytes, move_snapshot, e);
+    }
+    if (o->cache_disk) mn_cache_add_level(e->cache, o->cache_disk_bytes, move_snapshot, e);
+    return MN_OK;
+}
+
 static mn_status open_tables(mn_engine *e) {
     const mn_engine_options *o = &e->options;
     const size_t n = (size_t)o->streams;
@@ -83,7 +107,7 @@ static mn_status open_tables(mn_engine *e) {
     if (!there) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %zu streams", n);
     }
-    const mn_status st = mn_cache_create(&e->cache, o->cache_bytes, free_snapshot);
+    const mn_status st = open_cache(e);
     return st == MN_OK ? mn_states_create(&e->states, o->states, o->state_bytes) : st;
 }
 
@@ -599,7 +623,7 @@ static void drop_cancelled(mn_engine *e) {
             continue;
         }
         mn_engine_lock(e);
-        if (!job->cancelled && job->wake && has_left(job)) job->cancelled = true;
+        if (!job->cancelled && job->wake && e->looks && has_left(job)) job->cancelled = true;
         mn_engine_unlock(e);
         if (!is_cancelled(e, job)) {
             i++;
@@ -628,6 +652,7 @@ static mn_sequence *next_reader(const mn_engine *e, int64_t n) {
     mn_sequence *best = NULL;
     for (int64_t i = 0; i < e->n_active; i++) {
         mn_sequence *s = e->active[i];
+        if (s->stage != MN_STAGE_READING) continue;
         bool taken = !may_read(e, s) || (best && s->served >= best->served);
         for (int64_t k = 0; k < n && !taken; k++) taken = e->reading[k] == s;
         if (!taken) best = s;
@@ -720,6 +745,11 @@ static bool tells_at_once(const mn_sequence *s) {
     return s->job->ask.stream && !s->job->ask.belief;
 }
 
+/* On a GPU sequences that step are told of while it works. */
+static bool tells_meanwhile(const mn_engine *e) {
+    return e->options.device != NULL && e->options.streams > 1;
+}
+
 /* Draws for every sequence that writes; how many go on to a step. Whether any ended. */
 static int64_t draw_all(mn_engine *e, bool *ended) {
     const int64_t n_active = e->n_active;
@@ -730,27 +760,44 @@ static int64_t draw_all(mn_engine *e, bool *ended) {
         bool steps = false;
         if (s->stage != MN_STAGE_WRITING || is_behind(e, s->job)) continue;
         const int64_t written = s->n_written;
-        const mn_status st = mn_sequence_draw(e, s, &steps);
+        mn_status st = mn_sequence_draw(e, s, &steps);
+        if (st == MN_OK && !(steps && tells_meanwhile(e))) st = mn_sequence_write(e, s, &steps);
         if (s->n_written > written) count_first(e, s->job);
         if (st != MN_OK) fail_job(e, s->job, st);
         else if (steps) e->stepped[n++] = s;
         else end_sequence(e, s);
         *ended |= !steps;
-        if (steps && tells_at_once(s)) send_events(e, s->job, s, false);
+        if (steps && tells_at_once(s) && !s->tells) send_events(e, s->job, s, false);
     }
     return n;
 }
 
-/* One step of the first n of `stepped`. A sequence by itself may guess what follows: rows of a pass
- * that are guesses cost it little, while those of company do the same for each. */
-static mn_status step_batch(mn_engine *e, int64_t n) {
+/* The text of what the first n of `stepped` read now. */
+static void write_all(mn_engine *e, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        mn_sequence *s = e->stepped[i];
+        bool steps = true;
+        if (s->stage != MN_STAGE_WRITING || !s->tells) continue;
+        const mn_status st = mn_sequence_write(e, s, &steps);
+        if (st != MN_OK) fail_job(e, s->job, st);
+        else if (tells_at_once(s)) send_events(e, s->job, s, false);
+    }
+}
+
+/* Begins a step of the first n of `stepped`. A sequence by itself may guess what follows: rows of a
+ * pass that are guesses cost it little, while those of company do the same for each. The only
+ * stream of a GPU takes the fastest way of one sequence, which has bits of its own. */
+static mn_status begin_step(mn_engine *e, int64_t n) {
     mn_sequence *s = e->stepped[0];
-    if (n == 1 && e->n_active == 1 && e->options.draft > 0 && !s->job->ask.belief &&
-        !e->context->device) {
+    const bool device = e->context->device != NULL;
+    if (n == 1 && e->n_active == 1 && e->options.draft > 0 && !s->job->ask.belief && !device) {
         const mn_status st = mn_sequence_expect(e, s, e->options.draft);
         return st == MN_OK ? mn_session_step(s->session, s->drawn) : st;
     }
-    return mn_batch_step(e->batch, e->stepping, e->tokens, n);
+    if (device && e->options.streams == 1 && n == 1) {
+        return mn_session_step(e->stepping[0], e->tokens[0]);
+    }
+    return mn_batch_begin(e->batch, e->stepping, e->tokens, n);
 }
 
 static void step_all(mn_engine *e, int64_t drawn) {
@@ -763,7 +810,9 @@ static void step_all(mn_engine *e, int64_t drawn) {
         e->tokens[n++] = s->drawn;
     }
     const double start = mn_seconds();
-    const mn_status st = step_batch(e, n);
+    mn_status st = begin_step(e, n);
+    write_all(e, n);
+    if (st == MN_OK) st = mn_batch_wait(e->batch);
     mn_engine_lock(e);
     mn_histogram_add(&e->metrics.step, mn_seconds() - start);
     e->metrics.steps++;
@@ -799,6 +848,7 @@ static void tell_gauges(mn_engine *e) {
     m->cache_tokens += cache.tokens_found - e->told.tokens_found;
     m->cache_evictions += cache.evictions - e->told.evictions;
     e->told = cache;
+    m->cache_away_bytes = cache.level_bytes[1] + cache.level_bytes[2];
     mn_engine_unlock(e);
 }
 
@@ -826,10 +876,18 @@ static void nap(void) {
     nanosleep(&little, NULL);
 }
 
+/* Asking every client each turn whether it is there would cost more than what it is told. */
+static void look_around(mn_engine *e) {
+    const double now = mn_seconds(), pause = 0.01;
+    e->looks = now - e->looked > pause;
+    if (e->looks) e->looked = now;
+}
+
 static void *run(void *context) {
     mn_engine *e = context;
     while (wait_for_work(e)) {
         start_jobs(e);
+        look_around(e);
         drop_cancelled(e);
         const uint64_t ticks = e->ticks;
         read_chunks(e);

@@ -44,6 +44,7 @@ typedef struct mn_sequence {
     mn_guesser guesser;                // of the tokens behind the drawn one
     size_t bytes;                      // of the session, when it was asked last
     mn_logits_hearer hearer;
+    bool tells;                        // the drawn token is not in the text yet
     mn_stream_decoder decoder;
     mn_text held;                      // decoded, but it may be the start of a stop
     mn_text text;                      // settled
@@ -108,6 +109,9 @@ struct mn_engine {
     mn_sequence **active;              // (streams)
     int64_t n_active;
     uint64_t ticks;
+    uint64_t n_files;           // of the state cache so far
+    double looked;              // when clients were last asked whether they are there
+    bool looks;                 // whether this turn asks
     mn_job *finished;                  // in this turn
     mn_session **stepping;             // (streams), with the tokens they read
     mn_sequence **stepped, **turn;
@@ -141,8 +145,10 @@ int64_t mn_sequence_chunk(const mn_engine *engine, const mn_sequence *s);
 const mn_logits_hearer *mn_sequence_hearer(const mn_sequence *s);
 mn_status mn_sequence_fed(mn_engine *engine, mn_sequence *s, int64_t count);
 
-/* Draws the next token; `*steps` unless the sequence ends with it. */
+/* Draws the next token; `*steps` unless the sequence ends with it. Then its text, once, which may end
+ * the sequence as well: a GPU steps meanwhile. */
 mn_status mn_sequence_draw(mn_engine *engine, mn_sequence *s, bool *steps);
+mn_status mn_sequence_write(mn_engine *engine, mn_sequence *s, bool *steps);
 
 /* Before a step of the sequence alone: what may follow the drawn token, at most `most` tokens, is
  * read with it. Never shows in a result (mn_session_expect). */

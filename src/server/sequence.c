@@ -159,8 +159,12 @@ static mn_status from_cache(mn_engine *e, mn_sequence *s) {
     const mn_snapshot *snapshot = mn_cache_find(e->cache, tokens->ids, tokens->count,
                                                 e->options.chunk, &length);
     if (!snapshot) return MN_OK;
-    const mn_status st = mn_session_restore(s->session, snapshot);
+    const bool away = mn_snapshot_is_away(snapshot, e->context);
+    mn_status st = mn_session_restore(s->session, snapshot);
+    mn_snapshot *near = NULL;
     if (st == MN_OK) s->n_read = s->n_cached = length;
+    if (st == MN_OK && away) st = mn_session_snapshot(&near, s->session);    // it may come again
+    if (near) mn_cache_put(e->cache, tokens->ids, length, near, mn_snapshot_bytes(near));
     return st;
 }
 
@@ -292,14 +296,16 @@ static mn_status decode(const mn_engine *e, mn_sequence *s, int32_t id) {
 
 /* ---- writing --------------------------------------------------------------------------------- */
 
-mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
+/* The next token; where nothing but the largest logit counts, a batch may know it without logits. */
+static mn_status pick(mn_engine *e, mn_sequence *s) {
     const mn_ask *ask = &s->job->ask;
-    const float *logits = mn_session_logits(s->session);
-    *steps = false;
-    if (s->n_written >= ask->max_tokens) {
-        s->finish = "length";
+    const double penalty = ask->sampling.repetition_penalty;
+    const bool greedy = ask->sampling.temperature == 0.0 && (penalty == 0.0 || penalty == 1.0);
+    if (greedy && ask->logprobs < 0 &&
+        mn_session_likeliest(&s->drawn, s->session, e->limits.n_ids)) {
         return MN_OK;
     }
+    const float *logits = mn_session_logits(s->session);
     if (!logits) return mn_fail(MN_ERR_ARGUMENT, "there is nothing to continue: the prompt and "
                                 "the state are empty");
     mn_sampling how = ask->sampling;
@@ -311,6 +317,17 @@ mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
     if (st == MN_OK && ask->logprobs >= 0) {
         st = tell(s, logits, mn_model_vocabulary(e->model), s->drawn);
     }
+    return st;
+}
+
+mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
+    const mn_ask *ask = &s->job->ask;
+    *steps = false;
+    if (s->n_written >= ask->max_tokens) {
+        s->finish = "length";
+        return MN_OK;
+    }
+    mn_status st = pick(e, s);
     if (st != MN_OK) return st;
     s->n_written++;
     bool ends = mn_tokenizer_ends(e->tokenizer, s->drawn) && !ask->ignore_eos;
@@ -319,13 +336,22 @@ mn_status mn_sequence_draw(mn_engine *e, mn_sequence *s, bool *steps) {
         s->finish = "stop";
         return MN_OK;
     }
+    if (s->n_written >= ask->max_tokens) s->finish = "length";
+    *steps = !s->finish || ask->belief || ask->keep;
+    s->tells = true;
+    return MN_OK;
+}
+
+mn_status mn_sequence_write(mn_engine *e, mn_sequence *s, bool *steps) {
+    const mn_ask *ask = &s->job->ask;
     bool found = false;
-    st = mn_token_list_add(&s->seen, s->drawn);
+    if (!s->tells) return MN_OK;
+    s->tells = false;
+    mn_status st = mn_token_list_add(&s->seen, s->drawn);
     if (st == MN_OK) st = decode(e, s, s->drawn);
     if (st == MN_OK) st = release(s, false, &found);
     s->cut = found;
     if (found) s->finish = "stop";
-    else if (s->n_written >= ask->max_tokens) s->finish = "length";
     *steps = !s->finish || ask->belief || ask->keep;
     return st;
 }

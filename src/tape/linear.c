@@ -128,7 +128,7 @@ static void linear_again(mn_tape *tape, void *payload) {
 
 /* Decoding on a device: its small steps are put together by other rules. */
 static bool is_few(const mn_tape *tape, const int64_t shape[4]) {
-    return tape->device && shape[0] * shape[1] <= MN_TAPE_FEW;
+    return tape->device && !(tape->modes & MN_TAPE_ALIKE) && shape[0] * shape[1] <= MN_TAPE_FEW;
 }
 
 /* Whether y, which is onto + x W' + b, can have one gradient with `onto`, as in a residual. */

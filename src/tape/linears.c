@@ -89,7 +89,8 @@ void mn_tape_linears(mn_tape *tape, mn_tensor *x, mn_tensor *const *weights, int
                      mn_tensor **results) {
     for (int i = 0; i < n; i++) results[i] = NULL;
     if (!x || mn_tape_dead(tape)) return;
-    const bool few = x->shape[0] * x->shape[1] <= MN_TAPE_FEW;    // decoding joins them by itself
+    const bool few = x->shape[0] * x->shape[1] <= MN_TAPE_FEW &&
+                     !(tape->modes & MN_TAPE_ALIKE);    // decoding joins them by itself
     for (int first = 0, count; first < n; first += count) {
         count = 1;
         while (!few && first + count < n && count < MN_TAPE_PARTS &&

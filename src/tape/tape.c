@@ -76,10 +76,16 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->n_seqs = tape->n_lent = 0;
     tape->lent_bytes = 0;
     tape->told = NULL;
+    tape->sequences = 0;
     mn_defer_discard(tape);
     tape->n_checkpoints = tape->checkpoint = 0;
     tape->again = false;
     tape->scope[0] = '\0';
+}
+
+void mn_tape_start_alike(mn_tape *tape, unsigned modes, int64_t sequences) {
+    mn_tape_start(tape, modes | MN_TAPE_ALIKE);
+    if (mn_tape_gathers(tape)) tape->sequences = sequences;
 }
 
 void mn_tape_pack(mn_tape *tape, const int64_t *cu_seqlens, int64_t n_seqs) {
@@ -218,8 +224,11 @@ void mn_tape_product(mn_tape *tape, const mn_matmul_args *p) {
         tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
         return;
     }
-    if (mn_defer_gemm(tape, p)) return;
-    const mn_status st = mn_matmul(tape->context, p);
+    mn_matmul_args all = *p;
+    all.alike = tape->device && (tape->modes & MN_TAPE_ALIKE);
+    all.b_is_old = all.alike && !mn_arena_holds(tape->data, p->b);
+    if (mn_defer_gemm(tape, &all)) return;
+    const mn_status st = mn_matmul(tape->context, &all);
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 

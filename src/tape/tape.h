@@ -66,6 +66,7 @@ typedef enum mn_tape_mode {
     MN_TAPE_DEFER = 8,         // forward on a device: gathers work into few launches (defer.c)
     MN_TAPE_REPEATS = 16,      // the same step again and again: where it gathers, also programs;
                                // ids are in memory of mn_device_host_allocate
+    MN_TAPE_ALIKE = 32,        // of mn_tape_start_alike
 } mn_tape_mode;
 
 /* `dtype` is that of activations: MN_F32, or MN_F64 on a CPU, or MN_BF16 on a device. The context
@@ -75,6 +76,11 @@ void mn_tape_destroy(mn_tape *tape);    // NULL accepted
 
 /* Forgets the last step. `modes` is a sum of mn_tape_mode. */
 void mn_tape_start(mn_tape *tape, unsigned modes);
+
+/* The same for one token of each of several sequences, a row each, forward: each gets the same bits
+ * however many there are. On a tape of MN_TAPE_DEFER launches take all sequences, and tell them
+ * apart. */
+void mn_tape_start_alike(mn_tape *tape, unsigned modes, int64_t sequences);
 
 /* The first failure since start, as a status; mn_last_error() has its sentence. */
 mn_status mn_tape_status(const mn_tape *tape);

@@ -1,9 +1,11 @@
 /* test_batch.c - many sessions stepped at once have the bits of each stepped alone: every kind of
- * layer, sessions that join and leave, positions that differ, sessions that have read nothing. */
+ * layer, sessions that join and leave, positions that differ, sessions that have read nothing. On a
+ * GPU, where there is one, alone means in a batch by itself. */
 // labels: sanitize threads
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/util.h"
 #include "infer/session.h"
@@ -16,7 +18,7 @@ enum { VOCABULARY = 23, SESSIONS = 37, STEPS = 9, PROMPT = 48 };
 typedef struct fixture {
     mn_context *context;
     mn_model *model;
-    mn_batch *batch;
+    mn_batch *batch, *solo;    // solo: of those alone on a GPU; NULL: they step by themselves
     int32_t tokens[SESSIONS][PROMPT + STEPS];
     mn_session *alone[SESSIONS], *together[SESSIONS];
 } fixture;
@@ -26,11 +28,11 @@ static void need(mn_status st) {
 }
 
 /* Session i has read i tokens: the first none, the last ones more than one block of a product. */
-static void start(fixture *f, const char *target, int threads, const char *json) {
-    const mn_context_options options = { .n_threads = threads, .target = target };
-    const mn_session_options how = { .belief = true, .prefill_chunk = 16 };
+static void begin(fixture *f, const mn_context_options *options, const mn_session_options *given,
+                  const char *json) {
+    const mn_session_options how = *given;
     memset(f, 0, sizeof *f);
-    need(mn_context_create(&f->context, &options));
+    need(mn_context_create(&f->context, options));
     need(model_case_create(&f->model, json, MN_F32, 0.2, 3));
     need(mn_batch_create(&f->batch, f->context, f->model));
     for (int i = 0; i < SESSIONS; i++) {
@@ -42,12 +44,25 @@ static void start(fixture *f, const char *target, int threads, const char *json)
     }
 }
 
+static void start(fixture *f, const char *target, int threads, const char *json) {
+    const mn_context_options options = { .n_threads = threads, .target = target };
+    const mn_session_options how = { .belief = true, .prefill_chunk = 16 };
+    begin(f, &options, &how, json);
+}
+
+/* Session i alone reads a token. */
+static mn_status step_alone(fixture *f, int i, int32_t token) {
+    return f->solo ? mn_batch_step(f->solo, &f->alone[i], &token, 1)
+                   : mn_session_step(f->alone[i], token);
+}
+
 static void finish(fixture *f) {
     for (int i = 0; i < SESSIONS; i++) {
         mn_session_destroy(f->alone[i]);
         mn_session_destroy(f->together[i]);
     }
     mn_batch_destroy(f->batch);
+    mn_batch_destroy(f->solo);
     mn_model_destroy(f->model);
     mn_context_destroy(f->context);
 }
@@ -80,12 +95,48 @@ static void steps(const char *what, fixture *f) {
             if (!joins(i, t)) continue;
             some[n] = f->together[i];
             tokens[n++] = f->tokens[i][PROMPT + t];
-            need(mn_session_step(f->alone[i], f->tokens[i][PROMPT + t]));
+            need(step_alone(f, i, f->tokens[i][PROMPT + t]));
         }
         need(mn_batch_step(f->batch, some, tokens, n));
         for (int i = 0; i < SESSIONS; i++) {
             if (joins(i, t)) check_same(what, f, i, t);
         }
+    }
+}
+
+/* Where nobody needs it soon: on the host, in a file, or where it was made. */
+static void put_away(mn_snapshot *snapshot, int i, int twin) {
+    const char *folder = getenv("TMPDIR");
+    char path[512];
+    snprintf(path, sizeof path, "%s/mneme_test_batch_%ld_%d_%d.state", folder ? folder : "/tmp",
+             (long)getpid(), i, twin);
+    if (i % 4 == 0) need(mn_snapshot_to_host(snapshot));
+    if (i % 8 == 0 || i % 8 == 1) need(mn_snapshot_to_file(snapshot, path));
+}
+
+/* Sessions that were in a batch are looked at, copied, put back and stepped by themselves, their
+ * twins too; a fork goes on as the session does. */
+static void between(const char *what, fixture *f) {
+    for (int i = 0; i < SESSIONS; i += 3) {
+        mn_session *const twins[] = { f->alone[i], f->together[i] };
+        const int32_t token = f->tokens[i][i % PROMPT];
+        for (int k = 0; k < 2; k++) {
+            mn_snapshot *snapshot = NULL;
+            mn_session *fork = NULL;
+            if (i % 2 == 0) need(mn_session_step(twins[k], token));
+            need(mn_session_snapshot(&snapshot, twins[k]));
+            need(mn_session_fork(&fork, twins[k]));
+            need(mn_session_step(twins[k], token));
+            need(mn_session_step(fork, token));
+            CHECK(memcmp(mn_session_logits(fork), mn_session_logits(twins[k]),
+                         VOCABULARY * sizeof(float)) == 0, "%s, session %d: a fork", what, i);
+            put_away(snapshot, i, k);
+            if (i % 4 < 2) need(mn_session_restore(twins[k], snapshot));
+            mn_snapshot_destroy(snapshot);
+            mn_session_destroy(fork);
+        }
+        CHECK(memcmp(mn_session_logits(twins[0]), mn_session_logits(twins[1]),
+                     VOCABULARY * sizeof(float)) == 0, "%s, session %d: put back", what, i);
     }
 }
 
@@ -218,6 +269,7 @@ static void targets_and_threads(void **state) {
             fixture f;
             start(&f, targets[t], 1 + i, json);
             steps(layers[i], &f);
+            between(layers[i], &f);
             feeds(layers[i], &f);
             without_belief(&f);
             expects(layers[i], &f);
@@ -250,8 +302,127 @@ static void refusals_change_nothing(void **context) {
     check_done();
 }
 
+/* ---- on a GPU -------------------------------------------------------------------------------- */
+
+static bool has_gpu(void) {
+    mn_context *gpu = NULL;
+    const mn_context_options there = { .n_threads = 2, .device = "cuda" };
+    const bool here = mn_context_create(&gpu, &there) == MN_OK;
+    if (!here) printf("skipped: %s\n", mn_last_error());
+    mn_context_destroy(gpu);
+    return here;
+}
+
+static void start_on_gpu(fixture *f, mn_dtype dtype, bool belief, const char *json) {
+    const mn_context_options options = { .n_threads = 2, .device = "cuda" };
+    const mn_session_options how = { .belief = belief, .prefill_chunk = 16, .dtype = dtype };
+    begin(f, &options, &how, json);
+    need(mn_batch_create(&f->solo, f->context, f->model));
+}
+
+/* The likeliest token is that of the logits. */
+static void likeliest(const char *what, fixture *f) {
+    for (int i = 0; i < SESSIONS; i++) {
+        const mn_sampling greedy = { 0 };
+        int32_t picked, sampled;
+        const bool known = mn_session_likeliest(&picked, f->together[i], VOCABULARY);
+        need(mn_session_sample(&sampled, f->together[i], &greedy, NULL, 0));
+        CHECK(!known || picked == sampled, "%s, session %d: token %d instead of %d", what, i,
+              (int)picked, (int)sampled);
+    }
+}
+
+static void company_on_a_gpu(const char *json, mn_dtype dtype, bool belief) {
+    fixture f;
+    start_on_gpu(&f, dtype, belief, json);
+    steps(json, &f);
+    likeliest(json, &f);
+    steps(json, &f);
+    likeliest(json, &f);
+    between(json, &f);
+    steps(json, &f);
+    feeds(json, &f);
+    steps(json, &f);
+    finish(&f);
+}
+
+static void every_layer_on_a_gpu(void **context) {
+    (void)context;
+    if (!has_gpu()) return;
+    char json[1024];
+    for (size_t row = 0; row < MN_COUNTOF(rows); row++) {
+        config_of(json, sizeof json, row);
+        printf("%s\n", rows[row].layer);
+        fflush(stdout);
+        company_on_a_gpu(json, row % 2 ? MN_BF16 : MN_F32, row % 3 == 0);
+    }
+    check_done();
+}
+
+static void widths_on_a_gpu(void **context) {
+    (void)context;
+    if (!has_gpu()) return;
+    static const char *const sizes[] = {
+        "\"layers\": \"gdn\", \"num_heads\": 2, \"head_dim\": 256, \"expand_v\": 1, "
+        "\"hidden_size\": 512, \"intermediate_size\": 1408",
+        "\"layers\": \"gdn, kla\", \"hidden_size\": 264, \"intermediate_size\": 88",
+        "\"layers\": \"gla, kda, gdn2\", \"num_heads\": 2, \"hidden_size\": 128, "
+        "\"intermediate_size\": 360",
+        "\"layers\": \"attention, gdn, palimpsa\", \"hidden_size\": 128, "
+        "\"intermediate_size\": 344, \"logit_softcap\": 20",
+        "\"layers\": \"bayes, mamba2\", \"hidden_size\": 60, \"intermediate_size\": 100",
+    };
+    char json[512];
+    for (size_t i = 0; i < MN_COUNTOF(sizes); i++) {
+        snprintf(json, sizeof json, "{%s, \"vocab_size\": %d, \"max_position_embeddings\": 128}",
+                 sizes[i], VOCABULARY);
+        company_on_a_gpu(json, MN_F32, false);
+        company_on_a_gpu(json, MN_BF16, false);
+    }
+    check_done();
+}
+
+/* More rows than a tile of a product has, at every size of a step on the way. */
+static void many_on_a_gpu(void **context) {
+    (void)context;
+    enum { MANY = 150 };
+    if (!has_gpu()) return;
+    fixture f;
+    start_on_gpu(&f, MN_BF16, false, "{\"layers\": \"gdn\", \"hidden_size\": 128, "
+                 "\"vocab_size\": 23, \"num_hidden_layers\": 2}");
+    static mn_session *many[MANY];
+    static float logits[MANY][VOCABULARY];
+    const mn_session_options how = { .dtype = MN_BF16 };
+    for (int i = 0; i < MANY; i++) {
+        const int32_t token = i % VOCABULARY;
+        need(mn_session_create(&many[i], f.context, f.model, &how));
+        need(mn_session_feed(many[i], f.tokens[i % SESSIONS], 2 + i % 7));
+        need(mn_batch_step(f.solo, &many[i], &token, 1));
+        memcpy(logits[i], mn_session_logits(many[i]), sizeof logits[i]);
+    }
+    for (int n = 1; n <= MANY; n += n < 12 ? 1 : 23) {
+        int32_t tokens[MANY];
+        for (int i = 0; i < n; i++) {
+            need(mn_session_reset(many[i]));
+            need(mn_session_feed(many[i], f.tokens[i % SESSIONS], 2 + i % 7));
+            tokens[i] = i % VOCABULARY;
+        }
+        need(mn_batch_step(f.batch, many, tokens, n));
+        for (int i = 0; i < n; i++) {
+            CHECK(memcmp(mn_session_logits(many[i]), logits[i], sizeof logits[i]) == 0,
+                  "session %d of %d: other logits than alone", i, n);
+        }
+    }
+    for (int i = 0; i < MANY; i++) mn_session_destroy(many[i]);
+    finish(&f);
+    check_done();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(many_on_a_gpu),
+        cmocka_unit_test(widths_on_a_gpu),
+        cmocka_unit_test(every_layer_on_a_gpu),
         cmocka_unit_test(every_layer_has_the_bits_of_steps_alone),
         cmocka_unit_test(targets_and_threads),
         cmocka_unit_test(refusals_change_nothing),

@@ -43,21 +43,27 @@ static const char *const models[] = {
     "\"intermediate_size\": 704",
 };
 
-/* Logits after N tokens, one by one or all at once. */
-static void logits_of(float *out, const char *text, mn_dtype dtype, bool one_by_one) {
+typedef enum way { AT_ONCE, ONE_BY_ONE, IN_A_BATCH } way;
+
+/* Logits after N tokens. */
+static void logits_of(float *out, const char *text, mn_dtype dtype, way how_read) {
     const mn_session_options how = { .dtype = dtype };
     mn_model *model = NULL;
     mn_session *session = NULL;
+    mn_batch *batch = NULL;
     int32_t tokens[N];
     model_case_tokens(tokens, N, VOCABULARY, 9);
     mn_status st = model_case_create(&model, text, MN_F32, 0.05, 3);
     if (st == MN_OK) st = mn_session_create(&session, gpu, model, &how);
-    for (int i = 0; st == MN_OK && one_by_one && i < N; i++) {
-        st = mn_session_step(session, tokens[i]);
+    if (st == MN_OK) st = mn_batch_create(&batch, gpu, model);
+    for (int i = 0; st == MN_OK && how_read != AT_ONCE && i < N; i++) {
+        st = how_read == IN_A_BATCH ? mn_batch_step(batch, &session, &tokens[i], 1)
+                                    : mn_session_step(session, tokens[i]);
     }
-    if (st == MN_OK && !one_by_one) st = mn_session_feed(session, tokens, N);
+    if (st == MN_OK && how_read == AT_ONCE) st = mn_session_feed(session, tokens, N);
     if (st != MN_OK) check_fatal("%s: %s", text, mn_last_error());
     memcpy(out, mn_session_logits(session), VOCABULARY * sizeof *out);
+    mn_batch_destroy(batch);
     mn_session_destroy(session);
     mn_model_destroy(model);
 }
@@ -75,24 +81,30 @@ static void decoding_is_reading(void **state) {
     if (absent()) return;
     for (size_t i = 0; i < MN_COUNTOF(models); i++) {
         static float all[2][VOCABULARY], one[2][VOCABULARY], again[VOCABULARY];
+        static float batch[2][VOCABULARY];
         static const float zero[VOCABULARY];
         char text[512];
         snprintf(text, sizeof text, "{%s, \"num_hidden_layers\": 2, \"vocab_size\": %d, "
                  "\"max_position_embeddings\": 32}", models[i], VOCABULARY);
         for (int bf16 = 0; bf16 < 2; bf16++) {
             const mn_dtype dtype = bf16 ? MN_BF16 : MN_F32;
-            logits_of(all[bf16], text, dtype, false);
-            logits_of(one[bf16], text, dtype, true);
-            logits_of(again, text, dtype, true);
+            logits_of(all[bf16], text, dtype, AT_ONCE);
+            logits_of(batch[bf16], text, dtype, IN_A_BATCH);
+            logits_of(one[bf16], text, dtype, ONE_BY_ONE);
+            logits_of(again, text, dtype, ONE_BY_ONE);
             CHECK(memcmp(again, one[bf16], sizeof again) == 0, "%s: other bits the second time",
                   text);
         }
         const double size = apart(all[0], zero), off = apart(one[0], all[0]);
         const double reads = apart(all[1], all[0]), decodes = apart(one[1], all[0]);
-        printf("model %zu: size %g, off %g; in bf16 reading %g, decoding %g\n", i, size, off, reads,
-               decodes);
+        const double off_batch = apart(batch[0], all[0]), batches = apart(batch[1], all[0]);
+        printf("model %zu: size %g, off %g, in a batch %g; in bf16 reading %g, decoding %g, in a "
+               "batch %g\n", i, size, off, off_batch, reads, decodes, batches);
         fflush(stdout);
         CHECK(off < 2e-5 * size, "%s: decoding is off by %g of %g", text, off, size);
+        CHECK(off_batch < 2e-5 * size, "%s: a batch is off by %g of %g", text, off_batch, size);
+        CHECK(batches < 2.0 * reads, "%s: a batch in bf16 is off by %g, reading by %g of %g", text,
+              batches, reads, size);
         CHECK(decodes < 2.0 * reads, "%s: decoding in bf16 is off by %g, reading by %g of %g", text,
               decodes, reads, size);
     }

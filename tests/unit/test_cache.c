@@ -123,8 +123,63 @@ static void nothing_in_no_memory(void **context) {
     check_done();
 }
 
+/* ---- levels ---------------------------------------------------------------------------------- */
+
+static int n_moves[MN_CACHE_LEVELS];
+
+/* A level that takes nothing that begins with `context`. */
+static bool move_value(void *context, void *v, int level) {
+    n_moves[level]++;
+    return ((value *)v)->tokens[0] != *(const int32_t *)context;
+}
+
+/* The newest are on the first level, older ones behind, the oldest gone; what is found stays where
+ * it is, and a value put for the same tokens is near again. */
+static void what_has_no_room_goes_on(void **context) {
+    (void)context;
+    enum { KEYS = 40, EACH = 1000, NEAR = 8 * EACH, AWAY = 10 * EACH, REFUSED = 77 };
+    const int32_t refused = REFUSED;
+    mn_cache *cache = open(NEAR);
+    mn_cache_add_level(cache, AWAY, move_value, (void *)&refused);
+    mn_cache_add_level(cache, AWAY, move_value, (void *)&refused);
+    int64_t length;
+    for (int32_t i = 0; i < KEYS; i++) {
+        const int32_t tokens[] = { 100 + i, 2 };
+        mn_cache_put(cache, tokens, 2, new_value(tokens, 2), EACH);
+        const mn_cache_stats stats = mn_cache_describe(cache);
+        CHECK(stats.bytes <= NEAR && stats.level_bytes[1] <= AWAY && stats.level_bytes[2] <= AWAY,
+              "%d keys: a level holds too much", (int)i);
+        CHECK(stats.entries == n_alive, "%d keys: %lld values, %lld alive", (int)i,
+              (long long)stats.entries, (long long)n_alive);
+    }
+    const mn_cache_stats full = mn_cache_describe(cache);
+    CHECK(full.level_bytes[1] == AWAY && full.level_bytes[2] == AWAY, "levels are not used");
+    for (int32_t i = 0; i < KEYS; i++) {
+        const int32_t tokens[] = { 100 + i, 2 };
+        const bool there = i >= KEYS - (int32_t)full.entries;
+        CHECK(mn_cache_has(cache, tokens, 2) == there, "key %d of %lld", (int)i,
+              (long long)full.entries);
+    }
+    const int32_t oldest[] = { 100 + KEYS - (int32_t)full.entries, 2 };
+    CHECK(mn_cache_find(cache, oldest, 2, 1, &length) && length == 2, "the oldest");
+    mn_cache_put(cache, oldest, 2, new_value(oldest, 2), EACH);
+    CHECK(mn_cache_describe(cache).entries <= full.entries, "twice there");
+    CHECK(n_moves[1] > 0 && n_moves[2] > 0, "nothing moved");
+    const int32_t stays[] = { REFUSED, 1 };
+    mn_cache_put(cache, stays, 2, new_value(stays, 2), EACH);
+    for (int32_t i = 0; i < KEYS; i++) {
+        const int32_t tokens[] = { 300 + i, 2 };
+        mn_cache_put(cache, tokens, 2, new_value(tokens, 2), EACH);
+    }
+    CHECK(!mn_cache_has(cache, stays, 2), "what no level takes is kept");
+    mn_cache_destroy(cache);
+    CHECK(n_alive == 0, "%lld values are lost", (long long)n_alive);
+    check_done();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_has_no_room_goes_on),
         cmocka_unit_test(finds_what_a_list_finds),
         cmocka_unit_test(keeps_its_bound_and_what_is_used),
         cmocka_unit_test(nothing_in_no_memory),

@@ -38,6 +38,7 @@ static void print_help(void) {
          "  --threads N     worker threads (default: one per core)\n"
          "  --layers N      layers of models on a GPU (default: 24)\n"
          "  --bits N        of infer on a GPU: weights of 8 or 4 bits (default: of --dtype)\n"
+         "  --streams N     of infer on a GPU: steps of so many sequences in a batch as well\n"
          "  --target NAME   ref, avx2, avx512 (default: the best here)\n"
          "  --device NAME   cuda or cuda:N: the operators of a GPU, against copies of its memory\n"
          "  --dtype NAME    on a GPU: bf16 or f32 (default: bf16)\n"
@@ -68,6 +69,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--threads", .count = &o->bench.n_threads, .low = 1, .high = 256 },
         { "--layers", .count = &o->bench.n_layers, .low = 1, .high = 256 },
         { "--bits", .count = &o->bench.bits, .low = 4, .high = 8 },
+        { "--streams", .count = &o->bench.streams, .low = 1, .high = 4096 },
         { "--quick", .flag = &quick },
         { "--json", .flag = &o->json },
         { "--grid", .flag = &o->grid },

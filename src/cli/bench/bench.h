@@ -105,6 +105,7 @@ typedef struct mn_bench_options {
     const char *device;      // NULL: the CPU
     mn_dtype dtype;          // of a device's cases
     int bits;                // of the weights of models that decode there: 8 or 4; 0: of dtype
+    int streams;             // sequences that decode there in a batch; 0: none
     mn_bench_scale scale;    // FULL or QUICK
 } mn_bench_options;
 

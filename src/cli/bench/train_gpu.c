@@ -41,6 +41,7 @@ typedef struct result {
     double loss;
     double predicted, peak;                                 // mebibytes
     double prefill, decode;                                 // seconds of 4096 tokens, of one
+    double batch;                                           // of one for each of a batch; 0: none
 } result;
 
 /* ---- a case ---------------------------------------------------------------------------------- */
@@ -127,6 +128,49 @@ static mn_status time_session(result *r, mn_model *model, mn_context *context, m
     return st;
 }
 
+/* Steps of a batch, each session with a short prompt of its own behind it. */
+static mn_status step_batch(result *r, mn_context *context, mn_model *model,
+                            mn_session *const *sessions, int n, int n_runs) {
+    const int64_t vocabulary = mn_model_describe(model)->vocab_size;
+    int32_t *tokens = calloc((size_t)n, sizeof *tokens);
+    mn_batch *batch = NULL;
+    mn_status st = tokens ? mn_batch_create(&batch, context, model)
+                          : mn_fail(MN_ERR_MEMORY, "no memory for tokens");
+    const int steps = 8 * n_runs;
+    double start = mn_seconds();
+    for (int t = -4; st == MN_OK && t < steps; t++) {
+        if (t == 0) start = mn_seconds();
+        for (int i = 0; i < n; i++) {
+            tokens[i] = (int32_t)(mn_rng_bits(3, (uint64_t)(t + 4), (uint64_t)i) %
+                                  (uint64_t)vocabulary);
+        }
+        st = mn_batch_step(batch, sessions, tokens, n);
+    }
+    r->batch = (mn_seconds() - start) / (double)steps;
+    mn_batch_destroy(batch);
+    free(tokens);
+    return st;
+}
+
+static mn_status time_batch(result *r, mn_model *model, mn_context *context,
+                            const mn_bench_options *options, int n_runs) {
+    enum { PROMPT = 16 };
+    const int n = options->streams;
+    const mn_session_options how = { .dtype = options->dtype, .prefill_chunk = PROMPT };
+    mn_session **sessions = calloc((size_t)n, sizeof *sessions);
+    mn_status st = sessions ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for sessions");
+    for (int i = 0; i < n && st == MN_OK; i++) {
+        int32_t prompt[PROMPT];
+        for (int t = 0; t < PROMPT; t++) prompt[t] = (i * PROMPT + t) % 251;
+        st = mn_session_create(&sessions[i], context, model, &how);
+        if (st == MN_OK) st = mn_session_feed(sessions[i], prompt, PROMPT);
+    }
+    if (st == MN_OK) st = step_batch(r, context, model, sessions, n, n_runs);
+    for (int i = 0; sessions && i < n; i++) mn_session_destroy(sessions[i]);
+    free(sessions);
+    return st;
+}
+
 static mn_status measure(result *r, const train_case *c, const mn_bench_options *options,
                          int n_runs) {
     const bool quick = options->scale == MN_BENCH_QUICK;
@@ -196,6 +240,7 @@ static mn_status measure_infer(result *r, const train_case *c, const mn_bench_op
     if (st == MN_OK) st = make_model(&model, context, &root);
     if (st == MN_OK && options->bits) st = quantize(model, options);
     if (st == MN_OK) st = time_session(r, model, context, options->dtype, n_runs);
+    if (st == MN_OK && options->streams) st = time_batch(r, model, context, options, n_runs);
     mn_model_destroy(model);
     mn_json_free(&root);
     mn_context_destroy(context);
@@ -242,9 +287,11 @@ static json_t *as_json(const result *r) {
 }
 
 static json_t *infer_json(const result *r) {
-    return json_pack("{s:s, s:i, s:o, s:o}", "name", r->of->name, "prefill_tokens", (int)PREFILL,
-                     "prefill_seconds", mn_json_real(r->prefill), "decode_seconds",
-                     mn_json_real(r->decode));
+    json_t *all = json_pack("{s:s, s:i, s:o, s:o}", "name", r->of->name, "prefill_tokens",
+                            (int)PREFILL, "prefill_seconds", mn_json_real(r->prefill),
+                            "decode_seconds", mn_json_real(r->decode));
+    if (r->batch > 0.0) json_object_set_new(all, "batch_seconds", mn_json_real(r->batch));
+    return all;
 }
 
 static mn_status report_json(const result *results, int n, const mn_bench_options *options,
@@ -325,6 +372,10 @@ int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool j
         if (!json) {
             printf("%-20s prefill of %d tokens %6.2f ms, decoding %.3f ms a token\n",
                    cases[i].name, PREFILL, 1e3 * r->prefill, 1e3 * r->decode);
+            if (r->batch > 0.0) {
+                printf("%-20s %d streams %.3f ms a step, %.0f tokens/s\n", "", options->streams,
+                       1e3 * r->batch, options->streams / r->batch);
+            }
             fflush(stdout);
         }
         n++;

@@ -317,10 +317,10 @@ inline int mn_decode_n_inputs(int kind) {
     return inputs[kind];
 }
 
-/* The layout of a work that goes element by element. */
-inline void mn_decode_set_layout(mn_decode_job *job, const int64_t shape[4]) {
+/* The layout of a work that goes element by element; `aligned`: for all sequences as for the first. */
+inline void mn_decode_set_layout(mn_decode_job *job, const int64_t shape[4], bool aligned) {
     const mn_axes axes = mn_coalesce_axes(shape, job->side);
-    bool packs = axes.n[3] % MN_DECODE_PACK == 0;
+    bool packs = aligned && axes.n[3] % MN_DECODE_PACK == 0;
     for (const mn_operand &side : job->side) packs &= mn_operand_vec_ok(side, axes);
     job->packs = packs;
     mn_offset_calc_init(&job->layout, axes, packs ? MN_DECODE_PACK : 1);    // few elements fit
@@ -332,23 +332,24 @@ inline mn_decode_job mn_decode_job_of(const mn_decode_op &work) {
     job.scale = (float)work.scale, job.shift = (float)work.shift, job.index = work.index;
     job.rows = (int)work.shape[2], job.width = (int)work.shape[3], job.taps = (int)work.shape[1];
     job.narrow = true;
-    bool packs = job.width % MN_DECODE_PACK == 0;
+    bool packs = job.width % MN_DECODE_PACK == 0, aligned = true;
     const int inputs = work.kind == MN_DECODE_ROWS ? 0 : mn_decode_n_inputs(work.kind);
     for (int i = 0; i < MN_DECODE_VIEWS; i++) {
         job.side[i] = mn_operand_of(work.at[i]);
         job.narrow &= !job.side[i].data || !job.side[i].is_f32;
         packs &= (uintptr_t)job.side[i].data % 16 == 0;
+        aligned &= work.advance[i] % 16 == 0;
         if (i >= inputs || !work.at[i].data) continue;
         job.lines[i] = (int)mn_ceil_div(work.elements[i] * (job.side[i].is_f32 ? 4 : 2), 128);
     }
     if (work.kind <= MN_DECODE_FILL) {
-        mn_decode_set_layout(&job, work.shape);
+        mn_decode_set_layout(&job, work.shape, aligned);
         job.end = (int)job.layout.n_vecs;
         return job;
     }
     job.end = work.kind == MN_DECODE_CONV ? job.rows * job.width : job.rows;
     for (mn_operand &side : job.side) side.stride[3] = 1;
-    job.packs = packs;
+    job.packs = packs && aligned;
     return job;
 }
 

@@ -22,7 +22,7 @@
 /* Columns of c, as many at a time as the weights for them have room, which are numbers then. */
 static int run_quant(mn_gemm_handle *p, const mn_gemm_problem *given, void *space, void *stream) {
     enum { COLUMNS = 64 };
-    if (mn_gemm_quant_few(given)) return mn_gemm_quant_several(given, 1, stream);
+    if (given->alike || mn_gemm_quant_few(given)) return mn_gemm_quant_several(given, 1, stream);
     const size_t item = mn_dtype_bytes(given->dtype), c_item = mn_dtype_bytes(given->c_dtype);
     const int64_t room = MN_GEMM_UNPACKED / ((int64_t)item * mn_max(given->K, 1));
     const int64_t most = room < COLUMNS ? mn_max(room, 1) : room / COLUMNS * COLUMNS;
@@ -330,8 +330,18 @@ static void fall_back(mn_gemm_handle *p, chosen *c) {
     c->own = true;
 }
 
+/* Wide products of float32, which the library has tiles for however few rows there are. */
+static bool has_alike_tiles(const mn_gemm_problem *w) {
+    enum { WIDE = 64 };
+    shape s;
+    describe(&s, w);
+    return w->dtype == MN_F32 && !w->a_transposed && w->N >= WIDE && w->K >= WIDE && has_packs(&s);
+}
+
 int mn_gemm_run(mn_gemm_handle *p, const mn_gemm_problem *work, void *space, void *stream) {
     if (work->quant) return run_quant(p, work, space, stream);
+    if (mn_gemm_rows_supported(work)) return mn_gemm_rows(work, 1, stream);
+    if (work->alike && !has_alike_tiles(work)) return mn_gemm_simt(work, stream);
     if (work->step && mn_gemm_small_m_supported(work)) return mn_gemm_small_m(work, stream);
     if (mn_gemm_small_n_supported(work)) return mn_gemm_small_n(work, stream);
     chosen *c = work->K > 0 && mn_gemm_has_cublaslt(p) ? find(p, work) : NULL;
@@ -386,6 +396,8 @@ bool mn_gemm_has_cublaslt(mn_gemm_handle *gemms) {
 int mn_gemm_run(mn_gemm_handle *gemms, const mn_gemm_problem *work, void *space, void *stream) {
     if (work->quant) return run_quant(gemms, work, space, stream);
     (void)gemms, (void)space;
+    if (mn_gemm_rows_supported(work)) return mn_gemm_rows(work, 1, stream);
+    if (work->alike) return mn_gemm_simt(work, stream);
     if (work->step && mn_gemm_small_m_supported(work)) return mn_gemm_small_m(work, stream);
     if (mn_gemm_small_n_supported(work)) return mn_gemm_small_n(work, stream);
     return mn_gemm_simt(work, stream);
