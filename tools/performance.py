@@ -4,7 +4,7 @@
     tools/performance.py [--check] FILE...
 
 Between "<!-- figures: KIND -->" and "<!-- end of figures -->" a document has the newest results of a
-kind: train, infer, ops, grid (what `mneme bench KIND --json` printed), peers (bench/peers/gpu.py). A
+kind on each machine: train, infer, ops, grid (what `mneme bench KIND --json` printed), peers (bench/peers/gpu.py). A
 file of results is {"date", "commit", "machine", "command", "result": what was printed}. --check only
 tells what is stale, and is the exit status."""
 import glob
@@ -17,13 +17,13 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def results():
-    """The newest file of each kind."""
+    """The newest file of each kind and machine."""
     newest = {}
     for path in sorted(glob.glob(os.path.join(ROOT, "bench", "results", "*.json"))):
         with open(path) as file:
             one = json.load(file)
         one["path"] = os.path.relpath(path, ROOT)
-        newest[one["result"].get("bench", "peers")] = one
+        newest.setdefault(one["result"].get("bench", "peers"), {})[one["machine"]] = one
     return newest
 
 
@@ -89,10 +89,13 @@ def figures(kind, newest):
     if kind not in newest:
         command = "bench/peers/gpu.py" if kind == "peers" else f"mneme bench {COMMANDS.get(kind, kind)}"
         return [f"No results of this kind in bench/results yet: `{command} --json`."]
-    one = newest[kind]
-    told = (f"{one['machine']}, {one['date']}, commit {one['commit']}, `{one['command']}` "
-            f"([{os.path.basename(one['path'])}](../../{one['path']})):")
-    return [told, ""] + KINDS[kind](one["result"])
+    lines = []
+    for one in newest[kind].values():
+        lines += [""] if lines else []
+        lines += [f"{one['machine']}, {one['date']}, commit {one['commit']}, `{one['command']}` "
+                  f"([{os.path.basename(one['path'])}](../../{one['path']})):", ""]
+        lines += KINDS[kind](one["result"])
+    return lines
 
 
 def fresh(text, newest):
