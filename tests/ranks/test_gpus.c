@@ -476,7 +476,7 @@ static int lose_one(mn_comm *comm, void *context) {
     mn_nccl *nccl;
     float number = 0.0f;
     if (mn_nccl_create(&nccl, comm, true) != MN_OK) return 2;
-    if (mn_nccl_check(nccl) != MN_OK) return 3;
+    if (mn_nccl_check(nccl) != MN_OK || mn_comm_barrier(comm) != MN_OK) return 3;
     if (mn_comm_rank(comm) == 1) {
         kill(getpid(), SIGKILL);
     }
