@@ -142,3 +142,14 @@ mn_status mn_pilot_choose(json_t **out, const json_t *jobs, const json_t *pilot,
     free(values);
     return st;
 }
+
+bool mn_pilot_covers(const json_t *jobs, const json_t *chosen, const json_t *pilot) {
+    for (size_t i = 0; i < json_array_size(jobs); i++) {
+        bool found = false;
+        for (size_t k = 0; k < json_array_size(chosen) && !found; k++) {
+            found = same_labels(json_array_get(jobs, i), json_array_get(chosen, k), pilot, false);
+        }
+        if (!found) return false;
+    }
+    return true;
+}

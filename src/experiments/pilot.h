@@ -19,4 +19,8 @@ mn_status mn_pilot_jobs(json_t **out, const json_t *jobs, const json_t *pilot);
 mn_status mn_pilot_choose(json_t **out, const json_t *jobs, const json_t *pilot,
                           const json_t *first, const json_t *records);
 
+/* Whether every row of `jobs` has a setting among `chosen`: a pilot whose runs failed, as those of
+ * too high a learning rate do, still chooses where another setting of the row went through. */
+bool mn_pilot_covers(const json_t *jobs, const json_t *chosen, const json_t *pilot);
+
 #endif

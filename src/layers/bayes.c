@@ -118,6 +118,7 @@ static mn_tensor *remember(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor 
     mn_tell_variance(f, variance);
     mn_tell(f, "q", q);
     mn_tell(f, "k", k);
+    mn_tell(f, "v", v);
     mn_tell(f, "read", o);
     return o;
 }

@@ -84,11 +84,14 @@ mn_tensor *mn_project(mn_forward *f, mn_tensor *x, const char *weight, const cha
 }
 
 mn_tensor *mn_project_out(mn_forward *f, mn_tensor *x, const char *weight, const char *bias) {
-    if (f->onto && !f->tap) {
+    if (f->onto && !f->tap && !f->branch) {
         return mn_tape_linear_onto(f->tape, f->onto, x, mn_use(f, weight),
                                    bias ? mn_use(f, bias) : NULL);
     }
     mn_tensor *y = mn_project(f, x, weight, bias);
+    /* a residual would share its gradient with the branch, which gets one of its own */
+    if (f->branch) *f->branch = y;
+    if (f->branch && f->onto) return mn_tape_add(f->tape, f->onto, y);
     return f->onto ? mn_tape_residual(f->tape, f->onto, y) : y;
 }
 

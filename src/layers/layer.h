@@ -166,6 +166,7 @@ typedef struct mn_forward {
     mn_tensor *bound;             // (1,1,1,n): log odds of its least gates (hgrn2); NULL: 0
     const mn_tap *tap;            // NULL: nobody listens
     int index;                    // of the layer in its model, for the tap
+    mn_tensor **branch;           // gets the result without `onto`; NULL: not wanted
     mn_ahead ahead;               // of the layer itself
     bool wants_output_variance;   // ask for `output_variance`, where the kind can (kla)
     mn_tensor *output_variance;   // (B,T,1,D), with gradient; NULL if the kind has none

@@ -91,6 +91,7 @@ static mn_tensor *run_memory(mn_forward *f, mn_run *run, const inputs *in) {
     mn_tell_variance(f, variance);
     mn_tell(f, "q", in->q);
     mn_tell(f, "k", in->k);
+    mn_tell(f, "v", in->written);
     mn_tell(f, "ip", prior);
     return o;
 }

@@ -44,7 +44,7 @@ void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients) {
         }
         const int64_t rows = p->info.rank == 1 ? 1 : p->info.shape[0];
         const bool shadow = bf16 && in_bf16(p);
-        void *grad = records ? p->grad : NULL;
+        void *grad = records && p->rate != 0.0 ? p->grad : NULL;
         model->leaves[i] = mn_tape_leaf_of(tape, shadow ? p->shadow : p->value,
                                            shadow ? MN_BF16 : model->dtype, grad, model->dtype,
                                            rows, p->info.count / rows, add_gradients);
@@ -109,6 +109,15 @@ static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
     return mn_tape_checkpoint(f->tape, x, run_mlp, &job, sizeof job);
 }
 
+/* Whether block i, which reads x, tells what its mixer adds. */
+static bool watch(mn_model_branches *to, int i, mn_forward *f, mn_tensor *x) {
+    if (!to || !to->of[i]) return false;
+    to->read[i] = x;
+    to->added[i] = NULL;
+    f->branch = &to->added[i];
+    return true;
+}
+
 /* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
 static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in, int n,
                         mn_forward *last) {
@@ -142,7 +151,8 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
             f->variance = in->variance + belief++ * in->B * in->T;
         }
         const bool light = in->recompute == MN_RECOMPUTE_LIGHT && once;
-        if (in->recompute > MN_RECOMPUTE_LIGHT && once && i < n && !shares) {
+        const bool told = watch(in->branches, i, f, x);
+        if (in->recompute > MN_RECOMPUTE_LIGHT && once && i < n && !shares && !told) {
             x = run_again(model, i, f, x, in->recompute);
             continue;
         }
@@ -155,6 +165,24 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
     mn_tape_recompute(tape, false);
     if (in->state && mn_tape_status(tape) == MN_OK) in->state->position += in->T;
     return x;
+}
+
+void mn_model_run_branches(mn_model *model, mn_tape *tape, mn_model_branches *branches,
+                           bool add_gradients) {
+    mn_tensor *bounds[MN_MAX_LAYERS];
+    mn_shared shared = { 0 };
+    mn_model_bind(model, tape, add_gradients);
+    mn_model_bounds(model, tape, bounds);
+    for (int i = 0; i < model->config.n_layers && mn_tape_status(tape) == MN_OK; i++) {
+        if (!branches->of[i]) continue;
+        mn_tensor *x = branches->read[i];
+        mn_forward f = { .tape = tape, .shared = &shared, .bound = bounds[i], .index = i };
+        watch(branches, i, &f, x);
+        mn_block_mixer(model, i, &f, x);
+        if (branches->added[i] || mn_tape_status(tape) != MN_OK) continue;
+        mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "layer %d, %s, does not end with a "
+                                   "projection onto the stream", i, model->config.names[i]));
+    }
 }
 
 /* The norm behind the last block. What multiplies the logits multiplies the stream as well. */

@@ -48,7 +48,7 @@ mn_status mn_model_add(mn_model *model, int *index, const char *name, const mn_p
     const mn_status st = grow(model);
     if (st != MN_OK) return st;
     mn_model_param *p = &model->params[model->n_params];
-    *p = (mn_model_param){ .info = *info, .stored = -1, .stored_rank = -1 };
+    *p = (mn_model_param){ .info = *info, .stored = -1, .stored_rank = -1, .rate = 1.0 };
     snprintf(p->name, sizeof p->name, "%s", name);
     if (!(p->value = take(model, info->count))) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %s of %lld numbers; use a smaller model",

@@ -18,6 +18,7 @@ typedef struct mn_model_param {
     void *value, *grad;        // count numbers; grad NULL until mn_model_want_gradients
     struct mn_quant *quant;    // in 8 or 4 bits, in place of value (quant.h); NULL: value
     void *shadow;              // of a model on a GPU: the value in bf16, or NULL
+    double rate;               // of learning, times its group's (1); 0: no gradient reaches it
     int stored;                // type of the file it was read from (io/safetensors.h); -1: none
     int stored_rank;           // its axes there, where they are others: -1: as here
     int64_t stored_shape[4];
@@ -127,6 +128,12 @@ typedef enum mn_recompute {
 
 bool mn_recompute_parse(mn_recompute *out, const char *name);
 
+/* What the mixers of chosen blocks read and add to the residual stream: (B,T,1,D) each. */
+typedef struct mn_model_branches {
+    bool of[MN_MAX_LAYERS];
+    mn_tensor *read[MN_MAX_LAYERS], *added[MN_MAX_LAYERS];
+} mn_model_branches;
+
 typedef struct mn_model_input {
     const int32_t *tokens;         // (B,T)
     int64_t B, T;
@@ -135,6 +142,7 @@ typedef struct mn_model_input {
     mn_model_state *state;         // NULL: sequences begin and end here
     float *variance;               // (beliefs, B, T): read variances; NULL: not wanted
     const mn_tap *tap;             // hears what layers make; NULL: nobody
+    mn_model_branches *branches;   // filled in for the blocks it chooses; NULL: not wanted
     bool add_gradients;            // to what the parameters' gradients hold
     mn_recompute recompute;        // instead of keeping it; the same bits for less memory
     /* Called going back when the gradients of block i's parameters are complete; NULL: nobody. */
@@ -145,6 +153,11 @@ typedef struct mn_model_input {
 /* The residual stream after the final norm, (B,T,1,D). Call between mn_tape_start and the end of
  * the tape; in a state, the position moves on by T. */
 mn_tensor *mn_model_hidden(mn_model *model, mn_tape *tape, const mn_model_input *in);
+
+/* The mixers of the chosen blocks alone: branches->added of what branches->read holds already. Fails
+ * for blocks that are more than x + mixer(norm x). */
+void mn_model_run_branches(mn_model *model, mn_tape *tape, mn_model_branches *branches,
+                           bool add_gradients);
 
 /* Logits (B,T,1,vocabulary) of such a stream, softcap included. */
 mn_tensor *mn_model_logits(mn_model *model, mn_tape *tape, mn_tensor *hidden);

@@ -31,22 +31,22 @@ const char *mn_statistic_about(mn_statistic statistic) {
 
 /* ---- what is heard --------------------------------------------------------------------------- */
 
-enum { Q, K, LA, L2, R2, P0, READ, GATE, PREC, A, P, Y, B_, G, IP, BETA, GAMMA, N_MEM, HEARD };
+enum { Q, K, V, LA, L2, R2, P0, READ, GATE, PREC, A, P, Y, B_, G, IP, BETA, GAMMA, N_MEM, HEARD };
 
 static const char *const heard_names[HEARD] = {
-    [Q] = "q", [K] = "k", [LA] = "la", [L2] = "l2", [R2] = "r2", [P0] = "p0", [READ] = "read",
-    [GATE] = "gate", [PREC] = "prec", [A] = "a", [P] = "p", [Y] = "y", [B_] = "b", [G] = "g",
-    [IP] = "ip", [BETA] = "beta", [GAMMA] = "gamma", [N_MEM] = "n_mem",
+    [Q] = "q", [K] = "k", [V] = "v", [LA] = "la", [L2] = "l2", [R2] = "r2", [P0] = "p0",
+    [READ] = "read", [GATE] = "gate", [PREC] = "prec", [A] = "a", [P] = "p", [Y] = "y",
+    [B_] = "b", [G] = "g", [IP] = "ip", [BETA] = "beta", [GAMMA] = "gamma", [N_MEM] = "n_mem",
 };
 
 typedef enum family { BAYES, KLA, PALIMPSA_CODE, PALIMPSA_PAPER } family;
 
 /* Which of these a family has to tell. */
 static const int needed[][10] = {
-    [BAYES] = { Q, K, LA, L2, R2, P0, READ, -1 },
-    [KLA] = { Q, K, PREC, A, P, Y, -1 },
-    [PALIMPSA_CODE] = { Q, K, B_, G, IP, READ, -1 },
-    [PALIMPSA_PAPER] = { Q, K, BETA, GAMMA, N_MEM, IP, READ, -1 },
+    [BAYES] = { Q, K, V, LA, L2, R2, P0, READ, -1 },
+    [KLA] = { Q, K, V, PREC, A, P, Y, -1 },
+    [PALIMPSA_CODE] = { Q, K, V, B_, G, IP, READ, -1 },
+    [PALIMPSA_PAPER] = { Q, K, V, BETA, GAMMA, N_MEM, IP, READ, -1 },
 };
 
 typedef struct heard {
@@ -61,7 +61,8 @@ typedef struct belief_layer {
     int64_t H, K, V, G;          // kla: H = 1, V channels, K slots
     int64_t units;               // H times the units of a head
     heard heard[HEARD];
-    double *start;               // the belief to go on from; NULL: the prior
+    /* the belief to go on from; NULL: the prior. mean: of kla the information vector */
+    double *start, *mean;
 } belief_layer;
 
 struct mn_posterior {
@@ -156,6 +157,7 @@ void mn_posterior_destroy(mn_posterior *p) {
     for (int l = 0; l < p->n_layers; l++) {
         for (int i = 0; i < HEARD; i++) free(p->layers[l].heard[i].at);
         free(p->layers[l].start);
+        free(p->layers[l].mean);
     }
     free(p->layers);
     free(p);
@@ -192,23 +194,33 @@ int mn_posterior_of_layer(const mn_posterior *p, int layer, mn_statistic statist
     return -1;
 }
 
-static mn_status copy_piece(belief_layer *l, mn_layer_state *state) {
-    static const char *const names[] = { [BAYES] = "covariance", [KLA] = "precision",
-                                         [PALIMPSA_CODE] = "importance",
-                                         [PALIMPSA_PAPER] = "importance" };
-    const int64_t count = l->units * l->K * (l->family == BAYES ? l->K : 1);
-    const mn_state_piece *piece = mn_state_find(state, names[l->family]);
+static mn_status copy_piece(double **to, const belief_layer *l, mn_layer_state *state,
+                            const char *name, int64_t count) {
+    const mn_state_piece *piece = mn_state_find(state, name);
     if (!piece) return MN_OK;         // nothing was read yet
     if (piece->count != count) {
         return mn_fail(MN_ERR_ARGUMENT, "layer %d: the state is not of one sequence", l->index);
     }
-    l->start = malloc((size_t)count * sizeof *l->start);
-    if (!l->start) return mn_fail(MN_ERR_MEMORY, "no memory for the belief of a layer");
+    *to = malloc((size_t)count * sizeof **to);
+    if (!*to) return mn_fail(MN_ERR_MEMORY, "no memory for the belief of a layer");
     for (int64_t i = 0; i < count; i++) {
-        l->start[i] = piece->dtype == MN_F64 ? ((const double *)piece->now)[i]
-                                             : (double)((const float *)piece->now)[i];
+        (*to)[i] = piece->dtype == MN_F64 ? ((const double *)piece->now)[i]
+                                          : (double)((const float *)piece->now)[i];
     }
     return MN_OK;
+}
+
+static mn_status copy_belief(belief_layer *l, mn_layer_state *state) {
+    static const char *const spreads[] = { [BAYES] = "covariance", [KLA] = "precision",
+                                           [PALIMPSA_CODE] = "importance",
+                                           [PALIMPSA_PAPER] = "importance" };
+    const int64_t cells = l->units * l->K;
+    const bool dense = l->family == BAYES;
+    const mn_status st = copy_piece(&l->start, l, state, spreads[l->family],
+                                    dense ? cells * l->K : cells);
+    if (st != MN_OK) return st;
+    return copy_piece(&l->mean, l, state, l->family == KLA ? "information" : "mean",
+                      dense ? l->H * l->K * l->V : cells);
 }
 
 mn_status mn_posterior_from(mn_posterior *p, const mn_model_state *state) {
@@ -216,11 +228,12 @@ mn_status mn_posterior_from(mn_posterior *p, const mn_model_state *state) {
     for (int l = 0; l < p->n_layers && st == MN_OK; l++) {
         belief_layer *layer = &p->layers[l];
         free(layer->start);
-        layer->start = NULL;
+        free(layer->mean);
+        layer->start = layer->mean = NULL;
         if (!state) continue;
         mn_layer_state *own = &state->layers[layer->index], here = { 0 };
         if (own->device) st = mn_layer_state_fetch(&here, own);
-        if (st == MN_OK) st = copy_piece(layer, own->device ? &here : own);
+        if (st == MN_OK) st = copy_belief(layer, own->device ? &here : own);
         if (own->device) mn_layer_state_free(&here);
     }
     return st;
@@ -244,6 +257,7 @@ typedef struct sequence {
     const int32_t *places;       // tokens, ascending
     int64_t n;
     double *units;
+    double *read, *held;         // (questions, heads): sums over units for the statistic content
     double *work;
 } sequence;
 
@@ -274,6 +288,15 @@ static double *unit_of(const sequence *s, int64_t question, int64_t unit) {
     return s->units + (question * s->l->units + unit) * PER_UNIT;
 }
 
+/* For the statistic content, of column j: what is read along q, and what is held in any direction on
+ * average, by how far the gate of the column is open. */
+static void put_read(const sequence *s, int64_t question, int64_t h, int64_t j, double read,
+                     double held) {
+    const double open = opening(s, s->places[question], h, j);
+    s->read[question * s->l->H + h] += open * read;
+    s->held[question * s->l->H + h] += open * held;
+}
+
 /* What all families put: variance, what it was before the first token, its mean over directions. */
 static void put_unit(double *to, double variance, double prior, double directions, double logdet) {
     to[MN_STATISTIC_VARIANCE] = variance;
@@ -296,7 +319,7 @@ static double log_determinant(const double *P_, int64_t K_, double *work) {
     return sum;
 }
 
-/* A token into the covariance of a head and noise group; its gain. */
+/* A token into the covariance of a head and noise group; returns the variance of its value. */
 static double bayes_step(const sequence *s, double *cov, double *u, int64_t t, int64_t h,
                          int64_t g) {
     const belief_layer *l = s->l;
@@ -316,7 +339,21 @@ static double bayes_step(const sequence *s, double *cov, double *u, int64_t t, i
     for (int64_t i = 0; i < K_; i++) {
         for (int64_t j = 0; j < K_; j++) cov[i * K_ + j] -= u[i] * u[j] / seen;
     }
-    return 1.0 - r2 / seen;
+    return seen;
+}
+
+/* The same token into column j of the mean, whose gain is u / seen. */
+static void bayes_mean(const sequence *s, double *mean, const double *u, double seen, int64_t t,
+                       int64_t h, int64_t j) {
+    const belief_layer *l = s->l;
+    const float *k = row_of(s, K, t, l->H * l->K) + h * l->K;
+    const float *la = row_of(s, LA, t, l->H * l->K) + h * l->K;
+    double error = row_of(s, V, t, l->H * l->V)[h * l->V + j];
+    for (int64_t i = 0; i < l->K; i++) {
+        mean[i] *= exp((double)la[i]);
+        error -= mean[i] * k[i];
+    }
+    for (int64_t i = 0; i < l->K; i++) mean[i] += u[i] / seen * error;
 }
 
 static void bayes_question(const sequence *s, const double *cov, double *work, int64_t question,
@@ -342,9 +379,33 @@ static void bayes_question(const sequence *s, const double *cov, double *work, i
     to[MN_STATISTIC_GATED] = to[MN_STATISTIC_NOISE] * open;
 }
 
-static void read_bayes(const sequence *s) {
+/* A column of the mean at a question. */
+static void mean_question(const sequence *s, const double *mean, int64_t question, int64_t h,
+                          int64_t j) {
     const int64_t K_ = s->l->K;
-    double *cov = s->work, *u = cov + K_ * K_, *work = u + K_;
+    const float *q = row_of(s, Q, s->places[question], s->l->H * K_) + h * K_;
+    double read = 0.0, length = 0.0, held = 0.0;
+    for (int64_t i = 0; i < K_; i++) {
+        read += mean[i] * q[i];
+        length += (double)q[i] * q[i];
+        held += mean[i] * mean[i] / (double)K_;
+    }
+    put_read(s, question, h, j, read * read, length * held);
+}
+
+/* The columns of the mean of a group, from those before the first token. */
+static void start_means(const sequence *s, double *means, int64_t h, int64_t g, int64_t width) {
+    const belief_layer *l = s->l;
+    for (int64_t j = 0; j < width; j++) {
+        for (int64_t i = 0; i < l->K; i++) {
+            means[j * l->K + i] = l->mean ? l->mean[(h * l->K + i) * l->V + g * width + j] : 0.0;
+        }
+    }
+}
+
+static void read_bayes(const sequence *s) {
+    const int64_t K_ = s->l->K, width = s->l->V / s->l->G;
+    double *cov = s->work, *u = cov + K_ * K_, *work = u + K_, *means = work + K_ * K_;
     for (int64_t unit = 0; unit < s->l->units; unit++) {
         const int64_t h = unit / s->l->G, g = unit % s->l->G;
         const double *start = s->l->start;
@@ -352,27 +413,39 @@ static void read_bayes(const sequence *s) {
             cov[i] = start ? start[unit * K_ * K_ + i]
                            : i % (K_ + 1) == 0 ? s->l->heard[P0].at[h] : 0.0;
         }
+        start_means(s, means, h, g, width);
         for (int64_t t = 0, i = 0; i < s->n; t++) {
-            const double gain = bayes_step(s, cov, u, t, h, g);
-            if (s->places[i] != t) continue;
-            unit_of(s, i, unit)[GAIN] = gain;
+            const double seen = bayes_step(s, cov, u, t, h, g);
+            const bool asked = s->places[i] == t;
+            for (int64_t j = 0; j < width; j++) {
+                bayes_mean(s, means + j * K_, u, seen, t, h, g * width + j);
+                if (asked) mean_question(s, means + j * K_, i, h, g * width + j);
+            }
+            if (!asked) continue;
+            const double r2 = row_of(s, R2, t, s->l->H * s->l->G)[h * s->l->G + g];
+            unit_of(s, i, unit)[GAIN] = 1.0 - r2 / seen;
             bayes_question(s, cov, work, i++, h, g);
         }
     }
 }
 
-/* One channel at a question: lam of its slots. */
-static void kla_question(const sequence *s, const double *lam, int64_t question, int64_t channel) {
+/* One channel at a question: lam and eta of its slots. */
+static void kla_question(const sequence *s, const double *lam, const double *eta, int64_t question,
+                         int64_t channel) {
     const belief_layer *l = s->l;
     const int64_t t = s->places[question];
     const float *q = row_of(s, Q, t, l->K);
-    double variance = 0.0, square = 0.0, spread = 0.0, logs = 0.0;
+    double variance = 0.0, square = 0.0, spread = 0.0, logs = 0.0, read = 0.0, held = 0.0;
     for (int64_t i = 0; i < l->K; i++) {
+        const double mean = eta[i] / lam[i];
         variance += (double)q[i] * q[i] / lam[i];
         square += (double)q[i] * q[i];
         spread += 1.0 / (lam[i] * (double)l->K);
         logs += log(lam[i]) / (double)l->K;
+        read += mean * q[i];
+        held += mean * mean / (double)l->K;
     }
+    put_read(s, question, 0, channel, read * read, square * held);
     double *to = unit_of(s, question, channel);
     put_unit(to, variance, square, square * spread, -logs);
     to[MN_STATISTIC_NOISE] = variance / (mean_square(row_of(s, Y, t, l->V), l->V) + 1e-12);
@@ -381,24 +454,28 @@ static void kla_question(const sequence *s, const double *lam, int64_t question,
 
 static void read_kla(const sequence *s) {
     const belief_layer *l = s->l;
-    double *lam = s->work;
+    double *lam = s->work, *eta = lam + l->K;
     for (int64_t c = 0; c < l->V; c++) {
         const float *a = l->heard[A].at + c * l->K, *p = l->heard[P].at + c * l->K;
-        for (int64_t i = 0; i < l->K; i++) lam[i] = l->start ? l->start[c * l->K + i] : 1.0;
+        for (int64_t i = 0; i < l->K; i++) {
+            lam[i] = l->start ? l->start[c * l->K + i] : 1.0;
+            eta[i] = l->mean ? l->mean[c * l->K + i] : 0.0;
+        }
         for (int64_t t = 0, question = 0; question < s->n; t++) {
             const float *k = row_of(s, K, t, l->K);
-            const double prec = row_of(s, PREC, t, l->V)[c];
-            double told = 0.0, square = 1e-30;
+            const double prec = row_of(s, PREC, t, l->V)[c], v = row_of(s, V, t, l->V)[c];
+            double gain = 0.0, square = 1e-30;
             for (int64_t i = 0; i < l->K; i++) {
                 const double den = fmax((double)a[i] * a[i] + p[i] * lam[i], 1e-12);
                 const double k2 = (double)k[i] * k[i];
                 lam[i] = lam[i] / den + prec * k2;
-                told += k2 * prec * k2 / lam[i];
+                eta[i] = a[i] * eta[i] / den + prec * v * k[i];
+                gain += k2 * prec * k2 / lam[i];
                 square += k2;
             }
             if (s->places[question] != t) continue;
-            unit_of(s, question, c)[GAIN] = told / square;
-            kla_question(s, lam, question++, c);
+            unit_of(s, question, c)[GAIN] = gain / square;
+            kla_question(s, lam, eta, question++, c);
         }
     }
 }
@@ -439,25 +516,31 @@ static void palimpsa_rates(const sequence *s, int64_t t, int64_t h, int64_t j, d
 
 static void read_palimpsa(const sequence *s) {
     const belief_layer *l = s->l;
-    double *importance = s->work, kept, added;
+    double *importance = s->work, *sum = importance + l->K, *mean = sum + l->K, kept, added;
     for (int64_t unit = 0; unit < l->units; unit++) {
         const int64_t h = unit / l->V, j = unit % l->V;
         const double ip = l->heard[IP].at[h];
         for (int64_t i = 0; i < l->K; i++) {
-            importance[i] = l->start ? l->start[(h * l->K + i) * l->V + j] : ip;
+            const int64_t cell = (h * l->K + i) * l->V + j;
+            importance[i] = l->start ? l->start[cell] : ip;
+            sum[i] = l->mean ? l->mean[cell] * importance[i] : 0.0;
         }
         for (int64_t t = 0, question = 0; question < s->n; t++) {
             const float *k = row_of(s, K, t, l->H * l->K) + h * l->K;
+            const double v = row_of(s, V, t, l->H * l->V)[unit];
             palimpsa_rates(s, t, h, j, &kept, &added);
             double told = 0.0, square = 1e-30;
             for (int64_t i = 0; i < l->K; i++) {
                 const double k2 = (double)k[i] * k[i];
                 importance[i] = kept * importance[i] + (1.0 - kept) * ip + added * k2;
+                sum[i] = kept * sum[i] + k[i] * v;
+                mean[i] = sum[i] / importance[i];
                 told += k2 * added * k2 / importance[i];
                 square += k2;
             }
             if (s->places[question] != t) continue;
             unit_of(s, question, unit)[GAIN] = told / square;
+            mean_question(s, mean, question, h, j);
             palimpsa_question(s, importance, question++, h, j);
         }
     }
@@ -503,6 +586,16 @@ static mn_status check_heard(const belief_layer *l, int64_t B, int64_t T) {
                ? MN_OK : mn_fail(MN_ERR_INTERNAL, "layer %d tells of another pass", l->index);
 }
 
+/* All columns of a head together: a single one may well read next to nothing. */
+static void put_content(const sequence *s) {
+    const int64_t per_head = s->l->units / s->l->H;
+    for (int64_t i = 0; i < s->n * s->l->units; i++) {
+        const int64_t at = i / s->l->units * s->l->H + i % s->l->units / per_head;
+        s->units[i * PER_UNIT + MN_STATISTIC_CONTENT] =
+            s->held[at] > 0.0 ? s->held[at] / (s->read[at] + 1e-9 * s->held[at]) : 1.0;
+    }
+}
+
 /* The units of a layer into s->units, to be freed; false: no memory. */
 static bool read_units(sequence *s, const belief_layer *l) {
     static void (*const readers[])(const sequence *) = {
@@ -511,9 +604,13 @@ static bool read_units(sequence *s, const belief_layer *l) {
     };
     s->l = l;
     s->units = malloc((size_t)(s->n * l->units * PER_UNIT) * sizeof *s->units);
-    s->work = malloc((size_t)(2 * l->K * l->K + l->K) * sizeof *s->work);
-    const bool room = s->units && s->work;
+    s->read = calloc((size_t)(2 * s->n * l->H), sizeof *s->read);
+    s->held = s->read + s->n * l->H;
+    s->work = malloc((size_t)(2 * l->K * l->K + (3 + l->V) * l->K) * sizeof *s->work);
+    const bool room = s->units && s->read && s->work;
     if (room) readers[l->family](s);
+    if (room) put_content(s);
+    free(s->read);
     free(s->work);
     return room;
 }

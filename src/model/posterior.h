@@ -12,6 +12,8 @@
  *   logdet        log |P / p0| / K             - mean log lam            - mean log (I / ip)
  *   noise         variance / mean square of what the head (kla: the layer) reads
  *   gated         noise * silu(gate)^2         variance * silu(gate)^2   noise * silu(gate)^2
+ *   content       sum g_j^2 |q|^2 |M_j|^2 / K over sum g_j^2 (M_j'q)^2, over the columns M_j of the
+ *                 mean of a head (kla: eta / lam of all channels) and their gates g_j = silu(gate)
  *
  * All but logdet are told as natural logarithms. A feature is a statistic of a layer as least, mean
  * and largest over its units, and as the mean of each head's; or its mean over the layers. */

@@ -66,6 +66,7 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     mn_arena_release(tape->data, (mn_mark){ 0 });
     mn_arena_release(tape->notes, (mn_mark){ 0 });
     tape->modes = modes;
+    tape->pauses = false;
     tape->status = MN_OK;
     tape->last = NULL;
     tape->spare = tape->unused = NULL;
@@ -86,6 +87,13 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
 void mn_tape_start_alike(mn_tape *tape, unsigned modes, int64_t sequences) {
     mn_tape_start(tape, modes | MN_TAPE_ALIKE);
     if (mn_tape_gathers(tape)) tape->sequences = sequences;
+}
+
+void mn_tape_no_gradient(mn_tape *tape, bool none) {
+    const unsigned records = MN_TAPE_RECORD;
+    if (none == tape->pauses || (none && !(tape->modes & records))) return;
+    tape->pauses = none;
+    tape->modes = none ? tape->modes & ~records : tape->modes | records;
 }
 
 void mn_tape_pack(mn_tape *tape, const int64_t *cu_seqlens, int64_t n_seqs) {

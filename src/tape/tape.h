@@ -88,6 +88,10 @@ mn_status mn_tape_status(const mn_tape *tape);
 /* Says what the following operations belong to ("layers.3.attn"), for messages; copied. */
 void mn_tape_scope(mn_tape *tape, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* What follows, until the next call or start, is not gone back over: constants to what comes after,
+ * such as the passes of a model that does not learn. Nothing on a tape that does not record. */
+void mn_tape_no_gradient(mn_tape *tape, bool none);
+
 /* What follows until the next start works on packed sequences: B = 1, sequence n is the tokens
  * [cu_seqlens[n], cu_seqlens[n+1]). Borrowed. NULL: not packed. */
 void mn_tape_pack(mn_tape *tape, const int64_t *cu_seqlens, int64_t n_seqs);
@@ -262,6 +266,10 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 /* a + b, a b. Any axis of b may be 1: it then counts for all of that axis of a. */
 mn_tensor *mn_tape_add(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 mn_tensor *mn_tape_multiply(mn_tape *tape, mn_tensor *a, mn_tensor *b);
+
+/* Sums of x over the axes that are 1 in `shape`, whose others are those of x; in float32, without
+ * gradient. */
+mn_tensor *mn_tape_sum(mn_tape *tape, mn_tensor *x, const int64_t shape[4]);
 
 /* a + b c, a and b of one shape; any axis of c may be 1. The result may take the place of `a`,
  * which is not light and used for nothing else, going back over what made it neither. `product`:

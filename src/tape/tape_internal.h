@@ -81,6 +81,7 @@ struct mn_tape {
     mn_dtype dtype;
     size_t item;                 // bytes of one number
     unsigned modes;
+    bool pauses;                 // recording, by mn_tape_no_gradient
     mn_status status;
     mn_arena *data, *notes;      // tensors' numbers; nodes and tensors themselves
     mn_node *last;

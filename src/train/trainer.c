@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "runtime/device.h"
+#include "train/trainable.h"
 #include "train/trainer_internal.h"
 
 /* ---- building -------------------------------------------------------------------------------- */
@@ -40,6 +41,14 @@ static mn_status check_room(const mn_trainer *t) {
                    bytes / 1048576.0, room / 1048576.0);
 }
 
+/* Who is learned from, and what learns. */
+static mn_status open_teacher(mn_trainer *t) {
+    bool of[MN_MAX_LAYERS];
+    const mn_status st = mn_distill_create(&t->distill, of, &t->options, t->model, t->context,
+                                           t->dtype);
+    return st == MN_OK ? mn_trainable_apply(t->model, t->options.trainable, of) : st;
+}
+
 static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_data *given) {
     const mn_json object = mn_json_member(root, "model");
     mn_model_config config = { 0 };
@@ -55,6 +64,7 @@ static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_d
     if (st == MN_OK) st = mn_model_create(&t->model, &config, MN_F32);
     mn_model_config_free(&config);
     if (st == MN_OK) st = check_room(t);
+    if (st == MN_OK) st = open_teacher(t);
     if (st != MN_OK) return st;
     if (t->dry && !t->context->device) return mn_model_reserve_gradients(t->model);
     mn_model_start(t->model, t->context, (uint64_t)t->options.seed);
@@ -82,8 +92,8 @@ static mn_status make_optimizer(mn_trainer *t) {
     for (int i = 0; i < n; i++) {
         mn_model_param *p = mn_model_param_at(t->model, i);
         const mn_train_group *group = &o->groups[p->info.group];
-        params[i] = (mn_optim_param){ p->name, p->value, p->grad, p->info.count, group->lr,
-                                      group->decays, p->shadow };
+        params[i] = (mn_optim_param){ p->name, p->value, p->grad, p->info.count,
+                                      group->lr * p->rate, group->decays, p->shadow };
     }
     const mn_adamw_options how = { o->beta1, o->beta2, o->eps, o->weight_decay };
     const mn_status st = t->context->device ? mn_trainer_device_create(t, params, n, &how)
@@ -140,6 +150,7 @@ void mn_trainer_destroy(mn_trainer *t) {
     mn_trainer_ranks_destroy(t->ranks);
     mn_tape_destroy(t->tape);
     mn_optimizer_destroy(t->optimizer);
+    mn_distill_destroy(t->distill);
     mn_model_destroy(t->model);
     mn_trainer_close_data(t);
     free(t);
@@ -215,7 +226,10 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
     const double z_loss = trains ? t->options.z_loss : 0.0;
     const mn_loss_options how = { .weight = weight * share, .z_loss = z_loss };
     mn_tape_start(tape, modes);
-    if (t->options.mc_samples > 0) {
+    if (trains && t->distill) {
+        mn_distill_forward(t->distill, tape, t->model, &in, batch->targets, t->step, how.weight,
+                           loss, counted);
+    } else if (t->options.mc_samples > 0) {
         mn_model_marginal_loss(t->model, tape, &in, batch->targets, how,
                                (int)t->options.mc_samples, (uint64_t)t->options.seed,
                                t->draw, loss, counted);
@@ -361,6 +375,7 @@ mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
     memory->parameters = t->there ? mn_trainer_device_bytes(t)
                          : t->ranks ? mn_trainer_ranks_bytes(t)
                                     : (size_t)mn_model_count(t->model) * 4 * sizeof(float);
+    if (t->distill) memory->parameters += mn_distill_bytes(t->distill);
     memory->data = t->there ? 0 : data_bytes(t);    // the host's
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
     return t->dry ? MN_OK : reserve(t, memory, aside);

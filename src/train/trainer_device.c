@@ -4,9 +4,9 @@
  *   loss of the batch -> the optimiser's        norm, decision, update: three launches
  *
  * The second pass of a kind is recorded and later ones are played from it, unless its launches
- * depend on the batch (packed documents), on numbers of the host (KLA+) or on other ranks
- * (sequences in parts). The host waits once a
- * step, for loss and norm; whether to update has been decided there by then. */
+ * depend on the batch (packed documents), on numbers of the host (KLA+, a teacher) or on other
+ * ranks (sequences in parts). The host waits once a step, for loss and norm; whether to update has
+ * been decided there by then. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -93,7 +93,7 @@ static mn_status pass(mn_trainer *t, bool add) {
     const double weight = 1.0 / (double)t->options.accumulate;
     const mn_status st = mn_trainer_pass(t, t->tape, &t->batch, MN_TAPE_RECORD, add, weight, &loss,
                                          &counted);
-    t->there->told[add] = mn_tape_told(t->tape);
+    t->there->told[add] = t->distill ? mn_distill_told(t->distill) : mn_tape_told(t->tape);
     return st;
 }
 
@@ -119,7 +119,8 @@ static mn_status play(mn_trainer *t, bool add) {
 /* Batch `i` of the step; with `add` its gradient goes onto those before. */
 static mn_status run_batch(mn_trainer *t, int64_t i, bool add) {
     mn_trainer_device *there = t->there;
-    const bool repeats = !t->batch.packed && t->options.mc_samples == 0 && !t->cut;
+    const bool repeats = !t->batch.packed && t->options.mc_samples == 0 && !t->cut &&
+                         !t->distill;
     const int64_t number = t->step * t->options.accumulate + i;
     mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
     t->draw = (uint64_t)number;

@@ -5,6 +5,7 @@
 #include "optim/optim.h"
 #include "optim/optimizer_device.h"
 #include "ranks/nccl.h"
+#include "train/distill.h"
 #include "train/reduce.h"
 #include "train/trainer.h"
 
@@ -39,6 +40,7 @@ struct mn_trainer {
     mn_token_batch batch, valid_batch;
     mn_model *model;
     mn_dtype dtype;                  // of passes
+    mn_distill *distill;             // NULL: there is no teacher
     mn_optimizer *optimizer;         // NULL on a GPU
     mn_trainer_device *there;         // NULL on the CPU
     mn_schedule schedule;

@@ -147,6 +147,102 @@ static void one_dimension_by_hand(void **state) {
     check_done();
 }
 
+/* What a pass of a model of one kla layer without state tells, by name. */
+typedef struct heard_kla {
+    mn_tape *tape;
+    float v[B * T * 16], prec[B * T * 16], gate[B * T * 16], k[B * T * 3], q[B * T * 3];
+    float a[16 * 3], p[16 * 3];
+    int n;
+} heard_kla;
+
+static void hear_kla(void *context, int layer, const char *name, const mn_tensor *x) {
+    heard_kla *t = context;
+    const struct {
+        const char *name;
+        float *to;
+    } wanted[] = { { "v", t->v }, { "prec", t->prec }, { "gate", t->gate }, { "k", t->k },
+                   { "q", t->q }, { "a", t->a }, { "p", t->p } };
+    for (size_t i = 0; layer == 0 && i < MN_COUNTOF(wanted); i++) {
+        if (strcmp(name, wanted[i].name) != 0) continue;
+        assert_int_equal(mn_tape_read(t->tape, x, wanted[i].to), MN_OK);
+        t->n++;
+    }
+}
+
+/* What is held over what is read of row `row` up to token `last`, by plain loops. */
+static double content_of(const heard_kla *d, int row, int last) {
+    double read = 0.0, held = 0.0;
+    for (int c = 0; c < 16; c++) {
+        double lam[3] = { 1.0, 1.0, 1.0 }, eta[3] = { 0.0 }, y = 0.0, square = 0.0, length = 0.0;
+        for (int t = row * T; t <= row * T + last; t++) {
+            for (int s = 0; s < 3; s++) {
+                const double a = d->a[c * 3 + s], prec = d->prec[t * 16 + c], k = d->k[t * 3 + s];
+                const double den = a * a + d->p[c * 3 + s] * lam[s];
+                lam[s] = lam[s] / den + prec * k * k;
+                eta[s] = a * eta[s] / den + prec * d->v[t * 16 + c] * k;
+            }
+        }
+        const int at = row * T + last;
+        const double gate = d->gate[at * 16 + c], open = gate / (1.0 + exp(-gate));
+        for (int s = 0; s < 3; s++) {
+            y += d->q[at * 3 + s] * eta[s] / lam[s];
+            square += eta[s] / lam[s] * eta[s] / lam[s] / 3.0;
+            length += (double)d->q[at * 3 + s] * d->q[at * 3 + s];
+        }
+        read += open * open * y * y;
+        held += open * open * length * square;
+    }
+    return log(held / read);
+}
+
+static void content_by_hand(void **state) {
+    (void)state;
+    static heard_kla d;
+    pass p;
+    int32_t tokens[B * T];
+    open_pass(&p, "{\"layers\": \"kla\", \"num_hidden_layers\": 1, \"hidden_size\": 8, "
+                  "\"vocab_size\": 11, \"d_state\": 3}");
+    model_case_tokens(tokens, B * T, V, 5);
+    d.tape = p.tape;
+    const mn_tap tap = { hear_kla, &d };
+    const mn_model_input in = { .tokens = tokens, .B = B, .T = T, .tap = &tap };
+    mn_tape_start(p.tape, MN_TAPE_FORWARD);
+    mn_model_hidden(p.model, p.tape, &in);
+    assert_int_equal(d.n, 7);
+    for (int i = 0; i < PLACES; i++) {
+        const double want = content_of(&d, places[i] / T, places[i] % T);
+        const double got = value_of(&p, i, MN_STATISTIC_CONTENT, "layer 0 mean");
+        CHECK(fabs(got - want) < 1e-4, "place %d: %.7g, not %.7g", i, got, want);
+    }
+    close_pass(&p);
+    check_done();
+}
+
+/* In one dimension all that is held is read, whatever it is. */
+static void one_dimension_reads_all(void **state) {
+    (void)state;
+    static const char *const narrow[] = {
+        "{\"layers\": \"bayes\", \"num_hidden_layers\": 1, \"hidden_size\": 4, "
+        "\"vocab_size\": 11, \"num_heads\": 4, \"head_dim\": 1, \"noise_groups\": 1}",
+        "{\"layers\": \"kla\", \"num_hidden_layers\": 1, \"hidden_size\": 8, "
+        "\"vocab_size\": 11, \"d_state\": 1}",
+        "{\"layers\": \"palimpsa_code\", \"num_hidden_layers\": 1, \"hidden_size\": 4, "
+        "\"vocab_size\": 11, \"num_heads\": 4, \"head_dim\": 1}",
+        "{\"layers\": \"palimpsa_paper\", \"num_hidden_layers\": 1, \"hidden_size\": 4, "
+        "\"vocab_size\": 11, \"num_heads\": 4, \"head_dim\": 1}",
+    };
+    for (size_t m = 0; m < MN_COUNTOF(narrow); m++) {
+        pass p;
+        open_pass(&p, narrow[m]);
+        for (int i = 0; i < PLACES; i++) {
+            const double content = value_of(&p, i, MN_STATISTIC_CONTENT, "layer 0 mean");
+            CHECK(fabs(content) < 1e-6, "model %d, place %d: %g", (int)m, i, content);
+        }
+        close_pass(&p);
+    }
+    check_done();
+}
+
 /* A session that reads in pieces goes on from its state: it tells the variance over its mean
  * over all directions of one pass over everything. */
 static void sessions_go_on(void **state) {
@@ -237,6 +333,8 @@ int main(void) {
         cmocka_unit_test(variances_are_the_layers_own),
         cmocka_unit_test(features_fit_together),
         cmocka_unit_test(one_dimension_by_hand),
+        cmocka_unit_test(content_by_hand),
+        cmocka_unit_test(one_dimension_reads_all),
         cmocka_unit_test(sessions_go_on),
         cmocka_unit_test(others_have_none),
         cmocka_unit_test(doubts_follow_from_logits),

@@ -238,10 +238,10 @@ static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options 
     return st;
 }
 
-/* Runs the pilot of the plan, where it has one and rows have a choice; *jobs becomes the pilot's
- * jobs and those of the settings that it chose. */
-static mn_status run_pilot(json_t **jobs, const json_t *plan, const char *folder, const options *o,
-                           int *status) {
+/* Runs the pilot of the plan, where it has one and rows have a choice; *jobs becomes those of the
+ * settings that it chose, *own the pilot's, which the report names. */
+static mn_status run_pilot(json_t **jobs, json_t **own, const json_t *plan, const char *folder,
+                           const options *o, int *status) {
     const json_t *pilot = json_object_get(plan, "pilot");
     json_t *first = NULL, *chosen = NULL, *records = NULL;
     char path[MN_SWEEP_PATH];
@@ -256,15 +256,18 @@ static mn_status run_pilot(json_t **jobs, const json_t *plan, const char *folder
                                 o->quiet);
         st = mn_sweep_records(&records, path);
         if (st == MN_OK) st = mn_pilot_choose(&chosen, *jobs, pilot, first, records);
-        if (st == MN_OK) json_array_extend(first, chosen);
+        if (st == MN_OK && *status == 1 && mn_pilot_covers(*jobs, chosen, pilot)) {
+            fprintf(stderr, "settings that failed are not chosen\n");
+            *status = 0;
+        }
         if (st == MN_OK) {
             json_decref(*jobs);
-            *jobs = json_incref(first);
+            *jobs = json_incref(chosen);
         }
     }
+    *own = first;
     json_decref(records);
     json_decref(chosen);
-    json_decref(first);
     return st;
 }
 
@@ -309,7 +312,7 @@ static int report_again(int row, const char *folder) {
 
 static int reproduce(int row, const options *o) {
     char folder[MN_SWEEP_PATH - 64];
-    json_t *plan = NULL, *jobs = NULL;
+    json_t *plan = NULL, *jobs = NULL, *first = NULL;
     const char *preset = mn_preset_name(o->preset);
     const int n = o->out ? snprintf(folder, sizeof folder, "%s", o->out)
                          : snprintf(folder, sizeof folder, "%s-%s", o->name, preset);
@@ -323,14 +326,15 @@ static int reproduce(int row, const options *o) {
             fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, preset,
                     json_array_size(jobs), mn_experiment_row(row).cost[o->preset]);
         }
-        if (run_pilot(&jobs, plan, folder, o, &status) != MN_OK) status = failed();
+        if (run_pilot(&jobs, &first, plan, folder, o, &status) != MN_OK) status = failed();
         if (status == 0) {
             status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, 0, 0,
                                    o->quiet);
         }
+        if (first) json_array_extend(first, jobs);
         /* What came out is reported even when the rest failed or was stopped. */
         struct stat about;
-        if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, jobs) != MN_OK) {
+        if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, first ? first : jobs) != MN_OK) {
             status = failed();
         } else if (!o->quiet) {
             printf("%s/report.md\n", folder);
@@ -338,6 +342,7 @@ static int reproduce(int row, const options *o) {
     }
     json_decref(plan);
     json_decref(jobs);
+    json_decref(first);
     return status;
 }
 
