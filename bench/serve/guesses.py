@@ -1,9 +1,11 @@
 """Speculative decoding with n-gram guesses on the built-in stories: the same tokens, and how much
-sooner. Both servers take turns, so that the load of the machine falls on both.
+sooner. Each turn begins with a story of its own. Both servers take turns, so that the load of the
+machine falls on both.
 
 usage: guesses.py MNEME MODEL [--tokens 10000] [--turns 20] [--draft 8]
 """
 import argparse
+import random
 import time
 
 from serving import Server, quantile, table
@@ -21,9 +23,19 @@ args = parser.parse_args()
 servers = [Server(args.mneme, args.model, "--draft", str(n), "--threads", args.threads)
            for n in (0, args.draft)]
 each = args.tokens // args.turns
+names = ["anna", "ben", "clara", "david", "emma", "felix", "grace", "hugo"]
+things = ["lamp", "drum", "book", "vase", "coin", "knife", "cup", "rope"]
+places = ["mill", "barn", "garden", "church", "tower", "cellar", "attic", "kitchen"]
+
+
+def story(rng):
+    return " ".join(f"{rng.choice(names)} puts the {rng.choice(things)} in the {rng.choice(places)}."
+                    for _ in range(3))
+
+
 took, same, tokens = ([], []), True, 0
 for turn in range(args.turns):
-    body = dict(prompt="anna", max_tokens=each, ignore_eos=True, seed=turn,
+    body = dict(prompt=story(random.Random(turn)), max_tokens=each, ignore_eos=True, seed=turn,
                 temperature=args.temperature, logprobs=0)
     told = []
     for server, seconds in zip(servers, took):

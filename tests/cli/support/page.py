@@ -164,7 +164,7 @@ def tokens(b, branch=0):
 
 
 def loads_and_writes(b):
-    b.wait("model && document.getElementById('model').textContent.includes('parameters')", "the model")
+    b.wait("typeof model != 'undefined' && model && document.getElementById('model').textContent.includes('parameters')", "the model")
     b.run(f"document.getElementById('prompt').value = {json.dumps(args.prompt)};"
           f"document.getElementById('max_tokens').value = {args.tokens}")
     b.run("document.getElementById('prompt').focus()")
