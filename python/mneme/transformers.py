@@ -72,7 +72,8 @@ class MnemeConfig(PretrainedConfig):
 _OWN_KEYS = ("layers", "mixers", "vocab_size", "hidden_size", "num_hidden_layers",
              "intermediate_size", "hidden_ratio", "mlp", "decoder", "tie_word_embeddings",
              "norm_eps", "initializer_range", "logit_softcap", "max_position_embeddings", "attn",
-             "hidden_act", "norm", "norm_bias", "norm_first")
+             "hidden_act", "norm", "norm_bias", "norm_first",
+             "max_cg_step_training", "max_cg_step_decoding")
 
 
 def _options():
@@ -220,6 +221,9 @@ def _types_of_others():
             or (idle and known[name].__module__.startswith("fla."))]
 
 
+registered = []    # types of others that are served here
+
+
 def register():
     """Makes AutoConfig and AutoModelForCausalLM know our folders. Importing this module does it."""
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
@@ -233,6 +237,7 @@ def register():
         model = type("Mneme_" + name + "ForCausalLM", (MnemeForCausalLM,), {"config_class": config})
         AutoConfig.register(name, config, exist_ok=True)
         AutoModelForCausalLM.register(config, model, exist_ok=True)
+        registered.append(name)
 
 
 register()

@@ -1,6 +1,7 @@
 """AutoModelForCausalLM on folders of mneme."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -9,10 +10,18 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import mneme                                             # noqa: E402
+import mneme.safetensors                                 # noqa: E402
 import mneme.transformers                                # noqa: E402
 from transformers import AutoModelForCausalLM            # noqa: E402
 from mneme.transformers import MnemeConfig, MnemeForCausalLM, States    # noqa: E402
 from support import write_model                          # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def ours():
+    """Other tests may have imported flash-linear-attention since, which serves its types itself."""
+    mneme.transformers.register()
+
 
 CONFIGS = {
     "hybrid": {"layers": "gdn, attention, bayes, kla", "hidden_size": 32, "vocab_size": 300},
@@ -21,6 +30,32 @@ CONFIGS = {
     "fla": {"model_type": "gated_deltanet", "num_hidden_layers": 2, "hidden_size": 32,
             "num_heads": 2, "head_dim": 8, "vocab_size": 256, "intermediate_size": 64},
 }
+
+
+FIXTURES = pathlib.Path(__file__).resolve().parents[3] / "shared/checkpoints"
+TYPES = ["comba", "delta_net", "delta_net-variant", "gated_deltanet", "gated_deltanet-hybrid",
+         "gated_deltanet-plain", "gated_deltaproduct", "gla", "gla-nofuse", "gsa", "hgrn2", "kda",
+         "kda-safe", "linear_attn", "linear_attn-hedgehog", "mesa_net", "mla", "retnet", "rwkv7",
+         "transformer"]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_folders_of_flash_linear_attention_have_its_logits(name):
+    """Folders and float64 logits that its own modules made; float64 here as well."""
+    folder = FIXTURES / ("fla-" + name)
+    if not folder.exists():
+        pytest.skip("there are no such folders beside the repository")
+    if name.split("-")[0] not in mneme.transformers.registered:
+        pytest.skip("flash-linear-attention serves this type itself")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    expected = mneme.safetensors.load(folder / "expect.safetensors")[0]
+    exact = json.loads((folder / "expect.json").read_text())["float32_rel"]
+    for length in (1, 5, 65):
+        want = np.array(expected[f"logits_{length}"])
+        with torch.no_grad():
+            got = model(torch.tensor(np.array(expected[f"ids_{length}"])), use_cache=False).logits
+        error = np.abs(got.numpy() - want).max() / np.abs(want).max()
+        assert error < max(5e-6, 5 * exact[str(length)]), error
 
 
 @pytest.fixture(params=CONFIGS, ids=list(CONFIGS))

@@ -500,6 +500,9 @@ def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):
 def _call_any(top, tensors, params, cu_seqlens, counts0, wanted):
     """call() of tensors that need a conversion, and under what traces and transforms calls."""
     op = top.op
+    if len(params) != len(op.params):
+        raise TypeError(f"{op.name}: {len(params)} numbers for {len(op.params)}: "
+                        + ", ".join(p.name for p in op.params))
     first = next((x for x in tensors if x is not None), None)
     if first is None:
         raise TypeError(f"{op.name}: {op.inputs[0].name} is missing")

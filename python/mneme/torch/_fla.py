@@ -706,7 +706,7 @@ def _mesa(q, k, v, g, beta, lam, scale=1.0, initial_state=None, output_final_sta
     """MesaNet: what ridge regression on all pairs so far says to q; g, beta [B, T, H], lam [H, K].
     States are (Hkk [N, H, K, K], Hkv [N, H, K, V]). The solve is exact."""
     hkk, hkv = initial_state or (None, None)
-    o, hkk, hkv = call(_T["mesa"], (q, k, v, g, beta, lam, hkk, hkv), (float(scale),), cu_seqlens,
+    o, hkk, hkv = call(_T["mesa"], (q, k, v, g, beta, lam, hkk, hkv), (float(scale), 0), cu_seqlens,
                        None, 7 if output_final_state else 1)
     return o, (hkk, hkv) if output_final_state else None
 

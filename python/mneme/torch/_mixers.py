@@ -794,9 +794,11 @@ def mesa(p, x):
     k = key_of("k_proj", "k_conv1d", "k_conv")
     q = p.ccq(x, key_of("q_proj", "q_conv1d", "q_conv"), k)
     lam = F.softplus(layer.lambda_params.view(H, -1)) + p.options["lambda_lower_bound"]
+    infers = not torch.is_grad_enabled() and x.is_cpu    # as mesa.c: so many steps to the solution
+    steps = p.options["cg_steps"] or 0 if infers else 0
     o = p.run("mesa", {"q": q, "k": k, "v": p.heads(layer.v_proj(x), H),
                        "g": F.logsigmoid(wide(layer.a_proj(x))), "beta": layer.b_proj(x).sigmoid(),
-                       "lam": lam}, {"scale": 1.0},
+                       "lam": lam}, {"scale": 1.0, "steps": steps},
               [("hkk0", "hkk", "hkk"), ("hkv0", "hkv", "hkv")])
     return layer.o_proj(p.norm_gate(o, p.gate(x), layer.o_norm).flatten(2))
 

@@ -219,11 +219,13 @@ class Block(nn.Module):
                           described["initializer_range"], place=(index, len(described["layers"])),
                           **options)
         self.mlp_kind = described["mlp"]
+        # the second half is called so in files of flash-linear-attention's rwkv7
+        self.half = "ffn" if described["config"].get("model_type") == "rwkv7" else "mlp"
         if self.mlp_kind != "none":
-            self.mlp_norm = _norm(described)
+            self.add_module(self.half + "_norm", _norm(described))
             inner = described["intermediate_size"]
-            self.mlp = (ChannelMix(width, inner) if self.mlp_kind == "rwkv7" else
-                        MLP(width, inner, self.mlp_kind))
+            self.add_module(self.half, ChannelMix(width, inner) if self.mlp_kind == "rwkv7" else
+                            MLP(width, inner, self.mlp_kind))
 
     def forward(self, x, **how):
         x = self.pre_norm(x) if hasattr(self, "pre_norm") else x
@@ -232,14 +234,15 @@ class Block(nn.Module):
         state = out.state if several else None
         if hasattr(self, "attn_norm"):
             x = x + (out.output if several else out)
-        if self.mlp_kind == "rwkv7":
-            run = _mixers.Pass(self.attn, how.get("state"), state is not None, False,
-                               how.get("cu_seqlens"))
-            y = self.mlp_norm(x)
-            x = x + self.mlp(y, run.shift(y, "channel_shift"))
-            state = None if state is None else {**state, **run.left}
-        elif self.mlp_kind != "none":
-            x = x + self.mlp(self.mlp_norm(x))
+        if self.mlp_kind != "none":
+            y, half = getattr(self, self.half + "_norm")(x), getattr(self, self.half)
+            if self.mlp_kind == "rwkv7":
+                run = _mixers.Pass(self.attn, how.get("state"), state is not None, False,
+                                   how.get("cu_seqlens"))
+                x = x + half(y, run.shift(y, "channel_shift"))
+                state = None if state is None else {**state, **run.left}
+            else:
+                x = x + half(y)
         return MixerOutput(x, state, out.variance) if several else x
 
 
@@ -304,8 +307,9 @@ class LanguageModel(nn.Module):
                     nn.init.normal_(linear.weight, 0.0, spread)
         for i, block in enumerate(self.model.layers):
             if block.mlp_kind == "rwkv7":    # rwkv7.c: 1 - c^((1 - i / n)^4), c the channel's share
-                channel = torch.arange(block.mlp.x_k.numel()) / block.mlp.x_k.numel()
-                block.mlp.x_k.copy_(1.0 - channel ** ((1.0 - i / len(self.model.layers)) ** 4))
+                x_k = getattr(block, block.half).x_k
+                channel = torch.arange(x_k.numel()) / x_k.numel()
+                x_k.copy_(1.0 - channel ** ((1.0 - i / len(self.model.layers)) ** 4))
         nn.init.normal_(self.model.embeddings.weight, 0.0, spread)
         nn.init.normal_(self.lm_head.weight, 0.0, spread)
 
