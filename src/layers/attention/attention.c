@@ -17,6 +17,8 @@
  *   llama3   w where it turns more than high times in the original context, w / factor where less
  *            than low times, between them s w + (1 - s) w / factor,
  *            s = (turns - low) / (high - low)
+ *   yarn     likewise between pairs: w up to the one of beta_fast turns, w / factor from that of
+ *            beta_slow turns on; turned heads times log(factor) / 10 + 1
  *
  * J key-value heads serve H query heads in turns. Keys are turned before they are kept, so a decode
  * step turns one. Unless num_heads or head_dim say otherwise there are D / 64 heads, at least 1. */
@@ -26,7 +28,7 @@
 #include "base/util.h"
 #include "layers/family.h"
 
-enum { ROPE_DEFAULT, ROPE_LINEAR, ROPE_LLAMA3 };
+enum { ROPE_DEFAULT, ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN };
 
 /* Channels of a head that turn. */
 static int64_t turning(const mn_layer *layer) {
@@ -45,10 +47,16 @@ static mn_status check_turning(const mn_layer *layer) {
         st = mn_layer_require(layer, c->rope_type == ROPE_DEFAULT || c->rope_factor > 0.0,
                               "rope_factor", "must be positive");
     }
-    if (st != MN_OK || c->rope_type != ROPE_LLAMA3) return st;
+    if (st != MN_OK || c->rope_type == ROPE_DEFAULT || c->rope_type == ROPE_LINEAR) return st;
     st = mn_layer_require(layer, c->rope_original_context >= 1, "rope_original_context",
                           "must be at least 1");
     if (st != MN_OK) return st;
+    if (c->rope_type == ROPE_YARN) {
+        st = mn_layer_require(layer, c->rope_theta > 1.0, "rope_theta", "must be above 1 for yarn");
+        if (st != MN_OK) return st;
+        return mn_layer_require(layer, c->rope_beta_fast > c->rope_beta_slow, "rope_beta_fast",
+                                "must lie above rope_beta_slow");
+    }
     return mn_layer_require(layer, c->rope_high_freq_factor > c->rope_low_freq_factor,
                             "rope_high_freq_factor", "must lie above rope_low_freq_factor");
 }
@@ -95,10 +103,34 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     return st == MN_OK ? check_turning(layer) : st;
 }
 
+/* The pair of R / 2, counted on between pairs, that turns so many times over the original context. */
+static double pair_of(const mn_layer_config *c, double turns, int64_t R) {
+    const double least = (double)c->rope_original_context / (2.0 * acos(-1.0) * turns);
+    return (double)R * log(least) / (2.0 * log(c->rope_theta));
+}
+
+/* Yarn: pairs up to that of beta_fast turns stay, those from beta_slow on turn slower by the factor,
+ * and between them it fades in. */
+static double yarn_frequency(const mn_layer_config *c, double w, int64_t i, int64_t R) {
+    const double low = fmax(floor(pair_of(c, c->rope_beta_fast, R)), 0.0);
+    const double high = fmin(ceil(pair_of(c, c->rope_beta_slow, R)), (double)(R - 1));
+    const double width = high > low ? high - low : 0.001;
+    const double s = fmin(fmax(((double)i - low) / width, 0.0), 1.0);
+    return (1.0 - s) * w + s * w / c->rope_factor;
+}
+
+/* What turned queries and keys are multiplied by. */
+static double turned_scale(const mn_layer_config *c) {
+    if (c->rope_type != ROPE_YARN) return 1.0;
+    if (c->rope_attention_factor > 0.0) return c->rope_attention_factor;
+    return c->rope_factor > 1.0 ? 0.1 * log(c->rope_factor) + 1.0 : 1.0;
+}
+
 /* Radians a token that pair i of R / 2 turns by. */
 static double frequency(const mn_layer_config *c, int64_t i, int64_t R) {
     const double w = pow(c->rope_theta, -2.0 * (double)i / (double)R);
     if (c->rope_type == ROPE_LINEAR) return w / c->rope_factor;
+    if (c->rope_type == ROPE_YARN) return yarn_frequency(c, w, i, R);
     const double turns = (double)c->rope_original_context * w / (2.0 * acos(-1.0));
     const double low = c->rope_low_freq_factor, high = c->rope_high_freq_factor;
     const double s = fmin(fmax((turns - low) / (high - low), 0.0), 1.0);
@@ -130,11 +162,12 @@ static mn_tensor *turned_by_table(mn_forward *f, mn_tensor *x) {
     const int64_t B = apart ? x->shape[0] : 1, T = x->shape[1], R = x->shape[3], n = B * T * R;
     double *table = malloc((size_t)(2 * n) * sizeof *table);
     if (!table) return mn_tape_fail(f->tape, mn_fail(MN_ERR_MEMORY, "no memory for positions"));
+    const double scale = turned_scale(&f->layer->config);
     for (int64_t i = 0; i < n; i++) {
         const int64_t pair = i % R % (R / 2), pos = position_of(f, i / (T * R), i / R % T);
         const double angle = (double)pos * frequency(&f->layer->config, pair, R);
-        table[i] = cos(angle);
-        table[n + i] = i % R < R / 2 ? -sin(angle) : sin(angle);
+        table[i] = scale * cos(angle);
+        table[n + i] = i % R < R / 2 ? -scale * sin(angle) : scale * sin(angle);
     }
     const int64_t shape[4] = { B, T, 1, R };
     mn_tensor *c = mn_tape_constant(f->tape, shape, table);

@@ -118,6 +118,31 @@ static mn_status mn_derive_gpt_neox(json_t *out, const mn_json *object) {
     return put_mlp(out, object, "hidden_act", "gelu");
 }
 
+/* The number of layers that see a window of keys: those listed so, or before they were listed those
+ * from max_window_layers on. */
+static int64_t windowed_layers(const mn_json *object, int64_t n) {
+    const mn_json types = mn_json_member(object, "layer_types");
+    if (!is_true(object, "use_sliding_window")) return 0;
+    if (!mn_json_given(&types)) {
+        return mn_max(n - mn_max(whole(object, "max_window_layers", 28), 0), 0);
+    }
+    int64_t count = 0;
+    for (int64_t i = 0; i < mn_json_count(&types); i++) {
+        const mn_json item = mn_json_item(&types, i);
+        const char *name = "";
+        if (mn_json_read_text(&name, &item) == MN_OK) count += strcmp(name, "sliding_attention") == 0;
+    }
+    return count;
+}
+
+static mn_status mn_derive_qwen3(json_t *out, const mn_json *object) {
+    const int64_t n = whole(object, "num_hidden_layers", 0), some = windowed_layers(object, n);
+    if (some == 0) json_object_del(out, "window_size");
+    if (some == 0 || some == n) return MN_OK;
+    const mn_json at = mn_json_member(object, "use_sliding_window");
+    return mn_json_fail(&at, "a window in some layers and not in others is not built");
+}
+
 /* Experts in every decoder_sparse_step-th block but those of mlp_only_layers. */
 static mn_status mn_derive_qwen_moe(json_t *out, const mn_json *object) {
     const int64_t n = whole(object, "num_hidden_layers", 0), E = whole(object, "num_experts", 0);
