@@ -1,12 +1,12 @@
 #!/bin/sh
-# Ranks on the GPUs of this machine: the same bits on 1 and N, resuming with other numbers of ranks, kill -9 of a rank, and gdn of 400M
-# parameters on one GPU (plain, and as a world of one rank) and on N. Every result is printed as it comes and kept as a line of
-# OUT/ranks.jsonl; the table is printed last.
-#   bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS]
-# MNEME_NCCL names libnccl.so.2 where the system does not find it.
+# Ranks on the GPUs of this machine. Every result is printed as it comes and kept as a line of OUT/ranks.jsonl; the table is printed last.
+#   bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS] [PARTS]
+# PARTS, by default all, in this order: "small" the same bits on 1, 2, 4 .. GPUs, resuming with other numbers of ranks, kill -9 of a rank, sequences in parts;
+# "speed" gdn of 400M parameters, plain, as a world of one rank, and on 2, 4 .. GPUs; "long" one sequence of 131,072 tokens; "bits" three steps
+# of the large model. MNEME_NCCL names libnccl.so.2 where the system does not find it.
 set -u
 [ $# -ge 2 ] || { echo "usage: bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS]" >&2; exit 2; }
-mneme=$1 out=$2 gpus=${3:-2} limit=${4:-360}
+mneme=$1 out=$2 gpus=${3:-2} limit=${4:-360} parts=${5:-small speed long bits}
 began=$(date +%s)
 mkdir -p "$out"
 folder=$(mktemp -d)
@@ -39,14 +39,21 @@ import array
 array.array("H", (min(int(random.expovariate(1 / 3000)), 31999) for _ in range(3 << 20))).tofile(open(sys.argv[1] + "/tokens.bin", "wb"))
 END
 
+counts=    # of GPUs: 2, 4 ..
+n=2
+while [ "$n" -le "$gpus" ]; do
+    counts="$counts $n"
+    n=$((2 * n))
+done
+
 # small RANKS OUT [settings...]: RANKS 0: without --ranks
 small() {
     ranks=$1 to=$2
     shift 2
-    n="--ranks $ranks"
-    [ "$ranks" = 0 ] && n=
+    start="--ranks $ranks"
+    [ "$ranks" = 0 ] && start=
     # shellcheck disable=SC2086
-    timeout -k 5 60 "$mneme" train $n --device "${device:-cuda}" --quiet --set "data.train=$folder/book.txt" --set model.layers="${layers:-gdn}" \
+    timeout -k 5 60 "$mneme" train $start --device "${device:-cuda}" --quiet --set "data.train=$folder/book.txt" --set model.layers="${layers:-gdn}" \
         --set model.hidden_size=256 --set model.num_hidden_layers=4 --set train.batch=4 --set train.context=256 --set train.accumulate=8 \
         --set train.steps=6 --set train.log_every=1 --set train.warmup=2 --set train.checkpoint_every=3 --set train.keep_every=3 \
         --set train.tensorboard=false --set "out=$folder/$to" "$@" > "$folder/$to.txt" 2>&1 ||
@@ -55,25 +62,34 @@ small() {
 losses() { sed -n 's/.*"loss":\([^,]*\),"lr".*/\1/p' "$folder/$1/metrics.jsonl"; }
 same() { cmp "$folder/$1/last/model.safetensors" "$folder/$2/last/model.safetensors" && [ "$(losses "$1")" = "$(losses "$2")" ]; }
 
-for dtype in f32 bf16; do
-    small 1 "one.$dtype" --set train.dtype=$dtype
-    small "$gpus" "many.$dtype" --set train.dtype=$dtype
-    verdict "$dtype: $gpus GPUs give the bits of one" same "one.$dtype" "many.$dtype"
-    tell "$dtype: last loss" "$(losses "many.$dtype" | tail -n 1)" nats
-done
-small 0 plain && tell "f32: last loss without --ranks" "$(losses plain | tail -n 1)" nats
-(device=cpu && small 1 host) && tell "f32: last loss on the CPU" "$(losses host | tail -n 1)" nats
+bits() {
+    for dtype in f32 bf16; do
+        small 1 "one.$dtype" --set train.dtype=$dtype
+        for n in $counts; do
+            small "$n" "$n.$dtype" --set train.dtype=$dtype
+            verdict "$dtype: $n GPUs give the bits of one" same "one.$dtype" "$n.$dtype"
+        done
+        tell "$dtype: last loss" "$(losses "one.$dtype" | tail -n 1)" nats
+    done
+    small 0 plain && tell "f32: last loss without --ranks" "$(losses plain | tail -n 1)" nats
+    (device=cpu && small 1 host) && tell "f32: last loss on the CPU" "$(losses host | tail -n 1)" nats
+}
 
-# resuming from step 3 with the other number of ranks
-resume() { # RANKS FROM
+# resume RANKS FROM: from step 3 with another number of ranks
+resume() {
     cp -r "$folder/$2" "$folder/again.$1"
     timeout -k 5 60 "$mneme" train --resume "$folder/again.$1/checkpoints/step-00000003" --ranks "$1" --device cuda --quiet > "$folder/again.$1.txt" 2>&1 ||
         { tail -n 5 "$folder/again.$1.txt"; return 1; }
 }
-resume 1 many.f32
-verdict "checkpoint of $gpus goes on with 1, same bits" same many.f32 again.1
-resume "$gpus" one.f32
-verdict "checkpoint of 1 goes on with $gpus, same bits" same one.f32 "again.$gpus"
+resumes() {
+    for n in $counts; do
+        rm -rf "$folder/again.1" "$folder/again.$n"
+        resume 1 "$n.f32"
+        verdict "checkpoint of $n goes on with 1, same bits" same "$n.f32" again.1
+        resume "$n" one.f32
+        verdict "checkpoint of 1 goes on with $n, same bits" same one.f32 "again.$n"
+    done
+}
 
 # kill_one OUT VICTIM PID: seconds until all processes of the launcher PID have ended, and what was said
 kill_one() {
@@ -98,21 +114,33 @@ die() {
     verdict "the last checkpoint of the killed run goes on" timeout -k 5 60 "$mneme" train --resume "$folder/dead" --ranks 1 --device cuda --quiet \
         --set "train.steps=$((${step:-0} + 2))"
 }
-[ "$gpus" -gt 1 ] && die
 
 # the sequences of small runs in parts: the same losses within rounding
-for layers in gdn kla; do
-    small 1 "whole.$layers" --set train.accumulate=2
-    small "$gpus" "parts.$layers" --set train.accumulate=2 --set "train.sequence_ranks=$gpus"
-    tell "$layers: largest difference of losses, sequences in $gpus parts" "$(losses "whole.$layers" > "$folder/a"; losses "parts.$layers" > "$folder/b"
-        paste "$folder/a" "$folder/b" | awk 'NF == 2 { d = $1 - $2; if (d < 0) d = -d; if (d > m) m = d; n++ } END { if (n) printf "%.2g of %d steps", m, n }')"
-done
-unset layers
+sequences() {
+    for layers in gdn kla; do
+        small 1 "whole.$layers" --set train.accumulate=2
+        losses "whole.$layers" > "$folder/a"
+        for n in $counts; do
+            small "$n" "parts.$layers.$n" --set train.accumulate=2 --set "train.sequence_ranks=$n"
+            losses "parts.$layers.$n" > "$folder/b"
+            tell "$layers: largest difference of losses, sequences in $n parts" "$(paste "$folder/a" "$folder/b" |
+                awk 'NF == 2 { d = $1 - $2; if (d < 0) d = -d; if (d > m) m = d; n++ } END { if (n) printf "%.2g of %d steps", m, n }')"
+        done
+    done
+    unset layers
+}
+part_small() {
+    bits
+    [ -n "$counts" ] || return 0
+    resumes
+    die
+    sequences
+}
 
 # large OUT RANKS LAYERS STEPS [settings...]: 400M parameters in bf16, in the background
 large() {
-    to=$1 n="--ranks $2" steps=$4
-    [ "$2" = 0 ] && n=
+    to=$1 start="--ranks $2" last=$4
+    [ "$2" = 0 ] && start=
     case $3 in
     gdn) shape="--set model.num_heads=4 --set model.head_dim=256 --set model.expand_v=1" ;;
     kla) shape="--set model.expand=1" ;;
@@ -120,9 +148,9 @@ large() {
     kind=$3
     shift 4
     # shellcheck disable=SC2086
-    "$mneme" train $n --device cuda --set "data.train=$folder/tokens.bin" --set data.format=nanogpt --set data.valid_part=0 --set "model.layers=$kind" \
+    "$mneme" train $start --device cuda --set "data.train=$folder/tokens.bin" --set data.format=nanogpt --set data.valid_part=0 --set "model.layers=$kind" \
         $shape --set model.num_hidden_layers=24 --set model.hidden_size=1024 --set model.intermediate_size=2816 --set model.mlp=swiglu \
-        --set model.vocab_size=32000 --set model.tie_word_embeddings=false --set "train.steps=$steps" --set train.warmup=10 --set train.lr=3e-4 \
+        --set model.vocab_size=32000 --set model.tie_word_embeddings=false --set "train.steps=$last" --set train.warmup=10 --set train.lr=3e-4 \
         --set train.dtype=bf16 --set train.log_every=1 --set train.eval_every=0 --set train.checkpoint_every=0 --set train.tensorboard=false \
         --set "out=$folder/$to" "$@" > "$folder/$to.txt" 2>&1 &
     run=$!
@@ -155,38 +183,47 @@ speed() {
 }
 ratio() { tell "$1" "$(awk -v a="${2:-0}" -v b="${3:-0}" 'BEGIN { if (b > 0) printf "%.4f", a / b }')" times; }
 whole="--set train.batch=8 --set train.context=4096 --set train.recompute=light"
+one="--set train.batch=1 --set train.context=131072 --set train.recompute=layer"
 # shellcheck disable=SC2086
-{
-    speed plain.400m 0 gdn 16 60 $whole --set train.accumulate=1
+part_speed() {
+    speed plain.400m 0 gdn 40 60 $whole --set train.accumulate=1
     plain=$rate
-    [ "$gpus" = 1 ] || speed many.400m "$gpus" gdn 16 60 $whole --set "train.accumulate=$gpus"
-    ratio "gdn 400M, 8 x 4096 a GPU: $gpus GPUs against one" "$rate" "$plain"
-    speed world1.400m 1 gdn 16 60 $whole --set train.accumulate=1
+    for n in $counts; do
+        speed "$n.400m" "$n" gdn 40 60 $whole --set "train.accumulate=$n"
+        ratio "gdn 400M, 8 x 4096 a GPU: $n GPUs against one" "$rate" "$plain"
+    done
+    speed world1.400m 1 gdn 40 60 $whole --set train.accumulate=1
     ratio "gdn 400M: a world of one against plain" "$rate" "$plain"
 }
-for layers in gdn kla; do
-    speed "$layers.131072.one" 0 $layers 10 60 --set train.batch=1 --set train.context=131072 --set train.recompute=layer
-    plain=$rate
-    speed "$layers.131072.many" "$gpus" $layers 10 60 --set train.batch=1 --set train.context=131072 --set train.recompute=layer \
-        --set "train.sequence_ranks=$gpus"
-    ratio "$layers, one sequence of 131,072 tokens: $gpus GPUs against one" "$rate" "$plain"
-done
+# shellcheck disable=SC2086
+part_long() {
+    for which in gdn kla; do
+        speed "$which.131072.one" 0 $which 12 60 $one
+        plain=$rate
+        for n in $counts; do
+            speed "$which.131072.$n" "$n" $which 12 60 $one --set "train.sequence_ranks=$n"
+            ratio "$which, one sequence of 131,072 tokens: $n GPUs against one" "$rate" "$plain"
+        done
+    done
+}
 
 # the same bits of the large model: three steps, with the same global batch
 three() {
     # shellcheck disable=SC2086
-    large "$1" "$2" gdn 3 $whole --set "train.accumulate=$gpus"
+    large "$1" "$2" gdn 3 $whole --set train.accumulate=2
     tries=0
     while kill -0 $run 2> /dev/null && [ $tries -lt 600 ]; do sleep 0.1; tries=$((tries + 1)); done
     kill -9 $run 2> /dev/null
     wait $run 2> /dev/null
 }
-if [ "$(left)" -gt 45 ]; then
+part_bits() {
+    [ -n "$counts" ] && [ "$(left)" -gt 45 ] || return 0
     three one.bits 1
-    three many.bits "$gpus"
-    verdict "gdn 400M, bf16: $gpus GPUs give the bits of one" same one.bits many.bits
-    tell "gdn 400M: bytes of moments in each rank's file" "$(stat -L -c %s "$folder"/many.bits/last/optimizer-*.safetensors 2> /dev/null | tr '\n' ' ')"
+    three 2.bits 2
+    verdict "gdn 400M, bf16: 2 GPUs give the bits of one" same one.bits 2.bits
+    tell "gdn 400M: bytes of moments in each rank's file" "$(stat -L -c %s "$folder"/2.bits/last/optimizer-*.safetensors 2> /dev/null | tr '\n' ' ')"
     tell "gdn 400M: bytes of moments of one rank" "$(stat -L -c %s "$folder"/one.bits/last/optimizer.safetensors 2> /dev/null)"
-fi
+}
+for part in $parts; do "part_$part"; done
 echo
 sed 's/{"name": "\(.*\)", "value": "\(.*\)", "unit": "\(.*\)"}/| \1 | \2 \3 |/' "$result"
