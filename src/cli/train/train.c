@@ -86,7 +86,7 @@ static void print_help(void) {
          "  --dry-run        say what would be trained and how much memory it takes, and stop\n"
          "  --rate X         of --dry-run with --ranks: TFLOP/s of a rank (default: half of sgemm "
          "here; GPU: 400),\n"
-         "  --bandwidth X    GB/s a rank sends (default 1; GPU: 300), and\n"
+         "  --bandwidth X    GB/s a rank sends (default 1; GPU: 260), and\n"
          "  --latency X      microseconds of a message (default 50; GPU: 30)\n"
          "  --quiet          no progress\n"
          "  --json           the result as one document\n\n"
@@ -522,7 +522,7 @@ static mn_status seconds_before(double *seconds, const char *out) {
 
 /* GPUs of the H100's kind with NVLink: TFLOP/s of a whole step in bf16 (gdn of 400M parameters),
  * GB/s that one sends to others, microseconds of a message. */
-static const double gpu_rate = 400.0, gpu_bandwidth = 300.0, gpu_latency = 30.0;
+static const double gpu_rate = 400.0, gpu_bandwidth = 260.0, gpu_latency = 30.0;
 
 /* What a step would cost on several ranks. */
 static mn_cost_input cost_input(const run *r) {
