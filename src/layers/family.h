@@ -67,8 +67,8 @@ mn_tensor *mn_project_unit(mn_forward *f, mn_tensor *x, const char *weight, cons
 /* x_{t-1} - x_t of (B,T,1,D), 0 in place of x_{-1}; the last input is the state `piece`. */
 mn_tensor *mn_token_shift(mn_tape *tape, mn_layer_state *state, mn_tensor *x, const char *piece);
 
-/* Based's features of a contiguous x (B,T,H,d): 1, x_i / d^(1/4), x_i^2 / sqrt(2 d) and x_i x_j / sqrt d
- * for i < j. */
+/* Based's features of a contiguous x (B,T,H,d): 1, x_i / d^(1/4), x_i^2 / sqrt(2 d) and
+ * x_i x_j / sqrt d for i < j. */
 mn_tensor *mn_taylor_features(mn_tape *tape, mn_tensor *x);
 
 /* x less its mean over the last axis, of a contiguous x; and the sum over the last axis. */

@@ -1,7 +1,8 @@
 /* program.c - golden files of what layers make of several operators (programs.def), on a tape.
  *
- * On a processor results are held to the file. In bf16 on a GPU they are held to the same program in
- * float64 on inputs rounded to bf16, as golden.h says of operators that round between their parts. */
+ * On a processor results are held to the file. In bf16 on a GPU they are held to the same program
+ * in float64 on inputs rounded to bf16, as golden.h says of operators that round between their
+ * parts. */
 #include "cli/check/program.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
-/* programs.c - see programs.def: the operators and tape functions of the layers that the names stand
- * for, on the tensors of a golden file. */
+/* programs.c - see programs.def: the operators and tape functions of the layers that the names
+ * stand for, on the tensors of a golden file. */
 #include <math.h>
 #include <string.h>
 

@@ -103,14 +103,14 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     return st == MN_OK ? check_turning(layer) : st;
 }
 
-/* The pair of R / 2, counted on between pairs, that turns so many times over the original context. */
+/* The pair of R / 2, counted on between pairs, that turns so often over the original context. */
 static double pair_of(const mn_layer_config *c, double turns, int64_t R) {
     const double least = (double)c->rope_original_context / (2.0 * acos(-1.0) * turns);
     return (double)R * log(least) / (2.0 * log(c->rope_theta));
 }
 
-/* Yarn: pairs up to that of beta_fast turns stay, those from beta_slow on turn slower by the factor,
- * and between them it fades in. */
+/* Yarn: pairs up to that of beta_fast turns stay, those from beta_slow on turn slower by the
+ * factor, and between them it fades in. */
 static double yarn_frequency(const mn_layer_config *c, double w, int64_t i, int64_t R) {
     const double low = fmax(floor(pair_of(c, c->rope_beta_fast, R)), 0.0);
     const double high = fmin(ceil(pair_of(c, c->rope_beta_slow, R)), (double)(R - 1));

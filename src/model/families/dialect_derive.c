@@ -130,7 +130,8 @@ static int64_t windowed_layers(const mn_json *object, int64_t n) {
     for (int64_t i = 0; i < mn_json_count(&types); i++) {
         const mn_json item = mn_json_item(&types, i);
         const char *name = "";
-        if (mn_json_read_text(&name, &item) == MN_OK) count += strcmp(name, "sliding_attention") == 0;
+        const bool known = mn_json_read_text(&name, &item) == MN_OK;
+        count += known && strcmp(name, "sliding_attention") == 0;
     }
     return count;
 }

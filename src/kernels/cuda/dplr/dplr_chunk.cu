@@ -1,11 +1,12 @@
 /* dplr_chunk.cu - dplr as delta with two rows a token (delta/delta_pairs.cuh):
  *
  *   u = S'a            S = diag(exp g) S;  S = S + b (0 - S_before'(-a))'     an even row
- *   S = S + k v'       o = scale S'q                                           the odd row behind it
+ *   S = S + k v'       o = scale S'q                                          the odd row behind
  *
  * so that a chunk's 64 rows are 32 tokens. The rows are put together where chunks are loaded: no
- * tensor is written for them. Matrices, scans and gradients are delta's with a decay a channel; what
- * differs is that a row's reads meet the state before the row's decay, and the signs of e = -a. */
+ * tensor is written for them. Matrices, scans and gradients are delta's with a decay a channel;
+ * what differs is that a row's reads meet the state before the row's decay, and the signs of
+ * e = -a. */
 #include "kernels/cuda/dplr/dplr_chunk.h"
 
 #include "kernels/cuda/delta/delta_grad_channel.cuh"
