@@ -4,7 +4,8 @@
  *   loss of the batch -> the optimiser's        norm, decision, update: three launches
  *
  * The second pass of a kind is recorded and later ones are played from it, unless its launches
- * depend on the batch (packed documents) or on numbers of the host (KLA+, a teacher). The host waits once a
+ * depend on the batch (packed documents) or on numbers of the host (KLA+, a
+ * teacher). The host waits once a
  * step, for loss and norm; whether to update has been decided there by then. */
 #include <math.h>
 #include <stdlib.h>
