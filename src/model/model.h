@@ -154,8 +154,8 @@ typedef struct mn_model_input {
  * the tape; in a state, the position moves on by T. */
 mn_tensor *mn_model_hidden(mn_model *model, mn_tape *tape, const mn_model_input *in);
 
-/* The mixers of the chosen blocks alone: branches->added of what branches->read holds already. Fails
- * for blocks that are more than x + mixer(norm x). */
+/* The mixers of the chosen blocks alone: branches->added of what branches->read holds already.
+ * Fails for blocks that are more than x + mixer(norm x). */
 void mn_model_run_branches(mn_model *model, mn_tape *tape, mn_model_branches *branches,
                            bool add_gradients);
 

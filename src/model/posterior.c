@@ -288,8 +288,8 @@ static double *unit_of(const sequence *s, int64_t question, int64_t unit) {
     return s->units + (question * s->l->units + unit) * PER_UNIT;
 }
 
-/* For the statistic content, of column j: what is read along q, and what is held in any direction on
- * average, by how far the gate of the column is open. */
+/* For the statistic content, of column j: what is read along q, and what is held in any direction
+ * on average, by how far the gate of the column is open. */
 static void put_read(const sequence *s, int64_t question, int64_t h, int64_t j, double read,
                      double held) {
     const double open = opening(s, s->places[question], h, j);

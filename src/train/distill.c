@@ -43,8 +43,8 @@ static mn_status read_list(bool *of, const char *list, int n_layers) {
         char *end;
         const long i = strtol(at, &end, 10);
         if (end == at || i < 0 || i >= n_layers) {
-            return mn_fail(MN_ERR_ARGUMENT, "train.distill_layers: \"%s\" is no list of layers from "
-                           "0 to %d", list, n_layers - 1);
+            return mn_fail(MN_ERR_ARGUMENT, "train.distill_layers: \"%s\" is no list of layers "
+                           "from 0 to %d", list, n_layers - 1);
         }
         of[i] = true;
         at = end;
@@ -73,8 +73,8 @@ static mn_status check_pair(const mn_model_config *student, const mn_model_confi
                   { "num_hidden_layers", student->n_layers, teacher->n_layers } };
     for (size_t i = 0; i < MN_COUNTOF(sizes); i++) {
         if (sizes[i].own == sizes[i].theirs) continue;
-        return mn_fail(MN_ERR_ARGUMENT, "train.teacher: %s has %s %lld, the model that learns %lld; "
-                       "mneme graft makes a student of a teacher", folder, sizes[i].name,
+        return mn_fail(MN_ERR_ARGUMENT, "train.teacher: %s has %s %lld, the model that learns "
+                       "%lld; mneme graft makes a student of a teacher", folder, sizes[i].name,
                        (long long)sizes[i].theirs, (long long)sizes[i].own);
     }
     return MN_OK;

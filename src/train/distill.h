@@ -1,4 +1,5 @@
-/* distill.h - learning from a frozen teacher whose layers were replaced (Bayesian Layer, Appendix G).
+/* distill.h - learning from a frozen teacher whose layers were replaced (Bayesian Layer,
+ * Appendix G).
  *
  *   layers   every replaced mixer by itself, reading the teacher's stream, over them the mean of
  *              |y - t|^2 / (Var t + 1e-6) + cosine (1 - cos(y, t))
@@ -33,8 +34,8 @@ void mn_distill_destroy(mn_distill *d);    // NULL accepted
 void mn_distill_weights(double *kl, double *boundary, const mn_train_options *options,
                         int64_t step);
 
-/* One batch forward, with gradients of `weight` times the objective started: mn_tape_backward is the
- * caller's. `in` is the student's pass. *loss is the objective, *counted the tokens; not of a plan. */
+/* One batch forward, with gradients of `weight` times the objective started: mn_tape_backward is
+ * the caller's. `in` is the student's pass. *loss is the objective, *counted the targets. */
 void mn_distill_forward(mn_distill *d, mn_tape *tape, mn_model *student, const mn_model_input *in,
                         const int32_t *targets, int64_t step, double weight, double *loss,
                         int64_t *counted);

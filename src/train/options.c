@@ -125,8 +125,13 @@ static void set_default(mn_train_options *out, const struct option *o) {
     }
 }
 
+/* A whole number stands for its digits: train.distill_layers=5. */
 static mn_status read_text(char out[MN_TRAIN_TEXT], const mn_json *at) {
     const char *text;
+    if (json_is_integer(at->value)) {
+        snprintf(out, MN_TRAIN_TEXT, "%lld", (long long)json_integer_value(at->value));
+        return MN_OK;
+    }
     const mn_status st = mn_json_read_text(&text, at);
     if (st != MN_OK) return st;
     if (strlen(text) >= MN_TRAIN_TEXT) {

@@ -1,5 +1,6 @@
-/* test_distill.c - learning from a teacher: gradients of both objectives against finite differences,
- * the stages of their weights, and that a student which is its teacher has nothing to learn. */
+/* test_distill.c - learning from a teacher: gradients of both objectives against finite
+ * differences, the stages of their weights, and that a student which is its teacher has nothing
+ * to learn. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +18,7 @@
 enum { B = 2, T = 7, V = 11 };
 
 #define SIZES                                                                                      \
-    "\"num_hidden_layers\": 3, \"hidden_size\": 8, \"vocab_size\": 11, \"num_heads\": 2, "           \
+    "\"num_hidden_layers\": 3, \"hidden_size\": 8, \"vocab_size\": 11, \"num_heads\": 2, "         \
     "\"intermediate_size\": 8, \"max_position_embeddings\": 16"
 static const char teacher_json[] = "{\"layers\": \"gdn*3\", " SIZES "}";
 static const char student_json[] = "{\"layers\": \"gdn, bayes, gdn\", " SIZES "}";
@@ -53,7 +54,9 @@ static void open_pass(pass *p, const char *objective, const char *student) {
     }
     if (st != MN_OK) check_fatal("%s", mn_last_error());
     model_case_tokens(p->tokens, B * T, V, 5);
-    for (int i = 0; i < B * T; i++) p->targets[i] = i % 5 == 4 ? -100 : p->tokens[(i + 1) % (B * T)];
+    for (int i = 0; i < B * T; i++) {
+        p->targets[i] = i % 5 == 4 ? -100 : p->tokens[(i + 1) % (B * T)];
+    }
     mn_model_destroy(teacher);
     json_decref(none.value);
 }
@@ -118,7 +121,7 @@ static void gradients_are_differences(void **state) {
     check_done();
 }
 
-/* Layer by layer, only the mixers that were replaced and the norms in front of them get gradients. */
+/* Layer by layer, only the mixers that were replaced and the norms in front get gradients. */
 static void other_layers_stay_out(void **state) {
     (void)state;
     pass p;

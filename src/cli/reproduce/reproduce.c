@@ -334,7 +334,8 @@ static int reproduce(int row, const options *o) {
         if (first) json_array_extend(first, jobs);
         /* What came out is reported even when the rest failed or was stopped. */
         struct stat about;
-        if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, first ? first : jobs) != MN_OK) {
+        const json_t *told = first ? first : jobs;
+        if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, told) != MN_OK) {
             status = failed();
         } else if (!o->quiet) {
             printf("%s/report.md\n", folder);
