@@ -50,8 +50,8 @@ static mn_status write(char **json, const mn_model_config *c) {
     if (st == MN_OK) st = layers_json(layers, c);
     const bool plain = mn_block_is_plain(&c->block, c->halves, c->n_layers) && !c->mlp_bias &&
                        !c->norm_plus_one;
-    json_t *root = json_pack("{s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:s, s:s, s:b, s:s, s:b, s:b, s:b,"
-                             "s:o, s:o, s:o}",
+    json_t *root = json_pack("{s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:s, s:s, s:b, s:s, s:b, s:b, "
+                             "s:b, s:o, s:o, s:o}",
                              "vocab_size", (json_int_t)c->vocab_size, "hidden_size",
                              (json_int_t)c->hidden_size, "intermediate_size",
                              (json_int_t)c->intermediate_size, "context", (json_int_t)c->context,
@@ -60,7 +60,8 @@ static mn_status write(char **json, const mn_model_config *c) {
                              mn_json_real(c->logit_softcap), "mlp", mlp_names[c->mlp], "decoder",
                              decoder_names[c->decoder], "tied", (int)c->tied, "norm",
                              c->layer_norm ? "layer" : "rms", "norm_bias", (int)c->norm_bias,
-                             "norm_first", (int)c->norm_first, "plain", (int)plain, "layers", layers,
+                             "norm_first", (int)c->norm_first, "plain", (int)plain, "layers",
+                             layers,
                              "model_types", types_json(), "config",
                              saved ? saved : json_null());
     if (st == MN_OK) {

@@ -702,11 +702,11 @@ def parallel_based(q, k, v, scale=None, use_norm=True):
 # ---- beliefs, and the rest ----------------------------------------------------------------------
 
 def _mesa(q, k, v, g, beta, lam, scale=1.0, initial_state=None, output_final_state=False,
-         cu_seqlens=None):
+          cu_seqlens=None, steps=0):
     """MesaNet: what ridge regression on all pairs so far says to q; g, beta [B, T, H], lam [H, K].
     States are (Hkk [N, H, K, K], Hkv [N, H, K, V]). The solve is exact."""
     hkk, hkv = initial_state or (None, None)
-    o, hkk, hkv = call(_T["mesa"], (q, k, v, g, beta, lam, hkk, hkv), (float(scale), 0), cu_seqlens,
+    o, hkk, hkv = call(_T["mesa"], (q, k, v, g, beta, lam, hkk, hkv), (float(scale), steps), cu_seqlens,
                        None, 7 if output_final_state else 1)
     return o, (hkk, hkv) if output_final_state else None
 
@@ -715,12 +715,14 @@ def chunk_mesa_net(q, k, v, g, beta, lamb, h_kk_init=None, h_kv_init=None,
                    output_final_state=False, max_CG_iteration=30, use_qk_l2norm_in_kernel=False,
                    cu_seqlens=None, cu_seqlens_cpu=None):
     """The operator mesa with the names of flash-linear-attention: (o, h_kk, h_kv). The solve is
-    exact, so that max_CG_iteration does nothing; gradients of h_kk_init are symmetric."""
+    exact; without gradients on a CPU it is max_CG_iteration steps of conjugate gradients, as models
+    are evaluated. Gradients of h_kk_init are symmetric."""
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
     start = None if h_kk_init is None else (h_kk_init, h_kv_init)
+    steps = max_CG_iteration if q.is_cpu and not torch.is_grad_enabled() else 0
     o, state = _mesa(q, k, v, g, beta, lamb, 1.0, start, output_final_state,
-                    _offsets(cu_seqlens, cu_seqlens_cpu))
+                     _offsets(cu_seqlens, cu_seqlens_cpu), steps)
     return (o, *(state or (None, None)))
 
 
