@@ -25,8 +25,8 @@ typedef struct mn_engine_options {
     int64_t context;               // tokens of a sequence
     int64_t states;                // stored, at most
     size_t cache_bytes, state_bytes;
-    /* Of the state cache beyond cache_bytes: in the host's memory, where that is another one, and in
-     * files of a folder. 0 and NULL: none. */
+    /* Of the state cache beyond cache_bytes: in the host's memory, where that is another one, and
+     * in files of a folder. 0 and NULL: none. */
     size_t cache_host_bytes, cache_disk_bytes;
     const char *cache_disk;
 } mn_engine_options;
