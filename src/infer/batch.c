@@ -3,8 +3,8 @@
  * The rows of the pass are the tokens of all sessions: products read each weight once for all of
  * them, and operators with a state run sequence by sequence on the states where they are
  * (tape/operator.c). A row of a product depends on that row alone (ops/matmul.h), so each session
- * gets the bits that it would have by itself. On a GPU sessions whose states keep their size step in
- * slots (slots.h), others here, and prompts are read one after the other. */
+ * gets the bits that it would have by itself. On a GPU sessions whose states keep their size step
+ * in slots (slots.h), others here, and prompts are read one after the other. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -29,14 +29,14 @@ mn_status mn_batch_feed_heard(mn_batch *batch, mn_session *const *sessions,
                               const int32_t *const *tokens, const int64_t *counts, int64_t n,
                               const mn_logits_hearer *const *hearers);
 
-/* Snapshots that are not needed soon: to the host's memory, or to a file, which goes with the
- * snapshot. Restoring one reads it from there, with the same bits, and leaves it. After a failure it
- * is where it was. */
+/* Snapshots that are not needed soon: to the host's memory, or to a file, which goes with
+ * the snapshot. Restoring one reads it from there, with the same bits, and leaves it. After a
+ * failure it is where it was. */
 bool mn_snapshot_is_away(const mn_snapshot *snapshot, const mn_context *context);
 mn_status mn_snapshot_to_host(mn_snapshot *snapshot);
 mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const char *path);
 
-/* mn_batch_step in two: between them the GPU works, and nothing of the sessions may be looked at. */
+/* mn_batch_step in two: the GPU works between them, and nothing of sessions may be looked at. */
 mn_status mn_batch_begin(mn_batch *batch, mn_session *const *sessions, const int32_t *tokens,
                          int64_t n);
 mn_status mn_batch_wait(mn_batch *batch);

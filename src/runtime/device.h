@@ -63,9 +63,9 @@ mn_status mn_device_done(mn_device *device, bool *done);
 mn_status mn_device_allocate(mn_device *device, void **out, size_t bytes);
 void mn_device_free(mn_device *device, void *data);    // NULL accepted
 
-/* The same for what comes and goes, such as states: taken and given back in the order of the stream,
- * from a pool that keeps what is given back, so that neither waits for anything. Not while work is
- * recorded. */
+/* The same for what comes and goes, such as states: taken and given back in the order of the
+ * stream, from a pool that keeps what is given back, so that neither waits for anything. Not while
+ * work is recorded. */
 mn_status mn_device_pool_allocate(mn_device *device, void **out, size_t bytes);
 void mn_device_pool_free(mn_device *device, void *data);    // NULL accepted
 

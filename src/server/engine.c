@@ -81,6 +81,9 @@ static bool move_snapshot(void *context, void *value, int level) {
 
 static mn_status open_cache(mn_engine *e) {
     const mn_engine_options *o = &e->options;
+    if (o->cache_disk && access(o->cache_disk, W_OK | X_OK) != 0) {
+        return mn_fail(MN_ERR_IO, "%s: the state cache cannot write there", o->cache_disk);
+    }
     const mn_status st = mn_cache_create(&e->cache, o->cache_bytes, free_snapshot);
     if (st != MN_OK) return st;
     if (o->cache_host_bytes > 0 && o->device) {

@@ -28,8 +28,8 @@ typedef struct mn_engine_options {
     int64_t patience;              // seconds that a client may leave its events unread
     int64_t seconds;               // of a request at most, from its start; 0: no bound
     size_t cache_bytes, state_bytes;
-    /* Of the state cache beyond cache_bytes: in the host's memory, where that is another one, and in
-     * files of a folder. 0 and NULL: none. */
+    /* Of the state cache beyond cache_bytes: in the host's memory, where that is another one, and
+     * in files of a folder. 0 and NULL: none. */
     size_t cache_host_bytes, cache_disk_bytes;
     const char *cache_disk;
 } mn_engine_options;

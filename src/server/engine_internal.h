@@ -145,8 +145,8 @@ int64_t mn_sequence_chunk(const mn_engine *engine, const mn_sequence *s);
 const mn_logits_hearer *mn_sequence_hearer(const mn_sequence *s);
 mn_status mn_sequence_fed(mn_engine *engine, mn_sequence *s, int64_t count);
 
-/* Draws the next token; `*steps` unless the sequence ends with it. Then its text, once, which may end
- * the sequence as well: a GPU steps meanwhile. */
+/* Draws the next token; `*steps` unless the sequence ends with it. Then its text, once, which may
+ * end the sequence as well: a GPU steps meanwhile. */
 mn_status mn_sequence_draw(mn_engine *engine, mn_sequence *s, bool *steps);
 mn_status mn_sequence_write(mn_engine *engine, mn_sequence *s, bool *steps);
 

@@ -296,7 +296,7 @@ static mn_status decode(const mn_engine *e, mn_sequence *s, int32_t id) {
 
 /* ---- writing --------------------------------------------------------------------------------- */
 
-/* The next token; where nothing but the largest logit counts, a batch may know it without logits. */
+/* The next token; where only the largest logit counts, a batch may know it without logits. */
 static mn_status pick(mn_engine *e, mn_sequence *s) {
     const mn_ask *ask = &s->job->ask;
     const double penalty = ask->sampling.repetition_penalty;

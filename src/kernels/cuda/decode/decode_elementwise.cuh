@@ -317,7 +317,7 @@ inline int mn_decode_n_inputs(int kind) {
     return inputs[kind];
 }
 
-/* The layout of a work that goes element by element; `aligned`: for all sequences as for the first. */
+/* The layout of a work that goes element by element; `aligned`: for all sequences. */
 inline void mn_decode_set_layout(mn_decode_job *job, const int64_t shape[4], bool aligned) {
     const mn_axes axes = mn_coalesce_axes(shape, job->side);
     bool packs = aligned && axes.n[3] % MN_DECODE_PACK == 0;

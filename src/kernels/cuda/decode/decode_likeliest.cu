@@ -1,5 +1,6 @@
-/* decode_likeliest.cu - the largest of each row of logits: the next tokens of sequences that decode
- * together, where nothing but the largest counts. Equal logits: the first of them, as on the host. */
+/* decode_likeliest.cu - the largest of each row of logits: the next tokens of sequences that
+ * decode together, where nothing but the largest counts. Equal logits: the first of them, as on the
+ * host. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/decode.h"
 
