@@ -42,6 +42,12 @@ class Server:
         text = self.ask("GET", "/metrics").decode()
         return float(re.search(rf"^{name} (\S+)$", text, re.M).group(1))
 
+    def buckets(self, name):
+        """Counts up to each bound of a histogram."""
+        text = self.ask("GET", "/metrics").decode()
+        return {float(b): int(n) for b, n in
+                re.findall(rf'^{name}_bucket{{le="([^"]+)"}} (\d+)$', text, re.M)}
+
     def resident(self):
         """Bytes of memory the process holds."""
         with open(f"/proc/{self.process.pid}/status") as f:

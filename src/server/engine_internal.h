@@ -131,6 +131,11 @@ struct mn_engine {
     mn_metrics metrics;
 };
 
+/* ---- job.c ----------------------------------------------------------------------------------- */
+
+void mn_job_free(mn_job *job);       // nobody owns it any more
+void mn_job_wake_up(mn_job *job);    // under the lock: who waits for it hears of it
+
 /* ---- sequence.c ------------------------------------------------------------------------------ */
 
 /* Takes a place: a session, from the cache or a stored state where there is one. */

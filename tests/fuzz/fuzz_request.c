@@ -48,6 +48,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
         if (st == MN_OK) check_ask(&ask, &limits);
         else REQUIRE(mn_last_error()[0]);
         mn_ask_free(&ask);
+        if (root.value && json_is_object(root.value)) {
+            if (mn_ask_rows(&ask, &root) != MN_OK) REQUIRE(mn_last_error()[0]);
+            REQUIRE(0 <= ask.n_rows && ask.n_rows <= MN_INSIDE_ROWS);
+        }
         mn_json_free(&root);
     }
     char path[64] = "", id[MN_STATE_ID];

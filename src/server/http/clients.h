@@ -16,18 +16,18 @@ typedef struct mn_client mn_client;
 mn_status mn_clients_create(mn_clients **out, int most, int timeout);
 void mn_clients_destroy(mn_clients *clients);    // NULL accepted
 
-/* A connection has come; NULL without memory, which all calls below take for one that waits. */
+/* A connection has come; NULL without memory: it is not watched. */
 mn_client *mn_clients_add(mn_clients *clients, int fd);
 void mn_clients_remove(mn_clients *clients, mn_client *client);
 
-/* The header of a request has been read; so many bytes of its body; the body; it is answered. */
+/* The header of a request has been read; bytes of its body; all of it; it is answered. */
 void mn_client_sends(mn_clients *clients, mn_client *client);
 void mn_client_sent(mn_clients *clients, mn_client *client, size_t bytes);
 void mn_client_waits(mn_clients *clients, mn_client *client);
 void mn_client_rests(mn_clients *clients, mn_client *client);
 
 /* Tells a client that is still sending that its request is refused, by `status` ("413 Content Too
- * Large") and a sentence in JSON. What it sends from then on may be read, but nothing is answered. */
+ * Large") and a sentence in JSON. What it sends then may be read, but nothing is answered. */
 void mn_clients_refuse(int fd, const char *status, const char *message);
 
 /* Ends connections whose time is over; how many. From any thread. */
