@@ -279,7 +279,8 @@ static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
     for (int k = 0; k < launch.n; k++) done |= add_sum(all, &launch.of[k], gemms[k]);
     const bool stage = !lead->quant && megakernel_of(tape);    // which has no quantised weights
     const uint64_t ended = stage ? mn_decode_fuse_epilogues(all, &launch, gemms, done) : 0;
-    if (stage && add_stage(tape, &launch, NULL)) {
+    all->stages = stage && add_stage(tape, &launch, NULL);
+    if (all->stages) {
         all->done |= done | ended;
         return;
     }
@@ -462,9 +463,10 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 
-/* Small works and operators that are ready, as a stage; false where a megakernel takes none. */
+/* Small works and operators that are ready, as a stage; false where a megakernel takes none. Alone they
+ * are better off as launches of their own. */
 static bool add_works(mn_tape *tape, mn_defer *all) {
-    mn_megakernel *megakernel = megakernel_of(tape);
+    mn_megakernel *megakernel = all->stages ? megakernel_of(tape) : NULL;
     const uint64_t small = megakernel ? gather(tape, all, false) : 0;
     for (int i = 0; megakernel && i < 2; i++) {
         const uint64_t taken = mn_megakernel_add_works(megakernel, all, small);

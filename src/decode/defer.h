@@ -41,6 +41,7 @@ struct mn_defer {
     int n;
     uint64_t done;
     mn_megakernel *megakernel;    // NULL until there is one
+    bool stages;                  // the last products were a stage of it
 };
 
 static inline uint64_t mn_bit(int i) {

@@ -41,6 +41,29 @@ static const char *const models[] = {
     "\"hidden_size\": 132, \"intermediate_size\": 88",
     "\"layers\": \"bayes\", \"num_heads\": 2, \"hidden_size\": 256, "
     "\"intermediate_size\": 704",
+    /* steps of operators as stages: heads and columns that are whole, and others */
+    "\"layers\": \"palimpsa\", \"num_heads\": 2, \"head_dim\": 128, \"expand_v\": 1, "
+    "\"hidden_size\": 256, \"intermediate_size\": 704",
+    "\"layers\": \"palimpsa\", \"num_heads\": 3, \"head_dim\": 20, \"expand_v\": 1, "
+    "\"hidden_size\": 132, \"intermediate_size\": 88",
+    "\"layers\": \"kla\", \"expand\": 1, \"hidden_size\": 256, \"intermediate_size\": 704",
+    "\"layers\": \"kla\", \"expand\": 1, \"d_state\": 40, \"hidden_size\": 132, "
+    "\"intermediate_size\": 88",
+    "\"layers\": \"mamba2\", \"hidden_size\": 256, \"intermediate_size\": 704",
+    "\"layers\": \"bayes\", \"num_heads\": 3, \"head_dim\": 40, \"hidden_size\": 132, "
+    "\"intermediate_size\": 88",
+    /* and the small works of others between their launches */
+    "\"layers\": \"longhorn, mesa\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"hgrn2, lightning\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"rwkv7, comba\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"rg_lru, mamba1\", \"hidden_size\": 256, \"intermediate_size\": 704",
+    "\"layers\": \"gdn2, palimpsa_paper\", \"num_heads\": 2, \"head_dim\": 64, "
+    "\"hidden_size\": 256, \"intermediate_size\": 704",
+    "\"layers\": \"gsa, short_conv\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
 };
 
 typedef enum way { AT_ONCE, ONE_BY_ONE, IN_A_BATCH } way;

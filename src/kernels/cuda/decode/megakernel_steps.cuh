@@ -83,7 +83,7 @@ __device__ inline void mn_decode_publish(const mn_decode_work_instr &p, const mn
 #pragma unroll 1
         for (int k = threadIdx.x * 2; k < out.count; k += 2 * MN_DECODE_THREADS) {
             const mn_bf16 low = out.from[k], high = k + 1 < out.count ? out.from[k + 1] : low;
-            mn_decode_store_word(place, out.words + mn_decode_word_at((unsigned)k),
+            mn_decode_store_word(place, mn_decode_word_from(out.words, (unsigned)k),
                                  mn_bf16_pack2(mn_float(low), mn_float(high)));
         }
     }
