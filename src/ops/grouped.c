@@ -7,6 +7,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "ops/rows.h"
+#include "ops/workspace.h"
 
 enum { MOST = 4 };    // fields of J heads of an operator
 
@@ -47,6 +48,28 @@ static mn_status divert(mn_context *context, mn_op_id op, void *args, shared *fi
     return MN_OK;
 }
 
+/* On a device: sums stay in float32 until the last head is in, and are rounded once. */
+static mn_status add_on_device(mn_context *context, const mn_call *rows, const shared *f,
+                               int64_t times, size_t item) {
+    mn_out sum = { NULL, { rows->T * rows->H * rows->K, rows->H * rows->K, rows->K } };
+    mn_status st = MN_OK;
+    if (times > 2) {
+        sum.data = mn_workspace_array(context, rows->B * rows->T * rows->H, rows->K, sizeof(float));
+        if (!sum.data) return mn_fail(MN_ERR_MEMORY, "no memory for gradients of shared heads");
+    }
+    for (int64_t h = 1; h < times && st == MN_OK; h++) {
+        const bool first = h == 1, last = h == times - 1;
+        const mn_glue step = {
+            .dtype = rows->dtype, .B = rows->B, .T = rows->T, .H = rows->H, .width = rows->K,
+            .a = first ? each(f->all, 0, times, item) : mn_as_input(sum),
+            .b = each(f->all, h, times, item), .x = last ? f->own : sum,
+            .wide = (first ? 0 : MN_GLUE_F32_A) | (last ? 0 : MN_GLUE_F32_X),
+        };
+        st = mn_run_glue(context, MN_GLUE_add, &step);
+    }
+    return st;
+}
+
 mn_status mn_grouped_backward(mn_context *context, mn_op_id op, void *args, mn_grouped_fn run) {
     const mn_call *call = args;
     const int64_t times = call->H / call->J;
@@ -59,6 +82,10 @@ mn_status mn_grouped_backward(mn_context *context, mn_op_id op, void *args, mn_g
     if (st == MN_OK) st = run(context, op, args);
     for (int i = 0; i < n && st == MN_OK; i++) {
         const shared *f = &fields[i];
+        if (context->device) {
+            st = add_on_device(context, &rows, f, times, item);
+            continue;
+        }
         st = mn_rows_copy(context, &rows, rows.K, f->own, each(f->all, 0, times, item));
         for (int64_t h = 1; h < times && st == MN_OK; h++) {
             st = mn_rows_add(context, &rows, rows.K, f->own, each(f->all, h, times, item));
