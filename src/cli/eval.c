@@ -22,7 +22,7 @@
 #include "io/json_write.h"
 #include "model/checkpoint.h"
 #include "tasks/task.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 
 enum { MOST_LENGTHS = 64, MOST_SETS = 64 };
 

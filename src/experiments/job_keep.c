@@ -8,7 +8,7 @@
 
 #include "base/status.h"
 #include "io/json_write.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 
 static mn_status state_path(char path[MN_RUN_PATH], const char *folder, int64_t step) {
     char name[48];

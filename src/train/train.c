@@ -5,7 +5,7 @@
 
 #include "base/status.h"
 #include "io/json_write.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 #include "train/trainer.h"
 
 struct mn_train {

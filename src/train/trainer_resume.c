@@ -12,7 +12,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "model/checkpoint.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 #include "train/trainer_internal.h"
 
 enum { PATH = MN_RUN_PATH };

@@ -66,3 +66,8 @@ complains "additive has no Q; it has B, T, H, K, V"
 head -c 100 "$golden/mesa.safetensors" >"$work/cut.safetensors"
 tool 1 check.py "$work/cut.safetensors"
 says "the header is longer than the file"
+
+# the chunked formulas that say what bf16 costs are those of the files; rounding keeps within the rule's rms
+"$python" "$tools/make.py" additive_vector delta_kda --set K=32 --set V=48 --set T=71 --seed 1 --out "$work/wide" >/dev/null
+tool 0 rounded.py "$work/wide"/*.safetensors
+[ "$(awk '$3 == 1 && $4 < 1 && $6 < 1.2 { n++ } END { print n }' "$work/out")" = 8 ] || fail "rounding costs more than the rule allows"

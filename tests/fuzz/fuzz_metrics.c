@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-#include "train/run_read.h"
+#include "train/run/run_read.h"
 
 #define REQUIRE(condition)                                                                         \
     do {                                                                                           \

@@ -15,7 +15,7 @@
 #include "infer/session.h"
 #include "support/check.h"
 #include "support/folder.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 #include "train/trainer_internal.h"
 
 enum { VOCABULARY = 48, ROWS = 8, LENGTH = 96, STEPS = 200, PATH = MN_RUN_PATH };

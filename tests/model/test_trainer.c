@@ -17,7 +17,7 @@
 #include "base/util.h"
 #include "io/file.h"
 #include "support/check.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 #include "train/trainer_internal.h"
 
 enum { PATH = MN_RUN_PATH, MAX_STEPS = 160, MAX_SETS = 24 };

@@ -24,9 +24,9 @@
 #include "io/file.h"
 #include "support/check.h"
 #include "support/folder.h"
-#include "train/event_file.h"
-#include "train/run_log.h"
-#include "train/run_read.h"
+#include "train/run/event_file.h"
+#include "train/run/run_log.h"
+#include "train/run/run_read.h"
 
 /* A fresh folder of the given name. */
 static const char *new_folder(const char *name) {

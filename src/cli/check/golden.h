@@ -27,8 +27,10 @@ mn_status mn_golden_compare(mn_golden_result *result, const mn_sample *sample,
  * the mean square; a formula in float64 whose results are stored in bf16 has that error and no
  * other. Kernels may have twice of it, for what they round on the way: rms <= 2 u / sqrt(3) of the
  * tensor's rms, and each number within 2 u of its scale, the largest of its row (last axis) or the
- * tensor's rms, whichever is more. `moved`, else NULL: `want` with nudged inputs, of an operator
- * that rounds between its parts (mn_op_rounds_between); it may be off by twice as much as that. */
+ * tensor's rms, whichever is more, or within u of that and what is to be expected of the largest of
+ * n normal errors of the rms that was measured, sqrt(2 ln n) of it (tests/golden/README.md).
+ * `moved`, else NULL: `want` with nudged inputs, of an operator that rounds between its parts
+ * (mn_op_rounds_between); it may be off by twice as much as that. */
 mn_status mn_golden_compare_bf16(mn_golden_result *result, const mn_sample *got,
                                  const mn_sample *want, const mn_sample *moved,
                                  const mn_safetensors *file, const char *name);

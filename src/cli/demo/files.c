@@ -19,7 +19,7 @@
 #include "io/file.h"
 #include "io/json_write.h"
 #include "model/checkpoint.h"
-#include "train/run_log.h"
+#include "train/run/run_log.h"
 
 enum { PATH = 4096 };
 

@@ -14,7 +14,7 @@
 #include "base/util.h"
 #include "cli/generate/generate.h"
 #include "cli/progress.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 
 static const char *const stopped_names[MN_STOPPED_COUNT] = {
 #define STOPPED(id, name) [MN_STOPPED_##id] = name,

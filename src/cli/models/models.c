@@ -5,7 +5,7 @@
 
 #include "base/status.h"
 #include "model/folder/auto_map.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 
 mn_status mn_models_open(mn_source *out, const char *given) {
     mn_status st = mn_source_open(out, given);

@@ -14,8 +14,8 @@
 #include "cli/plot/plot.h"
 #include "io/closest.h"
 #include "io/json.h"
-#include "train/run_log.h"
-#include "train/run_read.h"
+#include "train/run/run_log.h"
+#include "train/run/run_read.h"
 
 static const char *const axes[] = { "step", "tokens", "seconds" };
 

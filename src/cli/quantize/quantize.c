@@ -14,7 +14,7 @@
 #include "io/folder.h"
 #include "io/json_write.h"
 #include "model/quant.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 
 enum { TOKENS = 65536, LENGTH = 512, PATH = MN_FOLDER_PATH };
 

@@ -12,7 +12,7 @@
 #include "experiments/job.h"
 #include "io/folder.h"
 #include "io/json_write.h"
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 
 enum { PATH = MN_TRAIN_PATH };
 

@@ -26,9 +26,9 @@
 #include "io/json_write.h"
 #include "ops/context.h"
 #include "train/cost.h"
-#include "train/run_folder.h"
-#include "train/run_log.h"
-#include "train/run_read.h"
+#include "train/run/run_folder.h"
+#include "train/run/run_log.h"
+#include "train/run/run_read.h"
 #include "train/trainer.h"
 
 enum { PATH = MN_TRAIN_PATH };

@@ -110,6 +110,8 @@ def run(mneme, source, folder, command):
 
 
 def main(mneme, source, work):
+    # a shell that starts this in the background has interrupts ignored, and children would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     prepared, failed, count = os.path.join(work, "prepared"), 0, 0
     os.makedirs(prepared)
     prepare(mneme, source, prepared)

@@ -19,7 +19,7 @@ import numpy as np
 from core import autodiff as ad
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent
-_SCRIPTS = {"check", "make", "selftest"}
+_SCRIPTS = {"check", "make", "selftest", "rounded"}
 
 
 def all_names():

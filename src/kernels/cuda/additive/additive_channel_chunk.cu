@@ -194,7 +194,8 @@ __device__ inline void mn_keys_output(float (&o)[4][4], const mn_keys_smem<DEPTH
     float4 f[DEPTH / 16];
     mn_channel_rows<DEPTH>(x, smem.x_inside + part * MN_SUBCHUNK * pitch);
     mn_channel_scores<DEPTH>(a, x, smem.y_inside + part * MN_SUBCHUNK * pitch, true);
-    mn_channel_mma(o, a, in.z + part * MN_SUBCHUNK * MN_SCAN_PITCH);
+    mn_mma_causal(o, a, in.z + part * MN_SUBCHUNK * MN_SCAN_PITCH + mn_channel_column0(),
+                  MN_SCAN_PITCH);
     const mn_bf16 *rows = in.x + part * MN_SUBCHUNK * pitch;
     mn_channel_rows<DEPTH>(x, rows);
 #pragma unroll
@@ -386,7 +387,9 @@ __device__ inline void mn_values_output(float (&o)[4][4], float (&inside)[4][4],
         mn_channel_mma(o, a, in.z + from * MN_SUBCHUNK * MN_SCAN_PITCH);
     }
     mn_channel_scores<DEPTH>(a, x, in.y + part * MN_SUBCHUNK * pitch, true);
-    mn_channel_mma(inside, a, smem.z_inside + part * MN_SUBCHUNK * MN_SCAN_PITCH);
+    mn_mma_causal(inside, a,
+                  smem.z_inside + part * MN_SUBCHUNK * MN_SCAN_PITCH + mn_channel_column0(),
+                  MN_SCAN_PITCH);
 }
 
 /* A row of the products in memory that this thread has: from the slice's first column on. */

@@ -180,6 +180,87 @@ __device__ inline void mn_frag_b_trans(uint32_t (&b)[4], const mn_bf16 *at, int 
     mn_ldmatrix<true>(b, at + lane % 16 * pitch + lane / 16 * 8);
 }
 
+/* ---- products with what rows may not see ----------------------------------------------------- */
+
+/* x 0 + sum: 0 as long as no number passed that is not finite. */
+__device__ inline uint32_t mn_bf16x2_watch(uint32_t x, uint32_t sum) {
+    uint32_t y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(sum));
+    return y;
+}
+
+/* Which halves of a pair are not finite. */
+__device__ inline uint32_t mn_bf16x2_wild(uint32_t x) {
+    const uint32_t low = (x & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
+    return low | ((x & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u);
+}
+
+/* o += a z for the finite numbers of z; then token by token, into the rows that see it, for the
+ * others. */
+template <int TILES>
+__device__ inline void mn_mma_causal_wild(float (&o)[TILES][4], const uint32_t (&a)[4],
+                                          const mn_bf16 *z, int pitch) {
+    const int lane = threadIdx.x % 32, row = lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile += 2) {
+        uint32_t b[4];
+        mn_frag_b_trans(b, z + 8 * tile, pitch);
+#pragma unroll
+        for (int i = 0; i < 4; i++) b[i] &= ~mn_bf16x2_wild(b[i]);
+        mn_mma(o[tile], a, b[0], b[1]);
+        mn_mma(o[tile + 1], a, b[2], b[3]);
+    }
+#pragma unroll 1
+    for (int token = 0; token < 16; token++) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile += 2) {
+            uint32_t b[4];
+            float own[2][4] = {};
+            mn_frag_b_trans(b, z + 8 * tile, pitch);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int at = i % 2 * 8 + lane % 4 * 2;    // of the lower half
+                const uint32_t half = at == token ? 0xffffu : at + 1 == token ? 0xffff0000u : 0u;
+                b[i] &= mn_bf16x2_wild(b[i]) & half;
+            }
+            if (!__any_sync(0xffffffffu, b[0] | b[1] | b[2] | b[3])) continue;
+            mn_mma(own[0], a, b[0], b[1]);
+            mn_mma(own[1], a, b[2], b[3]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                if (row + i % 4 / 2 * 8 >= token) o[tile + i / 4][i % 4] += own[i / 4][i % 4];
+            }
+        }
+    }
+}
+
+/* o += a z where z are the tokens of the 16 rows themselves and a is 0 where a row is before a
+ * token. 0 times an infinity or NaN is NaN, so that such numbers go in by themselves; with others,
+ * whatever they are, a row's sums have the same bits. */
+template <int TILES>
+__device__ inline void mn_mma_causal(float (&o)[TILES][4], const uint32_t (&a)[4],
+                                     const mn_bf16 *z, int pitch) {
+    uint32_t watch = 0;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile += 2) {
+        uint32_t b[4];
+        mn_frag_b_trans(b, z + 8 * tile, pitch);
+#pragma unroll
+        for (int i = 0; i < 4; i++) watch = mn_bf16x2_watch(b[i], watch);
+    }
+    if (__any_sync(0xffffffffu, watch & 0x7fff7fffu)) {
+        mn_mma_causal_wild(o, a, z, pitch);
+        return;
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile += 2) {
+        uint32_t b[4];
+        mn_frag_b_trans(b, z + 8 * tile, pitch);
+        mn_mma(o[tile], a, b[0], b[1]);
+        mn_mma(o[tile + 1], a, b[2], b[3]);
+    }
+}
+
 /* Sums of 16 rows by 16 columns as a left operand. */
 __device__ inline void mn_frag_a_of(uint32_t (&a)[4], const float (&low)[4],
                                     const float (&high)[4]) {

@@ -401,6 +401,10 @@ __device__ inline void mn_scan_output(float (&o)[mn_scan_n_tiles<CHUNK>][4],
             if (left + 16 * half > row0) break;
             uint32_t a[4], b[4];
             mn_frag_a_of(a, p[2 * half], p[2 * half + 1]);
+            if (left + 16 * half == row0) {
+                mn_mma_causal(o, a, in.z + row0 * MN_SCAN_PITCH + column0, MN_SCAN_PITCH);
+                break;
+            }
 #pragma unroll
             for (int tile = 0; tile < mn_scan_n_tiles<CHUNK>; tile += 2) {
                 mn_frag_b_trans(b, in.z + (left + 16 * half) * MN_SCAN_PITCH + column0 + 8

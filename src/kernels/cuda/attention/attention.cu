@@ -1,6 +1,7 @@
 /* attention.cu - softmax attention and relu_attention (equations in ref/attention.c). */
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/attention/attention_bwd_single_pass_sm90.cuh"
+#include "kernels/cuda/prim/fmax.cuh"
 
 namespace mneme::attention {
 
@@ -147,7 +148,7 @@ attention_decode_split_kernel(const __grid_constant__ mn_attn_params p, float *p
     for (int h = 0; h < n_heads; h++) {
         const bool inside = threadIdx.x < n_keys;
         const float z = inside ? w[h][threadIdx.x] : 0.0f;
-        float most = 0.0f, x = fmaxf(z, 0.0f), weight = z * z;
+        float most = 0.0f, x = mn_fmax(z, 0.0f), weight = z * z;
         if (p.softmax) {
             most = mn_group_max<MN_STEP_THREADS>(inside ? z : -INFINITY, sums);
             weight = x = inside ? expf(z - most) : 0.0f;
@@ -191,7 +192,7 @@ attention_decode_combine_kernel(const __grid_constant__ mn_attn_params p, const 
         sum = fmaf(at[1], expf(at[0] - most), sum);
     }
     sum = mn_group_sum<MN_STEP_THREADS>(sum, smem);
-    const float by = 1.0f / (p.softmax ? sum : fmaxf(sqrtf(sum), p.eps));
+    const float by = 1.0f / (p.softmax ? sum : mn_fmax(sqrtf(sum), p.eps));
     T *o = mn_row<T>(p.o, b, 0, h);
     float *lse = mn_row<float>(p.lse, b, 0, h);
     if (lse && threadIdx.x == 0) *lse = most + logf(sum);

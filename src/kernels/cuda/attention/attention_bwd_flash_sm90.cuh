@@ -18,6 +18,7 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 
 #include "kernels/cuda/attention/attention_fwd_flash_sm90.cuh"
+#include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::attention {
@@ -107,7 +108,7 @@ __device__ inline void mn_bwd_store_tile(unsigned char *smem, const float (&d)[D
 /* A weight from its score. */
 template <bool softmax>
 __device__ inline float mn_bwd_weight(float z, float a, float scale) {
-    return softmax ? mn_exp2(fmaf(z, scale, -a)) : fmaxf(z, 0.0f) * (scale * a);
+    return softmax ? mn_exp2(fmaf(z, scale, -a)) : mn_fmax(z, 0.0f) * (scale * a);
 }
 
 /* Scores become weights where that is all that is needed of them, as for softmax. */
@@ -173,7 +174,7 @@ __device__ inline void mn_bwd_accumulate_stats(mn_bwd_row_state &s, float (&z)[N
 #pragma unroll
             for (int i = 2 * r; i < N; i += i % 2 ? 3 : 1) {
                 sum = fmaf(z[i], z[i], sum);
-                mean = fmaf(fmaxf(z[i], 0.0f), g[i], mean);
+                mean = fmaf(mn_fmax(z[i], 0.0f), g[i], mean);
             }
             s.sum[r] += sum, s.mean[r] += mean;
             continue;
@@ -207,7 +208,7 @@ __device__ inline void mn_bwd_finish_stats(mn_bwd_row_state &s, float (&a)[2], f
             b[r] = mean / sum;
             continue;
         }
-        const float norm = p.scale * sqrtf(sum), by = 1.0f / fmaxf(norm, p.eps);
+        const float norm = p.scale * sqrtf(sum), by = 1.0f / mn_fmax(norm, p.eps);
         a[r] = by;
         b[r] = norm > p.eps ? p.scale * by * by * (p.scale * by * mean) : 0.0f;
     }

@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
+#include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::attention {
@@ -119,7 +120,7 @@ __device__ inline void mn_flash_online_softmax(float (&z)[64], mn_flash_row_stat
 #pragma unroll
             for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) {
                 sum = fmaf(z[i], z[i], sum);
-                z[i] = fmaxf(z[i], 0.0f);
+                z[i] = mn_fmax(z[i], 0.0f);
             }
             s.sum[r] += sum;
             continue;
@@ -213,7 +214,7 @@ __device__ inline void mn_flash_consumer(mn_flash_smem<D> &smem, const mn_flash_
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float sum = mn_quad_sum(s.sum[r]);
-        by[r] = softmax ? 1.0f / sum : p.scale / fmaxf(p.scale * sqrtf(sum), p.eps);
+        by[r] = softmax ? 1.0f / sum : p.scale / mn_fmax(p.scale * sqrtf(sum), p.eps);
         if (softmax && p.lse.data && thread % 4 == 0 && row + 8 * r < at.tile.n_rows) {
             *mn_row<float>(p.lse, at.tile.span.b, at.tile.span.t0 + at.tile.first + row + 8 * r,
                            at.h) = fmaf(s.row_max[r], p.scale, logf(sum));

@@ -8,6 +8,7 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_ROWS_CUH
 
 #include "kernels/cuda/attention/attention_strip_mma.cuh"
+#include "kernels/cuda/prim/fmax.cuh"
 
 namespace mneme::attention {
 
@@ -88,14 +89,14 @@ attention_weights_kernel(const __grid_constant__ mn_q_block s, float *w, float *
     float mean = 0.0f, square = 0.0f;
     for (int64_t i = threadIdx.x; i < n; i += MN_Q_BLOCK_THREADS) {
         square = fmaf(z[i], z[i], square);
-        if (g) mean = fmaf(fmaxf(z[i], 0.0f), g[i], mean);
+        if (g) mean = fmaf(mn_fmax(z[i], 0.0f), g[i], mean);
     }
     mean = g ? mn_block_sum(mean, smem) : 0.0f;
-    const float norm = sqrtf(mn_block_sum(square, smem)), size = fmaxf(norm, eps);
+    const float norm = sqrtf(mn_block_sum(square, smem)), size = mn_fmax(norm, eps);
     const float by = 1.0f / size, pull = norm > eps ? mean * by * by : 0.0f;
     for (int64_t i = threadIdx.x; i < n; i += MN_Q_BLOCK_THREADS) {
         const float x = z[i];
-        z[i] = fmaxf(x, 0.0f) * by;
+        z[i] = mn_fmax(x, 0.0f) * by;
         if (g) g[i] = ((x > 0.0f ? g[i] : 0.0f) - pull * x) * by;
     }
 }

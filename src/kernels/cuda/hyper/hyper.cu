@@ -8,6 +8,7 @@
  *
  * Gradients of parameters gather in a few parts, each of every n-th tile, which are added last. */
 #include "kernels/cuda/attention/attention_strip_mma.cuh"
+#include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
 namespace mneme::hyper {
@@ -257,7 +258,7 @@ __device__ inline void mn_hyper_up_project(const mn_hyper_params &k, const mn_hy
 }
 
 __device__ inline float mn_hyper_softplus(float x) {
-    return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+    return mn_fmax(x, 0.0f) + log1pf(expf(-fabsf(x)));
 }
 
 __device__ inline float mn_hyper_sigmoid(float x) {
@@ -367,7 +368,7 @@ hyper_rows_fwd_kernel(const __grid_constant__ mn_hyper_params k) {
         if (k.branches == 2) mn_hyper_mixed(k, f, scale, z2, second, hc + each, j);
         mn_hyper_for_each(k, f, j, [&](int l, int r, int at) {
             square[r] = fmaf(x.at[l][r], x.at[l][r], square[r]);
-            float y = fmaxf(x.at[l][r], 0.0f);
+            float y = mn_fmax(x.at[l][r], 0.0f);
             if (k.branches == 2) y *= mn_hyper_softplus(scale.at[l][r]);
             base[at] = y;
         });
@@ -378,7 +379,7 @@ hyper_rows_fwd_kernel(const __grid_constant__ mn_hyper_params k) {
         if (threadIdx.x != 0 || f.keys(r) == 0) continue;
         float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + r);
         saved_row[MN_HYPER_NORM] = norm;
-        saved_row[MN_HYPER_SCALE] = k.p.norm == 2 ? 1.0f : 1.0f / fmaxf(norm, (float)k.p.eps);
+        saved_row[MN_HYPER_SCALE] = k.p.norm == 2 ? 1.0f : 1.0f / mn_fmax(norm, (float)k.p.eps);
     }
     __syncthreads();
     mn_hyper_project_in<T>(k, f, scratch, k.base, last, 2, hc + 2 * each);

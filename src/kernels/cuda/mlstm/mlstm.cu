@@ -31,7 +31,7 @@ __device__ static row_coord warp_row_coord(const mn_call &c) {
 }
 
 __device__ static float safe_div(float x, float den) {
-    return den > 0.0f ? x / den : 0.0f;
+    return den == 0.0f ? 0.0f : x / den;    // NaN stays
 }
 
 template <typename T>
@@ -41,7 +41,7 @@ mlstm_normalize(const __grid_constant__ mn_mlstm_args p, workspace s) {
     if (at.row >= p.call.B * p.call.T * p.call.H) return;
     const int64_t V = p.call.V;
     const float *num = s.o + at.row * (V + 1), a = num[V], least = expf(-s.m[at.row]);
-    const float den = fmaxf(fabsf(a), least);
+    const float den = mn_fmax(fabsf(a), least);
     T *o = mn_row<T>(p.o, at.b, at.t, at.h);
     const T *d_o = mn_row<T>(p.cot.o, at.b, at.t, at.h);
     float inner = 0.0f;

@@ -4,6 +4,7 @@
 #define MN_KERNELS_CUDA_MLSTM_MLSTM_CUH
 
 #include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/fmax.cuh"
 
 namespace mneme::mlstm {
 
@@ -27,9 +28,14 @@ struct mn_mlstm_maxplus {
     double fall, most;
 };
 
+/* The larger of two, and NaN where one is. */
+__device__ inline double mn_mlstm_max(double x, double y) {
+    return x > y || x != x ? x : y;
+}
+
 __device__ inline mn_mlstm_maxplus mn_mlstm_compose(const mn_mlstm_maxplus &a,
                                                     const mn_mlstm_maxplus &b) {
-    return { a.fall + b.fall, fmax(a.most + b.fall, b.most) };
+    return { a.fall + b.fall, mn_mlstm_max(a.most + b.fall, b.most) };
 }
 
 __device__ inline float mn_log_sigmoid(float x) {
@@ -88,18 +94,18 @@ mlstm_gates(const __grid_constant__ mn_mlstm_args p, float *f, float *w, float *
             own = mn_mlstm_compose(own, { (double)fall[i], (double)in[i] });
         }
         const mn_mlstm_maxplus before = mn_mlstm_exclusive_scan(own, whole, smem);
-        double m = fmax(carried + before.fall, before.most);
-        carried = fmax(carried + whole.fall, whole.most);
+        double m = mn_mlstm_max(carried + before.fall, before.most);
+        carried = mn_mlstm_max(carried + whole.fall, whole.most);
 #pragma unroll
         for (int i = 0; i < MN_GATE_TOKENS; i++) {
             if (t + i >= span.length) break;
             const int64_t token = span.b * p.call.T + span.t0 + t + i;
             const int64_t to = LOGS ? h * p.call.B * p.call.T + token : token * p.call.H + h;
-            const double decayed = (double)fall[i] + m, next = fmax(decayed, (double)in[i]);
+            const double decayed = (double)fall[i] + m, next = mn_mlstm_max(decayed, (double)in[i]);
             const float log_f = decayed == -INFINITY ? -1000.0f : (float)(decayed - next);
             const float log_w = in[i] == -INFINITY ? -1000.0f : (float)((double)in[i] - next);
-            f[to] = LOGS ? fmaxf(unit * log_f, -1000.0f) : expf(log_f);
-            w[to] = LOGS ? fmaxf(unit * log_w, -1000.0f) : expf(log_w);
+            f[to] = LOGS ? mn_fmax(unit * log_f, -1000.0f) : expf(log_f);
+            w[to] = LOGS ? mn_fmax(unit * log_w, -1000.0f) : expf(log_w);
             m_of[to] = (float)next;
             m = next;
         }

@@ -393,8 +393,8 @@ __device__ inline void mn_mlstm_chunk(mn_scan_state_of<DEPTH, CHUNK> &M,
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = mn_scan_token<CHUNK>(half, false);
-        const float a = scan.scale * weights.whole_a(half), den = fmaxf(fabsf(a), expf(-m[half]));
-        factor[half] = den > 0.0f ? scan.scale / den : 0.0f;
+        const float a = scan.scale * weights.whole_a(half), den = mn_fmax(fabsf(a), expf(-m[half]));
+        factor[half] = den == 0.0f ? 0.0f : scan.scale / den;    // NaN stays
         const bool local = token < count && threadIdx.x % 4 == 0
             && mn_scan_column0<CHUNK>() == 0;
         if (p.tokens.a && at.slice == 0 && local) p.tokens.a[from + token] = a;
@@ -518,9 +518,9 @@ mlstm_denominators(const __grid_constant__ mn_mlstm_args p, mn_mlstm_tokens s,
     const int64_t tokens = p.call.B * p.call.T, at = blockIdx.x * (int64_t)256 + threadIdx.x;
     if (at >= tokens * p.call.H) return;
     const int64_t h = at / tokens, b = at % tokens / p.call.T, t = at % tokens % p.call.T;
-    const float a = s.a[at], least = expf(-s.m[at]), den = fmaxf(fabsf(a), least);
+    const float a = s.a[at], least = expf(-s.m[at]), den = mn_fmax(fabsf(a), least);
     const float product = mn_decay_sum_partials(inner, inner.query, p.call, b, t, h);
-    s.share[at] = den > 0.0f ? fmaxf(-log2f(den), -1000.0f) : -1000.0f;
+    s.share[at] = den == 0.0f ? -1000.0f : mn_fmax(-log2f(den), -1000.0f);
     s.e[at] = !(fabsf(a) > least) ? 0.0f : a > 0.0f ? -product : product;
 }
 

@@ -62,7 +62,7 @@ mlstm_step_recurrent(const __grid_constant__ mn_mlstm_args p) {
     }
     a = (float)p.scale * mn_group_sum<STEP_THREADS>(a, sums);    // all have seen the first m
     if (m && threadIdx.x == 0) *m = g.m;
-    const float den = fmaxf(fabsf(a), expf(-g.m));
+    const float den = mn_fmax(fabsf(a), expf(-g.m));
     for (int64_t first = 0; first < V; first += 4 * STEP_QUADS) {
         const int64_t j = first + column0;
         float value[4] = {}, read[4] = {};
@@ -91,7 +91,7 @@ mlstm_step_recurrent(const __grid_constant__ mn_mlstm_args p) {
         if (group > 0 || j >= V || !o) continue;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            read[c] = den > 0.0f ? (float)p.scale * read[c] / den : 0.0f;
+            read[c] = den == 0.0f ? 0.0f : (float)p.scale * read[c] / den;
         }
         mn_store<4>(o, j, read);
     }

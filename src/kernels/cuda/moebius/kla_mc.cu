@@ -10,6 +10,7 @@
  * order each time. Other kernels have a row, a token or a number for each thread, warp or block. */
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
+#include "kernels/cuda/prim/fmax.cuh"
 
 namespace mneme::moebius {
 
@@ -36,7 +37,7 @@ __device__ static row_coord row_coord_of(const mn_kla_mc_args &p, const workspac
 
 template <typename T>
 __device__ static float deviation(const mn_kla_mc_args &p, int64_t b, int64_t t, int64_t i) {
-    return sqrtf(fmaxf(mn_float(mn_row<T>(p.var, b, t, 0)[i]), 1e-12f));
+    return sqrtf(mn_fmax(mn_float(mn_row<T>(p.var, b, t, 0)[i]), 1e-12f));
 }
 
 __device__ static int64_t noise_at(const mn_kla_mc_args &p, const row_coord &at) {

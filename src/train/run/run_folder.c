@@ -1,5 +1,5 @@
 /* run_folder.c - names, links and seals of a run's checkpoints. */
-#include "train/run_folder.h"
+#include "train/run/run_folder.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -17,7 +17,7 @@
 #include "io/folder.h"
 #include "io/json.h"
 #include "io/json_write.h"
-#include "train/run_log.h"
+#include "train/run/run_log.h"
 
 enum { PATH = MN_RUN_PATH };
 

@@ -7,7 +7,7 @@
  *
  * All numbers are little-endian. A field starts with the varint (number << 3 | wire type). */
 #define _XOPEN_SOURCE 700       // gethostname, clock_gettime under -std=c11
-#include "train/event_file.h"
+#include "train/run/event_file.h"
 
 #include <errno.h>
 #include <fcntl.h>

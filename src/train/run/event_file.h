@@ -3,7 +3,7 @@
 #define MN_TRAIN_EVENT_FILE_H
 
 #include "mneme.h"
-#include "train/run_values.h"
+#include "train/run/run_values.h"
 
 typedef struct mn_event_file mn_event_file;
 

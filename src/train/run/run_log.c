@@ -1,6 +1,6 @@
 /* run_log.c - metrics.jsonl through one descriptor in append mode, a write per line. */
 #define _XOPEN_SOURCE 700       // ftruncate, fsync under -std=c11
-#include "train/run_log.h"
+#include "train/run/run_log.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -16,8 +16,8 @@
 #include "base/status.h"
 #include "io/file.h"
 #include "io/json_write.h"
-#include "train/event_file.h"
-#include "train/run_read.h"
+#include "train/run/event_file.h"
+#include "train/run/run_read.h"
 
 struct mn_run_log {
     int fd;

@@ -7,7 +7,7 @@
 #include <stdbool.h>
 
 #include "mneme.h"
-#include "train/run_values.h"
+#include "train/run/run_values.h"
 
 typedef struct mn_run_log mn_run_log;
 

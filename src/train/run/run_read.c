@@ -1,7 +1,7 @@
 /* run_read.c - lines of metrics.jsonl, and columns made of them in two passes: names, then numbers.
  */
 #define _XOPEN_SOURCE 700       // strdup under -std=c11
-#include "train/run_read.h"
+#include "train/run/run_read.h"
 
 #include <inttypes.h>
 #include <math.h>
