@@ -4,16 +4,17 @@
  * A work depends on an earlier one if one of the two writes what the other touches. From those that
  * nothing holds back a launch is made of, in this order of preference:
  *
- *   gemms of the same input, with the small work that makes it in front of them (a norm, a
+ *   products of the same input, with the small work that makes it in front of them (a norm, a
  *   gate), and sums with what is there already behind them (a residual)
- *   the recurrence of a memory, with the norms that make its queries and keys, in programs
+ *   the recurrence of a matrix state, with the norms that make its queries and keys, in megakernels
  *   small works, and what follows from them alone: what depends on each other is a part, parts
  *   are done side by side
  *   whatever else it is, alone
  *
- * On a tape of MN_TAPE_REPEATS the first two become stages of a megakernel where they can, gemms
- * with whatever else follows from their columns alone (epilogue.c); any other launch epis the
- * megakernel in front of it. Results lie where they would without delay. */
+ * On a tape of MN_TAPE_REPEATS all of these become stages of a megakernel where they can: products
+ * with whatever else follows from their columns alone (epilogue.c), small works together with
+ * operators that are ready (works.c). Any other launch ends the megakernel in front of it. Results
+ * lie where they would without delay. */
 #include "decode/defer.h"
 
 #include <stdlib.h>
@@ -118,8 +119,7 @@ void mn_defer_destroy(mn_defer *delay) {
     free(delay);
 }
 
-/* ---- the megakernel -----------------------------------------------------------------------------
- * */
+/* ---- the megakernel -------------------------------------------------------------------------- */
 
 /* The megakernel that stages are for; NULL where none is made. */
 static mn_megakernel *megakernel_of(mn_tape *tape) {
@@ -147,7 +147,8 @@ static void launch_megakernel(mn_tape *tape) {
     if (megakernel) mn_megakernel_clear(megakernel);
 }
 
-/* Adds gemms or a memory, the other being NULL; epis the megakernel where that has to be. */
+/* Adds products or a recurrence, the other being NULL; where it does not fit, the megakernel so
+ * far is launched first. */
 static bool add_stage(mn_tape *tape, const mn_decode_gemms *gemms,
                       const mn_decode_recurrence *memory) {
     mn_megakernel *megakernel = megakernel_of(tape);
@@ -209,7 +210,8 @@ static int prologue_of(const mn_defer *all, int i) {
     return -2;
 }
 
-/* Whether a megakernel makes the input of product i by small work k, but not in the product's stage. */
+/* Whether a megakernel makes the input of product i by small work k, but not in the product's
+ * stage. */
 static bool is_stage_of_its_own(mn_tape *tape, const mn_defer *all, int k, int i) {
     const mn_gemm_problem *p = &all->list[i].of.product.work;
     return !p->quant && p->M == 1 && p->dtype == MN_BF16 && megakernel_of(tape) &&
@@ -463,8 +465,8 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 
-/* Small works and operators that are ready, as a stage; false where a megakernel takes none. Alone they
- * are better off as launches of their own. */
+/* Small works and operators that are ready, as a stage; false where a megakernel takes none.
+ * Alone they are better off as launches of their own. */
 static bool add_works(mn_tape *tape, mn_defer *all) {
     mn_megakernel *megakernel = all->stages ? megakernel_of(tape) : NULL;
     const uint64_t small = megakernel ? gather(tape, all, false) : 0;

@@ -1,12 +1,12 @@
-/* defer.h - what a tape has been asked for and not yet done: MN_TAPE_DEFER. Private to
- * ops/tape*.c. */
+/* defer.h - what a tape has been asked for and not yet done: MN_TAPE_DEFER. Private to src/tape and
+ * src/decode. */
 #ifndef MN_DECODE_DEFER_H
 #define MN_DECODE_DEFER_H
 
 #include "kernels/decode.h"
 #include "tape/tape_internal.h"
 
-enum { MN_DEFERRED = 64, MN_DEFERRED_RANGES = 24 };    // works; pieces of memory that one touches
+enum { MN_DEFERRED = 64, MN_DEFERRED_RANGES = 24 };    // works; pieces of memory of one
 
 /* Bytes that a work reads or writes. */
 typedef struct mn_mem_range {
@@ -48,9 +48,9 @@ static inline uint64_t mn_bit(int i) {
     return UINT64_C(1) << i;
 }
 
-/* lower.c: what a work or an operator is as a work on few rows, and what it touches; false where
- * it is none. `max_move`: elements that are still few where they are only moved. `sequences`, where
- * it is not 0: rows belong to so many, and the work becomes the part of one. */
+/* lower.c: a work or an operator as a small work, and what it reads and writes; false where it is
+ * none. `max_move`: elements that are still few where they are only moved. `sequences`, where it is
+ * not 0: rows belong to so many, and the work becomes the part of one. */
 bool mn_decode_of_elementwise(mn_deferred *out, mn_elementwise_id id, const void *work,
                               int64_t max_move, int64_t sequences);
 bool mn_decode_of_op(mn_deferred *out, mn_op_id op, const void *args, int64_t sequences);
@@ -59,36 +59,38 @@ bool mn_decode_of_op(mn_deferred *out, mn_op_id op, const void *args, int64_t se
  * of `earlier` has left, as far as they meet at all. */
 bool mn_decode_follows(const mn_decode_op *later, const mn_decode_op *earlier, int64_t sequences);
 
-/* What any operator touches; false where that is too much to instr. */
+/* What any operator reads and writes; false where that is too much to write down. */
 bool mn_ranges_of_op(mn_deferred *out, mn_op_id op, const void *args);
 void mn_ranges_of_gemm(mn_deferred *out, const mn_gemm_problem *p);
 
 /* An operator as the recurrence of a memory for one token; false where it is none. */
 bool mn_decode_recurrence_of(mn_decode_recurrence *out, mn_op_id op, const void *args);
 
-/* plan_works.c: small works that are ready, or are after others of these, and operators that then are,
- * as a stage of a megakernel. Returns the bits of those that are; 0, and nothing changed, where none is. */
+/* plan_works.c: small works that are ready, or are after others of these, and operators that
+ * then are, as a stage of a megakernel. Returns the bits of those that are; 0, and nothing
+ * changed, where none is. */
 uint64_t mn_megakernel_add_works(mn_megakernel *megakernel, const mn_defer *all, uint64_t small);
 
 /* plan_gemms.c: whether a stage can make a row of K by that small work. */
 bool mn_megakernel_takes_row(const mn_decode_op *first, int64_t K);
 
-/* defer.c: part[i] is the same for works of `taken` that depend on each other, however indirectly. */
+/* defer.c: part[i] is the same for works of `taken` that depend on each other, however
+ * indirectly. */
 void mn_defer_parts(int part[MN_DEFERRED], const mn_defer *all, uint64_t taken);
 
 /* Where the elements of a small work come out, and how many inputs are in front. */
 int mn_decode_inputs_of(mn_decode_op_kind kind);
 const mn_view *mn_decode_result(const mn_decode_op *few);
 
-/* epilogue.c: instrs what waits, is not of `taken`, and follows from the columns of `launch`
- * alone, whose product i is work gemms[i]; returns the bits of those works. */
+/* epilogue.c: makes epilogues of what waits, is not of `taken`, and follows from the columns of
+ * `launch` alone, whose product i is work gemms[i]; returns the bits of those works. */
 uint64_t mn_decode_fuse_epilogues(mn_defer *all, mn_decode_gemms *launch, const int *gemms,
                                uint64_t taken);
 
 /* Whether a view holds `count` elements one after the other. */
 bool mn_is_row(const mn_view *view, const int64_t shape[4], int64_t count);
 
-/* Whether `later` reads what `earlier` writes, and nothing else holds them ws. */
+/* Whether `later` reads what `earlier` writes, and nothing else keeps them in order. */
 bool mn_only_reads(const mn_deferred *later, const mn_deferred *earlier);
 
 /* defer.c. False: the tape does not delay this; do it at once. */

@@ -46,7 +46,7 @@ void mn_megakernel_clear(mn_megakernel *p) {
     p->failed = p->ragged = p->works = false;
 }
 
-/* ---- lists of instructions -------------------------------------------------------------------- */
+/* ---- lists of instructions ------------------------------------------------------------------- */
 
 bool mn_plan_grow(void **list, int64_t *most, int64_t n, size_t item) {
     if (n <= *most) return true;
@@ -89,7 +89,7 @@ void mn_plan_rest(mn_megakernel *p, int block) {
     if (mn_plan_add_instr(p, block)) mn_plan_end_instr(p, block, offsetof(mn_decode_instr, gemms));
 }
 
-/* ---- the image --------------------------------------------------------------------------------- */
+/* ---- the image ------------------------------------------------------------------------------- */
 
 static int64_t instrs_at(const mn_megakernel *p) {
     const int64_t entries = p->n_blocks * (int64_t)sizeof(mn_decode_entry);

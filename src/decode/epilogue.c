@@ -1,9 +1,10 @@
-/* epilogue.c - small works that gemms end with (kernels/decode.h): those that follow, number by
- * number, from the columns of gemms of one stage.
+/* epilogue.c - small works that products end with (kernels/decode.h): those that follow, number
+ * by number, from the columns of products of one stage.
  *
- * A work is an epilogue if all that it waits for are such gemms, earlier endings of one of them
- * and small works that nothing holds back and that go by the same elements, which become endings as
- * well. It may not access what others of the stage still read: blocks are at different places. */
+ * A work is an epilogue if all that it waits for are such products, earlier epilogues of one of
+ * them and small works that nothing holds back and that go by the same elements, which become
+ * epilogues as well. It may not write what others of the stage still read: blocks are at
+ * different places. */
 #include <string.h>
 
 #include "decode/defer.h"
@@ -38,8 +39,8 @@ static bool is_single(const mn_view *view, const int64_t shape[4]) {
     return true;
 }
 
-/* Numbers of a product that one number of a view serves, whole col_tiles of them; 0: another view.
- * */
+/* Numbers of a product that one number of a view serves, whole column tiles of them; 0: another
+ * view. */
 static int64_t serves(const mn_view *view, const int64_t shape[4]) {
     const bool heads = shape[0] * shape[1] == 1 && view->stride[3] == 0 &&
                        (shape[2] == 1 || view->stride[2] == 1);
@@ -65,7 +66,7 @@ static bool goes_by(const mn_decode_op *f, int64_t count) {
 typedef struct fusion {
     mn_defer *all;
     mn_decode_gemms *launch;
-    uint64_t multiplied, ended;    // works that are gemms of the stage, and endings
+    uint64_t multiplied, ended;    // works that are products of the stage, and epilogues
 } fusion;
 
 /* The product that work i goes by, from what it reads; -1: none, -2: it cannot be an epilogue. */
@@ -103,7 +104,7 @@ static bool convolves(const mn_decode_gemms *launch, int product) {
     return false;
 }
 
-static bool epis(const mn_decode_gemms *launch, int product) {
+static bool has_epilogue(const mn_decode_gemms *launch, int product) {
     bool any = false;
     for (int i = 0; i < launch->n_epilogues; i++) any |= launch->epilogue[i].product == product;
     return any;
@@ -114,7 +115,8 @@ static bool add(fusion *g, int i, int product) {
     const mn_deferred *d = &g->all->list[i];
     if (launch->n_epilogues == MN_DECODE_EPILOGUES || product < 0) return false;
     if (!goes_by(&d->of.few, launch->of[product].N)) return false;
-    if (convolves(launch, product) || (d->of.few.kind == MN_DECODE_CONV && epis(launch, product))) {
+    const bool first = d->of.few.kind != MN_DECODE_CONV || !has_epilogue(launch, product);
+    if (convolves(launch, product) || !first) {
         return false;
     }
     launch->epilogue[launch->n_epilogues++] = (mn_decode_epilogue_op){ product, d->of.few };
@@ -129,8 +131,8 @@ static bool is_free(const fusion *g, int k) {
            (d->after & ~g->all->done) == 0;
 }
 
-/* Work i as an epilogue, with what it needs beside; false, and nothing changed, where it is none.
- * */
+/* Work i as an epilogue, with what it needs beside; false, and nothing changed, where it is
+ * none. */
 static bool fuse(fusion *g, int i) {
     const mn_deferred *d = &g->all->list[i];
     const uint64_t of_stage = g->multiplied | g->ended, known = g->all->done | of_stage;

@@ -1,9 +1,9 @@
-/* plan.h - a megakernel while it is written: the instructions of all blocks so far, and which memory
- * its stages read and write. Private to src/decode.
+/* plan.h - a megakernel while it is written: the instructions of all blocks so far, and which
+ * memory its stages read and write. Private to src/decode.
  *
  * Numbers that a later stage reads have hand-off words behind all instructions. Since no barrier
- * stands between most stages, nothing may be written that an earlier stage reads from memory or writes
- * itself. */
+ * stands between most stages, nothing may be written that an earlier stage reads from memory or
+ * writes itself. */
 #ifndef MN_DECODE_PLAN_H
 #define MN_DECODE_PLAN_H
 
@@ -42,8 +42,8 @@ struct mn_megakernel {
 /* Room for n items in a list that grows; false when memory is out. */
 bool mn_plan_grow(void **list, int64_t *most, int64_t n, size_t item);
 
-/* A zeroed instruction at the end of a block's list, NULL when memory is out; and its bytes, once it
- * is complete. */
+/* A zeroed instruction at the end of a block's list, NULL when memory is out; and its bytes,
+ * once it is complete. */
 mn_decode_instr *mn_plan_add_instr(mn_megakernel *p, int block);
 void mn_plan_end_instr(mn_megakernel *p, int block, size_t bytes);
 
@@ -53,12 +53,12 @@ void mn_plan_sync(mn_megakernel *p);
 /* A stage in which the block does nothing. */
 void mn_plan_rest(mn_megakernel *p, int block);
 
-/* ---- ranges.c: which memory a stage reads and writes ------------------------------------------ */
+/* ---- ranges.c: which memory a stage reads and writes ----------------------------------------- */
 
 enum { MN_STAGE_RANGES = 512 };
 
-/* Of one stage, gathered before it is added. `fits`: whether it can be; `behind`: it reads what earlier
- * stages wrote, so that a barrier stands in front of it. */
+/* Of one stage, gathered before it is added. `fits`: whether it can be; `behind`: it reads what
+ * earlier stages wrote, so that a barrier stands in front of it. */
 typedef struct mn_stage_ranges {
     mn_megakernel *p;
     mn_decode_range list[MN_STAGE_RANGES];
@@ -95,7 +95,8 @@ void mn_stage_copies(mn_stage_ranges *r, mn_decode_copy all);
 /* Words of something written, or MN_DECODE_NO_WORDS, before it is known whether any are read. */
 int mn_stage_words(const mn_stage_ranges *r, const void *data);
 
-/* Makes what was gathered the megakernel's, with the barrier that it needs; false, and nothing added, where it does not fit. */
+/* Makes what was gathered the megakernel's, with the barrier that it needs; false, and nothing
+ * added, where it does not fit. */
 bool mn_stage_close(mn_stage_ranges *r);
 
 /* Element i from a source on, which may be the upper one of its word. */

@@ -10,7 +10,7 @@
 #include "decode/defer.h"
 #include "decode/plan.h"
 
-/* ---- the row ---------------------------------------------------------------------------------- */
+/* ---- the row --------------------------------------------------------------------------------- */
 
 static bool is_vector(const mn_view *view) {
     return !view->data || (view->dtype == MN_BF16 && (uintptr_t)view->data % 8 == 0);
@@ -65,7 +65,7 @@ static bool fill_prologue(mn_decode_gemm_instr *to, mn_stage_ranges *r,
     return true;
 }
 
-/* ---- which products are joined ---------------------------------------------------------------- */
+/* ---- which products are joined --------------------------------------------------------------- */
 
 /* What becomes of the columns of one product, or of two joined ones. */
 typedef struct fused_tile {
@@ -142,7 +142,7 @@ static int value_of(const fused_tile *tile, const mn_decode_gemms *given, int ep
     return -1;
 }
 
-/* ---- what becomes of columns ------------------------------------------------------------------ */
+/* ---- what becomes of columns ----------------------------------------------------------------- */
 
 static bool convolves_whole(const fused_tile *tile, const mn_decode_gemms *given) {
     const mn_decode_op *only = &given->epilogue[tile->epis[0]].work;
@@ -185,8 +185,8 @@ static int columns_of(const mn_decode_op *work, int k, int64_t N) {
     return (int)(N / elements);
 }
 
-/* What is older than the megakernel is loaded ahead, while there is room for that, and so is what an
- * earlier stage wrote in float32; else it comes from words. */
+/* What is older than the megakernel is loaded ahead, while there is room for that, and so is
+ * what an earlier stage wrote in float32; else it comes from words. */
 static void fill_input(mn_stage_ranges *r, mn_decode_out_tile *to, mn_decode_epi_input *in,
                        const void *data, bool wide, int64_t N) {
     const int64_t count = N / in->per;
@@ -326,7 +326,7 @@ static bool fill_out_tile(mn_decode_out_tile *to, mn_decode_epi_instr *epis, mn_
     return true;
 }
 
-/* ---- columns from a place on ------------------------------------------------------------------ */
+/* ---- columns from a place on ----------------------------------------------------------------- */
 
 static mn_decode_out_tile out_tile_from(const mn_decode_out_tile *all, int from) {
     mn_decode_out_tile u = *all;
@@ -362,7 +362,7 @@ static mn_decode_epi_instr epi_from(const mn_decode_epi_instr *all, int from) {
     return e;
 }
 
-/* ---- which block has what ---------------------------------------------------------------------- */
+/* ---- which block has what -------------------------------------------------------------------- */
 
 /* A stage's tiles, complete but for their columns. */
 typedef struct gemm_stage {

@@ -1,4 +1,5 @@
-/* plan_state.c - the recurrence of a matrix state, and rows of tables, as stages of a megakernel. */
+/* plan_state.c - the recurrence of a matrix state, and rows of tables, as stages of a
+ * megakernel. */
 #include <float.h>
 #include <stdlib.h>
 

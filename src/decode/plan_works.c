@@ -1,10 +1,11 @@
 /* plan_works.c - small works, and operators that decode_steps.def has a row for, as a stage of a
  * megakernel.
  *
- * They read and write memory as launches of their own do. Where any reads what an earlier stage wrote, a
- * barrier of the whole grid stands in front. Works that depend on each other are a block's, one after the
- * other; what is large and goes element by element, or row by row, is shared out among blocks, and so are
- * heads and columns of operators. Results that are rows of bf16 are published as words. */
+ * They read and write memory as launches of their own do. Where any reads what an earlier stage
+ * wrote, a barrier of the whole grid stands in front. Works that depend on each other are a
+ * block's, one after the other; what is large and goes element by element, or row by row, is
+ * shared out among blocks, and so are heads and columns of operators. Results that are rows of
+ * bf16 are published as words. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -27,7 +28,7 @@ typedef struct work_stage {
     int next;       // the block that has the next piece
 } work_stage;
 
-/* ---- memory ------------------------------------------------------------------------------------ */
+/* ---- memory ---------------------------------------------------------------------------------- */
 
 /* The result where it is a row of bf16. */
 static const mn_decode_bf16 *row_of(const mn_decode_op *f) {
@@ -74,7 +75,7 @@ static void publish(mn_decode_instr *instr, const work_stage *s, const mn_decode
     };
 }
 
-/* ---- instructions ------------------------------------------------------------------------------ */
+/* ---- instructions ---------------------------------------------------------------------------- */
 
 static mn_decode_instr *open_instr(work_stage *s, int block, mn_decode_opcode kind) {
     mn_decode_instr *instr = mn_plan_add_instr(s->p, block);
@@ -95,8 +96,8 @@ typedef struct small_piece {
     bool publishes;
 } small_piece;
 
-/* Whether a work waits for one of those in front, [from, at) of the list, or needs the scratch memory that
- * another one has. */
+/* Whether a work waits for one of those in front, [from, at) of the list, or needs the scratch
+ * memory that another one has. */
 static bool waits(const mn_defer *all, const small_piece *list, int from, int at) {
     const mn_deferred *d = &all->list[list[at].i];
     const bool whole_row = !mn_is_elementwise(&d->of.few) && d->of.few.shape[2] == 1;
@@ -133,7 +134,7 @@ static void write_small(work_stage *s, int block, const small_piece *list, int n
     }
 }
 
-/* ---- chains ------------------------------------------------------------------------------------ */
+/* ---- chains ---------------------------------------------------------------------------------- */
 
 /* Whether pieces of a chain are independent of each other. */
 static bool splits(const mn_defer *all, const mn_chain *c) {
@@ -175,14 +176,15 @@ static void deal_chain(work_stage *s, const mn_chain *c) {
         for (int k = 0; k < c->n; k++) {
             const mn_decode_op *f = mn_small_at(all, c->of[k]);
             const int64_t begin = piece_begin(f, i, pieces);
-            piece[k] = (small_piece){ c->of[k], { begin, piece_begin(f, i + 1, pieces) - begin }, true };
+            const int64_t count = piece_begin(f, i + 1, pieces) - begin;
+            piece[k] = (small_piece){ c->of[k], { begin, count }, true };
         }
         write_small(s, s->next, piece, c->n);
         s->next = (s->next + 1) % s->p->n_blocks;
     }
 }
 
-/* ---- operators --------------------------------------------------------------------------------- */
+/* ---- operators ------------------------------------------------------------------------------- */
 
 /* What a piece makes of a work in front of its step. */
 static mn_span span_before(const mn_step_work *w, const mn_decode_op *f, int j, int64_t piece) {
@@ -241,7 +243,7 @@ static void deal_step(work_stage *s, const mn_step_work *w) {
     }
 }
 
-/* ---- the stage --------------------------------------------------------------------------------- */
+/* ---- the stage ------------------------------------------------------------------------------- */
 
 static void write_stage(work_stage *s) {
     mn_megakernel *p = s->p;

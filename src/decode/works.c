@@ -1,7 +1,8 @@
 /* works.c - which small works and operators become one stage of a megakernel.
  *
- * An operator is ready when what it waits for has been done or is made by small works of which every
- * piece of it can make its own part. That saves the barrier which would else stand between them. */
+ * An operator is ready when what it waits for has been done or is made by small works of which
+ * every piece of it can make its own part. That saves the barrier which would else stand between
+ * them. */
 #include "decode/works.h"
 
 #include <string.h>
@@ -25,7 +26,7 @@ static const struct {
 #undef DECODE_STEP
 };
 
-/* ---- operators --------------------------------------------------------------------------------- */
+/* ---- operators ------------------------------------------------------------------------------- */
 
 mn_op_id mn_step_op(const mn_step_work *w) {
     return steps[w->step].op;
@@ -70,7 +71,8 @@ mn_span mn_step_piece(int64_t *head, int64_t *column, const mn_step_work *w, int
     const int64_t tiles = tiles_of(w), V = call_of(w)->V, tile = piece % tiles;
     const int columns = steps[w->step].columns;
     const int64_t begin = columns > 0 ? tile * columns : mn_ceil_div(tile * V, tiles);
-    const int64_t end = columns > 0 ? mn_min(begin + columns, V) : mn_ceil_div((tile + 1) * V, tiles);
+    const int64_t end = columns > 0 ? mn_min(begin + columns, V)
+                                    : mn_ceil_div((tile + 1) * V, tiles);
     *head = piece / tiles;
     *column = columns > 0 ? begin : tile;
     return (mn_span){ *head * V + begin, end - begin };
@@ -124,7 +126,7 @@ const mn_decode_bf16 *mn_step_result(const mn_step_work *w, int i) {
     return is_row ? view->data : NULL;
 }
 
-/* ---- small works ------------------------------------------------------------------------------- */
+/* ---- small works ----------------------------------------------------------------------------- */
 
 int64_t mn_small_units(const mn_decode_op *f) {
     if (mn_is_elementwise(f)) return mn_count4(f->shape);
@@ -140,7 +142,8 @@ static int64_t elements_of(const mn_decode_op *f) {
 }
 
 static bool lies_in(const void *data, const void *begin, int64_t bytes) {
-    return (const char *)data >= (const char *)begin && (const char *)data < (const char *)begin + bytes;
+    const char *at = data, *from = begin;
+    return at >= from && at < from + bytes;
 }
 
 /* The same of memory. */
@@ -162,10 +165,11 @@ bool mn_small_strays(const mn_decode_op *f, const mn_decode_op *made, int64_t co
 static bool goes_along(const mn_decode_op *f, const mn_decode_op *made) {
     const int64_t count = mn_small_units(f);
     return mn_is_elementwise(f) && mn_is_elementwise(made) && mn_small_units(made) == count &&
-           mn_is_row(mn_decode_result(made), made->shape, count) && !mn_small_strays(f, made, count);
+           mn_is_row(mn_decode_result(made), made->shape, count) &&
+           !mn_small_strays(f, made, count);
 }
 
-/* ---- what makes an operator's inputs ----------------------------------------------------------- */
+/* ---- what makes an operator's inputs --------------------------------------------------------- */
 
 /* Whether pieces can make work f, rows or elements, by what they read of the field. */
 static bool follows_field(const mn_step_work *w, const mn_decode_op *f, int field) {
@@ -243,7 +247,7 @@ static bool attach_before(mn_step_work *w, const mn_defer *all, uint64_t small) 
     return true;
 }
 
-/* ---- what follows from an operator's results --------------------------------------------------- */
+/* ---- what follows from an operator's results ------------------------------------------------- */
 
 /* Whether a small work goes over one number for each result. */
 static bool goes_by(const mn_step_work *w, const mn_deferred *d) {
@@ -279,9 +283,11 @@ static bool reads_own(const mn_step_work *w, const mn_defer *all, const mn_defer
     return true;
 }
 
-/* Small work k as one that follows, with those beside it that only it waits for; returns their bits, 0
- * where it is none. `known`: the operator and what follows already; `small`: what is ready. */
-static uint64_t follow(mn_step_work *w, const mn_defer *all, int k, uint64_t known, uint64_t small) {
+/* Small work k as one that follows, with those beside it that only it waits for; returns their
+ * bits, 0 where it is none. `known`: the operator and what follows already; `small`: what is
+ * ready. */
+static uint64_t follow(mn_step_work *w, const mn_defer *all, int k, uint64_t known,
+                       uint64_t small) {
     const mn_deferred *d = &all->list[k];
     const uint64_t missing = d->after & ~all->done, beside = missing & ~known;
     if (!(missing & known) || !goes_by(w, d) || beside & ~small || !reads_own(w, all, d)) return 0;
@@ -310,7 +316,7 @@ static uint64_t attach_after(mn_step_work *w, const mn_defer *all, uint64_t take
     return after;
 }
 
-/* ---- the stage --------------------------------------------------------------------------------- */
+/* ---- the stage ------------------------------------------------------------------------------- */
 
 static uint64_t bits_of(const mn_chain *c) {
     uint64_t bits = 0;
@@ -331,8 +337,8 @@ static void select_steps(mn_work_set *set, const mn_defer *all, uint64_t small) 
     }
 }
 
-/* Whether two works that depend on each other are better off as stages of their own: one of them is long
- * and would be a single block's. */
+/* Whether two works that depend on each other are better off as stages of their own: one of them
+ * is long and would be a single block's. */
 static bool is_long(const mn_decode_op *f, const mn_decode_op *made) {
     return mn_max(elements_of(f), elements_of(made)) > LONG && !goes_along(f, made);
 }

@@ -1,5 +1,5 @@
-/* works.h - which small works and operators become one stage of a megakernel (works.c), and that stage
- * (plan_works.c). Private to src/decode. */
+/* works.h - which small works and operators become one stage of a megakernel (works.c), and that
+ * stage (plan_works.c). Private to src/decode. */
 #ifndef MN_DECODE_WORKS_H
 #define MN_DECODE_WORKS_H
 
@@ -18,9 +18,9 @@ typedef struct mn_span {
     int64_t begin, count;
 } mn_span;
 
-/* A step of an operator, a piece of which is some columns of a head, or a group of it. Small works
- * `before` make what it reads: each piece makes of work j what it reads of field follows[j] by itself, or
- * all of it. Those `after` go number by number from its results. */
+/* A step of an operator, a piece of which is some columns of a head, or a group of it. Small
+ * works `before` make what it reads: each piece makes of work j what it reads of field
+ * follows[j] by itself, or all of it. Those `after` go number by number from its results. */
 typedef struct mn_step_work {
     mn_decode_step_kind step;
     int deferred;
@@ -38,7 +38,8 @@ typedef struct mn_work_set {
     uint64_t taken;
 } mn_work_set;
 
-/* Chooses among small works that are ready, or are after others of these, and operators that then are. */
+/* Chooses among small works that are ready, or are after others of these, and operators that
+ * then are. */
 void mn_works_select(mn_work_set *set, const mn_defer *all, uint64_t small);
 
 static inline const mn_decode_op *mn_small_at(const mn_defer *all, int i) {
@@ -49,7 +50,8 @@ static inline bool mn_is_elementwise(const mn_decode_op *f) {
     return f->kind <= MN_DECODE_FILL;
 }
 
-/* What pieces of a work count: elements, channels or rows; and how many elements one of them has. */
+/* What pieces of a work count: elements, channels or rows; and how many elements one of them
+ * has. */
 int64_t mn_small_units(const mn_decode_op *f);
 int64_t mn_small_unit_size(const mn_decode_op *f);
 
@@ -65,7 +67,8 @@ mn_span mn_step_piece(int64_t *head, int64_t *column, const mn_step_work *w, int
 /* What a piece reads of a field. */
 mn_span mn_step_reads(const mn_step_work *w, int field, int64_t piece);
 
-/* Result number i where it is a row of V numbers of bf16 for each head; NULL: none, or another kind. */
+/* Result number i where it is a row of V numbers of bf16 for each head; NULL: none, or another
+ * kind. */
 const mn_decode_bf16 *mn_step_result(const mn_step_work *w, int i);
 
 mn_op_id mn_step_op(const mn_step_work *w);

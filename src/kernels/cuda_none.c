@@ -104,8 +104,8 @@ bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args) {
     return false;
 }
 
-void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end, int turn,
-                            bool waits) {
+void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end,
+                            int turn, bool waits) {
     (void)to, (void)work, (void)begin, (void)end, (void)turn, (void)waits;
 }
 

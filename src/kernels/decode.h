@@ -1,12 +1,12 @@
 /* decode.h - works on a few rows, such as those of one token, several in one launch of a GPU.
  *
- * On so few elements a launch costs more than what it does, and steps that wait for each other more
- * than their arithmetic. There are three kinds of launches: small works side by side, each block of
- * threads doing one chain of them; gemms of one input with several weights, which may make their
- * input by a small work first and add to their results last; and programs, for what is done again
- * and again with the same memory, one kernel that goes through many stages: gemms of one row,
- * with what follows from their columns, and the recurrence of a matrix memory.
- * decode/defer.c chooses. */
+ * On so few elements a launch costs more than what it does, and steps that wait for each other
+ * more than their arithmetic. There are three kinds of launches: small works side by side, each
+ * block of threads doing one chain of them; products of one input with several weights, which
+ * may make their input by a small work first and add to their results last; and megakernels, for
+ * what is done again and again with the same memory, one kernel that goes through many stages:
+ * products of one row, with what follows from their columns, the recurrence of a matrix state,
+ * small works and steps of operators. decode/defer.c chooses. */
 #ifndef MN_KERNELS_DECODE_H
 #define MN_KERNELS_DECODE_H
 
@@ -29,7 +29,7 @@ enum {
     MN_DECODE_MAX_M = 8,        // rows of a product
     MN_DECODE_MAX_NUMEL = 1 << 13,  // of a small work, at most
     MN_DECODE_MAX_MOVE = 1 << 18,    // of a move that is to be a stage's epilogue
-    MN_DECODE_COL_TILE = 8,       // columns of a product that endings have at once
+    MN_DECODE_COL_TILE = 8,       // columns of a product that epilogues have at once
     MN_DECODE_TAPS = 4,           // of a convolution that follows a product
 };
 
@@ -70,15 +70,15 @@ typedef struct mn_decode_gemm {
 /* A small work that is done column by column as soon as a product's columns are there: a function,
  * a pair, a move or a convolution over as many elements as the product has columns, or over one
  * number for each of several groups of MN_DECODE_COL_TILE columns or a multiple. Its inputs are
- * results of the stage's gemms and earlier endings, or were there before. */
+ * results of the stage's products and earlier epilogues, or were there before. */
 typedef struct mn_decode_epilogue_op {
     int product;               // whose columns it goes by
     mn_decode_op work;
 } mn_decode_epilogue_op;
 
 /* All of `dtype`. Where `first` is there it makes a, (M,K) and contiguous, which is also stored.
- * `b_is_const`: the weights are older than the launches that this one may overlap with. Endings
- * are of one row, and of programs only. */
+ * `b_is_const`: the weights are older than the launches that this one may overlap with. Epilogues
+ * are of one row, and of megakernels only. */
 typedef struct mn_decode_gemms {
     mn_dtype dtype;
     int64_t M, K, a_row;
@@ -122,7 +122,7 @@ int mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream);
 int mn_decode_likeliest(const float *logits, int64_t rows, int64_t width, int64_t n, int32_t *out,
                         void *stream);
 
-/* Whether the machine in use runs programs. */
+/* Whether the machine in use runs megakernels. */
 bool mn_megakernel_supported(void);
 
 /* An empty megakernel; NULL when memory is out. */

@@ -2,14 +2,14 @@
  * kernels/cuda/decode/megakernel.cu goes through.
  *
  * A block reads one instruction for each stage, which the host has written for it: the rows of
- * weights it multiplies and what becomes of the sums. Columns of a product are cut into column tiles
- * of eight; an output tile is a column tile, or two column tiles of the same columns of two products,
- * with all that follows from them.
+ * weights it multiplies and what becomes of the sums. Columns of a product are cut into column
+ * tiles of eight; an output tile is a column tile, or two column tiles of the same columns of
+ * two products, with all that follows from them.
  *
- * Numbers that later stages read travel as hand-off words: two of bf16, or one of float32, stored at
- * once. Who reads a word polls until it is no longer MN_DECODE_SENTINEL, which no two results are:
- * nothing else tells that they are there. There are two sets of words; a run makes those of the next
- * one sentinels. */
+ * Numbers that later stages read travel as hand-off words: two of bf16, or one of float32,
+ * stored at once. Who reads a word polls until it is no longer MN_DECODE_SENTINEL, which no two
+ * results are: nothing else tells that they are there. There are two sets of words; a run makes
+ * those of the next one sentinels. */
 #ifndef MN_KERNELS_DECODE_IMAGE_H
 #define MN_KERNELS_DECODE_IMAGE_H
 
@@ -82,9 +82,9 @@ typedef enum mn_decode_prologue {
     MN_DECODE_GATED
 } mn_decode_prologue;
 
-/* What becomes of an output tile's sums: stored; added to something as well; f(first), times second
- * if there is one; a convolution of one token; stored in float32 as well; -exp(A) softplus(x + dt), of
- * which the list is kept; a list of small works. */
+/* What becomes of an output tile's sums: stored; added to something as well; f(first), times
+ * second if there is one; a convolution of one token; stored in float32 as well; -exp(A)
+ * softplus(x + dt), of which the list is kept; a list of small works. */
 typedef enum mn_decode_epilogue_form {
     MN_DECODE_EPI_STORE,
     MN_DECODE_EPI_ADD,
@@ -95,7 +95,8 @@ typedef enum mn_decode_epilogue_form {
     MN_DECODE_EPI_LIST
 } mn_decode_epilogue_form;
 
-/* Words of the megakernel, bytes from its beginning. What lies elsewhere is copied to words first. */
+/* Words of the megakernel, bytes from its beginning. What lies elsewhere is copied to words
+ * first. */
 typedef struct mn_decode_source {
     int at;
     short step, odd;      // step: 0 where one element serves all; odd: the upper one of a word
@@ -163,7 +164,8 @@ typedef struct mn_decode_gemm_instr {
     mn_decode_out_tile out_tile[MN_DECODE_COL_TILES];    // behind the last that is there: the list
 } mn_decode_gemm_instr;
 
-/* What a norm of queries or keys divides by: 1 / sqrt(squares + plus), or `most` if that is less. */
+/* What a norm of queries or keys divides by: 1 / sqrt(squares + plus), or `most` if that is
+ * less. */
 typedef struct mn_decode_qk_norm {
     int there;
     float plus, most;
@@ -208,7 +210,8 @@ typedef struct mn_decode_small_instr {
     unsigned char job[MN_DECODE_JOBS][MN_DECODE_JOB_BYTES];
 } mn_decode_small_instr;
 
-/* A token's step of an operator: columns from `column` on of a head, by the arguments of mneme.h. */
+/* A token's step of an operator: columns from `column` on of a head, by the arguments of
+ * mneme.h. */
 typedef struct mn_decode_step_instr {
     MN_DECODE_ALIGNAS(16) int step;    // a row of decode_steps.def
     int head, column, none;
@@ -247,7 +250,8 @@ typedef struct mn_decode_header {
     MN_DECODE_ALIGNAS(128) unsigned arrived; // at barriers of the grid, this time
 } mn_decode_header;
 
-/* Where a block's instructions begin, from the megakernel's beginning; and the bytes of the first. */
+/* Where a block's instructions begin, from the megakernel's beginning; and the bytes of the
+ * first. */
 typedef struct mn_decode_entry {
     int64_t at, bytes;
 } mn_decode_entry;
@@ -279,11 +283,12 @@ int mn_megakernel_blocks(void);
 /* Whether stages can make this step, from arguments whose strides are filled in. */
 bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args);
 
-/* [begin, end) of a small work as the kernel knows it, MN_DECODE_JOB_BYTES from `to` on: elements,
- * channels of a convolution or rows of a norm. Elements begin at a multiple of four. `turn`: the thread
- * that has the first, a multiple of 32; `waits`: for works of the instruction in front of it. */
-void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end, int turn,
-                            bool waits);
+/* [begin, end) of a small work as the kernel knows it, MN_DECODE_JOB_BYTES from `to` on:
+ * elements, channels of a convolution or rows of a norm. Elements begin at a multiple of four.
+ * `turn`: the thread that has the first, a multiple of 32; `waits`: for works of the instruction
+ * in front of it. */
+void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end,
+                            int turn, bool waits);
 
 /* Launches a megakernel that lies at `image` in the device's memory; 0 or a cudaError_t. */
 int mn_megakernel_start(const mn_decode_launch_args *given, void *image, void *stream);

@@ -161,14 +161,15 @@ static mn_tensor *run_at_once(mn_forward *f, mn_tensor *x, inputs *in) {
     return run_memory(f, &run, in);
 }
 
-/* The same by single operations, which decoding gathers with others. The log decay is float32, as the
- * operator takes it. */
+/* The same by single operations, which decoding gathers with others. The log decay is float32,
+ * as the operator takes it. */
 static mn_tensor *run_singly(mn_forward *f, mn_tensor *x, inputs *in, mn_tensor *write) {
     mn_tape *tape = f->tape;
     gate_values(f, in, write);
     mn_tensor *size = mn_tape_unary(tape, MN_UNARY_SOFTPLUS,
                                     mn_use_as(f, "b_scale", MN_OF(f, 'H'), 1));
-    mn_tensor *rate = mn_tape_unary(tape, MN_UNARY_NEG_EXP, mn_use_as(f, "A_log", 1, MN_OF(f, 'H')));
+    mn_tensor *rate = mn_use_as(f, "A_log", 1, MN_OF(f, 'H'));
+    rate = mn_tape_unary(tape, MN_UNARY_NEG_EXP, rate);
     mn_run run;
     mn_importance_args *args = mn_run_start(&run, tape, MN_OP_importance);
     args->scale = pow((double)MN_OF(f, 'K'), -0.5);

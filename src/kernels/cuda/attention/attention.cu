@@ -1,6 +1,8 @@
 /* attention.cu - softmax attention and relu_attention (equations in ref/attention.c). */
 #include "kernels/cuda/attention/attention_rows.cuh"
+#include "kernels/cuda/attention/attention_bwd_flash_sm90.cuh"
 #include "kernels/cuda/attention/attention_bwd_single_pass_sm90.cuh"
+#include "kernels/cuda/attention/attention_fwd_flash_sm90.cuh"
 #include "kernels/cuda/prim/fmax.cuh"
 
 namespace mneme::attention {

@@ -23,7 +23,8 @@ MN_CUDA_PLAN(bayes_forward);
 MN_CUDA_LAUNCH(bayes_forward);
 
 MN_CUDA_PLAN(bayes_step) {
-    return bayes_step_serves((const mn_bayes_args *)args, STEP_WIDEST) ? true : mn_bayes_forward_cuda_plan(args, plan);
+    return bayes_step_serves((const mn_bayes_args *)args, STEP_WIDEST)
+               ? true : mn_bayes_forward_cuda_plan(args, plan);
 }
 
 MN_CUDA_LAUNCH(bayes_step) {

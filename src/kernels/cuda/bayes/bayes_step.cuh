@@ -1,10 +1,11 @@
-/* bayes_step.cuh - a noise group through one token of the Bayesian Layer (see ref/bayes.c), states in place, in double.
+/* bayes_step.cuh - a noise group through one token of the Bayesian Layer (see ref/bayes.c),
+ * states in place, in double.
  *
  *   Pbar = A P A' + l2     u = Pbar k     s = r2 + k'u     P = Pbar - u u' / s
  *   e = v - (A M)'k        M = A M + u e' / s              o = scale M'q
  *
- * The threads have a noise group of a head: its covariance, and the value columns it is for. P is read
- * twice, for u and to be moved, so that nothing waits in registers. */
+ * The threads have a noise group of a head: its covariance, and the value columns it is for. P
+ * is read twice, for u and to be moved, so that nothing waits in registers. */
 #ifndef MN_KERNELS_CUDA_BAYES_BAYES_STEP_CUH
 #define MN_KERNELS_CUDA_BAYES_BAYES_STEP_CUH
 
@@ -192,7 +193,8 @@ __device__ inline void bayes_step_group(const mn_bayes_args &p, int64_t n, int64
             mn_put(gainvec + g * K + i, (float)(room.u[i] * scale));
         }
     }
-    step_means<T, Block>(room, p, n, h, (g * V + G - 1) / G, ((g + 1) * V + G - 1) / G, scale, reach);
+    const int64_t first = (g * V + G - 1) / G, end = ((g + 1) * V + G - 1) / G;
+    step_means<T, Block>(room, p, n, h, first, end, scale, reach);
     Block::sync();
     if (threadIdx.x > 0) return;
     double sum = 0.0;

@@ -31,9 +31,9 @@ struct mn_decode_cta {
     }
 };
 
-/* A work as kernels know it. Element by element, `layout` and the sides have merged axes. [begin,
- * end): packs, channels of a convolution or rows of a norm. `turn`: the thread that has the first of them;
- * `waits`: for works in front of it. */
+/* A work as kernels know it. Element by element, `layout` and the sides have merged axes.
+ * [begin, end): packs, channels of a convolution or rows of a norm. `turn`: the thread that has
+ * the first of them; `waits`: for works in front of it. */
 struct alignas(16) mn_decode_job {
     int kind, f, order, rows, width, taps, begin, end, turn, waits;
     float scale, shift;

@@ -1194,8 +1194,8 @@ extern "C" bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *a
     }
 }
 
-extern "C" void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end,
-                                       int turn, bool waits) {
+extern "C" void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin,
+                                       int64_t end, int turn, bool waits) {
     mn_decode_job *job = (mn_decode_job *)to;
     *job = mn_decode_job_of(*work);
     const int pack = work->kind <= MN_DECODE_FILL && job->packs ? MN_DECODE_PACK : 1;
@@ -1203,7 +1203,8 @@ extern "C" void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64
     job->turn = turn, job->waits = waits;
 }
 
-extern "C" int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel, void *stream) {
+extern "C" int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel,
+                                   void *stream) {
     const auto kernel = given->works ? decode_megakernel<true> : decode_megakernel<false>;
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             (int)sizeof(mn_decode_smem));

@@ -1,9 +1,9 @@
-/* megakernel_steps.cuh - stages that read and write memory as launches of their own do: small works, and
- * the steps of the operators of decode_steps.def.
+/* megakernel_steps.cuh - stages that read and write memory as launches of their own do: small
+ * works, and the steps of the operators of decode_steps.def.
  *
- * A barrier of the whole grid stands in front of a stage that reads what earlier stages wrote: plain
- * tensors are complete behind it. Results that later stages read as hand-off words are published from
- * memory, by the block that wrote them. */
+ * A barrier of the whole grid stands in front of a stage that reads what earlier stages wrote:
+ * plain tensors are complete behind it. Results that later stages read as hand-off words are
+ * published from memory, by the block that wrote them. */
 #ifndef MN_KERNELS_CUDA_DECODE_MEGAKERNEL_STEPS_CUH
 #define MN_KERNELS_CUDA_DECODE_MEGAKERNEL_STEPS_CUH
 
@@ -33,8 +33,8 @@ struct mn_decode_consumers {
     }
 };
 
-/* Barrier `number` of this launch, counted from 1: consumers of all blocks arrive and wait. All blocks
- * are resident, and all have the same barriers in the same order. */
+/* Barrier `number` of this launch, counted from 1: consumers of all blocks arrive and wait. All
+ * blocks are resident, and all have the same barriers in the same order. */
 __device__ inline void mn_decode_grid_sync(mn_decode_header *header, unsigned number) {
     mn_decode_consumer_sync();
     if (threadIdx.x == 0) {
@@ -62,7 +62,8 @@ __device__ __noinline__ void mn_decode_run_small(const mn_decode_small_instr &p,
     }
 }
 
-__device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p, unsigned char *smem) {
+__device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p,
+                                                unsigned char *smem) {
     switch (p.step) {
 #define DECODE_STEP(op, folder, columns)                                                           \
     case MN_DECODE_STEP_##op:                                                                      \
@@ -75,7 +76,8 @@ __device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p, u
 }
 
 /* What this block has stored goes to words as well, two elements a thread at a time. */
-__device__ inline void mn_decode_publish(const mn_decode_work_instr &p, const mn_decode_pipe &place) {
+__device__ inline void mn_decode_publish(const mn_decode_work_instr &p,
+                                         const mn_decode_pipe &place) {
 #pragma unroll 1
     for (int i = 0; i < p.n_published; i++) {
         const mn_decode_publication &out = p.published[i];
@@ -106,8 +108,9 @@ static_assert(sizeof(mn_decode_job) <= MN_DECODE_JOB_BYTES, "a small work");
     static_assert(sizeof(mn_##op##_args) <= MN_DECODE_ARGS_BYTES, "arguments of " #op);
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
-static_assert(sizeof(bayes::step_smem<MN_DECODE_THREADS, bayes::STEP_NARROW>) <= MN_DECODE_SCRATCH &&
-              sizeof(importance::step_smem) <= MN_DECODE_SCRATCH, "a step's shared memory");
+static_assert(sizeof(bayes::step_smem<MN_DECODE_THREADS, bayes::STEP_NARROW>) <=
+              MN_DECODE_SCRATCH && sizeof(importance::step_smem) <= MN_DECODE_SCRATCH,
+              "a step's shared memory");
 
 }    // namespace mneme::decode
 

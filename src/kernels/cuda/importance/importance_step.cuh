@@ -1,10 +1,11 @@
-/* importance_step.cuh - columns of a memory through one token of Palimpsa (see ref/importance.c), states
- * in place.
+/* importance_step.cuh - columns of a memory through one token of Palimpsa (see
+ * ref/importance.c), states in place.
  *
  *   I = a I + (1 - a) ip + k^2 b'     mu = (a I mu + k v') / I     o = scale mu'q
  *   ovar_j = scale^2 sum_i q_i^2 / I_ij                            a = exp g
  *
- * The threads have eight columns of a memory: two neighbours have four columns each of every 128th row. */
+ * The threads have eight columns of a memory: two neighbours have four columns each of every
+ * 128th row. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_STEP_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_STEP_CUH
 

@@ -1,5 +1,5 @@
-/* moebius_step.cuh - one token of Kalman Linear Attention (see ref/moebius.c), states in place, and its
- * dynamics from parameters (see ref/kla_discretise.c).
+/* moebius_step.cuh - one token of Kalman Linear Attention (see ref/moebius.c), states in place,
+ * and its dynamics from parameters (see ref/kla_discretise.c).
  *
  *   den = a^2 + p lam      lam <- lam / den + prec k^2      eta <- a / den eta + prec v k
  *   y = sum_s q eta / lam  yvar = sum_s q^2 / lam
@@ -65,7 +65,7 @@ inline bool moebius_step_supported(const mn_moebius_args *p) {
     return p->a.data && p->p.data;
 }
 
-/* ---- dynamics --------------------------------------------------------------------------------- */
+/* ---- dynamics -------------------------------------------------------------------------------- */
 
 /* (1 - e^-x) / x, x >= 0; 1 at 0 */
 __device__ inline float weight(float x) {

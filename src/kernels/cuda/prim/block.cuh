@@ -1,5 +1,5 @@
-/* block.cuh - the threads that go through a device function together: those of a block of a kernel of
- * its own, or the consumer warps of a megakernel (decode/megakernel.cuh). */
+/* block.cuh - the threads that go through a device function together: those of a block of a
+ * kernel of its own, or the consumer warps of a megakernel (decode/megakernel.cuh). */
 #ifndef MN_KERNELS_CUDA_PRIM_BLOCK_CUH
 #define MN_KERNELS_CUDA_PRIM_BLOCK_CUH
 
