@@ -8,7 +8,8 @@ them beside OUT and writes OUT/train.jsonl and OUT/valid.jsonl, a document a lin
 order of packages and paths: manual pages, plain text, reStructuredText, Markdown, Texinfo, POD, the text of
 HTML, and C, C++, Python, Lisp and Rust sources. Left out are documents of less than 200 characters, copies
 of others, what is not UTF-8, and all of a package beyond --limit (24 MB), so that none outweighs the rest.
-One document in 200, by a hash of its text, is held out. OUT/packages.txt names versions.
+One document in 200, by a hash of its text, is held out. OUT/train.txt is the text to train on once more, for a
+tokenizer. OUT/packages.txt names versions.
 """
 import argparse
 import gzip
@@ -158,7 +159,8 @@ def main():
     keep = os.path.abspath(o.keep or os.path.join(o.out, "packages"))
     os.makedirs(keep, exist_ok=True)
     seen, sizes, versions = set(), [0, 0], []
-    files = [open(os.path.join(o.out, name), "w", encoding="utf-8") for name in ("train.jsonl", "valid.jsonl")]
+    names = ("train.jsonl", "valid.jsonl", "train.txt")
+    files = [open(os.path.join(o.out, name), "w", encoding="utf-8") for name in names]
     for package in o.packages.split(","):
         got = fetch(package, keep)
         if got is None:
@@ -175,6 +177,8 @@ def main():
             seen.add(mark)
             held = int.from_bytes(mark[:4], "big") % 200 == 0
             files[held].write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            if not held:
+                files[2].write(text + "\n\n")
             sizes[held] += len(text.encode())
             used += len(text.encode())
             documents += 1
