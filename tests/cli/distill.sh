@@ -74,7 +74,13 @@ done
 # shellcheck disable=SC2086
 run 0 train book.txt $common --from teacher/last --out control --set train.trainable=mixers \
     --set train.distill_layers=1 --set train.steps=4
-run 1 train book.txt --quiet --from student --out no --set train.teacher=book.txt
-run 1 train book.txt --quiet --from student --out no --set train.teacher=teacher/last \
+# shellcheck disable=SC2086
+run 1 train book.txt $common --from student --out no --set train.teacher=missing
+complains 'missing'
+# shellcheck disable=SC2086
+run 1 train book.txt $common --from student --out no --set train.teacher=teacher/last \
     --set train.distill=words
 complains 'none of layers, model'
+# shellcheck disable=SC2086
+run 1 train book.txt $common --from student --out no --set train.trainable='*.none'
+complains 'no parameter is called'
