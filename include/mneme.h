@@ -260,11 +260,12 @@ typedef struct mn_batch mn_batch;
 MN_API mn_status mn_batch_create(mn_batch **out, mn_context *context, mn_model *model);
 MN_API void mn_batch_destroy(mn_batch *batch);            // NULL accepted
 
-/* Session i reads tokens[i], with the same bits whatever the others are, or whether there are any: on
- * a CPU those that mn_session_step would give it. A GPU steps one session by itself in another order
- * of sums, with other roundings of the same size. The n sessions are of the batch's context and
- * model, and on a GPU of one dtype, each there once, and may be others at each call. A session or token that cannot be fails before anything is read; after any other
- * failure each of them has to be reset, restored or loaded. */
+/* Session i reads tokens[i], with the same bits whatever the others are, or whether there are any:
+ * on a CPU those that mn_session_step would give it. A GPU steps one session by itself in another
+ * order of sums, with other roundings of the same size. The n sessions are of the batch's context
+ * and model, and on a GPU of one dtype, each there once, and may be others at each call. A session
+ * or token that cannot be fails before anything is read; after any other failure each of them has
+ * to be reset, restored or loaded. */
 MN_API mn_status mn_batch_step(mn_batch *batch, mn_session *const *sessions,
                                const int32_t *tokens, int64_t n);
 
