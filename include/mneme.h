@@ -252,17 +252,20 @@ MN_API mn_status mn_session_fork(mn_session **out, const mn_session *session);
 MN_API mn_status mn_session_save(const mn_session *session, const char *path);
 MN_API mn_status mn_session_load(mn_session *session, const char *path);
 
-/* Steps of many sessions at once: on a CPU products read each weight once for all of them. */
+/* Steps of many sessions at once: products read each weight once for all of them, and a GPU takes
+ * all states in one launch where they have a constant size. */
 typedef struct mn_batch mn_batch;
 
 /* Context and model must outlive the batch. */
 MN_API mn_status mn_batch_create(mn_batch **out, mn_context *context, mn_model *model);
 MN_API void mn_batch_destroy(mn_batch *batch);            // NULL accepted
 
-/* Session i reads tokens[i], with the bits that mn_session_step would give it, whatever the others
- * are. The n sessions are of the batch's context and model, each there once, and may be others at
- * each call. A session or token that cannot be fails before anything is read; after any other
- * failure each of them has to be reset, restored or loaded. */
+/* Session i reads tokens[i], with the same bits whatever the others are, or whether there are any:
+ * on a CPU those that mn_session_step would give it. A GPU steps one session by itself in another
+ * order of sums, with other roundings of the same size. The n sessions are of the batch's context
+ * and model, and on a GPU of one dtype, each there once, and may be others at each call. A session
+ * or token that cannot be fails before anything is read; after any other failure each of them has
+ * to be reset, restored or loaded. */
 MN_API mn_status mn_batch_step(mn_batch *batch, mn_session *const *sessions,
                                const int32_t *tokens, int64_t n);
 

@@ -278,6 +278,10 @@ static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
         launch.b_is_const = launch.b_is_const && !mn_arena_holds(tape->data, p->b);
         done |= mn_bit(i);
     }
+    for (int i = 0; i < all->n && prologue >= 0; i++) {
+        const bool other = waits(all, i) && !(done & mn_bit(i));
+        launch.shares_a |= other && (all->list[i].after & mn_bit(prologue));
+    }
     for (int k = 0; k < launch.n; k++) done |= add_sum(all, &launch.of[k], gemms[k]);
     const bool stage = !lead->quant && megakernel_of(tape);    // which has no quantised weights
     const uint64_t ended = stage ? mn_decode_fuse_epilogues(all, &launch, gemms, done) : 0;

@@ -61,7 +61,7 @@ static bool fill_prologue(mn_decode_gemm_instr *to, mn_stage_ranges *r,
     mn_stage_reads(r, to->weight, shared ? width : given->K, 2);
     to->x = mn_stage_source(r, first->at[0].data, given->K, MN_DECODE_PER_LINE).at;
     if (gated) to->z = mn_stage_source(r, first->at[1].data, given->K, MN_DECODE_PER_LINE).at;
-    mn_stage_writes(r, to->row, given->K, 2, true);
+    mn_stage_writes(r, to->row, given->K, 2, given->shares_a);
     return true;
 }
 

@@ -77,14 +77,14 @@ typedef struct mn_decode_epilogue_op {
 } mn_decode_epilogue_op;
 
 /* All of `dtype`. Where `first` is there it makes a, (M,K) and contiguous, which is also stored.
- * `b_is_const`: the weights are older than the launches that this one may overlap with. Epilogues
- * are of one row, and of megakernels only. */
+ * `b_is_const`: the weights are older than the launches that this one may overlap with. `shares_a`:
+ * others will read what `first` made. Epilogues are of one row, and of megakernels only. */
 typedef struct mn_decode_gemms {
     mn_dtype dtype;
     int64_t M, K, a_row;
     const void *a;
     const mn_decode_op *first;
-    bool b_is_const;
+    bool b_is_const, shares_a;
     int n, n_epilogues;
     mn_decode_gemm of[MN_DECODE_GEMMS];
     mn_decode_epilogue_op epilogue[MN_DECODE_EPILOGUES];

@@ -5,6 +5,7 @@
  * multiply. No barrier stands between stages: a block begins one as soon as the elements that it
  * reads are there (megakernel.cuh), most often while its weights have come already. The launch is
  * cooperative, so that all blocks are there at once. */
+#include "kernels/cuda/decode/megakernel.cuh"
 #include "kernels/cuda/decode/megakernel_steps.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
@@ -1182,25 +1183,6 @@ extern "C" int mn_megakernel_blocks(void) {
     const bool serves = m.coop_launch && m.major >= 9
         && m.shared_bytes >= (int)sizeof(mn_decode_smem);
     return serves ? m.processors : 0;
-}
-
-extern "C" bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args) {
-    switch (step) {
-#define DECODE_STEP(op, folder, columns)                                                           \
-    case MN_DECODE_STEP_##op: return folder::op##_step_supported((const mn_##op##_args *)args);
-#include "kernels/decode_steps.def"
-#undef DECODE_STEP
-    default: return false;
-    }
-}
-
-extern "C" void mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin,
-                                       int64_t end, int turn, bool waits) {
-    mn_decode_job *job = (mn_decode_job *)to;
-    *job = mn_decode_job_of(*work);
-    const int pack = work->kind <= MN_DECODE_FILL && job->packs ? MN_DECODE_PACK : 1;
-    job->begin = (int)(begin / pack), job->end = (int)((end + pack - 1) / pack);
-    job->turn = turn, job->waits = waits;
 }
 
 extern "C" int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel,

@@ -52,23 +52,25 @@ __device__ inline void mn_decode_grid_sync(mn_decode_header *header, unsigned nu
 }
 
 /* Works that wait for none of those in front run beside them, on other warps. `smem`: 32 floats. */
+template <typename Block>
 __device__ __noinline__ void mn_decode_run_small(const mn_decode_small_instr &p, float *smem) {
 #pragma unroll 1
     for (int i = 0; i < p.n; i++) {
         const mn_decode_job &job = *(const mn_decode_job *)p.job[i];
-        if (job.waits) mn_decode_consumer_sync();
-        mn_decode_run_op<mn_decode_consumers>(job, mn_decode_dst{}, smem);
+        if (job.waits) Block::sync();
+        mn_decode_run_op<Block>(job, mn_decode_dst{}, smem);
         __syncwarp();
     }
 }
 
+template <typename Block>
 __device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p,
                                                 unsigned char *smem) {
     switch (p.step) {
 #define DECODE_STEP(op, folder, columns)                                                           \
     case MN_DECODE_STEP_##op:                                                                      \
-        folder::op##_step<mn_bf16, mn_decode_consumers>(*(const mn_##op##_args *)p.args, 0,        \
-                                                        p.head, p.column, smem);                   \
+        folder::op##_step<mn_bf16, Block>(*(const mn_##op##_args *)p.args, 0, p.head, p.column,    \
+                                          smem);                                                   \
         break;
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
@@ -95,8 +97,9 @@ __device__ inline void mn_decode_run_work(mn_decode_smem &smem, const mn_decode_
                                           const mn_decode_pipe &place) {
     const mn_decode_work_instr &p = instr.work;
     mn_decode_consumer_sync();    // the scratch is no longer another stage's
-    if (instr.kind == MN_DECODE_SMALL) mn_decode_run_small(p.small, (float *)smem.scratch);
-    else mn_decode_run_step(p.step, smem.scratch);
+    typedef mn_decode_consumers block;
+    if (instr.kind == MN_DECODE_SMALL) mn_decode_run_small<block>(p.small, (float *)smem.scratch);
+    else mn_decode_run_step<block>(p.step, smem.scratch);
     mn_decode_consumer_sync();
     mn_decode_publish(p, place);
 }
