@@ -204,10 +204,10 @@ typedef struct mn_decode_publication {
     int words, count;
 } mn_decode_publication;
 
-/* Small works, one after the other, each as the kernel knows it. */
+/* Small works, one after the other, each as the kernel knows it: with pointers, so aligned. */
 typedef struct mn_decode_small_instr {
     MN_DECODE_ALIGNAS(16) int n;
-    unsigned char job[MN_DECODE_JOBS][MN_DECODE_JOB_BYTES];
+    MN_DECODE_ALIGNAS(16) unsigned char job[MN_DECODE_JOBS][MN_DECODE_JOB_BYTES];
 } mn_decode_small_instr;
 
 /* A token's step of an operator: columns from `column` on of a head, by the arguments of

@@ -78,6 +78,16 @@ void mn_backend_free(void *data) {
     free(data);
 }
 
+mn_status mn_backend_pool_allocate(void **out, size_t bytes, void *stream) {
+    (void)stream;
+    return mn_backend_allocate(out, bytes);
+}
+
+void mn_backend_pool_free(void *data, void *stream) {
+    (void)stream;
+    free(data);
+}
+
 mn_status mn_backend_host_allocate(void **out, size_t bytes) {
     return mn_backend_allocate(out, bytes);
 }
