@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "base/util.h"
 
 enum { MAX_NAME = 128 };
 
