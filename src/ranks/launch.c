@@ -18,7 +18,7 @@
 #include "base/util.h"
 #include "ranks/tcp.h"
 
-enum { PORT = 29400, MEET = 120, SILENCE = 1800, GRACE = 10 };
+enum { PORT = 29400, MEET = 120, SILENCE = 1800, GRACE = 6 };
 
 /* ---- variables ------------------------------------------------------------------------------- */
 
