@@ -22,6 +22,7 @@
 
 #include "base/dtype.h"
 #include "base/util.h"
+#include "decode/plan.h"
 #include "ops/run.h"
 
 /* ---- what waits ------------------------------------------------------------------------------ */
@@ -210,19 +211,11 @@ static int prologue_of(const mn_defer *all, int i) {
     return -2;
 }
 
-/* Whether small works and steps of operators become stages too. These stages have been compiled,
- * but no machine has confirmed them since they were last changed: without MNEME_DECODE_STAGES=all
- * they are launches of their own. */
-static bool stages_of_works(void) {
-    const char *named = getenv("MNEME_DECODE_STAGES");
-    return named && strcmp(named, "all") == 0;
-}
-
 /* Whether a megakernel makes the input of product i by small work k, but not in the product's
  * stage. */
 static bool is_stage_of_its_own(mn_tape *tape, const mn_defer *all, int k, int i) {
     const mn_gemm_problem *p = &all->list[i].of.product.work;
-    return stages_of_works() && !p->quant && p->M == 1 && p->dtype == MN_BF16 &&
+    return mn_plan_all_stages() && !p->quant && p->M == 1 && p->dtype == MN_BF16 &&
            megakernel_of(tape) && !mn_megakernel_takes_row(&all->list[k].of.few, p->K);
 }
 
@@ -480,7 +473,7 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
 /* Small works and operators that are ready, as a stage; false where a megakernel takes none.
  * Alone they are better off as launches of their own. */
 static bool add_works(mn_tape *tape, mn_defer *all) {
-    const bool stages = stages_of_works() && all->stages;
+    const bool stages = mn_plan_all_stages() && all->stages;
     mn_megakernel *megakernel = stages ? megakernel_of(tape) : NULL;
     const uint64_t small = megakernel ? gather(tape, all, false) : 0;
     for (int i = 0; megakernel && i < 2; i++) {

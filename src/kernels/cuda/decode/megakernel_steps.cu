@@ -2,6 +2,9 @@
  * (kernels/decode_image.h). */
 #include "kernels/cuda/decode/megakernel_steps.cuh"
 
+#include "kernels/cuda/bayes/bayes_step.cuh"
+#include "kernels/cuda/importance/importance_step.cuh"
+
 namespace mneme::decode {
 
 extern "C" bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args) {
