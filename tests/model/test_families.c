@@ -27,6 +27,10 @@ static const struct {
       "model.layers.1.self_attn.o_proj.bias", "LlamaForCausalLM" },
     { "{\"model_type\": \"qwen3\", " SIZES ", " HEADS ", \"head_dim\": 6}",
       "model.layers.0.self_attn.q_norm.weight", "num_key_value_heads" },
+    { "{\"model_type\": \"qwen3\", " SIZES ", " HEADS ", \"head_dim\": 6, \"rope_parameters\": "
+      "{\"rope_type\": \"yarn\", \"factor\": 4.0, \"rope_theta\": 100.0, \"beta_fast\": 8, "
+      "\"original_max_position_embeddings\": 16}}",
+      "model.layers.0.self_attn.q_norm.weight", "original_max_position_embeddings" },
     { "{\"model_type\": \"mamba\", " SIZES ", \"state_size\": 3, \"layer_norm_epsilon\": 1e-5}",
       "backbone.layers.0.mixer.x_proj.weight", "layer_norm_epsilon" },
     { "{\"model_type\": \"mamba2\", " SIZES ", \"state_size\": 3, \"num_heads\": 4, "
@@ -207,8 +211,11 @@ static void wrong_keys(void **state) {
         { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"atention_bias\": true}",
           "atention_bias" },
         { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", "
-      "\"rope_parameters\": {\"beta_fast\": 3}}",
-          "beta_fast" },
+      "\"rope_parameters\": {\"mscale\": 3}}",
+          "mscale" },
+        { "{\"model_type\": \"qwen3\", " SIZES ", " HEADS ", \"use_sliding_window\": true, "
+          "\"sliding_window\": 4, \"layer_types\": [\"full_attention\", \"sliding_attention\"]}",
+          "use_sliding_window" },
         { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"rope_theta\": 5, "
           "\"rope_parameters\": {\"rope_theta\": 6}}", "contradicts" },
         { "{\"model_type\": \"qwen3_next\", " SIZES ", \"layer_types\": [\"conv\", "
