@@ -226,6 +226,7 @@ static mn_status make_room(mn_slots *a, int64_t capacity) {
 /* ---- coming and going ------------------------------------------------------------------------ */
 
 bool mn_slots_serve(const mn_slots *a, const mn_session *s) {
+    if (s->slots == a) return true;    // it has one: nothing of it has changed since
     bool fits = a->usable && s->options.dtype == a->dtype && !s->options.belief;
     for (int i = 0; fits && i < s->state.n_layers; i++) {
         const mn_layer_state *all = &a->all.layers[i], *one = &s->state.layers[i];
