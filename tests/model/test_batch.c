@@ -419,7 +419,7 @@ static void many_on_a_gpu(void **context) {
 }
 
 int main(void) {
-    setenv("MNEME_BATCH", "together", 1);    // what is off until this test has passed on a machine
+    setenv("MNEME_BATCH", "together", 1);    // off until this test has passed on a machine
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(many_on_a_gpu),
         cmocka_unit_test(widths_on_a_gpu),
