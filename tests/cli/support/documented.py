@@ -1,6 +1,7 @@
 """documented.py MNEME SOURCE WORK - runs the commands that documents show: lines of fenced blocks
-that begin with `mneme `. Each runs in a copy of a folder with the files, models and lists that pages
-name. Exit status 1 if one fails."""
+that begin with `mneme `, but for blocks marked `norun`, which take hours or go on from each other.
+Each runs in a copy of a folder with the files, models and lists that pages name. Exit status 1 if one
+fails."""
 import glob
 import json
 import os
@@ -19,12 +20,13 @@ STORY = ("Once upon a time there was a river that knew the name of every stone. 
 
 def commands(page):
     """Line number and command of all that a page shows, without the comment behind it."""
-    fenced = False
+    fenced = runs = False
     with open(page) as file:
         for number, line in enumerate(file, 1):
             if line.startswith("```"):
                 fenced = not fenced
-            elif fenced and line.startswith("mneme ") and not any(x in line for x in ELSEWHERE):
+                runs = fenced and not line.rstrip().endswith(" norun")
+            elif runs and line.startswith("mneme ") and not any(x in line for x in ELSEWHERE):
                 yield number, re.sub(r"\s+#\s.*$", "", line.rstrip("\n"))
 
 
