@@ -314,7 +314,7 @@ typedef struct hearing {
     const mn_program *got, *want, *moved;    // the last two for bf16
 } hearing;
 
-static mn_status hear(void *context, const char *name) {
+static mn_status visit_tensor(void *context, const char *name) {
     const hearing *h = context;
     mn_golden_numbers n = { 0 };
     n.got = found(h->got, name, &n.count);
@@ -336,8 +336,8 @@ mn_status mn_check_program(mn_check *check, const mn_safetensors *file, mn_conte
     if (st == MN_OK && bf16) st = run(&want, file, reference, MN_F64, true, 0.0);
     if (st == MN_OK && bf16) st = run(&moved, file, reference, MN_F64, true, 1.0 / 256.0);
     hearing h = { check, got, want, moved };
-    if (st == MN_OK) st = mn_golden_each(file, "outputs", hear, &h);
-    if (st == MN_OK) st = mn_golden_each(file, "grads", hear, &h);
+    if (st == MN_OK) st = mn_golden_each(file, "outputs", visit_tensor, &h);
+    if (st == MN_OK) st = mn_golden_each(file, "grads", visit_tensor, &h);
     if (got) free_program(got);
     if (want) free_program(want);
     if (moved) free_program(moved);
