@@ -392,11 +392,14 @@ static bool answer_whole(mn_engine *e, mn_job *job) {
     return true;
 }
 
+static void tell_gauges(mn_engine *e);
+
 static void end_sequence(mn_engine *e, mn_sequence *s) {
     mn_job *job = s->job;
     const mn_status st = mn_sequence_end(e, s);
     forget_sequence(e, s);
     s->stage = MN_STAGE_DONE;
+    tell_gauges(e);    // whoever is answered finds it in the metrics
     if (st != MN_OK) {
         fail_job(e, job, st);
         return;
@@ -412,8 +415,6 @@ static void end_sequence(mn_engine *e, mn_sequence *s) {
     }
     if (last) finish_job(e, job);
 }
-
-static void tell_gauges(mn_engine *e);
 
 /* ---- one turn -------------------------------------------------------------------------------- */
 
@@ -453,7 +454,7 @@ static void start_jobs(mn_engine *e) {
             finish_job(e, job);
         } else if (job->kind == MN_JOB_CALL) {
             job->call(job, e);
-            tell_gauges(e);    // whoever was answered finds it in the metrics
+            tell_gauges(e);
             finish_job(e, job);
         } else {
             admit(e, job);

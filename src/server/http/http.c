@@ -166,6 +166,32 @@ static mn_status keep_bytes(request *r, const char *bytes, size_t size) {
 
 enum { MOST_DISCARDED = 1 << 24 };    // bytes read from a client that was refused
 
+/* A client that is still sending hears at once that its request is refused. */
+static void refuse_now(request *r) {
+    char status[64];
+    snprintf(status, sizeof status, "%d %s", r->early,
+             MHD_get_reason_phrase_for((unsigned)r->early));
+    mn_clients_refuse(r->x.fd, status, r->early_message);
+    r->x.status = r->early;
+}
+
+static const char *header_of(const request *r, const char *name) {
+    return MHD_lookup_connection_value(r->connection, MHD_HEADER_KIND, name);
+}
+
+/* A request that is refused by its header. Closing the connection over a body that is on its way
+ * resets it, and a proxy that still writes never sees the answer; so the body is read and thrown
+ * away first. One that is too long for that is answered at once, then read for a while. A client
+ * that asks before it sends (Expect) is answered instead of encouraged. */
+static bool discards_body(request *r) {
+    const char *length = header_of(r, MHD_HTTP_HEADER_CONTENT_LENGTH);
+    const bool chunked = header_of(r, MHD_HTTP_HEADER_TRANSFER_ENCODING) != NULL;
+    const unsigned long long bytes = length ? strtoull(length, NULL, 10) : 0;
+    if ((bytes == 0 && !chunked) || header_of(r, MHD_HTTP_HEADER_EXPECT)) return false;
+    if (bytes > MOST_DISCARDED) refuse_now(r);
+    return true;
+}
+
 /* MHD_NO closes the connection. */
 static enum MHD_Result take_body(request *r, const char *bytes, size_t *size) {
     const size_t n = *size;
@@ -174,10 +200,8 @@ static enum MHD_Result take_body(request *r, const char *bytes, size_t *size) {
     mn_client_sent(r->s->clients, r->client, n);
     if (r->early) return r->came > r->limit + MOST_DISCARDED ? MHD_NO : MHD_YES;
     if (r->came > r->limit) {
-        static const char why[] = "the body is larger than this server takes";
-        decide(r, 413, "invalid_request_error", why);
-        mn_clients_refuse(r->x.fd, "413 Content Too Large", why);
-        r->x.status = 413;
+        decide(r, 413, "invalid_request_error", "the body is larger than this server takes");
+        refuse_now(r);
         mn_text_free(&r->x.body);
         return MHD_YES;
     }
@@ -327,7 +351,7 @@ static enum MHD_Result handle(void *context, struct MHD_Connection *connection, 
         r = begin(context, connection, path, method);
         *own = r;
         if (!r) return MHD_NO;
-        return r->early ? respond(r) : MHD_YES;
+        return r->early && !discards_body(r) ? respond(r) : MHD_YES;
     }
     return *size > 0 ? take_body(r, bytes, size) : respond(r);
 }
