@@ -191,10 +191,12 @@ typedef struct mn_session_options {
                                //   a GPU what 4 GiB hold, at most 4096
     bool belief;               // keep the read variances of the tokens fed last
     mn_dtype dtype;            // of what a GPU computes, MN_F32 or MN_BF16; MN_F32 on the CPU
-    bool relative;             // with belief: tell each variance over its mean over all directions
-                               //   of a query, which tells known keys from unknown ones (bayes,
-                               //   kla, palimpsa; other layers, and steps of mn_batch, tell the
-                               //   variance itself). Each token costs about as much again
+    bool relative;             // with belief: tell instead what tells known keys from unknown
+                               //   ones, above 1 for doubt: bayes and palimpsa the variance over
+                               //   its mean over all directions of a query, kla what its memory
+                               //   holds in a direction on average over what is read (other
+                               //   layers, and steps of mn_batch, tell the variance itself).
+                               //   Each token costs about as much again
 } mn_session_options;
 
 /* Context and model must outlive the session. `options` may be NULL. On a context with a GPU the

@@ -196,7 +196,7 @@ static mn_status listen(const mn_tap **tap, mn_session *s) {
     return st;
 }
 
-/* Puts variances over their means over directions in place of those of T tokens. */
+/* Puts what tells doubt, by layer, in place of the variances of T tokens. */
 static mn_status make_relative(const mn_session *s, float *variance, int64_t T) {
     const int n = mn_posterior_features(s->posterior);
     float *features = malloc((size_t)(T * n + 1) * sizeof *features);
@@ -206,7 +206,8 @@ static mn_status make_relative(const mn_session *s, float *variance, int64_t T) 
     if (st == MN_OK) st = mn_posterior_read(s->posterior, 1, T, places, T, features);
     for (int i = 0; st == MN_OK && i < s->n_beliefs; i++) {
         const int layer = mn_session_belief_layer(s, i);
-        const int f = mn_posterior_of_layer(s->posterior, layer, MN_STATISTIC_DIRECTION);
+        const int f = mn_posterior_of_layer(s->posterior, layer,
+                                            mn_posterior_doubt(s->posterior, layer));
         for (int64_t t = 0; f >= 0 && t < T; t++) variance[i * T + t] = expf(features[t * n + f]);
     }
     free(features);

@@ -194,6 +194,16 @@ int mn_posterior_of_layer(const mn_posterior *p, int layer, mn_statistic statist
     return -1;
 }
 
+mn_statistic mn_posterior_doubt(const mn_posterior *p, int layer) {
+    static const mn_statistic doubts[] = {
+        [BAYES] = MN_STATISTIC_DIRECTION, [KLA] = MN_STATISTIC_CONTENT,
+        [PALIMPSA_CODE] = MN_STATISTIC_DIRECTION, [PALIMPSA_PAPER] = MN_STATISTIC_DIRECTION,
+    };
+    int l = 0;
+    while (l + 1 < p->n_layers && p->layers[l].index != layer) l++;
+    return doubts[p->layers[l].family];
+}
+
 static mn_status copy_piece(double **to, const belief_layer *l, mn_layer_state *state,
                             const char *name, int64_t count) {
     const mn_state_piece *piece = mn_state_find(state, name);

@@ -1,7 +1,7 @@
 /* knowing.c - questions that cannot be answered yet: stories held out are broken off behind some
  * sentence, and asked where a thing is that they named, and where one is that they did not. The
- * entropy of the prediction and the belief (the variance of the read over its mean over all
- * queries, mean of layers and heads) are to tell the one from the other. */
+ * entropy of the prediction and the belief (what tells doubt of a layer's posterior, mean of
+ * layers and heads) are to tell the one from the other. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -96,8 +96,8 @@ static void row_of(float row[2], const asker *a, int64_t i) {
     const mn_doubts *d = &a->doubts;
     row[0] = row[1] = d->entropy[i];
     if (d->features == 0) return;
-    row[1] = d->value[i * d->features + mn_posterior_overall(a->posterior,
-                                                             MN_STATISTIC_DIRECTION)];
+    const mn_statistic doubt = mn_posterior_doubt(a->posterior, 0);
+    row[1] = d->value[i * d->features + mn_posterior_overall(a->posterior, doubt)];
 }
 
 /* Fits on the first half of the questions and judges the second. */

@@ -41,9 +41,10 @@ static void print_help(void) {
         option_name(name, sizeof name, fields[i].name);
         printf("  %-23s %s (default %g)\n", strcat(name, " X"), fields[i].about, fields[i].value);
     }
-    puts("  --belief                colour each token by the variance of what the model's memory\n"
-         "                          answered, over its mean over all queries; token and number as\n"
-         "                          lines when piped\n"
+    puts("  --belief                colour each token by how much the model's memory doubts what\n"
+         "                          it answered (bayes, palimpsa: variance over its mean over all\n"
+         "                          queries; kla: content held over content read); token and\n"
+         "                          number as lines when piped\n"
          "  --abstain T             say \"" MN_ABSTENTION "\" where the model is right with a\n"
          "                          probability below T, by its calibrator: mneme eval\n"
          "                          --calibration --save-calibration DIR/calibration.json\n"

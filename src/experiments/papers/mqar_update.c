@@ -22,10 +22,13 @@ const mn_experiment_text mn_experiment_mqar_update = {
                             "layers": "bayes_rotation", "head_dim": 32, "expand_v": 1,
                             "noise_groups": 1
                         }
+                    },
+                    "rwkv7": {
+                        "model": {"layers": "rwkv7", "head_dim": 32, "value_dim": 256}
                     }
                 }
             },
-            "only": {"model": ["bayes", "bayes, no gate", "rotation", "gdn", "mamba2"]}
+            "only": {"model": ["bayes", "bayes, no gate", "rotation", "gdn", "mamba2", "rwkv7"]}
         },
         "claims": [
             {"says": "bayes is ahead of gdn by 20 points where every key has a new value",
@@ -146,7 +149,8 @@ const mn_experiment_text mn_experiment_mqar_update = {
                         "bayes": {"model": {"head_dim": 16}},
                         "bayes, no gate": {"model": {"head_dim": 16}},
                         "rotation": {"model": {"head_dim": 16}},
-                        "gdn": {"model": {"head_dim": 16}}
+                        "gdn": {"model": {"head_dim": 16}},
+                        "rwkv7": {"model": {"head_dim": 16, "value_dim": 128}}
                     },
                     "train.lr": [0.001, 0.003], "seed": [0, 1, 2]
                 }
