@@ -46,7 +46,10 @@ static double slope(mn_unary kind, double x) {
     const double s = sigmoid(x);
     switch (kind) {
     case MN_UNARY_SILU: return s * (1.0 + x * (1.0 - s));
-    case MN_UNARY_SIGMOID: return s * (1.0 - s);
+    case MN_UNARY_SIGMOID: {
+        const double e = exp(-fabs(x));    // 1 - s has no digits where s is near 1
+        return e / ((1.0 + e) * (1.0 + e));
+    }
     case MN_UNARY_SOFTPLUS: return s;
     case MN_UNARY_LOGSIGMOID: return sigmoid(-x);
     case MN_UNARY_GELU: {

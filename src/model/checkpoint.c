@@ -16,6 +16,7 @@
 #include "model/families/dialect.h"
 #include "model/folder/auto_map.h"
 #include "model/folder/quantised.h"
+#include "model/folder/stacks.h"
 #include "model/folder/weights.h"
 #include "model/model_internal.h"
 #include "runtime/reserve.h"
@@ -44,6 +45,12 @@ static mn_status read_param(mn_model *model, const mn_weights *w, int i) {
     return st;
 }
 
+static mn_status count_one(void *count, const mn_stored_tensor *t) {
+    (void)t;
+    ++*(int64_t *)count;
+    return MN_OK;
+}
+
 mn_status mn_checkpoint_read_weights(mn_model *model, const char *given) {
     return mn_checkpoint_read_each(model, given, NULL, NULL);
 }
@@ -53,7 +60,7 @@ mn_status mn_checkpoint_read_each(mn_model *model, const char *given, mn_checkpo
     char folder[MN_FOLDER_PATH];
     mn_weights *w = NULL;
     mn_status st = mn_folder_of_model(folder, given);
-    if (st == MN_OK) st = mn_weights_open(&w, folder);
+    if (st == MN_OK) st = mn_weights_open(&w, folder, model);
     if (st == MN_OK) st = mn_weights_check(model, w);
     for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
         mn_model_param *p = mn_model_param_at(model, i);
@@ -62,8 +69,15 @@ mn_status mn_checkpoint_read_each(mn_model *model, const char *given, mn_checkpo
                                        : read_param(model, w, i);
         if (st == MN_OK && fn) st = fn(context, i);
     }
-    mn_weights_close(w);
-    return st;
+    int64_t n_beside = 0;
+    if (st == MN_OK) st = mn_weights_beside(w, model, count_one, &n_beside);
+    if (st != MN_OK || n_beside == 0) {
+        mn_weights_close(w);
+        return st;
+    }
+    mn_weights_close(model->beside);
+    model->beside = w;
+    return MN_OK;
 }
 
 /* Whether the parameters fit into memory, before any is read. */
@@ -105,8 +119,6 @@ mn_status mn_checkpoint_load(mn_model **out, const char *given, mn_dtype dtype) 
 }
 
 /* ---- writing --------------------------------------------------------------------------------- */
-
-typedef char param_name[MN_PARAM_NAME];
 
 /* Whether all numbers of p are of the type of the file that it was read from: untouched ones are,
  * and are written as they were. */
@@ -201,42 +213,65 @@ static mn_status stored_form(mn_stored_tensor *t, void **copy, mn_model *model, 
     return st;
 }
 
-static mn_status write_weights(mn_model *model, mn_stored_tensor *tensors, param_name *names,
-                               void **copies, const char *path) {
-    const char *family = mn_model_config_family(mn_model_describe(model));
+/* Parameter i at the end of the list, or in its place among those of all experts. */
+static mn_status list_param(mn_stack_list *list, mn_model *model, int i) {
+    const mn_model_config *c = mn_model_describe(model);
+    const char *family = mn_model_config_family(c);
+    const mn_model_param *p = mn_model_param_at(model, i);
+    const char *kind = mn_weights_kind(model, p->name);
+    const int n = list->n;
+    mn_stacked at;
+    mn_dialect_name(list->names[n], family, kind, p->name);
+    if (p->quant && model->device) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: quantised weights are saved from the CPU",
+                       p->name);
+    }
+    if (p->quant) {
+        const int parts = mn_quantised_tensors(&list->tensors[n], &list->names[n],
+                                               &list->copies[n], p);
+        list->n += parts;
+        return parts ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to save %s", p->name);
+    }
+    list->tensors[n] = (mn_stored_tensor){ .name = list->names[n] };
+    const mn_status st = stored_form(&list->tensors[n], &list->copies[n], model, i);
+    list->n++;
+    if (st != MN_OK || !mn_dialect_stacked(&at, family, kind, p->name)) return st;
+    return mn_stack_add(list, &at, c->block.num_experts,
+                        mn_model_dtype(model) == MN_F64 ? MN_STORED_F64 : MN_STORED_F32);
+}
+
+static mn_status list_beside(void *context, const mn_stored_tensor *t) {
+    mn_stack_list *list = context;
+    list->tensors[list->n++] = *t;
+    return MN_OK;
+}
+
+static mn_status write_weights(mn_model *model, mn_stack_list *list, const char *path) {
     mn_status st = MN_OK;
-    int n = 0;
     for (int i = 0; i < mn_model_params(model) && st == MN_OK; i++) {
-        const mn_model_param *p = mn_model_param_at(model, i);
-        mn_dialect_name(names[n], family, mn_weights_kind(model, p->name), p->name);
-        if (p->quant && model->device) {
-            st = mn_fail(MN_ERR_UNSUPPORTED, "%s: quantised weights are saved from the CPU", path);
-        } else if (p->quant) {
-            const int parts = mn_quantised_tensors(&tensors[n], &names[n], &copies[n], p);
-            if (parts == 0) st = mn_fail(MN_ERR_MEMORY, "no memory to save %s", p->name);
-            n += parts;
-        } else {
-            tensors[n] = (mn_stored_tensor){ .name = names[n] };
-            st = stored_form(&tensors[n], &copies[n], model, i);
-            n++;
-        }
+        st = list_param(list, model, i);
+    }
+    if (st == MN_OK && model->beside) {
+        st = mn_weights_beside(model->beside, model, list_beside, list);
     }
     const mn_stored_text format = { "format", "pt" };
-    return st == MN_OK ? mn_safetensors_write(path, tensors, n, &format, 1) : st;
+    return st == MN_OK ? mn_safetensors_write(path, list->tensors, list->n, &format, 1) : st;
 }
 
 static mn_status save_weights(mn_model *model, const char *path) {
-    const size_t n = MN_QUANTISED_PARTS * (size_t)mn_model_params(model);
-    mn_stored_tensor *tensors = calloc(n, sizeof *tensors);
-    void **copies = calloc(n, sizeof *copies);
-    param_name *names = calloc(n, sizeof *names);
-    mn_status st = tensors && copies && names
+    int64_t n_beside = 0;
+    if (model->beside) mn_weights_beside(model->beside, model, count_one, &n_beside);
+    const size_t n = MN_QUANTISED_PARTS * (size_t)mn_model_params(model) + (size_t)n_beside;
+    mn_stack_list list = { .tensors = calloc(n, sizeof *list.tensors),
+                           .copies = calloc(n, sizeof *list.copies),
+                           .names = calloc(n, sizeof *list.names) };
+    mn_status st = list.tensors && list.copies && list.names
                        ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
-    if (st == MN_OK) st = write_weights(model, tensors, names, copies, path);
-    for (size_t i = 0; copies && i < n; i++) free(copies[i]);
-    free(copies);
-    free(names);
-    free(tensors);
+    if (st == MN_OK) st = write_weights(model, &list, path);
+    for (size_t i = 0; list.copies && i < n; i++) free(list.copies[i]);
+    free(list.copies);
+    free(list.names);
+    free(list.tensors);
     return st;
 }
 

@@ -9,6 +9,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "model/folder/weights.h"
 #include "model/model_internal.h"
 #include "runtime/reserve.h"
 
@@ -240,6 +241,7 @@ void mn_model_destroy(mn_model *model) {
         give(model, model->params[i].grad, model->params[i].info.count);
         mn_quant_free(model->params[i].quant);
     }
+    mn_weights_close(model->beside);
     free(model->params);
     free(model->leaves);
     free(model->ends);

@@ -55,6 +55,7 @@ struct mn_model {
     int32_t *places;                 // n_places of them: positions of the pass at hand, embed.c
     int64_t n_places;
     mn_tape *tape;                   // of the current pass
+    struct mn_weights *beside;       // files with tensors that are written back; NULL: none
 
     /* On a GPU (place.c): a handle of the model's own, and one piece of memory for all values, for
      * all gradients and for all shadows. */

@@ -1,5 +1,6 @@
 /* test_families.c - models of other software: written under the names of their family and read back
  * the same; keys that are not understood are named. */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +17,9 @@
               "\"linear_num_key_heads\": 2, \"linear_num_value_heads\": 4, "                       \
               "\"linear_key_head_dim\": 4, \"linear_value_head_dim\": 3, "                         \
               "\"rope_parameters\": {\"rope_type\": \"default\", \"partial_rotary_factor\": 0.5}"
+
+#define EXPERTS "\"num_experts\": 3, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 4, "   \
+                "\"shared_expert_intermediate_size\": 5"
 
 static const struct {
     const char *json, *tensor, *says;    // a tensor of its file, and a piece of its config.json
@@ -76,6 +80,24 @@ static const struct {
       "\"shared_intermediate_size\": 6, \"mamba_d_head\": 4, \"mamba_n_heads\": 4, "
       "\"mamba_d_state\": 3, \"logits_scaling\": 2.0}",
       "model.layers.0.shared_mlp.input_linear.weight", "logits_scaling" },
+    { "{\"model_type\": \"granitemoehybrid\", " SIZES ", " HEADS ", "
+      "\"layer_types\": [\"linear_attention\", \"full_attention\"], "
+      "\"shared_intermediate_size\": 6, \"intermediate_size\": 4, \"num_local_experts\": 3, "
+      "\"num_experts_per_tok\": 2, \"mamba_d_head\": 4, \"mamba_n_heads\": 4, "
+      "\"mamba_d_state\": 3}",
+      "model.layers.1.block_sparse_moe.input_linear.weight", "num_local_experts" },
+    { "{\"model_type\": \"qwen3_5_moe_text\", " SIZES ", " HEADS ", " DELTA ", " EXPERTS "}",
+      "model.layers.0.mlp.experts.gate_up_proj", "num_experts_per_tok" },
+    { "{\"model_type\": \"qwen3_5_moe\", \"vision_config\": {}, \"text_config\": {\"model_type\": "
+      "\"qwen3_5_moe_text\", " SIZES ", " HEADS ", " DELTA ", " EXPERTS "}}",
+      "model.language_model.layers.1.mlp.experts.down_proj", "text_config" },
+    { "{\"model_type\": \"qwen3_5_text\", " SIZES ", " HEADS ", \"full_attention_interval\": 2, "
+      "\"attn_output_gate\": true, \"mtp_num_hidden_layers\": 1, \"head_dim\": 8, "
+      "\"linear_num_key_heads\": 2, \"linear_num_value_heads\": 4, "
+      "\"linear_key_head_dim\": 4, \"linear_value_head_dim\": 3, "
+      "\"rope_parameters\": {\"rope_type\": \"default\", \"mrope_interleaved\": true, "
+      "\"mrope_section\": [1, 1, 0]}}",
+      "model.layers.1.self_attn.q_proj.weight", "mrope_section" },
     { "{\"model_type\": \"jamba\", " SIZES ", " HEADS ", \"attn_layer_period\": 2, "
       "\"attn_layer_offset\": 1, \"num_experts\": 2, \"num_experts_per_tok\": 1, "
       "\"intermediate_size\": 6, \"mamba_d_state\": 3, \"mamba_dt_rank\": 2}",
@@ -203,6 +225,139 @@ static void come_back(void **state) {
     check_done();
 }
 
+/* ---- experts that are all alike -------------------------------------------------------------- */
+
+#define GRANITE "{\"model_type\": \"granitemoehybrid\", " SIZES ", " HEADS ", "                    \
+                "\"layer_types\": [\"linear_attention\", \"full_attention\"], "                    \
+                "\"mamba_d_head\": 4, \"mamba_n_heads\": 4, \"mamba_d_state\": 3, "                \
+                "\"residual_multiplier\": 0.5, "
+
+enum { SHARED = 6, OWN = 4, WIDE = SHARED + OWN, D = 8 };
+
+/* Rows and columns [first, first + n) of the wide MLP's matrix as matrix `name` of block i. */
+static void take(mn_model *to, mn_model *wide, int i, const char *name, const char *from,
+                 int64_t row, int64_t rows, int64_t column, int64_t columns) {
+    char full[128];
+    snprintf(full, sizeof full, "model.layers.%d.mlp.%s.weight", i, name);
+    const mn_model_param *p = mn_model_param_named(to, full);
+    snprintf(full, sizeof full, "model.layers.%d.mlp.%s.weight", i, from);
+    const mn_model_param *q = mn_model_param_named(wide, full);
+    if (!CHECK(p && q, "no %s", full)) return;
+    const int64_t width = p->info.shape[1], theirs = q->info.shape[1];
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < columns; c++) {
+            ((float *)p->value)[r * width + c] =
+                ((const float *)q->value)[(row + r) * theirs + column + c];
+        }
+    }
+}
+
+static void share_out(mn_model *to, mn_model *wide, int i) {
+    char name[64];
+    for (int e = 0; e < 3; e++) {
+        const int64_t first[] = { SHARED, 0, WIDE + SHARED };
+        for (int which = 1; which <= 3; which++) {
+            snprintf(name, sizeof name, "experts.%d.w%d", e, which);
+            if (which == 2) take(to, wide, i, name, "down_proj", 0, D, SHARED, OWN);
+            else take(to, wide, i, name, "gate_up_proj", first[which - 1], OWN, 0, D);
+        }
+    }
+    mn_model_param *p = NULL;
+    snprintf(name, sizeof name, "model.layers.%d.mlp.shared_expert.gate_up_proj.weight", i);
+    if (CHECK((p = mn_model_param_named(to, name)) != NULL, "no %s", name)) {
+        snprintf(name, sizeof name, "model.layers.%d.mlp.gate_up_proj.weight", i);
+        const float *q = mn_model_param_named(wide, name)->value;
+        memcpy(p->value, q, SHARED * D * sizeof *q);
+        memcpy((float *)p->value + SHARED * D, q + WIDE * D, SHARED * D * sizeof *q);
+    }
+    take(to, wide, i, "shared_expert.down_proj", "down_proj", 0, D, 0, SHARED);
+}
+
+/* Weights of chosen experts sum to one, so experts that are one another's copies and an MLP beside
+ * them are one MLP of both their widths, whatever the router says. */
+static void like_experts(void **state) {
+    (void)state;
+    mn_model *model[2] = { NULL, NULL };
+    const char *const json[] = {
+        GRANITE "\"shared_intermediate_size\": 10}",
+        GRANITE "\"shared_intermediate_size\": 6, \"intermediate_size\": 4, "
+                "\"num_local_experts\": 3, \"num_experts_per_tok\": 2}" };
+    mn_context *context = NULL;
+    mn_session *session[2] = { NULL, NULL };
+    static const int32_t tokens[] = { 1, 5, 2, 10, 3, 3, 7 };
+    mn_status st = mn_context_create(&context, NULL);
+    for (int k = 0; k < 2 && st == MN_OK; k++) st = make(&model[k], json[k]);
+    CHECK(st == MN_OK, "%s", mn_last_error());
+    for (int i = 0; st == MN_OK && i < mn_model_params(model[1]); i++) {
+        mn_model_param *p = mn_model_param_at(model[1], i);
+        const mn_model_param *q = mn_model_param_named(model[0], p->name);
+        if (q) memcpy(p->value, q->value, (size_t)p->info.count * sizeof(float));
+    }
+    for (int i = 0; st == MN_OK && i < 2; i++) share_out(model[1], model[0], i);
+    for (int k = 0; k < 2 && st == MN_OK; k++) {
+        st = mn_session_create(&session[k], context, model[k], NULL);
+        if (st == MN_OK) st = mn_session_feed(session[k], tokens, 7);
+    }
+    CHECK(st == MN_OK, "%s", mn_last_error());
+    for (int v = 0; st == MN_OK && v < 11; v++) {
+        const double a = mn_session_logits(session[0])[v], b = mn_session_logits(session[1])[v];
+        CHECK(fabs(a - b) <= 1e-6 + 1e-5 * fabs(a), "logit %d is %.8f, not %.8f", v, b, a);
+    }
+    for (int k = 0; k < 2; k++) {
+        mn_session_destroy(session[k]);
+        mn_model_destroy(model[k]);
+    }
+    mn_context_destroy(context);
+    check_done();
+}
+
+/* ---- what is beside a model ------------------------------------------------------------------ */
+
+/* The folder's tensors and one of a tower that no parameter has. */
+static void add_tower(const float *numbers, int64_t n) {
+    char path[4096];
+    mn_safetensors *file = NULL;
+    snprintf(path, sizeof path, "%s", in_folder("model.safetensors"));
+    if (!CHECK(mn_safetensors_open(&file, path) == MN_OK, "%s", mn_last_error())) return;
+    const int64_t count = mn_safetensors_count(file);
+    mn_stored_tensor *all = calloc((size_t)count + 1, sizeof *all);
+    for (int64_t i = 0; i < count; i++) all[i] = *mn_safetensors_at(file, i);
+    all[count] = (mn_stored_tensor){ .name = "model.visual.patch.weight", .dtype = MN_STORED_F32,
+                                     .rank = 1, .shape = { n }, .data = numbers,
+                                     .bytes = (size_t)n * sizeof *numbers };
+    const mn_stored_text format = { "format", "pt" };
+    CHECK(mn_safetensors_write(path, all, count + 1, &format, 1) == MN_OK, "%s", mn_last_error());
+    free(all);
+    mn_safetensors_close(file);
+}
+
+/* A tower stays with its model, also when the folder it came from is written over. */
+static void towers_stay(void **state) {
+    (void)state;
+    static const float numbers[] = { 1.5f, -2.0f, 3.25f };
+    const char *json = "{\"model_type\": \"qwen3_5\", \"vision_config\": {}, \"text_config\": {"
+                       "\"model_type\": \"qwen3_5_text\", " SIZES ", " HEADS ", " DELTA "}}";
+    mn_model *model = NULL, *back = NULL;
+    mn_status st = make(&model, json);
+    if (st == MN_OK) st = mn_checkpoint_save(model, in_folder(""));
+    add_tower(numbers, 3);
+    if (st == MN_OK) st = mn_checkpoint_load(&back, in_folder(""), MN_F32);
+    for (int times = 0; times < 2 && st == MN_OK; times++) {
+        mn_safetensors *file = NULL;
+        st = mn_checkpoint_save(back, in_folder(""));
+        if (st == MN_OK) st = mn_safetensors_open(&file, in_folder("model.safetensors"));
+        const mn_stored_tensor *t = NULL;
+        if (st == MN_OK) t = mn_safetensors_find(file, "model.visual.patch.weight");
+        CHECK(t && t->bytes == sizeof numbers && memcmp(t->data, numbers, sizeof numbers) == 0,
+              "the tower is gone");
+        mn_safetensors_close(file);
+    }
+    CHECK(st == MN_OK, "%s", mn_last_error());
+    mn_model_destroy(back);
+    mn_model_destroy(model);
+    check_done();
+}
+
 static void wrong_keys(void **state) {
     (void)state;
     static const struct {
@@ -224,6 +379,8 @@ static void wrong_keys(void **state) {
           "no layer of nemotron_h" },
         { "{\"model_type\": \"falcon_h1\", " SIZES ", " HEADS ", \"projectors_bias\": true}",
           "projectors_bias" },
+        { "{\"model_type\": \"qwen3_5_text\", " SIZES ", " HEADS ", " DELTA ", "
+          "\"attn_output_gate\": false}", "attn_output_gate" },
         { "{\"model_type\": \"gpt2\", " SIZES ", \"activation_function\": \"sine\"}", "sine" },
         { "{\"model_type\": \"qwen3_next\", " SIZES ", \"num_experts\": 4, "
           "\"num_experts_per_tok\": 5, \"moe_intermediate_size\": 8}", "num_experts_per_tok" },
@@ -239,8 +396,10 @@ static void wrong_keys(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(come_back, make_folder, remove_folder),
+        cmocka_unit_test(come_back),
+        cmocka_unit_test(like_experts),
+        cmocka_unit_test(towers_stay),
         cmocka_unit_test(wrong_keys),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

@@ -49,7 +49,8 @@ static void each(const char *below, void (*visit)(const char *name)) {
 
 /* ---- there and back -------------------------------------------------------------------------- */
 
-static void check_tensors(const char *from, const char *name) {
+/* The tensors of one file; returns how many there are. */
+static int64_t check_tensors(const char *from, const char *name) {
     mn_safetensors *before = NULL, *after = NULL;
     int64_t n = 0;
     CHECK(mn_safetensors_open(&before, from) == MN_OK, "%s", mn_last_error());
@@ -57,7 +58,6 @@ static void check_tensors(const char *from, const char *name) {
           mn_last_error());
     for (int64_t i = 0; before && after && i < mn_safetensors_count(before); i++) {
         const mn_stored_tensor *a = mn_safetensors_at(before, i);
-        if (strstr(mn_safetensors_name(before, i), ".visual.")) continue;    // no text model's
         const mn_stored_tensor *b = mn_safetensors_find(after, mn_safetensors_name(before, i));
         n++;
         if (!CHECK(b != NULL, "%s: %s is gone", name, mn_safetensors_name(before, i))) continue;
@@ -66,11 +66,29 @@ static void check_tensors(const char *from, const char *name) {
         CHECK(same && memcmp(a->data, b->data, a->bytes) == 0, "%s: %s is another", name,
               mn_safetensors_name(before, i));
     }
-    if (before && after) {
-        CHECK(n == mn_safetensors_count(after), "%s: %lld tensors, not %lld", name,
-              (long long)mn_safetensors_count(after), (long long)n);
-    }
     mn_safetensors_close(before);
+    mn_safetensors_close(after);
+    return n;
+}
+
+/* Those of all files of the folder, which are those that were written. */
+static void check_files(const char *folder, const char *name) {
+    char path[LONG + 256];
+    int64_t n = 0;
+    DIR *files = opendir(folder);
+    for (const struct dirent *at; files && (at = readdir(files));) {
+        const size_t length = strlen(at->d_name);
+        const bool is_model = strncmp(at->d_name, "model", 5) == 0 && length > 12 &&
+                              strcmp(at->d_name + length - 12, ".safetensors") == 0;
+        snprintf(path, sizeof path, "%s/%s", folder, at->d_name);
+        if (is_model) n += check_tensors(path, name);
+    }
+    if (files) closedir(files);
+    mn_safetensors *after = NULL;
+    CHECK(mn_safetensors_open(&after, in_folder("model.safetensors")) == MN_OK, "%s",
+          mn_last_error());
+    CHECK(after && n > 0 && n == mn_safetensors_count(after), "%s: not the %lld tensors it had",
+          name, (long long)n);
     mn_safetensors_close(after);
 }
 
@@ -88,18 +106,19 @@ static void check_keys(const char *from, const char *name) {
 }
 
 static void check_folder(const char *name) {
-    char weights[LONG], config[LONG], folder[PATH];
+    char weights[LONG], index[LONG], config[LONG], folder[PATH];
     snprintf(folder, sizeof folder, "%s/%s", root(), name);
     snprintf(weights, sizeof weights, "%s/model.safetensors", folder);
+    snprintf(index, sizeof index, "%s/model.safetensors.index.json", folder);
     snprintf(config, sizeof config, "%s/config.json", folder);
-    if (!is_there(weights)) return;
+    if (!is_there(weights) && !is_there(index)) return;
     mn_model *model = NULL;
     const mn_status st = mn_checkpoint_load(&model, folder, MN_F32);
     if (is_refused(name, st)) return;
     if (!CHECK(st == MN_OK, "%s", mn_last_error())) return;
     CHECK(mn_checkpoint_save(model, in_folder("")) == MN_OK, "%s", mn_last_error());
     mn_model_destroy(model);
-    check_tensors(weights, name);
+    check_files(folder, name);
     check_keys(config, name);
 }
 

@@ -22,14 +22,15 @@ def evaluate(x, p):
 
 
 SIZES = dict(B=2, T=15, H=2, K=8, V=12)
-OPTIONS = {"bound": True, "state0": False, "by": 1.0}
+OPTIONS = {"bound": True, "state0": False, "by": 1.0, "least": False}
 
 
 def draw(d, n, o):
     x = {"q": d.normal(n.B, n.T, n.H, n.K), "f": d.normal(n.B, n.T, n.H, n.K, by=o.by),
          "v": d.normal(n.B, n.T, n.H, n.V)}
     if o.bound:
-        x["lb"] = d.uniform(0.02, 0.95, n.H, n.K)
+        x["lb"] = (d.choice((1e-6, 0.5, 0.999), n.H, n.K) if o.least
+                   else d.uniform(0.02, 0.95, n.H, n.K))
     if o.state0:
         x["state0"] = d.normal(n.states, n.H, n.K, n.V)
     return x, {"scale": sample.scale_of(n.K)}
@@ -41,4 +42,6 @@ CASES = {
     "hgrn2_packed": dict(V=5, packed=(37, 1, 70), note="packed, zero start"),
     "hgrn2_extreme": dict(B=1, T=70, K=7, V=5, by=12.0, state0=True,
                           note="gates from nearly their least value to nearly one"),
+    "hgrn2_least": dict(B=1, T=70, K=7, V=5, by=12.0, state0=True, least=True,
+                        note="least values from 1e-6 to 0.999, gates from there to nearly one"),
 }

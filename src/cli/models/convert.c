@@ -169,8 +169,8 @@ static mn_status convert(const request *r) {
     if (st == MN_OK) st = mn_models_write(transfer, r->given[1], dtype, r->overwrite, r->quiet);
     if (st == MN_OK) {
         const char *family = transfer->family;
-        printf("%s: %d tensors as %s%s%s\n", r->given[1], transfer->n, family ? family : "mneme",
-               r->dtype ? ", " : "", r->dtype ? r->dtype : "");
+        printf("%s: %d tensors as %s%s%s\n", r->given[1], transfer->n_tensors,
+               family ? family : "mneme", r->dtype ? ", " : "", r->dtype ? r->dtype : "");
     }
     mn_transfer_destroy(transfer);
     mn_source_close(&source);

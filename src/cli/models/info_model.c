@@ -46,7 +46,8 @@ static mn_status look_at_files(files *f, const mn_source *s) {
     const mn_stored_tensor **used = calloc(n, sizeof(*used));
     if (!used) return mn_fail(MN_ERR_MEMORY, "no memory to look at %s", s->folder);
     for (size_t i = 0; i < n; i++) {
-        used[i] = mn_weights_find(s->weights, s->model, mn_model_param_at(s->model, (int)i)->name);
+        const char *name = mn_model_param_at(s->model, (int)i)->name;
+        used[i] = mn_weights_whole(s->weights, mn_weights_find(s->weights, s->model, name));
     }
     qsort(used, n, sizeof *used, compare);
     for (int i = 0; i < mn_weights_files(s->weights); i++) {
@@ -318,7 +319,8 @@ mn_status mn_info_model(const char *given, int batch, int context, bool json,
     mn_status st = f ? mn_source_open_config(&source, given)
                      : mn_fail(MN_ERR_MEMORY, "no memory to look at %s", given);
     if (st == MN_OK) {
-        if (mn_weights_open(&source.weights, source.folder) != MN_OK) keep_reason(f->wrong);
+        st = mn_weights_open(&source.weights, source.folder, source.model);
+        if (st != MN_OK) keep_reason(f->wrong);
         f->source = &source;
         f->c = mn_model_describe(source.model);
         f->batch = batch;

@@ -32,7 +32,8 @@ mn_status mn_models_write(mn_transfer *t, const char *out, mn_stored_dtype dtype
     char done[MN_RUN_PATH];
     json_t *config = NULL;
     int64_t largest;
-    mn_emit emit = { .folder = out, .source = t->source, .tensors = t->tensors, .n = t->n,
+    mn_emit emit = { .folder = out, .source = t->source, .tensors = t->tensors,
+                     .n = t->n_tensors,
                      .fill = mn_transfer_fill, .context = t, .progress = mn_models_progress,
                      .progress_context = &bar };
     mn_status st = mn_emit_check(&emit, overwrite);

@@ -78,7 +78,7 @@ static mn_status add_sparse(mn_model *model, mn_block *block, int i) {
     if (st == MN_OK) st = add_experts(model, block, i);
     if (st != MN_OK || c->shared_expert_intermediate_size == 0) return st;
     st = add_mlp(model, &block->shared, NAMED("shared_expert"),
-                 c->shared_expert_intermediate_size, false);
+                 c->shared_expert_intermediate_size, c->mlp_fused != 0);
     if (st == MN_OK && c->shared_expert_gate) {
         st = mn_model_add_matrix(model, &block->shared_gate, NAMED("shared_expert_gate.weight"), 1,
                                  D, MN_GROUP_MATRIX);

@@ -127,6 +127,21 @@ const char *mn_dialect_class(const char *family) {
     return NULL;
 }
 
+static const struct {
+    const char *type, *ours, *theirs;
+    int part, parts;
+} stacks[] = {
+#define STACKED(type, ours, theirs, part, parts) { type, ours, theirs, part, parts },
+#include "model/families/families.def"
+};
+
+static const struct {
+    const char *type, *prefix;
+} towers[] = {
+#define BESIDE(type, prefix) { type, prefix },
+#include "model/families/families.def"
+};
+
 /* ---- keys ------------------------------------------------------------------------------------ */
 
 static mn_status no_memory(void) {
@@ -154,12 +169,15 @@ static const char *first_of(char name[KEY_NAME], const char *path) {
     return path[n] ? path + n + 1 : NULL;
 }
 
-/* Whether some row of the family reads member `name` of `outer`. */
+/* Whether some row of the family reads, or passes over, member `name` of `outer`. */
 static bool reads(const char *family, const char *outer, const char *name) {
     char path[2 * KEY_NAME];
     snprintf(path, sizeof path, "%s.%s", outer, name);
     for (size_t i = 0; i < MN_COUNTOF(keys); i++) {
         if (strcmp(keys[i].type, family) == 0 && strcmp(keys[i].theirs, path) == 0) return true;
+    }
+    for (size_t i = 0; i < MN_COUNTOF(unread); i++) {
+        if (strcmp(unread[i].type, family) == 0 && strcmp(unread[i].theirs, path) == 0) return true;
     }
     return false;
 }
@@ -432,4 +450,32 @@ void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *ki
                  at + strlen(tensors[i].ours));
         snprintf(out, MN_PARAM_NAME, "%.*s", MN_PARAM_NAME - 1, changed);
     }
+}
+
+bool mn_dialect_stacked(mn_stacked *out, const char *family, const char *kind, const char *name) {
+    int block = 0, end = 0;
+    long long expert = 0;
+    char matrix[3] = "";
+    const int found = sscanf(name, "model.layers.%d.mlp.experts.%lld.%2[w123].weight%n", &block,
+                             &expert, matrix, &end);
+    if (!family || found != 3 || end == 0 || name[end]) return false;
+    for (size_t i = 0; i < MN_COUNTOF(stacks); i++) {
+        if (strcmp(stacks[i].type, family) != 0 || strcmp(stacks[i].ours, matrix) != 0) continue;
+        char whole[MN_PARAM_NAME];
+        snprintf(whole, sizeof whole, "model.layers.%d%s", block, stacks[i].theirs);
+        *out = (mn_stacked){ .expert = expert, .part = stacks[i].part, .parts = stacks[i].parts };
+        mn_dialect_name(out->name, family, kind, whole);
+        return true;
+    }
+    return false;
+}
+
+bool mn_dialect_beside(const char *family, const char *name) {
+    for (size_t i = 0; family && i < MN_COUNTOF(towers); i++) {
+        const size_t n = strlen(towers[i].prefix);
+        if (strcmp(towers[i].type, family) == 0 && strncmp(towers[i].prefix, name, n) == 0) {
+            return true;
+        }
+    }
+    return false;
 }

@@ -38,6 +38,20 @@ bool mn_dialect_transposed(const char *family, const char *name);
  * elsewhere. */
 bool mn_dialect_joined(const char *family, const char *name);
 
+/* Where files keep a matrix of expert `expert`: part `part` of the `parts` equal parts of rows that
+ * the expert has in tensor `name`, whose first axis counts experts. */
+typedef struct mn_stacked {
+    char name[MN_PARAM_NAME];
+    int64_t expert;
+    int part, parts;
+} mn_stacked;
+
+/* False for a parameter that has a tensor of its own. */
+bool mn_dialect_stacked(mn_stacked *out, const char *family, const char *kind, const char *name);
+
+/* Whether a tensor called so is of what is beside the text model of the family. */
+bool mn_dialect_beside(const char *family, const char *name);
+
 /* What rows of families.def cannot say, dialect_derive.c: works on `out`, a configuration in our
  * words, from `object`, the same in theirs. NULL: the family has nothing of that kind. */
 typedef mn_status (*mn_derive_fn)(json_t *out, const mn_json *object);

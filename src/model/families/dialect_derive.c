@@ -150,7 +150,9 @@ static mn_status mn_derive_qwen_moe(json_t *out, const mn_json *object) {
     const int64_t step = mn_max(whole(object, "decoder_sparse_step", 1), 1);
     const mn_json dense = mn_json_member(object, "mlp_only_layers");
     layer_list list;
-    mn_status st = begin(&list, n);
+    mn_status st = only(object, "attn_output_gate", true);
+    if (st == MN_OK) st = begin(&list, n);
+    if (st != MN_OK) return st;
     for (int64_t i = 0; i < n && st == MN_OK; i++) {
         bool sparse = E > 0 && (i + 1) % step == 0;
         for (int64_t k = 0; mn_json_given(&dense) && k < mn_json_count(&dense); k++) {
@@ -174,14 +176,33 @@ static mn_status mn_derive_qwen_moe(json_t *out, const mn_json *object) {
     return st;
 }
 
+/* Experts in every block beside the MLP that serves all tokens. */
+static mn_status granite_experts(json_t *out, const mn_json *object) {
+    static const char *const sizes[][2] = {
+        { "num_local_experts", "num_experts" },
+        { "num_experts_per_tok", "num_experts_per_tok" },
+        { "intermediate_size", "moe_intermediate_size" },
+        { "shared_intermediate_size", "shared_expert_intermediate_size" },
+    };
+    const int64_t n = whole(object, "num_hidden_layers", 0);
+    layer_list list;
+    mn_status st = begin(&list, n);
+    for (int64_t i = 0; i < n && st == MN_OK; i++) add(&list, "", "sparse");
+    st = finish(&list, out, st, false);
+    for (size_t i = 0; i < MN_COUNTOF(sizes) && st == MN_OK; i++) {
+        const mn_json at = mn_json_member(object, sizes[i][0]);
+        if (mn_json_given(&at)) st = put(out, sizes[i][1], json_incref(at.value));
+    }
+    return st == MN_OK ? put(out, "norm_topk_prob", json_true()) : st;
+}
+
 static mn_status mn_derive_granite(json_t *out, const mn_json *object) {
     const char *positions = "";
     double scaling = 1.0;
     mn_status st = mn_json_opt_text(&positions, object, "position_embedding_type");
     if (st == MN_OK) st = mn_json_opt_f64(&scaling, object, "logits_scaling");
     if (st == MN_OK && whole(object, "num_local_experts", 0) > 0) {
-        const mn_json at = mn_json_member(object, "num_local_experts");
-        st = mn_json_fail(&at, "experts kept in one tensor are not built");
+        st = granite_experts(out, object);
     }
     if (st == MN_OK) st = put(out, "logits_multiplier", json_real(1.0 / scaling));
     const bool rope = strcmp(positions, "rope") == 0;

@@ -28,7 +28,7 @@ mn_status mn_source_open_config(mn_source *out, const char *given) {
 
 mn_status mn_source_open(mn_source *out, const char *given) {
     mn_status st = mn_source_open_config(out, given);
-    if (st == MN_OK) st = mn_weights_open(&out->weights, out->folder);
+    if (st == MN_OK) st = mn_weights_open(&out->weights, out->folder, out->model);
     if (st != MN_OK) mn_source_close(out);
     return st;
 }

@@ -16,11 +16,39 @@ static int param_named(const mn_model *model, const char *name) {
     return p ? (int)(p - mn_model_param_at(m, 0)) : MN_TRANSFER_MADE;
 }
 
+/* Of all experts: the tensor of the first of them, or that which has parameter i as well. */
+static void describe_stack(mn_transfer *t, int i, mn_stored_dtype dtype, const mn_stacked *at) {
+    const mn_param_info *info = &mn_model_param_at(t->target, i)->info;
+    int k = t->n_tensors - 1;
+    while (k >= 0 && strcmp(t->tensors[k].name, at->name) != 0) k--;
+    t->place[i] = (at->expert * at->parts + at->part) * info->count;
+    if (k >= 0) {
+        t->next[i] = t->first[k];
+        t->first[k] = i;
+        return;
+    }
+    mn_emit_tensor *e = &t->tensors[t->n_tensors];
+    const int64_t E = mn_model_describe(t->target)->block.num_experts;
+    t->first[t->n_tensors++] = i;
+    *e = (mn_emit_tensor){ .dtype = dtype == MN_STORED_COUNT ? t->dtypes[i] : dtype, .rank = 3,
+                           .shape = { E, at->parts * info->shape[0], info->shape[1] },
+                           .count = E * at->parts * info->count };
+    memcpy(e->name, at->name, sizeof e->name);
+}
+
 /* What is written for parameter i of the target. */
 static void describe(mn_transfer *t, int i, mn_stored_dtype dtype) {
-    mn_emit_tensor *e = &t->tensors[i];
     const mn_model_param *p = mn_model_param_at(t->target, i);
-    mn_dialect_name(e->name, t->family, mn_weights_kind(t->target, p->name), p->name);
+    const char *kind = mn_weights_kind(t->target, p->name);
+    mn_stacked at;
+    t->next[i] = -1;
+    if (mn_dialect_stacked(&at, t->family, kind, p->name)) {
+        describe_stack(t, i, dtype, &at);
+        return;
+    }
+    mn_emit_tensor *e = &t->tensors[t->n_tensors];
+    t->first[t->n_tensors++] = i;
+    mn_dialect_name(e->name, t->family, kind, p->name);
     e->dtype = dtype == MN_STORED_COUNT ? t->dtypes[i] : dtype;
     e->count = p->info.count;
     e->rank = p->info.rank;
@@ -55,6 +83,47 @@ static mn_status match(mn_transfer *t, int i, const bool *is_made, const mn_stor
     return MN_OK;
 }
 
+/* A tensor of what is beside the model, behind those of the parameters. */
+static mn_status describe_beside(void *transfer, const mn_stored_tensor *s) {
+    mn_transfer *t = transfer;
+    mn_emit_tensor *e = &t->tensors[t->n_tensors];
+    if (strlen(s->name) >= sizeof e->name || s->rank > MN_STORED_MAX_RANK) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: the name is too long to be written", s->name);
+    }
+    const bool real = s->dtype == MN_STORED_F32 || s->dtype == MN_STORED_F16 ||
+                      s->dtype == MN_STORED_BF16;
+    *e = (mn_emit_tensor){ .dtype = real && t->as != MN_STORED_COUNT ? t->as : s->dtype,
+                           .rank = s->rank, .count = mn_stored_elements(s) };
+    memcpy(e->name, s->name, strlen(s->name) + 1);
+    memcpy(e->shape, s->shape, sizeof e->shape);
+    t->beside[t->n_beside++] = s;
+    t->n_tensors++;
+    return MN_OK;
+}
+
+static mn_status count_one(void *count, const mn_stored_tensor *s) {
+    (void)s;
+    ++*(int *)count;
+    return MN_OK;
+}
+
+/* Memory for lists of n parameters and of what is beside them. */
+static mn_status allocate(mn_transfer *t) {
+    const size_t n = (size_t)t->n;
+    int beside = 0;
+    if (t->same_family) mn_weights_beside(t->source->weights, t->source->model, count_one, &beside);
+    t->from = calloc(n, sizeof *t->from);
+    t->dtypes = calloc(n, sizeof *t->dtypes);
+    t->tensors = calloc(n + (size_t)beside, sizeof *t->tensors);
+    t->first = calloc(n, sizeof *t->first);
+    t->next = calloc(n, sizeof *t->next);
+    t->place = calloc(n, sizeof *t->place);
+    t->beside = calloc((size_t)beside + 1, sizeof *t->beside);
+    const bool all = t->from && t->dtypes && t->tensors && t->first && t->next && t->place &&
+                     t->beside;
+    return all ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to plan a folder");
+}
+
 mn_status mn_transfer_create(mn_transfer **out, const mn_source *source, mn_model *target,
                              mn_stored_dtype dtype, const bool *is_made,
                              const mn_stored_dtype *made) {
@@ -71,14 +140,14 @@ mn_status mn_transfer_create(mn_transfer **out, const mn_source *source, mn_mode
     t->family = mn_model_config_family(mn_model_describe(target));
     const char *theirs = mn_model_config_family(here);
     t->same_family = t->family == theirs || (t->family && theirs && !strcmp(t->family, theirs));
-    t->from = calloc((size_t)t->n, sizeof *t->from);
-    t->dtypes = calloc((size_t)t->n, sizeof *t->dtypes);
-    t->tensors = calloc((size_t)t->n, sizeof *t->tensors);
-    mn_status st = t->from && t->dtypes && t->tensors
-                       ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to plan a folder");
+    t->as = dtype;
+    mn_status st = allocate(t);
     for (int i = 0; i < t->n && st == MN_OK; i++) {
         st = match(t, i, is_made, made);
         if (st == MN_OK) describe(t, i, dtype);
+    }
+    if (st == MN_OK && t->same_family) {
+        st = mn_weights_beside(source->weights, source->model, describe_beside, t);
     }
     if (st == MN_OK) *out = t;
     else mn_transfer_destroy(t);
@@ -91,6 +160,10 @@ void mn_transfer_destroy(mn_transfer *t) {
     free(t->from);
     free(t->dtypes);
     free(t->tensors);
+    free(t->first);
+    free(t->next);
+    free(t->place);
+    free(t->beside);
     free(t);
 }
 
@@ -116,19 +189,42 @@ static mn_status raw_numbers(void *raw, mn_transfer *t, int i) {
                            mn_stored_dtype_bytes(t->dtypes[i]));
 }
 
-mn_status mn_transfer_fill(void *out, void *transfer, int i) {
-    mn_transfer *t = transfer;
-    const mn_emit_tensor *e = &t->tensors[i];
-    if (e->dtype == t->dtypes[i]) return raw_numbers(out, t, i);
-    void *raw = malloc((size_t)e->count * mn_stored_dtype_bytes(t->dtypes[i]) + 1);
-    if (!raw) return mn_fail(MN_ERR_MEMORY, "no memory to convert %s", e->name);
+static mn_status converted(void *out, const mn_emit_tensor *e, const void *raw,
+                           mn_stored_dtype from, int64_t count) {
     int64_t lost = 0;
+    const mn_status st = mn_stored_convert(out, e->dtype, raw, from, count, &lost);
+    if (st != MN_OK || lost == 0) return st;
+    return mn_fail(MN_ERR_ARGUMENT, "%s: %lld numbers are out of the range of %s; bf16 has that of "
+                   "f32", e->name, (long long)lost, mn_stored_dtype_name(e->dtype));
+}
+
+/* The `count` numbers of parameter i. */
+static mn_status fill_param(void *out, mn_transfer *t, const mn_emit_tensor *e, int i,
+                            int64_t count) {
+    if (e->dtype == t->dtypes[i]) return raw_numbers(out, t, i);
+    void *raw = malloc((size_t)count * mn_stored_dtype_bytes(t->dtypes[i]) + 1);
+    if (!raw) return mn_fail(MN_ERR_MEMORY, "no memory to convert %s", e->name);
     mn_status st = raw_numbers(raw, t, i);
-    if (st == MN_OK) st = mn_stored_convert(out, e->dtype, raw, t->dtypes[i], e->count, &lost);
+    if (st == MN_OK) st = converted(out, e, raw, t->dtypes[i], count);
     free(raw);
-    if (st == MN_OK && lost > 0) {
-        st = mn_fail(MN_ERR_ARGUMENT, "%s: %lld numbers are out of the range of %s; bf16 has that "
-                     "of f32", e->name, (long long)lost, mn_stored_dtype_name(e->dtype));
+    return st;
+}
+
+mn_status mn_transfer_fill(void *out, void *transfer, int k) {
+    mn_transfer *t = transfer;
+    const mn_emit_tensor *e = &t->tensors[k];
+    if (k >= t->n_tensors - t->n_beside) {
+        const mn_stored_tensor *s = t->beside[k - (t->n_tensors - t->n_beside)];
+        return converted(out, e, s->data, s->dtype, e->count);
+    }
+    if (t->next[t->first[k]] < 0 && t->place[t->first[k]] == 0) {
+        return fill_param(out, t, e, t->first[k], e->count);
+    }
+    mn_status st = MN_OK;
+    for (int i = t->first[k]; i >= 0 && st == MN_OK; i = t->next[i]) {
+        const size_t first = (size_t)t->place[i] * mn_stored_dtype_bytes(e->dtype);
+        st = fill_param((char *)out + first, t, e, i,
+                        mn_model_param_at(t->target, i)->info.count);
     }
     return st;
 }

@@ -9,13 +9,18 @@ enum { MN_TRANSFER_MADE = -1 };
 
 typedef struct mn_transfer {
     const mn_source *source;      // borrowed; its weights passed the check
-    mn_model *target;             // a sketch, owned: parameters in the order of tensors
+    mn_model *target;             // a sketch, owned
     const char *family;           // whose names and orientation are written; NULL: ours
     bool same_family;             // as the source: tensors keep their shape as stored
     int *from;                    // of each parameter: the source's, or MN_TRANSFER_MADE
     mn_stored_dtype *dtypes;      // in which raw numbers of each come
-    mn_emit_tensor *tensors;      // what is written
-    int n;
+    int n;                        // parameters
+    mn_emit_tensor *tensors;      // what is written: of parameters, then what is beside the model
+    int n_tensors, n_beside;
+    int *first, *next;            // first parameter of a tensor, the next of its tensor or -1
+    int64_t *place;               // of each parameter: its first number in its tensor
+    const mn_stored_tensor **beside;
+    mn_stored_dtype as;           // what all tensors become; MN_STORED_COUNT: none changes
     /* Parameter i of the target, of MN_TRANSFER_MADE, in the target's shape and dtypes[i]. */
     mn_status (*make)(void *raw, void *context, int i);
     void *context;
@@ -29,9 +34,9 @@ mn_status mn_transfer_create(mn_transfer **out, const mn_source *source, mn_mode
                              const mn_stored_dtype *made);
 void mn_transfer_destroy(mn_transfer *transfer);    // NULL accepted
 
-/* For mn_emit.fill, with the transfer as context. Numbers that the new type cannot hold fail by the
- * tensor's name. */
-mn_status mn_transfer_fill(void *out, void *transfer, int i);
+/* Tensor k, for mn_emit.fill with the transfer as context. Numbers that the new type cannot hold
+ * fail by the tensor's name. */
+mn_status mn_transfer_fill(void *out, void *transfer, int k);
 
 /* The configuration of `target` as JSON, in the words of its family: what was read, with
  * `torch_dtype` set where types change. To be released by json_decref. */

@@ -2,6 +2,7 @@
  * files are mapped. */
 #include "model/folder/weights.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,15 +21,25 @@ static mn_status join(char path[PATH], const char *folder, const char *name) {
     return mn_fail(MN_ERR_ARGUMENT, "%s/%s: the path is too long", folder, name);
 }
 
+/* The part of a tensor of all experts that is one parameter. */
+typedef struct slice {
+    char name[MN_PARAM_NAME];    // the parameter's
+    mn_stored_tensor tensor;
+    const mn_stored_tensor *whole;
+} slice;
+
 struct mn_weights {
     mn_safetensors *files[MAX_FILES];
     int n_files;
     char folder[PATH];
+    slice *slices;               // by name
+    size_t n_slices;
 };
 
 void mn_weights_close(mn_weights *w) {
     if (!w) return;
     for (int i = 0; i < w->n_files; i++) mn_safetensors_close(w->files[i]);
+    free(w->slices);
     free(w);
 }
 
@@ -77,11 +88,72 @@ static mn_status open_all(mn_weights *w, const char *folder) {
     return st;
 }
 
-mn_status mn_weights_open(mn_weights **out, const char *folder) {
+/* ---- experts of one tensor ------------------------------------------------------------------- */
+
+static int compare_slices(const void *a, const void *b) {
+    return strcmp(((const slice *)a)->name, ((const slice *)b)->name);
+}
+
+/* Part at->part of expert at->expert of `whole`. */
+static mn_status cut_slice(slice *out, const mn_weights *w, const mn_model *model,
+                           const mn_stored_tensor *whole, const mn_stacked *at, const char *name) {
+    const int64_t E = mn_model_describe(model)->block.num_experts;
+    if (whole->rank != 3 || whole->shape[0] != E || whole->shape[1] % at->parts != 0) {
+        return mn_fail(MN_ERR_FORMAT, "%s: %s has not the matrices of %lld experts", w->folder,
+                       whole->name, (long long)E);
+    }
+    const size_t bytes = whole->bytes / (size_t)(E * at->parts);
+    *out = (slice){ .whole = whole, .tensor = *whole };
+    snprintf(out->name, sizeof out->name, "%s", name);
+    out->tensor.rank = 2;
+    out->tensor.shape[0] = whole->shape[1] / at->parts;
+    out->tensor.shape[1] = whole->shape[2];
+    out->tensor.bytes = bytes;
+    out->tensor.data = (const char *)whole->data + bytes * (size_t)(at->expert * at->parts +
+                                                                    at->part);
+    return MN_OK;
+}
+
+/* Cuts what files of the model's family keep for all experts at once. */
+static mn_status cut_stacks(mn_weights *w, const mn_model *model) {
+    const char *family = mn_model_describe(model)->family;
+    const int n = mn_model_params(model);
+    mn_status st = MN_OK;
+    for (int i = 0; i < n && st == MN_OK; i++) {
+        const char *name = mn_model_param_at((mn_model *)model, i)->name;
+        mn_stacked at;
+        if (!mn_dialect_stacked(&at, family, mn_weights_kind(model, name), name)) continue;
+        const mn_stored_tensor *whole = mn_weights_exact(w, at.name);
+        if (!whole) continue;
+        if (!w->slices) w->slices = calloc((size_t)n, sizeof *w->slices);
+        if (!w->slices) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", w->folder);
+        st = cut_slice(&w->slices[w->n_slices++], w, model, whole, &at, name);
+    }
+    if (w->slices) qsort(w->slices, w->n_slices, sizeof *w->slices, compare_slices);
+    for (size_t i = 0; i < w->n_slices; i++) w->slices[i].tensor.name = w->slices[i].name;
+    return st;
+}
+
+static const mn_stored_tensor *find_slice(const mn_weights *w, const char *name) {
+    slice key;
+    if (w->n_slices == 0) return NULL;
+    snprintf(key.name, sizeof key.name, "%s", name);
+    const slice *found = bsearch(&key, w->slices, w->n_slices, sizeof *w->slices, compare_slices);
+    return found ? &found->tensor : NULL;
+}
+
+const mn_stored_tensor *mn_weights_whole(const mn_weights *w, const mn_stored_tensor *t) {
+    const mn_stored_tensor *cut = t ? find_slice(w, t->name) : NULL;
+    return cut && cut == t ? ((const slice *)((const char *)t - offsetof(slice, tensor)))->whole
+                           : t;
+}
+
+mn_status mn_weights_open(mn_weights **out, const char *folder, const mn_model *model) {
     *out = NULL;
     mn_weights *w = calloc(1, sizeof *w);
     if (!w) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", folder);
-    const mn_status st = open_all(w, folder);
+    mn_status st = open_all(w, folder);
+    if (st == MN_OK) st = cut_stacks(w, model);
     if (st == MN_OK) *out = w;
     else mn_weights_close(w);
     return st;
@@ -147,13 +219,29 @@ const char *mn_weights_kind(const mn_model *model, const char *name) {
     return mn_layer_kind_name(mn_model_layer(model, i)->kind);
 }
 
-/* By the name that its family gives it, with or without the name of the whole model before it, or
- * by one of other spellings. */
+mn_status mn_weights_beside(const mn_weights *w, const mn_model *model,
+                            mn_status (*visit)(void *context, const mn_stored_tensor *t),
+                            void *context) {
+    const char *family = mn_model_describe(model)->family;
+    mn_status st = MN_OK;
+    for (int i = 0; i < w->n_files; i++) {
+        for (int64_t k = 0; st == MN_OK && k < mn_safetensors_count(w->files[i]); k++) {
+            const mn_stored_tensor *t = mn_safetensors_at(w->files[i], k);
+            if (mn_dialect_beside(family, t->name)) st = visit(context, t);
+        }
+    }
+    return st;
+}
+
+/* A slice; or by the name that its family gives it, with or without the name of the whole model
+ * before it, or by one of other spellings. */
 const mn_stored_tensor *mn_weights_find(const mn_weights *w, const mn_model *model,
                                         const char *name) {
     char theirs[MN_PARAM_NAME];
+    const mn_stored_tensor *found = find_slice(w, name);
+    if (found) return found;
     mn_dialect_name(theirs, mn_model_describe(model)->family, mn_weights_kind(model, name), name);
-    const mn_stored_tensor *found = mn_weights_exact(w, theirs);
+    found = mn_weights_exact(w, theirs);
     const char *rest = strchr(theirs, '.');
     if (!found && rest) found = mn_weights_exact(w, rest + 1);
     return found ? found : find_from(w, name, 0, 0);

@@ -10,9 +10,9 @@
 
 typedef struct mn_weights mn_weights;
 
-/* Opens model.safetensors, or the shards that its index names, of `folder`. On failure `*out` is
- * NULL. */
-mn_status mn_weights_open(mn_weights **out, const char *folder);
+/* Opens model.safetensors, or the shards that its index names, of `folder` for `model`, a sketch or
+ * not. On failure `*out` is NULL. */
+mn_status mn_weights_open(mn_weights **out, const char *folder, const mn_model *model);
 void mn_weights_close(mn_weights *w);    // NULL accepted
 
 /* The folder's path, for messages. */
@@ -21,10 +21,20 @@ const char *mn_weights_folder(const mn_weights *w);
 int mn_weights_files(const mn_weights *w);
 const mn_safetensors *mn_weights_file(const mn_weights *w, int i);
 
-/* The tensor of parameter `name`: by the name that the model's family gives it, with or without the
- * name of the whole model before it, or by one of other spellings. NULL: there is none. */
+/* The tensor of parameter `name`: its part of a tensor of all experts (mn_dialect_stacked); or by
+ * the name that the model's family gives it, with or without the name of the whole model before it;
+ * or by one of other spellings. NULL: there is none. */
 const mn_stored_tensor *mn_weights_find(const mn_weights *w, const mn_model *model,
                                         const char *name);
+
+/* The tensor of a file that `t`, found for a parameter, is or is part of. */
+const mn_stored_tensor *mn_weights_whole(const mn_weights *w, const mn_stored_tensor *t);
+
+/* The tensors of what is beside the model (mn_dialect_beside): calls `visit` for each until it
+ * fails. */
+mn_status mn_weights_beside(const mn_weights *w, const mn_model *model,
+                            mn_status (*visit)(void *context, const mn_stored_tensor *t),
+                            void *context);
 
 /* The tensor that a file calls `name`, or NULL. */
 const mn_stored_tensor *mn_weights_exact(const mn_weights *w, const char *name);

@@ -7,7 +7,8 @@
  *   dq = scale dz k     dk += scale dz'q     dv += w'do
  *
  * Two strips, z or w and g or dz, are all that is kept: rows x keys floats. The scores are computed
- * once, so backward is five matrix products.
+ * once, so backward is five matrix products. Of a window, blocks of keys that no query of the block
+ * sees are left out.
  *
  * One item is one lane (key_lanes.h) of one key-value head of one sequence. */
 #include <math.h>
@@ -35,7 +36,8 @@ typedef struct work {
 typedef struct strip {
     const past *p;
     past_head head;
-    int64_t first, n_tokens, n_rows, n_keys, row;    // keys the last token sees; floats per row
+    int64_t first, n_tokens, n_rows, row;            // row: floats of a strip's row
+    int64_t from, n_keys;                            // keys that the block sees; from: whole KEYS
     float *q, *d_o, *dq, *w, *g;
     target dk, dv;
 } strip;
@@ -48,6 +50,13 @@ static int64_t strip_row(int64_t n_keys) {
     return (n_keys + MN_VW - 1) / MN_VW * MN_VW;
 }
 
+/* The most keys that a block of queries sees, from a whole block of KEYS on. */
+static int64_t strip_keys(const past *p) {
+    const int64_t longest = past_longest(p->call);
+    if (p->window > longest) return longest;
+    return mn_min(longest, p->window + p->n_tokens + KEYS);
+}
+
 static bool plan_lanes(const past *p, mn_plan *plan) {
     const mn_call *c = p->call;
     const int64_t rows = p->n_tokens * p->group, lanes = most_lanes(c, c->L);
@@ -56,7 +65,7 @@ static bool plan_lanes(const past *p, mn_plan *plan) {
     if (!MN_T(mn_past_plan)(p, plan)) return false;
     plan->items[plan->n_phases++] = mn_n_sequences(c) * c->J * lanes;
     plan->items[plan->n_phases++] = mn_tile_slots(c, c->L, SUM_KEYS) * c->J;
-    return mn_add_i64(&width, 2 * strip_row(past_longest(c)), 2 * c->K) &&
+    return mn_add_i64(&width, 2 * strip_row(strip_keys(p)), 2 * c->K) &&
            mn_add_i64(&width, width, c->V) && mn_mul_i64(&width, width, rows) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)width, sizeof(float)) &&
            mn_mul_i64(&sums, (lanes - 1) * c->J, c->K + c->V) &&
@@ -93,8 +102,9 @@ static strip open_strip(const work *s, const past_head *head, int64_t first, int
     const int64_t K = p->call->K, V = p->call->V;
     strip b = { .p = p, .head = *head, .first = first, .n_tokens = n_tokens };
     b.n_rows = n_tokens * p->group;
+    b.from = past_oldest(p, head, first) / KEYS * KEYS;
     b.n_keys = head->before + first + n_tokens;
-    b.row = strip_row(b.n_keys);
+    b.row = strip_row(b.n_keys - b.from);
     b.q = scratch;
     b.dq = b.q + b.n_rows * K;
     b.d_o = b.dq + b.n_rows * K;
@@ -164,40 +174,41 @@ static void rectify_row(float *w, float *g, int64_t seen, int64_t n, float eps) 
 static void fill_strips(const strip *b) {
     const past *p = b->p;
     const past_head *head = &b->head;
-    for (int64_t i = 0; i < b->n_keys; i += KEYS) {
+    for (int64_t i = b->from; i < b->n_keys; i += KEYS) {
         const int64_t n = mn_min(KEYS, b->n_keys - i);
-        MN_T(mn_past_scores)(b->w + i, b->row, b->q, b->n_rows, head->k + i * head->k_row,
+        MN_T(mn_past_scores)(b->w + i - b->from, b->row, b->q, b->n_rows, head->k + i * head->k_row,
                              head->k_row, n, p->call->K, p->scale);
-        MN_T(mn_past_scores)(b->g + i, b->row, b->d_o, b->n_rows, head->v + i * head->v_row,
-                             head->v_row, n, p->call->V, 1.0f);
+        MN_T(mn_past_scores)(b->g + i - b->from, b->row, b->d_o, b->n_rows,
+                             head->v + i * head->v_row, head->v_row, n, p->call->V, 1.0f);
     }
     for (int64_t r = 0; r < b->n_rows; r++) {
-        const int64_t seen = head->before + b->first + r / p->group + 1;
-        const int64_t old = past_oldest(p, head, b->first + r / p->group);
+        const int64_t seen = head->before + b->first + r / p->group + 1 - b->from;
+        const int64_t old = past_oldest(p, head, b->first + r / p->group) - b->from;
         float *w = b->w + r * b->row, *g = b->g + r * b->row;
         for (int64_t i = 0; i < old; i++) w[i] = -INFINITY;
-        if (p->softmax) soften_row(w, g, seen, b->n_keys);
-        else rectify_row(w, g, seen, b->n_keys, p->eps);
+        if (p->softmax) soften_row(w, g, seen, b->n_keys - b->from);
+        else rectify_row(w, g, seen, b->n_keys - b->from, p->eps);
     }
 }
 
 /* to += alpha strip' x for keys i .. i + n - 1 */
 static void add_to_keys(const target *to, const strip *b, const float *weights, const float *x,
                         int64_t width, float alpha, int64_t i, int64_t n) {
-    const mn_gemm_args g = { .c = to->at + i * to->row, .c_row = to->row, .a = weights + i,
-                             .a_row = 1, .a_col = b->row, .b = x, .b_row = width, .M = n,
-                             .N = width, .K = b->n_rows, .alpha = alpha, .base = MN_GEMM_ADD,
-                             .shape = MN_GEMM_A_UPPER, .group = b->p->group,
+    const mn_gemm_args g = { .c = to->at + i * to->row, .c_row = to->row,
+                             .a = weights + i - b->from, .a_row = 1, .a_col = b->row, .b = x,
+                             .b_row = width, .M = n, .N = width, .K = b->n_rows, .alpha = alpha,
+                             .base = MN_GEMM_ADD, .shape = MN_GEMM_A_UPPER, .group = b->p->group,
                              .diagonal = b->head.before + b->first - i };
     if (to->at) MN_T(mn_gemm)(&g);
 }
 
 static void add_queries(const strip *b, int64_t i, int64_t n) {
     const int64_t K = b->p->call->K;
-    const mn_gemm_args g = { .c = b->dq, .c_row = K, .a = b->g + i, .a_row = b->row, .a_col = 1,
+    const mn_gemm_args g = { .c = b->dq, .c_row = K, .a = b->g + i - b->from,
+                             .a_row = b->row, .a_col = 1,
                              .b = b->head.k + i * b->head.k_row, .b_row = b->head.k_row,
                              .M = b->n_rows, .N = K, .K = n, .alpha = b->p->scale,
-                             .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD,
+                             .base = i == b->from ? MN_GEMM_SET : MN_GEMM_ADD,
                              .shape = MN_GEMM_A_LOWER, .group = b->p->group,
                              .diagonal = b->head.before + b->first - i };
     if (b->p->dq.data) MN_T(mn_gemm)(&g);
@@ -237,7 +248,7 @@ static void run_lane(const work *s, int64_t item, float *scratch) {
         const strip b = open_strip(s, &head, first, mn_min(p->n_tokens, head.seq.length - first),
                                    scratch);
         fill_strips(&b);
-        for (int64_t i = 0; i < b.n_keys; i += KEYS) {
+        for (int64_t i = b.from; i < b.n_keys; i += KEYS) {
             const int64_t n = mn_min(KEYS, b.n_keys - i);
             add_queries(&b, i, n);
             add_to_keys(&dk, &b, b.g, b.q, c->K, p->scale, i, n);

@@ -12,13 +12,17 @@
  * D'
  *   dG[t] = q dq + e de - w dw;  dG[L] += rowsum(fall S . D) + sum_s wd . (R D')
  *
- * and dg is the sum of dG from t to the end of the chunk. States in front of chunks are kept for a
- * span of chunks and recomputed span by span; so are the residuals.
+ * and dg is the sum of dG from t to the end of the chunk. Where a channel of additive nearly
+ * forgets (g below SHARP) that sum is small and its terms are not: dg of such a token comes from
+ * what crosses it instead, dg = e^g sum_{s < t <= r} q[r] k[s] exp(.) dP[r,s], with S and D at the
+ * two ends. States in front of chunks are kept for a span of chunks and recomputed span by span; so
+ * are the residuals.
  *
  * One item is some value columns of one head of one sequence. Gradients of keys and decays are sums
  * over columns: each tile writes its own part and a second phase adds the parts in order. */
 #include "kernels/cpu/linear/linear.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "base/checked.h"
@@ -26,6 +30,10 @@
 #include "kernels/cpu/linear/linear_bank.h"
 #include "kernels/cpu/linear/linear_state.h"
 #include "kernels/cpu/simd/map.h"
+
+/* Log decay below which dg is summed up by itself: the sum of numbers of order one is off by 1e-7,
+ * and what depends on the decay, not on its logarithm, divides by it. */
+#define SHARP (-6.0f)
 
 /* Work of one item beside the chunk: D, states and residuals of a span, and the gradients of the
  * chunk's rows: key gradients (L,K), decay gradients (L,width) summed to the end of the chunk. */
@@ -36,7 +44,20 @@ typedef struct work {
     int64_t first_slot;        // of this sequence
     int64_t span;              // chunks whose states are kept
     float *D, *states, *marks, *R, *dU, *dP, *dA, *dq, *de, *dw, *acc, *dG;
+    float *doS, *RD;           // (L,K) dO S' and R D' of a chunk with sharp decays; NULL: never
 } work;
+
+/* Whether decays may be sharp where that counts. */
+static bool may_be_sharp(const mn_linear *p) {
+    return p->decay == MN_DECAY_CHANNEL && !p->e.data && p->dg.data;
+}
+
+static bool is_sharp(const work *w) {
+    bool sharp = false;
+    const float least = expf(SHARP);
+    for (int64_t i = 0; w->doS && i < w->c.K; i++) sharp |= w->c.fall[i] < least;
+    return sharp;
+}
 
 /* Chunks of the longest sequence are cut into spans; the state before each span is kept as well. */
 static int64_t span_of(const mn_call *call, int64_t *n_spans) {
@@ -71,6 +92,8 @@ static int64_t place(work *w, float *memory, const mn_linear *p, const mn_column
     w->dw = at, at += keys;
     w->acc = at, at += keys;
     w->dG = at, at += MN_CHUNK * width + call->K;
+    w->doS = may_be_sharp(p) ? at : NULL, at += may_be_sharp(p) ? keys : 0;
+    w->RD = may_be_sharp(p) ? at : NULL, at += may_be_sharp(p) ? keys : 0;
     return at - memory;
 }
 
@@ -253,10 +276,41 @@ static void add_products(float *run, const float *a, const float *b, int64_t K, 
     }
 }
 
+/* Log decay of channel k at token t of the chunk. */
+static float log_decay(const work *w, const mn_linear *p, int64_t t, int64_t k) {
+    return MN_ROW(float, p->g, w->c.b, w->c.t0 + t, w->c.h)[k];
+}
+
+/* dg of channel k at token t by what crosses the token. S is the state before the chunk. */
+static float crossing(const work *w, const mn_linear *p, const float *S, int64_t t, int64_t k) {
+    const mn_chunk *c = &w->c;
+    const int64_t L = c->L, K = c->K, n = w->col.n;
+    float x[MN_CHUNK], fall[MN_CHUNK], older = 0.0f, newer = 0.0f;
+    for (int64_t s = t - 1; s >= 0; s--) x[s] = older, older += log_decay(w, p, s, k);
+    for (int64_t r = t; r < L; r++) {
+        if (r > t) newer += log_decay(w, p, r, k);
+        x[r] = newer;
+    }
+    mn_exp_row(fall, x, NULL, L);
+    const float first = expf(older);
+    for (int64_t s = 0; s < t; s++) fall[s] *= MN_ROW(float, p->w, c->b, c->t0 + s, c->j)[k];
+    float all = first * dot(S + k * n, w->D + k * n, n);
+    for (int64_t s = 0; s < t; s++) all += fall[s] * w->RD[s * K + k];
+    all *= expf(newer);
+    for (int64_t r = t; r < L; r++) {
+        const float q = p->scale * MN_ROW(float, p->q, c->b, c->t0 + r, c->j)[k];
+        float sum = first * w->doS[r * K + k];
+        for (int64_t s = 0; s < t; s++) sum += fall[s] * w->dP[r * L + s];
+        all += q * fall[r] * sum;
+    }
+    return all * expf(log_decay(w, p, t, k));
+}
+
 /* dg from the last token to the first, `run` (K) starting as dG of the chunk's end. */
-static void decay_gradients(work *w, const mn_linear *p, float *run) {
+static void decay_gradients(work *w, const mn_linear *p, float *run, const float *S) {
     const mn_chunk *c = &w->c;
     const int64_t K = c->K;
+    const bool sharp = is_sharp(w);
     for (int64_t t = c->L - 1; t >= 0; t--) {
         const int64_t at = c->t0 + t;
         const float *write = MN_ROW(float, p->w, c->b, at, c->j);
@@ -265,6 +319,9 @@ static void decay_gradients(work *w, const mn_linear *p, float *run) {
             add_products(run, MN_ROW(float, p->e, c->b, at, c->j), w->de + t * K, K, 1.0f);
         }
         add_products(run, write, w->dw + t * K, K, -c->beta[t]);
+        for (int64_t k = 0; sharp && k < K; k++) {
+            if (log_decay(w, p, t, k) < SHARP) run[k] = crossing(w, p, S, t, k);
+        }
         if (c->width == 1) {
             w->dG[t] = MN_T(mn_map_sum)(run, K);
         } else {
@@ -311,13 +368,17 @@ static void key_gradients(work *w, const mn_linear *p, const float *S, const flo
     }
     product_nt(w->acc, K, R, r_row, w->D, n, L, K, n, 1.0f, MN_GEMM_FULL);
     if (c->width) end_decay_gradient(last, w, S);
+    if (is_sharp(w)) {
+        memcpy(w->doS, w->dq, keys);
+        memcpy(w->RD, w->acc, keys);
+    }
     for (int I = 0; I < c->n_segments; I++) {
         if (c->n_segments > 1) MN_T(mn_chunk_columns)(c, p, I);
         segment_rows(w->dq, w->dP, w, I, p->scale);
         if (p->e.data) segment_rows(w->de, w->dA, w, I, 1.0f);
     }
     column_gradients(w, p);
-    if (c->width) decay_gradients(w, p, last);
+    if (c->width) decay_gradients(w, p, last, S);
 }
 
 /* D <- diag(fall) D + qd' dO - ed' dU */

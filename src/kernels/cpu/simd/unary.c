@@ -60,8 +60,8 @@ MN_ALWAYS_INLINE vf slope(mn_unary kind, vf x) {
         return vf_mul(s, vf_fma(x, vf_sub(ONE, s), ONE));
     }
     case MN_UNARY_SIGMOID: {
-        const vf s = vf_sigmoid(x);
-        return vf_mul(s, vf_sub(ONE, s));
+        const vf e = vf_exp(vf_neg(vf_abs(x))), both = vf_add(ONE, e);
+        return vf_div(e, vf_mul(both, both));    // 1 - s has no digits where s is near 1
     }
     case MN_UNARY_SOFTPLUS: return vf_sigmoid(x);
     case MN_UNARY_LOGSIGMOID: return vf_sigmoid(vf_neg(x));
