@@ -53,11 +53,20 @@ typedef enum mn_kernel_id {
     MN_KERNEL_COUNT
 } mn_kernel_id;
 
+/* Ids of the kernels of spans.def. */
+typedef enum mn_span_id {
+#define SPAN(name) MN_SPAN_##name,
+#include "kernels/spans.def"
+#undef SPAN
+    MN_SPAN_COUNT
+} mn_span_id;
+
 /* One table per storage type and target. MN_STEP is forward with T = 1 over unpacked input, the
  * final state written over the initial one (or, for caches, with more keys than queries); its run
  * is NULL where forward serves. */
 typedef struct mn_kernel_table {
     mn_kernel kernel[MN_KERNEL_COUNT][MN_PASS_COUNT];
+    mn_kernel span[MN_SPAN_COUNT];
 } mn_kernel_table;
 
 const char *mn_kernel_name(mn_kernel_id id);

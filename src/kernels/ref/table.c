@@ -1,4 +1,4 @@
-/* table.c - every row of kernels.def has a reference. */
+/* table.c - every row of kernels.def and spans.def has a reference. */
 #include "kernels/overlay.h"
 #include "kernels/ref/ref.h"
 
@@ -10,6 +10,9 @@
 #define KERNEL(name) DECLARE(name##_forward) DECLARE(name##_backward)
 #include "kernels/kernels.def"
 #undef KERNEL
+#define SPAN(name) DECLARE(name)
+#include "kernels/spans.def"
+#undef SPAN
 
 void MN_REF(mn_fill_ref)(mn_kernel_table *table) {
 #define PAIR(name) { MN_REF(mn_##name##_plan), MN_REF(mn_##name##_run), "ref", NULL }
@@ -18,5 +21,8 @@ void MN_REF(mn_fill_ref)(mn_kernel_table *table) {
     table->kernel[MN_KERNEL_##name][MN_BACKWARD] = (mn_kernel)PAIR(name##_backward);
 #include "kernels/kernels.def"
 #undef KERNEL
+#define SPAN(name) table->span[MN_SPAN_##name] = (mn_kernel)PAIR(name);
+#include "kernels/spans.def"
+#undef SPAN
 #undef PAIR
 }
