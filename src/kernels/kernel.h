@@ -66,7 +66,6 @@ typedef enum mn_span_id {
  * is NULL where forward serves. */
 typedef struct mn_kernel_table {
     mn_kernel kernel[MN_KERNEL_COUNT][MN_PASS_COUNT];
-    mn_kernel span[MN_SPAN_COUNT];
 } mn_kernel_table;
 
 const char *mn_kernel_name(mn_kernel_id id);

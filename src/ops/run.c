@@ -311,9 +311,9 @@ static mn_status run_span(mn_context *context, mn_span_id id, mn_moebius_span_ar
     mn_status st = mn_context_needs_cpu(context, "the map of a stretch of tokens");
     if (st == MN_OK) st = mn_validate(MN_OP_moebius, &args->op, adjoint);
     if (st != MN_OK) return st;
-    const mn_kernel_table *table = args->op.call.dtype == MN_F64 ? &context->f64 : &context->f32;
+    const mn_kernel *kernel = mn_span_kernel(id, context->target, args->op.call.dtype);
     const mn_mark mark = mn_arena_mark(context->arena);
-    st = run_items(context, &table->span[id], mn_op_describe(MN_OP_moebius)->name, args);
+    st = run_items(context, kernel, mn_op_describe(MN_OP_moebius)->name, args);
     mn_arena_release(context->arena, mark);
     return st;
 }

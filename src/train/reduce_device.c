@@ -188,7 +188,7 @@ static int64_t item_of(const mn_device_reduce *r, int rank, int64_t round) {
  * rank that has a batch. */
 static mn_status exchange_piece(mn_device_reduce *r, int64_t k, int64_t round) {
     int64_t low, high, from, to;
-    int n = 0, row = 0;
+    int n = 0, row = 0, got = 0;
     piece_of(r, r->rank, k, &low, &high);
     for (int step = 1; step < r->world && item_of(r, r->rank, round) >= 0; step++) {
         const int peer = (r->rank + step) % r->world;
@@ -198,7 +198,7 @@ static mn_status exchange_piece(mn_device_reduce *r, int64_t k, int64_t round) {
     }
     for (int h = 0; h < r->world; h++) {
         if (item_of(r, h, round) < 0) continue;
-        r->rows[row] = h == r->rank ? r->grads + low : r->scratch + h * r->piece;
+        r->rows[row] = h == r->rank ? r->grads + low : r->scratch + got++ * r->piece;
         if (h != r->rank) {
             r->transfers[n++] = (mn_transfer){ h, false, r->rows[row],
                                                (size_t)(high - low) * sizeof(float) };
@@ -375,7 +375,7 @@ static mn_status take_memory(mn_device_reduce *r) {
     }
     int own = 0;
     for (int k = 0; k < r->world; k++) own += r->owner[k] == r->rank ? r->nodes[k].n : 0;
-    r->n_scratch = (r->shards ? r->world : r->n_rows - own) * r->piece;
+    r->n_scratch = (r->shards ? r->world - 1 : r->n_rows - own) * r->piece;
     mn_status st = mn_device_allocate(r->device, &memory, mn_device_reduce_bytes(r));
     if (st == MN_ERR_MEMORY) {
         return mn_fail(st, "the GPU has no memory for sums of gradients, %.1f MiB; a smaller "

@@ -26,9 +26,12 @@ void MN_T(mn_overlay)(mn_kernel_table *table) {
                      MN_QUOTE_EXPANDED(MN_TARGET), NULL };
 #include "kernels/cpu/cpu_kernels.def"
 #undef VEC
+}
+
+const mn_kernel MN_T(mn_spans)[MN_SPAN_COUNT] = {
 #define SPAN(name)                                                                                 \
-    table->span[MN_SPAN_##name] = (mn_kernel){ MN_T(mn_##name##_plan), MN_T(mn_##name##_run),      \
-                                               MN_QUOTE_EXPANDED(MN_TARGET), NULL };
+    [MN_SPAN_##name] = { MN_T(mn_##name##_plan), MN_T(mn_##name##_run),                            \
+                         MN_QUOTE_EXPANDED(MN_TARGET), NULL },
 #include "kernels/spans.def"
 #undef SPAN
-}
+};

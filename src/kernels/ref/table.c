@@ -21,8 +21,12 @@ void MN_REF(mn_fill_ref)(mn_kernel_table *table) {
     table->kernel[MN_KERNEL_##name][MN_BACKWARD] = (mn_kernel)PAIR(name##_backward);
 #include "kernels/kernels.def"
 #undef KERNEL
-#define SPAN(name) table->span[MN_SPAN_##name] = (mn_kernel)PAIR(name);
-#include "kernels/spans.def"
-#undef SPAN
 #undef PAIR
 }
+
+const mn_kernel MN_REF(mn_spans_ref)[MN_SPAN_COUNT] = {
+#define SPAN(name)                                                                                 \
+    [MN_SPAN_##name] = { MN_REF(mn_##name##_plan), MN_REF(mn_##name##_run), "ref", NULL },
+#include "kernels/spans.def"
+#undef SPAN
+};

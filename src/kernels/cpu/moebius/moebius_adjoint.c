@@ -158,7 +158,7 @@ static void store_passage(const mn_moebius_span_args *args, passage *to, moebius
         for (int64_t s = 0; to->ended && !sum && s < tile->K; s++) {
             vf_store(to->x[i] + s * MN_VW, vf_zero());
         }
-        span_store(args, tile, to->x[i], MN_ADJOINT_ENTRIES, i, n);
+        to->good &= span_store(args, tile, to->x[i], MN_ADJOINT_ENTRIES, i, n);
     }
     span_mark(args, tile, to->good, n);
 }

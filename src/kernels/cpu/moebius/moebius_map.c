@@ -98,7 +98,7 @@ static void store_map(const mn_moebius_span_args *args, const moebius_tile *tile
         for (int64_t s = 0; s < tile->K; s++) {
             vf_store(tile->e + s * MN_VW, vf_load(map + (s * MOEBIUS_ENTRIES + i) * MN_VW));
         }
-        span_store(args, tile, tile->e, MOEBIUS_ENTRIES, i, n);
+        good &= span_store(args, tile, tile->e, MOEBIUS_ENTRIES, i, n);
     }
     span_mark(args, tile, good, n);
 }

@@ -54,12 +54,19 @@ static inline float *span_open(span_tiles *w, const mn_moebius_span_args *args, 
     return memory;
 }
 
-/* Entry `entry` of the tile's cells, [K][MN_VW], to where the other channels' are. */
-static inline void span_store(const mn_moebius_span_args *args, const moebius_tile *tile,
+/* Entry `entry` of the tile's cells, [K][MN_VW], to where the other channels' are; whether all of
+ * it are finite. */
+static inline bool span_store(const mn_moebius_span_args *args, const moebius_tile *tile,
                               const float *cells, int entries, int entry, int64_t n) {
     const mn_call *call = &args->op.call;
     float *out = (float *)args->out + ((n * entries + entry) * call->V + tile->v0) * call->K;
+    vm finite = vm_first(MN_VW);
+    for (int64_t s = 0; s < tile->K; s++) {
+        const vf x = vf_load(cells + s * MN_VW);
+        finite = vm_and(finite, vf_eq(vf_sub(x, x), vf_zero()));
+    }
     lanes_store_cells(out, cells, tile->K, tile->lanes);
+    return !vm_any(vm_not(finite));
 }
 
 static inline void span_mark(const mn_moebius_span_args *args, const moebius_tile *tile, bool good,
