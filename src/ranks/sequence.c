@@ -26,16 +26,16 @@ static cut_law law_of(mn_op_id op) {
     }
 }
 
-static const char *const states_names[MN_STATES_COUNT] = {
-#define STATES(id, name, about) [MN_STATES_##id] = name,
-#include "ranks/states.def"
+static const char *const states_names[MN_SEQUENCE_COUNT] = {
+#define STATES(id, name, about) [MN_SEQUENCE_##id] = name,
+#include "ranks/sequence_states.def"
 #undef STATES
 };
 
-bool mn_states_find(mn_states_id *out, const char *name) {
-    for (int i = 0; i < MN_STATES_COUNT; i++) {
+bool mn_sequence_states_find(mn_sequence_states *out, const char *name) {
+    for (int i = 0; i < MN_SEQUENCE_COUNT; i++) {
         if (strcmp(states_names[i], name) != 0) continue;
-        *out = (mn_states_id)i;
+        *out = (mn_sequence_states)i;
         return true;
     }
     return false;
@@ -44,7 +44,7 @@ bool mn_states_find(mn_states_id *out, const char *name) {
 /* Whether states cross from rank to rank though they have maps (docs/guide/scaling.md). */
 static bool prefers_pipeline(const cut_call *c) {
     if (c->law != CUT_AFFINE && c->law != CUT_MOEBIUS) return false;
-    if (c->s->states != MN_STATES_AUTO) return c->s->states == MN_STATES_PIPELINE;
+    if (c->s->states != MN_SEQUENCE_AUTO) return c->s->states == MN_SEQUENCE_PIPELINE;
     return c->law == CUT_MOEBIUS && c->s->depth >= MOEBIUS_DEPTH * (c->world - 1);
 }
 

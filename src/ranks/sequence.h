@@ -34,14 +34,14 @@
 typedef void *(*mn_keep_fn)(void *owner, size_t bytes, bool plan);
 
 /* How states with maps cross ranks. */
-typedef enum mn_states_id {
-#define STATES(id, name, about) MN_STATES_##id,
-#include "ranks/states.def"
+typedef enum mn_sequence_states {
+#define STATES(id, name, about) MN_SEQUENCE_##id,
+#include "ranks/sequence_states.def"
 #undef STATES
-    MN_STATES_COUNT
-} mn_states_id;
+    MN_SEQUENCE_COUNT
+} mn_sequence_states;
 
-bool mn_states_find(mn_states_id *out, const char *name);
+bool mn_sequence_states_find(mn_sequence_states *out, const char *name);
 
 typedef struct mn_sequence {
     mn_comm *comm;             // the ranks that share sequences
@@ -49,7 +49,7 @@ typedef struct mn_sequence {
     int first;                 // the first of them among those of `nccl`
     bool again;                // calls are made once more going back, `keep` gives the memory of
                                // the first time, and what came from other ranks is in it still
-    mn_states_id states;
+    mn_sequence_states states;
     int depth;                 // layers of a pass that states cross in; 0: one is waited for
     mn_context *context;
     mn_keep_fn keep;

@@ -199,7 +199,7 @@ static bool put_moments(const gathered *g, const cut_call *c) {
 static void put_cotangents(const gathered *g, const cut_call *c, void *dlam, void *deta) {
     for (int64_t n = 0; n < g->sequences; n++) {
         for (int64_t at = 0; at < g->cells; at++) {
-            double om = 0.0, mu = 0.0, x[BACK_PLANES];
+            double om = 0.0, mu = 0.0, x[BACK_PLANES] = { 0 };
             for (int r = c->world - 1; r > c->rank; r--) {
                 for (int i = 0; i < BACK_PLANES; i++) x[i] = plane_number(g, c, r, n, i, at);
                 om = x[MN_ADJOINT_GAMMA] * om + x[MN_ADJOINT_DELTA] * mu + x[MN_ADJOINT_EPS];

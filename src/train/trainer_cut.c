@@ -130,8 +130,8 @@ mn_status mn_trainer_cut_create(mn_trainer *t, mn_nccl *nccl) {
         return mn_fail(MN_ERR_UNSUPPORTED, "train.sequence_ranks: sequences are cut over ranks "
                        "with data.cutting=windows and without train.mc_samples");
     }
-    mn_states_id states;
-    if (!mn_states_find(&states, t->options.sequence_states)) {
+    mn_sequence_states states;
+    if (!mn_sequence_states_find(&states, t->options.sequence_states)) {
         return mn_fail(MN_ERR_ARGUMENT, "train.sequence_states: \"%s\" is none of auto, maps, "
                        "pipeline", t->options.sequence_states);
     }

@@ -21,7 +21,7 @@ enum { TOKENS = 12, KEPT = 16 };
 
 typedef struct job {
     op_case c;
-    mn_states_id states;
+    mn_sequence_states states;
     mn_sample whole;
 } job;
 
@@ -168,7 +168,7 @@ static void check_form(const op_case *form, mn_context *context) {
         check_fatal("%s: %s", op_case_text(&j.c), mn_last_error());
     }
     for (int world = 2; world <= 4; world++) {
-        j.states = world == 3 ? MN_STATES_PIPELINE : MN_STATES_MAPS;
+        j.states = world == 3 ? MN_SEQUENCE_PIPELINE : MN_SEQUENCE_MAPS;
         run_ranks(run_part, &j, world, codes);
         for (int r = 0; r < world; r++) {
             CHECK(codes[r] == 0, "%s: rank %d of %d ends with %d", op_case_text(&j.c), r, world,

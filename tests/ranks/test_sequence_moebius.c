@@ -23,7 +23,7 @@ enum { MOST = 4, KEPT = 8 };
 typedef struct job {
     op_case c;
     const char *target;
-    mn_states_id states;
+    mn_sequence_states states;
     int64_t cut[MOST + 1];     // rank r has tokens [cut[r], cut[r + 1])
     mn_sample given, want;     // in the type of the case, in float64
     op_tolerances tolerances;
@@ -155,8 +155,8 @@ static void flat(mn_sample *s) {
     fill(s, "lam0", 0.0);
 }
 
-static void check_ranks(const op_case *form, const int64_t *cut, int world, mn_states_id states,
-                        spoil_fn *spoil) {
+static void check_ranks(const op_case *form, const int64_t *cut, int world,
+                        mn_sequence_states states, spoil_fn *spoil) {
     op_target targets[MN_TARGET_COUNT + 1];
     const int n_targets = op_targets(targets);
     job j = { .c = *form, .states = states };
@@ -207,10 +207,10 @@ static void every_form_is_that_of_one_rank(void **state) {
     for (int f = 0; f < n; f++) {
         for (size_t i = 0; i < MN_COUNTOF(cuts); i++) {
             const op_case c = sized(forms[f], 2, 19, 3);
-            check_ranks(&c, cuts[i], worlds[i], MN_STATES_MAPS, NULL);
+            check_ranks(&c, cuts[i], worlds[i], MN_SEQUENCE_MAPS, NULL);
         }
         const op_case c = sized(forms[f], 2, 19, 3);
-        check_ranks(&c, cuts[4], worlds[4], MN_STATES_PIPELINE, NULL);
+        check_ranks(&c, cuts[4], worlds[4], MN_SEQUENCE_PIPELINE, NULL);
     }
     check_done();
 }
@@ -223,7 +223,7 @@ static void long_and_harsh_sequences(void **state) {
     spoil_fn *const spoils[] = { NULL, remember_all, one_negative };
     for (size_t i = 0; i < MN_COUNTOF(spoils); i++) {
         const op_case c = sized(forms[0], 1, 35, 4);
-        check_ranks(&c, long_cut, 3, MN_STATES_MAPS, spoils[i]);
+        check_ranks(&c, long_cut, 3, MN_SEQUENCE_MAPS, spoils[i]);
     }
     for (int f = 0; f < n; f++) {    // a form with an initial state
         const op_case c = sized(forms[f], 1, 9, 4);
@@ -235,7 +235,7 @@ static void long_and_harsh_sequences(void **state) {
         const bool has = mn_sample_find(&probe, "lam0")->data != NULL;
         mn_sample_free(&probe);
         if (!has) continue;
-        check_ranks(&c, cuts[4], worlds[4], MN_STATES_MAPS, flat);
+        check_ranks(&c, cuts[4], worlds[4], MN_SEQUENCE_MAPS, flat);
         break;
     }
     check_done();
