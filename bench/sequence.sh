@@ -10,7 +10,7 @@ turns=${3:-3}
 context=${4:-16384}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT INT TERM
-awk 'BEGIN { srand(3); for (i = 0; i < 60000; i++) printf "%s ", substr("thecatsatonamatandabirdsang", 1 + int(24 * rand()), 3) }' > "$folder/book.txt"
+awk 'BEGIN { srand(3); for (i = 0; i < 120000; i++) printf "%s ", substr("thecatsatonamatandabirdsang", 1 + int(24 * rand()), 3) }' > "$folder/book.txt"
 # run LAYERS DEPTH RECOMPUTE HOW RANKS
 run() {
     rm -rf "$folder/run"

@@ -11,7 +11,7 @@ fail() {
     echo "killed: $*" >&2
     exit 1
 }
-awk 'BEGIN { srand(3); for (i = 0; i < 40000; i++) printf "%s ", substr("thecatsatonamatandabirdsang", 1 + int(24 * rand()), 3) }' > book.txt
+awk 'BEGIN { srand(3); for (i = 0; i < 80000; i++) printf "%s ", substr("thecatsatonamatandabirdsang", 1 + int(24 * rand()), 3) }' > book.txt
 # hundredths of a second that a process has computed; none where it is gone
 computed() {
     sed 's/.*) //' "/proc/$1/stat" 2> /dev/null | awk '{ print $12 }'
@@ -31,6 +31,7 @@ strike() {
             spent=$(computed "$victim")
             [ "${spent:-0}" -lt 200 ] || break
         fi
+        kill -0 $run 2> /dev/null || { cat dead.txt; fail "$1 ended by itself"; }
         sleep 0.1
         tries=$((tries + 1))
     done
