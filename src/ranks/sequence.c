@@ -13,7 +13,7 @@
 #include "ops/run.h"
 
 /* A pipeline of kla is the faster one from this many layers a rank on. */
-enum { MOEBIUS_DEPTH = 2 };
+enum { MOEBIUS_DEPTH = 3 };
 
 /* ---- taking apart ---------------------------------------------------------------------------- */
 

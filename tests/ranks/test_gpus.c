@@ -449,8 +449,8 @@ static mn_status open_optimizer(mn_device_optimizer **o, host *h, int rank, int 
     return st;
 }
 
-static bool keep_sum(float *at, int64_t i, int64_t job) {
-    (void)i, (void)job;
+static bool is_number(float *at, int64_t i, int64_t rank) {
+    (void)i, (void)rank;
     return isfinite(*at);
 }
 
@@ -484,7 +484,7 @@ static int skip_spike(mn_comm *comm, void *context) {
     for (int step = 0; step < 2; step++) {
         if (decide(&h, r, o, j, rank, step == 0 ? 5 : -1, &outcome[step]) != MN_OK) return 4;
         values[step + 1] = values_of(&h);
-        each(&h, 0, h.elements[world], false, keep_sum, 0, &ok);
+        each(&h, 0, h.elements[world], false, is_number, rank, &ok);
     }
     if (!ok || outcome[0].updated || !outcome[1].updated) return 5;
     if (values[0] != values[1] || values[1] == values[2]) return 6;
