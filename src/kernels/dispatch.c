@@ -97,6 +97,17 @@ mn_status mn_kernel_table_fill(mn_kernel_table *table, mn_target_id target, mn_d
     return MN_OK;
 }
 
+const mn_kernel *mn_span_kernel(mn_span_id id, mn_target_id target, mn_dtype dtype) {
+    if (dtype == MN_F64) return &mn_spans_ref_f64[id];
+#if MN_HAVE_X86_TARGETS
+    if (target >= MN_TARGET_AVX512) return &mn_spans_avx512[id];
+    if (target >= MN_TARGET_AVX2) return &mn_spans_avx2[id];
+#else
+    (void)target;
+#endif
+    return &mn_spans_ref_f32[id];
+}
+
 void mn_kernel_table_fill_cuda(mn_kernel_table *table) {
     memset(table, 0, sizeof *table);
 #if MN_HAVE_CUDA

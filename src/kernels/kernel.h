@@ -53,6 +53,14 @@ typedef enum mn_kernel_id {
     MN_KERNEL_COUNT
 } mn_kernel_id;
 
+/* Ids of the kernels of spans.def. */
+typedef enum mn_span_id {
+#define SPAN(name) MN_SPAN_##name,
+#include "kernels/spans.def"
+#undef SPAN
+    MN_SPAN_COUNT
+} mn_span_id;
+
 /* One table per storage type and target. MN_STEP is forward with T = 1 over unpacked input, the
  * final state written over the initial one (or, for caches, with more keys than queries); its run
  * is NULL where forward serves. */

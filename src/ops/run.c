@@ -133,11 +133,11 @@ static bool scratch_of(const mn_plan *plan, int n_threads, size_t *each, size_t 
     return mn_mul_size(all, *each, (size_t)n_threads);
 }
 
-static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
-    const char *name = mn_op_describe(op)->name;
+static mn_status run_items(mn_context *context, const mn_kernel *kernel, const char *name,
+                           const void *args) {
     const int n_threads = mn_threads_count(context->threads);
     mn_plan plan = { 0 };
-    job j = { .kernel = choose_kernel(context, op, pass, args), .args = args };
+    job j = { .kernel = kernel, .args = args };
     size_t all_scratch;
     if (!j.kernel->plan(args, &plan) ||
         !scratch_of(&plan, n_threads, &j.scratch_bytes, &all_scratch)) {
@@ -154,6 +154,11 @@ static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, cons
         mn_threads_run(context->threads, plan.items[j.phase], run_item, &j);
     }
     return MN_OK;
+}
+
+static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
+    return run_items(context, choose_kernel(context, op, pass, args), mn_op_describe(op)->name,
+                     args);
 }
 
 /* ---- on a device ----------------------------------------------------------------------------- */
@@ -295,6 +300,29 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
     mn_status st = mn_context_enter(context);
     if (st != MN_OK) return st;
     st = run_inside(context, op, pass, args);
+    mn_context_leave(context);
+    return st;
+}
+
+/* ---- stretches of tokens --------------------------------------------------------------------- */
+
+static mn_status run_span(mn_context *context, mn_span_id id, mn_moebius_span_args *args) {
+    const bool adjoint = id == MN_SPAN_moebius_adjoint;
+    mn_status st = mn_context_needs_cpu(context, "the map of a stretch of tokens");
+    if (st == MN_OK) st = mn_validate(MN_OP_moebius, &args->op, adjoint);
+    if (st != MN_OK) return st;
+    const mn_kernel *kernel = mn_span_kernel(id, context->target, args->op.call.dtype);
+    const mn_mark mark = mn_arena_mark(context->arena);
+    st = run_items(context, kernel, mn_op_describe(MN_OP_moebius)->name, args);
+    mn_arena_release(context->arena, mark);
+    return st;
+}
+
+mn_status mn_op_run_span(mn_context *context, mn_span_id id, const mn_moebius_span_args *args) {
+    mn_moebius_span_args copy = *args;
+    mn_status st = mn_context_enter(context);
+    if (st != MN_OK) return st;
+    st = run_span(context, id, &copy);
     mn_context_leave(context);
     return st;
 }

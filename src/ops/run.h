@@ -2,6 +2,7 @@
 #ifndef MN_OPS_RUN_H
 #define MN_OPS_RUN_H
 
+#include "kernels/moebius_span.h"
 #include "ops/context.h"
 #include "ops/describe.h"
 
@@ -12,6 +13,10 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
  * the bits it would have alone, whose items the threads share out together. */
 mn_status mn_op_run_rows(mn_context *context, mn_op_id op, const void *rows, size_t step,
                          int64_t n);
+
+/* What the tokens of a call do to the state that enters them, or to its gradient, on the CPU:
+ * fills args->out and args->good. Results of the operator itself are not touched. */
+mn_status mn_op_run_span(mn_context *context, mn_span_id id, const mn_moebius_span_args *args);
 
 /* Bytes of work space such a call takes, without running it; pointers of `args` are only compared
  * with NULL. */

@@ -1,5 +1,5 @@
 /* sequence.c - states, maps and keys between the ranks of a sequence. */
-#include "ranks/sequence.h"
+#include "ranks/sequence_internal.h"
 
 #include <ctype.h>
 #include <math.h>
@@ -12,52 +12,43 @@
 #include "base/util.h"
 #include "ops/run.h"
 
-enum { STATES = 8, KEYED = 2 };
-
-typedef enum law { PIPELINE, AFFINE, TAIL } law;
-
-/* An initial state and the final one that follows from it. */
-typedef struct state {
-    const mn_field *in, *out, *sum;    // sum: what takes the cotangent where `out` has none
-    size_t bytes;
-} state;
-
-/* A call taken apart. */
-typedef struct call {
-    const mn_sequence *s;
-    mn_op_id op;
-    unsigned char *args;
-    mn_call *sizes;
-    int rank, world;
-    size_t item;
-    law law;
-    mn_device *device;                 // NULL: the host
-    state states[STATES];
-    int n_states;
-    const mn_field *keys[KEYED];       // fields with axes BL.. of what is gathered
-    int n_keys;
-} call;
+/* A pipeline of kla is the faster one from this many layers a rank on. */
+enum { MOEBIUS_DEPTH = 3 };
 
 /* ---- taking apart ---------------------------------------------------------------------------- */
 
-static mn_in *in_at(const call *c, const mn_field *f) {
-    return (mn_in *)(c->args + f->offset);
-}
-
-static mn_in *partner_at(const call *c, const mn_field *f) {
-    return (mn_in *)(c->args + f->partner);
-}
-
-static law law_of(mn_op_id op) {
+static cut_law law_of(mn_op_id op) {
     switch (op) {
-#define COMPOSES(name, how) case MN_OP_##name: return how;
+#define COMPOSES(name, how) case MN_OP_##name: return CUT_##how;
 #include "ranks/sequence.def"
 #undef COMPOSES
-    default: return PIPELINE;
+    default: return CUT_PIPELINE;
     }
 }
 
-static int64_t count_of(const call *c, const char *axes) {
+static const char *const states_names[MN_SEQUENCE_COUNT] = {
+#define STATES(id, name, about) [MN_SEQUENCE_##id] = name,
+#include "ranks/sequence_states.def"
+#undef STATES
+};
+
+bool mn_sequence_states_find(mn_sequence_states *out, const char *name) {
+    for (int i = 0; i < MN_SEQUENCE_COUNT; i++) {
+        if (strcmp(states_names[i], name) != 0) continue;
+        *out = (mn_sequence_states)i;
+        return true;
+    }
+    return false;
+}
+
+/* Whether states cross from rank to rank though they have maps (docs/guide/scaling.md). */
+static bool prefers_pipeline(const cut_call *c) {
+    if (c->law != CUT_AFFINE && c->law != CUT_MOEBIUS) return false;
+    if (c->s->states != MN_SEQUENCE_AUTO) return c->s->states == MN_SEQUENCE_PIPELINE;
+    return c->law == CUT_MOEBIUS && c->s->depth >= MOEBIUS_DEPTH * (c->world - 1);
+}
+
+static int64_t count_of(const cut_call *c, const char *axes) {
     bool ok = true;
     int64_t n = 1;
     for (; *axes; axes++) n *= mn_axis_size(c->sizes, *axes, &ok);
@@ -73,31 +64,31 @@ static const mn_field *named(const mn_field *fields, int n, const char *name, si
     return NULL;
 }
 
-static void find_states(call *c, const mn_field *fields, int n) {
+static void find_states(cut_call *c, const mn_field *fields, int n) {
     for (int i = 0; i < n; i++) {
         const mn_field *in = &fields[i];
         const size_t length = strlen(in->name);
         if (in->role != MN_ROLE_OPT || in->axes[0] != 'N' || in->name[length - 1] != '0') continue;
         const mn_field *out = named(fields, n, in->name, length - 1);
-        if (!out || c->n_states == STATES) continue;
-        state *to = &c->states[c->n_states++];
+        if (!out || c->n_states == CUT_STATES) continue;
+        cut_state *to = &c->states[c->n_states++];
         char sum[32];
         snprintf(sum, sizeof sum, "%.*ssum", (int)(length - 1), in->name);
         sum[0] = (char)tolower((unsigned char)sum[0]);
-        *to = (state){ in, out, NULL, 0 };
+        *to = (cut_state){ in, out, NULL, 0 };
         if (out->role == MN_ROLE_AUX) to->sum = named(fields, n, sum, strlen(sum));
         to->bytes = (size_t)count_of(c, in->axes) *
                     mn_dtype_bytes(mn_field_dtype(in, c->sizes->dtype));
     }
 }
 
-static mn_status take_apart(call *c, const mn_sequence *s, mn_op_id op, void *args) {
+static mn_status take_apart(cut_call *c, const mn_sequence *s, mn_op_id op, void *args) {
     int n;
     const mn_field *fields = mn_op_fields(op, &n);
-    *c = (call){ .s = s, .op = op, .args = args, .sizes = args, .law = law_of(op),
+    *c = (cut_call){ .s = s, .op = op, .args = args, .sizes = args, .law = law_of(op),
                  .rank = mn_comm_rank(s->comm), .world = mn_comm_world(s->comm),
                  .device = s->context->device };
-    if (c->device) c->law = PIPELINE;
+    if (c->device || prefers_pipeline(c)) c->law = CUT_PIPELINE;
     c->item = mn_dtype_bytes(c->sizes->dtype);
     if (c->sizes->J == 0) c->sizes->J = c->sizes->H;
     const size_t theta = mn_op_traits_of(op)->theta;
@@ -109,19 +100,19 @@ static mn_status take_apart(call *c, const mn_sequence *s, mn_op_id op, void *ar
     find_states(c, fields, n);
     for (int i = 0; i < n && mn_op_traits_of(op)->keyed; i++) {
         if (strncmp(fields[i].axes, "BL", 2) != 0) continue;
-        if (c->n_keys == KEYED) return mn_fail(MN_ERR_INTERNAL, "too many keys to gather");
+        if (c->n_keys == CUT_KEYED) return mn_fail(MN_ERR_INTERNAL, "too many keys to gather");
         c->keys[c->n_keys++] = &fields[i];
     }
     return MN_OK;
 }
 
 /* Operators that look at one token at a time. */
-static bool is_local(const call *c) {
+static bool is_local(const cut_call *c) {
     return c->n_states == 0 && c->n_keys == 0;
 }
 
 /* Where the rank's tokens begin, for what an operator counts itself. */
-static void set_positions(const call *c) {
+static void set_positions(const cut_call *c) {
     int n;
     const mn_param *params = mn_op_params(c->op, &n);
     const int64_t before = c->rank * c->sizes->T;
@@ -132,30 +123,24 @@ static void set_positions(const call *c) {
     }
 }
 
-static mn_status run(const call *c, mn_pass pass, const void *args) {
+static mn_status run(const cut_call *c, mn_pass pass, const void *args) {
     return mn_op_run(c->s->context, c->op, pass, args);
 }
 
-static void *zeros(size_t bytes) {
-    void *memory = calloc(1, bytes ? bytes : 1);
-    if (!memory) mn_fail(MN_ERR_MEMORY, "no memory for %zu bytes of states", bytes);
-    return memory;
-}
-
 /* Memory for the length of a call: on a GPU in the order of its stream, and not of zeros. */
-static void *take(const call *c, size_t bytes) {
-    if (!c->device) return zeros(bytes);
+static void *take(const cut_call *c, size_t bytes) {
+    if (!c->device) return cut_zeros(bytes);
     void *memory = mn_device_bytes(c->device, bytes);
     if (!memory) mn_fail(MN_ERR_MEMORY, "the GPU has no memory for %zu bytes of states", bytes);
     return memory;
 }
 
-static void give(const call *c, void *memory) {
+static void give(const cut_call *c, void *memory) {
     if (!c->device) free(memory);
 }
 
 /* Messages to and from the ranks of the sequence. */
-static mn_status exchange(const call *c, const mn_transfer *t, int n) {
+static mn_status exchange(const cut_call *c, const mn_transfer *t, int n) {
     if (!c->device) return mn_comm_exchange(c->s->comm, t, n);
     const mn_status st = mn_device_use(c->device);
     if (st != MN_OK) return st;
@@ -169,7 +154,7 @@ typedef struct box {
     int64_t n[4], stride[3];
 } box;
 
-static box box_of(const call *c, const mn_field *f, const int64_t stride[3], int64_t length) {
+static box box_of(const cut_call *c, const mn_field *f, const int64_t stride[3], int64_t length) {
     bool ok = true;
     box b = { { c->sizes->B, length, mn_axis_size(c->sizes, f->axes[2], &ok),
                 mn_axis_size(c->sizes, f->axes[3], &ok) }, { 0 } };
@@ -180,8 +165,8 @@ static box box_of(const call *c, const mn_field *f, const int64_t stride[3], int
 }
 
 /* Copies tokens [first, first + n) of a box to or from contiguous memory (B, n, H, X). */
-static void pack(const call *c, const box *b, char *view, char *packed, int64_t first, int64_t n,
-                 bool to_packed) {
+static void pack(const cut_call *c, const box *b, char *view, char *packed, int64_t first,
+                 int64_t n, bool to_packed) {
     const size_t row = (size_t)b->n[3] * c->item;
     for (int64_t i = 0; i < b->n[0]; i++) {
         for (int64_t t = first; t < first + n; t++) {
@@ -195,13 +180,13 @@ static void pack(const call *c, const box *b, char *view, char *packed, int64_t 
 }
 
 /* Puts all tokens up to this rank's end into `whole`, (B, (rank + 1) T, H, X). */
-static mn_status gather_field(call *c, const mn_field *f, char *whole) {
+static mn_status gather_field(cut_call *c, const mn_field *f, char *whole) {
     const int64_t T = c->sizes->T, none[3] = { 0 };
-    mn_in *view = in_at(c, f);
+    mn_in *view = cut_in(c, f);
     const box local = box_of(c, f, view->stride, T);
     const box all = box_of(c, f, none, (c->rank + 1) * T);
     const size_t bytes = (size_t)(local.n[0] * T * local.n[2] * local.n[3]) * c->item;
-    char *parts = zeros((size_t)c->world * bytes);
+    char *parts = cut_zeros((size_t)c->world * bytes);
     if (!parts) return MN_ERR_MEMORY;
     pack(c, &local, (char *)view->data, parts + (size_t)c->rank * bytes, 0, T, true);
     mn_status st = mn_comm_all_gather(c->s->comm, parts, parts + (size_t)c->rank * bytes, bytes);
@@ -213,7 +198,7 @@ static mn_status gather_field(call *c, const mn_field *f, char *whole) {
     return st;
 }
 
-static mn_status forward_keys(call *c, bool plan) {
+static mn_status forward_keys(cut_call *c, bool plan) {
     mn_status st = MN_OK;
     const int64_t T = c->sizes->T;
     if (c->device) {
@@ -230,7 +215,7 @@ static mn_status forward_keys(call *c, bool plan) {
         const size_t bytes = (size_t)count_of(c, c->keys[i]->axes) * c->item;
         char *whole = c->s->keep(c->s->owner, bytes, plan);
         if (!whole) return MN_ERR_MEMORY;
-        if (plan) in_at(c, c->keys[i])->data = whole;
+        if (plan) cut_in(c, c->keys[i])->data = whole;
         else st = gather_field(c, c->keys[i], whole);
     }
     c->sizes->L = (c->rank + 1) * T;
@@ -238,7 +223,7 @@ static mn_status forward_keys(call *c, bool plan) {
 }
 
 /* Adds b to a. */
-static void add_numbers(const call *c, void *a, const void *b, int64_t n) {
+static void add_numbers(const cut_call *c, void *a, const void *b, int64_t n) {
     if (c->sizes->dtype == MN_F64) {
         for (int64_t i = 0; i < n; i++) ((double *)a)[i] += ((const double *)b)[i];
     } else {
@@ -247,12 +232,12 @@ static void add_numbers(const call *c, void *a, const void *b, int64_t n) {
 }
 
 /* Every rank's gradient of its own keys: the sum over the ranks that saw them, first to last. */
-static mn_status scatter_field(call *c, const mn_field *f, char *whole, const mn_in *to) {
+static mn_status scatter_field(cut_call *c, const mn_field *f, char *whole, const mn_in *to) {
     const int64_t T = c->sizes->T, none[3] = { 0 };
     const box all = box_of(c, f, none, (c->rank + 1) * T), local = box_of(c, f, to->stride, T);
     const int64_t count = local.n[0] * T * local.n[2] * local.n[3];
     const size_t bytes = (size_t)count * c->item;
-    char *out = zeros((size_t)c->world * bytes), *in = zeros((size_t)c->world * bytes);
+    char *out = cut_zeros((size_t)c->world * bytes), *in = cut_zeros((size_t)c->world * bytes);
     mn_transfer *t = calloc(2 * (size_t)c->world, sizeof *t);
     int n = 0;
     for (int r = 0; out && in && t && r < c->world; r++) {
@@ -276,24 +261,24 @@ static mn_status scatter_field(call *c, const mn_field *f, char *whole, const mn
     return st;
 }
 
-static mn_status backward_keys(call *c) {
-    mn_in to[KEYED];
-    char *whole[KEYED] = { NULL };
+static mn_status backward_keys(cut_call *c) {
+    mn_in to[CUT_KEYED];
+    char *whole[CUT_KEYED] = { NULL };
     mn_status st = MN_OK;
     for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
-        to[i] = *partner_at(c, c->keys[i]);
-        whole[i] = zeros((size_t)count_of(c, c->keys[i]->axes) * c->item);
+        to[i] = *cut_partner(c, c->keys[i]);
+        whole[i] = cut_zeros((size_t)count_of(c, c->keys[i]->axes) * c->item);
         if (!whole[i]) st = MN_ERR_MEMORY;
-        *partner_at(c, c->keys[i]) = (mn_in){ whole[i], { 0 } };
+        *cut_partner(c, c->keys[i]) = (mn_in){ whole[i], { 0 } };
     }
     if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
     for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
-        mn_in *partner = partner_at(c, c->keys[i]);
+        mn_in *partner = cut_partner(c, c->keys[i]);
         *partner = to[i];
         if (to[i].data) {
             st = scatter_field(c, c->keys[i], whole[i], &to[i]);
         } else {    // a gradient that nobody wants, but others may want theirs
-            char *own = zeros((size_t)count_of(c, c->keys[i]->axes) * c->item);
+            char *own = cut_zeros((size_t)count_of(c, c->keys[i]->axes) * c->item);
             const mn_in nowhere = { own, { 0 } };
             st = own ? scatter_field(c, c->keys[i], whole[i], &nowhere) : MN_ERR_MEMORY;
             free(own);
@@ -306,19 +291,19 @@ static mn_status backward_keys(call *c) {
 /* ---- states from rank to rank ---------------------------------------------------------------- */
 
 /* Memory for initial states, filled by who comes next; on rank 0 only where maps need them. */
-static mn_status keep_states(call *c, bool plan) {
+static mn_status keep_states(cut_call *c, bool plan) {
     for (int i = 0; i < c->n_states && c->rank > 0; i++) {
         void *memory = c->s->keep(c->s->owner, c->states[i].bytes, plan);
         if (!memory) return MN_ERR_MEMORY;
-        *in_at(c, c->states[i].in) = (mn_in){ memory, { 0 } };
+        *cut_in(c, c->states[i].in) = (mn_in){ memory, { 0 } };
     }
     return MN_OK;
 }
 
 /* Final states that the caller does not ask for get memory of their own. */
-static mn_status lend_finals(call *c, void **lent) {
+static mn_status lend_finals(cut_call *c, void **lent) {
     for (int i = 0; i < c->n_states; i++) {
-        mn_in *out = in_at(c, c->states[i].out);
+        mn_in *out = cut_in(c, c->states[i].out);
         lent[i] = NULL;
         if (out->data) continue;
         lent[i] = take(c, c->states[i].bytes);
@@ -328,36 +313,36 @@ static mn_status lend_finals(call *c, void **lent) {
     return MN_OK;
 }
 
-static void return_finals(call *c, void **lent) {
+static void return_finals(cut_call *c, void **lent) {
     for (int i = 0; i < c->n_states; i++) {
-        if (lent[i]) in_at(c, c->states[i].out)->data = NULL;
+        if (lent[i]) cut_in(c, c->states[i].out)->data = NULL;
         give(c, lent[i]);
         lent[i] = NULL;
     }
 }
 
-static mn_status receive_states(call *c) {
-    mn_transfer t[STATES] = { { 0 } };
+static mn_status receive_states(cut_call *c) {
+    mn_transfer t[CUT_STATES] = { { 0 } };
     int n = 0;
     for (int i = 0; i < c->n_states && c->rank > 0; i++) {
-        t[n++] = (mn_transfer){ c->rank - 1, false, (void *)in_at(c, c->states[i].in)->data,
+        t[n++] = (mn_transfer){ c->rank - 1, false, (void *)cut_in(c, c->states[i].in)->data,
                                 c->states[i].bytes };
     }
     return exchange(c, t, n);
 }
 
-static mn_status send_states(call *c) {
-    mn_transfer t[STATES] = { { 0 } };
+static mn_status send_states(cut_call *c) {
+    mn_transfer t[CUT_STATES] = { { 0 } };
     int n = 0;
     for (int i = 0; i < c->n_states && c->rank + 1 < c->world; i++) {
-        t[n++] = (mn_transfer){ c->rank + 1, true, (void *)in_at(c, c->states[i].out)->data,
+        t[n++] = (mn_transfer){ c->rank + 1, true, (void *)cut_in(c, c->states[i].out)->data,
                                 c->states[i].bytes };
     }
     return exchange(c, t, n);
 }
 
-static mn_status forward_pipeline(call *c) {
-    void *lent[STATES] = { NULL };
+mn_status mn_cut_forward_pipeline(cut_call *c) {
+    void *lent[CUT_STATES] = { NULL };
     if (c->s->again) return run(c, MN_FORWARD, c->args);
     mn_status st = lend_finals(c, lent);
     if (st == MN_OK) st = receive_states(c);
@@ -369,11 +354,11 @@ static mn_status forward_pipeline(call *c) {
 
 /* A rank's last W - 1 tokens are all that the next one needs: everybody sends at once. The tail of
  * a pass without those before is right as long as there are W - 1 tokens. */
-static mn_status forward_tail(call *c) {
-    void *lent[STATES] = { NULL };
-    mn_transfer t[2 * STATES];
+static mn_status forward_tail(cut_call *c) {
+    void *lent[CUT_STATES] = { NULL };
+    mn_transfer t[2 * CUT_STATES];
     int n = 0;
-    if (c->sizes->T < c->sizes->W - 1) return forward_pipeline(c);
+    if (c->sizes->T < c->sizes->W - 1) return mn_cut_forward_pipeline(c);
     unsigned char first[MN_MAX_ARGS_BYTES];
     mn_status st = lend_finals(c, lent);
     memcpy(first, c->args, mn_op_describe(c->op)->args_bytes);
@@ -382,12 +367,14 @@ static mn_status forward_tail(call *c) {
     }
     if (st == MN_OK) st = run(c, MN_FORWARD, first);
     for (int i = 0; i < c->n_states; i++) {
-        const state *of = &c->states[i];
+        const cut_state *of = &c->states[i];
         if (c->rank + 1 < c->world) {
-            t[n++] = (mn_transfer){ c->rank + 1, true, (void *)in_at(c, of->out)->data, of->bytes };
+            t[n++] = (mn_transfer){ c->rank + 1, true, (void *)cut_in(c, of->out)->data,
+                                    of->bytes };
         }
         if (c->rank > 0) {
-            t[n++] = (mn_transfer){ c->rank - 1, false, (void *)in_at(c, of->in)->data, of->bytes };
+            t[n++] = (mn_transfer){ c->rank - 1, false, (void *)cut_in(c, of->in)->data,
+                                    of->bytes };
         }
     }
     if (st == MN_OK) st = mn_comm_exchange(c->s->comm, t, n);
@@ -398,13 +385,13 @@ static mn_status forward_tail(call *c) {
 
 /* The next rank's gradient of its initial state is the cotangent of the final one here. A state
  * that is kept as C and a logarithm m (mlstm) has its cotangent at C e^m: dC0 e^-m0 is sent. */
-static void scale_sums(const call *c, const state *of, void *gradient) {
+static void scale_sums(const cut_call *c, const cut_state *of, void *gradient) {
     if (!of->sum) return;
     int n;
     const mn_field *fields = mn_op_fields(c->op, &n), *m = named(fields, n, "m0", 2);
     if (!m) return;
     const int64_t heads = count_of(c, m->axes), each = count_of(c, of->in->axes) / heads;
-    const mn_in *scale = in_at(c, m);
+    const mn_in *scale = cut_in(c, m);
     for (int64_t h = 0; h < heads; h++) {
         for (int64_t i = h * each; i < (h + 1) * each; i++) {
             if (c->sizes->dtype == MN_F64) {
@@ -417,37 +404,37 @@ static void scale_sums(const call *c, const state *of, void *gradient) {
 }
 
 /* The field whose partner takes the cotangent of the final state; NULL: it has none. */
-static const mn_field *taker(const state *of) {
+static const mn_field *taker(const cut_state *of) {
     const mn_field *f = of->sum ? of->sum : of->out;
     return f->partner == MN_NO_OFFSET ? NULL : f;
 }
 
 /* Cotangents of the final states come from the next rank, and gradients of the initial ones get
  * memory. */
-static mn_status take_cotangents(call *c, void **cotangent, void **gradient) {
-    mn_transfer t[STATES] = { { 0 } };
+static mn_status take_cotangents(cut_call *c, void **cotangent, void **gradient) {
+    mn_transfer t[CUT_STATES] = { { 0 } };
     int n = 0;
     for (int i = 0; i < c->n_states; i++) {
-        const state *of = &c->states[i];
+        const cut_state *of = &c->states[i];
         const mn_field *takes = taker(of);
         if (!takes || of->in->partner == MN_NO_OFFSET) continue;
         if (c->rank + 1 < c->world) {
             cotangent[i] = take(c, of->bytes);
             if (!cotangent[i]) return MN_ERR_MEMORY;
             t[n++] = (mn_transfer){ c->rank + 1, false, cotangent[i], of->bytes };
-            *partner_at(c, takes) = (mn_in){ cotangent[i], { 0 } };
+            *cut_partner(c, takes) = (mn_in){ cotangent[i], { 0 } };
         }
         if (c->rank > 0) {
             gradient[i] = take(c, of->bytes);
             if (!gradient[i]) return MN_ERR_MEMORY;
-            *partner_at(c, of->in) = (mn_in){ gradient[i], { 0 } };
+            *cut_partner(c, of->in) = (mn_in){ gradient[i], { 0 } };
         }
     }
     return exchange(c, t, n);
 }
 
-static mn_status send_gradients(call *c, void **gradient) {
-    mn_transfer t[STATES] = { { 0 } };
+static mn_status send_gradients(cut_call *c, void **gradient) {
+    mn_transfer t[CUT_STATES] = { { 0 } };
     int n = 0;
     for (int i = 0; i < c->n_states && c->rank > 0; i++) {
         if (!gradient[i]) continue;
@@ -457,8 +444,8 @@ static mn_status send_gradients(call *c, void **gradient) {
     return exchange(c, t, n);
 }
 
-static mn_status backward_pipeline(call *c) {
-    void *cotangent[STATES] = { NULL }, *gradient[STATES] = { NULL };
+mn_status mn_cut_backward_pipeline(cut_call *c) {
+    void *cotangent[CUT_STATES] = { NULL }, *gradient[CUT_STATES] = { NULL };
     for (int i = 0; i < c->n_states && c->device; i++) {
         if (!c->states[i].sum) continue;
         return mn_fail(MN_ERR_UNSUPPORTED, "%s: its states cross ranks in the host's memory only; "
@@ -477,7 +464,7 @@ static mn_status backward_pipeline(call *c) {
 /* ---- affine maps ----------------------------------------------------------------------------- */
 
 /* out = a b + out, or a' b + out: (K,K) times (K,V), for every sequence and head. */
-static void apply_map(const call *c, void *out, const void *a, const void *b, bool transposed) {
+static void apply_map(const cut_call *c, void *out, const void *a, const void *b, bool transposed) {
     const int64_t K = c->sizes->K, V = c->sizes->V, n = count_of(c, "NH");
     for (int64_t h = 0; h < n; h++) {
         for (int64_t i = 0; i < K; i++) {
@@ -496,13 +483,13 @@ static void apply_map(const call *c, void *out, const void *a, const void *b, bo
     }
 }
 
-static size_t map_bytes(const call *c) {
+static size_t map_bytes(const cut_call *c) {
     return (size_t)count_of(c, "NHKK") * c->item;
 }
 
 /* The map of the rank's tokens: what becomes of an identity, of V = K columns, when nothing is
  * written. */
-static mn_status find_map(const call *c, void *map) {
+static mn_status find_map(const cut_call *c, void *map) {
     unsigned char args[MN_MAX_ARGS_BYTES];
     int n;
     const mn_field *fields = mn_op_fields(c->op, &n);
@@ -510,8 +497,9 @@ static mn_status find_map(const call *c, void *map) {
     mn_call *sizes = (mn_call *)args;
     const int64_t K = sizes->K, heads = count_of(c, "NH");
     sizes->V = K;
-    char *nothing = zeros((size_t)count_of(c, "BTHK") * c->item);
-    char *results = zeros((size_t)count_of(c, "BTHK") * c->item), *one = zeros(map_bytes(c));
+    char *nothing = cut_zeros((size_t)count_of(c, "BTHK") * c->item);
+    char *results = cut_zeros((size_t)count_of(c, "BTHK") * c->item);
+    char *one = cut_zeros(map_bytes(c));
     mn_status st = nothing && results && one ? MN_OK : MN_ERR_MEMORY;
     for (int64_t i = 0; st == MN_OK && i < heads * K; i++) {
         const int64_t at = i / K * K * K + i % K * (K + 1);
@@ -535,9 +523,9 @@ static mn_status find_map(const call *c, void *map) {
 
 /* Gathers each rank's map and vector b; `x` becomes what the ranks before this one (or, transposed,
  * those behind it, from the last on) make of zeros. */
-static mn_status compose(const call *c, void *x, const void *map, const void *b, bool back) {
+static mn_status compose(const cut_call *c, void *x, const void *map, const void *b, bool back) {
     const size_t of_map = map_bytes(c), of_b = c->states[0].bytes, each = of_map + of_b;
-    char *all = zeros((size_t)c->world * each), *next = zeros(of_b);
+    char *all = cut_zeros((size_t)c->world * each), *next = cut_zeros(of_b);
     mn_status st = all && next ? MN_OK : MN_ERR_MEMORY;
     if (st == MN_OK) {
         char *own = all + (size_t)c->rank * each;
@@ -558,31 +546,31 @@ static mn_status compose(const call *c, void *x, const void *map, const void *b,
 }
 
 /* The map is kept behind the rank's initial state. */
-static void *kept_map(const call *c) {
-    return (char *)in_at(c, c->states[0].in)->data + c->states[0].bytes;
+static void *kept_map(const cut_call *c) {
+    return (char *)cut_in(c, c->states[0].in)->data + c->states[0].bytes;
 }
 
-static mn_status keep_affine(call *c, bool plan) {
+static mn_status keep_affine(cut_call *c, bool plan) {
     char *memory = c->s->keep(c->s->owner, c->states[0].bytes + map_bytes(c), plan);
     if (!memory) return MN_ERR_MEMORY;
-    mn_in *state0 = in_at(c, c->states[0].in);
+    mn_in *state0 = cut_in(c, c->states[0].in);
     if (!plan && c->rank == 0 && state0->data) memcpy(memory, state0->data, c->states[0].bytes);
     else if (!plan) memset(memory, 0, c->states[0].bytes);
     *state0 = (mn_in){ memory, { 0 } };
     return MN_OK;
 }
 
-static mn_status forward_affine(call *c) {
-    void *lent[STATES] = { NULL };
-    mn_in *state0 = in_at(c, c->states[0].in);
+static mn_status forward_affine(cut_call *c) {
+    void *lent[CUT_STATES] = { NULL };
+    mn_in *state0 = cut_in(c, c->states[0].in);
     const mn_in kept = *state0;
     mn_status st = find_map(c, kept_map(c));
     if (st == MN_OK) st = lend_finals(c, lent);
     if (st == MN_OK) st = run(c, MN_FORWARD, c->args);
-    char *before = zeros(c->states[0].bytes);
+    char *before = cut_zeros(c->states[0].bytes);
     if (!before) st = MN_ERR_MEMORY;
     if (st == MN_OK) {
-        st = compose(c, before, kept_map(c), in_at(c, c->states[0].out)->data, false);
+        st = compose(c, before, kept_map(c), cut_in(c, c->states[0].out)->data, false);
     }
     if (st == MN_OK && c->rank > 0) memcpy((void *)kept.data, before, c->states[0].bytes);
     free(before);
@@ -593,12 +581,12 @@ static mn_status forward_affine(call *c) {
 
 /* First the gradient of the initial state from this rank's results alone, then with what the ranks
  * behind it add. */
-static mn_status backward_affine(call *c) {
+static mn_status backward_affine(cut_call *c) {
     unsigned char args[MN_MAX_ARGS_BYTES];
     int n;
     const mn_field *fields = mn_op_fields(c->op, &n);
-    const state *of = &c->states[0];
-    char *own = zeros(of->bytes), *cotangent = zeros(of->bytes);
+    const cut_state *of = &c->states[0];
+    char *own = cut_zeros(of->bytes), *cotangent = cut_zeros(of->bytes);
     mn_status st = own && cotangent ? MN_OK : MN_ERR_MEMORY;
     memcpy(args, c->args, mn_op_describe(c->op)->args_bytes);
     for (int i = 0; i < n; i++) {
@@ -609,8 +597,8 @@ static mn_status backward_affine(call *c) {
     if (c->rank + 1 < c->world) ((mn_in *)(args + of->out->partner))->data = NULL;
     if (st == MN_OK) st = run(c, MN_BACKWARD, args);
     if (st == MN_OK) st = compose(c, cotangent, kept_map(c), own, true);
-    if (c->rank + 1 < c->world) *partner_at(c, of->out) = (mn_in){ cotangent, { 0 } };
-    if (c->rank > 0) *partner_at(c, of->in) = (mn_in){ NULL, { 0 } };
+    if (c->rank + 1 < c->world) *cut_partner(c, of->out) = (mn_in){ cotangent, { 0 } };
+    if (c->rank > 0) *cut_partner(c, of->in) = (mn_in){ NULL, { 0 } };
     if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
     free(own);
     free(cotangent);
@@ -619,24 +607,26 @@ static mn_status backward_affine(call *c) {
 
 /* ---- public ---------------------------------------------------------------------------------- */
 
-static mn_status forward(call *c, bool plan) {
+static mn_status forward(cut_call *c, bool plan) {
     set_positions(c);
     if (c->n_keys > 0) return forward_keys(c, plan);
     if (is_local(c)) return plan ? MN_OK : run(c, MN_FORWARD, c->args);
-    const mn_status st = c->law == AFFINE ? keep_affine(c, plan) : keep_states(c, plan);
+    const mn_status st = c->law == CUT_AFFINE ? keep_affine(c, plan) : keep_states(c, plan);
     if (st != MN_OK || plan) return st;
-    if (c->law == AFFINE) return forward_affine(c);
-    return c->law == TAIL ? forward_tail(c) : forward_pipeline(c);
+    if (c->law == CUT_AFFINE) return forward_affine(c);
+    if (c->law == CUT_MOEBIUS) return mn_cut_forward_moebius(c);
+    return c->law == CUT_TAIL ? forward_tail(c) : mn_cut_forward_pipeline(c);
 }
 
-static mn_status backward(call *c) {
+static mn_status backward(cut_call *c) {
     if (c->n_keys > 0) return backward_keys(c);
     if (is_local(c)) return run(c, MN_BACKWARD, c->args);
-    return c->law == AFFINE ? backward_affine(c) : backward_pipeline(c);
+    if (c->law == CUT_MOEBIUS) return mn_cut_backward_moebius(c);
+    return c->law == CUT_AFFINE ? backward_affine(c) : mn_cut_backward_pipeline(c);
 }
 
 mn_status mn_sequence_forward(const mn_sequence *s, mn_op_id op, void *args, bool plan) {
-    call c;
+    cut_call c;
     mn_status st = take_apart(&c, s, op, args);
     if (st != MN_OK) return st;
     const mn_mark mark = c.device ? mn_device_mark(c.device) : (mn_mark){ 0 };
@@ -646,7 +636,7 @@ mn_status mn_sequence_forward(const mn_sequence *s, mn_op_id op, void *args, boo
 }
 
 mn_status mn_sequence_backward(const mn_sequence *s, mn_op_id op, void *args, bool plan) {
-    call c;
+    cut_call c;
     mn_status st = take_apart(&c, s, op, args);
     if (st != MN_OK || plan) return st;
     const mn_mark mark = c.device ? mn_device_mark(c.device) : (mn_mark){ 0 };

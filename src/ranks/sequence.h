@@ -6,8 +6,15 @@
  *   affine maps   every rank runs from a state of zeros and finds the map of its tokens, a gather
  *                 of (A, b) gives each its initial state, and it runs once more from there; going
  *                 back the same with A transposed
+ *   Moebius maps  of kla: the same with the map of every channel and slot, and going back that of
+ *                 their gradients; a state or a gradient is not run twice
  *   tails         of convolutions: the last W - 1 tokens, from neighbour to neighbour at once
- *   others        states go from rank to rank, and their gradients back: a pipeline
+ *   others        states go from rank to rank, and their gradients back: a pipeline, which those
+ *                 with maps take, too, where it is asked for or is faster
+ *
+ * A pipeline costs a pass what S - 1 ranks take for one operator, as the ranks of a model of many
+ * layers work at different ones of them; maps cost a part of it in every layer. Where each operator
+ * is waited for by itself (layers made once more going back) a pipeline has no others to work at.
  *
  * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. Sequences
  * are not packed. Results are those of one rank within rounding.
@@ -26,12 +33,24 @@
 /* Memory that lasts until the backward pass of this call; NULL after a failure of its own. */
 typedef void *(*mn_keep_fn)(void *owner, size_t bytes, bool plan);
 
+/* How states with maps cross ranks. */
+typedef enum mn_sequence_states {
+#define STATES(id, name, about) MN_SEQUENCE_##id,
+#include "ranks/sequence_states.def"
+#undef STATES
+    MN_SEQUENCE_COUNT
+} mn_sequence_states;
+
+bool mn_sequence_states_find(mn_sequence_states *out, const char *name);
+
 typedef struct mn_sequence {
     mn_comm *comm;             // the ranks that share sequences
     mn_nccl *nccl;             // the same of their GPUs, where the context has one
     int first;                 // the first of them among those of `nccl`
     bool again;                // calls are made once more going back, `keep` gives the memory of
                                // the first time, and what came from other ranks is in it still
+    mn_sequence_states states;
+    int depth;                 // layers of a pass that states cross in; 0: one is waited for
     mn_context *context;
     mn_keep_fn keep;
     void *owner;

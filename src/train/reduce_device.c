@@ -19,7 +19,9 @@ struct mn_device_reduce {
     mn_nccl *nccl;
     mn_model *model;
     int rank, world, sequence, data_world;
-    int64_t batches;
+    int64_t batches, rounds;
+    bool shards;
+    const int64_t *optimizer_pieces;    // lent
     float *values, *grads;
     int64_t *bounds;           // (world + 1): which range of values and gradients is whose
     int64_t all, piece, pieces;
@@ -27,6 +29,11 @@ struct mn_device_reduce {
     mn_tree own;               // of this rank's batches so far: the last node is in the gradients
     float *slots, *scratch;    // the nodes before it, each (all); rows of a piece
     int64_t n_slots, n_scratch;
+
+    /* of shards: the nodes of all batches so far, of own numbers only */
+    mn_tree sum;
+    float *kept;
+    int64_t n_kept;
 
     mn_tree *nodes;            // (world), in the order of items
     int *owner;                // (world): whose
@@ -38,15 +45,29 @@ struct mn_device_reduce {
 
 /* ---- who has what ---------------------------------------------------------------------------- */
 
-void mn_device_reduce_batches(const mn_device_reduce *r, int rank, int64_t *first, int64_t *end) {
+int64_t mn_device_reduce_rounds(const mn_device_reduce *r) {
+    return r->rounds;
+}
+
+static void batches_of(const mn_device_reduce *r, int rank, int64_t *first, int64_t *end) {
     const int data_rank = rank / r->sequence;
     *first = r->batches * data_rank / r->data_world;
     *end = r->batches * (data_rank + 1) / r->data_world;
 }
 
+int64_t mn_device_reduce_batch(const mn_device_reduce *r, int rank, int64_t round) {
+    int64_t first, end;
+    batches_of(r, rank, &first, &end);
+    if (r->shards) {
+        first = round * r->data_world + rank / r->sequence;
+        return first < r->batches ? first : -1;
+    }
+    return first + round < end ? first + round : -1;
+}
+
 /* Items of a rank: with sequences in parts, all batches of part 0, then all of part 1 .. */
 static void items_of(const mn_device_reduce *r, int rank, int64_t *first, int64_t *end) {
-    mn_device_reduce_batches(r, rank, first, end);
+    batches_of(r, rank, first, end);
     *first += r->batches * (rank % r->sequence);
     *end += r->batches * (rank % r->sequence);
 }
@@ -65,8 +86,10 @@ static mn_status plan_sums(mn_device_reduce *r) {
         if (r->owner[k] == r->rank) r->last = r->n_rows - 1;
     }
     r->sums = calloc((size_t)r->n_rows, sizeof *r->sums);
-    r->rows = calloc((size_t)r->n_rows, sizeof *r->rows);
-    r->transfers = calloc((size_t)(r->n_rows + r->world * MN_TREE_DEPTH), sizeof *r->transfers);
+    r->rows = calloc((size_t)(r->n_rows + r->world), sizeof *r->rows);
+    const int64_t told = 2 * r->world * (r->rounds + 1);
+    r->transfers = calloc((size_t)(r->n_rows + r->world * MN_TREE_DEPTH + told),
+                          sizeof *r->transfers);
     if (!r->sums || !r->rows || !r->transfers) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %d ranks", r->world);
     }
@@ -84,12 +107,12 @@ static mn_status add(mn_device_reduce *r, float *out, const float *a, const floa
 }
 
 void mn_device_reduce_begin(mn_device_reduce *r) {
-    r->own.n = 0;
+    r->own.n = r->sum.n = 0;
 }
 
 /* A batch that others of this rank's follow joins those before, or is put aside; the last one stays
  * in the gradients with what joins it. */
-mn_status mn_device_reduce_put(mn_device_reduce *r) {
+static mn_status put_own(mn_device_reduce *r) {
     int64_t first, end;
     items_of(r, r->rank, &first, &end);
     const int64_t done = r->own.n == 0 ? 0 : r->own.first[r->own.n - 1] +
@@ -153,10 +176,138 @@ static mn_status sum_piece(mn_device_reduce *r, int64_t k) {
     return st;
 }
 
+/* ---- the sum of shards ----------------------------------------------------------------------- */
+
+/* A round's batches lie in the order of ranks: the item of a rank, -1: none. With sequences in
+ * parts the parts of a batch are neighbours. */
+static int64_t item_of(const mn_device_reduce *r, int rank, int64_t round) {
+    return mn_device_reduce_batch(r, rank, round) < 0 ? -1 : round * r->world + rank;
+}
+
+/* Sends piece k of each rank's numbers there, and gets those of its own: rows[i] is of the i-th
+ * rank that has a batch. */
+static mn_status exchange_piece(mn_device_reduce *r, int64_t k, int64_t round) {
+    int64_t low, high, from, to;
+    int n = 0, row = 0, got = 0;
+    piece_of(r, r->rank, k, &low, &high);
+    for (int step = 1; step < r->world && item_of(r, r->rank, round) >= 0; step++) {
+        const int peer = (r->rank + step) % r->world;
+        piece_of(r, peer, k, &from, &to);
+        r->transfers[n++] = (mn_transfer){ peer, true, r->grads + from,
+                                           (size_t)(to - from) * sizeof(float) };
+    }
+    for (int h = 0; h < r->world; h++) {
+        if (item_of(r, h, round) < 0) continue;
+        r->rows[row] = h == r->rank ? r->grads + low : r->scratch + got++ * r->piece;
+        if (h != r->rank) {
+            r->transfers[n++] = (mn_transfer){ h, false, r->rows[row],
+                                               (size_t)(high - low) * sizeof(float) };
+        }
+        row++;
+    }
+    return mn_nccl_exchange(r->nccl, r->transfers, n, 0, mn_device_stream(r->device));
+}
+
+static mn_status join_rows(mn_device_reduce *r, mn_tree *tree, float **at, int64_t n, bool all) {
+    mn_status st = MN_OK;
+    while (st == MN_OK && mn_tree_join(tree, all)) {
+        st = add(r, at[tree->n - 1], at[tree->n - 1], at[tree->n], n);
+    }
+    return st;
+}
+
+static mn_status copy_row(mn_device_reduce *r, float *to, const float *from, int64_t n) {
+    if (to == from) return MN_OK;
+    return mn_device_copy(r->device, to, from, (size_t)n * sizeof *to);
+}
+
+/* The rows of a round onto those of the rounds before; after the last one the gradients hold their
+ * sum. */
+static mn_status join_piece(mn_device_reduce *r, int64_t k, int64_t round) {
+    const int64_t owned = r->bounds[r->rank + 1] - r->bounds[r->rank];
+    int64_t low, high;
+    float *at[MN_TREE_DEPTH];
+    mn_tree tree = r->sum;
+    mn_status st = MN_OK;
+    int row = 0;
+    piece_of(r, r->rank, k, &low, &high);
+    const int64_t n = high - low, offset = low - r->bounds[r->rank];
+    for (int i = 0; i < tree.n; i++) at[i] = r->kept + i * owned + offset;
+    for (int h = 0; st == MN_OK && h < r->world && n > 0; h++) {
+        if (item_of(r, h, round) < 0) continue;
+        mn_tree_push(&tree, item_of(r, h, round), 0);
+        at[tree.n - 1] = r->rows[row++];
+        st = join_rows(r, &tree, at, n, false);
+    }
+    if (st != MN_OK || n == 0) return st;
+    if (round + 1 == r->rounds) {
+        st = join_rows(r, &tree, at, n, true);
+        return st == MN_OK ? copy_row(r, r->grads + low, at[0], n) : st;
+    }
+    for (int i = 0; st == MN_OK && i < tree.n; i++) {
+        st = copy_row(r, r->kept + i * owned + offset, at[i], n);
+    }
+    return st;
+}
+
+static mn_status put_shards(mn_device_reduce *r, int64_t round) {
+    mn_status st = mn_device_use(r->device);
+    for (int64_t k = 0; st == MN_OK && k < r->pieces; k++) {
+        st = exchange_piece(r, k, round);
+        if (st == MN_OK) st = join_piece(r, k, round);
+    }
+    for (int h = 0; h < r->world; h++) {
+        if (item_of(r, h, round) < 0) continue;
+        mn_tree_push(&r->sum, item_of(r, h, round), 0);
+        while (mn_tree_join(&r->sum, false)) continue;
+    }
+    return st;
+}
+
+/* ---- a step ---------------------------------------------------------------------------------- */
+
+mn_status mn_device_reduce_put(mn_device_reduce *r, int64_t round) {
+    if (r->shards) return put_shards(r, round);
+    return mn_device_reduce_batch(r, r->rank, round) < 0 ? MN_OK : put_own(r);
+}
+
 mn_status mn_device_reduce_sum(mn_device_reduce *r) {
     mn_status st = mn_device_use(r->device);
-    for (int64_t k = 0; st == MN_OK && k < r->pieces; k++) st = sum_piece(r, k);
+    for (int64_t k = 0; st == MN_OK && !r->shards && k < r->pieces; k++) st = sum_piece(r, k);
     return st;
+}
+
+/* Items [first, end) of `rank` in an array that every rank gets whole. */
+static void list_part(mn_device_reduce *r, int *n, void *all, size_t size, int rank, int64_t first,
+                      int64_t end) {
+    char *at = (char *)all + (size_t)first * size;
+    const size_t bytes = (size_t)(end - first) * size;
+    for (int step = 1; step < r->world && rank == r->rank; step++) {
+        r->transfers[(*n)++] = (mn_transfer){ (rank + step) % r->world, true, at, bytes };
+    }
+    if (rank != r->rank) r->transfers[(*n)++] = (mn_transfer){ rank, false, at, bytes };
+}
+
+/* Losses of ZeRO-1 are neighbours; those of batches that are dealt out go one by one. */
+mn_status mn_device_reduce_tell(mn_device_reduce *r, mn_device_optimizer *o) {
+    int n = 0;
+    for (int k = 0; k < r->world; k++) {
+        const int64_t before = k % r->sequence * r->batches;
+        void *losses = mn_device_optimizer_losses(o);
+        int64_t first, end;
+        list_part(r, &n, mn_device_optimizer_squares(o), sizeof(double), k, r->optimizer_pieces[k],
+                  r->optimizer_pieces[k + 1]);
+        batches_of(r, k, &first, &end);
+        if (!r->shards) {
+            list_part(r, &n, losses, sizeof(mn_adamw_loss), k, before + first, before + end);
+        }
+        for (int64_t round = 0; r->shards && round < r->rounds; round++) {
+            const int64_t i = mn_device_reduce_batch(r, k, round);
+            if (i < 0) continue;
+            list_part(r, &n, losses, sizeof(mn_adamw_loss), k, before + i, before + i + 1);
+        }
+    }
+    return mn_nccl_exchange(r->nccl, r->transfers, n, 0, mn_device_stream(r->device));
 }
 
 mn_status mn_device_reduce_values(mn_device_reduce *r) {
@@ -217,9 +368,14 @@ static mn_status take_memory(mn_device_reduce *r) {
     r->piece = mn_max(AT_ONCE / r->n_rows / LINE * LINE, LEAST);
     r->piece = mn_min(r->piece, mn_ceil_div(mn_max(widest, 1), LINE) * LINE);
     r->pieces = r->world > 1 || r->n_sums > 0 ? mn_ceil_div(widest, r->piece) : 0;
+    if (r->shards) r->n_slots = 0;
+    if (r->shards && r->rounds > 1) {
+        r->n_kept = (mn_tree_slots(0, r->batches * r->sequence) + 1) *
+                    (r->bounds[r->rank + 1] - r->bounds[r->rank]);
+    }
     int own = 0;
     for (int k = 0; k < r->world; k++) own += r->owner[k] == r->rank ? r->nodes[k].n : 0;
-    r->n_scratch = (r->n_rows - own) * r->piece;
+    r->n_scratch = (r->shards ? r->world - 1 : r->n_rows - own) * r->piece;
     mn_status st = mn_device_allocate(r->device, &memory, mn_device_reduce_bytes(r));
     if (st == MN_ERR_MEMORY) {
         return mn_fail(st, "the GPU has no memory for sums of gradients, %.1f MiB; a smaller "
@@ -227,7 +383,8 @@ static mn_status take_memory(mn_device_reduce *r) {
                        (double)mn_device_reduce_bytes(r) / 1048576.0);
     }
     r->slots = memory;
-    r->scratch = r->slots + r->n_slots;
+    r->kept = r->slots + r->n_slots;
+    r->scratch = r->kept + r->n_kept;
     return st;
 }
 
@@ -243,6 +400,9 @@ mn_status mn_device_reduce_create(mn_device_reduce **out, const mn_device_reduce
     r->sequence = how->sequence;
     r->data_world = how->world / how->sequence;
     r->batches = how->batches;
+    r->rounds = mn_ceil_div(r->batches, r->data_world);
+    r->shards = how->shards_gradients && r->world > 1;
+    r->optimizer_pieces = how->pieces;
     r->bounds = calloc((size_t)r->world + 1, sizeof *r->bounds);
     mn_status st = r->bounds ? lay_out(r, how->elements)
                              : mn_fail(MN_ERR_MEMORY, "no memory for %d ranks", r->world);
@@ -269,5 +429,5 @@ void mn_device_reduce_destroy(mn_device_reduce *r) {
 }
 
 size_t mn_device_reduce_bytes(const mn_device_reduce *r) {
-    return (size_t)(r->n_slots + r->n_scratch) * sizeof(float);
+    return (size_t)(r->n_slots + r->n_kept + r->n_scratch) * sizeof(float);
 }

@@ -112,12 +112,28 @@ void mn_trainer_cut_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch **ba
 
 /* ---- create ---------------------------------------------------------------------------------- */
 
+/* Layers of a pass in which ranks may work at different ones: none where a layer is made once more
+ * going back, which is waited for, or where kinds are mixed, some of which gather from all. */
+static int depth_of(const mn_trainer *t) {
+    const mn_model_config *config = mn_model_describe(t->model);
+    if (t->recompute == MN_RECOMPUTE_LAYER || t->recompute == MN_RECOMPUTE_LIGHT) return 0;
+    for (int i = 1; i < config->n_layers; i++) {
+        if (strcmp(config->names[i], config->names[0]) != 0) return 0;
+    }
+    return config->n_layers;
+}
+
 mn_status mn_trainer_cut_create(mn_trainer *t, mn_nccl *nccl) {
     const int ranks = (int)t->options.sequence_ranks;
     if (ranks == 1) return MN_OK;
     if (t->batch.packed || t->options.mc_samples > 0) {
         return mn_fail(MN_ERR_UNSUPPORTED, "train.sequence_ranks: sequences are cut over ranks "
                        "with data.cutting=windows and without train.mc_samples");
+    }
+    mn_sequence_states states;
+    if (!mn_sequence_states_find(&states, t->options.sequence_states)) {
+        return mn_fail(MN_ERR_ARGUMENT, "train.sequence_states: \"%s\" is none of auto, maps, "
+                       "pipeline", t->options.sequence_states);
     }
     mn_trainer_cut *k = calloc(1, sizeof *k);
     if (!k) return mn_fail(MN_ERR_MEMORY, "no memory for a batch");
@@ -131,8 +147,8 @@ mn_status mn_trainer_cut_create(mn_trainer *t, mn_nccl *nccl) {
     k->part.targets = calloc(tokens, sizeof *k->part.targets);
     if (!k->part.tokens || !k->part.targets) return mn_fail(MN_ERR_MEMORY, "no memory for a batch");
     const mn_status st = mn_comm_part(&k->group, t->comm, first, ranks);
-    k->cut = (mn_sequence){ .comm = k->group, .nccl = nccl, .first = first,
-                            .context = t->context, .keep = keep, .owner = k };
+    k->cut = (mn_sequence){ .comm = k->group, .nccl = nccl, .first = first, .states = states,
+                            .depth = depth_of(t), .context = t->context, .keep = keep, .owner = k };
     k->runner = (mn_tape_runner){ run_forward, run_backward, k };
     return st;
 }

@@ -149,17 +149,16 @@ static mn_status run_alone(mn_trainer *t) {
 /* The same of several ranks, where each gradient is by itself and the tree adds them up. */
 static mn_status run_together(mn_trainer *t, mn_step_result *r) {
     mn_trainer_device *there = t->there;
-    int64_t first, end;
-    mn_trainer_gpus_batches(there->gpus, &first, &end);
     mn_status st = mn_trainer_gpus_begin(there->gpus);
-    for (int64_t i = first; st == MN_OK && i < end; i++) {
-        st = mn_trainer_gpus_before(there->gpus);
-        if (st == MN_OK) st = run_batch(t, i, false);
-        if (st == MN_OK) {
+    for (int64_t k = 0; st == MN_OK && k < mn_trainer_gpus_rounds(there->gpus); k++) {
+        const int64_t i = mn_trainer_gpus_batch(there->gpus, k);
+        if (i >= 0) st = mn_trainer_gpus_before(there->gpus);
+        if (st == MN_OK && i >= 0) st = run_batch(t, i, false);
+        if (st == MN_OK && i >= 0) {
             st = mn_device_optimizer_loss(there->optimizer, mn_trainer_gpus_loss(there->gpus, i),
                                           there->told[0]);
         }
-        if (st == MN_OK) st = mn_trainer_gpus_put(there->gpus);
+        if (st == MN_OK) st = mn_trainer_gpus_put(there->gpus, k);
     }
     if (st == MN_OK) st = mn_trainer_gpus_update(there->gpus, there->optimizer);
     return st == MN_OK ? mn_trainer_gpus_finish(there->gpus, r) : st;

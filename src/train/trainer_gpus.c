@@ -38,7 +38,6 @@ struct mn_trainer_gpus {
     mn_device_event *points[POINTS];
     double compute, communicate;   // seconds of the step before
     news *news;                    // (world)
-    mn_transfer *transfers;        // (4 world)
 };
 
 /* ---- create ---------------------------------------------------------------------------------- */
@@ -81,8 +80,7 @@ static mn_status take_room(mn_trainer_gpus *g) {
     const size_t world = (size_t)g->world;
     g->elements = calloc(2 * (world + 1), sizeof *g->elements);
     g->news = calloc(world, sizeof *g->news);
-    g->transfers = calloc(4 * world, sizeof *g->transfers);
-    if (!g->elements || !g->news || !g->transfers) {
+    if (!g->elements || !g->news) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %d ranks", g->world);
     }
     g->pieces = g->elements + world + 1;
@@ -94,9 +92,9 @@ static mn_status take_room(mn_trainer_gpus *g) {
 }
 
 static mn_status check_options(const mn_trainer *t) {
-    if (strcmp(t->options.shard, "optimizer") != 0) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "train.shard: \"%s\": ranks on GPUs share out the "
-                       "optimiser's states, train.shard=optimizer", t->options.shard);
+    if (strcmp(t->options.shard, "optimizer") != 0 && strcmp(t->options.shard, "gradients") != 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "train.shard: \"%s\" is none of optimizer, gradients",
+                       t->options.shard);
     }
     return mn_trainer_check_ranks(t);
 }
@@ -124,7 +122,8 @@ mn_status mn_trainer_gpus_create(mn_trainer_gpus **out, mn_trainer *t,
     const mn_device_reduce_options sums = {
         .device = g->device, .nccl = g->nccl, .model = t->model, .rank = g->rank,
         .world = g->world, .sequence = g->sequence, .batches = t->options.accumulate,
-        .elements = g->elements };
+        .shards_gradients = strcmp(t->options.shard, "gradients") == 0,
+        .elements = g->elements, .pieces = g->pieces };
     return mn_comm_agree(t->comm, mn_device_reduce_create(&g->reduce, &sums));
 }
 
@@ -135,7 +134,6 @@ void mn_trainer_gpus_destroy(mn_trainer_gpus *g) {
     for (int i = 0; i < POINTS; i++) mn_device_event_destroy(g->points[i]);
     free(g->elements);
     free(g->news);
-    free(g->transfers);
     free(g);
 }
 
@@ -145,8 +143,12 @@ size_t mn_trainer_gpus_bytes(const mn_trainer_gpus *g) {
 
 /* ---- a step ---------------------------------------------------------------------------------- */
 
-void mn_trainer_gpus_batches(const mn_trainer_gpus *g, int64_t *first, int64_t *end) {
-    mn_device_reduce_batches(g->reduce, g->rank, first, end);
+int64_t mn_trainer_gpus_rounds(const mn_trainer_gpus *g) {
+    return mn_device_reduce_rounds(g->reduce);
+}
+
+int64_t mn_trainer_gpus_batch(const mn_trainer_gpus *g, int64_t round) {
+    return mn_device_reduce_batch(g->reduce, g->rank, round);
 }
 
 int64_t mn_trainer_gpus_loss(const mn_trainer_gpus *g, int64_t i) {
@@ -158,42 +160,15 @@ mn_status mn_trainer_gpus_begin(mn_trainer_gpus *g) {
     return mn_device_event_record(g->device, g->points[BEGIN]);
 }
 
-mn_status mn_trainer_gpus_put(mn_trainer_gpus *g) {
-    return mn_device_reduce_put(g->reduce);
-}
-
-/* Items [first, end) of `rank` in an array that every rank gets whole. */
-static void list_part(mn_trainer_gpus *g, int *n, void *all, size_t size, int rank, int64_t first,
-                      int64_t end) {
-    mn_transfer *t = g->transfers;
-    char *at = (char *)all + (size_t)first * size;
-    const size_t bytes = (size_t)(end - first) * size;
-    for (int step = 1; step < g->world && rank == g->rank; step++) {
-        t[(*n)++] = (mn_transfer){ (rank + step) % g->world, true, at, bytes };
-    }
-    if (rank != g->rank) t[(*n)++] = (mn_transfer){ rank, false, at, bytes };
-}
-
-/* Squares of pieces and losses of batches, from whose they are to all. */
-static mn_status share_numbers(mn_trainer_gpus *g, mn_device_optimizer *o) {
-    int n = 0;
-    for (int k = 0; k < g->world; k++) {
-        int64_t first, end;
-        list_part(g, &n, mn_device_optimizer_squares(o), sizeof(double), k, g->pieces[k],
-                  g->pieces[k + 1]);
-        mn_device_reduce_batches(g->reduce, k, &first, &end);
-        const int64_t before = k % g->sequence * g->t->options.accumulate;
-        list_part(g, &n, mn_device_optimizer_losses(o), sizeof(mn_adamw_loss), k, before + first,
-                  before + end);
-    }
-    return mn_nccl_exchange(g->nccl, g->transfers, n, 0, mn_device_stream(g->device));
+mn_status mn_trainer_gpus_put(mn_trainer_gpus *g, int64_t round) {
+    return mn_device_reduce_put(g->reduce, round);
 }
 
 mn_status mn_trainer_gpus_update(mn_trainer_gpus *g, mn_device_optimizer *o) {
     mn_status st = mn_device_event_record(g->device, g->points[COMPUTED]);
     if (st == MN_OK) st = mn_device_reduce_sum(g->reduce);
     if (st == MN_OK) st = mn_device_optimizer_measure(o);
-    if (st == MN_OK) st = share_numbers(g, o);
+    if (st == MN_OK) st = mn_device_reduce_tell(g->reduce, o);
     if (st == MN_OK) {
         st = mn_device_optimizer_decide(o, g->t->options.accumulate, g->sequence);
     }

@@ -151,15 +151,18 @@ mn_status mn_trainer_gpus_create(mn_trainer_gpus **out, mn_trainer *trainer,
 void mn_trainer_gpus_destroy(mn_trainer_gpus *gpus);    // NULL accepted
 size_t mn_trainer_gpus_bytes(const mn_trainer_gpus *gpus);
 
-/* This rank's batches of a step, [*first, *end), and where the loss of batch i goes. */
-void mn_trainer_gpus_batches(const mn_trainer_gpus *gpus, int64_t *first, int64_t *end);
+/* Rounds of a step, the batch of this rank in one (-1: none), and where the loss of batch i
+ * goes. */
+int64_t mn_trainer_gpus_rounds(const mn_trainer_gpus *gpus);
+int64_t mn_trainer_gpus_batch(const mn_trainer_gpus *gpus, int64_t round);
 int64_t mn_trainer_gpus_loss(const mn_trainer_gpus *gpus, int64_t i);
 
-/* A step: begin, then of each batch put, then the update, all without waiting; then finish, which
- * waits with an eye on the other ranks, and fills in times and whether any is to stop. */
+/* A step: begin, then in each round put, with a batch or without one, then the update, all without
+ * waiting; then finish, which waits with an eye on the other ranks, and fills in times and whether
+ * any is to stop. */
 mn_status mn_trainer_gpus_begin(mn_trainer_gpus *gpus);
 mn_status mn_trainer_gpus_before(mn_trainer_gpus *gpus);    // a batch of sequences in parts: waits
-mn_status mn_trainer_gpus_put(mn_trainer_gpus *gpus);
+mn_status mn_trainer_gpus_put(mn_trainer_gpus *gpus, int64_t round);
 mn_status mn_trainer_gpus_update(mn_trainer_gpus *gpus, mn_device_optimizer *optimizer);
 mn_status mn_trainer_gpus_finish(mn_trainer_gpus *gpus, mn_step_result *result);
 

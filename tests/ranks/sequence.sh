@@ -49,6 +49,15 @@ for layers in linear retnet mamba2 gla mamba1 mlstm longhorn longhorn_column del
     n=$((n + 1))
 done
 [ $n -ge 15 ] || fail "only $n kinds of layers were found"
+for layers in kla gdn; do
+    train 1 1 "$layers" one --set train.context=96
+    for states in maps pipeline; do
+        train 3 3 "$layers" three --set train.context=96 --set "train.sequence_states=$states"
+        near three "$layers on 3 ranks by $states"
+        train 4 4 "$layers" four --set train.context=96 --set "train.sequence_states=$states" --set train.recompute=layer
+        near four "$layers on 4 ranks by $states, computing again"
+    done
+done
 train 1 1 gdn one
 train 4 2 gdn both
 near both "gdn on 2 x 2 ranks"
@@ -60,5 +69,10 @@ if timeout 600 "$mneme" train --ranks 2 --quiet --set data.train=book.txt --set 
     --set train.context=32 --set train.sequence_ranks=2 --set data.cutting=documents --set out=wrong > wrong.txt 2>&1; then
     fail "packed documents were cut"
 fi
+if timeout 600 "$mneme" train --ranks 2 --quiet --set data.train=book.txt --set model.layers=kla --set model.hidden_size=32 \
+    --set train.context=32 --set train.sequence_ranks=2 --set train.sequence_states=both --set out=wrong > wrong2.txt 2>&1; then
+    fail "states crossed ranks in a way that is none"
+fi
+grep -q "is none of auto, maps, pipeline" wrong2.txt || fail "no word on how states can cross ranks"
 grep -q "data.cutting=windows" wrong.txt || fail "no word on what can be cut"
 echo "sequence: $n kinds of layers in order"

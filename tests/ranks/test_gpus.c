@@ -15,7 +15,7 @@
 #include "io/json.h"
 #include "kernels/adamw_all.h"
 #include "ops/run.h"
-#include "optim/optim.h"
+#include "optim/optimizer_device.h"
 #include "ranks/sequence.h"
 #include "runtime/device_backend.h"
 #include "support/check.h"
@@ -164,25 +164,52 @@ int mn_add_cuda(float *out, const float *a, const float *b, int64_t n, void *str
     return 0;
 }
 
-/* Nobody here steps an optimiser. */
+/* The optimiser of this device: who measures what, who decides from what and who updates what are
+ * as on a GPU (kernels/adamw_all.h); the update itself is a plain step along the gradient. */
 int mn_adamw_squares_cuda(const mn_adamw_all *all, void *stream) {
-    (void)all, (void)stream;
-    return 1;
+    (void)stream;
+    for (int64_t c = all->first; c < all->first + all->own; c++) {
+        const mn_adamw_chunk *chunk = &all->chunks[c];
+        const float *g = all->params[chunk->param].g + chunk->first;
+        all->squares[c] = 0.0;
+        for (int32_t i = 0; i < chunk->count; i++) all->squares[c] += (double)g[i] * (double)g[i];
+    }
+    return 0;
 }
 
 int mn_adamw_decide_cuda(const mn_adamw_all *all, void *stream) {
-    (void)all, (void)stream;
-    return 1;
+    (void)stream;
+    double sum = 0.0;
+    mn_adamw_result r = { .scale = 1.0f };
+    for (int64_t c = 0; c < all->n_chunks; c++) sum += all->squares[c];
+    for (int64_t i = 0; i < all->n_losses; i++) {
+        r.loss += all->losses[i].loss / (double)all->n_losses;
+        r.counted += all->losses[i].counted;
+    }
+    r.norm = sqrt(sum);
+    if (all->hparams->clip > 0.0 && r.norm > all->hparams->clip) {
+        r.scale = (float)(all->hparams->clip / r.norm);
+    }
+    r.update = isfinite(r.norm) && isfinite(r.loss) && !(r.loss > all->hparams->loss_limit);
+    *all->result = r;
+    return 0;
 }
 
 int mn_adamw_update_cuda(const mn_adamw_all *all, void *stream) {
-    (void)all, (void)stream;
-    return 1;
+    (void)stream;
+    for (int64_t c = all->first; c < all->first + all->own && all->result->update; c++) {
+        const mn_adamw_chunk *chunk = &all->chunks[c];
+        const mn_adamw_param *p = &all->params[chunk->param];
+        for (int64_t i = chunk->first; i < chunk->first + chunk->count; i++) {
+            p->p[i] -= all->hparams->lr * all->result->scale * p->g[i];
+        }
+    }
+    return 0;
 }
 
 int mn_adamw_shadows_cuda(const mn_adamw_all *all, void *stream) {
     (void)all, (void)stream;
-    return 1;
+    return 0;
 }
 
 int mn_cast_bf16_cuda(void *to, const float *from, int64_t n, void *stream) {
@@ -278,19 +305,37 @@ static bool is_value(float *at, int64_t i, int64_t rank) {
 typedef struct job {
     int64_t batches;
     int sequence;
+    bool shards;
 } job;
 
+/* The item that a rank's batch is in the tree. */
+static int64_t item_number(const job *j, int rank, int64_t batch) {
+    return j->shards ? batch * j->sequence + rank % j->sequence
+                     : rank % j->sequence * j->batches + batch;
+}
+
 static mn_status run_step(host *h, mn_device_reduce *r, const job *j, int rank, int64_t all) {
-    int64_t first, end;
     bool ok = true;
-    mn_device_reduce_batches(r, rank, &first, &end);
-    mn_device_reduce_begin(r);
     mn_status st = MN_OK;
-    for (int64_t i = first; st == MN_OK && i < end; i++) {
-        each(h, 0, all, true, set_item, i + rank % j->sequence * j->batches, &ok);
-        st = mn_device_reduce_put(r);
+    mn_device_reduce_begin(r);
+    for (int64_t k = 0; st == MN_OK && k < mn_device_reduce_rounds(r); k++) {
+        const int64_t batch = mn_device_reduce_batch(r, rank, k);
+        if (batch >= 0) each(h, 0, all, true, set_item, item_number(j, rank, batch), &ok);
+        st = mn_device_reduce_put(r, k);
     }
     return st == MN_OK ? mn_device_reduce_sum(r) : st;
+}
+
+static mn_status open_reduce(mn_device_reduce **r, mn_nccl **nccl, const host *h, mn_comm *comm,
+                             const job *j) {
+    const int rank = mn_comm_rank(comm), world = mn_comm_world(comm);
+    const mn_status st = mn_nccl_create(nccl, comm, true);
+    if (st != MN_OK) return st;
+    const mn_device_reduce_options how = {
+        .device = h->context.device, .nccl = *nccl, .model = h->model, .rank = rank,
+        .world = world, .sequence = j->sequence, .batches = j->batches,
+        .shards_gradients = j->shards, .elements = h->elements, .pieces = h->pieces };
+    return mn_device_reduce_create(r, &how);
 }
 
 static int sum(mn_comm *comm, void *context) {
@@ -302,10 +347,7 @@ static int sum(mn_comm *comm, void *context) {
     bool ok = true;
     if (!open_host(&h, world)) return 2;
     const int64_t all = h.elements[world];
-    if (mn_nccl_create(&nccl, comm, true) != MN_OK) return 3;
-    const mn_device_reduce_options how = { h.context.device, nccl, h.model, rank, world,
-                                           j->sequence, j->batches, h.elements };
-    if (mn_device_reduce_create(&r, &how) != MN_OK) return 4;
+    if (open_reduce(&r, &nccl, &h, comm, j) != MN_OK) return 3;
     for (int step = 0; step < 2; step++) {
         if (run_step(&h, r, j, rank, all) != MN_OK) return 5;
         each(&h, h.elements[rank], h.elements[rank + 1], true, is_sum, j->batches * j->sequence,
@@ -327,14 +369,150 @@ static void sums_are_those_of_the_tree_on_any_number_of_gpus(void **state) {
     static const struct {
         int world;
         job j;
-    } cases[] = { { 1, { 1, 1 } }, { 1, { 7, 1 } }, { 2, { 2, 1 } }, { 2, { 7, 1 } },
-                  { 3, { 5, 1 } }, { 4, { 8, 1 } }, { 2, { 1, 2 } }, { 4, { 3, 2 } } };
+    } cases[] = { { 1, { 1, 1, false } }, { 1, { 7, 1, false } }, { 2, { 2, 1, false } },
+                  { 2, { 7, 1, false } }, { 3, { 5, 1, false } }, { 4, { 8, 1, false } },
+                  { 2, { 1, 2, false } }, { 4, { 3, 2, false } }, { 1, { 7, 1, true } },
+                  { 2, { 2, 1, true } },  { 2, { 7, 1, true } },  { 3, { 5, 1, true } },
+                  { 4, { 13, 1, true } }, { 2, { 1, 2, true } },  { 4, { 3, 2, true } } };
     for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
         int codes[16];
         job j = cases[i].j;
         run_ranks(sum, &j, cases[i].world, codes);
-        for (int r = 0; r < cases[i].world; r++) assert_int_equal(codes[r], 0);
+        for (int r = 0; r < cases[i].world; r++) {
+            CHECK(codes[r] == 0, "%d ranks, %d batches, %d parts, shards %d: rank %d ends with %d",
+                  cases[i].world, (int)j.batches, j.sequence, j.shards, r, codes[r]);
+        }
     }
+    check_done();
+}
+
+/* Where gradients are sharded less is kept beside them: rows of a rank's own numbers and not of
+ * all. */
+static int count_bytes(mn_comm *comm, void *context) {
+    const job *j = context;
+    host h;
+    mn_nccl *nccl = NULL;
+    mn_device_reduce *r[2] = { NULL };
+    if (!open_host(&h, mn_comm_world(comm))) return 2;
+    for (int shards = 0; shards < 2; shards++) {
+        job of = *j;
+        of.shards = shards;
+        if (open_reduce(&r[shards], &nccl, &h, comm, &of) != MN_OK) return 3;
+        mn_nccl_destroy(nccl);
+    }
+    return mn_device_reduce_bytes(r[1]) < mn_device_reduce_bytes(r[0]) ? 0 : 4;
+}
+
+static void shards_of_gradients_take_less_memory(void **state) {
+    (void)state;
+    int codes[16];
+    job j = { 16, 1, false };
+    run_ranks(count_bytes, &j, 2, codes);
+    assert_int_equal(codes[0], 0);
+    assert_int_equal(codes[1], 0);
+}
+
+/* ---- decisions ------------------------------------------------------------------------------- */
+
+/* A step of all ranks to its decision, with a loss of i for batch i but `odd`, which has 5000. */
+static mn_status decide(host *h, mn_device_reduce *r, mn_device_optimizer *o, const job *j,
+                        int rank, int64_t odd, mn_optim_outcome *outcome) {
+    const int64_t all = mn_model_count(h->model);
+    mn_status st = mn_device_optimizer_tell(o, 0, 0.125, 1.0, 20.0);
+    if (st == MN_OK) st = run_step(h, r, j, rank, all);
+    for (int64_t k = 0; st == MN_OK && k < mn_device_reduce_rounds(r); k++) {
+        const int64_t i = mn_device_reduce_batch(r, rank, k);
+        const mn_adamw_loss loss = { i == odd ? 5000.0 : (double)i, 32 + i };
+        if (i >= 0) st = mn_device_optimizer_loss(o, i, &loss);
+    }
+    if (st == MN_OK) st = mn_device_optimizer_measure(o);
+    if (st == MN_OK) st = mn_device_reduce_tell(r, o);
+    if (st == MN_OK) st = mn_device_optimizer_decide(o, j->batches, j->sequence);
+    if (st == MN_OK) st = mn_device_reduce_values(r);
+    if (st == MN_OK) st = mn_device_optimizer_shadows(o);
+    return st == MN_OK ? mn_device_optimizer_ask(o, outcome) : st;
+}
+
+static mn_status open_optimizer(mn_device_optimizer **o, host *h, int rank, int world) {
+    static const mn_adamw_options how = { .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8 };
+    const int n = mn_model_params(h->model);
+    mn_optim_param *params = calloc((size_t)n, sizeof *params);
+    if (!params) return MN_ERR_MEMORY;
+    for (int i = 0; i < n; i++) {
+        const mn_model_param *p = mn_model_param_at(h->model, i);
+        params[i] = (mn_optim_param){ .value = p->value, .grad = p->grad, .count = p->info.count,
+                                      .lr_scale = 1.0 };
+    }
+    const mn_status st = mn_device_optimizer_create_part(o, &h->context, params, n, &how, rank,
+                                                         world);
+    free(params);
+    return st;
+}
+
+static bool is_number(float *at, int64_t i, int64_t rank) {
+    (void)i, (void)rank;
+    return isfinite(*at);
+}
+
+/* The bytes of all values, so that ranks can be compared. */
+static uint64_t values_of(host *h) {
+    uint64_t hash = 14695981039346656037u;
+    for (int p = 0; p < mn_model_params(h->model); p++) {
+        const mn_model_param *of = mn_model_param_at(h->model, p);
+        const unsigned char *bytes = of->value;
+        for (size_t i = 0; i < (size_t)of->info.count * sizeof(float); i++) {
+            hash = (hash ^ bytes[i]) * 1099511628211u;
+        }
+    }
+    return hash;
+}
+
+/* Losses of 0 to 6 are no spike; one of 5000 on one rank is, for all of them. */
+static int skip_spike(mn_comm *comm, void *context) {
+    const job *j = context;
+    const int rank = mn_comm_rank(comm), world = mn_comm_world(comm);
+    host h;
+    mn_nccl *nccl = NULL;
+    mn_device_reduce *r = NULL;
+    mn_device_optimizer *o = NULL;
+    mn_optim_outcome outcome[2];
+    uint64_t values[3];
+    bool ok = true;
+    if (!open_host(&h, world) || open_optimizer(&o, &h, rank, world) != MN_OK) return 2;
+    if (open_reduce(&r, &nccl, &h, comm, j) != MN_OK) return 3;
+    values[0] = values_of(&h);
+    for (int step = 0; step < 2; step++) {
+        if (decide(&h, r, o, j, rank, step == 0 ? 5 : -1, &outcome[step]) != MN_OK) return 4;
+        values[step + 1] = values_of(&h);
+        each(&h, 0, h.elements[world], false, is_number, rank, &ok);
+    }
+    if (!ok || outcome[0].updated || !outcome[1].updated) return 5;
+    if (values[0] != values[1] || values[1] == values[2]) return 6;
+    if (mn_comm_same(comm, "values", values[2]) != MN_OK) return 7;
+    uint64_t bits[2];
+    memcpy(&bits[0], &outcome[1].norm, sizeof bits[0]);
+    memcpy(&bits[1], &outcome[1].loss, sizeof bits[1]);
+    if (mn_comm_same(comm, "norms", bits[0]) != MN_OK) return 8;
+    if (mn_comm_same(comm, "losses", bits[1]) != MN_OK) return 9;
+    if (outcome[1].loss != 3.0 || outcome[1].counted != 7 * 32 + 21) return 10;
+    mn_device_optimizer_destroy(o);
+    mn_device_reduce_destroy(r);
+    mn_nccl_destroy(nccl);
+    close_host(&h);
+    return 0;
+}
+
+static void a_spike_on_one_gpu_is_skipped_by_all(void **state) {
+    (void)state;
+    for (int shards = 0; shards < 2; shards++) {
+        job j = { 7, 1, shards };
+        int codes[16];
+        run_ranks(skip_spike, &j, 3, codes);
+        for (int r = 0; r < 3; r++) {
+            CHECK(codes[r] == 0, "shards %d: rank %d ends with %d", shards, r, codes[r]);
+        }
+    }
+    check_done();
 }
 
 /* ---- sequences in parts ---------------------------------------------------------------------- */
@@ -551,6 +729,8 @@ int main(void) {
     setenv("MNEME_NCCL", MN_FAKE_NCCL, 1);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(sums_are_those_of_the_tree_on_any_number_of_gpus),
+        cmocka_unit_test(shards_of_gradients_take_less_memory),
+        cmocka_unit_test(a_spike_on_one_gpu_is_skipped_by_all),
         cmocka_unit_test(sequences_cross_gpus),
         cmocka_unit_test(a_rank_that_dies_is_named),
         cmocka_unit_test(a_rank_that_gives_up_is_heard_without_a_message),

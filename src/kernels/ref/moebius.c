@@ -15,11 +15,14 @@
  *   da += ne eta_{t-1} / den + 2 a dden
  *   nl <- nl a^2 / den^2 - ne a p eta_{t-1} / den^2           ne <- ne a / den
  *
+ * At the end what a stretch of tokens does to the state and to its gradient (moebius_span.h).
+ *
  * Forward, an item is one channel of one sequence; backward it is a sequence, because k and q are
  * shared by the channels. */
 #include <math.h>
 #include <string.h>
 
+#include "kernels/moebius_span.h"
 #include "kernels/ref/ref.h"
 
 static const double floor_at = 1e-12;
@@ -247,5 +250,149 @@ void MN_REF(mn_moebius_backward_run)(const void *args, int phase, int64_t item, 
             if (dk_row) dk_row[s] = (REAL)dk[t * K + s];
             if (dq_row) dq_row[s] = (REAL)dq[t * K + s];
         }
+    }
+}
+
+/* ---- stretches of tokens (moebius_span.h) ---------------------------------------------------- */
+
+static bool span_plan(const void *args, mn_plan *plan) {
+    const mn_call *c = args;
+    int64_t items;
+    return mn_mul_i64(&items, mn_n_sequences(c), c->V) && mn_ref_plan(plan, items, 0);
+}
+
+static bool is_finite_all(const double *x, int n) {
+    for (int i = 0; i < n; i++) {
+        if (!isfinite(x[i])) return false;
+    }
+    return true;
+}
+
+/* Puts the numbers of cell (m, s) of sequence n where the other cells' are. */
+static void store_cell(const mn_moebius_span_args *args, const double *x, int entries, int64_t n,
+                       int64_t m, int64_t s) {
+    const int64_t cells = args->op.call.V * args->op.call.K, at = m * args->op.call.K + s;
+    for (int i = 0; i < entries; i++) {
+        ((REAL *)args->out)[(n * entries + i) * cells + at] = (REAL)x[i];
+    }
+}
+
+/* x times the power of two that brings the largest of A to D into [1/2, 1). */
+static void rescale_map(double *x) {
+    int exponent;
+    frexp(fmax(fmax(x[MN_MAP_A], x[MN_MAP_B]), fmax(x[MN_MAP_C], x[MN_MAP_D])), &exponent);
+    for (int i = 0; i < MN_MAP_ENTRIES; i++) x[i] = ldexp(x[i], -exponent);
+}
+
+/* The map of one cell; false where a token has no projective form. */
+static bool cell_map(double *x, const mn_moebius_args *args, const mn_sequence *seq, int64_t m,
+                     int64_t s) {
+    const cell c = cell_at(args, m * args->call.K + s);
+    x[MN_MAP_A] = x[MN_MAP_D] = x[MN_MAP_E] = 1.0;
+    x[MN_MAP_B] = x[MN_MAP_C] = x[MN_MAP_X] = x[MN_MAP_Y] = 0.0;
+    for (int64_t t = seq->t0; t < seq->t0 + seq->length; t++) {
+        const double k = MN_ROW(REAL, args->k, seq->b, t, 0)[s];
+        const double v = MN_ROW(REAL, args->v, seq->b, t, 0)[m];
+        const double prec = MN_ROW(REAL, args->prec, seq->b, t, 0)[m];
+        const double phi = prec * k * k, r = prec * v * k;
+        if (!(prec >= 0.0)) return false;
+        x[MN_MAP_C] = c.p * x[MN_MAP_A] + c.a2 * x[MN_MAP_C];
+        x[MN_MAP_D] = c.p * x[MN_MAP_B] + c.a2 * x[MN_MAP_D];
+        x[MN_MAP_A] += phi * x[MN_MAP_C];
+        x[MN_MAP_B] += phi * x[MN_MAP_D];
+        x[MN_MAP_X] = c.a * x[MN_MAP_X] + r * x[MN_MAP_C];
+        x[MN_MAP_Y] = c.a * x[MN_MAP_Y] + r * x[MN_MAP_D];
+        x[MN_MAP_E] *= c.a;
+        rescale_map(x);
+    }
+    return is_finite_all(x, MN_MAP_ENTRIES);
+}
+
+bool MN_REF(mn_moebius_map_plan)(const void *args, mn_plan *plan) {
+    return span_plan(args, plan);
+}
+
+void MN_REF(mn_moebius_map_run)(const void *args, int phase, int64_t item, void *shared,
+                                void *scratch) {
+    (void)phase, (void)shared, (void)scratch;
+    const mn_moebius_span_args *p = args;
+    const int64_t n = item / p->op.call.V, m = item % p->op.call.V;
+    const mn_sequence seq = mn_sequence_at(&p->op.call, n);
+    double x[MN_MAP_ENTRIES];
+    p->good[item] = 1;
+    for (int64_t s = 0; s < p->op.call.K; s++) {
+        if (!cell_map(x, &p->op, &seq, m, s)) p->good[item] = 0;
+        store_cell(p, x, MN_MAP_ENTRIES, n, m, s);
+    }
+}
+
+/* A cell on its way forward: its state, and what cotangents here become at the start. */
+typedef struct passage {
+    double lam, eta, x[MN_ADJOINT_ENTRIES];
+} passage;
+
+/* beta and eps by the gradients mu and om of m and w here */
+static void collect(passage *to, double om, double mu) {
+    to->x[MN_ADJOINT_BETA] += to->x[MN_ADJOINT_ALPHA] * mu;
+    to->x[MN_ADJOINT_EPS] += to->x[MN_ADJOINT_GAMMA] * om + to->x[MN_ADJOINT_DELTA] * mu;
+}
+
+/* One token: with W = 1 / lam before it, P = a^2 W + p, s = 1 / (1 + phi P),
+ *   om <- a^2 (s^2 om + s prec k (v - k m) mu)      mu <- a s mu */
+static void pass_token(passage *to, const mn_moebius_args *args, const cell *c,
+                       const mn_sequence *seq, int64_t t, int64_t m, int64_t s) {
+    const double k = MN_ROW(REAL, args->k, seq->b, t, 0)[s];
+    const double q = MN_ROW(REAL, args->q, seq->b, t, 0)[s];
+    const double v = MN_ROW(REAL, args->v, seq->b, t, 0)[m];
+    const double prec = MN_ROW(REAL, args->prec, seq->b, t, 0)[m];
+    const double P = c->a2 / to->lam + c->p, keep = 1.0 / (1.0 + prec * k * k * P);
+    const double den = c->a2 + c->p * to->lam;
+    to->eta = c->a / den * to->eta + prec * v * k;
+    to->lam = to->lam / den + prec * k * k;
+    const double mean = to->eta / to->lam, gamma = to->x[MN_ADJOINT_GAMMA];
+    to->x[MN_ADJOINT_DELTA] = c->a * keep * to->x[MN_ADJOINT_DELTA] +
+                              gamma * c->a2 * keep * prec * k * (v - k * mean);
+    to->x[MN_ADJOINT_GAMMA] = gamma * c->a2 * keep * keep;
+    to->x[MN_ADJOINT_ALPHA] *= c->a * keep;
+    const double gy = mn_ref_get(MN_ROW(REAL, args->cot.y, seq->b, t, 0), m);
+    const double gw = mn_ref_get(MN_ROW(REAL, args->cot.yvar, seq->b, t, 0), m);
+    collect(to, q * q * gw * (args->from_prior ? c->a2 : 1.0),
+            q * gy * (args->from_prior ? c->a : 1.0));
+}
+
+static bool cell_adjoint(double *x, const mn_moebius_args *args, int64_t n, int64_t m, int64_t s) {
+    const cell c = cell_at(args, m * args->call.K + s);
+    const mn_sequence seq = mn_sequence_at(&args->call, n);
+    const int64_t at = m * args->call.K + s;
+    const REAL *lam0 = MN_ROW(REAL, args->lam0, n, 0, 0), *eta0 = MN_ROW(REAL, args->eta0, n, 0, 0);
+    passage to = { lam0 ? (double)lam0[at] : 1.0, mn_ref_get(eta0, at), { 0 } };
+    to.x[MN_ADJOINT_GAMMA] = to.x[MN_ADJOINT_ALPHA] = 1.0;
+    bool plain = to.lam >= floor_at;
+    for (int64_t t = seq.t0; plain && t < seq.t0 + seq.length; t++) {
+        const bool has_form = MN_ROW(REAL, args->prec, seq.b, t, 0)[m] >= 0.0;
+        pass_token(&to, args, &c, &seq, t, m, s);
+        plain = has_form && to.lam >= floor_at;
+    }
+    const double dlam = mn_ref_get(MN_ROW(REAL, args->cot.lam, n, 0, 0), at);
+    const double deta = mn_ref_get(MN_ROW(REAL, args->cot.eta, n, 0, 0), at);
+    collect(&to, -to.lam * (dlam * to.lam + deta * to.eta), deta * to.lam);
+    for (int i = 0; i < MN_ADJOINT_ENTRIES; i++) x[i] = to.x[i];
+    return plain && is_finite_all(x, MN_ADJOINT_ENTRIES);
+}
+
+bool MN_REF(mn_moebius_adjoint_plan)(const void *args, mn_plan *plan) {
+    return span_plan(args, plan);
+}
+
+void MN_REF(mn_moebius_adjoint_run)(const void *args, int phase, int64_t item, void *shared,
+                                    void *scratch) {
+    (void)phase, (void)shared, (void)scratch;
+    const mn_moebius_span_args *p = args;
+    const int64_t n = item / p->op.call.V, m = item % p->op.call.V;
+    double x[MN_ADJOINT_ENTRIES];
+    p->good[item] = 1;
+    for (int64_t s = 0; s < p->op.call.K; s++) {
+        if (!cell_adjoint(x, &p->op, n, m, s)) p->good[item] = 0;
+        store_cell(p, x, MN_ADJOINT_ENTRIES, n, m, s);
     }
 }

@@ -1,4 +1,4 @@
-/* table.c - every row of kernels.def has a reference. */
+/* table.c - every row of kernels.def and spans.def has a reference. */
 #include "kernels/overlay.h"
 #include "kernels/ref/ref.h"
 
@@ -10,6 +10,9 @@
 #define KERNEL(name) DECLARE(name##_forward) DECLARE(name##_backward)
 #include "kernels/kernels.def"
 #undef KERNEL
+#define SPAN(name) DECLARE(name)
+#include "kernels/spans.def"
+#undef SPAN
 
 void MN_REF(mn_fill_ref)(mn_kernel_table *table) {
 #define PAIR(name) { MN_REF(mn_##name##_plan), MN_REF(mn_##name##_run), "ref", NULL }
@@ -20,3 +23,10 @@ void MN_REF(mn_fill_ref)(mn_kernel_table *table) {
 #undef KERNEL
 #undef PAIR
 }
+
+const mn_kernel MN_REF(mn_spans_ref)[MN_SPAN_COUNT] = {
+#define SPAN(name)                                                                                 \
+    [MN_SPAN_##name] = { MN_REF(mn_##name##_plan), MN_REF(mn_##name##_run), "ref", NULL },
+#include "kernels/spans.def"
+#undef SPAN
+};

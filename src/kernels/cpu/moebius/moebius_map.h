@@ -4,8 +4,8 @@
  *
  *   n' = A n + B d      d' = C n + D d      e' = X n + Y d + E e
  *
- * known up to a common factor, which is chosen so that A + D = 1. Entries A to D are >= 0, and
- * AD >= BC, so BC <= 1/4. */
+ * known up to a common factor, which composing chooses so that A + D = 1. Entries A to D are >= 0,
+ * and AD >= BC, so BC <= 1/4. */
 #include "kernels/cpu/simd/target.h"
 
 #include <stdint.h>
@@ -20,6 +20,13 @@ enum {
 };
 
 #endif
+
+struct moebius_tile;
+
+/* The maps (K, MOEBIUS_ENTRIES, MN_VW) of no tokens, and with those of the tile's block behind
+ * them; the block has a period. The common factor is a power of two. */
+void MN_T(mn_moebius_identity)(float *map, int64_t K);
+void MN_T(mn_moebius_extend)(float *map, const struct moebius_tile *tile);
 
 /* out = later after earlier, divided by its trace; out may be either of them. `count` maps in a
  * row. */
