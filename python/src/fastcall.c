@@ -16,7 +16,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MOST_INPUTS = 24, MOST_RESULTS = 8, MOST_CALLS = 16, MOST_AXES = 6, MOST_WORDS = 512 };
+enum { MOST_INPUTS = 32, MOST_RESULTS = 24, MOST_CALLS = 16, MOST_AXES = 6, MOST_WORDS = 512 };
 enum { SIGNATURE = MOST_INPUTS * (2 + 2 * MOST_AXES) };
 enum { DEVICE_CPU = 1, DEVICE_CUDA = 2, CODE_BFLOAT = 4 };
 

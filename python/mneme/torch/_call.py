@@ -33,12 +33,12 @@ _compiled = _fast.load((_modes, _functions, _transforms))
 _run_known = None if _compiled is None else _compiled.run
 
 
-def _known_calls(op):
-    """Where the compiled way keeps calls of an operator; None without it."""
+def _known_calls(op, function, inputs, cotangents=()):
+    """Where the compiled way keeps calls of a C function; None without it."""
     if _compiled is None:
         return None
-    return _compiled.operator(ctypes.cast(op.forward, ctypes.c_void_p).value, op.bytes // 8,
-                              tuple(f.word for f in op.inputs))
+    words = (*(f.word for f in inputs), *cotangents)
+    return _compiled.operator(ctypes.cast(function, ctypes.c_void_p).value, op.bytes // 8, words)
 
 
 class TorchOperator:
@@ -55,7 +55,8 @@ class TorchOperator:
         self.n_host = 2 if self.has_counts else 1
         self.last_numbers = None    # of the functions in ops: as given, as taken
         self.no_host = (None,) * self.n_host
-        self.known = _known_calls(op)
+        self.known = _known_calls(op, op.forward, op.inputs)
+        self.known_back = None
         self.plain = (None,) * self.n
         self.wide = tuple(f.wide for f in op.inputs)
         self.input_words = tuple(f.word for f in op.inputs)
@@ -96,6 +97,8 @@ class TorchOperator:
             lib.impl(back, self.run_backward, device)
         torch.library.register_fake("mneme::" + back, self.fake_backward, lib=lib)
         self.backward = getattr(torch.ops.mneme, back).default
+        self.known_back = _known_calls(self.op, self.op.backward, self.op.inputs,
+                                       [self.op.outputs[i].partner for i in self.cots])
         self.eager, self.transformed = self.eager_functions()
         torch.library.register_autograd("mneme::" + name, self.gradient,
                                         setup_context=self.keep, lib=lib)
@@ -225,20 +228,23 @@ class TorchOperator:
     def compute_gradients(self, args, keeps=True):
         """Gradients of a backward call, None where not wanted."""
         op, n, m = self.op, self.n, len(self.cots)
+        host, params = args[n + m:n + m + self.n_host], args[n + m + self.n_host:-1]
+        known = self.known_back if host == self.no_host else None
+        if known is not None:
+            made = _run_known(known, _library.cpu_handle(), args[:n + m], params, args[-1])
+            if type(made) is list:
+                return made
+            if type(made) is tuple:
+                words, results, index, _ = made
+                _device.run(op.backward, index, words, (), keeps)
+                return results
+            if made is not None:
+                _library.check(made)
         tensors, wanted = args[:n], args[-1]
-        words, plan, types, keep = self._prepare(tensors, args[n + m:n + m + self.n_host],
-                                                 args[n + m + self.n_host:-1])
-        held = []
-        for i, cot in zip(self.cots, args[n:n + m]):
-            if cot is None:
-                continue
-            field = op.outputs[i]
-            cot = cot.to(types[field.wide]).contiguous()
-            if cot.shape != plan.out_shapes[i]:
-                raise ValueError(f"{op.name}: the cotangent of {field.name} has shape "
-                                 f"{tuple(cot.shape)}, expected {plan.out_shapes[i]}")
-            held.append(cot)
-            words[field.partner] = cot.data_ptr()
+        words, plan, types, keep = self._prepare(tensors, host, params)
+        held = self._take_cotangents(words, plan, types, args[n:n + m])
+        if known is not None and not keep and all(x is y for x, y in zip(held, args[n:n + m])):
+            self._learn_gradients(args[:n + m], params, wanted, plan)
         results = []
         for k, i in enumerate(self.grads):
             x, dx = tensors[i], None
@@ -246,9 +252,30 @@ class TorchOperator:
                 dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
                 words[op.inputs[i].partner] = dx.data_ptr()
             results.append(dx)
-        _device.run(op.backward, tensors[self.anchor(tensors)].get_device(), words,
-                    args[n + m:n + m + self.n_host], keeps)
+        _device.run(op.backward, tensors[self.anchor(tensors)].get_device(), words, host, keeps)
         return results
+
+    def _take_cotangents(self, words, plan, types, cots):
+        """Writes cotangents into the struct; returns them as it takes them, None where absent."""
+        op, held = self.op, []
+        for i, cot in zip(self.cots, cots):
+            if cot is not None:
+                field = op.outputs[i]
+                cot = cot.to(types[field.wide]).contiguous()
+                if cot.shape != plan.out_shapes[i]:
+                    raise ValueError(f"{op.name}: the cotangent of {field.name} has shape "
+                                     f"{tuple(cot.shape)}, expected {plan.out_shapes[i]}")
+                words[field.partner] = cot.data_ptr()
+            held.append(cot)
+        return held
+
+    def _learn_gradients(self, tensors, params, wanted, plan):
+        """Lets the compiled way make such backward calls from now on."""
+        results = tuple(
+            (self.op.inputs[i].partner, *_fast.maker(x.shape, x.dtype, x.device))
+            if wanted >> k & 1 and x is not None else None
+            for k, i in enumerate(self.grads) for x in (tensors[i],))
+        _compiled.learn(self.known_back, tensors, params, wanted, bytes(plan.words), results)
 
     @staticmethod
     def anchor(tensors):
