@@ -109,9 +109,8 @@ static int look_at(seen_call *seen, int i, PyObject *x) {
         PyErr_Clear();
         return 0;
     }
-    if (view.ndim > MOST_AXES || (view.device_type != DEVICE_CPU && view.device_type != DEVICE_CUDA)) {
-        return 0;
-    }
+    if (view.ndim > MOST_AXES) return 0;
+    if (view.device_type != DEVICE_CPU && view.device_type != DEVICE_CUDA) return 0;
     if (seen->device_type == 0) {
         seen->device_type = view.device_type, seen->device_id = view.device_id;
         seen->half = view.code == CODE_BFLOAT;
@@ -142,7 +141,7 @@ static int look_at_all(seen_call *seen, const known_operator *op, PyObject *tens
     return 1;
 }
 
-/* The known call that is like this one, as a new reference to its capsule; NULL if there is none. */
+/* The known call that is like this one, as a new reference to its capsule; NULL without one. */
 static PyObject *find(known_operator *op, const seen_call *seen, PyObject *params,
                       long long wanted) {
     const size_t bytes = (size_t)seen->n_signature * sizeof seen->signature[0];
