@@ -72,3 +72,7 @@ install(FILES $<TARGET_FILE:mneme> DESTINATION . RENAME libmneme.so COMPONENT py
     EXCLUDE_FROM_ALL)
 add_custom_target(mneme_python)    # ninja takes `mneme` for the program of that name
 add_dependencies(mneme_python mneme)
+if(TARGET mneme_fastcall)
+    install(TARGETS mneme_fastcall LIBRARY DESTINATION . COMPONENT python EXCLUDE_FROM_ALL)
+    add_dependencies(mneme_python mneme_fastcall)
+endif()

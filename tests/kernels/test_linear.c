@@ -62,13 +62,24 @@ static void copy_inputs(mn_sample *to, const mn_sample *from) {
 }
 
 /* Log decays of every kind: none, weak, sudden falls of 20, 90 and 1e4, and a long strong one. */
-static void harsh_decays(mn_sample *sample, uint64_t seed) {
+static void harsh_decays(mn_sample *sample) {
     static const double falls[] = { 0, -1e-4, -0.05, -1, -5, -20, -90, -1e4 };
     mn_sample_tensor *g = mn_sample_find(sample, "g");
     for (int64_t i = 0; i < g->count; i++) {
-        const double u = mn_rng_uniform(seed, 77, (uint64_t)i);
+        const double u = mn_rng_uniform(5, 77, (uint64_t)i);
         const size_t pick = u < 0.7 ? (size_t)(u * 4) : (size_t)(u * MN_COUNTOF(falls));
         mn_sample_set(sample, g->data, i, falls[pick]);
+    }
+}
+
+/* Strong decays in every other chunk of 32 tokens: only those have more than one segment. */
+static void alternating_decays(mn_sample *sample) {
+    mn_sample_tensor *g = mn_sample_find(sample, "g");
+    const mn_call *call = (const mn_call *)sample->args;
+    const int64_t row = g->count / (call->B * call->T);
+    for (int64_t i = 0; i < g->count; i++) {
+        const double u = mn_rng_uniform(5, 78, (uint64_t)i);
+        mn_sample_set(sample, g->data, i, -u * (i / row % call->T / 32 % 2 == 0 ? 6 : 0.1));
     }
 }
 
@@ -106,14 +117,14 @@ static void run_both(mn_context *context, mn_sample *sample) {
     assert_int_equal(mn_op_run(context, sample->op, MN_BACKWARD, sample->args), MN_OK);
 }
 
-static void check_shape(const shape *s, bool harsh) {
+static void check_shape(const shape *s, int n_threads, void (*decays)(mn_sample *)) {
     mn_sample *fast = make(s, MN_F32), *exact = make(s, MN_F64);
     mn_sample_draw(fast, 11);
-    if (harsh && s->decay != MN_DECAY_NONE) harsh_decays(fast, 5);
+    if (decays && s->decay != MN_DECAY_NONE) decays(fast);
     copy_inputs(exact, fast);
     for (int id = MN_TARGET_REF; id < MN_TARGET_COUNT; id++) {
         if (!mn_target_available((mn_target_id)id)) continue;
-        const mn_context_options options = { .n_threads = 2,
+        const mn_context_options options = { .n_threads = n_threads,
                                              .target = mn_target_name((mn_target_id)id) };
         mn_context *context = NULL;
         assert_int_equal(mn_context_create(&context, &options), MN_OK);
@@ -136,7 +147,8 @@ static void harsh_decays_are_exact(void **state) {
     for (size_t o = 0; o < MN_COUNTOF(ops); o++) {
         for (int decay = MN_DECAY_HEAD; decay <= MN_DECAY_CHANNEL; decay++) {
             for (size_t t = 0; t < MN_COUNTOF(lengths); t++) {
-                check_shape(&(shape){ ops[o], decay, 2, lengths[t], 2, 17, 19 }, true);
+                check_shape(&(shape){ ops[o], decay, 2, lengths[t], 2, 17, 19 }, 2,
+                            harsh_decays);
             }
         }
     }
@@ -148,16 +160,33 @@ static void column_tiles_join(void **state) {
     static const int64_t values[] = { 31, 32, 63, 64, 65, 100, 128, 160, 512 };
     for (size_t i = 0; i < MN_COUNTOF(values); i++) {
         const int decay = (int)(i % 4);
-        check_shape(&(shape){ MN_OP_delta, decay, 1, 70, 1, 24, values[i] }, false);
-        check_shape(&(shape){ MN_OP_additive, decay, 1, 70, 3, 24, values[i] }, false);
+        check_shape(&(shape){ MN_OP_delta, decay, 1, 70, 1, 24, values[i] }, 2, NULL);
+        check_shape(&(shape){ MN_OP_additive, decay, 1, 70, 3, 24, values[i] }, 2, NULL);
+    }
+}
+
+/* Tiles share the prepared chunks, but the columns of a chunk of several segments are a tile's own.
+ * One thread: what a tile leaves in the shared ones, the next would read. */
+static void tiles_have_their_own_segments(void **state) {
+    (void)state;
+    static const mn_op_id ops[] = { MN_OP_additive, MN_OP_delta };
+    for (size_t o = 0; o < MN_COUNTOF(ops); o++) {
+        for (int decay = MN_DECAY_TOKEN; decay <= MN_DECAY_CHANNEL; decay++) {
+            for (int n_threads = 1; n_threads <= 2; n_threads++) {
+                check_shape(&(shape){ ops[o], decay, 1, 40, 1, 64, 64 }, n_threads,
+                            alternating_decays);
+                check_shape(&(shape){ ops[o], decay, 2, 150, 2, 24, 160 }, n_threads,
+                            alternating_decays);
+            }
+        }
     }
 }
 
 /* 256 x 512 over enough chunks that states are kept per span and replayed. */
 static void spans_replay(void **state) {
     (void)state;
-    check_shape(&(shape){ MN_OP_delta, MN_DECAY_TOKEN, 1, 1200, 1, 256, 512 }, false);
-    check_shape(&(shape){ MN_OP_additive, MN_DECAY_CHANNEL, 1, 1200, 1, 256, 512 }, false);
+    check_shape(&(shape){ MN_OP_delta, MN_DECAY_TOKEN, 1, 1200, 1, 256, 512 }, 2, NULL);
+    check_shape(&(shape){ MN_OP_additive, MN_DECAY_CHANNEL, 1, 1200, 1, 256, 512 }, 2, NULL);
 }
 
 /* T calls with one token each, state in place, against one call. */
@@ -220,6 +249,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(harsh_decays_are_exact),
         cmocka_unit_test(column_tiles_join),
+        cmocka_unit_test(tiles_have_their_own_segments),
         cmocka_unit_test(spans_replay),
         cmocka_unit_test(steps_equal_chunks),
     };

@@ -10,9 +10,11 @@ Results that a call does not ask for come back empty.
 
 `outputs` and `grads` have a bit per tensor. cu_seqlens lies in host memory."""
 
+import ctypes
+
 import torch
 
-from . import _device
+from . import _device, _fast
 from .. import _library
 from .._operators import Operator, operators, safe_name
 
@@ -20,6 +22,23 @@ _NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
 _QUICK_CPU, _QUICK_CUDA = (torch.float32, torch.float64), (torch.float32, torch.bfloat16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _library_of_ops = torch.library.Library("mneme", "DEF")
+
+# What may see the calls of a thread: modes, functions of subclasses, functorch's transformations.
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_functions = getattr(torch._C, "_len_torch_function_stack", None)
+_transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+_knows_modes = None not in (_modes, _functions, _transforms)
+
+_compiled = _fast.load((_modes, _functions, _transforms))
+_run_known = None if _compiled is None else _compiled.run
+
+
+def _known_calls(op, function, inputs, cotangents=()):
+    """Where the compiled way keeps calls of a C function; None without it."""
+    if _compiled is None:
+        return None
+    words = (*(f.word for f in inputs), *cotangents)
+    return _compiled.operator(ctypes.cast(function, ctypes.c_void_p).value, op.bytes // 8, words)
 
 
 class TorchOperator:
@@ -36,6 +55,8 @@ class TorchOperator:
         self.n_host = 2 if self.has_counts else 1
         self.last_numbers = None    # of the functions in ops: as given, as taken
         self.no_host = (None,) * self.n_host
+        self.known = _known_calls(op, op.forward, op.inputs)
+        self.known_back = None
         self.plain = (None,) * self.n
         self.wide = tuple(f.wide for f in op.inputs)
         self.input_words = tuple(f.word for f in op.inputs)
@@ -76,6 +97,8 @@ class TorchOperator:
             lib.impl(back, self.run_backward, device)
         torch.library.register_fake("mneme::" + back, self.fake_backward, lib=lib)
         self.backward = getattr(torch.ops.mneme, back).default
+        self.known_back = _known_calls(self.op, self.op.backward, self.op.inputs,
+                                       [self.op.outputs[i].partner for i in self.cots])
         self.eager, self.transformed = self.eager_functions()
         torch.library.register_autograd("mneme::" + name, self.gradient,
                                         setup_context=self.keep, lib=lib)
@@ -179,9 +202,9 @@ class TorchOperator:
                        None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         return self._words(plan, data, host), plan, (call_type, wide_type), keep
 
-    def launch(self, words, plan, types, like, wanted, host=()):
-        """Results of a prepared forward call, None where not wanted."""
-        op, results, i = self.op, [], 0
+    def new_results(self, words, plan, types, like, wanted):
+        """New tensors for the results, None where not wanted; their addresses go to `words`."""
+        results, i = [], 0
         for at, is_wide in self.output_words:
             if wanted >> i & 1:
                 y = like.new_empty(plan.out_shapes[i], dtype=types[is_wide])
@@ -190,38 +213,38 @@ class TorchOperator:
             else:
                 results.append(None)
             i += 1
-        if like.get_device() < 0:
-            status = op.forward(_library.cpu_handle(), words)
-            if status:
-                _library.check(status)
-        else:
-            _device.run(op.forward, like.device, words, host)
         return results
 
-    def compute(self, args):
-        """Results of a forward call, None where not wanted."""
+    def compute(self, args, keeps=True):
+        """Results of a forward call, None where not wanted. `keeps`: see _device.run."""
         n = self.n
         host = args[n:n + self.n_host]
         words, plan, types, keep = self._prepare(args[:n], host, args[n + self.n_host:-1])
-        return self.launch(words, plan, types, args[self.anchor(args)], args[-1], host)
+        like = args[self.anchor(args)]
+        results = self.new_results(words, plan, types, like, args[-1])
+        _device.run(self.op.forward, like.get_device(), words, host, keeps)
+        return results
 
-    def compute_gradients(self, args):
+    def compute_gradients(self, args, keeps=True):
         """Gradients of a backward call, None where not wanted."""
         op, n, m = self.op, self.n, len(self.cots)
+        host, params = args[n + m:n + m + self.n_host], args[n + m + self.n_host:-1]
+        known = self.known_back if host == self.no_host else None
+        if known is not None:
+            made = _run_known(known, _library.cpu_handle(), args[:n + m], params, args[-1])
+            if type(made) is list:
+                return made
+            if type(made) is tuple:
+                words, results, index, _ = made
+                _device.run(op.backward, index, words, (), keeps)
+                return results
+            if made is not None:
+                _library.check(made)
         tensors, wanted = args[:n], args[-1]
-        words, plan, types, keep = self._prepare(tensors, args[n + m:n + m + self.n_host],
-                                                 args[n + m + self.n_host:-1])
-        held = []
-        for i, cot in zip(self.cots, args[n:n + m]):
-            if cot is None:
-                continue
-            field = op.outputs[i]
-            cot = cot.to(types[field.wide]).contiguous()
-            if cot.shape != plan.out_shapes[i]:
-                raise ValueError(f"{op.name}: the cotangent of {field.name} has shape "
-                                 f"{tuple(cot.shape)}, expected {plan.out_shapes[i]}")
-            held.append(cot)
-            words[field.partner] = cot.data_ptr()
+        words, plan, types, keep = self._prepare(tensors, host, params)
+        held = self._take_cotangents(words, plan, types, args[n:n + m])
+        if known is not None and not keep and all(x is y for x, y in zip(held, args[n:n + m])):
+            self._learn_gradients(args[:n + m], params, wanted, plan)
         results = []
         for k, i in enumerate(self.grads):
             x, dx = tensors[i], None
@@ -229,9 +252,30 @@ class TorchOperator:
                 dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
                 words[op.inputs[i].partner] = dx.data_ptr()
             results.append(dx)
-        _device.run(op.backward, tensors[self.anchor(tensors)].device, words,
-                    args[n + m:n + m + self.n_host])
+        _device.run(op.backward, tensors[self.anchor(tensors)].get_device(), words, host, keeps)
         return results
+
+    def _take_cotangents(self, words, plan, types, cots):
+        """Writes cotangents into the struct; returns them as it takes them, None where absent."""
+        op, held = self.op, []
+        for i, cot in zip(self.cots, cots):
+            if cot is not None:
+                field = op.outputs[i]
+                cot = cot.to(types[field.wide]).contiguous()
+                if cot.shape != plan.out_shapes[i]:
+                    raise ValueError(f"{op.name}: the cotangent of {field.name} has shape "
+                                     f"{tuple(cot.shape)}, expected {plan.out_shapes[i]}")
+                words[field.partner] = cot.data_ptr()
+            held.append(cot)
+        return held
+
+    def _learn_gradients(self, tensors, params, wanted, plan):
+        """Lets the compiled way make such backward calls from now on."""
+        results = tuple(
+            (self.op.inputs[i].partner, *_fast.maker(x.shape, x.dtype, x.device))
+            if wanted >> k & 1 and x is not None else None
+            for k, i in enumerate(self.grads) for x in (tensors[i],))
+        _compiled.learn(self.known_back, tensors, params, wanted, bytes(plan.words), results)
 
     @staticmethod
     def anchor(tensors):
@@ -245,12 +289,15 @@ class TorchOperator:
                 for f, y in zip(fields, results)]
         return full[0] if len(full) == 1 else tuple(full)
 
+    # Compiled graphs call operators here, and may do so with an allocation pool of their own (CUDA
+    # graph trees warm up in theirs): memory for work that stayed would be a stranger in it.
+
     def run_forward(self, *args):
-        return self._filled(self.compute(args), self.op.outputs, args[:self.n])
+        return self._filled(self.compute(args, keeps=False), self.op.outputs, args[:self.n])
 
     def run_backward(self, *args):
-        return self._filled(self.compute_gradients(args), [self.op.inputs[i] for i in self.grads],
-                            args[:self.n])
+        return self._filled(self.compute_gradients(args, keeps=False),
+                            [self.op.inputs[i] for i in self.grads], args[:self.n])
 
     # ---- shapes
 
@@ -351,18 +398,19 @@ class TorchOperator:
                 return results
 
         class Quick(torch.autograd.Function):
-            """Eager with the call prepared: the last argument."""
+            """Eager with the call prepared: the last argument is (struct, results, GPU or -1, host
+            arrays, numbers, wanted), those before are the tensors."""
             @staticmethod
             def forward(ctx, *args):
-                words, plan, types, _ = args[-1]
-                results = tuple(top.launch(words, plan, types, args[top.anchor(args)], args[-2],
-                                           args[top.n:top.n + top.n_host]))
-                top.keep(ctx, args[:-1], results)
+                words, results, index, host, params, wanted = args[-1]
+                _device.run(top.op.forward, index, words, host)
+                results = tuple(results)
+                top.keep(ctx, (*args[:-1], *host, *params, wanted), results)
                 return results
 
             @staticmethod
             def backward(ctx, *cots):
-                return *backward(ctx, *cots), None
+                return *backward(ctx, *cots)[:top.n], None
 
         class Transformed(torch.autograd.Function):
             @staticmethod
@@ -376,7 +424,8 @@ class TorchOperator:
         Eager.backward = Transformed.backward = staticmethod(backward)
         Eager.__name__ = Eager.__qualname__ = "mneme_" + self.op.name
         Quick.__name__ = Quick.__qualname__ = "mneme_" + self.op.name
-        self.prepared = Quick.apply
+        # What Function.apply asks of functorch, call() has asked.
+        self.prepared = super(torch.autograd.Function, Quick).apply
         return Eager.apply, Transformed.apply
 
     def no_second_gradient(self, ctx, *cots):
@@ -432,12 +481,6 @@ def _call_type(op, tensors):
     return torch.float32
 
 
-_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
-_functions = getattr(torch._C, "_len_torch_function_stack", None)
-_transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-_knows_modes = None not in (_modes, _functions, _transforms)
-
-
 def _nobody_looks():
     """No mode and no transformation sees the calls of this thread."""
     return (_knows_modes and not torch.compiler.is_compiling() and not _modes()
@@ -480,6 +523,15 @@ def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):
     input, states and sums at least float32. Gives a tuple with None for what was not wanted."""
     if wanted is None:
         wanted = top.main
+    if (top.known is not None and cu_seqlens is None and counts0 is None
+            and not torch.compiler.is_compiling()):
+        made = _run_known(top.known, _library.cpu_handle(), tensors, params, wanted)
+        if type(made) is list:
+            return made
+        if type(made) is tuple:
+            return _finish(top, tensors, params, wanted, top.no_host, *made)
+        if made is not None:
+            _library.check(made)
     if _nobody_looks():
         if cu_seqlens is None and counts0 is None:
             host = top.no_host
@@ -489,12 +541,29 @@ def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):
                 host += (host_integers(counts0, "counts0"),)
         prepared, grad = top.quick(tensors, params, wanted, host)
         if prepared is not None:
-            if grad and torch.is_grad_enabled() and top.op.differentiable:
-                results = top.prepared(*tensors, *host, *params, wanted, prepared)
-                return [y if wanted >> i & 1 else None for i, y in enumerate(results)]
-            words, plan, types, _ = prepared
-            return top.launch(words, plan, types, tensors[top.anchor(tensors)], wanted, host)
+            words, plan, types, index = prepared
+            like = tensors[top.anchor(tensors)]
+            if top.known is not None and host is top.no_host:
+                _learn(top, tensors, params, wanted, plan, types, like)
+            results = top.new_results(words, plan, types, like, wanted)
+            return _finish(top, tensors, params, wanted, host, words, results, index, grad)
     return _call_any(top, tensors, params, cu_seqlens, counts0, wanted)
+
+
+def _finish(top, tensors, params, wanted, host, words, results, index, grad):
+    """Makes a call whose struct and results are there, with autograd where a gradient is asked."""
+    if grad and top.op.differentiable and torch.is_grad_enabled():
+        return list(top.prepared(*tensors, (words, results, index, host, params, wanted)))
+    _device.run(top.op.forward, index, words, host)
+    return results
+
+
+def _learn(top, tensors, params, wanted, plan, types, like):
+    """Lets the compiled way make such calls from now on."""
+    results = tuple((word, *_fast.maker(plan.out_shapes[i], types[is_wide], like.device))
+                    if wanted >> i & 1 else None
+                    for i, (word, is_wide) in enumerate(top.output_words))
+    _compiled.learn(top.known, tensors, params, wanted, bytes(plan.words), results)
 
 
 def _call_any(top, tensors, params, cu_seqlens, counts0, wanted):

@@ -2,7 +2,9 @@
 
 A GPU has one context for all threads of the process. What it holds between calls belongs to the
 stream they went to: another stream, or a CUDA graph that is being recorded, gives it back first.
-Inside of a recording nothing is kept: addresses there belong to the graph's pool."""
+Inside of a recording nothing is kept: addresses there belong to the graph's pool. Nor does a call
+that a compiled graph makes keep anything: graph trees run it once with their pool before they
+record it, and whatever lives on in that pool must be a result."""
 
 import ctypes
 import functools
@@ -52,22 +54,23 @@ class DeviceContext(_library.Context):
         if block is not None:
             self.bytes -= block.numel()
 
-    def run(self, function, words, host):
-        """One operator on the current stream; `host` are the host arrays it reads."""
+    def run(self, function, words, host, keeps=True):
+        """One operator on the current stream; `host` are the host arrays it reads. `keeps`: memory
+        for work may stay for the next call."""
         if _current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(function, words, host)
-        stream, lib = _stream_of(self.index) or _DEFAULT_STREAM, _library.library()
+                return self.run(function, words, host, keeps)
+        stream = _stream_of(self.index) or _DEFAULT_STREAM
         records = _records()
         with self.lock:
-            if records and self.bytes:
-                lib.mn_context_trim(self.handle)
+            if records:
+                self.trim()
             if stream != self.stream:
-                _library.check(lib.mn_context_use_stream(self.handle, stream))
+                _library.check(_library.library().mn_context_use_stream(self.handle, stream))
                 self.stream = stream
             status = function(self.handle, words)
-            if records or self.bytes > _KEEP:
-                lib.mn_context_trim(self.handle)
+            if records or self.bytes > (_KEEP if keeps else 0):
+                self.trim()
         if status:
             _library.check(status)
         if records:
@@ -83,11 +86,11 @@ def context(index):
         return DeviceContext(index)
 
 
-def run(function, device, words, host):
-    """Calls an operator of the library for tensors on `device`."""
-    if device.type == "cpu":
+def run(function, index, words, host, keeps=True):
+    """Calls an operator of the library for tensors on GPU `index`, or on the CPU (-1)."""
+    if index < 0:
         status = function(_library.cpu_handle(), words)
         if status:
             _library.check(status)
     else:
-        context(device.index or 0).run(function, words, host)
+        context(index).run(function, words, host, keeps)

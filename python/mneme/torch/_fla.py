@@ -90,8 +90,16 @@ def _turned(state, v_first):
 
 
 def _unit(x):
-    """x / sqrt(|x|^2 + 1e-6), the norm that flash-linear-attention fuses."""
+    """x / sqrt(|x|^2 + 1e-6), the norm that flash-linear-attention fuses. What the operator will
+    compute in float32 is not rounded to a half in between; _as_given() rounds its results."""
+    if x.dtype is torch.float16 or x.dtype is torch.bfloat16 and not x.is_cuda:
+        x = x.float()
     return call(_T["l2_norm"], (x,), (1e-6, 1))[0]
+
+
+def _as_given(o, q):
+    """o in the dtype of the queries as they came."""
+    return o.to(q.dtype) if o.dtype is torch.float32 and q.dtype in _HALF else o
 
 
 def _backwards(tensors, state, cu_seqlens):
@@ -132,11 +140,12 @@ def _columns(name, q, k, v, g, gv, beta, scale, state, output_final_state, cu_se
     return o.view(B, T, H, V), final
 
 
-def _two(name, tensors, scale, cu_seqlens, output_final_state, v_first=False):
-    """o and the final state of an operator whose results these are, read (state last)."""
+def _two(name, tensors, scale, cu_seqlens, output_final_state, v_first=False, given=None):
+    """o and the final state of an operator whose results these are, read (state last). `given`:
+    the queries before they were normalised."""
     o, state = call(_T[name], tensors, (scale,), cu_seqlens, None,
                     3 if output_final_state else 1)
-    return o, _turned(state, v_first)
+    return o if given is None else _as_given(o, given), _turned(state, v_first)
 
 
 # ---- sums ---------------------------------------------------------------------------------------
@@ -317,10 +326,11 @@ def _strength(beta, sigmoid, double):
 
 def _delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_l2norm, v_first,
            cu_seqlens):
+    given = None
     if use_l2norm:
-        q, k = _unit(q), _unit(k)
+        given, q, k = q, _unit(q), _unit(k)
     return _two("delta_net", (q, k, v, beta, g, _turned(initial_state, v_first)),
-                _scale(scale, k), cu_seqlens, output_final_state, v_first)
+                _scale(scale, k), cu_seqlens, output_final_state, v_first, given)
 
 
 def chunk_delta_rule(q, k, v, beta, scale=None, initial_state=None, output_final_state=False,
@@ -339,9 +349,11 @@ def fused_recurrent_delta_rule(q, k, v, beta=None, scale=None, initial_state=Non
     """chunk_delta_rule; beta None is 1, and may be per value channel [B, T, H, V]."""
     if beta is not None and beta.dim() == 4:
         _check(q, k, v, initial_state, cu_seqlens)
+        given = q
         q, k = (_unit(q), _unit(k)) if use_qk_l2norm_in_kernel else (q, k)
-        return _columns("delta_net", q, k, v, None, None, beta, _scale(scale, k), initial_state,
-                        output_final_state, cu_seqlens)
+        o, state = _columns("delta_net", q, k, v, None, None, beta, _scale(scale, k),
+                            initial_state, output_final_state, cu_seqlens)
+        return _as_given(o, given), state
     return chunk_delta_rule(q, k, v, beta, scale, initial_state, output_final_state,
                             use_qk_l2norm_in_kernel, cu_seqlens)
 
@@ -405,10 +417,11 @@ def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=Non
     if gv is None and beta.dim() == 3:
         return _delta(q, k, v, g, beta, scale, initial_state, output_final_state,
                       use_qk_l2norm_in_kernel, v_first, cu_seqlens)
+    given = q
     q, k = (_unit(q), _unit(k)) if use_qk_l2norm_in_kernel else (q, k)
     o, state = _columns("delta_net", q, k, v, g, gv, beta, _scale(scale, k),
                         _turned(initial_state, v_first), output_final_state, cu_seqlens)
-    return o, _turned(state, v_first)
+    return _as_given(o, given), _turned(state, v_first)
 
 
 def _kda_gate(g, A_log, dt_bias, lower_bound, safe_gate, width):
@@ -469,10 +482,11 @@ def chunk_gdn2(q, k, v, g, b, w, scale=None, initial_state=None, output_final_st
         g = _kda_gate(g, kwargs.get("A_log"), kwargs.get("dt_bias"), lower_bound, safe_gate,
                       q.shape[-1])
     v_first = _v_first(state_v_first, kwargs)
+    given = q
     q, k = (_unit(q), _unit(k)) if use_qk_l2norm_in_kernel else (q, k)
     q, k = (_repeat(x, v.shape[2] // x.shape[2]) for x in (q, k))
     return _two("gdn2", (q, k, v, b, w, g, _turned(initial_state, v_first)), _scale(scale, k),
-                _offsets(cu_seqlens, cu_seqlens_cpu), output_final_state, v_first)
+                _offsets(cu_seqlens, cu_seqlens_cpu), output_final_state, v_first, given)
 
 
 def fused_recurrent_gdn2(q, k, v, g, b, w, A_log=None, dt_bias=None, scale=None,
@@ -564,13 +578,14 @@ def chunk_comba(q, k, v, p, g, beta=None, scale=None, initial_state=None, output
         raise ValueError(f"q, k and p must have the same number of heads, but got q.shape[2]="
                          f"{q.shape[2]}, k.shape[2]={k.shape[2]} and p.shape[2]={p.shape[2]}")
     _check(q, k, v, initial_state, cu_seqlens)
+    given = q
     if use_qk_l2norm_in_kernel:
         q, k, p = _unit(q), _unit(k), _unit(p)
     q, k, p = (_repeat(x, v.shape[2] // x.shape[2]) for x in (q, k, p))
     written = k if beta is None else (k * beta.unsqueeze(-1)).to(k.dtype)
     return _two("dplr", (q, written, v, p, -written, g.unsqueeze(-1).expand(k.shape),
                          initial_state), _scale(scale, k), _offsets(cu_seqlens, cu_seqlens_cpu),
-                output_final_state)
+                output_final_state, given=given)
 
 
 def fused_recurrent_comba(q, k, p, v, g, beta=None, scale=None, initial_state=None,
@@ -594,11 +609,12 @@ def chunk_gated_delta_product(q, k, v, g, beta, num_householder, scale=None, ini
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected [B, T * num_householder, "
                              f"H, ...] = [{B}, {T * num_householder}, {H}, ...]")
     _check(q, k, v, initial_state, cu_seqlens)
+    given = q
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
     k, v, beta = (x.reshape(B, T, num_householder * H, *x.shape[3:]) for x in (k, v, beta))
     return _two("delta_product", (q, k, v, beta, g, initial_state), _scale(scale, k),
-                _offsets(cu_seqlens, cu_seqlens_cpu), output_final_state)
+                _offsets(cu_seqlens, cu_seqlens_cpu), output_final_state, given=given)
 
 
 def _additive_gate(s, cu_seqlens):
@@ -717,13 +733,14 @@ def chunk_mesa_net(q, k, v, g, beta, lamb, h_kk_init=None, h_kv_init=None,
     """The operator mesa with the names of flash-linear-attention: (o, h_kk, h_kv). The solve is
     exact; without gradients on a CPU it is max_CG_iteration steps of conjugate gradients, as models
     are evaluated. Gradients of h_kk_init are symmetric."""
+    given = q
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
     start = None if h_kk_init is None else (h_kk_init, h_kv_init)
     steps = max_CG_iteration if q.is_cpu and not torch.is_grad_enabled() else 0
     o, state = _mesa(q, k, v, g, beta, lamb, 1.0, start, output_final_state,
                      _offsets(cu_seqlens, cu_seqlens_cpu), steps)
-    return (o, *(state or (None, None)))
+    return (_as_given(o, given), *(state or (None, None)))
 
 
 def kla_scan(v, prec, k, q, a, p, initial_state=None, output_final_state=False,

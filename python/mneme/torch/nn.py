@@ -20,7 +20,7 @@ from . import _mixers
 from ._call import call, torch_operators
 
 __all__ = ["Mixer", "MixerOutput", "RMSNorm", "MLP", "ChannelMix", "Block", "LanguageModel", "make",
-           "patch"]
+           "patch", "shard"]
 
 MixerOutput = collections.namedtuple("MixerOutput", "output state variance")
 
@@ -430,3 +430,43 @@ class _Foreign(nn.Module):
         if self.is_fla:
             return y, None, kwargs.get("past_key_values")
         return (y, None) if self.returns_tuple else y
+
+
+# ---- several processes --------------------------------------------------------------------------
+
+def _mean_over(group):
+    """A hook that makes a gradient its mean over the ranks of a group."""
+    import torch.distributed as dist
+    n = dist.get_world_size(group)
+
+    def hook(parameter):
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= n
+
+    return hook
+
+
+def shard(model, mesh=None, blocks=(Block,), **options):
+    """PyTorch's fully_shard for `model` and each of its blocks, in place (2.7 and newer).
+
+    fully_shard takes no scalars, which some layers have (kla, mamba, rwkv7): those stay whole, and
+    their gradients are made their means over the ranks. `blocks` are the classes that are sharded
+    one by one; options are those of fully_shard. Begin with the same parameters on every rank."""
+    import inspect
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    if "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise NotImplementedError("shard needs fully_shard with ignored_params, PyTorch 2.7 or "
+                                  f"newer; this is {torch.__version__}")
+    if mesh is None:
+        device = next(model.parameters()).device.type
+        mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    scalars = {p for p in model.parameters() if p.dim() == 0}
+    for module in model.modules():
+        if isinstance(module, blocks):
+            fully_shard(module, mesh=mesh, ignored_params=scalars, **options)
+    group = mesh.get_group() if mesh.ndim == 1 else None    # of two axes: all ranks
+    for p in model.parameters():
+        if p in scalars and p.requires_grad:
+            p.register_post_accumulate_grad_hook(_mean_over(group))
+    return fully_shard(model, mesh=mesh, ignored_params=scalars, **options)

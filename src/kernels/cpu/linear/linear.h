@@ -55,6 +55,7 @@ typedef struct mn_chunk {
     float *qs, *es;                 // q, e times exp(G - rho of the row's segment)
     float *qd, *ed;                 // q, e times exp G; with one segment from 0 these are qs, es
     float *qd_memory, *ed_memory;   // where qd, ed are when they are not
+    float *ws_memory;               // where ws is when it is not one of a bank
     float *ws, *wd;    // w times exp(rho - G), rho of the segment at hand; exp(G_L - G)
     float *factor;                  // (L,width) work
     float *fall;                    // (K) exp G_L, or ones

@@ -32,8 +32,9 @@ void MN_T(mn_bank_fill)(void *bank, const mn_linear *p, int64_t item) {
 }
 
 void MN_T(mn_bank_take)(mn_chunk *c, void *bank, const mn_linear *p, int64_t slot, int64_t h) {
-    float *const factor = c->factor, *const ws = c->ws;
+    float *const factor = c->factor, *const ws = c->ws_memory;
     *c = *slot_of(bank, p, slot, h);
     c->factor = factor;
-    if (c->n_segments > 1) c->ws = ws;    // the walk computes it anew, segment by segment
+    c->ws_memory = ws;
+    if (c->n_segments > 1) c->ws = ws;    // the scan computes it anew, segment by segment
 }

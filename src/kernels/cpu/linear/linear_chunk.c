@@ -21,7 +21,7 @@ float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width
     c->P = at, at += square;
     c->A = has_e ? at : NULL, at += has_e * square;
     c->qs = at, at += rows;
-    c->ws = at, at += rows;
+    c->ws = c->ws_memory = at, at += rows;
     c->es = has_e ? at : NULL, at += has_e * rows;
     c->qd = c->qs, c->wd = c->ws, c->ed = c->es;
     c->qd_memory = at, at += width ? rows : 0;

@@ -1,0 +1,16 @@
+# Calls of operators from PyTorch in C, by the limited API of CPython 3.10 (python/src/fastcall.c). The
+# package does without it, so it is left out where Python's headers are not.
+option(MN_PYTHON "build the extension module of the Python package where Python's headers are" ON)
+if(MN_PYTHON AND NOT MN_SANITIZE)
+    find_package(Python3 3.10 QUIET COMPONENTS Interpreter Development.Module)
+    if(NOT Python3_Development.Module_FOUND)
+        message(STATUS "Python's headers are not here: mneme.torch calls operators through ctypes")
+    elseif(Python3_SOABI MATCHES "cpython-[0-9]+t")
+        message(STATUS "free-threaded Python has no limited API: mneme.torch calls operators through ctypes")
+    else()
+        add_library(mneme_fastcall MODULE python/src/fastcall.c)
+        target_include_directories(mneme_fastcall SYSTEM PRIVATE ${Python3_INCLUDE_DIRS})
+        target_compile_definitions(mneme_fastcall PRIVATE Py_LIMITED_API=0x030A0000)
+        set_target_properties(mneme_fastcall PROPERTIES PREFIX "" OUTPUT_NAME _fastcall SUFFIX .abi3.so)
+    endif()
+endif()

@@ -1,0 +1,433 @@
+/* fastcall.c - calls of an operator from PyTorch that look like an earlier one.
+ *
+ * Python decides what a call means (mneme/torch/_call.py) and leaves the outcome here: the argument
+ * struct but for its pointers, and what makes the results. run() compares types, device, shapes and
+ * strides of the tensors with the calls it knows, writes pointers into a copy of the struct and
+ * makes the results; on the CPU it calls the operator as well. Whatever it does not know, it leaves
+ * to Python.
+ *
+ * Tensors are read by the C functions of DLPack's exchange table, which PyTorch hands out from 2.10
+ * on. Nothing is compiled or linked against PyTorch, and of CPython only the limited API of 3.10 is
+ * used: one binary serves all versions of both. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { MOST_INPUTS = 32, MOST_RESULTS = 24, MOST_CALLS = 16, MOST_AXES = 6, MOST_WORDS = 512 };
+enum { SIGNATURE = MOST_INPUTS * (2 + 2 * MOST_AXES) };
+enum { DEVICE_CPU = 1, DEVICE_CUDA = 2, CODE_BFLOAT = 4 };
+
+/* ---- DLPack, version 1 ----------------------------------------------------------------------- */
+
+typedef struct {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *earlier;
+    void (*managed[3])(void);                          // not used here
+    int (*borrow)(void *py_object, dl_tensor *out);    // no reference taken, no waiting
+    void (*current_work_stream)(void);
+} dl_exchange;
+
+/* ---- what run() knows ------------------------------------------------------------------------ */
+
+/* One earlier call. */
+typedef struct {
+    int64_t signature[SIGNATURE];
+    int n_signature;
+    PyObject *params;
+    long long wanted;
+    uint64_t words[MOST_WORDS];
+    int n_results;
+    int result_word[MOST_RESULTS];           // -1: not wanted
+    PyObject *make[MOST_RESULTS], *given[MOST_RESULTS];
+} known_call;
+
+typedef struct {
+    int n_inputs, n_words, n_calls, next;
+    int input_word[MOST_INPUTS];
+    int (*forward)(void *context, const void *args);
+    PyObject *calls[MOST_CALLS];             // capsules of known_call, the last one used first
+} known_operator;
+
+/* The tensors of the call at hand. */
+typedef struct {
+    int64_t signature[SIGNATURE];
+    int n_signature;
+    void *data[MOST_INPUTS];
+    int32_t device_type, device_id;
+    bool half;
+} seen_call;
+
+static const char OPERATOR[] = "mneme.operator", CALL[] = "mneme.call";
+
+/* From setup(); they live as long as the process. */
+static const dl_exchange *exchange;
+static PyTypeObject *tensor_type, *parameter_type;
+static PyObject *grad_enabled, *autocast_enabled, *cuda, *current_device, *watchers;
+
+/* Whether a function without arguments gives None, False or 0; -1 on an error. */
+static int gives_nothing(PyObject *function) {
+    PyObject *value = PyObject_CallNoArgs(function);
+    if (!value) return -1;
+    const int truth = PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return truth < 0 ? -1 : !truth;
+}
+
+/* 1 when no mode and no transformation sees the calls of this thread. */
+static int nobody_looks(void) {
+    const Py_ssize_t n = PyTuple_Size(watchers);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const int nothing = gives_nothing(PyTuple_GetItem(watchers, i));
+        if (nothing != 1) return nothing;
+    }
+    return 1;
+}
+
+/* Adds one tensor; 0 when run() does not serve it. */
+static int look_at(seen_call *seen, int i, PyObject *x) {
+    dl_tensor view;
+    if (x == Py_None) {
+        seen->data[i] = NULL;
+        seen->signature[seen->n_signature++] = -1;
+        return 1;
+    }
+    if (Py_TYPE(x) != tensor_type && Py_TYPE(x) != parameter_type) return 0;
+    if (exchange->borrow(x, &view) != 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (view.ndim > MOST_AXES) return 0;
+    if (view.device_type != DEVICE_CPU && view.device_type != DEVICE_CUDA) return 0;
+    if (seen->device_type == 0) {
+        seen->device_type = view.device_type, seen->device_id = view.device_id;
+        seen->half = view.code == CODE_BFLOAT;
+    }
+    if (view.device_type != seen->device_type || view.device_id != seen->device_id) return 0;
+    int64_t *to = seen->signature + seen->n_signature;
+    *to++ = view.ndim | (int64_t)view.code << 8 | (int64_t)view.bits << 16 |
+            (int64_t)view.lanes << 32;
+    for (int axis = 0; axis < view.ndim; axis++) *to++ = view.shape[axis];
+    for (int axis = 0; axis < view.ndim; axis++) *to++ = view.strides ? view.strides[axis] : -1;
+    seen->n_signature = (int)(to - seen->signature);
+    seen->data[i] = (char *)view.data + view.byte_offset;
+    return 1;
+}
+
+/* Looks at all tensors of a list or tuple; 0 when run() does not serve them. */
+static int look_at_all(seen_call *seen, const known_operator *op, PyObject *tensors) {
+    const bool list = PyList_Check(tensors);
+    seen->n_signature = 0, seen->device_type = 0, seen->half = false;
+    if (!list && !PyTuple_Check(tensors)) return 0;
+    if ((list ? PyList_Size(tensors) : PyTuple_Size(tensors)) != op->n_inputs) return 0;
+    for (int i = 0; i < op->n_inputs; i++) {
+        PyObject *x = list ? PyList_GetItem(tensors, i) : PyTuple_GetItem(tensors, i);
+        if (!look_at(seen, i, x)) return 0;
+    }
+    if (seen->device_type == 0) return 0;
+    seen->signature[seen->n_signature++] = (int64_t)seen->device_type << 32 | seen->device_id;
+    return 1;
+}
+
+/* The known call that is like this one, as a new reference to its capsule; NULL without one. */
+static PyObject *find(known_operator *op, const seen_call *seen, PyObject *params,
+                      long long wanted) {
+    const size_t bytes = (size_t)seen->n_signature * sizeof seen->signature[0];
+    for (int i = 0; i < op->n_calls; i++) {
+        PyObject *capsule = op->calls[i];
+        const known_call *call = PyCapsule_GetPointer(capsule, CALL);
+        if (call->n_signature != seen->n_signature || call->wanted != wanted ||
+            memcmp(call->signature, seen->signature, bytes) != 0) {
+            continue;
+        }
+        const int same = PyObject_RichCompareBool(call->params, params, Py_EQ);
+        if (same < 0) PyErr_Clear();
+        if (same == 1) {
+            memmove(op->calls + 1, op->calls, (size_t)i * sizeof op->calls[0]);
+            op->calls[0] = capsule;
+            Py_INCREF(capsule);
+            return capsule;
+        }
+    }
+    return NULL;
+}
+
+/* 1 where PyTorch is as it was when the call was learnt: no autocast that would round its tensors,
+ * and its GPU the current one. */
+static int is_at_hand(const seen_call *seen) {
+    if (seen->device_type == DEVICE_CPU) return 1;
+    PyObject *device = PyObject_CallNoArgs(current_device);
+    if (!device) return -1;
+    const long index = PyLong_AsLong(device);
+    Py_DECREF(device);
+    if (index != seen->device_id) return 0;
+    if (seen->half) return 1;
+    PyObject *on = PyObject_CallFunctionObjArgs(autocast_enabled, cuda, NULL);
+    if (!on) return -1;
+    const int truth = PyObject_IsTrue(on);
+    Py_DECREF(on);
+    return truth < 0 ? -1 : !truth;
+}
+
+/* Whether a gradient will be asked for. */
+static int wants_gradient(const known_operator *op, PyObject *tensors) {
+    const int nothing = gives_nothing(grad_enabled);
+    if (nothing != 0) return nothing < 0 ? -1 : 0;
+    const bool list = PyList_Check(tensors);
+    for (int i = 0; i < op->n_inputs; i++) {
+        PyObject *x = list ? PyList_GetItem(tensors, i) : PyTuple_GetItem(tensors, i);
+        if (x == Py_None) continue;
+        PyObject *wants = PyObject_GetAttrString(x, "requires_grad");
+        if (!wants) return -1;
+        const bool yes = wants == Py_True;
+        Py_DECREF(wants);
+        if (yes) return 1;
+    }
+    return 0;
+}
+
+/* The results of a call as a list, their addresses in `words`; None for what is not wanted. */
+static PyObject *make_results(const known_call *call, uint64_t *words) {
+    PyObject *results = PyList_New(call->n_results);
+    for (int i = 0; results && i < call->n_results; i++) {
+        PyObject *y = Py_None;
+        dl_tensor view;
+        if (call->result_word[i] < 0) {
+            Py_INCREF(y);
+        } else {
+            y = PyObject_Call(call->make[i], call->given[i], NULL);
+            if (!y || exchange->borrow(y, &view) != 0) {
+                Py_XDECREF(y);
+                Py_DECREF(results);
+                return NULL;
+            }
+            words[call->result_word[i]] = (uint64_t)((uintptr_t)view.data + view.byte_offset);
+        }
+        PyList_SetItem(results, i, y);
+    }
+    return results;
+}
+
+/* What remains once a call is known: the results, or its struct for those who go on in Python. */
+static PyObject *carry_out(const known_operator *op, const known_call *call,
+                           const seen_call *seen, PyObject *tensors, PyObject *context) {
+    uint64_t words[MOST_WORDS];
+    const size_t bytes = (size_t)op->n_words * sizeof words[0];
+    const int gradient = wants_gradient(op, tensors);
+    if (gradient < 0) return NULL;
+    memcpy(words, call->words, bytes);
+    for (int i = 0; i < op->n_inputs; i++) {
+        words[op->input_word[i]] = (uint64_t)(uintptr_t)seen->data[i];
+    }
+    PyObject *results = make_results(call, words);
+    if (!results) return NULL;
+    if (gradient || seen->device_type != DEVICE_CPU) {
+        const int index = seen->device_type == DEVICE_CPU ? -1 : seen->device_id;
+        return Py_BuildValue("(y#Nii)", (const char *)words, (Py_ssize_t)bytes, results, index,
+                             gradient);
+    }
+    void *handle = PyLong_AsVoidPtr(context);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = op->forward(handle, words);
+    Py_END_ALLOW_THREADS
+    if (status == 0) return results;
+    Py_DECREF(results);
+    return PyLong_FromLong(status);
+}
+
+static known_operator *operator_of(PyObject *capsule) {
+    return PyCapsule_GetPointer(capsule, OPERATOR);
+}
+
+/* run(operator, context, tensors, params, wanted): a list of results; or (struct, results, GPU or
+ * -1, whether a gradient is wanted) of a call to be made; or a status; or None for a call that is
+ * not known. */
+static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    seen_call seen;
+    if (n != 5 || !exchange) Py_RETURN_NONE;
+    known_operator *op = operator_of(args[0]);
+    if (!op) return NULL;
+    const int alone = nobody_looks();
+    if (alone < 0) return NULL;
+    if (!alone || !look_at_all(&seen, op, args[2])) Py_RETURN_NONE;
+    const long long wanted = PyLong_AsLongLong(args[4]);
+    if (wanted == -1 && PyErr_Occurred()) return NULL;
+    PyObject *capsule = find(op, &seen, args[3], wanted);
+    if (!capsule) Py_RETURN_NONE;
+    PyObject *out = NULL;
+    const int ready = is_at_hand(&seen);
+    if (ready == 1) {
+        out = carry_out(op, PyCapsule_GetPointer(capsule, CALL), &seen, args[2], args[1]);
+    } else if (ready == 0) {
+        Py_INCREF(Py_None);
+        out = Py_None;
+    }
+    Py_DECREF(capsule);
+    return out;
+}
+
+/* ---- learning -------------------------------------------------------------------------------- */
+
+static void forget_call(PyObject *capsule) {
+    known_call *call = PyCapsule_GetPointer(capsule, CALL);
+    Py_XDECREF(call->params);
+    for (int i = 0; i < call->n_results; i++) {
+        Py_XDECREF(call->make[i]);
+        Py_XDECREF(call->given[i]);
+    }
+    PyMem_Free(call);
+}
+
+/* Reads results ((word, function, its arguments) or None for each) into `call`. */
+static bool read_results(known_call *call, const known_operator *op, PyObject *results) {
+    const Py_ssize_t n = PyTuple_Size(results);
+    if (n < 0 || n > MOST_RESULTS) return false;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *row = PyTuple_GetItem(results, i), *make, *given;
+        call->result_word[i] = -1;
+        call->n_results = (int)i + 1;
+        if (row == Py_None) continue;
+        if (!PyArg_ParseTuple(row, "iOO", &call->result_word[i], &make, &given)) return false;
+        if (call->result_word[i] < 0 || call->result_word[i] >= op->n_words) return false;
+        Py_INCREF(make);
+        Py_INCREF(given);
+        call->make[i] = make, call->given[i] = given;
+    }
+    return true;
+}
+
+/* Puts a call in front, where the one that was not used for longest makes room. */
+static void remember(known_operator *op, PyObject *capsule) {
+    if (op->n_calls == MOST_CALLS) Py_DECREF(op->calls[--op->n_calls]);
+    memmove(op->calls + 1, op->calls, (size_t)op->n_calls * sizeof op->calls[0]);
+    op->calls[0] = capsule;
+    op->n_calls++;
+}
+
+/* learn(operator, tensors, params, wanted, struct, results): whether run() serves such a call. */
+static PyObject *learn(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule, *tensors, *params, *results;
+    const char *words;
+    Py_ssize_t n_bytes;
+    long long wanted;
+    seen_call seen;
+    if (!PyArg_ParseTuple(args, "OOOLy#O", &capsule, &tensors, &params, &wanted, &words, &n_bytes,
+                          &results)) {
+        return NULL;
+    }
+    known_operator *op = operator_of(capsule);
+    if (!op) return NULL;
+    if (!exchange || !look_at_all(&seen, op, tensors)) Py_RETURN_FALSE;
+    if (n_bytes != op->n_words * (Py_ssize_t)sizeof(uint64_t)) Py_RETURN_FALSE;
+    known_call *call = PyMem_Calloc(1, sizeof *call);
+    if (!call) return PyErr_NoMemory();
+    PyObject *made = PyCapsule_New(call, CALL, forget_call);
+    if (!made) {
+        PyMem_Free(call);
+        return NULL;
+    }
+    Py_INCREF(params);
+    call->params = params, call->wanted = wanted, call->n_signature = seen.n_signature;
+    memcpy(call->signature, seen.signature, sizeof call->signature);
+    memcpy(call->words, words, (size_t)n_bytes);
+    if (!read_results(call, op, results)) {
+        Py_DECREF(made);
+        if (PyErr_Occurred()) return NULL;
+        Py_RETURN_FALSE;
+    }
+    remember(op, made);
+    Py_RETURN_TRUE;
+}
+
+static void forget_operator(PyObject *capsule) {
+    known_operator *op = PyCapsule_GetPointer(capsule, OPERATOR);
+    while (op->n_calls > 0) Py_DECREF(op->calls[--op->n_calls]);
+    PyMem_Free(op);
+}
+
+/* operator(address of the C function, words of its struct, words of its inputs): what run() takes,
+ * or None for an operator that is too large for it. */
+static PyObject *new_operator(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long forward;
+    int n_words;
+    PyObject *words;
+    if (!PyArg_ParseTuple(args, "KiO!", &forward, &n_words, &PyTuple_Type, &words)) return NULL;
+    const Py_ssize_t n = PyTuple_Size(words);
+    if (n > MOST_INPUTS || n_words > MOST_WORDS) Py_RETURN_NONE;
+    known_operator *op = PyMem_Calloc(1, sizeof *op);
+    if (!op) return PyErr_NoMemory();
+    op->n_words = n_words, op->n_inputs = (int)n;
+    op->forward = (int (*)(void *, const void *))(uintptr_t)forward;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const long word = PyLong_AsLong(PyTuple_GetItem(words, i));
+        if (word < 0 || word >= n_words) {
+            PyMem_Free(op);
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a word outside the struct");
+            return NULL;
+        }
+        op->input_word[i] = (int)word;
+    }
+    PyObject *capsule = PyCapsule_New(op, OPERATOR, forget_operator);
+    if (!capsule) PyMem_Free(op);
+    return capsule;
+}
+
+/* setup(exchange table, Tensor, Parameter, is_grad_enabled, is_autocast_enabled, current device,
+ * watchers): whether the table is one that this file knows. */
+static PyObject *setup(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *table, *tensor, *parameter;
+    if (!PyArg_ParseTuple(args, "OOOOOOO!", &table, &tensor, &parameter, &grad_enabled,
+                          &autocast_enabled, &current_device, &PyTuple_Type, &watchers)) {
+        return NULL;
+    }
+    const dl_exchange *found = PyCapsule_GetPointer(table, "dlpack_exchange_api");
+    if (!found) return NULL;
+    while (found && found->major != 1) found = found->earlier;
+    if (!found || !found->borrow) Py_RETURN_FALSE;
+    cuda = PyUnicode_FromString("cuda");
+    if (!cuda) return NULL;
+    tensor_type = (PyTypeObject *)tensor, parameter_type = (PyTypeObject *)parameter;
+    Py_INCREF(tensor);
+    Py_INCREF(parameter);
+    Py_INCREF(grad_enabled);
+    Py_INCREF(autocast_enabled);
+    Py_INCREF(current_device);
+    Py_INCREF(watchers);
+    exchange = found;
+    Py_RETURN_TRUE;
+}
+
+static PyMethodDef methods[] = {
+    { "setup", setup, METH_VARARGS, "Tells what belongs to PyTorch." },
+    { "operator", new_operator, METH_VARARGS, "An operator without known calls." },
+    { "learn", learn, METH_VARARGS, "Remembers a call." },
+    { "run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, "Makes a call that is known." },
+    { NULL, NULL, 0, NULL },
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_fastcall", "Calls that look like an earlier one.", -1, methods,
+    NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__fastcall(void);
+PyMODINIT_FUNC PyInit__fastcall(void) {
+    return PyModule_Create(&module);
+}

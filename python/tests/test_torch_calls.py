@@ -1,0 +1,304 @@
+"""Calls that look like an earlier one (mneme._fastcall): the same bits as calls through Python, and
+left to Python wherever something else is going on."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mneme.torch import _call, _device, ops           # noqa: E402
+from mneme.torch._call import torch_operators         # noqa: E402
+import laws                                           # noqa: E402
+
+compiled = pytest.mark.skipif(
+    _call._compiled is None, reason="no _fastcall: not built, or PyTorch is older than 2.10")
+
+
+def inputs(name, dtype=torch.float32, seed=0):
+    op = torch_operators[name].op
+    values, _ = laws.sample(op, seed=seed)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    return tuple(None if x is None else torch.tensor(x).to(wide if f.wide else dtype)
+                 for f, x in zip(op.inputs, values))
+
+
+def numbers(name):
+    return tuple(p.value(name, p.default) for p in torch_operators[name].op.params)
+
+
+def through_python(monkeypatch, top, *args):
+    with monkeypatch.context() as patch:
+        patch.setattr(top, "known", None)
+        patch.setattr(top, "known_back", None)
+        return _call.call(top, *args)
+
+
+def counted(monkeypatch):
+    """What the compiled way answers from now on, call by call."""
+    answers, run = [], _call._run_known
+
+    def counting(*args):
+        answers.append(run(*args))
+        return answers[-1]
+
+    monkeypatch.setattr(_call, "_run_known", counting)
+    return answers
+
+
+def same(a, b):
+    return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+@pytest.mark.parametrize("name", sorted(torch_operators))
+def test_the_bits_are_those_of_python(name, dtype, monkeypatch):
+    top, answers = torch_operators[name], counted(monkeypatch)
+    everything = (1 << len(top.op.outputs)) - 1
+    for wanted in (top.main, everything):
+        for seed in (0, 1):
+            given = inputs(name, dtype, seed)
+            want = through_python(monkeypatch, top, given, numbers(name), None, None, wanted)
+            for _ in range(2):
+                got = _call.call(top, given, numbers(name), None, None, wanted)
+                assert same(got, want)
+    assert type(answers[1]) is list and type(answers[-1]) is list
+
+
+@compiled
+@pytest.mark.parametrize("name", laws.NAMES)
+def test_gradients_are_those_of_python(name, monkeypatch):
+    top, answers = torch_operators[name], counted(monkeypatch)
+    cots = None
+
+    def gradients(call):
+        nonlocal cots
+        given = [x if x is None or f.partner is None else x.clone().requires_grad_()
+                 for f, x in zip(top.op.inputs, inputs(name))]
+        results = call(top, given, numbers(name), None, None, top.main)
+        wanted = [results[i] for i in top.cots if top.main >> i & 1]
+        cots = cots or [torch.randn_like(y) for y in wanted]
+        leaves = [x for x in given if x is not None and x.requires_grad]
+        return torch.autograd.grad(wanted, leaves, cots, allow_unused=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(top, "known", None)
+        patch.setattr(top, "known_back", None)
+        want = gradients(_call.call)
+    assert not answers
+    assert all(same(gradients(_call.call), want) for _ in range(3))
+    assert [type(x) for x in answers[-2:]] == [tuple, list]
+
+
+@compiled
+def test_cotangents_are_told_apart(monkeypatch):
+    """Expanded, strided and absent ones, of another dtype, or of one result only."""
+    top = torch_operators["delta_net"]
+    given = [*delta(grad=True), torch.randn(2, 2, 8, 8, requires_grad=True)]
+    leaves = given
+
+    def gradients(known, which):
+        results = _call.call(top, given, (0.5,), None, None, 3)
+        o, state = results
+        loss = {"sum": lambda: o.sum(), "state": lambda: state.square().sum(),
+                "both": lambda: o.square().sum() + state.sum(),
+                "turned": lambda: (o.transpose(1, 2) * 2).exp().sum()}[which]()
+        with monkeypatch.context() as patch:
+            if not known:
+                patch.setattr(top, "known_back", None)
+            return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    for which in ("sum", "both", "state", "turned"):
+        want = gradients(False, which)
+        assert all(same(gradients(True, which), want) for _ in range(3)), which
+    only = torch.autograd.grad(_call.call(top, given, (0.5,), None, None, 3)[0].sum(), given[2])
+    assert torch.equal(only[0], gradients(True, "sum")[2])
+
+
+def delta(T=12, grad=False):
+    generator = torch.Generator().manual_seed(T)
+    q, k, v = (torch.randn(2, T, 2, 8, generator=generator) for _ in range(3))
+    g, beta = -torch.rand(2, T, 2, generator=generator), torch.rand(2, T, 2, generator=generator)
+    return [x.requires_grad_(grad) for x in (q, k, v, beta, g)]
+
+
+@compiled
+def test_what_is_not_alike_is_not_mistaken(monkeypatch):
+    top, answers = torch_operators["delta_net"], counted(monkeypatch)
+    base = (*delta(), None)
+    state = torch.randn(2, 2, 8, 8)
+    views = tuple(torch.cat([x, x], -1)[..., :8] if x is not None and x.dim() == 4 else x
+                  for x in base)
+    longer = (*delta(13), None)
+    other = (*base[:4], base[4][..., None].expand(-1, -1, -1, 8).contiguous(), None)
+    for given in (base, (*base[:5], state), views, longer, other):
+        for params in ((0.53,), (0.27,)):    # of no other test
+            want = through_python(monkeypatch, top, given, params, None, None, 3)
+            for _ in range(2):
+                assert same(_call.call(top, given, params, None, None, 3), want)
+    assert [type(x) for x in answers[-20:]] == [type(None), list] * 10
+
+
+@compiled
+def test_more_shapes_than_are_kept():
+    wants = {T: ops.delta_net(*delta(T)).o for T in range(1, 40)}
+    assert all(torch.equal(ops.delta_net(*delta(T)).o, want) for T, want in wants.items())
+
+
+@compiled
+def test_modes_and_transformations_go_through_python(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    given = delta()
+    want = ops.delta_net(*given).o
+    assert torch.equal(ops.delta_net(*given).o, want)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in given]
+        assert type(ops.delta_net(*fakes).o) is not torch.Tensor
+    leaf = [x.clone().requires_grad_() for x in given]
+    ops.delta_net(*leaf).o.sum().backward()
+    grads = torch.func.grad(lambda v: ops.delta_net(*given[:2], v, *given[3:]).o.sum())(given[2])
+    assert torch.equal(grads, leaf[2].grad)
+
+    class Marked(torch.Tensor):
+        pass
+    answers = counted(monkeypatch)
+    marked = [x.as_subclass(Marked) for x in given]
+    assert torch.equal(ops.delta_net(*marked).o.as_subclass(torch.Tensor), want)
+    assert answers == [None]
+    with torch.no_grad():
+        assert ops.delta_net(*leaf).o.grad_fn is None
+    with torch.inference_mode():
+        assert torch.equal(ops.delta_net(*given).o, want)
+
+
+@compiled
+def test_errors_have_their_sentences():
+    good = delta()
+    ops.delta_net(*good), ops.delta_net(*good)
+    bad = [*good[:4], good[4].clone()]
+    bad[4][0, 0, 0] = 0.5
+    for _ in range(2):
+        with pytest.raises(ValueError, match="log decay"):
+            ops.delta_net(*bad)
+    with pytest.raises(ValueError, match="has shape"):
+        ops.delta_net(*good[:3], good[3][:, :5], good[4])
+
+
+@compiled
+def test_threads_have_their_own_calls():
+    wants = {T: ops.delta_net(*delta(T)).o for T in range(1, 24)}
+    wrong = []
+
+    def work(first):
+        for i in range(200):
+            T = 1 + (first + i) % 23
+            if not torch.equal(ops.delta_net(*delta(T)).o, wants[T]):
+                wrong.append(T)
+
+    threads = [threading.Thread(target=work, args=(7 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_python_serves_where_it_is_switched_off():
+    code = ("import torch; from mneme.torch import _call, ops\n"
+            "assert _call._compiled is None\n"
+            "x = torch.ones(1, 4); print(ops.l2_norm(x).sum().item())")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                         env={**os.environ, "MNEME_FASTCALL": "0"},
+                         cwd=pathlib.Path(__file__).parent)
+    assert float(out.stdout) == pytest.approx(2.0, rel=1e-4)
+
+
+# ---- memory for work on a GPU, told by what stands in for one -----------------------------------
+
+class Library:
+    """Counts what a context of a GPU is told."""
+
+    def __init__(self, context):
+        self.context, self.trims, self.streams = context, 0, []
+
+    def mn_context_trim(self, handle):
+        self.trims += 1
+        self.context.held.clear()
+        self.context.bytes = 0
+
+    def mn_context_use_stream(self, handle, stream):
+        self.mn_context_trim(handle)
+        self.streams.append(stream)
+        return 0
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    context = object.__new__(_device.DeviceContext)
+    context.index, context.held, context.bytes, context.recorded = 0, {}, 0, []
+    context.lock, context.stream, context.handle = threading.Lock(), 7, None
+    library = Library(context)
+    monkeypatch.setattr(_device._library, "library", lambda: library)
+    monkeypatch.setattr(_device, "_current", lambda: 0)
+    monkeypatch.setattr(_device, "_stream_of", lambda index: 7)
+    monkeypatch.setattr(_device, "_records", lambda: False)
+
+    def operator(handle, words):
+        context.held[id(words)] = words
+        context.bytes += 1024
+        return 0
+
+    return context, library, operator
+
+
+def test_eager_calls_keep_memory_for_work(pretended):
+    context, library, operator = pretended
+    context.run(operator, b"", ())
+    assert context.bytes == 1024 and library.trims == 0
+
+
+def test_calls_of_compiled_graphs_keep_none(pretended):
+    """CUDA graph trees warm up with their own pool and refuse what lives on in it."""
+    context, library, operator = pretended
+    context.run(operator, b"", (), keeps=False)
+    assert context.bytes == 0 and not context.held and library.trims == 1
+
+
+def test_recordings_begin_and_end_without_memory(pretended, monkeypatch):
+    context, library, operator = pretended
+    context.run(operator, b"", ())
+    monkeypatch.setattr(_device, "_records", lambda: True)
+    offsets = torch.tensor([0, 4])
+    context.run(operator, b"", (offsets, None))
+    assert context.bytes == 0 and library.trims == 2 and context.recorded[0] is offsets
+
+
+def test_another_stream_gives_memory_back(pretended, monkeypatch):
+    context, library, operator = pretended
+    context.run(operator, b"", ())
+    monkeypatch.setattr(_device, "_stream_of", lambda index: 9)
+    context.run(operator, b"", ())
+    assert library.streams == [9] and context.bytes == 1024
+
+
+def test_the_dispatcher_keeps_none(monkeypatch):
+    """What torch.compile calls, forward and back, says so."""
+    seen, run = [], _device.run
+
+    def watching(function, index, words, host, keeps=True):
+        seen.append(keeps)
+        return run(function, index, words, host, keeps)
+
+    monkeypatch.setattr(_device, "run", watching)
+    top = torch_operators["delta_net"]
+    results = top.forward(*delta(grad=True), None, None, 1.0, 1)
+    results[0].sum().backward()
+    assert seen == [False, False]
+    monkeypatch.setattr(top, "known", None)
+    ops.delta_net(*delta())
+    assert seen == [False, False, True]
