@@ -245,7 +245,7 @@ static uint64_t add_sum(const mn_defer *all, mn_decode_gemm *to, int product) {
         const mn_decode_op *f = &d->of.few;
         if (!(d->after & mn_bit(product)) || !ready(all, i, all->done | mn_bit(product))) continue;
         const int other = f->at[0].data == p->c ? 1 : 0;
-        bool rows = f->at[0].data == p->c || f->at[1].data == p->c;
+        bool rows = (f->at[0].data == p->c) != (f->at[1].data == p->c);    // c + c is another one
         for (int k = 0; k < 3; k++) {
             rows = rows && is_row(&f->at[k], f->shape, p->M * p->N, p->c_dtype);
         }

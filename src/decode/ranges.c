@@ -61,6 +61,11 @@ void mn_stage_writes(mn_stage_ranges *r, const void *data, int64_t count, size_t
     for (int64_t i = 0; i < r->p->n_ranges; i++) {
         if (overlap(&range, &r->p->range[i])) r->fits = false;
     }
+    for (int i = 0; i < r->n; i++) {    // words are written once
+        const mn_decode_range *other = &r->list[i];
+        const bool words = other->writes && (flagged || other->flagged);
+        if (words && overlap(&range, other)) r->fits = false;
+    }
     range.flagged = flagged;
     add(r, range);
 }
