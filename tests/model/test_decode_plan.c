@@ -118,7 +118,7 @@ static void open_scratch(scratch *s) {
     }
     if (st != MN_OK) check_fatal("%s", mn_last_error());
     mn_tape_start(s->tape, MN_TAPE_DEFER | MN_TAPE_REPEATS);
-    for (int i = 0; i < BUFFERS; i++) {
+    for (int i = 1; i < BUFFERS; i++) {    // the first is not declared
         mn_tape_input(s->tape, s->buffer[i], NULL, (int64_t[]){ 1, 1, 1, WIDTH });
     }
     for (int i = 0; i < WEIGHTS; i++) {
@@ -142,18 +142,34 @@ static mn_view some_of(const scratch *s, int buffer, int64_t count, int half) {
     return mn_flat_view(at, MN_BF16, shape);
 }
 
+static void product(const scratch *s, const void *a, int weight, const mn_view *c, int64_t count) {
+    mn_tape_product(s->tape, &(mn_matmul_args){ .dtype = MN_BF16, .c_dtype = MN_BF16, .a = a,
+        .b = s->weight[weight], .c = c->data, .M = 1, .N = count, .K = WIDTH,
+        .b_transposed = true });
+}
+
+/* c = silu(x) W' by way of scratch memory, which the next one finds free; some of it is larger. */
+static void by_scratch(const scratch *s, int from, int weight, const mn_view *c, int64_t count,
+                       int larger) {
+    const mn_tape_mark mark = mn_tape_hold(s->tape);
+    mn_unary_params work = { .f = MN_UNARY_SILU, .shape = { 1, 1, 1, WIDTH },
+                             .x = some_of(s, from, WIDTH, 0) };
+    work.y = mn_flat_view(mn_tape_memory(s->tape, larger ? 3 * WIDTH : WIDTH), MN_BF16, work.shape);
+    mn_tape_do(s->tape, MN_ELEMENTWISE_UNARY, &work);
+    product(s, work.y.data, weight, c, count);
+    mn_tape_let_go(s->tape, mark);
+}
+
 /* An operation that reads some buffers and writes another, or the same. */
 static void any_operation(const scratch *s, uint64_t sequence, uint64_t *at) {
-    const int kind = draw(sequence, at, 5), from = draw(sequence, at, BUFFERS);
+    const int kind = draw(sequence, at, 6), from = draw(sequence, at, BUFFERS);
     const int other = draw(sequence, at, BUFFERS), half = draw(sequence, at, 2);
     const int64_t count = draw(sequence, at, 3) ? WIDTH : WIDTH / 2;
     int to = draw(sequence, at, BUFFERS);
     if (kind < 2) {    // a product is not made in place
         if (to == from) to = (from + 1) % BUFFERS;
-        mn_tape_product(s->tape, &(mn_matmul_args){ .dtype = MN_BF16, .c_dtype = MN_BF16,
-            .a = s->buffer[from], .b = s->weight[draw(sequence, at, WEIGHTS)],
-            .c = some_of(s, to, count, half).data, .M = 1, .N = count, .K = WIDTH,
-            .b_transposed = true });
+        const mn_view c = some_of(s, to, count, half);
+        product(s, s->buffer[from], draw(sequence, at, WEIGHTS), &c, count);
     } else if (kind == 2) {
         mn_tape_do(s->tape, MN_ELEMENTWISE_UNARY, &(mn_unary_params){ .f = MN_UNARY_SILU,
             .shape = { 1, 1, 1, count }, .x = some_of(s, from, count, half),
@@ -162,6 +178,9 @@ static void any_operation(const scratch *s, uint64_t sequence, uint64_t *at) {
         mn_tape_do(s->tape, MN_ELEMENTWISE_PAIR, &(mn_pair_params){ .kind = MN_PAIR_ADD,
             .shape = { 1, 1, 1, count }, .a = some_of(s, from, count, 0),
             .b = some_of(s, other, count, 0), .y = some_of(s, to, count, 0) });
+    } else if (kind == 4) {
+        const mn_view c = some_of(s, to, count, half);
+        by_scratch(s, from, draw(sequence, at, WEIGHTS), &c, count, draw(sequence, at, 2));
     } else {
         mn_tape_do(s->tape, MN_ELEMENTWISE_MOVE, &(mn_move_params){ .times = 1,
             .shape = { 1, 1, 1, count }, .from = some_of(s, from, count, half),

@@ -114,13 +114,19 @@ void shadow_forget(void *at, size_t bytes) {
     }
 }
 
-bool shadow_agrees(void) {
-    for (size_t i = 0; i < used / UNIT; i++) {
-        if (!dirty[i / PAGE] && i % PAGE == 0) i += PAGE;
+static bool page_agrees(size_t page) {
+    for (size_t i = page * PAGE; i < (page + 1) * PAGE; i++) {
         if (tags[SHADOW_ASKED][i] == tags[SHADOW_DONE][i]) continue;
         shadow_fail("element at %zu: %s", i * UNIT, !tags[SHADOW_DONE][i] ? "it was not written"
                     : !tags[SHADOW_ASKED][i] ? "nobody asked for it" : "it is something else");
         return false;
+    }
+    return true;
+}
+
+bool shadow_agrees(void) {
+    for (size_t page = 0; page * PAGE * UNIT < used; page++) {
+        if (dirty[page] && !page_agrees(page)) return false;
     }
     return true;
 }

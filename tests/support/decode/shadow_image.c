@@ -3,8 +3,8 @@
  *
  * An instruction goes on when all words that it reads are there, and is then done at once. Plain
  * memory that one block writes and another reads or writes otherwise must have a barrier of the
- * grid between the two; what the producer warp loads ahead must not be written at all; words are written
- * once. */
+ * grid between the two; what the producer warp loads ahead must not be written at all; words are
+ * written once. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
