@@ -46,6 +46,15 @@ foreach(source ${test_sources})
     mneme_label(${name} ${source})
 endforeach()
 
+# A device without arithmetic takes the place of kernels, and of the tape's calls of src/decode, which it passes on.
+file(GLOB shadow_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/decode/*.c)
+target_sources(test_decode_plan PRIVATE ${shadow_sources})
+foreach(call defer_elementwise defer_gemm defer_op op_run elementwise_cuda cast_bf16_cuda gemm_create gemm_destroy gemm_run
+        gemm_rows_supported decode_gemms_supported decode_run_chains decode_run_gemms megakernel_blocks megakernel_takes_step
+        megakernel_fill_job megakernel_start)
+    target_link_options(test_decode_plan PRIVATE -Wl,--wrap=mn_${call})
+endforeach()
+
 # What stands in for NCCL where there is none.
 add_library(fake_nccl MODULE tests/support/programs/fake_nccl.c)
 add_dependencies(test_gpus fake_nccl)

@@ -1,8 +1,9 @@
 /* defer.c - forward on few rows, such as one token: works wait until something is read, and
  * are then done in few launches (kernels/decode.h).
  *
- * A work depends on an earlier one if one of the two writes what the other touches. From those that
- * nothing holds back a launch is made of, in this order of preference:
+ * A work depends on an earlier one if one of the two writes what the other touches, of a tensor
+ * that both name (values.h). From those that nothing holds back a launch is made of, in this order
+ * of preference:
  *
  *   products of the same input, with the small work that makes it in front of them (a norm, a
  *   gate), and sums with what is there already behind them (a residual)
@@ -28,7 +29,7 @@
 /* ---- what waits ------------------------------------------------------------------------------ */
 
 static bool conflict(const mn_mem_range *a, const mn_mem_range *b) {
-    return (a->writes || b->writes) && a->begin < b->end && b->begin < a->end;
+    return (a->writes || b->writes) && mn_ranges_meet(a, b);
 }
 
 static bool depends(const mn_deferred *later, const mn_deferred *earlier) {
@@ -45,13 +46,34 @@ static bool defers(const mn_tape *tape) {
            !tape->cu_seqlens;
 }
 
-/* Room for one more; NULL where nothing waits on this tape. */
-static mn_deferred *next(mn_tape *tape) {
+/* What waits on this tape; NULL where nothing does. */
+static mn_defer *delay_of(mn_tape *tape) {
     if (!defers(tape)) return NULL;
     if (!tape->delay) tape->delay = calloc(1, sizeof *tape->delay);
-    if (tape->delay && tape->delay->n == MN_DEFERRED) mn_defer_lower(tape);
-    if (tape->delay && tape->delay->n == MN_DEFERRED) mn_tape_flush(tape);
-    return tape->delay ? &tape->delay->list[tape->delay->n] : NULL;
+    return tape->delay;
+}
+
+/* Room for one more; NULL where nothing waits on this tape. */
+static mn_deferred *next(mn_tape *tape) {
+    mn_defer *all = delay_of(tape);
+    if (all && all->n == MN_DEFERRED) mn_defer_lower(tape);
+    if (all && all->n == MN_DEFERRED) mn_tape_flush(tape);
+    if (!all) return NULL;
+    all->list[all->n] = (mn_deferred){ .values = &all->values };
+    return &all->list[all->n];
+}
+
+/* Memory that was part of other tensors, as scratch that is given back, becomes another one's once
+ * nothing waits for those any more. */
+void mn_defer_declare(mn_tape *tape, const void *data, size_t bytes) {
+    mn_defer *all = data && bytes > 0 ? delay_of(tape) : NULL;
+    if (!all) return;
+    if (!mn_values_fits(&all->values, data, bytes)) {
+        mn_tape_flush(tape);
+        mn_values_remove(&all->values, data, bytes);
+    }
+    const bool declared = mn_values_declare(&all->values, data, bytes);
+    if (!declared) mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "no memory for a list of tensors"));
 }
 
 static void add(mn_tape *tape, mn_deferred *d) {
@@ -68,7 +90,7 @@ bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work)
     if (!d) return false;
     const bool repeats = tape->modes & MN_TAPE_REPEATS;    // then logits end a stage
     const int64_t most = repeats && !tape->sequences ? MN_DECODE_MAX_MOVE : 0;
-    if (mn_decode_of_elementwise(d, id, work, most, tape->sequences)) {
+    if (mn_decode_of_elementwise(d, id, work, most, tape->sequences) && !d->unnamed) {
         add(tape, d);
         return true;
     }
@@ -79,25 +101,27 @@ bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work)
 bool mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p) {
     mn_deferred *d = next(tape);
     if (!d) return false;
-    *d = (mn_deferred){ .kind = MN_DEFERRED_GEMM };
+    d->kind = MN_DEFERRED_GEMM;
     d->of.product.work = mn_matmul_work_of(p);
     d->of.product.work.step = !tape->sequences;
     d->of.product.fits = !tape->sequences && mn_decode_gemms_supported(&d->of.product.work);
     mn_ranges_of_gemm(d, &d->of.product.work);
-    add(tape, d);
-    return true;
+    if (!d->unnamed) add(tape, d);
+    else mn_tape_flush(tape);
+    return !d->unnamed;
 }
 
 bool mn_defer_op(mn_tape *tape, mn_op_id op, const void *args) {
     mn_deferred *d = next(tape);
     if (!d) return false;
-    if (mn_decode_of_op(d, op, args, tape->sequences)) {
+    if (mn_decode_of_op(d, op, args, tape->sequences) && !d->unnamed) {
         add(tape, d);
         return true;
     }
-    *d = (mn_deferred){ .kind = MN_DEFERRED_OP };
+    *d = (mn_deferred){ .kind = MN_DEFERRED_OP, .values = d->values };
     const size_t bytes = mn_op_describe(op)->args_bytes;
-    void *copy = mn_ranges_of_op(d, op, args) ? mn_tape_note(tape, bytes) : NULL;
+    const bool named = mn_ranges_of_op(d, op, args) && !d->unnamed;
+    void *copy = named ? mn_tape_note(tape, bytes) : NULL;
     if (copy) {
         d->of.op.id = op;
         d->of.op.args = memcpy(copy, args, bytes);
@@ -111,12 +135,14 @@ bool mn_defer_op(mn_tape *tape, mn_op_id op, const void *args) {
 void mn_defer_discard(mn_tape *tape) {
     if (!tape->delay) return;
     tape->delay->n = 0;
+    mn_values_forget(&tape->delay->values);
     if (tape->delay->megakernel) mn_megakernel_clear(tape->delay->megakernel);
 }
 
 void mn_defer_destroy(mn_defer *delay) {
     if (!delay) return;
     mn_megakernel_destroy(delay->megakernel);
+    mn_values_free(&delay->values);
     free(delay);
 }
 
@@ -128,6 +154,7 @@ static mn_megakernel *megakernel_of(mn_tape *tape) {
     if (!(tape->modes & MN_TAPE_REPEATS) || tape->sequences) return NULL;
     if (!mn_megakernel_supported()) return NULL;
     if (!all->megakernel) all->megakernel = mn_megakernel_create();
+    if (all->megakernel) all->megakernel->values = &all->values;
     return all->megakernel;
 }
 
@@ -245,7 +272,7 @@ static uint64_t add_sum(const mn_defer *all, mn_decode_gemm *to, int product) {
         const mn_decode_op *f = &d->of.few;
         if (!(d->after & mn_bit(product)) || !ready(all, i, all->done | mn_bit(product))) continue;
         const int other = f->at[0].data == p->c ? 1 : 0;
-        bool rows = f->at[0].data == p->c || f->at[1].data == p->c;
+        bool rows = (f->at[0].data == p->c) != (f->at[1].data == p->c);    // c + c is another one
         for (int k = 0; k < 3; k++) {
             rows = rows && is_row(&f->at[k], f->shape, p->M * p->N, p->c_dtype);
         }
@@ -353,7 +380,10 @@ static bool is_left(mn_tape *tape, const mn_defer *all, int i) {
 static bool joins(const mn_defer *all, int i, uint64_t taken, int64_t sequences) {
     for (int k = 0; k < i && sequences > 1; k++) {
         if (!(taken & all->list[i].after & mn_bit(k))) continue;
-        if (!mn_decode_follows(&all->list[i].of.few, &all->list[k].of.few, sequences)) return false;
+        if (!mn_decode_follows(&all->values, &all->list[i].of.few, &all->list[k].of.few,
+                               sequences)) {
+            return false;
+        }
     }
     return true;
 }

@@ -3,16 +3,11 @@
 #ifndef MN_DECODE_DEFER_H
 #define MN_DECODE_DEFER_H
 
+#include "decode/values.h"
 #include "kernels/decode.h"
 #include "tape/tape_internal.h"
 
 enum { MN_DEFERRED = 64, MN_DEFERRED_RANGES = 24 };    // works; pieces of memory of one
-
-/* Bytes that a work reads or writes. */
-typedef struct mn_mem_range {
-    uintptr_t begin, end;
-    bool writes;
-} mn_mem_range;
 
 typedef enum mn_deferred_kind { MN_DEFERRED_SMALL, MN_DEFERRED_GEMM,
     MN_DEFERRED_OP } mn_deferred_kind;
@@ -31,12 +26,16 @@ typedef struct mn_deferred {
         } op;
     } of;
     uint64_t after;            // bits of the earlier works that must have been done
+    const mn_values *values;   // the tensors that there are
+    bool unnamed;              // it accesses something else
     int n_ranges;
     mn_mem_range ranges[MN_DEFERRED_RANGES];
 } mn_deferred;
 
-/* What waits, what of it is done, and the megakernel that has come of it and is to be launched. */
+/* The step's tensors, what waits, what of it is done, and the megakernel that has come of it and is
+ * to be launched. */
 struct mn_defer {
+    mn_values values;
     mn_deferred list[MN_DEFERRED];
     int n;
     uint64_t done;
@@ -48,16 +47,17 @@ static inline uint64_t mn_bit(int i) {
     return UINT64_C(1) << i;
 }
 
-/* lower.c: a work or an operator as a small work, and what it reads and writes; false where it is
- * none. `max_move`: elements that are still few where they are only moved. `sequences`, where it is
- * not 0: rows belong to so many, and the work becomes the part of one. */
+/* lower.c: a work or an operator as a small work, and what it reads and writes of out->values;
+ * false where it is none. `max_move`: elements that are still few where they are only moved.
+ * `sequences`, where it is not 0: rows belong to so many, and the work becomes the part of one. */
 bool mn_decode_of_elementwise(mn_deferred *out, mn_elementwise_id id, const void *work,
                               int64_t max_move, int64_t sequences);
 bool mn_decode_of_op(mn_deferred *out, mn_op_id op, const void *args, int64_t sequences);
 
 /* Whether the part of a sequence of small work `later` follows from what the same sequence's part
  * of `earlier` has left, as far as they meet at all. */
-bool mn_decode_follows(const mn_decode_op *later, const mn_decode_op *earlier, int64_t sequences);
+bool mn_decode_follows(const mn_values *values, const mn_decode_op *later,
+                       const mn_decode_op *earlier, int64_t sequences);
 
 /* What any operator reads and writes; false where that is too much to write down. */
 bool mn_ranges_of_op(mn_deferred *out, mn_op_id op, const void *args);
@@ -92,6 +92,10 @@ bool mn_is_row(const mn_view *view, const int64_t shape[4], int64_t count);
 
 /* Whether `later` reads what `earlier` writes, and nothing else keeps them in order. */
 bool mn_only_reads(const mn_deferred *later, const mn_deferred *earlier);
+
+/* Memory that operations of this step will name (values.h). Nothing on a tape that does not delay
+ * works. What had the memory before, if anything, is no tensor any more. */
+void mn_defer_declare(mn_tape *tape, const void *data, size_t bytes);
 
 /* defer.c. False: the tape does not delay this; do it at once. */
 bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work);

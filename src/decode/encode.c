@@ -119,7 +119,7 @@ static unsigned char *list_read(const mn_megakernel *p) {
     for (int64_t i = 0; i < p->n_ranges && read; i++) {
         const mn_decode_range *range = &p->range[i];
         if (!range->flagged || !range->read) continue;
-        const int64_t elements = (int64_t)(range->end - range->begin) / 2;
+        const int64_t elements = (range->of.end - range->of.begin) / 2;
         for (int64_t k = 0; k < elements; k += MN_DECODE_PER_LINE) {
             read[(range->words + mn_decode_word_at((unsigned)k)) / MN_DECODE_LINE] = 1;
         }

@@ -16,16 +16,13 @@ bool mn_is_row(const mn_view *view, const int64_t shape[4], int64_t count) {
            mn_is_contiguous(&x);
 }
 
-static bool overlaps(const mn_mem_range *a, const mn_mem_range *b) {
-    return a->begin < b->end && b->begin < a->end;
-}
-
 bool mn_only_reads(const mn_deferred *later, const mn_deferred *earlier) {
     for (int i = 0; i < later->n_ranges; i++) {
         for (int k = 0; k < earlier->n_ranges; k++) {
             const mn_mem_range *now = &later->ranges[i], *before = &earlier->ranges[k];
             const bool reads = !now->writes && before->writes;
-            if (overlaps(now, before) && (now->writes || before->writes) && !reads) return false;
+            const bool writes = now->writes || before->writes;
+            if (writes && !reads && mn_ranges_meet(now, before)) return false;
         }
     }
     return true;

@@ -27,10 +27,11 @@ const mn_view *mn_decode_result(const mn_decode_op *few) {
 static void access(mn_deferred *d, const void *data, int64_t count, mn_dtype dtype, bool writes) {
     if (!data || count <= 0) return;
     if (d->n_ranges < MN_DEFERRED_RANGES) {
-        const uintptr_t begin = (uintptr_t)data;
-        d->ranges[d->n_ranges] = (mn_mem_range){ begin,
-            begin + (size_t)count * mn_dtype_bytes(dtype),
-                                               writes };
+        const size_t bytes = (size_t)count * mn_dtype_bytes(dtype);
+        mn_mem_range range = mn_values_range(d->values, data, bytes);
+        range.writes = writes;
+        d->unnamed = d->unnamed || range.value == 0;
+        d->ranges[d->n_ranges] = range;
     }
     d->n_ranges++;
 }
@@ -86,7 +87,7 @@ bool mn_ranges_of_op(mn_deferred *d, mn_op_id op, const void *args) {
 /* `sequences`: what a launch tells apart, each with its part of the elements; 0: one does all. */
 static bool start(mn_deferred *d, mn_decode_op_kind kind, const int64_t shape[4],
                   int64_t sequences) {
-    *d = (mn_deferred){ .kind = MN_DEFERRED_SMALL };
+    *d = (mn_deferred){ .kind = MN_DEFERRED_SMALL, .values = d->values };
     d->of.few.kind = kind;
     memcpy(d->of.few.shape, shape, sizeof d->of.few.shape);
     const int64_t count = mn_count4(shape);
@@ -237,33 +238,34 @@ static bool slice(mn_deferred *d, int64_t sequences) {
     return sliced && mn_count4(d->of.few.shape) <= MN_DECODE_MAX_NUMEL;
 }
 
-/* Where view i of one sequence begins and ends, in bytes. */
-static mn_mem_range part_of(const mn_decode_op *few, int i) {
-    const uintptr_t begin = (uintptr_t)few->at[i].data;
+/* View i of one sequence. */
+static mn_mem_range part_of(const mn_values *values, const mn_decode_op *few, int i) {
     const size_t bytes = (size_t)few->elements[i] * mn_dtype_bytes(few->at[i].dtype);
-    return (mn_mem_range){ begin, begin + bytes, i >= mn_decode_inputs_of(few->kind) };
+    mn_mem_range range = mn_values_range(values, few->at[i].data, bytes);
+    range.writes = i >= mn_decode_inputs_of(few->kind);
+    return range;
 }
 
 /* Whether view i of one work and view k of another meet nowhere but within each sequence, where
  * either writes. What is the same for all sequences is made by each of them. */
-static bool meet_within(const mn_decode_op *later, int i, const mn_decode_op *earlier, int k,
-                        int64_t sequences) {
-    const mn_mem_range a = part_of(later, i), b = part_of(earlier, k);
-    const uintptr_t a_end = a.end + (uintptr_t)((sequences - 1) * later->advance[i]);
-    const uintptr_t b_end = b.end + (uintptr_t)((sequences - 1) * earlier->advance[k]);
-    if ((!a.writes && !b.writes) || a.begin >= b_end || b.begin >= a_end) return true;
+static bool meet_within(const mn_values *values, const mn_decode_op *later, int i,
+                        const mn_decode_op *earlier, int k, int64_t sequences) {
+    const mn_mem_range a = part_of(values, later, i), b = part_of(values, earlier, k);
+    const int64_t a_end = a.end + (sequences - 1) * later->advance[i];
+    const int64_t b_end = b.end + (sequences - 1) * earlier->advance[k];
+    if (!a.writes && !b.writes) return true;
+    if (a.value != b.value || a.begin >= b_end || b.begin >= a_end) return true;
     if (!a.writes && earlier->advance[k] == 0) return true;
-    const uintptr_t first = mn_min(a.begin, b.begin), last = mn_max(a.end, b.end);
-    return later->advance[i] == earlier->advance[k] &&
-           last - first <= (uintptr_t)later->advance[i];
+    const int64_t first = mn_min(a.begin, b.begin), last = mn_max(a.end, b.end);
+    return later->advance[i] == earlier->advance[k] && last - first <= later->advance[i];
 }
 
-bool mn_decode_follows(const mn_decode_op *later, const mn_decode_op *earlier,
-                       int64_t sequences) {
+bool mn_decode_follows(const mn_values *values, const mn_decode_op *later,
+                       const mn_decode_op *earlier, int64_t sequences) {
     for (int i = 0; i < MN_DECODE_VIEWS; i++) {
         for (int k = 0; k < MN_DECODE_VIEWS && later->at[i].data; k++) {
             if (!earlier->at[k].data) continue;
-            if (!meet_within(later, i, earlier, k, sequences)) return false;
+            if (!meet_within(values, later, i, earlier, k, sequences)) return false;
         }
     }
     return true;

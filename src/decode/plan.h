@@ -1,5 +1,5 @@
-/* plan.h - a megakernel while it is written: the instructions of all blocks so far, and which
- * memory its stages read and write. Private to src/decode.
+/* plan.h - a megakernel while it is written: the instructions of all blocks so far, and what its
+ * stages read and write of the step's tensors (values.h). Private to src/decode.
  *
  * Numbers that a later stage reads have hand-off words behind all instructions. Since no barrier
  * stands between most stages, nothing may be written that an earlier stage reads from memory or
@@ -7,13 +7,14 @@
 #ifndef MN_DECODE_PLAN_H
 #define MN_DECODE_PLAN_H
 
+#include "decode/values.h"
 #include "kernels/decode_image.h"
 
-/* Bytes that stages read or write. Those that are `flagged` have words: results, or what is older
- * than the megakernel and copied to words first. */
+/* Bytes of a tensor that stages read or write. Those that are `flagged` have words: results, or
+ * what is older than the megakernel and copied to words first. */
 typedef struct mn_decode_range {
-    uintptr_t begin, end;
-    bool writes, flagged, read;
+    mn_mem_range of;
+    bool flagged, read;
     int words;                  // bytes from the first word
 } mn_decode_range;
 
@@ -26,6 +27,7 @@ typedef struct mn_decode_instr_list {
 } mn_decode_instr_list;
 
 struct mn_megakernel {
+    const mn_values *values;          // the step's tensors
     int n_stages, n_blocks, phase;    // phase: the block that has the next tile
     int64_t words;                    // bytes of all words
     int64_t n_copies, max_copies;
@@ -59,7 +61,7 @@ bool mn_plan_all_stages(void);
 /* A stage in which the block does nothing. */
 void mn_plan_rest(mn_megakernel *p, int block);
 
-/* ---- ranges.c: which memory a stage reads and writes ----------------------------------------- */
+/* ---- ranges.c: what a stage reads and writes ------------------------------------------------- */
 
 enum { MN_STAGE_RANGES = 512 };
 
@@ -84,6 +86,9 @@ void mn_stage_reads(mn_stage_ranges *r, const void *data, int64_t count, size_t 
 /* Results; others may read them as words where they are `flagged`. */
 void mn_stage_writes(mn_stage_ranges *r, const void *data, int64_t count, size_t item,
                      bool flagged);
+
+/* The same of an interval that an operation has named; `flagged` where it writes. */
+void mn_stage_touches(mn_stage_ranges *r, const mn_mem_range *range, bool flagged);
 
 /* Whether an earlier stage writes some of it. */
 bool mn_stage_is_written(const mn_stage_ranges *r, const void *data, int64_t bytes);

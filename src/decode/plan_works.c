@@ -38,13 +38,13 @@ static const mn_decode_bf16 *row_of(const mn_decode_op *f) {
     return row && to->dtype == MN_BF16 && (each == 1 || each % 2 == 0) ? to->data : NULL;
 }
 
-static bool is_result(const mn_work_set *set, uintptr_t begin) {
+static bool is_result(const mn_work_set *set, const mn_mem_range *range) {
     for (int k = 0; k < set->n_steps; k++) {
         int n;
         mn_op_fields(mn_step_op(&set->step[k]), &n);
         for (int i = 0; i < n; i++) {
             const mn_decode_bf16 *row = mn_step_result(&set->step[k], i);
-            if (row && (uintptr_t)row == begin) return true;
+            if (row && mn_values_begins(&set->all->values, range, row)) return true;
         }
     }
     return false;
@@ -56,12 +56,9 @@ static void gather_ranges(work_stage *s, int i) {
     const mn_decode_bf16 *row = d->kind == MN_DEFERRED_SMALL ? row_of(&d->of.few) : NULL;
     for (int k = 0; k < d->n_ranges; k++) {
         const mn_mem_range *range = &d->ranges[k];
-        const int64_t bytes = (int64_t)(range->end - range->begin);
-        const void *data = (const void *)range->begin;
-        const bool flagged = (row && (uintptr_t)row == range->begin) ||
-                             is_result(&s->set, range->begin);
-        if (range->writes) mn_stage_writes(&s->ranges, data, bytes, 1, flagged);
-        else mn_stage_reads(&s->ranges, data, bytes, 1);
+        const bool flagged = (row && mn_values_begins(s->p->values, range, row)) ||
+                             is_result(&s->set, range);
+        mn_stage_touches(&s->ranges, range, range->writes && flagged);
     }
 }
 
@@ -147,7 +144,7 @@ static bool splits(const mn_defer *all, const mn_chain *c) {
         if (!mn_is_elementwise(f) || mn_small_units(f) != count) return false;
         if (!mn_is_row(mn_decode_result(f), f->shape, count)) return false;
         for (int k = 0; k < i; k++) {
-            if (mn_small_strays(f, mn_small_at(all, c->of[k]), count)) return false;
+            if (mn_small_strays(&all->values, f, mn_small_at(all, c->of[k]), count)) return false;
         }
     }
     return true;

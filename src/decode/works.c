@@ -141,32 +141,43 @@ static int64_t elements_of(const mn_decode_op *f) {
     return mn_small_units(f) * mn_small_unit_size(f);
 }
 
-static bool lies_in(const void *data, const void *begin, int64_t bytes) {
-    const char *at = data, *from = begin;
-    return at >= from && at < from + bytes;
+/* Whether what lies at `data` is of an interval. */
+static bool lies_in(const mn_values *values, const void *data, const mn_mem_range *range) {
+    const mn_mem_range at = mn_values_range(values, data, 1);
+    return mn_ranges_meet(&at, range);
 }
 
-/* The same of memory. */
-static bool strays_in(const mn_decode_op *f, const void *begin, int64_t bytes, int64_t count) {
+/* What a small work makes, from its first element on. */
+static mn_mem_range result_of(const mn_values *values, const mn_decode_op *f) {
+    const mn_view *to = mn_decode_result(f);
+    return mn_values_range(values, to->data, (size_t)elements_of(f) * mn_dtype_bytes(to->dtype));
+}
+
+/* The same of an interval. */
+static bool strays_in(const mn_values *values, const mn_decode_op *f, const mn_mem_range *made,
+                      int64_t count) {
     for (int i = 0; i < mn_decode_inputs_of(f->kind); i++) {
         const void *at = f->at[i].data;
-        if (!at || !lies_in(at, begin, bytes)) continue;
-        if (at != begin || !mn_is_row(&f->at[i], f->shape, count)) return true;
+        if (!at || !lies_in(values, at, made)) continue;
+        if (!mn_values_begins(values, made, at) || !mn_is_row(&f->at[i], f->shape, count)) {
+            return true;
+        }
     }
     return false;
 }
 
-bool mn_small_strays(const mn_decode_op *f, const mn_decode_op *made, int64_t count) {
-    const mn_view *to = mn_decode_result(made);
-    return strays_in(f, to->data, elements_of(made) * (int64_t)mn_dtype_bytes(to->dtype), count);
+bool mn_small_strays(const mn_values *values, const mn_decode_op *f, const mn_decode_op *made,
+                     int64_t count) {
+    const mn_mem_range result = result_of(values, made);
+    return strays_in(values, f, &result, count);
 }
 
 /* Whether f goes number by number from what `made` is. */
-static bool goes_along(const mn_decode_op *f, const mn_decode_op *made) {
+static bool goes_along(const mn_defer *all, const mn_decode_op *f, const mn_decode_op *made) {
     const int64_t count = mn_small_units(f);
     return mn_is_elementwise(f) && mn_is_elementwise(made) && mn_small_units(made) == count &&
            mn_is_row(mn_decode_result(made), made->shape, count) &&
-           !mn_small_strays(f, made, count);
+           !mn_small_strays(&all->values, f, made, count);
 }
 
 /* ---- what makes an operator's inputs --------------------------------------------------------- */
@@ -197,14 +208,14 @@ static bool follows_field(const mn_step_work *w, const mn_decode_op *f, int fiel
 
 /* The field of the operator that work k's result is, if pieces can make that by what they read, and
  * whether any field lies in it in another way. */
-static int field_made(const mn_step_work *w, const mn_decode_op *f, bool *other) {
+static int field_made(const mn_step_work *w, const mn_defer *all, const mn_decode_op *f,
+                      bool *other) {
     int n, found = MN_WORK_WHOLE;
     const mn_field *fields = mn_op_fields(mn_step_op(w), &n);
-    const mn_view *to = mn_decode_result(f);
-    const int64_t bytes = elements_of(f) * (int64_t)mn_dtype_bytes(to->dtype);
+    const mn_mem_range result = result_of(&all->values, f);
     for (int i = 0; i < n; i++) {
         const void *data = view_of(w, &fields[i])->data;
-        if (!data || !lies_in(data, to->data, bytes)) continue;
+        if (!data || !lies_in(&all->values, data, &result)) continue;
         if (found == MN_WORK_WHOLE && follows_field(w, f, i)) found = i;
         else *other = true;
     }
@@ -216,10 +227,10 @@ static bool fill_follows(mn_step_work *w, const mn_defer *all, int j) {
     const mn_chain *c = &w->before;
     const mn_decode_op *f = mn_small_at(all, c->of[j]);
     bool whole = false;
-    int follows = field_made(w, f, &whole);
+    int follows = field_made(w, all, f, &whole);
     for (int k = j + 1; k < c->n; k++) {
         if (!(all->list[c->of[k]].after & mn_bit(c->of[j]))) continue;
-        const bool along = goes_along(mn_small_at(all, c->of[k]), f);
+        const bool along = goes_along(all, mn_small_at(all, c->of[k]), f);
         if (along && follows == MN_WORK_WHOLE && !whole) follows = w->follows[k];
         whole |= !along || follows != w->follows[k];
     }
@@ -269,16 +280,14 @@ static bool reads_own(const mn_step_work *w, const mn_defer *all, const mn_defer
         bool row = false;
         for (int i = 0; i < n; i++) {
             const mn_decode_bf16 *result = mn_step_result(w, i);
-            row |= result && (uintptr_t)result == range->begin;
+            row |= result && mn_values_begins(&all->values, range, result);
         }
-        const int64_t bytes = (int64_t)(range->end - range->begin);
-        if (range->writes && strays_in(&d->of.few, (const void *)range->begin, bytes,
-                                       row ? count : -1)) {
+        if (range->writes && strays_in(&all->values, &d->of.few, range, row ? count : -1)) {
             return false;
         }
     }
     for (int j = 0; j < w->after.n; j++) {
-        if (!goes_along(&d->of.few, mn_small_at(all, w->after.of[j]))) return false;
+        if (!goes_along(all, &d->of.few, mn_small_at(all, w->after.of[j]))) return false;
     }
     return true;
 }
@@ -295,8 +304,8 @@ static uint64_t follow(mn_step_work *w, const mn_defer *all, int k, uint64_t kno
     for (int i = 0; i < all->n; i++) {
         if (!(beside & mn_bit(i))) continue;
         const mn_deferred *one = &all->list[i];
-        if (one->after & ~all->done || !goes_by(w, one) || !goes_along(&d->of.few, &one->of.few) ||
-            !mn_only_reads(d, one)) {
+        if (one->after & ~all->done || !goes_by(w, one) || !mn_only_reads(d, one) ||
+            !goes_along(all, &d->of.few, &one->of.few)) {
             return 0;
         }
         if (after.n < MN_WORK_ATTACHED) after.of[after.n++] = i;
@@ -339,8 +348,8 @@ static void select_steps(mn_work_set *set, const mn_defer *all, uint64_t small) 
 
 /* Whether two works that depend on each other are better off as stages of their own: one of them
  * is long and would be a single block's. */
-static bool is_long(const mn_decode_op *f, const mn_decode_op *made) {
-    return mn_max(elements_of(f), elements_of(made)) > LONG && !goes_along(f, made);
+static bool is_long(const mn_defer *all, const mn_decode_op *f, const mn_decode_op *made) {
+    return mn_max(elements_of(f), elements_of(made)) > LONG && !goes_along(all, f, made);
 }
 
 /* Without those that depend on what steps do, and long ones that depend on others. */
@@ -351,7 +360,7 @@ static uint64_t independent(const mn_work_set *set, const mn_defer *all, uint64_
         if (!(small & mn_bit(i)) || !missing) continue;
         bool waits = missing & ~small;
         for (int k = 0; k < i && !waits; k++) {
-            if (missing & mn_bit(k)) waits = is_long(mn_small_at(all, i), mn_small_at(all, k));
+            if (missing & mn_bit(k)) waits = is_long(all, mn_small_at(all, i), mn_small_at(all, k));
         }
         if (waits) small &= ~mn_bit(i);
     }

@@ -56,7 +56,8 @@ int64_t mn_small_units(const mn_decode_op *f);
 int64_t mn_small_unit_size(const mn_decode_op *f);
 
 /* Whether f reads from what `made` is, a row of `count`, other than number by number. */
-bool mn_small_strays(const mn_decode_op *f, const mn_decode_op *made, int64_t count);
+bool mn_small_strays(const mn_values *values, const mn_decode_op *f, const mn_decode_op *made,
+                     int64_t count);
 
 /* The pieces of a step, and how many elements each of `heads` rows of results has. */
 int64_t mn_step_pieces(const mn_step_work *w);

@@ -396,6 +396,9 @@ void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const cha
         mn_run_row_at(run, out, b, place.after);
     }
     if (state->n_rows || !place_piece(&place, state, run, name, count)) return;
+    const size_t bytes = (size_t)count * mn_dtype_bytes(state_dtype(tape));
+    mn_tape_declare(tape, place.before, bytes);
+    mn_tape_declare(tape, place.after, bytes);
     if (place.before) mn_run_in_at(run, in, place.before);
     mn_run_out_at(run, out, place.after);
 }

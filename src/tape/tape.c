@@ -191,7 +191,12 @@ void *mn_tape_bytes_of(mn_tape *tape, size_t bytes) {
     }
     tape->used += want;
     if (tape->used > tape->peak) tape->peak = tape->used;
+    mn_tape_declare(tape, memory, bytes);
     return memory;
+}
+
+void mn_tape_declare(mn_tape *tape, const void *data, size_t bytes) {
+    if (mn_tape_gathers(tape)) mn_defer_declare(tape, data, bytes);
 }
 
 void *mn_tape_note(mn_tape *tape, size_t bytes) {
@@ -328,6 +333,7 @@ mn_tensor *mn_tape_over(mn_tape *tape, void *data, mn_dtype dtype, const int64_t
     memcpy(x->stride, mn_flat_view(data, dtype, shape).stride, sizeof x->stride);
     x->dtype = dtype;
     x->data = data;
+    mn_tape_declare(tape, data, (size_t)mn_max(mn_count4(shape), 0) * mn_dtype_bytes(dtype));
     if (wants_grad && mn_tape_records(tape)) {
         x->slot = new_slot(tape, dtype, shape);
         if (!x->slot) return NULL;

@@ -143,6 +143,11 @@ void *mn_tape_memory(mn_tape *tape, int64_t count);
 /* Memory of the host until the step's end, zeroed, in a plan too. NULL after a failure. */
 void *mn_tape_host(mn_tape *tape, size_t bytes);
 
+/* Says that operations of this step work with `bytes` from `data` on, which are the caller's:
+ * pieces of state, numbers to send. The tape itself says so of its results, leaves, inputs and ids.
+ * On a tape of MN_TAPE_DEFER what nobody has declared is not put off. */
+void mn_tape_declare(mn_tape *tape, const void *data, size_t bytes);
+
 /* Asks for everything that a tape of MN_TAPE_DEFER has put off. Reading from a tape does that by
  * itself; it is for who goes on with its memory by other ways. */
 void mn_tape_flush(mn_tape *tape);

@@ -87,10 +87,12 @@ const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, co
                                 int64_t least, int64_t below) {
     const mn_lent lent = { .host = ids, .bytes = (size_t)n * sizeof *ids, .what = what,
                            .least = least, .below = below };
-    if (!tape->device || !(tape->modes & MN_TAPE_REPEATS)) return lend(tape, &lent);
-    const mn_status st = check_ids(&lent);
+    const bool stay = tape->device && (tape->modes & MN_TAPE_REPEATS);
+    const mn_status st = stay ? check_ids(&lent) : MN_OK;
     if (st != MN_OK) mn_tape_fail(tape, st);
-    return st == MN_OK ? ids : NULL;
+    const int32_t *there = stay ? ids : lend(tape, &lent);
+    if (st == MN_OK) mn_tape_declare(tape, there, lent.bytes);
+    return st == MN_OK ? there : NULL;
 }
 
 mn_status mn_tape_feed(mn_tape *tape) {
@@ -135,6 +137,7 @@ static mn_status read_from_device(mn_tape *tape, const mn_tensor *x, float *out)
     mn_move_params work = { .to = mn_flat_view(there, MN_F32, x->shape), .from = mn_value(x),
                           .times = 1 };
     memcpy(work.shape, x->shape, sizeof work.shape);
+    mn_tape_declare(tape, there, bytes);
     mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
     mn_status st = mn_tape_status(tape);
     if (st == MN_OK) st = mn_tape_fetch(tape, out, there, bytes);
@@ -161,6 +164,7 @@ mn_status mn_tape_send(mn_tape *tape, mn_tensor *x, float *out) {
     mn_move_params work = { .to = mn_flat_view(out, MN_F32, x->shape), .from = mn_value(x),
                           .times = 1 };
     memcpy(work.shape, x->shape, sizeof work.shape);
+    mn_tape_declare(tape, out, (size_t)mn_count4(x->shape) * sizeof *out);
     mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
     mn_tape_flush(tape);
     return mn_tape_status(tape);
