@@ -12,8 +12,8 @@ namespace mneme::attention {
  *
  * A block reads 256 keys and values of one key-value head for up to four of the query heads that
  * share it, and leaves a part of the result with its largest score and its sum; a second kernel
- * adds the parts in their order. Rows are read by thread_groups of 16 threads, in packs where they
- * can. */
+ * adds the parts in their order. Rows are read by groups of 16 threads, eight numbers at a time
+ * where they can. */
 
 enum {
     MN_STEP_KEYS = 256,       // of a block
@@ -28,7 +28,7 @@ inline int64_t mn_decode_attn_splits(const mn_call &call) {
     return mn_ceil_div(call.L, MN_STEP_KEYS);
 }
 
-/* Scores of the block's keys into w. A thread_group takes four keys at a time, N columns of each
+/* Scores of the block's keys into w. A thread group takes four keys at a time, N columns of each
  * thread. */
 template <typename T, int N>
 __device__ inline void mn_decode_attn_scores(float (*w)[MN_STEP_KEYS], const float *q,
@@ -74,7 +74,7 @@ __device__ inline void mn_decode_attn_scores(float (*w)[MN_STEP_KEYS], const flo
 }
 
 /* Sums of w v over the block's keys, N columns of each thread from column0 + lane N on: in `out`
- * of thread_group 0. */
+ * of thread group 0. */
 template <typename T, int N>
 __device__ inline void mn_decode_attn_pv(float (&out)[MN_STEP_HEADS][N], float (*w)[MN_STEP_KEYS],
                                     float *smem, const mn_attn_params &p, int64_t b, int64_t j,

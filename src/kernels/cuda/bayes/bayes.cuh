@@ -154,7 +154,7 @@ __device__ inline void mn_bayes_turn(double &re, double &im, double c, double s)
     im = s * x + c * y;
 }
 
-/* Phi from the levels into `phi` (8 nb), for rebasing. */
+/* Phi from its logarithms into `phi` (8 nb), for rebasing. */
 __device__ inline void mn_bayes_frame(double *phi, const double *level, const mn_bayes_shape &s) {
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int r = i * s.step;
@@ -398,8 +398,8 @@ __device__ inline void mn_bayes_left(double (&c)[2][2], const double *left, int 
     mn_mma_f64_k8(c, a, tile);
 }
 
-/* x.y for all pairs of the 16 rows of two smem tiles: of the first eight warps, w has quarter w /
- * 2 of the sums for half w % 2 of y's rows; parts are added by mn_bayes_whole. */
+/* x.y for all pairs of the 16 rows of two tiles in shared memory: of the first eight warps, w has
+ * quarter w / 2 of the sums for half w % 2 of y's rows; parts are added by mn_bayes_whole. */
 __device__ inline void mn_bayes_gram(double *parts, const double *x, int ld_x, const double *y,
                                      int ld_y, int nb) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp % 2 * 8;

@@ -351,7 +351,7 @@ struct work {
     bool inside;         // the room is in shared memory
 };
 
-/* What the way back has beside the room; smem tiles of 16 rows. dq and dk lie over the raw inputs.
+/* What the way back has beside the room; tiles of 16 rows. dq and dk lie over the raw inputs.
  * */
 struct back_smem {
     double *du, *dw, *dq, *dk, *de;
@@ -419,7 +419,7 @@ __device__ static void move_back(tiles &D, double *E, const mn_bayes_smem &room,
 
 /* ---- products of 16 rows --------------------------------------------------------------------- */
 
-/* c += weights (16,16) smem tile, columns of block b */
+/* c += weights (16,16) tile, columns of block b */
 __device__ static void mix(double (&c)[2][2], const double *weights, const double *smem_tile,
                            int ld,
                            int b) {
@@ -452,7 +452,7 @@ __device__ static void clear(double (&c)[2][2]) {
     c[0][0] = c[0][1] = c[1][0] = c[1][1] = 0.0;
 }
 
-/* smem tile rows of block b from c, or the other way round */
+/* rows of a tile of block b from c, or the other way round */
 __device__ static void put(double *smem_tile, int ld, const double (&c)[2][2], int b) {
     const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -7,9 +7,10 @@
  * workers, by eight, and so on, so that results do not depend on CL.
  *
  * What a block sends to the others is counted by a barrier of theirs, so that nobody waits for
- * stores that nobody reads soon. It is never in use still: sums are sent by who has the smem tile
- * of the block they go to, which is behind its use of the last sums, and smem tiles by who has
- * its sums, which are behind its use of the last smem tile. */
+ * stores that nobody reads soon. Where it goes is never in use still: a block sends sums only after
+ * it has received the tile of the block they go to, which that one sends after it has used the last
+ * sums; and sends its tile only after it has received that one's sums, which were sent after it had
+ * used the last tile. */
 #include "kernels/cuda/prim/mma_f64.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
@@ -124,7 +125,7 @@ __device__ inline double2 mn_pivot_pair(const double *from) {
     return make_double2(low.x + high.x, low.y + high.y);
 }
 
-/* The upper triangle of a symmetric square of eight rows of 16, from its lower one. */
+/* The upper triangle of a symmetric matrix of eight rows of 16, from its lower one. */
 __device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
                                      const double *from) {
 #pragma unroll
@@ -241,7 +242,7 @@ struct alignas(16) room {
     double undo[MN_SCAN_CHUNK][MN_SCAN_CHUNK + 4];
     mn_pivot_smem token;
     double noise[2][MN_SCAN_CHUNK];                  // r2
-    uint64_t full[2];                                // barriers: sums, smem tile of other blocks
+    uint64_t full[2];                                // barriers: sums, tile of other blocks
     uint64_t arrived[2];                             // keys and the like, queries
     double queries[8][2 * RP + 2];                   // last: only where they are wanted
 };

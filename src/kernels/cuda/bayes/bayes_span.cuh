@@ -2,9 +2,10 @@
  * kernel that prepares them. Formulas are in bayes_bwd_chunk.cu, the only file that includes this.
  *
  * A span has one frame: with Phi_t the product of A since its first token, kh_t = Phi_t'k_t and so
- * on (see bayes.cuh). Panels have a span's tokens as rows and R columns, the state's rows, zeros
+ * on (see bayes.cuh). Tiles have a span's tokens as rows and R columns, the state's rows, zeros
  * beyond them and beyond the last token. Scaling rows and columns costs no digits, only range: a
- * head where a channel decays by more than e^-150 within a span goes the way of bayes_grad.cuh. */
+ * head where a channel decays by more than e^-150 within a span goes the narrow way of
+ * bayes_bwd_chunk.cu. */
 #ifndef MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 #define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 
@@ -78,8 +79,7 @@ __device__ static int64_t n_spans_of(const mn_span &span) {
     return (span.length + SPAN_TOKENS - 1) / SPAN_TOKENS;
 }
 
-/* ---- factors of products, as mn_mma_f64_k8 and mn_mma_f64_k16 take them
- * ------------------------------ */
+/* ---- factors of products, as mn_mma_f64_k8 and mn_mma_f64_k16 take them ---------------------- */
 
 /* 16 rows, columns [column, column + 8) in the order 0 2 4 6 1 3 5 7 */
 __device__ static void left_rows(double (&a)[4], const double *rows, int64_t ld, int column) {

@@ -23,11 +23,11 @@
 
 namespace mneme::curvature {
 
-/* products of smem tiles in shared memory by warps: bf16 on tensor cores, float32 in fused
+/* Products of tiles in shared memory by warps: bf16 on tensor cores, float32 in fused
  * multiply-adds, with sums in float32 that lie in registers alike in both.
  *
  * A warp has tiles of 16 rows and 8 columns: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l
- * % 4) and its neighbour. Panels have a row pitch of MN_SMEM_TILE_PAD more elements than columns,
+ * % 4) and its neighbour. Tiles have a row pitch of MN_SMEM_TILE_PAD more elements than columns,
  * so that what a warp reads together lies in different banks. */
 
 enum { MN_SMEM_TILE_PAD = 8 };

@@ -1,4 +1,4 @@
-/* curvature_bwd_chunk.cu - curvature backward: the products of smem tiles, and which calls go to
+/* curvature_bwd_chunk.cu - curvature backward: products of tiles, and which calls go to
  * those of Hopper. */
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
@@ -198,7 +198,7 @@ __device__ inline void mn_curve_weigh_tokens(uint32_t (&a)[16], const float *fac
     }
 }
 
-/* d += a b over 64 columns of a square */
+/* d += a b over 64 columns of a matrix */
 __device__ inline void mn_curve_transposed_square(float (&d)[32], const uint32_t (&a)[16],
                                               uint32_t b) {
     const uint64_t at = mn_smem_desc(b, MN_CURVE_SQUARE);

@@ -1,4 +1,4 @@
-/* curvature_fwd_chunk.cu - curvature forward: the products of smem tiles, and which calls go to
+/* curvature_fwd_chunk.cu - curvature forward: products of tiles, and which calls go to
  * those of Hopper. */
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_ready.cuh"
@@ -11,11 +11,11 @@ namespace mneme::curvature {
  *
  *   Y' = R Q' + K' tril(Q K' - m)'     qt = q - gamma / n (y - m s)     R <- R + K' K
  *
- * Three groups of four warps. Of the first, one warp requests TMA for tiles, chunks
+ * Three groups of four warps. Of the first, one warp loads tiles by TMA, chunks
  * ahead, one makes 1 / n and -gamma / n, and two keep s: rows 64 and 65 of a tile of keys are s,
  * rounded, and what that leaves, so that scores bring s.q with them. The second group makes
  * scores. The third has 64 rows of the symmetric R in its registers, reads, moves and stores:
- * what it reads is turned, rows being columns of the result, as are the rows of q that it takes
+ * what it reads is transposed, rows being columns of the result, as are the rows of q that it takes
  * from the tile. */
 
 enum {

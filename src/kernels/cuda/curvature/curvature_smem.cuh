@@ -1,4 +1,4 @@
-/* curvature_smem.cuh - curvature by blocks of eight warps on smem tiles of shared memory, for any
+/* curvature_smem.cuh - curvature by blocks of eight warps on tiles in shared memory, for any
  * type and machine: what forward and backward share, and the sums of segments. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_CURVATURE_SMEM_CUH
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_SMEM_CUH
@@ -123,7 +123,7 @@ struct mn_curve_matrix {
     }
 };
 
-/* sum over a chunk's tokens of column i of a smem tile */
+/* sum over a chunk's tokens of column i of a tile in shared memory */
 template <typename T>
 __device__ inline float mn_curve_column_sum(const T *smem_tile, int pitch, int chunk, int i) {
     float sum = 0.0f;
@@ -335,7 +335,7 @@ inline int mn_curve_add_up(const mn_curvature_args *p, float *states, const floa
     return mn_launch_status();
 }
 
-/* How smem tiles cut a call. */
+/* How a call is cut into tiles. */
 template <typename T>
 inline mn_curve_cut mn_curve_smem_tile_cut(const mn_curvature_args *p) {
     const int64_t K = p->call.K;

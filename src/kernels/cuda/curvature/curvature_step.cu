@@ -2,9 +2,9 @@
  *
  *   R += k k'     s += k     qt = q - gamma / n (R q - (s.q / n) s)
  *
- * A block has a head, a warp one square of 32 x 32 of R at a time with the one across the diagonal,
- * as R counts by its symmetric part. What a square adds to R q goes to a row of the room that no
- * other square writes. */
+ * A block has a head, a warp one block of 32 x 32 of R at a time with the one across the diagonal,
+ * as R counts by its symmetric part. What such a block adds to R q goes to a row of shared memory
+ * that no other one writes. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/curvature/curvature.cuh"
 

@@ -756,7 +756,8 @@ struct fwd_smem {
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
-/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, so that A leaves as much smem above as below.
+/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, so that A is as far from overflow
+ * as from underflow.
  * The product of two I' is a float32 of which there is an inverse where both lie within these
  * bounds at the beginning of a tile: in it they grow, by no more than 1e18 unless k^2 b is above
  * some 1e13. */
