@@ -36,7 +36,7 @@ struct alignas(16) shares {
 };
 
 template <int RP>
-struct alignas(16) room {
+struct alignas(16) smem {
     double keys[8][2 * RP + 2], queries[8][2 * RP + 2];
     writes<RP> in[2];
     shares share[2];                    // of steps in turn
@@ -76,7 +76,7 @@ struct worker {
 
     /* Parts of E, which begins with - v, and O over these rows, left for the others; `own` has O of
      * the value columns that this warp reads. */
-    __device__ void read(double (&own)[2][2], double (&e)[2][2][2], room<RP> &m, shares &share,
+    __device__ void read(double (&own)[2][2], double (&e)[2][2][2], smem<RP> &m, shares &share,
                          bool reads) const {
         const int j = lane / 4, pair = 2 * (lane % 4);
         double o[2][2][2] = {};
@@ -109,7 +109,7 @@ struct worker {
     }
 
     /* Its part of W: s in the half that this warp's value columns say. */
-    __device__ void weigh(const room<RP> &m, const writes<RP> &in, shares &share) const {
+    __device__ void weigh(const smem<RP> &m, const writes<RP> &in, shares &share) const {
         double w[2][2][2] = {};
         const int j = lane / 4, pair = 2 * (lane % 4), half = value / 16;
 #pragma unroll
@@ -271,7 +271,7 @@ struct worker {
 
 /* Asks for keys and queries of the chunk at `place`, by one warp. */
 template <int RP>
-__device__ static void request_keys(room<RP> &m, const mn_state_scan_job &job, unsigned place) {
+__device__ static void request_keys(smem<RP> &m, const mn_state_scan_job &job, unsigned place) {
     constexpr int SIZE = mn_state_scan_smem_tile(RP);
     if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], (job.reads ? 2 : 1) * SIZE);
     __syncwarp();
@@ -284,7 +284,7 @@ __device__ static void request_keys(room<RP> &m, const mn_state_scan_job &job, u
 /* `chunk` is the sequence's first, second, ... at `place`. Its writes are asked for once all blocks
  * of the covariance have said that they are there; `known` of them are already. By one warp. */
 template <int RP>
-__device__ static void request_writes(room<RP> &m, int &known, const mn_state_scan_job &job,
+__device__ static void request_writes(smem<RP> &m, int &known, const mn_state_scan_job &job,
                                       const ctx &s,
                                   unsigned place, int chunk) {
     const uint64_t group = place * (unsigned)job.p.call.G + (unsigned)s.g;
@@ -313,7 +313,7 @@ __device__ static void request_writes(room<RP> &m, int &known, const mn_state_sc
 
 /* One token of a steep chunk, or what comes before the first one (-1). */
 template <int RP>
-__device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_state_scan_job &job,
+__device__ static void fill_steep(smem<RP> &m, writes<RP> &in, const mn_state_scan_job &job,
                                   const ctx &s, int token) {
     const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
     const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
@@ -346,7 +346,7 @@ __device__ static void await_copies(uint64_t *arrived, unsigned turn) {
 template <typename T, int RP>
 __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
     extern __shared__ __align__(16) unsigned char memory[];
-    room<RP> &m = *(room<RP> *)memory;
+    smem<RP> &m = *(smem<RP> *)memory;
     const mn_call &call = job.p.call;
     const int64_t slot = mn_state_scan_slot(call, s.n),
         chunks = (s.span.length + CHUNK - 1) / CHUNK;
@@ -437,9 +437,9 @@ static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t blocks = mn_n_spans(call) * call.H * call.G * slices;
     const auto kernel = mean_kernel<T, RP, REGISTERS>;
     const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(room<RP>));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(smem<RP>));
     if (code != cudaSuccess) return code;
-    return mn_launch_pdl(kernel, dim3((unsigned)blocks), THREADS, sizeof(room<RP>), stream, *job,
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), THREADS, sizeof(smem<RP>), stream, *job,
                            (int)slices);
 }
 

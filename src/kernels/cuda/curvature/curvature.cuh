@@ -299,11 +299,11 @@ inline bool mn_curve_tokens_size(size_t *count, const mn_call *c) {
 
 /* Starts a kernel that takes `cut` last, with a block for each slice of each head of a segment. */
 template <typename... Arguments, typename... Given>
-inline int mn_curve_start(void (*kernel)(Arguments...), int threads, size_t room, const mn_call &c,
+inline int mn_curve_start(void (*kernel)(Arguments...), int threads, size_t smem, const mn_call &c,
                           const mn_curve_cut &cut, cudaStream_t on, const Given &...given) {
     const int64_t blocks = mn_curve_slots(c, cut.segment) * c.H * cut.slices;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(kernel, dim3((unsigned)blocks), threads, room, on, given..., cut);
+    return mn_launch_smem(kernel, dim3((unsigned)blocks), threads, smem, on, given..., cut);
 }
 
 }    // namespace mneme::curvature

@@ -129,8 +129,7 @@ __device__ __noinline__ void mn_decode_epi_list(const mn_decode_out_tile &u,
     }
 }
 
-/* ---- an output tile
- * ------------------------------------------------------------------------------ */
+/* ---- an output tile -------------------------------------------------------------------------- */
 
 /* The head of an output tile. */
 struct mn_decode_tile_header {
@@ -653,7 +652,7 @@ struct mn_decode_weight_frag {
     }
 };
 
-/* The next `n` pieces of the ring, or as many as the ring has loaded. Lane i waits for fragment i,
+/* The next `n` pieces of the ring, or as many as `frag` holds. Lane i waits for fragment i,
  * and says that it has been read. Behind the last number of a row lies any other one. */
 __device__ inline void mn_decode_load_frags(mn_decode_weight_frag (&frag)[MN_DECODE_FRAGS],
                                             mn_decode_smem &smem,
