@@ -7,8 +7,8 @@
  *   E = kh Mh - v    O = qh Mh    W = qh z'    e' = - E'L^-T / sigma    o = O + W e    Mh' + e'z
  *
  * What two warps have of a sum is exchanged once, between two barriers of which one is the next
- * chunk's. A block begins with the covariance scan, beside a block of which it finds room on
- * a processor, and follows it. */
+ * chunk's. A block starts beside a block of the covariance scan on the same processor, and
+ * follows that scan chunk by chunk. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 #include "kernels/cuda/prim/sync.cuh"
@@ -18,14 +18,14 @@ namespace mneme::bayes {
 enum {
     WARPS = 4, THREADS = 32 * WARPS, SLICE = MN_SCAN_SLICE, CHUNK = MN_SCAN_CHUNK,
     HALVES = 2,                     // warps that share value columns
-    KEYS = 0, WRITES = 1,           // the warps that ask for them
+    KEYS = 0, WRITES = 1,           // the warps that issue their loads
 };
 
 /* What the covariance scan leaves of a chunk. */
 template <int RP>
 struct alignas(16) writes {
     double z[8][2 * RP + 2];
-    double undo[CHUNK][CHUNK + 4];
+    double undo[CHUNK][CHUNK + 4];    // L^-1
     double phi[RP], inverse[CHUNK];
 };
 
@@ -145,8 +145,8 @@ struct worker {
         }
     }
 
-    /* Has those of the chunk that begins at token t brought to the second cache: registers to wait
-     * in there are none. */
+    /* Prefetches those of the chunk that begins at token t into L2; there are no registers to keep
+     * them in. */
     __device__ void expect_values(const mn_state_scan_job &job, const ctx &s, int64_t t) const {
         const int64_t token = min(t + 8 * part + lane / 4, s.span.length - 1);
         const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
@@ -269,7 +269,7 @@ struct worker {
     }
 };
 
-/* Asks for keys and queries of the chunk at `place`, by one warp. */
+/* Issues the loads of kh and qh (16,RP) of the chunk at `place`, by one warp. */
 template <int RP>
 __device__ static void request_keys(smem<RP> &m, const mn_state_scan_job &job, unsigned place) {
     constexpr int SIZE = mn_state_scan_smem_tile(RP);
@@ -281,8 +281,9 @@ __device__ static void request_keys(smem<RP> &m, const mn_state_scan_job &job, u
                              &m.arrived[0]);
 }
 
-/* `chunk` is the sequence's first, second, ... at `place`. Its writes are asked for once all blocks
- * of the covariance have said that they are there; `known` of them are already. By one warp. */
+/* `chunk` is the sequence's first, second, ... at `place`. Issues the loads of z (16,RP), L^-1
+ * (16,16), Phi (RP) and 1 / sigma (16) once all blocks of the covariance have counted the chunk in
+ * work.done; the first `known` chunks are known to be counted. By one warp. */
 template <int RP>
 __device__ static void request_writes(smem<RP> &m, int &known, const mn_state_scan_job &job,
                                       const ctx &s,
@@ -334,7 +335,7 @@ __device__ static void fill_steep(smem<RP> &m, writes<RP> &in, const mn_state_sc
     mn_state_scan_before_copies();
 }
 
-/* Copies that one of the block's warps has asked for are there. */
+/* Waits until the copies that one of the block's warps has issued have arrived. */
 __device__ static void await_copies(uint64_t *arrived, unsigned turn) {
     mn_state_scan_await(arrived, turn);
 #if __CUDA_ARCH__ < 900
@@ -412,7 +413,12 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
     mine.each(job, s, [&](double &x, int r, int column) { mean[r * call.V + column] = (float)x; });
 }
 
-/* REGISTERS: what two blocks of a covariance leave, or all there are. */
+/* Grid: slices blocks of 128 threads for each group g of a head h of a sequence n, 32 value columns
+ * each.
+ * Loads   M0 (R, 32 columns) at the start; for each chunk kh, qh (16,R), v (16, 32 columns), and z
+ *         (16,R), L^-1 (16,16), Phi (R) and 1 / sigma (16) of the covariance scan.
+ * Stores  o (16, 32 columns) of each chunk where given; M at the end.
+ * REGISTERS: what two blocks of a covariance leave, or all there are. */
 template <typename T, int RP, int REGISTERS>
 __global__ void __maxnreg__(REGISTERS)
 mean_kernel(const __grid_constant__ mn_state_scan_job job, int slices) {
