@@ -18,7 +18,7 @@ namespace mneme::mesa {
 enum { MN_MESA_READ_THREADS = 256 };    // threads: eight groups of one warp or two of four
 
 /* Keys of a chunk, and a row of zeros; as doubles, too, and with Hkk in front of them, where each
- * of eight warps would fetch that and turn them into such. For groups of four not all
+ * of eight warps would load that and turn them into such. For groups of four not all
  * machines have the shared memory. Rows lie so that four tokens' are in different banks. */
 template <int N, bool WIDE = mn_mesa_matrix<N>::warps == 1>
 struct mn_mesa_keys {
