@@ -366,7 +366,7 @@ static int launch_by_k(const gemm_params &p, mn_dtype dtype, int bits, cudaStrea
     return launch<mn_bf16, 16, 8>(p, on);
 }
 
-/* What one row and several rows require alike; `few` rows are kept in shared memory. */
+/* What few rows and few columns require alike; `few` rows are kept in shared memory. */
 static bool takes(const mn_gemm_problem *w, int64_t few, int64_t many) {
     if (w->quant && w->K % 32 != 0) return false;
     const int64_t pack = w->dtype == MN_F32 ? 4 : 8;
