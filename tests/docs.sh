@@ -1,5 +1,5 @@
 #!/bin/sh
-# The documents hold together: every page is reachable from docs/README.md, no page over 400 lines, links
+# The documents hold together: every page is reachable from docs/README.md, no page over 400 lines, no line over 600 characters, links
 # lead somewhere, rows of a table have as many cells as its header, tables taken from the program are current.
 #   docs.sh SOURCE_DIR [MNEME]
 set -eu
@@ -23,6 +23,8 @@ pages=$(git ls-files -co --exclude-standard 'docs/*.md' README.md CONTRIBUTING.m
 for page in $pages; do
     lines=$(wc -l <"$page")
     [ "$lines" -le 400 ] || complain "$page has $lines lines, 400 are the most"
+    wide=$(awk 'length > 600 { printf " %d", FNR }' "$page")
+    [ -z "$wide" ] || complain "$page has lines of more than 600 characters:$wide"
     for target in $(links "$page"); do
         [ -e "$target" ] || complain "$page links to $target, which is not there"
     done

@@ -1,6 +1,7 @@
 #!/bin/sh
 # The checks of the house: at most 32 files in a folder of src, no word of the old private language, the field's
-# words where an engineer looks for them, operators told apart by columns of their rows instead of by name.
+# words where an engineer looks for them, operators told apart by columns of their rows instead of by name,
+# and comments that name files which are there.
 #   house.sh SOURCE_DIR
 set -eu
 cd "$1"
@@ -18,6 +19,12 @@ private=$(git grep -nE 'mn_few_|MN_FEW_|_walk|purse|unsaid|mn_apart|_there\(' --
 
 for term in TMA PDL mbarrier producer epilogue 'UT transform'; do
     git grep -qiw "$term" -- src/kernels/cuda || complain "no kernel says '$term'"
+done
+
+# Files that comments and documents name are there (docs/log tells of files that were).
+names=$(git ls-files | sed 's|.*/||' | sort -u)
+for file in $(git grep -hoE '\b[a-z0-9_]+\.(cuh?|def)\b' -- src docs ':!docs/log' | sort -u); do
+    echo "$names" | grep -qxF "$file" || complain "no file $file, which $(git grep -lwF "$file" -- src docs | head -1) names"
 done
 
 named=$(git grep -n 'op == MN_OP_' -- src | wc -l)

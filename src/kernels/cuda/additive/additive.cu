@@ -221,8 +221,7 @@ static void split_scans(mn_chunk_scans *scans, int count, const mn_additive_args
     }
 }
 
-/* ---- gradients from kept states (additive_channel_chunk_sm90.cu)
- * ------------------------------------------ */
+/* ---- gradients from kept states (additive_channel_chunk_sm90.cu) ----------------------------- */
 
 /* Whether all gradients are wanted that they have. */
 static bool uses_gated_sm90(const mn_additive_args *p) {

@@ -41,7 +41,7 @@ int mn_additive_token_launch(const mn_chunk_scans *scans, int count, int64_t seg
                              cudaStream_t stream);
 int mn_additive_channel_launch(const mn_chunk_scans *scans, int64_t segments, bool of_values,
                                cudaStream_t stream);
-/* The same on Hopper by additive_channel_state_scan_sm90.cuh, and with it all gradients for
+/* The same on Hopper by additive_channel_chunk_sm90.cu, and with it all gradients for
  * decays per channel: the scans `there` and `back` leave the states they keep.
  * cudaErrorNotSupported if these do not serve the call; nothing has been launched then. */
 int mn_additive_gated_launch(const mn_chunk_scans *scans, int64_t segments, cudaStream_t stream);

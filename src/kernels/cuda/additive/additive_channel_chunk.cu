@@ -1,20 +1,20 @@
-/* additive_channel_chunk.cu - launches of additive_channel_state_scan.cuh. */
+/* additive_channel_chunk.cu - additive over chunks where each channel has a decay: scans and their
+ * launches. */
 #include "kernels/cuda/additive/additive_channel_scale.cuh"
 #include "kernels/cuda/additive/additive_state_scan.cuh"
 #include "kernels/cuda/additive/additive.cuh"
 
 namespace mneme::additive {
 
-/* scans over chunks of 64 tokens for decays per channel, on the factors of
- * additive_channel_scale.cuh. What decays are the channels of x and y where a scan is of keys (o,
- * dv), and those of z and out where it is of values (dq, dk).
+/* Scans over chunks of 64 tokens, in four parts of 16, for decays per channel, on the factors of
+ * additive_channel_scale.cuh: x~ and y~ are rows times theirs. The decays are those of the channels
+ * of x and y where a scan is of keys (o, dv), and of those of z and out where it is of values (dq,
+ * dk). M (K, 64 value columns) is the state; f, a number a channel, is what M keeps over a
+ * part; inside is what tokens of the same part give each other.
  *
- * Of keys:    out_I = scale (x~_I (fall M) + sum over parts J < I of (x~_I fall y~_J')
- * z_J
- *                           + inside)
- *             M <- fall M + y~_J' z_J, part by part
- * Of values:  out_I = scale (x_I M, then part by part fall out + (x_I y_J') z~_J; all times
- * the
+ * Of keys:    out_I = scale (x~_I (f M) + sum over parts J < I of (x~_I f y~_J') z_J + inside)
+ *             M <- f M + y~_J' z_J, part by part
+ * Of values:  out_I = scale (x_I M, then part by part f out + (x_I y_J') z~_J; all times the
  *             factor of the row; + inside)
  *
  * A block has 64 value columns of one head of one sequence and eight warps; a warp has the rows of
@@ -104,13 +104,13 @@ __device__ inline void mn_channel_mma_state(float (&o)[4][4], const uint32_t (&x
     }
 }
 
-/* The first token of the chunk of a iter. */
+/* The first token of the chunk that is number `iter` of the scan. */
 __device__ inline int64_t mn_channel_token0(int64_t iter, const mn_scan_coord &at,
                                            bool reverse) {
     return (reverse ? at.n_chunks - 1 - iter : iter) * MN_SUBCHUNK_CHUNK;
 }
 
-/* What this thread's channel falls over a chunk, among COLUMNS. */
+/* The product of the decays of a chunk in this thread's channel, among COLUMNS. */
 template <int COLUMNS>
 __device__ inline float mn_channel_chunk_decay(const float *cum_decay) {
     float whole = 1.0f;
@@ -166,7 +166,7 @@ __device__ inline void mn_keys_load(mn_keys_stage<DEPTH> &to, const mn_scan_col_
     mn_cp_async_commit();
 }
 
-/* Multiplies rows of x~ by what their channels fall over one more part; `f` is the whole so
+/* Multiplies rows of x~ by the decay of their channels over one more part; `f` is the product so
  * far. */
 template <int DEPTH>
 __device__ inline void mn_keys_decay_rows(uint32_t (&x)[DEPTH / 16][4], float4 (&f)[DEPTH / 16],
@@ -209,7 +209,7 @@ __device__ inline void mn_keys_output(float (&o)[4][4], const mn_keys_smem<DEPTH
     mn_channel_mma_state<DEPTH>(o, x, state);
 }
 
-/* M <- fall M + y~' z for every part; rows of M fall, or its columns */
+/* M <- f M + y~' z for every part; the decays f belong to rows of M, or to its columns */
 template <int DEPTH, bool OF_VALUES>
 __device__ inline void mn_channel_update_state(mn_channel_state<DEPTH> &M, const mn_bf16 *y,
                                         const mn_bf16 *z, const float *cum_decay) {
@@ -421,8 +421,8 @@ __device__ inline void mn_values_load_products(float2 (&saved_products)[2][4],
     }
 }
 
-/* A row's products with what lies beside, into memory, or their difference to what lay there into
- * the smem; then o <- factor o + factor' inside. */
+/* A row's products with what lies beside, to device memory, or their difference to what lay there
+ * to shared memory; then o <- factor o + factor' inside. */
 template <int DEPTH>
 __device__ inline void mn_values_epilogue(float (&o)[4][4], const float (&inside)[4][4],
                                         const float2 (&saved_products)[2][4],
@@ -528,8 +528,8 @@ __device__ inline void mn_values_dot_state(const mn_channel_state<DEPTH> &M,
     }
 }
 
-/* dg_t as in additive_chunk.cu, for each channel, from the differences in the smem. The scan is in
- * reverse. All threads of the block call. */
+/* dg_t as in additive_decay_grad.cuh, for each channel, from the differences in shared memory. The
+ * scan is in reverse. All threads of the block call. */
 template <int DEPTH>
 __device__ inline void mn_values_decay_grad(const mn_chunk_scans &all, const mn_chunk_scan &p,
                                        const mn_scan_coord &at, mn_values_smem<DEPTH> &smem,

@@ -1,5 +1,5 @@
-/* additive_channel_chunk_sm90.cu - launches of additive_channel_state_scan_sm90.cuh and
- * additive_channel_grad_sm90.cuh. */
+/* additive_channel_chunk_sm90.cu - additive over chunks on Hopper where each channel has a decay:
+ * the state scans of o and dv, and the gradients of all chunks at once. */
 
 #include "kernels/cuda/additive/additive_channel_scale.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
@@ -9,33 +9,34 @@
 
 namespace mneme::additive {
 
-/* scans of keys with decays per channel on Hopper, for bf16 and keys of up to 128: what
- * additive_channel_state_scan.cuh computes, by splits of warps that workspace on different chunks
- * of 32 tokens.
+/* Scans of keys with decays per channel on Hopper, for bf16 and keys of up to 128: what
+ * additive_channel_chunk.cu computes, here by groups of warps that work on different chunks of 32
+ * tokens.
  *
- *   o    O = scale (Q~ M + P V)       M <- fall M + K~'V
- *   dv   O = scale (K~ M + P'V)       M <- fall M + Q~'V     in reverse, V the gradient of o
+ *   o    O = scale (Q~ M + P V)       M <- f M + K~'V
+ *   dv   O = scale (K~ M + P'V)       M <- f M + Q~'V     in reverse, V the gradient of o
  *
- * Q~ are queries lowered from the chunk's start, K~ keys to its end, P scores of its own tokens.
- * One warp uses_tma TMA for tiles, chunks ahead, and one for results to be stored.
- * Eight warps scale (additive_channel_scale_sm90.cuh): queries and keys become Q~ and K~ in their
- * positions, scores and falls take that of the decays. A group of four warps has M, transposed,
- * in its registers; results take the place of values. */
+ * M (K, 64 value columns) is the state, f (K) the decay of each channel over the chunk. Q~ (32, K)
+ * are queries times the decays from the chunk's start, K~ (32, K) keys times those to its end, P
+ * (32, 32) scores of its own tokens. One warp loads tiles by TMA, chunks ahead, and one stores
+ * results. Eight warps scale: they write Q~ and K~ over queries and keys in shared memory, and
+ * scores and f over the decays. A group of four warps keeps M, transposed, in its registers and
+ * writes results over the values. */
 
-/* what decays per channel make of a chunk of 32 tokens, by a pair of warps on Hopper, each of
+/* What decays per channel make of a chunk of 32 tokens, by a pair of warps on Hopper, each of
  * which has half of the channels.
  *
  * With e_t the sum of log2 decays from the start of a part of 16 tokens to token t, and f_0, f_1
- * what the channel falls over the two parts,
+ * the channel's decays over the two parts,
  *
  *   P inside a part     (q_t 2^(e_t)) . (k_s 2^(-e_s))
  *   P across            (q_t 2^(e_t) f_0) . (k_s 2^(-e_s))
  *   Q~                  q_t 2^(e_t), in the second part times f_0
- *   K~                  k_s 2^(-e_s) times the part's fall, in the first part times f_1 too
+ *   K~                  k_s 2^(-e_s) times f of its part, in the first part times f_1 too
  *
  * Sums are products of tensor cores with a triangle of log2 e, as two bf16 numbers, and so come
  * where the factors of q and k lie: nothing but tiles passes through shared memory. Where a
- * channel falls by more than 2^100 in a part, 2^(-e_s) would overflow: scores of such a channel's
+ * channel decays by more than 2^100 in a part, 2^(-e_s) would overflow: scores of such a channel's
  * keys are added up one by one, from differences of e, and K~ is made of those too. */
 
 enum {
@@ -46,13 +47,14 @@ enum {
     MN_GATED_SUB_BYTES = MN_SUBCHUNK * 128,             // of a part's rows
 };
 
-/* Tiles have rows of 64 columns, 128 bytes each, vec16 o of row r at place o ^ (r % 8). */
+/* Tiles have rows of 64 columns, 128 bytes each, 16-byte vector o of row r at place o ^ (r % 8). */
 __device__ inline uint32_t mn_gated_swizzle(int row, int vec16) {
     return (uint32_t)(row * 128 + (((vec16 ^ row) & 7) << 4));
 }
 
-/* `g` has the decays; afterwards scores in its first smem tile, in the second what the two warps
- * give each other, and falls. */
+/* A chunk in shared memory: q, k (32, KP), v (32, 64). `g` has the log decays (32, KP); afterwards
+ * the scores (32, 32) in its first tile, and in the second what the two warps of a pair exchange,
+ * and the decays of channels over the chunk (KP). */
 template <int KP>
 struct alignas(1024) mn_gated_stage {
     unsigned char q[KP / 64 * MN_GATED_SMEM_TILE], k[KP / 64 * MN_GATED_SMEM_TILE];
@@ -73,7 +75,8 @@ struct mn_gated_smem {
     mn_scan_coord place;
 };
 
-/* The first token of a iter's chunk, from the sequence's start. */
+/* The first token of the chunk that is number `iter` of the segment's scan, from the sequence's
+ * start. */
 __device__ inline int64_t mn_gated_token0(const mn_scan_coord &at, bool reverse, int iter) {
     const int64_t n = at.iter + iter;
     return (reverse ? at.n_chunks - 1 - n : n) * MN_GATED_CHUNK;
@@ -207,7 +210,7 @@ __device__ inline void mn_gated_scale_rows(mn_gated_acc &y, const uint32_t (&x)[
     }
 }
 
-/* x times what its channel falls */
+/* x times the decay of its channel */
 __device__ inline void mn_gated_decay_rows(mn_gated_acc &y, const mn_gated_acc &x,
                                       const float (&cum_decay)[2][2]) {
 #pragma unroll
@@ -218,7 +221,7 @@ __device__ inline void mn_gated_decay_rows(mn_gated_acc &y, const mn_gated_acc &
 struct mn_gated_scaled_keys {
     mn_gated_acc inside, to_end;
 
-    /* `fall`: from the part's start to the chunk's end */
+    /* `cum_decay`: of the channels, from the part's start to the chunk's end */
     __device__ void make(const mn_gated_decay_factors &f, const uint32_t (&k)[4],
                          const float (&cum_decay)[2][2]) {
         mn_gated_acc down;
@@ -229,15 +232,14 @@ struct mn_gated_scaled_keys {
     }
 };
 
-/* ---- channels that fall too deep
- * ------------------------------------------------------------- */
+/* ---- channels that decay too far ------------------------------------------------------------- */
 
 /* Which of them do, by lanes, and how far their tokens are from the part's end. */
 struct mn_gated_underflow {
     unsigned mask[2][2];
     mn_gated_acc left;
 
-    /* Their keys are made once more: none inside; `after` is the fall behind the part. */
+    /* Makes their keys once more: zeros inside the part; `after` is their decay behind it. */
     __device__ void recompute(mn_gated_scaled_keys &keys, const mn_gated_decay_factors &f,
                               const uint32_t (&k)[4],
                          const float (&after)[2][2]) {
@@ -311,7 +313,7 @@ struct mn_gated_scores {
     float own[2][2][4], across[2][4];
 };
 
-/* Channels that fall too deep, in either part. */
+/* Channels that decay too far, in either part. */
 __device__ inline void mn_gated_fix_underflow(mn_gated_scores &P, mn_gated_scaled_keys (&keys)[2],
                                      const mn_gated_decay_factors (&f)[2],
                                          const uint32_t (&q)[2][4],
@@ -325,7 +327,8 @@ __device__ inline void mn_gated_fix_underflow(mn_gated_scores &P, mn_gated_scale
     deep.add(P.across, q[1], f[1].e, k[0], deep.left);
 }
 
-/* 16 channels of a chunk, whose tiles lie at q, k and g; their falls over the chunk. */
+/* 16 channels of a chunk, whose tiles lie at q, k and g; stores their decays over the
+ * chunk. */
 __device__ inline void mn_gated_scale_channels(mn_gated_scores &P, float (&cum_decay)[2][2],
                                          const mn_gated_cumsum_mma &triangle, uint32_t q,
                                              uint32_t k,
@@ -403,7 +406,8 @@ __device__ inline void mn_gated_scale_writes(float (&cum_decay)[2][2],
     }
 }
 
-/* Tokens behind a sequence's last become zeros, in a warp's own vec16s of rows of q, k and g; the
+/* Tokens behind a sequence's last become zeros, in a warp's own 16-byte vectors of rows of q, k
+ * and g; the
  * first warp of a pair has the values. */
 template <int KP>
 __device__ inline void mn_gated_zero_tail(mn_gated_stage<KP> &in, int count, int half) {
@@ -525,9 +529,9 @@ __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
 
 #endif
 
-/* gradients of queries, keys and decays where each channel has its own decay, on Hopper, from
- * states that scans have left (additive_channel_state_scan_sm90.cuh): S in front of each chunk of
- * 64 tokens, and its gradient N behind it.
+/* Gradients of queries, keys and decays where each channel has its own decay, on Hopper, from
+ * states that the scans above have left: S in front of each chunk of 64 tokens, and its gradient N
+ * behind it.
  *
  *   dq_t = scale (2^(e_t) S do_t + sum over s <= t of (do_t.v_s) 2^(e_t - e_s) k_s)
  *   dk_s = scale (2^(E - e_s) N v_s + sum over t >= s of (do_t.v_s) 2^(e_t - e_s) q_t)
@@ -535,7 +539,7 @@ __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
  *   dg_(t + 1) = dg_t + k_t dk_t - q_t dq_t
  *
  * with e the sums of log2 decays from the chunk's start, E that of the chunk. They are taken from
- * part to part of 16 tokens as in additive_channel_state_scan.cuh, and inside a part as
+ * part to part of 16 tokens as in additive_channel_chunk.cu, and inside a part as
  * additive_channel_scale.cuh says. No chunk waits for another: a block has 64 channels of one
  * chunk of one head; four warps have queries, four keys, each those of one part. */
 
@@ -575,7 +579,7 @@ struct alignas(1024) mn_gated_grad_smem {
 
 #if MN_HAS_WGMMA
 
-/* One thread uses_tma for all tiles. */
+/* One thread asks TMA for all tiles. */
 template <int VP>
 __device__ inline void mn_gated_tma_load_all(mn_gated_grad_smem<VP> &smem,
                                           const mn_gated_grad_params &p, const mn_tile_span &at,
@@ -608,8 +612,7 @@ __device__ inline void mn_gated_zero_tail_tiles(unsigned char *first, int tiles,
     __syncthreads();
 }
 
-/* ---- log_decays
- * ---------------------------------------------------------------------------------- */
+/* ---- log decays ------------------------------------------------------------------------------ */
 
 /* A part's 16 tokens by 64 channels: number i of eight channels n is of token
  * lane / 4 + i / 2 * 8, channel 8 n + lane % 4 * 2 + i % 2. */
@@ -619,8 +622,8 @@ __device__ inline int mn_gated_subchunk(void) {
     return threadIdx.x / 32 % MN_SUBCHUNKS;
 }
 
-/* Levels inside a part of a channel that falls too deep, at a token and eight later: see
- * additive_channel_scale.cuh. `g` is the channel at the part's first token. */
+/* Sums of log decays inside a part of a channel that decays too far, at a token and eight later:
+ * see  * additive_channel_scale.cuh. `g` is the channel at the part's first token. */
 static __device__ __noinline__ float2 mn_gated_clamp_decay(const unsigned char *tile, int part,
                                                            int channel,
                                                    int token) {
@@ -646,7 +649,7 @@ static __device__ __noinline__ float2 mn_gated_clamp_decay(const unsigned char *
     return make_float2(d[0] + 0.5f * depth, d[1] + 0.5f * depth);
 }
 
-/* Sums of decays, and which channels fall too deep. */
+/* Sums of log2 decays, and which channels decay too far. */
 struct mn_gated_log_decays {
     mn_gated_acc_tile e;
     unsigned deep;    // bit 2 n + j
@@ -674,7 +677,7 @@ struct mn_gated_log_decays {
         return __shfl_sync(0xffffffffu, e[n][2 + j], 28 + threadIdx.x % 4);
     }
 
-    /* x <- the log_decays inside the part of 16 channels from 16 k on */
+    /* x <- the sums of log decays inside the part, of 16 channels from 16 k on */
     __device__ void inside(float (&x)[2][4], int k, const unsigned char *tile) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -690,7 +693,7 @@ struct mn_gated_log_decays {
     }
 };
 
-/* A left operand times 2^log_decay. */
+/* A left operand times 2^log_decay, number by number. */
 __device__ inline void mn_gated_mul_exp2(uint32_t (&y)[4], const uint32_t (&x)[4],
                                       const float (&log_decay)[2][4]) {
 #pragma unroll
@@ -855,7 +858,7 @@ __device__ inline void mn_gated_dot_states(float *sums, const unsigned char *S,
     if (lane < 4) *(float2 *)(sums + 8 * warp + lane * 2) = sum;
 }
 
-/* o <- scale (o 2^e + inside 2^l), where l and e differ if channels fall too deep; dk has -l, and
+/* o <- scale (o 2^e + inside 2^l), where l and e differ if channels decay too far; dk has -l, and
  * E - e for e. Terms are -q dq or k dk, with the rounded rows that products had, at `far` and at
  * `near`, so that what one token reads from another is the same number in both. */
 template <bool OF_KEYS>
@@ -1162,7 +1165,7 @@ __device__ inline void mn_gated_wgmma_ab(float (*y)[4], const uint32_t (&a)[4], 
                  : "memory");
 }
 
-/* ---- warps that fetch and store -------------------------------------------------------------- */
+/* ---- warps that load and store --------------------------------------------------------------- */
 
 /* A warp. */
 template <int KP, bool HAS_OUT>

@@ -8,8 +8,8 @@
  * from the part's start and to its end, so that q~_t.k~_s is what t reads from s in the part
  * before; parts between add their whole products. Factors never exceed 1 and no sum loses a small
  * decay behind a large one. Inside a part q_t 2^(d_t) and k_s 2^(-d_s) do, d the running sum of
- * log2 decays. Where a channel falls by more than 2^100 in a part, d counts from the middle of
- * its fall and its steepest steps are cut so that it falls by at most 2^200: what remains of a
+ * log2 decays. Where a channel decays by more than 2^100 in a part, d counts from the middle
+ * of its decay and its steepest steps are cut so that it decays by at most 2^200: what remains of a
  * cut step is 2^-190 for one steep step and 2^-12.5 if all are, where the exact number is less. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CHANNEL_SCALE_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CHANNEL_SCALE_CUH
@@ -34,7 +34,7 @@ __device__ inline float mn_scale_log2(float g) {
     return x < -300.0f ? -300.0f : x;    // NaN stays
 }
 
-/* One channel of a part whose fall is too deep; pointers are at its first token in time. */
+/* One channel of a part that decays too far; pointers are at its first token in time. */
 static __device__ __noinline__ void mn_scale_underflow(const mn_scale_tiles &at, int step,
                                                   bool reverse) {
     const float usual = 12.5f, most = 200.0f;

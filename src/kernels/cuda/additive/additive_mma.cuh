@@ -46,7 +46,7 @@ struct mn_chunk_scan {
     float *state_dots;                   // of the kept states with those behind the chunks
     float *inside;                     // products with what is read from the kept states
     int64_t segment;                   // least tokens of a segment
-    // leaves what segments add to the state, and their falls
+    // leaves what segments add to the state, and their decays
     int reduce_pass;
     float *sums, *cum_decays;
 };
@@ -62,8 +62,8 @@ __host__ __device__ inline int64_t mn_scan_slices(const mn_chunk_scan &scan) {
     return (scan.width + MN_SCAN_WIDTH - 1) / MN_SCAN_WIDTH;
 }
 
-/* Which slice of which head of which sequence a block has, and which iters of its scan: chunks in
- * the order of the scan. `index` counts the segment among those of all. */
+/* Which slice of which head of which sequence a block has, and which chunks [iter, end) of
+ * its scan, counted in the order of the scan. `index` counts the segment among those of all. */
 struct mn_scan_coord {
     int64_t n, h, slice, n_slices, column0;
     int64_t key;    // head of the queries and keys

@@ -114,7 +114,7 @@ struct mn_scan_state {
         }
     }
 
-    /* The state in front of a segment, from what those before it left; lower(segment's falls)
+    /* The state in front of a segment, from what those before it left; lower(segment's decays)
      * decays it over one. */
     template <typename F>
     __device__ void begin(const mn_chunk_scan &p, const mn_scan_coord &place, int64_t kept,
@@ -286,7 +286,7 @@ __device__ inline void mn_scan_weigh_scores(float (&p)[4][4], const float2 *rows
 }
 
 /* What weighs the tokens of a chunk: here decays, or nothing. Others have more to add where reads
- * and writes pass (mlstm_state_scan.cuh). */
+ * and writes pass (mlstm_chunk.cu). */
 template <int CHUNK, bool DECAYS>
 struct mn_scan_weights {
     static constexpr bool decays = DECAYS;
@@ -641,7 +641,7 @@ additive_state_scan(const __grid_constant__ mn_chunk_scans all) {
     for (int64_t n = at.iter; n <= at.end; n++) {
         const bool computes = n > at.iter, prefetches = n < at.end;
         const int next = (n - at.iter) % 2, now = 1 - next;
-        const int64_t t = (reverse ? at.n_chunks - n : n - 1) * CHUNK;    // at tid, if it computes
+        const int64_t t = (reverse ? at.n_chunks - n : n - 1) * CHUNK;    // of what it computes
         const int64_t t_next = reverse ? t - CHUNK : t + CHUNK;
         if (computes) mn_cp_async_wait_all();
         __syncthreads();

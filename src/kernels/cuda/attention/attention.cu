@@ -7,13 +7,13 @@
 
 namespace mneme::attention {
 
-/* one query of each head against a cache of keys (attention and
- * relu_attention, T = 1), split over the keys.
+/* One query of each head against a cache of keys (attention and relu_attention, T = 1), split over
+ * the keys.
  *
  * A block reads 256 keys and values of one key-value head for up to four of the query heads that
  * share it, and leaves a part of the result with its largest score and its sum; a second kernel
- * adds the parts in their order. Rows are read by thread_groups of 16 threads, in packs where they
- * can. */
+ * adds the parts in their order. Rows are read by groups of 16 threads, eight numbers at a time
+ * where they can. */
 
 enum {
     MN_STEP_KEYS = 256,       // of a block
@@ -28,7 +28,7 @@ inline int64_t mn_decode_attn_splits(const mn_call &call) {
     return mn_ceil_div(call.L, MN_STEP_KEYS);
 }
 
-/* Scores of the block's keys into w. A thread_group takes four keys at a time, N columns of each
+/* Scores of the block's keys into w. A thread group takes four keys at a time, N columns of each
  * thread. */
 template <typename T, int N>
 __device__ inline void mn_decode_attn_scores(float (*w)[MN_STEP_KEYS], const float *q,
@@ -74,7 +74,7 @@ __device__ inline void mn_decode_attn_scores(float (*w)[MN_STEP_KEYS], const flo
 }
 
 /* Sums of w v over the block's keys, N columns of each thread from column0 + lane N on: in `out`
- * of thread_group 0. */
+ * of thread group 0. */
 template <typename T, int N>
 __device__ inline void mn_decode_attn_pv(float (&out)[MN_STEP_HEADS][N], float (*w)[MN_STEP_KEYS],
                                     float *smem, const mn_attn_params &p, int64_t b, int64_t j,
@@ -127,7 +127,10 @@ __device__ inline void mn_decode_attn_pv(float (&out)[MN_STEP_HEADS][N], float (
     }
 }
 
-/* Parts lie as (B, H, parts, V + 2): sums of w v, the largest score, the sum. */
+/* Grid: (n_partials, J * sets, B); block: 256 keys of key head j, up to four of its query heads.
+ * Loads   q (4,K), k (256,K), v (256,V).
+ * Stores  parts (B, H, n_partials, V + 2): sums of w v (V), the largest score, and the sum of w;
+ *         for relu_attention w = max(z, 0), 0 in place of the largest score, and the sum of z^2. */
 template <typename T, int N>
 __global__ void __launch_bounds__(MN_STEP_THREADS)
 attention_decode_split_kernel(const __grid_constant__ mn_attn_params p, float *parts,
@@ -176,7 +179,9 @@ attention_decode_split_kernel(const __grid_constant__ mn_attn_params p, float *p
     }
 }
 
-/* One block for a head of a batch row. */
+/* Grid: (H, B). Loads the parts of a head, rescales them to their largest score and adds them in
+ * order.
+ * Stores o (B,1,H,V), and lse (B,1,H) where given. */
 template <typename T>
 __global__ void __launch_bounds__(MN_STEP_THREADS)
 attention_decode_combine_kernel(const __grid_constant__ mn_attn_params p, const float *parts,

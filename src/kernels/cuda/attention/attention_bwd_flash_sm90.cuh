@@ -44,7 +44,7 @@ using mn_bwd_dkv_smem = mn_bwd_smem<D, D == 64 ? 128 : 64, 4>;
 
 struct mn_bwd_params {
     mn_flash_params f;
-    float *rows;    // (2, B, H, T) numbers
+    float *rows;    // (2, B, H, T): a and b of every row
 };
 
 template <typename Smem>
@@ -59,7 +59,7 @@ __device__ inline void mn_bwd_init_mbarriers(Smem &smem) {
     __syncthreads();
 }
 
-/* Where row t (of batch row b) of head h has its numbers. */
+/* The address of a of row t (of batch row b) of head h; b is mn_bwd_stats_stride further on. */
 __device__ inline float *mn_bwd_row_stats(const mn_bwd_params &k, int64_t b, int64_t h, int64_t t) {
     return k.rows + (b * k.f.p.call.H + h) * k.f.p.call.T + t;
 }
@@ -487,6 +487,9 @@ __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_fl
 
 #endif
 
+/* Block: 128 queries of a head. Loads q, do (128,D) and o (128,D) or nothing, then k and v (keys,D)
+ * in tiles of `step`. Stores dq (128,D), and a and b (128) in k.rows for the second kernel.
+ * has_stats: forward left lse and o. */
 template <int D, bool softmax, bool has_stats>
 __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_bwd_dq_kernel(const __grid_constant__ mn_bwd_params k) {
@@ -509,6 +512,8 @@ attention_bwd_dq_kernel(const __grid_constant__ mn_bwd_params k) {
 #endif
 }
 
+/* Block: 128 keys of a key head. Loads k, v (128,D), then q, do (queries,D), a and b of every query
+ * that sees them, of all query heads that share the key head. Stores dk, dv (128,D). */
 template <int D, bool softmax>
 __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {

@@ -6,19 +6,21 @@
  *
  *   z = k q'   w = 2^(c z - a)   g = v do'   dz = w (g - b)       with keys as rows
  *   dv += w do                   dk += dz q
- *   sums += k'dz                                                  of all keys: dq turned over
+ *   sums += k'dz                                                  of all keys: dq transposed
  *
  * Five products. The sums of a tile of queries are of all blocks that pass over it. They lie in
  * work space, in float32 and as the threads' registers hold them, and blocks add to them in the
- * order of their keys: each waits for its turn, a number in memory, so that results have the same
- * bits each time. Blocks take their work in that order too, so those waited for have begun; they
- * are ahead by as much as adding takes, and rarely waited for.
+ * order of their keys: each waits for its turn, a semaphore in device memory, so that results have
+ * the same bits each time. Blocks take their work in that order too, so those waited for have
+ * begun; they are ahead by as much as adding takes, and rarely waited for.
  *
  * b = o.do lacks what rounding o to bf16 left out. It matters where a key has most of a row's
  * weight and g - b must cancel: the pass notes that key and sums dz over all keys, which should be
  * 0; what is left is taken from the cotangent of that key's score afterwards, in dq and in dk.
  *
- * Kernels: the rows' numbers; the pass; dq from the sums; dk of noted keys. */
+ * Kernels, in order: attention_bwd_preprocess_kernel (a and b of rows),
+ * attention_bwd_single_pass_kernel (dk, dv, sums), attention_bwd_dq_postprocess_kernel (dq from the
+ * sums) and attention_bwd_dk_correction_kernel (dk of dominant keys). */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_SINGLE_PASS_SM90_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_SINGLE_PASS_SM90_CUH
 
@@ -38,12 +40,12 @@ enum {
     MN_SINGLE_PASS_PITCH = 132,
 };
 
-/* Work space. Planes of rows are (B,H,T), turns and sums (slots of 64 queries, H), flags (slots of
- * 128 keys, J). */
+/* Work space. a, b and dominant_key are (B,H,T); semaphores and sums (slots of 64 queries, H), a
+ * record of sums having MN_SINGLE_PASS_CHUNK floats; flags (slots of 128 keys, J). */
 struct mn_single_pass {
     mn_flash_params f;
-    float *a, *b;      // later in b: what the noted key's score lacks
-    int *dominant_key;        // a key of the sequence, or -1
+    float *a, *b;         // lse log2 e; o.do, later the correction of the dominant key's dz
+    int *dominant_key;    // the key with most of a row's weight, or -1 if none has
     int *semaphores, *flags, *ticket;
     float *sums;
     int64_t n_semaphores, n_flags;
@@ -64,7 +66,8 @@ __device__ inline int64_t mn_single_pass_slot(const mn_call &call, const mn_tile
 
 enum { MN_SINGLE_PASS_ROW_THREADS = 256, MN_SINGLE_PASS_ROW_GROUP = 16 };
 
-/* a = lse log2 e and b = o.do of every row, by 16 threads; and what the pass finds cleared. */
+/* Loads o and do (B,T,H,V) and lse (B,T,H); stores a = lse log2 e and b = o.do (B,H,T), 16 threads
+ * a row. Clears semaphores, flags, ticket and dominant_key. */
 __global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS)
 attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     const mn_attn_params &p = k.f.p;
@@ -182,7 +185,7 @@ __device__ inline void mn_single_pass_load_rows(uint32_t to, const mn_bf16 *from
     }
 }
 
-/* Two warps bring keys and values, then queries and cotangents with their rows' numbers. */
+/* Two producer warps load keys and values, then queries and cotangents with their rows' numbers. */
 __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k) {
     const mn_single_pass_coord &coord = smem.coord;
     const mn_attn_params &p = k.f.p;
@@ -467,6 +470,11 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
 
 #endif
 
+/* A block takes the next 128 keys of a key head j by the ticket.
+ * Loads   k, v (128,K or V) once; then, last queries first, q, do (64,K or V), a and b (64) for
+ *         every tile of queries that see the keys, of each query head that shares the key head.
+ * Stores  dk, dv (128,K or V) at the end; adds its k'dz (128,64) and sums of dz to `sums` of each
+ *         tile, in the order of the keys. */
 __global__ static void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
 #if MN_HAS_WGMMA
@@ -500,8 +508,9 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
 
 /* ---- dq -------------------------------------------------------------------------------------- */
 
-/* dq of 64 queries of a head from the sums. What the key of a row's note lacks is put right, kept
- * for dk, and its tile of keys marked. */
+/* Grid: (slots of 64 queries, H). Loads the record of sums, transposes it and stores dq (64,K) in
+ * bf16. Where a row has a dominant key, the residual -(sum of dz) is added times that key, stored
+ * in k.b for dk, and the flag of the key's tile set. */
 __global__ static void __launch_bounds__(256)
     attention_bwd_dq_postprocess_kernel(const __grid_constant__ mn_single_pass k) {
     __shared__ __align__(16) float smem[MN_SINGLE_PASS_STEP][MN_SINGLE_PASS_PITCH];
@@ -551,13 +560,13 @@ __global__ static void __launch_bounds__(256)
     }
 }
 
-/* ---- dk of noted keys ------------------------------------------------------------------------ */
+/* ---- dk of dominant keys --------------------------------------------------------------------- */
 
 // rows looked at together; threads
 enum { MN_SINGLE_PASS_SEARCH = 1024, MN_SINGLE_PASS_SEARCH_THREADS = 128 };
 
-/* Rows t + [0, n) of head h that noted one of the tile's keys, in order; how many they are. Each
- * thread looks at neighbouring rows. */
+/* Finds rows t + [0, n) of head h whose dominant key is one of the tile's, in order; returns how
+ * many. Each thread looks at neighbouring rows. */
 __device__ inline int mn_single_pass_compact(int2 *found, int *counts, const int *dominant_key,
                                              int n,
                                    int64_t first_key) {
@@ -593,7 +602,8 @@ __device__ inline int mn_single_pass_compact(int2 *found, int *counts, const int
     return all;
 }
 
-/* dk += scale lacks q over the rows that noted one of 128 keys, a thread for each column. */
+/* Grid: (slots of 128 keys, J). dk (128,K) += scale residual q over the rows whose dominant key is
+ * one of the 128, a thread for each column; blocks whose flag is not set return at once. */
 __global__ static void __launch_bounds__(MN_SINGLE_PASS_SEARCH_THREADS)
 attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
     extern __shared__ float sum[];    // (keys, columns)

@@ -146,7 +146,7 @@ __device__ inline void mn_flash_pack_bf16(uint32_t (&p)[32], const float (&z)[64
     for (int i = 0; i < 32; i++) p[i] = mn_bf16x2(z[2 * i], z[2 * i + 1]);
 }
 
-/* The two multiplying thread_groups start products in turns, so that one makes weights while
+/* The two consumer warpgroups start products in turns, so that one makes weights while
  * products of the other run: waits for the turn of group `half`; gives it to the other one, if
  * that waits. */
 __device__ inline void mn_flash_scheduler_sync(int half) {

@@ -1,5 +1,5 @@
-/* attention_unfused.cuh - attention and relu_attention for any sizes and types, by strips
- * (attention_q_block.cuh; equations in ref/attention.c).
+/* attention_rows.cuh - attention and relu_attention for any sizes and types, by strips
+ * (attention_strip_mma.cuh; equations in ref/attention.c).
  *
  * A strip's rows of scores become weights in place; backward has a second matrix, do v', which
  * becomes the cotangent of the scores. Keys and queries to be turned are turned into float work

@@ -1,8 +1,8 @@
-/* attention_q_block_wmma.cuh - products of attention_q_block.cuh by tensor cores, for bf16 whose
- * rows can be read in packs of eight. Weights of a strip go into products rounded to bf16, as
- * those of attention_fwd_flash_sm90.cuh do; cotangents, which may have to cancel, and other
- * floats on their side go in whole: as the sum of two of bf16, what rounding leaves of the first
- * being the second. Sums are float.
+/* attention_strip_mma.cuh - products of strips of query rows for any sizes and types, and by
+ * tensor cores for bf16 whose rows can be read eight numbers at a time. Weights of a strip go into
+ * products rounded to bf16, as those of attention_fwd_flash_sm90.cuh do; cotangents, which may have
+ * to cancel, and other floats on their side go in whole: as the sum of two of bf16, what rounding
+ * leaves of the first being the second. Sums are float.
  *
  * A block of 256 threads makes 64 x 128 sums, in steps of a depth of 32: while the tensor cores
  * work on one step in shared memory, the next is being put beside it and two more are on their way
@@ -16,9 +16,9 @@
 
 namespace mneme::attention {
 
-/* products of queries with their whole past for any sizes and types, in
- * strips: the rows of a few tiles of 64 queries, of all heads, with a float for every key that the
- * longest sequence has. Work space holds one strip after the other, never all T rows.
+/* Products of queries with their whole past for any sizes and types, in strips: the rows of a few
+ * tiles of 64 queries, of all heads, with a float for every key that the longest sequence has. Work
+ * space holds one strip after the other, never all T rows.
  *
  *   scores   w_rs = scale a_r.b_s, 0 where row r does not see key s
  *   read     y_r  = sum_s w_rs x_s
@@ -36,8 +36,9 @@ enum {
 };
 static const int64_t mn_q_block_bytes = (int64_t)384 << 20;    // of one strip's matrices together
 
-/* Query tiles [first, first + n_tiles) of `heads` heads; `rows` rows of `row` floats each. Of twice
- * as many heads than a matrix has (`each`) the second half is in another matrix, `apart` on. */
+/* Query tiles [first, first + n_tiles) of `heads` heads; `rows` rows of `row` floats each. If
+ * there are twice as many heads as a matrix has (`each`), the second half is in another matrix,
+ * `ws` floats behind the first. */
 struct mn_q_block {
     mn_call call;
     int64_t first, n_tiles, heads, rows, row, each, ws;
@@ -428,7 +429,7 @@ struct mn_vec8 {
     }
 };
 
-/* A smem tile of ROWS x COLUMNS on its way to shared memory; rows are COLUMNS + 8 apart there. */
+/* A tile of ROWS x COLUMNS on its way to shared memory; rows are COLUMNS + 8 apart there. */
 template <typename T, int ROWS, int COLUMNS>
 struct mn_tile_prefetch {
     static constexpr int pitch = COLUMNS + 8, vecs = COLUMNS / 8;
@@ -455,8 +456,8 @@ struct mn_tile_prefetch {
     }
 };
 
-/* How a block's two smem tiles lie: a is (rows, depth) or, turned, (depth, rows); b is (columns,
- * depth) or, turned, (depth, columns). */
+/* How a block's two tiles in shared memory lie: a is (rows, depth) or, transposed, (depth, rows); b
+ * is (columns, depth) or, turned, (depth, columns). */
 template <typename TA, typename TB, bool a_trans, bool b_trans>
 struct mn_tile_operands {
     using A = mn_tile_prefetch<TA, a_trans ? MN_WMMA_TILE_K : MN_WMMA_TILE_M,

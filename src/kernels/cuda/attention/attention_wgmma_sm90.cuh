@@ -1,12 +1,12 @@
 /* attention_wgmma_sm90.cuh - what tiles of attention are made of on Hopper (sm_90a): tiles of
- * bf16 in shared memory, products by warp thread_groups.
+ * bf16 in shared memory, products by warpgroups.
  *
- * A tile has rows of up to 64 columns, 128 bytes each, in thread_groups of eight rows whose
+ * A tile has rows of up to 64 columns, 128 bytes each, in groups of eight rows whose
  * 16-byte pieces are exchanged (piece c of row r lies at c ^ r % 8); wider tiles are several of
  * these, one after the other. A product reads such a tile with its columns as depth ("plain") or
- * with its rows as depth ("turned"), so that one copy serves both.
+ * with its rows as depth ("transposed"), so that one copy serves both.
  *
- * A warp group is four warps. It starts products, which run on their own, and waits for them. Of a
+ * A warpgroup is four warps. It starts products, which run on their own, and waits for them. Of a
  * product of 64 rows thread i of the group has rows i / 32 16 + i % 32 / 4 and that plus 8, and of
  * each eight columns the two from i % 4 2 on: d[4 j + 0, 1] in the first row, d[4 j + 2, 3] in the
  * second. */
@@ -63,8 +63,8 @@ __device__ inline void mn_cp_async_tile(uint32_t to, const mn_bf16 *from, int64_
 
 #if MN_HAS_WGMMA
 
-/* Where a product finds a tile: rows in thread_groups of 1024 bytes, `apart` bytes between blocks
- * of 64 columns (for a turned tile). */
+/* The wgmma descriptor of a tile: groups of eight rows 1024 bytes apart, `stride_bytes` between
+ * blocks of 64 columns (for a transposed tile). */
 __device__ inline uint64_t mn_smem_desc(uint32_t at, int stride_bytes) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(stride_bytes >> 4) << 16 |
            (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
@@ -78,7 +78,7 @@ __device__ inline void mn_wgmma_commit(void) {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/* Waits until at most `left` of the last thread_groups of products still run. */
+/* Waits until at most `pending` of the groups of products last committed still run. */
 template <int pending>
 __device__ inline void mn_wgmma_wait(void) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");

@@ -58,7 +58,8 @@ inline size_t mn_bayes_most_shared(void) {
     return known ? (size_t)bytes - 1024 : 0;    // some is taken already
 }
 
-/* Shared memory, in doubles. */
+/* Buffers of a chunk, in doubles: in shared memory, or in the workspace where they are too large
+ * for it. */
 struct mn_bayes_smem {
     double *k, *q, *z, *zq;              // 16 rows
     double *phi;                         // 16 rows of 8 nb: Phi_t, or its two parts
@@ -154,7 +155,7 @@ __device__ inline void mn_bayes_turn(double &re, double &im, double c, double s)
     im = s * x + c * y;
 }
 
-/* Phi from the levels into `phi` (8 nb), for rebasing. */
+/* Phi from its logarithms into `phi` (8 nb), for rebasing. */
 __device__ inline void mn_bayes_frame(double *phi, const double *level, const mn_bayes_shape &s) {
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int r = i * s.step;
@@ -207,20 +208,20 @@ __device__ inline void mn_bayes_each_mean(double *M, const mn_bayes_shape &s, F 
 
 /* The frame begins anew: states by Phi, levels 0. All threads call; phi's first row is used. */
 template <bool LARGE>
-__device__ void mn_bayes_rebase(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
+__device__ void mn_bayes_rebase(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &smem,
                                 const mn_bayes_shape &s) {
-    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) room.phi[i] = 0.0;
+    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) smem.phi[i] = 0.0;
     __syncthreads();
-    mn_bayes_frame(room.phi, room.level, s);
+    mn_bayes_frame(smem.phi, smem.level, s);
     __syncthreads();
     P.each(s, [&](double (&x)[2], int a, int b) {
-        mn_bayes_move_columns(x, room.phi, b, s.turns, false);
-        mn_bayes_move_rows(x, room.phi, a, s.turns, false);
+        mn_bayes_move_columns(x, smem.phi, b, s.turns, false);
+        mn_bayes_move_rows(x, smem.phi, a, s.turns, false);
     });
-    mn_bayes_each_mean(room.M, s, [&](double (&x)[2], int, int b) {
-        mn_bayes_move_columns(x, room.phi, b, s.turns, false);
+    mn_bayes_each_mean(smem.M, s, [&](double (&x)[2], int, int b) {
+        mn_bayes_move_columns(x, smem.phi, b, s.turns, false);
     });
-    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) room.level[i] = 0.0;
+    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) smem.level[i] = 0.0;
     __syncthreads();
 }
 
@@ -228,7 +229,7 @@ __device__ void mn_bayes_rebase(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &r
 
 /* Raw k, q, la and theta of tokens [t, t + count), zeros beyond. */
 template <typename T>
-__device__ void mn_bayes_load_tile(const mn_bayes_smem &room, const mn_bayes_args &p,
+__device__ void mn_bayes_load_tile(const mn_bayes_smem &smem, const mn_bayes_args &p,
                                const mn_bayes_shape &s, int64_t t, int count) {
     constexpr int AHEAD = 4;    // loads of a thread before it stores
     const int size = MN_BAYES_CHUNK * s.K;
@@ -249,25 +250,25 @@ __device__ void mn_bayes_load_tile(const mn_bayes_smem &room, const mn_bayes_arg
             const int at = first + j * MN_BAYES_THREADS;
 #pragma unroll
             for (int which = 0; which < 4 && at < size; which++) {
-                room.raw[which * size + at] = x[j][which];
+                smem.raw[which * size + at] = x[j][which];
             }
         }
     }
     if (threadIdx.x < MN_BAYES_CHUNK) {
         const int i = threadIdx.x;
         const int64_t b = s.span.b, when = s.span.t0 + t + i;
-        room.given_l2[i] = i < count ? (double)mn_float(*mn_row<T>(p.l2, b, when, s.h)) : 0.0;
-        room.given_r2[i] = i < count ? (double)mn_float(mn_row<T>(p.r2, b, when, s.h)[s.g]) : 1.0;
+        smem.given_l2[i] = i < count ? (double)mn_float(*mn_row<T>(p.l2, b, when, s.h)) : 0.0;
+        smem.given_r2[i] = i < count ? (double)mn_float(mn_row<T>(p.r2, b, when, s.h)[s.g]) : 1.0;
     }
 }
 
 /* Whether a channel decays by more than e^-40 within the frame, and within the chunk. */
-__device__ inline bool mn_bayes_is_steep(const mn_bayes_smem &room, const mn_bayes_shape &s,
+__device__ inline bool mn_bayes_is_steep(const mn_bayes_smem &smem, const mn_bayes_shape &s,
                                          bool with_frame) {
     int steep = 0;
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
-        double sum = with_frame ? room.level[i * s.step] : 0.0;
-        const float *la = room.raw + 2 * MN_BAYES_CHUNK * s.K + i;
+        double sum = with_frame ? smem.level[i * s.step] : 0.0;
+        const float *la = smem.raw + 2 * MN_BAYES_CHUNK * s.K + i;
         for (int t = 0; t < MN_BAYES_CHUNK; t++) sum += (double)la[t * s.K];
         steep |= !(sum > -40.0);
     }
@@ -275,24 +276,25 @@ __device__ inline bool mn_bayes_is_steep(const mn_bayes_smem &room, const mn_bay
 }
 
 /* Phi_t, kh, qh and the weights of the noise of tokens [first, first + count) of the raw chunk, as
- * tokens 0 to 15 of the room. Four threads share a channel. `still`: the frame does not move. */
-__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_smem &room,
+ * tokens 0 to 15 of shared memory. Four threads share a channel. `still`: the frame does not
+ * move. */
+__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_smem &smem,
                                                      const mn_bayes_shape &s, int first,
                                                      int count, bool still) {
     const int size = MN_BAYES_CHUNK * s.K, quarter = threadIdx.x / 128 * 4;
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
     if (threadIdx.x < MN_BAYES_CHUNK) {
         const int t = threadIdx.x;
-        room.r2[t] = t < count ? room.given_r2[first + t] : 1.0;
+        smem.r2[t] = t < count ? smem.given_r2[first + t] : 1.0;
     }
     for (int i = threadIdx.x % 128; i < s.K; i += 128) {
         const int r = i * s.step;
-        double level = room.level[r], angle = s.turns ? room.level[r + 1] : 0.0;
+        double level = smem.level[r], angle = s.turns ? smem.level[r + 1] : 0.0;
         for (int t = 0; t < quarter; t++) {
             const int at = (first + t) * s.K + i;
             if (still || t >= count) break;
-            level += (double)room.raw[2 * size + at];
-            angle += (double)room.raw[3 * size + at];
+            level += (double)smem.raw[2 * size + at];
+            angle += (double)smem.raw[3 * size + at];
         }
         double scale[4], turn[4], k[4], q[4], l2[4];
 #pragma unroll
@@ -300,13 +302,13 @@ __device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_smem &room,
             const int t = quarter + j, at = (first + t) * s.K + i;
             const bool there = t < count;
             if (there && !still) {
-                level += (double)room.raw[2 * size + at];
-                angle += (double)room.raw[3 * size + at];
+                level += (double)smem.raw[2 * size + at];
+                angle += (double)smem.raw[3 * size + at];
             }
             scale[j] = level, turn[j] = angle;
-            k[j] = there ? (double)room.raw[at] : 0.0;
-            q[j] = there ? (double)room.raw[size + at] : 0.0;
-            l2[j] = there ? room.given_l2[first + t] : 0.0;
+            k[j] = there ? (double)smem.raw[at] : 0.0;
+            q[j] = there ? (double)smem.raw[size + at] : 0.0;
+            l2[j] = there ? smem.given_l2[first + t] : 0.0;
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) scale[j] = exp(scale[j]);
@@ -320,22 +322,22 @@ __device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_smem &room,
                 sincos(turn[j], &sine, &cosine);
                 re = scale[j] * cosine, im = scale[j] * sine;
             }
-            room.phi[t * rows + r] = re;
-            room.k[t * ld + r] = re * k[j];
-            room.q[t * ld + r] = re * q[j];
-            room.z[t * ld_z + r] = l2[j] * square;
+            smem.phi[t * rows + r] = re;
+            smem.k[t * ld + r] = re * k[j];
+            smem.q[t * ld + r] = re * q[j];
+            smem.z[t * ld_z + r] = l2[j] * square;
             if (s.turns) {
-                room.phi[t * rows + r + 1] = im;
-                room.k[t * ld + r + 1] = -im * k[j];
-                room.q[t * ld + r + 1] = -im * q[j];
-                room.z[t * ld_z + r + 1] = square;
+                smem.phi[t * rows + r + 1] = im;
+                smem.k[t * ld + r + 1] = -im * k[j];
+                smem.q[t * ld + r + 1] = -im * q[j];
+                smem.z[t * ld_z + r + 1] = square;
             }
         }
     }
 }
 
 /* n_t kh_t and n_t qh_t in place of the weights; n at the end. One thread has one channel. */
-__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_smem &room,
+__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_smem &smem,
                                                        const mn_bayes_shape &s) {
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
@@ -345,45 +347,45 @@ __device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_smem &room
             double w[8], k[8], q[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                w[j] = room.z[(first + j) * ld_z + r];
-                k[j] = room.k[(first + j) * ld + r], q[j] = room.q[(first + j) * ld + r];
+                w[j] = smem.z[(first + j) * ld_z + r];
+                k[j] = smem.k[(first + j) * ld + r], q[j] = smem.q[(first + j) * ld + r];
             }
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 rr += w[j];
-                room.z[(first + j) * ld_z + r] = rr * k[j];
-                room.zq[(first + j) * ld_z + r] = rr * q[j];
+                smem.z[(first + j) * ld_z + r] = rr * k[j];
+                smem.zq[(first + j) * ld_z + r] = rr * q[j];
             }
         }
         for (int t = 0; s.turns && t < MN_BAYES_CHUNK; t++) {
-            double *z = room.z + t * ld_z + r, *zq = room.zq + t * ld_z + r;
-            const double *k = room.k + t * ld + r, *q = room.q + t * ld + r;
-            const double re = room.phi[t * rows + r], im = room.phi[t * rows + r + 1];
+            double *z = smem.z + t * ld_z + r, *zq = smem.zq + t * ld_z + r;
+            const double *k = smem.k + t * ld + r, *q = smem.q + t * ld + r;
+            const double re = smem.phi[t * rows + r], im = smem.phi[t * rows + r + 1];
             const double weight = z[0] * z[1];    // l2 / |Phi|^4
             rr += weight * re * re, ri -= weight * re * im, ii += weight * im * im;
             z[0] = rr * k[0] + ri * k[1], z[1] = ri * k[0] + ii * k[1];
             zq[0] = rr * q[0] + ri * q[1], zq[1] = ri * q[0] + ii * q[1];
         }
-        room.noise[r] = rr;
-        if (s.turns) room.noise[r + 1] = ii, room.cross[r] = ri, room.cross[r + 1] = ri;
+        smem.noise[r] = rr;
+        if (s.turns) smem.noise[r + 1] = ii, smem.cross[r] = ri, smem.cross[r + 1] = ri;
     }
 }
 
 /* Zeros in all rows and beyond the state's. */
-__device__ inline void mn_bayes_clear(const mn_bayes_smem &room, const mn_bayes_shape &s) {
+__device__ inline void mn_bayes_clear(const mn_bayes_smem &smem, const mn_bayes_shape &s) {
     for (int i = threadIdx.x; i < 16 * s.pitch(); i += MN_BAYES_THREADS) {
-        room.k[i] = room.q[i] = 0.0;
+        smem.k[i] = smem.q[i] = 0.0;
     }
     for (int i = threadIdx.x; i < 16 * s.pitch_z(); i += MN_BAYES_THREADS) {
-        room.z[i] = room.zq[i] = 0.0;
+        smem.z[i] = smem.zq[i] = 0.0;
     }
     for (int i = threadIdx.x; i < 16 * s.pitch_e(); i += MN_BAYES_THREADS) {
-        room.e[i] = room.o[i] = 0.0;
+        smem.e[i] = smem.o[i] = 0.0;
     }
     for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) {
-        room.level[i] = room.noise[i] = room.cross[i] = 0.0;
+        smem.level[i] = smem.noise[i] = smem.cross[i] = 0.0;
     }
-    for (int i = threadIdx.x; i < 16 * 8 * s.nb; i += MN_BAYES_THREADS) room.phi[i] = 0.0;
+    for (int i = threadIdx.x; i < 16 * 8 * s.nb; i += MN_BAYES_THREADS) smem.phi[i] = 0.0;
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -398,8 +400,8 @@ __device__ inline void mn_bayes_left(double (&c)[2][2], const double *left, int 
     mn_mma_f64_k8(c, a, tile);
 }
 
-/* x.y for all pairs of the 16 rows of two smem tiles: of the first eight warps, w has quarter w /
- * 2 of the sums for half w % 2 of y's rows; parts are added by mn_bayes_whole. */
+/* x.y for all pairs of the 16 rows of two tiles in shared memory: of the first eight warps, w has
+ * quarter w / 2 of the sums for half w % 2 of y's rows; parts are added by mn_bayes_whole. */
 __device__ inline void mn_bayes_gram(double *parts, const double *x, int ld_x, const double *y,
                                      int ld_y, int nb) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp % 2 * 8;
@@ -422,7 +424,7 @@ __device__ inline double mn_bayes_whole(const double *parts, int i) {
 
 /* B in place of z; qh.(Ph + n)qh by parts of 8 rows. */
 template <bool LARGE>
-__device__ void mn_bayes_through(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
+__device__ void mn_bayes_through(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &smem,
                                  const mn_bayes_shape &s, bool qvar) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ld = s.pitch(), ld_z = s.pitch_z();
     double sums[4] = { 0.0, 0.0, 0.0, 0.0 };    // tokens lane / 4 + 8 m: of q
@@ -432,20 +434,20 @@ __device__ void mn_bayes_through(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &
         if (b == 0) {
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-                const double2 z = *(const double2 *)(room.z + (8 * m + lane / 4) * ld_z + r);
+                const double2 z = *(const double2 *)(smem.z + (8 * m + lane / 4) * ld_z + r);
                 c[m][0] = z.x, c[m][1] = z.y;
-                const double2 zq = *(const double2 *)(room.zq + (8 * m + lane / 4) * ld_z + r);
+                const double2 zq = *(const double2 *)(smem.zq + (8 * m + lane / 4) * ld_z + r);
                 cq[m][0] = zq.x, cq[m][1] = zq.y;
             }
         }
-        mn_bayes_left(c, room.k, ld, tile, b);
-        if (qvar) mn_bayes_left(cq, room.q, ld, tile, b);
+        mn_bayes_left(c, smem.k, ld, tile, b);
+        if (qvar) mn_bayes_left(cq, smem.q, ld, tile, b);
         if (b != s.nb - 1) return;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             const int t = 8 * m + lane / 4;
-            *(double2 *)(room.z + t * ld_z + r) = make_double2(c[m][0], c[m][1]);
-            const double2 q = *(const double2 *)(room.q + t * ld + r);
+            *(double2 *)(smem.z + t * ld_z + r) = make_double2(c[m][0], c[m][1]);
+            const double2 q = *(const double2 *)(smem.q + t * ld + r);
             sums[m] += cq[m][0] * q.x + cq[m][1] * q.y;
         }
     }, false);
@@ -454,12 +456,12 @@ __device__ void mn_bayes_through(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &
     for (int m = 0; m < 2; m++) {
         sums[m] += __shfl_xor_sync(0xffffffffu, sums[m], 1);
         sums[m] += __shfl_xor_sync(0xffffffffu, sums[m], 2);
-        if (lane % 4 == 0) room.qparts[warp * 16 + 8 * m + lane / 4] = sums[m];
+        if (lane % 4 == 0) smem.qparts[warp * 16 + 8 * m + lane / 4] = sums[m];
     }
 }
 
 /* Mh'kh and Mh'qh: e and o from the mean, by the warps from `first_warp` on. */
-__device__ inline void mn_bayes_read_mean(const mn_bayes_smem &room, const mn_bayes_shape &s,
+__device__ inline void mn_bayes_read_mean(const mn_bayes_smem &smem, const mn_bayes_shape &s,
                                           int first_warp) {
     const int warp = threadIdx.x / 32 - first_warp, lane = threadIdx.x % 32;
     const int n_warps = MN_BAYES_WARPS - first_warp, ld_e = s.pitch_e();
@@ -470,13 +472,13 @@ __device__ inline void mn_bayes_read_mean(const mn_bayes_smem &room, const mn_ba
         if (query && !s.reads) continue;
         double c[2][2] = { { 0.0, 0.0 }, { 0.0, 0.0 } };
         for (int b = 0; b < s.nb; b++) {
-            const double2 x = *((const double2 *)(room.M + ((int64_t)j * s.nb + b) * 64) + lane);
+            const double2 x = *((const double2 *)(smem.M + ((int64_t)j * s.nb + b) * 64) + lane);
             const double tile[2] = { x.x, x.y };
-            mn_bayes_left(c, query ? room.q : room.k, s.pitch(), tile, b);
+            mn_bayes_left(c, query ? smem.q : smem.k, s.pitch(), tile, b);
         }
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            double *to = (query ? room.o : room.e) + (8 * m + lane / 4) * ld_e + mn_tile_column(j);
+            double *to = (query ? smem.o : smem.e) + (8 * m + lane / 4) * ld_e + mn_tile_column(j);
             if (query) to[0] = c[m][0], to[1] = c[m][1];
             else to[0] -= c[m][0], to[1] -= c[m][1];
         }
@@ -484,22 +486,22 @@ __device__ inline void mn_bayes_read_mean(const mn_bayes_smem &room, const mn_ba
 }
 
 /* S + diag r2 = G'diag(1/sigma) G by one warp: lane t has column t. Rows of S come first. */
-__device__ __noinline__ static void mn_bayes_factor(const mn_bayes_smem &room) {
+__device__ __noinline__ static void mn_bayes_factor(const mn_bayes_smem &smem) {
     const int t = threadIdx.x % 16;
     double column[MN_BAYES_CHUNK];
 #pragma unroll
     for (int i = 0; i < MN_BAYES_CHUNK; i++) {
-        column[i] = mn_bayes_whole(room.parts, i <= t ? i * 16 + t : t * 16 + i);
+        column[i] = mn_bayes_whole(smem.parts, i <= t ? i * 16 + t : t * 16 + i);
     }
 #pragma unroll
     for (int j = 0; j < MN_BAYES_CHUNK; j++) {
         const double variance = fmax(__shfl_sync(0xffffffffu, column[j], j), 0.0);
-        const double sigma = room.r2[j] + variance, inverse = 1.0 / sigma;
+        const double sigma = smem.r2[j] + variance, inverse = 1.0 / sigma;
         const double factor = column[j] * inverse;
         if (threadIdx.x == 0) {
-            room.variance[j] = variance, room.sigma[j] = sigma, room.inverse[j] = inverse;
+            smem.variance[j] = variance, smem.sigma[j] = sigma, smem.inverse[j] = inverse;
         }
-        if (threadIdx.x < 16) room.coef[j * 16 + t] = t > j ? factor : 0.0;
+        if (threadIdx.x < 16) smem.coef[j * 16 + t] = t > j ? factor : 0.0;
 #pragma unroll
         for (int i = j + 1; i < MN_BAYES_CHUNK; i++) {
             const double other = __shfl_sync(0xffffffffu, column[j], i);
@@ -509,18 +511,18 @@ __device__ __noinline__ static void mn_bayes_factor(const mn_bayes_smem &room) {
 }
 
 /* z from B and e from its start: one thread has one column of either. */
-__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_smem &room,
+__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_smem &smem,
                                                    const mn_bayes_shape &s) {
     const int rows = 8 * s.nb, all = rows + 8 * s.nm;
     for (int i = threadIdx.x; i < all; i += MN_BAYES_THREADS) {
-        double *at = i < rows ? room.z + i : room.e + i - rows, x[MN_BAYES_CHUNK];
+        double *at = i < rows ? smem.z + i : smem.e + i - rows, x[MN_BAYES_CHUNK];
         const int ld = i < rows ? s.pitch_z() : s.pitch_e();
 #pragma unroll
         for (int t = 0; t < MN_BAYES_CHUNK; t++) x[t] = at[t * ld];
 #pragma unroll
         for (int j = 0; j < MN_BAYES_CHUNK - 1; j++) {
 #pragma unroll
-            for (int t = j + 1; t < MN_BAYES_CHUNK; t++) x[t] -= room.coef[j * 16 + t] * x[j];
+            for (int t = j + 1; t < MN_BAYES_CHUNK; t++) x[t] -= smem.coef[j * 16 + t] * x[j];
         }
 #pragma unroll
         for (int t = 1; t < MN_BAYES_CHUNK; t++) at[t * ld] = x[t];
@@ -529,7 +531,7 @@ __device__ __noinline__ static void mn_bayes_solve(const mn_bayes_smem &room,
 
 /* Ph and Mh behind the chunk. */
 template <bool LARGE>
-__device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
+__device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &smem,
                                const mn_bayes_shape &s) {
     const int lane = threadIdx.x % 32, ld_z = s.pitch_z(), ld_e = s.pitch_e();
     double a_of[4];
@@ -538,28 +540,28 @@ __device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &ro
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int t = 4 * i + lane % 4;
-                a_of[i] = -room.z[t * ld_z + 8 * a + lane / 4] * room.inverse[t];
+                a_of[i] = -smem.z[t * ld_z + 8 * a + lane / 4] * smem.inverse[t];
             }
         }
         if (a == b) {
             const int row = mn_tile_row(a), column = mn_tile_column(b);
-            if (row == column) tile[0] += room.noise[row];
-            if (row == column + 1) tile[1] += room.noise[row];
-            if (s.turns && row == column) tile[1] += room.cross[row];
-            if (s.turns && row == column + 1) tile[0] += room.cross[row];
+            if (row == column) tile[0] += smem.noise[row];
+            if (row == column + 1) tile[1] += smem.noise[row];
+            if (s.turns && row == column) tile[1] += smem.cross[row];
+            if (s.turns && row == column + 1) tile[0] += smem.cross[row];
         }
         double b_of[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) b_of[i] = room.z[(4 * i + lane % 4) * ld_z + 8 * b + lane / 4];
+        for (int i = 0; i < 4; i++) b_of[i] = smem.z[(4 * i + lane % 4) * ld_z + 8 * b + lane / 4];
         mn_mma_f64_tile(tile, a_of, b_of);
     });
-    mn_bayes_each_mean(room.M, s, [&](double (&tile)[2], int a, int b) {
+    mn_bayes_each_mean(smem.M, s, [&](double (&tile)[2], int a, int b) {
         double left[4], right[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int t = 4 * i + lane % 4;
-            left[i] = room.e[t * ld_e + 8 * a + lane / 4] * room.inverse[t];
-            right[i] = room.z[t * ld_z + 8 * b + lane / 4];
+            left[i] = smem.e[t * ld_e + 8 * a + lane / 4] * smem.inverse[t];
+            right[i] = smem.z[t * ld_z + 8 * b + lane / 4];
         }
         mn_mma_f64_tile(tile, left, right);
     });
@@ -569,14 +571,14 @@ __device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &ro
 
 /* Values of tokens [t, t + count) into e. */
 template <typename T>
-__device__ void mn_bayes_values(const mn_bayes_smem &room, const mn_bayes_args &p,
+__device__ void mn_bayes_values(const mn_bayes_smem &smem, const mn_bayes_args &p,
                                 const mn_bayes_shape &s, int64_t t, int count) {
     const int ld = s.pitch_e(), width = 8 * s.nm;
     for (int at = threadIdx.x; at < MN_BAYES_CHUNK * width; at += MN_BAYES_THREADS) {
         const int token = at / width, j = at % width;
         const T *v = mn_row<T>(p.v, s.span.b, s.span.t0 + t + token, s.h);
         const bool there = token < count && j < s.columns;
-        room.e[token * ld + j] = there ? (double)mn_float(v[s.first + j]) : 0.0;
+        smem.e[token * ld + j] = there ? (double)mn_float(v[s.first + j]) : 0.0;
     }
 }
 
@@ -584,11 +586,11 @@ __device__ void mn_bayes_values(const mn_bayes_smem &room, const mn_bayes_args &
  * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
  * `diagonal` and `pairs` are of P_0. Returns whether it has been. All threads call. */
 template <bool LARGE>
-__device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
+__device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &smem,
                                const mn_bayes_shape &s) {
     const double few = 8.0 * 0x1p-24;
     __shared__ int shows;
-    double *spread = room.coef;    // free until the factor
+    double *spread = smem.coef;    // free until the factor
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * MN_BAYES_WARPS; i += MN_BAYES_THREADS) spread[i] = 0.0;
     __syncthreads();
@@ -596,11 +598,11 @@ __device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &ro
     P.each(s, [&](double (&x)[2], int a, int b) {
         if (a != b) return;
         const int row = mn_tile_row(a), column = mn_tile_column(b);
-        const double mine = room.k[row];
+        const double mine = smem.k[row];
         const double here = row == column ? x[0] : row == column + 1 ? x[1] : 0.0;
         const double cross = row == column ? x[1] : row == column + 1 ? x[0] : 0.0;
         sum += mine * mine * here;
-        if (s.turns) sum += mine * room.k[row ^ 1] * cross;
+        if (s.turns) sum += mine * smem.k[row ^ 1] * cross;
     });
     for (int lanes = 16; lanes > 0; lanes >>= 1) {
         sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -611,12 +613,12 @@ __device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &ro
         double scale = 0.0, hidden = 0.0;
         for (int warp = 0; warp < MN_BAYES_WARPS; warp++) scale += spread[warp];
         for (int i = 0; i < s.K; i++) {
-            const double k = (double)room.raw[i];
-            hidden += k * k * room.given_l2[0];
+            const double k = (double)smem.raw[i];
+            hidden += k * k * smem.given_l2[0];
         }
-        const double variance = mn_bayes_whole(room.parts, 0);
+        const double variance = mn_bayes_whole(smem.parts, 0);
         scale = few * (scale + hidden);
-        shows = !(fmin(variance, room.r2[0]) >= scale || hidden >= scale);
+        shows = !(fmin(variance, smem.r2[0]) >= scale || hidden >= scale);
     }
     __syncthreads();
     if (!shows) return false;
@@ -632,51 +634,51 @@ __device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &ro
 /* z, e, sigma and what reads need, of tokens [first, first + count) of the raw chunk whose first
  * token is t of the sequence; the states stay in front of it. */
 template <typename T, bool LARGE>
-__device__ void mn_bayes_chunk(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
+__device__ void mn_bayes_chunk(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &smem,
                                const mn_bayes_args &p, const mn_bayes_shape &s, int64_t t,
                                int first, int count, bool still, bool qvar) {
     const bool handed_in = p.P0.data && t + first == 0;
     for (bool again = false;; again = true) {
-        mn_bayes_prepare(room, s, first, count, still);
+        mn_bayes_prepare(smem, s, first, count, still);
         __syncthreads();
-        mn_bayes_add_noise(room, s);
-        mn_bayes_values<T>(room, p, s, t + first, count);
+        mn_bayes_add_noise(smem, s);
+        mn_bayes_values<T>(smem, p, s, t + first, count);
         __syncthreads();
-        mn_bayes_through(P, room, s, qvar);
+        mn_bayes_through(P, smem, s, qvar);
         __syncthreads();
-        mn_bayes_gram(room.parts, room.z, s.pitch_z(), room.k, s.pitch(), s.nb);
+        mn_bayes_gram(smem.parts, smem.z, s.pitch_z(), smem.k, s.pitch(), s.nb);
         __syncthreads();
-        if (!handed_in || again || !mn_bayes_raise(P, room, s)) break;
+        if (!handed_in || again || !mn_bayes_raise(P, smem, s)) break;
         __syncthreads();
     }
-    if (threadIdx.x < 32) mn_bayes_factor(room);
-    mn_bayes_read_mean(room, s, 1);
+    if (threadIdx.x < 32) mn_bayes_factor(smem);
+    mn_bayes_read_mean(smem, s, 1);
     __syncthreads();
-    mn_bayes_solve(room, s);
+    mn_bayes_solve(smem, s);
     __syncthreads();
-    if (s.reads) mn_bayes_gram(room.parts, room.z, s.pitch_z(), room.q, s.pitch(), s.nb);
+    if (s.reads) mn_bayes_gram(smem.parts, smem.z, s.pitch_z(), smem.q, s.pitch(), s.nb);
 }
 
 /* The frame moves on by the raw chunk. */
-__device__ inline void mn_bayes_advance_frame(const mn_bayes_smem &room, const mn_bayes_shape &s) {
+__device__ inline void mn_bayes_advance_frame(const mn_bayes_smem &smem, const mn_bayes_shape &s) {
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
-        const float *la = room.raw + 2 * MN_BAYES_CHUNK * s.K + i, *theta = la + 16 * s.K;
+        const float *la = smem.raw + 2 * MN_BAYES_CHUNK * s.K + i, *theta = la + 16 * s.K;
         double level = 0.0, angle = 0.0;
         for (int t = 0; t < MN_BAYES_CHUNK; t++) {
             level += (double)la[t * s.K], angle += (double)theta[t * s.K];
         }
-        room.level[i * s.step] += level;
-        if (s.turns) room.level[i * s.step + 1] += angle;
+        smem.level[i * s.step] += level;
+        if (s.turns) smem.level[i * s.step + 1] += angle;
     }
 }
 
 /* The frame of one token, in front of it. */
-__device__ inline void mn_bayes_step_frame(const mn_bayes_smem &room, const mn_bayes_shape &s,
+__device__ inline void mn_bayes_step_frame(const mn_bayes_smem &smem, const mn_bayes_shape &s,
                                            int token) {
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int at = 2 * MN_BAYES_CHUNK * s.K + token * s.K + i;
-        room.level[i * s.step] = (double)room.raw[at];
-        if (s.turns) room.level[i * s.step + 1] = (double)room.raw[at + MN_BAYES_CHUNK * s.K];
+        smem.level[i * s.step] = (double)smem.raw[at];
+        if (s.turns) smem.level[i * s.step + 1] = (double)smem.raw[at + MN_BAYES_CHUNK * s.K];
     }
     __syncthreads();
 }
@@ -684,7 +686,7 @@ __device__ inline void mn_bayes_step_frame(const mn_bayes_smem &room, const mn_b
 /* ---- states of the caller -------------------------------------------------------------------- */
 
 template <bool LARGE>
-__device__ void mn_bayes_load(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
+__device__ void mn_bayes_load(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &smem,
                               const mn_bayes_args &p, const mn_bayes_shape &s, bool bf16) {
     const float *given = mn_row<float>(p.P0, s.n, 0, s.h);
     const float *mean = mn_row<float>(p.M0, s.n, 0, s.h);
@@ -703,7 +705,7 @@ __device__ void mn_bayes_load(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &roo
             if (given && inside) x[i] = (double)given[(int64_t)row * s.R + column];
         }
     });
-    mn_bayes_each_mean(room.M, s, [&](double (&x)[2], int a, int b) {
+    mn_bayes_each_mean(smem.M, s, [&](double (&x)[2], int a, int b) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int j = mn_tile_row(a), r = mn_tile_column(b) + i;

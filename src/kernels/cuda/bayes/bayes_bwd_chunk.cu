@@ -111,7 +111,8 @@ __device__ static void factorise(const double *S, double *eliminate, double *sig
     }
 }
 
-/* w_s.q_t for s <= t of a chunk whose z is in the room: half the columns by each of two warps. */
+/* w_s.q_t for s <= t of a chunk whose z is in shared memory: half the columns by each of two
+ * warps. */
 template <int R>
 __device__ static void put_reads(double *to, const double *z, const double *q,
                                  const double *inverse, int half) {
@@ -136,23 +137,23 @@ __device__ static void put_reads(double *to, const double *z, const double *q,
 
 /* Whether a P that was handed in is raised, as mn_bayes_raise says; all threads call. */
 template <int R>
-__device__ static bool raise_col_tile(strip<R> &P, covariance_smem<R> &room, const double *nk,
+__device__ static bool raise_col_tile(strip<R> &P, covariance_smem<R> &smem, const double *nk,
                                    double r2, bool turns) {
     const double few = 8.0 * 0x1p-24;
     const int warp = threadIdx.x / 32;
     double sum = 0.0, own[2][2] = {};
     pick_inside<R>(own, P);
     each_inside(own, [&](double &x, int row, int column) {
-        if (turns || row == column) sum += room.k[0][row] * room.k[0][column] * x;
+        if (turns || row == column) sum += smem.k[0][row] * smem.k[0][column] * x;
     });
     for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    if (threadIdx.x % 32 == 0) room.spread[warp] = sum;
+    if (threadIdx.x % 32 == 0) smem.spread[warp] = sum;
     __syncthreads();
     double scale = 0.0, hidden = 0.0;
-    for (int i = 0; i < R / 16; i++) scale += room.spread[i];
-    for (int r = 0; r < R; r++) hidden += room.k[0][r] * nk[r];
+    for (int i = 0; i < R / 16; i++) scale += smem.spread[i];
+    for (int r = 0; r < R; r++) hidden += smem.k[0][r] * nk[r];
     scale = few * (scale + hidden);
-    if (fmin(room.S[0], r2) >= scale || hidden >= scale) return false;
+    if (fmin(smem.S[0], r2) >= scale || hidden >= scale) return false;
     each_inside(own, [&](double &x, int row, int column) {
         if (row == column) x *= 1.0 + few;
     });
@@ -203,19 +204,19 @@ __device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
     }
 }
 
-/* Chunk c on its way into the room. */
+/* Chunk c on its way to shared memory. */
 template <int R>
-__device__ static void fetch_covariance(covariance_smem<R> &room, const span_work &w,
+__device__ static void fetch_covariance(covariance_smem<R> &smem, const span_work &w,
                                         const scan_place &at, int64_t c) {
     constexpr int LEFT = pitch<R>::left, THREADS = 2 * R;
     const int stage = (int)(c % STAGES);
     if (c < at.n_chunks) {
         const int64_t from = at.shared(c) * CHUNK * R;
         const double *noise = w.noise + (at.head(c) * 5 + 4) * 2 * R;
-        copy_rows_later<R, CHUNK, THREADS>(room.k[stage], LEFT, w.k + from);
-        copy_rows_later<R, CHUNK, THREADS>(room.q[stage], LEFT, w.q + from);
-        copy_rows_later<R, 2, THREADS>(room.noise[stage], R, noise);
-        copy_rows_later<R, 1, THREADS>(room.phi[stage], R, w.phi + at.last_token(c) * R);
+        copy_rows_later<R, CHUNK, THREADS>(smem.k[stage], LEFT, w.k + from);
+        copy_rows_later<R, CHUNK, THREADS>(smem.q[stage], LEFT, w.q + from);
+        copy_rows_later<R, 2, THREADS>(smem.noise[stage], R, noise);
+        copy_rows_later<R, 1, THREADS>(smem.phi[stage], R, w.phi + at.last_token(c) * R);
     }
     close_copies();
 }
@@ -223,7 +224,7 @@ __device__ static void fetch_covariance(covariance_smem<R> &room, const span_wor
 /* z / sigma and what chunks need of each other, of a group of a head of a sequence: the first 2 R
  * threads of a block. */
 template <int R>
-__device__ static void scan_covariance(covariance_smem<R> &room, const mn_bayes_args &p,
+__device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_args &p,
                                        const span_work &w, int64_t block, bool bf16) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
     const scan_place at = scan_place_at(p, block);
@@ -234,7 +235,7 @@ __device__ static void scan_covariance(covariance_smem<R> &room, const mn_bayes_
     const int rows = (int)p.call.K * (turns ? 2 : 1), column = 16 * warp;
     strip<R> P;
     load_covariance<R>(P, p, s, rows, bf16);
-    fetch_covariance<R>(room, w, at, 0), fetch_covariance<R>(room, w, at, 1);
+    fetch_covariance<R>(smem, w, at, 0), fetch_covariance<R>(smem, w, at, 1);
     await_copies();
     __syncthreads();
     for (int64_t c = 0; c < at.n_chunks; c++) {
@@ -245,18 +246,18 @@ __device__ static void scan_covariance(covariance_smem<R> &room, const mn_bayes_
         get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
         for (bool again = false;; again = true) {
             zero(x[0]), zero(x[1]);
-            through_col_tile<R>(x, room.k[stage], LEFT, P);
+            through_col_tile<R>(x, smem.k[stage], LEFT, P);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
             }
-            gram_share<R>(room.parts, x, room.k[stage], LEFT);
-            put_rows(room.B, RIGHT, column, x[0]), put_rows(room.B, RIGHT, column + 8, x[1]);
+            gram_share<R>(smem.parts, x, smem.k[stage], LEFT);
+            put_rows(smem.B, RIGHT, column, x[0]), put_rows(smem.B, RIGHT, column + 8, x[1]);
             __syncthreads();
-            add_shares<R>(room.S, room.parts);
+            add_shares<R>(smem.S, smem.parts);
             __syncthreads();
             if (!handed_in || c > 0 || again) break;
-            if (!raise_col_tile<R>(P, room, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) break;
+            if (!raise_col_tile<R>(P, smem, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) break;
         }
         if (c % SPAN_CHUNKS == 0) {
             double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
@@ -264,67 +265,67 @@ __device__ static void scan_covariance(covariance_smem<R> &room, const mn_bayes_
             for (int j = 0; j < R / 8; j++) put_rows(to, R, 8 * j, P[j]);
         }
         if (warp == 0) {
-            factorise(room.S, room.eliminate, room.sigma, room.inverse[now], r2);
+            factorise(smem.S, smem.eliminate, smem.sigma, smem.inverse[now], r2);
         } else if (warp < 3 && c > 0) {
-            put_reads<R>(w.reads + at.own(c - 1) * SMALL, room.z,
-                         room.q[(c - 1) % STAGES], room.inverse[!now], warp - 1);
+            put_reads<R>(w.reads + at.own(c - 1) * SMALL, smem.z,
+                         smem.q[(c - 1) % STAGES], smem.inverse[!now], warp - 1);
         } else if (warp == R / 16 - 1 && lane == 0) {
             say_left(w.left + block, c);
         }
         __syncthreads();
-        fetch_covariance<R>(room, w, at, c + 2);
+        fetch_covariance<R>(smem, w, at, c + 2);
         double left[8];
-        left_small(left, room.eliminate, SMALL_LD);
+        left_small(left, smem.eliminate, SMALL_LD);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             double b[4];
-            right_columns16(b, room.B, RIGHT, column + 8 * m);
+            right_columns16(b, smem.B, RIGHT, column + 8 * m);
             zero(x[m]);
             mn_mma_f64_k16(x[m], left, b);
-            put_rows(room.z, RIGHT, column + 8 * m, x[m]);
+            put_rows(smem.z, RIGHT, column + 8 * m, x[m]);
 #pragma unroll
             for (int t = 0; t < 2; t++) {
-                const double inverse = room.inverse[now][lane / 4 + 8 * t];
+                const double inverse = smem.inverse[now][lane / 4 + 8 * t];
                 x[m][t][0] *= inverse, x[m][t][1] *= inverse;
             }
             put_rows(w.w + at.own(c) * CHUNK * R, R, column + 8 * m, x[m]);
         }
         for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
-            w.eliminate[at.own(c) * SMALL + i] = room.eliminate[i / 16 * SMALL_LD + i % 16];
+            w.eliminate[at.own(c) * SMALL + i] = smem.eliminate[i / 16 * SMALL_LD + i % 16];
         }
         if (threadIdx.x < CHUNK) {
-            w.sigma[at.own(c) * CHUNK + threadIdx.x] = room.sigma[threadIdx.x];
+            w.sigma[at.own(c) * CHUNK + threadIdx.x] = smem.sigma[threadIdx.x];
         }
         await_copies();
         __syncthreads();
-        left_columns16(left, room.z, RIGHT, column);
+        left_columns16(left, smem.z, RIGHT, column);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const double inverse = -room.inverse[now][lane % 4 + 4 * i];
+            const double inverse = -smem.inverse[now][lane % 4 + 4 * i];
             left[2 * i] *= inverse, left[2 * i + 1] *= inverse;
         }
 #pragma unroll
         for (int j = 0; j < R / 8; j++) {
             double b[4];
-            right_columns16(b, room.z, RIGHT, 8 * j);
+            right_columns16(b, smem.z, RIGHT, 8 * j);
             mn_mma_f64_k16(P[j], left, b);
         }
         if (c % SPAN_CHUNKS != SPAN_CHUNKS - 1) continue;
-        const double *noise = room.noise[stage];
+        const double *noise = smem.noise[stage];
         double own[2][2] = {};
         pick_inside<R>(own, P);
         each_inside(own, [&](double &to, int row, int other) {
             to += row == other ? noise[row] : noise[R + row];
         });
         put_inside<R>(P, own);
-        move_col_tile_columns<R>(P, room.phi[stage], turns, false);
-        move_col_tile_rows<R>(P, room.phi[stage], turns, false);
+        move_col_tile_columns<R>(P, smem.phi[stage], turns, false);
+        move_col_tile_rows<R>(P, smem.phi[stage], turns, false);
     }
     __syncthreads();
     if (threadIdx.x == 0) say_left(w.left + block, at.n_chunks);
     if (at.n_chunks > 0 && (warp == 1 || warp == 2)) {
-        put_reads<R>(w.reads + at.own(at.n_chunks - 1) * SMALL, room.z,
-                     room.q[(at.n_chunks - 1) % STAGES], room.inverse[(at.n_chunks - 1) % 2],
+        put_reads<R>(w.reads + at.own(at.n_chunks - 1) * SMALL, smem.z,
+                     smem.q[(at.n_chunks - 1) % STAGES], smem.inverse[(at.n_chunks - 1) % 2],
                      warp - 1);
     }
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
@@ -342,16 +343,16 @@ enum { SPAN = 128, CHUNKS = SPAN / MN_BAYES_CHUNK };    // of the narrow way
 
 /* Work space, in doubles for each block but the parts. */
 struct work {
-    double *each;        // D, E, mean, CHUNKS + 1 states, and the room where it is too large
+    double *each;        // D, E, mean, CHUNKS + 1 states, and mn_bayes_smem where it is too large
     double *spans;       // states in front of spans
     double *traces;      // of D in front of each sequence, by blocks
     float *parts;        // G x rows x (4 K + 1): dq, dk, dla, dtheta, dl2
     const int *steep;    // heads of sequences to do; NULL: all
     int64_t size, state;
-    bool inside;         // the room is in shared memory
+    bool inside;         // mn_bayes_smem is in shared memory
 };
 
-/* What the way back has beside the room; smem tiles of 16 rows. dq and dk lie over the raw inputs.
+/* What the way back has beside mn_bayes_smem; tiles of 16 rows. dq and dk lie over the raw inputs.
  * */
 struct back_smem {
     double *du, *dw, *dq, *dk, *de;
@@ -369,15 +370,15 @@ static int64_t back_doubles(int nb, int nm, int K) {
            5 * (int64_t)K + 16;
 }
 
-__device__ static back_smem back_smem_in(const mn_bayes_smem &room, double *at,
+__device__ static back_smem back_smem_in(const mn_bayes_smem &smem, double *at,
                                          const mn_bayes_shape &s) {
     back_smem r;
     const int smem_tile = 16 * s.pitch();
     const auto take = [&](int count) { double *from = at; at += (count + 1) / 2 * 2; return from; };
     const bool fits = 2 * 16 * s.K >= 2 * smem_tile;
     r.du = take(smem_tile), r.dw = take(smem_tile);
-    r.dq = fits ? (double *)room.raw : take(smem_tile);
-    r.dk = fits ? (double *)room.raw + smem_tile : take(smem_tile);
+    r.dq = fits ? (double *)smem.raw : take(smem_tile);
+    r.dk = fits ? (double *)smem.raw + smem_tile : take(smem_tile);
     r.de = take(16 * s.pitch_e());
     for (int i = 0; i < 5; i++) r.mix[i] = take(256);
     r.h = take(256), r.c = take(16), r.a = take(16), r.x = take(16);
@@ -399,27 +400,27 @@ __device__ static void copy_mean(double *to, const double *from, const mn_bayes_
 }
 
 /* D and E behind the frame become those in front of it: by Phi'. All threads call. */
-__device__ static void move_back(tiles &D, double *E, const mn_bayes_smem &room,
+__device__ static void move_back(tiles &D, double *E, const mn_bayes_smem &smem,
                                  const mn_bayes_shape &s) {
-    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) room.phi[i] = 0.0;
+    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) smem.phi[i] = 0.0;
     __syncthreads();
-    mn_bayes_frame(room.phi, room.level, s);
+    mn_bayes_frame(smem.phi, smem.level, s);
     __syncthreads();
     D.each(s, [&](double (&x)[2], int a, int b) {
-        mn_bayes_move_columns(x, room.phi, b, s.turns, true);
-        mn_bayes_move_rows(x, room.phi, a, s.turns, true);
+        mn_bayes_move_columns(x, smem.phi, b, s.turns, true);
+        mn_bayes_move_rows(x, smem.phi, a, s.turns, true);
     });
     mn_bayes_each_mean(E, s, [&](double (&x)[2], int, int b) {
-        mn_bayes_move_columns(x, room.phi, b, s.turns, true);
+        mn_bayes_move_columns(x, smem.phi, b, s.turns, true);
     });
     __syncthreads();
-    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) room.level[i] = 0.0;
+    for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) smem.level[i] = 0.0;
     __syncthreads();
 }
 
 /* ---- products of 16 rows --------------------------------------------------------------------- */
 
-/* c += weights (16,16) smem tile, columns of block b */
+/* c += weights (16,16) tile, columns of block b */
 __device__ static void mix(double (&c)[2][2], const double *weights, const double *smem_tile,
                            int ld,
                            int b) {
@@ -452,7 +453,7 @@ __device__ static void clear(double (&c)[2][2]) {
     c[0][0] = c[0][1] = c[1][0] = c[1][1] = 0.0;
 }
 
-/* smem tile rows of block b from c, or the other way round */
+/* rows of a tile of block b from c, or the other way round */
 __device__ static void put(double *smem_tile, int ld, const double (&c)[2][2], int b) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -481,7 +482,7 @@ __device__ static void each_pair(F use) {
 
 /* y = scale do into room.o, a, and x = Phi'dgainvec into dw. */
 template <typename T>
-__device__ static void fetch_cotangents(const mn_bayes_smem &room, const back_smem &r,
+__device__ static void fetch_cotangents(const mn_bayes_smem &smem, const back_smem &r,
                                         const mn_bayes_args &p, const mn_bayes_shape &s, int64_t t,
                                         int count) {
     const int width = 8 * s.nm, ld_e = s.pitch_e(), ld = s.pitch(), rows = 8 * s.nb;
@@ -490,7 +491,7 @@ __device__ static void fetch_cotangents(const mn_bayes_smem &room, const back_sm
         const int token = at / width, j = at % width;
         const T *d_o = mn_row<T>(p.cot.o, b, t0 + token, s.h);
         const bool there = d_o && token < count && j < s.columns;
-        room.o[token * ld_e + j] = there ? p.scale * (double)mn_float(d_o[s.first + j]) : 0.0;
+        smem.o[token * ld_e + j] = there ? p.scale * (double)mn_float(d_o[s.first + j]) : 0.0;
     }
     if (threadIdx.x < 16) {
         const int i = threadIdx.x;
@@ -503,7 +504,7 @@ __device__ static void fetch_cotangents(const mn_bayes_smem &room, const back_sm
         const T *d = mn_row<T>(p.cot.gainvec, b, t0 + token, s.h);
         double x = 0.0;
         if (d && token < count && i < s.R) {
-            const double *phi = room.phi + token * rows;
+            const double *phi = smem.phi + token * rows;
             d += s.g * s.R;
             x = phi[i] * (double)mn_float(d[i]);
             if (s.turns && i % 2 == 0) {
@@ -518,7 +519,7 @@ __device__ static void fetch_cotangents(const mn_bayes_smem &room, const back_sm
 
 /* de: E'w by the warps, then the sums over later tokens by columns; dv. */
 template <typename T>
-__device__ static void value_back(const mn_bayes_smem &room, const back_smem &r,
+__device__ static void value_back(const mn_bayes_smem &smem, const back_smem &r,
                                   const double *E, const mn_bayes_args &p, const mn_bayes_shape &s,
                                   int64_t t, int count) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ld_e = s.pitch_e();
@@ -528,22 +529,22 @@ __device__ static void value_back(const mn_bayes_smem &room, const back_smem &r,
         for (int b = 0; b < s.nb; b++) {
             const double2 x = *((const double2 *)(E + ((int64_t)j * s.nb + b) * 64) + lane);
             const double tile[2] = { x.x, x.y };
-            mn_bayes_left(c, room.z, s.pitch_z(), tile, b);
+            mn_bayes_left(c, smem.z, s.pitch_z(), tile, b);
         }
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             const int token = 8 * m + lane / 4;
             double *to = r.de + token * ld_e + mn_tile_column(j);
-            to[0] = c[m][0] * room.inverse[token], to[1] = c[m][1] * room.inverse[token];
+            to[0] = c[m][0] * smem.inverse[token], to[1] = c[m][1] * smem.inverse[token];
         }
     }
     __syncthreads();
     for (int j = threadIdx.x; j < 8 * s.nm; j += MN_BAYES_THREADS) {
         for (int i = MN_BAYES_CHUNK - 1; i >= 0; i--) {
-            double x = r.de[i * ld_e + j] + room.read[i * 16 + i] * room.o[i * ld_e + j];
+            double x = r.de[i * ld_e + j] + smem.read[i * 16 + i] * smem.o[i * ld_e + j];
             for (int later = i + 1; later < MN_BAYES_CHUNK; later++) {
-                x += room.read[i * 16 + later] * room.o[later * ld_e + j];
-                x -= room.coef[i * 16 + later] * r.de[later * ld_e + j];
+                x += smem.read[i * 16 + later] * smem.o[later * ld_e + j];
+                x -= smem.coef[i * 16 + later] * r.de[later * ld_e + j];
             }
             r.de[i * ld_e + j] = x;
             T *dv = mn_row<T>(p.grad.v, s.span.b, s.span.t0 + t + i, s.h);
@@ -554,21 +555,21 @@ __device__ static void value_back(const mn_bayes_smem &room, const back_smem &r,
 }
 
 /* mix 0: y_s.e_t and mix 1: de_s.e_t as [t][s], all pairs. */
-__device__ static void value_grams(const mn_bayes_smem &room, const back_smem &r,
+__device__ static void value_grams(const mn_bayes_smem &smem, const back_smem &r,
                                    const mn_bayes_shape &s) {
     const int ld_e = s.pitch_e();
-    mn_bayes_gram(room.parts, room.e, ld_e, room.o, ld_e, s.nm);
+    mn_bayes_gram(smem.parts, smem.e, ld_e, smem.o, ld_e, s.nm);
     __syncthreads();
-    each_pair([&](int i, int, int) { r.mix[0][i] = mn_bayes_whole(room.parts, i); });
+    each_pair([&](int i, int, int) { r.mix[0][i] = mn_bayes_whole(smem.parts, i); });
     __syncthreads();
-    mn_bayes_gram(room.parts, room.e, ld_e, r.de, ld_e, s.nm);
+    mn_bayes_gram(smem.parts, smem.e, ld_e, r.de, ld_e, s.nm);
     __syncthreads();
-    each_pair([&](int i, int, int) { r.mix[1][i] = mn_bayes_whole(room.parts, i); });
+    each_pair([&](int i, int, int) { r.mix[1][i] = mn_bayes_whole(smem.parts, i); });
     __syncthreads();
 }
 
 /* dw grows by what the mean says of the gains. */
-__device__ static void gain_back(const mn_bayes_smem &room, const back_smem &r, const double *E,
+__device__ static void gain_back(const mn_bayes_smem &smem, const back_smem &r, const double *E,
                                  const mn_bayes_shape &s) {
     const int warp = threadIdx.x / 32, ld = s.pitch();
     each_pair([&](int i, int t, int later) {
@@ -579,32 +580,32 @@ __device__ static void gain_back(const mn_bayes_smem &room, const back_smem &r, 
     for (int b = warp; b < s.nb; b += MN_BAYES_WARPS) {
         double c[2][2];
         get(c, r.dw, ld, b);
-        through_mean(c, room.e, s.pitch_e(), E, s, b);
-        mix(c, r.mix[2], room.q, ld, b);
-        mix(c, r.mix[3], room.k, ld, b);
+        through_mean(c, smem.e, s.pitch_e(), E, s, b);
+        mix(c, r.mix[2], smem.q, ld, b);
+        mix(c, r.mix[3], smem.k, ld, b);
         put(r.dw, ld, c, b);
     }
 }
 
 /* b into du. mix 4 is free for a_s q_s.w_t. */
-__device__ static void covariance_start(tiles &D, const mn_bayes_smem &room,
+__device__ static void covariance_start(tiles &D, const mn_bayes_smem &smem,
                                         const back_smem &r, const mn_bayes_shape &s) {
     const int lane = threadIdx.x % 32, ld = s.pitch();
     each_pair([&](int i, int t, int later) {
-        r.mix[4][i] = later >= t ? r.a[later] * room.read[i] * room.sigma[t] : 0.0;
+        r.mix[4][i] = later >= t ? r.a[later] * smem.read[i] * smem.sigma[t] : 0.0;
     });
     __syncthreads();
     double c[2][2];
     D.each(s, [&](double (&tile)[2], int a, int b) {
         if (b == 0) clear(c);
-        mn_bayes_left(c, room.z, s.pitch_z(), tile, b);
+        mn_bayes_left(c, smem.z, s.pitch_z(), tile, b);
         if (b != s.nb - 1) return;
-        mix(c, r.mix[4], room.q, ld, a);
+        mix(c, r.mix[4], smem.q, ld, a);
         double dw[2][2];
         get(dw, r.dw, ld, a);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            const double inverse = room.inverse[8 * m + lane / 4];
+            const double inverse = smem.inverse[8 * m + lane / 4];
 #pragma unroll
             for (int i = 0; i < 2; i++) c[m][i] = (dw[m][i] - 2.0 * c[m][i]) * inverse;
         }
@@ -615,15 +616,15 @@ __device__ static void covariance_start(tiles &D, const mn_bayes_smem &room,
 
 /* h[t][j] = du_t.w_j for j <= t, c_t and dr2 by one warp, lane j. mix 4 holds b_t.w_j. */
 template <typename T>
-__device__ static void adjoint_scalars(const mn_bayes_smem &room, const back_smem &r,
+__device__ static void adjoint_scalars(const mn_bayes_smem &smem, const back_smem &r,
                                        const mn_bayes_args &p, const mn_bayes_shape &s, int64_t t,
                                        int count) {
     const int j = threadIdx.x % 16;
     for (int i = MN_BAYES_CHUNK - 1; i >= 0; i--) {
         double h = r.mix[4][i * 16 + j], wDw = 0.0;
         for (int later = i + 1; later < MN_BAYES_CHUNK; later++) {
-            const double forward = room.coef[i * 16 + later], known = r.h[later * 16 + i];
-            const double mine = j < later ? room.coef[j * 16 + later] : 0.0;
+            const double forward = smem.coef[i * 16 + later], known = r.h[later * 16 + i];
+            const double mine = j < later ? smem.coef[j * 16 + later] : 0.0;
             h -= r.h[later * 16 + j] * forward + mine * known;
             wDw += forward * known;
         }
@@ -633,17 +634,17 @@ __device__ static void adjoint_scalars(const mn_bayes_smem &room, const back_sme
         const bool there = i < count;
         const double dgain = there ? (double)mn_get(dgain_at, s.g) : 0.0;
         const double dkvar = there ? (double)mn_get(dkvar_at, s.g) : 0.0;
-        const double inverse = room.inverse[i], x = r.x[i] * inverse;
+        const double inverse = smem.inverse[i], x = r.x[i] * inverse;
         wDw = 0.5 * (x - r.mix[4][i * 16 + i]) + wDw;
         const double ds = wDw - x, square = inverse * inverse;
-        const double c = there ? dkvar + ds + dgain * room.r2[i] * square : 0.0;
-        if (j < i) h += c * room.coef[j * 16 + i];
+        const double c = there ? dkvar + ds + dgain * smem.r2[i] * square : 0.0;
+        if (j < i) h += c * smem.coef[j * 16 + i];
         if (threadIdx.x < 16) r.h[i * 16 + j] = h;
         if (threadIdx.x == 0) {
             r.c[i] = c;
             T *dr2 = mn_row<T>(p.grad.r2, b, when, s.h);
             if (dr2 && there) {
-                mn_put(dr2 + s.g, (float)(ds - dgain * room.variance[i] * square));
+                mn_put(dr2 + s.g, (float)(ds - dgain * smem.variance[i] * square));
             }
         }
         __syncwarp();
@@ -651,15 +652,15 @@ __device__ static void adjoint_scalars(const mn_bayes_smem &room, const back_sme
 }
 
 /* du from b, one thread for each row. */
-__device__ static void covariance_solve(const mn_bayes_smem &room, const back_smem &r,
+__device__ static void covariance_solve(const mn_bayes_smem &smem, const back_smem &r,
                                         const mn_bayes_shape &s) {
     const int ld = s.pitch();
     for (int row = threadIdx.x; row < 8 * s.nb; row += MN_BAYES_THREADS) {
         for (int t = MN_BAYES_CHUNK - 1; t >= 0; t--) {
-            double x = r.du[t * ld + row] + r.c[t] * room.k[t * ld + row];
+            double x = r.du[t * ld + row] + r.c[t] * smem.k[t * ld + row];
             for (int later = t + 1; later < MN_BAYES_CHUNK; later++) {
-                x -= r.du[later * ld + row] * room.coef[t * 16 + later];
-                x -= room.k[later * ld + row] * r.h[later * 16 + t];
+                x -= r.du[later * ld + row] * smem.coef[t * 16 + later];
+                x -= smem.k[later * ld + row] * r.h[later * 16 + t];
             }
             r.du[t * ld + row] = x;
         }
@@ -684,7 +685,7 @@ __device__ static void take_diagonal(tiles &D, const back_smem &r,
 }
 
 /* D and E in front of the chunk. */
-__device__ static void write_back(tiles &D, double *E, const mn_bayes_smem &room,
+__device__ static void write_back(tiles &D, double *E, const mn_bayes_smem &smem,
                                   const back_smem &r, const mn_bayes_shape &s, bool weighs) {
     const int lane = threadIdx.x % 32, ld = s.pitch(), ld_e = s.pitch_e();
     D.each(s, [&](double (&tile)[2], int a, int b) {
@@ -693,8 +694,8 @@ __device__ static void write_back(tiles &D, double *E, const mn_bayes_smem &room
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int at = (4 * i + lane % 4) * ld;
-            left[i] = 0.5 * r.du[at + row], right[i] = room.k[at + column];
-            up[i] = 0.5 * room.k[at + row], along[i] = r.du[at + column];
+            left[i] = 0.5 * r.du[at + row], right[i] = smem.k[at + column];
+            up[i] = 0.5 * smem.k[at + row], along[i] = r.du[at + column];
         }
         mn_mma_f64_tile(tile, left, right);
         mn_mma_f64_tile(tile, up, along);
@@ -702,7 +703,7 @@ __device__ static void write_back(tiles &D, double *E, const mn_bayes_smem &room
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int t = 4 * i + lane % 4;
-            left[i] = r.a[t] * room.q[t * ld + row], right[i] = room.q[t * ld + column];
+            left[i] = r.a[t] * smem.q[t * ld + row], right[i] = smem.q[t * ld + column];
         }
         mn_mma_f64_tile(tile, left, right);
     });
@@ -712,8 +713,8 @@ __device__ static void write_back(tiles &D, double *E, const mn_bayes_smem &room
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int t = 4 * i + lane % 4;
-            left[i] = room.o[t * ld_e + row], right[i] = room.q[t * ld + column];
-            up[i] = -r.de[t * ld_e + row], along[i] = room.k[t * ld + column];
+            left[i] = smem.o[t * ld_e + row], right[i] = smem.q[t * ld + column];
+            up[i] = -r.de[t * ld_e + row], along[i] = smem.k[t * ld + column];
         }
         mn_mma_f64_tile(tile, left, right);
         mn_mma_f64_tile(tile, up, along);
@@ -722,7 +723,7 @@ __device__ static void write_back(tiles &D, double *E, const mn_bayes_smem &room
 
 /* dk and dq but for the noise and c z, by row blocks. P and M are the states in front of the chunk;
  * mix 0 to 3 hold the weights of z in Pbar du, P q, M y and M de. */
-__device__ static void read_back(const double *P, const mn_bayes_smem &room, const back_smem &r,
+__device__ static void read_back(const double *P, const mn_bayes_smem &smem, const back_smem &r,
                                  const mn_bayes_shape &s, bool weighs) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ld = s.pitch(), ld_z = s.pitch_z();
     for (int a = warp; a < s.nb; a += MN_BAYES_WARPS) {
@@ -732,12 +733,12 @@ __device__ static void read_back(const double *P, const mn_bayes_smem &room, con
             const double2 at = *((const double2 *)(P + ((int64_t)a * s.nb + b) * 64) + lane);
             const double tile[2] = { at.x, at.y };
             mn_bayes_left(k, r.du, ld, tile, b);
-            if (weighs) mn_bayes_left(q, room.q, ld, tile, b);
+            if (weighs) mn_bayes_left(q, smem.q, ld, tile, b);
         }
-        mix(k, r.mix[0], room.z, ld_z, a);
+        mix(k, r.mix[0], smem.z, ld_z, a);
         if (weighs) {
-            mix(q, r.mix[1], room.z, ld_z, a);
-            get(x, room.zq, ld_z, a);
+            mix(q, r.mix[1], smem.z, ld_z, a);
+            get(x, smem.zq, ld_z, a);
         }
 #pragma unroll
         for (int m = 0; m < 2; m++) {
@@ -746,11 +747,11 @@ __device__ static void read_back(const double *P, const mn_bayes_smem &room, con
                 q[m][i] = 2.0 * r.a[8 * m + lane / 4] * (q[m][i] + x[m][i]);
             }
         }
-        through_mean(q, room.o, s.pitch_e(), room.M, s, a);
-        mix(q, r.mix[2], room.z, ld_z, a);
+        through_mean(q, smem.o, s.pitch_e(), smem.M, s, a);
+        mix(q, r.mix[2], smem.z, ld_z, a);
         clear(x);
-        through_mean(x, r.de, s.pitch_e(), room.M, s, a);
-        mix(x, r.mix[3], room.z, ld_z, a);
+        through_mean(x, r.de, s.pitch_e(), smem.M, s, a);
+        mix(x, r.mix[3], smem.z, ld_z, a);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
 #pragma unroll
@@ -765,7 +766,7 @@ __device__ static void read_back(const double *P, const mn_bayes_smem &room, con
 /* What one channel leaves of each token, from the last one on: all gradients of the raw inputs.
  * du's rows become the channel's parts of dl2. */
 template <typename T>
-__device__ static void channels_back(const mn_bayes_smem &room, const back_smem &r,
+__device__ static void channels_back(const mn_bayes_smem &smem, const back_smem &r,
                                      const mn_bayes_args &p, const mn_bayes_shape &s, float *parts,
                                      int64_t t, int first, int count) {
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
@@ -775,9 +776,9 @@ __device__ static void channels_back(const mn_bayes_smem &room, const back_smem 
         double rr = r.D[3 * i], ri = r.D[3 * i + 1], ii = r.D[3 * i + 2];
         double trace = r.C[2 * i], turn = r.C[2 * i + 1], nrr = 0.0, nri = 0.0, nii = 0.0;
         for (int j = 0; j < count; j++) {
-            const double *phi = room.phi + j * rows + at;
+            const double *phi = smem.phi + j * rows + at;
             const double im = s.turns ? phi[1] : 0.0, square = phi[0] * phi[0] + im * im;
-            const double weight = room.given_l2[first + j] / (square * square);
+            const double weight = smem.given_l2[first + j] / (square * square);
             nrr += weight * phi[0] * phi[0], nri -= weight * phi[0] * im, nii += weight * im * im;
         }
         for (int j = MN_BAYES_CHUNK - 1; j >= 0; j--) {
@@ -787,8 +788,8 @@ __device__ static void channels_back(const mn_bayes_smem &room, const back_smem 
                 if (s.turns) du[1] = 0.0;
                 continue;
             }
-            const double *phi = room.phi + j * rows + at, *k = room.k + j * ld + at;
-            const double *q = room.q + j * ld + at, *z = room.z + j * ld_z + at;
+            const double *phi = smem.phi + j * rows + at, *k = smem.k + j * ld + at;
+            const double *q = smem.q + j * ld + at, *z = smem.z + j * ld_z + at;
             const double re = phi[0], im = s.turns ? phi[1] : 0.0, square = re * re + im * im;
             const double k1 = s.turns ? k[1] : 0.0, q1 = s.turns ? q[1] : 0.0;
             const double z1 = s.turns ? z[1] : 0.0, du1 = s.turns ? du[1] : 0.0;
@@ -808,10 +809,10 @@ __device__ static void channels_back(const mn_bayes_smem &room, const back_smem 
             rr += r.a[j] * q[0] * q[0] + du[0] * k[0];
             ri += r.a[j] * q[0] * q1 + 0.5 * (du[0] * k1 + du1 * k[0]);
             ii += r.a[j] * q1 * q1 + du1 * k1;
-            const double unit = 1.0 / (square * square), noise = room.given_l2[first + j] * unit;
+            const double unit = 1.0 / (square * square), noise = smem.given_l2[first + j] * unit;
             const double own_rr = noise * re * re, own_ri = -noise * re * im;
             const double own_ii = noise * im * im;
-            const double w0 = z[0] * room.inverse[j], w1 = z1 * room.inverse[j];
+            const double w0 = z[0] * smem.inverse[j], w1 = z1 * smem.inverse[j];
             trace += q[0] * dq[0] + q1 * dq1 + k[0] * dk0 + k1 * dk1 + x0 * w0 + x1 * w1;
             trace -= 2.0 * (rr * own_rr + 2.0 * ri * own_ri + ii * own_ii);
             turn += q1 * dq[0] - q[0] * dq1 + k1 * dk0 - k[0] * dk1 + x1 * w0 - x0 * w1;
@@ -921,10 +922,10 @@ struct channels_smem {
 };
 
 /* What channel i leaves of a chunk's tokens: the raw inputs' gradients but for what later chunks
- * say of la and theta; parts of dl2 by channels into the room. n_t grows from the first token on,
- * all else from the last. */
+ * say of la and theta; parts of dl2 by channels into shared memory. n_t grows from the first token
+ * on, all else from the last. */
 template <typename T, int R, bool TURNS>
-__device__ static void gather_channel(channels_smem &room, const mn_bayes_args &p,
+__device__ static void gather_channel(channels_smem &smem, const mn_bayes_args &p,
                                       const span_work &w, const mn_tile_span &tile, int64_t head,
                                       int c, int i) {
     constexpr int AHEAD = 4, STEP = TURNS ? 2 : 1;
@@ -946,7 +947,7 @@ __device__ static void gather_channel(channels_smem &room, const mn_bayes_args &
     noise_sums n[CHUNK], sum = { noise[r], noise[R + r], TURNS ? noise[r + 1] : 0.0 };
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
-        sum.add<TURNS>(noise_row<TURNS>(pair_at<TURNS>(phi + t * R)), room.l2[t]);
+        sum.add<TURNS>(noise_row<TURNS>(pair_at<TURNS>(phi + t * R)), smem.l2[t]);
         n[t] = sum;
     }
     channel_sums<TURNS> sums = { 0.0, 0.0, 0.0, 0.0, 0.0 };
@@ -980,8 +981,8 @@ __device__ static void gather_channel(channels_smem &room, const mn_bayes_args &
             const double2 own = noise_row<TURNS>(x[j].phi);
             const double2 k = in_frame<TURNS>(x[j].phi, (double)x[j].k);
             const double2 q = in_frame<TURNS>(x[j].phi, requests ? (double)x[j].q : 0.0);
-            const double by_noise = sums.add(x[j].dk, x[j].dq, k, q, x[j].du, room.weights[t],
-                                             n[t], own, room.l2[t]);
+            const double by_noise = sums.add(x[j].dk, x[j].dq, k, q, x[j].du, smem.weights[t],
+                                             n[t], own, smem.l2[t]);
             if (p.cot.gainvec.data) {
                 gain_inside<T, R>(sums.trace, sums.turning, p, w, tile, head, c * CHUNK + t, i,
                                   phi + t * R - r);
@@ -997,7 +998,7 @@ __device__ static void gather_channel(channels_smem &room, const mn_bayes_args &
             }
             local[t * 2 * K] = (float)sums.trace;
             if (TURNS) local[t * 2 * K + K] = (float)sums.turning;
-            room.dl2[t * CHANNELS_LD + i] = by_noise;
+            smem.dl2[t * CHANNELS_LD + i] = by_noise;
         }
     }
     double *total = w.totals + (head * SPAN_CHUNKS + c) * 2 * K;
@@ -1009,7 +1010,7 @@ template <typename T, int R, bool TURNS>
 __global__ void __launch_bounds__(CHANNEL_THREADS, TURNS ? 2 : 4)
 span_channels_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
-    __shared__ channels_smem room;
+    __shared__ channels_smem smem;
     const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x / SPAN_CHUNKS, h = head % H;
     const int c = (int)(blockIdx.x % SPAN_CHUNKS), i = (int)threadIdx.x, K = (int)p.call.K;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
@@ -1022,16 +1023,16 @@ span_channels_kernel(const __grid_constant__ mn_bayes_args p,
             const span_group s = { tile.n, h, g, 0, 0 };
             sum += weight_of<T>(p, tile, s, t);
         }
-        room.weights[i] = sum;
-        room.l2[i] = t < tile.n_rows ? (double)mn_float(*mn_row<T>(p.l2, b, t0 + t, h)) : 0.0;
+        smem.weights[i] = sum;
+        smem.l2[i] = t < tile.n_rows ? (double)mn_float(*mn_row<T>(p.l2, b, t0 + t, h)) : 0.0;
     }
     __syncthreads();
-    if (i < K) gather_channel<T, R, TURNS>(room, p, w, tile, head, c, i);
+    if (i < K) gather_channel<T, R, TURNS>(smem, p, w, tile, head, c, i);
     __syncthreads();
     for (int j = i / 32; j < CHUNK && p.grad.l2.data; j += CHANNEL_THREADS / 32) {
         if (c * CHUNK + j >= tile.n_rows) break;
         double sum = 0.0;
-        for (int k = i % 32; k < K; k += 32) sum += room.dl2[j * CHANNELS_LD + k];
+        for (int k = i % 32; k < K; k += 32) sum += smem.dl2[j * CHANNELS_LD + k];
         for (int lanes = 16; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         }
@@ -1122,7 +1123,9 @@ span_decay_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant
 
 enum { SCAN_THREADS = 32 * MEAN_WARPS };
 
-/* The covariances, and behind each the slices of its mean. */
+/* Grid: covariances (group of a head of a sequence), then slices blocks for each: the covariance
+ * scans forward (bayes_bwd_covariance_scan.cuh's inputs), and behind each the scans of its mean, 64
+ * value columns a block (mean_forward). */
 template <typename T, int R>
 __global__ void __launch_bounds__(SCAN_THREADS, 1)
 scans_forward_kernel(const __grid_constant__ mn_bayes_args p,
@@ -1136,7 +1139,9 @@ scans_forward_kernel(const __grid_constant__ mn_bayes_args p,
     }
 }
 
-/* The adjoints of means, and behind them those of covariances. */
+/* Grid: for each group of a head of a sequence `slices` blocks that scan the mean's adjoint back
+ * (mean_backward), then, behind all of these, a block that scans the covariance's
+ * (scan_adjoint). */
 template <typename T, int R>
 __global__ void __launch_bounds__(SCAN_THREADS, 1)
 scans_back_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
@@ -1158,94 +1163,94 @@ __device__ static double *mean_of(double *state, const mn_bayes_shape &s) {
 
 /* From the state in front of a chunk to the one behind it; the frame is at rest on both sides. */
 template <typename T>
-__device__ __noinline__ static void state_scan(tiles &P, const mn_bayes_smem &room,
+__device__ __noinline__ static void state_scan(tiles &P, const mn_bayes_smem &smem,
                                          const mn_bayes_args &p, mn_bayes_shape s, int64_t t,
                                          int limit) {
     const int all = (int)min((int64_t)MN_BAYES_CHUNK, s.span.length - t);
     s.reads = false;
     __syncthreads();
-    mn_bayes_load_tile<T>(room, p, s, t, all);
+    mn_bayes_load_tile<T>(smem, p, s, t, all);
     __syncthreads();
-    const bool steep = mn_bayes_is_steep(room, s, false);
+    const bool steep = mn_bayes_is_steep(smem, s, false);
     const int count = steep ? 1 : all;
     for (int first = 0; first < all && first < limit; first += count) {
         if (steep) {
-            mn_bayes_step_frame(room, s, first);
-            mn_bayes_rebase(P, room, s);
+            mn_bayes_step_frame(smem, s, first);
+            mn_bayes_rebase(P, smem, s);
         }
-        mn_bayes_chunk<T>(P, room, p, s, t, first, count, steep, false);
-        mn_bayes_write(P, room, s);
+        mn_bayes_chunk<T>(P, smem, p, s, t, first, count, steep, false);
+        mn_bayes_write(P, smem, s);
         __syncthreads();
     }
     if (steep) return;
-    mn_bayes_advance_frame(room, s);
+    mn_bayes_advance_frame(smem, s);
     __syncthreads();
-    mn_bayes_rebase(P, room, s);
+    mn_bayes_rebase(P, smem, s);
 }
 
 /* Everything of tokens [first, first + count) of the chunk at t, whose frame starts from `state`: D
  * and E go from behind them to in front of them. */
 template <typename T>
 __device__ __noinline__ static void chunk_back(tiles &D, double *E, double *state,
-                                  mn_bayes_smem room, const back_smem &r, const mn_bayes_args &p,
+                                  mn_bayes_smem smem, const back_smem &r, const mn_bayes_args &p,
                                   const mn_bayes_shape &s, float *parts, int64_t t, int first,
                                   int count, bool still) {
     const bool weighs = p.cot.qvar.data && p.q.data;
     tiles P;
     P.memory = state;
-    room.M = mean_of(state, s);
-    mn_bayes_chunk<T>(P, room, p, s, t, first, count, still, false);
+    smem.M = mean_of(state, s);
+    mn_bayes_chunk<T>(P, smem, p, s, t, first, count, still, false);
     __syncthreads();
     each_pair([&](int i, int row, int) {
-        room.read[i] = mn_bayes_whole(room.parts, i) * room.inverse[row];
+        smem.read[i] = mn_bayes_whole(smem.parts, i) * smem.inverse[row];
     });
-    fetch_cotangents<T>(room, r, p, s, t + first, count);
+    fetch_cotangents<T>(smem, r, p, s, t + first, count);
     __syncthreads();
-    value_back<T>(room, r, E, p, s, t + first, count);
-    value_grams(room, r, s);
-    gain_back(room, r, E, s);
+    value_back<T>(smem, r, E, p, s, t + first, count);
+    value_grams(smem, r, s);
+    gain_back(smem, r, E, s);
     take_diagonal(D, r, s);
     __syncthreads();
-    covariance_start(D, room, r, s);
-    mn_bayes_gram(room.parts, r.dw, s.pitch(), room.z, s.pitch_z(), s.nb);
+    covariance_start(D, smem, r, s);
+    mn_bayes_gram(smem.parts, r.dw, s.pitch(), smem.z, s.pitch_z(), s.nb);
     __syncthreads();
     if (threadIdx.x < 16) {
-        r.x[threadIdx.x] = mn_bayes_whole(room.parts, 17 * (int)threadIdx.x) *
-                           room.inverse[threadIdx.x];
+        r.x[threadIdx.x] = mn_bayes_whole(smem.parts, 17 * (int)threadIdx.x) *
+                           smem.inverse[threadIdx.x];
     }
     __syncthreads();
-    mn_bayes_gram(room.parts, r.du, s.pitch(), room.z, s.pitch_z(), s.nb);
+    mn_bayes_gram(smem.parts, r.du, s.pitch(), smem.z, s.pitch_z(), s.nb);
     __syncthreads();
     each_pair([&](int i, int, int column) {
-        r.mix[4][i] = mn_bayes_whole(room.parts, i) * room.inverse[column];
+        r.mix[4][i] = mn_bayes_whole(smem.parts, i) * smem.inverse[column];
     });
     __syncthreads();
-    if (threadIdx.x < 32) adjoint_scalars<T>(room, r, p, s, t + first, count);
+    if (threadIdx.x < 32) adjoint_scalars<T>(smem, r, p, s, t + first, count);
     __syncthreads();
-    covariance_solve(room, r, s);
-    write_back(D, E, room, r, s, weighs);
-    mn_bayes_gram(room.parts, room.z, s.pitch_z(), r.du, s.pitch(), s.nb);
+    covariance_solve(smem, r, s);
+    write_back(D, E, smem, r, s, weighs);
+    mn_bayes_gram(smem.parts, smem.z, s.pitch_z(), r.du, s.pitch(), s.nb);
     each_pair([&](int i, int row, int column) {
         const int turned = column * 16 + row;
-        const double inverse = room.inverse[column];
+        const double inverse = smem.inverse[column];
         r.mix[2][i] = column <= row ? inverse * r.mix[0][turned] : 0.0;
         r.mix[3][i] = column < row ? inverse * r.mix[1][turned] : 0.0;
     });
     __syncthreads();
     each_pair([&](int i, int row, int column) {
         const int turned = column * 16 + row;
-        const double inverse = room.inverse[column];
-        r.mix[0][i] = column < row ? -inverse * mn_bayes_whole(room.parts, turned) : 0.0;
-        r.mix[1][i] = column <= row ? -room.read[turned] : 0.0;
+        const double inverse = smem.inverse[column];
+        r.mix[0][i] = column < row ? -inverse * mn_bayes_whole(smem.parts, turned) : 0.0;
+        r.mix[1][i] = column <= row ? -smem.read[turned] : 0.0;
     });
     __syncthreads();
-    read_back(state, room, r, s, weighs);
-    channels_back<T>(room, r, p, s, parts, t + first, first, count);
+    read_back(state, smem, r, s, weighs);
+    channels_back<T>(smem, r, p, s, parts, t + first, first, count);
 }
 
 /* D and E from the cotangents of the last states, of which P and room.M are the values; C. */
 __device__ static void load_cotangents(tiles &P, double *E,
-                                       const mn_bayes_smem &room, const back_smem &r,
+                                       const mn_bayes_smem &smem, const back_smem &r,
                                        const mn_bayes_args &p, const mn_bayes_shape &s) {
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     const float *dM = mn_row<float>(p.cot.M, s.n, 0, s.h);
@@ -1270,7 +1275,7 @@ __device__ static void load_cotangents(tiles &P, double *E,
             own += __shfl_xor_sync(0xffffffffu, own, lanes);
             cross += __shfl_xor_sync(0xffffffffu, cross, lanes);
         }
-        if (threadIdx.x % 4 == 0) room.noise[row] = 2.0 * own, room.cross[row] = 2.0 * cross;
+        if (threadIdx.x % 4 == 0) smem.noise[row] = 2.0 * own, smem.cross[row] = 2.0 * cross;
     });
     mn_bayes_each_mean(E, s, [&](double (&x)[2], int a, int b) {
 #pragma unroll
@@ -1283,14 +1288,14 @@ __device__ static void load_cotangents(tiles &P, double *E,
     __syncthreads();
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int row = i * s.step;
-        double trace = room.noise[row], turn = 0.0;
-        if (s.turns) trace += room.noise[row + 1], turn = room.cross[row + 1] - room.cross[row];
+        double trace = smem.noise[row], turn = 0.0;
+        if (s.turns) trace += smem.noise[row + 1], turn = smem.cross[row + 1] - smem.cross[row];
         for (int j = 0; j < s.columns; j++) {
             const int64_t at = ((int64_t)(j / 8) * s.nb + row / 8) * 64 + j % 8 * 8 + row % 8;
-            trace += E[at] * room.M[at];
+            trace += E[at] * smem.M[at];
             if (!s.turns) continue;
-            trace += E[at + 1] * room.M[at + 1];
-            turn += E[at + 1] * room.M[at] - E[at] * room.M[at + 1];
+            trace += E[at + 1] * smem.M[at + 1];
+            turn += E[at + 1] * smem.M[at] - E[at] * smem.M[at + 1];
         }
         r.C[2 * i] = trace, r.C[2 * i + 1] = turn;
     }
@@ -1298,7 +1303,7 @@ __device__ static void load_cotangents(tiles &P, double *E,
 }
 
 /* The gradients of the states handed in, and D's trace. */
-__device__ static void put_first(tiles &D, double *E, const mn_bayes_smem &room,
+__device__ static void put_first(tiles &D, double *E, const mn_bayes_smem &smem,
                                  const mn_bayes_args &p, const mn_bayes_shape &s, double *trace) {
     float *dP = mn_row<float>(p.grad.P0, s.n, 0, s.h), *dM = mn_row<float>(p.grad.M0, s.n, 0, s.h);
     const int64_t R = s.R;
@@ -1307,7 +1312,7 @@ __device__ static void put_first(tiles &D, double *E, const mn_bayes_smem &room,
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int64_t row = mn_tile_row(a), column = mn_tile_column(b) + i;
-            if (row == column) room.noise[row] = row < R ? x[i] : 0.0;
+            if (row == column) smem.noise[row] = row < R ? x[i] : 0.0;
             if (dP && row < R && column <= row) {
                 dP[row * R + column] = dP[column * R + row] = (float)x[i];
             }
@@ -1325,7 +1330,7 @@ __device__ static void put_first(tiles &D, double *E, const mn_bayes_smem &room,
     __syncthreads();
     if (threadIdx.x != 0) return;
     double sum = 0.0;
-    for (int i = 0; i < s.R; i++) sum += room.noise[i];
+    for (int i = 0; i < s.R; i++) sum += smem.noise[i];
     *trace = sum;
 }
 
@@ -1352,27 +1357,27 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
     tiles P, D;
     D.memory = own;
     P.memory = spare + w.state;
-    const mn_bayes_smem room = mn_bayes_smem_in(base, s, M);
-    const back_smem r = back_smem_in(room, base + mn_bayes_doubles(s.nb, s.nm, s.K, false), s);
+    const mn_bayes_smem smem = mn_bayes_smem_in(base, s, M);
+    const back_smem r = back_smem_in(smem, base + mn_bayes_doubles(s.nb, s.nm, s.K, false), s);
     const int64_t length = s.span.length, n_spans = (length + SPAN - 1) / SPAN;
     const int64_t slot0 = p.call.cu_seqlens ? s.span.t0 / SPAN + s.n
                                             : s.n * ((p.call.T + SPAN - 1) / SPAN);
     const auto span_at = [&](int64_t i) {
         return w.spans + (((slot0 + i) * p.call.H + s.h) * p.call.G + s.g) * w.state;
     };
-    mn_bayes_clear(room, s);
-    mn_bayes_load(P, room, p, s, sizeof(T) == 2);
+    mn_bayes_clear(smem, s);
+    mn_bayes_load(P, smem, p, s, sizeof(T) == 2);
     for (int64_t t = 0; t < length; t += MN_BAYES_CHUNK) {
         if (t % SPAN == 0) {
             double *span = span_at(t / SPAN);
             copy_state(span, mean_of(span, s), P.memory, M, s);
         }
-        state_scan<T>(P, room, p, s, t, MN_BAYES_CHUNK);
+        state_scan<T>(P, smem, p, s, t, MN_BAYES_CHUNK);
     }
     __syncthreads();
     copy_tiles(D.memory, P.memory, s);
     __syncthreads();
-    load_cotangents(D, E, room, r, p, s);
+    load_cotangents(D, E, smem, r, p, s);
     for (int64_t i = n_spans - 1; i >= 0; i--) {
         const int n_chunks = (int)min((int64_t)CHUNKS, (length - i * SPAN + MN_BAYES_CHUNK - 1) /
                                                            MN_BAYES_CHUNK);
@@ -1382,7 +1387,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
             double *state = chunks + c * w.state;
             copy_state(state, mean_of(state, s), P.memory, M, s);
             if (c + 1 < n_chunks) {
-                state_scan<T>(P, room, p, s, i * SPAN + c * MN_BAYES_CHUNK, MN_BAYES_CHUNK);
+                state_scan<T>(P, smem, p, s, i * SPAN + c * MN_BAYES_CHUNK, MN_BAYES_CHUNK);
             }
         }
         for (int c = n_chunks - 1; c >= 0; c--) {
@@ -1390,39 +1395,39 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
             const int all = (int)min((int64_t)MN_BAYES_CHUNK, length - t);
             double *state = chunks + c * w.state;
             __syncthreads();
-            mn_bayes_load_tile<T>(room, p, s, t, all);
+            mn_bayes_load_tile<T>(smem, p, s, t, all);
             __syncthreads();
-            const bool steep = mn_bayes_is_steep(room, s, false);
+            const bool steep = mn_bayes_is_steep(smem, s, false);
             if (!steep) {
-                mn_bayes_advance_frame(room, s);
+                mn_bayes_advance_frame(smem, s);
                 __syncthreads();
-                move_back(D, E, room, s);
+                move_back(D, E, smem, s);
             }
             /* Where a channel decays by more than e^-40 tokens go one by one, each from a scan of
              * its own up to it. */
             for (int token = steep ? all - 1 : 0; token >= 0; token--) {
                 if (steep) {
                     copy_state(P.memory, M, state, mean_of(state, s), s);
-                    if (token > 0) state_scan<T>(P, room, p, s, t, token);
+                    if (token > 0) state_scan<T>(P, smem, p, s, t, token);
                     __syncthreads();
-                    mn_bayes_load_tile<T>(room, p, s, t, all);
+                    mn_bayes_load_tile<T>(smem, p, s, t, all);
                     __syncthreads();
-                    mn_bayes_step_frame(room, s, token);
-                    mn_bayes_rebase(P, room, s);
+                    mn_bayes_step_frame(smem, s, token);
+                    mn_bayes_rebase(P, smem, s);
                     copy_state(spare, mean_of(spare, s), P.memory, M, s);
                 }
-                chunk_back<T>(D, E, steep ? spare : state, room, r, p, s, w.parts, t,
+                chunk_back<T>(D, E, steep ? spare : state, smem, r, p, s, w.parts, t,
                               steep ? token : 0, steep ? 1 : all, steep);
                 if (!steep) continue;
-                mn_bayes_load_tile<T>(room, p, s, t, all);
+                mn_bayes_load_tile<T>(smem, p, s, t, all);
                 __syncthreads();
-                mn_bayes_step_frame(room, s, token);
-                move_back(D, E, room, s);
+                mn_bayes_step_frame(smem, s, token);
+                move_back(D, E, smem, s);
             }
         }
     }
     __syncthreads();
-    put_first(D, E, room, p, s, w.traces + blockIdx.x);
+    put_first(D, E, smem, p, s, w.traces + blockIdx.x);
 }
 
 /* ---- what groups share ----------------------------------------------------------------------- */
@@ -1461,7 +1466,8 @@ __global__ void bayes_first_kernel(const __grid_constant__ mn_bayes_args p, cons
 
 /* ---- work space ------------------------------------------------------------------------------ */
 
-/* Hands out room one piece after the other, from `base` or, where that is NULL, to count bytes. */
+/* Hands out workspace one piece after the other, from `base` or, where that is NULL, to count
+ * bytes. */
 struct piecework {
     char *base;
     size_t used;
@@ -1469,12 +1475,12 @@ struct piecework {
 
     template <typename X>
     void take(X **to, int64_t a, int64_t b, int64_t c) {
-        size_t count, bytes, room;
+        size_t count, bytes, smem;
         ok = ok && mn_mul_size(&count, (size_t)a, (size_t)b) &&
              mn_mul_size(&count, count, (size_t)c) && mn_mul_size(&bytes, count, sizeof(X)) &&
-             mn_add_size(&room, bytes, 15) && mn_add_size(&room, room / 16 * 16, used);
+             mn_add_size(&smem, bytes, 15) && mn_add_size(&smem, smem / 16 * 16, used);
         *to = ok && base ? (X *)(base + used) : NULL;
-        if (ok) used = room;
+        if (ok) used = smem;
     }
 };
 
@@ -1524,13 +1530,13 @@ static void take_spans(layout *l, const mn_bayes_args *p, piecework *at) {
 
 static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piecework *at) {
     const mn_call &c = p->call;
-    const int64_t room = back_doubles(nb, nm, (int)c.K);
+    const int64_t smem = back_doubles(nb, nm, (int)c.K);
     const int64_t square = (int64_t)nb * nb * 64, mean = (int64_t)nm * nb * 64;
     work *w = &l->narrow;
-    l->narrow_bytes = (size_t)room * sizeof(double);
+    l->narrow_bytes = (size_t)smem * sizeof(double);
     w->inside = l->narrow_bytes <= mn_bayes_most_shared();
     w->state = square + mean;
-    w->size = 2 * square + 2 * mean + (CHUNKS + 1) * (square + mean) + (w->inside ? 0 : room);
+    w->size = 2 * square + 2 * mean + (CHUNKS + 1) * (square + mean) + (w->inside ? 0 : smem);
     if (!w->inside) l->narrow_bytes = 0;
     at->take(&w->each, l->blocks, w->size, 1);
     at->take(&w->spans, mn_tile_slots(c, SPAN), c.H * c.G, w->state);

@@ -23,12 +23,12 @@ struct adjoint_smem {
     double S[16 * SMALL_LD];
 };
 
-/* Chunk c on its way into the room; later chunks come first. */
+/* Chunk c on its way to shared memory; later chunks come first. */
 template <int R>
-__device__ static void load_adjoint(adjoint_smem<R> &room, const span_work &w,
+__device__ static void load_adjoint(adjoint_smem<R> &smem, const span_work &w,
                                      const scan_place &at, int64_t c, bool weighs) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 2 * R;
-    adjoint_stage<R> &to = room.stage[(at.n_chunks - 1 - c) % STAGES];
+    adjoint_stage<R> &to = smem.stage[(at.n_chunks - 1 - c) % STAGES];
     if (c >= 0) {
         const int64_t shared = at.shared(c) * CHUNK * R;
         copy_rows_later<R, CHUNK, THREADS>(to.w, LEFT, w.w + at.own(c) * CHUNK * R);
@@ -131,7 +131,7 @@ __device__ static void put_du(double *to, double (&omega)[2][2][2], const double
 
 /* du of all chunks and O, from b of the mean scan; dP_0. The first 2 R threads of a block. */
 template <typename T, int R>
-__device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &p,
+__device__ static void scan_adjoint(adjoint_smem<R> &smem, const mn_bayes_args &p,
                                     const span_work &w, int64_t block) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
     const scan_place at = scan_place_at(p, block);
@@ -147,14 +147,14 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
     strip<R> D;
     fill_col_tile<R>(D, [&](int row, int other) { return symmetric_cotangent(dP, rows, row,
                                                                              other); });
-    load_adjoint<R>(room, w, at, n_chunks - 1, weighs);
-    load_adjoint<R>(room, w, at, n_chunks - 2, weighs);
+    load_adjoint<R>(smem, w, at, n_chunks - 1, weighs);
+    load_adjoint<R>(smem, w, at, n_chunks - 2, weighs);
     await_copies();
     int seen = 0;
     if (threadIdx.x == 0) await_left(seen, counter, min((int64_t)1, n_chunks));
     __syncthreads();
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
-        const adjoint_stage<R> &here = room.stage[(n_chunks - 1 - c) % STAGES];
+        const adjoint_stage<R> &here = smem.stage[(n_chunks - 1 - c) % STAGES];
         double *h = w.h + at.own(c) * CHUNK * R, *theta = w.theta + at.own(c) * SMALL;
         double x[2][2][2], known[2][2][2], omega[2][2][2], left[8], b[4];
         get_rows(known[0], h, R, column), get_rows(known[1], h, R, column + 8);
@@ -176,8 +176,8 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
             double &y = x[i / 4][i / 2 % 2][i % 2];
             y = fma(-0.5, known[i / 4][i / 2 % 2][i % 2], y);
         }
-        gram_share<R>(room.parts, x, here.w, LEFT);
-        double *turned = room.turned + column;
+        gram_share<R>(smem.parts, x, here.w, LEFT);
+        double *turned = smem.turned + column;
         put_rows(turned, RIGHT, 0, x[0]), put_rows(turned, RIGHT, 8, x[1]);
         __syncwarp();
         left_columns16(left, here.eliminate, SMALL_LD, 0);
@@ -186,20 +186,20 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
             right_columns16(b, turned, RIGHT, 8 * m);
             zero(known[m]);
             mn_mma_f64_k16(known[m], left, b);
-            put_rows(room.h, RIGHT, column + 8 * m, known[m]);
+            put_rows(smem.h, RIGHT, column + 8 * m, known[m]);
         }
         __syncthreads();
-        load_adjoint<R>(room, w, at, c - 2, weighs);
-        add_lower<R>(room.S, room.parts, psi);
+        load_adjoint<R>(smem, w, at, c - 2, weighs);
+        add_lower<R>(smem.S, smem.parts, psi);
         left_columns16(left, here.k, RIGHT, column);
 #pragma unroll
         for (int i = 0; i < 8; i++) left[i] = -left[i];
-        add_product<R>(D, left, room.h, RIGHT);
+        add_product<R>(D, left, smem.h, RIGHT);
         __syncthreads();
         left_columns16(left, here.eliminate, SMALL_LD, 0);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            right_columns16(b, room.S, SMALL_LD, 8 * m);
+            right_columns16(b, smem.S, SMALL_LD, 8 * m);
             zero(x[m]);
             mn_mma_f64_k16(x[m], left, b);
         }
@@ -231,7 +231,7 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
         if (threadIdx.x == 0) await_left(seen, counter, min(n_chunks - c + 1, n_chunks));
         __syncthreads();
     }
-    put_first<R>(D, room.S, p, s, w.traces + block, rows);
+    put_first<R>(D, smem.S, p, s, w.traces + block, rows);
 }
 
 }    // namespace mneme::bayes

@@ -1,6 +1,7 @@
-/* bayes_bwd_mean_scan.cuh - E, the mean's adjoint, back by chunks of 16 tokens, and b, what it and
- * the cotangents say of the covariance's: bayes_bwd_chunk.cu. A block has 64 value columns of a
- * group of a head of a sequence; of several such blocks the last one adds up what all say. */
+/* bayes_bwd_mean_scan.cuh - two scans of bayes_bwd_chunk.cu, which has the equations: mean_forward,
+ * the mean M forward by chunks of 16 tokens, and mean_backward, its adjoint E back with de, dv and
+ * b = dw / sigma - 2 A a Q. A block has 64 value columns of a group of a head of a sequence, two
+ * warps for each 16: one has the first R / 2 rows of the state, one the others. */
 #ifndef MN_KERNELS_CUDA_BAYES_BAYES_BWD_MEAN_SCAN_CUH
 #define MN_KERNELS_CUDA_BAYES_BAYES_BWD_MEAN_SCAN_CUH
 
@@ -8,9 +9,6 @@
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
-
-/* the mean of the Bayesian Layer forward by chunks of 16 tokens, as its way back needs it:
- * bayes_bwd_chunk.cu. A block has 64 value columns of a group of a head of a sequence. */
 
 /* ---- the mean forward ------------------------------------------------------------------------ */
 
@@ -46,12 +44,13 @@ __device__ static mean_place mean_place_at(const mn_bayes_args &p,
     return a;
 }
 
-/* Chunk c on its way into the room. */
+/* Starts loading chunk c to its stage: k, w (16,R), L (16,16) and Phi (R) of its span's last
+ * token. */
 template <int R>
-__device__ static void fetch_mean(mean_smem<R> &room, const span_work &w, const scan_place &at,
+__device__ static void fetch_mean(mean_smem<R> &smem, const span_work &w, const scan_place &at,
                                   int64_t c) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 32 * MEAN_WARPS;
-    mean_stage<R> &to = room.stage[c % STAGES];
+    mean_stage<R> &to = smem.stage[c % STAGES];
     if (c < at.n_chunks) {
         copy_rows_later<R, CHUNK, THREADS>(to.k, LEFT, w.k + at.shared(c) * CHUNK * R);
         copy_rows_later<R, CHUNK, THREADS>(to.w, RIGHT, w.w + at.own(c) * CHUNK * R);
@@ -94,14 +93,15 @@ __device__ static void load_mean(strip<N> &M, const mn_in &from,
     });
 }
 
-/* (16,16) of a warp as the right factors of both halves of its columns, tokens summed over. */
-__device__ static void turn(double (&b)[2][4], double *room,
+/* x (16,16) of a warp, through its part of shared memory, as the right factors of both halves of
+ * its columns, tokens summed over. */
+__device__ static void turn(double (&b)[2][4], double *smem,
                                             const double (&x)[2][2][2]) {
     __syncwarp();
-    put_rows(room, SMALL_LD, 0, x[0]), put_rows(room, SMALL_LD, 8, x[1]);
+    put_rows(smem, SMALL_LD, 0, x[0]), put_rows(smem, SMALL_LD, 8, x[1]);
     __syncwarp();
-    right_columns16(b[0], room, SMALL_LD, 0);
-    right_columns16(b[1], room, SMALL_LD, 8);
+    right_columns16(b[0], smem, SMALL_LD, 0);
+    right_columns16(b[1], smem, SMALL_LD, 8);
 }
 
 /* The two warps that have the rows of a state. Those without value columns meet as well, so that
@@ -111,21 +111,21 @@ __device__ static void meet_pair() {
 }
 
 /* The same of the sum over both warps. */
-__device__ static void turn_sum(double (&b)[2][4], double (*room)[16 * SMALL_LD], int half,
+__device__ static void turn_sum(double (&b)[2][4], double (*smem)[16 * SMALL_LD], int half,
                                 const double (&x)[2][2][2]) {
     double other[2][4];
-    put_rows(room[half], SMALL_LD, 0, x[0]), put_rows(room[half], SMALL_LD, 8, x[1]);
+    put_rows(smem[half], SMALL_LD, 0, x[0]), put_rows(smem[half], SMALL_LD, 8, x[1]);
     meet_pair();
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-        right_columns16(b[m], room[0], SMALL_LD, 8 * m);
-        right_columns16(other[m], room[1], SMALL_LD, 8 * m);
+        right_columns16(b[m], smem[0], SMALL_LD, 8 * m);
+        right_columns16(other[m], smem[1], SMALL_LD, 8 * m);
 #pragma unroll
         for (int i = 0; i < 4; i++) b[m][i] += other[m][i];
     }
 }
 
-/* What turn left in the room, as a left factor: columns become rows. */
+/* The right factors that `turn` made, as a left factor: columns become rows. */
 __device__ static void left_transposed(double (&a)[8], const double (&b)[2][4], double sign) {
 #pragma unroll
     for (int i = 0; i < 4; i++) a[2 * i] = sign * b[0][i], a[2 * i + 1] = sign * b[1][i];
@@ -166,9 +166,15 @@ __device__ static void put_last_mean(const strip<R / 2> &M, const mn_bayes_args 
     }
 }
 
-/* e_t, and M in front of spans. */
+/* The mean forward, for one block of scans_forward_kernel.
+ *
+ * Loads   w.k, w.w (16,R), w.eliminate = L (16,16) and w.phi (R) of each chunk, as soon as the
+ *         covariance's block has counted it in w.left; v (16, 64 columns); at the start M0 (R,V).
+ * Computes e = L (V - K M), M <- M + W'e; at the end of a span M moves to the next frame by Phi.
+ * Stores  w.e (16, columns) of each chunk, w.M (columns,R) in front of each span, and w.last: C
+ *         behind the last token, from the cotangent of the last M. */
 template <typename T, int R>
-__device__ static void mean_forward(mean_smem<R> &room, const mn_bayes_args &p,
+__device__ static void mean_forward(mean_smem<R> &smem, const mn_bayes_args &p,
                                     const span_work &w, int64_t block) {
     const mean_place a = mean_place_at<R>(p, w, block);
     if (w.steep[a.at.s.n * a.at.H + a.at.s.h]) return;
@@ -182,17 +188,17 @@ __device__ static void mean_forward(mean_smem<R> &room, const mn_bayes_args &p,
     int seen = 0;
     if (threadIdx.x == 0) await_left(seen, scanned, min((int64_t)2, a.at.n_chunks));
     __syncthreads();
-    fetch_mean<R>(room, w, a.at, 0), fetch_mean<R>(room, w, a.at, 1);
+    fetch_mean<R>(smem, w, a.at, 0), fetch_mean<R>(smem, w, a.at, 1);
     for (int64_t c = 0; c < a.at.n_chunks; c++) {
         await_copies();
         if (threadIdx.x == 0) await_left(seen, scanned, min(c + 3, a.at.n_chunks));
         __syncthreads();
-        fetch_mean<R>(room, w, a.at, c + 2);
+        fetch_mean<R>(smem, w, a.at, c + 2);
         if (a.first >= w.columns) {
             meet_pair();
             continue;
         }
-        const mean_stage<R> &here = room.stage[c % STAGES];
+        const mean_stage<R> &here = smem.stage[c % STAGES];
         if (c % SPAN_CHUNKS == 0) {
             put_mean<N>(w.M + (a.at.group(c) * w.columns + a.first) * R + a.base, R, M);
         }
@@ -224,7 +230,7 @@ __device__ static void mean_forward(mean_smem<R> &room, const mn_bayes_args &p,
             x[m][t][i % 2] = v[m][t][i % 2] - x[m][t][i % 2];
         }
         double b[2][4], left[8];
-        turn_sum(b, room.sums[warp / 2], a.half, x);
+        turn_sum(b, smem.sums[warp / 2], a.half, x);
         left_small(left, here.eliminate, SMALL_LD);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
@@ -233,7 +239,7 @@ __device__ static void mean_forward(mean_smem<R> &room, const mn_bayes_args &p,
             double *to = w.e + a.at.own(c) * CHUNK * w.columns + a.first;
             if (a.half == 1) put_rows(to, w.columns, 8 * m, x[m]);
         }
-        turn(b, room.turned[warp], x);
+        turn(b, smem.turned[warp], x);
         left_transposed(left, b, 1.0);
         add_product<N>(M, left, here.w + a.base, pitch<R>::right);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
@@ -264,12 +270,12 @@ struct mean_back_smem {
     double shares[MEAN_WARPS][CHUNK];                // of w_t.b_t, by warps
 };
 
-/* Chunk c on its way into the room; `width` value columns from `first` on. */
+/* Starts loading chunk c to its stage, of e `width` value columns from `first` on. */
 template <int R>
-__device__ static void load_mean_back(mean_back_smem<R> &room, const span_work &w,
+__device__ static void load_mean_back(mean_back_smem<R> &smem, const span_work &w,
                                        const scan_place &at, int64_t c, int first, int width) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 32 * MEAN_WARPS;
-    mean_back_stage<R> &to = room.stage[c & 1];
+    mean_back_stage<R> &to = smem.stage[c & 1];
     if (c < 0) return;
     const int64_t shared = at.shared(c) * CHUNK * R, own = at.own(c);
     copy_rows_later<R, CHUNK, THREADS>(to.k, RIGHT, w.k + shared);
@@ -288,8 +294,8 @@ __device__ static void load_mean_back(mean_back_smem<R> &room, const span_work &
     }
 }
 
-/* Rows of do of 16 value columns of a chunk: a chunk ahead they are asked for, so that they are
- * near when they are read; kept that long they would drive others out of registers. */
+/* Rows of do of 16 value columns of a chunk. They are prefetched into L2 a chunk ahead: kept in
+ * registers that long they would spill others. */
 template <typename T>
 struct chunk_outputs {
     const T *rows;    // NULL: zeros
@@ -354,7 +360,7 @@ __device__ static double own_of(const mn_bayes_args &p, const span_work &w,
 /* This warp's part of b from that of dw, 8 * TILES rows of the state from `column` on: into h, and
  * its share of w_t.b_t. */
 template <typename T, int R, int TILES>
-__device__ static void put_b(double (&dw)[TILES][2][2], mean_back_smem<R> &room,
+__device__ static void put_b(double (&dw)[TILES][2][2], mean_back_smem<R> &smem,
                              const mean_back_stage<R> &here, const mn_bayes_args &p,
                              const span_work &w, const mn_tile_span &tile, const scan_place &at,
                              int64_t c, int column, const double (&sigma)[2], bool weighs) {
@@ -394,13 +400,13 @@ __device__ static void put_b(double (&dw)[TILES][2][2], mean_back_smem<R> &room,
     for (int m = 0; m < 2; m++) {
         shares[m] += __shfl_xor_sync(0xffffffffu, shares[m], 1);
         shares[m] += __shfl_xor_sync(0xffffffffu, shares[m], 2);
-        if (lane % 4 == 0) room.shares[warp][8 * m + lane / 4] = shares[m];
+        if (lane % 4 == 0) smem.shares[warp][8 * m + lane / 4] = shares[m];
     }
 }
 
 /* The products of e with y and with de of the chunk: half of one of them by each of four warps. */
 template <int R>
-__device__ static void put_chunk_weights(mean_back_smem<R> &room, const double *e, int width) {
+__device__ static void put_chunk_weights(mean_back_smem<R> &smem, const double *e, int width) {
     const int warp = threadIdx.x / 32, from = 8 * (warp % 2);
     const bool later = warp >= 2;
     double c[2][2];
@@ -408,24 +414,24 @@ __device__ static void put_chunk_weights(mean_back_smem<R> &room, const double *
     for (int i = 0; i < width; i += 16) {
         double a[8], b[4];
         left_small(a, e + i, VALUES_LD);
-        right_rows16(b, (later ? room.de : room.y) + from * VALUES_LD + i, VALUES_LD);
+        right_rows16(b, (later ? smem.de : smem.y) + from * VALUES_LD + i, VALUES_LD);
         mn_mma_f64_k16(c, a, b);
     }
     each_result(c, from, [&](double &x, int t, int s) {
         x = later ? (s > t ? -x : 0.0) : (s >= t ? x : 0.0);
     });
-    put_rows(room.weights[later], SMALL_LD, from, c);
+    put_rows(smem.weights[later], SMALL_LD, from, c);
 }
 
 /* de of 16 value columns of a pair of warps, 8 by each, from what both halves of the state's rows
- * say: into the room, to memory and to dv; and y. */
+ * say: to shared memory, to memory and to dv; and y. */
 template <typename T, int R>
-__device__ static void put_de(double (&x)[2][2][2], mean_back_smem<R> &room,
+__device__ static void put_de(double (&x)[2][2][2], mean_back_smem<R> &smem,
                               const mean_back_stage<R> &here, double (&y)[2][4],
                               const mn_bayes_args &p, const span_work &w, const mean_place &a,
                               int64_t c) {
     const int pair = threadIdx.x / 64, lane = threadIdx.x % 32, column = 8 * a.half;
-    double *smem_tile = room.de + pair * SLICE, own[2][2], other[2][2], left[8], b[4];
+    double *smem_tile = smem.de + pair * SLICE, own[2][2], other[2][2], left[8], b[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         own[i / 2][i % 2] = a.half ? x[1][i / 2][i % 2] : x[0][i / 2][i % 2];
@@ -442,7 +448,7 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_smem<R> &room,
     for (int i = 0; i < 4; i++) {
         own[i / 2][i % 2] += other[i / 2][i % 2];
         b[i] = a.half ? y[1][i] : y[0][i];
-        room.y[(lane % 4 + 4 * i) * VALUES_LD + pair * SLICE + column + lane / 4] = b[i];
+        smem.y[(lane % 4 + 4 * i) * VALUES_LD + pair * SLICE + column + lane / 4] = b[i];
     }
     left_small(left, here.reads, SMALL_LD);
     mn_mma_f64_k16(own, left, b);
@@ -464,21 +470,28 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_smem<R> &room,
     });
 }
 
-/* What one warp does once a chunk's b is there: its `own`, and the count of such chunks. */
+/* Stores w.own of a chunk, once its b has been computed: `own` - w_t.b_t / 2. One warp calls. */
 template <int R>
-__device__ static void finish_own(const mean_back_smem<R> &room, const span_work &w,
+__device__ static void finish_own(const mean_back_smem<R> &smem, const span_work &w,
                                   const scan_place &at, int64_t c, double own) {
     const int t = threadIdx.x % 32;
     double sum = 0.0;
     if (t >= CHUNK) return;
 #pragma unroll
-    for (int i = 0; i < MEAN_WARPS; i++) sum += room.shares[i][t];
+    for (int i = 0; i < MEAN_WARPS; i++) sum += smem.shares[i][t];
     w.own[at.own(c) * CHUNK + t] = own - 0.5 * sum;
 }
 
-/* de_t, b_t and what is added to Psi's diagonal; dv and dM_0. */
+/* The mean's adjoint back, for one block of scans_back_kernel; chunks in reverse.
+ *
+ * Loads   w.w, w.k, w.q (16,R), L, A (16,16), Phi (R) and e (16, 64 columns) of each chunk, sigma
+ *         (16); do (16, 64 columns); at the start the cotangent of the last M (R,V).
+ * Computes de = L'(W E + A Y), E <- E + Q'Y - K'de, and this block's part of dw.
+ * Stores  w.de (16, columns), grad.v, at the end grad.M0. Of several blocks of a group all but the
+ *         last store their dw (16,R) in w.dw and count chunks in w.back; the last one waits for
+ *         these, adds them in order and stores b in w.h (16,R) and w.own (16). */
 template <typename T, int R>
-__device__ static void mean_backward(mean_back_smem<R> &room, const mn_bayes_args &p,
+__device__ static void mean_backward(mean_back_smem<R> &smem, const mn_bayes_args &p,
                                      const span_work &w, int64_t block) {
     constexpr int N = R / 2, LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
     constexpr int TILES = R / (8 * MEAN_WARPS);
@@ -496,18 +509,18 @@ __device__ static void mean_backward(mean_back_smem<R> &room, const mn_bayes_arg
     double own = 0.0;    // of the closing warp's lane t: token t of the chunk before
     strip<N> E;
     load_mean<N>(E, p.cot.M, p, a, rows);
-    load_mean_back<R>(room, w, at, n_chunks - 1, first, width);
+    load_mean_back<R>(smem, w, at, n_chunks - 1, first, width);
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         await_all_copies();
-        load_mean_back<R>(room, w, at, c - 1, first, width);
-        const mean_back_stage<R> &here = room.stage[c & 1];
+        load_mean_back<R>(smem, w, at, c - 1, first, width);
+        const mean_back_stage<R> &here = smem.stage[c & 1];
         const int left_over = (int)min((int64_t)CHUNK, at.span.length - c * CHUNK);
         const mn_tile_span tile = { at.s.n, c * CHUNK, left_over, at.span };
         if (a.half == 0 && c > 0) chunk_outputs<T>(p, a, c - 1).ask();
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_col_tile_columns<N>(E, here.phi + a.base, turns, true);
         }
-        if (closing && last && c + 1 < n_chunks) finish_own<R>(room, w, at, c + 1, own);
+        if (closing && last && c + 1 < n_chunks) finish_own<R>(smem, w, at, c + 1, own);
         if (closing && last && lane < CHUNK) {
             own = own_of<T>(p, w, tile, at.s, at.own(c), here.reads, lane, weighs);
         }
@@ -515,7 +528,7 @@ __device__ static void mean_backward(mean_back_smem<R> &room, const mn_bayes_arg
         const double sigma[2] = { sigmas[0], sigmas[8] };
         double y[2][4], left[8], b[4], dw[TILES][2][2], x[2][2][2];
         if (has_values) {
-            put_mean<N>(room.E + warp / 2 * SLICE * RIGHT + a.base, RIGHT, E);
+            put_mean<N>(smem.E + warp / 2 * SLICE * RIGHT + a.base, RIGHT, E);
             zero(x[0]), zero(x[1]);
             through_col_tile<N>(x, here.w + a.base, LEFT, E);
         }
@@ -524,12 +537,12 @@ __device__ static void mean_backward(mean_back_smem<R> &room, const mn_bayes_arg
             if (lane == 0) say_left(w.back + block, n_chunks - 1 - c);
         }
         if (has_values) {
-            put_de<T, R>(x, room, here, y, p, w, a, c);
+            put_de<T, R>(x, smem, here, y, p, w, a, c);
         } else {
             meet_pair();
         }
         __syncthreads();
-        if (warp < 4) put_chunk_weights<R>(room, here.e, width);
+        if (warp < 4) put_chunk_weights<R>(smem, here.e, width);
         if (last && threadIdx.x == 0) {
             for (int i = 0; i < slice; i++) {
                 int seen = 0;
@@ -542,14 +555,14 @@ __device__ static void mean_backward(mean_back_smem<R> &room, const mn_bayes_arg
             left_small(left, here.e + i, VALUES_LD);
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
-                right_columns16(b, room.E + i * RIGHT, RIGHT, column + 8 * j);
+                right_columns16(b, smem.E + i * RIGHT, RIGHT, column + 8 * j);
                 mn_mma_f64_k16(dw[j], left, b);
             }
         }
         if (has_values) {
             left_transposed(left, y, 1.0);
             add_product<N>(E, left, here.q + a.base, RIGHT);
-            left_columns16(left, room.de + warp / 2 * SLICE, VALUES_LD, 0);
+            left_columns16(left, smem.de + warp / 2 * SLICE, VALUES_LD, 0);
 #pragma unroll
             for (int i = 0; i < 8; i++) left[i] = -left[i];
             add_product<N>(E, left, here.k + a.base, RIGHT);
@@ -557,7 +570,7 @@ __device__ static void mean_backward(mean_back_smem<R> &room, const mn_bayes_arg
         __syncthreads();
 #pragma unroll
         for (int later = 0; later < 2; later++) {
-            left_small(left, room.weights[later], SMALL_LD);
+            left_small(left, smem.weights[later], SMALL_LD);
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 right_columns16(b, later ? here.k : here.q, RIGHT, column + 8 * j);
@@ -575,11 +588,11 @@ __device__ static void mean_backward(mean_back_smem<R> &room, const mn_bayes_arg
                 for (int k = 0; k < 4; k++) dw[j][k / 2][k % 2] += more[k / 2][k % 2];
             }
         }
-        if (last) put_b<T, R, TILES>(dw, room, here, p, w, tile, at, c, column, sigma, weighs);
+        if (last) put_b<T, R, TILES>(dw, smem, here, p, w, tile, at, c, column, sigma, weighs);
     }
     __syncthreads();
     if (closing) {
-        if (last && n_chunks > 0) finish_own<R>(room, w, at, 0, own);
+        if (last && n_chunks > 0) finish_own<R>(smem, w, at, 0, own);
         __syncwarp();
         if (lane == 0) say_left(w.back + block, n_chunks);
     }

@@ -7,9 +7,10 @@
  * workers, by eight, and so on, so that results do not depend on CL.
  *
  * What a block sends to the others is counted by a barrier of theirs, so that nobody waits for
- * stores that nobody reads soon. It is never in use still: sums are sent by who has the smem tile
- * of the block they go to, which is behind its use of the last sums, and smem tiles by who has
- * its sums, which are behind its use of the last smem tile. */
+ * stores that nobody reads soon. Where it goes is never in use still: a block sends sums only after
+ * it has received the tile of the block they go to, which that one sends after it has used the last
+ * sums; and sends its tile only after it has received that one's sums, which were sent after it had
+ * used the last tile. */
 #include "kernels/cuda/prim/mma_f64.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
@@ -57,13 +58,13 @@ __device__ inline double mn_pivot_positive(double x) {
  * keep enough digits; only if CAREFUL it looks at each one by itself. */
 template <bool CAREFUL>
 __device__ inline bool mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
-                                      double (&x)[MN_PIVOT_HALF], mn_pivot_smem &room,
+                                      double (&x)[MN_PIVOT_HALF], mn_pivot_smem &smem,
                                       int first_token) {
     const int lane = (int)threadIdx.x % 32;
     bool all_kept = true;
 #pragma unroll
     for (int j = 0; j < MN_PIVOT_HALF; j += 2) {
-        const double2 noise = *(const double2 *)&room.r2[first_token + j];
+        const double2 noise = *(const double2 *)&smem.r2[first_token + j];
         const double one = mn_pivot_positive(a[j][j]), sigma = one + noise.x;
         const double b = a[j][j + 1], c = a[j + 1][j + 1], square = b * b;
         const double least = fma(sigma, c + noise.y, -square);
@@ -93,11 +94,11 @@ __device__ inline bool mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
         }
         x[j + 1] = fma(-ratio, x[j], x[j + 1]);
         if (lane == 0) {
-            *(double2 *)&room.variance[first_token + j] = make_double2(one, left);
-            *(double2 *)&room.inverse[first_token + j] = make_double2(first, second);
+            *(double2 *)&smem.variance[first_token + j] = make_double2(one, left);
+            *(double2 *)&smem.inverse[first_token + j] = make_double2(first, second);
         }
         if (first_token == 0 && lane >= MN_PIVOT_HALF && lane < 2 * MN_PIVOT_HALF) {
-            *(double2 *)&room.rows[lane - MN_PIVOT_HALF][j] =
+            *(double2 *)&smem.rows[lane - MN_PIVOT_HALF][j] =
                 make_double2(x[j] * first, x[j + 1] * second);
         }
 #pragma unroll
@@ -124,7 +125,7 @@ __device__ inline double2 mn_pivot_pair(const double *from) {
     return make_double2(low.x + high.x, low.y + high.y);
 }
 
-/* The upper triangle of a symmetric square of eight rows of 16, from its lower one. */
+/* The upper triangle of a symmetric matrix of eight rows of 16, from its lower one. */
 __device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
                                      const double *from) {
 #pragma unroll
@@ -139,12 +140,12 @@ __device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
 }
 
 /* x: rows [first, first + 8) of this lane's column. */
-__device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivot_smem &room,
+__device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivot_smem &smem,
                                        int first) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
 #pragma unroll
     for (int i = 0; i < MN_PIVOT_HALF; i++) {
-        x[i] = lane < 16 ? room.square[first + i][t] : first + i == t ? 1.0 : 0.0;
+        x[i] = lane < 16 ? smem.square[first + i][t] : first + i == t ? 1.0 : 0.0;
     }
 }
 
@@ -154,52 +155,52 @@ __device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivo
  * nobody looks at the rest. All is read before any is written, or each read would wait for the
  * write in front of it. */
 template <int PARTS>
-__device__ inline void mn_pivot_add(mn_pivot_smem &room, const double (*sums)[MN_PIVOT_SUM]) {
+__device__ inline void mn_pivot_add(mn_pivot_smem &smem, const double (*sums)[MN_PIVOT_SUM]) {
     const int lane = (int)threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
     double2 sum[3];
 #pragma unroll
     for (int f = 0; f < 3; f++) sum[f] = mn_pivot_pair<PARTS>(&sums[0][64 * f + 2 * lane]);
-    *(double2 *)&room.square[row][MN_PIVOT_HALF + column] = sum[1];
+    *(double2 *)&smem.square[row][MN_PIVOT_HALF + column] = sum[1];
 #pragma unroll
     for (int f = 0; f < 3; f += 2) {
-        double (*to)[MN_PIVOT_PITCH] = room.square + 4 * f;
+        double (*to)[MN_PIVOT_PITCH] = smem.square + 4 * f;
         if (row <= column) to[column][4 * f + row] = sum[f].x;
         if (row <= column + 1) to[column + 1][4 * f + row] = sum[f].y;
     }
     __syncwarp();
 }
 
-/* S and r2 are in the room. Leaves L^-1 in `undo`, rows of PITCH doubles, and variances and
- * 1 / sigma in the room, for after a barrier. Both halves run the same instructions. If not
+/* S and r2 are in shared memory. Leaves L^-1 in `undo`, rows of PITCH doubles, and variances and
+ * 1 / sigma in shared memory, for after a barrier. Both halves run the same instructions. If not
  * CAREFUL, what it leaves is right only if it says so; then it is the same. */
 template <bool CAREFUL, int PITCH>
-__device__ inline bool mn_pivot(mn_pivot_smem &room, double (*undo)[PITCH]) {
+__device__ inline bool mn_pivot(mn_pivot_smem &smem, double (*undo)[PITCH]) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
     double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
-    mn_pivot_column(x, room, 0);
+    mn_pivot_column(x, smem, 0);
     bool kept = true;
 #pragma unroll 1
     for (int first = 0;; first = MN_PIVOT_HALF) {
-        mn_pivot_load(a, &room.square[first][first]);
-        kept = mn_pivot_eight<CAREFUL>(a, x, room, first) && kept;
+        mn_pivot_load(a, &smem.square[first][first]);
+        kept = mn_pivot_eight<CAREFUL>(a, x, smem, first) && kept;
 #pragma unroll
         for (int i = 0; i < MN_PIVOT_HALF; i++) {
             if (lane >= 16) undo[first + i][t] = x[i];
         }
         if (first > 0) return kept;
         __syncwarp();
-        mn_pivot_column(y, room, MN_PIVOT_HALF);    // not before: it would not stay in registers
+        mn_pivot_column(y, smem, MN_PIVOT_HALF);    // not before: it would not stay in registers
 #pragma unroll
         for (int k = 0; k < MN_PIVOT_HALF; k += 2) {    // eight sums abreast, written behind them
 #pragma unroll
             for (int i = 0; i < MN_PIVOT_HALF; i++) {
-                const double2 row = *(const double2 *)&room.rows[i][k];
+                const double2 row = *(const double2 *)&smem.rows[i][k];
                 y[i] = fma(-row.y, x[k + 1], fma(-row.x, x[k], y[i]));
             }
         }
 #pragma unroll
         for (int i = 0; i < MN_PIVOT_HALF; i++) {
-            if (lane >= MN_PIVOT_HALF && lane < 16) room.square[MN_PIVOT_HALF + i][t] = y[i];
+            if (lane >= MN_PIVOT_HALF && lane < 16) smem.square[MN_PIVOT_HALF + i][t] = y[i];
             x[i] = y[i];
         }
         __syncwarp();
@@ -227,7 +228,7 @@ struct sizes {
 };
 
 template <int RP, int CL>
-struct alignas(16) room {
+struct alignas(16) smem {
     using of = sizes<RP, CL>;
     double keys[8][2 * RP + 2];
     double noised[of::OWN / 32][MN_SCAN_CHUNK][40];
@@ -241,7 +242,7 @@ struct alignas(16) room {
     double undo[MN_SCAN_CHUNK][MN_SCAN_CHUNK + 4];
     mn_pivot_smem token;
     double noise[2][MN_SCAN_CHUNK];                  // r2
-    uint64_t full[2];                                // barriers: sums, smem tile of other blocks
+    uint64_t full[2];                                // barriers: sums, tile of other blocks
     uint64_t arrived[2];                             // keys and the like, queries
     double queries[8][2 * RP + 2];                   // last: only where they are wanted
 };
@@ -359,8 +360,8 @@ struct worker {
 
     __device__ int column(int b) const { return part * (RP / 2) + 8 * b; }
 
-    /* B of the keys in the room, or one column block's part in it. */
-    __device__ void begin(const room<RP, CL> &m) {
+    /* B of the keys in shared memory, or one column block's part in it. */
+    __device__ void begin(const smem<RP, CL> &m) {
         const int token = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -381,7 +382,7 @@ struct worker {
     }
 
     /* B of these rows and half of the columns, unless it is there, and their part of S. */
-    __device__ void read(room<RP, CL> &m, bool there) {
+    __device__ void read(smem<RP, CL> &m, bool there) {
         const int token = lane / 4, pair = 2 * (lane % 4);
         double s[2][2][2] = {};
         if (!there) {
@@ -410,7 +411,7 @@ struct worker {
 
     /* Parts of S added up by groups, to all blocks: of the four fragments the three that the pivot
      * looks at, by a warp each. */
-    __device__ void gather(room<RP, CL> &m, unsigned rank) const {
+    __device__ void gather(smem<RP, CL> &m, unsigned rank) const {
         const int group = index / 3, f = index % 3;
         if (group >= of::GROUPS) return;
         const int at = f > 0 ? 64 * (f + 1) : 0;
@@ -430,7 +431,7 @@ struct worker {
     }
 
     /* This worker's part of qh'Ph qh. */
-    __device__ void spread(room<RP, CL> &m) {
+    __device__ void spread(smem<RP, CL> &m) {
         double sums[2] = { 0.0, 0.0 };
         const int token = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
@@ -504,7 +505,7 @@ struct worker {
     }
 
     /* z = L^-1 B of eight rows, to memory and, as Phi z, to all blocks. */
-    __device__ void solve(room<RP, CL> &m, const ctx &s, const mn_state_scan_job &job) const {
+    __device__ void solve(smem<RP, CL> &m, const ctx &s, const mn_state_scan_job &job) const {
         const int i = lane % 4, j = lane / 4, first = row + 8 * part;
         double a[8], b[4], z[2][2] = {};
 #pragma unroll
@@ -538,7 +539,7 @@ struct worker {
 
     /* P - Phi z (1 / sigma) z'Phi', and B of the next keys if these are there. */
     template <bool READS>
-    __device__ void write(const room<RP, CL> &m) {
+    __device__ void write(const smem<RP, CL> &m) {
         const int i = lane % 4, j = lane / 4;
         if (READS) begin(m);
         double a[8];
@@ -560,7 +561,7 @@ struct worker {
     }
 
     /* Parts of the sums that decide whether P_0 is to be raised: k'(diagonal of P)k, k'n k */
-    __device__ void weigh(room<RP, CL> &m, bool turns) const {
+    __device__ void weigh(smem<RP, CL> &m, bool turns) const {
         const double *k = m.keys[0];    // every other number
         double seen = 0.0, hidden = 0.0;
         const int r = lane / 4, c = 2 * (lane % 4);
@@ -642,7 +643,7 @@ struct worker {
 
 /* What the means need besides z, and the word that `chunks` of them are there. */
 template <int RP, int CL>
-__device__ static void leave(const room<RP, CL> &m, const ctx &s, const mn_state_scan_job &job,
+__device__ static void leave(const smem<RP, CL> &m, const ctx &s, const mn_state_scan_job &job,
                              int chunks) {
     const int lane = (int)threadIdx.x % 32;
     double *undo = job.work.undo + s.group * MN_SCAN_UNDO;
@@ -662,7 +663,7 @@ __device__ static void leave(const room<RP, CL> &m, const ctx &s, const mn_state
 
 /* Asks for what the chunk at `place` needs (-1: there is none): queries, or the rest. */
 template <int RP, int CL>
-__device__ static void request_queries(room<RP, CL> &m, const mn_state_scan_job &job,
+__device__ static void request_queries(smem<RP, CL> &m, const mn_state_scan_job &job,
                                        int64_t place) {
     if (!job.spreads || place < 0) return;
     constexpr int SIZE = mn_state_scan_smem_tile(RP);
@@ -672,7 +673,7 @@ __device__ static void request_queries(room<RP, CL> &m, const mn_state_scan_job 
 }
 
 template <int RP, int CL>
-__device__ static void ask(room<RP, CL> &m, const mn_state_scan_job &job, int64_t place, int buffer,
+__device__ static void ask(smem<RP, CL> &m, const mn_state_scan_job &job, int64_t place, int buffer,
                            const ctx &s) {
     constexpr int SIZE = mn_state_scan_smem_tile(RP), ALL = mn_state_scan_noised(RP),
         OWN = ALL / CL;
@@ -690,9 +691,9 @@ __device__ static void ask(room<RP, CL> &m, const mn_state_scan_job &job, int64_
 
 /* ---- a chunk --------------------------------------------------------------------------------- */
 
-/* One token of a steep chunk in the room, or what comes before the first one (-1). */
+/* One token of a steep chunk in shared memory, or what comes before the first one (-1). */
 template <int RP, int CL>
-__device__ static void fill_steep(room<RP, CL> &m, const mn_state_scan_job &job, const ctx &s,
+__device__ static void fill_steep(smem<RP, CL> &m, const mn_state_scan_job &job, const ctx &s,
                                   int token) {
     using of = sizes<RP, CL>;
     const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
@@ -719,7 +720,7 @@ __device__ static void fill_steep(room<RP, CL> &m, const mn_state_scan_job &job,
  * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
  * All threads of the cluster call, once S is summed up; says whether it has been. */
 template <bool PIVOT, int RP, int CL>
-__device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const ctx &s,
+__device__ static bool raised(worker<RP, CL> &mine, smem<RP, CL> &m, const ctx &s,
                               const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const double few = 8.0 * 0x1p-24;
@@ -745,12 +746,12 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const ctx &
     return true;
 }
 
-/* Tokens [s.low, s.high) of the chunk in the room, after which `chunks` are done (0: not yet), and
- * the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed in.
- * `there`: workers have B; they go on to that of the chunk at `next` unless it is steep, which is
- * what they return. `r2` is the pivot's, of lane's token. */
+/* Tokens [s.low, s.high) of the chunk in shared memory, after which `chunks` are done (0: not yet),
+ * and the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed
+ * in. `there`: workers have B; they go on to that of the chunk at `next` unless it is steep, which
+ * is what they return. `r2` is the pivot's, of lane's token. */
 template <bool PIVOT, int RP, int CL>
-__device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, ctx &s,
+__device__ static bool advance(worker<RP, CL> &mine, smem<RP, CL> &m, ctx &s,
                                const mn_state_scan_job &job, double r2, int64_t next, int chunks,
                                bool first, bool there) {
     using of = sizes<RP, CL>;
@@ -806,7 +807,7 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, ctx &s,
 
 /* Parts of qh'Ph qh, by four workers each: 32 rows. */
 template <int RP, int CL>
-__device__ static void put_spread(const room<RP, CL> &m, const ctx &s,
+__device__ static void put_spread(const smem<RP, CL> &m, const ctx &s,
                                   const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const int t = (int)threadIdx.x;
@@ -821,7 +822,7 @@ __device__ static void put_spread(const room<RP, CL> &m, const ctx &s,
 
 /* The chunks of a sequence, by the pivot or by workers. */
 template <bool PIVOT, int RP, int CL>
-__device__ static void state_scan(room<RP, CL> &m, ctx s, const mn_state_scan_job &job) {
+__device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const mn_call &call = job.p.call;
     const int64_t length = mn_span_at(call, s.n).length, slot = mn_state_scan_slot(call, s.n);
@@ -875,7 +876,7 @@ template <int RP, int CL>
 __global__ void __maxnreg__((sizes<RP, CL>::REGISTERS))
 covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
     extern __shared__ __align__(16) unsigned char memory[];
-    room<RP, CL> &m = *(room<RP, CL> *)memory;
+    smem<RP, CL> &m = *(smem<RP, CL> *)memory;
     const mn_call &call = job.p.call;
     ctx s;
     s.rank = rank_of_block<CL>();
@@ -889,7 +890,7 @@ covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
 
 template <int RP, int CL>
 static size_t smem_of(bool spreads) {
-    typedef room<RP, CL> all;
+    typedef smem<RP, CL> all;
     return spreads ? sizeof(all) : offsetof(all, queries);
 }
 

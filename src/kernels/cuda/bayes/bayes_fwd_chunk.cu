@@ -20,7 +20,7 @@ static bool job_of(mn_state_scan_job *job, const mn_bayes_args *p) {
     return R <= MN_SCAN_WIDEST && mn_state_scan_covariance_fits(job);
 }
 
-/* Takes `count` times `each` numbers from the room that begins at `*bytes`. */
+/* Takes `count` times `each` doubles from `*bytes` on, and moves `*bytes` behind them. */
 static bool take(size_t *bytes, int64_t count, int64_t each) {
     size_t more;
     return mn_mul_size(&more, (size_t)count, (size_t)each * sizeof(double)) &&

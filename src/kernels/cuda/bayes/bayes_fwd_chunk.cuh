@@ -47,15 +47,15 @@ enum {
 };
 
 /* What the kernels leave to each other, in doubles; a chunk's place is its slot (mn_tile_slots)
- * times H plus the head. `rows` is R rounded up, with zeros beyond it. A smem tile is 16 tokens
+ * times H plus the head. `rows` is R rounded up, with zeros beyond it. A tile is 16 tokens
  * of so many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor
  * want them. Rows are as far apart as in shared memory, where lanes then meet in no bank; the
  * number behind the keys' first row says whether the chunk is steep. */
 struct mn_state_scan_work {
-    double *keys, *queries;             // (place) smem tiles: kh, qh
+    double *keys, *queries;             // (place) tiles: kh, qh
     double *noised;                     // (place, rows / 32, 16, 40): n kh; if steep, A (16, rows)
     double *ends;                       // (place, 3, rows): Phi, n (if steep l2), n inside pairs
-    double *z;                          // (place, G) smem tiles
+    double *z;                          // (place, G) tiles
     double *undo;                       // (place, G, 16, 20): L^-1
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
     double *spread;                     // (place, G, MN_SCAN_SUMS, 16): qh'Ph qh in parts
@@ -89,7 +89,7 @@ __device__ inline int64_t mn_state_scan_slot(const mn_call &call, int64_t n) {
     return n * ((call.T + MN_SCAN_CHUNK - 1) / MN_SCAN_CHUNK);
 }
 
-/* Doubles of a smem tile and of n kh, and where number r of token t lies in them. */
+/* Doubles of a tile and of n kh, and where number r of token t lies in them. */
 __host__ __device__ constexpr int mn_state_scan_smem_tile(int rows) {
     return 8 * (2 * rows + 2);
 }
@@ -112,7 +112,7 @@ __device__ inline bool mn_state_scan_is_steep(const double *keys, int rows) {
     return __double2hiint(keys[2 * rows]) != 0;
 }
 
-/* Columns c and c + 1 of a smem tile as a left factor, `at` being c in row lane / 4; as a right one
+/* Columns c and c + 1 of a tile as a left factor, `at` being c in row lane / 4; as a right one
  * with tokens [8 half, 8 half + 8) as its columns. */
 __device__ inline void mn_state_scan_left(double (&a)[4], const double *at) {
     const double2 x = *(const double2 *)at, y = *(const double2 *)(at + 2);

@@ -6,9 +6,9 @@
 
 namespace mneme::bayes {
 
-/* What is asked of tokens [t, t + count), the first ones of the room. */
+/* What is asked of tokens [t, t + count), the first ones of shared memory. */
 template <typename T>
-__device__ static void put_results(const mn_bayes_smem &room, const mn_bayes_args &p,
+__device__ static void put_results(const mn_bayes_smem &smem, const mn_bayes_args &p,
                                    const mn_bayes_shape &s, int64_t t, int count) {
     const int rows = 8 * s.nb, ld_e = s.pitch_e(), ld_z = s.pitch_z();
     const int64_t b = s.span.b, t0 = s.span.t0 + t;
@@ -17,41 +17,41 @@ __device__ static void put_results(const mn_bayes_smem &room, const mn_bayes_arg
         const int i = threadIdx.x;
         T *gain = mn_row<T>(p.gain, b, t0 + i, s.h), *kvar = mn_row<T>(p.kvar, b, t0 + i, s.h);
         T *qvar = mn_row<T>(p.qvar, b, t0 + i, s.h);
-        if (gain) mn_put(gain + s.g, (float)(room.variance[i] * room.inverse[i]));
-        if (kvar) mn_put(kvar + s.g, (float)room.variance[i]);
+        if (gain) mn_put(gain + s.g, (float)(smem.variance[i] * smem.inverse[i]));
+        if (kvar) mn_put(kvar + s.g, (float)smem.variance[i]);
         if (qvar) {
             double sum = 0.0;
-            for (int warp = 0; warp < MN_BAYES_WARPS; warp++) sum += room.qparts[warp * 16 + i];
+            for (int warp = 0; warp < MN_BAYES_WARPS; warp++) sum += smem.qparts[warp * 16 + i];
             for (int j = 0; j <= i; j++) {
-                const double x = mn_bayes_whole(room.parts, j * 16 + i);
-                sum -= x * x * room.inverse[j];
+                const double x = mn_bayes_whole(smem.parts, j * 16 + i);
+                sum -= x * x * smem.inverse[j];
             }
             mn_put(qvar + s.g, p.q.data ? (float)(scale * scale * sum) : 0.0f);
         }
     }
     for (int at = threadIdx.x; p.gainvec.data && at < count * s.R; at += MN_BAYES_THREADS) {
         const int token = at / s.R, r = at % s.R;
-        const double *z = room.z + token * ld_z, *phi = room.phi + token * rows;
+        const double *z = smem.z + token * ld_z, *phi = smem.phi + token * rows;
         double u = phi[r] * z[r];
         if (s.turns && r % 2 == 0) u = phi[r] * z[r] - phi[r + 1] * z[r + 1];
         if (s.turns && r % 2 == 1) u = phi[r] * z[r - 1] + phi[r - 1] * z[r];
         mn_put(mn_row<T>(p.gainvec, b, t0 + token, s.h) + s.g * s.R + r,
-               (float)(u * room.inverse[token]));
+               (float)(u * smem.inverse[token]));
     }
     if (!p.o.data) return;
     for (int at = threadIdx.x; at < count * s.columns; at += MN_BAYES_THREADS) {
         const int token = at / s.columns, j = at % s.columns;
-        double sum = room.o[token * ld_e + j];
+        double sum = smem.o[token * ld_e + j];
         for (int i = 0; i <= token; i++) {
-            const double weight = mn_bayes_whole(room.parts, i * 16 + token) * room.inverse[i];
-            sum += weight * room.e[i * ld_e + j];
+            const double weight = mn_bayes_whole(smem.parts, i * 16 + token) * smem.inverse[i];
+            sum += weight * smem.e[i * ld_e + j];
         }
         mn_put(mn_row<T>(p.o, b, t0 + token, s.h) + s.first + j, (float)(scale * sum));
     }
 }
 
 template <bool LARGE>
-__device__ static void put_states(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &room,
+__device__ static void put_states(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &smem,
                                   const mn_bayes_args &p, const mn_bayes_shape &s) {
     float *last = mn_row<float>(p.P, s.n, 0, s.h), *mean = mn_row<float>(p.M, s.n, 0, s.h);
     if (last) last += s.g * s.R * s.R;
@@ -63,7 +63,7 @@ __device__ static void put_states(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem 
             last[(int64_t)row * s.R + column] = last[(int64_t)column * s.R + row] = (float)x[i];
         }
     });
-    mn_bayes_each_mean(room.M, s, [&](double (&x)[2], int a, int b) {
+    mn_bayes_each_mean(smem.M, s, [&](double (&x)[2], int a, int b) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int j = mn_tile_row(a), r = mn_tile_column(b) + i;
@@ -85,35 +85,35 @@ wide_kernel(const __grid_constant__ mn_bayes_args p, double *work, int64_t work_
     P.memory = own;
     double *mean = own + (LARGE ? (int64_t)s.nb * s.nb * 64 : 0);
     double *elsewhere = mean + (int64_t)s.nm * s.nb * 64;
-    const mn_bayes_smem room = mn_bayes_smem_in(smem_inside ? doubles : elsewhere, s,
+    const mn_bayes_smem smem = mn_bayes_smem_in(smem_inside ? doubles : elsewhere, s,
                                                 mean_inside ? NULL : mean);
     const bool qvar = p.qvar.data && p.q.data;
-    mn_bayes_clear(room, s);
-    mn_bayes_load(P, room, p, s, sizeof(T) == 2);
+    mn_bayes_clear(smem, s);
+    mn_bayes_load(P, smem, p, s, sizeof(T) == 2);
     __syncthreads();
     for (int64_t t = 0; t < s.span.length; t += MN_BAYES_CHUNK) {
         const int all = (int)min((int64_t)MN_BAYES_CHUNK, s.span.length - t);
-        mn_bayes_load_tile<T>(room, p, s, t, all);
+        mn_bayes_load_tile<T>(smem, p, s, t, all);
         __syncthreads();
-        if (mn_bayes_is_steep(room, s, true)) mn_bayes_rebase(P, room, s);
-        const bool steep = mn_bayes_is_steep(room, s, false);
+        if (mn_bayes_is_steep(smem, s, true)) mn_bayes_rebase(P, smem, s);
+        const bool steep = mn_bayes_is_steep(smem, s, false);
         const int count = steep ? 1 : all;
         for (int first = 0; first < all; first += count) {
             if (steep) {
-                mn_bayes_step_frame(room, s, first);
-                mn_bayes_rebase(P, room, s);
+                mn_bayes_step_frame(smem, s, first);
+                mn_bayes_rebase(P, smem, s);
             }
-            mn_bayes_chunk<T>(P, room, p, s, t, first, count, steep, qvar);
-            mn_bayes_write(P, room, s);
+            mn_bayes_chunk<T>(P, smem, p, s, t, first, count, steep, qvar);
+            mn_bayes_write(P, smem, s);
             __syncthreads();
-            put_results<T>(room, p, s, t + first, count);
+            put_results<T>(smem, p, s, t + first, count);
             __syncthreads();
         }
-        if (!steep) mn_bayes_advance_frame(room, s);
+        if (!steep) mn_bayes_advance_frame(smem, s);
         __syncthreads();
     }
-    mn_bayes_rebase(P, room, s);
-    put_states(P, room, p, s);
+    mn_bayes_rebase(P, smem, s);
+    put_states(P, smem, p, s);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */

@@ -39,7 +39,7 @@ __device__ inline void put(double *to, double re, double im) {
     else *to = re;
 }
 
-/* A channel's part of a smem tile, tokens [0, 8) being kept until those after them come. */
+/* A channel's part of a tile, tokens [0, 8) being kept until those after them come. */
 template <int STEP>
 struct smem_tile {
     double *to;

@@ -7,8 +7,8 @@
  *   E = kh Mh - v    O = qh Mh    W = qh z'    e' = - E'L^-T / sigma    o = O + W e    Mh' + e'z
  *
  * What two warps have of a sum is exchanged once, between two barriers of which one is the next
- * chunk's. A block begins with the covariance scan, beside a block of which it finds room on
- * a processor, and follows it. */
+ * chunk's. A block starts beside a block of the covariance scan on the same processor, and
+ * follows that scan chunk by chunk. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 #include "kernels/cuda/prim/sync.cuh"
@@ -18,14 +18,14 @@ namespace mneme::bayes {
 enum {
     WARPS = 4, THREADS = 32 * WARPS, SLICE = MN_SCAN_SLICE, CHUNK = MN_SCAN_CHUNK,
     HALVES = 2,                     // warps that share value columns
-    KEYS = 0, WRITES = 1,           // the warps that ask for them
+    KEYS = 0, WRITES = 1,           // the warps that issue their loads
 };
 
 /* What the covariance scan leaves of a chunk. */
 template <int RP>
 struct alignas(16) writes {
     double z[8][2 * RP + 2];
-    double undo[CHUNK][CHUNK + 4];
+    double undo[CHUNK][CHUNK + 4];    // L^-1
     double phi[RP], inverse[CHUNK];
 };
 
@@ -36,7 +36,7 @@ struct alignas(16) shares {
 };
 
 template <int RP>
-struct alignas(16) room {
+struct alignas(16) smem {
     double keys[8][2 * RP + 2], queries[8][2 * RP + 2];
     writes<RP> in[2];
     shares share[2];                    // of steps in turn
@@ -76,7 +76,7 @@ struct worker {
 
     /* Parts of E, which begins with - v, and O over these rows, left for the others; `own` has O of
      * the value columns that this warp reads. */
-    __device__ void read(double (&own)[2][2], double (&e)[2][2][2], room<RP> &m, shares &share,
+    __device__ void read(double (&own)[2][2], double (&e)[2][2][2], smem<RP> &m, shares &share,
                          bool reads) const {
         const int j = lane / 4, pair = 2 * (lane % 4);
         double o[2][2][2] = {};
@@ -109,7 +109,7 @@ struct worker {
     }
 
     /* Its part of W: s in the half that this warp's value columns say. */
-    __device__ void weigh(const room<RP> &m, const writes<RP> &in, shares &share) const {
+    __device__ void weigh(const smem<RP> &m, const writes<RP> &in, shares &share) const {
         double w[2][2][2] = {};
         const int j = lane / 4, pair = 2 * (lane % 4), half = value / 16;
 #pragma unroll
@@ -145,8 +145,8 @@ struct worker {
         }
     }
 
-    /* Has those of the chunk that begins at token t brought to the second cache: registers to wait
-     * in there are none. */
+    /* Prefetches those of the chunk that begins at token t into L2; there are no registers to keep
+     * them in. */
     __device__ void expect_values(const mn_state_scan_job &job, const ctx &s, int64_t t) const {
         const int64_t token = min(t + 8 * part + lane / 4, s.span.length - 1);
         const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
@@ -269,9 +269,9 @@ struct worker {
     }
 };
 
-/* Asks for keys and queries of the chunk at `place`, by one warp. */
+/* Issues the loads of kh and qh (16,RP) of the chunk at `place`, by one warp. */
 template <int RP>
-__device__ static void request_keys(room<RP> &m, const mn_state_scan_job &job, unsigned place) {
+__device__ static void request_keys(smem<RP> &m, const mn_state_scan_job &job, unsigned place) {
     constexpr int SIZE = mn_state_scan_smem_tile(RP);
     if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], (job.reads ? 2 : 1) * SIZE);
     __syncwarp();
@@ -281,10 +281,11 @@ __device__ static void request_keys(room<RP> &m, const mn_state_scan_job &job, u
                              &m.arrived[0]);
 }
 
-/* `chunk` is the sequence's first, second, ... at `place`. Its writes are asked for once all blocks
- * of the covariance have said that they are there; `known` of them are already. By one warp. */
+/* `chunk` is the sequence's first, second, ... at `place`. Issues the loads of z (16,RP), L^-1
+ * (16,16), Phi (RP) and 1 / sigma (16) once all blocks of the covariance have counted the chunk in
+ * work.done; the first `known` chunks are known to be counted. By one warp. */
 template <int RP>
-__device__ static void request_writes(room<RP> &m, int &known, const mn_state_scan_job &job,
+__device__ static void request_writes(smem<RP> &m, int &known, const mn_state_scan_job &job,
                                       const ctx &s,
                                   unsigned place, int chunk) {
     const uint64_t group = place * (unsigned)job.p.call.G + (unsigned)s.g;
@@ -313,7 +314,7 @@ __device__ static void request_writes(room<RP> &m, int &known, const mn_state_sc
 
 /* One token of a steep chunk, or what comes before the first one (-1). */
 template <int RP>
-__device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_state_scan_job &job,
+__device__ static void fill_steep(smem<RP> &m, writes<RP> &in, const mn_state_scan_job &job,
                                   const ctx &s, int token) {
     const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
     const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
@@ -334,7 +335,7 @@ __device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_state_sc
     mn_state_scan_before_copies();
 }
 
-/* Copies that one of the block's warps has asked for are there. */
+/* Waits until the copies that one of the block's warps has issued have arrived. */
 __device__ static void await_copies(uint64_t *arrived, unsigned turn) {
     mn_state_scan_await(arrived, turn);
 #if __CUDA_ARCH__ < 900
@@ -346,7 +347,7 @@ __device__ static void await_copies(uint64_t *arrived, unsigned turn) {
 template <typename T, int RP>
 __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
     extern __shared__ __align__(16) unsigned char memory[];
-    room<RP> &m = *(room<RP> *)memory;
+    smem<RP> &m = *(smem<RP> *)memory;
     const mn_call &call = job.p.call;
     const int64_t slot = mn_state_scan_slot(call, s.n),
         chunks = (s.span.length + CHUNK - 1) / CHUNK;
@@ -412,7 +413,12 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
     mine.each(job, s, [&](double &x, int r, int column) { mean[r * call.V + column] = (float)x; });
 }
 
-/* REGISTERS: what two blocks of a covariance leave, or all there are. */
+/* Grid: slices blocks of 128 threads for each group g of a head h of a sequence n, 32 value columns
+ * each.
+ * Loads   M0 (R, 32 columns) at the start; for each chunk kh, qh (16,R), v (16, 32 columns), and z
+ *         (16,R), L^-1 (16,16), Phi (R) and 1 / sigma (16) of the covariance scan.
+ * Stores  o (16, 32 columns) of each chunk where given; M at the end.
+ * REGISTERS: what two blocks of a covariance leave, or all there are. */
 template <typename T, int RP, int REGISTERS>
 __global__ void __maxnreg__(REGISTERS)
 mean_kernel(const __grid_constant__ mn_state_scan_job job, int slices) {
@@ -437,9 +443,9 @@ static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t blocks = mn_n_spans(call) * call.H * call.G * slices;
     const auto kernel = mean_kernel<T, RP, REGISTERS>;
     const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(room<RP>));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(smem<RP>));
     if (code != cudaSuccess) return code;
-    return mn_launch_pdl(kernel, dim3((unsigned)blocks), THREADS, sizeof(room<RP>), stream, *job,
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), THREADS, sizeof(smem<RP>), stream, *job,
                            (int)slices);
 }
 

@@ -2,9 +2,10 @@
  * kernel that prepares them. Formulas are in bayes_bwd_chunk.cu, the only file that includes this.
  *
  * A span has one frame: with Phi_t the product of A since its first token, kh_t = Phi_t'k_t and so
- * on (see bayes.cuh). Panels have a span's tokens as rows and R columns, the state's rows, zeros
+ * on (see bayes.cuh). Tiles have a span's tokens as rows and R columns, the state's rows, zeros
  * beyond them and beyond the last token. Scaling rows and columns costs no digits, only range: a
- * head where a channel decays by more than e^-150 within a span goes the way of bayes_grad.cuh. */
+ * head where a channel decays by more than e^-150 within a span goes the narrow way of
+ * bayes_bwd_chunk.cu. */
 #ifndef MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 #define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 
@@ -22,19 +23,19 @@ enum {
     SMALL_LD = 20,       // of (16,16) in shared memory, free of conflicts
 };
 
-/* Work space of spans. Panels are of a head of a span, or of a group of it. */
+/* Work space of spans. Tiles are of a head of a span, or of a group of it. */
 struct span_work {
     int *steep;                               // of a head of a sequence
     int *left;                                // chunks done by covariances' scans, for means
     int *back;                                // the same of means' adjoints, of each slice
-    double *k, *q, *phi;                      // smem tiles of heads; k, q in the frame
+    double *k, *q, *phi;                      // tiles (64,R) of heads; k, q in the frame
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
-    double *nk;                               // smem tile: n_t kh_t; until h takes its place
-    double *h;                                // smem tile of groups: b, then du
+    double *nk;                               // tile (64,R): n_t kh_t; until h takes its place
+    double *h;                                // tile (64,R) of groups: b, then du
     double *r2, *sigma;                       // tokens of groups
-    double *w;                                // smem tile: z / sigma
+    double *w;                                // tile (64,R) of groups: w = z / sigma
     double *own;                              // tokens of groups: Psi_tt / 2 + w_t.b_t / 2
-    double *eliminate, *reads, *theta;        // of chunks: L', w_s.q_t (s <= t), O
+    double *eliminate, *reads, *theta;        // of chunks, (16,16): L, A = upper(W Q'), O
     double *P, *M;                            // states before spans; M' has columns first. Later a
                                               // head's first P has dk and dq
     double *dw;                               // of slices but the last
@@ -48,7 +49,7 @@ struct span_work {
     int64_t P_each, dw_each;                  // numbers of a group
 };
 
-/* Panels in shared memory: rows as left factors, and as right ones with tokens summed over. */
+/* Tiles in shared memory: rows as left factors, and as right ones with tokens summed over. */
 template <int R>
 struct pitch {
     static constexpr int left = R + 8, right = R + 4;
@@ -78,8 +79,7 @@ __device__ static int64_t n_spans_of(const mn_span &span) {
     return (span.length + SPAN_TOKENS - 1) / SPAN_TOKENS;
 }
 
-/* ---- factors of products, as mn_mma_f64_k8 and mn_mma_f64_k16 take them
- * ------------------------------ */
+/* ---- factors of products, as mn_mma_f64_k8 and mn_mma_f64_k16 take them ---------------------- */
 
 /* 16 rows, columns [column, column + 8) in the order 0 2 4 6 1 3 5 7 */
 __device__ static void left_rows(double (&a)[4], const double *rows, int64_t ld, int column) {

@@ -160,15 +160,15 @@ __device__ static void copy_left_later(double *to, const double *from, int64_t l
 
 /* What a group's slices need besides them. */
 template <typename T, int R>
-__device__ static void begin_group(product_smem<R> &room, const mn_bayes_args &p,
+__device__ static void begin_group(product_smem<R> &smem, const mn_bayes_args &p,
                                    const span_work &w, int64_t head, int g) {
     const int t = copy_thread();
     const int64_t group = head * p.call.G + g;
-    product_place &at = room.place;
+    product_place &at = smem.place;
     if (t >= SPAN_TOKENS) return;
     const double *c = w.theta + (group * SPAN_CHUNKS + t / CHUNK) * SMALL;
-    copy_one_later(room.sigma + t, w.sigma + group * SPAN_TOKENS + t);
-    copy_one_later(room.c + t, c + t % CHUNK * (CHUNK + 1));
+    copy_one_later(smem.sigma + t, w.sigma + group * SPAN_TOKENS + t);
+    copy_one_later(smem.c + t, c + t % CHUNK * (CHUNK + 1));
     if (t == 0) {
         const span_group s = group_at(p, g);
         at.first = s.first, at.count = s.count;
@@ -182,12 +182,12 @@ __device__ static void begin_group(product_smem<R> &room, const mn_bayes_args &p
         }
     }
     const T *x = mn_row<T>(p.cot.qvar, at.b, when, at.h);
-    if (x && p.q.data) room.twice[t] = 2.0 * p.scale * (double)mn_float(x[g]);
+    if (x && p.q.data) smem.twice[t] = 2.0 * p.scale * (double)mn_float(x[g]);
 }
 
 /* A slice on its way. */
 template <typename T, int R>
-__device__ static void load_slice(product_stage<R> &to, product_smem<R> &room, product_y<T> &y,
+__device__ static void load_slice(product_stage<R> &to, product_smem<R> &smem, product_y<T> &y,
                                    const product_count<R> &at, const mn_bayes_args &p,
                                    const span_work &w, int64_t head) {
     const bool weighs = p.cot.qvar.data && p.q.data;
@@ -202,14 +202,14 @@ __device__ static void load_slice(product_stage<R> &to, product_smem<R> &room, p
         copy_left_later(left, w.h + from, R);
         if (weighs) copy_left_later(left + SLICE_LEFT, q + from, R);
         copy_left_later(left + 2 * SLICE_LEFT, w.w + from, R);
-        if (at.i == 0) begin_group<T, R>(room, p, w, head, at.g);
+        if (at.i == 0) begin_group<T, R>(smem, p, w, head, at.g);
     } else if (at.is_mean(w)) {
         const int j = at.i - at.OF_P;
         const int64_t from = t * w.columns + j * SLICE_WIDTH + column;
         right = w.M + (group * w.columns + j * SLICE_WIDTH) * R;
         copy_left_later(left, w.de + from, w.columns);
         copy_left_later(left + 2 * SLICE_LEFT, w.e + from, w.columns);
-        y.load(p, room.place, row, j * SLICE_WIDTH + column);
+        y.load(p, smem.place, row, j * SLICE_WIDTH + column);
     } else {
         right = w.w + (group * SPAN_TOKENS + (at.i - at.of_w(w)) * SLICE_WIDTH) * R;
     }
@@ -223,12 +223,12 @@ __device__ static void load_slice(product_stage<R> &to, product_smem<R> &room, p
 
 /* y of a slice that is on its way, if it has one. */
 template <typename T, int R>
-__device__ static void finish_slice(product_stage<R> &to, const product_smem<R> &room,
+__device__ static void finish_slice(product_stage<R> &to, const product_smem<R> &smem,
                                     const product_y<T> &y, const product_count<R> &at,
                                     const mn_bayes_args &p, const span_work &w) {
     const int thread = copy_thread(), row = thread / 8, column = thread % 8 * 2;
     if (!at.is_mean(w)) return;
-    y.store(to.left[1] + swizzled(row, column), p, room.place, row,
+    y.store(to.left[1] + swizzled(row, column), p, smem.place, row,
             (at.i - at.OF_P) * SLICE_WIDTH + column);
 }
 
@@ -310,10 +310,10 @@ __device__ static void add_state_slice(product_sums<R> &to, const product_stage<
 
 /* Slice j of w times its weights; it has no part in tokens before its own. */
 template <int R>
-__device__ static void add_token_slice(product_sums<R> &to, const product_smem<R> &room,
+__device__ static void add_token_slice(product_sums<R> &to, const product_smem<R> &smem,
                                        const product_stage<R> &here, int j,
                                        const product_warp &at) {
-    const double *rows = room.weights[at.reads] + weights_at(j);
+    const double *rows = smem.weights[at.reads] + weights_at(j);
 #pragma unroll
     for (int k = 0; k < SLICE_WIDTH; k += 8) {
         double a[to.TILES][4], b[2];
@@ -333,7 +333,7 @@ __device__ static void add_token_slice(product_sums<R> &to, const product_smem<R
 
 /* From w.du and w.q to -z.du and -2 a z.q / scale. */
 template <int R>
-__device__ static void scale_weights(product_sums<R> &x, const product_smem<R> &room,
+__device__ static void scale_weights(product_sums<R> &x, const product_smem<R> &smem,
                                      const product_warp &at) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -342,29 +342,29 @@ __device__ static void scale_weights(product_sums<R> &x, const product_smem<R> &
         double (&c)[2][2] = x.weights[weight_place(u)];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            double by = minus(room.sigma[at.earlier(u) + i / 2 * 8 + lane / 4]);
-            if (at.reads) by *= room.twice[8 * u + 2 * (lane % 4) + i % 2];
+            double by = minus(smem.sigma[at.earlier(u) + i / 2 * 8 + lane / 4]);
+            if (at.reads) by *= smem.twice[8 * u + 2 * (lane % 4) + i % 2];
             c[i / 2][i % 2] *= by;
         }
     }
 }
 
-/* The weights of a group into the room; then they are zero again. */
+/* The weights of a group into shared memory; then they are zero again. */
 template <int R>
-__device__ static void put_weights(product_smem<R> &room, product_sums<R> &x,
+__device__ static void put_weights(product_smem<R> &smem, product_sums<R> &x,
                                    const product_warp &at) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int u = 0; u < TOKEN_TILES; u++) {
         if (!(at.tiles >> u & 1)) continue;
         const double (&c)[2][2] = x.weights[weight_place(u)];
-        double *slice = room.weights[at.reads] + weights_at(at.earlier(u) / SLICE_WIDTH);
+        double *slice = smem.weights[at.reads] + weights_at(at.earlier(u) / SLICE_WIDTH);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int column = i / 2 * 8 + lane / 4, s = at.earlier(u) + column;
             const int t = 8 * u + 2 * (lane % 4) + i % 2;
             double put = s <= t ? c[i / 2][i % 2] : 0.0;
-            if (s == t && !at.reads) put = room.c[t] * room.sigma[t];
+            if (s == t && !at.reads) put = smem.c[t] * smem.sigma[t];
             slice[swizzled(t, column / 2 * 2) + column % 2] = put;
         }
     }
@@ -373,22 +373,22 @@ __device__ static void put_weights(product_smem<R> &room, product_sums<R> &x,
 
 /* All that a slice is good for. */
 template <int R>
-__device__ static void multiply_slice(product_sums<R> &x, product_smem<R> &room,
+__device__ static void multiply_slice(product_sums<R> &x, product_smem<R> &smem,
                                       const product_stage<R> &here, const product_count<R> &s,
                                       const span_work &w, const product_warp &at, bool weighs) {
     const bool mean = s.is_mean(w), idle = at.reads && !weighs;
     if (s.i >= s.of_w(w)) {
-        add_token_slice<R>(x, room, here, s.i - s.of_w(w), at);
+        add_token_slice<R>(x, smem, here, s.i - s.of_w(w), at);
         return;
     }
     if (mean || !at.reads) {
-        add_state_slice<R, false>(x, here, room.twice, mean && !at.reads ? (int)0x80000000 : 0,
+        add_state_slice<R, false>(x, here, smem.twice, mean && !at.reads ? (int)0x80000000 : 0,
                                   at);
     } else if (weighs) {
-        add_state_slice<R, true>(x, here, room.twice, 0, at);
+        add_state_slice<R, true>(x, here, smem.twice, 0, at);
     }
-    if (s.i + 1 == s.OF_P && !idle) scale_weights<R>(x, room, at);
-    if (s.i + 1 == s.of_w(w)) put_weights<R>(room, x, at);
+    if (s.i + 1 == s.OF_P && !idle) scale_weights<R>(x, smem, at);
+    if (s.i + 1 == s.of_w(w)) put_weights<R>(smem, x, at);
 }
 
 /* dr2 of all groups of a head of a span. */
@@ -415,15 +415,15 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 1)
 span_products_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
     extern __shared__ __align__(16) double doubles[];
-    product_smem<R> &room = *(product_smem<R> *)doubles;
+    product_smem<R> &smem = *(product_smem<R> *)doubles;
     const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
     const bool weighs = p.cot.qvar.data && p.q.data;
     const product_warp at;
     if (threadIdx.x == 0) {
-        room.place.b = tile.span.b, room.place.t0 = tile.span.t0 + tile.first;
-        room.place.h = head % H, room.place.n_rows = (int)tile.n_rows;
+        smem.place.b = tile.span.b, smem.place.t0 = tile.span.t0 + tile.first;
+        smem.place.h = head % H, smem.place.n_rows = (int)tile.n_rows;
     }
     __syncthreads();
     product_sums<R> x;
@@ -432,7 +432,7 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
     x.clear();
     for (int i = 0; i < PRODUCT_STAGES - 1; i++) {    // slices of P
         if (i > 0) ahead.next(w);
-        if (at.reads) load_slice<T, R>(room.stage[i], room, y, ahead, p, w, head);
+        if (at.reads) load_slice<T, R>(smem.stage[i], smem, y, ahead, p, w, head);
         close_copies();
     }
     put_dr2<T>(p, w, tile, head);
@@ -440,17 +440,17 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
     for (product_count<R> s = { 0, 0 }; s.g < (int)G; s.next(w)) {
         asm volatile("cp.async.wait_group %0;" ::"n"(PRODUCT_STAGES - 2) : "memory");
         __syncthreads();
-        product_stage<R> &last = room.stage[before];
+        product_stage<R> &last = smem.stage[before];
         before = before + 1 == PRODUCT_STAGES ? 0 : before + 1;
         if (at.reads) {
-            finish_slice<T, R>(last, room, y, ahead, p, w);
+            finish_slice<T, R>(last, smem, y, ahead, p, w);
             ahead.next(w);
             if (ahead.g < (int)G) {
-                load_slice<T, R>(room.stage[before], room, y, ahead, p, w, head);
+                load_slice<T, R>(smem.stage[before], smem, y, ahead, p, w, head);
             }
             close_copies();
         }
-        multiply_slice<R>(x, room, room.stage[stage], s, w, at, weighs);
+        multiply_slice<R>(x, smem, smem.stage[stage], s, w, at, weighs);
         stage = stage + 1 == PRODUCT_STAGES ? 0 : stage + 1;
     }
     __syncthreads();

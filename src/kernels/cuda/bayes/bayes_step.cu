@@ -37,7 +37,7 @@ __device__ static double step_over(int K, F term) {
 }
 
 /* u, before anything is raised, and the diagonal of Pbar. */
-__device__ static void step_predict(step_smem &room, const float *P, int K, double l2) {
+__device__ static void step_predict(step_smem &smem, const float *P, int K, double l2) {
     const int lane = threadIdx.x % 32;
     for (int row0 = threadIdx.x / 32 * STEP_ROWS; row0 < K; row0 += STEP_WARPS * STEP_ROWS) {
         double sums[STEP_ROWS] = {};
@@ -49,12 +49,12 @@ __device__ static void step_predict(step_smem &room, const float *P, int K, doub
             }
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const double moved = room.a[i + c] * room.k[i + c];
+                const double moved = smem.a[i + c] * smem.k[i + c];
 #pragma unroll
                 for (int r = 0; r < STEP_ROWS; r++) {
                     sums[r] = fma((double)x[r][c], moved, sums[r]);
                     if (row0 + r == i + c) {
-                        room.d[i + c] = fma(room.a[i + c] * room.a[i + c], (double)x[r][c], l2);
+                        smem.d[i + c] = fma(smem.a[i + c] * smem.a[i + c], (double)x[r][c], l2);
                     }
                 }
             }
@@ -63,33 +63,33 @@ __device__ static void step_predict(step_smem &room, const float *P, int K, doub
         for (int r = 0; r < STEP_ROWS; r++) {
             const int row = row0 + r;
             const double sum = step_warp_sum(sums[r]);
-            if (row < K && lane == 0) room.u[row] = fma(room.a[row], sum, l2 * room.k[row]);
+            if (row < K && lane == 0) smem.u[row] = fma(smem.a[row], sum, l2 * smem.k[row]);
         }
     }
     __syncthreads();
 }
 
 /* k'u; where roundings of P show, its diagonal is raised first, as in ref/bayes.c. */
-__device__ static double step_variance(step_smem &room, int K, double l2, double r2) {
+__device__ static double step_variance(step_smem &smem, int K, double l2, double r2) {
     const double few = 8.0 * 0x1p-24;
-    const auto variance_of = [&](int i) { return room.k[i] * room.u[i]; };
+    const auto variance_of = [&](int i) { return smem.k[i] * smem.u[i]; };
     const double variance = step_over(K, variance_of);
     const double shows = few * step_over(K, [&](int i) {
-        return room.k[i] * room.k[i] * room.d[i];
+        return smem.k[i] * smem.k[i] * smem.d[i];
     });
-    const double hidden = step_over(K, [&](int i) { return room.k[i] * room.k[i] * l2; });
+    const double hidden = step_over(K, [&](int i) { return smem.k[i] * smem.k[i] * l2; });
     if (fmin(variance, r2) >= shows || hidden >= shows) return variance;
     __syncthreads();
     for (int i = threadIdx.x; i < K; i += STEP_THREADS) {
-        room.u[i] = fma(few * room.d[i], room.k[i], room.u[i]);
-        room.d[i] *= 1.0 + few;
+        smem.u[i] = fma(few * smem.d[i], smem.k[i], smem.u[i]);
+        smem.d[i] *= 1.0 + few;
     }
     __syncthreads();
     return fmax(step_over(K, variance_of), 0.0);
 }
 
 /* P of the token; returns this thread's part of q'P q. Products that commute keep P symmetric. */
-__device__ static double step_update(const step_smem &room, float *to, const float *P, int K,
+__device__ static double step_update(const step_smem &smem, float *to, const float *P, int K,
                                      double scale) {
     double spread = 0.0;
     for (int row0 = threadIdx.x / 32 * STEP_ROWS; row0 < K; row0 += STEP_WARPS * STEP_ROWS) {
@@ -106,10 +106,10 @@ __device__ static double step_update(const step_smem &room, float *to, const flo
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     const int j = i + c;
-                    const double moved = row == j ? room.d[j]
-                                                  : (room.a[row] * room.a[j]) * (double)x[r][c];
-                    const double next = moved - (room.u[row] * room.u[j]) * scale;
-                    spread = fma(room.q[row] * room.q[j], next, spread);
+                    const double moved = row == j ? smem.d[j]
+                                                  : (smem.a[row] * smem.a[j]) * (double)x[r][c];
+                    const double next = moved - (smem.u[row] * smem.u[j]) * scale;
+                    spread = fma(smem.q[row] * smem.q[j], next, spread);
                     x[r][c] = (float)next;
                 }
                 if (to) mn_store<4>(to, (int64_t)row * K + i, x[r]);
@@ -121,7 +121,7 @@ __device__ static double step_update(const step_smem &room, float *to, const flo
 
 /* The columns [first, end) of M and of o. `scale` is 1 / s, `reach` q'u / s. */
 template <typename T>
-__device__ static void step_means(step_smem &room, const mn_bayes_args &p, int64_t n, int64_t h,
+__device__ static void step_means(step_smem &smem, const mn_bayes_args &p, int64_t n, int64_t h,
                                   int64_t first, int64_t end, double scale, double reach) {
     const int64_t K = p.call.K, V = p.call.V;
     const int column = threadIdx.x % STEP_COLUMNS, share = threadIdx.x / STEP_COLUMNS;
@@ -135,21 +135,21 @@ __device__ static void step_means(step_smem &room, const mn_bayes_args &p, int64
         double2 sum = make_double2(0.0, 0.0);
 #pragma unroll 8
         for (int64_t i = share; i < K; i += STEP_SHARE) {
-            const double x = j < end ? room.a[i] * (double)mn_get(M0, i * V + j) : 0.0;
-            sum.x = fma(room.k[i], x, sum.x), sum.y = fma(room.q[i], x, sum.y);
+            const double x = j < end ? smem.a[i] * (double)mn_get(M0, i * V + j) : 0.0;
+            sum.x = fma(smem.k[i], x, sum.x), sum.y = fma(smem.q[i], x, sum.y);
         }
-        room.sums[share][column] = sum;
+        smem.sums[share][column] = sum;
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < STEP_SHARE; i++) {
-            misses -= room.sums[i][column].x, reads += room.sums[i][column].y;
+            misses -= smem.sums[i][column].x, reads += smem.sums[i][column].y;
         }
         __syncthreads();
         if (j >= end) continue;
 #pragma unroll 8
         for (int64_t i = share; i < K && M; i += STEP_SHARE) {
-            const double x = room.a[i] * (double)mn_get(M0, i * V + j);
-            M[i * V + j] = (float)fma(room.u[i] * scale, misses, x);
+            const double x = smem.a[i] * (double)mn_get(M0, i * V + j);
+            M[i * V + j] = (float)fma(smem.u[i] * scale, misses, x);
         }
         if (o && share == 0) mn_put(o + j, (float)(p.scale * fma(reach, misses, reads)));
     }
@@ -159,7 +159,7 @@ template <typename T>
 __global__ void __launch_bounds__(STEP_THREADS)
 bayes_step_kernel(const __grid_constant__ mn_bayes_args p) {
     extern __shared__ __align__(16) unsigned char bytes[];
-    step_smem &room = *(step_smem *)bytes;
+    step_smem &smem = *(step_smem *)bytes;
     const int64_t G = p.call.G, g = blockIdx.x % G, h = blockIdx.x / G % p.call.H;
     const int64_t n = blockIdx.x / G / p.call.H, V = p.call.V;
     const int K = (int)p.call.K;
@@ -174,26 +174,26 @@ bayes_step_kernel(const __grid_constant__ mn_bayes_args p) {
     const double l2 = mn_float(*mn_row<T>(p.l2, n, 0, h));
     const double r2 = mn_float(mn_row<T>(p.r2, n, 0, h)[g]);
     for (int i = threadIdx.x; i < K; i += STEP_THREADS) {
-        room.a[i] = exp((double)mn_float(la[i]));
-        room.k[i] = mn_float(k[i]), room.q[i] = mn_get(q, i);
+        smem.a[i] = exp((double)mn_float(la[i]));
+        smem.k[i] = mn_float(k[i]), smem.q[i] = mn_get(q, i);
     }
     __syncthreads();
-    step_predict(room, P0, K, l2);
-    const double variance = step_variance(room, K, l2, r2), scale = 1.0 / (r2 + variance);
-    const double reach = scale * step_over(K, [&](int i) { return room.q[i] * room.u[i]; });
+    step_predict(smem, P0, K, l2);
+    const double variance = step_variance(smem, K, l2, r2), scale = 1.0 / (r2 + variance);
+    const double reach = scale * step_over(K, [&](int i) { return smem.q[i] * smem.u[i]; });
     const double spread =
-        step_warp_sum(step_update(room, P ? P + g * K * K : nullptr, P0, K, scale));
-    if (threadIdx.x % 32 == 0) room.spread[threadIdx.x / 32] = spread;
+        step_warp_sum(step_update(smem, P ? P + g * K * K : nullptr, P0, K, scale));
+    if (threadIdx.x % 32 == 0) smem.spread[threadIdx.x / 32] = spread;
     if (gainvec) {
         for (int i = threadIdx.x; i < K; i += STEP_THREADS) {
-            mn_put(gainvec + g * K + i, (float)(room.u[i] * scale));
+            mn_put(gainvec + g * K + i, (float)(smem.u[i] * scale));
         }
     }
-    step_means<T>(room, p, n, h, (g * V + G - 1) / G, ((g + 1) * V + G - 1) / G, scale, reach);
+    step_means<T>(smem, p, n, h, (g * V + G - 1) / G, ((g + 1) * V + G - 1) / G, scale, reach);
     __syncthreads();
     if (threadIdx.x > 0) return;
     double sum = 0.0;
-    for (int warp = 0; warp < STEP_WARPS; warp++) sum += room.spread[warp];
+    for (int warp = 0; warp < STEP_WARPS; warp++) sum += smem.spread[warp];
     if (gain) mn_put(gain + g, (float)(variance * scale));
     if (kvar) mn_put(kvar + g, (float)variance);
     if (qvar) mn_put(qvar + g, (float)(p.scale * p.scale * sum));

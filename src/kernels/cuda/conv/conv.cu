@@ -68,11 +68,11 @@ __device__ static float preact_grad(const mn_conv_args &p, int64_t n, const mn_s
     return dy * mn_silu(preact<T>(p, n, span, t, channel)).slope;
 }
 
-/* ---- strips ---------------------------------------------------------------------------------- */
+/* ---- column tiles ---------------------------------------------------------------------------- */
 
-/* How warps share channels: heads of `width` channels have `team` lanes each, a power of two, of
- * which the last ones may have no channels; a column tile is as many heads as a warp has
- * row_groups. The rest is about lengths: r = max(|a|^2 + more, least)^-1/2, which is constant
+/* How warps share channels: heads of `width` channels have `head_lanes` lanes each, a power of two,
+ * of which the last ones may have no channels; a column tile is as many heads as a warp has groups
+ * of so many lanes. The rest is about lengths: r = max(|a|^2 + more, least)^-1/2, which is constant
  * below `least`. */
 struct heads {
     int width, head_lanes, col_tile;
@@ -161,7 +161,7 @@ struct filter {
     }
 };
 
-/* Rows on their way into shared memory, STAGES row_groups of tokens deep: a lane has 16 bytes of
+/* Rows on their way into shared memory, STAGES groups of tokens deep: a lane has 16 bytes of
  * each row to itself, so nobody waits for anybody. */
 template <typename T, int N>
 struct prefetch {
@@ -188,12 +188,12 @@ __device__ static void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* The oldest of STAGES row_groups has come. */
+/* The oldest of STAGES groups has come. */
 __device__ static void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
 }
 
-/* All row_groups have come: nothing of this tile is left that could arrive on top of the next
+/* All groups have come: nothing of this tile is left that could arrive on top of the next
  * one's. */
 __device__ static void cp_async_wait_all() {
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -322,7 +322,7 @@ __device__ static void tail_grad(float (&d)[N], const mn_conv_args &p, int64_t n
     mn_load<N>(d, dtail && m >= 0 ? dtail + (n * M + m) * p.call.V : nullptr, channel);
 }
 
-/* Walks one tile by row_groups of tokens: from u and dy of token t it makes d_t and then du_t,
+/* Goes through one tile by groups of tokens: from u and dy of token t it makes d_t and then du_t,
  * which is dx_{t-3}, with the last four of u and of d in rings. Tokens past the tile's end belong
  * to the next one and count for dx only. */
 template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
@@ -619,7 +619,7 @@ static int launch_tails(const mn_conv_args *p, cudaStream_t stream) {
     return mn_launch_status();
 }
 
-/* Launches a kernel of strips with shared memory for all the blocks that registers leave smem for:
+/* Launches a kernel of column tiles with shared memory for as many blocks as registers allow:
  * unasked, what the kernel before it had is kept. */
 template <typename... Arguments, typename... Given>
 static int launch_max_smem(void (*kernel)(Arguments...), unsigned blocks, cudaStream_t stream,

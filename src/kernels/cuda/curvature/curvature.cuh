@@ -23,11 +23,11 @@
 
 namespace mneme::curvature {
 
-/* products of smem tiles in shared memory by warps: bf16 on tensor cores, float32 in fused
+/* Products of tiles in shared memory by warps: bf16 on tensor cores, float32 in fused
  * multiply-adds, with sums in float32 that lie in registers alike in both.
  *
  * A warp has tiles of 16 rows and 8 columns: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l
- * % 4) and its neighbour. Panels have a row pitch of MN_SMEM_TILE_PAD more elements than columns,
+ * % 4) and its neighbour. Tiles have a row pitch of MN_SMEM_TILE_PAD more elements than columns,
  * so that what a warp reads together lies in different banks. */
 
 enum { MN_SMEM_TILE_PAD = 8 };
@@ -299,11 +299,11 @@ inline bool mn_curve_tokens_size(size_t *count, const mn_call *c) {
 
 /* Starts a kernel that takes `cut` last, with a block for each slice of each head of a segment. */
 template <typename... Arguments, typename... Given>
-inline int mn_curve_start(void (*kernel)(Arguments...), int threads, size_t room, const mn_call &c,
+inline int mn_curve_start(void (*kernel)(Arguments...), int threads, size_t smem, const mn_call &c,
                           const mn_curve_cut &cut, cudaStream_t on, const Given &...given) {
     const int64_t blocks = mn_curve_slots(c, cut.segment) * c.H * cut.slices;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(kernel, dim3((unsigned)blocks), threads, room, on, given..., cut);
+    return mn_launch_smem(kernel, dim3((unsigned)blocks), threads, smem, on, given..., cut);
 }
 
 }    // namespace mneme::curvature

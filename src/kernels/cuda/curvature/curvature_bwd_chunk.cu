@@ -1,4 +1,4 @@
-/* curvature_bwd_chunk.cu - curvature backward: the products of smem tiles, and which calls go to
+/* curvature_bwd_chunk.cu - curvature backward: products of tiles, and which calls go to
  * those of Hopper. */
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
@@ -108,7 +108,7 @@ __device__ inline float mn_curve_weighted_column(const mn_curve_back_stage<KP> &
 /* Tiles of all chunks, the last first, one ahead of what is shown to the others, and e behind each;
  * dgamma. */
 template <int KP>
-__device__ inline void mn_curve_back_copy(mn_curve_back_smem<KP> &room,
+__device__ inline void mn_curve_back_copy(mn_curve_back_smem<KP> &smem,
                                           const mn_curvature_args &p, const mn_curve_work &w,
                                           const mn_curve_place &at, int n_parts,
                                           const float *vector) {
@@ -123,14 +123,14 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_smem<KP> &room,
         if (c < n_chunks) {
             const int start = (n_chunks - 1 - c) * 64, count = min(64, at.s.rows - start);
             const int64_t t = at.s.first + start;
-            mn_mbarrier_wait(&room.gone[c % stages], (c / stages & 1) ^ 1);
-            mn_curve_back_load<KP>(room.stage[c % stages], p, at, t, count);
+            mn_mbarrier_wait(&smem.gone[c % stages], (c / stages & 1) ^ 1);
+            mn_curve_back_load<KP>(smem.stage[c % stages], p, at, t, count);
             token = {};
             if (i < count) token = mn_curve_token_of(p, w, at, n_parts, t + i);
         }
         mn_curve_copies_end();
         if (c == 0) continue;
-        mn_curve_back_stage<KP> &now = room.stage[(c - 1) % stages];
+        mn_curve_back_stage<KP> &now = smem.stage[(c - 1) % stages];
         const int start = (n_chunks - c) * 64;
         mn_curve_copies_wait<1>();
         if (i < MN_CURVE_CHUNK) {
@@ -142,9 +142,9 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_smem<KP> &room,
             mn_bf16 *to = mn_row<mn_bf16>(p.grad.gamma, at.s.span.b, at.s.span.t0 + t, at.h);
             if (to && at.slice == 0 && start + i < at.s.rows) mn_put(to, -token_now.part * each);
         }
-        mn_mbarrier_arrive(&room.there[(c - 1) % stages]);
+        mn_mbarrier_arrive(&smem.there[(c - 1) % stages]);
         mn_curve_group_sync(1);
-        e += mn_curve_weighted_column<KP>(now, at.slice, room.part[c % 2]);
+        e += mn_curve_weighted_column<KP>(now, at.slice, smem.part[c % 2]);
     }
     float *first = at.s.first == 0 ? mn_row<float>(p.grad.ks0, at.s.n, 0, at.h) : NULL;
     if (first && i < MN_CURVE_SLICE && own < p.call.K) first[own] = e;
@@ -164,25 +164,25 @@ __device__ inline void mn_curve_back_product(float (&d)[32], uint32_t a, uint32_
 }
 
 template <int KP>
-__device__ inline void mn_curve_back_scores(mn_curve_back_smem<KP> &room, int n_chunks) {
+__device__ inline void mn_curve_back_scores(mn_curve_back_smem<KP> &smem, int n_chunks) {
     constexpr int stages = mn_curve_back_smem<KP>::stages;
     const int thread = threadIdx.x % MN_WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
     for (int c = 0; c < n_chunks; c++) {
-        mn_curve_back_stage<KP> &in = room.stage[c % stages];
+        mn_curve_back_stage<KP> &in = smem.stage[c % stages];
         float of_q[32], of_d[32];
-        mn_mbarrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_mbarrier_wait(&smem.there[c % stages], c / stages & 1);
         mn_fence_proxy_async();
         mn_wgmma_fence();
         mn_curve_back_product<KP>(of_q, mn_smem_addr(in.q), mn_smem_addr(in.k));
         mn_curve_back_product<KP>(of_d, mn_smem_addr(in.d), mn_smem_addr(in.k));
-        mn_mbarrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
+        mn_mbarrier_wait(&smem.used[c % 2], (c / 2 & 1) ^ 1);
         mn_wgmma_wait<1>();
         const float mean[2] = { in.mean[0][row], in.mean[0][row + 8] };
-        mn_curve_put_square(room.P[c % 2][0], NULL, of_q, mean);
+        mn_curve_put_square(smem.P[c % 2][0], NULL, of_q, mean);
         mn_wgmma_wait<0>();
         const float mean_d[2] = { in.mean[1][row], in.mean[1][row + 8] };
-        mn_curve_put_square(room.P[c % 2][1], NULL, of_d, mean_d);
-        mn_mbarrier_arrive(&room.scored[c % 2]);
+        mn_curve_put_square(smem.P[c % 2][1], NULL, of_d, mean_d);
+        mn_mbarrier_arrive(&smem.scored[c % 2]);
     }
 }
 
@@ -198,7 +198,7 @@ __device__ inline void mn_curve_weigh_tokens(uint32_t (&a)[16], const float *fac
     }
 }
 
-/* d += a b over 64 columns of a square */
+/* d += a b over 64 columns of a matrix */
 __device__ inline void mn_curve_transposed_square(float (&d)[32], const uint32_t (&a)[16],
                                               uint32_t b) {
     const uint64_t at = mn_smem_desc(b, MN_CURVE_SQUARE);
@@ -207,7 +207,7 @@ __device__ inline void mn_curve_transposed_square(float (&d)[32], const uint32_t
 }
 
 template <int KP>
-__device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &room,
+__device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &smem,
                                           const mn_curvature_args &p, const mn_curve_place &at,
                                           const float *sums) {
     constexpr int stages = mn_curve_back_smem<KP>::stages;
@@ -216,10 +216,10 @@ __device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &room,
     float G[KP / 2], Y[32];
     mn_curve_load(G, mn_row<float>(p.cot.kk, at.s.n, 0, at.h), sums, 1.0f, p.call.K, at.column0);
     for (int c = 0; c < n_chunks; c++) {
-        mn_curve_back_stage<KP> &in = room.stage[c % stages];
+        mn_curve_back_stage<KP> &in = smem.stage[c % stages];
         uint32_t a[KP / 4], d[16], q[16];
         mn_curve_pack(a, G);
-        mn_mbarrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_mbarrier_wait(&smem.there[c % stages], c / stages & 1);
         const float e[2] = { in.e[warp * 16 + lane / 4], in.e[warp * 16 + lane / 4 + 8] };
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = e[i % 4 / 2];
@@ -231,22 +231,22 @@ __device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &room,
         mn_curve_left<64>(q, in.q, own);
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
-        mn_mbarrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
         mn_fence_proxy_async();
         mn_wgmma_fence();
-        mn_curve_transposed_square(Y, d, mn_smem_addr(room.P[c % 2][0]));
-        mn_curve_transposed_square(Y, q, mn_smem_addr(room.P[c % 2][1]));
+        mn_curve_transposed_square(Y, d, mn_smem_addr(smem.P[c % 2][0]));
+        mn_curve_transposed_square(Y, q, mn_smem_addr(smem.P[c % 2][1]));
         mn_wgmma_commit();
         mn_curve_depth<64>(G, d, mn_smem_addr(in.q));
         mn_curve_depth<64>(G, q, mn_smem_addr(in.d));
         mn_wgmma_commit();
-        mn_mbarrier_wait(&room.left[c % 2], (c / 2 & 1) ^ 1);
+        mn_mbarrier_wait(&smem.left[c % 2], (c / 2 & 1) ^ 1);
         mn_wgmma_wait<1>();
-        room.Y[c % 2].put(Y);
-        mn_mbarrier_arrive(&room.read[c % 2]);
+        smem.Y[c % 2].put(Y);
+        mn_mbarrier_arrive(&smem.read[c % 2]);
         mn_wgmma_wait<0>();
-        mn_mbarrier_arrive(&room.gone[c % stages]);
-        mn_mbarrier_arrive_warp(&room.used[c % 2]);
+        mn_mbarrier_arrive(&smem.gone[c % stages]);
+        mn_mbarrier_arrive_warp(&smem.used[c % 2]);
     }
     if (at.s.first > 0) return;
     mn_curve_store(mn_row<float>(p.grad.kk0, at.s.n, 0, at.h), G, 0.5f, p.call.K, at.column0);
@@ -255,7 +255,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &room,
 /* ---- the group that stores ------------------------------------------------------------------- */
 
 template <int KP>
-__device__ inline void mn_curve_back_store(mn_curve_back_smem<KP> &room,
+__device__ inline void mn_curve_back_store(mn_curve_back_smem<KP> &smem,
                                            const mn_curvature_args &p, const mn_curve_place &at) {
     const int i = threadIdx.x % MN_WARPGROUP, n_chunks = (at.s.rows + 63) / 64;
     const int vec16 = i % 8, column = at.column0 + 8 * vec16;
@@ -271,19 +271,19 @@ __device__ inline void mn_curve_back_store(mn_curve_back_smem<KP> &room,
             if (!wanted || !p.adds_k || start + token >= at.s.rows) continue;
             before[n] = *(const uint4 *)(to + token * p.grad.k.stride[1] + column);
         }
-        mn_mbarrier_wait(&room.read[c % 2], c / 2 & 1);
+        mn_mbarrier_wait(&smem.read[c % 2], c / 2 & 1);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const int token = i / 8 + 16 * n;
             float y[8], x[8];
             if (!wanted || start + token >= at.s.rows) continue;
-            room.Y[c % 2].get(y, vec16, token);
+            smem.Y[c % 2].get(y, vec16, token);
             mn_curve_unpack(x, before[n]);
 #pragma unroll
             for (int j = 0; j < 8; j++) x[j] += y[j];
             *(uint4 *)(to + token * p.grad.k.stride[1] + column) = mn_curve_pack_vec16(x);
         }
-        mn_mbarrier_arrive(&room.left[c % 2]);
+        mn_mbarrier_arrive(&smem.left[c % 2]);
     }
 }
 
@@ -295,37 +295,37 @@ mn_curve_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work 
                      mn_curve_cut cut) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char curve_bytes[];
-    mn_curve_back_smem<KP> &room = *(mn_curve_back_smem<KP> *)curve_bytes;
+    mn_curve_back_smem<KP> &smem = *(mn_curve_back_smem<KP> *)curve_bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K;
     const float *sums = at.s.last ? NULL : mn_curve_sums_for(w.back, p.call, at, at.s.slot + 1);
     if (threadIdx.x == 0) {
         for (int i = 0; i < mn_curve_back_smem<KP>::stages; i++) {
-            mn_mbarrier_init(&room.there[i], MN_WARPGROUP);
-            mn_mbarrier_init(&room.gone[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.there[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.gone[i], MN_WARPGROUP);
         }
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&room.scored[i], MN_WARPGROUP);
-            mn_mbarrier_init(&room.used[i], 4);
-            mn_mbarrier_init(&room.read[i], MN_WARPGROUP);
-            mn_mbarrier_init(&room.left[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.scored[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.used[i], 4);
+            mn_mbarrier_init(&smem.read[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.left[i], MN_WARPGROUP);
         }
     }
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<80>();
-        mn_curve_back_copy<KP>(room, p, w, at, cut.n_parts,
+        mn_curve_back_copy<KP>(smem, p, w, at, cut.n_parts,
                                sums ? sums + K * K : mn_row<float>(p.cot.ks, at.s.n, 0, at.h));
     } else if (threadIdx.x < 2 * MN_WARPGROUP) {
         mn_setmaxnreg_dec<120>();
-        mn_curve_back_scores<KP>(room, (at.s.rows + 63) / 64);
+        mn_curve_back_scores<KP>(smem, (at.s.rows + 63) / 64);
     } else if (threadIdx.x < 3 * MN_WARPGROUP) {
         mn_setmaxnreg_inc<224>();
-        mn_curve_back_read<KP>(room, p, at, sums);
+        mn_curve_back_read<KP>(smem, p, at, sums);
     } else {
         mn_setmaxnreg_dec<80>();
-        mn_curve_back_store<KP>(room, p, at);
+        mn_curve_back_store<KP>(smem, p, at);
     }
 #endif
 }
@@ -420,7 +420,7 @@ __device__ inline float mn_curve_column(const unsigned char *tile, float (&part)
 
 /* Tiles of all chunks, one ahead of what is shown to the others, and s in front of each. */
 template <int KP>
-__device__ inline void mn_curve_queries_copy(mn_curve_queries_smem<KP> &room,
+__device__ inline void mn_curve_queries_copy(mn_curve_queries_smem<KP> &smem,
                                            const mn_curvature_args &p, const mn_curve_place &at,
                                            const float *vector) {
     constexpr int stages = mn_curve_queries_smem<KP>::stages;
@@ -429,7 +429,7 @@ __device__ inline void mn_curve_queries_copy(mn_curve_queries_smem<KP> &room,
     float s = i < p.call.K ? mn_get(vector, i) : 0.0f;
     mn_bf16 gamma = __float2bfloat16_rn(0.0f);    // as it comes, so that nobody waits for it
     for (int n = i; n < stages * (KP / 64) * 48; n += MN_WARPGROUP) {    // the rows behind s
-        unsigned char *k = room.stage[n / 48 / (KP / 64)].k;
+        unsigned char *k = smem.stage[n / 48 / (KP / 64)].k;
         const int smem_tile = n / 48 % (KP / 64);
         *(uint4 *)(k + (smem_tile * MN_CURVE_ROWS + 66) * 128 + n % 48 * 16) =
             make_uint4(0, 0, 0, 0);
@@ -439,15 +439,15 @@ __device__ inline void mn_curve_queries_copy(mn_curve_queries_smem<KP> &room,
         if (c < n_chunks) {
             const int64_t t = at.s.first + c * 64;
             const int count = min(64, at.s.rows - c * 64);
-            mn_mbarrier_wait(&room.gone[c % stages], (c / stages & 1) ^ 1);
-            mn_curve_queries_load<KP>(room.stage[c % stages], p, at, t, count);
+            mn_mbarrier_wait(&smem.gone[c % stages], (c / stages & 1) ^ 1);
+            mn_curve_queries_load<KP>(smem.stage[c % stages], p, at, t, count);
             if (i < count) {
                 gamma = *mn_row<mn_bf16>(p.gamma, at.s.span.b, at.s.span.t0 + t + i, at.h);
             }
         }
         mn_curve_copies_end();
         if (c == 0) continue;
-        mn_curve_queries_stage<KP> &now = room.stage[(c - 1) % stages];
+        mn_curve_queries_stage<KP> &now = smem.stage[(c - 1) % stages];
         mn_curve_copies_wait<1>();
         if (i < KP) {
             const mn_bf16 rounded = __float2bfloat16_rn(s);
@@ -461,24 +461,24 @@ __device__ inline void mn_curve_queries_copy(mn_curve_queries_smem<KP> &room,
             now.each[i] = each;
             now.factor[i] = -mn_float(gamma_now) * each;
         }
-        mn_mbarrier_arrive(&room.there[(c - 1) % stages]);
-        s += mn_curve_column<KP, MN_CURVE_ROWS>(now.k, room.part[c % 2]);
+        mn_mbarrier_arrive(&smem.there[(c - 1) % stages]);
+        s += mn_curve_column<KP, MN_CURVE_ROWS>(now.k, smem.part[c % 2]);
     }
 }
 
 /* ---- the group that makes scores ------------------------------------------------------------- */
 
 template <int KP>
-__device__ inline void mn_curve_queries_scores(mn_curve_queries_smem<KP> &room,
+__device__ inline void mn_curve_queries_scores(mn_curve_queries_smem<KP> &smem,
                                              const mn_curvature_args &p, const mn_curve_work &w,
                                              const mn_curve_place &at) {
     constexpr int stages = mn_curve_queries_smem<KP>::stages;
     const int thread = threadIdx.x % MN_WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
     const int n_chunks = (at.s.rows + 63) / 64;
     for (int c = 0; c < n_chunks; c++) {
-        mn_curve_queries_stage<KP> &in = room.stage[c % stages];
+        mn_curve_queries_stage<KP> &in = smem.stage[c % stages];
         float d[36], of_q[36], mean[2], mean_q[2];
-        mn_mbarrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_mbarrier_wait(&smem.there[c % stages], c / stages & 1);
         mn_fence_proxy_async();
         mn_wgmma_fence();
         mn_curve_scores_start<KP>(d, mn_smem_addr(in.x), mn_smem_addr(in.k));
@@ -488,13 +488,13 @@ __device__ inline void mn_curve_queries_scores(mn_curve_queries_smem<KP> &room,
         mn_wgmma_wait<1>();
         const float each[2] = { in.each[row], in.each[row + 8] };
         mn_curve_means(mean, d, each);
-        mn_mbarrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
-        mn_curve_put_square(room.P[c % 2], room.P_low[c % 2], d, mean);
+        mn_mbarrier_wait(&smem.used[c % 2], (c / 2 & 1) ^ 1);
+        mn_curve_put_square(smem.P[c % 2], smem.P_low[c % 2], d, mean);
         if (thread % 4 == 0) {
             in.mean[row] = mean[0];
             in.mean[row + 8] = mean[1];
         }
-        mn_mbarrier_arrive(&room.scored[c % 2]);
+        mn_mbarrier_arrive(&smem.scored[c % 2]);
         mn_wgmma_wait<0>();
         mn_curve_means(mean_q, of_q, each);
         const int64_t first = mn_curve_row_of(p.call, at, at.s.first + c * 64 + row);
@@ -503,14 +503,14 @@ __device__ inline void mn_curve_queries_scores(mn_curve_queries_smem<KP> &room,
             if (thread % 4 || at.slice || c * 64 + row + 8 * r >= at.s.rows) continue;
             *(float2 *)(w.means + 2 * (first + 8 * r)) = make_float2(mean_q[r], mean[r]);
         }
-        mn_mbarrier_arrive_warp(&room.gone[c % stages]);
+        mn_mbarrier_arrive_warp(&smem.gone[c % stages]);
     }
 }
 
 /* ---- the group that has R -------------------------------------------------------------------- */
 
 template <int KP>
-__device__ inline void mn_curve_queries_read(mn_curve_queries_smem<KP> &room,
+__device__ inline void mn_curve_queries_read(mn_curve_queries_smem<KP> &smem,
                                            const mn_curvature_args &p, const mn_curve_place &at,
                                            const float *sums) {
     constexpr int stages = mn_curve_queries_smem<KP>::stages;
@@ -519,31 +519,31 @@ __device__ inline void mn_curve_queries_read(mn_curve_queries_smem<KP> &room,
     float R[KP / 2], Y[32];
     mn_curve_load(R, mn_row<float>(p.kk0, at.s.n, 0, at.h), sums, 0.5f, p.call.K, at.column0);
     for (int c = 0; c < n_chunks; c++) {
-        mn_curve_queries_stage<KP> &in = room.stage[c % stages];
+        mn_curve_queries_stage<KP> &in = smem.stage[c % stages];
         uint32_t a[KP / 4], low[KP / 4], k[16];
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = 0.0f;
         mn_curve_pack(a, R);
         mn_curve_pack_rest(low, R);
-        mn_mbarrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_mbarrier_wait(&smem.there[c % stages], c / stages & 1);
         mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
-        mn_mbarrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
         mn_fence_proxy_async();
         mn_wgmma_fence();
         mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.x));
         mn_curve_rows<KP, 64>(Y, low, mn_smem_addr(in.x));
-        mn_curve_square(Y, k, mn_smem_addr(room.P[c % 2]));
-        mn_curve_square(Y, k, mn_smem_addr(room.P_low[c % 2]));
+        mn_curve_square(Y, k, mn_smem_addr(smem.P[c % 2]));
+        mn_curve_square(Y, k, mn_smem_addr(smem.P_low[c % 2]));
         mn_wgmma_commit();
         mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_smem_addr(in.k));
         mn_wgmma_commit();
-        mn_mbarrier_wait(&room.left[c % reads], (c / reads & 1) ^ 1);
+        mn_mbarrier_wait(&smem.left[c % reads], (c / reads & 1) ^ 1);
         mn_wgmma_wait<1>();
-        room.Y[c % reads].put(Y);
-        mn_mbarrier_arrive(&room.read[c % reads]);
+        smem.Y[c % reads].put(Y);
+        mn_mbarrier_arrive(&smem.read[c % reads]);
         mn_wgmma_wait<0>();
-        mn_mbarrier_arrive_warp(&room.gone[c % stages]);
-        mn_mbarrier_arrive_warp(&room.used[c % 2]);
+        mn_mbarrier_arrive_warp(&smem.gone[c % stages]);
+        mn_mbarrier_arrive_warp(&smem.used[c % 2]);
     }
 }
 
@@ -572,7 +572,7 @@ __device__ inline void mn_curve_queries_result(const float (&y)[8], const float 
 }
 
 template <int KP>
-__device__ inline void mn_curve_queries_store(mn_curve_queries_smem<KP> &room,
+__device__ inline void mn_curve_queries_store(mn_curve_queries_smem<KP> &smem,
                                             const mn_curvature_args &p, const mn_curve_work &w,
                                             const mn_curve_place &at) {
     constexpr int stages = mn_curve_queries_smem<KP>::stages;
@@ -582,26 +582,26 @@ __device__ inline void mn_curve_queries_store(mn_curve_queries_smem<KP> &room,
     const mn_out &out = p.grad.q;
     const int64_t rows = p.call.B * p.call.T * p.call.H;
     for (int c = 0; c < n_chunks; c++) {
-        const mn_curve_queries_stage<KP> &in = room.stage[c % stages];
+        const mn_curve_queries_stage<KP> &in = smem.stage[c % stages];
         const int64_t t = at.s.first + c * 64;
         mn_bf16 *to = mn_row<mn_bf16>(out, at.s.span.b, at.s.span.t0 + t, at.h);
         float *parts = w.parts + at.slice * rows + mn_curve_row_of(p.call, at, t);
         float s[8];
-        mn_mbarrier_wait(&room.read[c % reads], c / reads & 1);
+        mn_mbarrier_wait(&smem.read[c % reads], c / reads & 1);
 #pragma unroll
         for (int j = 0; j < 8; j++) s[j] = in.s[column + j];
 #pragma unroll
         for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_WARPGROUP / 8) {
             const bool inside = c * 64 + token < at.s.rows;
             float y[8];
-            room.Y[c % reads].get(y, vec16, token);
+            smem.Y[c % reads].get(y, vec16, token);
             mn_curve_queries_result<KP>(
                 y, s, in,
                 to && inside && column < p.call.K ? to + token * out.stride[1] + column : NULL,
                 inside ? parts + token : NULL, column, token);
         }
-        mn_mbarrier_arrive(&room.gone[c % stages]);
-        mn_mbarrier_arrive(&room.left[c % reads]);
+        mn_mbarrier_arrive(&smem.gone[c % stages]);
+        mn_mbarrier_arrive(&smem.left[c % reads]);
     }
 }
 
@@ -613,7 +613,7 @@ mn_curve_queries_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_wo
                       mn_curve_cut cut) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char curve_bytes[];
-    mn_curve_queries_smem<KP> &room = *(mn_curve_queries_smem<KP> *)curve_bytes;
+    mn_curve_queries_smem<KP> &smem = *(mn_curve_queries_smem<KP> *)curve_bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K;
@@ -621,32 +621,32 @@ mn_curve_queries_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_wo
         at.s.first > 0 ? mn_curve_sums_for(w.there, p.call, at, at.s.slot - 1) : NULL;
     if (threadIdx.x == 0) {
         for (int i = 0; i < mn_curve_queries_smem<KP>::stages; i++) {
-            mn_mbarrier_init(&room.there[i], MN_WARPGROUP);
-            mn_mbarrier_init(&room.gone[i], MN_WARPGROUP + 8);    // who stores, products
+            mn_mbarrier_init(&smem.there[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.gone[i], MN_WARPGROUP + 8);    // who stores, products
         }
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&room.scored[i], MN_WARPGROUP);
-            mn_mbarrier_init(&room.used[i], 4);
+            mn_mbarrier_init(&smem.scored[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.used[i], 4);
         }
         for (int i = 0; i < mn_curve_queries_smem<KP>::reads; i++) {
-            mn_mbarrier_init(&room.read[i], MN_WARPGROUP);
-            mn_mbarrier_init(&room.left[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.read[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.left[i], MN_WARPGROUP);
         }
     }
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<80>();
         mn_curve_queries_copy<KP>(
-            room, p, at, sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
+            smem, p, at, sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
     } else if (threadIdx.x < 2 * MN_WARPGROUP) {
         mn_setmaxnreg_dec<120>();
-        mn_curve_queries_scores<KP>(room, p, w, at);
+        mn_curve_queries_scores<KP>(smem, p, w, at);
     } else if (threadIdx.x < 3 * MN_WARPGROUP) {
         mn_setmaxnreg_inc<224>();
-        mn_curve_queries_read<KP>(room, p, at, sums);
+        mn_curve_queries_read<KP>(smem, p, at, sums);
     } else {
         mn_setmaxnreg_dec<80>();
-        mn_curve_queries_store<KP>(room, p, w, at);
+        mn_curve_queries_store<KP>(smem, p, w, at);
     }
 #endif
 }
@@ -678,7 +678,7 @@ struct queries_smem {
 
 /* dq, and this warp's part of y.q for each of its rows. */
 template <typename T, int KP>
-__device__ inline void query_back(queries_smem<T, KP> &room, const mn_curvature_args &p,
+__device__ inline void query_back(queries_smem<T, KP> &smem, const mn_curvature_args &p,
                                   const mn_curve_place &at, int64_t t, int count) {
     using z = mn_curve_sizes<T, KP>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -686,50 +686,50 @@ __device__ inline void query_back(queries_smem<T, KP> &room, const mn_curvature_
     mn_tile_acc<z::columns / 8> Y;
     float part[2] = { 0.0f, 0.0f };
     Y.clear();
-    mn_curve_apply<T, KP>(Y, room.d, room.R, room.P, room.k, at.column0);
-    if (room.is_narrow) {
-        mn_curve_apply<T, KP>(Y, room.d, room.R_low, room.P_low, room.k, at.column0);
+    mn_curve_apply<T, KP>(Y, smem.d, smem.R, smem.P, smem.k, at.column0);
+    if (smem.is_narrow) {
+        mn_curve_apply<T, KP>(Y, smem.d, smem.R_low, smem.P_low, smem.k, at.column0);
     }
     Y.each([&](float &y, int row, int column) {
         const int token = row0 + row, j = at.column0 + column0 + column;
-        const float q = mn_float(room.q[token * z::pitch + j]);
-        const float d = mn_float(room.d[token * z::pitch + j]);
-        const float centred = fmaf(-room.mean[1][token], room.s[j], y);
+        const float q = mn_float(smem.q[token * z::pitch + j]);
+        const float d = mn_float(smem.d[token * z::pitch + j]);
+        const float centred = fmaf(-smem.mean[1][token], smem.s[j], y);
         if (row < 8) part[0] = fmaf(q, centred, part[0]);
         else part[1] = fmaf(q, centred, part[1]);
         T *dq = mn_row<T>(p.grad.q, at.s.span.b, at.s.span.t0 + t + token, at.h);
         if (!dq || token >= count || j >= p.call.K) return;
-        mn_put(dq + j, fmaf(-room.gamma[token] * room.each[token], centred, d));
+        mn_put(dq + j, fmaf(-smem.gamma[token] * smem.each[token], centred, d));
     });
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         part[i] += __shfl_xor_sync(0xffffffffu, part[i], 1);
         part[i] += __shfl_xor_sync(0xffffffffu, part[i], 2);
-        if (lane % 4 == 0) room.part[warp / z::down][row0 + lane / 4 + 8 * i] = part[i];
+        if (lane % 4 == 0) smem.part[warp / z::down][row0 + lane / 4 + 8 * i] = part[i];
     }
 }
 
 /* The means of a chunk's tokens and the scores of d. */
 template <typename T, int KP>
-__device__ inline void queries_scores(queries_smem<T, KP> &room) {
+__device__ inline void queries_scores(queries_smem<T, KP> &smem) {
     using z = mn_curve_sizes<T, KP>;
     const int warp = threadIdx.x / 32;
     mn_tile_acc<z::chunk / 8> P;
-    if (warp < z::down) mn_curve_scores<T, KP>(P, room.within[1], room.d, room.k, warp * 16);
+    if (warp < z::down) mn_curve_scores<T, KP>(P, smem.within[1], smem.d, smem.k, warp * 16);
     else if (warp < 2 * z::down) {
-        mn_curve_scores<T, KP>(P, room.within[0], room.q, room.k, (warp - z::down) * 16);
+        mn_curve_scores<T, KP>(P, smem.within[0], smem.q, smem.k, (warp - z::down) * 16);
     }
-    mn_curve_dots<T, KP>(room.before[0], room.s, room.q, warp, MN_CURVE_WARPS);
-    mn_curve_dots<T, KP>(room.before[1], room.s, room.d, warp, MN_CURVE_WARPS);
+    mn_curve_dots<T, KP>(smem.before[0], smem.s, smem.q, warp, MN_CURVE_WARPS);
+    mn_curve_dots<T, KP>(smem.before[1], smem.s, smem.d, warp, MN_CURVE_WARPS);
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * z::chunk; i += MN_CURVE_THREADS) {
         const int which = i / z::chunk, t = i % z::chunk;
-        room.mean[which][t] = (room.within[which][t] + room.before[which][t]) * room.each[t];
+        smem.mean[which][t] = (smem.within[which][t] + smem.before[which][t]) * smem.each[t];
     }
     __syncthreads();
     if (warp < z::down) {
-        mn_curve_put_scores<T, KP>(room.P, P, room.mean[1], warp * 16,
-                                   room.is_narrow ? room.P_low : NULL);
+        mn_curve_put_scores<T, KP>(smem.P, P, smem.mean[1], warp * 16,
+                                   smem.is_narrow ? smem.P_low : NULL);
     }
     __syncthreads();
 }
@@ -740,7 +740,7 @@ curvature_queries_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_w
                       mn_curve_cut cut) {
     using z = mn_curve_sizes<T, KP>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    queries_smem<T, KP> &room = *(queries_smem<T, KP> *)bytes;
+    queries_smem<T, KP> &smem = *(queries_smem<T, KP> *)bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K, h = at.h, rows = p.call.B * p.call.T * p.call.H;
@@ -752,40 +752,40 @@ curvature_queries_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_w
     mn_curve_matrix<T, KP> R;
     R.load(mn_row<float>(p.kk0, at.s.n, 0, h), sums, 0.5f, K, at.column0);
     for (int i = threadIdx.x; i < KP; i += MN_CURVE_THREADS) {
-        room.s[i] = i < K ? mn_get(vector, i) : 0.0f;
+        smem.s[i] = i < K ? mn_get(vector, i) : 0.0f;
     }
     for (int start = 0; start < at.s.rows; start += z::chunk) {
         const int count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
-        mn_smem_tile_load(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
+        mn_smem_tile_load(smem.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
                           cut.packs);
-        mn_smem_tile_load(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
+        mn_smem_tile_load(smem.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
                           cut.packs);
-        mn_smem_tile_load(room.d, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K,
+        mn_smem_tile_load(smem.d, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K,
                        cut.packs);
-        R.put(room.R);
-        if (room.is_narrow) R.put_rest(room.R_low);
+        R.put(smem.R);
+        if (smem.is_narrow) R.put_rest(smem.R_low);
         if (threadIdx.x < z::chunk) {
             const int i = threadIdx.x;
-            room.each[i] = (float)(1.0 / (seen + (double)(t + i + 1)));
-            room.gamma[i] = i < count ? mn_float(*mn_row<T>(p.gamma, b, t0 + t + i, h)) : 0.0f;
+            smem.each[i] = (float)(1.0 / (seen + (double)(t + i + 1)));
+            smem.gamma[i] = i < count ? mn_float(*mn_row<T>(p.gamma, b, t0 + t + i, h)) : 0.0f;
         }
         __syncthreads();
-        queries_scores<T, KP>(room);
-        query_back<T, KP>(room, p, at, t, count);
-        R.add(room.k, room.k + at.column0);
+        queries_scores<T, KP>(smem);
+        query_back<T, KP>(smem, p, at, t, count);
+        R.add(smem.k, smem.k + at.column0);
         __syncthreads();
         if (threadIdx.x < count) {
             const int i = threadIdx.x;
             const int64_t row = mn_curve_row_of(p.call, at, t + i);
             float part = 0.0f;
-            for (int a = 0; a < z::across; a++) part += room.part[a][i];
+            for (int a = 0; a < z::across; a++) part += smem.part[a][i];
             w.parts[at.slice * rows + row] = part;
-            if (at.slice == 0) w.means[2 * row] = room.mean[0][i];
-            if (at.slice == 0) w.means[2 * row + 1] = room.mean[1][i];
+            if (at.slice == 0) w.means[2 * row] = smem.mean[0][i];
+            if (at.slice == 0) w.means[2 * row + 1] = smem.mean[1][i];
         }
         for (int i = threadIdx.x; i < KP; i += MN_CURVE_THREADS) {
-            room.s[i] += mn_curve_column_sum(room.k, z::pitch, z::chunk, i);
+            smem.s[i] += mn_curve_column_sum(smem.k, z::pitch, z::chunk, i);
         }
         __syncthreads();
     }
@@ -804,28 +804,28 @@ struct back_smem {
 
 /* dK of the warp's tile. */
 template <typename T, int KP>
-__device__ inline void key_back(back_smem<T, KP> &room, const mn_curvature_args &p,
+__device__ inline void key_back(back_smem<T, KP> &smem, const mn_curvature_args &p,
                                 const mn_curve_place &at, int64_t t, int count) {
     using z = mn_curve_sizes<T, KP>;
     const int warp = threadIdx.x / 32, row0 = warp % z::down * 16;
     const int column0 = warp / z::down * z::columns;
     mn_tile_acc<z::columns / 8> dk;
     dk.clear();
-    mn_curve_product<MN_NO_TRANS, MN_NO_TRANS>(dk, room.k + row0 * z::pitch, z::pitch,
-                                               room.G + column0,
+    mn_curve_product<MN_NO_TRANS, MN_NO_TRANS>(dk, smem.k + row0 * z::pitch, z::pitch,
+                                               smem.G + column0,
                                          MN_CURVE_PITCH, KP);
     const int first = row0 * z::score_pitch + row0;    // of tokens before row0 there is nothing
     const int from = row0 * z::pitch + at.column0 + column0;
-    mn_curve_product<MN_TRANS, MN_NO_TRANS>(dk, room.P[0] + first, z::score_pitch, room.z_ + from,
+    mn_curve_product<MN_TRANS, MN_NO_TRANS>(dk, smem.P[0] + first, z::score_pitch, smem.z_ + from,
                                           z::pitch, z::chunk - row0);
-    mn_curve_product<MN_TRANS, MN_NO_TRANS>(dk, room.P[1] + first, z::score_pitch, room.q + from,
+    mn_curve_product<MN_TRANS, MN_NO_TRANS>(dk, smem.P[1] + first, z::score_pitch, smem.q + from,
                                           z::pitch, z::chunk - row0);
     dk.each([&](float &x, int row, int column) {
         const int token = row0 + row;
         const int64_t j = at.column0 + column0 + column;
         T *to = mn_row<T>(p.grad.k, at.s.span.b, at.s.span.t0 + t + token, at.h);
         if (!to || token >= count || j >= p.call.K) return;
-        const float sum = x + room.e[column0 + column];
+        const float sum = x + smem.e[column0 + column];
         mn_put(to + j, p.adds_k ? sum + mn_float(to[j]) : sum);
     });
 }
@@ -836,7 +836,7 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
                       mn_curve_cut cut) {
     using z = mn_curve_sizes<T, KP>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    back_smem<T, KP> &room = *(back_smem<T, KP> *)bytes;
+    back_smem<T, KP> &smem = *(back_smem<T, KP> *)bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K, h = at.h, rows = p.call.B * p.call.T * p.call.H;
@@ -848,18 +848,18 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
     const int64_t own = at.column0 + threadIdx.x;
     mn_curve_matrix<T, KP> G;
     G.load(mn_row<float>(p.cot.kk, at.s.n, 0, h), sums, 1.0f, K, at.column0);
-    if (threadIdx.x < MN_CURVE_SLICE) room.e[threadIdx.x] = own < K ? mn_get(vector, own) : 0.0f;
+    if (threadIdx.x < MN_CURVE_SLICE) smem.e[threadIdx.x] = own < K ? mn_get(vector, own) : 0.0f;
     const int n_chunks = (at.s.rows + z::chunk - 1) / z::chunk;
     for (int c = n_chunks - 1; c >= 0; c--) {
         const int start = c * z::chunk, count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
-        mn_smem_tile_load(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
+        mn_smem_tile_load(smem.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
                           cut.packs);
-        mn_smem_tile_load(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
+        mn_smem_tile_load(smem.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
                           cut.packs);
-        mn_smem_tile_load(room.z_, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K,
+        mn_smem_tile_load(smem.z_, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K,
                        cut.packs);
-        G.put(room.G);
+        G.put(smem.G);
         if (threadIdx.x < z::chunk) {
             const int i = threadIdx.x;
             float gamma = 0.0f, mean = 0.0f, mean_d = 0.0f;
@@ -873,32 +873,32 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
                 for (int a = 0; a < cut.n_parts; a++) part += w.parts[a * rows + row];
                 if (dgamma && at.slice == 0) mn_put(dgamma, -part * each);
             }
-            room.mean[0][i] = mean, room.mean[1][i] = -gamma * each * mean_d;
+            smem.mean[0][i] = mean, smem.mean[1][i] = -gamma * each * mean_d;
         }
         __syncthreads();
-        mn_curve_weigh<T, KP>(room.z_, p, at, t, count, seen);
+        mn_curve_weigh<T, KP>(smem.z_, p, at, t, count, seen);
         __syncthreads();
         mn_tile_acc<z::chunk / 8> P;
         if (warp < z::down) {
-            mn_curve_scores<T, KP>(P, room.rows, room.q, room.k, warp * 16);
-            mn_curve_put_scores<T, KP>(room.P[0], P, room.mean[0], warp * 16);
+            mn_curve_scores<T, KP>(P, smem.rows, smem.q, smem.k, warp * 16);
+            mn_curve_put_scores<T, KP>(smem.P[0], P, smem.mean[0], warp * 16);
         } else if (warp < 2 * z::down) {
             const int row0 = (warp - z::down) * 16;
             P.clear();
-            mn_curve_product<MN_NO_TRANS, MN_TRANS>(P, room.z_ + row0 * z::pitch, z::pitch,
-                                                      room.k,
+            mn_curve_product<MN_NO_TRANS, MN_TRANS>(P, smem.z_ + row0 * z::pitch, z::pitch,
+                                                      smem.k,
                                                   z::pitch, KP);
-            mn_curve_put_scores<T, KP>(room.P[1], P, room.mean[1], row0);
+            mn_curve_put_scores<T, KP>(smem.P[1], P, smem.mean[1], row0);
         }
         __syncthreads();
-        key_back<T, KP>(room, p, at, t, count);
-        G.add(room.z_, room.q + at.column0);
-        G.add(room.q, room.z_ + at.column0);
+        key_back<T, KP>(smem, p, at, t, count);
+        G.add(smem.z_, smem.q + at.column0);
+        G.add(smem.q, smem.z_ + at.column0);
         __syncthreads();
         if (threadIdx.x < MN_CURVE_SLICE) {
-            room.e[threadIdx.x] = mn_curve_weighted(room.e[threadIdx.x], room.z_ + own,
-                                                    room.q + own, z::pitch, room.mean[0],
-                                                    room.mean[1], count);
+            smem.e[threadIdx.x] = mn_curve_weighted(smem.e[threadIdx.x], smem.z_ + own,
+                                                    smem.q + own, z::pitch, smem.mean[0],
+                                                    smem.mean[1], count);
         }
         __syncthreads();
     }
@@ -906,7 +906,7 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
     G.store(mn_row<float>(p.grad.kk0, at.s.n, 0, h), 0.5f, K, at.column0);
     float *ds = mn_row<float>(p.grad.ks0, at.s.n, 0, h);
     __syncthreads();
-    if (ds && threadIdx.x < MN_CURVE_SLICE && own < K) ds[own] = room.e[threadIdx.x];
+    if (ds && threadIdx.x < MN_CURVE_SLICE && own < K) ds[own] = smem.e[threadIdx.x];
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */

@@ -1,4 +1,4 @@
-/* curvature_fwd_chunk.cu - curvature forward: the products of smem tiles, and which calls go to
+/* curvature_fwd_chunk.cu - curvature forward: products of tiles, and which calls go to
  * those of Hopper. */
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_ready.cuh"
@@ -11,11 +11,11 @@ namespace mneme::curvature {
  *
  *   Y' = R Q' + K' tril(Q K' - m)'     qt = q - gamma / n (y - m s)     R <- R + K' K
  *
- * Three groups of four warps. Of the first, one warp requests TMA for tiles, chunks
+ * Three groups of four warps. Of the first, one warp loads tiles by TMA, chunks
  * ahead, one makes 1 / n and -gamma / n, and two keep s: rows 64 and 65 of a tile of keys are s,
  * rounded, and what that leaves, so that scores bring s.q with them. The second group makes
  * scores. The third has 64 rows of the symmetric R in its registers, reads, moves and stores:
- * what it reads is turned, rows being columns of the result, as are the rows of q that it takes
+ * what it reads is transposed, rows being columns of the result, as are the rows of q that it takes
  * from the tile. */
 
 enum {
@@ -46,14 +46,14 @@ struct mn_curve_forward_smem {
 
 /* One lane calls. */
 template <int KP>
-__device__ inline void mn_curve_forward_request(mn_curve_forward_smem<KP> &room,
+__device__ inline void mn_curve_forward_request(mn_curve_forward_smem<KP> &smem,
                                             const mn_curve_maps &maps, const mn_curve_place &at) {
     const int n_chunks = (at.s.rows + 63) / 64, h = (int)at.h, b = (int)at.s.span.b;
     for (int c = 0; c < n_chunks; c++) {
         const int turn = c / MN_CURVE_AHEAD, t = (int)(at.s.span.t0 + at.s.first) + c * 64;
-        mn_curve_forward_stage<KP> &to = room.stage[c % MN_CURVE_AHEAD];
-        uint64_t *there = &room.there[c % MN_CURVE_AHEAD];
-        mn_mbarrier_wait(&room.gone[c % MN_CURVE_AHEAD], (turn & 1) ^ 1);
+        mn_curve_forward_stage<KP> &to = smem.stage[c % MN_CURVE_AHEAD];
+        uint64_t *there = &smem.there[c % MN_CURVE_AHEAD];
+        mn_mbarrier_wait(&smem.gone[c % MN_CURVE_AHEAD], (turn & 1) ^ 1);
         mn_mbarrier_arrive_expect_tx(there, 2 * KP / 64 * MN_CURVE_SQUARE);
 #pragma unroll
         for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
@@ -66,7 +66,7 @@ __device__ inline void mn_curve_forward_request(mn_curve_forward_smem<KP> &room,
 
 /* A warp: numbers of tokens, their gammas asked for a chunk before. */
 template <int KP>
-__device__ inline void mn_curve_forward_weigh(mn_curve_forward_smem<KP> &room,
+__device__ inline void mn_curve_forward_weigh(mn_curve_forward_smem<KP> &smem,
                                               const mn_curvature_args &p,
                                               const mn_curve_place &at) {
     const int lane = threadIdx.x % 32, n_chunks = (at.s.rows + 63) / 64;
@@ -79,16 +79,16 @@ __device__ inline void mn_curve_forward_weigh(mn_curve_forward_smem<KP> &room,
     for (int c = 0; c < n_chunks; c++) {
         const int slot = c % MN_CURVE_AHEAD;
         const mn_bf16 next[2] = { gamma_of(64 * c + 64 + lane), gamma_of(64 * c + 96 + lane) };
-        mn_mbarrier_wait(&room.gone[slot], (c / MN_CURVE_AHEAD & 1) ^ 1);
+        mn_mbarrier_wait(&smem.gone[slot], (c / MN_CURVE_AHEAD & 1) ^ 1);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = 32 * half + lane;
             const float each = 1.0f / (float)(seen + 64 * c + i + 1);
-            room.stage[slot].each[i] = each;
-            room.stage[slot].weight[i].x = -__bfloat162float(gamma[half]) * each;
+            smem.stage[slot].each[i] = each;
+            smem.stage[slot].weight[i].x = -__bfloat162float(gamma[half]) * each;
             gamma[half] = next[half];
         }
-        mn_mbarrier_arrive(&room.ready[slot]);
+        mn_mbarrier_arrive(&smem.ready[slot]);
     }
 }
 
@@ -177,29 +177,29 @@ __device__ inline void mn_curve_forward_end(unsigned char *k, int count) {
 
 /* Two warps: s in front of each chunk. */
 template <int KP>
-__device__ inline void mn_curve_forward_add(mn_curve_forward_smem<KP> &room,
+__device__ inline void mn_curve_forward_add(mn_curve_forward_smem<KP> &smem,
                                             const mn_curvature_args &p, const mn_curve_place &at,
                                             const float *vector) {
     const int n_chunks = (at.s.rows + 63) / 64;
     mn_curve_vector<KP> s;
     s.load(vector, p.call.K);
     for (int n = threadIdx.x % 64; n < MN_CURVE_AHEAD * (KP / 64) * 48; n += 64) {
-        unsigned char *k = room.stage[n / 48 / (KP / 64)].k;    // the rows behind s
+        unsigned char *k = smem.stage[n / 48 / (KP / 64)].k;    // the rows behind s
         const int smem_tile = n / 48 % (KP / 64);
         *(uint4 *)(k + (smem_tile * MN_CURVE_ROWS + 66) * 128 + n % 48 * 16) =
             make_uint4(0, 0, 0, 0);
     }
     for (int c = 0; c < n_chunks; c++) {
         const int slot = c % MN_CURVE_AHEAD;
-        mn_curve_forward_stage<KP> &in = room.stage[slot];
-        mn_mbarrier_wait(&room.there[slot], c / MN_CURVE_AHEAD & 1);
+        mn_curve_forward_stage<KP> &in = smem.stage[slot];
+        mn_mbarrier_wait(&smem.there[slot], c / MN_CURVE_AHEAD & 1);
         if (at.s.rows < c * 64 + 64) mn_curve_forward_end<KP>(in.k, at.s.rows - c * 64);
         s.put(in.k, in.s);
         mn_fence_proxy_async();
-        mn_mbarrier_arrive(&room.ready[slot]);
+        mn_mbarrier_arrive(&smem.ready[slot]);
         s.add(in.k);
         mn_fence_proxy_async();
-        mn_mbarrier_arrive(&room.gone[slot]);
+        mn_mbarrier_arrive(&smem.gone[slot]);
     }
     float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
     if (last) s.store(last, p.call.K, at.slice);
@@ -208,29 +208,29 @@ __device__ inline void mn_curve_forward_add(mn_curve_forward_smem<KP> &room,
 /* ---- the group that makes scores ------------------------------------------------------------- */
 
 template <int KP>
-__device__ inline void mn_curve_forward_scores(mn_curve_forward_smem<KP> &room,
+__device__ inline void mn_curve_forward_scores(mn_curve_forward_smem<KP> &smem,
                                                const mn_curve_place &at) {
     const int i = threadIdx.x % MN_WARPGROUP, row = i / 32 * 16 + i % 32 / 4;
     const int n_chunks = (at.s.rows + 63) / 64;
     for (int c = 0; c < n_chunks; c++) {
-        mn_curve_forward_stage<KP> &in = room.stage[c % MN_CURVE_AHEAD];
+        mn_curve_forward_stage<KP> &in = smem.stage[c % MN_CURVE_AHEAD];
         float d[36], mean[2];
-        mn_mbarrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
-        mn_mbarrier_wait(&room.ready[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_mbarrier_wait(&smem.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_mbarrier_wait(&smem.ready[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
         mn_wgmma_fence();
         mn_curve_scores_start<KP>(d, mn_smem_addr(in.q), mn_smem_addr(in.k));
         mn_wgmma_commit();
         mn_wgmma_wait<0>();
         const float each[2] = { in.each[row], in.each[row + 8] };
         mn_curve_means(mean, d, each);
-        mn_mbarrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
-        mn_curve_put_square(room.P[c % 2], NULL, d, mean);
+        mn_mbarrier_wait(&smem.used[c % 2], (c / 2 & 1) ^ 1);
+        mn_curve_put_square(smem.P[c % 2], NULL, d, mean);
         if (i % 4 == 0) {
             in.weight[row].y = mean[0];
             in.weight[row + 8].y = mean[1];
         }
         mn_fence_proxy_async();
-        mn_mbarrier_arrive(&room.scored[c % 2]);
+        mn_mbarrier_arrive(&smem.scored[c % 2]);
     }
 }
 
@@ -306,7 +306,7 @@ __device__ inline void mn_curve_forward_stored(int n_chunks, int *counter) {
 }
 
 template <int KP>
-__device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &room,
+__device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &smem,
                                              const mn_curvature_args &p, const mn_curve_maps &maps,
                                              const mn_curve_place &at, const float *sums,
                                              int *counter) {
@@ -314,28 +314,28 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &room,
     float R[KP / 2];
     mn_curve_load(R, mn_row<float>(p.kk0, at.s.n, 0, at.h), sums, 0.5f, p.call.K, at.column0);
     for (int c = 0; c < n_chunks; c++) {
-        mn_curve_forward_stage<KP> &in = room.stage[c % MN_CURVE_AHEAD];
+        mn_curve_forward_stage<KP> &in = smem.stage[c % MN_CURVE_AHEAD];
         uint32_t a[KP / 4], k[16], x[16];
         float Y[32];
         mn_curve_pack(a, R);
-        mn_mbarrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_mbarrier_wait(&smem.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
         mn_wgmma_fence();
         mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.q), false);
         mn_wgmma_commit();
-        mn_mbarrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
         mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
         mn_wgmma_fence();
-        mn_curve_square(Y, k, mn_smem_addr(room.P[c % 2]));
+        mn_curve_square(Y, k, mn_smem_addr(smem.P[c % 2]));
         mn_wgmma_commit();
         mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_smem_addr(in.k));
         mn_wgmma_commit();
         mn_curve_left<64>(x, in.q, at.column0 + warp * 16);
         mn_wgmma_wait<1>();
-        mn_mbarrier_arrive_warp(&room.used[c % 2]);
-        mn_curve_forward_result<KP>(room.out[c % 2], x, Y, in, at.column0);
-        mn_curve_forward_put(p, maps, at, room.out[c % 2], c, counter);
+        mn_mbarrier_arrive_warp(&smem.used[c % 2]);
+        mn_curve_forward_result<KP>(smem.out[c % 2], x, Y, in, at.column0);
+        mn_curve_forward_put(p, maps, at, smem.out[c % 2], c, counter);
         mn_wgmma_wait<0>();
-        mn_mbarrier_arrive(&room.gone[c % MN_CURVE_AHEAD]);
+        mn_mbarrier_arrive(&smem.gone[c % MN_CURVE_AHEAD]);
     }
     mn_curve_forward_stored(n_chunks, counter);
     if (at.s.last) {
@@ -353,7 +353,7 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
                         mn_curve_ready ready, mn_curve_cut cut) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char curve_bytes[];
-    mn_curve_forward_smem<KP> &room = *(mn_curve_forward_smem<KP> *)curve_bytes;
+    mn_curve_forward_smem<KP> &smem = *(mn_curve_forward_smem<KP> *)curve_bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     int *counter = ready.chunks ? ready.chunks + blockIdx.x : NULL;
     if (threadIdx.x == 0) {
@@ -369,31 +369,31 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
         at.s.first > 0 ? mn_curve_sums_for(states, p.call, at, at.s.slot - 1) : NULL;
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_CURVE_AHEAD; i++) {
-            mn_mbarrier_init(&room.there[i], 1);
-            mn_mbarrier_init(&room.ready[i], MN_WARPGROUP - 32);
-            mn_mbarrier_init(&room.gone[i], MN_WARPGROUP + 64);    // who reads, who adds up
+            mn_mbarrier_init(&smem.there[i], 1);
+            mn_mbarrier_init(&smem.ready[i], MN_WARPGROUP - 32);
+            mn_mbarrier_init(&smem.gone[i], MN_WARPGROUP + 64);    // who reads, who adds up
         }
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&room.scored[i], MN_WARPGROUP);
-            mn_mbarrier_init(&room.used[i], 4);
+            mn_mbarrier_init(&smem.scored[i], MN_WARPGROUP);
+            mn_mbarrier_init(&smem.used[i], 4);
         }
         mn_mbarrier_init_fence();
     }
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<80>();
-        if (threadIdx.x == 0) mn_curve_forward_request<KP>(room, maps, at);
-        if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(room, p, at);
+        if (threadIdx.x == 0) mn_curve_forward_request<KP>(smem, maps, at);
+        if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(smem, p, at);
         if (threadIdx.x / 32 >= 2) {
-            mn_curve_forward_add<KP>(room, p, at,
+            mn_curve_forward_add<KP>(smem, p, at,
                                      sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
         }
     } else if (threadIdx.x < 2 * MN_WARPGROUP) {
         mn_setmaxnreg_dec<96>();
-        mn_curve_forward_scores<KP>(room, at);
+        mn_curve_forward_scores<KP>(smem, at);
     } else {
         mn_setmaxnreg_inc<208>();
-        mn_curve_forward_read<KP>(room, p, maps, at, sums, counter);
+        mn_curve_forward_read<KP>(smem, p, maps, at, sums, counter);
     }
 #endif
 }
@@ -423,7 +423,7 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
                          mn_curve_cut cut) {
     using z = mn_curve_sizes<T, KP>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    forward_smem<T, KP> &room = *(forward_smem<T, KP> *)bytes;
+    forward_smem<T, KP> &smem = *(forward_smem<T, KP> *)bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K, h = at.h;
@@ -435,38 +435,38 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
     mn_curve_matrix<T, KP> R;
     R.load(mn_row<float>(p.kk0, at.s.n, 0, h), sums, 0.5f, K, at.column0);
     for (int i = threadIdx.x; i < KP; i += MN_CURVE_THREADS) {
-        room.s[i] = i < K ? mn_get(vector, i) : 0.0f;
+        smem.s[i] = i < K ? mn_get(vector, i) : 0.0f;
     }
     for (int start = 0; start < at.s.rows; start += z::chunk) {
         const int count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
-        mn_smem_tile_load(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
+        mn_smem_tile_load(smem.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
                           cut.packs);
-        mn_smem_tile_load(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
+        mn_smem_tile_load(smem.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
                           cut.packs);
-        R.put(room.R);
+        R.put(smem.R);
         if (threadIdx.x < z::chunk) {
-            room.each[threadIdx.x] = (float)(1.0 / (seen + (double)(t + threadIdx.x + 1)));
+            smem.each[threadIdx.x] = (float)(1.0 / (seen + (double)(t + threadIdx.x + 1)));
         }
         __syncthreads();
         mn_tile_acc<z::chunk / 8> P;
         if (warp < z::down) {
-            mn_curve_scores<T, KP>(P, room.within, room.q, room.k, warp * 16);
+            mn_curve_scores<T, KP>(P, smem.within, smem.q, smem.k, warp * 16);
         } else {
-            mn_curve_dots<T, KP>(room.before, room.s, room.q, warp - z::down,
+            mn_curve_dots<T, KP>(smem.before, smem.s, smem.q, warp - z::down,
                                  MN_CURVE_WARPS - z::down);
         }
         __syncthreads();
         if (threadIdx.x < z::chunk) {
             const int i = threadIdx.x;
-            room.mean[i] = (room.within[i] + room.before[i]) * room.each[i];
+            smem.mean[i] = (smem.within[i] + smem.before[i]) * smem.each[i];
         }
         __syncthreads();
-        if (warp < z::down) mn_curve_put_scores<T, KP>(room.P, P, room.mean, warp * 16);
+        if (warp < z::down) mn_curve_put_scores<T, KP>(smem.P, P, smem.mean, warp * 16);
         __syncthreads();
         mn_tile_acc<z::columns / 8> Y;
         Y.clear();
-        mn_curve_apply<T, KP>(Y, room.q, room.R, room.P, room.k, at.column0);
+        mn_curve_apply<T, KP>(Y, smem.q, smem.R, smem.P, smem.k, at.column0);
         Y.each([&](float &y, int row, int column) {
             const int token = warp % z::down * 16 + row;
             const int64_t j = at.column0 + warp / z::down * z::columns + column;
@@ -474,14 +474,14 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
             if (token >= count || j >= K || !qt) return;
             const float gamma = mn_float(
                 *mn_row<T>(p.gamma, at.s.span.b, at.s.span.t0 + t + token, h));
-            const float q = mn_float(room.q[token * z::pitch + j]);
-            const float centred = fmaf(-room.mean[token], room.s[j], y);
-            mn_put(qt + j, fmaf(-gamma * room.each[token], centred, q));
+            const float q = mn_float(smem.q[token * z::pitch + j]);
+            const float centred = fmaf(-smem.mean[token], smem.s[j], y);
+            mn_put(qt + j, fmaf(-gamma * smem.each[token], centred, q));
         });
-        R.add(room.k, room.k + at.column0);
+        R.add(smem.k, smem.k + at.column0);
         __syncthreads();
         for (int i = threadIdx.x; i < KP; i += MN_CURVE_THREADS) {
-            room.s[i] += mn_curve_column_sum(room.k, z::pitch, z::chunk, i);
+            smem.s[i] += mn_curve_column_sum(smem.k, z::pitch, z::chunk, i);
         }
         __syncthreads();
     }
@@ -490,7 +490,7 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
     float *last = mn_row<float>(p.ks, at.s.n, 0, h);
     const int64_t column = at.column0 + threadIdx.x;
     __syncthreads();
-    if (last && threadIdx.x < MN_CURVE_SLICE && column < K) last[column] = room.s[column];
+    if (last && threadIdx.x < MN_CURVE_SLICE && column < K) last[column] = smem.s[column];
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -516,20 +516,20 @@ template <int KP>
 static int start_group(const mn_curve_beside &job, bool early, cudaStream_t on) {
     const mn_curvature_args &p = job.p;
     const auto kernel = mn_curve_forward_kernel<KP>;
-    const size_t room = sizeof(mn_curve_forward_smem<KP>);
+    const size_t smem = sizeof(mn_curve_forward_smem<KP>);
     const mn_curve_cut cut = mn_curve_group_cut(&p);
     const cudaError_t code = cudaFuncSetAttribute(    // so that what is next finds room beside it
         kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (code != cudaSuccess) return code;
     if (!early) {
-        return mn_curve_start(kernel, MN_CURVE_FORWARD_THREADS, room, p.call, cut, on, p, job.maps,
+        return mn_curve_start(kernel, MN_CURVE_FORWARD_THREADS, smem, p.call, cut, on, p, job.maps,
                               (const float *)job.states, job.ready);
     }
     const cudaError_t limit = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
     if (limit != cudaSuccess) return limit;
     return mn_launch_pdl(kernel, dim3((unsigned)mn_curve_beside_blocks(job)),
-                           MN_CURVE_FORWARD_THREADS, room, on, p, job.maps,
+                           MN_CURVE_FORWARD_THREADS, smem, on, p, job.maps,
                            (const float *)job.states, job.ready, cut);
 }
 

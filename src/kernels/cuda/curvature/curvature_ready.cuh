@@ -56,8 +56,8 @@ struct mn_curve_waiting {
         known = first = 0;
     }
 
-    /* Returns when chunk `chunk` is there, for this thread and for what it requests the copy
-     * engine. */
+    /* Returns when chunk `chunk` of the queries is in device memory, visible to this thread and to
+     * the TMA loads that it issues afterwards. */
     __device__ void wait(const mn_curve_ready &ready, int64_t H, int chunk) {
         const int length = (int)(ready.segment / 64);
         while (chunk - first >= length) {

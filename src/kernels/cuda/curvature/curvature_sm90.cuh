@@ -1,12 +1,12 @@
 /* curvature_sm90.cuh - curvature on Hopper, for bf16 and keys of up to 128: what its scans share,
- * forward (curvature_fwd_sm90.cuh) and going back, there (curvature_bwd_queries_sm90.cuh) and back
- * (curvature_bwd_keys_sm90.cuh).
+ * forward (curvature_fwd_chunk.cu) and going back, in the order of time and against it
+ * (curvature_bwd_chunk.cu).
  *
  * Warp groups of a block work on different chunks of 64 tokens at a time: going back one copies
  * tiles and keeps the running vector, one makes scores, one has 64 rows of the symmetric R (or G)
  * in its registers, reads and moves it, one makes results of what the third has read and stores
- * them. Everything the third one computes is turned, rows being columns of the result, so that its
- * rows of R are the left operand and never leave the registers.
+ * them. Everything the third one computes is transposed, rows being columns of the result, so that
+ * its rows of R are the left operand and never leave the registers.
  *
  * Every thread arrives at a barrier for what it has itself read or written, which takes no longer
  * than one lane of a warp (mn_mbarrier_arrive_warp) and is what racecheck follows; for what
@@ -78,7 +78,7 @@ struct mn_curve_read {
         }
     }
 
-    /* Rows 8 vec16 on of a token. */
+    /* y <- numbers 8 vec16 to 8 vec16 + 7 of a token. */
     __device__ void get(float (&y)[8], int vec16, int token) const {
 #pragma unroll
         for (int i = 0; i < 8; i++) y[i] = at[place(8 * vec16, token) + i * MN_CURVE_READ_PITCH];

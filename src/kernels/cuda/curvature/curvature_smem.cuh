@@ -1,4 +1,4 @@
-/* curvature_smem.cuh - curvature by blocks of eight warps on smem tiles of shared memory, for any
+/* curvature_smem.cuh - curvature by blocks of eight warps on tiles in shared memory, for any
  * type and machine: what forward and backward share, and the sums of segments. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_CURVATURE_SMEM_CUH
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_SMEM_CUH
@@ -123,7 +123,7 @@ struct mn_curve_matrix {
     }
 };
 
-/* sum over a chunk's tokens of column i of a smem tile */
+/* sum over a chunk's tokens of column i of a tile in shared memory */
 template <typename T>
 __device__ inline float mn_curve_column_sum(const T *smem_tile, int pitch, int chunk, int i) {
     float sum = 0.0f;
@@ -242,7 +242,7 @@ mn_curve_moments_kernel(const __grid_constant__ mn_curvature_args p, float *stat
                         const float *means, mn_curve_cut cut) {
     using z = mn_curve_sizes<T, KP>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_curve_moment_smem<T, KP> &room = *(mn_curve_moment_smem<T, KP> *)bytes;
+    mn_curve_moment_smem<T, KP> &smem = *(mn_curve_moment_smem<T, KP> *)bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     const int64_t K = p.call.K;
     if (!at.s.there || (BACK ? at.s.first == 0 : at.s.last)) return;
@@ -255,10 +255,10 @@ mn_curve_moments_kernel(const __grid_constant__ mn_curvature_args p, float *stat
         const int count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
         __syncthreads();
-        mn_smem_tile_load(room.a, z::pitch, z::chunk, KP, BACK ? p.cot.qt : p.k, at.s.span, at.h, t,
+        mn_smem_tile_load(smem.a, z::pitch, z::chunk, KP, BACK ? p.cot.qt : p.k, at.s.span, at.h, t,
                        count, K, cut.packs);
         if (BACK) {
-            mn_smem_tile_load(room.b, z::pitch, z::chunk, KP, p.q, at.s.span, at.h, t, count, K,
+            mn_smem_tile_load(smem.b, z::pitch, z::chunk, KP, p.q, at.s.span, at.h, t, count, K,
                            cut.packs);
             const int i = threadIdx.x;
             if (i < count) {
@@ -266,25 +266,25 @@ mn_curve_moments_kernel(const __grid_constant__ mn_curvature_args p, float *stat
                 const float each = (float)(1.0 / (before + (double)(t + i + 1)));
                 const float gamma = mn_float(
                     *mn_row<T>(p.gamma, at.s.span.b, at.s.span.t0 + t + i, at.h));
-                room.mean[0][i] = means[2 * row];
-                room.mean[1][i] = -gamma * each * means[2 * row + 1];
+                smem.mean[0][i] = means[2 * row];
+                smem.mean[1][i] = -gamma * each * means[2 * row + 1];
             }
             __syncthreads();
-            mn_curve_weigh<T, KP>(room.a, p, at, t, count, before);
+            mn_curve_weigh<T, KP>(smem.a, p, at, t, count, before);
         }
         __syncthreads();
         const int own = at.column0 + (int)threadIdx.x;
         if (BACK) {
-            R.add(room.a, room.b + at.column0);
-            R.add(room.b, room.a + at.column0);
+            R.add(smem.a, smem.b + at.column0);
+            R.add(smem.b, smem.a + at.column0);
             if (threadIdx.x < MN_CURVE_SLICE) {
-                sum = mn_curve_weighted(sum, room.a + own, room.b + own, z::pitch, room.mean[0],
-                                        room.mean[1], count);
+                sum = mn_curve_weighted(sum, smem.a + own, smem.b + own, z::pitch, smem.mean[0],
+                                        smem.mean[1], count);
             }
         } else {
-            R.add(room.a, room.a + at.column0);
+            R.add(smem.a, smem.a + at.column0);
             if (threadIdx.x < MN_CURVE_SLICE) {
-                sum += mn_curve_column_sum(room.a, z::pitch, z::chunk, own);
+                sum += mn_curve_column_sum(smem.a, z::pitch, z::chunk, own);
             }
         }
     }
@@ -335,7 +335,7 @@ inline int mn_curve_add_up(const mn_curvature_args *p, float *states, const floa
     return mn_launch_status();
 }
 
-/* How smem tiles cut a call. */
+/* How a call is cut into tiles. */
 template <typename T>
 inline mn_curve_cut mn_curve_smem_tile_cut(const mn_curvature_args *p) {
     const int64_t K = p->call.K;

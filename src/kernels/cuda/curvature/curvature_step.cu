@@ -2,9 +2,9 @@
  *
  *   R += k k'     s += k     qt = q - gamma / n (R q - (s.q / n) s)
  *
- * A block has a head, a warp one square of 32 x 32 of R at a time with the one across the diagonal,
- * as R counts by its symmetric part. What a square adds to R q goes to a row of the room that no
- * other square writes. */
+ * A block has a head, a warp one block of 32 x 32 of R at a time with the one across the diagonal,
+ * as R counts by its symmetric part. What such a block adds to R q goes to a row of shared memory
+ * that no other one writes. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/curvature/curvature.cuh"
 
@@ -20,10 +20,10 @@ struct step_smem {
 };
 
 /* Rows [i, i + 32) and columns [j, j + 32) of R, and their like across the diagonal. */
-__device__ static void step_square(step_smem &room, const float *from, float *to, int i, int j,
+__device__ static void step_square(step_smem &smem, const float *from, float *to, int i, int j,
                                    int K) {
     const int lane = threadIdx.x % 32;
-    float *square = room.square[threadIdx.x / 32];
+    float *square = smem.square[threadIdx.x / 32];
     float here[STEP_SIDE], reads = 0.0f, across = 0.0f;
 #pragma unroll
     for (int r = 0; r < STEP_SIDE; r++) {
@@ -39,8 +39,8 @@ __device__ static void step_square(step_smem &room, const float *from, float *to
 #pragma unroll
     for (int r = 0; r < STEP_SIDE; r++) {
         const float even = 0.5f * (here[r] + square[lane * STEP_PITCH + r]);
-        here[r] = fmaf(room.k[i + r], room.k[j + lane], even);
-        across = fmaf(here[r], room.q[i + r], across);
+        here[r] = fmaf(smem.k[i + r], smem.k[j + lane], even);
+        across = fmaf(here[r], smem.q[i + r], across);
         if (to && i + r < K && j + lane < K) to[(i + r) * K + j + lane] = here[r];
     }
     __syncwarp();
@@ -49,11 +49,11 @@ __device__ static void step_square(step_smem &room, const float *from, float *to
     __syncwarp();
 #pragma unroll
     for (int c = 0; c < STEP_SIDE; c++) {
-        reads = fmaf(square[lane * STEP_PITCH + c], room.q[j + c], reads);
+        reads = fmaf(square[lane * STEP_PITCH + c], smem.q[j + c], reads);
     }
-    room.reads[j / STEP_SIDE][i + lane] = reads;
+    smem.reads[j / STEP_SIDE][i + lane] = reads;
     if (i == j) return;
-    room.reads[i / STEP_SIDE][j + lane] = across;
+    smem.reads[i / STEP_SIDE][j + lane] = across;
 #pragma unroll
     for (int r = 0; r < STEP_SIDE; r++) {
         if (to && j + r < K && i + lane < K) {
@@ -67,7 +67,7 @@ template <typename T>
 __global__ void __launch_bounds__(STEP_THREADS)
 curvature_step_kernel(const __grid_constant__ mn_curvature_args p) {
     extern __shared__ __align__(16) unsigned char bytes[];
-    step_smem &room = *(step_smem *)bytes;
+    step_smem &smem = *(step_smem *)bytes;
     const int64_t h = blockIdx.x % p.call.H, n = blockIdx.x / p.call.H;
     const int K = (int)p.call.K, sides = (K + STEP_SIDE - 1) / STEP_SIDE;
     const T *q = mn_row<T>(p.q, n, 0, h), *k = mn_row<T>(p.k, n, 0, h);
@@ -80,23 +80,23 @@ curvature_step_kernel(const __grid_constant__ mn_curvature_args p) {
     const float each = (float)(1.0 / (mn_curve_before(p, n) + 1.0));
     float mean = 0.0f;
     for (int i = threadIdx.x; i < sides * STEP_SIDE; i += STEP_THREADS) {
-        room.q[i] = i < K ? mn_float(q[i]) : 0.0f;
-        room.k[i] = i < K ? mn_float(k[i]) : 0.0f;
+        smem.q[i] = i < K ? mn_float(q[i]) : 0.0f;
+        smem.k[i] = i < K ? mn_float(k[i]) : 0.0f;
     }
     __syncthreads();
     for (int at = threadIdx.x / 32; at < sides * (sides + 1) / 2; at += STEP_WARPS) {
         int row = 0, column = at;
         while (column >= sides - row) column -= sides - row, row++;
-        step_square(room, R0, R, STEP_SIDE * row, STEP_SIDE * (row + column), K);
+        step_square(smem, R0, R, STEP_SIDE * row, STEP_SIDE * (row + column), K);
     }
     const int i = threadIdx.x;
-    const float sum = i < K ? mn_get(s0, i) + room.k[i] : 0.0f;
-    mean = each * mn_group_sum<STEP_THREADS>(i < K ? sum * room.q[i] : 0.0f, room.sums);
+    const float sum = i < K ? mn_get(s0, i) + smem.k[i] : 0.0f;
+    mean = each * mn_group_sum<STEP_THREADS>(i < K ? sum * smem.q[i] : 0.0f, smem.sums);
     if (i >= K) return;
     if (s) s[i] = sum;
     float read = -mean * sum;
-    for (int side = 0; side < sides; side++) read += room.reads[side][i];
-    if (qt) mn_put(qt + i, fmaf(-gamma * each, read, room.q[i]));
+    for (int side = 0; side < sides; side++) read += smem.reads[side][i];
+    if (qt) mn_put(qt + i, fmaf(-gamma * each, read, smem.q[i]));
 }
 
 MN_CUDA_PLAN(curvature_step) {

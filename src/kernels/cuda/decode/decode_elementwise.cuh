@@ -305,8 +305,7 @@ __device__ inline void mn_decode_run_op(const mn_decode_job &job, const mn_decod
     }
 }
 
-/* ---- from decode.h ------------------------------------------------------------------------------
- * */
+/* ---- from decode.h --------------------------------------------------------------------------- */
 
 inline int mn_decode_n_inputs(int kind) {
     static const int inputs[] = {

@@ -2,12 +2,12 @@
  *
  * Such gemms read every weight once and do next to nothing with it: what counts is how many bytes
  * are on their way, and that they are before the elements they wait for. A block takes column
- * tiles of eight columns. It requests for the weights of its first column tile before it waits
- * for the launch in front, then makes or fetches its rows of a, each block for itself.
+ * tiles of eight columns. It asks for the weights of its first column tile before it waits
+ * for the launch in front, then makes or loads its rows of a, each block for itself.
  *
- * bf16: warps share the column tile's rows of weights in out_tiles of 32 elements. A lane's 16
+ * bf16: warps share the column tile's rows of weights in steps of 32 elements. A lane's 16
  * bytes are the left factor of two gemms of tensor cores, whose eight lower rows stay zero; the
- * elements of a out_tile are taken in the order in which the lanes have them, in both factors.
+ * elements of a step are taken in the order in which the lanes have them, in both factors.
  * float32, and weights of 8 and 4 bits: a warp has a column. Sums are float32, of each warp in
  * order, then over the warps. */
 #include "kernels/cuda/prim/pdl.cuh"
@@ -366,7 +366,7 @@ static int launch_by_k(const gemm_params &p, mn_dtype dtype, int bits, cudaStrea
     return launch<mn_bf16, 16, 8>(p, on);
 }
 
-/* What both ways round fetch for; `few` rows are kept in shared memory. */
+/* What few rows and few columns require alike; `few` rows are kept in shared memory. */
 static bool takes(const mn_gemm_problem *w, int64_t few, int64_t many) {
     if (w->quant && w->K % 32 != 0) return false;
     const int64_t pack = w->dtype == MN_F32 ? 4 : 8;

@@ -1,7 +1,7 @@
 /* megakernel.cu - a megakernel (kernels/decode.h): one kernel goes through all stages, a block
  * for each processor.
  *
- * A block has one warp that brings instrs and weights (megakernel_producer.cuh), and eight that
+ * A block has one warp that brings instructions and weights (mn_decode_producer), and eight that
  * multiply. No barrier stands between stages: a block begins one as soon as the elements that it
  * reads are there (megakernel.cuh), most often while its weights have come already. The launch is
  * cooperative, so that all blocks are there at once. */
@@ -16,14 +16,14 @@ namespace mneme::decode {
  * A warp has 128 elements of each chunk of 1024, of the row and of all weights. While it waits
  * for the row it takes its part of the weights to registers; it makes its elements of the row
  * itself, as soon as they are there, and its sums for all column tiles; then the block meets,
- * once, and a warp adds up the eight sums of each column of a out_tile. What a norm divides by is
- * a factor of the sums: nothing waits for it. */
+ * once, and a warp adds up the eight sums of each column of an output tile. What a norm divides by
+ * is a factor of the sums: nothing waits for it. */
 
-/* what becomes of the sums of a out_tile (kernels/decode.h): a warp has a out_tile, four lanes a
- * column, the first of which stores.
+/* what becomes of the sums of an output tile (kernels/decode.h): a warp has an output tile, four
+ * lanes a column, the first of which stores.
  *
- * What an epilogue reads from memory is asked for before the sums are there. Words go first, to
- * those who wait for them; then the same elements to where they would lie without a megakernel. */
+ * What an epilogue reads from memory is asked for before the sums are there. Hand-off words
+ * are stored first (consumers spin on them), then the plain output tensor. */
 
 #if __CUDA_ARCH__ >= 900
 
@@ -94,8 +94,8 @@ __device__ inline float mn_decode_prefetched(const mn_decode_out_tile &u, int i,
     return mn_decode_prefetched_at(u, i, column) & 2 ? mn_bf16_high(word) : mn_bf16_low(word);
 }
 
-/* One after the other, from the out_tile's gemms x and y and the words that hold what was read
- * ahead; a lane has its column of all of them. values: of the out_tile. */
+/* One after the other, from the output tile's gemms x and y and the words that hold what was read
+ * ahead; a lane has its column of all of them. values: of the output tile. */
 __device__ __noinline__ void mn_decode_epi_list(const mn_decode_out_tile &u,
                                                 const mn_decode_epi_instr *epis,
                                          mn_decode_pipe place, float (*values)[MN_DECODE_TILE_N],
@@ -128,10 +128,9 @@ __device__ __noinline__ void mn_decode_epi_list(const mn_decode_out_tile &u,
     }
 }
 
-/* ---- a out_tile
- * ---------------------------------------------------------------------------------- */
+/* ---- an output tile -------------------------------------------------------------------------- */
 
-/* The head of a out_tile. */
+/* The head of an output tile. */
 struct mn_decode_tile_header {
     unsigned first, second;
 
@@ -178,7 +177,7 @@ struct mn_decode_epilogue {
     float bias[2];
     uint32_t held[6];        // as it was found: what is added; tail, taps, bias; what a list reads
 
-    /* Asks, where there is a out_tile. */
+    /* Asks, where there is an output tile. */
     __device__ mn_decode_epilogue(const mn_decode_out_tile &out_tile,
                                   const mn_decode_tile_header &kind,
                              const mn_decode_pipe &at, bool has)
@@ -275,7 +274,7 @@ struct mn_decode_epilogue {
         }
     }
 
-    /* What few out_tiles have; a list delivers by itself. */
+    /* What few output tiles have; a list delivers by itself. */
     __device__ void run_rare(float x, float y, const mn_decode_epi_instr *epis,
                              float (*values)[MN_DECODE_TILE_N]) const {
         if (form == MN_DECODE_EPI_F32) {
@@ -294,7 +293,7 @@ struct mn_decode_epilogue {
     }
 
     /* From the sums, complete in all four lanes; the second is 1 where there is none. `epis`: of
-     * the out_tile. No branches on the way to most words. */
+     * the output tile. No branches on the way to most words. */
     __device__ void run(float first, float second, const mn_decode_epi_instr *epis,
                         float (*values)[MN_DECODE_TILE_N]) {
         const bool silu = f == MN_UNARY_SILU, convolved = form == MN_DECODE_EPI_CONV;
@@ -512,16 +511,16 @@ __device__ inline void mn_decode_recurrence_step(mn_decode_smem &smem,
 
 #endif
 
-/* the warp of a block that brings instrs and weights (kernels/decode.h).
+/* the warp of a block that brings instructions and weights (kernels/decode.h).
  *
  * It goes through all stages by itself, ahead of the others: what it brings is older than the
- * megakernel, so that it waits for nothing but smem. Weights come in pieces, the eight rows of a
- * column tile by up to 1024 elements, in the order in which they are multiplied: column tile by
- * column tile, chunk by chunk. Lane i requests for row i. */
+ * megakernel, so that it waits for nothing but room in the ring. Weights come in pieces, the eight
+ * rows of a column tile by up to 1024 elements, in the order in which they are multiplied: column
+ * tile by column tile, chunk by chunk. Lane i asks for row i. */
 
 #if __CUDA_ARCH__ >= 900
 
-/* Asks for a instr. */
+/* Asks for an instruction. */
 __device__ inline void mn_decode_load_instr(mn_decode_smem &smem, const mn_decode_pipe &at,
                                          const char *from, int bytes) {
     mn_mbarrier_wait(&smem.instr_empty[at.instr], at.instr_phase ^ 1);
@@ -574,7 +573,7 @@ __device__ inline void mn_decode_prefetch_state(const mn_decode_recurrence_instr
 enum { MN_DECODE_PREFETCH_SHARE = 8 };
 
 /* Lines of K words that others will write: who looks at one that the second cache does not have
- * waits for memory first. Each block requests for a part. */
+ * waits for memory first. Each block prefetches a part. */
 __device__ inline void mn_decode_prefetch_words(const char *words, int K) {
     for (int i = threadIdx.x % 32 * MN_DECODE_PREFETCH_SHARE
          + blockIdx.x % MN_DECODE_PREFETCH_SHARE;
@@ -585,7 +584,7 @@ __device__ inline void mn_decode_prefetch_words(const char *words, int K) {
 
 __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *megakernel,
                                    const mn_decode_entry &start, int words, int n_stages) {
-    mn_decode_pipe next = {}, at = {};    // the instr asked for next; the one at work
+    mn_decode_pipe next = {}, at = {};    // the instruction asked for next; the one at work
     const char *from = megakernel + start.at;
     int bytes = (int)start.bytes;
     mn_decode_load_instr(smem, next, from, bytes);
@@ -617,7 +616,7 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
 
 #if __CUDA_ARCH__ >= 900
 
-/* What a stage needs of its instr once the row is there: looked up before. */
+/* What a stage needs of its instruction once the row is there: looked up before. */
 struct mn_decode_gemm_params {
     int K, chunks, group, n_col_tiles, n_out_tiles;
     bool norm, gated, sigmoid;
@@ -638,12 +637,12 @@ struct mn_decode_gemm_params {
 
 enum { MN_DECODE_FRAG_VECS = MN_DECODE_WARP_K / 32, MN_DECODE_FRAGS = 6, MN_DECODE_FRAG_GROUP = 3 };
 
-/* A lane's part of a warp's 128 elements of the eight rows of a frag: row lane / 4, and of each 32
- * elements eight. */
+/* A lane's part of a warp's 128 elements of the eight rows of a fragment: row lane / 4, and of each
+ * 32 elements eight. */
 struct mn_decode_weight_frag {
     uint4 part[MN_DECODE_FRAG_VECS];
 
-    /* Any elements: what may stay unset would be carried from stage to stage. */
+    /* Any bits: what may stay unset would be carried from stage to stage. */
     __device__ void discard(void) {
 #pragma unroll
         for (int i = 0; i < MN_DECODE_FRAG_VECS; i++) {
@@ -652,8 +651,8 @@ struct mn_decode_weight_frag {
     }
 };
 
-/* The next `n` pieces of the ring, or as many as there is smem for. Lane i waits for frag i, and
- * says that it has been read. Behind the last number of a row lies any other one. */
+/* The next `n` pieces of the ring, or as many as `frag` holds. Lane i waits for fragment i,
+ * and says that it has been read. Behind the last number of a row lies any other one. */
 __device__ inline void mn_decode_load_frags(mn_decode_weight_frag (&frag)[MN_DECODE_FRAGS],
                                             mn_decode_smem &smem,
                                    mn_decode_pipe &place, int n) {
@@ -968,7 +967,7 @@ struct mn_decode_partials {
     }
 };
 
-/* Sums of a out_tile's two column tiles, of which lanes have parts: of a column, in all four
+/* Sums of an output tile's two column tiles, of which lanes have parts: of a column, in all four
  * lanes. Norms of the row, or of groups of it, divide by the root of a mean of squares. */
 struct mn_decode_reduced {
     float first, second;
@@ -1070,7 +1069,7 @@ __device__ static void init_barriers(mn_decode_smem &smem) {
     mn_mbarrier_init_fence();
 }
 
-/* What is multiplied by the zeros behind a row must be elements. */
+/* What is multiplied by the zeros behind a row must be finite. */
 __device__ static void clear(mn_decode_smem &smem) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < (int)(sizeof smem.ring / 16); i += THREADS) {
@@ -1109,7 +1108,7 @@ __device__ static void discard(char *words, int bytes) {
     }
 }
 
-/* Waits for the next instr; and says that it has been done. */
+/* Waits for the next instruction; and says that it has been done. */
 __device__ static const mn_decode_instr &begin(const mn_decode_smem &smem,
                                                const mn_decode_pipe &place) {
     mn_mbarrier_wait(&smem.instr_full[place.instr], place.instr_phase);

@@ -39,12 +39,12 @@ struct alignas(128) mn_decode_smem {
     mn_decode_header *header;    // for barriers of the grid: registers are for weights
 };
 
-/* Where a warp stands: in the ring of weights, in that of instrs, in which buf of what is there
- * twice. */
+/* Where a warp stands: in the ring of weights, in that of instructions, in which buffer of what is
+ * there twice. */
 struct mn_decode_pipe {
     int slot, instr, buf;
     unsigned phase, instr_phase;
-    const char *words;    // from here instrs count bytes to words
+    const char *words;    // from here instructions count bytes to words
 
     __device__ void next_slot(void) {
         if (++slot == MN_DECODE_SLOTS) slot = 0, phase ^= 1;
@@ -57,7 +57,7 @@ struct mn_decode_pipe {
 
 #if __CUDA_ARCH__ >= 900
 
-/* What is not read again in this run: the second cache stores_c the rest of the megakernel instead.
+/* What is not read again in this run: L2 keeps the rest of the megakernel instead.
  * */
 __device__ inline void mn_decode_tma_load_once(void *to, const void *from, int bytes,
                                          uint64_t *barrier) {
@@ -147,8 +147,7 @@ struct mn_decode_word1 {
 
 #endif
 
-/* ---- elements of bf16 -------------------------------------------------------------------------
- * */
+/* ---- elements of bf16 ------------------------------------------------------------------------ */
 
 __device__ inline float mn_bf16_low(uint32_t two) {
     return __uint_as_float(two << 16);

@@ -1,14 +1,24 @@
-/* delta_bwd_chunk.cu - gradients of delta over chunks: matrices again, the scan forward that keeps
- * the states, the scan back, then keys and decays of all chunks at once. */
+/* delta_bwd_chunk.cu - gradients of delta over chunks of 64 tokens, in five launches:
+ *
+ *   delta_intra_chunk*           A, P, T and decays of all chunks, as forward
+ *   delta_state_scan, SAVE       S in front of every chunk and R, to the workspace
+ *   delta_state_scan_bwd         dv, dstate0, and D behind every chunk and dX, to the workspace
+ *   delta_grad*                  dq, de, dw of all chunks, and parts of dbeta and dg
+ *   delta_reduce_grads           dbeta and dg from these parts (decays per channel: dbeta alone) */
 #include "kernels/cuda/delta/delta_grad_channel.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 
 namespace mneme::delta {
 
-/* ---- the second step ------------------------------------------------------------------------- */
+/* ---- dbeta and dg from the parts of blocks --------------------------------------------------- */
 
-/* Gradients of beta, and of a decay per token or head, from the parts of a chunk: one thread for
- * each token. `whole` takes the chunk's sum for a decay per head. */
+/* dbeta and dg of a chunk: dbeta_t is the sum of the parts, dg_t = sum over s >= t of dG_s +
+ * dG_end.
+ *
+ * Grid: chunk slots * H blocks, a thread for each of the 64 tokens.
+ * Loads   workspace.parts (n_partials, slots * H), records of dG (64), dbeta (64) and dG_end.
+ * Stores  grad.beta (B,T,H) where given; grad.g (B,T,H) for a decay per token; for a decay per head
+ *         the chunk's sum of dg in workspace.whole (slots * H). */
 __global__ void __launch_bounds__(MN_DELTA_CHUNK)
 delta_reduce_grads(const __grid_constant__ mn_delta_params job, int n_partials) {
     __shared__ float sums[2][MN_DELTA_CHUNK];
@@ -48,7 +58,8 @@ delta_reduce_grads(const __grid_constant__ mn_delta_params job, int n_partials) 
     mn_put(mn_row<mn_bf16>(p.grad.g, tile.span.b, when, h), dg);
 }
 
-/* A decay per head: the sum over its chunks, each thread's in their order, then the threads'. */
+/* dg of a decay per head (H): a block sums workspace.whole (slots, H) over the slots of head h,
+ * each thread's in their order, then the threads'. */
 __global__ void __launch_bounds__(256)
 delta_head_decay_grad(const __grid_constant__ mn_delta_params job, int64_t slots) {
     __shared__ float smem[32];
@@ -63,7 +74,8 @@ delta_head_decay_grad(const __grid_constant__ mn_delta_params job, int64_t slots
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* The gradient of a decay per head is there without tokens too, and is zero then. */
+/* dbeta and dg from `n_partials` parts of `records` = slots * H chunks. Without tokens the gradient
+ * of a decay per head is stored too, as zero. */
 static int reduce_grads(const mn_delta_params &job, int64_t records, int n_partials,
                         cudaStream_t stream) {
     const mn_delta_args &p = job.p;
@@ -77,7 +89,7 @@ static int reduce_grads(const mn_delta_params &job, int64_t records, int n_parti
     return mn_launch_status();
 }
 
-/* Both scans. */
+/* Both scans, for all of padded_v columns of values. */
 template <int KP, bool CHANNEL>
 static int scan(const mn_delta_params &job, cudaStream_t stream) {
     const int code = mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, CHANNEL, true>,

@@ -1,5 +1,9 @@
-/* delta_fwd_chunk.cu - delta over chunks: matrices of all chunks, then the scan; and what makes its
- * queries, where that is curvature, which the scan then follows. */
+/* delta_fwd_chunk.cu - delta forward over chunks of 64 tokens: T of all chunks at once, then the
+ * state scan; and curvature before them where it makes the queries, which the scan then follows a
+ * chunk or two behind.
+ *
+ * Serves mn_delta in bf16 (delta.cu): q, e, w (B,T,J,K) for J key heads, v, o (B,T,H,V), g (H),
+ * (B,T,H) or (B,T,H,K), beta (B,T,H), states (N,H,K,V) in float32. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk.cuh"
 #include "kernels/cuda/delta/delta_mma.cuh"
@@ -14,22 +18,24 @@ namespace mneme::delta {
 using namespace curvature;
 
 /* delta's states forward on Hopper, for keys of up to 128 and decays that channels share: the
- * scan of delta_state_scan.cuh by splits of four warps that workspace apart.
+ * state scan of delta_state_scan.cuh by three warpgroups that work apart.
  *
- *   X = V - Ed S     R = T X     O = Qd S + P R     S <- fall S + Wd'R
- *   P_ts = scale beta_s q_t.w_s exp(G_t - G_s), s <= t
+ *   X = V - Ed S     R = T X     O = Qd S + P R     S <- d S + Wd'R
+ *   Ed_t = exp(G_t) e_t     Qd_t = scale exp(G_t) q_t     Wd_t = beta_t exp(G_L - G_t) w_t
+ *   P_ts = scale beta_s q_t.w_s exp(G_t - G_s), s <= t             d = exp(G_L), L the last token
  *
- * One group has the states, one makes P, and of the third one warp uses_tma TMA for
- * chunks ahead and one for results to be stored. As P is made here, what comes before the scan
- * needs no queries, which may still be in the making then, and while the scan goes on
- * (curvature_ready.cuh). Little code is what this lives by: the warps of a quarter of a processor
- * run three kinds of it in iter. */
+ * with G_t the sum of g from the chunk's start to token t, and w = e. The first warpgroup keeps S
+ * (K, 64 value columns) in registers, the second computes P (64,64), and of the third one warp
+ * loads chunks ahead by TMA and one stores results. As P is computed here, what comes before the
+ * scan needs no queries, which may still be in the making then, and while the scan goes on
+ * (curvature_ready.cuh). The code of a warpgroup is kept short, because the warps of a quarter of a
+ * processor run three kinds of it in turn. */
 
-/* T of all chunks on Hopper, as tiles, where nothing else is wanted of them yet and channels
- * share decays: keys write where they erase, and queries may still be in the making.
+/* T of all chunks on Hopper, as swizzled tiles, where nothing else is wanted of them yet, channels
+ * share decays and w = e; queries may still be in the making.
  *
  * One block of four warps has one chunk of one head. These are few, and what they take little, so
- * that blocks find smem beside those of another kernel: most of the time each waits for itself. */
+ * that blocks fit beside those of another kernel: most of the time each waits for itself. */
 
 enum { MN_DELTA_WY_THREADS = 128 };
 
@@ -45,7 +51,8 @@ struct mn_wy_inverse_smem {
 
 #if MN_HAS_WGMMA
 
-/* One thread calls. */
+/* Loads e of the chunk, (64, KP) in tiles of 64 columns, from token t of batch row b and key head
+ * h. One thread calls. */
 template <int KP>
 __device__ inline void mn_wy_inverse_tma_load(mn_wy_inverse_smem<KP> &smem, const CUtensorMap &keys,
                                            int h,
@@ -60,7 +67,8 @@ __device__ inline void mn_wy_inverse_tma_load(mn_wy_inverse_smem<KP> &smem, cons
     }
 }
 
-/* Rows of tile `left` with those of tile `right`, 64 each, by four warps: a warp has 16 of them. */
+/* sum += left right', (64,64), for tiles of 64 rows and KP columns, by a warpgroup: a warp has 16
+ * rows. */
 template <int KP>
 __device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsigned right) {
     mn_mma_fence<true>();
@@ -72,6 +80,7 @@ __device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsign
     mn_mma_commit_wait<true>();
 }
 
+/* From e, g and beta of a chunk to T and the decays in the workspace. */
 template <int KP>
 __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP> &smem, const mn_delta_params &job,
                                       const CUtensorMap &keys) {
@@ -107,7 +116,11 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP> &smem, const m
 
 #endif
 
-/* May start before the launch in front of it has ended: the first block waits for that. */
+/* Grid: chunk slots * H blocks of 128 threads, block = slot * H + h.
+ * Loads   e (64,K) of the key head by TMA, and g and beta (64) of the head.
+ * Stores  workspace.T[block] (64,64) in bf16, swizzled: (I + A)^-1 with A_ts = beta_s e_t.e_s
+ *         exp(G_t - G_s) for s < t; workspace.log_decays[block].
+ * May start before the launch in front of it has ended: the first block waits for that. */
 template <int KP>
 __global__ void __launch_bounds__(MN_DELTA_WY_THREADS, 8)
 delta_wy_inverse_sm90_kernel(const __grid_constant__ mn_delta_params job,
@@ -146,7 +159,8 @@ struct mn_fwd_chunk_maps {
     CUtensorMap q, e, v, o;
 };
 
-/* `front` has rows of keys, values, T and P. */
+/* A chunk in shared memory: `front` has e (64,KP), v (64, 64 columns), T and P (64,64); P is
+ * written by the second warpgroup, all else is loaded. */
 template <int KP>
 struct alignas(1024) mn_fwd_chunk_stage {
     mn_scan_front<KP> front;
@@ -158,6 +172,7 @@ template <int KP>
 struct mn_fwd_chunk_smem {
     mn_fwd_chunk_stage<KP> stage[MN_FWD_CHUNK_STAGES];
     alignas(1024) unsigned char out[2][mn_tile_bytes<64>()];
+    // a stage is loaded, its P is written, it may be loaded again
     uint64_t full[MN_FWD_CHUNK_STAGES], scored[MN_FWD_CHUNK_STAGES], empty[MN_FWD_CHUNK_STAGES];
     uint64_t out_full[2], out_empty[2];
     mn_scan_coord place;
@@ -165,15 +180,16 @@ struct mn_fwd_chunk_smem {
 
 #if MN_HAS_WGMMA
 
-/* ---- the group that fetches ------------------------------------------------------------------ */
+/* ---- the producer warpgroup ------------------------------------------------------------------ */
 
-/* Whether a chunk's tiles hold tokens of its sequence alone, and zeros. */
+/* Whether TMA may load a chunk: its 64 rows are tokens of its sequence, or zeros behind the
+ * tensor's end. */
 __device__ inline bool mn_fwd_chunk_is_full(const mn_delta_params &job, const mn_scan_coord &at,
                                          int chunk) {
     return !job.p.call.cu_seqlens || mn_scan_chunk_len(at, chunk) == MN_DELTA_CHUNK;
 }
 
-/* One lane calls. */
+/* Loads q, e, v, T and the decays of a chunk into a stage. One lane calls. */
 template <int KP>
 __device__ inline void mn_fwd_chunk_tma_load(mn_fwd_chunk_stage<KP> &to, uint64_t *full,
                                     const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
@@ -195,7 +211,7 @@ __device__ inline void mn_fwd_chunk_tma_load(mn_fwd_chunk_stage<KP> &to, uint64_
                      (int)sizeof(mn_delta_log_decays), full);
 }
 
-/* The same by all threads of the group, with zeros behind the sequence. */
+/* The same by all threads of the warpgroup, with zeros behind the sequence's last token. */
 template <int KP>
 __device__ __noinline__ void mn_fwd_chunk_copy(mn_fwd_chunk_stage<KP> &to,
                                                const mn_delta_params &job,
@@ -218,7 +234,8 @@ __device__ __noinline__ void mn_fwd_chunk_copy(mn_fwd_chunk_stage<KP> &to,
     mn_fence_proxy_async();
 }
 
-/* A tile of results to memory by a warp. */
+/* A warp stores a tile of results, o (64, 64 columns), to device memory: by TMA, or row by row
+ * where fewer tokens are the sequence's. */
 __device__ inline void mn_fwd_chunk_store_out(const mn_delta_params &job,
                                               const mn_fwd_chunk_maps &maps,
                                     const mn_scan_coord &at, const unsigned char *tile,
@@ -240,8 +257,8 @@ __device__ inline void mn_fwd_chunk_store_out(const mn_delta_params &job,
     }
 }
 
-/* Results leave as many chunks behind as others are brought ahead. OVERLAPS: not before curvature
- * has made their queries. */
+/* Loads chunk `chunk` while warp 1 stores the results of the one MN_FWD_CHUNK_STAGES before.
+ * OVERLAPS: waits until curvature has stored the chunk's queries. */
 template <int KP, bool OVERLAPS>
 __device__ inline void mn_fwd_chunk_producer(mn_fwd_chunk_smem<KP> &smem,
                                              const mn_delta_params &job,
@@ -273,9 +290,9 @@ __device__ inline void mn_fwd_chunk_producer(mn_fwd_chunk_smem<KP> &smem,
     }
 }
 
-/* ---- the group that makes scores ------------------------------------------------------------- */
+/* ---- the warpgroup that computes scores ------------------------------------------------------ */
 
-/* A warp has 16 rows of P. */
+/* Stores P (64,64) of every chunk to its stage; a warp has 16 rows. */
 template <int KP>
 __device__ inline void mn_fwd_chunk_scores(mn_fwd_chunk_smem<KP> &smem, float scale) {
     const int lane = threadIdx.x % 32, block = threadIdx.x / 32 % 4;
@@ -299,9 +316,10 @@ __device__ inline void mn_fwd_chunk_scores(mn_fwd_chunk_smem<KP> &smem, float sc
     }
 }
 
-/* ---- the group that has the states ----------------------------------------------------------- */
+/* ---- the warpgroup that keeps the state ------------------------------------------------------ */
 
-/* Results, transposed, as a tile of rows. */
+/* O, transposed in registers (16 value columns of a warp, 64 tokens), to a tile (64 tokens, 64
+ * columns) in shared memory. */
 __device__ inline void mn_fwd_chunk_stage_out(unsigned char *tile, const float (&O)[8][4]) {
     const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8;
     const int vec16 = threadIdx.x / 32 * 2 + lane / 8 % 2;
@@ -315,7 +333,7 @@ __device__ inline void mn_fwd_chunk_stage_out(unsigned char *tile, const float (
     }
 }
 
-/* Starts y += x matrix'. */
+/* Starts y += x matrix' for x (16 value columns, 64 tokens) and a matrix (64,64). */
 __device__ inline void mn_fwd_chunk_mma_lower(float (&y)[8][4], const unsigned (&x)[4][4],
                                       const unsigned char *matrix) {
     mn_mma_fence<true>();
@@ -324,6 +342,8 @@ __device__ inline void mn_fwd_chunk_mma_lower(float (&y)[8][4], const unsigned (
     mn_mma_commit<true>();
 }
 
+/* For each chunk: X, R, O and the next S as in the equations above, all transposed; O goes to
+ * smem.out, the last S to p.state. */
 template <int KP>
 __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
                                                const mn_delta_params &job) {
@@ -384,7 +404,13 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-/* OVERLAPS: beside the launches in front, for which the first block waits at its end. */
+/* Grid: blocks of 384 threads, block = (n * H + h) * n_slices + slice for sequence n, head h and 64
+ * value columns. A block goes through the chunks of its sequence in order.
+ * Loads   for each chunk q, e (64,K), v (64, 64 columns), workspace.T (64,64) and log_decays; at
+ *         the start state0 (K, 64 columns), zeros where there is none.
+ * Stores  o (64, 64 columns) for each chunk where p.o is given; at the end state, where it is
+ *         given.
+ * OVERLAPS: runs beside the launches in front, for which the first block waits at its end. */
 template <int KP, bool OVERLAPS>
 __global__ void __launch_bounds__(MN_FWD_CHUNK_THREADS, 1)
 delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
@@ -421,9 +447,9 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
 #endif
 }
 
-/* Whether the kernel serves a call: where there are rows that TMA can bring. Fills in
- * the maps. Few columns and heads leave processors without a block, and still it ends before
- * blocks of fewer column tiles would. */
+/* Whether the kernel serves a call: K <= 128, a decay that channels share, w = e, and rows that TMA
+ * can load (16-byte starts). Fills in the maps. Few columns and heads leave processors without a
+ * block, and still it ends before blocks of fewer column tiles would. */
 inline bool mn_delta_fwd_chunk_supported(mn_fwd_chunk_maps *maps, const mn_delta_params &job) {
     const mn_delta_args &p = job.p;
     const int64_t K = p.call.K, V = p.call.V;
@@ -456,7 +482,7 @@ inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chun
                                mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
 }
 
-/* The same beside the launch in front, which makes the queries. */
+/* The same beside the launch in front, which computes the queries. */
 template <int KP>
 inline int mn_delta_fwd_chunk_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
                                  const mn_curve_ready &ready, cudaStream_t stream) {
@@ -479,7 +505,7 @@ static int sm_count(void) {
     return count;
 }
 
-/* The scan beside the curvature that makes its queries, a chunk or two behind. */
+/* The scan beside the curvature kernel that computes its queries, a chunk or two behind. */
 template <int KP>
 static int forward_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
                             const mn_curve_beside &query,
@@ -491,8 +517,8 @@ static int forward_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps 
         : code;
 }
 
-/* Where all blocks of curvature and of the scan find a processor, the scan follows; else T is
- * prepared beside curvature. The bits are the same. */
+/* Where all blocks of curvature and of the scan are resident at once, the scan runs beside
+ * curvature; else T alone is computed beside it. The bits are the same. */
 template <int KP>
 static int forward_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps, void *query_work,
                  cudaStream_t stream) {
@@ -532,7 +558,7 @@ static int forward(const mn_delta_params &job, void *query_work, cudaStream_t st
 }
 
 /* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to
- * ask, a prediction is made for one that has it. */
+ * ask, as when a run's memory is predicted, the answer is yes. */
 static bool has_smem(void) {
     int device = 0, bytes = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||

@@ -1,11 +1,11 @@
 /* delta_grad.cuh - gradients of delta's keys and decays, all chunks at once, from the states S
- * in front of chunks, their adjoints D behind them, residuals R and their adjoints dX.
+ * in front of chunks, their adjoints D behind them, residuals R and their adjoints dX. With d_ts =
+ * exp(G_t - G_s), w_beta = beta w and L the chunk's last token,
  *
  *   dP = tril(dO R')     dA = -tril(dX R', -1)
- *   dq = scale exp(G) dO S' + (scale dP . fall) w_beta
- *   de = -exp(G) dX S' + (dA . fall) w_beta
- *   dw_beta = exp(G_L - G) R D' + (scale dP . fall)'q + (dA . fall)'e       fall =
- * exp(G_t - G_s)
+ *   dq = scale exp(G) dO S' + (scale dP . d) w_beta
+ *   de = -exp(G) dX S' + (dA . d) w_beta
+ *   dw_beta = exp(G_L - G) R D' + (scale dP . d)'q + (dA . d)'e
  *   dG = q dq + e de - w_beta dw_beta
  *   dG_L += exp(G_L) rowsum(S . D) + sum_s w_beta exp(G_L - G) R D'
  *
@@ -25,8 +25,8 @@ namespace mneme::delta {
 
 enum { MN_DELTA_GRAD_THREADS = 512, MN_DELTA_GRAD_WARPS = 16 };
 
-/* What a block leaves of a chunk for the second step: dG, with that of the chunk's end apart, and
- * the gradient of beta. */
+/* What a block stores of a chunk for delta_reduce_grads: dG, with that of the chunk's end apart,
+ * and dbeta, both over its channels alone. */
 struct mn_delta_partial {
     float G[MN_DELTA_CHUNK], beta[MN_DELTA_CHUNK], end, nothing[3];
 };
@@ -38,7 +38,7 @@ struct alignas(128) mn_grad_stage {
     unsigned char S[mn_tile_bytes<KT>()], D[mn_tile_bytes<KT>()];
 };
 
-/* Squares with the decays in them, bare and times beta_s. */
+/* scale dP . d and dA . d, (64,64), and the same times beta_s. */
 struct alignas(128) mn_grad_matrices {
     unsigned char P[mn_tile_bytes<64>()], A[mn_tile_bytes<64>()];
     unsigned char P_beta[mn_tile_bytes<64>()], A_beta[mn_tile_bytes<64>()];
@@ -145,7 +145,7 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
     }
 }
 
-/* All value columns, and the keys into the smem. */
+/* Adds all value columns to `sum`, and loads the chunk's q, e, w into smem.keys. */
 template <int KT, int CHANNEL = false, typename Smem>
 __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
                                            const mn_delta_params &job, const mn_grad_coord &at) {
@@ -196,7 +196,8 @@ __device__ inline mn_grad_coord mn_grad_block_coord(const mn_delta_params &job, 
 
 /* ---- decays that channels share -------------------------------------------------------------- */
 
-/* Squares with decays into the smem, and the sums of what passes between tokens. */
+/* Stores matrices P and A with their decays in shared memory, and sums of dP . P + dA . A over rows
+ * and columns. */
 template <int KT>
 __device__ inline void mn_grad_pairs(mn_grad_smem<KT> &smem, const mn_grad_acc<KT> &sum,
                                       const mn_delta_params &job, const mn_grad_coord &at) {

@@ -1,6 +1,11 @@
 /* delta_grad_channel.cuh - delta_grad.cuh where each channel has a decay of its own.
  *
- *   dq_ti += scale sum_s dP_ts beta_s w_si exp(G_ti - G_si)      and so on
+ *   dq_ti  = scale exp(G_ti) (dO S')_ti + scale sum_{s <= t} dP_ts beta_s w_si exp(G_ti - G_si)
+ *   de_ti  = -exp(G_ti) (dX S')_ti + sum_{s < t} dA_ts beta_s w_si exp(G_ti - G_si)
+ *   dw_si  = beta_s (exp(G_Li - G_si) (R D')_si + sum_{t >= s} scale dP_ts q_ti exp(G_ti - G_si)
+ *            + sum_{t > s} dA_ts e_ti exp(G_ti - G_si))
+ *   dG_ti  = q_ti dq_ti + e_ti de_ti - w_ti dw_ti,  and that of the chunk's end as in
+ *   delta_grad.cuh
  *
  * Pairs of tokens in different blocks of 16 go through tensor cores, with decays counted from the
  * start of the later token's block on one side and to the end of the earlier one's on the other, so
@@ -8,7 +13,7 @@
  * each channel of each block. Decays are cut off as in delta_intra_chunk_channel.cuh.
  *
  * In pairs of rows (MN_DELTA_PAIRS) sums named e are those of a, whose sign is the other, and reads
- * belong to the decay in front of their row's own. */
+ * take the sum of decays without their row's own. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CHANNEL_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CHANNEL_CUH
 
@@ -17,8 +22,9 @@
 
 namespace mneme::delta {
 
-/* What is in shared memory once the states have been read: tiles in iter, and -dA and scale dP of
- * pairs inside blocks. */
+/* What is in shared memory once the states have been read: in turn the tiles `late`, `early` and
+ * `sums`, and scale dP (x) and dA (y) of pairs of tokens inside blocks of 16
+ * (inside[block][t][s]). */
 template <int KT>
 struct mn_channel_grad_tiles {
     union {
@@ -34,7 +40,7 @@ struct mn_channel_grad_tiles {
 };
 
 struct alignas(128) mn_channel_matrices_smem {
-    unsigned char P[mn_tile_bytes<64>()], A[mn_tile_bytes<64>()];    // scale dP and -dA
+    unsigned char P[mn_tile_bytes<64>()], A[mn_tile_bytes<64>()];    // scale dP and dA
 };
 
 template <int KT>
@@ -46,7 +52,7 @@ struct mn_channel_grad_smem {
     mn_grad_keys<KT> keys;
     union {
         mn_channel_matrices_smem matrices;
-        float ends[MN_DELTA_GRAD_THREADS / (KT / 8)][KT];    // S . D, before
+        float ends[MN_DELTA_GRAD_THREADS / (KT / 8)][KT];    // parts of S . D, before matrices
     };
     mn_channel_log_decays<KT> log_decays;
     float written[4][KT], end[KT], run[4][KT], beta[MN_DELTA_CHUNK];
@@ -55,7 +61,8 @@ struct mn_channel_grad_smem {
 
 /* ---- through states -------------------------------------------------------------------------- */
 
-/* Levels of this block's channels. */
+/* Loads g of the chunk and stores its running sums from the start of each block of 16 rows in
+ * smem.log_decays; beta too. */
 template <int KT, int CHANNEL>
 __device__ inline void mn_channel_load_log_decays(mn_channel_grad_smem<KT> &smem,
                                                   const mn_delta_params &job,
@@ -70,7 +77,8 @@ __device__ inline void mn_channel_load_log_decays(mn_channel_grad_smem<KT> &smem
     mn_channel_cumsum<KT>(smem.log_decays, g, block, i);
 }
 
-/* The decay of block `block`'s channels from the chunk's start, or from its end to the chunk's. */
+/* Sums of log decays of channels i and i + 1 from the chunk's start to that of block `block`, or
+ * from the block's end to the chunk's. */
 template <int KT>
 __device__ inline float2 mn_channel_decay_from_start(const mn_channel_log_decays<KT> &c,
                                                      int block, int i) {
@@ -87,7 +95,8 @@ __device__ inline float2 mn_channel_decay_to_end(const mn_channel_log_decays<KT>
     return sum;
 }
 
-/* Decays what came through the states; adds up w_beta dw over tokens. */
+/* Multiplies what came through the states by its decays: dO S', dX S' and R D' in `sum`. Stores
+ * in smem.written the sums over the block's tokens of beta w times the last of these. */
 template <int KT, int CHANNEL>
 __device__ void mn_channel_decay_states(mn_channel_grad_smem<KT> &smem, mn_grad_acc<KT> &sum,
                                   const unsigned char *w, float scale, const mn_grad_coord &at) {
@@ -120,7 +129,8 @@ __device__ void mn_channel_decay_states(mn_channel_grad_smem<KT> &smem, mn_grad_
     }
 }
 
-/* dG of the chunk's end for each channel: a thread each. */
+/* smem.end[i] = exp(G_Li) sum over columns of S . D + sum_s beta_s w_si exp(G_Li - G_si) (R D')_si:
+ * dG of the chunk's end, a thread for each channel. */
 template <int KT>
 __device__ inline void mn_channel_end(mn_channel_grad_smem<KT> &smem) {
     const int i = threadIdx.x;
@@ -136,7 +146,7 @@ __device__ inline void mn_channel_end(mn_channel_grad_smem<KT> &smem) {
 
 /* ---- between blocks -------------------------------------------------------------------------- */
 
-/* scale dP and -dA (in pairs: dA) in bf16, and in float32 inside blocks. */
+/* Stores scale dP and dA = -dX R' (in pairs dX R') in bf16, and in float32 inside blocks of 16. */
 template <int KT, int CHANNEL>
 __device__ inline void mn_channel_store_matrices(mn_channel_grad_smem<KT> &smem,
                                                  const mn_grad_acc<KT> &sum,
@@ -162,7 +172,8 @@ __device__ inline void mn_channel_store_matrices(mn_channel_grad_smem<KT> &smem,
     }
 }
 
-/* Rows of w_beta decayed to the start of each later block. */
+/* tiles.late[I - 1], for I = 1, 2, 3: rows beta_s w_s of earlier blocks, decayed to the start of
+ * block I. */
 template <int KT>
 __device__ void mn_channel_decay_w(mn_channel_grad_smem<KT> &smem, const unsigned char *w) {
     constexpr int pairs = KT / 2;
@@ -180,7 +191,8 @@ __device__ void mn_channel_decay_w(mn_channel_grad_smem<KT> &smem, const unsigne
     }
 }
 
-/* Rows of q and e decayed from the end of each earlier block. */
+/* tiles.early.q[J] and .e[J], for J = 0, 1, 2: rows of later blocks, decayed from the end of
+ * block J. */
 template <int KT, int CHANNEL>
 __device__ void mn_channel_decay_qe(mn_channel_grad_smem<KT> &smem) {
     constexpr int pairs = KT / 2;
@@ -216,7 +228,7 @@ __device__ inline void mn_channel_add_decayed(float (&to)[4], const float (&x)[4
     }
 }
 
-/* dq and de from earlier blocks. */
+/* dq and de of block I from tokens of earlier blocks: products of P and A with tiles.late. */
 template <int KT, int CHANNEL>
 __device__ void mn_channel_grad_qe(mn_channel_grad_smem<KT> &smem, mn_grad_acc<KT> &sum,
                                       const mn_grad_coord &at) {
@@ -245,7 +257,7 @@ __device__ void mn_channel_grad_qe(mn_channel_grad_smem<KT> &smem, mn_grad_acc<K
     }
 }
 
-/* dw from later blocks. */
+/* dw of block J from tokens of later blocks: products of P' and A' with tiles.early. */
 template <int KT>
 __device__ void mn_channel_grad_w(mn_channel_grad_smem<KT> &smem, mn_grad_acc<KT> &sum,
                                      const mn_grad_coord &at) {
@@ -279,7 +291,8 @@ __device__ inline float mn_tile_element(const unsigned char *tile, int row, int 
     return mn_float(*(const mn_bf16 *)(tile + mn_tile_swizzle(row, i / 8) + i % 8 * 2));
 }
 
-/* All pairs of a block of 16 rows, s < t, in one channel. */
+/* dq, de and dw / beta of all pairs s < t of a block of 16 rows in one channel, to tiles.sums: a
+ * thread for each block and channel. */
 template <int KT, int CHANNEL>
 __device__ void mn_channel_grad_inside(mn_channel_grad_smem<KT> &smem, const unsigned char *w) {
     const int block = threadIdx.x / KT, i = threadIdx.x % KT, first = 16 * block;
@@ -312,9 +325,8 @@ __device__ void mn_channel_grad_inside(mn_channel_grad_smem<KT> &smem, const uns
     for (int s = 0; s < 16; s++) smem.tiles.sums.w.at[first + s][i] = dw[s];
 }
 
-/* Adds the pairs inside blocks; leaves dG in their place, in pairs that of reads of even rows apart
- * in the sums of e. A token's read of its own write, which no decay comes between, is added after
- * that. */
+/* Adds tiles.sums to dq, de, dw; stores dG over sums.q, for MN_DELTA_PAIRS that of reads over
+ * sums.e. A token's read of its own write, which no decay comes between, is added after that. */
 template <int KT, int CHANNEL>
 __device__ void mn_channel_add_inside(mn_channel_grad_smem<KT> &smem, mn_grad_acc<KT> &sum,
                                        const unsigned char *w, const mn_grad_coord &at) {
@@ -353,7 +365,7 @@ __device__ void mn_channel_add_inside(mn_channel_grad_smem<KT> &smem, mn_grad_ac
     }
 }
 
-/* dg from dG: sums from each row to the end. All threads of the block call. */
+/* grad.g (B,T,H,K) from dG: sums from each row to the end, and dG of the end. All threads call. */
 template <int KT, int CHANNEL>
 __device__ void mn_channel_store_decays(mn_channel_grad_smem<KT> &smem, const mn_delta_params &job,
                                         const mn_grad_coord &at) {
@@ -383,6 +395,13 @@ __device__ void mn_channel_store_decays(mn_channel_grad_smem<KT> &smem, const mn
     }
 }
 
+/* Grid: (chunk slots * H, KP / KT) blocks of 512 threads: a chunk of a head, KT of its channels.
+ * Loads   cot.o (64,V); dX, R (V,64) and S, D (V, KT of KP) of the workspace, 64 value columns at a
+ *         time; q, e, w, g (64,KT) and beta (64).
+ * Stores  grad.q, grad.e, grad.w, grad.g (64,KT) where given; dbeta (64), over these channels, in
+ *         workspace.parts[blockIdx.y][blockIdx.x].
+ * Launched by backward of delta_bwd_chunk.cu and, with CHANNEL = MN_DELTA_PAIRS, by
+ * dplr_chunk.cu. */
 template <int KT, int KP, int CHANNEL>
 __global__ void __launch_bounds__(MN_DELTA_GRAD_THREADS)
 delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job) {

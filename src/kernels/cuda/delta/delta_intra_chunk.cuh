@@ -53,7 +53,7 @@ struct mn_delta_intra_smem {
         mn_delta_wy_solver solver;    // once the keys have been read
     };
 
-    /* Bytes of a smem that holds w or does not: the fewer, the more blocks at once. */
+    /* Bytes of shared memory with w or without: the fewer, the more blocks at once. */
     static size_t bytes(bool with_w) {
         const size_t keys = (with_w ? 3 : 2) * (size_t)mn_tile_bytes<KP>();
         return sizeof(mn_delta_intra_smem) - 3 * (size_t)mn_tile_bytes<KP>() +
@@ -132,8 +132,8 @@ __device__ inline void mn_delta_invert_column(mn_delta_wy_solver &smem, int J) {
     }
 }
 
-/* T from A, and both to workspace; `A` there may be NULL. T there has rows, or lies as a tile.
- * All THREADS of the block call. */
+/* T from A of `smem`, and both to the workspace (64,64); `A` may be NULL. T is stored row by row,
+ * or as a swizzled tile. All THREADS of the block call. */
 template <int THREADS, bool TILE>
 __device__ inline void mn_delta_wy_inverse(mn_delta_wy_solver &smem, mn_bf16 *T, mn_bf16 *A) {
     const int warp = threadIdx.x / 32;
@@ -161,7 +161,7 @@ __device__ inline void mn_delta_wy_inverse(mn_delta_wy_solver &smem, mn_bf16 *T,
 
 /* ---- decays that channels share -------------------------------------------------------------- */
 
-/* Sums in double: a small decay behind a large fall still counts. The first warp calls. */
+/* Sums in double: a small decay behind a large one still counts. The first warp calls. */
 __device__ inline void mn_delta_cumsum_decays(mn_delta_log_decays &log_decays,
                                               const mn_delta_args &p,
                                            const mn_span &span, int64_t h, int64_t t, int count) {
@@ -298,6 +298,9 @@ __device__ void mn_delta_scores(mn_delta_intra_smem<KP> &smem, unsigned w, mn_bf
     mn_delta_decay_scores(sum, smem.log_decays, block, warp >= 4, put);
 }
 
+/* Grid: chunk slots * H blocks of 256 threads, block = slot * H + h.
+ * Loads   q, e and, where given, w (64,K) of the key head; g and beta (64) of the head.
+ * Stores  T and P (64,64), log_decays and, where wanted, A (64,64) of the workspace at [block]. */
 template <int KP>
 __global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS, 4)
 delta_intra_chunk_kernel(const __grid_constant__ mn_delta_params job) {

@@ -5,7 +5,7 @@
  * Exponents of both signs would overflow, so that each pair of blocks of 16 tokens has its own
  * origin: the start of block t for blocks of s before it, and inside a block the middle of the
  * eight tokens of s. Products of tensor cores then have factors of at most exp(64) with decays
- * cut off at -16 a token: what a pair keeps through a deeper fall, 1e-7, is far below bf16's
+ * cut off at -16 a token: what a pair keeps through a larger decay, 1e-7, is far below bf16's
  * rounding. Decays of rows that meet states are sums from the chunk's start, or to its end, and
  * not cut off.
  *
@@ -29,7 +29,7 @@ struct mn_channel_log_decays {
         return *(const float2 *)&at[t][i];
     }
 
-    /* What row t's reads have behind them. */
+    /* The sum of decays that row t's reads meet: in pairs of rows without the row's own. */
     template <int CHANNEL>
     __device__ float2 read(int t, int i) const {
         if (CHANNEL != MN_DELTA_PAIRS) return pair(t, i);
@@ -43,7 +43,7 @@ struct alignas(128) mn_channel_intra_smem {
     float A[MN_DELTA_CHUNK][MN_DELTA_LD];
     union {
         mn_channel_log_decays<KP> log_decays;
-        float P[MN_DELTA_CHUNK][MN_DELTA_LD];    // once the log_decays have been read
+        float P[MN_DELTA_CHUNK][MN_DELTA_LD];    // once the sums of decays have been read
     };
     float total[4][KP];    // of blocks, not cut off
     mn_delta_log_decays tokens;
@@ -259,8 +259,8 @@ __device__ inline void mn_channel_for_each(F use) {
     }
 }
 
-/* Joins the halves of the channels: A ends in the smem, P in workspace. In pairs e is minus what
- * the tile has. */
+/* Joins the halves of the channels: A goes to shared memory, P to the workspace. In pairs e is
+ * minus what the tile has. */
 template <int KP, int CHANNEL>
 __device__ void mn_channel_reduce_halves(mn_channel_intra_smem<KP> &smem, const float (&A)[8][4],
                                 const float (&P)[8][4], mn_bf16 *to, float scale) {

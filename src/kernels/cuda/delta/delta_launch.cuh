@@ -1,5 +1,5 @@
-/* delta_launch.cuh - a call of delta over chunks: its workspace, which views come in packs, and
- * how the kernels that both passes use are launched. */
+/* delta_launch.cuh - a call of delta over chunks: its workspace, which views are read 16 bytes at a
+ * time, and how the kernels that both passes use are launched. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_LAUNCH_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_LAUNCH_CUH
 
@@ -64,7 +64,7 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
     return arena.ok;
 }
 
-/* Whether rows of a view come in packs of eight. */
+/* Whether rows of a view can be read in 16-byte vectors of eight numbers. */
 template <typename View>
 inline bool mn_delta_vec_aligned(const View &view, int64_t width) {
     bool whole = (uintptr_t)view.data % 16 == 0 && width % 8 == 0;
@@ -94,8 +94,8 @@ inline bool mn_delta_make_params(mn_delta_params *job, const mn_delta_args *p, v
     return mn_delta_workspace_layout(&job->workspace, &bytes, p, shared, back);
 }
 
-/* Strips of columns of a block of a scan: few where there are few columns to spread over the
- * processors. Those of four are scanned by splits, fewer by warps, which give the same bits. */
+/* Column tiles of a block of a scan: fewer than four where there are few columns to spread over the
+ * processors. Four are scanned by warpgroups, fewer by warps, with the same bits. */
 inline int mn_delta_col_tiles(int64_t columns, int64_t heads) {
     int col_tiles = MN_DELTA_COL_TILES;
     while (col_tiles > 1 && mn_ceil_div(columns, 16 * col_tiles) * heads < 64) col_tiles /= 2;
@@ -159,8 +159,8 @@ inline void mn_delta_tma_maps(mn_scan_tma_maps *maps, const mn_delta_params &job
 
 typedef void (*mn_delta_scan_kernel)(mn_delta_params, mn_scan_tma_maps, int64_t);
 
-/* A kernel that scans over `columns` value columns of all heads of all sequences, by splits of
- * warps or by warps. */
+/* Launches the scan over `columns` value columns of all heads of all sequences, by warpgroups or by
+ * warps: block = (n * H + h) * n_slices + slice, a slice being col_tiles * 16 value columns. */
 template <int KP>
 inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
                                mn_delta_scan_kernel warp_kernel,

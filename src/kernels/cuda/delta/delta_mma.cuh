@@ -12,7 +12,8 @@ namespace mneme::delta {
 
 #if MN_HAS_WGMMA
 
-/* Where a product finds rows of a tile whose smem tiles start at multiples of 1024 bytes. */
+/* Where a product finds rows of a tile whose tiles of 64 columns start at multiples of 1024
+ * bytes. */
 __device__ __forceinline__ uint64_t mn_wgmma_smem_desc(unsigned address) {
     return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
 }
@@ -62,7 +63,7 @@ __device__ __forceinline__ void mn_mma_fence(void) {
 #endif
 }
 
-/* After the last product of several; other workspace may follow. */
+/* After the last product of several; other work may follow. */
 template <bool WGMMA>
 __device__ __forceinline__ void mn_mma_commit(void) {
 #if MN_HAS_WGMMA
@@ -104,7 +105,7 @@ __device__ __forceinline__ void mn_mma_abt(float (*y)[4], const unsigned (&a)[4]
     }
 }
 
-/* y (64 columns) += a b: the tile's rows from k on are the depth, its columns from 64 * smem tile
+/* y (64 columns) += a b: the tile's rows from k on are the depth, its columns from 64 * smem_tile
  * on columns, of which those from 16 * end on are zero. */
 template <bool WGMMA>
 __device__ __forceinline__ void mn_mma_ab(float (*y)[4], const unsigned (&a)[4], unsigned tile,

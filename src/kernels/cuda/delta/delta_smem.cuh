@@ -1,9 +1,9 @@
 /* delta_smem.cuh - what delta's chunk kernels share: tiles of 64 rows of bf16 in shared memory,
  * their way into the registers of tensor cores, and the workspace of a call.
  *
- * A tile lies in smem tiles of 64 columns: eight vec16s of 16 bytes for each row, vec16 o of row
- * r at place o ^ (r % 8), so that eight rows of one vec16, or eight vec16s of one row, meet in no
- * bank.
+ * A tile is stored in pieces of 64 columns: eight 16-byte vectors (vec16) for each row, vec16 o of
+ * row r at position o ^ (r % 8), so that eight rows of one vec16, or eight vec16s of one row, meet
+ * in no bank.
  *
  * Chunks are 64 tokens, numbered by the slots of mn_tile_slots; records of a chunk and head lie at
  * slot * H + h. */
@@ -16,26 +16,27 @@ namespace mneme::delta {
 
 enum { MN_DELTA_CHUNK = 64, MN_DELTA_MATRIX = MN_DELTA_CHUNK * MN_DELTA_CHUNK };
 
-/* What a decay that channels share makes of a chunk: its running sums, their exponentials, what a
- * token's write keeps until the end (times beta), and beta. */
+/* Decays of a chunk where channels share them: G_t, the sum of g from the chunk's start; gamma_t =
+ * exp(G_t); write_t = beta_t exp(G_63 - G_t); beta. Behind the last token G stays, beta is 0. */
 struct mn_delta_log_decays {
     double G[MN_DELTA_CHUNK];
     float gamma[MN_DELTA_CHUNK], write[MN_DELTA_CHUNK], beta[MN_DELTA_CHUNK];
 };
 
-/* Work space. Squares are [64][64]; rows of keys [64][K rounded up]; states are transposed, [V
- * rounded up to 64][K rounded up], residuals too, [V rounded up][64]. */
+/* The workspace of a call, a record for each chunk and head at slot * H + h. Matrices T, P, A are
+ * [64][64]; rows of keys [64][KP], KP being K rounded up to 64, 128 or 256; states are transposed,
+ * [padded_v][KP], residuals too, [padded_v][64]. */
 struct mn_delta_workspace {
     mn_delta_log_decays *log_decays;
     mn_bf16 *T, *P, *A;
     mn_bf16 *q, *e, *w;          // decayed rows, where each channel has a decay of its own
-    float *cum_decay;                 // [K rounded up], likewise
+    float *cum_decay;            // [KP], of the whole chunk, likewise
     mn_bf16 *S, *D, *R, *dX;     // on the way back
-    float *parts;                // [half][chunk]: see delta_grad.cuh
+    float *parts;                // [K tile][slot * H + h] of mn_delta_partial (delta_grad.cuh)
     float *whole;                // dg of a chunk, for a decay per head
 };
 
-/* Tensors by the views that kernels read and write in packs of eight where they can. */
+/* Tensors by the views that kernels read and write in 16-byte vectors where they can. */
 enum mn_delta_tensor {
     MN_DELTA_Q, MN_DELTA_E, MN_DELTA_W, MN_DELTA_V, MN_DELTA_G, MN_DELTA_O, MN_DELTA_COT,
     MN_DELTA_DQ, MN_DELTA_DE, MN_DELTA_DW, MN_DELTA_DV, MN_DELTA_TENSORS
@@ -45,8 +46,8 @@ struct mn_delta_params {
     mn_delta_args p;
     mn_delta_workspace workspace;
     float scale;
-    bool packed[MN_DELTA_TENSORS];
-    int64_t padded_v;    // V rounded up
+    bool packed[MN_DELTA_TENSORS];    // rows can be read in 16-byte vectors
+    int64_t padded_v;                 // V rounded up to 64
     bool pairs;          // two rows a token: p.e is a, p.w b, and odd rows write these
     mn_in odd_w;
     mn_out odd_dw;
@@ -77,7 +78,7 @@ __device__ inline void mn_cp_async_commit(void) {
     asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
 
-/* Waits until all but the last N splits of this thread's copies are there. */
+/* Waits until all but the last N groups of this thread's copies have arrived. */
 template <int N>
 __device__ inline void mn_cp_async_wait(void) {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");

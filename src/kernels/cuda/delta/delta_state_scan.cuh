@@ -1,24 +1,25 @@
 /* delta_state_scan.cuh - delta's states, chunk after chunk, forward and back.
  *
- *   X = V - Ed S     R = T X     O = Qd S + P R     S <- fall S + Wd'R
- *   dR = Wd D + P'dO     dX = T'dR = dV     D <- fall D + Qd'dO - Ed'dX
+ *   X = V - Ed S     R = T X     O = Qd S + P R     S <- d S + Wd'R
+ *   dR = Wd D + P'dO     dX = T'dR = dV     D <- d D + Qd'dO - Ed'dX
  *
- * with rows decayed from the chunk's start (Qd, scale included, and Ed) or to its end (Wd).
+ * with S and D (K,V), d = exp(G_63) the decay of the whole chunk, and rows decayed from the chunk's
+ * start, Qd = scale exp(G) q and Ed = exp(G) e, or to its end, Wd = beta exp(G_63 - G) w.
  *
  * A warp has 16 value columns (a column tile) of one head of one sequence and keeps its columns
  * of the state, transposed, in registers in float32: [16][K]. Everything is computed transposed
  * as well, so that sums of one product are the left operand of the next and never leave the
  * registers; the right operands, which warps of a block share, come through shared memory, where
- * four more warps fetch them. Where channels share the decay, keys come as they are and the
+ * four more warps load them. Where channels share the decay, keys come as they are and the
  * decays are applied to the sums.
  *
- * Here four warps with a column tile each multiply as a group; delta_state_scan_warp.cuh has the
- * scans where there are few columns for so many processors. Which of them serve depends on the
+ * Here four warps with a column tile each multiply as a warpgroup; delta_state_scan_warp.cuh has
+ * the scans where there are few columns for so many processors. Which of them serve depends on the
  * other sequences of a call, and sums are made in one order by both: over channels one after the
- * other, and where K is 256 over each half of them first. There two splits, splits, share the
- * column tiles, as the states ask for the registers of both: each has a half of the channels. Its
- * sums and those of the other meet in shared memory, where each split adds up those of its share
- * of the tokens; what is a product of tokens alone both compute. */
+ * other, and where K is 256 over each half of them first. There two warpgroups, called splits,
+ * share the column tiles, as the states need the registers of both: each has a half of the
+ * channels. Its sums and those of the other meet in shared memory, where each split adds up those
+ * of its share of the tokens; what is a product of tokens alone both compute. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_CUH
 
@@ -28,19 +29,20 @@
 
 namespace mneme::delta {
 
-/* how chunks come to shared memory for delta's scans (delta_state_scan.cuh), one chunk ahead, by
- * warps that do nothing else.
+/* How chunks are loaded to shared memory for delta's scans, one chunk ahead, by producer warps that
+ * do nothing else.
  *
- * On Hopper TMA brings whole tiles: one thread uses_tma, mbarriers count what has
- * come and who has done with it. Where rows of a tensor do not start at 16 bytes the threads
- * copy, and so they do for a chunk with which one of several packed sequences ends, as tokens of
- * the next must not be seen. Elsewhere they always copy, in step with the others by barriers of
- * the block. */
+ * On Hopper TMA loads whole tiles: one thread issues the loads, mbarriers count the bytes that have
+ * arrived (full) and the threads that have read them (empty). Where rows of a tensor do not start
+ * at 16 bytes the threads copy, and so they do for a chunk with which one of several packed
+ * sequences ends, as tokens of the next must not be seen. Elsewhere they always copy, in step with
+ * the others by barriers of the block. */
 
-enum { MN_DELTA_COL_TILES = 4, MN_DELTA_PRODUCERS = 128 };    // most of a block; threads that fetch
+enum { MN_DELTA_COL_TILES = 4, MN_DELTA_PRODUCERS = 128 };    // most of a block; producer threads
 
-/* What is needed first of a chunk, and what later; the first kind is loaded one chunk ahead, the
- * second too where there is smem. */
+/* What is needed first of a chunk (front), and what later (back). The front is loaded one chunk
+ * ahead, the back too where shared memory suffices. Forward: keys e, values v, T, P; then q and w.
+ * Back: keys w, values do, T, P; then q and e. */
 template <int KP>
 struct alignas(1024) mn_scan_front {
     unsigned char keys[mn_tile_bytes<KP>()], values[mn_tile_bytes<64>()];
@@ -56,7 +58,7 @@ struct alignas(1024) mn_scan_back {
     unsigned char first[mn_tile_bytes<KP>()], second[mn_tile_bytes<KP>()];
 };
 
-/* Which columns these are, and of what. */
+/* The value columns of a block: of which head and sequence. */
 struct mn_scan_coord {
     mn_span span;
     int64_t n, h, column0, first;    // of the block; `first` slot of the sequence
@@ -65,7 +67,7 @@ struct mn_scan_coord {
     int n_chunks, columns;           // columns of the block
 };
 
-/* Of every other chunk: its front has come, what is behind has come, all have done with it. */
+/* Of every other chunk: its front is loaded, its back is loaded, all have read both. */
 struct mn_scan_mbarriers {
     uint64_t front[2], back[2], empty[2];
 };
@@ -76,15 +78,15 @@ struct mn_scan_smem {
     static constexpr int backs = KP <= 128 ? 2 : 1;
     mn_scan_front<KP> fronts[2];
     mn_scan_back<KP> behind[backs];
-    mn_scan_coord place;    // here, as registers are short
+    mn_scan_coord place;    // of the block; in shared memory, as registers are short
     mn_scan_mbarriers mbarriers;
 
     __device__ mn_scan_front<KP> &front(int n) {
         return fronts[n % 2];
     }
 
-    /* What is needed later of a chunk. Where there is smem for one chunk's only, two have it if
-     * they need no second tile. */
+    /* Tiles of the back of a chunk. Where shared memory holds one chunk's only, two chunks share it
+     * if they need no second tile. */
     __device__ unsigned char *first(int n, bool same_keys) {
         if (backs == 2) return behind[n % backs].first;
         return n % 2 && same_keys ? behind[0].second : behind[0].first;
@@ -101,7 +103,7 @@ struct mn_scan_tma_maps {
     bool serve;    // otherwise threads copy
 };
 
-/* The place of a block of `columns` columns. One thread calls. */
+/* Fills in the coordinates of a block of `columns` value columns. One thread calls. */
 __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_params &job,
                                           int64_t n_slices,
                                     int columns) {
@@ -117,7 +119,7 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     at.n_chunks = (int)((at.n_rows + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
 }
 
-/* Fills in the place. All threads of the block call. */
+/* Fills in the block's coordinates and initialises the mbarriers. All threads of the block call. */
 template <int KP, int SPLITS>
 __device__ inline void mn_scan_init_smem(mn_scan_smem<KP> &smem, const mn_delta_params &job,
                                      int64_t n_slices) {
@@ -136,7 +138,7 @@ __device__ inline void mn_scan_init_smem(mn_scan_smem<KP> &smem, const mn_delta_
     __syncthreads();
 }
 
-/* The number of a thread that fetches; below zero for the others. */
+/* The number of a producer thread; below zero for the others. */
 __device__ inline int mn_scan_producer_tid(void) {
     return (int)threadIdx.x - ((int)blockDim.x - MN_DELTA_PRODUCERS);
 }
@@ -145,8 +147,8 @@ __device__ inline int mn_scan_chunk_len(const mn_scan_coord &at, int chunk) {
     return (int)min((int64_t)MN_DELTA_CHUNK, at.n_rows - (int64_t)chunk * MN_DELTA_CHUNK);
 }
 
-/* What a scan fetches of chunks: keys and values with the front, `first` and `second`, either of
- * which may be left out, behind. Rows that are decayed lie in workspace. */
+/* What a scan loads of chunks: keys and values with the front; `first` and `second`, either of
+ * which may be left out, with the back. Decayed rows lie in the workspace. */
 struct mn_scan_source {
     const mn_in &keys, &values, &first, &second;
     const mn_bf16 *decayed_keys, *decayed_first, *decayed_second;
@@ -220,14 +222,15 @@ __device__ inline void mn_scan_copy_back(mn_scan_smem<KP> &smem,
 
 #if MN_HAS_WGMMA
 
-/* Arrives at a gate, and returns true, in all threads that fetch but the one that is to ask. */
+/* False in the producer thread that is to issue the TMA loads; all others arrive at the mbarrier
+ * and get true. */
 __device__ inline bool mn_scan_not_elected(uint64_t *mbarrier) {
     if (mn_scan_producer_tid() < 32 && mn_elect_one()) return false;
     mn_mbarrier_arrive(mbarrier);
     return true;
 }
 
-/* Asks for COLUMNS columns from `column` on of 64 rows from (h, t, b) on. */
+/* Issues loads of COLUMNS columns from `column` on of 64 rows from (h, t, b) on. */
 template <int COLUMNS>
 __device__ inline void mn_scan_tma_load(unsigned char *tile, const CUtensorMap &map,
                                              uint64_t *mbarrier,
@@ -298,7 +301,7 @@ __device__ inline void mn_scan_tma_load_back(mn_scan_smem<KP> &smem,
     }
 }
 
-/* Arrives at the gate of what this thread has copied. */
+/* Waits for this thread's copies and arrives at their mbarrier. */
 __device__ inline void mn_scan_copy_arrive(uint64_t *mbarrier) {
     mn_cp_async_commit();
     mn_cp_async_wait<0>();
@@ -322,11 +325,11 @@ __device__ inline void mn_scan_copy_arrive(uint64_t *) {}
 
 #endif
 
-/* ---- the fetching warps, and waiting for them ------------------------------------------------ */
+/* ---- the producer warps, and waiting for them ------------------------------------------------ */
 
 #if MN_HAS_WGMMA
 
-/* front(n) and back(n) fetch for the n-th chunk of the scan. `ahead`: both go one chunk ahead. */
+/* front(n) and back(n) load the n-th chunk of the scan. `ahead`: both go one chunk ahead. */
 template <typename Front, typename Back>
 __device__ inline void mn_scan_producer_loop(const mn_scan_mbarriers &mbarriers, int count,
                                              bool ahead,
@@ -373,7 +376,7 @@ __device__ inline void mn_scan_producer_loop(const mn_scan_mbarriers &, int coun
 
 #endif
 
-/* What the fetching warps do. chunk_at(n): the n-th chunk of the scan. */
+/* What the producer warps do. chunk_at(n): the n-th chunk of the scan. */
 template <int KP, int CHANNEL, typename ChunkAt>
 __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delta_params &job,
                                      const mn_scan_tma_maps &maps,
@@ -381,7 +384,7 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
                                      ChunkAt chunk_at) {
     const mn_scan_coord at = smem.place;    // in registers: shared memory answers slowly here
     const bool ahead = mn_scan_smem<KP>::backs == 2 || !from.has_second;
-    const auto uses_tma = [&](int chunk) {    // of TMA
+    const auto uses_tma = [&](int chunk) {
         return maps.serve &&
                !(job.p.call.cu_seqlens && mn_scan_chunk_len(at, chunk) < MN_DELTA_CHUNK);
     };
@@ -417,7 +420,7 @@ __device__ inline void mn_scan_wait_front(const mn_scan_smem<KP> &smem, int n) {
 #endif
 }
 
-/* Waits for what is behind it. */
+/* Waits for the n-th back. */
 template <int KP>
 __device__ inline void mn_scan_wait_back(const mn_scan_smem<KP> &smem, int n,
                                                bool ahead) {
@@ -438,9 +441,9 @@ __device__ inline void mn_scan_release(mn_scan_smem<KP> &smem, int n) {
 #endif
 }
 
-/* Where the splits of a column tile meet, at the end of the smem: sums of each split for the
+/* Where the splits of a column tile meet, at the end of shared memory: sums of each split for the
  * tokens of the others, and the operands that each makes of its tokens. What would be a split's
- * sums for itself is where it iters results. */
+ * sums for itself is its scratch, where it transposes results. */
 template <int SPLITS>
 struct alignas(16) mn_scan_exchange {
     static constexpr int scratch_bytes = 8 / SPLITS * 32 * (int)sizeof(float4);
@@ -453,8 +456,8 @@ struct alignas(16) mn_scan_exchange {
     }
 };
 
-/* Which column tile of the block this warp has, and which part of the channels. Groups are four
- * warps of one split. */
+/* Which column tile of the block this warp has, and which part of the channels. A warpgroup is
+ * the four warps of one split. */
 template <bool WGMMA, int SPLITS>
 struct mn_scan_role {
     static __device__ int col_tile(void) {
@@ -468,7 +471,7 @@ struct mn_scan_role {
     }
 };
 
-/* Teams of splits, and so parts of the channels that are summed up apart. */
+/* Splits, and so parts of the channels that are summed up apart. */
 template <int KP>
 constexpr int mn_scan_splits = KP <= 128 ? 1 : 2;
 
@@ -476,7 +479,7 @@ constexpr int mn_scan_threads(int splits) {
     return 32 * MN_DELTA_COL_TILES * splits + MN_DELTA_PRODUCERS;
 }
 
-/* Two splits that multiply take registers from the one that fetches. */
+/* Two consumer warpgroups take registers from the producers. */
 template <int SPLITS, bool PRODUCER>
 __device__ __forceinline__ void mn_scan_setmaxnreg(void) {
 #if MN_HAS_WGMMA
@@ -488,9 +491,9 @@ __device__ __forceinline__ void mn_scan_setmaxnreg(void) {
 
 /* ---- results of left operands ---------------------------------------------------------------- */
 
-/* Sixteen rows of 16 N columns for workspace, rows `pitch` apart. On Hopper they pass through
- * SCRATCH bytes, in pieces of 32 columns whose vec16s are exchanged so that lanes meet in no bank,
- * and leave 16 bytes at a time. */
+/* Stores sixteen rows of 16 N columns in the workspace, rows `pitch` apart. On Hopper they pass
+ * through SCRATCH bytes, in pieces of 32 columns whose vec16s are exchanged so that lanes meet in
+ * no bank, and leave 16 bytes at a time. */
 template <int SCRATCH, int N>
 __device__ inline void mn_scan_store_frags(mn_bf16 *to, int pitch, const unsigned (&x)[N][4],
                                      unsigned char *scratch) {
@@ -589,7 +592,7 @@ struct mn_scan_state {
         }
     }
 
-    /* The smem tiles of a tile of rows of keys that have the split's channels. */
+    /* The shared address of the split's channels in a tile of rows of keys. */
     __device__ unsigned part(const unsigned char *rows) const {
         return mn_shared_u32(rows) + role::split() * part_bytes;
     }
@@ -744,10 +747,9 @@ struct mn_scan_records {
     }
 };
 
-/* ---- splits -----------------------------------------------------------------------------------
- * */
+/* ---- splits ---------------------------------------------------------------------------------- */
 
-/* All splits of a column tile are here. */
+/* A barrier of all splits of a column tile. */
 template <int SPLITS>
 __device__ inline void mn_scan_split_sync(int col_tile) {
     asm volatile("barrier.sync %0, %1;\n" ::"r"(1 + col_tile), "n"(32 * SPLITS) : "memory");
@@ -850,7 +852,7 @@ __device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][
     mn_scan_frags_a(x, X);
 }
 
-/* What the fetching warps do. SAVE: as below. */
+/* What the producer warps do. SAVE: as below. */
 template <int KP, int CHANNEL, bool SAVE>
 __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
                                                   const mn_delta_params &job,
@@ -865,7 +867,12 @@ __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [](int n) { return n; });
 }
 
-/* SAVE: states in front of chunks and residuals go to workspace, and there are no outputs. */
+/* Grid: block = (n * H + h) * n_slices + slice, a slice being 64 value columns; it goes through the
+ * chunks of sequence n in order.
+ * Loads   e, q, w (64,K) (decayed ones of the workspace where CHANNEL), v (64, 64 columns), T and P
+ *         (64,64) and the decays of each chunk; state0 (K, 64 columns) at the start.
+ * Stores  o (64, 64 columns) of each chunk and state at the end. SAVE: instead of both S in front
+ *         of each chunk and R of each chunk, in the workspace. */
 template <int KP, int CHANNEL, bool SAVE>
 __global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), 1)
 delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
@@ -969,7 +976,7 @@ __device__ inline void mn_scan_cotangent(unsigned (&x)[N][4], unsigned tile, int
     }
 }
 
-/* What the fetching warps do. */
+/* What the producer warps do. */
 template <int KP, int CHANNEL>
 __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
                                                    const mn_delta_params &job,

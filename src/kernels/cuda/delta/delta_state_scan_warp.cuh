@@ -1,11 +1,11 @@
 /* delta_state_scan_warp.cuh - delta's scans (delta_state_scan.cuh) where there are few columns
  * for so many processors: blocks of a column tile or two.
  *
- * As many warps share a column tile as there are smem tiles of 64 channels, and each is a split
- * of its own: it has the state of one smem tile, and makes the sums over all channels for its
- * share of the tokens. For that it shows the others its state as a left operand, not sums of its
- * own: added up by warps they would come in another order than splits add them in, and what a
- * sequence gives would depend on those beside it. */
+ * As many warps share a column tile as there are tiles of 64 channels, and each is a split of
+ * its own: it keeps the state of 64 channels, and computes the sums over all channels for its
+ * share of the tokens. For that it stores its state in shared memory as a left operand for the
+ * others, not sums of its own: added up by warps these would be added in another order than
+ * warpgroups add them in, and the bits of a sequence would depend on those beside it. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_WARP_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_WARP_CUH
 
@@ -26,9 +26,10 @@ struct mn_scan_sizes {
     static constexpr int threads = 32 * MN_SCAN_WARP_TILES * splits + MN_DELTA_PRODUCERS;
 };
 
-/* Where the splits of a column tile meet, at the end of the smem: the state, and what each makes
- * of its tokens, as left operands, and where each iters results. Each meets the others twice a
- * chunk, behind what it shows; so what is shown has been seen when it is written over. */
+/* Where the splits of a column tile meet, at the end of shared memory: the state, and what each
+ * makes of its tokens, as left operands, and the scratch where each transposes results. Each meets
+ * the others twice a chunk, behind what it shows; so what is shown has been seen when it is written
+ * over. */
 template <int KP>
 struct alignas(16) mn_scan_warp_exchange {
     static constexpr int scratch_bytes = 4096 / mn_scan_sizes<KP>::splits;
@@ -38,7 +39,7 @@ struct alignas(16) mn_scan_warp_exchange {
     unsigned char scratch[mn_scan_sizes<KP>::splits][scratch_bytes];
 };
 
-/* This split's smem tile as left operands, and with those of the others the whole state. */
+/* This split's part of the state as left operands, and with those of the others the whole state. */
 template <int KP>
 __device__ inline void mn_scan_gather_state(unsigned (&whole)[KP / 16][4],
                                                 unsigned (&own)[4][4],

@@ -6,7 +6,8 @@
  * so that a chunk's 64 rows are 32 tokens. The rows are put together where chunks are loaded: no
  * tensor is written for them. Matrices, scans and gradients are delta's with a decay a channel;
  * what differs is that a row's reads meet the state before the row's decay, and the signs of
- * e = -a. */
+ * e = -a. Kernels and what they load and store: README.md of delta, with q, e = a, w = b and k
+ * (B,T,H,K), v (B,T,H,V), g (B,T,H,K). */
 #include "kernels/cuda/dplr/dplr_chunk.h"
 
 #include "kernels/cuda/delta/delta_grad_channel.cuh"

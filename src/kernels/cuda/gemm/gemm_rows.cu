@@ -30,7 +30,7 @@ __device__ static void rows_fetch(uint32_t to, const void *from, bool there) {
                  :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-/* `count` rows of ROWS_K elements of K from k on; packs of a row change places by the row. */
+/* `count` rows of ROWS_K elements of K from k on; 16-byte vectors are swizzled by the row. */
 template <int COUNT>
 __device__ static void rows_load(uint32_t to, const mn_bf16 *from, int64_t row0, int64_t n_rows,
                                  int64_t stride, int64_t k, int64_t K) {

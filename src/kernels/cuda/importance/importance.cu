@@ -6,7 +6,7 @@
  *
  * Calls in bf16 go over tensor cores (importance_mma.cuh, importance_bwd_mma.cuh) where a block
  * gets the shared memory for it, others and those with ovar cell by cell
- * (importance_recurrent.cuh). */
+ * (below). */
 #include "kernels/cuda/importance/importance_bwd_mma.cuh"
 #include "kernels/cuda/importance/importance.cuh"
 

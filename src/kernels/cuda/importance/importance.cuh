@@ -1,4 +1,4 @@
-/* importance.cuh - Palimpsa on GPUs: what its kernels cell by cell (importance_recurrent.cuh) and
+/* importance.cuh - Palimpsa on GPUs: what its kernels cell by cell (importance.cu) and
  * those on tensor cores (importance_mma.cuh) share. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_CUH

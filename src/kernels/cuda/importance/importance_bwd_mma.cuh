@@ -20,7 +20,7 @@
  * the sums of X and -Y by products with ones. A head between t and s is a factor for all that s
  * says to t.
  *
- * What dg and dip are made of is left to importance_decay_grad.cuh. */
+ * What dg and dip are made of is left to importance.cu. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_BWD_MMA_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_BWD_MMA_CUH
 
@@ -77,7 +77,7 @@ struct alignas(16) grad_view {
     }
 };
 
-/* What a block of a head leaves for dg and dip (importance_decay_grad.cuh): for each token v'dv +
+/* What a block of a head leaves for dg and dip (importance.cu): for each token v'dv +
  * b'db and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of
  * C behind the last token and of what goes to the prior from the first state. */
 template <typename Block>

@@ -91,7 +91,7 @@ struct block {
     }
 };
 
-/* Which threads of a block fetch its tiles: all, or those HELPERS behind its warps. */
+/* Which threads of a block load its tiles: all, or those HELPERS behind its warps. */
 template <typename Block>
 struct all_warps {
     static constexpr int THREADS = Block::THREADS;
@@ -511,7 +511,7 @@ struct sources {
     unsigned heads, between;    // between tiles of gates, and of states (states of blocks)
 };
 
-/* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
+/* Loads tiles, and makes their factors once copies have been waited for by the whole block. */
 template <typename Block, pass PASS, typename Threads = all_warps<Block>>
 struct tile_loader {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
@@ -579,7 +579,7 @@ struct tile_loader {
         const int t0 = index * TOKENS, n_rows = min(length - t0, (int)TOKENS);
         const unsigned thread = loader_thread();
         if (n_rows <= 0) return;
-        const unsigned part = thread - (THREADS - 32);    // the last warp has less to fetch
+        const unsigned part = thread - (THREADS - 32);    // the last warp has less to load
         if (part < sizeof(gates) / 16) {
             const gates *g = from.decays + (unsigned)index * from.heads;
             cp_async_16((char *)&to.g + part * 16, (const char *)g + part * 16);
@@ -756,7 +756,8 @@ struct fwd_smem {
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
-/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, so that A leaves as much smem above as below.
+/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, so that A is as far from overflow
+ * as from underflow.
  * The product of two I' is a float32 of which there is an inverse where both lie within these
  * bounds at the beginning of a tile: in it they grow, by no more than 1e18 unless k^2 b is above
  * some 1e13. */

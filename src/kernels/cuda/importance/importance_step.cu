@@ -12,12 +12,12 @@ namespace mneme::importance {
 MN_CUDA_PLAN(importance_forward);
 MN_CUDA_LAUNCH(importance_forward);
 
-/* Four columns each, thread_groups of rows, rows of a thread at once. */
+/* Threads with four columns each, groups of rows, rows that a thread loads at once. */
 enum { STEP_QUADS = 32, STEP_GROUPS = 16, STEP_ROWS = 4, STEP_THREADS = STEP_QUADS * STEP_GROUPS };
 
 typedef float4 step_smem[STEP_GROUPS][STEP_QUADS];
 
-/* Sums over the thread_groups of rows, for the thread's four columns, in the first group. All call.
+/* Sums over the groups of rows, for the thread's four columns, in the first group. All call.
  * */
 __device__ static void reduce_columns(float (&sum)[4], step_smem &smem) {
     const int quad = threadIdx.x % STEP_QUADS;

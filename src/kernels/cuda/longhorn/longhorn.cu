@@ -1,8 +1,8 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
  * longhorn_column in bf16 over chunks (longhorn_column_chunk.cu) where memories are neither
  * narrow nor wide, except for decode steps; all else by the recurrences of column_state.cuh,
- * longhorn_diag back by longhorn_diag_bwd.cuh where keys have at most 128 channels, and single
- * tokens of it by longhorn_diag_step.cuh. Backward, a kernel after these has one token and head
+ * longhorn_diag back by longhorn_diag_bwd below where keys have at most 128 channels, and single
+ * tokens of it by longhorn_diag_step. Backward, a kernel after these has one token and head
  * for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
@@ -65,7 +65,7 @@ __device__ static void mn_diag_recompute(mn_column_cells4<4 * R> &S, float *kept
     }
 }
 
-/* Sums over this warp's columns, to its row of the smem. */
+/* Sums over this warp's columns, to its row of shared memory. */
 template <int R>
 __device__ inline void mn_diag_store_sums(float *sums, float (&x)[R]) {
     typedef mn_column_cells4<4 * R> cells;
@@ -182,8 +182,8 @@ struct mn_diag_prefetch {
     }
 };
 
-/* Gradients of the group of `count` tokens at t, which are in the smem, from the state in front of
- * it and D behind it. */
+/* Gradients of the group of `count` tokens at t, which are in shared memory, from the state in
+ * front of it and D behind it. */
 template <typename T, int R>
 __device__ static void mn_diag_group_bwd(mn_column_cells4<4 * R> &D, const float *front,
                                           mn_diag_smem<R> &smem, const mn_column_params &p,
@@ -253,7 +253,7 @@ inline bool mn_diag_workspace_sizes(mn_column_workspace *to, mn_call c) {
     return mn_column_workspace_sizes(to, c, c.V);
 }
 
-/* Whether a block has smem for it here. */
+/* Whether a block's shared memory suffices on this device. */
 inline bool mn_diag_supported(const mn_call &c) {
     const int limit = mn_device_props_current().shared_bytes;
     return c.K <= 64 ? (int)sizeof(mn_diag_smem<4>) <= limit
@@ -277,10 +277,10 @@ static int mn_diag_backward(mn_column_params p, cudaStream_t on) {
 }
 
 /* one token of longhorn_diag (see column_state.cuh, CELL), the state in place; what it makes has
- * the bits of the scan (column_state.cuh), of which it is one iter. A block has 64 columns of a
+ * the bits of the scan (column_state.cuh), of which it is one step. A block has 64 columns of a
  * memory. A thread has the rows and columns that one of the scan has, but neighbouring threads
- * neighbouring columns, and uses_tma for all of them before it prefetches at the token, which a
- * warp more brings. */
+ * neighbouring columns, and asks for all of them before it looks at the token, which one more
+ * warp loads. */
 
 enum { MN_DIAG_STEP_GROUPS = 16, MN_DIAG_STEP_OWNERS = 256 };    // of rows; threads with cells
 enum { MN_DIAG_STEP_THREADS = MN_DIAG_STEP_OWNERS + 32 };
@@ -347,7 +347,8 @@ __device__ inline void mn_diag_step_store(float *to, const float (&x)[4]) {
                  ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
-/* A column's sum over all splits, added as the scan's lanes do (mn_column_cells4::leave). */
+/* A column's sum over all groups of rows, added as the scan's lanes do
+ * (mn_column_cells4::leave). */
 __device__ inline float mn_diag_step_sum(const float (*partials)[MN_COLUMNS_TILE], int column) {
     float x[MN_DIAG_STEP_GROUPS];
 #pragma unroll

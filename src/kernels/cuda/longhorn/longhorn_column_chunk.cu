@@ -1,6 +1,6 @@
-/* longhorn_column_chunk.cu - longhorn_column in bf16 (see longhorn_column_chunk.cuh). Forward:
- * what keys say to each other, all chunks at once, then the scan. Back: the same, with states and
- * what tokens write left for later instead of o; the scan back; dq and dk, all chunks at once:
+/* longhorn_column_chunk.cu - longhorn_column in bf16 over chunks of 64 tokens. Forward: what keys
+ * say to each other, all chunks at once, then the scan. Back: the same, with states and what tokens
+ * write left for later instead of o; the scan back; dq and dk, all chunks at once:
  *
  *   dq_t = scale S do_t + sum over s <= t of scale (do_t.e_s) k_s             x_t = w_t y_t
  *   dk_t = D e_t - S x_t + sum over u >= t of scale (do_u.e_t) q_u
@@ -28,8 +28,8 @@ using namespace delta;
  *
  * u = 1 / (1 + beta |k|^2), w = beta u. Products of keys belong to all columns, gains to each: what
  * a column's tokens owe each other is solved in float32, sixteen tokens at a time, and all else is
- * products of tiles. Walks have a state transposed in the sums of tensor cores: a warp has sixteen
- * value columns of it, a lane two of these columns and four tokens of each block,
+ * products of tiles. State scans keep a state transposed in the accumulators of tensor cores: a
+ * warp has sixteen value columns of it, a lane two of these columns and four tokens of each block,
  *
  *   columns l / 4 + 8 m      tokens and channels 8 n + 2 (l % 4) + i      at [n][2 m + i]
  *

@@ -6,8 +6,8 @@
  * others, and the gradient is e by a factor that makes it a share of the whole row. Rows of up to
  * 32768 logits, or their e, stay in registers between the two; longer rows are read again from
  * the second cache. Only one block fits a processor that keeps its rows, so the next row is on
- * its way to shared memory meanwhile: as soon as a thread has taken a pack it requests for the
- * next row's in its place. What a block does once per row is short, as all of its warps wait for
+ * its way to shared memory meanwhile: as soon as a thread has taken a pack it asks for that of
+ * the next row in its place. What a block does once per row is short, as all of its warps wait for
  * it: logarithms in double come after the last row, many at a time.
  *
  * Logits are float32 and rows begin at 16 bytes; gradients are float32 in their place, or bf16
@@ -127,7 +127,7 @@ struct row_prefetch {
         z[4] = high.x, z[5] = high.y, z[6] = high.z, z[7] = high.w;
     }
 
-    /* This thread has taken its packs; the one that requests waits for all. */
+    /* This thread has taken its packs; the one that asks TMA waits for all. */
     __device__ void release() const {
 #if __CUDA_ARCH__ >= 900
         if (threadIdx.x < 32) mn_named_barrier_sync(1, (int)THREADS);

@@ -3,7 +3,7 @@
  * Forward: sums of chunks (mesa.cuh), then every token's M x = scale q and o = Hkv'x: a warp for a
  * token (mesa_output.cuh), or for wider keys a block for four tokens of a head, which scans there
  * from the chunk's front. Backward: the same with a second right side, Hkv do, for y; sums of the
- * adjoints (A, B); then what they give keys and values, a chunk at a time (mesa_grad.cuh).
+ * adjoints (A, B); then what they give keys and values, a chunk at a time (mesa_grad_kernel).
  * The gradient of a decay is a running sum: what tokens from t on read of writes before t is
  *
  *   dg_t = dg_{t+1} + r_t - beta_t dbeta_t       r_t = x'Hkv do - x'Hkk y = sum of lam x y
@@ -138,7 +138,7 @@ __device__ inline float mn_mesa_grad_keys(mn_mesa_grad_acc<N> &sum, mn_mesa_grad
     return met;
 }
 
-/* 32 columns of B and of the tokens' values into the smem. */
+/* 32 columns of B and of the tokens' values into shared memory. */
 template <int N, typename T>
 __device__ inline float mn_mesa_grad_load_columns(mn_mesa_grad_smem<N> &smem, const mn_mesa_args &p,
                                               const mn_mesa_grad_ctx &me, int64_t j0) {
@@ -469,7 +469,7 @@ mesa_lam_grad_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* What blocks that scan need: a matrix to eliminate in, and smem for a pair. */
+/* What blocks that scan need: a matrix to eliminate in, and room for a pair. */
 static bool size_wide_solve(mn_mesa_workspace_sizes *to, const mn_call *c, size_t size) {
     const size_t limit = (size_t)mn_device_props_current().shared_bytes;
     size_t bytes;

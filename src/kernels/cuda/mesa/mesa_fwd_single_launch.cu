@@ -4,8 +4,8 @@
  * Short sequences, up to four chunks: a head of a sequence has two blocks for each chunk. Each
  * sums a few rows of the pair over all chunks and leaves them in work space; when all have, each
  * reads its half of a chunk from there, for which inputs have come meanwhile. As blocks wait for
- * each other the launch is cooperative: it begins when there is smem for all of them, whatever else
- * is on the GPU, and so there may be no more than processors, each of which has smem for one.
+ * each other the launch is cooperative: it begins when all of them fit, whatever else
+ * is on the GPU, and so there may be no more than processors, each of which has room for one.
  * (Clusters of eight would do, but the sixteen of as many heads do not run at a time on an H200:
  * 0.073 ms instead of 0.0375.)
  *

@@ -1,7 +1,7 @@
 /* mesa_output.cuh - what tokens read, all of them at once, for keys of at most 128 channels.
  *
- * A team of one or four warps has a token t. From the pair (Hkk, Hkv) in front of its chunk and the
- * tokens s <= t inside, G the sum of log decays there and W_s = beta_s exp(G_t - G_s), it makes
+ * A group of one or four warps has a token t. From the pair (Hkk, Hkv) in front of its chunk and
+ * the tokens s <= t inside, G the sum of log decays there and W_s = beta_s exp(G_t - G_s), it makes
  *
  *   M = exp(G_t) Hkk + sum_s W_s k_s k_s' + diag(lam)      in double, and solves (mesa_solve.cuh)
  *   M x = scale q      o = exp(G_t) Hkv'x + sum_s W_s (k_s.x) v_s
@@ -18,8 +18,8 @@ namespace mneme::mesa {
 enum { MN_MESA_READ_THREADS = 256 };    // threads: eight groups of one warp or two of four
 
 /* Keys of a chunk, and a row of zeros; as doubles, too, and with Hkk in front of them, where each
- * of eight warps would fetch that and turn them into such. For groups of four there is no smem on
- * all machines. Rows lie so that four tokens' are in different banks. */
+ * of eight warps would load that and turn them into such. For groups of four not all
+ * machines have the shared memory. Rows lie so that four tokens' are in different banks. */
 template <int N, bool WIDE = mn_mesa_matrix<N>::warps == 1>
 struct mn_mesa_keys {
     static constexpr int pitch = 8 * N + 4;
@@ -57,10 +57,10 @@ struct mn_mesa_read_smem : mn_mesa_keys<N> {
     float2 parts[4][MN_MESA_TOKENS][32];                  // of o, by quarters
 };
 
-/* A team and its token, which is token u of the chunk, number `mine` of the part and token t of
- * batch row b. `rank` is the thread's in its team. Where a part is short, groups without a token do
- * as the last one does and leave nothing: branches that all threads take alike spare the exchanges
- * between lanes much care. */
+/* A group of warps and its token, which is token u of the chunk, number `own_index` of the part and
+ * token t of batch row b. `rank` is the thread's in its group. Where a part is short, groups
+ * without a token do as the last one does and leave nothing: branches that all threads take alike
+ * spare the exchanges between lanes much care. */
 template <int N>
 struct mn_mesa_read_ctx {
     static constexpr int warps = mn_mesa_matrix<N>::warps, group_threads = 32 * warps;
@@ -309,7 +309,7 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_r
     }
 }
 
-/* Hkv and values, which o requests for when x is there, to the first cache. */
+/* Hkv and values, which o needs when x has been solved, to the first cache. */
 template <int N, typename T>
 __device__ inline void mn_mesa_prefetch_l1(const mn_mesa_args &p, const mn_mesa_read_ctx<N> &ctx) {
     enum { LINE = 32, VALUES = 128 / (int)sizeof(T) };    // numbers

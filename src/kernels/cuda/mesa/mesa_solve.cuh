@@ -10,7 +10,7 @@
  *
  * so that M = L D L' and nothing but tiles of eight is inverted. All in double, but for the first
  * guess of an inverse: any data is solved to the accuracy of its statistics. Warps of a
- * thread_group show each other column k of tiles, and then sums, at one barrier of the block for
+ * group show each other column k of tiles, and then sums, at one barrier of the block for
  * each k. */
 #ifndef MN_KERNELS_CUDA_MESA_MESA_SOLVE_CUH
 #define MN_KERNELS_CUDA_MESA_MESA_SOLVE_CUH
@@ -21,7 +21,7 @@
 namespace mneme::mesa {
 
 /* The lower triangle of N x N tiles, two rows of tiles at a time as the tensor cores take them. A
- * single warp has all pairs of rows; of a thread_group, warp w has the pairs w and N / 2 - 1 - w.
+ * single warp has all pairs of rows; of a group, warp w has the pairs w and N / 2 - 1 - w.
  * at[slot][j] are column j of the rows 2 pair and 2 pair + 1, there for j < columns(slot); what is
  * right of the diagonal means nothing. */
 template <int N>
@@ -53,7 +53,7 @@ struct mn_mesa_matrix {
 static constexpr double MN_MESA_CONTRACTS = 0.01, MN_MESA_CONVERGED = 4e-6;
 enum { MN_MESA_MAX_NEWTON = 6 };
 
-/* What the warps of a thread_group show each other, in turn with what they showed before. */
+/* What the warps of a group show each other, in turn with what they showed before. */
 template <int N>
 struct mn_mesa_warp_exchange {
     double tile[2][N][64], z[2][2][8], sum[2][mn_mesa_matrix<N>::warps][2][8];
@@ -65,8 +65,8 @@ struct mn_mesa_warp_exchange<4> {};
 template <>
 struct mn_mesa_warp_exchange<2> {};
 
-/* A barrier of the thread_group; where thread_groups have several warps, of the block, whose
- * thread_groups do the same.
+/* A barrier of the group; where groups have several warps, of the block, whose groups do the
+ * same.
  * */
 template <int WARPS>
 __device__ inline void mn_mesa_group_sync(void) {
@@ -196,7 +196,7 @@ struct mn_mesa_solver {
     /* A pair of rows loses what it has of column k, of which -L_ik is left where i > k; `d` is
      * -D_k^-1. Tensor cores take a left factor's numbers in another order than they leave sums, so
      * a single warp, which has all rows, multiplies C_ik, in that order already, with -L_jk, its
-     * `column(j)`; a thread_group, which has been shown column k as it was, -L_ik with C_jk. */
+     * `column(j)`; a group, which has been shown column k as it was, -L_ik with C_jk. */
     template <typename Column>
     __device__ void eliminate(matrix &m, int slot, int k, const double (&d)[2],
                               const double (&z)[SIDES][2], Column column) {
@@ -308,7 +308,7 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
     __syncwarp();
 }
 
-/* The same by a thread_group of warps. */
+/* The same by a group of warps. */
 template <int N, int SIDES>
 __device__ __forceinline__ void mn_mesa_solve_warps(mn_mesa_matrix<N> &m, float *b, int K,
                                                    mn_mesa_warp_exchange<N> &exchange) {

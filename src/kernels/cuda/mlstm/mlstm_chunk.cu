@@ -1,5 +1,5 @@
-/* mlstm_chunk.cu - mLSTM over chunks in bf16: launches of mlstm_state_scan.cuh, and what lies
- * between them.
+/* mlstm_chunk.cu - mLSTM over chunks in bf16: scans on the engine of additive_state_scan.cuh, and
+ * what lies between them.
  *
  * Forward: the gates of all tokens, one scan. Backward: the same scan without an output, which
  * leaves a and o.do of every token; e and the denominators; scans of dq, dv and dk; and
@@ -84,7 +84,7 @@ __device__ inline uint32_t mn_mlstm_split_bf16(float x, float y) {
 
 /* ---- numbers of tokens ----------------------------------------------------------------------- */
 
-/* What a lane holds of a chunk until its log_decays are made. */
+/* What a lane holds of a chunk until its log decays are made. */
 template <int CHUNK>
 struct mn_mlstm_lane_gates {
     float decay[CHUNK / 32], row[CHUNK / 32], column[CHUNK / 32], e[CHUNK / 32];
@@ -469,7 +469,7 @@ mlstm_state_scan_kernel(const __grid_constant__ mn_mlstm_scans p) {
     for (int64_t i = 0; i <= at.n_chunks; i++) {
         const bool computes = i > 0, prefetches = i < at.n_chunks;
         const int next = i % 2, now = 1 - next;
-        const int64_t t = (reverse ? at.n_chunks - i : i - 1) * CHUNK;    // at tid, if it computes
+        const int64_t t = (reverse ? at.n_chunks - i : i - 1) * CHUNK;    // of what it computes
         const int64_t t_next = reverse ? t - CHUNK : t + CHUNK;
         if (computes) mn_cp_async_wait_all();
         __syncthreads();
@@ -540,8 +540,7 @@ mlstm_gate_grads(const __grid_constant__ mn_mlstm_args p, mn_decay_partials part
     if (dfpre) mn_put(dfpre, to_f * expf(mn_log_sigmoid(-fpre)));
 }
 
-/* ---- workspace
- * ------------------------------------------------------------------------------ */
+/* ---- workspace ------------------------------------------------------------------------------- */
 
 /* Counts of floats, of bf16 numbers for `kept`. */
 struct extent {

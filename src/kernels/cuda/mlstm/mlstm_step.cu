@@ -6,7 +6,7 @@
 
 namespace mneme::mlstm {
 
-/* Four columns each, splits of rows, rows of a thread at once. */
+/* Threads with four columns each, groups of rows, rows that a thread loads at once. */
 enum { STEP_QUADS = 32, STEP_GROUPS = 16, STEP_ROWS = 8, STEP_THREADS = STEP_QUADS * STEP_GROUPS };
 
 struct step_gates {
@@ -25,7 +25,7 @@ __device__ static step_gates step_gates_of(const mn_mlstm_args &p, int64_t n, in
     return { f, w, (float)next };
 }
 
-/* Sums of `local` over the splits of rows, for the thread's four columns; all threads call. */
+/* Sums of `local` over the groups of rows, for the thread's four columns; all threads call. */
 __device__ static void reduce_columns(float (&local)[4], float4 (*smem)[STEP_QUADS]) {
     const int quad = threadIdx.x % STEP_QUADS;
     smem[threadIdx.x / STEP_QUADS][quad] = make_float4(local[0], local[1], local[2], local[3]);

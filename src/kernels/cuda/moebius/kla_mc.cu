@@ -1,6 +1,6 @@
 /* kla_mc.cu - KLA+ loss: the marginal likelihood of a token under S draws (see ref/kla_mc.c).
  *
- * Tokens are taken in blocks whose rows, one for each token and draw, have smem for all their
+ * Tokens are taken in blocks whose rows, one for each token and draw, have room for all their
  * logits:
  *
  *   h = features      L = h head'      lse, w_s      L <- g w_s (softmax - onehot)

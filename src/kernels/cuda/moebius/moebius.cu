@@ -538,7 +538,7 @@ static workspace smem_at(float *shared, const mn_call *call, bool backward) {
     return { at[0], at[1], at[2], at[3], at[4], at[5], at[6] };
 }
 
-/* Sums over thread_groups of slots, where there are several. */
+/* Sums over groups of slots, where there are several. */
 template <typename T>
 static int reduce_groups(const mn_out &first, const mn_out &second, const float *sums,
                       const mn_call *call, cudaStream_t stream) {

@@ -1,7 +1,7 @@
 /* moebius.cuh - Kalman Linear Attention on GPUs, the parts that its kernels share: cells, the
  * numbers of a tile, chunks.
  *
- * Cells go by rays (moebius_projective.cuh), four tokens at a time; a warp for which one of its
+ * Cells go by rays (projective coordinates), four tokens at a time; a warp for which one of its
  * rays does not hold does the tile again by lam and eta, as it does tiles that are not whole.
  *
  * A sequence longer than MIN_CHUNKED tokens goes by chunks of CHUNK, so that time too fills the
@@ -120,13 +120,13 @@ static __device__ const float min_precision = 1e-12f;
 /* The work space of a call, each part behind the other. Sets of SLOTS numbers per thread lie
  * as block::own() says. */
 struct workspace {
-    float *sums;        // thread_groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
+    float *sums;        // groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
     float *starts;      // chunks x 2: the state in front of each, forward
     float *ends;        // chunks x 2: the adjoint behind each, going back
     float *states;      // tiles x 2: the state in front of each
     float *keys;        // blocks of channels x tokens x 2 x K: parts of dk, dq
     float *dynamics;    // chunks x 2 x V x K: parts of da, dp
-    float *maps;        // chunks x 5: what each says of adjoints (moebius_map.cuh)
+    float *maps;        // chunks x 5: what each says of adjoints (moebius_state_scan.cuh)
 };
 
 /* ---- cells ----------------------------------------------------------------------------------- */

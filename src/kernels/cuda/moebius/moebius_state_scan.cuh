@@ -1,5 +1,5 @@
 /* moebius_state_scan.cuh - Kalman Linear Attention's states alone, in front of every so many
- * tokens, and with them maps of chunks (moebius_map.cuh).
+ * tokens, and with them maps of chunks: what each does to adjoints.
  *
  * By rays a state is four products and three multiply-adds a token, and its chain three of them:
  * one scan through the whole sequence, with a thread for each cell, costs less than states of

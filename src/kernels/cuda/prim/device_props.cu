@@ -1,5 +1,5 @@
-/* device_props.cu - facts of machine.h, each device's kept in one word, so that threads that
- * fetch at the same time need no lock: they find nothing yet or all of it. */
+/* device_props.cu - facts of device_props.h, each device's kept in one word, so that threads that
+ * ask at the same time need no lock: they find nothing yet or all of it. */
 #include "kernels/cuda/prim/device_props.h"
 
 #include <cuda_runtime.h>

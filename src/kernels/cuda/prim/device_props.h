@@ -1,4 +1,4 @@
-/* machine.h - what launches fetch about the GPU in use (device_props.cu). */
+/* device_props.h - what launches ask about the GPU in use (device_props.cu). */
 #ifndef MN_KERNELS_CUDA_PRIM_DEVICE_PROPS_H
 #define MN_KERNELS_CUDA_PRIM_DEVICE_PROPS_H
 

@@ -176,7 +176,7 @@ struct mn_row_group {
 
 /* ---- rows on their way to shared memory ------------------------------------------------------
  *
- * INPUTS rows at a time, DEPTH times over: each thread requests for its own packs and takes no
+ * INPUTS rows at a time, DEPTH times over: each thread asks for its own packs and takes no
  * others, so that nobody waits for anybody, and registers hold only what is worked on. */
 template <typename RowGroup, int INPUTS>
 struct mn_row_prefetch {
@@ -248,7 +248,7 @@ struct mn_row_prefetch {
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
 
-    /* Takes the next rows, and requests for those that come DEPTH rows later in their place. */
+    /* Takes the next rows, and asks for those that come DEPTH rows later in their place. */
     __device__ void consume(typename RowGroup::kept (&rows)[INPUTS]) {
         asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
 #pragma unroll
@@ -282,8 +282,7 @@ inline bool mn_row_reduce_plan(mn_plan *plan, int64_t rows, int64_t width, int64
            mn_mul_size(&plan->shared_bytes, plan->shared_bytes, sizeof(float));
 }
 
-/* ---- choosing a row_group
- * ------------------------------------------------------------------------- */
+/* ---- choosing a row_group -------------------------------------------------------------------- */
 
 /* Whether packs serve rows of `width` of all these tensors. */
 template <typename T, size_t n>

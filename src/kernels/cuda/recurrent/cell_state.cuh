@@ -9,8 +9,8 @@
  * Sums over columns or slots go from lane to lane by halves: of n numbers a lane gives away n / 2
  * and keeps n / 2. So that it always gives the same registers, lanes call their slots and columns
  * by different names: number j of a thread is slot 4 s + (j ^ c % 4), number i is column C c + (i ^
- * s % C), with s and c the lane's place. Keys lie in shared memory in the four orders that requests
- * for. */
+ * s % C), with s and c the lane's place. Keys lie in shared memory in the four orders that this
+ * asks for. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_CELL_STATE_CUH
 #define MN_KERNELS_CUDA_RECURRENT_CELL_STATE_CUH
 
@@ -27,8 +27,7 @@ enum {
     MN_CELL_PITCH = MN_CELL_TOKENS + 4,        // rows 16 bytes aligned, in different banks
 };
 
-/* ---- positions ----------------------------------------------------------------------------------
- * */
+/* ---- positions ------------------------------------------------------------------------------- */
 
 template <int GROUPS_, int WARPS_, int C_>
 struct mn_cell_block {

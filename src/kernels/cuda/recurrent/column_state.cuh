@@ -56,7 +56,7 @@ struct mn_column_params {
     mn_out dv;
     float *dstate0, *dones0;
     float *spans, *tokens;       // states
-    int n_saved_states;                   // states that shared memory has smem for
+    int n_saved_states;                   // states that shared memory has room for
     bool vec_aligned;                  // whether neighbours of a token's numbers come by one access
 };
 

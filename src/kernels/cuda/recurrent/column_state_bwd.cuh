@@ -363,7 +363,7 @@ inline bool mn_column_workspace_sizes(mn_column_workspace *to, const mn_call &c,
     return ok && mn_mul_size(&to->partials, to->f_partials, 2 * (size_t)c.K);
 }
 
-/* As many tokens' states as shared memory has smem for, up to four. */
+/* As many tokens' states as shared memory has room for, up to four. */
 template <typename T, int ROWS, mn_column_kind KIND>
 static int mn_column_launch_bwd(mn_column_params p, cudaStream_t on) {
     using smem = mn_column_bwd_smem<ROWS>;

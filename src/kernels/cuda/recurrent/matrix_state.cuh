@@ -1,10 +1,11 @@
-/* matrix_state.cuh - the recurrence of matrix_state.cuh for one token, state in place.
+/* matrix_state.cuh - the recurrence of a matrix state, forward, back, and for one token with the
+ * state in place.
  *
  *   S' = diag(exp g) S;  r = v - S'^T e;  S = S' + w r';  o = scale S'^T q + scale (q.w) r
  *
  * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q and q.w. A block
  * has 16 columns of one memory, a thread four neighbours of them in every 64th row. While it waits
- * for the launch in front it requests the second cache for its part of the state. */
+ * for the launch in front it prefetches its part of the state into L2. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_CUH
 #define MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_CUH
 
@@ -159,7 +160,7 @@ struct mn_matrix_cells {
         }
     }
 
-    /* To and from a smem of `kept` floats, of which each thread touches its own. */
+    /* To and from `kept` floats of shared memory, of which each thread touches its own. */
     __device__ void keep(float *smem) const {
 #pragma unroll
         for (int r = 0; r < R; r++) mn_store<4>(smem, index_of(r), at[r]);
@@ -262,7 +263,7 @@ matrix_state_scan_kernel(const __grid_constant__ mn_matrix_params p, int64_t n_t
 
 enum { MN_MATRIX_TO_Q, MN_MATRIX_TO_W, MN_MATRIX_TO_E, MN_MATRIX_TO_G, MN_MATRIX_SUMS };
 
-/* Work space: states in front of spans, states in front of a span's row_groups, sums over columns.
+/* Work space: states in front of spans and of a span's groups of tokens, sums over columns.
  * */
 struct mn_matrix_workspace {
     float *spans, *row_groups, *sums;
@@ -285,7 +286,7 @@ __device__ inline int64_t mn_matrix_partial(const mn_matrix_params &p, int64_t t
 }
 
 /* Gradients of one token, from D behind it; D is then the one in front of it. This warp's sums over
- * its columns go to the smem. */
+ * its columns go to shared memory. */
 template <typename T, int R>
 __device__ void mn_matrix_token_bwd(mn_matrix_cells<R> &D, mn_matrix_smem<R> &smem,
                                      const mn_matrix_params &p, const mn_matrix_coord &at,

@@ -3,7 +3,7 @@
  *
  *   d = softplus(dt + dt_bias)     h_t = exp(d A) h_{t-1} + d u B     y = (sum C h + D u) silu(z)
  *
- * Numbers of a channel are sums over the 16 columns of its line (diag.cuh), those of a state sums
+ * Numbers of a channel are sums over the 16 columns of its line, those of a state sums
  * over lines: inside a block through shared memory, between blocks through parts. Backward keeps h
  * in front of each tile and makes it again inside one. More than 16 states go one group after the
  * other through a tile. */
