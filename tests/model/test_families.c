@@ -396,10 +396,10 @@ static void wrong_keys(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(come_back, make_folder, remove_folder),
+        cmocka_unit_test(come_back),
         cmocka_unit_test(like_experts),
-        cmocka_unit_test_setup_teardown(towers_stay, make_folder, remove_folder),
+        cmocka_unit_test(towers_stay),
         cmocka_unit_test(wrong_keys),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }
