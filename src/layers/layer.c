@@ -394,6 +394,13 @@ static double inverse_softplus(double x) {
     return x + log(-expm1(-x));
 }
 
+/* Rate at which a head of lightning forgets: slower from layer to layer, hardly in the last. */
+static double slope_of(const mn_param_info *info, int64_t head, int64_t heads) {
+    const double last = (double)mn_max(info->n_layers - 1, 0) + 1e-5;
+    const double left = 1.0 - (double)info->layer / last + 1e-5;
+    return exp2(-8.0 * (double)(head + 1) / (double)heads) * left;
+}
+
 /* Decays of lightning by their slope: e^-(slope n). */
 static double block_decay(const mn_param_info *info, int64_t i) {
     const int64_t P = info->shape[info->init == MN_INIT_BLOCK_DECAY ? 2 : 1];
@@ -405,7 +412,7 @@ static double block_decay(const mn_param_info *info, int64_t i) {
         head = i / (P * P);
         n = i / P % P - t;
     }
-    return n < 0 ? 0.0 : exp(-exp2(-8.0 * (double)(head + 1) / (double)heads) * (double)n);
+    return n < 0 ? 0.0 : exp(-slope_of(info, head, heads) * (double)n);
 }
 
 /* Number i of a law that needs one uniform number, or none. */
@@ -433,7 +440,7 @@ static double start_value(const mn_param_info *info, uint64_t seed, uint64_t str
         return 3.0 + 3.0 * (double)(i % last) / (double)(last > 1 ? last - 1 : 1);
     case MN_INIT_A_LOG_ONE: return log(1.0 + 15.0 * u);
     case MN_INIT_EYE: return i / last == i % last ? 1.0 : 0.0;
-    case MN_INIT_SLOPES: return exp2(-8.0 * (double)(i + 1) / (double)info->shape[0]);
+    case MN_INIT_SLOPES: return slope_of(info, i, info->shape[0]);
     case MN_INIT_QUERY_DECAY:
     case MN_INIT_KEY_DECAY:
     case MN_INIT_BLOCK_DECAY: return block_decay(info, i);
