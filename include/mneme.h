@@ -406,6 +406,17 @@ typedef struct mn_additive_args {
     struct { mn_out q, k, v, g, state0; } grad;
 } mn_additive_args;
 
+/* A sum whose value channels forget: S = diag(exp g) S + v k'; o = scale S q. S (V,K) is that of
+ * additive the other way round. On the CPU. */
+typedef struct mn_additive_column_args {
+    mn_call call;                         // B T H K V
+    double scale;
+    mn_in q, k, v, g, state0;             // (B,T,H,K) twice, (B,T,H,V) twice, (N,H,V,K)
+    mn_out o, state;                      // (B,T,H,V) (N,H,V,K)
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, g, state0; } grad;
+} mn_additive_column_args;
+
 /* S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q.
  * w absent: w = e; beta absent: 1. */
 typedef struct mn_delta_args {
@@ -630,10 +641,9 @@ typedef struct mn_ccq_read_args {
 } mn_ccq_read_args;
 
 /* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H.
- * With a window a query sees the newest `window` keys, its own among them (CPU only). lse is the
- * log of the sum of the exponentials of a row's scores, float32 on a GPU. Backward takes fewer
- * products there if `lse` and `o` still hold what forward wrote; with lse.data NULL it reads
- * neither. */
+ * With a window a query sees the newest `window` keys, its own among them. lse is the log of the
+ * sum of the exponentials of a row's scores, float32 on a GPU. Backward takes fewer products there
+ * if `lse` and `o` still hold what forward wrote; with lse.data NULL it reads neither. */
 typedef struct mn_attention_args {
     mn_call call;                             // B T H K V J L
     double scale, rope_base;
@@ -818,7 +828,7 @@ typedef struct mn_adamw_args {
 /* The operators, in the order of the tables. */
 #define MN_OPS(OP)                                                                                 \
     OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(dplr) OP(delta_product) OP(delta_gva)         \
-    OP(longhorn_diag) OP(longhorn_column)                                                          \
+    OP(additive_column) OP(longhorn_diag) OP(longhorn_column)                                      \
     OP(riccati) OP(bayes) OP(importance) OP(palimpsa_paper) OP(palimpsa_code)                      \
     OP(moebius) OP(kla_discretise) OP(kla_mc) OP(mesa) OP(curvature) OP(ccq_read)                  \
     OP(attention) OP(relu_attention) OP(hyper) OP(hyper_layer)                                     \

@@ -67,6 +67,14 @@ mn_tensor *mn_project_unit(mn_forward *f, mn_tensor *x, const char *weight, cons
 /* x_{t-1} - x_t of (B,T,1,D), 0 in place of x_{-1}; the last input is the state `piece`. */
 mn_tensor *mn_token_shift(mn_tape *tape, mn_layer_state *state, mn_tensor *x, const char *piece);
 
+/* Least gates of L layers from their rows, L > 0 tensors of a common shape: lb_l = sum over 1 .. l
+ * of e^row / sum over all of e^row, as log odds; that of layer 0 is 0, NULL. */
+void mn_gate_bounds(mn_tape *tape, mn_tensor *const *rows, int L, mn_tensor **bounds);
+
+/* relu(key (n + x_k d))^2, d the tokens before less n; the last input is the state `piece`. */
+mn_tensor *mn_channel_mixed(mn_tape *tape, mn_layer_state *state, mn_tensor *n, mn_tensor *x_k,
+                            mn_tensor *key, const char *piece);
+
 /* Based's features of a contiguous x (B,T,H,d): 1, x_i / d^(1/4), x_i^2 / sqrt(2 d) and
  * x_i x_j / sqrt d for i < j. */
 mn_tensor *mn_taylor_features(mn_tape *tape, mn_tensor *x);

@@ -369,9 +369,21 @@ static void note(mn_layer_state *state, const mn_tape *tape, const char *name, i
     piece->width = width;
 }
 
+/* The initial and the final state as tensors of the caller. */
+static void bind_ends(const mn_state_ends *ends, mn_run *run, const char *in, const char *out,
+                      const char *name) {
+    mn_tensor *before = ends->before(ends->context, name);
+    if (before) mn_run_in(run, in, before);
+    ends->after(ends->context, name, mn_run_out(run, out));
+}
+
 void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
                    const char *name, int64_t count) {
     mn_tape *tape = run->tape;
+    if (state && state->ends) {
+        bind_ends(state->ends, run, in, out, name);
+        return;
+    }
     if (mn_tape_plans(tape)) note(state, tape, name, count, 0);
     if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
     piece_place place;

@@ -22,6 +22,14 @@ typedef struct mn_state_piece {
     int64_t before;
 } mn_state_piece;
 
+/* Of a pass whose states have gradients: what a piece is before it, NULL where it is fresh, and who
+ * hears what it is afterwards. */
+typedef struct mn_state_ends {
+    mn_tensor *(*before)(void *context, const char *name);
+    void (*after)(void *context, const char *name, mn_tensor *x);
+    void *context;
+} mn_state_ends;
+
 /* All zeros is a fresh state, of the host. */
 typedef struct mn_layer_state {
     mn_device *device;         // whose memory the pieces are in; NULL: the host's
@@ -36,6 +44,7 @@ typedef struct mn_layer_state {
     int64_t n_rows;
     bool counts;               // a plan notes the sizes of pieces here, which get no memory
     bool steps;                // the rows are one state: steps one after the other
+    const mn_state_ends *ends; // tensors in place of pieces; NULL: pieces
 } mn_layer_state;
 
 void mn_layer_state_free(mn_layer_state *state);    // becomes fresh

@@ -18,8 +18,9 @@
 
 /* ---- numbers here and in the file ------------------------------------------------------------ */
 
-/* Place here of number i of the file, for copy `copy` of its head. */
+/* Place here of number i of the file, for copy `copy` of its head; -1: none. */
 static int64_t place_of(const mn_program_layout *l, int64_t i, int64_t copy) {
+    if (l->lags) return i / l->b < l->lags ? i % l->b * l->lags + l->lags - 1 - i / l->b : -1;
     if (l->times == 1 && !l->turned) return i;
     const int64_t each = l->a * l->b, inner = i % each, head = i / each * l->times + copy;
     return head * each + (l->turned ? inner % l->b * l->a + inner / l->b : inner);
@@ -85,7 +86,8 @@ static mn_program_tensor *add_input(mn_program *p, const char *name, mn_program_
     if (!x) return NULL;
     mn_program_tensor *in = &p->inputs[p->n_inputs++];
     snprintf(in->name, sizeof in->name, "%s", name);
-    in->layout = layout, in->stored = count, in->count = count * layout.times;
+    in->layout = layout, in->stored = count;
+    in->count = layout.lags ? layout.lags * layout.b : count * layout.times;
     in->value = x;
     void *here = calloc((size_t)in->count + 1, sizeof(double));
     for (int64_t i = 0; here && i < count; i++) {
@@ -93,7 +95,8 @@ static mn_program_tensor *add_input(mn_program *p, const char *name, mn_program_
         x[i] = y;
         if (layout.odds) y = log(y) - log1p(-y);
         for (int64_t copy = 0; copy < layout.times; copy++) {
-            set_number(p->dtype, here, place_of(&layout, i, copy), y);
+            const int64_t at = place_of(&layout, i, copy);
+            if (at >= 0) set_number(p->dtype, here, at, y);
         }
     }
     if (here) in->data = allocate(p, here, (size_t)in->count * mn_dtype_bytes(p->dtype));
@@ -103,7 +106,7 @@ static mn_program_tensor *add_input(mn_program *p, const char *name, mn_program_
     return in->data && in->grad ? in : NULL;
 }
 
-static const mn_program_layout as_is = { 1, 1, 1, 1, false, false };
+static const mn_program_layout as_is = { 1, 1, 1, 1, false, false, 0 };
 
 static mn_tensor *input(mn_program *p, const char *name, bool heads, bool odds) {
     mn_program_layout layout = as_is;
@@ -133,6 +136,18 @@ mn_tensor *mn_program_in_heads(mn_program *p, const char *name) {
 
 mn_tensor *mn_program_odds_in(mn_program *p, const char *name) {
     return input(p, name, false, true);
+}
+
+mn_tensor *mn_program_param_in(mn_program *p, const char *name, int64_t rows, int64_t cols,
+                               mn_program_layout layout) {
+    mn_program_tensor *in = add_input(p, name, layout);
+    if (!in) return NULL;
+    if (in->count != rows * cols) {
+        return mn_tape_fail(p->tape, mn_fail(MN_ERR_FORMAT, "%s holds %lld numbers, not %lld x "
+                                             "%lld", name, (long long)in->count, (long long)rows,
+                                             (long long)cols));
+    }
+    return in->x = mn_tape_leaf(p->tape, in->data, in->grad, rows, cols, false);
 }
 
 mn_tensor *mn_program_state_in(mn_program *p, const char *name, mn_program_layout layout) {
@@ -229,7 +244,8 @@ static mn_status fetch_gradients(mn_program *p) {
         for (int64_t i = 0; st == MN_OK && i < in->stored; i++) {
             double sum = 0.0;
             for (int64_t copy = 0; copy < in->layout.times; copy++) {
-                sum += number_at(dtype, here, place_of(&in->layout, i, copy));
+                const int64_t at = place_of(&in->layout, i, copy);
+                if (at >= 0) sum += number_at(dtype, here, at);
             }
             if (in->layout.odds) sum /= in->value[i] * (1.0 - in->value[i]);
             in->gradient[i] = sum;

@@ -6,14 +6,16 @@
 #include "runtime/device.h"
 #include "tape/tape.h"
 
-enum { MN_PROGRAM_TENSORS = 24 };
+enum { MN_PROGRAM_TENSORS = 40 };
 
 /* How a tensor of the file lies in the tape's: [rows][heads][a][b] there, and here with `times`
  * heads for each, of which the first counts, and a and b exchanged if `turned`. `odds`: x of the
- * file is log(x / (1 - x)) here. */
+ * file is log(x / (1 - x)) here. With `lags` the file has (lag, b) and here is (b, lags) from the
+ * last of so many lags to the first, as a convolution has its taps. */
 typedef struct mn_program_layout {
     int64_t heads, a, b, times;
     bool turned, odds;
+    int64_t lags;
 } mn_program_layout;
 
 typedef struct mn_program_tensor {
@@ -47,6 +49,10 @@ mn_tensor *mn_program_state_in(mn_program *p, const char *name, mn_program_layou
 /* A parameter whose layout says how it is taken. */
 mn_tensor *mn_program_odds_in(mn_program *p, const char *name);
 
+/* A parameter of `layout` as (1,1,rows,cols). */
+mn_tensor *mn_program_param_in(mn_program *p, const char *name, int64_t rows, int64_t cols,
+                               mn_program_layout layout);
+
 /* Result `name` of the file. */
 void mn_program_out(mn_program *p, const char *name, mn_tensor *x);
 void mn_program_state_out(mn_program *p, const char *name, mn_tensor *x,
@@ -57,6 +63,17 @@ double mn_program_number(const mn_program *p, const char *key, double otherwise)
 
 /* Size of an axis of a tensor of the file, which is there. */
 int64_t mn_program_size(const mn_program *p, const char *name, int axis);
+
+/* ---- program_layers.c: whole layers, as models have them ---- */
+
+void mn_program_diff_layer(mn_program *p);
+void mn_program_gated_attention(mn_program *p);
+void mn_program_kda(mn_program *p);
+void mn_program_qwen_gdn(mn_program *p);
+void mn_program_lightning(mn_program *p);
+void mn_program_hawk(mn_program *p);
+void mn_program_time_mix(mn_program *p);
+void mn_program_channel_mix(mn_program *p);
 
 /* ---- programs.c ---- */
 

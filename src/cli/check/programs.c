@@ -25,25 +25,49 @@ static mn_tensor *sum_of(mn_program *p, mn_tensor *q, mn_tensor *k, mn_tensor *v
     return o;
 }
 
+/* Scores of M slots in each of H heads (B,T,H,M), as gsa.c makes them on the CPU and on a GPU. */
+static mn_tensor *slot_scores(mn_program *p, mn_tensor *q, mn_tensor *k, mn_tensor *s,
+                              mn_tensor *g, mn_tensor *state0, mn_tensor **state) {
+    mn_tape *tape = p->tape;
+    const double scale = mn_program_number(p, "scale", 1.0);
+    *state = NULL;
+    if (!q || !k || !s || !g) return NULL;
+    const int64_t B = q->shape[0], T = q->shape[1], H = q->shape[2], M = s->shape[3];
+    if (p->device) {
+        mn_tensor *o = sum_of(p, mn_tape_repeat(tape, q, M), mn_tape_repeat(tape, k, M),
+                              mn_tape_shaped(tape, s, (int64_t[]){ B, T, H * M, 1 }),
+                              mn_tape_shaped(tape, g, (int64_t[]){ B, T, 1, H * M }),
+                              MN_DECAY_TOKEN, scale, state0, state);
+        return mn_tape_shaped(tape, o, (int64_t[]){ B, T, H, M });
+    }
+    mn_run run;
+    mn_additive_column_args *args = mn_run_start(&run, tape, MN_OP_additive_column);
+    args->scale = scale;
+    mn_run_in(&run, "q", q);
+    mn_run_in(&run, "k", k);
+    mn_run_in(&run, "v", s);
+    mn_run_in(&run, "g", g);
+    if (state0) mn_run_in(&run, "state0", state0);
+    mn_tensor *o = mn_run_out(&run, "o");
+    *state = mn_run_out(&run, "state");
+    mn_run_now(&run);
+    return o;
+}
+
 /* The two memories of gsa.c, J of each for H query heads. */
 static void gated_slots(mn_program *p) {
     mn_tape *tape = p->tape;
-    const double scale = mn_program_number(p, "scale", 1.0);
     const int64_t H = mn_program_size(p, "q", 2), K = mn_program_size(p, "q", 3);
     const int64_t J = mn_program_size(p, "k", 2), M = mn_program_size(p, "s", 3);
-    const int64_t V = mn_program_size(p, "v", 3), B = mn_program_size(p, "q", 0);
-    const int64_t T = mn_program_size(p, "q", 1), times = H / J;
-    const mn_program_layout keys = { J, K, M, times, true, false };
-    const mn_program_layout values = { J, M, V, times, false, false };
+    const int64_t V = mn_program_size(p, "v", 3), times = H / J;
+    const mn_program_layout keys = { J, K, M, times, true, false, 0 };
+    const mn_program_layout values = { J, M, V, times, false, false, 0 };
     mn_tensor *q = mn_program_in(p, "q"), *k = mn_tape_repeat(tape, mn_program_in(p, "k"), times);
     mn_tensor *v = mn_tape_repeat(tape, mn_program_in(p, "v"), times);
     mn_tensor *s = mn_tape_repeat(tape, mn_program_in(p, "s"), times);
     mn_tensor *g = mn_tape_repeat(tape, mn_program_in(p, "g"), times), *hk, *hv;
-    mn_tensor *z = sum_of(p, mn_tape_repeat(tape, q, M), mn_tape_repeat(tape, k, M),
-                          mn_tape_shaped(tape, s, (int64_t[]){ B, T, H * M, 1 }),
-                          mn_tape_shaped(tape, g, (int64_t[]){ B, T, 1, H * M }), MN_DECAY_TOKEN,
-                          scale, mn_program_state_in(p, "hk0", keys), &hk);
-    z = mn_tape_softmax(tape, mn_tape_shaped(tape, z, (int64_t[]){ B, T, H, M }));
+    mn_tensor *z = slot_scores(p, q, k, s, g, mn_program_state_in(p, "hk0", keys), &hk);
+    z = mn_tape_softmax(tape, z);
     mn_tensor *o = sum_of(p, z, s, v, g, MN_DECAY_CHANNEL, 1.0,
                           mn_program_state_in(p, "hv0", values), &hv);
     mn_program_out(p, "o", o);
@@ -56,7 +80,7 @@ static void forget_gates(mn_program *p) {
     mn_tape *tape = p->tape;
     mn_tensor *q = mn_program_in(p, "q"), *gate = mn_program_in(p, "f"), *state;
     mn_tensor *v = mn_program_in(p, "v"), *bound = mn_program_odds_in(p, "lb");
-    const mn_program_layout plain = { 1, 1, 1, 1, false, false };
+    const mn_program_layout plain = { 1, 1, 1, 1, false, false, 0 };
     if (bound) {
         mn_tensor *not = mn_tape_unary(tape, MN_UNARY_SOFTPLUS, mn_tape_affine(tape, gate, -1, 0));
         mn_tensor *rise = mn_tape_unary(tape, MN_UNARY_SOFTPLUS, mn_tape_add(tape, not, bound));
@@ -143,7 +167,7 @@ static void windowed(mn_program *p) {
 static void normalised(mn_program *p) {
     mn_tape *tape = p->tape;
     const double scale = mn_program_number(p, "scale", 1.0);
-    const mn_program_layout plain = { 1, 1, 1, 1, false, false };
+    const mn_program_layout plain = { 1, 1, 1, 1, false, false, 0 };
     mn_tensor *q = mn_program_in(p, "q"), *k = mn_program_in(p, "k"), *v = mn_program_in(p, "v");
     if (!q || !k || !v) return;
     mn_tensor *ones = mn_tape_filled(tape, (int64_t[]){ q->shape[0], q->shape[1], q->shape[2], 1 },
@@ -194,7 +218,7 @@ static void token_shift(mn_program *p) {
     mn_tensor *x = mn_program_in(p, "x");
     if (!x) return;
     const int64_t width = x->shape[3];
-    const mn_program_layout plain = { 1, 1, 1, 1, false, false };
+    const mn_program_layout plain = { 1, 1, 1, 1, false, false, 0 };
     mn_tensor *const taps[] = { mn_tape_filled(tape, (int64_t[]){ 1, 1, width, 1 }, 1.0),
                                 mn_tape_filled(tape, (int64_t[]){ 1, 1, width, 1 }, 0.0) };
     mn_tensor *last0 = mn_program_state_in(p, "last0", plain);
@@ -209,6 +233,47 @@ static void token_shift(mn_program *p) {
     mn_run_now(&run);
     mn_program_out(p, "y", mn_tape_add(tape, before, mn_tape_affine(tape, x, -1.0, 0.0)));
     mn_program_state_out(p, "last", last, plain);
+}
+
+/* The bounds of bounds.c, from the parameter of all layers. */
+static void gate_bounds(mn_program *p) {
+    enum { MOST = 8 };
+    static const int32_t row[MOST] = { 0, 1, 2, 3, 4, 5, 6, 7 };
+    mn_tape *tape = p->tape;
+    mn_tensor *w = mn_program_in(p, "lower_bounds"), *rows[MOST], *bounds[MOST], *y[MOST];
+    const int64_t L = w ? w->shape[2] : 0, n = w ? w->shape[3] : 0;
+    if (L > MOST) mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "bounds of %d layers at most",
+                                             MOST));
+    if (L < 1 || L > MOST) return;
+    w = mn_tape_shaped(tape, w, (int64_t[]){ 1, L, 1, n });
+    for (int64_t l = 0; l < L; l++) rows[l] = mn_tape_pick(tape, w, row + l, 1);
+    mn_gate_bounds(tape, rows, (int)L, bounds);
+    for (int64_t l = 0; l < L; l++) {
+        y[l] = bounds[l] ? mn_tape_unary(tape, MN_UNARY_SIGMOID, bounds[l])
+                         : mn_tape_filled(tape, (int64_t[]){ 1, 1, 1, n }, 0.0);
+    }
+    mn_program_out(p, "y", mn_tape_join(tape, y, (int)L));
+}
+
+/* Hyena's operator of order 2: a convolution as long as the sequence between two gates. */
+static void long_conv(mn_program *p) {
+    mn_tape *tape = p->tape;
+    mn_tensor *v = mn_program_in(p, "v"), *x0 = mn_program_in(p, "x0");
+    mn_tensor *x1 = mn_program_in(p, "x1"), *D = mn_program_in(p, "D");
+    if (!v || !x0 || !x1 || !D) return;
+    const int64_t T = v->shape[1], C = v->shape[3];
+    const mn_program_layout taps = { 1, 1, C, 1, false, false, T };
+    mn_tensor *h = mn_program_param_in(p, "h", C, T, taps), *u = mn_tape_multiply(tape, x1, v);
+    mn_run run;
+    mn_conv_args *args = mn_run_start(&run, tape, MN_OP_conv);
+    args->act = 0;
+    run.call->W = T;
+    mn_run_in(&run, "x", u);
+    mn_run_in(&run, "w", h);
+    mn_tensor *y = mn_run_out(&run, "y");
+    mn_run_now(&run);
+    y = mn_tape_add(tape, y, mn_tape_multiply(tape, u, D));
+    mn_program_out(p, "y", mn_tape_multiply(tape, x0, y));
 }
 
 static const struct {

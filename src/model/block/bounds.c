@@ -1,20 +1,9 @@
-/* bounds.c - least gates of layers, from one parameter w (L,n) of the model (HGRN2):
- *
- *   lb_l = sum over j = 1 .. l of softmax over layers of w, so lb_0 = 0 and they grow with depth
- *
- * Layers take them as log odds: log(sum over 1 .. l of e^w) - log(sum over the others of e^w).
- * Sums are built up by log(e^a + e^b) = a + softplus(b - a), in which nothing overflows. */
+/* bounds.c - least gates of layers, from one parameter (L,n) of the model. */
 #include <stdlib.h>
 
 #include "base/status.h"
+#include "layers/family.h"
 #include "model/model_internal.h"
-
-/* log(e^a + e^b); either may be NULL, a sum of nothing. */
-static mn_tensor *log_sum(mn_tape *tape, mn_tensor *a, mn_tensor *b) {
-    if (!a || !b) return a ? a : b;
-    mn_tensor *apart = mn_tape_add(tape, b, mn_tape_affine(tape, a, -1.0, 0.0));
-    return mn_tape_add(tape, a, mn_tape_unary(tape, MN_UNARY_SOFTPLUS, apart));
-}
 
 void mn_model_bounds(mn_model *model, mn_tape *tape, mn_tensor **bounds) {
     const int L = model->config.n_layers;
@@ -23,18 +12,9 @@ void mn_model_bounds(mn_model *model, mn_tape *tape, mn_tensor **bounds) {
     const mn_model_param *p = &model->params[model->bounds];
     mn_tensor *w = mn_tape_shaped(tape, model->leaves[model->bounds],
                                   (int64_t[]){ 1, L, 1, p->info.shape[1] });
-    mn_tensor *rows[MN_MAX_LAYERS], *after = NULL, *before = NULL;
+    mn_tensor *rows[MN_MAX_LAYERS];
     for (int l = 0; l < L; l++) {
         rows[l] = mn_tape_pick(tape, w, model->rows + l, 1);
     }
-    for (int l = L - 1; l >= 1; l--) {       // what is not of 1 .. l
-        bounds[l] = log_sum(tape, rows[0], after);
-        after = log_sum(tape, rows[l], after);
-    }
-    for (int l = 1; l < L; l++) {
-        before = log_sum(tape, rows[l], before);
-        if (bounds[l]) {
-            bounds[l] = mn_tape_add(tape, before, mn_tape_affine(tape, bounds[l], -1.0, 0.0));
-        }
-    }
+    mn_gate_bounds(tape, rows, L, bounds);
 }
