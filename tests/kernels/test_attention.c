@@ -13,6 +13,7 @@
 #include "base/dtype.h"
 #include "base/util.h"
 #include "support/close.h"
+#include "support/op_against.h"
 #include "support/op_walk.h"
 
 typedef struct shape {
@@ -380,6 +381,23 @@ static void gradients_come_alone(void **state) {
     check_done();
 }
 
+/* Sequences several times as long as the windows, which leave whole blocks of keys unseen. */
+static void windows_match_reference(void **state) {
+    (void)state;
+    static const struct {
+        int64_t window, T, more_keys, groups;
+    } seen[] = { { 1, 300, 0, 1 }, { 5, 600, 0, 2 }, { 64, 520, 0, 1 }, { 256, 700, 0, 2 },
+                 { 300, 700, 130, 1 }, { 1000, 300, 0, 1 }, { 40, 100, 900, 2 } };
+    for (size_t i = 0; i < MN_COUNTOF(seen); i++) {
+        op_against_reference((op_case){ .op = MN_OP_attention, .dtype = MN_F32,
+                                        .fields = MN_ALL_FIELDS, .B = 1, .H = 2, .K = 8, .V = 6,
+                                        .T = seen[i].T, .window = seen[i].window,
+                                        .more_keys = seen[i].more_keys,
+                                        .groups = seen[i].groups, .seed = 5 }, NULL);
+    }
+    check_done();
+}
+
 static void wrong_sizes_are_refused(void **state) {
     (void)state;
     const shape s = { MN_OP_attention, 1, 1, 5, 4, 2, 8, 6, 0 };
@@ -407,7 +425,7 @@ int main(void) {
         cmocka_unit_test(decoding_is_the_whole),     cmocka_unit_test(rope_inside_is_rope_outside),
         cmocka_unit_test(large_scores_stay_finite),  cmocka_unit_test(zero_rows_give_zero),
         cmocka_unit_test(gradients_come_alone),      cmocka_unit_test(wrong_sizes_are_refused),
-        cmocka_unit_test(lse_is_what_it_says),
+        cmocka_unit_test(lse_is_what_it_says),       cmocka_unit_test(windows_match_reference),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
