@@ -4,7 +4,10 @@ include(CMakePackageConfigHelpers)
 # Libraries are looked for beside the program: an unpacked folder may bring its own in lib/mneme. The
 # older kind of run path serves what those libraries need in turn as well.
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
-    set_target_properties(mneme PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/mneme")
+    # Also in the build folder, from where wheels take it: CMake's placeholder is empty entries, which
+    # would mean the current folder.
+    set_target_properties(mneme PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/mneme"
+        BUILD_WITH_INSTALL_RPATH ON)
     file(RELATIVE_PATH to_lib "/${CMAKE_INSTALL_BINDIR}" "/${CMAKE_INSTALL_LIBDIR}")
     set_target_properties(mneme_cli PROPERTIES INSTALL_RPATH "$ORIGIN/${to_lib};$ORIGIN/${to_lib}/mneme")
     target_link_options(mneme PRIVATE -Wl,--disable-new-dtags)
