@@ -2,7 +2,8 @@
 # A mixer without a new recurrence costs two files and one line: a toy layer is added to a copy of the
 # project, which is built; it must pass the tests of all layers, train, resume, decode, take part in the
 # collision experiment, and stand in mneme info, in the help and in the tables of the documents.
-#   add_mixer.sh SOURCE_DIR [BUILD_DIR]      objects of a build through ccache are not compiled again
+#   add_mixer.sh SOURCE_DIR [BUILD_DIR]      objects of a build through ccache are not compiled again;
+#                                            without it kernels are portable C alone, which the toy shares
 set -eu
 source=$(cd "$1" && pwd)
 build=${2-}
@@ -22,9 +23,9 @@ sed -i 's|^#include "layers/linear.def"$|&\n#include "layers/toy.def"|' src/laye
 [ "$(diff -r "$source/src" src | grep -c '^Only in')" = 2 ] || fail "more than two files are new"
 [ "$(diff -r "$source/src" src | grep -c '^[<>]')" = 1 ] || fail "more than one line is new"
 
-set -- -DMN_CUDA=OFF
+set -- -DMN_CUDA=OFF -DMN_PORTABLE=ON
 if [ -n "$build" ] && grep -q '^CMAKE_C_COMPILER_LAUNCHER:[A-Z]*=.*ccache' "$build/CMakeCache.txt"; then
-    set -- "$@" -DCMAKE_C_COMPILER_LAUNCHER=ccache
+    set -- -DMN_CUDA=OFF -DCMAKE_C_COMPILER_LAUNCHER=ccache
     export CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1
 fi
 [ -z "$build" ] || ! grep -q '^MN_WERROR:BOOL=ON' "$build/CMakeCache.txt" || set -- "$@" -DMN_WERROR=ON

@@ -33,8 +33,8 @@ ONE_NUMBER(SILU, x * SIGMOID(x), {
     return s * FMA(x, C(1) - s, C(1));
 })
 ONE_NUMBER(SIGMOID, SIGMOID(x), {    // 1 - s has no digits where s is near 1: from e^-|x|
-    const NUMBER e = EXP(ABOVE(x, C(0), -x, x)), both = C(1) + e;
-    return e / (both * both);
+    const NUMBER e = EXP(ABOVE(x, C(0), -x, x));
+    return e / ((C(1) + e) * (C(1) + e));
 })
 ONE_NUMBER(SOFTPLUS, SOFTPLUS(x), return SIGMOID(x);)
 ONE_NUMBER(LOGSIGMOID, -SOFTPLUS(-x), return SIGMOID(-x);)
