@@ -9,9 +9,11 @@
 
 int mn_decode_inputs_of(mn_decode_op_kind kind) {
     static const int inputs[MN_DECODE_KINDS] = {
-#define DECODE_OP(id, inputs, results) [MN_DECODE_##id] = inputs,
-#include "kernels/decode_jobs.def"
-#undef DECODE_OP
+#define INPUTS_DECODE(id, ins) [MN_DECODE_##id] = ins,
+#define INPUTS_NO_DECODE(id, ins)
+#define JOB(id, name, ins, outs, workspace, decode, about) INPUTS_##decode(id, ins)
+#define DECODE_JOB(id, ins, outs, weights, about) [MN_DECODE_##id] = ins,
+#include "kernels/elementwise.def"
     };
     return inputs[kind];
 }
@@ -96,7 +98,11 @@ static void view(mn_deferred *d, int i, const mn_view *at, bool writes) {
     d->of.few.elements[i] = access_view(d, at, d->of.few.shape, writes);
 }
 
-static bool decode_unary(mn_deferred *d, const mn_unary_params *w, int64_t sequences) {
+/* decode_<name> for jobs of elementwise.def. `most`: elements of a move, where something may end
+ * with them. */
+static bool decode_unary(mn_deferred *d, const mn_unary_params *w, int64_t most,
+                         int64_t sequences) {
+    (void)most;
     if (!w->y.data || !start(d, MN_DECODE_UNARY, w->shape, sequences)) return false;
     d->of.few.f = (int)w->f;
     view(d, 0, &w->x, false);
@@ -105,7 +111,8 @@ static bool decode_unary(mn_deferred *d, const mn_unary_params *w, int64_t seque
     return true;
 }
 
-static bool decode_pair(mn_deferred *d, const mn_pair_params *w, int64_t sequences) {
+static bool decode_pair(mn_deferred *d, const mn_pair_params *w, int64_t most, int64_t sequences) {
+    (void)most;
     if (!w->y.data || w->kind == MN_PAIR_SCALED) return false;
     if (!start(d, MN_DECODE_PAIR, w->shape, sequences)) return false;
     d->of.few.f = (int)w->kind;
@@ -118,7 +125,6 @@ static bool decode_pair(mn_deferred *d, const mn_pair_params *w, int64_t sequenc
 }
 
 /* Copies of heads are an axis of their own, along which `from` stands still. */
-/* `most`: elements, where something may end with them. */
 static bool decode_move(mn_deferred *d, const mn_move_params *w, int64_t most,
                         int64_t sequences) {
     const int64_t *n = w->shape;
@@ -139,16 +145,18 @@ static bool decode_move(mn_deferred *d, const mn_move_params *w, int64_t most,
     return true;
 }
 
-static bool decode_fill(mn_deferred *d, const mn_fill_params *w, int64_t sequences) {
+static bool decode_fill(mn_deferred *d, const mn_fill_params *w, int64_t most, int64_t sequences) {
+    (void)most;
     if (!start(d, MN_DECODE_FILL, w->shape, sequences)) return false;
     d->of.few.shift = w->value;
     view(d, 0, &w->to, true);
     return true;
 }
 
-static bool decode_rows(mn_deferred *d, const mn_rows_params *w) {
+static bool decode_rows(mn_deferred *d, const mn_rows_params *w, int64_t most, int64_t sequences) {
     const int64_t shape[4] = { 1, 1, w->n, w->shape[3] };
-    if (w->quant) return false;
+    (void)most;
+    if (w->quant || sequences > 0) return false;
     if (w->scatters || w->table.stride[1] != w->shape[3] || !start(d, MN_DECODE_ROWS, shape, 0)) {
         return false;
     }
@@ -164,11 +172,11 @@ static bool decode_rows(mn_deferred *d, const mn_rows_params *w) {
 static bool elementwise_of(mn_deferred *d, mn_elementwise_id id, const void *work,
                            int64_t max_move, int64_t sequences) {
     switch (id) {
-    case MN_ELEMENTWISE_UNARY: return decode_unary(d, work, sequences);
-    case MN_ELEMENTWISE_PAIR: return decode_pair(d, work, sequences);
-    case MN_ELEMENTWISE_MOVE: return decode_move(d, work, max_move, sequences);
-    case MN_ELEMENTWISE_FILL: return decode_fill(d, work, sequences);
-    case MN_ELEMENTWISE_ROWS: return sequences == 0 && decode_rows(d, work);
+#define CASE_DECODE(id, name)                                                                      \
+    case MN_ELEMENTWISE_##id: return decode_##name(d, work, max_move, sequences);
+#define CASE_NO_DECODE(id, name)
+#define JOB(id, name, ins, outs, workspace, decode, about) CASE_##decode(id, name)
+#include "kernels/elementwise.def"
     default: return false;
     }
 }
@@ -206,8 +214,8 @@ static bool slice_elements(mn_decode_op *few, int64_t sequences) {
 /* Of an operator: all views but weights have a part for each sequence. */
 static bool slice_rows(mn_decode_op *few, int64_t sequences) {
     static const int weights[MN_DECODE_KINDS] = {
-        [MN_DECODE_CONV] = 1 << 1 | 1 << 2, [MN_DECODE_RMS_NORM] = 1 << 1,
-        [MN_DECODE_GATED_NORM] = 1 << 2,
+#define DECODE_JOB(id, ins, outs, weights, about) [MN_DECODE_##id] = weights,
+#include "kernels/elementwise.def"
     };
     if (few->shape[2] % sequences != 0) return false;
     few->shape[2] /= sequences;

@@ -14,9 +14,13 @@
 #include "kernels/elementwise.h"
 
 typedef enum mn_decode_op_kind {
-#define DECODE_OP(id, inputs, results) MN_DECODE_##id,
-#include "kernels/decode_jobs.def"
-#undef DECODE_OP
+#define KIND_DECODE(id) MN_DECODE_##id,
+#define KIND_NO_DECODE(id)
+#define JOB(id, name, ins, outs, workspace, decode, about) KIND_##decode(id)
+#define DECODE_JOB(id, ins, outs, weights, about) MN_DECODE_##id,
+#include "kernels/elementwise.def"
+#undef KIND_DECODE
+#undef KIND_NO_DECODE
     MN_DECODE_KINDS
 } mn_decode_op_kind;
 

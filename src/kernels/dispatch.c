@@ -103,12 +103,3 @@ void mn_kernel_table_fill_cuda(mn_kernel_table *table) {
     mn_overlay_cuda(table);
 #endif
 }
-
-mn_glue_fn mn_glue_cuda(mn_glue_id id) {
-#if MN_HAVE_CUDA
-    return mn_overlay_cuda_glue(id);
-#else
-    (void)id;
-    return NULL;
-#endif
-}

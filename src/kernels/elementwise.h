@@ -1,9 +1,9 @@
-/* elementwise.h - what the operations of a tape ask of the machine: plain structs, and the table of
- * functions that does them.
+/* elementwise.h - what the operations of a tape and composed operators ask of the machine: plain
+ * structs, one for each job of elementwise.def, and the table of functions that does them.
  *
  * A work names its tensors as views, with the type of each: those of a CPU are all of one type,
  * float32 or float64, those of a GPU float32 or bf16 in any mixture, and every sum there is
- * float32. Two backends do works: tape/cpu*.c with loops on threads, kernels/cuda/elementwise
+ * float32. Two backends do works: ops/elementwise with loops on threads, kernels/cuda/elementwise
  * with launches that only put work on a stream. Rows are counted over B, T and H. */
 #ifndef MN_KERNELS_ELEMENTWISE_H
 #define MN_KERNELS_ELEMENTWISE_H
@@ -57,11 +57,9 @@ typedef struct mn_unary_params {
 } mn_unary_params;
 
 typedef enum mn_pair_kind {
-    MN_PAIR_ADD,         // a + b
-    MN_PAIR_MULTIPLY,    // a b
-    MN_PAIR_AFFINE,      // scale a + shift
-    MN_PAIR_AT_LEAST,    // max(a, shift)
-    MN_PAIR_SCALED,      // a + b c; of no gradients
+#define PAIR(id, ins, about) MN_PAIR_##id,
+#include "kernels/elementwise.def"
+    MN_N_PAIR
 } mn_pair_kind;
 
 /* y of a and b; or, where y is absent, da and db from dy, each if it is there. On GPUs the db of a
@@ -185,10 +183,45 @@ typedef struct mn_finite_params {
     int64_t n, *first;
 } mn_finite_params;
 
-typedef enum mn_elementwise_id {
-#define WORK(id, name, workspace) MN_ELEMENTWISE_##id,
+typedef enum mn_fused_kind {
+#define FUSED(id, ins, outs, about) MN_FUSED_##id,
 #include "kernels/elementwise.def"
-#undef WORK
+    MN_N_FUSED
+} mn_fused_kind;
+
+/* out = f(in) element by element. Absent inputs are zeros, absent results are not wanted; a result
+ * may lie over an input of the same strides. On CPUs elements of a row are neighbours. */
+typedef struct mn_fused_params {
+    mn_fused_kind f;
+    int64_t shape[4];
+    mn_view in[3], out[3];
+} mn_fused_params;
+
+/* A loop of that over n neighbours, of a CPU. Pointers may be NULL. */
+typedef struct mn_fused_args {
+    mn_fused_kind kind;
+    int64_t n;
+    const void *in[3];
+    void *out[3];
+} mn_fused_args;
+
+typedef enum mn_token_sum_kind {
+#define TOKEN_SUM(id, about) MN_TOKEN_SUM_##id,
+#include "kernels/elementwise.def"
+    MN_N_TOKEN_SUM
+} mn_token_sum_kind;
+
+/* sum (1,1,H,X) = terms of `in`, which are all of one type, as the sum is; rows are neighbours.
+ * Absent inputs are zeros. */
+typedef struct mn_token_sum_params {
+    mn_token_sum_kind f;
+    int64_t shape[4];    // of the inputs
+    mn_view in[3], sum;
+} mn_token_sum_params;
+
+typedef enum mn_elementwise_id {
+#define JOB(id, name, ins, outs, workspace, decode, about) MN_ELEMENTWISE_##id,
+#include "kernels/elementwise.def"
     MN_N_ELEMENTWISE
 } mn_elementwise_id;
 

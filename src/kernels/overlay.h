@@ -2,7 +2,6 @@
 #ifndef MN_KERNELS_OVERLAY_H
 #define MN_KERNELS_OVERLAY_H
 
-#include "kernels/glue.h"
 #include "kernels/kernel.h"
 
 void mn_fill_ref_f32(mn_kernel_table *table);    // float storage, computed in double
@@ -10,6 +9,5 @@ void mn_fill_ref_f64(mn_kernel_table *table);
 void mn_overlay_avx2(mn_kernel_table *table);
 void mn_overlay_avx512(mn_kernel_table *table);
 void mn_overlay_cuda(mn_kernel_table *table);
-mn_glue_fn mn_overlay_cuda_glue(mn_glue_id id);
 
 #endif

@@ -1,4 +1,4 @@
-/* unary.h - ids of the elementwise functions, and what one loop over them does. */
+/* unary.h - ids of the functions of one number, and what one loop over them does. */
 #ifndef MN_KERNELS_UNARY_H
 #define MN_KERNELS_UNARY_H
 
@@ -7,8 +7,7 @@
 
 typedef enum mn_unary {
 #define UNARY(id, name, about) MN_UNARY_##id,
-#include "kernels/unary.def"
-#undef UNARY
+#include "kernels/elementwise.def"
     MN_UNARY_COUNT
 } mn_unary;
 

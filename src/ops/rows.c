@@ -3,158 +3,69 @@
 
 #include "base/checked.h"
 #include "base/dtype.h"
-#include "kernels/access.h"
-#include "kernels/elementwise.h"
+#include "ops/elementwise/elementwise.h"
 #include "ops/workspace.h"
-#include "runtime/device.h"
 
-typedef struct product {
-    const mn_call *call;
-    int64_t width;
-    mn_out y;
-    mn_in a, b;
-    bool add;
-} product;
-
-static void multiply_f32(float *y, const float *a, const float *b, int64_t n, bool add) {
-    if (add) for (int64_t i = 0; i < n; i++) y[i] += a[i] * b[i];
-    else for (int64_t i = 0; i < n; i++) y[i] = a[i] * b[i];
+mn_status mn_rows_fused(mn_context *context, mn_fused_kind f, const mn_call *call, int64_t width,
+                        mn_out x, mn_in a, mn_in b, mn_in c) {
+    const mn_dtype dtype = call->dtype;
+    const mn_fused_params job = {
+        .f = f, .shape = { call->B, call->T, call->H, width },
+        .in = { mn_view_of(a.data, a.stride, dtype), mn_view_of(b.data, b.stride, dtype),
+                mn_view_of(c.data, c.stride, dtype) },
+        .out = { mn_view_of(x.data, x.stride, dtype) },
+    };
+    return x.data ? mn_elementwise_run(context, MN_ELEMENTWISE_FUSED, &job) : MN_OK;
 }
 
-static void multiply_f64(double *y, const double *a, const double *b, int64_t n, bool add) {
-    if (add) for (int64_t i = 0; i < n; i++) y[i] += a[i] * b[i];
-    else for (int64_t i = 0; i < n; i++) y[i] = a[i] * b[i];
+mn_status mn_rows_token_sum(mn_context *context, mn_token_sum_kind f, const mn_call *call,
+                            int64_t width, mn_out sum, mn_in a, mn_in b, mn_in c) {
+    const mn_dtype dtype = call->dtype;
+    const mn_token_sum_params job = {
+        .f = f, .shape = { call->B, call->T, call->H, width },
+        .in = { mn_view_of(a.data, a.stride, dtype), mn_view_of(b.data, b.stride, dtype),
+                mn_view_of(c.data, c.stride, dtype) },
+        .sum = mn_view_of(sum.data, sum.stride, dtype),
+    };
+    return sum.data ? mn_elementwise_run(context, MN_ELEMENTWISE_TOKEN_SUM, &job) : MN_OK;
 }
 
-/* One item is all heads of one token. */
-static void multiply_token(void *context, int64_t item, int worker) {
-    (void)worker;
-    const product *p = context;
-    const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
-    for (int64_t h = 0; h < p->call->H; h++) {
-        if (p->call->dtype == MN_F64) {
-            multiply_f64(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h),
-                         MN_ROW(double, p->b, b, t, h), n, p->add);
-        } else {
-            multiply_f32(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h),
-                         MN_ROW(float, p->b, b, t, h), n, p->add);
-        }
-    }
-}
-
-mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, int64_t width,
-                       mn_out x, mn_in a, mn_in b, mn_in c) {
-    const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
-                           .width = width, .a = a, .b = b, .c = c, .x = x };
-    return x.data ? mn_run_glue(context, id, &step) : MN_OK;
+/* y, one head for `times` heads of `a` that are added up, = a. */
+static mn_status move(mn_context *context, const mn_call *call, int64_t width, int64_t times,
+                      mn_view y, mn_view a) {
+    const mn_move_params job = { .shape = { call->B, call->T, call->H, width }, .to = y, .from = a,
+                                 .times = times, .folds = times > 1 };
+    if (!y.data || !a.data) return MN_OK;
+    return mn_elementwise_run(context, MN_ELEMENTWISE_MOVE, &job);
 }
 
 mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t width, mn_out x,
                           mn_in a, bool widen) {
-    const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
-                           .width = width, .a = a, .x = x,
-                           .wide = widen ? MN_GLUE_F32_X : MN_GLUE_F32_A };
-    return x.data && a.data ? mn_run_glue(context, MN_GLUE_copy, &step) : MN_OK;
-}
-
-mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y,
-                           mn_in a, mn_in b, bool add) {
-    product p = { call, width, y, a, b, add };
-    if (!y.data || !a.data || !b.data || context->plans) return MN_OK;
-    if (context->device) {
-        return mn_rows_glue(context, add ? MN_GLUE_multiply_add : MN_GLUE_multiply, call, width, y,
-                            a, b, add ? mn_as_input(y) : (mn_in){ 0 });
-    }
-    mn_threads_run(context->threads, call->B * call->T, multiply_token, &p);
-    return MN_OK;
-}
-
-static void copy_f32(float *y, const float *a, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] = a[i];
-}
-
-static void copy_f64(double *y, const double *a, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] = a[i];
-}
-
-static void copy_token(void *context, int64_t item, int worker) {
-    (void)worker;
-    const product *p = context;
-    const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
-    for (int64_t h = 0; h < p->call->H; h++) {
-        if (p->call->dtype == MN_F64) {
-            copy_f64(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h), n);
-        } else {
-            copy_f32(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h), n);
-        }
-    }
+    return move(context, call, width, 1,
+                mn_view_of(x.data, x.stride, widen ? MN_F32 : call->dtype),
+                mn_view_of(a.data, a.stride, widen ? call->dtype : MN_F32));
 }
 
 mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
-    product p = { .call = call, .width = width, .y = y, .a = a };
-    if (!y.data || !a.data || context->plans) return MN_OK;
-    if (context->device) {
-        return mn_rows_glue(context, MN_GLUE_copy, call, width, y, a, (mn_in){ 0 }, (mn_in){ 0 });
-    }
-    mn_threads_run(context->threads, call->B * call->T, copy_token, &p);
-    return MN_OK;
-}
-
-static void add_f32(float *y, const float *a, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] += a[i];
-}
-
-static void add_f64(double *y, const double *a, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] += a[i];
-}
-
-typedef struct fold {
-    const mn_call *call;
-    int64_t width, times;
-    mn_out y;
-    mn_in a;
-} fold;
-
-/* One item is all heads of one token. */
-static void fold_token(void *context, int64_t item, int worker) {
-    (void)worker;
-    const fold *p = context;
-    const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
-    for (int64_t h = 0; h < p->call->H * p->times; h++) {
-        const bool first = h % p->times == 0;
-        if (p->call->dtype == MN_F64) {
-            (first ? copy_f64 : add_f64)(MN_ROW_OUT(double, p->y, b, t, h / p->times),
-                                         MN_ROW(double, p->a, b, t, h), n);
-        } else {
-            (first ? copy_f32 : add_f32)(MN_ROW_OUT(float, p->y, b, t, h / p->times),
-                                         MN_ROW(float, p->a, b, t, h), n);
-        }
-    }
-}
-
-static mn_view view_of(const void *data, const int64_t stride[3], mn_dtype dtype) {
-    return (mn_view){ (void *)data, dtype, { stride[0], stride[1], stride[2], 1 } };
+    return mn_rows_fold(context, call, width, 1, y, a);
 }
 
 mn_status mn_rows_fold(mn_context *context, const mn_call *call, int64_t width, int64_t times,
                        mn_out y, mn_in a) {
-    if (!y.data || !a.data || context->plans) return MN_OK;
-    if (context->device) {
-        const mn_move_params move = {
-            .shape = { call->B, call->T, call->H, width }, .times = times, .folds = true,
-            .to = view_of(y.data, y.stride, call->dtype),
-            .from = view_of(a.data, a.stride, call->dtype),
-        };
-        const mn_elementwise_fn *fn = &mn_elementwise_cuda()[MN_ELEMENTWISE_MOVE];
-        const mn_status st = mn_device_use(context->device);
-        if (st != MN_OK) return st;
-        return mn_device_check(context->device,
-                               fn->run(mn_device_stream(context->device), &move, NULL),
-                               "a sum over the heads of a group");
-    }
-    fold p = { call, width, times, y, a };
-    mn_threads_run(context->threads, call->B * call->T, fold_token, &p);
-    return MN_OK;
+    return move(context, call, width, times, mn_view_of(y.data, y.stride, call->dtype),
+                mn_view_of(a.data, a.stride, call->dtype));
+}
+
+mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y,
+                           mn_in a, mn_in b, bool add) {
+    const mn_view first = mn_view_of(a.data, a.stride, call->dtype);
+    const mn_view second = mn_view_of(b.data, b.stride, call->dtype);
+    mn_pair_params job = { .kind = MN_PAIR_MULTIPLY, .a = first, .b = second,
+                           .shape = { call->B, call->T, call->H, width },
+                           .y = mn_view_of(y.data, y.stride, call->dtype) };
+    if (add) job.kind = MN_PAIR_SCALED, job.a = job.y, job.b = first, job.c = second;
+    if (!y.data || !a.data || !b.data) return MN_OK;
+    return mn_elementwise_run(context, MN_ELEMENTWISE_PAIR, &job);
 }
 
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width) {

@@ -2,7 +2,7 @@
 #ifndef MN_OPS_ROWS_H
 #define MN_OPS_ROWS_H
 
-#include "kernels/glue.h"
+#include "kernels/elementwise.h"
 #include "ops/context.h"
 
 /* y = a b, or y += a b when `add`; rows of `width`, sizes and type from `call`. Views carry their
@@ -18,9 +18,13 @@ mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, 
 mn_status mn_rows_fold(mn_context *context, const mn_call *call, int64_t width, int64_t times,
                        mn_out y, mn_in a);
 
-/* A step of glue.def with one result over the same rows; of contexts with a device only. */
-mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, int64_t width,
-                       mn_out x, mn_in a, mn_in b, mn_in c);
+/* A fused function (elementwise.def) with one result over the same rows. */
+mn_status mn_rows_fused(mn_context *context, mn_fused_kind f, const mn_call *call, int64_t width,
+                        mn_out x, mn_in a, mn_in b, mn_in c);
+
+/* sum (H,width) = terms of a, b and c over all tokens. */
+mn_status mn_rows_token_sum(mn_context *context, mn_token_sum_kind f, const mn_call *call,
+                            int64_t width, mn_out sum, mn_in a, mn_in b, mn_in c);
 
 /* x = a, where x (or else a) is float32 and the other one of the call's type; of contexts with a
  * device only. */

@@ -1,16 +1,9 @@
-/* workspace.c - work space where a context's operators run, and steps of compositions there. */
+/* workspace.c - work space where a context's operators run. */
 #include "ops/workspace.h"
 
 #include <string.h>
 
 #include "base/checked.h"
-#include "base/status.h"
-
-static const char *const names[MN_GLUE_COUNT] = {
-#define GLUE(name, ins, outs, about) [MN_GLUE_##name] = #name,
-#define GLUE_SUM(name, about) [MN_GLUE_##name] = #name,
-#include "kernels/glue.def"
-};
 
 static bool uses_device(const mn_context *context) {
     return context->device && !context->plans;
@@ -42,14 +35,4 @@ mn_status mn_workspace_clear(mn_context *context, void *to, size_t bytes) {
     if (context->device) return mn_device_fill(context->device, to, 0, bytes);
     memset(to, 0, bytes);
     return MN_OK;
-}
-
-mn_status mn_run_glue(mn_context *context, mn_glue_id id, const mn_glue *args) {
-    if (context->plans) return MN_OK;
-    const mn_glue_fn step = mn_glue_cuda(id);
-    if (!step) return mn_fail(MN_ERR_UNSUPPORTED, "this build has no CUDA kernels");
-    const mn_status st = mn_device_use(context->device);
-    if (st != MN_OK) return st;
-    return mn_device_check(context->device, step(args, mn_device_stream(context->device)),
-                           names[id]);
 }

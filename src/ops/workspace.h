@@ -1,12 +1,10 @@
-/* workspace.h - work space where a context's operators run, and the small steps of compositions
- * there.
+/* workspace.h - work space where a context's operators run.
  *
  * On the CPU the space comes from the context's arena, on a device from the device's; while a
  * context plans it is counted only, and nothing runs. */
 #ifndef MN_OPS_WORKSPACE_H
 #define MN_OPS_WORKSPACE_H
 
-#include "kernels/glue.h"
 #include "ops/context.h"
 #include "ops/matmul.h"
 
@@ -21,8 +19,5 @@ void mn_workspace_release(mn_context *context, mn_mark mark);
 
 /* `to` becomes zeros. */
 mn_status mn_workspace_clear(mn_context *context, void *to, size_t bytes);
-
-/* Runs a step on the context's device. */
-mn_status mn_run_glue(mn_context *context, mn_glue_id id, const mn_glue *args);
 
 #endif

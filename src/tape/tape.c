@@ -10,8 +10,8 @@
 #include "base/checked.h"
 #include "base/dtype.h"
 #include "base/util.h"
-#include "tape/cpu.h"
 #include "decode/defer.h"
+#include "ops/elementwise/elementwise.h"
 #include "tape/tape_internal.h"
 
 static mn_status check_type(const mn_context *context, mn_dtype dtype) {

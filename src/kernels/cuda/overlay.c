@@ -1,4 +1,4 @@
-/* overlay.c - the kernels of GPUs, from cuda_kernels.def and glue.def, and the works of tapes. */
+/* overlay.c - the kernels of GPUs, from cuda_kernels.def, and elementwise jobs there. */
 #include "kernels/overlay.h"
 #include "kernels/elementwise.h"
 
@@ -16,35 +16,20 @@ void mn_overlay_cuda(mn_kernel_table *table) {
 #undef CUDA_KERNEL
 }
 
-#define GLUE(name, ins, outs, about) int mn_glue_##name##_cuda(const mn_glue *args, void *stream);
-#define GLUE_SUM(name, about) int mn_glue_##name##_cuda(const mn_glue *args, void *stream);
-#include "kernels/glue.def"
-
-mn_glue_fn mn_overlay_cuda_glue(mn_glue_id id) {
-    static const mn_glue_fn steps[MN_GLUE_COUNT] = {
-#define GLUE(name, ins, outs, about) [MN_GLUE_##name] = mn_glue_##name##_cuda,
-#define GLUE_SUM(name, about) [MN_GLUE_##name] = mn_glue_##name##_cuda,
-#include "kernels/glue.def"
-    };
-    return steps[id];
-}
-
 #define NO_SPACE_OF(name) NULL
 #define SPACE_OF(name) mn_elementwise_##name##_cuda_bytes
 #define DECLARE_NO_SPACE(name)
 #define DECLARE_SPACE(name) size_t mn_elementwise_##name##_cuda_bytes(const void *work);
-#define WORK(id, name, space)                                                                      \
+#define JOB(id, name, ins, outs, workspace, decode, about)                                         \
     int mn_elementwise_##name##_cuda(void *where, const void *work, void *memory);                 \
-    DECLARE_##space(name)
+    DECLARE_##workspace(name)
 #include "kernels/elementwise.def"
-#undef WORK
 
 const mn_elementwise_fn *mn_elementwise_cuda(void) {
     static const mn_elementwise_fn works[MN_N_ELEMENTWISE] = {
-#define WORK(id, name, space)                                                                      \
-    [MN_ELEMENTWISE_##id] = { mn_elementwise_##name##_cuda, space##_OF(name) },
+#define JOB(id, name, ins, outs, workspace, decode, about)                                         \
+    [MN_ELEMENTWISE_##id] = { mn_elementwise_##name##_cuda, workspace##_OF(name) },
 #include "kernels/elementwise.def"
-#undef WORK
     };
     return works;
 }

@@ -19,6 +19,7 @@
 #include "base/status.h"
 #include "kernels/access.h"
 #include "ops/compose/compose.h"
+#include "ops/elementwise/elementwise.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
 #include "ops/workspace.h"
@@ -89,39 +90,24 @@ static mn_out from_x(const layer *s, void *data, int64_t n_heads, int64_t width)
 static mn_status copy_rows(const layer *s, mn_out to, mn_in from, int64_t width) {
     mn_call rows = s->p->call;
     rows.H = 1;
-    const mn_in none = { NULL, { 0, 0, 0 } };
-    if (s->context->device) {
-        return mn_rows_glue(s->context, MN_GLUE_copy, &rows, width, to, from, none, none);
-    }
-    if (s->context->plans) return MN_OK;
-    const size_t bytes = mn_dtype_bytes(rows.dtype);
-    for (int64_t b = 0; b < rows.B; b++) {
-        for (int64_t t = 0; t < rows.T; t++) {
-            memcpy((char *)to.data + (size_t)MN_OFFSET(to, b, t, 0) * bytes,
-                   (const char *)from.data + (size_t)MN_OFFSET(from, b, t, 0) * bytes,
-                   (size_t)width * bytes);
-        }
-    }
-    return MN_OK;
+    return mn_rows_copy(s->context, &rows, width, to, from);
 }
 
 /* dx += dconv; on a device in float32 after the first time, and after the second to the caller. */
 static mn_status add_conv(const layer *s, bool last) {
     const mn_call *c = &s->p->call;
-    const int64_t count = s->context->plans ? 0 : s->n_rows * c->D;
-    if (s->context->device) {
-        const mn_glue sum = { .dtype = c->dtype, .B = c->B, .T = c->T, .H = 1, .width = c->D,
-                              .wide = last ? MN_GLUE_F32_A : MN_GLUE_F32_X,
-                              .a = flat(s, last ? s->dsum : s->dx, c->D),
-                              .b = flat(s, s->dconv, c->D),
-                              .x = last ? s->p->grad.x : flat_out(s, s->dsum, c->D) };
-        return sum.x.data ? mn_run_glue(s->context, MN_GLUE_add, &sum) : MN_OK;
-    }
-    for (int64_t i = 0; i < count; i++) {
-        if (c->dtype == MN_F64) ((double *)s->dx)[i] += ((double *)s->dconv)[i];
-        else ((float *)s->dx)[i] += ((float *)s->dconv)[i];
-    }
-    if (!last || !s->p->grad.x.data) return MN_OK;
+    const bool device = s->context->device;
+    const mn_dtype wide = device ? MN_F32 : c->dtype;
+    const mn_in a = flat(s, device && last ? s->dsum : s->dx, c->D), b = flat(s, s->dconv, c->D);
+    mn_out y = flat_out(s, s->dx, c->D);
+    if (device) y = last ? s->p->grad.x : flat_out(s, s->dsum, c->D);
+    const mn_pair_params sum = { .kind = MN_PAIR_ADD, .shape = { c->B, c->T, 1, c->D },
+                                 .a = mn_view_of(a.data, a.stride, last ? wide : c->dtype),
+                                 .b = mn_view_of(b.data, b.stride, c->dtype),
+                                 .y = mn_view_of(y.data, y.stride, last ? c->dtype : wide) };
+    if (!y.data) return MN_OK;
+    const mn_status st = mn_elementwise_run(s->context, MN_ELEMENTWISE_PAIR, &sum);
+    if (st != MN_OK || device || !last || !s->p->grad.x.data) return st;
     return copy_rows(s, s->p->grad.x, flat(s, s->dx, c->D), c->D);
 }
 
@@ -179,9 +165,9 @@ static void open_sides(layer *s, bool backward) {
 /* Weights from `from` to `to`, n rows of D. */
 static mn_status copy_weights(const layer *s, void *to, const void *from, int64_t n) {
     const mn_call *c = &s->p->call;
-    const mn_glue step = { .dtype = c->dtype, .B = 1, .T = n, .H = 1, .width = c->D,
-                           .a = { from, { 0, c->D, 0 } }, .x = { to, { 0, c->D, 0 } } };
-    return to ? mn_run_glue(s->context, MN_GLUE_copy, &step) : MN_OK;
+    const mn_call rows = { .dtype = c->dtype, .B = 1, .T = n, .H = 1 };
+    return mn_rows_copy(s->context, &rows, c->D, (mn_out){ to, { 0, c->D, 0 } },
+                        (mn_in){ from, { 0, c->D, 0 } });
 }
 
 static mn_linear sides_product(const layer *s) {
@@ -189,13 +175,19 @@ static mn_linear sides_product(const layer *s) {
                         .n_out = s->side, .x = s->x, .weight = s->weights };
 }
 
-/* A step over one of them: x from a and, the same for all rows, or row by row, b. */
-static mn_status side_step(const layer *s, const side *of, mn_glue_id id, mn_out x, void *a,
-                           mn_in b) {
-    const mn_call *c = &s->p->call;
-    const mn_glue step = { .dtype = c->dtype, .B = c->B, .T = c->T, .H = 1, .width = of->width,
-                           .a = mn_as_input(from_x(s, a, 1, of->width)), .b = b, .x = x };
-    return x.data ? mn_run_glue(s->context, id, &step) : MN_OK;
+/* The rows of one of them as a call. */
+static mn_call side_rows(const layer *s) {
+    mn_call rows = s->p->call;
+    rows.H = 1;
+    return rows;
+}
+
+/* A fused function of one of them, in place: of its rows and, the same for all rows or row by row,
+ * of b. */
+static mn_status side_fused(const layer *s, const side *of, mn_fused_kind f, void *x, mn_in b) {
+    const mn_call rows = side_rows(s);
+    const mn_out at = from_x(s, x, 1, of->width);
+    return mn_rows_fused(s->context, f, &rows, of->width, at, mn_as_input(at), b, (mn_in){ 0 });
 }
 
 static mn_status sides_forward(layer *s) {
@@ -211,10 +203,8 @@ static mn_status sides_forward(layer *s) {
     const mn_linear product = sides_product(s);
     if (st == MN_OK) st = mn_linear_forward(s->context, &product, s->made);
     for (int i = LEFT; i < SIDES && st == MN_OK; i++) {
-        void *gate = *sides[i].made;
         const mn_in bias = { sides[i].bias.data, { 0, 0, 0 } };
-        st = side_step(s, &sides[i], MN_GLUE_sigmoid, from_x(s, gate, 1, sides[i].width), gate,
-                       bias);
+        st = side_fused(s, &sides[i], MN_FUSED_SIGMOID_SUM, *sides[i].made, bias);
     }
     return st;
 }
@@ -227,12 +217,13 @@ static mn_status sides_backward(layer *s) {
     for (int i = LEFT; i < SIDES && st == MN_OK; i++) {
         void *dy = *sides[i].d_made;
         const mn_in gate = mn_as_input(from_x(s, *sides[i].made, 1, sides[i].width));
-        st = side_step(s, &sides[i], MN_GLUE_sigmoid_back, from_x(s, dy, 1, sides[i].width), dy,
-                       gate);
-        if (st == MN_OK) {
-            const mn_out sum = { sides[i].dbias.data, { 0, 0, 0 } };
-            st = side_step(s, &sides[i], MN_GLUE_sum, sum, dy, (mn_in){ NULL, { 0, 0, 0 } });
-        }
+        st = side_fused(s, &sides[i], MN_FUSED_SIGMOID_BACK, dy, gate);
+        if (st != MN_OK) break;
+        const mn_call rows = side_rows(s);
+        const mn_in none = { 0 };
+        st = mn_rows_token_sum(s->context, MN_TOKEN_SUM_PLAIN, &rows, sides[i].width,
+                               (mn_out){ sides[i].dbias.data, { 0, 0, 0 } },
+                               mn_as_input(from_x(s, dy, 1, sides[i].width)), none, none);
     }
     const mn_linear product = sides_product(s);
     if (st == MN_OK) {

@@ -12,6 +12,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "kernels/access.h"
+#include "kernels/functions_double.h"
 #include "ops/compose/compose.h"
 #include "ops/rows.h"
 #include "ops/workspace.h"
@@ -29,14 +30,8 @@ static double get(mn_dtype dtype, mn_in view, int64_t b, int64_t t, int64_t h) {
     return dtype == MN_F64 ? *MN_ROW(double, view, b, t, h) : (double)*MN_ROW(float, view, b, t, h);
 }
 
-static void set(mn_dtype dtype, mn_out view, int64_t b, int64_t t, int64_t h, double x) {
-    if (!view.data) return;
-    if (dtype == MN_F64) *MN_ROW_OUT(double, view, b, t, h) = x;
-    else *MN_ROW_OUT(float, view, b, t, h) = (float)x;
-}
-
 /* One item is one head. */
-static void form_decays(void *context, int64_t h, int worker) {
+static void check_decays(void *context, int64_t h, int worker) {
     (void)worker;
     const gating *p = context;
     const mn_dtype dtype = p->call->dtype;
@@ -45,44 +40,22 @@ static void form_decays(void *context, int64_t h, int worker) {
     for (int64_t b = 0; b < p->call->B; b++) {
         for (int64_t t = 0; t < p->call->T; t++) {
             const double x = get(dtype, p->x, b, t, h);
-            const double g = p->paper ? log1p(-x / c) : -x * c;
+            const double g = p->paper ? mn_decay_paper(x, c, 0.0) : mn_decay_code(x, c, 0.0);
             n_bad += !(g <= 0.0 && g > -INFINITY);
-            set(dtype, p->g, b, t, h, g);
         }
     }
     p->bad_tokens[h] = n_bad;
 }
 
-/* One item is one head, whose tokens are added in their order. */
-static void decays_backward(void *context, int64_t h, int worker) {
-    (void)worker;
-    const gating *p = context;
-    const mn_dtype dtype = p->call->dtype;
-    const double c = get(dtype, p->c, 0, 0, h);
-    double sum = 0.0;
-    for (int64_t b = 0; b < p->call->B; b++) {
-        for (int64_t t = 0; t < p->call->T; t++) {
-            const double x = get(dtype, p->x, b, t, h), dg = get(dtype, p->dg, b, t, h);
-            set(dtype, p->dx, b, t, h, p->paper ? -dg / (c - x) : -dg * c);
-            sum += p->paper ? dg * x / (c * (c - x)) : -dg * x;
-        }
-    }
-    set(dtype, p->dc, 0, 0, h, sum);
-}
-
 /* dx and dc from dg. */
 static mn_status finish_decays(mn_context *context, gating *p) {
-    if (context->plans) return MN_OK;
-    if (!context->device) {
-        mn_threads_run(context->threads, p->call->H, decays_backward, p);
-        return MN_OK;
-    }
-    mn_status st = mn_rows_glue(context, p->paper ? MN_GLUE_decay_paper_back
-                                                  : MN_GLUE_decay_code_back,
-                                p->call, 1, p->dx, p->x, p->c, p->dg);
+    mn_status st = mn_rows_fused(context,
+                                 p->paper ? MN_FUSED_DECAY_PAPER_BACK : MN_FUSED_DECAY_CODE_BACK,
+                                 p->call, 1, p->dx, p->x, p->c, p->dg);
     if (st != MN_OK) return st;
-    return mn_rows_glue(context, p->paper ? MN_GLUE_sum_decay_paper : MN_GLUE_sum_decay_code,
-                        p->call, 1, p->dc, p->x, p->c, p->dg);
+    return mn_rows_token_sum(context,
+                             p->paper ? MN_TOKEN_SUM_DECAY_PAPER : MN_TOKEN_SUM_DECAY_CODE,
+                             p->call, 1, p->dc, p->x, p->c, p->dg);
 }
 
 /* Fills p->g, and p->dg with room for its gradient when `back`. */
@@ -95,12 +68,11 @@ static mn_status prepare_decays(mn_context *context, gating *p, bool back) {
     if (!dg.data || !p->g.data || !p->bad_tokens) {
         return mn_fail(MN_ERR_MEMORY, "%s: no memory for its temporaries", name);
     }
-    if (context->plans) return MN_OK;
-    if (context->device) {    // where values are not checked
-        return mn_rows_glue(context, p->paper ? MN_GLUE_decay_paper : MN_GLUE_decay_code, p->call,
-                            1, p->g, p->x, p->c, (mn_in){ 0 });
-    }
-    mn_threads_run(context->threads, p->call->H, form_decays, p);
+    const mn_status st = mn_rows_fused(context,
+                                       p->paper ? MN_FUSED_DECAY_PAPER : MN_FUSED_DECAY_CODE,
+                                       p->call, 1, p->g, p->x, p->c, (mn_in){ 0 });
+    if (st != MN_OK || context->plans || context->device) return st;    // not checked on a device
+    mn_threads_run(context->threads, p->call->H, check_decays, p);
     for (int64_t h = 0; h < p->call->H; h++) {
         if (p->bad_tokens[h] == 0) continue;
         return mn_fail(MN_ERR_ARGUMENT,

@@ -5,24 +5,11 @@
  *
  * Three products forward, eight backward (two of them again); the elementwise part works in place
  * over blocks of the hidden activations. */
-#include <math.h>
-
 #include "base/dtype.h"
 #include "base/status.h"
-#include "base/util.h"
 #include "ops/compose/compose.h"
+#include "ops/elementwise/elementwise.h"
 #include "ops/workspace.h"
-
-#if MN_HAVE_X86_TARGETS
-#define MN_TARGET avx2
-#include "kernels/cpu/simd/map.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/cpu/simd/map.h"
-#undef MN_TARGET
-#endif
-
-enum { ITEM = 16384, CHUNK = 512 };
 
 /* Hidden activations (B,V). Forward: h from a and u. Backward: da, du, h from a, u and dh; h lies
  * over dh. a and u are float32 where the others are bf16, and else lie where da and du do, or h. */
@@ -30,66 +17,20 @@ typedef struct hidden {
     mn_dtype dtype, inner;
     int64_t count;
     void *a, *u, *da, *du, *dh;
-    void (*sigmoid)(float *y, const float *x, int64_t n);
 } hidden;
 
-static void sigmoid_f32(float *y, const float *x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] = (float)(1.0 / (1.0 + exp(-(double)x[i])));
+static mn_view flat(void *data, int64_t count, mn_dtype dtype) {
+    return (mn_view){ data, dtype, { count, count, count, 1 } };
 }
 
-static void sigmoid_f64(double *y, const double *x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] = 1.0 / (1.0 + exp(-x[i]));
-}
-
-#define BLEND(name, TYPE)                                                                          \
-    static void name(TYPE *a, TYPE *u, TYPE *dh, const TYPE *s, int64_t n) {                       \
-        for (int64_t i = 0; !dh && i < n; i++) a[i] = a[i] * s[i] * u[i];                          \
-        for (int64_t i = 0; dh && i < n; i++) {                                                    \
-            const TYPE a_i = a[i], u_i = u[i], d = dh[i], silu = a_i * s[i];                       \
-            a[i] = d * u_i * (s[i] * (1 + a_i * (1 - s[i])));                                      \
-            u[i] = d * silu;                                                                       \
-            dh[i] = silu * u_i;                                                                    \
-        }                                                                                          \
-    }
-BLEND(blend_f32, float)
-BLEND(blend_f64, double)
-#undef BLEND
-
-static void blend_item(void *context, int64_t item, int worker) {
-    (void)worker;
-    const hidden *x = context;
-    const int64_t end = mn_min(x->count, (item + 1) * ITEM);
-    for (int64_t i = item * ITEM; i < end; i += CHUNK) {
-        const int64_t n = mn_min(CHUNK, end - i);
-        if (x->dtype == MN_F64) {
-            double s[CHUNK], *a = (double *)x->a + i, *dh = x->dh ? (double *)x->dh + i : NULL;
-            sigmoid_f64(s, a, n);
-            blend_f64(a, (double *)x->u + i, dh, s, n);
-        } else {
-            float s[CHUNK], *a = (float *)x->a + i, *dh = x->dh ? (float *)x->dh + i : NULL;
-            x->sigmoid(s, a, n);
-            blend_f32(a, (float *)x->u + i, dh, s, n);
-        }
-    }
-}
-
-static mn_status blend(mn_context *context, hidden *x) {
-    if (context->plans) return MN_OK;
-    if (context->device) {
-        const mn_glue step = { .dtype = x->dtype, .B = 1, .T = 1, .H = 1, .width = x->count,
-                               .wide = x->inner == x->dtype ? 0 : MN_GLUE_F32_A | MN_GLUE_F32_B,
-                               .a = { .data = x->a }, .b = { .data = x->u },
-                               .c = { .data = x->dh }, .x = { .data = x->da },
-                               .y = { .data = x->du }, .z = { .data = x->dh } };
-        return mn_run_glue(context, x->dh ? MN_GLUE_swiglu_back : MN_GLUE_swiglu, &step);
-    }
-    x->sigmoid = sigmoid_f32;
-#if MN_HAVE_X86_TARGETS
-    if (context->target == MN_TARGET_AVX2) x->sigmoid = mn_map_sigmoid_avx2;
-    if (context->target == MN_TARGET_AVX512) x->sigmoid = mn_map_sigmoid_avx512;
-#endif
-    mn_threads_run(context->threads, mn_ceil_div(x->count, ITEM), blend_item, x);
-    return MN_OK;
+static mn_status blend(mn_context *context, const hidden *x) {
+    const int64_t n = x->count;
+    const mn_fused_params job = {
+        .f = x->dh ? MN_FUSED_SWIGLU_BACK : MN_FUSED_SWIGLU, .shape = { 1, 1, 1, n },
+        .in = { flat(x->a, n, x->inner), flat(x->u, n, x->inner), flat(x->dh, n, x->dtype) },
+        .out = { flat(x->da, n, x->dtype), flat(x->du, n, x->dtype), flat(x->dh, n, x->dtype) },
+    };
+    return mn_elementwise_run(context, MN_ELEMENTWISE_FUSED, &job);
 }
 
 /* c (B,out) = x (B,in) weight', c in type `to` */

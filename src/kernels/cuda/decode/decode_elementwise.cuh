@@ -310,9 +310,13 @@ __device__ inline void mn_decode_run_op(const mn_decode_job &job, const mn_decod
 
 inline int mn_decode_n_inputs(int kind) {
     static const int inputs[] = {
-#define DECODE_OP(id, inputs, results) inputs,
-#include "kernels/decode_jobs.def"
-#undef DECODE_OP
+#define INPUTS_DECODE(ins) ins,
+#define INPUTS_NO_DECODE(ins)
+#define JOB(id, name, ins, outs, workspace, decode, about) INPUTS_##decode(ins)
+#define DECODE_JOB(id, ins, outs, weights, about) ins,
+#include "kernels/elementwise.def"
+#undef INPUTS_DECODE
+#undef INPUTS_NO_DECODE
     };
     return inputs[kind];
 }

@@ -32,9 +32,8 @@ template <bool NARROW>
 __device__ __noinline__ float mn_decode_activation(int f, float x) {
     switch (f) {
 #define UNARY(id, name, about)                                                                     \
-    case MN_UNARY_##id: return mn_fn_##id<NARROW>::value(x);
-#include "kernels/unary.def"
-#undef UNARY
+    case MN_UNARY_##id: return mn_functions<NARROW>::value_##id(x);
+#include "kernels/elementwise.def"
     default: return x;
     }
 }
@@ -262,8 +261,8 @@ struct mn_decode_epilogue {
      * latter two is a decay. */
     __device__ void decay(float (&made)[3], float x) const {
         made[0] = mn_bf16_rounded(x + mn_decode_prefetched(u, 0, column, held[0]));
-        made[1] = mn_bf16_rounded(mn_fn_SOFTPLUS<true>::value(made[0]));
-        made[2] = mn_fn_NEG_EXP<false>::value(mn_decode_prefetched(u, 1, column, held[1]));
+        made[1] = mn_bf16_rounded(mn_functions<true>::value_SOFTPLUS(made[0]));
+        made[2] = mn_functions<false>::value_NEG_EXP(mn_decode_prefetched(u, 1, column, held[1]));
         if (!f) made[2] = mn_bf16_rounded(made[2]);
     }
 

@@ -158,7 +158,9 @@ struct add_scaled {
     template <bool BF16, int N>
     __device__ void run(const float (&x)[4][N], float (&y)[1][N]) const {
 #pragma unroll
-        for (int j = 0; j < N; j++) y[0][j] = fmaf(x[1][j], x[2][j], x[0][j]);
+        for (int j = 0; j < N; j++) {
+            y[0][j] = mn_functions<BF16>::pair_SCALED(x[0][j], x[1][j], x[2][j], 0.0f, 0.0f);
+        }
     }
 };
 
@@ -169,21 +171,19 @@ struct pair_backward {
 
     template <bool BF16, int N>
     __device__ void run(const float (&x)[5][N], float (&y)[2][N]) const {
-        const auto each = [&](auto of) {
-#pragma unroll
-            for (int j = 0; j < N; j++) y[0][j] = of(x[0][j], x[1][j], x[2][j]);
-        };
         switch (kind) {
-        case MN_PAIR_MULTIPLY: each([](float, float b, float dy) { return dy * b; }); break;
-        case MN_PAIR_AFFINE: each([this](float, float, float dy) { return dy * scale; }); break;
-        case MN_PAIR_AT_LEAST:
-            each([this](float a, float, float dy) { return a > shift ? dy : 0.0f; });
-            break;
-        default: each([](float, float, float dy) { return dy; }); break;
+#define PAIR(id, ins, about)                                                                       \
+    case MN_PAIR_##id:                                                                             \
+        _Pragma("unroll")                                                                          \
+        for (int j = 0; j < N; j++) {                                                              \
+            const float a = x[0][j], b = x[1][j], dy = x[2][j];                                    \
+            y[0][j] = mn_functions<BF16>::pair_da_##id(a, b, dy, scale, shift);                    \
+            y[1][j] = mn_functions<BF16>::pair_db_##id(a, b, dy, scale, shift);                    \
+        }                                                                                          \
+        break;
+#include "kernels/elementwise.def"
+        default: __builtin_unreachable();
         }
-        const bool multiplies = kind == MN_PAIR_MULTIPLY;
-#pragma unroll
-        for (int j = 0; j < N; j++) y[1][j] = multiplies ? x[2][j] * x[0][j] : x[2][j];
     }
 };
 

@@ -7,10 +7,12 @@
 #define MN_KERNELS_CUDA_ELEMENTWISE_ELEMENTWISE_FWD_CUH
 
 #include "kernels/cuda/elementwise/elementwise.cuh"
+#include "kernels/cuda/prim/activation.cuh"
+#include "kernels/functions_double.h"
 
 namespace mneme::elementwise {
 
-/* ---- the functions: value and slope at x ----------------------------------------------------- */
+/* ---- the functions (kernels/functions.h) ----------------------------------------------------- */
 
 template <bool BF16>
 __device__ inline float mn_fn_exp(float x) {
@@ -21,20 +23,15 @@ __device__ inline float mn_fn_exp(float x) {
  * instructions. */
 template <bool BF16>
 __device__ inline float mn_fn_sigmoid(float x) {
-    if (!BF16) return 1.0f / (1.0f + expf(-x));
-    float e, s;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504088896341f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
-    return s;
+    return BF16 ? mn_sigmoid(x) : mn_sigmoid_exact(x);
 }
 
 /* log(1 + e^x) without overflow, and with all digits where e^x is small */
 template <bool BF16>
 __device__ inline float mn_fn_softplus(float x) {
-    const float e = mn_fn_exp<BF16>(-fabsf(x));
-    const float series = fmaf(-0.5f * e, e, e);
-    const float rest = !BF16 ? log1pf(e) : e < 0.01f ? series : __logf(1.0f + e);
-    return fmaxf(x, 0.0f) + rest;
+    if (!BF16) return mn_softplus(x);
+    const float e = __expf(-fabsf(x)), series = fmaf(-0.5f * e, e, e);
+    return fmaxf(x, 0.0f) + (e < 0.01f ? series : __logf(1.0f + e));
 }
 
 template <bool BF16>
@@ -55,77 +52,71 @@ __device__ inline float mn_fn_gelu_inner_slope(float x) {
     return slope * fmaf(3.0f * cubic * x, x, 1.0f);
 }
 
-#define MN_ACTIVATION(id, at_x, slope_at_x)                                                        \
-    template <bool BF16>                                                                         \
-    struct mn_fn_##id {                                                                            \
-        __device__ static float value(float x) {                                                   \
-            return at_x;                                                                           \
-        }                                                                                          \
-        __device__ static float slope(float x) {                                                   \
-            slope_at_x                                                                             \
-        }                                                                                          \
-    };
+template <bool BF16>
+__device__ inline float mn_fn_gelu(float x) {
+    return x * mn_fn_sigmoid<BF16>(2.0f * mn_fn_gelu_inner(x));
+}
 
-MN_ACTIVATION(SILU, x * mn_fn_sigmoid<BF16>(x), {
-    const float s = mn_fn_sigmoid<BF16>(x);
-    return s * fmaf(x, 1.0f - s, 1.0f);
-})
-MN_ACTIVATION(SIGMOID, mn_fn_sigmoid<BF16>(x), {
-    const float s = mn_fn_sigmoid<BF16>(x);
-    return s * (1.0f - s);
-})
-MN_ACTIVATION(SOFTPLUS, mn_fn_softplus<BF16>(x), { return mn_fn_sigmoid<BF16>(x); })
-MN_ACTIVATION(LOGSIGMOID, -mn_fn_softplus<BF16>(-x), { return mn_fn_sigmoid<BF16>(-x); })
-MN_ACTIVATION(GELU, x * mn_fn_sigmoid<BF16>(2.0f * mn_fn_gelu_inner(x)), {
+template <bool BF16>
+__device__ inline float mn_fn_gelu_slope(float x) {
     const float s = mn_fn_sigmoid<BF16>(2.0f * mn_fn_gelu_inner(x));
     return s * fmaf(2.0f * x * (1.0f - s), mn_fn_gelu_inner_slope(x), 1.0f);
-})
-MN_ACTIVATION(GELU_ERF, 0.5f * x * erfcf(-0.70710678f * x), {
-    return fmaf(0.39894228f * x, mn_fn_exp<BF16>(-0.5f * x * x), 0.5f * erfcf(-0.70710678f * x));
-})
-MN_ACTIVATION(EXP, mn_fn_exp<BF16>(x), { return mn_fn_exp<BF16>(x); })
-MN_ACTIVATION(NEG_EXP, -mn_fn_exp<BF16>(x), { return -mn_fn_exp<BF16>(x); })
-MN_ACTIVATION(TANH, mn_fn_tanh<BF16>(x), {
-    const float t = mn_fn_tanh<BF16>(x);
-    return 1.0f - t * t;
-})
-MN_ACTIVATION(RELU, x > 0.0f ? x : 0.0f, { return x > 0.0f ? 1.0f : 0.0f; })
-MN_ACTIVATION(RELU_SQUARE, x > 0.0f ? x * x : 0.0f, { return x > 0.0f ? 2.0f * x : 0.0f; })
-MN_ACTIVATION(ELU_ONE, x > 0.0f ? x + 1.0f : mn_fn_exp<BF16>(x),
-         { return x > 0.0f ? 1.0f : mn_fn_exp<BF16>(x); })
-MN_ACTIVATION(SQUARE, x * x, { return 2.0f * x; })
-MN_ACTIVATION(RECIPROCAL, 1.0f / x, { return -1.0f / (x * x); })
-MN_ACTIVATION(SQRT, sqrtf(x), { return 0.5f / sqrtf(x); })
+}
 
-#undef MN_ACTIVATION
+template <bool BF16>
+__device__ inline float mn_fn_gelu_erf_slope(float x) {
+    return fmaf(0.39894228f * x, mn_fn_exp<BF16>(-0.5f * x * x), 0.5f * erfcf(-0.70710678f * x));
+}
+
+/* value_SILU, slope_SILU, pair_ADD, fused_SWIGLU, ... */
+template <bool BF16>
+struct mn_functions {
+#define NUMBER float
+#define FUNCTION __device__ static inline
+#define F(name) name
+#define C(x) ((float)(x))
+#define EXP(x) mn_fn_exp<BF16>(x)
+#define SIGMOID(x) mn_fn_sigmoid<BF16>(x)
+#define SOFTPLUS(x) mn_fn_softplus<BF16>(x)
+#define TANH(x) mn_fn_tanh<BF16>(x)
+#define SQRT(x) sqrtf(x)
+#define GELU(x) mn_fn_gelu<BF16>(x)
+#define GELU_SLOPE(x) mn_fn_gelu_slope<BF16>(x)
+#define GELU_ERF(x) (0.5f * (x) * erfcf(-0.70710678f * (x)))
+#define GELU_ERF_SLOPE(x) mn_fn_gelu_erf_slope<BF16>(x)
+#define SQUARE_ABOVE_0(x) ((x) > 0.0f ? (x) * (x) : 0.0f)
+#define FMA(a, b, c) fmaf(a, b, c)
+#define FNMA(a, b, c) ((c) - (a) * (b))
+#define PLUS_PRODUCT(c, a, b) fmaf(a, b, c)
+#define ABOVE(x, low, a, b) ((x) > (low) ? (a) : (b))
+#define GATE(x) mn_sigmoid_tail(x)
+#define TIMES_SLOPE(dy, s) ((dy) * (s) * (C(1) - (s)))
+#define IN_DOUBLE(f, a, b, c) ((float)f((double)(a), (double)(b), (double)(c)))
+#include "kernels/functions.h"
+#undef FUNCTION
+#undef FMA
+#undef FNMA
+#undef PLUS_PRODUCT
+#undef ABOVE
+#undef TIMES_SLOPE
+};
 
 /* ---- over tensors ---------------------------------------------------------------------------- */
 
-template <typename FN, int N>
-__device__ inline void mn_fn_value_of(const float (&x)[N], float (&y)[N]) {
-#pragma unroll
-    for (int j = 0; j < N; j++) y[j] = FN::value(x[j]);
-}
-
 /* Slopes and values side by side, so that what they share is computed once. */
-template <typename FN, int N>
-__device__ inline void mn_fn_value_slope_of(const float (&x)[N], float (&slope)[N],
-                                            float (&value)[N]) {
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        slope[j] = FN::slope(x[j]);
-        value[j] = FN::value(x[j]);
-    }
-}
-
 template <bool BF16, int N>
 __device__ inline void mn_fn_value_slope(mn_unary kind, const float (&x)[N], float (&slope)[N],
                                   float (&value)[N]) {
     switch (kind) {
 #define UNARY(id, name, about)                                                                     \
-    case MN_UNARY_##id: mn_fn_value_slope_of<mn_fn_##id<BF16>>(x, slope, value); break;
-#include "kernels/unary.def"
-#undef UNARY
+    case MN_UNARY_##id:                                                                            \
+        _Pragma("unroll")                                                                          \
+        for (int j = 0; j < N; j++) {                                                              \
+            slope[j] = mn_functions<BF16>::slope_##id(x[j]);                                       \
+            value[j] = mn_functions<BF16>::value_##id(x[j]);                                       \
+        }                                                                                          \
+        break;
+#include "kernels/elementwise.def"
     default: break;
     }
 }
@@ -139,9 +130,11 @@ struct mn_unary_forward {
     __device__ void run(const float (&x)[3][N], float (&y)[1][N]) const {
         switch (kind) {
 #define UNARY(id, name, about)                                                                     \
-    case MN_UNARY_##id: mn_fn_value_of<mn_fn_##id<BF16>>(x[0], y[0]); break;
-#include "kernels/unary.def"
-#undef UNARY
+    case MN_UNARY_##id:                                                                            \
+        _Pragma("unroll")                                                                          \
+        for (int j = 0; j < N; j++) y[0][j] = mn_functions<BF16>::value_##id(x[0][j]);             \
+        break;
+#include "kernels/elementwise.def"
         default: break;
         }
         if (!gates) return;
@@ -171,6 +164,7 @@ struct mn_constant {
     }
 };
 
+/* Pairs of two inputs at most. */
 struct mn_pair_forward {
     static constexpr int INS = 2, OUTS = 1;
     mn_pair_kind kind;
@@ -184,10 +178,20 @@ struct mn_pair_forward {
             for (int j = 0; j < N; j++) y[0][j] = of(x[0][j], x[1][j]);
         };
         switch (kind) {
-        case MN_PAIR_ADD: each([](float a, float b) { return a + b; }); break;
-        case MN_PAIR_MULTIPLY: each([](float a, float b) { return a * b; }); break;
-        case MN_PAIR_AFFINE: each([this](float a, float) { return fmaf(scale, a, shift); }); break;
-        default: each([this](float a, float) { return a > shift ? a : shift; }); break;
+#define FORWARD_1(id) FORWARD_2(id)
+#define FORWARD_2(id)                                                                              \
+    case MN_PAIR_##id:                                                                             \
+        each([this](float a, float b) {                                                            \
+            return mn_functions<BF16>::pair_##id(a, b, 0.0f, scale, shift);                        \
+        });                                                                                        \
+        break;
+#define FORWARD_3(id)
+#define PAIR(id, ins, about) FORWARD_##ins(id)
+#include "kernels/elementwise.def"
+#undef FORWARD_1
+#undef FORWARD_2
+#undef FORWARD_3
+        default: __builtin_unreachable();
         }
     }
 };

@@ -1,4 +1,4 @@
-/* unary.cu - y = f(x), y = f(x) b and their gradients (kernels/unary.def), one thread per pack
+/* unary.cu - y = f(x), y = f(x) b and their gradients (kernels/functions.h), one thread per pack
  * of numbers (elementwise.cuh), or a row_group of lanes per row where it shares a b (row_gate.cuh).
  * */
 #include "kernels/cuda/elementwise/elementwise_fwd.cuh"

@@ -12,17 +12,13 @@ struct cell {
     float x, i, rate, a, r;
 };
 
-__device__ inline float logistic(float x) {
-    return 1.0f / (1.0f + expf(-x));
-}
-
 template <typename T>
 __device__ inline cell cell_at(const mn_lru_args &p, int64_t b, int64_t t, int64_t v, float soft,
                                bool first) {
     cell c;
     c.x = mn_float(mn_row<T>(p.x, b, t, 0)[v]);
-    c.i = logistic(mn_float(mn_row<T>(p.gx, b, t, 0)[v]));
-    c.rate = logistic(mn_float(mn_row<T>(p.ga, b, t, 0)[v]));
+    c.i = mn_sigmoid_exact(mn_float(mn_row<T>(p.gx, b, t, 0)[v]));
+    c.rate = mn_sigmoid_exact(mn_float(mn_row<T>(p.ga, b, t, 0)[v]));
     const float la = -8.0f * c.rate * soft;
     c.a = first ? 0.0f : expf(la);
     c.r = first ? 1.0f : sqrtf(-expm1f(2.0f * la));
@@ -81,7 +77,7 @@ lru_bwd_recurrent(const __grid_constant__ mn_lru_args p, int64_t tiles, float *s
     }
     float *dh0 = mn_row<float>(p.grad.h0, n, 0, 0);
     if (dh0) dh0[v] = D;
-    parts[n * V + v] = -8.0f * logistic(param) * sum;
+    parts[n * V + v] = -8.0f * mn_sigmoid_exact(param) * sum;
 }
 
 __global__ void __launch_bounds__(THREADS)

@@ -1,4 +1,5 @@
-/* activation.cuh - activations with their slopes. */
+/* activation.cuh - sigmoid, SiLU and softplus: what functions are made of (kernels/functions.h),
+ * and kernels that apply one of them. */
 #ifndef MN_KERNELS_CUDA_PRIM_ACTIVATION_CUH
 #define MN_KERNELS_CUDA_PRIM_ACTIVATION_CUH
 
@@ -15,6 +16,17 @@ __device__ inline float mn_sigmoid(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.44269504f * x));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + e));
     return y;
+}
+
+/* All digits above 0; below, about |x| 2^-24 of itself. */
+__device__ inline float mn_sigmoid_exact(float x) {
+    return 1.0f / (1.0f + expf(-x));
+}
+
+/* All digits on both sides. */
+__device__ inline float mn_sigmoid_tail(float x) {
+    const float e = expf(-fabsf(x)), s = 1.0f / (1.0f + e);
+    return x >= 0.0f ? s : e * s;
 }
 
 /* x sigmoid(x) */

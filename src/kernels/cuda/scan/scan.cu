@@ -7,6 +7,7 @@
  * over lines: inside a block through shared memory, between blocks through parts. Backward keeps h
  * in front of each tile and makes it again inside one. More than 16 states go one group after the
  * other through a tile. */
+#include "kernels/cuda/prim/activation.cuh"
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
@@ -131,15 +132,6 @@ __device__ static coord coord_of(int64_t tiles) {
     return at;
 }
 
-__device__ static float softplus(float x) {
-    return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
-}
-
-__device__ static float sigmoid(float x) {
-    const float e = expf(-fabsf(x)), s = 1.0f / (1.0f + e);
-    return x >= 0.0f ? s : e * s;
-}
-
 /* This thread's number of a (V,K) matrix; zero outside. */
 template <typename T>
 __device__ static float cell_of(const void *data, const mn_scan_args &p, const coord &at,
@@ -157,7 +149,7 @@ __device__ static float load_channels(inputs &in, const mn_scan_args &p, const m
     const bool valid = v < p.call.V && (int)threadIdx.x / SIDE < tile.n_rows;
     const float bias = valid ? mn_get((const T *)p.dt_bias.data, v) : 0.0f;
     const float x = mn_diag_load<T>(p.dt, tile, 0, channel0, p.call.V) + bias;
-    in.d.put(!valid ? 0.0f : p.softplus ? softplus(x) : x);
+    in.d.put(!valid ? 0.0f : p.softplus ? mn_softplus(x) : x);
     in.u.put(mn_diag_load<T>(p.u, tile, 0, channel0, p.call.V));
     return x;
 }
@@ -207,7 +199,7 @@ scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
         if (!p.y.data || v >= p.call.V || at.column >= tile.n_rows) continue;
         const int64_t t = span.t0 + tile.first + at.column;
         const T *z = mn_row<T>(p.z, span.b, t, 0);
-        const float x = z ? mn_float(z[v]) : 0.0f, gate = z ? x * sigmoid(x) : 1.0f;
+        const float x = z ? mn_float(z[v]) : 0.0f, gate = z ? x * mn_sigmoid_tail(x) : 1.0f;
         mn_put(mn_row<T>(p.y, span.b, t, 0) + v,
                gate * fmaf(D, in.u.at[at.line][at.column], sum));
     }
@@ -324,7 +316,7 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, workspace w, int64_
         load_channels<T>(in, p, tile, at.channel0);
         const float z = mn_diag_load<T>(p.z, tile, 0, at.channel0, V);
         in.gr.put(mn_diag_load<T>(p.cot.y, tile, 0, at.channel0, V) *
-                  (p.z.data ? z * sigmoid(z) : 1.0f));
+                  (p.z.data ? z * mn_sigmoid_tail(z) : 1.0f));
 #pragma unroll
         for (int j = 0; j < GROUPS; j++) {
             if (j > 0) __syncthreads();
@@ -352,13 +344,13 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, workspace w, int64_
         const T *dy_at = mn_row<T>(p.cot.y, span.b, t, 0), *z_at = mn_row<T>(p.z, span.b, t, 0);
         const float x = mn_float(mn_row<T>(p.dt, span.b, t, 0)[v]) +
                         mn_get((const T *)p.dt_bias.data, v);
-        const float ddt = to_d * (p.softplus ? sigmoid(x) : 1.0f);
+        const float ddt = to_d * (p.softplus ? mn_sigmoid_tail(x) : 1.0f);
         T *du = mn_row<T>(p.grad.u, span.b, t, 0), *to_dt = mn_row<T>(p.grad.dt, span.b, t, 0);
         T *dz = mn_row<T>(p.grad.z, span.b, t, 0);
         if (du) mn_put(du + v, fmaf(gr, D, to_u));
         if (to_dt) mn_put(to_dt + v, ddt);
         if (dz) {
-            const float own = mn_float(z_at[v]), s = sigmoid(own);
+            const float own = mn_float(z_at[v]), s = mn_sigmoid_tail(own);
             const float slope = s * fmaf(own, 1.0f - s, 1.0f);
             mn_put(dz + v, mn_get(dy_at, v) * slope * fmaf(D, u, r));
         }

@@ -1,10 +1,10 @@
-/* cpu_loss.c - losses and gradients of rows of logits, on the CPU's threads (equations in
- * loss.c). A row of logits has room for as many numbers again behind it, and its gradient
+/* loss.c - losses and gradients of rows of logits, on the CPU's threads (equations in
+ * tape/loss.c). A row of logits has room for as many numbers again behind it, and its gradient
  * takes its place. */
 #include <math.h>
 
 #include "base/util.h"
-#include "tape/cpu.h"
+#include "ops/elementwise/elementwise_internal.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2

@@ -1,4 +1,4 @@
-/* cpu_row.c - softmax over the last axis and turning it, on the CPU's threads.
+/* row.c - softmax over the last axis and turning it, on the CPU's threads.
  *
  *   softmax   y_i = e^(x_i - max x) / sum_j e^(x_j - max x)      dx = y (dy - sum_j y_j dy_j)
  *   roll      y_i = x_(i - by), indices modulo the width
@@ -7,7 +7,7 @@
 #include <math.h>
 
 #include "base/util.h"
-#include "tape/cpu.h"
+#include "ops/elementwise/elementwise_internal.h"
 
 enum { ROWS = 16 };
 

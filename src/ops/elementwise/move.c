@@ -1,6 +1,5 @@
-/* cpu.c - works that move or make numbers, on the CPU's threads, and the table of all works
- * there. */
-#include "tape/cpu.h"
+/* move.c - jobs that move or make numbers, on the CPU's threads. */
+#include "ops/elementwise/elementwise_internal.h"
 
 #include <math.h>
 #include <string.h>
@@ -10,24 +9,6 @@
 #include "base/util.h"
 
 enum { ROWS = 16, COLUMNS = 64 };
-
-const mn_elementwise_fn *mn_elementwise_cpu(void) {
-    static const mn_elementwise_fn works[MN_N_ELEMENTWISE] = {
-#define WORK(id, name, space) [MN_ELEMENTWISE_##id] = { mn_elementwise_##name##_cpu, NULL },
-#include "kernels/elementwise.def"
-#undef WORK
-    };
-    return works;
-}
-
-bool mn_view_is_flat(const mn_view *v, const int64_t shape[4]) {
-    int64_t step = 1;
-    for (int i = 3; i >= 0; i--) {
-        if (shape[i] > 1 && v->stride[i] != step) return false;
-        step *= shape[i];
-    }
-    return true;
-}
 
 static char *at(const mn_view *v, int64_t elements) {
     return (char *)v->data + elements * (int64_t)mn_dtype_bytes(v->dtype);
