@@ -50,8 +50,8 @@ int mn_posterior_overall(const mn_posterior *p, mn_statistic statistic);
 /* The mean of a statistic over the units of layer `layer` of the model, -1: it has no posterior. */
 int mn_posterior_of_layer(const mn_posterior *p, int layer, mn_statistic statistic);
 
-/* What tells a query that this layer can answer from one that it cannot: above 1 for doubt, whatever
- * the length of the sequence. The direction of bayes and palimpsa; of kla, whose variances are of
+/* What tells a query that this layer can answer from one that it cannot: above 1 for doubt,
+ * whatever the length of the sequence. The direction of bayes and palimpsa; of kla, whose variances are of
  * slots and not of directions, the content (docs/math/knowing.md). */
 mn_statistic mn_posterior_doubt(const mn_posterior *p, int layer);
 
