@@ -51,8 +51,8 @@ int mn_posterior_overall(const mn_posterior *p, mn_statistic statistic);
 int mn_posterior_of_layer(const mn_posterior *p, int layer, mn_statistic statistic);
 
 /* What tells a query that this layer can answer from one that it cannot: above 1 for doubt,
- * whatever the length of the sequence. The direction of bayes and palimpsa; of kla, whose variances are of
- * slots and not of directions, the content (docs/math/knowing.md). */
+ * whatever the length of the sequence. The direction of bayes and palimpsa; of kla, whose
+ * variances are of slots and not of directions, the content (docs/math/knowing.md). */
 mn_statistic mn_posterior_doubt(const mn_posterior *p, int layer);
 
 /* The next pass goes on from `state`, of one sequence, whose beliefs are copied; NULL: it starts
