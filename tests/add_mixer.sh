@@ -16,7 +16,7 @@ fail() {
 
 mkdir "$work/copy"
 cd "$source"
-for place in CMakeLists.txt cmake include src tests docs tools bench examples README.md; do cp -R "$place" "$work/copy/"; done
+for place in CMakeLists.txt cmake include src python tests docs tools bench examples README.md; do cp -R "$place" "$work/copy/"; done
 cd "$work/copy"
 cp tests/add_mixer/toy.c tests/add_mixer/toy.def src/layers/
 sed -i 's|^#include "layers/linear.def"$|&\n#include "layers/toy.def"|' src/layers/all.def
