@@ -196,7 +196,7 @@ static mn_status listen(const mn_tap **tap, mn_session *s) {
     return st;
 }
 
-/* Puts what tells doubt, by layer, in place of the variances of T tokens. */
+/* Stores the statistic of mn_posterior_doubt of each layer over the variances of T tokens. */
 static mn_status make_relative(const mn_session *s, float *variance, int64_t T) {
     const int n = mn_posterior_features(s->posterior);
     float *features = malloc((size_t)(T * n + 1) * sizeof *features);

@@ -22,8 +22,8 @@ typedef struct mn_state_piece {
     int64_t before;
 } mn_state_piece;
 
-/* Of a pass whose states have gradients: what a piece is before it, NULL where it is fresh, and who
- * hears what it is afterwards. */
+/* Of a pass whose states have gradients: what a piece is before it, NULL where it is fresh, and the
+ * callback that takes what it is afterwards. */
 typedef struct mn_state_ends {
     mn_tensor *(*before)(void *context, const char *name);
     void (*after)(void *context, const char *name, mn_tensor *x);

@@ -1,7 +1,7 @@
 /* knowing.c - questions that cannot be answered yet: stories held out are broken off behind some
  * sentence, and asked where a thing is that they named, and where one is that they did not. The
- * entropy of the prediction and the belief (what tells doubt of a layer's posterior, mean of
- * layers and heads) are to tell the one from the other. */
+ * entropy of the prediction and the belief (the posterior statistic of mn_posterior_doubt,
+ * mean of layers and heads) are to tell the one from the other. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -64,7 +64,7 @@ static mn_status begin(mn_demo_sample *s, const mn_stories *held) {
     return mn_fail(MN_ERR_INTERNAL, "no story is long enough to be continued");
 }
 
-/* What tells doubt at the last token, mean over layers. */
+/* The posterior statistic of mn_posterior_doubt at the last token, mean over layers. */
 static double variance_of(const mn_session *session) {
     const int n = mn_session_beliefs(session);
     double sum = 0.0;
