@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "kernels/cpu/chunk/replay.h"
+#include "kernels/cpu/simd/row.h"
 
 typedef struct work {
     mn_column_chunk c;
@@ -140,20 +141,11 @@ static void key_gradients(work *w, const float *S) {
     product_nt(w->U, k, p->k.stride[1], w->D, K, (int64_t[]){ L, V, K }, MN_GEMM_FULL);
 }
 
-static float dot(const float *x, const float *y, int64_t n) {
-    vf sum = vf_zero();
-    for (int64_t i = 0; i < n; i += MN_VW) {
-        const int lanes = vf_lanes(n - i);
-        sum = vf_fma(vf_load_n(x + i, lanes), vf_load_n(y + i, lanes), sum);
-    }
-    return vf_sum(sum);
-}
-
 /* run = f e^(G_L) rowsum(S . D) + sum_s W . U: dG of the chunk's end. */
 static void end_gradient(work *w, const float *S) {
     const mn_column_chunk *c = &w->c;
     const int64_t K = c->p->call.K, V = c->p->call.V;
-    for (int64_t j = 0; j < V; j++) w->run[j] = c->all[j] * dot(S + j * K, w->D + j * K, K);
+    for (int64_t j = 0; j < V; j++) w->run[j] = c->all[j] * vf_dot_row(S + j * K, w->D + j * K, K);
     for (int64_t j = 0; j < V; j += MN_VW) {
         const int lanes = vf_lanes(V - j);
         vf sum = vf_load_n(w->run + j, lanes);

@@ -30,6 +30,7 @@
 #include "kernels/cpu/linear/linear_bank.h"
 #include "kernels/cpu/linear/linear_state.h"
 #include "kernels/cpu/simd/map.h"
+#include "kernels/cpu/simd/row.h"
 
 /* Log decay below which dg is summed up by itself: the sum of numbers of order one is off by 1e-7,
  * and what depends on the decay, not on its logarithm, divides by it. */
@@ -241,21 +242,11 @@ static void column_gradients(work *w, const mn_linear *p) {
     }
 }
 
-/* sum of x y over a row */
-static float dot(const float *x, const float *y, int64_t n) {
-    vf sum = vf_zero();
-    for (int64_t i = 0; i < n; i += MN_VW) {
-        const int lanes = vf_lanes(n - i);
-        sum = vf_fma(vf_load_n(x + i, lanes), vf_load_n(y + i, lanes), sum);
-    }
-    return vf_sum(sum);
-}
-
 /* dG of the chunk's end, per channel, into last (K): rowsum(fall S . D) + sum_s wd . acc. */
 static void end_decay_gradient(float *last, const work *w, const float *S) {
     const mn_chunk *c = &w->c;
     const int64_t K = c->K, n = w->col.n;
-    for (int64_t i = 0; i < K; i++) last[i] = c->fall[i] * dot(S + i * n, w->D + i * n, n);
+    for (int64_t i = 0; i < K; i++) last[i] = c->fall[i] * vf_dot_row(S + i * n, w->D + i * n, n);
     for (int64_t s = 0; s < c->L; s++) {
         for (int64_t i = 0; i < K; i += MN_VW) {
             const int lanes = vf_lanes(K - i);
@@ -294,7 +285,7 @@ static float crossing(const work *w, const mn_linear *p, const float *S, int64_t
     mn_exp_row(fall, x, NULL, L);
     const float first = expf(older);
     for (int64_t s = 0; s < t; s++) fall[s] *= MN_ROW(float, p->w, c->b, c->t0 + s, c->j)[k];
-    float all = first * dot(S + k * n, w->D + k * n, n);
+    float all = first * vf_dot_row(S + k * n, w->D + k * n, n);
     for (int64_t s = 0; s < t; s++) all += fall[s] * w->RD[s * K + k];
     all *= expf(newer);
     for (int64_t r = t; r < L; r++) {
@@ -407,7 +398,7 @@ static void emit_token(const mn_linear *p, int64_t b, int64_t t, int64_t h, cons
     const float scale = beta ? *beta : 1.0f;
     if ((out = MN_ROW_OUT(float, p->dw, b, t, h))) mn_scale_row(out, dw, NULL, 0, scale, K);
     if ((out = MN_ROW_OUT(float, p->dbeta, b, t, h)))
-        *out = dot(dw, MN_ROW(float, p->w, b, t, mn_key_head(p->call, h)), K);
+        *out = vf_dot_row(dw, MN_ROW(float, p->w, b, t, mn_key_head(p->call, h)), K);
     if ((out = MN_ROW_OUT(float, p->de, b, t, h))) {
         if (p->w_is_e) {
             mn_scale_row(out, dw, NULL, 0, scale, K);

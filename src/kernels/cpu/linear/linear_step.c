@@ -6,6 +6,7 @@
  * Additive needs no prediction: one pass does S <- diag a S + k v' and o = scale S'q. One item is
  * one head of one batch row. Columns go in blocks of vectors whose sums stay in registers. */
 #include "kernels/cpu/linear/linear.h"
+#include "kernels/cpu/simd/row.h"
 
 #include "base/checked.h"
 
@@ -118,15 +119,6 @@ static void weigh(float *y, const float *a, const float *x, float gate, int64_t 
     }
 }
 
-static float dot(const float *x, const float *y, int64_t K) {
-    vf sum = vf_zero();
-    for (int64_t i = 0; i < K; i += MN_VW) {
-        const int n = vf_lanes(K - i);
-        sum = vf_fma(vf_load_n(x + i, n), vf_load_n(y + i, n), sum);
-    }
-    return vf_sum(sum);
-}
-
 void MN_T(mn_linear_step_run)(const mn_linear *p, int64_t item, void *scratch) {
     const int64_t K = p->call->K, V = p->call->V, b = item / p->call->H, h = item % p->call->H;
     const int64_t key = mn_key_head(p->call, h);
@@ -140,7 +132,7 @@ void MN_T(mn_linear_step_run)(const mn_linear *p, int64_t item, void *scratch) {
     weigh(w, NULL, MN_ROW(float, p->w, b, 0, key), beta ? *beta : 1.0f, K);
     if (e) weigh(ae, a, e, 0.0f, K);
     weigh(aq, a, q, 0.0f, K);
-    const float wq = dot(w, q, K);
+    const float wq = vf_dot_row(w, q, K);
     for (int64_t j = 0; j < V;) {
         const int64_t left = (V - j) / MN_VW;
         const int vectors = left >= BLOCK ? BLOCK : left >= BLOCK / 2 ? BLOCK / 2 : 1;

@@ -14,4 +14,14 @@ static inline void vf_store_row(float *p, vf v, int lanes) {
     else vf_store_n(p, v, lanes);
 }
 
+/* sum of x y over a row */
+static inline float vf_dot_row(const float *x, const float *y, int64_t n) {
+    vf sum = vf_zero();
+    for (int64_t i = 0; i < n; i += MN_VW) {
+        const int lanes = vf_lanes(n - i);
+        sum = vf_fma(vf_load_row(x + i, lanes), vf_load_row(y + i, lanes), sum);
+    }
+    return vf_sum(sum);
+}
+
 #endif
