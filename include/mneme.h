@@ -409,7 +409,7 @@ typedef struct mn_additive_args {
 } mn_additive_args;
 
 /* A sum whose value channels forget: S = diag(exp g) S + v k'; o = scale S q. S (V,K) is that of
- * additive the other way round. On the CPU. */
+ * additive the other way round. Gated slot attention. */
 typedef struct mn_additive_column_args {
     mn_call call;                         // B T H K V
     double scale;

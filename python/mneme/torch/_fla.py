@@ -120,8 +120,12 @@ def _reversed(run, tensors, state, cu_seqlens):
 
 def _columns(name, q, k, v, g, gv, beta, scale, state, output_final_state, cu_seqlens):
     """An operator whose value channels have decays gv or strengths beta [B, T, H, V] of their own:
-    each channel is a head with values of width 1, which shares queries and keys."""
+    each channel is a head with values of width 1, which shares queries and keys. A sum that only
+    has gv is an operator of its own."""
     B, T, H, V = v.shape
+    if name == "additive" and g is None and gv is not None:
+        return _two("additive_column", (q, k, v, gv, _turned(state, True)), scale, cu_seqlens,
+                    output_final_state, True)
 
     def spread(x):
         return x if x is None else x.repeat_interleave(V, 2)

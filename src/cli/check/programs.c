@@ -25,21 +25,13 @@ static mn_tensor *sum_of(mn_program *p, mn_tensor *q, mn_tensor *k, mn_tensor *v
     return o;
 }
 
-/* Scores of M slots in each of H heads (B,T,H,M), as gsa.c makes them on the CPU and on a GPU. */
+/* Scores of M slots in each of H heads (B,T,H,M), as gsa.c makes them. */
 static mn_tensor *slot_scores(mn_program *p, mn_tensor *q, mn_tensor *k, mn_tensor *s,
                               mn_tensor *g, mn_tensor *state0, mn_tensor **state) {
     mn_tape *tape = p->tape;
     const double scale = mn_program_number(p, "scale", 1.0);
     *state = NULL;
     if (!q || !k || !s || !g) return NULL;
-    const int64_t B = q->shape[0], T = q->shape[1], H = q->shape[2], M = s->shape[3];
-    if (p->device) {
-        mn_tensor *o = sum_of(p, mn_tape_repeat(tape, q, M), mn_tape_repeat(tape, k, M),
-                              mn_tape_shaped(tape, s, (int64_t[]){ B, T, H * M, 1 }),
-                              mn_tape_shaped(tape, g, (int64_t[]){ B, T, 1, H * M }),
-                              MN_DECAY_TOKEN, scale, state0, state);
-        return mn_tape_shaped(tape, o, (int64_t[]){ B, T, H, M });
-    }
     mn_run run;
     mn_additive_column_args *args = mn_run_start(&run, tape, MN_OP_additive_column);
     args->scale = scale;

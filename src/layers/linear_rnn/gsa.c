@@ -5,10 +5,9 @@
  *   Kt = Kt diag(e^g) + k s'      p = softmax(Kt'q)      Vt = diag(e^g) Vt + s v'      o = Vt'p
  *   y = (rms(silu(o)) w) W_o', over all heads
  *
- * The first memory fades by slot, which is along its values: additive_column on the CPU; on a GPU
- * additive with each slot as a head of its own, whose value has width 1. Key-value heads G serve
- * H / G query heads in turns. The norm's eps is 1e-5 whatever the model says: published code has it
- * so. */
+ * The first memory fades by slot, which is along its values: additive_column. Key-value heads G
+ * serve H / G query heads in turns. The norm's eps is 1e-5 whatever the model says: published code
+ * has it so. */
 #include <math.h>
 
 #include "layers/family.h"
@@ -55,9 +54,9 @@ static mn_tensor *mapped(mn_forward *f, mn_tensor *x, int64_t heads) {
     return mn_tape_heads(f->tape, x, heads);
 }
 
-/* Scores of slots (B,T,H,M), by the operator that the CPU has for them. */
-static mn_tensor *column_scores(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *s,
-                                mn_tensor *g) {
+/* Scores of slots (B,T,H,M). */
+static mn_tensor *scores(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *s, mn_tensor *g) {
+    if (!q || !k || !s || !g) return NULL;
     mn_run run;
     mn_additive_column_args *args = mn_run_start(&run, f->tape, MN_OP_additive_column);
     args->scale = 1.0;
@@ -70,19 +69,6 @@ static mn_tensor *column_scores(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_te
     mn_tensor *o = mn_run_out(&run, "o");
     mn_run_now(&run);
     return o;
-}
-
-/* The same where each slot is a head of its own whose value has width 1: its state is the same. */
-static mn_tensor *scores(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *s, mn_tensor *g) {
-    if (!q || !k || !s || !g) return NULL;
-    mn_tape *tape = f->tape;
-    if (!mn_tape_context(tape)->device) return column_scores(f, q, k, s, g);
-    const int64_t B = q->shape[0], T = q->shape[1], H = q->shape[2], M = s->shape[3];
-    mn_tensor *o = mn_sum_read(f, mn_tape_repeat(tape, q, M), mn_tape_repeat(tape, k, M),
-                               mn_tape_shaped(tape, s, (int64_t[]){ B, T, H * M, 1 }),
-                               mn_tape_shaped(tape, g, (int64_t[]){ B, T, 1, H * M }),
-                               MN_DECAY_TOKEN, 1.0, "slot_keys");
-    return mn_tape_shaped(tape, o, (int64_t[]){ B, T, H, M });
 }
 
 static mn_tensor *forward(mn_forward *f, mn_tensor *x) {

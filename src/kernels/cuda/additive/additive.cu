@@ -329,4 +329,27 @@ MN_CUDA_LAUNCH(additive_backward) {
     return mn_additive_token_decay_grad(p, &extent, &workspace, on);
 }
 
+/* ---- additive_column ------------------------------------------------------------------------- */
+
+bool mn_additive_query_chunks(const mn_additive_args *p) {
+    return uses_chunks(p, true);
+}
+
+bool mn_additive_query_plan(mn_plan *plan, const mn_additive_args *p) {
+    mn_additive_extent extent = {};
+    return size_segments(&extent, p) && plan_workspace(plan, &extent, 1);
+}
+
+int mn_additive_query_launch(const mn_additive_args *p, void *shared, cudaStream_t stream) {
+    mn_additive_extent extent = {};
+    mn_chunk_scans scans = {};
+    if (!size_segments(&extent, p)) return cudaErrorNotSupported;
+    const mn_additive_workspace workspace = carve_workspace(&extent, 1, shared);
+    scans.call = p->call, scans.g = p->g;
+    scans.scan[0] = make_scan(p, p->cot.o, p->v, p->k, p->grad.q, true, false);
+    scans.scan[0].state = p->state;
+    split_scans(&scans, 1, p, &extent, &workspace);
+    return launch_scans(p, &scans, 0, 1, extent.segments, stream);
+}
+
 }    // namespace mneme::additive

@@ -51,6 +51,12 @@ int mn_additive_gated_backward(const mn_additive_args *p, const mn_chunk_scans *
 int mn_additive_token_decay_grad(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_workspace *workspace, cudaStream_t stream);
 
+/* The scan of dq alone over chunks, with the state that it ends in (additive_column.cu); whether
+ * there is one for the call. */
+bool mn_additive_query_chunks(const mn_additive_args *p);
+bool mn_additive_query_plan(mn_plan *plan, const mn_additive_args *p);
+int mn_additive_query_launch(const mn_additive_args *p, void *shared, cudaStream_t stream);
+
 }    // namespace mneme::additive
 
 #endif

@@ -1,0 +1,356 @@
+/* additive_column.cu - S = diag(exp g) S + v k';  o = scale S q (see ref/additive_column.c).
+ *
+ * S is the state of additive the other way round. Let additive take the gradient of this o as
+ * queries, values as keys and keys as values, with queries as the gradient of what it reads; then
+ *
+ *   its dq is o    its dv is dk    its dk is dv    its o is dq    dg and dstate0 are the same,
+ *
+ * so that a backward pass here is a backward and a forward pass of additive. A forward pass in bf16
+ * is additive's scan of dq over chunks; other sizes, float32 and one token are the recurrence below,
+ * where a row of the state belongs to a value channel and waits for no other. */
+#include "kernels/cuda/additive/additive.cuh"
+#include "kernels/cuda/recurrent/matrix_state.cuh"
+
+namespace mneme::additive {
+
+using recurrent::mn_matrix_apply_decay;
+using recurrent::mn_matrix_decay;
+
+MN_CUDA_PLAN(additive_forward);
+MN_CUDA_PLAN(additive_backward);
+MN_CUDA_LAUNCH(additive_forward);
+MN_CUDA_LAUNCH(additive_backward);
+
+enum { MAX_K = 1024, CHANNELS = 4, WARPS = 8, TILE = CHANNELS * WARPS };
+
+/* ---- recurrence ------------------------------------------------------------------------------ */
+
+template <int R>
+constexpr int column_tokens = R > 8 ? 2 : R > 4 ? 8 : 16;    // that shared memory has at a time
+
+/* Tokens in shared memory, zeros beyond the sizes; decays as mn_matrix_decay has them. */
+template <int R>
+struct column_smem {
+    float q[column_tokens<R>][32 * R], k[column_tokens<R>][32 * R];
+    float v[column_tokens<R>][TILE], decay[column_tokens<R>][TILE];
+};
+
+/* Which value channels of which head of which sequence a block has. */
+struct column_coord {
+    int64_t n, h, channel0;
+    mn_span span;
+};
+
+/* Loads tokens [t, t + count). All threads of the block call; those that still read the tokens
+ * before must be done. */
+template <typename T, int R>
+__device__ static void load_tokens(column_smem<R> &to, const mn_additive_column_args &p,
+                                   const column_coord &at, int64_t t, int count) {
+    for (int n = threadIdx.x; n < count * 32 * R; n += 32 * WARPS) {
+        const int token = n / (32 * R), i = n % (32 * R);
+        const int64_t when = at.span.t0 + t + token;
+        const bool inside = i < p.call.K;
+        to.q[token][i] = inside ? mn_float(mn_row<T>(p.q, at.span.b, when, at.h)[i]) : 0.0f;
+        to.k[token][i] = inside ? mn_float(mn_row<T>(p.k, at.span.b, when, at.h)[i]) : 0.0f;
+    }
+    for (int n = threadIdx.x; n < count * TILE; n += 32 * WARPS) {
+        const int token = n / TILE, c = n % TILE;
+        const int64_t when = at.span.t0 + t + token, j = at.channel0 + c;
+        const bool inside = j < p.call.V;
+        const float g = inside ? mn_float(mn_row<T>(p.g, at.span.b, when, at.h)[j]) : 0.0f;
+        to.v[token][c] = inside ? mn_float(mn_row<T>(p.v, at.span.b, when, at.h)[j]) : 0.0f;
+        to.decay[token][c] = mn_matrix_decay(g);
+    }
+}
+
+/* Calls use(cell, its number in the state of the head, whether there is such a cell): a warp has
+ * CHANNELS rows of the state, lane l of it the cells l, l + 32, ... of each. */
+template <int R, typename F>
+__device__ static void each_cell(float (&S)[R][CHANNELS], const mn_call &call,
+                                 const column_coord &at, F use) {
+    const int64_t j0 = at.channel0 + threadIdx.x / 32 * CHANNELS;
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        const int64_t i = threadIdx.x % 32 + 32 * r;
+#pragma unroll
+        for (int c = 0; c < CHANNELS; c++) {
+            use(S[r][c], (j0 + c) * call.K + i, i < call.K && j0 + c < call.V);
+        }
+    }
+}
+
+/* One token: the state moves behind it; `o` becomes S q in all lanes. */
+template <int R>
+__device__ static void advance(float (&S)[R][CHANNELS], float (&o)[CHANNELS],
+                               const column_smem<R> &in, int token) {
+    const int lane = threadIdx.x % 32, c0 = threadIdx.x / 32 * CHANNELS;
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c++) {
+        const float decay = in.decay[token][c0 + c], v = in.v[token][c0 + c];
+        o[c] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const int i = lane + 32 * r;
+            S[r][c] = fmaf(v, in.k[token][i], mn_matrix_apply_decay(S[r][c], decay));
+            o[c] = fmaf(in.q[token][i], S[r][c], o[c]);
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c++) o[c] = mn_warp_sum(o[c]);
+}
+
+template <typename T, int R>
+__global__ void __launch_bounds__(32 * WARPS)
+additive_column_fwd_recurrent(const __grid_constant__ mn_additive_column_args p, int64_t n_tiles) {
+    constexpr int TOKENS = column_tokens<R>;
+    __shared__ column_smem<R> in;
+    const int64_t index = blockIdx.x, n = index / n_tiles / p.call.H;
+    const column_coord at = { n, index / n_tiles % p.call.H, index % n_tiles * TILE,
+                              mn_span_at(p.call, n) };
+    const float *from = mn_row<float>(p.state0, n, 0, at.h);
+    float *to = mn_row<float>(p.state, n, 0, at.h);
+    float S[R][CHANNELS];
+    each_cell<R>(S, p.call, at, [&](float &cell, int64_t i, bool inside) {
+        cell = inside && from ? from[i] : 0.0f;
+    });
+    for (int64_t t = 0; t < at.span.length; t += TOKENS) {
+        const int count = (int)min((int64_t)TOKENS, at.span.length - t);
+        __syncthreads();
+        load_tokens<T, R>(in, p, at, t, count);
+        __syncthreads();
+        for (int token = 0; token < count; token++) {
+            float o[CHANNELS];
+            advance<R>(S, o, in, token);
+            T *row = mn_row<T>(p.o, at.span.b, at.span.t0 + t + token, at.h);
+            const int64_t j0 = at.channel0 + threadIdx.x / 32 * CHANNELS;
+#pragma unroll
+            for (int c = 0; c < CHANNELS; c++) {
+                const bool mine = row && threadIdx.x % 32 == c && j0 + c < p.call.V;
+                if (mine) mn_put(row + j0 + c, (float)p.scale * o[c]);
+            }
+        }
+    }
+    each_cell<R>(S, p.call, at, [&](float &cell, int64_t i, bool inside) {
+        if (inside && to) to[i] = cell;
+    });
+}
+
+template <typename T, int R>
+static int forward_of(const mn_additive_column_args *p, cudaStream_t stream) {
+    const int64_t n_tiles = mn_ceil_div(p->call.V, TILE);
+    const int64_t blocks = n_tiles * p->call.H * mn_n_spans(p->call);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    additive_column_fwd_recurrent<T, R><<<(unsigned)blocks, 32 * WARPS, 0, stream>>>(*p, n_tiles);
+    return mn_launch_status();
+}
+
+template <typename T>
+static int forward(const mn_additive_column_args *p, cudaStream_t stream) {
+    const int64_t K = p->call.K;
+    if (K <= 32) return forward_of<T, 1>(p, stream);
+    if (K <= 64) return forward_of<T, 2>(p, stream);
+    if (K <= 128) return forward_of<T, 4>(p, stream);
+    if (K <= 256) return forward_of<T, 8>(p, stream);
+    return K <= MAX_K ? forward_of<T, 32>(p, stream) : (int)cudaErrorNotSupported;
+}
+
+static int forward_any(const mn_additive_column_args *p, void *stream) {
+    const cudaStream_t on = (cudaStream_t)stream;
+    return p->call.dtype == MN_BF16 ? forward<mn_bf16>(p, on) : forward<float>(p, on);
+}
+
+/* ---- one token ------------------------------------------------------------------------------- */
+
+enum { STEP_THREADS = 256, STEP_ROWS = 2 };    // of a block; rows of the state of some lanes
+
+/* LANES lanes have a row of the state, each of them PACKS times four neighbours: K is at most
+ * 4 PACKS LANES. While it waits for the launch in front a thread prefetches its cells into L2. */
+template <typename T, int LANES, int PACKS>
+__global__ void __launch_bounds__(STEP_THREADS)
+additive_column_step_recurrent(const __grid_constant__ mn_additive_column_args p,
+                               int64_t n_tiles) {
+    constexpr int GROUPS = STEP_THREADS / LANES;
+    const int64_t index = blockIdx.x, h = index / n_tiles % p.call.H;
+    const int64_t n = index / n_tiles / p.call.H, K = p.call.K, V = p.call.V;
+    const int64_t first = index % n_tiles * (GROUPS * STEP_ROWS) + threadIdx.x / LANES;
+    const int lane = threadIdx.x % LANES;
+    const float *from = mn_row<float>(p.state0, n, 0, h);
+    float *to = mn_row<float>(p.state, n, 0, h);
+    mn_pdl_launch_dependents();
+#pragma unroll
+    for (int x = 0; x < STEP_ROWS * PACKS; x++) {
+        const int64_t j = first + x / PACKS * GROUPS, i = 4 * (lane + LANES * (x % PACKS));
+        if (from && j < V && i < K) mn_prefetch_l2(from + j * K + i);
+    }
+    mn_pdl_wait();
+    const T *q = mn_row<T>(p.q, n, 0, h), *k = mn_row<T>(p.k, n, 0, h);
+    const T *v = mn_row<T>(p.v, n, 0, h), *g = mn_row<T>(p.g, n, 0, h);
+    T *o = mn_row<T>(p.o, n, 0, h);
+    float S[STEP_ROWS][PACKS][4], query[PACKS][4], key[PACKS][4];
+#pragma unroll
+    for (int x = 0; x < STEP_ROWS * PACKS; x++) {
+        const int64_t j = first + x / PACKS * GROUPS, i = 4 * (lane + LANES * (x % PACKS));
+        mn_load<4>(S[x / PACKS][x % PACKS], j < V && i < K ? from : nullptr, j * K + i);
+    }
+#pragma unroll
+    for (int m = 0; m < PACKS; m++) {
+        const int64_t i = 4 * (lane + LANES * m);
+        mn_load<4>(query[m], i < K ? q : nullptr, i);
+        mn_load<4>(key[m], i < K ? k : nullptr, i);
+    }
+#pragma unroll
+    for (int r = 0; r < STEP_ROWS; r++) {
+        const int64_t j = first + r * GROUPS;
+        const float decay = j < V ? mn_matrix_decay(mn_float(g[j])) : 0.0f;
+        const float value = j < V ? mn_float(v[j]) : 0.0f;
+        float sum = 0.0f;
+#pragma unroll
+        for (int m = 0; m < PACKS; m++) {
+            const int64_t i = 4 * (lane + LANES * m);
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                float &cell = S[r][m][c];
+                cell = fmaf(value, key[m][c], mn_matrix_apply_decay(cell, decay));
+                sum = fmaf(query[m][c], cell, sum);
+            }
+            if (to && j < V && i < K) mn_store<4>(to, j * K + i, S[r][m]);
+        }
+#pragma unroll
+        for (int lanes = LANES / 2; lanes > 0; lanes >>= 1) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        }
+        if (o && lane == 0 && j < V) mn_put(o + j, (float)p.scale * sum);
+    }
+}
+
+template <typename T, int LANES, int PACKS>
+static int step_of(const mn_additive_column_args *p, cudaStream_t stream) {
+    const int64_t n_tiles = mn_ceil_div(p->call.V, STEP_THREADS / LANES * STEP_ROWS);
+    const int64_t blocks = n_tiles * p->call.H * p->call.B;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_pdl(additive_column_step_recurrent<T, LANES, PACKS>, dim3((unsigned)blocks),
+                         STEP_THREADS, 0, stream, *p, n_tiles);
+}
+
+template <typename T>
+static int step(const mn_additive_column_args *p, cudaStream_t stream) {
+    using namespace recurrent;
+    const int64_t K = p->call.K;
+    const bool packs = K % 4 == 0 && mn_step_vec_aligned<T>(p->q) && mn_step_vec_aligned<T>(p->k) &&
+                       mn_step_vec_aligned<float>(p->state0) &&
+                       mn_step_vec_aligned<float>(p->state);
+    if (!packs || K > 512) return forward<T>(p, stream);
+    if (K <= 64) return step_of<T, 16, 1>(p, stream);
+    if (K <= 128) return step_of<T, 32, 1>(p, stream);
+    return K <= 256 ? step_of<T, 32, 2>(p, stream) : step_of<T, 32, 4>(p, stream);
+}
+
+/* ---- calls of additive ----------------------------------------------------------------------- */
+
+/* additive with values as keys and keys as values; queries are the gradient of what it reads. */
+static mn_additive_args mirrored(const mn_additive_column_args *p) {
+    mn_additive_args m = {};
+    m.call = p->call, m.call.K = p->call.V, m.call.V = p->call.K, m.call.J = p->call.H;
+    m.scale = p->scale, m.decay = MN_DECAY_CHANNEL;
+    m.k = p->v, m.v = p->k, m.g = p->g, m.state0 = p->state0;
+    m.cot.o = p->q;
+    return m;
+}
+
+/* The forward pass as additive's scan of dq, which also leaves the last state. */
+static mn_additive_args forward_call(const mn_additive_column_args *p) {
+    mn_additive_args m = mirrored(p);
+    m.grad.q = p->o, m.state = p->state;
+    return m;
+}
+
+/* Without a gradient of o any tensor of its shape stands for it where it is multiplied by an absent
+ * one. */
+static mn_additive_args gradient_call(const mn_additive_column_args *p) {
+    mn_additive_args m = mirrored(p);
+    m.q = p->cot.o.data ? p->cot.o : p->v;
+    if (!p->cot.o.data) m.cot.o = {};
+    m.cot.state = p->cot.state;
+    m.grad.k = p->grad.v, m.grad.v = p->grad.k, m.grad.g = p->grad.g;
+    m.grad.state0 = p->grad.state0;
+    return m;
+}
+
+/* What dq is read from, and zero where there is no gradient of o. */
+static mn_additive_args query_call(const mn_additive_column_args *p) {
+    mn_additive_args m = mirrored(p);
+    m.q = p->cot.o.data ? p->cot.o : p->v;
+    m.cot.o = {};
+    if (!p->cot.o.data) m.scale = 0.0;
+    m.o = p->grad.q;
+    return m;
+}
+
+/* Bytes of o, which additive's fastest way makes again with the other gradients; 0 where that does
+ * not serve. */
+static bool output_bytes(size_t *bytes, const mn_additive_column_args *p) {
+    const mn_call &c = p->call;
+    *bytes = 0;
+    if (c.dtype != MN_BF16 || c.K > 128 || c.V > 128 || !p->grad.k.data || !p->grad.v.data ||
+        !p->grad.g.data) {
+        return true;
+    }
+    return mn_mul_size(bytes, (size_t)c.B, (size_t)c.T) &&
+           mn_mul_size(bytes, *bytes, (size_t)(c.H * c.V)) &&
+           mn_mul_size(bytes, *bytes, sizeof(mn_bf16)) && mn_add_size(bytes, *bytes, 255) &&
+           (*bytes = *bytes / 256 * 256, true);
+}
+
+MN_CUDA_PLAN(additive_column_forward) {
+    const mn_additive_args m = forward_call((const mn_additive_column_args *)args);
+    return !mn_additive_query_chunks(&m) || mn_additive_query_plan(plan, &m);
+}
+
+MN_CUDA_LAUNCH(additive_column_forward) {
+    const mn_additive_column_args *p = (const mn_additive_column_args *)args;
+    const mn_additive_args m = forward_call(p);
+    if (!mn_additive_query_chunks(&m)) return forward_any(p, stream);
+    return mn_additive_query_launch(&m, shared, (cudaStream_t)stream);
+}
+
+MN_CUDA_PLAN(additive_column_step) {
+    (void)args, (void)plan;
+    return true;
+}
+
+MN_CUDA_LAUNCH(additive_column_step) {
+    const mn_additive_column_args *p = (const mn_additive_column_args *)args;
+    const cudaStream_t on = (cudaStream_t)stream;
+    (void)shared;
+    return p->call.dtype == MN_BF16 ? step<mn_bf16>(p, on) : step<float>(p, on);
+}
+
+MN_CUDA_PLAN(additive_column_backward) {
+    const mn_additive_column_args *p = (const mn_additive_column_args *)args;
+    mn_additive_args gradients = gradient_call(p), queries = query_call(p);
+    mn_plan of_gradients = {}, of_queries = {};
+    size_t output;
+    if (!output_bytes(&output, p)) return false;
+    if (output) gradients.grad.q = p->grad.v;    // where it is, is for the launch
+    return mn_additive_backward_cuda_plan(&gradients, &of_gradients) &&
+           mn_additive_forward_cuda_plan(&queries, &of_queries) &&
+           mn_add_size(&plan->shared_bytes, output,
+                       mn_max(of_gradients.shared_bytes, of_queries.shared_bytes));
+}
+
+MN_CUDA_LAUNCH(additive_column_backward) {
+    const mn_additive_column_args *p = (const mn_additive_column_args *)args;
+    const mn_call &c = p->call;
+    mn_additive_args gradients = gradient_call(p), queries = query_call(p);
+    size_t output;
+    if (!output_bytes(&output, p)) return cudaErrorNotSupported;
+    void *rest = (unsigned char *)shared + output;
+    if (output) gradients.grad.q = { shared, { c.T * c.H * c.V, c.H * c.V, c.V } };
+    const int code = mn_additive_backward_cuda(&gradients, rest, stream);
+    if (code != cudaSuccess || !p->grad.q.data) return code;
+    return mn_additive_forward_cuda(&queries, rest, stream);
+}
+
+}    // namespace mneme::additive
