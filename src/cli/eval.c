@@ -54,7 +54,8 @@ static void print_help(void) {
          "                     \"answer\": index}, or as in HellaSwag {\"ctx\", \"endings\",\n"
          "                     \"label\"}: accuracy by log probability, and by that per byte\n"
          "  --max-questions N  the first N questions only\n"
-         "  --tokens FILE      token ids: .bin, a JSON list, or numbers and blanks\n"
+         "  --tokens FILE      token ids: .bin, a JSON list, a list of such lists that each\n"
+         "                     start from nothing, or numbers and blanks\n"
          "  --logits OUT       write the logits of --tokens to a safetensors file\n"
          "  --per-pass N       read --tokens N at a time; 1: as decoding does\n"
          "  --calibration      of --text or --task: is it sure where it is right? AUROC and\n"
@@ -316,14 +317,16 @@ static mn_status measure_choices(const evaluation *e) {
 }
 
 static mn_status write_logits(const evaluation *e) {
-    mn_token_list tokens;
+    mn_token_list tokens, ends;
     const int64_t V = mn_model_describe(e->model)->vocab_size;
-    mn_status st = mn_logits_read_ids(&tokens, e->o->tokens, V);
+    mn_status st = mn_logits_read_ids(&tokens, &ends, e->o->tokens, V);
     if (st != MN_OK) return st;
     if (e->o->max_tokens) tokens.count = mn_min(tokens.count, e->o->max_tokens);
+    while (ends.count > 1 && ends.ids[ends.count - 2] >= tokens.count) ends.count--;
+    ends.ids[ends.count - 1] = (int32_t)tokens.count;
     st = mn_folder_make_above(e->o->logits);
     if (st == MN_OK) {
-        st = mn_logits_write(e->o->logits, e->context, e->model, &tokens, e->o->per_pass);
+        st = mn_logits_write(e->o->logits, e->context, e->model, &tokens, &ends, e->o->per_pass);
     }
     if (st == MN_OK && !e->o->json) {
         printf("wrote %s: logits of %" PRId64 " tokens, %" PRId64 " each\n", e->o->logits,
@@ -334,6 +337,7 @@ static mn_status write_logits(const evaluation *e) {
         json_object_set_new(e->root, "logits_tokens", json_integer(tokens.count));
     }
     mn_token_list_free(&tokens);
+    mn_token_list_free(&ends);
     return st;
 }
 

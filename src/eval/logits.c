@@ -1,4 +1,4 @@
-/* logits.c - logits of a row of tokens as a file. */
+/* logits.c - logits of rows of tokens as a file. */
 #include "eval/logits.h"
 
 #include <ctype.h>
@@ -40,16 +40,38 @@ static mn_status read_bin(mn_token_list *out, const char *path, int64_t vocabula
     return st;
 }
 
-static mn_status read_list(mn_token_list *out, const mn_file *file, const char *path,
-                           int64_t vocabulary) {
-    mn_json root = { 0 };
-    mn_status st = mn_json_parse(&root, file->bytes, file->size, path, MN_JSON_STANDARD);
-    if (st == MN_OK) st = mn_json_expect_list(&root);
-    for (int64_t i = 0; st == MN_OK && i < mn_json_count(&root); i++) {
-        const mn_json item = mn_json_item(&root, i);
+static mn_status read_row(mn_token_list *out, const mn_json *row, const char *path,
+                          int64_t vocabulary) {
+    mn_status st = mn_json_expect_list(row);
+    for (int64_t i = 0; st == MN_OK && i < mn_json_count(row); i++) {
+        const mn_json item = mn_json_item(row, i);
         int64_t id = -1;
         st = mn_json_read_i64(&id, &item);
         if (st == MN_OK) st = add_id(out, id, vocabulary, path);
+    }
+    return st;
+}
+
+/* A row, or a list of rows. */
+static mn_status read_list(mn_token_list *out, mn_token_list *ends, const mn_file *file,
+                           const char *path, int64_t vocabulary) {
+    mn_json root = { 0 };
+    mn_status st = mn_json_parse(&root, file->bytes, file->size, path, MN_JSON_STANDARD);
+    if (st == MN_OK) st = mn_json_expect_list(&root);
+    const int64_t n = st == MN_OK ? mn_json_count(&root) : 0;
+    const mn_json first = n ? mn_json_item(&root, 0) : root;
+    if (st == MN_OK && n && mn_json_expect_list(&first) == MN_OK) {
+        for (int64_t i = 0; st == MN_OK && i < n; i++) {
+            const mn_json row = mn_json_item(&root, i);
+            const int64_t start = out->count;
+            st = read_row(out, &row, path, vocabulary);
+            if (st == MN_OK && out->count == start) {
+                st = mn_fail(MN_ERR_FORMAT, "%s: row %" PRId64 " holds no tokens", path, i);
+            }
+            if (st == MN_OK) st = mn_token_list_add(ends, (int32_t)out->count);
+        }
+    } else if (st == MN_OK) {
+        st = read_row(out, &root, path, vocabulary);
     }
     mn_json_free(&root);
     return st;
@@ -79,10 +101,11 @@ static mn_status read_numbers(mn_token_list *out, const mn_file *file, const cha
     return st;
 }
 
-mn_status mn_logits_read_ids(mn_token_list *out, const char *path, int64_t vocabulary) {
+mn_status mn_logits_read_ids(mn_token_list *out, mn_token_list *ends, const char *path,
+                             int64_t vocabulary) {
     mn_file file = { 0 };
     const size_t n = strlen(path);
-    *out = (mn_token_list){ 0 };
+    *out = *ends = (mn_token_list){ 0 };
     mn_status st;
     if (n > 4 && strcmp(path + n - 4, ".bin") == 0) {
         st = read_bin(out, path, vocabulary);
@@ -91,11 +114,13 @@ mn_status mn_logits_read_ids(mn_token_list *out, const char *path, int64_t vocab
         size_t at = 0;
         while (st == MN_OK && at < file.size && isspace(file.bytes[at])) at++;
         const bool list = st == MN_OK && at < file.size && file.bytes[at] == '[';
-        if (st == MN_OK) st = (list ? read_list : read_numbers)(out, &file, path, vocabulary);
+        if (list) st = read_list(out, ends, &file, path, vocabulary);
+        else if (st == MN_OK) st = read_numbers(out, &file, path, vocabulary);
     }
     if (st == MN_OK && out->count == 0) st = mn_fail(MN_ERR_FORMAT, "%s holds no tokens", path);
+    if (st == MN_OK && ends->count == 0) st = mn_token_list_add(ends, (int32_t)out->count);
     mn_file_unmap(&file);
-    if (st != MN_OK) mn_token_list_free(out);
+    if (st != MN_OK) mn_token_list_free(out), mn_token_list_free(ends);
     return st;
 }
 
@@ -163,25 +188,42 @@ static mn_status save(const results *r, const char *path, const mn_model *model,
     return mn_safetensors_write(path, tensors, r->n_beliefs ? 3 : 2, NULL, 0);
 }
 
+/* Tokens [from, to) as a sequence of its own, `chunk` at a time. */
+static mn_status row_logits(results *r, mn_model *model, mn_tape *tape,
+                            const mn_token_list *tokens, int64_t from, int64_t to,
+                            int64_t chunk) {
+    mn_model_state state = { 0 };
+    const bool cut = chunk < to - from;
+    mn_status st = cut ? mn_model_state_create(&state, model) : MN_OK;
+    for (int64_t at = from; at < to && st == MN_OK; at += chunk) {
+        st = pass(r, model, tape, cut ? &state : NULL, tokens, at, mn_min(chunk, to - at));
+    }
+    mn_model_state_free(&state);
+    return st;
+}
+
+static int64_t row_start(const mn_token_list *ends, int64_t i) {
+    return i ? ends->ids[i - 1] : 0;
+}
+
 mn_status mn_logits_write(const char *path, mn_context *context, mn_model *model,
-                          const mn_token_list *tokens, int64_t per_pass) {
+                          const mn_token_list *tokens, const mn_token_list *ends,
+                          int64_t per_pass) {
     results r = { 0 };
     mn_tape *tape = NULL;
-    mn_model_state state = { 0 };
-    const int64_t T = tokens->count;
+    int64_t T = 0;
+    for (int64_t i = 0; i < ends->count; i++) T = mn_max(T, ends->ids[i] - row_start(ends, i));
     int64_t chunk = per_pass ? mn_min(per_pass, T) : T;
     mn_status st = mn_model_place(model, context, mn_model_pass_dtype(model));
     if (st == MN_OK) st = mn_tape_create(&tape, context, mn_model_pass_dtype(model));
     if (st == MN_OK && per_pass == 0) {
         st = mn_pass_tokens(&chunk, model, tape, 1, mn_min(LEAST_CHUNK, T), T, budget);
     }
-    if (st == MN_OK) st = make_room(&r, model, T, chunk);
-    if (st == MN_OK && chunk < T) st = mn_model_state_create(&state, model);
-    for (int64_t at = 0; at < T && st == MN_OK; at += chunk) {
-        st = pass(&r, model, tape, chunk < T ? &state : NULL, tokens, at, mn_min(chunk, T - at));
+    if (st == MN_OK) st = make_room(&r, model, tokens->count, chunk);
+    for (int64_t i = 0; i < ends->count && st == MN_OK; i++) {
+        st = row_logits(&r, model, tape, tokens, row_start(ends, i), ends->ids[i], chunk);
     }
     if (st == MN_OK) st = save(&r, path, model, tokens);
-    mn_model_state_free(&state);
     mn_tape_destroy(tape);
     free(r.logits);
     free(r.variance);

@@ -356,15 +356,19 @@ static void wrong_questions(void **state) {
 
 /* ---- logits ---------------------------------------------------------------------------------- */
 
-static void check_ids(const char *name, const void *bytes, size_t size, int64_t count) {
+/* Four ids, of which the first row has `first`. */
+static void check_ids(const char *name, const void *bytes, size_t size, int32_t first) {
     static const int32_t want[] = { 3, 0, 12, 7 };
-    mn_token_list ids;
+    mn_token_list ids, ends;
     write_file(in_folder(name), bytes, size);
-    const mn_status st = mn_logits_read_ids(&ids, in_folder(name), VOCABULARY);
+    const mn_status st = mn_logits_read_ids(&ids, &ends, in_folder(name), VOCABULARY);
     if (!CHECK(st == MN_OK, "%s: %s", name, mn_last_error())) return;
-    CHECK(ids.count == count && memcmp(ids.ids, want, (size_t)count * sizeof *want) == 0,
-          "%s: other ids", name);
+    CHECK(ids.count == 4 && memcmp(ids.ids, want, sizeof want) == 0, "%s: other ids", name);
+    CHECK(ends.count == (first < 4 ? 2 : 1) && ends.ids[0] == first &&
+              ends.ids[ends.count - 1] == 4,
+          "%s: other rows", name);
     mn_token_list_free(&ids);
+    mn_token_list_free(&ends);
 }
 
 static void ids_of_every_form(void **state) {
@@ -377,6 +381,7 @@ static void ids_of_every_form(void **state) {
     check_ids("plain", "3 0\t12\n7\n", 9, 4);
     check_ids("commas", "3,0, 12 ,7", 10, 4);
     check_ids("list", " [3, 0, 12, 7]\n", 15, 4);
+    check_ids("rows", "[[3, 0, 12], [7]]", 17, 3);
     check_ids("nano.bin", bin, sizeof bin, 4);
     check_ids("llmc.bin", llmc, sizeof llmc, 4);
     static const struct {
@@ -386,19 +391,21 @@ static void ids_of_every_form(void **state) {
                   { "e", "[3, -2]", { "id -2", "" } }, { "f", " ", { "no tokens", "" } },
                   { "g", "[]", { "no tokens", "" } }, { "h", "[3", { "h", "" } },
                   { "i", "3 99999999999999999999", { "byte 2", "" } },
-                  { "j", "3;4", { "byte 0", "" } } };
+                  { "j", "3;4", { "byte 0", "" } },
+                  { "k", "[[3], []]", { "row 1", "no tokens" } },
+                  { "l", "[[3], 4]", { "[1]", "" } }, { "m", "[3, [4]]", { "[1]", "" } } };
     for (size_t i = 0; i < MN_COUNTOF(wrong); i++) {
-        mn_token_list ids;
+        mn_token_list ids, ends;
         write_file(in_folder(wrong[i].name), wrong[i].text, strlen(wrong[i].text));
-        const mn_status st = mn_logits_read_ids(&ids, in_folder(wrong[i].name), VOCABULARY);
+        const mn_status st = mn_logits_read_ids(&ids, &ends, in_folder(wrong[i].name), VOCABULARY);
         const char *says = mn_last_error();
-        CHECK(st != MN_OK && !ids.ids, "%s was read", wrong[i].text);
+        CHECK(st != MN_OK && !ids.ids && !ends.ids, "%s was read", wrong[i].text);
         CHECK(strstr(says, wrong[i].says[0]) && strstr(says, wrong[i].says[1]), "%s: %s",
               wrong[i].text, says);
     }
     write_file(in_folder("big.bin"), (uint16_t[]){ 1, 13 }, 4);
-    mn_token_list ids;
-    assert_fails(mn_logits_read_ids(&ids, in_folder("big.bin"), VOCABULARY), MN_ERR_FORMAT,
+    mn_token_list ids, ends;
+    assert_fails(mn_logits_read_ids(&ids, &ends, in_folder("big.bin"), VOCABULARY), MN_ERR_FORMAT,
                  "big.bin", "13");
     check_done();
 }
@@ -408,8 +415,8 @@ static void check_logits(mn_dtype dtype) {
     mn_safetensors *file = NULL;
     const char *path = in_folder("logits.safetensors");
     if (open(&f, "bayes, attention, kla", dtype)) {
-        mn_token_list tokens = { f.tokens, 20, 20 };
-        mn_status st = mn_logits_write(path, f.context, f.model, &tokens, 0);
+        mn_token_list tokens = { f.tokens, 20, 20 }, ends = { (int32_t[]){ 12, 20 }, 2, 2 };
+        mn_status st = mn_logits_write(path, f.context, f.model, &tokens, &ends, 0);
         if (st == MN_OK) st = mn_safetensors_open(&file, path);
         if (st != MN_OK) check_fatal("%s", mn_last_error());
         const mn_stored_tensor *logits = mn_safetensors_find(file, "logits");
@@ -417,10 +424,15 @@ static void check_logits(mn_dtype dtype) {
         if (!logits || !variance) check_fatal("tensors are missing");
         CHECK(logits->shape[0] == 20 && logits->shape[1] == VOCABULARY, "shape");
         CHECK(variance->shape[0] == 2 && variance->shape[1] == 20, "shape of variance");
-        double got[20 * VOCABULARY], *want = logits_of(&f, f.tokens, 20);
+        double got[20 * VOCABULARY], *first = logits_of(&f, f.tokens, 12);
+        double *second = logits_of(&f, f.tokens + 12, 8);
+        const size_t bytes = 12 * VOCABULARY * sizeof *got;
         CHECK(mn_safetensors_read_f64(got, logits) == MN_OK, "%s", mn_last_error());
-        CHECK(memcmp(got, want, sizeof got) == 0, "other logits than those of one pass");
-        free(want);
+        CHECK(memcmp(got, first, bytes) == 0 &&
+                  memcmp(got + 12 * VOCABULARY, second, sizeof got - bytes) == 0,
+              "other logits than those of a pass over each row");
+        free(first);
+        free(second);
         mn_safetensors_close(file);
     }
     finish(&f);
