@@ -25,6 +25,7 @@ TABLE = [(4, 4096, 16, 16, 128), (8, 4096, 16, 16, 128), (1, 32768, 16, 16, 128)
          (4, 8192, 16, 32, 128), (1, 32768, 16, 32, 128), (4, 8192, 16, 64, 128),
          (1, 8192, 8, 8, 128)]
 STEPS = 2    # of a token of gated_deltaproduct
+SLOTS = 64    # of gsa
 SHAPES = {"rwkv7": [(4, 4096, 32, 32, 64), (4, 4096, 16, 16, 64), (4, 4096, 16, 16, 128)]}
 GRID = TABLE + [(8, 4096, 8, 8, 128), (1, 131072, 16, 16, 128), (1, 131072, 4, 4, 128),
                 (1, 4096, 16, 16, 128), (1, 512, 16, 16, 128), (16, 512, 16, 16, 128),
@@ -59,6 +60,9 @@ def inputs_of(row, B, T, H, HV, D, strength):
         x["k"], x["v"] = unit(B, T, STEPS * H, D), normal(B, T, STEPS * HV, D)
         x["beta"] = torch.rand(B, T, STEPS * HV, device="cuda").bfloat16()
         x["g"] = (strength * F.logsigmoid(torch.randn(B, T, HV, device="cuda"))).bfloat16()
+    if row == "gsa":
+        g = strength / 8 * F.logsigmoid(torch.randn(B, T, HV, SLOTS, device="cuda"))
+        x["g"], x["s"] = g.bfloat16(), (1 - g.exp()).bfloat16()
     if row in ("gdn", "kda", "delta"):
         x["beta"] = torch.rand(B, T, HV, device="cuda").bfloat16()
     if row == "gdn":
@@ -94,6 +98,8 @@ def our_call(row, x, scale):
         return call, x, ("q", "k", "v", "beta", "g")
     heads = x["v"].shape[2]
     t = {**x, "q": repeated(x["q"], heads), "k": repeated(x["k"], heads)}
+    if row == "gsa":
+        return (lambda *a: first(ours.chunk_gsa(*a, scale=scale))), t, tuple("qkvsg")
     if "g" in t:
         t["g"] = t["g"].bfloat16()
     names = {"gdn": ("chunk_gated_delta_rule", "q k v g beta"), "kda": ("chunk_kda", "q k v g beta"),
@@ -114,12 +120,14 @@ def fla_call(row, x, scale):
         return None
     names = {"gdn": "chunk_gated_delta_rule", "kda": "chunk_kda", "delta": "chunk_delta_rule",
              "gla": "chunk_gla", "linear": "chunk_linear_attn", "retnet": "chunk_retention",
-             "hgrn2": "chunk_gla", "lightning": "chunk_lightning_attn",
+             "hgrn2": "chunk_gla", "lightning": "chunk_lightning_attn", "gsa": "chunk_gsa",
              "gated_deltaproduct": "chunk_gated_delta_product"}
     if row == "rwkv7":
         from fla.ops.rwkv7 import chunk_rwkv7
         call = lambda q, k, v, a, b, g: chunk_rwkv7(q, g, k, v, a, b, scale=1.0, lower_bound=-0.61)[0]
         return call, x, tuple("qkvabg")
+    if row == "gated_deltaproduct":
+        fla = module("fla.ops.gated_delta_product")
     function = getattr(fla, names[row], None)
     if not function:
         return None

@@ -654,7 +654,7 @@ def chunk_gsa(q, k, v, s, g=None, scale=None, initial_state=None, output_final_s
     hk, hv = (x if x is None or times == 1 else x.repeat_interleave(times, 1) for x in (hk, hv))
     scores, hk = _columns("additive", q, k, s, None, g, None, _scale(scale, k), hk,
                           output_final_state, cu_seqlens)
-    weights = torch.softmax(scores.float() if scores.dtype in _HALF else scores, -1)
+    weights = torch.softmax(scores, -1)    # inside in float32
     o, hv = _two("additive", (weights.to(v.dtype), s, v, g, hv), 1.0, cu_seqlens,
                  output_final_state)
     if not output_final_state:
