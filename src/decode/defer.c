@@ -242,8 +242,8 @@ static int prologue_of(const mn_defer *all, int i) {
  * stage. */
 static bool is_stage_of_its_own(mn_tape *tape, const mn_defer *all, int k, int i) {
     const mn_gemm_problem *p = &all->list[i].of.product.work;
-    return mn_plan_all_stages() && !p->quant && p->M == 1 && p->dtype == MN_BF16 &&
-           megakernel_of(tape) && !mn_megakernel_takes_row(&all->list[k].of.few, p->K);
+    return !p->quant && p->M == 1 && p->dtype == MN_BF16 && megakernel_of(tape) &&
+           !mn_megakernel_takes_row(&all->list[k].of.few, p->K);
 }
 
 static bool same_input(const mn_gemm_problem *x, const mn_gemm_problem *y) {
@@ -503,8 +503,7 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
 /* Small works and operators that are ready, as a stage; false where a megakernel takes none.
  * Alone they are better off as launches of their own. */
 static bool add_works(mn_tape *tape, mn_defer *all) {
-    const bool stages = mn_plan_all_stages() && all->stages;
-    mn_megakernel *megakernel = stages ? megakernel_of(tape) : NULL;
+    mn_megakernel *megakernel = all->stages ? megakernel_of(tape) : NULL;
     const uint64_t small = megakernel ? gather(tape, all, false) : 0;
     for (int i = 0; megakernel && i < 2; i++) {
         const uint64_t taken = mn_megakernel_add_works(megakernel, all, small);

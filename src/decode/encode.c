@@ -79,11 +79,6 @@ void mn_plan_end_instr(mn_megakernel *p, int block, size_t bytes) {
     list->sync = 0;
 }
 
-bool mn_plan_all_stages(void) {
-    const char *named = getenv("MNEME_DECODE_STAGES");
-    return named && strcmp(named, "all") == 0;
-}
-
 void mn_plan_sync(mn_megakernel *p) {
     p->n_syncs++;
     p->works = true;

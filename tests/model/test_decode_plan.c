@@ -19,15 +19,15 @@
 
 enum { VOCABULARY = 256, STEPS = 3, BLOCKS = 12 };    // the third step is recorded
 
-/* A model, and what its steps are lowered to with and without all stages. `trace` is of the
- * instructions of all steps: what it becomes when they are meant to change is printed. */
+/* A model, and what its steps are lowered to. `trace` is of the instructions of all steps: what it
+ * becomes when they are meant to change is printed. */
 static const struct {
     const char *name, *config;
-    shadow_counts some, all;
+    shadow_counts expected;
 } models[] = {
 #define EXPECT(launches, megakernels, stages, barriers, steps, trace)                              \
     { launches, megakernels, stages, barriers, steps, UINT64_C(trace) }
-#define PLAN_CASE(name, config, some, all) { name, config, some, all },
+#define PLAN_CASE(name, config, expected) { name, config, expected },
 #include "model/decode_plan.def"
 #undef PLAN_CASE
 };
@@ -63,33 +63,27 @@ static bool same(const shadow_counts *a, const shadow_counts *b) {
 }
 
 /* In any order of blocks the same instructions; and those that are expected. */
-static void lower(size_t i, bool all_stages) {
-    const shadow_counts *want = all_stages ? &models[i].all : &models[i].some;
-    const char *stages = all_stages ? "all" : "some";
+static void lower(size_t i) {
     shadow_counts got = { 0 };
     bool expected = true;
-    setenv("MNEME_DECODE_STAGES", all_stages ? "all" : "", 1);
     for (int order = 0; order < SHADOW_ORDERS; order++) {
         shadow_start(BLOCKS, (shadow_order)order, 3);
         decode(models[i].config);
         got = shadow_counted();
-        CHECK(shadow_failures() == 0, "%s, %s stages, order %d: %d failures", models[i].name,
-              stages, order, shadow_failures());
-        expected = same(&got, want) && expected;
+        CHECK(shadow_failures() == 0, "%s, order %d: %d failures", models[i].name, order,
+              shadow_failures());
+        expected = same(&got, &models[i].expected) && expected;
     }
     if (!expected) {
-        printf("%s, %s stages: EXPECT(%d, %d, %d, %d, %d, 0x%" PRIx64 ")\n", models[i].name, stages,
-               got.launches, got.megakernels, got.stages, got.barriers, got.steps, got.trace);
+        printf("%s: EXPECT(%d, %d, %d, %d, %d, 0x%" PRIx64 ")\n", models[i].name, got.launches,
+               got.megakernels, got.stages, got.barriers, got.steps, got.trace);
     }
-    CHECK(expected, "%s, %s stages: other instructions than before", models[i].name, stages);
+    CHECK(expected, "%s: other instructions than before", models[i].name);
 }
 
 static void steps_are_lowered_to_what_they_mean(void **state) {
     (void)state;
-    for (size_t i = 0; i < MN_COUNTOF(models); i++) {
-        lower(i, false);
-        lower(i, true);
-    }
+    for (size_t i = 0; i < MN_COUNTOF(models); i++) lower(i);
     check_done();
 }
 
@@ -194,7 +188,6 @@ static void memory_is_used_again(void **state) {
     for (uint64_t i = 0; i < SEQUENCES; i++) {
         scratch s = { 0 };
         uint64_t at = 0;
-        setenv("MNEME_DECODE_STAGES", i % 2 ? "all" : "", 1);
         shadow_start(BLOCKS, (shadow_order)(i % SHADOW_ORDERS), i);
         open_scratch(&s);
         for (int k = 0; k < 12; k++) any_operation(&s, i, &at);
