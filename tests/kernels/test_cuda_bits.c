@@ -43,6 +43,7 @@ static const packing packings[] = {
     { "rows that fill no packs", 24, 3, 44, 76, { 70, 33, 1, 64 }, 4 },
     { "a batch", 20, 2, 128, 128, { 130 }, 0 },
     { "a batch, wide memories", 8, 2, 256, 256, { 67 }, 0 },
+    { "long ones that are cut", 4, 1, 64, 64, { 8200, 70, 9000, 0 }, 4 },
 };
 
 static int chosen = -1;    // packing; -1: all

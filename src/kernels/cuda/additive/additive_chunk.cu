@@ -42,12 +42,15 @@ static int launch_decay(const mn_chunk_scans *scans, int count, int64_t segments
 
 int mn_additive_token_launch(const mn_chunk_scans *scans, int count, int64_t segments, bool decays,
                              cudaStream_t stream) {
+    mn_chunk_scans rest = *scans;
+    const int code = mn_additive_token_launch_sm90(&rest, &count, segments, decays, stream);
+    if (code != cudaSuccess || count == 0) return code;
     const int depth = mn_additive_padded_depth(scans->scan[0].depth);
     const bool wide = mn_additive_token_chunk(depth) == 128;
     int (*launch)(const mn_chunk_scans *, int, int64_t, bool, cudaStream_t) = launch_decay<256, 64>;
     if (depth == 128) launch = wide ? launch_decay<128, 128> : launch_decay<128, 64>;
     if (depth == 64) launch = wide ? launch_decay<64, 128> : launch_decay<64, 64>;
-    return launch(scans, count, segments, decays, stream);
+    return launch(&rest, count, segments, decays, stream);
 }
 
 /* ---- gradients of decays --------------------------------------------------------------------- */
