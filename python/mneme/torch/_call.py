@@ -217,30 +217,43 @@ class TorchOperator:
 
     def compute(self, args, keeps=True):
         """Results of a forward call, None where not wanted. `keeps`: see _device.run."""
-        n = self.n
-        host = args[n:n + self.n_host]
-        words, plan, types, keep = self._prepare(args[:n], host, args[n + self.n_host:-1])
-        like = args[self.anchor(args)]
-        results = self.new_results(words, plan, types, like, args[-1])
+        n, wanted = self.n, args[-1]
+        tensors, host, params = args[:n], args[n:n + self.n_host], args[n + self.n_host:-1]
+        known = self.known if all(x is None for x in host) else None
+        made = self._make_known(known, self.op.forward, tensors, params, wanted, keeps)
+        if made is not None:
+            return made
+        words, plan, types, keep = self._prepare(tensors, host, params)
+        like = tensors[self.anchor(tensors)]
+        if known is not None and not keep and type(like) in _PLAIN and _nobody_looks():
+            _learn(self, tensors, params, wanted, plan, types, like)
+        results = self.new_results(words, plan, types, like, wanted)
         _device.run(self.op.forward, like.get_device(), words, host, keeps)
         return results
+
+    @staticmethod
+    def _make_known(known, function, tensors, params, wanted, keeps):
+        """Results of a call that looks like an earlier one; None of any other."""
+        if known is None:
+            return None
+        made = _run_known(known, _library.cpu_handle(), tensors, params, wanted, keeps)
+        if type(made) is tuple:
+            words, results, index, _ = made
+            _device.run(function, index, words, (), keeps)
+            return results
+        if type(made) is int:
+            _library.check(made)
+        return made
 
     def compute_gradients(self, args, keeps=True):
         """Gradients of a backward call, None where not wanted."""
         op, n, m = self.op, self.n, len(self.cots)
         host, params = args[n + m:n + m + self.n_host], args[n + m + self.n_host:-1]
-        known = self.known_back if host == self.no_host else None
-        if known is not None:
-            made = _run_known(known, _library.cpu_handle(), args[:n + m], params, args[-1])
-            if type(made) is list:
-                return made
-            if type(made) is tuple:
-                words, results, index, _ = made
-                _device.run(op.backward, index, words, (), keeps)
-                return results
-            if made is not None:
-                _library.check(made)
         tensors, wanted = args[:n], args[-1]
+        known = self.known_back if all(x is None for x in host) else None
+        made = self._make_known(known, op.backward, args[:n + m], params, wanted, keeps)
+        if made is not None:
+            return made
         words, plan, types, keep = self._prepare(tensors, host, params)
         held = self._take_cotangents(words, plan, types, args[n:n + m])
         if known is not None and not keep and all(x is y for x, y in zip(held, args[n:n + m])):
@@ -390,6 +403,15 @@ class TorchOperator:
             return top.gradient(ctx, *cots, run=Gradient.apply if watched
                                 else lambda *args: top.compute_gradients(args))
 
+        def launch(index, words, host):
+            status = None
+            if index >= 0 and type(words) is bytes:    # the compiled way made them
+                status = _compiled.launch(top.known, index, words)
+            if status is None:
+                _device.run(top.op.forward, index, words, host)
+            elif status:
+                _library.check(status)
+
         class Eager(torch.autograd.Function):
             @staticmethod
             def forward(ctx, *args):
@@ -403,7 +425,7 @@ class TorchOperator:
             @staticmethod
             def forward(ctx, *args):
                 words, results, index, host, params, wanted = args[-1]
-                _device.run(top.op.forward, index, words, host)
+                launch(index, words, host)
                 results = tuple(results)
                 top.keep(ctx, (*args[:-1], *host, *params, wanted), results)
                 return results
@@ -525,7 +547,7 @@ def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):
         wanted = top.main
     if (top.known is not None and cu_seqlens is None and counts0 is None
             and not torch.compiler.is_compiling()):
-        made = _run_known(top.known, _library.cpu_handle(), tensors, params, wanted)
+        made = _run_known(top.known, _library.cpu_handle(), tensors, params, wanted, True)
         if type(made) is list:
             return made
         if type(made) is tuple:

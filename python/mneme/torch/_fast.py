@@ -10,6 +10,7 @@ import pathlib
 
 import torch
 
+from . import _device
 from .. import _library
 
 
@@ -36,10 +37,6 @@ def _module():
         return None
 
 
-def _current_device():
-    return torch.cuda.current_device()
-
-
 def load(watchers):
     """The module, set up; None where calls go through Python. `watchers` are functions that give
     None or 0 where nobody traces or transforms calls."""
@@ -47,11 +44,12 @@ def load(watchers):
     if os.environ.get("MNEME_FASTCALL", "1") == "0" or table is None or None in watchers:
         return None
     module = _module()
-    device = getattr(torch._C, "_cuda_getDevice", None) or _current_device
     if module is None or not module.setup(table, torch.Tensor, torch.nn.Parameter,
-                                          torch.is_grad_enabled, torch.is_autocast_enabled, device,
+                                          torch.is_grad_enabled, torch.is_autocast_enabled,
+                                          _device._current, _device._stream_of, _device._records,
                                           tuple(watchers)):
         return None
+    _device.compiled = module
     return module
 
 
