@@ -16,8 +16,12 @@
  * layers work at different ones of them; maps cost a part of it in every layer. Where each operator
  * is waited for by itself (layers made once more going back) a pipeline has no others to work at.
  *
- * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. Sequences
- * are not packed. Results are those of one rank within rounding.
+ * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. Results
+ * are those of one rank within rounding.
+ *
+ * Packed: rows of a batch that hold several sequences are cut as rows, so that a rank has of each
+ * the end of one sequence and some that begin there. What sequences that cross a border need goes
+ * the same ways, row by row; one that begins anew has no part in a map. In the host's memory only.
  *
  * On GPUs all states and tails go from rank to rank, on the stream: a rank is behind the one
  * before by the time of one operator, not of one in each layer, as no rank waits for those behind
@@ -51,6 +55,11 @@ typedef struct mn_sequence {
                                // the first time, and what came from other ranks is in it still
     mn_sequence_states states;
     int depth;                 // layers of a pass that states cross in; 0: one is waited for
+    /* of packed calls, whose T tokens are the rank's parts of `rows` rows: before[r * rows + b] is
+     * how many tokens the sequence of row b that crosses the border in front of rank r has before
+     * it, 0 where none crosses; r from 0 to the number of ranks */
+    int64_t rows;
+    const int64_t *before;
     mn_context *context;
     mn_keep_fn keep;
     void *owner;
