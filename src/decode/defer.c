@@ -469,8 +469,9 @@ static void run_rows(mn_tape *tape, mn_defer *all, int i) {
         if (all->list[k].kind != MN_DEFERRED_GEMM || !ready(all, k, done)) continue;
         if (!mn_gemm_rows_supported(p)) continue;
         if (n > 0 && (!same_input(p, &work[0]) || p->c_dtype != work[0].c_dtype)) continue;
-        work[n++] = *p;
+        work[n] = *p;
         all->done |= mn_bit(k);
+        all->done |= mn_decode_fuse_gate(all, &work[n++], k);
     }
     if (mn_tape_runs(tape)) check(tape, mn_gemm_rows(work, n, tape->where));
 }

@@ -87,6 +87,10 @@ const mn_view *mn_decode_result(const mn_decode_op *few);
 uint64_t mn_decode_fuse_epilogues(mn_defer *all, mn_decode_gemms *launch, const int *gemms,
                                uint64_t taken);
 
+/* Likewise of a product for the rows of several sequences, which has been taken: a gate over its
+ * columns becomes its last part. Returns the bit of that work, or 0. */
+uint64_t mn_decode_fuse_gate(const mn_defer *all, mn_gemm_problem *p, int product);
+
 /* Whether a view holds `count` elements one after the other. */
 bool mn_is_row(const mn_view *view, const int64_t shape[4], int64_t count);
 

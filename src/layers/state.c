@@ -145,7 +145,7 @@ static mn_status copy_piece(mn_layer_state *to, const mn_state_piece *from) {
 }
 
 mn_status mn_layer_state_copy(mn_layer_state *to, const mn_layer_state *from) {
-    *to = (mn_layer_state){ .device = from->device };
+    *to = (mn_layer_state){ .device = from->device, .by_position = from->by_position };
     mn_status st = MN_OK;
     for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
         st = copy_piece(to, &from->pieces[i]);
@@ -185,7 +185,7 @@ mn_status mn_layer_state_fetch(mn_layer_state *to, const mn_layer_state *from) {
     if (!from->device) return mn_layer_state_copy(to, from);
     mn_layer_state packed;
     mn_status st = mn_layer_state_copy(&packed, from);
-    memset(to, 0, sizeof *to);
+    *to = (mn_layer_state){ .by_position = from->by_position };
     for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
         st = fetch_piece(to, &packed.pieces[i], from->device);
     }
@@ -210,7 +210,7 @@ mn_status mn_layer_state_send(mn_layer_state *to, const mn_layer_state *from, mn
                               mn_dtype dtype) {
     mn_layer_state packed;
     mn_status st = mn_layer_state_copy(&packed, from);
-    *to = (mn_layer_state){ .device = device };
+    *to = (mn_layer_state){ .device = device, .by_position = from->by_position };
     for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
         st = send_piece(to, &packed.pieces[i], dtype);
     }

@@ -19,6 +19,7 @@ namespace mneme::decode {
 /* The warps that compute; the producer warp takes no part. */
 struct mn_decode_consumers {
     static constexpr int size = MN_DECODE_THREADS;
+    static constexpr bool WIDE = false;
 
     __device__ static int threads(void) {
         return MN_DECODE_THREADS;
