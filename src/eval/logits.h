@@ -11,8 +11,8 @@
 mn_status mn_logits_read_ids(mn_token_list *out, mn_token_list *ends, const char *path,
                              int64_t vocabulary);
 
-/* One pass over each row of `tokens` as a sequence that starts from nothing, in pieces that follow each other where it would take more
- * than 1 GiB. Writes a safetensors file in the model's type:
+/* One pass over each row of `tokens` as a sequence that starts from nothing, in pieces that follow
+ * each other where it would take more than 1 GiB. Writes a safetensors file in the model's type:
  *
  *   logits (T, vocabulary)   tokens (T)   variance (layers that tell one, T)
  *

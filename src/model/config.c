@@ -215,10 +215,11 @@ static mn_status read_layers(mn_model_config *c, const mn_json *object) {
     }
     if (c->family && mn_dialect_layer(c->family) && !spec) spec = mn_dialect_layer(c->family);
     if (st != MN_OK) return st;
-    if (!spec) {
-        return mn_json_fail(object, "no \"layers\" (such as \"gdn\") and no model_type that is "
-                            "known");
+    if (!spec && type) {
+        return mn_json_fail(object, "its model_type \"%s\" has layers that are not built here; "
+                            "\"layers\" (such as \"gdn\") says which to take instead", type);
     }
+    if (!spec) return mn_json_fail(object, "no \"layers\" (such as \"gdn\") and no model_type");
     return mn_layers_expand(&c->names, &c->n_layers, spec, n_layers);
 }
 

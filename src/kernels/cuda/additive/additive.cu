@@ -337,13 +337,35 @@ bool mn_additive_query_chunks(const mn_additive_args *p) {
 
 bool mn_additive_query_plan(mn_plan *plan, const mn_additive_args *p) {
     mn_additive_extent extent = {};
-    return size_segments(&extent, p) && plan_workspace(plan, &extent, 1);
+    return size_segments(&extent, p) && plan_workspace(plan, &extent, 1) &&
+           (p->call.K > 128 || p->call.V > 128 || plan_gated(plan, p, &extent));
+}
+
+/* From the states that a scan keeps (additive_channel_chunk_sm90.cu). */
+static int launch_gated_query(const mn_additive_args *p, const mn_additive_extent *extent,
+                              void *shared, cudaStream_t stream) {
+    mn_chunk_scans fwd;
+    size_t kept;
+    if (p->call.K > 128 || p->call.V > 128 || !size_saved_states(&kept, p)) {
+        return cudaErrorNotSupported;
+    }
+    /* its queries are read by nothing: keys stand for them */
+    mn_additive_args states = *p;
+    states.q = p->k, states.o = {};
+    (void)forward_scans(&fwd, &states);
+    fwd.scan[0].segment = segment_size(p);
+    fwd.scan[0].kept = (mn_bf16 *)shared;
+    fwd.scan[0].sums = (float *)((mn_bf16 *)shared + kept);
+    fwd.scan[0].cum_decays = fwd.scan[0].sums + extent->sums;
+    return mn_additive_gated_query(p, &fwd, extent->segments, stream);
 }
 
 int mn_additive_query_launch(const mn_additive_args *p, void *shared, cudaStream_t stream) {
     mn_additive_extent extent = {};
     mn_chunk_scans scans = {};
     if (!size_segments(&extent, p)) return cudaErrorNotSupported;
+    const int code = launch_gated_query(p, &extent, shared, stream);
+    if (code != cudaErrorNotSupported) return code;
     const mn_additive_workspace workspace = carve_workspace(&extent, 1, shared);
     scans.call = p->call, scans.g = p->g;
     scans.scan[0] = make_scan(p, p->cot.o, p->v, p->k, p->grad.q, true, false);

@@ -52,6 +52,10 @@ int mn_additive_gated_launch(const mn_chunk_scans *scans, int64_t segments, cuda
 int mn_additive_gated_backward(const mn_additive_args *p, const mn_chunk_scans *fwd,
                                const mn_chunk_scans *bwd, int64_t segments, cudaStream_t stream);
 
+/* dq alone: the scan `fwd` leaves the states it keeps. */
+int mn_additive_gated_query(const mn_additive_args *p, const mn_chunk_scans *fwd, int64_t segments,
+                            cudaStream_t stream);
+
 int mn_additive_token_decay_grad(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_workspace *workspace, cudaStream_t stream);
 

@@ -605,7 +605,7 @@ __device__ inline void mn_gated_tma_load_all(mn_gated_grad_smem<VP> &smem,
  * All threads of the block call. */
 __device__ inline void mn_gated_zero_tail_tiles(unsigned char *first, int tiles, int n_rows) {
     const int each = (MN_GATED_GRAD_CHUNK - n_rows) * 8;
-    for (int i = threadIdx.x; i < tiles * each; i += MN_GATED_GRAD_THREADS) {
+    for (int i = threadIdx.x; i < tiles * each; i += blockDim.x) {
         *(uint4 *)(first + i / each * MN_GATED_GRAD_TILE + n_rows * 128 + i % each * 16) =
             make_uint4(0, 0, 0, 0);
     }
@@ -1105,6 +1105,127 @@ inline int mn_gated_grad_launch(const mn_gated_grad_params &job, cudaStream_t st
                                (unsigned)slices);
 }
 
+/* ---- dq alone -------------------------------------------------------------------------------- */
+
+/* As mn_gated_grad_smem. */
+template <int VP>
+struct alignas(1024) mn_gated_query_smem {
+    unsigned char cot[VP / 64 * MN_GATED_GRAD_TILE], v[VP / 64 * MN_GATED_GRAD_TILE];
+    unsigned char k[MN_GATED_GRAD_TILE], g[MN_GATED_GRAD_TILE], k_inside[MN_GATED_GRAD_TILE];
+    unsigned char S[VP * 128];
+    alignas(16) float cum_decay[MN_SUBCHUNKS][MN_SCAN_WIDTH];
+    uint64_t front, back;
+};
+
+enum { MN_GATED_QUERY_THREADS = 32 * MN_SUBCHUNKS };
+
+#if MN_HAS_WGMMA
+
+template <int VP>
+__device__ inline void mn_gated_query_load(mn_gated_query_smem<VP> &smem,
+                                           const mn_gated_grad_params &p, const mn_tile_span &at,
+                                           int64_t slot, int h, int slice, int n_slices) {
+    const int t = (int)(at.span.t0 + at.first), b = (int)at.span.b;
+    const int key = (int)mn_key_head(p.call, h);
+    const int64_t state = ((slot * p.call.H + h) * n_slices + slice) * (VP * MN_SCAN_WIDTH);
+    mn_mbarrier_arrive_expect_tx(&smem.front, 2 * MN_GATED_GRAD_TILE);
+    mn_tma_load(smem.g, p.g, &smem.front, 64 * slice, h, t, b);
+    mn_tma_load(smem.k, p.k, &smem.front, 64 * slice, key, t, b);
+    mn_mbarrier_arrive_expect_tx(&smem.back, 2 * (VP / 64) * MN_GATED_GRAD_TILE + VP * 128);
+    mn_tma_load_1d(smem.S, p.S + state, VP * 128, &smem.back);
+    for (int tile = 0; tile < VP / 64; tile++) {
+        const int at_tile = tile * MN_GATED_GRAD_TILE;
+        mn_tma_load(smem.cot + at_tile, p.cot, &smem.back, 64 * tile, h, t, b);
+        mn_tma_load(smem.v + at_tile, p.v, &smem.back, 64 * tile, h, t, b);
+    }
+}
+
+/* dq of this warp's part as mn_gated_grad_queries has it, without its terms. */
+template <int VP>
+__device__ inline void mn_gated_query_part(mn_gated_query_smem<VP> &smem,
+                                           const mn_gated_log_decays &log_decays,
+                                           const mn_gated_grad_params &p, const mn_tile_span &at,
+                                           int64_t h, int slice) {
+    const int part = mn_gated_subchunk();
+    const uint32_t x = mn_smem_addr(smem.cot), y = mn_smem_addr(smem.v);
+    mn_gated_acc_tile o, inside = {};
+    float P[2][4];
+    mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
+#pragma unroll 1
+    for (int from = 0; from < part; from++) {
+        mn_gated_decay_subchunk(o, smem.cum_decay[from]);
+        mn_gated_subchunk_scores<VP>(P, x, y, from);
+        mn_gated_mma_add(o, P, mn_smem_addr(smem.k), from);
+    }
+    mn_gated_subchunk_scores<VP>(P, x, y, part);
+    mn_gated_causal_mask(P, false);
+    mn_gated_mma_add(inside, P, mn_smem_addr(smem.k_inside), part);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float l[2][4];
+        log_decays.inside(l, k, smem.g);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int n = 2 * k + i / 4, c = i % 4;
+            const float far = o[n][c] * mn_exp2(log_decays.e[n][c]);
+            o[n][c] = p.scale * fmaf(inside[n][c], mn_exp2(l[i / 4][c]), far);
+        }
+    }
+    mn_gated_store_subchunk(o, p.dq, at, h, slice, p.call.K);
+}
+
+#endif
+
+/* A block has 64 channels of a chunk of a head, a warp a part of its tokens. */
+template <int VP>
+__global__ void __launch_bounds__(MN_GATED_QUERY_THREADS)
+additive_gated_query_sm90(const __grid_constant__ mn_gated_grad_params p, unsigned n_slices) {
+#if MN_HAS_WGMMA
+    extern __shared__ __align__(1024) unsigned char query_smem_bytes[];
+    mn_gated_query_smem<VP> &smem = *(mn_gated_query_smem<VP> *)query_smem_bytes;
+    const int slice = (int)(blockIdx.x % n_slices);
+    const int part = mn_gated_subchunk(), lane = threadIdx.x % 32;
+    const unsigned heads = (unsigned)p.call.H, index = blockIdx.x / n_slices;
+    const int64_t h = index % heads, slot = index / heads;
+    const mn_tile_span at = mn_tile_at(p.call, MN_GATED_GRAD_CHUNK, slot);
+    if (at.n_rows == 0) return;
+    const bool ends = p.call.cu_seqlens && at.n_rows < MN_GATED_GRAD_CHUNK;
+    if (threadIdx.x == 0) {
+        mn_mbarrier_init(&smem.front, 1);
+        mn_mbarrier_init(&smem.back, 1);
+        mn_mbarrier_init_fence();
+        mn_gated_query_load<VP>(smem, p, at, slot, (int)h, slice, (int)n_slices);
+    }
+    __syncthreads();
+    mn_mbarrier_wait(&smem.front, 0);
+    if (ends) mn_gated_zero_tail_tiles(smem.k, 2, (int)at.n_rows);
+    mn_gated_log_decays log_decays;
+    log_decays.make(mn_gated_addr_rows(mn_smem_addr(smem.g), 16 * part));
+    mn_gated_scale_subchunk(smem.k, smem.k_inside, log_decays, smem.g, true);
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        const float2 cum_decay = make_float2(mn_exp2(log_decays.end(n, 0)),
+                                             mn_exp2(log_decays.end(n, 1)));
+        if (lane < 4) *(float2 *)&smem.cum_decay[part][8 * n + 2 * lane] = cum_decay;
+    }
+    mn_mbarrier_wait(&smem.back, 0);
+    if (ends) mn_gated_zero_tail_tiles(smem.cot, 2 * (VP / 64), (int)at.n_rows);
+    __syncthreads();
+    mn_gated_query_part<VP>(smem, log_decays, p, at, h, slice);
+#endif
+}
+
+template <int VP>
+inline int mn_gated_query_launch(const mn_gated_grad_params &job, cudaStream_t stream) {
+    const int64_t slices = mn_ceil_div(job.call.K, 64);
+    const int64_t blocks = mn_tile_slots(job.call, MN_GATED_GRAD_CHUNK) * job.call.H * slices;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_smem(additive_gated_query_sm90<VP>, dim3((unsigned)blocks),
+                          MN_GATED_QUERY_THREADS, sizeof(mn_gated_query_smem<VP>), stream, job,
+                          (unsigned)slices);
+}
+
 enum {
     MN_GATED_WARPGROUP = 128,
     MN_GATED_SCALE_THREADS = 32 * MN_GATED_PAIRS * 2,
@@ -1518,6 +1639,25 @@ int mn_additive_gated_backward(const mn_additive_args *p, const mn_chunk_scans *
     if (code != cudaSuccess) return code;
     return p->call.V <= 64 ? mn_gated_grad_launch<64>(job, stream)
                            : mn_gated_grad_launch<128>(job, stream);
+}
+
+int mn_additive_gated_query(const mn_additive_args *p, const mn_chunk_scans *fwd, int64_t segments,
+                            cudaStream_t stream) {
+    mn_gated_params to_end;
+    mn_gated_grad_params job = {};
+    if (p->call.V > 128 || !mn_gated_supported(&to_end, fwd)) return cudaErrorNotSupported;
+    job.call = p->call, job.dq = p->grad.q, job.S = fwd->scan[0].kept;
+    job.scale = (float)p->scale;
+    if (!mn_tma_map(&job.k, p->k, p->call, p->call.K, MN_GATED_GRAD_CHUNK) ||
+        !mn_tma_map(&job.g, p->g, p->call, p->call.K, MN_GATED_GRAD_CHUNK) ||
+        !mn_tma_map(&job.v, p->v, p->call, p->call.V, MN_GATED_GRAD_CHUNK) ||
+        !mn_tma_map(&job.cot, p->cot.o, p->call, p->call.V, MN_GATED_GRAD_CHUNK)) {
+        return cudaErrorNotSupported;
+    }
+    const int code = launch_two_pass(&to_end, segments, stream);
+    if (code != cudaSuccess || !p->grad.q.data) return code;
+    return p->call.V <= 64 ? mn_gated_query_launch<64>(job, stream)
+                           : mn_gated_query_launch<128>(job, stream);
 }
 
 }    // namespace mneme::additive

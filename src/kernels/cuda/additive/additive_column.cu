@@ -6,8 +6,8 @@
  *   its dq is o    its dv is dk    its dk is dv    its o is dq    dg and dstate0 are the same,
  *
  * so that a backward pass here is a backward and a forward pass of additive. A forward pass in bf16
- * is additive's scan of dq over chunks; other sizes, float32 and one token are the recurrence below,
- * where a row of the state belongs to a value channel and waits for no other. */
+ * is what additive has for dq over chunks; other sizes, float32 and one token are the recurrence
+ * below, where a row of the state belongs to a value channel and waits for no other. */
 #include "kernels/cuda/additive/additive.cuh"
 #include "kernels/cuda/recurrent/matrix_state.cuh"
 
