@@ -1,8 +1,9 @@
 /* additive.cuh - the parts of additive: which calls go over chunks on tensor cores, and how.
  *
  * bf16 calls of usual head sizes do: additive_chunk.cu has decays that a head's channels share,
- * or none, additive_token_chunk_sm90.cu these on Hopper, additive_channel_chunk.cu decays per channel, and additive_channel_chunk_sm90.cu these
- * on Hopper. Everything else, and decoding, is the recurrence of matrix_state.cuh. */
+ * or none, additive_token_chunk_sm90.cu these on Hopper, additive_channel_chunk.cu decays per
+ * channel, and additive_channel_chunk_sm90.cu these on Hopper. Everything else, and decoding, is
+ * the recurrence of matrix_state.cuh. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CUH
 

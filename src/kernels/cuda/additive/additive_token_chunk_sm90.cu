@@ -1,11 +1,11 @@
-/* additive_token_chunk_sm90.cu - the scans of additive over chunks of 64 tokens on Hopper, for decays
- * that the channels of a head share, or none, and rows of up to 128.
+/* additive_token_chunk_sm90.cu - the scans of additive over chunks of 64 tokens on Hopper, for
+ * decays that the channels of a head share, or none, and rows of up to 128.
  *
- *   O = scale (L X M + P Z)     P = (X Y') inside the chunk's triangle, decayed     M <- d M + (E Y)'Z
+ *   O = scale (L X M + P Z)     P = (X Y') in the chunk's triangle, decayed     M <- d M + (E Y)'Z
  *
  * What mn_chunk_scan describes, with X, Y (64, depth) and Z, O (64, 64 columns): M (depth, 64
- * columns) is the state, L the decays from where the scan comes into the chunk to each token, E those
- * to where it leaves it, d that of the chunk.
+ * columns) is the state, L the decays from where the scan comes into the chunk to each token, E
+ * those to where it leaves it, d that of the chunk.
  *
  * Three warpgroups work on different chunks. The first keeps M, transposed, in registers: sums of
  * tokens are columns of wgmma, Z comes from shared memory as its left operand. The second makes P.
@@ -77,7 +77,8 @@ __device__ inline void mn_token_load(mn_token_smem<DEPTH> &smem, const mn_token_
     const mn_chunk_scan &p = job.scan;
     const mn_scan_coord &at = smem.place;
     const int iters = (int)(at.end - at.iter), b = (int)at.span.b, column0 = (int)at.column0;
-    const int deep = (int)(p.transposed ? at.h : at.key), wide = (int)(p.transposed ? at.key : at.h);
+    const int deep = (int)(p.transposed ? at.h : at.key);
+    const int wide = (int)(p.transposed ? at.key : at.h);
     constexpr int rows = (HAS_OUT ? 2 : 1) * (DEPTH / 64) + 1;
 #pragma unroll 1
     for (int n = 0; n < iters; n++) {
@@ -106,8 +107,8 @@ __device__ inline void mn_token_zero_tail(unsigned char *tiles, int n, int count
     }
 }
 
-/* Sums of log2 decays of a chunk, by tokens: as mn_scan_cumsum_decays, whose rows are in the order of
- * the scan, as those of `g` are here. A warp calls. */
+/* Sums of log2 decays of a chunk, by tokens: as mn_scan_cumsum_decays, whose rows are in the order
+ * of the scan, as those of `g` are here. A warp calls. */
 __device__ inline void mn_token_cumsum_decays(mn_scan_log_decays<MN_TOKEN_CHUNK> &to,
                                               const float (&g)[MN_TOKEN_CHUNK / 32],
                                               bool reverse) {
@@ -521,8 +522,8 @@ additive_token_scan_sm90(const __grid_constant__ mn_token_params all) {
 #endif
 }
 
-/* Whether the kernel serves a scan: by its kind and sizes, never by its length; rows have to be such
- * that TMA can bring them. Fills in the maps. */
+/* Whether the kernel serves a scan: by its kind and sizes, never by its length; rows have to be
+ * such that TMA can bring them. Fills in the maps. */
 static bool supports(mn_token_scan *job, const mn_chunk_scan &p, const mn_call &call) {
     job->scan = p;
     return p.mode == MN_SCAN_PLAIN && p.out.data && p.depth <= 128 &&
@@ -546,7 +547,8 @@ static int launch(const mn_token_params &job, int count, int64_t segments, cudaS
     const auto kernel = job.scans[0].scan.reduce_pass
                             ? additive_token_scan_sm90<DEPTH, DECAYS, false>
                             : additive_token_scan_sm90<DEPTH, DECAYS, true>;
-    return mn_launch_smem(kernel, grid, MN_TOKEN_THREADS, sizeof(mn_token_smem<DEPTH>), stream, job);
+    return mn_launch_smem(kernel, grid, MN_TOKEN_THREADS, sizeof(mn_token_smem<DEPTH>), stream,
+                          job);
 }
 
 int mn_additive_token_launch_sm90(mn_chunk_scans *scans, int *count, int64_t segments, bool decays,
