@@ -478,9 +478,9 @@ inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chun
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     return mn_launch_smem(delta_fwd_chunk_sm90_kernel<KP, false>,
-                               dim3((unsigned)blocks, (unsigned)segments), MN_FWD_CHUNK_THREADS, sizeof(mn_fwd_chunk_smem<KP>), stream, job,
-                                   maps,
-                               mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
+                          dim3((unsigned)blocks, (unsigned)segments), MN_FWD_CHUNK_THREADS,
+                          sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
+                          mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
 }
 
 /* The same beside the launch in front, which computes the queries. */

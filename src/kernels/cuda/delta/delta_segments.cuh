@@ -10,9 +10,9 @@
  *   rest      the scan itself of all other segments
  *
  * This is the composition of ranks/sequence.h, with segments for ranks. M is made once, going back
- * too. Whether a sequence is cut, and where, depends on its own length and the widths alone, so that
- * its results have the same bits beside others; whoever has many long sequences in a call pays for
- * maps that one sequence needs to fill a GPU. */
+ * too. Whether a sequence is cut, and where, depends on its own length and the widths alone, so
+ * that its results have the same bits beside others; whoever has many long sequences in a call pays
+ * for maps that one sequence needs to fill a GPU. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 
@@ -21,9 +21,9 @@
 namespace mneme::delta {
 
 /* A segmented scan lasts as long as 1 + 1 of `count` segments, instead of as long as all, and takes
- * `count` + (count - 2) (1 + K / V) segments' work. So the blocks of a sequence in the launches `first`
- * and `rest` are to fill a GPU once, and a sequence is to be so long that a call hardly has as many
- * of them. */
+ * `count` + (count - 2) (1 + K / V) segments' work. So the blocks of a sequence in the launches
+ * `first` and `rest` are to fill a GPU once, and a sequence is to be so long that a call hardly has
+ * as many of them. */
 enum {
     MN_DELTA_SEGMENT_BLOCKS = 128,         // of all segments behind the first
     MN_DELTA_MOST_SEGMENTS = 17,
@@ -65,7 +65,8 @@ struct mn_segment_matrix {
     float4 at[KP / rows];
 
     __device__ void load(const float *map, int64_t pitch) {
-        const float *from = map + pitch - KP + threadIdx.x / packs * pitch + threadIdx.x % packs * 4;
+        const float *from = map + pitch - KP + threadIdx.x / packs * pitch +
+                            threadIdx.x % packs * 4;
 #pragma unroll
         for (int i = 0; i < KP / rows; i++) at[i] = *(const float4 *)(from + i * rows * pitch);
     }

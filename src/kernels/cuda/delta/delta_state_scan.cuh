@@ -569,8 +569,8 @@ constexpr int mn_scan_threads(int splits) {
     return 32 * MN_DELTA_COL_TILES * splits + MN_DELTA_PRODUCERS;
 }
 
-/* What a scan forward leaves: outputs and the last state; S in front of each chunk and R of each, in
- * the workspace; the map of a segment. */
+/* What a scan forward leaves: outputs and the last state; S in front of each chunk and R of each,
+ * in the workspace; the map of a segment. */
 enum { MN_SCAN_OUTPUT, MN_SCAN_SAVE, MN_SCAN_MAP };
 
 /* Two consumer warpgroups take registers from the producers, and so does that of a block of which a
@@ -981,8 +981,8 @@ __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
  * chunks of sequence n in order, or of the segment of it that job.segments says.
  * Loads   e, q, w (64,K) (decayed ones of the workspace where CHANNEL), v (64, 64 columns), T and P
  *         (64,64) and the decays of each chunk; the state (K, 64 columns) at the start.
- * Stores  o (64, 64 columns) of each chunk and the state at the end. MN_SCAN_SAVE: instead of o S in
- *         front of each chunk and R of each chunk, in the workspace. MN_SCAN_MAP: the segment's map
+ * Stores  o (64, 64 columns) of each chunk and the state at the end. MN_SCAN_SAVE: instead of o
+ *         S in front of each chunk and R of each, in the workspace. MN_SCAN_MAP: the segment's map
  *         alone, columns of values and of the unit matrix; the launch in front may still be at
  *         work, and the first block waits for it at its end. */
 template <int KP, int CHANNEL, int MODE>

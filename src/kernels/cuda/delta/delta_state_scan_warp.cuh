@@ -164,7 +164,8 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
     if (mn_scan_producer_tid() >= 0) {
-        mn_scan_load_forward<KP, CHANNEL, SAVE ? MN_SCAN_SAVE : MN_SCAN_OUTPUT>(smem, job, maps, same_keys);
+        constexpr int mode = SAVE ? MN_SCAN_SAVE : MN_SCAN_OUTPUT;
+        mn_scan_load_forward<KP, CHANNEL, mode>(smem, job, maps, same_keys);
         return;
     }
     const int col_tile = mn_scan_role<false, SPLITS>::col_tile();
