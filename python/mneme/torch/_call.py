@@ -41,6 +41,29 @@ def _known_calls(op, function, inputs, cotangents=()):
     return _compiled.operator(ctypes.cast(function, ctypes.c_void_p).value, op.bytes // 8, words)
 
 
+def _with_autograd(name, run, keep, gradient):
+    """Gives mneme::NAME its gradient; its results are those of the operator `run`. As
+    torch.library.register_autograd does, but for `run` in place of NAME itself below autograd."""
+
+    def forward(ctx, *args):
+        with torch._C._AutoDispatchBelowAutograd():
+            results = run(*args)
+        keep(ctx, args, results)
+        return results
+
+    function = type("mneme_" + name, (torch.autograd.Function,),
+                    {"forward": staticmethod(forward), "backward": staticmethod(gradient)})
+
+    def kernel(*args):
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad
+                                           for x in args):
+            return function.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return run(*args)
+
+    _library_of_ops.impl(name, kernel, "Autograd")
+
+
 class TorchOperator:
     """How one operator is called from PyTorch."""
 
@@ -78,31 +101,33 @@ class TorchOperator:
         parts += self._numbers() + ["int grads" if backward else "int outputs"]
         n = len(self.grads) if backward else len(op.outputs)
         result = "Tensor" if n == 1 else "(" + ", ".join(["Tensor"] * n) + ")"
-        name = op.name + "_backward" if backward else op.name
-        return f"{name}({', '.join(parts)}) -> {result}"
+        return f"({', '.join(parts)}) -> {result}"
+
+    def _define(self, name, backward, run, fake):
+        """One operator without gradients; what a compiled graph calls."""
+        lib, tags = _library_of_ops, (torch.Tag.pt2_compliant_tag,)
+        lib.define(name + self._schema(backward), tags=tags)
+        for device in ("CPU", "CUDA"):
+            lib.impl(name, run, device)
+        torch.library.register_fake("mneme::" + name, fake, lib=lib)
+        return getattr(torch.ops.mneme, name).default
 
     def _register(self):
-        lib, name = _library_of_ops, self.op.name
-        tags = (torch.Tag.pt2_compliant_tag,)
-        lib.define(self._schema(False), tags=tags)
-        for device in ("CPU", "CUDA"):
-            lib.impl(name, self.run_forward, device)
-        torch.library.register_fake("mneme::" + name, self.fake_forward, lib=lib)
-        self.forward = getattr(torch.ops.mneme, name).default
+        """NAME is what is called and what autograd sees; traced graphs get NAME_run, for which
+        the dispatcher asks nothing of Python but its result."""
+        name = self.op.name
+        self.forward = self._define(name, False, self.run_forward, self.fake_forward)
         if not self.op.differentiable:
             return
         back = name + "_backward"
-        lib.define(self._schema(True), tags=tags)
-        for device in ("CPU", "CUDA"):
-            lib.impl(back, self.run_backward, device)
-        torch.library.register_fake("mneme::" + back, self.fake_backward, lib=lib)
-        self.backward = getattr(torch.ops.mneme, back).default
+        self.backward = self._define(back, True, self.run_backward, self.fake_backward)
         self.known_back = _known_calls(self.op, self.op.backward, self.op.inputs,
                                        [self.op.outputs[i].partner for i in self.cots])
         self.eager, self.transformed = self.eager_functions()
-        torch.library.register_autograd("mneme::" + name, self.gradient,
-                                        setup_context=self.keep, lib=lib)
-        torch.library.register_autograd("mneme::" + back, self.no_second_gradient, lib=lib)
+        run = self._define(name + "_run", False, self.run_forward, self.fake_forward)
+        run_back = self._define(back + "_run", True, self.run_backward, self.fake_backward)
+        _with_autograd(name, run, self.keep, self.gradient)
+        _with_autograd(back, run_back, lambda ctx, inputs, output: None, self.no_second_gradient)
 
     # ---- running
 
@@ -297,8 +322,10 @@ class TorchOperator:
 
     def _filled(self, results, fields, tensors):
         """An operator gives tensors: empty ones stand for what was not wanted."""
+        if all(y is not None for y in results):
+            return results[0] if len(results) == 1 else tuple(results)
         like, types = tensors[self.anchor(tensors)], self._types(tensors)
-        full = [torch.empty(0, dtype=types[f.wide], device=like.device) if y is None else y
+        full = [_fast.nothing(types[f.wide], like.device) if y is None else y
                 for f, y in zip(fields, results)]
         return full[0] if len(full) == 1 else tuple(full)
 

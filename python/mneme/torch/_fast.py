@@ -4,6 +4,7 @@ It is an extension module by the limited API, in the wheel or beside libmneme; i
 DLPack exchange table (2.10 or newer). Without either, or with MNEME_FASTCALL=0, every call goes
 through _call.py, with the same results."""
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -72,3 +73,16 @@ def maker(shape, dtype, device):
         strides.append(size)
         size *= max(n, 1)
     return function, (tuple(shape), tuple(reversed(strides)), dtype)
+
+
+def nothing(dtype, device):
+    """A new tensor without elements."""
+    if device.type == "cuda" and device.index != _device._current():
+        return _new((0,), dtype, device)
+    function, given = _no_elements(dtype, device)
+    return function(*given)
+
+
+@functools.lru_cache(maxsize=None)
+def _no_elements(dtype, device):
+    return maker((0,), dtype, device)
