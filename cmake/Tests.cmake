@@ -30,17 +30,17 @@ add_library(mneme_test_support STATIC ${support_sources})
 target_include_directories(mneme_test_support PUBLIC src include tests)
 target_link_libraries(mneme_test_support PUBLIC mneme_static PkgConfig::CMOCKA
     ${mneme_dependencies})
+target_compile_options(mneme_test_support PUBLIC ${MN_PLAIN_OPTIONS})
 
 # Tests ask for more memory than there is; under a sanitizer too that is to be NULL, not the end.
 set(sanitizer_options "ASAN_OPTIONS=allocator_may_return_null=1;TSAN_OPTIONS=allocator_may_return_null=1")
+set_source_files_properties(tests/kernels/test_moebius.c tests/kernels/test_vec.c
+    PROPERTIES COMPILE_DEFINITIONS "${mneme_target_definitions}")
 foreach(source ${test_sources})
     get_filename_component(name ${source} NAME_WE)
     add_executable(${name} ${source})
     target_link_libraries(${name} PRIVATE mneme_test_support)
     target_compile_definitions(${name} PRIVATE MN_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
-    if(mneme_avx2_built)
-        target_compile_definitions(${name} PRIVATE MN_HAVE_X86_TARGETS=1)
-    endif()
     add_test(NAME ${name} COMMAND ${name})
     set_tests_properties(${name} PROPERTIES TIMEOUT 2400 ENVIRONMENT "${sanitizer_options}")
     mneme_label(${name} ${source})
@@ -130,3 +130,7 @@ add_test(NAME attack_kills COMMAND sh ${CMAKE_SOURCE_DIR}/tests/attack/kills.sh
     $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR} 1)
 set_tests_properties(attack_options attack_calls attack_kills PROPERTIES LABELS "attack;sanitize"
     ENVIRONMENT "${sanitizer_options}")
+
+# The longest begin first, so that none of them runs alone at the end.
+set_tests_properties(add_mixer cli_documented package test_ops_causal test_ops_bits test_ops_stability
+    test_ops_targets cli_reproduce test_sweep test_decode_plan attack_kills python PROPERTIES COST 1000)
