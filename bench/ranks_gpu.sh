@@ -4,7 +4,7 @@
 # PARTS, by default all, in this order: "small" the same bits on 1, 2, 4 .. GPUs, resuming with other numbers of ranks, kill -9 of a rank, sequences in parts;
 # "speed" gdn of 400M parameters, plain, as a world of one rank, and on 2, 4 .. GPUs; "long" one sequence of 131,072 tokens; "bits" three steps
 # of the large model. By name only: "world" plain and a world of one rank in turns; "zero" shards of gradients, their bits, memory and rate; "cut"
-# sequences of attention and of kla by maps. MNEME_NCCL names libnccl.so.2 where the system does not find it.
+# sequences of attention in parts. MNEME_NCCL names libnccl.so.2 where the system does not find it.
 set -u
 [ $# -ge 2 ] || { echo "usage: bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS]" >&2; exit 2; }
 mneme=$1 out=$2 gpus=${3:-2} limit=${4:-360} parts=${5:-small speed long bits}
@@ -230,7 +230,7 @@ part_bits() {
 part_world() {
     : > "$folder/plain.rates"
     : > "$folder/world.rates"
-    for turn in 1 2 3; do
+    for turn in 1 2; do
         speed "plain.$turn" 0 gdn 25 40 $whole --set train.accumulate=1
         echo "${rate:-0}" >> "$folder/plain.rates"
         speed "world.$turn" 1 gdn 25 40 $whole --set train.accumulate=1
@@ -256,17 +256,17 @@ part_zero() {
     done
 }
 
-# what is cut by keys or by maps: the losses of one GPU within rounding
+# what is cut by keys: the losses of one GPU within rounding
 part_cut() {
-    for case in attention/auto "gdn, attention/auto" hyperglu/auto kla/maps kla/pipeline; do
-        layers=${case%/*} states=${case#*/}
-        small 1 whole.cut --set train.accumulate=2
+    for case in attention/f32 attention/bf16 "gdn, attention/f32" hyperglu/f32; do
+        layers=${case%/*} dtype=${case#*/}
+        small 1 whole.cut --set train.accumulate=2 --set "train.dtype=$dtype"
         losses whole.cut > "$folder/a"
         for n in $counts; do
             rm -rf "$folder/parts.cut"
-            small "$n" parts.cut --set train.accumulate=2 --set "train.sequence_ranks=$n" --set "train.sequence_states=$states"
+            small "$n" parts.cut --set train.accumulate=2 --set "train.sequence_ranks=$n" --set "train.dtype=$dtype"
             losses parts.cut > "$folder/b"
-            tell "$layers by $states: largest difference of losses, sequences in $n parts" "$(paste "$folder/a" "$folder/b" |
+            tell "$layers, $dtype: largest difference of losses, sequences in $n parts" "$(paste "$folder/a" "$folder/b" |
                 awk 'NF == 2 { d = $1 - $2; if (d < 0) d = -d; if (d > m) m = d; n++ } END { if (n) printf "%.2g of %d steps", m, n }')"
         done
         rm -rf "$folder/whole.cut"
