@@ -67,33 +67,51 @@ static double at(const cut_call *c, const mn_in *view, int64_t b, int64_t t, int
     return number(c, view->data, b * row + t * step + h);
 }
 
-/* log a of a token. */
-static double log_decay(const cut_call *c, int64_t b, int64_t t, int64_t h) {
-    if (c->op == MN_OP_importance) {
-        return at(c, &((const mn_importance_args *)c->args)->g, b, t, h);
-    }
-    if (c->op == MN_OP_palimpsa_paper) {
-        const mn_palimpsa_paper_args *p = (const mn_palimpsa_paper_args *)c->args;
-        return log1p(-at(c, &p->gamma, b, t, h) / number(c, p->n_mem.data, h));
-    }
+/* log a of a token, for each operator. */
+static double importance_decay(const cut_call *c, int64_t b, int64_t t, int64_t h) {
+    return at(c, &((const mn_importance_args *)c->args)->g, b, t, h);
+}
+
+static double paper_decay(const cut_call *c, int64_t b, int64_t t, int64_t h) {
+    const mn_palimpsa_paper_args *p = (const mn_palimpsa_paper_args *)c->args;
+    return log1p(-at(c, &p->gamma, b, t, h) / number(c, p->n_mem.data, h));
+}
+
+static double code_decay(const cut_call *c, int64_t b, int64_t t, int64_t h) {
     const mn_palimpsa_code_args *p = (const mn_palimpsa_code_args *)c->args;
     return -at(c, &p->dt, b, t, h) * number(c, p->decay_rate.data, h);
 }
 
+typedef struct gating {
+    mn_op_id op;
+    double (*log_decay)(const cut_call *c, int64_t b, int64_t t, int64_t h);
+    size_t ip;
+} gating;
+
+static const gating *gating_of(const cut_call *c) {
+    static const gating all[] = {
+        { MN_OP_importance, importance_decay, offsetof(mn_importance_args, ip) },
+        { MN_OP_palimpsa_paper, paper_decay, offsetof(mn_palimpsa_paper_args, ip) },
+        { MN_OP_palimpsa_code, code_decay, offsetof(mn_palimpsa_code_args, ip) },
+    };
+    const gating *of = all;
+    while (of->op != c->op) of++;    // sequence.def lists these
+    return of;
+}
+
 static void put_decays(const gathered *g, const cut_call *c) {
+    const gating *of = gating_of(c);
     for (int64_t n = 0; n < g->heads; n++) {
         double sum = 0.0;
         for (int64_t t = 0; t < c->sizes->T; t++) {
-            sum += log_decay(c, n / c->sizes->H, t, n % c->sizes->H);
+            sum += of->log_decay(c, n / c->sizes->H, t, n % c->sizes->H);
         }
         decay_of(g, c->rank)[n] = exp(sum);
     }
 }
 
 static double prior(const cut_call *c, int64_t head) {
-    const mn_in *ip = c->op == MN_OP_importance      ? &((mn_importance_args *)c->args)->ip
-                      : c->op == MN_OP_palimpsa_paper ? &((mn_palimpsa_paper_args *)c->args)->ip
-                                                      : &((mn_palimpsa_code_args *)c->args)->ip;
+    const mn_in *ip = (const mn_in *)(c->args + gating_of(c)->ip);
     return number(c, ip->data, head % c->sizes->H);
 }
 

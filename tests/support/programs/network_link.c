@@ -1,4 +1,4 @@
-/* network_link.c - a network of hosts that delays and loses, in user space, where the kernel has no netem.
+/* network_link.c - a network of hosts that delays and loses, where the kernel has no netem.
  *
  *   network_link SECONDS LOSS INTERFACE...
  *
