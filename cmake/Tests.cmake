@@ -60,6 +60,10 @@ add_library(fake_nccl MODULE tests/support/programs/fake_nccl.c)
 add_dependencies(test_gpus fake_nccl)
 target_compile_definitions(test_gpus PRIVATE MN_FAKE_NCCL="$<TARGET_FILE:fake_nccl>")
 
+# What stands in for the kernel's netem where there is none.
+add_executable(network_link tests/support/programs/network_link.c)
+target_compile_definitions(network_link PRIVATE _GNU_SOURCE)
+
 set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
 add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors ${golden}/programs/*.safetensors")
 set_tests_properties(golden PROPERTIES LABELS "sanitize;threads")
@@ -91,7 +95,8 @@ set_tests_properties(template_reference PROPERTIES SKIP_RETURN_CODE 77)
 file(GLOB rank_tests CONFIGURE_DEPENDS tests/ranks/*.sh)
 foreach(script ${rank_tests})
     get_filename_component(name ${script} NAME_WE)
-    add_test(NAME ranks_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR})
+    add_test(NAME ranks_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR}
+        $<TARGET_FILE:network_link>)
     set_tests_properties(ranks_${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 2400)
     mneme_label(ranks_${name} ${script})
 endforeach()

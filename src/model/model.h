@@ -145,7 +145,9 @@ typedef struct mn_model_input {
     mn_model_branches *branches;   // filled in for the blocks it chooses; NULL: not wanted
     bool add_gradients;            // to what the parameters' gradients hold
     mn_recompute recompute;        // instead of keeping it; the same bits for less memory
-    /* Called going back when the gradients of block i's parameters are complete; NULL: nobody. */
+    /* Called before block i reads its parameters going forward; and going back when their gradients
+     * are complete and what comes next is of block i - 1. NULL: nobody. */
+    void (*enter)(void *context, int block);
     void (*ready)(void *context, int block);
     void *ready_context;
 } mn_model_input;
@@ -180,5 +182,8 @@ void mn_model_settle_some(mn_model *model, int first, int end);
 
 /* Block i has parameters [*first, *end). */
 void mn_model_block_params(const mn_model *model, int i, int *first, int *end);
+
+/* How many numbers belong to no block, and how many the largest block has. */
+void mn_model_parts(const mn_model *model, int64_t *outside, int64_t *block);
 
 #endif

@@ -12,8 +12,8 @@
 #include "base/util.h"
 #include "ops/run.h"
 
-/* A pipeline of kla is the faster one from this many layers a rank on. */
-enum { MOEBIUS_DEPTH = 3 };
+/* A pipeline of kla, or of Palimpsa, is the faster one from this many layers a rank on. */
+enum { MOEBIUS_DEPTH = 3, DIAGONAL_DEPTH = 1 };
 
 /* ---- taking apart ---------------------------------------------------------------------------- */
 
@@ -42,10 +42,32 @@ bool mn_sequence_states_find(mn_sequence_states *out, const char *name) {
 }
 
 /* Whether states cross from rank to rank though they have maps (docs/guide/scaling.md). */
-static bool prefers_pipeline(const cut_call *c) {
-    if (c->law != CUT_AFFINE && c->law != CUT_MOEBIUS) return false;
-    if (c->s->states != MN_SEQUENCE_AUTO) return c->s->states == MN_SEQUENCE_PIPELINE;
-    return c->law == CUT_MOEBIUS && c->s->depth >= MOEBIUS_DEPTH * (c->world - 1);
+static bool prefers_pipeline(cut_law law, mn_sequence_states states, int depth, int ranks) {
+    if (law != CUT_AFFINE && law != CUT_MOEBIUS && law != CUT_DIAGONAL) return false;
+    if (states != MN_SEQUENCE_AUTO) return states == MN_SEQUENCE_PIPELINE;
+    if (law == CUT_AFFINE) return false;
+    return depth >= (law == CUT_MOEBIUS ? MOEBIUS_DEPTH : DIAGONAL_DEPTH) * (ranks - 1);
+}
+
+static cut_law choose_law(mn_op_id op, mn_sequence_states states, int depth, int ranks,
+                          bool device) {
+    const cut_law law = law_of(op);
+    return device || prefers_pipeline(law, states, depth, ranks) ? CUT_PIPELINE : law;
+}
+
+const char *mn_sequence_way(mn_op_id op, mn_sequence_states states, int depth, int ranks,
+                            bool device) {
+    static const char *const ways[] = { [CUT_PIPELINE] = "pipeline", [CUT_AFFINE] = "maps",
+                                        [CUT_MOEBIUS] = "maps", [CUT_DIAGONAL] = "maps",
+                                        [CUT_TAIL] = "tails" };
+    int n;
+    bool has_state = false;
+    const mn_field *fields = mn_op_fields(op, &n);
+    if (mn_op_traits_of(op)->keyed) return "keys";
+    for (int i = 0; i < n; i++) {
+        has_state |= fields[i].role == MN_ROLE_OPT && fields[i].axes[0] == 'N';
+    }
+    return has_state ? ways[choose_law(op, states, depth, ranks, device)] : NULL;
 }
 
 int64_t mn_cut_count(const cut_call *c, const char *axes) {
@@ -85,10 +107,10 @@ static void find_states(cut_call *c, const mn_field *fields, int n) {
 static mn_status take_apart(cut_call *c, const mn_sequence *s, mn_op_id op, void *args) {
     int n;
     const mn_field *fields = mn_op_fields(op, &n);
-    *c = (cut_call){ .s = s, .op = op, .args = args, .sizes = args, .law = law_of(op),
+    *c = (cut_call){ .s = s, .op = op, .args = args, .sizes = args,
                  .rank = mn_comm_rank(s->comm), .world = mn_comm_world(s->comm),
                  .device = s->context->device };
-    if (c->device || prefers_pipeline(c)) c->law = CUT_PIPELINE;
+    c->law = choose_law(op, s->states, s->depth, c->world, c->device != NULL);
     c->item = mn_dtype_bytes(c->sizes->dtype);
     if (c->sizes->J == 0) c->sizes->J = c->sizes->H;
     const size_t theta = mn_op_traits_of(op)->theta;
@@ -201,15 +223,11 @@ static mn_status gather_field(cut_call *c, const mn_field *f, char *whole) {
 static mn_status forward_keys(cut_call *c, bool plan) {
     mn_status st = MN_OK;
     const int64_t T = c->sizes->T;
-    if (c->device) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "%s: keys are gathered in the host's memory so far; cut "
-                       "sequences of this model over ranks without --device, or share out batches "
-                       "only (train.sequence_ranks=1)", mn_op_describe(c->op)->name);
-    }
     if (c->sizes->L != 0 && c->sizes->L != T) {
         return mn_fail(MN_ERR_UNSUPPORTED, "%s: a cache of keys cannot be cut over ranks",
                        mn_op_describe(c->op)->name);
     }
+    if (c->device) return plan ? MN_OK : mn_cut_forward_keys_device(c);
     for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
         c->sizes->L = (c->rank + 1) * T;
         const size_t bytes = (size_t)mn_cut_count(c, c->keys[i]->axes) * c->item;
@@ -617,14 +635,17 @@ static mn_status forward(cut_call *c, bool plan) {
     if (st != MN_OK || plan) return st;
     if (c->law == CUT_AFFINE) return forward_affine(c);
     if (c->law == CUT_MOEBIUS) return mn_cut_forward_moebius(c);
+    if (c->law == CUT_DIAGONAL) return mn_cut_forward_diagonal(c);
     return c->law == CUT_TAIL ? forward_tail(c) : mn_cut_forward_pipeline(c);
 }
 
 static mn_status backward(cut_call *c) {
     if (c->sizes->cu_seqlens) return mn_cut_backward_packed(c);
+    if (c->n_keys > 0 && c->device) return mn_cut_backward_keys_device(c);
     if (c->n_keys > 0) return backward_keys(c);
     if (is_local(c)) return mn_cut_run(c, MN_BACKWARD, c->args);
     if (c->law == CUT_MOEBIUS) return mn_cut_backward_moebius(c);
+    if (c->law == CUT_DIAGONAL) return mn_cut_backward_diagonal(c);
     return c->law == CUT_AFFINE ? backward_affine(c) : mn_cut_backward_pipeline(c);
 }
 

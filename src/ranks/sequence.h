@@ -8,6 +8,8 @@
  *                 back the same with A transposed
  *   Moebius maps  of kla: the same with the map of every channel and slot, and going back that of
  *                 their gradients; a state or a gradient is not run twice
+ *   diagonal      of Palimpsa: affine with one decay of each head; two numbers of a cell are
+ *                 gathered
  *   tails         of convolutions: the last W - 1 tokens, from neighbour to neighbour at once
  *   others        states go from rank to rank, and their gradients back: a pipeline, which those
  *                 with maps take, too, where it is asked for or is faster
@@ -25,7 +27,7 @@
  *
  * On GPUs all states and tails go from rank to rank, on the stream: a rank is behind the one
  * before by the time of one operator, not of one in each layer, as no rank waits for those behind
- * it before it goes back. Keys are not gathered there. */
+ * it before it goes back. Keys are gathered into scratch memory, and once more going back. */
 #ifndef MN_RANKS_SEQUENCE_H
 #define MN_RANKS_SEQUENCE_H
 
@@ -46,6 +48,11 @@ typedef enum mn_sequence_states {
 } mn_sequence_states;
 
 bool mn_sequence_states_find(mn_sequence_states *out, const char *name);
+
+/* How an operator crosses `ranks` ranks of a sequence: "maps", "tails", "keys", "pipeline"; NULL:
+ * it looks at one token at a time. `depth` is as below, `device`: on GPUs. */
+const char *mn_sequence_way(mn_op_id op, mn_sequence_states states, int depth, int ranks,
+                            bool device);
 
 typedef struct mn_sequence {
     mn_comm *comm;             // the ranks that share sequences

@@ -10,7 +10,7 @@
 
 enum { CUT_STATES = 8, CUT_KEYED = 2 };
 
-typedef enum cut_law { CUT_PIPELINE, CUT_AFFINE, CUT_MOEBIUS, CUT_TAIL } cut_law;
+typedef enum cut_law { CUT_PIPELINE, CUT_AFFINE, CUT_MOEBIUS, CUT_DIAGONAL, CUT_TAIL } cut_law;
 
 /* An initial state and the final one that follows from it. */
 typedef struct cut_state {
@@ -125,5 +125,13 @@ mn_status mn_cut_backward_pipeline(cut_call *c);
  * none. */
 mn_status mn_cut_forward_moebius(cut_call *c);
 mn_status mn_cut_backward_moebius(cut_call *c);
+
+/* The same of Palimpsa's states, which are affine with one decay a head (sequence_diagonal.c). */
+mn_status mn_cut_forward_diagonal(cut_call *c);
+mn_status mn_cut_backward_diagonal(cut_call *c);
+
+/* Keys and values between GPUs (sequence_keys_device.c). */
+mn_status mn_cut_forward_keys_device(cut_call *c);
+mn_status mn_cut_backward_keys_device(cut_call *c);
 
 #endif

@@ -145,6 +145,43 @@ static int depth_of(const mn_trainer *t) {
     return config->n_layers;
 }
 
+static mn_status find_states(mn_sequence_states *states, const mn_trainer *t) {
+    if (mn_sequence_states_find(states, t->options.sequence_states)) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "train.sequence_states: \"%s\" is none of auto, maps, "
+                   "pipeline", t->options.sequence_states);
+}
+
+/* Operators of a plan, as they come. */
+typedef struct heard {
+    bool of[MN_OP_COUNT];
+} heard;
+
+static mn_status hear_op(void *context, mn_op_id op, void *args, bool plan) {
+    (void)args, (void)plan;
+    ((heard *)context)->of[op] = true;
+    return MN_OK;
+}
+
+mn_status mn_trainer_sequence_ways(mn_trainer *t, mn_way_fn tell, void *context) {
+    mn_sequence_states states;
+    heard ops = { .of = { false } };
+    const mn_tape_runner runner = { hear_op, hear_op, &ops };
+    double loss;
+    int64_t counted;
+    const int ranks = (int)t->options.sequence_ranks;
+    mn_status st = find_states(&states, t);
+    if (st != MN_OK || ranks == 1) return st;
+    mn_tape_run_by(t->tape, &runner);
+    st = mn_trainer_pass(t, t->tape, &t->batch, MN_TAPE_RECORD | MN_TAPE_PLAN, false, 1.0, &loss,
+                         &counted);
+    for (int op = 0; st == MN_OK && op < MN_OP_COUNT; op++) {
+        const char *way = mn_sequence_way((mn_op_id)op, states, depth_of(t), ranks,
+                                          t->context->device != NULL);
+        if (ops.of[op] && way) tell(context, mn_op_describe((mn_op_id)op)->name, way);
+    }
+    return st;
+}
+
 static mn_status make_part(mn_trainer_cut *k, const mn_token_batch *whole) {
     k->part = (mn_token_batch){ .rows = whole->rows, .length = whole->length / k->ranks,
                                 .packed = whole->packed };
@@ -165,17 +202,15 @@ mn_status mn_trainer_cut_create(mn_trainer *t, mn_nccl *nccl) {
                        "without train.mc_samples, and on GPUs with data.cutting=windows");
     }
     mn_sequence_states states;
-    if (!mn_sequence_states_find(&states, t->options.sequence_states)) {
-        return mn_fail(MN_ERR_ARGUMENT, "train.sequence_states: \"%s\" is none of auto, maps, "
-                       "pipeline", t->options.sequence_states);
-    }
+    mn_status st = find_states(&states, t);
+    if (st != MN_OK) return st;
     mn_trainer_cut *k = calloc(1, sizeof *k);
     if (!k) return mn_fail(MN_ERR_MEMORY, "no memory for a batch");
     t->cut = k;
     const int first = mn_comm_rank(t->comm) / ranks * ranks;
     k->ranks = ranks;
     k->rank = mn_comm_rank(t->comm) - first;
-    mn_status st = make_part(k, &t->batch);
+    st = make_part(k, &t->batch);
     if (st == MN_OK) st = mn_comm_part(&k->group, t->comm, first, ranks);
     k->cut = (mn_sequence){ .comm = k->group, .nccl = nccl, .first = first, .states = states,
                             .depth = depth_of(t), .context = t->context, .keep = keep, .owner = k,

@@ -49,7 +49,7 @@ for layers in linear retnet mamba2 gla mamba1 mlstm longhorn longhorn_column del
     n=$((n + 1))
 done
 [ $n -ge 15 ] || fail "only $n kinds of layers were found"
-for layers in kla gdn; do
+for layers in kla gdn palimpsa; do
     train 1 1 "$layers" one --set train.context=96
     for states in maps pipeline; do
         train 3 3 "$layers" three --set train.context=96 --set "train.sequence_states=$states"
