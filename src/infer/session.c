@@ -23,6 +23,7 @@ struct mn_snapshot {
     mn_model_state state;
     size_t bytes;              // of one in a file
     char *path;                // of that file, which has the state; NULL: it is here
+    bool stays;                // the file, when the snapshot goes
 };
 
 enum { MOST_CHUNK = 512, LEAST_CHUNK = 16, DEVICE_CHUNK = 4096 };
@@ -537,6 +538,24 @@ mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampli
                                    mn_model_vocabulary(session->model));
 }
 
+/* Caches of a file say how many sequences they are of, and how long those are: as long as what was
+ * read. */
+static mn_status check_caches(const mn_model_state *state, const char *path) {
+    for (int i = 0; i < state->n_layers; i++) {
+        for (int k = 0; k < state->layers[i].n_pieces; k++) {
+            const mn_state_piece *piece = &state->layers[i].pieces[k];
+            if (piece->width == 0 || (piece->B == 1 && piece->length == state->position)) continue;
+            if (piece->B == 1) {
+                return mn_fail(MN_ERR_FORMAT, "%s: layer %d keeps %" PRId64 " tokens of %" PRId64
+                               " that were read", path, i, piece->length, state->position);
+            }
+            return mn_fail(MN_ERR_ARGUMENT, "%s is the state of %" PRId64 " sequences at once; a "
+                           "session is one", path, piece->B);
+        }
+    }
+    return MN_OK;
+}
+
 /* ---- copies ---------------------------------------------------------------------------------- */
 
 /* `state` becomes the session's. */
@@ -598,7 +617,8 @@ mn_status mn_session_restore(mn_session *session, const mn_snapshot *snapshot) {
                        ? mn_model_state_load(&state, session->model, snapshot->path)
                        : mn_model_state_copy(&state, &snapshot->state);
     if (st != MN_OK) return st;
-    if (device && mn_snapshot_is_away(snapshot, session->context)) {
+    if (snapshot->path) st = check_caches(&state, snapshot->path);
+    if (st == MN_OK && device && mn_snapshot_is_away(snapshot, session->context)) {
         st = mn_model_state_send(&state, device, session->options.dtype);
     }
     if (st == MN_OK) take_state(session, &state);
@@ -612,7 +632,7 @@ size_t mn_snapshot_bytes(const mn_snapshot *snapshot) {
 
 void mn_snapshot_destroy(mn_snapshot *snapshot) {
     if (!snapshot) return;
-    if (snapshot->path) remove(snapshot->path);
+    if (snapshot->path && !snapshot->stays) remove(snapshot->path);
     free(snapshot->path);
     mn_model_state_free(&snapshot->state);
     free(snapshot);
@@ -637,10 +657,11 @@ mn_status mn_snapshot_to_host(mn_snapshot *snapshot) {
     return MN_OK;
 }
 
-mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const char *path) {
+mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const mn_state_notes *notes,
+                              const char *path) {
     if (snapshot->path) return MN_OK;
     char *copy = strdup(path);
-    mn_status st = copy ? mn_model_state_save(&snapshot->state, snapshot->model, path)
+    mn_status st = copy ? mn_model_state_save(&snapshot->state, snapshot->model, notes, path)
                         : mn_fail(MN_ERR_MEMORY, "no memory for a path");
     if (st != MN_OK) {
         if (copy) remove(path);
@@ -651,6 +672,51 @@ mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const char *path) {
     snapshot->path = copy;
     mn_model_state_free(&snapshot->state);
     return MN_OK;
+}
+
+void mn_snapshot_stay(mn_snapshot *snapshot) {
+    snapshot->stays = true;
+}
+
+mn_status mn_snapshot_save(const mn_snapshot *snapshot, const mn_model *model,
+                           const mn_state_notes *notes, const char *path) {
+    if (snapshot) return mn_model_state_save(&snapshot->state, model, notes, path);
+    mn_model_state nothing;
+    mn_status st = mn_model_state_create(&nothing, model);
+    if (st == MN_OK) st = mn_model_state_save(&nothing, model, notes, path);
+    mn_model_state_free(&nothing);
+    return st;
+}
+
+mn_status mn_snapshot_open(mn_snapshot **out, const mn_model *model, size_t bytes,
+                           const char *path) {
+    *out = calloc(1, sizeof **out);
+    char *copy = strdup(path);
+    if (!*out || !copy) {
+        free(*out);
+        free(copy);
+        *out = NULL;
+        return mn_fail(MN_ERR_MEMORY, "no memory for a snapshot");
+    }
+    **out = (mn_snapshot){ .model = model, .bytes = bytes, .path = copy };
+    return MN_OK;
+}
+
+mn_status mn_snapshot_load(mn_snapshot **out, const mn_model *model, const char *path) {
+    *out = calloc(1, sizeof **out);
+    if (!*out) return mn_fail(MN_ERR_MEMORY, "no memory for a snapshot");
+    (*out)->model = model;
+    mn_status st = mn_model_state_load(&(*out)->state, model, path);
+    if (st == MN_OK) st = check_caches(&(*out)->state, path);
+    if (st != MN_OK) {
+        mn_snapshot_destroy(*out);
+        *out = NULL;
+    }
+    return st;
+}
+
+int64_t mn_snapshot_position(const mn_snapshot *snapshot) {
+    return snapshot->state.position;
 }
 
 mn_status mn_session_fork(mn_session **out, const mn_session *session) {
@@ -676,25 +742,7 @@ mn_status mn_session_fork(mn_session **out, const mn_session *session) {
 
 mn_status mn_session_save(const mn_session *session, const char *path) {
     const mn_status st = check_whole(session);
-    return st == MN_OK ? mn_model_state_save(&session->state, session->model, path) : st;
-}
-
-/* Caches of a file say how many sequences they are of, and how long those are: as long as what was
- * read. */
-static mn_status check_caches(const mn_model_state *state, const char *path) {
-    for (int i = 0; i < state->n_layers; i++) {
-        for (int k = 0; k < state->layers[i].n_pieces; k++) {
-            const mn_state_piece *piece = &state->layers[i].pieces[k];
-            if (piece->width == 0 || (piece->B == 1 && piece->length == state->position)) continue;
-            if (piece->B == 1) {
-                return mn_fail(MN_ERR_FORMAT, "%s: layer %d keeps %" PRId64 " tokens of %" PRId64
-                               " that were read", path, i, piece->length, state->position);
-            }
-            return mn_fail(MN_ERR_ARGUMENT, "%s is the state of %" PRId64 " sequences at once; a "
-                           "session is one", path, piece->B);
-        }
-    }
-    return MN_OK;
+    return st == MN_OK ? mn_model_state_save(&session->state, session->model, NULL, path) : st;
 }
 
 mn_status mn_session_load(mn_session *session, const char *path) {

@@ -18,8 +18,8 @@
 
 enum { PLAYS = 64 };    // sizes of steps: four between a power of two and the next
 
-/* What a step may keep of all its layers. Memory that the next layer uses again makes works wait for
- * each other that have nothing to do with each other, so it does only beyond this. */
+/* What a step may keep of all its layers. Memory that the next layer uses again makes works wait
+ * for each other that have nothing to do with each other, so it does only beyond this. */
 static const size_t kept_bytes = (size_t)512 << 20;
 
 /* Steps of `rows` rows. */

@@ -109,12 +109,24 @@ mn_status mn_model_state_send(mn_model_state *state, mn_device *device, mn_dtype
 /* A copy in the host's memory, in float32 there. */
 mn_status mn_model_state_fetch(mn_model_state *out, const mn_model_state *from);
 
+/* What a file of a state says of it: the tokens it has read, and words of its owner. NULL: not
+ * said. */
+typedef struct mn_state_notes {
+    const int32_t *tokens;
+    int64_t n_tokens;
+    const char *words;
+} mn_state_notes;
+
 /* Writes and reads a state as safetensors, with what it belongs to in the metadata; reading fails
  * when it is another model's. What is on a GPU is written in float32; what is read is on the
- * host. */
+ * host. `notes` may be NULL. */
 mn_status mn_model_state_save(const mn_model_state *state, const mn_model *model,
-                              const char *path);
+                              const mn_state_notes *notes, const char *path);
 mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const char *path);
+
+/* The notes of a file: tokens and words are to be freed. What is not a state of the model fails. */
+mn_status mn_model_state_notes(int32_t **tokens, int64_t *n_tokens, char **words,
+                               const mn_model *model, const char *path);
 
 /* ---- forward --------------------------------------------------------------------------------- */
 

@@ -368,8 +368,8 @@ static void call_restore(mn_job *job, mn_engine *e) {
                                                             : "a snapshot stays as it is");
         return;
     }
-    mn_states_set(e->states, state, from);
-    answer_state(job, MN_OK, state);
+    st = mn_states_set(e->states, state, from);
+    answer_state(job, st, state);
 }
 
 static bool file_name(mn_exchange *x) {

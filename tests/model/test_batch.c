@@ -117,7 +117,7 @@ static void put_away(mn_snapshot *snapshot, int i, int twin) {
     snprintf(path, sizeof path, "%s/mneme_test_batch_%ld_%d_%d.state", folder ? folder : "/tmp",
              (long)getpid(), i, twin);
     if (i % 4 == 0) need(mn_snapshot_to_host(snapshot));
-    if (i % 8 == 0 || i % 8 == 1) need(mn_snapshot_to_file(snapshot, path));
+    if (i % 8 == 0 || i % 8 == 1) need(mn_snapshot_to_file(snapshot, NULL, path));
 }
 
 /* Sessions that were in a batch are looked at, copied, put back and stepped by themselves, their
