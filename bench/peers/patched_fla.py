@@ -97,15 +97,23 @@ def loss_of(torch, model, tokens):
 
 
 def share_of_settings(share):
-    """The autotuner tries but a share of the settings of each kernel."""
+    """The autotuner tries but a share of the settings of each kernel. Where none of them fits the
+    GPU, the kernel is left out: what the process computes is of no use but to be compiled."""
     from triton.runtime.autotuner import Autotuner
+    from triton.runtime.errors import OutOfResources
     turn, of = map(int, share.split("/"))
-    whole = Autotuner.prune_configs
+    whole, run_any = Autotuner.prune_configs, Autotuner.run
 
     def prune_configs(self, kwargs):
         found = whole(self, kwargs)
         return found[turn::of] or found[:1]
-    Autotuner.prune_configs = prune_configs
+
+    def run(self, *args, **kwargs):
+        try:
+            return run_any(self, *args, **kwargs)
+        except OutOfResources:
+            return None
+    Autotuner.prune_configs, Autotuner.run = prune_configs, run
 
 
 def compile_first(processes):
@@ -199,15 +207,17 @@ def main():
     batches = [source.draw(given.batch, given.context) for _ in range(given.steps)]
     print(f"{count / 1e6:.0f}M parameters, {given.batch} x {given.context} tokens a step, "
           f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if given.compilers:
-        compile_first(given.compilers)
     out = {"refusal_passed_over": pass_over_refusal(torch)}
     if out["refusal_passed_over"]:
         print("theirs: their gated backward refuses this GPU with this Triton, for wrong "
               "gradients; it is run all the same")
-    for name in ("theirs", "ours"):
+    for name in ("ours", "theirs"):
         if name == "ours":
             print("exchanged:", ", ".join(mneme.torch.fla.install(norms=not given.no_norms)))
+        else:
+            mneme.torch.fla.uninstall()
+            if given.compilers:
+                compile_first(given.compilers)
         torch.manual_seed(0)
         model = GatedDeltaNetForCausalLM(config)
         model.load_state_dict(weights)

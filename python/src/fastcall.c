@@ -88,7 +88,7 @@ static const char OPERATOR[] = "mneme.operator", CALL[] = "mneme.call";
 static const dl_exchange *exchange;
 static PyTypeObject *tensor_type, *parameter_type;
 static PyObject *grad_enabled, *autocast_enabled, *cuda, *current_device, *watchers;
-static PyObject *stream_of, *recording;
+static PyObject *stream_of, *recording, *any_autocast, *requires_grad;
 static known_gpu gpus[MOST_GPUS];
 
 /* Whether a function without arguments gives None, False or 0; -1 on an error. */
@@ -187,7 +187,8 @@ static int is_at_hand(const seen_call *seen) {
     const long index = PyLong_AsLong(device);
     Py_DECREF(device);
     if (index != seen->device_id) return 0;
-    if (seen->half) return 1;
+    const int none = seen->half ? 1 : gives_nothing(any_autocast);
+    if (none != 0) return none;
     PyObject *on = PyObject_CallFunctionObjArgs(autocast_enabled, cuda, NULL);
     if (!on) return -1;
     const int truth = PyObject_IsTrue(on);
@@ -203,7 +204,7 @@ static int wants_gradient(const known_operator *op, PyObject *tensors) {
     for (int i = 0; i < op->n_inputs; i++) {
         PyObject *x = list ? PyList_GetItem(tensors, i) : PyTuple_GetItem(tensors, i);
         if (x == Py_None) continue;
-        PyObject *wants = PyObject_GetAttrString(x, "requires_grad");
+        PyObject *wants = PyObject_GetAttr(x, requires_grad);
         if (!wants) return -1;
         const bool yes = wants == Py_True;
         Py_DECREF(wants);
@@ -314,8 +315,8 @@ static known_operator *operator_of(PyObject *capsule) {
 }
 
 /* run(operator, context of the CPU, tensors, params, wanted, whether it may call on GPUs): a list
- * of results; or (struct, results, GPU or -1, whether a gradient is wanted) of a call to be made; or
- * a status; or None for a call that is not known. */
+ * of results; or (struct, results, GPU or -1, whether a gradient is wanted) of a call to be made;
+ * or a status; or None for a call that is not known. */
 static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     seen_call seen;
@@ -501,14 +502,15 @@ static PyObject *new_operator(PyObject *self, PyObject *args) {
     return capsule;
 }
 
-/* setup(exchange table, Tensor, Parameter, is_grad_enabled, is_autocast_enabled, current device,
- * stream of a device, whether it records, watchers): whether this file knows the table. */
+/* setup(exchange table, Tensor, Parameter, is_grad_enabled, is_autocast_enabled, whether any
+ * autocast is, current device, stream of a device, whether it records, watchers): whether this file
+ * knows the table. */
 static PyObject *setup(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *table, *tensor, *parameter;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOO!", &table, &tensor, &parameter, &grad_enabled,
-                          &autocast_enabled, &current_device, &stream_of, &recording,
-                          &PyTuple_Type, &watchers)) {
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOO!", &table, &tensor, &parameter, &grad_enabled,
+                          &autocast_enabled, &any_autocast, &current_device, &stream_of,
+                          &recording, &PyTuple_Type, &watchers)) {
         return NULL;
     }
     const dl_exchange *found = PyCapsule_GetPointer(table, "dlpack_exchange_api");
@@ -516,12 +518,14 @@ static PyObject *setup(PyObject *self, PyObject *args) {
     while (found && found->major != 1) found = found->earlier;
     if (!found || !found->borrow) Py_RETURN_FALSE;
     cuda = PyUnicode_FromString("cuda");
-    if (!cuda) return NULL;
+    requires_grad = PyUnicode_InternFromString("requires_grad");
+    if (!cuda || !requires_grad) return NULL;
     tensor_type = (PyTypeObject *)tensor, parameter_type = (PyTypeObject *)parameter;
     Py_INCREF(tensor);
     Py_INCREF(parameter);
     Py_INCREF(grad_enabled);
     Py_INCREF(autocast_enabled);
+    Py_INCREF(any_autocast);
     Py_INCREF(current_device);
     Py_INCREF(stream_of);
     Py_INCREF(recording);

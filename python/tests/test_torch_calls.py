@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mneme.torch import _call, _device, ops           # noqa: E402
+from mneme.torch import _call, _device, _fast, ops    # noqa: E402
 from mneme.torch._call import torch_operators         # noqa: E402
 import laws                                           # noqa: E402
 
@@ -326,8 +326,8 @@ def gpu():
         watchers = (_call._modes, _call._functions, _call._transforms)
         assert _call._compiled.setup(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor,
                                      torch.nn.Parameter, torch.is_grad_enabled,
-                                     torch.is_autocast_enabled, _device._current, stream_of,
-                                     records, watchers)
+                                     torch.is_autocast_enabled, _fast._any_autocast,
+                                     _device._current, stream_of, records, watchers)
     setup(lambda index: found.stream, lambda: found.records)
     yield found
     setup(_device._stream_of, _device._records)

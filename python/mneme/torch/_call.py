@@ -567,20 +567,32 @@ def _run(top, args, n):
     return top.compute(args)
 
 
+def call_known(top, tensors, params, wanted):
+    """Results of a call that looks like an earlier one; None of any other."""
+    if top.known is None or torch.compiler.is_compiling():
+        return None
+    made = _run_known(top.known, _library.cpu_handle(), tensors, params, wanted, True)
+    if type(made) is list or made is None:
+        return made
+    if type(made) is tuple:
+        return _finish(top, tensors, params, wanted, top.no_host, *made)
+    return _library.check(made)
+
+
 def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):
     """Runs an operator on tensors of any floating dtype; results have the dtype of the first
     input, states and sums at least float32. Gives a tuple with None for what was not wanted."""
     if wanted is None:
         wanted = top.main
-    if (top.known is not None and cu_seqlens is None and counts0 is None
-            and not torch.compiler.is_compiling()):
-        made = _run_known(top.known, _library.cpu_handle(), tensors, params, wanted, True)
-        if type(made) is list:
-            return made
-        if type(made) is tuple:
-            return _finish(top, tensors, params, wanted, top.no_host, *made)
+    if cu_seqlens is None and counts0 is None:
+        made = call_known(top, tensors, params, wanted)
         if made is not None:
-            _library.check(made)
+            return made
+    return call_new(top, tensors, params, cu_seqlens, counts0, wanted)
+
+
+def call_new(top, tensors, params, cu_seqlens, counts0, wanted):
+    """call() of what does not look like an earlier call."""
     if _nobody_looks():
         if cu_seqlens is None and counts0 is None:
             host = top.no_host

@@ -38,6 +38,10 @@ def _module():
         return None
 
 
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None) or (
+    lambda: torch.is_autocast_enabled("cuda"))
+
+
 def load(watchers):
     """The module, set up; None where calls go through Python. `watchers` are functions that give
     None or 0 where nobody traces or transforms calls."""
@@ -47,7 +51,7 @@ def load(watchers):
     module = _module()
     if module is None or not module.setup(table, torch.Tensor, torch.nn.Parameter,
                                           torch.is_grad_enabled, torch.is_autocast_enabled,
-                                          _device._current, _device._stream_of, _device._records,
+                                          _any_autocast, _device._current, _device._stream_of, _device._records,
                                           tuple(watchers)):
         return None
     _device.compiled = module
