@@ -108,8 +108,8 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
             return code == cudaSuccess ? mn_delta_scan_segments_back<KP>(job, stream, back) : code;
         }
     }
-    const int code = forth(job, 1);
-    return code == cudaSuccess ? back(job, 1) : code;
+    const int code = forth(job, 0);
+    return code == cudaSuccess ? back(job, 0) : code;
 }
 
 template <int KP>

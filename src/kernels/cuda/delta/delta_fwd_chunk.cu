@@ -473,12 +473,13 @@ inline int64_t mn_fwd_chunk_blocks(const mn_call &call) {
 
 template <int KP>
 inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
-                          cudaStream_t stream, int segments = 1) {
-    const int64_t blocks = mn_fwd_chunk_blocks(job.p.call);
+                          cudaStream_t stream, int segments = 0) {
+    const int64_t blocks = mn_fwd_chunk_slices(job.p.call) * job.p.call.H *
+                           mn_delta_scan_units(job.p.call, job.segments, segments);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     return mn_launch_smem(delta_fwd_chunk_sm90_kernel<KP, false>,
-                          dim3((unsigned)blocks, (unsigned)segments), MN_FWD_CHUNK_THREADS,
+                          dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
                           sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
                           mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
 }
@@ -563,7 +564,7 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
             return mn_delta_scan_segments<KP, CHANNEL>(job, stream, launch);
         }
     }
-    return launch(job, 1);
+    return launch(job, 0);
 }
 
 template <int KP>

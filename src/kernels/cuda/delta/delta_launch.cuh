@@ -63,7 +63,7 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
     }
     const mn_delta_segments segments = mn_delta_segments_of(call, pairs);
     if (segments.count > 1) {
-        const int64_t heads = mn_delta_cut_sequences(call, segments) * call.H;
+        const int64_t heads = mn_scan_cut_sequences(call, segments) * call.H;
         arena.take(workspace->segment_maps, heads * (segments.count - 2), K * (V + K));
         arena.take(workspace->segment_states, heads * segments.count, call.K * call.V);
     }
@@ -168,14 +168,15 @@ inline void mn_delta_tma_maps(mn_scan_tma_maps *maps, const mn_delta_params &job
 typedef void (*mn_delta_scan_kernel)(mn_delta_params, mn_scan_tma_maps, int64_t);
 
 /* Launches the scan over `columns` value columns of all heads of all sequences, by warpgroups or by
- * warps: block = (n * H + h) * n_slices + slice, a slice being col_tiles * 16 value columns, and a
- * row of blocks for each of some segments (job.segments). */
+ * warps: block = (n * H + h) * n_slices + slice, a slice being col_tiles * 16 value columns, with
+ * `segments` of those that are cut (mn_delta_scan_units). */
 template <int KP>
 inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
                                mn_delta_scan_kernel warp_kernel, const mn_delta_params &job,
-                               bool back, int64_t columns, cudaStream_t stream, int segments = 1) {
+                               bool back, int64_t columns, cudaStream_t stream, int segments = 0) {
     constexpr int splits = mn_scan_splits<KP>, warps = mn_scan_sizes<KP>::splits;
-    const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
+    const int64_t heads =
+        job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
     const int col_tiles = job.segments.part == MN_DELTA_WHOLE ? mn_delta_col_tiles(columns, heads)
                                                               : (int)MN_DELTA_COL_TILES;
     const int64_t n_slices = mn_ceil_div(columns, 16 * col_tiles), blocks = n_slices * heads;
@@ -187,7 +188,7 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_tma_maps(&maps, job, back);
     return mn_launch_smem(group ? warpgroup_kernel : warp_kernel,
-                               dim3((unsigned)blocks, (unsigned)segments),
+                               dim3((unsigned)blocks),
                                32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
                                sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * exchange, stream,
                                    job,
@@ -219,21 +220,22 @@ inline int mn_delta_segment_maps(const mn_delta_params &job, cudaStream_t stream
     const bool same_keys = !CHANNEL && !job.p.w.data;
     const size_t smem = same_keys ? offsetof(mn_scan_smem<KP>, behind) : sizeof(mn_scan_smem<KP>);
     const int64_t n_slices = (job.padded_v + KP) / 64;
-    const int64_t blocks = n_slices * job.p.call.H * mn_n_spans(job.p.call);
+    const int64_t blocks = n_slices * job.p.call.H *
+                           mn_delta_scan_units(job.p.call, part.segments, job.segments.count - 2);
     mn_scan_tma_maps maps;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
     if (code != cudaSuccess) return code;
     mn_delta_tma_maps(&maps, job, false);
-    return mn_launch_pdl(kernel, dim3((unsigned)blocks, (unsigned)job.segments.count - 2),
-                         mn_scan_threads(1), smem, stream, part, maps, n_slices);
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), mn_scan_threads(1), smem, stream, part,
+                         maps, n_slices);
 }
 
-/* A scan forward by segments: scan(job, n) launches what job.segments says, n rows of blocks. */
+/* A scan forward by segments: scan(job, n) launches what job.segments says, with n segments. */
 template <int KP, bool CHANNEL, typename Scan>
 inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
-    int code = scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_FIRST, 0), 1);
+    int code = scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_FIRST, 0), 0);
     if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
     if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
     if (code != cudaSuccess) return code;
@@ -244,7 +246,7 @@ inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t strea
 template <int KP, typename Scan>
 inline int mn_delta_scan_segments_back(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
     const int first = MN_DELTA_SEGMENT_FIRST | MN_DELTA_SEGMENT_MAPS;
-    int code = scan(mn_delta_part_of(job, first, 0), job.segments.count);
+    int code = scan(mn_delta_part_of(job, first, 1), job.segments.count - 2);
     if (code == cudaSuccess) code = mn_delta_segment_states<KP, true>(job, stream);
     if (code != cudaSuccess) return code;
     return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 0), job.segments.count - 1);

@@ -46,9 +46,13 @@ inline mn_delta_segments mn_delta_segments_of(const mn_call &call, bool pairs) {
     return segments;
 }
 
-/* Sequences that may be cut, in the numbering of mn_scan_cut_index. */
-inline int64_t mn_delta_cut_sequences(const mn_call &call, const mn_delta_segments &segments) {
-    return call.cu_seqlens ? call.T / segments.least : call.B;
+/* What a launch of a scan has blocks for, in the place of sequences: each sequence, as a whole or
+ * where the scan of it begins; then `n` segments of all that may be cut, segment by segment. */
+inline int64_t mn_delta_scan_units(const mn_call &call, const mn_delta_segments &segments, int n) {
+    const bool all = segments.part == MN_DELTA_WHOLE || segments.part & MN_DELTA_SEGMENT_FIRST;
+    const int64_t units = all ? mn_n_spans(call) : 0;
+    if (segments.part == MN_DELTA_WHOLE) return units;
+    return units + n * mn_scan_cut_sequences(call, segments);
 }
 
 template <int KP>
@@ -107,8 +111,8 @@ __device__ inline void mn_segment_apply(float (&sums)[N], const mn_segment_state
 
 /* The states in front of segments, from that in front of the second in the scan's order.
  *
- * Grid: block = (n * H + h) * n_slices + slice, a slice being 16 value columns of (K,V) states; a
- * thread has a row and KP / 16 columns.
+ * Grid: block = (i * H + h) * n_slices + slice, for the i-th sequence that may be cut, a slice
+ * being 16 value columns of (K,V) states; a thread has a row and KP / 16 columns.
  * Loads   the state in front of the second segment (K, 16 columns), and of each segment between the
  *         first and the last N (K, 16 columns) and M (K,K).
  * Stores  the state in front of each later segment. All in float32, products in the order of j. */
@@ -120,7 +124,9 @@ delta_segment_states(const __grid_constant__ mn_delta_params job, int64_t n_slic
     constexpr int step = BACK ? -1 : 1;
     mn_segment_states_smem<KP> &smem = *(mn_segment_states_smem<KP> *)states_smem_bytes;
     const mn_call &call = job.p.call;
-    const int64_t h = blockIdx.x / n_slices % call.H, n = blockIdx.x / n_slices / call.H;
+    const int64_t h = blockIdx.x / n_slices % call.H;
+    const int64_t n = mn_scan_cut_sequence(job, blockIdx.x / n_slices / call.H);
+    if (n < 0) return;
     const int64_t pitch = job.padded_v + KP;
     const int k = threadIdx.x % KP, local = threadIdx.x / KP * N;
     const int64_t column0 = blockIdx.x % n_slices * MN_DELTA_STATES_COLUMNS + local;
@@ -159,7 +165,8 @@ delta_segment_states(const __grid_constant__ mn_delta_params job, int64_t n_slic
 template <int KP, bool BACK>
 inline int mn_delta_segment_states(const mn_delta_params &job, cudaStream_t stream) {
     const int64_t n_slices = job.padded_v / MN_DELTA_STATES_COLUMNS;
-    const int64_t blocks = n_slices * job.p.call.H * mn_n_spans(job.p.call);
+    const int64_t blocks =
+        n_slices * job.p.call.H * mn_scan_cut_sequences(job.p.call, job.segments);
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     return mn_launch_smem(delta_segment_states<KP, BACK>, dim3((unsigned)blocks),
                           MN_DELTA_STATES_THREADS, sizeof(mn_segment_states_smem<KP>), stream, job,

@@ -49,7 +49,7 @@ enum {
 struct mn_delta_segments {
     int64_t least;    // tokens of a sequence that is cut
     int count;        // into so many segments; 1: none is long enough
-    int part, first;  // of a launch: which, and the segment of its first row of blocks
+    int part, first;  // of a launch: which, and its first segment but for those that begin a scan
 };
 
 /* Tensors by the views that kernels read and write in 16-byte vectors where they can. */

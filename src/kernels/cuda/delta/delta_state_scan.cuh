@@ -122,11 +122,25 @@ __device__ inline mn_scan_cut mn_scan_cut_of(const mn_delta_segments &segments, 
     return { rows, (int)((n_rows + rows - 1) / rows) };
 }
 
-/* Where the maps and states of sequence n are among those of all that are cut: of packed ones each
- * begins at least that many tokens behind the one before. */
+/* Sequences that may be cut have numbers of their own: of packed ones each begins at least that
+ * many tokens behind the one before. */
+__host__ __device__ inline int64_t mn_scan_cut_sequences(const mn_call &call,
+                                                         const mn_delta_segments &segments) {
+    return call.cu_seqlens ? call.T / segments.least : call.B;
+}
+
 __device__ inline int64_t mn_scan_cut_index(const mn_delta_params &job, int64_t n) {
     const mn_call &call = job.p.call;
     return call.cu_seqlens ? call.cu_seqlens[n] / job.segments.least : n;
+}
+
+/* The sequence of such a number, or another, that is too short: what is cut and begins in so many
+ * tokens has the last of them. */
+__device__ inline int64_t mn_scan_cut_sequence(const mn_delta_params &job, int64_t index) {
+    const mn_call &call = job.p.call;
+    if (!call.cu_seqlens) return index;
+    const int64_t n = mn_span_of(call, 0, (index + 1) * job.segments.least - 1);
+    return call.cu_seqlens[n] >= index * job.segments.least ? n : -1;
 }
 
 /* The state (K,V) that a scan has in front of a segment. */
@@ -146,23 +160,22 @@ __device__ inline float *mn_scan_segment_map(const mn_delta_params &job, int64_t
     return job.workspace.segment_maps + (index * job.p.call.H + h) * KP * (job.padded_v + KP);
 }
 
-/* Narrows a block's coordinates from its sequence to a segment of it, and tells where states come
- * from and go to; no rows and no states where the launch has none for it. */
+/* Narrows a block's coordinates from its sequence to a segment of it, that with which the scan
+ * begins or number `segment`, and tells where states come from and go to; no rows and no states
+ * where the launch has none for it. */
 template <bool BACK>
-__device__ inline void mn_scan_find_segment(mn_scan_coord &at, const mn_delta_params &job) {
+__device__ inline void mn_scan_find_segment(mn_scan_coord &at, const mn_delta_params &job,
+                                            bool begins, int segment) {
     const mn_scan_cut cut = mn_scan_cut_of(job.segments, at.n_rows);
-    const int segment = job.segments.first + (int)blockIdx.y;
     const int head = BACK ? cut.n - 1 : 0, tail = BACK ? 0 : cut.n - 1;
-    const bool maps = job.segments.part & MN_DELTA_SEGMENT_MAPS;
-    const int part = segment == head ? MN_DELTA_SEGMENT_FIRST
-                     : maps && segment != tail ? MN_DELTA_SEGMENT_MAPS
-                                               : MN_DELTA_SEGMENT_REST;
+    if (begins) segment = head;
     const int64_t first = segment * cut.rows;
-    if (segment >= cut.n || !(job.segments.part & part)) {
+    at.map = !begins && job.segments.part & MN_DELTA_SEGMENT_MAPS, at.segment = segment;
+    if (segment >= cut.n || (!begins && segment == head) || (at.map && segment == tail)) {
+        at.map = false;
         at.n_rows = 0, at.state_in = nullptr, at.state_out = nullptr;
         return;
     }
-    at.map = part == MN_DELTA_SEGMENT_MAPS, at.segment = segment;
     if (at.map) at.state_in = nullptr;
     else if (segment != head) at.state_in = mn_scan_segment_state(job, at.n, at.h, segment);
     if (segment != tail) {
@@ -182,18 +195,33 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
                                           int64_t n_slices, int columns, const mn_in &state_in,
                                           const mn_out &state_out) {
     const mn_call &call = job.p.call;
+    const bool whole = job.segments.part == MN_DELTA_WHOLE;
+    int64_t unit = blockIdx.x / n_slices / call.H;
+    bool begins = true;
+    int segment = 0;
     at.columns = columns;
     at.column0 = blockIdx.x % n_slices * at.columns;
     at.h = blockIdx.x / n_slices % call.H;
     at.key = mn_key_head(call, at.h);
-    at.n = blockIdx.x / n_slices / call.H;
+    if (!whole) {
+        const int64_t n_spans = mn_n_spans(call);
+        const int64_t n_cut = mn_scan_cut_sequences(call, job.segments);
+        begins = job.segments.part & MN_DELTA_SEGMENT_FIRST && unit < n_spans;
+        if (!begins) {
+            if (job.segments.part & MN_DELTA_SEGMENT_FIRST) unit -= n_spans;
+            segment = job.segments.first + (int)(unit / n_cut);
+            unit = mn_scan_cut_sequence(job, unit % n_cut);
+        }
+    }
+    at.n = max(unit, (int64_t)0);
     at.span = mn_span_at(call, at.n);
     at.first = mn_delta_first_slot_of(call, at.n, job.pairs);
     at.n_rows = at.span.length * (job.pairs ? 2 : 1);
     at.state_in = mn_row<float>(state_in, at.n, 0, at.h);
     at.state_out = mn_row<float>(state_out, at.n, 0, at.h);
     at.map = false;
-    if (job.segments.part != MN_DELTA_WHOLE) mn_scan_find_segment<BACK>(at, job);
+    if (unit < 0) segment = INT32_MAX;    // none
+    if (!whole) mn_scan_find_segment<BACK>(at, job, begins, segment);
     at.n_chunks = (int)((at.n_rows + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
 }
 
@@ -978,7 +1006,7 @@ __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
 }
 
 /* Grid: block = (n * H + h) * n_slices + slice, a slice being 64 value columns; it goes through the
- * chunks of sequence n in order, or of the segment of it that job.segments says.
+ * chunks of sequence n in order, or of a segment (mn_delta_scan_units).
  * Loads   e, q, w (64,K) (decayed ones of the workspace where CHANNEL), v (64, 64 columns), T and P
  *         (64,64) and the decays of each chunk; the state (K, 64 columns) at the start.
  * Stores  o (64, 64 columns) of each chunk and the state at the end. MN_SCAN_SAVE: instead of o
@@ -1004,7 +1032,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     if (mn_scan_producer_tid() >= 0) {
         mn_scan_setmaxnreg<SPLITS, true, MODE>();
         mn_scan_load_forward<KP, CHANNEL, MODE>(smem, job, maps, same_keys);
-        if (MAP && blockIdx.x == 0 && blockIdx.y == 0) mn_pdl_wait();
+        if (MAP && blockIdx.x == 0) mn_pdl_wait();
         return;
     }
     mn_scan_setmaxnreg<SPLITS, false, MODE>();
