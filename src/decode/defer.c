@@ -8,6 +8,7 @@
  *   products of the same input, with the small work that makes it in front of them (a norm, a
  *   gate), and sums with what is there already behind them (a residual)
  *   the recurrence of a matrix state, with the norms that make its queries and keys, in megakernels
+ *   attention over a cache, in megakernels
  *   small works, and what follows from them alone: what depends on each other is a part, parts
  *   are done side by side
  *   whatever else it is, alone
@@ -125,6 +126,22 @@ bool mn_defer_op(mn_tape *tape, mn_op_id op, const void *args) {
     if (copy) {
         d->of.op.id = op;
         d->of.op.args = memcpy(copy, args, bytes);
+        add(tape, d);
+        return true;
+    }
+    mn_tape_flush(tape);
+    return false;
+}
+
+bool mn_defer_attention(mn_tape *tape, const mn_decode_attention *p) {
+    mn_deferred *d = next(tape);
+    if (!d) return false;
+    *d = (mn_deferred){ .kind = MN_DEFERRED_ATTENTION, .values = d->values };
+    mn_ranges_of_attention(d, p);
+    mn_decode_attention *copy = d->unnamed ? NULL : mn_tape_note(tape, sizeof *copy);
+    if (copy) {
+        *copy = *p;
+        d->of.attention = copy;
         add(tape, d);
         return true;
     }
@@ -350,6 +367,23 @@ static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
     return true;
 }
 
+/* Attention i as two stages of a megakernel; false where it is something else, or is not ready, or
+ * no megakernel takes it. Alone it is better off as launches of its own. */
+static bool add_attention(mn_tape *tape, mn_defer *all, int i) {
+    const mn_deferred *d = &all->list[i];
+    if (d->kind != MN_DEFERRED_ATTENTION || !all->stages || !ready(all, i, all->done)) return false;
+    mn_megakernel *megakernel = megakernel_of(tape);
+    for (int k = 0; megakernel && k < 2; k++) {
+        if (mn_megakernel_add_attention(megakernel, d->of.attention)) {
+            all->done |= mn_bit(i);
+            return true;
+        }
+        if (mn_megakernel_bytes(megakernel) == 0) break;
+        launch_megakernel(tape);
+    }
+    return false;
+}
+
 /* Small work i as a row of a table that the megakernel begins with; false where it is something
  * else, or the megakernel has begun. */
 static bool add_gather(mn_tape *tape, mn_defer *all, int i) {
@@ -489,6 +523,10 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     all->done |= mn_bit(i);
     launch_megakernel(tape);
     if (!mn_tape_runs(tape)) return;
+    if (d->kind == MN_DEFERRED_ATTENTION) {
+        check(tape, mn_decode_run_attention(d->of.attention, tape->where));
+        return;
+    }
     if (d->kind == MN_DEFERRED_OP) {
         tape->context->steps = !tape->sequences;
         const mn_status st = mn_op_run(tape->context, d->of.op.id, MN_FORWARD, d->of.op.args);
@@ -530,7 +568,7 @@ static void step(mn_tape *tape, mn_defer *all) {
         if (waits(all, i) && megakernel_of(tape) && add_recurrence(tape, all, i)) return;
     }
     for (int i = 0; i < all->n; i++) {
-        if (add_gather(tape, all, i)) return;
+        if (add_attention(tape, all, i) || add_gather(tape, all, i)) return;
     }
     if (add_works(tape, all)) return;
     uint64_t taken = gather(tape, all, false);

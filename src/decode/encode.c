@@ -157,7 +157,7 @@ static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_
 
 static void move_instr(const relocation *to, mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_RECURRENCE) move_recurrence(to, &instr->memory);
-    if (instr->kind == MN_DECODE_SMALL || instr->kind == MN_DECODE_STEP) {
+    if (instr->kind >= MN_DECODE_SMALL) {
         mn_decode_work_instr *work = &instr->work;
         for (int i = 0; i < work->n_published; i++) move_words(to, &work->published[i].words);
     }

@@ -178,12 +178,20 @@ static mn_status tell_logits(mn_session *s, mn_tensor *hidden, const reading *in
     return st;
 }
 
-/* Whether the next token can be played: no layer goes by position, and nothing else is asked. */
+/* Whether a token on a GPU is read and nothing else is asked. */
+static bool is_step(const mn_session *s, const reading *in) {
+    return s->context->device && in->count == 1 && !in->scores && !in->hearer &&
+           !s->options.belief;
+}
+
+/* Whether the next token can be played. */
 static bool repeats(const mn_session *s, const reading *in) {
-    bool same = s->context->device && in->count == 1 && !in->scores && !in->hearer &&
-                !s->options.belief;
-    for (int i = 0; same && i < s->state.n_layers; i++) same = !s->state.layers[i].by_position;
-    return same;
+    return is_step(s, in) && s->repeats == MN_REPEATS;
+}
+
+/* Whether layers are told where a token stands, to read it when they run. */
+static bool places(const mn_session *s, const reading *in) {
+    return is_step(s, in) && (s->repeats == MN_REPEATS_UNKNOWN || (repeats(s, in) && s->caches));
 }
 
 /* The tap of a pass whose variances are to be relative, into *tap; NULL where they are not. */
@@ -225,6 +233,7 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     if (st != MN_OK) return st;
     const unsigned delay = MN_TAPE_DEFER | (repeats(s, in) ? MN_TAPE_REPEATS : 0);
     mn_tape_start(s->tape, T == 1 && !in->scores && !input.tap ? delay : MN_TAPE_FORWARD);
+    if (places(s, in)) mn_tape_set_position(s->tape, &s->position);
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     st = mn_tape_status(s->tape);
     if (st == MN_OK && input.tap) st = make_relative(s, fresh, T);
@@ -247,6 +256,48 @@ void mn_session_forget_graph(mn_session *s) {
     s->steps = 0;
 }
 
+/* After a pass of one token: whether that is the same for all positions, and layers have caches. */
+static void find_repeats(mn_session *s) {
+    s->repeats = MN_REPEATS;
+    for (int i = 0; i < s->state.n_layers; i++) {
+        const mn_layer_state *layer = &s->state.layers[i];
+        if (layer->by_position) s->repeats = MN_REPEATS_NOT;
+        for (int k = 0; k < layer->n_pieces; k++) s->caches |= layer->pieces[k].width > 0;
+    }
+}
+
+/* The first one, by which that is found. */
+static mn_status first_step(mn_session *s, const reading *in) {
+    for (int i = 0; i < s->state.n_layers; i++) s->state.layers[i].by_position = false;
+    const mn_status st = pass(s, in, 0, 1);
+    if (st == MN_OK) find_repeats(s);
+    return st;
+}
+
+/* Of the state of all layers: whether its caches have room; that these have more tokens, which
+ * other ways of reading count by themselves; and where it is. */
+static bool has_room(const mn_session *s) {
+    bool room = true;
+    for (int i = 0; i < s->state.n_layers; i++) {
+        room = room && mn_layer_state_has_room(&s->state.layers[i]);
+    }
+    return room;
+}
+
+static void count_tokens(mn_session *s, int64_t tokens) {
+    for (int i = 0; i < s->state.n_layers; i++) {
+        mn_layer_state_count(&s->state.layers[i], tokens);
+    }
+}
+
+static uint64_t place_of_state(const mn_session *s) {
+    uint64_t place = 0;
+    for (int i = 0; i < s->state.n_layers; i++) {
+        place = place * 31 + mn_layer_state_place(&s->state.layers[i]);
+    }
+    return place;
+}
+
 static mn_status record(mn_session *s) {
     mn_device *device = s->context->device;
     const reading one = { .tokens = s->token, .count = 1 };
@@ -259,6 +310,8 @@ static mn_status record(mn_session *s) {
     st = pass(s, &one, 0, 1);
     s->recording = false;
     s->state.position -= st == MN_OK;    // recorded, not run
+    if (st == MN_OK) count_tokens(s, -1);
+    s->place = place_of_state(s);
     const mn_status ended = mn_device_graph_end(device, &s->graph);
     return st == MN_OK ? ended : st;
 }
@@ -276,11 +329,15 @@ static mn_status place_token(mn_session *s, int32_t token) {
 /* The third pass of one token is recorded. The first one may have begun without a state; the second
  * one has taken what memory such a pass needs. */
 static mn_status step(mn_session *s, const reading *in) {
+    s->position = (int32_t)s->state.position;
+    if (is_step(s, in) && s->repeats == MN_REPEATS_UNKNOWN) return first_step(s, in);
     if (!repeats(s, in)) {
         mn_session_forget_graph(s);
         return pass(s, in, 0, 1);
     }
     mn_status st = place_token(s, in->tokens[0]);
+    const bool stands = s->graph && s->place == place_of_state(s);
+    if ((s->graph && !stands) || !has_room(s)) mn_session_forget_graph(s);
     if (st == MN_OK && s->steps < 2) {
         const reading one = { .tokens = s->token, .count = 1 };
         s->steps++;
@@ -293,6 +350,7 @@ static mn_status step(mn_session *s, const reading *in) {
     if (st != MN_OK) return st;
     s->played = true;
     s->state.position++;
+    count_tokens(s, 1);
     return MN_OK;
 }
 
