@@ -359,7 +359,7 @@ static void towers_stay(void **state) {
     check_done();
 }
 
-/* ---- steps of mesa's solver ------------------------------------------------------------------- */
+/* ---- steps of mesa's solver ------------------------------------------------------------------ */
 
 /* Their class takes 30 steps where a file has none; the solution, which is what 0 asks for here, it
  * cannot be asked for: that is said under our name. */
