@@ -181,7 +181,7 @@ static mn_status tell_logits(mn_session *s, mn_tensor *hidden, const reading *in
 /* Whether the next token can be played: no layer goes by position, and nothing else is asked. */
 static bool repeats(const mn_session *s, const reading *in) {
     bool same = s->context->device && in->count == 1 && !in->scores && !in->hearer &&
-                !s->options.belief;
+                !s->options.belief && !mn_model_has_positions(s->model);
     for (int i = 0; same && i < s->state.n_layers; i++) same = !s->state.layers[i].by_position;
     return same;
 }
