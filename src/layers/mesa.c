@@ -6,8 +6,8 @@
  *   o = Hkv'(Hkk + diag lam)^-1 q      y = rms(o) W_o', or (rms(o) silu(x W_g')) W_o'
  *
  * Queries and keys always have their convolutions, values never. The solve is exact; the published
- * code takes a fixed number of conjugate-gradient steps. With cg_steps passes without gradient on a
- * CPU take them too, from 0 as its prefill does. lam starts at 0.75 over its bound, which is 1 for
+ * code takes a fixed number of conjugate-gradient steps. With cg_steps passes without gradient take
+ * them too, from 0 as its prefill does. lam starts at 0.75 over its bound, which is 1 for
  * the bound of 0.25. */
 #include "layers/family.h"
 
@@ -48,8 +48,7 @@ static mn_tensor *solve(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k,
     mn_run run;
     mn_mesa_args *args = mn_run_start(&run, tape, MN_OP_mesa);
     args->scale = 1.0;
-    const bool infers = !mn_tape_records(tape) && !mn_tape_context(tape)->device;
-    if (infers) args->steps = f->layer->config.cg_steps;
+    if (!mn_tape_records(tape)) args->steps = f->layer->config.cg_steps;
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", k);
     mn_run_in(&run, "v", v);

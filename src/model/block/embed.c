@@ -38,14 +38,18 @@ static const int32_t *places_of(mn_model *model, mn_tape *tape, const mn_model_i
     return model->places;
 }
 
+bool mn_model_has_positions(const mn_model *model) {
+    return model->positions >= 0;
+}
+
 mn_tensor *mn_model_embed(mn_model *model, mn_tape *tape, const mn_model_input *in) {
     const double by = model->config.block.embedding_multiplier;
     mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
     if (by != 1.0) x = mn_tape_affine(tape, x, by, 0.0);
     if (model->positions < 0 || !x) return x;
-    if (model->device) {
-        return mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "learned positions are not built on "
-                                          "a GPU; use the CPU"));
+    if (model->device && mn_tape_records(tape)) {
+        return mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "learned positions are not trained "
+                                          "on a GPU; use the CPU"));
     }
     const int32_t *places = places_of(model, tape, in);
     if (!places) return mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "no memory for positions"));

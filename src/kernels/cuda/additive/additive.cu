@@ -256,7 +256,7 @@ static bool plan_gated(mn_plan *plan, const mn_additive_args *p, const mn_additi
 }
 
 static int launch_gated(const mn_additive_args *p, const mn_additive_extent *extent, void *shared,
-                        cudaStream_t stream) {
+                        bool contain, cudaStream_t stream) {
     mn_chunk_scans fwd, bwd;
     size_t kept;
     if (!uses_gated_sm90(p) || !size_saved_states(&kept, p)) return cudaErrorNotSupported;
@@ -273,7 +273,7 @@ static int launch_gated(const mn_additive_args *p, const mn_additive_extent *ext
         scans[i]->sums = sums + i * extent->sums;
         scans[i]->cum_decays = sums + 2 * extent->sums + i * extent->cum_decays;
     }
-    return mn_additive_gated_backward(p, &fwd, &bwd, extent->segments, stream);
+    return mn_additive_gated_backward(p, &fwd, &bwd, extent->segments, contain, stream);
 }
 
 /* ---- calls ----------------------------------------------------------------------------------- */
@@ -316,10 +316,9 @@ MN_CUDA_PLAN(additive_backward) {
            (!uses_gated_sm90(p) || plan_gated(plan, p, &extent));
 }
 
-MN_CUDA_LAUNCH(additive_backward) {
-    const mn_additive_args *p = (const mn_additive_args *)args;
-    const cudaStream_t on = (cudaStream_t)stream;
-    if (!uses_chunks(p, true)) return mn_matrix_backward<false>(memory_of(p), shared, stream);
+int mn_additive_backward_launch(const mn_additive_args *p, void *shared, bool contain,
+                                cudaStream_t on) {
+    if (!uses_chunks(p, true)) return mn_matrix_backward<false>(memory_of(p), shared, on);
     mn_additive_extent extent = {};
     mn_chunk_scans scans;
     const int n = backward_scans(&scans, p);
@@ -327,7 +326,7 @@ MN_CUDA_LAUNCH(additive_backward) {
     if (!size_segments(&extent, p) || !size_decay_grad(&extent, p, by_warps)) {
         return cudaErrorNotSupported;
     }
-    int code = launch_gated(p, &extent, shared, on);
+    int code = launch_gated(p, &extent, shared, contain, on);
     if (code != cudaErrorNotSupported) return code;
     const mn_additive_workspace workspace = carve_workspace(&extent, MN_SCAN_MAX, shared);
     split_scans(&scans, n, p, &extent, &workspace);
@@ -339,6 +338,11 @@ MN_CUDA_LAUNCH(additive_backward) {
     if (code == cudaSuccess) code = launch_scans(p, &scans, n - 1, n, extent.segments, on);
     if (code != cudaSuccess || p->decay == MN_DECAY_CHANNEL) return code;
     return mn_additive_token_decay_grad(p, &extent, &workspace, on);
+}
+
+MN_CUDA_LAUNCH(additive_backward) {
+    return mn_additive_backward_launch((const mn_additive_args *)args, shared, false,
+                                       (cudaStream_t)stream);
 }
 
 /* ---- additive_column ------------------------------------------------------------------------- */

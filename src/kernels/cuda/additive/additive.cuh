@@ -53,7 +53,8 @@ int mn_additive_channel_launch(const mn_chunk_scans *scans, int64_t segments, bo
  * cudaErrorNotSupported if these do not serve the call; nothing has been launched then. */
 int mn_additive_gated_launch(const mn_chunk_scans *scans, int64_t segments, cudaStream_t stream);
 int mn_additive_gated_backward(const mn_additive_args *p, const mn_chunk_scans *fwd,
-                               const mn_chunk_scans *bwd, int64_t segments, cudaStream_t stream);
+                               const mn_chunk_scans *bwd, int64_t segments, bool contain,
+                               cudaStream_t stream);
 
 /* dq alone: the scan `fwd` leaves the states it keeps. */
 int mn_additive_gated_query(const mn_additive_args *p, const mn_chunk_scans *fwd, int64_t segments,
@@ -61,6 +62,11 @@ int mn_additive_gated_query(const mn_additive_args *p, const mn_chunk_scans *fwd
 
 int mn_additive_token_decay_grad(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_workspace *workspace, cudaStream_t stream);
+
+/* The backward pass. `contain`: q stands for a gradient, which must not reach what no later token
+ * reads even where it is not finite: a query reaches all of its chunk through dk and dg. */
+int mn_additive_backward_launch(const mn_additive_args *p, void *shared, bool contain,
+                                cudaStream_t stream);
 
 /* The scan of dq alone over chunks, with the state that it ends in (additive_column.cu); whether
  * there is one for the call. */

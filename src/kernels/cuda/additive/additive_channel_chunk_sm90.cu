@@ -238,7 +238,6 @@ struct mn_gated_scaled_keys {
 struct mn_gated_underflow {
     unsigned mask[2][2];
     mn_gated_acc left;
-
     /* Makes their keys once more: zeros inside the part; `after` is their decay behind it. */
     __device__ void recompute(mn_gated_scaled_keys &keys, const mn_gated_decay_factors &f,
                               const uint32_t (&k)[4],
@@ -556,6 +555,7 @@ struct mn_gated_grad_params {
     mn_out dq, dk, dg;
     const mn_bf16 *S, *N;
     float scale;
+    bool contain;    // q that is not finite reaches the tokens up to its own alone
 };
 
 /* States as they were kept: eight rows of 64 channels by eight columns each. */
@@ -569,6 +569,7 @@ struct alignas(1024) mn_gated_grad_smem {
     alignas(16) float read[MN_SUBCHUNKS][MN_SCAN_WIDTH];    // S do_t q~_t of parts
     alignas(16) float met[MN_SCAN_WIDTH];               // S with N
     alignas(16) float sums[2 * MN_SUBCHUNKS][MN_SCAN_WIDTH];    // terms of halves of parts
+    int wild[MN_SCAN_WIDTH];    // the last token whose q is not finite, -1: none
     uint64_t front, back;                                   // what is made has come, the rest
 
     /* Of queries, or of keys, where tiles were that have been read. */
@@ -578,7 +579,6 @@ struct alignas(1024) mn_gated_grad_smem {
 };
 
 #if MN_HAS_WGMMA
-
 /* One thread asks TMA for all tiles. */
 template <int VP>
 __device__ inline void mn_gated_tma_load_all(mn_gated_grad_smem<VP> &smem,
@@ -786,6 +786,44 @@ __device__ inline void mn_gated_decay_subchunk(mn_gated_acc_tile &o, const float
     }
 }
 
+/* Whether q of the chunk has numbers that are not finite. They become zeros, and `wild` tells the
+ * last token of each channel that had one: what they make of dk and dg, up to there, is NaN. All
+ * threads of the block call. */
+template <int VP>
+__device__ inline bool mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
+    bool found = false;
+#pragma unroll
+    for (int i = threadIdx.x; i < MN_GATED_GRAD_TILE / 16; i += MN_GATED_GRAD_THREADS) {
+        const uint4 x = ((const uint4 *)smem.q)[i];
+        found |= mn_bf16x2_wild(x.x) || mn_bf16x2_wild(x.y) || mn_bf16x2_wild(x.z) ||
+                 mn_bf16x2_wild(x.w);
+    }
+    if (!__syncthreads_or(found)) return false;
+    if (threadIdx.x < MN_SCAN_WIDTH) {
+        int last = -1;
+        for (int row = 0; row < MN_GATED_GRAD_CHUNK; row++) {
+            mn_bf16 *at = (mn_bf16 *)(smem.q + mn_gated_swizzle(row, threadIdx.x / 8)) +
+                          threadIdx.x % 8;
+            if (isfinite(mn_float(*at))) continue;
+            mn_put(at, 0.0f);
+            last = row;
+        }
+        smem.wild[threadIdx.x] = last;
+    }
+    __syncthreads();
+    return true;
+}
+
+/* NaN where a later token of the channel had a q that is not finite, or the row's own. */
+__device__ inline void mn_gated_give_wild(mn_gated_acc_tile &o, const int *wild) {
+    const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        const int row = 16 * part + lane / 4 + i % 4 / 2 * 8;
+        if (row <= wild[i / 4 * 8 + lane % 4 * 2 + i % 2]) o[i / 4][i % 4] = nanf("");
+    }
+}
+
 /* Rows of a part to memory. */
 __device__ inline void mn_gated_store_subchunk(const mn_gated_acc_tile &o, const mn_out &view,
                                            const mn_tile_span &at, int64_t h, int slice,
@@ -936,7 +974,7 @@ template <int VP>
 __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated_acc_tile &terms,
                                             const mn_gated_log_decays &log_decays,
                                             const mn_gated_grad_params &p, const mn_tile_span &at,
-                                            int64_t h, int slice) {
+                                            int64_t h, int slice, bool wild) {
     const int part = mn_gated_subchunk();
     const uint32_t x = mn_smem_addr(smem.v), y = mn_smem_addr(smem.cot);
     const uint32_t far = mn_smem_addr(smem.k), near = mn_smem_addr(smem.k_inside);
@@ -953,6 +991,7 @@ __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated
     mn_gated_causal_mask(P, true);
     mn_gated_mma_add(inside, P, mn_smem_addr(smem.q_inside), part);
     mn_gated_grad_epilogue<true>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
+    if (wild) mn_gated_give_wild(o, smem.wild);
     mn_gated_store_subchunk(o, p.dk, at, h, slice, p.call.K);
 }
 
@@ -961,7 +1000,7 @@ template <int VP>
 __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
                                               const mn_gated_acc_tile &terms, int of_keys,
                                               const mn_gated_grad_params &p, const mn_tile_span &at,
-                                              int64_t h, int slice) {
+                                              int64_t h, int slice, bool wild) {
     constexpr int each = MN_SUBCHUNK / 2;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, j = 2 * lane;
     const int64_t channel = 64 * slice + j;
@@ -1006,7 +1045,10 @@ __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
     if (channel >= p.call.K) return;
 #pragma unroll
     for (int u = 0; u < each; u++) {
-        if (u < left) *(uint32_t *)to = mn_bf16x2(sum.x, sum.y);
+        float2 out = sum;
+        if (wild && row0 + u <= smem.wild[j]) out.x = nanf("");
+        if (wild && row0 + u <= smem.wild[j + 1]) out.y = nanf("");
+        if (u < left) *(uint32_t *)to = mn_bf16x2(out.x, out.y);
         sum.x += term[u].x, sum.y += term[u].y, to += p.dg.stride[1];
     }
 }
@@ -1070,6 +1112,7 @@ additive_gated_grad_sm90(const __grid_constant__ mn_gated_grad_params p, unsigne
     __syncthreads();
     mn_mbarrier_wait(&smem.front, 0);
     if (ends) mn_gated_zero_tail_tiles(smem.q, 3, (int)at.n_rows);
+    const bool wild = p.contain && mn_gated_take_wild(smem);
     mn_gated_log_decays log_decays;
     mn_gated_acc_tile terms;
     log_decays.make(mn_gated_addr_rows(mn_smem_addr(smem.g), 16 * part));
@@ -1088,9 +1131,9 @@ additive_gated_grad_sm90(const __grid_constant__ mn_gated_grad_params p, unsigne
     if (ends) mn_gated_zero_tail_tiles(smem.cot, 2 * (VP / 64), (int)at.n_rows);
     __syncthreads();
     mn_gated_dot_states<VP>(smem.met, smem.S, smem.N);
-    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, h, slice);
+    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, h, slice, wild);
     else mn_gated_grad_queries<VP>(smem, terms, log_decays, p, at, h, slice);
-    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, h, slice);
+    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, h, slice, wild);
 #endif
 }
 
@@ -1106,10 +1149,8 @@ inline int mn_gated_grad_launch(const mn_gated_grad_params &job, cudaStream_t st
 }
 
 /* ---- dq alone -------------------------------------------------------------------------------- */
-
-/* As mn_gated_grad_smem. */
 template <int VP>
-struct alignas(1024) mn_gated_query_smem {
+struct alignas(1024) mn_gated_query_smem {    // as mn_gated_grad_smem
     unsigned char cot[VP / 64 * MN_GATED_GRAD_TILE], v[VP / 64 * MN_GATED_GRAD_TILE];
     unsigned char k[MN_GATED_GRAD_TILE], g[MN_GATED_GRAD_TILE], k_inside[MN_GATED_GRAD_TILE];
     unsigned char S[VP * 128];
@@ -1120,7 +1161,6 @@ struct alignas(1024) mn_gated_query_smem {
 enum { MN_GATED_QUERY_THREADS = 32 * MN_SUBCHUNKS };
 
 #if MN_HAS_WGMMA
-
 template <int VP>
 __device__ inline void mn_gated_query_load(mn_gated_query_smem<VP> &smem,
                                            const mn_gated_grad_params &p, const mn_tile_span &at,
@@ -1175,7 +1215,6 @@ __device__ inline void mn_gated_query_part(mn_gated_query_smem<VP> &smem,
 }
 
 #endif
-
 /* A block has 64 channels of a chunk of a head, a warp a part of its tokens. */
 template <int VP>
 __global__ void __launch_bounds__(MN_GATED_QUERY_THREADS)
@@ -1204,9 +1243,8 @@ additive_gated_query_sm90(const __grid_constant__ mn_gated_grad_params p, unsign
     mn_gated_scale_subchunk(smem.k, smem.k_inside, log_decays, smem.g, true);
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        const float2 cum_decay = make_float2(mn_exp2(log_decays.end(n, 0)),
-                                             mn_exp2(log_decays.end(n, 1)));
-        if (lane < 4) *(float2 *)&smem.cum_decay[part][8 * n + 2 * lane] = cum_decay;
+        const float low = mn_exp2(log_decays.end(n, 0)), high = mn_exp2(log_decays.end(n, 1));
+        if (lane < 4) *(float2 *)&smem.cum_decay[part][8 * n + 2 * lane] = make_float2(low, high);
     }
     mn_mbarrier_wait(&smem.back, 0);
     if (ends) mn_gated_zero_tail_tiles(smem.cot, 2 * (VP / 64), (int)at.n_rows);
@@ -1239,9 +1277,7 @@ struct mn_gated_params {
 };
 
 #if MN_HAS_WGMMA
-
 /* ---- products of a group --------------------------------------------------------------------- */
-
 /* Where a product finds rows of a tile; `n` bytes further on, n / 16 is added. */
 __device__ inline uint64_t mn_gated_smem_desc(uint32_t address) {
     return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
@@ -1527,7 +1563,6 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
 }
 
 #endif
-
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
 template <int KP, bool HAS_OUT>
@@ -1587,9 +1622,9 @@ static int launch_scan(const mn_gated_params &job, int64_t segments, cudaStream_
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
     const bool reads = job.scan.out.data && !job.scan.reduce_pass;
-    return mn_launch_smem(reads ? additive_gated_scan_sm90<KP,
-                          true> : additive_gated_scan_sm90<KP, false>, grid,
-                               MN_GATED_THREADS, sizeof(mn_gated_smem<KP>), stream, job);
+    return mn_launch_smem(reads ? additive_gated_scan_sm90<KP, true>
+                                : additive_gated_scan_sm90<KP, false>,
+                          grid, MN_GATED_THREADS, sizeof(mn_gated_smem<KP>), stream, job);
 }
 
 static int launch(const mn_gated_params &job, int64_t segments, cudaStream_t stream) {
@@ -1615,7 +1650,8 @@ static int launch_two_pass(mn_gated_params *job, int64_t segments, cudaStream_t 
 }
 
 int mn_additive_gated_backward(const mn_additive_args *p, const mn_chunk_scans *fwd,
-                               const mn_chunk_scans *bwd, int64_t segments, cudaStream_t stream) {
+                               const mn_chunk_scans *bwd, int64_t segments, bool contain,
+                               cudaStream_t stream) {
     mn_gated_params to_end, to_start;
     const mn_out &dg = p->grad.g;
     bool pairs = (uintptr_t)dg.data % 4 == 0;
@@ -1627,6 +1663,7 @@ int mn_additive_gated_backward(const mn_additive_args *p, const mn_chunk_scans *
     mn_gated_grad_params job = {};
     job.call = p->call, job.dq = p->grad.q, job.dk = p->grad.k, job.dg = dg;
     job.S = to_end.scan.kept, job.N = to_start.scan.kept, job.scale = (float)p->scale;
+    job.contain = contain;
     if (!mn_tma_map(&job.q, p->q, p->call, p->call.K, MN_GATED_GRAD_CHUNK) ||
         !mn_tma_map(&job.k, p->k, p->call, p->call.K, MN_GATED_GRAD_CHUNK) ||
         !mn_tma_map(&job.g, p->g, p->call, p->call.K, MN_GATED_GRAD_CHUNK) ||

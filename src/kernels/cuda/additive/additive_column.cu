@@ -19,7 +19,6 @@ using recurrent::mn_matrix_decay;
 MN_CUDA_PLAN(additive_forward);
 MN_CUDA_PLAN(additive_backward);
 MN_CUDA_LAUNCH(additive_forward);
-MN_CUDA_LAUNCH(additive_backward);
 
 enum { MAX_K = 1024, CHANNELS = 4, WARPS = 8, TILE = CHANNELS * WARPS };
 
@@ -158,6 +157,209 @@ static int forward(const mn_additive_column_args *p, cudaStream_t stream) {
 static int forward_any(const mn_additive_column_args *p, void *stream) {
     const cudaStream_t on = (cudaStream_t)stream;
     return p->call.dtype == MN_BF16 ? forward<mn_bf16>(p, on) : forward<float>(p, on);
+}
+
+/* ---- gradients of many channels -------------------------------------------------------------- */
+
+/* Channels that additive has as keys are at most so many; beyond, the recurrence goes back itself,
+ * from states kept in front of every SEGMENT tokens and, of a segment, in front of each. */
+enum { MOST_CHANNELS = recurrent::MN_MATRIX_MAX_K, MOST_BACK_K = 256, SEGMENT = 64 };
+
+struct column_workspace {
+    float *segments, *tokens, *sums;
+};
+
+/* Floats of the parts of a workspace. */
+struct column_extent {
+    size_t kept, segments, tokens, sums;
+};
+
+static bool size_back(column_extent *to, const mn_call &call) {
+    const size_t rows = call.K <= 32 ? 1 : call.K <= 64 ? 2 : call.K <= 128 ? 4 : 8;
+    const size_t tiles = (size_t)mn_ceil_div(call.V, TILE), H = (size_t)call.H;
+    size_t slots, blocks;
+    to->kept = rows * CHANNELS * 32 * WARPS;
+    return mn_mul_size(&slots, (size_t)mn_tile_slots(call, SEGMENT), H * tiles) &&
+           mn_mul_size(&to->segments, slots, to->kept) &&
+           mn_mul_size(&blocks, (size_t)mn_n_spans(call), H * tiles) &&
+           mn_mul_size(&to->tokens, blocks, SEGMENT * to->kept) &&
+           mn_mul_size(&to->sums, (size_t)call.B * (size_t)call.T, H * tiles) &&
+           mn_mul_size(&to->sums, to->sums, (size_t)(2 * call.K));
+}
+
+/* A thread's cells to memory and back. */
+template <int R>
+__device__ static void keep(float *to, const float (&S)[R][CHANNELS]) {
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        mn_store<CHANNELS>(to, (r * 32 * WARPS + (int)threadIdx.x) * CHANNELS, S[r]);
+    }
+}
+
+template <int R>
+__device__ static void recall(float (&S)[R][CHANNELS], const float *from) {
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        mn_load<CHANNELS>(S[r], from, (r * 32 * WARPS + (int)threadIdx.x) * CHANNELS);
+    }
+}
+
+/* Moves S over tokens [t0, t1) and keeps it in front of every `every`. */
+template <typename T, int R>
+__device__ static void replay(float (&S)[R][CHANNELS], float *kept, int64_t stride, int every,
+                              column_smem<R> &in, const mn_additive_column_args &p,
+                              const column_coord &at, int64_t t0, int64_t t1) {
+    for (int64_t t = t0; t < t1; t += column_tokens<R>) {
+        const int count = (int)min((int64_t)column_tokens<R>, t1 - t);
+        __syncthreads();
+        load_tokens<T, R>(in, p, at, t, count);
+        __syncthreads();
+        for (int token = 0; token < count; token++) {
+            float o[CHANNELS];
+            const int64_t past = t + token - t0;
+            if (past % every == 0) keep<R>(kept + past / every * stride, S);
+            advance<R>(S, o, in, token);
+        }
+    }
+}
+
+/* Gradients of one token from the state in front of it; D moves in front of it too. Sums over this
+ * warp's channels, of dq and dk, go to shared memory. */
+template <typename T, int R>
+__device__ static void token_back(float (&D)[R][CHANNELS], const float (&before)[R][CHANNELS],
+                                  float (*sums)[32 * R], const column_smem<R> &in,
+                                  const mn_additive_column_args &p, const column_coord &at,
+                                  int64_t t) {
+    const int lane = threadIdx.x % 32, c0 = threadIdx.x / 32 * CHANNELS;
+    const int64_t j0 = at.channel0 + c0;
+    const T *d_o = mn_row<T>(p.cot.o, at.span.b, at.span.t0 + t, at.h);
+    T *dv = mn_row<T>(p.grad.v, at.span.b, at.span.t0 + t, at.h);
+    T *dg = mn_row<T>(p.grad.g, at.span.b, at.span.t0 + t, at.h);
+    float to_q[R] = {}, to_k[R] = {};
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c++) {
+        const bool inside = j0 + c < p.call.V;
+        const float d = inside ? mn_get(d_o, j0 + c) : 0.0f;
+        const float decay = in.decay[0][c0 + c], v = in.v[0][c0 + c];
+        float to_v = 0.0f, to_g = 0.0f;
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const float k = in.k[0][lane + 32 * r], q = in.q[0][lane + 32 * r];
+            const float decayed = mn_matrix_apply_decay(before[r][c], decay);
+            to_q[r] = fmaf(fmaf(v, k, decayed), d, to_q[r]);
+            D[r][c] = fmaf((float)p.scale * q, d, D[r][c]);
+            to_k[r] = fmaf(D[r][c], v, to_k[r]);
+            to_v = fmaf(D[r][c], k, to_v);
+            to_g = fmaf(D[r][c], decayed, to_g);
+            D[r][c] = mn_matrix_apply_decay(D[r][c], decay);
+        }
+        to_v = mn_warp_sum(to_v), to_g = mn_warp_sum(to_g);
+        if (inside && dv && lane == 0) mn_put(dv + j0 + c, to_v);
+        if (inside && dg && lane == 1) mn_put(dg + j0 + c, to_g);
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) sums[0][lane + 32 * r] = to_q[r], sums[1][lane + 32 * r] = to_k[r];
+}
+
+template <typename T, int R>
+__global__ void __launch_bounds__(32 * WARPS)
+additive_column_bwd_recurrent(const __grid_constant__ mn_additive_column_args p, int64_t n_tiles,
+                              column_workspace workspace) {
+    constexpr int64_t KEPT = R * CHANNELS * 32 * WARPS;
+    __shared__ column_smem<R> in;
+    __shared__ float sums[WARPS][2][32 * R];
+    const int64_t index = blockIdx.x, n = index / n_tiles / p.call.H, tile = index % n_tiles;
+    const column_coord at = { n, index / n_tiles % p.call.H, tile * TILE, mn_span_at(p.call, n) };
+    const int64_t stride = p.call.H * n_tiles * KEPT, K = p.call.K;
+    float *segments = workspace.segments + mn_scan_first_slot(p.call, n, SEGMENT) * stride +
+                      index % (p.call.H * n_tiles) * KEPT;
+    float *tokens = workspace.tokens + index * SEGMENT * KEPT;
+    const float *from = mn_row<float>(p.state0, n, 0, at.h);
+    const float *cot = mn_row<float>(p.cot.state, n, 0, at.h);
+    float *to = mn_row<float>(p.grad.state0, n, 0, at.h);
+    float S[R][CHANNELS], D[R][CHANNELS];
+    each_cell<R>(S, p.call, at, [&](float &cell, int64_t i, bool inside) {
+        cell = inside && from ? from[i] : 0.0f;
+    });
+    each_cell<R>(D, p.call, at, [&](float &cell, int64_t i, bool inside) {
+        cell = inside && cot ? cot[i] : 0.0f;
+    });
+    replay<T, R>(S, segments, stride, SEGMENT, in, p, at, 0, at.span.length);
+    for (int64_t s = (at.span.length - 1) / SEGMENT; s >= 0 && at.span.length > 0; s--) {
+        const int64_t t0 = s * SEGMENT, t1 = min(t0 + SEGMENT, at.span.length);
+        recall<R>(S, segments + s * stride);
+        replay<T, R>(S, tokens, KEPT, 1, in, p, at, t0, t1);
+        for (int64_t t = t1 - 1; t >= t0; t--) {
+            __syncthreads();
+            load_tokens<T, R>(in, p, at, t, 1);
+            __syncthreads();
+            recall<R>(S, tokens + (t - t0) * KEPT);
+            token_back<T, R>(D, S, sums[threadIdx.x / 32], in, p, at, t);
+            __syncthreads();
+            const int64_t row = (at.span.b * p.call.T + at.span.t0 + t) * p.call.H + at.h;
+            float *partial = workspace.sums + (tile * p.call.B * p.call.T * p.call.H + row) * 2 * K;
+            for (int i = threadIdx.x; i < 64 * R; i += 32 * WARPS) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int warp = 0; warp < WARPS; warp++) {
+                    sum += sums[warp][i / (32 * R)][i % (32 * R)];
+                }
+                if (i % (32 * R) < K) partial[i / (32 * R) * K + i % (32 * R)] = sum;
+            }
+        }
+    }
+    each_cell<R>(D, p.call, at, [&](float &cell, int64_t i, bool inside) {
+        if (inside && to) to[i] = cell;
+    });
+}
+
+/* dq and dk of a token and head: sums over the tiles in their order. A warp has one. */
+template <typename T>
+__global__ void __launch_bounds__(256)
+additive_column_reduce_grads(const __grid_constant__ mn_additive_column_args p, int64_t n_tiles,
+                             const float *sums) {
+    const int64_t row = blockIdx.x * (int64_t)8 + threadIdx.x / 32, K = p.call.K;
+    const int64_t rows = p.call.B * p.call.T * p.call.H;
+    if (row >= rows) return;
+    const int64_t h = row % p.call.H, t = row / p.call.H % p.call.T, b = row / p.call.H / p.call.T;
+    T *dq = mn_row<T>(p.grad.q, b, t, h), *dk = mn_row<T>(p.grad.k, b, t, h);
+    for (int64_t i = threadIdx.x % 32; i < K; i += 32) {
+        float to_q = 0.0f, to_k = 0.0f;
+        for (int64_t tile = 0; tile < n_tiles; tile++) {
+            const float *partial = sums + (tile * rows + row) * 2 * K + i;
+            to_q += partial[0], to_k += partial[K];
+        }
+        if (dq) mn_put(dq + i, (float)p.scale * to_q);
+        if (dk) mn_put(dk + i, to_k);
+    }
+}
+
+template <typename T, int R>
+static int back_of(const mn_additive_column_args *p, float *shared, cudaStream_t stream) {
+    const int64_t n_tiles = mn_ceil_div(p->call.V, TILE);
+    const int64_t blocks = n_tiles * p->call.H * mn_n_spans(p->call);
+    const int64_t rows = p->call.B * p->call.T * p->call.H;
+    column_extent extent;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX || !size_back(&extent, p->call)) return cudaErrorNotSupported;
+    const column_workspace workspace = { shared, shared + extent.segments,
+                                         shared + extent.segments + extent.tokens };
+    additive_column_bwd_recurrent<T, R>
+        <<<(unsigned)blocks, 32 * WARPS, 0, stream>>>(*p, n_tiles, workspace);
+    if (rows > 0) {
+        additive_column_reduce_grads<T><<<mn_blocks(rows, 8), 256, 0, stream>>>(*p, n_tiles,
+                                                                               workspace.sums);
+    }
+    return mn_launch_status();
+}
+
+template <typename T>
+static int back(const mn_additive_column_args *p, float *shared, cudaStream_t stream) {
+    const int64_t K = p->call.K;
+    if (K <= 32) return back_of<T, 1>(p, shared, stream);
+    if (K <= 64) return back_of<T, 2>(p, shared, stream);
+    if (K <= 128) return back_of<T, 4>(p, shared, stream);
+    return K <= MOST_BACK_K ? back_of<T, 8>(p, shared, stream) : (int)cudaErrorNotSupported;
 }
 
 /* ---- one token ------------------------------------------------------------------------------- */
@@ -331,7 +533,14 @@ MN_CUDA_PLAN(additive_column_backward) {
     const mn_additive_column_args *p = (const mn_additive_column_args *)args;
     mn_additive_args gradients = gradient_call(p), queries = query_call(p);
     mn_plan of_gradients = {}, of_queries = {};
-    size_t output;
+    column_extent extent;
+    size_t output, floats;
+    if (p->call.V > MOST_CHANNELS) {
+        return size_back(&extent, p->call) &&
+               mn_add_size(&floats, extent.segments, extent.tokens) &&
+               mn_add_size(&floats, floats, extent.sums) &&
+               mn_mul_size(&plan->shared_bytes, floats, sizeof(float));
+    }
     if (!output_bytes(&output, p)) return false;
     if (output) gradients.grad.q = p->grad.v;    // where it is, is for the launch
     return mn_additive_backward_cuda_plan(&gradients, &of_gradients) &&
@@ -343,12 +552,17 @@ MN_CUDA_PLAN(additive_column_backward) {
 MN_CUDA_LAUNCH(additive_column_backward) {
     const mn_additive_column_args *p = (const mn_additive_column_args *)args;
     const mn_call &c = p->call;
+    const cudaStream_t on = (cudaStream_t)stream;
     mn_additive_args gradients = gradient_call(p), queries = query_call(p);
     size_t output;
+    if (c.V > MOST_CHANNELS) {
+        return c.dtype == MN_BF16 ? back<mn_bf16>(p, (float *)shared, on)
+                                  : back<float>(p, (float *)shared, on);
+    }
     if (!output_bytes(&output, p)) return cudaErrorNotSupported;
     void *rest = (unsigned char *)shared + output;
     if (output) gradients.grad.q = { shared, { c.T * c.H * c.V, c.H * c.V, c.V } };
-    const int code = mn_additive_backward_cuda(&gradients, rest, stream);
+    const int code = mn_additive_backward_launch(&gradients, rest, true, on);
     if (code != cudaSuccess || !p->grad.q.data) return code;
     return mn_additive_forward_cuda(&queries, rest, stream);
 }

@@ -12,17 +12,23 @@ struct cell {
     float x, i, rate, a, r;
 };
 
-template <typename T>
-__device__ inline cell cell_at(const mn_lru_args &p, int64_t b, int64_t t, int64_t v, float soft,
-                               bool first) {
+/* From x and the numbers of both gates. */
+__device__ inline cell cell_of(float x, float gx, float ga, float soft, bool first) {
     cell c;
-    c.x = mn_float(mn_row<T>(p.x, b, t, 0)[v]);
-    c.i = mn_sigmoid_exact(mn_float(mn_row<T>(p.gx, b, t, 0)[v]));
-    c.rate = mn_sigmoid_exact(mn_float(mn_row<T>(p.ga, b, t, 0)[v]));
+    c.x = x;
+    c.i = mn_sigmoid_exact(gx);
+    c.rate = mn_sigmoid_exact(ga);
     const float la = -8.0f * c.rate * soft;
     c.a = first ? 0.0f : expf(la);
     c.r = first ? 1.0f : sqrtf(-expm1f(2.0f * la));
     return c;
+}
+
+template <typename T>
+__device__ inline cell cell_at(const mn_lru_args &p, int64_t b, int64_t t, int64_t v, float soft,
+                               bool first) {
+    return cell_of(mn_float(mn_row<T>(p.x, b, t, 0)[v]), mn_float(mn_row<T>(p.gx, b, t, 0)[v]),
+                   mn_float(mn_row<T>(p.ga, b, t, 0)[v]), soft, first);
 }
 
 template <typename T>
@@ -41,6 +47,44 @@ lru_fwd_recurrent(const __grid_constant__ mn_lru_args p, int64_t tiles) {
         if (y) mn_put(y + v, h);
     }
     if (last) last[v] = h;
+}
+
+/* One token: a thread has four neighbouring channels of STEP_ROWS sequences, so that what belongs
+ * to a channel alone is made once for them. */
+enum { STEP_ROWS = 4, STEP_THREADS = 128 };
+
+template <typename T>
+__global__ void __launch_bounds__(STEP_THREADS)
+lru_step(const __grid_constant__ mn_lru_args p) {
+    const int64_t v = 4 * (blockIdx.x * (int64_t)STEP_THREADS + threadIdx.x);
+    const int64_t n0 = blockIdx.y * (int64_t)STEP_ROWS;
+    if (v >= p.call.V) return;
+    float soft[4], x[STEP_ROWS][4], gx[STEP_ROWS][4], ga[STEP_ROWS][4], h[STEP_ROWS][4];
+    mn_load<4>(soft, (const float *)p.a_param.data, v);
+#pragma unroll
+    for (int r = 0; r < STEP_ROWS; r++) {
+        const int64_t n = min(n0 + r, p.call.B - 1);
+        mn_load<4>(x[r], mn_row<T>(p.x, n, 0, 0), v);
+        mn_load<4>(gx[r], mn_row<T>(p.gx, n, 0, 0), v);
+        mn_load<4>(ga[r], mn_row<T>(p.ga, n, 0, 0), v);
+        mn_load<4>(h[r], mn_row<float>(p.h0, n, 0, 0), v);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) soft[c] = mn_softplus(soft[c]);
+#pragma unroll
+    for (int r = 0; r < STEP_ROWS; r++) {
+        const int64_t n = n0 + r;
+        if (n >= p.call.B) return;
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const cell z = cell_of(x[r][c], gx[r][c], ga[r][c], soft[c], !p.h0.data);
+            h[r][c] = fmaf(z.a, h[r][c], z.r * z.i * z.x);
+        }
+        T *y = mn_row<T>(p.y, n, 0, 0);
+        float *last = mn_row<float>(p.h, n, 0, 0);
+        if (y) mn_store<4>(y, v, h[r]);
+        if (last) mn_store<4>(last, v, h[r]);
+    }
 }
 
 /* `states` (B,T,V) takes what is in front of each token, `parts` (N,V) each sequence's sum. */
@@ -106,6 +150,32 @@ MN_CUDA_LAUNCH(lru_forward) {
     } else {
         lru_fwd_recurrent<float><<<(unsigned)blocks, THREADS, 0, on>>>(p, tiles);
     }
+    return mn_launch_status();
+}
+
+/* Whether rows of the view can be read four numbers at a time. */
+template <typename View>
+static bool by_fours(const View &view, size_t bytes) {
+    return (uintptr_t)view.data % (4 * bytes) == 0 && view.stride[0] % 4 == 0;
+}
+
+MN_CUDA_PLAN(lru_step) {
+    (void)args, (void)plan;
+    return true;
+}
+
+MN_CUDA_LAUNCH(lru_step) {
+    const mn_lru_args &p = *(const mn_lru_args *)args;
+    const cudaStream_t on = (cudaStream_t)stream;
+    const size_t bytes = p.call.dtype == MN_BF16 ? 2 : 4;
+    const int64_t rows = mn_ceil_div(p.call.B, STEP_ROWS);
+    const bool fours = p.call.V % 4 == 0 && by_fours(p.x, bytes) && by_fours(p.gx, bytes) &&
+                       by_fours(p.ga, bytes) && by_fours(p.y, bytes) && by_fours(p.h0, 4) &&
+                       by_fours(p.h, 4) && (uintptr_t)p.a_param.data % 16 == 0;
+    if (!fours || rows > 65535 || p.call.B == 0) return mn_lru_forward_cuda(args, shared, stream);
+    const dim3 grid(mn_blocks(p.call.V, 4 * STEP_THREADS), (unsigned)rows);
+    if (p.call.dtype == MN_BF16) lru_step<mn_bf16><<<grid, STEP_THREADS, 0, on>>>(p);
+    else lru_step<float><<<grid, STEP_THREADS, 0, on>>>(p);
     return mn_launch_status();
 }
 

@@ -9,6 +9,7 @@
  *   dg_t = dg_{t+1} + r_t - beta_t dbeta_t       r_t = x'Hkv do - x'Hkk y = sum of lam x y
  *
  * counted from the pair and the adjoint at the chunk's end, whose product dg is there. */
+#include "kernels/cuda/mesa/mesa_steps.h"
 #include "kernels/cuda/mesa/mesa.cuh"
 #include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/mesa/mesa_output.cuh"
@@ -667,7 +668,8 @@ static int run_any(const void *args, void *shared, bool backward, void *stream) 
 }
 
 MN_CUDA_PLAN(mesa_forward) {
-    return plan_of((const mn_call *)args, false, plan);
+    const mn_mesa_args *p = (const mn_mesa_args *)args;
+    return p->steps > 0 ? mn_mesa_steps_plan(plan, &p->call) : plan_of(&p->call, false, plan);
 }
 
 MN_CUDA_PLAN(mesa_backward) {
@@ -675,6 +677,8 @@ MN_CUDA_PLAN(mesa_backward) {
 }
 
 MN_CUDA_LAUNCH(mesa_forward) {
+    const mn_mesa_args *p = (const mn_mesa_args *)args;
+    if (p->steps > 0) return mn_mesa_steps_launch(p, shared, (cudaStream_t)stream);
     return run_any(args, shared, false, stream);
 }
 
