@@ -251,6 +251,14 @@ static mn_status open_device(mn_batch *batch, mn_session *const *sessions, int64
     return st;
 }
 
+static mn_status step_in_turn(const company *c) {
+    mn_status st = MN_OK;
+    for (int64_t b = 0; b < c->n && st == MN_OK; b++) {
+        st = mn_session_step(c->sessions[b], c->tokens[b]);
+    }
+    return st;
+}
+
 /* Which of the two ways a session goes follows from itself alone: together in slots, or one after
  * the other where layers go by position, as those with caches do. */
 static mn_status begin_on_device(mn_batch *batch, const company *c) {
