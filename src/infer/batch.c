@@ -4,7 +4,7 @@
  * them, and operators with a state run sequence by sequence on the states where they are
  * (tape/operator.c). A row of a product depends on that row alone (ops/matmul.h), so each session
  * gets the bits that it would have by itself. On a GPU sessions whose states keep their size step
- * in slots (slots.h), others here, and prompts are read one after the other. */
+ * in slots (slots.h), others and prompts one after the other. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -213,8 +213,7 @@ static mn_status pass(mn_batch *batch, const company *c) {
     const mn_model_input in = { .tokens = c->tokens, .B = c->starts ? 1 : c->n,
                                 .T = c->starts ? c->total : 1, .state = &batch->state,
                                 .variance = belief ? batch->variance : NULL };
-    if (batch->context->device) mn_tape_start_alike(batch->tape, MN_TAPE_FORWARD, c->n);
-    else mn_tape_start(batch->tape, MN_TAPE_FORWARD);
+    mn_tape_start(batch->tape, MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(batch->model, batch->tape, &in);
     mn_status st = mn_tape_status(batch->tape);
     if (st == MN_OK) st = tell_logits(batch, c, hidden);
@@ -252,7 +251,16 @@ static mn_status open_device(mn_batch *batch, mn_session *const *sessions, int64
     return st;
 }
 
-/* Which of the two ways a session goes follows from itself alone. */
+static mn_status step_in_turn(const company *c) {
+    mn_status st = MN_OK;
+    for (int64_t b = 0; b < c->n && st == MN_OK; b++) {
+        st = mn_session_step(c->sessions[b], c->tokens[b]);
+    }
+    return st;
+}
+
+/* Which of the two ways a session goes follows from itself alone: together in slots, or one after
+ * the other where layers go by position, as those with caches do. */
 static mn_status begin_on_device(mn_batch *batch, const company *c) {
     mn_status st = open_device(batch, c->sessions, c->n);
     if (st == MN_OK) st = make_room(batch, c->n, c->total);
@@ -266,7 +274,7 @@ static mn_status begin_on_device(mn_batch *batch, const company *c) {
     }
     const company rest = { .sessions = batch->split + n, .tokens = batch->split_tokens + n,
                            .n = others, .total = others };
-    if (others > 0) st = run(batch, &rest);
+    if (others > 0) st = step_in_turn(&rest);
     if (st == MN_OK && n > 0) {
         st = mn_slots_start(batch->slots, batch->split, batch->split_tokens, n);
         batch->waits = st == MN_OK;

@@ -675,8 +675,8 @@ struct mn_step_rows {
     }
 };
 
-/* Tile after tile of 16 columns of a memory, `per_block` of them; the states of the next ones are on
- * their way meanwhile, and of the first ones prefetched into L2 before the launch in front has
+/* Tile after tile of 16 columns of a memory, `per_block` of them; the states of the next ones are
+ * on their way meanwhile, and of the first ones prefetched into L2 before the launch in front has
  * ended. R rows of a thread: K <= 64 R. */
 template <typename T, int R, bool DELTA_RULE>
 __global__ void __launch_bounds__(MN_STEP_THREADS)
