@@ -10,12 +10,14 @@ all: build
 setup:             ## install the packages mneme is built with
 	@sh tools/setup.sh
 
-program: setup     ## the program alone, build/release/mneme: for the CPU, and for a GPU that this machine has
-	@cmake --preset release >/dev/null
+# A first build has only the vector kernels that this machine chooses, which halves the wait; `make build`,
+# and so `make test` and `make install`, adds the others, and a folder that has them keeps them.
+program: setup     ## the program alone, build/release/mneme: for this machine's CPU, and for a GPU that it has
+	@cmake --preset release $$([ -f $(BUILD)/CMakeCache.txt ] || echo -DMN_NATIVE=ON) >/dev/null
 	@cmake --build $(BUILD) -j $(JOBS) --target mneme_cli -- --no-print-directory
 
-build: setup       ## program, libraries and tests in build/release
-	@cmake --preset release >/dev/null
+build: setup       ## program, libraries and tests in build/release, for all CPUs of this kind
+	@cmake --preset release -DMN_NATIVE=OFF >/dev/null
 	@cmake --build $(BUILD) -j $(JOBS) -- --no-print-directory
 
 cuda: setup        ## the program with CUDA kernels for all machines, in build/cuda (some minutes; needs nvcc, no GPU)
@@ -31,7 +33,9 @@ collide: program   ## the collision experiment, as a table and two figures in bu
 test: build        ## all tests
 	@ctest --preset release -j $(JOBS)
 
-check: program     ## golden vectors on every target of this machine
+check: setup       ## golden vectors on every target of this machine
+	@cmake --preset release -DMN_NATIVE=OFF >/dev/null
+	@cmake --build $(BUILD) -j $(JOBS) --target mneme_cli -- --no-print-directory
 	@$(BUILD)/mneme check --quiet tests/golden/*.safetensors
 
 bench: program     ## operators against ceilings measured in the same run

@@ -82,9 +82,11 @@ def child(folder, fast, device, cpu):
     env = {**os.environ, "PYTHONPATH": str(folder), "MNEME_FASTCALL": fast,
            "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, __file__, "--child", "--device", device]
-    out = subprocess.run(command, env=env, check=True, capture_output=True, text=True,
-                         preexec_fn=lambda: os.sched_setaffinity(0, {cpu})).stdout
-    return json.loads(out)
+    done = subprocess.run(command, env=env, capture_output=True, text=True,
+                          preexec_fn=lambda: os.sched_setaffinity(0, {cpu}))
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}")
+    return json.loads(done.stdout)
 
 
 def main():

@@ -2,12 +2,15 @@
 """What a call from Python costs over the C call, and how long the first one takes.
 
     bench/python_overhead.py [--device cuda] [--json] [--limit MICROSECONDS]
+                             [--first | --compiled]
 
 The C call alone is the library's function with its arguments ready, less what ctypes needs for a
 function that does nothing. Calls are of the smallest shapes, so that what is measured is the way
 there. `first` is the time from the end of `import mneme.torch.ops` to the end of the first call in
 a fresh process where PyTorch and its GPU are already awake. Exit status 1 above the limit (20 on
-the CPU, 10 on a GPU; 0.5 s for a first call)."""
+the CPU, 10 on a GPU; 0.5 s for a first call). --first measures the first call alone,
+--compiled what an operator costs the host in a graph of torch.compile (on a GPU with its CUDA
+graphs), by graphs of 11 operators and of one."""
 
 import argparse
 import json
@@ -98,6 +101,31 @@ def measure(torch, device):
     return rows
 
 
+def compiled(torch, device):
+    """Microseconds of the host for each operator of a chain: called eagerly, and compiled."""
+    from mneme.torch import ops
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 1, 4, device=device) for _ in range(3))
+    g, beta = -torch.rand(1, 1, 1, device=device), torch.rand(1, 1, 1, device=device)
+
+    def chain(n):
+        def run(q):
+            for _ in range(n):
+                q = ops.delta_net(q, k, v, beta, g, outputs=("o",)).o
+            return q
+        return run
+
+    mode = "reduce-overhead" if device == "cuda" else "default"
+    found = {}
+    with torch.no_grad():
+        for name, make in (("eager", chain), ("compiled", lambda n: torch.compile(
+                chain(n), fullgraph=True, mode=mode))):
+            one, many = (least(lambda f=make(n): f(q), wait, calls=20) for n in (1, 11))
+            found[name + "_us"] = 1e5 * (many - one)
+    return found
+
+
 def first_call(device):
     out = subprocess.run([sys.executable, "-c", FIRST, device], check=True, capture_output=True,
                          text=True).stdout.split()
@@ -109,6 +137,8 @@ def main():
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--limit", type=float, help="microseconds that a call may cost")
+    parser.add_argument("--first", action="store_true", help="the first call alone")
+    parser.add_argument("--compiled", action="store_true", help="operators in compiled graphs")
     given = parser.parse_args()
     try:
         import torch
@@ -119,7 +149,11 @@ def main():
         return 77
     limit = given.limit or (20.0 if given.device == "cpu" else 10.0)
     torch.set_num_threads(1)
-    first, rows = first_call(given.device), measure(torch, given.device)
+    if given.compiled:
+        print("an operator of a chain: " + ", ".join(
+            f"{name} {value:.1f}" for name, value in compiled(torch, given.device).items()))
+        return 0
+    first, rows = first_call(given.device), [] if given.first else measure(torch, given.device)
     if given.json:
         print(json.dumps({"device": given.device, "torch": torch.__version__, **first,
                           "limit_us": limit, "calls": rows}, indent=1))

@@ -3,7 +3,8 @@
 #   bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS] [PARTS]
 # PARTS, by default all, in this order: "small" the same bits on 1, 2, 4 .. GPUs, resuming with other numbers of ranks, kill -9 of a rank, sequences in parts;
 # "speed" gdn of 400M parameters, plain, as a world of one rank, and on 2, 4 .. GPUs; "long" one sequence of 131,072 tokens; "bits" three steps
-# of the large model. MNEME_NCCL names libnccl.so.2 where the system does not find it.
+# of the large model. By name only: "world" plain and a world of one rank in turns; "zero" shards of gradients, their bits, memory and rate; "cut"
+# sequences of attention in parts. MNEME_NCCL names libnccl.so.2 where the system does not find it.
 set -u
 [ $# -ge 2 ] || { echo "usage: bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS]" >&2; exit 2; }
 mneme=$1 out=$2 gpus=${3:-2} limit=${4:-360} parts=${5:-small speed long bits}
@@ -223,6 +224,54 @@ part_bits() {
     verdict "gdn 400M, bf16: 2 GPUs give the bits of one" same one.bits 2.bits
     tell "gdn 400M: bytes of moments in each rank's file" "$(stat -L -c %s "$folder"/2.bits/last/optimizer-*.safetensors 2> /dev/null | tr '\n' ' ')"
     tell "gdn 400M: bytes of moments of one rank" "$(stat -L -c %s "$folder"/one.bits/last/optimizer.safetensors 2> /dev/null)"
+}
+# plain runs and worlds of one in turns, on the same GPU: the ratio of the medians
+# shellcheck disable=SC2086
+part_world() {
+    : > "$folder/plain.rates"
+    : > "$folder/world.rates"
+    for turn in 1 2; do
+        speed "plain.$turn" 0 gdn 25 40 $whole --set train.accumulate=1
+        echo "${rate:-0}" >> "$folder/plain.rates"
+        speed "world.$turn" 1 gdn 25 40 $whole --set train.accumulate=1
+        echo "${rate:-0}" >> "$folder/world.rates"
+    done
+    ratio "gdn 400M: a world of one against plain, in turns" "$(middle < "$folder/world.rates")" "$(middle < "$folder/plain.rates")"
+}
+
+# shards of gradients: the bits of one rank; memory and rate of the large model with four batches a rank
+# shellcheck disable=SC2086
+part_zero() {
+    for dtype in f32 bf16; do
+        small 1 "zero.one.$dtype" --set train.dtype=$dtype
+        for n in $counts; do
+            small "$n" "zero.$n.$dtype" --set train.dtype=$dtype --set train.shard=gradients
+            verdict "$dtype: $n GPUs with shards of gradients give the bits of one" same "zero.one.$dtype" "zero.$n.$dtype"
+        done
+    done
+    for n in $counts; do
+        for shard in optimizer gradients; do
+            speed "$n.400m.$shard" "$n" gdn 12 40 $whole --set "train.accumulate=$((4 * n))" --set "train.shard=$shard"
+        done
+    done
+}
+
+# what is cut by keys: the losses of one GPU within rounding
+part_cut() {
+    for case in attention/f32 attention/bf16 "gdn, attention/f32" hyperglu/f32; do
+        layers=${case%/*} dtype=${case#*/}
+        small 1 whole.cut --set train.accumulate=2 --set "train.dtype=$dtype"
+        losses whole.cut > "$folder/a"
+        for n in $counts; do
+            rm -rf "$folder/parts.cut"
+            small "$n" parts.cut --set train.accumulate=2 --set "train.sequence_ranks=$n" --set "train.dtype=$dtype"
+            losses parts.cut > "$folder/b"
+            tell "$layers, $dtype: largest difference of losses, sequences in $n parts" "$(paste "$folder/a" "$folder/b" |
+                awk 'NF == 2 { d = $1 - $2; if (d < 0) d = -d; if (d > m) m = d; n++ } END { if (n) printf "%.2g of %d steps", m, n }')"
+        done
+        rm -rf "$folder/whole.cut"
+    done
+    unset layers
 }
 for part in $parts; do "part_$part"; done
 echo

@@ -1,6 +1,7 @@
 # Kernel functions are declared by the tables that name them, hence no missing prototypes.
 # The library's objects: plain C, the references twice (float and double storage), and the vector
 # kernels once per target.
+include(cmake/Targets.cmake)
 file(GLOB_RECURSE library_sources CONFIGURE_DEPENDS src/*.c)
 list(FILTER library_sources EXCLUDE REGEX "/src/(cli|kernels/(ref|cpu|cuda))/")
 file(GLOB_RECURSE cli_sources CONFIGURE_DEPENDS src/cli/*.c)
@@ -54,7 +55,15 @@ add_custom_command(OUTPUT ${modeling}
 list(APPEND library_sources ${modeling})
 
 mneme_object_library(mneme_objects ${library_sources})
-set_source_files_properties(src/kernels/dispatch.c PROPERTIES
+# Arithmetic is -O3; what reads, parses, writes and plans gains nothing by it and compiles a fifth faster.
+set(planning ${library_sources})
+list(FILTER planning EXCLUDE REGEX "/src/(kernels|ops|tape|decode|optim)/")
+set_source_files_properties(${planning} PROPERTIES COMPILE_OPTIONS "${MN_PLAIN_OPTIONS}")
+# Definitions go to the files that ask for them, so that a build with other targets compiles no others.
+set_source_files_properties(src/kernels/dispatch.c src/ops/matmul.c src/ops/elementwise/loss.c
+    src/ops/elementwise/fused.c src/ops/elementwise/unary.c src/optim/optimizer.c src/cli/bench/ceiling.c
+    PROPERTIES COMPILE_DEFINITIONS "${mneme_target_definitions}")
+set_property(SOURCE src/kernels/dispatch.c APPEND PROPERTY
     COMPILE_DEFINITIONS MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
 set_source_files_properties(src/kernels/cuda/gemm/gemm_cublaslt.c PROPERTIES
     COMPILE_DEFINITIONS MN_HAVE_CUBLASLT_H=$<BOOL:${mneme_cublaslt_header}>)
@@ -77,17 +86,19 @@ foreach(bits 32 64)
     list(APPEND mneme_kernel_objects $<TARGET_OBJECTS:mneme_ref${bits}>)
 endforeach()
 
-set(avx2_flags -mavx2 -mfma)
-set(avx512_flags -mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl -mprefer-vector-width=512)
-if(NOT MN_PORTABLE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-    foreach(target avx2 avx512)
-        mneme_object_library(mneme_${target} ${cpu_sources})
-        target_compile_options(mneme_${target} PRIVATE ${${target}_flags} -Wno-missing-prototypes)
-        target_compile_definitions(mneme_${target} PRIVATE MN_TARGET=${target})
-        list(APPEND mneme_kernel_objects $<TARGET_OBJECTS:mneme_${target}>)
-    endforeach()
-    target_compile_definitions(mneme_objects PRIVATE MN_HAVE_X86_TARGETS=1)
-    set(mneme_avx2_built TRUE)
-else()
-    target_compile_definitions(mneme_objects PRIVATE MN_HAVE_X86_TARGETS=0)
+# Reading immintrin.h takes longer than compiling most kernels. A compiler cache would have to be told to
+# trust precompiled headers, and has no need of them.
+set(precompile ON)
+if(CMAKE_C_COMPILER_LAUNCHER MATCHES "cache")
+    set(precompile OFF)
 endif()
+option(MN_PRECOMPILE "read the headers of vector kernels once" ${precompile})
+foreach(target ${mneme_vector_targets})
+    mneme_object_library(mneme_${target} ${cpu_sources})
+    target_compile_options(mneme_${target} PRIVATE ${${target}_flags} -Wno-missing-prototypes)
+    target_compile_definitions(mneme_${target} PRIVATE MN_TARGET=${target})
+    if(MN_PRECOMPILE)
+        target_precompile_headers(mneme_${target} PRIVATE <immintrin.h>)
+    endif()
+    list(APPEND mneme_kernel_objects $<TARGET_OBJECTS:mneme_${target}>)
+endforeach()

@@ -30,17 +30,17 @@ add_library(mneme_test_support STATIC ${support_sources})
 target_include_directories(mneme_test_support PUBLIC src include tests)
 target_link_libraries(mneme_test_support PUBLIC mneme_static PkgConfig::CMOCKA
     ${mneme_dependencies})
+target_compile_options(mneme_test_support PUBLIC ${MN_PLAIN_OPTIONS})
 
 # Tests ask for more memory than there is; under a sanitizer too that is to be NULL, not the end.
 set(sanitizer_options "ASAN_OPTIONS=allocator_may_return_null=1;TSAN_OPTIONS=allocator_may_return_null=1")
+set_source_files_properties(tests/kernels/test_moebius.c tests/kernels/test_vec.c
+    PROPERTIES COMPILE_DEFINITIONS "${mneme_target_definitions}")
 foreach(source ${test_sources})
     get_filename_component(name ${source} NAME_WE)
     add_executable(${name} ${source})
     target_link_libraries(${name} PRIVATE mneme_test_support)
     target_compile_definitions(${name} PRIVATE MN_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
-    if(mneme_avx2_built)
-        target_compile_definitions(${name} PRIVATE MN_HAVE_X86_TARGETS=1)
-    endif()
     add_test(NAME ${name} COMMAND ${name})
     set_tests_properties(${name} PROPERTIES TIMEOUT 2400 ENVIRONMENT "${sanitizer_options}")
     mneme_label(${name} ${source})
@@ -49,8 +49,8 @@ endforeach()
 # A device without arithmetic takes the place of kernels, and of the tape's calls of src/decode, which it passes on.
 file(GLOB shadow_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/decode/*.c)
 target_sources(test_decode_plan PRIVATE ${shadow_sources})
-foreach(call defer_elementwise defer_gemm defer_op op_run elementwise_cuda cast_bf16_cuda gemm_create gemm_destroy gemm_run
-        gemm_rows_supported decode_gemms_supported decode_run_chains decode_run_gemms megakernel_blocks megakernel_takes_step
+foreach(call defer_elementwise defer_gemm defer_op defer_attention op_run elementwise_cuda cast_bf16_cuda gemm_create gemm_destroy gemm_run
+        gemm_rows_supported decode_gemms_supported decode_run_chains decode_run_gemms decode_run_attention megakernel_blocks megakernel_takes_step
         megakernel_fill_job megakernel_start)
     target_link_options(test_decode_plan PRIVATE -Wl,--wrap=mn_${call})
 endforeach()
@@ -59,6 +59,10 @@ endforeach()
 add_library(fake_nccl MODULE tests/support/programs/fake_nccl.c)
 add_dependencies(test_gpus fake_nccl)
 target_compile_definitions(test_gpus PRIVATE MN_FAKE_NCCL="$<TARGET_FILE:fake_nccl>")
+
+# What stands in for the kernel's netem where there is none.
+add_executable(network_link tests/support/programs/network_link.c)
+target_compile_definitions(network_link PRIVATE _GNU_SOURCE)
 
 set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
 add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors ${golden}/programs/*.safetensors")
@@ -91,7 +95,8 @@ set_tests_properties(template_reference PROPERTIES SKIP_RETURN_CODE 77)
 file(GLOB rank_tests CONFIGURE_DEPENDS tests/ranks/*.sh)
 foreach(script ${rank_tests})
     get_filename_component(name ${script} NAME_WE)
-    add_test(NAME ranks_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR})
+    add_test(NAME ranks_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR}
+        $<TARGET_FILE:network_link>)
     set_tests_properties(ranks_${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 2400)
     mneme_label(ranks_${name} ${script})
 endforeach()
@@ -130,3 +135,7 @@ add_test(NAME attack_kills COMMAND sh ${CMAKE_SOURCE_DIR}/tests/attack/kills.sh
     $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR} 1)
 set_tests_properties(attack_options attack_calls attack_kills PROPERTIES LABELS "attack;sanitize"
     ENVIRONMENT "${sanitizer_options}")
+
+# The longest begin first, so that none of them runs alone at the end.
+set_tests_properties(add_mixer cli_documented package test_ops_causal test_ops_bits test_ops_stability
+    test_ops_targets cli_reproduce test_sweep test_decode_plan attack_kills python PROPERTIES COST 1000)

@@ -89,7 +89,7 @@ static double belief_of(const mn_session *session) {
     for (int i = 0; i < n; i++) {
         const float *relative;
         const int64_t count = mn_session_belief(&relative, session, i);
-        sum += count > 0 ? log(relative[count - 1]) / n : 0.0;
+        sum += count > 0 ? log((double)relative[count - 1]) / n : 0.0;
     }
     return sum;
 }

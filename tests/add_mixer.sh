@@ -2,11 +2,10 @@
 # A mixer without a new recurrence costs two files and one line: a toy layer is added to a copy of the
 # project, which is built; it must pass the tests of all layers, train, resume, decode, take part in the
 # collision experiment, and stand in mneme info, in the help and in the tables of the documents.
-#   add_mixer.sh SOURCE_DIR [BUILD_DIR]      objects of a build through ccache are not compiled again;
-#                                            without it kernels are portable C alone, which the toy shares
+#   add_mixer.sh SOURCE_DIR [BUILD_DIR]      objects of that build that no new line reaches are taken from it
 set -eu
 source=$(cd "$1" && pwd)
-build=${2-}
+build=${2:+$(cd "$2" && pwd)}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() {
@@ -23,12 +22,20 @@ sed -i 's|^#include "layers/linear.def"$|&\n#include "layers/toy.def"|' src/laye
 [ "$(diff -r "$source/src" src | grep -c '^Only in')" = 2 ] || fail "more than two files are new"
 [ "$(diff -r "$source/src" src | grep -c '^[<>]')" = 1 ] || fail "more than one line is new"
 
-set -- -DMN_CUDA=OFF -DMN_PORTABLE=ON
-if [ -n "$build" ] && grep -q '^CMAKE_C_COMPILER_LAUNCHER:[A-Z]*=.*ccache' "$build/CMakeCache.txt"; then
-    set -- -DMN_CUDA=OFF -DCMAKE_C_COMPILER_LAUNCHER=ccache
+set -- -DMN_CUDA=OFF
+if [ -n "$build" ]; then
+    (cd src && diff -rq "$source/src" . | sed -n 's|^Files .* and \./\(.*\) differ$|\1|p') >"$work/changed"
+    echo generated/ >>"$work/changed"
+    REUSE_LAUNCHER=$(sed -n 's/^CMAKE_C_COMPILER_LAUNCHER:[A-Z]*=//p' "$build/CMakeCache.txt" | tr ';' ' ')
+    export REUSE_BUILD="$build" REUSE_SOURCE="$source" REUSE_COPY="$PWD" REUSE_CHANGED="$work/changed" REUSE_LAUNCHER
+    set -- "$@" "-DCMAKE_C_COMPILER_LAUNCHER=sh;$PWD/tests/add_mixer/reuse.sh"
     export CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1
+    for option in MN_WERROR MN_NATIVE MN_PORTABLE MN_PRECOMPILE; do
+        set -- "$@" "$(sed -n "s/^\($option\):BOOL=/-D\1=/p" "$build/CMakeCache.txt")"
+    done
+else
+    set -- "$@" -DMN_PORTABLE=ON
 fi
-[ -z "$build" ] || ! grep -q '^MN_WERROR:BOOL=ON' "$build/CMakeCache.txt" || set -- "$@" -DMN_WERROR=ON
 cmake -S . -B build/add_mixer -DCMAKE_BUILD_TYPE=Release "$@" >"$work/log" 2>&1 || fail "cmake: $(tail -20 "$work/log")"
 cmake --build build/add_mixer -j "$(nproc)" --target mneme_cli test_layers test_mixers >"$work/log" 2>&1 ||
     fail "build: $(grep -E 'error|undefined' "$work/log" | head -20)"

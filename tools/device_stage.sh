@@ -5,6 +5,7 @@
 #   tools/device_stage.sh BUILD_DIR FOLDER       then there: FOLDER/run check --target cuda ...
 #   sh FOLDER/tests/cli/cuda.sh FOLDER/run FOLDER
 #   LD_LIBRARY_PATH=FOLDER/lib sh FOLDER/tests/sanitize.sh FOLDER/mneme LOGS
+# The shared library and _fastcall.abi3.so come along for Python: MNEME_LIBRARY=FOLDER/lib/libmneme.so.
 # Configure with -DMN_OPENBLAS=OFF to leave out 40 MB that only a ceiling of `mneme bench` uses.
 set -eu
 [ $# = 2 ] || { echo "usage: tools/device_stage.sh BUILD_DIR FOLDER" >&2; exit 2; }
@@ -21,6 +22,10 @@ ldd "$build/mneme" | sed -n 's/.*=> \(\/[^ ]*\) .*/\1/p' | while read -r library
     *) cp -L "$library" "$folder/lib/" ;;
     esac
 done
+if [ -e "$build/libmneme.so" ]; then
+    strip -o "$folder/lib/libmneme.so" "$build/libmneme.so"
+    [ ! -e "$build/_fastcall.abi3.so" ] || cp "$build/_fastcall.abi3.so" "$folder/lib/"
+fi
 rm -rf "$folder/golden"
 cp -R "$source/tests/golden" "$folder/golden"
 mkdir -p "$folder/tests/cli/support"

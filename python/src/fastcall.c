@@ -2,9 +2,10 @@
  *
  * Python decides what a call means (mneme/torch/_call.py) and leaves the outcome here: the argument
  * struct but for its pointers, and what makes the results. run() compares types, device, shapes and
- * strides of the tensors with the calls it knows, writes pointers into a copy of the struct and
- * makes the results; on the CPU it calls the operator as well. Whatever it does not know, it leaves
- * to Python.
+ * strides of the tensors with the calls it knows, writes pointers into a copy of the struct, makes
+ * the results and calls the operator: on the CPU, and on a GPU whose context is at the current
+ * stream of PyTorch (mneme/torch/_device.py tells it). Whatever it does not know, it leaves to
+ * Python: other streams, recordings of CUDA graphs, calls that autograd must see.
  *
  * Tensors are read by the C functions of DLPack's exchange table, which PyTorch hands out from 2.10
  * on. Nothing is compiled or linked against PyTorch, and of CPython only the limited API of 3.10 is
@@ -17,6 +18,7 @@
 #include <string.h>
 
 enum { MOST_INPUTS = 32, MOST_RESULTS = 24, MOST_CALLS = 16, MOST_AXES = 6, MOST_WORDS = 512 };
+enum { MOST_GPUS = 16, DEFAULT_STREAM = 1 };
 enum { SIGNATURE = MOST_INPUTS * (2 + 2 * MOST_AXES) };
 enum { DEVICE_CPU = 1, DEVICE_CUDA = 2, CODE_BFLOAT = 4 };
 
@@ -40,6 +42,8 @@ typedef struct {
     void (*current_work_stream)(void);
 } dl_exchange;
 
+typedef int (*operator_fn)(void *context, const void *args);
+
 /* ---- what run() knows ------------------------------------------------------------------------ */
 
 /* One earlier call. */
@@ -57,7 +61,7 @@ typedef struct {
 typedef struct {
     int n_inputs, n_words, n_calls, next;
     int input_word[MOST_INPUTS];
-    int (*forward)(void *context, const void *args);
+    operator_fn forward;
     PyObject *calls[MOST_CALLS];             // capsules of known_call, the last one used first
 } known_operator;
 
@@ -70,12 +74,22 @@ typedef struct {
     bool half;
 } seen_call;
 
+/* A GPU whose context makes calls on `stream`, under a lock of Python's. */
+typedef struct {
+    void *handle;
+    unsigned long long stream;
+    bool full;                               // it holds more memory for work than may stay
+    PyObject *index, *acquire, *release, *trim;
+} known_gpu;
+
 static const char OPERATOR[] = "mneme.operator", CALL[] = "mneme.call";
 
 /* From setup(); they live as long as the process. */
 static const dl_exchange *exchange;
 static PyTypeObject *tensor_type, *parameter_type;
 static PyObject *grad_enabled, *autocast_enabled, *cuda, *current_device, *watchers;
+static PyObject *stream_of, *recording, *any_autocast, *requires_grad;
+static known_gpu gpus[MOST_GPUS];
 
 /* Whether a function without arguments gives None, False or 0; -1 on an error. */
 static int gives_nothing(PyObject *function) {
@@ -173,7 +187,8 @@ static int is_at_hand(const seen_call *seen) {
     const long index = PyLong_AsLong(device);
     Py_DECREF(device);
     if (index != seen->device_id) return 0;
-    if (seen->half) return 1;
+    const int none = seen->half ? 1 : gives_nothing(any_autocast);
+    if (none != 0) return none;
     PyObject *on = PyObject_CallFunctionObjArgs(autocast_enabled, cuda, NULL);
     if (!on) return -1;
     const int truth = PyObject_IsTrue(on);
@@ -189,7 +204,7 @@ static int wants_gradient(const known_operator *op, PyObject *tensors) {
     for (int i = 0; i < op->n_inputs; i++) {
         PyObject *x = list ? PyList_GetItem(tensors, i) : PyTuple_GetItem(tensors, i);
         if (x == Py_None) continue;
-        PyObject *wants = PyObject_GetAttrString(x, "requires_grad");
+        PyObject *wants = PyObject_GetAttr(x, requires_grad);
         if (!wants) return -1;
         const bool yes = wants == Py_True;
         Py_DECREF(wants);
@@ -220,9 +235,51 @@ static PyObject *make_results(const known_call *call, uint64_t *words) {
     return results;
 }
 
+/* Whether PyTorch launches on the stream of the context and records nothing; -1 on an error. */
+static int is_at_stream(const known_gpu *gpu) {
+    PyObject *number = PyObject_CallFunctionObjArgs(stream_of, gpu->index, NULL);
+    if (!number) return -1;
+    const unsigned long long stream = PyLong_AsUnsignedLongLong(number);
+    Py_DECREF(number);
+    if (PyErr_Occurred()) return -1;
+    if ((stream ? stream : DEFAULT_STREAM) != gpu->stream) return 0;
+    return gives_nothing(recording);
+}
+
+static int call_and_drop(PyObject *function) {
+    PyObject *value = PyObject_CallNoArgs(function);
+    if (!value) return -1;
+    Py_DECREF(value);
+    return 0;
+}
+
+/* Calls an operator on a GPU: 1, and its status; 0 where it is left to Python; -1 on an error. The
+ * stream is looked at under the lock, which another thread may have held to change it. */
+static int launch_on(int index, operator_fn forward, const uint64_t *words, int *status) {
+    known_gpu *gpu = index >= 0 && index < MOST_GPUS ? &gpus[index] : NULL;
+    if (!gpu || !gpu->handle) return 0;
+    if (call_and_drop(gpu->acquire) != 0) return -1;
+    int done = is_at_stream(gpu);
+    if (done == 1) {
+        Py_BEGIN_ALLOW_THREADS
+        *status = forward(gpu->handle, words);
+        Py_END_ALLOW_THREADS
+        if (gpu->full && call_and_drop(gpu->trim) != 0) done = -1;
+    }
+    if (done < 0) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        if (call_and_drop(gpu->release) != 0) PyErr_Clear();
+        PyErr_Restore(type, value, trace);
+        return -1;
+    }
+    return call_and_drop(gpu->release) == 0 ? done : -1;
+}
+
 /* What remains once a call is known: the results, or its struct for those who go on in Python. */
 static PyObject *carry_out(const known_operator *op, const known_call *call,
-                           const seen_call *seen, PyObject *tensors, PyObject *context) {
+                           const seen_call *seen, PyObject *tensors, PyObject *context,
+                           bool on_gpus) {
     uint64_t words[MOST_WORDS];
     const size_t bytes = (size_t)op->n_words * sizeof words[0];
     const int gradient = wants_gradient(op, tensors);
@@ -233,32 +290,37 @@ static PyObject *carry_out(const known_operator *op, const known_call *call,
     }
     PyObject *results = make_results(call, words);
     if (!results) return NULL;
-    if (gradient || seen->device_type != DEVICE_CPU) {
-        const int index = seen->device_type == DEVICE_CPU ? -1 : seen->device_id;
+    const int index = seen->device_type == DEVICE_CPU ? -1 : seen->device_id;
+    int status = 0, done = 0;
+    if (!gradient && index < 0) {
+        void *handle = PyLong_AsVoidPtr(context);
+        Py_BEGIN_ALLOW_THREADS
+        status = op->forward(handle, words);
+        Py_END_ALLOW_THREADS
+        done = 1;
+    } else if (!gradient && on_gpus) {
+        done = launch_on(index, op->forward, words, &status);
+    }
+    if (done == 1 && status == 0) return results;
+    if (done == 0) {
         return Py_BuildValue("(y#Nii)", (const char *)words, (Py_ssize_t)bytes, results, index,
                              gradient);
     }
-    void *handle = PyLong_AsVoidPtr(context);
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = op->forward(handle, words);
-    Py_END_ALLOW_THREADS
-    if (status == 0) return results;
     Py_DECREF(results);
-    return PyLong_FromLong(status);
+    return done < 0 ? NULL : PyLong_FromLong(status);
 }
 
 static known_operator *operator_of(PyObject *capsule) {
     return PyCapsule_GetPointer(capsule, OPERATOR);
 }
 
-/* run(operator, context, tensors, params, wanted): a list of results; or (struct, results, GPU or
- * -1, whether a gradient is wanted) of a call to be made; or a status; or None for a call that is
- * not known. */
+/* run(operator, context of the CPU, tensors, params, wanted, whether it may call on GPUs): a list
+ * of results; or (struct, results, GPU or -1, whether a gradient is wanted) of a call to be made;
+ * or a status; or None for a call that is not known. */
 static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     seen_call seen;
-    if (n != 5 || !exchange) Py_RETURN_NONE;
+    if (n != 6 || !exchange) Py_RETURN_NONE;
     known_operator *op = operator_of(args[0]);
     if (!op) return NULL;
     const int alone = nobody_looks();
@@ -271,13 +333,65 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     PyObject *out = NULL;
     const int ready = is_at_hand(&seen);
     if (ready == 1) {
-        out = carry_out(op, PyCapsule_GetPointer(capsule, CALL), &seen, args[2], args[1]);
+        out = carry_out(op, PyCapsule_GetPointer(capsule, CALL), &seen, args[2], args[1],
+                        args[5] == Py_True);
     } else if (ready == 0) {
         Py_INCREF(Py_None);
         out = Py_None;
     }
     Py_DECREF(capsule);
     return out;
+}
+
+/* launch(operator, GPU, struct): the status, or None where it is left to Python. */
+static PyObject *launch_struct(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    const char *words;
+    Py_ssize_t n_bytes;
+    int index, status = 0;
+    uint64_t copy[MOST_WORDS];
+    if (!PyArg_ParseTuple(args, "Oiy#", &capsule, &index, &words, &n_bytes)) return NULL;
+    known_operator *op = operator_of(capsule);
+    if (!op) return NULL;
+    if (n_bytes != op->n_words * (Py_ssize_t)sizeof(uint64_t)) Py_RETURN_NONE;
+    memcpy(copy, words, (size_t)n_bytes);
+    const int done = launch_on(index, op->forward, copy, &status);
+    if (done < 0) return NULL;
+    if (done == 0) Py_RETURN_NONE;
+    return PyLong_FromLong(status);
+}
+
+/* gpu(index, context, stream, lock's acquire, its release, what gives memory back): tells of a GPU;
+ * it stays known while the process lives. */
+static PyObject *tell_gpu(PyObject *self, PyObject *args) {
+    (void)self;
+    int index;
+    unsigned long long handle, stream;
+    PyObject *acquire, *release, *trim;
+    if (!PyArg_ParseTuple(args, "iKKOOO", &index, &handle, &stream, &acquire, &release, &trim)) {
+        return NULL;
+    }
+    if (index < 0 || index >= MOST_GPUS || gpus[index].handle) Py_RETURN_NONE;
+    known_gpu *gpu = &gpus[index];
+    gpu->index = PyLong_FromLong(index);
+    if (!gpu->index) return NULL;
+    Py_INCREF(acquire);
+    Py_INCREF(release);
+    Py_INCREF(trim);
+    gpu->stream = stream, gpu->acquire = acquire, gpu->release = release, gpu->trim = trim;
+    gpu->handle = (void *)(uintptr_t)handle;
+    Py_RETURN_NONE;
+}
+
+/* gpu_is(index, stream, full): what has changed. */
+static PyObject *tell_change(PyObject *self, PyObject *args) {
+    (void)self;
+    int index, full;
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(args, "iKp", &index, &stream, &full)) return NULL;
+    if (index >= 0 && index < MOST_GPUS) gpus[index].stream = stream, gpus[index].full = full;
+    Py_RETURN_NONE;
 }
 
 /* ---- learning -------------------------------------------------------------------------------- */
@@ -373,7 +487,7 @@ static PyObject *new_operator(PyObject *self, PyObject *args) {
     known_operator *op = PyMem_Calloc(1, sizeof *op);
     if (!op) return PyErr_NoMemory();
     op->n_words = n_words, op->n_inputs = (int)n;
-    op->forward = (int (*)(void *, const void *))(uintptr_t)forward;
+    op->forward = (operator_fn)(uintptr_t)forward;
     for (Py_ssize_t i = 0; i < n; i++) {
         const long word = PyLong_AsLong(PyTuple_GetItem(words, i));
         if (word < 0 || word >= n_words) {
@@ -388,13 +502,15 @@ static PyObject *new_operator(PyObject *self, PyObject *args) {
     return capsule;
 }
 
-/* setup(exchange table, Tensor, Parameter, is_grad_enabled, is_autocast_enabled, current device,
- * watchers): whether the table is one that this file knows. */
+/* setup(exchange table, Tensor, Parameter, is_grad_enabled, is_autocast_enabled, whether any
+ * autocast is, current device, stream of a device, whether it records, watchers): whether this file
+ * knows the table. */
 static PyObject *setup(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *table, *tensor, *parameter;
-    if (!PyArg_ParseTuple(args, "OOOOOOO!", &table, &tensor, &parameter, &grad_enabled,
-                          &autocast_enabled, &current_device, &PyTuple_Type, &watchers)) {
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOO!", &table, &tensor, &parameter, &grad_enabled,
+                          &autocast_enabled, &any_autocast, &current_device, &stream_of,
+                          &recording, &PyTuple_Type, &watchers)) {
         return NULL;
     }
     const dl_exchange *found = PyCapsule_GetPointer(table, "dlpack_exchange_api");
@@ -402,13 +518,17 @@ static PyObject *setup(PyObject *self, PyObject *args) {
     while (found && found->major != 1) found = found->earlier;
     if (!found || !found->borrow) Py_RETURN_FALSE;
     cuda = PyUnicode_FromString("cuda");
-    if (!cuda) return NULL;
+    requires_grad = PyUnicode_InternFromString("requires_grad");
+    if (!cuda || !requires_grad) return NULL;
     tensor_type = (PyTypeObject *)tensor, parameter_type = (PyTypeObject *)parameter;
     Py_INCREF(tensor);
     Py_INCREF(parameter);
     Py_INCREF(grad_enabled);
     Py_INCREF(autocast_enabled);
+    Py_INCREF(any_autocast);
     Py_INCREF(current_device);
+    Py_INCREF(stream_of);
+    Py_INCREF(recording);
     Py_INCREF(watchers);
     exchange = found;
     Py_RETURN_TRUE;
@@ -418,6 +538,9 @@ static PyMethodDef methods[] = {
     { "setup", setup, METH_VARARGS, "Tells what belongs to PyTorch." },
     { "operator", new_operator, METH_VARARGS, "An operator without known calls." },
     { "learn", learn, METH_VARARGS, "Remembers a call." },
+    { "gpu", tell_gpu, METH_VARARGS, "Tells of a GPU." },
+    { "gpu_is", tell_change, METH_VARARGS, "Tells what changed on a GPU." },
+    { "launch", launch_struct, METH_VARARGS, "Makes a call on a GPU whose struct is filled in." },
     { "run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, "Makes a call that is known." },
     { NULL, NULL, 0, NULL },
 };

@@ -42,10 +42,13 @@ static void print_help(void) {
          "  --chunk N               tokens of a prompt between two steps (default 128)\n"
          "  --cache-mb N            memory of the state cache; 0: none (default 256)\n"
          "  --cache-host-mb N       more of it in host memory, of a GPU's (default 0)\n"
-         "  --cache-disk DIR        more of it in files of a folder (default: none)\n"
+         "  --cache-disk DIR        more of it in files of a folder, where the next server finds\n"
+         "                          them again (default: none)\n"
          "  --cache-disk-mb N       of those files (default 4096)\n"
          "  --states N              stored states at most (default 1024)\n"
          "  --states-mb N           memory of stored states (default 1024)\n"
+         "  --states-disk DIR       stored states are also files of a folder, where the next\n"
+         "                          server finds them again (default: none)\n"
          "  --body-mb N             of a request (default 16)\n"
          "  --upload-mb N           of a state (default 1024)\n"
          "  --connections N         open at once (default 16384)\n"
@@ -87,6 +90,7 @@ static int parse(serve_options *o, int argc, char **argv) {
         { "--cache-mb", .count = &o->cache_mb, .low = 0, .high = 1 << 24 },
         { "--cache-host-mb", .count = &o->cache_host_mb, .low = 0, .high = 1 << 24 },
         { "--cache-disk", .text = &s->engine.cache_disk },
+        { "--states-disk", .text = &s->engine.states_disk },
         { "--cache-disk-mb", .count = &o->cache_disk_mb, .low = 1, .high = 1 << 24 },
         { "--states", .count = &o->states, .low = 0, .high = 1 << 20 },
         { "--states-mb", .count = &o->states_mb, .low = 0, .high = 1 << 24 },

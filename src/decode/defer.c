@@ -8,6 +8,7 @@
  *   products of the same input, with the small work that makes it in front of them (a norm, a
  *   gate), and sums with what is there already behind them (a residual)
  *   the recurrence of a matrix state, with the norms that make its queries and keys, in megakernels
+ *   attention over a cache, in megakernels
  *   small works, and what follows from them alone: what depends on each other is a part, parts
  *   are done side by side
  *   whatever else it is, alone
@@ -132,6 +133,22 @@ bool mn_defer_op(mn_tape *tape, mn_op_id op, const void *args) {
     return false;
 }
 
+bool mn_defer_attention(mn_tape *tape, const mn_decode_attention *p) {
+    mn_deferred *d = next(tape);
+    if (!d) return false;
+    *d = (mn_deferred){ .kind = MN_DEFERRED_ATTENTION, .values = d->values };
+    mn_ranges_of_attention(d, p);
+    mn_decode_attention *copy = d->unnamed ? NULL : mn_tape_note(tape, sizeof *copy);
+    if (copy) {
+        *copy = *p;
+        d->of.attention = copy;
+        add(tape, d);
+        return true;
+    }
+    mn_tape_flush(tape);
+    return false;
+}
+
 void mn_defer_discard(mn_tape *tape) {
     if (!tape->delay) return;
     tape->delay->n = 0;
@@ -242,8 +259,8 @@ static int prologue_of(const mn_defer *all, int i) {
  * stage. */
 static bool is_stage_of_its_own(mn_tape *tape, const mn_defer *all, int k, int i) {
     const mn_gemm_problem *p = &all->list[i].of.product.work;
-    return mn_plan_all_stages() && !p->quant && p->M == 1 && p->dtype == MN_BF16 &&
-           megakernel_of(tape) && !mn_megakernel_takes_row(&all->list[k].of.few, p->K);
+    return !p->quant && p->M == 1 && p->dtype == MN_BF16 && megakernel_of(tape) &&
+           !mn_megakernel_takes_row(&all->list[k].of.few, p->K);
 }
 
 static bool same_input(const mn_gemm_problem *x, const mn_gemm_problem *y) {
@@ -348,6 +365,23 @@ static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
     if (!add_stage(tape, NULL, &memory)) return false;
     all->done |= missing | mn_bit(i);
     return true;
+}
+
+/* Attention i as two stages of a megakernel; false where it is something else, or is not ready, or
+ * no megakernel takes it. Alone it is better off as launches of its own. */
+static bool add_attention(mn_tape *tape, mn_defer *all, int i) {
+    const mn_deferred *d = &all->list[i];
+    if (d->kind != MN_DEFERRED_ATTENTION || !all->stages || !ready(all, i, all->done)) return false;
+    mn_megakernel *megakernel = megakernel_of(tape);
+    for (int k = 0; megakernel && k < 2; k++) {
+        if (mn_megakernel_add_attention(megakernel, d->of.attention)) {
+            all->done |= mn_bit(i);
+            return true;
+        }
+        if (mn_megakernel_bytes(megakernel) == 0) break;
+        launch_megakernel(tape);
+    }
+    return false;
 }
 
 /* Small work i as a row of a table that the megakernel begins with; false where it is something
@@ -469,8 +503,9 @@ static void run_rows(mn_tape *tape, mn_defer *all, int i) {
         if (all->list[k].kind != MN_DEFERRED_GEMM || !ready(all, k, done)) continue;
         if (!mn_gemm_rows_supported(p)) continue;
         if (n > 0 && (!same_input(p, &work[0]) || p->c_dtype != work[0].c_dtype)) continue;
-        work[n++] = *p;
+        work[n] = *p;
         all->done |= mn_bit(k);
+        all->done |= mn_decode_fuse_gate(all, &work[n++], k);
     }
     if (mn_tape_runs(tape)) check(tape, mn_gemm_rows(work, n, tape->where));
 }
@@ -489,6 +524,10 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     all->done |= mn_bit(i);
     launch_megakernel(tape);
     if (!mn_tape_runs(tape)) return;
+    if (d->kind == MN_DEFERRED_ATTENTION) {
+        check(tape, mn_decode_run_attention(d->of.attention, tape->where));
+        return;
+    }
     if (d->kind == MN_DEFERRED_OP) {
         tape->context->steps = !tape->sequences;
         const mn_status st = mn_op_run(tape->context, d->of.op.id, MN_FORWARD, d->of.op.args);
@@ -503,8 +542,7 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
 /* Small works and operators that are ready, as a stage; false where a megakernel takes none.
  * Alone they are better off as launches of their own. */
 static bool add_works(mn_tape *tape, mn_defer *all) {
-    const bool stages = mn_plan_all_stages() && all->stages;
-    mn_megakernel *megakernel = stages ? megakernel_of(tape) : NULL;
+    mn_megakernel *megakernel = all->stages ? megakernel_of(tape) : NULL;
     const uint64_t small = megakernel ? gather(tape, all, false) : 0;
     for (int i = 0; megakernel && i < 2; i++) {
         const uint64_t taken = mn_megakernel_add_works(megakernel, all, small);
@@ -531,7 +569,7 @@ static void step(mn_tape *tape, mn_defer *all) {
         if (waits(all, i) && megakernel_of(tape) && add_recurrence(tape, all, i)) return;
     }
     for (int i = 0; i < all->n; i++) {
-        if (add_gather(tape, all, i)) return;
+        if (add_attention(tape, all, i) || add_gather(tape, all, i)) return;
     }
     if (add_works(tape, all)) return;
     uint64_t taken = gather(tape, all, false);

@@ -10,7 +10,7 @@
 enum { MN_DEFERRED = 64, MN_DEFERRED_RANGES = 24 };    // works; pieces of memory of one
 
 typedef enum mn_deferred_kind { MN_DEFERRED_SMALL, MN_DEFERRED_GEMM,
-    MN_DEFERRED_OP } mn_deferred_kind;
+    MN_DEFERRED_OP, MN_DEFERRED_ATTENTION } mn_deferred_kind;
 
 typedef struct mn_deferred {
     mn_deferred_kind kind;
@@ -24,6 +24,7 @@ typedef struct mn_deferred {
             mn_op_id id;
             const void *args;
         } op;
+        const mn_decode_attention *attention;
     } of;
     uint64_t after;            // bits of the earlier works that must have been done
     const mn_values *values;   // the tensors that there are
@@ -63,6 +64,8 @@ bool mn_decode_follows(const mn_values *values, const mn_decode_op *later,
 bool mn_ranges_of_op(mn_deferred *out, mn_op_id op, const void *args);
 void mn_ranges_of_gemm(mn_deferred *out, const mn_gemm_problem *p);
 
+void mn_ranges_of_attention(mn_deferred *out, const mn_decode_attention *p);
+
 /* An operator as the recurrence of a memory for one token; false where it is none. */
 bool mn_decode_recurrence_of(mn_decode_recurrence *out, mn_op_id op, const void *args);
 
@@ -87,6 +90,10 @@ const mn_view *mn_decode_result(const mn_decode_op *few);
 uint64_t mn_decode_fuse_epilogues(mn_defer *all, mn_decode_gemms *launch, const int *gemms,
                                uint64_t taken);
 
+/* Likewise of a product for the rows of several sequences, which has been taken: a gate over its
+ * columns becomes its last part. Returns the bit of that work, or 0. */
+uint64_t mn_decode_fuse_gate(const mn_defer *all, mn_gemm_problem *p, int product);
+
 /* Whether a view holds `count` elements one after the other. */
 bool mn_is_row(const mn_view *view, const int64_t shape[4], int64_t count);
 
@@ -101,6 +108,7 @@ void mn_defer_declare(mn_tape *tape, const void *data, size_t bytes);
 bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work);
 bool mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p);
 bool mn_defer_op(mn_tape *tape, mn_op_id op, const void *args);
+bool mn_defer_attention(mn_tape *tape, const mn_decode_attention *p);
 void mn_defer_discard(mn_tape *tape);
 void mn_defer_destroy(mn_defer *delay);    // NULL accepted
 

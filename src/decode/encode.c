@@ -79,11 +79,6 @@ void mn_plan_end_instr(mn_megakernel *p, int block, size_t bytes) {
     list->sync = 0;
 }
 
-bool mn_plan_all_stages(void) {
-    const char *named = getenv("MNEME_DECODE_STAGES");
-    return named && strcmp(named, "all") == 0;
-}
-
 void mn_plan_sync(mn_megakernel *p) {
     p->n_syncs++;
     p->works = true;
@@ -162,7 +157,7 @@ static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_
 
 static void move_instr(const relocation *to, mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_RECURRENCE) move_recurrence(to, &instr->memory);
-    if (instr->kind == MN_DECODE_SMALL || instr->kind == MN_DECODE_STEP) {
+    if (instr->kind >= MN_DECODE_SMALL) {
         mn_decode_work_instr *work = &instr->work;
         for (int i = 0; i < work->n_published; i++) move_words(to, &work->published[i].words);
     }

@@ -7,6 +7,7 @@
  * different places. */
 #include <string.h>
 
+#include "base/dtype.h"
 #include "decode/defer.h"
 
 bool mn_is_row(const mn_view *view, const int64_t shape[4], int64_t count) {
@@ -163,4 +164,33 @@ uint64_t mn_decode_fuse_epilogues(mn_defer *all, mn_decode_gemms *launch, const 
         if (!((all->done | taken | g.ended) & mn_bit(i))) fuse(&g, i);
     }
     return g.ended;
+}
+
+/* ---- rows of several sequences --------------------------------------------------------------- */
+
+/* Whether small work f is a gate over the halves of rows of c, the product's. */
+static bool is_gate(const mn_decode_op *f, const mn_gemm_problem *p) {
+    const int64_t half = p->N / 2, item = (int64_t)mn_dtype_bytes(p->c_dtype);
+    if (f->kind != MN_DECODE_UNARY || !f->at[1].data || p->N % 64 != 0) return false;
+    bool fits = f->at[0].data == p->c && f->at[1].data == (char *)p->c + half * item;
+    for (int i = 0; i < 3; i++) {
+        fits = fits && f->at[i].dtype == MN_BF16 && p->c_dtype == MN_BF16 &&
+               mn_is_row(&f->at[i], f->shape, half);
+    }
+    return fits && f->advance[0] == p->c_row * item && f->advance[1] == p->c_row * item &&
+           f->advance[2] >= half * item && f->advance[2] % item == 0;
+}
+
+uint64_t mn_decode_fuse_gate(const mn_defer *all, mn_gemm_problem *p, int product) {
+    for (int i = product + 1; i < all->n; i++) {
+        const mn_deferred *d = &all->list[i];
+        const bool next = d->kind == MN_DEFERRED_SMALL && (d->after & mn_bit(product)) &&
+                          ((d->after & ~all->done) == 0) && !(all->done & mn_bit(i));
+        if (!next || !mn_only_reads(d, &all->list[product]) || !is_gate(&d->of.few, p)) continue;
+        p->gated = d->of.few.at[2].data;
+        p->gated_row = d->of.few.advance[2] / (int64_t)mn_dtype_bytes(p->c_dtype);
+        p->gate = d->of.few.f;
+        return mn_bit(i);
+    }
+    return 0;
 }

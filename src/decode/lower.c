@@ -82,6 +82,18 @@ bool mn_ranges_of_op(mn_deferred *d, mn_op_id op, const void *args) {
     return ok && d->n_ranges <= MN_DEFERRED_RANGES;
 }
 
+void mn_ranges_of_attention(mn_deferred *d, const mn_decode_attention *p) {
+    access(d, p->q, (p->H - 1) * p->q_step + p->K, p->dtype, false);
+    access(d, p->k, (p->J - 1) * p->k_step + p->K, p->dtype, false);
+    access(d, p->v, (p->J - 1) * p->v_step + p->V, p->dtype, false);
+    access(d, p->inv_freq, p->turns / 2, MN_F64, false);
+    access(d, p->position, 1, MN_F32, false);    // as wide as a position
+    access(d, p->keys, p->capacity * p->J * p->K, p->dtype, true);
+    access(d, p->values, p->capacity * p->J * p->V, p->dtype, true);
+    access(d, p->parts, p->H * p->n_parts * (p->V + 2), MN_F32, true);
+    access(d, p->o, p->H * p->V, p->dtype, true);
+}
+
 /* ---- works ----------------------------------------------------------------------------------- */
 
 /* `sequences`: what a launch tells apart, each with its part of the elements; 0: one does all. */

@@ -52,12 +52,6 @@ void mn_plan_end_instr(mn_megakernel *p, int block, size_t bytes);
 /* A barrier of the whole grid in front of what all blocks do next. */
 void mn_plan_sync(mn_megakernel *p);
 
-/* Whether there are stages of small works and steps of operators, and barriers between stages. They
- * have been compiled, but no machine has confirmed them since they were last changed: without
- * MNEME_DECODE_STAGES=all the works are launches of their own, and a stage that would need a
- * barrier ends the megakernel in front of it. */
-bool mn_plan_all_stages(void);
-
 /* A stage in which the block does nothing. */
 void mn_plan_rest(mn_megakernel *p, int block);
 

@@ -145,7 +145,7 @@ int mn_stage_words(const mn_stage_ranges *r, const void *data) {
 
 bool mn_stage_close(mn_stage_ranges *r) {
     mn_megakernel *p = r->p;
-    if (!r->fits || (r->behind && !mn_plan_all_stages()) || p->n_ranges + r->n > MOST_RANGES ||
+    if (!r->fits || p->n_ranges + r->n > MOST_RANGES ||
         !mn_plan_grow((void **)&p->range, &p->max_ranges, p->n_ranges + r->n, sizeof *p->range)) {
         return false;
     }

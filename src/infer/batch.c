@@ -252,24 +252,8 @@ static mn_status open_device(mn_batch *batch, mn_session *const *sessions, int64
     return st;
 }
 
-/* Whether a GPU steps sessions in one pass. That has been timed, but no machine has confirmed its
- * bits since it was last changed: without MNEME_BATCH=together they step one after the other. */
-static bool steps_together(void) {
-    const char *named = getenv("MNEME_BATCH");
-    return named && strcmp(named, "together") == 0;
-}
-
-static mn_status step_in_turn(const company *c) {
-    mn_status st = MN_OK;
-    for (int64_t b = 0; b < c->n && st == MN_OK; b++) {
-        st = mn_session_step(c->sessions[b], c->tokens[b]);
-    }
-    return st;
-}
-
 /* Which of the two ways a session goes follows from itself alone. */
 static mn_status begin_on_device(mn_batch *batch, const company *c) {
-    if (!steps_together()) return step_in_turn(c);
     mn_status st = open_device(batch, c->sessions, c->n);
     if (st == MN_OK) st = make_room(batch, c->n, c->total);
     if (st != MN_OK) return st;
@@ -348,6 +332,24 @@ static mn_status gather(const int32_t *const *tokens, const int64_t *counts, com
     return MN_OK;
 }
 
+/* One session after the other, each on the tape of the batch: one of its own would take memory of
+ * the GPU for it, and give that back, which waits for all that the GPU does. */
+static mn_status feed_in_turn(mn_batch *batch, const company *c, const int32_t *const *tokens) {
+    mn_status st = mn_context_enter(batch->context);
+    if (st != MN_OK) return st;
+    st = open_device(batch, c->sessions, c->n);
+    mn_context_leave(batch->context);
+    for (int64_t b = 0; b < c->n && st == MN_OK; b++) {
+        mn_session *s = c->sessions[b];
+        mn_tape *own = s->tape;
+        s->tape = batch->tape;
+        st = mn_session_feed_heard(s, tokens[b], start_of(c, b + 1) - start_of(c, b),
+                                   c->hearers ? c->hearers[b] : NULL);
+        s->tape = own;
+    }
+    return st;
+}
+
 mn_status mn_batch_feed_heard(mn_batch *batch, mn_session *const *sessions,
                               const int32_t *const *tokens, const int64_t *counts, int64_t n,
                               const mn_logits_hearer *const *hearers) {
@@ -360,9 +362,7 @@ mn_status mn_batch_feed_heard(mn_batch *batch, mn_session *const *sessions,
     mn_status st = n > 0 ? gather(tokens, counts, &c, &all, &starts) : MN_OK;
     if (st == MN_OK && n > 0) st = check(batch, &c);
     if (st == MN_OK && n > 0 && !batch->context->device) st = run(batch, &c);
-    for (int64_t b = 0; b < n && st == MN_OK && batch->context->device; b++) {
-        st = mn_session_feed_heard(sessions[b], tokens[b], counts[b], hearers ? hearers[b] : NULL);
-    }
+    if (st == MN_OK && n > 0 && batch->context->device) st = feed_in_turn(batch, &c, tokens);
     free(all);
     free(starts);
     return st;

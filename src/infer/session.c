@@ -23,6 +23,7 @@ struct mn_snapshot {
     mn_model_state state;
     size_t bytes;              // of one in a file
     char *path;                // of that file, which has the state; NULL: it is here
+    bool stays;                // the file, when the snapshot goes
 };
 
 enum { MOST_CHUNK = 512, LEAST_CHUNK = 16, DEVICE_CHUNK = 4096 };
@@ -178,12 +179,20 @@ static mn_status tell_logits(mn_session *s, mn_tensor *hidden, const reading *in
     return st;
 }
 
-/* Whether the next token can be played: no layer goes by position, and nothing else is asked. */
+/* Whether a token on a GPU is read and nothing else is asked. */
+static bool is_step(const mn_session *s, const reading *in) {
+    return s->context->device && in->count == 1 && !in->scores && !in->hearer &&
+           !s->options.belief;
+}
+
+/* Whether the next token can be played. */
 static bool repeats(const mn_session *s, const reading *in) {
-    bool same = s->context->device && in->count == 1 && !in->scores && !in->hearer &&
-                !s->options.belief && !mn_model_has_positions(s->model);
-    for (int i = 0; same && i < s->state.n_layers; i++) same = !s->state.layers[i].by_position;
-    return same;
+    return is_step(s, in) && s->repeats == MN_REPEATS;
+}
+
+/* Whether layers are told where a token stands, to read it when they run. */
+static bool places(const mn_session *s, const reading *in) {
+    return is_step(s, in) && (s->repeats == MN_REPEATS_UNKNOWN || (repeats(s, in) && s->caches));
 }
 
 /* The tap of a pass whose variances are to be relative, into *tap; NULL where they are not. */
@@ -225,6 +234,7 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     if (st != MN_OK) return st;
     const unsigned delay = MN_TAPE_DEFER | (repeats(s, in) ? MN_TAPE_REPEATS : 0);
     mn_tape_start(s->tape, T == 1 && !in->scores && !input.tap ? delay : MN_TAPE_FORWARD);
+    if (places(s, in)) mn_tape_set_position(s->tape, &s->position);
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     st = mn_tape_status(s->tape);
     if (st == MN_OK && input.tap) st = make_relative(s, fresh, T);
@@ -247,6 +257,48 @@ void mn_session_forget_graph(mn_session *s) {
     s->steps = 0;
 }
 
+/* After a pass of one token: whether that is the same for all positions, and layers have caches. */
+static void find_repeats(mn_session *s) {
+    s->repeats = MN_REPEATS;
+    for (int i = 0; i < s->state.n_layers; i++) {
+        const mn_layer_state *layer = &s->state.layers[i];
+        if (layer->by_position) s->repeats = MN_REPEATS_NOT;
+        for (int k = 0; k < layer->n_pieces; k++) s->caches |= layer->pieces[k].width > 0;
+    }
+}
+
+/* The first one, by which that is found. */
+static mn_status first_step(mn_session *s, const reading *in) {
+    for (int i = 0; i < s->state.n_layers; i++) s->state.layers[i].by_position = false;
+    const mn_status st = pass(s, in, 0, 1);
+    if (st == MN_OK) find_repeats(s);
+    return st;
+}
+
+/* Of the state of all layers: whether its caches have room; that these have more tokens, which
+ * other ways of reading count by themselves; and where it is. */
+static bool has_room(const mn_session *s) {
+    bool room = true;
+    for (int i = 0; i < s->state.n_layers; i++) {
+        room = room && mn_layer_state_has_room(&s->state.layers[i]);
+    }
+    return room;
+}
+
+static void count_tokens(mn_session *s, int64_t tokens) {
+    for (int i = 0; i < s->state.n_layers; i++) {
+        mn_layer_state_count(&s->state.layers[i], tokens);
+    }
+}
+
+static uint64_t place_of_state(const mn_session *s) {
+    uint64_t place = 0;
+    for (int i = 0; i < s->state.n_layers; i++) {
+        place = place * 31 + mn_layer_state_place(&s->state.layers[i]);
+    }
+    return place;
+}
+
 static mn_status record(mn_session *s) {
     mn_device *device = s->context->device;
     const reading one = { .tokens = s->token, .count = 1 };
@@ -259,6 +311,8 @@ static mn_status record(mn_session *s) {
     st = pass(s, &one, 0, 1);
     s->recording = false;
     s->state.position -= st == MN_OK;    // recorded, not run
+    if (st == MN_OK) count_tokens(s, -1);
+    s->place = place_of_state(s);
     const mn_status ended = mn_device_graph_end(device, &s->graph);
     return st == MN_OK ? ended : st;
 }
@@ -276,11 +330,15 @@ static mn_status place_token(mn_session *s, int32_t token) {
 /* The third pass of one token is recorded. The first one may have begun without a state; the second
  * one has taken what memory such a pass needs. */
 static mn_status step(mn_session *s, const reading *in) {
+    s->position = (int32_t)s->state.position;
+    if (is_step(s, in) && s->repeats == MN_REPEATS_UNKNOWN) return first_step(s, in);
     if (!repeats(s, in)) {
         mn_session_forget_graph(s);
         return pass(s, in, 0, 1);
     }
     mn_status st = place_token(s, in->tokens[0]);
+    const bool stands = s->graph && s->place == place_of_state(s);
+    if ((s->graph && !stands) || !has_room(s)) mn_session_forget_graph(s);
     if (st == MN_OK && s->steps < 2) {
         const reading one = { .tokens = s->token, .count = 1 };
         s->steps++;
@@ -293,6 +351,7 @@ static mn_status step(mn_session *s, const reading *in) {
     if (st != MN_OK) return st;
     s->played = true;
     s->state.position++;
+    count_tokens(s, 1);
     return MN_OK;
 }
 
@@ -479,6 +538,24 @@ mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampli
                                    mn_model_vocabulary(session->model));
 }
 
+/* Caches of a file say how many sequences they are of, and how long those are: as long as what was
+ * read. */
+static mn_status check_caches(const mn_model_state *state, const char *path) {
+    for (int i = 0; i < state->n_layers; i++) {
+        for (int k = 0; k < state->layers[i].n_pieces; k++) {
+            const mn_state_piece *piece = &state->layers[i].pieces[k];
+            if (piece->width == 0 || (piece->B == 1 && piece->length == state->position)) continue;
+            if (piece->B == 1) {
+                return mn_fail(MN_ERR_FORMAT, "%s: layer %d keeps %" PRId64 " tokens of %" PRId64
+                               " that were read", path, i, piece->length, state->position);
+            }
+            return mn_fail(MN_ERR_ARGUMENT, "%s is the state of %" PRId64 " sequences at once; a "
+                           "session is one", path, piece->B);
+        }
+    }
+    return MN_OK;
+}
+
 /* ---- copies ---------------------------------------------------------------------------------- */
 
 /* `state` becomes the session's. */
@@ -540,7 +617,8 @@ mn_status mn_session_restore(mn_session *session, const mn_snapshot *snapshot) {
                        ? mn_model_state_load(&state, session->model, snapshot->path)
                        : mn_model_state_copy(&state, &snapshot->state);
     if (st != MN_OK) return st;
-    if (device && mn_snapshot_is_away(snapshot, session->context)) {
+    if (snapshot->path) st = check_caches(&state, snapshot->path);
+    if (st == MN_OK && device && mn_snapshot_is_away(snapshot, session->context)) {
         st = mn_model_state_send(&state, device, session->options.dtype);
     }
     if (st == MN_OK) take_state(session, &state);
@@ -554,7 +632,7 @@ size_t mn_snapshot_bytes(const mn_snapshot *snapshot) {
 
 void mn_snapshot_destroy(mn_snapshot *snapshot) {
     if (!snapshot) return;
-    if (snapshot->path) remove(snapshot->path);
+    if (snapshot->path && !snapshot->stays) remove(snapshot->path);
     free(snapshot->path);
     mn_model_state_free(&snapshot->state);
     free(snapshot);
@@ -579,10 +657,11 @@ mn_status mn_snapshot_to_host(mn_snapshot *snapshot) {
     return MN_OK;
 }
 
-mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const char *path) {
+mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const mn_state_notes *notes,
+                              const char *path) {
     if (snapshot->path) return MN_OK;
     char *copy = strdup(path);
-    mn_status st = copy ? mn_model_state_save(&snapshot->state, snapshot->model, path)
+    mn_status st = copy ? mn_model_state_save(&snapshot->state, snapshot->model, notes, path)
                         : mn_fail(MN_ERR_MEMORY, "no memory for a path");
     if (st != MN_OK) {
         if (copy) remove(path);
@@ -593,6 +672,51 @@ mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const char *path) {
     snapshot->path = copy;
     mn_model_state_free(&snapshot->state);
     return MN_OK;
+}
+
+void mn_snapshot_stay(mn_snapshot *snapshot) {
+    snapshot->stays = true;
+}
+
+mn_status mn_snapshot_save(const mn_snapshot *snapshot, const mn_model *model,
+                           const mn_state_notes *notes, const char *path) {
+    if (snapshot) return mn_model_state_save(&snapshot->state, model, notes, path);
+    mn_model_state nothing;
+    mn_status st = mn_model_state_create(&nothing, model);
+    if (st == MN_OK) st = mn_model_state_save(&nothing, model, notes, path);
+    mn_model_state_free(&nothing);
+    return st;
+}
+
+mn_status mn_snapshot_open(mn_snapshot **out, const mn_model *model, size_t bytes,
+                           const char *path) {
+    *out = calloc(1, sizeof **out);
+    char *copy = strdup(path);
+    if (!*out || !copy) {
+        free(*out);
+        free(copy);
+        *out = NULL;
+        return mn_fail(MN_ERR_MEMORY, "no memory for a snapshot");
+    }
+    **out = (mn_snapshot){ .model = model, .bytes = bytes, .path = copy };
+    return MN_OK;
+}
+
+mn_status mn_snapshot_load(mn_snapshot **out, const mn_model *model, const char *path) {
+    *out = calloc(1, sizeof **out);
+    if (!*out) return mn_fail(MN_ERR_MEMORY, "no memory for a snapshot");
+    (*out)->model = model;
+    mn_status st = mn_model_state_load(&(*out)->state, model, path);
+    if (st == MN_OK) st = check_caches(&(*out)->state, path);
+    if (st != MN_OK) {
+        mn_snapshot_destroy(*out);
+        *out = NULL;
+    }
+    return st;
+}
+
+int64_t mn_snapshot_position(const mn_snapshot *snapshot) {
+    return snapshot->state.position;
 }
 
 mn_status mn_session_fork(mn_session **out, const mn_session *session) {
@@ -618,25 +742,7 @@ mn_status mn_session_fork(mn_session **out, const mn_session *session) {
 
 mn_status mn_session_save(const mn_session *session, const char *path) {
     const mn_status st = check_whole(session);
-    return st == MN_OK ? mn_model_state_save(&session->state, session->model, path) : st;
-}
-
-/* Caches of a file say how many sequences they are of, and how long those are: as long as what was
- * read. */
-static mn_status check_caches(const mn_model_state *state, const char *path) {
-    for (int i = 0; i < state->n_layers; i++) {
-        for (int k = 0; k < state->layers[i].n_pieces; k++) {
-            const mn_state_piece *piece = &state->layers[i].pieces[k];
-            if (piece->width == 0 || (piece->B == 1 && piece->length == state->position)) continue;
-            if (piece->B == 1) {
-                return mn_fail(MN_ERR_FORMAT, "%s: layer %d keeps %" PRId64 " tokens of %" PRId64
-                               " that were read", path, i, piece->length, state->position);
-            }
-            return mn_fail(MN_ERR_ARGUMENT, "%s is the state of %" PRId64 " sequences at once; a "
-                           "session is one", path, piece->B);
-        }
-    }
-    return MN_OK;
+    return st == MN_OK ? mn_model_state_save(&session->state, session->model, NULL, path) : st;
 }
 
 mn_status mn_session_load(mn_session *session, const char *path) {

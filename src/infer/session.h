@@ -29,12 +29,23 @@ mn_status mn_batch_feed_heard(mn_batch *batch, mn_session *const *sessions,
                               const int32_t *const *tokens, const int64_t *counts, int64_t n,
                               const mn_logits_hearer *const *hearers);
 
-/* Snapshots that are not needed soon: to the host's memory, or to a file, which goes with
- * the snapshot. Restoring one reads it from there, with the same bits, and leaves it. After a
- * failure it is where it was. */
+/* Snapshots that are not needed soon: to the host's memory, or to a file, which goes with the
+ * snapshot unless it is to stay. Restoring one reads it from there, with the same bits, and leaves
+ * it. After a failure it is where it was. */
 bool mn_snapshot_is_away(const mn_snapshot *snapshot, const mn_context *context);
 mn_status mn_snapshot_to_host(mn_snapshot *snapshot);
-mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const char *path);
+mn_status mn_snapshot_to_file(mn_snapshot *snapshot, const mn_state_notes *notes,
+                              const char *path);
+void mn_snapshot_stay(mn_snapshot *snapshot);
+
+/* A copy in a file; NULL: of a session that has read nothing. And the snapshot of such a file: in
+ * it, or in the host's memory. */
+mn_status mn_snapshot_save(const mn_snapshot *snapshot, const mn_model *model,
+                           const mn_state_notes *notes, const char *path);
+mn_status mn_snapshot_open(mn_snapshot **out, const mn_model *model, size_t bytes,
+                           const char *path);
+mn_status mn_snapshot_load(mn_snapshot **out, const mn_model *model, const char *path);
+int64_t mn_snapshot_position(const mn_snapshot *snapshot);
 
 /* mn_batch_step in two: the GPU works between them, and nothing of sessions may be looked at. */
 mn_status mn_batch_begin(mn_batch *batch, mn_session *const *sessions, const int32_t *tokens,

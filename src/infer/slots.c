@@ -18,6 +18,10 @@
 
 enum { PLAYS = 64 };    // sizes of steps: four between a power of two and the next
 
+/* What a step may keep of all its layers. Memory that the next layer uses again makes works wait
+ * for each other that have nothing to do with each other, so it does only beyond this. */
+static const size_t kept_bytes = (size_t)512 << 20;
+
 /* Steps of `rows` rows. */
 typedef struct play {
     int64_t rows;
@@ -33,6 +37,7 @@ struct mn_slots {
     bool usable;               // every layer has pieces of constant size, and none goes by position
     mn_model_state all;        // of all slots; counts of pieces are those of the step at hand
     int64_t *each;             // (layers, MN_STATE_PIECES): numbers of a slot
+    size_t row_bytes;          // that a step keeps for each row
     int64_t capacity, last_rows;
     mn_session **of;           // (capacity); NULL: free
     float *logits;             // (capacity, vocabulary), on the GPU
@@ -69,6 +74,7 @@ static mn_status find_pieces(mn_slots *a) {
     mn_tape_start(tape, MN_TAPE_PLAN);
     mn_model_hidden(a->model, tape, &in);
     st = mn_tape_status(tape);
+    a->row_bytes = mn_tape_bytes(tape);
     mn_tape_destroy(tape);
     a->usable = st == MN_OK;
     for (int i = 0; i < a->all.n_layers; i++) {
@@ -305,8 +311,10 @@ static mn_status pass(mn_slots *a, const play *p) {
             layer->pieces[k].count = p->rows * a->each[i * MN_STATE_PIECES + k];
         }
     }
+    const bool keeps = (size_t)p->rows * a->row_bytes <= kept_bytes;
     const mn_model_input in = { .tokens = a->tokens, .B = p->rows, .T = 1, .state = &a->all,
-                                .recompute = mn_pass_recompute(a->context) };
+                                .recompute = keeps ? MN_RECOMPUTE_NONE
+                                                   : mn_pass_recompute(a->context) };
     mn_tape_start_alike(p->tape, MN_TAPE_REPEATS | MN_TAPE_DEFER, p->rows);
     mn_tensor *hidden = mn_model_hidden(a->model, p->tape, &in);
     mn_tensor *logits = mn_model_logits(a->model, p->tape, hidden);

@@ -204,6 +204,7 @@ void mn_json_free(mn_json *root) {
     if (!root) return;
     json_decref(root->value);
     free((char *)(uintptr_t)root->name);
+    free(root->ids.of);
     *root = (mn_json){0};
 }
 

@@ -18,6 +18,12 @@
 
 enum { MN_JSON_MAX_DEPTH = 64 };    // nested lists and objects; the parser recurses
 
+/* Whole numbers of a list (mn_json_parse_ids). */
+typedef struct mn_json_ids {
+    int32_t *of;
+    int64_t count;
+} mn_json_ids;
+
 /* One value and the way to it. A handle from mn_json_member or mn_json_item points to its parent
  * handle, which must stay in place while the child is used. All zeros: no document. */
 typedef struct mn_json {
@@ -25,6 +31,7 @@ typedef struct mn_json {
     const struct mn_json *parent;   // NULL for the root
     const char *name;               // root: the document's name; member: its key; item: NULL
     int64_t index;                  // item: its place in the list
+    mn_json_ids ids;                // root: read beside the document
 } mn_json;
 
 /* How strict the text has to be. */
@@ -38,6 +45,12 @@ typedef enum mn_json_text_rules {
  * needed afterwards. On failure `*root` is all zeros. */
 mn_status mn_json_parse(mn_json *root, const void *bytes, size_t size, const char *name,
                         mn_json_text_rules rules);
+
+/* The same for an object whose member `key` may be a long list of whole numbers. Where it is one of
+ * nothing but numbers of up to nine digits, they are root->ids, and the list of the document is
+ * empty. */
+mn_status mn_json_parse_ids(mn_json *root, const void *bytes, size_t size, const char *name,
+                            const char *key);
 
 /* Parses the file at `path`, which also becomes the name. */
 mn_status mn_json_load(mn_json *root, const char *path, mn_json_text_rules rules);

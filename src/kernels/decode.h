@@ -35,6 +35,8 @@ enum {
     MN_DECODE_MAX_MOVE = 1 << 18,    // of a move that is to be a stage's epilogue
     MN_DECODE_COL_TILE = 8,       // columns of a product that epilogues have at once
     MN_DECODE_TAPS = 4,           // of a convolution that follows a product
+    MN_DECODE_ATTEND_KEYS = 256,  // keys of a part of attention
+    MN_DECODE_ATTEND_WIDEST = 256,    // channels of a head that attends
 };
 
 /* Values of mn_decode_op: order and f of a gated norm, f of a norm by its root. */
@@ -106,6 +108,29 @@ typedef struct mn_decode_recurrence {
     const mn_decode_op *first[MN_DECODE_QK_NORMS];
 } mn_decode_recurrence;
 
+/* Softmax attention of one token over a cache, where the position n of the token is read when it
+ * runs: a step that is recorded goes on by it.
+ *
+ *   rows n of the caches = turn(k), v
+ *   o_h = sum_t w_t values_t,  w = softmax_t(scale turn(q_h).keys_t)
+ *
+ * over the newest `window` rows, or all n + 1 where that is 0. Channels i and i + turns / 2 of q and
+ * k turn by n inv_freq[i] and are multiplied by turned_scale. H query heads share J key-value heads
+ * in turns; a head of q, k or v begins so many elements behind the one before. Parts of 256 keys
+ * are made for themselves, (H, n_parts, V + 2), and added in their order. */
+typedef struct mn_decode_attention {
+    mn_dtype dtype;                  // of all but parts
+    int64_t H, J, K, V, capacity, window, turns, n_parts;
+    double scale, turned_scale;
+    const double *inv_freq;          // turns / 2 of them
+    const int32_t *position;
+    const void *q, *k, *v;
+    int64_t q_step, k_step, v_step;
+    void *keys, *values;             // (capacity, J, K) and (capacity, J, V)
+    float *parts;
+    void *o;                         // (H, V)
+} mn_decode_attention;
+
 /* What is to be launched as one kernel, stage by stage. */
 typedef struct mn_megakernel mn_megakernel;
 
@@ -119,6 +144,7 @@ bool mn_decode_gemms_supported(const mn_gemm_problem *work);
 /* Put work on `stream` and return 0 or a cudaError_t. */
 int mn_decode_run_chains(const mn_decode_chains *parts, void *stream);
 int mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream);
+int mn_decode_run_attention(const mn_decode_attention *attention, void *stream);
 
 /* out[i] = the place of the largest of the first n of row i of logits, the first of equal ones; -1
  * where one is NaN or infinite, or all are -infinity. `out` may be the host's, of
@@ -138,6 +164,7 @@ void mn_megakernel_clear(mn_megakernel *megakernel);
  * already: something is read or written that earlier stages write in another way. */
 bool mn_megakernel_add_gemms(mn_megakernel *megakernel, const mn_decode_gemms *gemms);
 bool mn_megakernel_add_recurrence(mn_megakernel *megakernel, const mn_decode_recurrence *memory);
+bool mn_megakernel_add_attention(mn_megakernel *megakernel, const mn_decode_attention *attention);
 // one row of a table
 bool mn_megakernel_add_gather(mn_megakernel *megakernel, const mn_decode_op *row);
 

@@ -72,7 +72,8 @@ typedef enum mn_decode_opcode {
     MN_DECODE_GEMM,
     MN_DECODE_RECURRENCE,
     MN_DECODE_SMALL,
-    MN_DECODE_STEP
+    MN_DECODE_STEP,
+    MN_DECODE_ATTEND
 } mn_decode_opcode;
 
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
@@ -218,13 +219,22 @@ typedef struct mn_decode_step_instr {
     unsigned char args[MN_DECODE_ARGS_BYTES];
 } mn_decode_step_instr;
 
-/* Both read and write memory as launches of their own do, and then publish results. */
+/* Parts slot, slot + n_slots, ... of key-value head `head`, of the token's attention; or where
+ * n_slots is 0 the sum of the parts of query head `head`. */
+typedef struct mn_decode_attend_instr {
+    MN_DECODE_ALIGNAS(16) int head;
+    int slot, n_slots;
+    mn_decode_attention of;
+} mn_decode_attend_instr;
+
+/* All read and write memory as launches of their own do, and then publish results. */
 typedef struct mn_decode_work_instr {
     MN_DECODE_ALIGNAS(16) int n_published;
     mn_decode_publication published[MN_DECODE_PUBLISHED];
     union {
         mn_decode_small_instr small;
         mn_decode_step_instr step;
+        mn_decode_attend_instr attend;
     };
 } mn_decode_work_instr;
 
@@ -261,7 +271,7 @@ typedef struct mn_decode_launch_args {
     int n_stages;
     int handoff_at, words;    // where words begin, and how many bytes of them a run has
     int ragged;               // a row's last chunk is not whole
-    int works;                // there are stages of small works or of operators' steps
+    int works;                // there are stages of small works, steps of operators or attention
 } mn_decode_launch_args;
 
 /* A step that stages know: the operator, and the columns of a head that a block has at once; 0: it

@@ -42,8 +42,10 @@ const char *mn_target_about(mn_target_id id) {
 bool mn_target_available(mn_target_id id) {
     switch (id) {
     case MN_TARGET_REF: return true;
-#if MN_HAVE_X86_TARGETS
+#if MN_HAVE_AVX2
     case MN_TARGET_AVX2: return mn_cpu_has_avx2();
+#endif
+#if MN_HAVE_AVX512
     case MN_TARGET_AVX512: return mn_cpu_has_avx512();
 #endif
     default: return false;
@@ -88,23 +90,25 @@ mn_status mn_kernel_table_fill(mn_kernel_table *table, mn_target_id target, mn_d
         return MN_OK;
     }
     mn_fill_ref_f32(table);
-#if MN_HAVE_X86_TARGETS
+#if MN_HAVE_AVX2
     if (target >= MN_TARGET_AVX2) mn_overlay_avx2(table);
-    if (target >= MN_TARGET_AVX512) mn_overlay_avx512(table);
-#else
-    (void)target;
 #endif
+#if MN_HAVE_AVX512
+    if (target >= MN_TARGET_AVX512) mn_overlay_avx512(table);
+#endif
+    (void)target;
     return MN_OK;
 }
 
 const mn_kernel *mn_span_kernel(mn_span_id id, mn_target_id target, mn_dtype dtype) {
     if (dtype == MN_F64) return &mn_spans_ref_f64[id];
-#if MN_HAVE_X86_TARGETS
+#if MN_HAVE_AVX512
     if (target >= MN_TARGET_AVX512) return &mn_spans_avx512[id];
-    if (target >= MN_TARGET_AVX2) return &mn_spans_avx2[id];
-#else
-    (void)target;
 #endif
+#if MN_HAVE_AVX2
+    if (target >= MN_TARGET_AVX2) return &mn_spans_avx2[id];
+#endif
+    (void)target;
     return &mn_spans_ref_f32[id];
 }
 

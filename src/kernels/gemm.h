@@ -24,6 +24,9 @@ typedef struct mn_gemm_problem {
     int64_t M, N, K, a_row, b_row, c_row;
     bool a_transposed, b_transposed, accumulate, step, alike, b_is_old;
     const mn_quant *quant;    // b transposed in 8 or 4 bits, in place of b; NULL: b
+    void *gated;              // of mn_gemm_rows; NULL: none
+    int64_t gated_row;
+    int gate;                 // mn_unary
 } mn_gemm_problem;
 
 /* Bytes of work space that each product may use, and that weights of a quantised one, a piece at a
@@ -43,7 +46,9 @@ extern "C"
 int mn_gemm_quant_several(const mn_gemm_problem *works, int n, void *stream);
 
 /* Products for the rows of sequences that decode together (`alike`), in bf16: up to so many of one
- * a, into c of one type, in one launch. Returns 0 or a cudaError_t. */
+ * a, into c of one type, in one launch. Where `gated` (M, N/2) is there, it becomes f(x) y of the
+ * two halves x, y of each row of c, as they are stored; N is a multiple of 64 then. Returns 0 or a
+ * cudaError_t. */
 enum { MN_GEMM_ROWS = 4 };
 #ifdef __cplusplus
 extern "C" {

@@ -145,7 +145,7 @@ static mn_status copy_piece(mn_layer_state *to, const mn_state_piece *from) {
 }
 
 mn_status mn_layer_state_copy(mn_layer_state *to, const mn_layer_state *from) {
-    *to = (mn_layer_state){ .device = from->device };
+    *to = (mn_layer_state){ .device = from->device, .by_position = from->by_position };
     mn_status st = MN_OK;
     for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
         st = copy_piece(to, &from->pieces[i]);
@@ -185,7 +185,7 @@ mn_status mn_layer_state_fetch(mn_layer_state *to, const mn_layer_state *from) {
     if (!from->device) return mn_layer_state_copy(to, from);
     mn_layer_state packed;
     mn_status st = mn_layer_state_copy(&packed, from);
-    memset(to, 0, sizeof *to);
+    *to = (mn_layer_state){ .by_position = from->by_position };
     for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
         st = fetch_piece(to, &packed.pieces[i], from->device);
     }
@@ -210,7 +210,7 @@ mn_status mn_layer_state_send(mn_layer_state *to, const mn_layer_state *from, mn
                               mn_dtype dtype) {
     mn_layer_state packed;
     mn_status st = mn_layer_state_copy(&packed, from);
-    *to = (mn_layer_state){ .device = device };
+    *to = (mn_layer_state){ .device = device, .by_position = from->by_position };
     for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
         st = send_piece(to, &packed.pieces[i], dtype);
     }
@@ -417,6 +417,8 @@ void mn_state_rows(const mn_layer_state *state, mn_run *run) {
 
 /* ---- caches ---------------------------------------------------------------------------------- */
 
+enum { ROOM = 256 };    // tokens that a cache of a step that repeats grows by, at least
+
 /* Makes room for `length` tokens in each of B rows. */
 static mn_status grow(mn_layer_state *state, mn_state_piece *piece, int64_t length) {
     if (length <= piece->capacity) return MN_OK;
@@ -510,6 +512,59 @@ static mn_tensor *append_rows(mn_layer_state *state, mn_tape *tape, mn_tensor *x
     mn_tensor *all = mn_tape_input(tape, rows->data[0], NULL, shape);
     if (all) all->rows = rows;
     return all;
+}
+
+const mn_state_piece *mn_state_extend(mn_layer_state *state, mn_tape *tape, const char *name,
+                                      int64_t width) {
+    if (mn_tape_status(tape) != MN_OK) return NULL;
+    state->device = device_of(tape);
+    mn_state_piece *piece = find_or_add(state, name);
+    if (piece && !piece->now) {
+        piece->dtype = mn_tape_dtype(tape);
+        piece->B = 1;
+        piece->width = width;
+    }
+    if (!piece || piece->B != 1 || piece->width != width || piece->dtype != mn_tape_dtype(tape)) {
+        mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "the cache %s belongs to another model or "
+                                   "batch", name));
+        return NULL;
+    }
+    if (piece->length == piece->capacity) {
+        mn_tape_flush(tape);    // what waits may read the cache where it is
+        const mn_status st = grow(state, piece, piece->length / ROOM * ROOM + ROOM);
+        if (st != MN_OK) mn_tape_fail(tape, st);
+        if (st != MN_OK) return NULL;
+    }
+    piece->length++;
+    piece->count = piece->length * width;
+    mn_tape_declare(tape, piece->now, (size_t)(piece->capacity * width) * item_of(piece));
+    return piece;
+}
+
+bool mn_layer_state_has_room(const mn_layer_state *state) {
+    bool room = true;
+    for (int i = 0; i < state->n_pieces; i++) {
+        const mn_state_piece *piece = &state->pieces[i];
+        room = room && (!piece->width || piece->length < piece->capacity);
+    }
+    return room;
+}
+
+void mn_layer_state_count(mn_layer_state *state, int64_t tokens) {
+    for (int i = 0; i < state->n_pieces; i++) {
+        mn_state_piece *piece = &state->pieces[i];
+        if (!piece->width) continue;
+        piece->length += tokens;
+        piece->count = piece->B * piece->length * piece->width;
+    }
+}
+
+uint64_t mn_layer_state_place(const mn_layer_state *state) {
+    uint64_t place = 0;
+    for (int i = 0; i < state->n_pieces; i++) {
+        place = (place ^ (uint64_t)(uintptr_t)state->pieces[i].now) * UINT64_C(0x100000001b3);
+    }
+    return place;
 }
 
 mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name) {

@@ -69,6 +69,13 @@ mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype,
                        const void *numbers, int64_t count, int64_t B, int64_t length,
                        int64_t width);
 
+/* Of steps that are recorded and launched again: whether all caches have room for another token;
+ * that they have one more, or with -1 one less, than before; and a number that changes when a piece
+ * lies elsewhere. */
+bool mn_layer_state_has_room(const mn_layer_state *state);
+void mn_layer_state_count(mn_layer_state *state, int64_t tokens);
+uint64_t mn_layer_state_place(const mn_layer_state *state);
+
 /* After a pass of steps, as long as its tape has not begun another: the state as it was after the
  * first `count` of them. */
 void mn_layer_state_back(mn_layer_state *state, int64_t count);
@@ -106,6 +113,12 @@ void mn_state_rows(const mn_layer_state *state, mn_run *run);
  * state absent. Call before mn_run_now. */
 void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
                    const char *name, int64_t count);
+
+/* Of a step that goes by a position which is read when it runs (mn_tape_set_position): room for one
+ * more token of `width` numbers behind the cache `name`, which counts it and is declared; the
+ * operation that is given the cache writes it there. NULL after a failure. */
+const mn_state_piece *mn_state_extend(mn_layer_state *state, mn_tape *tape, const char *name,
+                                      int64_t width);
 
 /* Appends (B,T,H,X) to the cache `name` and returns all tokens, (B,L,H,X), without gradient; `x`
  * itself when state is NULL. */

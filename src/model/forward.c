@@ -137,6 +137,7 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
     const bool once = !mn_tape_records(tape) || (!in->state && !in->variance && !in->tap);
     for (int i = 0; i < n + (last != NULL) && x; i++) {
         if (in->ready) mn_tape_notify(tape, in->ready, in->ready_context, i);
+        if (in->enter && !mn_tape_plans(tape)) in->enter(in->ready_context, i);
         mn_forward one = { .tape = tape, .position = in->state ? in->state->position : 0 };
         mn_forward *f = i == n ? last : &one;
         f->tape = tape;

@@ -398,6 +398,19 @@ void mn_model_block_params(const mn_model *model, int i, int *first, int *end) {
     *end = model->blocks[i].end;
 }
 
+void mn_model_parts(const mn_model *model, int64_t *outside, int64_t *block) {
+    *outside = mn_model_count(model);
+    *block = 0;
+    for (int i = 0; i < model->config.n_layers; i++) {
+        int64_t own = 0;
+        for (int p = model->blocks[i].first; p < model->blocks[i].end; p++) {
+            own += model->params[p].info.count;
+        }
+        *outside -= own;
+        *block = mn_max(*block, own);
+    }
+}
+
 void mn_model_settle_gradients(mn_model *model) {
     mn_model_settle_some(model, 0, model->n_params);
 }

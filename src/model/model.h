@@ -97,9 +97,6 @@ typedef struct mn_model_state {
     int64_t n_logits;
 } mn_model_state;
 
-/* Whether tokens have learned positions: then no two passes of one token are the same. */
-bool mn_model_has_positions(const mn_model *model);
-
 mn_status mn_model_state_create(mn_model_state *out, const mn_model *model);
 void mn_model_state_free(mn_model_state *state);
 mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from);
@@ -112,12 +109,24 @@ mn_status mn_model_state_send(mn_model_state *state, mn_device *device, mn_dtype
 /* A copy in the host's memory, in float32 there. */
 mn_status mn_model_state_fetch(mn_model_state *out, const mn_model_state *from);
 
+/* What a file of a state says of it: the tokens it has read, and words of its owner. NULL: not
+ * said. */
+typedef struct mn_state_notes {
+    const int32_t *tokens;
+    int64_t n_tokens;
+    const char *words;
+} mn_state_notes;
+
 /* Writes and reads a state as safetensors, with what it belongs to in the metadata; reading fails
  * when it is another model's. What is on a GPU is written in float32; what is read is on the
- * host. */
+ * host. `notes` may be NULL. */
 mn_status mn_model_state_save(const mn_model_state *state, const mn_model *model,
-                              const char *path);
+                              const mn_state_notes *notes, const char *path);
 mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const char *path);
+
+/* The notes of a file: tokens and words are to be freed. What is not a state of the model fails. */
+mn_status mn_model_state_notes(int32_t **tokens, int64_t *n_tokens, char **words,
+                               const mn_model *model, const char *path);
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
@@ -148,7 +157,9 @@ typedef struct mn_model_input {
     mn_model_branches *branches;   // filled in for the blocks it chooses; NULL: not wanted
     bool add_gradients;            // to what the parameters' gradients hold
     mn_recompute recompute;        // instead of keeping it; the same bits for less memory
-    /* Called going back when the gradients of block i's parameters are complete; NULL: nobody. */
+    /* Called before block i reads its parameters going forward; and going back when their gradients
+     * are complete and what comes next is of block i - 1. NULL: nobody. */
+    void (*enter)(void *context, int block);
     void (*ready)(void *context, int block);
     void *ready_context;
 } mn_model_input;
@@ -183,5 +194,8 @@ void mn_model_settle_some(mn_model *model, int first, int end);
 
 /* Block i has parameters [*first, *end). */
 void mn_model_block_params(const mn_model *model, int i, int *first, int *end);
+
+/* How many numbers belong to no block, and how many the largest block has. */
+void mn_model_parts(const mn_model *model, int64_t *outside, int64_t *block);
 
 #endif

@@ -85,6 +85,8 @@ size_t mn_model_state_bytes(const mn_model_state *state) {
 
 enum { TENSOR_NAME = 64 };
 
+static const char tokens_name[] = "tokens";    // that the sequence has read; no part of the state
+
 /* FNV-1a over names and shapes: which model a state belongs to. Weights are not part of it, so that
  * a state may go on with a model that was trained further. */
 static uint64_t model_mark(const mn_model *model) {
@@ -110,12 +112,28 @@ static void describe_piece(mn_stored_tensor *t, const mn_state_piece *piece) {
     t->shape[2] = piece->width;
 }
 
+/* Logits and tokens behind the pieces; how many tensors there are then. */
+static int64_t describe_rest(mn_stored_tensor *tensors, int64_t n, const mn_model_state *state,
+                             const mn_state_notes *notes) {
+    if (state->logits) {
+        tensors[n++] = (mn_stored_tensor){
+            .name = "logits", .dtype = MN_STORED_F32, .rank = 1, .shape = { state->n_logits },
+            .data = state->logits, .bytes = (size_t)state->n_logits * sizeof *state->logits };
+    }
+    if (notes && notes->tokens) {
+        tensors[n++] = (mn_stored_tensor){
+            .name = tokens_name, .dtype = MN_STORED_I32, .rank = 1, .shape = { notes->n_tokens },
+            .data = notes->tokens, .bytes = (size_t)notes->n_tokens * sizeof *notes->tokens };
+    }
+    return n;
+}
+
 mn_status mn_model_state_save(const mn_model_state *from, const mn_model *model,
-                              const char *path) {
+                              const mn_state_notes *notes, const char *path) {
     mn_model_state packed;    // a copy has no room to spare between the rows of its caches
     mn_status st = copy_state(&packed, from, TO_HOST, NULL, MN_F32);
     if (st != MN_OK) return st;
-    const size_t most = (size_t)packed.n_layers * MN_STATE_PIECES + 1;
+    const size_t most = (size_t)packed.n_layers * MN_STATE_PIECES + 2;
     mn_stored_tensor *tensors = calloc(most, sizeof *tensors);
     char(*names)[TENSOR_NAME] = calloc(most, sizeof *names);
     int64_t n = 0;
@@ -127,17 +145,15 @@ mn_status mn_model_state_save(const mn_model_state *from, const mn_model *model,
             describe_piece(&tensors[n], &layer->pieces[k]);
         }
     }
-    if (tensors && packed.logits) {
-        tensors[n++] = (mn_stored_tensor){
-            .name = "logits", .dtype = MN_STORED_F32, .rank = 1, .shape = { packed.n_logits },
-            .data = packed.logits, .bytes = (size_t)packed.n_logits * sizeof *packed.logits };
-    }
+    if (tensors) n = describe_rest(tensors, n, &packed, notes);
     char position[32], mark[32];
     snprintf(position, sizeof position, "%" PRId64, packed.position);
     snprintf(mark, sizeof mark, "%016" PRIx64, model_mark(model));
     const mn_stored_text about[] = { { "mneme", "state" }, { "position", position },
-                                     { "model", mark } };
-    st = tensors && names ? mn_safetensors_write(path, tensors, n, about, 3)
+                                     { "model", mark },
+                                     { "notes", notes && notes->words ? notes->words : "" } };
+    const int n_about = notes && notes->words ? 4 : 3;
+    st = tensors && names ? mn_safetensors_write(path, tensors, n, about, n_about)
                           : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
     free(tensors);
     free(names);
@@ -186,24 +202,35 @@ static bool read_position(int64_t *out, const char *text) {
     return n > 0 && n <= 18 && text[n] == '\0';
 }
 
-mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const char *path) {
-    memset(out, 0, sizeof *out);
-    mn_safetensors *file;
-    mn_status st = mn_safetensors_open(&file, path);
+/* Opens a state of the model. */
+static mn_status open_state(mn_safetensors **file, const char **position, const mn_model *model,
+                            const char *path) {
+    mn_status st = mn_safetensors_open(file, path);
     if (st != MN_OK) return st;
     char mark[32];
     snprintf(mark, sizeof mark, "%016" PRIx64, model_mark(model));
-    const char *kind = mn_safetensors_metadata(file, "mneme");
-    const char *of = mn_safetensors_metadata(file, "model");
-    const char *position = mn_safetensors_metadata(file, "position");
-    if (!kind || strcmp(kind, "state") != 0 || !of || !position) {
+    const char *kind = mn_safetensors_metadata(*file, "mneme");
+    const char *of = mn_safetensors_metadata(*file, "model");
+    *position = mn_safetensors_metadata(*file, "position");
+    if (!kind || strcmp(kind, "state") != 0 || !of || !*position) {
         st = mn_fail(MN_ERR_FORMAT, "%s is no saved state", path);
     } else if (strcmp(of, mark) != 0) {
         st = mn_fail(MN_ERR_ARGUMENT, "%s is the state of another model", path);
     }
-    if (st == MN_OK) st = mn_model_state_create(out, model);
+    if (st != MN_OK) mn_safetensors_close(*file);
+    return st;
+}
+
+mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const char *path) {
+    memset(out, 0, sizeof *out);
+    mn_safetensors *file;
+    const char *position;
+    mn_status st = open_state(&file, &position, model, path);
+    if (st != MN_OK) return st;
+    st = mn_model_state_create(out, model);
     for (int64_t i = 0; st == MN_OK && i < mn_safetensors_count(file); i++) {
         const mn_stored_tensor *t = mn_safetensors_at(file, i);
+        if (strcmp(t->name, tokens_name) == 0) continue;
         st = strcmp(t->name, "logits") == 0 ? read_logits(out, model, t, path)
                                             : read_piece(out, model, t, path);
     }
@@ -212,5 +239,45 @@ mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const 
     }
     mn_safetensors_close(file);
     if (st != MN_OK) mn_model_state_free(out);
+    return st;
+}
+
+/* The tokens of a file: as many as the state has read. */
+static mn_status read_tokens(int32_t **tokens, int64_t *n_tokens, const mn_stored_tensor *t,
+                             const mn_model *model, const char *path) {
+    const bool fits = t->dtype == MN_STORED_I32 && t->rank == 1;
+    *tokens = fits ? malloc(t->bytes + 1) : NULL;
+    if (!*tokens) return mn_fail(MN_ERR_FORMAT, "%s: its tokens cannot be read", path);
+    memcpy(*tokens, t->data, t->bytes);
+    *n_tokens = t->shape[0];
+    for (int64_t i = 0; i < *n_tokens; i++) {
+        if ((*tokens)[i] >= 0 && (*tokens)[i] < model->config.vocab_size) continue;
+        return mn_fail(MN_ERR_FORMAT, "%s: token %d is outside the vocabulary", path,
+                       (int)(*tokens)[i]);
+    }
+    return MN_OK;
+}
+
+mn_status mn_model_state_notes(int32_t **tokens, int64_t *n_tokens, char **words,
+                               const mn_model *model, const char *path) {
+    mn_safetensors *file;
+    const char *position;
+    int64_t read = 0;
+    *tokens = NULL;
+    *words = NULL;
+    *n_tokens = 0;
+    mn_status st = open_state(&file, &position, model, path);
+    if (st != MN_OK) return st;
+    const mn_stored_tensor *t = mn_safetensors_find(file, tokens_name);
+    const char *said = mn_safetensors_metadata(file, "notes");
+    if (t) st = read_tokens(tokens, n_tokens, t, model, path);
+    if (st == MN_OK && (!read_position(&read, position) || (t && read != *n_tokens))) {
+        st = mn_fail(MN_ERR_FORMAT, "%s: its tokens are not those that it has read", path);
+    }
+    if (st == MN_OK && said) *words = strdup(said);
+    mn_safetensors_close(file);
+    if (st == MN_OK) return MN_OK;
+    free(*tokens);
+    *tokens = NULL;
     return st;
 }

@@ -21,7 +21,6 @@
 #include "base/util.h"
 #include "ops/workspace.h"
 
-#if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
 #include "kernels/cpu/gemm/gemm.h"
 #include "kernels/cpu/gemm/matmul.h"
@@ -32,7 +31,6 @@
 #include "kernels/cpu/gemm/matmul.h"
 #include "kernels/cpu/quant/quant.h"
 #undef MN_TARGET
-#endif
 
 /* ---- plain loops -----------------------------------------------------------------------------
  */
@@ -121,8 +119,6 @@ static void run_plain(mn_context *context, const mn_matmul_args *p) {
 /* ---- vector targets ----------------------------------------------------------------------------
  */
 
-#if MN_HAVE_X86_TARGETS
-
 typedef struct functions {
     void (*gemm)(const mn_gemm_args *p);
     void (*gemm_nt)(const mn_gemm_args *p);
@@ -137,16 +133,22 @@ typedef struct functions {
 
 /* NULL where the target has none. */
 static const functions *functions_of(mn_target_id target) {
+#if MN_HAVE_AVX2
     static const functions avx2 = { mn_gemm_avx2,        mn_gemm_nt_avx2,     mn_matmul_panel_avx2,
                                     mn_matmul_pack_avx2, mn_matmul_rows_avx2, mn_matmul_few_avx2,
                                     mn_quant_few_avx2,   mn_quant_pack_avx2 };
+    if (target == MN_TARGET_AVX2) return &avx2;
+#endif
+#if MN_HAVE_AVX512
     static const functions avx512 = {
         mn_gemm_avx512,        mn_gemm_nt_avx512,     mn_matmul_panel_avx512,
         mn_matmul_pack_avx512, mn_matmul_rows_avx512, mn_matmul_few_avx512,
         mn_quant_few_avx512,   mn_quant_pack_avx512,
     };
-    if (target == MN_TARGET_AVX2) return &avx2;
-    return target == MN_TARGET_AVX512 ? &avx512 : NULL;
+    if (target == MN_TARGET_AVX512) return &avx512;
+#endif
+    (void)target;
+    return NULL;
 }
 
 /* A product and how it is shared out. */
@@ -336,8 +338,6 @@ static void run_vector(mn_context *context, const functions *f, const mn_matmul_
     else if (small || !run_packed(context, &j)) run_gemm(context, &j);
 }
 
-#endif
-
 /* ---- on a device ----------------------------------------------------------------------------- */
 
 mn_gemm_problem mn_matmul_work_of(const mn_matmul_args *p) {
@@ -400,7 +400,6 @@ static void add_rows(void *context, int64_t item, int worker) {
 
 size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *p) {
     if (context->device) return mn_gemm_workspace(&(mn_gemm_problem){ .quant = p->quant });
-#if MN_HAVE_X86_TARGETS
     const functions *f = functions_of(context->target);
     if (p->dtype == MN_F32 && f && p->N > 0 && p->K > 0) {
         int64_t rows, panels;
@@ -409,21 +408,13 @@ size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *p) {
                         mn_threads_count(context->threads) * (int64_t)SCRATCH_FLOATS) *
                    sizeof(float) + 2 * MN_ALIGN;
     }
-#endif
-    (void)context;
-    (void)p;
     return 0;
 }
 
 static void run_on_cpu(mn_context *context, const mn_matmul_args *p) {
-#if MN_HAVE_X86_TARGETS
     const functions *f = functions_of(context->target);
-    if (p->dtype == MN_F32 && f) {
-        run_vector(context, f, p);
-        return;
-    }
-#endif
-    run_plain(context, p);
+    if (p->dtype == MN_F32 && f) run_vector(context, f, p);
+    else run_plain(context, p);
 }
 
 static mn_status count_work(mn_context *context, const mn_matmul_args *p) {

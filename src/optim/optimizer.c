@@ -242,8 +242,10 @@ typedef struct functions {
 } functions;
 
 static functions functions_of(mn_target_id target) {
-#if MN_HAVE_X86_TARGETS
+#if MN_HAVE_AVX2
     if (target == MN_TARGET_AVX2) return (functions){ mn_adamw_update_avx2, mn_sum_squares_avx2 };
+#endif
+#if MN_HAVE_AVX512
     if (target == MN_TARGET_AVX512) {
         return (functions){ mn_adamw_update_avx512, mn_sum_squares_avx512 };
     }

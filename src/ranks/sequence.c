@@ -12,8 +12,8 @@
 #include "base/util.h"
 #include "ops/run.h"
 
-/* A pipeline of kla is the faster one from this many layers a rank on. */
-enum { MOEBIUS_DEPTH = 3 };
+/* A pipeline of kla, or of Palimpsa, is the faster one from this many layers a rank on. */
+enum { MOEBIUS_DEPTH = 3, DIAGONAL_DEPTH = 1 };
 
 /* ---- taking apart ---------------------------------------------------------------------------- */
 
@@ -42,13 +42,35 @@ bool mn_sequence_states_find(mn_sequence_states *out, const char *name) {
 }
 
 /* Whether states cross from rank to rank though they have maps (docs/guide/scaling.md). */
-static bool prefers_pipeline(const cut_call *c) {
-    if (c->law != CUT_AFFINE && c->law != CUT_MOEBIUS) return false;
-    if (c->s->states != MN_SEQUENCE_AUTO) return c->s->states == MN_SEQUENCE_PIPELINE;
-    return c->law == CUT_MOEBIUS && c->s->depth >= MOEBIUS_DEPTH * (c->world - 1);
+static bool prefers_pipeline(cut_law law, mn_sequence_states states, int depth, int ranks) {
+    if (law != CUT_AFFINE && law != CUT_MOEBIUS && law != CUT_DIAGONAL) return false;
+    if (states != MN_SEQUENCE_AUTO) return states == MN_SEQUENCE_PIPELINE;
+    if (law == CUT_AFFINE) return false;
+    return depth >= (law == CUT_MOEBIUS ? MOEBIUS_DEPTH : DIAGONAL_DEPTH) * (ranks - 1);
 }
 
-static int64_t count_of(const cut_call *c, const char *axes) {
+static cut_law choose_law(mn_op_id op, mn_sequence_states states, int depth, int ranks,
+                          bool device) {
+    const cut_law law = law_of(op);
+    return device || prefers_pipeline(law, states, depth, ranks) ? CUT_PIPELINE : law;
+}
+
+const char *mn_sequence_way(mn_op_id op, mn_sequence_states states, int depth, int ranks,
+                            bool device) {
+    static const char *const ways[] = { [CUT_PIPELINE] = "pipeline", [CUT_AFFINE] = "maps",
+                                        [CUT_MOEBIUS] = "maps", [CUT_DIAGONAL] = "maps",
+                                        [CUT_TAIL] = "tails" };
+    int n;
+    bool has_state = false;
+    const mn_field *fields = mn_op_fields(op, &n);
+    if (mn_op_traits_of(op)->keyed) return "keys";
+    for (int i = 0; i < n; i++) {
+        has_state |= fields[i].role == MN_ROLE_OPT && fields[i].axes[0] == 'N';
+    }
+    return has_state ? ways[choose_law(op, states, depth, ranks, device)] : NULL;
+}
+
+int64_t mn_cut_count(const cut_call *c, const char *axes) {
     bool ok = true;
     int64_t n = 1;
     for (; *axes; axes++) n *= mn_axis_size(c->sizes, *axes, &ok);
@@ -77,7 +99,7 @@ static void find_states(cut_call *c, const mn_field *fields, int n) {
         sum[0] = (char)tolower((unsigned char)sum[0]);
         *to = (cut_state){ in, out, NULL, 0 };
         if (out->role == MN_ROLE_AUX) to->sum = named(fields, n, sum, strlen(sum));
-        to->bytes = (size_t)count_of(c, in->axes) *
+        to->bytes = (size_t)mn_cut_count(c, in->axes) *
                     mn_dtype_bytes(mn_field_dtype(in, c->sizes->dtype));
     }
 }
@@ -85,17 +107,18 @@ static void find_states(cut_call *c, const mn_field *fields, int n) {
 static mn_status take_apart(cut_call *c, const mn_sequence *s, mn_op_id op, void *args) {
     int n;
     const mn_field *fields = mn_op_fields(op, &n);
-    *c = (cut_call){ .s = s, .op = op, .args = args, .sizes = args, .law = law_of(op),
+    *c = (cut_call){ .s = s, .op = op, .args = args, .sizes = args,
                  .rank = mn_comm_rank(s->comm), .world = mn_comm_world(s->comm),
                  .device = s->context->device };
-    if (c->device || prefers_pipeline(c)) c->law = CUT_PIPELINE;
+    c->law = choose_law(op, s->states, s->depth, c->world, c->device != NULL);
     c->item = mn_dtype_bytes(c->sizes->dtype);
     if (c->sizes->J == 0) c->sizes->J = c->sizes->H;
     const size_t theta = mn_op_traits_of(op)->theta;
     if (theta) c->sizes->R = c->sizes->K << (((const mn_in *)(c->args + theta))->data != NULL);
-    if (c->sizes->cu_seqlens) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "%s: packed sequences cannot be cut over ranks; use "
-                       "data.cutting=windows", mn_op_describe(op)->name);
+    if (c->sizes->cu_seqlens && c->device) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: packed sequences are cut over ranks in the host's "
+                       "memory only; leave out --device, or use data.cutting=windows",
+                       mn_op_describe(op)->name);
     }
     find_states(c, fields, n);
     for (int i = 0; i < n && mn_op_traits_of(op)->keyed; i++) {
@@ -111,11 +134,10 @@ static bool is_local(const cut_call *c) {
     return c->n_states == 0 && c->n_keys == 0;
 }
 
-/* Where the rank's tokens begin, for what an operator counts itself. */
-static void set_positions(const cut_call *c) {
+/* `before` more tokens come before the call's first one, for what an operator counts itself. */
+void mn_cut_set_positions(const cut_call *c, int64_t before) {
     int n;
     const mn_param *params = mn_op_params(c->op, &n);
-    const int64_t before = c->rank * c->sizes->T;
     for (int i = 0; i < n; i++) {
         if (params[i].kind != MN_PARAM_INT) continue;
         if (strcmp(params[i].name, "pos0") != 0 && strcmp(params[i].name, "n0") != 0) continue;
@@ -123,7 +145,7 @@ static void set_positions(const cut_call *c) {
     }
 }
 
-static mn_status run(const cut_call *c, mn_pass pass, const void *args) {
+mn_status mn_cut_run(const cut_call *c, mn_pass pass, const void *args) {
     return mn_op_run(c->s->context, c->op, pass, args);
 }
 
@@ -140,7 +162,7 @@ static void give(const cut_call *c, void *memory) {
 }
 
 /* Messages to and from the ranks of the sequence. */
-static mn_status exchange(const cut_call *c, const mn_transfer *t, int n) {
+mn_status mn_cut_exchange(const cut_call *c, const mn_transfer *t, int n) {
     if (!c->device) return mn_comm_exchange(c->s->comm, t, n);
     const mn_status st = mn_device_use(c->device);
     if (st != MN_OK) return st;
@@ -201,29 +223,25 @@ static mn_status gather_field(cut_call *c, const mn_field *f, char *whole) {
 static mn_status forward_keys(cut_call *c, bool plan) {
     mn_status st = MN_OK;
     const int64_t T = c->sizes->T;
-    if (c->device) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "%s: keys are gathered in the host's memory so far; cut "
-                       "sequences of this model over ranks without --device, or share out batches "
-                       "only (train.sequence_ranks=1)", mn_op_describe(c->op)->name);
-    }
     if (c->sizes->L != 0 && c->sizes->L != T) {
         return mn_fail(MN_ERR_UNSUPPORTED, "%s: a cache of keys cannot be cut over ranks",
                        mn_op_describe(c->op)->name);
     }
+    if (c->device) return plan ? MN_OK : mn_cut_forward_keys_device(c);
     for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
         c->sizes->L = (c->rank + 1) * T;
-        const size_t bytes = (size_t)count_of(c, c->keys[i]->axes) * c->item;
+        const size_t bytes = (size_t)mn_cut_count(c, c->keys[i]->axes) * c->item;
         char *whole = c->s->keep(c->s->owner, bytes, plan);
         if (!whole) return MN_ERR_MEMORY;
         if (plan) cut_in(c, c->keys[i])->data = whole;
         else st = gather_field(c, c->keys[i], whole);
     }
     c->sizes->L = (c->rank + 1) * T;
-    return st == MN_OK && !plan ? run(c, MN_FORWARD, c->args) : st;
+    return st == MN_OK && !plan ? mn_cut_run(c, MN_FORWARD, c->args) : st;
 }
 
 /* Adds b to a. */
-static void add_numbers(const cut_call *c, void *a, const void *b, int64_t n) {
+void mn_cut_add(const cut_call *c, void *a, const void *b, int64_t n) {
     if (c->sizes->dtype == MN_F64) {
         for (int64_t i = 0; i < n; i++) ((double *)a)[i] += ((const double *)b)[i];
     } else {
@@ -253,7 +271,7 @@ static mn_status scatter_field(cut_call *c, const mn_field *f, char *whole, cons
     free(t);
     char *sum = in + (size_t)c->rank * bytes;
     for (int r = c->rank + 1; st == MN_OK && r < c->world; r++) {
-        add_numbers(c, sum, in + (size_t)r * bytes, count);
+        mn_cut_add(c, sum, in + (size_t)r * bytes, count);
     }
     if (st == MN_OK) pack(c, &local, (char *)to->data, sum, 0, T, false);
     free(out);
@@ -267,18 +285,18 @@ static mn_status backward_keys(cut_call *c) {
     mn_status st = MN_OK;
     for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
         to[i] = *cut_partner(c, c->keys[i]);
-        whole[i] = cut_zeros((size_t)count_of(c, c->keys[i]->axes) * c->item);
+        whole[i] = cut_zeros((size_t)mn_cut_count(c, c->keys[i]->axes) * c->item);
         if (!whole[i]) st = MN_ERR_MEMORY;
         *cut_partner(c, c->keys[i]) = (mn_in){ whole[i], { 0 } };
     }
-    if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
+    if (st == MN_OK) st = mn_cut_run(c, MN_BACKWARD, c->args);
     for (int i = 0; st == MN_OK && i < c->n_keys; i++) {
         mn_in *partner = cut_partner(c, c->keys[i]);
         *partner = to[i];
         if (to[i].data) {
             st = scatter_field(c, c->keys[i], whole[i], &to[i]);
         } else {    // a gradient that nobody wants, but others may want theirs
-            char *own = cut_zeros((size_t)count_of(c, c->keys[i]->axes) * c->item);
+            char *own = cut_zeros((size_t)mn_cut_count(c, c->keys[i]->axes) * c->item);
             const mn_in nowhere = { own, { 0 } };
             st = own ? scatter_field(c, c->keys[i], whole[i], &nowhere) : MN_ERR_MEMORY;
             free(own);
@@ -301,7 +319,7 @@ static mn_status keep_states(cut_call *c, bool plan) {
 }
 
 /* Final states that the caller does not ask for get memory of their own. */
-static mn_status lend_finals(cut_call *c, void **lent) {
+mn_status mn_cut_lend_finals(cut_call *c, void **lent) {
     for (int i = 0; i < c->n_states; i++) {
         mn_in *out = cut_in(c, c->states[i].out);
         lent[i] = NULL;
@@ -313,7 +331,7 @@ static mn_status lend_finals(cut_call *c, void **lent) {
     return MN_OK;
 }
 
-static void return_finals(cut_call *c, void **lent) {
+void mn_cut_return_finals(cut_call *c, void **lent) {
     for (int i = 0; i < c->n_states; i++) {
         if (lent[i]) cut_in(c, c->states[i].out)->data = NULL;
         give(c, lent[i]);
@@ -328,7 +346,7 @@ static mn_status receive_states(cut_call *c) {
         t[n++] = (mn_transfer){ c->rank - 1, false, (void *)cut_in(c, c->states[i].in)->data,
                                 c->states[i].bytes };
     }
-    return exchange(c, t, n);
+    return mn_cut_exchange(c, t, n);
 }
 
 static mn_status send_states(cut_call *c) {
@@ -338,17 +356,17 @@ static mn_status send_states(cut_call *c) {
         t[n++] = (mn_transfer){ c->rank + 1, true, (void *)cut_in(c, c->states[i].out)->data,
                                 c->states[i].bytes };
     }
-    return exchange(c, t, n);
+    return mn_cut_exchange(c, t, n);
 }
 
 mn_status mn_cut_forward_pipeline(cut_call *c) {
     void *lent[CUT_STATES] = { NULL };
-    if (c->s->again) return run(c, MN_FORWARD, c->args);
-    mn_status st = lend_finals(c, lent);
+    if (c->s->again) return mn_cut_run(c, MN_FORWARD, c->args);
+    mn_status st = mn_cut_lend_finals(c, lent);
     if (st == MN_OK) st = receive_states(c);
-    if (st == MN_OK) st = run(c, MN_FORWARD, c->args);
+    if (st == MN_OK) st = mn_cut_run(c, MN_FORWARD, c->args);
     if (st == MN_OK) st = send_states(c);
-    return_finals(c, lent);
+    mn_cut_return_finals(c, lent);
     return st;
 }
 
@@ -360,12 +378,12 @@ static mn_status forward_tail(cut_call *c) {
     int n = 0;
     if (c->sizes->T < c->sizes->W - 1) return mn_cut_forward_pipeline(c);
     unsigned char first[MN_MAX_ARGS_BYTES];
-    mn_status st = lend_finals(c, lent);
+    mn_status st = mn_cut_lend_finals(c, lent);
     memcpy(first, c->args, mn_op_describe(c->op)->args_bytes);
     for (int i = 0; i < c->n_states && c->rank > 0; i++) {
         ((mn_in *)(first + c->states[i].in->offset))->data = NULL;
     }
-    if (st == MN_OK) st = run(c, MN_FORWARD, first);
+    if (st == MN_OK) st = mn_cut_run(c, MN_FORWARD, first);
     for (int i = 0; i < c->n_states; i++) {
         const cut_state *of = &c->states[i];
         if (c->rank + 1 < c->world) {
@@ -378,19 +396,19 @@ static mn_status forward_tail(cut_call *c) {
         }
     }
     if (st == MN_OK) st = mn_comm_exchange(c->s->comm, t, n);
-    if (st == MN_OK && c->rank > 0) st = run(c, MN_FORWARD, c->args);
-    return_finals(c, lent);
+    if (st == MN_OK && c->rank > 0) st = mn_cut_run(c, MN_FORWARD, c->args);
+    mn_cut_return_finals(c, lent);
     return st;
 }
 
 /* The next rank's gradient of its initial state is the cotangent of the final one here. A state
  * that is kept as C and a logarithm m (mlstm) has its cotangent at C e^m: dC0 e^-m0 is sent. */
-static void scale_sums(const cut_call *c, const cut_state *of, void *gradient) {
+void mn_cut_scale_sums(const cut_call *c, const cut_state *of, void *gradient) {
     if (!of->sum) return;
     int n;
     const mn_field *fields = mn_op_fields(c->op, &n), *m = named(fields, n, "m0", 2);
     if (!m) return;
-    const int64_t heads = count_of(c, m->axes), each = count_of(c, of->in->axes) / heads;
+    const int64_t heads = mn_cut_count(c, m->axes), each = mn_cut_count(c, of->in->axes) / heads;
     const mn_in *scale = cut_in(c, m);
     for (int64_t h = 0; h < heads; h++) {
         for (int64_t i = h * each; i < (h + 1) * each; i++) {
@@ -404,7 +422,7 @@ static void scale_sums(const cut_call *c, const cut_state *of, void *gradient) {
 }
 
 /* The field whose partner takes the cotangent of the final state; NULL: it has none. */
-static const mn_field *taker(const cut_state *of) {
+const mn_field *mn_cut_taker(const cut_state *of) {
     const mn_field *f = of->sum ? of->sum : of->out;
     return f->partner == MN_NO_OFFSET ? NULL : f;
 }
@@ -416,7 +434,7 @@ static mn_status take_cotangents(cut_call *c, void **cotangent, void **gradient)
     int n = 0;
     for (int i = 0; i < c->n_states; i++) {
         const cut_state *of = &c->states[i];
-        const mn_field *takes = taker(of);
+        const mn_field *takes = mn_cut_taker(of);
         if (!takes || of->in->partner == MN_NO_OFFSET) continue;
         if (c->rank + 1 < c->world) {
             cotangent[i] = take(c, of->bytes);
@@ -430,7 +448,7 @@ static mn_status take_cotangents(cut_call *c, void **cotangent, void **gradient)
             *cut_partner(c, of->in) = (mn_in){ gradient[i], { 0 } };
         }
     }
-    return exchange(c, t, n);
+    return mn_cut_exchange(c, t, n);
 }
 
 static mn_status send_gradients(cut_call *c, void **gradient) {
@@ -438,10 +456,10 @@ static mn_status send_gradients(cut_call *c, void **gradient) {
     int n = 0;
     for (int i = 0; i < c->n_states && c->rank > 0; i++) {
         if (!gradient[i]) continue;
-        scale_sums(c, &c->states[i], gradient[i]);
+        mn_cut_scale_sums(c, &c->states[i], gradient[i]);
         t[n++] = (mn_transfer){ c->rank - 1, true, gradient[i], c->states[i].bytes };
     }
-    return exchange(c, t, n);
+    return mn_cut_exchange(c, t, n);
 }
 
 mn_status mn_cut_backward_pipeline(cut_call *c) {
@@ -452,7 +470,7 @@ mn_status mn_cut_backward_pipeline(cut_call *c) {
                        "leave out --device or train.sequence_ranks", mn_op_describe(c->op)->name);
     }
     mn_status st = take_cotangents(c, cotangent, gradient);
-    if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
+    if (st == MN_OK) st = mn_cut_run(c, MN_BACKWARD, c->args);
     if (st == MN_OK) st = send_gradients(c, gradient);
     for (int i = 0; i < c->n_states; i++) {
         give(c, cotangent[i]);
@@ -464,8 +482,9 @@ mn_status mn_cut_backward_pipeline(cut_call *c) {
 /* ---- affine maps ----------------------------------------------------------------------------- */
 
 /* out = a b + out, or a' b + out: (K,K) times (K,V), for every sequence and head. */
-static void apply_map(const cut_call *c, void *out, const void *a, const void *b, bool transposed) {
-    const int64_t K = c->sizes->K, V = c->sizes->V, n = count_of(c, "NH");
+void mn_cut_apply_map(const cut_call *c, void *out, const void *a, const void *b,
+                      bool transposed) {
+    const int64_t K = c->sizes->K, V = c->sizes->V, n = mn_cut_count(c, "NH");
     for (int64_t h = 0; h < n; h++) {
         for (int64_t i = 0; i < K; i++) {
             for (int64_t j = 0; j < K; j++) {
@@ -483,23 +502,23 @@ static void apply_map(const cut_call *c, void *out, const void *a, const void *b
     }
 }
 
-static size_t map_bytes(const cut_call *c) {
-    return (size_t)count_of(c, "NHKK") * c->item;
+size_t mn_cut_map_bytes(const cut_call *c) {
+    return (size_t)mn_cut_count(c, "NHKK") * c->item;
 }
 
 /* The map of the rank's tokens: what becomes of an identity, of V = K columns, when nothing is
  * written. */
-static mn_status find_map(const cut_call *c, void *map) {
+mn_status mn_cut_find_map(const cut_call *c, void *map) {
     unsigned char args[MN_MAX_ARGS_BYTES];
     int n;
     const mn_field *fields = mn_op_fields(c->op, &n);
     memcpy(args, c->args, mn_op_describe(c->op)->args_bytes);
     mn_call *sizes = (mn_call *)args;
-    const int64_t K = sizes->K, heads = count_of(c, "NH");
+    const int64_t K = sizes->K, heads = mn_cut_count(c, "NH");
     sizes->V = K;
-    char *nothing = cut_zeros((size_t)count_of(c, "BTHK") * c->item);
-    char *results = cut_zeros((size_t)count_of(c, "BTHK") * c->item);
-    char *one = cut_zeros(map_bytes(c));
+    char *nothing = cut_zeros((size_t)mn_cut_count(c, "BTHK") * c->item);
+    char *results = cut_zeros((size_t)mn_cut_count(c, "BTHK") * c->item);
+    char *one = cut_zeros(mn_cut_map_bytes(c));
     mn_status st = nothing && results && one ? MN_OK : MN_ERR_MEMORY;
     for (int64_t i = 0; st == MN_OK && i < heads * K; i++) {
         const int64_t at = i / K * K * K + i % K * (K + 1);
@@ -514,7 +533,7 @@ static mn_status find_map(const cut_call *c, void *map) {
     }
     *(mn_in *)(args + c->states[0].in->offset) = (mn_in){ one, { 0 } };
     *(mn_in *)(args + c->states[0].out->offset) = (mn_in){ map, { 0 } };
-    if (st == MN_OK) st = run(c, MN_FORWARD, args);
+    if (st == MN_OK) st = mn_cut_run(c, MN_FORWARD, args);
     free(nothing);
     free(results);
     free(one);
@@ -524,7 +543,7 @@ static mn_status find_map(const cut_call *c, void *map) {
 /* Gathers each rank's map and vector b; `x` becomes what the ranks before this one (or, transposed,
  * those behind it, from the last on) make of zeros. */
 static mn_status compose(const cut_call *c, void *x, const void *map, const void *b, bool back) {
-    const size_t of_map = map_bytes(c), of_b = c->states[0].bytes, each = of_map + of_b;
+    const size_t of_map = mn_cut_map_bytes(c), of_b = c->states[0].bytes, each = of_map + of_b;
     char *all = cut_zeros((size_t)c->world * each), *next = cut_zeros(of_b);
     mn_status st = all && next ? MN_OK : MN_ERR_MEMORY;
     if (st == MN_OK) {
@@ -537,7 +556,7 @@ static mn_status compose(const cut_call *c, void *x, const void *map, const void
     const int step = back ? -1 : 1;
     for (int r = back ? c->world - 1 : 0; st == MN_OK && r != c->rank; r += step) {
         memcpy(next, all + (size_t)r * each + of_map, of_b);
-        apply_map(c, next, all + (size_t)r * each, x, back);
+        mn_cut_apply_map(c, next, all + (size_t)r * each, x, back);
         memcpy(x, next, of_b);
     }
     free(all);
@@ -551,7 +570,7 @@ static void *kept_map(const cut_call *c) {
 }
 
 static mn_status keep_affine(cut_call *c, bool plan) {
-    char *memory = c->s->keep(c->s->owner, c->states[0].bytes + map_bytes(c), plan);
+    char *memory = c->s->keep(c->s->owner, c->states[0].bytes + mn_cut_map_bytes(c), plan);
     if (!memory) return MN_ERR_MEMORY;
     mn_in *state0 = cut_in(c, c->states[0].in);
     if (!plan && c->rank == 0 && state0->data) memcpy(memory, state0->data, c->states[0].bytes);
@@ -564,9 +583,9 @@ static mn_status forward_affine(cut_call *c) {
     void *lent[CUT_STATES] = { NULL };
     mn_in *state0 = cut_in(c, c->states[0].in);
     const mn_in kept = *state0;
-    mn_status st = find_map(c, kept_map(c));
-    if (st == MN_OK) st = lend_finals(c, lent);
-    if (st == MN_OK) st = run(c, MN_FORWARD, c->args);
+    mn_status st = mn_cut_find_map(c, kept_map(c));
+    if (st == MN_OK) st = mn_cut_lend_finals(c, lent);
+    if (st == MN_OK) st = mn_cut_run(c, MN_FORWARD, c->args);
     char *before = cut_zeros(c->states[0].bytes);
     if (!before) st = MN_ERR_MEMORY;
     if (st == MN_OK) {
@@ -574,8 +593,8 @@ static mn_status forward_affine(cut_call *c) {
     }
     if (st == MN_OK && c->rank > 0) memcpy((void *)kept.data, before, c->states[0].bytes);
     free(before);
-    if (st == MN_OK && c->rank > 0) st = run(c, MN_FORWARD, c->args);
-    return_finals(c, lent);
+    if (st == MN_OK && c->rank > 0) st = mn_cut_run(c, MN_FORWARD, c->args);
+    mn_cut_return_finals(c, lent);
     return st;
 }
 
@@ -595,11 +614,11 @@ static mn_status backward_affine(cut_call *c) {
     }
     *(mn_in *)(args + of->in->partner) = (mn_in){ own, { 0 } };
     if (c->rank + 1 < c->world) ((mn_in *)(args + of->out->partner))->data = NULL;
-    if (st == MN_OK) st = run(c, MN_BACKWARD, args);
+    if (st == MN_OK) st = mn_cut_run(c, MN_BACKWARD, args);
     if (st == MN_OK) st = compose(c, cotangent, kept_map(c), own, true);
     if (c->rank + 1 < c->world) *cut_partner(c, of->out) = (mn_in){ cotangent, { 0 } };
     if (c->rank > 0) *cut_partner(c, of->in) = (mn_in){ NULL, { 0 } };
-    if (st == MN_OK) st = run(c, MN_BACKWARD, c->args);
+    if (st == MN_OK) st = mn_cut_run(c, MN_BACKWARD, c->args);
     free(own);
     free(cotangent);
     return st;
@@ -608,20 +627,25 @@ static mn_status backward_affine(cut_call *c) {
 /* ---- public ---------------------------------------------------------------------------------- */
 
 static mn_status forward(cut_call *c, bool plan) {
-    set_positions(c);
+    if (c->sizes->cu_seqlens) return mn_cut_forward_packed(c, plan);
+    mn_cut_set_positions(c, c->rank * c->sizes->T);
     if (c->n_keys > 0) return forward_keys(c, plan);
-    if (is_local(c)) return plan ? MN_OK : run(c, MN_FORWARD, c->args);
+    if (is_local(c)) return plan ? MN_OK : mn_cut_run(c, MN_FORWARD, c->args);
     const mn_status st = c->law == CUT_AFFINE ? keep_affine(c, plan) : keep_states(c, plan);
     if (st != MN_OK || plan) return st;
     if (c->law == CUT_AFFINE) return forward_affine(c);
     if (c->law == CUT_MOEBIUS) return mn_cut_forward_moebius(c);
+    if (c->law == CUT_DIAGONAL) return mn_cut_forward_diagonal(c);
     return c->law == CUT_TAIL ? forward_tail(c) : mn_cut_forward_pipeline(c);
 }
 
 static mn_status backward(cut_call *c) {
+    if (c->sizes->cu_seqlens) return mn_cut_backward_packed(c);
+    if (c->n_keys > 0 && c->device) return mn_cut_backward_keys_device(c);
     if (c->n_keys > 0) return backward_keys(c);
-    if (is_local(c)) return run(c, MN_BACKWARD, c->args);
+    if (is_local(c)) return mn_cut_run(c, MN_BACKWARD, c->args);
     if (c->law == CUT_MOEBIUS) return mn_cut_backward_moebius(c);
+    if (c->law == CUT_DIAGONAL) return mn_cut_backward_diagonal(c);
     return c->law == CUT_AFFINE ? backward_affine(c) : mn_cut_backward_pipeline(c);
 }
 

@@ -8,6 +8,8 @@
  *                 back the same with A transposed
  *   Moebius maps  of kla: the same with the map of every channel and slot, and going back that of
  *                 their gradients; a state or a gradient is not run twice
+ *   diagonal      of Palimpsa: affine with one decay of each head; two numbers of a cell are
+ *                 gathered
  *   tails         of convolutions: the last W - 1 tokens, from neighbour to neighbour at once
  *   others        states go from rank to rank, and their gradients back: a pipeline, which those
  *                 with maps take, too, where it is asked for or is faster
@@ -16,12 +18,16 @@
  * layers work at different ones of them; maps cost a part of it in every layer. Where each operator
  * is waited for by itself (layers made once more going back) a pipeline has no others to work at.
  *
- * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. Sequences
- * are not packed. Results are those of one rank within rounding.
+ * What an operator counts (positions, tokens seen) begins where the rank's tokens begin. Results
+ * are those of one rank within rounding.
+ *
+ * Packed: rows of a batch that hold several sequences are cut as rows, so that a rank has of each
+ * the end of one sequence and some that begin there. What sequences that cross a border need goes
+ * the same ways, row by row; one that begins anew has no part in a map. In the host's memory only.
  *
  * On GPUs all states and tails go from rank to rank, on the stream: a rank is behind the one
  * before by the time of one operator, not of one in each layer, as no rank waits for those behind
- * it before it goes back. Keys are not gathered there. */
+ * it before it goes back. Keys are gathered into scratch memory, and once more going back. */
 #ifndef MN_RANKS_SEQUENCE_H
 #define MN_RANKS_SEQUENCE_H
 
@@ -43,6 +49,11 @@ typedef enum mn_sequence_states {
 
 bool mn_sequence_states_find(mn_sequence_states *out, const char *name);
 
+/* How an operator crosses `ranks` ranks of a sequence: "maps", "tails", "keys", "pipeline"; NULL:
+ * it looks at one token at a time. `depth` is as below, `device`: on GPUs. */
+const char *mn_sequence_way(mn_op_id op, mn_sequence_states states, int depth, int ranks,
+                            bool device);
+
 typedef struct mn_sequence {
     mn_comm *comm;             // the ranks that share sequences
     mn_nccl *nccl;             // the same of their GPUs, where the context has one
@@ -51,6 +62,11 @@ typedef struct mn_sequence {
                                // the first time, and what came from other ranks is in it still
     mn_sequence_states states;
     int depth;                 // layers of a pass that states cross in; 0: one is waited for
+    /* of packed calls, whose T tokens are the rank's parts of `rows` rows: before[r * rows + b] is
+     * how many tokens the sequence of row b that crosses the border in front of rank r has before
+     * it, 0 where none crosses; r from 0 to the number of ranks */
+    int64_t rows;
+    const int64_t *before;
     mn_context *context;
     mn_keep_fn keep;
     void *owner;

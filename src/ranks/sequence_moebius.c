@@ -47,9 +47,9 @@ static double initial(const cut_call *c, const mn_in *state, int64_t at, double 
 
 /* ---- gathering ------------------------------------------------------------------------------- */
 
-static mn_status open_gather(gathered *g, const cut_call *c, int planes) {
+static mn_status open_gather(gathered *g, const cut_call *c, int64_t sequences, int planes) {
     const mn_call *sizes = c->sizes;
-    *g = (gathered){ .sequences = sizes->B, .cells = sizes->V * sizes->K, .planes = planes };
+    *g = (gathered){ .sequences = sequences, .cells = sizes->V * sizes->K, .planes = planes };
     g->each = HEAD + (size_t)(g->sequences * planes * g->cells) * c->item;
     g->all = cut_zeros((size_t)c->world * g->each);
     return g->all ? MN_OK : MN_ERR_MEMORY;
@@ -78,17 +78,19 @@ static bool all_finite(const gathered *g, const cut_call *c) {
     return true;
 }
 
-/* Finds the summary of this rank's tokens, `entries` of the planes of each sequence. */
+/* Finds the summary of the tokens of a call: `entries` of the planes of each of its sequences,
+ * which are those from `first` on. */
 static mn_status summarise(const gathered *g, const cut_call *c, mn_span_id id, int entries,
-                           bool *good) {
+                           int64_t first, bool *good) {
     const mn_moebius_args *args = args_of(c);
-    const int64_t rows = g->sequences * args->call.V, part = entries * g->cells;
-    char *out = cut_zeros((size_t)(g->sequences * part) * c->item);
+    const int64_t sequences = args->call.B, part = entries * g->cells;
+    const int64_t rows = sequences * args->call.V;
+    char *out = cut_zeros((size_t)(sequences * part) * c->item);
     unsigned char *marks = cut_zeros((size_t)rows);
     const mn_moebius_span_args span = { .op = *args, .out = out, .good = marks };
     mn_status st = out && marks ? mn_op_run_span(c->s->context, id, &span) : MN_ERR_MEMORY;
-    for (int64_t n = 0; st == MN_OK && n < g->sequences; n++) {
-        memcpy(plane_of(g, c, c->rank, n, 0), out + (size_t)(n * part) * c->item,
+    for (int64_t n = 0; st == MN_OK && n < sequences; n++) {
+        memcpy(plane_of(g, c, c->rank, first + n, 0), out + (size_t)(n * part) * c->item,
                (size_t)part * c->item);
     }
     *good = st == MN_OK;
@@ -163,9 +165,9 @@ static void put_initial_states(const gathered *g, const cut_call *c) {
 mn_status mn_cut_forward_moebius(cut_call *c) {
     gathered g;
     bool good = true, all_good = false;
-    mn_status st = open_gather(&g, c, MN_MAP_ENTRIES);
+    mn_status st = open_gather(&g, c, c->sizes->B, MN_MAP_ENTRIES);
     if (st == MN_OK && c->rank + 1 < c->world) {    // what the last one does nobody needs
-        st = summarise(&g, c, MN_SPAN_moebius_map, MN_MAP_ENTRIES, &good);
+        st = summarise(&g, c, MN_SPAN_moebius_map, MN_MAP_ENTRIES, 0, &good);
         if (st == MN_OK && c->rank == 0) good = good && put_first_state(&g, c);
         good = good && all_finite(&g, c);
     }
@@ -179,16 +181,16 @@ mn_status mn_cut_forward_moebius(cut_call *c) {
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
-/* w and m in front of this rank's tokens. */
-static bool put_moments(const gathered *g, const cut_call *c) {
+/* w and m in front of the tokens of a call, whose sequences are those from `first` on. */
+static bool put_moments(const gathered *g, const cut_call *c, int64_t first) {
     const mn_moebius_args *args = args_of(c);
-    for (int64_t n = 0; n < g->sequences; n++) {
+    for (int64_t n = 0; n < args->call.B; n++) {
         for (int64_t at = 0; at < g->cells; at++) {
             const int64_t i = n * g->cells + at;
             const double lam = initial(c, &args->lam0, i, 1.0);
             if (!(lam > 0.0)) return false;
-            set_number(c, plane_of(g, c, c->rank, n, BACK_W), at, 1.0 / lam);
-            set_number(c, plane_of(g, c, c->rank, n, BACK_M), at,
+            set_number(c, plane_of(g, c, c->rank, first + n, BACK_W), at, 1.0 / lam);
+            set_number(c, plane_of(g, c, c->rank, first + n, BACK_M), at,
                        initial(c, &args->eta0, i, 0.0) / lam);
         }
     }
@@ -236,13 +238,116 @@ mn_status mn_cut_backward_moebius(cut_call *c) {
     gathered g;
     bool good = true, all_good = false;
     if (c->rank + 1 < c->world) args->cot.lam.data = args->cot.eta.data = NULL;
-    mn_status st = open_gather(&g, c, BACK_PLANES);
+    mn_status st = open_gather(&g, c, c->sizes->B, BACK_PLANES);
     if (st == MN_OK && c->rank > 0) {
-        st = summarise(&g, c, MN_SPAN_moebius_adjoint, MN_ADJOINT_ENTRIES, &good);
-        good = good && put_moments(&g, c) && all_finite(&g, c);
+        st = summarise(&g, c, MN_SPAN_moebius_adjoint, MN_ADJOINT_ENTRIES, 0, &good);
+        good = good && put_moments(&g, c, 0) && all_finite(&g, c);
     }
     if (st == MN_OK) st = gather(&g, c, good, &all_good);
     if (st == MN_OK) st = all_good ? run_backward(&g, c) : mn_cut_backward_pipeline(c);
+    free(g.all);
+    return st;
+}
+
+/* ---- packed ---------------------------------------------------------------------------------- */
+
+/* The sequence that crosses the border in front of `rank` in row b goes through all of its part. */
+static bool goes_through(const cut_packed *p, int rank, int64_t b) {
+    const int64_t *before = p->c.s->before + rank * p->n_rows + b;
+    return rank + 1 < p->c.world && before[0] > 0 && before[p->n_rows] == before[0] + p->length;
+}
+
+/* A part that begins anew has the same state behind it whatever came before: n' = lam d. */
+static bool put_constant(const gathered *g, const cut_packed *p, int64_t b) {
+    const cut_call *c = &p->c;
+    const int64_t last = p->rows[b].last;
+    const void *lam = mn_cut_final(p, 0, last), *eta = mn_cut_final(p, 1, last);
+    for (int64_t at = 0; at < g->cells; at++) {
+        const double x = number(c, lam, at);
+        if (!(x >= 0.0) || !isfinite(x)) return false;
+        set_number(c, plane_of(g, c, c->rank, b, MN_MAP_B), at, x);
+        set_number(c, plane_of(g, c, c->rank, b, MN_MAP_D), at, 1.0);
+        set_number(c, plane_of(g, c, c->rank, b, MN_MAP_Y), at, number(c, eta, at));
+    }
+    return true;
+}
+
+static void put_head_states(const gathered *g, const cut_packed *p, int64_t b) {
+    const cut_call *c = &p->c;
+    const mn_moebius_args *args = args_of(&p->rows[b].head);
+    void *lam0 = (void *)args->lam0.data, *eta0 = (void *)args->eta0.data;
+    int from = c->rank - 1;    // where the sequence began
+    while (goes_through(p, from, b)) from--;
+    for (int64_t at = 0; at < g->cells; at++) {
+        cell x = { 1.0, 1.0, 0.0 };
+        for (int r = from; r < c->rank; r++) apply_map(&x, g, c, r, b, at);
+        set_number(c, lam0, at, x.n / x.d);
+        set_number(c, eta0, at, x.e / x.d);
+    }
+}
+
+mn_status mn_cut_packed_moebius_forward(cut_packed *p, bool *done) {
+    gathered g;
+    bool good = true;
+    mn_status st = open_gather(&g, &p->c, p->n_rows, MN_MAP_ENTRIES);
+    for (int64_t b = 0; st == MN_OK && b < p->n_rows; b++) {
+        cut_row *row = &p->rows[b];
+        bool own = true;
+        if (row->through) {
+            st = summarise(&g, &row->head, MN_SPAN_moebius_map, MN_MAP_ENTRIES, b, &own);
+        }
+        if (st == MN_OK) st = mn_cut_run_fresh(p, row, MN_FORWARD);
+        if (st == MN_OK && row->goes_on && !row->through) own = put_constant(&g, p, b);
+        good = good && own;
+    }
+    if (st == MN_OK) st = gather(&g, &p->c, good && all_finite(&g, &p->c), done);
+    for (int64_t b = 0; st == MN_OK && *done && b < p->n_rows; b++) {
+        if (!p->rows[b].has_head) continue;
+        put_head_states(&g, p, b);
+        st = mn_cut_run_head(p, &p->rows[b], MN_FORWARD);
+    }
+    free(g.all);
+    return st;
+}
+
+/* What comes back to the last sequence of row b, of ranks behind this one. */
+static void put_row_cotangents(const gathered *g, const cut_packed *p, int64_t b) {
+    const cut_call *c = &p->c;
+    const size_t last = (size_t)p->rows[b].last;
+    char *dlam = (char *)p->cotangent[0] + last * p->each[0];
+    char *deta = (char *)p->cotangent[1] + last * p->each[1];
+    int end = c->rank + 1;    // where the sequence ends
+    while (goes_through(p, end, b)) end++;
+    for (int64_t at = 0; at < g->cells; at++) {
+        double om = 0.0, mu = 0.0, x[BACK_PLANES] = { 0 };
+        for (int r = end; r > c->rank; r--) {
+            for (int i = 0; i < BACK_PLANES; i++) x[i] = plane_number(g, c, r, b, i, at);
+            om = x[MN_ADJOINT_GAMMA] * om + x[MN_ADJOINT_DELTA] * mu + x[MN_ADJOINT_EPS];
+            mu = x[MN_ADJOINT_ALPHA] * mu + x[MN_ADJOINT_BETA];
+        }
+        const double w = x[BACK_W];
+        set_number(c, dlam, at, -w * (om * w + mu * x[BACK_M]));
+        set_number(c, deta, at, mu * w);
+    }
+}
+
+mn_status mn_cut_packed_moebius_backward(cut_packed *p, bool *done) {
+    gathered g;
+    bool good = true;
+    mn_status st = open_gather(&g, &p->c, p->n_rows, BACK_PLANES);
+    for (int64_t b = 0; st == MN_OK && b < p->n_rows; b++) {
+        cut_row *row = &p->rows[b];
+        bool own = true;
+        if (!row->has_head) continue;
+        st = summarise(&g, &row->head, MN_SPAN_moebius_adjoint, MN_ADJOINT_ENTRIES, b, &own);
+        good = good && own && put_moments(&g, &row->head, b);
+    }
+    if (st == MN_OK) st = gather(&g, &p->c, good && all_finite(&g, &p->c), done);
+    for (int64_t b = 0; st == MN_OK && *done && b < p->n_rows; b++) {
+        if (p->rows[b].goes_on) put_row_cotangents(&g, p, b);
+        st = mn_cut_run_head(p, &p->rows[b], MN_BACKWARD);
+        if (st == MN_OK) st = mn_cut_run_fresh(p, &p->rows[b], MN_BACKWARD);
+    }
     free(g.all);
     return st;
 }

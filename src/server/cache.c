@@ -147,11 +147,29 @@ static void drop_value(mn_cache *c, node *n) {
     n->bytes = 0;
 }
 
+/* All tokens up to `n`, to be freed, and how many; NULL when memory is short. */
+static int32_t *tokens_of(const node *n, int64_t *count) {
+    *count = 0;
+    for (const node *at = n; at->parent; at = at->parent) *count += at->count;
+    int32_t *tokens = malloc((size_t)*count * sizeof *tokens);
+    int64_t end = *count;
+    for (const node *at = n; tokens && at->parent; at = at->parent) {
+        end -= at->count;
+        memcpy(tokens + end, at->tokens, (size_t)at->count * sizeof *tokens);
+    }
+    return tokens;
+}
+
 /* The value to the next level; false: there is none, or none that takes it. */
 static bool move_on(mn_cache *c, node *n) {
     const int next = n->level + 1;
     if (next >= c->n_levels || n->bytes > c->levels[next].most_bytes) return false;
-    if (!c->levels[next].move(c->levels[next].context, n->value, next)) return false;
+    mn_cache_moved moved = { .value = n->value, .level = next };
+    int32_t *tokens = tokens_of(n, &moved.count);
+    moved.tokens = tokens;
+    const bool goes = tokens && c->levels[next].move(c->levels[next].context, &moved);
+    free(tokens);
+    if (!goes) return false;
     unlink_use(c, n);
     count_bytes(c, n, 0, n->bytes);
     n->level = next;
@@ -217,14 +235,26 @@ void *mn_cache_find(mn_cache *c, const int32_t *tokens, int64_t count, int64_t b
     return best->value;
 }
 
-bool mn_cache_has(mn_cache *c, const int32_t *tokens, int64_t count) {
-    const node *n = &c->root;
+/* The node of exactly these tokens where it has a value. */
+static node *exactly(mn_cache *c, const int32_t *tokens, int64_t count) {
+    node *n = &c->root;
     int64_t at = 0;
     while (at < count && (n = child_of(n, tokens[at])) != NULL) {
-        if (agreeing(n, tokens + at, count - at) < n->count) return false;
+        if (agreeing(n, tokens + at, count - at) < n->count) return NULL;
         at += n->count;
     }
-    return at == count && n && n->value;
+    return at == count && n && n->value ? n : NULL;
+}
+
+bool mn_cache_has(mn_cache *c, const int32_t *tokens, int64_t count) {
+    return exactly(c, tokens, count) != NULL;
+}
+
+void mn_cache_forget(mn_cache *c, const int32_t *tokens, int64_t count) {
+    node *n = exactly(c, tokens, count);
+    if (!n) return;
+    drop_value(c, n);
+    prune(c, n);
 }
 
 /* The node of exactly these tokens, made where there is none; NULL when memory is short. */
@@ -244,8 +274,9 @@ static node *node_for(mn_cache *c, const int32_t *tokens, int64_t count) {
     return n;
 }
 
-void mn_cache_put(mn_cache *c, const int32_t *tokens, int64_t count, void *value, size_t bytes) {
-    const bool fits = count > 0 && bytes < c->levels[0].most_bytes;
+static void put_at(mn_cache *c, const int32_t *tokens, int64_t count, void *value, size_t bytes,
+                   int at) {
+    const bool fits = count > 0 && bytes < c->levels[at].most_bytes;
     node *n = fits ? node_for(c, tokens, count) : NULL;
     if (!n) {
         c->free_value(value);
@@ -254,11 +285,40 @@ void mn_cache_put(mn_cache *c, const int32_t *tokens, int64_t count, void *value
     if (n->value) drop_value(c, n);
     n->value = value;
     n->bytes = bytes;
-    n->level = 0;
+    n->level = at;
     count_bytes(c, n, bytes, 0);
     c->stats.entries++;
     link_newest(c, n);
     shrink(c);
+}
+
+void mn_cache_put(mn_cache *c, const int32_t *tokens, int64_t count, void *value, size_t bytes) {
+    put_at(c, tokens, count, value, bytes, 0);
+}
+
+void mn_cache_put_away(mn_cache *c, const int32_t *tokens, int64_t count, void *value,
+                       size_t bytes) {
+    put_at(c, tokens, count, value, bytes, c->n_levels - 1);
+}
+
+void mn_cache_flush(mn_cache *c) {
+    for (int i = c->n_levels - 2; i >= 0; i--) {
+        while (c->levels[i].oldest) {
+            node *n = c->levels[i].oldest;
+            bool moved = true;
+            while (moved && n->level < c->n_levels - 1) moved = move_on(c, n);
+            if (moved) continue;
+            drop_value(c, n);
+            prune(c, n);
+        }
+    }
+    shrink(c);
+}
+
+void mn_cache_each(const mn_cache *c, void (*visit)(void *value)) {
+    for (int i = 0; i < c->n_levels; i++) {
+        for (const node *n = c->levels[i].newest; n; n = n->older) visit(n->value);
+    }
 }
 
 mn_cache_stats mn_cache_describe(const mn_cache *cache) {

@@ -15,8 +15,16 @@ typedef struct mn_cache mn_cache;
 
 typedef void (*mn_cache_free)(void *value);
 
-/* Brings a value from the level in front to level `level`; false: it cannot, and is given up. */
-typedef bool (*mn_cache_move)(void *context, void *value, int level);
+/* What the value of these tokens is brought from the level in front to level `level` by; false: it
+ * cannot be, and is given up. */
+typedef struct mn_cache_moved {
+    void *value;
+    const int32_t *tokens;
+    int64_t count;
+    int level;
+} mn_cache_moved;
+
+typedef bool (*mn_cache_move)(void *context, const mn_cache_moved *moved);
 
 enum { MN_CACHE_LEVELS = 3 };
 
@@ -49,6 +57,19 @@ bool mn_cache_has(mn_cache *cache, const int32_t *tokens, int64_t count);
  * there. What does not fit, or where memory is short, is freed at once: a cache may forget. */
 void mn_cache_put(mn_cache *cache, const int32_t *tokens, int64_t count, void *value,
                   size_t bytes);
+
+/* Frees the value of exactly these tokens, if there is one. */
+void mn_cache_forget(mn_cache *cache, const int32_t *tokens, int64_t count);
+
+/* The same as a put at the last level, for what was there when the cache was made. */
+void mn_cache_put_away(mn_cache *cache, const int32_t *tokens, int64_t count, void *value,
+                       size_t bytes);
+
+/* Brings all values to the last level, as far as it has room: those used last are kept. */
+void mn_cache_flush(mn_cache *cache);
+
+/* Calls `visit` for every value. */
+void mn_cache_each(const mn_cache *cache, void (*visit)(void *value));
 
 mn_cache_stats mn_cache_describe(const mn_cache *cache);
 

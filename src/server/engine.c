@@ -12,10 +12,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
 
@@ -68,29 +70,88 @@ static void free_snapshot(void *value) {
     mn_snapshot_destroy(value);
 }
 
-/* A snapshot to the host's memory, or to a file. */
-static bool move_snapshot(void *context, void *value, int level) {
-    mn_engine *e = context;
-    const bool host = level == 1 && e->options.cache_host_bytes > 0 && e->options.device;
-    if (host) return mn_snapshot_to_host(value) == MN_OK;
-    char path[MN_FOLDER_PATH];
-    const int n = snprintf(path, sizeof path, "%s/mneme-%ld-%p-%llu.state", e->options.cache_disk,
-                           (long)getpid(), (void *)e, (unsigned long long)e->n_files++);
-    return n > 0 && n < (int)sizeof path && mn_snapshot_to_file(value, path) == MN_OK;
+static void keep_file(void *value) {
+    mn_snapshot_stay(value);
 }
 
-static mn_status open_cache(mn_engine *e) {
+/* A snapshot to the host's memory, or to a file. */
+static bool move_snapshot(void *context, const mn_cache_moved *moved) {
+    mn_engine *e = context;
+    const bool host = moved->level == 1 && e->options.cache_host_bytes > 0 && e->options.device;
+    if (host) return mn_snapshot_to_host(moved->value) == MN_OK;
+    char path[MN_FOLDER_PATH], id[MN_DISK_ID];
+    const mn_state_notes notes = { .tokens = moved->tokens, .n_tokens = moved->count };
+    return mn_disk_new_id(id) == MN_OK && mn_disk_path(path, &e->cache_disk, id) &&
+           mn_snapshot_to_file(moved->value, &notes, path) == MN_OK;
+}
+
+/* A file that an earlier server has left; one that is broken has no other use. */
+static void find_snapshot(void *context, const char *id, const char *path) {
+    mn_engine *e = context;
+    int32_t *tokens = NULL;
+    int64_t count = 0;
+    char *words = NULL;
+    mn_snapshot *snapshot = NULL;
+    struct stat about;
+    (void)id;
+    mn_status st = mn_model_state_notes(&tokens, &count, &words, e->model, path);
+    if (st == MN_OK && stat(path, &about) != 0) st = MN_ERR_IO;
+    if (st == MN_OK) st = mn_snapshot_open(&snapshot, e->model, (size_t)about.st_size, path);
+    if (st == MN_OK) mn_cache_put_away(e->cache, tokens, count, snapshot, (size_t)about.st_size);
+    else unlink(path);
+    free(tokens);
+    free(words);
+}
+
+/* A state of the cache serves the same weights, computed in the same way, or texts would depend on
+ * what was there before: chunks, types, machines and programs round in ways of their own. */
+static mn_status open_cache_disk(mn_engine *e, const char *folder) {
     const mn_engine_options *o = &e->options;
-    if (o->cache_disk && access(o->cache_disk, W_OK | X_OK) != 0) {
-        return mn_fail(MN_ERR_IO, "%s: the state cache cannot write there", o->cache_disk);
-    }
-    const mn_status st = mn_cache_create(&e->cache, o->cache_bytes, free_snapshot);
+    char how[512];
+    uint64_t mark = 0;
+    const char *machine = e->context->device ? mn_device_facts(e->context->device)->name
+                                             : mn_context_target(e->context);
+    snprintf(how, sizeof how, "%s, %s, %s, chunks of %lld", machine, mn_dtype_name(o->dtype),
+             mn_version(), (long long)o->chunk);
+    mn_disk_mark_text(&mark, how);
+    mn_status st = mn_disk_mark_program(&mark);
+    if (st == MN_OK) st = mn_disk_mark_model(&mark, folder);
+    if (st == MN_OK) st = mn_disk_open(&e->cache_disk, o->cache_disk, "cache", mark);
+    if (st != MN_OK) return st;
+    mn_cache_add_level(e->cache, o->cache_disk_bytes, move_snapshot, e);
+    return mn_disk_each(&e->cache_disk, find_snapshot, e);
+}
+
+static mn_status open_states(mn_engine *e, const char *folder) {
+    const mn_engine_options *o = &e->options;
+    uint64_t mark = 0;
+    mn_status st = mn_states_create(&e->states, o->states, o->state_bytes);
+    if (st != MN_OK || !o->states_disk) return st;
+    st = mn_disk_mark_model(&mark, folder);
+    if (st == MN_OK) st = mn_disk_open(&e->states_disk, o->states_disk, "state", mark);
+    return st == MN_OK ? mn_states_keep(e->states, &e->states_disk, e->model) : st;
+}
+
+static mn_status open_stores(mn_engine *e) {
+    const mn_engine_options *o = &e->options;
+    char folder[MN_FOLDER_PATH];
+    mn_status st = mn_folder_of_model(folder, e->folder);
+    if (st == MN_OK) st = mn_cache_create(&e->cache, o->cache_bytes, free_snapshot);
     if (st != MN_OK) return st;
     if (o->cache_host_bytes > 0 && o->device) {
         mn_cache_add_level(e->cache, o->cache_host_bytes, move_snapshot, e);
     }
-    if (o->cache_disk) mn_cache_add_level(e->cache, o->cache_disk_bytes, move_snapshot, e);
-    return MN_OK;
+    if (o->cache_disk) st = open_cache_disk(e, folder);
+    return st == MN_OK ? open_states(e, folder) : st;
+}
+
+/* What the cache holds is found again by the next server. */
+static void close_cache(mn_engine *e) {
+    if (e->cache && e->cache_disk.folder) {
+        mn_cache_flush(e->cache);
+        mn_cache_each(e->cache, keep_file);
+    }
+    mn_cache_destroy(e->cache);
 }
 
 static mn_status open_tables(mn_engine *e) {
@@ -110,8 +171,7 @@ static mn_status open_tables(mn_engine *e) {
     if (!there) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %zu streams", n);
     }
-    const mn_status st = open_cache(e);
-    return st == MN_OK ? mn_states_create(&e->states, o->states, o->state_bytes) : st;
+    return open_stores(e);
 }
 
 /* The last part of a folder's path. */
@@ -160,7 +220,7 @@ void mn_engine_close(mn_engine *e) {
     pthread_mutex_unlock(&e->lock);
     if (e->started) pthread_join(e->thread, NULL);
     mn_states_destroy(e->states);
-    mn_cache_destroy(e->cache);
+    close_cache(e);
     mn_batch_destroy(e->batch);
     mn_sampler_destroy(e->sampler);
     mn_session_destroy(e->probe);

@@ -32,6 +32,7 @@ typedef struct mn_engine_options {
      * in files of a folder. 0 and NULL: none. */
     size_t cache_host_bytes, cache_disk_bytes;
     const char *cache_disk;
+    const char *states_disk;       // folder of the files of stored states; NULL: they have none
 } mn_engine_options;
 
 /* Defaults for a machine of a few cores. */

@@ -105,11 +105,11 @@ struct mn_engine {
     mn_cache *cache;
     mn_cache_stats told;               // of the cache, in the metrics
     mn_states *states;
+    mn_disk cache_disk, states_disk;
     int n_beliefs;
     mn_sequence **active;              // (streams)
     int64_t n_active;
     uint64_t ticks;
-    uint64_t n_files;           // of the state cache so far
     double looked;              // when clients were last asked whether they are there
     bool looks;                 // whether this turn asks
     mn_job *finished;                  // in this turn

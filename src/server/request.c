@@ -101,14 +101,16 @@ static mn_status read_text(mn_prompt *out, const mn_json *at, const mn_ask_limit
     return st == MN_OK ? check_length(at, out->tokens.count, limits) : st;
 }
 
-static mn_status read_ids(mn_prompt *out, const mn_json *at, const mn_ask_limits *limits,
-                          bool fresh) {
-    const int64_t count = mn_json_count(at);
+/* `given`: ids that were read beside the document; NULL: they are in it. */
+static mn_status read_ids(mn_prompt *out, const mn_json *at, const mn_json_ids *given,
+                          const mn_ask_limits *limits, bool fresh) {
+    const int64_t count = given ? given->count : mn_json_count(at);
     mn_status st = check_length(at, count, limits);
     for (int64_t i = 0; i < count && st == MN_OK; i++) {
         const mn_json item = mn_json_item(at, i);
         int64_t id = -1;
-        st = mn_json_read_i64(&id, &item);
+        if (given) id = given->of[i];
+        else st = mn_json_read_i64(&id, &item);
         if (st == MN_OK && (id < 0 || id >= limits->n_ids)) {
             st = mn_json_fail(&item, "token %" PRId64 " is outside the model's vocabulary of "
                               "%" PRId64, id, limits->n_ids);
@@ -116,7 +118,7 @@ static mn_status read_ids(mn_prompt *out, const mn_json *at, const mn_ask_limits
         if (st == MN_OK) st = mn_token_list_add(&out->tokens, (int32_t)id);
     }
     if (st == MN_OK && count == 0 && fresh) st = begin(&out->tokens, at, limits);
-    if (st != MN_OK) return st;
+    if (st != MN_OK || !out->echoes) return st;
     return mn_tokenizer_decode(limits->tokenizer, out->tokens.ids, out->tokens.count, false,
                                &out->text, &out->size);
 }
@@ -128,6 +130,7 @@ mn_status mn_ask_prompts(mn_ask *out, const mn_json *root, const char *key,
     const bool list = json_is_array(at.value);
     const bool ids = list && (!first.value || json_is_number(first.value));
     const int64_t count = list && !ids ? mn_json_count(&at) : 1;
+    const mn_json_ids *given = root->ids.of ? &root->ids : NULL;
     if (!at.value) return mn_json_fail(&at, "is missing");
     if (count > MN_ASK_SEQUENCES) {
         return mn_json_fail(&at, "%" PRId64 " prompts; %d are the most", count, MN_ASK_SEQUENCES);
@@ -135,13 +138,14 @@ mn_status mn_ask_prompts(mn_ask *out, const mn_json *root, const char *key,
     out->prompts = calloc((size_t)count, sizeof *out->prompts);
     if (!out->prompts) return mn_fail(MN_ERR_MEMORY, "no memory for %" PRId64 " prompts", count);
     out->n_prompts = count;
-    if (ids) return read_ids(&out->prompts[0], &at, limits, fresh);
+    for (int64_t i = 0; i < count; i++) out->prompts[i].echoes = out->echo;
+    if (ids) return read_ids(&out->prompts[0], &at, given, limits, fresh);
     if (!list) return read_text(&out->prompts[0], &at, limits, special, fresh);
     mn_status st = MN_OK;
     for (int64_t i = 0; i < count && st == MN_OK; i++) {
         const mn_json item = mn_json_item(&at, i);
         st = json_is_array(item.value)
-                 ? read_ids(&out->prompts[i], &item, limits, fresh)
+                 ? read_ids(&out->prompts[i], &item, NULL, limits, fresh)
                  : read_text(&out->prompts[i], &item, limits, special, fresh);
     }
     return st;

@@ -26,7 +26,8 @@ typedef struct mn_ask_limits {
 
 typedef struct mn_prompt {
     mn_token_list tokens;
-    char *text;                 // as given or decoded, for echo
+    bool echoes;                // the text is wanted
+    char *text;                 // as given, or where it is wanted as decoded
     size_t size;
 } mn_prompt;
 

@@ -116,11 +116,11 @@ static void start_ask(mn_exchange *x, mn_job_kind kind, mn_ask *ask, const char 
     else mn_exchange_fail_last(x, st);
 }
 
-/* The body as an object; an empty one where `optional`. */
+/* The body as an object, a prompt of ids beside it; an empty one where `optional`. */
 static mn_status read_body(mn_json *root, const mn_exchange *x, bool optional) {
     const bool empty = optional && x->body.size == 0;
-    mn_status st = mn_json_parse(root, empty ? "{}" : x->body.bytes ? x->body.bytes : "",
-                                 empty ? 2 : x->body.size, "request", MN_JSON_STANDARD);
+    const char *bytes = empty ? "{}" : x->body.bytes ? x->body.bytes : "";
+    mn_status st = mn_json_parse_ids(root, bytes, empty ? 2 : x->body.size, "request", "prompt");
     if (st == MN_OK) st = mn_json_expect_object(root);
     return st;
 }
@@ -368,8 +368,8 @@ static void call_restore(mn_job *job, mn_engine *e) {
                                                             : "a snapshot stays as it is");
         return;
     }
-    mn_states_set(e->states, state, from);
-    answer_state(job, MN_OK, state);
+    st = mn_states_set(e->states, state, from);
+    answer_state(job, st, state);
 }
 
 static bool file_name(mn_exchange *x) {

@@ -162,6 +162,10 @@ static mn_status from_cache(mn_engine *e, mn_sequence *s) {
     const bool away = mn_snapshot_is_away(snapshot, e->context);
     mn_status st = mn_session_restore(s->session, snapshot);
     mn_snapshot *near = NULL;
+    if (st != MN_OK && away) {    // a file that somebody has taken away or cut: read the prompt
+        mn_cache_forget(e->cache, tokens->ids, length);
+        return MN_OK;
+    }
     if (st == MN_OK) s->n_read = s->n_cached = length;
     if (st == MN_OK && away) st = mn_session_snapshot(&near, s->session);    // it may come again
     if (near) mn_cache_put(e->cache, tokens->ids, length, near, mn_snapshot_bytes(near));

@@ -4,6 +4,7 @@
 #define MN_SERVER_STATES_H
 
 #include "infer/session.h"
+#include "server/disk.h"
 #include "server/request.h"
 
 typedef struct mn_states mn_states;
@@ -21,6 +22,10 @@ typedef struct mn_stored_state {
 
 mn_status mn_states_create(mn_states **out, int64_t most, size_t most_bytes);
 void mn_states_destroy(mn_states *states);    // NULL accepted
+
+/* From now on every state has a file as well, from which it is found again: those that are there
+ * are. Disk and model must outlive the table. */
+mn_status mn_states_keep(mn_states *states, const mn_disk *disk, const mn_model *model);
 
 /* A new state that holds nothing, or what `from` holds. MN_ERR_MEMORY beyond the bounds. */
 mn_status mn_states_add(mn_stored_state **out, mn_states *states, const mn_stored_state *from,
@@ -40,8 +45,8 @@ mn_status mn_states_take(mn_states *states, mn_stored_state *state, const mn_ses
 mn_status mn_states_load(mn_stored_state **out, mn_states *states, mn_session *session,
                          const char *path);
 
-/* The state becomes what `from` is. */
-void mn_states_set(mn_states *states, mn_stored_state *state, const mn_stored_state *from);
+/* The state becomes what `from` is; on failure it is as it was. */
+mn_status mn_states_set(mn_states *states, mn_stored_state *state, const mn_stored_state *from);
 
 void mn_states_delete(mn_states *states, mn_stored_state *state);
 

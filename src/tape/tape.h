@@ -161,6 +161,12 @@ const void *mn_tape_lend(mn_tape *tape, const void *host, size_t bytes);
  * again. Nothing on a CPU. */
 mn_status mn_tape_feed(mn_tape *tape);
 
+/* Where the one token of a step of MN_TAPE_REPEATS stands in its sequence. It is uploaded from
+ * `host` in front of each run of the step, and read when that runs: operations by it are the same
+ * for all positions. Call first. mn_tape_goes_by_position: whether that has been called. */
+void mn_tape_set_position(mn_tape *tape, const int32_t *host);
+bool mn_tape_goes_by_position(const mn_tape *tape);
+
 /* Waits for the device and writes what losses tell to where they were asked to. On a CPU it is
  * there already, and after a plan there is nothing. */
 mn_status mn_tape_results(mn_tape *tape);
@@ -234,6 +240,23 @@ mn_tensor *mn_tape_shaped(mn_tape *tape, mn_tensor *x, const int64_t shape[4]);
 void mn_tape_split(mn_tape *tape, mn_tensor *x, const int64_t *widths, int n, mn_tensor **parts);
 
 /* ---- operations ------------------------------------------------------------------------------ */
+
+/* What a token attends to, on a tape that goes by position (mn_decode_attention in
+ * kernels/decode.h). Caches are (capacity, J, K) and (capacity, J, V) of the tape's type, declared,
+ * and hold the tokens before this one; `inv_freq` is the host's, and need not outlive the call. */
+typedef struct mn_attend {
+    void *keys, *values;
+    int64_t capacity, window, turns;    // channels that turn, 0: none
+    double scale, turned_scale;
+    const double *inv_freq;
+} mn_attend;
+
+/* Whether heads of K and V channels can be attended to so. */
+bool mn_tape_attends(const mn_tape *tape, int64_t K, int64_t V);
+
+/* o (1,1,H,V) of q (1,1,H,K), k (1,1,J,K) and v (1,1,J,V), which are put behind the caches. */
+mn_tensor *mn_tape_attend(mn_tape *tape, const mn_attend *how, mn_tensor *q, mn_tensor *k,
+                          mn_tensor *v);
 
 /* x W' + b for every row of x (B,T,1,in); W is (out,in), b (out) or NULL. */
 mn_tensor *mn_tape_linear(mn_tape *tape, mn_tensor *x, mn_tensor *weight, mn_tensor *bias);

@@ -98,6 +98,7 @@ struct mn_tape {
     size_t lent_bytes;           // of this step
     mn_told *told;               // losses of this step
     mn_defer *delay;             // NULL until something is put off
+    const int32_t *position;     // of the token of a step that repeats, as the device reads it
     int64_t sequences;           // of a step of MN_TAPE_ALIKE that gathers; 0: others
     mn_tape_observer observer;       // NULL: nobody hears of products
     void *observer_context;

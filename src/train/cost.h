@@ -17,6 +17,8 @@ typedef struct mn_cost_input {
     double flops;                           // of a token, forward and backward
     size_t activations;                     // bytes that a rank holds beside parameters
     bool shards_gradients;
+    bool shards_parameters;                 // then these, too: of no block, of the largest one
+    int64_t outside, block, blocks;
     bool device;                            // on GPUs: messages follow the pass
     size_t shadow;                          // bytes of a number's copy for passes
     double rate, bandwidth, latency;        // of a rank: operations and bytes a second, seconds

@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "base/status.h"
 #include "base/util.h"
@@ -30,6 +32,7 @@ struct mn_reduce {
     int rank, world, sequence, data_world;
     int64_t batches, rounds;
     bool shards;
+    bool on_request, whole;    // parameters are sharded, too; all values are there
     int64_t *starts;           // (n_params + 1): where a parameter begins among all numbers
     int64_t *elements;         // (world + 1)
     bucket *buckets;
@@ -237,6 +240,133 @@ static mn_status reduce_bucket(mn_reduce *r, const bucket *b) {
     return MN_OK;
 }
 
+/* ---- parameters on request ------------------------------------------------------------------- */
+
+/* Whole pages of numbers that nobody needs go back to the system; what is left of pages at both
+ * ends becomes no number, so that a read without a request shows in the loss. */
+static void forget(float *from, int64_t count) {
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)from;
+    const uintptr_t end = begin + (uintptr_t)count * sizeof *from;
+    const uintptr_t low = (begin + page - 1) / page * page, high = end / page * page;
+    if (count <= 0) return;
+    if (low >= high) {
+        memset(from, 0xff, (size_t)(end - begin));
+        return;
+    }
+    memset((void *)begin, 0xff, (size_t)(low - begin));
+    memset((void *)high, 0xff, (size_t)(end - high));
+    if (madvise((void *)low, (size_t)(high - low), MADV_DONTNEED) != 0) {
+        memset((void *)low, 0xff, (size_t)(high - low));
+    }
+}
+
+/* Values or gradients of parameters [first, end) that are other ranks'. */
+static void let_go(mn_reduce *r, int first, int end, bool gradients) {
+    const int64_t own = r->elements[r->rank], behind = r->elements[r->rank + 1];
+    for (int p = first; p < end; p++) {
+        const mn_model_param *param = mn_model_param_at(r->model, p);
+        float *at = gradients ? param->grad : param->value;
+        const int64_t low = r->starts[p], high = r->starts[p + 1];
+        const int64_t before = mn_min(mn_max(own, low), high);
+        const int64_t after = mn_min(mn_max(behind, before), high);
+        if (!at) continue;
+        forget(at, before - low);
+        forget(at + (after - low), high - after);
+    }
+}
+
+/* All ranks get the values of parameters [first, end), each from their owner. */
+static mn_status fetch(mn_reduce *r, int first, int end) {
+    mn_status st = MN_OK;
+    r->transfers.n = 0;
+    for (int step = 1; st == MN_OK && first < end && step < r->world; step++) {
+        const int peers[2] = { (r->rank + step) % r->world,
+                               (r->rank + r->world - step) % r->world };
+        for (int k = 0; k < 2; k++) {    // own values to one, those of the other from it
+            const int owner = k == 0 ? r->rank : peers[1];
+            int64_t low = mn_max(r->elements[owner], r->starts[first]), offset, count;
+            const int64_t high = mn_min(r->elements[owner + 1], r->starts[end]);
+            for (int p = 0; st == MN_OK && next_segment(r, &p, &low, high, &offset, &count);) {
+                float *values = mn_model_param_at(r->model, p)->value;
+                st = add(&r->transfers, peers[k], k == 0, values + offset, count);
+            }
+        }
+    }
+    return st == MN_OK ? mn_comm_exchange(r->comm, r->transfers.items, r->transfers.n) : st;
+}
+
+static void note_failure(mn_reduce *r, mn_status st) {
+    if (st == MN_OK || r->status != MN_OK) return;
+    r->status = st;
+    snprintf(r->why, WHY, "%s", mn_last_error());
+}
+
+/* Parameters of no block: [0, *first) and [*end, n). */
+static void outside(const mn_reduce *r, int *first, int *end) {
+    int from, to;
+    *first = mn_model_params(r->model);
+    *end = 0;
+    for (int i = 0; i < r->n_blocks; i++) {
+        mn_model_block_params(r->model, i, &from, &to);
+        *first = (int)mn_min(*first, from);
+        *end = (int)mn_max(*end, to);
+    }
+    *end = (int)mn_max(*end, *first);
+}
+
+mn_status mn_reduce_open(mn_reduce *r) {
+    int first, end;
+    const int n = mn_model_params(r->model);
+    if (!r->on_request) return MN_OK;
+    r->whole = false;
+    r->status = MN_OK;
+    outside(r, &first, &end);
+    let_go(r, 0, n, false);
+    let_go(r, 0, n, true);
+    const mn_status st = fetch(r, 0, first);
+    return st == MN_OK ? fetch(r, end, n) : st;
+}
+
+void mn_reduce_enter(void *context, int block) {
+    mn_reduce *r = context;
+    int first, end;
+    if (!r->on_request) return;
+    if (block > 0) {
+        mn_model_block_params(r->model, block - 1, &first, &end);
+        let_go(r, first, end, false);
+    }
+    mn_model_block_params(r->model, block, &first, &end);
+    if (r->status == MN_OK) note_failure(r, fetch(r, first, end));
+}
+
+/* The gradients of a block go to who owns them, its values are let go, those of the block before
+ * come. */
+static void leave(mn_reduce *r, int block) {
+    int first, end;
+    while (r->done < r->last_of[block]) {
+        const bucket *b = &r->buckets[r->done++];
+        if (r->status == MN_OK) note_failure(r, reduce_bucket(r, b));
+        let_go(r, b->first, b->end, true);
+    }
+    mn_model_block_params(r->model, block, &first, &end);
+    let_go(r, first, end, false);
+    if (block == 0) return;
+    mn_model_block_params(r->model, block - 1, &first, &end);
+    if (r->status == MN_OK) note_failure(r, fetch(r, first, end));
+}
+
+void mn_reduce_idle(mn_reduce *r) {
+    if (!r->on_request) return;
+    for (int i = 0; i < r->n_blocks; i++) mn_reduce_enter(r, i);
+    for (int i = r->n_blocks - 1; i >= 0; i--) leave(r, i);
+}
+
+mn_status mn_reduce_whole(mn_reduce *r) {
+    if (!r->on_request || r->whole) return MN_OK;
+    r->whole = true;
+    return fetch(r, 0, mn_model_params(r->model));
+}
+
 /* ---- the thread ------------------------------------------------------------------------------ */
 
 static void *work(void *context) {
@@ -273,7 +403,8 @@ void mn_reduce_ready(void *context, int block) {
     int first, end;
     mn_model_block_params(r->model, block, &first, &end);
     mn_model_settle_some(r->model, first, end);
-    if (r->exchanges && r->started && r->last_of[block] > 0) set_ready(r, r->last_of[block]);
+    if (r->on_request) leave(r, block);
+    else if (r->exchanges && r->started && r->last_of[block] > 0) set_ready(r, r->last_of[block]);
 }
 
 /* ---- rounds ---------------------------------------------------------------------------------- */
@@ -325,7 +456,12 @@ mn_status mn_reduce_end(mn_reduce *r) {
     }
     mn_status st = MN_OK;
     if (!r->started) {
-        for (int b = 0; st == MN_OK && b < r->n_buckets; b++) st = reduce_bucket(r, &r->buckets[b]);
+        st = r->status == MN_OK ? MN_OK : mn_fail(r->status, "%s", r->why);
+        for (; st == MN_OK && r->done < r->n_buckets; r->done++) {
+            const bucket *b = &r->buckets[r->done];
+            st = reduce_bucket(r, b);
+            if (r->on_request) let_go(r, b->first, b->end, true);
+        }
     } else {
         set_ready(r, r->n_buckets);
         pthread_mutex_lock(&r->mutex);
@@ -346,23 +482,8 @@ mn_status mn_reduce_end(mn_reduce *r) {
 }
 
 mn_status mn_reduce_share_values(mn_reduce *r) {
-    if (r->world == 1) return MN_OK;
-    mn_status st = MN_OK;
-    r->transfers.n = 0;
-    for (int step = 1; st == MN_OK && step < r->world; step++) {
-        const int peers[2] = { (r->rank + step) % r->world,
-                               (r->rank + r->world - step) % r->world };
-        for (int k = 0; k < 2; k++) {    // own values to one, those of the other from it
-            const int owner = k == 0 ? r->rank : peers[1];
-            int64_t low = r->elements[owner], offset, count;
-            for (int p = 0; st == MN_OK &&
-                 next_segment(r, &p, &low, r->elements[owner + 1], &offset, &count);) {
-                float *values = mn_model_param_at(r->model, p)->value;
-                st = add(&r->transfers, peers[k], k == 0, values + offset, count);
-            }
-        }
-    }
-    return st == MN_OK ? mn_comm_exchange(r->comm, r->transfers.items, r->transfers.n) : st;
+    if (r->world == 1 || r->on_request) return MN_OK;
+    return fetch(r, 0, mn_model_params(r->model));
 }
 
 /* ---- create ---------------------------------------------------------------------------------- */
@@ -426,8 +547,8 @@ static mn_status make_room(mn_reduce *r) {
 }
 
 static mn_status start_thread(mn_reduce *r) {
-    /* where sequences are cut, the pass itself talks to other ranks */
-    if (r->world == 1 || r->sequence > 1) return MN_OK;
+    /* where sequences are cut or parameters are sharded, the pass itself talks to other ranks */
+    if (r->world == 1 || r->sequence > 1 || r->on_request) return MN_OK;
     if (pthread_create(&r->thread, NULL, work, r) != 0) {
         return mn_fail(MN_ERR_MEMORY, "no thread for messages between ranks");
     }
@@ -449,7 +570,9 @@ mn_status mn_reduce_create(mn_reduce **out, const mn_reduce_options *how) {
     r->sequence = how->sequence;
     r->data_world = r->world / how->sequence;
     r->batches = how->batches;
-    r->shards = how->shards_gradients && r->world > 1;
+    r->on_request = how->shards_parameters && r->world > 1;
+    r->shards = (how->shards_gradients || how->shards_parameters) && r->world > 1;
+    r->whole = true;
     r->rounds = mn_ceil_div(r->batches, r->data_world);
     r->n_blocks = mn_model_describe(how->model)->n_layers;
     r->starts = calloc((size_t)n + 1, sizeof *r->starts);

@@ -9,7 +9,11 @@
  *
  *   shards of the optimiser (ZeRO-1): a rank has neighbouring batches, and ranks talk once a step
  *   shards of gradients too (ZeRO-2): batches are dealt out in turn, and ranks talk once a batch;
- *                                     sums are kept of the rank's own numbers only */
+ *                                     sums are kept of the rank's own numbers only
+ *   shards of parameters too (ZeRO-3): values and gradients of others' numbers are there while a
+ *                                      block is at work; their pages go back to the system after,
+ *                                      at the same addresses. What belongs to no block (embedding,
+ *                                      head, last norm) is there for the length of a step */
 #ifndef MN_TRAIN_REDUCE_H
 #define MN_TRAIN_REDUCE_H
 
@@ -24,7 +28,7 @@ typedef struct mn_reduce_options {
     mn_model *model;           // in the host's memory, with gradients
     int64_t batches;           // of a step
     int sequence;              // ranks that share a batch; 1: none
-    bool shards_gradients;
+    bool shards_gradients, shards_parameters;    // the second takes the first with it
     const int64_t *elements;   // (world + 1): which numbers are whose
 } mn_reduce_options;
 
@@ -45,8 +49,20 @@ void mn_reduce_ready(void *reduce, int block);    // for mn_model_input
  * sum; others hold nothing of use. */
 mn_status mn_reduce_end(mn_reduce *reduce);
 
-/* All ranks get the values of the parameters, each from their owner. */
+/* After an update: all ranks get the values of the parameters, each from their owner; of sharded
+ * ones nothing happens before they are asked for. */
 mn_status mn_reduce_share_values(mn_reduce *reduce);
+
+/* Of sharded parameters; nothing otherwise. A step begins with `open`; `enter` is for
+ * mn_model_input and gets the values of a block. mn_reduce_end tells of a failure of `enter` or
+ * mn_reduce_ready. A rank without a batch in a round calls `idle` in place of a pass, as all ranks
+ * talk in it. */
+mn_status mn_reduce_open(mn_reduce *reduce);
+void mn_reduce_enter(void *reduce, int block);
+void mn_reduce_idle(mn_reduce *reduce);
+
+/* All values are on all ranks until the next step: for evaluations and checkpoints. */
+mn_status mn_reduce_whole(mn_reduce *reduce);
 
 size_t mn_reduce_bytes(const mn_reduce *reduce);    // of memory it holds
 

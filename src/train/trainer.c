@@ -220,6 +220,7 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
         in.recompute = MN_RECOMPUTE_LAYER;    // what goes back by parts keeps all going forward
     }
     if (trains && t->ranks) {
+        in.enter = mn_trainer_enter;
         in.ready = mn_trainer_ready;
         in.ready_context = t;
     }
@@ -416,7 +417,11 @@ mn_status mn_trainer_explain(mn_trainer *t, const mn_token_batch *batch, int64_t
                              mn_status failure, double loss) {
     char why[512], what[512];
     snprintf(why, sizeof why, "%s", mn_last_error());
-    if (!find_first(what, t, batch)) {
+    if (mn_trainer_on_request(t)) {
+        if (failure != MN_OK) return mn_fail(failure, "%s", why);
+        snprintf(what, sizeof what, "no rank has all parameters to look for where that begins "
+                 "(train.shard)");
+    } else if (!find_first(what, t, batch)) {
         if (failure != MN_OK) return mn_fail(failure, "%s", why);
         snprintf(what, sizeof what, "%s overflowed, though every result before is finite",
                  isfinite(loss) ? "the gradient" : "the logits of lm_head");
@@ -510,12 +515,14 @@ mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
     *loss = NAN;
     *best = false;
     if (!t->valid_loader) return MN_OK;
+    mn_status st = mn_trainer_whole(t);
+    if (st != MN_OK) return st;
     int64_t batches = mn_loader_epoch(t->valid_loader), tokens = 0;
     if (t->options.eval_batches > 0) batches = mn_min(batches, t->options.eval_batches);
     double *losses = calloc((size_t)batches + 1, sizeof *losses), sum = 0.0;
     int64_t *counts = calloc((size_t)batches + 1, sizeof *counts);
-    const mn_status st = losses && counts ? evaluate_batches(t, losses, counts, batches)
-                                          : mn_fail(MN_ERR_MEMORY, "no memory to evaluate");
+    st = losses && counts ? evaluate_batches(t, losses, counts, batches)
+                          : mn_fail(MN_ERR_MEMORY, "no memory to evaluate");
     for (int64_t i = 0; st == MN_OK && i < batches; i++) {
         sum += losses[i] * (double)counts[i];
         tokens += counts[i];

@@ -95,7 +95,16 @@ mn_status mn_trainer_resume(mn_trainer *trainer, const char *path);
  * no step yet begins with. */
 mn_status mn_trainer_begin(mn_trainer *trainer);
 
-/* Text written by the model as it is, to be freed. */
+/* Of a dry run whose sequences are cut over ranks: tells each operator that looks beyond one token,
+ * and how it crosses them ("maps", "tails", "keys", "pipeline"). Nothing for whole sequences. */
+typedef void (*mn_way_fn)(void *context, const char *op, const char *way);
+mn_status mn_trainer_sequence_ways(mn_trainer *trainer, mn_way_fn tell, void *context);
+
+/* Where parameters are sharded, all ranks get all values until the next step; evaluations and
+ * checkpoints do so themselves. */
+mn_status mn_trainer_whole(mn_trainer *trainer);
+
+/* Text written by the model as it is, to be freed. Values are whole (mn_trainer_whole). */
 mn_status mn_trainer_sample(mn_trainer *trainer, char **text);
 
 int64_t mn_trainer_step_number(const mn_trainer *trainer);     // steps done

@@ -92,9 +92,12 @@ static mn_status take_room(mn_trainer_gpus *g) {
 }
 
 static mn_status check_options(const mn_trainer *t) {
-    if (strcmp(t->options.shard, "optimizer") != 0 && strcmp(t->options.shard, "gradients") != 0) {
-        return mn_fail(MN_ERR_ARGUMENT, "train.shard: \"%s\" is none of optimizer, gradients",
-                       t->options.shard);
+    mn_train_shard shard = MN_SHARD_OPTIMIZER;
+    const mn_status st = mn_trainer_find_shard(&shard, t);
+    if (st != MN_OK) return st;
+    if (shard == MN_SHARD_PARAMETERS) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "train.shard=parameters: parameters are sharded in the "
+                       "host's memory only; take train.shard=gradients");
     }
     return mn_trainer_check_ranks(t);
 }

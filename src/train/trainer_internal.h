@@ -106,8 +106,20 @@ void mn_trainer_cut_destroy(mn_trainer_cut *cut);    // NULL accepted
 void mn_trainer_cut_pass(mn_trainer *trainer, mn_tape *tape, const mn_token_batch **batch,
                          double *share);
 
-/* Of mn_model_input, with the trainer: block `block` has its gradients. */
+/* Which of moments, gradients and values ranks share out: train.shard. */
+typedef enum mn_train_shard {
+#define SHARD(id, name, about) MN_SHARD_##id,
+#include "train/shards.def"
+#undef SHARD
+} mn_train_shard;
+mn_status mn_trainer_find_shard(mn_train_shard *out, const mn_trainer *trainer);
+
+/* Of mn_model_input, with the trainer: block `block` wants its values, has its gradients. */
+void mn_trainer_enter(void *trainer, int block);
 void mn_trainer_ready(void *trainer, int block);
+
+/* Whether values are somewhere else than here between steps. */
+bool mn_trainer_on_request(const mn_trainer *trainer);
 
 /* The batches of a step and the update. */
 mn_status mn_trainer_step_host(mn_trainer *trainer, mn_step_result *result);

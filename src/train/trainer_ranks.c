@@ -27,6 +27,7 @@ struct mn_trainer_ranks {
     double *told;
     size_t *told_at;               // (world + 1), bytes
     bool stepping;                 // a pass that belongs to a step
+    bool on_request;               // values of parameters are with their owners between steps
     double compute;                // seconds of passes in this step
 };
 
@@ -69,14 +70,38 @@ static mn_status make_room(mn_trainer_ranks *k) {
     return k->told ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for %d ranks", k->world);
 }
 
+mn_status mn_trainer_find_shard(mn_train_shard *out, const mn_trainer *t) {
+    static const char *const names[] = {
+#define SHARD(id, name, about) [MN_SHARD_##id] = name,
+#include "train/shards.def"
+#undef SHARD
+    };
+    for (int i = 0; i < (int)MN_COUNTOF(names); i++) {
+        if (strcmp(t->options.shard, names[i]) != 0) continue;
+        *out = (mn_train_shard)i;
+        return MN_OK;
+    }
+    return mn_fail(MN_ERR_ARGUMENT, "train.shard: \"%s\" is none of optimizer, gradients, "
+                   "parameters", t->options.shard);
+}
+
+/* What reads parameters of a block elsewhere than between its requests. */
+static mn_status check_on_request(const mn_trainer *t) {
+    if (t->options.mc_samples > 0 || t->distill) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "train.shard=parameters: not with a teacher or with "
+                       "train.mc_samples; take train.shard=gradients");
+    }
+    if (mn_model_describe(t->model)->block.shared_blocks == 0) return MN_OK;
+    return mn_fail(MN_ERR_UNSUPPORTED, "train.shard=parameters: blocks of this model share "
+                   "parameters; take train.shard=gradients");
+}
+
 mn_status mn_trainer_ranks_create(mn_trainer *t, const mn_optim_param *params, int64_t n_params,
                                   const mn_adamw_options *how) {
-    const bool gradients = strcmp(t->options.shard, "gradients") == 0;
-    if (!gradients && strcmp(t->options.shard, "optimizer") != 0) {
-        return mn_fail(MN_ERR_ARGUMENT, "train.shard: \"%s\" is none of optimizer, gradients",
-                       t->options.shard);
-    }
-    mn_status st = mn_trainer_check_ranks(t);
+    mn_train_shard shard = MN_SHARD_OPTIMIZER;
+    mn_status st = mn_trainer_find_shard(&shard, t);
+    if (st == MN_OK) st = mn_trainer_check_ranks(t);
+    if (st == MN_OK && shard == MN_SHARD_PARAMETERS) st = check_on_request(t);
     mn_trainer_ranks *k = st == MN_OK ? calloc(1, sizeof *k) : NULL;
     if (!k) return st == MN_OK ? mn_fail(MN_ERR_MEMORY, "no memory for a training run") : st;
     t->ranks = k;
@@ -89,7 +114,10 @@ mn_status mn_trainer_ranks_create(mn_trainer *t, const mn_optim_param *params, i
     mn_optim_shares(params, n_params, k->world, k->elements, k->pieces);
     const mn_reduce_options sums = { .comm = t->comm, .model = t->model,
                                      .batches = t->options.accumulate, .sequence = k->sequence,
-                                     .shards_gradients = gradients, .elements = k->elements };
+                                     .shards_gradients = shard == MN_SHARD_GRADIENTS,
+                                     .shards_parameters = shard == MN_SHARD_PARAMETERS,
+                                     .elements = k->elements };
+    k->on_request = shard == MN_SHARD_PARAMETERS && k->world > 1;
     st = mn_optimizer_create_part(&t->optimizer, params, n_params, how, k->rank, k->world);
     if (st == MN_OK) st = mn_reduce_create(&k->reduce, &sums);
     if (st == MN_OK) st = mn_trainer_cut_create(t, NULL);
@@ -108,11 +136,20 @@ void mn_trainer_ranks_destroy(mn_trainer_ranks *k) {
 size_t mn_trainer_ranks_bytes(const mn_trainer *t) {
     const mn_trainer_ranks *k = t->ranks;
     const int64_t own = k->elements[k->rank + 1] - k->elements[k->rank];
-    return (size_t)(2 * mn_model_count(t->model) + 2 * own) * sizeof(float) +
-           mn_reduce_bytes(k->reduce);
+    int64_t held = mn_model_count(t->model), outside, block;
+    if (k->on_request) {
+        mn_model_parts(t->model, &outside, &block);
+        held = mn_min(held, own + outside + block);
+    }
+    return (size_t)(2 * held + 2 * own) * sizeof(float) + mn_reduce_bytes(k->reduce);
 }
 
 /* ---- batches --------------------------------------------------------------------------------- */
+
+void mn_trainer_enter(void *trainer, int block) {
+    const mn_trainer *t = trainer;
+    if (t->ranks->stepping) mn_reduce_enter(t->ranks->reduce, block);
+}
 
 void mn_trainer_ready(void *trainer, int block) {
     const mn_trainer *t = trainer;
@@ -131,6 +168,7 @@ static mn_status run_batch(mn_trainer *t, int64_t i, double *loss, int64_t *coun
     if (st != MN_OK) return st;
     st = mn_trainer_pass(t, t->tape, &t->batch, MN_TAPE_RECORD, false, 1.0 / (double)n, loss,
                          counted);
+    if (t->ranks->on_request) return st;    // mn_reduce_end tells first what messages came to
     if (st != MN_OK) return mn_trainer_explain(t, &t->batch, number, st, NAN);
     return isfinite(*loss) ? MN_OK : mn_trainer_explain(t, &t->batch, number, MN_OK, *loss);
 }
@@ -147,6 +185,7 @@ static mn_status run_batches(mn_trainer *t, double *told) {
         const double started = mn_seconds();
         k->stepping = true;
         if (i >= 0) st = run_batch(t, i, &told[2 * round], &counted);
+        else mn_reduce_idle(k->reduce);
         k->stepping = false;
         told[2 * round + 1] = (double)counted;
         k->compute += mn_seconds() - started;
@@ -211,7 +250,8 @@ static mn_status run_all(mn_trainer *t, mn_step_result *r) {
     const int64_t pieces = k->pieces[k->rank + 1] - k->pieces[k->rank];
     const double started = mn_seconds();
     k->compute = 0.0;
-    mn_status st = run_batches(t, own + pieces);
+    mn_status st = mn_reduce_open(k->reduce);
+    if (st == MN_OK) st = run_batches(t, own + pieces);
     if (st != MN_OK) return st;
     const double *squares;
     mn_optimizer_squares(&squares, t->optimizer, t->context);
@@ -241,6 +281,14 @@ mn_status mn_trainer_step_host(mn_trainer *t, mn_step_result *r) {
     if (st == MN_OK) st = mn_reduce_share_values(t->ranks->reduce);
     if (t->ranks->world > 1) r->communicate += mn_seconds() - started;
     return st;
+}
+
+bool mn_trainer_on_request(const mn_trainer *t) {
+    return t->ranks && t->ranks->on_request;
+}
+
+mn_status mn_trainer_whole(mn_trainer *t) {
+    return t->ranks ? mn_reduce_whole(t->ranks->reduce) : MN_OK;
 }
 
 /* ---- evaluations ----------------------------------------------------------------------------- */

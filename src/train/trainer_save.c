@@ -117,6 +117,8 @@ mn_status mn_trainer_save(mn_trainer *t, bool best) {
     const bool first = mn_comm_rank(t->comm) == 0;
     mn_status st = MN_OK;
     /* the same on all ranks: which of them wrote it is rank 0 */
+    st = mn_trainer_whole(t);
+    if (st != MN_OK) return st;
     if (t->saved != t->step || (mn_comm_world(t->comm) == 1 && !mn_run_has(out, t->step))) {
         st = save_step(t);
     }

@@ -43,7 +43,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     for (int is_chat = 0; is_chat < 2; is_chat++) {
         mn_json root = { 0 };
         mn_ask ask = { 0 };
-        mn_status st = mn_json_parse(&root, bytes, size, "request", MN_JSON_STANDARD);
+        mn_status st = mn_json_parse_ids(&root, bytes, size, "request", "prompt");
         if (st == MN_OK) st = mn_ask_read(&ask, &root, &limits, is_chat);
         if (st == MN_OK) check_ask(&ask, &limits);
         else REQUIRE(mn_last_error()[0]);

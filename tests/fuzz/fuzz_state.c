@@ -38,7 +38,7 @@ static void learn_mark(void) {
     REQUIRE(mn_model_state_create(&state, model) == MN_OK);
     char name[] = "/tmp/mneme-fuzz-XXXXXX";
     const int made = mkstemp(name);
-    REQUIRE(made >= 0 && mn_model_state_save(&state, model, name) == MN_OK);
+    REQUIRE(made >= 0 && mn_model_state_save(&state, model, NULL, name) == MN_OK);
     REQUIRE(mn_safetensors_open(&saved, name) == MN_OK);
     snprintf(mark, sizeof mark, "%s", mn_safetensors_metadata(saved, "model"));
     mn_safetensors_close(saved);

@@ -71,12 +71,14 @@ command -v debootstrap >/dev/null 2>&1 || { echo "packages in order; no debootst
 names() {
     dpkg-deb --field "$deb" Depends | tr ',' '\n' | sed "$1; s/^ *\([a-z0-9.+-]*\).*/\1/" | sort -u | paste -s -d ,
 }
-for suite in bookworm trixie; do
+for suite in bookworm trixie; do    # both at once: they wait for a mirror
     depends=$(names 's/|.*//')
     [ $suite = bookworm ] || depends=$(names 's/.*|//')
-    timeout 900 debootstrap --variant=minbase --include="$depends" $suite "$work/$suite" >"$work/debootstrap.log" 2>&1 || {
-        echo "packages in order; no root of $suite ($(tail -n 1 "$work/debootstrap.log")): that part is skipped"
-        continue
-    }
-    in_root "$work/$suite" "a fresh root of $suite"
+    (timeout 900 debootstrap --variant=minbase --include="$depends" $suite "$work/$suite" >"$work/$suite.log" 2>&1 &&
+        touch "$work/$suite.made") &
+done
+wait
+for suite in bookworm trixie; do
+    if [ -f "$work/$suite.made" ]; then in_root "$work/$suite" "a fresh root of $suite"
+    else echo "packages in order; no root of $suite ($(tail -n 1 "$work/$suite.log")): that part is skipped"; fi
 done

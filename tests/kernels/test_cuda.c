@@ -374,6 +374,23 @@ static void check_long(op_case c) {
     check_both(c);
 }
 
+/* Sequences that delta cuts into segments, of which the last may be short or none, beside others
+ * that it leaves whole. */
+static void check_cut(op_case c) {
+    static const int64_t borders[] = { 0, 100, 8400, 8400, 8431, 17000 };
+    static const struct {
+        int64_t H, T, K, V;
+    } shapes[] = { { 1, 8192, 64, 64 }, { 2, 8200, 40, 136 }, { 1, 9999, 128, 128 } };
+    for (size_t i = 0; i < MN_COUNTOF(shapes); i++) {
+        c.B = 1, c.H = shapes[i].H, c.T = shapes[i].T, c.K = shapes[i].K, c.V = shapes[i].V;
+        c.seed = 80 + i;
+        if (shares_next()) check_bf16(c);
+    }
+    c.H = 1, c.K = 64, c.V = 64;
+    c.cu_seqlens = borders, c.n_seqs = MN_COUNTOF(borders) - 1, c.T = borders[c.n_seqs];
+    if (shares_next()) check_bf16(c);
+}
+
 static void kernels_match_reference(mn_op_id op) {
     if (!gpu) {
         skip();
@@ -395,6 +412,7 @@ static void kernels_match_reference(mn_op_id op) {
         }
         op_case c = forms[f];
         if (op == MN_OP_moebius) check_long(c);
+        if (op == MN_OP_delta) check_cut(c);
         if (op == MN_OP_attention) check_windows(c);
         if (op == MN_OP_additive || op == MN_OP_delta || op == MN_OP_delta_net) check_groups(c);
         if (!op_has_time(op)) continue;

@@ -29,6 +29,7 @@ typedef struct packing {
     int n, H, K, V;
     int64_t lengths[8];
     int n_lengths;
+    bool cut;    // for operators that cut long sequences as delta does
 } packing;
 
 static const packing packings[] = {
@@ -43,6 +44,7 @@ static const packing packings[] = {
     { "rows that fill no packs", 24, 3, 44, 76, { 70, 33, 1, 64 }, 4 },
     { "a batch", 20, 2, 128, 128, { 130 }, 0 },
     { "a batch, wide memories", 8, 2, 256, 256, { 67 }, 0 },
+    { "long ones that are cut", 4, 1, 64, 64, { 8200, 70, 9000, 0 }, 4, true },
 };
 
 static int chosen = -1;    // packing; -1: all
@@ -121,6 +123,7 @@ static void packed_is_separate(mn_op_id op) {
     for (int i = 0; i < (int)MN_COUNTOF(packings); i++) {
         mn_sample drawn = { 0 };
         if (chosen >= 0 && i != chosen) continue;
+        if (packings[i].cut && op != MN_OP_delta && op != MN_OP_delta_net) continue;
         for (int f = 0; f < n_forms; f++) {
             if (!refused[f] && shares_next()) check_packing(forms[f], &packings[i], &drawn);
             op_case form = forms[f];

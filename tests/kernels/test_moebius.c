@@ -387,10 +387,14 @@ typedef struct map_target {
     void (*compose)(float *out, const float *later, const float *earlier, int64_t count);
 } map_target;
 
-#if MN_HAVE_X86_TARGETS
+#if MN_HAVE_AVX2 || MN_HAVE_AVX512
 static const map_target map_targets[] = {
+#if MN_HAVE_AVX2
     { "avx2", 8, mn_cpu_has_avx2, mn_moebius_compose_avx2 },
+#endif
+#if MN_HAVE_AVX512
     { "avx512", 16, mn_cpu_has_avx512, mn_moebius_compose_avx512 },
+#endif
 };
 
 /* The map of one token in lane `i` of entries `width` apart. */
@@ -460,7 +464,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(packed_segments_are_separate),
         cmocka_unit_test(steps_match_scan),
         cmocka_unit_test(without_noise_it_is_a_convolution),
-#if MN_HAVE_X86_TARGETS
+#if MN_HAVE_AVX2 || MN_HAVE_AVX512
         cmocka_unit_test(composed_maps_stay_bounded),
 #endif
     };

@@ -3,7 +3,7 @@
  * Operands end where an inaccessible page begins, so a read or write beyond the last element is a
  * crash; outputs stand between guard words; padding inside operands is NaN, so using it shows. */
 // labels: sanitize
-#if MN_HAVE_X86_TARGETS
+#if MN_HAVE_AVX2 || MN_HAVE_AVX512
 
 #include "kernels/cpuid.h"
 
@@ -57,7 +57,14 @@ typedef struct {
           mn_map_sigmoid_##name, mn_map_softplus_##name, mn_map_tanh_##name },                 \
         mn_map_sum_##name, mn_map_max_##name                                                   \
     }
-static const target targets[] = { TARGET(avx2, 8), TARGET(avx512, 16) };
+static const target targets[] = {
+#if MN_HAVE_AVX2
+    TARGET(avx2, 8),
+#endif
+#if MN_HAVE_AVX512
+    TARGET(avx512, 16),
+#endif
+};
 
 #define FOR_TARGETS(t)                                                                         \
     for (const target *t = targets; t < targets + COUNTOF(targets); t++)                       \

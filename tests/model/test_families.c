@@ -1,5 +1,6 @@
 /* test_families.c - models of other software: written under the names of their family and read back
  * the same; keys that are not understood are named. */
+#include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -358,6 +359,46 @@ static void towers_stay(void **state) {
     check_done();
 }
 
+/* ---- steps of mesa's solver ------------------------------------------------------------------- */
+
+/* Their class takes 30 steps where a file has none; the solution, which is what 0 asks for here, it
+ * cannot be asked for: that is said under our name. */
+static void steps_of_the_solver(void **state) {
+    (void)state;
+    static const struct {
+        const char *json;
+        int64_t steps;
+    } cases[] = {
+        { "{\"model_type\": \"mesa_net\", " SIZES ", \"num_heads\": 2}", 30 },
+        { "{\"model_type\": \"mesa_net\", " SIZES ", \"num_heads\": 2, "
+          "\"max_cg_step_training\": 12}", 12 },
+        { "{\"model_type\": \"mesa_net\", " SIZES ", \"num_heads\": 2, \"cg_steps\": 0}", 0 },
+        { "{\"layers\": \"mesa\", " SIZES ", \"num_heads\": 2}", 0 },
+        { "{\"layers\": \"mesa\", " SIZES ", \"num_heads\": 2, \"cg_steps\": 12}", 12 },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mn_model *model = NULL, *back = NULL;
+        CHECK(make(&model, cases[i].json) == MN_OK, "%s: %s", cases[i].json, mn_last_error());
+        if (!model) continue;
+        const int64_t made = mn_model_describe(model)->options[0].cg_steps;
+        CHECK(made == cases[i].steps, "%s: %" PRId64 " steps", cases[i].json, made);
+        CHECK(mn_checkpoint_save(model, in_folder("")) == MN_OK, "%s", mn_last_error());
+        CHECK(mn_checkpoint_load(&back, in_folder(""), MN_F32) == MN_OK, "%s", mn_last_error());
+        if (back) {
+            const int64_t read = mn_model_describe(back)->options[0].cg_steps;
+            CHECK(read == cases[i].steps, "%s: read as %" PRId64, cases[i].json, read);
+        }
+        char *text = NULL;
+        size_t size;
+        CHECK(mn_model_config_write(&text, &size, mn_model_describe(model)) == MN_OK, "no text");
+        CHECK(text && !strstr(text, "\"max_cg_step_training\": 0"), "%s", text);
+        free(text);
+        mn_model_destroy(back);
+        mn_model_destroy(model);
+    }
+    check_done();
+}
+
 static void wrong_keys(void **state) {
     (void)state;
     static const struct {
@@ -399,6 +440,7 @@ int main(void) {
         cmocka_unit_test(come_back),
         cmocka_unit_test(like_experts),
         cmocka_unit_test(towers_stay),
+        cmocka_unit_test(steps_of_the_solver),
         cmocka_unit_test(wrong_keys),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);

@@ -37,7 +37,7 @@ for case in "gdn, attention|" "kla|model.tie_word_embeddings=true" "linear|data.
     "palimpsa|train.accumulate=7"; do
     layers=${case%%|*}
     sets=$(echo "${case#*|}" | tr '|' '\n' | sed '/^$/d; s/^/--set /')
-    rm -rf one two three four eight sharded
+    rm -rf one two three four eight sharded asked?
     # shellcheck disable=SC2086
     {
         train 1 one "$layers" $sets
@@ -45,9 +45,12 @@ for case in "gdn, attention|" "kla|model.tie_word_embeddings=true" "linear|data.
         train 3 three "$layers" $sets
         train 4 four "$layers" $sets
         train 4 sharded "$layers" $sets --set train.shard=gradients
+        train 2 asked2 "$layers" $sets --set train.shard=parameters --set train.sample_every=3
+        train 3 asked3 "$layers" $sets --set train.shard=parameters
+        train 4 asked4 "$layers" $sets --set train.shard=parameters --set train.recompute=layer
     }
     [ "$(numbers one | wc -l)" -ge 4 ] || fail "one logged too little"
-    for run in two three four sharded; do same one "$run"; done
+    for run in two three four sharded asked2 asked3 asked4; do same one "$run"; done
 done
 rm -rf eight && train 8 eight "gdn, attention" && rm -rf one && train 1 one "gdn, attention" && same one eight
 echo "1, 2, 3, 4 and 8 ranks: the same bits"
@@ -116,7 +119,7 @@ check() {
     grep -q "$message" wrong.txt || { cat wrong.txt; fail "does not say: $message"; }
 }
 check "a step of 1 batches cannot be shared by 2 ranks" --ranks 2
-check "is none of optimizer, gradients" --ranks 2 --set train.shard=all --set train.accumulate=2
+check "is none of optimizer, gradients, parameters" --ranks 2 --set train.shard=all --set train.accumulate=2
 check "does not divide the 2 ranks" --ranks 2 --set train.sequence_ranks=3
 check "is one GPU, and every rank needs one of its own" --ranks 2 --device cuda:0 --set train.accumulate=2
 check "take auto, tcp or mpi" --ranks 2 --transport smoke

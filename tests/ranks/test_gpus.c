@@ -534,6 +534,9 @@ static mn_context *host_context;    // whose kernels the device has
 HOST_KERNELS(conv)
 HOST_KERNELS(moebius)
 HOST_KERNELS(scan)
+HOST_KERNELS(attention)
+HOST_KERNELS(relu_attention)
+HOST_KERNELS(hyper)
 
 static bool plan_nothing(const void *args, mn_plan *plan) {
     (void)args, (void)plan;
@@ -546,7 +549,10 @@ static void lend_kernels(mn_kernel_table *table) {
         mn_launch_fn forward, backward;
     } rows[] = { { MN_KERNEL_conv, conv_forward, conv_backward },
                  { MN_KERNEL_moebius, moebius_forward, moebius_backward },
-                 { MN_KERNEL_scan, scan_forward, scan_backward } };
+                 { MN_KERNEL_scan, scan_forward, scan_backward },
+                 { MN_KERNEL_attention, attention_forward, attention_backward },
+                 { MN_KERNEL_relu_attention, relu_attention_forward, relu_attention_backward },
+                 { MN_KERNEL_hyper, hyper_forward, hyper_backward } };
     for (size_t i = 0; i < MN_COUNTOF(rows); i++) {
         mn_kernel *of = table->kernel[rows[i].kernel];
         of[MN_FORWARD] = (mn_kernel){ plan_nothing, NULL, "host", rows[i].forward };
@@ -629,7 +635,8 @@ static int run_cut(mn_comm *comm, void *context) {
 
 static void sequences_cross_gpus(void **state) {
     (void)state;
-    static const mn_op_id ops[] = { MN_OP_conv, MN_OP_moebius, MN_OP_scan };
+    static const mn_op_id ops[] = { MN_OP_conv,      MN_OP_moebius,        MN_OP_scan,
+                                    MN_OP_attention, MN_OP_relu_attention, MN_OP_hyper };
     const mn_context_options how = { .n_threads = 1 };
     assert_int_equal(mn_context_create(&host_context, &how), MN_OK);
     for (size_t i = 0; i < MN_COUNTOF(ops); i++) {
@@ -642,6 +649,7 @@ static void sequences_cross_gpus(void **state) {
             j.c.B = 2;
             j.c.T = TOKENS;
             j.c.seed = 5;
+            j.c.block = op_is_keyed(j.c.op) ? TOKENS + 3 : 0;
             op_open(&j.whole, &j.c);
             assert_int_equal(mn_op_run(host_context, j.c.op, MN_FORWARD, j.whole.args), MN_OK);
             assert_int_equal(mn_op_run(host_context, j.c.op, MN_BACKWARD, j.whole.args), MN_OK);

@@ -23,4 +23,7 @@ void check_fatal(const char *format, ...) __attribute__((format(printf, 1, 2), n
 /* Fails the running test if a check of it failed, and forgets. */
 void check_done(void);
 
+/* Between cases of one test: how many checks have failed so far; messages begin again. */
+int check_next(void);
+
 #endif

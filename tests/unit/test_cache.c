@@ -128,9 +128,13 @@ static void nothing_in_no_memory(void **context) {
 static int n_moves[MN_CACHE_LEVELS];
 
 /* A level that takes nothing that begins with `context`. */
-static bool move_value(void *context, void *v, int level) {
-    n_moves[level]++;
-    return ((value *)v)->tokens[0] != *(const int32_t *)context;
+static bool move_value(void *context, const mn_cache_moved *moved) {
+    const value *v = moved->value;
+    n_moves[moved->level]++;
+    CHECK(moved->count == v->count &&
+          memcmp(moved->tokens, v->tokens, (size_t)v->count * sizeof *v->tokens) == 0,
+          "a value is moved under other tokens");
+    return v->tokens[0] != *(const int32_t *)context;
 }
 
 /* The newest are on the first level, older ones behind, the oldest gone; what is found stays where
@@ -177,8 +181,49 @@ static void what_has_no_room_goes_on(void **context) {
     check_done();
 }
 
+static int64_t n_seen;
+
+static void see(void *v) {
+    (void)v;
+    n_seen++;
+}
+
+/* At the end all goes to the last level, those used last stay; another cache finds them there. */
+static void a_flush_leaves_all_on_the_last_level(void **context) {
+    (void)context;
+    enum { KEYS = 30, EACH = 1000, NEAR = 20 * EACH, AWAY = 8 * EACH, REFUSED = 77 };
+    const int32_t refused = REFUSED;
+    mn_cache *cache = open(NEAR);
+    mn_cache_add_level(cache, AWAY, move_value, (void *)&refused);
+    for (int32_t i = 0; i < KEYS; i++) {
+        const int32_t tokens[] = { 100, i == KEYS - 2 ? REFUSED : i, 3 };
+        mn_cache_put(cache, tokens, 3, new_value(tokens, 3), EACH);
+    }
+    mn_cache_flush(cache);
+    const mn_cache_stats stats = mn_cache_describe(cache);
+    CHECK(stats.level_bytes[0] == 0 && stats.level_bytes[1] == AWAY && stats.entries == 8,
+          "%zu and %zu bytes of %lld values", stats.level_bytes[0], stats.level_bytes[1],
+          (long long)stats.entries);
+    n_seen = 0;
+    mn_cache_each(cache, see);
+    CHECK(n_seen == 8 && n_alive == 8, "%lld seen", (long long)n_seen);
+    const int32_t newest[] = { 100, KEYS - 1, 3 }, gone[] = { 100, 1, 3 };
+    CHECK(mn_cache_has(cache, newest, 3) && !mn_cache_has(cache, gone, 3), "the newest");
+    mn_cache_forget(cache, newest, 3);
+    mn_cache_forget(cache, gone, 3);
+    CHECK(!mn_cache_has(cache, newest, 3) && n_alive == 7, "not forgotten");
+    mn_cache_put_away(cache, newest, 3, new_value(newest, 3), EACH);
+    int64_t length;
+    CHECK(mn_cache_find(cache, newest, 3, 1, &length) && length == 3, "put away and not found");
+    CHECK(mn_cache_describe(cache).level_bytes[0] == 0, "put away near");
+    mn_cache_destroy(cache);
+    CHECK(n_alive == 0, "%lld values are lost", (long long)n_alive);
+    check_done();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_flush_leaves_all_on_the_last_level),
         cmocka_unit_test(what_has_no_room_goes_on),
         cmocka_unit_test(finds_what_a_list_finds),
         cmocka_unit_test(keeps_its_bound_and_what_is_used),

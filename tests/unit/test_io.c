@@ -406,6 +406,77 @@ static void json_reads_python_words_when_asked(void **state) {
     }
 }
 
+/* A list of nothing but small whole numbers is read beside the document; whatever is not one is the
+ * document's, with the sentence that it has there. */
+static void json_reads_ids_beside_the_document(void **state) {
+    (void)state;
+    static const struct {
+        const char *text;
+        int64_t count;    // -1: in the document; -2: refused
+    } cases[] = {
+        { "{\"prompt\": [1, 20,300 ], \"n\": 2}", 3 },
+        { " {\"a\": [{\"prompt\": 1}, \"]\\\"\"], \"prompt\" : [ 0,999999999,7], \"n\": 2}", 3 },
+        { "{\"n\": 2, \"prompt\":[5]}", 1 },
+        { "{\"n\": 2, \"prompt\": []}", -1 },
+        { "{\"n\": 2, \"prompt\": [1, 2.0]}", -1 },
+        { "{\"n\": 2, \"prompt\": [1, -2]}", -1 },
+        { "{\"n\": 2, \"prompt\": [1, 1e3]}", -1 },
+        { "{\"n\": 2, \"prompt\": [1000000000]}", -1 },
+        { "{\"n\": 2, \"prompt\": [[1, 2], [3]]}", -1 },
+        { "{\"n\": 2, \"prompt\": \"[1, 2]\"}", -1 },
+        { "{\"n\": 2, \"pr\\u006fmpt\": [1, 2]}", -1 },
+        { "{\"n\": 2, \"a\": {\"prompt\": [1, 2]}}", -1 },
+        { "{\"n\": 2, \"prompt\": [1, 02]}", -2 },
+        { "{\"n\": 2, \"prompt\": [1, 2,]}", -2 },
+        { "{\"n\": 2, \"prompt\": [1 2]}", -2 },
+        { "{\"n\": 2, \"prompt\": [1, 2}", -2 },
+        { "{\"n\": 2, \"prompt\": [1, 2]", -2 },
+        { "{\"n\": 2, \"prompt\": [1], \"pr\\u006fmpt\": [2]}", -2 },
+        { "{\"n\": 2, \"prompt\": [1], \"prompt\": [2]}", -2 },
+        { "{\"n\": 2, \"\\", -2 },
+        { "{", -2 },
+    };
+    for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
+        mn_json root;
+        int64_t n = 0;
+        const mn_status st = mn_json_parse_ids(&root, cases[i].text, strlen(cases[i].text),
+                                               "request", "prompt");
+        assert_int_equal(st == MN_OK, cases[i].count != -2);
+        if (st != MN_OK) {
+            mn_json plain;
+            char sentence[256];
+            snprintf(sentence, sizeof sentence, "%s", mn_last_error());
+            assert_int_equal(mn_json_parse(&plain, cases[i].text, strlen(cases[i].text), "request",
+                                           MN_JSON_STANDARD), st);
+            assert_string_equal(mn_last_error(), sentence);
+            continue;
+        }
+        assert_int_equal(root.ids.of != NULL, cases[i].count >= 0);
+        assert_int_equal(root.ids.count, mn_max(cases[i].count, 0));
+        assert_int_equal(mn_json_get_i64(&n, &root, "n"), MN_OK);
+        assert_int_equal(n, 2);
+        const mn_json list = mn_json_member(&root, "prompt");
+        if (root.ids.of) assert_int_equal(mn_json_expect_list(&list), MN_OK);
+        if (root.ids.of) assert_int_equal(mn_json_count(&list), 0);
+        mn_json_free(&root);
+    }
+}
+
+static void json_reads_long_lists_of_ids(void **state) {
+    (void)state;
+    enum { COUNT = 5000 };
+    char *text = malloc(COUNT * 12 + 32);
+    size_t n = (size_t)sprintf(text, "{\"prompt\":[");
+    for (int i = 0; i < COUNT; i++) n += (size_t)sprintf(text + n, "%s%d", i ? ", " : "", i * 13);
+    n += (size_t)sprintf(text + n, "]}");
+    mn_json root;
+    assert_int_equal(mn_json_parse_ids(&root, text, n, "request", "prompt"), MN_OK);
+    assert_int_equal(root.ids.count, COUNT);
+    for (int i = 0; i < COUNT; i++) assert_int_equal(root.ids.of[i], i * 13);
+    mn_json_free(&root);
+    free(text);
+}
+
 static void json_suggests_the_nearest_key(void **state) {
     (void)state;
     static const char *const known[] = {"heads", "head_dim", "mixer", "hidden_size"};
@@ -565,6 +636,8 @@ int main(void) {
         cmocka_unit_test(json_refuses_bad_text),
         cmocka_unit_test(json_bounds_the_depth),
         cmocka_unit_test(json_reads_python_words_when_asked),
+        cmocka_unit_test(json_reads_ids_beside_the_document),
+        cmocka_unit_test(json_reads_long_lists_of_ids),
         cmocka_unit_test(json_suggests_the_nearest_key),
         cmocka_unit_test(closest_counts_edits),
         cmocka_unit_test(json_writes_both_styles),

@@ -41,6 +41,29 @@ def _known_calls(op, function, inputs, cotangents=()):
     return _compiled.operator(ctypes.cast(function, ctypes.c_void_p).value, op.bytes // 8, words)
 
 
+def _with_autograd(name, run, keep, gradient):
+    """Gives mneme::NAME its gradient; its results are those of the operator `run`. As
+    torch.library.register_autograd does, but for `run` in place of NAME itself below autograd."""
+
+    def forward(ctx, *args):
+        with torch._C._AutoDispatchBelowAutograd():
+            results = run(*args)
+        keep(ctx, args, results)
+        return results
+
+    function = type("mneme_" + name, (torch.autograd.Function,),
+                    {"forward": staticmethod(forward), "backward": staticmethod(gradient)})
+
+    def kernel(*args):
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad
+                                           for x in args):
+            return function.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return run(*args)
+
+    _library_of_ops.impl(name, kernel, "Autograd")
+
+
 class TorchOperator:
     """How one operator is called from PyTorch."""
 
@@ -78,31 +101,33 @@ class TorchOperator:
         parts += self._numbers() + ["int grads" if backward else "int outputs"]
         n = len(self.grads) if backward else len(op.outputs)
         result = "Tensor" if n == 1 else "(" + ", ".join(["Tensor"] * n) + ")"
-        name = op.name + "_backward" if backward else op.name
-        return f"{name}({', '.join(parts)}) -> {result}"
+        return f"({', '.join(parts)}) -> {result}"
+
+    def _define(self, name, backward, run, fake):
+        """One operator without gradients; what a compiled graph calls."""
+        lib, tags = _library_of_ops, (torch.Tag.pt2_compliant_tag,)
+        lib.define(name + self._schema(backward), tags=tags)
+        for device in ("CPU", "CUDA"):
+            lib.impl(name, run, device)
+        torch.library.register_fake("mneme::" + name, fake, lib=lib)
+        return getattr(torch.ops.mneme, name).default
 
     def _register(self):
-        lib, name = _library_of_ops, self.op.name
-        tags = (torch.Tag.pt2_compliant_tag,)
-        lib.define(self._schema(False), tags=tags)
-        for device in ("CPU", "CUDA"):
-            lib.impl(name, self.run_forward, device)
-        torch.library.register_fake("mneme::" + name, self.fake_forward, lib=lib)
-        self.forward = getattr(torch.ops.mneme, name).default
+        """NAME is what is called and what autograd sees; traced graphs get NAME_run, for which
+        the dispatcher asks nothing of Python but its result."""
+        name = self.op.name
+        self.forward = self._define(name, False, self.run_forward, self.fake_forward)
         if not self.op.differentiable:
             return
         back = name + "_backward"
-        lib.define(self._schema(True), tags=tags)
-        for device in ("CPU", "CUDA"):
-            lib.impl(back, self.run_backward, device)
-        torch.library.register_fake("mneme::" + back, self.fake_backward, lib=lib)
-        self.backward = getattr(torch.ops.mneme, back).default
+        self.backward = self._define(back, True, self.run_backward, self.fake_backward)
         self.known_back = _known_calls(self.op, self.op.backward, self.op.inputs,
                                        [self.op.outputs[i].partner for i in self.cots])
         self.eager, self.transformed = self.eager_functions()
-        torch.library.register_autograd("mneme::" + name, self.gradient,
-                                        setup_context=self.keep, lib=lib)
-        torch.library.register_autograd("mneme::" + back, self.no_second_gradient, lib=lib)
+        run = self._define(name + "_run", False, self.run_forward, self.fake_forward)
+        run_back = self._define(back + "_run", True, self.run_backward, self.fake_backward)
+        _with_autograd(name, run, self.keep, self.gradient)
+        _with_autograd(back, run_back, lambda ctx, inputs, output: None, self.no_second_gradient)
 
     # ---- running
 
@@ -217,30 +242,43 @@ class TorchOperator:
 
     def compute(self, args, keeps=True):
         """Results of a forward call, None where not wanted. `keeps`: see _device.run."""
-        n = self.n
-        host = args[n:n + self.n_host]
-        words, plan, types, keep = self._prepare(args[:n], host, args[n + self.n_host:-1])
-        like = args[self.anchor(args)]
-        results = self.new_results(words, plan, types, like, args[-1])
+        n, wanted = self.n, args[-1]
+        tensors, host, params = args[:n], args[n:n + self.n_host], args[n + self.n_host:-1]
+        known = self.known if all(x is None for x in host) else None
+        made = self._make_known(known, self.op.forward, tensors, params, wanted, keeps)
+        if made is not None:
+            return made
+        words, plan, types, keep = self._prepare(tensors, host, params)
+        like = tensors[self.anchor(tensors)]
+        if known is not None and not keep and type(like) in _PLAIN and _nobody_looks():
+            _learn(self, tensors, params, wanted, plan, types, like)
+        results = self.new_results(words, plan, types, like, wanted)
         _device.run(self.op.forward, like.get_device(), words, host, keeps)
         return results
+
+    @staticmethod
+    def _make_known(known, function, tensors, params, wanted, keeps):
+        """Results of a call that looks like an earlier one; None of any other."""
+        if known is None:
+            return None
+        made = _run_known(known, _library.cpu_handle(), tensors, params, wanted, keeps)
+        if type(made) is tuple:
+            words, results, index, _ = made
+            _device.run(function, index, words, (), keeps)
+            return results
+        if type(made) is int:
+            _library.check(made)
+        return made
 
     def compute_gradients(self, args, keeps=True):
         """Gradients of a backward call, None where not wanted."""
         op, n, m = self.op, self.n, len(self.cots)
         host, params = args[n + m:n + m + self.n_host], args[n + m + self.n_host:-1]
-        known = self.known_back if host == self.no_host else None
-        if known is not None:
-            made = _run_known(known, _library.cpu_handle(), args[:n + m], params, args[-1])
-            if type(made) is list:
-                return made
-            if type(made) is tuple:
-                words, results, index, _ = made
-                _device.run(op.backward, index, words, (), keeps)
-                return results
-            if made is not None:
-                _library.check(made)
         tensors, wanted = args[:n], args[-1]
+        known = self.known_back if all(x is None for x in host) else None
+        made = self._make_known(known, op.backward, args[:n + m], params, wanted, keeps)
+        if made is not None:
+            return made
         words, plan, types, keep = self._prepare(tensors, host, params)
         held = self._take_cotangents(words, plan, types, args[n:n + m])
         if known is not None and not keep and all(x is y for x, y in zip(held, args[n:n + m])):
@@ -284,8 +322,10 @@ class TorchOperator:
 
     def _filled(self, results, fields, tensors):
         """An operator gives tensors: empty ones stand for what was not wanted."""
+        if all(y is not None for y in results):
+            return results[0] if len(results) == 1 else tuple(results)
         like, types = tensors[self.anchor(tensors)], self._types(tensors)
-        full = [torch.empty(0, dtype=types[f.wide], device=like.device) if y is None else y
+        full = [_fast.nothing(types[f.wide], like.device) if y is None else y
                 for f, y in zip(fields, results)]
         return full[0] if len(full) == 1 else tuple(full)
 
@@ -390,6 +430,15 @@ class TorchOperator:
             return top.gradient(ctx, *cots, run=Gradient.apply if watched
                                 else lambda *args: top.compute_gradients(args))
 
+        def launch(index, words, host):
+            status = None
+            if index >= 0 and type(words) is bytes:    # the compiled way made them
+                status = _compiled.launch(top.known, index, words)
+            if status is None:
+                _device.run(top.op.forward, index, words, host)
+            elif status:
+                _library.check(status)
+
         class Eager(torch.autograd.Function):
             @staticmethod
             def forward(ctx, *args):
@@ -403,7 +452,7 @@ class TorchOperator:
             @staticmethod
             def forward(ctx, *args):
                 words, results, index, host, params, wanted = args[-1]
-                _device.run(top.op.forward, index, words, host)
+                launch(index, words, host)
                 results = tuple(results)
                 top.keep(ctx, (*args[:-1], *host, *params, wanted), results)
                 return results
@@ -518,20 +567,32 @@ def _run(top, args, n):
     return top.compute(args)
 
 
+def call_known(top, tensors, params, wanted):
+    """Results of a call that looks like an earlier one; None of any other."""
+    if top.known is None or torch.compiler.is_compiling():
+        return None
+    made = _run_known(top.known, _library.cpu_handle(), tensors, params, wanted, True)
+    if type(made) is list or made is None:
+        return made
+    if type(made) is tuple:
+        return _finish(top, tensors, params, wanted, top.no_host, *made)
+    return _library.check(made)
+
+
 def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):
     """Runs an operator on tensors of any floating dtype; results have the dtype of the first
     input, states and sums at least float32. Gives a tuple with None for what was not wanted."""
     if wanted is None:
         wanted = top.main
-    if (top.known is not None and cu_seqlens is None and counts0 is None
-            and not torch.compiler.is_compiling()):
-        made = _run_known(top.known, _library.cpu_handle(), tensors, params, wanted)
-        if type(made) is list:
-            return made
-        if type(made) is tuple:
-            return _finish(top, tensors, params, wanted, top.no_host, *made)
+    if cu_seqlens is None and counts0 is None:
+        made = call_known(top, tensors, params, wanted)
         if made is not None:
-            _library.check(made)
+            return made
+    return call_new(top, tensors, params, cu_seqlens, counts0, wanted)
+
+
+def call_new(top, tensors, params, cu_seqlens, counts0, wanted):
+    """call() of what does not look like an earlier call."""
     if _nobody_looks():
         if cu_seqlens is None and counts0 is None:
             host = top.no_host

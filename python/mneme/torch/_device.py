@@ -24,6 +24,7 @@ _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
 _current = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
 _records = getattr(torch._C, "_cuda_isCurrentStreamCapturing",
                    None) or torch.cuda.is_current_stream_capturing
+compiled = None         # _fast.py's module, which makes calls by itself while nothing below changes
 
 
 class DeviceContext(_library.Context):
@@ -38,6 +39,13 @@ class DeviceContext(_library.Context):
         self.stream = _stream_of(index) or _DEFAULT_STREAM
         super().__init__(1, device=f"cuda:{index}", stream=self.stream,
                          memory=(self.allocate, self.release))
+        if compiled is not None:
+            compiled.gpu(index, self.handle, self.stream, self.lock.acquire, self.lock.release,
+                         self.trim)
+
+    def _tell(self):
+        if compiled is not None:
+            compiled.gpu_is(self.index, self.stream, self.bytes > _KEEP)
 
     def _allocate(self, owner, size):
         try:
@@ -47,12 +55,14 @@ class DeviceContext(_library.Context):
         at = block.data_ptr()
         self.held[at] = block
         self.bytes += size
+        self._tell()
         return at
 
     def _release(self, owner, at):
         block = self.held.pop(at, None)
         if block is not None:
             self.bytes -= block.numel()
+            self._tell()
 
     def run(self, function, words, host, keeps=True):
         """One operator on the current stream; `host` are the host arrays it reads. `keeps`: memory
@@ -68,6 +78,7 @@ class DeviceContext(_library.Context):
             if stream != self.stream:
                 _library.check(_library.library().mn_context_use_stream(self.handle, stream))
                 self.stream = stream
+                self._tell()
             status = function(self.handle, words)
             if records or self.bytes > (_KEEP if keeps else 0):
                 self.trim()

@@ -4,12 +4,14 @@ It is an extension module by the limited API, in the wheel or beside libmneme; i
 DLPack exchange table (2.10 or newer). Without either, or with MNEME_FASTCALL=0, every call goes
 through _call.py, with the same results."""
 
+import functools
 import importlib.util
 import os
 import pathlib
 
 import torch
 
+from . import _device
 from .. import _library
 
 
@@ -36,8 +38,8 @@ def _module():
         return None
 
 
-def _current_device():
-    return torch.cuda.current_device()
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", None) or (
+    lambda: torch.is_autocast_enabled("cuda"))
 
 
 def load(watchers):
@@ -47,11 +49,12 @@ def load(watchers):
     if os.environ.get("MNEME_FASTCALL", "1") == "0" or table is None or None in watchers:
         return None
     module = _module()
-    device = getattr(torch._C, "_cuda_getDevice", None) or _current_device
     if module is None or not module.setup(table, torch.Tensor, torch.nn.Parameter,
-                                          torch.is_grad_enabled, torch.is_autocast_enabled, device,
+                                          torch.is_grad_enabled, torch.is_autocast_enabled,
+                                          _any_autocast, _device._current, _device._stream_of, _device._records,
                                           tuple(watchers)):
         return None
+    _device.compiled = module
     return module
 
 
@@ -74,3 +77,16 @@ def maker(shape, dtype, device):
         strides.append(size)
         size *= max(n, 1)
     return function, (tuple(shape), tuple(reversed(strides)), dtype)
+
+
+def nothing(dtype, device):
+    """A new tensor without elements."""
+    if device.type == "cuda" and device.index != _device._current():
+        return _new((0,), dtype, device)
+    function, given = _no_elements(dtype, device)
+    return function(*given)
+
+
+@functools.lru_cache(maxsize=None)
+def _no_elements(dtype, device):
+    return maker((0,), dtype, device)

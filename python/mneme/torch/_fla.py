@@ -91,7 +91,9 @@ def _turned(state, v_first):
 
 def _unit(x):
     """x / sqrt(|x|^2 + 1e-6), the norm that flash-linear-attention fuses. What the operator will
-    compute in float32 is not rounded to a half in between; _as_given() rounds its results."""
+    compute in float32 is not rounded to a half in between; _as_given() rounds its results. A view
+    is copied once, for both ways."""
+    x = x.contiguous()
     if x.dtype is torch.float16 or x.dtype is torch.bfloat16 and not x.is_cuda:
         x = x.float()
     return call(_T["l2_norm"], (x,), (1e-6, 1))[0]

@@ -6,11 +6,15 @@
 
 install() exchanges the functions in every loaded module of `fla`, so that its layers, models and
 tests run as they are; uninstall() puts the old ones back. With norms=True (default) its RMS norms,
-gated ones too, and short convolutions are exchanged with the operators. Calls that ask for what is
-not built here (a residual of the convolution, biases of norms) go to the old function."""
+gated ones too, and short convolutions are exchanged with the operators; under autocast a norm rounds
+its result to autocast's dtype once, where each projection behind it would have rounded its own copy.
+Calls that ask for what is not built here (a residual of the convolution, biases of norms) go to the
+old function."""
 
 import importlib
 import sys
+
+import torch
 
 from . import ops
 
@@ -74,11 +78,19 @@ def _with_residual(x, residual, in_fp32):
     return x, x.float() if in_fp32 else x
 
 
+def _dtype_after(x):
+    """The dtype of a norm of x: its own, or under autocast what comes next would make of it."""
+    device = x.device.type
+    if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
 def _rms(theirs):
     def rms_norm(x, weight, bias, residual=None, eps=1e-5, prenorm=False, residual_in_fp32=False):
         if weight is None or bias is not None:
             return theirs(x, weight, bias, residual, eps, prenorm, residual_in_fp32)
-        kind = x.dtype
+        kind = _dtype_after(x)
         x, residual = _with_residual(x, residual, residual_in_fp32)
         y = ops.rms_norm(x, weight, eps=eps).to(kind)
         return (y, residual) if prenorm else y
@@ -91,7 +103,7 @@ def _rms_gated(theirs):
         act = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}.get(activation)
         if weight is None or bias is not None or act is None:
             return theirs(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps)
-        kind = x.dtype
+        kind = _dtype_after(x)
         x, residual = _with_residual(x, residual, residual_in_fp32)
         y = ops.rms_norm_gated(x, g, weight, eps=eps, act=act).to(kind)
         return (y, residual) if prenorm else y

@@ -16,7 +16,7 @@ import inspect
 
 import torch
 
-from ._call import call, torch_operators
+from ._call import call_known, call_new, torch_operators
 from .._operators import safe_name
 from .. import ops as _arrays
 
@@ -44,26 +44,24 @@ def _check_tensor(op, field, x):
 def _numbers(top, params):
     """Numbers as the library takes them; those of the last call are kept."""
     kept = top.last_numbers
-    if kept is not None and kept[0] == params and all(map(_same_type, kept[0], params)):
-        return kept[1]
+    if kept is not None and kept[0] == params and kept[1] == (*map(type, params),):
+        return kept[2]
     op = top.op
     chosen = tuple(p.value(op.name, given) for p, given in zip(op.params, params))
-    top.last_numbers = params, chosen
+    top.last_numbers = params, (*map(type, params),), chosen
     return chosen
 
 
-def _same_type(a, b):
-    return type(a) is type(b)
-
-
 def _plain(top, tensors, params, cu_seqlens, counts0, outputs):
-    op = top.op
-    for i, x in enumerate(tensors):
-        if type(x) is not torch.Tensor:
-            _check_tensor(op, op.inputs[i], x)
+    op, results = top.op, None
     params = _numbers(top, params)
-    results = call(top, tensors, params, cu_seqlens, counts0,
-                   None if outputs is None else _bits(op, tuple(outputs)))
+    wanted = top.main if outputs is None else _bits(op, tuple(outputs))
+    if cu_seqlens is None and counts0 is None:
+        results = call_known(top, tensors, params, wanted)
+    if results is None:
+        for field, x in zip(op.inputs, tensors):
+            _check_tensor(op, field, x)
+        results = call_new(top, tensors, params, cu_seqlens, counts0, wanted)
     if outputs is None and len(op.main) == 1:
         return results[op.main[0]]
     return op.result(*results)

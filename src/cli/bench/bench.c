@@ -128,7 +128,7 @@ static int run_ops(const options *o) {
         return 2;
     }
     if (o->list) return 0;
-    mn_bench bench;
+    mn_bench bench = { 0 };
     mn_bench_result *results = calloc((size_t)n_chosen, sizeof *results);
     mn_status st = results ? mn_bench_create(&bench, &o->bench)
                            : mn_fail(MN_ERR_MEMORY, "no memory for %d results", n_chosen);

@@ -9,7 +9,6 @@
 #include "cli/bench/bench.h"
 #include "cli/bench/openblas.h"
 
-#if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
 #include "kernels/cpu/ceiling/ceiling_divide.h"
 #include "kernels/cpu/ceiling/ceiling_moebius.h"
@@ -18,7 +17,6 @@
 #include "kernels/cpu/ceiling/ceiling_divide.h"
 #include "kernels/cpu/ceiling/ceiling_moebius.h"
 #undef MN_TARGET
-#endif
 
 /* sgemm's n; floats that one thread takes at a time; parts into which cells are cut */
 enum { SGEMM_N = 1024, PIECE = 1 << 16, CELL_PARTS = 64 };
@@ -63,15 +61,19 @@ struct mn_cell_loop {
 
 /* NULL where the target has no loop of its own. */
 static const mn_cell_loop *cell_loop(mn_op_id op, mn_target_id target) {
-#if MN_HAVE_X86_TARGETS
-    static const mn_cell_loop loops[2][2] = {
-        { { mn_ceiling_divide_avx2, mn_ceiling_divide_cells_avx2 },
-          { mn_ceiling_moebius_avx2, mn_ceiling_moebius_cells_avx2 } },
-        { { mn_ceiling_divide_avx512, mn_ceiling_divide_cells_avx512 },
-          { mn_ceiling_moebius_avx512, mn_ceiling_moebius_cells_avx512 } },
+#if MN_HAVE_AVX2
+    static const mn_cell_loop avx2[2] = {
+        { mn_ceiling_divide_avx2, mn_ceiling_divide_cells_avx2 },
+        { mn_ceiling_moebius_avx2, mn_ceiling_moebius_cells_avx2 },
     };
-    if (target == MN_TARGET_AVX2) return &loops[0][op == MN_OP_moebius];
-    if (target == MN_TARGET_AVX512) return &loops[1][op == MN_OP_moebius];
+    if (target == MN_TARGET_AVX2) return &avx2[op == MN_OP_moebius];
+#endif
+#if MN_HAVE_AVX512
+    static const mn_cell_loop avx512[2] = {
+        { mn_ceiling_divide_avx512, mn_ceiling_divide_cells_avx512 },
+        { mn_ceiling_moebius_avx512, mn_ceiling_moebius_cells_avx512 },
+    };
+    if (target == MN_TARGET_AVX512) return &avx512[op == MN_OP_moebius];
 #endif
     (void)op;
     (void)target;

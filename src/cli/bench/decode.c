@@ -54,7 +54,7 @@ static mn_status take_turn(contender *c, int run) {
     const double start = mn_seconds();
     mn_status st = MN_OK;
     for (int i = 0; st == MN_OK && i < TOKENS; i++) {
-        const uint64_t bits = mn_rng_bits(2, (uint64_t)(run + WARM), (uint64_t)i);
+        const uint64_t bits = mn_rng_bits(2, (uint64_t)run + WARM, (uint64_t)i);
         st = mn_session_step(c->session, (int32_t)(bits % (uint64_t)vocabulary));
     }
     if (run >= 0) c->seconds[run] = mn_seconds() - start;

@@ -206,7 +206,7 @@ int mn_bench_grid(const mn_bench_options *options, const char *only, bool json, 
         return 2;
     }
     if (list) return 0;
-    mn_bench bench;
+    mn_bench bench = { 0 };
     if (mn_bench_create(&bench, options) != MN_OK) {
         fprintf(stderr, "mneme bench: %s\n", mn_last_error());
         return 2;

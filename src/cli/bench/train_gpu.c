@@ -141,7 +141,7 @@ static mn_status step_batch(result *r, mn_context *context, mn_model *model,
     for (int t = -4; st == MN_OK && t < steps; t++) {
         if (t == 0) start = mn_seconds();
         for (int i = 0; i < n; i++) {
-            tokens[i] = (int32_t)(mn_rng_bits(3, (uint64_t)(t + 4), (uint64_t)i) %
+            tokens[i] = (int32_t)(mn_rng_bits(3, (uint64_t)t + 4, (uint64_t)i) %
                                   (uint64_t)vocabulary);
         }
         st = mn_batch_step(batch, sessions, tokens, n);

@@ -194,7 +194,7 @@ static mn_status run_batch(mn_demo_model *m, mn_tape *tape, const batch *b, sums
 mn_status mn_demo_measure(mn_demo_model *m, const mn_demo_data *data) {
     const int64_t n = data->held.n_stories;
     const int n_beliefs = mn_model_beliefs(mn_trainer_model(m->trainer));
-    double *memory = malloc(3 * (size_t)n * sizeof *memory);
+    double *memory = calloc(3 * (size_t)n, sizeof *memory);
     if (!memory) return mn_fail(MN_ERR_MEMORY, "no memory to measure");
     sums s = { memory, memory + n, memory + 2 * n, 0 };
     mn_tape *tape = NULL;

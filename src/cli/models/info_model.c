@@ -285,14 +285,13 @@ static json_t *parameters_json(const mn_model *model, bool tied) {
 
 static mn_status print_json(const facts *f) {
     const mn_model_config *c = f->c;
+    const size_t states = (size_t)f->batch * (f->state + f->cache * (size_t)f->context);
     json_t *run = json_pack("{s:I, s:I, s:I, s:I}", "bytes", (json_int_t)memory_to_run(f),
-                            "weights", (json_int_t)f->weights, "states",
-                            (json_int_t)((size_t)f->batch * (f->state +
-                                                             f->cache * (size_t)f->context)),
+                            "weights", (json_int_t)f->weights, "states", (json_int_t)states,
                             "work", (json_int_t)f->run_work);
     json_t *train = json_pack("{s:I, s:I, s:I, s:I, s:I}", "bytes", (json_int_t)memory_to_train(f),
                               "parameters", (json_int_t)f->weights, "gradients",
-                              (json_int_t)f->weights, "optimizer", (json_int_t)(2 * f->weights),
+                              (json_int_t)f->weights, "optimizer", 2 * (json_int_t)f->weights,
                               "activations", (json_int_t)f->step);
     json_t *root = json_pack(
         "{s:s, s:s, s:o, s:I, s:I, s:I, s:I, s:o, s:o, s:I, s:I, s:i, s:I, s:o, s:o}", "folder",

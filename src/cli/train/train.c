@@ -290,8 +290,9 @@ static void introduce(run *r) {
         fprintf(stderr, "ranks      %d over %s%s, %s shared out\n", r->ranks->world,
                 mn_transport_name(mn_comm_transport(r->ranks->comm)),
                 r->device ? " and NCCL" : "",
-                strcmp(o->shard, "gradients") == 0 ? "optimiser states and gradients"
-                                                   : "optimiser states");
+                strcmp(o->shard, "parameters") == 0  ? "optimiser states, gradients and parameters"
+                : strcmp(o->shard, "gradients") == 0 ? "optimiser states and gradients"
+                                                     : "optimiser states");
     }
     if (r->device) {
         const mn_device_info *gpu = mn_device_facts(r->device);
@@ -372,8 +373,9 @@ static mn_status evaluate_and_save(run *r, bool evaluate, bool save) {
 
 static mn_status print_sample(run *r) {
     char *text;
-    if (!r->first) return MN_OK;
-    const mn_status st = mn_trainer_sample(r->trainer, &text);
+    mn_status st = mn_trainer_whole(r->trainer);
+    if (st != MN_OK || !r->first) return st;
+    st = mn_trainer_sample(r->trainer, &text);
     if (st != MN_OK) return st;
     mn_progress_clear(&r->bar);
     fprintf(stderr, "---- step %" PRId64 "\n%s\n----\n", mn_trainer_step_number(r->trainer), text);
@@ -531,11 +533,15 @@ static mn_cost_input cost_input(const run *r) {
     const double here = device ? 1e12 * (bf16 ? gpu_rate : 0.1 * gpu_rate)
                                : 0.5 * mn_sgemm_rate(r->o->threads > 0 ? r->o->threads : 1);
     const double usual = device ? gpu_bandwidth : 1.0, message = device ? gpu_latency : 50.0;
+    int64_t outside, block;
+    mn_model_parts(mn_trainer_model(r->trainer), &outside, &block);
     return (mn_cost_input){
         .parameters = mn_model_count(mn_trainer_model(r->trainer)), .batches = o->accumulate,
         .tokens = o->batch * o->context, .flops = r->flops,
         .activations = r->memory.activations + r->memory.work + r->memory.data,
-        .shards_gradients = strcmp(o->shard, "gradients") == 0,
+        .shards_gradients = strcmp(o->shard, "optimizer") != 0,
+        .shards_parameters = strcmp(o->shard, "parameters") == 0, .outside = outside,
+        .block = block, .blocks = mn_model_describe(mn_trainer_model(r->trainer))->n_layers,
         .device = device, .shadow = bf16 ? 2 : 0,
         .rate = r->o->rate > 0.0 ? 1e12 * r->o->rate : here,
         .bandwidth = 1e9 * (r->o->bandwidth > 0.0 ? r->o->bandwidth : usual),
@@ -573,8 +579,31 @@ static json_t *print_costs(const run *r) {
     return list;
 }
 
+static void add_way(void *context, const char *op, const char *way) {
+    json_object_set_new(context, op, json_string(way));
+}
+
+/* How the operators of a model cross the ranks that share a sequence. */
+static mn_status print_ways(run *r, json_t **ways) {
+    const char *op;
+    json_t *way;
+    *ways = json_object();
+    const mn_status st = mn_trainer_sequence_ways(r->trainer, add_way, *ways);
+    if (st != MN_OK || r->o->json || json_object_size(*ways) == 0) return st;
+    printf("sequences over %" PRId64 " ranks (train.sequence_states=%s):",
+           mn_trainer_options(r->trainer)->sequence_ranks,
+           mn_trainer_options(r->trainer)->sequence_states);
+    const char *between = " ";
+    json_object_foreach(*ways, op, way) {
+        printf("%s%s by %s", between, op, json_string_value(way));
+        between = ", ";
+    }
+    puts("");
+    return MN_OK;
+}
+
 /* What a dry run says to programs. */
-static void print_plan(run *r, json_t *costs) {
+static void print_plan(run *r, json_t *costs, json_t *ways) {
     const mn_model *model = mn_trainer_model(r->trainer);
     json_t *root = json_pack("{s:I, s:I, s:o, s:o}",
         "parameters", (json_int_t)mn_model_count(model),
@@ -582,6 +611,7 @@ static void print_plan(run *r, json_t *costs) {
         "predicted_mebibytes", mn_json_real(mebibytes(r->memory.total)),
         "flops_per_token", mn_json_real(r->flops));
     if (costs) json_object_set(root, "ranks", costs);
+    if (json_object_size(ways) > 0) json_object_set(root, "sequence_ways", ways);
     char *text = NULL;
     if (mn_json_text(&text, root, MN_JSON_PRETTY) == MN_OK) puts(text);
     free(text);
@@ -697,10 +727,12 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     r->flops = mn_model_flops(mn_trainer_model(r->trainer), length);
     if (r->first && (!r->o->quiet || r->o->dry)) introduce(r);
     if (r->o->dry) {
-        json_t *costs = r->o->ranks > 1 ? print_costs(r) : NULL;
-        if (r->o->json) print_plan(r, costs);
+        json_t *costs = r->o->ranks > 1 ? print_costs(r) : NULL, *ways = NULL;
+        st = print_ways(r, &ways);
+        if (r->o->json && st == MN_OK) print_plan(r, costs, ways);
         json_decref(costs);
-        return MN_OK;
+        json_decref(ways);
+        return st;
     }
     catch_signals();
     st = start(r, root, checkpoint);

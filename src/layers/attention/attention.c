@@ -129,6 +129,7 @@ static double turned_scale(const mn_layer_config *c) {
 /* Radians a token that pair i of R / 2 turns by. */
 static double frequency(const mn_layer_config *c, int64_t i, int64_t R) {
     const double w = pow(c->rope_theta, -2.0 * (double)i / (double)R);
+    if (c->rope_type == ROPE_DEFAULT) return w;
     if (c->rope_type == ROPE_LINEAR) return w / c->rope_factor;
     if (c->rope_type == ROPE_YARN) return yarn_frequency(c, w, i, R);
     const double turns = (double)c->rope_original_context * w / (2.0 * acos(-1.0));
@@ -223,6 +224,38 @@ static mn_tensor *normed_whole(mn_forward *f, mn_tensor *x, const char *norm) {
     return f->layer->config.qk_norm_whole ? normed(f, x, norm) : x;
 }
 
+/* Whether a token is attended to by one operation, which reads its position when it runs: queries
+ * and keys are given to it as they are. */
+static bool by_position(const mn_forward *f) {
+    const mn_layer_state *state = f->state;
+    const int64_t K = MN_OF(f, 'K');
+    return f->layer->kind == MN_LAYER_attention && state && !state->rows && !state->ends &&
+           mn_tape_attends(f->tape, K, K);
+}
+
+static bool turns_first(const mn_forward *f) {
+    return f->layer->config.use_rope && !by_position(f);
+}
+
+/* Heads one after the other, as far apart as they like. */
+static mn_tensor *attended(mn_forward *f, double scale, mn_tensor *q, mn_tensor *k, mn_tensor *v) {
+    const mn_layer_config *c = &f->layer->config;
+    const int64_t R = c->use_rope ? turning(f->layer) : 0, width = MN_OF(f, 'J') * MN_OF(f, 'K');
+    const mn_state_piece *keys = mn_state_extend(f->state, f->tape, "k", width);
+    const mn_state_piece *values = mn_state_extend(f->state, f->tape, "v", width);
+    double *inv_freq = malloc((size_t)(R / 2 + 1) * sizeof *inv_freq);
+    if (!inv_freq) mn_tape_fail(f->tape, mn_fail(MN_ERR_MEMORY, "no memory for positions"));
+    mn_tensor *o = NULL;
+    if (keys && values && inv_freq) {
+        for (int64_t i = 0; i < R / 2; i++) inv_freq[i] = frequency(c, i, R);
+        const mn_attend how = { keys->now, values->now, mn_min(keys->capacity, values->capacity),
+                                c->window_size, R, scale, turned_scale(c), inv_freq };
+        o = mn_tape_attend(f->tape, &how, q, k, v);
+    }
+    free(inv_freq);
+    return o;
+}
+
 /* (B,T,n,K), turned to its position in the sequence if `turns`. */
 static mn_tensor *heads_of(mn_forward *f, mn_tensor *x, int64_t n, const char *weight,
                            const char *bias, const char *norm, bool turns) {
@@ -246,7 +279,7 @@ static void split_fused(mn_forward *f, mn_tensor *x, mn_tensor **q, mn_tensor **
             part[i] = mn_tape_heads(tape, mn_tape_join(tape, part + i, 1), i ? J : H);
         }
     }
-    const bool turns = f->layer->config.use_rope;
+    const bool turns = turns_first(f);
     *q = turns ? turned(f, part[0]) : part[0];
     *k = turns ? turned(f, part[1]) : part[1];
     *v = part[2];
@@ -258,14 +291,46 @@ static mn_tensor *query_of(mn_forward *f, mn_tensor *x, mn_tensor **gate) {
     const int64_t H = MN_OF(f, 'H'), K = MN_OF(f, 'K');
     const bool gates = f->layer->kind == MN_LAYER_attention && c->use_output_gate;
     if (!gates) {
-        return heads_of(f, x, H, "q_proj.weight", "q_proj.bias", "q_norm.weight", c->use_rope);
+        return heads_of(f, x, H, "q_proj.weight", "q_proj.bias", "q_norm.weight", turns_first(f));
     }
     mn_tensor *part[2];
     mn_tensor *wide = mn_tape_heads(f->tape, mn_project(f, x, "q_proj.weight", "q_proj.bias"), H);
     mn_split_heads(f, wide, (int64_t[]){ K, K }, 2, part);
     *gate = part[1];
     mn_tensor *q = normed(f, part[0], "q_norm.weight");
-    return c->use_rope ? turned(f, q) : q;
+    return turns_first(f) ? turned(f, q) : q;
+}
+
+static double scale_of(const mn_forward *f) {
+    const mn_layer_config *c = &f->layer->config;
+    const double scale = 1.0 / sqrt((double)MN_OF(f, 'K'));
+    if (f->layer->kind != MN_LAYER_attention) return scale;
+    return (c->attention_scale != 0.0 ? c->attention_scale : scale) *
+           c->key_multiplier;    // of the scores: keys turn the same
+}
+
+/* By the operator, over all keys so far. */
+static mn_tensor *all_at_once(mn_forward *f, double scale, mn_tensor *q, mn_tensor *k,
+                              mn_tensor *v) {
+    const bool softmax = f->layer->kind == MN_LAYER_attention;
+    k = mn_state_append(f->state, f->tape, k, "k");
+    v = mn_state_append(f->state, f->tape, v, "v");
+    if (!k || !v) return NULL;
+    mn_run run;
+    void *args = mn_run_start(&run, f->tape, softmax ? MN_OP_attention : MN_OP_relu_attention);
+    if (softmax) ((mn_attention_args *)args)->scale = scale;
+    if (softmax) ((mn_attention_args *)args)->window = f->layer->config.window_size;
+    else ((mn_relu_attention_args *)args)->scale = scale;
+    mn_state_rows(f->state, &run);
+    mn_run_in(&run, "q", q);
+    mn_run_in(&run, "k", k);
+    mn_run_in(&run, "v", v);
+    mn_tensor *o = mn_run_out(&run, "o");
+    /* In bf16, on a GPU that is, it saves backward two products of nine. */
+    const bool kept = softmax && mn_tape_records(f->tape) && mn_tape_dtype(f->tape) == MN_BF16;
+    if (kept) mn_run_out(&run, "lse");
+    mn_run_now(&run);
+    return o;
 }
 
 static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
@@ -283,29 +348,12 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
         split_fused(f, x, &q, &k, &v);
     } else {
         q = query_of(f, x, &gate);
-        k = heads_of(f, x, J, "k_proj.weight", "k_proj.bias", "k_norm.weight", c->use_rope);
+        k = heads_of(f, x, J, "k_proj.weight", "k_proj.bias", "k_norm.weight", turns_first(f));
         v = heads_of(f, x, J, "v_proj.weight", "v_proj.bias", "", false);
     }
-    k = mn_state_append(f->state, f->tape, k, "k");
-    v = mn_state_append(f->state, f->tape, v, "v");
     if (!q || !k || !v) return NULL;
-    mn_run run;
-    void *args = mn_run_start(&run, f->tape, softmax ? MN_OP_attention : MN_OP_relu_attention);
-    double scale = 1.0 / sqrt((double)MN_OF(f, 'K'));
-    if (softmax && c->attention_scale != 0.0) scale = c->attention_scale;
-    if (softmax) scale *= c->key_multiplier;    // of the scores: keys turn the same
-    if (softmax) ((mn_attention_args *)args)->scale = scale;
-    if (softmax) ((mn_attention_args *)args)->window = c->window_size;
-    else ((mn_relu_attention_args *)args)->scale = scale;
-    mn_state_rows(f->state, &run);
-    mn_run_in(&run, "q", q);
-    mn_run_in(&run, "k", k);
-    mn_run_in(&run, "v", v);
-    mn_tensor *o = mn_run_out(&run, "o");
-    /* In bf16, on a GPU that is, it saves backward two products of nine. */
-    const bool kept = softmax && mn_tape_records(f->tape) && mn_tape_dtype(f->tape) == MN_BF16;
-    if (kept) mn_run_out(&run, "lse");
-    mn_run_now(&run);
+    const double scale = scale_of(f);
+    mn_tensor *o = by_position(f) ? attended(f, scale, q, k, v) : all_at_once(f, scale, q, k, v);
     if (gate) o = mn_tape_gate(f->tape, MN_UNARY_SIGMOID, gate, o);
     if (softmax && c->output_multiplier != 1.0) {
         o = mn_tape_affine(f->tape, o, c->output_multiplier, 0.0);

@@ -37,6 +37,13 @@ static const struct {
 };
 
 static const struct {
+    const char *type, *ours, *json;
+} unsaid[] = {
+#define UNSAID(type, ours, json) { type, ours, json },
+#include "model/families/families.def"
+};
+
+static const struct {
     const char *type, *kind, *ours, *theirs;    // kind NULL: any
 } tensors[] = {
 #define TENSOR_OF(type, ours, theirs) { type, NULL, ours, theirs },
@@ -397,16 +404,31 @@ static mn_status nest(json_t *object, const char *member) {
     return json_object_set_new(object, member, inner) == 0 ? MN_OK : no_memory();
 }
 
+/* Whether `ours` has a value for which the family has no word. */
+static bool is_unsaid(json_t *object, const char *family, const char *ours) {
+    for (size_t i = 0; i < MN_COUNTOF(unsaid); i++) {
+        const bool same = strcmp(unsaid[i].type, family) == 0 && strcmp(unsaid[i].ours, ours) == 0;
+        json_t *value = same ? json_loads(unsaid[i].json, JSON_DECODE_ANY, NULL) : NULL;
+        const json_t *given = json_object_get(object, ours);
+        const bool is = value && given && same_value(given, value);
+        json_decref(value);
+        if (is) return true;
+    }
+    return false;
+}
+
 mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN_MIXER_NAME],
                            int n) {
     mn_status st = MN_OK;
     for (size_t i = 0; i < MN_COUNTOF(keys) && st == MN_OK; i++) {
         json_t *value = at_path(object, keys[i].ours);
         if (strcmp(keys[i].type, family) != 0 || !value || said_before(i)) continue;
+        if (is_unsaid(object, family, keys[i].ours)) continue;
         if (!json_is_null(value)) st = put(object, keys[i].theirs, value);
     }
     for (size_t i = 0; i < MN_COUNTOF(keys); i++) {
-        const bool own = strcmp(keys[i].ours, keys[i].theirs) == 0;
+        const bool own = strcmp(keys[i].ours, keys[i].theirs) == 0 ||
+                         is_unsaid(object, family, keys[i].ours);
         if (strcmp(keys[i].type, family) == 0 && !own) json_object_del(object, keys[i].ours);
     }
     for (size_t i = 0; i < MN_COUNTOF(fixed); i++) {

@@ -2,14 +2,12 @@
 #include "kernels/functions_scalar.h"
 #include "ops/elementwise/elementwise_internal.h"
 
-#if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
 #include "kernels/cpu/simd/elementwise.h"
 #undef MN_TARGET
 #define MN_TARGET avx512
 #include "kernels/cpu/simd/elementwise.h"
 #undef MN_TARGET
-#endif
 
 /* ---- element by element ---------------------------------------------------------------------- */
 
@@ -36,8 +34,10 @@ static fused_loop *loop_of(const mn_context *context, mn_fused_kind kind, mn_dty
 #define FUSED(id, ins, outs, about) [MN_FUSED_##id] = { run_##id##_f32, run_##id##_f64 },
 #include "kernels/elementwise.def"
     };
-#if MN_HAVE_X86_TARGETS
+#if MN_HAVE_AVX512
     if (dtype == MN_F32 && context->target == MN_TARGET_AVX512) return mn_fused_avx512;
+#endif
+#if MN_HAVE_AVX2
     if (dtype == MN_F32 && context->target == MN_TARGET_AVX2) return mn_fused_avx2;
 #endif
     (void)context;

@@ -6,14 +6,12 @@
 #include "base/util.h"
 #include "ops/elementwise/elementwise_internal.h"
 
-#if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
 #include "kernels/cpu/simd/map.h"
 #undef MN_TARGET
 #define MN_TARGET avx512
 #include "kernels/cpu/simd/map.h"
 #undef MN_TARGET
-#endif
 
 typedef struct row_math {
     void (*exp)(float *y, const float *x, int64_t n);
@@ -43,11 +41,13 @@ static float plain_max(const float *x, int64_t n) {
 }
 
 static row_math math_of(const mn_context *context) {
-#if MN_HAVE_X86_TARGETS
+#if MN_HAVE_AVX512
     if (context->target == MN_TARGET_AVX512) {
         return (row_math){ mn_map_exp_avx512, mn_map_tanh_avx512, mn_map_sum_avx512,
                            mn_map_max_avx512 };
     }
+#endif
+#if MN_HAVE_AVX2
     if (context->target == MN_TARGET_AVX2) {
         return (row_math){ mn_map_exp_avx2, mn_map_tanh_avx2, mn_map_sum_avx2, mn_map_max_avx2 };
     }

@@ -2,6 +2,8 @@
 that begin with `mneme `, but for blocks marked `norun`, which take hours or go on from each other.
 Each runs in a copy of a folder with the files, models and lists that pages name. Exit status 1 if one
 fails."""
+import concurrent.futures
+import contextlib
 import glob
 import json
 import os
@@ -11,6 +13,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 
 SECONDS = 3
 ELSEWHERE = ("--device cuda", "on a terminal")    # what this test has not
@@ -118,16 +121,26 @@ def main(mneme, source, work):
     os.makedirs(prepared)
     prepare(mneme, source, prepared)
     pages = [os.path.join(source, "README.md")] + sorted(glob.glob(source + "/docs/guide/*.md"))
-    for page in pages:
-        for number, command in commands(page):
-            folder = os.path.join(work, "here")
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(prepared, folder, symlinks=True)
-            if command.startswith("mneme train ") and "--resume" not in command:
-                for out in re.findall(r"--out (\S+)", command) or ["runs/book", "runs/gdn"]:
-                    if "--from " + out not in command:
-                        shutil.rmtree(os.path.join(folder, out), ignore_errors=True)
+    shown = [(page, number, command) for page in pages for number, command in commands(page)]
+
+    port = threading.Lock()    # servers that are shown listen at the same one
+
+    def one(index):
+        page, number, command = shown[index]
+        folder = os.path.join(work, "here%d" % index)
+        shutil.copytree(prepared, folder, symlinks=True)
+        if command.startswith("mneme train ") and "--resume" not in command:
+            for out in re.findall(r"--out (\S+)", command) or ["runs/book", "runs/gdn"]:
+                if "--from " + out not in command:
+                    shutil.rmtree(os.path.join(folder, out), ignore_errors=True)
+        with port if command.startswith("mneme serve ") else contextlib.nullcontext():
             status, complaints = run(mneme, source, folder, command)
+        shutil.rmtree(folder, ignore_errors=True)
+        return page, number, command, status, complaints
+
+    # two at a time: much of a command's time is that of starting, or of waiting for its three seconds
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for page, number, command, status, complaints in pool.map(one, range(len(shown))):
             count += 1
             if status:
                 failed += 1

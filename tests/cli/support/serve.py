@@ -605,6 +605,72 @@ def guesses(s):
     plain.stop()
 
 
+def folder(name):
+    path = os.path.join(FOLDER, name)
+    shutil.rmtree(path, ignore_errors=True)
+    os.makedirs(path)
+    return path
+
+
+def restarts():
+    """Stored states and the state cache are found again by the next server, also after a kill."""
+    cache, kept = folder("cache"), folder("kept")
+    how = ("--cache-disk", cache, "--states-disk", kept, "--chunk", "32")
+    prompt = "a prompt that is read once, " * 20
+    ask = dict(prompt=prompt, max_tokens=12, seed=5)
+    s = Server(*how)
+    text = s.text(**ask)
+    _, state = s.ask("POST", "/v1/states", {"prompt": "what was said before"})
+    _, shot = s.ask("POST", f"/v1/states/{state['id']}/snapshot")
+    _, empty = s.ask("POST", "/v1/states")
+    _, gone = s.ask("POST", "/v1/states", {"prompt": "forgotten"})
+    s.ask("DELETE", f"/v1/states/{gone['id']}")
+    s.ask("POST", f"/v1/states/{state['id']}/feed", {"prompt": ", and more"})
+    more = dict(prompt=" so", max_tokens=8, seed=2)
+    told = {i: s.text(state=i, **more) for i in (state["id"], shot["id"])}
+    s.stop()
+    check(len(os.listdir(kept)) == 3, "files of states", os.listdir(kept))
+
+    s = Server(*how)
+    again = s.complete(**ask)
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    check(again["choices"][0]["text"] == text, "another text from the cache on disk")
+    check(cached == len(prompt), "found of a prompt after a restart", cached)
+    longer = s.complete(**{**ask, "prompt": prompt + "and goes on"})
+    check(longer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "a prefix after a restart")
+    _, listed = s.ask("GET", "/v1/states")
+    kinds = {x["id"]: x["kind"] for x in listed["data"]}
+    check(kinds == {state["id"]: "state", shot["id"]: "snapshot", empty["id"]: "state"}, listed)
+    check(all(s.text(state=i, **more) == told[i] for i in told), "states go on otherwise")
+    status, _ = s.ask("POST", f"/v1/states/{shot['id']}/feed", {"prompt": "x"})
+    check(status == 400, "a snapshot is fed after a restart", status)
+    s.ask("POST", f"/v1/states/{state['id']}/restore", {"snapshot": shot["id"]})
+    check(s.text(state=state["id"], **more) == told[shot["id"]], "restored after a restart")
+    s.process.kill()
+    s.process.wait()
+
+    for name in os.listdir(cache):    # what is cut, or another server takes away, is read again
+        with open(os.path.join(cache, name), "r+b") as f:
+            f.truncate(os.path.getsize(f.name) // 2)
+    s = Server(*how)
+    check(s.text(**ask) == text, "a text after its files were cut")
+    for name in os.listdir(cache):
+        os.remove(os.path.join(cache, name))
+    check(s.text(state=state["id"], **more) == told[shot["id"]], "a state after a kill")
+    s.stop()
+    s = Server(*how)
+    for name in os.listdir(cache):
+        os.remove(os.path.join(cache, name))
+    check(s.text(**ask) == text, "a text after its files were removed")
+    s.stop()
+    n = len(os.listdir(cache))
+    s = Server("--cache-disk", cache, "--states-disk", kept, "--chunk", "48")    # rounds otherwise
+    reply = s.complete(**ask)
+    check(reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "a cache of other chunks")
+    check(len(os.listdir(cache)) >= n > 0, "files of others are left alone")
+    s.stop()
+
+
 def main():
     s = Server()
     forms_of_prompts(s)
@@ -629,6 +695,7 @@ def main():
     chats()
     reloads()
     drips()
+    restarts()
     print(f"{len(failures)} failed")
     return len(failures) > 0
 

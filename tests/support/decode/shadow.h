@@ -101,6 +101,13 @@ int64_t shadow_small_units(const mn_decode_op *work);
 /* A piece of a step of an operator (kernels/decode_steps.def). */
 void shadow_step(mn_op_id op, const void *args, int64_t columns, int64_t head, int64_t column);
 
+/* A token's attention (kernels/decode.h): the parts of a key-value head that a piece makes, with
+ * the rows of the caches that these are made of; and the sum of a query head's parts. Where the
+ * token stands is not known: any row may be the token's, and is then something else. */
+void shadow_attend(const mn_decode_attention *p, int64_t head, int64_t slot, int64_t n_slots);
+void shadow_combine(const mn_decode_attention *p, int64_t head);
+void shadow_attention(const mn_decode_attention *p);    // all of it
+
 /* All of a work of a tape, of a product, of an operator. */
 void shadow_elementwise(int id, const void *work);
 void shadow_gemm(const mn_gemm_problem *work);

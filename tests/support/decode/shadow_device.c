@@ -14,7 +14,16 @@
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-typedef enum launch_kind { ELEMENTWISE, CHAINS, GEMMS, GEMM, OP, MEGAKERNEL, COPY } launch_kind;
+typedef enum launch_kind {
+    ELEMENTWISE,
+    CHAINS,
+    GEMMS,
+    GEMM,
+    OP,
+    ATTENTION,
+    MEGAKERNEL,
+    COPY
+} launch_kind;
 
 typedef struct launch {
     launch_kind kind;
@@ -27,6 +36,7 @@ typedef struct launch {
         mn_decode_chains chains;
         mn_decode_gemms gemms;
         mn_gemm_problem gemm;
+        mn_decode_attention attention;
         mn_decode_launch_args megakernel;
         _Alignas(16) unsigned char args[MN_MAX_ARGS_BYTES];
     } of;
@@ -103,6 +113,7 @@ static void run(const launch *l) {
     case GEMMS: run_gemms(l); break;
     case GEMM: shadow_gemm(&l->of.gemm); break;
     case OP: shadow_op((mn_op_id)l->id, l->of.args); break;
+    case ATTENTION: shadow_attention(&l->of.attention); break;
     case MEGAKERNEL:
         shadow_megakernel(&l->of.megakernel, l->to, n_blocks, order, &seed, &counts);
         break;
@@ -133,6 +144,8 @@ bool __real_mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p);
 bool __wrap_mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p);
 bool __real_mn_defer_op(mn_tape *tape, mn_op_id op, const void *args);
 bool __wrap_mn_defer_op(mn_tape *tape, mn_op_id op, const void *args);
+bool __real_mn_defer_attention(mn_tape *tape, const mn_decode_attention *p);
+bool __wrap_mn_defer_attention(mn_tape *tape, const mn_decode_attention *p);
 
 bool __wrap_mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work) {
     shadow_use(SHADOW_ASKED);
@@ -151,6 +164,12 @@ bool __wrap_mn_defer_op(mn_tape *tape, mn_op_id op, const void *args) {
     shadow_use(SHADOW_ASKED);
     if (mn_tape_runs(tape)) shadow_op(op, args);
     return __real_mn_defer_op(tape, op, args);
+}
+
+bool __wrap_mn_defer_attention(mn_tape *tape, const mn_decode_attention *p) {
+    shadow_use(SHADOW_ASKED);
+    if (mn_tape_runs(tape)) shadow_attention(p);
+    return __real_mn_defer_attention(tape, p);
 }
 
 /* ---- kernels --------------------------------------------------------------------------------- */
@@ -204,6 +223,7 @@ bool __wrap_mn_gemm_rows_supported(const mn_gemm_problem *work);
 bool __wrap_mn_decode_gemms_supported(const mn_gemm_problem *work);
 int __wrap_mn_decode_run_chains(const mn_decode_chains *parts, void *stream);
 int __wrap_mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream);
+int __wrap_mn_decode_run_attention(const mn_decode_attention *attention, void *stream);
 int __wrap_mn_megakernel_blocks(void);
 bool __wrap_mn_megakernel_takes_step(mn_decode_step_kind step, const void *args);
 void __wrap_mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end,
@@ -259,6 +279,11 @@ int __wrap_mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream) {
     submit(l);
     free(l);
     return 0;
+}
+
+int __wrap_mn_decode_run_attention(const mn_decode_attention *attention, void *stream) {
+    (void)stream;
+    return submit(&(launch){ .kind = ATTENTION, .of.attention = *attention });
 }
 
 int __wrap_mn_megakernel_blocks(void) {

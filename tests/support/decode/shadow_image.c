@@ -416,6 +416,11 @@ static void run_work(const mn_decode_instr *instr) {
         shadow_step(steps[step->step].op, step->args, steps[step->step].columns, step->head,
                     step->column);
     }
+    if (instr->kind == MN_DECODE_ATTEND) {
+        const mn_decode_attend_instr *attend = &w->attend;
+        if (attend->n_slots == 0) shadow_combine(&attend->of, attend->head);
+        else shadow_attend(&attend->of, attend->head, attend->slot, attend->n_slots);
+    }
     for (int i = 0; i < w->n_published; i++) {
         const mn_decode_publication *out = &w->published[i];
         for (int k = 0; k < out->count; k++) put_word(out->words, k, shadow_get(out->from + k));

@@ -10,7 +10,7 @@
 #include "tape/tape_internal.h"
 
 /* What begins a tag. */
-enum { T_UNARY = 101, T_TIMES, T_PAIR, T_ROUND, T_WIDE, T_FILL, T_ROW, T_RMS, T_GATED, T_L2,
+enum { T_UNARY = 101, T_TIMES, T_PAIR, T_ROUND, T_WIDE, T_FILL, T_ROW, T_ATTEND, T_RMS, T_GATED, T_L2,
        T_COLUMN, T_TABLE, T_CONV, T_STATE, T_STEP, T_OP, T_ONTO, T_NONE };
 
 static uint64_t bits(double x) {
@@ -595,6 +595,74 @@ static bool small_of(mn_decode_op *w, mn_op_id op, const void *args) {
         return false;
     }
     return true;
+}
+
+/* ---- attention over a cache ------------------------------------------------------------------ */
+
+/* A row of `n` numbers of bf16 from element `at` on. */
+static uint64_t row_tag(const void *data, int64_t at, int64_t n, int64_t each) {
+    uint64_t row = T_ROW;
+    for (int64_t i = 0; i < n; i++) {
+        row = shadow_mix(row, shadow_get((const char *)data + (at + i) * each));
+    }
+    return row;
+}
+
+/* Row t of a cache of n numbers a head, which may become `made`; returns its tag. */
+static uint64_t attend_row(void *cache, const mn_decode_attention *p, int64_t t, int64_t head,
+                           int64_t n, uint64_t made) {
+    const int64_t each = (int64_t)mn_dtype_bytes(p->dtype);
+    uint64_t row = T_ROW;
+    for (int64_t i = 0; i < n; i++) {
+        char *at = (char *)cache + ((t * p->J + head) * n + i) * each;
+        const uint64_t tag = shadow_mix(shadow_mix(made, shadow_get(at)), (uint64_t)i);
+        shadow_put(at, tag);
+        row = shadow_mix(row, tag);
+    }
+    return row;
+}
+
+void shadow_attend(const mn_decode_attention *p, int64_t head, int64_t slot, int64_t n_slots) {
+    const int64_t each = (int64_t)mn_dtype_bytes(p->dtype), group = p->H / p->J;
+    uint64_t turn = shadow_mix(T_ATTEND, shadow_get(p->position));
+    for (int64_t i = 0; i < p->turns / 2; i++) turn = shadow_mix(turn, shadow_get(p->inv_freq + i));
+    turn = shadow_mix(shadow_mix(turn, bits(p->turned_scale)), (uint64_t)p->window);
+    const uint64_t key = shadow_mix(turn, row_tag(p->k, head * p->k_step, p->K, each));
+    const uint64_t value = shadow_mix(turn, row_tag(p->v, head * p->v_step, p->V, each));
+    for (int64_t part = slot; part < p->n_parts; part += n_slots) {
+        uint64_t all = shadow_mix(turn, bits(p->scale));
+        const int64_t end = mn_min((part + 1) * MN_DECODE_ATTEND_KEYS, p->capacity);
+        for (int64_t t = part * MN_DECODE_ATTEND_KEYS; t < end; t++) {
+            all = shadow_mix(all, attend_row(p->keys, p, t, head, p->K, key));
+            all = shadow_mix(all, attend_row(p->values, p, t, head, p->V, value));
+        }
+        for (int64_t h = head * group; h < (head + 1) * group; h++) {
+            const uint64_t q = shadow_mix(all, row_tag(p->q, h * p->q_step, p->K, each));
+            float *to = p->parts + (h * p->n_parts + part) * (p->V + 2);
+            for (int64_t i = 0; i < p->V + 2; i++) shadow_put(to + i, shadow_mix(q, (uint64_t)i));
+        }
+    }
+}
+
+void shadow_combine(const mn_decode_attention *p, int64_t head) {
+    const int64_t each = (int64_t)mn_dtype_bytes(p->dtype), n = p->V + 2;
+    const float *from = p->parts + head * p->n_parts * n;
+    const uint64_t seen = shadow_mix(T_ATTEND, shadow_get(p->position));
+    for (int64_t v = 0; v < p->V; v++) {
+        uint64_t tag = seen;
+        for (int64_t part = 0; part < p->n_parts; part++) {
+            for (int64_t i = 0; i < 2; i++) {
+                tag = shadow_mix(tag, shadow_get(from + part * n + p->V + i));
+            }
+            tag = shadow_mix(tag, shadow_get(from + part * n + v));
+        }
+        shadow_put((char *)p->o + (head * p->V + v) * each, tag);
+    }
+}
+
+void shadow_attention(const mn_decode_attention *p) {
+    for (int64_t j = 0; j < p->J; j++) shadow_attend(p, j, 0, 1);
+    for (int64_t h = 0; h < p->H; h++) shadow_combine(p, h);
 }
 
 void shadow_op(mn_op_id op, const void *given) {

@@ -30,6 +30,7 @@
 #include "base/util.h"
 #include "kernels/riccati_args.h"
 #include "kernels/cpu/bayes/bayes_chunk.h"
+#include "kernels/cpu/simd/row.h"
 
 enum { LEAST_SPAN = 32, L_MOST = MN_BAYES_CHUNK };
 
@@ -130,12 +131,6 @@ static void restore(work *w, const float *from) {
     memcpy(w->M, from + w->square, (size_t)w->rectangle * sizeof *from);
 }
 
-static float dot(const float *x, const float *y, int64_t n) {
-    vf sum = vf_zero();
-    for (int64_t i = 0; i < n; i += MN_VW) sum = vf_fma(vf_load(x + i), vf_load(y + i), sum);
-    return vf_sum(sum);
-}
-
 static void scale_row(float *y, const float *x, float factor, int64_t n) {
     const vf f = vf_set1(factor);
     for (int64_t i = 0; i < n; i += MN_VW) vf_store(y + i, vf_mul(f, vf_load(x + i)));
@@ -173,7 +168,7 @@ static void leave_covariance(work *w) {
                                    .alpha = 1.0f });
     for (int64_t s = 0; s < c->L; s++) {
         const float factor = 1.0f / c->sigma[s];
-        w->dsigma[s] = factor * factor * dot(c->z + s * R, w->part + s * R, R);
+        w->dsigma[s] = factor * factor * vf_dot_whole(c->z + s * R, w->part + s * R, R);
         scale_row(w->dz + s * R, w->part + s * R, -2.0f * factor, R);
     }
     for (int64_t i = 0; i < Kp; i++) {
@@ -196,7 +191,7 @@ static void leave_mean(work *w) {
                                    .alpha = 1.0f });
     for (int64_t s = 0; s < c->L; s++) {
         const float factor = 1.0f / c->sigma[s];
-        w->dsigma[s] -= factor * factor * dot(c->z + s * R, w->part + s * R, R);
+        w->dsigma[s] -= factor * factor * vf_dot_whole(c->z + s * R, w->part + s * R, R);
         add_row(w->dz + s * R, w->part + s * R, factor, R);
         scale_row(w->deps + s * Vp, w->deps + s * Vp, factor, Vp);
     }
@@ -275,7 +270,7 @@ static void own_outputs(work *w, int64_t t) {
             x[i] = pair[0];
             if (c->turns) x[Kp + i] = pair[1];
         }
-        w->dsigma[t] -= factor * factor * dot(x, u, c->R);
+        w->dsigma[t] -= factor * factor * vf_dot_whole(x, u, c->R);
         add_row(du, x, factor, c->R);
     }
     const float dgain = cot_gain ? cot_gain[c->g] * factor : 0.0f;
@@ -293,7 +288,7 @@ static void own_factor(work *w, float *dc, int64_t t) {
     const mn_bayes_chunk *c = &w->c;
     const float *du = w->dz + t * c->R;
     for (int64_t s = 0; s < t; s++) {
-        const float dell = w->dell[t * L_MOST + s] - dot(history_row(w, t, s), du, c->R);
+        const float dell = w->dell[t * L_MOST + s] - vf_dot_whole(history_row(w, t, s), du, c->R);
         dc[s] = dell / c->sigma[s];
         w->dsigma[s] -= dc[s] * c->ell[t * L_MOST + s];
     }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/util.h"
+#include "kernels/cpu/simd/row.h"
 #include "kernels/cpu/simd/sincos.h"
 
 /* a_t from la and theta, Phi_t = a_t Phi_{t-1}; padded channels get 0 */
@@ -137,12 +138,6 @@ static void subtract_rows(float *row, const mn_bayes_chunk *c, int64_t t) {
     }
 }
 
-static float dot(const float *x, const float *y, int64_t n) {
-    vf sum = vf_zero();
-    for (int64_t i = 0; i < n; i += MN_VW) sum = vf_fma(vf_load(x + i), vf_load(y + i), sum);
-    return vf_sum(sum);
-}
-
 /* S: what k'Pbar k is rounded against, the prior variance of k as if P0 were its diagonal */
 static float rounding_scale(const mn_bayes_chunk *c, int64_t t) {
     const int64_t Kp = c->Kp;
@@ -170,7 +165,7 @@ static float read_variance(const mn_bayes_chunk *c, const float *gts, int64_t t)
         const vf x = vf_load(q + i);
         sum = vf_fma(vf_mul(x, x), vf_load(noise + i), sum);
     }
-    float variance = dot(c->qt + t * c->R, c->qP + t * c->R, c->R) + vf_sum(sum);
+    float variance = vf_dot_whole(c->qt + t * c->R, c->qP + t * c->R, c->R) + vf_sum(sum);
     for (int64_t s = 0; s <= t; s++) variance -= gts[s] * (gts[s] / c->sigma[s]);
     return variance < 0.0f ? 0.0f : variance;
 }
@@ -186,10 +181,10 @@ static int64_t fast_gains(mn_bayes_chunk *c) {
         for (int64_t s = 0; s < t; s++) ell[s] = cts[s] / c->sigma[s];
         prior_row(u, c, c->kP + t * c->R, k, t);
         subtract_rows(u, c, t);
-        c->kvar[t] = dot(k, u, c->Kp);
+        c->kvar[t] = vf_dot_whole(k, u, c->Kp);
         if (!mn_bayes_sound(c->kvar[t], c->r2[t], rounding_scale(c, t))) return t;
         c->sigma[t] = c->r2[t] + c->kvar[t];
-        gts[t] = dot(c->q + t * c->Kp, u, c->Kp);
+        gts[t] = vf_dot_whole(c->q + t * c->Kp, u, c->Kp);
         for (int64_t s = 0; s <= t; s++) g_sigma[s] = gts[s] / c->sigma[s];
         if (c->reads_variance) c->qvar[t] = read_variance(c, gts, t);
         memcpy(c->z + t * c->R, u, (size_t)c->R * sizeof *u);

@@ -97,12 +97,6 @@ static void panel_products(const step *s, const float *P, int64_t j) {
     }
 }
 
-static float dot(const float *x, const float *y, int64_t n) {
-    vf sum = vf_zero();
-    for (int64_t i = 0; i < n; i += MN_VW) sum = vf_fma(vf_load(x + i), vf_load(y + i), sum);
-    return vf_sum(sum);
-}
-
 /* u, sigma; false where float32 would lose the variance */
 static bool gains(step *s, const float *P) {
     const vf l2 = vf_set1(s->l2);
@@ -117,9 +111,9 @@ static bool gains(step *s, const float *P) {
         vf_store(s->u + i, vf_add(u, vf_zero()));
         scale = vf_fma(vf_mul(k, k), prior, scale);
     }
-    s->kvar = dot(s->k, s->u, s->Kp);
+    s->kvar = vf_dot_whole(s->k, s->u, s->Kp);
     s->sigma = s->r2 + s->kvar;
-    s->read = dot(s->q, s->u, s->Kp);
+    s->read = vf_dot_whole(s->q, s->u, s->Kp);
     return mn_bayes_sound(s->kvar, s->r2, vf_sum(scale));
 }
 
@@ -130,7 +124,7 @@ static float read_variance(const step *s) {
         const vf q = vf_load(s->q + i);
         noise = vf_fma(vf_mul(q, q), l2, noise);
     }
-    const float prior = dot(s->qt, s->y, s->Kp) + vf_sum(noise);
+    const float prior = vf_dot_whole(s->qt, s->y, s->Kp) + vf_sum(noise);
     const float variance = prior - s->read * (s->read / s->sigma);
     return variance < 0.0f ? 0.0f : variance;
 }

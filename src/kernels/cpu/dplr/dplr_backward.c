@@ -14,6 +14,7 @@
 #include "kernels/cpu/chunk/replay.h"
 #include "kernels/cpu/dplr/dplr.h"
 #include "kernels/cpu/simd/lanes.h"
+#include "kernels/cpu/simd/row.h"
 
 /* Sums over columns, a vector each row until their lanes are added. */
 enum { TO_K, TO_B, TO_A, TO_G, TO_Q, SUMS };
@@ -131,12 +132,6 @@ static void row_backward(item *s, const token *t, const float *S0, const float *
     for (int n = 0; n < SUMS; n++) vf_store(s->lanes + (n * s->rows + i) * MN_VW, sum[n]);
 }
 
-static float dot(const float *x, const float *y, int64_t width) {
-    vf sum = vf_zero();
-    for (int64_t j = 0; j < width; j += MN_VW) sum = vf_fma(vf_load(x + j), vf_load(y + j), sum);
-    return vf_sum(sum);
-}
-
 static void store_keys(item *s, const token *t, int64_t at, float known, float written) {
     const mn_dplr_args *p = s->block.p;
     const int64_t b = s->seq.b, h = s->tile.h, K = p->call.K;
@@ -175,7 +170,7 @@ static void reverse(void *context, const float *state, int64_t t0, int64_t n) {
         load_row(s->v, MN_ROW(float, p->v, b, at, h), 1.0f, &s->tile);
         columns_backward(s, &t, MN_ROW_OUT(float, p->grad.v, b, at, h));
         for (int64_t row = 0; row < K; row++) row_backward(s, &t, S0, u, row);
-        store_keys(s, &t, at, dot(u, s->d_o, width), dot(s->v, s->d_o, width));
+        store_keys(s, &t, at, vf_dot_whole(u, s->d_o, width), vf_dot_whole(s->v, s->d_o, width));
     }
 }
 

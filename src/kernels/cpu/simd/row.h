@@ -24,4 +24,11 @@ static inline float vf_dot_row(const float *x, const float *y, int64_t n) {
     return vf_sum(sum);
 }
 
+/* The same of rows that are padded to whole vectors. */
+static inline float vf_dot_whole(const float *x, const float *y, int64_t n) {
+    vf sum = vf_zero();
+    for (int64_t i = 0; i < n; i += MN_VW) sum = vf_fma(vf_load(x + i), vf_load(y + i), sum);
+    return vf_sum(sum);
+}
+
 #endif

@@ -1,8 +1,9 @@
 /* additive.cuh - the parts of additive: which calls go over chunks on tensor cores, and how.
  *
  * bf16 calls of usual head sizes do: additive_chunk.cu has decays that a head's channels share,
- * or none, additive_channel_chunk.cu decays per channel, and additive_channel_chunk_sm90.cu these
- * on Hopper. Everything else, and decoding, is the recurrence of matrix_state.cuh. */
+ * or none, additive_token_chunk_sm90.cu these on Hopper, additive_channel_chunk.cu decays per
+ * channel, and additive_channel_chunk_sm90.cu these on Hopper. Everything else, and decoding, is
+ * the recurrence of matrix_state.cuh. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CUH
 
@@ -12,6 +13,7 @@ namespace mneme::additive {
 
 /* Work space of a backward pass by chunks, as counts of what lies there in this order. */
 struct mn_additive_extent {
+    bool by_warps;            // laid out as additive_token_chunk_sm90.cu leaves it
     int64_t slots, slices;    // chunks of all sequences; slices of K
     size_t kept;              // bf16 numbers
     size_t query, key;        // floats: q.dq and k.dk
@@ -39,6 +41,11 @@ int mn_additive_channel_chunk(int depth);
  * per token or head. */
 int mn_additive_token_launch(const mn_chunk_scans *scans, int count, int64_t segments, bool decays,
                              cudaStream_t stream);
+/* Those of them that additive_token_chunk_sm90.cu serves on Hopper: `scans` and `count` are what is
+ * left. */
+bool mn_additive_token_supported_sm90(const mn_chunk_scans *scans, int count);    // all of them
+int mn_additive_token_launch_sm90(mn_chunk_scans *scans, int *count, int64_t segments, bool decays,
+                                  cudaStream_t stream);
 int mn_additive_channel_launch(const mn_chunk_scans *scans, int64_t segments, bool of_values,
                                cudaStream_t stream);
 /* The same on Hopper by additive_channel_chunk_sm90.cu, and with it all gradients for

@@ -42,12 +42,15 @@ static int launch_decay(const mn_chunk_scans *scans, int count, int64_t segments
 
 int mn_additive_token_launch(const mn_chunk_scans *scans, int count, int64_t segments, bool decays,
                              cudaStream_t stream) {
+    mn_chunk_scans rest = *scans;
+    const int code = mn_additive_token_launch_sm90(&rest, &count, segments, decays, stream);
+    if (code != cudaSuccess || count == 0) return code;
     const int depth = mn_additive_padded_depth(scans->scan[0].depth);
     const bool wide = mn_additive_token_chunk(depth) == 128;
     int (*launch)(const mn_chunk_scans *, int, int64_t, bool, cudaStream_t) = launch_decay<256, 64>;
     if (depth == 128) launch = wide ? launch_decay<128, 128> : launch_decay<128, 64>;
     if (depth == 64) launch = wide ? launch_decay<64, 128> : launch_decay<64, 64>;
-    return launch(scans, count, segments, decays, stream);
+    return launch(&rest, count, segments, decays, stream);
 }
 
 /* ---- gradients of decays --------------------------------------------------------------------- */
@@ -91,16 +94,20 @@ additive_head_decay_grad(const __grid_constant__ mn_additive_args p, int64_t slo
 
 int mn_additive_token_decay_grad(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_workspace *workspace, cudaStream_t stream) {
-    const int chunk = mn_additive_token_chunk(mn_additive_padded_depth(p->call.V));
+    const int chunk = extent->by_warps ? (int)MN_SCAN_BY_WARPS_CHUNK
+                                       : mn_additive_token_chunk(
+                                             mn_additive_padded_depth(p->call.V));
+    const int64_t shares = extent->by_warps ? (int)MN_SCAN_BY_WARPS : 128 / chunk;
+    const int parts = extent->by_warps ? (int)MN_SCAN_BY_WARPS : (int)MN_SCAN_WARPS;
     const int64_t blocks = extent->slots * p->call.H;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (blocks > 0) {
-        const mn_decay_partials parts = { workspace->query, workspace->key, workspace->state_dots,
-            workspace->inside,
-                                       extent->slices * (128 / chunk),
-                                       (int)extent->slices * MN_SCAN_WARPS };
+        const mn_decay_partials partials = { workspace->query, workspace->key,
+                                             workspace->state_dots, workspace->inside,
+                                             extent->slices * shares,
+                                             (int)extent->slices * parts };
         additive_chunk_decay_grad<<<(unsigned)blocks, chunk, 0,
-            stream>>>(*p, parts, workspace->whole);
+            stream>>>(*p, partials, workspace->whole);
     }
     if (p->decay == MN_DECAY_HEAD && p->call.H > 0) {
         additive_head_decay_grad<<<(unsigned)p->call.H, 256, 0,

@@ -41,7 +41,7 @@ struct row_chains {
 };
 
 /* Block (i, n) does part i for sequence n. */
-__global__ void __launch_bounds__(ROW_THREADS, 4)
+__global__ void __launch_bounds__(ROW_THREADS, 3)
 decode_row_chains(const __grid_constant__ row_chains p) {
     __shared__ float smem[32];
     __shared__ mn_decode_job jobs[MN_DECODE_OPS];

@@ -15,8 +15,11 @@ using namespace elementwise;
 
 enum { MN_DECODE_PACK = 4 };
 
-/* The threads that do a work: all of a block. */
+/* The threads that do a work: all of a block. WIDE: a convolution goes by packs of channels where
+ * it can, which takes registers. */
 struct mn_decode_cta {
+    static constexpr bool WIDE = true;
+
     __device__ static int threads(void) {
         return (int)blockDim.x;
     }
@@ -240,6 +243,40 @@ __device__ inline void mn_decode_conv_of(const mn_decode_job &job) {
     }
 }
 
+/* The same for packs of neighbouring channels, whose taps lie together. */
+template <typename Block, int TAPS>
+__device__ inline void mn_decode_conv_packs(const mn_decode_job &job) {
+    constexpr int M = TAPS - 1, N = MN_DECODE_PACK;
+    const int V = job.width;
+    const float *tail0 = (const float *)job.side[MN_DECODE_TAIL0].data;
+    float *tail = (float *)job.side[MN_DECODE_TAIL].data;
+    const mn_operand &w = job.side[MN_DECODE_W], &bias = job.side[MN_DECODE_BIAS];
+#pragma unroll 1
+    for (int i = N * Block::thread(job.turn); i < job.end; i += N * Block::threads()) {
+        const int row = i / V, channel = i - row * V, before = row * M * V + channel;
+        float u[TAPS][N] = {}, weight[N][TAPS], sum[N] = {};
+        mn_decode_load<N>(u[M], job.side[MN_DECODE_X], i);
+#pragma unroll
+        for (int j = 0; j < N; j++) mn_decode_load<TAPS>(weight[j], w, (channel + j) * TAPS);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            if (tail0) mn_load<N>(u[m], tail0, before + m * V);
+        }
+        if (bias.data) mn_decode_load<N>(sum, bias, channel);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+#pragma unroll
+            for (int m = 0; m < TAPS; m++) sum[j] = fmaf(weight[j][m], u[m][j], sum[j]);
+            if (job.f) sum[j] = mn_silu(sum[j]).value;
+        }
+        mn_decode_store<N>(job.side[MN_DECODE_Y], mn_decode_dst{}, i, sum);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            if (tail) mn_store<N>(tail, before + m * V, u[m + 1]);
+        }
+    }
+}
+
 /* The same with any number of taps. */
 template <typename Block>
 __device__ inline void mn_decode_conv_any(const mn_decode_job &job) {
@@ -265,6 +302,12 @@ __device__ inline void mn_decode_conv_any(const mn_decode_job &job) {
 
 template <typename Block>
 __device__ inline void mn_decode_conv(const mn_decode_job &job) {
+    if constexpr (Block::WIDE) {
+        if (job.packs && job.begin == 0 && job.taps == MN_DECODE_TAPS) {
+            mn_decode_conv_packs<Block, MN_DECODE_TAPS>(job);
+            return;
+        }
+    }
     if (job.taps == MN_DECODE_TAPS) mn_decode_conv_of<Block, MN_DECODE_TAPS>(job);
     else mn_decode_conv_any<Block>(job);
 }

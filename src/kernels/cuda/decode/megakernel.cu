@@ -570,6 +570,24 @@ __device__ inline void mn_decode_prefetch_state(const mn_decode_recurrence_instr
     }
 }
 
+/* Keys and values older than the token, on their way to the second cache before their turn. */
+__device__ inline void mn_decode_prefetch_cache(const mn_decode_attend_instr &p) {
+    const mn_decode_attention &a = p.of;
+    const attention::mn_attend_span span(a);
+    const int lane = threadIdx.x % 32;
+    for (int64_t part = p.slot; part < span.parts() && p.n_slots > 0; part += p.n_slots) {
+        const int64_t first = span.first + part * attention::MN_STEP_KEYS;
+        const int64_t end = min(first + (int64_t)attention::MN_STEP_KEYS, span.position);
+#pragma unroll 1
+        for (int64_t key = first + lane; key < end; key += 32) {
+            const char *const k = (const char *)a.keys + (key * a.J + p.head) * a.K * 2;
+            const char *const v = (const char *)a.values + (key * a.J + p.head) * a.V * 2;
+            for (int i = 0; i < a.K * 2; i += MN_DECODE_LINE) mn_decode_prefetch_line(k + i);
+            for (int i = 0; i < a.V * 2; i += MN_DECODE_LINE) mn_decode_prefetch_line(v + i);
+        }
+    }
+}
+
 enum { MN_DECODE_PREFETCH_SHARE = 8 };
 
 /* Lines of K words that others will write: who looks at one that the second cache does not have
@@ -582,6 +600,7 @@ __device__ inline void mn_decode_prefetch_words(const char *words, int K) {
     }
 }
 
+template <bool WORKS>
 __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *megakernel,
                                    const mn_decode_entry &start, int words, int n_stages) {
     mn_decode_pipe next = {}, at = {};    // the instruction asked for next; the one at work
@@ -606,6 +625,8 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
             mn_decode_prefetch_words(megakernel + words + instr.memory.q.at, instr.memory.K);
             mn_decode_prefetch_words(megakernel + words + instr.memory.e.at, instr.memory.K);
             mn_decode_prefetch_state(instr.memory);
+        } else if (WORKS && instr.kind == MN_DECODE_ATTEND) {
+            mn_decode_prefetch_cache(instr.work.attend);
         }
         __syncwarp();
         at.next_instr();
@@ -1166,8 +1187,8 @@ decode_megakernel(char *megakernel, int n_stages, int handoff_at, int words, int
     int row = 0;    // far away: asked for first
     if ((int)blockIdx.x < head->n_gather_blocks) row = *(const volatile int32_t *)head->index;
     const int now = (int)(run % MN_DECODE_WORD_SETS) * words;
-    if (threadIdx.x >= MN_DECODE_THREADS) mn_decode_producer(smem, megakernel, start, now,
-                                                             n_stages);
+    if (threadIdx.x >= MN_DECODE_THREADS) mn_decode_producer<WORKS>(smem, megakernel, start, now,
+                                                                    n_stages);
     else {
         discard(megakernel + handoff_at + (words - now), words);
         work<WORKS>(smem, megakernel + now, row, n_stages);

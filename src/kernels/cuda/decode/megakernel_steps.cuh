@@ -7,6 +7,7 @@
 #ifndef MN_KERNELS_CUDA_DECODE_MEGAKERNEL_STEPS_CUH
 #define MN_KERNELS_CUDA_DECODE_MEGAKERNEL_STEPS_CUH
 
+#include "kernels/cuda/attention/attention_step.cuh"
 #include "kernels/cuda/bayes/bayes_step.cuh"
 #include "kernels/cuda/decode/megakernel.cuh"
 #include "kernels/cuda/importance/importance_step.cuh"
@@ -19,6 +20,7 @@ namespace mneme::decode {
 /* The warps that compute; the producer warp takes no part. */
 struct mn_decode_consumers {
     static constexpr int size = MN_DECODE_THREADS;
+    static constexpr bool WIDE = false;
 
     __device__ static int threads(void) {
         return MN_DECODE_THREADS;
@@ -77,6 +79,14 @@ __device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p,
     }
 }
 
+template <typename Block>
+__device__ __noinline__ void mn_decode_run_attend(const mn_decode_attend_instr &p,
+                                                  unsigned char *smem) {
+    enum { N = 16 / sizeof(mn_bf16) };
+    if (p.n_slots == 0) attention::mn_attend_combine<mn_bf16, Block>(p.of, p.head, smem);
+    else attention::mn_attend_piece<mn_bf16, N, Block>(p.of, p.head, p.slot, p.n_slots, smem);
+}
+
 /* What this block has stored goes to words as well, two elements a thread at a time. */
 __device__ inline void mn_decode_publish(const mn_decode_work_instr &p,
                                          const mn_decode_pipe &place) {
@@ -99,7 +109,8 @@ __device__ inline void mn_decode_run_work(mn_decode_smem &smem, const mn_decode_
     mn_decode_consumer_sync();    // the scratch is no longer another stage's
     typedef mn_decode_consumers block;
     if (instr.kind == MN_DECODE_SMALL) mn_decode_run_small<block>(p.small, (float *)smem.scratch);
-    else mn_decode_run_step<block>(p.step, smem.scratch);
+    else if (instr.kind == MN_DECODE_STEP) mn_decode_run_step<block>(p.step, smem.scratch);
+    else mn_decode_run_attend<block>(p.attend, smem.scratch);
     mn_decode_consumer_sync();
     mn_decode_publish(p, place);
 }
@@ -114,6 +125,10 @@ static_assert(sizeof(mn_decode_job) <= MN_DECODE_JOB_BYTES, "a small work");
 static_assert(sizeof(bayes::step_smem<MN_DECODE_THREADS, bayes::STEP_NARROW>) <=
               MN_DECODE_SCRATCH && sizeof(importance::step_smem) <= MN_DECODE_SCRATCH,
               "a step's shared memory");
+static_assert(sizeof(attention::mn_attend_smem<mn_vec_width<mn_bf16>()>) +
+              attention::MN_STEP_HEADS * MN_DECODE_ATTEND_WIDEST * sizeof(float) <=
+              MN_DECODE_SCRATCH && (int)attention::MN_STEP_THREADS == (int)MN_DECODE_THREADS,
+              "attention's shared memory");
 
 }    // namespace mneme::decode
 

@@ -92,13 +92,24 @@ static int reduce_grads(const mn_delta_params &job, int64_t records, int n_parti
 /* Both scans, for all of padded_v columns of values. */
 template <int KP, bool CHANNEL>
 static int scan(const mn_delta_params &job, cudaStream_t stream) {
-    const int code = mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, CHANNEL, true>,
-                                       delta_state_scan_warp_kernel<KP, CHANNEL, true>, job, false,
-                                       job.padded_v, stream);
-    if (code != cudaSuccess) return code;
-    return mn_delta_state_scan<KP>(delta_state_scan_bwd_kernel<KP, CHANNEL>,
-                             delta_state_scan_bwd_warp_kernel<KP, CHANNEL>, job, true, job.padded_v,
-                             stream);
+    const auto forth = [&](const mn_delta_params &part, int segments) {
+        return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, CHANNEL, MN_SCAN_SAVE>,
+                                       delta_state_scan_warp_kernel<KP, CHANNEL, true>, part,
+                                       false, part.padded_v, stream, segments);
+    };
+    const auto back = [&](const mn_delta_params &part, int segments) {
+        return mn_delta_state_scan<KP>(delta_state_scan_bwd_kernel<KP, CHANNEL>,
+                                       delta_state_scan_bwd_warp_kernel<KP, CHANNEL>, part, true,
+                                       part.padded_v, stream, segments);
+    };
+    if constexpr (KP <= 128) {
+        if (mn_delta_has_segments(job)) {
+            const int code = mn_delta_scan_segments<KP, CHANNEL>(job, stream, forth);
+            return code == cudaSuccess ? mn_delta_scan_segments_back<KP>(job, stream, back) : code;
+        }
+    }
+    const int code = forth(job, 0);
+    return code == cudaSuccess ? back(job, 0) : code;
 }
 
 template <int KP>

@@ -347,11 +347,10 @@ __device__ inline void mn_fwd_chunk_mma_lower(float (&y)[8][4], const unsigned (
 template <int KP>
 __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
                                                const mn_delta_params &job) {
-    const mn_delta_args &p = job.p;
     const mn_scan_coord &at = smem.place;
     const int col_tile = threadIdx.x / 32;
     mn_scan_state<KP, true, 1> S;
-    S.load(p.state0, p.call, at);
+    S.load(job, at);
     for (int chunk = 0; chunk < at.n_chunks; chunk++) {
         const int slot = chunk % MN_FWD_CHUNK_STAGES, phase = chunk / MN_FWD_CHUNK_STAGES & 1;
         mn_fwd_chunk_stage<KP> &in = smem.stage[slot];
@@ -397,7 +396,7 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
         mn_mbarrier_arrive(&smem.out_full[chunk % 2]);
         mn_mbarrier_arrive(&smem.empty[slot]);
     }
-    S.store(p.state, p.call, at);
+    S.store(job, at);
 }
 
 #endif
@@ -419,6 +418,7 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
     mn_fwd_chunk_smem<KP> &smem = *(mn_fwd_chunk_smem<KP> *)scan_smem_bytes;
+    if (job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_FWD_CHUNK_STAGES; i++) {
             mn_mbarrier_init(&smem.full[i], MN_DELTA_PRODUCERS);
@@ -430,7 +430,8 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
             mn_mbarrier_init(&smem.out_empty[i], 32);
         }
         mn_mbarrier_init_fence();
-        mn_scan_find_coord(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES);
+        mn_scan_find_coord<false>(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES,
+                                  job.p.state0, job.p.state);
     }
     __syncthreads();
     if (threadIdx.x < MN_FWD_CHUNK_WARPGROUP) {
@@ -472,14 +473,15 @@ inline int64_t mn_fwd_chunk_blocks(const mn_call &call) {
 
 template <int KP>
 inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
-                          cudaStream_t stream) {
-    const int64_t blocks = mn_fwd_chunk_blocks(job.p.call);
+                          cudaStream_t stream, int segments = 0) {
+    const int64_t blocks = mn_fwd_chunk_slices(job.p.call) * job.p.call.H *
+                           mn_delta_scan_units(job.p.call, job.segments, segments);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(delta_fwd_chunk_sm90_kernel<KP, false>, dim3((unsigned)blocks),
-                               MN_FWD_CHUNK_THREADS, sizeof(mn_fwd_chunk_smem<KP>), stream, job,
-                                   maps,
-                               mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
+    return mn_launch_smem(delta_fwd_chunk_sm90_kernel<KP, false>,
+                          dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
+                          sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
+                          mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
 }
 
 /* The same beside the launch in front, which computes the queries. */
@@ -517,6 +519,19 @@ static int forward_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps 
         : code;
 }
 
+/* The scan behind T, with long sequences by segments where `cuts`. */
+template <int KP>
+static int scan_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps, bool cuts,
+                     cudaStream_t stream) {
+    if (!cuts) return mn_delta_fwd_chunk_sm90<KP>(job, maps, stream);
+    mn_delta_params tiled = job;
+    tiled.T_tiled = true;
+    return mn_delta_scan_segments<KP, false>(
+        tiled, stream, [&](const mn_delta_params &part, int segments) {
+            return mn_delta_fwd_chunk_sm90<KP>(part, maps, stream, segments);
+        });
+}
+
 /* Where all blocks of curvature and of the scan are resident at once, the scan runs beside
  * curvature; else T alone is computed beside it. The bits are the same. */
 template <int KP>
@@ -524,20 +539,36 @@ static int forward_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &map
                  cudaStream_t stream) {
     const mn_curvature_args *query = job.p.query;
     mn_curve_beside overlapped;
+    const bool cuts = mn_delta_has_segments(job);
     int code = cudaSuccess;
-    if (query && mn_curve_beside_of(&overlapped, query, query_work) &&
+    if (!cuts && query && mn_curve_beside_of(&overlapped, query, query_work) &&
         mn_curve_beside_blocks(overlapped) + mn_fwd_chunk_blocks(job.p.call) <= sm_count()) {
         return forward_sm90_pdl<KP>(job, maps, overlapped, stream);
     }
     if (query) code = mn_curvature_forward_cuda(query, query_work, stream);
     if (code == cudaSuccess) code = mn_delta_wy_inverse_sm90<KP>(job, maps.e, query != nullptr,
                                                                  stream);
-    return code == cudaSuccess ? mn_delta_fwd_chunk_sm90<KP>(job, maps, stream) : code;
+    return code == cudaSuccess ? scan_sm90<KP>(job, maps, cuts, stream) : code;
+}
+
+/* The scan of delta_state_scan.cuh, behind the intra-chunk stage. */
+template <int KP, bool CHANNEL>
+static int scan(const mn_delta_params &job, cudaStream_t stream) {
+    const auto launch = [&](const mn_delta_params &part, int segments) {
+        return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, CHANNEL, MN_SCAN_OUTPUT>,
+                                       delta_state_scan_warp_kernel<KP, CHANNEL, false>, part,
+                                       false, part.p.call.V, stream, segments);
+    };
+    if constexpr (KP <= 128) {
+        if (mn_delta_has_segments(job)) {
+            return mn_delta_scan_segments<KP, CHANNEL>(job, stream, launch);
+        }
+    }
+    return launch(job, 0);
 }
 
 template <int KP>
 static int forward(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
-    const int64_t V = job.p.call.V;
     if constexpr (KP <= 128) {
         mn_fwd_chunk_maps maps;
         if (mn_delta_fwd_chunk_supported(&maps, job)) {
@@ -548,13 +579,8 @@ static int forward(const mn_delta_params &job, void *query_work, cudaStream_t st
     if (job.p.query) code = mn_curvature_forward_cuda(job.p.query, query_work, stream);
     if (code == cudaSuccess) code = mn_delta_intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
-    if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, true, false>,
-                                 delta_state_scan_warp_kernel<KP, true, false>, job, false, V,
-                                 stream);
-    }
-    return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, false, false>,
-                             delta_state_scan_warp_kernel<KP, false, false>, job, false, V, stream);
+    return job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
+                                           : scan<KP, false>(job, stream);
 }
 
 /* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to

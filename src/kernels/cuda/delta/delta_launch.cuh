@@ -6,6 +6,7 @@
 #include "kernels/cuda/delta/delta_chunk.h"
 #include "kernels/cuda/delta/delta_intra_chunk.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel.cuh"
+#include "kernels/cuda/delta/delta_segments.cuh"
 #include "kernels/cuda/delta/delta_state_scan_warp.cuh"
 
 namespace mneme::delta {
@@ -60,6 +61,12 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
         arena.take(workspace->parts, records, 2 * (2 * MN_DELTA_CHUNK + 4));
         arena.take(workspace->whole, records, 1);
     }
+    const mn_delta_segments segments = mn_delta_segments_of(call, pairs);
+    if (segments.count > 1) {
+        const int64_t heads = mn_scan_cut_sequences(call, segments) * call.H;
+        arena.take(workspace->segment_maps, heads * (segments.count - 2), K * (V + K));
+        arena.take(workspace->segment_states, heads * segments.count, call.K * call.V);
+    }
     *bytes = arena.used;
     return arena.ok;
 }
@@ -80,6 +87,7 @@ inline bool mn_delta_make_params(mn_delta_params *job, const mn_delta_args *p, v
     job->p = *p;
     job->scale = (float)p->scale;
     job->padded_v = mn_ceil_div(V, 64) * 64;
+    job->segments = mn_delta_segments_of(p->call, false);
     job->packed[MN_DELTA_Q] = mn_delta_vec_aligned(p->q, K);
     job->packed[MN_DELTA_E] = mn_delta_vec_aligned(p->e, K);
     job->packed[MN_DELTA_W] = mn_delta_vec_aligned(p->w.data ? p->w : p->e, K);
@@ -160,15 +168,17 @@ inline void mn_delta_tma_maps(mn_scan_tma_maps *maps, const mn_delta_params &job
 typedef void (*mn_delta_scan_kernel)(mn_delta_params, mn_scan_tma_maps, int64_t);
 
 /* Launches the scan over `columns` value columns of all heads of all sequences, by warpgroups or by
- * warps: block = (n * H + h) * n_slices + slice, a slice being col_tiles * 16 value columns. */
+ * warps: block = (n * H + h) * n_slices + slice, a slice being col_tiles * 16 value columns, with
+ * `segments` of those that are cut (mn_delta_scan_units). */
 template <int KP>
 inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
-                               mn_delta_scan_kernel warp_kernel,
-                         const mn_delta_params &job, bool back, int64_t columns,
-                         cudaStream_t stream) {
+                               mn_delta_scan_kernel warp_kernel, const mn_delta_params &job,
+                               bool back, int64_t columns, cudaStream_t stream, int segments = 0) {
     constexpr int splits = mn_scan_splits<KP>, warps = mn_scan_sizes<KP>::splits;
-    const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
-    const int col_tiles = mn_delta_col_tiles(columns, heads);
+    const int64_t heads =
+        job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
+    const int col_tiles = job.segments.part == MN_DELTA_WHOLE ? mn_delta_col_tiles(columns, heads)
+                                                              : (int)MN_DELTA_COL_TILES;
     const int64_t n_slices = mn_ceil_div(columns, 16 * col_tiles), blocks = n_slices * heads;
     const bool group = col_tiles == MN_DELTA_COL_TILES;
     const size_t exchange = group ? sizeof(mn_scan_exchange<splits>)
@@ -177,11 +187,69 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_tma_maps(&maps, job, back);
-    return mn_launch_smem(group ? warpgroup_kernel : warp_kernel, dim3((unsigned)blocks),
+    return mn_launch_smem(group ? warpgroup_kernel : warp_kernel,
+                               dim3((unsigned)blocks),
                                32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
                                sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * exchange, stream,
                                    job,
                                maps, n_slices);
+}
+
+/* ---- segments -------------------------------------------------------------------------------- */
+
+/* Whether long sequences of a call go by segments: where TMA brings their tiles. */
+inline bool mn_delta_has_segments(const mn_delta_params &job) {
+    mn_scan_tma_maps maps;
+    if (job.segments.count < 2 || !mn_device_is_sm90()) return false;
+    mn_delta_tma_maps(&maps, job, false);
+    return maps.serve;
+}
+
+/* A call with the segments of a launch: `part`, from segment `first` on. */
+inline mn_delta_params mn_delta_part_of(const mn_delta_params &job, int part, int first) {
+    mn_delta_params of = job;
+    of.segments.part = part, of.segments.first = first;
+    return of;
+}
+
+/* The maps of all segments between first and last, beside the launch in front. */
+template <int KP, bool CHANNEL>
+inline int mn_delta_segment_maps(const mn_delta_params &job, cudaStream_t stream) {
+    const auto kernel = delta_state_scan_kernel<KP, CHANNEL, MN_SCAN_MAP>;
+    const mn_delta_params part = mn_delta_part_of(job, MN_DELTA_SEGMENT_MAPS, 1);
+    const bool same_keys = !CHANNEL && !job.p.w.data;
+    const size_t smem = same_keys ? offsetof(mn_scan_smem<KP>, behind) : sizeof(mn_scan_smem<KP>);
+    const int64_t n_slices = (job.padded_v + KP) / 64;
+    const int64_t blocks = n_slices * job.p.call.H *
+                           mn_delta_scan_units(job.p.call, part.segments, job.segments.count - 2);
+    mn_scan_tma_maps maps;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    const cudaError_t code = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+    if (code != cudaSuccess) return code;
+    mn_delta_tma_maps(&maps, job, false);
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), mn_scan_threads(1), smem, stream, part,
+                         maps, n_slices);
+}
+
+/* A scan forward by segments: scan(job, n) launches what job.segments says, with n segments. */
+template <int KP, bool CHANNEL, typename Scan>
+inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
+    int code = scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_FIRST, 0), 0);
+    if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
+    if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
+    if (code != cudaSuccess) return code;
+    return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 1), job.segments.count - 1);
+}
+
+/* Back, where the maps are there already but for what they add. */
+template <int KP, typename Scan>
+inline int mn_delta_scan_segments_back(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
+    const int first = MN_DELTA_SEGMENT_FIRST | MN_DELTA_SEGMENT_MAPS;
+    int code = scan(mn_delta_part_of(job, first, 1), job.segments.count - 2);
+    if (code == cudaSuccess) code = mn_delta_segment_states<KP, true>(job, stream);
+    if (code != cudaSuccess) return code;
+    return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 0), job.segments.count - 1);
 }
 
 /* Returns function<KP> arguments for a key width. */

@@ -34,6 +34,22 @@ struct mn_delta_workspace {
     mn_bf16 *S, *D, *R, *dX;     // on the way back
     float *parts;                // [K tile][slot * H + h] of mn_delta_partial (delta_grad.cuh)
     float *whole;                // dg of a chunk, for a decay per head
+    float *segment_maps, *segment_states;    // of long sequences (delta_segments.cuh)
+};
+
+/* Which segments of long sequences a launch of a scan has (delta_segments.cuh): that with which the
+ * scan begins, the maps of those between it and the last, those behind the first. */
+enum {
+    MN_DELTA_WHOLE = 0,    // sequences as they are
+    MN_DELTA_SEGMENT_FIRST = 1,
+    MN_DELTA_SEGMENT_MAPS = 2,
+    MN_DELTA_SEGMENT_REST = 4,
+};
+
+struct mn_delta_segments {
+    int64_t least;    // tokens of a sequence that is cut
+    int count;        // into so many segments; 1: none is long enough
+    int part, first;  // of a launch: which, and its first segment but for those that begin a scan
 };
 
 /* Tensors by the views that kernels read and write in 16-byte vectors where they can. */
@@ -48,6 +64,8 @@ struct mn_delta_params {
     float scale;
     bool packed[MN_DELTA_TENSORS];    // rows can be read in 16-byte vectors
     int64_t padded_v;                 // V rounded up to 64
+    mn_delta_segments segments;
+    bool T_tiled;        // workspace.T has swizzled tiles
     bool pairs;          // two rows a token: p.e is a, p.w b, and odd rows write these
     mn_in odd_w;
     mn_out odd_dw;

@@ -25,6 +25,7 @@
 
 #include "kernels/cuda/delta/delta_mma.cuh"
 #include "kernels/cuda/delta/delta_pairs.cuh"
+#include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::delta {
@@ -65,6 +66,10 @@ struct mn_scan_coord {
     int64_t key;                     // head of the queries and keys
     int64_t n_rows;                  // of the sequence's chunks
     int n_chunks, columns;           // columns of the block
+    const float *state_in;           // (K,V), NULL: zeros; NULL: not wanted
+    float *state_out;
+    bool map;                        // makes the map of a segment, this one
+    int segment;
 };
 
 /* Of every other chunk: its front is loaded, its back is loaded, all have read both. */
@@ -77,9 +82,9 @@ template <int KP>
 struct mn_scan_smem {
     static constexpr int backs = KP <= 128 ? 2 : 1;
     mn_scan_front<KP> fronts[2];
-    mn_scan_back<KP> behind[backs];
     mn_scan_coord place;    // of the block; in shared memory, as registers are short
     mn_scan_mbarriers mbarriers;
+    mn_scan_back<KP> behind[backs];    // last: blocks that need none do without
 
     __device__ mn_scan_front<KP> &front(int n) {
         return fronts[n % 2];
@@ -103,29 +108,132 @@ struct mn_scan_tma_maps {
     bool serve;    // otherwise threads copy
 };
 
-/* Fills in the coordinates of a block of `columns` value columns. One thread calls. */
-__device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_params &job,
-                                          int64_t n_slices,
-                                    int columns) {
+/* How a sequence is cut: `n` segments of `rows` rows, the last of which may have fewer. A sequence
+ * is cut by its own length alone. */
+struct mn_scan_cut {
+    int64_t rows;
+    int n;
+};
+
+__device__ inline mn_scan_cut mn_scan_cut_of(const mn_delta_segments &segments, int64_t n_rows) {
+    if (n_rows < segments.least) return { n_rows, 1 };
+    const int64_t share = (n_rows + segments.count - 1) / segments.count;
+    const int64_t rows = (share + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK * MN_DELTA_CHUNK;
+    return { rows, (int)((n_rows + rows - 1) / rows) };
+}
+
+/* Sequences that may be cut have numbers of their own: of packed ones each begins at least that
+ * many tokens behind the one before. */
+__host__ __device__ inline int64_t mn_scan_cut_sequences(const mn_call &call,
+                                                         const mn_delta_segments &segments) {
+    return call.cu_seqlens ? call.T / segments.least : call.B;
+}
+
+__device__ inline int64_t mn_scan_cut_index(const mn_delta_params &job, int64_t n) {
     const mn_call &call = job.p.call;
+    return call.cu_seqlens ? call.cu_seqlens[n] / job.segments.least : n;
+}
+
+/* The sequence of such a number, or another, that is too short: what is cut and begins in so many
+ * tokens has the last of them. */
+__device__ inline int64_t mn_scan_cut_sequence(const mn_delta_params &job, int64_t index) {
+    const mn_call &call = job.p.call;
+    if (!call.cu_seqlens) return index;
+    const int64_t n = mn_span_of(call, 0, (index + 1) * job.segments.least - 1);
+    return call.cu_seqlens[n] >= index * job.segments.least ? n : -1;
+}
+
+/* The state (K,V) that a scan has in front of a segment. */
+__device__ inline float *mn_scan_segment_state(const mn_delta_params &job, int64_t n, int64_t h,
+                                               int segment) {
+    const mn_call &call = job.p.call;
+    const int64_t index = mn_scan_cut_index(job, n) * job.segments.count + segment;
+    return job.workspace.segment_states + (index * call.H + h) * call.K * call.V;
+}
+
+/* The map of a segment, neither first nor last, (KP, padded_v + KP): what it adds to the state, and
+ * what it makes of one. */
+template <int KP>
+__device__ inline float *mn_scan_segment_map(const mn_delta_params &job, int64_t n, int64_t h,
+                                             int segment) {
+    const int64_t index = mn_scan_cut_index(job, n) * (job.segments.count - 2) + segment - 1;
+    return job.workspace.segment_maps + (index * job.p.call.H + h) * KP * (job.padded_v + KP);
+}
+
+/* Narrows a block's coordinates from its sequence to a segment of it, that with which the scan
+ * begins or number `segment`, and tells where states come from and go to; no rows and no states
+ * where the launch has none for it. */
+template <bool BACK>
+__device__ inline void mn_scan_find_segment(mn_scan_coord &at, const mn_delta_params &job,
+                                            bool begins, int segment) {
+    const mn_scan_cut cut = mn_scan_cut_of(job.segments, at.n_rows);
+    const int head = BACK ? cut.n - 1 : 0, tail = BACK ? 0 : cut.n - 1;
+    if (begins) segment = head;
+    const int64_t first = segment * cut.rows;
+    at.map = !begins && job.segments.part & MN_DELTA_SEGMENT_MAPS, at.segment = segment;
+    if (segment >= cut.n || (!begins && segment == head) || (at.map && segment == tail)) {
+        at.map = false;
+        at.n_rows = 0, at.state_in = nullptr, at.state_out = nullptr;
+        return;
+    }
+    if (at.map) at.state_in = nullptr;
+    else if (segment != head) at.state_in = mn_scan_segment_state(job, at.n, at.h, segment);
+    if (segment != tail) {
+        at.state_out = segment == head ? mn_scan_segment_state(job, at.n, at.h,
+                                                               segment + (BACK ? -1 : 1))
+                                       : nullptr;
+    }
+    at.span.t0 += first;
+    at.first += first / MN_DELTA_CHUNK;
+    at.n_rows = min(cut.rows, at.n_rows - first);
+}
+
+/* Fills in the coordinates of a block of `columns` value columns, whose states come from and go to
+ * these tensors. BACK: from the last token to the first. One thread calls. */
+template <bool BACK>
+__device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_params &job,
+                                          int64_t n_slices, int columns, const mn_in &state_in,
+                                          const mn_out &state_out) {
+    const mn_call &call = job.p.call;
+    const bool whole = job.segments.part == MN_DELTA_WHOLE;
+    int64_t unit = blockIdx.x / n_slices / call.H;
+    bool begins = true;
+    int segment = 0;
     at.columns = columns;
     at.column0 = blockIdx.x % n_slices * at.columns;
     at.h = blockIdx.x / n_slices % call.H;
     at.key = mn_key_head(call, at.h);
-    at.n = blockIdx.x / n_slices / call.H;
+    if (!whole) {
+        const int64_t n_spans = mn_n_spans(call);
+        const int64_t n_cut = mn_scan_cut_sequences(call, job.segments);
+        begins = job.segments.part & MN_DELTA_SEGMENT_FIRST && unit < n_spans;
+        if (!begins) {
+            if (job.segments.part & MN_DELTA_SEGMENT_FIRST) unit -= n_spans;
+            segment = job.segments.first + (int)(unit / n_cut);
+            unit = mn_scan_cut_sequence(job, unit % n_cut);
+        }
+    }
+    at.n = max(unit, (int64_t)0);
     at.span = mn_span_at(call, at.n);
     at.first = mn_delta_first_slot_of(call, at.n, job.pairs);
     at.n_rows = at.span.length * (job.pairs ? 2 : 1);
+    at.state_in = mn_row<float>(state_in, at.n, 0, at.h);
+    at.state_out = mn_row<float>(state_out, at.n, 0, at.h);
+    at.map = false;
+    if (unit < 0) segment = INT32_MAX;    // none
+    if (!whole) mn_scan_find_segment<BACK>(at, job, begins, segment);
     at.n_chunks = (int)((at.n_rows + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
 }
 
 /* Fills in the block's coordinates and initialises the mbarriers. All threads of the block call. */
-template <int KP, int SPLITS>
+template <int KP, int SPLITS, bool BACK>
 __device__ inline void mn_scan_init_smem(mn_scan_smem<KP> &smem, const mn_delta_params &job,
-                                     int64_t n_slices) {
+                                         int64_t n_slices, const mn_in &state_in,
+                                         const mn_out &state_out) {
     if (threadIdx.x == 0) {
         const int multiply = (int)blockDim.x - MN_DELTA_PRODUCERS;
-        mn_scan_find_coord(smem.place, job, n_slices, multiply / 2 / SPLITS);
+        mn_scan_find_coord<BACK>(smem.place, job, n_slices, multiply / 2 / SPLITS, state_in,
+                                 state_out);
 #if MN_HAS_WGMMA
         for (int i = 0; i < 2; i++) {
             mn_mbarrier_init(&smem.mbarriers.front[i], MN_DELTA_PRODUCERS);
@@ -152,7 +260,7 @@ __device__ inline int mn_scan_chunk_len(const mn_scan_coord &at, int chunk) {
 struct mn_scan_source {
     const mn_in &keys, &values, &first, &second;
     const mn_bf16 *decayed_keys, *decayed_first, *decayed_second;
-    bool packed_keys, packed_values, packed_first, packed_second, has_first, has_second;
+    bool packed_keys, packed_values, packed_first, packed_second, has_first, has_second, has_P;
 };
 
 /* ---- by threads ------------------------------------------------------------------------------ */
@@ -192,7 +300,9 @@ __device__ inline void mn_scan_copy_front(mn_scan_front<KP> &to,
         (int64_t)chunk * mn_delta_chunk_tokens(CHANNEL == MN_DELTA_PAIRS),
         mn_scan_chunk_len(at, chunk), at.column0, min(job.p.call.V, at.column0 + at.columns), tid);
     mn_tile_reload<64, n_threads>(to.T, job.workspace.T + index * MN_DELTA_MATRIX, 64, tid);
-    mn_tile_reload<64, n_threads>(to.P, job.workspace.P + index * MN_DELTA_MATRIX, 64, tid);
+    if (from.has_P) {
+        mn_tile_reload<64, n_threads>(to.P, job.workspace.P + index * MN_DELTA_MATRIX, 64, tid);
+    }
     if (CHANNEL) {
         mn_cp_async_raw(to.cum_decay, job.workspace.cum_decay + index * KP,
                         KP * (int)sizeof(float), n_threads, tid);
@@ -256,6 +366,7 @@ template <int KP, int CHANNEL>
 __device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &smem,
                                                    const mn_delta_params &job,
                                          const mn_scan_tma_maps &maps,
+                                             const mn_scan_source &from,
                                              const mn_scan_coord &at, int n,
                                          int chunk) {
     constexpr int log_decays = (CHANNEL ? KP : 2 * MN_DELTA_CHUNK) * (int)sizeof(float);
@@ -263,7 +374,8 @@ __device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &smem,
     uint64_t *mbarrier = &smem.mbarriers.front[n % 2];
     if (mn_scan_not_elected(mbarrier)) return;
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
-    mn_mbarrier_arrive_expect_tx(mbarrier, (int)sizeof to.keys + 3 * (int)sizeof to.T + log_decays);
+    mn_mbarrier_arrive_expect_tx(mbarrier, (int)sizeof to.keys +
+                                               (2 + from.has_P) * (int)sizeof to.T + log_decays);
     mn_scan_tma_load_keys<KP, CHANNEL>(to.keys, maps.keys, mbarrier, at, index, chunk);
     if (CHANNEL == MN_DELTA_PAIRS) {
         mn_tma_load_pairs(to.values, maps.values, mbarrier, (int)at.column0, (int)at.h,
@@ -272,8 +384,14 @@ __device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &smem,
         mn_scan_tma_load<64>(to.values, maps.values, mbarrier, at.column0, at.h,
                              at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK, at.span.b);
     }
-    mn_scan_tma_load<64>(to.T, maps.T, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
-    mn_scan_tma_load<64>(to.P, maps.P, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
+    if (job.T_tiled) {
+        mn_tma_load_1d(to.T, job.workspace.T + index * MN_DELTA_MATRIX, (int)sizeof to.T, mbarrier);
+    } else {
+        mn_scan_tma_load<64>(to.T, maps.T, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
+    }
+    if (from.has_P) {
+        mn_scan_tma_load<64>(to.P, maps.P, mbarrier, 0, 0, index * MN_DELTA_CHUNK, 0);
+    }
     if (CHANNEL) mn_tma_load_1d(to.cum_decay, job.workspace.cum_decay + index * KP, log_decays,
                                   mbarrier);
     else mn_tma_load_1d(to.gamma, job.workspace.log_decays[index].gamma, log_decays, mbarrier);
@@ -313,8 +431,8 @@ __device__ inline void mn_scan_copy_arrive(uint64_t *mbarrier) {
 
 template <int KP, int CHANNEL>
 __device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &, const mn_delta_params &,
-                                         const mn_scan_tma_maps &, const mn_scan_coord &,
-                                             int, int) {}
+                                         const mn_scan_tma_maps &, const mn_scan_source &,
+                                         const mn_scan_coord &, int, int) {}
 
 template <int KP, int CHANNEL>
 __device__ inline void mn_scan_tma_load_back(mn_scan_smem<KP> &, const mn_delta_params &,
@@ -391,7 +509,7 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
     const auto front = [&](int n) {
         const int chunk = chunk_at(n);
         if (MN_HAS_WGMMA && uses_tma(chunk)) {
-            mn_scan_tma_load_front<KP, CHANNEL>(smem, job, maps, at, n, chunk);
+            mn_scan_tma_load_front<KP, CHANNEL>(smem, job, maps, from, at, n, chunk);
         } else {
             mn_scan_copy_front<KP, CHANNEL>(smem.front(n), job, from, at, chunk);
             mn_scan_copy_arrive(&smem.mbarriers.front[n % 2]);
@@ -479,12 +597,18 @@ constexpr int mn_scan_threads(int splits) {
     return 32 * MN_DELTA_COL_TILES * splits + MN_DELTA_PRODUCERS;
 }
 
-/* Two consumer warpgroups take registers from the producers. */
-template <int SPLITS, bool PRODUCER>
+/* What a scan forward leaves: outputs and the last state; S in front of each chunk and R of each,
+ * in the workspace; the map of a segment. */
+enum { MN_SCAN_OUTPUT, MN_SCAN_SAVE, MN_SCAN_MAP };
+
+/* Two consumer warpgroups take registers from the producers, and so does that of a block of which a
+ * processor holds two. */
+template <int SPLITS, bool PRODUCER, int MODE = MN_SCAN_OUTPUT>
 __device__ __forceinline__ void mn_scan_setmaxnreg(void) {
 #if MN_HAS_WGMMA
-    if (SPLITS == 1) return;
+    if (SPLITS == 1 && MODE != MN_SCAN_MAP) return;
     if (PRODUCER) mn_setmaxnreg_dec<88>();
+    else if (MODE == MN_SCAN_MAP) mn_setmaxnreg_inc<168>();
     else mn_setmaxnreg_inc<208>();
 #endif
 }
@@ -547,35 +671,49 @@ struct mn_scan_state {
 
     float at[width / 8][4];
 
+    /* use(x, row, column) for this lane's numbers */
     template <typename F>
-    __device__ void each(const mn_call &call, int64_t column0, F use) {
+    __device__ void each(int64_t column0, F use) {
         const int lane = threadIdx.x % 32, channel0 = role::split() * width;
         const int64_t j = column0 + role::col_tile() * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < width / 8; i++) {
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const int64_t row = channel0 + 8 * i + lane % 4 * 2 + c % 2;
-                const int64_t column = j + c / 2 * 8;
-                use(at[i][c], row * call.V + column, row < call.K && column < call.V);
+                use(at[i][c], channel0 + 8 * i + lane % 4 * 2 + c % 2, j + c / 2 * 8);
             }
         }
     }
 
-    __device__ void load(const mn_in &state, const mn_call &call,
-                         const mn_scan_coord &place) {
-        const float *from = mn_row<float>(state, place.n, 0, place.h);
-        each(call, place.column0, [&](float &x, int64_t i, bool inside) {
-            x = inside && from ? from[i] : 0.0f;
+    __device__ void load(const mn_delta_params &job, const mn_scan_coord &place) {
+        const float *from = place.state_in;
+        const int64_t K = job.p.call.K, V = job.p.call.V;
+        each(place.column0, [&](float &x, int64_t row, int64_t column) {
+            x = from && row < K && column < V ? from[row * V + column] : 0.0f;
         });
     }
 
-    __device__ void store(const mn_out &state, const mn_call &call,
-                          const mn_scan_coord &place) {
-        float *to = mn_row<float>(state, place.n, 0, place.h);
+    __device__ void store(const mn_delta_params &job, const mn_scan_coord &place) {
+        float *to = place.state_out;
+        const int64_t K = job.p.call.K, V = job.p.call.V;
         if (!to) return;
-        each(call, place.column0, [&](float &x, int64_t i, bool inside) {
-            if (inside) to[i] = x;
+        each(place.column0, [&](float &x, int64_t row, int64_t column) {
+            if (row < K && column < V) to[row * V + column] = x;
+        });
+    }
+
+    /* Of a segment's map: zeros, and behind the values' columns the unit matrix. */
+    __device__ void begin_map(const mn_delta_params &job, const mn_scan_coord &place) {
+        each(place.column0, [&](float &x, int64_t row, int64_t column) {
+            x = column == job.padded_v + row ? 1.0f : 0.0f;
+        });
+    }
+
+    __device__ void store_map(const mn_delta_params &job, const mn_scan_coord &place) {
+        if (!place.map) return;
+        float *to = mn_scan_segment_map<KP>(job, place.n, place.h, place.segment);
+        each(place.column0, [&](float &x, int64_t row, int64_t column) {
+            to[row * (job.padded_v + KP) + column] = x;
         });
     }
 
@@ -852,8 +990,8 @@ __device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][
     mn_scan_frags_a(x, X);
 }
 
-/* What the producer warps do. SAVE: as below. */
-template <int KP, int CHANNEL, bool SAVE>
+/* What the producer warps do. */
+template <int KP, int CHANNEL, int MODE>
 __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
                                                   const mn_delta_params &job,
                                            const mn_scan_tma_maps &maps, bool same_keys) {
@@ -861,36 +999,43 @@ __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
     const mn_scan_source from = {
         p.e, p.v, p.q, p.w, job.workspace.e, job.workspace.q, job.workspace.w,
             job.packed[MN_DELTA_E],
-        job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W], !SAVE,
-        !same_keys,
+        job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W],
+        MODE == MN_SCAN_OUTPUT, !same_keys, MODE == MN_SCAN_OUTPUT,
     };
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [](int n) { return n; });
 }
 
 /* Grid: block = (n * H + h) * n_slices + slice, a slice being 64 value columns; it goes through the
- * chunks of sequence n in order.
+ * chunks of sequence n in order, or of a segment (mn_delta_scan_units).
  * Loads   e, q, w (64,K) (decayed ones of the workspace where CHANNEL), v (64, 64 columns), T and P
- *         (64,64) and the decays of each chunk; state0 (K, 64 columns) at the start.
- * Stores  o (64, 64 columns) of each chunk and state at the end. SAVE: instead of both S in front
- *         of each chunk and R of each chunk, in the workspace. */
-template <int KP, int CHANNEL, bool SAVE>
-__global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), 1)
+ *         (64,64) and the decays of each chunk; the state (K, 64 columns) at the start.
+ * Stores  o (64, 64 columns) of each chunk and the state at the end. MN_SCAN_SAVE: instead of o
+ *         S in front of each chunk and R of each, in the workspace. MN_SCAN_MAP: the segment's map
+ *         alone, columns of values and of the unit matrix; the launch in front may still be at
+ *         work, and the first block waits for it at its end. */
+template <int KP, int CHANNEL, int MODE>
+__global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), MODE == MN_SCAN_MAP ? 2 : 1)
 delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
                      const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
     constexpr int SPLITS = mn_scan_splits<KP>;
+    constexpr bool SAVE = MODE == MN_SCAN_SAVE, MAP = MODE == MN_SCAN_MAP;
+    if (MAP && !MN_HAS_WGMMA) return;
     mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
-    mn_scan_init_smem<KP, SPLITS>(smem, job, n_slices);
+    if (job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
+    mn_scan_init_smem<KP, SPLITS, false>(smem, job, n_slices, p.state0,
+                                         MODE == MN_SCAN_OUTPUT ? p.state : mn_out{});
     const mn_scan_coord &at = smem.place;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
     if (mn_scan_producer_tid() >= 0) {
-        mn_scan_setmaxnreg<SPLITS, true>();
-        mn_scan_load_forward<KP, CHANNEL, SAVE>(smem, job, maps, same_keys);
+        mn_scan_setmaxnreg<SPLITS, true, MODE>();
+        mn_scan_load_forward<KP, CHANNEL, MODE>(smem, job, maps, same_keys);
+        if (MAP && blockIdx.x == 0) mn_pdl_wait();
         return;
     }
-    mn_scan_setmaxnreg<SPLITS, false>();
+    mn_scan_setmaxnreg<SPLITS, false, MODE>();
     constexpr int steps = 4 / SPLITS, tiles = 8 / SPLITS;    // of a split's tokens
     constexpr int scratch_bytes = mn_scan_exchange<SPLITS>::scratch_bytes;
     const int col_tile = mn_scan_role<true, SPLITS>::col_tile();
@@ -902,7 +1047,8 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, true, SPLITS> S;
-    S.load(p.state0, p.call, at);
+    if (MAP) S.begin_map(job, at);
+    else S.load(job, at);
     for (int chunk = 0; chunk < n_chunks; chunk++) {
         mn_scan_front<KP> &front = smem.front(chunk);
         float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
@@ -926,17 +1072,17 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
         mn_scan_own_share<SPLITS>(local, r, split);
         if (!CHANNEL) mn_scan_scale_tokens(R, front.write, 1.0f);
         mn_scan_frags_a(x, R);
-        if (!SAVE || !same_keys) mn_scan_wait_back(smem, chunk, ahead);
+        if (MODE == MN_SCAN_OUTPUT || !same_keys) mn_scan_wait_back(smem, chunk, ahead);
         if (SAVE) {
             mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.R, chunk, MN_DELTA_CHUNK) +
                                              16 * steps * split, MN_DELTA_CHUNK, local,
                                          exchange.scratch(split));
-        } else {
+        } else if (!MAP) {
             S.read(O, smem.first(chunk, same_keys), nullptr, nullptr);
             if (!CHANNEL) mn_scan_scale_tokens(O, front.gamma, job.scale);
             mn_scan_mma_lower<true>(O, local, mn_shared_u32(front.P), split * steps);
         }
-        const bool puts = !SAVE && results.to;
+        const bool puts = MODE == MN_SCAN_OUTPUT && results.to;
         if (puts && SPLITS > 1) mn_scan_store_partials<SPLITS>(exchange, O, split);
         S.template decay<CHANNEL>(front);
         mn_mma_fence<true>();
@@ -951,7 +1097,8 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
         mn_mma_wait<true>();
         mn_scan_release(smem, chunk);
     }
-    if (!SAVE) S.store(p.state, p.call, at);
+    if (MAP) S.store_map(job, at);
+    else S.store(job, at);
 }
 
 /* ---- back ------------------------------------------------------------------------------------ */
@@ -985,12 +1132,17 @@ __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
     const mn_scan_source from = {
         same_keys ? p.e : p.w, p.cot.o, p.q, p.e, job.workspace.w, job.workspace.q, job.workspace.e,
         job.packed[MN_DELTA_W], job.packed[MN_DELTA_COT], job.packed[MN_DELTA_Q],
-        job.packed[MN_DELTA_E], true, !same_keys,
+        job.packed[MN_DELTA_E], true, !same_keys, true,
     };
     const int last = smem.place.n_chunks - 1;
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [=](int n) { return last - n; });
 }
 
+/* Grid: as forward, from the last chunk to the first.
+ * Loads   w, q, e (64,K), do (64, 64 columns), T, P (64,64) and the decays of each chunk; the
+ *         gradient of the last state (K, 64 columns), or what a segment's scan begins with.
+ * Stores  dv (64, 64 columns) of each chunk, D behind each chunk and dX of each, in the workspace,
+ *         and D at the end. Of a segment whose map it makes D at the end alone, from zeros. */
 template <int KP, int CHANNEL>
 __global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), 1)
 delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
@@ -999,7 +1151,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     constexpr int SPLITS = mn_scan_splits<KP>;
     mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
-    mn_scan_init_smem<KP, SPLITS>(smem, job, n_slices);
+    mn_scan_init_smem<KP, SPLITS, true>(smem, job, n_slices, p.cot.state, p.grad.state0);
     const mn_scan_coord &at = smem.place;
     const bool same_keys = !CHANNEL && !p.w.data;
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
@@ -1020,7 +1172,8 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, true, SPLITS> D;
-    D.load(p.cot.state, p.call, at);
+    const bool map = at.map;
+    D.load(job, at);
     for (int iter = 0; iter < n_chunks; iter++) {
         const int chunk = n_chunks - 1 - iter;
         mn_scan_front<KP> &front = smem.front(iter);
@@ -1028,7 +1181,8 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         unsigned x[4][4], cot[4][4], local[steps][4];
         const float *gamma = CHANNEL ? nullptr : front.gamma;
         mn_scan_wait_front(smem, iter);
-        D.read(dR, front.keys, records.at(job.workspace.D, chunk, KP), exchange.scratch(split));
+        D.read(dR, front.keys, map ? nullptr : records.at(job.workspace.D, chunk, KP),
+               exchange.scratch(split));
         if (!CHANNEL) mn_scan_scale_tokens(dR, front.write, 1.0f);
         mn_scan_cotangent(local, mn_shared_u32(front.values), col_tile, split * steps, nullptr,
                           1.0f);
@@ -1050,10 +1204,12 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         mn_scan_mma_upper<true>(dX, x, mn_shared_u32(front.T), 0);
         mn_scan_frags_a(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
-        mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk, MN_DELTA_CHUNK) +
-                                         16 * steps * split, MN_DELTA_CHUNK, local,
-                                     exchange.scratch(split));
-        if (results.to) {
+        if (!map) {
+            mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk,
+                                                          MN_DELTA_CHUNK) + 16 * steps * split,
+                                               MN_DELTA_CHUNK, local, exchange.scratch(split));
+        }
+        if (results.to && !map) {
             float own[tiles][4];
             mn_scan_own_share<SPLITS>(own, dX, split);
             results.put(chunk, own, exchange.scratch(split));
@@ -1073,7 +1229,8 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         mn_mma_commit_wait<true>();
         mn_scan_release(smem, iter);
     }
-    D.store(p.grad.state0, p.call, at);
+    D.store_map(job, at);
+    D.store(job, at);
 }
 
 }    // namespace mneme::delta

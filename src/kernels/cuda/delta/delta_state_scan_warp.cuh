@@ -158,12 +158,14 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
     constexpr int scratch_bytes = mn_scan_warp_exchange<KP>::scratch_bytes;
     mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
-    mn_scan_init_smem<KP, SPLITS>(smem, job, n_slices);
+    mn_scan_init_smem<KP, SPLITS, false>(smem, job, n_slices, p.state0,
+                                         SAVE ? mn_out{} : p.state);
     const mn_scan_coord &at = smem.place;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
     if (mn_scan_producer_tid() >= 0) {
-        mn_scan_load_forward<KP, CHANNEL, SAVE>(smem, job, maps, same_keys);
+        constexpr int mode = SAVE ? MN_SCAN_SAVE : MN_SCAN_OUTPUT;
+        mn_scan_load_forward<KP, CHANNEL, mode>(smem, job, maps, same_keys);
         return;
     }
     const int col_tile = mn_scan_role<false, SPLITS>::col_tile();
@@ -176,7 +178,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, false, SPLITS> S;
-    S.load(p.state0, p.call, at);
+    S.load(job, at);
     for (int chunk = 0; chunk < n_chunks; chunk++) {
         mn_scan_front<KP> &front = smem.front(chunk);
         mn_scan_acc<KP> X = {}, O = {};
@@ -216,7 +218,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
         }
         mn_scan_release(smem, chunk);
     }
-    if (!SAVE) S.store(p.state, p.call, at);
+    S.store(job, at);
 }
 
 template <int KP, int CHANNEL>
@@ -229,7 +231,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
     constexpr int scratch_bytes = mn_scan_warp_exchange<KP>::scratch_bytes;
     mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
-    mn_scan_init_smem<KP, SPLITS>(smem, job, n_slices);
+    mn_scan_init_smem<KP, SPLITS, true>(smem, job, n_slices, p.cot.state, p.grad.state0);
     const mn_scan_coord &at = smem.place;
     const bool same_keys = !CHANNEL && !p.w.data;
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
@@ -247,7 +249,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, false, SPLITS> D;
-    D.load(p.cot.state, p.call, at);
+    D.load(job, at);
     for (int iter = 0; iter < n_chunks; iter++) {
         const int chunk = n_chunks - 1 - iter;
         mn_scan_front<KP> &front = smem.front(iter);
@@ -290,7 +292,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
         D.add(x, same_keys ? front.keys : smem.second(iter));
         mn_scan_release(smem, iter);
     }
-    D.store(p.grad.state0, p.call, at);
+    D.store(job, at);
 }
 
 }    // namespace mneme::delta

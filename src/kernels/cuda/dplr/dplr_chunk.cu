@@ -48,7 +48,7 @@ static bool make_params(mn_delta_params *job, const mn_dplr_args *p, void *share
         !mn_delta_workspace_layout(&job->workspace, &bytes, &rows, shared, back, true)) {
         return false;
     }
-    job->pairs = true;
+    job->pairs = true, job->segments.count = 1;
     job->odd_w = p->k, job->odd_dw = p->grad.k;
     job->packed[MN_DELTA_W] = job->packed[MN_DELTA_W] && mn_delta_vec_aligned(p->k, K);
     job->packed[MN_DELTA_DW] = job->packed[MN_DELTA_DW] && mn_delta_vec_aligned(p->grad.k, K);
@@ -73,7 +73,7 @@ template <int KP>
 static int forward(const mn_delta_params &job, cudaStream_t stream) {
     const int code = intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
-    return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, MN_DELTA_PAIRS, false>,
+    return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, MN_DELTA_PAIRS, MN_SCAN_OUTPUT>,
                                    delta_state_scan_warp_kernel<KP, MN_DELTA_PAIRS, false>, job,
                                    false, job.p.call.V, stream);
 }
@@ -84,7 +84,7 @@ static int backward(const mn_delta_params &job, cudaStream_t stream) {
     const int64_t records = records_of(job.p.call);
     int code = intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
-    code = mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, MN_DELTA_PAIRS, true>,
+    code = mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, MN_DELTA_PAIRS, MN_SCAN_SAVE>,
                                    delta_state_scan_warp_kernel<KP, MN_DELTA_PAIRS, true>, job,
                                    false, job.padded_v, stream);
     if (code != cudaSuccess) return code;

@@ -1,27 +1,33 @@
 /* gemm_rows.cu - c = a b' (+ c, + onto, + bias) in bf16 for the rows of sequences that decode
  * together: any number of them, each with the same bits whatever that is.
  *
- * A block has BN rows of the weight b and BM rows of a; both come through shared memory by
- * cp.async, 64 of K a stage, several stages ahead. The weight is the left factor of the tensor
- * cores, so that eight rows of a are a tile. An element is one accumulator that takes K sixteen at
- * a time, in order, whatever BN and BM are. Weights that are older than the launch in front are
- * asked for before it has ended. Several weights of one a are one launch. */
+ * A block has 64 rows of the weight b, BM rows of a and a part of K; both come through shared
+ * memory by cp.async, 64 of K a stage, several stages ahead. The weight is the left factor of the
+ * tensor cores, so that eight rows of a are a tile. An element is one accumulator for each part of
+ * K, which takes its part sixteen at a time, in order; blocks of a cluster have the parts of an
+ * element, and one of them adds these in their order. How many parts there are follows from N and K
+ * alone: narrow weights need them to keep all processors busy. Weights that are older than the
+ * launch in front are asked for before it has ended. Several weights of one a are one launch. The
+ * columns of a block are two runs of 32 neighbours: those of a gate and those that it opens, where
+ * the product ends in such a function. */
+#include "kernels/cuda/elementwise/elementwise_fwd.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
+#include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/prim/pdl.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::gemm {
 
-enum { ROWS_THREADS = 128, ROWS_WARPS = 4, ROWS_K = 64, ROWS_BYTES = 2 * ROWS_K, ROWS_VEC = 8 };
+enum { ROWS_THREADS = 128, ROWS_N = 64, ROWS_K = 64, ROWS_BYTES = 2 * ROWS_K, ROWS_VEC = 8 };
+enum { ROWS_CLUSTER = 8, ROWS_BLOCKS = 180, ROWS_STRIDE = ROWS_N + 1, ROWS_HALF = ROWS_N / 2 };
 
-template <int BN, int BM>
+template <int BM>
 struct rows_tile {
-    static constexpr int warps_n = BN / 16, warps_m = ROWS_WARPS / warps_n;
-    static constexpr int tiles = BM / 8, each = (tiles + warps_m - 1) / warps_m;
-    static constexpr bool spare = tiles < warps_m;    // warps without a tile
-    static constexpr int stage = (BN + BM) * ROWS_BYTES;
-    static constexpr int stages = stage <= 6144 ? 8 : stage <= 12288 ? 6 : 4;
+    static constexpr int tiles = BM / 8;
+    static constexpr int stage = (ROWS_N + BM) * ROWS_BYTES;
+    static constexpr int stages = stage <= 12288 ? 6 : stage <= 16384 ? 5 : 4;
     static constexpr int smem = stages * stage;
-    static_assert(BN <= 64 && smem >= BM * (BN + 1) * 4, "sums fit where the factors were");
+    static_assert(smem >= BM * ROWS_STRIDE * 4, "sums fit where the factors were");
 };
 
 /* Sixteen bytes on their way to shared memory; zeros where `there` is false. */
@@ -30,15 +36,17 @@ __device__ static void rows_fetch(uint32_t to, const void *from, bool there) {
                  :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
-/* `count` rows of ROWS_K elements of K from k on; 16-byte vectors are swizzled by the row. */
+/* COUNT rows of ROWS_K elements of K from k on, half of them from row0 on and half from row1 on;
+ * 16-byte vectors are swizzled by the row. */
 template <int COUNT>
-__device__ static void rows_load(uint32_t to, const mn_bf16 *from, int64_t row0, int64_t n_rows,
-                                 int64_t stride, int64_t k, int64_t K) {
+__device__ static void rows_load(uint32_t to, const mn_bf16 *from, int64_t row0, int64_t row1,
+                                 int64_t n_rows, int64_t stride, int64_t k, int64_t K) {
     static_assert(COUNT * ROWS_VEC % ROWS_THREADS == 0 || COUNT == 8, "whole rounds");
 #pragma unroll
     for (int i = threadIdx.x; i < COUNT * ROWS_VEC; i += ROWS_THREADS) {
         const int row = i / ROWS_VEC, vec = i % ROWS_VEC;
-        const int64_t at = row0 + row, element = k + vec * 8;
+        const int64_t at = row < COUNT / 2 ? row0 + row : row1 + row - COUNT / 2;
+        const int64_t element = k + vec * 8;
         const bool there = at < n_rows && element < K;
         rows_fetch(to + row * ROWS_BYTES + (vec ^ (row & 7)) * 16,
                    there ? from + at * stride + element : from, there);
@@ -57,25 +65,22 @@ __device__ static void rows_mma(float (&acc)[4], const uint32_t (&a)[4], uint32_
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* A stage: this warp's 16 rows of the weight with its tiles of 8 rows of a. */
-template <int BN, int BM>
-__device__ static void rows_multiply(float (&acc)[rows_tile<BN, BM>::each][4], uint32_t weights,
+/* A stage: this warp's 16 rows of the weight with all tiles of 8 rows of a. */
+template <int BM>
+__device__ static void rows_multiply(float (&acc)[rows_tile<BM>::tiles][4], uint32_t weights,
                                      uint32_t rows) {
-    using tile = rows_tile<BN, BM>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int wn = warp % tile::warps_n, first = warp / tile::warps_n * tile::each;
     uint32_t a[ROWS_K / 16][4];
-    const int row = wn * 16 + lane % 16;
+    const int row = warp * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < ROWS_K / 16; k++) {
         rows_ldmatrix(a[k], weights + row * ROWS_BYTES + ((2 * k + lane / 16) ^ (row & 7)) * 16);
     }
 #pragma unroll
-    for (int i = 0; i < tile::each; i++) {
-        if (tile::spare && first + i >= tile::tiles) continue;
-        const uint32_t at = rows + ((first + i) * 8 + lane % 8) * ROWS_BYTES;
+    for (int half = 0; half < 2; half++) {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int i = 0; i < rows_tile<BM>::tiles; i++) {
+            const uint32_t at = rows + (i * 8 + lane % 8) * ROWS_BYTES;
             uint32_t b[4];
             rows_ldmatrix(b, at + ((4 * half + lane / 8) ^ (lane % 8)) * 16);
             rows_mma(acc[i], a[2 * half], b[0], b[1]);
@@ -84,127 +89,208 @@ __device__ static void rows_multiply(float (&acc)[rows_tile<BN, BM>::each][4], u
     }
 }
 
-/* Sums through shared memory, so that neighbours along c's rows are stored together. */
-template <int BN, int BM, typename C>
-__device__ static void rows_store(const mn_gemm_problem &w, float *sums,
-                                  const float (&acc)[rows_tile<BN, BM>::each][4], int64_t n0,
-                                  int64_t m0) {
-    using tile = rows_tile<BN, BM>;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int n = warp % tile::warps_n * 16 + lane / 4, first = warp / tile::warps_n * tile::each;
-    __syncthreads();
+/* The block's sums to shared memory, a row of a in each line. */
+template <int BM>
+__device__ static void rows_keep(float *sums, const float (&acc)[rows_tile<BM>::tiles][4]) {
+    const int lane = threadIdx.x % 32, n = threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < tile::each; i++) {
-        if (tile::spare && first + i >= tile::tiles) continue;
-        float *to = sums + ((first + i) * 8 + lane % 4 * 2) * (BN + 1) + n;
-        to[0] = acc[i][0], to[BN + 1] = acc[i][1];
-        to[8] = acc[i][2], to[BN + 9] = acc[i][3];
-    }
-    __syncthreads();
-    const C *base = (const C *)(w.accumulate ? w.c : w.onto), *bias = (const C *)w.bias;
-    for (int i = threadIdx.x; i < BN * BM; i += ROWS_THREADS) {
-        const int64_t m = m0 + i / BN, column = n0 + i % BN;
-        if (m >= w.M || column >= w.N) continue;
-        const int64_t at = m * w.c_row + column;
-        mn_put((C *)w.c + at, mn_get(base, at) + sums[i / BN * (BN + 1) + i % BN] +
-                                  mn_get(bias, column));
+    for (int i = 0; i < rows_tile<BM>::tiles; i++) {
+        float *to = sums + (i * 8 + lane % 4 * 2) * ROWS_STRIDE + n;
+        to[0] = acc[i][0], to[ROWS_STRIDE] = acc[i][1];
+        to[8] = acc[i][2], to[ROWS_STRIDE + 8] = acc[i][3];
     }
 }
 
-/* Problem i has column tiles [begins[i], begins[i + 1]). */
+__device__ static float rows_remote(uint32_t here, unsigned rank) {
+    float x = 0.0f;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("ld.shared::cluster.f32 %0, [%1];"
+                 : "=f"(x) : "r"(mn_cluster_address(here, rank)) : "memory");
+#endif
+    return x;
+}
+
+__device__ static void rows_cluster_sync(void) {
+#if __CUDA_ARCH__ >= 900
+    mn_cluster_arrive();
+    mn_cluster_wait();
+#endif
+}
+
+/* Where a block is: its rows of a from m0 on, half of its columns from n0 on and half from n1 on,
+ * its part of K of `split`, and the first block of the cluster that has the same elements. */
+struct rows_place {
+    int64_t m0, n0, n1;
+    int split, part, rank0;
+};
+
+/* The parts of K of an element, in their order. */
+__device__ static float rows_sum(const float *sums, int place, const rows_place &at) {
+    if (at.split == 1) return sums[place];
+    const uint32_t here = (uint32_t)__cvta_generic_to_shared(sums + place);
+    float parts[ROWS_CLUSTER];
+#pragma unroll
+    for (int k = 0; k < ROWS_CLUSTER; k++) {
+        parts[k] = k < at.split ? rows_remote(here, at.rank0 + k) : 0.0f;
+    }
+    float sum = parts[0];
+#pragma unroll
+    for (int k = 1; k < ROWS_CLUSTER; k++) {
+        if (k < at.split) sum += parts[k];
+    }
+    return sum;
+}
+
+/* Stores element (m, n) of c, and returns it as it is stored. */
+template <typename C>
+__device__ static float rows_put(const mn_gemm_problem &w, int64_t m, int64_t n, float sum) {
+    const C *base = (const C *)(w.accumulate ? w.c : w.onto), *bias = (const C *)w.bias;
+    if (n >= w.N) return 0.0f;
+    C *to = (C *)w.c + m * w.c_row + n;
+    mn_put(to, mn_get(base, m * w.c_row + n) + sum + mn_get(bias, n));
+    return mn_float(*to);
+}
+
+/* This block's share of the rows of the tile. */
+template <int BM, typename C>
+__device__ static void rows_store(const mn_gemm_problem &w, const float *sums,
+                                  const rows_place &at) {
+    const int share = BM / at.split, first = at.part * share;
+    for (int i = threadIdx.x; i < share * ROWS_HALF; i += ROWS_THREADS) {
+        const int row = first + i / ROWS_HALF, column = i % ROWS_HALF;
+        const int64_t m = at.m0 + row;
+        if (m >= w.M || at.n0 >= w.N) continue;
+        const int place = row * ROWS_STRIDE + column;
+        const float sum0 = rows_sum(sums, place, at), sum1 = rows_sum(sums, place + ROWS_HALF, at);
+        float x[3][1] = {}, y[1][1];
+        x[0][0] = rows_put<C>(w, m, at.n0 + column, sum0);
+        x[1][0] = rows_put<C>(w, m, at.n1 + column, sum1);
+        if (!w.gated) continue;
+        const elementwise::mn_unary_forward f{ (mn_unary)w.gate, true };
+        f.template run<sizeof(C) == 2>(x, y);
+        mn_put((C *)w.gated + m * w.gated_row + at.n0 + column, y[0][0]);
+    }
+}
+
+/* Problem i has the clusters [begins[i], begins[i + 1]), and split[i] parts of K. */
 struct rows_params {
-    int n, begins[MN_GEMM_ROWS + 1];
+    int n, begins[MN_GEMM_ROWS + 1], split[MN_GEMM_ROWS];
     mn_gemm_problem of[MN_GEMM_ROWS];
 };
 
-template <int BN, int BM, typename C>
+template <int BM, typename C>
 __global__ void __launch_bounds__(ROWS_THREADS)
 gemm_rows(const __grid_constant__ rows_params p) {
-    using tile = rows_tile<BN, BM>;
+    using tile = rows_tile<BM>;
     extern __shared__ __align__(128) unsigned char bytes[];
     const uint32_t smem = (uint32_t)__cvta_generic_to_shared(bytes);
+    const int cluster = (int)blockIdx.x / ROWS_CLUSTER, rank = (int)blockIdx.x % ROWS_CLUSTER;
     int which = 0;
-    while ((int)blockIdx.x >= p.begins[which + 1]) which++;
+    while (cluster >= p.begins[which + 1]) which++;
     const mn_gemm_problem &w = p.of[which];
-    const int64_t n0 = ((int)blockIdx.x - p.begins[which]) * (int64_t)BN;
-    const int64_t m0 = blockIdx.y * (int64_t)BM;
-    const int steps = (int)((w.K + ROWS_K - 1) / ROWS_K);
+    const int split = p.split[which];
+    const int64_t column_tile = (cluster - p.begins[which]) * (int64_t)(ROWS_CLUSTER / split);
+    const int64_t columns = (column_tile + rank / split) * (w.gated ? ROWS_HALF : ROWS_N);
+    const rows_place at = { blockIdx.y * (int64_t)BM, w.gated && columns >= w.N / 2 ? w.N : columns,
+                            columns + (w.gated ? w.N / 2 : ROWS_HALF), split, rank % split,
+                            rank - rank % split };
+    const int all = (int)((w.K + ROWS_K - 1) / ROWS_K), each = (all + split - 1) / split;
+    const int first = min(at.part * each, all);
+    const int last = at.n0 < w.N ? min(first + each, all) : first;
     const mn_bf16 *a = (const mn_bf16 *)w.a, *b = (const mn_bf16 *)w.b;
-    const auto stage_of = [&](int step) { return smem + step % tile::stages * tile::stage; };
+    const auto stage_of = [&](int step) {
+        return smem + (step - first) % tile::stages * tile::stage;
+    };
     const auto weights = [&](int step) {
-        rows_load<BN>(stage_of(step), b, n0, w.N, w.b_row, (int64_t)step * ROWS_K, w.K);
+        rows_load<ROWS_N>(stage_of(step), b, at.n0, at.n1, w.N, w.b_row, (int64_t)step * ROWS_K,
+                          w.K);
     };
     const auto rows = [&](int step) {
-        rows_load<BM>(stage_of(step) + BN * ROWS_BYTES, a, m0, w.M, w.a_row,
+        rows_load<BM>(stage_of(step) + ROWS_N * ROWS_BYTES, a, at.m0, at.m0 + BM / 2, w.M, w.a_row,
                       (int64_t)step * ROWS_K, w.K);
         asm volatile("cp.async.commit_group;\n" ::: "memory");
     };
     mn_pdl_launch_dependents();
-    for (int s = 0; w.b_is_old && s < tile::stages - 1 && s < steps; s++) weights(s);
+    const int ahead = first + tile::stages - 1;
+    for (int s = first; w.b_is_old && s < ahead && s < last; s++) weights(s);
     mn_pdl_wait();
-    for (int s = 0; s < tile::stages - 1; s++) {
-        if (s < steps && !w.b_is_old) weights(s);
-        if (s < steps) rows(s);
+    for (int s = first; s < ahead; s++) {
+        if (s < last && !w.b_is_old) weights(s);
+        if (s < last) rows(s);
         else asm volatile("cp.async.commit_group;\n" ::: "memory");
     }
-    float acc[tile::each][4] = {};
+    float acc[tile::tiles][4] = {};
 #pragma unroll 1
-    for (int s = 0; s < steps; s++) {
+    for (int s = first; s < last; s++) {
         asm volatile("cp.async.wait_group %0;\n" :: "n"(tile::stages - 2) : "memory");
         __syncthreads();
         const int next = s + tile::stages - 1;
-        if (next < steps) {
+        if (next < last) {
             weights(next);
             rows(next);
         } else {
             asm volatile("cp.async.commit_group;\n" ::: "memory");
         }
-        rows_multiply<BN, BM>(acc, stage_of(s), stage_of(s) + BN * ROWS_BYTES);
+        rows_multiply<BM>(acc, stage_of(s), stage_of(s) + ROWS_N * ROWS_BYTES);
     }
     asm volatile("cp.async.wait_all;\n" ::: "memory");
-    rows_store<BN, BM, C>(w, (float *)bytes, acc, n0, m0);
+    __syncthreads();
+    rows_keep<BM>((float *)bytes, acc);
+    if (split > 1) rows_cluster_sync();
+    else __syncthreads();
+    rows_store<BM, C>(w, (const float *)bytes, at);
+    if (split > 1) rows_cluster_sync();    // others still read this block's sums
 }
 
-template <int BN, int BM, typename C>
+/* Parts of K: as many as leave no processor without a block, of at least two stages each. */
+static int rows_split(const mn_gemm_problem &w) {
+    const int64_t tiles = mn_ceil_div(w.N, ROWS_N), steps = mn_ceil_div(w.K, ROWS_K);
+    int split = 1;
+    if (mn_device_props_current().major < 9) return split;
+    while (split < ROWS_CLUSTER && 2 * split * tiles <= ROWS_BLOCKS && 4 * split <= steps) {
+        split *= 2;
+    }
+    return split;
+}
+
+template <int BM, typename C>
 static int rows_launch(const mn_gemm_problem *works, int n, cudaStream_t on) {
-    using tile = rows_tile<BN, BM>;
+    using tile = rows_tile<BM>;
+    const auto kernel = gemm_rows<BM, C>;
     const cudaError_t code = cudaFuncSetAttribute(
-        gemm_rows<BN, BM, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, tile::smem);
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, tile::smem);
     if (code != cudaSuccess) return (int)code;
     rows_params p = {};
     p.n = n;
     for (int i = 0; i < n; i++) {
         p.of[i] = works[i];
-        p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(works[i].N, BN);
+        p.split[i] = rows_split(works[i]);
+        const int64_t blocks = mn_ceil_div(works[i].N, ROWS_N) * p.split[i];
+        p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(blocks, ROWS_CLUSTER);
     }
     for (int i = n; i < MN_GEMM_ROWS; i++) p.begins[i + 1] = p.begins[n];
-    const dim3 blocks((unsigned)p.begins[n], (unsigned)mn_ceil_div(works[0].M, BM));
-    return mn_launch_pdl(gemm_rows<BN, BM, C>, blocks, ROWS_THREADS, tile::smem, on, p);
-}
-
-static int64_t rows_tiles(const mn_gemm_problem *works, int n, int64_t width) {
-    int64_t tiles = 0;
-    for (int i = 0; i < n; i++) tiles += mn_ceil_div(works[i].N, width);
-    return tiles;
-}
-
-/* Enough blocks for the processors, of as large tiles as that leaves. */
-template <int BM, typename C>
-static int rows_launch_n(const mn_gemm_problem *works, int n, cudaStream_t on) {
-    enum { ENOUGH = 96 };
-    const int64_t down = mn_ceil_div(works[0].M, BM);
-    if (rows_tiles(works, n, 64) * down >= ENOUGH) return rows_launch<64, BM, C>(works, n, on);
-    if (rows_tiles(works, n, 32) * down >= ENOUGH) return rows_launch<32, BM, C>(works, n, on);
-    return rows_launch<16, BM, C>(works, n, on);
+    cudaLaunchAttribute attrs[2] = {};
+    attrs[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attrs[0].val.programmaticStreamSerializationAllowed = 1;
+    attrs[1].id = cudaLaunchAttributeClusterDimension;
+    attrs[1].val.clusterDim.x = ROWS_CLUSTER;
+    attrs[1].val.clusterDim.y = attrs[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(p.begins[n] * ROWS_CLUSTER),
+                          (unsigned)mn_ceil_div(works[0].M, BM));
+    config.blockDim = dim3(ROWS_THREADS), config.dynamicSmemBytes = tile::smem;
+    config.stream = on, config.attrs = attrs;
+    config.numAttrs = mn_device_props_current().major < 9 ? 1 : 2;
+    return (int)cudaLaunchKernelEx(&config, kernel, p);
 }
 
 template <typename C>
 static int rows_launch_m(const mn_gemm_problem *works, int n, cudaStream_t on) {
-    if (works[0].M <= 8) return rows_launch_n<8, C>(works, n, on);
-    if (works[0].M <= 16) return rows_launch_n<16, C>(works, n, on);
-    if (works[0].M <= 32) return rows_launch_n<32, C>(works, n, on);
-    if (works[0].M <= 64) return rows_launch_n<64, C>(works, n, on);
-    return rows_launch_n<128, C>(works, n, on);
+    if (works[0].M <= 8) return rows_launch<8, C>(works, n, on);
+    if (works[0].M <= 16) return rows_launch<16, C>(works, n, on);
+    if (works[0].M <= 32) return rows_launch<32, C>(works, n, on);
+    if (works[0].M <= 64) return rows_launch<64, C>(works, n, on);
+    return rows_launch<128, C>(works, n, on);
 }
 
 extern "C" bool mn_gemm_rows_supported(const mn_gemm_problem *w) {

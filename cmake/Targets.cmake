@@ -1,0 +1,30 @@
+# Which vector targets are built: all of x86-64, the one that this machine chooses (MN_NATIVE, for a
+# program that is used where it is built: the demo, say), or none (MN_PORTABLE).
+set(avx2_flags -mavx2 -mfma)
+set(avx512_flags -mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl -mprefer-vector-width=512)
+
+set(mneme_vector_targets)
+if(NOT MN_PORTABLE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    set(mneme_vector_targets avx2 avx512)
+    if(MN_NATIVE)
+        try_run(native native_compiled ${CMAKE_BINARY_DIR}/native ${CMAKE_SOURCE_DIR}/cmake/native.c
+            CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${CMAKE_SOURCE_DIR}/src)
+        if(native_compiled AND native EQUAL 0)
+            set(mneme_vector_targets)
+        elseif(native_compiled AND native MATCHES "^[12]$")
+            math(EXPR native "${native} - 1")
+            list(GET mneme_vector_targets ${native} mneme_vector_targets)
+        endif()
+        message(STATUS "of the vector targets this build has: ${mneme_vector_targets}")
+    endif()
+endif()
+
+set(mneme_target_definitions)
+foreach(target avx2 avx512)
+    string(TOUPPER "MN_HAVE_${target}" have)
+    if(target IN_LIST mneme_vector_targets)
+        list(APPEND mneme_target_definitions ${have}=1)
+    else()
+        list(APPEND mneme_target_definitions ${have}=0)
+    endif()
+endforeach()
