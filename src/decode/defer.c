@@ -64,8 +64,24 @@ static mn_deferred *next(mn_tape *tape) {
     return &all->list[all->n];
 }
 
+/* Whether something that waits accesses a tensor. */
+static bool is_waited_for(const void *context, int number) {
+    const mn_defer *all = context;
+    for (int i = 0; i < all->n; i++) {
+        for (int k = 0; k < all->list[i].n_ranges; k++) {
+            if (all->list[i].ranges[k].value == number) return true;
+        }
+    }
+    return false;
+}
+
+static void declare(mn_tape *tape, mn_defer *all, const void *data, size_t bytes) {
+    const bool declared = mn_values_declare(&all->values, data, bytes);
+    if (!declared) mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "no memory for a list of tensors"));
+}
+
 /* Memory that was part of other tensors, as scratch that is given back, becomes another one's once
- * nothing waits for those any more. */
+ * nothing waits for those any more: neither works nor stages of a megakernel. */
 void mn_defer_declare(mn_tape *tape, const void *data, size_t bytes) {
     mn_defer *all = data && bytes > 0 ? delay_of(tape) : NULL;
     if (!all) return;
@@ -73,8 +89,20 @@ void mn_defer_declare(mn_tape *tape, const void *data, size_t bytes) {
         mn_tape_flush(tape);
         mn_values_remove(&all->values, data, bytes);
     }
-    const bool declared = mn_values_declare(&all->values, data, bytes);
-    if (!declared) mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "no memory for a list of tensors"));
+    declare(tape, all, data, bytes);
+}
+
+/* Steps of one sequence are recorded by the hundred on the same memory, and stages of a megakernel
+ * know tensors by their numbers: there memory stays the tensor that it was where it can. */
+void mn_defer_renew(mn_tape *tape, const void *data, size_t bytes) {
+    mn_defer *all = data && bytes > 0 && tape->sequences ? delay_of(tape) : NULL;
+    if (!all) {
+        mn_defer_declare(tape, data, bytes);
+        return;
+    }
+    if (mn_values_any(&all->values, data, bytes, is_waited_for, all)) mn_tape_flush(tape);
+    mn_values_remove(&all->values, data, bytes);
+    declare(tape, all, data, bytes);
 }
 
 static void add(mn_tape *tape, mn_deferred *d) {

@@ -104,6 +104,9 @@ bool mn_only_reads(const mn_deferred *later, const mn_deferred *earlier);
  * works. What had the memory before, if anything, is no tensor any more. */
 void mn_defer_declare(mn_tape *tape, const void *data, size_t bytes);
 
+/* The same for memory that was handed out just now: what had it before has none of it any more. */
+void mn_defer_renew(mn_tape *tape, const void *data, size_t bytes);
+
 /* defer.c. False: the tape does not delay this; do it at once. */
 bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work);
 bool mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p);

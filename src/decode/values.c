@@ -59,12 +59,25 @@ bool mn_values_declare(mn_values *values, const void *data, size_t bytes) {
     return true;
 }
 
+static bool has_some(const mn_value_memory *of, const void *data, size_t bytes) {
+    const uintptr_t begin = (uintptr_t)of->data, from = (uintptr_t)data;
+    return begin < from + bytes && from < begin + of->bytes;
+}
+
+bool mn_values_any(const mn_values *values, const void *data, size_t bytes,
+                   bool (*use)(const void *context, int number), const void *context) {
+    for (int64_t i = 0; i < values->n; i++) {
+        const mn_value_memory *of = &values->of[i];
+        if (has_some(of, data, bytes) && use(context, of->number)) return true;
+    }
+    return false;
+}
+
 void mn_values_remove(mn_values *values, const void *data, size_t bytes) {
     int64_t n = 0;
     for (int64_t i = 0; i < values->n; i++) {
         const mn_value_memory *of = &values->of[i];
-        const uintptr_t begin = (uintptr_t)of->data, from = (uintptr_t)data;
-        if (begin < from + bytes && from < begin + of->bytes) continue;
+        if (has_some(of, data, bytes)) continue;
         values->of[n++] = *of;
     }
     values->n = n;

@@ -46,6 +46,11 @@ bool mn_values_declare(mn_values *values, const void *data, size_t bytes);
 /* The interval that the memory is; its value is 0 where it is not part of one tensor. */
 mn_mem_range mn_values_range(const mn_values *values, const void *data, size_t bytes);
 
+/* Calls `use` with the number of each tensor that has some of this memory, until it says true; then
+ * true. */
+bool mn_values_any(const mn_values *values, const void *data, size_t bytes,
+                   bool (*use)(const void *context, int number), const void *context);
+
 /* Tensors that have some of this memory are none any more. */
 void mn_values_remove(mn_values *values, const void *data, size_t bytes);
 

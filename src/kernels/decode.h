@@ -114,8 +114,8 @@ typedef struct mn_decode_recurrence {
  *   rows n of the caches = turn(k), v
  *   o_h = sum_t w_t values_t,  w = softmax_t(scale turn(q_h).keys_t)
  *
- * over the newest `window` rows, or all n + 1 where that is 0. Channels i and i + turns / 2 of q and
- * k turn by n inv_freq[i] and are multiplied by turned_scale. H query heads share J key-value heads
+ * over the newest `window` rows, or all n + 1 where that is 0. Channels i and i + turns / 2 of q
+ * and k turn by n inv_freq[i] and are multiplied by turned_scale. H query heads share J key-value heads
  * in turns; a head of q, k or v begins so many elements behind the one before. Parts of 256 keys
  * are made for themselves, (H, n_parts, V + 2), and added in their order. */
 typedef struct mn_decode_attention {

@@ -33,7 +33,7 @@ typedef struct mn_state_ends {
 /* All zeros is a fresh state, of the host. */
 typedef struct mn_layer_state {
     mn_device *device;         // whose memory the pieces are in; NULL: the host's
-    bool by_position;          // the layer computes something else at each position: turns, caches
+    bool by_position;          // the host does something else at each position: turns, caches
     int n_pieces;
     mn_state_piece pieces[MN_STATE_PIECES];
     /* Of a batch on the CPU, which has no pieces: borrowed states of its sequences, and how many

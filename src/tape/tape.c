@@ -192,7 +192,7 @@ void *mn_tape_bytes_of(mn_tape *tape, size_t bytes) {
     }
     tape->used += want;
     if (tape->used > tape->peak) tape->peak = tape->used;
-    mn_tape_declare(tape, memory, bytes);
+    if (mn_tape_gathers(tape)) mn_defer_renew(tape, memory, bytes);
     return memory;
 }
 

@@ -33,17 +33,17 @@ typedef struct packing {
 } packing;
 
 static const packing packings[] = {
-    { "none, one, a few tokens", 9, 3, 16, 40, { 0, 1, 2, 0, 32, 33, 1, 65 }, 8 },
-    { "many short ones", 40, 4, 64, 64, { 17, 64, 130, 65, 3 }, 5 },
-    { "many, wide", 24, 4, 128, 128, { 96, 200, 64 }, 3 },
-    { "wide memories", 8, 4, 256, 256, { 130, 70 }, 2 },
-    { "a long call of short ones", 10, 1, 8, 32, { 900, 1, 500 }, 3 },
-    { "a long one among short ones", 3, 1, 8, 32, { 300, 4200, 1 }, 3 },
-    { "many heads", 3, 16, 128, 128, { 70, 5, 129 }, 3 },
-    { "many heads, wide memories", 3, 8, 256, 256, { 66, 1, 0 }, 3 },
-    { "rows that fill no packs", 24, 3, 44, 76, { 70, 33, 1, 64 }, 4 },
-    { "a batch", 20, 2, 128, 128, { 130 }, 0 },
-    { "a batch, wide memories", 8, 2, 256, 256, { 67 }, 0 },
+    { "none, one, a few tokens", 9, 3, 16, 40, { 0, 1, 2, 0, 32, 33, 1, 65 }, 8, false },
+    { "many short ones", 40, 4, 64, 64, { 17, 64, 130, 65, 3 }, 5, false },
+    { "many, wide", 24, 4, 128, 128, { 96, 200, 64 }, 3, false },
+    { "wide memories", 8, 4, 256, 256, { 130, 70 }, 2, false },
+    { "a long call of short ones", 10, 1, 8, 32, { 900, 1, 500 }, 3, false },
+    { "a long one among short ones", 3, 1, 8, 32, { 300, 4200, 1 }, 3, false },
+    { "many heads", 3, 16, 128, 128, { 70, 5, 129 }, 3, false },
+    { "many heads, wide memories", 3, 8, 256, 256, { 66, 1, 0 }, 3, false },
+    { "rows that fill no packs", 24, 3, 44, 76, { 70, 33, 1, 64 }, 4, false },
+    { "a batch", 20, 2, 128, 128, { 130 }, 0, false },
+    { "a batch, wide memories", 8, 2, 256, 256, { 67 }, 0, false },
     { "long ones that are cut", 4, 1, 64, 64, { 8200, 70, 9000, 0 }, 4, true },
 };
 

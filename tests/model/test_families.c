@@ -359,7 +359,7 @@ static void towers_stay(void **state) {
     check_done();
 }
 
-/* ---- steps of mesa's solver ------------------------------------------------------------------- */
+/* ---- steps of mesa's solver ------------------------------------------------------------------ */
 
 /* Their class takes 30 steps where a file has none; the solution, which is what 0 asks for here, it
  * cannot be asked for: that is said under our name. */
@@ -372,7 +372,8 @@ static void steps_of_the_solver(void **state) {
         { "{\"model_type\": \"mesa_net\", " SIZES ", \"num_heads\": 2}", 30 },
         { "{\"model_type\": \"mesa_net\", " SIZES ", \"num_heads\": 2, "
           "\"max_cg_step_training\": 12}", 12 },
-        { "{\"model_type\": \"mesa_net\", " SIZES ", \"num_heads\": 2, \"cg_steps\": 0}", 0 },
+        { "{\"model_type\": \"mesa_net\", " SIZES ", \"num_heads\": 2, "
+          "\"cg_steps\": 0}", 0 },
         { "{\"layers\": \"mesa\", " SIZES ", \"num_heads\": 2}", 0 },
         { "{\"layers\": \"mesa\", " SIZES ", \"num_heads\": 2, \"cg_steps\": 12}", 12 },
     };

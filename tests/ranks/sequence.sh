@@ -85,6 +85,18 @@ train 4 2 gdn sharded --set train.shard=gradients
 near sharded "gdn on 2 x 2 ranks with shards of gradients"
 train 2 2 gdn again --set train.recompute=layer
 near again "gdn on 2 ranks, computing again"
+# a dry run says how states cross
+way() {
+    "$mneme" train --dry-run --set data.train=book.txt --set "model.layers=$1" --set "model.num_hidden_layers=$2" --set model.hidden_size=32 \
+        --set train.context=32 --set train.sequence_ranks=2 --set "train.sequence_states=$3" --set out=dry > dry.txt 2>&1 || { cat dry.txt; fail "a dry run failed"; }
+    grep -q "sequences over 2 ranks (train.sequence_states=$3):.* $4" dry.txt || { cat dry.txt; fail "a dry run does not say: $4"; }
+}
+way kla 1 auto "moebius by maps"
+way kla 3 auto "moebius by pipeline"
+way kla 3 maps "moebius by maps"
+way attention 1 auto "attention by keys"
+way gdn 2 pipeline "delta_net by pipeline"
+way bayes 1 maps "bayes by pipeline"
 if timeout 600 "$mneme" train --ranks 2 --quiet --set data.train=book.txt --set model.layers=kla --set model.hidden_size=32 \
     --set train.context=32 --set train.sequence_ranks=2 --set train.sequence_states=both --set out=wrong > wrong2.txt 2>&1; then
     fail "states crossed ranks in a way that is none"

@@ -522,7 +522,7 @@ def _call_type(op, tensors):
             return torch.float64
         if not (field.wide or field.law in _SIDE or field.name in _WEIGHTS):
             half = half and x.dtype is torch.bfloat16
-    device = next(x.device for x in tensors if x is not None)
+    device = [x.device for x in tensors if x is not None][0]
     if device.type == "cuda" and (half or (op.name not in _KEEP_WIDE
                                            and torch.is_autocast_enabled("cuda") and
                                            torch.get_autocast_dtype("cuda") is torch.bfloat16)):
@@ -633,9 +633,10 @@ def _call_any(top, tensors, params, cu_seqlens, counts0, wanted):
     if len(params) != len(op.params):
         raise TypeError(f"{op.name}: {len(params)} numbers for {len(op.params)}: "
                         + ", ".join(p.name for p in op.params))
-    first = next((x for x in tensors if x is not None), None)
-    if first is None:
+    given = [x for x in tensors if x is not None]    # no next(): older PyTorch cannot trace it
+    if not given:
         raise TypeError(f"{op.name}: {op.inputs[0].name} is missing")
+    first = given[0]
     kind, rounds = first.dtype, None
     plain = kind is torch.float32 or kind is torch.float64
     for x in tensors:
@@ -645,8 +646,9 @@ def _call_any(top, tensors, params, cu_seqlens, counts0, wanted):
     if not plain or first.is_cuda:
         kind = _call_type(op, tensors)
         wide = torch.float32 if kind is torch.bfloat16 else kind
-        rounds = next((x.dtype for f, x in zip(op.inputs, tensors) if x is not None and not f.wide
-                       and not f.counts_classes), kind)
+        narrow = [x.dtype for f, x in zip(op.inputs, tensors) if x is not None and not f.wide
+                  and not f.counts_classes]
+        rounds = narrow[0] if narrow else kind
         rounds = rounds if rounds in _HALF and rounds is not kind else None
         tensors = [x if x is None else x.to(wide if f.wide else kind)
                    for f, x in zip(op.inputs, tensors)]

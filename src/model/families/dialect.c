@@ -38,8 +38,8 @@ static const struct {
 
 static const struct {
     const char *type, *ours, *json;
-} unsaid[] = {
-#define UNSAID(type, ours, json) { type, ours, json },
+} only_ours[] = {
+#define ONLY_OURS(type, ours, json) { type, ours, json },
 #include "model/families/families.def"
 };
 
@@ -405,10 +405,11 @@ static mn_status nest(json_t *object, const char *member) {
 }
 
 /* Whether `ours` has a value for which the family has no word. */
-static bool is_unsaid(json_t *object, const char *family, const char *ours) {
-    for (size_t i = 0; i < MN_COUNTOF(unsaid); i++) {
-        const bool same = strcmp(unsaid[i].type, family) == 0 && strcmp(unsaid[i].ours, ours) == 0;
-        json_t *value = same ? json_loads(unsaid[i].json, JSON_DECODE_ANY, NULL) : NULL;
+static bool is_only_ours(json_t *object, const char *family, const char *ours) {
+    for (size_t i = 0; i < MN_COUNTOF(only_ours); i++) {
+        const bool type = strcmp(only_ours[i].type, family) == 0;
+        const bool same = type && strcmp(only_ours[i].ours, ours) == 0;
+        json_t *value = same ? json_loads(only_ours[i].json, JSON_DECODE_ANY, NULL) : NULL;
         const json_t *given = json_object_get(object, ours);
         const bool is = value && given && same_value(given, value);
         json_decref(value);
@@ -423,12 +424,12 @@ mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN
     for (size_t i = 0; i < MN_COUNTOF(keys) && st == MN_OK; i++) {
         json_t *value = at_path(object, keys[i].ours);
         if (strcmp(keys[i].type, family) != 0 || !value || said_before(i)) continue;
-        if (is_unsaid(object, family, keys[i].ours)) continue;
+        if (is_only_ours(object, family, keys[i].ours)) continue;
         if (!json_is_null(value)) st = put(object, keys[i].theirs, value);
     }
     for (size_t i = 0; i < MN_COUNTOF(keys); i++) {
         const bool own = strcmp(keys[i].ours, keys[i].theirs) == 0 ||
-                         is_unsaid(object, family, keys[i].ours);
+                         is_only_ours(object, family, keys[i].ours);
         if (strcmp(keys[i].type, family) == 0 && !own) json_object_del(object, keys[i].ours);
     }
     for (size_t i = 0; i < MN_COUNTOF(fixed); i++) {

@@ -302,8 +302,8 @@ __device__ inline void mn_attend_append(const mn_decode_attention &p, int64_t j,
     for (int c = threadIdx.x; c < p.V; c += MN_STEP_THREADS) value[c] = v[c];
 }
 
-/* Parts slot, slot + n_slots, ... of key-value head j, for all its query heads, HEADS at a time. The
- * one who has the last part puts the token's key and value there first. */
+/* Parts slot, slot + n_slots, ... of key-value head j, for all its query heads, HEADS at a time.
+ * Who has the last part puts the token's key and value there first. */
 template <typename T, int N, int HEADS, typename Block>
 __device__ inline void mn_attend_heads(const mn_decode_attention &p, int64_t j, int64_t slot,
                                        int64_t n_slots, unsigned char *bytes) {
