@@ -97,6 +97,9 @@ typedef struct mn_model_state {
     int64_t n_logits;
 } mn_model_state;
 
+/* Whether tokens have learned positions: then no two passes of one token are the same. */
+bool mn_model_has_positions(const mn_model *model);
+
 mn_status mn_model_state_create(mn_model_state *out, const mn_model *model);
 void mn_model_state_free(mn_model_state *state);
 mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from);

@@ -38,6 +38,10 @@ static const int32_t *places_of(mn_model *model, mn_tape *tape, const mn_model_i
     return model->places;
 }
 
+bool mn_model_has_positions(const mn_model *model) {
+    return model->positions >= 0;
+}
+
 mn_tensor *mn_model_embed(mn_model *model, mn_tape *tape, const mn_model_input *in) {
     const double by = model->config.block.embedding_multiplier;
     mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
