@@ -30,7 +30,6 @@ add_library(mneme_test_support STATIC ${support_sources})
 target_include_directories(mneme_test_support PUBLIC src include tests)
 target_link_libraries(mneme_test_support PUBLIC mneme_static PkgConfig::CMOCKA
     ${mneme_dependencies})
-target_compile_options(mneme_test_support PUBLIC ${MN_PLAIN_OPTIONS})
 
 # Tests ask for more memory than there is; under a sanitizer too that is to be NULL, not the end.
 set(sanitizer_options "ASAN_OPTIONS=allocator_may_return_null=1;TSAN_OPTIONS=allocator_may_return_null=1")
