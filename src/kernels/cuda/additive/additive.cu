@@ -100,14 +100,13 @@ static int backward_scans(mn_chunk_scans *out, const mn_additive_args *p) {
 
 /* Adds what the gradient of the decay takes to the first and the last of `count` scans. */
 static void add_decay_grad(mn_chunk_scans *scans, int count,
-                           const mn_additive_workspace *workspace, bool by_warps) {
+                           const mn_additive_workspace *workspace) {
     mn_chunk_scan *query = &scans->scan[0], *key = &scans->scan[count - 1];
     query->mode = MN_SCAN_SAVE_STATE, key->mode = MN_SCAN_DOT_STATE;
     query->products = workspace->query, key->products = workspace->key;
     query->kept = key->kept = workspace->kept;
     key->state_dots = workspace->state_dots;
     query->inside = key->inside = workspace->inside;
-    query->by_warps = key->by_warps = by_warps;
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -165,22 +164,14 @@ static bool size_segments(mn_additive_extent *to, const mn_additive_args *p) {
            mn_mul_size(&to->cum_decays, count, MN_SCAN_DECAYS);
 }
 
-/* Whether additive_token_chunk_sm90.cu may serve all scans of a backward pass with decays: by its
- * kind and sizes; rows are looked at when it is launched. What that takes is more. */
-static bool may_go_by_warps(const mn_additive_args *p) {
-    return (p->decay == MN_DECAY_HEAD || p->decay == MN_DECAY_TOKEN) && p->call.K <= 128 &&
-           p->call.V <= 128 && p->grad.q.data && p->grad.k.data && p->grad.g.data;
-}
-
 /* What the gradient of a decay takes. */
-static bool size_decay_grad(mn_additive_extent *to, const mn_additive_args *p, bool by_warps) {
-    const int chunk = by_warps ? (int)MN_SCAN_BY_WARPS_CHUNK : chunk_size(p, p->call.V);
+static bool size_decay_grad(mn_additive_extent *to, const mn_additive_args *p) {
+    const int chunk = chunk_size(p, p->call.V);
     const bool channel = p->decay == MN_DECAY_CHANNEL;
     size_t heads;
     to->slots = mn_tile_slots(p->call, chunk);
     to->slices = mn_ceil_div(p->call.K, MN_SCAN_WIDTH);
-    const int64_t halves = to->slices * (by_warps ? (int)MN_SCAN_BY_WARPS : 128 / chunk);
-    to->by_warps = by_warps;
+    const int64_t halves = to->slices * (128 / chunk);
     if (!p->grad.g.data) return true;
     bool ok = mn_mul_size(&heads, (size_t)to->slots, (size_t)p->call.H);
     ok = ok && mn_mul_size(&to->kept, heads, (size_t)(to->slices * MN_SCAN_WIDTH)) &&
@@ -311,7 +302,7 @@ MN_CUDA_PLAN(additive_backward) {
     const mn_additive_args *p = (const mn_additive_args *)args;
     if (!uses_chunks(p, true)) return mn_matrix_backward_plan(plan, p->call);
     mn_additive_extent extent = {};
-    return size_segments(&extent, p) && size_decay_grad(&extent, p, may_go_by_warps(p)) &&
+    return size_segments(&extent, p) && size_decay_grad(&extent, p) &&
            plan_workspace(plan, &extent, MN_SCAN_MAX) &&
            (!uses_gated_sm90(p) || plan_gated(plan, p, &extent));
 }
@@ -320,20 +311,17 @@ int mn_additive_backward_launch(const mn_additive_args *p, void *shared, bool co
                                 cudaStream_t on) {
     if (!uses_chunks(p, true)) return mn_matrix_backward<false>(memory_of(p), shared, on);
     mn_additive_extent extent = {};
-    mn_chunk_scans scans;
-    const int n = backward_scans(&scans, p);
-    const bool by_warps = may_go_by_warps(p) && mn_additive_token_supported_sm90(&scans, n);
-    if (!size_segments(&extent, p) || !size_decay_grad(&extent, p, by_warps)) {
-        return cudaErrorNotSupported;
-    }
+    if (!size_segments(&extent, p) || !size_decay_grad(&extent, p)) return cudaErrorNotSupported;
     int code = launch_gated(p, &extent, shared, contain, on);
     if (code != cudaErrorNotSupported) return code;
     const mn_additive_workspace workspace = carve_workspace(&extent, MN_SCAN_MAX, shared);
+    mn_chunk_scans scans;
+    const int n = backward_scans(&scans, p);
     split_scans(&scans, n, p, &extent, &workspace);
     if (!p->grad.g.data || p->decay == MN_DECAY_NONE) {
         return launch_scans(p, &scans, 0, n, extent.segments, on);
     }
-    add_decay_grad(&scans, n, &workspace, extent.by_warps);
+    add_decay_grad(&scans, n, &workspace);
     code = launch_scans(p, &scans, 0, n - 1, extent.segments, on);
     if (code == cudaSuccess) code = launch_scans(p, &scans, n - 1, n, extent.segments, on);
     if (code != cudaSuccess || p->decay == MN_DECAY_CHANNEL) return code;

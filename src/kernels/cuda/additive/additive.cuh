@@ -13,7 +13,6 @@ namespace mneme::additive {
 
 /* Work space of a backward pass by chunks, as counts of what lies there in this order. */
 struct mn_additive_extent {
-    bool by_warps;            // laid out as additive_token_chunk_sm90.cu leaves it
     int64_t slots, slices;    // chunks of all sequences; slices of K
     size_t kept;              // bf16 numbers
     size_t query, key;        // floats: q.dq and k.dk
@@ -43,7 +42,6 @@ int mn_additive_token_launch(const mn_chunk_scans *scans, int count, int64_t seg
                              cudaStream_t stream);
 /* Those of them that additive_token_chunk_sm90.cu serves on Hopper: `scans` and `count` are what is
  * left. */
-bool mn_additive_token_supported_sm90(const mn_chunk_scans *scans, int count);    // all of them
 int mn_additive_token_launch_sm90(mn_chunk_scans *scans, int *count, int64_t segments, bool decays,
                                   cudaStream_t stream);
 int mn_additive_channel_launch(const mn_chunk_scans *scans, int64_t segments, bool of_values,

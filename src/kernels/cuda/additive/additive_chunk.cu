@@ -94,20 +94,16 @@ additive_head_decay_grad(const __grid_constant__ mn_additive_args p, int64_t slo
 
 int mn_additive_token_decay_grad(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_workspace *workspace, cudaStream_t stream) {
-    const int chunk = extent->by_warps ? (int)MN_SCAN_BY_WARPS_CHUNK
-                                       : mn_additive_token_chunk(
-                                             mn_additive_padded_depth(p->call.V));
-    const int64_t shares = extent->by_warps ? (int)MN_SCAN_BY_WARPS : 128 / chunk;
-    const int parts = extent->by_warps ? (int)MN_SCAN_BY_WARPS : (int)MN_SCAN_WARPS;
+    const int chunk = mn_additive_token_chunk(mn_additive_padded_depth(p->call.V));
     const int64_t blocks = extent->slots * p->call.H;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (blocks > 0) {
-        const mn_decay_partials partials = { workspace->query, workspace->key,
-                                             workspace->state_dots, workspace->inside,
-                                             extent->slices * shares,
-                                             (int)extent->slices * parts };
+        const mn_decay_partials parts = { workspace->query, workspace->key, workspace->state_dots,
+            workspace->inside,
+                                       extent->slices * (128 / chunk),
+                                       (int)extent->slices * MN_SCAN_WARPS };
         additive_chunk_decay_grad<<<(unsigned)blocks, chunk, 0,
-            stream>>>(*p, partials, workspace->whole);
+            stream>>>(*p, parts, workspace->whole);
     }
     if (p->decay == MN_DECAY_HEAD && p->call.H > 0) {
         additive_head_decay_grad<<<(unsigned)p->call.H, 256, 0,

@@ -18,8 +18,6 @@ enum {
     MN_SCAN_SEGMENTS = 16,                // of a sequence
     MN_SCAN_SEG_ALIGN = 128,                  // tokens that segments have a multiple of
     MN_SCAN_DECAYS = 256,                  // decays of a segment's state
-    MN_SCAN_BY_WARPS_CHUNK = 64,           // tokens of a chunk of additive_token_chunk_sm90.cu
-    MN_SCAN_BY_WARPS = 4,                  // and numbers for each 64 columns
 };
 
 /* What a scan leaves for the gradient of the decay, or meets: products with what lies beside the
@@ -47,7 +45,6 @@ struct mn_chunk_scan {
     mn_bf16 *kept;                     // states in front of chunks, as threads hold them
     float *state_dots;                   // of the kept states with those behind the chunks
     float *inside;                     // products with what is read from the kept states
-    int by_warps;                      // these are laid out as additive_token_chunk_sm90.cu does
     int64_t segment;                   // least tokens of a segment
     // leaves what segments add to the state, and their decays
     int reduce_pass;

@@ -20,7 +20,8 @@
 namespace mneme::additive {
 
 enum {
-    MN_TOKEN_CHUNK = MN_SCAN_BY_WARPS_CHUNK,
+    MN_TOKEN_CHUNK = 64,
+    MN_TOKEN_STAGES = 4,             // chunks under way
     MN_TOKEN_WARPGROUP = 128,
     MN_TOKEN_THREADS = 3 * MN_TOKEN_WARPGROUP,
     MN_TOKEN_TILE = MN_TOKEN_CHUNK * 128,    // bytes of 64 rows of 64 columns
@@ -29,7 +30,7 @@ enum {
 /* A scan of a launch, and its tensors for TMA. */
 struct mn_token_scan {
     mn_chunk_scan scan;
-    CUtensorMap x, y, z, paired, out;
+    CUtensorMap x, y, z, out;
 };
 
 struct mn_token_params {
@@ -38,21 +39,21 @@ struct mn_token_params {
     mn_token_scan scans[MN_SCAN_MAX];
 };
 
-/* Tiles are swizzled as delta_smem.cuh says. PAIRS: with what lies beside the results. */
-template <int DEPTH, bool PAIRS>
+/* Tiles are swizzled as delta_smem.cuh says. */
+template <int DEPTH>
 struct alignas(1024) mn_token_stage {
     unsigned char x[DEPTH / 64 * MN_TOKEN_TILE], y[DEPTH / 64 * MN_TOKEN_TILE];
-    unsigned char z[MN_TOKEN_TILE], P[MN_TOKEN_TILE], paired[PAIRS ? MN_TOKEN_TILE : 1024];
+    unsigned char z[MN_TOKEN_TILE], P[MN_TOKEN_TILE];
 };
 
 /* Barriers of stages: tiles have come; they are ready; P is there; all have been used. */
-template <int DEPTH, bool PAIRS>
+template <int DEPTH>
 struct mn_token_smem {
-    static constexpr int stages = PAIRS ? 3 : 4;    // chunks under way
-    mn_token_stage<DEPTH, PAIRS> stage[stages];
+    mn_token_stage<DEPTH> stage[MN_TOKEN_STAGES];
     alignas(1024) unsigned char out[2][MN_TOKEN_TILE];
-    mn_scan_log_decays<MN_TOKEN_CHUNK> log_decays[stages];
-    uint64_t full[stages], ready[stages], scored[stages], empty[stages], out_full[2], out_empty[2];
+    mn_scan_log_decays<MN_TOKEN_CHUNK> log_decays[MN_TOKEN_STAGES];
+    uint64_t full[MN_TOKEN_STAGES], ready[MN_TOKEN_STAGES], scored[MN_TOKEN_STAGES];
+    uint64_t empty[MN_TOKEN_STAGES], out_full[2], out_empty[2];
     mn_scan_coord place;
 };
 
@@ -71,32 +72,29 @@ __device__ inline int mn_token_count(const mn_scan_coord &at, int64_t t) {
 /* ---- the producer warpgroup ------------------------------------------------------------------ */
 
 /* A warp asks TMA for the tiles of all chunks. */
-template <int DEPTH, bool HAS_OUT, bool PAIRS>
-__device__ inline void mn_token_load(mn_token_smem<DEPTH, PAIRS> &smem, const mn_token_scan &job) {
-    constexpr int stages = mn_token_smem<DEPTH, PAIRS>::stages;
+template <int DEPTH, bool HAS_OUT>
+__device__ inline void mn_token_load(mn_token_smem<DEPTH> &smem, const mn_token_scan &job) {
     const mn_chunk_scan &p = job.scan;
     const mn_scan_coord &at = smem.place;
     const int iters = (int)(at.end - at.iter), b = (int)at.span.b, column0 = (int)at.column0;
     const int deep = (int)(p.transposed ? at.h : at.key);
     const int wide = (int)(p.transposed ? at.key : at.h);
-    const bool pairs = PAIRS && p.mode != MN_SCAN_PLAIN;
-    const int tiles = (HAS_OUT ? 2 : 1) * (DEPTH / 64) + 1 + pairs;
+    constexpr int rows = (HAS_OUT ? 2 : 1) * (DEPTH / 64) + 1;
 #pragma unroll 1
     for (int n = 0; n < iters; n++) {
-        const int slot = n % stages;
+        const int slot = n % MN_TOKEN_STAGES;
         const int t = (int)(at.span.t0 + mn_token_first(at, p.reverse, n));
-        mn_token_stage<DEPTH, PAIRS> &to = smem.stage[slot];
+        mn_token_stage<DEPTH> &to = smem.stage[slot];
         uint64_t *full = &smem.full[slot];
-        mn_mbarrier_wait(&smem.empty[slot], (n / stages & 1) ^ 1);
+        mn_mbarrier_wait(&smem.empty[slot], (n / MN_TOKEN_STAGES & 1) ^ 1);
         if (!mn_elect_one()) continue;
-        mn_mbarrier_arrive_expect_tx(full, tiles * MN_TOKEN_TILE);
+        mn_mbarrier_arrive_expect_tx(full, rows * MN_TOKEN_TILE);
 #pragma unroll
         for (int i = 0; i < DEPTH / 64; i++) {
             mn_tma_load(to.y + i * MN_TOKEN_TILE, job.y, full, 64 * i, deep, t, b);
             if (HAS_OUT) mn_tma_load(to.x + i * MN_TOKEN_TILE, job.x, full, 64 * i, deep, t, b);
         }
         mn_tma_load(to.z, job.z, full, column0, wide, t, b);
-        if (pairs) mn_tma_load(to.paired, job.paired, full, column0, wide, t, b);
     }
 }
 
@@ -134,30 +132,25 @@ __device__ inline void mn_token_cumsum_decays(mn_scan_log_decays<MN_TOKEN_CHUNK>
 
 /* A warp makes the decays of each chunk, and tokens behind a sequence's last zeros, which TMA does
  * only behind the last of the tensor. */
-template <int DEPTH, bool DECAYS, bool PAIRS>
-__device__ inline void mn_token_make_ready(mn_token_smem<DEPTH, PAIRS> &smem,
-                                           const mn_token_params &all, const mn_chunk_scan &p) {
-    constexpr int stages = mn_token_smem<DEPTH, PAIRS>::stages;
+template <int DEPTH, bool DECAYS>
+__device__ inline void mn_token_make_ready(mn_token_smem<DEPTH> &smem, const mn_token_params &all,
+                                           const mn_chunk_scan &p) {
     const mn_scan_coord &at = smem.place;
     const int iters = (int)(at.end - at.iter);
     mn_chunk_scans decays = {};
     decays.g = all.g;
 #pragma unroll 1
     for (int n = 0; n < iters; n++) {
-        const int slot = n % stages;
+        const int slot = n % MN_TOKEN_STAGES;
         const int64_t t = mn_token_first(at, p.reverse, n);
         const int count = mn_token_count(at, t);
         float g[MN_TOKEN_CHUNK / 32];
         if (DECAYS) mn_scan_load_decays<MN_TOKEN_CHUNK>(g, decays, at, t, count, p.reverse);
-        mn_mbarrier_wait(&smem.full[slot], n / stages & 1);
+        mn_mbarrier_wait(&smem.full[slot], n / MN_TOKEN_STAGES & 1);
         if (DECAYS) mn_token_cumsum_decays(smem.log_decays[slot], g, p.reverse);
         if (all.call.cu_seqlens && count < MN_TOKEN_CHUNK) {
             mn_token_zero_tail(smem.stage[slot].y, DEPTH / 64, count);
             mn_token_zero_tail(smem.stage[slot].z, 1, count);
-            if (PAIRS) {
-                mn_token_zero_tail(smem.stage[slot].x, DEPTH / 64, count);
-                mn_token_zero_tail(smem.stage[slot].paired, 1, count);
-            }
             mn_fence_proxy_async();
         }
         mn_mbarrier_arrive_warp(&smem.ready[slot]);
@@ -166,8 +159,8 @@ __device__ inline void mn_token_make_ready(mn_token_smem<DEPTH, PAIRS> &smem,
 
 /* A warp stores the results of all chunks: by TMA, or row by row where fewer tokens are the
  * sequence's. */
-template <int DEPTH, bool PAIRS>
-__device__ inline void mn_token_store(mn_token_smem<DEPTH, PAIRS> &smem, const mn_token_scan &job,
+template <int DEPTH>
+__device__ inline void mn_token_store(mn_token_smem<DEPTH> &smem, const mn_token_scan &job,
                                       bool packed) {
     const mn_chunk_scan &p = job.scan;
     const mn_scan_coord &at = smem.place;
@@ -195,15 +188,14 @@ __device__ inline void mn_token_store(mn_token_smem<DEPTH, PAIRS> &smem, const m
 /* ---- the warpgroup that computes scores ------------------------------------------------------ */
 
 /* Stores P (64,64) of every chunk; a warp has 16 rows. */
-template <int DEPTH, bool DECAYS, bool PAIRS>
-__device__ inline void mn_token_scores(mn_token_smem<DEPTH, PAIRS> &smem, bool reverse) {
-    constexpr int stages = mn_token_smem<DEPTH, PAIRS>::stages;
+template <int DEPTH, bool DECAYS>
+__device__ inline void mn_token_scores(mn_token_smem<DEPTH> &smem, bool reverse) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     const int iters = (int)(smem.place.end - smem.place.iter);
 #pragma unroll 1
     for (int n = 0; n < iters; n++) {
-        const int slot = n % stages, phase = n / stages & 1;
-        mn_token_stage<DEPTH, PAIRS> &in = smem.stage[slot];
+        const int slot = n % MN_TOKEN_STAGES, phase = n / MN_TOKEN_STAGES & 1;
+        mn_token_stage<DEPTH> &in = smem.stage[slot];
         const float2 *l = smem.log_decays[slot].log_decay;
         const unsigned x = mn_smem_addr(in.x), y = mn_smem_addr(in.y);
         float sum[8][4] = {};
@@ -402,89 +394,10 @@ __device__ inline void mn_token_scale_values(uint32_t (&z)[4][4], const float *t
     }
 }
 
-/* ---- what the gradient of a decay takes ------------------------------------------------------ */
-
-/* Sums over this warp's 16 columns of O with what lies beside, for tokens 8 n + 2 (lane % 4) and
- * the next, over this thread's columns alone. */
-__device__ inline void mn_token_dot(float (&sums)[8][2], const float (&O)[8][4],
-                                    const unsigned char *paired) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        uint32_t x[4];
-        delta::mn_frag_a_trans(x, mn_smem_addr(paired), threadIdx.x / 32 * 16, 16 * k);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float(&o)[4] = O[2 * k + half];
-            float(&to)[2] = sums[2 * k + half];
-            to[0] = fmaf(o[2], mn_bf16_lo(x[2 * half + 1]), o[0] * mn_bf16_lo(x[2 * half]));
-            to[1] = fmaf(o[3], mn_bf16_hi(x[2 * half + 1]), o[1] * mn_bf16_hi(x[2 * half]));
-        }
-    }
-}
-
-/* These sums of all columns of the warp, times the scale, to the products of `count` tokens. */
-__device__ inline void mn_token_store_products(const mn_call &call, const mn_chunk_scan &p,
-                                               const mn_scan_coord &at, float (&sums)[8][2],
-                                               int64_t t, int count) {
-    const int lane = threadIdx.x % 32, part = (int)at.slice * 4 + threadIdx.x / 32;
-    const int64_t first = (int64_t)part * call.B * call.T + at.span.b * call.T + at.span.t0 + t;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const float sum = delta::mn_col_sum(sums[i / 2][i % 2]);
-        const int token = i / 2 * 8 + lane * 2 + i % 2;
-        if (lane < 4 && token < count) {
-            p.products[(first + token) * call.H + at.h] = p.scale * sum;
-        }
-    }
-}
-
-/* A warp's number of a chunk: the products of its columns with what is read from the state. */
-__device__ inline void mn_token_store_inside(const mn_chunk_scan &p, int64_t index,
-                                             const float (&sums)[8][2]) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 16; i++) sum += sums[i / 2][i % 2];
-    sum = mn_warp_sum(sum);
-    if (threadIdx.x % 32 == 0) p.inside[index * 4 + threadIdx.x / 32] = p.scale * sum;
-}
-
-/* Where the state in front of a chunk is kept. */
-__device__ inline int64_t mn_token_saved_at(const mn_call &call, const mn_scan_coord &at,
-                                            int64_t chunk) {
-    const int64_t slot = mn_scan_first_slot(call, at.n, MN_TOKEN_CHUNK) + chunk;
-    return (slot * call.H + at.h) * at.n_slices + at.slice;
-}
-
-/* The kept state meets the one behind the chunk, which comes decayed over it. */
-template <int DEPTH>
-__device__ inline void mn_token_dot_saved(const mn_token_state<DEPTH> &M,
-                                          const uint4 (&kept)[DEPTH / 16], const mn_chunk_scan &p,
-                                          int64_t index, float cum_decay) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < DEPTH / 16; k++) {
-        const uint32_t pairs[4] = { kept[k].x, kept[k].y, kept[k].z, kept[k].w };
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float(&cells)[4] = M.at[2 * k + i / 2];
-            sum = fmaf(cells[i % 2 * 2], mn_bf16_lo(pairs[i]), sum);
-            sum = fmaf(cells[i % 2 * 2 + 1], mn_bf16_hi(pairs[i]), sum);
-        }
-    }
-    sum = mn_warp_sum(sum);
-    if (threadIdx.x % 32 == 0) {
-        p.state_dots[index * 4 + threadIdx.x / 32] = p.scale * cum_decay * sum;
-    }
-}
-
-/* O of every chunk to smem.out, what becomes of M. HAS_OUT: otherwise M alone. PAIRS: and what
- * p.mode says. */
-template <int DEPTH, bool DECAYS, bool HAS_OUT, bool PAIRS>
-__device__ inline void mn_token_state_scan(mn_token_smem<DEPTH, PAIRS> &smem, const mn_call &call,
-                                           const mn_chunk_scan &p) {
+/* O of every chunk to smem.out, what becomes of M. HAS_OUT: otherwise M alone. */
+template <int DEPTH, bool DECAYS, bool HAS_OUT>
+__device__ inline void mn_token_state_scan(mn_token_smem<DEPTH> &smem, const mn_chunk_scan &p) {
     using namespace delta;
-    constexpr int stages = mn_token_smem<DEPTH, PAIRS>::stages;
-    const mn_scan_mode mode = PAIRS ? p.mode : MN_SCAN_PLAIN;
     const int iters = (int)(smem.place.end - smem.place.iter);
     const bool reverse = p.reverse;
     const float by = p.scale;
@@ -493,8 +406,8 @@ __device__ inline void mn_token_state_scan(mn_token_smem<DEPTH, PAIRS> &smem, co
     M.begin(p, smem.place);
 #pragma unroll 1
     for (int n = 0; n < iters; n++) {
-        const int slot = n % stages, phase = n / stages & 1;
-        mn_token_stage<DEPTH, PAIRS> &in = smem.stage[slot];
+        const int slot = n % MN_TOKEN_STAGES, phase = n / MN_TOKEN_STAGES & 1;
+        mn_token_stage<DEPTH> &in = smem.stage[slot];
         const mn_scan_log_decays<MN_TOKEN_CHUNK> &decays = smem.log_decays[slot];
         uint32_t a[DEPTH / 16][4], z[4][4], finite[4][4];
         float O[8][4] = {};
@@ -502,18 +415,6 @@ __device__ inline void mn_token_state_scan(mn_token_smem<DEPTH, PAIRS> &smem, co
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; k++) {
                 additive::mn_frag_a_of(a[k], M.at[2 * k], M.at[2 * k + 1]);
-            }
-        }
-        const int64_t t = mn_token_first(smem.place, reverse, n);
-        const int64_t index = PAIRS ? mn_token_saved_at(call, smem.place, t / MN_TOKEN_CHUNK) : 0;
-        uint4 kept[DEPTH / 16];
-        uint4 *keep = PAIRS ? (uint4 *)(p.kept + index * DEPTH * MN_SCAN_WIDTH) + threadIdx.x
-                            : nullptr;
-#pragma unroll
-        for (int k = 0; k < DEPTH / 16; k++) {
-            if (mode == MN_SCAN_DOT_STATE) kept[k] = keep[k * MN_TOKEN_WARPGROUP];
-            if (mode == MN_SCAN_SAVE_STATE) {
-                keep[k * MN_TOKEN_WARPGROUP] = make_uint4(a[k][0], a[k][1], a[k][2], a[k][3]);
             }
         }
         mn_mbarrier_wait(&smem.full[slot], phase);
@@ -530,7 +431,6 @@ __device__ inline void mn_token_state_scan(mn_token_smem<DEPTH, PAIRS> &smem, co
         const bool wild = mn_token_values(z, finite, in.z);
         if (DECAYS) {
             const float whole = mn_exp2(decays.whole);
-            if (mode == MN_SCAN_DOT_STATE) mn_token_dot_saved<DEPTH>(M, kept, p, index, whole);
             M.scale(whole);
             cum_decay *= whole;
             mn_token_scale_values(z, decays.to_end);
@@ -539,11 +439,6 @@ __device__ inline void mn_token_state_scan(mn_token_smem<DEPTH, PAIRS> &smem, co
             if (DECAYS) {
                 mn_mma_wait<true>();
                 mn_token_scale_out(O, decays.log_decay);
-                if (mode == MN_SCAN_SAVE_STATE) {
-                    float sums[8][2];
-                    mn_token_dot(sums, O, in.paired);
-                    mn_token_store_inside(p, index, sums);
-                }
             }
             mn_mbarrier_wait(&smem.scored[slot], phase);
             mn_mma_fence<true>();
@@ -567,12 +462,6 @@ __device__ inline void mn_token_state_scan(mn_token_smem<DEPTH, PAIRS> &smem, co
             mn_mbarrier_wait(&smem.out_empty[n % 2], (n / 2 & 1) ^ 1);
             mn_mma_wait<true, 1>();
             if (wild) mn_token_add_wild(O, in.z, in.P, reverse);
-            if (mode != MN_SCAN_PLAIN) {
-                float sums[8][2];
-                mn_token_dot(sums, O, in.paired);
-                mn_token_store_products(call, p, smem.place, sums, t,
-                                        mn_token_count(smem.place, t));
-            }
             mn_token_stage_out(smem.out[n % 2], O, by);
             mn_fence_proxy_async();
             mn_mbarrier_arrive(&smem.out_full[n % 2]);
@@ -592,18 +481,17 @@ __device__ inline void mn_token_state_scan(mn_token_smem<DEPTH, PAIRS> &smem, co
  * Loads   for each chunk x, y (64, depth), z (64, 64 columns) and the decays of 64 tokens; at the
  *         start the state (depth, 64 columns), or what the segments before have left.
  * Stores  out (64, 64 columns) of each chunk, and the state at the end of the sequence; without
- *         HAS_OUT what the segment adds to a state, and its decay. PAIRS: and for the gradient of a
- *         decay what scan.mode says, with a number for each warp. */
-template <int DEPTH, bool DECAYS, bool HAS_OUT, bool PAIRS>
+ *         HAS_OUT what the segment adds to a state, and its decay. */
+template <int DEPTH, bool DECAYS, bool HAS_OUT>
 __global__ void __launch_bounds__(MN_TOKEN_THREADS, 1)
 additive_token_scan_sm90(const __grid_constant__ mn_token_params all) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char token_smem_bytes[];
-    mn_token_smem<DEPTH, PAIRS> &smem = *(mn_token_smem<DEPTH, PAIRS> *)token_smem_bytes;
+    mn_token_smem<DEPTH> &smem = *(mn_token_smem<DEPTH> *)token_smem_bytes;
     const mn_token_scan &job = all.scans[blockIdx.y];
     if (blockIdx.x >= mn_scan_slices(job.scan) * all.call.H * mn_n_spans(all.call)) return;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < smem.stages; i++) {
+        for (int i = 0; i < MN_TOKEN_STAGES; i++) {
             mn_mbarrier_init(&smem.full[i], 1);
             mn_mbarrier_init(&smem.ready[i], 1);
             mn_mbarrier_init(&smem.scored[i], MN_TOKEN_WARPGROUP);
@@ -620,16 +508,16 @@ additive_token_scan_sm90(const __grid_constant__ mn_token_params all) {
     if (smem.place.idle) return;
     if (threadIdx.x < MN_TOKEN_WARPGROUP) {
         mn_setmaxnreg_inc<240>();
-        mn_token_state_scan<DEPTH, DECAYS, HAS_OUT, PAIRS>(smem, all.call, job.scan);
+        mn_token_state_scan<DEPTH, DECAYS, HAS_OUT>(smem, job.scan);
     } else if (threadIdx.x < 2 * MN_TOKEN_WARPGROUP) {
         mn_setmaxnreg_dec<144>();
-        if (HAS_OUT) mn_token_scores<DEPTH, DECAYS, PAIRS>(smem, job.scan.reverse);
+        if (HAS_OUT) mn_token_scores<DEPTH, DECAYS>(smem, job.scan.reverse);
     } else {
         mn_setmaxnreg_dec<120>();
         const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0) mn_token_load<DEPTH, HAS_OUT, PAIRS>(smem, job);
+        if (warp == 0) mn_token_load<DEPTH, HAS_OUT>(smem, job);
         if (warp == 1 && HAS_OUT) mn_token_store(smem, job, all.call.cu_seqlens != nullptr);
-        if (warp == 2) mn_token_make_ready<DEPTH, DECAYS, PAIRS>(smem, all, job.scan);
+        if (warp == 2) mn_token_make_ready<DEPTH, DECAYS>(smem, all, job.scan);
     }
 #endif
 }
@@ -637,55 +525,30 @@ additive_token_scan_sm90(const __grid_constant__ mn_token_params all) {
 /* Whether the kernel serves a scan: by its kind and sizes, never by its length; rows have to be
  * such that TMA can bring them. Fills in the maps. */
 static bool supports(mn_token_scan *job, const mn_chunk_scan &p, const mn_call &call) {
-    const bool plain = p.mode == MN_SCAN_PLAIN;
     job->scan = p;
-    return (plain || p.by_warps) && p.out.data && p.depth <= 128 && p.depth % 8 == 0 &&
-           p.width % 8 == 0 && mn_tma_map(&job->x, p.x, call, p.depth, MN_TOKEN_CHUNK) &&
+    return p.mode == MN_SCAN_PLAIN && p.out.data && p.depth <= 128 &&
+           p.depth % 8 == 0 && p.width % 8 == 0 &&
+           mn_tma_map(&job->x, p.x, call, p.depth, MN_TOKEN_CHUNK) &&
            mn_tma_map(&job->y, p.y, call, p.depth, MN_TOKEN_CHUNK) &&
            mn_tma_map(&job->z, p.z, call, p.width, MN_TOKEN_CHUNK) &&
-           (plain || mn_tma_map(&job->paired, p.paired, call, p.width, MN_TOKEN_CHUNK)) &&
            mn_tma_map(&job->out, p.out, call, p.width, MN_TOKEN_CHUNK);
-}
-
-bool mn_additive_token_supported_sm90(const mn_chunk_scans *scans, int count) {
-    bool all = mn_device_is_sm90();
-    for (int i = 0; i < count && all; i++) {
-        mn_token_scan job;
-        mn_chunk_scan scan = scans->scan[i];
-        scan.by_warps = true;
-        scan.mode = scan.paired.data ? MN_SCAN_SAVE_STATE : MN_SCAN_PLAIN;
-        all = supports(&job, scan, scans->call);
-    }
-    return all;
 }
 
 template <int DEPTH, bool DECAYS>
 static int launch(const mn_token_params &job, int count, int64_t segments, cudaStream_t stream) {
     int64_t blocks = 0;
-    bool pairs = false;
     for (int i = 0; i < count; i++) {
-        const mn_chunk_scan &scan = job.scans[i].scan;
-        const int64_t n = mn_scan_slices(scan) * job.call.H * mn_n_spans(job.call);
+        const int64_t n = mn_scan_slices(job.scans[i].scan) * job.call.H * mn_n_spans(job.call);
         blocks = mn_max(blocks, n);
-        pairs = pairs || scan.mode != MN_SCAN_PLAIN;
     }
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, (unsigned)count, (unsigned)segments);
-    const auto run = [&](auto kernel, size_t smem) {
-        return mn_launch_smem(kernel, grid, MN_TOKEN_THREADS, smem, stream, job);
-    };
-    const size_t smem = sizeof(mn_token_smem<DEPTH, false>);
-    if (job.scans[0].scan.reduce_pass) {
-        return run(additive_token_scan_sm90<DEPTH, DECAYS, false, false>, smem);
-    }
-    if constexpr (DECAYS) {
-        if (pairs) {
-            return run(additive_token_scan_sm90<DEPTH, true, true, true>,
-                       sizeof(mn_token_smem<DEPTH, true>));
-        }
-    }
-    return run(additive_token_scan_sm90<DEPTH, DECAYS, true, false>, smem);
+    const auto kernel = job.scans[0].scan.reduce_pass
+                            ? additive_token_scan_sm90<DEPTH, DECAYS, false>
+                            : additive_token_scan_sm90<DEPTH, DECAYS, true>;
+    return mn_launch_smem(kernel, grid, MN_TOKEN_THREADS, sizeof(mn_token_smem<DEPTH>), stream,
+                          job);
 }
 
 int mn_additive_token_launch_sm90(mn_chunk_scans *scans, int *count, int64_t segments, bool decays,
