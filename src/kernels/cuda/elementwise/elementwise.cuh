@@ -21,12 +21,14 @@ enum { MN_ELEMENTWISE_THREADS = 256, MN_VEC = 8 };
 
 /* ---- division by a number that a whole kernel shares ----------------------------------------- */
 
-/* n / d for n < 2^31 by a product: n (2^32 + factor) / 2^(32 + shift). */
+/* n / d for n < 2^31 by a product: n (2^32 + factor) / 2^(32 + shift). An axis without elements, by
+ * which nothing is divided, counts as one. */
 struct mn_fast_divisor {
     uint32_t d, factor, shift;
 };
 
 inline mn_fast_divisor mn_fast_divisor_of(int64_t d) {
+    d = mn_max(d, (int64_t)1);
     uint32_t shift = 0;
     while (((int64_t)1 << shift) < d) shift++;
     const uint64_t over = ((uint64_t)1 << shift) - (uint64_t)d;
