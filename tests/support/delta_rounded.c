@@ -57,8 +57,21 @@ static double *row_out(const mn_out *view, const chunk *c, int64_t t) {
     return MN_ROW_OUT(double, *view, c->b, c->t0 + t, c->h);
 }
 
+/* A row of q, e or w, whose heads serve H / J heads of values each. */
+static const double *key_row(const head *hd, const mn_in *view, const chunk *c, int64_t t) {
+    return MN_ROW(double, *view, c->b, c->t0 + t, c->h * hd->p->call.J / hd->p->call.H);
+}
+
+/* Its gradient is the sum over those heads, of which the first one stores. */
+static void put_key(const head *hd, const mn_out *view, const chunk *c, int64_t t, int64_t i,
+                    double x) {
+    const int64_t J = hd->p->call.J, H = hd->p->call.H;
+    double *at = MN_ROW_OUT(double, *view, c->b, c->t0 + t, c->h * J / H);
+    if (at) at[i] = c->h % (H / J) ? at[i] + x : x;
+}
+
 static const double *write_row(const head *hd, const chunk *c, int64_t t) {
-    return row(hd->p->w.data ? &hd->p->w : &hd->p->e, c, t);
+    return key_row(hd, hd->p->w.data ? &hd->p->w : &hd->p->e, c, t);
 }
 
 static double dot(const double *x, const double *y, int64_t n) {
@@ -90,9 +103,10 @@ static void prepare(chunk *c, const head *hd) {
         double A[CHUNK];
         for (int64_t s = 0; s <= t; s++) {
             const double by = c->beta[s] * exp(c->G[t] - c->G[s]);
-            A[s] = s < t ? by * dot(row(&p->e, c, t), write_row(hd, c, s), hd->K) : 0.0;
+            A[s] = s < t ? by * dot(key_row(hd, &p->e, c, t), write_row(hd, c, s), hd->K) : 0.0;
             c->A[t][s] = low(hd, A[s]);
-            c->P[t][s] = low(hd, p->scale * by * dot(row(&p->q, c, t), write_row(hd, c, s), hd->K));
+            const double both = dot(key_row(hd, &p->q, c, t), write_row(hd, c, s), hd->K);
+            c->P[t][s] = low(hd, p->scale * by * both);
         }
         for (int64_t s = 0; s <= t; s++) {
             T[t][s] = s == t;
@@ -113,8 +127,8 @@ static void forward(chunk *c, const head *hd, double *S) {
         double *o = row_out(&p->o, c, t), *x = X + t * V;
         for (int64_t j = 0; o && j < V; j++) o[j] = 0.0;
         for (int64_t i = 0; i < K; i++) {
-            add(x, -exp(c->G[t]) * row(&p->e, c, t)[i], c->S + i * V, V);
-            if (o) add(o, p->scale * exp(c->G[t]) * row(&p->q, c, t)[i], c->S + i * V, V);
+            add(x, -exp(c->G[t]) * key_row(hd, &p->e, c, t)[i], c->S + i * V, V);
+            if (o) add(o, p->scale * exp(c->G[t]) * key_row(hd, &p->q, c, t)[i], c->S + i * V, V);
         }
         for (int64_t j = 0; j < V; j++) x[j] = low(hd, row(&p->v, c, t)[j] + x[j]), R[j] = 0.0;
         for (int64_t s = 0; s <= t; s++) add(R, c->T[t][s], X + s * V, V);
@@ -148,9 +162,9 @@ static void back(chunk *c, const head *hd, double *D) {
             c->dX[t * V + j] = low(hd, x[j]);
             x[j] = low(hd, -exp(c->G[t]) * x[j]);
         }
-        for (int64_t i = 0; i < K; i++) add(D + i * V, row(&p->e, c, t)[i], x, V);
+        for (int64_t i = 0; i < K; i++) add(D + i * V, key_row(hd, &p->e, c, t)[i], x, V);
         for (int64_t j = 0; cot && j < V; j++) x[j] = low(hd, p->scale * exp(c->G[t]) * cot[j]);
-        for (int64_t i = 0; cot && i < K; i++) add(D + i * V, row(&p->q, c, t)[i], x, V);
+        for (int64_t i = 0; cot && i < K; i++) add(D + i * V, key_row(hd, &p->q, c, t)[i], x, V);
     }
     free(dR), free(x);
 }
@@ -183,26 +197,26 @@ static double grade(const chunk *c, const head *hd) {
         }
     }
     for (int64_t t = 0; t < L; t++) {
-        double *dq = row_out(&p->grad.q, c, t), *de = row_out(&p->grad.e, c, t), to_beta = 0.0;
-        double *dw = row_out(&p->grad.w, c, t), *dbeta = row_out(&p->grad.beta, c, t);
+        double *dbeta = row_out(&p->grad.beta, c, t), to_beta = 0.0;
         for (int64_t i = 0; i < K; i++) {
             const double w = write_row(hd, c, t)[i];
             double q, e, by_beta;
             grade_states(&q, &e, &by_beta, c, hd, t, i);
-            dG[t] += row(&p->q, c, t)[i] * q + row(&p->e, c, t)[i] * e - c->beta[t] * w * by_beta;
+            dG[t] += key_row(hd, &p->q, c, t)[i] * q + key_row(hd, &p->e, c, t)[i] * e;
+            dG[t] -= c->beta[t] * w * by_beta;
             end += c->beta[t] * w * by_beta;
             for (int64_t s = 0; s <= t; s++) {
                 q += low(hd, p_at[t][s] * c->beta[s]) * write_row(hd, c, s)[i];
                 e += low(hd, a_at[t][s] * c->beta[s]) * write_row(hd, c, s)[i];
             }
             for (int64_t s = t; s < L; s++) {
-                by_beta += low(hd, p_at[s][t]) * row(&p->q, c, s)[i];
-                by_beta += low(hd, a_at[s][t]) * row(&p->e, c, s)[i];
+                by_beta += low(hd, p_at[s][t]) * key_row(hd, &p->q, c, s)[i];
+                by_beta += low(hd, a_at[s][t]) * key_row(hd, &p->e, c, s)[i];
             }
             to_beta += w * by_beta;
-            if (dq) dq[i] = q;
-            if (dw) dw[i] = c->beta[t] * by_beta;
-            if (de) de[i] = e + (p->w.data ? 0.0 : c->beta[t] * by_beta);
+            put_key(hd, &p->grad.q, c, t, i, q);
+            put_key(hd, &p->grad.w, c, t, i, c->beta[t] * by_beta);
+            put_key(hd, &p->grad.e, c, t, i, e + (p->w.data ? 0.0 : c->beta[t] * by_beta));
         }
         if (dbeta) *dbeta = to_beta;
     }
