@@ -193,7 +193,7 @@ static bool repeats(const mn_session *s, const reading *in) {
 
 /* Whether layers are told where a token stands, to read it when they run. */
 static bool places(const mn_session *s, const reading *in) {
-    return is_step(s, in) && (s->repeats == MN_REPEATS_UNKNOWN || (repeats(s, in) && s->caches));
+    return repeats(s, in) && s->caches;
 }
 
 /* The tap of a pass whose variances are to be relative, into *tap; NULL where they are not. */
@@ -268,10 +268,28 @@ static void find_repeats(mn_session *s) {
     }
 }
 
-/* The first one, by which that is found. */
+/* A token to where the device reads it. */
+static mn_status place_token(mn_session *s, int32_t token) {
+    mn_status st = MN_OK;
+    if (!s->token) {
+        st = mn_device_host_allocate(s->context->device, (void **)&s->token, sizeof *s->token);
+    }
+    if (st == MN_OK) *s->token = token;
+    return st;
+}
+
+/* The first one, by which that is found: it goes as one that is the same does, so that its bits are
+ * those of the others and of steps in company. */
 static mn_status first_step(mn_session *s, const reading *in) {
+    mn_status st = place_token(s, in->tokens[0]);
+    if (st != MN_OK) return st;
+    const reading one = { .tokens = s->token, .count = 1 };
     for (int i = 0; i < s->state.n_layers; i++) s->state.layers[i].by_position = false;
-    const mn_status st = pass(s, in, 0, 1);
+    s->repeats = MN_REPEATS;
+    s->caches = true;
+    st = pass(s, &one, 0, 1);
+    s->repeats = MN_REPEATS_UNKNOWN;
+    s->caches = false;
     if (st == MN_OK) find_repeats(s);
     return st;
 }
@@ -316,16 +334,6 @@ static mn_status record(mn_session *s) {
     s->place = place_of_state(s);
     const mn_status ended = mn_device_graph_end(device, &s->graph);
     return st == MN_OK ? ended : st;
-}
-
-/* A token to where the device reads it. */
-static mn_status place_token(mn_session *s, int32_t token) {
-    mn_status st = MN_OK;
-    if (!s->token) {
-        st = mn_device_host_allocate(s->context->device, (void **)&s->token, sizeof *s->token);
-    }
-    if (st == MN_OK) *s->token = token;
-    return st;
 }
 
 /* The third pass of one token is recorded. The first one may have begun without a state; the second
@@ -735,6 +743,8 @@ mn_status mn_session_fork(mn_session **out, const mn_session *session) {
         return st;
     }
     take_state(fork, &state);
+    fork->repeats = session->repeats;
+    fork->caches = session->caches;
     *out = fork;
     return MN_OK;
 }
