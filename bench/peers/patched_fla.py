@@ -226,6 +226,8 @@ def main():
         out[name] = {"tokens_per_s": rate, "losses": losses, "peak_gib": peak}
         print(f"{name:7} {rate:10.0f} tokens/s  loss {losses[0]:.4f} -> {smooth(losses)[-1]:.4f}  "
               f"{peak:.1f} GiB", flush=True)
+        if given.json:
+            pathlib.Path(given.json).write_text(json.dumps(out))
         if given.profile:
             profile(torch, model, batches[:3])
         del model
