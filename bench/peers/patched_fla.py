@@ -207,6 +207,8 @@ def main():
     batches = [source.draw(given.batch, given.context) for _ in range(given.steps)]
     print(f"{count / 1e6:.0f}M parameters, {given.batch} x {given.context} tokens a step, "
           f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if given.compilers:
+        compile_first(given.compilers)
     out = {"refusal_passed_over": pass_over_refusal(torch)}
     if out["refusal_passed_over"]:
         print("theirs: their gated backward refuses this GPU with this Triton, for wrong "
@@ -216,8 +218,6 @@ def main():
             print("exchanged:", ", ".join(mneme.torch.fla.install(norms=not given.no_norms)))
         else:
             mneme.torch.fla.uninstall()
-            if given.compilers:
-                compile_first(given.compilers)
         torch.manual_seed(0)
         model = GatedDeltaNetForCausalLM(config)
         model.load_state_dict(weights)
@@ -226,6 +226,8 @@ def main():
         out[name] = {"tokens_per_s": rate, "losses": losses, "peak_gib": peak}
         print(f"{name:7} {rate:10.0f} tokens/s  loss {losses[0]:.4f} -> {smooth(losses)[-1]:.4f}  "
               f"{peak:.1f} GiB", flush=True)
+        if given.json:
+            pathlib.Path(given.json).write_text(json.dumps(out))
         if given.profile:
             profile(torch, model, batches[:3])
         del model

@@ -253,6 +253,11 @@ def cpu_handle():
         return _local.handle
 
 
+def made_handle():
+    """cpu_handle() where there is one; None in a thread that has not computed on the CPU."""
+    return getattr(_local, "handle", None)
+
+
 def _forget_contexts():
     """A forked child has no worker threads: its contexts are made anew."""
     for found in _local.__dict__.get("contexts", {}).values():

@@ -292,13 +292,13 @@ static PyObject *carry_out(const known_operator *op, const known_call *call,
     if (!results) return NULL;
     const int index = seen->device_type == DEVICE_CPU ? -1 : seen->device_id;
     int status = 0, done = 0;
-    if (!gradient && index < 0) {
+    if (!gradient && index < 0 && context != Py_None) {
         void *handle = PyLong_AsVoidPtr(context);
         Py_BEGIN_ALLOW_THREADS
         status = op->forward(handle, words);
         Py_END_ALLOW_THREADS
         done = 1;
-    } else if (!gradient && on_gpus) {
+    } else if (!gradient && index >= 0 && on_gpus) {
         done = launch_on(index, op->forward, words, &status);
     }
     if (done == 1 && status == 0) return results;
@@ -314,9 +314,9 @@ static known_operator *operator_of(PyObject *capsule) {
     return PyCapsule_GetPointer(capsule, OPERATOR);
 }
 
-/* run(operator, context of the CPU, tensors, params, wanted, whether it may call on GPUs): a list
- * of results; or (struct, results, GPU or -1, whether a gradient is wanted) of a call to be made;
- * or a status; or None for a call that is not known. */
+/* run(operator, context of the CPU or None, tensors, params, wanted, whether it may call on GPUs):
+ * a list of results; or (struct, results, GPU or -1, whether a gradient is wanted) of a call to be
+ * made; or a status; or None for a call that is not known. */
 static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     seen_call seen;

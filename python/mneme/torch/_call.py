@@ -261,7 +261,7 @@ class TorchOperator:
         """Results of a call that looks like an earlier one; None of any other."""
         if known is None:
             return None
-        made = _run_known(known, _library.cpu_handle(), tensors, params, wanted, keeps)
+        made = _run_known(known, _library.made_handle(), tensors, params, wanted, keeps)
         if type(made) is tuple:
             words, results, index, _ = made
             _device.run(function, index, words, (), keeps)
@@ -571,7 +571,7 @@ def call_known(top, tensors, params, wanted):
     """Results of a call that looks like an earlier one; None of any other."""
     if top.known is None or torch.compiler.is_compiling():
         return None
-    made = _run_known(top.known, _library.cpu_handle(), tensors, params, wanted, True)
+    made = _run_known(top.known, _library.made_handle(), tensors, params, wanted, True)
     if type(made) is list or made is None:
         return made
     if type(made) is tuple:
