@@ -71,10 +71,10 @@ static bool find_value(place *p, const char *key) {
 static bool take_number(int32_t *out, place *p) {
     int digits = 0;
     int32_t number = 0;
-    while (p->at < p->end && *p->at >= '0' && *p->at <= '9' && digits <= MOST_DIGITS) {
-        if (digits == 1 && number == 0) return false;    // a zero in front
+    while (p->at < p->end && *p->at >= '0' && *p->at <= '9') {
+        if (digits == MOST_DIGITS || (digits == 1 && number == 0)) return false;    // 0 in front
         number = number * 10 + (*p->at++ - '0');
-        if (++digits > MOST_DIGITS) return false;
+        digits++;
     }
     *out = number;
     return digits > 0;
