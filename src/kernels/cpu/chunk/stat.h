@@ -15,6 +15,7 @@
 #include "kernels/access.h"
 #include "kernels/kernel.h"
 #include "kernels/cpu/gemm/gemm.h"
+#include "kernels/cpu/simd/row.h"
 #include "kernels/cpu/simd/vec.h"
 
 enum { MN_STAT_CHUNK = 32, MN_STAT_SEGMENT = 32 };
@@ -59,15 +60,6 @@ static inline mn_gemm_args mn_product(mn_mat c, mn_mat a, mn_mat b, mn_dims d) {
     return (mn_gemm_args){ .c = c.at, .c_row = c.row, .a = a.at, .a_row = a.row, .a_col = a.col,
                            .b = b.at, .b_row = b.row, .M = d.M, .N = d.N, .K = d.K, .alpha = 1.0f,
                            .base = MN_GEMM_SET, .shape = MN_GEMM_FULL };
-}
-
-static inline float mn_dot(const float *a, const float *b, int64_t n) {
-    vf sum = vf_zero();
-    for (int64_t i = 0; i < n; i += MN_VW) {
-        const int lanes = vf_lanes(n - i);
-        sum = vf_fma(vf_load_n(a + i, lanes), vf_load_n(b + i, lanes), sum);
-    }
-    return vf_sum(sum);
 }
 
 /* y += a x */

@@ -215,10 +215,10 @@ static void query_backward(const mn_curvature_args *p, work *w, const chunk *c, 
         float *y = w->Y + t * K, *dgamma = MN_ROW_OUT(float, p->grad.gamma, c->b, c->t0 + t, c->h);
         const float each = (float)(1.0 / (c->count + (double)t + 1.0));
         const float sq = sum_key(w->s, w->within, w->m, mn_row_of(c->k, t), q, K);
-        const float sd = d ? mn_dot(w->s, d, K) : 0.0f;
+        const float sd = d ? vf_dot_row(w->s, d, K) : 0.0f;
         products[2 * t] = sq;
         products[2 * t + 1] = sd;
-        if (dgamma) *dgamma = wanted ? -each * (mn_dot(y, q, K) - each * sd * sq) : 0.0f;
+        if (dgamma) *dgamma = wanted ? -each * (vf_dot_row(y, q, K) - each * sd * sq) : 0.0f;
         if (wanted) contract(y, d, w->s, gamma * each, each * sd, K);
         if (dq.at) MN_T(mn_stat_load)(mn_row_of(dq, t), wanted ? y : NULL, K);
     }

@@ -116,7 +116,7 @@ static void query_backward(double *late, work *w, const mn_mesa_args *p, mn_mesa
     for (int64_t t = 0; t < c->L; t++) {
         const float *x = w->X + t * K, *y = w->Y + t * K;
         float *dq = MN_ROW_OUT(float, p->grad.q, c->b, c->t0 + t, c->h);
-        late[t] = (double)c->first[t] * mn_dot(x, w->T + t * K, K);
+        late[t] = (double)c->first[t] * vf_dot_row(x, w->T + t * K, K);
         for (int64_t i = 0; i < K; i++) w->dlam[i] -= (double)x[i] * y[i];
         if (dq) mn_scale(dq, (float)p->scale, y, K);
     }
@@ -166,7 +166,7 @@ static void key_backward(double *early, work *w, const mn_mesa_args *p) {
     for (int64_t s = 0; s < c->L; s++) {
         const float *k = mn_row_of(c->k, s);
         float *Ak = mn_row_of(J, s), *Bv = mn_row_of(T, s);
-        early[s] = c->last[s] * (0.5 * mn_dot(k, Ak, K) + mn_dot(k, Bv, K));
+        early[s] = c->last[s] * (0.5 * vf_dot_row(k, Ak, K) + vf_dot_row(k, Bv, K));
         mn_axpy(Ak, 1.0f, Bv, K);
     }
     g = mn_product(J, mn_transposed(mn_mat_of(w->Pv, MN_STAT_CHUNK)), mn_mat_of(w->X, K),
@@ -190,8 +190,8 @@ static void key_backward(double *early, work *w, const mn_mesa_args *p) {
 static double inner_product(const work *w, mn_mesa_state S, const mn_call *call) {
     double sum = 0.0;
     for (int64_t i = 0; i < call->K; i++) {
-        sum += mn_dot(w->A + i * call->K, S.kk + i * call->K, call->K);
-        sum += mn_dot(w->B + i * call->V, S.kv + i * call->V, call->V);
+        sum += vf_dot_row(w->A + i * call->K, S.kk + i * call->K, call->K);
+        sum += vf_dot_row(w->B + i * call->V, S.kv + i * call->V, call->V);
     }
     return sum;
 }

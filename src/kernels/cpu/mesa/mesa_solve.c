@@ -223,7 +223,7 @@ static void start_rows(float *X, float *size, mn_mesa_solver *s, int64_t L) {
 /* One step of a token: along D with the product Z = M D at hand. False where D has no curvature. */
 static bool step_row(float *X, mn_mesa_solver *s, int64_t t, float rz) {
     const int64_t K = s->K, at = t * K;
-    const float curvature = mn_dot(s->D + at, s->Z + at, K);
+    const float curvature = vf_dot_row(s->D + at, s->Z + at, K);
     if (!(curvature > 0.0f) || !(rz < INFINITY)) return false;
     const float alpha = rz / curvature;
     mn_axpy(X + at, alpha, s->D + at, K);
@@ -248,7 +248,7 @@ static void conjugate_gradients(float *X, mn_mesa_solver *s, mn_mesa_chunk *c, c
     precondition(s->Y, s->R, s, L);
     MN_T(mn_stat_store)(s->D, s->Y, L * K);
     for (int64_t t = 0; t < L; t++) {
-        rz[t] = mn_dot(s->R + t * K, s->Y + t * K, K);
+        rz[t] = vf_dot_row(s->R + t * K, s->Y + t * K, K);
         goal[t] = stop_error * stop_error * rz[t];
         active[t] = rz[t] > 0.0f;
         n_active += active[t];
@@ -261,7 +261,7 @@ static void conjugate_gradients(float *X, mn_mesa_solver *s, mn_mesa_chunk *c, c
         precondition(s->Y, s->R, s, L);
         for (int64_t t = 0; t < L; t++) {
             if (!active[t]) continue;
-            const float next = mn_dot(s->R + t * K, s->Y + t * K, K);
+            const float next = vf_dot_row(s->R + t * K, s->Y + t * K, K);
             if (next > goal[t]) turn_row(s, t, next / rz[t]);
             else active[t] = false, n_active--;
             rz[t] = next;
@@ -278,8 +278,8 @@ static int64_t check(bool *failed, const float *X, mn_mesa_solver *s, mn_mesa_ch
     for (int64_t at = 0; at < c->L * K; at++) s->R[at] = s->B[at] - s->Z[at];
     precondition(s->Y, s->R, s, c->L);
     for (int64_t t = 0; t < c->L; t++) {
-        const float error = mn_dot(s->R + t * K, s->Y + t * K, K);
-        const float energy = mn_dot(X + t * K, s->B + t * K, K);
+        const float error = vf_dot_row(s->R + t * K, s->Y + t * K, K);
+        const float energy = vf_dot_row(X + t * K, s->B + t * K, K);
         failed[t] = !(error <= largest_error * largest_error * energy);
         n_failed += failed[t];
     }
@@ -338,15 +338,15 @@ static void take_steps(float *X, mn_mesa_solver *s, mn_mesa_chunk *c, const floa
     MN_T(mn_stat_store)(s->R, X, L * K);
     MN_T(mn_stat_store)(s->D, X, L * K);
     memset(X, 0, (size_t)(L * K) * sizeof *X);
-    for (int64_t t = 0; t < L; t++) size[t] = mn_dot(s->R + t * K, s->R + t * K, K);
+    for (int64_t t = 0; t < L; t++) size[t] = vf_dot_row(s->R + t * K, s->R + t * K, K);
     for (int64_t step = 0; step < s->steps; step++) {
         apply(s->Z, s->D, s, c, kk);
         for (int64_t t = 0; t < L; t++) {
             float *r = s->R + t * K, *d = s->D + t * K;
-            const float alpha = size[t] / (mn_dot(d, s->Z + t * K, K) + 1e-5f);
+            const float alpha = size[t] / (vf_dot_row(d, s->Z + t * K, K) + 1e-5f);
             mn_axpy(X + t * K, alpha, d, K);
             mn_axpy(r, -alpha, s->Z + t * K, K);
-            const float next = mn_dot(r, r, K);
+            const float next = vf_dot_row(r, r, K);
             mn_scale(d, next / (size[t] + 1e-5f), d, K);
             mn_axpy(d, 1.0f, r, K);
             size[t] = next;

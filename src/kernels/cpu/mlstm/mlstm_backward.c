@@ -123,7 +123,7 @@ static void query_backward(double *late, work *w, const mn_mlstm_args *p, mn_mls
         float *T = w->T + t * K;
         mn_axpy(T, w->da[t], S.n, K);
         mn_scale(T, scale * c->first[t], T, K);
-        late[t] = mn_dot(mn_row_of(c->q, t), T, K);
+        late[t] = vf_dot_row(mn_row_of(c->q, t), T, K);
     }
     const mn_mat dq = mn_mat_rows_out(p->grad.q, c->b, c->t0, c->h);
     if (!dq.at) return;
@@ -145,7 +145,7 @@ static void key_backward(double *early, work *w, const mn_mlstm_args *p) {
         float *J = w->J + s * K;
         mn_axpy(J, 1.0f, w->d, K);
         mn_scale(J, c->last[s], J, K);
-        early[s] = mn_dot(mn_row_of(c->k, s), J, K);
+        early[s] = vf_dot_row(mn_row_of(c->k, s), J, K);
     }
     const mn_mat dk = mn_mat_rows_out(p->grad.k, c->b, c->t0, c->h);
     if (!dk.at) return;
@@ -159,9 +159,9 @@ static void key_backward(double *early, work *w, const mn_mlstm_args *p) {
 
 /* D.C + d.n */
 static double inner_product(const work *w, mn_mlstm_state S, const mn_call *call) {
-    double sum = mn_dot(w->d, S.n, call->K);
+    double sum = vf_dot_row(w->d, S.n, call->K);
     for (int64_t i = 0; i < call->K; i++) {
-        sum += mn_dot(w->D + i * call->V, S.C + i * call->V, call->V);
+        sum += vf_dot_row(w->D + i * call->V, S.C + i * call->V, call->V);
     }
     return sum;
 }

@@ -87,7 +87,7 @@ void MN_T(mn_mlstm_prepare)(mn_mlstm_chunk *c, const mn_mlstm_args *p, const mn_
 /* The quotient's parts of token t, from row t of P and num. */
 static void read_token(mn_mlstm_chunk *c, const mn_mlstm_args *p, mn_mlstm_state S, int64_t t) {
     const float *row = c->P + t * MN_STAT_CHUNK;
-    double a = c->first[t] * mn_dot(mn_row_of(c->q, t), S.n, p->call.K);
+    double a = c->first[t] * vf_dot_row(mn_row_of(c->q, t), S.n, p->call.K);
     for (int64_t s = 0; s <= t; s++) a += row[s];
     a *= p->scale;
     const double bound = exp(-c->m[t]), size = fabs(a);
