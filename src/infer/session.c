@@ -179,11 +179,10 @@ static mn_status tell_logits(mn_session *s, mn_tensor *hidden, const reading *in
     return st;
 }
 
-/* Whether a token on a GPU is read and nothing else is asked, by a model without rows of
- * positions. */
+/* Whether a token on a GPU is read and nothing else is asked, by a model whose steps repeat. */
 static bool is_step(const mn_session *s, const reading *in) {
     return s->context->device && in->count == 1 && !in->scores && !in->hearer &&
-           !s->options.belief && !mn_model_has_positions(s->model);
+           !s->options.belief && mn_model_repeats_steps(s->model);
 }
 
 /* Whether the next token can be played. */

@@ -97,8 +97,9 @@ typedef struct mn_model_state {
     int64_t n_logits;
 } mn_model_state;
 
-/* Whether tokens have learned positions: then no two passes of one token are the same. */
-bool mn_model_has_positions(const mn_model *model);
+/* Whether passes of one token are the same work whatever the token and its place. They are not with
+ * learned positions, which are looked up by the host, and with experts, which it chooses. */
+bool mn_model_repeats_steps(const mn_model *model);
 
 mn_status mn_model_state_create(mn_model_state *out, const mn_model *model);
 void mn_model_state_free(mn_model_state *state);

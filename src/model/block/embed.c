@@ -38,8 +38,12 @@ static const int32_t *places_of(mn_model *model, mn_tape *tape, const mn_model_i
     return model->places;
 }
 
-bool mn_model_has_positions(const mn_model *model) {
-    return model->positions >= 0;
+bool mn_model_repeats_steps(const mn_model *model) {
+    bool repeats = model->positions < 0;
+    for (int i = 0; i < model->config.n_layers; i++) {
+        repeats = repeats && model->blocks[i].router < 0;
+    }
+    return repeats;
 }
 
 mn_tensor *mn_model_embed(mn_model *model, mn_tape *tape, const mn_model_input *in) {
