@@ -52,8 +52,6 @@ struct mn_model {
     int decoder[MN_DECODER_STAGES][MN_DECODER_PARTS];
     int32_t *ends;                   // n_ends of them, see decoder.c
     int64_t n_ends;
-    int32_t *places;                 // n_places of them: positions of the pass at hand, embed.c
-    int64_t n_places;
     mn_tape *tape;                   // of the current pass
     struct mn_weights *beside;       // files with tensors that are written back; NULL: none
 
