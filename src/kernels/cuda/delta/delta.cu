@@ -1,9 +1,9 @@
 /* delta.cu - S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q (see ref/delta.c).
- * bf16 goes over chunks (delta_chunk.h) unless memories are narrow; the rest, and decode steps, are
- * the recurrence of matrix_state.cuh. */
+ * bf16 goes over chunks (delta_chunk.h) unless memories are narrow; the rest is the recurrence of
+ * matrix_state.cuh, and decode steps are matrix_step.cuh. */
 #include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/delta/delta_chunk.h"
-#include "kernels/cuda/recurrent/matrix_state.cuh"
+#include "kernels/cuda/recurrent/matrix_step.cuh"
 
 namespace mneme::delta {
 

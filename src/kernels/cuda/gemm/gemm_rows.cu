@@ -3,7 +3,7 @@
  *
  * A block has 64 rows of the weight b, BM rows of a and a part of K; both come through shared
  * memory by cp.async, 64 of K a stage, several stages ahead. The weight is the left factor of the
- * tensor cores, so that eight rows of a are a tile. An element is one accumulator for each part of
+ * tensor cores (wgmma where there is one), so that eight rows of a are a tile. An element is one accumulator for each part of
  * K, which takes its part sixteen at a time, in order; blocks of a cluster have the parts of an
  * element, and one of them adds these in their order. How many parts there are follows from N and K
  * alone: narrow weights need them to keep all processors busy. Weights that are older than the
@@ -13,13 +13,14 @@
 #include "kernels/cuda/elementwise/elementwise_fwd.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
 #include "kernels/cuda/prim/device_props.h"
+#include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::gemm {
 
 enum { ROWS_THREADS = 128, ROWS_N = 64, ROWS_K = 64, ROWS_BYTES = 2 * ROWS_K, ROWS_VEC = 8 };
-enum { ROWS_CLUSTER = 8, ROWS_BLOCKS = 180, ROWS_STRIDE = ROWS_N + 1, ROWS_HALF = ROWS_N / 2 };
+enum { ROWS_CLUSTER = 8, ROWS_BLOCKS = 180, ROWS_STRIDE = ROWS_N + 4, ROWS_HALF = ROWS_N / 2 };
 
 template <int BM>
 struct rows_tile {
@@ -52,6 +53,66 @@ __device__ static void rows_load(uint32_t to, const mn_bf16 *from, int64_t row0,
                    there ? from + at * stride + element : from, there);
     }
 }
+
+#if MN_HAS_WGMMA
+
+/* The wgmma descriptor of a tile whose groups of eight rows lie 1024 bytes apart. */
+__device__ static uint64_t rows_descriptor(uint32_t at) {
+    return (uint64_t)((at & 0x3ffff) >> 4) | (uint64_t)1 << 16 | (uint64_t)64 << 32 |
+           (uint64_t)1 << 62;
+}
+
+#define ROWS_ACC(i) "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])
+#define ROWS_ACC2(i) ROWS_ACC(i), ROWS_ACC((i) + 1)
+#define ROWS_ACC4(i) ROWS_ACC2(i), ROWS_ACC2((i) + 2)
+#define ROWS_ACC8(i) ROWS_ACC4(i), ROWS_ACC4((i) + 4)
+#define ROWS_ACC16(i) ROWS_ACC8(i), ROWS_ACC8((i) + 8)
+#define ROWS_LIST4 "%0, %1, %2, %3"
+#define ROWS_LIST8 ROWS_LIST4 ", %4, %5, %6, %7"
+#define ROWS_LIST16 ROWS_LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define ROWS_LIST32                                                                                \
+    ROWS_LIST16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ROWS_LIST64                                                                                \
+    ROWS_LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "    \
+                "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, " \
+                "%63"
+#define ROWS_WGMMA(n, list, a_at, b_at, outs)                                                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" list "}, %" a_at     \
+                 ", %" b_at ", 1, 1, 1, 0, 0;\n"                                                   \
+                 : outs : "l"(a), "l"(b) : "memory")
+
+/* acc += 64 rows of the weight by BM rows of a, sixteen deep. */
+template <int BM>
+__device__ static void rows_wgmma(float (&acc)[rows_tile<BM>::tiles][4], uint64_t a, uint64_t b) {
+    if constexpr (BM == 8) ROWS_WGMMA(8, ROWS_LIST4, "4", "5", ROWS_ACC(0));
+    if constexpr (BM == 16) ROWS_WGMMA(16, ROWS_LIST8, "8", "9", ROWS_ACC2(0));
+    if constexpr (BM == 32) ROWS_WGMMA(32, ROWS_LIST16, "16", "17", ROWS_ACC4(0));
+    if constexpr (BM == 64) ROWS_WGMMA(64, ROWS_LIST32, "32", "33", ROWS_ACC8(0));
+    if constexpr (BM == 128) ROWS_WGMMA(128, ROWS_LIST64, "64", "65", ROWS_ACC16(0));
+}
+
+/* Starts the products of a stage: the weight's 64 rows with all rows of a. */
+template <int BM>
+__device__ static void rows_multiply(float (&acc)[rows_tile<BM>::tiles][4], uint32_t weights,
+                                     uint32_t rows) {
+    asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < ROWS_K / 16; k++) {
+        rows_wgmma<BM>(acc, rows_descriptor(weights + k * 32), rows_descriptor(rows + k * 32));
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
+
+__device__ static void rows_multiplied(void) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory");
+}
+
+/* Shows wgmma what this thread's copies have brought. */
+__device__ static void rows_fence(void) {
+    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+#else
 
 __device__ static void rows_ldmatrix(uint32_t (&r)[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -89,6 +150,12 @@ __device__ static void rows_multiply(float (&acc)[rows_tile<BM>::tiles][4], uint
     }
 }
 
+__device__ static void rows_multiplied(void) {}
+
+__device__ static void rows_fence(void) {}
+
+#endif
+
 /* The block's sums to shared memory, a row of a in each line. */
 template <int BM>
 __device__ static void rows_keep(float *sums, const float (&acc)[rows_tile<BM>::tiles][4]) {
@@ -101,13 +168,12 @@ __device__ static void rows_keep(float *sums, const float (&acc)[rows_tile<BM>::
     }
 }
 
-__device__ static float rows_remote(uint32_t here, unsigned rank) {
-    float x = 0.0f;
+__device__ static void rows_remote(float (&x)[4], uint32_t here, unsigned rank) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.f32 %0, [%1];"
-                 : "=f"(x) : "r"(mn_cluster_address(here, rank)) : "memory");
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(mn_cluster_address(here, rank)) : "memory");
 #endif
-    return x;
 }
 
 __device__ static void rows_cluster_sync(void) {
@@ -124,57 +190,108 @@ struct rows_place {
     int split, part, rank0;
 };
 
-/* The parts of K of an element, in their order. */
-__device__ static float rows_sum(const float *sums, int place, const rows_place &at) {
-    if (at.split == 1) return sums[place];
+/* Four neighbouring columns: the parts of K of each, in their order. */
+__device__ static void rows_sum(float (&sum)[4], const float *sums, int place,
+                                const rows_place &at) {
+    if (at.split == 1) {
+        mn_load<4>(sum, sums, place);
+        return;
+    }
     const uint32_t here = (uint32_t)__cvta_generic_to_shared(sums + place);
-    float parts[ROWS_CLUSTER];
+    float parts[ROWS_CLUSTER][4] = {};
 #pragma unroll
     for (int k = 0; k < ROWS_CLUSTER; k++) {
-        parts[k] = k < at.split ? rows_remote(here, at.rank0 + k) : 0.0f;
+        if (k < at.split) rows_remote(parts[k], here, at.rank0 + k);
     }
-    float sum = parts[0];
 #pragma unroll
-    for (int k = 1; k < ROWS_CLUSTER; k++) {
-        if (k < at.split) sum += parts[k];
+    for (int c = 0; c < 4; c++) {
+        sum[c] = parts[0][c];
+#pragma unroll
+        for (int k = 1; k < ROWS_CLUSTER; k++) {
+            if (k < at.split) sum[c] += parts[k][c];
+        }
     }
-    return sum;
 }
 
-/* Stores element (m, n) of c, and returns it as it is stored. */
+/* What the sums of four columns from (m, n) on are added to, and a bias; zeros outside of c. */
+struct rows_base {
+    float base[4], bias[4];
+
+    template <typename C>
+    __device__ void load(const mn_gemm_problem &w, int64_t m, int64_t n, bool vecs) {
+        const C *from = (const C *)(w.accumulate ? w.c : w.onto), *row = (const C *)w.bias;
+        if (vecs && n < w.N) {
+            mn_load<4>(base, from, m * w.c_row + n);
+            mn_load<4>(bias, row, n);
+            return;
+        }
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            base[c] = n + c < w.N ? mn_get(from, m * w.c_row + n + c) : 0.0f;
+            bias[c] = n + c < w.N ? mn_get(row, n + c) : 0.0f;
+        }
+    }
+};
+
+/* Stores four columns of c from (m, n) on, and leaves them in x as they are stored. */
 template <typename C>
-__device__ static float rows_put(const mn_gemm_problem &w, int64_t m, int64_t n, float sum) {
-    const C *base = (const C *)(w.accumulate ? w.c : w.onto), *bias = (const C *)w.bias;
-    if (n >= w.N) return 0.0f;
+__device__ static void rows_put(float (&x)[4], const mn_gemm_problem &w, int64_t m, int64_t n,
+                                const float (&sum)[4], const rows_base &add, bool vecs) {
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        C stored;
+        mn_put(&stored, add.base[c] + sum[c] + add.bias[c]);
+        x[c] = mn_float(stored);
+    }
     C *to = (C *)w.c + m * w.c_row + n;
-    mn_put(to, mn_get(base, m * w.c_row + n) + sum + mn_get(bias, n));
-    return mn_float(*to);
+    if (vecs && n < w.N) {
+        mn_store<4>(to, 0, x);
+        return;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        if (n + c < w.N) mn_put(to + c, x[c]);
+    }
 }
 
-/* This block's share of the rows of the tile. */
+/* This block's share of the rows of the tile, four columns of each half at a time. `vecs`: all that
+ * is accessed can be so. */
 template <int BM, typename C>
 __device__ static void rows_store(const mn_gemm_problem &w, const float *sums,
-                                  const rows_place &at) {
+                                  const rows_place &at, bool vecs) {
+    constexpr int VECS = ROWS_HALF / 4;
     const int share = BM / at.split, first = at.part * share;
-    for (int i = threadIdx.x; i < share * ROWS_HALF; i += ROWS_THREADS) {
-        const int row = first + i / ROWS_HALF, column = i % ROWS_HALF;
-        const int64_t m = at.m0 + row;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < share * VECS; i += ROWS_THREADS) {
+        const int row = first + i / VECS, column = i % VECS * 4;
+        const int64_t m = at.m0 + row, n0 = at.n0 + column, n1 = at.n1 + column;
         if (m >= w.M || at.n0 >= w.N) continue;
+        rows_base add0, add1;
+        add0.load<C>(w, m, n0, vecs);
+        add1.load<C>(w, m, n1, vecs);
         const int place = row * ROWS_STRIDE + column;
-        const float sum0 = rows_sum(sums, place, at), sum1 = rows_sum(sums, place + ROWS_HALF, at);
-        float x[3][1] = {}, y[1][1];
-        x[0][0] = rows_put<C>(w, m, at.n0 + column, sum0);
-        x[1][0] = rows_put<C>(w, m, at.n1 + column, sum1);
+        float x[3][4] = {}, y[1][4], sum0[4], sum1[4];
+        rows_sum(sum0, sums, place, at);
+        rows_sum(sum1, sums, place + ROWS_HALF, at);
+        rows_put<C>(x[0], w, m, n0, sum0, add0, vecs);
+        rows_put<C>(x[1], w, m, n1, sum1, add1, vecs);
         if (!w.gated) continue;
         const elementwise::mn_unary_forward f{ (mn_unary)w.gate, true };
         f.template run<sizeof(C) == 2>(x, y);
-        mn_put((C *)w.gated + m * w.gated_row + at.n0 + column, y[0][0]);
+        C *to = (C *)w.gated + m * w.gated_row + n0;
+        if (vecs) {
+            mn_store<4>(to, 0, y[0]);
+            continue;
+        }
+#pragma unroll
+        for (int c = 0; c < 4; c++) mn_put(to + c, y[0][c]);
     }
 }
 
 /* Problem i has the clusters [begins[i], begins[i + 1]), and split[i] parts of K. */
 struct rows_params {
     int n, begins[MN_GEMM_ROWS + 1], split[MN_GEMM_ROWS];
+    bool vecs[MN_GEMM_ROWS];    // c and what belongs to it can be accessed four columns at a time
     mn_gemm_problem of[MN_GEMM_ROWS];
 };
 
@@ -182,7 +299,7 @@ template <int BM, typename C>
 __global__ void __launch_bounds__(ROWS_THREADS)
 gemm_rows(const __grid_constant__ rows_params p) {
     using tile = rows_tile<BM>;
-    extern __shared__ __align__(128) unsigned char bytes[];
+    extern __shared__ __align__(1024) unsigned char bytes[];
     const uint32_t smem = (uint32_t)__cvta_generic_to_shared(bytes);
     const int cluster = (int)blockIdx.x / ROWS_CLUSTER, rank = (int)blockIdx.x % ROWS_CLUSTER;
     int which = 0;
@@ -223,7 +340,9 @@ gemm_rows(const __grid_constant__ rows_params p) {
 #pragma unroll 1
     for (int s = first; s < last; s++) {
         asm volatile("cp.async.wait_group %0;\n" :: "n"(tile::stages - 2) : "memory");
+        rows_fence();
         __syncthreads();
+        rows_multiply<BM>(acc, stage_of(s), stage_of(s) + ROWS_N * ROWS_BYTES);
         const int next = s + tile::stages - 1;
         if (next < last) {
             weights(next);
@@ -231,14 +350,14 @@ gemm_rows(const __grid_constant__ rows_params p) {
         } else {
             asm volatile("cp.async.commit_group;\n" ::: "memory");
         }
-        rows_multiply<BM>(acc, stage_of(s), stage_of(s) + ROWS_N * ROWS_BYTES);
+        rows_multiplied();
     }
     asm volatile("cp.async.wait_all;\n" ::: "memory");
     __syncthreads();
     rows_keep<BM>((float *)bytes, acc);
     if (split > 1) rows_cluster_sync();
     else __syncthreads();
-    rows_store<BM, C>(w, (const float *)bytes, at);
+    rows_store<BM, C>(w, (const float *)bytes, at, p.vecs[which]);
     if (split > 1) rows_cluster_sync();    // others still read this block's sums
 }
 
@@ -253,6 +372,14 @@ static int rows_split(const mn_gemm_problem &w) {
     return split;
 }
 
+/* Whether rows of c and of all that is laid out like it begin at vectors of four, and N is so. */
+static bool rows_vecs(const mn_gemm_problem &w) {
+    const uintptr_t bytes = w.c_dtype == MN_BF16 ? 8 : 16;
+    const uintptr_t all = (uintptr_t)w.c | (uintptr_t)w.onto | (uintptr_t)w.bias |
+                          (uintptr_t)w.gated;
+    return all % bytes == 0 && (w.N | w.c_row | w.gated_row) % 4 == 0;
+}
+
 template <int BM, typename C>
 static int rows_launch(const mn_gemm_problem *works, int n, cudaStream_t on) {
     using tile = rows_tile<BM>;
@@ -265,6 +392,7 @@ static int rows_launch(const mn_gemm_problem *works, int n, cudaStream_t on) {
     for (int i = 0; i < n; i++) {
         p.of[i] = works[i];
         p.split[i] = rows_split(works[i]);
+        p.vecs[i] = rows_vecs(works[i]);
         const int64_t blocks = mn_ceil_div(works[i].N, ROWS_N) * p.split[i];
         p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(blocks, ROWS_CLUSTER);
     }
