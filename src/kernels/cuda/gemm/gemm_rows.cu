@@ -2,20 +2,21 @@
  * together: any number of them, each with the same bits whatever that is.
  *
  * A block has 64 rows of the weight b, BM rows of a and a part of K; both come through shared
- * memory by cp.async, 64 of K a stage, several stages ahead. The weight is the left factor of the
- * tensor cores (wgmma where there is one), so that eight rows of a are a tile. An element is one accumulator for each part of
- * K, which takes its part sixteen at a time, in order; blocks of a cluster have the parts of an
- * element, and one of them adds these in their order. How many parts there are follows from N and K
- * alone: narrow weights need them to keep all processors busy. Weights that are older than the
- * launch in front are asked for before it has ended. Several weights of one a are one launch. The
- * columns of a block are two runs of 32 neighbours: those of a gate and those that it opens, where
- * the product ends in such a function. */
+ * memory, 64 of K a stage, several stages ahead: on Hopper by TMA, for wgmma, elsewhere by cp.async,
+ * for mma.sync (a fence between cp.async and wgmma would wait for all stages that are on their way).
+ * The weight is the left factor of the tensor cores, so that eight rows of a are a tile. An element
+ * is one accumulator for each part of K, which takes its part sixteen at a time, in order; blocks of
+ * a cluster have the parts of an element, and one of them adds these in their order. How many parts
+ * there are follows from N and K alone: narrow weights need them to keep all processors busy.
+ * Weights that are older than the launch in front are asked for before it has ended. Several
+ * weights of one a are one launch. The columns of a block are two runs of 32 neighbours: those of a
+ * gate and those that it opens, where the product ends in such a function. */
 #include "kernels/cuda/elementwise/elementwise_fwd.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
 #include "kernels/cuda/prim/device_props.h"
-#include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::gemm {
 
@@ -51,6 +52,42 @@ __device__ static void rows_load(uint32_t to, const mn_bf16 *from, int64_t row0,
         const bool there = at < n_rows && element < K;
         rows_fetch(to + row * ROWS_BYTES + (vec ^ (row & 7)) * 16,
                    there ? from + at * stride + element : from, there);
+    }
+}
+
+__device__ static void rows_ldmatrix(uint32_t (&r)[4], uint32_t at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+
+__device__ static void rows_mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* A stage: this warp's 16 rows of the weight with all tiles of 8 rows of a. */
+template <int BM>
+__device__ static void rows_multiply(float (&acc)[rows_tile<BM>::tiles][4], uint32_t weights,
+                                     uint32_t rows) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t a[ROWS_K / 16][4];
+    const int row = warp * 16 + lane % 16;
+#pragma unroll
+    for (int k = 0; k < ROWS_K / 16; k++) {
+        rows_ldmatrix(a[k], weights + row * ROWS_BYTES + ((2 * k + lane / 16) ^ (row & 7)) * 16);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int i = 0; i < rows_tile<BM>::tiles; i++) {
+            const uint32_t at = rows + (i * 8 + lane % 8) * ROWS_BYTES;
+            uint32_t b[4];
+            rows_ldmatrix(b, at + ((4 * half + lane / 8) ^ (lane % 8)) * 16);
+            rows_mma(acc[i], a[2 * half], b[0], b[1]);
+            rows_mma(acc[i], a[2 * half + 1], b[2], b[3]);
+        }
     }
 }
 
@@ -93,7 +130,7 @@ __device__ static void rows_wgmma(float (&acc)[rows_tile<BM>::tiles][4], uint64_
 
 /* Starts the products of a stage: the weight's 64 rows with all rows of a. */
 template <int BM>
-__device__ static void rows_multiply(float (&acc)[rows_tile<BM>::tiles][4], uint32_t weights,
+__device__ static void rows_multiply_sm90(float (&acc)[rows_tile<BM>::tiles][4], uint32_t weights,
                                      uint32_t rows) {
     asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 #pragma unroll
@@ -106,53 +143,6 @@ __device__ static void rows_multiply(float (&acc)[rows_tile<BM>::tiles][4], uint
 __device__ static void rows_multiplied(void) {
     asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory");
 }
-
-/* Shows wgmma what this thread's copies have brought. */
-__device__ static void rows_fence(void) {
-    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-}
-
-#else
-
-__device__ static void rows_ldmatrix(uint32_t (&r)[4], uint32_t at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
-}
-
-__device__ static void rows_mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-/* A stage: this warp's 16 rows of the weight with all tiles of 8 rows of a. */
-template <int BM>
-__device__ static void rows_multiply(float (&acc)[rows_tile<BM>::tiles][4], uint32_t weights,
-                                     uint32_t rows) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t a[ROWS_K / 16][4];
-    const int row = warp * 16 + lane % 16;
-#pragma unroll
-    for (int k = 0; k < ROWS_K / 16; k++) {
-        rows_ldmatrix(a[k], weights + row * ROWS_BYTES + ((2 * k + lane / 16) ^ (row & 7)) * 16);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int i = 0; i < rows_tile<BM>::tiles; i++) {
-            const uint32_t at = rows + (i * 8 + lane % 8) * ROWS_BYTES;
-            uint32_t b[4];
-            rows_ldmatrix(b, at + ((4 * half + lane / 8) ^ (lane % 8)) * 16);
-            rows_mma(acc[i], a[2 * half], b[0], b[1]);
-            rows_mma(acc[i], a[2 * half + 1], b[2], b[3]);
-        }
-    }
-}
-
-__device__ static void rows_multiplied(void) {}
-
-__device__ static void rows_fence(void) {}
 
 #endif
 
@@ -295,12 +285,14 @@ struct rows_params {
     mn_gemm_problem of[MN_GEMM_ROWS];
 };
 
-template <int BM, typename C>
-__global__ void __launch_bounds__(ROWS_THREADS)
-gemm_rows(const __grid_constant__ rows_params p) {
-    using tile = rows_tile<BM>;
-    extern __shared__ __align__(1024) unsigned char bytes[];
-    const uint32_t smem = (uint32_t)__cvta_generic_to_shared(bytes);
+/* What a block does: its place in problem `which`, and stages [first, last) of K. */
+struct rows_task {
+    int which, first, last;
+    rows_place at;
+};
+
+template <int BM>
+__device__ static rows_task rows_task_of(const rows_params &p) {
     const int cluster = (int)blockIdx.x / ROWS_CLUSTER, rank = (int)blockIdx.x % ROWS_CLUSTER;
     int which = 0;
     while (cluster >= p.begins[which + 1]) which++;
@@ -313,17 +305,40 @@ gemm_rows(const __grid_constant__ rows_params p) {
                             rank - rank % split };
     const int all = (int)((w.K + ROWS_K - 1) / ROWS_K), each = (all + split - 1) / split;
     const int first = min(at.part * each, all);
-    const int last = at.n0 < w.N ? min(first + each, all) : first;
+    return { which, first, at.n0 < w.N ? min(first + each, all) : first, at };
+}
+
+/* The end: parts of K meet, and c is stored. */
+template <int BM, typename C>
+__device__ static void rows_end(const rows_params &p, const rows_task &task, float *sums,
+                                const float (&acc)[rows_tile<BM>::tiles][4]) {
+    rows_keep<BM>(sums, acc);
+    if (task.at.split > 1) rows_cluster_sync();
+    else __syncthreads();
+    rows_store<BM, C>(p.of[task.which], sums, task.at, p.vecs[task.which]);
+    if (task.at.split > 1) rows_cluster_sync();    // others still read this block's sums
+}
+
+template <int BM, typename C>
+__global__ void __launch_bounds__(ROWS_THREADS)
+gemm_rows(const __grid_constant__ rows_params p) {
+    using tile = rows_tile<BM>;
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    const uint32_t smem = (uint32_t)__cvta_generic_to_shared(bytes);
+    const rows_task task = rows_task_of<BM>(p);
+    const mn_gemm_problem &w = p.of[task.which];
+    const int first = task.first, last = task.last;
     const mn_bf16 *a = (const mn_bf16 *)w.a, *b = (const mn_bf16 *)w.b;
     const auto stage_of = [&](int step) {
         return smem + (step - first) % tile::stages * tile::stage;
     };
     const auto weights = [&](int step) {
-        rows_load<ROWS_N>(stage_of(step), b, at.n0, at.n1, w.N, w.b_row, (int64_t)step * ROWS_K,
+        rows_load<ROWS_N>(stage_of(step), b, task.at.n0, task.at.n1, w.N, w.b_row, (int64_t)step * ROWS_K,
                           w.K);
     };
     const auto rows = [&](int step) {
-        rows_load<BM>(stage_of(step) + ROWS_N * ROWS_BYTES, a, at.m0, at.m0 + BM / 2, w.M, w.a_row,
+        rows_load<BM>(stage_of(step) + ROWS_N * ROWS_BYTES, a, task.at.m0,
+                      task.at.m0 + BM / 2, w.M, w.a_row,
                       (int64_t)step * ROWS_K, w.K);
         asm volatile("cp.async.commit_group;\n" ::: "memory");
     };
@@ -340,9 +355,7 @@ gemm_rows(const __grid_constant__ rows_params p) {
 #pragma unroll 1
     for (int s = first; s < last; s++) {
         asm volatile("cp.async.wait_group %0;\n" :: "n"(tile::stages - 2) : "memory");
-        rows_fence();
         __syncthreads();
-        rows_multiply<BM>(acc, stage_of(s), stage_of(s) + ROWS_N * ROWS_BYTES);
         const int next = s + tile::stages - 1;
         if (next < last) {
             weights(next);
@@ -350,15 +363,72 @@ gemm_rows(const __grid_constant__ rows_params p) {
         } else {
             asm volatile("cp.async.commit_group;\n" ::: "memory");
         }
-        rows_multiplied();
+        rows_multiply<BM>(acc, stage_of(s), stage_of(s) + ROWS_N * ROWS_BYTES);
     }
     asm volatile("cp.async.wait_all;\n" ::: "memory");
     __syncthreads();
-    rows_keep<BM>((float *)bytes, acc);
-    if (split > 1) rows_cluster_sync();
-    else __syncthreads();
-    rows_store<BM, C>(w, (const float *)bytes, at, p.vecs[which]);
-    if (split > 1) rows_cluster_sync();    // others still read this block's sums
+    rows_end<BM, C>(p, task, (float *)bytes, acc);
+}
+
+/* Tensor maps of a, and of the weights of each problem. */
+struct rows_maps {
+    CUtensorMap a, b[MN_GEMM_ROWS];
+};
+
+/* The same on Hopper: one thread loads the factors by TMA, and wgmma reads them. */
+template <int BM, typename C>
+__global__ void __launch_bounds__(ROWS_THREADS)
+gemm_rows_sm90(const __grid_constant__ rows_params p, const __grid_constant__ rows_maps maps) {
+#if MN_HAS_WGMMA
+    using tile = rows_tile<BM>;
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    __shared__ uint64_t full[tile::stages];
+    const rows_task task = rows_task_of<BM>(p);
+    const mn_gemm_problem &w = p.of[task.which];
+    const int first = task.first, last = task.last, ahead = min(first + tile::stages, last);
+    const bool loads = threadIdx.x == 0;
+    const auto slot_of = [&](int step) { return (step - first) % tile::stages; };
+    const auto weights = [&](int step) {
+        unsigned char *to = bytes + slot_of(step) * tile::stage;
+        mn_mbarrier_arrive_expect_tx(&full[slot_of(step)], tile::stage);
+        mn_tma_load(to, maps.b[task.which], &full[slot_of(step)], step * ROWS_K, 0,
+                    (int)task.at.n0, 0);
+        mn_tma_load(to + ROWS_HALF * ROWS_BYTES, maps.b[task.which], &full[slot_of(step)],
+                    step * ROWS_K, 0, (int)task.at.n1, 0);
+    };
+    const auto rows = [&](int step) {
+        mn_tma_load(bytes + slot_of(step) * tile::stage + ROWS_N * ROWS_BYTES, maps.a,
+                    &full[slot_of(step)], step * ROWS_K, 0, (int)task.at.m0, 0);
+    };
+    if (loads) {
+        for (int i = 0; i < tile::stages; i++) mn_mbarrier_init(&full[i], 1);
+        mn_mbarrier_init_fence();
+    }
+    __syncthreads();
+    mn_pdl_launch_dependents();
+    for (int s = first; loads && w.b_is_old && s < ahead; s++) weights(s);
+    mn_pdl_wait();
+    for (int s = first; loads && s < ahead; s++) {
+        if (!w.b_is_old) weights(s);
+        rows(s);
+    }
+    __syncwarp();
+    float acc[tile::tiles][4] = {};
+#pragma unroll 1
+    for (int s = first; s < last; s++) {
+        const uint32_t at = mn_smem_addr(bytes) + slot_of(s) * tile::stage;
+        mn_mbarrier_wait(&full[slot_of(s)], (s - first) / tile::stages & 1);
+        rows_multiply_sm90<BM>(acc, at, at + ROWS_N * ROWS_BYTES);
+        rows_multiplied();
+        __syncthreads();    // all have read the stage
+        if (loads && s + tile::stages < last) {
+            weights(s + tile::stages);
+            rows(s + tile::stages);
+        }
+        __syncwarp();
+    }
+    rows_end<BM, C>(p, task, (float *)bytes, acc);
+#endif
 }
 
 /* Parts of K: as many as leave no processor without a block, of at least two stages each. */
@@ -380,13 +450,27 @@ static bool rows_vecs(const mn_gemm_problem &w) {
     return all % bytes == 0 && (w.N | w.c_row | w.gated_row) % 4 == 0;
 }
 
-template <int BM, typename C>
-static int rows_launch(const mn_gemm_problem *works, int n, cudaStream_t on) {
-    using tile = rows_tile<BM>;
-    const auto kernel = gemm_rows<BM, C>;
-    const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, tile::smem);
-    if (code != cudaSuccess) return (int)code;
+/* `count` rows of K as tiles of `rows` by 64; false where TMA cannot have them. */
+static bool rows_map(CUtensorMap *to, const void *data, int64_t count, int64_t K, int64_t stride,
+                     int rows) {
+    mn_in view = {};
+    mn_call call = {};
+    view.data = data;
+    view.stride[0] = count * stride, view.stride[1] = view.stride[2] = stride;
+    call.B = call.H = 1, call.T = count;
+    return mn_tma_map(to, view, call, K, rows);
+}
+
+static bool rows_maps_of(rows_maps *maps, const mn_gemm_problem *works, int n, int rows) {
+    bool ok = mn_device_is_sm90() &&
+              rows_map(&maps->a, works[0].a, works[0].M, works[0].K, works[0].a_row, rows);
+    for (int i = 0; i < n && ok; i++) {
+        ok = rows_map(&maps->b[i], works[i].b, works[i].N, works[i].K, works[i].b_row, ROWS_HALF);
+    }
+    return ok;
+}
+
+static rows_params rows_params_of(const mn_gemm_problem *works, int n) {
     rows_params p = {};
     p.n = n;
     for (int i = 0; i < n; i++) {
@@ -397,6 +481,21 @@ static int rows_launch(const mn_gemm_problem *works, int n, cudaStream_t on) {
         p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(blocks, ROWS_CLUSTER);
     }
     for (int i = n; i < MN_GEMM_ROWS; i++) p.begins[i + 1] = p.begins[n];
+    return p;
+}
+
+template <int BM, typename C>
+static int rows_launch(const mn_gemm_problem *works, int n, cudaStream_t on) {
+    const rows_params p = rows_params_of(works, n);
+    constexpr int smem = rows_tile<BM>::smem;
+    const auto any = gemm_rows<BM, C>;
+    const auto sm90 = gemm_rows_sm90<BM, C>;
+    rows_maps maps;
+    const bool tma = rows_maps_of(&maps, works, n, BM);
+    const cudaError_t code = cudaFuncSetAttribute(
+        tma ? (const void *)sm90 : (const void *)any, cudaFuncAttributeMaxDynamicSharedMemorySize,
+        smem);
+    if (code != cudaSuccess) return (int)code;
     cudaLaunchAttribute attrs[2] = {};
     attrs[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attrs[0].val.programmaticStreamSerializationAllowed = 1;
@@ -406,10 +505,11 @@ static int rows_launch(const mn_gemm_problem *works, int n, cudaStream_t on) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)(p.begins[n] * ROWS_CLUSTER),
                           (unsigned)mn_ceil_div(works[0].M, BM));
-    config.blockDim = dim3(ROWS_THREADS), config.dynamicSmemBytes = tile::smem;
+    config.blockDim = dim3(ROWS_THREADS), config.dynamicSmemBytes = smem;
     config.stream = on, config.attrs = attrs;
     config.numAttrs = mn_device_props_current().major < 9 ? 1 : 2;
-    return (int)cudaLaunchKernelEx(&config, kernel, p);
+    return (int)(tma ? cudaLaunchKernelEx(&config, sm90, p, maps)
+                     : cudaLaunchKernelEx(&config, any, p));
 }
 
 template <typename C>
