@@ -2,15 +2,16 @@
  * together: any number of them, each with the same bits whatever that is.
  *
  * A block has 64 rows of the weight b, BM rows of a and a part of K; both come through shared
- * memory, 64 of K a stage, several stages ahead: on Hopper by TMA, for wgmma, elsewhere by cp.async,
- * for mma.sync (a fence between cp.async and wgmma would wait for all stages that are on their way).
- * The weight is the left factor of the tensor cores, so that eight rows of a are a tile. An element
- * is one accumulator for each part of K, which takes its part sixteen at a time, in order; blocks of
- * a cluster have the parts of an element, and one of them adds these in their order. How many parts
- * there are follows from N and K alone: narrow weights need them to keep all processors busy.
- * Weights that are older than the launch in front are asked for before it has ended. Several
- * weights of one a are one launch. The columns of a block are two runs of 32 neighbours: those of a
- * gate and those that it opens, where the product ends in such a function. */
+ * memory, 64 of K a stage, several stages ahead: on Hopper by TMA, for wgmma, elsewhere by
+ * cp.async, for mma.sync (a fence between cp.async and wgmma would wait for all stages that are on
+ * their way). The weight is the left factor of the tensor cores, so that eight rows of a are a
+ * tile. An element is one accumulator for each part of K, which takes its part sixteen at a time,
+ * in order; blocks of a cluster have the parts of an element, and one of them adds these in their
+ * order. How many parts there are follows from N and K alone: narrow weights need them to keep all
+ * processors busy. Weights that are older than the launch in front are asked for before it has
+ * ended. Several weights of one a are one launch. The columns of a block are two runs of 32
+ * neighbours: those of a gate and those that it opens, where the product ends in such a
+ * function. */
 #include "kernels/cuda/elementwise/elementwise_fwd.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
 #include "kernels/cuda/prim/device_props.h"
@@ -333,13 +334,12 @@ gemm_rows(const __grid_constant__ rows_params p) {
         return smem + (step - first) % tile::stages * tile::stage;
     };
     const auto weights = [&](int step) {
-        rows_load<ROWS_N>(stage_of(step), b, task.at.n0, task.at.n1, w.N, w.b_row, (int64_t)step * ROWS_K,
-                          w.K);
+        rows_load<ROWS_N>(stage_of(step), b, task.at.n0, task.at.n1, w.N, w.b_row,
+                          (int64_t)step * ROWS_K, w.K);
     };
     const auto rows = [&](int step) {
         rows_load<BM>(stage_of(step) + ROWS_N * ROWS_BYTES, a, task.at.m0,
-                      task.at.m0 + BM / 2, w.M, w.a_row,
-                      (int64_t)step * ROWS_K, w.K);
+                      task.at.m0 + BM / 2, w.M, w.a_row, (int64_t)step * ROWS_K, w.K);
         asm volatile("cp.async.commit_group;\n" ::: "memory");
     };
     mn_pdl_launch_dependents();
