@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "kernels/conv_unit.h"
+#include "kernels/delta_product.h"
 #include "ops/compose/compose.h"
 #include "ops/overlap.h"
 #include "ops/validate.h"
