@@ -128,8 +128,10 @@ static void curves_follow_the_cpu(void **state) {
     (void)state;
     if (absent()) return;
     static const char *const layers[] = { "gdn", "kla", "attention" };
-    static const char *const models[] = { "", "", ", \"use_rope\": false, \"learned_positions\": 96, "
-                                          "\"norm\": \"layer\", \"mlp\": \"gelu\"" };
+    static const char *const models[] = {
+        "", "", ", \"use_rope\": false, \"learned_positions\": 96, \"norm\": \"layer\", "
+        "\"mlp\": \"gelu\"",
+    };
     for (size_t i = 0; i < MN_COUNTOF(layers); i++) {
         double want[STEPS], got[STEPS];
         run r;

@@ -1,5 +1,5 @@
-/* matrix_state.cuh - the recurrence of a matrix state, forward and back; one token with the state in
- * place is matrix_step.cuh. */
+/* matrix_state.cuh - the recurrence of a matrix state, forward and back; one token with the state
+ * in place is matrix_step.cuh. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_CUH
 #define MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_CUH
 

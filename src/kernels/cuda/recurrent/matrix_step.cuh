@@ -5,17 +5,17 @@
  *   DPLR     u = S'a;  S = diag(exp g) S + b u' + w v'           o = scale S'q
  *
  * All that needs a sum over rows of the state is summed at once, over the state before it is
- * written: S'^T q and S^T e or S^T a, and products of q with what is written. A block has 32 columns
- * of one memory, a thread four neighbours of them in up to eight rows, which it loads before it
- * needs any; while it waits for the launch in front it prefetches them into L2. Rows of the token,
- * strengths and decays included, go through shared memory once.
+ * written: S'^T q, S'^T e or S^T a, and products of q with what is written. A block has 32
+ * columns of one memory, a thread four neighbours of them in up to eight rows, which it loads
+ * before it needs any; while it waits for the launch in front it prefetches them into L2. Rows of
+ * the token, strengths and decays included, go through shared memory once.
  *
  * A token may be several rows that are written one after the other (delta_product): the first one's
  * decay and the last one's query are the token's.
  *
  * Bits. A sum over rows has one order, whatever the sizes of a block: rows i, i + 64, i + 128 .. in
- * turn, eight neighbours as a tree (those four apart first, then two, then one), and these groups in
- * turn. */
+ * turn, eight neighbours as a tree (those four apart first, then two, then one), and these groups
+ * in turn. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_MATRIX_STEP_CUH
 #define MN_KERNELS_CUDA_RECURRENT_MATRIX_STEP_CUH
 
@@ -64,10 +64,11 @@ static bool mn_step_view_of(mn_step_view *to, const View &view) {
     return !view.data || (to->n == view.stride[0] && to->h == view.stride[2]);
 }
 
-/* Row r of a token in shared memory, as float4: query, what reads the state, what is written, decay;
- * zeros beyond K. */
+/* Channel i of a row of the token: query, what reads the state, what is written, decay; zeros
+ * beyond K. */
 template <typename T>
-__device__ inline float4 mn_step_row(const mn_step_params &p, int64_t n, int64_t h, int row, int i) {
+__device__ inline float4 mn_step_row(const mn_step_params &p, int64_t n, int64_t h, int row,
+                                     int i) {
     const bool first = row == 0, last = row + 1 == p.n_rows;
     const int64_t head = (int64_t)row * p.H + h / p.share;
     const T *e = p.e.row<T>(n, head), *w = p.w.data ? p.w.row<T>(n, head) : e;
@@ -89,6 +90,36 @@ __device__ inline float mn_step_tree(const float (&x)[N]) {
         sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
     }
     return sum;
+}
+
+/* Sums over all rows, in all threads of the block: of columns, and of the rows by themselves. */
+template <int N, int SUMS, int DOTS>
+__device__ inline void mn_step_gather(float (&sum)[SUMS], float (&all)[DOTS],
+                                      const float (&columns)[SUMS][N], const float (&rows)[DOTS][N],
+                                      float (*parts)[MN_STEP_QUADS][SUMS], float (*dots)[DOTS]) {
+    const int quad = threadIdx.x % MN_STEP_QUADS, lane = threadIdx.x / MN_STEP_QUADS % (8 / N);
+    const int group = threadIdx.x * N / (8 * MN_STEP_QUADS);
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sum[i] = mn_step_tree<N>(columns[i]);
+    if (lane == 0) mn_store<SUMS>(parts[group][quad], 0, sum);
+#pragma unroll
+    for (int i = 0; i < DOTS; i++) {
+        const float part = mn_step_tree<N>(rows[i]);
+        if (lane == 0 && quad == 0) dots[group][i] = part;
+        all[i] = 0.0f;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < MN_STEP_GROUPS; k++) {
+        float part[SUMS];
+        mn_load<SUMS>(part, parts[k][quad], 0);
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sum[i] += part[i];
+#pragma unroll
+        for (int i = 0; i < DOTS; i++) all[i] += dots[k][i];
+    }
 }
 
 /* R N rows of a thread: K <= 64 R. N is 4 or 2 of eight neighbours. */
@@ -156,28 +187,8 @@ matrix_step_recurrent_kernel(const __grid_constant__ mn_step_params p) {
                 }
             }
         }
-        float sum[SUMS];
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) sum[i] = mn_step_tree<N>(sums[i]);
-        if (lane == 0) mn_store<SUMS>(parts[s % TURNS][group][quad], 0, sum);
-#pragma unroll
-        for (int i = 0; i < DOTS; i++) {
-            const float part = mn_step_tree<N>(dot[i]);
-            if (lane == 0 && quad == 0) dots[s % TURNS][group][i] = part;
-        }
-        __syncthreads();
-        float all[DOTS] = {};
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
-#pragma unroll
-        for (int k = 0; k < MN_STEP_GROUPS; k++) {
-            float part[SUMS];
-            mn_load<SUMS>(part, parts[s % TURNS][k][quad], 0);
-#pragma unroll
-            for (int i = 0; i < SUMS; i++) sum[i] += part[i];
-#pragma unroll
-            for (int i = 0; i < DOTS; i++) all[i] += dots[s % TURNS][k][i];
-        }
+        float sum[SUMS], all[DOTS];
+        mn_step_gather<N>(sum, all, sums, dot, parts[s % TURNS], dots[s % TURNS]);
         const bool last = s + 1 == p.n_rows;
         float residual[4];
 #pragma unroll
