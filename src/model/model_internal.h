@@ -61,7 +61,9 @@ struct mn_model {
      * all gradients and for all shadows. */
     mn_device *device;               // NULL: the host
     unsigned char *values, *grads, *shadows;
-    size_t device_bytes;
+    size_t device_bytes;             // without pages
+    bool wants_pages;
+    mn_device_pages *pages[MN_MODEL_PIECES];    // of values, gradients, shadows; NULL: no pages
 };
 
 /* Gives back the numbers of a parameter that are no longer needed. */
