@@ -8,6 +8,7 @@
 #define MN_MODEL_MODEL_H
 
 #include "model/config.h"
+#include "runtime/device_pages.h"
 
 typedef struct mn_model mn_model;
 

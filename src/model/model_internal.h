@@ -4,7 +4,7 @@
 
 #include "model/model.h"
 #include "ops/quantize.h"
-#include "runtime/device.h"
+#include "runtime/device_pages.h"
 
 /* Where an MLP's parameters are among the model's; -1: it has none. gate is both where they are
  * fused. */

@@ -61,7 +61,8 @@ def _plain(top, tensors, given, cu_seqlens, counts0, outputs):
     results = call_new(top, tensors, params, cu_seqlens, counts0, wanted)
     one = outputs is None and len(op.main) == 1
     if cu_seqlens is None and counts0 is None:
-        remember(top, given, outputs, params, wanted, None if one else op.result, op.main[0])
+        remember(top, given, outputs, params, wanted, None if one else op.result,
+                 op.main[0] if one else 0)
     return results[op.main[0]] if one else op.result(*results)
 
 
