@@ -4,7 +4,7 @@
 
 #include "model/model.h"
 #include "ops/quantize.h"
-#include "runtime/device.h"
+#include "runtime/device_pages.h"
 
 /* Where an MLP's parameters are among the model's; -1: it has none. gate is both where they are
  * fused. */
@@ -59,7 +59,9 @@ struct mn_model {
      * all gradients and for all shadows. */
     mn_device *device;               // NULL: the host
     unsigned char *values, *grads, *shadows;
-    size_t device_bytes;
+    size_t device_bytes;             // without pages
+    bool wants_pages;
+    mn_device_pages *pages[MN_MODEL_PIECES];    // of values, gradients, shadows; NULL: no pages
 };
 
 /* Gives back the numbers of a parameter that are no longer needed. */
