@@ -400,7 +400,9 @@ static void kernels_match_reference(mn_op_id op) {
         for (c.K = 40; c.K <= 200 && op == MN_OP_delta; c.K += 80) {
             if (shares_next()) check_bf16(c);
         }
-        c.B = 2, c.H = 8, c.V = 256, c.K = 40;
+        c.B = 9, c.H = 8, c.T = 330, c.K = 100, c.V = 100;    // more blocks than processors
+        if (op == MN_OP_delta && shares_next()) check_bf16(c);
+        c.B = 2, c.H = 8, c.T = 200, c.V = 256, c.K = 40;
         if (op == MN_OP_ccq_read && shares_next()) check_bf16(c);
         c.B = 4, c.H = 16, c.T = 70, c.V = 72, c.K = 72;    // too many blocks for a walk beside
         if (op == MN_OP_ccq_read && shares_next()) check_bf16(c);

@@ -7,6 +7,9 @@
  *   delta_reduce_grads           dbeta and dg from these parts (decays per channel: dbeta alone) */
 #include "kernels/cuda/delta/delta_grad_channel.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
+#include "kernels/cuda/delta/delta_grad_sm90.cuh"
+#include "kernels/cuda/delta/delta_scan_save_sm90.cuh"
+#include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 
 namespace mneme::delta {
 
@@ -89,10 +92,28 @@ static int reduce_grads(const mn_delta_params &job, int64_t records, int n_parti
     return mn_launch_status();
 }
 
+/* A, P, T and decays of all chunks. */
+template <int KP>
+static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
+    if constexpr (KP <= 128) {
+        bool served;
+        const int code = mn_delta_intra_chunk_sm90<KP>(job, &served, stream);
+        if (served) return code;
+    }
+    return mn_delta_intra_chunk<KP>(job, stream);
+}
+
 /* Both scans, for all of padded_v columns of values. */
 template <int KP, bool CHANNEL>
 static int scan(const mn_delta_params &job, cudaStream_t stream) {
+    mn_save_maps save_maps;
+    const bool saves = !CHANNEL && mn_delta_scan_save_supported(&save_maps, job);
+    mn_delta_scan_kernel two_back = nullptr;
+    if constexpr (KP <= 128 && !CHANNEL) two_back = delta_state_scan_bwd_kernel<KP, false, 2>;
     const auto forth = [&](const mn_delta_params &part, int segments) {
+        if constexpr (KP <= 128 && !CHANNEL) {
+            if (saves) return mn_delta_scan_save_sm90<KP>(part, save_maps, stream, segments);
+        }
         return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, CHANNEL, MN_SCAN_SAVE>,
                                        delta_state_scan_warp_kernel<KP, CHANNEL, true>, part,
                                        false, part.padded_v, stream, segments);
@@ -100,7 +121,7 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     const auto back = [&](const mn_delta_params &part, int segments) {
         return mn_delta_state_scan<KP>(delta_state_scan_bwd_kernel<KP, CHANNEL>,
                                        delta_state_scan_bwd_warp_kernel<KP, CHANNEL>, part, true,
-                                       part.padded_v, stream, segments);
+                                       part.padded_v, stream, segments, two_back);
     };
     if constexpr (KP <= 128) {
         if (mn_delta_has_segments(job)) {
@@ -112,25 +133,36 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     return code == cudaSuccess ? back(job, 0) : code;
 }
 
+/* dq, de, dw and the parts of dbeta and dg. */
+template <int KT, int KP>
+static int grad(const mn_delta_params &job, int64_t records, cudaStream_t stream) {
+    const bool channel = job.p.decay == MN_DECAY_CHANNEL;
+    if constexpr (KP <= 128) {
+        mn_grad_tma_maps maps;
+        if (mn_delta_grad_sm90_supported(&maps, job, records)) {
+            return mn_delta_grad_sm90<KP>(job, maps, records, stream);
+        }
+    }
+    return mn_launch_smem(channel ? delta_grad_channel_kernel<KT, KP, true>
+                                  : delta_grad_kernel<KT, KP>,
+                          dim3((unsigned)records, KP / KT), MN_DELTA_GRAD_THREADS,
+                          channel ? sizeof(mn_channel_grad_smem<KT>) : sizeof(mn_grad_smem<KT>),
+                          stream, job);
+}
+
 template <int KP>
 static int backward(const mn_delta_params &job, cudaStream_t stream) {
     constexpr int KT = KP < 128 ? KP : 128;
-    const bool channel = job.p.decay == MN_DECAY_CHANNEL;
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
-    const dim3 blocks((unsigned)records, KP / KT);
-    int code = mn_delta_intra_chunk<KP>(job, stream);
+    int code = intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
-    code = channel ? scan<KP, true>(job, stream) : scan<KP, false>(job, stream);
-    if (code != cudaSuccess) return code;
-    if (records == 0) return reduce_grads(job, 0, KP / KT, stream);
-    code = mn_launch_smem(channel ? delta_grad_channel_kernel<KT, KP, true>
-                                       : delta_grad_kernel<KT, KP>,
-                               blocks, MN_DELTA_GRAD_THREADS,
-                               channel ? sizeof(mn_channel_grad_smem<KT>)
-                                   : sizeof(mn_grad_smem<KT>),
-                               stream, job);
-    if (code != cudaSuccess) return code;
-    return reduce_grads(job, records, KP / KT, stream);
+    code = job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
+                                           : scan<KP, false>(job, stream);
+    if (code != cudaSuccess || records == 0) {
+        return code != cudaSuccess ? code : reduce_grads(job, 0, KP / KT, stream);
+    }
+    code = grad<KT, KP>(job, records, stream);
+    return code == cudaSuccess ? reduce_grads(job, records, KP / KT, stream) : code;
 }
 
 bool mn_delta_chunk_backward_plan(mn_plan *plan, const mn_delta_args *p) {

@@ -431,7 +431,7 @@ delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job) {
     mn_channel_grad_inside<KT, CHANNEL>(smem, w);
     __syncthreads();
     mn_channel_add_inside<KT, CHANNEL>(smem, sum, w, at);
-    mn_grad_store_keys<KT, CHANNEL>(smem, sum, job, smem.beta, mn_shared_u32(w), at);
+    mn_grad_store_keys<KT, CHANNEL>(smem, sum, job, smem.beta, mn_shared_u32(w), at, [] {});
     mn_channel_store_decays<KT, CHANNEL>(smem, job, at);
     if (CHANNEL == MN_DELTA_PAIRS) return;    // betas are ones
     mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts + gridDim.x
