@@ -5,7 +5,7 @@
 #include "kernels/cuda/delta/delta_chunk.h"
 #include "kernels/cuda/recurrent/matrix_state.cuh"
 #include "kernels/cuda/recurrent/matrix_step.cuh"
-#include "kernels/delta_product.h"
+#include "kernels/delta_gpu.h"
 
 namespace mneme::delta {
 

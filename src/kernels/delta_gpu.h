@@ -1,7 +1,7 @@
-/* delta_product.h - one token of delta_product on a GPU, all of its steps in one pass over the
- * state. */
-#ifndef MN_KERNELS_DELTA_PRODUCT_H
-#define MN_KERNELS_DELTA_PRODUCT_H
+/* delta_gpu.h - what delta's kernels of GPUs do that otherwise is made of several launches: a token
+ * of delta_product, and sums of gradients over value heads that share a query and key head. */
+#ifndef MN_KERNELS_DELTA_GPU_H
+#define MN_KERNELS_DELTA_GPU_H
 
 #include "kernels/kernel.h"
 
@@ -13,6 +13,10 @@ extern "C" {
  * takes one token of unpacked sequences with the state in place, at most four steps, and widths and
  * views of whole packs. Looks at sizes, strides and addresses only. */
 const mn_kernel *mn_delta_product_kernel(mn_pass pass, const void *args);
+
+/* Whether the backward pass of this call of delta writes gradients of its J query and key heads
+ * itself. Looks at sizes only. */
+bool mn_delta_folds_groups(const void *args);
 
 #ifdef __cplusplus
 }
