@@ -51,6 +51,16 @@ __device__ inline void mn_step_add(float (&sum)[4], const float (*parts)[MN_STEP
     }
 }
 
+/* Starts a copy of 16 bytes; zeros where `there` is false. */
+__device__ inline void mn_step_copy(uint32_t to, const float *from, bool there) {
+    if (there) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n"
+                     :: "r"(to), "l"(from) : "memory");
+    } else {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};\n" :: "r"(to), "r"(0) : "memory");
+    }
+}
+
 /* What a thread has of a token for one memory: R of the rows. */
 template <int R>
 struct mn_step_rows {
@@ -85,109 +95,121 @@ struct mn_step_rows {
     }
 };
 
-/* A thread's cells of a tile, and where they are in the state. */
-struct mn_step_tile {
-    int64_t n, h, column;    // sequence, head, the thread's first column
-    int64_t at;              // in the memory, of its first row
+/* A tile in the list of all: of sequence n, head h, columns from MN_STEP_COLUMNS `tile` on; and
+ * where the thread's first element of the memory's state, values and results is. */
+template <typename T>
+struct mn_step_cursor {
+    int tile, h, n;
+    const float *from;
+    float *to;
+    const T *v;
+    T *o;
 
-    __device__ mn_step_tile(const mn_matrix_params &p, int tile, int n_tiles) {
-        const int memory = tile / n_tiles, H = (int)p.call.H;
-        n = memory / H, h = memory % H;
-        column = tile % n_tiles * MN_STEP_COLUMNS + threadIdx.x % MN_STEP_VECS * 4;
-        at = threadIdx.x / MN_STEP_VECS * p.call.V + column;
+    __device__ mn_step_cursor(const mn_matrix_params &p, int index, int n_tiles) {
+        const int memory = index / n_tiles, H = (int)p.call.H;
+        tile = index - memory * n_tiles, n = memory / H, h = memory - n * H;
+        locate(p);
     }
 
-    __device__ bool has(const mn_call &call, int r) const {
-        return (int64_t)threadIdx.x / MN_STEP_VECS + MN_STEP_GROUPS * r < call.K && column < call.V;
+    __device__ void locate(const mn_matrix_params &p) {
+        const int quad = threadIdx.x % MN_STEP_VECS * 4;
+        const int64_t place = threadIdx.x / MN_STEP_VECS * p.call.V + quad;
+        from = p.state0.data ? mn_row<float>(p.state0, n, 0, h) + place : nullptr;
+        to = p.state.data ? mn_row<float>(p.state, n, 0, h) + place : nullptr;
+        v = mn_row<T>(p.v, n, 0, h) + quad;
+        o = p.o.data ? mn_row<T>(p.o, n, 0, h) + quad : nullptr;
     }
 
-    __device__ int64_t row(const mn_call &call, int r) const {
-        return at + MN_STEP_GROUPS * r * call.V;
+    __device__ void next(const mn_matrix_params &p, int n_tiles) {
+        if (++tile < n_tiles) return;
+        tile = 0;
+        if (++h == (int)p.call.H) h = 0, n++;
+        if (n < (int)p.call.B) locate(p);
     }
 };
 
-/* Starts copies of the thread's cells to its places in `to`; zeros where there are none. */
-template <int R>
-__device__ inline void mn_step_fetch(float4 *to, const mn_matrix_params &p,
-                                     const mn_step_tile &tile) {
-    const float *from = mn_row<float>(p.state0, tile.n, 0, tile.h);
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        float4 *place = to + r * MN_STEP_THREADS + threadIdx.x;
-        if (from && tile.has(p.call, r)) {
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n"
-                         :: "r"((uint32_t)__cvta_generic_to_shared(place)),
-                            "l"(from + tile.row(p.call, r)) : "memory");
-        } else {
-            *place = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-    }
-}
-
-/* Asks L2 for a tile, a thread for a line. */
-template <int R>
-__device__ inline void mn_step_prefetch(const mn_matrix_params &p, const mn_step_tile &tile) {
-    const float *from = mn_row<float>(p.state0, tile.n, 0, tile.h);
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        if (r % MN_STEP_VECS != (int)threadIdx.x % MN_STEP_VECS) continue;
-        if (from && tile.has(p.call, r)) mn_prefetch_l2(from + tile.row(p.call, r));
-    }
-}
-
+/* Shared memory of a block, and how many blocks of a processor work at a time. */
 template <int R, int STAGES>
 struct mn_step_smem {
-    static constexpr int stage = R * MN_STEP_THREADS;    // vectors of four
-    static constexpr int bytes = STAGES * stage * (int)sizeof(float4);
-    static constexpr int resident = R > 8 ? 1 : R > 4 ? 2 : 4;    // blocks of a processor
+    static constexpr int stage = R * MN_STEP_THREADS * (int)sizeof(float4);
+    static constexpr int bytes = STAGES * stage;
 };
 
-/* K <= 32 R; V and all rows of v, o and the state in vectors of four. */
-template <typename T, int R, int STAGES, bool DELTA_RULE>
-__global__ void __launch_bounds__(MN_STEP_THREADS, mn_step_smem<R, STAGES>::resident)
+/* K <= 32 R; V and all rows of v, o and the state in vectors of four. WHOLE: K = 32 R, V is whole
+ * tiles, and the states are there. */
+template <typename T, int R, int STAGES, int BLOCKS, bool DELTA_RULE, bool WHOLE>
+__global__ void __launch_bounds__(MN_STEP_THREADS, BLOCKS)
 matrix_step_recurrent_kernel(const __grid_constant__ mn_matrix_params p, int n_tiles,
                              int all_tiles) {
-    extern __shared__ __align__(16) float4 stages[];
+    extern __shared__ __align__(16) unsigned char stages[];
     __shared__ __align__(16) mn_step_shared smem;
-    const int begin = (int)((int64_t)all_tiles * blockIdx.x / gridDim.x);
-    const int end = (int)((int64_t)all_tiles * (blockIdx.x + 1) / gridDim.x);
+    constexpr int between = MN_STEP_THREADS * (int)sizeof(float4);
+    const int K = (int)p.call.K, V = (int)p.call.V;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int quad = threadIdx.x % MN_STEP_VECS * 4;
-    const auto fetch = [&](int tile) {
-        float4 *to = stages + (tile - begin) % STAGES * mn_step_smem<R, STAGES>::stage;
-        if (tile < end) mn_step_fetch<R>(to, p, mn_step_tile(p, tile, n_tiles));
-        asm volatile("cp.async.commit_group;\n" ::: "memory");
+    const int row = threadIdx.x / MN_STEP_VECS, quad = threadIdx.x % MN_STEP_VECS * 4;
+    const int begin = (int)((int64_t)all_tiles * blockIdx.x / gridDim.x);
+    const int count = (int)((int64_t)all_tiles * (blockIdx.x + 1) / gridDim.x) - begin;
+    const int64_t step = (int64_t)MN_STEP_GROUPS * V;
+    const unsigned char *mine = stages + threadIdx.x * sizeof(float4);
+    /* Rows of the thread that a tile has. */
+    const auto n_rows_of = [&](const void *state, int tile) {
+        const bool there = state && tile * MN_STEP_COLUMNS + quad < V;
+        return there ? (K - row + MN_STEP_GROUPS - 1) / MN_STEP_GROUPS : 0;
     };
+    mn_step_cursor<T> at(p, begin, n_tiles), ahead = at, later = at;
     mn_pdl_launch_dependents();
-    for (int tile = begin; tile < begin + STAGES - 1 && tile < end; tile++) {
-        mn_step_prefetch<R>(p, mn_step_tile(p, tile, n_tiles));
+    for (int i = 0; i < STAGES - 1 && i < count; i++) {    // a thread asks for a line of each tile
+        const int n_rows = WHOLE ? R : n_rows_of(later.from, later.tile);
+        for (int r = threadIdx.x % MN_STEP_VECS; r < n_rows; r += MN_STEP_VECS) {
+            mn_prefetch_l2(later.from + later.tile * MN_STEP_COLUMNS + r * step);
+        }
+        later.next(p, n_tiles);
     }
     mn_pdl_wait();    // the launch in front may be this one's last token
-    for (int i = 0; i < STAGES - 1; i++) fetch(begin + i);
+    const auto fetch = [&](int index, int slot) {
+        if (index < count) {
+            const float *from = ahead.from + ahead.tile * MN_STEP_COLUMNS;
+            const int n_rows = WHOLE ? R : n_rows_of(ahead.from, ahead.tile);
+            const uint32_t to = (uint32_t)__cvta_generic_to_shared(mine) +
+                                slot * mn_step_smem<R, STAGES>::stage;
+#pragma unroll
+            for (int r = 0; r < R; r++) mn_step_copy(to + r * between, from + r * step, r < n_rows);
+            ahead.next(p, n_tiles);
+        }
+        asm volatile("cp.async.commit_group;\n" ::: "memory");
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) fetch(i, i);
+    const auto value_of = [&](const mn_step_cursor<T> &of) {
+        mn_vec<T, 4> value = {};
+        const int column = of.tile * MN_STEP_COLUMNS;
+        if (of.n < (int)p.call.B && (WHOLE || column + quad < V)) {
+            value = *(const mn_vec<T, 4> *)(of.v + column);
+        }
+        return value;
+    };
+    mn_vec<T, 4> value = value_of(at);
     mn_step_rows<R> rows;
-    int memory = -1, parity = 0;
+    int parity = 0, slot = 0;
 #pragma unroll 1
-    for (int tile = begin; tile < end; tile++) {
-        const mn_step_tile at(p, tile, n_tiles);
-        if (memory != tile / n_tiles) {
-            memory = tile / n_tiles;
+    for (int index = 0; index < count; index++) {
+        if (index == 0 || at.tile == 0) {
             parity ^= 1;
             rows.template load<T>(p, at.n, at.h);
             const float dot = rows.dot();
             if (lane == 0) smem.dots[parity][warp] = dot;
         }
-        float residual[4] = {};
-        if (at.column < p.call.V) mn_load<4>(residual, mn_row<T>(p.v, at.n, 0, at.h), at.column);
+        mn_step_cursor<T> next = at;
+        next.next(p, n_tiles);
+        const mn_vec<T, 4> next_value = value_of(next);
         asm volatile("cp.async.wait_group %0;\n" :: "n"(STAGES - 2) : "memory");
         float cells[R][4];
-        const int index = tile - begin;
-        const float4 *from = stages + index % STAGES * mn_step_smem<R, STAGES>::stage;
-        mn_step_sums sums = {};
+        const unsigned char *from = mine + slot * mn_step_smem<R, STAGES>::stage;
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-            mn_load<4>(cells[r], (const float *)(from + r * MN_STEP_THREADS), threadIdx.x * 4);
-        }
-        fetch(tile + STAGES - 1);
+        for (int r = 0; r < R; r++) mn_load<4>(cells[r], (const float *)(from + r * between), 0);
+        fetch(index + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+        mn_step_sums sums = {};
 #pragma unroll
         for (int r = 0; r < R; r++) {
 #pragma unroll
@@ -202,63 +224,74 @@ matrix_step_recurrent_kernel(const __grid_constant__ mn_matrix_params p, int n_t
             if (DELTA_RULE) sums.known[c] = mn_step_lanes(sums.known[c]);
             sums.read[c] = mn_step_lanes(sums.read[c]);
         }
-        if (DELTA_RULE && lane < MN_STEP_VECS) {
-            mn_store<4>(smem.known[index % 2][warp], quad, sums.known);
+        if (lane < MN_STEP_VECS) {
+            if (DELTA_RULE) mn_store<4>(smem.known[index % 2][warp], quad, sums.known);
+            mn_store<4>(smem.read[index % 2][warp], quad, sums.read);
         }
-        if (lane < MN_STEP_VECS) mn_store<4>(smem.read[index % 2][warp], quad, sums.read);
         __syncthreads();
+        float residual[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++) residual[c] = mn_float(value.at[c]);
         if (DELTA_RULE) {
             mn_step_add(sums.known, smem.known[index % 2], quad);
 #pragma unroll
             for (int c = 0; c < 4; c++) residual[c] -= sums.known[c];
         }
-        float *to = mn_row<float>(p.state, at.n, 0, at.h);
+        const int column = at.tile * MN_STEP_COLUMNS;
+        const int n_rows = WHOLE ? R : n_rows_of(at.to, at.tile);
+        float *to = at.to + column;
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            if (!to || !at.has(p.call, r)) continue;
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 cells[r][c] = fmaf(rows.write[r], residual[c], cells[r][c]);
             }
-            mn_store<4>(to, at.row(p.call, r), cells[r]);
+            if (WHOLE || r < n_rows) mn_store<4>(to + r * step, 0, cells[r]);
         }
-        T *o = mn_row<T>(p.o, at.n, 0, at.h);
-        if (threadIdx.x >= MN_STEP_VECS || !o || at.column >= p.call.V) continue;
-        float dot = smem.dots[parity][0];
+        if (threadIdx.x < MN_STEP_VECS && at.o && (WHOLE || column + quad < V)) {
+            float dot = smem.dots[parity][0], out[4];
 #pragma unroll
-        for (int k = 1; k < MN_STEP_WARPS; k++) dot += smem.dots[parity][k];
-        mn_step_add(sums.read, smem.read[index % 2], quad);
-        float out[4];
+            for (int k = 1; k < MN_STEP_WARPS; k++) dot += smem.dots[parity][k];
+            mn_step_add(sums.read, smem.read[index % 2], quad);
 #pragma unroll
-        for (int c = 0; c < 4; c++) out[c] = p.scale * fmaf(dot, residual[c], sums.read[c]);
-        mn_store<4>(o, at.column, out);
+            for (int c = 0; c < 4; c++) out[c] = p.scale * fmaf(dot, residual[c], sums.read[c]);
+            mn_store<4>(at.o, column, out);
+        }
+        value = next_value;
+        at = next;
     }
 }
 
-template <typename T, int R, int STAGES, bool DELTA_RULE>
+template <typename T, int R, int STAGES, int BLOCKS, bool DELTA_RULE, bool WHOLE>
 static int mn_matrix_step_of(const mn_matrix_params &p, cudaStream_t stream) {
-    using smem = mn_step_smem<R, STAGES>;
-    const auto kernel = matrix_step_recurrent_kernel<T, R, STAGES, DELTA_RULE>;
+    constexpr int bytes = mn_step_smem<R, STAGES>::bytes;
+    const auto kernel = matrix_step_recurrent_kernel<T, R, STAGES, BLOCKS, DELTA_RULE, WHOLE>;
     const int64_t n_tiles = mn_ceil_div(p.call.V, MN_STEP_COLUMNS);
     const int64_t all = p.call.H * p.call.B * n_tiles;
     if (all == 0) return cudaSuccess;
-    if (all > INT32_MAX / 2) return cudaErrorNotSupported;
+    if (all > INT32_MAX / 2 || p.call.V > INT32_MAX / 2) return cudaErrorNotSupported;
     const cudaError_t code =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem::bytes);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) return (int)code;
-    const int64_t blocks = (int64_t)mn_device_props_current().processors * smem::resident;
-    return mn_launch_pdl(kernel, dim3((unsigned)mn_min(all, blocks)), MN_STEP_THREADS, smem::bytes,
+    const int64_t blocks = (int64_t)mn_device_props_current().processors * BLOCKS;
+    return mn_launch_pdl(kernel, dim3((unsigned)mn_min(all, blocks)), MN_STEP_THREADS, bytes,
                          stream, p, (int)n_tiles, (int)all);
 }
 
-/* As far ahead as there is shared memory for; where there is none even for the least, or rows are
- * not in vectors of four, the scan over tokens does the one. */
+/* Far ahead where there is shared memory for it; where there is none even for a little, the scan
+ * over tokens does the one. */
 template <typename T, int R, bool DELTA_RULE>
 static int mn_matrix_step_deep(const mn_matrix_params &p, cudaStream_t stream) {
+    constexpr int STAGES = R > 4 ? 3 : 4, BLOCKS = R > 8 ? 1 : R > 4 ? 2 : 3;
     const int room = mn_device_props_current().shared_bytes - (int)sizeof(mn_step_shared);
-    if (mn_step_smem<R, 3>::bytes <= room) return mn_matrix_step_of<T, R, 3, DELTA_RULE>(p, stream);
-    if (mn_step_smem<R, 2>::bytes <= room) return mn_matrix_step_of<T, R, 2, DELTA_RULE>(p, stream);
-    return mn_matrix_forward<DELTA_RULE>(p, stream);
+    const bool whole = p.call.K == R * MN_STEP_GROUPS && p.call.V % MN_STEP_COLUMNS == 0 &&
+                       p.state0.data && p.state.data;
+    if (mn_step_smem<R, STAGES>::bytes <= room) {
+        return whole ? mn_matrix_step_of<T, R, STAGES, BLOCKS, DELTA_RULE, true>(p, stream)
+                     : mn_matrix_step_of<T, R, STAGES, BLOCKS, DELTA_RULE, false>(p, stream);
+    }
+    if (mn_step_smem<R, 2>::bytes > room) return mn_matrix_forward<DELTA_RULE>(p, stream);
+    return mn_matrix_step_of<T, R, 2, 1, DELTA_RULE, false>(p, stream);
 }
 
 template <typename T, bool DELTA_RULE>
