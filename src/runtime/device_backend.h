@@ -38,6 +38,7 @@ mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *str
 mn_status mn_backend_event_create(void **event);
 void mn_backend_event_destroy(void *event);
 mn_status mn_backend_event_record(void *event, void *stream);
+mn_status mn_backend_event_wait(void *event, void *stream);    // the stream waits, nobody else
 mn_status mn_backend_event_seconds(double *seconds, void *from, void *to);
 
 mn_status mn_backend_capture_begin(void *stream);
