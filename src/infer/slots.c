@@ -23,8 +23,8 @@ enum { BRANCHES = 2, BRANCHED_ROWS = 32 };
  * for each other that have nothing to do with each other, so it does only beyond this. */
 static const size_t kept_bytes = (size_t)512 << 20;
 
-/* Steps of `rows` rows. Many are two branches, each of half of the rows: products of one, which wait
- * for each other, go beside the states of the other, which take the memory's time. */
+/* Steps of `rows` rows. Many are two branches, each of half of the rows: products of one, which
+ * wait for each other, go beside the states of the other, which take the memory's time. */
 typedef struct play {
     int64_t rows;
     mn_tape *tapes[BRANCHES];

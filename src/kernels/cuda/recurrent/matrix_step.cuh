@@ -279,10 +279,11 @@ static int mn_matrix_step_of(const mn_matrix_params &p, cudaStream_t stream) {
 }
 
 /* Far ahead where there is shared memory for it; where there is none even for a little, the scan
- * over tokens does the one. */
+ * over tokens does the one. A processor keeps room for a block of products (gemm_rows.cu), which
+ * another branch of the step may have. */
 template <typename T, int R, bool DELTA_RULE>
 static int mn_matrix_step_deep(const mn_matrix_params &p, cudaStream_t stream) {
-    constexpr int STAGES = R > 4 ? 3 : 4, BLOCKS = R > 8 ? 1 : R > 4 ? 2 : 3;
+    constexpr int STAGES = R > 8 ? 3 : 4, BLOCKS = R > 4 ? 1 : 3;
     const int room = mn_device_props_current().shared_bytes - (int)sizeof(mn_step_shared);
     const bool whole = p.call.K == R * MN_STEP_GROUPS && p.call.V % MN_STEP_COLUMNS == 0 &&
                        p.state0.data && p.state.data;
