@@ -48,6 +48,7 @@ void mn_backend_page_unmap(void *at, size_t bytes);
 mn_status mn_backend_event_create(void **event);
 void mn_backend_event_destroy(void *event);
 mn_status mn_backend_event_record(void *event, void *stream);
+mn_status mn_backend_event_wait(void *event, void *stream);    // the stream waits, nobody else
 mn_status mn_backend_event_seconds(double *seconds, void *from, void *to);
 
 mn_status mn_backend_capture_begin(void *stream);

@@ -326,6 +326,10 @@ mn_status mn_backend_event_record(void *event, void *stream) {
     return translate(cudaEventRecord(event, stream), "an event cannot be recorded");
 }
 
+mn_status mn_backend_event_wait(void *event, void *stream) {
+    return translate(cudaStreamWaitEvent(stream, event, 0), "a stream cannot wait");
+}
+
 mn_status mn_backend_event_seconds(double *seconds, void *from, void *to) {
     float milliseconds = 0.0f;
     *seconds = 0.0;

@@ -147,6 +147,11 @@ mn_status mn_backend_event_record(void *event, void *stream) {
     return refuse();
 }
 
+mn_status mn_backend_event_wait(void *event, void *stream) {
+    (void)event, (void)stream;
+    return refuse();
+}
+
 mn_status mn_backend_event_seconds(double *seconds, void *from, void *to) {
     (void)from, (void)to;
     *seconds = 0.0;
