@@ -76,7 +76,7 @@ template <typename Block>
 __device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p,
                                                 unsigned char *smem) {
     switch (p.step) {
-#define DECODE_STEP(op, folder, columns, results)                                                           \
+#define DECODE_STEP(op, folder, columns, results)                                                  \
     case MN_DECODE_STEP_##op:                                                                      \
         folder::op##_step<mn_bf16, Block>(*(const mn_##op##_args *)p.args, 0, p.head, p.column,    \
                                           smem);                                                   \
@@ -125,7 +125,7 @@ __device__ inline void mn_decode_run_work(mn_decode_smem &smem, const mn_decode_
 #endif
 
 static_assert(sizeof(mn_decode_job) <= MN_DECODE_JOB_BYTES, "a small work");
-#define DECODE_STEP(op, folder, columns, results)                                                           \
+#define DECODE_STEP(op, folder, columns, results)                                                  \
     static_assert(sizeof(mn_##op##_args) <= MN_DECODE_ARGS_BYTES, "arguments of " #op);
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
