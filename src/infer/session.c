@@ -192,7 +192,7 @@ static bool repeats(const mn_session *s, const reading *in) {
 
 /* Whether layers are told where a token stands, to read it when they run. */
 static bool places(const mn_session *s, const reading *in) {
-    return repeats(s, in) && s->caches;
+    return repeats(s, in) && s->placed;
 }
 
 /* The tap of a pass whose variances are to be relative, into *tap; NULL where they are not. */
@@ -257,13 +257,15 @@ void mn_session_forget_graph(mn_session *s) {
     s->steps = 0;
 }
 
-/* After a pass of one token: whether that is the same for all positions, and layers have caches. */
+/* After a pass of one token: whether that is the same for all positions, and which layers are told
+ * where it stands. */
 static void find_repeats(mn_session *s) {
     s->repeats = MN_REPEATS;
     for (int i = 0; i < s->state.n_layers; i++) {
         const mn_layer_state *layer = &s->state.layers[i];
         if (layer->by_position) s->repeats = MN_REPEATS_NOT;
-        for (int k = 0; k < layer->n_pieces; k++) s->caches |= layer->pieces[k].width > 0;
+        s->placed |= layer->reads_position;
+        for (int k = 0; k < layer->n_pieces; k++) s->placed |= layer->pieces[k].width > 0;
     }
 }
 
@@ -283,12 +285,14 @@ static mn_status first_step(mn_session *s, const reading *in) {
     mn_status st = place_token(s, in->tokens[0]);
     if (st != MN_OK) return st;
     const reading one = { .tokens = s->token, .count = 1 };
-    for (int i = 0; i < s->state.n_layers; i++) s->state.layers[i].by_position = false;
+    for (int i = 0; i < s->state.n_layers; i++) {
+        s->state.layers[i].by_position = s->state.layers[i].reads_position = false;
+    }
     s->repeats = MN_REPEATS;
-    s->caches = true;
+    s->placed = true;
     st = pass(s, &one, 0, 1);
     s->repeats = MN_REPEATS_UNKNOWN;
-    s->caches = false;
+    s->placed = false;
     if (st == MN_OK) find_repeats(s);
     return st;
 }
@@ -338,7 +342,7 @@ static mn_status record(mn_session *s) {
 /* The third pass of one token is recorded. The first one may have begun without a state; the second
  * one has taken what memory such a pass needs. */
 static mn_status step(mn_session *s, const reading *in) {
-    s->position = (int32_t)s->state.position;
+    s->position = s->state.position;
     if (is_step(s, in) && s->repeats == MN_REPEATS_UNKNOWN) return first_step(s, in);
     if (!repeats(s, in)) {
         mn_session_forget_graph(s);
@@ -760,7 +764,7 @@ mn_status mn_session_fork(mn_session **out, const mn_session *session) {
     }
     take_state(fork, &state);
     fork->repeats = session->repeats;
-    fork->caches = session->caches;
+    fork->placed = session->placed;
     *out = fork;
     return MN_OK;
 }
