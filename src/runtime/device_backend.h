@@ -8,6 +8,11 @@
 
 typedef enum mn_backend_way { MN_TO_DEVICE, MN_FROM_DEVICE, MN_ON_DEVICE } mn_backend_way;
 
+/* What a build without CUDA says. */
+#define MN_BACKEND_MISSING                                                                         \
+    "this build has no CUDA: install the CUDA toolkit and build mneme with -DMN_CUDA=ON, or use "  \
+    "the CPU"
+
 bool mn_backend_built(void);
 mn_status mn_backend_count(int *count);
 mn_status mn_backend_describe(mn_device_info *info, int index);

@@ -3,9 +3,7 @@
 #include "runtime/device_backend.h"
 
 static mn_status refuse(void) {
-    return mn_fail(MN_ERR_UNSUPPORTED,
-                   "this build has no CUDA: install the CUDA toolkit and build mneme with "
-                   "-DMN_CUDA=ON, or use the CPU");
+    return mn_fail(MN_ERR_UNSUPPORTED, MN_BACKEND_MISSING);
 }
 
 bool mn_backend_built(void) {
@@ -97,40 +95,6 @@ mn_status mn_backend_copy_rows(void *to, size_t to_step, const void *from, size_
 mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *stream) {
     (void)to, (void)value, (void)bytes, (void)stream;
     return refuse();
-}
-
-mn_status mn_backend_page_bytes(size_t *bytes) {
-    *bytes = 0;
-    return refuse();
-}
-
-mn_status mn_backend_reserve(void **out, size_t bytes) {
-    (void)bytes;
-    *out = NULL;
-    return refuse();
-}
-
-void mn_backend_unreserve(void *at, size_t bytes) {
-    (void)at, (void)bytes;
-}
-
-mn_status mn_backend_page_create(uint64_t *page, size_t bytes) {
-    (void)bytes;
-    *page = 0;
-    return refuse();
-}
-
-void mn_backend_page_destroy(uint64_t page) {
-    (void)page;
-}
-
-mn_status mn_backend_page_map(void *at, uint64_t page, size_t bytes) {
-    (void)at, (void)page, (void)bytes;
-    return refuse();
-}
-
-void mn_backend_page_unmap(void *at, size_t bytes) {
-    (void)at, (void)bytes;
 }
 
 mn_status mn_backend_event_create(void **event) {
