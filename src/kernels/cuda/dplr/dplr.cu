@@ -11,6 +11,7 @@
  * columns in the order of the tiles. */
 #include "kernels/cuda/dplr/dplr_chunk.h"
 #include "kernels/cuda/recurrent/matrix_state.cuh"
+#include "kernels/cuda/recurrent/matrix_step.cuh"
 
 namespace mneme::dplr {
 
@@ -297,99 +298,6 @@ dplr_reduce_grads(const __grid_constant__ mn_dplr_args p, int64_t n_tiles, const
     }
 }
 
-/* ---- one token, state in place --------------------------------------------------------------- */
-
-enum { STEP_SUMS = 10 };    // S'a and (w . S)'q of four columns; q.b and q.k
-enum { STEP_QUADS = 16, STEP_ROWS = 8 };    // of four columns, of a block; rows of a thread
-
-/* Sums over the rows of a column, in all threads of the block: lanes of a warp first, which lie
- * STEP_QUADS apart. */
-template <int THREADS>
-__device__ inline void gather(float (&sums)[STEP_SUMS],
-                              float (*smem)[STEP_QUADS][STEP_SUMS]) {
-    const int quad = threadIdx.x % STEP_QUADS, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int i = 0; i < STEP_SUMS; i++) {
-        sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], STEP_QUADS);
-        if (threadIdx.x % 32 < STEP_QUADS) smem[warp][quad][i] = sums[i];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < STEP_SUMS; i++) {
-        sums[i] = 0.0f;
-#pragma unroll
-        for (int k = 0; k < THREADS / 32; k++) sums[i] += smem[k][quad][i];
-    }
-}
-
-/* A block has 64 columns of one memory, a thread four neighbours of them in STEP_ROWS rows that lie
- * as far apart as there are groups of STEP_QUADS threads. */
-template <typename T, int THREADS>
-__global__ void __launch_bounds__(THREADS)
-dplr_step_recurrent(const __grid_constant__ mn_dplr_args p, int64_t n_tiles) {
-    constexpr int R = STEP_ROWS, GROUPS = THREADS / STEP_QUADS;
-    __shared__ float smem[THREADS / 32][STEP_QUADS][STEP_SUMS];
-    const int64_t index = blockIdx.x, h = index / n_tiles % p.call.H;
-    const int64_t n = index / n_tiles / p.call.H, K = p.call.K, V = p.call.V;
-    const int64_t j = index % n_tiles * (4 * STEP_QUADS) + threadIdx.x % STEP_QUADS * 4;
-    const int first = threadIdx.x / STEP_QUADS;
-    const float *from = mn_row<float>(p.state0, n, 0, h);
-    float *to = mn_row<float>(p.state, n, 0, h);
-    const T *q = mn_row<T>(p.q, n, 0, h), *k = mn_row<T>(p.k, n, 0, h);
-    const T *a = mn_row<T>(p.a, n, 0, h), *b = mn_row<T>(p.b, n, 0, h);
-    const T *g = mn_row<T>(p.g, n, 0, h), *v = mn_row<T>(p.v, n, 0, h);
-    T *o = mn_row<T>(p.o, n, 0, h);
-    float S[R][4], enter[R], write[R], value[4] = {}, sums[STEP_SUMS] = {};
-    mn_pdl_launch_dependents();
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        const int64_t i = first + GROUPS * r;
-        if (from && i < K && j < V) mn_prefetch_l2(from + i * V + j);
-    }
-    mn_pdl_wait();
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        const int64_t i = first + GROUPS * r;
-        mn_load<4>(S[r], i < K && j < V ? from : nullptr, i * V + j);
-    }
-    if (j < V) mn_load<4>(value, v, j);
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        const int64_t i = first + GROUPS * r;
-        const bool inside = i < K;
-        enter[r] = inside ? mn_float(b[i]) : 0.0f, write[r] = inside ? mn_float(k[i]) : 0.0f;
-        const float query = inside ? mn_float(q[i]) : 0.0f, read = inside ? mn_float(a[i]) : 0.0f;
-        const float decay = inside ? expf(mn_float(g[i])) : 1.0f;
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            sums[c] = fmaf(read, S[r][c], sums[c]);
-            S[r][c] *= decay;
-            sums[4 + c] = fmaf(query, S[r][c], sums[4 + c]);
-        }
-        sums[8] = fmaf(query, enter[r], sums[8]);
-        sums[9] = fmaf(query, write[r], sums[9]);
-    }
-    gather<THREADS>(sums, smem);
-    if (j >= V) return;
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        const int64_t i = first + GROUPS * r;
-        if (i >= K || !to) continue;
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            S[r][c] = fmaf(enter[r], sums[c], fmaf(write[r], value[c], S[r][c]));
-        }
-        mn_store<4>(to, i * V + j, S[r]);
-    }
-    if (first > 0 || !o) return;
-    float out[4];
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-        out[c] = (float)p.scale * fmaf(sums[8], sums[c], fmaf(sums[9], value[c], sums[4 + c]));
-    }
-    mn_store<4>(o, j, out);
-}
-
 /* ---- launches -------------------------------------------------------------------------------- */
 
 template <typename T, int R>
@@ -453,25 +361,21 @@ MN_CUDA_LAUNCH(dplr_forward) {
     DPLR_DISPATCH_K(forward_of, float, p.call.K, (p, on));
 }
 
-template <typename T, int THREADS>
-static int step_of(const mn_dplr_args &p, cudaStream_t stream) {
-    const int64_t n_tiles = mn_ceil_div(p.call.V, 4 * STEP_QUADS);
-    const int64_t blocks = n_tiles * p.call.H * p.call.B;
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_pdl(dplr_step_recurrent<T, THREADS>, dim3((unsigned)blocks), THREADS, 0,
-                         stream, p, n_tiles);
-}
-
+/* One token with the state in place. */
 template <typename T>
 static int step_in(const mn_dplr_args &p, cudaStream_t stream) {
-    const int64_t K = p.call.K;
-    const bool vec_aligned = p.call.V % 4 == 0 && mn_step_vec_aligned<T>(p.v) &&
-                             mn_step_vec_aligned<T>(p.o) && mn_step_vec_aligned<float>(p.state0) &&
-                             mn_step_vec_aligned<float>(p.state);
-    if (!vec_aligned || K > 256) DPLR_DISPATCH_K(forward_of, T, K, (p, stream));
-    if (K <= 64) return step_of<T, 128>(p, stream);
-    return K <= 128 ? step_of<T, 256>(p, stream) : step_of<T, 512>(p, stream);
+    mn_step_params s = {};
+    s.K = (int)p.call.K, s.V = (int)p.call.V, s.H = (int)p.call.H, s.share = 1, s.n_rows = 1;
+    s.by_channel = true, s.scale = (float)p.scale;
+    const bool fits = mn_step_fits(p.call) && mn_step_vec_aligned<T>(p.v) &&
+                      mn_step_vec_aligned<T>(p.o) && mn_step_vec_aligned<float>(p.state0) &&
+                      mn_step_vec_aligned<float>(p.state) && mn_step_view_of(&s.state0, p.state0) &&
+                      mn_step_view_of(&s.state, p.state) && mn_step_view_of(&s.q, p.q) &&
+                      mn_step_view_of(&s.e, p.a) && mn_step_view_of(&s.w, p.k) &&
+                      mn_step_view_of(&s.v, p.v) && mn_step_view_of(&s.b, p.b) &&
+                      mn_step_view_of(&s.g, p.g) && mn_step_view_of(&s.o, p.o);
+    if (!fits) DPLR_DISPATCH_K(forward_of, T, p.call.K, (p, stream));
+    return mn_step_launch<T, MN_STEP_DPLR, 1>(s, p.call.B, stream);
 }
 
 MN_CUDA_PLAN(dplr_step) {
