@@ -138,7 +138,7 @@ __device__ inline void mn_save_state_scan(mn_save_smem<KP> &smem, const mn_delta
         S.template decay<false>(front);
         mn_mma_wait<true>();
         mn_scan_residuals<KP, false>(x, X, front, col_tile, 0);
-        mn_scan_mma_lower<true>(R, x, mn_shared_u32(front.T), 0);
+        mn_scan_set_lower<true>(R, x, mn_shared_u32(front.T), 0);
         mn_scan_frags_a(x, R);
         mn_save_stage_out(smem.R, x);
         mn_fence_proxy_async();
