@@ -99,6 +99,40 @@ mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *str
     return refuse();
 }
 
+mn_status mn_backend_page_bytes(size_t *bytes) {
+    *bytes = 0;
+    return refuse();
+}
+
+mn_status mn_backend_reserve(void **out, size_t bytes) {
+    (void)bytes;
+    *out = NULL;
+    return refuse();
+}
+
+void mn_backend_unreserve(void *at, size_t bytes) {
+    (void)at, (void)bytes;
+}
+
+mn_status mn_backend_page_create(uint64_t *page, size_t bytes) {
+    (void)bytes;
+    *page = 0;
+    return refuse();
+}
+
+void mn_backend_page_destroy(uint64_t page) {
+    (void)page;
+}
+
+mn_status mn_backend_page_map(void *at, uint64_t page, size_t bytes) {
+    (void)at, (void)page, (void)bytes;
+    return refuse();
+}
+
+void mn_backend_page_unmap(void *at, size_t bytes) {
+    (void)at, (void)bytes;
+}
+
 mn_status mn_backend_event_create(void **event) {
     *event = NULL;
     return refuse();
@@ -109,6 +143,11 @@ void mn_backend_event_destroy(void *event) {
 }
 
 mn_status mn_backend_event_record(void *event, void *stream) {
+    (void)event, (void)stream;
+    return refuse();
+}
+
+mn_status mn_backend_event_wait(void *event, void *stream) {
     (void)event, (void)stream;
     return refuse();
 }

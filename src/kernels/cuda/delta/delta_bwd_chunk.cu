@@ -10,6 +10,7 @@
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_grad_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
+#include "kernels/delta_gpu.h"
 
 namespace mneme::delta {
 
@@ -348,23 +349,24 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
 
 /* dq, de, dw and the parts of dbeta and dg. */
 template <int KT, int KP>
-static int grad(const mn_delta_params &job, int64_t records, cudaStream_t stream) {
+static int grad(const mn_delta_params &job, const mn_grad_fold &fold, int64_t records,
+                cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
     if constexpr (KP <= 128) {
         mn_grad_tma_maps maps;
         if (mn_delta_grad_sm90_supported(&maps, job, records)) {
-            return mn_delta_grad_sm90<KP>(job, maps, records, stream);
+            return mn_delta_grad_sm90<KP>(job, fold, maps, records, stream);
         }
     }
     return mn_launch_smem(channel ? delta_grad_channel_kernel<KT, KP, true>
                                   : delta_grad_kernel<KT, KP>,
                           dim3((unsigned)records, KP / KT), MN_DELTA_GRAD_THREADS,
                           channel ? sizeof(mn_channel_grad_smem<KT>) : sizeof(mn_grad_smem<KT>),
-                          stream, job);
+                          stream, job, fold);
 }
 
 template <int KP>
-static int backward(const mn_delta_params &job, cudaStream_t stream) {
+static int backward(const mn_delta_params &job, const mn_grad_fold &fold, cudaStream_t stream) {
     constexpr int KT = KP < 128 ? KP : 128;
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     int code = intra_chunk<KP>(job, stream);
@@ -374,19 +376,79 @@ static int backward(const mn_delta_params &job, cudaStream_t stream) {
     if (code != cudaSuccess || records == 0) {
         return code != cudaSuccess ? code : reduce_grads(job, 0, KP / KT, stream);
     }
-    code = grad<KT, KP>(job, records, stream);
+    code = grad<KT, KP>(job, fold, records, stream);
     return code == cudaSuccess ? reduce_grads(job, records, KP / KT, stream) : code;
 }
 
-bool mn_delta_chunk_backward_plan(mn_plan *plan, const mn_delta_args *p) {
+/* By sizes alone, as the caller leaves the sums to this then. */
+extern "C" bool mn_delta_folds_groups(const void *args) {
+    const mn_delta_args *p = (const mn_delta_args *)args;
+    return mn_delta_uses_chunks(p) && p->call.J > 0 && p->call.J < p->call.H &&
+           p->call.K % 8 == 0;
+}
+
+/* Numbers of gradients of all value heads' own, and arrivals. */
+static bool size_fold(int64_t *grads, int64_t *arrivals, const mn_delta_args *p) {
+    const mn_call &c = p->call;
+    return mn_mul_i64(grads, c.B * c.T, c.H) && mn_mul_i64(grads, *grads, c.K) &&
+           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J, mn_ceil_div(c.K, 128));
+}
+
+/* Behind the workspace, which is a multiple of 16 bytes: arrivals, then the gradients. */
+static bool size_shared(size_t *all, size_t *own, const mn_delta_args *p) {
     mn_delta_workspace workspace;
-    return mn_delta_workspace_layout(&workspace, &plan->shared_bytes, p, nullptr, true);
+    int64_t grads = 0, arrivals = 0;
+    size_t bytes, more;
+    if (!mn_delta_workspace_layout(&workspace, own, p, nullptr, true)) return false;
+    *own = mn_ceil_div((int64_t)*own, 16) * 16;
+    *all = *own;
+    if (!mn_delta_folds_groups(p)) return true;
+    if (!size_fold(&grads, &arrivals, p)) return false;
+    const int n = (p->grad.q.data != NULL) + (p->grad.e.data != NULL) + (p->grad.w.data != NULL);
+    arrivals = mn_ceil_div(arrivals, 4) * 4;
+    return mn_mul_size(&more, (size_t)arrivals, sizeof(int)) &&
+           mn_mul_size(&bytes, (size_t)grads, n * sizeof(mn_bf16)) &&
+           mn_add_size(&more, more, bytes) && mn_add_size(all, *own, more);
+}
+
+/* The kernel's gradients become those of all value heads; theirs are the fold's. */
+static int make_fold(mn_grad_fold *fold, mn_delta_params *job, char *memory, cudaStream_t stream) {
+    const mn_delta_args p = job->p;
+    const mn_call &c = p.call;
+    int64_t grads, arrivals;
+    *fold = {};
+    if (!mn_delta_folds_groups(&p)) return cudaSuccess;
+    if (!size_fold(&grads, &arrivals, &p)) return cudaErrorNotSupported;
+    arrivals = mn_ceil_div(arrivals, 4) * 4;
+    *fold = { p.grad.q, p.grad.e, p.grad.w,
+              { job->packed[MN_DELTA_DQ], job->packed[MN_DELTA_DE], job->packed[MN_DELTA_DW] },
+              (int *)memory, (int)(c.H / c.J) };
+    mn_out *each[] = { &job->p.grad.q, &job->p.grad.e, &job->p.grad.w };
+    mn_bf16 *at = (mn_bf16 *)(fold->arrived + arrivals);
+    for (mn_out *grad : each) {
+        if (!grad->data) continue;
+        *grad = { at, { c.T * c.H * c.K, c.H * c.K, c.K } };
+        at += grads;
+    }
+    job->packed[MN_DELTA_DQ] = job->packed[MN_DELTA_DE] = job->packed[MN_DELTA_DW] = true;
+    return (int)cudaMemsetAsync(fold->arrived, 0, (size_t)arrivals * sizeof(int), stream);
+}
+
+bool mn_delta_chunk_backward_plan(mn_plan *plan, const mn_delta_args *p) {
+    size_t own;
+    return size_shared(&plan->shared_bytes, &own, p);
 }
 
 int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) {
     mn_delta_params job;
-    if (!mn_delta_make_params(&job, p, shared, true)) return cudaErrorNotSupported;
-    MN_DELTA_DISPATCH_K(backward, p->call.K, (job, (cudaStream_t)stream));
+    mn_grad_fold fold;
+    size_t own, all;
+    if (!mn_delta_make_params(&job, p, shared, true) || !size_shared(&all, &own, p)) {
+        return cudaErrorNotSupported;
+    }
+    const int code = make_fold(&fold, &job, (char *)shared + own, (cudaStream_t)stream);
+    if (code != cudaSuccess) return code;
+    MN_DELTA_DISPATCH_K(backward, p->call.K, (job, fold, (cudaStream_t)stream));
 }
 
 }    // namespace mneme::delta

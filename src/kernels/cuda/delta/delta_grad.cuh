@@ -36,6 +36,15 @@ struct mn_delta_partial {
     float G[MN_DELTA_CHUNK], beta[MN_DELTA_CHUNK], end, nothing[3];
 };
 
+/* Gradients of query and key heads that `times` value heads share; times 0: each has its own. A
+ * block stores those of its head, and the last of a group's to arrive adds them up from L2. */
+struct mn_grad_fold {
+    mn_out q, e, w;         // (B,T,J,K)
+    bool packed[3];         // rows of whole 16-byte vectors
+    int *arrived;           // of each chunk, group and tile of channels, zeros
+    int times;
+};
+
 /* A tile of 64 value columns. */
 template <int KT>
 struct alignas(128) mn_grad_stage {
@@ -424,6 +433,55 @@ __device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
     if (p.w.data) mn_grad_store<KT>(p.grad.w, job.packed[MN_DELTA_DW], at, K, smem.keys.w, sum.w);
 }
 
+/* The sum over a group's heads of their gradients `from` (B,T,H,K), in the order of the heads, of
+ * the block's tokens and channels. */
+template <int KT>
+__device__ inline void mn_grad_fold_rows(const mn_out &to, const mn_out &from, bool packed,
+                                         int times, const mn_grad_coord &at, int64_t K) {
+    constexpr int vec16s = KT / 8;
+    if (!to.data) return;
+    const int64_t group = at.h / times;
+    for (int k = threadIdx.x; k < at.count * vec16s; k += MN_DELTA_GRAD_THREADS) {
+        const int64_t when = at.tile.span.t0 + at.tile.first + k / vec16s;
+        const int64_t i = at.channel0 + 8 * (k % vec16s);
+        if (i >= K) continue;
+        float sum[8] = {};
+        for (int copy = 0; copy < times; copy++) {
+            const mn_bf16 *row = mn_row<mn_bf16>(from, at.tile.span.b, when, group * times + copy);
+            const uint4 x = __ldcg((const uint4 *)(row + i));
+            const unsigned words[4] = { x.x, x.y, x.z, x.w };
+#pragma unroll
+            for (int c = 0; c < 8; c++) {
+                sum[c] += c % 2 ? mn_bf16_hi(words[c / 2]) : mn_bf16_lo(words[c / 2]);
+            }
+        }
+        mn_bf16 *row = mn_row<mn_bf16>(to, at.tile.span.b, when, group) + i;
+        if (packed) mn_store<8>(row, 0, sum);
+        for (int c = 0; !packed && c < 8; c++) mn_put(row + c, sum[c]);
+    }
+}
+
+/* Whoever comes last of a group's blocks adds up its gradients. Of shared memory, which nobody may
+ * read any more, `arrival` tells the threads of 16 warps. All of them call. */
+template <int KT>
+__device__ inline void mn_grad_fold_heads(const mn_delta_params &job, const mn_grad_fold &fold,
+                                          const mn_grad_coord &at, int *arrival) {
+    if (fold.times == 0) return;
+    const int64_t group = at.slot * (job.p.call.H / fold.times) + at.h / fold.times;
+    __threadfence();
+    mn_grad_sync();
+    if (threadIdx.x == 0) {
+        *arrival = atomicAdd(fold.arrived + group * gridDim.y + blockIdx.y, 1);
+    }
+    mn_grad_sync();
+    if (*arrival != fold.times - 1) return;
+    __threadfence();
+    const int64_t K = job.p.call.K;
+    mn_grad_fold_rows<KT>(fold.q, job.p.grad.q, fold.packed[0], fold.times, at, K);
+    mn_grad_fold_rows<KT>(fold.e, job.p.grad.e, fold.packed[1], fold.times, at, K);
+    mn_grad_fold_rows<KT>(fold.w, job.p.grad.w, fold.packed[2], fold.times, at, K);
+}
+
 /* The block's part of the sums over channels. */
 __device__ inline void mn_grad_store_partial(mn_delta_partial &part, const mn_grad_sums &sums,
                                            float cum_decay, bool with_pairs) {
@@ -447,7 +505,8 @@ __device__ inline void mn_grad_store_partial(mn_delta_partial &part, const mn_gr
 
 template <int KT, int KP>
 __global__ void __launch_bounds__(MN_DELTA_GRAD_THREADS)
-delta_grad_kernel(const __grid_constant__ mn_delta_params job) {
+delta_grad_kernel(const __grid_constant__ mn_delta_params job,
+                  const __grid_constant__ mn_grad_fold fold) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_grad_smem<KT> &smem = *(mn_grad_smem<KT> *)bytes;
     const mn_grad_coord at = mn_grad_block_coord(job, KT, KP);
@@ -478,6 +537,7 @@ delta_grad_kernel(const __grid_constant__ mn_delta_params job) {
         * (int64_t)blockIdx.y;
     mn_grad_store_partial(parts[at.index], smem.sums, smem.log_decays.gamma[MN_DELTA_CHUNK - 1],
                         blockIdx.y == 0);
+    mn_grad_fold_heads<KT>(job, fold, at, (int *)bytes);
 }
 
 }    // namespace mneme::delta
