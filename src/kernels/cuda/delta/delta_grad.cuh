@@ -462,18 +462,18 @@ __device__ inline void mn_grad_fold_rows(const mn_out &to, const mn_out &from, b
 }
 
 /* Whoever comes last of a group's blocks adds up its gradients. Of shared memory, which nobody may
- * read any more, `arrival` tells the block's threads. All of them call. */
+ * read any more, `arrival` tells the threads of 16 warps. All of them call. */
 template <int KT>
 __device__ inline void mn_grad_fold_heads(const mn_delta_params &job, const mn_grad_fold &fold,
                                           const mn_grad_coord &at, int *arrival) {
     if (fold.times == 0) return;
     const int64_t group = at.slot * (job.p.call.H / fold.times) + at.h / fold.times;
     __threadfence();
-    __syncthreads();
+    mn_grad_sync();
     if (threadIdx.x == 0) {
         *arrival = atomicAdd(fold.arrived + group * gridDim.y + blockIdx.y, 1);
     }
-    __syncthreads();
+    mn_grad_sync();
     if (*arrival != fold.times - 1) return;
     __threadfence();
     const int64_t K = job.p.call.K;
