@@ -143,8 +143,7 @@ static mn_status load_tokenizer(mn_tokenizer **out, options *o) {
     o->prepare.input.document_end = MN_DOCUMENT_END_OWN;
     const bool chars = strcmp(o->tokenizer, "chars") == 0;
     mn_status st = MN_OK;
-    if (strcmp(o->tokenizer, "bytes") == 0) st = mn_tokenizer_bytes(out);
-    else if (!chars) st = mn_tokenizer_load(out, o->tokenizer);
+    if (!chars) st = mn_tokenizer_open(out, o->tokenizer);
     if (st != MN_OK || !o->document_end) return st;
     if (strcmp(o->document_end, "none") == 0) {
         o->prepare.input.document_end = MN_DOCUMENT_END_NONE;
