@@ -217,6 +217,7 @@ static int run_prepare(options *o) {
     o->prepare.context = &bar;
     mn_status st = load_tokenizer(&tokenizer, o);
     if (st == MN_OK) st = mn_prepare(&result, &o->prepare, tokenizer);
+    o->prepare.context = NULL;
     if (st == MN_OK && !result.was_complete) {
         bar.done = bar.all;
         mn_progress_finish(&bar, NULL);

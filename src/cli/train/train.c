@@ -1,4 +1,5 @@
 /* train.c - mneme train: from a configuration and text to a model that writes text. */
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -779,6 +780,7 @@ static mn_status train_as_asked(run *r, options *o) {
     if (st == MN_OK) st = mn_cli_ranks_device(ranks, &how.device, o->device);
     if (st == MN_OK) st = mn_context_create(&context, &how);
     if (ranks->comm) st = mn_comm_agree(ranks->comm, st);
+    assert(st != MN_OK || context);
     if (st == MN_OK) st = measure_speed(o, context, ranks->comm);
     if (st == MN_OK) st = mn_train_settings(&root, &o->request, checkpoint);
     if (st == MN_OK && r->first) st = refuse_other_run(o, &root);
