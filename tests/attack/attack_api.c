@@ -246,9 +246,9 @@ VALUES(mn_task_open__options, const char *, NULL, "", "{", "[]", "7", "{\"none\"
        "{\"length\": -1}", "{\"length\": 9223372036854775807}", "{\"vocab\": 0}")
 VALUES(mn_task_draw__split, const char *, "train", NULL, "", "none such")
 #define LAYERS                                                                                     \
-    "attention", "mla", "diff_attention", "relu_attention", "hypermlp", "mamba1", "mamba2", "rg_lru", \
-    "mlstm", "gla+ccq", "gsa", "hgrn2", "rwkv7", "comba", "gated_deltaproduct", "longhorn", "mesa",  \
-    "palimpsa", "kla", "bayes", "bayes_rotation"
+    "attention", "mla", "diff_attention", "relu_attention", "hypermlp", "mamba1", "mamba2",        \
+    "rg_lru", "mlstm", "gla+ccq", "gsa", "hgrn2", "rwkv7", "comba", "gated_deltaproduct",          \
+    "longhorn", "mesa", "palimpsa", "kla", "bayes", "bayes_rotation"
 VALUES(mn_describe_layer__name, const char *, "gdn", NULL, "", "none such", "+ccq", "gdn+gdn",
        LAYERS)
 VALUES(mn_describe_layer__options, const char *, NULL, "", "{", "[]", "{\"none\": 1}",
