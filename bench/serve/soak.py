@@ -6,7 +6,8 @@ usage: soak.py MNEME MAKE_MODEL [--minutes 60] [--clients 4] [--seed 1]
 
 A sanitizer ends the server with another status than 0, and so does a leak at its end. Checked
 besides: that every answer is one of those a server may give, that a text asked for again and again is
-always the same, and that the server is healthy at the end.
+always the same, and that the server is healthy at the end. A line a minute says what was done so far and
+how much memory the server holds.
 """
 import argparse
 import collections
@@ -113,11 +114,50 @@ def states(server, rng):
 def nonsense(server, rng):
     bodies = [b"{", b"\xff" * 40, b"[" * 5000, b'{"prompt": NaN}', b'{"prompt": [99999999]}',
               b'{"prompt": "a", "temperature": -1}', bytes(rng.randrange(256) for _ in range(200)),
+              b'{"prompt": "a", "temperature": NaN, "top_p": Infinity}', b'{"prompt": [-1, 260]}',
+              b'{"prompt": "\\ud800", "max_tokens": 1}', b'{"prompt": "a", "seed": 1e400}',
               json.dumps({rng.choice(["prompt", "n", "stop", "state", "seed", "rows"]):
                           rng.choice([None, True, [], {}, -1, 1e300, "x", ["a", 1]])}).encode()]
     path = rng.choice(["/v1/completions", "/v1/chat/completions", "/v1/belief", "/v1/states",
-                       "/tokenize", "/detokenize", "/v1/states/" + "0" * 32 + "/restore", "/../x"])
+                       "/tokenize", "/detokenize", "/v1/states/" + "0" * 32 + "/restore", "/../x",
+                       "/v1/states/..%2f..%2fetc%2fpasswd/content", "//v1/models", "/%00", "/" + "a" * 5000])
     ask(server, rng.choice(["POST", "POST", "PUT", "GET"]), path, rng.choice(bodies))
+
+
+def raw(server, rng, *parts, pause=0.0):
+    """Bytes as they are, and whatever comes back until the server closes or nothing comes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
+        try:
+            for part in parts:
+                s.sendall(part)
+                time.sleep(pause)
+            s.settimeout(2)
+            while s.recv(1 << 16):
+                pass
+        except (TimeoutError, BrokenPipeError, ConnectionResetError):
+            pass    # it need not read to the end of what it refuses
+
+
+def floods(server, rng):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    kind = rng.randrange(5)
+    if kind == 0:      # a body of a gigabyte: announced, begun, dropped
+        raw(server, rng, head + b"Content-Length: 1073741824\r\n\r\n", *[b"x" * (1 << 20)] * 20)
+    elif kind == 1:    # headers without end
+        raw(server, rng, head, *[b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(500)])
+    elif kind == 2:    # a slow client, a few bytes at a time
+        body = b'{"prompt": "slow", "max_tokens": 2}'
+        request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        raw(server, rng, *[request[i:i + 8] for i in range(0, len(request), 8)], pause=0.1)
+    elif kind == 3:    # not HTTP, or nearly
+        raw(server, rng, rng.choice([b"\0" * 3000, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+                                     head + b"Content-Length: -5\r\n\r\n",
+                                     head + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n"]))
+    else:              # idle connections
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+        time.sleep(rng.random() * 5)
+        for s in idle:
+            s.close()
 
 
 def looks(server, rng):
@@ -129,7 +169,7 @@ def looks(server, rng):
         {"messages": [{"role": "user", "content": words(rng, 50)}], "max_tokens": 5})
 
 
-KINDS = [completion, completion, completion, same_text, leaves, states, nonsense, looks]
+KINDS = [completion, completion, completion, same_text, leaves, states, nonsense, floods, looks]
 
 
 def client(server, seed, end):
@@ -159,7 +199,7 @@ with tempfile.TemporaryDirectory() as folder:
                for i in range(args.clients)]
     for t in threads:
         t.start()
-    memory, next_reload = [], time.time() + 120
+    memory, next_reload, next_word = [], time.time() + 120, time.time() + 60
     while any(t.is_alive() for t in threads):
         time.sleep(2)
         if server.process.poll() is None:
@@ -167,6 +207,9 @@ with tempfile.TemporaryDirectory() as folder:
             if time.time() > next_reload:
                 server.process.send_signal(signal.SIGHUP)
                 next_reload = time.time() + 300
+            if time.time() > next_word:
+                print(time.strftime("%H:%M:%S"), f"{memory[-1] / 2**20:.0f} MiB", dict(counts), flush=True)
+                next_word += 60
     if server.process.poll() is None:
         counts["answers"] = int(server.metric("mneme_requests_total"))
         counts["reloads"] = int(server.metric("mneme_reloads_total"))

@@ -83,7 +83,7 @@ with tempfile.TemporaryDirectory() as folder:
     text = server.complete(**probe)["choices"][0]["text"]
     firsts, speeds = alone(server, args.alone)
     one = statistics.median(speeds)
-    load = Streams(server.port, args.streams, bodies(2))
+    load = Streams(server.port, args.streams - 1, bodies(2))    # the probe is one of them, too
     load.run(15)
     while args.cache_mb and server.metric("mneme_cache_evictions_total") == 0:
         load.run(5)

@@ -17,15 +17,17 @@
 #include "model/pass.h"
 
 enum { PLAYS = 64 };    // sizes of steps: four between a power of two and the next
+enum { BRANCHES = 2, BRANCHED_ROWS = 32 };
 
 /* What a step may keep of all its layers. Memory that the next layer uses again makes works wait
  * for each other that have nothing to do with each other, so it does only beyond this. */
 static const size_t kept_bytes = (size_t)512 << 20;
 
-/* Steps of `rows` rows. */
+/* Steps of `rows` rows. Many are two branches, each of half of the rows: products of one, which
+ * wait for each other, go beside the states of the other, which take the memory's time. */
 typedef struct play {
     int64_t rows;
-    mn_tape *tape;
+    mn_tape *tapes[BRANCHES];
     mn_device_graph *graph;    // NULL: not recorded
     bool ran;                  // once, without being recorded
 } play;
@@ -34,7 +36,8 @@ struct mn_slots {
     mn_context *context;
     mn_model *model;
     mn_dtype dtype;
-    bool usable;               // every layer has pieces of constant size, and none goes by position
+    bool usable;               // steps repeat, with states of constant size in every layer
+    int branches;              // of large steps
     mn_model_state all;        // of all slots; counts of pieces are those of the step at hand
     int64_t *each;             // (layers, MN_STATE_PIECES): numbers of a slot
     size_t row_bytes;          // that a step keeps for each row
@@ -76,7 +79,7 @@ static mn_status find_pieces(mn_slots *a) {
     st = mn_tape_status(tape);
     a->row_bytes = mn_tape_bytes(tape);
     mn_tape_destroy(tape);
-    a->usable = st == MN_OK;
+    a->usable = st == MN_OK && mn_model_repeats_steps(a->model);
     for (int i = 0; i < a->all.n_layers; i++) {
         mn_layer_state *layer = &a->all.layers[i];
         a->usable &= !layer->by_position;
@@ -90,6 +93,13 @@ static mn_status find_pieces(mn_slots *a) {
     return st;
 }
 
+/* MN_BRANCHES=1: steps are whole. */
+static int branches_of(const mn_context *context) {
+    const char *asked = getenv("MN_BRANCHES");
+    if (asked && strcmp(asked, "1") == 0) return 1;
+    return mn_device_facts(context->device)->major >= 9 ? BRANCHES : 1;
+}
+
 mn_status mn_slots_create(mn_slots **out, mn_context *context, mn_model *model, mn_dtype dtype) {
     *out = NULL;
     mn_slots *a = calloc(1, sizeof *a);
@@ -97,6 +107,7 @@ mn_status mn_slots_create(mn_slots **out, mn_context *context, mn_model *model, 
     a->context = context;
     a->model = model;
     a->dtype = dtype;
+    a->branches = branches_of(context);
     const size_t layers = (size_t)mn_model_describe(model)->n_layers;
     a->each = calloc(layers * MN_STATE_PIECES, sizeof *a->each);
     mn_status st = a->each ? mn_model_place(model, context, dtype)
@@ -137,7 +148,9 @@ void mn_slots_destroy(mn_slots *a) {
     }
     mn_device_synchronize(device_of(a));
     forget_graphs(a);
-    for (int i = 0; i < a->n_plays; i++) mn_tape_destroy(a->plays[i].tape);
+    for (int i = 0; i < a->n_plays; i++) {
+        for (int k = 0; k < BRANCHES; k++) mn_tape_destroy(a->plays[i].tapes[k]);
+    }
     mn_model_state_free(&a->all);
     free_arrays(a);
     free(a->each);
@@ -304,26 +317,52 @@ static mn_status arrange(mn_slots *a, mn_session *const *sessions, int64_t n, in
 
 /* ---- a step ---------------------------------------------------------------------------------- */
 
-static mn_status pass(mn_slots *a, const play *p) {
+/* The pieces become those of `rows` slots from `begin` on; back with begin = -begin. */
+static void move_pieces(mn_slots *a, int64_t begin, int64_t rows) {
     for (int i = 0; i < a->all.n_layers; i++) {
         mn_layer_state *layer = &a->all.layers[i];
         for (int k = 0; k < layer->n_pieces; k++) {
-            layer->pieces[k].count = p->rows * a->each[i * MN_STATE_PIECES + k];
+            mn_state_piece *piece = &layer->pieces[k];
+            const int64_t each = a->each[i * MN_STATE_PIECES + k];
+            const int64_t item = (int64_t)mn_dtype_bytes(piece->dtype);
+            piece->count = rows * each;
+            piece->now = (char *)piece->now + begin * each * item;
         }
     }
-    const bool keeps = (size_t)p->rows * a->row_bytes <= kept_bytes;
-    const mn_model_input in = { .tokens = a->tokens, .B = p->rows, .T = 1, .state = &a->all,
+}
+
+/* Rows [begin, begin + rows). */
+static mn_status pass(mn_slots *a, mn_tape *tape, int64_t begin, int64_t rows) {
+    const int64_t V = mn_model_vocabulary(a->model);
+    const bool keeps = (size_t)rows * a->row_bytes <= kept_bytes;
+    const mn_model_input in = { .tokens = a->tokens + begin, .B = rows, .T = 1, .state = &a->all,
                                 .recompute = keeps ? MN_RECOMPUTE_NONE
                                                    : mn_pass_recompute(a->context) };
-    mn_tape_start_alike(p->tape, MN_TAPE_REPEATS | MN_TAPE_DEFER, p->rows);
-    mn_tensor *hidden = mn_model_hidden(a->model, p->tape, &in);
-    mn_tensor *logits = mn_model_logits(a->model, p->tape, hidden);
-    const mn_status st = mn_tape_send(p->tape, logits, a->logits);
+    float *to = a->logits + begin * V;
+    move_pieces(a, begin, rows);
+    mn_tape_start_alike(tape, MN_TAPE_REPEATS | MN_TAPE_DEFER, rows);
+    mn_tensor *hidden = mn_model_hidden(a->model, tape, &in);
+    mn_tensor *logits = mn_model_logits(a->model, tape, hidden);
+    const mn_status st = mn_tape_send(tape, logits, to);
+    move_pieces(a, -begin, rows);
     if (st != MN_OK || a->below == 0) return st;
-    const int code = mn_decode_likeliest(a->logits, p->rows, mn_model_vocabulary(a->model),
-                                         a->below, a->likeliest,
+    const int code = mn_decode_likeliest(to, rows, V, a->below, a->likeliest + begin,
                                          mn_device_stream(device_of(a)));
     return mn_device_check(device_of(a), code, "the likeliest tokens");
+}
+
+static mn_status pass_all(mn_slots *a, const play *p) {
+    const int64_t second = p->tapes[1] ? p->rows / 2 : 0, first = p->rows - second;
+    if (second == 0) return pass(a, p->tapes[0], 0, first);
+    mn_device *device = device_of(a);
+    mn_status st = mn_device_fork(device);
+    if (st != MN_OK) return st;
+    st = pass(a, p->tapes[1], first, second);
+    const mn_status back = mn_device_back(device);
+    if (st == MN_OK) st = back;
+    if (st == MN_OK) st = pass(a, p->tapes[0], 0, first);
+    const mn_status joined = mn_device_join(device);
+    return st == MN_OK ? joined : st;
 }
 
 static mn_status find_play(play **out, mn_slots *a, int64_t rows) {
@@ -333,7 +372,11 @@ static mn_status find_play(play **out, mn_slots *a, int64_t rows) {
     }
     if (a->n_plays == PLAYS) return mn_fail(MN_ERR_UNSUPPORTED, "too many sessions in a batch");
     *out = &a->plays[a->n_plays];
-    const mn_status st = mn_tape_create(&(*out)->tape, a->context, a->dtype);
+    const int branches = rows >= BRANCHED_ROWS ? a->branches : 1;
+    mn_status st = MN_OK;
+    for (int k = 0; k < branches && st == MN_OK; k++) {
+        if (!(*out)->tapes[k]) st = mn_tape_create(&(*out)->tapes[k], a->context, a->dtype);
+    }
     if (st == MN_OK) a->plays[a->n_plays++].rows = rows;
     return st;
 }
@@ -341,7 +384,7 @@ static mn_status find_play(play **out, mn_slots *a, int64_t rows) {
 static mn_status record(mn_slots *a, play *p) {
     mn_status st = mn_device_graph_begin(device_of(a));
     if (st != MN_OK) return st;
-    st = pass(a, p);
+    st = pass_all(a, p);
     const mn_status ended = mn_device_graph_end(device_of(a), &p->graph);
     return st == MN_OK ? ended : st;
 }
@@ -350,12 +393,14 @@ static mn_status record(mn_slots *a, play *p) {
 static mn_status launch(mn_slots *a, play *p) {
     mn_status st = MN_OK;
     if (!p->ran) {
-        st = pass(a, p);
+        st = pass_all(a, p);
         p->ran = st == MN_OK;
         return st;
     }
     if (!p->graph) st = record(a, p);
-    if (st == MN_OK) st = mn_tape_feed(p->tape);
+    for (int k = 0; k < BRANCHES && st == MN_OK; k++) {
+        if (p->tapes[k]) st = mn_tape_feed(p->tapes[k]);
+    }
     return st == MN_OK ? mn_device_graph_launch(p->graph) : st;
 }
 

@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "kernels/conv_unit.h"
+#include "kernels/delta_gpu.h"
 #include "ops/compose/compose.h"
 #include "ops/overlap.h"
 #include "ops/validate.h"
@@ -262,7 +263,8 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     st = check_choice(op, args);
     if (st != MN_OK) return st;
     const mn_mark mark = mn_workspace_mark(context);
-    if (kernel_of[op] && pass == MN_BACKWARD && mn_op_is_grouped(op, args)) {
+    if (kernel_of[op] && pass == MN_BACKWARD && mn_op_is_grouped(op, args) &&
+        !mn_op_folds_on_device(op, args)) {
         st = mn_grouped_backward(context, op, args, backward_on_device);
     } else {
         st = kernel ? launch_kernel(context, kernel, op, args)

@@ -10,12 +10,19 @@
 enum { MAX_INDEX = 4096 };
 static const size_t first_block_bytes = (size_t)32 << 20;
 
+/* Where calls go while another branch of the work waits. */
+typedef struct branch {
+    void *stream, *forked, *ended;    // and two events; NULL: there has been no fork yet
+    mn_arena *scratch;
+} branch;
+
 struct mn_device {
     mn_device_info info;
     void *stream;
     bool owns_stream;
     bool captures;        // what is asked for goes into a graph
     mn_arena *scratch;
+    branch other;
 };
 
 struct mn_device_graph {
@@ -88,11 +95,19 @@ mn_status mn_device_open(mn_device **out, const char *name, void *stream) {
     return MN_OK;
 }
 
+static void close_branch(branch *other) {
+    mn_arena_destroy(other->scratch);
+    mn_backend_event_destroy(other->forked);
+    mn_backend_event_destroy(other->ended);
+    mn_backend_stream_destroy(other->stream);
+}
+
 void mn_device_close(mn_device *device) {
     if (!device) return;
     if (mn_device_use(device) == MN_OK) {
         mn_backend_synchronize(device->stream);
         mn_arena_destroy(device->scratch);
+        close_branch(&device->other);
         if (device->owns_stream) mn_backend_stream_destroy(device->stream);
     }
     free(device);
@@ -187,6 +202,7 @@ mn_status mn_device_scratch_from(mn_device *device, const mn_arena_source *sourc
 
 void mn_device_trim(mn_device *device) {
     if (device) mn_arena_trim(device->scratch);
+    if (device && device->other.scratch) mn_arena_trim(device->other.scratch);
 }
 
 void *mn_device_bytes(mn_device *device, size_t bytes) {
@@ -278,6 +294,46 @@ mn_status mn_device_seconds(mn_device *device, double *seconds, mn_device_event 
     *seconds = 0.0;
     const mn_status st = mn_device_use(device);
     return st == MN_OK ? mn_backend_event_seconds(seconds, from->event, to->event) : st;
+}
+
+/* ---- branches -------------------------------------------------------------------------------- */
+
+static mn_status open_branch(mn_device *device) {
+    branch *other = &device->other;
+    mn_status st = other->stream ? MN_OK : mn_backend_stream_create(&other->stream);
+    if (st == MN_OK && !other->forked) st = mn_backend_event_create(&other->forked);
+    if (st == MN_OK && !other->ended) st = mn_backend_event_create(&other->ended);
+    if (st == MN_OK && !other->scratch) st = mn_device_arena(device, &other->scratch);
+    return st;
+}
+
+static void change_branch(mn_device *device) {
+    void *stream = device->stream;
+    mn_arena *scratch = device->scratch;
+    device->stream = device->other.stream;
+    device->scratch = device->other.scratch;
+    device->other.stream = stream;
+    device->other.scratch = scratch;
+}
+
+mn_status mn_device_fork(mn_device *device) {
+    branch *other = &device->other;
+    mn_status st = mn_device_use(device);
+    if (st == MN_OK) st = open_branch(device);
+    if (st == MN_OK) st = mn_backend_event_record(other->forked, device->stream);
+    if (st == MN_OK) st = mn_backend_event_wait(other->forked, other->stream);
+    if (st == MN_OK) change_branch(device);
+    return st;
+}
+
+mn_status mn_device_back(mn_device *device) {
+    const mn_status st = mn_backend_event_record(device->other.ended, device->stream);
+    change_branch(device);
+    return st;
+}
+
+mn_status mn_device_join(mn_device *device) {
+    return mn_backend_event_wait(device->other.ended, device->stream);
 }
 
 /* ---- graphs ---------------------------------------------------------------------------------- */

@@ -113,6 +113,16 @@ mn_status mn_device_event_record(mn_device *device, mn_device_event *event);
 mn_status mn_device_seconds(mn_device *device, double *seconds, mn_device_event *from,
                             mn_device_event *to);
 
+/* ---- branches -------------------------------------------------------------------------------- */
+
+/* Work that does not wait for each other, recorded or not. After a fork calls go to a second
+ * stream, behind what was asked for so far and with scratch memory of its own; mn_device_back
+ * follows in any case, then calls go to the first stream again, beside the branch. What comes
+ * after mn_device_join waits for both. Tapes take the stream of the moment when they start. */
+mn_status mn_device_fork(mn_device *device);
+mn_status mn_device_back(mn_device *device);
+mn_status mn_device_join(mn_device *device);
+
 /* ---- graphs ---------------------------------------------------------------------------------- */
 
 /* Work of the stream, recorded once and launched as often as wanted: the same kernels on the same

@@ -750,14 +750,22 @@ static void step_all(mn_engine *e, int64_t drawn) {
     }
 }
 
-static void tell_gauges(mn_engine *e) {
-    const mn_cache_stats cache = mn_cache_describe(e->cache);
+/* The layers of hundreds of sessions are megabytes, which are not gone through in every step of a
+ * GPU; to ask a session takes back what it read ahead. */
+static uint64_t count_bytes(mn_engine *e) {
     uint64_t bytes = 0;
     for (int64_t i = 0; i < e->n_active; i++) {
-        mn_sequence *s = e->active[i];    // to ask a session takes back what it read ahead
-        if (!mn_session_is_ahead(s->session)) s->bytes = mn_session_bytes(s->session);
+        mn_sequence *s = e->active[i];
+        const bool asks = e->looks || s->bytes == 0 || s->stage != MN_STAGE_WRITING;
+        if (asks && !mn_session_is_ahead(s->session)) s->bytes = mn_session_bytes(s->session);
         bytes += s->bytes;
     }
+    return bytes;
+}
+
+static void tell_gauges(mn_engine *e) {
+    const mn_cache_stats cache = mn_cache_describe(e->cache);
+    const uint64_t bytes = count_bytes(e);
     mn_engine_lock(e);
     mn_metrics *m = &e->metrics;
     m->active = (uint64_t)e->n_active;

@@ -65,6 +65,7 @@ void mn_tape_destroy(mn_tape *tape) {
 void mn_tape_start(mn_tape *tape, unsigned modes) {
     mn_arena_release(tape->data, (mn_mark){ 0 });
     mn_arena_release(tape->notes, (mn_mark){ 0 });
+    if (tape->device) tape->where = mn_device_stream(tape->device);
     tape->modes = modes;
     tape->pauses = false;
     tape->status = MN_OK;

@@ -448,6 +448,11 @@ mn_status mn_backend_event_record(void *event, void *stream) {
     return MN_OK;
 }
 
+mn_status mn_backend_event_wait(void *event, void *stream) {
+    (void)event, (void)stream;
+    return MN_OK;
+}
+
 mn_status mn_backend_event_seconds(double *seconds, void *from, void *to) {
     (void)from, (void)to;
     *seconds = 0.0;

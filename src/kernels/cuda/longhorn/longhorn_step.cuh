@@ -44,7 +44,7 @@ struct step_of;
 template <int ROWS, typename Block, int WARPS>
 struct step_of<MN_COLUMNS_COLUMN, ROWS, Block, WARPS> {
     typedef mn_column_cells<ROWS, WARPS> cells;
-    typedef mn_column_single<ROWS, WARPS> smem;
+    typedef mn_column_step_token<ROWS, WARPS> smem;
     static constexpr int OWNERS = 32 * WARPS;
     static_assert(Block::size > OWNERS, "a warp brings the token");
 
@@ -168,7 +168,7 @@ struct step_of<MN_COLUMNS_CELL, ROWS, Block, WARPS> {
     static_assert(WARPS == STEP_OWNERS / 32 && Block::size >= STEP_OWNERS, "a step's threads");
 
     struct smem {
-        mn_column_single<ROWS, WARPS> token;
+        mn_column_step_token<ROWS, WARPS> token;
         alignas(16) float partials[STEP_GROUPS][MN_COLUMNS_TILE];
     };
 

@@ -127,7 +127,7 @@ struct mn_column_smem {
 
 /* A single token, for steps. */
 template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
-struct mn_column_single {
+struct mn_column_step_token {
     using sizes = mn_column_sizes<ROWS, WARPS>;
     alignas(16) float k[1][sizes::rows], q[1][sizes::rows], x[1][sizes::rows];
     alignas(16) float v[1][sizes::tile], w[1][sizes::tile], u[1][sizes::tile];

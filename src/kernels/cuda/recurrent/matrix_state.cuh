@@ -1,17 +1,12 @@
-/* matrix_state.cuh - the recurrence of a matrix state, forward, back, and for one token with the
- * state in place.
- *
- *   S' = diag(exp g) S;  r = v - S'^T e;  S = S' + w r';  o = scale S'^T q + scale (q.w) r
- *
- * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q and q.w. A block
- * has 16 columns of one memory at a time, a thread four neighbours of them in every 64th row. While
- * it waits for the launch in front it prefetches the first of its part of the state into L2. */
+/* matrix_state.cuh - the recurrence of a matrix state, forward and back; one token with the state
+ * in place is matrix_step.cuh. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_CUH
 #define MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_CUH
 
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/recurrent/matrix_step.cuh"
 
 namespace mneme::recurrent {
 
@@ -608,198 +603,28 @@ static int mn_matrix_backward(const mn_matrix_params &p, void *shared, void *str
     MN_MATRIX_DISPATCH_K(mn_matrix_backward_of, float, DELTA_RULE, p.call.K, (p, smem, on));
 }
 
-enum { MN_STEP_THREADS = 256, MN_STEP_COLUMNS = 16, MN_STEP_GROUPS = 64, MN_STEP_SUMS = 8 };
-enum { MN_STEP_WARPS = MN_STEP_THREADS / 32, MN_STEP_BLOCKS = 512, MN_STEP_AHEAD = 2 };
-
-/* Sums over the rows of a column, of four neighbours: S'^T e, S'^T q. */
-struct mn_step_sums {
-    float at[MN_STEP_SUMS];
-
-    /* Over the block's rows, in all threads: lanes of a warp first, which lie 4 apart. The threads
-     * that still read what was there before the last barrier must be done with it. */
-    __device__ void gather(float (*smem)[4][MN_STEP_SUMS]) {
-        const int quad = threadIdx.x % 4, warp = threadIdx.x / 32;
-#pragma unroll
-        for (int i = 0; i < MN_STEP_SUMS; i++) {
-#pragma unroll
-            for (int lanes = 16; lanes >= 4; lanes >>= 1) {
-                at[i] += __shfl_xor_sync(0xffffffffu, at[i], lanes);
-            }
-        }
-        if (threadIdx.x % 32 < 4) mn_store<MN_STEP_SUMS>(smem[warp][quad], 0, at);
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < MN_STEP_SUMS; i++) at[i] = 0.0f;
-#pragma unroll
-        for (int k = 0; k < MN_STEP_WARPS; k++) {
-            float part[MN_STEP_SUMS];
-            mn_load<MN_STEP_SUMS>(part, smem[k][quad], 0);
-#pragma unroll
-            for (int i = 0; i < MN_STEP_SUMS; i++) at[i] += part[i];
-        }
-    }
-};
-
-/* q.w over all rows, in all threads, in the same order. */
-__device__ inline float mn_step_dot(float x, float *smem) {
-#pragma unroll
-    for (int lanes = 16; lanes >= 4; lanes >>= 1) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-    if (threadIdx.x % 32 == 0) smem[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = 0.0f;
-#pragma unroll
-    for (int k = 0; k < MN_STEP_WARPS; k++) x += smem[k];
-    return x;
-}
-
-/* What a thread has of a token: R of the rows. */
-template <int R>
-struct mn_step_rows {
-    float query[R], erase[R], write[R], decay[R];
-
-    template <typename T>
-    __device__ void load(const mn_matrix_params &p, int64_t n, int64_t h, int64_t key) {
-        const T *q = mn_row<T>(p.q, n, 0, key), *e = mn_row<T>(p.e, n, 0, key);
-        const T *w = p.w.data ? mn_row<T>(p.w, n, 0, key) : e, *g = mn_row<T>(p.g, n, 0, h);
-        const T *beta = mn_row<T>(p.beta, n, 0, h);
-        const float strength = beta ? mn_float(*beta) : 1.0f;
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-            const int64_t i = threadIdx.x / 4 + MN_STEP_GROUPS * r;
-            const bool inside = i < p.call.K;
-            write[r] = inside ? strength * mn_float(w[i]) : 0.0f;
-            query[r] = inside ? mn_float(q[i]) : 0.0f;
-            erase[r] = inside ? mn_get(e, i) : 0.0f;
-            decay[r] = inside && g ? expf(mn_float(g[p.decay == MN_DECAY_CHANNEL ? i : 0])) : 1.0f;
-        }
-    }
-};
-
-/* Tile after tile of 16 columns of a memory, `per_block` of them; the states of the next ones are
- * on their way meanwhile, and of the first ones prefetched into L2 before the launch in front has
- * ended. R rows of a thread: K <= 64 R. */
-template <typename T, int R, bool DELTA_RULE>
-__global__ void __launch_bounds__(MN_STEP_THREADS)
-matrix_step_recurrent_kernel(const __grid_constant__ mn_matrix_params p, int n_tiles,
-                             int per_block) {
-    __shared__ __align__(16) float smem[2][MN_STEP_WARPS][4][MN_STEP_SUMS];
-    __shared__ float dots[MN_STEP_WARPS];
-    const int groups = (n_tiles + per_block - 1) / per_block, H = (int)p.call.H;
-    const int memory = (int)blockIdx.x / groups, n = memory / H, h = memory % H;
-    const int64_t K = p.call.K, V = p.call.V, key = mn_key_head(p.call, h);
-    const int64_t first = threadIdx.x / 4, row0 = first * V + threadIdx.x % 4 * 4;
-    const float *from = mn_row<float>(p.state0, n, 0, h);
-    float *to = mn_row<float>(p.state, n, 0, h);
-    const int begin = (int)blockIdx.x % groups * per_block, end = min(begin + per_block, n_tiles);
-    float S[MN_STEP_AHEAD + 1][R][4];
-    const auto fetch = [&](float (&cells)[R][4], int tile) {
-        const int64_t j = tile * MN_STEP_COLUMNS + threadIdx.x % 4 * 4;
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-            const bool there = tile < end && first + MN_STEP_GROUPS * r < K && j < V;
-            mn_load<4>(cells[r], there ? from : nullptr,
-                       row0 + MN_STEP_GROUPS * r * V + tile * MN_STEP_COLUMNS);
-        }
-    };
-    mn_pdl_launch_dependents();
-#pragma unroll
-    for (int i = 0; i < MN_STEP_AHEAD; i++) {
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-            const int64_t row = first + MN_STEP_GROUPS * r;
-            const int64_t j = (begin + i) * MN_STEP_COLUMNS + threadIdx.x % 4 * 4;
-            if (from && begin + i < end && row < K && j < V) mn_prefetch_l2(from + row * V + j);
-        }
-    }
-    mn_pdl_wait();    // the launch in front may be this one's last token
-#pragma unroll
-    for (int i = 0; i < MN_STEP_AHEAD; i++) fetch(S[i], begin + i);
-    const T *v = mn_row<T>(p.v, n, 0, h);
-    T *o = mn_row<T>(p.o, n, 0, h);
-    mn_step_rows<R> rows;
-    rows.template load<T>(p, n, h, key);
-    float dot = 0.0f;
-#pragma unroll
-    for (int r = 0; r < R; r++) dot = fmaf(rows.query[r], rows.write[r], dot);
-    dot = mn_step_dot(dot, dots);
-#pragma unroll 1
-    for (int tile0 = begin; tile0 < end; tile0 += MN_STEP_AHEAD + 1) {
-#pragma unroll
-        for (int i = 0; i <= MN_STEP_AHEAD; i++) {
-            const int tile = tile0 + i;
-            if (tile >= end) break;
-            float (&cells)[R][4] = S[i];
-            const int64_t j = tile * MN_STEP_COLUMNS + threadIdx.x % 4 * 4;
-            float residual[4] = {};
-            if (j < V) mn_load<4>(residual, v, j);
-            fetch(S[(i + MN_STEP_AHEAD) % (MN_STEP_AHEAD + 1)], tile + MN_STEP_AHEAD);
-            mn_step_sums sums = {};
-#pragma unroll
-            for (int r = 0; r < R; r++) {
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    cells[r][c] *= rows.decay[r];
-                    if (DELTA_RULE) sums.at[c] = fmaf(rows.erase[r], cells[r][c], sums.at[c]);
-                    sums.at[4 + c] = fmaf(rows.query[r], cells[r][c], sums.at[4 + c]);
-                }
-            }
-            sums.gather(smem[(tile - begin) % 2]);
-            if (j >= V) continue;
-#pragma unroll
-            for (int c = 0; c < 4; c++) residual[c] -= sums.at[c];
-#pragma unroll
-            for (int r = 0; r < R; r++) {
-                if (first + MN_STEP_GROUPS * r >= K || !to) continue;
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    cells[r][c] = fmaf(rows.write[r], residual[c], cells[r][c]);
-                }
-                mn_store<4>(to, row0 + MN_STEP_GROUPS * r * V + tile * MN_STEP_COLUMNS, cells[r]);
-            }
-            if (first > 0 || !o) continue;
-            float out[4];
-#pragma unroll
-            for (int c = 0; c < 4; c++) out[c] = p.scale * fmaf(dot, residual[c], sums.at[4 + c]);
-            mn_store<4>(o, j, out);
-        }
-    }
-}
-
-/* Few memories have a block for each tile, many as many tiles a block as leaves enough of them. */
-template <typename T, int R, bool DELTA_RULE>
-static int mn_matrix_step_of(const mn_matrix_params &p, cudaStream_t stream) {
-    const int64_t n_tiles = mn_ceil_div(p.call.V, MN_STEP_COLUMNS);
-    const int64_t memories = p.call.H * p.call.B;
-    int64_t per_block = n_tiles;
-    while (per_block > 1 && memories * mn_ceil_div(n_tiles, per_block) < MN_STEP_BLOCKS) {
-        per_block = (per_block + 1) / 2;
-    }
-    const int64_t blocks = memories * mn_ceil_div(n_tiles, per_block);
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_pdl(matrix_step_recurrent_kernel<T, R, DELTA_RULE>, dim3((unsigned)blocks),
-                         MN_STEP_THREADS, 0, stream, p, (int)n_tiles, (int)per_block);
-}
-
-/* Whether rows of the view can be read four numbers at a time. */
-template <typename T, typename View>
-static bool mn_step_vec_aligned(const View &view) {
-    bool even = (uintptr_t)view.data % (4 * sizeof(T)) == 0;
-    for (int i = 0; i < 3; i++) even = even && view.stride[i] % 4 == 0;
-    return even;
+/* One token with the state in place; false where matrix_step.cuh does not take it. */
+template <typename T>
+static bool mn_matrix_step_params(mn_step_params *to, const mn_matrix_params &p) {
+    *to = {};
+    to->K = (int)p.call.K, to->V = (int)p.call.V, to->H = (int)p.call.H, to->n_rows = 1;
+    to->share = p.call.J > 0 ? (int)(p.call.H / p.call.J) : 1;
+    to->by_channel = p.decay == MN_DECAY_CHANNEL, to->scale = p.scale;
+    return mn_step_fits(p.call) && mn_step_vec_aligned<T>(p.v) && mn_step_vec_aligned<T>(p.o) &&
+           mn_step_vec_aligned<float>(p.state0) && mn_step_vec_aligned<float>(p.state) &&
+           mn_step_view_of(&to->state0, p.state0) && mn_step_view_of(&to->state, p.state) &&
+           mn_step_view_of(&to->q, p.q) && mn_step_view_of(&to->e, p.e) &&
+           mn_step_view_of(&to->w, p.w) && mn_step_view_of(&to->v, p.v) &&
+           mn_step_view_of(&to->beta, p.beta) && mn_step_view_of(&to->g, p.g) &&
+           mn_step_view_of(&to->o, p.o);
 }
 
 template <typename T, bool DELTA_RULE>
 static int mn_matrix_step_in(const mn_matrix_params &p, cudaStream_t stream) {
-    const int64_t K = p.call.K;
-    const bool vec_aligned = p.call.V % 4 == 0 && mn_step_vec_aligned<T>(p.v)
-        && mn_step_vec_aligned<T>(p.o) &&
-                       mn_step_vec_aligned<float>(p.state0) && mn_step_vec_aligned<float>(p.state);
-    if (!vec_aligned || K > 8 * MN_STEP_GROUPS) return mn_matrix_forward<DELTA_RULE>(p, stream);
-    if (K <= MN_STEP_GROUPS) return mn_matrix_step_of<T, 1, DELTA_RULE>(p, stream);
-    if (K <= 2 * MN_STEP_GROUPS) return mn_matrix_step_of<T, 2, DELTA_RULE>(p, stream);
-    if (K <= 4 * MN_STEP_GROUPS) return mn_matrix_step_of<T, 4, DELTA_RULE>(p, stream);
-    return mn_matrix_step_of<T, 8, DELTA_RULE>(p, stream);
+    constexpr int rule = DELTA_RULE ? MN_STEP_DELTA : MN_STEP_ADD;
+    mn_step_params step;
+    if (!mn_matrix_step_params<T>(&step, p)) return mn_matrix_forward<DELTA_RULE>(p, stream);
+    return mn_step_launch<T, rule, 1>(step, p.call.B, stream);
 }
 
 template <bool DELTA_RULE>
