@@ -1,12 +1,13 @@
 /* fastcall.c - calls of an operator from PyTorch that look like an earlier one.
  *
- * Python decides what a call means (mneme/torch/_call.py) and leaves the outcome here: the argument
- * struct but for its pointers, and what makes the results. run() compares types, device, shapes and
- * strides of the tensors with the calls it knows, writes pointers into a copy of the struct, makes
- * the results and calls the operator: on the CPU, and on a GPU whose context is at the current
- * stream of PyTorch (mneme/torch/_device.py tells it). Whatever it does not know, it leaves to
- * Python: other streams, recordings of CUDA graphs, calls that autograd must see. ask() is run() for
- * the functions of mneme.torch.ops, with numbers and names of results as a user wrote them.
+ * Python decides what a call means (mneme/torch/_call.py) and leaves the outcome here: the
+ * argument struct but for its pointers, and what makes the results. run() compares types, device,
+ * shapes and strides of the tensors with the calls it knows, writes pointers into a copy of the
+ * struct, makes the results and calls the operator: on the CPU, and on a GPU whose context is at
+ * the current stream of PyTorch (mneme/torch/_device.py tells it). Whatever it does not know, it
+ * leaves to Python: other streams, recordings of CUDA graphs, calls that autograd must see. ask()
+ * is run() for the functions of mneme.torch.ops, with numbers and names of results as a user wrote
+ * them.
  *
  * Tensors are read by the C functions of DLPack's exchange table, which PyTorch hands out from 2.10
  * on. Nothing is compiled or linked against PyTorch, and of CPython only the limited API of 3.10 is
@@ -404,11 +405,10 @@ static bool same_numbers(PyObject *a, PyObject *b) {
 static const wording *find_wording(const known_operator *op, PyObject *given, PyObject *outputs) {
     for (int i = 0; i < op->n_wordings; i++) {
         const wording *w = &op->wordings[i];
-        if (w->outputs != outputs &&
-            (!PyTuple_Check(outputs) || PyObject_RichCompareBool(w->outputs, outputs, Py_EQ) != 1)) {
-            continue;
-        }
-        if (same_numbers(w->given, given)) return w;
+        const bool same = w->outputs == outputs ||
+                          (PyTuple_Check(outputs) &&
+                           PyObject_RichCompareBool(w->outputs, outputs, Py_EQ) == 1);
+        if (same && same_numbers(w->given, given)) return w;
     }
     PyErr_Clear();    // of a comparison
     return NULL;
