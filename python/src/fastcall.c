@@ -390,6 +390,13 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 /* ---- calls as they are written --------------------------------------------------------------- */
 
+/* Whether Python finds them equal; what cannot be compared is not. */
+static bool are_equal(PyObject *a, PyObject *b) {
+    const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
+    if (equal < 0) PyErr_Clear();
+    return equal == 1;
+}
+
 /* Whether both tuples hold the same numbers, of the same types. */
 static bool same_numbers(PyObject *a, PyObject *b) {
     const Py_ssize_t n = PyTuple_Size(a);
@@ -397,7 +404,7 @@ static bool same_numbers(PyObject *a, PyObject *b) {
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *x = PyTuple_GetItem(a, i), *y = PyTuple_GetItem(b, i);
         if (x == y) continue;
-        if (Py_TYPE(x) != Py_TYPE(y) || PyObject_RichCompareBool(x, y, Py_EQ) != 1) return false;
+        if (Py_TYPE(x) != Py_TYPE(y) || !are_equal(x, y)) return false;
     }
     return true;
 }
@@ -406,11 +413,9 @@ static const wording *find_wording(const known_operator *op, PyObject *given, Py
     for (int i = 0; i < op->n_wordings; i++) {
         const wording *w = &op->wordings[i];
         const bool same = w->outputs == outputs ||
-                          (PyTuple_Check(outputs) &&
-                           PyObject_RichCompareBool(w->outputs, outputs, Py_EQ) == 1);
+                          (PyTuple_Check(outputs) && are_equal(w->outputs, outputs));
         if (same && same_numbers(w->given, given)) return w;
     }
-    PyErr_Clear();    // of a comparison
     return NULL;
 }
 
