@@ -5,7 +5,7 @@
                              [--first | --compiled]
 
 The C call alone is the library's function with its arguments ready, less what ctypes needs for a
-function that does nothing. Calls are of the smallest shapes, so that what is measured is the way
+function that does nothing, timed in turns with the calls. Calls are of the smallest shapes, so that what is measured is the way
 there. `first` is the time from the end of `import mneme.torch.ops` to the end of the first call in
 a fresh process where PyTorch and its GPU are already awake. Exit status 1 above the limit (20 on
 the CPU, 10 on a GPU; 0.5 s for a first call). --first measures the first call alone,
@@ -32,19 +32,30 @@ print(imported - at, time.perf_counter() - imported)
 """
 
 
-def least(run, wait, rounds=30, calls=100):
-    """Seconds of a call: the least mean of a round, the GPU being waited for in between."""
-    for _ in range(20):
-        run()
-    means = []
-    for _ in range(rounds):
-        wait()
+def least_of(runs, wait, rounds=30, calls=100, warm=0.3):
+    """Seconds of a call of each: the least mean of a round, the GPU being waited for in between.
+    Rounds take turns, after calls of `warm` seconds each: a processor that has just woken up is
+    slow for some tenths of a second."""
+    for run in runs:
         start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        means.append((time.perf_counter() - start) / calls)
-        wait()
-    return min(means)
+        while time.perf_counter() - start < warm:
+            for _ in range(20):
+                run()
+            wait()
+    means = [[] for _ in runs]
+    for _ in range(rounds):
+        for found, run in zip(means, runs):
+            wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            found.append((time.perf_counter() - start) / calls)
+            wait()
+    return [min(found) for found in means]
+
+
+def least(run, wait, calls=100):
+    return least_of([run], wait, calls=calls)[0]
 
 
 def calls(torch, device):
@@ -78,7 +89,6 @@ def measure(torch, device):
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     handle = _device.context(torch.cuda.current_device()).handle if device == "cuda" else \
         _library.context().handle
-    ctypes_alone = least(lambda: lib.mn_context_threads(handle), wait)
     rows = []
     for name, call, top, tensors, numpy_call in calls(torch, device):
         numbers = tuple(p.value(top.op.name, p.default) for p in top.op.params)
@@ -86,8 +96,11 @@ def measure(torch, device):
         words, plan, types, keep = top._prepare(tensors, host, numbers)
         outs = [torch.empty(plan.out_shapes[i], device=device) for i in top.op.main[:1]]
         words[top.op.outputs[top.op.main[0]].word] = outs[0].data_ptr()
-        bare = least(lambda: top.op.forward(handle, words), wait) - ctypes_alone
-        row = {"operator": name, "c_us": 1e6 * bare, "call_us": 1e6 * (least(call, wait) - bare)}
+        bare, ctypes_alone, whole = least_of(
+            [lambda: top.op.forward(handle, words), lambda: lib.mn_context_threads(handle), call],
+            wait)
+        bare -= ctypes_alone
+        row = {"operator": name, "c_us": 1e6 * bare, "call_us": 1e6 * (whole - bare)}
         for t in tensors:
             if t is not None:
                 t.requires_grad_()

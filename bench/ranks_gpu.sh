@@ -3,8 +3,8 @@
 #   bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS] [PARTS]
 # PARTS, by default all, in this order: "small" the same bits on 1, 2, 4 .. GPUs, resuming with other numbers of ranks, kill -9 of a rank, sequences in parts;
 # "speed" gdn of 400M parameters, plain, as a world of one rank, and on 2, 4 .. GPUs; "long" one sequence of 131,072 tokens; "bits" three steps
-# of the large model. By name only: "world" plain and a world of one rank in turns; "zero" shards of gradients, their bits, memory and rate; "cut"
-# sequences of attention in parts. MNEME_NCCL names libnccl.so.2 where the system does not find it.
+# of the large model. By name only: "world" plain and a world of one rank in turns; "paths" what a world of one does, shards and all, and its bits;
+# "zero" shards of gradients, their bits, memory and rate; "parameters" the same of parameters; "cut" sequences of attention in parts. MNEME_NCCL names libnccl.so.2 where the system does not find it.
 set -u
 [ $# -ge 2 ] || { echo "usage: bench/ranks_gpu.sh MNEME OUT [GPUS] [SECONDS]" >&2; exit 2; }
 mneme=$1 out=$2 gpus=${3:-2} limit=${4:-360} parts=${5:-small speed long bits}
@@ -254,6 +254,41 @@ part_zero() {
             speed "$n.400m.$shard" "$n" gdn 12 40 $whole --set "train.accumulate=$((4 * n))" --set "train.shard=$shard"
         done
     done
+}
+
+# shards of parameters: the same, with evaluations and checkpoints between steps, for which all values come
+# shellcheck disable=SC2086
+part_parameters() {
+    for case in gdn/bf16 "kla, attention/f32"; do
+        layers=${case%/*} dtype=${case#*/}
+        rm -rf "$folder"/param.*
+        small 1 param.one --set "train.dtype=$dtype" --set train.eval_every=2 --set train.eval_batches=2
+        for n in $counts; do
+            small "$n" "param.$n" --set "train.dtype=$dtype" --set train.eval_every=2 --set train.eval_batches=2 --set train.shard=parameters
+            verdict "$layers, $dtype: $n GPUs with shards of parameters give the bits of one" same param.one "param.$n"
+        done
+    done
+    unset layers
+    for n in $counts; do
+        for shard in optimizer parameters; do
+            speed "$n.400m.$shard" "$n" gdn 12 40 $whole --set "train.accumulate=$n" --set "train.shard=$shard"
+        done
+    done
+}
+
+# a world of one goes the ways of more ranks: all shards, sequences in one part; the bits of a world of one without
+part_paths() {
+    small 1 paths.one
+    for how in shard=gradients shard=parameters sequence_states=maps; do
+        small 1 paths --set "train.$how"
+        verdict "a world of one, train.$how: the bits of train.shard=optimizer" same paths.one paths
+        rm -rf "$folder/paths"
+    done
+    small 0 paths.plain
+    losses paths.one > "$folder/a"
+    losses paths.plain > "$folder/b"
+    tell "a world of one and a plain run: largest difference of losses" "$(paste "$folder/a" "$folder/b" |
+        awk 'NF == 2 { d = $1 - $2; if (d < 0) d = -d; if (d > m) m = d; n++ } END { if (n) printf "%.2g of %d steps", m, n }')"
 }
 
 # what is cut by keys: the losses of one GPU within rounding

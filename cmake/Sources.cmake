@@ -19,7 +19,7 @@ endfunction()
 
 # A device is reached through CUDA or, without it, refused with a sentence.
 if(mneme_cuda_built)
-    list(FILTER library_sources EXCLUDE REGEX "/(device|cuda)_none\\.c$")
+    list(FILTER library_sources EXCLUDE REGEX "/(device_none|device_none_pages|cuda_none)\\.c$")
     list(APPEND library_sources ${CMAKE_SOURCE_DIR}/src/kernels/cuda/overlay.c
         ${CMAKE_SOURCE_DIR}/src/kernels/cuda/gemm/gemm_cublaslt.c)
     list(APPEND mneme_dependencies CUDA::cudart_static ${CMAKE_DL_LIBS})

@@ -123,16 +123,25 @@ foreach(source ${attack_targets})
     set_tests_properties(attack_${parser} PROPERTIES LABELS "attack;sanitize"
         ENVIRONMENT "${sanitizer_options}")
 endforeach()
-foreach(name options calls)
+# The calls of mneme.h, read from it.
+find_program(awk NAMES awk mawk gawk REQUIRED)
+add_custom_command(OUTPUT api_calls.inc
+    COMMAND ${awk} -f ${CMAKE_SOURCE_DIR}/tests/attack/api_calls.awk
+        ${CMAKE_SOURCE_DIR}/include/mneme.h >api_calls.inc
+    DEPENDS tests/attack/api_calls.awk include/mneme.h)
+foreach(name options calls api)
     add_executable(attack_${name} tests/attack/attack_${name}.c tests/attack/batch.c)
     target_link_libraries(attack_${name} PRIVATE mneme_test_support)
     add_dependencies(tests_sanitize attack_${name})
 endforeach()
 add_test(NAME attack_options COMMAND attack_options 300)
 add_test(NAME attack_calls COMMAND attack_calls)
+target_sources(attack_api PRIVATE ${CMAKE_CURRENT_BINARY_DIR}/api_calls.inc)
+target_include_directories(attack_api PRIVATE ${CMAKE_CURRENT_BINARY_DIR})
+add_test(NAME attack_api COMMAND attack_api)
 add_test(NAME attack_kills COMMAND sh ${CMAKE_SOURCE_DIR}/tests/attack/kills.sh
     $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR} 1)
-set_tests_properties(attack_options attack_calls attack_kills PROPERTIES LABELS "attack;sanitize"
+set_tests_properties(attack_options attack_calls attack_api attack_kills PROPERTIES LABELS "attack;sanitize"
     ENVIRONMENT "${sanitizer_options}")
 
 # The longest begin first, so that none of them runs alone at the end.

@@ -15,7 +15,7 @@ n_parsers=$(ls tests/fuzz/fuzz_*.c | wc -l)
 each=$(((inputs + n_parsers - 1) / n_parsers))
 for preset in ${ATTACK_PRESETS:-release debug}; do
     build=build/$preset
-    targets="mneme_cli attack_options attack_calls"
+    targets="mneme_cli attack_options attack_calls attack_api"
     for source in tests/fuzz/fuzz_*.c; do
         name=${source##*/fuzz_}
         targets="$targets attack_${name%.c}"
@@ -31,6 +31,7 @@ for preset in ${ATTACK_PRESETS:-release debug}; do
     done
     "$build/attack_options" || bad=1
     "$build/attack_calls" || bad=1
+    "$build/attack_api" || bad=1
     reproduced=$rounds sh tests/attack/kills.sh "$build/mneme" . "$rounds" || bad=1
 done
 exit "$bad"

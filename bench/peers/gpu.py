@@ -1,24 +1,33 @@
 #!/usr/bin/env python3
 """Operators of a GPU beside the kernels people use instead, in one process, in turn.
 
-    python3 bench/peers/gpu.py [--rows gdn,kda,attention] [--shapes table|grid] [--json FILE]
+    python3 bench/peers/gpu.py [--rows gdn,kda,attention] [--shapes table|grid|one] [--json FILE]
+                               [--compilers N]
 
 Peers that can be imported take part, the others are named and left out: flash-linear-attention (fla),
 FlashQLA (flash_qla), cuDNN's KDA (cudnn), cuDNN's and FlashAttention's softmax attention (torch).
 Each figure is the median of --runs calls; ours and the peers' take turns, an event on either side of
 a call, and the stream is kept busy so that the host is always ahead. Differences are relative to the
-first peer, in the norm of the whole tensor. Needs the package `mneme` with CUDA kernels."""
+first peer, in the norm of the whole tensor. Needs the package `mneme` with CUDA kernels.
+
+With --compilers N, N processes first compile the Triton kernels of flash-linear-attention, each a
+share of the settings that its autotuner will try, row by row for at most --compile-seconds; what is
+left is compiled when it is needed. The autotuner then compares the same settings as ever, over 20 ms
+each instead of 100."""
 import argparse
 import importlib
 import json
 import math
 import statistics
+import subprocess
 import sys
+import time
 
 import torch
 import torch.nn.functional as F
 
 import mneme.torch.ops as ours
+from patched_fla import share_of_settings
 
 # sequences, tokens, query heads, value heads, width
 TABLE = [(4, 4096, 16, 16, 128), (8, 4096, 16, 16, 128), (1, 32768, 16, 16, 128),
@@ -246,6 +255,55 @@ def measure(row, shape, strength, runs):
     return result
 
 
+def compare_briefly(milliseconds):
+    """The autotuner compares settings over so long each; 0: runs each once, to be compiled."""
+    import triton.testing
+    from triton.runtime.autotuner import Autotuner
+
+    def once(call, quantiles):
+        call()
+        return [1.0] * len(quantiles)
+
+    def brief(call, quantiles):
+        return triton.testing.do_bench(call, warmup=milliseconds / 4, rep=milliseconds,
+                                       quantiles=quantiles)
+    Autotuner.do_bench = property(lambda self: brief if milliseconds else once)
+
+
+def compile_share(rows, share):
+    """A call of each row forward and back by the peers, with a share of all settings."""
+    share_of_settings(share)
+    compare_briefly(0)
+    for row in rows:
+        shape = SHAPES.get(row, TABLE)[0]
+        x = inputs_of(row, *shape, 1.0)
+        call = fla_call(row, x, shape[-1] ** -0.5)
+        if not call:
+            continue
+        try:
+            Contender("fla", *call).train()
+            torch.cuda.synchronize()
+        except Exception as problem:
+            print(f"{row}, share {share}: {str(problem)[:200]}", file=sys.stderr)
+
+
+def compile_first(processes, seconds):
+    """Fills Triton's cache by processes of this file, which are ended after so long."""
+    start = time.perf_counter()
+    running = [subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--share",
+                                 f"{i}/{processes}"], stdout=subprocess.DEVNULL)
+               for i in range(processes)]
+    for process in running:
+        try:
+            process.wait(max(0.1, start + seconds - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    ended = sum(process.returncode == 0 for process in running)
+    print(f"compiled by {processes} processes, {ended} of them to the end, in "
+          f"{time.perf_counter() - start:.1f} s", flush=True)
+
+
 def show(r):
     sides = [k[:-len("_forward_ms")] for k in r if k.endswith("_forward_ms")]
     figures = "   ".join("%s %.3f / %.3f" % (s, r[f"{s}_forward_ms"], r.get(f"{s}_train_ms", math.nan))
@@ -279,16 +337,26 @@ def main():
     parser.add_argument("--gates", default="1", help="factors of log decays, such as 0.0625,1,3")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--compilers", type=int, default=0)
+    parser.add_argument("--compile-seconds", type=float, default=120)
+    parser.add_argument("--share", help=argparse.SUPPRESS)    # "2/10": of the settings to compile
     options = parser.parse_args()
     if options.all_backward:
         common = module("fla.ops.common.chunk_o")
         if common:
             common.TRITON_ABOVE_3_7_1 = True
     torch.manual_seed(1)
+    rows = options.rows.split(",")
+    if options.share:
+        return compile_share(rows, options.share)
+    if options.compilers:
+        compile_first(options.compilers, options.compile_seconds)
+        compare_briefly(20)
     results = []
     shapes = {"table": TABLE, "grid": GRID, "one": TABLE[:1]}[options.shapes]
-    for row in options.rows.split(","):
-        for shape in shapes if row == "gdn" else SHAPES.get(row, TABLE[:1]):
+    for row in rows:
+        own = SHAPES.get(row, TABLE[:1])
+        for shape in shapes if row == "gdn" else own[:1] if options.shapes == "one" else own:
             for strength in map(float, options.gates.split(",")):
                 r = measure(row, shape, strength, options.runs)
                 results.append(r)

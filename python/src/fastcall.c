@@ -5,7 +5,8 @@
  * strides of the tensors with the calls it knows, writes pointers into a copy of the struct, makes
  * the results and calls the operator: on the CPU, and on a GPU whose context is at the current
  * stream of PyTorch (mneme/torch/_device.py tells it). Whatever it does not know, it leaves to
- * Python: other streams, recordings of CUDA graphs, calls that autograd must see.
+ * Python: other streams, recordings of CUDA graphs, calls that autograd must see. ask() is run()
+ * for the functions of mneme.torch.ops, with numbers and names of results as a user wrote them.
  *
  * Tensors are read by the C functions of DLPack's exchange table, which PyTorch hands out from 2.10
  * on. Nothing is compiled or linked against PyTorch, and of CPython only the limited API of 3.10 is
@@ -18,7 +19,7 @@
 #include <string.h>
 
 enum { MOST_INPUTS = 32, MOST_RESULTS = 24, MOST_CALLS = 16, MOST_AXES = 6, MOST_WORDS = 512 };
-enum { MOST_GPUS = 16, DEFAULT_STREAM = 1 };
+enum { MOST_GPUS = 16, MOST_WORDINGS = 8, DEFAULT_STREAM = 1 };
 enum { SIGNATURE = MOST_INPUTS * (2 + 2 * MOST_AXES) };
 enum { DEVICE_CPU = 1, DEVICE_CUDA = 2, CODE_BFLOAT = 4 };
 
@@ -39,7 +40,7 @@ typedef struct {
     void *earlier;
     void (*managed[3])(void);                          // not used here
     int (*borrow)(void *py_object, dl_tensor *out);    // no reference taken, no waiting
-    void (*current_work_stream)(void);
+    int (*current_stream)(int device_type, int32_t device_id, void **out);
 } dl_exchange;
 
 typedef int (*operator_fn)(void *context, const void *args);
@@ -58,11 +59,21 @@ typedef struct {
     PyObject *make[MOST_RESULTS], *given[MOST_RESULTS];
 } known_call;
 
+/* Numbers and names of results as given, and what they mean; `type` NULL: one result, `main`. */
 typedef struct {
-    int n_inputs, n_words, n_calls, next;
+    PyObject *given, *outputs;
+    PyObject *params, *type;
+    long long wanted;
+    int main;
+} wording;
+
+typedef struct {
+    int n_inputs, n_words, n_calls, n_wordings, next;
     int input_word[MOST_INPUTS];
     operator_fn forward;
     PyObject *calls[MOST_CALLS];             // capsules of known_call, the last one used first
+    wording wordings[MOST_WORDINGS];
+    PyObject *finish;                        // what makes a call that run() leaves to Python
 } known_operator;
 
 /* The tensors of the call at hand. */
@@ -79,6 +90,8 @@ typedef struct {
     void *handle;
     unsigned long long stream;
     bool full;                               // it holds more memory for work than may stay
+    bool only;                               // PyTorch sees no other: it is the current one
+    bool tells_stream;                       // the exchange table does
     PyObject *index, *acquire, *release, *trim;
 } known_gpu;
 
@@ -88,7 +101,8 @@ static const char OPERATOR[] = "mneme.operator", CALL[] = "mneme.call";
 static const dl_exchange *exchange;
 static PyTypeObject *tensor_type, *parameter_type;
 static PyObject *grad_enabled, *autocast_enabled, *cuda, *current_device, *watchers;
-static PyObject *stream_of, *recording, *any_autocast, *requires_grad;
+static PyObject *stream_of, *recording, *any_autocast, *requires_grad, *cpu_context;
+static newfunc new_tuple;
 static known_gpu gpus[MOST_GPUS];
 
 /* Whether a function without arguments gives None, False or 0; -1 on an error. */
@@ -182,11 +196,14 @@ static PyObject *find(known_operator *op, const seen_call *seen, PyObject *param
  * and its GPU the current one. */
 static int is_at_hand(const seen_call *seen) {
     if (seen->device_type == DEVICE_CPU) return 1;
-    PyObject *device = PyObject_CallNoArgs(current_device);
-    if (!device) return -1;
-    const long index = PyLong_AsLong(device);
-    Py_DECREF(device);
-    if (index != seen->device_id) return 0;
+    const int id = seen->device_id;
+    if (id < 0 || id >= MOST_GPUS || !gpus[id].only) {
+        PyObject *device = PyObject_CallNoArgs(current_device);
+        if (!device) return -1;
+        const long index = PyLong_AsLong(device);
+        Py_DECREF(device);
+        if (index != id) return 0;
+    }
     const int none = seen->half ? 1 : gives_nothing(any_autocast);
     if (none != 0) return none;
     PyObject *on = PyObject_CallFunctionObjArgs(autocast_enabled, cuda, NULL);
@@ -235,15 +252,29 @@ static PyObject *make_results(const known_call *call, uint64_t *words) {
     return results;
 }
 
-/* Whether PyTorch launches on the stream of the context and records nothing; -1 on an error. */
-static int is_at_stream(const known_gpu *gpu) {
+/* PyTorch's current stream of a GPU, 0 for the default one. */
+static int find_stream(const known_gpu *gpu, unsigned long long *stream) {
+    void *at = NULL;
+    if (gpu->tells_stream &&
+        exchange->current_stream(DEVICE_CUDA, (int32_t)(gpu - gpus), &at) == 0) {
+        *stream = (unsigned long long)(uintptr_t)at;
+        return 0;
+    }
+    PyErr_Clear();
     PyObject *number = PyObject_CallFunctionObjArgs(stream_of, gpu->index, NULL);
     if (!number) return -1;
-    const unsigned long long stream = PyLong_AsUnsignedLongLong(number);
+    *stream = PyLong_AsUnsignedLongLong(number);
     Py_DECREF(number);
-    if (PyErr_Occurred()) return -1;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Whether PyTorch launches on the stream of the context and records nothing; -1 on an error. The
+ * default stream cannot be recorded. */
+static int is_at_stream(const known_gpu *gpu) {
+    unsigned long long stream;
+    if (find_stream(gpu, &stream) != 0) return -1;
     if ((stream ? stream : DEFAULT_STREAM) != gpu->stream) return 0;
-    return gives_nothing(recording);
+    return stream ? gives_nothing(recording) : 1;
 }
 
 static int call_and_drop(PyObject *function) {
@@ -276,10 +307,17 @@ static int launch_on(int index, operator_fn forward, const uint64_t *words, int 
     return call_and_drop(gpu->release) == 0 ? done : -1;
 }
 
+/* The context of the CPU of this thread; NULL without one, or on an error. */
+static void *find_cpu(void) {
+    PyObject *number = PyObject_CallNoArgs(cpu_context);
+    void *handle = !number || number == Py_None ? NULL : PyLong_AsVoidPtr(number);
+    Py_XDECREF(number);
+    return handle;
+}
+
 /* What remains once a call is known: the results, or its struct for those who go on in Python. */
 static PyObject *carry_out(const known_operator *op, const known_call *call,
-                           const seen_call *seen, PyObject *tensors, PyObject *context,
-                           bool on_gpus) {
+                           const seen_call *seen, PyObject *tensors, bool on_gpus) {
     uint64_t words[MOST_WORDS];
     const size_t bytes = (size_t)op->n_words * sizeof words[0];
     const int gradient = wants_gradient(op, tensors);
@@ -291,9 +329,9 @@ static PyObject *carry_out(const known_operator *op, const known_call *call,
     PyObject *results = make_results(call, words);
     if (!results) return NULL;
     const int index = seen->device_type == DEVICE_CPU ? -1 : seen->device_id;
-    int status = 0, done = 0;
-    if (!gradient && index < 0 && context != Py_None) {
-        void *handle = PyLong_AsVoidPtr(context);
+    void *handle = !gradient && index < 0 ? find_cpu() : NULL;
+    int status = 0, done = handle || !PyErr_Occurred() ? 0 : -1;
+    if (handle) {
         Py_BEGIN_ALLOW_THREADS
         status = op->forward(handle, words);
         Py_END_ALLOW_THREADS
@@ -314,33 +352,145 @@ static known_operator *operator_of(PyObject *capsule) {
     return PyCapsule_GetPointer(capsule, OPERATOR);
 }
 
-/* run(operator, context of the CPU or None, tensors, params, wanted, whether it may call on GPUs):
- * a list of results; or (struct, results, GPU or -1, whether a gradient is wanted) of a call to be
- * made; or a status; or None for a call that is not known. */
-static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
+/* A call that is known, as carry_out() leaves it; None for any other. */
+static PyObject *make_known(known_operator *op, PyObject *tensors, PyObject *params,
+                            long long wanted, bool on_gpus) {
     seen_call seen;
-    if (n != 6 || !exchange) Py_RETURN_NONE;
-    known_operator *op = operator_of(args[0]);
-    if (!op) return NULL;
-    const int alone = nobody_looks();
-    if (alone < 0) return NULL;
-    if (!alone || !look_at_all(&seen, op, args[2])) Py_RETURN_NONE;
-    const long long wanted = PyLong_AsLongLong(args[4]);
-    if (wanted == -1 && PyErr_Occurred()) return NULL;
-    PyObject *capsule = find(op, &seen, args[3], wanted);
+    if (!look_at_all(&seen, op, tensors)) Py_RETURN_NONE;
+    PyObject *capsule = find(op, &seen, params, wanted);
     if (!capsule) Py_RETURN_NONE;
     PyObject *out = NULL;
     const int ready = is_at_hand(&seen);
     if (ready == 1) {
-        out = carry_out(op, PyCapsule_GetPointer(capsule, CALL), &seen, args[2], args[1],
-                        args[5] == Py_True);
+        out = carry_out(op, PyCapsule_GetPointer(capsule, CALL), &seen, tensors, on_gpus);
     } else if (ready == 0) {
         Py_INCREF(Py_None);
         out = Py_None;
     }
     Py_DECREF(capsule);
     return out;
+}
+
+/* run(operator, tensors, params, wanted, whether it may call on GPUs): a list of results; or
+ * (struct, results, GPU or -1, whether a gradient is wanted) of a call to be made; or a status; or
+ * None for a call that is not known. */
+static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (n != 5 || !exchange) Py_RETURN_NONE;
+    known_operator *op = operator_of(args[0]);
+    if (!op) return NULL;
+    const int alone = nobody_looks();
+    if (alone < 0) return NULL;
+    if (!alone) Py_RETURN_NONE;
+    const long long wanted = PyLong_AsLongLong(args[3]);
+    if (wanted == -1 && PyErr_Occurred()) return NULL;
+    return make_known(op, args[1], args[2], wanted, args[4] == Py_True);
+}
+
+/* ---- calls as they are written --------------------------------------------------------------- */
+
+/* Whether both tuples hold the same numbers, of the same types. */
+static bool same_numbers(PyObject *a, PyObject *b) {
+    const Py_ssize_t n = PyTuple_Size(a);
+    if (n < 0 || PyTuple_Size(b) != n) return false;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *x = PyTuple_GetItem(a, i), *y = PyTuple_GetItem(b, i);
+        if (x == y) continue;
+        if (Py_TYPE(x) != Py_TYPE(y) || PyObject_RichCompareBool(x, y, Py_EQ) != 1) return false;
+    }
+    return true;
+}
+
+static const wording *find_wording(const known_operator *op, PyObject *given, PyObject *outputs) {
+    for (int i = 0; i < op->n_wordings; i++) {
+        const wording *w = &op->wordings[i];
+        const bool same = w->outputs == outputs ||
+                          (PyTuple_Check(outputs) &&
+                           PyObject_RichCompareBool(w->outputs, outputs, Py_EQ) == 1);
+        if (same && same_numbers(w->given, given)) return w;
+    }
+    PyErr_Clear();    // of a comparison
+    return NULL;
+}
+
+/* One result, or the named tuple of all; takes the list. */
+static PyObject *name_results(const wording *w, PyObject *results) {
+    PyObject *out = NULL;
+    if (!w->type) {
+        out = PyList_GetItem(results, w->main);
+        Py_XINCREF(out);
+    } else {
+        PyObject *values = PyList_AsTuple(results), *args = values ? PyTuple_Pack(1, values) : NULL;
+        if (args) out = new_tuple((PyTypeObject *)w->type, args, NULL);
+        Py_XDECREF(args);
+        Py_XDECREF(values);
+    }
+    Py_DECREF(results);
+    return out;
+}
+
+/* ask(operator, tensors, numbers, names of results): what a function of mneme.torch.ops gives, or
+ * None for a call that is not known. */
+static PyObject *ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (n != 4 || !exchange) Py_RETURN_NONE;
+    known_operator *op = operator_of(args[0]);
+    if (!op) return NULL;
+    const wording *w = find_wording(op, args[2], args[3]);
+    if (!w) Py_RETURN_NONE;
+    const int alone = nobody_looks();
+    if (alone < 0) return NULL;
+    if (!alone) Py_RETURN_NONE;
+    const wording is = *w;    // what finish() runs may learn other wordings
+    Py_INCREF(is.params);
+    Py_XINCREF(is.type);
+    PyObject *out = make_known(op, args[1], is.params, is.wanted, true);
+    if (out && out != Py_None && !PyList_Check(out)) {
+        PyObject *made = out;
+        out = PyObject_CallFunction(op->finish, "OOLO", args[1], is.params, is.wanted, made);
+        Py_DECREF(made);
+    }
+    if (out && out != Py_None) out = name_results(&is, out);
+    Py_DECREF(is.params);
+    Py_XDECREF(is.type);
+    return out;
+}
+
+static void forget_wording(wording *w) {
+    Py_XDECREF(w->given);
+    Py_XDECREF(w->outputs);
+    Py_XDECREF(w->params);
+    Py_XDECREF(w->type);
+}
+
+/* means(operator, numbers, names of results, params, wanted, type of the results or None, which one
+ * otherwise, what makes a call that is left to Python): what ask() takes them for. */
+static PyObject *means(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule, *finish;
+    wording w = { .type = NULL };
+    if (!PyArg_ParseTuple(args, "OO!OO!LOiO", &capsule, &PyTuple_Type, &w.given, &w.outputs,
+                          &PyTuple_Type, &w.params, &w.wanted, &w.type, &w.main, &finish)) {
+        return NULL;
+    }
+    known_operator *op = operator_of(capsule);
+    if (!op) return NULL;
+    if (w.outputs != Py_None && !PyTuple_Check(w.outputs)) Py_RETURN_NONE;    // it may change
+    if (find_wording(op, w.given, w.outputs)) Py_RETURN_NONE;
+    if (w.type == Py_None) w.type = NULL;
+    Py_INCREF(w.given);
+    Py_INCREF(w.outputs);
+    Py_INCREF(w.params);
+    Py_XINCREF(w.type);
+    if (!op->finish) {
+        Py_INCREF(finish);
+        op->finish = finish;
+    }
+    const int at = op->n_wordings < MOST_WORDINGS ? op->n_wordings++ : op->next++ % MOST_WORDINGS;
+    const wording old = op->wordings[at];
+    op->wordings[at] = w;
+    forget_wording((wording *)&old);
+    Py_RETURN_NONE;
 }
 
 /* launch(operator, GPU, struct): the status, or None where it is left to Python. */
@@ -362,14 +512,16 @@ static PyObject *launch_struct(PyObject *self, PyObject *args) {
     return PyLong_FromLong(status);
 }
 
-/* gpu(index, context, stream, lock's acquire, its release, what gives memory back): tells of a GPU;
- * it stays known while the process lives. */
+/* gpu(index, context, stream, lock's acquire, its release, what gives memory back, whether PyTorch
+ * sees no other): tells of a GPU; it stays known while the process lives. Its context was made on
+ * the current stream, which the exchange table has to tell alike to be asked later. */
 static PyObject *tell_gpu(PyObject *self, PyObject *args) {
     (void)self;
-    int index;
+    int index, only;
     unsigned long long handle, stream;
     PyObject *acquire, *release, *trim;
-    if (!PyArg_ParseTuple(args, "iKKOOO", &index, &handle, &stream, &acquire, &release, &trim)) {
+    if (!PyArg_ParseTuple(args, "iKKOOOp", &index, &handle, &stream, &acquire, &release, &trim,
+                          &only)) {
         return NULL;
     }
     if (index < 0 || index >= MOST_GPUS || gpus[index].handle) Py_RETURN_NONE;
@@ -381,6 +533,12 @@ static PyObject *tell_gpu(PyObject *self, PyObject *args) {
     Py_INCREF(trim);
     gpu->stream = stream, gpu->acquire = acquire, gpu->release = release, gpu->trim = trim;
     gpu->handle = (void *)(uintptr_t)handle;
+    gpu->only = only != 0;
+    void *at = NULL;
+    gpu->tells_stream = exchange && exchange->current_stream &&
+                        exchange->current_stream(DEVICE_CUDA, index, &at) == 0 &&
+                        (at ? (uintptr_t)at : DEFAULT_STREAM) == stream;
+    PyErr_Clear();
     Py_RETURN_NONE;
 }
 
@@ -471,6 +629,8 @@ static PyObject *learn(PyObject *self, PyObject *args) {
 static void forget_operator(PyObject *capsule) {
     known_operator *op = PyCapsule_GetPointer(capsule, OPERATOR);
     while (op->n_calls > 0) Py_DECREF(op->calls[--op->n_calls]);
+    while (op->n_wordings > 0) forget_wording(&op->wordings[--op->n_wordings]);
+    Py_XDECREF(op->finish);
     PyMem_Free(op);
 }
 
@@ -503,14 +663,14 @@ static PyObject *new_operator(PyObject *self, PyObject *args) {
 }
 
 /* setup(exchange table, Tensor, Parameter, is_grad_enabled, is_autocast_enabled, whether any
- * autocast is, current device, stream of a device, whether it records, watchers): whether this file
- * knows the table. */
+ * autocast is, current device, stream of a device, whether it records, context of the CPU or None,
+ * watchers): whether this file knows the table. */
 static PyObject *setup(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *table, *tensor, *parameter;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOO!", &table, &tensor, &parameter, &grad_enabled,
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOO!", &table, &tensor, &parameter, &grad_enabled,
                           &autocast_enabled, &any_autocast, &current_device, &stream_of,
-                          &recording, &PyTuple_Type, &watchers)) {
+                          &recording, &cpu_context, &PyTuple_Type, &watchers)) {
         return NULL;
     }
     const dl_exchange *found = PyCapsule_GetPointer(table, "dlpack_exchange_api");
@@ -520,6 +680,8 @@ static PyObject *setup(PyObject *self, PyObject *args) {
     cuda = PyUnicode_FromString("cuda");
     requires_grad = PyUnicode_InternFromString("requires_grad");
     if (!cuda || !requires_grad) return NULL;
+    new_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
+    if (!new_tuple) return NULL;
     tensor_type = (PyTypeObject *)tensor, parameter_type = (PyTypeObject *)parameter;
     Py_INCREF(tensor);
     Py_INCREF(parameter);
@@ -529,6 +691,7 @@ static PyObject *setup(PyObject *self, PyObject *args) {
     Py_INCREF(current_device);
     Py_INCREF(stream_of);
     Py_INCREF(recording);
+    Py_INCREF(cpu_context);
     Py_INCREF(watchers);
     exchange = found;
     Py_RETURN_TRUE;
@@ -542,6 +705,8 @@ static PyMethodDef methods[] = {
     { "gpu_is", tell_change, METH_VARARGS, "Tells what changed on a GPU." },
     { "launch", launch_struct, METH_VARARGS, "Makes a call on a GPU whose struct is filled in." },
     { "run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, "Makes a call that is known." },
+    { "ask", (PyCFunction)(void (*)(void))ask, METH_FASTCALL, "Makes it as it was written." },
+    { "means", means, METH_VARARGS, "Remembers how a call was written." },
     { NULL, NULL, 0, NULL },
 };
 

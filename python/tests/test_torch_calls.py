@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mneme import _library                            # noqa: E402
 from mneme.torch import _call, _device, _fast, ops    # noqa: E402
 from mneme.torch._call import torch_operators         # noqa: E402
 import laws                                           # noqa: E402
@@ -190,6 +191,113 @@ def test_errors_have_their_sentences():
         ops.delta_net(*good[:3], good[3][:, :5], good[4])
 
 
+def asked(monkeypatch, name):
+    """The function `name` of ops, and what the compiled way answers it from now on."""
+    answers, function = [], getattr(ops, name)
+    ask = function.__globals__["_ask"]
+
+    def asking(*args):
+        answers.append(ask(*args))
+        return answers[-1]
+
+    monkeypatch.setitem(function.__globals__, "_ask", asking)
+    return function, answers
+
+
+@compiled
+def test_calls_as_they_were_written(monkeypatch):
+    """Numbers by value and type, names of results, one result or a named tuple: each wording is
+    learned once, and means the same as before."""
+    function, answers = asked(monkeypatch, "delta_net")
+    q, k, v, beta, g = inputs("delta_net")[:5]
+    for given in ({}, {"scale": 0.5}, {"scale": 1}, {"outputs": ("o",)}, {"outputs": ("state",)},
+                  {"outputs": ("o", "state"), "scale": 0.25}):
+        first, second = (function(q, k, v, beta, g, **given) for _ in range(2))
+        assert answers[-1] is second and type(first) is type(second)
+        assert same(first, second) and second._fields == first._fields
+    assert function(q, k, v, beta, g, scale=1).o.equal(function(q, k, v, beta, g, scale=1.0).o)
+    before = len(answers)
+    listed = function(q, k, v, beta, g, outputs=["o"])    # a list may change: not remembered
+    assert answers[before:] == [None] and listed.state is None
+    function, answers = asked(monkeypatch, "rms_norm")
+    x, w = torch.randn(3, 8), torch.randn(8)
+    assert function(x, w).equal(function(x, w)) and isinstance(answers[-1], torch.Tensor)
+
+
+@compiled
+def test_more_wordings_than_are_kept(monkeypatch):
+    function, answers = asked(monkeypatch, "l2_norm")
+    x = torch.randn(2, 8)
+    for _ in range(2):
+        for i in range(20):
+            eps = 10.0 ** (-i)
+            want = through_python(monkeypatch, torch_operators["l2_norm"], (x,), (eps, 1))[0]
+            assert function(x, eps=eps, kind="root").equal(want)
+    assert len(answers) == 40
+    assert function(x, eps=eps, kind="root").equal(want) and answers[-1] is not None
+
+
+@compiled
+def test_gradients_of_what_was_written(monkeypatch):
+    function, answers = asked(monkeypatch, "delta_net")
+    tensors = [x.requires_grad_() for x in inputs("delta_net")[:5]]
+    grads = []
+    for _ in range(3):
+        o = function(*tensors, outputs=("o",)).o
+        assert o.requires_grad
+        grads.append(torch.autograd.grad(o.sum(), tensors))
+    assert answers[-1] is not None and same(grads[0], grads[2])
+    with torch.no_grad():
+        assert not function(*tensors, outputs=("o",)).o.requires_grad
+
+
+DIRECT = {"chunk_simple_gla": "head", "chunk_gla": "channel", "fused_recurrent_gla": "channel",
+          "chunk_delta_rule": "beta", "chunk_gated_delta_rule": "both",
+          "fused_recurrent_gated_delta_rule": "both", "chunk_kda": "channel beta"}
+
+
+def fla_arguments(name, K=8):
+    torch.manual_seed(K)
+    q, k, v = torch.randn(2, 5, 2, K), torch.randn(2, 5, 2, K), torch.randn(2, 5, 2, 6)
+    g = -torch.rand(2, 5, 2, K) if "channel" in DIRECT[name] else -torch.rand(2, 5, 2)
+    gate = "gk" if name == "fused_recurrent_gla" else "g"
+    given = {"q": q, "k": k, "v": v}
+    if DIRECT[name] != "beta":
+        given[gate] = g
+    if "delta" in name or "kda" in name:
+        given["beta"] = torch.rand(2, 5, 2)
+    return given
+
+
+@compiled
+@pytest.mark.parametrize("name", sorted(DIRECT))
+def test_functions_that_are_one_call(name, monkeypatch):
+    """What they give is what they give without a memory of earlier calls; settings that mean more
+    than one call are never answered from there."""
+    function, answers = asked(monkeypatch, name)
+    for K in (8, 4, 8):
+        given = fla_arguments(name, K)
+        state = torch.randn(2, 2, K, 6)
+        for more in ({}, {"scale": 0.5}, {"output_final_state": True},
+                     {"output_final_state": True, "initial_state": state}):
+            want = function.__wrapped__(**given, **more)
+            first, second = function(**given, **more), function(**given, **more)
+            assert answers[-1] is second and type(second) is tuple
+            assert same(first, want) and same(second, want)
+    before = len(answers)
+    turned = {"state_v_first": True, "initial_state": state.transpose(-1, -2).contiguous(),
+              "output_final_state": True}
+    if name != "chunk_delta_rule":
+        for _ in range(2):
+            assert same(function(**given, **turned), function.__wrapped__(**given, **turned))
+        assert answers[before:] == [None, None]
+    with pytest.raises((TypeError, DeprecationWarning)):
+        function(**given, head_first=True)
+    offsets = torch.tensor([0, 5])
+    one = {key: x[:1] for key, x in given.items()}
+    assert same(function(**one, cu_seqlens=offsets), function.__wrapped__(**one))
+
+
 @compiled
 def test_threads_have_their_own_calls():
     wants = {T: ops.delta_net(*delta(T)).o for T in range(1, 24)}
@@ -296,7 +404,7 @@ class Gpu:
         self.call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._call)
         self.operator = _call._compiled.operator(ctypes.cast(self.call, ctypes.c_void_p).value, 4,
                                                  (1, 2))
-        _call._compiled.gpu(index, 99, 7, self._acquire, self._release, self._trim)
+        _call._compiled.gpu(index, 99, 7, self._acquire, self._release, self._trim, False)
 
     def _call(self, handle, words):
         self.did.append((handle, bytes(ctypes.string_at(words, 32))))
@@ -327,7 +435,8 @@ def gpu():
         assert _call._compiled.setup(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor,
                                      torch.nn.Parameter, torch.is_grad_enabled,
                                      torch.is_autocast_enabled, _fast._any_autocast,
-                                     _device._current, stream_of, records, watchers)
+                                     _device._current, stream_of, records,
+                                     _library.made_handle, watchers)
     setup(lambda index: found.stream, lambda: found.records)
     yield found
     setup(_device._stream_of, _device._records)
@@ -350,7 +459,8 @@ def test_other_streams_and_recordings_are_left_to_python(gpu):
     assert gpu.launch() is None
     _call._compiled.gpu_is(15, 1, False)
     assert gpu.launch() == 0
-    gpu.records = True
+    gpu.stream, gpu.records = 9, True    # the default stream cannot be recorded
+    _call._compiled.gpu_is(15, 9, False)
     assert gpu.launch() is None and gpu.did == ["acquire", "release"]
     gpu.records, gpu.stream = False, 7
     _call._compiled.gpu_is(15, 7, False)
@@ -387,5 +497,5 @@ def test_the_dispatcher_keeps_none(monkeypatch):
     results = top.forward(*delta(grad=True), None, None, 1.0, 1)
     results[0].sum().backward()
     assert seen == [False, False]
-    ops.delta_net(*delta())
+    _call.call(top, delta(), (1.0,))
     assert seen == [False, False, True]

@@ -57,6 +57,7 @@ static mn_defer *delay_of(mn_tape *tape) {
 /* Room for one more; NULL where nothing waits on this tape. */
 static mn_deferred *next(mn_tape *tape) {
     mn_defer *all = delay_of(tape);
+    if (all) all->counts = mn_tape_counts(tape);
     if (all && all->n == MN_DEFERRED) mn_defer_lower(tape);
     if (all && all->n == MN_DEFERRED) mn_tape_flush(tape);
     if (!all) return NULL;
@@ -558,7 +559,9 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
     }
     if (d->kind == MN_DEFERRED_OP) {
         tape->context->steps = !tape->sequences;
+        tape->context->counts = mn_tape_counts(tape);
         const mn_status st = mn_op_run(tape->context, d->of.op.id, MN_FORWARD, d->of.op.args);
+        tape->context->counts = (mn_borders){ 0 };
         tape->context->steps = false;
         if (st != MN_OK) mn_tape_fail(tape, st);
         return;

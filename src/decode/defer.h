@@ -40,6 +40,7 @@ struct mn_defer {
     mn_deferred list[MN_DEFERRED];
     int n;
     uint64_t done;
+    mn_borders counts;            // where the token stands
     mn_megakernel *megakernel;    // NULL until there is one
     bool stages;                  // the last products were a stage of it
 };

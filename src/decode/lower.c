@@ -87,7 +87,7 @@ void mn_ranges_of_attention(mn_deferred *d, const mn_decode_attention *p) {
     access(d, p->k, (p->J - 1) * p->k_step + p->K, p->dtype, false);
     access(d, p->v, (p->J - 1) * p->v_step + p->V, p->dtype, false);
     access(d, p->inv_freq, p->turns / 2, MN_F64, false);
-    access(d, p->position, 1, MN_F32, false);    // as wide as a position
+    access(d, p->position, 1, MN_F64, false);    // as wide as a position
     access(d, p->keys, p->capacity * p->J * p->K, p->dtype, true);
     access(d, p->values, p->capacity * p->J * p->V, p->dtype, true);
     access(d, p->parts, p->H * p->n_parts * (p->V + 2), MN_F32, true);

@@ -211,10 +211,10 @@ static void write_after(work_stage *s, int block, const mn_step_work *w, mn_span
     write_small(s, block, list, w->after.n);
 }
 
-static void write_step(work_stage *s, int block, const mn_step_work *w, int64_t piece) {
-    int64_t head, column;
+/* `piece` < 0: what belongs to all columns of the head. */
+static void write_step(work_stage *s, int block, const mn_step_work *w, int64_t head,
+                       int64_t column, int64_t piece) {
     int n;
-    const mn_span made = mn_step_piece(&head, &column, w, piece);
     const size_t bytes = mn_op_describe(mn_step_op(w))->args_bytes;
     mn_decode_instr *instr = open_instr(s, block, MN_DECODE_STEP);
     if (!instr) return;
@@ -224,7 +224,10 @@ static void write_step(work_stage *s, int block, const mn_step_work *w, int64_t 
     step->column = (int)column;
     memcpy(step->args, w->args, bytes);
     mn_op_fields(mn_step_op(w), &n);
-    for (int i = 0; i < n; i++) publish(instr, s, mn_step_result(w, i), made);
+    for (int i = 0; i < n && piece >= 0; i++) {
+        const mn_decode_bf16 *row = mn_step_result(w, i);
+        if (row) publish(instr, s, row, mn_step_makes(w, i, piece));
+    }
     mn_plan_end_instr(s->p, block, offsetof(mn_decode_instr, work.step.args) + bytes);
 }
 
@@ -234,7 +237,7 @@ static void deal_step(work_stage *s, const mn_step_work *w) {
         int64_t head, column;
         const mn_span made = mn_step_piece(&head, &column, w, i);
         write_before(s, s->next, w, i);
-        write_step(s, s->next, w, i);
+        write_step(s, s->next, w, head, column, i);
         write_after(s, s->next, w, made);
         s->next = (s->next + 1) % s->p->n_blocks;
     }
@@ -242,23 +245,48 @@ static void deal_step(work_stage *s, const mn_step_work *w) {
 
 /* ---- the stage ------------------------------------------------------------------------------- */
 
+/* As many instructions for all blocks; returns how many. */
+static int even_out(work_stage *s) {
+    const int n_blocks = s->p->n_blocks;
+    int most = 0;
+    for (int block = 0; block < n_blocks; block++) {
+        most = s->instrs[block] > most ? s->instrs[block] : most;
+    }
+    for (int block = 0; block < n_blocks; block++) {
+        for (; s->instrs[block] < most && !s->p->failed; s->instrs[block]++) {
+            mn_plan_rest(s->p, block);
+        }
+    }
+    return most;
+}
+
+/* What belongs to all columns of heads, when all pieces of a step have read it. */
+static void deal_shared(work_stage *s) {
+    bool any = false;
+    for (int i = 0; i < s->set.n_steps; i++) any |= mn_step_shares(&s->set.step[i]);
+    if (!any) return;
+    even_out(s);
+    mn_plan_sync(s->p);
+    for (int i = 0; i < s->set.n_steps && !s->p->failed; i++) {
+        const mn_step_work *w = &s->set.step[i];
+        for (int64_t head = 0; mn_step_shares(w) && head < mn_step_heads(w); head++) {
+            write_step(s, s->next, w, head, -1, -1);
+            s->next = (s->next + 1) % s->p->n_blocks;
+        }
+    }
+}
+
 static void write_stage(work_stage *s) {
     mn_megakernel *p = s->p;
-    int most = 0;
     s->instrs = calloc((size_t)p->n_blocks, sizeof *s->instrs);
     s->next = p->phase;
     p->failed = p->failed || !s->instrs;
     for (int i = 0; i < s->set.n_steps && !p->failed; i++) deal_step(s, &s->set.step[i]);
     for (int i = 0; i < s->set.n_chains && !p->failed; i++) deal_chain(s, &s->set.chains[i]);
-    for (int block = 0; block < p->n_blocks && !p->failed; block++) {
-        most = s->instrs[block] > most ? s->instrs[block] : most;
-    }
-    for (int block = 0; block < p->n_blocks && !p->failed; block++) {
-        for (int i = s->instrs[block]; i < most; i++) mn_plan_rest(p, block);
-    }
+    if (!p->failed) deal_shared(s);
+    if (!p->failed) p->n_stages += even_out(s);
     free(s->instrs);
     p->phase = s->next;
-    p->n_stages += most;
     p->works = true;
 }
 

@@ -9,6 +9,7 @@
 
 #include "base/dtype.h"
 #include "base/util.h"
+#include "ops/run.h"
 #include "ops/validate.h"
 
 enum {
@@ -17,11 +18,14 @@ enum {
     EVEN = 8,        // pieces begin at multiples of it
 };
 
+enum { OWN, SHARED };
+
 static const struct {
     mn_op_id op;
-    int columns;
+    int columns, results;
 } steps[MN_DECODE_STEPS] = {
-#define DECODE_STEP(op, folder, columns) [MN_DECODE_STEP_##op] = { MN_OP_##op, columns },
+#define DECODE_STEP(op, folder, columns, results)                                                  \
+    [MN_DECODE_STEP_##op] = { MN_OP_##op, columns, results },
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
 };
@@ -51,10 +55,11 @@ static bool fill_step(mn_step_work *to, const mn_defer *all, int i) {
     *to = (mn_step_work){ .step = (mn_decode_step_kind)k, .deferred = i };
     memcpy(to->args, d->of.op.args, bytes);
     return mn_validate_sizes(d->of.op.id, to->args, false) == MN_OK &&
+           mn_op_find_counts(d->of.op.id, to->args, &all->counts) &&
            mn_megakernel_takes_step(to->step, to->args);
 }
 
-static int64_t heads_of(const mn_step_work *w) {
+int64_t mn_step_heads(const mn_step_work *w) {
     return mn_max(call_of(w)->H, 1);
 }
 
@@ -64,7 +69,7 @@ static int64_t tiles_of(const mn_step_work *w) {
 }
 
 int64_t mn_step_pieces(const mn_step_work *w) {
-    return heads_of(w) * tiles_of(w);
+    return mn_step_heads(w) * tiles_of(w);
 }
 
 mn_span mn_step_piece(int64_t *head, int64_t *column, const mn_step_work *w, int64_t piece) {
@@ -76,6 +81,10 @@ mn_span mn_step_piece(int64_t *head, int64_t *column, const mn_step_work *w, int
     *head = piece / tiles;
     *column = columns > 0 ? begin : tile;
     return (mn_span){ *head * V + begin, end - begin };
+}
+
+bool mn_step_shares(const mn_step_work *w) {
+    return steps[w->step].results == SHARED;
 }
 
 static const mn_field *field_of(const mn_step_work *w, int i, const char **axes,
@@ -112,18 +121,34 @@ mn_span mn_step_reads(const mn_step_work *w, int i, int64_t piece) {
     return span;
 }
 
+/* Numbers of a head of a result that is a row of them for each head; 0: it is no such. */
+static int64_t row_width(const mn_step_work *w, const char *axes) {
+    const bool whole = steps[w->step].columns == 0 && tiles_of(w) == 1;
+    if (strcmp(axes, "BTV") == 0 || strcmp(axes, "BTHV") == 0) return call_of(w)->V;
+    return whole && strcmp(axes, "BTHK") == 0 ? call_of(w)->K : 0;
+}
+
 const mn_decode_bf16 *mn_step_result(const mn_step_work *w, int i) {
     char buffer[MN_MAX_RANK + 1];
     const char *axes;
     const mn_field *field = field_of(w, i, &axes, buffer);
     const mn_in *view = view_of(w, field);
     const mn_call *call = call_of(w);
-    if (field->role < MN_ROLE_OUT || !axes || !view->data || call->V % EVEN != 0) return NULL;
+    const int64_t width = field->role >= MN_ROLE_OUT && axes && view->data ? row_width(w, axes) : 0;
+    if (width == 0 || width % EVEN != 0) return NULL;
     if (mn_field_dtype(field, call->dtype) != MN_BF16) return NULL;
-    if (steps[w->step].columns == 0 && call->V % (EVEN * tiles_of(w)) != 0) return NULL;
-    const bool rows = call->H <= 1 || view->stride[2] == call->V;
-    const bool is_row = strcmp(axes, "BTV") == 0 || (strcmp(axes, "BTHV") == 0 && rows);
-    return is_row ? view->data : NULL;
+    if (steps[w->step].columns == 0 && width % (EVEN * tiles_of(w)) != 0) return NULL;
+    return call->H <= 1 || view->stride[2] == width ? view->data : NULL;
+}
+
+mn_span mn_step_makes(const mn_step_work *w, int i, int64_t piece) {
+    char buffer[MN_MAX_RANK + 1];
+    const char *axes;
+    int64_t head, column;
+    field_of(w, i, &axes, buffer);
+    const mn_span columns = mn_step_piece(&head, &column, w, piece);
+    const int64_t K = call_of(w)->K;
+    return strcmp(axes, "BTHK") == 0 ? (mn_span){ head * K, K } : columns;
 }
 
 /* ---- small works ----------------------------------------------------------------------------- */
@@ -262,7 +287,7 @@ static bool attach_before(mn_step_work *w, const mn_defer *all, uint64_t small) 
 
 /* Whether a small work goes over one number for each result. */
 static bool goes_by(const mn_step_work *w, const mn_deferred *d) {
-    const int64_t count = heads_of(w) * call_of(w)->V;
+    const int64_t count = mn_step_heads(w) * call_of(w)->V;
     return d->kind == MN_DEFERRED_SMALL && mn_is_elementwise(&d->of.few) &&
            mn_small_units(&d->of.few) == count && mn_is_row(mn_decode_result(&d->of.few),
                                                             d->of.few.shape, count);
@@ -271,7 +296,7 @@ static bool goes_by(const mn_step_work *w, const mn_deferred *d) {
 /* Whether it reads of the operator's results only those of its own piece, and only reads them. */
 static bool reads_own(const mn_step_work *w, const mn_defer *all, const mn_deferred *d) {
     const mn_deferred *from = &all->list[w->deferred];
-    const int64_t count = heads_of(w) * call_of(w)->V;
+    const int64_t count = mn_step_heads(w) * call_of(w)->V;
     int n;
     mn_op_fields(mn_step_op(w), &n);
     if (!mn_only_reads(d, from)) return false;

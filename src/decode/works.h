@@ -68,9 +68,14 @@ mn_span mn_step_piece(int64_t *head, int64_t *column, const mn_step_work *w, int
 /* What a piece reads of a field. */
 mn_span mn_step_reads(const mn_step_work *w, int field, int64_t piece);
 
-/* Result number i where it is a row of V numbers of bf16 for each head; NULL: none, or another
- * kind. */
+/* Result number i where it is a row of V numbers of bf16 for each head, or of K where a piece has
+ * whole heads; NULL: none, or another kind. And what a piece makes of it. */
 const mn_decode_bf16 *mn_step_result(const mn_step_work *w, int i);
+mn_span mn_step_makes(const mn_step_work *w, int i, int64_t piece);
+
+/* Whether what belongs to all columns of a head waits until all pieces have read it. */
+bool mn_step_shares(const mn_step_work *w);
+int64_t mn_step_heads(const mn_step_work *w);
 
 mn_op_id mn_step_op(const mn_step_work *w);
 

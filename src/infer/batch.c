@@ -323,6 +323,9 @@ static mn_status gather(const int32_t *const *tokens, const int64_t *counts, com
     if (!*starts) return mn_fail(MN_ERR_MEMORY, "no memory for a batch");
     (*starts)[0] = 0;
     for (int64_t b = 0; b < c->n; b++) {
+        if (!tokens[b]) {
+            return mn_fail(MN_ERR_ARGUMENT, "the tokens of session %lld are NULL", (long long)b);
+        }
         if (counts[b] < 2 || counts[b] > INT32_MAX - (*starts)[b]) {
             return mn_fail(MN_ERR_ARGUMENT, "%lld tokens for session %lld; a batch feeds 2 or "
                            "more to each", (long long)counts[b], (long long)b);

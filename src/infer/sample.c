@@ -67,6 +67,7 @@ int mn_sampling_fields(const mn_sampling_field **out) {
 }
 
 void mn_sampling_defaults(mn_sampling *how) {
+    if (!how) return;
     *how = (mn_sampling){ 0 };
     for (size_t i = 0; i < MN_COUNTOF(fields); i++) {
         void *at = (char *)how + fields[i].offset;

@@ -42,7 +42,7 @@ void mn_model_close(mn_model *model) {
 }
 
 int64_t mn_model_vocabulary(const mn_model *model) {
-    return mn_model_describe(model)->vocab_size;
+    return model ? mn_model_describe(model)->vocab_size : 0;
 }
 
 /* ---- making ---------------------------------------------------------------------------------- */
@@ -179,11 +179,10 @@ static mn_status tell_logits(mn_session *s, mn_tensor *hidden, const reading *in
     return st;
 }
 
-/* Whether a token on a GPU is read and nothing else is asked, by a model without rows of
- * positions. */
+/* Whether a token on a GPU is read and nothing else is asked, by a model whose steps repeat. */
 static bool is_step(const mn_session *s, const reading *in) {
     return s->context->device && in->count == 1 && !in->scores && !in->hearer &&
-           !s->options.belief && !mn_model_has_positions(s->model);
+           !s->options.belief && mn_model_repeats_steps(s->model);
 }
 
 /* Whether the next token can be played. */
@@ -193,7 +192,7 @@ static bool repeats(const mn_session *s, const reading *in) {
 
 /* Whether layers are told where a token stands, to read it when they run. */
 static bool places(const mn_session *s, const reading *in) {
-    return repeats(s, in) && s->caches;
+    return repeats(s, in) && s->placed;
 }
 
 /* The tap of a pass whose variances are to be relative, into *tap; NULL where they are not. */
@@ -258,13 +257,15 @@ void mn_session_forget_graph(mn_session *s) {
     s->steps = 0;
 }
 
-/* After a pass of one token: whether that is the same for all positions, and layers have caches. */
+/* After a pass of one token: whether that is the same for all positions, and which layers are told
+ * where it stands. */
 static void find_repeats(mn_session *s) {
     s->repeats = MN_REPEATS;
     for (int i = 0; i < s->state.n_layers; i++) {
         const mn_layer_state *layer = &s->state.layers[i];
         if (layer->by_position) s->repeats = MN_REPEATS_NOT;
-        for (int k = 0; k < layer->n_pieces; k++) s->caches |= layer->pieces[k].width > 0;
+        s->placed |= layer->reads_position;
+        for (int k = 0; k < layer->n_pieces; k++) s->placed |= layer->pieces[k].width > 0;
     }
 }
 
@@ -284,12 +285,14 @@ static mn_status first_step(mn_session *s, const reading *in) {
     mn_status st = place_token(s, in->tokens[0]);
     if (st != MN_OK) return st;
     const reading one = { .tokens = s->token, .count = 1 };
-    for (int i = 0; i < s->state.n_layers; i++) s->state.layers[i].by_position = false;
+    for (int i = 0; i < s->state.n_layers; i++) {
+        s->state.layers[i].by_position = s->state.layers[i].reads_position = false;
+    }
     s->repeats = MN_REPEATS;
-    s->caches = true;
+    s->placed = true;
     st = pass(s, &one, 0, 1);
     s->repeats = MN_REPEATS_UNKNOWN;
-    s->caches = false;
+    s->placed = false;
     if (st == MN_OK) find_repeats(s);
     return st;
 }
@@ -339,7 +342,7 @@ static mn_status record(mn_session *s) {
 /* The third pass of one token is recorded. The first one may have begun without a state; the second
  * one has taken what memory such a pass needs. */
 static mn_status step(mn_session *s, const reading *in) {
-    s->position = (int32_t)s->state.position;
+    s->position = s->state.position;
     if (is_step(s, in) && s->repeats == MN_REPEATS_UNKNOWN) return first_step(s, in);
     if (!repeats(s, in)) {
         mn_session_forget_graph(s);
@@ -388,6 +391,7 @@ mn_status mn_session_room(mn_session *s, int64_t count, int64_t chunk) {
 }
 
 mn_status mn_session_check_tokens(const mn_session *s, const int32_t *tokens, int64_t count) {
+    if (!s) return mn_fail(MN_ERR_ARGUMENT, "tokens for a session that is NULL");
     if (count < 0 || (count > 0 && !tokens)) {
         return mn_fail(MN_ERR_ARGUMENT, "a session was given %" PRId64 " tokens", count);
     }
@@ -432,7 +436,6 @@ static mn_status feed(mn_session *session, const int32_t *tokens, int64_t count)
 }
 
 mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count) {
-    if (!session) return mn_fail(MN_ERR_ARGUMENT, "mn_session_feed: session is NULL");
     mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
     st = mn_context_enter(session->context);
@@ -476,6 +479,9 @@ mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t c
                            double *log_probabilities) {
     mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
+    if (!log_probabilities) {
+        return mn_fail(MN_ERR_ARGUMENT, "mn_session_score: log_probabilities is NULL");
+    }
     mn_session_settle(session);
     const int64_t chunk = mn_min(session->options.prefill_chunk, count);
     reading in = { .tokens = tokens, .count = count, .scores = log_probabilities };
@@ -495,23 +501,25 @@ mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t c
 /* ---- what there is to see -------------------------------------------------------------------- */
 
 const float *mn_session_logits(const mn_session *session) {
-    return session->broken ? NULL : newest_logits(session);
+    return !session || session->broken ? NULL : newest_logits(session);
 }
 
 int64_t mn_session_position(const mn_session *session) {
-    return session->state.position;
+    return session ? session->state.position : 0;
 }
 
 size_t mn_session_bytes(const mn_session *session) {
+    if (!session) return 0;
     mn_session_settle((mn_session *)session);    // a cache is as long as what was stepped
     return mn_model_state_bytes(&session->state);
 }
 
 int mn_session_beliefs(const mn_session *session) {
-    return session->n_beliefs;
+    return session ? session->n_beliefs : 0;
 }
 
 int mn_session_belief_layer(const mn_session *session, int i) {
+    if (!session || i < 0) return -1;
     const int n_layers = mn_model_describe(session->model)->n_layers;
     for (int layer = 0; layer < n_layers; layer++) {
         if (mn_layer_has_variance(mn_model_layer(session->model, layer)) && i-- == 0) return layer;
@@ -520,6 +528,8 @@ int mn_session_belief_layer(const mn_session *session, int i) {
 }
 
 int64_t mn_session_belief(const float **variance, const mn_session *session, int i) {
+    if (variance) *variance = NULL;
+    if (!session || !variance) return 0;
     const bool there = session->options.belief && i >= 0 && i < session->n_beliefs;
     *variance = there ? session->variance + i * session->n_variance : NULL;
     return there ? session->n_variance : 0;
@@ -527,6 +537,10 @@ int64_t mn_session_belief(const float **variance, const mn_session *session, int
 
 mn_status mn_session_sample_below(int32_t *token, mn_session *session, const mn_sampling *how,
                                   const int32_t *recent, int64_t n_recent, int64_t n) {
+    if (!token || !session || !how || n_recent < 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "mn_session_sample: an argument is NULL, or n_recent is "
+                       "negative");
+    }
     const float *logits = mn_session_logits(session);
     const int64_t V = mn_model_vocabulary(session->model);
     if (!logits) {
@@ -544,7 +558,7 @@ mn_status mn_session_sample_below(int32_t *token, mn_session *session, const mn_
 mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampling *how,
                             const int32_t *recent, int64_t n_recent) {
     return mn_session_sample_below(token, session, how, recent, n_recent,
-                                   mn_model_vocabulary(session->model));
+                                   session ? mn_model_vocabulary(session->model) : 0);
 }
 
 /* Caches of a file say how many sequences they are of, and how long those are: as long as what was
@@ -580,6 +594,7 @@ static void take_state(mn_session *s, mn_model_state *state) {
 
 /* Whether the state may be copied; the last logits are in it then. */
 static mn_status check_whole(const mn_session *s) {
+    if (!s) return mn_fail(MN_ERR_ARGUMENT, "a copy of a session that is NULL");
     if (s->broken) {
         return mn_fail(MN_ERR_ARGUMENT, "the session failed in the middle of a feed: what it "
                        "remembers is not to be kept");
@@ -593,6 +608,7 @@ static mn_status check_whole(const mn_session *s) {
 
 mn_status mn_session_reset(mn_session *session) {
     mn_model_state state;
+    if (!session) return mn_fail(MN_ERR_ARGUMENT, "mn_session_reset: session is NULL");
     const mn_status st = mn_model_state_create(&state, session->model);
     if (st == MN_OK) take_state(session, &state);
     return st;
@@ -617,6 +633,9 @@ mn_status mn_session_snapshot(mn_snapshot **out, const mn_session *session) {
 }
 
 mn_status mn_session_restore(mn_session *session, const mn_snapshot *snapshot) {
+    if (!session || !snapshot) {
+        return mn_fail(MN_ERR_ARGUMENT, "mn_session_restore: an argument is NULL");
+    }
     if (snapshot->model != session->model) {
         return mn_fail(MN_ERR_ARGUMENT, "the snapshot is of a session on another model");
     }
@@ -636,6 +655,7 @@ mn_status mn_session_restore(mn_session *session, const mn_snapshot *snapshot) {
 }
 
 size_t mn_snapshot_bytes(const mn_snapshot *snapshot) {
+    if (!snapshot) return 0;
     return snapshot->path ? snapshot->bytes : mn_model_state_bytes(&snapshot->state);
 }
 
@@ -744,7 +764,7 @@ mn_status mn_session_fork(mn_session **out, const mn_session *session) {
     }
     take_state(fork, &state);
     fork->repeats = session->repeats;
-    fork->caches = session->caches;
+    fork->placed = session->placed;
     *out = fork;
     return MN_OK;
 }
@@ -752,12 +772,16 @@ mn_status mn_session_fork(mn_session **out, const mn_session *session) {
 /* ---- files ----------------------------------------------------------------------------------- */
 
 mn_status mn_session_save(const mn_session *session, const char *path) {
+    if (!path) return mn_fail(MN_ERR_ARGUMENT, "mn_session_save: path is NULL");
     const mn_status st = check_whole(session);
     return st == MN_OK ? mn_model_state_save(&session->state, session->model, NULL, path) : st;
 }
 
 mn_status mn_session_load(mn_session *session, const char *path) {
     mn_model_state state;
+    if (!session || !path) {
+        return mn_fail(MN_ERR_ARGUMENT, "mn_session_load: an argument is NULL");
+    }
     mn_status st = mn_model_state_load(&state, session->model, path);
     if (st != MN_OK) return st;
     st = check_caches(&state, path);

@@ -29,10 +29,11 @@ struct mn_session {
 
     /* On a GPU one token takes the same launches on the same memory as the one before, unless a
      * layer does something else at each position: they are recorded once and played from then on.
-     * Layers with caches read the position when they run; the recording ends when a cache grows. */
+     * Layers with caches, and those that count tokens, are placed: they read the position when they
+     * run; the recording ends when a cache grows. */
     enum { MN_REPEATS_UNKNOWN, MN_REPEATS, MN_REPEATS_NOT } repeats;
-    bool caches;
-    int32_t position;           // that the graph is given
+    bool placed;
+    int64_t position;           // that the graph is given
     uint64_t place;             // where the pieces of the state were when it was recorded
     mn_device_graph *graph;     // NULL: none yet
     int steps;                  // passes of one token since the last one of several

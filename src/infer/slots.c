@@ -36,7 +36,7 @@ struct mn_slots {
     mn_context *context;
     mn_model *model;
     mn_dtype dtype;
-    bool usable;               // every layer has pieces of constant size, and none goes by position
+    bool usable;               // steps repeat, with states of constant size in every layer
     int branches;              // of large steps
     mn_model_state all;        // of all slots; counts of pieces are those of the step at hand
     int64_t *each;             // (layers, MN_STATE_PIECES): numbers of a slot
@@ -79,7 +79,7 @@ static mn_status find_pieces(mn_slots *a) {
     st = mn_tape_status(tape);
     a->row_bytes = mn_tape_bytes(tape);
     mn_tape_destroy(tape);
-    a->usable = st == MN_OK;
+    a->usable = st == MN_OK && mn_model_repeats_steps(a->model);
     for (int i = 0; i < a->all.n_layers; i++) {
         mn_layer_state *layer = &a->all.layers[i];
         a->usable &= !layer->by_position;

@@ -3,6 +3,7 @@
 #include <stddef.h>
 
 #include "kernels/conv_unit.h"
+#include "kernels/delta_gpu.h"
 #include "kernels/decay.h"
 #include "kernels/decode_image.h"
 #include "kernels/norm_adds.h"
@@ -83,6 +84,16 @@ int mn_decay_cuda(const mn_decay_params *work, void *space, void *stream) {
 const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const void *args) {
     (void)pass, (void)args;
     return NULL;
+}
+
+const mn_kernel *mn_delta_product_kernel(mn_pass pass, const void *args) {
+    (void)pass, (void)args;
+    return NULL;
+}
+
+bool mn_delta_folds_groups(const void *args) {
+    (void)args;
+    return false;
 }
 
 bool mn_decode_gemms_supported(const mn_gemm_problem *work) {

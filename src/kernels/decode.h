@@ -123,7 +123,7 @@ typedef struct mn_decode_attention {
     int64_t H, J, K, V, capacity, window, turns, n_parts;
     double scale, turned_scale;
     const double *inv_freq;          // turns / 2 of them
-    const int32_t *position;
+    const int64_t *position;
     const void *q, *k, *v;
     int64_t q_step, k_step, v_step;
     void *keys, *values;             // (capacity, J, K) and (capacity, J, V)

@@ -277,7 +277,7 @@ typedef struct mn_decode_launch_args {
 /* A step that stages know: the operator, and the columns of a head that a block has at once; 0: it
  * has a whole group of a head. */
 typedef enum mn_decode_step_kind {
-#define DECODE_STEP(op, folder, columns) MN_DECODE_STEP_##op,
+#define DECODE_STEP(op, folder, columns, results) MN_DECODE_STEP_##op,
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
     MN_DECODE_STEPS

@@ -226,7 +226,7 @@ mn_tensor *mn_ccq_query(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k)
     if (!gamma || !unit) return NULL;
     mn_run run;
     mn_curvature_args *args = mn_run_start(&run, f->tape, MN_OP_curvature);
-    mn_state_position(f->state, &run, &args->n0, f->position);
+    mn_state_count(f->state, &run, &args->n0, &args->counts0, f->position);
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", unit);
     mn_run_in(&run, "gamma", gamma);

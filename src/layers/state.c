@@ -145,7 +145,8 @@ static mn_status copy_piece(mn_layer_state *to, const mn_state_piece *from) {
 }
 
 mn_status mn_layer_state_copy(mn_layer_state *to, const mn_layer_state *from) {
-    *to = (mn_layer_state){ .device = from->device, .by_position = from->by_position };
+    *to = (mn_layer_state){ .device = from->device, .by_position = from->by_position,
+                            .reads_position = from->reads_position };
     mn_status st = MN_OK;
     for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
         st = copy_piece(to, &from->pieces[i]);
@@ -409,6 +410,17 @@ void mn_state_position(mn_layer_state *state, mn_run *run, int64_t *slot, int64_
     if (!state || !state->rows) return;
     mn_run_by_rows(run, state->n_rows, state->starts);
     mn_run_row_numbers(run, slot, state->positions);
+}
+
+void mn_state_count(mn_layer_state *state, mn_run *run, int64_t *slot, const int64_t **counts,
+                    int64_t position) {
+    const int64_t *host = mn_tape_position(run->tape);
+    if (!state || state->rows || !host) {
+        mn_state_position(state, run, slot, position);
+        return;
+    }
+    state->reads_position = true;
+    *counts = host;
 }
 
 void mn_state_rows(const mn_layer_state *state, mn_run *run) {

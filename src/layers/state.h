@@ -34,6 +34,7 @@ typedef struct mn_state_ends {
 typedef struct mn_layer_state {
     mn_device *device;         // whose memory the pieces are in; NULL: the host's
     bool by_position;          // the host does something else at each position: turns, caches
+    bool reads_position;       // operators read it when they run
     int n_pieces;
     mn_state_piece pieces[MN_STATE_PIECES];
     /* Of a batch on the CPU, which has no pieces: borrowed states of its sequences, and how many
@@ -104,6 +105,11 @@ void mn_layer_state_leave_slot(mn_layer_state *state);
 /* Sets `slot`, a number of the operator at hand, to the tokens of the sequence before this pass:
  * `position`, or for a batch those of each sequence. */
 void mn_state_position(mn_layer_state *state, mn_run *run, int64_t *slot, int64_t position);
+
+/* The same for an operator that may read counts of tokens when it runs: on a tape that goes by
+ * position `counts` is set instead. */
+void mn_state_count(mn_layer_state *state, mn_run *run, int64_t *slot, const int64_t **counts,
+                    int64_t position);
 
 /* Before an operator takes what mn_state_append gave: that a batch runs it sequence by sequence. */
 void mn_state_rows(const mn_layer_state *state, mn_run *run);

@@ -76,8 +76,8 @@ static mn_status write(char **json, const mn_model_config *c) {
 mn_status mn_describe_model(char **json, const char *config) {
     mn_json object = { 0 };
     mn_model_config c = { 0 };
+    if (json) *json = NULL;
     if (!json || !config) return mn_fail(MN_ERR_ARGUMENT, "describe: json or config is NULL");
-    *json = NULL;
     mn_status st = mn_json_parse(&object, config, strlen(config), "config.json", MN_JSON_PYTHON);
     if (st == MN_OK) st = mn_model_config_read(&c, &object);
     if (st == MN_OK) st = write(json, &c);

@@ -245,7 +245,6 @@ void mn_model_destroy(mn_model *model) {
     free(model->params);
     free(model->leaves);
     free(model->ends);
-    free(model->places);
     free(model->blocks);
     mn_model_config_free(&model->config);
     free(model);

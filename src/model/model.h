@@ -8,6 +8,7 @@
 #define MN_MODEL_MODEL_H
 
 #include "model/config.h"
+#include "runtime/device_pages.h"
 
 typedef struct mn_model mn_model;
 
@@ -63,6 +64,15 @@ mn_status mn_model_reserve_gradients(mn_model *model);
  * CPU it only checks that the model is there too. */
 mn_status mn_model_place(mn_model *model, const mn_context *context, mn_dtype dtype);
 
+/* Before it is placed: on a GPU all values, all gradients and all shadows will lie in pages. */
+void mn_model_want_pages(mn_model *model);
+
+/* The pages of one of these; NULL: it lies in none. */
+typedef enum mn_model_piece {
+    MN_MODEL_VALUES, MN_MODEL_GRADIENTS, MN_MODEL_SHADOWS, MN_MODEL_PIECES
+} mn_model_piece;
+mn_device_pages *mn_model_pages(const mn_model *model, mn_model_piece piece);
+
 /* The type that passes are in: MN_BF16 once it has been placed for that, else the model's own. */
 mn_dtype mn_model_pass_dtype(const mn_model *model);
 
@@ -97,8 +107,9 @@ typedef struct mn_model_state {
     int64_t n_logits;
 } mn_model_state;
 
-/* Whether tokens have learned positions: then no two passes of one token are the same. */
-bool mn_model_has_positions(const mn_model *model);
+/* Whether passes of one token are the same work whatever the token and its place. They are not with
+ * learned positions, which are looked up by the host, and with experts, which it chooses. */
+bool mn_model_repeats_steps(const mn_model *model);
 
 mn_status mn_model_state_create(mn_model_state *out, const mn_model *model);
 void mn_model_state_free(mn_model_state *state);

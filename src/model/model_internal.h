@@ -4,7 +4,7 @@
 
 #include "model/model.h"
 #include "ops/quantize.h"
-#include "runtime/device.h"
+#include "runtime/device_pages.h"
 
 /* Where an MLP's parameters are among the model's; -1: it has none. gate is both where they are
  * fused. */
@@ -52,8 +52,6 @@ struct mn_model {
     int decoder[MN_DECODER_STAGES][MN_DECODER_PARTS];
     int32_t *ends;                   // n_ends of them, see decoder.c
     int64_t n_ends;
-    int32_t *places;                 // n_places of them: positions of the pass at hand, embed.c
-    int64_t n_places;
     mn_tape *tape;                   // of the current pass
     struct mn_weights *beside;       // files with tensors that are written back; NULL: none
 
@@ -61,7 +59,9 @@ struct mn_model {
      * all gradients and for all shadows. */
     mn_device *device;               // NULL: the host
     unsigned char *values, *grads, *shadows;
-    size_t device_bytes;
+    size_t device_bytes;             // without pages
+    bool wants_pages;
+    mn_device_pages *pages[MN_MODEL_PIECES];    // of values, gradients, shadows; NULL: no pages
 };
 
 /* Gives back the numbers of a parameter that are no longer needed. */

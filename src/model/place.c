@@ -1,8 +1,8 @@
 /* place.c - parameters in a GPU's memory.
  *
  * All values lie in one piece of memory, each on a line of 256 bytes, gradients and shadows in
- * pieces of the same layout. The model has a handle of its own on the GPU, so that it does not
- * matter which context is closed first. */
+ * pieces of the same layout; or in pages (mn_model_want_pages). The model has a handle of its own
+ * on the GPU, so that it does not matter which context is closed first. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,21 +35,44 @@ static unsigned char *next_place(unsigned char *at, const mn_model_param *before
     return at + ((size_t)before->info.count * item + LINE - 1) / LINE * LINE;
 }
 
-static mn_status take(unsigned char **out, mn_model *model, size_t item, const char *what) {
+static mn_status take(unsigned char **out, mn_model *model, size_t item, mn_model_piece piece,
+                      const char *what) {
     size_t bytes;
-    void *memory;
+    void *memory = NULL;
     if (!all_bytes(&bytes, model, item)) {
         return mn_fail(MN_ERR_MEMORY, "the sizes of the model's %s overflow", what);
     }
-    const mn_status st = mn_device_allocate(model->device, &memory, bytes);
+    mn_device_pages **pages = &model->pages[piece];
+    mn_status st;
+    if (model->wants_pages) {
+        st = mn_device_pages_create(pages, model->device, bytes);
+        if (st == MN_OK) memory = mn_device_pages_at(*pages);
+    } else {
+        st = mn_device_allocate(model->device, &memory, bytes);
+    }
     if (st == MN_ERR_MEMORY) {
         return mn_fail(st, "the GPU has no memory for %.0f MiB of %s; use a smaller model",
                        (double)bytes / 1048576.0, what);
     }
     if (st != MN_OK) return st;
     *out = memory;
-    model->device_bytes += bytes;
+    if (!model->wants_pages) model->device_bytes += bytes;
     return MN_OK;
+}
+
+static void give(mn_model *model, unsigned char **at, mn_model_piece piece) {
+    if (model->pages[piece]) mn_device_pages_destroy(model->pages[piece]);
+    else mn_device_free(model->device, *at);
+    model->pages[piece] = NULL;
+    *at = NULL;
+}
+
+void mn_model_want_pages(mn_model *model) {
+    model->wants_pages = true;
+}
+
+mn_device_pages *mn_model_pages(const mn_model *model, mn_model_piece piece) {
+    return model->pages[piece];
 }
 
 /* Codes and scales of a quantised parameter in the form that the GPU reads; the host's are freed
@@ -99,7 +122,7 @@ static size_t value_bytes(const mn_model_param *p) {
 
 /* Values from the host's memory, which is freed once all are there. */
 static mn_status move_values(mn_model *model) {
-    mn_status st = take(&model->values, model, sizeof(float), "parameters");
+    mn_status st = take(&model->values, model, sizeof(float), MN_MODEL_VALUES, "parameters");
     unsigned char *at = model->values;
     for (int i = 0; st == MN_OK && i < model->n_params; i++) {
         const mn_model_param *p = &model->params[i];
@@ -121,10 +144,10 @@ static mn_status move_values(mn_model *model) {
 
 mn_status mn_model_place_gradients(mn_model *model) {
     if (model->grads) return MN_OK;
-    const size_t before = model->device_bytes;
-    mn_status st = take(&model->grads, model, sizeof(float), "gradients");
-    if (st == MN_OK) {
-        st = mn_device_fill(model->device, model->grads, 0, model->device_bytes - before);
+    size_t bytes;
+    mn_status st = take(&model->grads, model, sizeof(float), MN_MODEL_GRADIENTS, "gradients");
+    if (st == MN_OK && all_bytes(&bytes, model, sizeof(float))) {
+        st = mn_device_fill(model->device, model->grads, 0, bytes);
     }
     unsigned char *at = model->grads;
     for (int i = 0; st == MN_OK && i < model->n_params; i++) {
@@ -144,7 +167,8 @@ static mn_status cast(mn_model *model, const mn_model_param *p) {
 
 static mn_status make_shadows(mn_model *model) {
     if (model->shadows) return MN_OK;
-    mn_status st = take(&model->shadows, model, mn_dtype_bytes(MN_BF16), "parameters in bf16");
+    mn_status st = take(&model->shadows, model, mn_dtype_bytes(MN_BF16), MN_MODEL_SHADOWS,
+                        "parameters in bf16");
     unsigned char *at = model->shadows;
     for (int i = 0; st == MN_OK && i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
@@ -172,9 +196,8 @@ static mn_status move_device(mn_model *model, const mn_context *context) {
     if (st == MN_OK) st = move_quants(model);
     if (st == MN_OK) st = move_values(model);
     if (st != MN_OK && model->device) {
-        mn_device_free(model->device, model->values);
+        give(model, &model->values, MN_MODEL_VALUES);
         mn_device_close(model->device);
-        model->values = NULL;
         model->device = NULL;
         model->device_bytes = 0;
     }
@@ -206,9 +229,10 @@ mn_dtype mn_model_pass_dtype(const mn_model *model) {
 }
 
 void mn_model_unplace(mn_model *model) {
-    mn_device_free(model->device, model->values);
-    mn_device_free(model->device, model->grads);
-    mn_device_free(model->device, model->shadows);
+    const bool trains = model->grads != NULL;
+    give(model, &model->values, MN_MODEL_VALUES);
+    give(model, &model->grads, MN_MODEL_GRADIENTS);
+    give(model, &model->shadows, MN_MODEL_SHADOWS);
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
         if (p->quant) {
@@ -216,7 +240,7 @@ void mn_model_unplace(mn_model *model) {
             p->quant->codes = p->quant->scales = NULL;
         }
         p->value = p->shadow = NULL;
-        if (model->grads) p->grad = NULL;
+        if (trains) p->grad = NULL;
     }
     mn_device_close(model->device);
 }
@@ -248,5 +272,9 @@ mn_status mn_model_put(mn_model *model, int i, const void *numbers) {
 }
 
 size_t mn_model_device_bytes(const mn_model *model) {
-    return model->device_bytes;
+    size_t bytes = model->device_bytes;
+    for (int i = 0; i < MN_MODEL_PIECES; i++) {
+        if (model->pages[i]) bytes += mn_device_pages_held(model->pages[i]);
+    }
+    return bytes;
 }

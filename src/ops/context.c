@@ -79,10 +79,11 @@ void mn_context_destroy(mn_context *context) {
 }
 
 int mn_context_threads(const mn_context *context) {
-    return mn_threads_count(context->threads);
+    return context ? mn_threads_count(context->threads) : 0;
 }
 
 const char *mn_context_target(const mn_context *context) {
+    if (!context) return NULL;
     return context->device ? "cuda" : mn_target_name(context->target);
 }
 

@@ -11,7 +11,7 @@
 #include "runtime/device.h"
 #include "runtime/threads.h"
 
-/* cu_seqlens in host memory, and the same on the device. */
+/* cu_seqlens, or tokens seen before, in host memory, and the same on the device. */
 typedef struct mn_borders {
     const int64_t *host, *there;
 } mn_borders;
@@ -28,7 +28,7 @@ struct mn_context {
     mn_gemm_handle *products;   // with a device, from the first matrix product on
     _Atomic(const void *) user;    // the thread that is inside, and how deep
     int depth;
-    mn_borders borders;      // what operators find on the device already, while a tape runs them
+    mn_borders borders, counts;    // what operators find on the device, while a tape runs them
 };
 
 /* The calling thread goes in, and out again; it may go in several times. Fails while another thread

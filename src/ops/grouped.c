@@ -5,6 +5,8 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "base/util.h"
+#include "kernels/delta_gpu.h"
 #include "ops/rows.h"
 
 enum { MOST = 4 };    // fields of J heads of an operator
@@ -17,6 +19,17 @@ typedef struct shared {
 bool mn_op_is_grouped(mn_op_id op, const void *args) {
     const mn_call *c = args;
     return mn_op_traits_of(op)->groups && c->J < c->H;
+}
+
+bool mn_op_folds_on_device(mn_op_id op, const void *args) {
+    static const struct {
+        mn_op_id op;
+        bool (*folds)(const void *args);
+    } kernels[] = { { MN_OP_delta, mn_delta_folds_groups } };
+    for (size_t i = 0; i < MN_COUNTOF(kernels); i++) {
+        if (kernels[i].op == op) return kernels[i].folds(args);
+    }
+    return false;
 }
 
 /* The gradients of fields of J heads, which `args` is made to write elsewhere. */

@@ -36,9 +36,10 @@ static extent extent_of(const mn_field *field, const char *axes, const mn_call *
                            last[1] * (uintptr_t)view->stride[1] + heads;
     e.end = e.at + span * size;
     e.width = heads * size;
-    const bool regular = last[1] > 0 && view->stride[1] > 0 &&
-                         (last[0] == 0 || view->stride[0] % view->stride[1] == 0);
-    e.step = regular ? (uintptr_t)view->stride[1] * size : 0;
+    const int rows = last[1] > 0 ? 1 : 0;    // sequences of one token are rows themselves
+    const bool regular = last[rows] > 0 && view->stride[rows] > 0 &&
+                         (last[0] == 0 || view->stride[0] % view->stride[rows] == 0);
+    e.step = regular ? (uintptr_t)view->stride[rows] * size : 0;
     if (e.step < e.width) e.step = 0;
     return e;
 }

@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "kernels/conv_unit.h"
+#include "kernels/delta_gpu.h"
 #include "ops/compose/compose.h"
 #include "ops/overlap.h"
 #include "ops/validate.h"
@@ -175,6 +176,15 @@ static mn_status lend_array(mn_context *context, const int64_t **array, int64_t 
     return st;
 }
 
+bool mn_op_find_counts(mn_op_id op, void *args, const mn_borders *counts) {
+    const size_t counts0 = mn_op_traits_of(op)->counts0;
+    const int64_t **at = (const int64_t **)((char *)args + counts0);
+    if (!counts0 || !*at) return true;
+    if (*at != counts->host) return false;
+    *at = counts->there;
+    return true;
+}
+
 /* Makes what callers keep in host memory visible to the kernels. */
 static mn_status lend_arrays(mn_context *context, mn_op_id op, void *args) {
     mn_call *call = args;
@@ -185,8 +195,8 @@ static mn_status lend_arrays(mn_context *context, mn_op_id op, void *args) {
     } else {
         st = lend_array(context, &call->cu_seqlens, call->n_seqs + 1);
     }
-    const size_t counts0 = mn_op_traits_of(op)->counts0;
-    if (st == MN_OK && counts0) {
+    if (st == MN_OK && !mn_op_find_counts(op, args, &context->counts)) {
+        const size_t counts0 = mn_op_traits_of(op)->counts0;
         st = lend_array(context, (const int64_t **)((char *)args + counts0), n_states);
     }
     return st;
@@ -253,7 +263,8 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     st = check_choice(op, args);
     if (st != MN_OK) return st;
     const mn_mark mark = mn_workspace_mark(context);
-    if (kernel_of[op] && pass == MN_BACKWARD && mn_op_is_grouped(op, args)) {
+    if (kernel_of[op] && pass == MN_BACKWARD && mn_op_is_grouped(op, args) &&
+        !mn_op_folds_on_device(op, args)) {
         st = mn_grouped_backward(context, op, args, backward_on_device);
     } else {
         st = kernel ? launch_kernel(context, kernel, op, args)

@@ -23,6 +23,10 @@ mn_status mn_op_run_span(mn_context *context, mn_span_id id, const mn_moebius_sp
 mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,
                           size_t *bytes);
 
+/* Where an operator's counts of tokens seen before are `counts` of the host, the device's take
+ * their place in `args`; false where they are others. */
+bool mn_op_find_counts(mn_op_id op, void *args, const mn_borders *counts);
+
 /* Whether this build has a CUDA kernel for that pass of an operator. */
 bool mn_op_has_cuda(mn_op_id op, mn_pass pass);
 

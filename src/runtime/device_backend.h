@@ -8,6 +8,11 @@
 
 typedef enum mn_backend_way { MN_TO_DEVICE, MN_FROM_DEVICE, MN_ON_DEVICE } mn_backend_way;
 
+/* What a build without CUDA says. */
+#define MN_BACKEND_MISSING                                                                         \
+    "this build has no CUDA: install the CUDA toolkit and build mneme with -DMN_CUDA=ON, or use "  \
+    "the CPU"
+
 bool mn_backend_built(void);
 mn_status mn_backend_count(int *count);
 mn_status mn_backend_describe(mn_device_info *info, int index);
@@ -34,6 +39,16 @@ mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_w
 mn_status mn_backend_copy_rows(void *to, size_t to_step, const void *from, size_t from_step,
                                size_t bytes, int64_t rows, void *stream);    // on the device
 mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *stream);
+
+/* Addresses of the current device without memory, and pages of memory that are put behind them:
+ * `bytes` are multiples of a page's. A page may be behind several addresses. */
+mn_status mn_backend_page_bytes(size_t *bytes);
+mn_status mn_backend_reserve(void **out, size_t bytes);
+void mn_backend_unreserve(void *at, size_t bytes);
+mn_status mn_backend_page_create(uint64_t *page, size_t bytes);
+void mn_backend_page_destroy(uint64_t page);
+mn_status mn_backend_page_map(void *at, uint64_t page, size_t bytes);
+void mn_backend_page_unmap(void *at, size_t bytes);
 
 mn_status mn_backend_event_create(void **event);
 void mn_backend_event_destroy(void *event);

@@ -1,5 +1,6 @@
 /* device_cuda.c - the backend over the CUDA runtime, linked statically: a machine without a driver
  * still starts the program, and learns here what is missing. */
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <string.h>
@@ -185,6 +186,130 @@ mn_status mn_backend_copy_rows(void *to, size_t to_step, const void *from, size_
 mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *stream) {
     return translate(cudaMemsetAsync(to, value, bytes, stream), "filling memory failed");
 }
+
+/* ---- pages ----------------------------------------------------------------------------------- */
+
+/* The driver's functions, found through the runtime: a program that serves machines without a GPU
+ * cannot link to the driver. */
+typedef struct page_calls {
+    CUresult (*least)(size_t *, const CUmemAllocationProp *, CUmemAllocationGranularity_flags);
+    CUresult (*reserve)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long);
+    CUresult (*unreserve)(CUdeviceptr, size_t);
+    CUresult (*create)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *,
+                       unsigned long long);
+    CUresult (*release)(CUmemGenericAllocationHandle);
+    CUresult (*map)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle,
+                    unsigned long long);
+    CUresult (*unmap)(CUdeviceptr, size_t);
+    CUresult (*allow)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t);
+} page_calls;
+
+static bool find_call(const char *name, void *function) {
+    enum cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    const cudaError_t code = cudaGetDriverEntryPointByVersion(name, function, 12000,
+                                                              cudaEnableDefault, &found);
+#else
+    const cudaError_t code = cudaGetDriverEntryPoint(name, function, cudaEnableDefault, &found);
+#endif
+    if (code == cudaSuccess && found == cudaDriverEntryPointSuccess) return true;
+    cudaGetLastError();
+    return false;
+}
+
+static mn_status find_calls(const page_calls **out) {
+    static page_calls calls;    // `allow` is the last one to be there
+    *out = &calls;
+    if (calls.allow) return MN_OK;
+    if (find_call("cuMemGetAllocationGranularity", &calls.least) &&
+        find_call("cuMemAddressReserve", &calls.reserve) &&
+        find_call("cuMemAddressFree", &calls.unreserve) &&
+        find_call("cuMemCreate", &calls.create) && find_call("cuMemRelease", &calls.release) &&
+        find_call("cuMemMap", &calls.map) && find_call("cuMemUnmap", &calls.unmap) &&
+        find_call("cuMemSetAccess", &calls.allow)) {
+        return MN_OK;
+    }
+    return mn_fail(MN_ERR_UNSUPPORTED, "the NVIDIA driver has no pages of memory to map "
+                   "(train.shard=parameters); take train.shard=gradients");
+}
+
+static mn_status page_result(CUresult code, const char *what) {
+    if (code == CUDA_SUCCESS) return MN_OK;
+    return mn_fail(code == CUDA_ERROR_OUT_OF_MEMORY ? MN_ERR_MEMORY : MN_ERR_INTERNAL,
+                   "pages of the GPU's memory: %s failed (%d)", what, (int)code);
+}
+
+/* Memory of the current device. */
+static mn_status page_kind(CUmemAllocationProp *kind, const page_calls **calls) {
+    int device = 0;
+    mn_status st = find_calls(calls);
+    if (st == MN_OK) st = translate(cudaGetDevice(&device), "the GPU cannot be used");
+    memset(kind, 0, sizeof *kind);
+    kind->type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    kind->location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    kind->location.id = device;
+    return st;
+}
+
+mn_status mn_backend_page_bytes(size_t *bytes) {
+    CUmemAllocationProp kind;
+    const page_calls *calls;
+    *bytes = 0;
+    const mn_status st = page_kind(&kind, &calls);
+    if (st != MN_OK) return st;
+    return page_result(calls->least(bytes, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+                       "asking for their size");
+}
+
+mn_status mn_backend_reserve(void **out, size_t bytes) {
+    const page_calls *calls;
+    CUdeviceptr at = 0;
+    *out = NULL;
+    mn_status st = find_calls(&calls);
+    if (st == MN_OK) st = page_result(calls->reserve(&at, bytes, 0, 0, 0), "reserving addresses");
+    if (st == MN_OK) *out = (void *)(uintptr_t)at;
+    return st;
+}
+
+void mn_backend_unreserve(void *at, size_t bytes) {
+    const page_calls *calls;
+    if (find_calls(&calls) == MN_OK) calls->unreserve((CUdeviceptr)(uintptr_t)at, bytes);
+}
+
+mn_status mn_backend_page_create(uint64_t *page, size_t bytes) {
+    CUmemAllocationProp kind;
+    const page_calls *calls;
+    CUmemGenericAllocationHandle made = 0;
+    mn_status st = page_kind(&kind, &calls);
+    if (st == MN_OK) st = page_result(calls->create(&made, bytes, &kind, 0), "taking memory");
+    *page = (uint64_t)made;
+    return st;
+}
+
+void mn_backend_page_destroy(uint64_t page) {
+    const page_calls *calls;
+    if (find_calls(&calls) == MN_OK) calls->release((CUmemGenericAllocationHandle)page);
+}
+
+mn_status mn_backend_page_map(void *at, uint64_t page, size_t bytes) {
+    CUmemAllocationProp kind;
+    const page_calls *calls;
+    const CUdeviceptr to = (CUdeviceptr)(uintptr_t)at;
+    mn_status st = page_kind(&kind, &calls);
+    if (st == MN_OK) {
+        st = page_result(calls->map(to, bytes, 0, (CUmemGenericAllocationHandle)page, 0),
+                         "mapping");
+    }
+    const CUmemAccessDesc access = { kind.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+    return st == MN_OK ? page_result(calls->allow(to, bytes, &access, 1), "access") : st;
+}
+
+void mn_backend_page_unmap(void *at, size_t bytes) {
+    const page_calls *calls;
+    if (find_calls(&calls) == MN_OK) calls->unmap((CUdeviceptr)(uintptr_t)at, bytes);
+}
+
+/* ---- time and graphs ------------------------------------------------------------------------- */
 
 mn_status mn_backend_event_create(void **event) {
     cudaEvent_t made = NULL;

@@ -3,9 +3,7 @@
 #include "runtime/device_backend.h"
 
 static mn_status refuse(void) {
-    return mn_fail(MN_ERR_UNSUPPORTED,
-                   "this build has no CUDA: install the CUDA toolkit and build mneme with "
-                   "-DMN_CUDA=ON, or use the CPU");
+    return mn_fail(MN_ERR_UNSUPPORTED, MN_BACKEND_MISSING);
 }
 
 bool mn_backend_built(void) {

@@ -5,13 +5,22 @@
 #include "decode/defer.h"
 #include "runtime/device.h"
 
-void mn_tape_set_position(mn_tape *tape, const int32_t *host) {
+void mn_tape_set_position(mn_tape *tape, const int64_t *host) {
     tape->position = mn_tape_lend(tape, host, sizeof *host);
+    tape->position_host = tape->position ? host : NULL;
     mn_tape_declare(tape, tape->position, sizeof *host);
 }
 
 bool mn_tape_goes_by_position(const mn_tape *tape) {
     return tape->position != NULL;
+}
+
+const int64_t *mn_tape_position(const mn_tape *tape) {
+    return tape->position_host;
+}
+
+mn_borders mn_tape_counts(const mn_tape *tape) {
+    return (mn_borders){ tape->position_host, tape->position };
 }
 
 bool mn_tape_attends(const mn_tape *tape, int64_t K, int64_t V) {

@@ -352,8 +352,9 @@ static void execute(mn_tape *tape, mn_op_id op, mn_pass pass, const void *args) 
     if (pass == MN_FORWARD && mn_defer_op(tape, op, args)) return;
     if (mn_tape_runs(tape)) {
         tape->context->borders = (mn_borders){ tape->cu_seqlens, tape->borders };
+        tape->context->counts = mn_tape_counts(tape);
         const mn_status st = mn_op_run(tape->context, op, pass, args);
-        tape->context->borders = (mn_borders){ 0 };
+        tape->context->borders = tape->context->counts = (mn_borders){ 0 };
         if (st != MN_OK) mn_tape_fail(tape, st);
         return;
     }

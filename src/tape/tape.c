@@ -78,7 +78,7 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->n_seqs = tape->n_lent = 0;
     tape->lent_bytes = 0;
     tape->told = NULL;
-    tape->position = NULL;
+    tape->position = tape->position_host = NULL;
     tape->sequences = 0;
     mn_defer_discard(tape);
     tape->n_checkpoints = tape->checkpoint = 0;

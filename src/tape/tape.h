@@ -163,9 +163,12 @@ mn_status mn_tape_feed(mn_tape *tape);
 
 /* Where the one token of a step of MN_TAPE_REPEATS stands in its sequence. It is uploaded from
  * `host` in front of each run of the step, and read when that runs: operations by it are the same
- * for all positions. Call first. mn_tape_goes_by_position: whether that has been called. */
-void mn_tape_set_position(mn_tape *tape, const int32_t *host);
+ * for all positions. Call first. mn_tape_goes_by_position: whether that has been called.
+ * mn_tape_position: `host`, NULL where it has not been; where an operator takes a host array of the
+ * tokens seen before (counts0), it may be that. */
+void mn_tape_set_position(mn_tape *tape, const int64_t *host);
 bool mn_tape_goes_by_position(const mn_tape *tape);
+const int64_t *mn_tape_position(const mn_tape *tape);
 
 /* Waits for the device and writes what losses tell to where they were asked to. On a CPU it is
  * there already, and after a plan there is nothing. */

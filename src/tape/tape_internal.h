@@ -14,6 +14,9 @@ enum {
     MN_TAPE_FEW = 4,      // rows of a decoding step at most
 };
 
+/* Where the token stands, for operators that count tokens; nowhere: both NULL. */
+mn_borders mn_tape_counts(const mn_tape *tape);
+
 /* Goes back over one operation. Runs in reverse order; never after a failure. */
 typedef void (*mn_back_fn)(mn_tape *tape, void *payload);
 
@@ -98,7 +101,8 @@ struct mn_tape {
     size_t lent_bytes;           // of this step
     mn_told *told;               // losses of this step
     mn_defer *delay;             // NULL until something is put off
-    const int32_t *position;     // of the token of a step that repeats, as the device reads it
+    const int64_t *position;     // of the token of a step that repeats, as the device reads it
+    const int64_t *position_host;
     int64_t sequences;           // of a step of MN_TAPE_ALIKE that gathers; 0: others
     mn_tape_observer observer;       // NULL: nobody hears of products
     void *observer_context;

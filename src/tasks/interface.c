@@ -62,7 +62,7 @@ void mn_task_close(mn_task *task) {
 
 void mn_task_sizes(const mn_task *task, int64_t *vocabulary, int64_t *features, int64_t *classes,
                    int64_t *length) {
-    const mn_task_shape s = mn_task_shape_of(task);
+    const mn_task_shape s = task ? mn_task_shape_of(task) : (mn_task_shape){ 0 };
     if (vocabulary) *vocabulary = s.vocab;
     if (features) *features = s.features;
     if (classes) *classes = s.classes;

@@ -365,7 +365,11 @@ static mn_status run_steps(const mn_decoder *decoder, mn_pieces *pieces, mn_piec
 mn_status mn_tokenizer_decode(const mn_tokenizer *t, const int32_t *ids, int64_t count,
                               bool special, char **text, size_t *size) {
     mn_pieces pieces = { 0 }, spare = { 0 };
-    *text = NULL;
+    if (text) *text = NULL;
+    if (!text || !size || !t || count < 0 || (count > 0 && !ids)) {
+        return mn_fail(MN_ERR_ARGUMENT,
+                       "mn_tokenizer_decode: an argument is NULL, or count is negative");
+    }
     *size = 0;
     mn_status st = mn_text_reserve(&pieces.text, 1);
     for (int64_t i = 0; i < count && st == MN_OK; i++) {

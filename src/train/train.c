@@ -82,6 +82,7 @@ void mn_train_destroy(mn_train *train) {
 
 mn_status mn_train_step(mn_train *train, mn_train_result *result) {
     mn_step_result r = { 0 };
+    if (!train) return mn_fail(MN_ERR_ARGUMENT, "mn_train_step: train is NULL");
     const mn_status st = mn_trainer_step(train->trainer, &r);
     if (st == MN_OK && result) {
         *result = (mn_train_result){ .step = r.step, .loss = r.loss, .grad_norm = r.grad_norm,
@@ -91,11 +92,15 @@ mn_status mn_train_step(mn_train *train, mn_train_result *result) {
 }
 
 mn_status mn_train_evaluate(mn_train *train, double *loss) {
+    if (!train || !loss) {
+        return mn_fail(MN_ERR_ARGUMENT, "mn_train_evaluate: an argument is NULL");
+    }
     return mn_trainer_evaluate(train->trainer, loss, &train->best);
 }
 
 mn_status mn_train_save(mn_train *train) {
     char path[MN_RUN_PATH];
+    if (!train) return mn_fail(MN_ERR_ARGUMENT, "mn_train_save: train is NULL");
     const char *out = mn_trainer_options(train->trainer)->out;
     mn_status st = mn_run_make_folders(out);
     if (st == MN_OK) st = mn_run_join(path, out, "train.json");
@@ -104,9 +109,10 @@ mn_status mn_train_save(mn_train *train) {
 }
 
 mn_status mn_train_resume(mn_train *train, const char *checkpoint) {
+    if (!train) return mn_fail(MN_ERR_ARGUMENT, "mn_train_resume: train is NULL");
     return mn_trainer_resume(train->trainer, checkpoint);
 }
 
 int64_t mn_train_steps(const mn_train *train) {
-    return mn_trainer_step_number(train->trainer);
+    return train ? mn_trainer_step_number(train->trainer) : 0;
 }

@@ -68,6 +68,9 @@ static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_d
     if (st != MN_OK) return st;
     if (t->dry && !t->context->device) return mn_model_reserve_gradients(t->model);
     mn_model_start(t->model, t->context, (uint64_t)t->options.seed);
+    if (mn_comm_world(t->comm) > 1 && strcmp(t->options.shard, "parameters") == 0) {
+        mn_model_want_pages(t->model);
+    }
     st = mn_model_place(t->model, t->context, t->dtype);
     return st == MN_OK ? mn_model_want_gradients(t->model) : st;
 }
@@ -194,11 +197,11 @@ uint64_t mn_trainer_data_mark(const mn_trainer *t) {
 /* ---- one batch ------------------------------------------------------------------------------- */
 
 /* Gradients that no token reached, of those parameters that the ranks were not told of yet. */
-static void settle(mn_trainer *t) {
+static void settle(mn_trainer *t, bool told) {
     int first = 0, end = 0;
-    if (t->ranks) mn_model_block_params(t->model, 0, &first, &end);
-    mn_model_settle_some(t->model, 0, t->ranks ? first : mn_model_params(t->model));
-    if (!t->ranks) return;
+    if (told) mn_model_block_params(t->model, 0, &first, &end);
+    mn_model_settle_some(t->model, 0, told ? first : mn_model_params(t->model));
+    if (!told) return;
     mn_model_block_params(t->model, mn_model_describe(t->model)->n_layers - 1, &first, &end);
     mn_model_settle_some(t->model, end, mn_model_params(t->model));
 }
@@ -219,7 +222,8 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
     if (!trains && (t->there || t->recompute == MN_RECOMPUTE_LIGHT)) {
         in.recompute = MN_RECOMPUTE_LAYER;    // what goes back by parts keeps all going forward
     }
-    if (trains && t->ranks) {
+    const bool told = t->ranks || mn_trainer_on_request(t);    // blocks tell when they work
+    if (trains && told) {
         in.enter = mn_trainer_enter;
         in.ready = mn_trainer_ready;
         in.ready_context = t;
@@ -245,7 +249,7 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
     const mn_status st = mn_tape_backward(tape);
     mn_tape_run_by(tape, NULL);
     if (share != 1.0 && st == MN_OK && !mn_tape_plans(tape)) *loss *= share;
-    if (!mn_tape_plans(tape)) settle(t);
+    if (!mn_tape_plans(tape)) settle(t, told);
     return st;
 }
 
@@ -439,7 +443,7 @@ static mn_status explain_device(mn_trainer *t, double loss) {
     for (int64_t i = 0; i < n; i++) {
         const mn_status st = mn_loader_fill(&t->batch, t->train_loader, t->step * n + i);
         if (st != MN_OK) return st;
-        if (i == n - 1 || find_first(what, t, &t->batch)) {
+        if (i == n - 1 || mn_trainer_on_request(t) || find_first(what, t, &t->batch)) {
             return mn_trainer_explain(t, &t->batch, t->step * n + i, MN_OK, loss);
         }
     }

@@ -5,8 +5,8 @@
  *
  * The second pass of a kind is recorded and later ones are played from it, unless its launches
  * depend on the batch (packed documents), on numbers of the host (KLA+, a teacher) or on other
- * ranks (sequences in parts). The host waits once a step, for loss and norm; whether to update has
- * been decided there by then. */
+ * ranks (sequences in parts, parameters on request). The host waits once a step, for loss and norm;
+ * whether to update has been decided there by then. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -46,12 +46,18 @@ void mn_trainer_device_destroy(mn_trainer_device *there) {
     free(there);
 }
 
+mn_trainer_gpus *mn_trainer_gpus_of(const mn_trainer *t) {
+    return t->there ? t->there->gpus : NULL;
+}
+
 mn_tape *mn_trainer_aside(mn_trainer *t) {
     return t->there ? t->there->aside : t->tape;
 }
 
 size_t mn_trainer_device_bytes(const mn_trainer *t) {
-    return mn_model_device_bytes(t->model) + mn_device_optimizer_bytes(t->there->optimizer) +
+    const size_t model = mn_trainer_on_request(t) ? mn_trainer_gpus_paged(t->there->gpus)
+                                                  : mn_model_device_bytes(t->model);
+    return model + mn_device_optimizer_bytes(t->there->optimizer) +
            mn_trainer_gpus_bytes(t->there->gpus);
 }
 
@@ -120,7 +126,7 @@ static mn_status play(mn_trainer *t, bool add) {
 static mn_status run_batch(mn_trainer *t, int64_t i, bool add) {
     mn_trainer_device *there = t->there;
     const bool repeats = !t->batch.packed && t->options.mc_samples == 0 && !t->cut &&
-                         !t->distill;
+                         !t->distill && !mn_trainer_on_request(t);
     const int64_t number = t->step * t->options.accumulate + i;
     mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
     t->draw = (uint64_t)number;
@@ -154,6 +160,7 @@ static mn_status run_together(mn_trainer *t, mn_step_result *r) {
         const int64_t i = mn_trainer_gpus_batch(there->gpus, k);
         if (i >= 0) st = mn_trainer_gpus_before(there->gpus);
         if (st == MN_OK && i >= 0) st = run_batch(t, i, false);
+        if (st == MN_OK && i < 0) mn_trainer_gpus_idle(there->gpus);
         if (st == MN_OK && i >= 0) {
             st = mn_device_optimizer_loss(there->optimizer, mn_trainer_gpus_loss(there->gpus, i),
                                           there->told[0]);

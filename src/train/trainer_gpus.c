@@ -34,6 +34,7 @@ struct mn_trainer_gpus {
     mn_nccl *nccl;
     mn_device_reduce *reduce;
     int rank, world, sequence;
+    bool stepping;                 // passes belong to a step
     int64_t *elements, *pieces;    // (world + 1): which numbers, which pieces are whose
     mn_device_event *points[POINTS];
     double compute, communicate;   // seconds of the step before
@@ -95,11 +96,8 @@ static mn_status check_options(const mn_trainer *t) {
     mn_train_shard shard = MN_SHARD_OPTIMIZER;
     const mn_status st = mn_trainer_find_shard(&shard, t);
     if (st != MN_OK) return st;
-    if (shard == MN_SHARD_PARAMETERS) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "train.shard=parameters: parameters are sharded in the "
-                       "host's memory only; take train.shard=gradients");
-    }
-    return mn_trainer_check_ranks(t);
+    const mn_status fits = mn_trainer_check_ranks(t);
+    return fits == MN_OK && shard == MN_SHARD_PARAMETERS ? mn_trainer_check_request(t) : fits;
 }
 
 mn_status mn_trainer_gpus_create(mn_trainer_gpus **out, mn_trainer *t,
@@ -126,6 +124,7 @@ mn_status mn_trainer_gpus_create(mn_trainer_gpus **out, mn_trainer *t,
         .device = g->device, .nccl = g->nccl, .model = t->model, .rank = g->rank,
         .world = g->world, .sequence = g->sequence, .batches = t->options.accumulate,
         .shards_gradients = strcmp(t->options.shard, "gradients") == 0,
+        .shards_parameters = strcmp(t->options.shard, "parameters") == 0,
         .elements = g->elements, .pieces = g->pieces };
     return mn_comm_agree(t->comm, mn_device_reduce_create(&g->reduce, &sums));
 }
@@ -144,6 +143,54 @@ size_t mn_trainer_gpus_bytes(const mn_trainer_gpus *g) {
     return g ? mn_device_reduce_bytes(g->reduce) : 0;
 }
 
+/* ---- waiting --------------------------------------------------------------------------------- */
+
+/* Until the stream has come to its end, or a rank is gone; then the end of the run aborts NCCL,
+ * after the sentence has been said. */
+static mn_status wait_for_all(mn_trainer_gpus *g) {
+    const struct timespec moment = { 0, 20000 };
+    double looked = mn_seconds();
+    bool done = false;
+    mn_status st = mn_device_done(g->device, &done);
+    while (st == MN_OK && !done) {
+        nanosleep(&moment, NULL);
+        if (mn_seconds() - looked > look_after) {
+            st = mn_nccl_check(g->nccl);
+            looked = mn_seconds();
+        }
+        if (st == MN_OK) st = mn_device_done(g->device, &done);
+    }
+    return st;
+}
+
+/* ---- shards of parameters -------------------------------------------------------------------- */
+
+bool mn_trainer_gpus_on_request(const mn_trainer_gpus *g) {
+    return g && mn_device_reduce_on_request(g->reduce);
+}
+
+size_t mn_trainer_gpus_paged(const mn_trainer_gpus *g) {
+    return mn_device_reduce_paged(g->reduce);
+}
+
+void mn_trainer_gpus_enter(mn_trainer_gpus *g, int block) {
+    if (g->stepping) mn_device_reduce_enter(g->reduce, block);
+}
+
+void mn_trainer_gpus_ready(mn_trainer_gpus *g, int block) {
+    if (g->stepping) mn_device_reduce_ready(g->reduce, block);
+}
+
+void mn_trainer_gpus_idle(mn_trainer_gpus *g) {
+    mn_device_reduce_idle(g->reduce);
+}
+
+mn_status mn_trainer_gpus_whole(mn_trainer_gpus *g) {
+    if (!mn_trainer_gpus_on_request(g)) return MN_OK;
+    const mn_status st = mn_device_reduce_whole(g->reduce);
+    return st == MN_OK ? wait_for_all(g) : st;
+}
+
 /* ---- a step ---------------------------------------------------------------------------------- */
 
 int64_t mn_trainer_gpus_rounds(const mn_trainer_gpus *g) {
@@ -159,8 +206,10 @@ int64_t mn_trainer_gpus_loss(const mn_trainer_gpus *g, int64_t i) {
 }
 
 mn_status mn_trainer_gpus_begin(mn_trainer_gpus *g) {
+    g->stepping = true;
     mn_device_reduce_begin(g->reduce);
-    return mn_device_event_record(g->device, g->points[BEGIN]);
+    const mn_status st = mn_device_reduce_open(g->reduce);
+    return st == MN_OK ? mn_device_event_record(g->device, g->points[BEGIN]) : st;
 }
 
 mn_status mn_trainer_gpus_put(mn_trainer_gpus *g, int64_t round) {
@@ -168,6 +217,7 @@ mn_status mn_trainer_gpus_put(mn_trainer_gpus *g, int64_t round) {
 }
 
 mn_status mn_trainer_gpus_update(mn_trainer_gpus *g, mn_device_optimizer *o) {
+    g->stepping = false;
     mn_status st = mn_device_event_record(g->device, g->points[COMPUTED]);
     if (st == MN_OK) st = mn_device_reduce_sum(g->reduce);
     if (st == MN_OK) st = mn_device_optimizer_measure(o);
@@ -176,29 +226,11 @@ mn_status mn_trainer_gpus_update(mn_trainer_gpus *g, mn_device_optimizer *o) {
         st = mn_device_optimizer_decide(o, g->t->options.accumulate, g->sequence);
     }
     if (st == MN_OK) st = mn_device_reduce_values(g->reduce);
-    if (st == MN_OK) st = mn_device_optimizer_shadows(o);
+    if (st == MN_OK && !mn_trainer_gpus_on_request(g)) st = mn_device_optimizer_shadows(o);
     return st == MN_OK ? mn_device_event_record(g->device, g->points[END]) : st;
 }
 
-/* ---- waiting --------------------------------------------------------------------------------- */
-
-/* Until the stream has come to its end, or a rank is gone; then the end of the run aborts NCCL,
- * after the sentence has been said. */
-static mn_status wait(mn_trainer_gpus *g) {
-    const struct timespec moment = { 0, 20000 };
-    double looked = mn_seconds();
-    bool done = false;
-    mn_status st = mn_device_done(g->device, &done);
-    while (st == MN_OK && !done) {
-        nanosleep(&moment, NULL);
-        if (mn_seconds() - looked > look_after) {
-            st = mn_nccl_check(g->nccl);
-            looked = mn_seconds();
-        }
-        if (st == MN_OK) st = mn_device_done(g->device, &done);
-    }
-    return st;
-}
+/* ---- what the hosts tell --------------------------------------------------------------------- */
 
 /* Tells what the host of each rank knows; the GPUs work meanwhile. */
 static mn_status hear_news(mn_trainer_gpus *g, mn_step_result *r) {
@@ -218,12 +250,12 @@ static mn_status hear_news(mn_trainer_gpus *g, mn_step_result *r) {
 }
 
 mn_status mn_trainer_gpus_before(mn_trainer_gpus *g) {
-    return g->sequence > 1 ? wait(g) : MN_OK;
+    return g->sequence > 1 ? wait_for_all(g) : MN_OK;
 }
 
 mn_status mn_trainer_gpus_finish(mn_trainer_gpus *g, mn_step_result *r) {
     mn_status st = hear_news(g, r);
-    if (st == MN_OK) st = wait(g);
+    if (st == MN_OK) st = wait_for_all(g);
     if (st == MN_OK) {
         st = mn_device_seconds(g->device, &g->compute, g->points[BEGIN], g->points[COMPUTED]);
     }

@@ -95,6 +95,10 @@ void mn_trainer_ranks_destroy(mn_trainer_ranks *ranks);    // NULL accepted
 /* Whether the run's batches and sequences can be shared out to its ranks. */
 mn_status mn_trainer_check_ranks(const mn_trainer *trainer);
 
+/* Whether nothing reads parameters of a block elsewhere than while it is at work
+ * (train.shard=parameters). */
+mn_status mn_trainer_check_request(const mn_trainer *trainer);
+
 /* Bytes of parameters, gradients, moments and sums of gradients of this rank. */
 size_t mn_trainer_ranks_bytes(const mn_trainer *trainer);
 
@@ -163,6 +167,17 @@ mn_status mn_trainer_gpus_create(mn_trainer_gpus **out, mn_trainer *trainer,
 void mn_trainer_gpus_destroy(mn_trainer_gpus *gpus);    // NULL accepted
 size_t mn_trainer_gpus_bytes(const mn_trainer_gpus *gpus);
 
+/* Those of a run; NULL: it has none. */
+mn_trainer_gpus *mn_trainer_gpus_of(const mn_trainer *trainer);
+
+/* Where parameters are sharded: block `block` is about to work, or has its gradients; all values
+ * come. NULL accepted. */
+bool mn_trainer_gpus_on_request(const mn_trainer_gpus *gpus);
+size_t mn_trainer_gpus_paged(const mn_trainer_gpus *gpus);    // bytes of the model's pages in steps
+void mn_trainer_gpus_enter(mn_trainer_gpus *gpus, int block);
+void mn_trainer_gpus_ready(mn_trainer_gpus *gpus, int block);
+mn_status mn_trainer_gpus_whole(mn_trainer_gpus *gpus);
+
 /* Rounds of a step, the batch of this rank in one (-1: none), and where the loss of batch i
  * goes. */
 int64_t mn_trainer_gpus_rounds(const mn_trainer_gpus *gpus);
@@ -173,6 +188,7 @@ int64_t mn_trainer_gpus_loss(const mn_trainer_gpus *gpus, int64_t i);
  * waiting; then finish, which waits with an eye on the other ranks, and fills in times and whether
  * any is to stop. */
 mn_status mn_trainer_gpus_begin(mn_trainer_gpus *gpus);
+void mn_trainer_gpus_idle(mn_trainer_gpus *gpus);    // a round without a batch
 mn_status mn_trainer_gpus_before(mn_trainer_gpus *gpus);    // a batch of sequences in parts: waits
 mn_status mn_trainer_gpus_put(mn_trainer_gpus *gpus, int64_t round);
 mn_status mn_trainer_gpus_update(mn_trainer_gpus *gpus, mn_device_optimizer *optimizer);

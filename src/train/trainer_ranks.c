@@ -85,8 +85,7 @@ mn_status mn_trainer_find_shard(mn_train_shard *out, const mn_trainer *t) {
                    "parameters", t->options.shard);
 }
 
-/* What reads parameters of a block elsewhere than between its requests. */
-static mn_status check_on_request(const mn_trainer *t) {
+mn_status mn_trainer_check_request(const mn_trainer *t) {
     if (t->options.mc_samples > 0 || t->distill) {
         return mn_fail(MN_ERR_UNSUPPORTED, "train.shard=parameters: not with a teacher or with "
                        "train.mc_samples; take train.shard=gradients");
@@ -101,7 +100,7 @@ mn_status mn_trainer_ranks_create(mn_trainer *t, const mn_optim_param *params, i
     mn_train_shard shard = MN_SHARD_OPTIMIZER;
     mn_status st = mn_trainer_find_shard(&shard, t);
     if (st == MN_OK) st = mn_trainer_check_ranks(t);
-    if (st == MN_OK && shard == MN_SHARD_PARAMETERS) st = check_on_request(t);
+    if (st == MN_OK && shard == MN_SHARD_PARAMETERS) st = mn_trainer_check_request(t);
     mn_trainer_ranks *k = st == MN_OK ? calloc(1, sizeof *k) : NULL;
     if (!k) return st == MN_OK ? mn_fail(MN_ERR_MEMORY, "no memory for a training run") : st;
     t->ranks = k;
@@ -147,13 +146,15 @@ size_t mn_trainer_ranks_bytes(const mn_trainer *t) {
 /* ---- batches --------------------------------------------------------------------------------- */
 
 void mn_trainer_enter(void *trainer, int block) {
-    const mn_trainer *t = trainer;
-    if (t->ranks->stepping) mn_reduce_enter(t->ranks->reduce, block);
+    mn_trainer *t = trainer;
+    if (!t->ranks) mn_trainer_gpus_enter(mn_trainer_gpus_of(t), block);
+    else if (t->ranks->stepping) mn_reduce_enter(t->ranks->reduce, block);
 }
 
 void mn_trainer_ready(void *trainer, int block) {
-    const mn_trainer *t = trainer;
-    if (t->ranks->stepping) mn_reduce_ready(t->ranks->reduce, block);
+    mn_trainer *t = trainer;
+    if (!t->ranks) mn_trainer_gpus_ready(mn_trainer_gpus_of(t), block);
+    else if (t->ranks->stepping) mn_reduce_ready(t->ranks->reduce, block);
     else {
         int first, end;
         mn_model_block_params(t->model, block, &first, &end);
@@ -284,11 +285,12 @@ mn_status mn_trainer_step_host(mn_trainer *t, mn_step_result *r) {
 }
 
 bool mn_trainer_on_request(const mn_trainer *t) {
-    return t->ranks && t->ranks->on_request;
+    return t->ranks ? t->ranks->on_request : mn_trainer_gpus_on_request(mn_trainer_gpus_of(t));
 }
 
 mn_status mn_trainer_whole(mn_trainer *t) {
-    return t->ranks ? mn_reduce_whole(t->ranks->reduce) : MN_OK;
+    return t->ranks ? mn_reduce_whole(t->ranks->reduce)
+                    : mn_trainer_gpus_whole(mn_trainer_gpus_of(t));
 }
 
 /* ---- evaluations ----------------------------------------------------------------------------- */

@@ -379,6 +379,8 @@ static void widths_on_a_gpu(void **context) {
         "\"layers\": \"attention, gdn, palimpsa\", \"hidden_size\": 128, "
         "\"intermediate_size\": 344, \"logit_softcap\": 20",
         "\"layers\": \"bayes, mamba2\", \"hidden_size\": 60, \"intermediate_size\": 100",
+        "\"layers\": \"gdn\", \"hidden_size\": 64, \"num_experts\": 4, "
+        "\"num_experts_per_tok\": 2, \"moe_intermediate_size\": 48",
     };
     char json[512];
     for (size_t i = 0; i < MN_COUNTOF(sizes); i++) {

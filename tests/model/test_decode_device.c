@@ -56,6 +56,10 @@ static const char *const models[] = {
     /* and the small works of others between their launches */
     "\"layers\": \"longhorn, mesa\", \"num_heads\": 2, \"hidden_size\": 256, "
     "\"intermediate_size\": 704",
+    "\"layers\": \"longhorn, longhorn_column\", \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"longhorn_column, mamba1\", \"hidden_size\": 132, \"state_size\": 40, "
+    "\"intermediate_size\": 88",
     "\"layers\": \"hgrn2, lightning\", \"num_heads\": 2, \"hidden_size\": 256, "
     "\"intermediate_size\": 704",
     "\"layers\": \"rwkv7, comba\", \"num_heads\": 2, \"hidden_size\": 256, "

@@ -210,7 +210,7 @@ static const struct {
 static void attend_once(scratch *s, int64_t H, int64_t J, int64_t capacity) {
     enum { K = 8, TURNS = 4 };
     static const double inv_freq[TURNS / 2] = { 1.0, 0.1 };
-    static const int32_t position = 3;
+    static const int64_t position = 3;
     const int64_t width = H * K, wide[4] = { 1, 1, 1, width }, bytes = capacity * J * K * 2;
     mn_attend how = { .capacity = capacity, .turns = TURNS, .scale = 0.5, .turned_scale = 1.0,
                       .inv_freq = inv_freq };

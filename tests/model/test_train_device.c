@@ -46,22 +46,28 @@ typedef struct run {
     mn_trainer *t;
 } run;
 
-/* A run of `layers` with more settings of "train" in `more` ("" or ", \"key\": value"). */
-static void open_run(run *r, mn_context *context, const char *layers, const char *dtype, int rows,
-                     const char *more, const char *out) {
+/* A run of `layers` with more settings of "model" and "train" in `model` and `more` ("" or
+ * ", \"key\": value"). */
+static void open_run_of(run *r, mn_context *context, const char *layers, const char *model,
+                        const char *dtype, int rows, const char *more, const char *out) {
     char text[1024];
     mn_train_memory memory;
     snprintf(text, sizeof text, "{\"model\": {\"layers\": \"%s\", \"hidden_size\": 64, "
-             "\"num_hidden_layers\": 2, \"intermediate_size\": 96, \"vocab_size\": %d}, \"train\": "
-             "{\"batch\": %d, \"context\": %d, \"steps\": %d, \"warmup\": 10, \"lr\": 0.003, "
-             "\"dtype\": \"%s\"%s}, \"out\": \"%s\"}", layers, VOCABULARY, rows, LENGTH, STEPS,
-             dtype, more, in_folder(out));
+             "\"num_hidden_layers\": 2, \"intermediate_size\": 96, \"vocab_size\": %d%s}, "
+             "\"train\": {\"batch\": %d, \"context\": %d, \"steps\": %d, \"warmup\": 10, "
+             "\"lr\": 0.003, \"dtype\": \"%s\"%s}, \"out\": \"%s\"}", layers, VOCABULARY, model,
+             rows, LENGTH, STEPS, dtype, more, in_folder(out));
     const mn_source source = { NULL, fill, rows, LENGTH, 1000 };
     const mn_train_data data = { .train_source = &source };
     mn_status st = mn_json_parse(&r->root, text, strlen(text), "test", MN_JSON_STANDARD);
     if (st == MN_OK) st = mn_trainer_create_from(&r->t, &r->root, &data, context);
     if (st == MN_OK) st = mn_trainer_predict(r->t, &memory);
     if (st != MN_OK) check_fatal("%s in %s: %s", layers, dtype, mn_last_error());
+}
+
+static void open_run(run *r, mn_context *context, const char *layers, const char *dtype, int rows,
+                     const char *more, const char *out) {
+    open_run_of(r, context, layers, "", dtype, rows, more, out);
 }
 
 static void close_run(run *r) {
@@ -121,16 +127,20 @@ static double worst_mean(const double *got, const double *want) {
 static void curves_follow_the_cpu(void **state) {
     (void)state;
     if (absent()) return;
-    static const char *const layers[] = { "gdn", "kla" };
+    static const char *const layers[] = { "gdn", "kla", "attention" };
+    static const char *const models[] = {
+        "", "", ", \"use_rope\": false, \"learned_positions\": 96, \"norm\": \"layer\", "
+        "\"mlp\": \"gelu\"",
+    };
     for (size_t i = 0; i < MN_COUNTOF(layers); i++) {
         double want[STEPS], got[STEPS];
         run r;
-        open_run(&r, cpu, layers[i], "f32", ROWS, "", "curve");
+        open_run_of(&r, cpu, layers[i], models[i], "f32", ROWS, "", "curve");
         go_on(want, &r, STEPS);
         close_run(&r);
         CHECK(want[STEPS - 1] < 0.8 * want[0], "%s learns nothing: %g", layers[i], want[STEPS - 1]);
         for (int bf16 = 0; bf16 < 2; bf16++) {
-            open_run(&r, gpu, layers[i], bf16 ? "bf16" : "f32", ROWS, "", "curve");
+            open_run_of(&r, gpu, layers[i], models[i], bf16 ? "bf16" : "f32", ROWS, "", "curve");
             go_on(got, &r, STEPS);
             close_run(&r);
             const double off = worst_mean(got, want), most = 5e-3;

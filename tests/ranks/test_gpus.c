@@ -2,11 +2,13 @@
 /* test_gpus.c - ranks on GPUs, without one: NCCL's calls are those of support/programs/fake_nccl.c,
  * and the device is memory of the host, whose backend and kernels are in this file. What a step
  * does with gradients is the same code as on a GPU. */
+#define _GNU_SOURCE    // memfd_create
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -117,6 +119,48 @@ mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *str
     (void)stream;
     memset(to, value, bytes);
     return MN_OK;
+}
+
+/* Pages are files in memory, so that several addresses may lead to one; what no page is behind may
+ * not be touched. */
+enum { PAGE = 4096 };
+
+mn_status mn_backend_page_bytes(size_t *bytes) {
+    *bytes = PAGE;
+    return MN_OK;
+}
+
+static mn_status put_behind(void *at, size_t bytes, int file, int flags) {
+    const int access = file < 0 ? PROT_NONE : PROT_READ | PROT_WRITE;
+    return mmap(at, bytes, access, flags, file, 0) == at ? MN_OK : mn_fail(MN_ERR_MEMORY, "map");
+}
+
+mn_status mn_backend_reserve(void **out, size_t bytes) {
+    *out = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return *out != MAP_FAILED ? MN_OK : mn_fail(MN_ERR_MEMORY, "no addresses");
+}
+
+void mn_backend_unreserve(void *at, size_t bytes) {
+    munmap(at, bytes);
+}
+
+mn_status mn_backend_page_create(uint64_t *page, size_t bytes) {
+    const int file = memfd_create("page", 0);
+    if (file < 0 || ftruncate(file, (off_t)bytes) != 0) return mn_fail(MN_ERR_MEMORY, "no page");
+    *page = (uint64_t)file;
+    return MN_OK;
+}
+
+void mn_backend_page_destroy(uint64_t page) {
+    close((int)page);
+}
+
+mn_status mn_backend_page_map(void *at, uint64_t page, size_t bytes) {
+    return put_behind(at, bytes, (int)page, MAP_SHARED | MAP_FIXED);
+}
+
+void mn_backend_page_unmap(void *at, size_t bytes) {
+    (void)put_behind(at, bytes, -1, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED);
 }
 
 mn_status mn_backend_event_create(void **event) {
@@ -230,8 +274,8 @@ typedef struct host {
     int64_t elements[32], pieces[32];
 } host;
 
-static bool open_host(host *h, int world) {
-    static const char text[] = "{\"layers\": \"gdn\", \"num_hidden_layers\": 2, "
+static bool open_host(host *h, int world, bool pages) {
+    static const char text[] = "{\"layers\": \"gdn\", \"num_hidden_layers\": 3, "
                                "\"hidden_size\": 96, \"num_heads\": 3, \"vocab_size\": 211}";
     mn_json root = { 0 };
     mn_model_config config = { 0 };
@@ -241,6 +285,7 @@ static bool open_host(host *h, int world) {
     if (st == MN_OK) st = mn_model_create(&h->model, &config, MN_F32);
     if (st == MN_OK) st = mn_device_open(&h->context.device, "cuda", NULL);
     if (st == MN_OK) mn_model_start(h->model, NULL, 1);
+    if (st == MN_OK && pages) mn_model_want_pages(h->model);
     if (st == MN_OK) st = mn_model_place(h->model, &h->context, MN_F32);
     if (st == MN_OK) st = mn_model_want_gradients(h->model);
     mn_model_config_free(&config);
@@ -307,10 +352,11 @@ static bool is_value(float *at, int64_t i, int64_t rank) {
 
 /* ---- sums ------------------------------------------------------------------------------------ */
 
+enum { NO_SHARDS, GRADIENTS, PARAMETERS };
+
 typedef struct job {
     int64_t batches;
-    int sequence;
-    bool shards;
+    int sequence, shards;
 } job;
 
 /* The item that a rank's batch is in the tree. */
@@ -319,15 +365,52 @@ static int64_t item_number(const job *j, int rank, int64_t batch) {
                      : rank % j->sequence * j->batches + batch;
 }
 
+/* Numbers of the parameters before parameter `end`. */
+static int64_t before(host *h, int end) {
+    int64_t n = 0;
+    for (int p = 0; p < end; p++) n += mn_model_param_at(h->model, p)->info.count;
+    return n;
+}
+
+/* What a pass does with parameters that come by blocks: it reads values going forward and back, and
+ * leaves gradients going back. */
+static bool pass_by_blocks(host *h, mn_device_reduce *r, int64_t item_of_batch) {
+    const int n = mn_model_describe(h->model)->n_layers;
+    int first, end;
+    bool ok = true;
+    for (int b = 0; b < n; b++) {
+        mn_device_reduce_enter(r, b);
+        mn_model_block_params(h->model, b, &first, &end);
+        each(h, before(h, first), before(h, end), false, is_value, 0, &ok);
+    }
+    for (int b = n - 1; b >= 0; b--) {
+        mn_model_block_params(h->model, b, &first, &end);
+        each(h, before(h, first), before(h, end), false, is_value, 0, &ok);
+        each(h, before(h, first), before(h, end), true, set_item, item_of_batch, &ok);
+        mn_device_reduce_ready(r, b);
+    }
+    mn_model_block_params(h->model, 0, &first, &end);
+    each(h, 0, before(h, first), true, set_item, item_of_batch, &ok);
+    mn_model_block_params(h->model, n - 1, &first, &end);
+    each(h, before(h, end), h->elements[0] + mn_model_count(h->model), true, set_item,
+         item_of_batch, &ok);
+    return ok;
+}
+
 static mn_status run_step(host *h, mn_device_reduce *r, const job *j, int rank, int64_t all) {
     bool ok = true;
     mn_status st = MN_OK;
     mn_device_reduce_begin(r);
+    st = mn_device_reduce_open(r);
     for (int64_t k = 0; st == MN_OK && k < mn_device_reduce_rounds(r); k++) {
         const int64_t batch = mn_device_reduce_batch(r, rank, k);
-        if (batch >= 0) each(h, 0, all, true, set_item, item_number(j, rank, batch), &ok);
+        const int64_t number = item_number(j, rank, batch);
+        if (batch < 0) mn_device_reduce_idle(r);
+        else if (mn_device_reduce_on_request(r)) ok &= pass_by_blocks(h, r, number);
+        else each(h, 0, all, true, set_item, number, &ok);
         st = mn_device_reduce_put(r, k);
     }
+    if (!ok) return mn_fail(MN_ERR_INTERNAL, "a block had other values");
     return st == MN_OK ? mn_device_reduce_sum(r) : st;
 }
 
@@ -339,8 +422,16 @@ static mn_status open_reduce(mn_device_reduce **r, mn_nccl **nccl, const host *h
     const mn_device_reduce_options how = {
         .device = h->context.device, .nccl = *nccl, .model = h->model, .rank = rank,
         .world = world, .sequence = j->sequence, .batches = j->batches,
-        .shards_gradients = j->shards, .elements = h->elements, .pieces = h->pieces };
+        .shards_gradients = j->shards == GRADIENTS, .shards_parameters = j->shards == PARAMETERS,
+        .elements = h->elements, .pieces = h->pieces };
     return mn_device_reduce_create(r, &how);
+}
+
+/* Between steps the pages take what was foretold, and that is less than for all numbers. */
+static bool shares_memory(const host *h, const mn_device_reduce *r) {
+    const size_t all = 2 * (size_t)mn_model_count(h->model) * sizeof(float);
+    const size_t held = mn_model_device_bytes(h->model);
+    return held == mn_device_reduce_paged(r) && held < all;
 }
 
 static int sum(mn_comm *comm, void *context) {
@@ -350,17 +441,22 @@ static int sum(mn_comm *comm, void *context) {
     mn_nccl *nccl = NULL;
     mn_device_reduce *r = NULL;
     bool ok = true;
-    if (!open_host(&h, world)) return 2;
+    if (!open_host(&h, world, j->shards == PARAMETERS)) return 2;
     const int64_t all = h.elements[world];
     if (open_reduce(&r, &nccl, &h, comm, j) != MN_OK) return 3;
+    each(&h, h.elements[rank], h.elements[rank + 1], false, set_value, rank, &ok);
     for (int step = 0; step < 2; step++) {
         if (run_step(&h, r, j, rank, all) != MN_OK) return 5;
         each(&h, h.elements[rank], h.elements[rank + 1], true, is_sum, j->batches * j->sequence,
              &ok);
         if (!ok) return 6;
+        if (mn_device_reduce_on_request(r) && !shares_memory(&h, r)) return 9;
+        if (step == 0 && mn_device_reduce_whole(r) != MN_OK) return 10;
+        if (step == 0) each(&h, 0, all, false, is_value, rank, &ok);
+        if (step == 0 && mn_device_reduce_on_request(r) && !ok) return 11;
+        ok = true;
     }
-    each(&h, h.elements[rank], h.elements[rank + 1], false, set_value, rank, &ok);
-    if (mn_device_reduce_values(r) != MN_OK) return 7;
+    if (mn_device_reduce_values(r) != MN_OK || mn_device_reduce_whole(r) != MN_OK) return 7;
     each(&h, 0, all, false, is_value, rank, &ok);
     if (!ok) return 8;
     mn_device_reduce_destroy(r);
@@ -374,11 +470,15 @@ static void sums_are_those_of_the_tree_on_any_number_of_gpus(void **state) {
     static const struct {
         int world;
         job j;
-    } cases[] = { { 1, { 1, 1, false } }, { 1, { 7, 1, false } }, { 2, { 2, 1, false } },
-                  { 2, { 7, 1, false } }, { 3, { 5, 1, false } }, { 4, { 8, 1, false } },
-                  { 2, { 1, 2, false } }, { 4, { 3, 2, false } }, { 1, { 7, 1, true } },
-                  { 2, { 2, 1, true } },  { 2, { 7, 1, true } },  { 3, { 5, 1, true } },
-                  { 4, { 13, 1, true } }, { 2, { 1, 2, true } },  { 4, { 3, 2, true } } };
+    } cases[] = {
+        { 1, { 1, 1, NO_SHARDS } },  { 1, { 7, 1, NO_SHARDS } },   { 2, { 2, 1, NO_SHARDS } },
+        { 2, { 7, 1, NO_SHARDS } },  { 3, { 5, 1, NO_SHARDS } },   { 4, { 8, 1, NO_SHARDS } },
+        { 2, { 1, 2, NO_SHARDS } },  { 4, { 3, 2, NO_SHARDS } },   { 1, { 7, 1, GRADIENTS } },
+        { 2, { 2, 1, GRADIENTS } },  { 2, { 7, 1, GRADIENTS } },   { 3, { 5, 1, GRADIENTS } },
+        { 4, { 13, 1, GRADIENTS } }, { 2, { 1, 2, GRADIENTS } },   { 4, { 3, 2, GRADIENTS } },
+        { 1, { 3, 1, PARAMETERS } }, { 2, { 2, 1, PARAMETERS } },  { 2, { 7, 1, PARAMETERS } },
+        { 3, { 5, 1, PARAMETERS } }, { 4, { 13, 1, PARAMETERS } }, { 4, { 3, 2, PARAMETERS } }
+    };
     for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
         int codes[16];
         job j = cases[i].j;
@@ -398,7 +498,7 @@ static int count_bytes(mn_comm *comm, void *context) {
     host h;
     mn_nccl *nccl = NULL;
     mn_device_reduce *r[2] = { NULL };
-    if (!open_host(&h, mn_comm_world(comm))) return 2;
+    if (!open_host(&h, mn_comm_world(comm), false)) return 2;
     for (int shards = 0; shards < 2; shards++) {
         job of = *j;
         of.shards = shards;
@@ -483,7 +583,7 @@ static int skip_spike(mn_comm *comm, void *context) {
     mn_optim_outcome outcome[2];
     uint64_t values[3];
     bool ok = true;
-    if (!open_host(&h, world) || open_optimizer(&o, &h, rank, world) != MN_OK) return 2;
+    if (!open_host(&h, world, false) || open_optimizer(&o, &h, rank, world) != MN_OK) return 2;
     if (open_reduce(&r, &nccl, &h, comm, j) != MN_OK) return 3;
     values[0] = values_of(&h);
     for (int step = 0; step < 2; step++) {

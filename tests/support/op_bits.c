@@ -1,6 +1,7 @@
 /* op_bits.c - the comparisons of op_bits.h. */
 #include "support/op_bits.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "base/dtype.h"
@@ -20,6 +21,22 @@ bool op_bits_per_sequence(const mn_sample *s, const mn_sample_tensor *t) {
     return t->axes[0] == 'N' || op_token_layout(&tokens, s, t);
 }
 
+/* The first number of `a` that has other bits in `b`, as text. */
+static const char *first_difference(const mn_sample *s, const void *a, const void *b,
+                                    int64_t count, char text[80]) {
+    const mn_dtype dtype = ((const mn_call *)s->args)->dtype;
+    const size_t size = mn_dtype_bytes(dtype);
+    int64_t at = 0;
+    while (at < count && !memcmp((const char *)a + at * size, (const char *)b + at * size, size)) {
+        at++;
+    }
+    const bool wide = dtype == MN_F64;
+    snprintf(text, 80, "at %lld: %.9g and %.9g", (long long)at,
+             wide ? ((const double *)a)[at] : (double)((const float *)a)[at],
+             wide ? ((const double *)b)[at] : (double)((const float *)b)[at]);
+    return text;
+}
+
 void op_check_same(const char *what, const char *target, const mn_sample *a, const mn_sample *b,
                    op_bits_filter *wanted, const op_case *c) {
     for (int i = 0; i < a->n_tensors; i++) {
@@ -27,8 +44,10 @@ void op_check_same(const char *what, const char *target, const mn_sample *a, con
         const void *x = op_memory(t, OP_COMPUTED), *y = op_memory(&b->tensors[i], OP_COMPUTED);
         if (!x || !y || !wanted(a, t)) continue;
         const bool input = t->field->role <= MN_ROLE_RAW;
-        CHECK(memcmp(x, y, bytes_of(a, t->count)) == 0, "%s, %s: %s%s differs, %s", what, target,
-              input ? "d" : "", t->field->name, op_case_text(c));
+        if (memcmp(x, y, bytes_of(a, t->count)) == 0) continue;
+        char text[80];
+        CHECK(false, "%s, %s: %s%s differs %s, %s", what, target, input ? "d" : "",
+              t->field->name, first_difference(a, x, y, t->count, text), op_case_text(c));
     }
 }
 

@@ -19,10 +19,12 @@
 
 #include "base/checked.h"
 #include "base/clock.h"
+#include "base/deviation.h"
 #include "base/dtype.h"
 #include "base/rng.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "support/check.h"
 #include "ops/run.h"
 #include "ops/sample.h"
 #include "runtime/arena.h"
@@ -467,6 +469,30 @@ static void contexts_work_side_by_side(void **state) {
     for (int i = 0; i < N_HOSTS; i++) assert_true(fine[i]);
 }
 
+/* Two rows, of scales 4 and 2, in a tensor of rms sqrt(25 / 4): one number off by 1 / 4. */
+static void deviations_by_hand(void **state) {
+    (void)state;
+    const double r[4] = { 3, 4, 0, 0 }, inf = INFINITY;
+    double x[4] = { 3, 4.25, 0, 0 };
+    mn_deviation off = mn_deviation_of(x, r, 4, 2);
+    CHECK(fabs(off.rms - 2.5) < 1e-15 && fabs(off.of_rms - 0.05) < 1e-15, "%g, %g", off.rms,
+          off.of_rms);
+    CHECK(off.worst == 0.25 && off.share == 0.0625 && off.at == 1, "%g, %g at %d", off.worst,
+          off.share, (int)off.at);
+    const double law = 4.0 / 256.0 + sqrt(2.0 * log(4.0)) * 0.05 * sqrt(12.5);
+    CHECK(fabs(off.of_law - 0.25 / law) < 1e-15, "%g, not %g", off.of_law, 0.25 / law);
+    x[3] = 0.25;    // of a row of zeros, whose scale is the tensor's rms
+    off = mn_deviation_of(x, r, 4, 2);
+    CHECK(off.share == 0.1 && off.at == 3, "%g at %d", off.share, (int)off.at);
+    x[2] = NAN;
+    off = mn_deviation_of(x, r, 4, 2);
+    CHECK(isnan(off.share) && isnan(off.worst) && off.at == 2, "at %d", (int)off.at);
+    const double far[2] = { inf, 1 }, same[2] = { inf, 1 }, other[2] = { -inf, 1 };
+    CHECK(mn_deviation_of(same, far, 2, 2).worst == 0.0, "the same infinity");
+    CHECK(mn_deviation_of(other, far, 2, 2).worst == inf, "another infinity");
+    check_done();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(status_carries_a_sentence),
@@ -489,6 +515,7 @@ int main(void) {
         cmocka_unit_test(a_pool_may_rest_and_go_on),
         cmocka_unit_test(thread_counts_are_checked),
         cmocka_unit_test(contexts_work_side_by_side),
+        cmocka_unit_test(deviations_by_hand),
     };
     return cmocka_run_group_tests_name("base", tests, NULL, NULL);
 }

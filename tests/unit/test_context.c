@@ -112,11 +112,39 @@ static void results_have_their_own_memory(void **state) {
     check_done();
 }
 
+/* dq and dk of B sequences of T tokens in rows of 8 numbers, of which dk has those from `first`. */
+static mn_status additive_gradients(mn_context *context, int64_t B, int64_t T, int64_t first) {
+    enum { K = 4, MOST = 3 };
+    static float q[MOST * K], k[MOST * K], v[MOST * K], grad[8 * MOST];
+    const int64_t step = 8;
+    mn_additive_args args = { .call = { .dtype = MN_F32, .B = B, .T = T, .H = 1, .K = K, .V = K },
+                              .scale = 1.0, .decay = MN_DECAY_NONE };
+    const mn_in tokens = { q, { T * K, K, K } };
+    args.q = args.k = args.v = args.cot.o = tokens;
+    args.k.data = k, args.v.data = v;
+    args.grad.q = (mn_out){ grad, { T * step, step, K } };
+    args.grad.k = (mn_out){ grad + first, { T * step, step, K } };
+    return mn_op_additive_backward(context, &args);
+}
+
+static void gradients_lie_side_by_side(void **state) {
+    (void)state;
+    mn_context *context = context_of(1);
+    for (int64_t one = 0; one < 2; one++) {    // a sequence of many tokens, many of one token
+        const int64_t B = one ? 3 : 1, T = one ? 1 : 3;
+        CHECK(additive_gradients(context, B, T, 4) == MN_OK, "%s", mn_last_error());
+        CHECK(additive_gradients(context, B, T, 3) == MN_ERR_ARGUMENT, "one number in common");
+    }
+    mn_context_destroy(context);
+    check_done();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(second_thread_is_refused),
         cmocka_unit_test(child_gives_up_its_context),
         cmocka_unit_test(results_have_their_own_memory),
+        cmocka_unit_test(gradients_lie_side_by_side),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -11,6 +11,7 @@ Results that a call does not ask for come back empty.
 `outputs` and `grads` have a bit per tensor. cu_seqlens lies in host memory."""
 
 import ctypes
+import functools
 
 import torch
 
@@ -31,6 +32,7 @@ _knows_modes = None not in (_modes, _functions, _transforms)
 
 _compiled = _fast.load((_modes, _functions, _transforms))
 _run_known = None if _compiled is None else _compiled.run
+_is_compiling = torch.compiler.is_compiling    # a constant to who traces
 
 
 def _known_calls(op, function, inputs, cotangents=()):
@@ -261,7 +263,7 @@ class TorchOperator:
         """Results of a call that looks like an earlier one; None of any other."""
         if known is None:
             return None
-        made = _run_known(known, _library.made_handle(), tensors, params, wanted, keeps)
+        made = _run_known(known, tensors, params, wanted, keeps)
         if type(made) is tuple:
             words, results, index, _ = made
             _device.run(function, index, words, (), keeps)
@@ -569,14 +571,26 @@ def _run(top, args, n):
 
 def call_known(top, tensors, params, wanted):
     """Results of a call that looks like an earlier one; None of any other."""
-    if top.known is None or torch.compiler.is_compiling():
+    if top.known is None or _is_compiling():
         return None
-    made = _run_known(top.known, _library.made_handle(), tensors, params, wanted, True)
+    made = _run_known(top.known, tensors, params, wanted, True)
     if type(made) is list or made is None:
         return made
+    return finish_known(top, tensors, params, wanted, made)
+
+
+def finish_known(top, tensors, params, wanted, made):
+    """Results of a known call that the compiled way left, or its failure."""
     if type(made) is tuple:
         return _finish(top, tensors, params, wanted, top.no_host, *made)
     return _library.check(made)
+
+
+def remember(top, given, outputs, params, wanted, kind, main):
+    """How a call was written: its numbers, names of results, and what to make of the latter."""
+    if top.known is not None and not _is_compiling():
+        _compiled.means(top.known, given, outputs, params, wanted, kind, main,
+                        functools.partial(finish_known, top))
 
 
 def call(top, tensors, params, cu_seqlens=None, counts0=None, wanted=None):

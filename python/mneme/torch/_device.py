@@ -41,7 +41,7 @@ class DeviceContext(_library.Context):
                          memory=(self.allocate, self.release))
         if compiled is not None:
             compiled.gpu(index, self.handle, self.stream, self.lock.acquire, self.lock.release,
-                         self.trim)
+                         self.trim, torch.cuda.device_count() == 1)
 
     def _tell(self):
         if compiled is not None:

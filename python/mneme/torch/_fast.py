@@ -51,7 +51,8 @@ def load(watchers):
     module = _module()
     if module is None or not module.setup(table, torch.Tensor, torch.nn.Parameter,
                                           torch.is_grad_enabled, torch.is_autocast_enabled,
-                                          _any_autocast, _device._current, _device._stream_of, _device._records,
+                                          _any_autocast, _device._current, _device._stream_of,
+                                          _device._records, _library.made_handle,
                                           tuple(watchers)):
         return None
     _device.compiled = module

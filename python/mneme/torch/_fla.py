@@ -5,12 +5,14 @@ Common arguments: q, k [B, T, H, K], v [B, T, H, V]; scale None for K^-0.5; init
 [N, H, K, V]; cu_seqlens [N + 1] packs sequences and needs B = 1. All give (o, final_state), the
 state None unless output_final_state. state_v_first turns states to [N, H, V, K]."""
 
+import functools
+import inspect
 import warnings
 
 import torch
 import torch.nn.functional as F
 
-from ._call import call, host_integers, torch_operators
+from ._call import _compiled, _is_compiling, call, host_integers, remember, torch_operators
 from ._mixers import taylor
 
 _T = torch_operators
@@ -154,6 +156,52 @@ def _two(name, tensors, scale, cu_seqlens, output_final_state, v_first=False, gi
     return o if given is None else _as_given(o, given), _turned(state, v_first)
 
 
+_DIRECT = """
+def {name}({head}):
+    if cu_seqlens is None{no_more} and not _compiling():
+        given = ({name!r}, k.shape[-1], scale, output_final_state, {others})
+        made = _ask(_known, ({tensors}), given, None)
+        return _learn(({tensors}), given, _slow({values})) if made is None else made
+    return _slow({values})
+"""
+
+
+def _direct(operator, order):
+    """For a function that is one call of `operator` where its other arguments have their defaults,
+    with the tensors `order`, the number scale and results (o, state). Calls that look like an
+    earlier one of that kind are left to src/fastcall.c before anything is looked at here."""
+    top = _T[operator]
+    names = order.replace("-", "").split()
+
+    def learn(defaults, tensors, given, made):
+        if all(a is b for a, b in zip(given[4:], defaults)):
+            k = tensors[1]
+            remember(top, given, None, (_scale(given[2], k),), 3 if given[3] else 1, tuple, 0)
+        return made
+
+    def wrap(function):
+        if top.known is None:
+            return function
+        parameters = list(inspect.signature(function).parameters.values())
+        more = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+        plain = [p for p in parameters if p not in more]
+        others = [p for p in plain
+                  if p.name not in (*names, "scale", "output_final_state", "cu_seqlens")]
+        text = _DIRECT.format(
+            name=function.__name__, no_more=" and not kwargs" * len(more),
+            head=", ".join([p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+                            for p in plain] + ["**kwargs"] * len(more)),
+            others="".join(p.name + ", " for p in others),
+            tensors="".join(("None" if n == "-" else n) + ", " for n in order.split()),
+            values=", ".join([p.name for p in plain] + ["**kwargs"] * len(more)))
+        scope = {"_ask": _compiled.ask, "_known": top.known, "_compiling": _is_compiling,
+                 "_slow": function,
+                 "_learn": functools.partial(learn, [p.default for p in others])}
+        exec(text, scope)
+        return functools.wraps(function)(scope[function.__name__])
+    return wrap
+
+
 # ---- sums ---------------------------------------------------------------------------------------
 
 def _additive(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, v_first=False,
@@ -207,6 +255,7 @@ def _heads(q):
     return torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
 
 
+@_direct("additive", "q k v g initial_state")
 def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None,
                      output_final_state=False, state_v_first=False, cu_seqlens=None,
                      cu_seqlens_cpu=None, **kwargs):
@@ -292,6 +341,7 @@ def fused_recurrent_lightning_attn(q, k, v, layer_idx, num_layers, scale=None, i
                                 output_final_state, cu_seqlens, reverse=reverse)
 
 
+@_direct("additive", "q k v g initial_state")
 def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False,
               state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None):
     """Gated linear attention: log decay g [B, T, H, K] per key channel."""
@@ -300,6 +350,7 @@ def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=Fal
                      _offsets(cu_seqlens, cu_seqlens_cpu), state_v_first)
 
 
+@_direct("additive", "q k v gk initial_state")
 def fused_recurrent_gla(q, k, v, gk=None, gv=None, scale=None, initial_state=None,
                         output_final_state=False, reverse=False, state_v_first=False,
                         cu_seqlens=None, **kwargs):
@@ -339,6 +390,7 @@ def _delta(q, k, v, g, beta, scale, initial_state, output_final_state, use_l2nor
                 _scale(scale, k), cu_seqlens, output_final_state, v_first, given)
 
 
+@_direct("delta_net", "q k v beta - initial_state")
 def chunk_delta_rule(q, k, v, beta, scale=None, initial_state=None, output_final_state=False,
                      use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs):
     """DeltaNet: S = S + beta k (v - S'k)', beta [B, T, H]."""
@@ -379,6 +431,7 @@ def _gate(g, A_log, dt_bias, lower_bound=None, width=1):
     return -rate * F.softplus(g)
 
 
+@_direct("delta_net", "q k v beta g initial_state")
 def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None,
                            output_final_state=False, use_qk_l2norm_in_kernel=False,
                            use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
@@ -399,6 +452,7 @@ def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None,
                   use_qk_l2norm_in_kernel, v_first, _offsets(cu_seqlens, cu_seqlens_cpu))
 
 
+@_direct("delta_net", "q k v beta g initial_state")
 def fused_recurrent_gated_delta_rule(q, k, v, g=None, gk=None, gv=None, beta=None, scale=None,
                                      initial_state=None, output_final_state=False,
                                      use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
@@ -442,6 +496,7 @@ def _kda_gate(g, A_log, dt_bias, lower_bound, safe_gate, width):
     return _gate(g, A_log, dt_bias, lower_bound, width)
 
 
+@_direct("delta_net", "q k v beta g initial_state")
 def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
               use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
               use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,

@@ -16,7 +16,7 @@ import inspect
 
 import torch
 
-from ._call import call_known, call_new, torch_operators
+from ._call import _compiled, _is_compiling, call_new, remember, torch_operators
 from .._operators import safe_name
 from .. import ops as _arrays
 
@@ -52,23 +52,33 @@ def _numbers(top, params):
     return chosen
 
 
-def _plain(top, tensors, params, cu_seqlens, counts0, outputs):
-    op, results = top.op, None
-    params = _numbers(top, params)
+def _plain(top, tensors, given, cu_seqlens, counts0, outputs):
+    op = top.op
+    params = _numbers(top, given)
     wanted = top.main if outputs is None else _bits(op, tuple(outputs))
+    for field, x in zip(op.inputs, tensors):
+        _check_tensor(op, field, x)
+    results = call_new(top, tensors, params, cu_seqlens, counts0, wanted)
+    one = outputs is None and len(op.main) == 1
     if cu_seqlens is None and counts0 is None:
-        results = call_known(top, tensors, params, wanted)
-    if results is None:
-        for field, x in zip(op.inputs, tensors):
-            _check_tensor(op, field, x)
-        results = call_new(top, tensors, params, cu_seqlens, counts0, wanted)
-    if outputs is None and len(op.main) == 1:
-        return results[op.main[0]]
-    return op.result(*results)
+        remember(top, given, outputs, params, wanted, None if one else op.result,
+                 op.main[0] if one else 0)
+    return results[op.main[0]] if one else op.result(*results)
+
+
+_CALL = """
+def {name}({head}):
+    if {alone} and not _compiling():
+        made = _ask(_known, {tensors}, {numbers}, outputs)
+        if made is not None:
+            return made
+    return _plain(_top, {tensors}, {numbers}, cu_seqlens, {counts}, outputs)
+"""
 
 
 def _define(top):
-    """The operator with the signature and words of mneme.ops."""
+    """The operator with the signature and words of mneme.ops. Calls that look like an earlier one
+    are left to src/fastcall.c, all others to _plain()."""
     op = top.op
     twin = getattr(_arrays, op.name)
     parameters = [p for p in inspect.signature(twin).parameters.values() if p.name != "context"]
@@ -76,12 +86,15 @@ def _define(top):
                      + (p.name if p.default is p.empty else f"{p.name}={p.default!r}")
                      for first in [next(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)]
                      for p in parameters)
-    values = "(" + "".join(safe_name(f.name) + ", " for f in op.inputs) + ")"
-    chosen = "(" + "".join(p.name + ", " for p in op.params) + ")"
-    counts = "counts0" if top.has_counts else "None"
-    scope = {"_top": top, "_plain": _plain}
-    exec(f"def {op.name}({head}):\n"
-         f"    return _plain(_top, {values}, {chosen}, cu_seqlens, {counts}, outputs)\n", scope)
+    text = _CALL.format(
+        name=op.name, head=head, counts="counts0" if top.has_counts else "None",
+        tensors="(" + "".join(safe_name(f.name) + ", " for f in op.inputs) + ")",
+        numbers="(" + "".join(p.name + ", " for p in op.params) + ")",
+        alone="cu_seqlens is None" + " and counts0 is None" * top.has_counts
+        if top.known is not None else "False")
+    scope = {"_top": top, "_plain": _plain, "_known": top.known, "_compiling": _is_compiling,
+             "_ask": getattr(_compiled, "ask", None)}
+    exec(text, scope)
     function = scope[op.name]
     function.__doc__, function.__module__ = twin.__doc__, __name__
     function.operator = top

@@ -24,12 +24,15 @@ typedef struct train_case {
     const char *name, *model, *recompute;
     int64_t batch, context;
     double asked, asked_gib;
+    bool infers_only;
 } train_case;
 
 static const train_case cases[] = {
 #define TRAIN_CASE(name, model, recompute, batch, context, asked, asked_gib)                       \
-    { name, model, recompute, batch, context, asked, asked_gib },
+    { name, model, recompute, batch, context, asked, asked_gib, false },
 #include "cli/bench/train_cuda.def"
+#define INFER_CASE(name, model) { name, model, "none", 1, 4096, 0, 0, true },
+#include "cli/bench/infer_cuda.def"
 };
 
 enum { VOCABULARY = 32000, QUICK_VOCABULARY = 512, MAX_RUNS = 64, WARM = 3, PREFILL = 4096 };
@@ -313,18 +316,22 @@ static bool chosen(const train_case *c, const char *only) {
     return !only || strstr(c->name, only);
 }
 
+static bool trains(const train_case *c, const char *only) {
+    return chosen(c, only) && !c->infers_only;
+}
+
 int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool json, bool list) {
     result results[MN_COUNTOF(cases)];
     const bool quick = options->scale == MN_BENCH_QUICK;
     int n = 0, n_failed = 0, n_chosen = 0;
-    for (size_t i = 0; i < MN_COUNTOF(cases); i++) n_chosen += chosen(&cases[i], only);
+    for (size_t i = 0; i < MN_COUNTOF(cases); i++) n_chosen += trains(&cases[i], only);
     if (n_chosen == 0) {
         fprintf(stderr, "mneme bench: no case is called like \"%s\"; --list names them\n", only);
         return 2;
     }
     if (!json && !list) print_head(options);
     for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
-        if (!chosen(&cases[i], only)) continue;
+        if (!trains(&cases[i], only)) continue;
         if (list) {
             puts(cases[i].name);
             continue;

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/deviation.h"
 #include "base/status.h"
 #include "base/util.h"
 
@@ -300,65 +301,17 @@ mn_status mn_golden_compare(mn_golden_result *result, const mn_sample *sample,
     return st;
 }
 
-/* One rounding to bf16 is off by at most this share of the number. */
-static const double unit = 1.0 / 256.0;
-
-/* A row: its largest number and its rms, or the tensor's where that is more. */
-typedef struct row_size {
-    double largest, rms;
-} row_size;
-
-static row_size row_of(const double *row, int64_t width, double rms) {
-    double largest = 0.0, sum = 0.0;
-    for (int64_t i = 0; i < width; i++) {
-        largest = fmax(largest, fabs(row[i]));
-        sum += row[i] * row[i];
-    }
-    return (row_size){ fmax(largest, rms), fmax(sqrt(sum / (double)width), rms) };
-}
-
-/* How far x is off r: relative rms, the largest share of its row's scale, and the largest share of
- * what the largest of that many roundings may be: one to bf16, and a normal error of the rms that
- * was measured. */
-typedef struct deviation {
-    double rms, worst, of_law;
-} deviation;
-
-static deviation deviation_of(const double *x, const double *r, int64_t count, int64_t width) {
-    deviation off = { 0.0, 0.0, 0.0 };
-    double error2 = 0.0, norm2 = 0.0;
-    for (int64_t i = 0; i < count; i++) {
-        error2 += (x[i] - r[i]) * (x[i] - r[i]);
-        norm2 += r[i] * r[i];
-    }
-    const double rms = count > 0 ? sqrt(norm2 / (double)count) : 0.0;
-    const double normal = sqrt(2.0 * log((double)mn_max(count, 1)));    // of the largest of so many
-    off.rms = norm2 > 0 ? sqrt(error2 / norm2) : sqrt(error2);
-    for (int64_t first = 0; first < count; first += width) {
-        const row_size row = row_of(r + first, width, rms);
-        const double law = unit * row.largest + normal * off.rms * row.rms;
-        for (int64_t i = first; i < first + width; i++) {
-            const double d = fabs(x[i] - r[i]);
-            const double share = d > 0.0 || isnan(d) ? d / row.largest : 0.0;
-            const double of_law = d > 0.0 || isnan(d) ? d / law : 0.0;
-            off.worst = share > off.worst || isnan(share) ? share : off.worst;
-            off.of_law = of_law > off.of_law || isnan(of_law) ? of_law : off.of_law;
-        }
-    }
-    return off;
-}
-
 static void compare_bf16(mn_golden_result *result, const mn_golden_numbers *n, int64_t width) {
-    const deviation off = deviation_of(n->got, n->want, n->count, width);
-    deviation most = { 2.0 * unit / sqrt(3.0), 2.0 * unit, 1.0 };
+    const mn_deviation off = mn_deviation_of(n->got, n->want, n->count, width);
+    double rms = 2.0 * MN_BF16_UNIT / sqrt(3.0), share = 2.0 * MN_BF16_UNIT;
     if (n->moved) {
-        const deviation by = deviation_of(n->moved, n->want, n->count, width);
-        most.rms = fmax(most.rms, 2.0 * by.rms), most.worst = fmax(most.worst, 2.0 * by.worst);
+        const mn_deviation by = mn_deviation_of(n->moved, n->want, n->count, width);
+        rms = fmax(rms, 2.0 * by.of_rms), share = fmax(share, 2.0 * by.share);
     }
-    result->rms = off.rms;
-    result->worst = off.worst;
-    result->tolerance = most.rms;
-    result->passed = off.rms <= most.rms && (off.worst <= most.worst || off.of_law <= most.of_law);
+    result->rms = off.of_rms;
+    result->worst = off.share;
+    result->tolerance = rms;
+    result->passed = off.of_rms <= rms && (off.share <= share || off.of_law <= 1.0);
 }
 
 static int64_t row_width(const mn_stored_tensor *tensor) {

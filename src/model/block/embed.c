@@ -1,6 +1,4 @@
 /* embed.c - from tokens to the stream that the first block reads. */
-#include <stdlib.h>
-
 #include "base/status.h"
 #include "model/model_internal.h"
 
@@ -12,15 +10,12 @@ static int64_t first_of(const mn_model_input *in, int64_t b) {
     return state->rows ? state->positions[b] : in->state->position;
 }
 
-/* Positions of all tokens, in the model's memory until the step's end; NULL after a failure. */
-static const int32_t *places_of(mn_model *model, mn_tape *tape, const mn_model_input *in) {
+/* Positions of all tokens, in memory of the tape's step: one that was recorded uploads them again
+ * in front of each launch, whatever other tapes have read since. NULL after a failure. */
+static const int32_t *places_of(const mn_model *model, mn_tape *tape, const mn_model_input *in) {
     const int64_t n = in->B * in->T, most = model->config.block.learned_positions;
-    if (n > model->n_places) {
-        int32_t *grown = realloc(model->places, (size_t)n * sizeof *grown);
-        if (!grown) return NULL;
-        model->places = grown;
-        model->n_places = n;
-    }
+    int32_t *places = mn_tape_host(tape, (size_t)n * sizeof *places);
+    if (!places) return NULL;
     const mn_layer_state *state = in->state ? &in->state->layers[0] : NULL;
     const int64_t *starts = in->starts ? in->starts : state ? state->starts : NULL;
     int64_t row = 0;
@@ -33,13 +28,17 @@ static const int32_t *places_of(mn_model *model, mn_tape *tape, const mn_model_i
                                        "%lld positions", (long long)place + 1, (long long)most));
             return NULL;
         }
-        model->places[i] = (int32_t)place;
+        places[i] = (int32_t)place;
     }
-    return model->places;
+    return places;
 }
 
-bool mn_model_has_positions(const mn_model *model) {
-    return model->positions >= 0;
+bool mn_model_repeats_steps(const mn_model *model) {
+    bool repeats = model->positions < 0;
+    for (int i = 0; i < model->config.n_layers; i++) {
+        repeats = repeats && model->blocks[i].router < 0;
+    }
+    return repeats;
 }
 
 mn_tensor *mn_model_embed(mn_model *model, mn_tape *tape, const mn_model_input *in) {
@@ -47,12 +46,8 @@ mn_tensor *mn_model_embed(mn_model *model, mn_tape *tape, const mn_model_input *
     mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
     if (by != 1.0) x = mn_tape_affine(tape, x, by, 0.0);
     if (model->positions < 0 || !x) return x;
-    if (model->device && mn_tape_records(tape)) {
-        return mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "learned positions are not trained "
-                                          "on a GPU; use the CPU"));
-    }
     const int32_t *places = places_of(model, tape, in);
-    if (!places) return mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "no memory for positions"));
+    if (!places) return NULL;
     mn_tensor *p = mn_tape_embed(tape, model->leaves[model->positions], places, in->B, in->T);
     return mn_tape_add(tape, x, p);
 }

@@ -98,8 +98,8 @@ uint64_t shadow_recurrence(uint64_t *state, const shadow_column_of_state *c);
 void shadow_small(const mn_decode_op *work, int64_t begin, int64_t end);
 int64_t shadow_small_units(const mn_decode_op *work);
 
-/* A piece of a step of an operator (kernels/decode_steps.def). */
-void shadow_step(mn_op_id op, const void *args, int64_t columns, int64_t head, int64_t column);
+/* A piece of a step of an operator, by the number of its row of kernels/decode_steps.def. */
+void shadow_step(int step, const void *args, int64_t head, int64_t column);
 
 /* A token's attention (kernels/decode.h): the parts of a key-value head that a piece makes, with
  * the rows of the caches that these are made of; and the sum of a query head's parts. Where the

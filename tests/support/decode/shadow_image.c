@@ -395,14 +395,6 @@ static void run_recurrence(const mn_decode_recurrence_instr *p) {
 }
 
 static void run_work(const mn_decode_instr *instr) {
-    static const struct {
-        mn_op_id op;
-        int columns;
-    } steps[] = {
-#define DECODE_STEP(op, folder, columns) { MN_OP_##op, columns },
-#include "kernels/decode_steps.def"
-#undef DECODE_STEP
-    };
     const mn_decode_work_instr *w = &instr->work;
     for (int i = 0; instr->kind == MN_DECODE_SMALL && i < w->small.n; i++) {
         shadow_job job;
@@ -413,8 +405,7 @@ static void run_work(const mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_STEP) {
         const mn_decode_step_instr *step = &w->step;
         if ((uintptr_t)step->args % 16 != 0) shadow_fail("arguments of a step are not aligned");
-        shadow_step(steps[step->step].op, step->args, steps[step->step].columns, step->head,
-                    step->column);
+        shadow_step(step->step, step->args, step->head, step->column);
     }
     if (instr->kind == MN_DECODE_ATTEND) {
         const mn_decode_attend_instr *attend = &w->attend;

@@ -409,9 +409,12 @@ static uint64_t inputs_of(mn_op_id op, const void *args, int64_t h, int64_t v, i
     return all;
 }
 
+/* Which results: all; those of columns; those that belong to all columns of a head. */
+typedef enum which { ALL, OF_COLUMNS, OF_HEADS } which;
+
 /* Results of head h in [begin, end) of its columns, and where there are groups of group g. */
 static void write_piece(later *l, mn_op_id op, const void *args, int64_t h, int64_t begin,
-                        int64_t end, int64_t g) {
+                        int64_t end, int64_t g, which results) {
     int n;
     mn_op_fields(op, &n);
     uint64_t *of = malloc((size_t)(end - begin + 1) * sizeof *of);
@@ -428,6 +431,7 @@ static void write_piece(later *l, mn_op_id op, const void *args, int64_t h, int6
             const int64_t group = along(&t, place, 'G');
             if ((head >= 0 && head != h) || (g >= 0 && group >= 0 && group != g)) continue;
             if (column >= 0 && (column < begin || column >= end)) continue;
+            if (results == (column >= 0 ? OF_HEADS : OF_COLUMNS)) continue;
             const uint64_t from = column >= 0 ? of[column - begin] : of_group;
             put_later(l, at, shadow_mix(shadow_mix(from, (uint64_t)i), (uint64_t)k));
         }
@@ -435,31 +439,41 @@ static void write_piece(later *l, mn_op_id op, const void *args, int64_t h, int6
     free(of);
 }
 
+enum { OWN, SHARED };
+
+static const struct step_row {
+    mn_op_id op;
+    int columns, results;
+} step_rows[] = {
+#define DECODE_STEP(op, folder, columns, results) { MN_OP_##op, columns, results },
+#include "kernels/decode_steps.def"
+#undef DECODE_STEP
+};
+
 /* As decode_steps.def has it: so many columns of a head, or a group of it. */
-void shadow_step(mn_op_id op, const void *args, int64_t columns, int64_t head, int64_t column) {
+void shadow_step(int step, const void *args, int64_t head, int64_t column) {
     const mn_call *c = args;
+    const mn_op_id op = step_rows[step].op;
+    const int64_t columns = step_rows[step].columns;
+    const bool shares = step_rows[step].results == SHARED;
     later l = { 0 };
-    if (columns > 0) {
-        write_piece(&l, op, args, head, column, mn_min(column + columns, c->V), -1);
+    if (column < 0) {
+        if (!shares) shadow_fail("a step of no columns");
+        write_piece(&l, op, args, head, 0, 0, -1, OF_HEADS);
+    } else if (columns > 0) {
+        write_piece(&l, op, args, head, column, mn_min(column + columns, c->V), -1,
+                    shares ? OF_COLUMNS : ALL);
     } else {
         const int64_t G = mn_max(c->G, 1);
         write_piece(&l, op, args, head, (column * c->V + G - 1) / G,
-                    ((column + 1) * c->V + G - 1) / G, column);
+                    ((column + 1) * c->V + G - 1) / G, column, ALL);
     }
     put_now(&l);
 }
 
 static int64_t step_columns(mn_op_id op) {
-    static const struct {
-        mn_op_id op;
-        int columns;
-    } rows_of[] = {
-#define DECODE_STEP(op, folder, columns) { MN_OP_##op, columns },
-#include "kernels/decode_steps.def"
-#undef DECODE_STEP
-    };
-    for (size_t i = 0; i < MN_COUNTOF(rows_of); i++) {
-        if (rows_of[i].op == op) return rows_of[i].columns;
+    for (size_t i = 0; i < MN_COUNTOF(step_rows); i++) {
+        if (step_rows[i].op == op) return step_rows[i].columns;
     }
     return -1;
 }
@@ -469,9 +483,10 @@ static void all_steps(later *l, mn_op_id op, const void *args, int64_t columns) 
     const mn_call *c = args;
     const int64_t G = mn_max(c->G, 1);
     for (int64_t h = 0; h < mn_max(c->H, 1); h++) {
-        if (columns > 0) write_piece(l, op, args, h, 0, c->V, -1);
+        if (columns > 0) write_piece(l, op, args, h, 0, c->V, -1, ALL);
         for (int64_t g = 0; g < G && columns == 0; g++) {
-            write_piece(l, op, args, h, (g * c->V + G - 1) / G, ((g + 1) * c->V + G - 1) / G, g);
+            write_piece(l, op, args, h, (g * c->V + G - 1) / G, ((g + 1) * c->V + G - 1) / G, g,
+                        ALL);
         }
     }
 }

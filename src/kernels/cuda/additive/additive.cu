@@ -1,14 +1,14 @@
 /* additive.cu - S = diag(exp g) S + k v';  o = scale S'q (see ref/additive.c).
  *
  * bf16 calls are scans over chunks on tensor cores (additive_mma.cuh says which); the rest and
- * decoding are the recurrence of matrix_state.cuh and matrix_step.cuh without its eraser: w = k,
- * and the residual is v. */
+ * decoding are the recurrence of matrix_state.cuh without its eraser: w = k, and the residual is v.
+ * */
 #include "kernels/cuda/additive/additive.cuh"
 
 #include <math.h>
 
 #include "kernels/cuda/prim/device_props.h"
-#include "kernels/cuda/recurrent/matrix_step.cuh"
+#include "kernels/cuda/recurrent/matrix_state.cuh"
 
 namespace mneme::additive {
 

@@ -9,6 +9,7 @@
  * is what additive has for dq over chunks; other sizes, float32 and one token are the recurrence
  * below, where a row of the state belongs to a value channel and waits for no other. */
 #include "kernels/cuda/additive/additive.cuh"
+#include "kernels/cuda/additive/additive_column_step.cuh"
 #include "kernels/cuda/recurrent/matrix_state.cuh"
 
 namespace mneme::additive {
@@ -364,71 +365,25 @@ static int back(const mn_additive_column_args *p, float *shared, cudaStream_t st
 
 /* ---- one token ------------------------------------------------------------------------------- */
 
-enum { STEP_THREADS = 256, STEP_ROWS = 2 };    // of a block; rows of the state of some lanes
+enum { STEP_ROWS = 2 };    // of the state of some lanes
 
-/* LANES lanes have a row of the state, each of them PACKS times four neighbours: K is at most
- * 4 PACKS LANES. While it waits for the launch in front a thread prefetches its cells into L2. */
+/* While it waits for the launch in front a thread prefetches its cells into L2. */
 template <typename T, int LANES, int PACKS>
 __global__ void __launch_bounds__(STEP_THREADS)
 additive_column_step_recurrent(const __grid_constant__ mn_additive_column_args p,
                                int64_t n_tiles) {
-    constexpr int GROUPS = STEP_THREADS / LANES;
+    typedef step_tile<LANES, PACKS, STEP_ROWS> tile;
     const int64_t index = blockIdx.x, h = index / n_tiles % p.call.H;
-    const int64_t n = index / n_tiles / p.call.H, K = p.call.K, V = p.call.V;
-    const int64_t first = index % n_tiles * (GROUPS * STEP_ROWS) + threadIdx.x / LANES;
-    const int lane = threadIdx.x % LANES;
-    const float *from = mn_row<float>(p.state0, n, 0, h);
-    float *to = mn_row<float>(p.state, n, 0, h);
+    const int64_t n = index / n_tiles / p.call.H, first = index % n_tiles * tile::columns;
     mn_pdl_launch_dependents();
-#pragma unroll
-    for (int x = 0; x < STEP_ROWS * PACKS; x++) {
-        const int64_t j = first + x / PACKS * GROUPS, i = 4 * (lane + LANES * (x % PACKS));
-        if (from && j < V && i < K) mn_prefetch_l2(from + j * K + i);
-    }
+    tile::prefetch(p, n, h, first);
     mn_pdl_wait();
-    const T *q = mn_row<T>(p.q, n, 0, h), *k = mn_row<T>(p.k, n, 0, h);
-    const T *v = mn_row<T>(p.v, n, 0, h), *g = mn_row<T>(p.g, n, 0, h);
-    T *o = mn_row<T>(p.o, n, 0, h);
-    float S[STEP_ROWS][PACKS][4], query[PACKS][4], key[PACKS][4];
-#pragma unroll
-    for (int x = 0; x < STEP_ROWS * PACKS; x++) {
-        const int64_t j = first + x / PACKS * GROUPS, i = 4 * (lane + LANES * (x % PACKS));
-        mn_load<4>(S[x / PACKS][x % PACKS], j < V && i < K ? from : nullptr, j * K + i);
-    }
-#pragma unroll
-    for (int m = 0; m < PACKS; m++) {
-        const int64_t i = 4 * (lane + LANES * m);
-        mn_load<4>(query[m], i < K ? q : nullptr, i);
-        mn_load<4>(key[m], i < K ? k : nullptr, i);
-    }
-#pragma unroll
-    for (int r = 0; r < STEP_ROWS; r++) {
-        const int64_t j = first + r * GROUPS;
-        const float decay = j < V ? mn_matrix_decay(mn_float(g[j])) : 0.0f;
-        const float value = j < V ? mn_float(v[j]) : 0.0f;
-        float sum = 0.0f;
-#pragma unroll
-        for (int m = 0; m < PACKS; m++) {
-            const int64_t i = 4 * (lane + LANES * m);
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                float &cell = S[r][m][c];
-                cell = fmaf(value, key[m][c], mn_matrix_apply_decay(cell, decay));
-                sum = fmaf(query[m][c], cell, sum);
-            }
-            if (to && j < V && i < K) mn_store<4>(to, j * K + i, S[r][m]);
-        }
-#pragma unroll
-        for (int lanes = LANES / 2; lanes > 0; lanes >>= 1) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-        }
-        if (o && lane == 0 && j < V) mn_put(o + j, (float)p.scale * sum);
-    }
+    tile::template step<T>(p, n, h, first);
 }
 
 template <typename T, int LANES, int PACKS>
 static int step_of(const mn_additive_column_args *p, cudaStream_t stream) {
-    const int64_t n_tiles = mn_ceil_div(p->call.V, STEP_THREADS / LANES * STEP_ROWS);
+    const int64_t n_tiles = mn_ceil_div(p->call.V, step_tile<LANES, PACKS, STEP_ROWS>::columns);
     const int64_t blocks = n_tiles * p->call.H * p->call.B;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
@@ -438,12 +393,8 @@ static int step_of(const mn_additive_column_args *p, cudaStream_t stream) {
 
 template <typename T>
 static int step(const mn_additive_column_args *p, cudaStream_t stream) {
-    using namespace recurrent;
     const int64_t K = p->call.K;
-    const bool packs = K % 4 == 0 && mn_step_vec_aligned<T>(p->q) && mn_step_vec_aligned<T>(p->k) &&
-                       mn_step_vec_aligned<float>(p->state0) &&
-                       mn_step_vec_aligned<float>(p->state);
-    if (!packs || K > 512) return forward<T>(p, stream);
+    if (!additive_column_step_supported(p)) return forward<T>(p, stream);
     if (K <= 64) return step_of<T, 16, 1>(p, stream);
     if (K <= 128) return step_of<T, 32, 1>(p, stream);
     return K <= 256 ? step_of<T, 32, 2>(p, stream) : step_of<T, 32, 4>(p, stream);

@@ -15,7 +15,7 @@ namespace mneme::attention {
 /* Both operators. */
 struct mn_attn_params {
     mn_call call;
-    int64_t window;        // 0: none, or none that binds
+    int64_t window;        // 0: none
     float scale, eps;
     double base;
     int rope;              // attention's rope_kind

@@ -247,7 +247,7 @@ struct mn_attend_span {
     int64_t position, first, n;
 
     __device__ explicit mn_attend_span(const mn_decode_attention &p) {
-        position = *(const volatile int32_t *)p.position;
+        position = *(const volatile int64_t *)p.position;
         first = p.window > 0 && p.window <= position ? position + 1 - p.window : 0;
         n = position + 1 - first;
     }

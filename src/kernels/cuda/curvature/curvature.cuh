@@ -20,6 +20,7 @@
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_CUH
 
 #include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/wild.cuh"
 
 namespace mneme::curvature {
 
@@ -141,6 +142,90 @@ __device__ inline void mn_smem_tile_mma(mn_tile_acc<N> &sum, const float *a, int
             sum.at[n][1] = fmaf(upper, right, sum.at[n][1]);
             sum.at[n][2] = fmaf(lower, left, sum.at[n][2]);
             sum.at[n][3] = fmaf(lower, right, sum.at[n][3]);
+        }
+    }
+}
+
+/* Of a product of 16 tokens with as many, which rows take part in which depth: those that are not
+ * before it, or not behind it. */
+enum mn_tile_sees { MN_SEES_EARLIER, MN_SEES_LATER };
+
+template <mn_tile_sees SEES>
+__device__ inline bool mn_tile_row_sees(int row, int depth) {
+    return SEES == MN_SEES_EARLIER ? depth <= row : depth >= row;
+}
+
+/* sum += A B over the 16 rows' own depth, where A is 0 beyond what SEES: numbers of B that are not
+ * finite go into rows that see them only. B plain, columns in pairs of tiles. */
+template <mn_mma_trans A, mn_tile_sees SEES, int N>
+__device__ inline void mn_smem_tile_mma_causal(mn_tile_acc<N> &sum, const mn_bf16 *a, int lda,
+                                               const mn_bf16 *b, int ldb) {
+    const int lane = threadIdx.x % 32, low = lane % 8, middle = lane / 8 % 2 * 8;
+    const int high = lane / 16 * 8;
+    unsigned from_a[4], from_b[N / 2][4], watch = 0;
+    mn_ldmatrix_x4<A == MN_TRANS>(from_a, a + (A == MN_NO_TRANS ? (low + middle) * lda + high
+                                                                : (low + high) * lda + middle));
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        mn_ldmatrix_x4<true>(from_b[n / 2], b + (low + middle) * ldb + high + 8 * n);
+#pragma unroll
+        for (int i = 0; i < 4; i++) watch = mn_bf16x2_watch(from_b[n / 2][i], watch);
+    }
+    const bool wild = __any_sync(0xffffffffu, watch & 0x7fff7fffu);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        unsigned(&x)[4] = from_b[n / 2];
+#pragma unroll
+        for (int i = 0; i < 4 && wild; i++) x[i] &= ~mn_bf16x2_wild(x[i]);
+        mn_mma_m16n8k16(sum.at[n], from_a, x[0], x[1]);
+        mn_mma_m16n8k16(sum.at[n + 1], from_a, x[2], x[3]);
+    }
+#pragma unroll 1
+    for (int depth = 0; wild && depth < 16; depth++) {
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            unsigned x[4];
+            float own[2][4] = {};
+            mn_ldmatrix_x4<true>(x, b + (low + middle) * ldb + high + 8 * n);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int at = i % 2 * 8 + lane % 4 * 2;    // of the lower half
+                const unsigned half = at == depth ? 0xffffu : at + 1 == depth ? 0xffff0000u : 0u;
+                x[i] &= mn_bf16x2_wild(x[i]) & half;
+            }
+            mn_mma_m16n8k16(own[0], from_a, x[0], x[1]);
+            mn_mma_m16n8k16(own[1], from_a, x[2], x[3]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const bool sees = mn_tile_row_sees<SEES>(lane / 4 + i % 4 / 2 * 8, depth);
+                if (sees && mn_is_wild(own[i / 4][i % 4])) {
+                    sum.at[n + i / 4][i % 4] += own[i / 4][i % 4];
+                }
+            }
+        }
+    }
+}
+
+template <mn_mma_trans A, mn_tile_sees SEES, int N>
+__device__ inline void mn_smem_tile_mma_causal(mn_tile_acc<N> &sum, const float *a, int lda,
+                                               const float *b, int ldb) {
+    const int row = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    const int step_a = A == MN_NO_TRANS ? 1 : lda, next_a = A == MN_NO_TRANS ? lda : 1;
+#pragma unroll 4
+    for (int i = 0; i < 16; i++) {
+        const float upper = a[row * next_a + i * step_a];
+        const float lower = a[(row + 8) * next_a + i * step_a];
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const float *at = b + i * ldb + column + 8 * n;
+            if (mn_tile_row_sees<SEES>(row, i)) {
+                sum.at[n][0] = fmaf(upper, at[0], sum.at[n][0]);
+                sum.at[n][1] = fmaf(upper, at[1], sum.at[n][1]);
+            }
+            if (mn_tile_row_sees<SEES>(row + 8, i)) {
+                sum.at[n][2] = fmaf(lower, at[0], sum.at[n][2]);
+                sum.at[n][3] = fmaf(lower, at[1], sum.at[n][3]);
+            }
         }
     }
 }

@@ -231,6 +231,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &smem,
         mn_curve_left<64>(q, in.q, own);
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
+        const bool wild = mn_curve_tame(d);
         mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
         mn_fence_proxy_async();
         mn_wgmma_fence();
@@ -242,9 +243,20 @@ __device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &smem,
         mn_wgmma_commit();
         mn_mbarrier_wait(&smem.left[c % 2], (c / 2 & 1) ^ 1);
         mn_wgmma_wait<1>();
+        if (wild) {
+            uint32_t all[16];
+            mn_curve_left<64>(all, in.d, own);
+            mn_curve_weigh_tokens(all, in.factor);
+            mn_curve_add_wild<MN_SEES_LATER>(Y, all, smem.P[c % 2][0]);
+        }
         smem.Y[c % 2].put(Y);
         mn_mbarrier_arrive(&smem.read[c % 2]);
         mn_wgmma_wait<0>();
+        if (wild) {
+            uint32_t all[16];
+            mn_curve_left<64>(all, in.d, own);
+            mn_curve_wild_rows(G, all);
+        }
         mn_mbarrier_arrive(&smem.gone[c % stages]);
         mn_mbarrier_arrive_warp(&smem.used[c % 2]);
     }
@@ -816,10 +828,10 @@ __device__ inline void key_back(back_smem<T, KP> &smem, const mn_curvature_args 
                                          MN_CURVE_PITCH, KP);
     const int first = row0 * z::score_pitch + row0;    // of tokens before row0 there is nothing
     const int from = row0 * z::pitch + at.column0 + column0;
-    mn_curve_product<MN_TRANS, MN_NO_TRANS>(dk, smem.P[0] + first, z::score_pitch, smem.z_ + from,
-                                          z::pitch, z::chunk - row0);
-    mn_curve_product<MN_TRANS, MN_NO_TRANS>(dk, smem.P[1] + first, z::score_pitch, smem.q + from,
-                                          z::pitch, z::chunk - row0);
+    mn_curve_product_later(dk, smem.P[0] + first, z::score_pitch, smem.z_ + from, z::pitch,
+                           z::chunk - row0);
+    mn_curve_product_later(dk, smem.P[1] + first, z::score_pitch, smem.q + from, z::pitch,
+                           z::chunk - row0);
     dk.each([&](float &x, int row, int column) {
         const int token = row0 + row;
         const int64_t j = at.column0 + column0 + column;

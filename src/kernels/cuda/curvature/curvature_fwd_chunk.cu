@@ -322,8 +322,9 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &smem,
         mn_wgmma_fence();
         mn_curve_rows<KP, 64>(Y, a, mn_smem_addr(in.q), false);
         mn_wgmma_commit();
-        mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
         mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
+        const bool wild = mn_curve_tame(k);
+        mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
         mn_wgmma_fence();
         mn_curve_square(Y, k, mn_smem_addr(smem.P[c % 2]));
         mn_wgmma_commit();
@@ -331,10 +332,20 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &smem,
         mn_wgmma_commit();
         mn_curve_left<64>(x, in.q, at.column0 + warp * 16);
         mn_wgmma_wait<1>();
+        if (wild) {
+            uint32_t all[16];
+            mn_curve_left<MN_CURVE_ROWS>(all, in.k, at.column0 + warp * 16);
+            mn_curve_add_wild<MN_SEES_EARLIER>(Y, all, smem.P[c % 2]);
+        }
         mn_mbarrier_arrive_warp(&smem.used[c % 2]);
         mn_curve_forward_result<KP>(smem.out[c % 2], x, Y, in, at.column0);
         mn_curve_forward_put(p, maps, at, smem.out[c % 2], c, counter);
         mn_wgmma_wait<0>();
+        if (wild) {
+            uint32_t all[16];
+            mn_curve_left<MN_CURVE_ROWS>(all, in.k, at.column0 + warp * 16);
+            mn_curve_wild_rows(R, all);
+        }
         mn_mbarrier_arrive(&smem.gone[c % MN_CURVE_AHEAD]);
     }
     mn_curve_forward_stored(n_chunks, counter);

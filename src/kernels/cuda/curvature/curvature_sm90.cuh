@@ -129,6 +129,75 @@ __device__ inline void mn_curve_left(uint32_t (&a)[16], const unsigned char *til
     }
 }
 
+/* Numbers of a left operand of tokens that are not finite become 0; whether there are any in the
+ * warp. What results see of them, mn_curve_add_wild adds. */
+__device__ inline bool mn_curve_tame(uint32_t (&a)[16]) {
+    uint32_t watch = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++) watch = mn_bf16x2_watch(a[i], watch);
+    if (!__any_sync(0xffffffffu, watch & 0x7fff7fffu)) return false;
+#pragma unroll
+    for (int i = 0; i < 16; i++) a[i] &= ~mn_bf16x2_wild(a[i]);
+    return true;
+}
+
+/* Y (16 columns of a warp by 64 tokens) += A'P' of what is not finite in the left operand `a`,
+ * token by token, where P (results by tokens that they see, or the other way round) is not
+ * masked. */
+template <mn_tile_sees SEES>
+__device__ __forceinline__ void mn_curve_add_wild(float (&Y)[32], const uint32_t (&a)[16],
+                                                  const unsigned char *P) {
+    const int lane = threadIdx.x % 32, column = lane % 4 * 2;
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+#pragma unroll 1
+        for (int s = 16 * step; s < 16 * step + 16; s++) {
+            uint32_t x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int token = 16 * step + i / 2 * 8 + column;    // of the lower half
+                const uint32_t half = token == s ? 0xffffu : token + 1 == s ? 0xffff0000u : 0u;
+                x[i] = a[4 * step + i] & mn_bf16x2_wild(a[4 * step + i]) & half;
+            }
+            if (!__any_sync(0xffffffffu, x[0] | x[1] | x[2] | x[3])) continue;
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                unsigned b[4];
+                float own[2][4] = {};
+                const int plain = mn_swizzle_byte(64, 16 * n + lane % 8 + lane / 16 * 8,
+                                                  16 * step + lane / 8 % 2 * 8);
+                const int trans = mn_swizzle_byte(64, 16 * step + lane % 16,
+                                                  16 * n + lane / 16 * 8);
+                mn_ldmatrix_x4<SEES == MN_SEES_LATER>(
+                    b, mn_curve_at(P, SEES == MN_SEES_LATER ? trans : plain));
+                mn_mma_m16n8k16(own[0], x, b[0], b[1]);
+                mn_mma_m16n8k16(own[1], x, b[2], b[3]);
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const int t = 16 * n + i / 4 * 8 + column + i % 2;
+                    if (!mn_tile_row_sees<SEES>(t, s) || !mn_is_wild(own[i / 4][i % 4])) continue;
+                    Y[8 * n + i] += own[i / 4][i % 4];
+                }
+            }
+        }
+    }
+}
+
+/* Rows of a symmetric sum of outer products whose left operand had a number that is not finite:
+ * their columns have met it, they have not, and become NaN. */
+template <int N>
+__device__ inline void mn_curve_wild_rows(float (&R)[N], const uint32_t (&a)[16]) {
+    float row[2] = { 0.0f, 0.0f };
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        row[i % 2] = fmaf(0.0f, mn_curve_low(a[i]), row[i % 2]);
+        row[i % 2] = fmaf(0.0f, mn_curve_high(a[i]), row[i % 2]);
+    }
+    row[0] = mn_quad_sum(row[0]), row[1] = mn_quad_sum(row[1]);
+#pragma unroll
+    for (int i = 0; i < N; i++) R[i] += row[i % 4 / 2];
+}
+
 /* Sums as a left operand; `low` what rounding them leaves. */
 template <int N>
 __device__ inline void mn_curve_pack(uint32_t (&a)[N / 2], const float (&x)[N]) {

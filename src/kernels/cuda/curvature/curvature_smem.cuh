@@ -34,6 +34,17 @@ __device__ inline void mn_curve_product(mn_tile_acc<N> &sum, const mn_bf16 *a, i
     mn_smem_tile_mma<A, B>(sum, a, lda, b, ldb, depth);
 }
 
+template <typename T, int N>
+__device__ inline void mn_curve_join(mn_tile_acc<N> &sum, const mn_tile_acc<N> &part) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (sizeof(T) == 4) sum.at[n][j] += part.at[n][j];
+        }
+    }
+}
+
 template <mn_mma_trans A, mn_mma_trans B, int N>
 __device__ inline void mn_curve_product(mn_tile_acc<N> &sum, const float *a, int lda,
                                         const float *b, int ldb, int depth) {
@@ -42,12 +53,35 @@ __device__ inline void mn_curve_product(mn_tile_acc<N> &sum, const float *a, int
         part.clear();
         mn_smem_tile_mma<A, B>(part, a + (A == MN_NO_TRANS ? i : i * lda), lda,
                                b + (B == MN_NO_TRANS ? i * ldb : i), ldb, min(32, depth - i));
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) sum.at[n][j] += part.at[n][j];
-        }
+        mn_curve_join<float>(sum, part);
     }
+}
+
+/* sum += P K for 16 tokens' rows of P, from token row0 of the chunk on, which see tokens up to
+ * their own. In float32 a chunk has no more tokens than sums that join the others at once. */
+template <int N, typename T>
+__device__ inline void mn_curve_product_earlier(mn_tile_acc<N> &sum, const T *P, int pitch,
+                                                const T *k, int ldb, int row0) {
+    mn_tile_acc<N> part;
+    part.clear();
+    mn_tile_acc<N> &to = sizeof(T) == 4 ? part : sum;
+    mn_smem_tile_mma<MN_NO_TRANS, MN_NO_TRANS>(to, P, pitch, k, ldb, row0);
+    mn_smem_tile_mma_causal<MN_NO_TRANS, MN_SEES_EARLIER>(to, P + row0, pitch, k + row0 * ldb,
+                                                          ldb);
+    mn_curve_join<T>(sum, part);
+}
+
+/* sum += P'X for tokens from row0 of the chunk on, which later ones, and they themselves, see. */
+template <int N, typename T>
+__device__ inline void mn_curve_product_later(mn_tile_acc<N> &sum, const T *P, int pitch,
+                                              const T *x, int ldb, int depth) {
+    mn_tile_acc<N> part;
+    part.clear();
+    mn_tile_acc<N> &to = sizeof(T) == 4 ? part : sum;
+    mn_smem_tile_mma_causal<MN_TRANS, MN_SEES_LATER>(to, P, pitch, x, ldb);
+    mn_smem_tile_mma<MN_TRANS, MN_NO_TRANS>(to, P + 16 * pitch, pitch, x + 16 * ldb, ldb,
+                                            depth - 16);
+    mn_curve_join<T>(sum, part);
 }
 
 /* ---- the part of a state that a warp holds --------------------------------------------------- */
@@ -195,8 +229,8 @@ __device__ inline void mn_curve_apply(mn_tile_acc<mn_curve_sizes<T, KP>::columns
     const int column = threadIdx.x / 32 / z::down * z::columns;
     mn_curve_product<MN_NO_TRANS, MN_NO_TRANS>(Y, x + row0 * z::pitch, z::pitch, R + column,
                                          MN_CURVE_PITCH, KP);
-    mn_curve_product<MN_NO_TRANS, MN_NO_TRANS>(Y, P + row0 * z::score_pitch, z::score_pitch,
-                                         k + column0 + column, z::pitch, row0 + 16);
+    mn_curve_product_earlier(Y, P + row0 * z::score_pitch, z::score_pitch, k + column0 + column,
+                             z::pitch, row0);
 }
 
 /* ---- what segments add ----------------------------------------------------------------------- */

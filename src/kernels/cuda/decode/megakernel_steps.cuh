@@ -7,11 +7,18 @@
 #ifndef MN_KERNELS_CUDA_DECODE_MEGAKERNEL_STEPS_CUH
 #define MN_KERNELS_CUDA_DECODE_MEGAKERNEL_STEPS_CUH
 
+#include "kernels/cuda/additive/additive_column_step.cuh"
 #include "kernels/cuda/attention/attention_step.cuh"
 #include "kernels/cuda/bayes/bayes_step.cuh"
+#include "kernels/cuda/curvature/curvature_step.cuh"
 #include "kernels/cuda/decode/megakernel.cuh"
+#include "kernels/cuda/dplr/dplr_step.cuh"
 #include "kernels/cuda/importance/importance_step.cuh"
+#include "kernels/cuda/longhorn/longhorn_step.cuh"
+#include "kernels/cuda/lru/lru_step.cuh"
+#include "kernels/cuda/mlstm/mlstm_step.cuh"
 #include "kernels/cuda/moebius/moebius_step.cuh"
+#include "kernels/cuda/scan/scan_step.cuh"
 
 namespace mneme::decode {
 
@@ -69,7 +76,7 @@ template <typename Block>
 __device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p,
                                                 unsigned char *smem) {
     switch (p.step) {
-#define DECODE_STEP(op, folder, columns)                                                           \
+#define DECODE_STEP(op, folder, columns, results)                                                  \
     case MN_DECODE_STEP_##op:                                                                      \
         folder::op##_step<mn_bf16, Block>(*(const mn_##op##_args *)p.args, 0, p.head, p.column,    \
                                           smem);                                                   \
@@ -118,7 +125,7 @@ __device__ inline void mn_decode_run_work(mn_decode_smem &smem, const mn_decode_
 #endif
 
 static_assert(sizeof(mn_decode_job) <= MN_DECODE_JOB_BYTES, "a small work");
-#define DECODE_STEP(op, folder, columns)                                                           \
+#define DECODE_STEP(op, folder, columns, results)                                                  \
     static_assert(sizeof(mn_##op##_args) <= MN_DECODE_ARGS_BYTES, "arguments of " #op);
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP

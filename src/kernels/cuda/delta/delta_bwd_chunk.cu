@@ -1,12 +1,16 @@
 /* delta_bwd_chunk.cu - gradients of delta over chunks of 64 tokens, in five launches:
  *
  *   delta_intra_chunk*           A, P, T and decays of all chunks, as forward
- *   delta_state_scan, SAVE       S in front of every chunk and R, to the workspace
+ *   delta_scan_save_sm90         S in front of every chunk and R, to the workspace; elsewhere
+ *                                delta_state_scan, SAVE
  *   delta_state_scan_bwd         dv, dstate0, and D behind every chunk and dX, to the workspace
  *   delta_grad*                  dq, de, dw of all chunks, and parts of dbeta and dg
  *   delta_reduce_grads           dbeta and dg from these parts (decays per channel: dbeta alone) */
 #include "kernels/cuda/delta/delta_grad_channel.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
+#include "kernels/cuda/delta/delta_grad_sm90.cuh"
+#include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
+#include "kernels/delta_gpu.h"
 
 namespace mneme::delta {
 
@@ -72,6 +76,219 @@ delta_head_decay_grad(const __grid_constant__ mn_delta_params job, int64_t slots
     if (threadIdx.x == 0) mn_put(mn_row<mn_bf16>(job.p.grad.g, 0, 0, h), sum);
 }
 
+/* ---- S and R for the way back, on Hopper ----------------------------------------------------- */
+
+/* The scan forward for decays that channels share, w = e and keys of up to 128: S in front of every
+ * chunk and R of each, with the bits of delta_state_scan.cuh.
+ *
+ * One warpgroup keeps S and does nothing but what its next product waits for: a warp loads chunks
+ * ahead by TMA, and S and R leave through shared memory, from where one more warp has TMA store
+ * them. Threads and shared memory are so few that a processor holds two blocks. */
+
+enum {
+    MN_SAVE_WARPGROUP = 32 * MN_DELTA_COL_TILES,
+    MN_SAVE_THREADS = MN_SAVE_WARPGROUP + 64,    // and a warp that loads, one that stores
+};
+
+struct mn_save_maps {
+    CUtensorMap e, v, T, S, R;
+};
+
+/* Two chunks are on their way, of whose fronts P is not used; results of one leave. */
+template <int KP>
+struct mn_save_smem {
+    mn_scan_front<KP> front[2];
+    alignas(1024) unsigned char S[mn_tile_bytes<KP>()];    // (64 columns, KP)
+    unsigned char R[mn_tile_bytes<64>()];                  // (64 columns, 64 tokens)
+    uint64_t full[2], empty[2], out_full, out_empty;
+    mn_scan_coord place;
+};
+
+#if MN_HAS_WGMMA
+
+/* Loads e, v, T and the decays of a chunk. All lanes of the warp call and arrive. */
+template <int KP>
+__device__ inline void mn_save_load(mn_scan_front<KP> &to, uint64_t *full,
+                                    const mn_delta_params &job, const mn_save_maps &maps,
+                                    const mn_scan_coord &at, int chunk) {
+    const mn_delta_args &p = job.p;
+    const int lane = threadIdx.x % 32, count = mn_scan_chunk_len(at, chunk);
+    const bool copies = p.call.cu_seqlens && count < MN_DELTA_CHUNK;    // others' rows follow
+    constexpr int log_decays = 2 * MN_DELTA_CHUNK * (int)sizeof(float);
+    const int64_t index = (at.first + chunk) * p.call.H + at.h;
+    const int64_t first = (int64_t)chunk * MN_DELTA_CHUNK, t = at.span.t0 + first;
+    if (copies) {
+        mn_tile_load<KP, 32>(to.keys, p.e, true, at.span, at.key, first, count, 0, p.call.K, lane);
+        mn_tile_load<64, 32>(to.values, p.v, true, at.span, at.h, first, count, at.column0,
+                             min(p.call.V, at.column0 + at.columns), lane);
+        mn_cp_async_commit();
+        mn_cp_async_wait<0>();
+        mn_fence_proxy_async();
+        __syncwarp();
+    }
+    if (lane > 0) {
+        mn_mbarrier_arrive(full);
+        return;
+    }
+    mn_mbarrier_arrive_expect_tx(full, (int)sizeof to.T + log_decays +
+                                           (copies ? 0 : (int)(sizeof to.keys + sizeof to.values)));
+    if (!copies) {
+        mn_scan_tma_load<KP>(to.keys, maps.e, full, 0, at.key, t, at.span.b);
+        mn_scan_tma_load<64>(to.values, maps.v, full, at.column0, at.h, t, at.span.b);
+    }
+    mn_scan_tma_load<64>(to.T, maps.T, full, 0, 0, index * MN_DELTA_CHUNK, 0);
+    mn_tma_load_1d(to.gamma, job.workspace.log_decays[index].gamma, log_decays, full);
+}
+
+template <int KP>
+__device__ inline void mn_save_producer(mn_save_smem<KP> &smem, const mn_delta_params &job,
+                                        const mn_save_maps &maps) {
+    const mn_scan_coord at = smem.place;
+    for (int chunk = 0; chunk < at.n_chunks; chunk++) {
+        const int slot = chunk % 2;
+        mn_mbarrier_wait(&smem.empty[slot], (chunk / 2 & 1) ^ 1);
+        mn_save_load<KP>(smem.front[slot], &smem.full[slot], job, maps, at, chunk);
+    }
+}
+
+/* Stores S and R of all chunks. One lane calls. */
+template <int KP>
+__device__ inline void mn_save_store(mn_save_smem<KP> &smem, const mn_delta_params &job,
+                                     const mn_save_maps &maps) {
+    const mn_scan_coord at = smem.place;
+    for (int chunk = 0; chunk < at.n_chunks; chunk++) {
+        const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
+        const int row = (int)(index * job.padded_v + at.column0);
+        mn_mbarrier_wait(&smem.out_full, chunk & 1);
+#pragma unroll
+        for (int i = 0; i < KP / 64; i++) {
+            mn_tma_store(maps.S, smem.S + i * mn_tile_bytes<64>(), 64 * i, 0, row, 0);
+        }
+        mn_tma_store(maps.R, smem.R, 0, 0, row, 0);
+        mn_tma_store_wait_read();
+        mn_mbarrier_arrive(&smem.out_empty);
+    }
+}
+
+/* A warp's 16 rows of left operands, 16 N columns, to a tile in shared memory. */
+template <int N>
+__device__ inline void mn_save_stage_out(unsigned char *tile, const unsigned (&x)[N][4]) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                         mn_shared_u32(tile) + mn_tile_swizzle(row, 2 * k + lane / 16)),
+                     "r"(x[k][0]), "r"(x[k][1]), "r"(x[k][2]), "r"(x[k][3]) : "memory");
+    }
+}
+
+template <int KP>
+__device__ inline void mn_save_state_scan(mn_save_smem<KP> &smem, const mn_delta_params &job) {
+    const mn_scan_coord &at = smem.place;
+    const int col_tile = threadIdx.x / 32, n_chunks = at.n_chunks;
+    mn_scan_state<KP, true, 1> S;
+    S.load(job, at);
+    for (int chunk = 0; chunk < n_chunks; chunk++) {
+        const int slot = chunk % 2;
+        mn_scan_front<KP> &front = smem.front[slot];
+        float X[8][4] = {}, R[8][4] = {};
+        unsigned a[KP / 16][4], x[4][4];
+#pragma unroll
+        for (int k = 0; k < KP / 16; k++) mn_frag_a_of(a[k], S.at[2 * k], S.at[2 * k + 1]);
+        mn_mbarrier_wait(&smem.out_empty, (chunk & 1) ^ 1);
+        mn_mbarrier_wait(&smem.full[slot], chunk / 2 & 1);
+        mn_mma_fence<true>();
+#pragma unroll
+        for (int k = 0; k < KP / 16; k++) {
+            mn_mma_abt<true>(X, a[k], mn_shared_u32(front.keys), 16 * k, 0);
+        }
+        mn_mma_commit<true>();
+        mn_save_stage_out(smem.S, a);
+        S.template decay<false>(front);
+        mn_mma_wait<true>();
+        mn_scan_residuals<KP, false>(x, X, front, col_tile, 0);
+        mn_scan_set_lower<true>(R, x, mn_shared_u32(front.T), 0);
+        mn_scan_frags_a(x, R);
+        mn_save_stage_out(smem.R, x);
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive(&smem.out_full);
+        mn_scan_scale_tokens(R, front.write, 1.0f);
+        mn_scan_frags_a(x, R);
+        mn_mma_fence<true>();
+        S.add(x, front.keys);
+        mn_mma_commit_wait<true>();
+        mn_mbarrier_arrive(&smem.empty[slot]);
+    }
+    S.store(job, at);
+}
+
+#endif
+
+/* Grid: block = (n * H + h) * n_slices + slice, a slice being 64 value columns; it goes through the
+ * chunks of sequence n in order, or of a segment (mn_delta_scan_units).
+ * Loads   e (64,K), v (64, 64 columns), T (64,64) and the decays of each chunk; the state (K, 64
+ *         columns) at the start.
+ * Stores  S (64 columns, KP) in front of each chunk and R (64 columns, 64) of each, in the
+ *         workspace; the state behind a first segment. */
+template <int KP>
+__global__ void __launch_bounds__(MN_SAVE_THREADS, 2)
+delta_scan_save_sm90_kernel(const __grid_constant__ mn_delta_params job,
+                            const __grid_constant__ mn_save_maps maps, int64_t n_slices) {
+#if MN_HAS_WGMMA
+    extern __shared__ __align__(1024) unsigned char save_smem_bytes[];
+    mn_save_smem<KP> &smem = *(mn_save_smem<KP> *)save_smem_bytes;
+    if (job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++) {
+            mn_mbarrier_init(&smem.full[i], 32);
+            mn_mbarrier_init(&smem.empty[i], MN_SAVE_WARPGROUP);
+        }
+        mn_mbarrier_init(&smem.out_full, MN_SAVE_WARPGROUP);
+        mn_mbarrier_init(&smem.out_empty, 1);
+        mn_mbarrier_init_fence();
+        mn_scan_find_coord<false>(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES, job.p.state0,
+                                  mn_out{});
+    }
+    __syncthreads();
+    if (threadIdx.x >= MN_SAVE_WARPGROUP) {
+        if (threadIdx.x < MN_SAVE_WARPGROUP + 32) mn_save_producer<KP>(smem, job, maps);
+        else if (threadIdx.x % 32 == 0) mn_save_store<KP>(smem, job, maps);
+        return;
+    }
+    mn_save_state_scan<KP>(smem, job);
+#endif
+}
+
+/* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
+inline bool mn_delta_scan_save_supported(mn_save_maps *maps, const mn_delta_params &job) {
+    const mn_delta_args &p = job.p;
+    const mn_delta_workspace &workspace = job.workspace;
+    const int64_t records = mn_tile_slots(p.call, MN_DELTA_CHUNK) * p.call.H;
+    const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
+    *maps = {};
+    return mn_device_is_sm90() && K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data &&
+           !job.pairs && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_V] &&
+           mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
+           mn_tma_map(&maps->v, p.v, p.call, p.call.V, MN_DELTA_CHUNK) &&
+           mn_delta_tma_map_rows(&maps->T, workspace.T, records * MN_DELTA_CHUNK,
+                                 MN_DELTA_CHUNK) &&
+           mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
+           mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK);
+}
+
+/* As mn_delta_state_scan, over all of padded_v value columns. */
+template <int KP>
+inline int mn_delta_scan_save_sm90(const mn_delta_params &job, const mn_save_maps &maps,
+                                   cudaStream_t stream, int segments) {
+    const int64_t n_slices = job.padded_v / 64;
+    const int64_t blocks =
+        n_slices * job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_smem(delta_scan_save_sm90_kernel<KP>, dim3((unsigned)blocks), MN_SAVE_THREADS,
+                          sizeof(mn_save_smem<KP>), stream, job, maps, n_slices);
+}
+
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* dbeta and dg from `n_partials` parts of `records` = slots * H chunks. Without tokens the gradient
@@ -89,10 +306,28 @@ static int reduce_grads(const mn_delta_params &job, int64_t records, int n_parti
     return mn_launch_status();
 }
 
+/* A, P, T and decays of all chunks. */
+template <int KP>
+static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
+    if constexpr (KP <= 128) {
+        bool served;
+        const int code = mn_delta_intra_chunk_sm90<KP>(job, &served, stream);
+        if (served) return code;
+    }
+    return mn_delta_intra_chunk<KP>(job, stream);
+}
+
 /* Both scans, for all of padded_v columns of values. */
 template <int KP, bool CHANNEL>
 static int scan(const mn_delta_params &job, cudaStream_t stream) {
+    mn_save_maps save_maps;
+    const bool saves = !CHANNEL && mn_delta_scan_save_supported(&save_maps, job);
+    mn_delta_scan_kernel two_back = nullptr;
+    if constexpr (KP <= 128 && !CHANNEL) two_back = delta_state_scan_bwd_kernel<KP, false, 2>;
     const auto forth = [&](const mn_delta_params &part, int segments) {
+        if constexpr (KP <= 128 && !CHANNEL) {
+            if (saves) return mn_delta_scan_save_sm90<KP>(part, save_maps, stream, segments);
+        }
         return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, CHANNEL, MN_SCAN_SAVE>,
                                        delta_state_scan_warp_kernel<KP, CHANNEL, true>, part,
                                        false, part.padded_v, stream, segments);
@@ -100,7 +335,7 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     const auto back = [&](const mn_delta_params &part, int segments) {
         return mn_delta_state_scan<KP>(delta_state_scan_bwd_kernel<KP, CHANNEL>,
                                        delta_state_scan_bwd_warp_kernel<KP, CHANNEL>, part, true,
-                                       part.padded_v, stream, segments);
+                                       part.padded_v, stream, segments, two_back);
     };
     if constexpr (KP <= 128) {
         if (mn_delta_has_segments(job)) {
@@ -112,36 +347,108 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     return code == cudaSuccess ? back(job, 0) : code;
 }
 
-template <int KP>
-static int backward(const mn_delta_params &job, cudaStream_t stream) {
-    constexpr int KT = KP < 128 ? KP : 128;
+/* dq, de, dw and the parts of dbeta and dg. */
+template <int KT, int KP>
+static int grad(const mn_delta_params &job, const mn_grad_fold &fold, int64_t records,
+                cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
+    if constexpr (KP <= 128) {
+        mn_grad_tma_maps maps;
+        if (mn_delta_grad_sm90_supported(&maps, job, records)) {
+            return mn_delta_grad_sm90<KP>(job, fold, maps, records, stream);
+        }
+    }
+    return mn_launch_smem(channel ? delta_grad_channel_kernel<KT, KP, true>
+                                  : delta_grad_kernel<KT, KP>,
+                          dim3((unsigned)records, KP / KT), MN_DELTA_GRAD_THREADS,
+                          channel ? sizeof(mn_channel_grad_smem<KT>) : sizeof(mn_grad_smem<KT>),
+                          stream, job, fold);
+}
+
+template <int KP>
+static int backward(const mn_delta_params &job, const mn_grad_fold &fold, cudaStream_t stream) {
+    constexpr int KT = KP < 128 ? KP : 128;
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
-    const dim3 blocks((unsigned)records, KP / KT);
-    int code = mn_delta_intra_chunk<KP>(job, stream);
+    int code = intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
-    code = channel ? scan<KP, true>(job, stream) : scan<KP, false>(job, stream);
-    if (code != cudaSuccess) return code;
-    if (records == 0) return reduce_grads(job, 0, KP / KT, stream);
-    code = mn_launch_smem(channel ? delta_grad_channel_kernel<KT, KP, true>
-                                       : delta_grad_kernel<KT, KP>,
-                               blocks, MN_DELTA_GRAD_THREADS,
-                               channel ? sizeof(mn_channel_grad_smem<KT>)
-                                   : sizeof(mn_grad_smem<KT>),
-                               stream, job);
-    if (code != cudaSuccess) return code;
-    return reduce_grads(job, records, KP / KT, stream);
+    code = job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
+                                           : scan<KP, false>(job, stream);
+    if (code != cudaSuccess || records == 0) {
+        return code != cudaSuccess ? code : reduce_grads(job, 0, KP / KT, stream);
+    }
+    code = grad<KT, KP>(job, fold, records, stream);
+    return code == cudaSuccess ? reduce_grads(job, records, KP / KT, stream) : code;
+}
+
+/* By sizes alone, as the caller leaves the sums to this then. */
+extern "C" bool mn_delta_folds_groups(const void *args) {
+    const mn_delta_args *p = (const mn_delta_args *)args;
+    return mn_delta_uses_chunks(p) && p->call.J > 0 && p->call.J < p->call.H &&
+           p->call.K % 8 == 0;
+}
+
+/* Numbers of gradients of all value heads' own, and arrivals. */
+static bool size_fold(int64_t *grads, int64_t *arrivals, const mn_delta_args *p) {
+    const mn_call &c = p->call;
+    return mn_mul_i64(grads, c.B * c.T, c.H) && mn_mul_i64(grads, *grads, c.K) &&
+           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J, mn_ceil_div(c.K, 128));
+}
+
+/* Behind the workspace, which is a multiple of 16 bytes: arrivals, then the gradients. */
+static bool size_shared(size_t *all, size_t *own, const mn_delta_args *p) {
+    mn_delta_workspace workspace;
+    int64_t grads = 0, arrivals = 0;
+    size_t bytes, more;
+    if (!mn_delta_workspace_layout(&workspace, own, p, nullptr, true)) return false;
+    *own = mn_ceil_div((int64_t)*own, 16) * 16;
+    *all = *own;
+    if (!mn_delta_folds_groups(p)) return true;
+    if (!size_fold(&grads, &arrivals, p)) return false;
+    const int n = (p->grad.q.data != NULL) + (p->grad.e.data != NULL) + (p->grad.w.data != NULL);
+    arrivals = mn_ceil_div(arrivals, 4) * 4;
+    return mn_mul_size(&more, (size_t)arrivals, sizeof(int)) &&
+           mn_mul_size(&bytes, (size_t)grads, n * sizeof(mn_bf16)) &&
+           mn_add_size(&more, more, bytes) && mn_add_size(all, *own, more);
+}
+
+/* The kernel's gradients become those of all value heads; theirs are the fold's. */
+static int make_fold(mn_grad_fold *fold, mn_delta_params *job, char *memory, cudaStream_t stream) {
+    const mn_delta_args p = job->p;
+    const mn_call &c = p.call;
+    int64_t grads, arrivals;
+    *fold = {};
+    if (!mn_delta_folds_groups(&p)) return cudaSuccess;
+    if (!size_fold(&grads, &arrivals, &p)) return cudaErrorNotSupported;
+    arrivals = mn_ceil_div(arrivals, 4) * 4;
+    *fold = { p.grad.q, p.grad.e, p.grad.w,
+              { job->packed[MN_DELTA_DQ], job->packed[MN_DELTA_DE], job->packed[MN_DELTA_DW] },
+              (int *)memory, (int)(c.H / c.J) };
+    mn_out *each[] = { &job->p.grad.q, &job->p.grad.e, &job->p.grad.w };
+    mn_bf16 *at = (mn_bf16 *)(fold->arrived + arrivals);
+    for (mn_out *grad : each) {
+        if (!grad->data) continue;
+        *grad = { at, { c.T * c.H * c.K, c.H * c.K, c.K } };
+        at += grads;
+    }
+    job->packed[MN_DELTA_DQ] = job->packed[MN_DELTA_DE] = job->packed[MN_DELTA_DW] = true;
+    return (int)cudaMemsetAsync(fold->arrived, 0, (size_t)arrivals * sizeof(int), stream);
 }
 
 bool mn_delta_chunk_backward_plan(mn_plan *plan, const mn_delta_args *p) {
-    mn_delta_workspace workspace;
-    return mn_delta_workspace_layout(&workspace, &plan->shared_bytes, p, nullptr, true);
+    size_t own;
+    return size_shared(&plan->shared_bytes, &own, p);
 }
 
 int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) {
     mn_delta_params job;
-    if (!mn_delta_make_params(&job, p, shared, true)) return cudaErrorNotSupported;
-    MN_DELTA_DISPATCH_K(backward, p->call.K, (job, (cudaStream_t)stream));
+    mn_grad_fold fold;
+    size_t own, all;
+    if (!mn_delta_make_params(&job, p, shared, true) || !size_shared(&all, &own, p)) {
+        return cudaErrorNotSupported;
+    }
+    const int code = make_fold(&fold, &job, (char *)shared + own, (cudaStream_t)stream);
+    if (code != cudaSuccess) return code;
+    MN_DELTA_DISPATCH_K(backward, p->call.K, (job, fold, (cudaStream_t)stream));
 }
 
 }    // namespace mneme::delta

@@ -11,6 +11,7 @@
 #include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/delta/delta_state_scan.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
+#include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::delta {
@@ -30,124 +31,6 @@ using namespace curvature;
  * scan needs no queries, which may still be in the making then, and while the scan goes on
  * (curvature_ready.cuh). The code of a warpgroup is kept short, because the warps of a quarter of a
  * processor run three kinds of it in turn. */
-
-/* T of all chunks on Hopper, as swizzled tiles, where nothing else is wanted of them yet, channels
- * share decays and w = e; queries may still be in the making.
- *
- * One block of four warps has one chunk of one head. These are few, and what they take little, so
- * that blocks fit beside those of another kernel: most of the time each waits for itself. */
-
-enum { MN_DELTA_WY_THREADS = 128 };
-
-template <int KP>
-struct mn_wy_inverse_smem {
-    union {
-        alignas(1024) unsigned char e[mn_tile_bytes<KP>()];
-        mn_delta_wy_solver solver;    // once the keys have been read
-    };
-    alignas(16) mn_delta_log_decays log_decays;
-    uint64_t full;
-};
-
-#if MN_HAS_WGMMA
-
-/* Loads e of the chunk, (64, KP) in tiles of 64 columns, from token t of batch row b and key head
- * h. One thread calls. */
-template <int KP>
-__device__ inline void mn_wy_inverse_tma_load(mn_wy_inverse_smem<KP> &smem, const CUtensorMap &keys,
-                                           int h,
-                                       int t, int b) {
-    constexpr int matrix = MN_DELTA_MATRIX * (int)sizeof(mn_bf16);
-    mn_mbarrier_init(&smem.full, 1);
-    mn_mbarrier_init_fence();
-    mn_mbarrier_arrive_expect_tx(&smem.full, KP / 64 * matrix);
-#pragma unroll
-    for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
-        mn_tma_load(smem.e + smem_tile * matrix, keys, &smem.full, 64 * smem_tile, h, t, b);
-    }
-}
-
-/* sum += left right', (64,64), for tiles of 64 rows and KP columns, by a warpgroup: a warp has 16
- * rows. */
-template <int KP>
-__device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsigned right) {
-    mn_mma_fence<true>();
-#pragma unroll
-    for (int k = 0; k < KP; k += 16) {
-        const unsigned at = k / 64 * 8192 + k % 64 * 2;
-        mn_wgmma_m64n64k16(sum, left + at, right + at);
-    }
-    mn_mma_commit_wait<true>();
-}
-
-/* From e, g and beta of a chunk to T and the decays in the workspace. */
-template <int KP>
-__device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP> &smem, const mn_delta_params &job,
-                                      const CUtensorMap &keys) {
-    const mn_delta_args &p = job.p;
-    const int h = (int)(blockIdx.x % (unsigned)p.call.H), index = (int)blockIdx.x;
-    const mn_tile_span tile = mn_tile_at(p.call, MN_DELTA_CHUNK, blockIdx.x / (unsigned)p.call.H);
-    const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
-    const int key = (int)mn_key_head(p.call, h);
-    const bool copies = p.call.cu_seqlens && count < MN_DELTA_CHUNK;    // others' keys follow
-    float sum[8][4] = {};
-    if (count == 0) return;
-    if (copies) {
-        mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, key, tile.first, count,
-                                              0, p.call.K, threadIdx.x);
-        mn_cp_async_commit();
-    } else if (threadIdx.x == 0) {
-        mn_wy_inverse_tma_load(smem, keys, key, (int)(tile.span.t0 + tile.first), (int)tile.span.b);
-    }
-    if (warp == 0) mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
-    mn_cp_async_wait<0>();
-    __syncthreads();
-    if (copies) mn_fence_proxy_async();
-    else mn_mbarrier_wait(&smem.full, 0);
-    mn_wgmma_scores<KP>(sum, mn_shared_u32(smem.e), mn_shared_u32(smem.e));
-    __syncthreads();
-    mn_delta_decay_scores(sum, smem.log_decays, warp, false, [&](int t, int s, float x, float y) {
-        *(float2 *)&smem.solver.A[t][s] = make_float2(x, y);
-    });
-    mn_delta_store_log_decays(job.workspace.log_decays + index, smem.log_decays);
-    mn_delta_wy_inverse<MN_DELTA_WY_THREADS, true>(
-        smem.solver, job.workspace.T + (int64_t)index * MN_DELTA_MATRIX, nullptr);
-}
-
-#endif
-
-/* Grid: chunk slots * H blocks of 128 threads, block = slot * H + h.
- * Loads   e (64,K) of the key head by TMA, and g and beta (64) of the head.
- * Stores  workspace.T[block] (64,64) in bf16, swizzled: (I + A)^-1 with A_ts = beta_s e_t.e_s
- *         exp(G_t - G_s) for s < t; workspace.log_decays[block].
- * May start before the launch in front of it has ended: the first block waits for that. */
-template <int KP>
-__global__ void __launch_bounds__(MN_DELTA_WY_THREADS, 8)
-delta_wy_inverse_sm90_kernel(const __grid_constant__ mn_delta_params job,
-                         const __grid_constant__ CUtensorMap keys) {
-#if MN_HAS_WGMMA
-    extern __shared__ __align__(1024) unsigned char wy_smem_bytes[];
-    mn_pdl_launch_dependents();
-    mn_wy_inverse_chunk<KP>(*(mn_wy_inverse_smem<KP> *)wy_smem_bytes, job, keys);
-    if (blockIdx.x == 0) mn_pdl_wait();
-#endif
-}
-
-/* `early`: the launch in front makes nothing that this one reads. */
-template <int KP>
-inline int mn_delta_wy_inverse_sm90(const mn_delta_params &job, const CUtensorMap &keys, bool early,
-                              cudaStream_t stream) {
-    const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const size_t smem = sizeof(mn_wy_inverse_smem<KP>);
-    if (early) {
-        return mn_launch_pdl(delta_wy_inverse_sm90_kernel<KP>, dim3((unsigned)blocks),
-                               MN_DELTA_WY_THREADS, smem, stream, job, keys);
-    }
-    return mn_launch_smem(delta_wy_inverse_sm90_kernel<KP>, dim3((unsigned)blocks),
-                               MN_DELTA_WY_THREADS, smem, stream, job, keys);
-}
 
 enum {
     MN_FWD_CHUNK_WARPGROUP = 32 * MN_DELTA_COL_TILES,    // threads
@@ -378,18 +261,30 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
         mn_scan_scale_tokens(X, in.log_decays.gamma, 1.0f);
         mn_scan_residuals<KP, true>(x, X, in.front, col_tile, 0);
         mn_fwd_chunk_mma_lower(R, x, in.front.T);
+        const bool wild_x = mn_delta_is_wild(x);
         mn_mma_wait<true, 1>();
         mn_scan_scale_tokens(O, in.log_decays.gamma, job.scale);
         mn_mma_wait<true>();
+        if (wild_x) mn_delta_redo<true>(R, 0, x, 0, mn_shared_u32(in.front.T), true);
         mn_scan_frags_a(r, R);
+        const bool wild_r = mn_delta_is_wild(r);
         mn_scan_scale_tokens(R, in.log_decays.write, 1.0f);
         mn_scan_frags_a(x, R);
+        unsigned kept[4][4];
+        if (wild_r) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) kept[i / 4][i % 4] = r[i / 4][i % 4], r[i / 4][i % 4] = 0;
+        }
         mn_mbarrier_wait(&smem.scored[slot], phase);
         mn_fwd_chunk_mma_lower(O, r, in.front.P);
         S.add(x, in.front.keys);
         mn_mma_commit<true>();
         mn_mbarrier_wait(&smem.out_empty[chunk % 2], (chunk / 2 & 1) ^ 1);
         mn_mma_wait<true, 1>();
+        if (wild_r) {
+            mn_mma_wait<true>();
+            mn_delta_redo<true>(O, 0, kept, 0, mn_shared_u32(in.front.P), false);
+        }
         mn_fwd_chunk_stage_out(smem.out[chunk % 2], O);
         mn_mma_wait<true>();
         mn_fence_proxy_async();

@@ -25,10 +25,24 @@ namespace mneme::delta {
 
 enum { MN_DELTA_GRAD_THREADS = 512, MN_DELTA_GRAD_WARPS = 16 };
 
+/* A barrier of the 16 warps that multiply. */
+__device__ inline void mn_grad_sync(void) {
+    asm volatile("barrier.sync 1, %0;\n" ::"n"((int)MN_DELTA_GRAD_THREADS) : "memory");
+}
+
 /* What a block stores of a chunk for delta_reduce_grads: dG, with that of the chunk's end apart,
  * and dbeta, both over its channels alone. */
 struct mn_delta_partial {
     float G[MN_DELTA_CHUNK], beta[MN_DELTA_CHUNK], end, nothing[3];
+};
+
+/* Gradients of query and key heads that `times` value heads share; times 0: each has its own. A
+ * block stores those of its head, and the last of a group's to arrive adds them up from L2. */
+struct mn_grad_fold {
+    mn_out q, e, w;         // (B,T,J,K)
+    bool packed[3];         // rows of whole 16-byte vectors
+    int *arrived;           // of each chunk, group and tile of channels, zeros
+    int times;
 };
 
 /* A tile of 64 value columns. */
@@ -179,16 +193,23 @@ __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
     mn_cp_async_wait<0>();
 }
 
-__device__ inline mn_grad_coord mn_grad_block_coord(const mn_delta_params &job, int KT, int KP) {
+/* A record's coordinates, without those of a warp. */
+__device__ inline mn_grad_coord mn_grad_record_coord(const mn_delta_params &job, int64_t index,
+                                                     int KP) {
     const mn_call &call = job.p.call;
-    mn_grad_coord at;
-    at.index = blockIdx.x;
-    at.h = blockIdx.x % call.H;
-    at.slot = blockIdx.x / call.H;
+    mn_grad_coord at = {};
+    at.index = index;
+    at.h = index % call.H;
+    at.slot = index / call.H;
     at.tile = mn_tile_at(call, mn_delta_chunk_tokens(job.pairs), at.slot);
     at.count = (int)at.tile.n_rows * (job.pairs ? 2 : 1);
-    at.channel0 = (int64_t)blockIdx.y * KT;
     at.stride = KP;
+    return at;
+}
+
+__device__ inline mn_grad_coord mn_grad_block_coord(const mn_delta_params &job, int KT, int KP) {
+    mn_grad_coord at = mn_grad_record_coord(job, blockIdx.x, KP);
+    at.channel0 = (int64_t)blockIdx.y * KT;
     at.block = threadIdx.x / 32 % 4;
     at.quarter = threadIdx.x / 128;
     return at;
@@ -197,13 +218,11 @@ __device__ inline mn_grad_coord mn_grad_block_coord(const mn_delta_params &job, 
 /* ---- decays that channels share -------------------------------------------------------------- */
 
 /* Stores matrices P and A with their decays in shared memory, and sums of dP . P + dA . A over rows
- * and columns. */
-template <int KT>
-__device__ inline void mn_grad_pairs(mn_grad_smem<KT> &smem, const mn_grad_acc<KT> &sum,
-                                      const mn_delta_params &job, const mn_grad_coord &at) {
+ * and columns. known(t, s): P and A at (t, s) and (t, s + 1), two numbers of bf16 each. */
+template <int KT, typename Smem, typename Known>
+__device__ inline void mn_grad_pairs(Smem &smem, const mn_grad_acc<KT> &sum, float scale,
+                                      const mn_grad_coord &at, Known known) {
     const int lane = threadIdx.x % 32;
-    const mn_bf16 *P = job.workspace.P + at.index * MN_DELTA_MATRIX;
-    const mn_bf16 *A = job.workspace.A + at.index * MN_DELTA_MATRIX;
     float rows[2] = {}, columns[2][2] = {};
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -212,17 +231,20 @@ __device__ inline void mn_grad_pairs(mn_grad_smem<KT> &smem, const mn_grad_acc<K
             const int t = at.block * 16 + lane / 4 + 8 * half;
             const int s = at.quarter * 16 + n * 8 + lane % 4 * 2;
             float p[2], a[2];
+            uint2 matrices = make_uint2(0, 0);    // P, A
+            if (at.quarter <= at.block) matrices = known(t, s);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int c = 2 * half + i;
+                const float P = i ? mn_bf16_hi(matrices.x) : mn_bf16_lo(matrices.x);
+                const float A = i ? mn_bf16_hi(matrices.y) : mn_bf16_lo(matrices.y);
                 const bool inside = s + i <= t, before = s + i < t;
                 const float cum_decay = expf((float)(smem.log_decays.G[t]
                                                      - smem.log_decays.G[s + i]));
-                p[i] = inside ? job.scale * cum_decay * sum.P[n][c] : 0.0f;
+                p[i] = inside ? scale * cum_decay * sum.P[n][c] : 0.0f;
                 a[i] = before ? -cum_decay * sum.A[n][c] : 0.0f;
                 if (!before) continue;
-                const float passed = fmaf(sum.P[n][c], mn_float(P[t * MN_DELTA_CHUNK + s + i]),
-                                          -sum.A[n][c] * mn_float(A[t * MN_DELTA_CHUNK + s + i]));
+                const float passed = fmaf(sum.P[n][c], P, -sum.A[n][c] * A);
                 rows[half] += passed;
                 columns[n][i] += passed;
             }
@@ -251,8 +273,8 @@ __device__ inline void mn_grad_pairs(mn_grad_smem<KT> &smem, const mn_grad_acc<K
 }
 
 /* Decays what came through the states, and sums it up over channels. */
-template <int KT>
-__device__ inline void mn_grad_states(mn_grad_smem<KT> &smem, mn_grad_acc<KT> &sum,
+template <int KT, typename Smem>
+__device__ inline void mn_grad_states(Smem &smem, mn_grad_acc<KT> &sum,
                                        unsigned w, float scale, const mn_grad_coord &at) {
     const int lane = threadIdx.x % 32, t = at.block * 16 + lane / 4;
     const double end = smem.log_decays.G[MN_DELTA_CHUNK - 1];
@@ -293,8 +315,8 @@ __device__ inline void mn_grad_states(mn_grad_smem<KT> &smem, mn_grad_acc<KT> &s
 }
 
 /* Adds what passed inside the chunk. */
-template <int KT>
-__device__ inline void mn_grad_intra_chunk(mn_grad_smem<KT> &smem, mn_grad_acc<KT> &sum, unsigned w,
+template <int KT, typename Smem>
+__device__ inline void mn_grad_intra_chunk(Smem &smem, mn_grad_acc<KT> &sum, unsigned w,
                                        const mn_grad_coord &at) {
     const unsigned q = mn_shared_u32(smem.keys.q), e = mn_shared_u32(smem.keys.e);
     const unsigned P = mn_shared_u32(smem.matrices.P), A = mn_shared_u32(smem.matrices.A);
@@ -366,11 +388,12 @@ __device__ inline void mn_grad_store(const mn_out &view, bool packed, const mn_g
     }
 }
 
-/* Writes gradients of keys; sums that of beta over channels. All threads of the block call. */
-template <int KT, int CHANNEL = false, typename Smem>
+/* Writes gradients of keys; sums that of beta over channels. All threads of 16 warps call, and
+ * after() once all of them have passed the products. */
+template <int KT, int CHANNEL = false, typename Smem, typename After>
 __device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
                                            const mn_delta_params &job, const float *beta_at,
-                                           unsigned w, const mn_grad_coord &at) {
+                                           unsigned w, const mn_grad_coord &at, After after) {
     const mn_delta_args &p = job.p;
     const int lane = threadIdx.x % 32, t = at.block * 16 + lane / 4;
     const float beta[2] = { beta_at[t], beta_at[t + 8] };
@@ -394,7 +417,8 @@ __device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
         to_beta[half] = mn_row_sum(to_beta[half]);
         if (lane % 4 == 0) smem.sums.beta[at.quarter][t + 8 * half] = to_beta[half];
     }
-    __syncthreads();
+    mn_grad_sync();
+    after();
     const int64_t K = p.call.K;
     if constexpr (CHANNEL == MN_DELTA_PAIRS) {
         const bool packed = job.packed[MN_DELTA_DW];
@@ -407,6 +431,55 @@ __device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
     mn_grad_store<KT>(p.grad.q, job.packed[MN_DELTA_DQ], at, K, smem.keys.q, sum.q);
     mn_grad_store<KT>(p.grad.e, job.packed[MN_DELTA_DE], at, K, smem.keys.e, sum.e);
     if (p.w.data) mn_grad_store<KT>(p.grad.w, job.packed[MN_DELTA_DW], at, K, smem.keys.w, sum.w);
+}
+
+/* The sum over a group's heads of their gradients `from` (B,T,H,K), in the order of the heads, of
+ * the block's tokens and channels. */
+template <int KT>
+__device__ inline void mn_grad_fold_rows(const mn_out &to, const mn_out &from, bool packed,
+                                         int times, const mn_grad_coord &at, int64_t K) {
+    constexpr int vec16s = KT / 8;
+    if (!to.data) return;
+    const int64_t group = at.h / times;
+    for (int k = threadIdx.x; k < at.count * vec16s; k += MN_DELTA_GRAD_THREADS) {
+        const int64_t when = at.tile.span.t0 + at.tile.first + k / vec16s;
+        const int64_t i = at.channel0 + 8 * (k % vec16s);
+        if (i >= K) continue;
+        float sum[8] = {};
+        for (int copy = 0; copy < times; copy++) {
+            const mn_bf16 *row = mn_row<mn_bf16>(from, at.tile.span.b, when, group * times + copy);
+            const uint4 x = __ldcg((const uint4 *)(row + i));
+            const unsigned words[4] = { x.x, x.y, x.z, x.w };
+#pragma unroll
+            for (int c = 0; c < 8; c++) {
+                sum[c] += c % 2 ? mn_bf16_hi(words[c / 2]) : mn_bf16_lo(words[c / 2]);
+            }
+        }
+        mn_bf16 *row = mn_row<mn_bf16>(to, at.tile.span.b, when, group) + i;
+        if (packed) mn_store<8>(row, 0, sum);
+        for (int c = 0; !packed && c < 8; c++) mn_put(row + c, sum[c]);
+    }
+}
+
+/* Whoever comes last of a group's blocks adds up its gradients. Of shared memory, which nobody may
+ * read any more, `arrival` tells the threads of 16 warps. All of them call. */
+template <int KT>
+__device__ inline void mn_grad_fold_heads(const mn_delta_params &job, const mn_grad_fold &fold,
+                                          const mn_grad_coord &at, int *arrival) {
+    if (fold.times == 0) return;
+    const int64_t group = at.slot * (job.p.call.H / fold.times) + at.h / fold.times;
+    __threadfence();
+    mn_grad_sync();
+    if (threadIdx.x == 0) {
+        *arrival = atomicAdd(fold.arrived + group * gridDim.y + blockIdx.y, 1);
+    }
+    mn_grad_sync();
+    if (*arrival != fold.times - 1) return;
+    __threadfence();
+    const int64_t K = job.p.call.K;
+    mn_grad_fold_rows<KT>(fold.q, job.p.grad.q, fold.packed[0], fold.times, at, K);
+    mn_grad_fold_rows<KT>(fold.e, job.p.grad.e, fold.packed[1], fold.times, at, K);
+    mn_grad_fold_rows<KT>(fold.w, job.p.grad.w, fold.packed[2], fold.times, at, K);
 }
 
 /* The block's part of the sums over channels. */
@@ -432,7 +505,8 @@ __device__ inline void mn_grad_store_partial(mn_delta_partial &part, const mn_gr
 
 template <int KT, int KP>
 __global__ void __launch_bounds__(MN_DELTA_GRAD_THREADS)
-delta_grad_kernel(const __grid_constant__ mn_delta_params job) {
+delta_grad_kernel(const __grid_constant__ mn_delta_params job,
+                  const __grid_constant__ mn_grad_fold fold) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_grad_smem<KT> &smem = *(mn_grad_smem<KT> *)bytes;
     const mn_grad_coord at = mn_grad_block_coord(job, KT, KP);
@@ -449,15 +523,21 @@ delta_grad_kernel(const __grid_constant__ mn_delta_params job) {
     end = mn_warp_sum(end);
     if (threadIdx.x % 32 == 0) smem.sums.end[threadIdx.x / 32] = end;
     __syncthreads();
-    mn_grad_pairs<KT>(smem, sum, job, at);
+    const int64_t matrix = at.index * MN_DELTA_MATRIX;
+    mn_grad_pairs<KT>(smem, sum, job.scale, at, [&](int t, int s) {
+        const int64_t from = matrix + t * MN_DELTA_CHUNK + s;
+        return make_uint2(*(const unsigned *)(job.workspace.P + from),
+                          *(const unsigned *)(job.workspace.A + from));
+    });
     mn_grad_states<KT>(smem, sum, w, job.scale, at);
     __syncthreads();
     mn_grad_intra_chunk<KT>(smem, sum, w, at);
-    mn_grad_store_keys<KT>(smem, sum, job, smem.log_decays.beta, w, at);
+    mn_grad_store_keys<KT>(smem, sum, job, smem.log_decays.beta, w, at, [] {});
     mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts + gridDim.x
         * (int64_t)blockIdx.y;
     mn_grad_store_partial(parts[at.index], smem.sums, smem.log_decays.gamma[MN_DELTA_CHUNK - 1],
                         blockIdx.y == 0);
+    mn_grad_fold_heads<KT>(job, fold, at, (int *)bytes);
 }
 
 }    // namespace mneme::delta

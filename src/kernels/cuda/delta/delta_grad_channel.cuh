@@ -404,7 +404,8 @@ __device__ void mn_channel_store_decays(mn_channel_grad_smem<KT> &smem, const mn
  * dplr_chunk.cu. */
 template <int KT, int KP, int CHANNEL>
 __global__ void __launch_bounds__(MN_DELTA_GRAD_THREADS)
-delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job) {
+delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job,
+                          const __grid_constant__ mn_grad_fold fold) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_channel_grad_smem<KT> &smem = *(mn_channel_grad_smem<KT> *)bytes;
     const mn_grad_coord at = mn_grad_block_coord(job, KT, KP);
@@ -431,15 +432,17 @@ delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job) {
     mn_channel_grad_inside<KT, CHANNEL>(smem, w);
     __syncthreads();
     mn_channel_add_inside<KT, CHANNEL>(smem, sum, w, at);
-    mn_grad_store_keys<KT, CHANNEL>(smem, sum, job, smem.beta, mn_shared_u32(w), at);
+    mn_grad_store_keys<KT, CHANNEL>(smem, sum, job, smem.beta, mn_shared_u32(w), at, [] {});
     mn_channel_store_decays<KT, CHANNEL>(smem, job, at);
     if (CHANNEL == MN_DELTA_PAIRS) return;    // betas are ones
     mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts + gridDim.x
         * (int64_t)blockIdx.y;
-    if (threadIdx.x >= MN_DELTA_CHUNK) return;
-    float beta = 0.0f;
-    for (int i = 0; i < 4; i++) beta += smem.sums.beta[i][threadIdx.x];
-    parts[at.index].beta[threadIdx.x] = beta;
+    if (threadIdx.x < MN_DELTA_CHUNK) {
+        float beta = 0.0f;
+        for (int i = 0; i < 4; i++) beta += smem.sums.beta[i][threadIdx.x];
+        parts[at.index].beta[threadIdx.x] = beta;
+    }
+    mn_grad_fold_heads<KT>(job, fold, at, (int *)bytes);
 }
 
 }    // namespace mneme::delta

@@ -126,19 +126,24 @@ inline int mn_delta_intra_chunk(const mn_delta_params &job, cudaStream_t stream)
                                job);
 }
 
+/* Maps `rows` rows of `width` numbers of the workspace for TMA. */
+inline bool mn_delta_tma_map_rows(CUtensorMap *map, const mn_bf16 *from, int64_t rows,
+                                  int64_t width) {
+    mn_call all = {};
+    all.B = all.H = 1, all.T = rows;
+    const mn_in view = { from, { rows * width, width, width } };
+    return rows <= INT32_MAX && mn_tma_map(map, view, all, width, MN_DELTA_CHUNK);
+}
+
 /* Maps rows of keys for TMA: decayed ones of workspace, or the tensor's own. */
 inline bool mn_delta_tma_map_keys(CUtensorMap *map, const mn_delta_params &job, const mn_in &view,
                               mn_delta_tensor tensor, const mn_bf16 *decayed, int64_t width) {
-    mn_call all = {};
     if (!decayed) {
         return job.packed[tensor] &&
                mn_tma_map(map, view, job.p.call, job.p.call.K, MN_DELTA_CHUNK);
     }
-    all.B = all.H = 1;
-    all.T = mn_tile_slots(job.p.call, mn_delta_chunk_tokens(job.pairs)) * job.p.call.H *
-            MN_DELTA_CHUNK;
-    const mn_in rows = { decayed, { all.T * width, width, width } };
-    return all.T <= INT32_MAX && mn_tma_map(map, rows, all, width, MN_DELTA_CHUNK);
+    const int64_t slots = mn_tile_slots(job.p.call, mn_delta_chunk_tokens(job.pairs));
+    return mn_delta_tma_map_rows(map, decayed, slots * job.p.call.H * MN_DELTA_CHUNK, width);
 }
 
 /* Maps for the scan forward, or the one back. */
@@ -169,11 +174,13 @@ typedef void (*mn_delta_scan_kernel)(mn_delta_params, mn_scan_tma_maps, int64_t)
 
 /* Launches the scan over `columns` value columns of all heads of all sequences, by warpgroups or by
  * warps: block = (n * H + h) * n_slices + slice, a slice being col_tiles * 16 value columns, with
- * `segments` of those that are cut (mn_delta_scan_units). */
+ * `segments` of those that are cut (mn_delta_scan_units). `two_kernel`, where not NULL: the
+ * scan back with w = e by warpgroups, of whose blocks a processor holds two. */
 template <int KP>
 inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
                                mn_delta_scan_kernel warp_kernel, const mn_delta_params &job,
-                               bool back, int64_t columns, cudaStream_t stream, int segments = 0) {
+                               bool back, int64_t columns, cudaStream_t stream, int segments = 0,
+                               mn_delta_scan_kernel two_kernel = nullptr) {
     constexpr int splits = mn_scan_splits<KP>, warps = mn_scan_sizes<KP>::splits;
     const int64_t heads =
         job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
@@ -187,6 +194,13 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_tma_maps(&maps, job, back);
+    if (two_kernel && group && maps.serve && !job.p.w.data &&
+        blocks > mn_device_props_current().processors) {
+        return mn_launch_smem(two_kernel, dim3((unsigned)blocks), mn_scan_threads(1),
+                              mn_scan_bytes_of_two<KP>() +
+                                  MN_DELTA_COL_TILES * MN_SCAN_SCRATCH_OF_TWO,
+                              stream, job, maps, n_slices);
+    }
     return mn_launch_smem(group ? warpgroup_kernel : warp_kernel,
                                dim3((unsigned)blocks),
                                32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,

@@ -74,7 +74,7 @@ struct mn_delta_params {
 /* ---- tiles ----------------------------------------------------------------------------------- */
 
 template <int COLUMNS>
-constexpr int mn_tile_bytes() {
+__host__ __device__ constexpr int mn_tile_bytes() {
     return MN_DELTA_CHUNK * COLUMNS * (int)sizeof(mn_bf16);
 }
 

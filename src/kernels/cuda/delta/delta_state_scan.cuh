@@ -261,6 +261,11 @@ struct mn_scan_source {
     const mn_in &keys, &values, &first, &second;
     const mn_bf16 *decayed_keys, *decayed_first, *decayed_second;
     bool packed_keys, packed_values, packed_first, packed_second, has_first, has_second, has_P;
+    bool one_back;    // shared memory has one back, and that of a single tile
+
+    __device__ int slot(int n) const {
+        return one_back ? 0 : n;
+    }
 };
 
 /* ---- by threads ------------------------------------------------------------------------------ */
@@ -319,7 +324,7 @@ __device__ inline void mn_scan_copy_back(mn_scan_smem<KP> &smem,
                                              const mn_scan_coord &at,
                                          int n, int chunk) {
     if (from.has_first) {
-        mn_scan_copy_keys<KP, CHANNEL>(smem.first(n, !from.has_second), job, from.first,
+        mn_scan_copy_keys<KP, CHANNEL>(smem.first(from.slot(n), !from.has_second), job, from.first,
                                        from.packed_first, from.decayed_first, at, chunk);
     }
     if (from.has_second) {
@@ -409,9 +414,8 @@ __device__ inline void mn_scan_tma_load_back(mn_scan_smem<KP> &smem,
     mn_mbarrier_arrive_expect_tx(mbarrier, (from.has_first + from.has_second)
                                  * mn_scan_key_bytes<KP>);
     if (from.has_first) {
-        mn_scan_tma_load_keys<KP, CHANNEL>(smem.first(n, !from.has_second), maps.first, mbarrier,
-                                                at, index,
-                                      chunk);
+        mn_scan_tma_load_keys<KP, CHANNEL>(smem.first(from.slot(n), !from.has_second), maps.first,
+                                           mbarrier, at, index, chunk);
     }
     if (from.has_second) {
         mn_scan_tma_load_keys<KP, CHANNEL>(smem.second(n), maps.second, mbarrier, at, index,
@@ -501,7 +505,7 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
                                          const mn_scan_source &from,
                                      ChunkAt chunk_at) {
     const mn_scan_coord at = smem.place;    // in registers: shared memory answers slowly here
-    const bool ahead = mn_scan_smem<KP>::backs == 2 || !from.has_second;
+    const bool ahead = (mn_scan_smem<KP>::backs == 2 || !from.has_second) && !from.one_back;
     const auto uses_tma = [&](int chunk) {
         return maps.serve &&
                !(job.p.call.cu_seqlens && mn_scan_chunk_len(at, chunk) < MN_DELTA_CHUNK);
@@ -602,15 +606,25 @@ constexpr int mn_scan_threads(int splits) {
 enum { MN_SCAN_OUTPUT, MN_SCAN_SAVE, MN_SCAN_MAP };
 
 /* Two consumer warpgroups take registers from the producers, and so does that of a block of which a
- * processor holds two. */
-template <int SPLITS, bool PRODUCER, int MODE = MN_SCAN_OUTPUT>
+ * processor holds two (BLOCKS). */
+template <int SPLITS, bool PRODUCER, int BLOCKS = 1>
 __device__ __forceinline__ void mn_scan_setmaxnreg(void) {
 #if MN_HAS_WGMMA
-    if (SPLITS == 1 && MODE != MN_SCAN_MAP) return;
+    if (SPLITS == 1 && BLOCKS == 1) return;
     if (PRODUCER) mn_setmaxnreg_dec<88>();
-    else if (MODE == MN_SCAN_MAP) mn_setmaxnreg_inc<168>();
+    else if (BLOCKS == 2) mn_setmaxnreg_inc<168>();
     else mn_setmaxnreg_inc<208>();
 #endif
+}
+
+/* Where a column tile's results are transposed in the scan back if a processor holds two blocks,
+ * which wait for their products most of the time: behind the tiles that each needs then, the fronts
+ * and one tile of queries. */
+enum { MN_SCAN_SCRATCH_OF_TWO = 2048 };
+
+template <int KP>
+__host__ __device__ constexpr size_t mn_scan_bytes_of_two(void) {
+    return offsetof(mn_scan_smem<KP>, behind) + mn_tile_bytes<KP>();
 }
 
 /* ---- results of left operands ---------------------------------------------------------------- */
@@ -749,10 +763,10 @@ struct mn_scan_state {
 
     /* sums += state rows', (16 values, 64 tokens), over the split's channels. `keep`, where not
      * NULL, is where this column tile of the state goes in bf16. */
+    template <int SCRATCH = mn_scan_exchange<SPLITS>::scratch_bytes>
     __device__ void read(float (&sums)[8][4], const unsigned char *tile, mn_bf16 *keep,
                          unsigned char *scratch) const {
-        constexpr int steps = width / 16,
-            scratch_bytes = mn_scan_exchange<SPLITS>::scratch_bytes;
+        constexpr int steps = width / 16;
         const unsigned rows = part(tile);
         unsigned a[steps][4];
 #pragma unroll
@@ -761,7 +775,7 @@ struct mn_scan_state {
 #pragma unroll
         for (int k = 0; k < steps; k++) mn_mma_abt<WGMMA>(sums, a[k], rows, 16 * k, 0);
         mn_mma_commit<WGMMA>();
-        if (keep) mn_scan_store_frags<scratch_bytes>(keep + role::split() * width, KP, a, scratch);
+        if (keep) mn_scan_store_frags<SCRATCH>(keep + role::split() * width, KP, a, scratch);
         mn_mma_wait<WGMMA>();
     }
 };
@@ -786,30 +800,53 @@ __device__ inline void mn_scan_frags_a(unsigned (&a)[N / 2][4], const float (&x)
     for (int k = 0; k < N / 2; k++) mn_frag_a_of(a[k], x[2 * k], x[2 * k + 1]);
 }
 
-/* y += x matrix', for a lower triangle; x are tokens from 16 * first on. */
-template <bool WGMMA, int N>
-__device__ inline void mn_scan_mma_lower(float (&y)[8][4], const unsigned (&x)[N][4],
-                                           unsigned matrix,
-                                     int first) {
+/* y += x matrix' for a lower triangle, or x matrix unless LOWER; x are tokens from 16 * first on.
+ * SETS: y are zeros so far; what is large in x is looked for while products run, and then y made
+ * again. Else `wild` says whether there is something, which then goes in behind the products. */
+template <bool WGMMA, bool LOWER, bool SETS, int N>
+__device__ inline void mn_scan_mma_triangle(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
+                                            int first, bool wild) {
+    unsigned kept[N][4];
+    if (!SETS && wild) {
+#pragma unroll
+        for (int i = 0; i < 4 * N; i++) kept[i / 4][i % 4] = x[i / 4][i % 4], x[i / 4][i % 4] = 0;
+    }
     mn_mma_fence<WGMMA>();
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        mn_mma_abt<WGMMA>(y, x[k], matrix, 16 * (first + k), first + k);
+        if (LOWER) mn_mma_abt<WGMMA>(y, x[k], matrix, 16 * (first + k), first + k);
+        else mn_mma_ab<WGMMA>(y, x[k], matrix, 16 * (first + k), 0, first + k + 1);
     }
-    mn_mma_commit_wait<WGMMA>();
+    mn_mma_commit<WGMMA>();
+    if (SETS) wild = mn_delta_is_wild(x);
+    mn_mma_wait<WGMMA>();
+    if (!wild) return;
+    if (SETS) mn_delta_redo<LOWER>(y, 0, x, first, matrix, true);
+    else mn_delta_redo<LOWER>(y, 0, kept, first, matrix, false);
 }
 
-/* y += x matrix, likewise. */
 template <bool WGMMA, int N>
-__device__ inline void mn_scan_mma_upper(float (&y)[8][4], const unsigned (&x)[N][4],
-                                           unsigned matrix,
-                                     int first) {
-    mn_mma_fence<WGMMA>();
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-        mn_mma_ab<WGMMA>(y, x[k], matrix, 16 * (first + k), 0, first + k + 1);
-    }
-    mn_mma_commit_wait<WGMMA>();
+__device__ inline void mn_scan_set_lower(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
+                                         int first) {
+    mn_scan_mma_triangle<WGMMA, true, true>(y, x, matrix, first, false);
+}
+
+template <bool WGMMA, int N>
+__device__ inline void mn_scan_set_upper(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
+                                         int first) {
+    mn_scan_mma_triangle<WGMMA, false, true>(y, x, matrix, first, false);
+}
+
+template <bool WGMMA, int N>
+__device__ inline void mn_scan_add_lower(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
+                                         int first, bool wild) {
+    mn_scan_mma_triangle<WGMMA, true, false>(y, x, matrix, first, wild);
+}
+
+template <bool WGMMA, int N>
+__device__ inline void mn_scan_add_upper(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
+                                         int first, bool wild) {
+    mn_scan_mma_triangle<WGMMA, false, false>(y, x, matrix, first, wild);
 }
 
 /* Where results of a column tile's tokens and columns go: this lane has eight columns of every
@@ -1000,7 +1037,7 @@ __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
         p.e, p.v, p.q, p.w, job.workspace.e, job.workspace.q, job.workspace.w,
             job.packed[MN_DELTA_E],
         job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W],
-        MODE == MN_SCAN_OUTPUT, !same_keys, MODE == MN_SCAN_OUTPUT,
+        MODE == MN_SCAN_OUTPUT, !same_keys, MODE == MN_SCAN_OUTPUT, false,
     };
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [](int n) { return n; });
 }
@@ -1020,6 +1057,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
     constexpr int SPLITS = mn_scan_splits<KP>;
     constexpr bool SAVE = MODE == MN_SCAN_SAVE, MAP = MODE == MN_SCAN_MAP;
+    constexpr int BLOCKS = MAP ? 2 : 1;
     if (MAP && !MN_HAS_WGMMA) return;
     mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
@@ -1030,12 +1068,12 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
     if (mn_scan_producer_tid() >= 0) {
-        mn_scan_setmaxnreg<SPLITS, true, MODE>();
+        mn_scan_setmaxnreg<SPLITS, true, BLOCKS>();
         mn_scan_load_forward<KP, CHANNEL, MODE>(smem, job, maps, same_keys);
         if (MAP && blockIdx.x == 0) mn_pdl_wait();
         return;
     }
-    mn_scan_setmaxnreg<SPLITS, false, MODE>();
+    mn_scan_setmaxnreg<SPLITS, false, BLOCKS>();
     constexpr int steps = 4 / SPLITS, tiles = 8 / SPLITS;    // of a split's tokens
     constexpr int scratch_bytes = mn_scan_exchange<SPLITS>::scratch_bytes;
     const int col_tile = mn_scan_role<true, SPLITS>::col_tile();
@@ -1067,9 +1105,10 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_residuals<KP, CHANNEL>(local, own, front, col_tile, split * tiles);
             mn_scan_allgather<SPLITS>(x, local, exchange.operands, col_tile, split);
         }
-        mn_scan_mma_lower<true>(R, x, mn_shared_u32(front.T), 0);
+        mn_scan_set_lower<true>(R, x, mn_shared_u32(front.T), 0);
         mn_scan_frags_a(r, R);
         mn_scan_own_share<SPLITS>(local, r, split);
+        const bool wild = MODE == MN_SCAN_OUTPUT && mn_delta_is_wild(local);
         if (!CHANNEL) mn_scan_scale_tokens(R, front.write, 1.0f);
         mn_scan_frags_a(x, R);
         if (MODE == MN_SCAN_OUTPUT || !same_keys) mn_scan_wait_back(smem, chunk, ahead);
@@ -1080,7 +1119,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
         } else if (!MAP) {
             S.read(O, smem.first(chunk, same_keys), nullptr, nullptr);
             if (!CHANNEL) mn_scan_scale_tokens(O, front.gamma, job.scale);
-            mn_scan_mma_lower<true>(O, local, mn_shared_u32(front.P), split * steps);
+            mn_scan_add_lower<true>(O, local, mn_shared_u32(front.P), split * steps, wild);
         }
         const bool puts = MODE == MN_SCAN_OUTPUT && results.to;
         if (puts && SPLITS > 1) mn_scan_store_partials<SPLITS>(exchange, O, split);
@@ -1124,7 +1163,7 @@ __device__ inline void mn_scan_cotangent(unsigned (&x)[N][4], unsigned tile, int
 }
 
 /* What the producer warps do. */
-template <int KP, int CHANNEL>
+template <int KP, int CHANNEL, int BLOCKS = 1>
 __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
                                                    const mn_delta_params &job,
                                           const mn_scan_tma_maps &maps, bool same_keys) {
@@ -1132,7 +1171,7 @@ __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
     const mn_scan_source from = {
         same_keys ? p.e : p.w, p.cot.o, p.q, p.e, job.workspace.w, job.workspace.q, job.workspace.e,
         job.packed[MN_DELTA_W], job.packed[MN_DELTA_COT], job.packed[MN_DELTA_Q],
-        job.packed[MN_DELTA_E], true, !same_keys, true,
+        job.packed[MN_DELTA_E], true, !same_keys, true, BLOCKS == 2,
     };
     const int last = smem.place.n_chunks - 1;
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [=](int n) { return last - n; });
@@ -1143,12 +1182,13 @@ __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
  *         gradient of the last state (K, 64 columns), or what a segment's scan begins with.
  * Stores  dv (64, 64 columns) of each chunk, D behind each chunk and dX of each, in the workspace,
  *         and D at the end. Of a segment whose map it makes D at the end alone, from zeros. */
-template <int KP, int CHANNEL>
-__global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), 1)
+template <int KP, int CHANNEL, int BLOCKS = 1>
+__global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), BLOCKS)
 delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
                           const __grid_constant__ mn_scan_tma_maps maps, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
     constexpr int SPLITS = mn_scan_splits<KP>;
+    if (BLOCKS == 2 && !MN_HAS_WGMMA) return;
     mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
     mn_scan_init_smem<KP, SPLITS, true>(smem, job, n_slices, p.cot.state, p.grad.state0);
@@ -1156,17 +1196,21 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     const bool same_keys = !CHANNEL && !p.w.data;
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
     if (mn_scan_producer_tid() >= 0) {
-        mn_scan_setmaxnreg<SPLITS, true>();
-        mn_scan_load_backward<KP, CHANNEL>(smem, job, maps, same_keys);
+        mn_scan_setmaxnreg<SPLITS, true, BLOCKS>();
+        mn_scan_load_backward<KP, CHANNEL, BLOCKS>(smem, job, maps, same_keys);
         return;
     }
-    mn_scan_setmaxnreg<SPLITS, false>();
+    mn_scan_setmaxnreg<SPLITS, false, BLOCKS>();
     constexpr int steps = 4 / SPLITS, tiles = 8 / SPLITS;
-    constexpr int scratch_bytes = mn_scan_exchange<SPLITS>::scratch_bytes;
+    constexpr int scratch_bytes =
+        BLOCKS == 2 ? (int)MN_SCAN_SCRATCH_OF_TWO : mn_scan_exchange<SPLITS>::scratch_bytes;
     const int col_tile = mn_scan_role<true, SPLITS>::col_tile();
     const int split = mn_scan_role<true, SPLITS>::split();
     mn_scan_exchange<SPLITS> &exchange =
         ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
+    unsigned char *scratch = BLOCKS == 2 ? scan_smem_bytes + mn_scan_bytes_of_two<KP>() +
+                                               col_tile * scratch_bytes
+                                         : exchange.scratch(split);
     const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
                                   split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
     const mn_scan_records records(job, at, col_tile);
@@ -1181,17 +1225,21 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         unsigned x[4][4], cot[4][4], local[steps][4];
         const float *gamma = CHANNEL ? nullptr : front.gamma;
         mn_scan_wait_front(smem, iter);
-        D.read(dR, front.keys, map ? nullptr : records.at(job.workspace.D, chunk, KP),
-               exchange.scratch(split));
+        D.template read<scratch_bytes>(
+            dR, front.keys, map ? nullptr : records.at(job.workspace.D, chunk, KP), scratch);
         if (!CHANNEL) mn_scan_scale_tokens(dR, front.write, 1.0f);
         mn_scan_cotangent(local, mn_shared_u32(front.values), col_tile, split * steps, nullptr,
                           1.0f);
-        mn_scan_mma_upper<true>(dR, local, mn_shared_u32(front.P), split * steps);
+        mn_scan_add_upper<true>(dR, local, mn_shared_u32(front.P), split * steps,
+                                mn_delta_is_wild(local));
         if (SPLITS > 1) {
             mn_scan_split_sync<SPLITS>(col_tile);
             mn_scan_store_partials<SPLITS>(exchange, dR, split);
         }
-        mn_scan_cotangent(cot, mn_shared_u32(front.values), col_tile, 0, gamma, job.scale);
+        const auto read_cot = [&] {
+            mn_scan_cotangent(cot, mn_shared_u32(front.values), col_tile, 0, gamma, job.scale);
+        };
+        if (BLOCKS == 1) read_cot();    // two blocks of a processor have no registers for it yet
         if constexpr (SPLITS == 1) {
             mn_scan_frags_a(x, dR);
         } else {
@@ -1201,20 +1249,21 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_frags_a(local, own);
             mn_scan_allgather<SPLITS>(x, local, exchange.operands, col_tile, split);
         }
-        mn_scan_mma_upper<true>(dX, x, mn_shared_u32(front.T), 0);
+        mn_scan_set_upper<true>(dX, x, mn_shared_u32(front.T), 0);
         mn_scan_frags_a(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
         if (!map) {
             mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk,
                                                           MN_DELTA_CHUNK) + 16 * steps * split,
-                                               MN_DELTA_CHUNK, local, exchange.scratch(split));
+                                               MN_DELTA_CHUNK, local, scratch);
         }
         if (results.to && !map) {
             float own[tiles][4];
             mn_scan_own_share<SPLITS>(own, dX, split);
-            results.put(chunk, own, exchange.scratch(split));
+            results.put(chunk, own, scratch);
         }
         mn_scan_wait_back(smem, iter, ahead);
+        if (BLOCKS == 2) read_cot();
         D.template decay<CHANNEL>(front);
 #pragma unroll
         for (int n = 0; n < 8; n++) {

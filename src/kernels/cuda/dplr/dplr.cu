@@ -1,6 +1,7 @@
 /* dplr.cu - u = S'a;  S = diag(exp g) S + b u' + k v';  o = scale S'q (see ref/dplr.c). bf16 goes
- * over chunks (dplr_chunk.h) unless memories are narrow; the rest, and decode steps, go token by
- * token with the state in registers: the tiles, cells and sums of recurrent/matrix_state.cuh.
+ * over chunks (dplr_chunk.h) unless memories are narrow, decode steps are dplr_step.cuh; the rest
+ * goes token by token with the state in registers: the tiles, cells and sums of
+ * recurrent/matrix_state.cuh.
  *
  *   D += scale q do'      dq = scale S do     dk = D v     dv = D'k     db = D u     du = D'b
  *   da = S0 du            dg = exp(g) rowsum(D . S0)        D = diag(exp g) D + a du'
@@ -10,6 +11,7 @@
  * group, and of a group every token's in shared memory. A second kernel adds the tiles' sums over
  * columns in the order of the tiles. */
 #include "kernels/cuda/dplr/dplr_chunk.h"
+#include "kernels/cuda/dplr/dplr_step.cuh"
 #include "kernels/cuda/recurrent/matrix_state.cuh"
 
 namespace mneme::dplr {
@@ -299,95 +301,16 @@ dplr_reduce_grads(const __grid_constant__ mn_dplr_args p, int64_t n_tiles, const
 
 /* ---- one token, state in place --------------------------------------------------------------- */
 
-enum { STEP_SUMS = 10 };    // S'a and (w . S)'q of four columns; q.b and q.k
-enum { STEP_QUADS = 16, STEP_ROWS = 8 };    // of four columns, of a block; rows of a thread
-
-/* Sums over the rows of a column, in all threads of the block: lanes of a warp first, which lie
- * STEP_QUADS apart. */
-template <int THREADS>
-__device__ inline void gather(float (&sums)[STEP_SUMS],
-                              float (*smem)[STEP_QUADS][STEP_SUMS]) {
-    const int quad = threadIdx.x % STEP_QUADS, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int i = 0; i < STEP_SUMS; i++) {
-        sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], STEP_QUADS);
-        if (threadIdx.x % 32 < STEP_QUADS) smem[warp][quad][i] = sums[i];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < STEP_SUMS; i++) {
-        sums[i] = 0.0f;
-#pragma unroll
-        for (int k = 0; k < THREADS / 32; k++) sums[i] += smem[k][quad][i];
-    }
-}
-
-/* A block has 64 columns of one memory, a thread four neighbours of them in STEP_ROWS rows that lie
- * as far apart as there are groups of STEP_QUADS threads. */
 template <typename T, int THREADS>
 __global__ void __launch_bounds__(THREADS)
 dplr_step_recurrent(const __grid_constant__ mn_dplr_args p, int64_t n_tiles) {
-    constexpr int R = STEP_ROWS, GROUPS = THREADS / STEP_QUADS;
-    __shared__ float smem[THREADS / 32][STEP_QUADS][STEP_SUMS];
+    __shared__ step_smem<THREADS> smem;
     const int64_t index = blockIdx.x, h = index / n_tiles % p.call.H;
-    const int64_t n = index / n_tiles / p.call.H, K = p.call.K, V = p.call.V;
-    const int64_t j = index % n_tiles * (4 * STEP_QUADS) + threadIdx.x % STEP_QUADS * 4;
-    const int first = threadIdx.x / STEP_QUADS;
-    const float *from = mn_row<float>(p.state0, n, 0, h);
-    float *to = mn_row<float>(p.state, n, 0, h);
-    const T *q = mn_row<T>(p.q, n, 0, h), *k = mn_row<T>(p.k, n, 0, h);
-    const T *a = mn_row<T>(p.a, n, 0, h), *b = mn_row<T>(p.b, n, 0, h);
-    const T *g = mn_row<T>(p.g, n, 0, h), *v = mn_row<T>(p.v, n, 0, h);
-    T *o = mn_row<T>(p.o, n, 0, h);
-    float S[R][4], enter[R], write[R], value[4] = {}, sums[STEP_SUMS] = {};
+    const int64_t n = index / n_tiles / p.call.H, column = index % n_tiles * STEP_COLUMNS;
     mn_pdl_launch_dependents();
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        const int64_t i = first + GROUPS * r;
-        if (from && i < K && j < V) mn_prefetch_l2(from + i * V + j);
-    }
+    step_prefetch<THREADS>(p, n, h, column);
     mn_pdl_wait();
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        const int64_t i = first + GROUPS * r;
-        mn_load<4>(S[r], i < K && j < V ? from : nullptr, i * V + j);
-    }
-    if (j < V) mn_load<4>(value, v, j);
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        const int64_t i = first + GROUPS * r;
-        const bool inside = i < K;
-        enter[r] = inside ? mn_float(b[i]) : 0.0f, write[r] = inside ? mn_float(k[i]) : 0.0f;
-        const float query = inside ? mn_float(q[i]) : 0.0f, read = inside ? mn_float(a[i]) : 0.0f;
-        const float decay = inside ? expf(mn_float(g[i])) : 1.0f;
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            sums[c] = fmaf(read, S[r][c], sums[c]);
-            S[r][c] *= decay;
-            sums[4 + c] = fmaf(query, S[r][c], sums[4 + c]);
-        }
-        sums[8] = fmaf(query, enter[r], sums[8]);
-        sums[9] = fmaf(query, write[r], sums[9]);
-    }
-    gather<THREADS>(sums, smem);
-    if (j >= V) return;
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        const int64_t i = first + GROUPS * r;
-        if (i >= K || !to) continue;
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            S[r][c] = fmaf(enter[r], sums[c], fmaf(write[r], value[c], S[r][c]));
-        }
-        mn_store<4>(to, i * V + j, S[r]);
-    }
-    if (first > 0 || !o) return;
-    float out[4];
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-        out[c] = (float)p.scale * fmaf(sums[8], sums[c], fmaf(sums[9], value[c], sums[4 + c]));
-    }
-    mn_store<4>(o, j, out);
+    step_columns<T, mn_cta<THREADS>, THREADS>(p, n, h, column, smem);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -455,7 +378,7 @@ MN_CUDA_LAUNCH(dplr_forward) {
 
 template <typename T, int THREADS>
 static int step_of(const mn_dplr_args &p, cudaStream_t stream) {
-    const int64_t n_tiles = mn_ceil_div(p.call.V, 4 * STEP_QUADS);
+    const int64_t n_tiles = mn_ceil_div(p.call.V, (int64_t)STEP_COLUMNS);
     const int64_t blocks = n_tiles * p.call.H * p.call.B;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
@@ -466,10 +389,7 @@ static int step_of(const mn_dplr_args &p, cudaStream_t stream) {
 template <typename T>
 static int step_in(const mn_dplr_args &p, cudaStream_t stream) {
     const int64_t K = p.call.K;
-    const bool vec_aligned = p.call.V % 4 == 0 && mn_step_vec_aligned<T>(p.v) &&
-                             mn_step_vec_aligned<T>(p.o) && mn_step_vec_aligned<float>(p.state0) &&
-                             mn_step_vec_aligned<float>(p.state);
-    if (!vec_aligned || K > 256) DPLR_DISPATCH_K(forward_of, T, K, (p, stream));
+    if (!step_serves(&p) || K > 256) DPLR_DISPATCH_K(forward_of, T, K, (p, stream));
     if (K <= 64) return step_of<T, 128>(p, stream);
     return K <= 128 ? step_of<T, 256>(p, stream) : step_of<T, 512>(p, stream);
 }

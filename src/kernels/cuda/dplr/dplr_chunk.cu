@@ -94,7 +94,7 @@ static int backward(const mn_delta_params &job, cudaStream_t stream) {
     if (code != cudaSuccess || records == 0) return code;
     return mn_launch_smem(delta_grad_channel_kernel<KT, KP, MN_DELTA_PAIRS>,
                           dim3((unsigned)records, KP / KT), MN_DELTA_GRAD_THREADS,
-                          sizeof(mn_channel_grad_smem<KT>), stream, job);
+                          sizeof(mn_channel_grad_smem<KT>), stream, job, mn_grad_fold{});
 }
 
 int mn_dplr_chunk_forward(const mn_dplr_args *p, void *shared, void *stream) {

@@ -16,6 +16,28 @@ struct fold {
     bool add;
 };
 
+/* A whole pack: the heads of four copies are on their way before the first is added. */
+__device__ static void fold_whole(const fold &f, int64_t to, int64_t from) {
+    enum { AHEAD = 4 };
+    float sum[MN_VEC] = {}, x[MN_VEC];
+    if (f.add) mn_unpack(sum, f.to, mn_load_raw(f.to, to));
+    for (int64_t copy = 0; copy < f.times; copy += AHEAD) {
+        mn_raw_vec raw[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            if (copy + i < f.times) raw[i] = mn_load_raw(f.from, from + (copy + i) * f.head);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            if (copy + i >= f.times) break;
+            mn_unpack(x, f.from, raw[i]);
+#pragma unroll
+            for (int j = 0; j < MN_VEC; j++) sum[j] += x[j];
+        }
+    }
+    mn_store_vec(f.to, to, sum);
+}
+
 template <int N>
 __global__ void __launch_bounds__(MN_ELEMENTWISE_THREADS)
 fold_heads_kernel(const __grid_constant__ fold f) {
@@ -24,26 +46,16 @@ fold_heads_kernel(const __grid_constant__ fold f) {
     const mn_coord coord = mn_coord_of<N>(f.calc, pack);
     const int64_t to = mn_offset(f.to, coord), from = mn_offset(f.from, coord);
     const int count = (int)min((int64_t)N, f.calc.width - coord.x);
-    float sum[N];
-#pragma unroll
-    for (int j = 0; j < N; j++) sum[j] = f.add && j < count ? mn_operand_load(f.to, to + j) : 0.0f;
-    for (int64_t copy = 0; copy < f.times; copy++) {
-        const int64_t at = from + copy * f.head;
-        if (N == MN_VEC && count == N) {
-            float x[MN_VEC];
-            mn_unpack(x, f.from, mn_load_raw(f.from, at));
-#pragma unroll
-            for (int j = 0; j < N; j++) sum[j] += x[j];
-        } else {
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                if (j < count) sum[j] += mn_operand_load(f.from, at + j);
-            }
-        }
+    if (N == MN_VEC && count == N) {
+        fold_whole(f, to, from);
+        return;
     }
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        if (j < count) mn_operand_store(f.to, to + j, sum[j]);
+    for (int j = 0; j < count; j++) {
+        float sum = f.add ? mn_operand_load(f.to, to + j) : 0.0f;
+        for (int64_t copy = 0; copy < f.times; copy++) {
+            sum += mn_operand_load(f.from, from + copy * f.head + j);
+        }
+        mn_operand_store(f.to, to + j, sum);
     }
 }
 

@@ -2,8 +2,8 @@
  * longhorn_column in bf16 over chunks (longhorn_column_chunk.cu) where memories are neither
  * narrow nor wide, except for decode steps; all else by the recurrences of column_state.cuh,
  * longhorn_diag back by longhorn_diag_bwd below where keys have at most 128 channels, and single
- * tokens of it by longhorn_diag_step. Backward, a kernel after these has one token and head
- * for each warp:
+ * tokens with the state in place by longhorn_step.cuh. Backward, a kernel after these has one token
+ * and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
@@ -11,7 +11,7 @@
 #include "kernels/cuda/recurrent/column_state.cuh"
 #include "kernels/cuda/recurrent/column_state_bwd.cuh"
 #include "kernels/cuda/longhorn/longhorn_column_chunk.h"
-#include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/longhorn/longhorn_step.cuh"
 
 namespace mneme::longhorn {
 
@@ -276,158 +276,6 @@ static int mn_diag_backward(mn_column_params p, cudaStream_t on) {
     return p.call.K <= 64 ? mn_diag_launch<T, 4>(p, on) : mn_diag_launch<T, 8>(p, on);
 }
 
-/* one token of longhorn_diag (see column_state.cuh, CELL), the state in place; what it makes has
- * the bits of the scan (column_state.cuh), of which it is one step. A block has 64 columns of a
- * memory. A thread has the rows and columns that one of the scan has, but neighbouring threads
- * neighbouring columns, and asks for all of them before it looks at the token, which one more
- * warp loads. */
-
-enum { MN_DIAG_STEP_GROUPS = 16, MN_DIAG_STEP_OWNERS = 256 };    // of rows; threads with cells
-enum { MN_DIAG_STEP_THREADS = MN_DIAG_STEP_OWNERS + 32 };
-
-/* The cells of a thread: packs of P rows that lie 16 P apart, four columns of each. */
-template <int ROWS>
-struct mn_diag_step_cells {
-    static constexpr int R = ROWS / 4, P = R < 4 ? R : 4;
-    float at[R][4];
-
-    __device__ static int group() {
-        return (int)threadIdx.x / MN_DIAG_STEP_GROUPS;
-    }
-    __device__ static int first_row(int m) {
-        return P * (group() + MN_DIAG_STEP_GROUPS * m);
-    }
-    __device__ static int first_column() {
-        return (int)threadIdx.x % (MN_COLUMNS_TILE / 4) * 4;
-    }
-
-    /* use(number of the row, where its four cells are in the state); V is a multiple of four. */
-    template <typename F>
-    __device__ static void each(const mn_column_params &p, const mn_column_coord &here, F use) {
-        const int64_t j = here.tile * MN_COLUMNS_TILE + first_column();
-        const int64_t head = here.n * p.call.H + here.h;
-        const int V = (int)p.call.V, rows = j < V ? (int)p.call.K - first_row(0) : 0;
-        const int64_t first = (head * p.call.K + first_row(0)) * V + j;
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-            const int row = MN_DIAG_STEP_GROUPS * P * (r / P) + r % P;    // from the first
-            if (row < rows) use(r, first + (int64_t)row * V);
-        }
-    }
-
-    /* As mn_column_cells4::advance does; `o` becomes this thread's part of S'q. */
-    template <typename Smem>
-    __device__ void advance(float (&o)[4], const Smem &in) {
-        float w[4], u[4], write[4];
-        mn_load<4>(w, in.w[0], first_column());
-        mn_load<4>(u, in.u[0], first_column());
-        mn_load<4>(write, in.v[0], first_column());
-#pragma unroll
-        for (int c = 0; c < 4; c++) write[c] *= w[c], o[c] = 0.0f;
-#pragma unroll
-        for (int r = 0; r < R; r += P) {
-            float k[P], q[P], x[P];
-            mn_load<P>(k, in.k[0], first_row(r / P));
-            mn_load<P>(q, in.q[0], first_row(r / P));
-            mn_load<P>(x, in.x[0], first_row(r / P));
-#pragma unroll
-            for (int n = 0; n < 4 * P; n++) {
-                const int i = n / 4, c = n % 4;
-                float &cell = at[r + i][c];
-                cell = fmaf(k[i], write[c], cell * fmaf(w[c], x[i], u[c]));
-                o[c] = fmaf(q[i], cell, o[c]);
-            }
-        }
-    }
-};
-
-/* By one access: the compiler would make four of it here, each of which writes parts of sectors. */
-__device__ inline void mn_diag_step_store(float *to, const float (&x)[4]) {
-    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
-}
-
-/* A column's sum over all groups of rows, added as the scan's lanes do
- * (mn_column_cells4::leave). */
-__device__ inline float mn_diag_step_sum(const float (*partials)[MN_COLUMNS_TILE], int column) {
-    float x[MN_DIAG_STEP_GROUPS];
-#pragma unroll
-    for (int i = 0; i < MN_DIAG_STEP_GROUPS; i++) x[i] = partials[i][column];
-#pragma unroll
-    for (int half = MN_DIAG_STEP_GROUPS / 2; half > 0; half /= 2) {
-#pragma unroll
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    }
-    return x[0];
-}
-
-template <typename T, int ROWS>
-__global__ void __launch_bounds__(MN_DIAG_STEP_THREADS)
-longhorn_diag_step_recurrent(const __grid_constant__ mn_column_params p, unsigned tiles) {
-    constexpr int WARPS = MN_DIAG_STEP_OWNERS / 32, FEEDERS = MN_COLUMNS_TILE / 8;
-    __shared__ mn_column_smem<ROWS, WARPS> smem;
-    __shared__ alignas(16) float partials[MN_DIAG_STEP_GROUPS][MN_COLUMNS_TILE];
-    const unsigned head = blockIdx.x / tiles, n = head / (unsigned)p.call.H;
-    const mn_column_coord here = { n, head - n * (unsigned)p.call.H, blockIdx.x - head * tiles,
-                                    blockIdx.x, { n, 0, 1 } };
-    const bool owns_state = threadIdx.x < MN_DIAG_STEP_OWNERS;
-    mn_diag_step_cells<ROWS> S = {};
-    mn_pdl_launch_dependents();
-    if (owns_state && p.state0) {
-        S.each(p, here, [&](int, int64_t cell) {
-            mn_prefetch_l2(p.state0 + cell);
-        });
-    }
-    mn_pdl_wait();
-    if (owns_state && p.state0) {
-        S.each(p, here, [&](int r, int64_t cell) { mn_load<4>(S.at[r], p.state0, cell); });
-    }
-    if (!owns_state) {
-        mn_column_prefetch<T, ROWS, WARPS, FEEDERS> token;
-        token.template fetch<MN_COLUMNS_CELL>(p, here, 0);
-        token.template put<MN_COLUMNS_CELL>(smem);
-    }
-    __syncthreads();
-    if (owns_state) {
-        float o[4];
-        S.advance(o, smem);
-        mn_store<4>(partials[S.group()], S.first_column(), o);
-        if (p.state) {
-            S.each(p, here, [&](int r, int64_t cell) {
-                mn_diag_step_store(p.state + cell, S.at[r]);
-            });
-        }
-    }
-    __syncthreads();
-    const int64_t j = here.tile * MN_COLUMNS_TILE + threadIdx.x;
-    if (threadIdx.x >= MN_COLUMNS_TILE || !p.reads || j >= p.call.V) return;
-    mn_put(mn_row<T>(p.out, n, 0, here.h) + j, p.scale * mn_diag_step_sum(partials, threadIdx.x));
-}
-
-template <typename T, int ROWS>
-static int mn_diag_step_launch(const mn_column_params &p, cudaStream_t on) {
-    const int64_t tiles = mn_ceil_div(p.call.V, MN_COLUMNS_TILE);
-    const int64_t blocks = tiles * p.call.H * p.call.B;
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_pdl(longhorn_diag_step_recurrent<T, ROWS>, dim3((unsigned)blocks),
-                           MN_DIAG_STEP_THREADS, 0, on, p, (unsigned)tiles);
-}
-
-/* What the scan serves, where states do not come in packs. */
-template <typename T>
-static int mn_diag_step(mn_column_params p, cudaStream_t on) {
-    const int64_t K = p.call.K;
-    const bool packs = p.call.V % 4 == 0 && p.call.V <= INT32_MAX &&
-                       (uintptr_t)p.state0 % 16 == 0 && (uintptr_t)p.state % 16 == 0;
-    if (!packs || K > MN_COLUMNS_MAX_K) return mn_columns_forward<T, MN_COLUMNS_CELL>(p, on);
-    p.vec_aligned = mn_columns_vec_aligned<T>(p, mn_columns_rows(p.call) / 32);
-    if (K <= 32) return mn_diag_step_launch<T, 8>(p, on);
-    if (K <= 64) return mn_diag_step_launch<T, 16>(p, on);
-    if (K <= 128) return mn_diag_step_launch<T, 32>(p, on);
-    return mn_diag_step_launch<T, 64>(p, on);
-}
-
 enum { ROWS = 8 };    // of a block
 
 struct row_coord {
@@ -491,21 +339,6 @@ static bool backward_plan(const mn_call *c, mn_column_kind kind, mn_plan *plan) 
            mn_add_size(&rows, rows, extent.tokens) && mn_add_size(&rows, rows, extent.partials) &&
            mn_add_size(&rows, rows, 4) &&
            mn_mul_size(&plan->shared_bytes, rows, sizeof(float));
-}
-
-static mn_column_params columns_of(const mn_longhorn_diag_args *p) {
-    mn_column_params m = {};
-    m.call = p->call, m.scale = (float)p->scale, m.columns = p->call.V;
-    m.q = p->q, m.k = p->k, m.v = p->v;
-    m.state0 = (const float *)p->state0.data;
-    return m;
-}
-
-static mn_column_params forward_columns_of(const mn_longhorn_diag_args *p) {
-    mn_column_params m = columns_of(p);
-    m.beta = p->beta, m.out = p->o, m.reads = p->o.data;
-    m.state = (float *)p->state.data;
-    return m;
 }
 
 template <typename T, mn_column_kind KIND>
@@ -573,29 +406,57 @@ static int backward_any(const mn_longhorn_diag_args *p, void *shared, void *stre
 LONGHORN(longhorn_diag, MN_COLUMNS_CELL)
 LONGHORN(longhorn_column, MN_COLUMNS_COLUMN)
 
-/* One token, the state in place. */
-MN_CUDA_PLAN(longhorn_diag_step) {
-    (void)args, (void)plan;
-    return true;
+/* ---- one token, the state in place ----------------------------------------------------------- */
+
+template <typename T, int ROWS, mn_column_kind KIND>
+__global__ void __launch_bounds__(STEP_THREADS)
+longhorn_step_recurrent(const __grid_constant__ mn_column_params p, unsigned tiles) {
+    typedef step_of<KIND, ROWS, mn_cta<STEP_THREADS>, MN_COLUMNS_TILE / 8> step;
+    __shared__ typename step::smem smem;
+    const unsigned head = blockIdx.x / tiles, n = head / (unsigned)p.call.H;
+    const mn_column_coord at = { n, head - n * (unsigned)p.call.H, blockIdx.x - head * tiles,
+                                 blockIdx.x, { n, 0, 1 } };
+    mn_pdl_launch_dependents();
+    step::prefetch(p, at);
+    mn_pdl_wait();
+    step::template run<T>(p, at, smem);
 }
 
-MN_CUDA_LAUNCH(longhorn_diag_step) {
-    const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;
-    const mn_column_params m = forward_columns_of(p);
-    const cudaStream_t on = (cudaStream_t)stream;
-    (void)shared;
-    return p->call.dtype == MN_BF16 ? mn_diag_step<mn_bf16>(m, on) : mn_diag_step<float>(m, on);
+template <typename T, int ROWS, mn_column_kind KIND>
+static int step_launch(const mn_longhorn_diag_args *p, cudaStream_t on) {
+    const int64_t tiles = mn_ceil_div(p->call.V, (int64_t)MN_COLUMNS_TILE);
+    const int64_t blocks = tiles * p->call.H * p->call.B;
+    mn_column_params m = forward_columns_of(p);
+    m.vec_aligned = mn_columns_vec_aligned<T>(m, mn_columns_rows(p->call) / 32);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_pdl(longhorn_step_recurrent<T, ROWS, KIND>, dim3((unsigned)blocks),
+                         STEP_THREADS, 0, on, m, (unsigned)tiles);
 }
 
-/* Bound by memory, and exact in the state. */
-MN_CUDA_PLAN(longhorn_column_step) {
-    (void)args, (void)plan;
-    return true;
+/* What the scan serves, where states do not come in packs. */
+template <typename T, mn_column_kind KIND>
+static int step(const mn_longhorn_diag_args *p, cudaStream_t on) {
+    const int64_t K = p->call.K;
+    if (!step_serves(p)) return forward<T, KIND>(p, on);
+    if (K <= 32) return step_launch<T, 8, KIND>(p, on);
+    if (K <= 64) return step_launch<T, 16, KIND>(p, on);
+    return K <= 128 ? step_launch<T, 32, KIND>(p, on) : step_launch<T, 64, KIND>(p, on);
 }
 
-MN_CUDA_LAUNCH(longhorn_column_step) {
-    (void)shared;
-    return forward_any<MN_COLUMNS_COLUMN>((const mn_longhorn_column_args *)args, stream);
-}
+#define LONGHORN_STEP(name, KIND)                                                                  \
+    MN_CUDA_PLAN(name##_step) {                                                                    \
+        (void)args, (void)plan;                                                                    \
+        return true;                                                                               \
+    }                                                                                              \
+    MN_CUDA_LAUNCH(name##_step) {                                                                  \
+        (void)shared;                                                                              \
+        const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
+        const cudaStream_t on = (cudaStream_t)stream;                                              \
+        return p->call.dtype == MN_BF16 ? step<mn_bf16, KIND>(p, on) : step<float, KIND>(p, on);   \
+    }
+
+LONGHORN_STEP(longhorn_diag, MN_COLUMNS_CELL)
+LONGHORN_STEP(longhorn_column, MN_COLUMNS_COLUMN)
 
 }    // namespace mneme::longhorn

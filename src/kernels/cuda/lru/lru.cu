@@ -1,28 +1,12 @@
 /* lru.cu - the real-gated linear recurrent unit, a thread for each channel of a sequence (see
  * ref/lru.c). Neighbouring threads have neighbouring channels. Backward goes forward first and
- * keeps the states; sums of a parameter over sequences are a second kernel. */
-#include "kernels/cuda/prim/activation.cuh"
-#include "kernels/cuda/prim/common.cuh"
+ * keeps the states; sums of a parameter over sequences are a second kernel. What a channel does
+ * at a token is lru_step.cuh. */
+#include "kernels/cuda/lru/lru_step.cuh"
 
 namespace mneme::lru {
 
 enum { THREADS = 64 };
-
-struct cell {
-    float x, i, rate, a, r;
-};
-
-/* From x and the numbers of both gates. */
-__device__ inline cell cell_of(float x, float gx, float ga, float soft, bool first) {
-    cell c;
-    c.x = x;
-    c.i = mn_sigmoid_exact(gx);
-    c.rate = mn_sigmoid_exact(ga);
-    const float la = -8.0f * c.rate * soft;
-    c.a = first ? 0.0f : expf(la);
-    c.r = first ? 1.0f : sqrtf(-expm1f(2.0f * la));
-    return c;
-}
 
 template <typename T>
 __device__ inline cell cell_at(const mn_lru_args &p, int64_t b, int64_t t, int64_t v, float soft,
@@ -43,7 +27,7 @@ lru_fwd_recurrent(const __grid_constant__ mn_lru_args p, int64_t tiles) {
     for (int64_t t = 0; t < span.length; t++) {
         const cell c = cell_at<T>(p, span.b, span.t0 + t, v, soft, t == 0 && !h0);
         T *y = mn_row<T>(p.y, span.b, span.t0 + t, 0);
-        h = fmaf(c.a, h, c.r * c.i * c.x);
+        h = advance(c, h);
         if (y) mn_put(y + v, h);
     }
     if (last) last[v] = h;
@@ -55,7 +39,7 @@ enum { STEP_ROWS = 4, STEP_THREADS = 128 };
 
 template <typename T>
 __global__ void __launch_bounds__(STEP_THREADS)
-lru_step(const __grid_constant__ mn_lru_args p) {
+lru_step_kernel(const __grid_constant__ mn_lru_args p) {
     const int64_t v = 4 * (blockIdx.x * (int64_t)STEP_THREADS + threadIdx.x);
     const int64_t n0 = blockIdx.y * (int64_t)STEP_ROWS;
     if (v >= p.call.V) return;
@@ -78,7 +62,7 @@ lru_step(const __grid_constant__ mn_lru_args p) {
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const cell z = cell_of(x[r][c], gx[r][c], ga[r][c], soft[c], !p.h0.data);
-            h[r][c] = fmaf(z.a, h[r][c], z.r * z.i * z.x);
+            h[r][c] = advance(z, h[r][c]);
         }
         T *y = mn_row<T>(p.y, n, 0, 0);
         float *last = mn_row<float>(p.h, n, 0, 0);
@@ -103,7 +87,7 @@ lru_bwd_recurrent(const __grid_constant__ mn_lru_args p, int64_t tiles, float *s
     for (int64_t t = 0; t < span.length; t++) {
         const cell c = cell_at<T>(p, span.b, span.t0 + t, v, soft, t == 0 && !h0);
         kept[t * V] = h;
-        h = fmaf(c.a, h, c.r * c.i * c.x);
+        h = advance(c, h);
     }
     for (int64_t t = span.length - 1; t >= 0; t--) {
         const int64_t b = span.b, at = span.t0 + t;
@@ -174,8 +158,8 @@ MN_CUDA_LAUNCH(lru_step) {
                        by_fours(p.h, 4) && (uintptr_t)p.a_param.data % 16 == 0;
     if (!fours || rows > 65535 || p.call.B == 0) return mn_lru_forward_cuda(args, shared, stream);
     const dim3 grid(mn_blocks(p.call.V, 4 * STEP_THREADS), (unsigned)rows);
-    if (p.call.dtype == MN_BF16) lru_step<mn_bf16><<<grid, STEP_THREADS, 0, on>>>(p);
-    else lru_step<float><<<grid, STEP_THREADS, 0, on>>>(p);
+    if (p.call.dtype == MN_BF16) lru_step_kernel<mn_bf16><<<grid, STEP_THREADS, 0, on>>>(p);
+    else lru_step_kernel<float><<<grid, STEP_THREADS, 0, on>>>(p);
     return mn_launch_status();
 }
 

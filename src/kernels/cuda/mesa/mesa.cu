@@ -77,11 +77,26 @@ __device__ inline void mn_mesa_grad_load(mn_mesa_grad_smem<N> &smem, const mn_me
     smem.G[u] = mn_mesa_log_decay_cumsum(token.y, u), smem.beta[u] = token.x;
 }
 
-/* F_ts where s is a token of the chunk that is no earlier than t, else 0. */
+/* Whether token s of the chunk is there and no earlier than t. */
+__device__ inline bool mn_mesa_reaches(const mn_mesa_grad_ctx &me, int t, int s) {
+    return s >= t && s < me.count;
+}
+
+/* F_ts where s reaches t, else 0. */
 template <int N>
 __device__ inline float mn_mesa_decay(const mn_mesa_grad_smem<N> &smem, const mn_mesa_grad_ctx &me,
                                      int t, int s) {
-    return s >= t && s < me.count ? expf((float)(smem.G[s] - smem.G[t])) : 0.0f;
+    return mn_mesa_reaches(me, t, s) ? expf((float)(smem.G[s] - smem.G[t])) : 0.0f;
+}
+
+/* use(s, n) for tokens s from the warp's first one on, in their order; s reaches the first n of the
+ * warp's tokens. Weights of the others are 0, but what lies at s may be NaN. */
+template <typename F>
+__device__ __forceinline__ void mn_mesa_each_later(const mn_mesa_grad_ctx &me, F use) {
+    const int mixed = min(me.first + MN_MESA_WARP_TOKENS - 1, me.count);
+#pragma unroll 1
+    for (int s = me.first; s < mixed; s++) use(s, s - me.first + 1);
+    for (int s = mixed; s < me.count; s++) use(s, (int)MN_MESA_WARP_TOKENS);
 }
 
 /* Products of this warp's keys with the x and y of all tokens. */
@@ -99,9 +114,10 @@ __device__ inline void mn_mesa_grad_scores(mn_mesa_grad_smem<N> &smem, const mn_
     }
 #pragma unroll
     for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
+        const bool reaches = mn_mesa_reaches(me, me.first + q, me.lane);    // else x may be NaN
         const float decay = mn_mesa_decay(smem, me, me.first + q, me.lane);
-        smem.x_k[me.first + q][me.lane] = decay * x_k[q];
-        smem.y_k[me.first + q][me.lane] = decay * y_k[q];
+        smem.x_k[me.first + q][me.lane] = reaches ? decay * x_k[q] : 0.0f;
+        smem.y_k[me.first + q][me.lane] = reaches ? decay * y_k[q] : 0.0f;
     }
 }
 
@@ -181,12 +197,13 @@ __device__ inline void mn_mesa_grad_values(mn_mesa_grad_smem<N> &smem, const mn_
     for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
         Bk[q] *= mn_mesa_decay(smem, me, me.first + q, me.count - 1);
     }
-    for (int s = me.first; s < me.count; s++) {
+    mn_mesa_each_later(me, [&](int s, int n) {
         const float cot = smem.cot[s][me.lane];
 #pragma unroll
-        for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) Bk[q] =
-            fmaf(cot, smem.x_k[me.first + q][s], Bk[q]);
-    }
+        for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
+            if (q < n) Bk[q] = fmaf(cot, smem.x_k[me.first + q][s], Bk[q]);
+        }
+    });
 #pragma unroll
     for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
         const int t = me.first + q;
@@ -242,24 +259,26 @@ __device__ inline void mn_mesa_grad_epilogue(mn_mesa_grad_acc<N> &sum, mn_mesa_g
     for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
         const int t = me.first + q;
         const float end = mn_mesa_decay(smem, me, t, me.count - 1);
-        smem.cot_v[t][me.lane] = mn_mesa_decay(smem, me, t, me.lane) * sum.cot_v[q];
+        const float decay = mn_mesa_decay(smem, me, t, me.lane);
+        smem.cot_v[t][me.lane] = mn_mesa_reaches(me, t, me.lane) ? decay * sum.cot_v[q] : 0.0f;
 #pragma unroll
         for (int n = 0; n < N; n++) sum.Ak[q][n] *= end, sum.Bv[q][n] *= end;
     }
     __syncwarp();
-    for (int s = me.first; s < me.count; s++) {
+    mn_mesa_each_later(me, [&](int s, int reached) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
             const float x = smem.x[s][32 * n + me.lane], y = smem.y[s][32 * n + me.lane];
 #pragma unroll
             for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
                 const int t = me.first + q;
+                if (q >= reached) continue;
                 const float read = fmaf(x, smem.y_k[t][s], y * smem.x_k[t][s]);
                 sum.Ak[q][n] = fmaf(-0.5f, read, sum.Ak[q][n]);
                 sum.Bv[q][n] = fmaf(x, smem.cot_v[t][s], sum.Bv[q][n]);
             }
         }
-    }
+    });
 #pragma unroll
     for (int q = 0; q < MN_MESA_WARP_TOKENS; q++) {
         const int t = me.first + q;
@@ -281,7 +300,7 @@ __device__ inline void mn_mesa_grad_epilogue(mn_mesa_grad_acc<N> &sum, mn_mesa_g
 }
 
 template <int N, typename T>
-__global__ void __launch_bounds__(MN_MESA_THREADS)
+__global__ void __launch_bounds__(MN_MESA_THREADS, N <= 4 ? 2 : 1)
 mesa_grad_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w) {
     extern __shared__ __align__(128) unsigned char grade_bytes[];
     mn_mesa_grad_smem<N> &smem = *(mn_mesa_grad_smem<N> *)grade_bytes;

@@ -111,7 +111,7 @@ kla_logsumexp_kernel(const __grid_constant__ mn_kla_mc_args p, workspace w) {
 template <typename F>
 __device__ static float logsumexp_draws(int64_t S, F x) {
     float top = -INFINITY, sum = 0.0f;
-    for (int64_t s = 0; s < S; s++) top = fmaxf(top, x(s));
+    for (int64_t s = 0; s < S; s++) top = mn_fmax(top, x(s));
     if (top == -INFINITY) return top;
     for (int64_t s = 0; s < S; s++) sum += expf(x(s) - top);
     return top + logf(sum);

@@ -42,30 +42,74 @@ __device__ __forceinline__ static void store_four(mn_cell_sums<block> &out, int 
     if (FULL) out.at[1][0][at][column] = mn_cell_column_sums(yvar);
 }
 
-/* A tile by lam and eta. FULL: with yvar, or read from the prior. */
+/* What a read of a cell adds to y and yvar. FULL: with yvar, or read from the prior. */
+template <bool FULL>
+__device__ __forceinline__ static void read_cell(float &y, float &yvar, const dynamics &dyn, int j,
+                                                 float q, float e, float by, float var,
+                                                 bool prior) {
+    y = fmaf((FULL && prior ? q * dyn.a[j] : q) * e, by, y);
+    if (!FULL) return;
+    yvar = fmaf(q * q, prior ? fmaf(dyn.a2[j], var, dyn.p[j]) : var, yvar);
+}
+
+/* Cell j goes on by a token and is read: by its ray x from lam on as long as that holds, with the
+ * bits of forward_proj, so that no later token matters to it; then by lam and eta. */
+template <bool FULL>
+__device__ __forceinline__ static void forward_cell(float &y, float &yvar, state &c, proj &x,
+                                                    bool &by_ray, const dynamics &dyn,
+                                                    const proj_bound &edge, const token_quad &in,
+                                                    int i, int j, float lam, bool prior) {
+    const float k = in.k[i][j], v = in.v[0][i], prec = in.prec[0][i], q = in.q[i][j];
+    if (by_ray) {
+        const proj next = dyn.after(x, j, prec, k, v);
+        if (__float_as_int(prec) >= 0 && edge.holds(lam, next.n) && isfinite(next.e)) {
+            const float by = mn_rcp_ftz(next.n);
+            x = next;
+            read_cell<FULL>(y, yvar, dyn, j, q, x.e, by, x.d * by, prior);
+            return;
+        }
+        const float by = mn_rcp_ftz(x.d);
+        by_ray = false;
+        c.lam[j] = x.n * by, c.eta[j] = x.e * by;
+    }
+    dyn.advance(c, j, k, v, prec);
+    const float var = mn_rcp_ftz(mn_fmax(c.lam[j], min_precision));
+    read_cell<FULL>(y, yvar, dyn, j, q, c.eta[j], var, var, prior);
+}
+
+/* A tile that is not whole, by lam and eta, or one with a ray that does not hold. */
 template <bool FULL>
 __device__ __forceinline__ static void forward_rows(state &c, const dynamics &dyn,
+                                                    const proj_bound &edge,
                                                     mn_cell_sums<block> &out,
                                                     const stage<2, 2> &in, int n_rows,
                                                     bool prior) {
 #pragma unroll 1
     for (int t = 0; t < TOKENS; t += 4) {
         float y[4] = {}, yvar[4] = {};
+        const state first = c;
+        proj x[SLOTS];
+        bool by_ray[SLOTS];
         token_quad now;
         now.load(in, t);
 #pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            x[j] = { c.lam[j], 1.0f, c.eta[j] };
+            by_ray[j] = n_rows == TOKENS;
+        }
+#pragma unroll
         for (int i = 0; i < 4; i++) {
             if (t + i >= n_rows) continue;
-            dyn.advance(c, now.k[i], now.v[0][i], now.prec[0][i]);
 #pragma unroll
             for (int j = 0; j < SLOTS; j++) {
-                const float var = mn_rcp_ftz(fmaxf(c.lam[j], min_precision)), q = now.q[i][j];
-                const float by = FULL && prior ? q * dyn.a[j] : q;
-                y[i] = fmaf(by * c.eta[j], var, y[i]);
-                if (!FULL) continue;
-                const float spread = prior ? fmaf(dyn.a2[j], var, dyn.p[j]) : var;
-                yvar[i] = fmaf(q * q, spread, yvar[i]);
+                forward_cell<FULL>(y[i], yvar[i], c, x[j], by_ray[j], dyn, edge, now, i, j,
+                                   first.lam[j], prior);
             }
+        }
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const float by = mn_rcp_ftz(x[j].d);
+            if (by_ray[j]) c.lam[j] = x[j].n * by, c.eta[j] = x[j].e * by;
         }
         store_four<FULL>(out, t, y, yvar);
     }
@@ -88,10 +132,7 @@ __device__ __forceinline__ static bool forward_proj(state &c, float (&y)[4], flo
             const float q = in.q[i][j];
             x[j] = dyn.after(x[j], j, in.prec[0][i], in.k[i][j], in.v[0][i]);
             const float by = mn_rcp_ftz(x[j].n);
-            y[i] = fmaf((FULL && prior ? q * dyn.a[j] : q) * x[j].e, by, y[i]);
-            if (!FULL) continue;
-            const float var = x[j].d * by;
-            yvar[i] = fmaf(q * q, prior ? fmaf(dyn.a2[j], var, dyn.p[j]) : var, yvar[i]);
+            read_cell<FULL>(y[i], yvar[i], dyn, j, q, x[j].e, by, x[j].d * by, prior);
         }
     }
 #pragma unroll
@@ -155,7 +196,7 @@ moebius_fwd_kernel(const __grid_constant__ mn_moebius_args p, workspace to, int6
             if (i > at.first_tile()) put(i - 1, TOKENS);
             if (tile.n_rows < TOKENS ||
                 !forward_tile<FULL>(c, dyn, edge, out[i % 2], now, p.from_prior)) {
-                forward_rows<FULL>(c, dyn, out[i % 2], now, tile.n_rows, p.from_prior);
+                forward_rows<FULL>(c, dyn, edge, out[i % 2], now, tile.n_rows, p.from_prior);
             }
         });
         if (at.first < at.end) put(at.end_tile() - 1, (int)((at.end - 1) % TOKENS) + 1);

@@ -10,6 +10,7 @@
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_CUH
 
+#include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/recurrent/cell_state.cuh"
 
 namespace mneme::moebius {
@@ -189,14 +190,17 @@ struct dynamics {
         }
     }
 
+    /* One cell by a token. */
+    __device__ __forceinline__ void advance(state &c, int j, float k, float v, float prec) const {
+        const float g = mn_rcp_ftz(fmaxf(fmaf(p[j], c.lam[j], a2[j]), min_precision));
+        const float pk = prec * k;
+        c.lam[j] = fmaf(c.lam[j], g, pk * k);
+        c.eta[j] = fmaf(a[j] * g, c.eta[j], pk * v);
+    }
+
     __device__ void advance(state &c, const float (&k)[SLOTS], float v, float prec) const {
 #pragma unroll
-        for (int j = 0; j < SLOTS; j++) {
-            const float g = mn_rcp_ftz(fmaxf(fmaf(p[j], c.lam[j], a2[j]), min_precision));
-            const float pk = prec * k[j];
-            c.lam[j] = fmaf(c.lam[j], g, pk * k[j]);
-            c.eta[j] = fmaf(a[j] * g, c.eta[j], pk * v);
-        }
+        for (int j = 0; j < SLOTS; j++) advance(c, j, k[j], v, prec);
     }
 
     __device__ __forceinline__ proj after(const proj &x, int j, float prec, float k,

@@ -125,6 +125,15 @@ struct mn_column_smem {
     float f[sizes::group], token_weight[sizes::group];
 };
 
+/* A single token, for steps. */
+template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
+struct mn_column_step_token {
+    using sizes = mn_column_sizes<ROWS, WARPS>;
+    alignas(16) float k[1][sizes::rows], q[1][sizes::rows], x[1][sizes::rows];
+    alignas(16) float v[1][sizes::tile], w[1][sizes::tile], u[1][sizes::tile];
+    float f[1], token_weight[1];
+};
+
 /* A few neighbours of a row as they were stored: they stay in the words that they came in until
  * they are used, as taking them apart would wait for them. */
 template <int N, typename T>
@@ -219,8 +228,8 @@ struct mn_column_prefetch {
 
     /* The tokens to shared memory, with their weights. All that bring tokens call; a barrier
      * follows. */
-    template <mn_column_kind KIND>
-    __device__ void put(mn_column_smem<ROWS, WARPS> &smem) const {
+    template <mn_column_kind KIND, typename Smem>
+    __device__ void put(Smem &smem) const {
         constexpr int rows = sizes::row_items, columns = sizes::column_items;
         const int token = sizes::token(), i = sizes::row(), j = sizes::column();
         const double all = KIND == MN_COLUMNS_SUM ? 0.0 : norm();
@@ -347,17 +356,16 @@ struct mn_column_cells {
         }
     }
 
-    template <mn_column_kind KIND, bool HAS_OUT>
-    __device__ void advance(float (&o)[C], const mn_column_smem<ROWS, WARPS> &in, int token) {
+    template <mn_column_kind KIND, bool HAS_OUT, typename Smem>
+    __device__ void advance(float (&o)[C], const Smem &in, int token) {
         float written[C];
         advance<KIND, HAS_OUT>(o, written, in, token);
     }
 
     /* One token, which writes w v; for COLUMN v is what k'S leaves of it. Where HAS_OUT, o becomes
      * S'q. */
-    template <mn_column_kind KIND, bool HAS_OUT>
-    __device__ void advance(float (&o)[C], float (&v)[C], const mn_column_smem<ROWS, WARPS> &in,
-                            int token) {
+    template <mn_column_kind KIND, bool HAS_OUT, typename Smem>
+    __device__ void advance(float (&o)[C], float (&v)[C], const Smem &in, int token) {
         float w[C], u[C], write[C], sums[C][4] = {};
 #pragma unroll
         for (int c = 0; c < C; c++) {

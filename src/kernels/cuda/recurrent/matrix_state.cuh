@@ -1,11 +1,12 @@
-/* matrix_state.cuh - the recurrence of a matrix state, forward and back; matrix_step.cuh has that
- * of one token. */
+/* matrix_state.cuh - the recurrence of a matrix state, forward and back; one token with the state
+ * in place is matrix_step.cuh. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_CUH
 #define MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_CUH
 
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/recurrent/matrix_step.cuh"
 
 namespace mneme::recurrent {
 
@@ -602,12 +603,35 @@ static int mn_matrix_backward(const mn_matrix_params &p, void *shared, void *str
     MN_MATRIX_DISPATCH_K(mn_matrix_backward_of, float, DELTA_RULE, p.call.K, (p, smem, on));
 }
 
-/* Whether rows of the view can be read four numbers at a time. */
-template <typename T, typename View>
-static bool mn_step_vec_aligned(const View &view) {
-    bool even = (uintptr_t)view.data % (4 * sizeof(T)) == 0;
-    for (int i = 0; i < 3; i++) even = even && view.stride[i] % 4 == 0;
-    return even;
+/* One token with the state in place; false where matrix_step.cuh does not take it. */
+template <typename T>
+static bool mn_matrix_step_params(mn_step_params *to, const mn_matrix_params &p) {
+    *to = {};
+    to->K = (int)p.call.K, to->V = (int)p.call.V, to->H = (int)p.call.H, to->n_rows = 1;
+    to->share = p.call.J > 0 ? (int)(p.call.H / p.call.J) : 1;
+    to->by_channel = p.decay == MN_DECAY_CHANNEL, to->scale = p.scale;
+    return mn_step_fits(p.call) && mn_step_vec_aligned<T>(p.v) && mn_step_vec_aligned<T>(p.o) &&
+           mn_step_vec_aligned<float>(p.state0) && mn_step_vec_aligned<float>(p.state) &&
+           mn_step_view_of(&to->state0, p.state0) && mn_step_view_of(&to->state, p.state) &&
+           mn_step_view_of(&to->q, p.q) && mn_step_view_of(&to->e, p.e) &&
+           mn_step_view_of(&to->w, p.w) && mn_step_view_of(&to->v, p.v) &&
+           mn_step_view_of(&to->beta, p.beta) && mn_step_view_of(&to->g, p.g) &&
+           mn_step_view_of(&to->o, p.o);
+}
+
+template <typename T, bool DELTA_RULE>
+static int mn_matrix_step_in(const mn_matrix_params &p, cudaStream_t stream) {
+    constexpr int rule = DELTA_RULE ? MN_STEP_DELTA : MN_STEP_ADD;
+    mn_step_params step;
+    if (!mn_matrix_step_params<T>(&step, p)) return mn_matrix_forward<DELTA_RULE>(p, stream);
+    return mn_step_launch<T, rule, 1>(step, p.call.B, stream);
+}
+
+template <bool DELTA_RULE>
+static int mn_matrix_step(const mn_matrix_params &p, void *stream) {
+    const cudaStream_t on = (cudaStream_t)stream;
+    return p.call.dtype == MN_BF16 ? mn_matrix_step_in<mn_bf16, DELTA_RULE>(p, on)
+                                   : mn_matrix_step_in<float, DELTA_RULE>(p, on);
 }
 
 }    // namespace mneme::recurrent

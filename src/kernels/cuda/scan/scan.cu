@@ -6,10 +6,12 @@
  * Numbers of a channel are sums over the 16 columns of its line, those of a state sums
  * over lines: inside a block through shared memory, between blocks through parts. Backward keeps h
  * in front of each tile and makes it again inside one. More than 16 states go one group after the
- * other through a tile. */
+ * other through a tile. A single token with its state in place is scan_step.cuh. */
 #include "kernels/cuda/prim/activation.cuh"
 #include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
+#include "kernels/cuda/scan/scan_step.cuh"
 
 namespace mneme::scan {
 
@@ -479,6 +481,33 @@ MN_CUDA_LAUNCH(scan_forward) {
     if (p->call.K > MAX_GROUPS * SIDE) return cudaErrorNotSupported;
     if (p->call.dtype == MN_BF16) DISPATCH_STATES(forward_of, mn_bf16, p->call.K, (p, on));
     DISPATCH_STATES(forward_of, float, p->call.K, (p, on));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(STEP_THREADS)
+scan_step_kernel(const __grid_constant__ mn_scan_args p, int n_tiles) {
+    const int64_t column = blockIdx.x % n_tiles * (int64_t)STEP_COLUMNS;
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
+    scan_step<T, mn_cta<STEP_THREADS>>(p, blockIdx.x / n_tiles, 0, column, nullptr);
+}
+
+MN_CUDA_PLAN(scan_step) {
+    (void)args, (void)plan;
+    return true;
+}
+
+MN_CUDA_LAUNCH(scan_step) {
+    (void)shared;
+    const mn_scan_args *p = (const mn_scan_args *)args;
+    const int64_t tiles = mn_ceil_div(p->call.V, (int64_t)STEP_COLUMNS);
+    const int64_t blocks = p->call.B * tiles;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_pdl(p->call.dtype == MN_BF16 ? scan_step_kernel<mn_bf16>
+                                                  : scan_step_kernel<float>,
+                         dim3((unsigned)blocks), STEP_THREADS, 0, (cudaStream_t)stream, *p,
+                         (int)tiles);
 }
 
 MN_CUDA_LAUNCH(scan_backward) {

@@ -1,0 +1,189 @@
+/* delta_wy_inverse_sm90.cuh - T of all chunks on Hopper, where channels share decays and w = e, for
+ * keys of up to 128; queries may still be in the making. On the way back A and P too
+ * (delta_intra_chunk.cuh has the equations).
+ *
+ * One block of four warps has one chunk of one head. These are few, and what they take little, so
+ * that blocks fit beside those of another kernel: most of the time each waits for itself. */
+#ifndef MN_KERNELS_CUDA_DELTA_DELTA_WY_INVERSE_SM90_CUH
+#define MN_KERNELS_CUDA_DELTA_DELTA_WY_INVERSE_SM90_CUH
+
+#include "kernels/cuda/delta/delta_intra_chunk.cuh"
+#include "kernels/cuda/delta/delta_mma.cuh"
+#include "kernels/cuda/prim/pdl.cuh"
+#include "kernels/cuda/prim/tma.cuh"
+
+namespace mneme::delta {
+
+enum { MN_DELTA_WY_THREADS = 128 };
+
+/* SCORES: with queries, whose place P takes. */
+template <int KP, bool SCORES>
+struct mn_wy_inverse_smem {
+    union {
+        alignas(1024) unsigned char e[mn_tile_bytes<KP>()];
+        mn_delta_wy_solver solver;    // once the keys have been read
+    };
+    alignas(1024) unsigned char q[SCORES ? mn_tile_bytes<KP>() : 16];
+    alignas(16) mn_delta_log_decays log_decays;
+    uint64_t full;
+};
+
+#if MN_HAS_WGMMA
+
+/* Loads rows of the chunk, (64, KP) in tiles of 64 columns, from token t of batch row b and key
+ * head h. */
+template <int KP>
+__device__ inline void mn_wy_inverse_tma_load(unsigned char *to, const CUtensorMap &map,
+                                              uint64_t *full, int h, int t, int b) {
+    constexpr int matrix = MN_DELTA_MATRIX * (int)sizeof(mn_bf16);
+#pragma unroll
+    for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
+        mn_tma_load(to + smem_tile * matrix, map, full, 64 * smem_tile, h, t, b);
+    }
+}
+
+/* sum += left right', (64,64), for tiles of 64 rows and KP columns, by a warpgroup: a warp has 16
+ * rows. */
+template <int KP>
+__device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsigned right) {
+    mn_mma_fence<true>();
+#pragma unroll
+    for (int k = 0; k < KP; k += 16) {
+        const unsigned at = k / 64 * 8192 + k % 64 * 2;
+        mn_wgmma_m64n64k16(sum, left + at, right + at);
+    }
+    mn_mma_commit_wait<true>();
+}
+
+/* Brings e and, for SCORES, q of a chunk, and makes its decays. */
+template <int KP, bool SCORES>
+__device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
+                                          const mn_delta_params &job, const CUtensorMap &keys,
+                                          const CUtensorMap &queries, const mn_tile_span &tile,
+                                          int h) {
+    const mn_delta_args &p = job.p;
+    const int count = (int)tile.n_rows, key = (int)mn_key_head(p.call, h);
+    const bool copies = p.call.cu_seqlens && count < MN_DELTA_CHUNK;    // others' keys follow
+    if (copies) {
+        mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, key, tile.first, count,
+                                              0, p.call.K, threadIdx.x);
+        if (SCORES) {
+            mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.q, p.q, true, tile.span, key, tile.first,
+                                                  count, 0, p.call.K, threadIdx.x);
+        }
+        mn_cp_async_commit();
+    } else if (threadIdx.x == 0) {
+        const int t = (int)(tile.span.t0 + tile.first), b = (int)tile.span.b;
+        mn_mbarrier_init(&smem.full, 1);
+        mn_mbarrier_init_fence();
+        mn_mbarrier_arrive_expect_tx(&smem.full, (SCORES ? 2 : 1) * mn_tile_bytes<KP>());
+        mn_wy_inverse_tma_load<KP>(smem.e, keys, &smem.full, key, t, b);
+        if (SCORES) mn_wy_inverse_tma_load<KP>(smem.q, queries, &smem.full, key, t, b);
+    }
+    if (threadIdx.x < 32) {
+        mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
+    }
+    mn_cp_async_wait<0>();
+    __syncthreads();
+    if (copies) mn_fence_proxy_async();
+    else mn_mbarrier_wait(&smem.full, 0);
+}
+
+/* P (64,64) from a swizzled tile, row by row, with zeros in blocks above the diagonal. */
+__device__ inline void mn_wy_inverse_store_P(mn_bf16 *P, const unsigned char *tile) {
+    for (int k = threadIdx.x; k < MN_DELTA_MATRIX / 8; k += MN_DELTA_WY_THREADS) {
+        const int row = k / 8, vec16 = k % 8;
+        uint4 pack = make_uint4(0, 0, 0, 0);
+        if (vec16 / 2 <= row / 16) pack = *(const uint4 *)(tile + mn_tile_swizzle(row, vec16));
+        *(uint4 *)(P + k * 8) = pack;
+    }
+}
+
+/* From e, g and beta of a chunk, and q for SCORES, to T and the decays in the workspace, and A and
+ * P. */
+template <int KP, bool SCORES>
+__device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
+                                           const mn_delta_params &job, const CUtensorMap &keys,
+                                           const CUtensorMap &queries) {
+    const mn_delta_workspace &workspace = job.workspace;
+    const int64_t H = job.p.call.H, matrix = (int64_t)blockIdx.x * MN_DELTA_MATRIX;
+    const int warp = threadIdx.x / 32;
+    const mn_tile_span tile = mn_tile_at(job.p.call, MN_DELTA_CHUNK, blockIdx.x / (unsigned)H);
+    float sum[8][4] = {}, scores[8][4] = {};
+    if (tile.n_rows == 0) return;
+    mn_wy_inverse_load(smem, job, keys, queries, tile, (int)(blockIdx.x % (unsigned)H));
+    mn_wgmma_scores<KP>(sum, mn_shared_u32(smem.e), mn_shared_u32(smem.e));
+    if (SCORES) mn_wgmma_scores<KP>(scores, mn_shared_u32(smem.q), mn_shared_u32(smem.e));
+    __syncthreads();
+    mn_delta_decay_scores(sum, smem.log_decays, warp, false, [&](int t, int s, float x, float y) {
+        *(float2 *)&smem.solver.A[t][s] = make_float2(x, y);
+    });
+    if (SCORES) {
+        mn_delta_decay_scores(
+            scores, smem.log_decays, warp, true, [&](int t, int s, float x, float y) {
+                *(unsigned *)(smem.q + mn_tile_swizzle(t, s / 8) + s % 8 * 2) =
+                    mn_bf16x2(job.scale * x, job.scale * y);
+            });
+    }
+    mn_delta_store_log_decays(workspace.log_decays + blockIdx.x, smem.log_decays);
+    mn_delta_wy_inverse<MN_DELTA_WY_THREADS, !SCORES>(smem.solver, workspace.T + matrix,
+                                                      SCORES ? workspace.A + matrix : nullptr);
+    if (SCORES) mn_wy_inverse_store_P(workspace.P + matrix, smem.q);
+}
+
+#endif
+
+/* Grid: chunk slots * H blocks of 128 threads, block = slot * H + h.
+ * Loads   e and, for SCORES, q (64,K) of the key head by TMA, and g and beta (64) of the head.
+ * Stores  workspace.T[block] (64,64) in bf16, swizzled: (I + A)^-1 with A_ts = beta_s e_t.e_s
+ *         exp(G_t - G_s) for s < t; workspace.log_decays[block]. SCORES: row by row, A and P too.
+ * May start before the launch in front of it has ended: the first block waits for that. */
+template <int KP, bool SCORES>
+__global__ void __launch_bounds__(MN_DELTA_WY_THREADS, SCORES ? 5 : 8)
+delta_wy_inverse_sm90_kernel(const __grid_constant__ mn_delta_params job,
+                             const __grid_constant__ CUtensorMap keys,
+                             const __grid_constant__ CUtensorMap queries) {
+#if MN_HAS_WGMMA
+    extern __shared__ __align__(1024) unsigned char wy_smem_bytes[];
+    mn_pdl_launch_dependents();
+    mn_wy_inverse_chunk(*(mn_wy_inverse_smem<KP, SCORES> *)wy_smem_bytes, job, keys, queries);
+    if (blockIdx.x == 0) mn_pdl_wait();
+#endif
+}
+
+/* `early`: the launch in front makes nothing that this one reads. */
+template <int KP>
+inline int mn_delta_wy_inverse_sm90(const mn_delta_params &job, const CUtensorMap &keys, bool early,
+                                    cudaStream_t stream) {
+    const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    const size_t smem = sizeof(mn_wy_inverse_smem<KP, false>);
+    if (early) {
+        return mn_launch_pdl(delta_wy_inverse_sm90_kernel<KP, false>, dim3((unsigned)blocks),
+                             MN_DELTA_WY_THREADS, smem, stream, job, keys, keys);
+    }
+    return mn_launch_smem(delta_wy_inverse_sm90_kernel<KP, false>, dim3((unsigned)blocks),
+                          MN_DELTA_WY_THREADS, smem, stream, job, keys, keys);
+}
+
+/* T, A and P of all chunks, on the way back; false in `served` where the kernel cannot. */
+template <int KP>
+inline int mn_delta_intra_chunk_sm90(const mn_delta_params &job, bool *served,
+                                     cudaStream_t stream) {
+    const mn_delta_args &p = job.p;
+    const int64_t blocks = mn_tile_slots(p.call, MN_DELTA_CHUNK) * p.call.H;
+    CUtensorMap keys, queries;
+    *served = mn_device_is_sm90() && p.decay != MN_DECAY_CHANNEL && !p.w.data && blocks > 0 &&
+              blocks <= INT32_MAX && job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+              mn_tma_map(&keys, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
+              mn_tma_map(&queries, p.q, p.call, p.call.K, MN_DELTA_CHUNK);
+    if (!*served) return cudaSuccess;
+    return mn_launch_smem(delta_wy_inverse_sm90_kernel<KP, true>, dim3((unsigned)blocks),
+                          MN_DELTA_WY_THREADS, sizeof(mn_wy_inverse_smem<KP, true>), stream, job,
+                          keys, queries);
+}
+
+}    // namespace mneme::delta
+
+#endif
