@@ -1,8 +1,8 @@
 /* place.c - parameters in a GPU's memory.
  *
  * All values lie in one piece of memory, each on a line of 256 bytes, gradients and shadows in
- * pieces of the same layout; or in pages (mn_model_want_pages). The model has a handle of its own on the GPU, so that it does not
- * matter which context is closed first. */
+ * pieces of the same layout; or in pages (mn_model_want_pages). The model has a handle of its own
+ * on the GPU, so that it does not matter which context is closed first. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>

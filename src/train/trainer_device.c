@@ -5,8 +5,8 @@
  *
  * The second pass of a kind is recorded and later ones are played from it, unless its launches
  * depend on the batch (packed documents), on numbers of the host (KLA+, a teacher) or on other
- * ranks (sequences in parts, parameters on request). The host waits once a step, for loss and norm; whether to update has
- * been decided there by then. */
+ * ranks (sequences in parts, parameters on request). The host waits once a step, for loss and norm;
+ * whether to update has been decided there by then. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -204,7 +204,6 @@ __device__ inline void mn_save_state_scan(mn_save_smem<KP> &smem, const mn_delta
         }
         mn_mma_commit<true>();
         mn_save_stage_out(smem.S, a);
-        S.template decay<false>(front);
         mn_mma_wait<true>();
         mn_scan_residuals<KP, false>(x, X, front, col_tile, 0);
         mn_scan_set_lower<true>(R, x, mn_shared_u32(front.T), 0);
@@ -214,6 +213,7 @@ __device__ inline void mn_save_state_scan(mn_save_smem<KP> &smem, const mn_delta
         mn_mbarrier_arrive(&smem.out_full);
         mn_scan_scale_tokens(R, front.write, 1.0f);
         mn_scan_frags_a(x, R);
+        S.template decay<false>(front);
         mn_mma_fence<true>();
         S.add(x, front.keys);
         mn_mma_commit_wait<true>();

@@ -1273,7 +1273,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         if (!CHANNEL) mn_scan_scale_tokens(dX, front.gamma, 1.0f);
         mn_scan_frags_a(x, dX);
         mn_mma_fence<true>();
-        D.add(cot, smem.first(iter, same_keys));
+        D.add(cot, smem.first(BLOCKS == 2 ? 0 : iter, same_keys));
         D.add(x, same_keys ? front.keys : smem.second(iter));
         mn_mma_commit_wait<true>();
         mn_scan_release(smem, iter);
