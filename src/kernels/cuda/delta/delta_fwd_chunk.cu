@@ -281,9 +281,9 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
         mn_mma_commit<true>();
         mn_mbarrier_wait(&smem.out_empty[chunk % 2], (chunk / 2 & 1) ^ 1);
         mn_mma_wait<true, 1>();
-        if (!wild_r) mn_fwd_chunk_stage_out(smem.out[chunk % 2], O);
-        mn_mma_wait<true>();    // not in a branch, which would take the products apart
-        if (wild_r) {
+        mn_fwd_chunk_stage_out(smem.out[chunk % 2], O);
+        mn_mma_wait<true>();
+        if (wild_r) {    // once no product is under way, or all would wait for each other
             mn_delta_redo<true>(O, 0, kept, 0, mn_shared_u32(in.front.P), false);
             mn_fwd_chunk_stage_out(smem.out[chunk % 2], O);
         }
