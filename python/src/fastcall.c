@@ -1,12 +1,13 @@
 /* fastcall.c - calls of an operator from PyTorch that look like an earlier one.
  *
- * Python decides what a call means (mneme/torch/_call.py) and leaves the outcome here: the argument
- * struct but for its pointers, and what makes the results. run() compares types, device, shapes and
- * strides of the tensors with the calls it knows, writes pointers into a copy of the struct, makes
- * the results and calls the operator: on the CPU, and on a GPU whose context is at the current
- * stream of PyTorch (mneme/torch/_device.py tells it). Whatever it does not know, it leaves to
- * Python: other streams, recordings of CUDA graphs, calls that autograd must see. ask() is run()
- * for the functions of mneme.torch.ops, with numbers and names of results as a user wrote them.
+ * Python decides what a call means (mneme/torch/_call.py) and leaves the outcome here: the
+ * argument struct but for its pointers, and what makes the results. run() compares types, device,
+ * shapes and strides of the tensors with the calls it knows, writes pointers into a copy of the
+ * struct, makes the results and calls the operator: on the CPU, and on a GPU whose context is at
+ * the current stream of PyTorch (mneme/torch/_device.py tells it). Whatever it does not know, it
+ * leaves to Python: other streams, recordings of CUDA graphs, calls that autograd must see. ask()
+ * is run() for the functions of mneme.torch.ops, with numbers and names of results as a user wrote
+ * them.
  *
  * Tensors are read by the C functions of DLPack's exchange table, which PyTorch hands out from 2.10
  * on. Nothing is compiled or linked against PyTorch, and of CPython only the limited API of 3.10 is
@@ -389,6 +390,13 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 /* ---- calls as they are written --------------------------------------------------------------- */
 
+/* Whether Python finds them equal; what cannot be compared is not. */
+static bool are_equal(PyObject *a, PyObject *b) {
+    const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
+    if (equal < 0) PyErr_Clear();
+    return equal == 1;
+}
+
 /* Whether both tuples hold the same numbers, of the same types. */
 static bool same_numbers(PyObject *a, PyObject *b) {
     const Py_ssize_t n = PyTuple_Size(a);
@@ -396,7 +404,7 @@ static bool same_numbers(PyObject *a, PyObject *b) {
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *x = PyTuple_GetItem(a, i), *y = PyTuple_GetItem(b, i);
         if (x == y) continue;
-        if (Py_TYPE(x) != Py_TYPE(y) || PyObject_RichCompareBool(x, y, Py_EQ) != 1) return false;
+        if (Py_TYPE(x) != Py_TYPE(y) || !are_equal(x, y)) return false;
     }
     return true;
 }
@@ -405,11 +413,9 @@ static const wording *find_wording(const known_operator *op, PyObject *given, Py
     for (int i = 0; i < op->n_wordings; i++) {
         const wording *w = &op->wordings[i];
         const bool same = w->outputs == outputs ||
-                          (PyTuple_Check(outputs) &&
-                           PyObject_RichCompareBool(w->outputs, outputs, Py_EQ) == 1);
+                          (PyTuple_Check(outputs) && are_equal(w->outputs, outputs));
         if (same && same_numbers(w->given, given)) return w;
     }
-    PyErr_Clear();    // of a comparison
     return NULL;
 }
 

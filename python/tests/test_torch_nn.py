@@ -41,6 +41,7 @@ WITH_OPTIONS = [
     ("mamba2", dict(n_groups=2, head_dim=16, state_size=8, use_bias=True, D_has_hdim=True)),
     ("mamba2", dict(rmsnorm=False, state_size=8)),
     ("mamba2", dict(norm_before_gate=True, state_size=8, use_conv_bias=False)),
+    ("log_linear_mamba2", dict(n_groups=2, head_dim=16, state_size=8, use_bias=True)),
     ("mamba1", dict(use_bias=True, dt_rank=3)),
     ("mlstm", dict(use_short_conv=False, gate_soft_cap=0.0, use_gate=False)),
     ("longhorn", dict(num_heads=2, use_bias=True)),

@@ -1,5 +1,6 @@
 /* status.c - failure as a value: a status and one sentence per thread. */
 #include "base/status.h"
+#undef mn_fail
 
 #include <stdarg.h>
 #include <stdio.h>

@@ -45,7 +45,9 @@ mn_status mn_help_text(mn_text *out, const mn_command *command, const char *sub)
     close(kept);
     mn_status st = read_all(out, file);
     fclose(file);
-    if (st == MN_OK && (status != 0 || !back)) {
+    if (st == MN_OK && status == 2) {
+        st = mn_fail(MN_ERR_ARGUMENT, "mneme %s --help lists what there is", command->verb);
+    } else if (st == MN_OK && (status != 0 || !back)) {
         st = mn_fail(MN_ERR_INTERNAL, "mneme %s --help failed", command->verb);
     }
     return st;

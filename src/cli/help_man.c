@@ -4,6 +4,7 @@
  *     --name VALUE  text   an option; lines set in further go on with it
  *     mneme ...            an example
  *   text                   a paragraph */
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,6 +31,7 @@ typedef enum part { PARAGRAPH, SYNOPSIS, OPTION, VERBATIM } part;
 
 typedef struct page {
     part at;
+    bool gap;                // an empty line inside what is set as it stands
     const char *heading;     // the last one
 } page;
 
@@ -66,9 +68,13 @@ static void put_option(page *p, const char *line, size_t n) {
 }
 
 static void put_verbatim(page *p, const char *line, size_t n) {
-    if (p->at != VERBATIM) {
+    const bool example = strncmp(line, "  mneme ", 8) == 0;
+    const bool anew = p->gap && example && strcmp(p->heading, "EXAMPLES") != 0;
+    if (p->at == VERBATIM && p->gap && !anew) putchar('\n');
+    p->gap = false;
+    if (p->at != VERBATIM || anew) {
         leave(p, PARAGRAPH);
-        if (strncmp(line, "  mneme ", 8) == 0) head(p, "EXAMPLES");
+        if (example) head(p, "EXAMPLES");
         puts(".PP\n.RS 4\n.nf");
         p->at = VERBATIM;
     }
@@ -81,6 +87,7 @@ static void put_line(page *p, const char *line, size_t n) {
     if (n == 0) {
         if (p->at == SYNOPSIS || p->at == OPTION) leave(p, PARAGRAPH);
         if (p->at != VERBATIM) puts(".PP");
+        p->gap = p->at == VERBATIM;
     } else if (strncmp(line, "usage: ", 7) == 0 || (p->at == SYNOPSIS && in >= 7)) {
         put_synopsis(p, line, n);
     } else if (in == 2 && line[2] == '-') {
@@ -91,15 +98,17 @@ static void put_line(page *p, const char *line, size_t n) {
     } else if (in >= 2) {
         put_verbatim(p, line, n);
     } else {
+        const char *under = p->heading ? p->heading : "SYNOPSIS";
         leave(p, PARAGRAPH);
-        head(p, p->heading && strcmp(p->heading, "SYNOPSIS") != 0 ? p->heading : "DESCRIPTION");
+        if (strcmp(under, "SYNOPSIS") == 0) under = "DESCRIPTION";
+        head(p, strcmp(under, "EXAMPLES") == 0 ? "NOTES" : under);
         put(line, n);
         putchar('\n');
     }
 }
 
 static void put_help(const char *text) {
-    page p = { PARAGRAPH, NULL };
+    page p = { PARAGRAPH, false, NULL };
     for (const char *line = text; *line;) {
         const size_t n = strcspn(line, "\n");
         put_line(&p, line, n);

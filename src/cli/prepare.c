@@ -143,8 +143,7 @@ static mn_status load_tokenizer(mn_tokenizer **out, options *o) {
     o->prepare.input.document_end = MN_DOCUMENT_END_OWN;
     const bool chars = strcmp(o->tokenizer, "chars") == 0;
     mn_status st = MN_OK;
-    if (strcmp(o->tokenizer, "bytes") == 0) st = mn_tokenizer_bytes(out);
-    else if (!chars) st = mn_tokenizer_load(out, o->tokenizer);
+    if (!chars) st = mn_tokenizer_open(out, o->tokenizer);
     if (st != MN_OK || !o->document_end) return st;
     if (strcmp(o->document_end, "none") == 0) {
         o->prepare.input.document_end = MN_DOCUMENT_END_NONE;
@@ -218,6 +217,7 @@ static int run_prepare(options *o) {
     o->prepare.context = &bar;
     mn_status st = load_tokenizer(&tokenizer, o);
     if (st == MN_OK) st = mn_prepare(&result, &o->prepare, tokenizer);
+    o->prepare.context = NULL;
     if (st == MN_OK && !result.was_complete) {
         bar.done = bar.all;
         mn_progress_finish(&bar, NULL);

@@ -10,6 +10,7 @@
 #include "base/util.h"
 #include "cli/command.h"
 #include "cli/options.h"
+#include "io/closest.h"
 
 typedef struct verb {
     const char *name;
@@ -63,7 +64,8 @@ static const verb verbs[] = {
 
 static void print_help(FILE *out) {
     fputs("usage: mneme tokenizer VERB [options]      mneme tokenizer VERB --help\n\n"
-          "Tokenizers are files as Hugging Face writes them (tokenizer.json, model type BPE).\n\n"
+          "Tokenizers are files as Hugging Face writes them (tokenizer.json): BPE, Unigram\n"
+          "or WordPiece.\n\n"
           "  train    learn one from text files\n"
           "  encode   text to tokens\n"
           "  decode   tokens to text\n"
@@ -139,7 +141,7 @@ static int name_options(int argc, char **argv) {
 int mn_command_tokenizer(int argc, char **argv) {
     const verb *v = NULL;
     if (mn_options_heard()) return name_options(argc, argv);
-    if (argc < 2 || strcmp(argv[1], "--help") == 0) {
+    if (argc < 2 || strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0) {
         print_help(argc < 2 ? stderr : stdout);
         return argc < 2 ? 2 : 0;
     }
@@ -147,8 +149,12 @@ int mn_command_tokenizer(int argc, char **argv) {
         if (strcmp(verbs[i].name, argv[1]) == 0) v = &verbs[i];
     }
     if (!v) {
-        fprintf(stderr, "mneme tokenizer: there is no verb \"%s\"; there are train, encode, "
-                "decode, info\n", argv[1]);
+        const char *names[MN_COUNTOF(verbs)];
+        for (size_t i = 0; i < MN_COUNTOF(verbs); i++) names[i] = verbs[i].name;
+        const char *meant = mn_closest(argv[1], names, MN_COUNTOF(names));
+        fprintf(stderr, "mneme tokenizer: there is no verb \"%s\"%s%s%s; there are train, encode, "
+                "decode, info\n", argv[1], meant ? ", did you mean \"" : "", meant ? meant : "",
+                meant ? "\"?" : "");
         return 2;
     }
     mn_tokenizer_options o = { .special = calloc((size_t)argc + 1, sizeof *o.special),

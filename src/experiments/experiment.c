@@ -63,7 +63,8 @@ mn_status mn_experiment_find(int *out, const char *name) {
         return MN_OK;
     }
     const char *near = mn_closest(name, names, (int64_t)MN_COUNTOF(experiments));
-    return mn_fail(MN_ERR_ARGUMENT, "there is no experiment \"%s\"%s%s%s", name,
+    return mn_fail(MN_ERR_ARGUMENT, "there is no experiment \"%s\"%s%s%s; mneme reproduce --list "
+                   "names them", name,
                    near ? ", did you mean \"" : "", near ? near : "", near ? "\"?" : "");
 }
 

@@ -116,7 +116,9 @@ static mn_status take_record(mn_summary *s, const json_t *record) {
                                                               "summary");
 }
 
+/* Of two equal scores the one with the lower loss counts. */
 static bool better(const mn_summary *s, const mn_setting *a, const mn_setting *b) {
+    if (s->scored && a->score.mean == b->score.mean) return a->loss.mean < b->loss.mean;
     const double x = s->scored ? a->score.mean : -a->loss.mean;
     const double y = s->scored ? b->score.mean : -b->loss.mean;
     return isfinite(x) && (!isfinite(y) || x > y);

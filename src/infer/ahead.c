@@ -16,8 +16,9 @@
 enum { MOST_EXPECTED = 64 };
 
 mn_status mn_session_expect(mn_session *session, const int32_t *tokens, int64_t n) {
+    if (!session) return mn_fail(MN_ERR_ARGUMENT, "mn_session_expect: session is NULL");
     const mn_status st = mn_session_check_tokens(session, tokens, n);
-    if (session) session->n_expected = 0;
+    session->n_expected = 0;
     if (st != MN_OK || n == 0 || session->context->device || session->options.belief) return st;
     if (!session->expected) session->expected = malloc(MOST_EXPECTED * sizeof *tokens);
     if (!session->expected) return mn_fail(MN_ERR_MEMORY, "no memory for expected tokens");

@@ -305,19 +305,24 @@ MEMBER_READERS(bool, bool)
 MEMBER_READERS(text, const char *)
 #undef MEMBER_READERS
 
-mn_status mn_json_unknown_key(const mn_json *object, const char *const known[], int64_t n_known) {
+mn_status mn_json_unknown_key_among(const mn_json *object, const char *const known[],
+                                    int64_t n_known, int64_t n_meant) {
     const mn_status st = mn_json_expect_object(object);
     if (st != MN_OK) return st;
     for (mn_json member = {0}; mn_json_next(&member, object);) {
         int64_t i = 0;
         while (i < n_known && strcmp(known[i], member.name) != 0) i++;
         if (i < n_known) continue;
-        const char *closest = mn_closest(member.name, known, n_known);
+        const char *closest = mn_closest(member.name, known, n_meant);
         if (!closest) return mn_json_fail(object, "unknown key \"%s\"", member.name);
         return mn_json_fail(object, "unknown key \"%s\", did you mean \"%s\"?", member.name,
                             closest);
     }
     return MN_OK;
+}
+
+mn_status mn_json_unknown_key(const mn_json *object, const char *const known[], int64_t n_known) {
+    return mn_json_unknown_key_among(object, known, n_known, n_known);
 }
 
 mn_status mn_json_fail(const mn_json *at, const char *format, ...) {

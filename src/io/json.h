@@ -103,6 +103,10 @@ mn_status mn_json_opt_text(const char **out, const mn_json *object, const char *
  * one that is: config.json: layers[3]: unknown key "haeds", did you mean "heads"? */
 mn_status mn_json_unknown_key(const mn_json *object, const char *const known[], int64_t n_known);
 
+/* The same where only the first `n_meant` of them are worth suggesting. */
+mn_status mn_json_unknown_key_among(const mn_json *object, const char *const known[],
+                                    int64_t n_known, int64_t n_meant);
+
 /* MN_ERR_FORMAT with "DOCUMENT: WAY: " before the caller's sentence; for rules of the caller. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))

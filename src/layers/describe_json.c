@@ -73,7 +73,7 @@ mn_status mn_describe_layers(char **json) {
 
 /* ---- one layer ------------------------------------------------------------------------------- */
 
-enum { most_layers = 65536 };
+enum { most_layers = 65536, most_width = 1 << 24 };    // as a model's configuration has them
 
 /* Which of its model's layers it is: "index" of "n_layers". */
 static mn_status read_place(int *index, int *n_layers, const mn_json *root) {
@@ -91,8 +91,9 @@ static mn_status read_place(int *index, int *n_layers, const mn_json *root) {
 static mn_status make(mn_layer *out, const char *name, const char *text, int64_t D,
                       int64_t context) {
     if (!name) return mn_fail(MN_ERR_ARGUMENT, "layer: name is NULL");
-    if (D < 1 || context < 1) {
-        return mn_fail(MN_ERR_ARGUMENT, "%s: width and context must be at least 1", name);
+    if (D < 1 || context < 1 || D > most_width || context > most_width) {
+        return mn_fail(MN_ERR_ARGUMENT, "%s: width and context must lie between 1 and %d", name,
+                       most_width);
     }
     mn_layer_kind kind;
     bool ccq;

@@ -298,6 +298,24 @@ mn_tensor *mn_token_shift(mn_tape *tape, mn_layer_state *state, mn_tensor *x, co
     return mn_tape_add(tape, before, mn_tape_affine(tape, x, -1.0, 0.0));
 }
 
+/* Where token t of a pass stands in its sequence. */
+static int64_t place_of(const mn_forward *f, int64_t t, int64_t pos0) {
+    const int64_t n = mn_tape_sequences(f->tape), *starts = mn_tape_borders(f->tape);
+    int64_t from = 0;
+    for (int64_t i = 0; i < n && starts[i] <= t; i++) from = starts[i];
+    return pos0 + t - from;
+}
+
+/* Those of a batch have positions of their own, and may lie one after the other in one row. */
+int64_t mn_position_of(const mn_forward *f, int64_t b, int64_t t) {
+    mn_layer_state *state = f->state;
+    if (state) state->by_position = true;
+    if (!state || !state->rows) return place_of(f, t, f->position);
+    int64_t from = 0;
+    for (; state->starts && t >= state->starts[b + 1]; b++) from = state->starts[b + 1];
+    return state->positions[b] + t - from;
+}
+
 mn_tensor *mn_sum_read(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *v, mn_tensor *g,
                        int decay, double scale, const char *piece) {
     if (!q || !k || !v) return NULL;
@@ -310,7 +328,7 @@ mn_tensor *mn_sum_read(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *v, 
     mn_run_in(&run, "v", v);
     if (g) mn_run_in(&run, "g", g);
     mn_state_bind(f->state, &run, "state0", "state", piece,
-                  q->shape[0] * q->shape[2] * q->shape[3] * v->shape[3]);
+                  q->shape[0] * v->shape[2] * q->shape[3] * v->shape[3]);
     mn_tensor *o = mn_run_out(&run, "o");
     mn_run_now(&run);
     return o;

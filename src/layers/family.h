@@ -86,6 +86,9 @@ mn_tensor *mn_row_sums(mn_tape *tape, mn_tensor *x, double scale);
 /* x / sqrt(mean x^2 + eps) over the last axis. */
 mn_tensor *mn_rms_rows(mn_tape *tape, mn_tensor *x, double eps);
 
+/* Where token t of row b of a pass stands in its sequence; the layer then goes by position. */
+int64_t mn_position_of(const mn_forward *f, int64_t b, int64_t t);
+
 /* S = diag(e^g) S + k v';  o = scale S'q, g absent (decay MN_DECAY_NONE) or as `decay` says; the
  * state is `piece`. */
 mn_tensor *mn_sum_read(mn_forward *f, mn_tensor *q, mn_tensor *k, mn_tensor *v, mn_tensor *g,

@@ -1,4 +1,4 @@
-/* mamba.c - mamba2 and mamba1: a state space whose step depends on the token.
+/* mamba.c - mamba2, log_linear_mamba2 and mamba1: a state space whose step depends on the token.
  *
  *   mamba2   z, (u, b, c), d = x W_in'      (u, b, c) = silu(conv(u, b, c) + bias)
  *            d = softplus(d + dt_bias)      clamped to dt_least .. dt_most where these are set
@@ -11,12 +11,26 @@
  *            S = e^(d A) S + d u b          A = -e^A_log per channel and state
  *            y = ((S c + D u) silu(z)) W_out'      with bcdt_norms r, b and c are normed
  *
+ *   log_linear_mamba2   mamba2 whose o is read from sums over blocks of tokens, by weights
+ *            softplus(L l) of each, l being H S more rows of x W_in'. Level 0 is the token p
+ *            itself, level n > 0 the 2^(n-1) tokens in front of p's own block of so many, where
+ *            bit n - 1 of p is set: all tokens together, nearer ones in smaller blocks (a Fenwick
+ *            tree).
+ *
+ *            o = softplus(L l)_0 (c.b) d u + sum over n of softplus(L l)_n r_n S_n'c + D u
+ *            S_n = e^(g + z_n) S_n + w_n b (d u)'
+ *
+ *            w_n (r_n) is 1 where bit n - 1 of p is clear (set), else 0, and z_n empties S_n where
+ *            p is a multiple of 2^n: what is being gathered is not yet read.
+ *
  * G groups of b and c serve H / G heads each, in turns (h belongs to group h G / H). mamba1 has one
  * key for all channels: "+ccq" treats it as one head. */
 #include <stdlib.h>
 
 #include "base/util.h"
 #include "layers/family.h"
+
+enum { LEVELS = 15 };    // of log_linear_mamba2, for 2^14 tokens
 
 static mn_status derive_heads(mn_layer *layer, int64_t inner) {
     const mn_layer_config *c = &layer->config;
@@ -50,6 +64,9 @@ static mn_status derive_heads(mn_layer *layer, int64_t inner) {
     MN_SIZE(s, 'I') = inner;
     MN_SIZE(s, 'C') = inner + 2 * G * K;
     MN_SIZE(s, 'E') = 2 * inner + 2 * G * K + H;
+    if (layer->kind != MN_LAYER_log_linear_mamba2) return st;
+    MN_SIZE(s, 'S') = LEVELS;
+    MN_SIZE(s, 'E') += H * LEVELS;
     return st;
 }
 
@@ -79,7 +96,7 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     if (st != MN_OK) return st;
     MN_SIZE(s, 'K') = c->state_size;
     MN_SIZE(s, 'W') = c->conv_kernel;
-    if (layer->kind == MN_LAYER_mamba2) return derive_heads(layer, (int64_t)inner);
+    if (layer->kind != MN_LAYER_mamba1) return derive_heads(layer, (int64_t)inner);
     MN_SIZE(s, 'H') = 1;
     MN_SIZE(s, 'V') = (int64_t)inner;
     MN_SIZE(s, 'R') = c->dt_rank ? c->dt_rank : mn_ceil_div(layer->width, 16);
@@ -102,6 +119,7 @@ static mn_tensor *gathered(mn_forward *f, mn_tensor *part) {
 
 typedef struct scan_inputs {
     mn_tensor *u, *b, *c, *d;    // (B,T,H,V), (B,T,H,K) twice, (B,T,1,H)
+    mn_tensor *levels;           // (B,T,H,S) of log_linear_mamba2, else NULL
 } scan_inputs;
 
 static mn_tensor *group_heads(mn_forward *f, mn_tensor *x) {
@@ -111,25 +129,99 @@ static mn_tensor *group_heads(mn_forward *f, mn_tensor *x) {
     return mn_tape_repeat(f->tape, x, times);
 }
 
+/* Positions of the tokens of B rows, which all rows share where B is 1; to be freed. */
+static int64_t *positions_of(mn_forward *f, int64_t B, int64_t T) {
+    int64_t *places = malloc((size_t)(B * T) * sizeof *places);
+    if (!places) mn_tape_fail(f->tape, mn_fail(MN_ERR_MEMORY, "no memory for positions"));
+    for (int64_t i = 0; places && i < B * T; i++) {
+        places[i] = mn_position_of(f, i / T, i % T);
+        if (places[i] >> (LEVELS - 1) == 0) continue;
+        mn_tape_fail(f->tape, mn_fail(MN_ERR_ARGUMENT, "token %lld of a sequence: "
+                                      "log_linear_mamba2 has levels for %d",
+                                      (long long)places[i] + 1, 1 << (LEVELS - 1)));
+        free(places);
+        return NULL;
+    }
+    return places;
+}
+
+/* Where a level is written, is read, and what its log decay is less: (B,T,1,1) each. */
+typedef struct level_masks {
+    mn_tensor *writes, *reads, *empties;
+    bool any_read;
+} level_masks;
+
+static level_masks masks_of(mn_forward *f, const int64_t *places, int64_t B, int64_t T, int level) {
+    enum { EMPTY = -64 };    // e^-64 of what was there is left, 1e-28
+    level_masks m = { 0 };
+    double *values = malloc((size_t)(3 * B * T) * sizeof *values);
+    if (!values) mn_tape_fail(f->tape, mn_fail(MN_ERR_MEMORY, "no memory for levels"));
+    if (!values) return m;
+    double *reads = values + B * T, *empties = reads + B * T;
+    for (int64_t i = 0; i < B * T; i++) {
+        const bool read = places[i] >> (level - 1) & 1;
+        values[i] = !read;
+        reads[i] = read;
+        empties[i] = places[i] & (((int64_t)1 << level) - 1) ? 0 : EMPTY;
+        m.any_read |= read;
+    }
+    const int64_t shape[4] = { B, T, 1, 1 };
+    m.writes = mn_tape_constant(f->tape, shape, values);
+    m.reads = mn_tape_constant(f->tape, shape, reads);
+    m.empties = mn_tape_constant(f->tape, shape, empties);
+    free(values);
+    return m;
+}
+
+/* The weights of each level, (B,T,H,1), from those of all. */
+static void split_levels(mn_forward *f, mn_tensor *all, mn_tensor **weight) {
+    enum { HALF = 8 };
+    int64_t ones[HALF];
+    mn_tensor *half[2];
+    for (int n = 0; n < HALF; n++) ones[n] = 1;
+    mn_split_heads(f, all, (int64_t[]){ HALF, LEVELS - HALF }, 2, half);
+    mn_split_heads(f, half[0], ones, HALF, weight);
+    mn_split_heads(f, half[1], ones, LEVELS - HALF, weight + HALF);
+}
+
+/* o of log_linear_mamba2 from b, c, values v (B,T,H,V) and log decays g (B,T,1,H). */
+static mn_tensor *read_levels(mn_forward *f, const scan_inputs *in, mn_tensor *v, mn_tensor *g) {
+    static const char *const pieces[LEVELS] = {
+        NULL, "level1", "level2", "level3", "level4", "level5", "level6", "level7", "level8",
+        "level9", "level10", "level11", "level12", "level13", "level14" };
+    mn_tape *tape = f->tape;
+    const int64_t H = MN_OF(f, 'H'), T = v->shape[1];
+    const int64_t B = f->state && f->state->rows ? v->shape[0] : 1;
+    mn_tensor *weight[LEVELS];
+    int64_t *places = positions_of(f, B, T);
+    if (!places || !in->levels || !in->b || !in->c) return free(places), NULL;
+    split_levels(f, in->levels, weight);
+    mn_tensor *own = mn_row_sums(tape, mn_tape_multiply(tape, gathered(f, in->c), in->b), 1.0);
+    if (own && own->shape[2] != H) own = mn_tape_repeat(tape, own, H / own->shape[2]);
+    own = mn_tape_multiply(tape, own, weight[0]);
+    mn_tensor *o = mn_tape_multiply(tape, v, own);
+    for (int n = 1; n < LEVELS && o; n++) {
+        const level_masks m = masks_of(f, places, B, T, n);
+        if (!m.any_read && !f->state) break;    // nor is a higher one
+        mn_tensor *level = mn_sum_read(f, in->c, in->b, mn_tape_multiply(tape, v, m.writes),
+                                       mn_tape_add(tape, g, m.empties), MN_DECAY_TOKEN, 1.0,
+                                       pieces[n]);
+        mn_tensor *by = mn_tape_multiply(tape, weight[n], m.reads);
+        o = mn_tape_add(tape, o, mn_tape_multiply(tape, level, by));
+    }
+    free(places);
+    return o;
+}
+
 static mn_tensor *state_space(mn_forward *f, const scan_inputs *in) {
     mn_tape *tape = f->tape;
     const int64_t H = MN_OF(f, 'H');
     mn_tensor *rate = mn_tape_unary(tape, MN_UNARY_NEG_EXP, mn_use(f, "A_log"));
     mn_tensor *v = mn_tape_multiply(tape, in->u, mn_tape_heads(tape, in->d, H));
-    mn_tensor *g = mn_tape_multiply(tape, in->d, rate);
+    mn_tensor *g = mn_tape_multiply(tape, in->d, rate), *o;
     if (!v || !g) return NULL;
-    mn_run run;
-    mn_additive_args *args = mn_run_start(&run, tape, MN_OP_additive);
-    mn_mixer_set_args(&f->layer->mixer, args);
-    args->scale = 1.0;
-    mn_run_in(&run, "q", in->c);
-    mn_run_in(&run, "k", in->b);
-    mn_run_in(&run, "v", v);
-    mn_run_in(&run, "g", g);
-    mn_state_bind(f->state, &run, "state0", "state", "memory",
-                  v->shape[0] * H * MN_OF(f, 'K') * MN_OF(f, 'V'));
-    mn_tensor *o = mn_run_out(&run, "o");
-    mn_run_now(&run);
+    if (in->levels) o = read_levels(f, in, v, g);
+    else o = mn_sum_read(f, in->c, in->b, v, g, MN_DECAY_TOKEN, 1.0, "memory");
     mn_tensor *D = mn_use_as(f, "D", H, f->layer->config.D_has_hdim ? MN_OF(f, 'V') : 1);
     return mn_tape_add(tape, o, mn_tape_multiply(tape, in->u, D));
 }
@@ -184,11 +276,14 @@ static mn_tensor *forward2(mn_forward *f, mn_tensor *x) {
     mn_tape *tape = f->tape;
     const int64_t H = MN_OF(f, 'H'), I = MN_OF(f, 'I'), GK = MN_OF(f, 'G') * MN_OF(f, 'K');
     const mn_layer_config *config = &f->layer->config;
-    if (config->input_multiplier != 1.0) x = mn_tape_affine(tape, x, config->input_multiplier, 0.0);
+    const bool levels = f->layer->kind == MN_LAYER_log_linear_mamba2;
+    const double input = levels ? 1.0 : config->input_multiplier;
+    const double output = levels ? 1.0 : config->output_multiplier;
+    if (input != 1.0) x = mn_tape_affine(tape, x, input, 0.0);
     mn_tensor *wide = mn_project(f, x, "in_proj.weight", given(f, "in_proj.bias"));
-    wide = multiplied(f, wide);
-    mn_tensor *part[3], *ubc[3];
-    mn_tape_split(tape, wide, (int64_t[]){ I, I + 2 * GK, H }, 3, part);
+    if (!levels) wide = multiplied(f, wide);
+    mn_tensor *part[4], *ubc[3];
+    mn_tape_split(tape, wide, (int64_t[]){ I, I + 2 * GK, H, H * LEVELS }, levels ? 4 : 3, part);
     mn_tensor *mixed = mn_short_conv(f, part[1], "conv1d.weight", given(f, "conv1d.bias"), 1,
                                      "conv");
     mn_tape_split(tape, mixed, (int64_t[]){ I, GK, GK }, 3, ubc);
@@ -196,11 +291,14 @@ static mn_tensor *forward2(mn_forward *f, mn_tensor *x) {
     in.c = mn_ccq_query(f, x, group_heads(f, ubc[2]), in.b);
     in.d = mn_tape_add(tape, part[2], mn_use(f, "dt_bias"));
     in.d = clamped(f, mn_tape_unary(tape, MN_UNARY_SOFTPLUS, in.d));
+    if (levels) {
+        mn_tensor *l = mn_tape_heads(tape, gathered(f, part[3]), H);
+        l = mn_tape_multiply(tape, l, mn_use_as(f, "L", H, LEVELS));
+        in.levels = mn_tape_unary(tape, MN_UNARY_SOFTPLUS, l);
+    }
     mn_tensor *o = mn_tape_flat(tape, state_space(f, &in));
     o = gate_and_norm(f, o, part[0]);
-    if (config->output_multiplier != 1.0) {
-        o = mn_tape_affine(tape, o, config->output_multiplier, 0.0);
-    }
+    if (output != 1.0) o = mn_tape_affine(tape, o, output, 0.0);
     return mn_project_out(f, o, "out_proj.weight", given(f, "out_proj.bias"));
 }
 
@@ -243,7 +341,7 @@ static mn_tensor *forward1(mn_forward *f, mn_tensor *x) {
 }
 
 static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
-    return f->layer->kind == MN_LAYER_mamba2 ? forward2(f, x) : forward1(f, x);
+    return f->layer->kind == MN_LAYER_mamba1 ? forward1(f, x) : forward2(f, x);
 }
 
 const mn_layer_family mn_family_mamba = { derive, forward };

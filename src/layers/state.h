@@ -8,7 +8,7 @@
 #include "tape/tape.h"
 #include "runtime/device.h"
 
-enum { MN_STATE_PIECES = 8, MN_STATE_NAME = 16 };
+enum { MN_STATE_PIECES = 16, MN_STATE_NAME = 16 };
 
 typedef struct mn_state_piece {
     char name[MN_STATE_NAME];

@@ -25,8 +25,18 @@ static const struct {
 #include "layers/all.def"
 };
 
-static const char *const known_keys[] = {
+static const char *const own_keys[] = {
 #define KEY(name) #name,
+#define IGNORED(name)
+#define NEUTRAL(name, value, why)
+#include "model/config_keys.def"
+#undef KEY
+#undef IGNORED
+#undef NEUTRAL
+};
+
+static const char *const foreign_keys[] = {
+#define KEY(name)
 #define IGNORED(name) #name,
 #define NEUTRAL(name, value, why) #name,
 #include "model/config_keys.def"
@@ -287,7 +297,7 @@ static mn_status check_neutral(const mn_json *object) {
 static mn_status check_keys(const mn_model_config *c, const mn_json *object) {
     const char *keys[MAX_KEYS];
     int n = 0;
-    for (size_t i = 0; i < MN_COUNTOF(known_keys); i++) keys[n++] = known_keys[i];
+    for (size_t i = 0; i < MN_COUNTOF(own_keys); i++) keys[n++] = own_keys[i];
     n += mn_block_keys(keys + n, MAX_KEYS - n);
     for (int i = 0; i < c->n_layers; i++) {
         mn_layer_kind kind;
@@ -297,7 +307,9 @@ static mn_status check_keys(const mn_model_config *c, const mn_json *object) {
         for (int k = 0; k < i; k++) seen |= strcmp(c->names[k], c->names[i]) == 0;
         if (!seen) n += mn_layer_option_keys(kind, keys + n, MAX_KEYS - n);
     }
-    const mn_status st = mn_json_unknown_key(object, keys, n);
+    const int n_meant = n;
+    for (size_t i = 0; i < MN_COUNTOF(foreign_keys); i++) keys[n++] = foreign_keys[i];
+    const mn_status st = mn_json_unknown_key_among(object, keys, n, n_meant);
     return st == MN_OK ? check_neutral(object) : st;
 }
 

@@ -296,7 +296,7 @@ static mn_status no_task(const char *name) {
     const char *names[MN_COUNTOF(tasks)];
     for (size_t i = 0; i < MN_COUNTOF(tasks); i++) names[i] = tasks[i].info.name;
     const char *near = mn_closest(name, names, (int64_t)MN_COUNTOF(tasks));
-    return mn_fail(MN_ERR_ARGUMENT, "there is no task \"%s\"%s%s%s", name,
+    return mn_fail(MN_ERR_ARGUMENT, "there is no task \"%s\"%s%s%s; mneme task lists them", name,
                    near ? ", did you mean \"" : "", near ? near : "", near ? "\"?" : "");
 }
 

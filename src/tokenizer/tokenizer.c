@@ -168,6 +168,17 @@ mn_status mn_tokenizer_load(mn_tokenizer **out, const char *path) {
     return st;
 }
 
+mn_status mn_tokenizer_open(mn_tokenizer **out, const char *name) {
+    struct stat info;
+    *out = NULL;
+    if (strcmp(name, "bytes") == 0) return mn_tokenizer_bytes(out);
+    if (*name && stat(name, &info) != 0) {
+        return mn_fail(MN_ERR_IO, "%s: no such file; a tokenizer is bytes, chars, or the name of a "
+                       "tokenizer.json or its folder", name);
+    }
+    return mn_tokenizer_load(out, name);
+}
+
 void mn_tokenizer_destroy(mn_tokenizer *t) {
     if (!t) return;
     mn_vocab_free(&t->vocab);

@@ -30,6 +30,9 @@ void mn_token_list_free(mn_token_list *list);
  * names the file and the part of it that is not understood. */
 mn_status mn_tokenizer_load(mn_tokenizer **out, const char *path);
 
+/* The one that a setting names: "bytes", or a file or folder as above. */
+mn_status mn_tokenizer_open(mn_tokenizer **out, const char *name);
+
 /* The same for bytes in memory; `name` opens the messages. */
 mn_status mn_tokenizer_parse(mn_tokenizer **out, const void *bytes, size_t size, const char *name);
 

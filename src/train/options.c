@@ -10,7 +10,7 @@
 #include "base/util.h"
 #include "io/json_write.h"
 
-typedef enum kind { KIND_INT, KIND_REAL, KIND_FLAG, KIND_TEXT } kind;
+typedef enum kind { KIND_INT, KIND_REAL, KIND_FLAG, KIND_TEXT, KIND_PATH } kind;
 
 static const struct option {
     const char *section, *name, *text, *about;    // text: the default as written in the table
@@ -26,6 +26,7 @@ static const struct option {
     ROW(section, name, #value, about, KIND_REAL, value, least, most)
 #define FLAG(section, name, value, about) ROW(section, name, #value, about, KIND_FLAG, value, 0, 1)
 #define TEXT(section, name, value, about) ROW(section, name, value, about, KIND_TEXT, 0, 0, 0)
+#define PATH(section, name, value, about) ROW(section, name, value, about, KIND_PATH, 0, 0, 0)
 #include "train/train_options.def"
 #undef ROW
 };
@@ -38,6 +39,15 @@ void mn_train_options_list(mn_option_line line, void *context) {
     }
 }
 
+void mn_train_options_paths(void (*path)(void *context, const char *section, const char *name),
+                            void *context) {
+    path(context, "data", "train");
+    path(context, "data", "valid");
+    for (size_t i = 0; i < MN_COUNTOF(options); i++) {
+        if (options[i].kind == KIND_PATH) path(context, options[i].section, options[i].name);
+    }
+}
+
 /* ---- writing --------------------------------------------------------------------------------- */
 
 static json_t *option_json(const mn_train_options *o, const struct option *row) {
@@ -46,7 +56,8 @@ static json_t *option_json(const mn_train_options *o, const struct option *row) 
     case KIND_INT: return json_integer(*(const int64_t *)at);
     case KIND_REAL: return mn_json_real(*(const double *)at);
     case KIND_FLAG: return json_boolean(*(const bool *)at);
-    case KIND_TEXT: return json_string(at);
+    case KIND_TEXT:
+    case KIND_PATH: return json_string(at);
     }
     return NULL;
 }
@@ -121,7 +132,8 @@ static void set_default(mn_train_options *out, const struct option *o) {
     case KIND_INT: *(int64_t *)at = (int64_t)o->value; break;
     case KIND_REAL: *(double *)at = o->value; break;
     case KIND_FLAG: *(bool *)at = o->value != 0.0; break;
-    case KIND_TEXT: snprintf(at, MN_TRAIN_TEXT, "%s", o->text); break;
+    case KIND_TEXT:
+    case KIND_PATH: snprintf(at, MN_TRAIN_TEXT, "%s", o->text); break;
     }
 }
 
@@ -148,7 +160,8 @@ static mn_status read_value(mn_train_options *out, const struct option *o, const
     case KIND_INT: st = mn_json_read_i64(to, at); break;
     case KIND_REAL: st = mn_json_read_f64(to, at); break;
     case KIND_FLAG: st = mn_json_read_bool(to, at); break;
-    case KIND_TEXT: st = read_text(to, at); break;
+    case KIND_TEXT:
+    case KIND_PATH: st = read_text(to, at); break;
     }
     if (st != MN_OK) return st;
     if (o->kind != KIND_INT && o->kind != KIND_REAL) return MN_OK;
@@ -238,13 +251,25 @@ static mn_status check_together(const mn_train_options *o, const mn_json *root) 
     return st;
 }
 
-mn_status mn_train_options_read(mn_train_options *out, const mn_json *root) {
+/* Of a key that only lacks its section the message says so. */
+static mn_status check_top(const mn_json *root) {
     static const char *const sections[] = { "model", "data", "train", "out" };
+    for (mn_json member = { 0 }; mn_json_next(&member, root);) {
+        for (size_t i = 0; i < MN_COUNTOF(options); i++) {
+            if (strcmp(member.name, options[i].name) != 0) continue;
+            return mn_json_fail(root, "unknown key \"%s\", did you mean \"%s.%s\"?", member.name,
+                                options[i].section, member.name);
+        }
+    }
+    return mn_json_unknown_key(root, sections, MN_COUNTOF(sections));
+}
+
+mn_status mn_train_options_read(mn_train_options *out, const mn_json *root) {
     static const char *const paths[] = { "train", "valid" }, *const groups[] = { "groups" };
     memset(out, 0, sizeof *out);
     for (size_t i = 0; i < MN_COUNTOF(options); i++) set_default(out, &options[i]);
     mn_status st = mn_json_expect_object(root);
-    if (st == MN_OK) st = mn_json_unknown_key(root, sections, 4);
+    if (st == MN_OK) st = check_top(root);
     if (st == MN_OK) st = read_section(out, root, "data", paths, 2);
     if (st == MN_OK) st = read_section(out, root, "train", groups, 1);
     if (st != MN_OK) return st;

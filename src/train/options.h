@@ -44,4 +44,8 @@ typedef void (*mn_option_line)(void *context, const char *key, const char *value
                                const char *about);
 void mn_train_options_list(mn_option_line line, void *context);
 
+/* Keys whose value names a file or folder, or a list of them. */
+void mn_train_options_paths(void (*path)(void *context, const char *section, const char *name),
+                            void *context);
+
 #endif

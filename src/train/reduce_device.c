@@ -187,7 +187,7 @@ static mn_status plan_window(mn_device_reduce *r, mn_model_piece piece) {
 
 /* All pages have memory of their own, or only those that keep something between blocks. */
 static mn_status map_pages(mn_device_reduce *r, bool whole) {
-    mn_status st = MN_OK;
+    mn_status st = mn_device_synchronize(r->device);    // the model's is another stream
     for (int i = 0; st == MN_OK && i < MN_MODEL_PIECES; i++) {
         mn_device_pages *pages = mn_model_pages(r->model, i);
         if (!pages || (whole && i == MN_MODEL_GRADIENTS)) continue;

@@ -59,8 +59,7 @@ static mn_status open_tokenizer(mn_trainer *t, mn_corpus_format format) {
     mn_status st = is_text(&t->text, &t->options, format);
     if (st != MN_OK) return st;
     const bool named = strcmp(name, "chars") != 0;
-    if (strcmp(name, "bytes") == 0) return mn_tokenizer_bytes(&t->own_tokenizer);
-    if (named) return mn_tokenizer_load(&t->own_tokenizer, name);
+    if (named) return mn_tokenizer_open(&t->own_tokenizer, name);
     if (t->text) return chars_of(&t->own_tokenizer, &t->options, format);
     /* prepared folders bring their own; .bin files have none */
     if (mn_tokenizer_load(&t->own_tokenizer, t->options.train[0]) != MN_OK) {

@@ -245,12 +245,17 @@ VALUES(mn_task_open__name, const char *, "mqar", NULL, "", "none such")
 VALUES(mn_task_open__options, const char *, NULL, "", "{", "[]", "7", "{\"none\": 1}",
        "{\"length\": -1}", "{\"length\": 9223372036854775807}", "{\"vocab\": 0}")
 VALUES(mn_task_draw__split, const char *, "train", NULL, "", "none such")
-VALUES(mn_describe_layer__name, const char *, "gdn", NULL, "", "none such", "+ccq", "gdn+gdn")
+#define LAYERS                                                                                     \
+    "attention", "mla", "diff_attention", "relu_attention", "hypermlp", "mamba1", "mamba2",        \
+    "rg_lru", "mlstm", "gla+ccq", "gsa", "hgrn2", "rwkv7", "comba", "gated_deltaproduct",          \
+    "longhorn", "mesa", "palimpsa", "kla", "bayes", "bayes_rotation"
+VALUES(mn_describe_layer__name, const char *, "gdn", NULL, "", "none such", "+ccq", "gdn+gdn",
+       LAYERS)
 VALUES(mn_describe_layer__options, const char *, NULL, "", "{", "[]", "{\"none\": 1}",
        "{\"num_heads\": 0}", "{\"num_heads\": 4611686018427387904}", "{\"index\": -1}")
 VALUES(mn_describe_model__config, const char *, "{\"layers\": \"gdn\", \"hidden_size\": 16}", NULL,
        "", "{", "[]", "{}", "{\"model_type\": 7}", "{\"layers\": \"none such\"}")
-VALUES(mn_layer_start__name, const char *, "gdn", NULL, "", "none such", "+ccq")
+VALUES(mn_layer_start__name, const char *, "gdn", NULL, "", "none such", "+ccq", LAYERS)
 VALUES(mn_layer_start__options, const char *, NULL, "", "{", "[]", "{\"none\": 1}",
        "{\"num_heads\": 0}", "{\"num_heads\": 4611686018427387904}", "{\"index\": -1}")
 VALUES(mn_layer_start__parameter, const char *, "q_proj.weight", NULL, "", "none such")

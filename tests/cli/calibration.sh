@@ -7,7 +7,8 @@ LC_ALL=C
 export LC_ALL
 
 run 0 demo --steps 12 --seed 3 --out "$work/d" --quiet
-says '^questions that cannot be answered yet, told from others by bayes: AUROC [01]\.[0-9]* by entropy'
+says '^questions that cannot be answered yet, told from others by bayes$'
+says '^  AUROC [01]\.[0-9]* by entropy'
 says 'where is the [a-z]*?.* doubt [01]\.[0-9]'
 m="$work/d/bayes"
 

@@ -93,3 +93,8 @@ run 1 demo --out "$work/first.json/x"
 complains 'first.json'
 run 0 demo --help
 says '--layers'
+
+# three models: the variances have a table of their own, and no line is longer than a wide terminal's
+run 0 demo --steps 3 --seed 3 --layers bayes,attention,gdn --out "$work/three" --quiet
+says '^variance read  *bayes  *attention  *gdn$'
+awk 'length($0) > 104 { print; bad = 1 } END { exit bad }' "$work/out" >"$work/err" || fail "lines are too long"

@@ -65,7 +65,9 @@ for what in layers model; do
     # shellcheck disable=SC2086
     run 0 train book.txt $common $learn $more --from student --out "$what"
     cp -R "$what/last/" "whole-$what"
-    run 0 train --resume "$what/checkpoints/step-00000003" --quiet --threads 1
+    here=$(pwd)    # from another folder: the teacher is named from the root
+    (cd / && "$mneme" train --resume "$here/$what/checkpoints/step-00000003" --quiet --threads 1) >"$work/out" \
+        2>"$work/err" || fail "$what: does not go on from another folder"
     cmp "$what/last/model.safetensors" "whole-$what/model.safetensors" >"$work/err" 2>&1 ||
         fail "$what: resumed from step 3"
 done

@@ -87,7 +87,7 @@ if command -v script >/dev/null 2>&1; then
 fi
 
 # a conversation is the same text line by line
-printf 'hello\n/save %s\n/fork 2\n\n/set temperature 0\n/reset\nhello\n/load %s\n\n/frob\n/quit\nx\n' \
+printf 'hello\n/save %s\n/fork 2\n\n/set temperature 0\n/reset\nhello\n/load %s\n\n/frk\n/quit\nx\n' \
     "$work/talk" "$work/talk" >"$work/lines"
 "$mneme" generate --model "$m" --interactive --tokens 9 --seed 3 <"$work/lines" >"$work/out" \
     2>"$work/err" || fail "a conversation failed"
@@ -99,7 +99,7 @@ says '^wrote .*talk: 14 tokens in [0-9]* bytes$'
 says '^14 tokens read$'
 [ "$(sed -n 4p "$work/out")" = "$(sed -n 7p "$work/out")" ] || fail "/fork moved the session"
 [ "$(sed -n 8p "$work/out")" = "$(cat "$work/greedy")" ] || fail "/set or /reset"
-complains '/frob'
+complains 'there is no /frk, did you mean /fork'
 [ "$(wc -l <"$work/out")" = 10 ] || fail "lines after /quit"
 
 # mistakes

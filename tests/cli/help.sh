@@ -33,6 +33,8 @@ for verb in $verbs; do
         run 0 help "$verb"
         cmp -s "$work/out" "$work/said" || fail "help $verb differs from $verb --help"
     fi
+    awk -v verb="$verb" 'length($0) > 100 { print verb ": " $0; bad = 1 } END { exit bad }' "$work/said" ||
+        fail "a line of help is wider than 100 columns"
     run 0 help --options "$verb"
     cut -f 1 "$work/out" | sort -u >"$work/table"
     for option in $(cat "$work/table"); do
@@ -48,6 +50,15 @@ run 2 help trian
 complains 'did you mean "train"'
 run 2 trian
 complains 'did you mean "train"'
+run 2 tokenizer encod x
+complains 'did you mean "encode"'
+run 1 help tokenizer trian
+complains 'did you mean "train"'
+! grep -q failed "$work/err" || fail "$command: a mistake is called a failure"
+run 1 task mqra
+complains 'did you mean "mqar"?; mneme task lists them'
+run 1 reproduce mqar-updat
+complains 'did you mean "mqar-update"?; mneme reproduce --list'
 run 2 train --stepz=5
 complains 'stepz is no option, did you mean --steps'
 run 2 train --quiet=yes
@@ -59,7 +70,8 @@ says '^.TH MNEME 1'
 for verb in $verbs; do
     run 0 help --man "$verb"
     says '^.SH SYNOPSIS'
-    if command -v man >/dev/null 2>&1 && [ "$verb" = train ]; then
+    ! grep -A 1 '^.SH EXAMPLES' "$work/out" | grep -q '^[A-Za-z]' || fail "mneme-$verb(1): text under EXAMPLES"
+    if command -v man >/dev/null 2>&1; then
         MANWIDTH=80 man -l --warnings "$work/out" >"$work/page" 2>"$work/err" || fail "no manual page"
         quiet
     fi

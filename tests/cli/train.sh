@@ -75,6 +75,15 @@ grep -q '"weight_decay"' "$work/runs/text/settings.json" || fail "settings witho
 # it goes on from any folder, by options alone
 (cd / && "$mneme" train --resume "$work/runs/text" --steps 30 --threads 1 --quiet >"$work/out" 2>"$work/err") ||
     fail "resumed from another folder"
+says 'nats a character'
+says "^the model is in $work/runs/text/best (lowest held-out loss) and $work/runs/text/last\$"
+# the loss that is said is the mean of the last ten steps
+run 0 train "$text" --layers gdn --size 30k --steps 25 --context 16 --batch 2 --set train.log_every=1 --threads 1 \
+    --out "$work/ten-last" --quiet
+said=$(sed -n 's/^loss \([0-9.]*\), .*/\1/p' "$work/out")
+sed -n 's/.*"loss":\([0-9.]*\),.*/\1/p' "$work/ten-last/metrics.jsonl" | tail -n 10 |
+    awk -v said="$said" '{ sum += $1 } END { d = sum / NR - said; exit !(NR == 10 && d * d < 1e-8) }' ||
+    fail "the loss that is said is not that of the last ten steps"
 # the same once more takes another name, and a run is a model wherever one is wanted
 (cd "$work" && "$mneme" train text.txt --dry-run 2>err) || fail "train text.txt --dry-run"
 complains 'to runs/text-2$'
@@ -87,10 +96,24 @@ run 0 train "$work/other.txt" --from "$work/runs/text" --steps 1 --lr 1e-9 --set
 json "d['loss'] < 3.0"
 run 0 train "$work/other.txt" --layers "attention, gdn" --size 300k --dry-run --threads 1
 complains ' x attention, gdn, width'
+# a size below what the smallest width and two layers have gives these, not a default
+run 0 train "$text" --layers kla --size 20k --dry-run --threads 1
+complains '2 x kla, width 32,'
+# a model whose places end is not given longer rows than it has places
+run 0 train "$text" --layers "attention, gdn" --size 30k --context 24 --steps 1 --batch 2 --threads 1 --quiet \
+    --out "$work/short"
+run 0 train "$work/other.txt" --from "$work/short" --steps 1 --threads 1 --quiet --out "$work/short-2"
 run 2 train "$text" --size 10q
 complains 'size needs a number of parameters'
 run 2 train --resume "$work/runs/text" --size 10m
 complains 'a run has its model'
+run 1 train "$text" --set warmup=3 --dry-run
+complains 'unknown key "warmup", did you mean "train.warmup"'
+run 1 train "$text" --tokenizer byte --dry-run
+complains 'byte: no such file; a tokenizer is bytes, chars, or'
+run 1 train "$text" --layers kla --set model.num_heads=2 --dry-run
+complains 'unknown key "num_heads"'
+! grep -q num_beams "$work/err" || fail "a key that nothing here depends on is suggested"
 run 2 train "$text" --steps some
 complains 'steps needs a whole number'
 printf '{"text": "a\\u0000b"}\n' >"$work/zero.jsonl"

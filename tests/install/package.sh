@@ -26,6 +26,41 @@ for file in usr/bin/mneme 'usr/lib/libmneme\.so' 'usr/lib/libmneme\.a' usr/inclu
 done
 dpkg-deb --field "$deb" Depends | grep -q libc6 || fail "the .deb depends on nothing"
 
+# What the packages ask of a system is there in Debian 12, and so in Ubuntu 24.04, whose versions are all
+# younger (glibc 2.39, jansson 2.14, PCRE2 10.42, libmicrohttpd 1.0.1, libedit 20230828). Made on a system
+# younger than Debian 12 they may ask for its own.
+least() {
+    case $1 in
+    libc6) echo 2.36 ;;
+    libjansson4) echo 2.14 ;;
+    libpcre2-8-0) echo 10.42 ;;
+    libmicrohttpd12 | libmicrohttpd12t64) echo 0.9.75 ;;
+    libedit2) echo 3.1-20221030 ;;
+    *) fail "the .deb depends on $1, of which this test knows no version in Debian 12 and Ubuntu 24.04" ;;
+    esac
+}
+newest_glibc() { objdump -T "$1" | grep -o 'GLIBC_[0-9.]*' | sed 's/GLIBC_//' | sort -V | tail -n 1; }
+own=$(getconf GNU_LIBC_VERSION 2>/dev/null | sed 's/.* //')
+if [ -n "$own" ] && dpkg --compare-versions "$own" le 2.36; then
+    dpkg-deb --field "$deb" Depends | tr ',|' '\n\n' | sed 's/^ *//; s/[()]//g; s/ *$//' >"$work/depends"
+    while read -r name relation version; do
+        have=$(least "$name")
+        [ -z "$relation" ] || dpkg --compare-versions "$have" ge "$version" ||
+            fail "the .deb needs $name $relation $version, Debian 12 has $have"
+    done <"$work/depends"
+    mkdir "$work/bound"
+    tar -C "$work/bound" -xzf "$tarball"
+    find "$work/bound" -type f \( -name 'lib*.so*' -o -path '*/bin/mneme' \) >"$work/binaries"
+    [ "$(wc -l <"$work/binaries")" -ge 5 ] || fail "the tarball holds too few libraries"
+    while read -r binary; do
+        needs=$(newest_glibc "$binary")
+        { [ -n "$needs" ] && dpkg --compare-versions "$needs" le 2.36; } ||
+            fail "${binary##*/} needs glibc ${needs:-of no version}, Debian 12 has 2.36"
+        echo "$needs" >>"$work/needs"
+    done <"$work/binaries"
+    echo "packages need glibc $(sort -V "$work/needs" | tail -n 1), Debian 12 has 2.36, Ubuntu 24.04 2.39"
+fi
+
 i=0
 while [ $i -lt 200 ]; do
     echo "line $i says a thing, and another thing $((i * 7 % 13))."

@@ -45,6 +45,10 @@ static const struct {
       "\"head_dim\": 4, "
       "\"dt_limit\": [0.0, {\"__float__\": \"Infinity\"}]}", "backbone.embeddings.weight",
       "mamba2" },
+    { "{\"model_type\": \"log_linear_mamba2\", " SIZES ", \"state_size\": 3, \"num_heads\": 4, "
+      "\"head_dim\": 4, "
+      "\"dt_limit\": [0.0, {\"__float__\": \"Infinity\"}]}", "backbone.layers.0.mixer_norm.weight",
+      "log_linear_mamba2" },
     { "{\"model_type\": \"transformer\", " SIZES ", \"num_heads\": 2, \"qk_norm\": true}",
       "model.layers.0.attn.k_norm.weight", "\"qk_norm\": true" },
     { "{\"model_type\": \"delta_net\", " SIZES ", \"num_heads\": 2, \"expand_k\": 0.5}",

@@ -134,6 +134,9 @@ static const struct {
       { 6144, 0, 0 } },
     { "{\"model_type\": \"mamba2\", \"hidden_size\": 2048, \"D_has_hdim\": true}", "D",
       { 4096, 0, 0 } },
+    { "{\"model_type\": \"log_linear_mamba2\", \"hidden_size\": 2048}", "in_proj.weight",
+      { 9472, 2048, 0 } },
+    { "{\"model_type\": \"log_linear_mamba2\", \"hidden_size\": 2048}", "L", { 64, 15, 0 } },
     { "{\"layers\": \"mamba1\", \"hidden_size\": 2048}", "x_proj.weight", { 160, 4096, 0 } },
     { "{\"layers\": \"mamba1\", \"hidden_size\": 100}", "dt_proj.weight", { 200, 7, 0 } },
 };

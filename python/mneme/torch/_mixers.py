@@ -815,11 +815,33 @@ def _multiplied(p, y):
     return y * torch.tensor(by, dtype=y.dtype, device=y.device).repeat_interleave(sizes)
 
 
+def _levels(p, x, q, k, v, g, weights):
+    """Blocks of tokens, nearer ones smaller: level n > 0 takes tokens whose bit n - 1 is clear, is
+    emptied where a position is a multiple of 2^n, and is read where the bit is set."""
+    at = p.places(x).unsqueeze(-1)
+    own = (q * k).sum(-1)
+    own = own.repeat_interleave(v.shape[2] // own.shape[2], 2) * weights[..., 0]
+    y = v * own.unsqueeze(-1)
+    for n in range(1, weights.shape[-1]):
+        read = (at >> (n - 1) & 1).to(v.dtype)
+        if not p.keeps and not read.any():
+            break
+        empties = -64.0 * (at % 2 ** n == 0).to(g.dtype)
+        level = p.run("additive", {"q": q, "k": k, "v": v * (1 - read).unsqueeze(-1),
+                                   "g": g + empties}, {"scale": 1.0},
+                      [("state0", "state", f"level{n}")])
+        y = y + level * (weights[..., n] * read).unsqueeze(-1)
+    return y
+
+
 def mamba2(p, x):
     layer, o, H, G, K, inner = (p.layer, p.options, p.size("H"), p.size("G"), p.size("K"),
                                 p.size("I"))
-    x = x * o["input_multiplier"] if o["input_multiplier"] != 1.0 else x
-    z, mixed, d = _multiplied(p, layer.in_proj(x)).split([inner, inner + 2 * G * K, H], -1)
+    levels = p.size("S") if hasattr(layer, "L") else 0
+    by_input, by_output = o.get("input_multiplier", 1.0), o.get("output_multiplier", 1.0)
+    x = x * by_input if by_input != 1.0 else x
+    y = layer.in_proj(x) if levels else _multiplied(p, layer.in_proj(x))
+    z, mixed, d, l = y.split([inner, inner + 2 * G * K, H, H * levels], -1)
     mixed = p.conv(mixed, layer.conv1d, "silu", "conv")
     u, b, c = mixed.split([inner, G * K, G * K], -1)
     u, b, c = p.heads(u, H), p.heads(b, G), p.heads(c, G)
@@ -829,9 +851,13 @@ def mamba2(p, x):
     d = F.softplus(wide(d) + wide(layer.dt_bias))
     d = d.clamp_min(o["dt_least"]) if o["dt_least"] else d
     d = d.clamp_max(o["dt_most"]) if o["dt_most"] else d
-    y = p.run("additive", {"q": c, "k": b, "v": (u * d.unsqueeze(-1)).to(u.dtype),
-                           "g": -d * wide(layer.A_log).exp()}, {"scale": 1.0},
-              [("state0", "state", "memory")])
+    v, g = (u * d.unsqueeze(-1)).to(u.dtype), -d * wide(layer.A_log).exp()
+    if levels:
+        weights = F.softplus(p.heads(l, H) * layer.L.view(H, levels))
+        y = _levels(p, x, c, b, v, g, weights)
+    else:
+        y = p.run("additive", {"q": c, "k": b, "v": v, "g": g}, {"scale": 1.0},
+                  [("state0", "state", "memory")])
     y = (y + u * layer.D.view(H, -1)).flatten(2).to(x.dtype)
     if o["rmsnorm"]:
         order = "norm_first" if o["norm_before_gate"] else "gate_first"
@@ -840,7 +866,7 @@ def mamba2(p, x):
     else:
         y = y * F.silu(z)
     y = layer.out_proj(y)
-    return y * o["output_multiplier"] if o["output_multiplier"] != 1.0 else y
+    return y * by_output if by_output != 1.0 else y
 
 
 def mamba1(p, x):
@@ -925,8 +951,9 @@ FORWARD = {
     "delta": delta, "gdn": delta, "kda": delta, "gdn2": delta, "linear": linear, "gla": linear,
     "retnet": linear, "attention": attention, "relu_attention": attention, "kla": kla,
     "palimpsa_code": palimpsa, "palimpsa_paper": palimpsa, "bayes": bayes, "bayes_rotation": bayes,
-    "mesa": mesa, "mamba1": mamba1, "mamba2": mamba2, "mlstm": mlstm, "longhorn": longhorn,
-    "longhorn_column": longhorn, "hypermlp": hyper, "hyperglu": hyper, "mla": mla,
+    "mesa": mesa, "mamba1": mamba1, "mamba2": mamba2, "log_linear_mamba2": mamba2,
+    "mlstm": mlstm, "longhorn": longhorn, "longhorn_column": longhorn, "hypermlp": hyper,
+    "hyperglu": hyper, "mla": mla,
     "diff_attention": diff_attention, "rwkv7": rwkv7, "comba": comba,
     "gated_deltaproduct": deltaproduct, "hgrn2": hgrn2, "gsa": gsa, "lightning": lightning,
     "rg_lru": rg_lru, "short_conv": short_conv, "none": no_mixer,

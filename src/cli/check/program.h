@@ -71,6 +71,7 @@ void mn_program_gated_attention(mn_program *p);
 void mn_program_kda(mn_program *p);
 void mn_program_qwen_gdn(mn_program *p);
 void mn_program_lightning(mn_program *p);
+void mn_program_log_linear(mn_program *p);
 void mn_program_hawk(mn_program *p);
 void mn_program_time_mix(mn_program *p);
 void mn_program_channel_mix(mn_program *p);

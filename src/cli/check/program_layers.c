@@ -200,6 +200,16 @@ void mn_program_lightning(mn_program *p) {
     run_layer(&w);
 }
 
+void mn_program_log_linear(mn_program *p) {
+    whole w = { .p = p, .kind = "log_linear_mamba2", .eps = mn_program_number(p, "eps", 1e-5) };
+    const int H = whole_number(p, "heads"), G = whole_number(p, "groups");
+    const int inner = size_of(p, "norm.weight", 0);
+    option(&w, "\"num_heads\": %d, \"head_dim\": %d, \"n_groups\": %d, \"state_size\": %d", H,
+           inner / mn_max(H, 1), G, (size_of(p, "conv1d.weight", 0) - inner) / mn_max(2 * G, 1));
+    option(&w, "\"expand\": %.17g", (double)inner / (double)mn_max(size_of(p, "x", 2), 1));
+    run_layer(&w);
+}
+
 void mn_program_hawk(mn_program *p) {
     static const renamed pieces[] = { { "conv", "tail0", "tail" }, { "memory", "h0", "h" },
                                       { 0 } };

@@ -148,6 +148,9 @@ void mn_demo_knowing_print(const mn_demo_knowing *knowing);
 
 /* ---- results --------------------------------------------------------------------------------- */
 
+/* Prints words of a story, in lines. */
+mn_status mn_demo_words(const int32_t *tokens, int64_t n);
+
 /* What the stories are, before training. */
 mn_status mn_demo_introduce(const mn_demo *demo);
 

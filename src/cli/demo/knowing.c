@@ -180,14 +180,11 @@ json_t *mn_demo_knowing_json(const mn_demo_knowing *k) {
 
 void mn_demo_knowing_print(const mn_demo_knowing *k) {
     const bool colours = isatty(STDOUT_FILENO) && !getenv("NO_COLOR");
-    char *text = NULL;
-    size_t size = 0;
-    printf("\nquestions that cannot be answered yet, told from others by %s: AUROC %.3f by entropy",
-           k->model->name, k->auroc[0]);
+    printf("\nquestions that cannot be answered yet, told from others by %s\n"
+           "  AUROC %.3f by entropy", k->model->name, k->auroc[0]);
     if (k->believes) printf(", %.3f by belief, %.3f by both", k->auroc[1], k->auroc[2]);
     printf(" (%lld questions)\n", (long long)k->asked);
-    if (mn_stories_text(&text, &size, k->story, k->n_story) == MN_OK) printf("  %s\n", text);
-    free(text);
+    (void)mn_demo_words(k->story, k->n_story);
     for (int i = 0; i < k->n_questions; i++) {
         const mn_demo_doubt *q = &k->questions[i];
         const bool doubts = q->doubt > 0.5;

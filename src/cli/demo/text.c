@@ -106,15 +106,19 @@ static mn_status print_words(const int32_t *tokens, const double *variance, int6
     return st;
 }
 
+mn_status mn_demo_words(const int32_t *tokens, int64_t n) {
+    const mn_show plain = { .mode = MN_SHOW_TEXT };
+    return print_words(tokens, NULL, n, &plain);
+}
+
 mn_status mn_demo_introduce(const mn_demo *demo) {
     const mn_demo_data *d = &demo->data;
     const mn_stories_config *c = &d->source;
-    const mn_show plain = { .mode = MN_SHOW_TEXT };
     printf("stories    %" PRId64 " names, %" PRId64 " objects, %" PRId64 " places; up to %" PRId64
            " objects at a time, which are moved again and again:\n\n",
            c->n_names, c->n_objects, c->n_places, c->n_cast);
     const int64_t n = mn_min(60, d->held.borders[1] - 1);
-    const mn_status st = print_words(d->held.tokens, NULL, n, &plain);
+    const mn_status st = mn_demo_words(d->held.tokens, n);
     printf("  ...\n\nfloor      %.4f bits per token: the entropy of the source, exact. Nothing "
            "predicts better; answers\n           cost nothing to whoever remembers the latest "
            "place. Guessing, %.1f %% of them are right.\n", d->floor, 100.0 * mn_demo_chance(d));

@@ -12,6 +12,7 @@
 #include "cli/generate/generate.h"
 #include "cli/generate/line.h"
 #include "cli/number.h"
+#include "io/closest.h"
 #include "io/folder.h"
 
 static volatile int interrupted;
@@ -141,7 +142,13 @@ static mn_status run_command(talk *t, const char *line) {
             return commands[i].run(t, argument);
         }
     }
-    return mn_fail(MN_ERR_ARGUMENT, "there is no %.*s; /help lists what there is", (int)name, line);
+    const char *names[MN_COUNTOF(commands)], *meant;
+    char given[32];
+    for (size_t i = 0; i < MN_COUNTOF(commands); i++) names[i] = commands[i].name;
+    snprintf(given, sizeof given, "%.*s", (int)mn_min(name, sizeof given - 1), line);
+    meant = mn_closest(given, names, MN_COUNTOF(names));
+    return mn_fail(MN_ERR_ARGUMENT, "there is no %s%s%s%s; /help lists what there is", given,
+                   meant ? ", did you mean " : "", meant ? meant : "", meant ? "?" : "");
 }
 
 /* ---- lines ----------------------------------------------------------------------------------- */

@@ -1,7 +1,8 @@
 /* choose.c - sizes and settings for a text and a machine.
  *
- *   parameters  at most two for each character, and so many that a run of four tokens a parameter
- *               takes the machine a few minutes at half of what its products of matrices reach
+ *   parameters  at most two for each character (0.9 M from 100 kB on, 0.3 M below), and so many
+ *               that a run of four tokens a parameter takes the machine a few minutes at half of
+ *               what its products of matrices reach
  *   tokens      four a parameter, at most eight passes through the text
  *   rate        2e-3 at a width of 128, falling with the 3/4th power of the width
  *
@@ -98,8 +99,8 @@ static void shape_of(int64_t *width, int64_t *layers, double size, double per_sq
     double best = INFINITY;
     for (int64_t D = 32; D <= 16384; D += D < 256 ? 32 : 64) {
         const double n = size / (per_square * (double)D * (double)D) / names;
-        const double L = fmax(1.0, round(n)) * names;
-        if (L > MN_MAX_LAYERS || (names == 1 && L < 2.0)) continue;
+        const double L = fmax(names == 1 ? 2.0 : 1.0, round(n)) * names;
+        if (L > MN_MAX_LAYERS) continue;
         const double built = L * per_square * (double)D * (double)D;
         const double cost = 4.0 * fabs(log(built / size)) + fabs(log((double)D / L / 40.0));
         if (cost >= best) continue;
@@ -236,10 +237,14 @@ static void choose_training(mn_json *root, const mn_choice *choice, double size,
     const double D = json_is_number(width) ? json_number_value(width) : 512.0;
     const double part = fill(data, "valid_part", 0.1, false);
     const double held = json_object_get(data, "valid") ? tokens : tokens * part;
-    const int64_t wanted = size < 5e6 ? 128 : size < 40e6 ? 256 : 512;
+    const json_t *limit = json_object_get(section(root, "model"), "max_position_embeddings");
+    int64_t wanted = size < 5e6 ? 128 : size < 40e6 ? 256 : 512;
+    if (choice->from && json_is_integer(limit) && json_integer_value(limit) > 0) {
+        wanted = mn_min(wanted, json_integer_value(limit));
+    }
     const double context = fill(train, "context",
-                                (double)power_of_two(fmin((double)wanted, held / 4.0), 16, wanted),
-                                true);
+                                (double)power_of_two(fmin((double)wanted, held / 4.0),
+                                                     mn_min(wanted, 16), wanted), true);
     const int64_t rows = size < 5e6 ? 16 : 32;
     const double batch = fill(train, "batch",
                               (double)power_of_two(fmin((double)rows, tokens / context / 8.0), 1,
@@ -255,6 +260,11 @@ static void choose_training(mn_json *root, const mn_choice *choice, double size,
     fill(train, "checkpoint_every", fmax(50.0, ceil(steps / 8.0)), true);
     const double batches = held / (batch * context);
     fill(train, "eval_batches", batches > 200.0 ? 200.0 : 0.0, true);
+}
+
+bool mn_train_per_character(const mn_json *root) {
+    text_facts facts;
+    return look_at(&facts, root) == MN_OK && facts.text && facts.ascii;
 }
 
 mn_status mn_train_choose(mn_json *root, mn_choice *choice) {

@@ -22,6 +22,9 @@ bool mn_choice_size(void *to, const char *value);
 /* Floating-point operations a second of a product of matrices on the context; NAN: no memory. */
 double mn_train_product_rate(mn_context *context);
 
+/* Whether data.train is text in which each byte is a character. */
+bool mn_train_per_character(const mn_json *root);
+
 /* Fills in what the document leaves open: layers, sizes, tokenizer, context, batch, steps, learning
  * rate, evaluations. What it says stays. data.train names text or tokens. */
 mn_status mn_train_choose(mn_json *root, mn_choice *choice);

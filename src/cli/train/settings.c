@@ -161,9 +161,13 @@ static json_t *absolute(const json_t *path) {
     return value;
 }
 
-static void make_absolute(mn_json *root, const char *section_name, const char *key) {
+static void make_absolute(void *context, const char *section_name, const char *key) {
+    const mn_json *root = context;
     json_t *object = json_object_get(root->value, section_name);
-    json_t *at = json_object_get(object, key), *fresh = absolute(at);
+    json_t *at = json_object_get(object, key);
+    const char *text = json_is_string(at) ? json_string_value(at) : "";
+    if (strcmp(text, "chars") == 0 || strcmp(text, "bytes") == 0) return;    // no files, but kinds
+    json_t *fresh = absolute(at);
     if (fresh) {    // in place of `at`, which is gone then
         json_object_set_new(object, key, fresh);
         return;
@@ -175,13 +179,7 @@ static void make_absolute(mn_json *root, const char *section_name, const char *k
 }
 
 static void make_all_absolute(mn_json *root) {
-    make_absolute(root, "data", "train");
-    make_absolute(root, "data", "valid");
-    make_absolute(root, "train", "from");
-    const json_t *data = json_object_get(root->value, "data");
-    const char *name = json_string_value(json_object_get(data, "tokenizer"));
-    const bool named = name && (strcmp(name, "chars") == 0 || strcmp(name, "bytes") == 0);
-    if (!named) make_absolute(root, "data", "tokenizer");
+    mn_train_options_paths(make_absolute, root);
 }
 
 /* ---- the document ---------------------------------------------------------------------------- */
@@ -192,7 +190,7 @@ static mn_status set_all(mn_json *root, const mn_train_request *r) {
     return st;
 }
 
-static mn_status resumed(mn_json *root, const mn_train_request *r, char checkpoint[PATH]) {
+static mn_status resumed(mn_json *root, mn_train_request *r, char checkpoint[PATH]) {
     char run[PATH], path[PATH];
     mn_status st = find_run(run, checkpoint, r->resume);
     if (st == MN_OK) st = mn_run_join(path, run, "train.json");
@@ -200,6 +198,7 @@ static mn_status resumed(mn_json *root, const mn_train_request *r, char checkpoi
     if (st == MN_OK) st = set_all(root, r);
     if (st == MN_OK) st = keep_out(root, r, run);
     if (st == MN_OK) make_all_absolute(root);
+    r->choice.per_character = st == MN_OK && mn_train_per_character(root);
     return st;
 }
 

@@ -1,4 +1,5 @@
 /* train.c - mneme train: from a configuration and text to a model that writes text. */
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -31,7 +32,7 @@
 #include "train/run/run_read.h"
 #include "train/trainer.h"
 
-enum { PATH = MN_TRAIN_PATH };
+enum { PATH = MN_TRAIN_PATH, LAST_STEPS = 10 };
 
 typedef struct options {
     mn_train_request request;
@@ -43,7 +44,7 @@ typedef struct options {
 
 static void print_option(void *context, const char *key, const char *value, const char *about) {
     (void)context;
-    printf("  %-24s %-10s %s\n", key, value[0] ? value : "\"\"", about);
+    printf("  %-27s %-10s %s\n", key, value[0] ? value : "\"\"", about);
 }
 
 static void print_help(void) {
@@ -78,16 +79,18 @@ static void print_help(void) {
          "  --device D       cpu (default), cuda or cuda:N: where steps are computed\n"
          "  --dtype T        f32, or bf16 on a GPU; the same as --set train.dtype=T\n"
          "  --threads N      threads (default: one per core)\n"
-         "  --ranks N        processes on this machine that share each step, with the bits of one, "
-         "with --device cuda\n"
-         "                   a GPU each; mpirun, srun and torchrun --no-python start them on "
-         "several machines\n"
+         "  --ranks N        processes on this machine that share each step, with the bits of one; "
+         "with\n"
+         "                   --device cuda a GPU each; mpirun, srun and torchrun --no-python start "
+         "them on\n"
+         "                   several machines\n"
          "  --transport T    how ranks talk: auto (default), tcp or mpi\n"
          "  --dry-run        say what would be trained and how much memory it takes, and stop\n"
-         "  --rate X         of --dry-run with --ranks: TFLOP/s of a rank (default: half of sgemm "
-         "here; GPU: 400),\n"
-         "  --bandwidth X    GB/s a rank sends (default 1; GPU: 260), and\n"
-         "  --latency X      microseconds of a message (default 50; GPU: 30)\n"
+         "  --rate X         TFLOP/s of a rank, for --dry-run with --ranks (default: half of sgemm "
+         "here;\n"
+         "                   GPU: 400)\n"
+         "  --bandwidth X    GB/s a rank sends, for the same (default 1; GPU: 260)\n"
+         "  --latency X      microseconds of a message, for the same (default 50; GPU: 30)\n"
          "  --quiet          no progress\n"
          "  --json           the result as one document\n\n"
          "  mneme train book.txt\n"
@@ -98,9 +101,9 @@ static void print_help(void) {
          "lists the\n"
          "layers). The rest of --set and CONFIG.json, with defaults where no TEXT is given:\n");
     mn_train_options_list(print_option, NULL);
-    puts("  data.train, data.valid              files and folders\n"
-         "  train.groups.NAME.lr, .decays       NAME: matrix, vector, state, embed, head\n"
-         "  out                                 folder of the run (default: runs/LAYERS)");
+    puts("  data.train, data.valid                 files and folders\n"
+         "  train.groups.NAME.lr, .decays          NAME: matrix, vector, state, embed, head\n"
+         "  out                                    folder of the run (default: runs/LAYERS)");
 }
 
 static bool read_positive(void *to, const char *value) {
@@ -230,7 +233,9 @@ typedef struct run {
     double before;               // seconds of training in earlier processes
     int64_t tokens, last_tokens; // of this process; at the last line of the log
     bool stopped;                // some rank was asked to, with steps left
-    double rate, loss, valid;    // tokens a second, smoothed loss, last validation loss
+    double rate, loss, valid;    // tokens a second, loss of the last steps, of held-out data
+    double losses[LAST_STEPS];   // of single steps
+    int64_t n_losses;
 } run;
 
 static volatile sig_atomic_t stop_asked;
@@ -406,6 +411,15 @@ static mn_status keep_going_possible(run *r, mn_status failure) {
                    mn_trainer_step_number(r->trainer));
 }
 
+/* The loss that is shown is the mean of the last steps. */
+static void hear_loss(run *r, double loss) {
+    r->losses[r->n_losses++ % LAST_STEPS] = loss;
+    const int64_t n = mn_min(r->n_losses, LAST_STEPS);
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += r->losses[i];
+    r->loss = sum / (double)n;
+}
+
 static mn_status train(run *r) {
     const mn_train_options *o = mn_trainer_options(r->trainer);
     mn_status st = MN_OK;
@@ -418,7 +432,7 @@ static mn_status train(run *r) {
         r->stopped = s.stop || (stop_asked && r->ranks->world == 1);
         const int64_t done = s.step + 1;
         r->tokens += s.tokens;
-        r->loss = isnan(r->loss) ? s.loss : 0.95 * r->loss + 0.05 * s.loss;
+        hear_loss(r, s.loss);
         if (every(done, o->log_every)) st = log_step(r, &s);
         show(r, done);
         const bool end = done == o->steps;
@@ -640,8 +654,9 @@ static void put_command(const char *about, const char *format, ...) {
 /* How to go on from here. */
 static void print_next(const run *r, const char *out) {
     const int64_t steps = mn_trainer_options(r->trainer)->steps;
-    printf("the model is in %s%s\n\n", out, mn_run_pointed(out, "best") >= 0
-           ? "/best (lowest held-out loss) and /last" : "/last");
+    const bool best = mn_run_pointed(out, "best") >= 0;
+    printf("the model is in %s%s%s%s\n\n", best ? out : "",
+           best ? "/best (lowest held-out loss) and " : "", out, "/last");
     put_command("write", "mneme generate --model %s \"...\"", out);
     put_command("see its curves", "mneme plot %s --text", out);
     put_command("train on", "mneme train --resume %s --steps %" PRId64, out, 2 * steps);
@@ -765,6 +780,7 @@ static mn_status train_as_asked(run *r, options *o) {
     if (st == MN_OK) st = mn_cli_ranks_device(ranks, &how.device, o->device);
     if (st == MN_OK) st = mn_context_create(&context, &how);
     if (ranks->comm) st = mn_comm_agree(ranks->comm, st);
+    assert(st != MN_OK || context);
     if (st == MN_OK) st = measure_speed(o, context, ranks->comm);
     if (st == MN_OK) st = mn_train_settings(&root, &o->request, checkpoint);
     if (st == MN_OK && r->first) st = refuse_other_run(o, &root);

@@ -138,25 +138,6 @@ static double frequency(const mn_layer_config *c, int64_t i, int64_t R) {
     return s * w + (1.0 - s) * w / c->rope_factor;
 }
 
-/* Where token t of a pass stands in its sequence. */
-static int64_t place_of(const mn_forward *f, int64_t t, int64_t pos0) {
-    const int64_t n = mn_tape_sequences(f->tape), *starts = mn_tape_borders(f->tape);
-    int64_t from = 0;
-    for (int64_t i = 0; i < n && starts[i] <= t; i++) from = starts[i];
-    return pos0 + t - from;
-}
-
-/* Where token t of row b of a pass stands in its sequence: those of a batch have positions of their
- * own, and may lie one after the other in one row. */
-static int64_t position_of(const mn_forward *f, int64_t b, int64_t t) {
-    mn_layer_state *state = f->state;
-    if (state) state->by_position = true;
-    if (!state || !state->rows) return place_of(f, t, f->position);
-    int64_t from = 0;
-    for (; state->starts && t >= state->starts[b + 1]; b++) from = state->starts[b + 1];
-    return state->positions[b] + t - from;
-}
-
 /* x cos + (second half, first half) (-sin, sin), by tables of the tokens at hand. */
 static mn_tensor *turned_by_table(mn_forward *f, mn_tensor *x) {
     const bool apart = f->state && f->state->rows;    // else all rows have the same positions
@@ -165,7 +146,7 @@ static mn_tensor *turned_by_table(mn_forward *f, mn_tensor *x) {
     if (!table) return mn_tape_fail(f->tape, mn_fail(MN_ERR_MEMORY, "no memory for positions"));
     const double scale = turned_scale(&f->layer->config);
     for (int64_t i = 0; i < n; i++) {
-        const int64_t pair = i % R % (R / 2), pos = position_of(f, i / (T * R), i / R % T);
+        const int64_t pair = i % R % (R / 2), pos = mn_position_of(f, i / (T * R), i / R % T);
         const double angle = (double)pos * frequency(&f->layer->config, pair, R);
         table[i] = scale * cos(angle);
         table[n + i] = i % R < R / 2 ? -scale * sin(angle) : scale * sin(angle);

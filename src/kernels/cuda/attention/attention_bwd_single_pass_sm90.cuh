@@ -123,7 +123,6 @@ struct alignas(1024) mn_single_pass_smem {
     float rows[2][2][MN_SINGLE_PASS_STEP];
     int *dominant_key[2];
     int left[2], past[2];
-    int wild;    // cotangents left out of tiles that do not see some keys
     uint64_t kv_full, stage_full[2], stage_empty[2], dz_full[2], dz_empty[2], dq_full[2], dq_empty;
     mn_single_pass_coord coord;
 };
@@ -186,20 +185,6 @@ __device__ inline void mn_single_pass_load_rows(uint32_t to, const mn_bf16 *from
     }
 }
 
-/* As mn_tame_tile, of what thread i of 64 has brought to a tile of 64 rows. */
-__device__ inline bool mn_single_pass_tame(unsigned char *tile, int i) {
-    bool wild = false;
-#pragma unroll 4
-    for (int r = 0; r < MN_SINGLE_PASS_STEP; r += 4) {
-        uint4 *at = (uint4 *)(tile + mn_swizzle_byte(64, i / 16 + r, i % 16 * 8)), x = *at;
-        if (!mn_bf16x8_tame(x)) continue;
-        *at = x;
-        wild = true;
-    }
-    if (wild) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    return wild;
-}
-
 /* Two producer warps load keys and values, then queries and cotangents with their rows' numbers. */
 __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k) {
     const mn_single_pass_coord &coord = smem.coord;
@@ -236,9 +221,6 @@ __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const 
         smem.rows[stage][0][i] = a;
         smem.rows[stage][1][i] = b;
         mn_cp_async_wait_fence();
-        if (tile_iter.t - coord.seen < MN_SINGLE_PASS_KEYS - 1) {
-            if (mn_single_pass_tame(smem.y[stage], i)) smem.wild = 1;
-        }
         if (n == 0) mn_mbarrier_arrive(&smem.kv_full);
         mn_mbarrier_arrive(&smem.stage_full[stage]);
     }
@@ -421,15 +403,6 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) dz[i] = mn_bf16x2(g[2 * i], g[2 * i + 1]);
-        const int hidden = row - *(volatile int *)&smem.past[stage] - column;    // as unseen
-        if (hidden > -8) {    // w is 0 there, but b need not be finite
-#pragma unroll
-            for (int i = 0; i < 32; i++) {
-                if (i / 4 * 8 + i % 2 < hidden + i % 4 / 2 * 8) {
-                    dz[i / 2] &= i % 2 ? 0xffffu : 0xffff0000u;
-                }
-            }
-        }
         mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
@@ -487,12 +460,6 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         mn_single_pass_stage_dq(smem, dq, last);
     }
     mn_fence_operand(dk), mn_fence_operand(dv);
-    if (all > 0 && smem.wild) {
-        const mn_span span = { coord.b, coord.t0, coord.length };
-        mn_bwd_add_wild<128, MN_SINGLE_PASS_STEP, true>(dv, p, span, coord.h, coord.seen + row,
-                                                        row, coord.n_keys, 0, coord.first,
-                                                        coord.length);
-    }
     mn_named_barrier_sync(3, 256);    // both groups are done with k
     const int64_t first = coord.t0 + coord.key;
     mn_bwd_store_tile<128>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
@@ -515,7 +482,6 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
     mn_single_pass_smem &smem = *(mn_single_pass_smem *)bytes;
     if (threadIdx.x == 0) {
         smem.coord = mn_single_pass_coord_of(k, atomicAdd(k.ticket, 1));
-        smem.wild = 0;
         mn_mbarrier_init(&smem.kv_full, MN_SINGLE_PASS_PRODUCERS);
         mn_mbarrier_init(&smem.dq_empty, 1);
         for (int i = 0; i < 2; i++) {

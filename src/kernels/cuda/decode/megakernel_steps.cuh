@@ -132,6 +132,18 @@ static_assert(sizeof(mn_decode_job) <= MN_DECODE_JOB_BYTES, "a small work");
 static_assert(sizeof(bayes::step_smem<MN_DECODE_THREADS, bayes::STEP_NARROW>) <=
               MN_DECODE_SCRATCH && sizeof(importance::step_smem) <= MN_DECODE_SCRATCH,
               "a step's shared memory");
+static_assert(sizeof(curvature::step_smem) <= MN_DECODE_SCRATCH &&
+              sizeof(dplr::step_smem<MN_DECODE_THREADS>) <= MN_DECODE_SCRATCH &&
+              sizeof(mlstm::step_tile<mn_cta<MN_DECODE_THREADS>>::smem) <= MN_DECODE_SCRATCH &&
+              sizeof(longhorn::step_of<recurrent::MN_COLUMNS_CELL, 64, mn_cta<MN_DECODE_THREADS>,
+                                       longhorn::STEP_OWNERS / 32>::smem) <= MN_DECODE_SCRATCH,
+              "a step's shared memory");
+static_assert((int)importance::STEP_COLUMNS == 8 && (int)moebius::STEP_COLUMNS == 8 &&
+              (int)dplr::STEP_COLUMNS == 64 && (int)additive::STEP_COLUMNS == 16 &&
+              8 * (int)longhorn::STAGE_WARPS == 16 && (int)lru::STEP_COLUMNS == 32 &&
+              (int)scan::STEP_COLUMNS == 16 &&
+              mlstm::step_tile<mn_cta<MN_DECODE_THREADS>>::columns == 64,
+              "columns of decode_steps.def");
 static_assert(sizeof(attention::mn_attend_smem<mn_vec_width<mn_bf16>()>) +
               attention::MN_STEP_HEADS * MN_DECODE_ATTEND_WIDEST * sizeof(float) <=
               MN_DECODE_SCRATCH && (int)attention::MN_STEP_THREADS == (int)MN_DECODE_THREADS,

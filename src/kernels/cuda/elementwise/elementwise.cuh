@@ -265,8 +265,9 @@ __device__ inline void mn_elementwise_scalar(const mn_elementwise<F> &e, mn_coor
 #pragma unroll
         for (int i = 0; i < OUTS; i++) {
             const mn_operand &operand = e.operand[INS + i];
-            if (operand.data) mn_operand_store(operand, mn_offset(operand, coord),
-                                               y[i][0] + x[INS + i][0]);
+            if (!operand.data) continue;
+            if (e.add[i]) y[i][0] += x[INS + i][0];    // -0 + 0 has another sign than a pack's -0
+            mn_operand_store(operand, mn_offset(operand, coord), y[i][0]);
         }
     }
 }
