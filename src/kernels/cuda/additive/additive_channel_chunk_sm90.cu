@@ -86,6 +86,18 @@ __device__ inline int mn_gated_chunk_len(const mn_scan_coord &at, int64_t t) {
     return (int)min((int64_t)MN_GATED_CHUNK, at.span.length - t);
 }
 
+/* Four matrices of 8 x 8, of which each lane points at a row. */
+template <bool TRANS>
+__device__ inline void mn_gated_ldmatrix(uint32_t (&r)[4], uint32_t at) {
+    if (TRANS) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    }
+}
+
 #if MN_HAS_WGMMA
 
 template <bool TRANS = false>
@@ -167,7 +179,7 @@ struct mn_gated_decay_factors {
 
     __device__ void make(const mn_gated_cumsum_mma &triangle, uint32_t tile) {
         uint32_t g[4];
-        mn_ldmatrix_at<true>(g, tile);
+        mn_gated_ldmatrix<true>(g, tile);
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             triangle.sum(e[n], g[2 * n], g[2 * n + 1]);
@@ -326,8 +338,8 @@ __device__ inline void mn_gated_scale_channels(mn_gated_scores &P, float (&cum_d
 #pragma unroll
     for (int part = 0; part < 2; part++) {
         f[part].make(triangle, g + part * MN_GATED_SUB_BYTES);
-        mn_ldmatrix_at<false>(y[part], k + part * MN_GATED_SUB_BYTES);
-        mn_ldmatrix_at<false>(x[part], q + part * MN_GATED_SUB_BYTES);
+        mn_gated_ldmatrix<false>(y[part], k + part * MN_GATED_SUB_BYTES);
+        mn_gated_ldmatrix<false>(x[part], q + part * MN_GATED_SUB_BYTES);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -366,7 +378,7 @@ __device__ inline void mn_gated_scale_writes(float (&cum_decay)[2][2],
 #pragma unroll
     for (int part = 0; part < 2; part++) {
         f[part].make(triangle, g + part * MN_GATED_SUB_BYTES);
-        mn_ldmatrix_at<false>(x[part], at + part * MN_GATED_SUB_BYTES);
+        mn_gated_ldmatrix<false>(x[part], at + part * MN_GATED_SUB_BYTES);
     }
 #pragma unroll
     for (int part = 0; part < 2; part++) {
@@ -394,7 +406,8 @@ __device__ inline void mn_gated_scale_writes(float (&cum_decay)[2][2],
 }
 
 /* Tokens behind a sequence's last become zeros, in a warp's own 16-byte vectors of rows of q, k
- * and g; the first warp of a pair has the values. */
+ * and g; the
+ * first warp of a pair has the values. */
 template <int KP>
 __device__ inline void mn_gated_zero_tail(mn_gated_stage<KP> &in, int count, int half) {
     constexpr int vec16s = KP / 16;
@@ -648,7 +661,7 @@ struct mn_gated_log_decays {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             uint32_t b[4];
-            mn_ldmatrix_at<true>(b, g ^ k * 32);
+            mn_gated_ldmatrix<true>(b, g ^ k * 32);
             triangle.sum(e[2 * k], b[0], b[1]);
             triangle.sum(e[2 * k + 1], b[2], b[3]);
         }
@@ -706,7 +719,7 @@ __device__ inline uint32_t mn_gated_addr_cols(uint32_t tile, int row) {
 
 /* Rows of this warp's part, columns from 16 k on, as a left operand. */
 __device__ inline void mn_gated_frag_a(uint32_t (&a)[4], uint32_t tile, int k) {
-    mn_ldmatrix_at<false>(a, (mn_gated_addr_rows(tile, 16 * mn_gated_subchunk()) ^ k % 4 * 32) +
+    mn_gated_ldmatrix<false>(a, (mn_gated_addr_rows(tile, 16 * mn_gated_subchunk()) ^ k % 4 * 32) +
                                     k / 4 * MN_GATED_GRAD_TILE);
 }
 
@@ -724,7 +737,7 @@ __device__ inline void mn_gated_mma_state(mn_gated_acc_tile &o, uint32_t x, uint
 #pragma unroll
         for (int n = 0; n < 8; n += 2) {
             uint32_t b[4];
-            mn_ldmatrix_at<true>(b, at + k * 2048 + n * 128);
+            mn_gated_ldmatrix<true>(b, at + k * 2048 + n * 128);
             mn_mma(o[n], a, b[0], b[1]);
             mn_mma(o[n + 1], a, b[2], b[3]);
         }
@@ -742,7 +755,7 @@ __device__ inline void mn_gated_subchunk_scores(float (&P)[2][4], uint32_t x, ui
     for (int k = 0; k < VP / 16; k++) {
         uint32_t a[4], b[4];
         mn_gated_frag_a(a, x, k);
-        mn_ldmatrix_at<false>(
+        mn_gated_ldmatrix<false>(
             b, (mn_gated_addr_cols(y, 16 * part) ^ k % 4 * 32) + k / 4 * MN_GATED_GRAD_TILE);
         mn_mma(k % 2 ? odd[0] : P[0], a, b[0], b[1]);
         mn_mma(k % 2 ? odd[1] : P[1], a, b[2], b[3]);
@@ -759,7 +772,7 @@ __device__ inline void mn_gated_mma_add(mn_gated_acc_tile &o, const float (&P)[2
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
-        mn_ldmatrix_at<true>(b, mn_gated_addr_rows(tile, 16 * part) ^ n * 16);
+        mn_gated_ldmatrix<true>(b, mn_gated_addr_rows(tile, 16 * part) ^ n * 16);
         mn_mma(o[n], a, b[0], b[1]);
         mn_mma(o[n + 1], a, b[2], b[3]);
     }
@@ -844,7 +857,7 @@ __device__ inline void mn_gated_sum_state_terms(float (*sums)[MN_SCAN_WIDTH],
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         uint32_t x[4];
-        mn_ldmatrix_at<false>(x, mn_gated_addr_rows(q, 16 * part) ^ k * 32);
+        mn_gated_ldmatrix<false>(x, mn_gated_addr_rows(q, 16 * part) ^ k * 32);
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             const float(&y)[4] = o[2 * k + n];
@@ -900,8 +913,8 @@ __device__ inline void mn_gated_grad_epilogue(mn_gated_acc_tile &o, const mn_gat
 #pragma unroll
         for (int i = 0; OF_KEYS && i < 4; i++) end[i] = log_decays.end(2 * k + i / 2, i % 2);
         log_decays.inside(l, k, g);
-        mn_ldmatrix_at<false>(x, mn_gated_addr_rows(far, 16 * part) ^ k * 32);
-        mn_ldmatrix_at<false>(y, mn_gated_addr_rows(near, 16 * part) ^ k * 32);
+        mn_gated_ldmatrix<false>(x, mn_gated_addr_rows(far, 16 * part) ^ k * 32);
+        mn_gated_ldmatrix<false>(y, mn_gated_addr_rows(near, 16 * part) ^ k * 32);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int n = 2 * k + i / 4, c = i % 4;
@@ -1051,7 +1064,7 @@ __device__ inline void mn_gated_scale_subchunk(unsigned char *far, unsigned char
     for (int k = 0; k < 4; k++) {
         uint32_t x[4], y[4];
         float log_decay[2][4], end[4];
-        mn_ldmatrix_at<false>(x, at ^ k * 32);
+        mn_gated_ldmatrix<false>(x, at ^ k * 32);
 #pragma unroll
         for (int i = 0; i < 4; i++) end[i] = log_decays.end(2 * k + i / 2, i % 2);
 #pragma unroll
@@ -1379,7 +1392,8 @@ __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gate
 
 /* ---- the group that has the state ------------------------------------------------------------ */
 
-/* The state, transposed: a thread has two of 64 value columns and, of each eight channels, two. */
+/* The state, transposed: a thread has two of the 64 value columns and, of each eight channels, two.
+ * */
 template <int KP>
 struct mn_gated_state {
     float at[KP / 8][4];
@@ -1515,11 +1529,10 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
         if (HAS_OUT) M.left(a);
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.scaled[slot], phase);
-        mn_ldmatrix_at<true>(z[0], mn_gated_trans_addr(v, 0));
-        mn_ldmatrix_at<true>(z[1], mn_gated_trans_addr(v, 16));
+        mn_gated_ldmatrix<true>(z[0], mn_gated_trans_addr(v, 0));
+        mn_gated_ldmatrix<true>(z[1], mn_gated_trans_addr(v, 16));
         M.lower(in.cum_decays());
         if (!HAS_OUT && threadIdx.x < KP) cum_decay *= in.cum_decays()[threadIdx.x];
-        const bool wild = HAS_OUT && mn_tame_values(z);
         mn_gated_wgmma_fence();
         if (HAS_OUT) {
             const uint64_t P = mn_gated_smem_desc(mn_smem_addr(in.scores()));
@@ -1540,22 +1553,10 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
         mn_gated_wgmma_commit();
         if (HAS_OUT) {
             mn_gated_wgmma_wait<1>();
-            if (!wild) mn_gated_store_out(v, O, p.scale);
-        }
-        mn_gated_wgmma_wait<0>();    // not in a branch, which would take the products apart
-        if (wild) {
-            uint32_t all[2][4];
-            mn_ldmatrix_at<true>(all[0], mn_gated_trans_addr(v, 0));
-            mn_ldmatrix_at<true>(all[1], mn_gated_trans_addr(v, 16));
-            mn_add_wild_values(O, all, p.reverse, [&](uint32_t (&b)[4], int k, int n) {
-                const int lane = threadIdx.x % 32, row = 16 * n + lane % 8 + lane / 16 * 8;
-                const uint32_t at = mn_gated_swizzle(row, 2 * k + lane / 8 % 2);
-                mn_ldmatrix_at<false>(b, mn_smem_addr(in.scores()) + at);
-            });
             mn_gated_store_out(v, O, p.scale);
-            mn_wild_columns(M.at, all);
+            mn_fence_proxy_async();
         }
-        if (HAS_OUT) mn_fence_proxy_async();
+        mn_gated_wgmma_wait<0>();
         mn_mbarrier_arrive_warp(HAS_OUT ? &smem.out_full[slot] : &smem.empty[slot]);
     }
     M.end(p, smem.place, cum_decay);

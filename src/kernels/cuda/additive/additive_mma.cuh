@@ -8,7 +8,6 @@
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_MMA_CUH
 
 #include "kernels/cuda/prim/common.cuh"
-#include "kernels/cuda/prim/wild.cuh"
 
 namespace mneme::additive {
 
@@ -143,18 +142,6 @@ __device__ inline uint32_t mn_shared_address(const void *at) {
     return (uint32_t)__cvta_generic_to_shared(at);
 }
 
-/* Four matrices of 8 x 8, of which each lane points at a row; behind what was written there. */
-template <bool TRANS>
-__device__ inline void mn_ldmatrix_at(uint32_t (&r)[4], uint32_t at) {
-    if (TRANS) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    }
-}
-
 template <bool TRANS>
 __device__ inline void mn_ldmatrix(uint32_t (&r)[4], const mn_bf16 *at) {
     if (TRANS) {
@@ -194,6 +181,19 @@ __device__ inline void mn_frag_b_trans(uint32_t (&b)[4], const mn_bf16 *at, int 
 }
 
 /* ---- products with what rows may not see ----------------------------------------------------- */
+
+/* x 0 + sum: 0 as long as no number passed that is not finite. */
+__device__ inline uint32_t mn_bf16x2_watch(uint32_t x, uint32_t sum) {
+    uint32_t y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(sum));
+    return y;
+}
+
+/* Which halves of a pair are not finite. */
+__device__ inline uint32_t mn_bf16x2_wild(uint32_t x) {
+    const uint32_t low = (x & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
+    return low | ((x & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u);
+}
 
 /* o += a z for the finite numbers of z; then token by token, into the rows that see it, for the
  * others. */
@@ -259,74 +259,6 @@ __device__ inline void mn_mma_causal(float (&o)[TILES][4], const uint32_t (&a)[4
         mn_mma(o[tile], a, b[0], b[1]);
         mn_mma(o[tile + 1], a, b[2], b[3]);
     }
-}
-
-/* Values as left operands, 16 columns of 16 N tokens: numbers that are not finite become 0; whether
- * the warp has any. */
-template <int N>
-__device__ inline bool mn_tame_values(uint32_t (&z)[N][4]) {
-    uint32_t watch = 0;
-#pragma unroll
-    for (int i = 0; i < 4 * N; i++) watch = mn_bf16x2_watch(z[i / 4][i % 4], watch);
-    if (!__any_sync(0xffffffffu, watch & 0x7fff7fffu)) return false;
-#pragma unroll
-    for (int i = 0; i < 4 * N; i++) z[i / 4][i % 4] &= ~mn_bf16x2_wild(z[i / 4][i % 4]);
-    return true;
-}
-
-/* o (16 value columns, 16 N tokens) += z P' for what is not finite in z, token by token into those
- * that see it. right(b, k, n): of P the tokens from 16 n on as columns, 16 k on as depth. */
-template <int N, typename F>
-__device__ __forceinline__ void mn_add_wild_values(float (&o)[2 * N][4], const uint32_t (&z)[N][4],
-                                                   bool reverse, F right) {
-    const int column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-#pragma unroll 1
-        for (int s = 0; s < 16; s++) {
-            uint32_t x[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int token = i / 2 * 8 + column;    // of the lower half
-                const uint32_t half = token == s ? 0xffffu : token + 1 == s ? 0xffff0000u : 0u;
-                x[i] = z[k][i] & mn_bf16x2_wild(z[k][i]) & half;
-            }
-            if (!__any_sync(0xffffffffu, x[0] | x[1] | x[2] | x[3])) continue;
-#pragma unroll
-            for (int n = 0; n < N; n++) {
-                uint32_t b[4];
-                float own[2][4] = {};
-                right(b, k, n);
-                mn_mma(own[0], x, b[0], b[1]);
-                mn_mma(own[1], x, b[2], b[3]);
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    const int t = 16 * n + i / 4 * 8 + column + i % 2, from = 16 * k + s;
-                    const bool sees = reverse ? t <= from : t >= from;
-                    const float y = own[i / 4][i % 4];
-                    if (sees && mn_is_wild(y)) o[2 * n + i / 4][i % 4] += y;
-                }
-            }
-        }
-    }
-}
-
-/* Columns of a state that were to take such numbers, which are NaN then. */
-template <int N, int M>
-__device__ inline void mn_wild_columns(float (&state)[M][4], const uint32_t (&z)[N][4]) {
-    float column[2] = { 0.0f, 0.0f };
-#pragma unroll
-    for (int i = 0; i < 4 * N; i++) {
-        column[i % 2] = fmaf(0.0f, mn_bf16_lo(z[i / 4][i % 4]), column[i % 2]);
-        column[i % 2] = fmaf(0.0f, mn_bf16_hi(z[i / 4][i % 4]), column[i % 2]);
-    }
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-        column[c] += __shfl_xor_sync(0xffffffffu, column[c], 1);
-        column[c] += __shfl_xor_sync(0xffffffffu, column[c], 2);
-    }
-#pragma unroll
-    for (int i = 0; i < 4 * M; i++) state[i / 4][i % 4] += column[i % 4 / 2];
 }
 
 /* Sums of 16 rows by 16 columns as a left operand. */

@@ -35,7 +35,6 @@ struct alignas(1024) mn_bwd_smem {
     unsigned char a[wide], b[wide], x[STAGES][narrow], y[STAGES][narrow];
     float rows[STAGES][2][STEP];
     uint64_t resident_full, stage_full[STAGES], stage_empty[STAGES];
-    int wild;    // cotangents left out of tiles that do not see some keys
 };
 
 template <int D>
@@ -51,7 +50,6 @@ struct mn_bwd_params {
 template <typename Smem>
 __device__ inline void mn_bwd_init_mbarriers(Smem &smem) {
     if (threadIdx.x == 0) {
-        smem.wild = 0;
         mn_mbarrier_init(&smem.resident_full, MN_WARPGROUP);
         for (int i = 0; i < Smem::stages; i++) {
             mn_mbarrier_init(&smem.stage_full[i], MN_WARPGROUP);
@@ -126,42 +124,6 @@ __device__ inline void mn_bwd_weights(float (&z)[N], const float (&a)[2], float 
 template <bool softmax>
 __device__ inline float mn_bwd_dscore(float z, float g, float a, float b) {
     return softmax ? z * (g - b) : fmaf(-b, z, z > 0.0f ? g * a : 0.0f);
-}
-
-/* Cotangents that are not finite of tiles that do not see some of a block's keys (mn_tame_tile),
- * added to dv of those that they see. The thread's first row is row `row` of `n_rows` keys of key
- * head j, the first query that sees it is `query`; queries from `first` on came, STEP at a time. A
- * weight of softmax is above 0; of relu it is made again, without what is above 0 in any case. */
-template <int D, int STEP, bool softmax>
-__device__ inline void mn_bwd_add_wild(float (&dv)[D / 2], const mn_attn_params &p,
-                                       const mn_span &span, int64_t j, int query, int row,
-                                       int n_rows, int before, int first, int length) {
-    const int64_t heads = p.call.H / p.call.J, b = span.b;
-    const int n_tiles = (query - row + MN_BWD_ROWS - 1 - first + STEP - 1) / STEP;
-    const int column = threadIdx.x % 4 * 2, end = min(length, first + n_tiles * STEP);
-#pragma unroll 1
-    for (int64_t n = 0; n < heads * max(end - first, 0); n++) {
-        const int64_t t = first + n % (end - first), h = j * heads + n / (end - first);
-        const mn_bf16 *d_o = mn_row<mn_bf16>(p.d_o, b, span.t0 + t, h);
-        float weight[2] = { 1.0f, 1.0f };
-#pragma unroll 1
-        for (int r = 0; r < 2 && !softmax; r++) {
-            if (row + 8 * r >= n_rows) break;
-            const int64_t key = span.t0 + query + before + 8 * r;
-            const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, span.t0 + t, h);
-            const mn_bf16 *k = mn_row<mn_bf16>(p.k, b, key, j);
-            float z = 0.0f;
-            for (int i = 0; i < p.call.K; i++) z = fmaf(mn_float(q[i]), mn_float(k[i]), z);
-            weight[r] = mn_fmax(z, 0.0f);
-        }
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) {
-            const int c = i / 4 * 8 + column + i % 2, r = i % 4 / 2;
-            if (c >= p.call.V || t < query + 8 * r) continue;
-            const float x = mn_float(d_o[c]);
-            if (mn_is_wild(x)) dv[i] = fmaf(weight[r], x, dv[i]);
-        }
-    }
 }
 
 /* ---- queries --------------------------------------------------------------------------------- */
@@ -447,9 +409,6 @@ __device__ inline void mn_bwd_dkv_producer(mn_bwd_dkv_smem<D> &smem, const mn_fl
             smem.rows[stage][which][r] = r < left ? *from : 0.0f;
         }
         mn_cp_async_wait_fence();
-        if (t + at.before < at.tile.first + MN_BWD_ROWS - 1) {
-            if (mn_tame_tile<Smem::step, D>(smem.y[stage], i)) smem.wild = 1;
-        }
         if (n == 0) mn_mbarrier_arrive(&smem.resident_full);
         mn_mbarrier_arrive(&smem.stage_full[stage]);
     }
@@ -512,15 +471,6 @@ __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_fl
                                     mn_bwd_dscore<softmax>(z[j + 1], g[j + 1], a.y, b.y));
             }
         }
-        /* w is 0 where a query does not see a key, but b need not be finite. */
-        if (t < key + 8) {
-#pragma unroll
-            for (int i = 0; i < step / 2; i++) {
-                if (t + i / 4 * 8 + column + i % 2 < key + i % 4 / 2 * 8) {
-                    dz[i / 2] &= i % 2 ? 0xffffu : 0xffff0000u;
-                }
-            }
-        }
         mn_wgmma_fence();
         mn_wgmma_ab<step, D>(dv, w, mn_smem_addr(smem.y[stage]), true);
         mn_wgmma_ab<step, D>(dk, dz, mn_smem_addr(smem.x[stage]), true);
@@ -529,10 +479,6 @@ __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_fl
         mn_bwd_arrive_empty(smem, n);
     }
     mn_fence_operand(dk), mn_fence_operand(dv);
-    if (range.n > 0 && smem.wild) {
-        mn_bwd_add_wild<D, step, softmax>(dv, p, at.tile.span, at.h, key, row, (int)at.tile.n_rows,
-                                    (int)at.before, range.first, (int)range.length);
-    }
     const int64_t b = at.tile.span.b, first = at.tile.span.t0 + at.tile.first;
     const int n_rows = (int)at.tile.n_rows;
     mn_bwd_store_tile<D>(smem.a, dk, p.scale, p.dk, b, first, at.h, n_rows, (int)p.call.K);

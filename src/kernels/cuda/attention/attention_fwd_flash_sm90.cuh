@@ -60,7 +60,6 @@ struct alignas(1024) mn_flash_smem {
     static constexpr int bytes = 128 * D * 2;    // of a tile of 128 rows
     unsigned char q[bytes], k[2][bytes], v[2][bytes];
     uint64_t q_full, k_full[2], v_full[2], k_empty[2], v_empty[2];
-    int wild;    // values left out of tiles that some queries do not see
 };
 
 /* The copying warp group: queries, then keys and values in turns of two stages. */
@@ -85,9 +84,6 @@ __device__ inline void mn_flash_producer(mn_flash_smem<D> &smem, const mn_flash_
         mn_cp_async_tile<128, D>(mn_smem_addr(smem.v[stage]), v + first * p.v.stride[1],
                              p.v.stride[1], n_keys - first, V, i);
         mn_cp_async_wait_fence();
-        if (first + MN_FLASH_KEYS > at.before + at.tile.first + 1) {
-            if (mn_tame_tile<128, D>(smem.v[stage], i)) smem.wild = 1;
-        }
         mn_mbarrier_arrive(&smem.v_full[stage]);
     }
 }
@@ -148,40 +144,6 @@ __device__ inline void mn_flash_online_softmax(float (&z)[64], mn_flash_row_stat
 __device__ inline void mn_flash_pack_bf16(uint32_t (&p)[32], const float (&z)[64]) {
 #pragma unroll
     for (int i = 0; i < 32; i++) p[i] = mn_bf16x2(z[2 * i], z[2 * i + 1]);
-}
-
-/* Values that are not finite of tiles that some queries do not see (mn_tame_tile), for those of the
- * thread's two rows that do: the first sees `seen` keys. A weight of softmax is above 0; of relu it
- * is made again. */
-template <int D, bool softmax>
-__device__ inline void mn_flash_add_wild(float (&o)[D / 2], const mn_flash_coord &at,
-                                         const mn_attn_params &p, int row, int seen) {
-    const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, j = at.h / (p.call.H / p.call.J);
-    const int begin = (int)(at.before + at.tile.first + 1) / MN_FLASH_KEYS * MN_FLASH_KEYS;
-    const int end = (int)(at.before + at.tile.first + at.tile.n_rows);
-    const int column = threadIdx.x % 4 * 2;
-#pragma unroll 1
-    for (int key = begin; key < end; key++) {
-        const mn_bf16 *v = mn_row<mn_bf16>(p.v, b, t0 + key, j);
-        float weight[2] = { 1.0f, 1.0f };
-#pragma unroll 1
-        for (int r = 0; r < 2 && !softmax; r++) {
-            const mn_bf16 *k = mn_row<mn_bf16>(p.k, b, t0 + key, j);
-            const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, t0 + at.tile.first + row + 8 * r, at.h);
-            float z = 0.0f;
-            for (int i = 0; row + 8 * r < at.tile.n_rows && i < p.call.K; i++) {
-                z = fmaf(mn_float(q[i]), mn_float(k[i]), z);
-            }
-            weight[r] = mn_fmax(z, 0.0f);
-        }
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) {
-            const int c = i / 4 * 8 + column + i % 2, r = i % 4 / 2;
-            if (c >= p.call.V || key >= seen + 8 * r) continue;
-            const float x = mn_float(v[c]);
-            if (mn_is_wild(x)) o[i] = fmaf(weight[r], x, o[i]);
-        }
-    }
 }
 
 /* The two consumer warpgroups start products in turns, so that one makes weights while
@@ -249,10 +211,6 @@ __device__ inline void mn_flash_consumer(mn_flash_smem<D> &smem, const mn_flash_
     }
     read(n_tiles - 1);
     mn_wgmma_wait<0>();
-    if (smem.wild) {
-        mn_fence_operand(o);
-        mn_flash_add_wild<D, softmax>(o, at, p, row, seen);
-    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float sum = mn_quad_sum(s.sum[r]);
@@ -294,7 +252,6 @@ attention_fwd_flash_kernel(const __grid_constant__ mn_flash_params f) {
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
     const int n_tiles = (n_keys + MN_FLASH_KEYS - 1) / MN_FLASH_KEYS;
     if (threadIdx.x == 0) {
-        smem.wild = 0;
         mn_mbarrier_init(&smem.q_full, MN_WARPGROUP);
         for (int i = 0; i < 2; i++) {
             mn_mbarrier_init(&smem.k_full[i], MN_WARPGROUP);

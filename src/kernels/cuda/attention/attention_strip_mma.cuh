@@ -11,7 +11,6 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_MMA_CUH
 
 #include "kernels/cuda/prim/common.cuh"
-#include "kernels/cuda/prim/wild.cuh"
 #include <mma.h>
 #include <type_traits>
 
@@ -55,17 +54,6 @@ __host__ __device__ inline int64_t mn_window_first(int64_t n, int64_t window) {
  * keys from there on are there, zeros before the window. */
 __device__ inline int64_t mn_window_tile(const mn_q_block &s, int64_t n) {
     return mn_window_first(n, s.window) / 64 * 64;
-}
-
-/* Whether all of the rows that see from `least` to `most` keys see keys [key, key + n). */
-__device__ inline bool mn_all_see(const mn_q_block &s, int64_t least, int64_t most, int64_t key,
-                                  int64_t n) {
-    return key + n <= least && key >= mn_window_first(most, s.window);
-}
-
-/* Whether a row that sees `n` keys sees this one. */
-__device__ inline bool mn_sees(const mn_q_block &s, int64_t n, int64_t key) {
-    return key < n && key >= mn_window_first(n, s.window);
 }
 
 /* The strip of a call, its tiles still to be set, and how many tiles one may have with `n`
@@ -128,24 +116,6 @@ struct mn_simt_acc {
             const float xs[4] = { x.x, x.y, x.z, x.w }, ys[4] = { y.x, y.y, y.z, y.w };
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) at[i][j] = fmaf(xs[i], ys[j], at[i][j]);
-            }
-        }
-    }
-
-    /* The same where the thread's row i takes k from first[i] on and before end[i] only. */
-    __device__ void mma_seen(const float *a, const float *b, const int64_t (&first)[4],
-                             const int64_t (&end)[4]) {
-        const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-#pragma unroll 1
-        for (int k = 0; k < MN_Q_BLOCK_DEPTH; k++) {
-            const float4 x = *(const float4 *)(a + k * MN_Q_BLOCK_PITCH + row);
-            const float4 y = *(const float4 *)(b + k * MN_Q_BLOCK_PITCH + column);
-            const float xs[4] = { x.x, x.y, x.z, x.w }, ys[4] = { y.x, y.y, y.z, y.w };
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                if (k < first[i] || k >= end[i]) continue;
 #pragma unroll
                 for (int j = 0; j < 4; j++) at[i][j] = fmaf(xs[i], ys[j], at[i][j]);
             }
@@ -244,17 +214,7 @@ attention_pv_simt_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t
             return key + k < n_keys ? x.row(tile.span.b, start + key + k, h) : none;
         });
         __syncthreads();
-        if (mn_all_see(s, seen + 1, seen + tile.n_rows, key, MN_Q_BLOCK_DEPTH)) {
-            acc.mma(smem_w, smem_x);
-        } else {
-            int64_t from[4], end[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                end[i] = seen + threadIdx.x / 16 * 4 + i + 1 - key;
-                from[i] = mn_window_first(end[i] + key, s.window) - key;
-            }
-            acc.mma_seen(smem_w, smem_x, from, end);
-        }
+        acc.mma(smem_w, smem_x);
         __syncthreads();
     }
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
@@ -336,18 +296,7 @@ attention_grad_kv_simt_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
                     return r + k < of.n_rows ? x.row(b, start + of.first + r + k, h) : none;
                 });
                 __syncthreads();
-                const int64_t sees = n_keys - of.n_rows + r + 1;    // keys of the first row here
-                if (mn_all_see(s, sees, sees + MN_Q_BLOCK_DEPTH - 1, tile.first, 64)) {
-                    acc.mma(smem_w, smem_x);
-                } else {
-                    int64_t from[4], last[4];
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        from[i] = tile.first + row + i + 1 - sees;
-                        last[i] = s.window ? from[i] + s.window : MN_Q_BLOCK_DEPTH;
-                    }
-                    acc.mma_seen(smem_w, smem_x, from, last);
-                }
+                acc.mma(smem_w, smem_x);
                 __syncthreads();
             }
         }
@@ -505,21 +454,6 @@ struct mn_tile_prefetch {
             at[e].store(smem + to, low ? low + to : nullptr);
         }
     }
-
-    /* What the thread has stored, those numbers that are not finite as 0; whether there were any.
-     * */
-    __device__ static bool tame(mn_bf16 *smem) {
-        bool wild = false;
-#pragma unroll
-        for (int e = 0; e < each; e++) {
-            const int i = threadIdx.x + e * MN_Q_BLOCK_THREADS;
-            uint4 *to = (uint4 *)(smem + i / vecs * pitch + i % vecs * 8), x = *to;
-            if (!mn_bf16x8_tame(x)) continue;
-            *to = x;
-            wild = true;
-        }
-        return wild;
-    }
 };
 
 /* How a block's two tiles in shared memory lie: a is (rows, depth) or, transposed, (depth, rows); b
@@ -601,14 +535,12 @@ struct mn_wmma_acc {
 };
 
 /* sums += a b over `depth`, floats of a `whole` or rounded; a_at and b_at(row, column of the smem
- * tile, start of the step). Where mixed(start of the step), some of a is 0 because its row does not
- * see that depth: then numbers of b that are not finite are left out. Whether the thread did. */
+ * tile, start of the step). */
 template <typename TA, typename TB, bool whole, bool a_trans, bool b_trans, typename FA,
-          typename FB, typename FM>
-__device__ inline bool mn_smem_tile_mma(mn_wmma_acc &acc, mn_wmma_smem &smem,
+          typename FB>
+__device__ inline void mn_smem_tile_mma(mn_wmma_acc &acc, mn_wmma_smem &smem,
                                             int64_t depth,
-                                        FA a_at, FB b_at, FM mixed) {
-    bool wild = false;
+                                        FA a_at, FB b_at) {
     constexpr int stages = 2;
     using kind = mn_tile_operands<TA, TB, a_trans, b_trans>;
     typename kind::A a[stages];
@@ -631,14 +563,12 @@ __device__ inline bool mn_smem_tile_mma(mn_wmma_acc &acc, mn_wmma_smem &smem,
             mn_bf16 *low = whole && sizeof(TA) == 4 ? smem_a + MN_WMMA_A_NUMEL : nullptr;
             a[i].store(smem_a, low);
             b[i].store(smem_b, nullptr);
-            if (mixed(k0)) wild = kind::B::tame(smem_b) || wild;
             __syncthreads();
             if (k0 + stages * MN_WMMA_TILE_K < depth) load_gmem(i, k0 + stages * MN_WMMA_TILE_K);
             acc.template mma<a_trans, b_trans>(smem_a, low, smem_b);
         }
     }
     __syncthreads();
-    return wild;
 }
 
 template <typename TA>
@@ -666,8 +596,7 @@ attention_scores_wmma_kernel(const __grid_constant__ mn_q_block s, float *w, mn_
             const mn_bf16 *none = nullptr;
             const bool inside = key0 + row < n_keys && k + column < width;
             return inside ? b.row(tile.span.b, start + key0 + row, h) + k + column : none;
-        },
-        [](int64_t) { return false; });
+        });
     acc.store(smem.acc);
     __syncthreads();
     const int64_t columns = min((int64_t)MN_WMMA_TILE_N, s.row - key0);
@@ -701,10 +630,7 @@ attention_pv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t
     if (tile.n_rows == 0) return;
     mn_wmma_acc acc;
     acc.clear();
-    const auto mixed = [&](int64_t k) {
-        return !mn_all_see(s, seen + 1, n_keys, key0 + k, MN_WMMA_TILE_K);
-    };
-    const bool wild = mn_smem_tile_mma<float, mn_bf16, whole, false, true>(
+    mn_smem_tile_mma<float, mn_bf16, whole, false, true>(
         acc, smem, n_keys - key0,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;    // what lies beyond the keys of a row is 0
@@ -717,23 +643,15 @@ attention_pv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t
             k += key0;
             const bool inside = k + row < n_keys && j0 + column < width;
             return inside ? x.row(tile.span.b, start + k + row, h) + j0 + column : none;
-        },
-        mixed);
+        });
     acc.store(smem.acc);
-    const bool any_wild = __syncthreads_or(wild);
+    __syncthreads();
     for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
          i += MN_Q_BLOCK_THREADS) {
         const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
         if (r >= tile.n_rows || j0 + c >= width) continue;
-        float sum = smem.acc[r * MN_WMMA_ACC_PITCH + c];
-        for (int64_t key = key0; any_wild && key < n_keys; key++) {
-            if (!mixed((key - key0) / MN_WMMA_TILE_K * MN_WMMA_TILE_K)) continue;
-            if (!mn_sees(s, seen + r + 1, key)) continue;
-            const float z = mn_float(x.row(tile.span.b, start + key, h)[j0 + c]);
-            if (mn_is_wild(z)) sum = fmaf(w[mn_q_block_offset(s, which, h, r) + key], z, sum);
-        }
         mn_put(mn_row<TY>(y, tile.span.b, start + tile.first + r, head0 + h) + j0 + c,
-               scale * sum);
+               scale * smem.acc[r * MN_WMMA_ACC_PITCH + c]);
     }
 }
 
@@ -779,13 +697,7 @@ attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
         *h = head * group + tile_index % of;
         *t = t_first + tile_index / of * MN_Q_BLOCK_ROWS + k % MN_Q_BLOCK_ROWS;
     };
-    const auto mixed = [&](int64_t k) {
-        int64_t t, h;
-        if (!s.window && k >= 2 * group * MN_Q_BLOCK_ROWS) return false;
-        token_of(k, &t, &h);
-        return !mn_all_see(s, before + t + 1, before + t + MN_WMMA_TILE_K, tile.first, 64);
-    };
-    const bool left_out = mn_smem_tile_mma<float, TX, whole, true, true>(
+    mn_smem_tile_mma<float, TX, whole, true, true>(
         acc, smem, (end - slot) * group * MN_Q_BLOCK_ROWS,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;
@@ -802,28 +714,15 @@ attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
             token_of(k + row, &t, &h);
             const bool inside = t < length && j0 + column < width && x.view.data;
             return inside ? x.row(b, start + t, h) + j0 + column : none;
-        },
-        mixed);
+        });
     acc.store(smem.acc);
-    const bool any_wild = __syncthreads_or(left_out);
+    __syncthreads();
     for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
          i += MN_Q_BLOCK_THREADS) {
         const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
         if (r >= tile.n_rows || j0 + c >= width) continue;
-        float sum = smem.acc[r * MN_WMMA_ACC_PITCH + c];
-        const int64_t depth = any_wild ? (end - slot) * group * MN_Q_BLOCK_ROWS : 0;
-        for (int64_t k = 0; k < depth; k++) {
-            int64_t t, h;
-            token_of(k, &t, &h);
-            if (!mixed(k / MN_WMMA_TILE_K * MN_WMMA_TILE_K) || t >= length) continue;
-            if (!mn_sees(s, before + t + 1, tile.first + r)) continue;
-            const int64_t of = slot - s.first + (t - t_first) / MN_Q_BLOCK_ROWS;
-            const float *of_row = w + mn_q_block_offset(s, of, h, t % MN_Q_BLOCK_ROWS);
-            const float z = mn_float(x.row(b, start + t, h)[j0 + c]);
-            const bool wild = mn_is_wild(mn_float(__float2bfloat16_rn(z)));
-            if (wild) sum = fmaf(of_row[tile.first + r], z, sum);
-        }
-        mn_row<float>(d, b, start + tile.first + r, head0 + head)[j0 + c] = sum;
+        mn_row<float>(d, b, start + tile.first + r, head0 + head)[j0 + c] =
+            smem.acc[r * MN_WMMA_ACC_PITCH + c];
     }
 }
 

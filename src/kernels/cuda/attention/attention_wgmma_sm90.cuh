@@ -14,7 +14,6 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_WGMMA_SM90_CUH
 
 #include "kernels/cuda/prim/mbarrier.cuh"
-#include "kernels/cuda/prim/wild.cuh"
 
 namespace mneme::attention {
 
@@ -58,24 +57,6 @@ __device__ inline void mn_cp_async_tile(uint32_t to, const mn_bf16 *from, int64_
                        inside);
         at += rows_per_pass * stride;
     }
-}
-
-/* After mn_cp_async_wait_fence: the numbers of a tile that the thread has copied, those that are
- * not finite as 0; whether there were any. */
-template <int ROWS, int D, int TILE_ROWS = ROWS>
-__device__ inline bool mn_tame_tile(unsigned char *tile, int i) {
-    constexpr int vecs = D / 8, rows_per_pass = MN_WARPGROUP / vecs;
-    const int vec = i % vecs, row = i / vecs;
-    bool wild = false;
-#pragma unroll 4
-    for (int r = 0; r < ROWS; r += rows_per_pass) {
-        uint4 *at = (uint4 *)(tile + mn_swizzle_byte(TILE_ROWS, row + r, vec * 8)), x = *at;
-        if (!mn_bf16x8_tame(x)) continue;
-        *at = x;
-        wild = true;
-    }
-    if (wild) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    return wild;
 }
 
 /* ---- products -------------------------------------------------------------------------------- */

@@ -41,7 +41,6 @@
 #include "kernels/cuda/bayes/bayes_rmem_tile.cuh"
 #include "kernels/cuda/bayes/bayes_bwd_covariance_scan.cuh"
 #include "kernels/cuda/bayes/bayes_bwd_mean_scan.cuh"
-#include "kernels/cuda/bayes/bayes_bwd_wild.cuh"
 #include "kernels/cuda/bayes/bayes_span_gemm.cuh"
 #include "kernels/riccati_args.h"
 
@@ -492,14 +491,13 @@ __device__ static void fetch_cotangents(const mn_bayes_smem &smem, const back_sm
         const int token = at / width, j = at % width;
         const T *d_o = mn_row<T>(p.cot.o, b, t0 + token, s.h);
         const bool there = d_o && token < count && j < s.columns;
-        smem.o[token * ld_e + j] =
-            there ? p.scale * (double)mn_finite(mn_float(d_o[s.first + j])) : 0.0;
+        smem.o[token * ld_e + j] = there ? p.scale * (double)mn_float(d_o[s.first + j]) : 0.0;
     }
     if (threadIdx.x < 16) {
         const int i = threadIdx.x;
         const T *dqvar = mn_row<T>(p.cot.qvar, b, t0 + i, s.h);
         const bool there = dqvar && p.q.data && i < count;
-        r.a[i] = there ? p.scale * p.scale * (double)mn_finite(mn_float(dqvar[s.g])) : 0.0;
+        r.a[i] = there ? p.scale * p.scale * (double)mn_float(dqvar[s.g]) : 0.0;
     }
     for (int at = threadIdx.x; at < 16 * rows; at += MN_BAYES_THREADS) {
         const int token = at / rows, i = at % rows;
@@ -508,12 +506,11 @@ __device__ static void fetch_cotangents(const mn_bayes_smem &smem, const back_sm
         if (d && token < count && i < s.R) {
             const double *phi = smem.phi + token * rows;
             d += s.g * s.R;
-            const double own = (double)mn_finite(mn_float(d[i]));
-            x = phi[i] * own;
+            x = phi[i] * (double)mn_float(d[i]);
             if (s.turns && i % 2 == 0) {
-                x += phi[i + 1] * (double)mn_finite(mn_float(d[i + 1]));
+                x += phi[i + 1] * (double)mn_float(d[i + 1]);
             } else if (s.turns) {
-                x = phi[i - 1] * own - phi[i] * (double)mn_finite(mn_float(d[i - 1]));
+                x = phi[i - 1] * (double)mn_float(d[i]) - phi[i] * (double)mn_float(d[i - 1]);
             }
         }
         r.dw[token * ld + i] = x;
@@ -635,8 +632,8 @@ __device__ static void adjoint_scalars(const mn_bayes_smem &smem, const back_sme
         const T *dgain_at = mn_row<T>(p.cot.gain, b, when, s.h);
         const T *dkvar_at = mn_row<T>(p.cot.kvar, b, when, s.h);
         const bool there = i < count;
-        const double dgain = there ? (double)mn_finite(mn_get(dgain_at, s.g)) : 0.0;
-        const double dkvar = there ? (double)mn_finite(mn_get(dkvar_at, s.g)) : 0.0;
+        const double dgain = there ? (double)mn_get(dgain_at, s.g) : 0.0;
+        const double dkvar = there ? (double)mn_get(dkvar_at, s.g) : 0.0;
         const double inverse = smem.inverse[i], x = r.x[i] * inverse;
         wDw = 0.5 * (x - r.mix[4][i * 16 + i]) + wDw;
         const double ds = wDw - x, square = inverse * inverse;
@@ -805,8 +802,8 @@ __device__ static void channels_back(const mn_bayes_smem &smem, const back_smem 
             const T *d = mn_row<T>(p.cot.gainvec, s.span.b, when, s.h);
             if (d) {
                 d += s.g * s.R + at;
-                const double g0 = (double)mn_finite(mn_float(d[0]));
-                const double g1 = s.turns ? (double)mn_finite(mn_float(d[1])) : 0.0;
+                const double g0 = (double)mn_float(d[0]);
+                const double g1 = s.turns ? (double)mn_float(d[1]) : 0.0;
                 x0 = re * g0 + im * g1, x1 = re * g1 - im * g0;
             }
             rr += r.a[j] * q[0] * q[0] + du[0] * k[0];
@@ -1493,7 +1490,6 @@ struct layout {
     int R;
     size_t narrow_bytes, total_bytes;
     int64_t blocks, heads;    // groups of heads of sequences; heads of slots
-    int *wild;                // of heads of sequences
     span_work spans;
     work narrow;
 };
@@ -1575,7 +1571,6 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     l->heads = mn_tile_slots(c, SPAN_TOKENS) * c.H;
     piecework both = { (char *)base, 0, true };
     both.take(&l->narrow.traces, l->blocks, 1, 1);
-    both.take(&l->wild, mn_n_spans(c), c.H, 1);
     if (l->R) take_counts(l, c, &both);
     l->spans.traces = l->narrow.traces, l->narrow.steep = l->spans.steep;
     piecework one = both, other = both;
@@ -1620,9 +1615,9 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
 
 template <typename T>
 static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
-    int code = find_wild<T>(p, l.wild, on);
-    if (code == cudaSuccess && l.R == 64) code = start_spans<T, 64>(p, l, on);
-    if (code == cudaSuccess && l.R == 128) code = start_spans<T, 128>(p, l, on);
+    int code = cudaSuccess;
+    if (l.R == 64) code = start_spans<T, 64>(p, l, on);
+    if (l.R == 128) code = start_spans<T, 128>(p, l, on);
     if (code != cudaSuccess) return code;
     code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
                                MN_BAYES_THREADS, l.narrow_bytes, on, *p, l.narrow);
@@ -1634,7 +1629,7 @@ static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     if (p->grad.p0.data) {
         bayes_first_kernel<T><<<mn_blocks(p->call.H, 64), 64, 0, on>>>(*p, l.narrow.traces);
     }
-    return give_wild<T>(p, l.wild, on);
+    return mn_launch_status();
 }
 
 static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {

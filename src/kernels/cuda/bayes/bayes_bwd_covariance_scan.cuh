@@ -221,10 +221,8 @@ __device__ static void scan_adjoint(adjoint_smem<R> &smem, const mn_bayes_args &
             for (int i = 0; i < 4; i++) {
                 const int64_t t = c * CHUNK + lane % 4 + 4 * i;
                 const T *dqvar = mn_row<T>(p.cot.qvar, at.span.b, at.span.t0 + t, s.h);
-                double a = 0.0;
-                if (t < at.span.length) {
-                    a = p.scale * p.scale * (double)mn_finite(mn_float(dqvar[s.g]));
-                }
+                const double a = t < at.span.length
+                                     ? p.scale * p.scale * (double)mn_float(dqvar[s.g]) : 0.0;
                 left[2 * i] *= a, left[2 * i + 1] *= a;
             }
             add_product<R>(D, left, here.q, RIGHT);

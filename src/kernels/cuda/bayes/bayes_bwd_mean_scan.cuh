@@ -335,7 +335,7 @@ struct chunk_outputs {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const bool there = lane % 4 + i % 4 * 4 < n_rows && 8 * (i / 4) + lane / 4 < count;
-            y[i / 4][i % 4] = there ? scale * (double)mn_finite(mn_float(raw[i])) : 0.0;
+            y[i / 4][i % 4] = there ? scale * (double)mn_float(raw[i]) : 0.0;
         }
     }
 };
@@ -348,10 +348,8 @@ __device__ static double own_of(const mn_bayes_args &p, const span_work &w,
     if (t >= tile.n_rows) return 0.0;
     const int64_t when = tile.span.t0 + tile.first + t, at = chunk * CHUNK + t;
     const double by = mn_rcp_f64(w.sigma[at]);
-    const T *dkvar = mn_row<T>(p.cot.kvar, tile.span.b, when, s.h);
-    const T *dgain = mn_row<T>(p.cot.gain, tile.span.b, when, s.h);
-    double own = (double)mn_finite(mn_get(dkvar, s.g));
-    own += (double)mn_finite(mn_get(dgain, s.g)) * w.r2[at] * by * by;
+    double own = (double)mn_get(mn_row<T>(p.cot.kvar, tile.span.b, when, s.h), s.g);
+    own += (double)mn_get(mn_row<T>(p.cot.gain, tile.span.b, when, s.h), s.g) * w.r2[at] * by * by;
     for (int other = t; weighs && other < CHUNK; other++) {
         const double read = reads[t * SMALL_LD + other];
         own -= weight_of<T>(p, tile, s, other) * read * read;

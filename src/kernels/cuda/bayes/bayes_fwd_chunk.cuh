@@ -60,7 +60,7 @@ struct mn_state_scan_work {
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
     double *spread;                     // (place, G, MN_SCAN_SUMS, 16): qh'Ph qh in parts
     double *r2;                         // (place, G, 16), 1 behind the last token
-    int *steep;                         // (place); twice the tokens left out (leave_out) added
+    int *steep;                         // (place)
     int *done;                          // (scan, MN_SCAN_BLOCKS): chunks that the means may have
 };
 

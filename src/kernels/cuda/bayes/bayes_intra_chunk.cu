@@ -1,7 +1,6 @@
 /* bayes_intra_chunk.cu - what keys, queries and decays determine of each chunk;
  * bayes_fwd_chunk.cuh. */
 #include "kernels/cuda/prim/pdl.cuh"
-#include "kernels/cuda/prim/wild.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 
 namespace mneme::bayes {
@@ -31,46 +30,6 @@ __device__ static channel channel_of(const mn_state_scan_job &job, const mn_tile
         if (STEP == 2) c.theta[t] = there ? mn_float(theta[t]) : 0.0f;
     }
     return c;
-}
-
-/* The first token at which a key, an angle or the noise is not finite, behind the chunk if none
- * is. */
-template <int STEP>
-__device__ static int first_wild(const channel &c, const float *l2) {
-    float watch = 0.0f;
-#pragma unroll
-    for (int t = 0; t < MN_SCAN_CHUNK; t++) {
-        watch = fmaf(0.0f, c.k[t], watch);
-        if (STEP == 2) watch = fmaf(0.0f, c.theta[t], watch);
-    }
-    watch = fmaf(0.0f, l2[threadIdx.x % MN_SCAN_CHUNK], watch);
-    if (watch == 0.0f) return MN_SCAN_CHUNK;
-    int first = MN_SCAN_CHUNK;
-#pragma unroll
-    for (int t = MN_SCAN_CHUNK - 1; t >= 0; t--) {
-        const bool wild = mn_is_wild(c.k[t]) || mn_is_wild(l2[t]);
-        if (wild || (STEP == 2 && mn_is_wild(c.theta[t]))) first = t;
-    }
-    return first;
-}
-
-/* Tokens from `good` on write nothing and are read as NaN; with the NaN of their noise r2 so are
- * those behind the chunk. Tokens before them have the bits that they would have alone. */
-template <int STEP>
-__device__ static void leave_out(channel &c, float *l2, double *r2, int good, int n_noises) {
-    __syncthreads();
-    const int i = threadIdx.x;
-    if (i >= good && i < MN_SCAN_CHUNK) l2[i] = 0.0f;
-#pragma unroll
-    for (int t = 0; t < MN_SCAN_CHUNK; t++) {
-        if (t < good) continue;
-        c.k[t] = 0.0f, c.q[t] = NAN;
-        if (STEP == 2) c.theta[t] = 0.0f;
-    }
-    for (int e = i; e < n_noises; e += (int)blockDim.x) {
-        if (e % MN_SCAN_CHUNK >= good) r2[e] = (double)NAN;
-    }
-    __syncthreads();
 }
 
 /* Numbers of the rows of a channel: one, or a pair. */
@@ -152,7 +111,6 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
     const mn_tile_span tile = mn_tile_at(call, MN_SCAN_CHUNK, blockIdx.x / heads);
     if (tile.n_rows == 0) return;
     __shared__ float l2[MN_SCAN_CHUNK];
-    __shared__ int good;    // tokens in front of the first number that is not finite
     const int i = threadIdx.x;
     if (i < MN_SCAN_CHUNK) {
         const int64_t when = tile.span.t0 + tile.first + i;
@@ -166,7 +124,7 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
         return t < tile.n_rows ? (double)mn_float(*r2) : 1.0;
     };
     double noise = noise_at(i);
-    channel c = channel_of<T, STEP>(job, tile, h, i);
+    const channel c = channel_of<T, STEP>(job, tile, h, i);
     if (tile.first == 0) {
         const int64_t scan = (tile.n * call.H + h) * call.G;
         const int count = (int)call.G * MN_SCAN_BLOCKS;
@@ -184,19 +142,9 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
     for (int e = i; e < n_noises; e += (int)blockDim.x, noise = noise_at(e)) {
         job.work.r2[place * n_noises + e] = noise;
     }
-    bool steep = !(fabs(level) <= 150.0 && most <= 150.0);
-    __syncthreads();
-    const int own = first_wild<STEP>(c, l2);
-    if (i == 0) good = MN_SCAN_CHUNK;
-    if (__syncthreads_or(steep || own < MN_SCAN_CHUNK)) {
-        atomicMin(&good, own);
-        steep = __syncthreads_or(steep);
-        if (good < MN_SCAN_CHUNK) {
-            leave_out<STEP>(c, l2, job.work.r2 + place * n_noises, good, n_noises);
-        }
-    }
+    const bool steep = __syncthreads_or(!(fabs(level) <= 150.0 && most <= 150.0));
     if (i == 0) {
-        job.work.steep[place] = (MN_SCAN_CHUNK - good) << 1 | steep;
+        job.work.steep[place] = steep;
         job.work.keys[place * mn_state_scan_smem_tile(job.rows) + 2 * job.rows] = steep ? 1.0 : 0.0;
     }
     if (i * STEP >= job.rows) return;

@@ -12,7 +12,6 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 #include "kernels/cuda/prim/sync.cuh"
-#include "kernels/cuda/prim/wild.cuh"
 
 namespace mneme::bayes {
 
@@ -52,64 +51,6 @@ struct ctx {
     unsigned step;                       // a chunk, or a token of a steep one
     mn_span span;
 };
-
-/* Numbers of a chunk's tokens that a warp takes into a product and that are not finite become 0, or
- * they would meet zeros of other tokens; true if there are any. */
-template <int N>
-__device__ inline bool tame(double (&x)[N]) {
-    bool wild = false;
-#pragma unroll
-    for (int i = 0; i < N; i++) wild = wild || mn_is_wild(x[i]);
-    if (!__any_sync(0xffffffffu, wild)) return false;
-#pragma unroll
-    for (int i = 0; i < N; i++) x[i] = mn_is_wild(x[i]) ? 0.0 : x[i];
-    return true;
-}
-
-/* Tokens by halves, two neighbours of each eight a lane: where a row's number of token s is. */
-__device__ inline int lane_of(int row, int s) {
-    return 4 * row + s % 8 / 2;
-}
-
-/* What tame has left out of the left operand a of e = a L^-T, token by token into those that come
- * no earlier. */
-__device__ __noinline__ static void add_errors(double (*e)[2][2], const double *a,
-                                               const double (*undo)[CHUNK + 4]) {
-    const int lane = (int)threadIdx.x % 32;
-#pragma unroll
-    for (int s = 0; s < CHUNK; s++) {
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            const double x = __shfl_sync(0xffffffffu, a[4 * (s / 8) + m + 2 * (s % 2)],
-                                         lane_of(lane / 4, s));
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int t = 8 * (i / 2) + 2 * (lane % 4) + i % 2;
-                if (t >= s && mn_is_wild(x)) e[i / 2][m][i % 2] += undo[t][s] * x;
-            }
-        }
-    }
-}
-
-/* The same for o += w e, of the right operand e. */
-__device__ __noinline__ static void add_reads(double (*o)[2], const double *w, const double *e) {
-    const int lane = (int)threadIdx.x % 32;
-#pragma unroll
-    for (int s = 0; s < CHUNK; s++) {
-        double x[2], weight[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            x[i] = __shfl_sync(0xffffffffu, e[2 * (s / 8) + s % 2], lane_of(2 * (lane % 4) + i, s));
-            weight[i] = __shfl_sync(0xffffffffu, w[4 * (s / 8) + i + 2 * (s % 2)],
-                                    lane_of(lane / 4, s));
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int t = 8 * (i / 2) + lane / 4;
-            if (t >= s && mn_is_wild(x[i % 2])) o[i / 2][i % 2] += weight[i / 2] * x[i % 2];
-        }
-    }
-}
 
 template <typename T, int RP>
 struct worker {
@@ -222,9 +163,10 @@ struct worker {
         }
     }
 
-    /* E', rows being values, from its parts. */
-    __device__ void gather(double (&a)[8], const shares &share) const {
+    /* e' / sigma from E's parts: rows are values, e[half] has tokens [8 half, 8 half + 8). */
+    __device__ void solve(double (&e)[2][2][2], const writes<RP> &in, const shares &share) const {
         const int i = 2 * (lane % 4), j = lane / 4;
+        double a[8];
 #pragma unroll
         for (int f = 0; f < 4; f++) {    // rows 8 (f % 2) on, tokens 8 (f / 2) on
             const double2 mine =
@@ -234,14 +176,6 @@ struct worker {
             double *to = &a[4 * (f / 2) + f % 2];
             to[0] = mine.x + other.x, to[2] = mine.y + other.y;
         }
-    }
-
-    /* e' / sigma from E's parts: rows are values, e[half] has tokens [8 half, 8 half + 8). */
-    __device__ void solve(double (&e)[2][2][2], const writes<RP> &in, const shares &share) const {
-        const int i = 2 * (lane % 4), j = lane / 4;
-        double a[8];
-        gather(a, share);
-        const bool wild = tame(a);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const double2 low = *(const double2 *)&in.undo[8 * half + j][i];
@@ -249,15 +183,6 @@ struct worker {
             const double b[4] = { low.x, low.y, high.x, high.y };
             e[half][0][0] = e[half][0][1] = e[half][1][0] = e[half][1][1] = 0.0;
             mn_mma_f64_k16(e[half], a, b);
-        }
-        if (wild) {
-            double sums[2][2][2], left[8];
-            gather(left, share);
-#pragma unroll
-            for (int x = 0; x < 8; x++) sums[x / 4][x / 2 % 2][x % 2] = e[x / 4][x / 2 % 2][x % 2];
-            add_errors(sums, left, in.undo);
-#pragma unroll
-            for (int x = 0; x < 8; x++) e[x / 4][x / 2 % 2][x % 2] = sums[x / 4][x / 2 % 2][x % 2];
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -312,22 +237,7 @@ struct worker {
         }
 #pragma unroll
         for (int x = 0; x < 4; x++) b[x] = part ? e[x / 2][1][x % 2] : e[x / 2][0][x % 2];
-        if (tame(b)) {
-            double sums[2][2], weights[8], errors[4];
-            mn_mma_f64_k16(c, a, b);
-#pragma unroll
-            for (int x = 0; x < 8; x++) weights[x] = a[x];
-#pragma unroll
-            for (int x = 0; x < 4; x++) {
-                errors[x] = part ? e[x / 2][1][x % 2] : e[x / 2][0][x % 2];
-                sums[x / 2][x % 2] = c[x / 2][x % 2];
-            }
-            add_reads(sums, weights, errors);
-#pragma unroll
-            for (int x = 0; x < 4; x++) c[x / 2][x % 2] = sums[x / 2][x % 2];
-        } else {
-            mn_mma_f64_k16(c, a, b);
-        }
+        mn_mma_f64_k16(c, a, b);
         int own = column(0);
         asm volatile("" : "+r"(own));
 #pragma unroll

@@ -11,7 +11,6 @@ struct ctx {
     int64_t place, h;
     mn_tile_span tile;
     bool steep;
-    int good;    // tokens whose numbers, and those before them, are finite
 };
 
 /* Phi of all tokens of channel i, 1 in a steep chunk, and qh'n qh: the noise's part of a read. */
@@ -119,7 +118,7 @@ __device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_
         const int64_t group = s.place * p.call.G + g;
         const double less = job.spreads ? taken(parts, job, s, group) : 0.0;
         if (t >= s.tile.n_rows || t >= CHUNK) continue;
-        const double variance = t < s.good ? job.work.variance[group * CHUNK + t] : (double)NAN;
+        const double variance = job.work.variance[group * CHUNK + t];
         T *gain = mn_row<T>(p.gain, b, when, s.h), *kvar = mn_row<T>(p.kvar, b, when, s.h);
         T *qvar = mn_row<T>(p.qvar, b, when, s.h);
         if (gain) mn_put(gain + g, (float)(variance * job.work.inverse[group * CHUNK + t]));
@@ -143,8 +142,7 @@ results_kernel(const __grid_constant__ mn_state_scan_job job) {
     s.place = blockIdx.x, s.h = s.place % p.call.H;
     s.tile = mn_tile_at(p.call, CHUNK, s.place / p.call.H);
     if (s.tile.n_rows == 0) return;
-    s.steep = job.work.steep[s.place] & 1;
-    s.good = CHUNK - (job.work.steep[s.place] >> 1);
+    s.steep = job.work.steep[s.place];
     const int i = (int)threadIdx.x;
     if (i < CHUNK) {
         const int64_t when = s.tile.span.t0 + s.tile.first + i;

@@ -11,7 +11,6 @@
 
 #include "kernels/cuda/bayes/bayes.cuh"
 #include "kernels/cuda/prim/sync.cuh"
-#include "kernels/cuda/prim/wild.cuh"
 
 namespace mneme::bayes {
 
@@ -228,7 +227,7 @@ __device__ static double weight_of(const mn_bayes_args &p, const mn_tile_span &t
                                    const span_group &s, int t) {
     const T *x = mn_row<T>(p.cot.qvar, tile.span.b, tile.span.t0 + tile.first + t, s.h);
     if (!x || !p.q.data || t >= tile.n_rows) return 0.0;
-    return p.scale * p.scale * (double)mn_finite(mn_float(x[s.g]));
+    return p.scale * p.scale * (double)mn_float(x[s.g]);
 }
 
 /* Channel-wise Phi'dgainvec of a token: of row r. */
@@ -239,9 +238,8 @@ __device__ static double transposed_gain(const mn_bayes_args &p, const mn_tile_s
     const T *x = mn_row<T>(p.cot.gainvec, tile.span.b, tile.span.t0 + tile.first + t, s.h);
     if (!x || t >= tile.n_rows || r >= rows) return 0.0;
     x += s.g * rows;
-    const double mine = (double)mn_finite(mn_float(x[r]));
-    if (!turns) return phi[r] * mine;
-    const double other = (double)mn_finite(mn_float(x[r ^ 1]));
+    if (!turns) return phi[r] * (double)mn_float(x[r]);
+    const double other = (double)mn_float(x[r ^ 1]), mine = (double)mn_float(x[r]);
     return r % 2 == 0 ? phi[r] * mine + phi[r + 1] * other : phi[r - 1] * mine - phi[r] * other;
 }
 

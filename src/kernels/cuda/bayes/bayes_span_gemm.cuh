@@ -143,8 +143,7 @@ struct product_y {
             double x[2];
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                const double y = (double)mn_finite(mn_float(raw[i][k]));
-                x[k] = there && column + k < at.count ? y : 0.0;
+                x[k] = there && column + k < at.count ? (double)mn_float(raw[i][k]) : 0.0;
             }
             *(double2 *)(to + COPY_ROWS * i * SLICE_WIDTH) = make_double2(x[0], x[1]);
         }
@@ -183,7 +182,7 @@ __device__ static void begin_group(product_smem<R> &smem, const mn_bayes_args &p
         }
     }
     const T *x = mn_row<T>(p.cot.qvar, at.b, when, at.h);
-    if (x && p.q.data) smem.twice[t] = 2.0 * p.scale * (double)mn_finite(mn_float(x[g]));
+    if (x && p.q.data) smem.twice[t] = 2.0 * p.scale * (double)mn_float(x[g]);
 }
 
 /* A slice on its way. */
@@ -404,8 +403,8 @@ __device__ static void put_dr2(const mn_bayes_args &p, const span_work &w,
         const T *dkvar = mn_row<T>(p.cot.kvar, tile.span.b, when, h);
         T *dr2 = mn_row<T>(p.grad.r2, tile.span.b, when, h);
         const double c = w.theta[at / CHUNK * SMALL + at % CHUNK * (CHUNK + 1)];
-        const double gain = (double)mn_finite(mn_get(dgain, g)) / w.sigma[at];
-        if (dr2) mn_put(dr2 + g, (float)(c - (double)mn_finite(mn_get(dkvar, g)) - gain));
+        const double gain = (double)mn_get(dgain, g) / w.sigma[at];
+        if (dr2) mn_put(dr2 + g, (float)(c - (double)mn_get(dkvar, g) - gain));
     }
 }
 

@@ -208,7 +208,7 @@ __device__ inline void mn_save_state_scan(mn_save_smem<KP> &smem, const mn_delta
         S.template decay<false>(front);
         mn_mma_wait<true>();
         mn_scan_residuals<KP, false>(x, X, front, col_tile, 0);
-        mn_scan_set_lower<true>(R, x, mn_shared_u32(front.T), 0);
+        mn_scan_mma_lower<true>(R, x, mn_shared_u32(front.T), 0);
         mn_scan_frags_a(x, R);
         mn_save_stage_out(smem.R, x);
         mn_fence_proxy_async();
@@ -358,7 +358,7 @@ static int grad(const mn_delta_params &job, const mn_grad_fold &fold, int64_t re
     if constexpr (KP <= 128) {
         mn_grad_tma_maps maps;
         if (mn_delta_grad_sm90_supported(&maps, job, records)) {
-            return mn_delta_grad_sm90<KP>(job, fold, maps, records, stream);
+            return mn_delta_grad_sm90<KP>(job, maps, records, stream);
         }
     }
     return mn_launch_smem(channel ? delta_grad_channel_kernel<KT, KP, true>
@@ -383,11 +383,15 @@ static int backward(const mn_delta_params &job, const mn_grad_fold &fold, cudaSt
     return code == cudaSuccess ? reduce_grads(job, records, KP / KT, stream) : code;
 }
 
-/* By sizes alone, as the caller leaves the sums to this then. */
+/* By sizes alone, as the caller leaves the sums to this then. Not where Hopper's kernel of
+ * gradients serves: there, waiting for a group's heads took longer than a pass over what they
+ * give. */
 extern "C" bool mn_delta_folds_groups(const void *args) {
     const mn_delta_args *p = (const mn_delta_args *)args;
+    const bool sm90 = mn_device_is_sm90() && p->call.K <= 128 && p->decay != MN_DECAY_CHANNEL &&
+                      !p->w.data;
     return mn_delta_uses_chunks(p) && p->call.J > 0 && p->call.J < p->call.H &&
-           p->call.K % 8 == 0;
+           p->call.K % 8 == 0 && !sm90;
 }
 
 /* Numbers of gradients of all value heads' own, and arrivals. */

@@ -36,7 +36,6 @@ struct mn_grad_sm90_smem {
     mn_grad_coord place[2];
     uint64_t stage_full[2], stage_empty[2], keys_full[2], keys_empty[2];
     uint64_t matrices_full, matrices_empty;
-    int arrival;
 };
 
 /* What is one chunk's, as the functions of delta_grad.cuh know it. */
@@ -171,8 +170,8 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
 /* What is left of a chunk once all value columns are in `sum`. */
 template <int KT>
 __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad_acc<KT> &sum,
-                                            const mn_delta_params &job, const mn_grad_fold &fold,
-                                            const mn_grad_coord &at, int iter) {
+                                            const mn_delta_params &job, const mn_grad_coord &at,
+                                            int iter) {
     const int slot = iter % 2;
     unsigned char *e = smem.keys[slot].e;
     mn_grad_chunk chunk = { { smem.keys[slot].q, e, e }, smem.matrices, smem.log_decays[slot],
@@ -199,12 +198,11 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
                           chunk.log_decays.gamma[MN_DELTA_CHUNK - 1], true);
     mn_fence_proxy_async();
     mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
-    mn_grad_fold_heads<KT>(job, fold, at, &smem.arrival);
 }
 
 template <int KT>
 __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
-                                        const mn_grad_fold &fold, int64_t n_records) {
+                                        int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x, iter++) {
@@ -218,9 +216,9 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
         }
         mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
         at.tile = smem.place[iter % 2].tile, at.h = smem.place[iter % 2].h;
-        at.count = smem.place[iter % 2].count, at.slot = smem.place[iter % 2].slot;
+        at.count = smem.place[iter % 2].count;
         at.index = index, at.channel0 = 0;
-        mn_grad_finish_chunk<KT>(smem, sum, job, fold, at, iter);
+        mn_grad_finish_chunk<KT>(smem, sum, job, at, iter);
     }
 }
 
@@ -230,12 +228,10 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
  * of n_records = slots * H.
  * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
  *         e (64,KT), for each chunk.
- * Stores  grad.q, grad.e (64,KT) where given, of groups of heads their sums too; parts of dbeta and
- *         dg in workspace.parts. */
+ * Stores  grad.q, grad.e (64,KT) where given; parts of dbeta and dg in workspace.parts. */
 template <int KT>
 __global__ void __launch_bounds__(MN_GRAD_SM90_THREADS, 1)
 delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
-                       const __grid_constant__ mn_grad_fold fold,
                        const __grid_constant__ mn_grad_tma_maps maps, int64_t n_records) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char grad_smem_bytes[];
@@ -254,7 +250,7 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
     __syncthreads();
     if (threadIdx.x < MN_DELTA_GRAD_THREADS) {
         mn_setmaxnreg_inc<112>();
-        mn_grad_consumer<KT>(smem, job, fold, n_records);
+        mn_grad_consumer<KT>(smem, job, n_records);
     } else {
         mn_setmaxnreg_dec<32>();
         if (threadIdx.x < MN_DELTA_GRAD_THREADS + 32) {
@@ -287,12 +283,11 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
 }
 
 template <int KT>
-inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_fold &fold,
-                              const mn_grad_tma_maps &maps, int64_t records,
-                              cudaStream_t stream) {
+inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
+                              int64_t records, cudaStream_t stream) {
     const int64_t blocks = mn_min(records, (int64_t)mn_device_props_current().processors);
     return mn_launch_smem(delta_grad_sm90_kernel<KT>, dim3((unsigned)blocks), MN_GRAD_SM90_THREADS,
-                          sizeof(mn_grad_sm90_smem<KT>), stream, job, fold, maps, records);
+                          sizeof(mn_grad_sm90_smem<KT>), stream, job, maps, records);
 }
 
 }    // namespace mneme::delta

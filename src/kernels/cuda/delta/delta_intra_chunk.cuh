@@ -117,31 +117,7 @@ __device__ inline void mn_delta_block_store(float *to, const float (&sum)[2][4],
     __syncwarp();
 }
 
-/* Rows of a block in front of the first with a number of 2^127 or more, or none that is finite. */
-__device__ inline int mn_delta_good_rows(const float (&sum)[2][4]) {
-    unsigned most[2] = { 0, 0 };
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const unsigned size = __float_as_uint(sum[i / 4][i % 4]) & 0x7fffffffu;
-        most[i % 4 / 2] = max(most[i % 4 / 2], size);
-    }
-    const unsigned upper = __ballot_sync(0xffffffffu, most[0] >= 0x7f000000u);
-    const unsigned lower = __ballot_sync(0xffffffffu, most[1] >= 0x7f000000u);
-    if (upper) return (__ffs(upper) - 1) / 4;
-    return lower ? 8 + (__ffs(lower) - 1) / 4 : 16;
-}
-
-/* Rows from `good` on of a block become x. */
-__device__ inline void mn_delta_fill_rows(float (&sum)[2][4], int good, float x) {
-    const int row = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        if (row + i % 4 / 2 * 8 >= good) sum[i / 4][i % 4] = x;
-    }
-}
-
-/* The blocks below the diagonal in block column J, by one warp. Rows of a block meet zeros of T_II
- * times those behind them: from the first on that is no number all are NaN, and zeros meanwhile. */
+/* The blocks below the diagonal in block column J, by one warp. */
 __device__ inline void mn_delta_invert_column(mn_delta_wy_solver &smem, int J) {
     for (int I = J + 1; I < 4; I++) {
         float *to = smem.t(I, J);
@@ -149,11 +125,8 @@ __device__ inline void mn_delta_invert_column(mn_delta_wy_solver &smem, int J) {
         for (int M = J; M < I; M++) {
             mn_delta_block_mma(sum, smem.a(I, M), smem.t(M, J));
         }
-        const int good = mn_delta_good_rows(sum);
-        if (good < 16) mn_delta_fill_rows(sum, good, 0.0f);
         mn_delta_block_store(to, sum, 1.0f);
         mn_delta_block_mma(whole, smem.t(I, I), to);
-        if (good < 16) mn_delta_fill_rows(whole, good, NAN);
         __syncwarp();
         mn_delta_block_store(to, whole, -1.0f);
     }

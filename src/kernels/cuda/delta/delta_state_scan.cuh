@@ -800,53 +800,30 @@ __device__ inline void mn_scan_frags_a(unsigned (&a)[N / 2][4], const float (&x)
     for (int k = 0; k < N / 2; k++) mn_frag_a_of(a[k], x[2 * k], x[2 * k + 1]);
 }
 
-/* y += x matrix' for a lower triangle, or x matrix unless LOWER; x are tokens from 16 * first on.
- * SETS: y are zeros so far; what is large in x is looked for while products run, and then y made
- * again. Else `wild` says whether there is something, which then goes in behind the products. */
-template <bool WGMMA, bool LOWER, bool SETS, int N>
-__device__ inline void mn_scan_mma_triangle(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
-                                            int first, bool wild) {
-    unsigned kept[N][4];
-    if (!SETS && wild) {
-#pragma unroll
-        for (int i = 0; i < 4 * N; i++) kept[i / 4][i % 4] = x[i / 4][i % 4], x[i / 4][i % 4] = 0;
-    }
+/* y += x matrix', for a lower triangle; x are tokens from 16 * first on. */
+template <bool WGMMA, int N>
+__device__ inline void mn_scan_mma_lower(float (&y)[8][4], const unsigned (&x)[N][4],
+                                           unsigned matrix,
+                                     int first) {
     mn_mma_fence<WGMMA>();
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        if (LOWER) mn_mma_abt<WGMMA>(y, x[k], matrix, 16 * (first + k), first + k);
-        else mn_mma_ab<WGMMA>(y, x[k], matrix, 16 * (first + k), 0, first + k + 1);
+        mn_mma_abt<WGMMA>(y, x[k], matrix, 16 * (first + k), first + k);
     }
-    mn_mma_commit<WGMMA>();
-    if (SETS) wild = mn_delta_is_wild(x);
-    mn_mma_wait<WGMMA>();
-    if (!wild) return;
-    if (SETS) mn_delta_redo<LOWER>(y, 0, x, first, matrix, true);
-    else mn_delta_redo<LOWER>(y, 0, kept, first, matrix, false);
+    mn_mma_commit_wait<WGMMA>();
 }
 
+/* y += x matrix, likewise. */
 template <bool WGMMA, int N>
-__device__ inline void mn_scan_set_lower(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
-                                         int first) {
-    mn_scan_mma_triangle<WGMMA, true, true>(y, x, matrix, first, false);
-}
-
-template <bool WGMMA, int N>
-__device__ inline void mn_scan_set_upper(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
-                                         int first) {
-    mn_scan_mma_triangle<WGMMA, false, true>(y, x, matrix, first, false);
-}
-
-template <bool WGMMA, int N>
-__device__ inline void mn_scan_add_lower(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
-                                         int first, bool wild) {
-    mn_scan_mma_triangle<WGMMA, true, false>(y, x, matrix, first, wild);
-}
-
-template <bool WGMMA, int N>
-__device__ inline void mn_scan_add_upper(float (&y)[8][4], unsigned (&x)[N][4], unsigned matrix,
-                                         int first, bool wild) {
-    mn_scan_mma_triangle<WGMMA, false, false>(y, x, matrix, first, wild);
+__device__ inline void mn_scan_mma_upper(float (&y)[8][4], const unsigned (&x)[N][4],
+                                           unsigned matrix,
+                                     int first) {
+    mn_mma_fence<WGMMA>();
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        mn_mma_ab<WGMMA>(y, x[k], matrix, 16 * (first + k), 0, first + k + 1);
+    }
+    mn_mma_commit_wait<WGMMA>();
 }
 
 /* Where results of a column tile's tokens and columns go: this lane has eight columns of every
@@ -1105,10 +1082,9 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_residuals<KP, CHANNEL>(local, own, front, col_tile, split * tiles);
             mn_scan_allgather<SPLITS>(x, local, exchange.operands, col_tile, split);
         }
-        mn_scan_set_lower<true>(R, x, mn_shared_u32(front.T), 0);
+        mn_scan_mma_lower<true>(R, x, mn_shared_u32(front.T), 0);
         mn_scan_frags_a(r, R);
         mn_scan_own_share<SPLITS>(local, r, split);
-        const bool wild = MODE == MN_SCAN_OUTPUT && mn_delta_is_wild(local);
         if (!CHANNEL) mn_scan_scale_tokens(R, front.write, 1.0f);
         mn_scan_frags_a(x, R);
         if (MODE == MN_SCAN_OUTPUT || !same_keys) mn_scan_wait_back(smem, chunk, ahead);
@@ -1119,7 +1095,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
         } else if (!MAP) {
             S.read(O, smem.first(chunk, same_keys), nullptr, nullptr);
             if (!CHANNEL) mn_scan_scale_tokens(O, front.gamma, job.scale);
-            mn_scan_add_lower<true>(O, local, mn_shared_u32(front.P), split * steps, wild);
+            mn_scan_mma_lower<true>(O, local, mn_shared_u32(front.P), split * steps);
         }
         const bool puts = MODE == MN_SCAN_OUTPUT && results.to;
         if (puts && SPLITS > 1) mn_scan_store_partials<SPLITS>(exchange, O, split);
@@ -1230,8 +1206,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         if (!CHANNEL) mn_scan_scale_tokens(dR, front.write, 1.0f);
         mn_scan_cotangent(local, mn_shared_u32(front.values), col_tile, split * steps, nullptr,
                           1.0f);
-        mn_scan_add_upper<true>(dR, local, mn_shared_u32(front.P), split * steps,
-                                mn_delta_is_wild(local));
+        mn_scan_mma_upper<true>(dR, local, mn_shared_u32(front.P), split * steps);
         if (SPLITS > 1) {
             mn_scan_split_sync<SPLITS>(col_tile);
             mn_scan_store_partials<SPLITS>(exchange, dR, split);
@@ -1249,7 +1224,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_frags_a(local, own);
             mn_scan_allgather<SPLITS>(x, local, exchange.operands, col_tile, split);
         }
-        mn_scan_set_upper<true>(dX, x, mn_shared_u32(front.T), 0);
+        mn_scan_mma_upper<true>(dX, x, mn_shared_u32(front.T), 0);
         mn_scan_frags_a(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
         if (!map) {

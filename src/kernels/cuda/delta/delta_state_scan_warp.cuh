@@ -89,25 +89,8 @@ struct mn_scan_acc {
         }
     }
 
-    /* The same for x with large numbers, each part of the sums from its share of the depth. */
-    template <bool LOWER>
-    __device__ void redo(const unsigned (&x)[4][4], unsigned matrix, int split) {
-        constexpr int each = 4 / parts;
-#pragma unroll
-        for (int part = 0; part < parts; part++) {
-            unsigned own[each][4];
-#pragma unroll
-            for (int i = 0; i < 4 * each; i++) own[i / 4][i % 4] = x[part * each + i / 4][i % 4];
-            mn_delta_redo<LOWER>(at[part], split * steps, own, part * each, matrix, false);
-        }
-    }
-
     /* += x matrix', for a lower triangle and x of all tokens. */
     __device__ void lower(const unsigned (&x)[4][4], unsigned matrix, int split) {
-        if (mn_delta_is_wild(x)) {
-            redo<true>(x, matrix, split);
-            return;
-        }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
 #pragma unroll
@@ -122,10 +105,6 @@ struct mn_scan_acc {
 
     /* += x matrix, likewise. */
     __device__ void upper(const unsigned (&x)[4][4], unsigned matrix, int split) {
-        if (mn_delta_is_wild(x)) {
-            redo<false>(x, matrix, split);
-            return;
-        }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
 #pragma unroll
@@ -217,7 +196,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
         X.join(own);
         mn_scan_residuals<KP, CHANNEL>(local, own, front, col_tile, split * tiles);
         mn_scan_gather_frags<SPLITS>(x, local, exchange.operands, col_tile, split);
-        mn_scan_set_lower<false>(R, x, mn_shared_u32(front.T), 0);
+        mn_scan_mma_lower<false>(R, x, mn_shared_u32(front.T), 0);
         mn_scan_frags_a(r, R);
         if (!CHANNEL) mn_scan_scale_tokens(R, front.write, 1.0f);
         mn_scan_frags_a(x, R);
@@ -289,7 +268,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
         dR.join(own);
         mn_scan_frags_a(local, own);
         mn_scan_gather_frags<SPLITS>(x, local, exchange.operands, col_tile, split);
-        mn_scan_set_upper<false>(dX, x, mn_shared_u32(front.T), 0);
+        mn_scan_mma_upper<false>(dX, x, mn_shared_u32(front.T), 0);
         mn_scan_frags_a(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
         mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk, MN_DELTA_CHUNK) +
