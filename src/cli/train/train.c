@@ -729,6 +729,7 @@ static mn_status start(run *r, const mn_json *root, const char *checkpoint) {
 }
 
 static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
+    assert(context);    // made, on all ranks
     r->device = context->device;
     r->threads = mn_context_threads(context);
     if (!r->o->dry && !r->device) r->ceiling = mn_sgemm_rate(r->threads);
@@ -765,6 +766,7 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
 /* The speed of the machine, which sizes are chosen by: that of rank 0 for all. */
 static mn_status measure_speed(options *o, mn_context *context, mn_comm *comm) {
     double *flops = &o->request.choice.flops;
+    assert(context);
     *flops = context->device ? 1e14    // what a GPU makes of small models at least
                              : mn_train_product_rate(context);
     return comm ? mn_comm_broadcast(comm, 0, flops, sizeof *flops) : MN_OK;
@@ -780,7 +782,6 @@ static mn_status train_as_asked(run *r, options *o) {
     if (st == MN_OK) st = mn_cli_ranks_device(ranks, &how.device, o->device);
     if (st == MN_OK) st = mn_context_create(&context, &how);
     if (ranks->comm) st = mn_comm_agree(ranks->comm, st);
-    assert(st != MN_OK || context);
     if (st == MN_OK) st = measure_speed(o, context, ranks->comm);
     if (st == MN_OK) st = mn_train_settings(&root, &o->request, checkpoint);
     if (st == MN_OK && r->first) st = refuse_other_run(o, &root);

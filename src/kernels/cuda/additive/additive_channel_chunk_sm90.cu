@@ -1510,7 +1510,6 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
         const uint64_t write = mn_gated_smem_desc(mn_smem_addr(p.reverse ? in.q : in.k));
         uint32_t a[KP / 16][4], z[2][4];
         float O[4][4] = {};
-        bool wild = false;
         mn_bf16 *kept = mn_gated_saved_at<KP>(job, smem.place, n);
         if (kept) M.keep(kept, smem.place.n_slices * (MN_SCAN_WIDTH * MN_SCAN_WIDTH));
         if (HAS_OUT) M.left(a);
@@ -1520,6 +1519,7 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
         mn_ldmatrix_at<true>(z[1], mn_gated_trans_addr(v, 16));
         M.lower(in.cum_decays());
         if (!HAS_OUT && threadIdx.x < KP) cum_decay *= in.cum_decays()[threadIdx.x];
+        const bool wild = HAS_OUT && mn_tame_values(z);
         mn_gated_wgmma_fence();
         if (HAS_OUT) {
             const uint64_t P = mn_gated_smem_desc(mn_smem_addr(in.scores()));
@@ -1527,7 +1527,6 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
             for (int i = 0; i < KP / 16; i++) {
                 mn_gated_wgmma_abt(O, a[i], read + (i / 4 * MN_GATED_SMEM_TILE + i % 4 * 32) / 16);
             }
-            if ((wild = mn_tame_values(z))) mn_gated_wgmma_fence();
             mn_gated_wgmma_abt(O, z[0], P);
             mn_gated_wgmma_abt(O, z[1], P + 32 / 16);
             mn_gated_wgmma_commit();
@@ -1541,22 +1540,22 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
         mn_gated_wgmma_commit();
         if (HAS_OUT) {
             mn_gated_wgmma_wait<1>();
-            uint32_t all[2][4];
-            if (wild) {
-                mn_ldmatrix_at<true>(all[0], mn_gated_trans_addr(v, 0));
-                mn_ldmatrix_at<true>(all[1], mn_gated_trans_addr(v, 16));
-                mn_add_wild_values(O, all, p.reverse, [&](uint32_t (&b)[4], int k, int n) {
-                    const int lane = threadIdx.x % 32, row = 16 * n + lane % 8 + lane / 16 * 8;
-                    const uint32_t at = mn_gated_swizzle(row, 2 * k + lane / 8 % 2);
-                    mn_ldmatrix_at<false>(b, mn_smem_addr(in.scores()) + at);
-                });
-            }
-            mn_gated_store_out(v, O, p.scale);
-            mn_fence_proxy_async();
-            mn_gated_wgmma_wait<0>();
-            if (wild) mn_wild_columns(M.at, all);
+            if (!wild) mn_gated_store_out(v, O, p.scale);
         }
-        mn_gated_wgmma_wait<0>();
+        mn_gated_wgmma_wait<0>();    // not in a branch, which would take the products apart
+        if (wild) {
+            uint32_t all[2][4];
+            mn_ldmatrix_at<true>(all[0], mn_gated_trans_addr(v, 0));
+            mn_ldmatrix_at<true>(all[1], mn_gated_trans_addr(v, 16));
+            mn_add_wild_values(O, all, p.reverse, [&](uint32_t (&b)[4], int k, int n) {
+                const int lane = threadIdx.x % 32, row = 16 * n + lane % 8 + lane / 16 * 8;
+                const uint32_t at = mn_gated_swizzle(row, 2 * k + lane / 8 % 2);
+                mn_ldmatrix_at<false>(b, mn_smem_addr(in.scores()) + at);
+            });
+            mn_gated_store_out(v, O, p.scale);
+            mn_wild_columns(M.at, all);
+        }
+        if (HAS_OUT) mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(HAS_OUT ? &smem.out_full[slot] : &smem.empty[slot]);
     }
     M.end(p, smem.place, cum_decay);

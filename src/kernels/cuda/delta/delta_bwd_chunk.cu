@@ -87,7 +87,8 @@ delta_head_decay_grad(const __grid_constant__ mn_delta_params job, int64_t slots
 
 enum {
     MN_SAVE_WARPGROUP = 32 * MN_DELTA_COL_TILES,
-    MN_SAVE_THREADS = MN_SAVE_WARPGROUP + 64,    // and a warp that loads, one that stores
+    // and a warp that loads, one that stores; whole warpgroups, or products wait for each other
+    MN_SAVE_THREADS = 2 * MN_SAVE_WARPGROUP,
 };
 
 struct mn_save_maps {
@@ -204,6 +205,7 @@ __device__ inline void mn_save_state_scan(mn_save_smem<KP> &smem, const mn_delta
         }
         mn_mma_commit<true>();
         mn_save_stage_out(smem.S, a);
+        S.template decay<false>(front);
         mn_mma_wait<true>();
         mn_scan_residuals<KP, false>(x, X, front, col_tile, 0);
         mn_scan_set_lower<true>(R, x, mn_shared_u32(front.T), 0);
@@ -213,7 +215,6 @@ __device__ inline void mn_save_state_scan(mn_save_smem<KP> &smem, const mn_delta
         mn_mbarrier_arrive(&smem.out_full);
         mn_scan_scale_tokens(R, front.write, 1.0f);
         mn_scan_frags_a(x, R);
-        S.template decay<false>(front);
         mn_mma_fence<true>();
         S.add(x, front.keys);
         mn_mma_commit_wait<true>();
@@ -251,10 +252,12 @@ delta_scan_save_sm90_kernel(const __grid_constant__ mn_delta_params job,
     }
     __syncthreads();
     if (threadIdx.x >= MN_SAVE_WARPGROUP) {
+        mn_setmaxnreg_dec<88>();
         if (threadIdx.x < MN_SAVE_WARPGROUP + 32) mn_save_producer<KP>(smem, job, maps);
-        else if (threadIdx.x % 32 == 0) mn_save_store<KP>(smem, job, maps);
+        else if (threadIdx.x == MN_SAVE_WARPGROUP + 32) mn_save_store<KP>(smem, job, maps);
         return;
     }
+    mn_setmaxnreg_inc<168>();
     mn_save_state_scan<KP>(smem, job);
 #endif
 }

@@ -261,32 +261,20 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
         mn_scan_scale_tokens(X, in.log_decays.gamma, 1.0f);
         mn_scan_residuals<KP, true>(x, X, in.front, col_tile, 0);
         mn_fwd_chunk_mma_lower(R, x, in.front.T);
-        const bool wild_x = mn_delta_is_wild(x);
         mn_mma_wait<true, 1>();
         mn_scan_scale_tokens(O, in.log_decays.gamma, job.scale);
         mn_mma_wait<true>();
-        if (wild_x) mn_delta_redo<true>(R, 0, x, 0, mn_shared_u32(in.front.T), true);
         mn_scan_frags_a(r, R);
-        const bool wild_r = mn_delta_is_wild(r);
         mn_scan_scale_tokens(R, in.log_decays.write, 1.0f);
         mn_scan_frags_a(x, R);
-        unsigned kept[4][4];
-        if (wild_r) {
-#pragma unroll
-            for (int i = 0; i < 16; i++) kept[i / 4][i % 4] = r[i / 4][i % 4], r[i / 4][i % 4] = 0;
-        }
         mn_mbarrier_wait(&smem.scored[slot], phase);
         mn_fwd_chunk_mma_lower(O, r, in.front.P);
         S.add(x, in.front.keys);
         mn_mma_commit<true>();
         mn_mbarrier_wait(&smem.out_empty[chunk % 2], (chunk / 2 & 1) ^ 1);
         mn_mma_wait<true, 1>();
-        if (!wild_r) mn_fwd_chunk_stage_out(smem.out[chunk % 2], O);
-        mn_mma_wait<true>();    // not in a branch, which would take the products apart
-        if (wild_r) {
-            mn_delta_redo<true>(O, 0, kept, 0, mn_shared_u32(in.front.P), false);
-            mn_fwd_chunk_stage_out(smem.out[chunk % 2], O);
-        }
+        mn_fwd_chunk_stage_out(smem.out[chunk % 2], O);
+        mn_mma_wait<true>();
         mn_fence_proxy_async();
         mn_mbarrier_arrive(&smem.out_full[chunk % 2]);
         mn_mbarrier_arrive(&smem.empty[slot]);
