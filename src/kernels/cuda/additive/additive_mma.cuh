@@ -8,6 +8,7 @@
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_MMA_CUH
 
 #include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/wild.cuh"
 
 namespace mneme::additive {
 
@@ -181,19 +182,6 @@ __device__ inline void mn_frag_b_trans(uint32_t (&b)[4], const mn_bf16 *at, int 
 }
 
 /* ---- products with what rows may not see ----------------------------------------------------- */
-
-/* x 0 + sum: 0 as long as no number passed that is not finite. */
-__device__ inline uint32_t mn_bf16x2_watch(uint32_t x, uint32_t sum) {
-    uint32_t y;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(sum));
-    return y;
-}
-
-/* Which halves of a pair are not finite. */
-__device__ inline uint32_t mn_bf16x2_wild(uint32_t x) {
-    const uint32_t low = (x & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
-    return low | ((x & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u);
-}
 
 /* o += a z for the finite numbers of z; then token by token, into the rows that see it, for the
  * others. */

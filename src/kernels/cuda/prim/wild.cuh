@@ -29,32 +29,6 @@ __device__ inline bool mn_is_wild(float x) {
     return (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
 }
 
-__device__ inline bool mn_is_wild(double x) {
-    return (__double2hiint(x) & 0x7ff00000) == 0x7ff00000;
-}
-
-/* x, or 0 where it is not finite. */
-__device__ inline float mn_finite(float x) {
-    return mn_is_wild(x) ? 0.0f : x;
-}
-
-/* Whether one of eight numbers of bf16 is not finite. */
-__device__ inline bool mn_bf16x8_is_wild(const uint4 &x) {
-    const uint32_t pairs[4] = { x.x, x.y, x.z, x.w };
-    uint32_t watch = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) watch = mn_bf16x2_watch(pairs[i], watch);
-    return (watch & 0x7fff7fffu) != 0;
-}
-
-/* Eight numbers of bf16, those that are not finite as 0; whether there were any. */
-__device__ inline bool mn_bf16x8_tame(uint4 &x) {
-    if (!mn_bf16x8_is_wild(x)) return false;
-    x.x &= ~mn_bf16x2_wild(x.x), x.y &= ~mn_bf16x2_wild(x.y);
-    x.z &= ~mn_bf16x2_wild(x.z), x.w &= ~mn_bf16x2_wild(x.w);
-    return true;
-}
-
 }    // namespace mneme
 
 #endif
