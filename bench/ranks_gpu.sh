@@ -239,6 +239,16 @@ part_world() {
     ratio "gdn 400M: a world of one against plain, in turns" "$(middle < "$folder/world.rates")" "$(middle < "$folder/plain.rates")"
 }
 
+# memory and rate of the large model with shards of moments, then of these as well; so many batches a rank
+# shellcheck disable=SC2086
+speeds_of_shards() {
+    for n in $counts; do
+        for shard in optimizer "$1"; do
+            speed "$n.400m.$shard" "$n" gdn 12 40 $whole --set "train.accumulate=$(($2 * n))" --set "train.shard=$shard"
+        done
+    done
+}
+
 # shards of gradients: the bits of one rank; memory and rate of the large model with four batches a rank
 # shellcheck disable=SC2086
 part_zero() {
@@ -249,11 +259,7 @@ part_zero() {
             verdict "$dtype: $n GPUs with shards of gradients give the bits of one" same "zero.one.$dtype" "zero.$n.$dtype"
         done
     done
-    for n in $counts; do
-        for shard in optimizer gradients; do
-            speed "$n.400m.$shard" "$n" gdn 12 40 $whole --set "train.accumulate=$((4 * n))" --set "train.shard=$shard"
-        done
-    done
+    speeds_of_shards gradients 4
 }
 
 # shards of parameters: the same, with evaluations and checkpoints between steps, for which all values come
@@ -269,11 +275,7 @@ part_parameters() {
         done
     done
     unset layers
-    for n in $counts; do
-        for shard in optimizer parameters; do
-            speed "$n.400m.$shard" "$n" gdn 12 40 $whole --set "train.accumulate=$n" --set "train.shard=$shard"
-        done
-    done
+    speeds_of_shards parameters 1
 }
 
 # a world of one goes the ways of more ranks: all shards, sequences in one part; the bits of a world of one without
