@@ -362,6 +362,8 @@ typedef struct mn_loss_options {
     double z_loss;         // times the mean of logsumexp^2, added to the loss
     double softcap;        // logits = cap tanh(logits / cap); 0: none
     float *nll;            // (B,T) of each token, 0 where the target is ignored; NULL: not wanted
+    const int32_t *order;  // of a device: all rows, those with a target first; NULL: as they come
+    int64_t n_ordered;     // the first so many of them are gone through; the others have no target
 } mn_loss_options;
 
 /* Cross entropy of logits x head' against `targets` (B,T), -100 ignored, in nats: the mean over
