@@ -129,6 +129,7 @@ static mn_status run_batch(mn_trainer *t, int64_t i, bool add) {
                          !t->distill && !mn_trainer_on_request(t);
     const int64_t number = t->step * t->options.accumulate + i;
     mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
+    if (st == MN_OK && t->asked.n > 0) st = mn_asked_list(&t->asked, &t->batch);
     t->draw = (uint64_t)number;
     if (st == MN_OK && repeats && there->passes[add] == 1) st = record(t, add);
     if (st == MN_OK) st = there->graph[add] ? play(t, add) : pass(t, add);

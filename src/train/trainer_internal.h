@@ -5,6 +5,7 @@
 #include "optim/optim.h"
 #include "optim/optimizer_device.h"
 #include "ranks/nccl.h"
+#include "train/asked.h"
 #include "train/distill.h"
 #include "train/reduce.h"
 #include "train/trainer.h"
@@ -38,6 +39,7 @@ struct mn_trainer {
                                      // is when tokens were given
     mn_loader *train_loader, *valid_loader;
     mn_token_batch batch, valid_batch;
+    mn_asked asked;                  // of `batch`, on a GPU
     mn_model *model;
     mn_dtype dtype;                  // of passes
     mn_distill *distill;             // NULL: there is no teacher

@@ -186,7 +186,8 @@ static mn_status measure(result *r, const train_case *c, const mn_bench_options 
     mn_train_memory memory;
     mn_step_result step;
     size_t used = 0;
-    const mn_source source = { (void *)&vocabulary, fill, c->batch, c->context, 1000 };
+    const mn_source source = { .context = (void *)&vocabulary, .fill = fill, .rows = c->batch,
+                               .length = c->context, .epoch = 1000 };
     const mn_train_data data = { .train_source = &source };
     *r = (result){ .of = c };
     mn_status st = mn_context_create(&context, &how);
