@@ -219,6 +219,7 @@ static void write_step(work_stage *s, int block, const mn_step_work *w, int64_t 
     mn_decode_instr *instr = open_instr(s, block, MN_DECODE_STEP);
     if (!instr) return;
     mn_decode_step_instr *step = &instr->work.step;
+    s->p->steps |= 1u << w->step;
     step->step = (int)w->step;
     step->head = (int)head;
     step->column = (int)column;
@@ -290,12 +291,25 @@ static void write_stage(work_stage *s) {
     p->works = true;
 }
 
-uint64_t mn_megakernel_add_works(mn_megakernel *p, const mn_defer *all, uint64_t small) {
+/* All of them as a stage like those of products, which finds what it reads in words: no barrier
+ * stands in front. */
+static bool add_map(mn_megakernel *p, mn_defer *all, const mn_work_set *set) {
+    mn_decode_gemms launch = { .dtype = MN_BF16, .M = 1 };
+    const bool map = set->taken && set->n_steps == 0 &&
+                     mn_decode_fuse_map(all, &launch, set->taken) == set->taken;
+    return map && launch.of[0].N % EVEN == 0 && mn_megakernel_add_gemms(p, &launch);
+}
+
+uint64_t mn_megakernel_add_works(mn_megakernel *p, mn_defer *all, uint64_t small) {
     work_stage *s = p->failed ? NULL : calloc(1, sizeof *s);
     if (!s) return 0;
     s->p = p;
     mn_works_select(&s->set, all, small);
     const uint64_t taken = s->set.taken;
+    if (add_map(p, all, &s->set)) {
+        free(s);
+        return taken;
+    }
     mn_stage_open(&s->ranges, p);
     for (int i = 0; i < all->n; i++) {
         if (taken & mn_bit(i)) gather_ranges(s, i);
