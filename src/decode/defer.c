@@ -636,7 +636,7 @@ static bool add_works(mn_tape *tape, mn_defer *all) {
     mn_megakernel *megakernel = all->stages ? megakernel_of(tape) : NULL;
     const uint64_t small = megakernel ? gather(tape, all, false) : 0;
     for (int i = 0; megakernel && i < 2; i++) {
-        const uint64_t taken = mn_megakernel_add_works(megakernel, all, small);
+        const uint64_t taken = mn_megakernel_add_works(megakernel, all, small, false);
         all->done |= taken;
         if (taken) return true;
         if (mn_megakernel_bytes(megakernel) == 0) break;
@@ -645,8 +645,22 @@ static bool add_works(mn_tape *tape, mn_defer *all) {
     return false;
 }
 
+/* Operators that go by nothing of this token, as dynamics made of parameters: in front of the
+ * products, whose row others are still making. */
+static bool add_early(mn_tape *tape, mn_defer *all) {
+    bool any = false;
+    for (int i = 0; i < all->n; i++) any |= waits(all, i) && all->list[i].kind == MN_DEFERRED_OP;
+    mn_megakernel *megakernel = any && all->stages ? megakernel_of(tape) : NULL;
+    if (!megakernel || mn_megakernel_bytes(megakernel) == 0) return false;
+    const uint64_t small = gather(tape, all, false);
+    const uint64_t taken = mn_megakernel_add_works(megakernel, all, small, true);
+    all->done |= taken;
+    return taken != 0;
+}
+
 /* One launch, or one stage. */
 static void step(mn_tape *tape, mn_defer *all) {
+    if (add_early(tape, all)) return;
     for (int i = 0; i < all->n; i++) {
         if (!waits(all, i) || !is_product(all, i)) continue;
         const int prologue = prologue_of(all, i);
