@@ -378,7 +378,8 @@ static void add_product(mn_decode_gemms *launch, int *gemms, const mn_defer *all
     int64_t at[MN_DECODE_GEMMS + 1] = { 0, p->N };
     int n = cuts ? parts_of_columns(at, all, i) : 1;
     if (n > most) at[1] = p->N, n = 1;
-    const int64_t item = (int64_t)mn_dtype_bytes(p->dtype), to = (int64_t)mn_dtype_bytes(p->c_dtype);
+    const int64_t item = (int64_t)mn_dtype_bytes(p->dtype);
+    const int64_t to = (int64_t)mn_dtype_bytes(p->c_dtype);
     for (int k = 0; k < n; k++) {
         const int64_t from = at[k];
         gemms[launch->n] = i;

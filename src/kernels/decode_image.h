@@ -83,9 +83,10 @@ typedef enum mn_decode_prologue {
     MN_DECODE_GATED
 } mn_decode_prologue;
 
-/* What becomes of an output tile's sums: stored, perhaps in two places; added to something as well; f(first), times
- * second if there is one; a convolution of one token; stored in float32 as well; -exp(A)
- * softplus(x + dt), of which the list is kept; a list of small works. */
+/* What becomes of an output tile's sums: stored, perhaps in two places; added to something as
+ * well; f(first), times second if there is one; a convolution of one token; stored in float32 as
+ * well; -exp(A) softplus(x + dt), of which the list is kept; a list of small works, which may
+ * stand without any sums. */
 typedef enum mn_decode_epilogue_form {
     MN_DECODE_EPI_STORE,
     MN_DECODE_EPI_ADD,
