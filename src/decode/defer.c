@@ -334,40 +334,51 @@ static int quant_bits(const mn_gemm_problem *p) {
     return p->quant ? p->quant->bits : 0;
 }
 
-/* Where columns of product i begin and end that works read for themselves, in their order, from 0
- * to N: [at[k], at[k + 1]) are whole column tiles, and nobody reads some of one and some of
- * another. Returns how many parts that makes. */
-static int parts_of_columns(int64_t at[MN_DECODE_GEMMS + 1], const mn_defer *all, int i) {
+/* Numbers [begin, end) of a product that a work accesses. */
+typedef struct columns {
+    int64_t begin, end;
+} columns;
+
+enum { MOST_ACCESSES = 64 };
+
+/* What later works access of product i; more than MOST_ACCESSES: that is too much. */
+static int accesses_of(columns *list, const mn_defer *all, int i) {
     const mn_gemm_problem *p = &all->list[i].of.product.work;
     const mn_mem_range c = mn_values_range(&all->values, p->c, (size_t)p->N * 2);
     int n = 0;
-    at[0] = 0;
-    while (at[n] < p->N) {
-        int64_t end = p->N;
-        for (int k = i + 1; k < all->n; k++) {
-            for (int m = 0; m < all->list[k].n_ranges && waits(all, k); m++) {
-                const mn_mem_range *range = &all->list[k].ranges[m];
-                if (!mn_ranges_meet(&c, range)) continue;
-                const int64_t from = (range->begin - c.begin) / 2, to = (range->end - c.begin) / 2;
-                if (from > at[n]) end = mn_min(end, from);
-                else if (to > at[n]) end = mn_min(end, to);
-            }
-        }
-        at[++n] = end;
-        if (n == MN_DECODE_GEMMS || end % MN_DECODE_COL_TILE != 0) break;
-    }
-    bool apart = at[n] == p->N;
-    for (int k = i + 1; k < all->n && apart; k++) {
+    for (int k = i + 1; k < all->n; k++) {
         for (int m = 0; m < all->list[k].n_ranges && waits(all, k); m++) {
             const mn_mem_range *range = &all->list[k].ranges[m];
-            for (int j = 1; j < n && mn_ranges_meet(&c, range); j++) {
-                const int64_t cut = c.begin + at[j] * 2;
-                apart = apart && !(range->begin < cut && cut < range->end);
-            }
+            if (!mn_ranges_meet(&c, range)) continue;
+            if (n == MOST_ACCESSES) return n + 1;
+            list[n++] = (columns){ (range->begin - c.begin) / 2, (range->end - c.begin) / 2 };
         }
     }
-    at[apart ? n : 1] = p->N;
-    return apart ? n : 1;
+    return n;
+}
+
+/* Where columns of product i begin and end that works read for themselves, in their order, from 0
+ * to N: [at[k], at[k + 1]) begin with column tiles, and nobody reads some of one and some of
+ * another. Returns how many parts that makes. */
+static int parts_of_columns(int64_t at[MN_DECODE_GEMMS + 1], const mn_defer *all, int i) {
+    columns list[MOST_ACCESSES];
+    const int64_t N = all->list[i].of.product.work.N;
+    const int n = accesses_of(list, all, i);
+    int parts = 0;
+    bool apart = n <= MOST_ACCESSES;
+    while (at[parts] < N && apart && parts < MN_DECODE_GEMMS) {
+        int64_t end = N;
+        for (int k = 0; k < n; k++) {
+            if (list[k].begin > at[parts]) end = mn_min(end, list[k].begin);
+            else if (list[k].end > at[parts]) end = mn_min(end, list[k].end);
+        }
+        for (int k = 0; k < n; k++) apart = apart && !(list[k].begin < end && end < list[k].end);
+        apart = apart && (end % MN_DECODE_COL_TILE == 0 || end == N);
+        at[++parts] = end;
+    }
+    if (apart && at[parts] == N) return parts;
+    at[1] = N;
+    return 1;
 }
 
 /* Product i, in parts that each have columns for themselves where `cuts` and there is room for
