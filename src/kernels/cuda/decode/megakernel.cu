@@ -751,7 +751,8 @@ struct mn_decode_weighted_row {
 /* A lane's words of a row, of its gate, and what it is weighted by, as they are found: asked for
  * before anything else is done. */
 struct mn_decode_row_poll {
-    mn_decode_word2 x[MN_DECODE_CHUNKS], z[MN_DECODE_CHUNKS];
+    enum { STEP = MN_DECODE_CHUNK / MN_DECODE_PER_LINE * MN_DECODE_LINE };    // bytes of a chunk
+    mn_decode_word2 x[MN_DECODE_CHUNKS], z;
     uint2 weight;
     int at, gate_at;    // bytes to their words
 
@@ -761,7 +762,8 @@ struct mn_decode_row_poll {
         at = p.x + mn_decode_word_at((unsigned)first),
             gate_at = p.z + mn_decode_word_at((unsigned)first);
 #pragma unroll
-        for (int c = 0; c < MN_DECODE_CHUNKS; c++) x[c].none(), z[c].none();
+        for (int c = 0; c < MN_DECODE_CHUNKS; c++) x[c].none();
+        z.none();
         weight = make_uint2(0x3f803f80u, 0x3f803f80u);    // ones
         fetch(place, K, p.way == MN_DECODE_GATED);
         if (weights && first < K) weight = *(const uint2 *)(weights + (first & p.wrap));
@@ -769,22 +771,27 @@ struct mn_decode_row_poll {
 
     __device__ void fetch(const mn_decode_pipe &place, int K, bool gated) {
         const int first = threadIdx.x * 4;
-        enum { STEP = MN_DECODE_CHUNK / MN_DECODE_PER_LINE * MN_DECODE_LINE };
-        const char *const words = place.words + at, *const gates = place.words + gate_at;
+        const char *const words = place.words + at;
 #pragma unroll
         for (int c = 0; c < MN_DECODE_CHUNKS; c++) {
             if (first + c * MN_DECODE_CHUNK < K) x[c].fetch(words + c * STEP);
         }
-#pragma unroll
-        for (int c = 0; c < MN_DECODE_CHUNKS; c++) {
-            if (gated && first + c * MN_DECODE_CHUNK < K) z[c].fetch(gates + c * STEP);
-        }
+        if (gated && first < K) z.fetch(place.words + gate_at);
+    }
+
+    /* The gate of a later chunk, which few rows have: not asked for before. */
+    __device__ uint2 gate_of(const mn_decode_pipe &place, int chunk) const {
+        mn_decode_word2 gate;
+        do {
+            gate.fetch(place.words + gate_at + chunk * STEP);
+        } while (gate.most() == MN_DECODE_SENTINEL);
+        return gate.elements();
     }
 
     __device__ bool missing(void) const {
-        uint32_t most = 0;
+        uint32_t most = z.most();
 #pragma unroll
-        for (int c = 0; c < MN_DECODE_CHUNKS; c++) most = max(most, max(x[c].most(), z[c].most()));
+        for (int c = 0; c < MN_DECODE_CHUNKS; c++) most = max(most, x[c].most());
         return most == MN_DECODE_SENTINEL;
     }
 };
@@ -804,7 +811,7 @@ __device__ inline float mn_decode_load_row(mn_decode_smem &smem, const mn_decode
     float squares = 0.0f;
     uint2 y = look.x[0].elements();    // zeros behind the last
     if (way.norm) {
-        y = mn_decode_weighted_row(squares, y, look.weight, look.z[0].elements(), way).elements();
+        y = mn_decode_weighted_row(squares, y, look.weight, look.z.elements(), way).elements();
     }
     mn_decode_store(row, y);
 #pragma unroll
@@ -814,8 +821,9 @@ __device__ inline float mn_decode_load_row(mn_decode_smem &smem, const mn_decode
         if (way.norm) {
             const int k = first + c * MN_DECODE_CHUNK;
             if (weights && k < K) look.weight = *(const uint2 *)(weights + k);
-            y = mn_decode_weighted_row(squares, y, look.weight, look.z[c].elements(),
-                                       way).elements();
+            uint2 gate = look.z.elements();
+            if (way.gated && k < K) gate = look.gate_of(place, c);
+            y = mn_decode_weighted_row(squares, y, look.weight, gate, way).elements();
         }
         mn_decode_store(row + c * MN_DECODE_CHUNK_STRIDE, y);
     }
