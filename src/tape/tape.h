@@ -252,6 +252,8 @@ typedef struct mn_attend {
     int64_t capacity, window, turns;    // channels that turn, 0: none
     double scale, turned_scale;
     const double *inv_freq;
+    bool relu;                          // in place of the softmax
+    double eps;                         // of relu
 } mn_attend;
 
 /* Whether heads of K and V channels can be attended to so. */
