@@ -2,6 +2,7 @@
  * the state scans of o and dv, and the gradients of all chunks at once. */
 
 #include "kernels/cuda/additive/additive_channel_scale.cuh"
+#include "kernels/cuda/prim/first_wild.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/additive/additive.cuh"
@@ -1274,6 +1275,7 @@ struct mn_gated_params {
     mn_call call;
     mn_chunk_scan scan;
     CUtensorMap q, k, v, g, out;
+    bool redo;    // of rows in front of numbers that are not finite: mn_gated_cut
 };
 
 #if MN_HAS_WGMMA
@@ -1375,7 +1377,7 @@ __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gate
             const int count = mn_gated_chunk_len(at, t);
             const unsigned char *tile = smem.stage[n % MN_GATED_STAGES].v;
             mn_mbarrier_wait(&smem.out_full[n % MN_GATED_STAGES], n / MN_GATED_STAGES & 1);
-            if (job.call.cu_seqlens && count < MN_GATED_CHUNK) {
+            if ((job.call.cu_seqlens || job.redo) && count < MN_GATED_CHUNK) {
                 mn_gated_store_rows(job, at, tile, t, count);
                 __syncwarp();
             } else if (lane == 0) {
@@ -1565,6 +1567,34 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
 #endif
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
+/* A number that is not finite stays in the state, and shows in the last token's o. Then rows in
+ * front of the first such number are made again, as if the sequence ended there: by the block of
+ * the segment that holds it. Without rows to make the place becomes idle. The block calls. */
+__device__ inline void mn_gated_cut(mn_scan_coord &place, const mn_gated_params &job) {
+    const mn_scan_coord at = place;
+    const mn_chunk_scan &p = job.scan;
+    const int64_t b = at.span.b, t0 = at.span.t0, length = at.span.length;
+    const int64_t columns = min((int64_t)MN_SCAN_WIDTH, p.width - at.column0);
+    const mn_bf16 *last = mn_row<mn_bf16>(p.out, b, t0 + length - 1, at.h) + at.column0;
+    int64_t cut = 0;
+    mn_pdl_wait();
+    if (length > 0 && mn_redo_row_is_wild(last, columns)) {
+        cut = mn_redo_first_token(length, [&](int64_t t, float most) {
+            const mn_bf16 *v = mn_row<mn_bf16>(p.z, b, t0 + t, at.h) + at.column0;
+            return mn_redo_has_wild(v, columns, most) ||
+                   mn_redo_has_wild(mn_row<mn_bf16>(p.y, b, t0 + t, at.key), p.depth, most);
+        });
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        place.span.length = cut, place.last = false;
+        place.n_chunks = (cut + MN_GATED_CHUNK - 1) / MN_GATED_CHUNK;
+        place.idle = cut <= at.iter * MN_GATED_CHUNK || cut >= at.end * MN_GATED_CHUNK;
+        place.end = min(at.end, place.n_chunks);
+    }
+    __syncthreads();
+}
+
 template <int KP, bool HAS_OUT>
 __global__ void __launch_bounds__(MN_GATED_THREADS, 1)
 additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
@@ -1582,6 +1612,7 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
         smem.place = mn_scan_block_coord(job.call, job.scan, MN_GATED_CHUNK);
     }
     __syncthreads();
+    if (HAS_OUT && job.redo) mn_gated_cut(smem.place, job);
     if (smem.place.idle) return;
     if (threadIdx.x < MN_GATED_WARPGROUP) {
         mn_setmaxnreg_inc<168>();
@@ -1604,7 +1635,7 @@ inline bool mn_gated_supported(mn_gated_params *job, const mn_chunk_scans *scans
     const mn_chunk_scan &p = scans->scan[0];
     const mn_call &call = scans->call;
     const mn_in &q = p.reverse ? p.y : p.x, &k = p.reverse ? p.x : p.y;
-    job->call = call, job->scan = p;
+    job->call = call, job->scan = p, job->redo = false;
     return p.mode == MN_SCAN_PLAIN && p.state_column == 1 && p.depth <= 128 &&
            p.depth % 8 == 0 && p.width % 8 == 0 && mn_device_is_sm90() &&
            mn_tma_map(&job->q, q, call, p.depth, MN_GATED_CHUNK) &&
@@ -1622,9 +1653,9 @@ static int launch_scan(const mn_gated_params &job, int64_t segments, cudaStream_
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
     const bool reads = job.scan.out.data && !job.scan.reduce_pass;
-    return mn_launch_smem(reads ? additive_gated_scan_sm90<KP, true>
-                                : additive_gated_scan_sm90<KP, false>,
-                          grid, MN_GATED_THREADS, sizeof(mn_gated_smem<KP>), stream, job);
+    return mn_launch_smem_behind(job.redo, reads ? additive_gated_scan_sm90<KP, true>
+                                                 : additive_gated_scan_sm90<KP, false>,
+                                 grid, MN_GATED_THREADS, sizeof(mn_gated_smem<KP>), stream, job);
 }
 
 static int launch(const mn_gated_params &job, int64_t segments, cudaStream_t stream) {
@@ -1635,6 +1666,11 @@ static int launch(const mn_gated_params &job, int64_t segments, cudaStream_t str
 int mn_additive_gated_launch(const mn_chunk_scans *scans, int64_t segments, cudaStream_t stream) {
     mn_gated_params job;
     if (!mn_gated_supported(&job, scans)) return cudaErrorNotSupported;
+    const int code = launch(job, segments, stream);
+    if (code != cudaSuccess || job.scan.reverse || job.scan.reduce_pass || !job.scan.out.data) {
+        return code;
+    }
+    job.redo = true;
     return launch(job, segments, stream);
 }
 
