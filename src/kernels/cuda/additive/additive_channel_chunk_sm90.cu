@@ -2,7 +2,7 @@
  * the state scans of o and dv, and the gradients of all chunks at once. */
 
 #include "kernels/cuda/additive/additive_channel_scale.cuh"
-#include "kernels/cuda/prim/first_wild.cuh"
+#include "kernels/cuda/additive/additive_redo.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/additive/additive.cuh"
@@ -85,18 +85,6 @@ __device__ inline int64_t mn_gated_token0(const mn_scan_coord &at, bool reverse,
 
 __device__ inline int mn_gated_chunk_len(const mn_scan_coord &at, int64_t t) {
     return (int)min((int64_t)MN_GATED_CHUNK, at.span.length - t);
-}
-
-/* Four matrices of 8 x 8, of which each lane points at a row. */
-template <bool TRANS>
-__device__ inline void mn_gated_ldmatrix(uint32_t (&r)[4], uint32_t at) {
-    if (TRANS) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    }
 }
 
 #if MN_HAS_WGMMA
@@ -1275,7 +1263,7 @@ struct mn_gated_params {
     mn_call call;
     mn_chunk_scan scan;
     CUtensorMap q, k, v, g, out;
-    bool redo;    // of rows in front of numbers that are not finite: mn_gated_cut
+    bool redo;    // of rows in front of numbers that are not finite: mn_additive_cut
 };
 
 #if MN_HAS_WGMMA
@@ -1567,34 +1555,6 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
 #endif
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-/* A number that is not finite stays in the state, and shows in the last token's o. Then rows in
- * front of the first such number are made again, as if the sequence ended there: by the block of
- * the segment that holds it. Without rows to make the place becomes idle. The block calls. */
-__device__ inline void mn_gated_cut(mn_scan_coord &place, const mn_gated_params &job) {
-    const mn_scan_coord at = place;
-    const mn_chunk_scan &p = job.scan;
-    const int64_t b = at.span.b, t0 = at.span.t0, length = at.span.length;
-    const int64_t columns = min((int64_t)MN_SCAN_WIDTH, p.width - at.column0);
-    const mn_bf16 *last = mn_row<mn_bf16>(p.out, b, t0 + length - 1, at.h) + at.column0;
-    int64_t cut = 0;
-    mn_pdl_wait();
-    if (length > 0 && mn_redo_row_is_wild(last, columns)) {
-        cut = mn_redo_first_token(length, [&](int64_t t, float most) {
-            const mn_bf16 *v = mn_row<mn_bf16>(p.z, b, t0 + t, at.h) + at.column0;
-            return mn_redo_has_wild(v, columns, most) ||
-                   mn_redo_has_wild(mn_row<mn_bf16>(p.y, b, t0 + t, at.key), p.depth, most);
-        });
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        place.span.length = cut, place.last = false;
-        place.n_chunks = (cut + MN_GATED_CHUNK - 1) / MN_GATED_CHUNK;
-        place.idle = cut <= at.iter * MN_GATED_CHUNK || cut >= at.end * MN_GATED_CHUNK;
-        place.end = min(at.end, place.n_chunks);
-    }
-    __syncthreads();
-}
-
 template <int KP, bool HAS_OUT>
 __global__ void __launch_bounds__(MN_GATED_THREADS, 1)
 additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
@@ -1612,7 +1572,7 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
         smem.place = mn_scan_block_coord(job.call, job.scan, MN_GATED_CHUNK);
     }
     __syncthreads();
-    if (HAS_OUT && job.redo) mn_gated_cut(smem.place, job);
+    if (HAS_OUT && job.redo) mn_additive_cut(smem.place, job.scan, MN_GATED_CHUNK);
     if (smem.place.idle) return;
     if (threadIdx.x < MN_GATED_WARPGROUP) {
         mn_setmaxnreg_inc<168>();

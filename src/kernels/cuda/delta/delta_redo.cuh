@@ -25,22 +25,22 @@ __device__ inline int mn_delta_first_wild(const mn_delta_args &p, const mn_span 
     const mn_call &call = p.call;
     const int64_t key = mn_key_head(call, h);
     const mn_bf16 *last = mn_row<mn_bf16>(p.o, span.b, span.t0 + span.length - 1, h);
-    const bool shared_g = p.decay == MN_DECAY_CHANNEL;
+    const bool channel = p.decay == MN_DECAY_CHANNEL;
+    const bool token_g = channel || p.decay == MN_DECAY_TOKEN;
     if (!mn_redo_row_is_wild(last, call.V)) return 0;
     return mn_redo_first_token(span.length, [&](int64_t t, float most) {
         const int64_t at = span.t0 + t;
-        const bool token_g = p.decay == MN_DECAY_TOKEN || shared_g;
         return mn_redo_has_wild(mn_row<mn_bf16>(p.v, span.b, at, h), call.V, most) ||
                mn_redo_has_wild(mn_row<mn_bf16>(p.e, span.b, at, key), call.K, most) ||
                mn_redo_has_wild(mn_row<mn_bf16>(p.w, span.b, at, key), call.K, most) ||
                mn_redo_has_wild(mn_row<mn_bf16>(p.beta, span.b, at, h), 1, most) ||
                (token_g && mn_redo_has_wild(mn_row<mn_bf16>(p.g, span.b, at, h),
-                                            shared_g ? call.K : 1, most));
+                                            channel ? call.K : 1, most));
     });
 }
 
-/* Block = slot * H + h; in a redo, of kernels that have one, n * H + h, of `tokens` to a chunk, which leaves where the
- * sequence is cut for the scan. No rows where there is nothing to do. */
+/* Block = slot * H + h; in a redo, of kernels that have one, n * H + h. That leaves where the
+ * sequence is cut for the scan; chunks are of `tokens`. No rows where there is nothing to do. */
 template <bool REDOES>
 __device__ inline mn_delta_chunk_place mn_delta_find_chunk(const mn_delta_params &job,
                                                            int tokens) {
