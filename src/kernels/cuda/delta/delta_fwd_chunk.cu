@@ -452,7 +452,7 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
 }
 
 template <int KP>
-static int forward_once(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
+static int forward(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
     if constexpr (KP <= 128) {
         mn_fwd_chunk_maps maps;
         if (mn_delta_fwd_chunk_supported(&maps, job)) {
@@ -465,17 +465,6 @@ static int forward_once(const mn_delta_params &job, void *query_work, cudaStream
     if (code != cudaSuccess) return code;
     return job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
                                            : scan<KP, false>(job, stream);
-}
-
-/* And rows in front of numbers that are not finite once more (delta_redo.cuh). */
-template <int KP>
-static int forward(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
-    const int code = forward_once<KP>(job, query_work, stream);
-    mn_delta_params redo = job;
-    if (code != cudaSuccess || !job.p.o.data || job.p.call.T < 2) return code;
-    redo.cuts = job.workspace.cuts;
-    redo.p.query = nullptr, redo.p.state = {};
-    return forward_once<KP>(redo, nullptr, stream);
 }
 
 /* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to
@@ -505,6 +494,17 @@ bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {
            mn_add_size(&plan->shared_bytes, own, query);
 }
 
+/* A call, and rows in front of numbers that are not finite once more (delta_redo.cuh). */
+template <int KP>
+static int forward_kept(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
+    const int code = forward<KP>(job, query_work, stream);
+    mn_delta_params redo = job;
+    if (code != cudaSuccess || !job.p.o.data || job.p.call.T < 2) return code;
+    redo.cuts = job.workspace.cuts;
+    redo.p.query = nullptr, redo.p.state = {};
+    return forward<KP>(redo, nullptr, stream);
+}
+
 int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
     mn_delta_params job;
     mn_delta_workspace workspace;
@@ -513,7 +513,7 @@ int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
         !mn_delta_workspace_layout(&workspace, &own, p, nullptr, false)) {
         return cudaErrorNotSupported;
     }
-    MN_DELTA_DISPATCH_K(forward, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
+    MN_DELTA_DISPATCH_K(forward_kept, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
 }
 
 }    // namespace mneme::delta

@@ -193,6 +193,14 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_tma_maps(&maps, job, back);
+    if (job.cuts) {
+        const size_t each = group ? sizeof(mn_scan_exchange<splits>)
+                                  : sizeof(mn_scan_warp_exchange<KP>);
+        return mn_launch_smem_behind(
+            true, group ? warpgroup_kernel : warp_kernel, dim3((unsigned)blocks),
+            32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
+            sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * each, stream, job, maps, n_slices);
+    }
     if (two_kernel && group && maps.serve && !job.p.w.data &&
         blocks > mn_device_props_current().processors) {
         return mn_launch_smem(two_kernel, dim3((unsigned)blocks), mn_scan_threads(1),
@@ -200,11 +208,12 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
                                   MN_DELTA_COL_TILES * MN_SCAN_SCRATCH_OF_TWO,
                               stream, job, maps, n_slices);
     }
-    return mn_launch_smem_behind(job.cuts, group ? warpgroup_kernel : warp_kernel,
-                                 dim3((unsigned)blocks),
-                                 32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
-                                 sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * exchange, stream,
-                                 job, maps, n_slices);
+    return mn_launch_smem(group ? warpgroup_kernel : warp_kernel,
+                               dim3((unsigned)blocks),
+                               32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
+                               sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * exchange, stream,
+                                   job,
+                               maps, n_slices);
 }
 
 /* ---- segments -------------------------------------------------------------------------------- */
