@@ -69,7 +69,7 @@ struct mn_fwd_chunk_smem {
  * tensor's end. */
 __device__ inline bool mn_fwd_chunk_is_full(const mn_delta_params &job, const mn_scan_coord &at,
                                          int chunk) {
-    return !job.p.call.cu_seqlens || mn_scan_chunk_len(at, chunk) == MN_DELTA_CHUNK;
+    return (!job.p.call.cu_seqlens && !job.cuts) || mn_scan_chunk_len(at, chunk) == MN_DELTA_CHUNK;
 }
 
 /* Loads q, e, v, T and the decays of a chunk into a stage. One lane calls. */
@@ -317,6 +317,7 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
                                   job.p.state0, job.p.state);
     }
     __syncthreads();
+    if (job.cuts && smem.place.n_chunks == 0) return;
     if (threadIdx.x < MN_FWD_CHUNK_WARPGROUP) {
         mn_setmaxnreg_inc<240>();
         mn_fwd_chunk_state_scan<KP>(smem, job);
@@ -361,10 +362,10 @@ inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chun
                            mn_delta_scan_units(job.p.call, job.segments, segments);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(delta_fwd_chunk_sm90_kernel<KP, false>,
-                          dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
-                          sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
-                          mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
+    return mn_launch_smem_behind(job.cuts, delta_fwd_chunk_sm90_kernel<KP, false>,
+                                 dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
+                                 sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
+                                 mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
 }
 
 /* The same beside the launch in front, which computes the queries. */
@@ -490,6 +491,17 @@ bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {
            mn_add_size(&plan->shared_bytes, own, query);
 }
 
+/* A call, and rows in front of numbers that are not finite once more (delta_redo.cuh). */
+template <int KP>
+static int forward_kept(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
+    const int code = forward<KP>(job, query_work, stream);
+    mn_delta_params redo = job;
+    if (code != cudaSuccess || !job.p.o.data || job.p.call.T < 2) return code;
+    redo.cuts = job.workspace.cuts;
+    redo.p.query = nullptr, redo.p.state = {};
+    return forward<KP>(redo, nullptr, stream);
+}
+
 int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
     mn_delta_params job;
     mn_delta_workspace workspace;
@@ -498,7 +510,7 @@ int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
         !mn_delta_workspace_layout(&workspace, &own, p, nullptr, false)) {
         return cudaErrorNotSupported;
     }
-    MN_DELTA_DISPATCH_K(forward, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
+    MN_DELTA_DISPATCH_K(forward_kept, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
 }
 
 }    // namespace mneme::delta

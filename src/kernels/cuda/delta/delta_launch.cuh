@@ -46,6 +46,7 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
     arena.take(workspace->log_decays, records, 1);
     arena.take(workspace->T, records, MN_DELTA_MATRIX);
     arena.take(workspace->P, records, MN_DELTA_MATRIX);
+    arena.take(workspace->cuts, mn_n_spans(call), call.H);
     if (channel) {
         arena.take(workspace->q, records, MN_DELTA_CHUNK * K);
         arena.take(workspace->e, records, MN_DELTA_CHUNK * K);
@@ -139,18 +140,16 @@ inline int mn_delta_col_tiles(int64_t columns, int64_t heads) {
 
 template <int KP>
 inline int mn_delta_intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
-    const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
+    const bool channel = job.p.decay == MN_DECAY_CHANNEL;
+    const auto kernel = channel ? delta_intra_chunk_channel_kernel<KP, true>
+                                : delta_intra_chunk_kernel<KP>;
+    const size_t smem = channel ? sizeof(mn_channel_intra_smem<KP>)
+                                : mn_delta_intra_smem<KP>::bytes(job.p.w.data);
+    const int64_t blocks = mn_delta_chunk_blocks(job, MN_DELTA_CHUNK);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_launch_smem(delta_intra_chunk_channel_kernel<KP, true>, dim3((unsigned)blocks),
-                                   MN_DELTA_INTRA_THREADS, sizeof(mn_channel_intra_smem<KP>),
-                                       stream, job);
-    }
-    return mn_launch_smem(delta_intra_chunk_kernel<KP>, dim3((unsigned)blocks),
-                               MN_DELTA_INTRA_THREADS,
-                                   mn_delta_intra_smem<KP>::bytes(job.p.w.data), stream,
-                               job);
+    return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_DELTA_INTRA_THREADS,
+                                 smem, stream, job);
 }
 
 /* Maps `rows` rows of `width` numbers of the workspace for TMA. */
@@ -219,6 +218,14 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_tma_maps(&maps, job, back);
+    if (job.cuts) {
+        const size_t each = group ? sizeof(mn_scan_exchange<splits>)
+                                  : sizeof(mn_scan_warp_exchange<KP>);
+        return mn_launch_smem_behind(
+            true, group ? warpgroup_kernel : warp_kernel, dim3((unsigned)blocks),
+            32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
+            sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * each, stream, job, maps, n_slices);
+    }
     if (two_kernel && group && maps.serve && !job.p.w.data &&
         blocks > mn_device_props_current().processors) {
         return mn_launch_smem(two_kernel, dim3((unsigned)blocks), mn_scan_threads(1),
@@ -273,8 +280,10 @@ inline int mn_delta_segment_maps(const mn_delta_params &job, cudaStream_t stream
 template <int KP, bool CHANNEL, typename Scan>
 inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
     int code = scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_FIRST, 0), 0);
-    if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
-    if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
+    if (!job.cuts) {    // a redo finds states in front of segments
+        if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
+        if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
+    }
     if (code != cudaSuccess) return code;
     return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 1), job.segments.count - 1);
 }
