@@ -49,7 +49,6 @@ typedef struct mn_source {
     mn_status (*fill)(void *context, int64_t step, int64_t rows, int64_t length, int32_t *tokens,
                       int32_t *targets);
     int64_t rows, length, epoch;    // epoch: steps
-    int64_t asked;                  // most targets of a batch; 0: any number
 } mn_source;
 
 mn_status mn_loader_from_source(mn_loader **out, const mn_source *source);

@@ -112,21 +112,9 @@ static mn_status fill_segment(void *context, int64_t step, int64_t rows, int64_t
 }
 
 static mn_source source_of(example_set *s) {
-    const mn_task_shape shape = mn_task_shape_of(s->task);
-    return (mn_source){ .context = s, .fill = fill, .rows = s->feed.rows, .length = shape.length,
-                        .epoch = mn_max(mn_task_epoch(s->task, &s->feed), 1),
-                        .asked = s->feed.rows * shape.asked };
-}
-
-/* Most targets of a row of any segment; 0: any number. */
-static int64_t segments_asked(const mn_task_run *run) {
-    int64_t most = 0;
-    for (int64_t i = 0; i < run->n_segments; i++) {
-        const int64_t own = mn_task_shape_of(run->segments[i].task).asked;
-        if (own == 0) return 0;
-        most = mn_max(most, own);
-    }
-    return most;
+    return (mn_source){ .context = s, .fill = fill, .rows = s->feed.rows,
+                        .length = mn_task_shape_of(s->task).length,
+                        .epoch = mn_max(mn_task_epoch(s->task, &s->feed), 1) };
 }
 
 /* ---- opening --------------------------------------------------------------------------------- */
@@ -305,8 +293,7 @@ mn_task *mn_task_run_asked(mn_task_run *run, uint64_t *seed) {
 mn_source mn_task_run_source(mn_task_run *run) {
     if (run->n_segments == 0) return source_of(&run->train);
     return (mn_source){ .context = run, .fill = fill_segment, .rows = run->train.feed.rows,
-                        .length = longest_segment(run), .epoch = segments_epoch(run),
-                        .asked = run->train.feed.rows * segments_asked(run) };
+                        .length = longest_segment(run), .epoch = segments_epoch(run) };
 }
 
 /* ---- asking ---------------------------------------------------------------------------------- */

@@ -88,8 +88,7 @@ static mn_status open_mqar(mn_task *task) {
     const int64_t D = most_pairs(v), n_slots = v->length / 2;
     m->first_key = 1;
     m->first_value = v->shared ? 1 : (int32_t)half;
-    task->shape = (mn_task_shape){ .vocab = v->vocab, .classes = v->vocab, .length = v->length,
-                                   .asked = D };
+    task->shape = (mn_task_shape){ .vocab = v->vocab, .classes = v->vocab, .length = v->length };
     if (v->updates > 0) {
         task->groups = update_groups;
         task->n_groups = 2;

@@ -70,7 +70,6 @@ typedef struct mn_task_shape {
     int64_t classes;         // targets are [0, classes)
     int64_t features;        // 0: inputs are ids
     int64_t length;          // places of a row; samples may be shorter
-    int64_t asked;           // most targets of a row, where they are few; 0: any number
 } mn_task_shape;
 
 /* Row `name` with the options of the object `options`; NULL and a handle without value are its

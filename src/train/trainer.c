@@ -206,25 +206,6 @@ static void settle(mn_trainer *t, bool told) {
     mn_model_settle_some(t->model, end, mn_model_params(t->model));
 }
 
-/* The pass forward up to its loss. */
-static void put_loss(mn_trainer *t, mn_tape *tape, const mn_model_input *in, const int32_t *targets,
-                     mn_loss_options how, bool trains, double *loss, int64_t *counted) {
-    if (trains && t->distill) {
-        mn_distill_forward(t->distill, tape, t->model, in, targets, t->step, how.weight, loss,
-                           counted);
-    } else if (t->options.mc_samples > 0) {
-        mn_model_marginal_loss(t->model, tape, in, targets, how, (int)t->options.mc_samples,
-                               (uint64_t)t->options.seed, t->draw, loss, counted);
-    } else {
-        mn_tensor *hidden = mn_model_hidden(t->model, tape, in);
-        if (trains && t->asked.n > 0 && !t->cut) {
-            hidden = mn_tape_pick(tape, hidden, t->asked.places, t->asked.n);
-            targets = t->asked.targets;
-        }
-        mn_model_loss(t->model, tape, hidden, targets, how, loss, counted);
-    }
-}
-
 mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *batch, unsigned modes,
                           bool add, double weight, double *loss, int64_t *counted) {
     double share = 1.0;
@@ -248,9 +229,20 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
         in.ready_context = t;
     }
     const double z_loss = trains ? t->options.z_loss : 0.0;
-    const mn_loss_options how = { .weight = weight * share, .z_loss = z_loss };
+    mn_loss_options how = { .weight = weight * share, .z_loss = z_loss };
+    if (trains) mn_trainer_order(t, batch, &how);
     mn_tape_start(tape, modes);
-    put_loss(t, tape, &in, batch->targets, how, trains, loss, counted);
+    if (trains && t->distill) {
+        mn_distill_forward(t->distill, tape, t->model, &in, batch->targets, t->step, how.weight,
+                           loss, counted);
+    } else if (t->options.mc_samples > 0) {
+        mn_model_marginal_loss(t->model, tape, &in, batch->targets, how,
+                               (int)t->options.mc_samples, (uint64_t)t->options.seed,
+                               t->draw, loss, counted);
+    } else {
+        mn_tensor *hidden = mn_model_hidden(t->model, tape, &in);
+        mn_model_loss(t->model, tape, hidden, batch->targets, how, loss, counted);
+    }
     if (mn_tape_status(tape) != MN_OK || !trains) {
         mn_tape_run_by(tape, NULL);
         return mn_tape_status(tape);

@@ -151,11 +151,7 @@ static mn_status open_source(mn_loader **loader, mn_token_batch *batch, const mn
 
 static mn_status open_sources(mn_trainer *t, const mn_train_data *given) {
     const mn_train_options *o = &t->options;
-    const mn_source *source = given->train_source;
-    mn_status st = open_source(&t->train_loader, &t->batch, source, o);
-    if (st == MN_OK && t->context->device) {
-        st = mn_asked_create(&t->asked, source->asked, source->rows, source->length);
-    }
+    mn_status st = open_source(&t->train_loader, &t->batch, given->train_source, o);
     if (st != MN_OK || !given->valid_source) return st;
     return open_source(&t->valid_loader, &t->valid_batch, given->valid_source, o);
 }
@@ -201,7 +197,6 @@ uint64_t mn_trainer_tokenizer_mark(const mn_trainer *t) {
 void mn_trainer_close_data(mn_trainer *t) {
     mn_token_batch_free(&t->batch);
     mn_token_batch_free(&t->valid_batch);
-    mn_asked_free(&t->asked);
     mn_loader_destroy(t->train_loader);
     mn_loader_destroy(t->valid_loader);
     mn_corpus_destroy(t->train);

@@ -23,7 +23,7 @@ static mn_status fill(void *context, int64_t step, int64_t rows, int64_t length,
 }
 
 static mn_status open_loader(mn_loader **loader, uint64_t *seed) {
-    return mn_loader_from_source(loader, &(mn_source){ seed, fill, ROWS, LENGTH, 4, 0 });
+    return mn_loader_from_source(loader, &(mn_source){ seed, fill, ROWS, LENGTH, 4 });
 }
 
 static mn_status open_model(mn_model **model) {
@@ -55,7 +55,7 @@ static void sources(void **state) {
           "targets %d %d", batch.targets[3], batch.targets[4]);
     CHECK(mn_loader_fill(&batch, loader, 99) == MN_ERR_IO, "step 99 was filled");
     mn_loader *none;
-    CHECK(mn_loader_from_source(&none, &(mn_source){ &seed, fill, 0, 5, 1, 0 }) == MN_ERR_ARGUMENT,
+    CHECK(mn_loader_from_source(&none, &(mn_source){ &seed, fill, 0, 5, 1 }) == MN_ERR_ARGUMENT,
           "a source without rows was taken");
     mn_token_batch_free(&batch);
     mn_loader_destroy(loader);

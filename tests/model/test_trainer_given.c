@@ -14,7 +14,6 @@
 #include "base/rng.h"
 #include "support/check.h"
 #include "support/folder.h"
-#include "train/asked.h"
 #include "train/trainer.h"
 
 enum { N_TOKENS = 1000, VOCABULARY = 50, STEPS = 4 };
@@ -123,31 +122,6 @@ static void one_source_of_data_is_needed(void **state) {
     mn_corpus_destroy(corpus);
 }
 
-/* Places with a target come first, in order, then as many others as there is room for. */
-static void few_targets_are_listed_side_by_side(void **state) {
-    (void)state;
-    mn_asked asked;
-    int32_t targets[12] = { -100, -100, 7, -100, -100, -100, 0, -100, -100, -100, -100, 3 };
-    const mn_token_batch batch = { .rows = 2, .length = 6, .targets = targets };
-    assert_int_equal(mn_asked_create(&asked, 5, 2, 6), MN_OK);
-    assert_int_equal(mn_asked_list(&asked, &batch), MN_OK);
-    const int32_t places[] = { 2, 6, 11, 0, 1 }, wanted[] = { 7, 0, 3, -100, -100 };
-    for (int i = 0; i < 5; i++) {
-        CHECK(asked.places[i] == places[i] && asked.targets[i] == wanted[i],
-              "number %d is place %d, target %d", i, asked.places[i], asked.targets[i]);
-    }
-    for (int i = 0; i < 3; i++) targets[i] = targets[i + 7] = 1;
-    assert_fails(mn_asked_list(&asked, &batch), MN_ERR_INTERNAL, "asks for 8", "5 at most");
-    mn_asked_free(&asked);
-
-    /* not worth it, or not known */
-    assert_int_equal(mn_asked_create(&asked, 7, 2, 6), MN_OK);
-    assert_int_equal(asked.n, 0);
-    assert_int_equal(mn_asked_create(&asked, 0, 2, 6), MN_OK);
-    assert_int_equal(asked.n, 0);
-    check_done();
-}
-
 static int start(void **state) {
     return mn_context_create(&context, NULL) == MN_OK ? make_folder(state) : -1;
 }
@@ -161,7 +135,6 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(memory_and_files_give_the_same_numbers),
         cmocka_unit_test(one_source_of_data_is_needed),
-        cmocka_unit_test(few_targets_are_listed_side_by_side),
     };
     return cmocka_run_group_tests_name("trainers on given data", tests, start, end);
 }

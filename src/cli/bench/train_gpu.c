@@ -102,7 +102,8 @@ static mn_status time_steps(result *r, mn_trainer *trainer, int n_runs) {
     return MN_OK;
 }
 
-/* Reads 4096 tokens at once, for the second time, and then one after the other. */
+/* Reads 4096 tokens at once, the third time with all memory at hand, and behind them one after the
+ * other. */
 static mn_status time_session(result *r, mn_model *model, mn_context *context, mn_dtype dtype,
                               int n_runs) {
     const int64_t vocabulary = mn_model_describe(model)->vocab_size;
@@ -115,8 +116,9 @@ static mn_status time_session(result *r, mn_model *model, mn_context *context, m
     }
     mn_status st = mn_session_create(&session, context, model, &how);
     for (int i = 0; st == MN_OK && i < 3; i++) {
+        st = mn_session_reset(session);
         const double start = mn_seconds();
-        st = mn_session_feed(session, tokens, PREFILL);
+        if (st == MN_OK) st = mn_session_feed(session, tokens, PREFILL);
         r->prefill = mn_seconds() - start;
     }
     const int n = 8 * n_runs;
@@ -186,8 +188,7 @@ static mn_status measure(result *r, const train_case *c, const mn_bench_options 
     mn_train_memory memory;
     mn_step_result step;
     size_t used = 0;
-    const mn_source source = { .context = (void *)&vocabulary, .fill = fill, .rows = c->batch,
-                               .length = c->context, .epoch = 1000 };
+    const mn_source source = { (void *)&vocabulary, fill, c->batch, c->context, 1000 };
     const mn_train_data data = { .train_source = &source };
     *r = (result){ .of = c };
     mn_status st = mn_context_create(&context, &how);

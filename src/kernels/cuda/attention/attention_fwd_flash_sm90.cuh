@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
+#include "kernels/cuda/prim/first_wild.cuh"
 #include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
@@ -30,6 +31,7 @@ static const int64_t mn_flash_l2_bytes = (int64_t)24 << 20;
 struct mn_flash_params {
     mn_attn_params p;
     int64_t tiles, section;
+    bool redo;    // of rows in front of a value that is not finite: mn_flash_redo_coord
 };
 
 struct mn_flash_coord {
@@ -52,6 +54,29 @@ __device__ inline mn_flash_coord mn_flash_coord_of(const mn_flash_params &f, int
     coord.tile = mn_tile_at(call, rows, slot);
     coord.h = head % heads;
     coord.before = mn_keys_before(call);
+    return coord;
+}
+
+/* What a block makes again: the last row of a head sees all values, so that one that is not finite
+ * shows in its o. The tile that holds the first such value has rows in front of it, for which 0
+ * times that was not 0; the tile ends there. No rows where there is nothing to do. All threads of
+ * block n * H + h call. */
+__device__ inline mn_flash_coord mn_flash_redo_coord(const mn_attn_params &p) {
+    const mn_call &call = p.call;
+    mn_flash_coord coord = {};
+    mn_tile_span &tile = coord.tile;
+    mn_pdl_wait();
+    tile.n = blockIdx.x / call.H, coord.h = blockIdx.x % call.H;
+    tile.span = mn_span_at(call, tile.n), coord.before = mn_keys_before(call);
+    const int64_t b = tile.span.b, t0 = tile.span.t0, length = tile.span.length;
+    const mn_bf16 *last = mn_row<mn_bf16>(p.o, b, t0 + length - 1, coord.h);
+    const mn_bf16 *v = mn_row<mn_bf16>(p.v, b, t0, coord.h / (call.H / call.J));
+    if (length == 0 || !mn_redo_row_is_wild(last, call.V)) return coord;
+    const int64_t cut = mn_redo_first_token(coord.before + length, [&](int64_t t, float most) {
+        return mn_redo_has_wild(v + t * p.v.stride[1], call.V, most);
+    }) - coord.before;
+    if (cut <= 0) return coord;
+    tile.first = cut / MN_FLASH_QUERIES * MN_FLASH_QUERIES, tile.n_rows = cut - tile.first;
     return coord;
 }
 
@@ -247,7 +272,8 @@ attention_fwd_flash_kernel(const __grid_constant__ mn_flash_params f) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     mn_flash_smem<D> &smem = *(mn_flash_smem<D> *)bytes;
     const mn_flash_coord at =
-        mn_flash_coord_of(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
+        f.redo ? mn_flash_redo_coord(f.p)
+               : mn_flash_coord_of(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
     if (at.tile.n_rows == 0) return;
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
     const int n_tiles = (n_keys + MN_FLASH_KEYS - 1) / MN_FLASH_KEYS;
@@ -301,7 +327,7 @@ inline mn_flash_params mn_flash_params_of(const mn_attn_params &p, const mn_call
     const int64_t each = call.L * (p.call.K + p.call.V) * 2 + 1;
     const int64_t all = call.cu_seqlens ? heads : heads * call.B;
     mn_flash_params f = { p, mn_tile_slots(call, rows),
-        mn_max(mn_flash_l2_bytes / each, 1) * shared_by };
+        mn_max(mn_flash_l2_bytes / each, 1) * shared_by, false };
     if (!call.cu_seqlens) f.tiles = mn_ceil_div(call.T, rows);
     f.section = mn_min(f.section, all);
     *blocks = f.tiles * all;
@@ -321,11 +347,15 @@ inline int mn_flash_launch(void (*kernel)(Params), const Params &params, int64_t
 template <int D, bool softmax>
 inline int mn_flash_fwd_of(const mn_attn_params &p, cudaStream_t stream) {
     int64_t blocks;
-    const mn_flash_params f = mn_flash_params_of(p, p.call, p.call.H, MN_FLASH_QUERIES,
-                                                 p.call.H / p.call.J,
-                                   &blocks);
-    return mn_flash_launch(attention_fwd_flash_kernel<D, softmax>, f, blocks,
-                          sizeof(mn_flash_smem<D>), stream);
+    const auto kernel = attention_fwd_flash_kernel<D, softmax>;
+    const size_t smem = sizeof(mn_flash_smem<D>);
+    mn_flash_params f = mn_flash_params_of(p, p.call, p.call.H, MN_FLASH_QUERIES,
+                                           p.call.H / p.call.J, &blocks);
+    const int code = mn_flash_launch(kernel, f, blocks, smem, stream);
+    if (code != cudaSuccess || blocks == 0 || !p.o.data) return code;
+    f.redo = true;
+    return mn_launch_smem_behind(true, kernel, dim3((unsigned)(mn_n_spans(p.call) * p.call.H)),
+                                 MN_FLASH_THREADS, smem, stream, f);
 }
 
 inline int mn_flash_fwd(const mn_attn_params &p, cudaStream_t stream) {
