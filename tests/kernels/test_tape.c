@@ -662,17 +662,14 @@ static mn_loss_options options_of(const program *p) {
                               .z_loss = p->kind & ADDS_Z ? 0.01 : 0.0, .nll = current->nll };
 }
 
-/* A loss is weighed as sums over a batch are: gradients come out small, and are compared by scale.
- * */
+/* A loss is weighed as sums over a batch are: its gradients are small and compared by scale. */
 static mn_tensor *one_loss(mn_tape *tape, mn_tensor **in, const program *p) {
     mn_loss_options how = options_of(p);
-    if (p->kind & ORDERS) {    // the rows that have a target, and one more
-        const int64_t rows = p->in[0].shape[0] * p->in[0].shape[1];
-        int64_t front = 0, back = rows;
-        for (int64_t i = 0; i < rows; i++) order[targets[i] >= 0 ? front++ : --back] = (int32_t)i;
-        how.order = order;
-        how.n_ordered = mn_min(front + 1, rows);
-    }
+    const int64_t rows = p->in[0].shape[0] * p->in[0].shape[1];
+    int64_t front = 0, back = rows;
+    for (int64_t i = 0; i < rows; i++) order[targets[i] >= 0 ? front++ : --back] = (int32_t)i;
+    how.order = p->kind & ORDERS ? order : NULL;
+    how.n_ordered = mn_min(front + 1, rows);    // the rows that have a target, and one more
     mn_tape_loss(tape, mn_tape_affine(tape, in[0], 0.5, 0.0), in[1], targets, &how,
                  &current->loss, &current->counted);
     return NULL;
