@@ -1,37 +1,11 @@
-/* lru.cu - the real-gated linear recurrent unit, a thread for each channel of a sequence (see
- * ref/lru.c). Neighbouring threads have neighbouring channels. Backward goes forward first and
- * keeps the states; sums of a parameter over sequences are a second kernel. What a channel does
- * at a token is lru_step.cuh. */
-#include "kernels/cuda/lru/lru_step.cuh"
+/* lru.cu - launches of the real-gated linear recurrent unit (see ref/lru.c), and one token of many
+ * sequences. Neighbouring threads have neighbouring channels. Sequences are lru_scan.cuh's, what a
+ * channel does at a token is lru_step.cuh's. */
+#include "kernels/cuda/lru/lru_scan.cuh"
 
 namespace mneme::lru {
 
 enum { THREADS = 64 };
-
-template <typename T>
-__device__ inline cell cell_at(const mn_lru_args &p, int64_t b, int64_t t, int64_t v, float soft,
-                               bool first) {
-    return cell_of(mn_float(mn_row<T>(p.x, b, t, 0)[v]), mn_float(mn_row<T>(p.gx, b, t, 0)[v]),
-                   mn_float(mn_row<T>(p.ga, b, t, 0)[v]), soft, first);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(THREADS)
-lru_fwd_recurrent(const __grid_constant__ mn_lru_args p, int64_t tiles) {
-    const int64_t n = blockIdx.x / tiles, v = blockIdx.x % tiles * THREADS + threadIdx.x;
-    if (v >= p.call.V) return;
-    const mn_span span = mn_span_at(p.call, n);
-    const float *h0 = mn_row<float>(p.h0, n, 0, 0);
-    float *last = mn_row<float>(p.h, n, 0, 0), h = mn_get(h0, v);
-    const float soft = mn_softplus(((const float *)p.a_param.data)[v]);
-    for (int64_t t = 0; t < span.length; t++) {
-        const cell c = cell_at<T>(p, span.b, span.t0 + t, v, soft, t == 0 && !h0);
-        T *y = mn_row<T>(p.y, span.b, span.t0 + t, 0);
-        h = advance(c, h);
-        if (y) mn_put(y + v, h);
-    }
-    if (last) last[v] = h;
-}
 
 /* One token: a thread has four neighbouring channels of STEP_ROWS sequences, so that what belongs
  * to a channel alone is made once for them. */
@@ -71,43 +45,6 @@ lru_step_kernel(const __grid_constant__ mn_lru_args p) {
     }
 }
 
-/* `states` (B,T,V) takes what is in front of each token, `parts` (N,V) each sequence's sum. */
-template <typename T>
-__global__ void __launch_bounds__(THREADS)
-lru_bwd_recurrent(const __grid_constant__ mn_lru_args p, int64_t tiles, float *states,
-                  float *parts) {
-    const int64_t n = blockIdx.x / tiles, v = blockIdx.x % tiles * THREADS + threadIdx.x;
-    const int64_t V = p.call.V;
-    if (v >= V) return;
-    const mn_span span = mn_span_at(p.call, n);
-    const float *h0 = mn_row<float>(p.h0, n, 0, 0);
-    const float param = ((const float *)p.a_param.data)[v], soft = mn_softplus(param);
-    float *kept = states + (span.b * p.call.T + span.t0) * V + v;
-    float h = mn_get(h0, v), D = mn_get(mn_row<float>(p.cot.h, n, 0, 0), v), sum = 0.0f;
-    for (int64_t t = 0; t < span.length; t++) {
-        const cell c = cell_at<T>(p, span.b, span.t0 + t, v, soft, t == 0 && !h0);
-        kept[t * V] = h;
-        h = advance(c, h);
-    }
-    for (int64_t t = span.length - 1; t >= 0; t--) {
-        const int64_t b = span.b, at = span.t0 + t;
-        const cell c = cell_at<T>(p, b, at, v, soft, t == 0 && !h0);
-        T *dx = mn_row<T>(p.grad.x, b, at, 0), *dgx = mn_row<T>(p.grad.gx, b, at, 0);
-        T *dga = mn_row<T>(p.grad.ga, b, at, 0);
-        D += mn_get(mn_row<T>(p.cot.y, b, at, 0), v);
-        const float steep = fminf(1.0f / c.r, 2000.0f), in = c.i * c.x;
-        const float dla = D * fmaf(-in * c.a * c.a, steep, c.a * kept[t * V]);
-        if (dx) mn_put(dx + v, D * c.r * c.i);
-        if (dgx) mn_put(dgx + v, D * c.r * in * (1.0f - c.i));
-        if (dga) mn_put(dga + v, -8.0f * dla * soft * c.rate * (1.0f - c.rate));
-        sum = fmaf(dla, c.rate, sum);
-        D *= c.a;
-    }
-    float *dh0 = mn_row<float>(p.grad.h0, n, 0, 0);
-    if (dh0) dh0[v] = D;
-    parts[n * V + v] = -8.0f * mn_sigmoid_exact(param) * sum;
-}
-
 __global__ void __launch_bounds__(THREADS)
 lru_reduce_grads(const __grid_constant__ mn_lru_args p, int64_t n_spans, const float *parts) {
     const int64_t v = blockIdx.x * (int64_t)THREADS + threadIdx.x;
@@ -125,15 +62,12 @@ MN_CUDA_PLAN(lru_forward) {
 MN_CUDA_LAUNCH(lru_forward) {
     (void)shared;
     const mn_lru_args &p = *(const mn_lru_args *)args;
-    const int64_t tiles = mn_ceil_div(p.call.V, THREADS), blocks = tiles * mn_n_spans(p.call);
+    const int64_t tiles = mn_ceil_div(p.call.V, CHANNELS), blocks = tiles * mn_n_spans(p.call);
     const cudaStream_t on = (cudaStream_t)stream;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    if (p.call.dtype == MN_BF16) {
-        lru_fwd_recurrent<mn_bf16><<<(unsigned)blocks, THREADS, 0, on>>>(p, tiles);
-    } else {
-        lru_fwd_recurrent<float><<<(unsigned)blocks, THREADS, 0, on>>>(p, tiles);
-    }
+    const auto kernel = p.call.dtype == MN_BF16 ? lru_fwd_scan<mn_bf16> : lru_fwd_scan<float>;
+    kernel<<<(unsigned)blocks, SCAN_THREADS, 0, on>>>(p, tiles);
     return mn_launch_status();
 }
 
@@ -166,7 +100,7 @@ MN_CUDA_LAUNCH(lru_step) {
 MN_CUDA_PLAN(lru_backward) {
     const mn_call &call = *(const mn_call *)args;
     size_t states, parts;
-    return mn_mul_size(&states, (size_t)(call.B * call.T), (size_t)call.V) &&
+    return mn_mul_size(&states, (size_t)mn_tile_slots(call, SEGMENT), (size_t)call.V) &&
            mn_mul_size(&parts, (size_t)mn_n_spans(call), (size_t)call.V) &&
            mn_add_size(&states, states, parts) &&
            mn_mul_size(&plan->shared_bytes, states, sizeof(float));
@@ -174,19 +108,17 @@ MN_CUDA_PLAN(lru_backward) {
 
 MN_CUDA_LAUNCH(lru_backward) {
     const mn_lru_args &p = *(const mn_lru_args *)args;
-    const int64_t tiles = mn_ceil_div(p.call.V, THREADS), spans = mn_n_spans(p.call);
+    const int64_t tiles = mn_ceil_div(p.call.V, CHANNELS), spans = mn_n_spans(p.call);
     const int64_t blocks = tiles * spans;
     const cudaStream_t on = (cudaStream_t)stream;
-    float *states = (float *)shared, *parts = states + p.call.B * p.call.T * p.call.V;
+    float *states = (float *)shared;
+    float *parts = states + mn_tile_slots(p.call, SEGMENT) * p.call.V;
     if (tiles == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    if (blocks > 0 && p.call.dtype == MN_BF16) {
-        lru_bwd_recurrent<mn_bf16><<<(unsigned)blocks, THREADS, 0, on>>>(p, tiles, states, parts);
-    } else if (blocks > 0) {
-        lru_bwd_recurrent<float><<<(unsigned)blocks, THREADS, 0, on>>>(p, tiles, states, parts);
-    }
+    const auto kernel = p.call.dtype == MN_BF16 ? lru_bwd_scan<mn_bf16> : lru_bwd_scan<float>;
+    if (blocks > 0) kernel<<<(unsigned)blocks, SCAN_THREADS, 0, on>>>(p, tiles, states, parts);
     if (p.grad.a_param.data) {
-        lru_reduce_grads<<<(unsigned)tiles, THREADS, 0, on>>>(p, spans, parts);
+        lru_reduce_grads<<<mn_blocks(p.call.V, THREADS), THREADS, 0, on>>>(p, spans, parts);
     }
     return mn_launch_status();
 }
