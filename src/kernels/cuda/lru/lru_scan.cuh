@@ -2,10 +2,10 @@
  * side by side.
  *
  * A segment's tokens make one map of the state in front of it, h = A h + H with A the product of
- * its decays and H its state from nothing. A block has 32 channels, a lane each, and a warp for each
- * of 16 segments of a chunk: all write their map, each goes through those in front of it from the
- * state of the chunk before, and then through its own tokens once more, in their order. Cotangents
- * of states go back by such maps in the other direction. */
+ * its decays and H its state from nothing. A block has 32 channels, a lane each, and a warp for
+ * each of 16 segments of a chunk: all write their map, each goes through those in front of it from
+ * the state of the chunk before, and then through its own tokens once more, in their order.
+ * Cotangents of states go back by such maps in the other direction. */
 #ifndef MN_KERNELS_CUDA_LRU_LRU_SCAN_CUH
 #define MN_KERNELS_CUDA_LRU_LRU_SCAN_CUH
 
