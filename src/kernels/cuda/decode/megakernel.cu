@@ -277,9 +277,13 @@ struct mn_decode_epilogue {
     __device__ void store_made(const mn_decode_epi_instr *epis, const float (&made)[3]) const {
 #pragma unroll
         for (int i = 0; i < 3; i++) {
-            if (!owner || (epis[i].per > 1 && column > 0)) continue;
-            if (epis[i].wide) ((float *)epis[i].to)[column] = made[i];
-            else ((mn_bf16 *)epis[i].to)[column] = __float2bfloat16_rn(made[i]);
+            const bool stores = owner && (epis[i].per == 1 || column == 0);
+            if (!epis[i].wide) {
+                mn_decode_store_result(place, stores, (mn_bf16 *)epis[i].to, epis[i].to_handoff,
+                                       made[i]);
+            } else if (stores) {
+                ((float *)epis[i].to)[column] = made[i];
+            }
         }
     }
 
