@@ -268,9 +268,9 @@ inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t strea
 /* Back, where the maps are there already but for what they add. */
 template <int KP, typename Scan>
 inline int mn_delta_scan_segments_back(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
-    const int first = MN_DELTA_SEGMENT_FIRST | MN_DELTA_SEGMENT_MAPS;
-    int code = scan(mn_delta_part_of(job, first, 1), job.segments.count - 2);
-    if (code == cudaSuccess) code = mn_delta_segment_states<KP, true>(job, stream);
+    const int first = MN_DELTA_SEGMENT_FIRST | (job.cuts ? 0 : MN_DELTA_SEGMENT_MAPS);
+    int code = scan(mn_delta_part_of(job, first, 1), job.cuts ? 0 : job.segments.count - 2);
+    if (code == cudaSuccess && !job.cuts) code = mn_delta_segment_states<KP, true>(job, stream);
     if (code != cudaSuccess) return code;
     return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 0), job.segments.count - 1);
 }
