@@ -365,6 +365,26 @@ static void check_cut(op_case c) {
     if (shares_next()) check_bf16(c);
 }
 
+/* Heads of up to 64 channels and value columns, whose chunks are shorter than those of wider ones:
+ * around a chunk, packed, without and with decays that leave nothing. */
+static void check_narrow(op_case c) {
+    static const struct {
+        int64_t K, V;
+    } heads[] = { { 64, 64 }, { 40, 56 }, { 33, 35 } };
+    static const int64_t spans[] = { 15, 16, 17, 200 };
+    for (size_t i = 0; i < MN_COUNTOF(heads) * MN_COUNTOF(spans); i++) {
+        c.K = heads[i / MN_COUNTOF(spans)].K, c.V = heads[i / MN_COUNTOF(spans)].V;
+        c.B = c.H = 2, c.T = spans[i % MN_COUNTOF(spans)];
+        for (int extreme = 0; extreme < 2; extreme++) {
+            c.seed = (extreme ? EXTREME : 0) + 90 + i;
+            if (shares_next()) check_bf16(c);
+        }
+    }
+    c.B = 1, c.H = 3, c.K = 64, c.V = 64;
+    c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];
+    if (shares_next()) check_bf16(c);
+}
+
 static void kernels_match_reference(mn_op_id op) {
     if (!gpu) {
         skip();
@@ -387,6 +407,7 @@ static void kernels_match_reference(mn_op_id op) {
         op_case c = forms[f];
         if (op == MN_OP_moebius) check_long(c);
         if (op == MN_OP_delta) check_cut(c);
+        if (op == MN_OP_dplr) check_narrow(c);
         if (op == MN_OP_attention) check_windows(c);
         if (op == MN_OP_additive || op == MN_OP_delta || op == MN_OP_delta_net) check_groups(c);
         if (!op_has_time(op)) continue;

@@ -55,7 +55,7 @@ typedef struct outcome {
     size_t planned, taken;
 } outcome;
 
-static int32_t ids[MOST_IDS], targets[MOST_IDS];
+static int32_t ids[MOST_IDS], targets[MOST_IDS], order[MOST_IDS];
 
 /* ---- one side -------------------------------------------------------------------------------- */
 
@@ -655,7 +655,7 @@ static void moves(void **state) {
 
 /* ---- losses ---------------------------------------------------------------------------------- */
 
-enum { IGNORES = 1, CAPS = 2, ADDS_Z = 4 };
+enum { IGNORES = 1, CAPS = 2, ADDS_Z = 4, ORDERS = 8 };
 
 static mn_loss_options options_of(const program *p) {
     return (mn_loss_options){ .weight = 0.5, .softcap = p->kind & CAPS ? 3.0 : 0.0,
@@ -665,7 +665,14 @@ static mn_loss_options options_of(const program *p) {
 /* A loss is weighed as sums over a batch are: gradients come out small, and are compared by scale.
  * */
 static mn_tensor *one_loss(mn_tape *tape, mn_tensor **in, const program *p) {
-    const mn_loss_options how = options_of(p);
+    mn_loss_options how = options_of(p);
+    if (p->kind & ORDERS) {    // the rows that have a target, and one more
+        const int64_t rows = p->in[0].shape[0] * p->in[0].shape[1];
+        int64_t front = 0, back = rows;
+        for (int64_t i = 0; i < rows; i++) order[targets[i] >= 0 ? front++ : --back] = (int32_t)i;
+        how.order = order;
+        how.n_ordered = mn_min(front + 1, rows);
+    }
     mn_tape_loss(tape, mn_tape_affine(tape, in[0], 0.5, 0.0), in[1], targets, &how,
                  &current->loss, &current->counted);
     return NULL;
@@ -685,7 +692,7 @@ static void losses(void **state) {
     static const int64_t sizes[][3] = { { 5, 8, 11 }, { 130, 40, 257 }, { 1, 16, 4104 },
                                         { 2, 8, 33001 }, { 300, 8, 24 } };
     for (size_t i = 0; i < MN_COUNTOF(sizes); i++) {
-        for (int kind = 0; kind < 8; kind++) {
+        for (int kind = 0; kind < 16; kind++) {
             const int64_t T = sizes[i][0], D = sizes[i][1], V = sizes[i][2];
             for (int k = 0; k < MOST_IDS; k++) {
                 targets[k] = (int32_t)(mn_rng_bits(4, 1, (uint64_t)k) % (uint64_t)V);

@@ -103,11 +103,38 @@ inline bool mn_delta_make_params(mn_delta_params *job, const mn_delta_args *p, v
     return mn_delta_workspace_layout(&job->workspace, &bytes, p, shared, back);
 }
 
+/* Shared memory that a GPU has to have for keys of up to so many numbers: of the scans with one
+ * column tile a block, and of gradients by 64 channels. Of 8.0, which has 163 KiB, up to 128. */
+enum {
+    MN_DELTA_LEAST_SMEM_64 = 146 * 1024,
+    MN_DELTA_LEAST_SMEM_128 = 157 * 1024,
+    MN_DELTA_LEAST_SMEM_256 = 226 * 1024
+};
+
+/* Shared memory of a scan with so many column tiles. */
+template <int KP>
+inline size_t mn_delta_scan_bytes(int col_tiles) {
+    static_assert(sizeof(mn_scan_smem<KP>) + sizeof(mn_scan_warp_exchange<KP>) <=
+                      (KP <= 64    ? MN_DELTA_LEAST_SMEM_64
+                       : KP <= 128 ? MN_DELTA_LEAST_SMEM_128
+                                   : MN_DELTA_LEAST_SMEM_256), "what the GPU has to have");
+    const bool group = col_tiles == MN_DELTA_COL_TILES;
+    return sizeof(mn_scan_smem<KP>) +
+           (size_t)col_tiles * (group ? sizeof(mn_scan_exchange<mn_scan_splits<KP>>)
+                                      : sizeof(mn_scan_warp_exchange<KP>));
+}
+
 /* Column tiles of a block of a scan: fewer than four where there are few columns to spread over the
- * processors. Four are scanned by warpgroups, fewer by warps, with the same bits. */
+ * processors, or little shared memory. Four are scanned by warpgroups, fewer by warps, with the
+ * same bits. */
+template <int KP>
 inline int mn_delta_col_tiles(int64_t columns, int64_t heads) {
+    const size_t most = (size_t)mn_device_props_current().shared_bytes;
     int col_tiles = MN_DELTA_COL_TILES;
-    while (col_tiles > 1 && mn_ceil_div(columns, 16 * col_tiles) * heads < 64) col_tiles /= 2;
+    while (col_tiles > 1 && (mn_ceil_div(columns, 16 * col_tiles) * heads < 64 ||
+                             mn_delta_scan_bytes<KP>(col_tiles) > most)) {
+        col_tiles /= 2;
+    }
     return col_tiles;
 }
 
@@ -183,12 +210,10 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     constexpr int splits = mn_scan_splits<KP>, warps = mn_scan_sizes<KP>::splits;
     const int64_t heads =
         job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
-    const int col_tiles = job.segments.part == MN_DELTA_WHOLE ? mn_delta_col_tiles(columns, heads)
+    const int col_tiles = job.segments.part == MN_DELTA_WHOLE ? mn_delta_col_tiles<KP>(columns, heads)
                                                               : (int)MN_DELTA_COL_TILES;
     const int64_t n_slices = mn_ceil_div(columns, 16 * col_tiles), blocks = n_slices * heads;
     const bool group = col_tiles == MN_DELTA_COL_TILES;
-    const size_t exchange = group ? sizeof(mn_scan_exchange<splits>)
-        : sizeof(mn_scan_warp_exchange<KP>);
     mn_scan_tma_maps maps;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
@@ -211,9 +236,7 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     return mn_launch_smem(group ? warpgroup_kernel : warp_kernel,
                                dim3((unsigned)blocks),
                                32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
-                               sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * exchange, stream,
-                                   job,
-                               maps, n_slices);
+                               mn_delta_scan_bytes<KP>(col_tiles), stream, job, maps, n_slices);
 }
 
 /* ---- segments -------------------------------------------------------------------------------- */

@@ -1,7 +1,7 @@
 /* dplr.cu - u = S'a;  S = diag(exp g) S + b u' + k v';  o = scale S'q (see ref/dplr.c). bf16 goes
- * over chunks (dplr_chunk.h) unless memories are narrow, decode steps are dplr_step.cuh; the rest
- * goes token by token with the state in registers: the tiles, cells and sums of
- * recurrent/matrix_state.cuh.
+ * over chunks (dplr_chunk.h) unless memories are narrow, decode steps are matrix_step.cuh of
+ * recurrent/ (dplr_step.cuh is the stage of a megakernel); the rest goes token by token with the
+ * state in registers: the tiles, cells and sums of recurrent/matrix_state.cuh.
  *
  *   D += scale q do'      dq = scale S do     dk = D v     dv = D'k     db = D u     du = D'b
  *   da = S0 du            dg = exp(g) rowsum(D . S0)        D = diag(exp g) D + a du'
@@ -11,8 +11,8 @@
  * group, and of a group every token's in shared memory. A second kernel adds the tiles' sums over
  * columns in the order of the tiles. */
 #include "kernels/cuda/dplr/dplr_chunk.h"
-#include "kernels/cuda/dplr/dplr_step.cuh"
 #include "kernels/cuda/recurrent/matrix_state.cuh"
+#include "kernels/cuda/recurrent/matrix_step.cuh"
 
 namespace mneme::dplr {
 
@@ -299,20 +299,6 @@ dplr_reduce_grads(const __grid_constant__ mn_dplr_args p, int64_t n_tiles, const
     }
 }
 
-/* ---- one token, state in place --------------------------------------------------------------- */
-
-template <typename T, int THREADS>
-__global__ void __launch_bounds__(THREADS)
-dplr_step_recurrent(const __grid_constant__ mn_dplr_args p, int64_t n_tiles) {
-    __shared__ step_smem<THREADS> smem;
-    const int64_t index = blockIdx.x, h = index / n_tiles % p.call.H;
-    const int64_t n = index / n_tiles / p.call.H, column = index % n_tiles * STEP_COLUMNS;
-    mn_pdl_launch_dependents();
-    step_prefetch<THREADS>(p, n, h, column);
-    mn_pdl_wait();
-    step_columns<T, mn_cta<THREADS>, THREADS>(p, n, h, column, smem);
-}
-
 /* ---- launches -------------------------------------------------------------------------------- */
 
 template <typename T, int R>
@@ -376,22 +362,21 @@ MN_CUDA_LAUNCH(dplr_forward) {
     DPLR_DISPATCH_K(forward_of, float, p.call.K, (p, on));
 }
 
-template <typename T, int THREADS>
-static int step_of(const mn_dplr_args &p, cudaStream_t stream) {
-    const int64_t n_tiles = mn_ceil_div(p.call.V, (int64_t)STEP_COLUMNS);
-    const int64_t blocks = n_tiles * p.call.H * p.call.B;
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_pdl(dplr_step_recurrent<T, THREADS>, dim3((unsigned)blocks), THREADS, 0,
-                         stream, p, n_tiles);
-}
-
+/* One token with the state in place, by the kernel that delta's and additive's steps have. */
 template <typename T>
 static int step_in(const mn_dplr_args &p, cudaStream_t stream) {
-    const int64_t K = p.call.K;
-    if (!step_serves(&p) || K > 256) DPLR_DISPATCH_K(forward_of, T, K, (p, stream));
-    if (K <= 64) return step_of<T, 128>(p, stream);
-    return K <= 128 ? step_of<T, 256>(p, stream) : step_of<T, 512>(p, stream);
+    mn_step_params s = {};
+    s.K = (int)p.call.K, s.V = (int)p.call.V, s.H = (int)p.call.H, s.share = 1, s.n_rows = 1;
+    s.by_channel = true, s.scale = (float)p.scale;
+    const bool fits = mn_step_fits(p.call) && mn_step_vec_aligned<T>(p.v) &&
+                      mn_step_vec_aligned<T>(p.o) && mn_step_vec_aligned<float>(p.state0) &&
+                      mn_step_vec_aligned<float>(p.state) && mn_step_view_of(&s.state0, p.state0) &&
+                      mn_step_view_of(&s.state, p.state) && mn_step_view_of(&s.q, p.q) &&
+                      mn_step_view_of(&s.e, p.a) && mn_step_view_of(&s.w, p.k) &&
+                      mn_step_view_of(&s.v, p.v) && mn_step_view_of(&s.b, p.b) &&
+                      mn_step_view_of(&s.g, p.g) && mn_step_view_of(&s.o, p.o);
+    if (!fits) DPLR_DISPATCH_K(forward_of, T, p.call.K, (p, stream));
+    return mn_step_launch<T, MN_STEP_DPLR, 1>(s, p.call.B, stream);
 }
 
 MN_CUDA_PLAN(dplr_step) {

@@ -35,6 +35,7 @@ bool mn_dplr_uses_chunks(const mn_dplr_args *p) {
 }
 
 bool mn_dplr_chunk_plan(mn_plan *plan, const mn_dplr_args *p, bool back) {
+    if (mn_dplr_uses_chunks_sm90(p)) return mn_dplr_chunk_plan_sm90(plan, p, back);
     const mn_delta_args rows = rows_of(p);
     mn_delta_workspace workspace;
     return mn_delta_workspace_layout(&workspace, &plan->shared_bytes, &rows, nullptr, back, true);
@@ -99,6 +100,7 @@ static int backward(const mn_delta_params &job, cudaStream_t stream) {
 
 int mn_dplr_chunk_forward(const mn_dplr_args *p, void *shared, void *stream) {
     mn_delta_params job;
+    if (mn_dplr_uses_chunks_sm90(p)) return mn_dplr_chunk_forward_sm90(p, (cudaStream_t)stream);
     if (!make_params(&job, p, shared, false)) return cudaErrorNotSupported;
     return p->call.K <= 64 ? forward<64>(job, (cudaStream_t)stream)
                            : forward<128>(job, (cudaStream_t)stream);
@@ -106,6 +108,9 @@ int mn_dplr_chunk_forward(const mn_dplr_args *p, void *shared, void *stream) {
 
 int mn_dplr_chunk_backward(const mn_dplr_args *p, void *shared, void *stream) {
     mn_delta_params job;
+    if (mn_dplr_uses_chunks_sm90(p)) {
+        return mn_dplr_chunk_backward_sm90(p, shared, (cudaStream_t)stream);
+    }
     if (!make_params(&job, p, shared, true)) return cudaErrorNotSupported;
     return p->call.K <= 64 ? backward<64>(job, (cudaStream_t)stream)
                            : backward<128>(job, (cudaStream_t)stream);

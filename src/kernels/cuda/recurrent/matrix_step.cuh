@@ -2,9 +2,10 @@
  *
  *   ADD      S = diag(exp g) S + w v'                            o = scale S'q
  *   DELTA    S' = diag(exp g) S;  r = v - S'^T e;  S = S' + w r'; o = scale S'^T q + scale (q.w) r
+ *   DPLR     u = S'a;  S = diag(exp g) S + b u' + w v'           o = scale S'q
  *
  * All that needs a sum over rows of the state is summed at once, over the state before it is
- * written: S'^T q, S'^T e, and the product of q with what is written. A block has 32
+ * written: S'^T q, S'^T e or S^T a, and products of q with what is written. A block has 32
  * columns of one memory, a thread four neighbours of them in up to eight rows, which it loads
  * before it needs any; while it waits for the launch in front it prefetches them into L2. Rows of
  * the token, strengths and decays included, go through shared memory once.
@@ -24,7 +25,7 @@
 
 namespace mneme::recurrent {
 
-enum { MN_STEP_ADD, MN_STEP_DELTA };
+enum { MN_STEP_ADD, MN_STEP_DELTA, MN_STEP_DPLR };
 enum { MN_STEP_GROUPS = 8, MN_STEP_PERIOD = 64, MN_STEP_QUADS = 8, MN_STEP_MOST_ROWS = 4 };
 enum { MN_STEP_COLUMNS = 4 * MN_STEP_QUADS, MN_STEP_MOST_K = 8 * MN_STEP_PERIOD };
 
@@ -42,7 +43,7 @@ struct mn_step_view {
 /* Arguments of a step in as few lines of constant memory as they take: each first look at one waits
  * for L2. */
 struct mn_step_params {
-    mn_step_view state0, state, q, e, w, v, beta, g, o;
+    mn_step_view state0, state, q, e, w, v, beta, g, b, o;    // e of DPLR is its a
     int K, V, H, share, n_rows;    // share: value heads of a key head
     int by_channel;                // decays
     float scale;
@@ -91,19 +92,22 @@ __device__ inline float mn_step_tree(const float (&x)[N]) {
     return sum;
 }
 
-/* Sums over all rows, in all threads of the block: of columns, and of a number of each row. */
-template <int N, int SUMS>
-__device__ inline void mn_step_gather(float (&sum)[SUMS], float &all,
-                                      const float (&columns)[SUMS][N], const float (&rows)[N],
-                                      float (*parts)[MN_STEP_QUADS][SUMS], float *dots) {
+/* Sums over all rows, in all threads of the block: of columns, and of the rows by themselves. */
+template <int N, int SUMS, int DOTS>
+__device__ inline void mn_step_gather(float (&sum)[SUMS], float (&all)[DOTS],
+                                      const float (&columns)[SUMS][N], const float (&rows)[DOTS][N],
+                                      float (*parts)[MN_STEP_QUADS][SUMS], float (*dots)[DOTS]) {
     const int quad = threadIdx.x % MN_STEP_QUADS, lane = threadIdx.x / MN_STEP_QUADS % (8 / N);
     const int group = threadIdx.x * N / (8 * MN_STEP_QUADS);
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = mn_step_tree<N>(columns[i]);
     if (lane == 0) mn_store<SUMS>(parts[group][quad], 0, sum);
-    const float dot = mn_step_tree<N>(rows);
-    if (lane == 0 && quad == 0) dots[group] = dot;
-    all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < DOTS; i++) {
+        const float part = mn_step_tree<N>(rows[i]);
+        if (lane == 0 && quad == 0) dots[group][i] = part;
+        all[i] = 0.0f;
+    }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
@@ -113,7 +117,8 @@ __device__ inline void mn_step_gather(float (&sum)[SUMS], float &all,
         mn_load<SUMS>(part, parts[k][quad], 0);
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sum[i] += part[i];
-        all += dots[k];
+#pragma unroll
+        for (int i = 0; i < DOTS; i++) all[i] += dots[k][i];
     }
 }
 
@@ -122,11 +127,12 @@ template <typename T, int R, int N, int RULE, int ROWS>
 __global__ void __launch_bounds__(512 / N)
 matrix_step_recurrent_kernel(const __grid_constant__ mn_step_params p) {
     constexpr int SUB = 8 / N, THREADS = MN_STEP_GROUPS * MN_STEP_QUADS * SUB;
-    constexpr int SUMS = RULE == MN_STEP_ADD ? 4 : 8;
+    constexpr int SUMS = RULE == MN_STEP_ADD ? 4 : 8, DOTS = RULE == MN_STEP_DPLR ? 2 : 1;
     constexpr int TURNS = ROWS > 1 ? 2 : 1, HEIGHT = MN_STEP_PERIOD * R;
     __shared__ float4 rows[ROWS][HEIGHT];
+    __shared__ float enter[RULE == MN_STEP_DPLR ? HEIGHT : 1];
     __shared__ __align__(16) float parts[TURNS][MN_STEP_GROUPS][MN_STEP_QUADS][SUMS];
-    __shared__ float dots[TURNS][MN_STEP_GROUPS];
+    __shared__ float dots[TURNS][MN_STEP_GROUPS][DOTS];
     const int quad = threadIdx.x % MN_STEP_QUADS, lane = threadIdx.x / MN_STEP_QUADS % SUB;
     const int group = threadIdx.x / (MN_STEP_QUADS * SUB);
     const int j = blockIdx.x * MN_STEP_COLUMNS + 4 * quad, first = 8 * group + lane;
@@ -153,30 +159,35 @@ matrix_step_recurrent_kernel(const __grid_constant__ mn_step_params p) {
         mn_load<4>(value[s], there ? p.v.row<T>(n, (int64_t)s * p.H + h) : nullptr, j);
         for (int i = threadIdx.x; s < p.n_rows && i < HEIGHT; i += THREADS) {
             rows[s][i] = mn_step_row<T>(p, n, h, s, i);
+            if (RULE == MN_STEP_DPLR) enter[i] = i < p.K ? mn_float(p.b.row<T>(n, h)[i]) : 0.0f;
         }
     }
     __syncthreads();
 #pragma unroll
     for (int s = 0; s < ROWS; s++) {
         if (s >= p.n_rows) break;
-        float sums[SUMS][N] = {}, dot[N] = {};
+        float sums[SUMS][N] = {}, dot[DOTS][N] = {};
 #pragma unroll
         for (int m = 0; m < N; m++) {
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 const float4 row = rows[s][row_at(r, m)];
                 float (&cells)[4] = S[r][m];
-                dot[m] = fmaf(row.x, row.z, dot[m]);
+                dot[0][m] = fmaf(row.x, row.z, dot[0][m]);
+                if (RULE == MN_STEP_DPLR) {
+                    dot[DOTS - 1][m] = fmaf(row.x, enter[row_at(r, m)], dot[DOTS - 1][m]);
+                }
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     float &read = sums[SUMS - 4 + c][m];
+                    if (RULE == MN_STEP_DPLR) read = fmaf(row.y, cells[c], read);
                     cells[c] *= row.w;
                     if (RULE == MN_STEP_DELTA) read = fmaf(row.y, cells[c], read);
                     sums[c][m] = fmaf(row.x, cells[c], sums[c][m]);
                 }
             }
         }
-        float sum[SUMS], all;
+        float sum[SUMS], all[DOTS];
         mn_step_gather<N>(sum, all, sums, dot, parts[s % TURNS], dots[s % TURNS]);
         const bool last = s + 1 == p.n_rows;
         float residual[4];
@@ -192,6 +203,9 @@ matrix_step_recurrent_kernel(const __grid_constant__ mn_step_params p) {
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 cells[c] = fmaf(write, residual[c], cells[c]);
+                if (RULE == MN_STEP_DPLR) {
+                    cells[c] = fmaf(enter[i], sum[SUMS - 4 + c], cells[c]);
+                }
             }
             if (last && to && i < p.K && j < p.V) mn_store<4>(to, (int64_t)i * p.V + j, cells);
         }
@@ -200,7 +214,8 @@ matrix_step_recurrent_kernel(const __grid_constant__ mn_step_params p) {
         float out[4];
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            out[c] = fmaf(all, residual[c], sum[c]);
+            out[c] = fmaf(all[0], residual[c], sum[c]);
+            if (RULE == MN_STEP_DPLR) out[c] = fmaf(all[DOTS - 1], sum[SUMS - 4 + c], out[c]);
             out[c] *= p.scale;
         }
         mn_store<4>(o, j, out);
