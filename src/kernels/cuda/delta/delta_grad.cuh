@@ -20,6 +20,7 @@
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CUH
 
 #include "kernels/cuda/delta/delta_pairs.cuh"
+#include "kernels/cuda/delta/delta_redo.cuh"
 
 namespace mneme::delta {
 
