@@ -251,8 +251,8 @@ delta_scan_save_sm90_kernel(const __grid_constant__ mn_delta_params job,
         mn_mbarrier_init(&smem.out_full, MN_SAVE_WARPGROUP);
         mn_mbarrier_init(&smem.out_empty, 1);
         mn_mbarrier_init_fence();
-        mn_scan_find_coord<false>(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES, job.p.state0,
-                                  mn_out{});
+        mn_scan_find_coord<false, false>(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES,
+                                         job.p.state0, mn_out{});
     }
     __syncthreads();
     if (threadIdx.x >= MN_SAVE_WARPGROUP) {

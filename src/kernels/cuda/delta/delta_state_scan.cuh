@@ -203,7 +203,7 @@ __device__ inline void mn_scan_cut_rows(mn_scan_coord &at, const mn_delta_params
 
 /* Fills in the coordinates of a block of `columns` value columns, whose states come from and go to
  * these tensors. BACK: from the last token to the first. One thread calls. */
-template <bool BACK>
+template <bool BACK, bool REDOES = true>
 __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_params &job,
                                           int64_t n_slices, int columns, const mn_in &state_in,
                                           const mn_out &state_out) {
@@ -211,7 +211,7 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     const bool whole = job.segments.part == MN_DELTA_WHOLE;
     int64_t unit = blockIdx.x / n_slices / call.H;
     bool begins = true;
-    if (job.cuts) mn_pdl_wait();
+    if (REDOES && job.cuts) mn_pdl_wait();
     int segment = 0;
     at.columns = columns;
     at.column0 = blockIdx.x % n_slices * at.columns;
@@ -237,7 +237,7 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     if (unit < 0) segment = INT32_MAX;    // none
     if (!whole) mn_scan_find_segment<BACK>(at, job, begins, segment);
     at.skip = at.from = 0;
-    if (job.cuts) mn_scan_cut_rows<BACK>(at, job);
+    if (REDOES && job.cuts) mn_scan_cut_rows<BACK>(at, job);
     at.n_chunks = (int)((at.n_rows + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
 }
 
