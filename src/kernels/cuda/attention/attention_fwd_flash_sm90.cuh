@@ -32,7 +32,6 @@ static const int64_t mn_flash_l2_bytes = (int64_t)24 << 20;
 struct mn_flash_params {
     mn_attn_params p;
     int64_t tiles, section;
-    bool redo;    // of rows in front of a value that is not finite: mn_flash_redo_coord
 };
 
 struct mn_flash_coord {
@@ -58,10 +57,10 @@ __device__ inline mn_flash_coord mn_flash_coord_of(const mn_flash_params &f, int
     return coord;
 }
 
-/* What a block makes again: the last row of a head sees all values, so that one that is not finite
- * shows in its o. The tile that holds the first such value has rows in front of it, for which 0
- * times that was not 0; the tile ends there. No rows where there is nothing to do. All threads of
- * block n * H + h call. */
+/* What a block makes again: the last row of a head sees all values, or with a window every so many
+ * rows together do, so that one that is not finite shows in their o. The tile that holds the first
+ * such value has rows in front of it, for which 0 times that was not 0; the tile ends there. No
+ * rows where there is nothing to do. All threads of block n * H + h call. */
 __device__ inline mn_flash_coord mn_flash_redo_coord(const mn_attn_params &p) {
     const mn_call &call = p.call;
     mn_flash_coord coord = {};
@@ -70,9 +69,13 @@ __device__ inline mn_flash_coord mn_flash_redo_coord(const mn_attn_params &p) {
     tile.n = blockIdx.x / call.H, coord.h = blockIdx.x % call.H;
     tile.span = mn_span_at(call, tile.n), coord.before = mn_keys_before(call);
     const int64_t b = tile.span.b, t0 = tile.span.t0, length = tile.span.length;
-    const mn_bf16 *last = mn_row<mn_bf16>(p.o, b, t0 + length - 1, coord.h);
+    const int64_t step = p.window ? p.window : length;
+    bool wild = false;
+    for (int64_t t = length - 1; t >= 0; t -= step) {
+        wild = mn_redo_row_is_wild(mn_row<mn_bf16>(p.o, b, t0 + t, coord.h), call.V) || wild;
+    }
     const mn_bf16 *v = mn_row<mn_bf16>(p.v, b, t0, coord.h / (call.H / call.J));
-    if (length == 0 || !mn_redo_row_is_wild(last, call.V)) return coord;
+    if (!wild) return coord;
     const int64_t cut = mn_redo_first_token(coord.before + length, [&](int64_t t, float most) {
         return mn_redo_has_wild(v + t * p.v.stride[1], call.V, most);
     }) - coord.before;
@@ -287,15 +290,18 @@ __device__ inline void mn_flash_consumer(mn_flash_smem<D> &smem, const mn_flash_
 
 #endif
 
-template <int D, bool softmax, bool has_window>
+/* REDO: of rows in front of a value that is not finite; its code is apart, so that the other's
+ * stays as it is. */
+template <int D, bool softmax, bool has_window, bool REDO>
 __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_fwd_flash_kernel(const __grid_constant__ mn_flash_params f) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
     mn_flash_smem<D> &smem = *(mn_flash_smem<D> *)bytes;
+    if (!REDO) mn_pdl_launch_dependents();
     const mn_flash_coord at =
-        f.redo ? mn_flash_redo_coord(f.p)
-               : mn_flash_coord_of(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
+        REDO ? mn_flash_redo_coord(f.p)
+             : mn_flash_coord_of(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
     if (at.tile.n_rows == 0) return;
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
     const int skipped = has_window ? mn_flash_skipped(at, f.p, MN_FLASH_KEYS) : 0;
@@ -350,7 +356,7 @@ inline mn_flash_params mn_flash_params_of(const mn_attn_params &p, const mn_call
     const int64_t each = call.L * (p.call.K + p.call.V) * 2 + 1;
     const int64_t all = call.cu_seqlens ? heads : heads * call.B;
     mn_flash_params f = { p, mn_tile_slots(call, rows),
-        mn_max(mn_flash_l2_bytes / each, 1) * shared_by, false };
+        mn_max(mn_flash_l2_bytes / each, 1) * shared_by };
     if (!call.cu_seqlens) f.tiles = mn_ceil_div(call.T, rows);
     f.section = mn_min(f.section, all);
     *blocks = f.tiles * all;
@@ -370,14 +376,14 @@ inline int mn_flash_launch(void (*kernel)(Params), const Params &params, int64_t
 template <int D, bool softmax, bool has_window>
 inline int mn_flash_fwd_of(const mn_attn_params &p, cudaStream_t stream) {
     int64_t blocks;
-    const auto kernel = attention_fwd_flash_kernel<D, softmax, has_window>;
+    const auto kernel = attention_fwd_flash_kernel<D, softmax, has_window, false>;
+    const auto redo = attention_fwd_flash_kernel<D, softmax, has_window, true>;
     const size_t smem = sizeof(mn_flash_smem<D>);
-    mn_flash_params f = mn_flash_params_of(p, p.call, p.call.H, MN_FLASH_QUERIES,
-                                           p.call.H / p.call.J, &blocks);
+    const mn_flash_params f = mn_flash_params_of(p, p.call, p.call.H, MN_FLASH_QUERIES,
+                                                 p.call.H / p.call.J, &blocks);
     const int code = mn_flash_launch(kernel, f, blocks, smem, stream);
-    if (code != cudaSuccess || blocks == 0 || !p.o.data || has_window) return code;
-    f.redo = true;
-    return mn_launch_smem_behind(true, kernel, dim3((unsigned)(mn_n_spans(p.call) * p.call.H)),
+    if (code != cudaSuccess || blocks == 0 || !p.o.data) return code;
+    return mn_launch_smem_behind(true, redo, dim3((unsigned)(mn_n_spans(p.call) * p.call.H)),
                                  MN_FLASH_THREADS, smem, stream, f);
 }
 

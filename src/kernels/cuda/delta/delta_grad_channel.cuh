@@ -408,6 +408,7 @@ delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job,
                           const __grid_constant__ mn_grad_fold fold) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_channel_grad_smem<KT> &smem = *(mn_channel_grad_smem<KT> *)bytes;
+    if (CHANNEL != MN_DELTA_PAIRS && job.cuts) mn_pdl_wait();
     const mn_grad_coord at = mn_grad_block_coord(job, KT, KP);
     if (at.count == 0) return;
     const unsigned char *w = job.p.w.data ? smem.keys.w : smem.keys.e;
@@ -435,8 +436,8 @@ delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job,
     mn_grad_store_keys<KT, CHANNEL>(smem, sum, job, smem.beta, mn_shared_u32(w), at, [] {});
     mn_channel_store_decays<KT, CHANNEL>(smem, job, at);
     if (CHANNEL == MN_DELTA_PAIRS) return;    // betas are ones
-    mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts + gridDim.x
-        * (int64_t)blockIdx.y;
+    mn_delta_partial *parts =
+        (mn_delta_partial *)job.workspace.parts + mn_delta_records(job) * (int64_t)blockIdx.y;
     if (threadIdx.x < MN_DELTA_CHUNK) {
         float beta = 0.0f;
         for (int i = 0; i < 4; i++) beta += smem.sums.beta[i][threadIdx.x];
