@@ -35,7 +35,7 @@ lru_fwd_recurrent(const __grid_constant__ mn_lru_args p, int64_t tiles) {
 
 /* One token: a thread has four neighbouring channels of STEP_ROWS sequences, so that what belongs
  * to a channel alone is made once for them. */
-enum { STEP_ROWS = 4, STEP_THREADS = 128 };
+enum { STEP_ROWS = 4, STEP_THREADS = 128, STEP_FEW = 1 << 17 };    // few: a thread has a channel
 
 template <typename T>
 __global__ void __launch_bounds__(STEP_THREADS)
@@ -153,10 +153,11 @@ MN_CUDA_LAUNCH(lru_step) {
     const cudaStream_t on = (cudaStream_t)stream;
     const size_t bytes = p.call.dtype == MN_BF16 ? 2 : 4;
     const int64_t rows = mn_ceil_div(p.call.B, STEP_ROWS);
+    const bool few = p.call.B * p.call.V <= STEP_FEW;
     const bool fours = p.call.V % 4 == 0 && by_fours(p.x, bytes) && by_fours(p.gx, bytes) &&
                        by_fours(p.ga, bytes) && by_fours(p.y, bytes) && by_fours(p.h0, 4) &&
                        by_fours(p.h, 4) && (uintptr_t)p.a_param.data % 16 == 0;
-    if (!fours || rows > 65535 || p.call.B == 0) return mn_lru_forward_cuda(args, shared, stream);
+    if (few || !fours || rows > 65535) return mn_lru_forward_cuda(args, shared, stream);
     const dim3 grid(mn_blocks(p.call.V, 4 * STEP_THREADS), (unsigned)rows);
     if (p.call.dtype == MN_BF16) lru_step_kernel<mn_bf16><<<grid, STEP_THREADS, 0, on>>>(p);
     else lru_step_kernel<float><<<grid, STEP_THREADS, 0, on>>>(p);
