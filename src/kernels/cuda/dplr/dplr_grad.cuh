@@ -92,7 +92,7 @@ __device__ inline void make_rows(grad_smem &smem) {
     float2 c[CHUNK], G = {}, behind = {};
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
-        const float2 g = load_pair(smem.in.g, t, i);
+        const float2 g = load_decay(smem.in.g, t, i);
         c[t] = cut_decay(g) + (t > 0 ? c[t - 1] : make_float2(0.0f, 0.0f));
         G = G + g;
         if (t / 4 == warp) smem.rows.G[t][lane] = G, smem.rows.cut[t][lane] = c[t];
@@ -100,7 +100,7 @@ __device__ inline void make_rows(grad_smem &smem) {
 #pragma unroll
     for (int t = CHUNK - 1; t >= 0; t--) {
         if (t / 4 == warp) smem.rows.behind[t][lane] = behind;
-        behind = behind + load_pair(smem.in.g, t, i);
+        behind = behind + load_decay(smem.in.g, t, i);
     }
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
@@ -108,14 +108,14 @@ __device__ inline void make_rows(grad_smem &smem) {
         const float2 before = t > 0 ? c[t - 1] : make_float2(0.0f, 0.0f);
         const float2 near = c[origin_of(0)], late = c[origin_of(8)];
         const float2 q = load_pair(smem.in.q, t, i), a = load_pair(smem.in.a, t, i);
-        const float2 back = exp_of(c[origin_of(t)] - c[t]);
-        store_pair(smem.rows.scores.q, t, i, exp_of(c[t] - near) * q);
-        store_pair(smem.rows.scores.a, t, i, exp_of(before - near) * a);
+        const float2 back = exp2_of(c[origin_of(t)] - c[t]);
+        store_pair(smem.rows.scores.q, t, i, exp2_of(c[t] - near) * q);
+        store_pair(smem.rows.scores.a, t, i, exp2_of(before - near) * a);
         store_pair(smem.rows.scores.k, t, i, back * load_pair(smem.in.k, t, i));
         store_pair(smem.rows.scores.b, t, i, back * load_pair(smem.in.b, t, i));
         if (t < CHUNK / 2) continue;
-        store_pair(smem.rows.scores.g, t - CHUNK / 2, i, exp_of(c[t] - late) * q);
-        store_pair(smem.rows.scores.g, t, i, exp_of(before - late) * a);
+        store_pair(smem.rows.scores.g, t - CHUNK / 2, i, exp2_of(c[t] - late) * q);
+        store_pair(smem.rows.scores.g, t, i, exp2_of(before - late) * a);
     }
 }
 
@@ -246,16 +246,17 @@ __device__ inline grad_pair grad_of_row(const grad_sums &sum, const grad_inside 
     const float2 c = smem.rows.cut[t][i / 2], c_read = t > 0 ? smem.rows.cut[t - 1][i / 2] : zero;
     const float2 near = smem.rows.cut[origin_of(0)][i / 2];
     const float2 far = smem.rows.cut[origin_of(8)][i / 2];
-    const float2 write = exp_of(smem.rows.behind[t][i / 2]), back = exp_of((half ? far : near) - c);
+    const float2 write = exp2_of(smem.rows.behind[t][i / 2]);
+    const float2 back = exp2_of((half ? far : near) - c);
     const float2 k = load_pair(smem.in.k, t, i), b = load_pair(smem.in.b, t, i);
     const float2 dk = write * of(sum.k[n]), db = write * of(sum.b[n]);
     const float (&kb)[4] = inside.kb[half][n];
     grad_pair grad;
-    grad.q = fma_of(exp_of(c - near), of(inside.q[0][n]), scale * (exp_of(G) * of(sum.q[n])));
-    grad.a = fma_of(exp_of(c_read - near), of(inside.a[0][n]), exp_of(G_read) * of(sum.a[n]));
+    grad.q = fma_of(exp2_of(c - near), of(inside.q[0][n]), scale * (exp2_of(G) * of(sum.q[n])));
+    grad.a = fma_of(exp2_of(c_read - near), of(inside.a[0][n]), exp2_of(G_read) * of(sum.a[n]));
     if (half) {
-        grad.q = fma_of(exp_of(c - far), of(inside.q[1][n]), grad.q);
-        grad.a = fma_of(exp_of(c_read - far), of(inside.a[1][n]), grad.a);
+        grad.q = fma_of(exp2_of(c - far), of(inside.q[1][n]), grad.q);
+        grad.a = fma_of(exp2_of(c_read - far), of(inside.a[1][n]), grad.a);
     }
     grad.k = fma_of(back, make_float2(kb[0], kb[1]), dk);
     grad.b = fma_of(back, make_float2(kb[2], kb[3]), db);
@@ -323,7 +324,7 @@ __device__ inline void store_grads(const grad_sums &sum, const grad_inside &insi
         for (int warp = 0; warp < GRAD_WARPS; warp++) {
             end = end + *(const float2 *)&smem.ends[warp][i];
         }
-        end = exp_of(smem.rows.G[CHUNK - 1][i / 2]) * end +
+        end = exp2_of(smem.rows.G[CHUNK - 1][i / 2]) * end +
               make_float2(mn_col_sum(written.x), mn_col_sum(written.y));
 #pragma unroll
         for (int half = 0; half < 2; half++) {

@@ -22,10 +22,6 @@ enum {
     STAGES = 10,               // chunks between producers and consumers
 };
 
-/* What a scan is for: o and the last state; states in front of chunks, U and matrices for the way
- * back; or the way back itself. */
-enum scan_kind { SCAN_OUTPUT, SCAN_SAVE, SCAN_BACK };
-
 struct scan_smem {
     chunk_stage stage[STAGES];
     chunk_rows rows[PRODUCERS];
@@ -91,7 +87,7 @@ __device__ inline void produce(scan_smem &smem, const chunk_params &job) {
         mn_cp_async_commit();
         mn_cp_async_wait<1>();
         __syncwarp();
-        decay_rows<KIND != SCAN_BACK>(to, rows, job.scale);
+        decay_rows<KIND>(to, rows, job.scale);
         __syncwarp();
         chunk_scores scores;
         if (KIND != SCAN_BACK) make_scores(scores, rows);
@@ -247,6 +243,8 @@ __device__ inline void scan_forward(scan_smem &smem, const chunk_params &job) {
         add_write(S, x, in.b);
         if (KIND == SCAN_OUTPUT) {
             add_read(O, a, in.q);
+#pragma unroll
+            for (int i = 0; i < 8; i++) O[i / 4][i % 4] *= job.scale;
             add_tokens<false>(O, v, in.matrices, AT_PK);
             add_tokens<false>(O, x, in.matrices, AT_PB);
         }
