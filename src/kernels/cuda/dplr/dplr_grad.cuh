@@ -40,7 +40,7 @@ struct alignas(128) grad_smem {
         grad_rows rows;
     };
     chunk_rows in;
-    unsigned char matrices[ROWS];
+    unsigned char matrices[ROWS], rests[ROWS];    // rests: what rounding left of them
     float ends[GRAD_WARPS][WIDTH];    // sums of D . S in front of the chunk
     float own[2][CHUNK];              // diagonals of dPk and dPb
 };
@@ -181,8 +181,13 @@ __device__ inline void through_states(grad_sums &sum, grad_smem &smem, float sca
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         const int at = 16 * warp + 8 * n + s;
-        *row_pair(smem.matrices, t, at) = mn_bf16x2(matrix[n][0], matrix[n][1]);
-        *row_pair(smem.matrices, t + 8, at) = mn_bf16x2(matrix[n][2], matrix[n][3]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 x = make_float2(matrix[n][2 * half], matrix[n][2 * half + 1]);
+            store_pair(smem.matrices, t + 8 * half, at, x);
+            store_rest(smem.rests, t + 8 * half, at, x,
+                       *row_pair(smem.matrices, t + 8 * half, at));
+        }
     }
 }
 
@@ -195,35 +200,40 @@ struct grad_inside {
 
 __device__ inline void inside_chunk(grad_inside &sum, const grad_smem &smem) {
     const int i = threadIdx.x / 32 * 16;
-    const unsigned matrices = mn_shared_u32(smem.matrices);
+    const unsigned matrices = mn_shared_u32(smem.matrices), rests = mn_shared_u32(smem.rests);
     unsigned k[4], b[4], q[4], a[4], late[4], x[4], y[4];
     sum = {};
     mn_frag_b_trans(k, mn_shared_u32(smem.rows.scores.k), 0, i);
     mn_frag_b_trans(b, mn_shared_u32(smem.rows.scores.b), 0, i);
     const unsigned near_kb[4] = { k[0], b[0], k[2], b[2] }, far_kb[4] = { k[1], b[1], k[3], b[3] };
-    const auto reads = [&](float (&to)[2][2][4], int at_k, int at_b) {
-        mn_frag_a(x, matrices, 0, at_k);
-        mn_frag_a(y, matrices, 0, at_b);
+    const auto reads = [&](float (&to)[2][2][4], unsigned from, int at_k, int at_b) {
+        mn_frag_a(x, from, 0, at_k);
+        mn_frag_a(y, from, 0, at_b);
         const unsigned near[4] = { x[0], x[1], y[0], y[1] }, far[4] = { x[2], x[3], y[2], y[3] };
         add_channels(to[0], near, near_kb);
         add_channels(to[1], far, far_kb);
     };
-    reads(sum.q, AT_PK, AT_PB);
-    reads(sum.a, AT_AK, AT_AB);
+    reads(sum.q, matrices, AT_PK, AT_PB);
+    reads(sum.a, matrices, AT_AK, AT_AB);
+    reads(sum.a, rests, AT_AK, AT_AB);
     mn_frag_b_trans(q, mn_shared_u32(smem.rows.scores.q), 0, i);
     mn_frag_b_trans(a, mn_shared_u32(smem.rows.scores.a), 0, i);
     mn_frag_b_trans(late, mn_shared_u32(smem.rows.scores.g), 0, i);
     unsigned far[4];    // tokens s >= 8, read by t >= 8: of q, then of a
-    const auto writes = [&](const unsigned (&rows)[4], int at_k, int at_b, int n) {
-        mn_frag_a_trans(x, matrices, at_k, 0);
-        mn_frag_a_trans(y, matrices, at_b, 0);
+    const auto writes = [&](const unsigned (&rows)[4], unsigned from, int at_k, int at_b, int n) {
+        mn_frag_a_trans(x, from, at_k, 0);
+        mn_frag_a_trans(y, from, at_b, 0);
         const unsigned near[4] = { x[0], y[0], x[2], y[2] };
         add_channels(sum.kb[0], near, rows);
         far[2 * n] = x[3], far[2 * n + 1] = y[3];
     };
-    writes(q, AT_PK, AT_PB, 0);
-    writes(a, AT_AK, AT_AB, 1);
-    add_channels(sum.kb[1], far, late);
+#pragma unroll
+    for (int rest = 0; rest < 2; rest++) {
+        const unsigned from = rest ? rests : matrices;
+        writes(q, from, AT_PK, AT_PB, 0);
+        writes(a, from, AT_AK, AT_AB, 1);
+        add_channels(sum.kb[1], far, late);
+    }
 }
 
 /* ---- sums of both, dg, and stores ------------------------------------------------------------ */

@@ -124,6 +124,11 @@ __device__ inline void store_pair(unsigned char *tile, int row, int i, float2 x)
     *row_pair(tile, row, i) = mn_bf16x2(x.x, x.y);
 }
 
+/* What rounding left of a pair that was stored in a row, to another. */
+__device__ inline void store_rest(unsigned char *tile, int row, int i, float2 x, unsigned stored) {
+    *row_pair(tile, row, i) = mn_bf16x2(x.x - mn_bf16_lo(stored), x.y - mn_bf16_hi(stored));
+}
+
 __device__ inline float2 operator+(float2 a, float2 b) {
     return make_float2(a.x + b.x, a.y + b.y);
 }
@@ -175,10 +180,17 @@ __device__ constexpr int origin_of(int s) {
  * back; or the way back itself. */
 enum scan_kind { SCAN_OUTPUT, SCAN_SAVE, SCAN_BACK };
 
+/* Where rows of scores with b keep what rounding leaves of them, on the way to gradients, as errors
+ * of (I - Ab)^-1 weigh most in these: places of a stage that are free until there are matrices. */
+struct chunk_rests {
+    unsigned char *a, *b, *late;    // late: eight rows
+};
+
 /* Fills in the decayed rows of a stage, but for those of q where nobody reads them, without the
  * scale on the way forward; turns `in` into the rows of scores where these are still to be made. */
 template <scan_kind KIND>
-__device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, float scale) {
+__device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, const chunk_rests &rest,
+                                  float scale) {
     constexpr bool SCORES = KIND != SCAN_BACK;
     const int i = threadIdx.x % 32 * 2;
     float2 g[CHUNK], c[CHUNK];
@@ -202,10 +214,14 @@ __device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, float scale) 
         if (KIND == SCAN_BACK) store_pair(to.q, t, i, scale * (decay * q));
         if (!SCORES) continue;
         store_pair(in.a, t, i, near * a);
+        if (KIND == SCAN_SAVE) store_rest(rest.a, t, i, near * a, *row_pair(in.a, t, i));
         near = exp2_of(c[t] - c[origin_of(0)]);
         store_pair(in.q, t, i, near * q);
         if (t < CHUNK / 2) continue;
         store_pair(in.g, t, i, late * a);
+        if (KIND == SCAN_SAVE) {
+            store_rest(rest.late, t - CHUNK / 2, i, late * a, *row_pair(in.g, t, i));
+        }
         late = exp2_of(c[t] - c[origin_of(8)]);
         store_pair(in.g, t - CHUNK / 2, i, late * q);
     }
@@ -222,6 +238,7 @@ __device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, float scale) 
         const float2 back = exp2_of(c[origin_of(t)] - c[t]);
         store_pair(in.k, t, i, back * k);
         store_pair(in.b, t, i, back * b);
+        if (KIND == SCAN_SAVE) store_rest(rest.b, t, i, back * b, *row_pair(in.b, t, i));
     }
 }
 
@@ -233,7 +250,25 @@ struct chunk_scores {
     float qk[4], qb[4], ak[4], ab[4], late_k[4], late_b[4];
 };
 
-__device__ inline void make_scores(chunk_scores &sum, const chunk_rows &in) {
+/* Scores of rows with the rests of b, and of the rests of a with rows, channels i to i + 15. */
+__device__ inline void add_rests(chunk_scores &sum, const chunk_rests &rest,
+                                 const unsigned (&a)[4], const unsigned (&late)[4],
+                                 const unsigned (&b)[4], int i) {
+    const int lane = threadIdx.x % 32;
+    unsigned rest_a[4], rest_b[4], x[4];
+    mn_frag_b(rest_b, mn_shared_u32(rest.b), i, 0);
+    mn_frag_a(rest_a, mn_shared_u32(rest.a), 0, i);
+    mn_ldmatrix_x4(x, mn_shared_u32(rest.late) + mn_tile_swizzle(lane % 8, i / 8 + lane / 16));
+    const unsigned rest_late[4] = { 0, x[0], 0, x[2] };
+    mn_mma(sum.ab, a, rest_b[0], rest_b[1]);
+    mn_mma(sum.late_b, late, rest_b[2], rest_b[3]);
+    mn_mma(sum.ab, rest_a, b[0], b[1]);
+    mn_mma(sum.late_b, rest_late, b[2], b[3]);
+}
+
+template <scan_kind KIND>
+__device__ inline void make_scores(chunk_scores &sum, const chunk_rows &in,
+                                   const chunk_rests &rest) {
     sum = {};
 #pragma unroll
     for (int i = 0; i < WIDTH; i += 16) {
@@ -249,6 +284,7 @@ __device__ inline void make_scores(chunk_scores &sum, const chunk_rows &in) {
         mn_mma(sum.qk, q, k[0], k[1]);
         mn_mma(sum.qb, q, b[0], b[1]);
         mn_mma(sum.late_k, late, k[2], k[3]);
+        if (KIND == SCAN_SAVE) add_rests(sum, rest, a, late, b, i);
     }
 }
 
