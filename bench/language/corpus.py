@@ -171,18 +171,19 @@ def main():
             text = text_of(path, data, package in PLAIN_PACKAGES)
             if text is None or len(text) < 200:
                 continue
+            size = len(text.encode())
             mark = hashlib.sha256(text.encode()).digest()
-            if mark in seen:
+            if mark in seen or used + size > o.limit * 1e6:
                 continue
             seen.add(mark)
             held = int.from_bytes(mark[:4], "big") % 200 == 0
             files[held].write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             if not held:
                 files[2].write(text + "\n\n")
-            sizes[held] += len(text.encode())
-            used += len(text.encode())
+            sizes[held] += size
+            used += size
             documents += 1
-            if used > o.limit * 1e6:
+            if used > 0.99 * o.limit * 1e6:
                 break
         versions.append(f"{package} {got[1]} {used} {documents}")
         print(f"{package}: {used / 1e6:.1f} MB, {documents} documents", flush=True)

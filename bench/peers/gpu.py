@@ -5,7 +5,8 @@
                                [--compilers N]
 
 Peers that can be imported take part, the others are named and left out: flash-linear-attention (fla),
-FlashQLA (flash_qla), cuDNN's KDA (cudnn), cuDNN's and FlashAttention's softmax attention (torch).
+FlashQLA (flash_qla), FlashInfer's gated delta rule (flashinfer, forward), cuDNN's KDA (cudnn), cuDNN's
+and FlashAttention's softmax attention (torch).
 Each figure is the median of --runs calls; ours and the peers' take turns, an event on either side of
 a call, and the stream is kept busy so that the host is always ahead. Differences are relative to the
 first peer, in the norm of the whole tensor. Needs the package `mneme` with CUDA kernels.
@@ -157,6 +158,24 @@ def flashqla_call(row, x, scale):
     return (lambda *a: qla.chunk_gated_delta_rule(*a, scale=scale)[0]), x, ("q", "k", "v", "g", "beta")
 
 
+def flashinfer_call(row, x, scale):
+    """Forward alone, at width 128."""
+    wanted = row == "gdn" and x["v"].shape[-1] == 128
+    rule = module("flashinfer.gdn_kernels.delta_rule_dsl") if wanted else None
+    if not rule:
+        return None
+    B, T, heads, D = x["v"].shape
+    borders = torch.arange(B + 1, device="cuda") * T
+    flat = {n: z.reshape(-1, *z.shape[2:]) for n, z in x.items()}
+    flat["alpha"], flat["beta"] = flat["g"].float().exp(), flat["beta"].float()
+
+    def call(q, k, v, alpha, beta):
+        o, state = torch.empty_like(v), torch.empty(B, heads, D, D, device="cuda")
+        rule.chunk_gated_delta_rule_sm90(o, state, q, k, v, None, alpha, beta, borders, scale)
+        return o
+    return call, flat, ("q", "k", "v", "alpha", "beta")
+
+
 def cudnn_call(row, x, scale):
     if row == "attention":
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -180,7 +199,8 @@ def cudnn_call(row, x, scale):
     return attend, flat, ("q", "k", "v", "g", "beta")
 
 
-PEERS = {"fla": fla_call, "flashqla": flashqla_call, "cudnn": cudnn_call}
+PEERS = {"fla": fla_call, "flashqla": flashqla_call, "flashinfer": flashinfer_call,
+         "cudnn": cudnn_call}
 
 
 class Contender:

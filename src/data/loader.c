@@ -266,7 +266,7 @@ mn_status mn_token_batch_create(mn_token_batch *out, const mn_loader *loader) {
     const size_t n = (size_t)loader->batch_tokens;
     *out = (mn_token_batch){ .rows = loader->options.rows, .length = loader->options.length,
                        .tokens = malloc(n * sizeof *out->tokens),
-                       .targets = malloc(n * sizeof *out->targets),
+                       .targets = calloc(n, sizeof *out->targets),
                        .starts = malloc((n + 1) * sizeof *out->starts),
                        .packed = loader->options.cutting == MN_CUT_DOCUMENTS };
     if (out->tokens && out->targets && out->starts) return MN_OK;

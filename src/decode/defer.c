@@ -334,30 +334,102 @@ static int quant_bits(const mn_gemm_problem *p) {
     return p->quant ? p->quant->bits : 0;
 }
 
+/* Numbers [begin, end) of a product that a work accesses. */
+typedef struct columns {
+    int64_t begin, end;
+} columns;
+
+enum { MOST_ACCESSES = 64 };
+
+/* What later works access of product i; more than MOST_ACCESSES: that is too much. */
+static int accesses_of(columns *list, const mn_defer *all, int i) {
+    const mn_gemm_problem *p = &all->list[i].of.product.work;
+    const mn_mem_range c = mn_values_range(&all->values, p->c, (size_t)p->N * 2);
+    int n = 0;
+    for (int k = i + 1; k < all->n; k++) {
+        for (int m = 0; m < all->list[k].n_ranges && waits(all, k); m++) {
+            const mn_mem_range *range = &all->list[k].ranges[m];
+            if (!mn_ranges_meet(&c, range)) continue;
+            if (n == MOST_ACCESSES) return n + 1;
+            list[n++] = (columns){ (range->begin - c.begin) / 2, (range->end - c.begin) / 2 };
+        }
+    }
+    return n;
+}
+
+/* Where columns of product i begin and end that works read for themselves, in their order, from 0
+ * to N: [at[k], at[k + 1]) begin with column tiles, and nobody reads some of one and some of
+ * another. Returns how many parts that makes. */
+static int parts_of_columns(int64_t at[MN_DECODE_GEMMS + 1], const mn_defer *all, int i) {
+    columns list[MOST_ACCESSES];
+    const int64_t N = all->list[i].of.product.work.N;
+    const int n = accesses_of(list, all, i);
+    int parts = 0;
+    bool apart = n <= MOST_ACCESSES;
+    while (at[parts] < N && apart && parts < MN_DECODE_GEMMS) {
+        int64_t end = N;
+        for (int k = 0; k < n; k++) {
+            if (list[k].begin > at[parts]) end = mn_min(end, list[k].begin);
+            else if (list[k].end > at[parts]) end = mn_min(end, list[k].end);
+        }
+        for (int k = 0; k < n; k++) apart = apart && !(list[k].begin < end && end < list[k].end);
+        apart = apart && (end % MN_DECODE_COL_TILE == 0 || end == N);
+        at[++parts] = end;
+    }
+    if (apart && at[parts] == N) return parts;
+    at[1] = N;
+    return 1;
+}
+
+/* Product i, in parts that each have columns for themselves where `cuts` and there is room for
+ * `most` of them. */
+static void add_product(mn_decode_gemms *launch, int *gemms, const mn_defer *all, int i, bool cuts,
+                        int most) {
+    const mn_gemm_problem *p = &all->list[i].of.product.work;
+    int64_t at[MN_DECODE_GEMMS + 1] = { 0, p->N };
+    int n = cuts ? parts_of_columns(at, all, i) : 1;
+    if (n > most) at[1] = p->N, n = 1;
+    const int64_t item = (int64_t)mn_dtype_bytes(p->dtype);
+    const int64_t to = (int64_t)mn_dtype_bytes(p->c_dtype);
+    for (int k = 0; k < n; k++) {
+        const int64_t from = at[k];
+        gemms[launch->n] = i;
+        launch->of[launch->n++] = (mn_decode_gemm){
+            .b = (const char *)p->b + from * p->b_row * item,
+            .bias = p->bias ? (const char *)p->bias + from * to : NULL,
+            .c = (char *)p->c + from * to, .N = at[k + 1] - from, .b_row = p->b_row,
+            .quant = p->quant
+        };
+    }
+}
+
 /* Product `first` and those that wait for nothing but the same input. */
 static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
     const mn_gemm_problem *lead = &all->list[first].of.product.work;
     mn_decode_gemms launch = { .dtype = lead->dtype, .M = lead->M, .K = lead->K, .a = lead->a,
                                .a_row = lead->a_row, .b_is_const = true };
-    int gemms[MN_DECODE_GEMMS];
+    const bool stage = !lead->quant && megakernel_of(tape);    // which has no quantised weights
+    int gemms[MN_DECODE_GEMMS], product[MN_DECODE_GEMMS], n = 0;
     uint64_t done = prologue >= 0 ? mn_bit(prologue) : 0;
     if (prologue >= 0) launch.first = &all->list[prologue].of.few;
-    for (int i = first; i < all->n && launch.n < MN_DECODE_GEMMS; i++) {
+    for (int i = first; i < all->n && n < MN_DECODE_GEMMS; i++) {
         if (!waits(all, i) || !is_product(all, i) || prologue_of(all, i) != prologue) continue;
         const mn_gemm_problem *p = &all->list[i].of.product.work;
-        if (!same_input(lead, p) || quant_bits(lead) != quant_bits(p)) continue;
-        gemms[launch.n] = i;
-        launch.of[launch.n++] = (mn_decode_gemm){ .b = p->b, .bias = p->bias, .c = p->c, .N = p->N,
-                                                  .b_row = p->b_row, .quant = p->quant };
+        if (same_input(lead, p) && quant_bits(lead) == quant_bits(p)) product[n++] = i;
+    }
+    for (int k = 0; k < n; k++) {
+        const mn_gemm_problem *p = &all->list[product[k]].of.product.work;
+        const bool cuts = stage && p->M == 1 && p->c_dtype == MN_BF16;
         launch.b_is_const = launch.b_is_const && !mn_arena_holds(tape->data, p->b);
-        done |= mn_bit(i);
+        done |= mn_bit(product[k]);
+        add_product(&launch, gemms, all, product[k], cuts,
+                    MN_DECODE_GEMMS - launch.n - (n - k - 1));
     }
     for (int i = 0; i < all->n && prologue >= 0; i++) {
         const bool other = waits(all, i) && !(done & mn_bit(i));
         launch.shares_a |= other && (all->list[i].after & mn_bit(prologue));
     }
     for (int k = 0; k < launch.n; k++) done |= add_sum(all, &launch.of[k], gemms[k]);
-    const bool stage = !lead->quant && megakernel_of(tape);    // which has no quantised weights
     const uint64_t ended = stage ? mn_decode_fuse_epilogues(all, &launch, gemms, done) : 0;
     all->stages = stage && add_stage(tape, &launch, NULL);
     if (all->stages) {
@@ -576,7 +648,7 @@ static bool add_works(mn_tape *tape, mn_defer *all) {
     mn_megakernel *megakernel = all->stages ? megakernel_of(tape) : NULL;
     const uint64_t small = megakernel ? gather(tape, all, false) : 0;
     for (int i = 0; megakernel && i < 2; i++) {
-        const uint64_t taken = mn_megakernel_add_works(megakernel, all, small);
+        const uint64_t taken = mn_megakernel_add_works(megakernel, all, small, false);
         all->done |= taken;
         if (taken) return true;
         if (mn_megakernel_bytes(megakernel) == 0) break;
@@ -585,8 +657,22 @@ static bool add_works(mn_tape *tape, mn_defer *all) {
     return false;
 }
 
+/* Operators that go by nothing of this token, as dynamics made of parameters: in front of the
+ * products, whose row others are still making. */
+static bool add_early(mn_tape *tape, mn_defer *all) {
+    bool any = false;
+    for (int i = 0; i < all->n; i++) any |= waits(all, i) && all->list[i].kind == MN_DEFERRED_OP;
+    mn_megakernel *megakernel = any && all->stages ? megakernel_of(tape) : NULL;
+    if (!megakernel || mn_megakernel_bytes(megakernel) == 0) return false;
+    const uint64_t small = gather(tape, all, false);
+    const uint64_t taken = mn_megakernel_add_works(megakernel, all, small, true);
+    all->done |= taken;
+    return taken != 0;
+}
+
 /* One launch, or one stage. */
 static void step(mn_tape *tape, mn_defer *all) {
+    if (add_early(tape, all)) return;
     for (int i = 0; i < all->n; i++) {
         if (!waits(all, i) || !is_product(all, i)) continue;
         const int prologue = prologue_of(all, i);

@@ -71,9 +71,11 @@ void mn_ranges_of_attention(mn_deferred *out, const mn_decode_attention *p);
 bool mn_decode_recurrence_of(mn_decode_recurrence *out, mn_op_id op, const void *args);
 
 /* plan_works.c: small works that are ready, or are after others of these, and operators that
- * then are, as a stage of a megakernel. Returns the bits of those that are; 0, and nothing
- * changed, where none is. */
-uint64_t mn_megakernel_add_works(mn_megakernel *megakernel, const mn_defer *all, uint64_t small);
+ * then are, as a stage of a megakernel; `early`: only operators with what belongs to them, and
+ * only where they need no barrier. Returns the bits of those that are; 0, and nothing changed,
+ * where none is. */
+uint64_t mn_megakernel_add_works(mn_megakernel *megakernel, mn_defer *all, uint64_t small,
+                                 bool early);
 
 /* plan_gemms.c: whether a stage can make a row of K by that small work. */
 bool mn_megakernel_takes_row(const mn_decode_op *first, int64_t K);
@@ -90,6 +92,10 @@ const mn_view *mn_decode_result(const mn_decode_op *few);
  * `launch` alone, whose product i is work gemms[i]; returns the bits of those works. */
 uint64_t mn_decode_fuse_epilogues(mn_defer *all, mn_decode_gemms *launch, const int *gemms,
                                uint64_t taken);
+
+/* Likewise of works of `small`, which are ready or after others of these, where no product is:
+ * those that go over as many numbers, or one for each of several, as the first one. */
+uint64_t mn_decode_fuse_map(mn_defer *all, mn_decode_gemms *launch, uint64_t small);
 
 /* Likewise of a product for the rows of several sequences, which has been taken: a gate over its
  * columns becomes its last part. Returns the bit of that work, or 0. */

@@ -166,6 +166,20 @@ uint64_t mn_decode_fuse_epilogues(mn_defer *all, mn_decode_gemms *launch, const 
     return g.ended;
 }
 
+/* As if they were epilogues of columns that nobody multiplies. */
+uint64_t mn_decode_fuse_map(mn_defer *all, mn_decode_gemms *launch, uint64_t small) {
+    fusion g = { .all = all, .launch = launch };
+    launch->n = 1;
+    for (int i = 0; i < all->n; i++) {
+        const mn_deferred *d = &all->list[i];
+        if (!(small & mn_bit(i)) || d->kind != MN_DEFERRED_SMALL) continue;
+        if (launch->n_epilogues == 0) launch->of[0].N = mn_count4(d->of.few.shape);
+        if (d->after & g.ended) fuse(&g, i);
+        else if (!(d->after & ~all->done) && d->of.few.kind != MN_DECODE_CONV) add(&g, i, 0);
+    }
+    return g.ended;
+}
+
 /* ---- rows of several sequences --------------------------------------------------------------- */
 
 /* Whether small work f is a gate over the halves of rows of c, the product's. */

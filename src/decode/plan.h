@@ -38,6 +38,8 @@ struct mn_megakernel {
     bool failed;                      // memory was out
     bool ragged;                      // a row's last chunk is not whole
     bool works;                       // there are stages of plan_works.c, or barriers
+    bool attends;                     // there are stages of plan_attention.c
+    unsigned steps;                   // bits of the steps of operators that there are
     unsigned n_syncs;                 // barriers of the whole grid
 };
 

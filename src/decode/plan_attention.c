@@ -73,7 +73,7 @@ static void deal(mn_megakernel *p, const mn_decode_attention *a, int64_t n_slots
         p->n_stages++;
     }
     p->phase = (int)((p->phase + all) % p->n_blocks);
-    p->works = true;
+    p->works = p->attends = true;
 }
 
 bool mn_megakernel_add_attention(mn_megakernel *p, const mn_decode_attention *a) {

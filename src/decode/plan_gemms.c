@@ -23,7 +23,6 @@ bool mn_megakernel_takes_row(const mn_decode_op *first, int64_t K) {
     const int64_t warps = width / MN_DECODE_WARP_K;
     const bool even = warps == 1 || warps == 2 || warps == 4 || warps == 8;
     if (!gated && first->kind != MN_DECODE_RMS_NORM) return false;
-    if (gated && (first->order == MN_DECODE_GATE_FIRST || K > MN_DECODE_CHUNK)) return false;
     if (first->shape[2] * width != K) return false;
     if (groups > 1 && (width % MN_DECODE_WARP_K != 0 || !even || K > MN_DECODE_CHUNK)) {
         return false;
@@ -42,6 +41,7 @@ static bool fill_prologue(mn_decode_gemm_instr *to, mn_stage_ranges *r,
     to->chunks = (unsigned char)mn_ceil_div(given->K, MN_DECODE_CHUNK);
     to->way = MN_DECODE_PLAIN;
     to->row_handoff = MN_DECODE_NO_WORDS;
+    if (given->K == 0) return true;    // works without products
     if (!first) {
         to->x = mn_stage_source(r, given->a, given->K, MN_DECODE_PER_LINE).at;
         return true;
@@ -53,6 +53,7 @@ static bool fill_prologue(mn_decode_gemm_instr *to, mn_stage_ranges *r,
     to->way = gated ? MN_DECODE_GATED : MN_DECODE_NORMED;
     to->group = (unsigned char)(groups > 1 ? width / MN_DECODE_WARP_K : MN_DECODE_WARPS);
     to->sigmoid = gated && first->f == MN_DECODE_SIGMOID;
+    to->gate_first = gated && first->order == MN_DECODE_GATE_FIRST;
     to->inverse_width = 1.0f / (float)width;
     to->epsilon = (float)first->scale;
     to->weight = first->at[gated ? 2 : 1].data;
@@ -166,10 +167,11 @@ static int form_of(const fused_tile *tile, const mn_decode_gemms *given) {
     for (int i = 0; i < tile->n_epis; i++) {
         if (given->epilogue[tile->epis[i]].work.kind > MN_DECODE_MOVE) return -1;
     }
+    if (given->K == 0) return MN_DECODE_EPI_LIST;
     const bool one = tile->n_epis == 1 && value_of(tile, given, tile->epis[0], 0) == 0 &&
                      mn_count4(only->shape) == N;
-    if (one && tile->n_gemms == 1 && only->kind == MN_DECODE_MOVE && only->at[1].dtype == MN_F32) {
-        return MN_DECODE_EPI_F32;
+    if (one && tile->n_gemms == 1 && only->kind == MN_DECODE_MOVE) {
+        return only->at[1].dtype == MN_F32 ? MN_DECODE_EPI_F32 : MN_DECODE_EPI_STORE;
     }
     const bool times = tile->n_gemms == 2 && value_of(tile, given, tile->epis[0], 1) == 1;
     const bool function = one && only->kind == MN_DECODE_UNARY &&
@@ -274,6 +276,9 @@ static void fill_form(mn_decode_out_tile *to, mn_stage_ranges *r, const mn_decod
         to->to = work->at[2].data;
         to->f = (unsigned char)work->f;
         mn_stage_writes(r, to->to, to->N, 2, true);
+    } else if (to->form == MN_DECODE_EPI_STORE) {
+        to->to = work->at[1].data;
+        mn_stage_writes(r, to->to, to->N, 2, true);
     } else if (to->form == MN_DECODE_EPI_F32) {
         to->to = work->at[1].data;
         mn_stage_writes(r, to->to, to->N, 4, false);
@@ -284,15 +289,16 @@ static void fill_form(mn_decode_out_tile *to, mn_stage_ranges *r, const mn_decod
 
 static void fill_products(mn_decode_out_tile *to, mn_stage_ranges *r, const fused_tile *tile,
                           const mn_decode_gemms *given) {
-    for (int i = 0; i < tile->n_gemms; i++) {
+    const bool stores = to->form == MN_DECODE_EPI_STORE && tile->n_epis == 0;
+    for (int i = 0; i < to->n_col_tiles; i++) {
         const mn_decode_gemm *product = &given->of[tile->product[i]];
         to->c[i] = product->c;
         to->bias[i] = product->bias;
-        mn_stage_writes(r, product->c, to->N, 2, to->form == MN_DECODE_EPI_STORE);
+        mn_stage_writes(r, product->c, to->N, 2, stores);
         mn_stage_reads(r, product->bias, to->N, 2);
     }
     to->biased = to->bias[0] || to->bias[1];
-    if (to->form == MN_DECODE_EPI_STORE) {
+    if (stores) {
         to->to = to->c[0];
         to->c[0] = NULL;
     }
@@ -305,8 +311,9 @@ static bool fill_out_tile(mn_decode_out_tile *to, mn_decode_epi_instr *epis, mn_
     const int form = form_of(tile, given);
     if (form < 0) return false;
     const mn_decode_gemm *first = &given->of[tile->product[0]];
+    const int n_col_tiles = given->K > 0 ? tile->n_gemms : 0;
     *to = (mn_decode_out_tile){ .form = (unsigned char)form, .N = (int)first->N,
-                                .n_col_tiles = (unsigned char)tile->n_gemms,
+                                .n_col_tiles = (unsigned char)n_col_tiles,
                                 .to_handoff = MN_DECODE_NO_WORDS };
     fill_products(to, r, tile, given);
     if (form == MN_DECODE_EPI_ADD) {
@@ -404,6 +411,7 @@ static bool open_instr(mn_megakernel *p, int block, instr_writer *w, const gemm_
 
 static bool fits_in(const instr_writer *w, const mn_decode_out_tile *tile) {
     return w->instr->gemms.n_col_tiles + tile->n_col_tiles <= MN_DECODE_COL_TILES &&
+           w->instr->gemms.n_out_tiles < MN_DECODE_COL_TILES &&
            w->n_epis + tile->n_epis <= MN_DECODE_EPILOGUES;
 }
 
@@ -503,7 +511,7 @@ static bool gather_stage(gemm_stage *stage, mn_stage_ranges *r) {
     const mn_decode_gemms *given = stage->given;
     bool fits = fill_prologue(&stage->head, r, given) &&
                 fuse_gemms(stage->fused, &stage->n_tiles, given);
-    for (int i = 0; i < given->n && fits; i++) {
+    for (int i = 0; i < given->n && fits && given->K > 0; i++) {
         const mn_decode_gemm *product = &given->of[i];
         fits = product->b_row % 8 == 0 && (uintptr_t)product->b % 16 == 0 &&
                product->b_row * 2 < INT32_MAX;

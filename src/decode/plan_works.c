@@ -18,6 +18,7 @@ enum {
     CHANNELS = 256,     // of a convolution
     ROWS = 8,           // of a norm
     EVEN = 8,           // pieces begin at multiples of it
+    NARROW = 32,        // the widest row that any warp has at once
 };
 
 typedef struct work_stage {
@@ -97,7 +98,8 @@ typedef struct small_piece {
  * memory that another one has. */
 static bool waits(const mn_defer *all, const small_piece *list, int from, int at) {
     const mn_deferred *d = &all->list[list[at].i];
-    const bool whole_row = !mn_is_elementwise(&d->of.few) && d->of.few.shape[2] == 1;
+    const bool whole_row = !mn_is_elementwise(&d->of.few) && d->of.few.shape[2] == 1 &&
+                           d->of.few.shape[3] > NARROW;
     for (int k = from; k < at; k++) {
         if (whole_row || d->after & mn_bit(list[k].i)) return true;
     }
@@ -219,6 +221,7 @@ static void write_step(work_stage *s, int block, const mn_step_work *w, int64_t 
     mn_decode_instr *instr = open_instr(s, block, MN_DECODE_STEP);
     if (!instr) return;
     mn_decode_step_instr *step = &instr->work.step;
+    s->p->steps |= 1u << w->step;
     step->step = (int)w->step;
     step->head = (int)head;
     step->column = (int)column;
@@ -290,20 +293,36 @@ static void write_stage(work_stage *s) {
     p->works = true;
 }
 
-uint64_t mn_megakernel_add_works(mn_megakernel *p, const mn_defer *all, uint64_t small) {
+/* All of them as a stage like those of products, which finds what it reads in words: no barrier
+ * stands in front. */
+static bool add_map(mn_megakernel *p, mn_defer *all, const mn_work_set *set) {
+    mn_decode_gemms launch = { .dtype = MN_BF16, .M = 1 };
+    const bool map = set->taken && set->n_steps == 0 &&
+                     mn_decode_fuse_map(all, &launch, set->taken) == set->taken;
+    return map && launch.of[0].N % EVEN == 0 && mn_megakernel_add_gemms(p, &launch);
+}
+
+/* What is chosen, with the barrier that it needs; `early`: without, or not at all. */
+static bool add_stage(work_stage *s, bool early) {
+    const uint64_t taken = s->set.taken;
+    mn_stage_open(&s->ranges, s->p);
+    for (int i = 0; i < s->set.all->n; i++) {
+        if (taken & mn_bit(i)) gather_ranges(s, i);
+    }
+    if (!taken || (early && s->ranges.behind) || !mn_stage_close(&s->ranges)) return false;
+    write_stage(s);
+    return true;
+}
+
+uint64_t mn_megakernel_add_works(mn_megakernel *p, mn_defer *all, uint64_t small, bool early) {
     work_stage *s = p->failed ? NULL : calloc(1, sizeof *s);
     if (!s) return 0;
     s->p = p;
-    mn_works_select(&s->set, all, small);
+    mn_works_select(&s->set, all, small, !early);
     const uint64_t taken = s->set.taken;
-    mn_stage_open(&s->ranges, p);
-    for (int i = 0; i < all->n; i++) {
-        if (taken & mn_bit(i)) gather_ranges(s, i);
-    }
-    const bool fits = taken && mn_stage_close(&s->ranges);
-    if (fits) write_stage(s);
+    const bool added = (!early && add_map(p, all, &s->set)) || add_stage(s, early);
     free(s);
-    return fits ? taken : 0;
+    return added ? taken : 0;
 }
 
 _Static_assert(sizeof(mn_decode_instr) <= MN_DECODE_INSTR_BYTES, "an instruction");

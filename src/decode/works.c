@@ -392,11 +392,11 @@ static uint64_t independent(const mn_work_set *set, const mn_defer *all, uint64_
     return small;
 }
 
-void mn_works_select(mn_work_set *set, const mn_defer *all, uint64_t small) {
+void mn_works_select(mn_work_set *set, const mn_defer *all, uint64_t small, bool chains) {
     int part[MN_DEFERRED];
     set->all = all;
     select_steps(set, all, small);
-    small = independent(set, all, small);
+    small = chains ? independent(set, all, small) : 0;
     set->taken |= small;
     mn_defer_parts(part, all, small);
     for (int p = 0; p < all->n; p++) {

@@ -39,8 +39,8 @@ typedef struct mn_work_set {
 } mn_work_set;
 
 /* Chooses among small works that are ready, or are after others of these, and operators that
- * then are. */
-void mn_works_select(mn_work_set *set, const mn_defer *all, uint64_t small);
+ * then are; `chains`: also small works that belong to no operator. */
+void mn_works_select(mn_work_set *set, const mn_defer *all, uint64_t small, bool chains);
 
 static inline const mn_decode_op *mn_small_at(const mn_defer *all, int i) {
     return &all->list[i].of.few;

@@ -108,20 +108,22 @@ typedef struct mn_decode_recurrence {
     const mn_decode_op *first[MN_DECODE_QK_NORMS];
 } mn_decode_recurrence;
 
-/* Softmax attention of one token over a cache, where the position n of the token is read when it
+/* Attention of one token over a cache, where the position n of the token is read when it
  * runs: a step that is recorded goes on by it.
  *
  *   rows n of the caches = turn(k), v
  *   o_h = sum_t w_t values_t,  w = softmax_t(scale turn(q_h).keys_t)
  *
- * over the newest `window` rows, or all n + 1 where that is 0. Channels i and i + turns / 2 of q
+ * over the newest `window` rows, or all n + 1 where that is 0; or `relu`, for all of them,
+ * w = max(z, 0) / max(|z|, eps) of those scores z. Channels i and i + turns / 2 of q
  * and k turn by n inv_freq[i] and are multiplied by turned_scale. H query heads share J key-value
  * heads in turns; a head of q, k or v begins so many elements behind the one before. Parts of 256
  * keys are made for themselves, (H, n_parts, V + 2), and added in their order. */
 typedef struct mn_decode_attention {
     mn_dtype dtype;                  // of all but parts
     int64_t H, J, K, V, capacity, window, turns, n_parts;
-    double scale, turned_scale;
+    bool relu;
+    double scale, turned_scale, eps;
     const double *inv_freq;          // turns / 2 of them
     const int64_t *position;
     const void *q, *k, *v;

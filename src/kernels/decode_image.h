@@ -83,9 +83,10 @@ typedef enum mn_decode_prologue {
     MN_DECODE_GATED
 } mn_decode_prologue;
 
-/* What becomes of an output tile's sums: stored; added to something as well; f(first), times
- * second if there is one; a convolution of one token; stored in float32 as well; -exp(A)
- * softplus(x + dt), of which the list is kept; a list of small works. */
+/* What becomes of an output tile's sums: stored, perhaps in two places; added to something as
+ * well; f(first), times second if there is one; a convolution of one token; stored in float32 as
+ * well; -exp(A) softplus(x + dt), of which the list is kept; a list of small works, which may
+ * stand without any sums. */
 typedef enum mn_decode_epilogue_form {
     MN_DECODE_EPI_STORE,
     MN_DECODE_EPI_ADD,
@@ -154,7 +155,9 @@ typedef struct mn_decode_gemm_instr {
     unsigned char way, chunks;
     unsigned char group;               // warps whose elements are normalised together
     unsigned char sigmoid;             // the gate
-    unsigned char n_col_tiles, n_out_tiles, none[2];
+    unsigned char n_col_tiles, n_out_tiles;
+    unsigned char gate_first;          // the norm is of what has been gated
+    unsigned char none;
     int wrap;             // element k is weighted by element k & wrap
     float inverse_width, epsilon;
     int x, z;             // words of the row, and of its gate
@@ -272,6 +275,8 @@ typedef struct mn_decode_launch_args {
     int handoff_at, words;    // where words begin, and how many bytes of them a run has
     int ragged;               // a row's last chunk is not whole
     int works;                // there are stages of small works, steps of operators or attention
+    int attends;              // there is attention
+    unsigned steps;           // bits of the rows of decode_steps.def that there are steps of
 } mn_decode_launch_args;
 
 /* A step that stages know: the operator, and the columns of a head that a block has at once; 0: it

@@ -43,7 +43,8 @@ mn_tensor *mn_tape_attend(mn_tape *tape, const mn_attend *how, mn_tensor *q, mn_
     const int64_t n_parts = mn_ceil_div(how->capacity, MN_DECODE_ATTEND_KEYS);
     mn_decode_attention work = { .dtype = tape->dtype, .H = H, .J = J, .K = K, .V = V,
         .capacity = how->capacity, .window = how->window, .turns = how->turns, .n_parts = n_parts,
-        .scale = how->scale, .turned_scale = how->turned_scale,
+        .relu = how->relu, .scale = how->scale, .turned_scale = how->turned_scale,
+        .eps = how->eps,
         .inv_freq = lend_frequencies(tape, how), .position = tape->position, .q = q->data,
         .k = k->data, .v = v->data, .q_step = q->stride[2], .k_step = k->stride[2],
         .v_step = v->stride[2], .keys = how->keys, .values = how->values };

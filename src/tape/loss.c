@@ -7,8 +7,8 @@
  * Going forward the gradients are made as well, while the logits are in the cache: dx and dW.
  *
  * Where targets are ignored, a CPU gathers, multiplies and scatters back the other rows only: tasks
- * that ask for a few tokens of a sequence pay for those. A device goes through all rows, so that a
- * step is the same launches whatever the targets are.
+ * that ask for a few tokens of a sequence pay for those. A device goes through all rows, or as many
+ * as the caller has put in front: a step is the same launches then whatever the targets are.
  *
  * In a mixture of n, sample s has a share in each row's gradient: softmax_s(-nll_s). */
 #include <string.h>
@@ -43,7 +43,9 @@ typedef struct pieces {
     mn_loss_params work;
     int64_t most, row;         // rows of a piece; numbers from row to row
     void *gradients;           // of logits
-    int32_t *places;           // of kept rows, where some are left out
+    int32_t *places;           // a CPU's list of kept rows
+    const int32_t *order;      // a device's, of which it takes `n_ordered`
+    int64_t n_ordered;
     mn_view few, dfew;         // kept rows side by side, and their gradient
 } pieces;
 
@@ -124,15 +126,21 @@ static void take_scratch(mn_tape *tape, const loss *l, pieces *p) {
     void *logits = mn_tape_bytes_of(tape, numbers * mn_dtype_bytes(sums));
     p->work.logits = (mn_view){ logits, sums, { 0, p->row, 0, 1 } };
     p->gradients = sums == tape->dtype ? logits : mn_tape_bytes_of(tape, numbers * tape->item);
-    if (tape->device) return;
+    if (tape->device && !p->order) return;
     const int64_t few[4] = { 1, p->most, 1, l->D };
     p->few = mn_flat_view(mn_tape_memory(tape, p->most * l->D), tape->dtype, few);
     p->dfew = mn_flat_view(mn_tape_memory(tape, p->most * l->D), tape->dtype, few);
+    if (tape->device) return;
     p->places = mn_tape_bytes_of(tape, (size_t)l->rows * sizeof *p->places);
 }
 
-/* Lists the rows that have a target, unless all have. */
+/* Lists the rows that have a target, unless all have; on a device the caller has. */
 static void keep_rows(pieces *p, loss *l) {
+    if (p->order) {
+        l->n_kept = p->n_ordered;
+        p->work.kept = l->n_kept < l->rows ? p->order : NULL;
+        return;
+    }
     l->n_kept = 0;
     for (int64_t row = 0; row < l->rows; row++) {
         if (p->work.targets[row] >= 0) p->places[l->n_kept++] = (int32_t)row;
@@ -158,7 +166,7 @@ static void run_pieces(mn_tape *tape, loss *l, pieces *p, bool records) {
     p->work.dlogits = (mn_view){ records ? p->gradients : NULL, tape->dtype, { 0, p->row, 0, 1 } };
     if (records && mn_wants(l->head)) l->dhead = mn_grad_write(tape, l->head, &l->add_head);
     l->n_kept = l->rows;
-    if (mn_tape_runs(tape) && p->places) keep_rows(p, l);
+    if (mn_tape_runs(tape) && (p->places || p->order)) keep_rows(p, l);
     zero_left_out(tape, l, p);
     /* the first piece is the largest */
     const int64_t rows = mn_tape_plans(tape) ? p->most : l->n_kept;
@@ -209,13 +217,25 @@ static void fill_work(mn_loss_params *work, const loss *l, const int32_t *target
     work->cap = how->softcap;
 }
 
-/* Numbers per row of the batch, 0 at rows that are left out. */
-static double *row_numbers(mn_tape *tape, int64_t n) {
+/* Numbers per row of the batch, 0 at rows that may be left out. */
+static double *row_numbers(mn_tape *tape, const pieces *p, int64_t n) {
     double *numbers = mn_tape_bytes_of(tape, (size_t)n * sizeof *numbers);
-    if (numbers && mn_tape_runs(tape) && !tape->device) {
+    if (!numbers || !mn_tape_runs(tape)) return numbers;
+    if (!tape->device) {
         memset(numbers, 0, (size_t)n * sizeof *numbers);
+    } else if (p->order) {    // zeros of a double are those of two floats
+        mn_tape_do(tape, MN_ELEMENTWISE_FILL, &(mn_fill_params){
+            .shape = { 1, 1, n, 2 }, .to = { numbers, MN_F32, { 0, 0, 2, 1 } } });
     }
     return numbers;
+}
+
+/* What a device goes through; false after a failure. */
+static bool lend_order(mn_tape *tape, pieces *p, const mn_loss_options *how, int64_t rows) {
+    if (!tape->device || !how->order) return true;
+    p->order = mn_tape_lend_ids(tape, how->order, rows, "row", 0, rows);
+    p->n_ordered = how->n_ordered;
+    return p->order != NULL;
 }
 
 static void record_loss(mn_tape *tape, loss *l) {
@@ -235,10 +255,11 @@ void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *t
     const teller t = open_teller(tape, how, l->rows);
     const mn_tape_mark mark = mn_tape_hold(tape);
     pieces p = size_pieces(tape, l);
+    if (!lend_order(tape, &p, how, l->rows)) return;
     fill_work(&p.work, l, targets, how, t.result);
     take_scratch(tape, l, &p);
-    p.work.nll = row_numbers(tape, l->rows);
-    p.work.lse2 = row_numbers(tape, l->rows);
+    p.work.nll = row_numbers(tape, &p, l->rows);
+    p.work.lse2 = row_numbers(tape, &p, l->rows);
     mn_tape_do(tape, MN_ELEMENTWISE_COUNT, &(mn_count_params){ targets, l->rows, t.result });
     run_pieces(tape, l, &p, mn_tape_records(tape));
     mn_tape_do(tape, MN_ELEMENTWISE_TOTAL, &(mn_total_params){ l->rows, p.work.nll, p.work.lse2,
@@ -293,7 +314,7 @@ void mn_tape_mixture_loss(mn_tape *tape, mn_tensor *const *x, int n, mn_tensor *
     fill_work(&p.work, parts[0], targets, how, t.result);
     p.work.z_loss = 0.0;
     take_scratch(tape, parts[0], &p);
-    double *nll = row_numbers(tape, rows * (n + 2));
+    double *nll = row_numbers(tape, &p, rows * (n + 2));
     mn_tape_do(tape, MN_ELEMENTWISE_COUNT, &(mn_count_params){ targets, rows, t.result });
     run_mixture(tape, parts, n, &p, nll,
                 &(mn_total_params){ rows, nll + n * rows, NULL, 0.0, t.result, t.nll });

@@ -252,6 +252,8 @@ typedef struct mn_attend {
     int64_t capacity, window, turns;    // channels that turn, 0: none
     double scale, turned_scale;
     const double *inv_freq;
+    bool relu;                          // in place of the softmax
+    double eps;                         // of relu
 } mn_attend;
 
 /* Whether heads of K and V channels can be attended to so. */
@@ -362,6 +364,8 @@ typedef struct mn_loss_options {
     double z_loss;         // times the mean of logsumexp^2, added to the loss
     double softcap;        // logits = cap tanh(logits / cap); 0: none
     float *nll;            // (B,T) of each token, 0 where the target is ignored; NULL: not wanted
+    const int32_t *order;  // of a device: all rows, those with a target first; NULL: as they come
+    int64_t n_ordered;     // the first so many of them are gone through; the others have no target
 } mn_loss_options;
 
 /* Cross entropy of logits x head' against `targets` (B,T), -100 ignored, in nats: the mean over

@@ -229,7 +229,8 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *ba
         in.ready_context = t;
     }
     const double z_loss = trains ? t->options.z_loss : 0.0;
-    const mn_loss_options how = { .weight = weight * share, .z_loss = z_loss };
+    mn_loss_options how = { .weight = weight * share, .z_loss = z_loss };
+    if (trains) mn_trainer_order(t, batch, &how);
     mn_tape_start(tape, modes);
     if (trains && t->distill) {
         mn_distill_forward(t->distill, tape, t->model, &in, batch->targets, t->step, how.weight,

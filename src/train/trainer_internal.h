@@ -139,6 +139,8 @@ mn_status mn_trainer_gather(mn_trainer *trainer, double *losses, int64_t *counts
 mn_status mn_trainer_device_create(mn_trainer *trainer, const mn_optim_param *params,
                                   int64_t n_params, const mn_adamw_options *how);
 void mn_trainer_device_destroy(mn_trainer_device *there);    // NULL accepted
+/* Which rows of the trainer's batch the loss has to go through, on a device; of others all. */
+void mn_trainer_order(mn_trainer *trainer, const mn_token_batch *batch, mn_loss_options *how);
 
 /* The tape of passes that are no steps; the only one of a run on the CPU. */
 mn_tape *mn_trainer_aside(mn_trainer *trainer);

@@ -54,6 +54,8 @@ static const char *const models[] = {
     "\"layers\": \"bayes\", \"num_heads\": 3, \"head_dim\": 40, \"hidden_size\": 132, "
     "\"intermediate_size\": 88",
     /* and the small works of others between their launches */
+    "\"layers\": \"relu_attention\", \"num_heads\": 4, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
     "\"layers\": \"longhorn, mesa\", \"num_heads\": 2, \"hidden_size\": 256, "
     "\"intermediate_size\": 704",
     "\"layers\": \"longhorn, longhorn_column\", \"hidden_size\": 256, "
@@ -73,6 +75,8 @@ static const char *const models[] = {
 
 /* Models whose caches grow. */
 static const char *const long_models[] = {
+    "\"layers\": \"relu_attention\", \"num_heads\": 4, \"num_kv_heads\": 2, "
+    "\"hidden_size\": 256, \"intermediate_size\": 704",
     "\"layers\": \"attention\", \"num_heads\": 2, \"hidden_size\": 256, "
     "\"intermediate_size\": 704",
     "\"layers\": \"attention, gdn\", \"num_heads\": 4, \"num_kv_heads\": 2, \"head_dim\": 40, "

@@ -15,14 +15,14 @@
 enum { GRID_RUNS = 10, MOST_PACKED = 64 };
 
 typedef struct shape {
-    int64_t n_sequences, tokens, heads, K, V;
+    int64_t n_sequences, tokens, heads, share, K, V;
     int packed;
     double gates;
 } shape;
 
 static const shape shapes[] = {
-#define GRID_SHAPE(sequences, tokens, heads, K, V, packed, gates)                                  \
-    { sequences, tokens, heads, K, V, packed, gates },
+#define GRID_SHAPE(sequences, tokens, heads, share, K, V, packed, gates)                           \
+    { sequences, tokens, heads, share, K, V, packed, gates },
 #include "cli/bench/grid.def"
 };
 
@@ -39,6 +39,16 @@ static void cut(int64_t borders[MOST_PACKED + 1], const shape *s) {
     }
 }
 
+/* Whether heads of the operator may share what has heads of its own. */
+static bool shares_heads(mn_op_id op) {
+    int count;
+    const mn_field *fields = mn_op_fields(op, &count);
+    for (int i = 0; i < count; i++) {
+        if (strchr(fields[i].axes, 'J')) return true;
+    }
+    return false;
+}
+
 /* The case of a row at a shape; `borders` stay in use. */
 static mn_bench_case case_at(const mn_bench_case *row, const shape *s,
                              int64_t borders[MOST_PACKED + 1]) {
@@ -50,6 +60,7 @@ static mn_bench_case case_at(const mn_bench_case *row, const shape *s,
         c->H = s->heads;
         if (c->K > 0) c->K = s->K;
         if (c->V > 0) c->V = s->V;
+        c->J = s->share > 1 && shares_heads(row->op) ? s->heads / s->share : 0;
     } else {
         c->V = s->heads * s->V;
     }
@@ -100,11 +111,12 @@ static mn_status measure(point *out, const mn_bench *bench, const mn_bench_case 
     return st;
 }
 
-static void print_point(const shape *s, const point p[2]) {
+static void print_point(const shape *s, bool shares, const point p[2]) {
     printf("  %2" PRId64 " x %6" PRId64 "  H %2" PRId64 "  K %3" PRId64 " V %3" PRId64,
            s->n_sequences, s->tokens, s->heads, s->K, s->V);
     if (s->packed) printf("  packed %2d", s->packed);
     else if (s->gates != 1.0) printf("  gates x%-4g", s->gates);
+    else if (shares && s->share > 1) printf("  of %2" PRId64 " keys", s->heads / s->share);
     else printf("  %10s", "");
     for (int i = 0; i < 2; i++) {
         if (p[i].measured) printf("  %9.3f %5.2f", 1e3 * p[i].seconds, p[i].share);
@@ -114,11 +126,13 @@ static void print_point(const shape *s, const point p[2]) {
     fflush(stdout);
 }
 
-static json_t *point_json(const shape *s, const char *pass, const point *p) {
-    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:i, s:o, s:s, s:o, s:o, s:o}", "sequences",
+static json_t *point_json(const shape *s, const mn_bench_case *at, const point *p) {
+    const mn_call *c = &at->call;
+    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:i, s:o, s:s, s:o, s:o, s:o}", "sequences",
                      (json_int_t)s->n_sequences, "tokens", (json_int_t)s->tokens, "heads",
-                     (json_int_t)s->heads, "K", (json_int_t)s->K, "V", (json_int_t)s->V, "packed",
-                     s->packed, "gates", mn_json_real(s->gates), "pass", pass, "median_s",
+                     (json_int_t)s->heads, "key_heads", (json_int_t)(c->J ? c->J : s->heads), "K",
+                     (json_int_t)s->K, "V", (json_int_t)s->V, "packed", s->packed, "gates",
+                     mn_json_real(s->gates), "pass", mn_bench_pass_name(at->pass), "median_s",
                      mn_json_real(p->seconds), "floor_s", mn_json_real(p->floor_s), "share",
                      mn_json_real(p->share));
 }
@@ -154,10 +168,9 @@ static void measure_row(json_t *list, const mn_bench *bench, const mn_bench_case
             at.pass = (mn_bench_pass)pass;
             const mn_status st = measure(&points[i][pass], bench, &at, shapes[i].gates);
             if (st != MN_OK) fprintf(stderr, "mneme bench: %s: %s\n", row->name, mn_last_error());
-            else json_array_append_new(all, point_json(&shapes[i], mn_bench_pass_name(at.pass),
-                                                       &points[i][pass]));
+            else json_array_append_new(all, point_json(&shapes[i], &at, &points[i][pass]));
         }
-        if (!json) print_point(&shapes[i], points[i]);
+        if (!json) print_point(&shapes[i], at.call.J > 0, points[i]);
     }
     double mean[2], worst[2];
     for (int pass = 0; pass < 2; pass++) summarise(&mean[pass], &worst[pass], points, pass);

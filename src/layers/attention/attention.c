@@ -24,9 +24,11 @@
  * step turns one. Unless num_heads or head_dim say otherwise there are D / 64 heads, at least 1. */
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/util.h"
 #include "layers/family.h"
+#include "ops/describe.h"
 
 enum { ROPE_DEFAULT, ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN };
 
@@ -210,12 +212,21 @@ static mn_tensor *normed_whole(mn_forward *f, mn_tensor *x, const char *norm) {
 static bool by_position(const mn_forward *f) {
     const mn_layer_state *state = f->state;
     const int64_t K = MN_OF(f, 'K');
-    return f->layer->kind == MN_LAYER_attention && state && !state->rows && !state->ends &&
-           mn_tape_attends(f->tape, K, K);
+    return state && !state->rows && !state->ends && mn_tape_attends(f->tape, K, K);
 }
 
 static bool turns_first(const mn_forward *f) {
     return f->layer->config.use_rope && !by_position(f);
+}
+
+/* Of relu_attention, which has no option for it. */
+static double relu_eps(void) {
+    int n;
+    const mn_param *params = mn_op_params(MN_OP_relu_attention, &n);
+    for (int i = 0; i < n; i++) {
+        if (strcmp(params[i].name, "eps") == 0) return params[i].value;
+    }
+    return 0.0;
 }
 
 /* Heads one after the other, as far apart as they like. */
@@ -229,8 +240,10 @@ static mn_tensor *attended(mn_forward *f, double scale, mn_tensor *q, mn_tensor 
     mn_tensor *o = NULL;
     if (keys && values && inv_freq) {
         for (int64_t i = 0; i < R / 2; i++) inv_freq[i] = frequency(c, i, R);
+        const bool relu = f->layer->kind != MN_LAYER_attention;
         const mn_attend how = { keys->now, values->now, mn_min(keys->capacity, values->capacity),
-                                c->window_size, R, scale, turned_scale(c), inv_freq };
+                                relu ? 0 : c->window_size, R, scale, turned_scale(c), inv_freq,
+                                relu, relu ? relu_eps() : 0.0 };
         o = mn_tape_attend(f->tape, &how, q, k, v);
     }
     free(inv_freq);

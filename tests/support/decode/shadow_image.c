@@ -234,7 +234,8 @@ static void make_row(uint64_t *row, const mn_decode_gemm_instr *p) {
             const uint64_t w = shadow_get(p->weight + (k & p->wrap));
             row[k] = p->way == MN_DECODE_NORMED
                          ? shadow_rms(p->epsilon, of_row, row[k], w)
-                         : shadow_gated(p->epsilon, p->sigmoid, 0, of_row, row[k], z[k], w);
+                         : shadow_gated(p->epsilon, p->sigmoid, p->gate_first, of_row, row[k], z[k],
+                                            w);
         }
     }
     const int group = width < p->K ? (int)(width / MN_DECODE_WARP_K) : MN_DECODE_WARPS;

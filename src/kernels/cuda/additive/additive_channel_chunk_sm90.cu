@@ -2,6 +2,7 @@
  * the state scans of o and dv, and the gradients of all chunks at once. */
 
 #include "kernels/cuda/additive/additive_channel_scale.cuh"
+#include "kernels/cuda/additive/additive_redo.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/additive/additive.cuh"
@@ -84,18 +85,6 @@ __device__ inline int64_t mn_gated_token0(const mn_scan_coord &at, bool reverse,
 
 __device__ inline int mn_gated_chunk_len(const mn_scan_coord &at, int64_t t) {
     return (int)min((int64_t)MN_GATED_CHUNK, at.span.length - t);
-}
-
-/* Four matrices of 8 x 8, of which each lane points at a row. */
-template <bool TRANS>
-__device__ inline void mn_gated_ldmatrix(uint32_t (&r)[4], uint32_t at) {
-    if (TRANS) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    }
 }
 
 #if MN_HAS_WGMMA
@@ -1274,6 +1263,7 @@ struct mn_gated_params {
     mn_call call;
     mn_chunk_scan scan;
     CUtensorMap q, k, v, g, out;
+    bool redo;    // of rows in front of numbers that are not finite: mn_additive_cut
 };
 
 #if MN_HAS_WGMMA
@@ -1375,7 +1365,7 @@ __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gate
             const int count = mn_gated_chunk_len(at, t);
             const unsigned char *tile = smem.stage[n % MN_GATED_STAGES].v;
             mn_mbarrier_wait(&smem.out_full[n % MN_GATED_STAGES], n / MN_GATED_STAGES & 1);
-            if (job.call.cu_seqlens && count < MN_GATED_CHUNK) {
+            if ((job.call.cu_seqlens || job.redo) && count < MN_GATED_CHUNK) {
                 mn_gated_store_rows(job, at, tile, t, count);
                 __syncwarp();
             } else if (lane == 0) {
@@ -1582,6 +1572,7 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
         smem.place = mn_scan_block_coord(job.call, job.scan, MN_GATED_CHUNK);
     }
     __syncthreads();
+    if (HAS_OUT && job.redo) mn_additive_cut(smem.place, job.scan, MN_GATED_CHUNK);
     if (smem.place.idle) return;
     if (threadIdx.x < MN_GATED_WARPGROUP) {
         mn_setmaxnreg_inc<168>();
@@ -1604,7 +1595,7 @@ inline bool mn_gated_supported(mn_gated_params *job, const mn_chunk_scans *scans
     const mn_chunk_scan &p = scans->scan[0];
     const mn_call &call = scans->call;
     const mn_in &q = p.reverse ? p.y : p.x, &k = p.reverse ? p.x : p.y;
-    job->call = call, job->scan = p;
+    job->call = call, job->scan = p, job->redo = false;
     return p.mode == MN_SCAN_PLAIN && p.state_column == 1 && p.depth <= 128 &&
            p.depth % 8 == 0 && p.width % 8 == 0 && mn_device_is_sm90() &&
            mn_tma_map(&job->q, q, call, p.depth, MN_GATED_CHUNK) &&
@@ -1622,9 +1613,9 @@ static int launch_scan(const mn_gated_params &job, int64_t segments, cudaStream_
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
     const bool reads = job.scan.out.data && !job.scan.reduce_pass;
-    return mn_launch_smem(reads ? additive_gated_scan_sm90<KP, true>
-                                : additive_gated_scan_sm90<KP, false>,
-                          grid, MN_GATED_THREADS, sizeof(mn_gated_smem<KP>), stream, job);
+    return mn_launch_smem_behind(job.redo, reads ? additive_gated_scan_sm90<KP, true>
+                                                 : additive_gated_scan_sm90<KP, false>,
+                                 grid, MN_GATED_THREADS, sizeof(mn_gated_smem<KP>), stream, job);
 }
 
 static int launch(const mn_gated_params &job, int64_t segments, cudaStream_t stream) {
@@ -1635,6 +1626,11 @@ static int launch(const mn_gated_params &job, int64_t segments, cudaStream_t str
 int mn_additive_gated_launch(const mn_chunk_scans *scans, int64_t segments, cudaStream_t stream) {
     mn_gated_params job;
     if (!mn_gated_supported(&job, scans)) return cudaErrorNotSupported;
+    const int code = launch(job, segments, stream);
+    if (code != cudaSuccess || job.scan.reverse || job.scan.reduce_pass || !job.scan.out.data) {
+        return code;
+    }
+    job.redo = true;
     return launch(job, segments, stream);
 }
 

@@ -133,6 +133,18 @@ __device__ inline void mn_scale_chunk(const mn_scale_tiles &tiles, bool reverse)
     }
 }
 
+/* Four matrices of 8 x 8, of which each lane points at a row. */
+template <bool TRANS>
+__device__ inline void mn_gated_ldmatrix(uint32_t (&r)[4], uint32_t at) {
+    if (TRANS) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    }
+}
+
 }    // namespace mneme::additive
 
 #endif

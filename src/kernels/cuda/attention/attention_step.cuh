@@ -335,7 +335,8 @@ __device__ inline void mn_attend_heads(const mn_decode_attention &p, int64_t j, 
             const mn_step_rows<T> keys = { (const T *)p.keys + (first * p.J + j) * K, p.J * K };
             const mn_step_rows<T> values = { (const T *)p.values + (first * p.J + j) * V,
                                              p.J * V };
-            const mn_step_sizes sizes = { (int)K, (int)V, n_heads, n_keys, (float)p.scale, true };
+            const mn_step_sizes sizes = { (int)K, (int)V, n_heads, n_keys, (float)p.scale,
+                                          !p.relu };
             mn_step_part<T, N, AT_ONCE, HEADS, Block>(smem.step, keys, values, sizes,
                                                       p.parts + (h0 * p.n_parts + part) * (V + 2),
                                                       p.n_parts * (V + 2));
@@ -356,8 +357,8 @@ __device__ inline void mn_attend_combine(const mn_decode_attention &p, int64_t h
                                          unsigned char *bytes) {
     const mn_attend_span span(p);
     const float *from = p.parts + h * p.n_parts * (p.V + 2);
-    mn_step_combine<T, Block>(from, span.parts(), p.V, true, 0.0f, (T *)p.o + h * p.V, nullptr,
-                              (float *)bytes);
+    mn_step_combine<T, Block>(from, span.parts(), p.V, !p.relu, (float)p.eps, (T *)p.o + h * p.V,
+                              nullptr, (float *)bytes);
 }
 
 }    // namespace mneme::attention

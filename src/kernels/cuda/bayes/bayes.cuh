@@ -25,6 +25,7 @@
 #define MN_KERNELS_CUDA_BAYES_BAYES_CUH
 
 #include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/prim/mma_f64.cuh"
 
 namespace mneme::bayes {
@@ -50,12 +51,8 @@ struct mn_bayes_shape {
 
 /* Bytes of shared memory that a block may have on the device in use. */
 inline size_t mn_bayes_most_shared(void) {
-    int device = 0, bytes = 0;
-    const bool known =
-        cudaGetDevice(&device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
-            cudaSuccess;
-    return known ? (size_t)bytes - 1024 : 0;    // some is taken already
+    const size_t bytes = (size_t)mn_device_props_current().shared_bytes;
+    return bytes > 0 ? bytes - 1024 : 0;    // some is taken already
 }
 
 /* Buffers of a chunk, in doubles: in shared memory, or in the workspace where they are too large

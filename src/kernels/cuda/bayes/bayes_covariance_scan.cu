@@ -919,42 +919,21 @@ static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     return cudaLaunchKernelEx(&config, covariance_kernel<RP, CL>, *job);
 }
 
-/* What the device in use can do. */
-struct device {
-    size_t most;          // bytes of shared memory of a block
-    int processors;
-    bool clusters;        // the code made for it has them
-};
-
-static device device_in_use(void) {
-    device d = { 0, 0, false };
-    int at = 0, bytes = 0, major = 0, minor = 0;
-    const bool known =
-        cudaGetDevice(&at) == cudaSuccess &&
-        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, at) ==
-            cudaSuccess &&
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, at) == cudaSuccess &&
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, at) == cudaSuccess &&
-        cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount, at) == cudaSuccess;
-    if (known) d.most = (size_t)bytes, d.clusters = major == 9 && minor == 0;
-    return d;
-}
-
 bool mn_state_scan_covariance_fits(const mn_state_scan_job *job) {
-    const device d = device_in_use();
-    if (job->rows == 256) return d.clusters && smem_of<256, 4>(job->spreads) <= d.most;
-    if (job->rows == 128) return smem_of<128, 1>(job->spreads) <= d.most;
-    return smem_of<64, 1>(job->spreads) <= d.most;
+    const size_t most = (size_t)mn_device_props_current().shared_bytes;
+    if (job->rows == 256) return mn_device_is_sm90() && smem_of<256, 4>(job->spreads) <= most;
+    if (job->rows == 128) return smem_of<128, 1>(job->spreads) <= most;
+    return smem_of<64, 1>(job->spreads) <= most;
 }
 
 /* A covariance of 128 rows has two or four processors where there are enough: the bits are the
  * same. */
 int mn_state_scan_blocks(const mn_state_scan_job *job) {
-    const device d = device_in_use();
+    const int64_t processors = mn_device_props_current().processors;
     const int64_t scans = mn_n_spans(job->p.call) * job->p.call.H * job->p.call.G;
     if (job->rows == 256) return 4;
-    if (job->rows < 128 || !d.clusters || 2 * scans > d.processors) return 1;
-    return 4 * scans <= d.processors ? 4 : 2;
+    if (job->rows < 128 || !mn_device_is_sm90() || 2 * scans > processors) return 1;
+    return 4 * scans <= processors ? 4 : 2;
 }
 
 int mn_state_scan_covariance(const mn_state_scan_job *job, cudaStream_t stream) {

@@ -151,12 +151,14 @@ __device__ inline float mn_decode_rnorm(const mn_decode_job &job, float squares)
     return 1.0f / fmaxf(sqrtf(squares), job.scale);
 }
 
-/* One row is the block's, several are a warp's each. The first elements stay in registers. */
+/* One row is the block's, several, or one that a warp has at once, are a warp's each. The first
+ * elements stay in registers. */
 template <typename Block, int N>
 __device__ inline void mn_decode_norm_of(const mn_decode_job &job, const mn_decode_dst &to,
                                          float *smem) {
     constexpr int KEPT = N == 1 ? 4 : 1;
-    const bool block = job.rows == 1, gated = job.kind == MN_DECODE_GATED_NORM;
+    const bool block = job.rows == 1 && job.width > 32 * N;
+    const bool gated = job.kind == MN_DECODE_GATED_NORM;
     const bool weighted = job.kind != MN_DECODE_L2_NORM;
     const int thread = Block::thread(job.turn);
     const int lane = block ? thread : thread % 32, lanes = block ? Block::threads() : 32;

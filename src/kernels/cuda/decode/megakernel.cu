@@ -600,7 +600,7 @@ __device__ inline void mn_decode_prefetch_words(const char *words, int K) {
     }
 }
 
-template <bool WORKS>
+template <typename Stages>
 __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *megakernel,
                                    const mn_decode_entry &start, int words, int n_stages) {
     mn_decode_pipe next = {}, at = {};    // the instruction asked for next; the one at work
@@ -625,7 +625,7 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
             mn_decode_prefetch_words(megakernel + words + instr.memory.q.at, instr.memory.K);
             mn_decode_prefetch_words(megakernel + words + instr.memory.e.at, instr.memory.K);
             mn_decode_prefetch_state(instr.memory);
-        } else if (WORKS && instr.kind == MN_DECODE_ATTEND) {
+        } else if (Stages::attends && instr.kind == MN_DECODE_ATTEND) {
             mn_decode_prefetch_cache(instr.work.attend);
         }
         __syncwarp();
@@ -640,7 +640,7 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
 /* What a stage needs of its instruction once the row is there: looked up before. */
 struct mn_decode_gemm_params {
     int K, chunks, group, n_col_tiles, n_out_tiles;
-    bool norm, gated, sigmoid;
+    bool norm, gated, sigmoid, gate_first;
     float inverse_width, epsilon;
 
     __device__ explicit mn_decode_gemm_params(const mn_decode_gemm_instr &p) {
@@ -649,7 +649,7 @@ struct mn_decode_gemm_params {
         K = (int)mn_decode_uniform((unsigned)p.K);
         norm = (how & 255) != MN_DECODE_PLAIN, gated = (how & 255) == MN_DECODE_GATED;
         chunks = how >> 8 & 255, group = how >> 16 & 255, sigmoid = how >> 24;
-        n_col_tiles = many & 255, n_out_tiles = many >> 8 & 255;
+        n_col_tiles = many & 255, n_out_tiles = many >> 8 & 255, gate_first = many >> 16 & 255;
         inverse_width = p.inverse_width, epsilon = p.epsilon;
     }
 };
@@ -716,25 +716,29 @@ __device__ inline uint32_t mn_decode_row_addr(const mn_decode_smem &smem) {
     return mn_smem_addr((const uint32_t *)smem.row + threadIdx.x / 2 * 4 + threadIdx.x % 2);
 }
 
-/* Four elements of bf16 by four; adds their squares up. */
+/* Four elements of bf16 by four, and by a gate before or after; adds up the squares of what is
+ * normalised. */
 struct mn_decode_weighted_row {
     float y[4];
 
-    __device__ mn_decode_weighted_row(float &squares, uint2 x, uint2 by) {
+    __device__ mn_decode_weighted_row(float &squares, uint2 x, uint2 by, uint2 gate,
+                                      const mn_decode_gemm_params &way) {
         y[0] = mn_bf16_low(x.x), y[1] = mn_bf16_high(x.x);
         y[2] = mn_bf16_low(x.y), y[3] = mn_bf16_high(x.y);
         const float w[4] = { mn_bf16_low(by.x), mn_bf16_high(by.x), mn_bf16_low(by.y),
                              mn_bf16_high(by.y) };
+        if (way.gate_first) open(gate, way.sigmoid);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             squares = fmaf(y[j], y[j], squares);
             y[j] *= w[j];
         }
+        if (way.gated && !way.gate_first) open(gate, way.sigmoid);
     }
 
-    __device__ void gate(uint2 x, bool sigmoid) {
-        const float z[4] = { mn_bf16_low(x.x), mn_bf16_high(x.x), mn_bf16_low(x.y),
-            mn_bf16_high(x.y) };
+    __device__ void open(uint2 gate, bool sigmoid) {
+        const float z[4] = { mn_bf16_low(gate.x), mn_bf16_high(gate.x), mn_bf16_low(gate.y),
+            mn_bf16_high(gate.y) };
 #pragma unroll
         for (int j = 0; j < 4; j++) y[j] *= mn_sigmoid(z[j]) * (sigmoid ? 1.0f : z[j]);
     }
@@ -747,6 +751,7 @@ struct mn_decode_weighted_row {
 /* A lane's words of a row, of its gate, and what it is weighted by, as they are found: asked for
  * before anything else is done. */
 struct mn_decode_row_poll {
+    enum { STEP = MN_DECODE_CHUNK / MN_DECODE_PER_LINE * MN_DECODE_LINE };    // bytes of a chunk
     mn_decode_word2 x[MN_DECODE_CHUNKS], z;
     uint2 weight;
     int at, gate_at;    // bytes to their words
@@ -769,11 +774,18 @@ struct mn_decode_row_poll {
         const char *const words = place.words + at;
 #pragma unroll
         for (int c = 0; c < MN_DECODE_CHUNKS; c++) {
-            if (first + c * MN_DECODE_CHUNK < K) {
-                x[c].fetch(words + c * (MN_DECODE_CHUNK / MN_DECODE_PER_LINE * MN_DECODE_LINE));
-            }
+            if (first + c * MN_DECODE_CHUNK < K) x[c].fetch(words + c * STEP);
         }
         if (gated && first < K) z.fetch(place.words + gate_at);
+    }
+
+    /* The gate of a later chunk, which few rows have: not asked for before. */
+    __device__ uint2 gate_of(const mn_decode_pipe &place, int chunk) const {
+        mn_decode_word2 gate;
+        do {
+            gate.fetch(place.words + gate_at + chunk * STEP);
+        } while (gate.most() == MN_DECODE_SENTINEL);
+        return gate.elements();
     }
 
     __device__ bool missing(void) const {
@@ -799,9 +811,7 @@ __device__ inline float mn_decode_load_row(mn_decode_smem &smem, const mn_decode
     float squares = 0.0f;
     uint2 y = look.x[0].elements();    // zeros behind the last
     if (way.norm) {
-        mn_decode_weighted_row weighted(squares, y, look.weight);
-        if (way.gated) weighted.gate(look.z.elements(), way.sigmoid);
-        y = weighted.elements();
+        y = mn_decode_weighted_row(squares, y, look.weight, look.z.elements(), way).elements();
     }
     mn_decode_store(row, y);
 #pragma unroll
@@ -811,7 +821,9 @@ __device__ inline float mn_decode_load_row(mn_decode_smem &smem, const mn_decode
         if (way.norm) {
             const int k = first + c * MN_DECODE_CHUNK;
             if (weights && k < K) look.weight = *(const uint2 *)(weights + k);
-            y = mn_decode_weighted_row(squares, y, look.weight).elements();
+            uint2 gate = look.z.elements();
+            if (way.gated && k < K) gate = look.gate_of(place, c);
+            y = mn_decode_weighted_row(squares, y, look.weight, gate, way).elements();
         }
         mn_decode_store(row + c * MN_DECODE_CHUNK_STRIDE, y);
     }
@@ -1142,7 +1154,7 @@ __device__ static void end(mn_decode_smem &smem, mn_decode_pipe &place) {
 }
 
 /* All stages; the first one copies. `row`: of a table, the megakernel's. */
-template <bool WORKS>
+template <typename Stages>
 __device__ static void work(mn_decode_smem &smem, const char *words, int row, int n_stages) {
     mn_decode_pipe place = {};
     place.words = words;
@@ -1151,11 +1163,13 @@ __device__ static void work(mn_decode_smem &smem, const char *words, int row, in
 #pragma unroll 1
     for (int i = 1; i < n_stages; i++) {
         const mn_decode_instr &instr = begin(smem, place);
-        if (WORKS && instr.sync) mn_decode_grid_sync(smem.header, instr.sync);
+        if (Stages::works && instr.sync) mn_decode_grid_sync(smem.header, instr.sync);
         if (instr.kind == MN_DECODE_GEMM) mn_decode_run_gemms(smem, instr, place);
         else if (instr.kind == MN_DECODE_RECURRENCE) mn_decode_recurrence_step(smem, instr.memory,
                                                                                place);
-        else if (WORKS && instr.kind >= MN_DECODE_SMALL) mn_decode_run_work(smem, instr, place);
+        else if (Stages::works && instr.kind >= MN_DECODE_SMALL) {
+            mn_decode_run_work<Stages>(smem, instr, place);
+        }
         end(smem, place);
     }
 }
@@ -1170,8 +1184,8 @@ __device__ static void leave(mn_decode_header *head, unsigned run) {
 
 #endif
 
-/* WORKS: with stages of megakernel_steps.cuh. */
-template <bool WORKS>
+/* Stages: which of those of megakernel_steps.cuh it has. */
+template <typename Stages>
 __global__ void __launch_bounds__(THREADS, 1)
 decode_megakernel(char *megakernel, int n_stages, int handoff_at, int words, int ragged) {
 #if __CUDA_ARCH__ >= 900
@@ -1181,17 +1195,17 @@ decode_megakernel(char *megakernel, int n_stages, int handoff_at, int words, int
     const unsigned run = *(volatile unsigned *)&head->run + 1;
     const mn_decode_entry start = ((const mn_decode_entry *)(head + 1))[blockIdx.x];
     if (threadIdx.x == 0) init_barriers(smem);
-    if (WORKS && threadIdx.x == 0) smem.header = head;
+    if (Stages::works && threadIdx.x == 0) smem.header = head;
     if (ragged) clear(smem);
     __syncthreads();
     int row = 0;    // far away: asked for first
     if ((int)blockIdx.x < head->n_gather_blocks) row = *(const volatile int32_t *)head->index;
     const int now = (int)(run % MN_DECODE_WORD_SETS) * words;
-    if (threadIdx.x >= MN_DECODE_THREADS) mn_decode_producer<WORKS>(smem, megakernel, start, now,
-                                                                    n_stages);
+    if (threadIdx.x >= MN_DECODE_THREADS) mn_decode_producer<Stages>(smem, megakernel, start, now,
+                                                                     n_stages);
     else {
         discard(megakernel + handoff_at + (words - now), words);
-        work<WORKS>(smem, megakernel + now, row, n_stages);
+        work<Stages>(smem, megakernel + now, row, n_stages);
     }
     leave(head, run);
 #endif
@@ -1204,9 +1218,26 @@ extern "C" int mn_megakernel_blocks(void) {
     return serves ? m.processors : 0;
 }
 
+typedef void (*megakernel_instance)(char *, int, int, int, int);
+
+/* Who has a step has those of the same folder, which models take together. */
+static megakernel_instance instance_of(const mn_decode_launch_args *given) {
+    const unsigned steps = given->steps;
+    if (!given->works) return decode_megakernel<mn_decode_stages<false, false, 0>>;
+    if (steps == 0 && !given->attends) return decode_megakernel<mn_decode_stages<true, false, 0>>;
+    if (steps == 0) return decode_megakernel<mn_decode_stages<true, true, 0>>;
+#define DECODE_STEP(op, folder, columns, results)                                                  \
+    if (!given->attends && (steps & ~mn_decode_steps_of(#folder)) == 0) {                          \
+        return decode_megakernel<mn_decode_stages<true, false, mn_decode_steps_of(#folder)>>;      \
+    }
+#include "kernels/decode_steps.def"
+#undef DECODE_STEP
+    return decode_megakernel<mn_decode_stages<true, true, MN_DECODE_ALL_STEPS>>;
+}
+
 extern "C" int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel,
                                    void *stream) {
-    const auto kernel = given->works ? decode_megakernel<true> : decode_megakernel<false>;
+    const megakernel_instance kernel = instance_of(given);
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             (int)sizeof(mn_decode_smem));
     if (code != cudaSuccess) return (int)code;

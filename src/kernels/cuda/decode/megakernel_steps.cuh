@@ -22,6 +22,34 @@
 
 namespace mneme::decode {
 
+/* ---- instances ------------------------------------------------------------------------------- */
+
+constexpr unsigned MN_DECODE_ALL_STEPS = (1u << MN_DECODE_STEPS) - 1;
+static_assert(MN_DECODE_STEPS < 32, "a bit for each step");
+
+constexpr bool mn_decode_same_name(const char *a, const char *b) {
+    while (*a && *a == *b) a++, b++;
+    return *a == *b;
+}
+
+/* The steps of a folder of kernels/cuda, as bits. */
+constexpr unsigned mn_decode_steps_of(const char *name) {
+    unsigned steps = 0;
+#define DECODE_STEP(op, folder, columns, results)                                                  \
+    if (mn_decode_same_name(#folder, name)) steps |= 1u << MN_DECODE_STEP_##op;
+#include "kernels/decode_steps.def"
+#undef DECODE_STEP
+    return steps;
+}
+
+/* Which stages an instance of the megakernel has: registers and stack of one do not depend on what
+ * others have. WORKS: small works and barriers, and those that follow. */
+template <bool WORKS, bool ATTENDS, unsigned STEPS>
+struct mn_decode_stages {
+    static constexpr bool works = WORKS, attends = ATTENDS;
+    static constexpr unsigned steps = STEPS;
+};
+
 #if __CUDA_ARCH__ >= 900
 
 /* The warps that compute; the producer warp takes no part. */
@@ -49,13 +77,11 @@ __device__ inline void mn_decode_grid_sync(mn_decode_header *header, unsigned nu
     if (threadIdx.x == 0) {
         const unsigned all = number * gridDim.x;
         unsigned arrived;
-        __threadfence();
-        atomicAdd(&header->arrived, 1u);
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&header->arrived) : "memory");
         do {
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived)
                          : "l"(&header->arrived) : "memory");
         } while (arrived < all);
-        __threadfence();
     }
     mn_decode_consumer_sync();
 }
@@ -72,14 +98,16 @@ __device__ __noinline__ void mn_decode_run_small(const mn_decode_small_instr &p,
     }
 }
 
-template <typename Block>
+template <typename Block, unsigned STEPS>
 __device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p,
                                                 unsigned char *smem) {
     switch (p.step) {
 #define DECODE_STEP(op, folder, columns, results)                                                  \
     case MN_DECODE_STEP_##op:                                                                      \
-        folder::op##_step<mn_bf16, Block>(*(const mn_##op##_args *)p.args, 0, p.head, p.column,    \
-                                          smem);                                                   \
+        if constexpr ((STEPS >> MN_DECODE_STEP_##op & 1) != 0) {                                   \
+            folder::op##_step<mn_bf16, Block>(*(const mn_##op##_args *)p.args, 0, p.head,          \
+                                              p.column, smem);                                     \
+        }                                                                                          \
         break;
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
@@ -94,6 +122,8 @@ __device__ __noinline__ void mn_decode_run_attend(const mn_decode_attend_instr &
     else attention::mn_attend_piece<mn_bf16, N, Block>(p.of, p.head, p.slot, p.n_slots, smem);
 }
 
+enum { MN_DECODE_PUBLISH = 4 };    // pairs of elements that a thread has on their way
+
 /* What this block has stored goes to words as well, two elements a thread at a time. */
 __device__ inline void mn_decode_publish(const mn_decode_work_instr &p,
                                          const mn_decode_pipe &place) {
@@ -101,7 +131,7 @@ __device__ inline void mn_decode_publish(const mn_decode_work_instr &p,
     for (int i = 0; i < p.n_published; i++) {
         const mn_decode_publication &out = p.published[i];
         if (out.words < 0) continue;
-#pragma unroll 1
+#pragma unroll(MN_DECODE_PUBLISH)
         for (int k = threadIdx.x * 2; k < out.count; k += 2 * MN_DECODE_THREADS) {
             const mn_bf16 low = out.from[k], high = k + 1 < out.count ? out.from[k + 1] : low;
             mn_decode_store_word(place, mn_decode_word_from(out.words, (unsigned)k),
@@ -110,14 +140,21 @@ __device__ inline void mn_decode_publish(const mn_decode_work_instr &p,
     }
 }
 
+template <typename Stages>
 __device__ inline void mn_decode_run_work(mn_decode_smem &smem, const mn_decode_instr &instr,
                                           const mn_decode_pipe &place) {
     const mn_decode_work_instr &p = instr.work;
     mn_decode_consumer_sync();    // the scratch is no longer another stage's
     typedef mn_decode_consumers block;
     if (instr.kind == MN_DECODE_SMALL) mn_decode_run_small<block>(p.small, (float *)smem.scratch);
-    else if (instr.kind == MN_DECODE_STEP) mn_decode_run_step<block>(p.step, smem.scratch);
-    else mn_decode_run_attend<block>(p.attend, smem.scratch);
+    if constexpr (Stages::steps != 0) {
+        if (instr.kind == MN_DECODE_STEP) {
+            mn_decode_run_step<block, Stages::steps>(p.step, smem.scratch);
+        }
+    }
+    if constexpr (Stages::attends) {
+        if (instr.kind == MN_DECODE_ATTEND) mn_decode_run_attend<block>(p.attend, smem.scratch);
+    }
     mn_decode_consumer_sync();
     mn_decode_publish(p, place);
 }

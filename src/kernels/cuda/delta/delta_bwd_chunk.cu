@@ -368,9 +368,9 @@ static int grad(const mn_delta_params &job, const mn_grad_fold &fold, int64_t re
                           stream, job, fold);
 }
 
-template <int KP>
-static int backward(const mn_delta_params &job, const mn_grad_fold &fold, cudaStream_t stream) {
-    constexpr int KT = KP < 128 ? KP : 128;
+/* Gradients by KT channels a block. */
+template <int KT, int KP>
+static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, cudaStream_t stream) {
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     int code = intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
@@ -381,6 +381,22 @@ static int backward(const mn_delta_params &job, const mn_grad_fold &fold, cudaSt
     }
     code = grad<KT, KP>(job, fold, records, stream);
     return code == cudaSuccess ? reduce_grads(job, records, KP / KT, stream) : code;
+}
+
+/* Where there is little shared memory, blocks of gradients take half of 128 channels. */
+template <int KP>
+static int backward(const mn_delta_params &job, const mn_grad_fold &fold, cudaStream_t stream) {
+    if constexpr (KP == 128) {
+        static_assert(sizeof(mn_channel_grad_smem<64>) <= MN_DELTA_LEAST_SMEM_64 &&
+                          sizeof(mn_grad_smem<64>) <= MN_DELTA_LEAST_SMEM_64,
+                      "what the GPU has to have");
+        const size_t bytes = job.p.decay == MN_DECAY_CHANNEL ? sizeof(mn_channel_grad_smem<128>)
+                                                             : sizeof(mn_grad_smem<128>);
+        if (bytes > (size_t)mn_device_props_current().shared_bytes) {
+            return backward_by<64, KP>(job, fold, stream);
+        }
+    }
+    return backward_by<(KP < 128 ? KP : 128), KP>(job, fold, stream);
 }
 
 /* By sizes alone, as the caller leaves the sums to this then. Not where Hopper's kernel of
@@ -398,7 +414,7 @@ extern "C" bool mn_delta_folds_groups(const void *args) {
 static bool size_fold(int64_t *grads, int64_t *arrivals, const mn_delta_args *p) {
     const mn_call &c = p->call;
     return mn_mul_i64(grads, c.B * c.T, c.H) && mn_mul_i64(grads, *grads, c.K) &&
-           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J, mn_ceil_div(c.K, 128));
+           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J, mn_ceil_div(c.K, 64));
 }
 
 /* Behind the workspace, which is a multiple of 16 bytes: arrivals, then the gradients. */

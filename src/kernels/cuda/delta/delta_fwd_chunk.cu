@@ -69,7 +69,7 @@ struct mn_fwd_chunk_smem {
  * tensor's end. */
 __device__ inline bool mn_fwd_chunk_is_full(const mn_delta_params &job, const mn_scan_coord &at,
                                          int chunk) {
-    return !job.p.call.cu_seqlens || mn_scan_chunk_len(at, chunk) == MN_DELTA_CHUNK;
+    return (!job.p.call.cu_seqlens && !job.cuts) || mn_scan_chunk_len(at, chunk) == MN_DELTA_CHUNK;
 }
 
 /* Loads q, e, v, T and the decays of a chunk into a stage. One lane calls. */
@@ -317,6 +317,7 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
                                   job.p.state0, job.p.state);
     }
     __syncthreads();
+    if (job.cuts && smem.place.n_chunks == 0) return;
     if (threadIdx.x < MN_FWD_CHUNK_WARPGROUP) {
         mn_setmaxnreg_inc<240>();
         mn_fwd_chunk_state_scan<KP>(smem, job);
@@ -361,10 +362,10 @@ inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chun
                            mn_delta_scan_units(job.p.call, job.segments, segments);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(delta_fwd_chunk_sm90_kernel<KP, false>,
-                          dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
-                          sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
-                          mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
+    return mn_launch_smem_behind(job.cuts, delta_fwd_chunk_sm90_kernel<KP, false>,
+                                 dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
+                                 sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
+                                 mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
 }
 
 /* The same beside the launch in front, which computes the queries. */
@@ -466,23 +467,20 @@ static int forward(const mn_delta_params &job, void *query_work, cudaStream_t st
                                            : scan<KP, false>(job, stream);
 }
 
-/* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to
- * ask, as when a run's memory is predicted, the answer is yes. */
-static bool has_smem(void) {
-    int device = 0, bytes = 0;
-    if (cudaGetDevice(&device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
-        (void)cudaGetLastError();
-        return true;
-    }
-    return bytes >= 226 * 1024;
+/* Whether a block gets as much shared memory as the kernels of keys of K numbers take. Where there
+ * is no GPU to ask, as when a run's memory is predicted, the answer is yes. */
+static bool has_smem(int64_t K) {
+    const int bytes = mn_device_props_current().shared_bytes;
+    return bytes == 0 || bytes >= (K <= 64    ? MN_DELTA_LEAST_SMEM_64
+                                   : K <= 128 ? MN_DELTA_LEAST_SMEM_128
+                                              : MN_DELTA_LEAST_SMEM_256);
 }
 
 /* Sums over few value columns average the roundings of operands less: those of up to 32 lose more
  * than twice what storing in bf16 does. */
 bool mn_delta_uses_chunks(const mn_delta_args *p) {
     return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V > 32 &&
-           has_smem();
+           has_smem(p->call.K);
 }
 
 bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {
@@ -493,6 +491,17 @@ bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {
            mn_add_size(&plan->shared_bytes, own, query);
 }
 
+/* A call, and rows in front of numbers that are not finite once more (delta_redo.cuh). */
+template <int KP>
+static int forward_kept(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
+    const int code = forward<KP>(job, query_work, stream);
+    mn_delta_params redo = job;
+    if (code != cudaSuccess || !job.p.o.data || job.p.call.T < 2) return code;
+    redo.cuts = job.workspace.cuts;
+    redo.p.query = nullptr, redo.p.state = {};
+    return forward<KP>(redo, nullptr, stream);
+}
+
 int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
     mn_delta_params job;
     mn_delta_workspace workspace;
@@ -501,7 +510,7 @@ int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
         !mn_delta_workspace_layout(&workspace, &own, p, nullptr, false)) {
         return cudaErrorNotSupported;
     }
-    MN_DELTA_DISPATCH_K(forward, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
+    MN_DELTA_DISPATCH_K(forward_kept, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
 }
 
 }    // namespace mneme::delta

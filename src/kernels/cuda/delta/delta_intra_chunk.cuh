@@ -12,7 +12,7 @@
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CUH
 
-#include "kernels/cuda/delta/delta_smem.cuh"
+#include "kernels/cuda/delta/delta_redo.cuh"
 
 namespace mneme::delta {
 
@@ -298,7 +298,7 @@ __device__ void mn_delta_scores(mn_delta_intra_smem<KP> &smem, unsigned w, mn_bf
     mn_delta_decay_scores(sum, smem.log_decays, block, warp >= 4, put);
 }
 
-/* Grid: chunk slots * H blocks of 256 threads, block = slot * H + h.
+/* Grid: chunk slots * H blocks of 256 threads, block = slot * H + h, or as delta_redo.cuh says.
  * Loads   q, e and, where given, w (64,K) of the key head; g and beta (64) of the head.
  * Stores  T and P (64,64), log_decays and, where wanted, A (64,64) of the workspace at [block]. */
 template <int KP>
@@ -308,9 +308,9 @@ delta_intra_chunk_kernel(const __grid_constant__ mn_delta_params job) {
     mn_delta_intra_smem<KP> &smem = *(mn_delta_intra_smem<KP> *)bytes;
     const mn_delta_args &p = job.p;
     const mn_call &call = p.call;
-    const int64_t h = blockIdx.x % call.H, slot = blockIdx.x / call.H, index = blockIdx.x;
-    const int64_t key = mn_key_head(call, h);
-    const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
+    const mn_delta_chunk_place place = mn_delta_find_chunk<true>(job, MN_DELTA_CHUNK);
+    const int64_t h = place.h, index = place.index, key = mn_key_head(call, h);
+    const mn_tile_span &tile = place.tile;
     const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
     if (count == 0) return;
     mn_tile_load<KP, MN_DELTA_INTRA_THREADS>(smem.q, p.q, job.packed[MN_DELTA_Q], tile.span, key,

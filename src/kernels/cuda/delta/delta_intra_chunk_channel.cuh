@@ -112,7 +112,9 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
                                 const unsigned char *w) {
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
     constexpr int pairs = KP / 2, tokens = mn_delta_chunk_tokens(in_pairs) / 4;
-    const int n_rows = (int)tile.n_rows * (in_pairs ? 2 : 1);
+    // decays behind a redo's last row too: scores go by levels of tokens a little later
+    const int n_rows = (int)min((int64_t)4 * tokens, tile.span.length - tile.first) *
+                       (in_pairs ? 2 : 1);
     const float sign = in_pairs ? -1.0f : 1.0f;
     constexpr int rounds = (4 * pairs + MN_DELTA_INTRA_THREADS - 1) / MN_DELTA_INTRA_THREADS;
     float2 g[rounds][16];
@@ -295,10 +297,11 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     mn_channel_intra_smem<KP> &smem = *(mn_channel_intra_smem<KP> *)bytes;
     const mn_delta_args &p = job.p;
     const mn_call &call = p.call;
-    const int64_t h = blockIdx.x % call.H, slot = blockIdx.x / call.H, index = blockIdx.x;
-    const int64_t key = mn_key_head(call, h);
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
-    const mn_tile_span tile = mn_tile_at(call, mn_delta_chunk_tokens(in_pairs), slot);
+    const mn_delta_chunk_place place =
+        mn_delta_find_chunk<!in_pairs>(job, mn_delta_chunk_tokens(in_pairs));
+    const int64_t h = place.h, index = place.index, key = mn_key_head(call, h);
+    const mn_tile_span &tile = place.tile;
     const int count = (int)tile.n_rows * (in_pairs ? 2 : 1);
     const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
         mn_chunk_load<CHANNEL, KP, MN_DELTA_INTRA_THREADS>(to, even, odd, job.packed[tensor],

@@ -46,6 +46,7 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
     arena.take(workspace->log_decays, records, 1);
     arena.take(workspace->T, records, MN_DELTA_MATRIX);
     arena.take(workspace->P, records, MN_DELTA_MATRIX);
+    arena.take(workspace->cuts, mn_n_spans(call), call.H);
     if (channel) {
         arena.take(workspace->q, records, MN_DELTA_CHUNK * K);
         arena.take(workspace->e, records, MN_DELTA_CHUNK * K);
@@ -102,28 +103,53 @@ inline bool mn_delta_make_params(mn_delta_params *job, const mn_delta_args *p, v
     return mn_delta_workspace_layout(&job->workspace, &bytes, p, shared, back);
 }
 
+/* Shared memory that a GPU has to have for keys of up to so many numbers: of the scans with one
+ * column tile a block, and of gradients by 64 channels. Of 8.0, which has 163 KiB, up to 128. */
+enum {
+    MN_DELTA_LEAST_SMEM_64 = 146 * 1024,
+    MN_DELTA_LEAST_SMEM_128 = 157 * 1024,
+    MN_DELTA_LEAST_SMEM_256 = 226 * 1024
+};
+
+/* Shared memory of a scan with so many column tiles. */
+template <int KP>
+inline size_t mn_delta_scan_bytes(int col_tiles) {
+    static_assert(sizeof(mn_scan_smem<KP>) + sizeof(mn_scan_warp_exchange<KP>) <=
+                      (KP <= 64    ? MN_DELTA_LEAST_SMEM_64
+                       : KP <= 128 ? MN_DELTA_LEAST_SMEM_128
+                                   : MN_DELTA_LEAST_SMEM_256), "what the GPU has to have");
+    const bool group = col_tiles == MN_DELTA_COL_TILES;
+    return sizeof(mn_scan_smem<KP>) +
+           (size_t)col_tiles * (group ? sizeof(mn_scan_exchange<mn_scan_splits<KP>>)
+                                      : sizeof(mn_scan_warp_exchange<KP>));
+}
+
 /* Column tiles of a block of a scan: fewer than four where there are few columns to spread over the
- * processors. Four are scanned by warpgroups, fewer by warps, with the same bits. */
+ * processors, or little shared memory. Four are scanned by warpgroups, fewer by warps, with the
+ * same bits. */
+template <int KP>
 inline int mn_delta_col_tiles(int64_t columns, int64_t heads) {
+    const size_t most = (size_t)mn_device_props_current().shared_bytes;
     int col_tiles = MN_DELTA_COL_TILES;
-    while (col_tiles > 1 && mn_ceil_div(columns, 16 * col_tiles) * heads < 64) col_tiles /= 2;
+    while (col_tiles > 1 && (mn_ceil_div(columns, 16 * col_tiles) * heads < 64 ||
+                             mn_delta_scan_bytes<KP>(col_tiles) > most)) {
+        col_tiles /= 2;
+    }
     return col_tiles;
 }
 
 template <int KP>
 inline int mn_delta_intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
-    const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
+    const bool channel = job.p.decay == MN_DECAY_CHANNEL;
+    const auto kernel = channel ? delta_intra_chunk_channel_kernel<KP, true>
+                                : delta_intra_chunk_kernel<KP>;
+    const size_t smem = channel ? sizeof(mn_channel_intra_smem<KP>)
+                                : mn_delta_intra_smem<KP>::bytes(job.p.w.data);
+    const int64_t blocks = mn_delta_chunk_blocks(job, MN_DELTA_CHUNK);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_launch_smem(delta_intra_chunk_channel_kernel<KP, true>, dim3((unsigned)blocks),
-                                   MN_DELTA_INTRA_THREADS, sizeof(mn_channel_intra_smem<KP>),
-                                       stream, job);
-    }
-    return mn_launch_smem(delta_intra_chunk_kernel<KP>, dim3((unsigned)blocks),
-                               MN_DELTA_INTRA_THREADS,
-                                   mn_delta_intra_smem<KP>::bytes(job.p.w.data), stream,
-                               job);
+    return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_DELTA_INTRA_THREADS,
+                                 smem, stream, job);
 }
 
 /* Maps `rows` rows of `width` numbers of the workspace for TMA. */
@@ -184,16 +210,23 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     constexpr int splits = mn_scan_splits<KP>, warps = mn_scan_sizes<KP>::splits;
     const int64_t heads =
         job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
-    const int col_tiles = job.segments.part == MN_DELTA_WHOLE ? mn_delta_col_tiles(columns, heads)
-                                                              : (int)MN_DELTA_COL_TILES;
+    const bool whole = job.segments.part == MN_DELTA_WHOLE;
+    const int col_tiles =
+        whole ? mn_delta_col_tiles<KP>(columns, heads) : (int)MN_DELTA_COL_TILES;
     const int64_t n_slices = mn_ceil_div(columns, 16 * col_tiles), blocks = n_slices * heads;
     const bool group = col_tiles == MN_DELTA_COL_TILES;
-    const size_t exchange = group ? sizeof(mn_scan_exchange<splits>)
-        : sizeof(mn_scan_warp_exchange<KP>);
     mn_scan_tma_maps maps;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_tma_maps(&maps, job, back);
+    if (job.cuts) {
+        const size_t each = group ? sizeof(mn_scan_exchange<splits>)
+                                  : sizeof(mn_scan_warp_exchange<KP>);
+        return mn_launch_smem_behind(
+            true, group ? warpgroup_kernel : warp_kernel, dim3((unsigned)blocks),
+            32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
+            sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * each, stream, job, maps, n_slices);
+    }
     if (two_kernel && group && maps.serve && !job.p.w.data &&
         blocks > mn_device_props_current().processors) {
         return mn_launch_smem(two_kernel, dim3((unsigned)blocks), mn_scan_threads(1),
@@ -204,9 +237,7 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     return mn_launch_smem(group ? warpgroup_kernel : warp_kernel,
                                dim3((unsigned)blocks),
                                32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
-                               sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * exchange, stream,
-                                   job,
-                               maps, n_slices);
+                               mn_delta_scan_bytes<KP>(col_tiles), stream, job, maps, n_slices);
 }
 
 /* ---- segments -------------------------------------------------------------------------------- */
@@ -250,8 +281,10 @@ inline int mn_delta_segment_maps(const mn_delta_params &job, cudaStream_t stream
 template <int KP, bool CHANNEL, typename Scan>
 inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
     int code = scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_FIRST, 0), 0);
-    if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
-    if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
+    if (!job.cuts) {    // a redo finds states in front of segments
+        if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
+        if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
+    }
     if (code != cudaSuccess) return code;
     return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 1), job.segments.count - 1);
 }

@@ -34,6 +34,7 @@ struct mn_delta_workspace {
     mn_bf16 *S, *D, *R, *dX;     // on the way back
     float *parts;                // [K tile][slot * H + h] of mn_delta_partial (delta_grad.cuh)
     float *whole;                // dg of a chunk, for a decay per head
+    int *cuts;                   // [n * H + h] (delta_redo.cuh)
     float *segment_maps, *segment_states;    // of long sequences (delta_segments.cuh)
 };
 
@@ -66,6 +67,7 @@ struct mn_delta_params {
     int64_t padded_v;                 // V rounded up to 64
     mn_delta_segments segments;
     bool T_tiled;        // workspace.T has swizzled tiles
+    int *cuts;           // NULL, or a redo's: where [n * H + h] ends (delta_redo.cuh)
     bool pairs;          // two rows a token: p.e is a, p.w b, and odd rows write these
     mn_in odd_w;
     mn_out odd_dw;

@@ -188,6 +188,15 @@ __device__ inline void mn_scan_find_segment(mn_scan_coord &at, const mn_delta_pa
     at.n_rows = min(cut.rows, at.n_rows - first);
 }
 
+/* In a redo a scan ends where its sequence is cut, and what lies before the cut's segment is
+ * there already. */
+__device__ inline void mn_scan_cut_rows(mn_scan_coord &at, const mn_delta_params &job) {
+    const int64_t before = at.span.t0 - mn_span_at(job.p.call, at.n).t0;
+    const int64_t rows = job.cuts[at.n * job.p.call.H + at.h] - before;
+    at.n_rows = rows > 0 && rows < at.n_rows ? rows : 0;
+    at.state_out = nullptr;
+}
+
 /* Fills in the coordinates of a block of `columns` value columns, whose states come from and go to
  * these tensors. BACK: from the last token to the first. One thread calls. */
 template <bool BACK>
@@ -198,6 +207,7 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     const bool whole = job.segments.part == MN_DELTA_WHOLE;
     int64_t unit = blockIdx.x / n_slices / call.H;
     bool begins = true;
+    if (!BACK && job.cuts) mn_pdl_wait();
     int segment = 0;
     at.columns = columns;
     at.column0 = blockIdx.x % n_slices * at.columns;
@@ -222,6 +232,7 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     at.map = false;
     if (unit < 0) segment = INT32_MAX;    // none
     if (!whole) mn_scan_find_segment<BACK>(at, job, begins, segment);
+    if (!BACK && job.cuts) mn_scan_cut_rows(at, job);
     at.n_chunks = (int)((at.n_rows + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
 }
 
@@ -508,7 +519,8 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
     const bool ahead = (mn_scan_smem<KP>::backs == 2 || !from.has_second) && !from.one_back;
     const auto uses_tma = [&](int chunk) {
         return maps.serve &&
-               !(job.p.call.cu_seqlens && mn_scan_chunk_len(at, chunk) < MN_DELTA_CHUNK);
+               !((job.p.call.cu_seqlens || job.cuts) &&
+                 mn_scan_chunk_len(at, chunk) < MN_DELTA_CHUNK);
     };
     const auto front = [&](int n) {
         const int chunk = chunk_at(n);
@@ -1042,6 +1054,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     mn_scan_init_smem<KP, SPLITS, false>(smem, job, n_slices, p.state0,
                                          MODE == MN_SCAN_OUTPUT ? p.state : mn_out{});
     const mn_scan_coord &at = smem.place;
+    if (job.cuts && at.n_chunks == 0) return;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
     if (mn_scan_producer_tid() >= 0) {

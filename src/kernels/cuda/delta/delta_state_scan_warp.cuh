@@ -161,6 +161,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
     mn_scan_init_smem<KP, SPLITS, false>(smem, job, n_slices, p.state0,
                                          SAVE ? mn_out{} : p.state);
     const mn_scan_coord &at = smem.place;
+    if (job.cuts && at.n_chunks == 0) return;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
     if (mn_scan_producer_tid() >= 0) {

@@ -9,6 +9,7 @@
 
 #include "kernels/cuda/delta/delta_intra_chunk.cuh"
 #include "kernels/cuda/delta/delta_mma.cuh"
+#include "kernels/cuda/delta/delta_redo.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/tma.cuh"
 
@@ -63,7 +64,8 @@ __device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
                                           int h) {
     const mn_delta_args &p = job.p;
     const int count = (int)tile.n_rows, key = (int)mn_key_head(p.call, h);
-    const bool copies = p.call.cu_seqlens && count < MN_DELTA_CHUNK;    // others' keys follow
+    // others' keys follow, or what a redo leaves out
+    const bool copies = (p.call.cu_seqlens || (!SCORES && job.cuts)) && count < MN_DELTA_CHUNK;
     if (copies) {
         mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, key, tile.first, count,
                                               0, p.call.K, threadIdx.x);
@@ -106,12 +108,12 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
                                            const mn_delta_params &job, const CUtensorMap &keys,
                                            const CUtensorMap &queries) {
     const mn_delta_workspace &workspace = job.workspace;
-    const int64_t H = job.p.call.H, matrix = (int64_t)blockIdx.x * MN_DELTA_MATRIX;
+    const mn_delta_chunk_place place = mn_delta_find_chunk<!SCORES>(job, MN_DELTA_CHUNK);
+    const int64_t matrix = place.index * MN_DELTA_MATRIX;
     const int warp = threadIdx.x / 32;
-    const mn_tile_span tile = mn_tile_at(job.p.call, MN_DELTA_CHUNK, blockIdx.x / (unsigned)H);
     float sum[8][4] = {}, scores[8][4] = {};
-    if (tile.n_rows == 0) return;
-    mn_wy_inverse_load(smem, job, keys, queries, tile, (int)(blockIdx.x % (unsigned)H));
+    if (place.tile.n_rows == 0) return;
+    mn_wy_inverse_load(smem, job, keys, queries, place.tile, (int)place.h);
     mn_wgmma_scores<KP>(sum, mn_shared_u32(smem.e), mn_shared_u32(smem.e));
     if (SCORES) mn_wgmma_scores<KP>(scores, mn_shared_u32(smem.q), mn_shared_u32(smem.e));
     __syncthreads();
@@ -125,7 +127,7 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
                     mn_bf16x2(job.scale * x, job.scale * y);
             });
     }
-    mn_delta_store_log_decays(workspace.log_decays + blockIdx.x, smem.log_decays);
+    mn_delta_store_log_decays(workspace.log_decays + place.index, smem.log_decays);
     mn_delta_wy_inverse<MN_DELTA_WY_THREADS, !SCORES>(smem.solver, workspace.T + matrix,
                                                       SCORES ? workspace.A + matrix : nullptr);
     if (SCORES) mn_wy_inverse_store_P(workspace.P + matrix, smem.q);
@@ -133,7 +135,7 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
 
 #endif
 
-/* Grid: chunk slots * H blocks of 128 threads, block = slot * H + h.
+/* Grid: chunk slots * H blocks of 128 threads, block = slot * H + h, or as delta_redo.cuh says.
  * Loads   e and, for SCORES, q (64,K) of the key head by TMA, and g and beta (64) of the head.
  * Stores  workspace.T[block] (64,64) in bf16, swizzled: (I + A)^-1 with A_ts = beta_s e_t.e_s
  *         exp(G_t - G_s) for s < t; workspace.log_decays[block]. SCORES: row by row, A and P too.
@@ -155,11 +157,11 @@ delta_wy_inverse_sm90_kernel(const __grid_constant__ mn_delta_params job,
 template <int KP>
 inline int mn_delta_wy_inverse_sm90(const mn_delta_params &job, const CUtensorMap &keys, bool early,
                                     cudaStream_t stream) {
-    const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
+    const int64_t blocks = mn_delta_chunk_blocks(job, MN_DELTA_CHUNK);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const size_t smem = sizeof(mn_wy_inverse_smem<KP, false>);
-    if (early) {
+    if (early || job.cuts) {
         return mn_launch_pdl(delta_wy_inverse_sm90_kernel<KP, false>, dim3((unsigned)blocks),
                              MN_DELTA_WY_THREADS, smem, stream, job, keys, keys);
     }

@@ -9,6 +9,7 @@
  * (below). */
 #include "kernels/cuda/importance/importance_bwd_mma.cuh"
 #include "kernels/cuda/importance/importance.cuh"
+#include "kernels/cuda/prim/device_props.h"
 
 namespace mneme::importance {
 
@@ -737,16 +738,11 @@ static partition partition_of_block(int64_t span, bool mma_path) {
 
 /* Whether a block may have so much shared memory. */
 static bool has_smem(size_t bytes) {
-    int device = 0, limit = 0;
-    (void)cudaGetDevice(&device);
-    (void)cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return bytes <= (size_t)limit;
+    return bytes <= (size_t)mn_device_props_current().shared_bytes;
 }
 
 static int64_t sm_count(void) {
-    int device = 0, processors = 0;
-    (void)cudaGetDevice(&device);
-    (void)cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    const int processors = mn_device_props_current().processors;
     return processors > 0 ? processors : 1;
 }
 

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 #include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 
 namespace mneme {
 
@@ -35,6 +37,15 @@ static mn_device_props unpack(uint64_t word) {
     return m;
 }
 
+/* MN_CUDA_MACHINE=80 lets launches choose as on a GPU of compute capability 8.0, so that what runs
+ * there can be checked and timed on a newer one: no TMA, no wgmma, 163 KiB of shared memory. */
+static void take_for_older(mn_device_props *m) {
+    const char *machine = getenv("MN_CUDA_MACHINE");
+    if (!machine || strcmp(machine, "80") != 0 || m->major < 8) return;
+    m->major = 8, m->minor = 0;
+    if (m->shared_bytes > 163 * 1024) m->shared_bytes = 163 * 1024;
+}
+
 /* False, and nothing known, when the driver does not answer. */
 static bool fetch(mn_device_props *m, int device) {
     const struct {
@@ -51,6 +62,7 @@ static bool fetch(mn_device_props *m, int device) {
         known = known && cudaDeviceGetAttribute(fact.to, fact.which, device) == cudaSuccess;
     }
     m->coop_launch = coop_launch != 0;
+    take_for_older(m);
     if (known) return true;
     (void)cudaGetLastError();    // not for the next launch to report
     *m = {};

@@ -1,0 +1,74 @@
+/* delta_redo.cuh - numbers that are not finite, in delta forward (docs/internals/causality.md).
+ *
+ * What comes into a state that is not finite stays there: it shows in the last token's o. Two
+ * launches behind the others look at that, head by head, and end at once where all is well. Where
+ * it is not, they find the first token with such a number, and make the rows before it again as if
+ * the sequence ended there: the intra-chunk stage of the chunk that holds it, and the scan. Rows
+ * from it on, and the last state, stay as they are. */
+#ifndef MN_KERNELS_CUDA_DELTA_DELTA_REDO_CUH
+#define MN_KERNELS_CUDA_DELTA_DELTA_REDO_CUH
+
+#include "kernels/cuda/delta/delta_smem.cuh"
+#include "kernels/cuda/prim/first_wild.cuh"
+
+namespace mneme::delta {
+
+/* The chunk of a block: of every one, or of a redo. */
+struct mn_delta_chunk_place {
+    mn_tile_span tile;
+    int64_t h, index;    // record of the workspace
+};
+
+/* The first token of sequence `span` whose numbers harm those before it, 0: none. The block calls;
+ * queries harm nobody but their own row. */
+__device__ inline int mn_delta_first_wild(const mn_delta_args &p, const mn_span &span, int64_t h) {
+    const mn_call &call = p.call;
+    const int64_t key = mn_key_head(call, h);
+    const mn_bf16 *last = mn_row<mn_bf16>(p.o, span.b, span.t0 + span.length - 1, h);
+    const bool channel = p.decay == MN_DECAY_CHANNEL;
+    const bool token_g = channel || p.decay == MN_DECAY_TOKEN;
+    if (!mn_redo_row_is_wild(last, call.V)) return 0;
+    return mn_redo_first_token(span.length, [&](int64_t t, float most) {
+        const int64_t at = span.t0 + t;
+        return mn_redo_has_wild(mn_row<mn_bf16>(p.v, span.b, at, h), call.V, most) ||
+               mn_redo_has_wild(mn_row<mn_bf16>(p.e, span.b, at, key), call.K, most) ||
+               mn_redo_has_wild(mn_row<mn_bf16>(p.w, span.b, at, key), call.K, most) ||
+               mn_redo_has_wild(mn_row<mn_bf16>(p.beta, span.b, at, h), 1, most) ||
+               (token_g && mn_redo_has_wild(mn_row<mn_bf16>(p.g, span.b, at, h),
+                                            channel ? call.K : 1, most));
+    });
+}
+
+/* Block = slot * H + h; in a redo, of kernels that have one, n * H + h. That leaves where the
+ * sequence is cut for the scan; chunks are of `tokens`. No rows where there is nothing to do. */
+template <bool REDOES>
+__device__ inline mn_delta_chunk_place mn_delta_find_chunk(const mn_delta_params &job,
+                                                           int tokens) {
+    const mn_call &call = job.p.call;
+    const int64_t slot = blockIdx.x / (unsigned)call.H;
+    mn_delta_chunk_place place = {};
+    place.h = blockIdx.x % (unsigned)call.H, place.index = blockIdx.x;
+    if (!REDOES || !job.cuts) {
+        place.tile = mn_tile_at(call, tokens, slot);
+        return place;
+    }
+    mn_pdl_wait();
+    mn_tile_span &tile = place.tile;
+    tile.n = slot, tile.span = mn_span_at(call, slot);
+    int cut = tile.span.length > 0 ? mn_delta_first_wild(job.p, tile.span, place.h) : 0;
+    if (cut % tokens == 0) cut = 0;    // those of the chunks before never met it
+    if (threadIdx.x == 0) job.cuts[blockIdx.x] = cut;
+    tile.first = cut / tokens * tokens, tile.n_rows = cut - tile.first;
+    place.index = (mn_delta_first_slot(call, slot) + cut / tokens) * call.H + place.h;
+    return place;
+}
+
+/* Blocks of the intra-chunk stage. */
+inline int64_t mn_delta_chunk_blocks(const mn_delta_params &job, int tokens) {
+    const mn_call &call = job.p.call;
+    return (job.cuts ? mn_n_spans(call) : mn_tile_slots(call, tokens)) * call.H;
+}
+
+}    // namespace mneme::delta
+
+#endif
