@@ -40,7 +40,7 @@ struct alignas(128) grad_smem {
         grad_rows rows;
     };
     chunk_rows in;
-    unsigned char matrices[ROWS];
+    unsigned char matrices[ROWS], rests[ROWS];    // rests: what rounding left of them
     float ends[GRAD_WARPS][WIDTH];    // sums of D . S in front of the chunk
     float own[2][CHUNK];              // diagonals of dPk and dPb
 };
@@ -92,7 +92,7 @@ __device__ inline void make_rows(grad_smem &smem) {
     float2 c[CHUNK], G = {}, behind = {};
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
-        const float2 g = load_pair(smem.in.g, t, i);
+        const float2 g = load_decay(smem.in.g, t, i);
         c[t] = cut_decay(g) + (t > 0 ? c[t - 1] : make_float2(0.0f, 0.0f));
         G = G + g;
         if (t / 4 == warp) smem.rows.G[t][lane] = G, smem.rows.cut[t][lane] = c[t];
@@ -100,7 +100,7 @@ __device__ inline void make_rows(grad_smem &smem) {
 #pragma unroll
     for (int t = CHUNK - 1; t >= 0; t--) {
         if (t / 4 == warp) smem.rows.behind[t][lane] = behind;
-        behind = behind + load_pair(smem.in.g, t, i);
+        behind = behind + load_decay(smem.in.g, t, i);
     }
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
@@ -108,14 +108,14 @@ __device__ inline void make_rows(grad_smem &smem) {
         const float2 before = t > 0 ? c[t - 1] : make_float2(0.0f, 0.0f);
         const float2 near = c[origin_of(0)], late = c[origin_of(8)];
         const float2 q = load_pair(smem.in.q, t, i), a = load_pair(smem.in.a, t, i);
-        const float2 back = exp_of(c[origin_of(t)] - c[t]);
-        store_pair(smem.rows.scores.q, t, i, exp_of(c[t] - near) * q);
-        store_pair(smem.rows.scores.a, t, i, exp_of(before - near) * a);
+        const float2 back = exp2_of(c[origin_of(t)] - c[t]);
+        store_pair(smem.rows.scores.q, t, i, exp2_of(c[t] - near) * q);
+        store_pair(smem.rows.scores.a, t, i, exp2_of(before - near) * a);
         store_pair(smem.rows.scores.k, t, i, back * load_pair(smem.in.k, t, i));
         store_pair(smem.rows.scores.b, t, i, back * load_pair(smem.in.b, t, i));
         if (t < CHUNK / 2) continue;
-        store_pair(smem.rows.scores.g, t - CHUNK / 2, i, exp_of(c[t] - late) * q);
-        store_pair(smem.rows.scores.g, t, i, exp_of(before - late) * a);
+        store_pair(smem.rows.scores.g, t - CHUNK / 2, i, exp2_of(c[t] - late) * q);
+        store_pair(smem.rows.scores.g, t, i, exp2_of(before - late) * a);
     }
 }
 
@@ -181,8 +181,13 @@ __device__ inline void through_states(grad_sums &sum, grad_smem &smem, float sca
 #pragma unroll
     for (int n = 0; n < 2; n++) {
         const int at = 16 * warp + 8 * n + s;
-        *row_pair(smem.matrices, t, at) = mn_bf16x2(matrix[n][0], matrix[n][1]);
-        *row_pair(smem.matrices, t + 8, at) = mn_bf16x2(matrix[n][2], matrix[n][3]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 x = make_float2(matrix[n][2 * half], matrix[n][2 * half + 1]);
+            store_pair(smem.matrices, t + 8 * half, at, x);
+            store_rest(smem.rests, t + 8 * half, at, x,
+                       *row_pair(smem.matrices, t + 8 * half, at));
+        }
     }
 }
 
@@ -195,35 +200,40 @@ struct grad_inside {
 
 __device__ inline void inside_chunk(grad_inside &sum, const grad_smem &smem) {
     const int i = threadIdx.x / 32 * 16;
-    const unsigned matrices = mn_shared_u32(smem.matrices);
+    const unsigned matrices = mn_shared_u32(smem.matrices), rests = mn_shared_u32(smem.rests);
     unsigned k[4], b[4], q[4], a[4], late[4], x[4], y[4];
     sum = {};
     mn_frag_b_trans(k, mn_shared_u32(smem.rows.scores.k), 0, i);
     mn_frag_b_trans(b, mn_shared_u32(smem.rows.scores.b), 0, i);
     const unsigned near_kb[4] = { k[0], b[0], k[2], b[2] }, far_kb[4] = { k[1], b[1], k[3], b[3] };
-    const auto reads = [&](float (&to)[2][2][4], int at_k, int at_b) {
-        mn_frag_a(x, matrices, 0, at_k);
-        mn_frag_a(y, matrices, 0, at_b);
+    const auto reads = [&](float (&to)[2][2][4], unsigned from, int at_k, int at_b) {
+        mn_frag_a(x, from, 0, at_k);
+        mn_frag_a(y, from, 0, at_b);
         const unsigned near[4] = { x[0], x[1], y[0], y[1] }, far[4] = { x[2], x[3], y[2], y[3] };
         add_channels(to[0], near, near_kb);
         add_channels(to[1], far, far_kb);
     };
-    reads(sum.q, AT_PK, AT_PB);
-    reads(sum.a, AT_AK, AT_AB);
+    reads(sum.q, matrices, AT_PK, AT_PB);
+    reads(sum.a, matrices, AT_AK, AT_AB);
+    reads(sum.a, rests, AT_AK, AT_AB);
     mn_frag_b_trans(q, mn_shared_u32(smem.rows.scores.q), 0, i);
     mn_frag_b_trans(a, mn_shared_u32(smem.rows.scores.a), 0, i);
     mn_frag_b_trans(late, mn_shared_u32(smem.rows.scores.g), 0, i);
     unsigned far[4];    // tokens s >= 8, read by t >= 8: of q, then of a
-    const auto writes = [&](const unsigned (&rows)[4], int at_k, int at_b, int n) {
-        mn_frag_a_trans(x, matrices, at_k, 0);
-        mn_frag_a_trans(y, matrices, at_b, 0);
+    const auto writes = [&](const unsigned (&rows)[4], unsigned from, int at_k, int at_b, int n) {
+        mn_frag_a_trans(x, from, at_k, 0);
+        mn_frag_a_trans(y, from, at_b, 0);
         const unsigned near[4] = { x[0], y[0], x[2], y[2] };
         add_channels(sum.kb[0], near, rows);
         far[2 * n] = x[3], far[2 * n + 1] = y[3];
     };
-    writes(q, AT_PK, AT_PB, 0);
-    writes(a, AT_AK, AT_AB, 1);
-    add_channels(sum.kb[1], far, late);
+#pragma unroll
+    for (int rest = 0; rest < 2; rest++) {
+        const unsigned from = rest ? rests : matrices;
+        writes(q, from, AT_PK, AT_PB, 0);
+        writes(a, from, AT_AK, AT_AB, 1);
+        add_channels(sum.kb[1], far, late);
+    }
 }
 
 /* ---- sums of both, dg, and stores ------------------------------------------------------------ */
@@ -246,16 +256,17 @@ __device__ inline grad_pair grad_of_row(const grad_sums &sum, const grad_inside 
     const float2 c = smem.rows.cut[t][i / 2], c_read = t > 0 ? smem.rows.cut[t - 1][i / 2] : zero;
     const float2 near = smem.rows.cut[origin_of(0)][i / 2];
     const float2 far = smem.rows.cut[origin_of(8)][i / 2];
-    const float2 write = exp_of(smem.rows.behind[t][i / 2]), back = exp_of((half ? far : near) - c);
+    const float2 write = exp2_of(smem.rows.behind[t][i / 2]);
+    const float2 back = exp2_of((half ? far : near) - c);
     const float2 k = load_pair(smem.in.k, t, i), b = load_pair(smem.in.b, t, i);
     const float2 dk = write * of(sum.k[n]), db = write * of(sum.b[n]);
     const float (&kb)[4] = inside.kb[half][n];
     grad_pair grad;
-    grad.q = fma_of(exp_of(c - near), of(inside.q[0][n]), scale * (exp_of(G) * of(sum.q[n])));
-    grad.a = fma_of(exp_of(c_read - near), of(inside.a[0][n]), exp_of(G_read) * of(sum.a[n]));
+    grad.q = fma_of(exp2_of(c - near), of(inside.q[0][n]), scale * (exp2_of(G) * of(sum.q[n])));
+    grad.a = fma_of(exp2_of(c_read - near), of(inside.a[0][n]), exp2_of(G_read) * of(sum.a[n]));
     if (half) {
-        grad.q = fma_of(exp_of(c - far), of(inside.q[1][n]), grad.q);
-        grad.a = fma_of(exp_of(c_read - far), of(inside.a[1][n]), grad.a);
+        grad.q = fma_of(exp2_of(c - far), of(inside.q[1][n]), grad.q);
+        grad.a = fma_of(exp2_of(c_read - far), of(inside.a[1][n]), grad.a);
     }
     grad.k = fma_of(back, make_float2(kb[0], kb[1]), dk);
     grad.b = fma_of(back, make_float2(kb[2], kb[3]), db);
@@ -323,7 +334,7 @@ __device__ inline void store_grads(const grad_sums &sum, const grad_inside &insi
         for (int warp = 0; warp < GRAD_WARPS; warp++) {
             end = end + *(const float2 *)&smem.ends[warp][i];
         }
-        end = exp_of(smem.rows.G[CHUNK - 1][i / 2]) * end +
+        end = exp2_of(smem.rows.G[CHUNK - 1][i / 2]) * end +
               make_float2(mn_col_sum(written.x), mn_col_sum(written.y));
 #pragma unroll
         for (int half = 0; half < 2; half++) {

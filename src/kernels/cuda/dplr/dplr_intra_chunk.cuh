@@ -79,6 +79,16 @@ struct chunk_coord {
 
 /* ---- rows ------------------------------------------------------------------------------------ */
 
+/* Eight numbers of a row whose place is no multiple of 16 bytes, of which `count` are there. */
+static __device__ __noinline__ void load_slowly(unsigned char *to, const mn_bf16 *from, int count) {
+    mn_vec<mn_bf16, 8> pack = {};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if (i < count) pack.at[i] = from[i];
+    }
+    *(mn_vec<mn_bf16, 8> *)to = pack;
+}
+
 /* `count` rows of a view from token t on, and zeros behind them and beyond `width`, by threads
  * `tid` of N_THREADS. */
 template <int N_THREADS>
@@ -96,11 +106,7 @@ __device__ inline void load_rows(unsigned char *tile, const mn_in &view, bool pa
                               inside ? 16 : 0);
             continue;
         }
-        mn_vec<mn_bf16, 8> pack = {};
-        for (int i = 0; i < 8; i++) {
-            if (inside && j + i < width) pack.at[i] = from[i];
-        }
-        *(mn_vec<mn_bf16, 8> *)to = pack;
+        load_slowly(to, from, inside ? (int)(width - j) : 0);
     }
 }
 
@@ -116,6 +122,11 @@ __device__ inline float2 load_pair(unsigned char *tile, int row, int i) {
 
 __device__ inline void store_pair(unsigned char *tile, int row, int i, float2 x) {
     *row_pair(tile, row, i) = mn_bf16x2(x.x, x.y);
+}
+
+/* What rounding left of a pair that was stored in a row, to another. */
+__device__ inline void store_rest(unsigned char *tile, int row, int i, float2 x, unsigned stored) {
+    *row_pair(tile, row, i) = mn_bf16x2(x.x - mn_bf16_lo(stored), x.y - mn_bf16_hi(stored));
 }
 
 __device__ inline float2 operator+(float2 a, float2 b) {
@@ -139,13 +150,25 @@ __device__ inline float2 fma_of(float2 a, float2 b, float2 c) {
     return make_float2(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y));
 }
 
-__device__ inline float2 exp_of(float2 x) {
-    return make_float2(__expf(x.x), __expf(x.y));
+__device__ inline float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float2 exp2_of(float2 x) {
+    return make_float2(exp2_of(x.x), exp2_of(x.y));
+}
+
+/* Log decays by powers of two, as all sums of them are. */
+__device__ inline float2 load_decay(unsigned char *tile, int row, int i) {
+    return 1.44269504f * load_pair(tile, row, i);
 }
 
 /* Decays that are not below the cut; NaN stays. */
 __device__ inline float2 cut_decay(float2 g) {
-    return make_float2(g.x < -16.0f ? -16.0f : g.x, g.y < -16.0f ? -16.0f : g.y);
+    constexpr float least = -16.0f * 1.44269504f;
+    return make_float2(g.x < least ? least : g.x, g.y < least ? least : g.y);
 }
 
 /* The token that is the origin of decays to and from token s. */
@@ -153,35 +176,53 @@ __device__ constexpr int origin_of(int s) {
     return s < CHUNK / 2 ? 3 : 11;
 }
 
-/* Fills in the decayed rows of a stage, and turns `in` into the rows of scores where SCORES. */
-template <bool SCORES>
-__device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, float scale) {
+/* What a scan is for: o and the last state; states in front of chunks, U and matrices for the way
+ * back; or the way back itself. */
+enum scan_kind { SCAN_OUTPUT, SCAN_SAVE, SCAN_BACK };
+
+/* Where rows of scores with b keep what rounding leaves of them, on the way to gradients, as errors
+ * of (I - Ab)^-1 weigh most in these: places of a stage that are free until there are matrices. */
+struct chunk_rests {
+    unsigned char *a, *b, *late;    // late: eight rows
+};
+
+/* Fills in the decayed rows of a stage, but for those of q where nobody reads them, without the
+ * scale on the way forward; turns `in` into the rows of scores where these are still to be made. */
+template <scan_kind KIND>
+__device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, const chunk_rests &rest,
+                                  float scale) {
+    constexpr bool SCORES = KIND != SCAN_BACK;
     const int i = threadIdx.x % 32 * 2;
     float2 g[CHUNK], c[CHUNK];
     float2 sum = {}, decay = make_float2(1.0f, 1.0f), near = {}, late = {};
 #pragma unroll
-    for (int t = 0; t < CHUNK; t++) g[t] = load_pair(in.g, t, i);
+    for (int t = 0; t < CHUNK; t++) g[t] = load_decay(in.g, t, i);
     if (SCORES) {
         float2 cut = {};
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) c[t] = cut = cut + cut_decay(g[t]);
-        near = exp_of(make_float2(0.0f, 0.0f) - c[origin_of(0)]);
-        late = exp_of(c[7] - c[origin_of(8)]);
+        near = exp2_of(make_float2(0.0f, 0.0f) - c[origin_of(0)]);
+        late = exp2_of(c[7] - c[origin_of(8)]);
     }
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
         const float2 a = load_pair(in.a, t, i), q = load_pair(in.q, t, i);
         store_pair(to.a, t, i, decay * a);
         sum = sum + g[t];
-        decay = exp_of(sum);
-        store_pair(to.q, t, i, scale * (decay * q));
+        decay = exp2_of(sum);
+        if (KIND == SCAN_OUTPUT) store_pair(to.q, t, i, decay * q);
+        if (KIND == SCAN_BACK) store_pair(to.q, t, i, scale * (decay * q));
         if (!SCORES) continue;
         store_pair(in.a, t, i, near * a);
-        near = exp_of(c[t] - c[origin_of(0)]);
+        if (KIND == SCAN_SAVE) store_rest(rest.a, t, i, near * a, *row_pair(in.a, t, i));
+        near = exp2_of(c[t] - c[origin_of(0)]);
         store_pair(in.q, t, i, near * q);
         if (t < CHUNK / 2) continue;
         store_pair(in.g, t, i, late * a);
-        late = exp_of(c[t] - c[origin_of(8)]);
+        if (KIND == SCAN_SAVE) {
+            store_rest(rest.late, t - CHUNK / 2, i, late * a, *row_pair(in.g, t, i));
+        }
+        late = exp2_of(c[t] - c[origin_of(8)]);
         store_pair(in.g, t - CHUNK / 2, i, late * q);
     }
     *(float2 *)&to.decay[i] = decay;
@@ -189,14 +230,15 @@ __device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, float scale) 
 #pragma unroll
     for (int t = CHUNK - 1; t >= 0; t--) {
         const float2 k = load_pair(in.k, t, i), b = load_pair(in.b, t, i);
-        decay = exp_of(sum);
+        decay = exp2_of(sum);
         store_pair(to.k, t, i, decay * k);
         store_pair(to.b, t, i, decay * b);
         sum = sum + g[t];
         if (!SCORES) continue;
-        const float2 back = exp_of(c[origin_of(t)] - c[t]);
+        const float2 back = exp2_of(c[origin_of(t)] - c[t]);
         store_pair(in.k, t, i, back * k);
         store_pair(in.b, t, i, back * b);
+        if (KIND == SCAN_SAVE) store_rest(rest.b, t, i, back * b, *row_pair(in.b, t, i));
     }
 }
 
@@ -208,7 +250,25 @@ struct chunk_scores {
     float qk[4], qb[4], ak[4], ab[4], late_k[4], late_b[4];
 };
 
-__device__ inline void make_scores(chunk_scores &sum, const chunk_rows &in) {
+/* Scores of rows with the rests of b, and of the rests of a with rows, channels i to i + 15. */
+__device__ inline void add_rests(chunk_scores &sum, const chunk_rests &rest,
+                                 const unsigned (&a)[4], const unsigned (&late)[4],
+                                 const unsigned (&b)[4], int i) {
+    const int lane = threadIdx.x % 32;
+    unsigned rest_a[4], rest_b[4], x[4];
+    mn_frag_b(rest_b, mn_shared_u32(rest.b), i, 0);
+    mn_frag_a(rest_a, mn_shared_u32(rest.a), 0, i);
+    mn_ldmatrix_x4(x, mn_shared_u32(rest.late) + mn_tile_swizzle(lane % 8, i / 8 + lane / 16));
+    const unsigned rest_late[4] = { 0, x[0], 0, x[2] };
+    mn_mma(sum.ab, a, rest_b[0], rest_b[1]);
+    mn_mma(sum.late_b, late, rest_b[2], rest_b[3]);
+    mn_mma(sum.ab, rest_a, b[0], b[1]);
+    mn_mma(sum.late_b, rest_late, b[2], b[3]);
+}
+
+template <scan_kind KIND>
+__device__ inline void make_scores(chunk_scores &sum, const chunk_rows &in,
+                                   const chunk_rests &rest) {
     sum = {};
 #pragma unroll
     for (int i = 0; i < WIDTH; i += 16) {
@@ -224,6 +284,7 @@ __device__ inline void make_scores(chunk_scores &sum, const chunk_rows &in) {
         mn_mma(sum.qk, q, k[0], k[1]);
         mn_mma(sum.qb, q, b[0], b[1]);
         mn_mma(sum.late_k, late, k[2], k[3]);
+        if (KIND == SCAN_SAVE) add_rests(sum, rest, a, late, b, i);
     }
 }
 

@@ -22,10 +22,6 @@ enum {
     STAGES = 10,               // chunks between producers and consumers
 };
 
-/* What a scan is for: o and the last state; states in front of chunks, U and matrices for the way
- * back; or the way back itself. */
-enum scan_kind { SCAN_OUTPUT, SCAN_SAVE, SCAN_BACK };
-
 struct scan_smem {
     chunk_stage stage[STAGES];
     chunk_rows rows[PRODUCERS];
@@ -91,10 +87,11 @@ __device__ inline void produce(scan_smem &smem, const chunk_params &job) {
         mn_cp_async_commit();
         mn_cp_async_wait<1>();
         __syncwarp();
-        decay_rows<KIND != SCAN_BACK>(to, rows, job.scale);
+        const chunk_rests rest = { to.q, to.matrices, (unsigned char *)&smem.scratch[warp] };
+        decay_rows<KIND>(to, rows, rest, job.scale);
         __syncwarp();
         chunk_scores scores;
-        if (KIND != SCAN_BACK) make_scores(scores, rows);
+        if (KIND != SCAN_BACK) make_scores<KIND>(scores, rows, rest);
         __syncwarp();
         if (next < at.n_chunks) load_keys(rows, job, at, chunk_of(next));
         mn_cp_async_commit();
@@ -131,6 +128,33 @@ __device__ inline void add_tokens(float (&y)[2][4], const unsigned (&x)[4],
     else mn_frag_b(b, mn_shared_u32(matrices), at, 0);
     mn_mma(y[0], x, b[0], b[1]);
     mn_mma(y[1], x, b[2], b[3]);
+}
+
+/* y += S' rows' of what rounding the state left. */
+__device__ inline void add_read_of_rest(float (&y)[2][4], const float (&S)[8][4],
+                                        const unsigned (&a)[4][4], const unsigned char *rows) {
+    unsigned rest[4][4];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const float *from = &S[i / 4 * 2 + i % 4 / 2][i % 2 * 2];
+        const unsigned x = a[i / 4][i % 4];
+        rest[i / 4][i % 4] = mn_bf16x2(from[0] - mn_bf16_lo(x), from[1] - mn_bf16_hi(x));
+    }
+    add_read(y, rest, rows);
+}
+
+/* y += y matrix' or y matrix, where rounding y once would weigh: its rest comes behind it. */
+template <bool TRANS>
+__device__ inline void add_own_tokens(float (&y)[2][4], const unsigned char *matrices, int at) {
+    unsigned x[4], rest[4];
+    mn_frag_a_of(x, y[0], y[1]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float *from = &y[i / 2][i % 2 * 2];
+        rest[i] = mn_bf16x2(from[0] - mn_bf16_lo(x[i]), from[1] - mn_bf16_hi(x[i]));
+    }
+    add_tokens<TRANS>(y, x, matrices, at);
+    add_tokens<TRANS>(y, rest, matrices, at);
 }
 
 /* S' += x rows */
@@ -238,15 +262,17 @@ __device__ inline void scan_forward(scan_smem &smem, const chunk_params &job) {
         mn_mbarrier_wait(&smem.full[slot], n / STAGES & 1);
         mn_frag_a_trans(v, mn_shared_u32(in.values), threadIdx.x / 32 * 16, 0);
         add_read(U, a, in.a);
+        if (KIND == SCAN_SAVE) add_read_of_rest(U, S, a, in.a);
         add_tokens<false>(U, v, in.matrices, AT_AK);
         decay_state(S, in.decay);
-        mn_frag_a_of(x, U[0], U[1]);
-        add_tokens<false>(U, x, in.matrices, AT_T);
+        add_own_tokens<false>(U, in.matrices, AT_T);
         add_write(S, v, in.k);
         mn_frag_a_of(x, U[0], U[1]);
         add_write(S, x, in.b);
         if (KIND == SCAN_OUTPUT) {
             add_read(O, a, in.q);
+#pragma unroll
+            for (int i = 0; i < 8; i++) O[i / 4][i % 4] *= job.scale;
             add_tokens<false>(O, v, in.matrices, AT_PK);
             add_tokens<false>(O, x, in.matrices, AT_PB);
         }
@@ -275,10 +301,10 @@ __device__ inline void scan_back(scan_smem &smem, const chunk_params &job) {
         mn_mbarrier_wait(&smem.full[slot], n / STAGES & 1);
         mn_frag_a_trans(y, mn_shared_u32(in.values), threadIdx.x / 32 * 16, 0);
         add_read(dX, a, in.b);
+        add_read_of_rest(dX, D, a, in.b);
         add_tokens<true>(dX, y, in.matrices, AT_PB);
         decay_state(D, in.decay);
-        mn_frag_a_of(x, dX[0], dX[1]);
-        add_tokens<true>(dX, x, in.matrices, AT_T);
+        add_own_tokens<true>(dX, in.matrices, AT_T);
         add_write(D, y, in.q);
         mn_frag_a_of(x, dX[0], dX[1]);
         add_write(D, x, in.a);

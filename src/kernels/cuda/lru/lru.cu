@@ -214,20 +214,20 @@ lru_bwd_scan(const __grid_constant__ mn_lru_args p, int64_t tiles, float *states
     scan_backward<T>(p, at, n, states, parts, maps, sums);
 }
 
-/* One token: a thread has four neighbouring channels of STEP_ROWS sequences, so that what belongs
- * to a channel alone is made once for them. */
-enum { STEP_ROWS = 4, STEP_THREADS = 128 };
+/* One token: a thread has four neighbouring channels of ROWS sequences, so that what belongs to a
+ * channel alone is made once for them; of one sequence where all states are few. */
+enum { STEP_ROWS = 4, STEP_THREADS = 128, STEP_FEW = 1 << 17, STEP_FEW_THREADS = 32 };
 
-template <typename T>
-__global__ void __launch_bounds__(STEP_THREADS)
+template <typename T, int ROWS, int WIDTH>
+__global__ void __launch_bounds__(WIDTH)
 lru_step_kernel(const __grid_constant__ mn_lru_args p) {
-    const int64_t v = 4 * (blockIdx.x * (int64_t)STEP_THREADS + threadIdx.x);
-    const int64_t n0 = blockIdx.y * (int64_t)STEP_ROWS;
+    const int64_t v = 4 * (blockIdx.x * (int64_t)WIDTH + threadIdx.x);
+    const int64_t n0 = blockIdx.y * (int64_t)ROWS;
     if (v >= p.call.V) return;
-    float soft[4], x[STEP_ROWS][4], gx[STEP_ROWS][4], ga[STEP_ROWS][4], h[STEP_ROWS][4];
+    float soft[4], x[ROWS][4], gx[ROWS][4], ga[ROWS][4], h[ROWS][4];
     mn_load<4>(soft, (const float *)p.a_param.data, v);
 #pragma unroll
-    for (int r = 0; r < STEP_ROWS; r++) {
+    for (int r = 0; r < ROWS; r++) {
         const int64_t n = min(n0 + r, p.call.B - 1);
         mn_load<4>(x[r], mn_row<T>(p.x, n, 0, 0), v);
         mn_load<4>(gx[r], mn_row<T>(p.gx, n, 0, 0), v);
@@ -237,7 +237,7 @@ lru_step_kernel(const __grid_constant__ mn_lru_args p) {
 #pragma unroll
     for (int c = 0; c < 4; c++) soft[c] = mn_softplus(soft[c]);
 #pragma unroll
-    for (int r = 0; r < STEP_ROWS; r++) {
+    for (int r = 0; r < ROWS; r++) {
         const int64_t n = n0 + r;
         if (n >= p.call.B) return;
 #pragma unroll
@@ -284,6 +284,20 @@ static bool by_fours(const View &view, size_t bytes) {
     return (uintptr_t)view.data % (4 * bytes) == 0 && view.stride[0] % 4 == 0;
 }
 
+template <typename T, int ROWS, int WIDTH>
+static int step_by(const mn_lru_args &p, cudaStream_t stream) {
+    const dim3 grid(mn_blocks(p.call.V, 4 * WIDTH), (unsigned)mn_ceil_div(p.call.B, ROWS));
+    lru_step_kernel<T, ROWS, WIDTH><<<grid, WIDTH, 0, stream>>>(p);
+    return mn_launch_status();
+}
+
+template <typename T>
+static int step_of(const mn_lru_args &p, cudaStream_t stream) {
+    const bool few = p.call.B <= 65535 && p.call.B * p.call.V <= STEP_FEW;
+    return few ? step_by<T, 1, STEP_FEW_THREADS>(p, stream)
+               : step_by<T, STEP_ROWS, STEP_THREADS>(p, stream);
+}
+
 MN_CUDA_PLAN(lru_step) {
     (void)args, (void)plan;
     return true;
@@ -293,15 +307,13 @@ MN_CUDA_LAUNCH(lru_step) {
     const mn_lru_args &p = *(const mn_lru_args *)args;
     const cudaStream_t on = (cudaStream_t)stream;
     const size_t bytes = p.call.dtype == MN_BF16 ? 2 : 4;
-    const int64_t rows = mn_ceil_div(p.call.B, STEP_ROWS);
     const bool fours = p.call.V % 4 == 0 && by_fours(p.x, bytes) && by_fours(p.gx, bytes) &&
                        by_fours(p.ga, bytes) && by_fours(p.y, bytes) && by_fours(p.h0, 4) &&
                        by_fours(p.h, 4) && (uintptr_t)p.a_param.data % 16 == 0;
-    if (!fours || rows > 65535 || p.call.B == 0) return mn_lru_forward_cuda(args, shared, stream);
-    const dim3 grid(mn_blocks(p.call.V, 4 * STEP_THREADS), (unsigned)rows);
-    if (p.call.dtype == MN_BF16) lru_step_kernel<mn_bf16><<<grid, STEP_THREADS, 0, on>>>(p);
-    else lru_step_kernel<float><<<grid, STEP_THREADS, 0, on>>>(p);
-    return mn_launch_status();
+    if (!fours || p.call.B == 0 || mn_ceil_div(p.call.B, STEP_ROWS) > 65535) {
+        return mn_lru_forward_cuda(args, shared, stream);
+    }
+    return p.call.dtype == MN_BF16 ? step_of<mn_bf16>(p, on) : step_of<float>(p, on);
 }
 
 MN_CUDA_PLAN(lru_backward) {
