@@ -7,7 +7,7 @@
 #include "base/status.h"
 #include "kernels/cpuid.h"
 #include "kernels/overlay.h"
-#include "kernels/vector_targets.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
 static const struct {
     const char *name, *about;

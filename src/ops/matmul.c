@@ -19,15 +19,15 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "kernels/vector_targets.h"
+#include "kernels/cpu/simd/vector_targets.h"
 #include "ops/workspace.h"
 
 #define MN_PER_TARGET "kernels/cpu/gemm/gemm.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 #define MN_PER_TARGET "kernels/cpu/gemm/matmul.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 #define MN_PER_TARGET "kernels/cpu/quant/quant.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* ---- plain loops -----------------------------------------------------------------------------
  */

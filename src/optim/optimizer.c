@@ -19,10 +19,10 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "kernels/adamw_all.h"
-#include "kernels/vector_targets.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
 #define MN_PER_TARGET "kernels/cpu/optim/optim.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* Numbers of a piece: its four arrays, 256 KiB, pass through a second cache. */
 enum { PIECE = MN_ADAMW_CHUNK, ROW = MN_ALIGN / sizeof(float) };

@@ -12,10 +12,10 @@
 #include "base/rng.h"
 #include "base/util.h"
 #include "kernels/cpuid.h"
-#include "kernels/vector_targets.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
 #define MN_PER_TARGET "kernels/cpu/moebius/moebius_map.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* Changes drawn inputs. */
 typedef void spoil_fn(mn_sample *s, uint64_t seed);

@@ -6,12 +6,12 @@
 #if MN_HAVE_AVX2 || MN_HAVE_AVX512 || MN_HAVE_NEON
 
 #include "kernels/cpuid.h"
-#include "kernels/vector_targets.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
 #define MN_PER_TARGET "kernels/cpu/gemm/gemm.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 #define MN_PER_TARGET "kernels/cpu/simd/map.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 
 #include <float.h>
 #include <math.h>

@@ -8,12 +8,12 @@
 #include "base/util.h"
 #include "cli/bench/bench.h"
 #include "cli/bench/openblas.h"
-#include "kernels/vector_targets.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
 #define MN_PER_TARGET "kernels/cpu/ceiling/ceiling_divide.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 #define MN_PER_TARGET "kernels/cpu/ceiling/ceiling_moebius.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* sgemm's n; floats that one thread takes at a time; parts into which cells are cut */
 enum { SGEMM_N = 1024, PIECE = 1 << 16, CELL_PARTS = 64 };

@@ -1,10 +1,10 @@
 /* fused.c - fused functions (elementwise.def) and sums over tokens on the CPU's threads. */
 #include "kernels/functions_scalar.h"
-#include "kernels/vector_targets.h"
+#include "kernels/cpu/simd/vector_targets.h"
 #include "ops/elementwise/elementwise_internal.h"
 
 #define MN_PER_TARGET "kernels/cpu/simd/elementwise.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* ---- element by element ---------------------------------------------------------------------- */
 

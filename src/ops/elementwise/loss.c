@@ -4,11 +4,11 @@
 #include <math.h>
 
 #include "base/util.h"
-#include "kernels/vector_targets.h"
+#include "kernels/cpu/simd/vector_targets.h"
 #include "ops/elementwise/elementwise_internal.h"
 
 #define MN_PER_TARGET "kernels/cpu/simd/map.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 
 typedef struct row_math {
     void (*exp)(float *y, const float *x, int64_t n);

@@ -1,9 +1,9 @@
 /* unary.c - y = f(x) and y = f(x) b on the CPU's threads, a row of the operands at a time. */
-#include "kernels/vector_targets.h"
+#include "kernels/cpu/simd/vector_targets.h"
 #include "ops/elementwise/elementwise_internal.h"
 
 #define MN_PER_TARGET "kernels/cpu/simd/elementwise.h"
-#include "kernels/per_target.h"
+#include "kernels/cpu/simd/per_target.h"
 
 typedef void unary_loop(const mn_unary_args *p);
 

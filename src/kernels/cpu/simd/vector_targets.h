@@ -3,8 +3,8 @@
  * MN_VECTOR_TARGETS(X) calls X(id, name) for each, a row of targets.def. Whoever includes this is
  * compiled with MN_HAVE_id (cmake/Targets.cmake); prototypes of functions that exist once a target
  * come through per_target.h. */
-#ifndef MN_KERNELS_VECTOR_TARGETS_H
-#define MN_KERNELS_VECTOR_TARGETS_H
+#ifndef MN_KERNELS_CPU_SIMD_VECTOR_TARGETS_H
+#define MN_KERNELS_CPU_SIMD_VECTOR_TARGETS_H
 
 #if MN_HAVE_AVX2
 #define MN_IF_AVX2(X) X(AVX2, avx2)

@@ -1,5 +1,5 @@
 /* per_target.h - includes the header that MN_PER_TARGET names once for each vector target, so that
- * its functions are declared under each of their names (kernels/cpu/simd/target.h). Not guarded. */
+ * its functions are declared under each of their names (target.h). Not guarded. */
 #define MN_TARGET avx2
 #include MN_PER_TARGET
 #undef MN_TARGET
