@@ -210,9 +210,9 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     constexpr int splits = mn_scan_splits<KP>, warps = mn_scan_sizes<KP>::splits;
     const int64_t heads =
         job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
-    const int col_tiles = job.segments.part == MN_DELTA_WHOLE
-                              ? mn_delta_col_tiles<KP>(columns, heads)
-                              : (int)MN_DELTA_COL_TILES;
+    const bool whole = job.segments.part == MN_DELTA_WHOLE;
+    const int col_tiles =
+        whole ? mn_delta_col_tiles<KP>(columns, heads) : (int)MN_DELTA_COL_TILES;
     const int64_t n_slices = mn_ceil_div(columns, 16 * col_tiles), blocks = n_slices * heads;
     const bool group = col_tiles == MN_DELTA_COL_TILES;
     mn_scan_tma_maps maps;
