@@ -19,6 +19,7 @@ enum {
     MN_SCAN_SEGMENTS = 16,                // of a sequence
     MN_SCAN_SEG_ALIGN = 128,                  // tokens that segments have a multiple of
     MN_SCAN_DECAYS = 256,                  // decays of a segment's state
+    MN_SCAN_BY_WARPGROUPS = 64,            // tokens of a chunk of additive_token_chunk_sm90.cu
 };
 
 /* What a scan leaves for the gradient of the decay, or meets: products with what lies beside the
@@ -46,6 +47,7 @@ struct mn_chunk_scan {
     mn_bf16 *kept;                     // states in front of chunks, as threads hold them
     float *state_dots;                   // of the kept states with those behind the chunks
     float *inside;                     // products with what is read from the kept states
+    int by_warpgroups;                 // these are as additive_token_chunk_sm90.cu leaves them
     int64_t segment;                   // least tokens of a segment
     // leaves what segments add to the state, and their decays
     int reduce_pass;
@@ -79,16 +81,18 @@ __device__ inline int64_t mn_scan_first_slot(const mn_call &call, int64_t n, int
     return n * ((call.T + chunk - 1) / chunk);
 }
 
-/* A sequence is cut by its own length alone, so that its results do not depend on the batch. */
+/* A sequence is cut by its own length alone, so that its results do not depend on the batch. A
+ * block has `groups` slices, of which this is the one of number `group`. */
 __device__ inline mn_scan_coord mn_scan_block_coord(const mn_call &call, const mn_chunk_scan &scan,
-                                                         int chunk) {
+                                                    int chunk, int group = 0, int groups = 1) {
     mn_scan_coord at;
     at.n_slices = mn_scan_slices(scan);
-    at.slice = blockIdx.x % at.n_slices;
+    const int64_t of_head = at.n_slices / groups;    // blocks
+    at.slice = blockIdx.x % of_head * groups + group;
     at.column0 = at.slice * MN_SCAN_WIDTH;
-    at.h = blockIdx.x / at.n_slices % call.H;
+    at.h = blockIdx.x / of_head % call.H;
     at.key = mn_key_head(call, at.h);
-    at.n = blockIdx.x / at.n_slices / call.H;
+    at.n = blockIdx.x / of_head / call.H;
     at.span = mn_span_at(call, at.n);
     const int64_t share = (at.span.length + MN_SCAN_SEGMENTS - 1) / MN_SCAN_SEGMENTS;
     const int64_t grains = (share + MN_SCAN_SEG_ALIGN - 1) / MN_SCAN_SEG_ALIGN;
