@@ -71,7 +71,12 @@ struct smem_of {
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-typedef unsigned pairs[4][4];    // rows by pairs of columns of a lane
+/* A lane's cells as factors: pair p of the four of row r is number r % 2 + p % 2 * 2 of factor
+ * r / 2 * 2 + p / 2, whose four numbers have to lie side by side. */
+typedef unsigned pairs[4][4];
+
+__device__ constexpr int row_in(int factor, int n) { return factor / 2 * 2 + n % 2; }
+__device__ constexpr int pair_in(int factor, int n) { return factor % 2 * 2 + n / 2; }
 
 __device__ __forceinline__ unsigned pair_of(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
@@ -79,21 +84,21 @@ __device__ __forceinline__ unsigned pair_of(float low, float high) {
 }
 
 /* to = A b of depth 16, where every column of b is the same */
-__device__ __forceinline__ void mma_zero(float (&to)[4], unsigned a0, unsigned a1, unsigned a2,
-                                         unsigned a3, unsigned b0, unsigned b1) {
+__device__ __forceinline__ void mma_zero(float (&to)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%10, %10, %10, %10};"
         : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
 /* sum += A b */
-__device__ __forceinline__ void mma_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2,
-                                        unsigned a3, unsigned b0, unsigned b1) {
+__device__ __forceinline__ void mma_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
+                                        unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 /* Eight rows of eight numbers, a pair a lane, with their axes exchanged. */
@@ -123,8 +128,8 @@ __device__ __forceinline__ float4 rows_times(const pairs &a, uint2 b0, uint2 b1)
     float x[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-        mma_zero(x[m], a[2 * m][0], a[2 * m + 1][0], a[2 * m][1], a[2 * m + 1][1], b0.x, b0.y);
-        mma_add(x[m], a[2 * m][2], a[2 * m + 1][2], a[2 * m][3], a[2 * m + 1][3], b1.x, b1.y);
+        mma_zero(x[m], a[2 * m], b0.x, b0.y);
+        mma_add(x[m], a[2 * m + 1], b1.x, b1.y);
     }
     return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
 }
@@ -134,11 +139,14 @@ __device__ __forceinline__ float4 columns_times(const pairs &a, uint4 b) {
     float x[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-        unsigned turned[4][2];
+        unsigned upper[4], lower[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) turned[i / 2][i % 2] = transpose(a[i / 2][2 * m + i % 2]);
-        mma_zero(x[m], turned[0][0], turned[0][1], turned[1][0], turned[1][1], b.x, b.y);
-        mma_add(x[m], turned[2][0], turned[2][1], turned[3][0], turned[3][1], b.z, b.w);
+        for (int n = 0; n < 4; n++) {
+            upper[n] = transpose(a[m][pair_in(0, n) + row_in(0, n) * 2]);
+            lower[n] = transpose(a[2 + m][pair_in(0, n) + row_in(0, n) * 2]);
+        }
+        mma_zero(x[m], upper, b.x, b.y);
+        mma_add(x[m], lower, b.z, b.w);
     }
     return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
 }
@@ -186,23 +194,47 @@ struct prefetch {
     static constexpr int ITEMS = size::ROWS / 32;
     mn_column_raw<ITEMS, mn_bf16> k[size::TOKENS], q[size::TOKENS];
     mn_column_raw<2, mn_bf16> v[size::TOKENS], beta[size::TOKENS], cot[size::TOKENS];
+    const mn_bf16 *k_at, *q_at, *v_at, *beta_at, *cot_at;    // this lane's part of a first token
+    int64_t left;                                            // tokens from there to the end
+
+    /* At the group whose first token is t. */
+    __device__ prefetch(const mn_column_params &p, const mn_column_coord &at, int64_t t) {
+        const int64_t first = t + threadIdx.x / 32 * size::TOKENS, b = at.span.b, h = at.h;
+        const int64_t row = threadIdx.x % 32 * ITEMS, when = at.span.t0 + first;
+        const int64_t j = at.tile * TILE + threadIdx.x % 32 * 2;
+        left = at.span.length - first;
+        k_at = mn_row<mn_bf16>(p.k, b, when, h) + row;
+        q_at = mn_row<mn_bf16>(p.q, b, when, h) + row;
+        v_at = mn_row<mn_bf16>(p.v, b, when, h) + j;
+        beta_at = mn_row<mn_bf16>(p.beta, b, when, h) + j;
+        cot_at = p.cot_o.data ? mn_row<mn_bf16>(p.cot_o, b, when, h) + j : NULL;
+    }
+
+    /* Goes on, or back, by a group. */
+    template <int GROUPS>
+    __device__ void move(const mn_column_params &p) {
+        constexpr int64_t tokens = GROUPS * (int64_t)GROUP;
+        left -= tokens;
+        k_at += tokens * p.k.stride[1], v_at += tokens * p.v.stride[1];
+        beta_at += tokens * p.beta.stride[1];
+        if (GROUPS > 0) return;
+        q_at += tokens * p.q.stride[1];
+        if (cot_at) cot_at += tokens * p.cot_o.stride[1];
+    }
 
     template <bool BACK>
-    __device__ void fetch(const mn_column_params &p, const mn_column_coord &at, int64_t t0) {
-        const int row = threadIdx.x % 32 * ITEMS;
-        const int64_t j = at.tile * TILE + threadIdx.x % 32 * 2, b = at.span.b;
+    __device__ void fetch(const mn_column_params &p, const mn_column_coord &at) {
+        const int keys = (int)p.call.K - (int)threadIdx.x % 32 * ITEMS;
+        const int columns = (int)(p.call.V - at.tile * TILE) - (int)threadIdx.x % 32 * 2;
 #pragma unroll
         for (int n = 0; n < size::TOKENS; n++) {
-            const int64_t t = t0 + threadIdx.x / 32 * size::TOKENS + n;
-            const int64_t K = t < at.span.length ? p.call.K : 0;
-            const int64_t V = t < at.span.length ? p.call.V : 0, when = at.span.t0 + t;
-            k[n].fetch(mn_row<mn_bf16>(p.k, b, when, at.h), row, K, p.vec_aligned);
-            v[n].fetch(mn_row<mn_bf16>(p.v, b, when, at.h), j, V, p.vec_aligned);
-            beta[n].fetch(mn_row<mn_bf16>(p.beta, b, when, at.h), j, V, p.vec_aligned);
+            const int K = n < left ? keys : 0, V = n < left ? columns : 0;
+            k[n].fetch(k_at + n * p.k.stride[1], 0, K, p.vec_aligned);
+            v[n].fetch(v_at + n * p.v.stride[1], 0, V, p.vec_aligned);
+            beta[n].fetch(beta_at + n * p.beta.stride[1], 0, V, p.vec_aligned);
             if (!BACK) continue;
-            const mn_bf16 *cots = mn_row<mn_bf16>(p.cot_o, b, when, at.h);
-            q[n].fetch(mn_row<mn_bf16>(p.q, b, when, at.h), row, K, p.vec_aligned);
-            cot[n].fetch(cots, j, cots ? V : 0, p.vec_aligned);
+            q[n].fetch(q_at + n * p.q.stride[1], 0, K, p.vec_aligned);
+            cot[n].fetch(cot_at + n * p.cot_o.stride[1], 0, cot_at ? V : 0, p.vec_aligned);
         }
     }
 
@@ -335,17 +367,25 @@ struct cells {
 
     __device__ __forceinline__ void pack(pairs &to, float by = 1.0f) const {
 #pragma unroll
-        for (int n = 0; n < 16; n++) {
-            to[n / 4][n % 4] =
-                pair_of(at[n / 4][2 * (n % 4)] * by, at[n / 4][2 * (n % 4) + 1] * by);
+        for (int f = 0; f < 4; f++) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float(&row)[8] = at[row_in(f, n)];
+                const int c = 2 * pair_in(f, n);
+                to[f][n] = pair_of(row[c] * by, row[c + 1] * by);
+            }
         }
     }
 
     __device__ __forceinline__ void unpack(const pairs &from) {
 #pragma unroll
-        for (int n = 0; n < 16; n++) {
-            const float2 x = __half22float2(*(const __half2 *)&from[n / 4][n % 4]);
-            at[n / 4][2 * (n % 4)] = x.x, at[n / 4][2 * (n % 4) + 1] = x.y;
+        for (int f = 0; f < 4; f++) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float2 x = __half22float2(*(const __half2 *)&from[f][n]);
+                float(&row)[8] = at[row_in(f, n)];
+                row[2 * pair_in(f, n)] = x.x, row[2 * pair_in(f, n) + 1] = x.y;
+            }
         }
     }
 
@@ -426,8 +466,8 @@ struct cells {
                     d[c] = fmaf(q[r], cot[c], at[r][4 * half + c]);
                     at[r][4 * half + c] = d[c] * fmaf(w[c], x[r], u[c]);
                 }
-                read[r][2 * half] = pair_of(d[0], d[1]);
-                read[r][2 * half + 1] = pair_of(d[2], d[3]);
+                read[r / 2 * 2 + half][r % 2] = pair_of(d[0], d[1]);
+                read[r / 2 * 2 + half][r % 2 + 2] = pair_of(d[2], d[3]);
             }
         }
     }
@@ -436,17 +476,17 @@ struct cells {
 template <int THREADS>
 __device__ __forceinline__ void store_packed(uint4 *to, const pairs &x) {
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-        to[r * THREADS + threadIdx.x] = make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]);
+    for (int f = 0; f < 4; f++) {
+        to[f * THREADS + threadIdx.x] = make_uint4(x[f][0], x[f][1], x[f][2], x[f][3]);
     }
 }
 
 template <int THREADS>
 __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-        const uint4 vec = from[r * THREADS + threadIdx.x];
-        x[r][0] = vec.x, x[r][1] = vec.y, x[r][2] = vec.z, x[r][3] = vec.w;
+    for (int f = 0; f < 4; f++) {
+        const uint4 vec = from[f * THREADS + threadIdx.x];
+        x[f][0] = vec.x, x[f][1] = vec.y, x[f][2] = vec.z, x[f][3] = vec.w;
     }
 }
 
@@ -485,7 +525,7 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
     if (part == 0) *(float4 *)(columns + TILE) = to_w;
 }
 
-/* dq and dk of row i of a token. */
+/* dq and dk of row i of a token, `part` where dq is. */
 template <int ROW_WARPS>
 __device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem, float scale,
                                   int64_t K, int token, int i) {
@@ -500,8 +540,8 @@ __device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem, f
         to_k = fmaf(sums[sizes<ROW_WARPS>::ROWS], unit, to_k);
         to_kk = fmaf(sums[2 * sizes<ROW_WARPS>::ROWS] * smem.state_unit[warp][token], unit, to_kk);
     }
-    part[i] = scale * (to_q * in.cot_unit[token]);
-    part[K + i] = fmaf(-2.0f * in.k[token][i], to_kk * in.w_unit[token],
+    part[0] = scale * (to_q * in.cot_unit[token]);
+    part[K] = fmaf(-2.0f * in.k[token][i], to_kk * in.w_unit[token],
                        to_k * in.write_unit[token]);
 }
 
@@ -530,22 +570,27 @@ __device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARP
 template <int ROW_WARPS>
 __device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem, const mn_column_params &p,
                                     const mn_column_coord &at, int64_t t, int count) {
-    constexpr int ROWS = sizes<ROW_WARPS>::ROWS, THREADS = sizes<ROW_WARPS>::THREADS;
+    typedef sizes<ROW_WARPS> size;
+    constexpr int AT_ONCE = size::THREADS / size::ROWS, COLUMNS_AT_ONCE = size::THREADS / TILE;
     const int64_t all = p.call.B * p.call.T * p.call.H, K = p.call.K;
-    for (int item = threadIdx.x; item < count * ROWS; item += THREADS) {
-        const int token = item / ROWS, i = item % ROWS;
-        float *part = p.partials + (at.tile * all + mn_columns_row(p, at, t + token)) * 2 * K;
-        if (i < K) reduce_row(part, smem, p.scale, K, token, i);
+    const int first = threadIdx.x / size::ROWS, i = threadIdx.x % size::ROWS;
+    float *part = p.partials + (at.tile * all + mn_columns_row(p, at, t + first)) * 2 * K + i;
+#pragma unroll
+    for (int token = 0; token < GROUP; token += AT_ONCE, part += AT_ONCE * p.call.H * 2 * K) {
+        if (i < K && first + token < count) {
+            reduce_row(part, smem, p.scale, K, first + token, i);
+        }
     }
-    for (int item = threadIdx.x; item < count * TILE; item += THREADS) {
-        const int token = item / TILE, column = item % TILE;
-        const int64_t j = at.tile * TILE + column;
-        float y, to_v;
-        reduce_column(y, to_v, smem, token, column);
-        if (j >= p.columns) continue;
-        mn_bf16 *dv = mn_row<mn_bf16>(p.dv, at.span.b, at.span.t0 + t + token, at.h);
-        p.y[mn_columns_row(p, at, t + token) * p.columns + j] = y;
-        if (dv) mn_put(dv + j, to_v);
+    const int first_of_columns = threadIdx.x / TILE, column = threadIdx.x % TILE;
+    const int64_t j = at.tile * TILE + column;
+    float *y = p.y + mn_columns_row(p, at, t + first_of_columns) * p.columns + j;
+    mn_bf16 *dv = mn_row<mn_bf16>(p.dv, at.span.b, at.span.t0 + t + first_of_columns, at.h);
+#pragma unroll
+    for (int token = 0; token < GROUP; token += COLUMNS_AT_ONCE) {
+        float to_v;
+        if (j >= p.columns || first_of_columns + token >= count) continue;
+        reduce_column(y[token * p.call.H * p.columns], to_v, smem, first_of_columns + token, column);
+        if (dv) mn_put(dv + token * p.dv.stride[1] + j, to_v);
     }
 }
 
@@ -556,7 +601,7 @@ __device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WAR
                                    int64_t groups) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
     cells S;
-    prefetch<ROW_WARPS> ahead;
+    prefetch<ROW_WARPS> ahead(p, at, 0);
     const auto save = [&](int64_t n) {
         pairs packed;
         const float unit = unit_of(S.largest());
@@ -566,14 +611,15 @@ __device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WAR
         ((float *)(saved + n * stride + sizes<ROW_WARPS>::CELLS))[threadIdx.x / 32] = unit;
     };
     S.load(p, at, p.state0);
-    ahead.template fetch<false>(p, at, 0);
+    ahead.template fetch<false>(p, at);
 #pragma unroll 1
     for (int64_t n = 0; n + 1 < groups; n++) {
         save(n);
         __syncthreads();
         ahead.template put<false>(smem.in, p.scale);
         __syncthreads();
-        ahead.template fetch<false>(p, at, (n + 1) * GROUP);
+        ahead.template move<1>(p);
+        ahead.template fetch<false>(p, at);
 #pragma unroll 2
         for (int token = 0; token < GROUP; token++) S.advance(smem.in, token, 1.0f);
     }
@@ -583,7 +629,8 @@ __device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WAR
 /* The group that is in shared memory, from the state in front of it, in its unit. Behind the last
  * token of a sequence there are zeros, which change nothing. */
 template <int ROW_WARPS>
-__device__ __forceinline__ void group_bwd(cells &D, float &unit_of_D, const uint4 *front,
+__device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D,
+                                          bool look, const uint4 *front,
                                           float unit, smem_of<ROW_WARPS> &smem) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
     float *units = smem.state_unit[threadIdx.x / 32], bound = 2.0f;
@@ -600,18 +647,18 @@ __device__ __forceinline__ void group_bwd(cells &D, float &unit_of_D, const uint
         units[token + 1] = unit;
         if (token + 1 < GROUP) store_packed<THREADS>(smem.states[token], behind);
     }
-    bound = __uint_as_float(D.largest());
-    if (bound > 16.0f || bound < 1.0f / 16.0f) {
-        const float most = bound * unit_of_D, next = unit_of(__float_as_uint(most));
-        D.rescale(unit_of_D, next);
-        bound = most * inverse_of(next), unit_of_D = next;
+    if (look) {
+        const float most = __uint_as_float(D.largest()) * unit_of_D;
+        const float next = unit_of(__float_as_uint(most));
+        if (next != unit_of_D) D.rescale(unit_of_D, next);
+        most_of_D = most * inverse_of(next), unit_of_D = next;
     }
 #pragma unroll 1
     for (int token = GROUP - 1; token > 0; token -= 2) {
         load_packed<THREADS>(old, smem.states[token - 1]);
-        token_bwd(D, behind, old, smem, bound, unit_of_D, token);
+        token_bwd(D, behind, old, smem, most_of_D, unit_of_D, token);
         load_packed<THREADS>(behind, token == 1 ? front : smem.states[token - 2]);
-        token_bwd(D, old, behind, smem, bound, unit_of_D, token - 1);
+        token_bwd(D, old, behind, smem, most_of_D, unit_of_D, token - 1);
     }
 }
 
@@ -627,12 +674,12 @@ longhorn_diag_bwd_mma(const __grid_constant__ mn_column_params p, int64_t tiles)
     const int64_t slot = p.call.cu_seqlens ? at.span.t0 / GROUP + at.n : at.n * groups;
     uint4 *saved = (uint4 *)p.spans + slot * stride + (at.h * tiles + at.tile) * size::PACKS;
     cells D;
-    float unit_of_D = 1.0f, unit = 1.0f;
+    float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
     D.load(p, at, p.cot_state);
     if (groups > 0) {
-        prefetch<ROW_WARPS> ahead;
         save_states<ROW_WARPS>(saved, stride, smem, p, at, groups);
-        ahead.template fetch<true>(p, at, (groups - 1) * GROUP);
+        prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
+        ahead.template fetch<true>(p, at);
         const auto ask = [&](int64_t n) {
 #pragma unroll
             for (int r = 0; r < 4; r++) {
@@ -644,15 +691,19 @@ longhorn_diag_bwd_mma(const __grid_constant__ mn_column_params p, int64_t tiles)
         __syncthreads();
         ask(groups - 1);
 #pragma unroll 1
-        for (int64_t n = groups - 1; n >= 0; n--) {
+        for (int64_t n = groups - 1, looks = 0; n >= 0; n--, looks++) {
             __syncthreads();
             ahead.template put<true>(smem.in, p.scale);
             cp_async_wait();
             __syncthreads();
-            if (n > 0) ahead.template fetch<true>(p, at, (n - 1) * GROUP);
             const float own = unit;
-            if (n > 0) ask(n - 1);
-            group_bwd<ROW_WARPS>(D, unit_of_D, smem.front[n % 2], own, smem);
+            if (n > 0) {
+                ahead.template move<-1>(p);
+                ahead.template fetch<true>(p, at);
+                ask(n - 1);
+            }
+            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, smem.front[n % 2], own,
+                                 smem);
             __syncthreads();
             reduce_warps<ROW_WARPS>(smem, p, at, n * GROUP,
                                     (int)min((int64_t)GROUP, length - n * GROUP));
