@@ -5,12 +5,12 @@
  *   dv_j = w (D'k)_j     y_j = v (D'k)_j - (E'k^2)_j     dk_i = (D w v)_i - 2 k_i (E w)_i
  *
  * What a cell does to itself is float32; all sums over columns and rows are products of the three
- * matrices S', D and E, rounded to half precision, with a vector each, m16n8k16 with the same vector
- * in all columns. So every lane ends with sums, and tokens share no product: what is not finite stays
- * with its token. Bf16 would not do: y is a difference. So that half precision has the range, a
- * warp's part of S and of D is kept in a unit, a power of two that is made larger before a bound of
- * the largest cell gets too large, and every vector is in a unit of its own; which unit it is goes by
- * tokens already seen.
+ * matrices S', D and E, rounded to half precision, with a vector each, m16n8k16 with the same
+ * vector in all columns. So every lane ends with sums, and tokens share no product: what is not
+ * finite stays with its token. Bf16 would not do: y is a difference. So that half precision has
+ * the range, a warp's part of S and of D is kept in a unit, a power of two that is made larger
+ * before a bound of the largest cell gets too large, and every vector is in a unit of its own;
+ * which unit it is goes by tokens already seen.
  *
  * A warp has 32 x 32 cells, a lane four rows by eight columns of them, which are the factors of
  * products over columns as they lie in registers; for those over rows movmatrix turns them. The
@@ -581,25 +581,32 @@ __device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem, const mn_col
             reduce_row(part, smem, p.scale, K, first + token, i);
         }
     }
-    const int first_of_columns = threadIdx.x / TILE, column = threadIdx.x % TILE;
+    const int own = threadIdx.x / TILE, column = threadIdx.x % TILE;
     const int64_t j = at.tile * TILE + column;
-    float *y = p.y + mn_columns_row(p, at, t + first_of_columns) * p.columns + j;
-    mn_bf16 *dv = mn_row<mn_bf16>(p.dv, at.span.b, at.span.t0 + t + first_of_columns, at.h);
+    float *y = p.y + mn_columns_row(p, at, t + own) * p.columns + j;
+    mn_bf16 *dv = mn_row<mn_bf16>(p.dv, at.span.b, at.span.t0 + t + own, at.h);
 #pragma unroll
     for (int token = 0; token < GROUP; token += COLUMNS_AT_ONCE) {
         float to_v;
-        if (j >= p.columns || first_of_columns + token >= count) continue;
-        reduce_column(y[token * p.call.H * p.columns], to_v, smem, first_of_columns + token, column);
+        if (j >= p.columns || own + token >= count) continue;
+        reduce_column(y[token * p.call.H * p.columns], to_v, smem, own + token, column);
         if (dv) mn_put(dv + token * p.dv.stride[1] + j, to_v);
     }
 }
 
-/* The state in front of every group to memory. */
+/* The state in front of every group to memory. Tokens of the next group go to shared memory while
+ * other warps are still in this one. */
 template <int ROW_WARPS>
 __device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WARPS> &smem,
                                    const mn_column_params &p, const mn_column_coord &at,
                                    int64_t groups) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
+    typedef token_smem<ROW_WARPS> tokens;
+    static_assert(sizeof(tokens) <= sizeof(smem.states), "their places are free on this way");
+    const auto stage = [&](int64_t n) -> tokens & {
+        const ptrdiff_t apart = (unsigned char *)smem.states - (unsigned char *)&smem.in;
+        return *(tokens *)((unsigned char *)&smem.in + n % 2 * apart);
+    };
     cells S;
     prefetch<ROW_WARPS> ahead(p, at, 0);
     const auto save = [&](int64_t n) {
@@ -610,20 +617,24 @@ __device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WAR
         if (threadIdx.x % 32 > 0) return;
         ((float *)(saved + n * stride + sizes<ROW_WARPS>::CELLS))[threadIdx.x / 32] = unit;
     };
-    S.load(p, at, p.state0);
-    ahead.template fetch<false>(p, at);
-#pragma unroll 1
-    for (int64_t n = 0; n + 1 < groups; n++) {
-        save(n);
-        __syncthreads();
-        ahead.template put<false>(smem.in, p.scale);
-        __syncthreads();
+    const auto bring = [&](int64_t n) {    // group n, and asks for the one behind it
+        ahead.template put<false>(stage(n), p.scale);
         ahead.template move<1>(p);
         ahead.template fetch<false>(p, at);
+    };
+    S.load(p, at, p.state0);
+    ahead.template fetch<false>(p, at);
+    if (groups > 1) bring(0);
+#pragma unroll 1
+    for (int64_t n = 0; n + 1 < groups; n++) {
+        __syncthreads();
+        if (n + 2 < groups) bring(n + 1);
+        save(n);
 #pragma unroll 2
-        for (int token = 0; token < GROUP; token++) S.advance(smem.in, token, 1.0f);
+        for (int token = 0; token < GROUP; token++) S.advance(stage(n), token, 1.0f);
     }
     save(groups - 1);
+    __syncthreads();
 }
 
 /* The group that is in shared memory, from the state in front of it, in its unit. Behind the last
