@@ -1,8 +1,8 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
  * longhorn_column in bf16 over chunks (longhorn_column_chunk.cu) where memories are neither
  * narrow nor wide, except for decode steps; all else by the recurrences of column_state.cuh,
- * longhorn_diag back, where keys have at most 128 channels, by longhorn_diag_bwd_mma.cuh in bf16
- * and by longhorn_diag_bwd below in float32, and single tokens with the state in place by
+ * longhorn_diag back, where keys have at most 128 channels, by longhorn_diag_bwd_recurrent.cu in
+ * bf16 and by longhorn_diag_bwd below in float32, and single tokens with the state in place by
  * longhorn_step.cuh. Backward, a kernel after these has one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
@@ -11,7 +11,7 @@
 #include "kernels/cuda/recurrent/column_state.cuh"
 #include "kernels/cuda/recurrent/column_state_bwd.cuh"
 #include "kernels/cuda/longhorn/longhorn_column_chunk.h"
-#include "kernels/cuda/longhorn/longhorn_diag_bwd_mma.cuh"
+#include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 #include "kernels/cuda/longhorn/longhorn_step.cuh"
 
 namespace mneme::longhorn {

@@ -1,5 +1,6 @@
-/* longhorn_diag_bwd_mma.cuh - gradients of longhorn_diag in bf16, for keys of at most 128 channels.
- * With c = u + w x, S the state in front of a token, S' the one behind it, and D the adjoint of S':
+/* longhorn_diag_bwd_recurrent.cu - gradients of longhorn_diag in bf16, for keys of at most 128
+ * channels. With c = u + w x, S the state in front of a token, S' the one behind it, and D the
+ * adjoint of S':
  *
  *   D += scale q do'     dq = scale S' do     E = D . S     D <- c D
  *   dv_j = w (D'k)_j     y_j = v (D'k)_j - (E'k^2)_j     dk_i = (D w v)_i - 2 k_i (E w)_i
@@ -17,13 +18,11 @@
  * state in front of every eighth token goes to memory on a first way through, in half precision.
  * Going back, states of eight tokens are made from it once and kept in shared memory, by the lane
  * that reads them, so that no barrier stands between. */
-#ifndef MN_KERNELS_CUDA_LONGHORN_LONGHORN_DIAG_BWD_MMA_CUH
-#define MN_KERNELS_CUDA_LONGHORN_LONGHORN_DIAG_BWD_MMA_CUH
+#include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 
 #include <cuda_fp16.h>
 
 #include "kernels/cuda/prim/device_props.h"
-#include "kernels/cuda/recurrent/column_state.cuh"
 
 namespace mneme::longhorn::diag {
 
@@ -675,7 +674,7 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
 
 template <int ROW_WARPS>
 __global__ void __launch_bounds__(sizes<ROW_WARPS>::THREADS, ROW_WARPS == 4 ? 1 : 2)
-longhorn_diag_bwd_mma(const __grid_constant__ mn_column_params p, int64_t tiles) {
+longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t tiles) {
     typedef sizes<ROW_WARPS> size;
     extern __shared__ __align__(128) unsigned char diag_bytes[];
     smem_of<ROW_WARPS> &smem = *(smem_of<ROW_WARPS> *)diag_bytes;
@@ -726,17 +725,15 @@ longhorn_diag_bwd_mma(const __grid_constant__ mn_column_params p, int64_t tiles)
 
 /* ---- launch ---------------------------------------------------------------------------------- */
 
-inline int row_warps(const mn_call &c) { return c.K <= 64 ? 2 : 4; }
+static int row_warps(const mn_call &c) { return c.K <= 64 ? 2 : 4; }
 
-/* Whether a block's shared memory suffices on this device. */
-inline bool supported(const mn_call &c) {
+bool supported(const mn_call &c) {
     const int limit = mn_device_props_current().shared_bytes;
     if (c.dtype != MN_BF16 || c.K > 128) return false;
     return (int)(row_warps(c) == 2 ? sizeof(smem_of<2>) : sizeof(smem_of<4>)) <= limit;
 }
 
-/* Floats of the states in front of groups. */
-inline bool saved_size(size_t *count, const mn_call &c) {
+bool saved_size(size_t *count, const mn_call &c) {
     const size_t floats = 4 * (size_t)(row_warps(c) == 2 ? sizes<2>::PACKS : sizes<4>::PACKS);
     return mn_mul_size(count, (size_t)mn_tile_slots(c, GROUP), floats) &&
            mn_mul_size(count, *count, (size_t)mn_ceil_div(c.V, (int64_t)TILE)) &&
@@ -749,16 +746,14 @@ static int launch_with(const mn_column_params &p, cudaStream_t on) {
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(longhorn_diag_bwd_mma<ROW_WARPS>, dim3((unsigned)blocks),
+    return mn_launch_smem(longhorn_diag_bwd_products<ROW_WARPS>, dim3((unsigned)blocks),
                           sizes<ROW_WARPS>::THREADS, sizeof(smem_of<ROW_WARPS>), on, p, tiles);
 }
 
-static int launch(mn_column_params p, cudaStream_t on) {
+int launch(mn_column_params p, cudaStream_t on) {
     const int warps = row_warps(p.call);
     p.vec_aligned = mn_columns_vec_aligned<mn_bf16>(p, warps);
     return warps == 2 ? launch_with<2>(p, on) : launch_with<4>(p, on);
 }
 
 }    // namespace mneme::longhorn::diag
-
-#endif
