@@ -6,7 +6,9 @@
  *   seed      of initial values and batches
  *   keep      true: the model is left in models/KEY beside the results
  *
- * The result is that of the evaluation of lowest loss, in nats per token. */
+ * The result is that of the evaluation of lowest loss, in nats per token. "speed" has the tokens
+ * per second of this process's steps but the first ten, and on a GPU its memory in MiB: the one
+ * part of a result that another run does not repeat. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,6 +20,7 @@
 #include "experiments/job_internal.h"
 #include "experiments/job_keep.h"
 #include "io/json_write.h"
+#include "runtime/device.h"
 #include "train/trainer.h"
 
 /* ---- completing ------------------------------------------------------------------------------ */
@@ -97,8 +100,12 @@ typedef struct text_run {
     json_t *curve;
     mn_job_progress now;
     double valid, told, kept;
+    double seconds;              // of the steps timed
+    int64_t done, timed;         // steps of this process; tokens of those timed
     bool asked;                  // to end, with a checkpoint
 } text_run;
+
+enum { UNTIMED = 10 };           // steps
 
 static mn_status open_run(text_run *r, const mn_json *job, const mn_job_call *call) {
     const mn_context_options one = { .n_threads = 1, .device = call->device };
@@ -128,16 +135,27 @@ static mn_status evaluate(text_run *r) {
     return st;
 }
 
+static mn_status take_step(text_run *r) {
+    mn_step_result s;
+    const double began = mn_seconds();
+    const mn_status st = mn_trainer_step(r->trainer, &s);
+    if (st != MN_OK) return st;
+    if (++r->done > UNTIMED) {
+        r->seconds += mn_seconds() - began;
+        r->timed += s.tokens;
+    }
+    r->now.step = s.step + 1;
+    r->now.loss = isnan(r->now.loss) ? s.loss : 0.9 * r->now.loss + 0.1 * s.loss;
+    return MN_OK;
+}
+
 static mn_status train(text_run *r, const mn_job_call *call) {
     const int64_t every = mn_trainer_options(r->trainer)->eval_every;
     mn_status st = MN_OK;
     while (st == MN_OK && r->now.step < r->now.steps && !r->asked &&
            !mn_trainer_exhausted(r->trainer)) {
-        mn_step_result s;
-        st = mn_trainer_step(r->trainer, &s);
+        st = take_step(r);
         if (st != MN_OK) break;
-        r->now.step = s.step + 1;
-        r->now.loss = isnan(r->now.loss) ? s.loss : 0.9 * r->now.loss + 0.1 * s.loss;
         const bool asks = (every > 0 && r->now.step % every == 0) || r->now.step == r->now.steps;
         if (asks) st = evaluate(r);
         if (call->watch && (asks || mn_seconds() - r->told > 0.25)) {
@@ -153,6 +171,15 @@ static mn_status train(text_run *r, const mn_job_call *call) {
     return st;
 }
 
+static json_t *speed_of(const text_run *r) {
+    const double rate = r->seconds > 0.0 ? (double)r->timed / r->seconds : NAN;
+    const mn_device *device = r->context->device;
+    size_t bytes = 0;
+    if (device && mn_device_used(device, &bytes) != MN_OK) bytes = 0;
+    return json_pack("{s:o, s:o}", "tokens_per_second", mn_json_real(rate), "mebibytes",
+                     mn_json_real(device ? (double)bytes / 1048576.0 : NAN));
+}
+
 static json_t *tell(const text_run *r) {
     double lowest = NAN;
     int64_t step = r->now.step;
@@ -164,10 +191,12 @@ static json_t *tell(const text_run *r) {
         lowest = loss;
         step = json_integer_value(json_array_get(row, 0));
     }
-    return json_pack("{s:o, s:o, s:I, s:I, s:o, s:I, s:O}", "loss", mn_json_real(lowest), "last",
-                     mn_json_real(r->valid), "step", (json_int_t)step, "steps",
-                     (json_int_t)r->now.step, "train_loss", mn_json_real(r->now.loss), "parameters",
-                     (json_int_t)mn_model_count(mn_trainer_model(r->trainer)), "curve", r->curve);
+    return json_pack("{s:o, s:o, s:I, s:I, s:I, s:o, s:I, s:o, s:O}", "loss", mn_json_real(lowest),
+                     "last", mn_json_real(r->valid), "step", (json_int_t)step, "steps",
+                     (json_int_t)r->now.step, "tokens", (json_int_t)mn_trainer_seen(r->trainer),
+                     "train_loss", mn_json_real(r->now.loss), "parameters",
+                     (json_int_t)mn_model_count(mn_trainer_model(r->trainer)), "speed", speed_of(r),
+                     "curve", r->curve);
 }
 
 static mn_status run(json_t **result, const mn_json *job, const mn_job_call *call) {

@@ -2,7 +2,8 @@
  *
  *   task      name, options, train and test: examples of the sets (0: fresh ones to train on);
  *             setting: a published one, which brings options and sizes; segments: [{options,
- *             train}], sets to train on one after the other, whose batches do not mix
+ *             train}], sets to train on one after the other, whose batches do not mix, with fresh:
+ *             true new examples of each in every pass
  *   model     as in mneme train; vocab_size comes from the task
  *   train     as in mneme train; batch and context come from the task and `batch`
  *   epochs    passes over the training set, in place of train.steps; steps_at_most cuts either
@@ -58,7 +59,7 @@ static mn_status lay_setting(json_t *task, const char *name, const char *setting
 
 static mn_status complete_task(mn_json *job) {
     static const char *const keys[] = { "name", "setting", "options", "train", "test",
-                                        "segments" };
+                                        "segments", "fresh" };
     const mn_json task = mn_json_member(job, "task");
     const char *name = NULL, *setting = NULL;
     mn_status st = mn_json_expect_object(&task);

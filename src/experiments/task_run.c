@@ -26,6 +26,7 @@ struct mn_task_run {
     example_set train, test;
     example_set *segments;   // training sets one after the other, in place of `train`
     int64_t n_segments;
+    bool fresh;              // each pass over the segments draws new examples
     named_set *more;
     int64_t n_more;
     mn_evaluation how;
@@ -82,8 +83,14 @@ static mn_status fill(void *context, int64_t step, int64_t rows, int64_t length,
     return MN_OK;
 }
 
-/* Segments one after the other, none mixed with the next: the same batches in every epoch. Rows of
- * shorter ones ask for nothing behind their end. */
+/* A seed for each segment: else sample i of all would show the same keys and values, and a model
+ * could learn by heart what it is shown in a tenth as many samples. */
+static uint64_t segment_seed(uint64_t seed, int64_t i) {
+    return seed + (uint64_t)(i + 1) * 0x9e3779b97f4a7c15u;
+}
+
+/* Segments one after the other, none mixed with the next: the same batches in every epoch, or with
+ * `fresh` others. Rows of shorter ones ask for nothing behind their end. */
 static mn_status fill_segment(void *context, int64_t step, int64_t rows, int64_t length,
                               int32_t *tokens, int32_t *targets) {
     mn_task_run *run = context;
@@ -95,7 +102,12 @@ static mn_status fill_segment(void *context, int64_t step, int64_t rows, int64_t
             at -= epoch;
             continue;
         }
-        const mn_status st = mn_task_fill(&s->batch, NULL, s->task, &s->feed, at);
+        mn_task_feed feed = s->feed;
+        if (run->fresh) {
+            feed.examples = 0;
+            at += step / segments_epoch(run) * epoch;
+        }
+        const mn_status st = mn_task_fill(&s->batch, NULL, s->task, &feed, at);
         const int64_t own = s->batch.length;
         for (int64_t r = 0; st == MN_OK && r < rows; r++) {
             memcpy(tokens + r * length, s->batch.tokens + r * own, (size_t)own * sizeof *tokens);
@@ -194,10 +206,12 @@ static mn_status open_segments(mn_task_run *run, const mn_json *task, const char
         st = mn_json_unknown_key(&one, keys, MN_COUNTOF(keys));
         if (st == MN_OK) st = mn_json_get_i64(&train, &one, "train");
         if (st == MN_OK && train < 1) st = mn_json_fail(&one, "train has to be 1 or more");
-        if (st == MN_OK) st = open_set(set, name, &options, MN_SPLIT_TRAIN, seed, rows, train);
+        if (st == MN_OK) {
+            st = open_set(set, name, &options, MN_SPLIT_TRAIN, segment_seed(seed, i), rows, train);
+        }
         set->feed.in_order = true;
     }
-    return st;
+    return st == MN_OK ? mn_json_opt_bool(&run->fresh, task, "fresh") : st;
 }
 
 static mn_status open_sets(mn_task_run *run, const mn_json *job) {

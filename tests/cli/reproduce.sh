@@ -14,6 +14,13 @@ says 'Kalman Linear Attention, Figure 5a'
 run 0 reproduce --list --json
 json 'len(d["experiments"]) >= 10 and all(e["cost"]["smoke"] for e in d["experiments"])'
 
+# every experiment stands in the table of what came out and in that of the papers' tables
+for name in $("$mneme" reproduce --list --json | sed -n 's/^ *"name": "\(.*\)",*$/\1/p'); do
+    for page in reproducing papers; do
+        grep -q "$name" "$source/docs/guide/$page.md" || fail "$name is not in docs/guide/$page.md"
+    done
+done
+
 # every printed number of the collision experiment, to the digits printed
 run 0 reproduce collision --out collision --quiet --jobs 2
 quiet

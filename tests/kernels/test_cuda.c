@@ -70,14 +70,15 @@ static void set_each(mn_sample *sample, const char *name, int64_t first, int64_t
     }
 }
 
-/* Where `c` asks for extremes: log decays from none to -1e4 between the usual ones; filters
- * that
- * keep nothing, or tokens without precision. */
+/* Where `c` asks for extremes: log decays from none to -1e4 between the usual ones; filters that
+ * keep nothing, or tokens without precision; covariances that fall by e^-154 in 64 tokens and by
+ * e^-38 in 16. */
 static void spread_extremes(mn_sample *sample, const op_case *c) {
     if (c->seed < EXTREME) return;
     set_each(sample, "g", 3, 7, -1e4);
     set_each(sample, "g", 5, 11, -20.0);
     set_each(sample, "g", 1, 5, 0.0);
+    set_each(sample, "la", 0, 1, -2.4);
     if (c->op != MN_OP_moebius) return;
     set_each(sample, "a", 1, 3, 0.0);
     set_each(sample, "prec", 5, 13, 0.0);
@@ -385,6 +386,14 @@ static void check_narrow(op_case c) {
     if (shares_next()) check_bf16(c);
 }
 
+/* Heads that decay too steeply for a frame of 64 tokens, and not for one of 16. */
+static void check_steep(op_case c) {
+    c.B = c.H = 2, c.T = 150, c.K = 32, c.V = 40, c.cu_seqlens = NULL, c.n_seqs = 0;
+    c.seed = EXTREME + 60;
+    if (shares_next()) check_f32(c);
+    if (shares_next()) check_bf16(c);
+}
+
 static void kernels_match_reference(mn_op_id op) {
     if (!gpu) {
         skip();
@@ -408,6 +417,7 @@ static void kernels_match_reference(mn_op_id op) {
         if (op == MN_OP_moebius) check_long(c);
         if (op == MN_OP_delta) check_cut(c);
         if (op == MN_OP_dplr) check_narrow(c);
+        if (op == MN_OP_bayes || op == MN_OP_riccati) check_steep(c);
         if (op == MN_OP_attention) check_windows(c);
         if (op == MN_OP_additive || op == MN_OP_delta || op == MN_OP_delta_net) check_groups(c);
         if (!op_has_time(op)) continue;

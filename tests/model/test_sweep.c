@@ -436,40 +436,51 @@ static void a_damaged_file_is_named(void **state) {
     check_done();
 }
 
-/* Segments make an epoch together, and no batch mixes them: short rows end in filling. */
-static void segments_follow_each_other(void **state) {
-    (void)state;
-    json_t *jobs = expand(
+/* Segments make an epoch together, and no batch mixes them: short rows end in filling. The next
+ * epoch repeats this one, or with `fresh` shows others; segments of the same options differ. */
+static void check_segments(const char *fresh, bool repeats) {
+    char text[1024];
+    snprintf(text, sizeof text,
         "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"options\": {\"length\": 8, \"pairs\": 1, "
-        "\"vocab\": 40}, \"test\": 8, \"segments\": [{\"options\": {\"length\": 8, \"pairs\": 1, "
-        "\"vocab\": 40}, \"train\": 24}, {\"options\": {\"length\": 32, \"pairs\": 4, "
+        "\"vocab\": 40}, \"test\": 8%s, \"segments\": [{\"options\": {\"length\": 8, \"pairs\": 1, "
+        "\"vocab\": 40}, \"train\": 16}, {\"options\": {\"length\": 8, \"pairs\": 1, "
+        "\"vocab\": 40}, \"train\": 8}, {\"options\": {\"length\": 32, \"pairs\": 4, "
         "\"vocab\": 40}, \"train\": 16}]}, \"epochs\": 2, \"train\": {\"batch\": 8}, "
-        "\"model\": {\"layers\": \"linear\", \"hidden_size\": 16}}]}");
+        "\"model\": {\"layers\": \"linear\", \"hidden_size\": 16}}]}", fresh);
+    json_t *jobs = expand(text);
     json_t *job = json_array_get(jobs, 0);
     assert_int_equal(json_integer_value(mn_spec_get(job, "train.steps")), 10);
     const mn_json handle = { .value = job, .name = "job" };
     mn_task_run *run = NULL;
     if (mn_task_run_open(&run, &handle) != MN_OK) check_fatal("%s", mn_last_error());
     const mn_source source = mn_task_run_source(run);
-    int32_t tokens[8 * 32], targets[8 * 32], again[8 * 32];
+    static int32_t tokens[5][8 * 32], targets[8 * 32], again[8 * 32];
     assert_true(source.length == 32 && source.epoch == 5 && source.rows == 8);
     for (int64_t step = 0; step < 5; step++) {
-        assert_int_equal(source.fill(source.context, step, 8, 32, tokens, targets), MN_OK);
+        int32_t *own = tokens[step];
         assert_int_equal(source.fill(source.context, step + 5, 8, 32, again, targets), MN_OK);
-        CHECK(memcmp(tokens, again, sizeof tokens) == 0, "step %d of the next epoch differs",
+        assert_int_equal(source.fill(source.context, step, 8, 32, own, targets), MN_OK);
+        CHECK((memcmp(own, again, sizeof again) == 0) == repeats, "step %d of the next epoch",
               (int)step);
         for (int row = 0; row < 8; row++) {
             int asked = 0, behind = 0;
             for (int t = 0; t < 32; t++) {
                 asked += targets[row * 32 + t] >= 0;
-                behind += t >= 8 && tokens[row * 32 + t] != 0;
+                behind += t >= 8 && own[row * 32 + t] != 0;
             }
             CHECK(asked == (step < 3 ? 1 : 4), "step %d asks %d times", (int)step, asked);
             CHECK(step >= 3 || behind == 0, "step %d: tokens behind the end", (int)step);
         }
     }
+    CHECK(memcmp(tokens[0], tokens[2], sizeof tokens[0]) != 0, "two segments show the same");
     mn_task_run_close(run);
     json_decref(jobs);
+}
+
+static void segments_follow_each_other(void **state) {
+    (void)state;
+    check_segments("", true);
+    check_segments(", \"fresh\": true", false);
     check_done();
 }
 

@@ -162,6 +162,7 @@ const mn_experiment_text mn_experiment_mqar_update = {
                     "model": {"hidden_size": 128},
                     "task": {
                         "options": {"length": 128, "pairs": 16, "updates": 8}, "test": 2560,
+                        "fresh": true,
                         "segments": [
                             {"options": {"length": 64, "pairs": 4, "updates": 4}, "train": 10240},
                             {"options": {"length": 64, "pairs": 4, "updates": 2}, "train": 10240},
@@ -242,6 +243,9 @@ const mn_experiment_text mn_experiment_mqar_update = {
         "trained on the mixture, here as segments whose batches do not mix; keys with a new "
         "value and keys left alone are counted apart. The paper's example rewrites a key twice, "
         "its text once: once here; the task's option rewrites has the other.",
+        "Preset gpu draws 10,240 new examples of each setting in each of its 16 passes, where the "
+        "paper has 100,000 to go through several times: of 10,240 gone through sixteen times gdn and "
+        "bayes learn the answers by heart (loss 0.6 in training, 11.8 in the test).",
         "The paper leaves clipping of gradients open: presets cpu and gpu clip at norm 1 for all "
         "rows, as its Appendix E does; full does not, as the zoology benchmark.",
         NULL

@@ -763,6 +763,26 @@ __device__ static void read_back(const double *P, const mn_bayes_smem &smem, con
     __syncthreads();
 }
 
+/* Noise of a channel in the frame. */
+struct channel_noise {
+    double rr, ri, ii;
+};
+
+/* The sum over tokens 0 to j of a chunk, added up for each of them: where the channel decays, the
+ * sum over all tokens outgrows those of the first ones by e^80, and taking later tokens off it
+ * would leave nothing of these but its rounding. */
+__device__ static channel_noise noise_until(const mn_bayes_smem &smem, const mn_bayes_shape &s,
+                                            int first, int j, int at) {
+    channel_noise n = { 0.0, 0.0, 0.0 };
+    for (int e = 0; e <= j; e++) {
+        const double *phi = smem.phi + e * 8 * s.nb + at;
+        const double re = phi[0], im = s.turns ? phi[1] : 0.0, square = re * re + im * im;
+        const double weight = smem.given_l2[first + e] / (square * square);
+        n.rr += weight * re * re, n.ri -= weight * re * im, n.ii += weight * im * im;
+    }
+    return n;
+}
+
 /* What one channel leaves of each token, from the last one on: all gradients of the raw inputs.
  * du's rows become the channel's parts of dl2. */
 template <typename T>
@@ -774,13 +794,7 @@ __device__ static void channels_back(const mn_bayes_smem &smem, const back_smem 
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int at = i * s.step;
         double rr = r.D[3 * i], ri = r.D[3 * i + 1], ii = r.D[3 * i + 2];
-        double trace = r.C[2 * i], turn = r.C[2 * i + 1], nrr = 0.0, nri = 0.0, nii = 0.0;
-        for (int j = 0; j < count; j++) {
-            const double *phi = smem.phi + j * rows + at;
-            const double im = s.turns ? phi[1] : 0.0, square = phi[0] * phi[0] + im * im;
-            const double weight = smem.given_l2[first + j] / (square * square);
-            nrr += weight * phi[0] * phi[0], nri -= weight * phi[0] * im, nii += weight * im * im;
-        }
+        double trace = r.C[2 * i], turn = r.C[2 * i + 1];
         for (int j = MN_BAYES_CHUNK - 1; j >= 0; j--) {
             double *du = r.du + j * ld + at;
             if (j >= count) {
@@ -795,8 +809,9 @@ __device__ static void channels_back(const mn_bayes_smem &smem, const back_smem 
             const double z1 = s.turns ? z[1] : 0.0, du1 = s.turns ? du[1] : 0.0;
             const double *dq = r.dq + j * ld + at, *dk_base = r.dk + j * ld + at;
             const double dq1 = s.turns ? dq[1] : 0.0;
-            const double dk0 = dk_base[0] + r.c[j] * z[0] + nrr * du[0] + nri * du1;
-            const double dk1 = s.turns ? dk_base[1] + r.c[j] * z1 + nri * du[0] + nii * du1 : 0.0;
+            const channel_noise n = noise_until(smem, s, first, j, at);
+            const double dk0 = dk_base[0] + r.c[j] * z[0] + n.rr * du[0] + n.ri * du1;
+            const double dk1 = s.turns ? dk_base[1] + r.c[j] * z1 + n.ri * du[0] + n.ii * du1 : 0.0;
             double x0 = 0.0, x1 = 0.0;
             const int64_t when = s.span.t0 + t + j;
             const T *d = mn_row<T>(p.cot.gainvec, s.span.b, when, s.h);
@@ -817,7 +832,6 @@ __device__ static void channels_back(const mn_bayes_smem &smem, const back_smem 
             trace -= 2.0 * (rr * own_rr + 2.0 * ri * own_ri + ii * own_ii);
             turn += q1 * dq[0] - q[0] * dq1 + k1 * dk0 - k[0] * dk1 + x1 * w0 - x0 * w1;
             turn -= 2.0 * ((ri * own_rr + ii * own_ri) - (rr * own_ri + ri * own_ii));
-            nrr -= own_rr, nri -= own_ri, nii -= own_ii;
             const int64_t row = (s.span.b * p.call.T + when) * p.call.H + s.h;
             float *to = parts + (s.g * n_rows + row) * width;
             to[i] = (float)(re * dq[0] - im * dq1);
