@@ -10,7 +10,7 @@
  * Warpgroups work on different chunks. The first keeps M, transposed, in registers: sums of tokens
  * are columns of wgmma, Z comes from shared memory as its left operand; where depths are up to 64
  * and what the gradient of a decay takes is left, there are two of these for 128 columns. The next
- * one makes P. Of the last one warp loads tiles by TMA, chunks ahead, two make chunks ready in turn
+ * one makes P. Of the last one warp loads tiles by TMA, chunks ahead, one or two make chunks ready
  * (decays, zeros behind the last token of a packed sequence), and one stores results.
  *
  * For the gradient of a decay (additive_decay_grad.cuh) the scan of dq leaves, for each token, its
@@ -62,6 +62,7 @@ struct mn_token_smem {
     static constexpr int depth = DEPTH, groups = GROUPS;
     static constexpr bool pairs = PAIRS;
     static constexpr int stages = PAIRS ? 3 : 4;    // chunks under way
+    static constexpr int makers = stages % 2 == 0 ? 2 : 1;    // warps that make decays in turn
     static constexpr int threads = (GROUPS + 2) * MN_TOKEN_WARPGROUP;
     mn_token_stage<DEPTH, GROUPS, PAIRS> stage[stages];
     alignas(1024) unsigned char out[2][GROUPS * MN_TOKEN_TILE];
@@ -178,12 +179,15 @@ __device__ inline void mn_token_cumsum_decays(mn_scan_log_decays<MN_TOKEN_CHUNK>
     if (threadIdx.x % 32 == 0) to.whole = (float)whole;
 }
 
-/* Two warps make the decays of each chunk in turn, and tokens behind a sequence's last zeros, which
- * TMA does only behind the last of the tensor. Decays are asked for two chunks ahead. */
+/* Smem::makers warps make the decays of each chunk in turn, and tokens behind a sequence's last
+ * zeros, which TMA does only behind the last of the tensor. Decays are asked for as many chunks
+ * ahead. A stage has the same warp always: tiles of two stages may come in either order, and who
+ * asks for a stage's next phase before the last one ended finds a phase of its parity done. */
 template <bool DECAYS, typename Smem>
 __device__ inline void mn_token_make_ready(Smem &smem, const mn_token_params &all,
                                            const mn_chunk_scan &p, int first) {
-    constexpr int deep_tiles = Smem::depth / 64, groups = Smem::groups;
+    constexpr int deep_tiles = Smem::depth / 64, groups = Smem::groups, makers = Smem::makers;
+    static_assert(Smem::stages % makers == 0, "a warp for each stage");
     const mn_scan_coord &at = smem.place[0];
     const int iters = (int)(at.end - at.iter);
     mn_token_decays g = {}, next = {};
@@ -192,12 +196,12 @@ __device__ inline void mn_token_make_ready(Smem &smem, const mn_token_params &al
         next.load(all.g, at, t, mn_token_count(at, t), p.reverse);
     }
 #pragma unroll 1
-    for (int n = first; n < iters; n += 2) {
+    for (int n = first; n < iters; n += makers) {
         const int slot = n % Smem::stages;
         const int count = mn_token_count(at, mn_token_first(at, p.reverse, n));
         g = next;
-        if (DECAYS && n + 2 < iters) {
-            const int64_t t = mn_token_first(at, p.reverse, n + 2);
+        if (DECAYS && n + makers < iters) {
+            const int64_t t = mn_token_first(at, p.reverse, n + makers);
             next.load(all.g, at, t, mn_token_count(at, t), p.reverse);
         }
         mn_mbarrier_wait(&smem.full[slot], n / Smem::stages & 1);
@@ -796,7 +800,9 @@ additive_token_scan_sm90(const __grid_constant__ mn_token_params all) {
         mn_setmaxnreg_dec<registers::rest>();
         if (warp == 0) mn_token_load<HAS_OUT>(smem, job);
         if (warp == 1 && HAS_OUT) mn_token_store(smem, job, all.call);
-        if (warp >= 2) mn_token_make_ready<DECAYS>(smem, all, job.scan, warp - 2);
+        if (warp >= 2 && warp < 2 + smem_type::makers) {
+            mn_token_make_ready<DECAYS>(smem, all, job.scan, warp - 2);
+        }
     }
 #endif
 }
