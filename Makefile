@@ -10,22 +10,28 @@ all: build
 setup:             ## install the packages mneme is built with
 	@sh tools/setup.sh
 
-# A first build has only the vector kernels that this machine chooses, which halves the wait; `make build`,
-# and so `make test` and `make install`, adds the others, and a folder that has them keeps them.
+# A first build has only the vector kernels that this machine chooses, no tests and nothing for Python, which
+# halves the wait; `make build`, and so `make test` and `make install`, adds them, and a folder that has them
+# keeps them.
+FIRST := -DMN_NATIVE=ON -DMN_TESTS=OFF -DMN_PYTHON=OFF
+WHOLE := -DMN_NATIVE=OFF -DMN_TESTS=ON -DMN_PYTHON=ON
 program: setup     ## the program alone, build/release/mneme: for this machine's CPU, and for a GPU that it has
-	@cmake --preset release $$([ -f $(BUILD)/CMakeCache.txt ] || echo -DMN_NATIVE=ON) >/dev/null
+	@cmake --preset release $$([ -f $(BUILD)/CMakeCache.txt ] || echo '$(FIRST)') >/dev/null
 	@cmake --build $(BUILD) -j $(JOBS) --target mneme_cli -- --no-print-directory
 
 build: setup       ## program, libraries and tests in build/release, for all CPUs of this kind
-	@cmake --preset release -DMN_NATIVE=OFF >/dev/null
+	@cmake --preset release $(WHOLE) >/dev/null
 	@cmake --build $(BUILD) -j $(JOBS) -- --no-print-directory
 
 cuda: setup        ## the program with CUDA kernels for all machines, in build/cuda (some minutes; needs nvcc, no GPU)
 	@cmake --preset cuda >/dev/null
 	@cmake --build build/cuda -j $(JOBS) --target mneme_cli -- --no-print-directory
 
+# Three minutes with the building: the models learn for what that left, 110 seconds at most.
+BEGAN := $(shell date +%s)
 demo: program      ## two small models learn stories and are asked: table, figures in build/demo
-	@$(BUILD)/mneme demo --out build/demo
+	@left=$$(($(BEGAN) + 150 - $$(date +%s))); [ $$left -le 110 ] || left=110; [ $$left -ge 40 ] || left=40; \
+	    $(BUILD)/mneme demo --out build/demo --seconds $$left
 
 collide: program   ## the collision experiment, as a table and two figures in build/collide
 	@$(BUILD)/mneme collide --figures build/collide

@@ -55,10 +55,16 @@ add_custom_command(OUTPUT ${modeling}
 list(APPEND library_sources ${modeling})
 
 mneme_object_library(mneme_objects ${library_sources})
-# Arithmetic is -O3; what reads, parses, writes and plans gains nothing by it and compiles a fifth faster.
+# Arithmetic is -O3, and so are kernels; references and the rest of the library -O2, or -O1.
+set(arithmetic "/src/(kernels|optim|ops/(elementwise|compose|matmul|linear|grouped|quantize)|tape/(sum|row|move|gates|pair))")
+set(slight "/src/(template|server|experiments|cli|model/(folder|families|gguf))/")
 set(planning ${library_sources})
-list(FILTER planning EXCLUDE REGEX "/src/(kernels|ops|tape|decode|optim)/")
+list(FILTER planning EXCLUDE REGEX "${arithmetic}")
+set(slight_sources ${planning})
+list(FILTER slight_sources INCLUDE REGEX "${slight}")
+list(FILTER planning EXCLUDE REGEX "${slight}")
 set_source_files_properties(${planning} PROPERTIES COMPILE_OPTIONS "${MN_PLAIN_OPTIONS}")
+set_source_files_properties(${slight_sources} PROPERTIES COMPILE_OPTIONS "${MN_SLIGHT_OPTIONS}")
 # Definitions go to the files that ask for them, so that a build with other targets compiles no others.
 set_source_files_properties(src/kernels/dispatch.c src/ops/matmul.c src/ops/elementwise/loss.c
     src/ops/elementwise/fused.c src/ops/elementwise/unary.c src/optim/optimizer.c src/cli/bench/ceiling.c
@@ -82,7 +88,7 @@ endif()
 foreach(bits 32 64)
     mneme_object_library(mneme_ref${bits} ${ref_sources})
     target_compile_definitions(mneme_ref${bits} PRIVATE MN_REF_BITS=${bits})
-    target_compile_options(mneme_ref${bits} PRIVATE -Wno-missing-prototypes)
+    target_compile_options(mneme_ref${bits} PRIVATE ${MN_PLAIN_OPTIONS} -Wno-missing-prototypes)
     list(APPEND mneme_kernel_objects $<TARGET_OBJECTS:mneme_ref${bits}>)
 endforeach()
 
@@ -97,7 +103,7 @@ foreach(target ${mneme_vector_targets})
     mneme_object_library(mneme_${target} ${cpu_sources})
     target_compile_options(mneme_${target} PRIVATE ${${target}_flags} -Wno-missing-prototypes)
     target_compile_definitions(mneme_${target} PRIVATE MN_TARGET=${target})
-    if(MN_PRECOMPILE)
+    if(MN_PRECOMPILE AND NOT target STREQUAL "neon")
         target_precompile_headers(mneme_${target} PRIVATE <immintrin.h>)
     endif()
     list(APPEND mneme_kernel_objects $<TARGET_OBJECTS:mneme_${target}>)

@@ -1,7 +1,8 @@
-# Which vector targets are built: all of x86-64, the one that this machine chooses (MN_NATIVE, for a
-# program that is used where it is built: the demo, say), or none (MN_PORTABLE).
+# Which vector targets are built: all of x86-64, NEON on 64-bit ARM, of these the one that this machine
+# chooses (MN_NATIVE, for a program that is used where it is built: the demo, say), or none (MN_PORTABLE).
 set(avx2_flags -mavx2 -mfma)
 set(avx512_flags -mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl -mprefer-vector-width=512)
+set(neon_flags)
 
 set(mneme_vector_targets)
 if(NOT MN_PORTABLE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
@@ -17,10 +18,12 @@ if(NOT MN_PORTABLE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
         endif()
         message(STATUS "of the vector targets this build has: ${mneme_vector_targets}")
     endif()
+elseif(NOT MN_PORTABLE AND CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64|ARM64")
+    set(mneme_vector_targets neon)
 endif()
 
 set(mneme_target_definitions)
-foreach(target avx2 avx512)
+foreach(target avx2 avx512 neon)
     string(TOUPPER "MN_HAVE_${target}" have)
     if(target IN_LIST mneme_vector_targets)
         list(APPEND mneme_target_definitions ${have}=1)

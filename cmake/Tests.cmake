@@ -73,6 +73,9 @@ foreach(check house cuda_headers docs)
     add_test(NAME ${check} COMMAND sh ${CMAKE_SOURCE_DIR}/tests/${check}.sh ${CMAKE_SOURCE_DIR} $<TARGET_FILE:mneme_cli>)
     set_tests_properties(${check} PROPERTIES SKIP_RETURN_CODE 77)
 endforeach()
+# The vector kernels of another kind of processor, under qemu where it and a compiler are.
+add_test(NAME neon COMMAND sh ${CMAKE_SOURCE_DIR}/tests/neon.sh ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
+set_tests_properties(neon PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 2400)
 add_test(NAME add_mixer COMMAND sh ${CMAKE_SOURCE_DIR}/tests/add_mixer.sh ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
 set_tests_properties(add_mixer PROPERTIES TIMEOUT 2400)
 # Writes small model folders for the scripts, which get it as their third argument.
@@ -145,5 +148,5 @@ set_tests_properties(attack_options attack_calls attack_api attack_kills PROPERT
     ENVIRONMENT "${sanitizer_options}")
 
 # The longest begin first, so that none of them runs alone at the end.
-set_tests_properties(add_mixer cli_documented package test_ops_causal test_ops_bits test_ops_stability
+set_tests_properties(add_mixer neon cli_documented package test_ops_causal test_ops_bits test_ops_stability
     test_ops_targets cli_reproduce test_sweep test_decode_plan attack_kills python PROPERTIES COST 1000)

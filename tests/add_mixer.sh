@@ -22,7 +22,7 @@ sed -i 's|^#include "layers/linear.def"$|&\n#include "layers/toy.def"|' src/laye
 [ "$(diff -r "$source/src" src | grep -c '^Only in')" = 2 ] || fail "more than two files are new"
 [ "$(diff -r "$source/src" src | grep -c '^[<>]')" = 1 ] || fail "more than one line is new"
 
-set -- -DMN_CUDA=OFF
+set -- -DMN_CUDA=OFF -DMN_PYTHON=OFF
 if [ -n "$build" ]; then
     (cd src && diff -rq "$source/src" . | sed -n 's|^Files .* and \./\(.*\) differ$|\1|p') >"$work/changed"
     echo generated/ >>"$work/changed"

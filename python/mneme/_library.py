@@ -184,7 +184,7 @@ class _ContextOptions(ctypes.Structure):
 class Context:
     """Worker threads, scratch memory and the chosen kernels; or a GPU. One thread at a time.
 
-    threads: 0 for one per core; target: "ref", "avx2", "avx512" or None for the best; device:
+    threads: 0 for one per core; target: "ref", "avx2", "avx512", "neon" or None for the best; device:
     "cpu", "cuda" or "cuda:N"; stream: a cudaStream_t as a number, which stays yours; memory: two C
     functions that give and take back the GPU's memory for work, see mneme.h."""
 

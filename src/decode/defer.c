@@ -270,10 +270,32 @@ static bool makes_input(const mn_decode_op *f, const mn_gemm_problem *p) {
     return is_row(y, f->shape, p->M * p->K, p->dtype);
 }
 
+/* Whether small work k makes the bias of product i of a parameter in float32, which a stage does
+ * by itself. */
+static bool makes_bias(const mn_defer *all, int k, int i) {
+    const mn_gemm_problem *p = &all->list[i].of.product.work;
+    const mn_decode_op *f = &all->list[k].of.few;
+    if (!all->fuses || !is_product(all, i) || p->quant || p->M > 1 || p->dtype != MN_BF16) {
+        return false;
+    }
+    return small_op_at(all, k) && f->kind == MN_DECODE_MOVE && ready(all, k, all->done) &&
+           p->bias && f->at[1].data == p->bias && is_row(&f->at[1], f->shape, p->N, MN_BF16) &&
+           is_row(&f->at[0], f->shape, p->N, MN_F32) &&
+           mn_only_reads(&all->list[i], &all->list[k]);
+}
+
+/* The bit of the work that makes product i's bias so, or 0. */
+static uint64_t bias_of(const mn_defer *all, int i) {
+    for (int k = 0; k < i; k++) {
+        if ((all->list[i].after & mn_bit(k)) && makes_bias(all, k, i)) return mn_bit(k);
+    }
+    return 0;
+}
+
 /* The small work that product i may make its input by: the only thing that holds it back. -1: none
  * is needed. -2: something else holds it back. */
 static int prologue_of(const mn_defer *all, int i) {
-    const uint64_t missing = all->list[i].after & ~all->done;
+    const uint64_t missing = all->list[i].after & ~all->done & ~bias_of(all, i);
     if (missing == 0) return -1;
     for (int k = 0; k < i; k++) {
         if (missing != mn_bit(k) || all->list[k].kind != MN_DEFERRED_SMALL) continue;
@@ -389,6 +411,11 @@ static void add_product(mn_decode_gemms *launch, int *gemms, const mn_defer *all
     int64_t at[MN_DECODE_GEMMS + 1] = { 0, p->N };
     int n = cuts ? parts_of_columns(at, all, i) : 1;
     if (n > most) at[1] = p->N, n = 1;
+    const uint64_t cast = bias_of(all, i);
+    const float *wide = NULL;
+    for (int k = 0; k < i; k++) {
+        if (cast & mn_bit(k)) wide = all->list[k].of.few.at[0].data;
+    }
     const int64_t item = (int64_t)mn_dtype_bytes(p->dtype);
     const int64_t to = (int64_t)mn_dtype_bytes(p->c_dtype);
     for (int k = 0; k < n; k++) {
@@ -397,11 +424,14 @@ static void add_product(mn_decode_gemms *launch, int *gemms, const mn_defer *all
         launch->of[launch->n++] = (mn_decode_gemm){
             .b = (const char *)p->b + from * p->b_row * item,
             .bias = p->bias ? (const char *)p->bias + from * to : NULL,
+            .wide_bias = wide ? wide + from : NULL,
             .c = (char *)p->c + from * to, .N = at[k + 1] - from, .b_row = p->b_row,
             .quant = p->quant
         };
     }
 }
+
+static void run_chains(mn_tape *tape, mn_defer *all, uint64_t taken);
 
 /* Product `first` and those that wait for nothing but the same input. */
 static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
@@ -410,7 +440,7 @@ static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
                                .a_row = lead->a_row, .b_is_const = true };
     const bool stage = !lead->quant && megakernel_of(tape);    // which has no quantised weights
     int gemms[MN_DECODE_GEMMS], product[MN_DECODE_GEMMS], n = 0;
-    uint64_t done = prologue >= 0 ? mn_bit(prologue) : 0;
+    uint64_t done = prologue >= 0 ? mn_bit(prologue) : 0, casts = 0;
     if (prologue >= 0) launch.first = &all->list[prologue].of.few;
     for (int i = first; i < all->n && n < MN_DECODE_GEMMS; i++) {
         if (!waits(all, i) || !is_product(all, i) || prologue_of(all, i) != prologue) continue;
@@ -422,6 +452,7 @@ static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
         const bool cuts = stage && p->M == 1 && p->c_dtype == MN_BF16;
         launch.b_is_const = launch.b_is_const && !mn_arena_holds(tape->data, p->b);
         done |= mn_bit(product[k]);
+        casts |= bias_of(all, product[k]);
         add_product(&launch, gemms, all, product[k], cuts,
                     MN_DECODE_GEMMS - launch.n - (n - k - 1));
     }
@@ -433,10 +464,11 @@ static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
     const uint64_t ended = stage ? mn_decode_fuse_epilogues(all, &launch, gemms, done) : 0;
     all->stages = stage && add_stage(tape, &launch, NULL);
     if (all->stages) {
-        all->done |= done | ended;
+        all->done |= done | ended | casts;
         return;
     }
     launch_megakernel(tape);
+    if (casts) run_chains(tape, all, casts);
     launch.n_epilogues = 0;
     all->done |= done;
     check(tape, mn_decode_run_gemms(&launch, tape->where));
@@ -502,6 +534,7 @@ static bool add_gather(mn_tape *tape, mn_defer *all, int i) {
 static bool is_left(mn_tape *tape, const mn_defer *all, int i) {
     for (int k = i + 1; k < all->n; k++) {
         if (!waits(all, k) || !is_product(all, k) || !(all->list[k].after & mn_bit(i))) continue;
+        if (makes_bias(all, i, k)) return true;
         if (makes_input(&all->list[i].of.few, &all->list[k].of.product.work) &&
             !is_stage_of_its_own(tape, all, i, k)) {
             return true;
@@ -734,6 +767,7 @@ static void stage(mn_tape *tape, bool all_of_them) {
     if (st != MN_OK) mn_tape_fail(tape, st);
     const uint64_t every = all->n == MN_DEFERRED ? ~UINT64_C(0) : mn_bit(all->n) - 1;
     all->done = 0;
+    all->fuses = megakernel_of(tape) != NULL;
     while (all->done != every && mn_tape_runs(tape) && (all_of_them || !small_wait(all))) {
         step(tape, all);
     }

@@ -43,6 +43,7 @@ struct mn_defer {
     mn_borders counts;            // where the token stands
     mn_megakernel *megakernel;    // NULL until there is one
     bool stages;                  // the last products were a stage of it
+    bool fuses;                   // products may become stages
 };
 
 static inline uint64_t mn_bit(int i) {

@@ -21,12 +21,13 @@ bool mn_megakernel_takes_row(const mn_decode_op *first, int64_t K) {
     const bool gated = first->kind == MN_DECODE_GATED_NORM;
     const int64_t width = first->shape[3], groups = K / (width > 0 ? width : 1);
     const int64_t warps = width / MN_DECODE_WARP_K;
-    const bool even = warps == 1 || warps == 2 || warps == 4 || warps == 8;
+    const bool narrow = gated && groups > 1 && first->scale > 1e-30 &&    // of zeros it is finite
+                        (width == MN_DECODE_WARP_K / 2 || width == MN_DECODE_WARP_K / 4);
+    const bool even = narrow || warps == 1 || warps == 2 || warps == 4 || warps == 8;
     if (!gated && first->kind != MN_DECODE_RMS_NORM) return false;
     if (first->shape[2] * width != K) return false;
-    if (groups > 1 && (width % MN_DECODE_WARP_K != 0 || !even || K > MN_DECODE_CHUNK)) {
-        return false;
-    }
+    const bool whole = narrow || width % MN_DECODE_WARP_K == 0;
+    if (groups > 1 && (!whole || !even || K > MN_DECODE_CHUNK)) return false;
     for (int i = 0; i <= (gated ? 3 : 2); i++) {
         if (!is_vector(&first->at[i])) return false;
     }
@@ -52,6 +53,7 @@ static bool fill_prologue(mn_decode_gemm_instr *to, mn_stage_ranges *r,
     const bool shared = groups > 1 && (!gated || first->shape[1] == 1);    // weights of all groups
     to->way = gated ? MN_DECODE_GATED : MN_DECODE_NORMED;
     to->group = (unsigned char)(groups > 1 ? width / MN_DECODE_WARP_K : MN_DECODE_WARPS);
+    to->lanes = (unsigned char)(groups > 1 && width < MN_DECODE_WARP_K ? width / 4 : 0);
     to->sigmoid = gated && first->f == MN_DECODE_SIGMOID;
     to->gate_first = gated && first->order == MN_DECODE_GATE_FIRST;
     to->inverse_width = 1.0f / (float)width;
@@ -295,7 +297,10 @@ static void fill_products(mn_decode_out_tile *to, mn_stage_ranges *r, const fuse
         to->c[i] = product->c;
         to->bias[i] = product->bias;
         mn_stage_writes(r, product->c, to->N, 2, stores);
-        mn_stage_reads(r, product->bias, to->N, 2);
+        to->wide_bias[i] = product->wide_bias;
+        mn_stage_reads(r, product->wide_bias, to->N, 4);
+        if (product->wide_bias) mn_stage_writes(r, product->bias, to->N, 2, false);
+        else mn_stage_reads(r, product->bias, to->N, 2);
     }
     to->biased = to->bias[0] || to->bias[1];
     if (stores) {
@@ -342,6 +347,7 @@ static mn_decode_out_tile out_tile_from(const mn_decode_out_tile *all, int from)
     for (int i = 0; i < 2; i++) {
         if (u.c[i]) u.c[i] += from;
         if (u.bias[i]) u.bias[i] += from;
+        if (u.wide_bias[i]) u.wide_bias[i] += from;
     }
     if (u.to) u.to += u.form == MN_DECODE_EPI_F32 ? 2 * from : from;    // as if of bf16
     u.plus = mn_source_from(u.plus, from);

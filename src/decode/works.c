@@ -24,7 +24,7 @@ static const struct {
     mn_op_id op;
     int columns, results;
 } steps[MN_DECODE_STEPS] = {
-#define DECODE_STEP(op, folder, columns, results)                                                  \
+#define DECODE_STEP(op, folder, columns, results, memory)                                          \
     [MN_DECODE_STEP_##op] = { MN_OP_##op, columns, results },
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP

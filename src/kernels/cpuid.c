@@ -40,3 +40,11 @@ bool mn_cpu_has_avx512(void) {
 }
 
 #endif
+
+bool mn_cpu_has_neon(void) {
+#if defined(__aarch64__)
+    return true;
+#else
+    return false;
+#endif
+}

@@ -65,9 +65,11 @@ typedef struct mn_decode_chains {
     mn_decode_op work[MN_DECODE_OPS];
 } mn_decode_chains;
 
-/* c = a b' + bias, b (N,K) stored by rows, c (M,N); and sum = c + plus where that is there. */
+/* c = a b' + bias, b (N,K) stored by rows, c (M,N); and sum = c + plus where that is there. Where
+ * `wide_bias` is, which is for megakernels, `bias` is made of it. */
 typedef struct mn_decode_gemm {
     const void *b, *bias, *plus;
+    const float *wide_bias;
     void *c, *sum;
     int64_t N, b_row;
     const mn_quant *quant;     // in place of b; all of a launch in as many bits, or none

@@ -47,6 +47,7 @@ enum {
     MN_DECODE_ARGS_BYTES = 1280,                        // of a step's arguments, at most
     MN_DECODE_PUBLISHED = 6,                            // results of an instruction
     MN_DECODE_SCRATCH = 18432,                          // bytes of shared memory of a step
+    MN_DECODE_ROOM = 131072,                            // of one that takes the ring of weights
 };
 
 #define MN_DECODE_SENTINEL 0xffffffffu    // results that are no number are 0x7fff here
@@ -122,6 +123,7 @@ typedef struct mn_decode_out_tile {
     int prefetched_per[4];                     // columns that an element serves
     mn_decode_bf16 *to, *c[2];
     const mn_decode_bf16 *bias[2];
+    const float *wide_bias[2];                 // of which `bias` is made, or NULL
     mn_decode_source plus;
     union {
         struct {
@@ -153,11 +155,12 @@ typedef struct mn_decode_epi_instr {
 typedef struct mn_decode_gemm_instr {
     MN_DECODE_ALIGNAS(16) int K;
     unsigned char way, chunks;
-    unsigned char group;               // warps whose elements are normalised together
+    unsigned char group;               // warps whose elements are normalised together; 0: none are,
+                                       // or parts of warps
     unsigned char sigmoid;             // the gate
     unsigned char n_col_tiles, n_out_tiles;
     unsigned char gate_first;          // the norm is of what has been gated
-    unsigned char none;
+    unsigned char lanes;               // threads of a group that is less than a warp; or 0
     int wrap;             // element k is weighted by element k & wrap
     float inverse_width, epsilon;
     int x, z;             // words of the row, and of its gate
@@ -282,7 +285,7 @@ typedef struct mn_decode_launch_args {
 /* A step that stages know: the operator, and the columns of a head that a block has at once; 0: it
  * has a whole group of a head. */
 typedef enum mn_decode_step_kind {
-#define DECODE_STEP(op, folder, columns, results) MN_DECODE_STEP_##op,
+#define DECODE_STEP(op, folder, columns, results, memory) MN_DECODE_STEP_##op,
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
     MN_DECODE_STEPS

@@ -7,6 +7,7 @@
 #include "base/status.h"
 #include "kernels/cpuid.h"
 #include "kernels/overlay.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
 static const struct {
     const char *name, *about;
@@ -42,12 +43,10 @@ const char *mn_target_about(mn_target_id id) {
 bool mn_target_available(mn_target_id id) {
     switch (id) {
     case MN_TARGET_REF: return true;
-#if MN_HAVE_AVX2
-    case MN_TARGET_AVX2: return mn_cpu_has_avx2();
-#endif
-#if MN_HAVE_AVX512
-    case MN_TARGET_AVX512: return mn_cpu_has_avx512();
-#endif
+#define AVAILABLE(id, name)                                                                        \
+    case MN_TARGET_##id: return mn_cpu_has_##name();
+        MN_VECTOR_TARGETS(AVAILABLE)
+#undef AVAILABLE
     default: return false;
     }
 }
@@ -76,8 +75,8 @@ mn_status mn_target_choose(mn_target_id *out, const char *name) {
         *out = (mn_target_id)i;
         return MN_OK;
     }
-    return mn_fail(MN_ERR_ARGUMENT, "no target is called \"%s\"; there are ref, avx2 and avx512",
-                   name);
+    return mn_fail(MN_ERR_ARGUMENT,
+                   "no target is called \"%s\"; there are ref, avx2, avx512 and neon", name);
 }
 
 mn_status mn_kernel_table_fill(mn_kernel_table *table, mn_target_id target, mn_dtype dtype) {
@@ -90,26 +89,22 @@ mn_status mn_kernel_table_fill(mn_kernel_table *table, mn_target_id target, mn_d
         return MN_OK;
     }
     mn_fill_ref_f32(table);
-#if MN_HAVE_AVX2
-    if (target >= MN_TARGET_AVX2) mn_overlay_avx2(table);
-#endif
-#if MN_HAVE_AVX512
-    if (target >= MN_TARGET_AVX512) mn_overlay_avx512(table);
-#endif
+#define OVERLAY(id, name)                                                                          \
+    if (target == MN_TARGET_##id) mn_overlay_##name(table);
+    MN_VECTOR_TARGETS(OVERLAY)
+#undef OVERLAY
     (void)target;
     return MN_OK;
 }
 
-const mn_kernel *mn_span_kernel(mn_span_id id, mn_target_id target, mn_dtype dtype) {
-    if (dtype == MN_F64) return &mn_spans_ref_f64[id];
-#if MN_HAVE_AVX512
-    if (target >= MN_TARGET_AVX512) return &mn_spans_avx512[id];
-#endif
-#if MN_HAVE_AVX2
-    if (target >= MN_TARGET_AVX2) return &mn_spans_avx2[id];
-#endif
+const mn_kernel *mn_span_kernel(mn_span_id span, mn_target_id target, mn_dtype dtype) {
+    if (dtype == MN_F64) return &mn_spans_ref_f64[span];
+#define SPAN_OF(id, name)                                                                          \
+    if (target == MN_TARGET_##id) return &mn_spans_##name[span];
+    MN_VECTOR_TARGETS(SPAN_OF)
+#undef SPAN_OF
     (void)target;
-    return &mn_spans_ref_f32[id];
+    return &mn_spans_ref_f32[span];
 }
 
 void mn_kernel_table_fill_cuda(mn_kernel_table *table) {

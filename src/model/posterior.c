@@ -339,11 +339,15 @@ static double bayes_step(const sequence *s, double *cov, double *u, int64_t t, i
     const double l2 = row_of(s, L2, t, l->H)[h], r2 = row_of(s, R2, t, l->H * l->G)[h * l->G + g];
     double seen = r2;
     for (int64_t i = 0; i < K_; i++) {
-        u[i] = 0.0;
-        for (int64_t j = 0; j < K_; j++) {
-            cov[i * K_ + j] = cov[i * K_ + j] * exp((double)la[i] + la[j]) + (i == j ? l2 : 0.0);
-            u[i] += cov[i * K_ + j] * k[j];
+        for (int64_t j = 0; j <= i; j++) {
+            const double decay = exp((double)la[i] + la[j]);
+            cov[i * K_ + j] = cov[i * K_ + j] * decay + (i == j ? l2 : 0.0);
+            if (j < i) cov[j * K_ + i] = cov[j * K_ + i] * decay + 0.0;
         }
+    }
+    for (int64_t i = 0; i < K_; i++) {
+        u[i] = 0.0;
+        for (int64_t j = 0; j < K_; j++) u[i] += cov[i * K_ + j] * k[j];
         seen += u[i] * k[i];
     }
     for (int64_t i = 0; i < K_; i++) {
@@ -352,15 +356,20 @@ static double bayes_step(const sequence *s, double *cov, double *u, int64_t t, i
     return seen;
 }
 
+/* What a token leaves of the rows of the mean of a head. */
+static void bayes_decay(const sequence *s, double *decay, int64_t t, int64_t h) {
+    const float *la = row_of(s, LA, t, s->l->H * s->l->K) + h * s->l->K;
+    for (int64_t i = 0; i < s->l->K; i++) decay[i] = exp((double)la[i]);
+}
+
 /* The same token into column j of the mean, whose gain is u / seen. */
-static void bayes_mean(const sequence *s, double *mean, const double *u, double seen, int64_t t,
-                       int64_t h, int64_t j) {
+static void bayes_mean(const sequence *s, double *mean, const double *decay, const double *u,
+                       double seen, int64_t t, int64_t h, int64_t j) {
     const belief_layer *l = s->l;
     const float *k = row_of(s, K, t, l->H * l->K) + h * l->K;
-    const float *la = row_of(s, LA, t, l->H * l->K) + h * l->K;
     double error = row_of(s, V, t, l->H * l->V)[h * l->V + j];
     for (int64_t i = 0; i < l->K; i++) {
-        mean[i] *= exp((double)la[i]);
+        mean[i] *= decay[i];
         error -= mean[i] * k[i];
     }
     for (int64_t i = 0; i < l->K; i++) mean[i] += u[i] / seen * error;
@@ -415,7 +424,8 @@ static void start_means(const sequence *s, double *means, int64_t h, int64_t g, 
 
 static void read_bayes(const sequence *s) {
     const int64_t K_ = s->l->K, width = s->l->V / s->l->G;
-    double *cov = s->work, *u = cov + K_ * K_, *work = u + K_, *means = work + K_ * K_;
+    double *cov = s->work, *u = cov + K_ * K_, *decay = u + K_, *work = decay + K_;
+    double *means = work + K_ * K_;
     for (int64_t unit = 0; unit < s->l->units; unit++) {
         const int64_t h = unit / s->l->G, g = unit % s->l->G;
         const double *start = s->l->start;
@@ -427,8 +437,9 @@ static void read_bayes(const sequence *s) {
         for (int64_t t = 0, i = 0; i < s->n; t++) {
             const double seen = bayes_step(s, cov, u, t, h, g);
             const bool asked = s->places[i] == t;
+            bayes_decay(s, decay, t, h);
             for (int64_t j = 0; j < width; j++) {
-                bayes_mean(s, means + j * K_, u, seen, t, h, g * width + j);
+                bayes_mean(s, means + j * K_, decay, u, seen, t, h, g * width + j);
                 if (asked) mean_question(s, means + j * K_, i, h, g * width + j);
             }
             if (!asked) continue;
@@ -616,7 +627,7 @@ static bool read_units(sequence *s, const belief_layer *l) {
     s->units = malloc((size_t)(s->n * l->units * PER_UNIT) * sizeof *s->units);
     s->read = calloc((size_t)(2 * s->n * l->H), sizeof *s->read);
     s->held = s->read + s->n * l->H;
-    s->work = malloc((size_t)(2 * l->K * l->K + (3 + l->V) * l->K) * sizeof *s->work);
+    s->work = malloc((size_t)(2 * l->K * l->K + (4 + l->V) * l->K) * sizeof *s->work);
     const bool room = s->units && s->read && s->work;
     if (room) readers[l->family](s);
     if (room) put_content(s);

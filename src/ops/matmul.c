@@ -19,18 +19,15 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "kernels/cpu/simd/vector_targets.h"
 #include "ops/workspace.h"
 
-#define MN_TARGET avx2
-#include "kernels/cpu/gemm/gemm.h"
-#include "kernels/cpu/gemm/matmul.h"
-#include "kernels/cpu/quant/quant.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/cpu/gemm/gemm.h"
-#include "kernels/cpu/gemm/matmul.h"
-#include "kernels/cpu/quant/quant.h"
-#undef MN_TARGET
+#define MN_PER_TARGET "kernels/cpu/gemm/gemm.h"
+#include "kernels/cpu/simd/per_target.h"
+#define MN_PER_TARGET "kernels/cpu/gemm/matmul.h"
+#include "kernels/cpu/simd/per_target.h"
+#define MN_PER_TARGET "kernels/cpu/quant/quant.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* ---- plain loops -----------------------------------------------------------------------------
  */
@@ -133,20 +130,15 @@ typedef struct functions {
 
 /* NULL where the target has none. */
 static const functions *functions_of(mn_target_id target) {
-#if MN_HAVE_AVX2
-    static const functions avx2 = { mn_gemm_avx2,        mn_gemm_nt_avx2,     mn_matmul_panel_avx2,
-                                    mn_matmul_pack_avx2, mn_matmul_rows_avx2, mn_matmul_few_avx2,
-                                    mn_quant_few_avx2,   mn_quant_pack_avx2 };
-    if (target == MN_TARGET_AVX2) return &avx2;
-#endif
-#if MN_HAVE_AVX512
-    static const functions avx512 = {
-        mn_gemm_avx512,        mn_gemm_nt_avx512,     mn_matmul_panel_avx512,
-        mn_matmul_pack_avx512, mn_matmul_rows_avx512, mn_matmul_few_avx512,
-        mn_quant_few_avx512,   mn_quant_pack_avx512,
-    };
-    if (target == MN_TARGET_AVX512) return &avx512;
-#endif
+#define FUNCTIONS(id, name)                                                                        \
+    static const functions name = {                                                                \
+        mn_gemm_##name,        mn_gemm_nt_##name,    mn_matmul_panel_##name,                       \
+        mn_matmul_pack_##name, mn_matmul_rows_##name, mn_matmul_few_##name,                        \
+        mn_quant_few_##name,   mn_quant_pack_##name,                                               \
+    };                                                                                             \
+    if (target == MN_TARGET_##id) return &name;
+    MN_VECTOR_TARGETS(FUNCTIONS)
+#undef FUNCTIONS
     (void)target;
     return NULL;
 }

@@ -137,17 +137,20 @@ void mn_sample_set(const mn_sample *sample, void *data, int64_t i, double x) {
     else ((float *)data)[i] = (float)x;
 }
 
-/* One number of each law from a normal z and a uniform u. UNIT and COVARIANCE are finished later.
- */
-static double draw_one(mn_law law, double z, double u, int64_t n_classes) {
+/* Number `at` of a tensor by its law, from the normal or the uniform number of that place: UNIT and
+ * COVARIANCE are finished later. */
+static double draw_one(mn_law law, uint64_t seed, int which, int64_t at, int64_t n_classes) {
+    if (law == MN_LAW_GATE || law == MN_LAW_DECAY || law == MN_LAW_CLASS) {
+        const double u = mn_rng_uniform(seed, (uint64_t)which + MN_MAX_FIELDS, (uint64_t)at);
+        if (law == MN_LAW_GATE) return 0.02 + 0.96 * u;
+        return law == MN_LAW_DECAY ? -0.3 * u * u : floor(u * (double)n_classes);
+    }
+    const double z = mn_rng_normal(seed, (uint64_t)which, (uint64_t)at);
     switch (law) {
     case MN_LAW_SMALL: return 0.2 * z;
-    case MN_LAW_GATE: return 0.02 + 0.96 * u;
     case MN_LAW_POSITIVE: return exp(0.5 * z);
     case MN_LAW_NOISE: return 0.1 * exp(0.5 * z);
     case MN_LAW_MEMORY: return 1.0 + 15.0 * exp(0.3 * z);
-    case MN_LAW_DECAY: return -0.3 * u * u;
-    case MN_LAW_CLASS: return floor(u * (double)n_classes);
     default: return z;
     }
 }
@@ -194,9 +197,7 @@ static void draw_tensor(const mn_sample *sample, int which, void *data, mn_law l
     const bool square = rank >= 2 && tensor->axes[rank - 1] == tensor->axes[rank - 2];
     const int64_t drawn = drawn_of(call, tensor, limit);
     for (int64_t at = 0; at < drawn; at++) {
-        const double z = mn_rng_normal(seed, (uint64_t)which, (uint64_t)at);
-        const double u = mn_rng_uniform(seed, (uint64_t)which + MN_MAX_FIELDS, (uint64_t)at);
-        mn_sample_set(sample, data, at, draw_one(law, z, u, call->V));
+        mn_sample_set(sample, data, at, draw_one(law, seed, which, at, call->V));
     }
     if (law == MN_LAW_UNIT) normalise_rows(sample, data, drawn, width);
     if (square) symmetrise(sample, data, drawn, width, law == MN_LAW_COVARIANCE);

@@ -19,13 +19,10 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "kernels/adamw_all.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
-#define MN_TARGET avx2
-#include "kernels/cpu/optim/optim.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/cpu/optim/optim.h"
-#undef MN_TARGET
+#define MN_PER_TARGET "kernels/cpu/optim/optim.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* Numbers of a piece: its four arrays, 256 KiB, pass through a second cache. */
 enum { PIECE = MN_ADAMW_CHUNK, ROW = MN_ALIGN / sizeof(float) };
@@ -242,14 +239,12 @@ typedef struct functions {
 } functions;
 
 static functions functions_of(mn_target_id target) {
-#if MN_HAVE_AVX2
-    if (target == MN_TARGET_AVX2) return (functions){ mn_adamw_update_avx2, mn_sum_squares_avx2 };
-#endif
-#if MN_HAVE_AVX512
-    if (target == MN_TARGET_AVX512) {
-        return (functions){ mn_adamw_update_avx512, mn_sum_squares_avx512 };
+#define FUNCTIONS(id, name)                                                                        \
+    if (target == MN_TARGET_##id) {                                                                \
+        return (functions){ mn_adamw_update_##name, mn_sum_squares_##name };                       \
     }
-#endif
+    MN_VECTOR_TARGETS(FUNCTIONS)
+#undef FUNCTIONS
     (void)target;
     return (functions){ update_plain, squares_plain };
 }

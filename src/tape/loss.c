@@ -7,8 +7,8 @@
  * Going forward the gradients are made as well, while the logits are in the cache: dx and dW.
  *
  * Where targets are ignored, a CPU gathers, multiplies and scatters back the other rows only: tasks
- * that ask for a few tokens of a sequence pay for those. A device goes through all rows, or through
- * as many as the caller has put in front: a step is the same launches then whatever the targets are.
+ * that ask for a few tokens of a sequence pay for those. A device goes through all rows, or as many
+ * as the caller has put in front: a step is the same launches then whatever the targets are.
  *
  * In a mixture of n, sample s has a share in each row's gradient: softmax_s(-nll_s). */
 #include <string.h>

@@ -62,7 +62,7 @@ void mn_trainer_order(mn_trainer *t, const mn_token_batch *batch, mn_loss_option
     how->n_ordered = t->there->n_ordered;
 }
 
-/* ---- open and close --------------------------------------------------------------------------- */
+/* ---- open and close -------------------------------------------------------------------------- */
 
 mn_status mn_trainer_device_create(mn_trainer *t, const mn_optim_param *params, int64_t n_params,
                                   const mn_adamw_options *how) {

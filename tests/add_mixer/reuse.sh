@@ -30,7 +30,7 @@ options() {
 
 if same; then
     mkdir -p "$(dirname "$object")"
-    ln -f "$REUSE_BUILD/$object" "$object" 2>/dev/null || cp "$REUSE_BUILD/$object" "$object"
+    cp "$REUSE_BUILD/$object" "$object"    # a link would be older than its sources here, and made for each target again
     cp "$REUSE_BUILD/$object.d" "$object.d"
     exit 0
 fi

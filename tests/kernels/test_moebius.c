@@ -12,13 +12,10 @@
 #include "base/rng.h"
 #include "base/util.h"
 #include "kernels/cpuid.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
-#define MN_TARGET avx2
-#include "kernels/cpu/moebius/moebius_map.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/cpu/moebius/moebius_map.h"
-#undef MN_TARGET
+#define MN_PER_TARGET "kernels/cpu/moebius/moebius_map.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* Changes drawn inputs. */
 typedef void spoil_fn(mn_sample *s, uint64_t seed);
@@ -387,14 +384,13 @@ typedef struct map_target {
     void (*compose)(float *out, const float *later, const float *earlier, int64_t count);
 } map_target;
 
-#if MN_HAVE_AVX2 || MN_HAVE_AVX512
+#if MN_HAVE_AVX2 || MN_HAVE_AVX512 || MN_HAVE_NEON
+enum { WIDTH_avx2 = 8, WIDTH_avx512 = 16, WIDTH_neon = 8 };    // floats of a vector
+
 static const map_target map_targets[] = {
-#if MN_HAVE_AVX2
-    { "avx2", 8, mn_cpu_has_avx2, mn_moebius_compose_avx2 },
-#endif
-#if MN_HAVE_AVX512
-    { "avx512", 16, mn_cpu_has_avx512, mn_moebius_compose_avx512 },
-#endif
+#define MAP_TARGET(id, name)                                                                       \
+    { #name, WIDTH_##name, mn_cpu_has_##name, mn_moebius_compose_##name },
+    MN_VECTOR_TARGETS(MAP_TARGET)
 };
 
 /* The map of one token in lane `i` of entries `width` apart. */
@@ -464,7 +460,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(packed_segments_are_separate),
         cmocka_unit_test(steps_match_scan),
         cmocka_unit_test(without_noise_it_is_a_convolution),
-#if MN_HAVE_AVX2 || MN_HAVE_AVX512
+#if MN_HAVE_AVX2 || MN_HAVE_AVX512 || MN_HAVE_NEON
         cmocka_unit_test(composed_maps_stay_bounded),
 #endif
     };

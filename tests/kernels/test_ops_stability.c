@@ -87,6 +87,7 @@ static void draw_harsh(mn_sample *s, harshness how, uint64_t seed) {
         op_tokens tokens = { 1, 1, 1 };
         const mn_law law = t->field->law;
         const bool random = law != MN_LAW_NORMAL && law != MN_LAW_UNIT && law != MN_LAW_COVARIANCE;
+        const bool gates = is_gate_input(t->field), steps = strcmp(t->field->name, "dt_bias") == 0;
         if (t->field->role > MN_ROLE_OPT || !t->data) continue;
         op_token_layout(&tokens, s, t);
         for (int64_t at = 0; at < t->count; at++) {
@@ -98,10 +99,10 @@ static void draw_harsh(mn_sample *s, harshness how, uint64_t seed) {
             case MN_LAW_POSITIVE: x = harsh_scale(how, 1.0, u); break;
             case MN_LAW_NOISE: x = harsh_scale(how, 0.1, u); break;
             case MN_LAW_MEMORY: x = 1.0 + harsh_scale(how, 16.0, u); break;
-            default: x *= how == DECADES && is_gate_input(t->field) ? 10.0 : 1.0;
+            default: x *= how == DECADES && gates ? 10.0 : 1.0;
             }
             /* The steps of a scan count forwards; backwards its decay is growth. */
-            if (strcmp(t->field->name, "dt_bias") == 0) x = fabs(x);
+            if (steps) x = fabs(x);
             mn_sample_set(s, t->data, at, x);
         }
         harsh_keys(s, t, how);

@@ -656,23 +656,17 @@ static void moves(void **state) {
 /* ---- losses ---------------------------------------------------------------------------------- */
 
 enum { IGNORES = 1, CAPS = 2, ADDS_Z = 4, ORDERS = 8 };
+static int kept;    // rows with targets, in front in `order`
 
 static mn_loss_options options_of(const program *p) {
     return (mn_loss_options){ .weight = 0.5, .softcap = p->kind & CAPS ? 3.0 : 0.0,
-                              .z_loss = p->kind & ADDS_Z ? 0.01 : 0.0, .nll = current->nll };
+                              .z_loss = p->kind & ADDS_Z ? 0.01 : 0.0, .nll = current->nll,
+                              .order = p->kind & ORDERS ? order : NULL, .n_ordered = kept };
 }
 
-/* A loss is weighed as sums over a batch are: gradients come out small, and are compared by scale.
- * */
+/* A loss is weighed as sums over a batch are: its gradients are small and compared by scale. */
 static mn_tensor *one_loss(mn_tape *tape, mn_tensor **in, const program *p) {
-    mn_loss_options how = options_of(p);
-    if (p->kind & ORDERS) {    // the rows that have a target, and one more
-        const int64_t rows = p->in[0].shape[0] * p->in[0].shape[1];
-        int64_t front = 0, back = rows;
-        for (int64_t i = 0; i < rows; i++) order[targets[i] >= 0 ? front++ : --back] = (int32_t)i;
-        how.order = order;
-        how.n_ordered = mn_min(front + 1, rows);
-    }
+    const mn_loss_options how = options_of(p);
     mn_tape_loss(tape, mn_tape_affine(tape, in[0], 0.5, 0.0), in[1], targets, &how,
                  &current->loss, &current->counted);
     return NULL;
@@ -693,11 +687,12 @@ static void losses(void **state) {
                                         { 2, 8, 33001 }, { 300, 8, 24 } };
     for (size_t i = 0; i < MN_COUNTOF(sizes); i++) {
         for (int kind = 0; kind < 16; kind++) {
-            const int64_t T = sizes[i][0], D = sizes[i][1], V = sizes[i][2];
+            const int64_t T = sizes[i][0], D = sizes[i][1], V = sizes[i][2], n = 2 * T - 1;
             for (int k = 0; k < MOST_IDS; k++) {
                 targets[k] = (int32_t)(mn_rng_bits(4, 1, (uint64_t)k) % (uint64_t)V);
                 if (kind & IGNORES && k % 3 == 1) targets[k] = -100;
             }
+            for (int k = kept = 0; k <= n; k++) order[targets[k] < 0 ? n - k + kept : kept++] = k;
             const input x = { { 2, T, 1, D }, false }, head = { { 1, 1, V, D }, true };
             check_program((program){ "loss", one_loss, 3, 2, { x, head }, .kind = kind });
             check_program((program){ "mixture", mixed_loss, 3, 3, { x, head, x }, .kind = kind });
@@ -722,8 +717,7 @@ static mn_tensor *normed(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_add(tape, y, in[0]);
 }
 
-/* One token after the other, each at its beginning, through a convolution and a norm of its heads.
- */
+/* One token after the other, each at its beginning, through a convolution and a norm of heads. */
 static mn_tensor *conv_of(mn_tape *tape, mn_tensor *x, mn_tensor *w) {
     mn_run run_;
     mn_conv_args *args = mn_run_start(&run_, tape, MN_OP_conv);
@@ -807,8 +801,7 @@ static void operators(void **state) {
 
 /* ---- graphs, checks, refusals ---------------------------------------------------------------- */
 
-/* A step that is recorded once gives what the step gives that is launched anew, for other tokens.
- * */
+/* A step that is recorded gives for other tokens what one gives that is launched anew. */
 static void recorded_steps(void **state) {
     (void)state;
     if (!gpu) skip();

@@ -3,18 +3,15 @@
  * Operands end where an inaccessible page begins, so a read or write beyond the last element is a
  * crash; outputs stand between guard words; padding inside operands is NaN, so using it shows. */
 // labels: sanitize
-#if MN_HAVE_AVX2 || MN_HAVE_AVX512
+#if MN_HAVE_AVX2 || MN_HAVE_AVX512 || MN_HAVE_NEON
 
 #include "kernels/cpuid.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
-#define MN_TARGET avx2
-#include "kernels/cpu/gemm/gemm.h"
-#include "kernels/cpu/simd/map.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/cpu/gemm/gemm.h"
-#include "kernels/cpu/simd/map.h"
-#undef MN_TARGET
+#define MN_PER_TARGET "kernels/cpu/gemm/gemm.h"
+#include "kernels/cpu/simd/per_target.h"
+#define MN_PER_TARGET "kernels/cpu/simd/map.h"
+#include "kernels/cpu/simd/per_target.h"
 
 #include <float.h>
 #include <math.h>
@@ -49,21 +46,18 @@ typedef struct {
     float (*sum)(const float *x, int64_t n), (*max)(const float *x, int64_t n);
 } target;
 
-#define TARGET(name, width)                                                                    \
+enum { WIDTH_avx2 = 8, WIDTH_avx512 = 16, WIDTH_neon = 8 };    // floats of a vector
+
+#define TARGET(id, name)                                                                       \
     {                                                                                          \
-        #name, width, mn_cpu_has_##name, mn_gemm_##name, mn_gemm_nt_##name,                    \
+        #name, WIDTH_##name, mn_cpu_has_##name, mn_gemm_##name, mn_gemm_nt_##name,             \
         mn_transpose_##name,                                                                   \
         { mn_map_exp_##name, mn_map_expm1_##name, mn_map_log_##name, mn_map_log1p_##name,      \
           mn_map_sigmoid_##name, mn_map_softplus_##name, mn_map_tanh_##name },                 \
         mn_map_sum_##name, mn_map_max_##name                                                   \
-    }
+    },
 static const target targets[] = {
-#if MN_HAVE_AVX2
-    TARGET(avx2, 8),
-#endif
-#if MN_HAVE_AVX512
-    TARGET(avx512, 16),
-#endif
+    MN_VECTOR_TARGETS(TARGET)
 };
 
 #define FOR_TARGETS(t)                                                                         \

@@ -259,7 +259,7 @@ static void every_layer_has_the_bits_of_steps_alone(void **context) {
  * three threads, every target that is here. */
 static void targets_and_threads(void **state) {
     (void)state;
-    static const char *const targets[] = { "ref", "avx2", "avx512" };
+    static const char *const targets[] = { "ref", "avx2", "avx512", "neon" };
     static const char *const layers[] = { "attention, gdn, kla", "bayes, mlstm, mamba2+ccq",
                                           "retnet, palimpsa, hyperglu" };
     char json[512];

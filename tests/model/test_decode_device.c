@@ -53,6 +53,11 @@ static const char *const models[] = {
     "\"layers\": \"mamba2\", \"hidden_size\": 256, \"intermediate_size\": 704",
     "\"layers\": \"bayes\", \"num_heads\": 3, \"head_dim\": 40, \"hidden_size\": 132, "
     "\"intermediate_size\": 88",
+    /* one that takes the ring of weights, in front of rows whose last chunk is not whole */
+    "\"layers\": \"mesa\", \"num_heads\": 4, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"mesa, kla\", \"num_heads\": 3, \"head_dim\": 20, \"expand\": 1, "
+    "\"hidden_size\": 132, \"intermediate_size\": 88",
     /* and the small works of others between their launches */
     "\"layers\": \"relu_attention\", \"num_heads\": 4, \"hidden_size\": 256, "
     "\"intermediate_size\": 704",

@@ -135,9 +135,9 @@ static double worst_mean(const double *got, const double *want) {
 static void curves_follow_the_cpu(void **state) {
     (void)state;
     if (absent()) return;
-    static const char *const layers[] = { "gdn", "kla", "attention" };
+    static const char *const layers[] = { "gdn", "gdn", "kla", "attention" };
     static const char *const models[] = {
-        "", "", ", \"use_rope\": false, \"learned_positions\": 96, \"norm\": \"layer\", "
+        "", "", "", ", \"use_rope\": false, \"learned_positions\": 96, \"norm\": \"layer\", "
         "\"mlp\": \"gelu\"",
     };
     for (size_t i = 0; i < MN_COUNTOF(layers); i++) {
@@ -148,7 +148,7 @@ static void curves_follow_the_cpu(void **state) {
         go_on(want, &r, STEPS);
         close_run(&r);
         CHECK(want[STEPS - 1] < 0.8 * want[0], "%s learns nothing: %g", layers[i], want[STEPS - 1]);
-        for (int bf16 = 0; bf16 < 2; bf16++) {
+        for (int bf16 = 0; bf16 < 2 - asks; bf16++) {    // few targets: more noise than rounding
             open_run_of(&r, gpu, layers[i], models[i], bf16 ? "bf16" : "f32", ROWS, "", "curve");
             go_on(got, &r, STEPS);
             close_run(&r);

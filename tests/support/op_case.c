@@ -217,10 +217,38 @@ static void ignore_rows(mn_sample *sample) {
     }
 }
 
+/* What was drawn lately. A test opens one case for every target, count of threads or changed
+ * number, and drawing takes longer than most kernels on it: those after the first are copies. */
+enum { KEPT = 4 };
+static struct {
+    op_case of;
+    mn_sample drawn;
+} kept[KEPT];
+static int n_drawn;
+
+static void copy_given(mn_sample *to, const mn_sample *from) {
+    const size_t bytes = mn_dtype_bytes(((const mn_call *)from->args)->dtype);
+    for (int i = 0; i < from->n_tensors; i++) {
+        void *out = op_memory(&to->tensors[i], OP_GIVEN);
+        const void *in = op_memory(&from->tensors[i], OP_GIVEN);
+        if (in && out) memcpy(out, in, (size_t)from->tensors[i].count * bytes);
+    }
+}
+
 void op_open(mn_sample *sample, const op_case *c) {
     op_allocate(sample, c);
+    for (int i = 0; i < KEPT && i < n_drawn; i++) {
+        if (memcmp(&kept[i].of, c, sizeof *c) != 0) continue;
+        copy_given(sample, &kept[i].drawn);
+        return;
+    }
     mn_sample_draw(sample, c->seed);
     ignore_rows(sample);
+    const int place = n_drawn++ % KEPT;
+    mn_sample_free(&kept[place].drawn);
+    kept[place].of = *c;
+    op_allocate(&kept[place].drawn, c);
+    copy_given(&kept[place].drawn, sample);
 }
 
 const char *op_case_text(const op_case *c) {

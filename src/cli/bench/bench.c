@@ -39,7 +39,7 @@ static void print_help(void) {
          "  --layers N      layers of models on a GPU (default: 24)\n"
          "  --bits N        of infer on a GPU: weights of 8 or 4 bits (default: of --dtype)\n"
          "  --streams N     of infer on a GPU: steps of so many sequences in a batch as well\n"
-         "  --target NAME   ref, avx2, avx512 (default: the best here)\n"
+         "  --target NAME   ref, avx2, avx512, neon (default: the best here)\n"
          "  --device NAME   cuda or cuda:N: the operators of a GPU, against copies of its memory\n"
          "  --dtype NAME    on a GPU: bf16 or f32 (default: bf16)\n"
          "  --grid          operators of a GPU at 24 shapes each, against floors by bytes and by "

@@ -8,15 +8,12 @@
 #include "base/util.h"
 #include "cli/bench/bench.h"
 #include "cli/bench/openblas.h"
+#include "kernels/cpu/simd/vector_targets.h"
 
-#define MN_TARGET avx2
-#include "kernels/cpu/ceiling/ceiling_divide.h"
-#include "kernels/cpu/ceiling/ceiling_moebius.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/cpu/ceiling/ceiling_divide.h"
-#include "kernels/cpu/ceiling/ceiling_moebius.h"
-#undef MN_TARGET
+#define MN_PER_TARGET "kernels/cpu/ceiling/ceiling_divide.h"
+#include "kernels/cpu/simd/per_target.h"
+#define MN_PER_TARGET "kernels/cpu/ceiling/ceiling_moebius.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* sgemm's n; floats that one thread takes at a time; parts into which cells are cut */
 enum { SGEMM_N = 1024, PIECE = 1 << 16, CELL_PARTS = 64 };
@@ -61,20 +58,14 @@ struct mn_cell_loop {
 
 /* NULL where the target has no loop of its own. */
 static const mn_cell_loop *cell_loop(mn_op_id op, mn_target_id target) {
-#if MN_HAVE_AVX2
-    static const mn_cell_loop avx2[2] = {
-        { mn_ceiling_divide_avx2, mn_ceiling_divide_cells_avx2 },
-        { mn_ceiling_moebius_avx2, mn_ceiling_moebius_cells_avx2 },
-    };
-    if (target == MN_TARGET_AVX2) return &avx2[op == MN_OP_moebius];
-#endif
-#if MN_HAVE_AVX512
-    static const mn_cell_loop avx512[2] = {
-        { mn_ceiling_divide_avx512, mn_ceiling_divide_cells_avx512 },
-        { mn_ceiling_moebius_avx512, mn_ceiling_moebius_cells_avx512 },
-    };
-    if (target == MN_TARGET_AVX512) return &avx512[op == MN_OP_moebius];
-#endif
+#define LOOPS(id, name)                                                                            \
+    static const mn_cell_loop name[2] = {                                                          \
+        { mn_ceiling_divide_##name, mn_ceiling_divide_cells_##name },                              \
+        { mn_ceiling_moebius_##name, mn_ceiling_moebius_cells_##name },                            \
+    };                                                                                             \
+    if (target == MN_TARGET_##id) return &name[op == MN_OP_moebius];
+    MN_VECTOR_TARGETS(LOOPS)
+#undef LOOPS
     (void)op;
     (void)target;
     return NULL;

@@ -20,7 +20,7 @@ static void print_help(void) {
          "result and gradient with the file's own tolerance: rms <= tol and largest\n"
          "deviation <= 16 tol. In bf16, the judge is the reference in f64 on inputs\n"
          "rounded to bf16. Without a GPU, --target cuda says so and exits with status 77.\n\n"
-         "  --target NAME   ref, avx2, avx512, cuda, cuda:N (default: every target here)\n"
+         "  --target NAME   ref, avx2, avx512, neon, cuda, cuda:N (default: every target here)\n"
          "  --dtype NAME    f32; f64 on ref; bf16 on cuda (default: f64 on ref, f32 elsewhere)\n"
          "  --threads N     worker threads (default: one per core)\n"
          "  --quiet         only failures and the closing line");

@@ -29,7 +29,7 @@ static void print_help(void) {
          "Without MODEL, what this program is and what it runs here: version and build, the\n"
          "targets present, the kernel that serves each operator and pass, and the sequence layers\n"
          "with their three axes.\n\n"
-         "  --target NAME   ref, avx2, avx512 (default: MN_TARGET, else the best of this machine)\n"
+         "  --target NAME   ref, avx2, avx512, neon (default: MN_TARGET, else the best here)\n"
          "  --json          the same as JSON\n"
          "  --batch N       of MODEL: sequences at once (1)\n"
          "  --context N     of MODEL: tokens of a sequence (the model's, 4096 at most)\n"

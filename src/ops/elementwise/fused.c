@@ -1,13 +1,10 @@
 /* fused.c - fused functions (elementwise.def) and sums over tokens on the CPU's threads. */
 #include "kernels/functions_scalar.h"
+#include "kernels/cpu/simd/vector_targets.h"
 #include "ops/elementwise/elementwise_internal.h"
 
-#define MN_TARGET avx2
-#include "kernels/cpu/simd/elementwise.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/cpu/simd/elementwise.h"
-#undef MN_TARGET
+#define MN_PER_TARGET "kernels/cpu/simd/elementwise.h"
+#include "kernels/cpu/simd/per_target.h"
 
 /* ---- element by element ---------------------------------------------------------------------- */
 
@@ -34,12 +31,10 @@ static fused_loop *loop_of(const mn_context *context, mn_fused_kind kind, mn_dty
 #define FUSED(id, ins, outs, about) [MN_FUSED_##id] = { run_##id##_f32, run_##id##_f64 },
 #include "kernels/elementwise.def"
     };
-#if MN_HAVE_AVX512
-    if (dtype == MN_F32 && context->target == MN_TARGET_AVX512) return mn_fused_avx512;
-#endif
-#if MN_HAVE_AVX2
-    if (dtype == MN_F32 && context->target == MN_TARGET_AVX2) return mn_fused_avx2;
-#endif
+#define LOOP(id, name)                                                                             \
+    if (dtype == MN_F32 && context->target == MN_TARGET_##id) return mn_fused_##name;
+    MN_VECTOR_TARGETS(LOOP)
+#undef LOOP
     (void)context;
     return loops[kind][dtype == MN_F64];
 }

@@ -4,14 +4,11 @@
 #include <math.h>
 
 #include "base/util.h"
+#include "kernels/cpu/simd/vector_targets.h"
 #include "ops/elementwise/elementwise_internal.h"
 
-#define MN_TARGET avx2
-#include "kernels/cpu/simd/map.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/cpu/simd/map.h"
-#undef MN_TARGET
+#define MN_PER_TARGET "kernels/cpu/simd/map.h"
+#include "kernels/cpu/simd/per_target.h"
 
 typedef struct row_math {
     void (*exp)(float *y, const float *x, int64_t n);
@@ -41,17 +38,13 @@ static float plain_max(const float *x, int64_t n) {
 }
 
 static row_math math_of(const mn_context *context) {
-#if MN_HAVE_AVX512
-    if (context->target == MN_TARGET_AVX512) {
-        return (row_math){ mn_map_exp_avx512, mn_map_tanh_avx512, mn_map_sum_avx512,
-                           mn_map_max_avx512 };
+#define MATH(id, name)                                                                             \
+    if (context->target == MN_TARGET_##id) {                                                       \
+        return (row_math){ mn_map_exp_##name, mn_map_tanh_##name, mn_map_sum_##name,               \
+                           mn_map_max_##name };                                                    \
     }
-#endif
-#if MN_HAVE_AVX2
-    if (context->target == MN_TARGET_AVX2) {
-        return (row_math){ mn_map_exp_avx2, mn_map_tanh_avx2, mn_map_sum_avx2, mn_map_max_avx2 };
-    }
-#endif
+    MN_VECTOR_TARGETS(MATH)
+#undef MATH
     (void)context;
     return (row_math){ plain_exp, plain_tanh, plain_sum, plain_max };
 }

@@ -1,27 +1,20 @@
 /* unary.c - y = f(x) and y = f(x) b on the CPU's threads, a row of the operands at a time. */
+#include "kernels/cpu/simd/vector_targets.h"
 #include "ops/elementwise/elementwise_internal.h"
 
-#define MN_TARGET avx2
-#include "kernels/cpu/simd/elementwise.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/cpu/simd/elementwise.h"
-#undef MN_TARGET
+#define MN_PER_TARGET "kernels/cpu/simd/elementwise.h"
+#include "kernels/cpu/simd/per_target.h"
 
 typedef void unary_loop(const mn_unary_args *p);
 
 static unary_loop *loop_of(const mn_context *context, mn_dtype dtype, bool backward) {
     if (dtype == MN_F64) return backward ? mn_unary_backward_f64 : mn_unary_forward_f64;
-#if MN_HAVE_AVX512
-    if (context->target == MN_TARGET_AVX512) {
-        return backward ? mn_unary_backward_avx512 : mn_unary_forward_avx512;
+#define LOOP(id, name)                                                                             \
+    if (context->target == MN_TARGET_##id) {                                                       \
+        return backward ? mn_unary_backward_##name : mn_unary_forward_##name;                      \
     }
-#endif
-#if MN_HAVE_AVX2
-    if (context->target == MN_TARGET_AVX2) {
-        return backward ? mn_unary_backward_avx2 : mn_unary_forward_avx2;
-    }
-#endif
+    MN_VECTOR_TARGETS(LOOP)
+#undef LOOP
     (void)context;
     return backward ? mn_unary_backward_f32 : mn_unary_forward_f32;
 }

@@ -315,6 +315,10 @@ bool __wrap_mn_megakernel_takes_step(mn_decode_step_kind step, const void *args)
         return p->call.K % 4 == 0 && p->call.K <= 128 && p->P0.data && is_even(&p->P0, 16) &&
                is_even((const mn_in *)&p->P, 16) && !p->theta.data;
     }
+    if (step == MN_DECODE_STEP_mesa) {
+        const mn_mesa_args *p = args;
+        return p->o.data && p->steps == 0 && p->call.K <= 64;
+    }
     return true;
 }
 

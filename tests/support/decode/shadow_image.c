@@ -311,7 +311,13 @@ static uint64_t product_of(const mn_decode_gemm_instr *p, const mn_decode_out_ti
     const char *weights = tile->rows + (int64_t)column * tile->step;
     if (tile->n_rows != u->n_rows) shadow_fail("a column tile has %d rows", tile->n_rows);
     for (int64_t i = 0; i < p->K; i++) loads_ahead(weights + 2 * i);
-    return shadow_column(of_row, weights, p->K, u->bias[k] ? shadow_get(u->bias[k] + column) : 0);
+    uint64_t bias = u->bias[k] && !u->wide_bias[k] ? shadow_get(u->bias[k] + column) : 0;
+    if (u->wide_bias[k]) {
+        bias = shadow_stored(MN_DECODE_MOVE, shadow_get(u->wide_bias[k] + column), MN_F32,
+                             MN_BF16);
+        shadow_put((void *)(u->bias[k] + column), bias);
+    }
+    return shadow_column(of_row, weights, p->K, bias);
 }
 
 static void run_column(const mn_decode_gemm_instr *p, const mn_decode_out_tile *u,

@@ -445,7 +445,7 @@ static const struct step_row {
     mn_op_id op;
     int columns, results;
 } step_rows[] = {
-#define DECODE_STEP(op, folder, columns, results) { MN_OP_##op, columns, results },
+#define DECODE_STEP(op, folder, columns, results, memory) { MN_OP_##op, columns, results },
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
 };

@@ -91,15 +91,17 @@ typedef struct token {
 
 MN_ALWAYS_INLINE void step_block(const token *t, const block *p, int vectors) {
     vf r[BLOCK], read[BLOCK], pred[BLOCK];
-    if (t->corrects) predict(pred, read, p, t->ae, t->aq, vectors);
     MN_UNROLL
     for (int j = 0; j < vectors; j++) {
         r[j] = load_lane(t->v, j, vectors, p->last);
-        if (t->corrects) {
+        read[j] = vf_zero();
+    }
+    if (t->corrects) {
+        predict(pred, read, p, t->ae, t->aq, vectors);
+        MN_UNROLL
+        for (int j = 0; j < vectors; j++) {
             r[j] = vf_sub(r[j], pred[j]);
             read[j] = vf_fma(vf_set1(t->wq), r[j], read[j]);
-        } else {
-            read[j] = vf_zero();
         }
     }
     write(read, r, p, t->a, t->w, t->corrects ? NULL : t->q, vectors);

@@ -32,7 +32,11 @@ static void step_row(float *row, double *wide, float *sum, const float *row0, co
         if (sum) vf_store_n(sum + j, vf_fma(weight, y, vf_load_n(sum + j, n)), n);
         if (!wide) continue;
         vf_store(part, y);
-        for (int i = 0; i < n; i++) wide[j + i] = part[i];
+        if (n < MN_VW) {
+            for (int i = 0; i < n; i++) wide[j + i] = part[i];
+        } else {
+            for (int i = 0; i < MN_VW; i++) wide[j + i] = part[i];
+        }
     }
 }
 

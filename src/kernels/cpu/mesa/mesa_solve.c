@@ -20,6 +20,8 @@ enum { NARROW = 32, SHORT = 8 };
 /* Steps after which a factorisation would have been cheaper; chunks to leave the iteration alone
  * after it failed most tokens of one. */
 enum { MAX_STEPS = 24, REST_CHUNKS = 8 };
+/* The factorisation: rows of a panel, and the tile that its products are taken from at once. */
+enum { PANEL = 8, TILE_ROWS = 4, TILE_VECTORS = 2, TILE_COLUMNS = TILE_VECTORS * MN_VD };
 /* Sum of log decays since the start of its half down to which that start stands for a token. */
 static const double weak_decay = -1.0;
 /* Relative errors in the norm of M: where a token stops, and what its true residual may show. */
@@ -70,23 +72,63 @@ static void subtract_rows(double *restrict y, const double *restrict x, int64_t 
     }
 }
 
-/* Four rows of the factor at a time; then they leave the rows below. */
-void MN_T(mn_mesa_factorise)(double *U, int64_t K) {
-    for (int64_t j0 = 0; j0 < K; j0 += 4) {
-        const int64_t n = mn_min(4, K - j0);
+/* Columns [j, K) of row i less the products of panel rows [p0, p1). */
+static void subtract_panel(double *U, int64_t K, int64_t i, int64_t j, int64_t p0, int64_t p1) {
+    for (int64_t p = p0; p < p1; p += 4) {
+        const int64_t n = mn_min(4, p1 - p);
         double a[4];
-        for (int64_t j = j0; j < j0 + n; j++) {
+        for (int64_t l = 0; l < n; l++) a[l] = U[(p + l) * K + i];
+        subtract_rows(U + i * K + j, U + p * K + j, K, a, n, K - j);
+    }
+}
+
+/* The same of TILE_ROWS rows and TILE_COLUMNS columns, in registers. */
+static void subtract_tile(double *U, int64_t K, int64_t i, int64_t j, int64_t p0) {
+    vd y[TILE_ROWS][TILE_VECTORS];
+    MN_UNROLL
+    for (int r = 0; r < TILE_ROWS; r++) {
+        MN_UNROLL
+        for (int v = 0; v < TILE_VECTORS; v++) y[r][v] = vd_load(U + (i + r) * K + j + v * MN_VD);
+    }
+    for (int64_t p = p0; p < p0 + PANEL; p++) {
+        const double *x = U + p * K;
+        MN_UNROLL
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const vd a = vd_set1(x[i + r]);
+            MN_UNROLL
+            for (int v = 0; v < TILE_VECTORS; v++) {
+                y[r][v] = vd_fnma(a, vd_load(x + j + v * MN_VD), y[r][v]);
+            }
+        }
+    }
+    MN_UNROLL
+    for (int r = 0; r < TILE_ROWS; r++) {
+        MN_UNROLL
+        for (int v = 0; v < TILE_VECTORS; v++) vd_store(U + (i + r) * K + j + v * MN_VD, y[r][v]);
+    }
+}
+
+/* A panel of rows of the factor at a time; then it leaves the rows below, by tiles that may reach
+ * into the lower triangle. Each element loses its products in their order, whatever does it. */
+void MN_T(mn_mesa_factorise)(double *U, int64_t K) {
+    for (int64_t j0 = 0; j0 < K; j0 += PANEL) {
+        const int64_t end = mn_min(K, j0 + PANEL);
+        for (int64_t j = j0; j < end; j++) {
             double *row = U + j * K;
-            for (int64_t p = j0; p < j; p++) a[p - j0] = U[p * K + j];
-            if (j > j0) subtract_rows(row + j, U + j0 * K + j, K, a, j - j0, K - j);
+            subtract_panel(U, K, j, j, j0, j);
             const double root = sqrt(row[j]), over = 1.0 / root;
             row[j] = root;
             for (int64_t i = j + 1; i < K; i++) row[i] *= over;
         }
-        for (int64_t i = j0 + n; i < K; i++) {
-            for (int64_t p = 0; p < n; p++) a[p] = U[(j0 + p) * K + i];
-            subtract_rows(U + i * K + i, U + j0 * K + i, K, a, n, K - i);
+        int64_t i = end;
+        for (; i + TILE_ROWS <= K; i += TILE_ROWS) {
+            int64_t j = i - i % TILE_COLUMNS;
+            for (; j + TILE_COLUMNS <= K; j += TILE_COLUMNS) subtract_tile(U, K, i, j, j0);
+            for (int r = 0; r < TILE_ROWS && j < K; r++) {
+                subtract_panel(U, K, i + r, mn_max(j, i + r), j0, end);
+            }
         }
+        for (; i < K; i++) subtract_panel(U, K, i, i, j0, end);
     }
 }
 
@@ -370,7 +412,7 @@ void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chun
         if (iterates && s->dense[half] > 0) invert_start(s, c, kk, half);
     }
     for (int r = 0; r < n; r++) {
-        for (int64_t t = 0; t < c->L; t++) wanted[r][t] = true;
+        memset(wanted[r], true, sizeof wanted[r]);
         n_wanted += iterates ? iterate(X[r], wanted[r], s, c, kk) : c->L;
     }
     if (n_wanted > 0) solve_directly(X, wanted, n, s, c, kk);

@@ -21,33 +21,13 @@ typedef struct {
     vf scale, least;
 } levels;
 
-#if MN_VW == 16
-static inline vf widen8(const int8_t *codes) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
-}
-
-/* A permutation looks at the lowest 4 bits of each lane only. */
-static inline vf widen4(vi words, int i) {
-    const vf table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return _mm512_permutexvar_ps(vi_srl(words, 4 * i), table);
-}
-
-static inline vi load_words(const uint32_t *p) {
-    return _mm512_loadu_si512(p);
-}
-#else
-static inline vf widen8(const int8_t *codes) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+static inline vf widen8(const unsigned char *codes) {
+    return vf_from_vi(vi_load_i8((const int8_t *)codes));
 }
 
 static inline vf widen4(vi words, int i) {
-    return vf_from_vi(vi_and(vi_srl(words, 4 * i), vi_set1(15)));
+    return vf_from_bits4(vi_srl(words, 4 * i));
 }
-
-static inline vi load_words(const uint32_t *p) {
-    return _mm256_loadu_si256((const __m256i *)p);
-}
-#endif
 
 /* Half precision, finite: exponent and fraction moved into place, and the exponent's offset made
  * good by a product, which is exact for subnormal numbers too. */
@@ -59,7 +39,7 @@ static inline vf from_half(vi h) {
 
 static inline levels load_levels(const mn_quant *q, int bits, int64_t at) {
     if (bits == 8) return (levels){ vf_load((const float *)q->scales + at), vf_zero() };
-    const vi pair = load_words((const uint32_t *)q->scales + at);
+    const vi pair = vi_load((const uint32_t *)q->scales + at);
     return (levels){ from_half(vi_and(pair, vi_set1(0xffff))), from_half(vi_srl(pair, 16)) };
 }
 
@@ -91,15 +71,14 @@ MN_ALWAYS_INLINE void few_terms(vf sum[ROWS][MOST_VECTORS], const float *a, int6
     vi words[MOST_VECTORS];
     MN_UNROLL
     for (int j = 0; j < vectors && bits == 4; j++) {
-        words[j] = load_words((const uint32_t *)(codes[j] + at));
+        words[j] = vi_load(codes[j] + at);
     }
     MN_UNROLL
     for (int c = 0; c < n; c++) {
         MN_UNROLL
         for (int j = 0; j < vectors; j++) {
             const vf w = bits == 8
-                             ? vf_mul(l[j].scale, widen8((const int8_t *)codes[j] + at +
-                                                         c * MN_QUANT_STRIP))
+                             ? vf_mul(l[j].scale, widen8(codes[j] + at + c * MN_QUANT_STRIP))
                              : vf_fma(l[j].scale, widen4(words[j], c), l[j].least);
             MN_UNROLL
             for (int i = 0; i < rows; i++) {
@@ -206,10 +185,10 @@ MN_ALWAYS_INLINE void unpack(float *dst, const mn_quant *q, int64_t j0, int vect
             for (; k < stop; k++, to += vectors * MN_VW) {
                 const int64_t at = (bits == 8 ? k : k / 8 * 4) * MN_QUANT_STRIP;
                 if (bits == 8) {
-                    vf_store(to, vf_mul(l.scale, widen8((const int8_t *)codes + at)));
+                    vf_store(to, vf_mul(l.scale, widen8(codes + at)));
                     continue;
                 }
-                const vi words = load_words((const uint32_t *)(codes + at));
+                const vi words = vi_load(codes + at);
                 vf_store(to, vf_fma(l.scale, widen4(words, (int)(k % 8)), l.least));
             }
         }

@@ -54,33 +54,36 @@ MN_ALWAYS_INLINE vf rounded(in_double *f, vf a, vf b, vf c) {
     return vf_load(y);
 }
 
-#define NUMBER vf
+/* The functions are written with C's operators, so they take and give a vn. */
+#define NUMBER vn
 #define FUNCTION MN_ALWAYS_INLINE
 #define F(name) name
-#define C(x) vf_set1((float)(x))
-#define EXP(x) vf_exp(x)
-#define SIGMOID(x) vf_sigmoid(x)
-#define SOFTPLUS(x) vf_softplus(x)
-#define TANH(x) vf_tanh(x)
-#define SQRT(x) vf_sqrt(x)
-#define GELU(x) gelu(x)
-#define GELU_SLOPE(x) gelu_slope(x)
-#define GELU_ERF(x) vf_mul(x, normal_share(x))
-#define GELU_ERF_SLOPE(x) gelu_erf_slope(x)
-#define SQUARE_ABOVE_0(x) vf_mul(x, vf_max(x, vf_zero()))
-#define FMA(a, b, c) vf_fma(a, b, c)
-#define FNMA(a, b, c) vf_fnma(a, b, c)
+#define OF(f, x) vf_as_vn(f(vn_as_vf(x)))
+#define C(x) vf_as_vn(vf_set1((float)(x)))
+#define EXP(x) OF(vf_exp, x)
+#define SIGMOID(x) OF(vf_sigmoid, x)
+#define SOFTPLUS(x) OF(vf_softplus, x)
+#define TANH(x) OF(vf_tanh, x)
+#define SQRT(x) OF(vf_sqrt, x)
+#define GELU(x) OF(gelu, x)
+#define GELU_SLOPE(x) OF(gelu_slope, x)
+#define GELU_ERF(x) ((x) * OF(normal_share, x))
+#define GELU_ERF_SLOPE(x) OF(gelu_erf_slope, x)
+#define SQUARE_ABOVE_0(x) ((x) * vf_as_vn(vf_max(vn_as_vf(x), vf_zero())))
+#define FMA(a, b, c) vf_as_vn(vf_fma(vn_as_vf(a), vn_as_vf(b), vn_as_vf(c)))
+#define FNMA(a, b, c) vf_as_vn(vf_fnma(vn_as_vf(a), vn_as_vf(b), vn_as_vf(c)))
 #define PLUS_PRODUCT(c, a, b) ((c) + (a) * (b))
-#define ABOVE(x, low, a, b) vf_select(vf_gt(x, low), a, b)
-#define GATE(x) vf_sigmoid(x)
-#define TIMES_SLOPE(dy, s) ((dy) * ((s) * (ONE - (s))))
-#define IN_DOUBLE(f, a, b, c) rounded(f, a, b, c)
+#define ABOVE(x, low, a, b)                                                                        \
+    vf_as_vn(vf_select(vf_gt(vn_as_vf(x), vn_as_vf(low)), vn_as_vf(a), vn_as_vf(b)))
+#define GATE(x) OF(vf_sigmoid, x)
+#define TIMES_SLOPE(dy, s) ((dy) * ((s) * (vf_as_vn(ONE) - (s))))
+#define IN_DOUBLE(f, a, b, c) vf_as_vn(rounded(f, vn_as_vf(a), vn_as_vf(b), vn_as_vf(c)))
 #include "kernels/functions.h"
 
 MN_ALWAYS_INLINE vf value(mn_unary kind, vf x) {
     switch (kind) {
 #define UNARY(id, name, about)                                                                     \
-    case MN_UNARY_##id: return value_##id(x);
+    case MN_UNARY_##id: return vn_as_vf(value_##id(vf_as_vn(x)));
 #include "kernels/elementwise.def"
     default: return x;
     }
@@ -89,7 +92,7 @@ MN_ALWAYS_INLINE vf value(mn_unary kind, vf x) {
 MN_ALWAYS_INLINE vf slope(mn_unary kind, vf x) {
     switch (kind) {
 #define UNARY(id, name, about)                                                                     \
-    case MN_UNARY_##id: return slope_##id(x);
+    case MN_UNARY_##id: return vn_as_vf(slope_##id(vf_as_vn(x)));
 #include "kernels/elementwise.def"
     default: return x;
     }
@@ -158,10 +161,11 @@ MN_ALWAYS_INLINE vf load_or_zero(const float *x, int64_t i, int lanes) {
         for (int64_t i = 0; i < p->n; i += MN_VW) {                                                \
             const int lanes = vf_lanes(p->n - i);                                                  \
             const vf a = load_or_zero(p->in[0], i, lanes), b = load_or_zero(p->in[1], i, lanes);   \
-            vf y[3];                                                                               \
-            fused_##id(y, a, b, ins > 2 ? load_or_zero(p->in[2], i, lanes) : vf_zero());           \
+            const vf c = ins > 2 ? load_or_zero(p->in[2], i, lanes) : vf_zero();                   \
+            vn y[3];                                                                               \
+            fused_##id(y, vf_as_vn(a), vf_as_vn(b), vf_as_vn(c));                                  \
             for (int k = 0; k < outs; k++) {                                                       \
-                if (p->out[k]) vf_store_n((float *)p->out[k] + i, y[k], lanes);                    \
+                if (p->out[k]) vf_store_n((float *)p->out[k] + i, vn_as_vf(y[k]), lanes);          \
             }                                                                                      \
         }                                                                                          \
     }

@@ -1,8 +1,8 @@
 /* vec.h - float vectors of the width of the target, for kernels written once (see target.h).
  *
- * kernels/TARGET/vec_target.h gives, all static inline and thin:
+ * kernels/cpu/simd/TARGET/vec_target.h gives, all static inline and thin:
  *
- *   MN_VW                       floats in a vector: 8 (avx2), 16 (avx512)
+ *   MN_VW                       floats in a vector: 8 (avx2, neon), 16 (avx512)
  *   vf, vi, vm                  float vector, int32 vector, mask with one truth per lane
  *   vf_load vf_store            whole vectors, any alignment
  *   vf_load_n vf_store_n        the first n lanes, 0 <= n <= MN_VW; touch no memory beyond; load
@@ -18,13 +18,19 @@
  *   vf_select(m, a, b)          a where m, else b
  *   vf_sum                      sum of lanes, halves folded onto each other: (l0+l8)+(l4+l12)...
  *   vf_max_lanes                largest lane; unspecified when one is NaN
+ *   vf_unknown(a)               a, of which the compiler then knows nothing
  *   vf_round                    nearest integer, ties to even
  *   vf_pow2(n) vf_ldexp(v, n)   2^n for a vi n, -126 <= n <= 127; v * 2^n for 1/2 <= |v| <= 2 and
  *                               integral |n| <= 200 in a vf, rounded once also when denormal
  *   vi_set1 add sub and or      int32 lanes
+ *   vi_load vi_load_i8          whole vectors of int32 (from void *) and of int8
  *   vi_shl vi_srl vi_shr        shifts by a constant: left, right logical, right arithmetic
  *   vf_from_vi vi_from_vf       numbers: 3 <-> 3.0f (rounds ties to even)
+ *   vf_from_bits4(a)            the lowest four bits of each lane as a number: 0 .. 15
  *   vf_as_vi vi_as_vf           bits
+ *   vn vf_as_vn vn_as_vf        a vector's numbers for C's operators; vf itself where it has them
+ *   vd MN_VD                    vector of MN_VD = MN_VW / 2 doubles: vd_load, vd_store, vd_set1 and
+ *                               vd_fnma, as of floats
  *   vf_load_quads(p, step)      lanes 4g .. 4g+3 from p + g*step
  *   vf_transpose_quads(v)       for v[0..3], in each group of four lanes: a 4 x 4 transpose
  *
@@ -42,7 +48,7 @@
 #include <stdint.h>
 
 #ifndef MN_TARGET
-#error "kernels/cpu is compiled once per vector target: pass -DMN_TARGET=avx2 or avx512"
+#error "kernels/cpu is compiled once per vector target: pass -DMN_TARGET=avx2, avx512 or neon"
 #endif
 
 #define MN_VEC_QUOTE(path) #path

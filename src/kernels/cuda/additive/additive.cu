@@ -8,6 +8,7 @@
 #include <math.h>
 
 #include "kernels/cuda/prim/device_props.h"
+#include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/recurrent/matrix_state.cuh"
 
 namespace mneme::additive {
@@ -100,13 +101,14 @@ static int backward_scans(mn_chunk_scans *out, const mn_additive_args *p) {
 
 /* Adds what the gradient of the decay takes to the first and the last of `count` scans. */
 static void add_decay_grad(mn_chunk_scans *scans, int count,
-                           const mn_additive_workspace *workspace) {
+                           const mn_additive_workspace *workspace, bool by_warpgroups) {
     mn_chunk_scan *query = &scans->scan[0], *key = &scans->scan[count - 1];
     query->mode = MN_SCAN_SAVE_STATE, key->mode = MN_SCAN_DOT_STATE;
     query->products = workspace->query, key->products = workspace->key;
     query->kept = key->kept = workspace->kept;
     key->state_dots = workspace->state_dots;
     query->inside = key->inside = workspace->inside;
+    query->by_warpgroups = key->by_warpgroups = by_warpgroups;
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -164,14 +166,24 @@ static bool size_segments(mn_additive_extent *to, const mn_additive_args *p) {
            mn_mul_size(&to->cum_decays, count, MN_SCAN_DECAYS);
 }
 
+/* Whether additive_token_chunk_sm90.cu may serve all scans of a backward pass with decays: by its
+ * kind and sizes; rows are looked at when it is launched. */
+static bool may_go_by_warpgroups(const mn_additive_args *p) {
+    return (p->decay == MN_DECAY_HEAD || p->decay == MN_DECAY_TOKEN) && p->call.K <= 128 &&
+           p->call.V <= 128 && p->grad.q.data && p->grad.k.data && p->grad.g.data &&
+           mn_device_is_sm90();
+}
+
 /* What the gradient of a decay takes. */
-static bool size_decay_grad(mn_additive_extent *to, const mn_additive_args *p) {
-    const int chunk = chunk_size(p, p->call.V);
+static bool size_decay_grad(mn_additive_extent *to, const mn_additive_args *p,
+                            bool by_warpgroups) {
+    const int chunk = by_warpgroups ? (int)MN_SCAN_BY_WARPGROUPS : chunk_size(p, p->call.V);
     const bool channel = p->decay == MN_DECAY_CHANNEL;
     size_t heads;
     to->slots = mn_tile_slots(p->call, chunk);
     to->slices = mn_ceil_div(p->call.K, MN_SCAN_WIDTH);
     const int64_t halves = to->slices * (128 / chunk);
+    to->by_warpgroups = by_warpgroups;
     if (!p->grad.g.data) return true;
     bool ok = mn_mul_size(&heads, (size_t)to->slots, (size_t)p->call.H);
     ok = ok && mn_mul_size(&to->kept, heads, (size_t)(to->slices * MN_SCAN_WIDTH)) &&
@@ -179,22 +191,26 @@ static bool size_decay_grad(mn_additive_extent *to, const mn_additive_args *p) {
     ok = ok && mn_mul_size(&to->query, (size_t)p->call.B, (size_t)p->call.T) &&
          mn_mul_size(&to->query, to->query, (size_t)p->call.H) &&
          mn_mul_size(&to->query, to->query, (size_t)(channel ? p->call.K : halves));
+    if (by_warpgroups) {
+        ok = ok && mn_mul_size(&to->query, heads, (size_t)(to->slices * MN_SCAN_BY_WARPGROUPS));
+    }
     to->key = channel ? 0 : to->query;
     to->whole = heads;
     return ok && mn_mul_size(&to->state_dots, heads, (size_t)(to->slices * MN_SCAN_WIDTH));
 }
 
 static bool plan_workspace(mn_plan *plan, const mn_additive_extent *extent, size_t scans) {
-    size_t bytes, floats, sums;
-    return mn_add_size(&sums, extent->sums, extent->cum_decays) && mn_mul_size(&sums, sums, scans)
-        &&
-           mn_add_size(&floats, extent->query, extent->key) &&
-           mn_add_size(&floats, floats, extent->state_dots) &&
-           mn_add_size(&floats, floats, extent->state_dots) &&
-           mn_add_size(&floats, floats, extent->whole) && mn_add_size(&floats, floats, sums) &&
-           mn_mul_size(&floats, floats, sizeof(float)) &&
-           mn_mul_size(&bytes, extent->kept, sizeof(mn_bf16)) &&
-           mn_add_size(&plan->shared_bytes, floats, bytes);
+    size_t bytes, floats, sums, all;
+    const bool ok =
+        mn_add_size(&sums, extent->sums, extent->cum_decays) && mn_mul_size(&sums, sums, scans) &&
+        mn_add_size(&floats, extent->query, extent->key) &&
+        mn_add_size(&floats, floats, extent->state_dots) &&
+        mn_add_size(&floats, floats, extent->state_dots) &&
+        mn_add_size(&floats, floats, extent->whole) && mn_add_size(&floats, floats, sums) &&
+        mn_mul_size(&floats, floats, sizeof(float)) &&
+        mn_mul_size(&bytes, extent->kept, sizeof(mn_bf16)) && mn_add_size(&all, floats, bytes);
+    if (ok && all > plan->shared_bytes) plan->shared_bytes = all;
+    return ok;
 }
 
 /* The workspace: what is read by 16 bytes first. */
@@ -302,8 +318,13 @@ MN_CUDA_PLAN(additive_backward) {
     const mn_additive_args *p = (const mn_additive_args *)args;
     if (!uses_chunks(p, true)) return mn_matrix_backward_plan(plan, p->call);
     mn_additive_extent extent = {};
-    return size_segments(&extent, p) && size_decay_grad(&extent, p) &&
-           plan_workspace(plan, &extent, MN_SCAN_MAX) &&
+    if (!size_segments(&extent, p)) return false;
+    if (may_go_by_warpgroups(p)) {
+        if (!size_decay_grad(&extent, p, true) || !plan_workspace(plan, &extent, MN_SCAN_MAX)) {
+            return false;
+        }
+    }
+    return size_decay_grad(&extent, p, false) && plan_workspace(plan, &extent, MN_SCAN_MAX) &&
            (!uses_gated_sm90(p) || plan_gated(plan, p, &extent));
 }
 
@@ -311,17 +332,21 @@ int mn_additive_backward_launch(const mn_additive_args *p, void *shared, bool co
                                 cudaStream_t on) {
     if (!uses_chunks(p, true)) return mn_matrix_backward<false>(memory_of(p), shared, on);
     mn_additive_extent extent = {};
-    if (!size_segments(&extent, p) || !size_decay_grad(&extent, p)) return cudaErrorNotSupported;
+    mn_chunk_scans scans;
+    const int n = backward_scans(&scans, p);
+    const bool by_warpgroups = may_go_by_warpgroups(p) &&
+                               mn_additive_token_supported_sm90(&scans, n);
+    if (!size_segments(&extent, p) || !size_decay_grad(&extent, p, by_warpgroups)) {
+        return cudaErrorNotSupported;
+    }
     int code = launch_gated(p, &extent, shared, contain, on);
     if (code != cudaErrorNotSupported) return code;
     const mn_additive_workspace workspace = carve_workspace(&extent, MN_SCAN_MAX, shared);
-    mn_chunk_scans scans;
-    const int n = backward_scans(&scans, p);
     split_scans(&scans, n, p, &extent, &workspace);
     if (!p->grad.g.data || p->decay == MN_DECAY_NONE) {
         return launch_scans(p, &scans, 0, n, extent.segments, on);
     }
-    add_decay_grad(&scans, n, &workspace);
+    add_decay_grad(&scans, n, &workspace, by_warpgroups);
     code = launch_scans(p, &scans, 0, n - 1, extent.segments, on);
     if (code == cudaSuccess) code = launch_scans(p, &scans, n - 1, n, extent.segments, on);
     if (code != cudaSuccess || p->decay == MN_DECAY_CHANNEL) return code;

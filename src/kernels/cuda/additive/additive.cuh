@@ -13,9 +13,10 @@ namespace mneme::additive {
 
 /* Work space of a backward pass by chunks, as counts of what lies there in this order. */
 struct mn_additive_extent {
+    bool by_warpgroups;       // as additive_token_chunk_sm90.cu leaves it
     int64_t slots, slices;    // chunks of all sequences; slices of K
     size_t kept;              // bf16 numbers
-    size_t query, key;        // floats: q.dq and k.dk
+    size_t query, key;        // floats: q.dq and k.dk, or chunk by chunk what becomes of them
     size_t state_dots, whole;   // floats; what is inside takes as many as state_dots
     int64_t segments;         // most of a sequence
     size_t sums, cum_decays;       // floats of one scan: of segments
@@ -41,7 +42,10 @@ int mn_additive_channel_chunk(int depth);
 int mn_additive_token_launch(const mn_chunk_scans *scans, int count, int64_t segments, bool decays,
                              cudaStream_t stream);
 /* Those of them that additive_token_chunk_sm90.cu serves on Hopper: `scans` and `count` are what is
- * left. */
+ * left; whether it serves all, with what the gradient of a decay takes. */
+bool mn_additive_token_supported_sm90(const mn_chunk_scans *scans, int count);
+/* Blocks of a head in a scan of that depth and width that leaves it. */
+int mn_additive_token_blocks_sm90(int64_t depth, int64_t width);
 int mn_additive_token_launch_sm90(mn_chunk_scans *scans, int *count, int64_t segments, bool decays,
                                   cudaStream_t stream);
 int mn_additive_channel_launch(const mn_chunk_scans *scans, int64_t segments, bool of_values,

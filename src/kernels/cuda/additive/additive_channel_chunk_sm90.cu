@@ -2,7 +2,6 @@
  * the state scans of o and dv, and the gradients of all chunks at once. */
 
 #include "kernels/cuda/additive/additive_channel_scale.cuh"
-#include "kernels/cuda/additive/additive_redo.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/additive/additive.cuh"
@@ -1355,7 +1354,7 @@ __device__ inline void mn_gated_store_rows(const mn_gated_params &job, const mn_
 }
 
 /* A warp: the place of a chunk is free when the next one's results are on their way. */
-template <int KP>
+template <int KP, bool REDO>
 __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gated_params &job) {
     const mn_scan_coord &at = smem.place;
     const int iters = (int)(at.end - at.iter), lane = threadIdx.x % 32;
@@ -1365,7 +1364,7 @@ __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gate
             const int count = mn_gated_chunk_len(at, t);
             const unsigned char *tile = smem.stage[n % MN_GATED_STAGES].v;
             mn_mbarrier_wait(&smem.out_full[n % MN_GATED_STAGES], n / MN_GATED_STAGES & 1);
-            if ((job.call.cu_seqlens || job.redo) && count < MN_GATED_CHUNK) {
+            if ((job.call.cu_seqlens || REDO) && count < MN_GATED_CHUNK) {
                 mn_gated_store_rows(job, at, tile, t, count);
                 __syncwarp();
             } else if (lane == 0) {
@@ -1555,12 +1554,13 @@ __device__ inline void mn_gated_state_scan(mn_gated_smem<KP> &smem, const mn_gat
 #endif
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-template <int KP, bool HAS_OUT>
+template <int KP, bool HAS_OUT, bool REDO>
 __global__ void __launch_bounds__(MN_GATED_THREADS, 1)
 additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char gated_smem_bytes[];
     mn_gated_smem<KP> &smem = *(mn_gated_smem<KP> *)gated_smem_bytes;
+    if (HAS_OUT && !REDO) mn_pdl_launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_GATED_STAGES; i++) {
             mn_mbarrier_init(&smem.full[i], 1);
@@ -1572,7 +1572,7 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
         smem.place = mn_scan_block_coord(job.call, job.scan, MN_GATED_CHUNK);
     }
     __syncthreads();
-    if (HAS_OUT && job.redo) mn_additive_cut(smem.place, job.scan, MN_GATED_CHUNK);
+    if (REDO) mn_additive_cut(smem.place, job.scan, MN_GATED_CHUNK);
     if (smem.place.idle) return;
     if (threadIdx.x < MN_GATED_WARPGROUP) {
         mn_setmaxnreg_inc<168>();
@@ -1584,7 +1584,7 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
         mn_setmaxnreg_dec<40>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 0) mn_gated_producer<KP, HAS_OUT>(smem, job);
-        if (warp == 1 && HAS_OUT) mn_gated_tma_store<KP>(smem, job);
+        if (warp == 1 && HAS_OUT) mn_gated_tma_store<KP, REDO>(smem, job);
     }
 #endif
 }
@@ -1613,9 +1613,11 @@ static int launch_scan(const mn_gated_params &job, int64_t segments, cudaStream_
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
     const bool reads = job.scan.out.data && !job.scan.reduce_pass;
-    return mn_launch_smem_behind(job.redo, reads ? additive_gated_scan_sm90<KP, true>
-                                                 : additive_gated_scan_sm90<KP, false>,
-                                 grid, MN_GATED_THREADS, sizeof(mn_gated_smem<KP>), stream, job);
+    const auto kernel = job.redo ? additive_gated_scan_sm90<KP, true, true>
+                        : reads  ? additive_gated_scan_sm90<KP, true, false>
+                                 : additive_gated_scan_sm90<KP, false, false>;
+    return mn_launch_smem_behind(job.redo, kernel, grid, MN_GATED_THREADS,
+                                 sizeof(mn_gated_smem<KP>), stream, job);
 }
 
 static int launch(const mn_gated_params &job, int64_t segments, cudaStream_t stream) {

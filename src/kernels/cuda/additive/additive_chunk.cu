@@ -55,7 +55,9 @@ int mn_additive_token_launch(const mn_chunk_scans *scans, int count, int64_t seg
 
 /* ---- gradients of decays --------------------------------------------------------------------- */
 
-/* One block per chunk and head, one thread per token. */
+/* One block per chunk and head, one thread per token. BY_WARPGROUPS: from what
+ * additive_token_chunk_sm90.cu has left. */
+template <bool BY_WARPGROUPS>
 __global__ void __launch_bounds__(MAX_CHUNK)
 additive_chunk_decay_grad(const __grid_constant__ mn_additive_args p, mn_decay_partials parts,
                           float *whole) {
@@ -65,7 +67,8 @@ additive_chunk_decay_grad(const __grid_constant__ mn_additive_args p, mn_decay_p
     const mn_tile_span tile = mn_tile_at(p.call, chunk, slot);
     const int64_t t = tile.span.t0 + tile.first + thread;
     const bool inside = thread < tile.n_rows;
-    const float dg = mn_decay_grad(smem, parts, p.call, tile, slot, h);
+    const float dg = BY_WARPGROUPS ? mn_decay_grad_by_warpgroups(smem, parts, tile, blockIdx.x)
+                                   : mn_decay_grad(smem, parts, p.call, tile, slot, h);
     if (inside && p.decay == MN_DECAY_TOKEN) {
         mn_put(mn_row<mn_bf16>(p.grad.g, tile.span.b, t, h), dg);
     }
@@ -94,16 +97,21 @@ additive_head_decay_grad(const __grid_constant__ mn_additive_args p, int64_t slo
 
 int mn_additive_token_decay_grad(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_workspace *workspace, cudaStream_t stream) {
-    const int chunk = mn_additive_token_chunk(mn_additive_padded_depth(p->call.V));
-    const int64_t blocks = extent->slots * p->call.H;
+    const int64_t blocks = extent->slots * p->call.H, slices = extent->slices;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    if (blocks > 0) {
-        const mn_decay_partials parts = { workspace->query, workspace->key, workspace->state_dots,
-            workspace->inside,
-                                       extent->slices * (128 / chunk),
-                                       (int)extent->slices * MN_SCAN_WARPS };
-        additive_chunk_decay_grad<<<(unsigned)blocks, chunk, 0,
-            stream>>>(*p, parts, workspace->whole);
+    mn_decay_partials parts = { workspace->query, workspace->key, workspace->state_dots,
+                                workspace->inside, 0, 0 };
+    if (blocks > 0 && extent->by_warpgroups) {
+        parts.shares = mn_additive_token_blocks_sm90(p->call.V, p->call.K);
+        parts.parts = 4 * (int)slices;
+        additive_chunk_decay_grad<true><<<(unsigned)blocks, MN_SCAN_BY_WARPGROUPS, 0, stream>>>(
+            *p, parts, workspace->whole);
+    } else if (blocks > 0) {
+        const int chunk = mn_additive_token_chunk(mn_additive_padded_depth(p->call.V));
+        parts.shares = slices * (128 / chunk);
+        parts.parts = (int)slices * MN_SCAN_WARPS;
+        additive_chunk_decay_grad<false><<<(unsigned)blocks, chunk, 0, stream>>>(
+            *p, parts, workspace->whole);
     }
     if (p->decay == MN_DECAY_HEAD && p->call.H > 0) {
         additive_head_decay_grad<<<(unsigned)p->call.H, 256, 0,

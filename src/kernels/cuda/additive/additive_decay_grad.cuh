@@ -4,7 +4,9 @@
  *              + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)
  *
  * where S is the state in front of the chunk, D the adjoint of the state behind it, decayed over
- * it, and dq' the part of dq that is read from S. What cancels here has been rounded alike. */
+ * it, and dq' the part of dq that is read from S. What cancels here has been rounded alike, or, by
+ * additive_token_chunk_sm90.cu, what tokens of a chunk read from each other is left out of dq and
+ * dk and comes with q_u.dq'_u as a number that nothing has been taken from. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_DECAY_GRAD_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_DECAY_GRAD_CUH
 
@@ -30,11 +32,28 @@ __device__ inline float mn_decay_sum_partials(const mn_decay_partials &p, const 
     return sum;
 }
 
+/* `base` and the sum of `step` over the threads in front, 0 for those beyond the chunk. */
+__device__ inline float mn_decay_cumsum(float *smem, float base, float step, bool inside) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float sum = step;
+#pragma unroll
+    for (int by = 1; by < 32; by <<= 1) {
+        const float other = __shfl_up_sync(0xffffffffu, sum, by);
+        if (lane >= by) sum += other;
+    }
+    if (lane == 31) smem[warp] = sum;
+    float before = __shfl_up_sync(0xffffffffu, sum, 1);
+    if (lane == 0) before = 0.0f;
+    __syncthreads();
+    for (int i = 0; i < warp; i++) base += smem[i];
+    return inside ? base + before : 0.0f;
+}
+
 /* dg of this thread's token of a chunk, 0 beyond its end. A block has a chunk, of at most 1024
  * tokens, and a head; all its threads call. `smem`: 32 floats of shared memory. */
 __device__ inline float mn_decay_grad(float *smem, const mn_decay_partials &p, const mn_call &call,
                                     const mn_tile_span &tile, int64_t slot, int64_t h) {
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int thread = threadIdx.x;
     const int64_t t = tile.span.t0 + tile.first + thread;
     const bool inside = thread < tile.n_rows;
     float step = 0.0f, base = 0.0f;
@@ -48,18 +67,23 @@ __device__ inline float mn_decay_grad(float *smem, const mn_decay_partials &p, c
         const int64_t at = (slot * call.H + h) * p.parts + i;
         base += p.state_dots[at] + p.inside[at];
     }
-    float sum = step;
-#pragma unroll
-    for (int by = 1; by < 32; by <<= 1) {
-        const float other = __shfl_up_sync(0xffffffffu, sum, by);
-        if (lane >= by) sum += other;
+    return mn_decay_cumsum(smem, base, step, inside);
+}
+
+/* The same from what additive_token_chunk_sm90.cu leaves: a chunk's tokens of a head and of each of
+ * `shares` blocks side by side. */
+__device__ inline float mn_decay_grad_by_warpgroups(float *smem, const mn_decay_partials &p,
+                                                    const mn_tile_span &tile, int64_t index) {
+    const int thread = threadIdx.x;
+    const bool inside = thread < tile.n_rows;
+    float step = 0.0f, base = 0.0f;
+    for (int64_t share = 0; share < p.shares && tile.n_rows > 0; share++) {
+        const int64_t at = index * p.shares + share;
+        if (inside) step += p.key[at * blockDim.x + thread] - p.query[at * blockDim.x + thread];
+        base += p.inside[at];
     }
-    if (lane == 31) smem[warp] = sum;
-    float before = __shfl_up_sync(0xffffffffu, sum, 1);
-    if (lane == 0) before = 0.0f;
-    __syncthreads();
-    for (int i = 0; i < warp; i++) base += smem[i];
-    return inside ? base + before : 0.0f;
+    for (int i = 0; i < p.parts && tile.n_rows > 0; i++) base += p.state_dots[index * p.parts + i];
+    return mn_decay_cumsum(smem, base, step, inside);
 }
 
 }    // namespace mneme::additive

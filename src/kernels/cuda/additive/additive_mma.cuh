@@ -7,6 +7,7 @@
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_MMA_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_MMA_CUH
 
+#include "kernels/cuda/prim/first_wild.cuh"
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/wild.cuh"
 
@@ -19,6 +20,7 @@ enum {
     MN_SCAN_SEGMENTS = 16,                // of a sequence
     MN_SCAN_SEG_ALIGN = 128,                  // tokens that segments have a multiple of
     MN_SCAN_DECAYS = 256,                  // decays of a segment's state
+    MN_SCAN_BY_WARPGROUPS = 64,            // tokens of a chunk of additive_token_chunk_sm90.cu
 };
 
 /* What a scan leaves for the gradient of the decay, or meets: products with what lies beside the
@@ -46,6 +48,7 @@ struct mn_chunk_scan {
     mn_bf16 *kept;                     // states in front of chunks, as threads hold them
     float *state_dots;                   // of the kept states with those behind the chunks
     float *inside;                     // products with what is read from the kept states
+    int by_warpgroups;                 // these are as additive_token_chunk_sm90.cu leaves them
     int64_t segment;                   // least tokens of a segment
     // leaves what segments add to the state, and their decays
     int reduce_pass;
@@ -79,16 +82,18 @@ __device__ inline int64_t mn_scan_first_slot(const mn_call &call, int64_t n, int
     return n * ((call.T + chunk - 1) / chunk);
 }
 
-/* A sequence is cut by its own length alone, so that its results do not depend on the batch. */
+/* A sequence is cut by its own length alone, so that its results do not depend on the batch. A
+ * block has `groups` slices, of which this is the one of number `group`. */
 __device__ inline mn_scan_coord mn_scan_block_coord(const mn_call &call, const mn_chunk_scan &scan,
-                                                         int chunk) {
+                                                    int chunk, int group = 0, int groups = 1) {
     mn_scan_coord at;
     at.n_slices = mn_scan_slices(scan);
-    at.slice = blockIdx.x % at.n_slices;
+    const int64_t of_head = at.n_slices / groups;    // blocks
+    at.slice = blockIdx.x % of_head * groups + group;
     at.column0 = at.slice * MN_SCAN_WIDTH;
-    at.h = blockIdx.x / at.n_slices % call.H;
+    at.h = blockIdx.x / of_head % call.H;
     at.key = mn_key_head(call, at.h);
-    at.n = blockIdx.x / at.n_slices / call.H;
+    at.n = blockIdx.x / of_head / call.H;
     at.span = mn_span_at(call, at.n);
     const int64_t share = (at.span.length + MN_SCAN_SEGMENTS - 1) / MN_SCAN_SEGMENTS;
     const int64_t grains = (share + MN_SCAN_SEG_ALIGN - 1) / MN_SCAN_SEG_ALIGN;
@@ -387,6 +392,35 @@ __device__ inline void mn_load_bf16x2(uint32_t (&pair)[TILES],
         if (inside && whole) pair[i] = *(const uint32_t *)(at + 8 * i);
         else if (inside) pair[i] = mn_load_bf16x2_scalar(at + 8 * i, from.width - j - 8 * i);
     }
+}
+
+/* ---- numbers that are not finite (docs/internals/causality.md) ------------------------------- */
+
+/* A number that is not finite stays in the state, and shows in the last token's o. Then rows in
+ * front of the first such number are made again, as if the sequence ended there: by the block of
+ * the segment that holds it. Without rows to make the place becomes idle. The block calls. */
+__device__ inline void mn_additive_cut(mn_scan_coord &place, const mn_chunk_scan &p, int chunk) {
+    const mn_scan_coord at = place;
+    const int64_t b = at.span.b, t0 = at.span.t0, length = at.span.length;
+    const int64_t columns = min((int64_t)MN_SCAN_WIDTH, p.width - at.column0);
+    const mn_bf16 *last = mn_row<mn_bf16>(p.out, b, t0 + length - 1, at.h) + at.column0;
+    int64_t cut = 0;
+    mn_pdl_wait();
+    if (length > 0 && mn_redo_row_is_wild(last, columns)) {
+        cut = mn_redo_first_token(length, [&](int64_t t, float most) {
+            const mn_bf16 *v = mn_row<mn_bf16>(p.z, b, t0 + t, at.h) + at.column0;
+            return mn_redo_has_wild(v, columns, most) ||
+                   mn_redo_has_wild(mn_row<mn_bf16>(p.y, b, t0 + t, at.key), p.depth, most);
+        });
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        place.span.length = cut, place.last = false;
+        place.n_chunks = (cut + chunk - 1) / chunk;
+        place.idle = cut <= at.iter * chunk || cut >= at.end * chunk;
+        place.end = min(at.end, place.n_chunks);
+    }
+    __syncthreads();
 }
 
 }    // namespace mneme::additive

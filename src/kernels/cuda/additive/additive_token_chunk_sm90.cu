@@ -7,10 +7,20 @@
  * columns) is the state, L the decays from where the scan comes into the chunk to each token, E
  * those to where it leaves it, d that of the chunk.
  *
- * Three warpgroups work on different chunks. The first keeps M, transposed, in registers: sums of
- * tokens are columns of wgmma, Z comes from shared memory as its left operand. The second makes P.
- * Of the third one warp loads tiles by TMA, chunks ahead, one makes a chunk ready (decays, zeros
- * behind the last token of a packed sequence), and one stores results. */
+ * Warpgroups work on different chunks. The first keeps M, transposed, in registers: sums of tokens
+ * are columns of wgmma, Z comes from shared memory as its left operand; where depths are up to 64
+ * and what the gradient of a decay takes is left, there are two of these for 128 columns. The next
+ * one makes P. Of the last one warp loads tiles by TMA, chunks ahead, two make chunks ready in turn
+ * (decays, zeros behind the last token of a packed sequence), and one stores results.
+ *
+ * For the gradient of a decay (additive_decay_grad.cuh) the scan of dq leaves, for each token, its
+ * q.dq' with dq' what is read from the state, less what tokens of the chunk read from each other:
+ *
+ *   F_t = sum over s < t <= u of P_us (q_u.k_s)     F_(t+1) - F_t = sum_u>t G_ut - sum_s<t G_ts
+ *
+ * with G_us = P_us (q_u.k_s), both products of tensor cores in float32, so that roundings of what a
+ * token reads from itself and its neighbours do not have to cancel. The scan of dk leaves k.dk' of
+ * the state. */
 #include "kernels/cuda/additive/additive.cuh"
 #include "kernels/cuda/additive/additive_state_scan.cuh"
 #include "kernels/cuda/delta/delta_mma.cuh"
@@ -20,17 +30,15 @@
 namespace mneme::additive {
 
 enum {
-    MN_TOKEN_CHUNK = 64,
-    MN_TOKEN_STAGES = 4,             // chunks under way
+    MN_TOKEN_CHUNK = MN_SCAN_BY_WARPGROUPS,
     MN_TOKEN_WARPGROUP = 128,
-    MN_TOKEN_THREADS = 3 * MN_TOKEN_WARPGROUP,
     MN_TOKEN_TILE = MN_TOKEN_CHUNK * 128,    // bytes of 64 rows of 64 columns
 };
 
 /* A scan of a launch, and its tensors for TMA. */
 struct mn_token_scan {
     mn_chunk_scan scan;
-    CUtensorMap x, y, z, out;
+    CUtensorMap x, y, z, paired, out;
 };
 
 struct mn_token_params {
@@ -40,21 +48,28 @@ struct mn_token_params {
 };
 
 /* Tiles are swizzled as delta_smem.cuh says. */
-template <int DEPTH>
+template <int DEPTH, int GROUPS, bool PAIRS>
 struct alignas(1024) mn_token_stage {
     unsigned char x[DEPTH / 64 * MN_TOKEN_TILE], y[DEPTH / 64 * MN_TOKEN_TILE];
-    unsigned char z[MN_TOKEN_TILE], P[MN_TOKEN_TILE];
+    unsigned char z[GROUPS * MN_TOKEN_TILE], P[MN_TOKEN_TILE];
+    unsigned char paired[PAIRS ? GROUPS * MN_TOKEN_TILE : 1024];
 };
 
-/* Barriers of stages: tiles have come; they are ready; P is there; all have been used. */
-template <int DEPTH>
+/* Barriers of stages: tiles have come; they are ready; P is there; all have been used. GROUPS: with
+ * states, 64 columns each. PAIRS: with what lies beside the results. */
+template <int DEPTH, int GROUPS, bool PAIRS>
 struct mn_token_smem {
-    mn_token_stage<DEPTH> stage[MN_TOKEN_STAGES];
-    alignas(1024) unsigned char out[2][MN_TOKEN_TILE];
-    mn_scan_log_decays<MN_TOKEN_CHUNK> log_decays[MN_TOKEN_STAGES];
-    uint64_t full[MN_TOKEN_STAGES], ready[MN_TOKEN_STAGES], scored[MN_TOKEN_STAGES];
-    uint64_t empty[MN_TOKEN_STAGES], out_full[2], out_empty[2];
-    mn_scan_coord place;
+    static constexpr int depth = DEPTH, groups = GROUPS;
+    static constexpr bool pairs = PAIRS;
+    static constexpr int stages = PAIRS ? 3 : 4;    // chunks under way
+    static constexpr int threads = (GROUPS + 2) * MN_TOKEN_WARPGROUP;
+    mn_token_stage<DEPTH, GROUPS, PAIRS> stage[stages];
+    alignas(1024) unsigned char out[2][GROUPS * MN_TOKEN_TILE];
+    mn_scan_log_decays<MN_TOKEN_CHUNK> log_decays[stages];
+    alignas(16) float from_start[stages][MN_TOKEN_CHUNK];
+    alignas(16) float products[2][PAIRS ? 4 * GROUPS + 4 : 1][MN_TOKEN_CHUNK];    // of warps
+    uint64_t full[stages], ready[stages], scored[stages], empty[stages], out_full[2], out_empty[2];
+    mn_scan_coord place[GROUPS];
 };
 
 #if MN_HAS_WGMMA
@@ -72,29 +87,37 @@ __device__ inline int mn_token_count(const mn_scan_coord &at, int64_t t) {
 /* ---- the producer warpgroup ------------------------------------------------------------------ */
 
 /* A warp asks TMA for the tiles of all chunks. */
-template <int DEPTH, bool HAS_OUT>
-__device__ inline void mn_token_load(mn_token_smem<DEPTH> &smem, const mn_token_scan &job) {
+template <bool HAS_OUT, typename Smem>
+__device__ inline void mn_token_load(Smem &smem, const mn_token_scan &job) {
+    constexpr int deep_tiles = Smem::depth / 64, groups = Smem::groups;
     const mn_chunk_scan &p = job.scan;
-    const mn_scan_coord &at = smem.place;
+    const mn_scan_coord &at = smem.place[0];
     const int iters = (int)(at.end - at.iter), b = (int)at.span.b, column0 = (int)at.column0;
     const int deep = (int)(p.transposed ? at.h : at.key);
     const int wide = (int)(p.transposed ? at.key : at.h);
-    constexpr int rows = (HAS_OUT ? 2 : 1) * (DEPTH / 64) + 1;
+    const bool pairs = Smem::pairs && p.mode != MN_SCAN_PLAIN;
+    const int tiles = (HAS_OUT ? 2 : 1) * deep_tiles + (pairs ? 2 : 1) * groups;
 #pragma unroll 1
     for (int n = 0; n < iters; n++) {
-        const int slot = n % MN_TOKEN_STAGES;
+        const int slot = n % Smem::stages;
         const int t = (int)(at.span.t0 + mn_token_first(at, p.reverse, n));
-        mn_token_stage<DEPTH> &to = smem.stage[slot];
+        auto &to = smem.stage[slot];
         uint64_t *full = &smem.full[slot];
-        mn_mbarrier_wait(&smem.empty[slot], (n / MN_TOKEN_STAGES & 1) ^ 1);
+        mn_mbarrier_wait(&smem.empty[slot], (n / Smem::stages & 1) ^ 1);
         if (!mn_elect_one()) continue;
-        mn_mbarrier_arrive_expect_tx(full, rows * MN_TOKEN_TILE);
+        mn_mbarrier_arrive_expect_tx(full, tiles * MN_TOKEN_TILE);
 #pragma unroll
-        for (int i = 0; i < DEPTH / 64; i++) {
+        for (int i = 0; i < deep_tiles; i++) {
             mn_tma_load(to.y + i * MN_TOKEN_TILE, job.y, full, 64 * i, deep, t, b);
             if (HAS_OUT) mn_tma_load(to.x + i * MN_TOKEN_TILE, job.x, full, 64 * i, deep, t, b);
         }
-        mn_tma_load(to.z, job.z, full, column0, wide, t, b);
+#pragma unroll
+        for (int i = 0; i < groups; i++) {
+            const int column = column0 + 64 * i;
+            mn_tma_load(to.z + i * MN_TOKEN_TILE, job.z, full, column, wide, t, b);
+            if (!pairs) continue;
+            mn_tma_load(to.paired + i * MN_TOKEN_TILE, job.paired, full, column, wide, t, b);
+        }
     }
 }
 
@@ -107,148 +130,288 @@ __device__ inline void mn_token_zero_tail(unsigned char *tiles, int n, int count
     }
 }
 
+/* Log decays of a lane's tokens of a chunk as they lie in memory, in the order of the scan; zeros
+ * beyond its `count` tokens. */
+struct mn_token_decays {
+    mn_bf16 at[MN_TOKEN_CHUNK / 32];
+
+    __device__ void load(const mn_in &g, const mn_scan_coord &place, int64_t t, int count,
+                         bool reverse) {
+#pragma unroll
+        for (int i = 0; i < MN_TOKEN_CHUNK / 32; i++) {
+            const int row = threadIdx.x % 32 * (MN_TOKEN_CHUNK / 32) + i;
+            const int token = reverse ? MN_TOKEN_CHUNK - 1 - row : row;
+            at[i] = __ushort_as_bfloat16(0);
+            if (token < count) {
+                at[i] = *mn_row<mn_bf16>(g, place.span.b, place.span.t0 + t + token, place.h);
+            }
+        }
+    }
+
+    /* In units of 2; a sum of -200 is as good as any below. */
+    __device__ double log2(int i) const {
+        const float x = mn_float(at[i]);
+        return 1.4426950408889634 * (x < -200.0f ? -200.0f : x);    // NaN stays
+    }
+};
+
 /* Sums of log2 decays of a chunk, by tokens: as mn_scan_cumsum_decays, whose rows are in the order
  * of the scan, as those of `g` are here. A warp calls. */
 __device__ inline void mn_token_cumsum_decays(mn_scan_log_decays<MN_TOKEN_CHUNK> &to,
-                                              const float (&g)[MN_TOKEN_CHUNK / 32],
+                                              float *from_start, const mn_token_decays &g,
                                               bool reverse) {
-    const double unit = 1.4426950408889634;
     double own = 0.0, log_decay, whole;
 #pragma unroll
-    for (int i = 0; i < MN_TOKEN_CHUNK / 32; i++) own += unit * g[i];
+    for (int i = 0; i < MN_TOKEN_CHUNK / 32; i++) own += g.log2(i);
     mn_scan_warp_cumsum(log_decay, whole, own);
 #pragma unroll
     for (int i = 0; i < MN_TOKEN_CHUNK / 32; i++) {
         const int row = threadIdx.x % 32 * (MN_TOKEN_CHUNK / 32) + i;
         const int token = reverse ? MN_TOKEN_CHUNK - 1 - row : row;
         const double before = log_decay;
-        log_decay += unit * g[i];
+        log_decay += g.log2(i);
         const double l = reverse ? before : log_decay;
         to.log_decay[token] = make_float2((float)l, (float)(l - (double)(float)l));
         to.to_end[token] = mn_exp2((float)(whole - l));
+        from_start[token] = mn_exp2((float)l);
     }
     if (threadIdx.x % 32 == 0) to.whole = (float)whole;
 }
 
-/* A warp makes the decays of each chunk, and tokens behind a sequence's last zeros, which TMA does
- * only behind the last of the tensor. */
-template <int DEPTH, bool DECAYS>
-__device__ inline void mn_token_make_ready(mn_token_smem<DEPTH> &smem, const mn_token_params &all,
-                                           const mn_chunk_scan &p) {
-    const mn_scan_coord &at = smem.place;
+/* Two warps make the decays of each chunk in turn, and tokens behind a sequence's last zeros, which
+ * TMA does only behind the last of the tensor. Decays are asked for two chunks ahead. */
+template <bool DECAYS, typename Smem>
+__device__ inline void mn_token_make_ready(Smem &smem, const mn_token_params &all,
+                                           const mn_chunk_scan &p, int first) {
+    constexpr int deep_tiles = Smem::depth / 64, groups = Smem::groups;
+    const mn_scan_coord &at = smem.place[0];
     const int iters = (int)(at.end - at.iter);
-    mn_chunk_scans decays = {};
-    decays.g = all.g;
+    mn_token_decays g = {}, next = {};
+    if (DECAYS && first < iters) {
+        const int64_t t = mn_token_first(at, p.reverse, first);
+        next.load(all.g, at, t, mn_token_count(at, t), p.reverse);
+    }
 #pragma unroll 1
-    for (int n = 0; n < iters; n++) {
-        const int slot = n % MN_TOKEN_STAGES;
-        const int64_t t = mn_token_first(at, p.reverse, n);
-        const int count = mn_token_count(at, t);
-        float g[MN_TOKEN_CHUNK / 32];
-        if (DECAYS) mn_scan_load_decays<MN_TOKEN_CHUNK>(g, decays, at, t, count, p.reverse);
-        mn_mbarrier_wait(&smem.full[slot], n / MN_TOKEN_STAGES & 1);
-        if (DECAYS) mn_token_cumsum_decays(smem.log_decays[slot], g, p.reverse);
+    for (int n = first; n < iters; n += 2) {
+        const int slot = n % Smem::stages;
+        const int count = mn_token_count(at, mn_token_first(at, p.reverse, n));
+        g = next;
+        if (DECAYS && n + 2 < iters) {
+            const int64_t t = mn_token_first(at, p.reverse, n + 2);
+            next.load(all.g, at, t, mn_token_count(at, t), p.reverse);
+        }
+        mn_mbarrier_wait(&smem.full[slot], n / Smem::stages & 1);
+        if (DECAYS) {
+            mn_token_cumsum_decays(smem.log_decays[slot], smem.from_start[slot], g, p.reverse);
+        }
         if (all.call.cu_seqlens && count < MN_TOKEN_CHUNK) {
-            mn_token_zero_tail(smem.stage[slot].y, DEPTH / 64, count);
-            mn_token_zero_tail(smem.stage[slot].z, 1, count);
+            auto &in = smem.stage[slot];
+            mn_token_zero_tail(in.y, deep_tiles, count);
+            mn_token_zero_tail(in.z, groups, count);
+            if (Smem::pairs && p.mode != MN_SCAN_PLAIN) {
+                mn_token_zero_tail(in.x, deep_tiles, count);
+                mn_token_zero_tail(in.paired, groups, count);
+            }
             mn_fence_proxy_async();
         }
         mn_mbarrier_arrive_warp(&smem.ready[slot]);
     }
 }
 
+/* Where a chunk's state is kept, and what its block leaves for the gradient of a decay. */
+__device__ inline int64_t mn_token_slot(const mn_call &call, const mn_scan_coord &at,
+                                        int64_t chunk) {
+    return (mn_scan_first_slot(call, at.n, MN_TOKEN_CHUNK) + chunk) * call.H + at.h;
+}
+
+/* What the warps have left of a chunk's tokens, added up, and over all of them what was read from
+ * the state. A warp calls. */
+template <typename Smem>
+__device__ inline void mn_token_store_products(const Smem &smem, const mn_call &call,
+                                               const mn_chunk_scan &p, int64_t chunk, int buffer) {
+    const mn_scan_coord &at = smem.place[0];
+    const int lane = threadIdx.x % 32;
+    const int64_t index = mn_token_slot(call, at, chunk) * (at.n_slices / Smem::groups) +
+                          at.slice / Smem::groups;
+    float2 read = { 0.0f, 0.0f }, own = read;
+#pragma unroll
+    for (int i = 0; i < 4 * Smem::groups; i++) {
+        const float2 x = *(const float2 *)&smem.products[buffer][i][2 * lane];
+        read.x += x.x, read.y += x.y;
+    }
+    for (int i = 0; i < 4 && p.mode == MN_SCAN_SAVE_STATE; i++) {
+        const float2 x = *(const float2 *)&smem.products[buffer][4 * Smem::groups + i][2 * lane];
+        own.x += x.x, own.y += x.y;
+    }
+    *(float2 *)(p.products + index * MN_TOKEN_CHUNK + 2 * lane) =
+        make_float2(p.scale * (read.x - own.x), p.scale * (read.y - own.y));
+    const float all = mn_warp_sum(read.x + read.y);
+    if (p.mode == MN_SCAN_SAVE_STATE && lane == 0) p.inside[index] = p.scale * all;
+}
+
 /* A warp stores the results of all chunks: by TMA, or row by row where fewer tokens are the
  * sequence's. */
-template <int DEPTH>
-__device__ inline void mn_token_store(mn_token_smem<DEPTH> &smem, const mn_token_scan &job,
-                                      bool packed) {
+template <typename Smem>
+__device__ inline void mn_token_store(Smem &smem, const mn_token_scan &job, const mn_call &call) {
     const mn_chunk_scan &p = job.scan;
-    const mn_scan_coord &at = smem.place;
+    const mn_scan_coord &at = smem.place[0];
     const int iters = (int)(at.end - at.iter), lane = threadIdx.x % 32, vec16 = lane % 8;
-    const int64_t j = at.column0 + 8 * vec16;
     for (int n = 0; n < iters; n++) {
         const int64_t t = mn_token_first(at, p.reverse, n);
         const int count = mn_token_count(at, t);
-        const unsigned char *tile = smem.out[n % 2];
         mn_mbarrier_wait(&smem.out_full[n % 2], n / 2 & 1);
-        if (packed && count < MN_TOKEN_CHUNK) {
-            for (int row = lane / 8; j < p.width && row < count; row += 4) {
-                mn_bf16 *to = mn_row<mn_bf16>(p.out, at.span.b, at.span.t0 + t + row, at.h) + j;
-                *(uint4 *)to = *(const uint4 *)(tile + delta::mn_tile_swizzle(row, vec16));
+#pragma unroll
+        for (int i = 0; i < Smem::groups; i++) {
+            const unsigned char *tile = smem.out[n % 2] + i * MN_TOKEN_TILE;
+            const int64_t column0 = at.column0 + 64 * i, j = column0 + 8 * vec16;
+            if (call.cu_seqlens && count < MN_TOKEN_CHUNK) {
+                for (int row = lane / 8; j < p.width && row < count; row += 4) {
+                    mn_bf16 *to = mn_row<mn_bf16>(p.out, at.span.b, at.span.t0 + t + row, at.h) + j;
+                    *(uint4 *)to = *(const uint4 *)(tile + delta::mn_tile_swizzle(row, vec16));
+                }
+            } else if (lane == 0) {
+                mn_tma_store(job.out, tile, (int)column0, (int)at.h, (int)(at.span.t0 + t),
+                             (int)at.span.b);
             }
-        } else if (lane == 0) {
-            mn_tma_store(job.out, tile, (int)at.column0, (int)at.h, (int)(at.span.t0 + t),
-                         (int)at.span.b);
-            mn_tma_store_wait_read();
         }
+        if (Smem::pairs && p.mode != MN_SCAN_PLAIN) {
+            mn_token_store_products(smem, call, p, t / MN_TOKEN_CHUNK, n % 2);
+        }
+        if (lane == 0) mn_tma_store_wait_read();
         mn_mbarrier_arrive_warp(&smem.out_empty[n % 2]);
     }
 }
 
 /* ---- the warpgroup that computes scores ------------------------------------------------------ */
 
-/* Stores P (64,64) of every chunk; a warp has 16 rows. */
-template <int DEPTH, bool DECAYS>
-__device__ inline void mn_token_scores(mn_token_smem<DEPTH> &smem, bool reverse) {
+/* Adds up with the lane that is 2 STEP away, each of both one half of the numbers. */
+template <int STEP>
+__device__ __forceinline__ void mn_token_halve(float (&x)[16]) {
+    const bool upper = threadIdx.x % 32 & 2 * STEP;
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        const float low = x[i], high = x[i + STEP];    // not a choice of addresses
+        x[i] = (upper ? high : low) +
+               __shfl_xor_sync(0xffffffffu, upper ? low : high, 2 * STEP);
+    }
+}
+
+/* Sums over a warp's 16 rows, of which a thread has two: of 16 numbers, columns 8 n + 2 (lane % 4)
+ * and the next, those that are this lane's, columns 2 lane and the next. */
+__device__ __forceinline__ float2 mn_token_column_sums(float (&x)[16]) {
+    mn_token_halve<8>(x);
+    mn_token_halve<4>(x);
+    mn_token_halve<2>(x);
+    return make_float2(x[0], x[1]);
+}
+
+/* P of this warp's 16 rows, decayed in place, zero where a row does not see a column; to a tile. */
+template <bool DECAYS>
+__device__ inline void mn_token_weigh(float (&sum)[8][4], unsigned char *P, const float2 *l,
+                                      bool reverse) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const int iters = (int)(smem.place.end - smem.place.iter);
+    const float2 of_row[2] = { DECAYS ? l[row] : float2{}, DECAYS ? l[row + 8] : float2{} };
+#pragma unroll
+    for (int tile = 0; tile < 8; tile++) {
+        const int column = 8 * tile + lane % 4 * 2;
+        float4 of_columns = {};
+        if (DECAYS) of_columns = *(const float4 *)(l + column);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float *at = &sum[tile][2 * half];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int r = row + 8 * half, c = column + i;
+                if (DECAYS) {
+                    const float high = i ? of_columns.z : of_columns.x;
+                    const float low = i ? of_columns.w : of_columns.y;
+                    at[i] *= mn_exp2((of_row[half].x - high) + (of_row[half].y - low));
+                }
+                if (reverse ? c < r : c > r) at[i] = 0.0f;
+            }
+            *(unsigned *)(P + delta::mn_tile_swizzle(row + 8 * half, tile) + lane % 4 * 4) =
+                mn_bf16x2(at[0], at[1]);
+        }
+    }
+}
+
+/* This warp's part of sum_u>t G_ut - sum_s<t G_ts for all tokens t, G = P R in front of the
+ * diagonal. */
+__device__ inline void mn_token_store_own(float *to, const float (&P)[8][4],
+                                          const float (&R)[8][4]) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    float columns[16], rows[2] = { 0.0f, 0.0f };
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const int c = i / 2 * 8 + lane % 4 * 2 + i % 2;
+        const float low = c < row ? P[i / 2][i % 2] * R[i / 2][i % 2] : 0.0f;
+        const float high = c < row + 8 ? P[i / 2][2 + i % 2] * R[i / 2][2 + i % 2] : 0.0f;
+        columns[i] = low + high;
+        rows[0] += low, rows[1] += high;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        rows[half] += __shfl_xor_sync(0xffffffffu, rows[half], 1);
+        rows[half] += __shfl_xor_sync(0xffffffffu, rows[half], 2);
+    }
+    *(float2 *)(to + 2 * lane) = mn_token_column_sums(columns);
+    __syncwarp();
+    if (lane % 4 == 0) to[row] -= rows[0], to[row + 8] -= rows[1];
+}
+
+/* Stores P (64,64) of every chunk; a warp has 16 rows. OWN: and what tokens of a chunk read from
+ * each other. */
+template <bool DECAYS, bool OWN, typename Smem>
+__device__ inline void mn_token_scores(Smem &smem, bool reverse) {
+    const int iters = (int)(smem.place[0].end - smem.place[0].iter);
 #pragma unroll 1
     for (int n = 0; n < iters; n++) {
-        const int slot = n % MN_TOKEN_STAGES, phase = n / MN_TOKEN_STAGES & 1;
-        mn_token_stage<DEPTH> &in = smem.stage[slot];
-        const float2 *l = smem.log_decays[slot].log_decay;
-        const unsigned x = mn_smem_addr(in.x), y = mn_smem_addr(in.y);
-        float sum[8][4] = {};
+        const int slot = n % Smem::stages, phase = n / Smem::stages & 1;
+        auto &in = smem.stage[slot];
+        float P[8][4] = {}, R[8][4] = {};
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
         delta::mn_mma_fence<true>();
 #pragma unroll
-        for (int k = 0; k < DEPTH; k += 16) {
+        for (int k = 0; k < Smem::depth; k += 16) {
             const unsigned at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
-            delta::mn_wgmma_m64n64k16(sum, x + at, y + at);
+            delta::mn_wgmma_m64n64k16(P, mn_smem_addr(in.x) + at, mn_smem_addr(in.y) + at);
         }
-        delta::mn_mma_commit_wait<true>();
-        const float2 of_row[2] = { DECAYS ? l[row] : float2{}, DECAYS ? l[row + 8] : float2{} };
+        delta::mn_mma_commit<true>();
+        if constexpr (OWN) {
 #pragma unroll
-        for (int tile = 0; tile < 8; tile++) {
-            const int column = 8 * tile + lane % 4 * 2;
-            float4 of_columns = {};
-            if (DECAYS) of_columns = *(const float4 *)(l + column);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float at[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int r = row + 8 * half, c = column + i;
-                    at[i] = sum[tile][2 * half + i];
-                    if (DECAYS) {
-                        const float high = i ? of_columns.z : of_columns.x;
-                        const float low = i ? of_columns.w : of_columns.y;
-                        at[i] *= mn_exp2((of_row[half].x - high) + (of_row[half].y - low));
-                    }
-                    if (reverse ? c < r : c > r) at[i] = 0.0f;
-                }
-                *(unsigned *)(in.P + delta::mn_tile_swizzle(row + 8 * half, tile) + lane % 4 * 4) =
-                    mn_bf16x2(at[0], at[1]);
+            for (int k = 0; k < 64 * Smem::groups; k += 16) {
+                const unsigned at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
+                delta::mn_wgmma_m64n64k16(R, mn_smem_addr(in.paired) + at, mn_smem_addr(in.z) + at);
             }
+            delta::mn_mma_commit<true>();
         }
+        delta::mn_mma_wait<true, OWN ? 1 : 0>();
+        mn_token_weigh<DECAYS>(P, in.P, smem.log_decays[slot].log_decay, reverse);
         mn_fence_proxy_async();
+        if constexpr (OWN) delta::mn_mma_wait<true>();
         mn_mbarrier_arrive(&smem.scored[slot]);
+        if constexpr (OWN) {
+            const int warp = threadIdx.x / 32 % 4;
+            mn_mbarrier_wait(&smem.out_empty[n % 2], (n / 2 & 1) ^ 1);
+            mn_token_store_own(smem.products[n % 2][4 * Smem::groups + warp], P, R);
+            mn_mbarrier_arrive(&smem.out_full[n % 2]);
+        }
     }
 }
 
 /* ---- the warpgroup that keeps the state ------------------------------------------------------ */
 
-/* The state, transposed: a thread has rows of two of the 64 value columns and, of each eight
- * channels, two. */
+/* The state of a warpgroup, transposed: a thread has rows of two of the 64 value columns and, of
+ * each eight channels, two. */
 template <int DEPTH>
 struct mn_token_state {
     float at[DEPTH / 8][4];
 
     template <typename F>
     __device__ void each(F use) {
-        const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+        const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < DEPTH / 2; i++) {
             use(at[i / 4][i % 4], i / 4 * 8 + lane % 4 * 2 + i % 2, row + i % 4 / 2 * 8);
@@ -275,7 +438,7 @@ struct mn_token_state {
             scale(p.cum_decays[index * MN_SCAN_DECAYS]);
 #pragma unroll
             for (int k = 0; k < DEPTH / 8; k++) {
-                const float4 sum = sums[k * MN_TOKEN_WARPGROUP + threadIdx.x];
+                const float4 sum = sums[k * MN_TOKEN_WARPGROUP + threadIdx.x % MN_TOKEN_WARPGROUP];
                 at[k][0] += sum.x, at[k][1] += sum.y, at[k][2] += sum.z, at[k][3] += sum.w;
             }
         }
@@ -284,13 +447,14 @@ struct mn_token_state {
     __device__ void end(const mn_chunk_scan &p, const mn_scan_coord &place, float cum_decay) {
         float *to = mn_row<float>(p.state, place.n, 0, place.h);
         if (p.reduce_pass) {
+            const int thread = threadIdx.x % MN_TOKEN_WARPGROUP;
             float4 *sums = (float4 *)(p.sums + place.index * DEPTH * MN_SCAN_WIDTH);
 #pragma unroll
             for (int k = 0; k < DEPTH / 8; k++) {
-                sums[k * MN_TOKEN_WARPGROUP + threadIdx.x] =
+                sums[k * MN_TOKEN_WARPGROUP + thread] =
                     make_float4(at[k][0], at[k][1], at[k][2], at[k][3]);
             }
-            if (threadIdx.x == 0) p.cum_decays[place.index * MN_SCAN_DECAYS] = cum_decay;
+            if (thread == 0) p.cum_decays[place.index * MN_SCAN_DECAYS] = cum_decay;
         } else if (place.last && to) {
             each([&](float &cell, int i, int j) {
                 const int64_t column = place.column0 + j;
@@ -309,7 +473,7 @@ __device__ __forceinline__ void mn_token_add_wild(float (&O)[8][4], const unsign
 #pragma unroll 1
     for (int s = 0; s < MN_TOKEN_CHUNK; s++) {
         uint32_t z[4];
-        delta::mn_frag_a_trans(z, mn_smem_addr(z_tile), threadIdx.x / 32 * 16, s / 16 * 16);
+        delta::mn_frag_a_trans(z, mn_smem_addr(z_tile), threadIdx.x / 32 % 4 * 16, s / 16 * 16);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int token = s / 16 * 16 + i / 2 * 8 + column;    // of the lower half
@@ -340,7 +504,7 @@ __device__ inline bool mn_token_values(uint32_t (&z)[4][4], uint32_t (&finite)[4
     uint32_t watch = 0;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        delta::mn_frag_a_trans(z[k], mn_smem_addr(tile), threadIdx.x / 32 * 16, 16 * k);
+        delta::mn_frag_a_trans(z[k], mn_smem_addr(tile), threadIdx.x / 32 % 4 * 16, 16 * k);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             watch = mn_bf16x2_watch(z[k][i], watch);
@@ -356,7 +520,7 @@ __device__ inline bool mn_token_values(uint32_t (&z)[4][4], uint32_t (&finite)[4
 /* O, transposed in registers, times `by` to a tile (64 tokens, 64 columns) in shared memory. */
 __device__ inline void mn_token_stage_out(unsigned char *tile, const float (&O)[8][4], float by) {
     const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8;
-    const int vec16 = threadIdx.x / 32 * 2 + lane / 8 % 2;
+    const int vec16 = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         uint32_t x[4];
@@ -372,13 +536,12 @@ __device__ inline void mn_token_stage_out(unsigned char *tile, const float (&O)[
 }
 
 /* Decays of a chunk: those of O's tokens from its start, those of Z's to its end. */
-__device__ inline void mn_token_scale_out(float (&O)[8][4], const float2 *log_decay) {
+__device__ inline void mn_token_scale_out(float (&O)[8][4], const float *from_start) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        const float low = mn_exp2(log_decay[8 * n + column].x);
-        const float high = mn_exp2(log_decay[8 * n + column + 1].x);
-        O[n][0] *= low, O[n][1] *= high, O[n][2] *= low, O[n][3] *= high;
+        const float2 by = *(const float2 *)(from_start + 8 * n + column);
+        O[n][0] *= by.x, O[n][1] *= by.y, O[n][2] *= by.x, O[n][3] *= by.y;
     }
 }
 
@@ -394,29 +557,96 @@ __device__ inline void mn_token_scale_values(uint32_t (&z)[4][4], const float *t
     }
 }
 
-/* O of every chunk to smem.out, what becomes of M. HAS_OUT: otherwise M alone. */
-template <int DEPTH, bool DECAYS, bool HAS_OUT>
-__device__ inline void mn_token_state_scan(mn_token_smem<DEPTH> &smem, const mn_chunk_scan &p) {
+/* ---- what the gradient of a decay takes ------------------------------------------------------ */
+
+/* Sums over this warp's 16 columns of O with what lies beside, for two tokens. */
+__device__ inline float2 mn_token_dot(const float (&O)[8][4], const unsigned char *paired) {
+    float sums[16];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        uint32_t x[4];
+        delta::mn_frag_a_trans(x, mn_smem_addr(paired), threadIdx.x / 32 % 4 * 16, 16 * k);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float(&o)[4] = O[2 * k + half];
+            float *to = &sums[4 * k + 2 * half];
+            to[0] = fmaf(o[2], mn_bf16_lo(x[2 * half + 1]), o[0] * mn_bf16_lo(x[2 * half]));
+            to[1] = fmaf(o[3], mn_bf16_hi(x[2 * half + 1]), o[1] * mn_bf16_hi(x[2 * half]));
+        }
+    }
+    return mn_token_column_sums(sums);
+}
+
+/* The state in front of a chunk, in bf16 as operands have it: kept, or it meets the one behind the
+ * chunk, which comes decayed over it. */
+template <int MODE, int DEPTH>
+struct mn_token_kept {
+    uint4 at[MODE == MN_SCAN_DOT_STATE ? DEPTH / 16 : 1];
+    int64_t index;    // of the chunk and slice
+
+    __device__ mn_token_kept(const mn_call &call, const mn_chunk_scan &p,
+                             const mn_scan_coord &place, int64_t t,
+                             const uint32_t (&a)[DEPTH / 16][4]) {
+        if constexpr (MODE != MN_SCAN_PLAIN) {
+            index = mn_token_slot(call, place, t / MN_TOKEN_CHUNK) * place.n_slices + place.slice;
+            uint4 *kept = (uint4 *)(p.kept + index * DEPTH * MN_SCAN_WIDTH) +
+                          threadIdx.x % MN_TOKEN_WARPGROUP;
+#pragma unroll
+            for (int k = 0; k < DEPTH / 16; k++) {
+                if constexpr (MODE == MN_SCAN_DOT_STATE) at[k] = kept[k * MN_TOKEN_WARPGROUP];
+                else kept[k * MN_TOKEN_WARPGROUP] = make_uint4(a[k][0], a[k][1], a[k][2], a[k][3]);
+            }
+        }
+    }
+
+    __device__ void meet(const mn_token_state<DEPTH> &M, const mn_chunk_scan &p,
+                         float cum_decay) const {
+        if constexpr (MODE == MN_SCAN_DOT_STATE) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < DEPTH / 4; i++) {
+                const uint32_t pairs[4] = { at[i / 4].x, at[i / 4].y, at[i / 4].z, at[i / 4].w };
+                const float(&cells)[4] = M.at[i / 2];
+                sum = fmaf(cells[i % 2 * 2], mn_bf16_lo(pairs[i % 4]), sum);
+                sum = fmaf(cells[i % 2 * 2 + 1], mn_bf16_hi(pairs[i % 4]), sum);
+            }
+            sum = mn_warp_sum(sum);
+            if (threadIdx.x % 32 == 0) {
+                p.state_dots[index * 4 + threadIdx.x / 32 % 4] = p.scale * cum_decay * sum;
+            }
+        }
+    }
+};
+
+/* O of every chunk to smem.out, what becomes of M. HAS_OUT: otherwise M alone. MODE: what else the
+ * scan leaves; `group` has the columns. */
+template <int MODE, bool DECAYS, bool HAS_OUT, typename Smem>
+__device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, const mn_chunk_scan &p,
+                                           int group) {
     using namespace delta;
-    const int iters = (int)(smem.place.end - smem.place.iter);
+    constexpr int DEPTH = Smem::depth;
+    const mn_scan_coord &place = smem.place[group];
+    const int iters = (int)(place.end - place.iter), tile = group * MN_TOKEN_TILE;
     const bool reverse = p.reverse;
     const float by = p.scale;
     float cum_decay = 1.0f;
     mn_token_state<DEPTH> M;
-    M.begin(p, smem.place);
+    M.begin(p, place);
 #pragma unroll 1
     for (int n = 0; n < iters; n++) {
-        const int slot = n % MN_TOKEN_STAGES, phase = n / MN_TOKEN_STAGES & 1;
-        mn_token_stage<DEPTH> &in = smem.stage[slot];
+        const int slot = n % Smem::stages, phase = n / Smem::stages & 1;
+        auto &in = smem.stage[slot];
         const mn_scan_log_decays<MN_TOKEN_CHUNK> &decays = smem.log_decays[slot];
         uint32_t a[DEPTH / 16][4], z[4][4], finite[4][4];
         float O[8][4] = {};
+        float2 read = {};
         if (HAS_OUT) {
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; k++) {
                 additive::mn_frag_a_of(a[k], M.at[2 * k], M.at[2 * k + 1]);
             }
         }
+        const mn_token_kept<MODE, DEPTH> kept(call, p, place, mn_token_first(place, reverse, n), a);
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
@@ -428,9 +658,10 @@ __device__ inline void mn_token_state_scan(mn_token_smem<DEPTH> &smem, const mn_
             }
             mn_mma_commit<true>();
         }
-        const bool wild = mn_token_values(z, finite, in.z);
+        const bool wild = mn_token_values(z, finite, in.z + tile);
         if (DECAYS) {
             const float whole = mn_exp2(decays.whole);
+            kept.meet(M, p, whole);
             M.scale(whole);
             cum_decay *= whole;
             mn_token_scale_values(z, decays.to_end);
@@ -438,7 +669,8 @@ __device__ inline void mn_token_state_scan(mn_token_smem<DEPTH> &smem, const mn_
         if (HAS_OUT) {
             if (DECAYS) {
                 mn_mma_wait<true>();
-                mn_token_scale_out(O, decays.log_decay);
+                mn_token_scale_out(O, smem.from_start[slot]);
+                if (MODE != MN_SCAN_PLAIN) read = mn_token_dot(O, in.paired + tile);
             }
             mn_mbarrier_wait(&smem.scored[slot], phase);
             mn_mma_fence<true>();
@@ -460,64 +692,111 @@ __device__ inline void mn_token_state_scan(mn_token_smem<DEPTH> &smem, const mn_
         mn_mma_commit<true>();
         if (HAS_OUT) {
             mn_mbarrier_wait(&smem.out_empty[n % 2], (n / 2 & 1) ^ 1);
+            if (MODE != MN_SCAN_PLAIN) {
+                float *to = smem.products[n % 2][4 * group + threadIdx.x / 32 % 4];
+                *(float2 *)(to + threadIdx.x % 32 * 2) = read;
+            }
             mn_mma_wait<true, 1>();
-            if (wild) mn_token_add_wild(O, in.z, in.P, reverse);
-            mn_token_stage_out(smem.out[n % 2], O, by);
+            if (wild) mn_token_add_wild(O, in.z + tile, in.P, reverse);
+            mn_token_stage_out(smem.out[n % 2] + tile, O, by);
             mn_fence_proxy_async();
             mn_mbarrier_arrive(&smem.out_full[n % 2]);
         }
         mn_mma_wait<true>();
         mn_mbarrier_arrive(&smem.empty[slot]);
     }
-    M.end(p, smem.place, cum_decay);
+    M.end(p, place, cum_decay);
+}
+
+/* The same by what the scan leaves. */
+template <bool DECAYS, bool HAS_OUT, typename Smem>
+__device__ inline void mn_token_state_part(Smem &smem, const mn_call &call, const mn_chunk_scan &p,
+                                           int group) {
+    if constexpr (Smem::pairs) {
+        if (p.mode == MN_SCAN_SAVE_STATE) {
+            mn_token_state_scan<MN_SCAN_SAVE_STATE, DECAYS, HAS_OUT>(smem, call, p, group);
+            return;
+        }
+        if (p.mode == MN_SCAN_DOT_STATE) {
+            mn_token_state_scan<MN_SCAN_DOT_STATE, DECAYS, HAS_OUT>(smem, call, p, group);
+            return;
+        }
+    }
+    mn_token_state_scan<MN_SCAN_PLAIN, DECAYS, HAS_OUT>(smem, call, p, group);
+}
+
+template <bool DECAYS, typename Smem>
+__device__ inline void mn_token_scores_part(Smem &smem, const mn_chunk_scan &p) {
+    if constexpr (Smem::pairs) {
+        if (p.mode == MN_SCAN_SAVE_STATE) {
+            mn_token_scores<DECAYS, true>(smem, p.reverse);
+            return;
+        }
+    }
+    mn_token_scores<DECAYS, false>(smem, p.reverse);
 }
 
 #endif
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-/* Grid: blocks of 384 threads, block = (n * H + h) * n_slices + slice for sequence n, head h and 64
- * columns, by scans, by segments.
- * Loads   for each chunk x, y (64, depth), z (64, 64 columns) and the decays of 64 tokens; at the
- *         start the state (depth, 64 columns), or what the segments before have left.
- * Stores  out (64, 64 columns) of each chunk, and the state at the end of the sequence; without
- *         HAS_OUT what the segment adds to a state, and its decay. */
-template <int DEPTH, bool DECAYS, bool HAS_OUT>
-__global__ void __launch_bounds__(MN_TOKEN_THREADS, 1)
+/* Registers of threads that keep the state, make scores, and do the rest. */
+template <int GROUPS>
+struct mn_token_registers {
+    static constexpr int state = GROUPS == 1 ? 240 : 168, scores = GROUPS == 1 ? 144 : 120;
+    static constexpr int rest = GROUPS == 1 ? 120 : 56;
+};
+
+/* Grid: blocks of 384 or 512 threads, block = (n * H + h) * n_slices + slice for sequence n, head h
+ * and 64 columns of each group, by scans, by segments.
+ * Loads   for each chunk x, y (64, depth), z (64, columns) and the decays of 64 tokens; at the
+ *         start the state (depth, columns), or what the segments before have left.
+ * Stores  out (64, columns) of each chunk, and the state at the end of the sequence; without
+ *         HAS_OUT what the segment adds to a state, and its decay. PAIRS: what scan.mode says for
+ *         the gradient of a decay. */
+template <int DEPTH, int GROUPS, bool DECAYS, bool HAS_OUT, bool PAIRS>
+__global__ void __launch_bounds__((GROUPS + 2) * MN_TOKEN_WARPGROUP, 1)
 additive_token_scan_sm90(const __grid_constant__ mn_token_params all) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char token_smem_bytes[];
-    mn_token_smem<DEPTH> &smem = *(mn_token_smem<DEPTH> *)token_smem_bytes;
+    using smem_type = mn_token_smem<DEPTH, GROUPS, PAIRS>;
+    using registers = mn_token_registers<GROUPS>;
+    smem_type &smem = *(smem_type *)token_smem_bytes;
     const mn_token_scan &job = all.scans[blockIdx.y];
-    if (blockIdx.x >= mn_scan_slices(job.scan) * all.call.H * mn_n_spans(all.call)) return;
+    const int64_t n_slices = mn_scan_slices(job.scan) / GROUPS;
+    if (blockIdx.x >= n_slices * all.call.H * mn_n_spans(all.call)) return;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < MN_TOKEN_STAGES; i++) {
+        const int states = GROUPS * MN_TOKEN_WARPGROUP;
+        const bool own = PAIRS && job.scan.mode == MN_SCAN_SAVE_STATE;
+        for (int i = 0; i < smem_type::stages; i++) {
             mn_mbarrier_init(&smem.full[i], 1);
             mn_mbarrier_init(&smem.ready[i], 1);
             mn_mbarrier_init(&smem.scored[i], MN_TOKEN_WARPGROUP);
-            mn_mbarrier_init(&smem.empty[i], MN_TOKEN_WARPGROUP);
+            mn_mbarrier_init(&smem.empty[i], states);
         }
         for (int i = 0; i < 2; i++) {
-            mn_mbarrier_init(&smem.out_full[i], MN_TOKEN_WARPGROUP);
+            mn_mbarrier_init(&smem.out_full[i], states + (own ? MN_TOKEN_WARPGROUP : 0));
             mn_mbarrier_init(&smem.out_empty[i], 1);
         }
         mn_mbarrier_init_fence();
-        smem.place = mn_scan_block_coord(all.call, job.scan, MN_TOKEN_CHUNK);
+        for (int i = 0; i < GROUPS; i++) {
+            smem.place[i] = mn_scan_block_coord(all.call, job.scan, MN_TOKEN_CHUNK, i, GROUPS);
+        }
     }
     __syncthreads();
-    if (smem.place.idle) return;
-    if (threadIdx.x < MN_TOKEN_WARPGROUP) {
-        mn_setmaxnreg_inc<240>();
-        mn_token_state_scan<DEPTH, DECAYS, HAS_OUT>(smem, job.scan);
-    } else if (threadIdx.x < 2 * MN_TOKEN_WARPGROUP) {
-        mn_setmaxnreg_dec<144>();
-        if (HAS_OUT) mn_token_scores<DEPTH, DECAYS>(smem, job.scan.reverse);
+    if (smem.place[0].idle) return;
+    const int group = threadIdx.x / MN_TOKEN_WARPGROUP, warp = threadIdx.x / 32 % 4;
+    if (group < GROUPS) {
+        mn_setmaxnreg_inc<registers::state>();
+        mn_token_state_part<DECAYS, HAS_OUT>(smem, all.call, job.scan, group);
+    } else if (group == GROUPS) {
+        mn_setmaxnreg_dec<registers::scores>();
+        if (HAS_OUT) mn_token_scores_part<DECAYS>(smem, job.scan);
     } else {
-        mn_setmaxnreg_dec<120>();
-        const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0) mn_token_load<DEPTH, HAS_OUT>(smem, job);
-        if (warp == 1 && HAS_OUT) mn_token_store(smem, job, all.call.cu_seqlens != nullptr);
-        if (warp == 2) mn_token_make_ready<DEPTH, DECAYS>(smem, all, job.scan);
+        mn_setmaxnreg_dec<registers::rest>();
+        if (warp == 0) mn_token_load<HAS_OUT>(smem, job);
+        if (warp == 1 && HAS_OUT) mn_token_store(smem, job, all.call);
+        if (warp >= 2) mn_token_make_ready<DECAYS>(smem, all, job.scan, warp - 2);
     }
 #endif
 }
@@ -525,30 +804,68 @@ additive_token_scan_sm90(const __grid_constant__ mn_token_params all) {
 /* Whether the kernel serves a scan: by its kind and sizes, never by its length; rows have to be
  * such that TMA can bring them. Fills in the maps. */
 static bool supports(mn_token_scan *job, const mn_chunk_scan &p, const mn_call &call) {
+    const bool plain = p.mode == MN_SCAN_PLAIN;
     job->scan = p;
-    return p.mode == MN_SCAN_PLAIN && p.out.data && p.depth <= 128 &&
-           p.depth % 8 == 0 && p.width % 8 == 0 &&
-           mn_tma_map(&job->x, p.x, call, p.depth, MN_TOKEN_CHUNK) &&
+    return (plain || p.by_warpgroups) && p.out.data && p.depth <= 128 && p.depth % 8 == 0 &&
+           p.width % 8 == 0 && mn_tma_map(&job->x, p.x, call, p.depth, MN_TOKEN_CHUNK) &&
            mn_tma_map(&job->y, p.y, call, p.depth, MN_TOKEN_CHUNK) &&
            mn_tma_map(&job->z, p.z, call, p.width, MN_TOKEN_CHUNK) &&
+           (plain || mn_tma_map(&job->paired, p.paired, call, p.width, MN_TOKEN_CHUNK)) &&
            mn_tma_map(&job->out, p.out, call, p.width, MN_TOKEN_CHUNK);
 }
 
-template <int DEPTH, bool DECAYS>
-static int launch(const mn_token_params &job, int count, int64_t segments, cudaStream_t stream) {
+bool mn_additive_token_supported_sm90(const mn_chunk_scans *scans, int count) {
+    if (!mn_device_is_sm90()) return false;
+    for (int i = 0; i < count; i++) {
+        mn_token_scan job;
+        mn_chunk_scan scan = scans->scan[i];
+        scan.by_warpgroups = true;
+        if (scan.paired.data) scan.mode = MN_SCAN_SAVE_STATE;
+        if (!supports(&job, scan, scans->call)) return false;
+    }
+    return true;
+}
+
+int mn_additive_token_blocks_sm90(int64_t depth, int64_t width) {
+    const int slices = (int)mn_ceil_div(width, MN_SCAN_WIDTH);
+    return depth <= 64 && slices == 2 ? 1 : slices;
+}
+
+template <int DEPTH, int GROUPS, bool DECAYS, bool HAS_OUT, bool PAIRS>
+static int launch_of(const mn_token_params &job, int count, int64_t segments,
+                     cudaStream_t stream) {
+    using smem_type = mn_token_smem<DEPTH, GROUPS, PAIRS>;
     int64_t blocks = 0;
     for (int i = 0; i < count; i++) {
-        const int64_t n = mn_scan_slices(job.scans[i].scan) * job.call.H * mn_n_spans(job.call);
-        blocks = mn_max(blocks, n);
+        const int64_t n_slices = mn_scan_slices(job.scans[i].scan) / GROUPS;
+        blocks = mn_max(blocks, n_slices * job.call.H * mn_n_spans(job.call));
     }
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, (unsigned)count, (unsigned)segments);
-    const auto kernel = job.scans[0].scan.reduce_pass
-                            ? additive_token_scan_sm90<DEPTH, DECAYS, false>
-                            : additive_token_scan_sm90<DEPTH, DECAYS, true>;
-    return mn_launch_smem(kernel, grid, MN_TOKEN_THREADS, sizeof(mn_token_smem<DEPTH>), stream,
-                          job);
+    return mn_launch_smem(additive_token_scan_sm90<DEPTH, GROUPS, DECAYS, HAS_OUT, PAIRS>, grid,
+                          smem_type::threads, sizeof(smem_type), stream, job);
+}
+
+template <int DEPTH, bool DECAYS>
+static int launch(const mn_token_params &job, int count, int64_t segments, cudaStream_t stream) {
+    bool pairs = false;
+    if (job.scans[0].scan.reduce_pass) {
+        return launch_of<DEPTH, 1, DECAYS, false, false>(job, count, segments, stream);
+    }
+    for (int i = 0; i < count; i++) {
+        pairs = pairs || job.scans[i].scan.mode != MN_SCAN_PLAIN;
+    }
+    if constexpr (DECAYS) {
+        if constexpr (DEPTH == 64) {
+            const mn_chunk_scan &p = job.scans[0].scan;
+            if (pairs && mn_additive_token_blocks_sm90(p.depth, p.width) < mn_scan_slices(p)) {
+                return launch_of<64, 2, true, true, true>(job, count, segments, stream);
+            }
+        }
+        if (pairs) return launch_of<DEPTH, 1, true, true, true>(job, count, segments, stream);
+    }
+    return launch_of<DEPTH, 1, DECAYS, true, false>(job, count, segments, stream);
 }
 
 int mn_additive_token_launch_sm90(mn_chunk_scans *scans, int *count, int64_t segments, bool decays,

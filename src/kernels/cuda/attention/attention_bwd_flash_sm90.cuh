@@ -13,7 +13,8 @@
  * rounded to bf16, and where a row has nearly all its weight on one key g - b has to cancel better
  * than that: the scan sums w (g - b), which is what b lacks, and where that counts beside the sum
  * of |w (g - b)| the block scans once more. Second kernel, a block for 128 keys: with keys as rows,
- * dv = sum w do and dk = scale sum dz q. Nothing is added across blocks. */
+ * dv = sum w do and dk = scale sum dz q. Nothing is added across blocks. Windows of heads of up to
+ * 64 columns are served where forward left its sums. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 
@@ -130,7 +131,7 @@ __device__ inline float mn_bwd_dscore(float z, float g, float a, float b) {
 
 template <int D, bool has_stats>
 __device__ inline void mn_bwd_dq_producer(mn_bwd_dq_smem<D> &smem, const mn_flash_coord &at,
-                                         const mn_attn_params &p, int n_tiles) {
+                                         const mn_attn_params &p, int n_tiles, int skipped) {
     using Smem = mn_bwd_dq_smem<D>;
     const int i = threadIdx.x % MN_WARPGROUP, K = (int)p.call.K, V = (int)p.call.V;
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, t = t0 + at.tile.first;
@@ -145,7 +146,7 @@ __device__ inline void mn_bwd_dq_producer(mn_bwd_dq_smem<D> &smem, const mn_flas
     int end = has_stats ? n_tiles : 2 * n_tiles;
     for (int n = 0; n < end; n++) {
         const int stage = n % Smem::stages, phase = (n / Smem::stages & 1) ^ 1;
-        const int first = (n < n_tiles ? n : n - n_tiles) * Smem::step;
+        const int first = ((n < n_tiles ? n : n - n_tiles) + skipped) * Smem::step;
         mn_mbarrier_wait(&smem.stage_empty[stage], phase);
         mn_cp_async_tile<Smem::step, D>(mn_smem_addr(smem.x[stage]), k + first * p.k.stride[1],
                                     p.k.stride[1], n_keys - first, K, i);
@@ -260,9 +261,9 @@ __device__ inline bool mn_bwd_correct_delta(float (&b)[2], const float (&toleran
 }
 
 /* Multiplies a group's 64 queries. */
-template <int D, bool softmax, bool has_stats>
+template <int D, bool softmax, bool has_stats, bool has_window>
 __device__ inline void mn_bwd_dq_consumer(mn_bwd_dq_smem<D> &smem, const mn_flash_coord &at,
-                                       const mn_bwd_params &k, int n_tiles) {
+                                       const mn_bwd_params &k, int n_tiles, int skipped) {
     using Smem = mn_bwd_dq_smem<D>;
     constexpr int step = Smem::step;
     constexpr bool overlap = D == 64;    // registers for a product to go on during the next scores
@@ -284,8 +285,9 @@ __device__ inline void mn_bwd_dq_consumer(mn_bwd_dq_smem<D> &smem, const mn_flas
         mn_wgmma_commit();
     };
     const auto mask = [&](int tile) {
-        const int left = seen - tile * step;
+        const int left = seen - (tile + skipped) * step;
         if (left < step) mn_flash_causal_mask<softmax>(z, left);
+        if (has_window && left + 8 > p.window) mn_flash_window_mask(z, left - p.window);
     };
     const auto store_stats = [&] {
         for (int r = 0; r < 2 && thread % 4 == 0; r++) {
@@ -362,20 +364,27 @@ __device__ inline void mn_bwd_dq_consumer(mn_bwd_dq_smem<D> &smem, const mn_flas
 
 /* ---- keys ------------------------------------------------------------------------------------ */
 
-/* Query tiles that see a tile of keys: `n` of each of `heads` query heads, from row `first` on. */
+/* Query tiles that see a tile of keys: `n` of each of `heads` query heads, from row `first` on. A
+ * window leaves out those behind the last query that sees the tile's last key. */
 struct mn_bwd_q_range {
     int first, n, heads;
     int64_t head0, length;    // queries of the sequence
 };
 
-__device__ inline mn_bwd_q_range mn_bwd_q_range_of(const mn_flash_coord &at, const mn_call &call,
-                                                 int step) {
+template <bool has_window>
+__device__ inline mn_bwd_q_range mn_bwd_q_range_of(const mn_flash_coord &at,
+                                                   const mn_attn_params &p, int step) {
+    const mn_call &call = p.call;
     mn_bwd_q_range r;
     r.length = call.cu_seqlens ? at.tile.span.length : call.T;
     r.heads = (int)(call.H / call.J);
     r.head0 = at.h * r.heads;
     r.first = (int)max(at.tile.first - at.before, (int64_t)0) / 64 * 64;
-    r.n = (int)((r.length - r.first + step - 1) / step);
+    int64_t end = r.length;
+    if (has_window) {
+        end = min(end, at.tile.first - at.before + at.tile.n_rows - 1 + p.window);
+    }
+    r.n = (int)max((end - r.first + step - 1) / step, (int64_t)0);
     return r;
 }
 
@@ -414,7 +423,7 @@ __device__ inline void mn_bwd_dkv_producer(mn_bwd_dkv_smem<D> &smem, const mn_fl
     }
 }
 
-template <int D, bool softmax>
+template <int D, bool softmax, bool has_window>
 __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_flash_coord &at,
                                     const mn_bwd_params &k, const mn_bwd_q_range &range) {
     using Smem = mn_bwd_dkv_smem<D>;
@@ -445,6 +454,13 @@ __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_fl
                 if (t + i / 4 * 8 + column + i % 2 < key + i % 4 / 2 * 8) {
                     z[i] = softmax ? -INFINITY : 0.0f;
                 }
+            }
+        }
+        if (has_window && t + step > key + p.window) {
+#pragma unroll
+            for (int i = 0; i < step / 2; i++) {
+                const int query = t + i / 4 * 8 + column + i % 2;
+                if (query >= key + i % 4 / 2 * 8 + p.window) z[i] = -INFINITY;
             }
         }
 #pragma unroll
@@ -490,7 +506,7 @@ __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_fl
 /* Block: 128 queries of a head. Loads q, do (128,D) and o (128,D) or nothing, then k and v (keys,D)
  * in tiles of `step`. Stores dq (128,D), and a and b (128) in k.rows for the second kernel.
  * has_stats: forward left lse and o. */
-template <int D, bool softmax, bool has_stats>
+template <int D, bool softmax, bool has_stats, bool has_window>
 __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_bwd_dq_kernel(const __grid_constant__ mn_bwd_params k) {
 #if MN_HAS_WGMMA
@@ -500,21 +516,22 @@ attention_bwd_dq_kernel(const __grid_constant__ mn_bwd_params k) {
     const mn_flash_coord at = mn_flash_coord_of(k.f, blockIdx.x, call, call.H, MN_BWD_ROWS, true);
     if (at.tile.n_rows == 0) return;
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
-    const int n_tiles = (n_keys + smem.step - 1) / smem.step;
+    const int skipped = has_window ? mn_flash_skipped(at, k.f.p, smem.step) : 0;
+    const int n_tiles = (n_keys + smem.step - 1) / smem.step - skipped;
     mn_bwd_init_mbarriers(smem);
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<40>();
-        mn_bwd_dq_producer<D, has_stats>(smem, at, k.f.p, n_tiles);
+        mn_bwd_dq_producer<D, has_stats>(smem, at, k.f.p, n_tiles, skipped);
     } else {
         mn_setmaxnreg_inc<232>();
-        mn_bwd_dq_consumer<D, softmax, has_stats>(smem, at, k, n_tiles);
+        mn_bwd_dq_consumer<D, softmax, has_stats, has_window>(smem, at, k, n_tiles, skipped);
     }
 #endif
 }
 
 /* Block: 128 keys of a key head. Loads k, v (128,D), then q, do (queries,D), a and b of every query
  * that sees them, of all query heads that share the key head. Stores dk, dv (128,D). */
-template <int D, bool softmax>
+template <int D, bool softmax, bool has_window>
 __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {
 #if MN_HAS_WGMMA
@@ -528,14 +545,14 @@ attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {
         return coord;
     }();
     if (at.tile.n_rows == 0) return;
-    const mn_bwd_q_range range = mn_bwd_q_range_of(at, k.f.p.call, smem.step);
+    const mn_bwd_q_range range = mn_bwd_q_range_of<has_window>(at, k.f.p, smem.step);
     mn_bwd_init_mbarriers(smem);
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<40>();
         mn_bwd_dkv_producer<D>(smem, at, k, range);
     } else {
         mn_setmaxnreg_inc<232>();
-        mn_bwd_dkv_consumer<D, softmax>(smem, at, k, range);
+        mn_bwd_dkv_consumer<D, softmax, has_window>(smem, at, k, range);
     }
 #endif
 }
@@ -543,7 +560,9 @@ attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {
 /* ---- launches -------------------------------------------------------------------------------- */
 
 inline bool mn_flash_bwd_supported(const mn_attn_params &p) {
-    return mn_flash_supported(p) && p.d_o.data && mn_flash_vec_aligned(p.dq.data, p.dq.stride) &&
+    const bool has_stats = p.lse.data && p.o.data;
+    return mn_flash_supported(p) && p.d_o.data && (p.window == 0 || has_stats) &&
+           mn_flash_vec_aligned(p.dq.data, p.dq.stride) &&
            mn_flash_vec_aligned(p.dk.data, p.dk.stride)
                && mn_flash_vec_aligned(p.dv.data, p.dv.stride);
 }
@@ -554,7 +573,7 @@ inline bool mn_flash_bwd_plan(mn_plan *plan, const mn_attn_params &p) {
            mn_mul_size(&plan->shared_bytes, (size_t)rows, 2 * sizeof(float));
 }
 
-template <int D, bool softmax, bool has_stats>
+template <int D, bool softmax, bool has_stats, bool has_window>
 inline int mn_flash_bwd_of(const mn_attn_params &p, float *rows, cudaStream_t stream) {
     const int64_t group = p.call.H / p.call.J;
     mn_call keys = p.call;
@@ -562,25 +581,27 @@ inline int mn_flash_bwd_of(const mn_attn_params &p, float *rows, cudaStream_t st
     int64_t blocks;
     mn_bwd_params k = { mn_flash_params_of(p, p.call, p.call.H, MN_BWD_ROWS, group, &blocks),
         rows };
-    const int code = mn_flash_launch(attention_bwd_dq_kernel<D, softmax, has_stats>, k, blocks,
-                                    sizeof(mn_bwd_dq_smem<D>), stream);
+    const int code = mn_flash_launch(attention_bwd_dq_kernel<D, softmax, has_stats, has_window>, k,
+                                    blocks, sizeof(mn_bwd_dq_smem<D>), stream);
     if (code != cudaSuccess || (!p.dk.data && !p.dv.data)) return code;
     k.f = mn_flash_params_of(p, keys, p.call.J, MN_BWD_ROWS, 1, &blocks);
-    return mn_flash_launch(attention_bwd_dkv_kernel<D, softmax>, k, blocks,
+    return mn_flash_launch(attention_bwd_dkv_kernel<D, softmax, has_window>, k, blocks,
                            sizeof(mn_bwd_dkv_smem<D>),
                           stream);
 }
 
 template <int D>
 inline int mn_flash_bwd_by(const mn_attn_params &p, float *rows, cudaStream_t stream) {
-    if (!p.softmax) return mn_flash_bwd_of<D, false, false>(p, rows, stream);
+    if (!p.softmax) return mn_flash_bwd_of<D, false, false, false>(p, rows, stream);
     const bool has_stats = p.lse.data && p.o.data;
-    return has_stats ? mn_flash_bwd_of<D, true, true>(p, rows, stream)
-                 : mn_flash_bwd_of<D, true, false>(p, rows, stream);
+    return has_stats ? mn_flash_bwd_of<D, true, true, false>(p, rows, stream)
+                 : mn_flash_bwd_of<D, true, false, false>(p, rows, stream);
 }
 
 inline int mn_flash_bwd(const mn_attn_params &p, float *rows, cudaStream_t stream) {
     const bool wide = mn_max(p.call.K, p.call.V) > 64;
+    /* of wide heads a single pass has gone back */
+    if (p.window) return mn_flash_bwd_of<64, true, true, true>(p, rows, stream);
     return wide ? mn_flash_bwd_by<128>(p, rows, stream)
                 : mn_flash_bwd_by<64>(p, rows, stream);
 }

@@ -104,8 +104,9 @@ attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
 /* ---- the pass -------------------------------------------------------------------------------- */
 
 /* What a block does: `n_keys` keys of a sequence from `key` on, of head h, seen by the sequence's
- * queries from `seen` on (before its first, where that is negative). A block has n tiles of
- * queries from row `first` on, the last ones first, for each of `all` / n heads. */
+ * queries from `seen` on (before its first, where that is negative), as far as a window goes. A
+ * block has n tiles of queries from row `first` on, the last ones first, for each of `all` / n
+ * heads. */
 struct mn_single_pass_coord {
     int64_t b, t0, h, head0;
     int64_t slot;    // of the sequence's first tile of queries
@@ -143,7 +144,10 @@ __device__ inline mn_single_pass_coord mn_single_pass_coord_of(const mn_single_p
     coord.seen = (int)(at.tile.first - mn_keys_before(call));
     coord.length = (int)(call.cu_seqlens ? at.tile.span.length : call.T);
     coord.first = max(coord.seen, 0) / MN_SINGLE_PASS_STEP * MN_SINGLE_PASS_STEP;
-    coord.n = max((coord.length - coord.first + MN_SINGLE_PASS_STEP - 1) / MN_SINGLE_PASS_STEP, 0);
+    int64_t end = coord.length;
+    if (k.f.p.window) end = min(end, coord.seen + coord.n_keys - 1 + k.f.p.window);
+    coord.n = (int)max((end - coord.first + MN_SINGLE_PASS_STEP - 1) / MN_SINGLE_PASS_STEP,
+                       (int64_t)0);
     coord.all = coord.n * (int)heads;
     return coord;
 }
@@ -238,7 +242,8 @@ __device__ inline void mn_tma_accumulate_1d(float *to, const float *from, int by
 }
 
 /* One thread of two: adds every second tile of dq to the sums of all blocks when it is the block's
- * turn, which is after those with earlier keys. */
+ * turn, which is after those with earlier keys that the tile's queries see. */
+template <bool has_window>
 __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
                                                     const mn_single_pass &k, int which) {
     const mn_single_pass_coord &coord = smem.coord;
@@ -250,15 +255,19 @@ __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
             + tile_iter.h;
         int *semaphore = k.semaphores + chunk;
         float *to = k.sums + chunk * MN_SINGLE_PASS_CHUNK;
+        const int64_t sees = tile_iter.t + coord.key - coord.seen + 1;    // of the first query
+        const bool adds = has_window ? rank > mn_window_first(sees, k.f.p.window)
+                                                  / MN_SINGLE_PASS_KEYS
+                                     : rank > 0;
         int now = 0;
-        while (rank > 0 && now != rank) {
+        while (adds && now != rank) {
             now = mn_load_acquire(semaphore);
         }
         mn_mbarrier_wait(&smem.dq_full[which], n / 2 & 1);
         cuda::ptx::fence_proxy_async();
-        mn_tma_accumulate_1d(to, smem.dq, MN_SINGLE_PASS_ACC * 4, rank > 0);
+        mn_tma_accumulate_1d(to, smem.dq, MN_SINGLE_PASS_ACC * 4, adds);
         mn_tma_accumulate_1d(to + MN_SINGLE_PASS_ACC, smem.off[n % 4],
-                             8 * MN_SINGLE_PASS_STEP * 4, rank > 0);
+                             8 * MN_SINGLE_PASS_STEP * 4, adds);
         cuda::ptx::cp_async_bulk_commit_group();
         mn_tma_store_wait_read();
         mn_mbarrier_arrive(&smem.dq_empty);
@@ -350,6 +359,7 @@ __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &s
 
 /* Multiplies a group's 64 keys. Products of a tile are waited for when the next tile's have begun;
  * dq of a tile is made one tile later, when both groups have written their dz. */
+template <bool has_window>
 __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k) {
     const mn_single_pass_coord &coord = smem.coord;
     const mn_attn_params &p = k.f.p;
@@ -381,6 +391,12 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
 #pragma unroll
             for (int i = 0; i < 32; i++) {
                 if (i / 4 * 8 + i % 2 < unseen + i % 4 / 2 * 8) z[i] = -INFINITY;
+            }
+        }
+        if (has_window && unseen + p.window < MN_SINGLE_PASS_STEP) {
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+                if (i / 4 * 8 + i % 2 >= unseen + p.window + i % 4 / 2 * 8) z[i] = -INFINITY;
             }
         }
 #pragma unroll
@@ -475,6 +491,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
  *         every tile of queries that see the keys, of each query head that shares the key head.
  * Stores  dk, dv (128,K or V) at the end; adds its k'dz (128,64) and sums of dz to `sums` of each
  *         tile, in the order of the keys. */
+template <bool has_window>
 __global__ static void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
 #if MN_HAS_WGMMA
@@ -498,10 +515,10 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
         mn_setmaxnreg_dec<40>();
         const int warp = threadIdx.x / 32;
         if (threadIdx.x < MN_SINGLE_PASS_PRODUCERS) mn_single_pass_producer(smem, k);
-        else if (threadIdx.x % 32 == 0) mn_single_pass_accumulate_dq(smem, k, warp & 1);
+        else if (threadIdx.x % 32 == 0) mn_single_pass_accumulate_dq<has_window>(smem, k, warp & 1);
     } else {
         mn_setmaxnreg_inc<232>();
-        mn_single_pass_consumer(smem, k);
+        mn_single_pass_consumer<has_window>(smem, k);
     }
 #endif
 }
@@ -710,8 +727,10 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
     attention_bwd_preprocess_kernel<<<mn_blocks(layout.rows, row_groups),
         MN_SINGLE_PASS_ROW_THREADS, 0, stream>>>(k);
     if (blocks == 0) return mn_launch_status();
-    const int code = mn_launch_smem(attention_bwd_single_pass_kernel, dim3((unsigned)blocks),
-                                         MN_FLASH_THREADS, sizeof(mn_single_pass_smem), stream, k);
+    const auto kernel = p.window ? attention_bwd_single_pass_kernel<true>
+                                 : attention_bwd_single_pass_kernel<false>;
+    const int code = mn_launch_smem(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS,
+                                    sizeof(mn_single_pass_smem), stream, k);
     if (code != cudaSuccess) return code;
     const dim3 queries((unsigned)(layout.n_semaphores / c.H), (unsigned)c.H);
     if (layout.n_semaphores > 0) attention_bwd_dq_postprocess_kernel<<<queries, 256, 0,

@@ -7,7 +7,8 @@
  * with z before its scale and c = scale log2 e. A block has 128 queries of one head: one warp group
  * copies tiles of 128 keys and values, two multiply, 64 queries each. Scores of the next tile are
  * made while the values of this one are read. Blocks with many keys start first; heads go in
- * sections whose keys and values fit in the second cache. */
+ * sections whose keys and values fit in the second cache. With a window a block begins at the tile
+ * that holds the first key of its first row's window. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_FWD_FLASH_SM90_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_FWD_FLASH_SM90_CUH
 
@@ -31,7 +32,6 @@ static const int64_t mn_flash_l2_bytes = (int64_t)24 << 20;
 struct mn_flash_params {
     mn_attn_params p;
     int64_t tiles, section;
-    bool redo;    // of rows in front of a value that is not finite: mn_flash_redo_coord
 };
 
 struct mn_flash_coord {
@@ -57,10 +57,10 @@ __device__ inline mn_flash_coord mn_flash_coord_of(const mn_flash_params &f, int
     return coord;
 }
 
-/* What a block makes again: the last row of a head sees all values, so that one that is not finite
- * shows in its o. The tile that holds the first such value has rows in front of it, for which 0
- * times that was not 0; the tile ends there. No rows where there is nothing to do. All threads of
- * block n * H + h call. */
+/* What a block makes again: the last row of a head sees all values, or with a window every so many
+ * rows together do, so that one that is not finite shows in their o. The tile that holds the first
+ * such value has rows in front of it, for which 0 times that was not 0; the tile ends there. No
+ * rows where there is nothing to do. All threads of block n * H + h call. */
 __device__ inline mn_flash_coord mn_flash_redo_coord(const mn_attn_params &p) {
     const mn_call &call = p.call;
     mn_flash_coord coord = {};
@@ -69,9 +69,13 @@ __device__ inline mn_flash_coord mn_flash_redo_coord(const mn_attn_params &p) {
     tile.n = blockIdx.x / call.H, coord.h = blockIdx.x % call.H;
     tile.span = mn_span_at(call, tile.n), coord.before = mn_keys_before(call);
     const int64_t b = tile.span.b, t0 = tile.span.t0, length = tile.span.length;
-    const mn_bf16 *last = mn_row<mn_bf16>(p.o, b, t0 + length - 1, coord.h);
+    const int64_t step = p.window ? p.window : length;
+    bool wild = false;
+    for (int64_t t = length - 1; t >= 0; t -= step) {
+        wild = mn_redo_row_is_wild(mn_row<mn_bf16>(p.o, b, t0 + t, coord.h), call.V) || wild;
+    }
     const mn_bf16 *v = mn_row<mn_bf16>(p.v, b, t0, coord.h / (call.H / call.J));
-    if (length == 0 || !mn_redo_row_is_wild(last, call.V)) return coord;
+    if (!wild) return coord;
     const int64_t cut = mn_redo_first_token(coord.before + length, [&](int64_t t, float most) {
         return mn_redo_has_wild(v + t * p.v.stride[1], call.V, most);
     }) - coord.before;
@@ -87,10 +91,17 @@ struct alignas(1024) mn_flash_smem {
     uint64_t q_full, k_full[2], v_full[2], k_empty[2], v_empty[2];
 };
 
-/* The copying warp group: queries, then keys and values in turns of two stages. */
+/* Tiles of `keys` keys that lie in front of the windows of all rows of a block. */
+__device__ inline int mn_flash_skipped(const mn_flash_coord &at, const mn_attn_params &p,
+                                       int keys) {
+    return (int)(mn_window_first(at.before + at.tile.first + 1, p.window) / keys);
+}
+
+/* The copying warp group: queries, then keys and values in turns of two stages, from tile `skipped`
+ * on. */
 template <int D>
 __device__ inline void mn_flash_producer(mn_flash_smem<D> &smem, const mn_flash_coord &at,
-                                     const mn_attn_params &p, int n_tiles) {
+                                     const mn_attn_params &p, int n_tiles, int skipped) {
     const int i = threadIdx.x % MN_WARPGROUP, K = (int)p.call.K, V = (int)p.call.V;
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, j = at.h / (p.call.H / p.call.J);
     const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, t0 + at.tile.first, at.h);
@@ -98,7 +109,7 @@ __device__ inline void mn_flash_producer(mn_flash_smem<D> &smem, const mn_flash_
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
     mn_cp_async_tile<128, D>(mn_smem_addr(smem.q), q, p.q.stride[1], (int)at.tile.n_rows, K, i);
     for (int n = 0; n < n_tiles; n++) {
-        const int stage = n & 1, phase = (n >> 1 & 1) ^ 1, first = n * MN_FLASH_KEYS;
+        const int stage = n & 1, phase = (n >> 1 & 1) ^ 1, first = (n + skipped) * MN_FLASH_KEYS;
         mn_mbarrier_wait(&smem.k_empty[stage], phase);
         mn_cp_async_tile<128, D>(mn_smem_addr(smem.k[stage]), k + first * p.k.stride[1],
                              p.k.stride[1], n_keys - first, K, i);
@@ -133,8 +144,20 @@ __device__ inline void mn_flash_causal_mask(float (&z)[N], int left) {
     }
 }
 
-/* z becomes weights; `by` is what earlier sums are multiplied with. */
-template <bool softmax>
+/* The same of what lies in front of a window: the first `out` keys of the tile for the thread's
+ * first row, eight more for its second. */
+template <int N>
+__device__ inline void mn_flash_window_mask(float (&z)[N], int64_t out) {
+    const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        if (i / 4 * 8 + column + i % 2 < out + i % 4 / 2 * 8) z[i] = -INFINITY;
+    }
+}
+
+/* z becomes weights; `by` is what earlier sums are multiplied with. A row may see no key of a tile
+ * where there is a window. */
+template <bool softmax, bool has_window>
 __device__ inline void mn_flash_online_softmax(float (&z)[64], mn_flash_row_state &s,
                                                float (&by)[2],
                                       float scale) {
@@ -154,9 +177,10 @@ __device__ inline void mn_flash_online_softmax(float (&z)[64], mn_flash_row_stat
 #pragma unroll
         for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) row_max = fmaxf(row_max, z[i]);
         row_max = mn_quad_max(row_max);
-        by[r] = mn_exp2((s.row_max[r] - row_max) * scale);
+        const float top = has_window && row_max == -INFINITY ? 0.0f : row_max;
+        by[r] = mn_exp2((s.row_max[r] - top) * scale);
         s.row_max[r] = row_max;
-        const float shift = -row_max * scale;
+        const float shift = -top * scale;
 #pragma unroll
         for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) {
             z[i] = mn_exp2(fmaf(z[i], scale, shift));
@@ -183,9 +207,9 @@ __device__ inline void mn_flash_scheduler_arrive(int half, bool waits) {
 }
 
 /* A multiplying warp group, 64 queries of the block. */
-template <int D, bool softmax>
+template <int D, bool softmax, bool has_window>
 __device__ inline void mn_flash_consumer(mn_flash_smem<D> &smem, const mn_flash_coord &at,
-                                         const mn_attn_params &p, int n_tiles) {
+                                         const mn_attn_params &p, int n_tiles, int skipped) {
     const int half = threadIdx.x / MN_WARPGROUP - 1, thread = threadIdx.x % MN_WARPGROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int seen = (int)(at.before + at.tile.first) + row + 1;    // keys of the first row
@@ -195,9 +219,10 @@ __device__ inline void mn_flash_consumer(mn_flash_smem<D> &smem, const mn_flash_
     float o[D / 2] = {}, z[64], by[2];
     uint32_t w[32];
     const auto softmax_tile = [&](int n) {
-        const int left = seen - n * MN_FLASH_KEYS;
+        const int left = seen - (n + skipped) * MN_FLASH_KEYS;
         if (left < MN_FLASH_KEYS) mn_flash_causal_mask<softmax>(z, left);
-        mn_flash_online_softmax<softmax>(z, s, by, scale);
+        if (has_window && left + 8 > p.window) mn_flash_window_mask(z, left - p.window);
+        mn_flash_online_softmax<softmax, has_window>(z, s, by, scale);
     };
     const auto scores = [&](int n) {
         mn_mbarrier_wait(&smem.k_full[n & 1], n >> 1 & 1);
@@ -265,18 +290,22 @@ __device__ inline void mn_flash_consumer(mn_flash_smem<D> &smem, const mn_flash_
 
 #endif
 
-template <int D, bool softmax>
+/* REDO: of rows in front of a value that is not finite; its code is apart, so that the other's
+ * stays as it is. */
+template <int D, bool softmax, bool has_window, bool REDO>
 __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_fwd_flash_kernel(const __grid_constant__ mn_flash_params f) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
     mn_flash_smem<D> &smem = *(mn_flash_smem<D> *)bytes;
+    if (!REDO) mn_pdl_launch_dependents();
     const mn_flash_coord at =
-        f.redo ? mn_flash_redo_coord(f.p)
-               : mn_flash_coord_of(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
+        REDO ? mn_flash_redo_coord(f.p)
+             : mn_flash_coord_of(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
     if (at.tile.n_rows == 0) return;
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
-    const int n_tiles = (n_keys + MN_FLASH_KEYS - 1) / MN_FLASH_KEYS;
+    const int skipped = has_window ? mn_flash_skipped(at, f.p, MN_FLASH_KEYS) : 0;
+    const int n_tiles = (n_keys + MN_FLASH_KEYS - 1) / MN_FLASH_KEYS - skipped;
     if (threadIdx.x == 0) {
         mn_mbarrier_init(&smem.q_full, MN_WARPGROUP);
         for (int i = 0; i < 2; i++) {
@@ -289,10 +318,10 @@ attention_fwd_flash_kernel(const __grid_constant__ mn_flash_params f) {
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<40>();
-        mn_flash_producer<D>(smem, at, f.p, n_tiles);
+        mn_flash_producer<D>(smem, at, f.p, n_tiles, skipped);
     } else {
         mn_setmaxnreg_inc<232>();
-        mn_flash_consumer<D, softmax>(smem, at, f.p, n_tiles);
+        mn_flash_consumer<D, softmax, has_window>(smem, at, f.p, n_tiles, skipped);
     }
 #endif
 }
@@ -309,7 +338,7 @@ inline bool mn_flash_vec_aligned(const void *data, const int64_t *stride) {
 /* Whether the kernels serve a call: by its kind and sizes, never by its length. */
 inline bool mn_flash_supported(const mn_attn_params &p) {
     const mn_call &c = p.call;
-    return c.dtype == MN_BF16 && p.rope == 0 && p.window == 0 && p.scale > 0.0f &&
+    return c.dtype == MN_BF16 && p.rope == 0 && p.scale > 0.0f &&
            c.K % 8 == 0 && c.K <= 128 &&
            c.V % 8 == 0 && c.V <= 128 && mn_flash_vec_aligned(p.q.data, p.q.stride) &&
            mn_flash_vec_aligned(p.k.data, p.k.stride)
@@ -327,7 +356,7 @@ inline mn_flash_params mn_flash_params_of(const mn_attn_params &p, const mn_call
     const int64_t each = call.L * (p.call.K + p.call.V) * 2 + 1;
     const int64_t all = call.cu_seqlens ? heads : heads * call.B;
     mn_flash_params f = { p, mn_tile_slots(call, rows),
-        mn_max(mn_flash_l2_bytes / each, 1) * shared_by, false };
+        mn_max(mn_flash_l2_bytes / each, 1) * shared_by };
     if (!call.cu_seqlens) f.tiles = mn_ceil_div(call.T, rows);
     f.section = mn_min(f.section, all);
     *blocks = f.tiles * all;
@@ -344,26 +373,28 @@ inline int mn_flash_launch(void (*kernel)(Params), const Params &params, int64_t
                                params);
 }
 
-template <int D, bool softmax>
+template <int D, bool softmax, bool has_window>
 inline int mn_flash_fwd_of(const mn_attn_params &p, cudaStream_t stream) {
     int64_t blocks;
-    const auto kernel = attention_fwd_flash_kernel<D, softmax>;
+    const auto kernel = attention_fwd_flash_kernel<D, softmax, has_window, false>;
+    const auto redo = attention_fwd_flash_kernel<D, softmax, has_window, true>;
     const size_t smem = sizeof(mn_flash_smem<D>);
-    mn_flash_params f = mn_flash_params_of(p, p.call, p.call.H, MN_FLASH_QUERIES,
-                                           p.call.H / p.call.J, &blocks);
+    const mn_flash_params f = mn_flash_params_of(p, p.call, p.call.H, MN_FLASH_QUERIES,
+                                                 p.call.H / p.call.J, &blocks);
     const int code = mn_flash_launch(kernel, f, blocks, smem, stream);
     if (code != cudaSuccess || blocks == 0 || !p.o.data) return code;
-    f.redo = true;
-    return mn_launch_smem_behind(true, kernel, dim3((unsigned)(mn_n_spans(p.call) * p.call.H)),
+    return mn_launch_smem_behind(true, redo, dim3((unsigned)(mn_n_spans(p.call) * p.call.H)),
                                  MN_FLASH_THREADS, smem, stream, f);
 }
 
 inline int mn_flash_fwd(const mn_attn_params &p, cudaStream_t stream) {
     const bool wide = mn_max(p.call.K, p.call.V) > 64;
-    if (p.softmax && wide) return mn_flash_fwd_of<128, true>(p, stream);
-    if (p.softmax) return mn_flash_fwd_of<64, true>(p, stream);
-    if (wide) return mn_flash_fwd_of<128, false>(p, stream);
-    return mn_flash_fwd_of<64, false>(p, stream);
+    if (p.window && wide) return mn_flash_fwd_of<128, true, true>(p, stream);
+    if (p.window) return mn_flash_fwd_of<64, true, true>(p, stream);
+    if (p.softmax && wide) return mn_flash_fwd_of<128, true, false>(p, stream);
+    if (p.softmax) return mn_flash_fwd_of<64, true, false>(p, stream);
+    if (wide) return mn_flash_fwd_of<128, false, false>(p, stream);
+    return mn_flash_fwd_of<64, false, false>(p, stream);
 }
 
 }    // namespace mneme::attention

@@ -10,7 +10,7 @@
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_MMA_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_MMA_CUH
 
-#include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/first_wild.cuh"
 #include <mma.h>
 #include <type_traits>
 
@@ -43,6 +43,7 @@ struct mn_q_block {
     mn_call call;
     int64_t first, n_tiles, heads, rows, row, each, ws;
     int64_t window;    // keys a row sees, its own among them; 0: all so far
+    bool redo;         // of rows in front of values that are not finite (mn_strip_cut)
 };
 
 /* First key of the window of a row that would see `n` keys. */
@@ -118,6 +119,24 @@ struct mn_simt_acc {
             for (int i = 0; i < 4; i++) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) at[i][j] = fmaf(xs[i], ys[j], at[i][j]);
+            }
+        }
+    }
+
+    /* The same without terms that have a weight of 0 because their query does not see the key: of
+     * what row r of a meets row k of b only if sees(r, k). */
+    template <typename F>
+    __device__ void mma_seen(const float *a, const float *b, F sees) {
+        const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
+        for (int k = 0; k < MN_Q_BLOCK_DEPTH; k++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (!sees(row + i, k)) continue;
+                const float x = a[k * MN_Q_BLOCK_PITCH + row + i];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    at[i][j] = fmaf(x, b[k * MN_Q_BLOCK_PITCH + column + j], at[i][j]);
+                }
             }
         }
     }
@@ -214,7 +233,11 @@ attention_pv_simt_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t
             return key + k < n_keys ? x.row(tile.span.b, start + key + k, h) : none;
         });
         __syncthreads();
-        acc.mma(smem_w, smem_x);
+        if (key + MN_Q_BLOCK_DEPTH <= seen + 1) {
+            acc.mma(smem_w, smem_x);
+        } else {
+            acc.mma_seen(smem_w, smem_x, [&](int r, int k) { return key + k <= seen + r; });
+        }
         __syncthreads();
     }
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
@@ -296,7 +319,13 @@ attention_grad_kv_simt_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
                     return r + k < of.n_rows ? x.row(b, start + of.first + r + k, h) : none;
                 });
                 __syncthreads();
-                acc.mma(smem_w, smem_x);
+                const int64_t first_seen = tile.first - before - of.first - r;    // by row `at`
+                if (first_seen + 63 <= 0) {
+                    acc.mma(smem_w, smem_x);
+                } else {
+                    acc.mma_seen(smem_w, smem_x,
+                                 [&](int key, int k) { return first_seen + key <= k; });
+                }
                 __syncthreads();
             }
         }
@@ -616,6 +645,27 @@ attention_scores_wmma_kernel(const __grid_constant__ mn_q_block s, float *w, mn_
     }
 }
 
+/* Of a tile whose rows read columns of x from j0 on: how many rows are in front of the first
+ * x that is not finite, for which 0 times that was not 0; 0 where nothing is to be made again. The
+ * last row sees all keys of the tile, or its window. All threads of the block call. */
+template <typename TY>
+__device__ inline int mn_strip_cut(const mn_q_block &s, const mn_tile_span &tile, const mn_out &y,
+                                   int64_t head, const mn_attn_operand<mn_bf16> &x, int64_t h,
+                                   int64_t j0, int64_t width) {
+    const int64_t t = tile.span.t0 + tile.first, step = s.window ? s.window : tile.n_rows;
+    const int64_t columns = min((int64_t)MN_WMMA_TILE_N, width - j0);
+    bool wild = false;
+    for (int64_t r = tile.n_rows - 1; r >= 0; r -= step) {
+        const TY *row = mn_row<TY>(y, tile.span.b, t + r, head) + j0;
+        wild = mn_redo_row_is_wild(row, columns) || wild;
+    }
+    if (!wild) return 0;
+    return mn_redo_first_token(tile.n_rows, [&](int64_t r, float most) {
+        const mn_bf16 *row = x.row(tile.span.b, t + mn_keys_before(s.call) + r, h) + j0;
+        return mn_redo_has_wild(row, columns, most);
+    });
+}
+
 template <typename TY, bool whole>
 __global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
 attention_pv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t head0,
@@ -623,8 +673,11 @@ attention_pv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t
                      mn_attn_operand<mn_bf16> x, int64_t width, float scale) {
     __shared__ __align__(128) mn_wmma_smem smem;
     const int64_t which = s.n_tiles - 1 - blockIdx.z;
-    const mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + which);
+    mn_tile_span tile = mn_tile_at(s.call, MN_Q_BLOCK_ROWS, s.first + which);
     const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * MN_WMMA_TILE_N;
+    if (tile.n_rows > 0 && !whole && s.redo) {
+        tile.n_rows = mn_strip_cut<TY>(s, tile, y, head0 + h, x, h, j0, width);
+    }
     const int64_t start = tile.span.t0, seen = mn_keys_before(s.call) + tile.first;
     const int64_t n_keys = seen + tile.n_rows, key0 = mn_window_tile(s, seen + 1);
     if (tile.n_rows == 0) return;
@@ -769,6 +822,11 @@ inline void mn_attn_pv(const mn_q_block &s, const mn_out &y, int64_t head0, cons
                               (unsigned)s.n_tiles);
             attention_pv_wmma_kernel<TY, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
                 s, y, head0, w, x, width, scale);
+            if (whole) return;
+            mn_q_block redo = s;
+            redo.redo = true;
+            attention_pv_wmma_kernel<TY, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
+                redo, y, head0, w, x, width, scale);
             return;
         }
     }

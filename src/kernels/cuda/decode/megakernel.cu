@@ -194,9 +194,18 @@ struct mn_decode_epilogue {
         if (form == MN_DECODE_EPI_CONV && there) load_taps();
         if (__builtin_expect(form >= MN_DECODE_EPI_DECAY, 0) && there) load_prefetched();
         if (__builtin_expect(kind.biased(), 0) && there) {
-            if (u.bias[0]) bias[0] = mn_float(u.bias[0][column]);
-            if (u.bias[1]) bias[1] = mn_float(u.bias[1][column]);
+            if (u.bias[0]) bias[0] = load_bias(0);
+            if (u.bias[1]) bias[1] = load_bias(1);
         }
+    }
+
+    /* Rounded, and stored, where it is there in float32. */
+    __device__ float load_bias(int i) const {
+        const float *const wide = u.wide_bias[i];
+        if (!wide) return mn_float(u.bias[i][column]);
+        const mn_bf16 one = __float2bfloat16_rn(wide[column]);
+        if (owner) ((mn_bf16 *)u.bias[i])[column] = one;
+        return mn_float(one);
     }
 
     /* The word of what is added. */
@@ -268,9 +277,13 @@ struct mn_decode_epilogue {
     __device__ void store_made(const mn_decode_epi_instr *epis, const float (&made)[3]) const {
 #pragma unroll
         for (int i = 0; i < 3; i++) {
-            if (!owner || (epis[i].per > 1 && column > 0)) continue;
-            if (epis[i].wide) ((float *)epis[i].to)[column] = made[i];
-            else ((mn_bf16 *)epis[i].to)[column] = __float2bfloat16_rn(made[i]);
+            const bool stores = owner && (epis[i].per == 1 || column == 0);
+            if (!epis[i].wide) {
+                mn_decode_store_result(place, stores, (mn_bf16 *)epis[i].to, epis[i].to_handoff,
+                                       made[i]);
+            } else if (stores) {
+                ((float *)epis[i].to)[column] = made[i];
+            }
         }
     }
 
@@ -627,6 +640,8 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
             mn_decode_prefetch_state(instr.memory);
         } else if (Stages::attends && instr.kind == MN_DECODE_ATTEND) {
             mn_decode_prefetch_cache(instr.work.attend);
+        } else if (mn_decode_takes_ring<Stages>(instr)) {    // until it is done
+            mn_mbarrier_wait(&smem.instr_empty[at.instr], at.instr_phase);
         }
         __syncwarp();
         at.next_instr();
@@ -640,7 +655,7 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
 /* What a stage needs of its instruction once the row is there: looked up before. */
 struct mn_decode_gemm_params {
     int K, chunks, group, n_col_tiles, n_out_tiles;
-    bool norm, gated, sigmoid, gate_first;
+    bool norm, gated, sigmoid;
     float inverse_width, epsilon;
 
     __device__ explicit mn_decode_gemm_params(const mn_decode_gemm_instr &p) {
@@ -649,7 +664,7 @@ struct mn_decode_gemm_params {
         K = (int)mn_decode_uniform((unsigned)p.K);
         norm = (how & 255) != MN_DECODE_PLAIN, gated = (how & 255) == MN_DECODE_GATED;
         chunks = how >> 8 & 255, group = how >> 16 & 255, sigmoid = how >> 24;
-        n_col_tiles = many & 255, n_out_tiles = many >> 8 & 255, gate_first = many >> 16 & 255;
+        n_col_tiles = many & 255, n_out_tiles = many >> 8 & 255;
         inverse_width = p.inverse_width, epsilon = p.epsilon;
     }
 };
@@ -716,31 +731,53 @@ __device__ inline uint32_t mn_decode_row_addr(const mn_decode_smem &smem) {
     return mn_smem_addr((const uint32_t *)smem.row + threadIdx.x / 2 * 4 + threadIdx.x % 2);
 }
 
-/* Four elements of bf16 by four, and by a gate before or after; adds up the squares of what is
- * normalised. */
+/* Four elements of a row. */
 struct mn_decode_weighted_row {
     float y[4];
 
-    __device__ mn_decode_weighted_row(float &squares, uint2 x, uint2 by, uint2 gate,
-                                      const mn_decode_gemm_params &way) {
+    __device__ explicit mn_decode_weighted_row(uint2 x) {
         y[0] = mn_bf16_low(x.x), y[1] = mn_bf16_high(x.x);
         y[2] = mn_bf16_low(x.y), y[3] = mn_bf16_high(x.y);
+    }
+
+    /* By four others; adds up the squares of what is normalised. */
+    __device__ void weigh(float &squares, uint2 by) {
         const float w[4] = { mn_bf16_low(by.x), mn_bf16_high(by.x), mn_bf16_low(by.y),
                              mn_bf16_high(by.y) };
-        if (way.gate_first) open(gate, way.sigmoid);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             squares = fmaf(y[j], y[j], squares);
             y[j] *= w[j];
         }
-        if (way.gated && !way.gate_first) open(gate, way.sigmoid);
     }
 
-    __device__ void open(uint2 gate, bool sigmoid) {
-        const float z[4] = { mn_bf16_low(gate.x), mn_bf16_high(gate.x), mn_bf16_low(gate.y),
-            mn_bf16_high(gate.y) };
+    __device__ void gate(uint2 x, bool sigmoid) {
+        const float z[4] = { mn_bf16_low(x.x), mn_bf16_high(x.x), mn_bf16_low(x.y),
+            mn_bf16_high(x.y) };
 #pragma unroll
         for (int j = 0; j < 4; j++) y[j] *= mn_sigmoid(z[j]) * (sigmoid ? 1.0f : z[j]);
+    }
+
+    /* By the norm over the elements of `lanes` threads. */
+    __device__ void divide(float squares, int lanes, float inverse_width, float epsilon) {
+#pragma unroll 1
+        for (int other = lanes / 2; other > 0; other /= 2) {
+            squares += __shfl_xor_sync(0xffffffffu, squares, other);
+        }
+        const float r = mn_decode_rsqrt(fmaf(squares, inverse_width, epsilon));
+#pragma unroll
+        for (int j = 0; j < 4; j++) y[j] *= r;
+    }
+
+    /* All of it, where there is a gate; what few rows are is looked up here. */
+    __device__ void weigh_and_gate(float &squares, uint2 by, uint2 x, const mn_decode_gemm_instr &p,
+                                   const mn_decode_gemm_params &way) {
+        const bool first = p.gate_first;
+        if (__builtin_expect(first, 0)) gate(x, way.sigmoid);
+        weigh(squares, by);
+        if (!first) gate(x, way.sigmoid);
+        const int lanes = p.lanes;
+        if (__builtin_expect(lanes > 0, 0)) divide(squares, lanes, way.inverse_width, way.epsilon);
     }
 
     __device__ uint2 elements(void) const {
@@ -811,7 +848,10 @@ __device__ inline float mn_decode_load_row(mn_decode_smem &smem, const mn_decode
     float squares = 0.0f;
     uint2 y = look.x[0].elements();    // zeros behind the last
     if (way.norm) {
-        y = mn_decode_weighted_row(squares, y, look.weight, look.z.elements(), way).elements();
+        mn_decode_weighted_row weighted(y);
+        if (way.gated) weighted.weigh_and_gate(squares, look.weight, look.z.elements(), p, way);
+        else weighted.weigh(squares, look.weight);
+        y = weighted.elements();
     }
     mn_decode_store(row, y);
 #pragma unroll
@@ -821,9 +861,14 @@ __device__ inline float mn_decode_load_row(mn_decode_smem &smem, const mn_decode
         if (way.norm) {
             const int k = first + c * MN_DECODE_CHUNK;
             if (weights && k < K) look.weight = *(const uint2 *)(weights + k);
-            uint2 gate = look.z.elements();
-            if (way.gated && k < K) gate = look.gate_of(place, c);
-            y = mn_decode_weighted_row(squares, y, look.weight, gate, way).elements();
+            mn_decode_weighted_row weighted(y);
+            if (way.gated) {
+                const uint2 gate = k < K ? look.gate_of(place, c) : make_uint2(0, 0);
+                weighted.weigh_and_gate(squares, look.weight, gate, p, way);
+            } else {
+                weighted.weigh(squares, look.weight);
+            }
+            y = weighted.elements();
         }
         mn_decode_store(row + c * MN_DECODE_CHUNK_STRIDE, y);
     }
@@ -1032,7 +1077,7 @@ struct mn_decode_reduced {
             first = add_up(one, plain) * factors.x, second = add_up(other, plain) * factors.x;
         } else {
             factors = plain;
-            if (way.norm) factors_of(way, squares);
+            if (way.norm && way.group > 0) factors_of(way, squares);
             first = add_up(one, factors), second = add_up(other, factors);
         }
     }
@@ -1100,15 +1145,6 @@ __device__ static void init_barriers(mn_decode_smem &smem) {
         mn_mbarrier_init(&smem.instr_empty[i], MN_DECODE_WARPS);
     }
     mn_mbarrier_init_fence();
-}
-
-/* What is multiplied by the zeros behind a row must be finite. */
-__device__ static void clear(mn_decode_smem &smem) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < (int)(sizeof smem.ring / 16); i += THREADS) {
-        ((uint4 *)smem.ring)[i] = make_uint4(0, 0, 0, 0);
-    }
-    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 /* Numbers from outside to words, two a thread at a time; of row `row` of a table. */
@@ -1196,7 +1232,7 @@ decode_megakernel(char *megakernel, int n_stages, int handoff_at, int words, int
     const mn_decode_entry start = ((const mn_decode_entry *)(head + 1))[blockIdx.x];
     if (threadIdx.x == 0) init_barriers(smem);
     if (Stages::works && threadIdx.x == 0) smem.header = head;
-    if (ragged) clear(smem);
+    if (ragged) mn_decode_clear_ring(smem, THREADS);
     __syncthreads();
     int row = 0;    // far away: asked for first
     if ((int)blockIdx.x < head->n_gather_blocks) row = *(const volatile int32_t *)head->index;
@@ -1226,7 +1262,7 @@ static megakernel_instance instance_of(const mn_decode_launch_args *given) {
     if (!given->works) return decode_megakernel<mn_decode_stages<false, false, 0>>;
     if (steps == 0 && !given->attends) return decode_megakernel<mn_decode_stages<true, false, 0>>;
     if (steps == 0) return decode_megakernel<mn_decode_stages<true, true, 0>>;
-#define DECODE_STEP(op, folder, columns, results)                                                  \
+#define DECODE_STEP(op, folder, columns, results, memory)                                          \
     if (!given->attends && (steps & ~mn_decode_steps_of(#folder)) == 0) {                          \
         return decode_megakernel<mn_decode_stages<true, false, mn_decode_steps_of(#folder)>>;      \
     }

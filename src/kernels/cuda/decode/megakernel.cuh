@@ -17,6 +17,7 @@ enum {
     MN_DECODE_INSTRS = 6,     // stages that a block knows ahead
 };
 
+static_assert(MN_DECODE_SLOTS * MN_DECODE_TILE_BYTES >= MN_DECODE_ROOM, "a step in the ring");
 static_assert(sizeof(mn_decode_instr) <= MN_DECODE_INSTR_BYTES &&
               offsetof(mn_decode_instr, gemms) + sizeof(mn_decode_gemm_instr) +
               MN_DECODE_EPILOGUES * sizeof(mn_decode_epi_instr) <= MN_DECODE_INSTR_BYTES,
@@ -85,6 +86,15 @@ __device__ inline uint2 mn_decode_load_shared(uint32_t place) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(two.x), "=r"(two.y) : "r"(place)
                  : "memory");
     return two;
+}
+
+/* What is multiplied by the zeros behind a row must be finite. By all threads, or the first. */
+__device__ inline void mn_decode_clear_ring(mn_decode_smem &smem, int threads) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (int)(sizeof smem.ring / 16); i += threads) {
+        ((uint4 *)smem.ring)[i] = make_uint4(0, 0, 0, 0);
+    }
+    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 /* All warps that multiply. */

@@ -9,7 +9,7 @@ namespace mneme::decode {
 
 extern "C" bool mn_megakernel_takes_step(mn_decode_step_kind step, const void *args) {
     switch (step) {
-#define DECODE_STEP(op, folder, columns, results)                                                  \
+#define DECODE_STEP(op, folder, columns, results, memory)                                          \
     case MN_DECODE_STEP_##op: return folder::op##_step_supported((const mn_##op##_args *)args);
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP

@@ -16,6 +16,7 @@
 #include "kernels/cuda/importance/importance_step.cuh"
 #include "kernels/cuda/longhorn/longhorn_step.cuh"
 #include "kernels/cuda/lru/lru_step.cuh"
+#include "kernels/cuda/mesa/mesa_step.cuh"
 #include "kernels/cuda/mlstm/mlstm_step.cuh"
 #include "kernels/cuda/moebius/moebius_step.cuh"
 #include "kernels/cuda/scan/scan_step.cuh"
@@ -35,19 +36,29 @@ constexpr bool mn_decode_same_name(const char *a, const char *b) {
 /* The steps of a folder of kernels/cuda, as bits. */
 constexpr unsigned mn_decode_steps_of(const char *name) {
     unsigned steps = 0;
-#define DECODE_STEP(op, folder, columns, results)                                                  \
+#define DECODE_STEP(op, folder, columns, results, memory)                                          \
     if (mn_decode_same_name(#folder, name)) steps |= 1u << MN_DECODE_STEP_##op;
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
     return steps;
 }
 
+enum { MN_DECODE_MEMORY_SCRATCH, MN_DECODE_MEMORY_RING };
+
+/* Those that take the ring of weights. */
+constexpr unsigned MN_DECODE_RING_STEPS = 0
+#define DECODE_STEP(op, folder, columns, results, memory)                                          \
+    | (unsigned)(MN_DECODE_MEMORY_##memory == MN_DECODE_MEMORY_RING) << MN_DECODE_STEP_##op
+#include "kernels/decode_steps.def"
+#undef DECODE_STEP
+    ;
+
 /* Which stages an instance of the megakernel has: registers and stack of one do not depend on what
  * others have. WORKS: small works and barriers, and those that follow. */
 template <bool WORKS, bool ATTENDS, unsigned STEPS>
 struct mn_decode_stages {
     static constexpr bool works = WORKS, attends = ATTENDS;
-    static constexpr unsigned steps = STEPS;
+    static constexpr unsigned steps = STEPS, of_ring = STEPS & MN_DECODE_RING_STEPS;
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -98,11 +109,18 @@ __device__ __noinline__ void mn_decode_run_small(const mn_decode_small_instr &p,
     }
 }
 
+/* Whether an instruction is a step that takes the ring. */
+template <typename Stages>
+__device__ inline bool mn_decode_takes_ring(const mn_decode_instr &instr) {
+    if constexpr (Stages::of_ring == 0) return false;
+    else return instr.kind == MN_DECODE_STEP && (Stages::of_ring >> instr.work.step.step & 1);
+}
+
 template <typename Block, unsigned STEPS>
 __device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p,
                                                 unsigned char *smem) {
     switch (p.step) {
-#define DECODE_STEP(op, folder, columns, results)                                                  \
+#define DECODE_STEP(op, folder, columns, results, memory)                                          \
     case MN_DECODE_STEP_##op:                                                                      \
         if constexpr ((STEPS >> MN_DECODE_STEP_##op & 1) != 0) {                                   \
             folder::op##_step<mn_bf16, Block>(*(const mn_##op##_args *)p.args, 0, p.head,          \
@@ -149,20 +167,23 @@ __device__ inline void mn_decode_run_work(mn_decode_smem &smem, const mn_decode_
     if (instr.kind == MN_DECODE_SMALL) mn_decode_run_small<block>(p.small, (float *)smem.scratch);
     if constexpr (Stages::steps != 0) {
         if (instr.kind == MN_DECODE_STEP) {
-            mn_decode_run_step<block, Stages::steps>(p.step, smem.scratch);
+            unsigned char *memory = mn_decode_takes_ring<Stages>(instr) ? smem.ring[0]
+                                                                        : smem.scratch;
+            mn_decode_run_step<block, Stages::steps>(p.step, memory);
         }
     }
     if constexpr (Stages::attends) {
         if (instr.kind == MN_DECODE_ATTEND) mn_decode_run_attend<block>(p.attend, smem.scratch);
     }
     mn_decode_consumer_sync();
+    if (mn_decode_takes_ring<Stages>(instr)) mn_decode_clear_ring(smem, MN_DECODE_THREADS);
     mn_decode_publish(p, place);
 }
 
 #endif
 
 static_assert(sizeof(mn_decode_job) <= MN_DECODE_JOB_BYTES, "a small work");
-#define DECODE_STEP(op, folder, columns, results)                                                  \
+#define DECODE_STEP(op, folder, columns, results, memory)                                          \
     static_assert(sizeof(mn_##op##_args) <= MN_DECODE_ARGS_BYTES, "arguments of " #op);
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP

@@ -8,11 +8,73 @@
  *   delta_reduce_grads           dbeta and dg from these parts (decays per channel: dbeta alone) */
 #include "kernels/cuda/delta/delta_grad_channel.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
+#include "kernels/cuda/delta/delta_redo.cuh"
 #include "kernels/cuda/delta/delta_grad_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 #include "kernels/delta_gpu.h"
 
 namespace mneme::delta {
+
+/* Cotangents that are not finite, in delta's way back
+ * (docs/internals/causality.md).
+ *
+ * What comes into D that is not finite stays there: it shows in the first token's dv, or dk. Five
+ * launches behind the others look at that and end at once where all is well. Else they find the
+ * last token with such a cotangent and make the rows behind it again: the scan as if cotangents up
+ * to it were zeros, as far as its chunk, and the gradients of that chunk. Rows up to it are NaN
+ * there. */
+
+enum { MN_DELTA_REDO_THREADS = 128 };
+
+/* Leaves in job.cuts the first row to make again, 0: none.
+ *
+ * Grid: n * H + h. Loads the first row of dv, or where `dv` is absent of grad.e; where that is not
+ * finite cot.o (T,V). */
+__global__ void __launch_bounds__(MN_DELTA_REDO_THREADS)
+delta_find_redo_back(const __grid_constant__ mn_delta_params job, const mn_out dv) {
+    const mn_delta_args &p = job.p;
+    const mn_call &call = p.call;
+    const int64_t h = blockIdx.x % call.H, width = dv.data ? call.V : call.K;
+    const int64_t head = dv.data ? h : mn_key_head(call, h);
+    const mn_span span = mn_span_at(call, blockIdx.x / call.H);
+    const int64_t end = span.t0 + span.length;
+    int64_t cut = 0;
+    mn_pdl_wait();
+    if (span.length > 0 && mn_redo_row_is_wild(mn_row<mn_bf16>(dv.data ? dv : p.grad.e, span.b,
+                                                               span.t0, head), width)) {
+        const int behind = mn_redo_first_token(span.length, [&](int64_t t, float most) {
+            return mn_redo_has_wild(mn_row<mn_bf16>(p.cot.o, span.b, end - 1 - t, h), call.V, most);
+        });
+        cut = behind > 0 ? span.length - behind : 0;
+    }
+    if (threadIdx.x == 0) job.cuts[blockIdx.x] = cut % MN_DELTA_CHUNK == 0 ? 0 : (int)cut;
+}
+
+/* dv of the rows behind the cut, from dX, and NaN in dX in front of it. Grid as above. */
+__global__ void __launch_bounds__(MN_DELTA_REDO_THREADS)
+delta_redo_values(const __grid_constant__ mn_delta_params job, const mn_out dv) {
+    const mn_call &call = job.p.call;
+    mn_pdl_wait();
+    const int64_t record = mn_delta_record_of(job, blockIdx.x), h = blockIdx.x % call.H;
+    if (record < 0) return;
+    const int cut = job.cuts[blockIdx.x], from = cut % MN_DELTA_CHUNK, first = cut - from;
+    const mn_span span = mn_span_at(call, blockIdx.x / call.H);
+    const int count = (int)min((int64_t)MN_DELTA_CHUNK, span.length - first);
+    mn_bf16 *dX = job.workspace.dX + record * job.padded_v * MN_DELTA_CHUNK;
+    for (int64_t j = threadIdx.x; j < call.V; j += MN_DELTA_REDO_THREADS) {
+        for (int t = 0; t < count; t++) {
+            mn_bf16 &x = dX[j * MN_DELTA_CHUNK + t];
+            if (t < from) mn_put(&x, __int_as_float(0x7fc00000));
+            else if (dv.data) mn_row<mn_bf16>(dv, span.b, span.t0 + first + t, h)[j] = x;
+        }
+    }
+}
+
+inline int redo_values(const mn_delta_params &job, const mn_out &dv, cudaStream_t stream) {
+    return mn_launch_smem_behind(true, delta_redo_values,
+                                 dim3((unsigned)mn_delta_grad_blocks(job, 0)),
+                                 MN_DELTA_REDO_THREADS, 0, stream, job, dv);
+}
 
 /* ---- dbeta and dg from the parts of blocks --------------------------------------------------- */
 
@@ -28,12 +90,15 @@ delta_reduce_grads(const __grid_constant__ mn_delta_params job, int n_partials) 
     __shared__ float sums[2][MN_DELTA_CHUNK];
     const mn_delta_args &p = job.p;
     const mn_delta_partial *parts = (const mn_delta_partial *)job.workspace.parts;
-    const int64_t h = blockIdx.x % p.call.H, slot = blockIdx.x / p.call.H;
+    if (job.cuts) mn_pdl_wait();
+    const int64_t record = mn_delta_record_of(job, blockIdx.x), records = mn_delta_records(job);
+    if (record < 0) return;
+    const int64_t h = record % p.call.H, slot = record / p.call.H;
     const mn_tile_span tile = mn_tile_at(p.call, MN_DELTA_CHUNK, slot);
     const int t = threadIdx.x;
     float G = 0.0f, beta = 0.0f, end = 0.0f;
     for (int i = 0; i < n_partials && tile.n_rows > 0; i++) {
-        const mn_delta_partial &part = parts[gridDim.x * (int64_t)i + blockIdx.x];
+        const mn_delta_partial &part = parts[records * i + record];
         G += part.G[t];
         beta += part.beta[t];
         end += part.end;
@@ -52,7 +117,7 @@ delta_reduce_grads(const __grid_constant__ mn_delta_params job, int n_partials) 
     if (t == 0 && job.workspace.whole) {
         float sum = 0.0f;
         for (int i = 0; i < MN_DELTA_CHUNK; i++) sum += sums[0][i];
-        job.workspace.whole[blockIdx.x] = sum;
+        job.workspace.whole[record] = sum;
     }
     if (t >= tile.n_rows) return;
     const int64_t when = tile.span.t0 + tile.first + t;
@@ -247,8 +312,8 @@ delta_scan_save_sm90_kernel(const __grid_constant__ mn_delta_params job,
         mn_mbarrier_init(&smem.out_full, MN_SAVE_WARPGROUP);
         mn_mbarrier_init(&smem.out_empty, 1);
         mn_mbarrier_init_fence();
-        mn_scan_find_coord<false>(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES, job.p.state0,
-                                  mn_out{});
+        mn_scan_find_coord<false, false>(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES,
+                                         job.p.state0, mn_out{});
     }
     __syncthreads();
     if (threadIdx.x >= MN_SAVE_WARPGROUP) {
@@ -301,8 +366,9 @@ static int reduce_grads(const mn_delta_params &job, int64_t records, int n_parti
     const mn_delta_args &p = job.p;
     int code = cudaSuccess;
     if (records > 0) {
-        delta_reduce_grads<<<(unsigned)records, MN_DELTA_CHUNK, 0, stream>>>(job, n_partials);
-        code = mn_launch_status();
+        const int64_t blocks = mn_delta_grad_blocks(job, records);
+        code = mn_launch_smem_behind(job.cuts, delta_reduce_grads, dim3((unsigned)blocks),
+                                     MN_DELTA_CHUNK, 0, stream, job, n_partials);
     }
     if (code != cudaSuccess || p.decay != MN_DECAY_HEAD || !p.grad.g.data) return code;
     delta_head_decay_grad<<<(unsigned)p.call.H, 256, 0, stream>>>(job, records / p.call.H);
@@ -342,11 +408,12 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     };
     if constexpr (KP <= 128) {
         if (mn_delta_has_segments(job)) {
-            const int code = mn_delta_scan_segments<KP, CHANNEL>(job, stream, forth);
+            const int code = job.cuts ? cudaSuccess
+                                      : mn_delta_scan_segments<KP, CHANNEL>(job, stream, forth);
             return code == cudaSuccess ? mn_delta_scan_segments_back<KP>(job, stream, back) : code;
         }
     }
-    const int code = forth(job, 0);
+    const int code = job.cuts ? cudaSuccess : forth(job, 0);
     return code == cudaSuccess ? back(job, 0) : code;
 }
 
@@ -361,31 +428,35 @@ static int grad(const mn_delta_params &job, const mn_grad_fold &fold, int64_t re
             return mn_delta_grad_sm90<KP>(job, maps, records, stream);
         }
     }
-    return mn_launch_smem(channel ? delta_grad_channel_kernel<KT, KP, true>
-                                  : delta_grad_kernel<KT, KP>,
-                          dim3((unsigned)records, KP / KT), MN_DELTA_GRAD_THREADS,
-                          channel ? sizeof(mn_channel_grad_smem<KT>) : sizeof(mn_grad_smem<KT>),
-                          stream, job, fold);
+    const dim3 blocks((unsigned)mn_delta_grad_blocks(job, records), KP / KT);
+    return mn_launch_smem_behind(
+        job.cuts, channel ? delta_grad_channel_kernel<KT, KP, true> : delta_grad_kernel<KT, KP>,
+        blocks, MN_DELTA_GRAD_THREADS,
+        channel ? sizeof(mn_channel_grad_smem<KT>) : sizeof(mn_grad_smem<KT>), stream, job, fold);
 }
 
-/* Gradients by KT channels a block. */
+/* Gradients by KT channels a block; `values`: dv of a redo. */
 template <int KT, int KP>
-static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, cudaStream_t stream) {
+static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, const mn_out &values,
+                       cudaStream_t stream) {
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
-    int code = intra_chunk<KP>(job, stream);
+    int code = job.cuts ? cudaSuccess : intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
     code = job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
                                            : scan<KP, false>(job, stream);
     if (code != cudaSuccess || records == 0) {
         return code != cudaSuccess ? code : reduce_grads(job, 0, KP / KT, stream);
     }
+    if (job.cuts) code = redo_values(job, values, stream);
+    if (code != cudaSuccess) return code;
     code = grad<KT, KP>(job, fold, records, stream);
     return code == cudaSuccess ? reduce_grads(job, records, KP / KT, stream) : code;
 }
 
 /* Where there is little shared memory, blocks of gradients take half of 128 channels. */
 template <int KP>
-static int backward(const mn_delta_params &job, const mn_grad_fold &fold, cudaStream_t stream) {
+static int backward(const mn_delta_params &job, const mn_grad_fold &fold, const mn_out &values,
+                    cudaStream_t stream) {
     if constexpr (KP == 128) {
         static_assert(sizeof(mn_channel_grad_smem<64>) <= MN_DELTA_LEAST_SMEM_64 &&
                           sizeof(mn_grad_smem<64>) <= MN_DELTA_LEAST_SMEM_64,
@@ -393,10 +464,10 @@ static int backward(const mn_delta_params &job, const mn_grad_fold &fold, cudaSt
         const size_t bytes = job.p.decay == MN_DECAY_CHANNEL ? sizeof(mn_channel_grad_smem<128>)
                                                              : sizeof(mn_grad_smem<128>);
         if (bytes > (size_t)mn_device_props_current().shared_bytes) {
-            return backward_by<64, KP>(job, fold, stream);
+            return backward_by<64, KP>(job, fold, values, stream);
         }
     }
-    return backward_by<(KP < 128 ? KP : 128), KP>(job, fold, stream);
+    return backward_by<(KP < 128 ? KP : 128), KP>(job, fold, values, stream);
 }
 
 /* By sizes alone, as the caller leaves the sums to this then. Not where Hopper's kernel of
@@ -462,6 +533,25 @@ bool mn_delta_chunk_backward_plan(mn_plan *plan, const mn_delta_args *p) {
     return size_shared(&plan->shared_bytes, &own, p);
 }
 
+/* A call, and rows behind cotangents that are not finite once more. */
+template <int KP>
+static int backward_kept(const mn_delta_params &job, const mn_grad_fold &fold,
+                         cudaStream_t stream) {
+    int code = backward<KP>(job, fold, {}, stream);
+    mn_delta_params redo = job;
+    const mn_out &first = job.p.grad.v.data ? job.p.grad.v : job.p.grad.e;
+    const int64_t heads = mn_n_spans(job.p.call) * job.p.call.H;
+    if (code != cudaSuccess || job.p.call.T < 2 || !first.data || fold.times > 0 || heads == 0 ||
+        !job.p.cot.o.data) {
+        return code;
+    }
+    redo.cuts = job.workspace.cuts;
+    redo.p.grad.v = {}, redo.p.grad.state0 = {};
+    code = mn_launch_smem_behind(true, delta_find_redo_back, dim3((unsigned)heads),
+                                 MN_DELTA_REDO_THREADS, 0, stream, redo, job.p.grad.v);
+    return code == cudaSuccess ? backward<KP>(redo, fold, job.p.grad.v, stream) : code;
+}
+
 int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) {
     mn_delta_params job;
     mn_grad_fold fold;
@@ -471,7 +561,7 @@ int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) 
     }
     const int code = make_fold(&fold, &job, (char *)shared + own, (cudaStream_t)stream);
     if (code != cudaSuccess) return code;
-    MN_DELTA_DISPATCH_K(backward, p->call.K, (job, fold, (cudaStream_t)stream));
+    MN_DELTA_DISPATCH_K(backward_kept, p->call.K, (job, fold, (cudaStream_t)stream));
 }
 
 }    // namespace mneme::delta

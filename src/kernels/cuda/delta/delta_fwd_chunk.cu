@@ -67,9 +67,10 @@ struct mn_fwd_chunk_smem {
 
 /* Whether TMA may load a chunk: its 64 rows are tokens of its sequence, or zeros behind the
  * tensor's end. */
+template <bool REDO>
 __device__ inline bool mn_fwd_chunk_is_full(const mn_delta_params &job, const mn_scan_coord &at,
                                          int chunk) {
-    return (!job.p.call.cu_seqlens && !job.cuts) || mn_scan_chunk_len(at, chunk) == MN_DELTA_CHUNK;
+    return (!job.p.call.cu_seqlens && !REDO) || mn_scan_chunk_len(at, chunk) == MN_DELTA_CHUNK;
 }
 
 /* Loads q, e, v, T and the decays of a chunk into a stage. One lane calls. */
@@ -119,6 +120,7 @@ __device__ __noinline__ void mn_fwd_chunk_copy(mn_fwd_chunk_stage<KP> &to,
 
 /* A warp stores a tile of results, o (64, 64 columns), to device memory: by TMA, or row by row
  * where fewer tokens are the sequence's. */
+template <bool REDO>
 __device__ inline void mn_fwd_chunk_store_out(const mn_delta_params &job,
                                               const mn_fwd_chunk_maps &maps,
                                     const mn_scan_coord &at, const unsigned char *tile,
@@ -127,7 +129,7 @@ __device__ inline void mn_fwd_chunk_store_out(const mn_delta_params &job,
     const int64_t t = at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK;
     const int64_t j = at.column0 + 8 * vec16;
     if (!job.p.o.data) return;
-    if (mn_fwd_chunk_is_full(job, at, chunk)) {
+    if (mn_fwd_chunk_is_full<REDO>(job, at, chunk)) {
         if (lane > 0) return;
         mn_tma_store(maps.o, tile, (int)at.column0, (int)at.h, (int)t, (int)at.span.b);
         mn_tma_store_wait_read();
@@ -142,7 +144,7 @@ __device__ inline void mn_fwd_chunk_store_out(const mn_delta_params &job,
 
 /* Loads chunk `chunk` while warp 1 stores the results of the one MN_FWD_CHUNK_STAGES before.
  * OVERLAPS: waits until curvature has stored the chunk's queries. */
-template <int KP, bool OVERLAPS>
+template <int KP, bool OVERLAPS, bool REDO>
 __device__ inline void mn_fwd_chunk_producer(mn_fwd_chunk_smem<KP> &smem,
                                              const mn_delta_params &job,
                                       const mn_fwd_chunk_maps &maps, const mn_curve_ready &ready) {
@@ -155,7 +157,7 @@ __device__ inline void mn_fwd_chunk_producer(mn_fwd_chunk_smem<KP> &smem,
         const int result = chunk - MN_FWD_CHUNK_STAGES;
         if (chunk < at.n_chunks) {
             mn_mbarrier_wait(&smem.empty[slot], (iter & 1) ^ 1);
-            if (!mn_fwd_chunk_is_full(job, at, chunk)) {
+            if (!mn_fwd_chunk_is_full<REDO>(job, at, chunk)) {
                 if (OVERLAPS) queries.wait(ready, job.p.call.H, chunk);
                 mn_fwd_chunk_copy<KP>(smem.stage[slot], job, at, chunk);
                 mn_mbarrier_arrive(&smem.full[slot]);
@@ -168,7 +170,7 @@ __device__ inline void mn_fwd_chunk_producer(mn_fwd_chunk_smem<KP> &smem,
         }
         if (warp != 1 || result < 0) continue;
         mn_mbarrier_wait(&smem.out_full[result % 2], result / 2 & 1);
-        mn_fwd_chunk_store_out(job, maps, at, smem.out[result % 2], result);
+        mn_fwd_chunk_store_out<REDO>(job, maps, at, smem.out[result % 2], result);
         mn_mbarrier_arrive(&smem.out_empty[result % 2]);
     }
 }
@@ -293,7 +295,7 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
  * Stores  o (64, 64 columns) for each chunk where p.o is given; at the end state, where it is
  *         given.
  * OVERLAPS: runs beside the launches in front, for which the first block waits at its end. */
-template <int KP, bool OVERLAPS>
+template <int KP, bool OVERLAPS, bool REDO>
 __global__ void __launch_bounds__(MN_FWD_CHUNK_THREADS, 1)
 delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
                       const __grid_constant__ mn_fwd_chunk_maps maps, int64_t n_slices,
@@ -301,7 +303,8 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
     mn_fwd_chunk_smem<KP> &smem = *(mn_fwd_chunk_smem<KP> *)scan_smem_bytes;
-    if (job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
+    // of what follows: the maps of segments, or the redo
+    if (!REDO || job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_FWD_CHUNK_STAGES; i++) {
             mn_mbarrier_init(&smem.full[i], MN_DELTA_PRODUCERS);
@@ -313,11 +316,11 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
             mn_mbarrier_init(&smem.out_empty[i], 32);
         }
         mn_mbarrier_init_fence();
-        mn_scan_find_coord<false>(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES,
-                                  job.p.state0, job.p.state);
+        mn_scan_find_coord<false, REDO>(smem.place, job, n_slices, 16 * MN_DELTA_COL_TILES,
+                                        job.p.state0, job.p.state);
     }
     __syncthreads();
-    if (job.cuts && smem.place.n_chunks == 0) return;
+    if (REDO && smem.place.n_chunks == 0) return;
     if (threadIdx.x < MN_FWD_CHUNK_WARPGROUP) {
         mn_setmaxnreg_inc<240>();
         mn_fwd_chunk_state_scan<KP>(smem, job);
@@ -326,7 +329,7 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
         mn_fwd_chunk_scores<KP>(smem, job.scale);
     } else {
         mn_setmaxnreg_dec<120>();
-        mn_fwd_chunk_producer<KP, OVERLAPS>(smem, job, maps, ready);
+        mn_fwd_chunk_producer<KP, OVERLAPS, REDO>(smem, job, maps, ready);
         if (OVERLAPS && blockIdx.x == 0) mn_pdl_wait();
     }
 #endif
@@ -362,7 +365,9 @@ inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chun
                            mn_delta_scan_units(job.p.call, job.segments, segments);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem_behind(job.cuts, delta_fwd_chunk_sm90_kernel<KP, false>,
+    const auto kernel = job.cuts ? delta_fwd_chunk_sm90_kernel<KP, false, true>
+                                 : delta_fwd_chunk_sm90_kernel<KP, false, false>;
+    return mn_launch_smem_behind(job.cuts, kernel,
                                  dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
                                  sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
                                  mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
@@ -374,7 +379,7 @@ inline int mn_delta_fwd_chunk_sm90_pdl(const mn_delta_params &job, const mn_fwd_
                                  const mn_curve_ready &ready, cudaStream_t stream) {
     const int64_t blocks = mn_fwd_chunk_blocks(job.p.call);
     const size_t smem = sizeof(mn_fwd_chunk_smem<KP>);
-    const auto kernel = delta_fwd_chunk_sm90_kernel<KP, true>;
+    const auto kernel = delta_fwd_chunk_sm90_kernel<KP, true, false>;
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
     if (code != cudaSuccess || blocks == 0) return code;

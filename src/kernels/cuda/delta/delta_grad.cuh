@@ -20,6 +20,7 @@
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CUH
 
 #include "kernels/cuda/delta/delta_pairs.cuh"
+#include "kernels/cuda/delta/delta_redo.cuh"
 
 namespace mneme::delta {
 
@@ -198,12 +199,13 @@ __device__ inline mn_grad_coord mn_grad_record_coord(const mn_delta_params &job,
                                                      int KP) {
     const mn_call &call = job.p.call;
     mn_grad_coord at = {};
-    at.index = index;
-    at.h = index % call.H;
-    at.slot = index / call.H;
+    at.index = mn_delta_record_of(job, index);
+    at.stride = KP;
+    if (at.index < 0) return at;
+    at.h = at.index % call.H;
+    at.slot = at.index / call.H;
     at.tile = mn_tile_at(call, mn_delta_chunk_tokens(job.pairs), at.slot);
     at.count = (int)at.tile.n_rows * (job.pairs ? 2 : 1);
-    at.stride = KP;
     return at;
 }
 
@@ -509,6 +511,7 @@ delta_grad_kernel(const __grid_constant__ mn_delta_params job,
                   const __grid_constant__ mn_grad_fold fold) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_grad_smem<KT> &smem = *(mn_grad_smem<KT> *)bytes;
+    if (job.cuts) mn_pdl_wait();
     const mn_grad_coord at = mn_grad_block_coord(job, KT, KP);
     if (at.count == 0) return;
     const unsigned w = mn_shared_u32(job.p.w.data ? smem.keys.w : smem.keys.e);
@@ -533,8 +536,8 @@ delta_grad_kernel(const __grid_constant__ mn_delta_params job,
     __syncthreads();
     mn_grad_intra_chunk<KT>(smem, sum, w, at);
     mn_grad_store_keys<KT>(smem, sum, job, smem.log_decays.beta, w, at, [] {});
-    mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts + gridDim.x
-        * (int64_t)blockIdx.y;
+    mn_delta_partial *parts =
+        (mn_delta_partial *)job.workspace.parts + mn_delta_records(job) * (int64_t)blockIdx.y;
     mn_grad_store_partial(parts[at.index], smem.sums, smem.log_decays.gamma[MN_DELTA_CHUNK - 1],
                         blockIdx.y == 0);
     mn_grad_fold_heads<KT>(job, fold, at, (int *)bytes);

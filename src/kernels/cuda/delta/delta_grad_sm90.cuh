@@ -146,8 +146,9 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
                                         const mn_grad_tma_maps &maps, int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;    // tiles of value columns, chunks
-    for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x, iter++) {
+    for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
         const mn_grad_coord at = mn_grad_record_coord(job, index, KT);
+        if (at.index < 0) continue;
         mn_mbarrier_wait(&smem.keys_empty[iter % 2], (iter / 2 & 1) ^ 1);
         mn_grad_load_keys<KT>(smem, iter % 2, job, maps, at);
         for (int i = 0; i < tiles; i++, n++) {
@@ -156,12 +157,13 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
                                     64 * i);
         }
         mn_mbarrier_wait(&smem.matrices_empty, (iter & 1) ^ 1);
+        iter++;
         if (threadIdx.x % 32 > 0) continue;
         mn_mbarrier_arrive_expect_tx(&smem.matrices_full, 2 * mn_tile_bytes<64>());
         mn_grad_tma_load<1>(smem.matrices.P, maps.P, &smem.matrices_full, 0, 0,
-                            index * MN_DELTA_CHUNK, 0);
+                            at.index * MN_DELTA_CHUNK, 0);
         mn_grad_tma_load<1>(smem.matrices.A, maps.A, &smem.matrices_full, 0, 0,
-                            index * MN_DELTA_CHUNK, 0);
+                            at.index * MN_DELTA_CHUNK, 0);
     }
 }
 
@@ -205,8 +207,9 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
                                         int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;
-    for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x, iter++) {
+    for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
         mn_grad_coord at;
+        if (job.cuts && job.cuts[index] == 0) continue;
         at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
         mn_grad_acc<KT> sum = {};
         for (int i = 0; i < tiles; i++, n++) {
@@ -217,8 +220,9 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
         mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
         at.tile = smem.place[iter % 2].tile, at.h = smem.place[iter % 2].h;
         at.count = smem.place[iter % 2].count;
-        at.index = index, at.channel0 = 0;
+        at.index = smem.place[iter % 2].index, at.channel0 = 0;
         mn_grad_finish_chunk<KT>(smem, sum, job, at, iter);
+        iter++;
     }
 }
 
@@ -236,6 +240,7 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char grad_smem_bytes[];
     mn_grad_sm90_smem<KT> &smem = *(mn_grad_sm90_smem<KT> *)grad_smem_bytes;
+    if (job.cuts) mn_pdl_wait();
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             mn_mbarrier_init(&smem.stage_full[i], 32);
@@ -246,6 +251,7 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
         mn_mbarrier_init(&smem.matrices_full, 1);
         mn_mbarrier_init(&smem.matrices_empty, MN_DELTA_GRAD_WARPS);
         mn_mbarrier_init_fence();
+        if (job.cuts) mn_fence_proxy_async();
     }
     __syncthreads();
     if (threadIdx.x < MN_DELTA_GRAD_THREADS) {
@@ -285,9 +291,11 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
 template <int KT>
 inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
                               int64_t records, cudaStream_t stream) {
-    const int64_t blocks = mn_min(records, (int64_t)mn_device_props_current().processors);
-    return mn_launch_smem(delta_grad_sm90_kernel<KT>, dim3((unsigned)blocks), MN_GRAD_SM90_THREADS,
-                          sizeof(mn_grad_sm90_smem<KT>), stream, job, maps, records);
+    const int64_t n = mn_delta_grad_blocks(job, records);
+    const int64_t blocks = mn_min(n, (int64_t)mn_device_props_current().processors);
+    return mn_launch_smem_behind(job.cuts, delta_grad_sm90_kernel<KT>, dim3((unsigned)blocks),
+                                 MN_GRAD_SM90_THREADS, sizeof(mn_grad_sm90_smem<KT>), stream, job,
+                                 maps, n);
 }
 
 }    // namespace mneme::delta

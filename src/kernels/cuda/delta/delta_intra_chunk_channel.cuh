@@ -4,10 +4,10 @@
  *
  * Exponents of both signs would overflow, so that each pair of blocks of 16 tokens has its own
  * origin: the start of block t for blocks of s before it, and inside a block the middle of the
- * eight tokens of s. Products of tensor cores then have factors of at most exp(64) with decays
- * cut off at -16 a token: what a pair keeps through a larger decay, 1e-7, is far below bf16's
+ * eight tokens of s. Products of tensor cores then have factors of at most 2^92 with decays cut
+ * off at 2^-23 a token: what a pair keeps through a larger decay, 1e-7, is far below bf16's
  * rounding. Decays of rows that meet states are sums from the chunk's start, or to its end, and
- * not cut off.
+ * not cut off. Sums of decays are logarithms to base 2, as the processor's exponential is.
  *
  * One block has one chunk of one head; warp w has the 16 rows of block w % 4, for A and P, and half
  * of the channels. Factors are made where they are used, in registers. */
@@ -57,13 +57,25 @@ __device__ inline float2 operator+(float2 a, float2 b) {
     return make_float2(a.x + b.x, a.y + b.y);
 }
 
-/* x exp(log_decay) for two neighbours */
-__device__ inline unsigned mn_channel_mul_exp(unsigned x, float2 log_decay) {
-    return mn_bf16x2(mn_bf16_lo(x) * __expf(log_decay.x), mn_bf16_hi(x) * __expf(log_decay.y));
+/* 2^x, to the last bit or two; 0 where it is no normal number */
+__device__ inline float mn_channel_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
-/* Decays of channels i and i + 1 at 16 rows, the first of which is of token t; zeros beyond the
- * sizes. */
+__device__ inline float2 mn_channel_exp2(float2 x) {
+    return make_float2(mn_channel_exp2(x.x), mn_channel_exp2(x.y));
+}
+
+/* x 2^log_decay for two neighbours */
+__device__ inline unsigned mn_channel_mul_exp(unsigned x, float2 log_decay) {
+    const float2 decay = mn_channel_exp2(log_decay);
+    return mn_bf16x2(mn_bf16_lo(x) * decay.x, mn_bf16_hi(x) * decay.y);
+}
+
+/* Decays of channels i and i + 1 at 16 rows, the first of which is of token t, as logarithms to
+ * base 2; zeros beyond the sizes. */
 template <int CHANNEL>
 __device__ inline void mn_channel_load_decays(float2 (&g)[16], const mn_delta_params &job,
                                          const mn_span &span, int64_t h, int64_t t, int count,
@@ -85,11 +97,13 @@ __device__ inline void mn_channel_load_decays(float2 (&g)[16], const mn_delta_pa
             if (left > 1) g[row].y = mn_float(at[1]);
         }
     }
+#pragma unroll
+    for (int row = 0; row < 16; row++) g[row].x *= 1.44269504f, g[row].y *= 1.44269504f;
 }
 
 /* A decay that is not below the cut; NaN stays. */
 __device__ inline float mn_channel_clamp(float g) {
-    return g < -16.0f ? -16.0f : g;
+    return g < -23.0f ? -23.0f : g;
 }
 
 /* Levels of a pair of channels in a block of 16 tokens. */
@@ -151,7 +165,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
             const unsigned q = *(const unsigned *)(smem.q + place);
             const unsigned e = *(const unsigned *)(smem.e + place);
             if (!in_pairs) before = before + g[round][token];
-            const float x = __expf(before.x), y = __expf(before.y);
+            const float x = mn_channel_exp2(before.x), y = mn_channel_exp2(before.y);
             if (in_pairs) before = before + g[round][token];
             *(unsigned *)(job.workspace.q + first + token * KP) =
                 mn_bf16x2(job.scale * x * mn_bf16_lo(q), job.scale * y * mn_bf16_hi(q));
@@ -159,8 +173,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
                 mn_bf16x2(sign * x * mn_bf16_lo(e), sign * y * mn_bf16_hi(e));
         }
         if (block == 3) {
-            *(float2 *)(job.workspace.cum_decay + index * KP + i) = make_float2(__expf(before.x),
-                                                                      __expf(before.y));
+            *(float2 *)(job.workspace.cum_decay + index * KP + i) = mn_channel_exp2(before);
         }
 #pragma unroll
         for (int token = 15; token >= 0; token--) {
@@ -168,8 +181,8 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
             const unsigned write = *(const unsigned *)(w + place);
             const float beta = smem.tokens.beta[16 * block + token];
             *(unsigned *)(job.workspace.w + first + token * KP) =
-                mn_bf16x2(beta * __expf(behind.x) * mn_bf16_lo(write),
-                        beta * __expf(behind.y) * mn_bf16_hi(write));
+                mn_bf16x2(beta * mn_channel_exp2(behind.x) * mn_bf16_lo(write),
+                        beta * mn_channel_exp2(behind.y) * mn_bf16_hi(write));
             behind = behind + g[round][token];
         }
     }

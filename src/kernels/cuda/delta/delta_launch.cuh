@@ -210,33 +210,26 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     constexpr int splits = mn_scan_splits<KP>, warps = mn_scan_sizes<KP>::splits;
     const int64_t heads =
         job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
-    const int col_tiles = job.segments.part == MN_DELTA_WHOLE ? mn_delta_col_tiles<KP>(columns, heads)
-                                                              : (int)MN_DELTA_COL_TILES;
+    const bool whole = job.segments.part == MN_DELTA_WHOLE;
+    const int col_tiles =
+        whole ? mn_delta_col_tiles<KP>(columns, heads) : (int)MN_DELTA_COL_TILES;
     const int64_t n_slices = mn_ceil_div(columns, 16 * col_tiles), blocks = n_slices * heads;
     const bool group = col_tiles == MN_DELTA_COL_TILES;
     mn_scan_tma_maps maps;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_tma_maps(&maps, job, back);
-    if (job.cuts) {
-        const size_t each = group ? sizeof(mn_scan_exchange<splits>)
-                                  : sizeof(mn_scan_warp_exchange<KP>);
-        return mn_launch_smem_behind(
-            true, group ? warpgroup_kernel : warp_kernel, dim3((unsigned)blocks),
-            32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
-            sizeof(mn_scan_smem<KP>) + (size_t)col_tiles * each, stream, job, maps, n_slices);
-    }
-    if (two_kernel && group && maps.serve && !job.p.w.data &&
+    if (two_kernel && group && !job.cuts && maps.serve && !job.p.w.data &&
         blocks > mn_device_props_current().processors) {
         return mn_launch_smem(two_kernel, dim3((unsigned)blocks), mn_scan_threads(1),
                               mn_scan_bytes_of_two<KP>() +
                                   MN_DELTA_COL_TILES * MN_SCAN_SCRATCH_OF_TWO,
                               stream, job, maps, n_slices);
     }
-    return mn_launch_smem(group ? warpgroup_kernel : warp_kernel,
-                               dim3((unsigned)blocks),
-                               32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
-                               mn_delta_scan_bytes<KP>(col_tiles), stream, job, maps, n_slices);
+    return mn_launch_smem_behind(job.cuts, group ? warpgroup_kernel : warp_kernel,
+                                 dim3((unsigned)blocks),
+                                 32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
+                                 mn_delta_scan_bytes<KP>(col_tiles), stream, job, maps, n_slices);
 }
 
 /* ---- segments -------------------------------------------------------------------------------- */
@@ -291,9 +284,9 @@ inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t strea
 /* Back, where the maps are there already but for what they add. */
 template <int KP, typename Scan>
 inline int mn_delta_scan_segments_back(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
-    const int first = MN_DELTA_SEGMENT_FIRST | MN_DELTA_SEGMENT_MAPS;
-    int code = scan(mn_delta_part_of(job, first, 1), job.segments.count - 2);
-    if (code == cudaSuccess) code = mn_delta_segment_states<KP, true>(job, stream);
+    const int first = MN_DELTA_SEGMENT_FIRST | (job.cuts ? 0 : MN_DELTA_SEGMENT_MAPS);
+    int code = scan(mn_delta_part_of(job, first, 1), job.cuts ? 0 : job.segments.count - 2);
+    if (code == cudaSuccess && !job.cuts) code = mn_delta_segment_states<KP, true>(job, stream);
     if (code != cudaSuccess) return code;
     return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 0), job.segments.count - 1);
 }

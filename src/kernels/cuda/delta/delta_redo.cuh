@@ -63,10 +63,31 @@ __device__ inline mn_delta_chunk_place mn_delta_find_chunk(const mn_delta_params
     return place;
 }
 
+/* Records of a call: chunks of all heads. */
+__host__ __device__ inline int64_t mn_delta_records(const mn_delta_params &job) {
+    return mn_tile_slots(job.p.call, job.pairs ? MN_DELTA_CHUNK / 2 : MN_DELTA_CHUNK) *
+           job.p.call.H;
+}
+
+/* The record of a block that has one: `index`; in a redo that of the chunk in which the sequence
+ * and head `index` are cut, below zero where they are not. */
+__device__ inline int64_t mn_delta_record_of(const mn_delta_params &job, int64_t index) {
+    const int64_t H = job.p.call.H;
+    if (!job.cuts) return index;
+    const int cut = job.cuts[index];
+    if (cut == 0) return -1;
+    return (mn_delta_first_slot(job.p.call, index / H) + cut / MN_DELTA_CHUNK) * H + index % H;
+}
+
 /* Blocks of the intra-chunk stage. */
 inline int64_t mn_delta_chunk_blocks(const mn_delta_params &job, int tokens) {
     const mn_call &call = job.p.call;
     return (job.cuts ? mn_n_spans(call) : mn_tile_slots(call, tokens)) * call.H;
+}
+
+/* Blocks of gradients of chunks: in a redo sequences and heads. */
+inline int64_t mn_delta_grad_blocks(const mn_delta_params &job, int64_t records) {
+    return job.cuts ? mn_n_spans(job.p.call) * job.p.call.H : records;
 }
 
 }    // namespace mneme::delta

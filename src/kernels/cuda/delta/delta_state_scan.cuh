@@ -66,6 +66,7 @@ struct mn_scan_coord {
     int64_t key;                     // head of the queries and keys
     int64_t n_rows;                  // of the sequence's chunks
     int n_chunks, columns;           // columns of the block
+    int skip, from;                  // chunks that a redo back leaves out, rows it leaves out
     const float *state_in;           // (K,V), NULL: zeros; NULL: not wanted
     float *state_out;
     bool map;                        // makes the map of a segment, this one
@@ -188,18 +189,21 @@ __device__ inline void mn_scan_find_segment(mn_scan_coord &at, const mn_delta_pa
     at.n_rows = min(cut.rows, at.n_rows - first);
 }
 
-/* In a redo a scan ends where its sequence is cut, and what lies before the cut's segment is
- * there already. */
+/* In a redo a scan has the rows on its side of where the sequence is cut, and only the segment that
+ * is cut: what the scan meets before that is there already. */
+template <bool BACK>
 __device__ inline void mn_scan_cut_rows(mn_scan_coord &at, const mn_delta_params &job) {
     const int64_t before = at.span.t0 - mn_span_at(job.p.call, at.n).t0;
     const int64_t rows = job.cuts[at.n * job.p.call.H + at.h] - before;
-    at.n_rows = rows > 0 && rows < at.n_rows ? rows : 0;
+    const bool inside = rows > 0 && rows < at.n_rows;
+    if (!inside || !BACK) at.n_rows = inside ? rows : 0;
+    else at.skip = (int)(rows / MN_DELTA_CHUNK), at.from = (int)(rows % MN_DELTA_CHUNK);
     at.state_out = nullptr;
 }
 
 /* Fills in the coordinates of a block of `columns` value columns, whose states come from and go to
  * these tensors. BACK: from the last token to the first. One thread calls. */
-template <bool BACK>
+template <bool BACK, bool REDOES = true>
 __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_params &job,
                                           int64_t n_slices, int columns, const mn_in &state_in,
                                           const mn_out &state_out) {
@@ -207,7 +211,7 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     const bool whole = job.segments.part == MN_DELTA_WHOLE;
     int64_t unit = blockIdx.x / n_slices / call.H;
     bool begins = true;
-    if (!BACK && job.cuts) mn_pdl_wait();
+    if (REDOES && job.cuts) mn_pdl_wait();
     int segment = 0;
     at.columns = columns;
     at.column0 = blockIdx.x % n_slices * at.columns;
@@ -232,7 +236,8 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     at.map = false;
     if (unit < 0) segment = INT32_MAX;    // none
     if (!whole) mn_scan_find_segment<BACK>(at, job, begins, segment);
-    if (!BACK && job.cuts) mn_scan_cut_rows(at, job);
+    at.skip = at.from = 0;
+    if (REDOES && job.cuts) mn_scan_cut_rows<BACK>(at, job);
     at.n_chunks = (int)((at.n_rows + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
 }
 
@@ -325,6 +330,16 @@ __device__ inline void mn_scan_copy_front(mn_scan_front<KP> &to,
     } else {
         mn_cp_async_raw(to.gamma, job.workspace.log_decays[index].gamma,
                       2 * MN_DELTA_CHUNK * (int)sizeof(float), n_threads, tid);
+    }
+}
+
+/* Zeros in the first rows of a tile of 64 columns: a thread has the packs that it has copied. */
+__device__ inline void mn_scan_zero_head(unsigned char *tile, int rows) {
+    const int tid = mn_scan_producer_tid();
+    mn_cp_async_commit();
+    mn_cp_async_wait<0>();
+    for (int row = tid / 8; row < rows; row += MN_DELTA_PRODUCERS / 8) {
+        *(uint4 *)(tile + mn_tile_swizzle(row, tid % 8)) = make_uint4(0, 0, 0, 0);
     }
 }
 
@@ -524,10 +539,12 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
     };
     const auto front = [&](int n) {
         const int chunk = chunk_at(n);
-        if (MN_HAS_WGMMA && uses_tma(chunk)) {
+        const bool part = at.from > 0 && chunk == at.skip;    // of a redo back
+        if (MN_HAS_WGMMA && uses_tma(chunk) && !part) {
             mn_scan_tma_load_front<KP, CHANNEL>(smem, job, maps, from, at, n, chunk);
         } else {
             mn_scan_copy_front<KP, CHANNEL>(smem.front(n), job, from, at, chunk);
+            if (part) mn_scan_zero_head(smem.front(n).values, at.from);
             mn_scan_copy_arrive(&smem.mbarriers.front[n % 2]);
         }
     };
@@ -541,7 +558,7 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
             mn_scan_copy_arrive(&smem.mbarriers.back[n % 2]);
         }
     };
-    mn_scan_producer_loop(smem.mbarriers, at.n_chunks, ahead, front, back);
+    mn_scan_producer_loop(smem.mbarriers, at.n_chunks - at.skip, ahead, front, back);
 }
 
 /* Waits for the n-th front. */
@@ -1182,6 +1199,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     const mn_delta_args &p = job.p;
     mn_scan_init_smem<KP, SPLITS, true>(smem, job, n_slices, p.cot.state, p.grad.state0);
     const mn_scan_coord &at = smem.place;
+    if (job.cuts && at.n_chunks == at.skip) return;
     const bool same_keys = !CHANNEL && !p.w.data;
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
     if (mn_scan_producer_tid() >= 0) {
@@ -1206,8 +1224,9 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, true, SPLITS> D;
     const bool map = at.map;
+    const int iters = n_chunks - at.skip;
     D.load(job, at);
-    for (int iter = 0; iter < n_chunks; iter++) {
+    for (int iter = 0; iter < iters; iter++) {
         const int chunk = n_chunks - 1 - iter;
         mn_scan_front<KP> &front = smem.front(iter);
         float dR[8][4] = {}, dX[8][4] = {};

@@ -234,6 +234,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
     const mn_delta_args &p = job.p;
     mn_scan_init_smem<KP, SPLITS, true>(smem, job, n_slices, p.cot.state, p.grad.state0);
     const mn_scan_coord &at = smem.place;
+    if (job.cuts && at.n_chunks == at.skip) return;
     const bool same_keys = !CHANNEL && !p.w.data;
     const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
     if (mn_scan_producer_tid() >= 0) {
@@ -250,8 +251,9 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, false, SPLITS> D;
+    const int iters = n_chunks - at.skip;
     D.load(job, at);
-    for (int iter = 0; iter < n_chunks; iter++) {
+    for (int iter = 0; iter < iters; iter++) {
         const int chunk = n_chunks - 1 - iter;
         mn_scan_front<KP> &front = smem.front(iter);
         mn_scan_acc<KP> dR = {};

@@ -57,7 +57,7 @@ __device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsign
 }
 
 /* Brings e and, for SCORES, q of a chunk, and makes its decays. */
-template <int KP, bool SCORES>
+template <int KP, bool SCORES, bool REDO>
 __device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
                                           const mn_delta_params &job, const CUtensorMap &keys,
                                           const CUtensorMap &queries, const mn_tile_span &tile,
@@ -65,7 +65,7 @@ __device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
     const mn_delta_args &p = job.p;
     const int count = (int)tile.n_rows, key = (int)mn_key_head(p.call, h);
     // others' keys follow, or what a redo leaves out
-    const bool copies = (p.call.cu_seqlens || (!SCORES && job.cuts)) && count < MN_DELTA_CHUNK;
+    const bool copies = (p.call.cu_seqlens || REDO) && count < MN_DELTA_CHUNK;
     if (copies) {
         mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, key, tile.first, count,
                                               0, p.call.K, threadIdx.x);
@@ -103,17 +103,17 @@ __device__ inline void mn_wy_inverse_store_P(mn_bf16 *P, const unsigned char *ti
 
 /* From e, g and beta of a chunk, and q for SCORES, to T and the decays in the workspace, and A and
  * P. */
-template <int KP, bool SCORES>
+template <int KP, bool SCORES, bool REDO>
 __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
                                            const mn_delta_params &job, const CUtensorMap &keys,
                                            const CUtensorMap &queries) {
     const mn_delta_workspace &workspace = job.workspace;
-    const mn_delta_chunk_place place = mn_delta_find_chunk<!SCORES>(job, MN_DELTA_CHUNK);
+    const mn_delta_chunk_place place = mn_delta_find_chunk<REDO>(job, MN_DELTA_CHUNK);
     const int64_t matrix = place.index * MN_DELTA_MATRIX;
     const int warp = threadIdx.x / 32;
     float sum[8][4] = {}, scores[8][4] = {};
     if (place.tile.n_rows == 0) return;
-    mn_wy_inverse_load(smem, job, keys, queries, place.tile, (int)place.h);
+    mn_wy_inverse_load<KP, SCORES, REDO>(smem, job, keys, queries, place.tile, (int)place.h);
     mn_wgmma_scores<KP>(sum, mn_shared_u32(smem.e), mn_shared_u32(smem.e));
     if (SCORES) mn_wgmma_scores<KP>(scores, mn_shared_u32(smem.q), mn_shared_u32(smem.e));
     __syncthreads();
@@ -140,15 +140,16 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
  * Stores  workspace.T[block] (64,64) in bf16, swizzled: (I + A)^-1 with A_ts = beta_s e_t.e_s
  *         exp(G_t - G_s) for s < t; workspace.log_decays[block]. SCORES: row by row, A and P too.
  * May start before the launch in front of it has ended: the first block waits for that. */
-template <int KP, bool SCORES>
-__global__ void __launch_bounds__(MN_DELTA_WY_THREADS, SCORES ? 5 : 8)
+template <int KP, bool SCORES, bool REDO>
+__global__ void __launch_bounds__(MN_DELTA_WY_THREADS, SCORES ? 5 : REDO ? 1 : 8)
 delta_wy_inverse_sm90_kernel(const __grid_constant__ mn_delta_params job,
                              const __grid_constant__ CUtensorMap keys,
                              const __grid_constant__ CUtensorMap queries) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char wy_smem_bytes[];
     mn_pdl_launch_dependents();
-    mn_wy_inverse_chunk(*(mn_wy_inverse_smem<KP, SCORES> *)wy_smem_bytes, job, keys, queries);
+    mn_wy_inverse_chunk<KP, SCORES, REDO>(*(mn_wy_inverse_smem<KP, SCORES> *)wy_smem_bytes, job,
+                                          keys, queries);
     if (blockIdx.x == 0) mn_pdl_wait();
 #endif
 }
@@ -161,12 +162,11 @@ inline int mn_delta_wy_inverse_sm90(const mn_delta_params &job, const CUtensorMa
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const size_t smem = sizeof(mn_wy_inverse_smem<KP, false>);
-    if (early || job.cuts) {
-        return mn_launch_pdl(delta_wy_inverse_sm90_kernel<KP, false>, dim3((unsigned)blocks),
-                             MN_DELTA_WY_THREADS, smem, stream, job, keys, keys);
-    }
-    return mn_launch_smem(delta_wy_inverse_sm90_kernel<KP, false>, dim3((unsigned)blocks),
-                          MN_DELTA_WY_THREADS, smem, stream, job, keys, keys);
+    return mn_launch_smem_behind(early || job.cuts,
+                                 job.cuts ? delta_wy_inverse_sm90_kernel<KP, false, true>
+                                          : delta_wy_inverse_sm90_kernel<KP, false, false>,
+                                 dim3((unsigned)blocks), MN_DELTA_WY_THREADS, smem, stream, job,
+                                 keys, keys);
 }
 
 /* T, A and P of all chunks, on the way back; false in `served` where the kernel cannot. */
@@ -181,7 +181,7 @@ inline int mn_delta_intra_chunk_sm90(const mn_delta_params &job, bool *served,
               mn_tma_map(&keys, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
               mn_tma_map(&queries, p.q, p.call, p.call.K, MN_DELTA_CHUNK);
     if (!*served) return cudaSuccess;
-    return mn_launch_smem(delta_wy_inverse_sm90_kernel<KP, true>, dim3((unsigned)blocks),
+    return mn_launch_smem(delta_wy_inverse_sm90_kernel<KP, true, false>, dim3((unsigned)blocks),
                           MN_DELTA_WY_THREADS, sizeof(mn_wy_inverse_smem<KP, true>), stream, job,
                           keys, queries);
 }

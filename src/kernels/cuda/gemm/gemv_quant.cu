@@ -1,8 +1,8 @@
 /* gemv_quant.cu - products with weights of 8 or 4 bits (kernels/quant.h), and such weights as
  * numbers.
  *
- *   few rows    c = a W' (+ bias, + onto): a warp makes one column; its lanes read 16 bytes of
- *               codes at a time, which lie in one group, and add scale sum(q a) + least sum(a)
+ *   few rows    c (M,N) = a (M,cols) W' + bias + onto (a residual), W (N,cols): a warp has one
+ *               column, 4 rows; lanes load 16 bytes of codes: scale sum(q a) + least sum(a)
  *   unpack      rows of W as float32 or bf16, for a product of many rows
  *   gather      rows of W by index: the embedding */
 #include "kernels/cuda/gemm/gemm_fallback.h"
@@ -30,7 +30,7 @@ __device__ static void load_row(float (&x)[N], const T *row, int k, int cols, bo
     for (int i = 0; i < N; i++) x[i] = k + i < cols ? mn_float(row[k + i]) : 0.0f;
 }
 
-/* What a launch multiplies a by: columns [begins[i], begins[i + 1]) are those of weights i. */
+/* What a launch multiplies a by: warps [begins[i], begins[i + 1]) have the columns of weights i. */
 struct quant_products {
     int n, M, cols, packed, begins[MN_GEMM_QUANTS + 1];
     int64_t a_row, c_row[MN_GEMM_QUANTS];

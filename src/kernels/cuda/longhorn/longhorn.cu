@@ -1,9 +1,9 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
  * longhorn_column in bf16 over chunks (longhorn_column_chunk.cu) where memories are neither
  * narrow nor wide, except for decode steps; all else by the recurrences of column_state.cuh,
- * longhorn_diag back by longhorn_diag_bwd below where keys have at most 128 channels, and single
- * tokens with the state in place by longhorn_step.cuh. Backward, a kernel after these has one token
- * and head for each warp:
+ * longhorn_diag back, where keys have at most 128 channels, by longhorn_diag_bwd_recurrent.cu in
+ * bf16 and by longhorn_diag_bwd below in float32, and single tokens with the state in place by
+ * longhorn_step.cuh. Backward, a kernel after these has one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
@@ -11,6 +11,7 @@
 #include "kernels/cuda/recurrent/column_state.cuh"
 #include "kernels/cuda/recurrent/column_state_bwd.cuh"
 #include "kernels/cuda/longhorn/longhorn_column_chunk.h"
+#include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 #include "kernels/cuda/longhorn/longhorn_step.cuh"
 
 namespace mneme::longhorn {
@@ -247,10 +248,16 @@ longhorn_diag_bwd(const __grid_constant__ mn_column_params p, int64_t tiles) {
     D.store(p, at, p.dstate0, NULL);
 }
 
-/* Work space as of column_state_bwd.cuh, for at least 64 rows. */
+/* Work space as of column_state_bwd.cuh, for at least 64 rows; by products of tiles there are no
+ * states of a span's own. */
 inline bool mn_diag_workspace_sizes(mn_column_workspace *to, mn_call c) {
+    const bool by_products = diag::supported(c);
+    size_t saved = 0;
+    if (by_products && !diag::saved_size(&saved, c)) return false;
     c.K = mn_max(c.K, 64);
-    return mn_column_workspace_sizes(to, c, c.V);
+    if (!mn_column_workspace_sizes(to, c, c.V)) return false;
+    if (by_products) to->spans = saved, to->tokens = 0;
+    return true;
 }
 
 /* Whether a block's shared memory suffices on this device. */
@@ -272,6 +279,7 @@ static int mn_diag_launch(const mn_column_params &p, cudaStream_t on) {
 
 template <typename T>
 static int mn_diag_backward(mn_column_params p, cudaStream_t on) {
+    if (diag::supported(p.call)) return diag::launch(p, on);
     p.vec_aligned = mn_columns_vec_aligned<T>(p, p.call.K <= 64 ? 2 : 4);
     return p.call.K <= 64 ? mn_diag_launch<T, 4>(p, on) : mn_diag_launch<T, 8>(p, on);
 }

@@ -62,6 +62,7 @@ struct alignas(16) mn_longhorn_record {
 struct mn_longhorn_workspace {
     mn_longhorn_record *ahead, *back;
     mn_bf16 *S, *D, *e, *r, *dr;
+    int *cuts;    // [n * H + h] of a redo
 };
 
 enum mn_longhorn_tensor {
@@ -75,6 +76,7 @@ struct mn_longhorn_params {
     float scale;
     bool packed[MN_LONGHORN_TENSORS];
     int64_t padded_v;
+    bool redo;    // forward, of rows in front of numbers that are not finite (longhorn_find_chunk)
 };
 
 /* ---- what keys say to each other ------------------------------------------------------------- */
@@ -133,6 +135,36 @@ __device__ inline void mn_longhorn_store_record(mn_longhorn_record &to, const fl
     to.across[warp][lane] = mn_longhorn_frag_b(across);
 }
 
+/* The chunk of a block and its record. In a redo, of block n * H + h, that of the first token whose
+ * numbers are not finite, if they show in the last token's o, up to that token, and where that is
+ * for the scan; no rows where there is nothing to do (docs/internals/causality.md). */
+template <bool BACK>
+__device__ inline mn_tile_span longhorn_find_chunk(const mn_longhorn_params &job, int64_t &index) {
+    const mn_longhorn_column_args &p = job.p;
+    const mn_call &call = p.call;
+    const int64_t h = blockIdx.x % call.H, n = blockIdx.x / call.H;
+    index = blockIdx.x;
+    if (BACK || !job.redo) return mn_tile_at(call, MN_DELTA_CHUNK, n);
+    mn_pdl_wait();
+    mn_tile_span tile = {};
+    tile.n = n, tile.span = mn_span_at(call, n);
+    const int64_t b = tile.span.b, t0 = tile.span.t0, length = tile.span.length;
+    const mn_bf16 *last = mn_row<mn_bf16>(p.o, b, t0 + length - 1, h);
+    int cut = 0;
+    if (length > 0 && mn_redo_row_is_wild(last, call.V)) {
+        cut = mn_redo_first_token(length, [&](int64_t t, float most) {
+            return mn_redo_has_wild(mn_row<mn_bf16>(p.v, b, t0 + t, h), call.V, most) ||
+                   mn_redo_has_wild(mn_row<mn_bf16>(p.k, b, t0 + t, h), call.K, most) ||
+                   mn_redo_has_wild(mn_row<mn_bf16>(p.beta, b, t0 + t, h), call.V, most);
+        });
+    }
+    if (cut % MN_DELTA_CHUNK == 0) cut = 0;
+    if (threadIdx.x == 0) job.workspace.cuts[blockIdx.x] = cut;
+    tile.first = cut / MN_DELTA_CHUNK * MN_DELTA_CHUNK, tile.n_rows = cut - tile.first;
+    index = (mn_delta_first_slot(call, n) + cut / MN_DELTA_CHUNK) * call.H + h;
+    return tile;
+}
+
 /* A block has a chunk of a head, a warp a block of its tokens. */
 template <int KP, bool BACK>
 __global__ void __launch_bounds__(MN_LONGHORN_INTRA_THREADS)
@@ -140,8 +172,9 @@ longhorn_intra_chunk(const __grid_constant__ mn_longhorn_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_longhorn_intra_smem<KP> &smem = *(mn_longhorn_intra_smem<KP> *)bytes;
     const mn_call &call = job.p.call;
-    const int64_t h = blockIdx.x % call.H, slot = blockIdx.x / call.H;
-    const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
+    int64_t index;
+    const int64_t h = blockIdx.x % call.H;
+    const mn_tile_span tile = longhorn_find_chunk<BACK>(job, index);
     const int count = (int)tile.n_rows, row0 = threadIdx.x / 32 * MN_LONGHORN_BLOCK;
     if (count == 0) return;
     mn_tile_load<KP, MN_LONGHORN_INTRA_THREADS>(smem.k, job.p.k, job.packed[MN_LONGHORN_K],
@@ -173,9 +206,8 @@ longhorn_intra_chunk(const __grid_constant__ mn_longhorn_params job) {
         mn_frag_b(right, q, c, row0);
         mn_longhorn_mma(kq, keys, right);
     }
-    mn_longhorn_store_record<false>(job.workspace.ahead[blockIdx.x], kk, qk, ahead, job.scale);
-    if (BACK) mn_longhorn_store_record<true>(job.workspace.back[blockIdx.x], kk, kq, back,
-                                             job.scale);
+    mn_longhorn_store_record<false>(job.workspace.ahead[index], kk, qk, ahead, job.scale);
+    if (BACK) mn_longhorn_store_record<true>(job.workspace.back[index], kk, kq, back, job.scale);
 }
 
 /* ---- what both scans share ------------------------------------------------------------------- */
@@ -510,7 +542,13 @@ longhorn_state_scan(const __grid_constant__ mn_longhorn_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
     fwd_smem<KP> &smem = *(fwd_smem<KP> *)bytes;
     const mn_longhorn_column_args &p = job.p;
-    const mn_longhorn_coord at = mn_longhorn_block_coord(job);
+    mn_longhorn_coord at = mn_longhorn_block_coord(job);
+    if (!SAVES && job.redo) {
+        mn_pdl_wait();
+        at.span.length = job.workspace.cuts[at.n * p.call.H + at.h];
+        at.n_chunks = (int)((at.span.length + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
+        if (at.n_chunks == 0) return;
+    }
     mn_longhorn_state<KP> S;
     if (at.n_chunks > 0) load_fwd_stage<KP, SAVES>(smem.stage[0], job, at, 0);
     mn_cp_async_commit();
@@ -768,7 +806,12 @@ static bool workspace_layout(mn_longhorn_workspace *workspace, size_t *bytes, co
     };
     *workspace = {}, *bytes = 0;
     take(workspace->ahead, 1);
-    if (!back) return ok;
+    if (!back) {
+        size_t size;
+        ok = ok && mn_mul_size(&size, (size_t)mn_n_spans(call), (size_t)call.H * sizeof(int));
+        workspace->cuts = ok && base ? (int *)(base + *bytes) : nullptr;
+        return ok && mn_add_size(bytes, *bytes, size);
+    }
     take(workspace->back, 1);
     take(workspace->S, V * padded_k(call)), take(workspace->D, V * padded_k(call));
     take(workspace->e, V * MN_DELTA_CHUNK), take(workspace->r, V * MN_DELTA_CHUNK);
@@ -820,12 +863,13 @@ static mn_delta_params make_delta_params(const mn_longhorn_params &from) {
 
 template <int KP, bool BACK>
 static int prepare(const mn_longhorn_params &job, cudaStream_t on) {
-    const int64_t records = n_records(job.p.call);
+    const int64_t heads = mn_n_spans(job.p.call) * job.p.call.H;
+    const int64_t records = job.redo ? heads : n_records(job.p.call);
     if (records == 0) return cudaSuccess;
     if (records > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(longhorn_intra_chunk<KP, BACK>, dim3((unsigned)records),
-                               MN_LONGHORN_INTRA_THREADS, sizeof(mn_longhorn_intra_smem<KP>), on,
-                                   job);
+    return mn_launch_smem_behind(job.redo, longhorn_intra_chunk<KP, BACK>, dim3((unsigned)records),
+                                 MN_LONGHORN_INTRA_THREADS, sizeof(mn_longhorn_intra_smem<KP>), on,
+                                 job);
 }
 
 /* A scan of either kind. */
@@ -835,7 +879,8 @@ static int scan(void (*kernel)(mn_longhorn_params), size_t smem, const mn_longho
     const int64_t blocks = job.padded_v / MN_LONGHORN_WIDTH * heads;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(kernel, dim3((unsigned)blocks), MN_LONGHORN_SCAN_THREADS, smem, on, job);
+    return mn_launch_smem_behind(job.redo, kernel, dim3((unsigned)blocks),
+                                 MN_LONGHORN_SCAN_THREADS, smem, on, job);
 }
 
 template <int KP>
@@ -843,6 +888,16 @@ static int forward(const mn_longhorn_params &job, cudaStream_t on) {
     const int code = prepare<KP, false>(job, on);
     if (code != cudaSuccess) return code;
     return scan(longhorn_state_scan<KP, false>, sizeof(fwd_smem<KP>), job, on);
+}
+
+/* And rows in front of numbers that are not finite once more. */
+template <int KP>
+static int forward_kept(const mn_longhorn_params &job, cudaStream_t on) {
+    const int code = forward<KP>(job, on);
+    if (code != cudaSuccess || !job.p.o.data || job.p.call.T < 2) return code;
+    mn_longhorn_params redo = job;
+    redo.redo = true, redo.p.state = {};
+    return forward<KP>(redo, on);
 }
 
 template <int KP>
@@ -874,7 +929,7 @@ int mn_longhorn_chunk_forward(const mn_longhorn_column_args *p, void *shared, vo
     const cudaStream_t on = (cudaStream_t)stream;
     mn_longhorn_params job;
     if (!make_params(&job, p, shared, false)) return cudaErrorNotSupported;
-    return padded_k(p->call) == 64 ? forward<64>(job, on) : forward<128>(job, on);
+    return padded_k(p->call) == 64 ? forward_kept<64>(job, on) : forward_kept<128>(job, on);
 }
 
 int mn_longhorn_chunk_backward(const mn_longhorn_column_args *p, void *shared, void *stream) {

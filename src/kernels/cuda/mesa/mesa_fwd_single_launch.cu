@@ -13,7 +13,7 @@
 #include <cooperative_groups.h>
 
 #include "kernels/cuda/prim/device_props.h"
-#include "kernels/cuda/mesa/mesa_output.cuh"
+#include "kernels/cuda/mesa/mesa_step.cuh"
 
 namespace mneme::mesa {
 
@@ -201,128 +201,14 @@ mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_workspace w, i
 
 /* ---- single tokens --------------------------------------------------------------------------- */
 
-/* Hkk and Hkv as they were given lie behind it, the former in rows that are longer by one. */
-template <int N>
-struct step_smem {
-    mn_mesa_read_smem<N> tokens;
-    float given[8 * N][8 * N + 1];
-
-    __device__ float *values() { return (float *)(this + 1); }
-};
-
-/* What was given of the head, zeros outside. */
-template <int N>
-__device__ static void load_state_pair(step_smem<N> &smem, const mn_mesa_args &p, int64_t head,
-                                  int width) {
-    const int K = (int)p.call.K, V = (int)p.call.V;
-    const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
-    float *values = smem.values();
-#pragma unroll 8
-    for (int i = threadIdx.x; i < 64 * N * N; i += MN_MESA_READ_THREADS) {
-        const int row = i / (8 * N), j = i % (8 * N);
-        const bool inside = kk && row < K && j < K;
-        smem.given[row][j] = inside ? kk[(head * K + row) * K + j] : 0.0f;
-    }
-    for (int row = threadIdx.x / 32; row < 8 * N; row += MN_MESA_READ_THREADS / 32) {
-#pragma unroll 4
-        for (int j = threadIdx.x % 32; j < width; j += 32) {
-            const bool inside = kv && row < K && j < V;
-            values[row * width + j] = inside ? kv[(head * K + row) * V + j] : 0.0f;
-        }
-    }
-}
-
-/* The pair with the token, or as it was where there is none, by threads from `first` on. */
-template <int N, typename T>
-__device__ static void store_state_pair(step_smem<N> &smem, const mn_mesa_args &p, int64_t head,
-                                  int width, const T *v, float2 token, bool some, int first) {
-    const int K = (int)p.call.K, V = (int)p.call.V, warps = (MN_MESA_READ_THREADS - first) / 32;
-    float *kk = (float *)p.hkk.data, *kv = (float *)p.hkv.data;
-    const float *k = smem.tokens.keys[0], *values = smem.values();
-    const float decay = expf(token.y);
-    for (int i = ((int)threadIdx.x - first) / 32; i < K; i += warps) {
-        for (int j = threadIdx.x % 32; j < K && kk; j += 32) {
-            const float x = smem.tokens.front[i][j];
-            const float write = fmaf(token.x, k[i] * k[j], 0.0f);
-            kk[(head * K + i) * K + j] = some ? fmaf(decay, x, write) : x;
-        }
-        for (int j = threadIdx.x % 32; j < V && kv; j += 32) {
-            const float x = values[i * width + j];
-            const float write = some ? fmaf(token.x, k[i] * mn_float(v[j]), 0.0f) : 0.0f;
-            kv[(head * K + i) * V + j] = some ? fmaf(decay, x, write) : x;
-        }
-    }
-}
-
-/* o of the only token, added in the order of mn_mesa_output. */
-template <int N, typename T>
-__device__ static void store_only(mn_mesa_read_smem<N> &smem, const mn_mesa_args &p,
-                                const mn_mesa_read_ctx<N> &ctx) {
-    T *o = mn_row<T>(p.o, ctx.b, ctx.t0, ctx.at.h);
-    const int warp = threadIdx.x / 32;
-    for (int64_t j0 = 0; j0 < p.call.V && o; j0 += 64) {
-        const int64_t j = j0 + 2 * ctx.lane;
-        float sum[1][2] = {};
-        if (j < p.call.V && warp < 4) mn_mesa_add_values<N, 1, T>(sum, smem, p, ctx, 0, j);
-        if (warp < 4) smem.parts[warp][0][ctx.lane] = make_float2(sum[0][0], sum[0][1]);
-        __syncthreads();
-        if (warp == 0) {
-            float2 all = smem.parts[0][0][ctx.lane];
-#pragma unroll
-            for (int i = 1; i < 4; i++) {
-                all.x += smem.parts[i][0][ctx.lane].x, all.y += smem.parts[i][0][ctx.lane].y;
-            }
-            if (j < p.call.V) mn_put(o + j, all.x);
-            if (j + 1 < p.call.V) mn_put(o + j + 1, all.y);
-        }
-        __syncthreads();
-    }
-}
-
 template <int N, typename T>
 __global__ void __launch_bounds__(MN_MESA_READ_THREADS, 1)
 mesa_step_kernel(const __grid_constant__ mn_mesa_args p) {
     extern __shared__ __align__(16) unsigned char step_bytes[];
-    step_smem<N> &smem = *(step_smem<N> *)step_bytes;
-    const int64_t head = blockIdx.x, h = head % p.call.H, K = p.call.K;
-    const int width = (int)(p.call.V + 3) / 4 * 4, thread = (int)threadIdx.x;
-    mn_mesa_read_ctx<N> ctx;
-    mn_mesa_coord at = {};
-    at.tile.span = mn_span_at(p.call, head / p.call.H), at.h = h;
-    at.tile.n_rows = at.tile.span.length;
-    ctx.init(p, at, 0);
-    ctx.layout.rows = 0, ctx.layout.pitch = width, ctx.front = smem.values();    // Hkv by itself
     mn_pdl_launch_dependents();
     mn_pdl_wait();
-    const bool some = ctx.count > 0;
-    const float2 token = mn_mesa_token<T>(p, at, ctx.lane);
-    const float2 only = make_float2(mn_mesa_shfl(token.x, 0), mn_mesa_shfl(token.y, 0));
-    if (thread < 8 * N) {
-        const T *k = mn_row<T>(p.k, ctx.b, ctx.t0, h), *q = mn_row<T>(p.q, ctx.b, ctx.t0, h);
-        const bool valid = thread < K && some;
-        smem.tokens.put(0, thread, valid ? mn_float(k[thread]) : 0.0f);
-        smem.tokens.put(MN_MESA_CHUNK, thread, 0.0f);
-        smem.tokens.sides[0][0][thread] = valid ? (float)p.scale * mn_float(q[thread]) : 0.0f;
-        smem.tokens.ridge[thread] =
-            thread < K ? mn_float(mn_row<T>(p.lam, 0, 0, h)[thread]) : 1.0f;
-    }
-    load_state_pair<N>(smem, p, head, width);
-    __syncthreads();
-    for (int i = thread; i < 64 * N * N; i += MN_MESA_READ_THREADS) {
-        const int row = i / (8 * N), j = i % (8 * N);
-        smem.tokens.front[row][j] = 0.5f * (smem.given[row][j] + smem.given[j][row]);
-    }
-    __syncthreads();
-    const T *v = mn_row<T>(p.v, ctx.b, ctx.t0, h);
-    if (thread >= 32) store_state_pair<N, T>(smem, p, head, width, v, only, some, 32);
-    else if (some) {
-        const mn_mesa_workspace none = {};
-        ctx.beta = token.x, ctx.level = mn_mesa_log_decay_cumsum(token.y, ctx.lane);
-        ctx.own_index = 0, ctx.u = 0, ctx.n_reachable = 1, ctx.active = true;
-        mn_mesa_read_token<N, T, false>(smem.tokens, p, none, ctx);
-    }
-    __syncthreads();
-    if (some) store_only<N, T>(smem.tokens, p, ctx);
+    step_head<N, T, mn_cta<MN_MESA_READ_THREADS>>(*(step_smem<N> *)step_bytes, p,
+                                                  blockIdx.x / p.call.H, blockIdx.x % p.call.H);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -332,17 +218,12 @@ static int blocks_per_head(const mn_call &c) {
     return SHORT_SPLITS * (int)mn_ceil_div(c.T, MN_MESA_CHUNK);
 }
 
-template <int N>
-static size_t step_bytes_of(const mn_call &c) {
-    return sizeof(step_smem<N>) + (size_t)(8 * N * ((c.V + 3) / 4 * 4)) * sizeof(float);
-}
-
 bool mn_mesa_single_launch_supported(const mn_mesa_args *p) {
     const mn_call &c = p->call;
     const mn_device_props machine = mn_device_props_current();
     const int64_t n = mn_n_spans(c), smem = machine.shared_bytes;
     if (!p->o.data || c.K > SHORT_MAX_K || c.T < 1 || n * c.H > INT32_MAX) return false;
-    if (c.T == 1) return c.V <= 4096 && (int64_t)step_bytes_of<SHORT_MAX_K / 8>(c) <= smem;
+    if (c.T == 1) return c.V <= STEP_MAX_V && (int64_t)step_bytes_of<SHORT_MAX_K / 8>(c) <= smem;
     return c.T <= SHORT_TOKENS && c.V <= SHORT_MAX_V &&
            (int64_t)sizeof(short_smem<8, float>) <= smem && machine.coop_launch &&
            n * c.H * blocks_per_head(c) <= machine.processors;

@@ -1,11 +1,11 @@
 /* mlstm_chunk.cu - mLSTM over chunks in bf16: scans on the engine of additive_state_scan.cuh, and
- * what lies between them.
+ * what is computed between them.
  *
- * Forward: the gates of all tokens, one scan. Backward: the same scan without an output, which
- * leaves a and o.do of every token; e and the denominators; scans of dq, dv and dk; and
+ * Forward: the gates of all tokens (mlstm.cu), one scan. Backward: the same scan without an output,
+ * which stores a = n.q and o.do of every token; e and the denominators; scans of dq, dv and dk; and
  *
  *   dipre = k.dk      dfpre = dlf sigmoid(-fpre)      dlf as a decay's in additive_decay_grad.cuh
- *  */
+ * A block has 64 columns of the state of one head and sequence. */
 #include "kernels/cuda/additive/additive_state_scan.cuh"
 #include "kernels/cuda/additive/additive.cuh"
 #include "kernels/cuda/additive/additive_decay_grad.cuh"
@@ -17,8 +17,8 @@ namespace mneme::mlstm {
 
 using namespace additive;
 
-/* mLSTM by the scans over chunks of additive_state_scan.cuh, in bf16 on
- * tensor cores.
+/* The four scans, of row r and column c of a chunk's scores x.y; x, y, z are (B,T,H,K or V), the
+ * state is sum y z'.
  *
  * In units of exp(m) every gate is at most 1: f = exp(lf + m_{t-1} - m_t) is a decay per token, and
  * w = exp(ipre - m_t) and 1 / den are factors of a token, which join the exponents:
@@ -159,8 +159,8 @@ struct mn_mlstm_base_weights {
     __device__ float whole(void) const { return mn_exp2(log_decays.whole); }
 };
 
-/* Walks of o: n has a number for each row of the state. Of what is made here a lane with column 0
- * of the tiles has the sums: reads of n for its two rows, and what is added to n. */
+/* The scan of o: n has a number for each row of the state. The engine calls the functions; a lane
+ * with column 0 of the tiles holds the sums: n.q of its two rows, and what is added to n. */
 template <int DEPTH, int CHUNK>
 struct mn_mlstm_out_weights : mn_mlstm_base_weights<CHUNK> {
     static constexpr int row_tiles = mn_scan_sizes<DEPTH, CHUNK>::row_tiles;
@@ -212,7 +212,7 @@ struct mn_mlstm_out_weights : mn_mlstm_base_weights<CHUNK> {
     }
 };
 
-/* Walks of gradients: n has a number for each of the block's columns. A warp adds up eight of them:
+/* Scans of gradients: n has a number for each of the block's columns. A warp adds up eight of them:
  * its first four lanes have two each. */
 template <int DEPTH, int CHUNK>
 struct mn_mlstm_grad_weights : mn_mlstm_base_weights<CHUNK> {

@@ -3,10 +3,10 @@
  *
  *   d = softplus(dt + dt_bias)     h_t = exp(d A) h_{t-1} + d u B     y = (sum C h + D u) silu(z)
  *
- * Numbers of a channel are sums over the 16 columns of its line, those of a state sums
- * over lines: inside a block through shared memory, between blocks through parts. Backward keeps h
- * in front of each tile and makes it again inside one. More than 16 states go one group after the
- * other through a tile. A single token with its state in place is scan_step.cuh. */
+ * u, dt, z, y (B,T,V), B and C (B,T,K), A (V,K), h (N,V,K); a block has 16 channels of a sequence.
+ * y, du and ddt are sums over the 16 columns (states) of a line (channel), dB and dC over lines and
+ * blocks, through partials. Backward stores h before each tile and computes it again inside. More
+ * than 16 states go one group after the other through a tile. One token: scan_step.cuh. */
 #include "kernels/cuda/prim/activation.cuh"
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
@@ -15,8 +15,8 @@
 
 namespace mneme::scan {
 
-/* diagonal recurrences of few states: blocks of 16 x 16 of them, one thread each, that
- * scan through time by tiles of 16 tokens.
+/* Tiles of diagonal recurrences, 16 lines x 16 columns, one thread each, by 16 tokens.
+ *
  *
  * Thread i of a block has line i / 16 and column i % 16 of the block's cells. Numbers of a token
  * that belong to a line or to a column lie in shared memory, 16 tokens in a row, so that a thread

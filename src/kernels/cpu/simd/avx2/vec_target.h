@@ -16,6 +16,10 @@ typedef __m256 vf;
 typedef __m256i vi;
 typedef __m256 vm;      // all bits of a true lane are set
 
+typedef vf vn;
+static inline vn vf_as_vn(vf a) { return a; }
+static inline vf vn_as_vf(vn a) { return a; }
+
 static inline vf vf_zero(void) { return _mm256_setzero_ps(); }
 static inline vf vf_set1(float x) { return _mm256_set1_ps(x); }
 static inline vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
@@ -40,6 +44,11 @@ static inline void vf_store_n(float *p, vf v, int n) {
     _mm256_maskstore_ps(p, _mm256_castps_si256(vm_first(n)), v);
 }
 
+static inline vi vi_load(const void *p) { return _mm256_loadu_si256(p); }
+static inline vi vi_load_i8(const int8_t *p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+
 static inline vi vi_from_vf(vf a) { return _mm256_cvtps_epi32(a); }
 static inline vf vf_from_vi(vi a) { return _mm256_cvtepi32_ps(a); }
 static inline vi vf_as_vi(vf a) { return _mm256_castps_si256(a); }
@@ -52,6 +61,8 @@ static inline vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
 static inline vi vi_shl(vi a, int bits) { return _mm256_slli_epi32(a, bits); }
 static inline vi vi_srl(vi a, int bits) { return _mm256_srli_epi32(a, bits); }
 static inline vi vi_shr(vi a, int bits) { return _mm256_srai_epi32(a, bits); }
+
+static inline vf vf_from_bits4(vi a) { return vf_from_vi(vi_and(a, vi_set1(15))); }
 
 static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
@@ -97,6 +108,18 @@ static inline float vf_max_lanes(vf v) {
     const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
+}
+
+#define MN_VD 4
+typedef __m256d vd;
+static inline vd vd_load(const double *p) { return _mm256_loadu_pd(p); }
+static inline void vd_store(double *p, vd v) { _mm256_storeu_pd(p, v); }
+static inline vd vd_set1(double x) { return _mm256_set1_pd(x); }
+static inline vd vd_fnma(vd a, vd b, vd c) { return _mm256_fnmadd_pd(a, b, c); }
+
+static inline vf vf_unknown(vf a) {
+    __asm__ volatile("" : "+v"(a));
+    return a;
 }
 
 static inline vf vf_load_quads(const float *p, int64_t step) {

@@ -16,6 +16,10 @@ typedef __m512 vf;
 typedef __m512i vi;
 typedef __mmask16 vm;
 
+typedef vf vn;
+static inline vn vf_as_vn(vf a) { return a; }
+static inline vf vn_as_vf(vn a) { return a; }
+
 static inline vf vf_zero(void) { return _mm512_setzero_ps(); }
 static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
 static inline vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
@@ -34,6 +38,11 @@ static inline void vf_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
 static inline vf vf_load_n(const float *p, int n) { return _mm512_maskz_loadu_ps(vm_first(n), p); }
 static inline void vf_store_n(float *p, vf v, int n) { _mm512_mask_storeu_ps(p, vm_first(n), v); }
 
+static inline vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+static inline vi vi_load_i8(const int8_t *p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+
 static inline vi vi_from_vf(vf a) { return _mm512_cvtps_epi32(a); }
 static inline vf vf_from_vi(vi a) { return _mm512_cvtepi32_ps(a); }
 static inline vi vf_as_vi(vf a) { return _mm512_castps_si512(a); }
@@ -46,6 +55,12 @@ static inline vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
 static inline vi vi_shl(vi a, int bits) { return _mm512_slli_epi32(a, (unsigned)bits); }
 static inline vi vi_srl(vi a, int bits) { return _mm512_srli_epi32(a, (unsigned)bits); }
 static inline vi vi_shr(vi a, int bits) { return _mm512_srai_epi32(a, (unsigned)bits); }
+
+/* A permutation looks at the lowest 4 bits of each lane only. */
+static inline vf vf_from_bits4(vi a) {
+    const vf table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_ps(a, table);
+}
 
 static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
@@ -86,6 +101,18 @@ static inline float vf_max_lanes(vf v) {
     const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
+}
+
+#define MN_VD 8
+typedef __m512d vd;
+static inline vd vd_load(const double *p) { return _mm512_loadu_pd(p); }
+static inline void vd_store(double *p, vd v) { _mm512_storeu_pd(p, v); }
+static inline vd vd_set1(double x) { return _mm512_set1_pd(x); }
+static inline vd vd_fnma(vd a, vd b, vd c) { return _mm512_fnmadd_pd(a, b, c); }
+
+static inline vf vf_unknown(vf a) {
+    __asm__ volatile("" : "+v"(a));
+    return a;
 }
 
 static inline vf vf_load_quads(const float *p, int64_t step) {

@@ -1,0 +1,759 @@
+/* longhorn_diag_bwd_recurrent.cu - gradients of longhorn_diag in bf16, for keys of at most 128
+ * channels. With c = u + w x, S the state in front of a token, S' the one behind it, and D the
+ * adjoint of S':
+ *
+ *   D += scale q do'     dq = scale S' do     E = D . S     D <- c D
+ *   dv_j = w (D'k)_j     y_j = v (D'k)_j - (E'k^2)_j     dk_i = (D w v)_i - 2 k_i (E w)_i
+ *
+ * What a cell does to itself is float32; all sums over columns and rows are products of the three
+ * matrices S', D and E, rounded to half precision, with a vector each, m16n8k16 with the same
+ * vector in all columns. So every lane ends with sums, and tokens share no product: what is not
+ * finite stays with its token. Bf16 would not do: y is a difference. So that half precision has
+ * the range, a warp's part of S and of D is kept in a unit, a power of two that is made larger
+ * before a bound of the largest cell gets too large, and every vector is in a unit of its own;
+ * which unit it is goes by tokens already seen.
+ *
+ * A warp has 32 x 32 cells, a lane four rows by eight columns of them, which are the factors of
+ * products over columns as they lie in registers; for those over rows movmatrix turns them. The
+ * state in front of every eighth token goes to memory on a first way through, in half precision.
+ * Going back, states of eight tokens are made from it once and kept in shared memory, by the lane
+ * that reads them, so that no barrier stands between. */
+#include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
+
+#include <cuda_fp16.h>
+
+#include "kernels/cuda/prim/device_props.h"
+
+namespace mneme::longhorn::diag {
+
+using namespace recurrent;
+
+enum { GROUP = 8, TILE = MN_COLUMNS_TILE };    // tokens; columns of a block
+
+/* Of a block with ROW_WARPS warps along the rows and two along the columns. */
+template <int ROW_WARPS>
+struct sizes {
+    static constexpr int WARPS = 2 * ROW_WARPS, THREADS = 32 * WARPS, ROWS = 32 * ROW_WARPS;
+    static constexpr int TOKENS = GROUP / WARPS;    // which a warp loads
+    static constexpr int CELLS = 4 * THREADS;       // packs of 16 bytes: a state
+    static constexpr int PACKS = CELLS + 2;         // and its warps' units
+};
+
+/* Eight tokens: numbers for the cells, and factors of products as lanes want them. */
+template <int ROW_WARPS>
+struct token_smem {
+    static constexpr int ROWS = sizes<ROW_WARPS>::ROWS;
+    alignas(16) float k[GROUP][ROWS];
+    alignas(16) float q[GROUP][ROWS];    // with the scale
+    alignas(16) float x[GROUP][ROWS];    // |k|^2 - k_i^2
+    alignas(16) float w[GROUP][TILE], u[GROUP][TILE], v[GROUP][TILE];
+    alignas(16) float write[GROUP][TILE], cot[GROUP][TILE];    // w v; do
+    alignas(16) unsigned cot_write[GROUP][TILE / 4][4];    // do and w v of four columns
+    alignas(16) unsigned w_pair[GROUP][TILE / 4][2];
+    alignas(16) unsigned k_pair[GROUP][ROWS / 8][4];       // rows i and i + 4
+    alignas(16) unsigned kk_pair[GROUP][ROWS / 8][4];      // their squares
+    float cot_unit[GROUP], write_unit[GROUP], w_unit[GROUP], k_unit[GROUP];
+    float grow[GROUP], read[GROUP];    // bounds of what the token adds to S and to D
+};
+
+template <int ROW_WARPS>
+struct smem_of {
+    typedef sizes<ROW_WARPS> size;
+    token_smem<ROW_WARPS> in;
+    alignas(16) float row_sums[2][GROUP][3][size::ROWS];      // S' do, D w v, E w
+    alignas(16) float column_sums[ROW_WARPS][GROUP][2][TILE]; // D'k, E'k^2
+    float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
+    float adjoint_unit[size::WARPS][GROUP];      // of D
+    uint4 front[2][size::CELLS];                 // state in front of a group
+    uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
+};
+
+/* ---- products -------------------------------------------------------------------------------- */
+
+/* A lane's cells as factors: pair p of the four of row r is number r % 2 + p % 2 * 2 of factor
+ * r / 2 * 2 + p / 2, whose four numbers have to lie side by side. */
+typedef unsigned pairs[4][4];
+
+__device__ constexpr int row_in(int factor, int n) { return factor / 2 * 2 + n % 2; }
+__device__ constexpr int pair_in(int factor, int n) { return factor % 2 * 2 + n / 2; }
+
+__device__ __forceinline__ unsigned pair_of(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *(const unsigned *)&pair;
+}
+
+/* to = A b of depth 16, where every column of b is the same */
+__device__ __forceinline__ void mma_zero(float (&to)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+/* sum += A b */
+__device__ __forceinline__ void mma_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
+                                        unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Eight rows of eight numbers, a pair a lane, with their axes exchanged. */
+__device__ __forceinline__ unsigned transpose(unsigned x) {
+    unsigned y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ __forceinline__ unsigned multiply(unsigned x, unsigned y) {
+    unsigned product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+    return product;
+}
+
+__device__ __forceinline__ void cp_async(void *smem, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 ::"r"((unsigned)__cvta_generic_to_shared(smem)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_wait(void) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+/* Sums over this warp's columns for the lane's four rows. */
+__device__ __forceinline__ float4 rows_times(const pairs &a, uint2 b0, uint2 b1) {
+    float x[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        mma_zero(x[m], a[2 * m], b0.x, b0.y);
+        mma_add(x[m], a[2 * m + 1], b1.x, b1.y);
+    }
+    return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
+}
+
+/* Sums over this warp's rows for four columns, those of column_place. */
+__device__ __forceinline__ float4 columns_times(const pairs &a, uint4 b) {
+    float x[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        unsigned upper[4], lower[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            upper[n] = transpose(a[m][pair_in(0, n) + row_in(0, n) * 2]);
+            lower[n] = transpose(a[2 + m][pair_in(0, n) + row_in(0, n) * 2]);
+        }
+        mma_zero(x[m], upper, b.x, b.y);
+        mma_add(x[m], lower, b.z, b.w);
+    }
+    return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
+}
+
+/* Where columns_times leaves the sum of column j of a block: lane g's four at 4 g of 32. */
+__device__ inline int column_place(int j) {
+    const int pack = 2 * (j % 16 / 4) + j % 2;
+    return j / 32 * 32 + 4 * pack + 2 * (j % 32 / 16) + j % 4 / 2;
+}
+
+/* ---- units ----------------------------------------------------------------------------------- */
+
+constexpr float LARGEST = 128.0f;    // cell in its unit: E, a product of two, stays below 65504
+
+/* The power of two at or below what these bits, of a positive number, say; not too near to the
+ * ends. */
+__device__ inline float unit_of(unsigned bits) {
+    return __uint_as_float(min(max(bits & 0x7f800000u, 27u << 23), 227u << 23));
+}
+
+__device__ inline float inverse_of(float unit) {
+    return __uint_as_float((254u << 23) - __float_as_uint(unit));
+}
+
+/* Bits of |x|, which are in the order of numbers; 0 for what is not finite */
+__device__ inline unsigned size_of(float x) {
+    const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
+    return bits < 0x7f800000u ? bits : 0;
+}
+
+template <int N>
+__device__ inline unsigned largest_of(const float (&x)[N]) {
+    unsigned most = 0;
+#pragma unroll
+    for (int n = 0; n < N; n++) most = max(most, size_of(x[n]));
+    return __reduce_max_sync(0xffffffffu, most);
+}
+
+/* ---- tokens ---------------------------------------------------------------------------------- */
+
+/* Eight tokens on their way, as they were stored; a warp loads some of them. */
+template <int ROW_WARPS>
+struct prefetch {
+    typedef sizes<ROW_WARPS> size;
+    static constexpr int ITEMS = size::ROWS / 32;
+    mn_column_raw<ITEMS, mn_bf16> k[size::TOKENS], q[size::TOKENS];
+    mn_column_raw<2, mn_bf16> v[size::TOKENS], beta[size::TOKENS], cot[size::TOKENS];
+    const mn_bf16 *k_at, *q_at, *v_at, *beta_at, *cot_at;    // this lane's part of a first token
+    int64_t left;                                            // tokens from there to the end
+
+    /* At the group whose first token is t. */
+    __device__ prefetch(const mn_column_params &p, const mn_column_coord &at, int64_t t) {
+        const int64_t first = t + threadIdx.x / 32 * size::TOKENS, b = at.span.b, h = at.h;
+        const int64_t row = threadIdx.x % 32 * ITEMS, when = at.span.t0 + first;
+        const int64_t j = at.tile * TILE + threadIdx.x % 32 * 2;
+        left = at.span.length - first;
+        k_at = mn_row<mn_bf16>(p.k, b, when, h) + row;
+        q_at = mn_row<mn_bf16>(p.q, b, when, h) + row;
+        v_at = mn_row<mn_bf16>(p.v, b, when, h) + j;
+        beta_at = mn_row<mn_bf16>(p.beta, b, when, h) + j;
+        cot_at = p.cot_o.data ? mn_row<mn_bf16>(p.cot_o, b, when, h) + j : NULL;
+    }
+
+    /* Goes on, or back, by a group. */
+    template <int GROUPS>
+    __device__ void move(const mn_column_params &p) {
+        constexpr int64_t tokens = GROUPS * (int64_t)GROUP;
+        left -= tokens;
+        k_at += tokens * p.k.stride[1], v_at += tokens * p.v.stride[1];
+        beta_at += tokens * p.beta.stride[1];
+        if (GROUPS > 0) return;
+        q_at += tokens * p.q.stride[1];
+        if (cot_at) cot_at += tokens * p.cot_o.stride[1];
+    }
+
+    template <bool BACK>
+    __device__ void fetch(const mn_column_params &p, const mn_column_coord &at) {
+        const int keys = (int)p.call.K - (int)threadIdx.x % 32 * ITEMS;
+        const int columns = (int)(p.call.V - at.tile * TILE) - (int)threadIdx.x % 32 * 2;
+#pragma unroll
+        for (int n = 0; n < size::TOKENS; n++) {
+            const int K = n < left ? keys : 0, V = n < left ? columns : 0;
+            k[n].fetch(k_at + n * p.k.stride[1], 0, K, p.vec_aligned);
+            v[n].fetch(v_at + n * p.v.stride[1], 0, V, p.vec_aligned);
+            beta[n].fetch(beta_at + n * p.beta.stride[1], 0, V, p.vec_aligned);
+            if (!BACK) continue;
+            q[n].fetch(q_at + n * p.q.stride[1], 0, K, p.vec_aligned);
+            cot[n].fetch(cot_at + n * p.cot_o.stride[1], 0, cot_at ? V : 0, p.vec_aligned);
+        }
+    }
+
+    /* |k|^2, in all lanes */
+    __device__ double norm(int n) const {
+        double sum = 0.0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) sum += (double)k[n].at(i) * (double)k[n].at(i);
+        for (int lanes = 16; lanes > 0; lanes >>= 1) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        }
+        return sum;
+    }
+
+    /* Returns the bits of the largest key. */
+    template <bool BACK>
+    __device__ unsigned put_rows(token_smem<ROW_WARPS> &smem, float scale, int n, int token,
+                                 double all) const {
+        const int row = threadIdx.x % 32 * ITEMS;
+        float key[ITEMS], query[ITEMS], x[ITEMS];
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            key[i] = k[n].at(i);
+            x[i] = (float)(all - (double)key[i] * (double)key[i]);
+            if (BACK) query[i] = scale * q[n].at(i);
+        }
+        const unsigned most = largest_of(key);
+        mn_store<ITEMS>(smem.k[token], row, key);
+        mn_store<ITEMS>(smem.x[token], row, x);
+        if (!BACK) return most;
+        mn_store<ITEMS>(smem.q[token], row, query);
+        const float unit = unit_of(most);
+        smem.k_unit[token] = unit;
+        smem.read[token] = __uint_as_float(largest_of(query));
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            const int at = (row + i) % 4 * 2 + (row + i) / 4 % 2;
+            const float own = key[i] * inverse_of(unit);
+            ((__half *)smem.k_pair[token][(row + i) / 8])[at] = __float2half_rn(own);
+            ((__half *)smem.kk_pair[token][(row + i) / 8])[at] = __float2half_rn(own * own);
+        }
+        return most;
+    }
+
+    /* What goes back: factors of products over columns, and their units. */
+    __device__ static void put_factors(token_smem<ROW_WARPS> &smem, int token,
+                                       const float (&cots)[2], const float (&write)[2],
+                                       const float (&w)[2], unsigned most_written) {
+        const int pair = threadIdx.x % 32;
+        const unsigned most = largest_of(cots);
+        const float cot_unit = unit_of(most), write_unit = unit_of(most_written);
+        const float w_unit = unit_of(largest_of(w)), to_cot = inverse_of(cot_unit);
+        const float to_write = inverse_of(write_unit), to_w = inverse_of(w_unit);
+        unsigned *to = smem.cot_write[token][pair / 2] + pair % 2;
+        to[0] = pair_of(to_cot * cots[0], to_cot * cots[1]);
+        to[2] = pair_of(to_write * write[0], to_write * write[1]);
+        smem.w_pair[token][pair / 2][pair % 2] = pair_of(to_w * w[0], to_w * w[1]);
+        __syncwarp();
+        if (pair > 0) return;
+        smem.cot_unit[token] = cot_unit, smem.write_unit[token] = write_unit;
+        smem.w_unit[token] = w_unit;
+        smem.read[token] *= __uint_as_float(most);
+    }
+
+    /* The tokens to shared memory. All threads call; a barrier follows. */
+    template <bool BACK>
+    __device__ void put(token_smem<ROW_WARPS> &smem, float scale) const {
+#pragma unroll
+        for (int n = 0; n < size::TOKENS; n++) {
+            const int token = threadIdx.x / 32 * size::TOKENS + n, pair = threadIdx.x % 32;
+            const double all = norm(n);
+            float values[2], w[2], u[2], write[2], cots[2];
+            const unsigned most_key = put_rows<BACK>(smem, scale, n, token, all);
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const float b = beta[n].at(c);
+                values[c] = v[n].at(c);
+                u[c] = 1.0f / (float)(1.0 + (double)b * all), w[c] = b * u[c];
+                write[c] = w[c] * values[c];
+                if (BACK) cots[c] = cot[n].at(c);
+            }
+            mn_store<2>(smem.w[token], 2 * pair, w);
+            mn_store<2>(smem.u[token], 2 * pair, u);
+            mn_store<2>(smem.write[token], 2 * pair, write);
+            if (!BACK) continue;
+            const unsigned most_written = largest_of(write);
+            smem.grow[token] = __uint_as_float(most_key) * __uint_as_float(most_written);
+            mn_store<2>(smem.v[token], 2 * pair, values);
+            mn_store<2>(smem.cot[token], 2 * pair, cots);
+            put_factors(smem, token, cots, write, w, most_written);
+        }
+    }
+};
+
+/* ---- cells ----------------------------------------------------------------------------------- */
+
+/* A lane's four rows by twice four columns. */
+struct cells {
+    float at[4][8];
+
+    __device__ static int row() { return threadIdx.x / 64 * 32 + threadIdx.x % 32 / 4 * 4; }
+    __device__ static int column(int half) {
+        return threadIdx.x / 32 % 2 * 32 + 16 * half + threadIdx.x % 4 * 4;
+    }
+
+    template <typename F>
+    __device__ void each(const mn_column_params &p, const mn_column_coord &place, F use) {
+        const int64_t head = place.n * p.call.H + place.h;
+#pragma unroll
+        for (int n = 0; n < 32; n++) {
+            const int64_t i = row() + n / 8;
+            const int64_t j = place.tile * TILE + column(n % 8 / 4) + n % 4;
+            use(at[n / 8][n % 8], (head * p.call.K + i) * p.call.V + j,
+                i < p.call.K && j < p.call.V);
+        }
+    }
+
+    __device__ void load(const mn_column_params &p, const mn_column_coord &place,
+                         const float *state) {
+        each(p, place, [&](float &x, int64_t cell, bool inside) {
+            x = state && inside ? state[cell] : 0.0f;
+        });
+    }
+
+    __device__ void store(const mn_column_params &p, const mn_column_coord &place, float *state) {
+        each(p, place, [&](float &x, int64_t cell, bool inside) {
+            if (state && inside) state[cell] = x;
+        });
+    }
+
+    __device__ __forceinline__ void pack(pairs &to, float by = 1.0f) const {
+#pragma unroll
+        for (int f = 0; f < 4; f++) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float(&row)[8] = at[row_in(f, n)];
+                const int c = 2 * pair_in(f, n);
+                to[f][n] = pair_of(row[c] * by, row[c + 1] * by);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void unpack(const pairs &from) {
+#pragma unroll
+        for (int f = 0; f < 4; f++) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float2 x = __half22float2(*(const __half2 *)&from[f][n]);
+                float(&row)[8] = at[row_in(f, n)];
+                row[2 * pair_in(f, n)] = x.x, row[2 * pair_in(f, n) + 1] = x.y;
+            }
+        }
+    }
+
+    /* From one unit to another. */
+    __device__ __forceinline__ void rescale(float from, float to) {
+        const float inverse = inverse_of(to);
+#pragma unroll
+        for (int n = 0; n < 32; n++) at[n / 8][n % 8] = at[n / 8][n % 8] * from * inverse;
+    }
+
+    /* The bits of the warp's largest cell, of those that are finite. */
+    __device__ __forceinline__ unsigned largest() const {
+        float most = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 32; n++) most = fmaxf(most, fabsf(at[n / 8][n % 8]));
+        const unsigned bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+        if (bits < 0x7f800000u) return bits;
+        unsigned finite = 0;
+#pragma unroll
+        for (int n = 0; n < 32; n++) finite = max(finite, size_of(at[n / 8][n % 8]));
+        return __reduce_max_sync(0xffffffffu, finite);
+    }
+
+    /* Before something of at most `more` is added to cells of at most `bound` units. */
+    __device__ __forceinline__ void make_room(float &bound, float &unit, float more) {
+        const float before = bound;
+        bound = fmaf(more, inverse_of(unit), bound);
+        if (bound <= LARGEST) return;
+        const float most = fmaf(before, unit, more), next = unit_of(__float_as_uint(most));
+        rescale(unit, next);
+        bound = most * inverse_of(next), unit = next;
+    }
+
+    /* One token: S becomes the state behind it, in units of which `inverse` is the inverse. */
+    template <typename Tokens>
+    __device__ __forceinline__ void advance(const Tokens &in, int token, float inverse) {
+        float k[4], x[4], w[4], u[4], write[4];
+        mn_load<4>(k, in.k[token], row());
+        mn_load<4>(x, in.x[token], row());
+#pragma unroll
+        for (int r = 0; r < 4; r++) k[r] *= inverse;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            mn_load<4>(w, in.w[token], column(half));
+            mn_load<4>(u, in.u[token], column(half));
+            mn_load<4>(write, in.write[token], column(half));
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    float &cell = at[r][4 * half + c];
+                    cell = fmaf(k[r], write[c], cell * fmaf(w[c], x[r], u[c]));
+                }
+            }
+        }
+    }
+
+    /* Of an adjoint: takes what the token reads, which is left in half precision too, and goes in
+     * front of it. */
+    template <typename Tokens>
+    __device__ __forceinline__ void back(pairs &read, const Tokens &in, int token,
+                                         float inverse) {
+        float q[4], x[4], w[4], u[4], cot[4];
+        mn_load<4>(q, in.q[token], row());
+        mn_load<4>(x, in.x[token], row());
+#pragma unroll
+        for (int r = 0; r < 4; r++) q[r] *= inverse;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            mn_load<4>(w, in.w[token], column(half));
+            mn_load<4>(u, in.u[token], column(half));
+            mn_load<4>(cot, in.cot[token], column(half));
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                float d[4];
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    d[c] = fmaf(q[r], cot[c], at[r][4 * half + c]);
+                    at[r][4 * half + c] = d[c] * fmaf(w[c], x[r], u[c]);
+                }
+                read[r / 2 * 2 + half][r % 2] = pair_of(d[0], d[1]);
+                read[r / 2 * 2 + half][r % 2 + 2] = pair_of(d[2], d[3]);
+            }
+        }
+    }
+};
+
+template <int THREADS>
+__device__ __forceinline__ void store_packed(uint4 *to, const pairs &x) {
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+        to[f * THREADS + threadIdx.x] = make_uint4(x[f][0], x[f][1], x[f][2], x[f][3]);
+    }
+}
+
+template <int THREADS>
+__device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+        const uint4 vec = from[f * THREADS + threadIdx.x];
+        x[f][0] = vec.x, x[f][1] = vec.y, x[f][2] = vec.z, x[f][3] = vec.w;
+    }
+}
+
+/* ---- gradients ------------------------------------------------------------------------------- */
+
+/* Sums of a token, from the states behind and in front of it. */
+template <int ROW_WARPS>
+__device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const pairs &front,
+                                          smem_of<ROW_WARPS> &smem, float &bound, float &unit,
+                                          int token) {
+    const token_smem<ROW_WARPS> &in = smem.in;
+    const int across = threadIdx.x / 32 % 2, down = threadIdx.x / 64, part = threadIdx.x % 4;
+    const int quad = cells::column(0) / 4, eight = 4 * down + part;
+    const uint4 b0 = *(const uint4 *)in.cot_write[token][quad];
+    const uint4 b1 = *(const uint4 *)in.cot_write[token][quad + 4];
+    const float4 to_q = rows_times(behind, make_uint2(b0.x, b0.y), make_uint2(b1.x, b1.y));
+    pairs read, product;
+    D.make_room(bound, unit, in.read[token]);
+    D.back(read, in, token, inverse_of(unit));
+    if (threadIdx.x % 32 == 0) smem.adjoint_unit[threadIdx.x / 32][token] = unit;
+#pragma unroll
+    for (int n = 0; n < 16; n++) {
+        product[n / 4][n % 4] = multiply(read[n / 4][n % 4], front[n / 4][n % 4]);
+    }
+    const float4 to_k = rows_times(read, make_uint2(b0.z, b0.w), make_uint2(b1.z, b1.w));
+    const float4 to_kk = rows_times(product, *(const uint2 *)in.w_pair[token][quad],
+                                          *(const uint2 *)in.w_pair[token][quad + 4]);
+    float *rows = smem.row_sums[across][token][0] + cells::row();
+    if (part == 0) *(float4 *)rows = to_q;
+    if (part == 1) *(float4 *)(rows + sizes<ROW_WARPS>::ROWS) = to_k;
+    if (part == 2) *(float4 *)(rows + 2 * sizes<ROW_WARPS>::ROWS) = to_kk;
+    const float4 to_v = columns_times(read, *(const uint4 *)in.k_pair[token][eight]);
+    const float4 to_w = columns_times(product, *(const uint4 *)in.kk_pair[token][eight]);
+    float *columns = smem.column_sums[down][token][0] + 32 * across + threadIdx.x % 32 / 4 * 4;
+    if (part == 3) *(float4 *)columns = to_v;
+    if (part == 0) *(float4 *)(columns + TILE) = to_w;
+}
+
+/* dq and dk of row i of a token, `part` where dq is. */
+template <int ROW_WARPS>
+__device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem, float scale,
+                                  int64_t K, int token, int i) {
+    const token_smem<ROW_WARPS> &in = smem.in;
+    float to_q = 0.0f, to_k = 0.0f, to_kk = 0.0f;
+#pragma unroll
+    for (int across = 0; across < 2; across++) {
+        const float *sums = smem.row_sums[across][token][0] + i;
+        const int warp = i / 32 * 2 + across;
+        const float unit = smem.adjoint_unit[warp][token];
+        to_q = fmaf(sums[0], smem.state_unit[warp][token + 1], to_q);
+        to_k = fmaf(sums[sizes<ROW_WARPS>::ROWS], unit, to_k);
+        to_kk = fmaf(sums[2 * sizes<ROW_WARPS>::ROWS] * smem.state_unit[warp][token], unit, to_kk);
+    }
+    part[0] = scale * (to_q * in.cot_unit[token]);
+    part[K] = fmaf(-2.0f * in.k[token][i], to_kk * in.w_unit[token],
+                       to_k * in.write_unit[token]);
+}
+
+/* y and dv of a column of a token. */
+template <int ROW_WARPS>
+__device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARPS> &smem, int token,
+                                     int column) {
+    const int place = column_place(column);
+    float to_v = 0.0f, to_w = 0.0f;
+#pragma unroll
+    for (int down = 0; down < ROW_WARPS; down++) {
+        const int warp = 2 * down + column / 32;
+        const float *sums = smem.column_sums[down][token][0] + place;
+        const float unit = smem.adjoint_unit[warp][token];
+        to_v = fmaf(sums[0], unit, to_v);
+        to_w = fmaf(sums[TILE] * smem.state_unit[warp][token], unit, to_w);
+    }
+    const float key = smem.in.k_unit[token];
+    to_v *= key;
+    y = fmaf(smem.in.v[token][column], to_v, -(to_w * key * key));
+    dv = smem.in.w[token][column] * to_v;
+}
+
+/* Adds the warps' sums of `count` tokens, of which the first is token t. All threads call, between
+ * barriers. */
+template <int ROW_WARPS>
+__device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem, const mn_column_params &p,
+                                    const mn_column_coord &at, int64_t t, int count) {
+    typedef sizes<ROW_WARPS> size;
+    constexpr int AT_ONCE = size::THREADS / size::ROWS, COLUMNS_AT_ONCE = size::THREADS / TILE;
+    const int64_t all = p.call.B * p.call.T * p.call.H, K = p.call.K;
+    const int first = threadIdx.x / size::ROWS, i = threadIdx.x % size::ROWS;
+    float *part = p.partials + (at.tile * all + mn_columns_row(p, at, t + first)) * 2 * K + i;
+#pragma unroll
+    for (int token = 0; token < GROUP; token += AT_ONCE, part += AT_ONCE * p.call.H * 2 * K) {
+        if (i < K && first + token < count) {
+            reduce_row(part, smem, p.scale, K, first + token, i);
+        }
+    }
+    const int own = threadIdx.x / TILE, column = threadIdx.x % TILE;
+    const int64_t j = at.tile * TILE + column;
+    float *y = p.y + mn_columns_row(p, at, t + own) * p.columns + j;
+    mn_bf16 *dv = mn_row<mn_bf16>(p.dv, at.span.b, at.span.t0 + t + own, at.h);
+#pragma unroll
+    for (int token = 0; token < GROUP; token += COLUMNS_AT_ONCE) {
+        float to_v;
+        if (j >= p.columns || own + token >= count) continue;
+        reduce_column(y[token * p.call.H * p.columns], to_v, smem, own + token, column);
+        if (dv) mn_put(dv + token * p.dv.stride[1] + j, to_v);
+    }
+}
+
+/* The state in front of every group to memory. Tokens of the next group go to shared memory while
+ * other warps are still in this one. */
+template <int ROW_WARPS>
+__device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WARPS> &smem,
+                                   const mn_column_params &p, const mn_column_coord &at,
+                                   int64_t groups) {
+    constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
+    typedef token_smem<ROW_WARPS> tokens;
+    static_assert(sizeof(tokens) <= sizeof(smem.states), "their places are free on this way");
+    const auto stage = [&](int64_t n) -> tokens & {
+        const ptrdiff_t apart = (unsigned char *)smem.states - (unsigned char *)&smem.in;
+        return *(tokens *)((unsigned char *)&smem.in + n % 2 * apart);
+    };
+    cells S;
+    prefetch<ROW_WARPS> ahead(p, at, 0);
+    const auto save = [&](int64_t n) {
+        pairs packed;
+        const float unit = unit_of(S.largest());
+        S.pack(packed, inverse_of(unit));
+        store_packed<THREADS>(saved + n * stride, packed);
+        if (threadIdx.x % 32 > 0) return;
+        ((float *)(saved + n * stride + sizes<ROW_WARPS>::CELLS))[threadIdx.x / 32] = unit;
+    };
+    const auto bring = [&](int64_t n) {    // group n, and asks for the one behind it
+        ahead.template put<false>(stage(n), p.scale);
+        ahead.template move<1>(p);
+        ahead.template fetch<false>(p, at);
+    };
+    S.load(p, at, p.state0);
+    ahead.template fetch<false>(p, at);
+    if (groups > 1) bring(0);
+#pragma unroll 1
+    for (int64_t n = 0; n + 1 < groups; n++) {
+        __syncthreads();
+        if (n + 2 < groups) bring(n + 1);
+        save(n);
+#pragma unroll 2
+        for (int token = 0; token < GROUP; token++) S.advance(stage(n), token, 1.0f);
+    }
+    save(groups - 1);
+    __syncthreads();
+}
+
+/* The group that is in shared memory, from the state in front of it, in its unit. Behind the last
+ * token of a sequence there are zeros, which change nothing. */
+template <int ROW_WARPS>
+__device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D,
+                                          bool look, const uint4 *front,
+                                          float unit, smem_of<ROW_WARPS> &smem) {
+    constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
+    float *units = smem.state_unit[threadIdx.x / 32], bound = 2.0f;
+    cells S;
+    pairs behind, old;
+    load_packed<THREADS>(behind, front);
+    S.unpack(behind);
+    units[0] = unit;
+#pragma unroll 2
+    for (int token = 0; token < GROUP; token++) {
+        S.make_room(bound, unit, smem.in.grow[token]);
+        S.advance(smem.in, token, inverse_of(unit));
+        S.pack(behind);
+        units[token + 1] = unit;
+        if (token + 1 < GROUP) store_packed<THREADS>(smem.states[token], behind);
+    }
+    if (look) {
+        const float most = __uint_as_float(D.largest()) * unit_of_D;
+        const float next = unit_of(__float_as_uint(most));
+        if (next != unit_of_D) D.rescale(unit_of_D, next);
+        most_of_D = most * inverse_of(next), unit_of_D = next;
+    }
+#pragma unroll 1
+    for (int token = GROUP - 1; token > 0; token -= 2) {
+        load_packed<THREADS>(old, smem.states[token - 1]);
+        token_bwd(D, behind, old, smem, most_of_D, unit_of_D, token);
+        load_packed<THREADS>(behind, token == 1 ? front : smem.states[token - 2]);
+        token_bwd(D, old, behind, smem, most_of_D, unit_of_D, token - 1);
+    }
+}
+
+template <int ROW_WARPS>
+__global__ void __launch_bounds__(sizes<ROW_WARPS>::THREADS, ROW_WARPS == 4 ? 1 : 2)
+longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t tiles) {
+    typedef sizes<ROW_WARPS> size;
+    extern __shared__ __align__(128) unsigned char diag_bytes[];
+    smem_of<ROW_WARPS> &smem = *(smem_of<ROW_WARPS> *)diag_bytes;
+    const mn_column_coord at = mn_column_block_coord(p, tiles);
+    const int64_t length = at.span.length, groups = (length + GROUP - 1) / GROUP;
+    const int64_t stride = p.call.H * tiles * size::PACKS;
+    const int64_t slot = p.call.cu_seqlens ? at.span.t0 / GROUP + at.n : at.n * groups;
+    uint4 *saved = (uint4 *)p.spans + slot * stride + (at.h * tiles + at.tile) * size::PACKS;
+    cells D;
+    float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
+    D.load(p, at, p.cot_state);
+    if (groups > 0) {
+        save_states<ROW_WARPS>(saved, stride, smem, p, at, groups);
+        prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
+        ahead.template fetch<true>(p, at);
+        const auto ask = [&](int64_t n) {
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const int place = r * size::THREADS + (int)threadIdx.x;
+                cp_async(smem.front[n % 2] + place, saved + n * stride + place);
+            }
+            unit = ((const float *)(saved + n * stride + size::CELLS))[threadIdx.x / 32];
+        };
+        __syncthreads();
+        ask(groups - 1);
+#pragma unroll 1
+        for (int64_t n = groups - 1, looks = 0; n >= 0; n--, looks++) {
+            __syncthreads();
+            ahead.template put<true>(smem.in, p.scale);
+            cp_async_wait();
+            __syncthreads();
+            const float own = unit;
+            if (n > 0) {
+                ahead.template move<-1>(p);
+                ahead.template fetch<true>(p, at);
+                ask(n - 1);
+            }
+            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, smem.front[n % 2], own,
+                                 smem);
+            __syncthreads();
+            reduce_warps<ROW_WARPS>(smem, p, at, n * GROUP,
+                                    (int)min((int64_t)GROUP, length - n * GROUP));
+        }
+    }
+    D.rescale(unit_of_D, 1.0f);
+    D.store(p, at, p.dstate0);
+}
+
+/* ---- launch ---------------------------------------------------------------------------------- */
+
+static int row_warps(const mn_call &c) { return c.K <= 64 ? 2 : 4; }
+
+bool supported(const mn_call &c) {
+    const int limit = mn_device_props_current().shared_bytes;
+    if (c.dtype != MN_BF16 || c.K > 128) return false;
+    return (int)(row_warps(c) == 2 ? sizeof(smem_of<2>) : sizeof(smem_of<4>)) <= limit;
+}
+
+bool saved_size(size_t *count, const mn_call &c) {
+    const size_t floats = 4 * (size_t)(row_warps(c) == 2 ? sizes<2>::PACKS : sizes<4>::PACKS);
+    return mn_mul_size(count, (size_t)mn_tile_slots(c, GROUP), floats) &&
+           mn_mul_size(count, *count, (size_t)mn_ceil_div(c.V, (int64_t)TILE)) &&
+           mn_mul_size(count, *count, (size_t)c.H);
+}
+
+template <int ROW_WARPS>
+static int launch_with(const mn_column_params &p, cudaStream_t on) {
+    const int64_t tiles = mn_ceil_div(p.columns, (int64_t)TILE);
+    const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_smem(longhorn_diag_bwd_products<ROW_WARPS>, dim3((unsigned)blocks),
+                          sizes<ROW_WARPS>::THREADS, sizeof(smem_of<ROW_WARPS>), on, p, tiles);
+}
+
+int launch(mn_column_params p, cudaStream_t on) {
+    const int warps = row_warps(p.call);
+    p.vec_aligned = mn_columns_vec_aligned<mn_bf16>(p, warps);
+    return warps == 2 ? launch_with<2>(p, on) : launch_with<4>(p, on);
+}
+
+}    // namespace mneme::longhorn::diag

@@ -1,0 +1,25 @@
+#!/bin/sh
+# The vector target of 64-bit ARM on another machine: the program is compiled for it and, under qemu,
+# checks every golden file and the vector layer. Skipped where compiler, libraries or qemu are missing.
+#   neon.sh SOURCE_DIR BUILD_DIR
+set -eu
+source=$1
+build=$2/aarch64
+skip() {
+    echo "skipped: $1 (cmake/Aarch64.cmake says what to install)"
+    exit 77
+}
+[ "$(uname -m)" != aarch64 ] || { echo "skipped: this machine is one, its golden test covers it"; exit 77; }
+command -v aarch64-linux-gnu-gcc >/dev/null || skip "no compiler for 64-bit ARM"
+qemu=$(command -v qemu-aarch64-static || command -v qemu-aarch64) || skip "no qemu for programs of 64-bit ARM"
+for library in jansson libpcre2-8 cmocka; do
+    PKG_CONFIG_LIBDIR=/usr/lib/aarch64-linux-gnu/pkgconfig pkg-config --exists $library || skip "no $library for 64-bit ARM"
+done
+
+cmake -S "$source" --preset aarch64 -B "$build" -DMN_WERROR=ON >/dev/null
+cmake --build "$build" -j "$(nproc)" --target mneme_cli test_vec -- --no-print-directory --quiet
+run="$qemu -L /usr/aarch64-linux-gnu"
+$run "$build/mneme" info | grep -q '^ *neon  *chosen' || { echo "neon is not what this program chooses"; exit 1; }
+$run "$build/test_vec"
+$run "$build/mneme" check --quiet --target neon "$source"/tests/golden/*.safetensors \
+    "$source"/tests/golden/programs/*.safetensors
