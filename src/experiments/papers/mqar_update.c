@@ -244,8 +244,8 @@ const mn_experiment_text mn_experiment_mqar_update = {
         "value and keys left alone are counted apart. The paper's example rewrites a key twice, "
         "its text once: once here; the task's option rewrites has the other.",
         "Preset gpu draws 10,240 new examples of each setting in each of its 16 passes, where the "
-        "paper has 100,000 to go through several times: of 10,240 gone through sixteen times gdn and "
-        "bayes learn the answers by heart (loss 0.6 in training, 11.8 in the test).",
+        "paper has 100,000 to go through several times: of 10,240 gone through sixteen times gdn "
+        "and bayes learn the answers by heart (loss 0.6 in training, 11.8 in the test).",
         "The paper leaves clipping of gradients open: presets cpu and gpu clip at norm 1 for all "
         "rows, as its Appendix E does; full does not, as the zoology benchmark.",
         NULL

@@ -8,6 +8,7 @@
  * gets the shared memory for it, others and those with ovar cell by cell
  * (below). */
 #include "kernels/cuda/importance/importance_bwd_mma.cuh"
+#include "kernels/cuda/importance/importance_mma.cuh"
 #include "kernels/cuda/importance/importance.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
