@@ -27,10 +27,10 @@ cuda: setup        ## the program with CUDA kernels for all machines, in build/c
 	@cmake --preset cuda >/dev/null
 	@cmake --build build/cuda -j $(JOBS) --target mneme_cli -- --no-print-directory
 
-# Three minutes with the building: the models learn for what that left, 110 seconds at most.
+# Three minutes with the building: the models learn for what that left, 70 to 110 seconds.
 BEGAN := $(shell date +%s)
 demo: program      ## two small models learn stories and are asked: table, figures in build/demo
-	@left=$$(($(BEGAN) + 150 - $$(date +%s))); [ $$left -le 110 ] || left=110; [ $$left -ge 40 ] || left=40; \
+	@left=$$(($(BEGAN) + 150 - $$(date +%s))); [ $$left -le 110 ] || left=110; [ $$left -ge 70 ] || left=70; \
 	    $(BUILD)/mneme demo --out build/demo --seconds $$left
 
 collide: program   ## the collision experiment, as a table and two figures in build/collide
