@@ -42,18 +42,6 @@ __device__ inline void step_gather(float (&sums)[STEP_SUMS], step_smem<THREADS> 
     }
 }
 
-/* The cells of a thread to the second cache. */
-template <int THREADS>
-__device__ inline void step_prefetch(const mn_dplr_args &p, int64_t n, int64_t h, int64_t column) {
-    const int64_t j = column + threadIdx.x % STEP_QUADS * 4;
-    const float *from = mn_row<float>(p.state0, n, 0, h);
-#pragma unroll
-    for (int r = 0; r < STEP_ROWS; r++) {
-        const int64_t i = threadIdx.x / STEP_QUADS + THREADS / STEP_QUADS * r;
-        if (from && i < p.call.K && j < p.call.V) mn_prefetch_l2(from + i * p.call.V + j);
-    }
-}
-
 /* Columns from `column` on of head h of sequence n; threads behind THREADS have none. */
 template <typename T, typename Block, int THREADS>
 __device__ inline void step_columns(const mn_dplr_args &p, int64_t n, int64_t h, int64_t column,
