@@ -7,6 +7,7 @@
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_MMA_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_MMA_CUH
 
+#include "kernels/cuda/prim/exp2.cuh"
 #include "kernels/cuda/prim/first_wild.cuh"
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/wild.cuh"
@@ -110,13 +111,6 @@ __device__ inline mn_scan_coord mn_scan_block_coord(const mn_call &call, const m
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
-
-/* 2^x, to the last bit or two; 0 where it is no normal number */
-__device__ inline float mn_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 __device__ inline uint32_t mn_bf16x2(float low, float high) {
     uint32_t pair;

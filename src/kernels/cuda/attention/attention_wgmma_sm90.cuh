@@ -13,6 +13,7 @@
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_WGMMA_SM90_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_WGMMA_SM90_CUH
 
+#include "kernels/cuda/prim/exp2.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
 
 namespace mneme::attention {
@@ -176,13 +177,6 @@ __device__ inline void mn_wgmma_ab(float (&d)[D / 2], const uint32_t *p, uint32_
 __device__ inline uint32_t mn_bf16x2(float x, float y) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
     return *(const uint32_t *)&pair;
-}
-
-/* 2^x, 0 at -inf */
-__device__ inline float mn_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 /* The same of the four threads that share a row. */

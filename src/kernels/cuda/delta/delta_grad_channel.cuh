@@ -114,7 +114,7 @@ __device__ void mn_channel_decay_states(mn_channel_grad_smem<KT> &smem, mn_grad_
             const float2 log_decay = smem.log_decays.pair(row, i);
             const float2 early = before + smem.log_decays.template read<CHANNEL>(row, i);
             const float2 late = behind + (last - log_decay);
-            const float2 cum_decay = mn_channel_exp2(early), keep = mn_channel_exp2(late);
+            const float2 cum_decay = mn_exp2(early), keep = mn_exp2(late);
             const unsigned write = *(const unsigned *)(w + mn_tile_swizzle(row, i / 8) + i % 8 * 2);
             sum.q[n][c] *= scale * cum_decay.x, sum.q[n][c + 1] *= scale * cum_decay.y;
             const float sign = CHANNEL == MN_DELTA_PAIRS ? 1.0f : -1.0f;
@@ -140,7 +140,7 @@ __device__ inline void mn_channel_end(mn_channel_grad_smem<KT> &smem) {
         written += smem.written[M][i];
     }
     for (int k = 0; k < MN_DELTA_GRAD_THREADS / (KT / 8); k++) both += smem.ends[k][i];
-    smem.end[i] = fmaf(mn_channel_exp2(log_decay), both, written);
+    smem.end[i] = fmaf(mn_exp2(log_decay), both, written);
 }
 
 /* ---- between blocks -------------------------------------------------------------------------- */
@@ -183,7 +183,7 @@ __device__ void mn_channel_decay_w(mn_channel_grad_smem<KT> &smem, const unsigne
         const float x = smem.beta[s] * mn_bf16_lo(write), y = smem.beta[s] * mn_bf16_hi(write);
         float2 log_decay = smem.log_decays.pair(16 * J + 15, i) - smem.log_decays.pair(s, i);
         for (int I = J + 1; I < 4; I++) {
-            const float2 decay = mn_channel_exp2(log_decay);
+            const float2 decay = mn_exp2(log_decay);
             *(unsigned *)(smem.tiles.late[I - 1] + place) = mn_bf16x2(x * decay.x, y * decay.y);
             log_decay = log_decay + smem.log_decays.pair(16 * I + 15, i);
         }
@@ -202,7 +202,7 @@ __device__ void mn_channel_decay_qe(mn_channel_grad_smem<KT> &smem) {
         const unsigned e = *(const unsigned *)(smem.keys.e + place);
         float2 log_decay = smem.log_decays.template read<CHANNEL>(t, i);
         for (int J = I - 1; J >= 0; J--) {
-            const float x = mn_channel_exp2(log_decay.x), y = mn_channel_exp2(log_decay.y);
+            const float x = mn_exp2(log_decay.x), y = mn_exp2(log_decay.y);
             *(unsigned *)(smem.tiles.early.q[J] + place) =
                 mn_bf16x2(x * mn_bf16_lo(q), y * mn_bf16_hi(q));
             *(unsigned *)(smem.tiles.early.e[J] + place) =
@@ -222,8 +222,8 @@ __device__ inline void mn_channel_add_decayed(float (&to)[4], const float (&x)[4
     for (int half = 0; half < 2; half++) {
         float2 log_decay = c.template read<CHANNEL>(t + 8 * half, i);
         if (to_end) log_decay = c.pair(block * 16 + 15, i) - c.pair(t + 8 * half, i);
-        to[2 * half] = fmaf(mn_channel_exp2(log_decay.x), x[2 * half], to[2 * half]);
-        to[2 * half + 1] = fmaf(mn_channel_exp2(log_decay.y), x[2 * half + 1], to[2 * half + 1]);
+        to[2 * half] = fmaf(mn_exp2(log_decay.x), x[2 * half], to[2 * half]);
+        to[2 * half + 1] = fmaf(mn_exp2(log_decay.y), x[2 * half + 1], to[2 * half + 1]);
     }
 }
 
@@ -311,7 +311,7 @@ __device__ void mn_channel_grad_inside(mn_channel_grad_smem<KT> &smem, const uns
         float dq = 0.0f, de = 0.0f;
 #pragma unroll
         for (int s = 0; s < t; s++) {
-            const float cum_decay = mn_channel_exp2(read - log_decay[s]), x = cum_decay * write[s];
+            const float cum_decay = mn_exp2(read - log_decay[s]), x = cum_decay * write[s];
             const float2 both = smem.tiles.inside[block][t][s];
             dq = fmaf(both.x, x, dq);
             de = fmaf(both.y, x, de);

@@ -14,6 +14,7 @@
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CHANNEL_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CHANNEL_CUH
 
+#include "kernels/cuda/prim/exp2.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk.cuh"
 #include "kernels/cuda/delta/delta_pairs.cuh"
 
@@ -57,20 +58,9 @@ __device__ inline float2 operator+(float2 a, float2 b) {
     return make_float2(a.x + b.x, a.y + b.y);
 }
 
-/* 2^x, to the last bit or two; 0 where it is no normal number */
-__device__ inline float mn_channel_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ inline float2 mn_channel_exp2(float2 x) {
-    return make_float2(mn_channel_exp2(x.x), mn_channel_exp2(x.y));
-}
-
 /* x 2^log_decay for two neighbours */
 __device__ inline unsigned mn_channel_mul_exp(unsigned x, float2 log_decay) {
-    const float2 decay = mn_channel_exp2(log_decay);
+    const float2 decay = mn_exp2(log_decay);
     return mn_bf16x2(mn_bf16_lo(x) * decay.x, mn_bf16_hi(x) * decay.y);
 }
 
@@ -165,7 +155,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
             const unsigned q = *(const unsigned *)(smem.q + place);
             const unsigned e = *(const unsigned *)(smem.e + place);
             if (!in_pairs) before = before + g[round][token];
-            const float x = mn_channel_exp2(before.x), y = mn_channel_exp2(before.y);
+            const float x = mn_exp2(before.x), y = mn_exp2(before.y);
             if (in_pairs) before = before + g[round][token];
             *(unsigned *)(job.workspace.q + first + token * KP) =
                 mn_bf16x2(job.scale * x * mn_bf16_lo(q), job.scale * y * mn_bf16_hi(q));
@@ -173,7 +163,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
                 mn_bf16x2(sign * x * mn_bf16_lo(e), sign * y * mn_bf16_hi(e));
         }
         if (block == 3) {
-            *(float2 *)(job.workspace.cum_decay + index * KP + i) = mn_channel_exp2(before);
+            *(float2 *)(job.workspace.cum_decay + index * KP + i) = mn_exp2(before);
         }
 #pragma unroll
         for (int token = 15; token >= 0; token--) {
@@ -181,8 +171,8 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
             const unsigned write = *(const unsigned *)(w + place);
             const float beta = smem.tokens.beta[16 * block + token];
             *(unsigned *)(job.workspace.w + first + token * KP) =
-                mn_bf16x2(beta * mn_channel_exp2(behind.x) * mn_bf16_lo(write),
-                        beta * mn_channel_exp2(behind.y) * mn_bf16_hi(write));
+                mn_bf16x2(beta * mn_exp2(behind.x) * mn_bf16_lo(write),
+                        beta * mn_exp2(behind.y) * mn_bf16_hi(write));
             behind = behind + g[round][token];
         }
     }

@@ -3,6 +3,7 @@
 #include "kernels/cuda/dplr/dplr_chunk.h"
 
 #include "kernels/cuda/delta/delta_smem.cuh"
+#include "kernels/cuda/prim/exp2.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
 
 namespace mneme::dplr {
@@ -152,16 +153,6 @@ __device__ inline float2 fma_of(float2 a, float2 b, float2 c) {
     return make_float2(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y));
 }
 
-__device__ inline float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ inline float2 exp2_of(float2 x) {
-    return make_float2(exp2_of(x.x), exp2_of(x.y));
-}
-
 /* Log decays by powers of two, as all sums of them are. */
 __device__ inline float2 load_decay(unsigned char *tile, int row, int i) {
     return 1.44269504f * load_pair(tile, row, i);
@@ -203,28 +194,28 @@ __device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, const chunk_r
         float2 cut = {};
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) c[t] = cut = cut + cut_decay(g[t]);
-        near = exp2_of(make_float2(0.0f, 0.0f) - c[origin_of(0)]);
-        late = exp2_of(c[7] - c[origin_of(8)]);
+        near = mn_exp2(make_float2(0.0f, 0.0f) - c[origin_of(0)]);
+        late = mn_exp2(c[7] - c[origin_of(8)]);
     }
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
         const float2 a = load_pair(in.a, t, i), q = load_pair(in.q, t, i);
         store_pair(to.a, t, i, decay * a);
         sum = sum + g[t];
-        decay = exp2_of(sum);
+        decay = mn_exp2(sum);
         if (KIND == SCAN_OUTPUT) store_pair(to.q, t, i, decay * q);
         if (KIND == SCAN_BACK) store_pair(to.q, t, i, scale * (decay * q));
         if (!SCORES) continue;
         store_pair(in.a, t, i, near * a);
         if (KIND == SCAN_SAVE) store_rest(rest.a, t, i, near * a, *row_pair(in.a, t, i));
-        near = exp2_of(c[t] - c[origin_of(0)]);
+        near = mn_exp2(c[t] - c[origin_of(0)]);
         store_pair(in.q, t, i, near * q);
         if (t < CHUNK / 2) continue;
         store_pair(in.g, t, i, late * a);
         if (KIND == SCAN_SAVE) {
             store_rest(rest.late, t - CHUNK / 2, i, late * a, *row_pair(in.g, t, i));
         }
-        late = exp2_of(c[t] - c[origin_of(8)]);
+        late = mn_exp2(c[t] - c[origin_of(8)]);
         store_pair(in.g, t - CHUNK / 2, i, late * q);
     }
     *(float2 *)&to.decay[i] = decay;
@@ -232,12 +223,12 @@ __device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, const chunk_r
 #pragma unroll
     for (int t = CHUNK - 1; t >= 0; t--) {
         const float2 k = load_pair(in.k, t, i), b = load_pair(in.b, t, i);
-        decay = exp2_of(sum);
+        decay = mn_exp2(sum);
         store_pair(to.k, t, i, decay * k);
         store_pair(to.b, t, i, decay * b);
         sum = sum + g[t];
         if (!SCORES) continue;
-        const float2 back = exp2_of(c[origin_of(t)] - c[t]);
+        const float2 back = mn_exp2(c[origin_of(t)] - c[t]);
         store_pair(in.k, t, i, back * k);
         store_pair(in.b, t, i, back * b);
         if (KIND == SCAN_SAVE) store_rest(rest.b, t, i, back * b, *row_pair(in.b, t, i));
@@ -805,14 +796,14 @@ __device__ inline void make_rows(grad_smem &smem) {
         const float2 before = t > 0 ? c[t - 1] : make_float2(0.0f, 0.0f);
         const float2 near = c[origin_of(0)], late = c[origin_of(8)];
         const float2 q = load_pair(smem.in.q, t, i), a = load_pair(smem.in.a, t, i);
-        const float2 back = exp2_of(c[origin_of(t)] - c[t]);
-        store_pair(smem.rows.scores.q, t, i, exp2_of(c[t] - near) * q);
-        store_pair(smem.rows.scores.a, t, i, exp2_of(before - near) * a);
+        const float2 back = mn_exp2(c[origin_of(t)] - c[t]);
+        store_pair(smem.rows.scores.q, t, i, mn_exp2(c[t] - near) * q);
+        store_pair(smem.rows.scores.a, t, i, mn_exp2(before - near) * a);
         store_pair(smem.rows.scores.k, t, i, back * load_pair(smem.in.k, t, i));
         store_pair(smem.rows.scores.b, t, i, back * load_pair(smem.in.b, t, i));
         if (t < CHUNK / 2) continue;
-        store_pair(smem.rows.scores.g, t - CHUNK / 2, i, exp2_of(c[t] - late) * q);
-        store_pair(smem.rows.scores.g, t, i, exp2_of(before - late) * a);
+        store_pair(smem.rows.scores.g, t - CHUNK / 2, i, mn_exp2(c[t] - late) * q);
+        store_pair(smem.rows.scores.g, t, i, mn_exp2(before - late) * a);
     }
 }
 
@@ -953,17 +944,17 @@ __device__ inline grad_pair grad_of_row(const grad_sums &sum, const grad_inside 
     const float2 c = smem.rows.cut[t][i / 2], c_read = t > 0 ? smem.rows.cut[t - 1][i / 2] : zero;
     const float2 near = smem.rows.cut[origin_of(0)][i / 2];
     const float2 far = smem.rows.cut[origin_of(8)][i / 2];
-    const float2 write = exp2_of(smem.rows.behind[t][i / 2]);
-    const float2 back = exp2_of((half ? far : near) - c);
+    const float2 write = mn_exp2(smem.rows.behind[t][i / 2]);
+    const float2 back = mn_exp2((half ? far : near) - c);
     const float2 k = load_pair(smem.in.k, t, i), b = load_pair(smem.in.b, t, i);
     const float2 dk = write * of(sum.k[n]), db = write * of(sum.b[n]);
     const float (&kb)[4] = inside.kb[half][n];
     grad_pair grad;
-    grad.q = fma_of(exp2_of(c - near), of(inside.q[0][n]), scale * (exp2_of(G) * of(sum.q[n])));
-    grad.a = fma_of(exp2_of(c_read - near), of(inside.a[0][n]), exp2_of(G_read) * of(sum.a[n]));
+    grad.q = fma_of(mn_exp2(c - near), of(inside.q[0][n]), scale * (mn_exp2(G) * of(sum.q[n])));
+    grad.a = fma_of(mn_exp2(c_read - near), of(inside.a[0][n]), mn_exp2(G_read) * of(sum.a[n]));
     if (half) {
-        grad.q = fma_of(exp2_of(c - far), of(inside.q[1][n]), grad.q);
-        grad.a = fma_of(exp2_of(c_read - far), of(inside.a[1][n]), grad.a);
+        grad.q = fma_of(mn_exp2(c - far), of(inside.q[1][n]), grad.q);
+        grad.a = fma_of(mn_exp2(c_read - far), of(inside.a[1][n]), grad.a);
     }
     grad.k = fma_of(back, make_float2(kb[0], kb[1]), dk);
     grad.b = fma_of(back, make_float2(kb[2], kb[3]), db);
@@ -1031,7 +1022,7 @@ __device__ inline void store_grads(const grad_sums &sum, const grad_inside &insi
         for (int warp = 0; warp < GRAD_WARPS; warp++) {
             end = end + *(const float2 *)&smem.ends[warp][i];
         }
-        end = exp2_of(smem.rows.G[CHUNK - 1][i / 2]) * end +
+        end = mn_exp2(smem.rows.G[CHUNK - 1][i / 2]) * end +
               make_float2(mn_col_sum(written.x), mn_col_sum(written.y));
 #pragma unroll
         for (int half = 0; half < 2; half++) {
