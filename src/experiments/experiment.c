@@ -127,7 +127,7 @@ mn_status mn_experiment_paper(json_t **out, int row) {
 /* Of every job its labels, and what its record says. */
 static json_t *runs_of(const json_t *jobs, const json_t *records) {
     static const char *const kept[] = { "status", "error", "result", "seconds", "commit",
-                                        "version" };
+                                        "version", "device" };
     json_t *runs = json_array();
     for (size_t i = 0; i < json_array_size(jobs); i++) {
         const json_t *job = json_array_get(jobs, i);
@@ -147,19 +147,19 @@ static json_t *runs_of(const json_t *jobs, const json_t *records) {
     return runs;
 }
 
-mn_status mn_experiment_results(json_t **results, int i, mn_preset preset, const json_t *plan,
-                                const json_t *jobs, const json_t *records) {
+mn_status mn_experiment_results(json_t **results, int i, mn_preset preset, const char *command,
+                                const json_t *plan, const json_t *jobs, const json_t *records) {
     const mn_experiment *e = &experiments[i].info;
     json_t *paper = NULL;
     *results = NULL;
     const mn_status st = mn_experiment_paper(&paper, i);
     if (st != MN_OK) return st;
-    *results = json_pack("{s:s, s:s, s:s, s:s, s:s, s:s, s:O*, s:O*, s:O*, s:O*, s:o, s:o}",
+    *results = json_pack("{s:s, s:s, s:s, s:s, s:s, s:s, s:s, s:O*, s:O*, s:O*, s:O*, s:o, s:o}",
                          "experiment", e->name, "about", e->about, "paper", e->paper, "preset",
-                         preset_names[preset], "version", mn_version(), "commit",
-                         mn_build_commit(), "tables", json_object_get(plan, "tables"), "claims",
-                         json_object_get(plan, "claims"), "notes", json_object_get(plan, "notes"),
-                         "pilot", json_object_get(plan, "pilot"), "paper_numbers", paper, "runs",
-                         runs_of(jobs, records));
+                         preset_names[preset], "command", command, "version", mn_version(),
+                         "commit", mn_build_commit(), "tables", json_object_get(plan, "tables"),
+                         "claims", json_object_get(plan, "claims"), "notes",
+                         json_object_get(plan, "notes"), "pilot", json_object_get(plan, "pilot"),
+                         "paper_numbers", paper, "runs", runs_of(jobs, records));
     return *results ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for results");
 }

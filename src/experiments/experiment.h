@@ -37,8 +37,9 @@ mn_status mn_experiment_plan(json_t **plan, int i, mn_preset preset);
 /* What its papers print: [{"table", "row", "column", "printed", "place"}], new. */
 mn_status mn_experiment_paper(json_t **numbers, int i);
 
-/* Everything a report needs, from a plan, its jobs and their records by key: results.json, new. */
-mn_status mn_experiment_results(json_t **results, int i, mn_preset preset, const json_t *plan,
-                                const json_t *jobs, const json_t *records);
+/* Everything a report needs, from a plan, its jobs and their records by key, and the command that
+ * gives these again: results.json, new. */
+mn_status mn_experiment_results(json_t **results, int i, mn_preset preset, const char *command,
+                                const json_t *plan, const json_t *jobs, const json_t *records);
 
 #endif

@@ -64,6 +64,14 @@ static bool came_before(const json_t *jobs, size_t at, const json_t *pilot) {
     return false;
 }
 
+/* The pilot's own length, where it has one. */
+static mn_status cut(json_t *job, const json_t *pilot) {
+    const json_t *most = json_object_get(pilot, "steps"), *steps = mn_spec_get(job, "train.steps");
+    const json_int_t n = json_integer_value(most);
+    if (!most || !steps || json_integer_value(steps) <= n) return MN_OK;
+    return mn_spec_set(job, "train.steps", json_integer(n));
+}
+
 static mn_status add_seeds(json_t *out, const json_t *job, const json_t *pilot) {
     const json_t *seeds = json_object_get(pilot, "seeds"), *seed;
     size_t i;
@@ -74,6 +82,8 @@ static mn_status add_seeds(json_t *out, const json_t *job, const json_t *pilot) 
                            json_object_set_new(labels, "seed",
                                                json_copy((json_t *)(uintptr_t)seed)) == 0 &&
                            json_object_set_new(labels, "pilot", json_string("pilot")) == 0;
+        const mn_status st = cut(one, pilot);
+        if (st != MN_OK) return st;
         if (!whole || json_array_append_new(out, one) != 0) return no_memory();
     }
     return MN_OK;
@@ -152,4 +162,41 @@ bool mn_pilot_covers(const json_t *jobs, const json_t *chosen, const json_t *pil
         if (!found) return false;
     }
     return true;
+}
+
+/* Whether the row of a job has a setting among `chosen`. */
+static bool is_settled(const json_t *job, const json_t *chosen, const json_t *pilot) {
+    for (size_t k = 0; k < json_array_size(chosen); k++) {
+        if (same_labels(job, json_array_get(chosen, k), pilot, false)) return true;
+    }
+    return false;
+}
+
+/* Whether a job before `at` is of the same row with another setting. */
+static bool has_earlier_setting(const json_t *jobs, size_t at, const json_t *pilot) {
+    const json_t *job = json_array_get(jobs, at);
+    for (size_t i = 0; i < at; i++) {
+        const json_t *other = json_array_get(jobs, i);
+        if (same_labels(other, job, pilot, false) && !same_labels(other, job, pilot, true)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+mn_status mn_pilot_expected(json_t **out, const json_t *jobs, const json_t *chosen,
+                            const json_t *pilot) {
+    *out = json_array();
+    for (size_t i = 0; *out && i < json_array_size(jobs); i++) {
+        json_t *job = json_array_get(jobs, i);
+        bool runs = !has_earlier_setting(jobs, i, pilot);
+        if (is_settled(job, chosen, pilot)) {
+            runs = false;
+            for (size_t k = 0; k < json_array_size(chosen); k++) {
+                runs |= json_array_get(chosen, k) == job;
+            }
+        }
+        if (runs && json_array_append(*out, job) != 0) return no_memory();
+    }
+    return *out ? MN_OK : no_memory();
 }

@@ -1,6 +1,7 @@
 /* pilot.h - settings such as learning rates chosen on seeds that are not reported.
  *
- *   pilot   {"seeds": [100], "axes": ["train.lr"], "value": way into a result, "least": true}
+ *   pilot   {"seeds": [100], "axes": ["train.lr"], "value": way into a result, "least": true,
+ *            "steps": at most in these runs}
  *
  * Jobs that differ in `axes` and the seed alone are settings of one row: each runs with the pilot's
  * seeds first, and those of the largest mean value ("least": the smallest) run with the seeds that
@@ -22,5 +23,10 @@ mn_status mn_pilot_choose(json_t **out, const json_t *jobs, const json_t *pilot,
 /* Whether every row of `jobs` has a setting among `chosen`: a pilot whose runs failed, as those of
  * too high a learning rate do, still chooses where another setting of the row went through. */
 bool mn_pilot_covers(const json_t *jobs, const json_t *chosen, const json_t *pilot);
+
+/* The jobs that run after the pilot, new: those of `chosen`, and of rows whose setting is open yet
+ * the first setting. */
+mn_status mn_pilot_expected(json_t **out, const json_t *jobs, const json_t *chosen,
+                            const json_t *pilot);
 
 #endif

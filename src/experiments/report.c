@@ -230,7 +230,24 @@ static void put_claims(FILE *out, const mn_json *results) {
     }
 }
 
-/* How many runs came out, the seconds they took, and what failed. */
+/* The values of `key` in runs that ended, each once: " on cuda, cpu". */
+static void put_each(FILE *out, const json_t *runs, const char *key, const char *otherwise) {
+    json_t *seen = json_object(), *run;
+    const char *before = " ";
+    size_t i;
+    json_array_foreach((json_t *)(uintptr_t)runs, i, run) {
+        const char *text = text_of(run, key);
+        if (strcmp(text_of(run, "status"), "ok") != 0) continue;
+        if (*text == '\0') text = otherwise;
+        if (json_object_get(seen, text)) continue;
+        json_object_set_new(seen, text, json_true());
+        fprintf(out, "%s%s", before, text);
+        before = ", ";
+    }
+    json_decref(seen);
+}
+
+/* How many runs came out, where and by which commits, the seconds they took, and what failed. */
 static void put_runs(FILE *out, const json_t *root) {
     const json_t *runs = json_object_get(root, "runs"), *run;
     double seconds = 0.0;
@@ -243,6 +260,13 @@ static void put_runs(FILE *out, const json_t *root) {
     fprintf(out, "\n## Runs\n\n%" PRId64 " of %zu runs, %.0f seconds of one core together. Each, "
             "with all that defines it, is in results.json and a line of runs.csv.\n", done,
             json_array_size(runs), seconds);
+    if (done > 0) {
+        fputs("\nThey ran on", out);
+        put_each(out, runs, "device", "cpu");
+        fputs(", by commit", out);
+        put_each(out, runs, "commit", "unknown");
+        fputs(".\n", out);
+    }
     json_array_foreach((json_t *)(uintptr_t)runs, i, run) {
         char title[TITLE];
         if (strcmp(text_of(run, "status"), "ok") == 0) continue;
@@ -273,6 +297,7 @@ static void fill_report(FILE *out, const page *p) {
             strcmp(text_of(root, "preset"), "full") == 0 ? ", sizes as published"
                 : ", smaller than published: compare orders, not numbers",
             text_of(root, "version"), text_of(root, "commit"));
+    if (*text_of(root, "command")) fprintf(out, "\n    %s\n", text_of(root, "command"));
     put_claims(out, p->results);
     const size_t tables = json_array_size(json_object_get(root, "tables"));
     for (i = 0; i < tables; i++) put_table(out, p, (int64_t)i);

@@ -69,6 +69,35 @@ cmp noise/report.md alone/report.md || fail "the report is another one"
 run 0 reproduce mad-noise --out noise --seeds 3 $tiny
 [ "$(wc -l <noise/results.jsonl)" = $((lines + 4)) ] || fail "not four more jobs"
 
+# the command that gives these numbers, where they were run and by what
+grep -q '^    mneme reproduce mad-noise --preset smoke --seeds 2 --steps 6 --set task.test=16' alone/report.md ||
+    fail "no command in the report"
+grep -q '^They ran on cpu, by commit [0-9a-f]' alone/report.md || grep -q 'by commit unknown' alone/report.md ||
+    fail "no commit in the report"
+
+# what would run and what it would cost, and nothing runs
+# shellcheck disable=SC2086
+run 0 reproduce mad-noise --out noise --seeds 4 --dry-run $tiny
+says '^recall, kla  *4  *3  *6  *[0-9]*\.[0-9]*  *[0-9]*$'
+says '^all, one process after the other  *[0-9]*$'
+run 0 reproduce mqar-update --preset gpu --out none --dry-run --json --only model=gdn
+json 'd["seconds_left"] is None and [(r["row"], r["runs"], r["done"]) for r in d["rows"]] == [("gdn, pilot", 3, 0), ("gdn", 3, 0)]'
+json 'd["rows"][0]["steps_left"] == 3 * 1600 and d["rows"][1]["steps_left"] == 3 * 62560'
+[ "$(wc -l <noise/results.jsonl)" = $((lines + 4)) ] || fail "a dry run ran"
+[ ! -e none ] || fail "a folder for a dry run"
+
+# records of two machines, put together: the report without a run
+mkdir pieces
+head -n 5 noise/results.jsonl >pieces/results.jsonl
+tail -n 5 noise/results.jsonl >>pieces/results.jsonl
+# shellcheck disable=SC2086
+run 0 reproduce mad-noise --out pieces --seeds 3 --collect $tiny
+quiet
+grep -q '^10 of 12 runs' pieces/report.md || fail "not what the pieces have"
+[ "$(wc -l <pieces/results.jsonl)" = 10 ] || fail "collecting ran something"
+run 2 reproduce mad-noise --out none --collect
+complains '--collect needs the folder'
+
 # a part of an experiment, and the rest in the same folder
 # shellcheck disable=SC2086
 run 0 reproduce mad-noise --out part --only "model=kla, no process noise" --only seed=0 --only task=copy $tiny

@@ -257,10 +257,52 @@ static void both_kinds_of_keys_are_asked(void **state) {
     check_done();
 }
 
+/* In every MQAR task the readout is the table of embeddings, as in the model of the benchmark: with
+ * one of its own no row learns a vocabulary of some hundred words in these steps. */
+static void readouts_of_mqar_are_tied(void **state) {
+    (void)state;
+    static const char *const names[] = { "mqar", "mqar-update", "mqar-block", "mqar-mixed" };
+    for (size_t k = 0; k < MN_COUNTOF(names); k++) {
+        for (int preset = 0; preset < MN_PRESETS; preset++) {
+            int row = 0;
+            assert_int_equal(mn_experiment_find(&row, names[k]), MN_OK);
+            if (!mn_experiment_row(row).cost[preset]) continue;
+            json_t *jobs = jobs_of(names[k], (mn_preset)preset, NULL);
+            for (size_t i = 0; i < json_array_size(jobs); i++) {
+                const json_t *job = json_array_get(jobs, i);
+                CHECK(json_is_true(mn_spec_get(job, "model.tie_word_embeddings")),
+                      "%s, preset %d: %s has a readout of its own", names[k], preset,
+                      label_of(job, "model"));
+            }
+            json_decref(jobs);
+        }
+    }
+    check_done();
+}
+
+/* Sixteen passes over the paper's 100,000 examples of ten settings in batches of 256, and a pilot
+ * that is shorter. */
+static void updates_have_the_papers_examples(void **state) {
+    (void)state;
+    json_t *plan = NULL, *jobs = jobs_of("mqar-update", MN_PRESET_GPU, &plan);
+    const json_t *steps = mn_spec_get(plan, "pilot.steps");
+    CHECK(json_is_integer(steps) && json_integer_value(steps) < 62560, "the pilot is as long");
+    for (size_t i = 0; i < json_array_size(jobs); i++) {
+        const json_t *job = json_array_get(jobs, i);
+        CHECK(whole(job, "train.steps") == 16 * 10 * ((100000 + 255) / 256), "%lld steps",
+              (long long)whole(job, "train.steps"));
+        CHECK(whole(job, "model.hidden_size") == 128 && whole(job, "train.batch") == 256 &&
+              whole(job, "train.warmup") == 1024, "%s is of another size", label_of(job, "model"));
+    }
+    json_decref(plan);
+    json_decref(jobs);
+    check_done();
+}
+
 /* A claim about widths has an axis of widths. */
 static void widths_are_an_axis(void **state) {
     (void)state;
-    static const mn_preset presets[] = { MN_PRESET_CPU, MN_PRESET_FULL };
+    static const mn_preset presets[] = { MN_PRESET_CPU, MN_PRESET_GPU, MN_PRESET_FULL };
     for (size_t p = 0; p < MN_COUNTOF(presets); p++) {
         json_t *jobs = jobs_of("mqar", presets[p], NULL), *seen = json_object();
         for (size_t i = 0; i < json_array_size(jobs); i++) {
@@ -388,6 +430,8 @@ int main(void) {
         cmocka_unit_test(layouts_run_on_the_whole_sweep),
         cmocka_unit_test(updates_leave_keys_alone),
         cmocka_unit_test(both_kinds_of_keys_are_asked),
+        cmocka_unit_test(readouts_of_mqar_are_tied),
+        cmocka_unit_test(updates_have_the_papers_examples),
         cmocka_unit_test(widths_are_an_axis),
         cmocka_unit_test(free_places_are_not_counted),
         cmocka_unit_test(needles_are_in_the_haystack),

@@ -171,7 +171,7 @@ static void plans_are_whole(void **state) {
             const mn_json grid = { .value = json_object_get(plan, "grid"), .name = name };
             if (st == MN_OK) st = mn_grid_expand(&jobs, &grid, NULL);
             if (st == MN_OK) {
-                st = mn_experiment_results(&results.value, i, (mn_preset)preset, plan, jobs,
+                st = mn_experiment_results(&results.value, i, (mn_preset)preset, "", plan, jobs,
                                            records);
             }
             if (st != MN_OK) check_fatal("%s %d: %s", name, preset, mn_last_error());
@@ -241,6 +241,61 @@ static void settings_are_chosen_on_other_seeds(void **state) {
     assert_int_equal(json_array_size(first), 0);      // nothing to choose from
     json_decref(first);
     json_decref(one);
+    json_decref(jobs);
+    json_decref(records);
+    json_decref(pilot);
+    check_done();
+}
+
+/* Whether `list` holds the very job. */
+static bool has_job(const json_t *list, const json_t *job) {
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        if (json_array_get(list, i) == job) return true;
+    }
+    return false;
+}
+
+/* A pilot has a length of its own, and what is expected to run behind it is what it chose; of rows
+ * that it has not chosen for yet, one setting. */
+static void pilots_are_short(void **state) {
+    (void)state;
+    const char text[] = "{\"seeds\": [100], \"axes\": [\"train.lr\"], \"value\": \"loss\", "
+                        "\"least\": true, \"steps\": 3}";
+    json_t *pilot = json_loads(text, 0, NULL), *first = NULL, *chosen = NULL, *then = NULL;
+    json_t *jobs = expand("{" TINY ", \"grid\": {\"model\": {"
+                          "\"a\": {\"model\": {\"num_heads\": 2}}, \"b\": "
+                          "{\"model\": {\"num_heads\": 4}}}, \"train.lr\": [0.1, 0.2], "
+                          "\"seed\": [0, 1]}}");
+    json_t *records = json_object();
+    if (mn_pilot_jobs(&first, jobs, pilot) != MN_OK) check_fatal("%s", mn_last_error());
+    assert_int_equal(json_array_size(first), 4);
+    for (size_t i = 0; i < json_array_size(first); i++) {
+        char key[MN_JOB_KEY];
+        const json_t *job = json_array_get(first, i), *labels = json_object_get(job, "labels");
+        const json_t *steps = mn_spec_get(job, "train.steps");
+        const double lr = json_number_value(json_object_get(labels, "train.lr"));
+        CHECK(json_integer_value(steps) == 3, "%lld steps",
+              (long long)json_integer_value(steps));
+        if (strcmp(json_string_value(json_object_get(labels, "model")), "a") != 0) continue;
+        assert_int_equal(mn_job_key(key, job), MN_OK);    // row b has not run
+        json_object_set_new(records, key, json_pack("{s:{s:f}}", "result", "loss", 1.0 - lr));
+    }
+    mn_status st = mn_pilot_choose(&chosen, jobs, pilot, first, records);
+    if (st == MN_OK) st = mn_pilot_expected(&then, jobs, chosen, pilot);
+    if (st != MN_OK) check_fatal("%s", mn_last_error());
+    assert_int_equal(json_array_size(chosen), 2);
+    assert_int_equal(json_array_size(then), 4);
+    for (size_t i = 0; i < json_array_size(jobs); i++) {
+        const json_t *job = json_array_get(jobs, i), *labels = json_object_get(job, "labels");
+        const bool a = strcmp(json_string_value(json_object_get(labels, "model")), "a") == 0;
+        const bool high = json_number_value(json_object_get(labels, "train.lr")) > 0.15;
+        CHECK(json_integer_value(mn_spec_get(job, "train.steps")) == 4, "a reported run is cut");
+        CHECK(has_job(then, job) == (a ? high : !high), "row %s: %s", a ? "a" : "b",
+              high ? "0.2" : "0.1");
+    }
+    json_decref(then);
+    json_decref(chosen);
+    json_decref(first);
     json_decref(jobs);
     json_decref(records);
     json_decref(pilot);
@@ -655,6 +710,7 @@ int main(void) {
         cmocka_unit_test(what_cannot_run_is_refused),
         cmocka_unit_test(plans_are_whole),
         cmocka_unit_test(settings_are_chosen_on_other_seeds),
+        cmocka_unit_test(pilots_are_short),
         cmocka_unit_test(verdicts_follow_the_rule),
         cmocka_unit_test(no_job_runs_twice),
         cmocka_unit_test(a_killed_sweep_goes_on),

@@ -28,7 +28,7 @@ typedef struct options {
     const char *only[MOST_ONLY];
     int n_sets, n_checkpoints, n_only, processes, seeds, steps, minutes;
     mn_preset preset;
-    bool list, json, quiet;
+    bool list, json, quiet, dry, collect;
 } options;
 
 static void print_help(void) {
@@ -60,8 +60,14 @@ static void print_help(void) {
          "  --checkpoint DIR    (ccq-alignment) ask this model, with its tokenizer, instead of "
          "training\n"
          "                      some; may be repeated\n"
+         "  --dry-run           name what would run, what is done, and what the rest costs by runs "
+         "that ended in\n"
+         "                      DIR (a few with --steps 50 tell); run nothing\n"
+         "  --collect           run nothing: the report of what DIR/results.jsonl has, which may "
+         "be put together\n"
+         "                      from pieces of several machines\n"
          "  --report DIR        write report.md and CSV files again, from DIR/results.json alone\n"
-         "  --json              with --list: as JSON\n"
+         "  --json              with --list and --dry-run: as JSON\n"
          "  --quiet             show nothing but failures");
 }
 
@@ -81,6 +87,8 @@ static int parse(options *o, int argc, char **argv) {
         { "--list", .flag = &o->list },
         { "--json", .flag = &o->json },
         { "--quiet", .flag = &o->quiet },
+        { "--dry-run", .flag = &o->dry },
+        { "--collect", .flag = &o->collect },
         { "--jobs", .count = &o->processes, .low = 1, .high = MN_SWEEP_LANES },
         { "--seeds", .count = &o->seeds, .low = 1, .high = 1000 },
         { "--steps", .count = &o->steps, .low = 1, .high = INT32_MAX },
@@ -248,12 +256,14 @@ static mn_status run_pilot(json_t **jobs, json_t **own, const json_t *plan, cons
     snprintf(path, sizeof path, "%s/results.jsonl", folder);
     mn_status st = mn_pilot_jobs(&first, *jobs, pilot);
     if (st == MN_OK && json_array_size(first) > 0) {
-        if (!o->quiet) {
+        if (!o->quiet && !o->collect) {
             fprintf(stderr, "settings are chosen on other seeds: %zu runs first\n",
                     json_array_size(first));
         }
-        *status = mn_sweep_show("reproduce", folder, first, o->processes, o->device, 0, 0,
-                                o->quiet);
+        if (!o->collect) {
+            *status = mn_sweep_show("reproduce", folder, first, o->processes, o->device, 0, 0,
+                                    o->quiet);
+        }
         st = mn_sweep_records(&records, path);
         if (st == MN_OK) st = mn_pilot_choose(&chosen, *jobs, pilot, first, records);
         if (st == MN_OK && *status == 1 && mn_pilot_covers(*jobs, chosen, pilot)) {
@@ -271,16 +281,46 @@ static mn_status run_pilot(json_t **jobs, json_t **own, const json_t *plan, cons
     return st;
 }
 
+/* " 'value with blanks'", as a shell reads it. */
+static void put_word(FILE *out, const char *option, const char *value) {
+    const char *quote = strpbrk(value, " \t\"$&;()<>|*?") ? "'" : "";
+    fprintf(out, " %s%s%s%s%s", option, *option ? " " : "", quote, value, quote);
+}
+
+/* The command that gives the same numbers: without what only says where and how fast. */
+static char *command_of(const options *o) {
+    char *text = NULL, number[24];
+    size_t size = 0;
+    FILE *out = open_memstream(&text, &size);
+    if (!out) return NULL;
+    fprintf(out, "mneme reproduce %s --preset %s", o->name, mn_preset_name(o->preset));
+    for (int i = 0; i < 2; i++) {
+        const int n = i == 0 ? o->seeds : o->steps;
+        snprintf(number, sizeof number, "%d", n);
+        if (n > 0) put_word(out, i == 0 ? "--seeds" : "--steps", number);
+    }
+    for (int i = 0; i < o->n_only; i++) put_word(out, "--only", o->only[i]);
+    for (int i = 0; i < o->n_sets; i++) put_word(out, "--set", o->sets[i]);
+    for (int i = 0; i < o->n_checkpoints; i++) put_word(out, "--checkpoint", o->checkpoints[i]);
+    if (o->device) put_word(out, "--device", o->device);
+    if (fclose(out) == 0) return text;
+    free(text);
+    return NULL;
+}
+
 static mn_status write_results(const char *folder, int row, const options *o, const json_t *plan,
                                const json_t *jobs) {
     char path[MN_SWEEP_PATH];
     json_t *records = NULL;
     mn_json results = { .name = "results.json" };
+    char *command = command_of(o);
     snprintf(path, sizeof path, "%s/results.jsonl", folder);
-    mn_status st = mn_sweep_records(&records, path);
+    mn_status st = command ? mn_sweep_records(&records, path)
+                           : mn_fail(MN_ERR_MEMORY, "no memory for the command");
     if (st == MN_OK) {
-        st = mn_experiment_results(&results.value, row, o->preset, plan, jobs, records);
+        st = mn_experiment_results(&results.value, row, o->preset, command, plan, jobs, records);
     }
+    free(command);
     if (st == MN_OK) st = mn_reproduce_figures(&results, folder);
     snprintf(path, sizeof path, "%s/results.json", folder);
     if (st == MN_OK) st = mn_json_save(path, results.value);
@@ -310,40 +350,81 @@ static int report_again(int row, const char *folder) {
     return 0;
 }
 
+/* What would run: the pilot, and behind it the settings that it chose or will choose. */
+static mn_status tell_plan(const json_t *jobs, const json_t *plan, const char *folder,
+                           const options *o) {
+    const json_t *pilot = json_object_get(plan, "pilot");
+    json_t *first = NULL, *chosen = NULL, *then = NULL, *records = NULL, *told = NULL;
+    char path[MN_SWEEP_PATH], *text = NULL;
+    snprintf(path, sizeof path, "%s/results.jsonl", folder);
+    mn_status st = mn_sweep_records(&records, path);
+    if (st == MN_OK) st = mn_pilot_jobs(&first, jobs, pilot);
+    if (st == MN_OK && json_array_size(first) > 0) {
+        st = mn_pilot_choose(&chosen, jobs, pilot, first, records);
+    }
+    if (st == MN_OK) st = mn_pilot_expected(&then, jobs, chosen, pilot);
+    if (st == MN_OK && json_array_extend(first, then) != 0) {
+        st = mn_fail(MN_ERR_MEMORY, "no memory for a plan");
+    }
+    if (st == MN_OK) st = mn_reproduce_plan(&told, first, pilot, records);
+    if (st == MN_OK && o->json) st = mn_json_text(&text, told, MN_JSON_PRETTY);
+    if (st == MN_OK && o->json) puts(text);
+    else if (st == MN_OK) mn_reproduce_plan_show(told);
+    free(text);
+    json_decref(told);
+    json_decref(then);
+    json_decref(chosen);
+    json_decref(first);
+    json_decref(records);
+    return st;
+}
+
+/* Runs the jobs, or with --collect none, and reports them; the exit status. */
+static int run_and_report(json_t **jobs, int row, const json_t *plan, const char *folder,
+                          const options *o) {
+    json_t *first = NULL;
+    int status = 0;
+    if (o->minutes > 0) mn_sweep_stop_after(o->minutes);
+    if (!o->quiet && !o->collect) {
+        fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, mn_preset_name(o->preset),
+                json_array_size(*jobs), mn_experiment_row(row).cost[o->preset]);
+    }
+    if (run_pilot(jobs, &first, plan, folder, o, &status) != MN_OK) status = failed();
+    if (status == 0 && !o->collect) {
+        status = mn_sweep_show("reproduce", folder, *jobs, o->processes, o->device, 0, 0, o->quiet);
+    }
+    if (first) json_array_extend(first, *jobs);
+    /* What came out is reported even when the rest failed or was stopped. */
+    struct stat about;
+    const json_t *told = first ? first : *jobs;
+    if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, told) != MN_OK) {
+        status = failed();
+    } else if (!o->quiet) {
+        printf("%s/report.md\n", folder);
+    }
+    json_decref(first);
+    return status;
+}
+
 static int reproduce(int row, const options *o) {
     char folder[MN_SWEEP_PATH - 64];
-    json_t *plan = NULL, *jobs = NULL, *first = NULL;
-    const char *preset = mn_preset_name(o->preset);
+    json_t *plan = NULL, *jobs = NULL;
+    struct stat about;
     const int n = o->out ? snprintf(folder, sizeof folder, "%s", o->out)
-                         : snprintf(folder, sizeof folder, "%s-%s", o->name, preset);
+                         : snprintf(folder, sizeof folder, "%s-%s", o->name,
+                                    mn_preset_name(o->preset));
     if (n >= (int)sizeof folder) {
         return mn_options_mistake("reproduce", "--out", "is too long a path");
     }
-    int status = make_jobs(&plan, &jobs, row, o) == MN_OK ? 0 : failed();
-    if (status == 0) {
-        if (o->minutes > 0) mn_sweep_stop_after(o->minutes);
-        if (!o->quiet) {
-            fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, preset,
-                    json_array_size(jobs), mn_experiment_row(row).cost[o->preset]);
-        }
-        if (run_pilot(&jobs, &first, plan, folder, o, &status) != MN_OK) status = failed();
-        if (status == 0) {
-            status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, 0, 0,
-                                   o->quiet);
-        }
-        if (first) json_array_extend(first, jobs);
-        /* What came out is reported even when the rest failed or was stopped. */
-        struct stat about;
-        const json_t *told = first ? first : jobs;
-        if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, told) != MN_OK) {
-            status = failed();
-        } else if (!o->quiet) {
-            printf("%s/report.md\n", folder);
-        }
+    if (o->collect && stat(folder, &about) != 0) {
+        return mn_options_mistake("reproduce", folder, "is not there; --collect needs the folder "
+                                  "of runs that ended");
     }
+    int status = make_jobs(&plan, &jobs, row, o) == MN_OK ? 0 : failed();
+    if (status == 0 && o->dry) status = tell_plan(jobs, plan, folder, o) == MN_OK ? 0 : failed();
+    else if (status == 0) status = run_and_report(&jobs, row, plan, folder, o);
     json_decref(plan);
     json_decref(jobs);
-    json_decref(first);
     return status;
 }
 

@@ -66,6 +66,31 @@ const mn_experiment_text mn_experiment_mqar = {
                 }
             }
         }),
+        [MN_PRESET_GPU] = MN_JSON_TEXT({
+            "pilot": {"steps": 1600, "value": "loss", "least": true},
+            "tables": [
+                {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
+                 "value": "example", "where": {"width": "128"}, "percent": true,
+                 "figure": "lines"},
+                {"title": "By width of the model, 256-16", "rows": "model", "columns": "width",
+                 "value": "example", "where": {"task": "256-16"}, "percent": true,
+                 "figure": "lines"}
+            ],
+            "grid": {
+                "job": {"train": {"clip": 1}, "task": {"test": 2560}},
+                "grid": {
+                    "task": {
+                        "64-4": {"task": {"name": "mqar-shared", "setting": "64-4"}},
+                        "256-16": {"task": {"name": "mqar-shared", "setting": "256-16"}}
+                    },
+                    "width": {
+                        "64": {"model": {"hidden_size": 64}}, "128": {"model": {"hidden_size": 128}}
+                    },
+                    "train.lr": [0.0005, 0.001, 0.0022], "seed": [0, 1]
+                },
+                "only": {"model": ["bayes", "gdn", "mamba2", "attention"]}
+            }
+        }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
             "tables": [
                 {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",

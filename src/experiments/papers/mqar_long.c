@@ -123,6 +123,73 @@ const mn_experiment_text mn_experiment_mqar_long = {
                 ]
             }
         }),
+        [MN_PRESET_GPU] = MN_JSON_TEXT({
+            "grid": {
+                "job": {
+                    "task": {"setting": "baseline"}, "epochs": 40,
+                    "evaluate": {"every": 0, "patience": 10, "batch": 16}
+                },
+                "grid": {"seed": [0, 1]},
+                "parts": [
+                    {"grid": {
+                        "model": {
+                            "kla": {"model": {"layers": "kla", "d_state": 16, "expand": 1}},
+                            "mamba1": {
+                                "model": {"layers": "mamba1", "state_size": 16, "expand": 2}
+                            }
+                        },
+                        "width": {
+                            "64": {
+                                "model": {"hidden_size": 64, "intermediate_size": 128},
+                                "train": {"batch": 64}
+                            },
+                            "128": {
+                                "model": {"hidden_size": 128, "intermediate_size": 256},
+                                "train": {"batch": 32}
+                            }
+                        }
+                    }},
+                    {"grid": {
+                        "model": {
+                            "gdn": {"model": {"layers": "gdn", "expand_v": 2}}
+                        },
+                        "width": {
+                            "64": {
+                                "model": {
+                                    "hidden_size": 64, "intermediate_size": 128, "num_heads": 2
+                                },
+                                "train": {"batch": 64}
+                            },
+                            "128": {
+                                "model": {
+                                    "hidden_size": 128, "intermediate_size": 256, "num_heads": 4
+                                },
+                                "train": {"batch": 32}
+                            }
+                        }
+                    }},
+                    {"grid": {
+                        "model": {
+                            "gla": {"model": {"layers": "gla", "num_heads": 4, "expand_v": 1}}
+                        },
+                        "width": {
+                            "64": {
+                                "model": {
+                                    "hidden_size": 64, "intermediate_size": 128, "expand_k": 1
+                                },
+                                "train": {"batch": 64}
+                            },
+                            "128": {
+                                "model": {
+                                    "hidden_size": 128, "intermediate_size": 256, "expand_k": 0.5
+                                },
+                                "train": {"batch": 32}
+                            }
+                        }
+                    }}
+                ]
+            }
+        }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
             "grid": {
                 "job": {
@@ -211,6 +278,7 @@ const mn_experiment_text mn_experiment_mqar_long = {
         "The paper calls this task an MQAR of zoology, which needs more tokens in its "
         "vocabulary than in a sequence. Counts and harness are those of the in-context "
         "recall of MAD with 256 tokens at length 2048, which is what runs here.",
+        "Preset gpu has widths 64 and 128 for 40 of the 750 epochs, two seeds.",
         "States are the paper's: gdn has heads of 24 keys and 48 values (2,304, 4,608 and 9,216 "
         "numbers), gla keys of 16 in all four heads, kla means and precisions of 16 slots.",
         NULL

@@ -71,6 +71,24 @@ const mn_experiment_text mn_experiment_stack_depth = {
                 }
             }
         }),
+        [MN_PRESET_GPU] = MN_JSON_TEXT({
+            "grid": {
+                "job": {
+                    "task": {"setting": "baseline"}, "epochs": 100, "train": {"batch": 172},
+                    "evaluate": {"every": 0, "patience": 70, "batch": 172}
+                },
+                "grid": {
+                    "depth": {
+                        "1": {"model": {"num_hidden_layers": 1}},
+                        "2": {"model": {"num_hidden_layers": 2}},
+                        "4": {"model": {"num_hidden_layers": 4}},
+                        "8": {"model": {"num_hidden_layers": 8}},
+                        "12": {"model": {"num_hidden_layers": 12}}
+                    },
+                    "seed": [0, 1]
+                }
+            }
+        }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
             "grid": {
                 "job": {
@@ -93,6 +111,7 @@ const mn_experiment_text mn_experiment_stack_depth = {
     },
     .notes = {
         "A run whose loss is no longer finite counts as failed, and is named below.",
+        "Preset gpu has the published sizes for 100 of the 750 epochs, up to twelve blocks.",
         "The paper shows a figure only: Ornstein-Uhlenbeck steps are more accurate and "
         "more stable, above all in deep models.",
         NULL
