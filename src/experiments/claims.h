@@ -1,10 +1,11 @@
 /* claims.h - what a paper says of its numbers, held against ours.
  *
  *   claim   {"says": sentence, "table": number, "cell": [row, column], "less": [row, column],
- *            "above": x, "best": true} or "below" in place of above
+ *            "above": x, "best": true, "learned": y} or "below" in place of above
  *
  * The value is the cell, less the other one where there is one; with "best" that of its best
- * seed. */
+ * seed. Where neither cell reaches what "learned" says, rows that know nothing are compared, and
+ * the claim is undecided. */
 #ifndef MN_EXPERIMENTS_CLAIMS_H
 #define MN_EXPERIMENTS_CLAIMS_H
 
@@ -17,14 +18,15 @@ typedef enum mn_verdict { MN_CLAIM_OPEN, MN_CLAIM_HOLDS, MN_CLAIM_FAILS } mn_ver
 #define MN_CLAIM_RULE                                                                              \
     "Rule: reproduced where two seeds or more of the full size are beyond what is asked by more "  \
     "than two standard errors, and at reduced size where those of a smaller preset are; refuted "  \
-    "where they are as far on the other side; undecided else. Exact numbers and the best of the "  \
-    "seeds have no error and go by themselves."
+    "where they are as far on the other side; undecided else, as where no row has learned the "    \
+    "task. Exact numbers and the best of the seeds have no error and go by themselves."
 
 typedef struct mn_claim {
     const char *says;            // borrowed from the results
     mn_verdict verdict;          // open: a cell has no number yet
     bool percent, below;
     bool close;                  // within two standard errors of its bound: more seeds may turn it
+    bool idle;                   // neither cell has learned the task
     bool sure;                   // has no error: an exact number, or the best of the seeds
     int64_t seeds;               // of the cell with fewer
     double value, se, bound;     // se of the value: NAN when a cell has one seed

@@ -215,11 +215,17 @@ static void put_claim(FILE *out, const mn_claim *claim, bool full_size) {
             scale * claim->bound, claim->seeds);
 }
 
+/* Whether these are the published sizes, which no option of the command changed. */
+static bool is_full(const json_t *root) {
+    return strcmp(text_of(root, "preset"), "full") == 0 &&
+           !json_is_true(json_object_get(root, "changed"));
+}
+
 /* What the paper says, and whether it came out here. */
 static void put_claims(FILE *out, const mn_json *results) {
     const int64_t n = mn_claim_count(results);
     if (n == 0) return;
-    const bool full = strcmp(text_of(results->value, "preset"), "full") == 0;
+    const bool full = is_full(results->value);
     fputs("\n## What came out\n\n" MN_CLAIM_RULE "\n\n| claim | verdict | ours | asked | seeds |\n"
           "|---|---|---|---|---|\n", out);
     for (int64_t i = 0; i < n; i++) {
@@ -294,7 +300,7 @@ static void fill_report(FILE *out, const page *p) {
     fprintf(out, "# %s: %s\n\nPaper: %s. Preset: %s%s. mneme %s, commit %s.\n",
             text_of(root, "experiment"), text_of(root, "about"), text_of(root, "paper"),
             text_of(root, "preset"),
-            strcmp(text_of(root, "preset"), "full") == 0 ? ", sizes as published"
+            is_full(root) ? ", sizes as published"
                 : ", smaller than published: compare orders, not numbers",
             text_of(root, "version"), text_of(root, "commit"));
     if (*text_of(root, "command")) fprintf(out, "\n    %s\n", text_of(root, "command"));

@@ -83,6 +83,9 @@ says '^all, one process after the other  *[0-9]*$'
 run 0 reproduce mqar-update --preset gpu --out none --dry-run --json --only model=gdn
 json 'd["seconds_left"] is None and [(r["row"], r["runs"], r["done"]) for r in d["rows"]] == [("gdn, pilot", 3, 0), ("gdn", 3, 0)]'
 json 'd["rows"][0]["steps_left"] == 3 * 1600 and d["rows"][1]["steps_left"] == 3 * 62560'
+run 0 reproduce stack-depth --preset gpu --out none --dry-run --only depth=4 --only depth=12
+says '^ou, 12  *2  *0'
+[ "$(wc -l <"$work/out")" = 6 ] || fail "names that are numbers choose other runs"
 [ "$(wc -l <noise/results.jsonl)" = $((lines + 4)) ] || fail "a dry run ran"
 [ ! -e none ] || fail "a folder for a dry run"
 
@@ -97,6 +100,13 @@ grep -q '^10 of 12 runs' pieces/report.md || fail "not what the pieces have"
 [ "$(wc -l <pieces/results.jsonl)" = 10 ] || fail "collecting ran something"
 run 2 reproduce mad-noise --out none --collect
 complains '--collect needs the folder'
+
+# sizes that an option changed are not those of the paper, whatever the preset
+mkdir cut
+run 0 reproduce mad-noise --preset full --out cut --collect --quiet --steps 3
+grep -q 'smaller than published' cut/report.md || fail "a run that was cut is called full"
+run 0 reproduce mad-noise --preset full --out cut --collect --quiet
+grep -q 'sizes as published' cut/report.md || fail "a full one is not called full"
 
 # a part of an experiment, and the rest in the same folder
 # shellcheck disable=SC2086

@@ -701,6 +701,34 @@ static void cells_choose_the_best_setting(void **state) {
     check_done();
 }
 
+/* Rows that are both at chance differ by nothing, however sure their seeds are: undecided. A row
+ * that has learned decides, and one that falls short of a margin refutes it. */
+static void rows_at_chance_decide_nothing(void **state) {
+    (void)state;
+#define RUN(model, seed, score)                                                                    \
+    "{\"labels\": {\"model\": \"" model "\", \"task\": \"t\", \"seed\": " seed                     \
+    "}, \"result\": {\"token\": " score "}}"
+#define LESS(than) "\"cell\": [\"a\", \"t\"], \"less\": [\"" than "\", \"t\"], \"above\": 0.2"
+    mn_json root = parse(
+        "{\"tables\": [{\"title\": \"x\", \"rows\": \"model\", \"columns\": \"task\", \"value\": "
+        "\"token\"}], \"runs\": [" RUN("a", "0", "0.001") "," RUN("a", "1", "0.002") ","
+        RUN("b", "0", "0.001") "," RUN("b", "1", "0.002") "," RUN("c", "0", "0.9") ","
+        RUN("c", "1", "0.91") "], \"claims\": [{\"says\": \"no bound\", " LESS("b") "}, "
+        "{\"says\": \"idle\", " LESS("b") ", \"learned\": 0.2}, "
+        "{\"says\": \"one learned\", " LESS("c") ", \"learned\": 0.2}]}");
+#undef LESS
+#undef RUN
+    static const char *const words[] = { "refuted", "undecided", "refuted" };
+    for (int i = 0; i < 3; i++) {
+        mn_claim claim;
+        if (mn_claim_judge(&claim, &root, i) != MN_OK) check_fatal("%s", mn_last_error());
+        CHECK(strcmp(mn_claim_word(&claim, true), words[i]) == 0, "%s: %s", claim.says,
+              mn_claim_word(&claim, true));
+    }
+    mn_json_free(&root);
+    check_done();
+}
+
 /* ---------------------------------------------------------------------------------------------- */
 
 int main(void) {
@@ -721,6 +749,7 @@ int main(void) {
         cmocka_unit_test(a_killed_job_goes_on),
         cmocka_unit_test(learned_collisions_repeat),
         cmocka_unit_test(cells_choose_the_best_setting),
+        cmocka_unit_test(rows_at_chance_decide_nothing),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

@@ -165,11 +165,22 @@ static mn_status ask_checkpoints(json_t *plan, const options *o) {
                ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for jobs");
 }
 
-/* The label of "axis=label" as the grid has it: a number where it is one. */
-static json_t *label_of(const char *text) {
+/* Whether an axis of the grid, or of a part of it, is of named choices. */
+static bool is_named(const json_t *grid, const char *axis) {
+    const json_t *parts = json_object_get(grid, "parts"), *part;
+    size_t i;
+    if (json_is_object(json_object_get(json_object_get(grid, "grid"), axis))) return true;
+    json_array_foreach((json_t *)(uintptr_t)parts, i, part) {
+        if (is_named(part, axis)) return true;
+    }
+    return false;
+}
+
+/* The label of "axis=label" as the grid has it: a number where it is one, and no name. */
+static json_t *label_of(const char *text, bool named) {
     char *end;
     const double number = strtod(text, &end);
-    if (*text == '\0' || *end != '\0') return json_string(text);
+    if (named || *text == '\0' || *end != '\0') return json_string(text);
     const long whole = (long)number;
     return (double)whole == number ? json_integer(whole) : json_real(number);
 }
@@ -190,7 +201,7 @@ static mn_status choose_labels(json_t *grid, const options *o) {
             list = json_array();
             json_object_set_new(chosen, axis, list);
         }
-        json_array_append_new(list, label_of(at + 1));
+        json_array_append_new(list, label_of(at + 1, is_named(grid, axis)));
     }
     if (only) json_object_update(only, chosen);
     else if (o->n_only > 0) json_object_set(grid, "only", chosen);
@@ -199,13 +210,13 @@ static mn_status choose_labels(json_t *grid, const options *o) {
 }
 
 /* That each --only names some job. */
-static mn_status check_labels(const json_t *jobs, const options *o) {
+static mn_status check_labels(const json_t *jobs, const json_t *grid, const options *o) {
     for (int i = 0; i < o->n_only; i++) {
         const char *at = strchr(o->only[i], '=');
         char axis[64];
         bool found = false;
-        json_t *label = label_of(at + 1);
         snprintf(axis, sizeof axis, "%.*s", (int)(at - o->only[i]), o->only[i]);
+        json_t *label = label_of(at + 1, is_named(grid, axis));
         for (size_t k = 0; k < json_array_size(jobs) && !found; k++) {
             const json_t *labels = json_object_get(json_array_get(jobs, k), "labels");
             found = json_equal(json_object_get(labels, axis), label) == 1;
@@ -218,7 +229,7 @@ static mn_status check_labels(const json_t *jobs, const options *o) {
 
 static mn_status expand(json_t **jobs, const mn_json *grid, const json_t *also, const options *o) {
     mn_status st = mn_grid_expand(jobs, grid, also);
-    if (st == MN_OK) return check_labels(*jobs, o);
+    if (st == MN_OK) return check_labels(*jobs, grid->value, o);
     if (o->n_only > 0 && strstr(mn_last_error(), "no job is left")) {
         st = mn_fail(st, "no run has all that --only asks for; runs.csv of a report names them");
     }
@@ -321,6 +332,9 @@ static mn_status write_results(const char *folder, int row, const options *o, co
         st = mn_experiment_results(&results.value, row, o->preset, command, plan, jobs, records);
     }
     free(command);
+    if (st == MN_OK && (o->steps > 0 || o->n_sets > 0)) {
+        json_object_set_new(results.value, "changed", json_true());    // sizes are not the preset's
+    }
     if (st == MN_OK) st = mn_reproduce_figures(&results, folder);
     snprintf(path, sizeof path, "%s/results.json", folder);
     if (st == MN_OK) st = mn_json_save(path, results.value);

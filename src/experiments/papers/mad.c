@@ -30,7 +30,19 @@ const mn_experiment_text mn_experiment_mad = {
                 }
             },
             "only": {"model": ["kla", "kla+", "gdn", "gla", "mamba1", "mlstm"]}
-        }
+        },
+        "claims": [
+            {"says": "kla is ahead of gla by ten points in recall",
+             "table": 0, "cell": ["kla", "recall"], "less": ["gla", "recall"], "above": 0.1,
+             "learned": 0.5},
+            {"says": "kla is ahead of gdn by ten points in compression",
+             "table": 0, "cell": ["kla", "compress"], "less": ["gdn", "compress"], "above": 0.1,
+             "learned": 0.5},
+            {"says": "kla is ahead of gdn in fuzzy recall",
+             "table": 0, "cell": ["kla", "fuzzy"], "less": ["gdn", "fuzzy"], "above": 0},
+            {"says": "kla copies 85 percent or more",
+             "table": 0, "cell": ["kla", "copy"], "above": 0.85}
+        ]
     }),
     .preset = {
         [MN_PRESET_SMOKE] = MN_JSON_TEXT({

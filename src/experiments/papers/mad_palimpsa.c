@@ -32,6 +32,15 @@ const mn_experiment_text mn_experiment_mad_palimpsa = {
                 }
             }
         },
+        "claims": [
+            {"says": "palimpsa recalls 95 percent or more",
+             "table": 0, "cell": ["palimpsa, paper", "recall"], "above": 0.95},
+            {"says": "palimpsa copies 95 percent or more",
+             "table": 0, "cell": ["palimpsa, paper", "copy"], "above": 0.95},
+            {"says": "palimpsa is ahead of gla by ten points in recall",
+             "table": 0, "cell": ["palimpsa, paper", "recall"], "less": ["gla", "recall"],
+             "above": 0.1, "learned": 0.5}
+        ],
         "tables": [
             {"title": "Macro accuracy on the MAD tasks", "rows": "model", "columns": "task",
              "value": "macro", "percent": true, "figure": "bars"}

@@ -34,6 +34,13 @@ const mn_experiment_text mn_experiment_mqar = {
             }
         }),
         [MN_PRESET_CPU] = MN_JSON_TEXT({
+            "claims": [
+                {"says": "bayes recalls 95 percent of the pairs at the largest width",
+                 "table": 1, "cell": ["bayes", "64"], "above": 0.95},
+                {"says": "bayes is no more than five points behind gdn at the largest width",
+                 "table": 1, "cell": ["bayes", "64"], "less": ["gdn", "64"], "above": -0.05,
+                 "learned": 0.5}
+            ],
             "tables": [
                 {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
                  "value": "example", "where": {"width": "64"}, "percent": true,
@@ -68,6 +75,13 @@ const mn_experiment_text mn_experiment_mqar = {
         }),
         [MN_PRESET_GPU] = MN_JSON_TEXT({
             "pilot": {"steps": 1600, "value": "loss", "least": true},
+            "claims": [
+                {"says": "bayes recalls 95 percent of the pairs at the largest width",
+                 "table": 1, "cell": ["bayes", "128"], "above": 0.95},
+                {"says": "bayes is no more than five points behind gdn at the largest width",
+                 "table": 1, "cell": ["bayes", "128"], "less": ["gdn", "128"], "above": -0.05,
+                 "learned": 0.5}
+            ],
             "tables": [
                 {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
                  "value": "example", "where": {"width": "128"}, "percent": true,
@@ -92,6 +106,13 @@ const mn_experiment_text mn_experiment_mqar = {
             }
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
+            "claims": [
+                {"says": "bayes recalls 95 percent of the pairs at the largest width",
+                 "table": 2, "cell": ["bayes", "256"], "above": 0.95},
+                {"says": "bayes is no more than five points behind gdn at the largest width",
+                 "table": 2, "cell": ["bayes", "256"], "less": ["gdn", "256"], "above": -0.05,
+                 "learned": 0.5}
+            ],
             "tables": [
                 {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
                  "value": "example", "where": {"width": "128"}, "percent": true,

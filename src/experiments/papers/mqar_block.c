@@ -6,6 +6,15 @@
 const mn_experiment_text mn_experiment_mqar_block = {
     .base = &mn_base_mqar,
     .common = MN_JSON_TEXT({
+        "claims": [
+            {"says": "bayes without convolutions recalls 90 percent of blocks of two",
+             "table": 0, "cell": ["bayes, no conv", "block-2"], "above": 0.9},
+            {"says": "gdn without convolutions recalls 90 percent of blocks of two",
+             "table": 0, "cell": ["gdn, no conv", "block-2"], "above": 0.9},
+            {"says": "bayes without convolutions is ahead of attention by 20 points",
+             "table": 0, "cell": ["bayes, no conv", "block-2"], "less": ["attention", "block-2"],
+             "above": 0.2, "learned": 0.2}
+        ],
         "tables": [
             {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
              "value": "example", "percent": true, "figure": "bars"}

@@ -68,6 +68,17 @@ const mn_experiment_text mn_experiment_mqar_long = {
             }
         }),
         [MN_PRESET_CPU] = MN_JSON_TEXT({
+            "claims": [
+                {"says": "gdn is ahead of kla at width 32",
+                 "table": 0, "cell": ["gdn", "32"], "less": ["kla", "32"], "above": 0,
+                 "learned": 0.1},
+                {"says": "kla is ahead of mamba1 at width 64",
+                 "table": 0, "cell": ["kla", "64"], "less": ["mamba1", "64"], "above": 0,
+                 "learned": 0.1},
+                {"says": "gla does not begin: kla is ahead by 50 points at width 64",
+                 "table": 0, "cell": ["kla", "64"], "less": ["gla", "64"], "above": 0.5,
+                 "learned": 0.5}
+            ],
             "grid": {
                 "job": {
                     "task": {"options": {"length": 128, "vocab": 48}, "train": 3200, "test": 128},
@@ -124,6 +135,17 @@ const mn_experiment_text mn_experiment_mqar_long = {
             }
         }),
         [MN_PRESET_GPU] = MN_JSON_TEXT({
+            "claims": [
+                {"says": "gdn is ahead of kla at width 64",
+                 "table": 0, "cell": ["gdn", "64"], "less": ["kla", "64"], "above": 0,
+                 "learned": 0.1},
+                {"says": "kla is ahead of mamba1 at width 128",
+                 "table": 0, "cell": ["kla", "128"], "less": ["mamba1", "128"], "above": 0,
+                 "learned": 0.1},
+                {"says": "gla does not begin: kla is ahead by 50 points at width 128",
+                 "table": 0, "cell": ["kla", "128"], "less": ["gla", "128"], "above": 0.5,
+                 "learned": 0.5}
+            ],
             "grid": {
                 "job": {
                     "task": {"setting": "baseline"}, "epochs": 40,
@@ -191,6 +213,19 @@ const mn_experiment_text mn_experiment_mqar_long = {
             }
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
+            "claims": [
+                {"says": "kla recalls 95 percent at width 256",
+                 "table": 0, "cell": ["kla", "256"], "above": 0.95},
+                {"says": "gdn is ahead of kla at width 64",
+                 "table": 0, "cell": ["gdn", "64"], "less": ["kla", "64"], "above": 0,
+                 "learned": 0.1},
+                {"says": "kla is ahead of mamba1 at width 256",
+                 "table": 0, "cell": ["kla", "256"], "less": ["mamba1", "256"], "above": 0,
+                 "learned": 0.1},
+                {"says": "gla does not begin: kla is ahead by 50 points at width 256",
+                 "table": 0, "cell": ["kla", "256"], "less": ["gla", "256"], "above": 0.5,
+                 "learned": 0.5}
+            ],
             "grid": {
                 "job": {
                     "task": {"setting": "baseline"}, "epochs": 750,
