@@ -91,7 +91,7 @@ const mn_experiment_text mn_experiment_mqar = {
                  "figure": "lines"}
             ],
             "grid": {
-                "job": {"train": {"clip": 1}, "task": {"test": 2560}},
+                "job": {"train": {"clip": 1, "warmup": 256}, "task": {"test": 2560}},
                 "grid": {
                     "task": {
                         "64-4": {"task": {"name": "mqar-shared", "setting": "64-4"}},

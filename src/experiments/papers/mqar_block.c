@@ -62,7 +62,10 @@ const mn_experiment_text mn_experiment_mqar_block = {
         [MN_PRESET_GPU] = MN_JSON_TEXT({
             "pilot": {"steps": 1600, "value": "loss", "least": true},
             "grid": {
-                "job": {"train": {"clip": 1}, "task": {"test": 2560}, "evaluate": {"every": 391}},
+                "job": {
+                    "train": {"clip": 1, "warmup": 256}, "task": {"test": 2560},
+                    "evaluate": {"every": 391}
+                },
                 "grid": {
                     "task": {"block-2": {"task": {"name": "mqar-block", "setting": "block-2"}}},
                     "train.lr": [0.0005, 0.001, 0.0022], "seed": [0, 1]

@@ -179,7 +179,7 @@ const mn_experiment_text mn_experiment_mqar_update = {
                             {"options": {"length": 128, "pairs": 16, "updates": 2}, "train": 100000}
                         ]
                     },
-                    "epochs": 16, "train": {"clip": 1},
+                    "epochs": 16, "train": {"clip": 1, "warmup": 256},
                     "evaluate": {"every": 782, "stop_at": 0.99},
                     "tests": {
                         "64-4-4": {"options": {"length": 64, "pairs": 4, "updates": 4}},
@@ -246,8 +246,8 @@ const mn_experiment_text mn_experiment_mqar_update = {
         "value and keys left alone are counted apart. The paper's example rewrites a key twice, "
         "its text once: once here; the task's option rewrites has the other.",
         "Preset gpu has 16 passes over the paper's 100,000 examples of each setting: 62,560 steps "
-        "(64 passes, as zoology, are 250,240), less with --steps; its rates are chosen by the loss "
-        "after 1,600 steps. Rates of 0.002 and more keep words that are seldom seen at chance.",
+        "(64 passes, as zoology, are 250,240), less with --steps, and as large a part of them "
+        "(256) to warm up; its rates are chosen by the loss after 1,600 steps.",
         "The paper leaves clipping of gradients open: presets cpu and gpu clip at norm 1 for all "
         "rows, as its Appendix E does; full does not, as the zoology benchmark.",
         NULL
