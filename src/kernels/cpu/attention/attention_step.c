@@ -12,9 +12,10 @@
 
 #include "kernels/cpu/gemm/gemm.h"
 #include "kernels/cpu/attention/past.h"
+#include "kernels/cpu/simd/row.h"
 #include "kernels/cpu/simd/vec.h"
 
-enum { SEGMENT = 256, MANY_ROWS = 4 };    // keys of an item; a group worth a matrix product
+enum { SEGMENT = 256, MANY_ROWS = 16 };    // keys of an item; a group worth a matrix product
 
 /* What a segment leaves: (H,V) (H) (H). */
 typedef struct part {
@@ -51,39 +52,45 @@ static bool plan_step(const past *p, mn_plan *plan) {
            mn_mul_size(&plan->scratch_bytes, (size_t)floats, sizeof(float));
 }
 
-/* s[i] = scale q.k_i for four keys. Their four sums are folded together. */
-static void four_dots(float *s, const float *q, const float *k, int64_t k_row, int64_t K,
-                      float scale) {
-    vf sum[4] = { vf_zero(), vf_zero(), vf_zero(), vf_zero() };
+/* Scores of two keys for four queries, whose rows are SEGMENT apart; the keys are read once. */
+static void four_by_two(float *s, const float *q, const float *k, int64_t k_row, int64_t K,
+                        float scale) {
+    vf sum[2][4];
+    MN_UNROLL
+    for (int r = 0; r < 4; r++) sum[0][r] = sum[1][r] = vf_zero();
     for (int64_t a = 0; a < K; a += MN_VW) {
         const int lanes = vf_lanes(K - a);
-        const vf x = vf_load_n(q + a, lanes);
+        const vf k0 = vf_load_row(k + a, lanes), k1 = vf_load_row(k + k_row + a, lanes);
         MN_UNROLL
-        for (int i = 0; i < 4; i++) {
-            const float *at = k + i * k_row + a;
-            sum[i] = vf_fma(x, lanes == MN_VW ? vf_load(at) : vf_load_n(at, lanes), sum[i]);
+        for (int r = 0; r < 4; r++) {
+            const vf x = vf_load_row(q + r * K + a, lanes);
+            sum[0][r] = vf_fma(x, k0, sum[0][r]);
+            sum[1][r] = vf_fma(x, k1, sum[1][r]);
         }
     }
-    float folded[MN_VW];
-    vf_transpose_quads(sum);    // each group of four lanes: one lane per key
-    vf_store(folded, vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])));
-    for (int i = 0; i < 4; i++) {
-        float total = 0.0f;
-        for (int g = 0; g < MN_VW; g += 4) total += folded[g + i];
-        s[i] = scale * total;
+    float z[2][4];
+    vf_fold_four(z[0], sum[0], scale);
+    vf_fold_four(z[1], sum[1], scale);
+    for (int r = 0; r < 4; r++) {
+        s[r * SEGMENT] = z[0][r];
+        s[r * SEGMENT + 1] = z[1][r];
     }
 }
 
-/* o += w_0 v_0 + .. + w_{n-1} v_{n-1}, n <= 4 */
-static void add_values(float *o, const float *w, const float *v, int64_t v_row, int64_t n,
-                       int64_t V) {
+/* o_r += w_r0 v_0 + .. + w_r3 v_3 for four queries r, which read the values once */
+static void add_four_by_four(float *o, const float *w, const float *v, int64_t v_row, int64_t V) {
     for (int64_t a = 0; a < V; a += MN_VW) {
         const int lanes = vf_lanes(V - a);
-        vf sum = vf_load_n(o + a, lanes);
-        for (int64_t i = 0; i < n; i++) {
-            sum = vf_fma(vf_set1(w[i]), vf_load_n(v + i * v_row + a, lanes), sum);
+        vf x[4];
+        MN_UNROLL
+        for (int i = 0; i < 4; i++) x[i] = vf_load_row(v + i * v_row + a, lanes);
+        MN_UNROLL
+        for (int r = 0; r < 4; r++) {
+            vf sum = vf_load_row(o + r * V + a, lanes);
+            MN_UNROLL
+            for (int i = 0; i < 4; i++) sum = vf_fma(vf_set1(w[r * SEGMENT + i]), x[i], sum);
+            vf_store_row(o + r * V + a, sum, lanes);
         }
-        vf_store_n(o + a, sum, lanes);
     }
 }
 
@@ -115,30 +122,46 @@ typedef struct segment {
     part to;
 } segment;
 
-/* Scores and outputs of all heads, four keys at a time. */
+/* Scores and outputs of all heads, four keys and up to four heads of a group at a time. */
 static void stream_scores(const segment *m) {
     const mn_call *c = m->p->call;
+    const int64_t k_row = m->head.k_row, group = m->p->group;
+    const float scale = m->p->scale;
     for (int64_t i = 0; i < m->n; i += 4) {
         const int64_t n = mn_min(4, m->n - i);
-        const float *k = m->head.k + (m->first + i) * m->head.k_row;
+        const float *k = m->head.k + (m->first + i) * k_row;
         for (int64_t h = 0; h < c->H; h++) {
-            const float *k_h = k + h / m->p->group * m->k_head, *q = m->q + h * c->K;
+            const float *k_h = k + h / group * m->k_head, *q = m->q + h * c->K;
             float *s = m->s + h * SEGMENT + i;
-            if (n == 4) four_dots(s, q, k_h, m->head.k_row, c->K, m->p->scale);
-            else MN_T(mn_past_scores)(s, SEGMENT, q, 1, k_h, m->head.k_row, n, c->K, m->p->scale);
+            if (n == 4 && group - h % group >= 4) {
+                four_by_two(s, q, k_h, k_row, c->K, scale);
+                four_by_two(s + 2, q, k_h + 2 * k_row, k_row, c->K, scale);
+                h += 3;
+            } else if (n == 4) {
+                vf_four_dots(s, q, k_h, k_row, c->K, scale);
+            } else {
+                MN_T(mn_past_scores)(s, SEGMENT, q, 1, k_h, k_row, n, c->K, scale);
+            }
         }
     }
 }
 
 static void stream_values(const segment *m) {
     const mn_call *c = m->p->call;
+    const int64_t v_row = m->head.v_row, group = m->p->group;
     memset(m->to.o, 0, (size_t)(c->H * c->V) * sizeof *m->to.o);
     for (int64_t i = 0; i < m->n; i += 4) {
-        const float *v = m->head.v + (m->first + i) * m->head.v_row;
+        const int64_t n = mn_min(4, m->n - i);
+        const float *v = m->head.v + (m->first + i) * v_row;
         for (int64_t h = 0; h < c->H; h++) {
-            add_values(m->to.o + h * c->V, m->s + h * SEGMENT + i,
-                       v + h / m->p->group * m->p->v.stride[2], m->head.v_row,
-                       mn_min(4, m->n - i), c->V);
+            const float *v_h = v + h / group * m->p->v.stride[2], *w = m->s + h * SEGMENT + i;
+            float *o = m->to.o + h * c->V;
+            if (n == 4 && group - h % group >= 4) {
+                add_four_by_four(o, w, v_h, v_row, c->V);
+                h += 3;
+            } else {
+                vf_add_rows(o, w, v_h, v_row, n, c->V);
+            }
         }
     }
 }
