@@ -12,10 +12,12 @@
 
 #include "kernels/cpu/gemm/gemm.h"
 #include "kernels/cpu/attention/past.h"
+#include "kernels/cpu/simd/lanes.h"
 #include "kernels/cpu/simd/row.h"
-#include "kernels/cpu/simd/vec.h"
 
-enum { SEGMENT = 256, MANY_ROWS = 16 };    // keys of an item; a group worth a matrix product
+/* Keys of an item; a group worth a matrix product; heads of a group that read four keys together,
+ * whose sums fill the registers. */
+enum { SEGMENT = 256, MANY_ROWS = 16, QUERIES = MN_VW / 4 };
 
 /* What a segment leaves: (H,V) (H) (H). */
 typedef struct part {
@@ -52,44 +54,54 @@ static bool plan_step(const past *p, mn_plan *plan) {
            mn_mul_size(&plan->scratch_bytes, (size_t)floats, sizeof(float));
 }
 
-/* Scores of two keys for four queries, whose rows are SEGMENT apart; the keys are read once. */
-static void four_by_two(float *s, const float *q, const float *k, int64_t k_row, int64_t K,
-                        float scale) {
-    vf sum[2][4];
+/* Scores of four keys for QUERIES queries, whose rows are SEGMENT apart; the keys are read once. */
+static void tile_of_scores(float *s, const float *q, const float *k, int64_t k_row, int64_t K,
+                           float scale) {
+    vf sum[QUERIES][4];
     MN_UNROLL
-    for (int r = 0; r < 4; r++) sum[0][r] = sum[1][r] = vf_zero();
+    for (int r = 0; r < QUERIES; r++) sum[r][0] = sum[r][1] = sum[r][2] = sum[r][3] = vf_zero();
     for (int64_t a = 0; a < K; a += MN_VW) {
         const int lanes = vf_lanes(K - a);
-        const vf k0 = vf_load_row(k + a, lanes), k1 = vf_load_row(k + k_row + a, lanes);
+        vf y[4];
         MN_UNROLL
-        for (int r = 0; r < 4; r++) {
+        for (int i = 0; i < 4; i++) y[i] = vf_load_row(k + i * k_row + a, lanes);
+        MN_UNROLL
+        for (int r = 0; r < QUERIES; r++) {
             const vf x = vf_load_row(q + r * K + a, lanes);
-            sum[0][r] = vf_fma(x, k0, sum[0][r]);
-            sum[1][r] = vf_fma(x, k1, sum[1][r]);
+            MN_UNROLL
+            for (int i = 0; i < 4; i++) sum[r][i] = vf_fma(x, y[i], sum[r][i]);
         }
     }
-    float z[2][4];
-    vf_fold_four(z[0], sum[0], scale);
-    vf_fold_four(z[1], sum[1], scale);
-    for (int r = 0; r < 4; r++) {
-        s[r * SEGMENT] = z[0][r];
-        s[r * SEGMENT + 1] = z[1][r];
-    }
+    _Alignas(64) float folds[QUERIES * MN_VW], z[MN_VW];
+    MN_UNROLL
+    for (int r = 0; r < QUERIES; r++) vf_store(folds + r * MN_VW, lanes_fold(sum[r]));
+    vf_store(z, vf_mul(vf_set1(scale), lanes_join(folds)));
+    for (int r = 0; r < QUERIES; r++) memcpy(s + r * SEGMENT, z + 4 * r, 4 * sizeof *s);
 }
 
-/* o_r += w_r0 v_0 + .. + w_r3 v_3 for four queries r, which read the values once */
-static void add_four_by_four(float *o, const float *w, const float *v, int64_t v_row, int64_t V) {
-    for (int64_t a = 0; a < V; a += MN_VW) {
-        const int lanes = vf_lanes(V - a);
-        vf x[4];
+/* o_r += w_r0 v_0 + .. + w_r3 v_3 for QUERIES queries r, which read the values once. */
+static void add_tile(float *o, const float *w, const float *v, int64_t v_row, int64_t V) {
+    for (int64_t a = 0; a < V; a += 2 * MN_VW) {
+        const int lanes[2] = { vf_lanes(V - a), vf_lanes(mn_max(0, V - a - MN_VW)) };
+        vf x[4][2];
         MN_UNROLL
-        for (int i = 0; i < 4; i++) x[i] = vf_load_row(v + i * v_row + a, lanes);
+        for (int i = 0; i < 4; i++) {
+            const float *at = v + i * v_row + a;
+            x[i][0] = vf_load_row(at, lanes[0]);
+            x[i][1] = vf_load_row(at + MN_VW, lanes[1]);
+        }
         MN_UNROLL
-        for (int r = 0; r < 4; r++) {
-            vf sum = vf_load_row(o + r * V + a, lanes);
+        for (int r = 0; r < QUERIES; r++) {
+            float *to = o + r * V + a;
+            vf y[2] = { vf_load_row(to, lanes[0]), vf_load_row(to + MN_VW, lanes[1]) };
             MN_UNROLL
-            for (int i = 0; i < 4; i++) sum = vf_fma(vf_set1(w[r * SEGMENT + i]), x[i], sum);
-            vf_store_row(o + r * V + a, sum, lanes);
+            for (int i = 0; i < 4; i++) {
+                const vf weight = vf_set1(w[r * SEGMENT + i]);
+                y[0] = vf_fma(weight, x[i][0], y[0]);
+                y[1] = vf_fma(weight, x[i][1], y[1]);
+            }
+            vf_store_row(to, y[0], lanes[0]);
+            vf_store_row(to + MN_VW, y[1], lanes[1]);
         }
     }
 }
@@ -99,15 +111,15 @@ static void weigh(float *s, int64_t n, bool softmax, float *top, float *sum) {
     vf most = vf_set1(-INFINITY), total = vf_zero();
     for (int64_t i = 0; softmax && i < n; i += MN_VW) {
         const int lanes = vf_lanes(n - i);
-        most = vf_max(most, vf_select(vm_first(lanes), vf_load_n(s + i, lanes), most));
+        most = vf_max(most, vf_select(vm_first(lanes), vf_load_row(s + i, lanes), most));
     }
     *top = vf_max_lanes(most);
     const vf shift = vf_set1(*top);
     for (int64_t i = 0; i < n; i += MN_VW) {
         const int lanes = vf_lanes(n - i);
-        const vf z = vf_load_n(s + i, lanes);
+        const vf z = vf_load_row(s + i, lanes);
         const vf w = softmax ? vf_exp(vf_sub(z, shift)) : vf_max(vf_zero(), z);
-        vf_store_n(s + i, w, lanes);
+        vf_store_row(s + i, w, lanes);
         total = softmax ? vf_add(total, vf_keep_first(w, lanes)) : vf_fma(z, z, total);
     }
     *sum = vf_sum(total);
@@ -122,7 +134,7 @@ typedef struct segment {
     part to;
 } segment;
 
-/* Scores and outputs of all heads, four keys and up to four heads of a group at a time. */
+/* Scores and outputs of all heads, four keys and QUERIES heads of a group at a time. */
 static void stream_scores(const segment *m) {
     const mn_call *c = m->p->call;
     const int64_t k_row = m->head.k_row, group = m->p->group;
@@ -133,10 +145,9 @@ static void stream_scores(const segment *m) {
         for (int64_t h = 0; h < c->H; h++) {
             const float *k_h = k + h / group * m->k_head, *q = m->q + h * c->K;
             float *s = m->s + h * SEGMENT + i;
-            if (n == 4 && group - h % group >= 4) {
-                four_by_two(s, q, k_h, k_row, c->K, scale);
-                four_by_two(s + 2, q, k_h + 2 * k_row, k_row, c->K, scale);
-                h += 3;
+            if (n == 4 && group - h % group >= QUERIES) {
+                tile_of_scores(s, q, k_h, k_row, c->K, scale);
+                h += QUERIES - 1;
             } else if (n == 4) {
                 vf_four_dots(s, q, k_h, k_row, c->K, scale);
             } else {
@@ -156,9 +167,9 @@ static void stream_values(const segment *m) {
         for (int64_t h = 0; h < c->H; h++) {
             const float *v_h = v + h / group * m->p->v.stride[2], *w = m->s + h * SEGMENT + i;
             float *o = m->to.o + h * c->V;
-            if (n == 4 && group - h % group >= 4) {
-                add_four_by_four(o, w, v_h, v_row, c->V);
-                h += 3;
+            if (n == 4 && group - h % group >= QUERIES) {
+                add_tile(o, w, v_h, v_row, c->V);
+                h += QUERIES - 1;
             } else {
                 vf_add_rows(o, w, v_h, v_row, n, c->V);
             }

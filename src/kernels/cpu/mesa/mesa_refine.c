@@ -90,16 +90,19 @@ MN_ALWAYS_INLINE void take_products(const mn_mesa_refiner *s, int64_t i, int64_t
     }
     const float *row = s->U;
     mn_mesa_ahead wanted = *ahead;
-    for (int64_t k = 0; k < n; k++, row += s->row) {
-        if (k % 2 == 0) look_ahead(&wanted);
-        vf b[TILE_VECTORS];
+    for (int64_t k = 0; k < n; k += 2) {    // n is a multiple of BLOCK
+        look_ahead(&wanted);
         MN_UNROLL
-        for (int v = 0; v < vectors; v++) b[v] = vf_load(row + c + v * MN_VW);
-        MN_UNROLL
-        for (int r = 0; r < rows; r++) {
-            const vf a = vf_set1(row[i + r]);
+        for (int p = 0; p < 2; p++, row += s->row) {
+            vf b[TILE_VECTORS];
             MN_UNROLL
-            for (int v = 0; v < vectors; v++) y[r][v] = vf_fnma(a, b[v], y[r][v]);
+            for (int v = 0; v < vectors; v++) b[v] = vf_load(row + c + v * MN_VW);
+            MN_UNROLL
+            for (int r = 0; r < rows; r++) {
+                const vf a = vf_set1(row[i + r]);
+                MN_UNROLL
+                for (int v = 0; v < vectors; v++) y[r][v] = vf_fnma(a, b[v], y[r][v]);
+            }
         }
     }
     *ahead = wanted;

@@ -31,18 +31,6 @@ static inline float vf_dot_whole(const float *x, const float *y, int64_t n) {
     return vf_sum(sum);
 }
 
-/* s[i] = scale times the sum of the lanes of sum[i] */
-static inline void vf_fold_four(float s[4], vf sum[4], float scale) {
-    float folded[MN_VW];
-    vf_transpose_quads(sum);    // each group of four lanes: one lane per sum
-    vf_store(folded, vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])));
-    for (int i = 0; i < 4; i++) {
-        float total = 0.0f;
-        for (int g = 0; g < MN_VW; g += 4) total += folded[g + i];
-        s[i] = scale * total;
-    }
-}
-
 /* s[i] = scale x.y_i for four rows y_i, y_row floats apart. Their sums are folded together. */
 static inline void vf_four_dots(float *s, const float *x, const float *y, int64_t y_row, int64_t n,
                                 float scale) {
@@ -55,7 +43,14 @@ static inline void vf_four_dots(float *s, const float *x, const float *y, int64_
             sum[i] = vf_fma(x_a, vf_load_row(y + i * y_row + a, lanes), sum[i]);
         }
     }
-    vf_fold_four(s, sum, scale);
+    float folded[MN_VW];
+    vf_transpose_quads(sum);    // each group of four lanes: one lane per row
+    vf_store(folded, vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])));
+    for (int i = 0; i < 4; i++) {
+        float total = 0.0f;
+        for (int g = 0; g < MN_VW; g += 4) total += folded[g + i];
+        s[i] = scale * total;
+    }
 }
 
 /* y += w[0] x_0 + .. + w[count-1] x_{count-1} for count <= 4 rows, x_row floats apart */
