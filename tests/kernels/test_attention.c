@@ -92,6 +92,7 @@ static const shape shapes[] = {
     { MN_OP_attention, 0, 3, 1, 6, 2, 64, 64, 259 },
     { MN_OP_attention, 2, 1, 1, 12, 1, 34, 33, 700 },
     { MN_OP_attention, 0, 1, 1, 8, 2, 7, 70, 1021 },
+    { MN_OP_attention, 0, 1, 1, 34, 2, 12, 20, 301 },
     { MN_OP_relu_attention, 0, 1, 129, 2, 1, 6, 17, 0 },
     { MN_OP_relu_attention, 0, 2, 321, 4, 2, 16, 9, 0 },
     { MN_OP_relu_attention, 0, 1, 66, 2, 2, 5, 6, 8250 },

@@ -70,7 +70,8 @@ static double tolerance(const op_target *target, bool gradients) {
     for (const op_target *target = targets; target < targets + n_targets; target++)
 
 /* Around strips of 48 rows and products of 256 columns, with one lane to four and more sequences
- * than the eight groups that share sums; ranks around a vector. */
+ * than the eight groups that share sums; ranks around a vector; steps of one segment of keys and of
+ * three. */
 static const shape shapes[] = {
     { RELU, OUT_SCALE, 1, 49, 1, 5, 7, 3, 2, 0, 60 },
     { GLU, OUT_SCALE, 1, 97, 2, 8, 16, 16, 16, 0, 0 },
@@ -81,6 +82,8 @@ static const shape shapes[] = {
     { GLU, OUT_SCALE, 1, 70, 2, 8, 8, 4, 4, 400, 450 },
     { RELU, OUT_SCALE, 1, 5, 1, 9, 31, 8, 8, 300, 300 },
     { GLU, OUT_SCALE, 2, 1, 2, 17, 20, 16, 3, 260, 0 },
+    { RELU, L2, 3, 1, 2, 64, 64, 8, 8, 519, 600 },
+    { GLU, NONE, 2, 1, 3, 12, 33, 5, 9, 7, 0 },
     { GLU, OUT_SCALE, 1, 60, 1, 4, 4, 2, 2, 8260, 8300 },
 };
 

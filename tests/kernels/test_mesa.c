@@ -200,6 +200,8 @@ static void steps_are_the_chunks(void **state) {
     op_case c = case_of(45, 48, 16);
     c.B = 2, c.H = 3;
     op_steps_against_reference(c, NULL);
+    op_steps_against_reference(case_of(30, 50, 9), forget_then_fade);
+    op_steps_against_reference(case_of(12, 136, 20), NULL);
     check_done();
 }
 

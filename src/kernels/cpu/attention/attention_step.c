@@ -12,9 +12,12 @@
 
 #include "kernels/cpu/gemm/gemm.h"
 #include "kernels/cpu/attention/past.h"
-#include "kernels/cpu/simd/vec.h"
+#include "kernels/cpu/simd/lanes.h"
+#include "kernels/cpu/simd/row.h"
 
-enum { SEGMENT = 256, MANY_ROWS = 4 };    // keys of an item; a group worth a matrix product
+/* Keys of an item; a group worth a matrix product; heads of a group that read four keys together,
+ * whose sums fill the registers. */
+enum { SEGMENT = 256, MANY_ROWS = 16, QUERIES = MN_VW / 4 };
 
 /* What a segment leaves: (H,V) (H) (H). */
 typedef struct part {
@@ -51,39 +54,55 @@ static bool plan_step(const past *p, mn_plan *plan) {
            mn_mul_size(&plan->scratch_bytes, (size_t)floats, sizeof(float));
 }
 
-/* s[i] = scale q.k_i for four keys. Their four sums are folded together. */
-static void four_dots(float *s, const float *q, const float *k, int64_t k_row, int64_t K,
-                      float scale) {
-    vf sum[4] = { vf_zero(), vf_zero(), vf_zero(), vf_zero() };
+/* Scores of four keys for QUERIES queries, whose rows are SEGMENT apart; the keys are read once. */
+static void tile_of_scores(float *s, const float *q, const float *k, int64_t k_row, int64_t K,
+                           float scale) {
+    vf sum[QUERIES][4];
+    MN_UNROLL
+    for (int r = 0; r < QUERIES; r++) sum[r][0] = sum[r][1] = sum[r][2] = sum[r][3] = vf_zero();
     for (int64_t a = 0; a < K; a += MN_VW) {
         const int lanes = vf_lanes(K - a);
-        const vf x = vf_load_n(q + a, lanes);
+        vf y[4];
         MN_UNROLL
-        for (int i = 0; i < 4; i++) {
-            const float *at = k + i * k_row + a;
-            sum[i] = vf_fma(x, lanes == MN_VW ? vf_load(at) : vf_load_n(at, lanes), sum[i]);
+        for (int i = 0; i < 4; i++) y[i] = vf_load_row(k + i * k_row + a, lanes);
+        MN_UNROLL
+        for (int r = 0; r < QUERIES; r++) {
+            const vf x = vf_load_row(q + r * K + a, lanes);
+            MN_UNROLL
+            for (int i = 0; i < 4; i++) sum[r][i] = vf_fma(x, y[i], sum[r][i]);
         }
     }
-    float folded[MN_VW];
-    vf_transpose_quads(sum);    // each group of four lanes: one lane per key
-    vf_store(folded, vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])));
-    for (int i = 0; i < 4; i++) {
-        float total = 0.0f;
-        for (int g = 0; g < MN_VW; g += 4) total += folded[g + i];
-        s[i] = scale * total;
-    }
+    _Alignas(64) float folds[QUERIES * MN_VW], z[MN_VW];
+    MN_UNROLL
+    for (int r = 0; r < QUERIES; r++) vf_store(folds + r * MN_VW, lanes_fold(sum[r]));
+    vf_store(z, vf_mul(vf_set1(scale), lanes_join(folds)));
+    for (int r = 0; r < QUERIES; r++) memcpy(s + r * SEGMENT, z + 4 * r, 4 * sizeof *s);
 }
 
-/* o += w_0 v_0 + .. + w_{n-1} v_{n-1}, n <= 4 */
-static void add_values(float *o, const float *w, const float *v, int64_t v_row, int64_t n,
-                       int64_t V) {
-    for (int64_t a = 0; a < V; a += MN_VW) {
-        const int lanes = vf_lanes(V - a);
-        vf sum = vf_load_n(o + a, lanes);
-        for (int64_t i = 0; i < n; i++) {
-            sum = vf_fma(vf_set1(w[i]), vf_load_n(v + i * v_row + a, lanes), sum);
+/* o_r += w_r0 v_0 + .. + w_r3 v_3 for QUERIES queries r, which read the values once. */
+static void add_tile(float *o, const float *w, const float *v, int64_t v_row, int64_t V) {
+    for (int64_t a = 0; a < V; a += 2 * MN_VW) {
+        const int lanes[2] = { vf_lanes(V - a), vf_lanes(mn_max(0, V - a - MN_VW)) };
+        vf x[4][2];
+        MN_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const float *at = v + i * v_row + a;
+            x[i][0] = vf_load_row(at, lanes[0]);
+            x[i][1] = vf_load_row(at + MN_VW, lanes[1]);
         }
-        vf_store_n(o + a, sum, lanes);
+        MN_UNROLL
+        for (int r = 0; r < QUERIES; r++) {
+            float *to = o + r * V + a;
+            vf y[2] = { vf_load_row(to, lanes[0]), vf_load_row(to + MN_VW, lanes[1]) };
+            MN_UNROLL
+            for (int i = 0; i < 4; i++) {
+                const vf weight = vf_set1(w[r * SEGMENT + i]);
+                y[0] = vf_fma(weight, x[i][0], y[0]);
+                y[1] = vf_fma(weight, x[i][1], y[1]);
+            }
+            vf_store_row(to, y[0], lanes[0]);
+            vf_store_row(to + MN_VW, y[1], lanes[1]);
+        }
     }
 }
 
@@ -92,15 +111,15 @@ static void weigh(float *s, int64_t n, bool softmax, float *top, float *sum) {
     vf most = vf_set1(-INFINITY), total = vf_zero();
     for (int64_t i = 0; softmax && i < n; i += MN_VW) {
         const int lanes = vf_lanes(n - i);
-        most = vf_max(most, vf_select(vm_first(lanes), vf_load_n(s + i, lanes), most));
+        most = vf_max(most, vf_select(vm_first(lanes), vf_load_row(s + i, lanes), most));
     }
     *top = vf_max_lanes(most);
     const vf shift = vf_set1(*top);
     for (int64_t i = 0; i < n; i += MN_VW) {
         const int lanes = vf_lanes(n - i);
-        const vf z = vf_load_n(s + i, lanes);
+        const vf z = vf_load_row(s + i, lanes);
         const vf w = softmax ? vf_exp(vf_sub(z, shift)) : vf_max(vf_zero(), z);
-        vf_store_n(s + i, w, lanes);
+        vf_store_row(s + i, w, lanes);
         total = softmax ? vf_add(total, vf_keep_first(w, lanes)) : vf_fma(z, z, total);
     }
     *sum = vf_sum(total);
@@ -115,30 +134,45 @@ typedef struct segment {
     part to;
 } segment;
 
-/* Scores and outputs of all heads, four keys at a time. */
+/* Scores and outputs of all heads, four keys and QUERIES heads of a group at a time. */
 static void stream_scores(const segment *m) {
     const mn_call *c = m->p->call;
+    const int64_t k_row = m->head.k_row, group = m->p->group;
+    const float scale = m->p->scale;
     for (int64_t i = 0; i < m->n; i += 4) {
         const int64_t n = mn_min(4, m->n - i);
-        const float *k = m->head.k + (m->first + i) * m->head.k_row;
+        const float *k = m->head.k + (m->first + i) * k_row;
         for (int64_t h = 0; h < c->H; h++) {
-            const float *k_h = k + h / m->p->group * m->k_head, *q = m->q + h * c->K;
+            const float *k_h = k + h / group * m->k_head, *q = m->q + h * c->K;
             float *s = m->s + h * SEGMENT + i;
-            if (n == 4) four_dots(s, q, k_h, m->head.k_row, c->K, m->p->scale);
-            else MN_T(mn_past_scores)(s, SEGMENT, q, 1, k_h, m->head.k_row, n, c->K, m->p->scale);
+            if (n == 4 && group - h % group >= QUERIES) {
+                tile_of_scores(s, q, k_h, k_row, c->K, scale);
+                h += QUERIES - 1;
+            } else if (n == 4) {
+                vf_four_dots(s, q, k_h, k_row, c->K, scale);
+            } else {
+                MN_T(mn_past_scores)(s, SEGMENT, q, 1, k_h, k_row, n, c->K, scale);
+            }
         }
     }
 }
 
 static void stream_values(const segment *m) {
     const mn_call *c = m->p->call;
+    const int64_t v_row = m->head.v_row, group = m->p->group;
     memset(m->to.o, 0, (size_t)(c->H * c->V) * sizeof *m->to.o);
     for (int64_t i = 0; i < m->n; i += 4) {
-        const float *v = m->head.v + (m->first + i) * m->head.v_row;
+        const int64_t n = mn_min(4, m->n - i);
+        const float *v = m->head.v + (m->first + i) * v_row;
         for (int64_t h = 0; h < c->H; h++) {
-            add_values(m->to.o + h * c->V, m->s + h * SEGMENT + i,
-                       v + h / m->p->group * m->p->v.stride[2], m->head.v_row,
-                       mn_min(4, m->n - i), c->V);
+            const float *v_h = v + h / group * m->p->v.stride[2], *w = m->s + h * SEGMENT + i;
+            float *o = m->to.o + h * c->V;
+            if (n == 4 && group - h % group >= QUERIES) {
+                add_tile(o, w, v_h, v_row, c->V);
+                h += QUERIES - 1;
+            } else {
+                vf_add_rows(o, w, v_h, v_row, n, c->V);
+            }
         }
     }
 }

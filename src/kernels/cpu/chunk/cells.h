@@ -1,11 +1,11 @@
-/* cells.h - what passes over memory cells share: ends of rows, how rows are cut, sums of lanes. */
+/* cells.h - what passes over memory cells share: how rows are cut, sums of lanes. */
 #ifndef MN_KERNELS_CPU_CHUNK_CELLS_H
 #define MN_KERNELS_CPU_CHUNK_CELLS_H
 
 #include "base/checked.h"
 #include "base/util.h"
 #include "mneme.h"
-#include "kernels/cpu/simd/vec.h"
+#include "kernels/cpu/simd/row.h"
 
 /* Sizes with which no plan of these kernels overflows before its checked sums. T = 0 lets any width
  * come this far. */
@@ -13,17 +13,6 @@ static inline bool mn_cells_fit(const mn_call *c) {
     int64_t cells;
     const int64_t most = (int64_t)1 << 40;
     return c->K <= most && c->V <= most && mn_mul_i64(&cells, c->K, c->V) && cells <= most << 10;
-}
-
-/* The first `lanes` lanes of a vector in memory. Whole vectors avoid the mask: a masked store of
- * avx2 is an order of magnitude slower than a plain one. */
-static inline vf mn_load_lanes(const float *p, int lanes) {
-    return lanes == MN_VW ? vf_load(p) : vf_load_n(p, lanes);
-}
-
-static inline void mn_store_lanes(float *p, vf x, int lanes) {
-    if (lanes == MN_VW) vf_store(p, x);
-    else vf_store_n(p, x, lanes);
 }
 
 /* How the key rows of a head are cut into items: by H and K alone, never by how many sequences

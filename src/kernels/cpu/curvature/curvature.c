@@ -40,11 +40,11 @@ static float sum_key(float *s, float *within, const float *sums, const float *k,
     vf product = vf_zero();
     for (int64_t i = 0; i < K; i += MN_VW) {
         const int n = vf_lanes(K - i);
-        const vf w = vf_add(vf_load_n(within + i, n), vf_load_n(k + i, n));
-        const vf sum = vf_add(vf_load_n(sums + i, n), w);
-        vf_store_n(within + i, w, n);
-        vf_store_n(s + i, sum, n);
-        product = vf_fma(sum, vf_load_n(q + i, n), product);
+        const vf w = vf_add(vf_load_row(within + i, n), vf_load_row(k + i, n));
+        const vf sum = vf_add(vf_load_row(sums + i, n), w);
+        vf_store_row(within + i, w, n);
+        vf_store_row(s + i, sum, n);
+        product = vf_fma(sum, vf_load_row(q + i, n), product);
     }
     return vf_sum(product);
 }
@@ -54,8 +54,8 @@ static void contract(float *y, const float *x, const float *s, float f, float me
     const vf factor = vf_set1(f), times = vf_set1(mean);
     for (int64_t i = 0; i < K; i += MN_VW) {
         const int n = vf_lanes(K - i);
-        const vf centred = vf_fnma(times, vf_load_n(s + i, n), vf_load_n(y + i, n));
-        vf_store_n(y + i, vf_fnma(factor, centred, vf_load_n(x + i, n)), n);
+        const vf centred = vf_fnma(times, vf_load_row(s + i, n), vf_load_row(y + i, n));
+        vf_store_row(y + i, vf_fnma(factor, centred, vf_load_row(x + i, n)), n);
     }
 }
 
@@ -105,10 +105,10 @@ static float step_row(float *row, const float *row0, float ki, const float *k, c
     vf product = vf_zero();
     for (int64_t j = 0; j < K; j += MN_VW) {
         const int n = vf_lanes(K - j);
-        const vf old = row0 ? vf_load_n(row0 + j, n) : vf_zero();
-        const vf x = vf_fma(factor, vf_load_n(k + j, n), old);
-        if (row) vf_store_n(row + j, x, n);
-        product = vf_fma(x, vf_load_n(q + j, n), product);
+        const vf old = row0 ? vf_load_row(row0 + j, n) : vf_zero();
+        const vf x = vf_fma(factor, vf_load_row(k + j, n), old);
+        if (row) vf_store_row(row + j, x, n);
+        product = vf_fma(x, vf_load_row(q + j, n), product);
     }
     return vf_sum(product);
 }

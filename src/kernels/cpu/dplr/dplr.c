@@ -80,7 +80,7 @@ MN_ALWAYS_INLINE void block_strip(const mn_dplr_block *s, const mn_column_tile *
         MN_UNROLL
         for (int c = 0; c < vectors; c++) {
             const int64_t at = j + c * MN_VW;
-            v[c] = mn_load_lanes(value + at, vf_lanes(tile->n - at));
+            v[c] = vf_load_row(value + at, vf_lanes(tile->n - at));
             if (before) vf_store(before_u + i * width + at, u[c]);
         }
         if (before) {
@@ -91,7 +91,7 @@ MN_ALWAYS_INLINE void block_strip(const mn_dplr_block *s, const mn_column_tile *
         MN_UNROLL
         for (int c = 0; out && c < vectors; c++) {
             const int64_t at = j + c * MN_VW;
-            mn_store_lanes(out + tile->j0 + at, vf_mul(scale, o[c]), vf_lanes(tile->n - at));
+            vf_store_row(out + tile->j0 + at, vf_mul(scale, o[c]), vf_lanes(tile->n - at));
         }
     }
     MN_UNROLL

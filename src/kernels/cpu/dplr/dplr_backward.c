@@ -86,7 +86,7 @@ static void turn(void *context, const float *state) {
 /* A row of V numbers times `scale` in whole vectors; zeros where there is none. */
 static void load_row(float *to, const float *from, float scale, const mn_column_tile *tile) {
     for (int64_t j = 0; j < tile->width; j += MN_VW) {
-        const vf x = from ? mn_load_lanes(from + j, vf_lanes(tile->n - j)) : vf_zero();
+        const vf x = from ? vf_load_row(from + j, vf_lanes(tile->n - j)) : vf_zero();
         vf_store(to + j, vf_mul(vf_set1(scale), x));
     }
 }
@@ -109,7 +109,7 @@ static void columns_backward(item *s, const token *t, float *dv) {
             vf_store(s->D + i * width + j, D);
         }
         vf_store(s->du + j, to_u);
-        if (dv) mn_store_lanes(dv + j, to_v, vf_lanes(s->tile.n - j));
+        if (dv) vf_store_row(dv + j, to_v, vf_lanes(s->tile.n - j));
     }
 }
 
@@ -144,12 +144,12 @@ static void store_keys(item *s, const token *t, int64_t at, float known, float w
         for (int64_t i = 0; i < K; i += MN_VW) {
             const int lanes = vf_lanes(K - i);
             vf x = vf_load(sum + i);
-            if (n == TO_G || n == TO_Q) x = vf_mul(mn_load_lanes(t->w + i, lanes), x);
+            if (n == TO_G || n == TO_Q) x = vf_mul(vf_load_row(t->w + i, lanes), x);
             if (n == TO_Q) {
-                x = vf_fma(vf_set1(known), mn_load_lanes(t->b + i, lanes), x);
-                x = vf_fma(vf_set1(written), mn_load_lanes(t->k + i, lanes), x);
+                x = vf_fma(vf_set1(known), vf_load_row(t->b + i, lanes), x);
+                x = vf_fma(vf_set1(written), vf_load_row(t->k + i, lanes), x);
             }
-            mn_store_lanes(row + i, x, lanes);
+            vf_store_row(row + i, x, lanes);
         }
     }
 }

@@ -87,7 +87,7 @@ static inline vf mn_first_importance(const mn_importance_args *p, const mn_cells
     const float *imp0 = MN_ROW(float, p->imp0, t->n, 0, t->h);
     const vf prior = vf_set1(ip);
     if (!imp0 || i >= t->i1) return prior;
-    return vf_select(vm_first(lanes), mn_load_lanes(imp0 + i * p->call.V + j, lanes), prior);
+    return vf_select(vm_first(lanes), vf_load_row(imp0 + i * p->call.V + j, lanes), prior);
 }
 
 #endif

@@ -132,7 +132,7 @@ static void stage_rows(const item_state *s, float *to, mn_in view, const float *
         const vf times = vf_set1(factor ? factor[t0 + t] * scale : scale);
         for (int64_t c = 0; c < tile->vectors; c++) {
             const int lanes = vf_lanes(tile->j1 - c * MN_VW);
-            const vf x = row ? mn_load_lanes(row + c * MN_VW, lanes) : vf_zero();
+            const vf x = row ? vf_load_row(row + c * MN_VW, lanes) : vf_zero();
             vf_store(to + (c * TOKENS + t) * MN_VW, vf_mul(times, x));
         }
     }
@@ -233,8 +233,8 @@ static void turn(void *context, const float *cells) {
             const int64_t at = i * s->p->call.V + c * MN_VW;
             const int lanes = vf_lanes(tile->j1 - c * MN_VW);
             const vf one_over_I = vf_div(vf_set1(1.0f), vf_add(vf_load(M + ROWS * MN_VW), prior));
-            const vf to_M = dmu ? vf_mul(mn_load_lanes(dmu + at, lanes), one_over_I) : vf_zero();
-            const vf to_I = dimp ? vf_mul(keep, mn_load_lanes(dimp + at, lanes)) : vf_zero();
+            const vf to_M = dmu ? vf_mul(vf_load_row(dmu + at, lanes), one_over_I) : vf_zero();
+            const vf to_I = dimp ? vf_mul(keep, vf_load_row(dimp + at, lanes)) : vf_zero();
             vf_store(A, to_M);
             vf_store(A + ROWS * MN_VW, vf_fnma(to_M, vf_mul(vf_load(M), one_over_I), to_I));
         }
@@ -333,8 +333,8 @@ static void write_values(item_state *s, int64_t t0, int64_t n) {
         for (int64_t j = 0; j < s->tile.vectors; j++) {
             const int lanes = vf_lanes(c->V - j * MN_VW);
             const int64_t from = (j * TOKENS + t) * MN_VW;
-            if (dv) mn_store_lanes(dv + j * MN_VW, vf_mul(grow, vf_load(s->dv + from)), lanes);
-            if (db) mn_store_lanes(db + j * MN_VW, vf_mul(grow, vf_load(s->db + from)), lanes);
+            if (dv) vf_store_row(dv + j * MN_VW, vf_mul(grow, vf_load(s->dv + from)), lanes);
+            if (db) vf_store_row(db + j * MN_VW, vf_mul(grow, vf_load(s->db + from)), lanes);
         }
         const float sum = vf_sum(vf_load(s->sum + t * MN_VW));
         const float dg = vf_sum(vf_load(s->dg + t * MN_VW)) + s->tokens.drift[t0 + t] * sum;
@@ -393,9 +393,9 @@ static void write_first(item_state *s) {
             const int64_t at = i * p->call.V + c * MN_VW;
             const int lanes = vf_lanes(tile->j1 - c * MN_VW);
             const vf I = mn_first_importance(p, tile, i, c * MN_VW, lanes, (float)s->frame.ip);
-            const vf mu = mu0 ? mn_load_lanes(mu0 + at, lanes) : vf_zero(), to_I = vf_fma(A, mu, C);
-            if (dmu0) mn_store_lanes(dmu0 + at, vf_mul(A, I), lanes);
-            if (dimp0) mn_store_lanes(dimp0 + at, to_I, lanes);
+            const vf mu = mu0 ? vf_load_row(mu0 + at, lanes) : vf_zero(), to_I = vf_fma(A, mu, C);
+            if (dmu0) vf_store_row(dmu0 + at, vf_mul(A, I), lanes);
+            if (dimp0) vf_store_row(dimp0 + at, to_I, lanes);
             sum = vf_add(sum, to_I);
         }
         if (!p->imp0.data) s->to_prior += vf_sum(sum);

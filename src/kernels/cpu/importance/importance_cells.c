@@ -10,7 +10,7 @@ enum { BLOCK = 64 };    // tokens whose exponentials are taken together
 static void exponentials(float *y, const float *x, int64_t n) {
     for (int64_t i = 0; i < n; i += MN_VW) {
         const int lanes = vf_lanes(n - i);
-        mn_store_lanes(y + i, vf_exp(mn_load_lanes(x + i, lanes)), lanes);
+        vf_store_row(y + i, vf_exp(vf_load_row(x + i, lanes)), lanes);
     }
 }
 
@@ -18,7 +18,7 @@ static void exponentials(float *y, const float *x, int64_t n) {
 static void forgetting(float *y, const float *x, int64_t n) {
     for (int64_t i = 0; i < n; i += MN_VW) {
         const int lanes = vf_lanes(n - i);
-        mn_store_lanes(y + i, vf_neg(vf_expm1(mn_load_lanes(x + i, lanes))), lanes);
+        vf_store_row(y + i, vf_neg(vf_expm1(vf_load_row(x + i, lanes))), lanes);
     }
 }
 
@@ -84,7 +84,7 @@ void MN_T(mn_cells_load)(float *cells, mn_frame *frame, const mn_importance_args
                 const int64_t i = t->i0 + g * t->rows + r;
                 const bool given = mu0 && i < t->i1;
                 const vf I = mn_first_importance(p, t, i, j, lanes, ip);
-                const vf mu = given ? mn_load_lanes(mu0 + i * p->call.V + j, lanes) : vf_zero();
+                const vf mu = given ? vf_load_row(mu0 + i * p->call.V + j, lanes) : vf_zero();
                 vf_store(M + r * MN_VW, vf_mul(mu, I));
                 vf_store(J + r * MN_VW, vf_sub(I, vf_set1(first)));
             }
@@ -105,8 +105,8 @@ void MN_T(mn_cells_store)(const mn_importance_args *p, const float *cells, const
             const int64_t at = i * p->call.V + t->j0 + c * MN_VW;
             const int lanes = vf_lanes(t->j1 - t->j0 - c * MN_VW);
             const vf I = vf_fma(keep, vf_load(J), prior), m = vf_mul(keep, vf_load(M));
-            if (mu) mn_store_lanes(mu + at, vf_div(m, I), lanes);
-            if (imp) mn_store_lanes(imp + at, I, lanes);
+            if (mu) vf_store_row(mu + at, vf_div(m, I), lanes);
+            if (imp) vf_store_row(imp + at, I, lanes);
         }
     }
 }

@@ -78,8 +78,8 @@ static void stage_values(stage *s, const mn_importance_args *p, const mn_cells *
         for (int64_t c = 0; c < tile->vectors; c++) {
             const int lanes = vf_lanes(tile->j1 - tile->j0 - c * MN_VW);
             const int64_t at = (c * TOKENS + t) * MN_VW;
-            vf_store(s->v + at, vf_mul(grow, mn_load_lanes(v + c * MN_VW, lanes)));
-            vf_store(s->b + at, vf_mul(grow, mn_load_lanes(gate + c * MN_VW, lanes)));
+            vf_store(s->v + at, vf_mul(grow, vf_load_row(v + c * MN_VW, lanes)));
+            vf_store(s->b + at, vf_mul(grow, vf_load_row(gate + c * MN_VW, lanes)));
             vf_store(s->o + at, vf_zero());
             vf_store(s->ovar + at, vf_zero());
         }
@@ -151,9 +151,9 @@ static void write_outputs(const stage *s, const mn_importance_args *p, const mn_
         for (int64_t c = 0; c < tile->vectors; c++) {
             const int64_t at = (c * TOKENS + t) * MN_VW, j = tile->j0 + c * MN_VW;
             const int lanes = vf_lanes(tile->j1 - j);
-            if (o) mn_store_lanes(o + j, vf_mul(vf_set1(scale), vf_load(s->o + at)), lanes);
+            if (o) vf_store_row(o + j, vf_mul(vf_set1(scale), vf_load(s->o + at)), lanes);
             const vf factor = vf_set1(square * s->grow[t]);
-            if (ovar) mn_store_lanes(ovar + j, vf_mul(factor, vf_load(s->ovar + at)), lanes);
+            if (ovar) vf_store_row(ovar + j, vf_mul(factor, vf_load(s->ovar + at)), lanes);
         }
     }
 }

@@ -144,7 +144,7 @@ MN_ALWAYS_INLINE void all_cells(const token *p, int64_t K, int64_t columns, bool
 static void write_sums(float *to, const float *sums, double scale, int64_t n) {
     const vf factor = vf_set1((float)scale);
     for (int64_t j = 0; to && j < n; j += MN_VW) {
-        mn_store_lanes(to + j, vf_mul(factor, vf_load(sums + j)), vf_lanes(n - j));
+        vf_store_row(to + j, vf_mul(factor, vf_load(sums + j)), vf_lanes(n - j));
     }
 }
 

@@ -77,7 +77,7 @@ static void load_cotangents(item_state *s, int64_t t0) {
         const float *d_o = MN_ROW(float, s->p->cot.o, s->seq.b, t0 + t, s->tile.h);
         for (int64_t j = 0; j < s->tile.width; j += MN_VW) {
             const int lanes = vf_lanes(s->tile.n - j);
-            const vf x = d_o ? mn_load_lanes(d_o + s->tile.j0 + j, lanes) : vf_zero();
+            const vf x = d_o ? vf_load_row(d_o + s->tile.j0 + j, lanes) : vf_zero();
             vf_store(s->doz + t * s->tile.width + j, vf_mul(scale, x));
         }
     }
@@ -138,8 +138,8 @@ static void write_values(item_state *s, int64_t t0) {
             const int64_t at = t * width + j, to = s->tile.j0 + j;
             const vf rest = vf_load(c->rest + at);
             const vf yr = vf_mul(vf_load(s->y + at), vf_load(c->r + at));
-            if (dv) mn_store_lanes(dv + to, vf_load(z + at), lanes);
-            if (dbeta) mn_store_lanes(dbeta + to, vf_mul(vf_mul(rest, rest), yr), lanes);
+            if (dv) vf_store_row(dv + to, vf_load(z + at), lanes);
+            if (dbeta) vf_store_row(dbeta + to, vf_mul(vf_mul(rest, rest), yr), lanes);
             x = vf_fma(vf_load(z + at), vf_load(c->u + at), x);
         }
         const float factor = -2.0f * vf_sum(x);

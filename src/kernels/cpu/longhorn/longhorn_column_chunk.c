@@ -49,7 +49,7 @@ void MN_T(mn_column_chunk_prepare)(mn_column_chunk *c, const mn_longhorn_column_
         for (int64_t i = 0; reads && i < K; i++) c->q[t * K + i] = q_t[i];
         c->norm[t] = (float)mn_key_norm(k, K);
         for (int64_t j = 0; j < tile->width; j += MN_VW) {
-            const mn_gain gain = mn_gain_of(mn_load_lanes(beta + j, vf_lanes(tile->n - j)),
+            const mn_gain gain = mn_gain_of(vf_load_row(beta + j, vf_lanes(tile->n - j)),
                                             c->norm[t]);
             vf_store(c->w + t * tile->width + j, gain.w);
             vf_store(c->rest + t * tile->width + j, gain.rest);
@@ -90,7 +90,7 @@ void MN_T(mn_column_chunk_solve)(mn_column_chunk *c, const mn_longhorn_column_ar
     for (int64_t t = 0; t < c->L; t++) {
         const float *v = MN_ROW(float, p->v, b, t0 + t, tile->h) + tile->j0;
         for (int64_t j = 0; j < width; j += MN_VW) {
-            vf_store(c->r + t * width + j, mn_load_lanes(v + j, vf_lanes(tile->n - j)));
+            vf_store(c->r + t * width + j, vf_load_row(v + j, vf_lanes(tile->n - j)));
         }
     }
     const mn_gemm_args product = { .c = c->r, .c_row = width, .a = c->k, .a_row = K, .a_col = 1,
@@ -115,7 +115,7 @@ void MN_T(mn_column_state_load)(float *S, mn_in from, const mn_column_tile *tile
     for (int64_t i = 0; i < K; i++) {
         for (int64_t j = 0; j < tile->width; j += MN_VW) {
             const int lanes = vf_lanes(tile->n - j);
-            const vf x = rows ? mn_load_lanes(rows + i * V + tile->j0 + j, lanes) : vf_zero();
+            const vf x = rows ? vf_load_row(rows + i * V + tile->j0 + j, lanes) : vf_zero();
             vf_store(S + i * tile->width + j, x);
         }
     }

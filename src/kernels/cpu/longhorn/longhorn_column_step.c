@@ -31,7 +31,7 @@ static void project_wide(float *along, float *read, const float *S, int64_t step
     for (int64_t i = 0; i < K; i++, S += step) {
         const vf k_i = vf_set1(k[i]), q_i = vf_set1(q[i]);
         for (int64_t j = 0; j < n; j += MN_VW) {
-            const vf x = mn_load_lanes(S + j, vf_lanes(n - j));
+            const vf x = vf_load_row(S + j, vf_lanes(n - j));
             vf_store(along + j, vf_fma(k_i, x, vf_load(along + j)));
             vf_store(read + j, vf_fma(q_i, x, vf_load(read + j)));
         }
@@ -74,8 +74,8 @@ static void change(float *to, const float *from, int64_t step, const float *k, c
         const vf k_i = vf_set1(k[i]);
         for (int64_t j = 0; j < n; j += MN_VW) {
             const int lanes = vf_lanes(n - j);
-            const vf x = from ? mn_load_lanes(from + i * step + j, lanes) : vf_zero();
-            mn_store_lanes(to + i * step + j, vf_fma(k_i, vf_load(u + j), x), lanes);
+            const vf x = from ? vf_load_row(from + i * step + j, lanes) : vf_zero();
+            vf_store_row(to + i * step + j, vf_fma(k_i, vf_load(u + j), x), lanes);
         }
     }
 }
@@ -106,10 +106,10 @@ void MN_T(mn_longhorn_column_step_run)(const void *args, int phase, int64_t item
     if (state0) project(u, read, state0 + j0, V, k, q, K, n);
     for (int64_t j = 0; j < n; j += MN_VW) {
         const int lanes = vf_lanes(n - j);
-        const mn_gain gain = mn_gain_of(mn_load_lanes(beta + j, lanes), norm);
-        const vf u_j = vf_mul(gain.w, vf_sub(mn_load_lanes(v + j, lanes), vf_load(u + j)));
+        const mn_gain gain = mn_gain_of(vf_load_row(beta + j, lanes), norm);
+        const vf u_j = vf_mul(gain.w, vf_sub(vf_load_row(v + j, lanes), vf_load(u + j)));
         vf_store(u + j, u_j);
-        if (o) mn_store_lanes(o + j0 + j, vf_mul(scale, vf_fma(kq, u_j, vf_load(read + j))), lanes);
+        if (o) vf_store_row(o + j0 + j, vf_mul(scale, vf_fma(kq, u_j, vf_load(read + j))), lanes);
     }
     if (state) change(state + j0, state0 ? state0 + j0 : NULL, V, k, u, K, n);
 }

@@ -90,8 +90,8 @@ static void stage_inputs(item_state *s, int64_t t0, int64_t n) {
         for (int64_t c = 0; c < s->vectors; c++) {
             const int lanes = vf_lanes(p->call.V - c * MN_VW);
             const int64_t at = (c * TOKENS + t) * MN_VW;
-            const mn_gain gain = mn_gain_of(mn_load_lanes(beta + c * MN_VW, lanes), (float)norm);
-            const vf v_c = mn_load_lanes(v + c * MN_VW, lanes);
+            const mn_gain gain = mn_gain_of(vf_load_row(beta + c * MN_VW, lanes), (float)norm);
+            const vf v_c = vf_load_row(v + c * MN_VW, lanes);
             vf_store(s->v + at, v_c);
             vf_store(s->u + at, vf_mul(gain.w, v_c));
             vf_store(s->w + at, gain.w);
@@ -107,7 +107,7 @@ static void stage_cotangents(item_state *s, int64_t t0, int64_t n) {
         for (int64_t c = 0; c < s->vectors; c++) {
             const int lanes = vf_lanes(s->p->call.V - c * MN_VW);
             const int64_t at = (c * TOKENS + t) * MN_VW;
-            const vf x = d_o ? mn_load_lanes(d_o + c * MN_VW, lanes) : vf_zero();
+            const vf x = d_o ? vf_load_row(d_o + c * MN_VW, lanes) : vf_zero();
             vf_store(s->d_o + at, vf_mul(scale, x));
             vf_store(s->du + at, vf_zero());
             vf_store(s->x + at, vf_zero());
@@ -165,7 +165,7 @@ static void load_cells(float *cells, const item_state *s, mn_in view) {
         for (int64_t c = 0; c < s->vectors; c++) {
             const int lanes = vf_lanes(s->p->call.V - c * MN_VW);
             const int64_t at = i * s->p->call.V + c * MN_VW;
-            const vf x = from && i < s->i1 ? mn_load_lanes(from + at, lanes) : vf_zero();
+            const vf x = from && i < s->i1 ? vf_load_row(from + at, lanes) : vf_zero();
             vf_store(block_at(s, cells, (i - s->i0) / ROWS, c) + (i - s->i0) % ROWS * MN_VW, x);
         }
     }
@@ -238,15 +238,15 @@ static void finish_token(const mn_longhorn_diag_args *p, int64_t b, int64_t t, i
     vf through_norm = vf_zero();
     for (int64_t c = 0; c * MN_VW < p->call.V; c++) {
         const int lanes = vf_lanes(p->call.V - c * MN_VW);
-        const mn_gain gain = mn_gain_of(mn_load_lanes(beta + c * MN_VW, lanes), norm);
+        const mn_gain gain = mn_gain_of(vf_load_row(beta + c * MN_VW, lanes), norm);
         vf du_c = vf_zero(), x_c = vf_zero();
         for (int64_t tile = 0; tile < tiles; tile++) {
-            du_c = vf_add(du_c, mn_load_lanes(du + c * step + tile * tile_step, lanes));
-            x_c = vf_add(x_c, mn_load_lanes(x + c * step + tile * tile_step, lanes));
+            du_c = vf_add(du_c, vf_load_row(du + c * step + tile * tile_step, lanes));
+            x_c = vf_add(x_c, vf_load_row(x + c * step + tile * tile_step, lanes));
         }
-        if (dv) mn_store_lanes(dv + c * MN_VW, vf_mul(gain.w, du_c), lanes);
+        if (dv) vf_store_row(dv + c * MN_VW, vf_mul(gain.w, du_c), lanes);
         const vf to_beta = vf_mul(vf_mul(gain.rest, gain.rest), x_c);
-        if (dbeta) mn_store_lanes(dbeta + c * MN_VW, to_beta, lanes);
+        if (dbeta) vf_store_row(dbeta + c * MN_VW, to_beta, lanes);
         through_norm = vf_fma(vf_mul(gain.w, gain.w), x_c, through_norm);
     }
     const float factor = -2.0f * vf_sum(through_norm);
@@ -265,8 +265,8 @@ static void write_values(const item_state *s, int64_t t0, int64_t n) {
         for (int64_t j = 0; j < s->vectors; j++) {
             const int lanes = vf_lanes(c->V - j * MN_VW);
             const int64_t from = (j * TOKENS + t) * MN_VW, to = row * c->V + j * MN_VW;
-            mn_store_lanes(s->du_parts + to, vf_load(s->du + from), lanes);
-            mn_store_lanes(s->x_parts + to, vf_load(s->x + from), lanes);
+            vf_store_row(s->du_parts + to, vf_load(s->du + from), lanes);
+            vf_store_row(s->x_parts + to, vf_load(s->x + from), lanes);
         }
     }
 }
@@ -293,7 +293,7 @@ static void write_first(const item_state *s) {
         for (int64_t c = 0; c < s->vectors; c++) {
             const float *D = block_at(s, s->adjoint, (i - s->i0) / ROWS, c);
             const vf x = vf_load(D + (i - s->i0) % ROWS * MN_VW);
-            mn_store_lanes(to + i * s->p->call.V + c * MN_VW, x,
+            vf_store_row(to + i * s->p->call.V + c * MN_VW, x,
                            vf_lanes(s->p->call.V - c * MN_VW));
         }
     }

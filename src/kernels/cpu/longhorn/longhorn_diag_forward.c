@@ -55,7 +55,7 @@ static void load_state(float *cells, const mn_longhorn_diag_args *p, const tile 
         for (int64_t c = 0; c < a->vectors; c++) {
             const int64_t j = a->j0 + c * MN_VW;
             const bool given = from && i < p->call.K;
-            const vf S = given ? mn_load_lanes(from + i * p->call.V + j, vf_lanes(a->j1 - j))
+            const vf S = given ? vf_load_row(from + i * p->call.V + j, vf_lanes(a->j1 - j))
                                : vf_zero();
             vf_store(block_at(cells, a, i / ROWS, c) + i % ROWS * MN_VW, S);
         }
@@ -68,7 +68,7 @@ static void store_state(const mn_longhorn_diag_args *p, float *cells, const tile
         for (int64_t c = 0; c < a->vectors; c++) {
             const int64_t j = a->j0 + c * MN_VW;
             const vf S = vf_load(block_at(cells, a, i / ROWS, c) + i % ROWS * MN_VW);
-            mn_store_lanes(to + i * p->call.V + j, S, vf_lanes(a->j1 - j));
+            vf_store_row(to + i * p->call.V + j, S, vf_lanes(a->j1 - j));
         }
     }
 }
@@ -102,8 +102,8 @@ static void stage_values(stage *s, const mn_longhorn_diag_args *p, const tile *a
         for (int64_t c = 0; c < a->vectors; c++) {
             const int lanes = vf_lanes(a->j1 - a->j0 - c * MN_VW);
             const int64_t at = (c * TOKENS + t) * MN_VW;
-            const mn_gain gain = mn_gain_of(mn_load_lanes(beta + c * MN_VW, lanes), s->norm[t]);
-            vf_store(s->u + at, vf_mul(gain.w, mn_load_lanes(v + c * MN_VW, lanes)));
+            const mn_gain gain = mn_gain_of(vf_load_row(beta + c * MN_VW, lanes), s->norm[t]);
+            vf_store(s->u + at, vf_mul(gain.w, vf_load_row(v + c * MN_VW, lanes)));
             vf_store(s->w + at, gain.w);
             vf_store(s->rest + at, gain.rest);
             vf_store(s->o + at, vf_zero());
@@ -139,7 +139,7 @@ static void write_outputs(const stage *s, const mn_longhorn_diag_args *p, const 
         float *o = MN_ROW_OUT(float, p->o, b, t0 + t, a->h) + a->j0;
         for (int64_t c = 0; c < a->vectors; c++) {
             const vf y = vf_mul(scale, vf_load(s->o + (c * TOKENS + t) * MN_VW));
-            mn_store_lanes(o + c * MN_VW, y, vf_lanes(a->j1 - a->j0 - c * MN_VW));
+            vf_store_row(o + c * MN_VW, y, vf_lanes(a->j1 - a->j0 - c * MN_VW));
         }
     }
 }

@@ -41,8 +41,8 @@ typedef struct columns {
 static void prepare(const columns *s, const float *v, const float *beta, float norm) {
     for (int64_t j = 0; j < s->n; j += MN_VW) {
         const int lanes = vf_lanes(s->n - j);
-        const mn_gain gain = mn_gain_of(mn_load_lanes(beta + j, lanes), norm);
-        vf_store(s->u + j, vf_mul(gain.w, mn_load_lanes(v + j, lanes)));
+        const mn_gain gain = mn_gain_of(vf_load_row(beta + j, lanes), norm);
+        vf_store(s->u + j, vf_mul(gain.w, vf_load_row(v + j, lanes)));
         vf_store(s->w + j, gain.w);
         vf_store(s->rest + j, gain.rest);
         vf_store(s->o + j, vf_zero());
@@ -95,10 +95,10 @@ static void wide_rows(const columns *s, const token *t) {
         for (int64_t j = 0; j < s->n; j += MN_VW) {
             const int lanes = vf_lanes(s->n - j);
             const vf keep = vf_fma(row.others, vf_load(s->w + j), vf_load(s->rest + j));
-            const vf S0 = from ? mn_load_lanes(from + j, lanes) : vf_zero();
+            const vf S0 = from ? vf_load_row(from + j, lanes) : vf_zero();
             const vf S = vf_fma(keep, S0, vf_mul(row.k, vf_load(s->u + j)));
             vf_store(s->o + j, vf_fma(row.q, S, vf_load(s->o + j)));
-            if (to) mn_store_lanes(to + j, S, lanes);
+            if (to) vf_store_row(to + j, S, lanes);
         }
     }
 }
@@ -127,6 +127,6 @@ void MN_T(mn_longhorn_diag_step_run)(const void *args, int phase, int64_t item, 
     else wide_rows(&s, &t);
     const vf scale = vf_set1((float)p->scale);
     for (int64_t j = 0; o && j < n; j += MN_VW) {
-        mn_store_lanes(o + j0 + j, vf_mul(scale, vf_load(s.o + j)), vf_lanes(n - j));
+        vf_store_row(o + j0 + j, vf_mul(scale, vf_load(s.o + j)), vf_lanes(n - j));
     }
 }

@@ -26,12 +26,12 @@ typedef struct cell {
 
 static inline vf load_row(const lane *l, mn_in view, int64_t t) {
     const float *row = MN_ROW(float, view, l->seq.b, l->seq.t0 + t, 0);
-    return row ? mn_load_lanes(row + l->v, l->lanes) : vf_zero();
+    return row ? vf_load_row(row + l->v, l->lanes) : vf_zero();
 }
 
 static inline void store_row(const lane *l, mn_out view, int64_t t, vf x) {
     float *row = MN_ROW_OUT(float, view, l->seq.b, l->seq.t0 + t, 0);
-    if (row) mn_store_lanes(row + l->v, x, l->lanes);
+    if (row) vf_store_row(row + l->v, x, l->lanes);
 }
 
 static inline cell cell_at(const lane *l, int64_t t) {
@@ -51,13 +51,13 @@ static inline vf next(const cell *c, vf h) {
 static lane lane_at(const mn_lru_args *p, int64_t n, int64_t v) {
     lane l = { .p = p, .seq = mn_sequence_at(&p->call, n), .v = v, .fresh = !p->h0.data,
                .lanes = vf_lanes(p->call.V - v) };
-    l.soft = vf_softplus(mn_load_lanes((const float *)p->a_param.data + v, l.lanes));
+    l.soft = vf_softplus(vf_load_row((const float *)p->a_param.data + v, l.lanes));
     return l;
 }
 
 static vf load_state(const lane *l, mn_in view, int64_t n) {
     const float *row = MN_ROW(float, view, n, 0, 0);
-    return row ? mn_load_lanes(row + l->v, l->lanes) : vf_zero();
+    return row ? vf_load_row(row + l->v, l->lanes) : vf_zero();
 }
 
 bool MN_T(mn_lru_forward_plan)(const void *args, mn_plan *plan) {
@@ -81,7 +81,7 @@ void MN_T(mn_lru_forward_run)(const void *args, int phase, int64_t item, void *s
             store_row(&l, p->y, t, h);
         }
         float *last = MN_ROW_OUT(float, p->h, n, 0, 0);
-        if (last) mn_store_lanes(last + v, h, l.lanes);
+        if (last) vf_store_row(last + v, h, l.lanes);
     }
 }
 
@@ -147,9 +147,9 @@ void MN_T(mn_lru_backward_run)(const void *args, int phase, int64_t item, void *
             sum = vf_add(sum, token_backward(&l, t, &D, vf_load(states + t * MN_VW)));
         }
         float *dh0 = MN_ROW_OUT(float, p->grad.h0, n, 0, 0);
-        if (dh0) mn_store_lanes(dh0 + v, D, l.lanes);
-        const vf slope = vf_sigmoid(mn_load_lanes((const float *)p->a_param.data + v, l.lanes));
-        mn_store_lanes((float *)shared + n * p->call.V + v,
+        if (dh0) vf_store_row(dh0 + v, D, l.lanes);
+        const vf slope = vf_sigmoid(vf_load_row((const float *)p->a_param.data + v, l.lanes));
+        vf_store_row((float *)shared + n * p->call.V + v,
                        vf_mul(vf_mul(vf_set1(-8.0f), slope), sum), l.lanes);
     }
 }

@@ -72,4 +72,38 @@ void MN_T(mn_mesa_factorise)(double *U, int64_t K);
 /* x <- (U'U)^-1 x */
 void MN_T(mn_mesa_substitute)(double *x, const double *U, int64_t K);
 
+/* ---- one token ------------------------------------------------------------------------------- */
+
+/* Lines of memory that are asked for from `at` on, then those from `next` on. */
+typedef struct mn_mesa_ahead {
+    const float *at, *next;
+    int64_t lines, next_lines;
+} mn_mesa_ahead;
+
+/* A system and its factor in float32; see mesa_refine.c. The caller fills H and b. */
+typedef struct mn_mesa_refiner {
+    int64_t K, N, row;              // N: K up to whole vectors; floats from row to row of U
+    double *b, *x, *r;              // (N)
+    float *H, *U;                   // (N,N): of symmetric H the first K columns; (N,row)
+    float *inverse, *inverse_t;     // (N,MN_VW): of the blocks on the diagonal of U
+    float *d;                       // (N): a correction; the last of its memory
+} mn_mesa_refiner;
+
+/* Bytes of its arrays; `memory` must be aligned for a double. */
+bool MN_T(mn_mesa_refiner_bytes)(size_t *bytes, int64_t K);
+void MN_T(mn_mesa_refiner_place)(mn_mesa_refiner *s, void *memory, int64_t K);
+
+/* x = (H + diag lam)^-1 b as exactly as in double; false where float32 does not lead there. */
+bool MN_T(mn_mesa_refine)(mn_mesa_refiner *s, const float *lam, mn_mesa_ahead ahead);
+
+bool MN_T(mn_mesa_forward_plan)(const void *args, mn_plan *plan);
+void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *shared,
+                               void *scratch);
+
+/* The step of head h of sequence n, which is one token long; next: Hkk that is wanted after it, or
+ * NULL. */
+bool MN_T(mn_mesa_token_plan)(const void *args, mn_plan *plan);
+void MN_T(mn_mesa_token)(const mn_mesa_args *p, const mn_sequence *seq, int64_t n, int64_t h,
+                         const float *next, void *scratch);
+
 #endif

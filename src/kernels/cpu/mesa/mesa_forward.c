@@ -1,6 +1,4 @@
-/* mesa_forward.c - outputs and states of mesa, chunk after chunk, and the decode step. */
-#include <string.h>
-
+/* mesa_forward.c - outputs and states of mesa, chunk after chunk. */
 #include "kernels/cpu/mesa/mesa.h"
 
 /* o = diag(first) X Hkv + (W.(X K')) diag(beta) V */
@@ -19,77 +17,12 @@ static void write_outputs(const mn_mesa_args *p, mn_mesa_chunk *c, const float *
     MN_T(mn_gemm)(&g);
 }
 
-/* row = a row0 + x from, kept unless `row` is NULL; also in `wide` or, times w, added to `sum`. */
-static void step_row(float *row, double *wide, float *sum, const float *row0, const float *from,
-                     float a, float x, float w, int64_t width) {
-    const vf fall = vf_set1(a), factor = vf_set1(x), weight = vf_set1(w);
-    float part[MN_VW];
-    for (int64_t j = 0; j < width; j += MN_VW) {
-        const int n = vf_lanes(width - j);
-        const vf old = row0 ? vf_mul(fall, vf_load_n(row0 + j, n)) : vf_zero();
-        const vf y = vf_fma(factor, vf_load_n(from + j, n), old);
-        if (row) vf_store_n(row + j, y, n);
-        if (sum) vf_store_n(sum + j, vf_fma(weight, y, vf_load_n(sum + j, n)), n);
-        if (!wide) continue;
-        vf_store(part, y);
-        if (n < MN_VW) {
-            for (int i = 0; i < n; i++) wide[j + i] = part[i];
-        } else {
-            for (int i = 0; i < MN_VW; i++) wide[j + i] = part[i];
-        }
-    }
-}
-
-/* A sequence of one token: each row of the statistics is read and written once, Hkk first, then Hkv
- * with x. */
-static void step(const mn_mesa_args *p, const mn_sequence *seq, int64_t n, int64_t h,
-                 void *scratch) {
-    const int64_t K = p->call.K, V = p->call.V, b = seq->b, t = seq->t0;
-    const float *q = MN_ROW(float, p->q, b, t, h), *k = MN_ROW(float, p->k, b, t, h);
-    const float *v = MN_ROW(float, p->v, b, t, h), *lam = MN_ROW(float, p->lam, 0, 0, h);
-    const float *kk0 = MN_ROW(float, p->hkk0, n, 0, h), *kv0 = MN_ROW(float, p->hkv0, n, 0, h);
-    float *kk = MN_ROW_OUT(float, p->hkk, n, 0, h), *kv = MN_ROW_OUT(float, p->hkv, n, 0, h);
-    float *o = MN_ROW_OUT(float, p->o, b, t, h);
-    const float a = (float)exp(*MN_ROW(float, p->g, b, t, h));
-    const float beta = *MN_ROW(float, p->beta, b, t, h);
-    double *U = scratch, *x = U + K * K;
-    float *sum = (float *)(void *)(x + K);
-    for (int64_t i = 0; i < K; i++) {
-        step_row(kk ? kk + i * K : NULL, U + i * K, NULL, kk0 ? kk0 + i * K : NULL, k, a,
-                 beta * k[i], 0.0f, K);
-        U[i * K + i] += lam[i];
-        x[i] = p->scale * q[i];
-    }
-    if (o) {
-        MN_T(mn_mesa_factorise)(U, K);
-        MN_T(mn_mesa_substitute)(x, U, K);
-        memset(sum, 0, (size_t)V * sizeof *sum);
-    }
-    for (int64_t i = 0; i < K; i++) {
-        step_row(kv ? kv + i * V : NULL, NULL, o ? sum : NULL, kv0 ? kv0 + i * V : NULL, v, a,
-                 beta * k[i], o ? (float)x[i] : 0.0f, V);
-    }
-    MN_T(mn_stat_store)(o, sum, V);
-}
-
-/* One token of every sequence: the same work with less room. A factor and x in double, o in
- * float. */
-static bool plan_token(const void *args, mn_plan *plan) {
-    const mn_call *c = args;
-    int64_t count, vectors;
-    plan->n_phases = 1;
-    plan->items[0] = c->B * c->H;
-    return mn_mul_i64(&count, c->K, c->K + 1) && mn_add_i64(&vectors, c->V, 1) &&
-           mn_add_i64(&count, count, vectors) &&
-           mn_mul_size(&plan->scratch_bytes, (size_t)count, sizeof(double));
-}
-
 /* Solver, chunk, state, and the rows x; or the room of a step. */
 bool MN_T(mn_mesa_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t state, count, rows;
     size_t solver, others, all;
-    if (!plan_token(args, plan)) return false;
+    if (!MN_T(mn_mesa_token_plan)(args, plan)) return false;
     plan->items[0] = mn_n_sequences(c) * c->H;
     const bool ok = MN_T(mn_mesa_state_floats)(&state, c) &&
                     MN_T(mn_mesa_chunk_floats)(&count, c) &&
@@ -101,11 +34,6 @@ bool MN_T(mn_mesa_forward_plan)(const void *args, mn_plan *plan) {
     return ok;
 }
 
-bool MN_T(mn_mesa_step_plan)(const void *args, mn_plan *plan) {
-    const mn_mesa_args *p = args;
-    return p->steps > 0 ? MN_T(mn_mesa_forward_plan)(args, plan) : plan_token(args, plan);
-}
-
 void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *shared,
                                void *scratch) {
     (void)phase, (void)shared;
@@ -113,7 +41,7 @@ void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *
     const int64_t K = p->call.K, n = item / p->call.H, h = item % p->call.H;
     const mn_sequence seq = mn_sequence_at(&p->call, n);
     if (seq.length == 1 && p->steps == 0) {
-        step(p, &seq, n, h, scratch);
+        MN_T(mn_mesa_token)(p, &seq, n, h, NULL, scratch);
         return;
     }
     size_t solver_bytes;
@@ -143,9 +71,4 @@ void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *
     }
     MN_T(mn_stat_store)(MN_ROW_OUT(float, p->hkk, n, 0, h), S.kk, K * K);
     MN_T(mn_stat_store)(MN_ROW_OUT(float, p->hkv, n, 0, h), S.kv, K * p->call.V);
-}
-
-void MN_T(mn_mesa_step_run)(const void *args, int phase, int64_t item, void *shared,
-                            void *scratch) {
-    MN_T(mn_mesa_forward_run)(args, phase, item, shared, scratch);
 }

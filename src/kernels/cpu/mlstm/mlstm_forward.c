@@ -54,11 +54,11 @@ static void step_row(float *num, float *row, float *sum, const float *row0, cons
     const vf f = vf_set1(g->f), x = vf_set1(g->i * k), weight = vf_set1(q), factor = vf_set1(unit);
     for (int64_t j = 0; j < V; j += MN_VW) {
         const int n = vf_lanes(V - j);
-        const vf old = row0 ? vf_mul(f, vf_load_n(row0 + j, n)) : vf_zero();
-        const vf y = vf_fma(x, vf_load_n(v + j, n), old);
-        if (row) vf_store_n(row + j, y, n);
-        if (sum) vf_store_n(sum + j, vf_mul(factor, y), n);
-        vf_store_n(num + j, vf_fma(weight, y, vf_load_n(num + j, n)), n);
+        const vf old = row0 ? vf_mul(f, vf_load_row(row0 + j, n)) : vf_zero();
+        const vf y = vf_fma(x, vf_load_row(v + j, n), old);
+        if (row) vf_store_row(row + j, y, n);
+        if (sum) vf_store_row(sum + j, vf_mul(factor, y), n);
+        vf_store_row(num + j, vf_fma(weight, y, vf_load_row(num + j, n)), n);
     }
 }
 

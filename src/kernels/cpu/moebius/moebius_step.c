@@ -90,7 +90,7 @@ void MN_T(mn_moebius_step_run)(const void *args, int phase, int64_t item, void *
     float *y = MN_ROW_OUT(float, p->y, b, 0, 0), *yvar = MN_ROW_OUT(float, p->yvar, b, 0, 0);
     for (int64_t m = first; m < mn_min(V, first + width); m += MN_VW) {
         const int lanes = vf_lanes(V - m);
-        vf mean, variance;
+        vf mean, variance = vf_zero();
         if (K % MN_VW != 0) run_channels(&mean, &variance, &x, m, lanes, false, true);
         else if (yvar) run_channels(&mean, &variance, &x, m, lanes, true, true);
         else run_channels(&mean, &variance, &x, m, lanes, true, false);

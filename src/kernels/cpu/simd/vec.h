@@ -20,8 +20,9 @@
  *   vf_max_lanes                largest lane; unspecified when one is NaN
  *   vf_unknown(a)               a, of which the compiler then knows nothing
  *   vf_round                    nearest integer, ties to even
- *   vf_pow2(n) vf_ldexp(v, n)   2^n for a vi n, -126 <= n <= 127; v * 2^n for 1/2 <= |v| <= 2 and
- *                               integral |n| <= 200 in a vf, rounded once also when denormal
+ *   vf_ldexp(v, n)              v * 2^n for 1/2 <= |v| <= 2 and integral |n| <= 200 in a vf,
+ *                               rounded once also when denormal; only where an instruction does
+ *                               it, and then with MN_TARGET_HAS_LDEXP (below for the others)
  *   vi_set1 add sub and or      int32 lanes
  *   vi_load vi_load_i8          whole vectors of int32 (from void *) and of int8
  *   vi_shl vi_srl vi_shr        shifts by a constant: left, right logical, right arithmetic
@@ -30,7 +31,7 @@
  *   vf_as_vi vi_as_vf           bits
  *   vn vf_as_vn vn_as_vf        a vector's numbers for C's operators; vf itself where it has them
  *   vd MN_VD                    vector of MN_VD = MN_VW / 2 doubles: vd_load, vd_store, vd_set1 and
- *                               vd_fnma, as of floats
+ *                               vd_fnma, as of floats; vd_load_floats: MN_VD floats as doubles
  *   vf_load_quads(p, step)      lanes 4g .. 4g+3 from p + g*step
  *   vf_transpose_quads(v)       for v[0..3], in each group of four lanes: a 4 x 4 transpose
  *
@@ -81,6 +82,19 @@ static inline int vf_lanes(int64_t left) {
 static inline vf vf_keep_first(vf v, int n) {
     return vf_select(vm_first(n), v, vf_zero());
 }
+
+/* 2^n, -126 <= n <= 127 */
+static inline vf vf_pow2(vi n) {
+    return vi_as_vf(vi_shl(vi_add(n, vi_set1(127)), 23));
+}
+
+#ifndef MN_TARGET_HAS_LDEXP
+/* In two steps, since 2^n alone may not be a float; the first is exact. */
+static inline vf vf_ldexp(vf v, vf n) {
+    const vi whole = vi_from_vf(n), half = vi_shr(whole, 1);
+    return vf_mul(vf_mul(v, vf_pow2(half)), vf_pow2(vi_sub(whole, half)));
+}
+#endif
 
 #include "kernels/cpu/simd/vec_math.h"
 

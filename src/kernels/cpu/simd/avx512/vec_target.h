@@ -86,7 +86,7 @@ static inline vf vf_round(vf a) {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-static inline vf vf_pow2(vi n) { return vi_as_vf(vi_shl(vi_add(n, vi_set1(127)), 23)); }
+#define MN_TARGET_HAS_LDEXP
 static inline vf vf_ldexp(vf v, vf n) { return _mm512_scalef_ps(v, n); }
 
 static inline float vf_sum(vf v) {
@@ -106,6 +106,7 @@ static inline float vf_max_lanes(vf v) {
 #define MN_VD 8
 typedef __m512d vd;
 static inline vd vd_load(const double *p) { return _mm512_loadu_pd(p); }
+static inline vd vd_load_floats(const float *p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
 static inline void vd_store(double *p, vd v) { _mm512_storeu_pd(p, v); }
 static inline vd vd_set1(double x) { return _mm512_set1_pd(x); }
 static inline vd vd_fnma(vd a, vd b, vd c) { return _mm512_fnmadd_pd(a, b, c); }

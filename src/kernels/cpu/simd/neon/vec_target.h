@@ -167,16 +167,6 @@ static inline vf vf_max(vf a, vf b) { return vf_select(vf_gt(a, b), a, b); }
 
 static inline vf vf_round(vf a) { return (vf){ vrndnq_f32(a.lo), vrndnq_f32(a.hi) }; }
 
-static inline vf vf_pow2(vi n) {
-    return vi_as_vf(vi_shl(vi_add(n, vi_set1(127)), 23));
-}
-
-/* In two steps, since 2^n alone may not be a float; the first is exact. */
-static inline vf vf_ldexp(vf v, vf n) {
-    const vi whole = vi_from_vf(n), half = vi_shr(whole, 1);
-    return vf_mul(vf_mul(v, vf_pow2(half)), vf_pow2(vi_sub(whole, half)));
-}
-
 static inline float vf_sum(vf v) {
     const float32x4_t b = vaddq_f32(v.lo, v.hi);
     const float32x2_t c = vadd_f32(vget_low_f32(b), vget_high_f32(b));
@@ -187,6 +177,10 @@ static inline float vf_max_lanes(vf v) { return vmaxvq_f32(vmaxq_f32(v.lo, v.hi)
 #define MN_VD 4
 typedef struct { float64x2_t lo, hi; } vd;
 static inline vd vd_load(const double *p) { return (vd){ vld1q_f64(p), vld1q_f64(p + 2) }; }
+static inline vd vd_load_floats(const float *p) {
+    const float32x4_t v = vld1q_f32(p);
+    return (vd){ vcvt_f64_f32(vget_low_f32(v)), vcvt_high_f64_f32(v) };
+}
 static inline void vd_store(double *p, vd v) {
     vst1q_f64(p, v.lo);
     vst1q_f64(p + 2, v.hi);
