@@ -43,6 +43,14 @@ static void write_outputs(const mn_linear *p, const mn_chunk *c, const mn_column
     MN_T(mn_gemm)(&product);
 }
 
+/* Values that lie a page or more apart are gathered: two products go over them. */
+static const float *gather_values(float *R, int64_t *r_row, const float *v, int64_t L, int64_t n) {
+    if (*r_row == n) return v;
+    for (int64_t t = 0; t < L; t++) memcpy(R + t * n, v + t * *r_row, (size_t)n * sizeof *R);
+    *r_row = n;
+    return R;
+}
+
 static void forward_item(const mn_linear *p, int64_t item, void *bank, void *scratch) {
     const mn_call *call = p->call;
     const mn_column_tiles tiles = mn_column_tiles_of(call);
@@ -62,6 +70,7 @@ static void forward_item(const mn_linear *p, int64_t item, void *bank, void *scr
         mn_prefetch_written(p->o, &c, call->V);
         int64_t r_row;
         const float *residual = MN_T(mn_chunk_residual)(R, &r_row, p, &c, &col, S);
+        if (!p->e.data) residual = gather_values(R, &r_row, residual, c.L, col.n);
         write_outputs(p, &c, &col, S, residual, r_row);
         MN_T(mn_state_advance)(S, &c, &col, residual, r_row);
     }
