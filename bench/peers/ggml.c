@@ -6,7 +6,8 @@
  *
  * Both read the same (T,H,K) memory and write outputs and the final state; outputs are compared
  * before anything is timed, then the two take turns. With one thread the seconds are those the
- * process had a processor, which say more on a machine that others use. Built and run by ggml.sh. */
+ * process had a processor, which say more on a machine that others use. Built and run by
+ * ggml.sh. */
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>

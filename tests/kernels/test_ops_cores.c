@@ -1,9 +1,9 @@
 /* test_ops_cores.c - one head of one sequence uses several cores, on every vector target.
  *
  *   The parts that a call hands to the pool are counted: with a single one the other cores would
- *   rest. What has no exact split is in the table below, with the reason in docs/internals/architecture.md.
- *   The cut shows in no bit: 1, 2 and 3 threads, packed and separate; and in no error: the
- *   reference goes over the sequence in one piece. */
+ *   rest. What has no exact split is in the table below, with the reason in
+ *   docs/internals/architecture.md. The cut shows in no bit: 1, 2 and 3 threads, packed and
+ *   separate; and in no error: the reference goes over the sequence in one piece. */
 #include "support/op_bits.h"
 #include "support/op_error.h"
 #include "support/op_walk.h"

@@ -120,7 +120,8 @@ void MN_T(mn_column_advance)(mn_column_chunk *c, float *S) {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-mn_additive_column_args MN_T(mn_additive_column_tile)(const mn_additive_column_args *p, mn_columns col) {
+mn_additive_column_args MN_T(mn_additive_column_tile)(const mn_additive_column_args *p,
+                                                      mn_columns col) {
     mn_additive_column_args tile = *p;
     const int64_t j0 = col.j0, state = j0 * p->call.K;
     tile.call.V = col.n;
@@ -156,8 +157,8 @@ void MN_T(mn_additive_column_forward_run)(const void *args, int phase, int64_t i
     (void)phase, (void)shared;
     const mn_call *call = args;
     const mn_column_tiles tiles = mn_column_tiles_of(call);
-    const mn_additive_column_args some =
-        MN_T(mn_additive_column_tile)(args, mn_columns_at(call, tiles, item % tiles.count)), *p = &some;
+    const mn_columns col = mn_columns_at(call, tiles, item % tiles.count);
+    const mn_additive_column_args some = MN_T(mn_additive_column_tile)(args, col), *p = &some;
     item /= tiles.count;
     const int64_t n = item / p->call.H, h = item % p->call.H, KV = p->call.K * p->call.V;
     const mn_sequence seq = mn_sequence_at(&p->call, n);

@@ -330,7 +330,7 @@ static void key_backward(const mn_curvature_args *p, work *w, const chunk *c,
 }
 
 /* There: products in phase 0, dq and dgamma in phase 1. */
-static void go_there(const mn_curvature_args *p, work *w, int64_t n, int64_t h, bool first) {
+static void go_forward(const mn_curvature_args *p, work *w, int64_t n, int64_t h, bool first) {
     const int64_t K = p->call.K;
     const mn_sequence seq = mn_sequence_at(&p->call, n);
     if (!first) MN_T(mn_stat_load_symmetric)(w->M, MN_ROW(float, p->kk0, n, 0, h), K);
@@ -367,7 +367,7 @@ void MN_T(mn_curvature_backward_run)(const void *args, int phase, int64_t item, 
     w.products = (float *)shared + 2 * ((seq.b * p->call.H + h) * p->call.T + seq.t0);
     memset(w.within, 0, (size_t)p->call.K * sizeof *w.within);
     if (phase == 1 && item % WAYS) go_back(p, &w, n, h);
-    else go_there(p, &w, n, h, phase == 0);
+    else go_forward(p, &w, n, h, phase == 0);
 }
 
 /* One token of every sequence: the same work with less room. */

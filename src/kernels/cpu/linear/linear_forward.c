@@ -39,7 +39,8 @@ bool MN_T(mn_linear_forward_plan)(const mn_linear *p, mn_plan *plan) {
     return mn_mul_i64(&slots, mn_bank_slots(c), tiles.count > 1 ? c->H : 0) &&
            mn_mul_size(&plan->shared_bytes, MN_T(mn_bank_stride)(p), (size_t)slots) &&
            mn_mul_i64(&state, c->K, tiles.width) &&
-           mn_mul_i64(&state, state, heads_of_item(c)) && mn_mul_i64(&rows, MN_CHUNK, tiles.width) &&
+           mn_mul_i64(&state, state, heads_of_item(c)) &&
+           mn_mul_i64(&rows, MN_CHUNK, tiles.width) &&
            mn_mul_size(&plan->scratch_bytes, sizeof(float),
                        (size_t)(state + rows + MN_T(mn_chunk_floats)(c->K, width, p->e.data)));
 }

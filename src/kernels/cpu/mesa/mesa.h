@@ -34,9 +34,9 @@ bool MN_T(mn_mesa_chunk_floats)(int64_t *count, const mn_call *call);
 float *MN_T(mn_mesa_chunk_place)(mn_mesa_chunk *c, float *at, const mn_call *call);
 
 /* Few heads go in segments of so many chunks, counted from the start of the sequence: solving is
- * most of the work and needs no later statistics, so once a phase has gone over the statistics alone
- * and kept them at the starts of segments, these are items of their own. Many heads are one segment.
- */
+ * most of the work and needs no later statistics, so once a phase has gone over the statistics
+ * alone and kept them at the starts of segments, these are items of their own. Many heads are one
+ * segment. */
 enum { MN_MESA_SEGMENT = 8 };
 
 static inline bool mn_mesa_is_cut(const mn_call *call) {

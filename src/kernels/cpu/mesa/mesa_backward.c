@@ -13,8 +13,8 @@
  * and dg is the flow through the state (stat.h) of E diag(beta), first_t x_t.(T_t - Hkk_0 y_t),
  * beta_s last_s k_s.(A k_s + B v_s) and fall (A.Hkk_0 + B.Hkv_0).
  *
- * X and Y need no adjoint: where sequences are cut (mesa.h) segments are solved first, side by side,
- * and the way back finds them in shared memory. */
+ * X and Y need no adjoint: where sequences are cut (mesa.h) segments are solved first, side by
+ * side, and the way back finds them in shared memory. */
 #include <string.h>
 
 #include "kernels/cpu/mesa/mesa.h"

@@ -1,5 +1,5 @@
-/* mesa_forward.c - outputs and states of mesa, chunk after chunk, and the decode step. One item is one
- * head of one sequence, or a segment of it (mesa.h). */
+/* mesa_forward.c - outputs and states of mesa, chunk after chunk, and the decode step. One item is
+ * one head of one sequence, or a segment of it (mesa.h). */
 #include <string.h>
 
 #include "kernels/cpu/mesa/mesa.h"

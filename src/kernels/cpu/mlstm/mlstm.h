@@ -16,9 +16,9 @@
 #include "kernels/cpu/chunk/stat.h"
 #include "kernels/cpu/chunk/tiles.h"
 
-/* The operator on some of its value columns: args.call.V of them, rows of C `row` numbers apart. The
- * first columns have what belongs to all, n and m, and the cotangent of nsum. Everything is linear
- * in the cotangents, so gradients of q, k, the gates, n0 and m0 are sums over the tiles. */
+/* The operator on some of its value columns: args.call.V of them, rows of C `row` numbers apart.
+ * The first columns have what belongs to all, n and m, and the cotangent of nsum. Everything is
+ * linear in the cotangents, so gradients of q, k, the gates, n0 and m0 are sums over the tiles. */
 typedef struct mn_mlstm_tile {
     mn_mlstm_args args;
     int64_t row;

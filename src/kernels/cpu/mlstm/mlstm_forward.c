@@ -1,5 +1,5 @@
-/* mlstm_forward.c - outputs and states of mlstm, chunk after chunk, and the decode step. One item is
- * some value columns of one head of one sequence; gates and scores are made by each. */
+/* mlstm_forward.c - outputs and states of mlstm, chunk after chunk, and the decode step. One item
+ * is some value columns of one head of one sequence; gates and scores are made by each. */
 #include <string.h>
 
 #include "kernels/cpu/mlstm/mlstm.h"
