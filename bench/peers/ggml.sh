@@ -1,8 +1,9 @@
 #!/bin/sh
-# mneme next to ggml: sh bench/peers/ggml.sh GGML_SOURCE [runs [threads]]
+# mneme next to ggml: sh bench/peers/ggml.sh GGML_SOURCE [runs [threads [OP]]]
+# OP: gla, gdn or kda alone. One thread is timed by the CPU time of the process.
 # GGML_SOURCE is a checkout of ggml; nothing in it is changed. MNEME_BUILD is mneme's build folder.
 set -eu
-[ $# -ge 1 ] || { echo "usage: $0 GGML_SOURCE [runs [threads]]" >&2; exit 2; }
+[ $# -ge 1 ] || { echo "usage: $0 GGML_SOURCE [runs [threads [OP]]]" >&2; exit 2; }
 here=$(cd "$(dirname "$0")" && pwd)
 source=$(cd "$1" && pwd)
 shift

@@ -1,5 +1,5 @@
-/* additive_column.c - chunks of additive_column.h, and the forward pass: one item is one head of
- * one sequence. */
+/* additive_column.c - chunks of additive_column.h, and the forward pass: one item is some value
+ * columns of one head of one sequence. */
 #include "kernels/cpu/additive_column/additive_column.h"
 
 #include <string.h>
@@ -120,11 +120,25 @@ void MN_T(mn_column_advance)(mn_column_chunk *c, float *S) {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
+mn_additive_column_args MN_T(mn_additive_column_tile)(const mn_additive_column_args *p,
+                                                      mn_columns col) {
+    mn_additive_column_args tile = *p;
+    const int64_t j0 = col.j0, state = j0 * p->call.K;
+    tile.call.V = col.n;
+    tile.v = mn_in_from(p->v, j0), tile.g = mn_in_from(p->g, j0);
+    tile.o = mn_out_from(p->o, j0), tile.cot.o = mn_in_from(p->cot.o, j0);
+    tile.state0 = mn_in_from(p->state0, state), tile.state = mn_out_from(p->state, state);
+    tile.cot.state = mn_in_from(p->cot.state, state);
+    tile.grad.v = mn_out_from(p->grad.v, j0), tile.grad.g = mn_out_from(p->grad.g, j0);
+    tile.grad.state0 = mn_out_from(p->grad.state0, state);
+    return tile;
+}
+
 bool MN_T(mn_additive_column_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t state, floats;
     plan->n_phases = 1;
-    plan->items[0] = mn_n_sequences(c) * c->H;
+    plan->items[0] = mn_n_sequences(c) * c->H * mn_column_tiles_of(c).count;
     return mn_mul_i64(&state, c->K, c->V) && mn_mul_i64(&floats, c->V, 8 * MN_COLUMN_BLOCK) &&
            mn_add_i64(&floats, state, mn_column_floats(c)) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)floats, sizeof(float));
@@ -141,7 +155,11 @@ static void write_outputs(const mn_column_chunk *c) {
 void MN_T(mn_additive_column_forward_run)(const void *args, int phase, int64_t item, void *shared,
                                           void *scratch) {
     (void)phase, (void)shared;
-    const mn_additive_column_args *p = args;
+    const mn_call *call = args;
+    const mn_column_tiles tiles = mn_column_tiles_of(call);
+    const mn_columns col = mn_columns_at(call, tiles, item % tiles.count);
+    const mn_additive_column_args some = MN_T(mn_additive_column_tile)(args, col), *p = &some;
+    item /= tiles.count;
     const int64_t n = item / p->call.H, h = item % p->call.H, KV = p->call.K * p->call.V;
     const mn_sequence seq = mn_sequence_at(&p->call, n);
     const float *from = MN_ROW(float, p->state0, n, 0, h);

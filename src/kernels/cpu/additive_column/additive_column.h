@@ -14,6 +14,7 @@
 #define MN_KERNELS_CPU_ADDITIVE_COLUMN_ADDITIVE_COLUMN_H
 
 #include "kernels/access.h"
+#include "kernels/cpu/chunk/tiles.h"
 #include "kernels/cpu/gemm/gemm.h"
 #include "kernels/cpu/simd/vec.h"
 #include "kernels/kernel.h"
@@ -36,6 +37,10 @@ static inline int64_t mn_column_floats(const mn_call *call) {
     return MN_COLUMN_BLOCK * MN_COLUMN_BLOCK + (5 * MN_COLUMN_BLOCK + 3) * call->V;
 }
 float *MN_T(mn_column_place)(mn_column_chunk *c, float *memory, const mn_call *call);
+
+/* The operator on some of its value columns. */
+mn_additive_column_args MN_T(mn_additive_column_tile)(const mn_additive_column_args *p,
+                                                      mn_columns col);
 
 /* Takes the chunk at token t of [t, end): scores and decays; c->p, b and h are set. */
 void MN_T(mn_column_take)(mn_column_chunk *c, int64_t t, int64_t end);

@@ -8,12 +8,13 @@
  *   D <- diag(f e^(G_L)) D + scale (f . dZ)'q
  *
  * and dg is the sum of dG from t to the end of the chunk. States come from replay.h, a block of
- * tokens at a time; those of the chunks inside a block are kept. One item is one head of one
- * sequence. */
+ * tokens at a time; those of the chunks inside a block are kept. One item is some value columns of
+ * one head of one sequence; where they are not all, dq and dk are sums of parts. */
 #include "kernels/cpu/additive_column/additive_column.h"
 
 #include <string.h>
 
+#include "kernels/cpu/chunk/parts.h"
 #include "kernels/cpu/chunk/replay.h"
 #include "kernels/cpu/simd/row.h"
 
@@ -53,12 +54,23 @@ static void place(work *w, float *memory, const mn_call *call) {
     w->states = at;
 }
 
+/* The gradients that are sums over value columns. */
+static mn_parts parts_of(mn_additive_column_args *p, const mn_call *call) {
+    return (mn_parts){ .call = call, .tiles = mn_column_tiles_of(call).count, .n = 2,
+                       .part = { { &p->grad.q, call->K }, { &p->grad.k, call->K } } };
+}
+
 bool MN_T(mn_additive_column_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
-    int64_t states, state;
-    plan->n_phases = 1;
-    plan->items[0] = mn_n_sequences(c) * c->H;
-    return mn_mul_i64(&state, c->K, c->V) && mn_mul_i64(&state, state, 2 * MN_COLUMN_BLOCK) &&
+    mn_additive_column_args all = *(const mn_additive_column_args *)args;
+    const mn_parts parts = parts_of(&all, c);
+    int64_t states, state, shared;
+    plan->n_phases = 2;
+    plan->items[0] = mn_n_sequences(c) * c->H * parts.tiles;
+    plan->items[1] = mn_parts_items(&parts);
+    return mn_parts_floats(&shared, &parts) &&
+           mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
+           mn_mul_i64(&state, c->K, c->V) && mn_mul_i64(&state, state, 2 * MN_COLUMN_BLOCK) &&
            mn_replay_floats(&states, mn_longest_sequence(c), MN_COLUMN_BLOCK, state_floats(c)) &&
            mn_add_i64(&states, states, work_floats(c)) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)states, sizeof(float));
@@ -241,9 +253,19 @@ static void reverse(void *context, const float *state, int64_t t, int64_t n) {
 
 void MN_T(mn_additive_column_backward_run)(const void *args, int phase, int64_t item, void *shared,
                                            void *scratch) {
-    (void)phase, (void)shared;
-    const mn_additive_column_args *p = args;
-    const mn_call *call = &p->call;
+    mn_additive_column_args some = *(const mn_additive_column_args *)args;
+    const mn_call *whole = args, *call = &some.call;
+    const mn_additive_column_args *p = &some;
+    const mn_column_tiles tiles = mn_column_tiles_of(whole);
+    if (phase == 1) {
+        const mn_parts parts = parts_of(&some, whole);
+        mn_parts_add(&parts, shared, item);
+        return;
+    }
+    some = MN_T(mn_additive_column_tile)(args, mn_columns_at(whole, tiles, item % tiles.count));
+    const mn_parts parts = parts_of(&some, whole);
+    mn_parts_redirect(&parts, shared, item % tiles.count);
+    item /= tiles.count;
     const size_t bytes = (size_t)(call->K * call->V) * sizeof(float);
     work w = { .n = item / call->H, .h = item % call->H };
     place(&w, scratch, call);

@@ -17,6 +17,20 @@ void MN_T(mn_stat_store)(float *to, const float *from, int64_t n) {
     if (to) memcpy(to, from, (size_t)n * sizeof *to);
 }
 
+void MN_T(mn_stat_load_rows)(float *to, const float *from, int64_t row, int64_t count,
+                             int64_t width) {
+    for (int64_t i = 0; i < count; i++) {
+        MN_T(mn_stat_load)(to + i * width, from ? from + i * row : NULL, width);
+    }
+}
+
+void MN_T(mn_stat_store_rows)(float *to, int64_t row, const float *from, int64_t count,
+                              int64_t width) {
+    for (int64_t i = 0; to && i < count; i++) {
+        MN_T(mn_stat_store)(to + i * row, from + i * width, width);
+    }
+}
+
 void MN_T(mn_stat_load_symmetric)(float *S, const float *R, int64_t K) {
     if (!R) {
         memset(S, 0, (size_t)(K * K) * sizeof *S);

@@ -98,6 +98,13 @@ MN_ALWAYS_INLINE void mn_prefetch_written_rows(mn_mat m, int64_t n, int64_t widt
 /* Copies n numbers; zeros where `from` is NULL. */
 void MN_T(mn_stat_load)(float *to, const float *from, int64_t n);
 
+/* Copies `count` rows of `width` numbers that are `row` apart, without gaps; zeros where `from` is
+ * NULL. And back, unless `to` is NULL. */
+void MN_T(mn_stat_load_rows)(float *to, const float *from, int64_t row, int64_t count,
+                             int64_t width);
+void MN_T(mn_stat_store_rows)(float *to, int64_t row, const float *from, int64_t count,
+                              int64_t width);
+
 /* Copies n numbers unless `to` is NULL. */
 void MN_T(mn_stat_store)(float *to, const float *from, int64_t n);
 

@@ -12,10 +12,20 @@
  *   there   Y = dQt R + tril(dQt K') K, dq_t and dgamma_t from y_t
  *   back    dK = K (D + D') + tril(Q K')'Z + tril(Z K')'Q + e      D <- D + Z'Q
  *
- * R is symmetric; what is given for it counts by its symmetric part, and so does its gradient. */
+ * R is symmetric; what is given for it counts by its symmetric part, and so does its gradient.
+ *
+ * Few heads are cut: forward into columns of R and Y, and backward the two ways are two items, once
+ * a phase before them has formed s_t.q_t and s_t.d_t of all tokens. */
 #include <string.h>
 
 #include "kernels/cpu/chunk/stat.h"
+#include "kernels/cpu/chunk/tiles.h"
+
+/* How the columns of R are cut: by H and K alone. */
+static mn_column_tiles tiles_of(const mn_call *call) {
+    const mn_call columns = { .H = call->H, .V = call->K };
+    return mn_column_tiles_of(&columns);
+}
 
 /* The tokens of one chunk. */
 typedef struct chunk {
@@ -67,12 +77,14 @@ static void prefetch(mn_mat m, const chunk *c, const mn_sequence *seq, int64_t s
     mn_prefetch_rows(m, last - first, K);
 }
 
-/* Y = X R + tril(X K') K */
-static void apply_moment(mn_mat Y, mn_mat X, const float *R, float *P, const chunk *c, int64_t K) {
-    mn_gemm_args g = mn_product(Y, X, mn_mat_of(R, K), (mn_dims){ c->L, K, K });
+/* Columns of Y = X R + tril(X K') K; R has those columns only, Y begins with them. */
+static void apply_moment(mn_mat Y, mn_mat X, const float *R, float *P, const chunk *c, int64_t K,
+                         mn_columns col) {
+    const mn_mat k = { c->k.at + col.j0, c->k.row, c->k.col };
+    mn_gemm_args g = mn_product(Y, X, mn_mat_of(R, col.n), (mn_dims){ c->L, col.n, K });
     MN_T(mn_gemm)(&g);
     MN_T(mn_stat_scores)(P, X, c->k, c->L, K);
-    g = mn_product(Y, mn_mat_of(P, MN_STAT_CHUNK), c->k, (mn_dims){ c->L, K, c->L });
+    g = mn_product(Y, mn_mat_of(P, MN_STAT_CHUNK), k, (mn_dims){ c->L, col.n, c->L });
     g.base = MN_GEMM_ADD;
     g.shape = MN_GEMM_A_LOWER;
     MN_T(mn_gemm)(&g);
@@ -87,7 +99,7 @@ bool MN_T(mn_curvature_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t count;
     plan->n_phases = 1;
-    plan->items[0] = mn_n_sequences(c) * c->H;
+    plan->items[0] = mn_n_sequences(c) * c->H * tiles_of(c).count;
     return forward_floats(&count, c->K) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)count, sizeof(float));
 }
@@ -135,57 +147,86 @@ static void step(const mn_curvature_args *p, const mn_sequence *seq, int64_t n, 
     MN_T(mn_stat_store)(MN_ROW_OUT(float, p->ks, n, 0, h), sums, K);
 }
 
-void MN_T(mn_curvature_forward_run)(const void *args, int phase, int64_t item, void *shared,
-                                    void *scratch) {
-    (void)phase, (void)shared;
-    const mn_curvature_args *p = args;
-    const int64_t K = p->call.K, n = item / p->call.H, h = item % p->call.H;
+/* Columns of (R + R') / 2; zeros without R. */
+static void load_columns_of(float *S, const float *R, int64_t K, mn_columns col) {
+    for (int64_t i = 0; i < K; i++) {
+        for (int64_t j = 0; j < col.n; j++) {
+            const int64_t at = col.j0 + j;
+            S[i * col.n + j] = R ? 0.5f * (R[i * K + at] + R[at * K + i]) : 0.0f;
+        }
+    }
+}
+
+/* R <- R + K'K, all of its columns or some. */
+static void add_keys(float *R, const chunk *c, int64_t K, mn_columns col) {
+    const mn_mat k = { c->k.at + col.j0, c->k.row, c->k.col };
+    if (col.n == K) MN_T(mn_stat_add_symmetric)(R, 1.0f, c->k, c->k, c->L, K);
+    else MN_T(mn_stat_add_products)(mn_mat_of(R, col.n), 1.0f, 1.0f, c->k, k,
+                                    (mn_dims){ K, col.n, c->L });
+}
+
+static void forward_columns(const mn_curvature_args *p, int64_t n, int64_t h, mn_columns col,
+                            float *scratch) {
+    const int64_t K = p->call.K, j0 = col.j0;
     const mn_sequence seq = mn_sequence_at(&p->call, n);
     float *R = scratch, *P = R + K * K, *s = P + MN_STAT_CHUNK * MN_STAT_CHUNK;
     float *within = s + K, *sums = within + K;
-    if (seq.length == 1) {
-        step(p, &seq, n, h, scratch);
-        return;
-    }
-    MN_T(mn_stat_load_symmetric)(R, MN_ROW(float, p->kk0, n, 0, h), K);
+    if (col.n == K) MN_T(mn_stat_load_symmetric)(R, MN_ROW(float, p->kk0, n, 0, h), K);
+    else load_columns_of(R, MN_ROW(float, p->kk0, n, 0, h), K, col);
     MN_T(mn_stat_load)(sums, MN_ROW(float, p->ks0, n, 0, h), K);
     memset(within, 0, (size_t)K * sizeof *within);
     for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
         const chunk c = chunk_at(p, &seq, n, h, start);
-        const mn_mat qt = mn_mat_rows_out(p->qt, c.b, c.t0, h);
-        mn_prefetch_written_rows(qt, c.L, K);
+        const mn_mat qt = mn_mat_rows_out(mn_out_from(p->qt, j0), c.b, c.t0, h);
+        mn_prefetch_written_rows(qt, c.L, col.n);
         prefetch(c.q, &c, &seq, MN_STAT_CHUNK, K);
-        if (qt.at) apply_moment(qt, c.q, R, P, &c, K);
+        if (qt.at) apply_moment(qt, c.q, R, P, &c, K, col);
         for (int64_t t = 0; t < c.L; t++) {
             const float *q = mn_row_of(c.q, t), gamma = *MN_ROW(float, p->gamma, c.b, c.t0 + t, h);
             const float each = (float)(1.0 / (c.count + (double)t + 1.0));
             const float mean = each * sum_key(s, within, sums, mn_row_of(c.k, t), q, K);
-            if (qt.at) contract(mn_row_of(qt, t), q, s, gamma * each, mean, K);
+            if (qt.at) contract(mn_row_of(qt, t), q + j0, s + j0, gamma * each, mean, col.n);
         }
         close_sums(sums, within, K);
         prefetch(c.k, &c, &seq, MN_STAT_CHUNK, K);
-        MN_T(mn_stat_add_symmetric)(R, 1.0f, c.k, c.k, c.L, K);
+        add_keys(R, &c, K, col);
     }
-    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->kk, n, 0, h), R, K * K);
-    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->ks, n, 0, h), sums, K);
+    MN_T(mn_stat_store_rows)(MN_ROW_OUT(float, mn_out_from(p->kk, j0), n, 0, h), K, R, K, col.n);
+    if (j0 == 0) MN_T(mn_stat_store)(MN_ROW_OUT(float, p->ks, n, 0, h), sums, K);
 }
 
-/* Work space of backward. M, m are R, s there and D, e on the way back. */
+void MN_T(mn_curvature_forward_run)(const void *args, int phase, int64_t item, void *shared,
+                                    void *scratch) {
+    (void)phase, (void)shared;
+    const mn_curvature_args *p = args;
+    const mn_column_tiles tiles = tiles_of(&p->call);
+    const mn_call columns = { .V = p->call.K };
+    const int64_t head = item / tiles.count, n = head / p->call.H, h = head % p->call.H;
+    const mn_sequence seq = mn_sequence_at(&p->call, n);
+    const mn_columns col = mn_columns_at(&columns, tiles, item % tiles.count);
+    if (seq.length != 1) forward_columns(p, n, h, col, scratch);
+    else if (col.j0 == 0) step(p, &seq, n, h, scratch);
+}
+
+/* Work space of an item of backward. M, m are R, s there and D, e on the way back. */
 typedef struct work {
     float *M, *m, *twice;       // (K,K) (K) (K,K): D + D'
     float *P, *Y, *Z;           // (chunk,chunk), (chunk,K), (chunk,K)
     float *s, *within;          // (K) (K): a sum, and its part inside the chunk
-    float *products;            // (T,2): s.q and s.d of every token
+    float *products;            // shared, (T,2): s.q and s.d of every token of the sequence
 } work;
+
+enum { WAYS = 2 };    // there and back
 
 bool MN_T(mn_curvature_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t count, extra, tokens;
-    plan->n_phases = 1;
+    plan->n_phases = 2;
     plan->items[0] = mn_n_sequences(c) * c->H;
+    plan->items[1] = plan->items[0] * WAYS;
     return forward_floats(&count, c->K) && mn_mul_i64(&extra, c->K, c->K + 2 * MN_STAT_CHUNK) &&
-           mn_mul_i64(&tokens, mn_longest_sequence(c), 2) && mn_add_i64(&count, count, extra) &&
-           mn_add_i64(&count, count, tokens) &&
+           mn_mul_i64(&tokens, c->B * c->T, c->H) && mn_add_i64(&count, count, extra) &&
+           mn_mul_size(&plan->shared_bytes, (size_t)tokens, 2 * sizeof(float)) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)count, sizeof(float));
 }
 
@@ -199,25 +240,35 @@ static work place(float *at, int64_t K) {
     w.m = w.Z + rows;
     w.s = w.m + K;
     w.within = w.s + K;
-    w.products = w.within + K;
     return w;
 }
 
-/* dq, dgamma and the products of one chunk; then its keys join the sums. */
-static void query_backward(const mn_curvature_args *p, work *w, const chunk *c, float *products) {
+/* The products of one chunk; then its keys join the sums. */
+static void sum_products(work *w, const chunk *c, float *products, int64_t K) {
+    for (int64_t t = 0; t < c->L; t++) {
+        const float *q = mn_row_of(c->q, t), *d = c->d.at ? mn_row_of(c->d, t) : NULL;
+        products[2 * t] = sum_key(w->s, w->within, w->m, mn_row_of(c->k, t), q, K);
+        products[2 * t + 1] = d ? vf_dot_row(w->s, d, K) : 0.0f;
+    }
+    close_sums(w->m, w->within, K);
+}
+
+/* dq and dgamma of one chunk; then its keys join the sums. */
+static void query_backward(const mn_curvature_args *p, work *w, const chunk *c,
+                           const float *products) {
     const int64_t K = p->call.K;
     const mn_mat dq = mn_mat_rows_out(p->grad.q, c->b, c->t0, c->h);
     const bool wanted = c->d.at && (dq.at || p->grad.gamma.data);
-    if (wanted) apply_moment(mn_mat_of(w->Y, K), c->d, w->M, w->P, c, K);
+    if (wanted) {
+        apply_moment(mn_mat_of(w->Y, K), c->d, w->M, w->P, c, K, (mn_columns){ 0, K });
+    }
     for (int64_t t = 0; t < c->L; t++) {
         const float *q = mn_row_of(c->q, t), *d = c->d.at ? mn_row_of(c->d, t) : NULL;
         const float gamma = *MN_ROW(float, p->gamma, c->b, c->t0 + t, c->h);
         float *y = w->Y + t * K, *dgamma = MN_ROW_OUT(float, p->grad.gamma, c->b, c->t0 + t, c->h);
         const float each = (float)(1.0 / (c->count + (double)t + 1.0));
-        const float sq = sum_key(w->s, w->within, w->m, mn_row_of(c->k, t), q, K);
-        const float sd = d ? vf_dot_row(w->s, d, K) : 0.0f;
-        products[2 * t] = sq;
-        products[2 * t + 1] = sd;
+        const float sq = products[2 * t], sd = products[2 * t + 1];
+        sum_key(w->s, w->within, w->m, mn_row_of(c->k, t), q, K);
         if (dgamma) *dgamma = wanted ? -each * (vf_dot_row(y, q, K) - each * sd * sq) : 0.0f;
         if (wanted) contract(y, d, w->s, gamma * each, each * sd, K);
         if (dq.at) MN_T(mn_stat_load)(mn_row_of(dq, t), wanted ? y : NULL, K);
@@ -278,30 +329,45 @@ static void key_backward(const mn_curvature_args *p, work *w, const chunk *c,
     MN_T(mn_gemm)(&g);
 }
 
-void MN_T(mn_curvature_backward_run)(const void *args, int phase, int64_t item, void *shared,
-                                     void *scratch) {
-    (void)phase, (void)shared;
-    const mn_curvature_args *p = args;
-    const int64_t K = p->call.K, n = item / p->call.H, h = item % p->call.H;
+/* There: products in phase 0, dq and dgamma in phase 1. */
+static void go_forward(const mn_curvature_args *p, work *w, int64_t n, int64_t h, bool first) {
+    const int64_t K = p->call.K;
     const mn_sequence seq = mn_sequence_at(&p->call, n);
-    work w = place(scratch, K);
-    MN_T(mn_stat_load_symmetric)(w.M, MN_ROW(float, p->kk0, n, 0, h), K);
-    MN_T(mn_stat_load)(w.m, MN_ROW(float, p->ks0, n, 0, h), K);
-    memset(w.within, 0, (size_t)K * sizeof *w.within);
+    if (!first) MN_T(mn_stat_load_symmetric)(w->M, MN_ROW(float, p->kk0, n, 0, h), K);
+    MN_T(mn_stat_load)(w->m, MN_ROW(float, p->ks0, n, 0, h), K);
     for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
         const chunk c = chunk_at(p, &seq, n, h, start);
-        query_backward(p, &w, &c, w.products + 2 * start);
+        if (first) sum_products(w, &c, w->products + 2 * start, K);
+        else query_backward(p, w, &c, w->products + 2 * start);
     }
-    MN_T(mn_stat_load)(w.M, MN_ROW(float, p->cot.kk, n, 0, h), K * K);
-    MN_T(mn_stat_load)(w.m, MN_ROW(float, p->cot.ks, n, 0, h), K);
+}
+
+static void go_back(const mn_curvature_args *p, work *w, int64_t n, int64_t h) {
+    const int64_t K = p->call.K;
+    const mn_sequence seq = mn_sequence_at(&p->call, n);
+    MN_T(mn_stat_load)(w->M, MN_ROW(float, p->cot.kk, n, 0, h), K * K);
+    MN_T(mn_stat_load)(w->m, MN_ROW(float, p->cot.ks, n, 0, h), K);
     const int64_t n_chunks = mn_ceil_div(seq.length, MN_STAT_CHUNK);
     for (int64_t i = n_chunks - 1; i >= 0; i--) {
         const chunk c = chunk_at(p, &seq, n, h, i * MN_STAT_CHUNK);
-        key_backward(p, &w, &c, w.products + 2 * i * MN_STAT_CHUNK);
+        key_backward(p, w, &c, w->products + 2 * i * MN_STAT_CHUNK);
     }
     float *dkk0 = MN_ROW_OUT(float, p->grad.kk0, n, 0, h);
-    if (dkk0) MN_T(mn_stat_load_symmetric)(dkk0, w.M, K);
-    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->grad.ks0, n, 0, h), w.m, K);
+    if (dkk0) MN_T(mn_stat_load_symmetric)(dkk0, w->M, K);
+    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->grad.ks0, n, 0, h), w->m, K);
+}
+
+void MN_T(mn_curvature_backward_run)(const void *args, int phase, int64_t item, void *shared,
+                                     void *scratch) {
+    const mn_curvature_args *p = args;
+    const int64_t head = phase == 0 ? item : item / WAYS, n = head / p->call.H;
+    const int64_t h = head % p->call.H;
+    const mn_sequence seq = mn_sequence_at(&p->call, n);
+    work w = place(scratch, p->call.K);
+    w.products = (float *)shared + 2 * ((seq.b * p->call.H + h) * p->call.T + seq.t0);
+    memset(w.within, 0, (size_t)p->call.K * sizeof *w.within);
+    if (phase == 1 && item % WAYS) go_back(p, &w, n, h);
+    else go_forward(p, &w, n, h, phase == 0);
 }
 
 /* One token of every sequence: the same work with less room. */
@@ -314,5 +380,8 @@ bool MN_T(mn_curvature_step_plan)(const void *args, mn_plan *plan) {
 
 void MN_T(mn_curvature_step_run)(const void *args, int phase, int64_t item, void *shared,
                                  void *scratch) {
-    MN_T(mn_curvature_forward_run)(args, phase, item, shared, scratch);
+    (void)phase, (void)shared;
+    const mn_curvature_args *p = args;
+    const mn_sequence seq = mn_sequence_at(&p->call, item / p->call.H);
+    step(p, &seq, item / p->call.H, item % p->call.H, scratch);
 }

@@ -6,12 +6,14 @@
  *   dq = w . (S0 do) + b (u.do) + k (v.do)        dg = w . rowsum(D . S0)
  *   D <- diag(w) D + a du'
  *
- * States come from replay.h; those of a block's tokens are kept. One item is one head of one
- * sequence, all its columns: sums over columns need no second phase. */
+ * States come from replay.h; those of a block's tokens are kept. One item is some value columns of
+ * one head of one sequence; where they are not all, gradients of rows of K are sums of parts. */
 #include <string.h>
 
 #include "base/checked.h"
+#include "kernels/cpu/chunk/parts.h"
 #include "kernels/cpu/chunk/replay.h"
+#include "kernels/cpu/chunk/tiles.h"
 #include "kernels/cpu/dplr/dplr.h"
 #include "kernels/cpu/simd/lanes.h"
 #include "kernels/cpu/simd/row.h"
@@ -31,7 +33,7 @@ typedef struct item {
 } item;
 
 static int64_t place(item *s, float *memory, const mn_call *c) {
-    const int64_t K = c->K, width = mn_ceil_div(c->V, MN_VW) * MN_VW;
+    const int64_t K = c->K, width = mn_ceil_div(mn_column_tile_width(c), MN_VW) * MN_VW;
     const int64_t rows = mn_ceil_div(K, MN_VW) * MN_VW;
     float *at = memory;
     s->rows = rows;
@@ -49,15 +51,27 @@ static int64_t place(item *s, float *memory, const mn_call *c) {
     return at - memory;
 }
 
+/* The gradients that are sums over value columns. */
+static mn_parts parts_of(mn_dplr_args *p, const mn_call *c) {
+    return (mn_parts){ .call = c, .tiles = mn_ceil_div(c->V, mn_column_tile_width(c)), .n = 5,
+                       .part = { { &p->grad.q, c->K }, { &p->grad.k, c->K }, { &p->grad.a, c->K },
+                                 { &p->grad.b, c->K }, { &p->grad.g, c->K } } };
+}
+
 bool MN_T(mn_dplr_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    mn_dplr_args all = *(const mn_dplr_args *)args;
     item s;
-    int64_t states, floats;
+    int64_t states, floats, shared;
     if (!mn_cells_fit(c)) return false;
-    plan->n_phases = 1;
-    plan->items[0] = mn_n_sequences(c) * c->H;
-    const int64_t cells = c->K * mn_ceil_div(c->V, MN_VW) * MN_VW;
-    return mn_replay_floats(&states, mn_longest_sequence(c), MN_DPLR_BLOCK, cells) &&
+    const mn_parts parts = parts_of(&all, c);
+    plan->n_phases = 2;
+    plan->items[0] = mn_n_sequences(c) * c->H * parts.tiles;
+    plan->items[1] = mn_parts_items(&parts);
+    const int64_t cells = c->K * mn_ceil_div(mn_column_tile_width(c), MN_VW) * MN_VW;
+    return mn_parts_floats(&shared, &parts) &&
+           mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
+           mn_replay_floats(&states, mn_longest_sequence(c), MN_DPLR_BLOCK, cells) &&
            mn_add_i64(&floats, states, place(&s, NULL, c)) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)floats, sizeof(float));
 }
@@ -167,7 +181,7 @@ static void reverse(void *context, const float *state, int64_t t0, int64_t n) {
                           MN_ROW(float, p->k, b, at, h), MN_ROW(float, p->a, b, at, h),
                           MN_ROW(float, p->b, b, at, h) };
         load_row(s->d_o, MN_ROW(float, p->cot.o, b, at, h), (float)p->scale, &s->tile);
-        load_row(s->v, MN_ROW(float, p->v, b, at, h), 1.0f, &s->tile);
+        load_row(s->v, MN_ROW(float, p->v, b, at, h) + s->tile.j0, 1.0f, &s->tile);
         columns_backward(s, &t, MN_ROW_OUT(float, p->grad.v, b, at, h));
         for (int64_t row = 0; row < K; row++) row_backward(s, &t, S0, u, row);
         store_keys(s, &t, at, vf_dot_whole(u, s->d_o, width), vf_dot_whole(s->v, s->d_o, width));
@@ -176,18 +190,25 @@ static void reverse(void *context, const float *state, int64_t t0, int64_t n) {
 
 void MN_T(mn_dplr_backward_run)(const void *args, int phase, int64_t index, void *shared,
                                 void *scratch) {
-    (void)phase, (void)shared;
-    const mn_dplr_args *p = args;
-    const int64_t K = p->call.K, V = p->call.V, n = index / p->call.H;
-    const int64_t width = mn_ceil_div(V, MN_VW) * MN_VW;
-    item s = { .tile = { n, index % p->call.H, 0, V, width },
-               .seq = mn_sequence_at(&p->call, n) };
+    mn_dplr_args mine = *(const mn_dplr_args *)args;
+    const mn_dplr_args *p = &mine;
+    const mn_parts parts = parts_of(&mine, &p->call);
+    const int64_t K = p->call.K, V = p->call.V;
+    if (phase == 1) {
+        mn_parts_add(&parts, shared, index);
+        return;
+    }
+    mn_parts_redirect(&parts, shared, index % parts.tiles);
+    item s = { .tile = mn_column_tile_at(&p->call, index) };
+    s.seq = mn_sequence_at(&p->call, s.tile.sequence);
+    mine.cot.o = mn_in_from(mine.cot.o, s.tile.j0);
+    mine.grad.v = mn_out_from(mine.grad.v, s.tile.j0);
     float *memory = (float *)scratch + place(&s, scratch, &p->call);
     s.block.p = p, s.block.b = s.seq.b, s.block.h = s.tile.h;
     memset(s.lanes, 0, (size_t)(SUMS * s.rows * MN_VW) * sizeof *s.lanes);
-    const mn_replay replay = { .T = s.seq.length, .block = MN_DPLR_BLOCK, .floats = K * width,
-                               .context = &s, .advance = advance, .turn = turn,
-                               .reverse = reverse };
+    const mn_replay replay = { .T = s.seq.length, .block = MN_DPLR_BLOCK,
+                               .floats = K * s.tile.width, .context = &s, .advance = advance,
+                               .turn = turn, .reverse = reverse };
     MN_T(mn_column_state_load)(memory, p->state0, &s.tile, K, V);
     mn_replay_run(&replay, memory);
     MN_T(mn_column_state_store)(p->grad.state0, s.D, &s.tile, K, V);

@@ -24,7 +24,7 @@
 #include "kernels/access.h"
 #include "kernels/kernel.h"
 #include "kernels/cpu/gemm/gemm.h"
-#include "kernels/cpu/simd/vec.h"
+#include "kernels/cpu/simd/row.h"
 
 #define MN_SEGMENT_FALL 40.0f
 enum { MN_CHUNK = 32, MN_SOLVE_BLOCK = 16 };
@@ -92,8 +92,8 @@ MN_ALWAYS_INLINE void mn_scale_row(float *dst, const float *src, const float *fa
     }
     const int n = (int)(K - i);
     if (n > 0) {
-        const vf x = vf_mul(vf_load_n(src + i, n), common);
-        vf_store_n(dst + i, width > 1 ? vf_mul(x, vf_load_n(factor + i, n)) : x, n);
+        const vf x = vf_mul(vf_load_row(src + i, n), common);
+        vf_store_row(dst + i, width > 1 ? vf_mul(x, vf_load_row(factor + i, n)) : x, n);
     }
 }
 
@@ -118,8 +118,8 @@ MN_ALWAYS_INLINE void mn_prefetch_written(mn_out x, const mn_chunk *c, int64_t w
 MN_ALWAYS_INLINE void mn_exp_row(float *factor, const float *a, const float *b, int64_t width) {
     for (int64_t i = 0; i < width; i += MN_VW) {
         const int n = vf_lanes(width - i);
-        const vf x = a ? vf_load_n(a + i, n) : vf_zero();
-        vf_store_n(factor + i, vf_exp(b ? vf_sub(x, vf_load_n(b + i, n)) : x), n);
+        const vf x = a ? vf_load_row(a + i, n) : vf_zero();
+        vf_store_row(factor + i, vf_exp(b ? vf_sub(x, vf_load_row(b + i, n)) : x), n);
     }
 }
 

@@ -190,7 +190,7 @@ static void scale_by_fall(float *row, mn_chunk *c, const float *a, const float *
 static void add_row(float *y, const float *x, int64_t K) {
     for (int64_t i = 0; i < K; i += MN_VW) {
         const int n = vf_lanes(K - i);
-        vf_store_n(y + i, vf_add(vf_load_n(y + i, n), vf_load_n(x + i, n)), n);
+        vf_store_row(y + i, vf_add(vf_load_row(y + i, n), vf_load_row(x + i, n)), n);
     }
 }
 
@@ -250,9 +250,9 @@ static void end_decay_gradient(float *last, const work *w, const float *S) {
     for (int64_t s = 0; s < c->L; s++) {
         for (int64_t i = 0; i < K; i += MN_VW) {
             const int lanes = vf_lanes(K - i);
-            const vf sum = vf_load_n(last + i, lanes);
-            vf_store_n(last + i, vf_fma(vf_load_n(c->wd + s * K + i, lanes),
-                                        vf_load_n(w->acc + s * K + i, lanes), sum), lanes);
+            const vf sum = vf_load_row(last + i, lanes);
+            vf_store_row(last + i, vf_fma(vf_load_row(c->wd + s * K + i, lanes),
+                                        vf_load_row(w->acc + s * K + i, lanes), sum), lanes);
         }
     }
 }
@@ -262,8 +262,8 @@ static void add_products(float *run, const float *a, const float *b, int64_t K, 
     const vf s = vf_set1(sign);
     for (int64_t i = 0; i < K; i += MN_VW) {
         const int n = vf_lanes(K - i);
-        const vf x = vf_mul(s, vf_load_n(a + i, n));
-        vf_store_n(run + i, vf_fma(x, vf_load_n(b + i, n), vf_load_n(run + i, n)), n);
+        const vf x = vf_mul(s, vf_load_row(a + i, n));
+        vf_store_row(run + i, vf_fma(x, vf_load_row(b + i, n), vf_load_row(run + i, n)), n);
     }
 }
 

@@ -70,9 +70,9 @@ static void sum_channel_decays(mn_chunk *c, const mn_linear *p) {
         bool too_far = false;
         for (int64_t i = 0; i < c->width; i += MN_VW) {
             const int n = vf_lanes(c->width - i);
-            const vf before = t ? vf_load_n(G - c->width + i, n) : vf_zero();
-            const vf sum = vf_add(before, vf_load_n(g + i, n));
-            vf_store_n(G + i, sum, n);
+            const vf before = t ? vf_load_row(G - c->width + i, n) : vf_zero();
+            const vf sum = vf_add(before, vf_load_row(g + i, n));
+            vf_store_row(G + i, sum, n);
             too_far |= vm_any(vf_lt(sum, limit));
         }
         if (too_far) begin_segment(c, t);
@@ -97,8 +97,8 @@ static void row_factors(mn_chunk *c, int64_t t0, int64_t end, const float *step)
         const vf origin = vf_set1(step ? *step : 0.0f);
         for (int64_t t = t0; t < end; t += MN_VW) {
             const int n = vf_lanes(end - t);
-            const vf x = vf_load_n(c->G + t, n);
-            vf_store_n(c->factor + t, vf_exp(step ? vf_sub(origin, x) : x), n);
+            const vf x = vf_load_row(c->G + t, n);
+            vf_store_row(c->factor + t, vf_exp(step ? vf_sub(origin, x) : x), n);
         }
         return;
     }
@@ -117,8 +117,8 @@ static void divide_row(float *dst, const float *w, const float *factor, int64_t 
     }
     for (int64_t i = 0; i < K; i += MN_VW) {
         const int n = vf_lanes(K - i);
-        const vf x = vf_mul(vf_set1(beta), vf_load_n(w + i, n));
-        vf_store_n(dst + i, vf_div(x, vf_load_n(factor + i, n)), n);
+        const vf x = vf_mul(vf_set1(beta), vf_load_row(w + i, n));
+        vf_store_row(dst + i, vf_div(x, vf_load_row(factor + i, n)), n);
     }
 }
 

@@ -24,11 +24,11 @@ static void eliminate_row(float *X, int64_t n, int64_t t, int64_t s0, int64_t s1
     }
     for (; j < n; j += MN_VW) {
         const int lanes = vf_lanes(n - j);
-        vf x = vf_load_n(X + t * n + j, lanes);
+        vf x = vf_load_row(X + t * n + j, lanes);
         for (int64_t s = s0; s < s1; s++) {
-            x = vf_fnma(vf_set1(a[s * a_step]), vf_load_n(X + s * n + j, lanes), x);
+            x = vf_fnma(vf_set1(a[s * a_step]), vf_load_row(X + s * n + j, lanes), x);
         }
-        vf_store_n(X + t * n + j, x, lanes);
+        vf_store_row(X + t * n + j, x, lanes);
     }
 }
 

@@ -13,6 +13,7 @@
 #define MN_KERNELS_CPU_MESA_MESA_H
 
 #include "kernels/cpu/chunk/stat.h"
+#include "kernels/cpu/chunk/tiles.h"
 
 /* Hkk (K,K), then Hkv (K,V). */
 typedef struct mn_mesa_state {
@@ -32,6 +33,25 @@ typedef struct mn_mesa_chunk {
 bool MN_T(mn_mesa_chunk_floats)(int64_t *count, const mn_call *call);
 float *MN_T(mn_mesa_chunk_place)(mn_mesa_chunk *c, float *at, const mn_call *call);
 
+/* Few heads go in segments of so many chunks, counted from the start of the sequence: solving is
+ * most of the work and needs no later statistics, so once a phase has gone over the statistics
+ * alone and kept them at the starts of segments, these are items of their own. Many heads are one
+ * segment. */
+enum { MN_MESA_SEGMENT = 8 };
+
+static inline bool mn_mesa_is_cut(const mn_call *call) {
+    return call->H < MN_MANY_HEADS && mn_longest_sequence(call) > MN_MESA_SEGMENT * MN_STAT_CHUNK;
+}
+
+static inline int64_t mn_mesa_chunks(const mn_call *call) {
+    return mn_ceil_div(mn_longest_sequence(call), MN_STAT_CHUNK);
+}
+
+/* Segments of the longest sequence. */
+static inline int64_t mn_mesa_segments(const mn_call *call) {
+    return mn_mesa_is_cut(call) ? mn_ceil_div(mn_mesa_chunks(call), MN_MESA_SEGMENT) : 1;
+}
+
 bool MN_T(mn_mesa_state_floats)(int64_t *count, const mn_call *call);
 mn_mesa_state MN_T(mn_mesa_state_at)(float *at, const mn_call *call);
 void MN_T(mn_mesa_state_load)(mn_mesa_state S, const mn_mesa_args *p, int64_t n, int64_t h);
@@ -39,6 +59,11 @@ void MN_T(mn_mesa_state_load)(mn_mesa_state S, const mn_mesa_args *p, int64_t n,
 /* Without `reads` only the last row of W, and no Wb. */
 void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_sequence *seq,
                            int64_t h, int64_t start, bool reads);
+
+/* Goes over the sequence with its statistics alone; those before every `every`th chunk end up in
+ * `kept`, the last ones in S. */
+void MN_T(mn_mesa_keep)(float *kept, mn_mesa_state S, mn_mesa_chunk *c, const mn_mesa_args *p,
+                        const mn_sequence *seq, int64_t n, int64_t h, int64_t every);
 
 /* S goes on to the end of the chunk. */
 void MN_T(mn_mesa_advance)(mn_mesa_state S, const mn_mesa_chunk *c, const mn_call *call);

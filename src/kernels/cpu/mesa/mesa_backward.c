@@ -11,7 +11,10 @@
  *   A <- fall A - Y'diag(first) X       B <- fall B + X'diag(first) dO     dlam = -sum_t x_t.y_t
  *
  * and dg is the flow through the state (stat.h) of E diag(beta), first_t x_t.(T_t - Hkk_0 y_t),
- * beta_s last_s k_s.(A k_s + B v_s) and fall (A.Hkk_0 + B.Hkv_0). */
+ * beta_s last_s k_s.(A k_s + B v_s) and fall (A.Hkk_0 + B.Hkv_0).
+ *
+ * X and Y need no adjoint: where sequences are cut (mesa.h) segments are solved first, side by
+ * side, and the way back finds them in shared memory. */
 #include <string.h>
 
 #include "kernels/cpu/mesa/mesa.h"
@@ -28,7 +31,26 @@ typedef struct work {
     float *X, *Y, *T, *J;    // (chunk,K)
     float *d_o;              // (chunk,V): do, zeros without one
     double *dlam;            // (K)
+    float *given;            // shared, (T,2K) of the sequence: X, then Y of each chunk; NULL: solve
 } work;
+
+enum { KEEP, SOLVE, BACK, LAM, PHASES };
+
+/* Shared memory: dlam of every sequence and head, then, where sequences are cut, statistics at the
+ * starts of segments, and X and Y of every token and head. */
+typedef struct layout {
+    int64_t heads, segments, kept, solved;    // heads, and floats
+} layout;
+
+static bool layout_of(layout *l, const mn_call *c) {
+    const bool cut = mn_mesa_is_cut(c);
+    *l = (layout){ .heads = mn_n_sequences(c) * c->H, .segments = mn_mesa_segments(c) };
+    return mn_mul_i64(&l->kept, l->heads, l->segments) &&
+           MN_T(mn_mesa_state_floats)(&l->solved, c) &&
+           mn_mul_i64(&l->kept, l->kept, cut ? l->solved : 0) &&
+           mn_mul_i64(&l->solved, c->B * c->T * c->H, cut ? 2 : 0) &&
+           mn_mul_i64(&l->solved, l->solved, c->K);
+}
 
 static int64_t segments_of(const mn_call *call) {
     return mn_ceil_div(mn_ceil_div(mn_longest_sequence(call), MN_STAT_CHUNK), MN_STAT_SEGMENT);
@@ -38,10 +60,14 @@ static int64_t segments_of(const mn_call *call) {
 bool MN_T(mn_mesa_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t states, count, widths, square, shared;
-    size_t solver, others;
-    plan->n_phases = 2;
-    plan->items[0] = mn_n_sequences(c) * c->H;
-    plan->items[1] = c->H;
+    size_t solver, others, sums;
+    layout l;
+    if (!layout_of(&l, c)) return false;
+    plan->n_phases = PHASES;
+    plan->items[KEEP] = mn_mesa_is_cut(c) ? l.heads : 0;
+    plan->items[SOLVE] = mn_mesa_is_cut(c) ? l.heads * l.segments : 0;
+    plan->items[BACK] = l.heads;
+    plan->items[LAM] = c->H;
     return MN_T(mn_mesa_state_floats)(&states, c) &&
            mn_mul_i64(&states, states, segments_of(c) + MN_STAT_SEGMENT + 1) &&
            MN_T(mn_mesa_chunk_floats)(&count, c) && mn_add_i64(&count, count, states) &&
@@ -52,8 +78,11 @@ bool MN_T(mn_mesa_backward_plan)(const void *args, mn_plan *plan) {
            mn_mul_size(&others, (size_t)count, sizeof(float)) &&
            MN_T(mn_mesa_solver_bytes)(&solver, c) &&
            mn_add_size(&plan->scratch_bytes, solver, others) &&
-           mn_mul_i64(&shared, plan->items[0], c->K) &&
-           mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(double));
+           mn_mul_i64(&shared, l.heads, c->K) &&
+           mn_mul_size(&sums, (size_t)shared, sizeof(double)) &&
+           mn_add_i64(&shared, l.kept, l.solved) &&
+           mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
+           mn_add_size(&plan->shared_bytes, plan->shared_bytes, sums);
 }
 
 static void place(work *w, void *scratch, const mn_mesa_args *p, int64_t h) {
@@ -79,11 +108,32 @@ static void place(work *w, void *scratch, const mn_mesa_args *p, int64_t h) {
     w->d_o = at;
 }
 
-/* X, and T, Pv, Y from the cotangents in d_o. */
-static void solve_both(work *w, const mn_mesa_args *p, mn_mesa_state S) {
+/* X and Y of the chunk that is at hand, start tokens into the sequence. */
+static float *given_at(const work *w, int64_t start, int64_t K) {
+    return w->given + 2 * start * K;
+}
+
+/* Y's right sides diag(first) T + (W.Pv) diag(beta) K, and X and Y */
+static void solve_rows(work *w, const mn_mesa_args *p, mn_mesa_state S) {
+    mn_mesa_chunk *c = &w->c;
+    const int64_t K = p->call.K;
+    MN_T(mn_stat_weigh)(w->E, w->Pv, c->Wb, c->L);
+    MN_T(mn_stat_store)(w->Y, w->T, c->L * K);
+    mn_gemm_args g = mn_product(mn_mat_of(w->Y, K), mn_mat_of(w->E, MN_STAT_CHUNK), c->k,
+                                (mn_dims){ c->L, K, c->L });
+    g.base = MN_GEMM_SCALE;
+    g.c_scale = c->first;
+    g.shape = MN_GEMM_A_LOWER;
+    MN_T(mn_gemm)(&g);
+    float *const sides[MN_MESA_SIDES] = { w->X, w->Y };
+    MN_T(mn_mesa_solve)(sides, 2, &w->solver, c, S.kk);
+}
+
+/* X, and T, Pv, Y from the cotangents in d_o; X and Y are solved for unless they are `given`. */
+static void solve_both(work *w, const mn_mesa_args *p, mn_mesa_state S, const float *given) {
     mn_mesa_chunk *c = &w->c;
     const int64_t K = p->call.K, V = p->call.V;
-    const mn_mat d_o = mn_mat_of(w->d_o, V), y = mn_mat_of(w->Y, K);
+    const mn_mat d_o = mn_mat_of(w->d_o, V);
     for (int64_t t = 0; t < c->L; t++) {
         const float *q = MN_ROW(float, p->q, c->b, c->t0 + t, c->h);
         mn_scale(w->X + t * K, (float)p->scale, q, K);
@@ -93,15 +143,12 @@ static void solve_both(work *w, const mn_mesa_args *p, mn_mesa_state S) {
                                 (mn_dims){ c->L, K, V });
     MN_T(mn_gemm_nt)(&g);
     MN_T(mn_stat_scores)(w->Pv, d_o, c->v, c->L, V);
-    MN_T(mn_stat_weigh)(w->E, w->Pv, c->Wb, c->L);
-    MN_T(mn_stat_store)(w->Y, w->T, c->L * K);
-    g = mn_product(y, mn_mat_of(w->E, MN_STAT_CHUNK), c->k, (mn_dims){ c->L, K, c->L });
-    g.base = MN_GEMM_SCALE;
-    g.c_scale = c->first;
-    g.shape = MN_GEMM_A_LOWER;
-    MN_T(mn_gemm)(&g);
-    float *const sides[MN_MESA_SIDES] = { w->X, w->Y };
-    MN_T(mn_mesa_solve)(sides, 2, &w->solver, c, S.kk);
+    if (!given) {
+        solve_rows(w, p, S);
+        return;
+    }
+    MN_T(mn_stat_load)(w->X, given, c->L * K);
+    MN_T(mn_stat_load)(w->Y, given + c->L * K, c->L * K);
 }
 
 /* dq, dlam, and late[t] = first_t x_t.(T_t - Hkk_0 y_t) */
@@ -235,7 +282,7 @@ static void chunk_backward(work *w, const mn_mesa_args *p, const mn_sequence *se
                            int64_t start, mn_mesa_state S) {
     double late[MN_STAT_CHUNK], early[MN_STAT_CHUNK];
     MN_T(mn_mesa_prepare)(&w->c, p, seq, h, start, true);
-    solve_both(w, p, S);
+    solve_both(w, p, S, w->given ? given_at(w, start, p->call.K) : NULL);
     query_backward(late, w, p, S);
     pair_products(w, p);
     value_backward(w, p);
@@ -281,35 +328,78 @@ static void sum_lam(const mn_mesa_args *p, int64_t h, const double *parts) {
     }
 }
 
-void MN_T(mn_mesa_backward_run)(const void *args, int phase, int64_t item, void *shared,
-                                void *scratch) {
-    const mn_mesa_args *p = args;
-    if (phase == 1) {
-        sum_lam(p, item, shared);
-        return;
+/* Solves the chunks of one segment, from the last one as the way back does. */
+static void solve_segment(work *w, const mn_mesa_args *p, const mn_sequence *seq, int64_t h,
+                          const float *kept, int64_t segment) {
+    const int64_t K = p->call.K, n_chunks = mn_ceil_div(seq->length, MN_STAT_CHUNK);
+    const int64_t first = segment * MN_MESA_SEGMENT;
+    const int64_t end = mn_min(n_chunks, first + MN_MESA_SEGMENT);
+    if (first >= end) return;
+    memcpy(w->states, kept + segment * w->size, (size_t)w->size * sizeof *w->states);
+    advance_over(w, p, seq, h, w->states, w->size, first, end - 1);
+    for (int64_t i = end - 1; i >= first; i--) {
+        float *to = given_at(w, i * MN_STAT_CHUNK, K);
+        MN_T(mn_mesa_prepare)(&w->c, p, seq, h, i * MN_STAT_CHUNK, true);
+        solve_both(w, p, MN_T(mn_mesa_state_at)(w->states + (i - first) * w->size, &p->call), NULL);
+        MN_T(mn_stat_store)(to, w->X, w->c.L * K);
+        MN_T(mn_stat_store)(to + w->c.L * K, w->Y, w->c.L * K);
     }
-    const int64_t K = p->call.K, V = p->call.V, n = item / p->call.H, h = item % p->call.H;
-    const mn_sequence seq = mn_sequence_at(&p->call, n);
-    const int64_t n_chunks = mn_ceil_div(seq.length, MN_STAT_CHUNK);
-    work w;
-    place(&w, scratch, p, h);
-    w.dlam = (double *)shared + item * K;
-    memset(w.dlam, 0, (size_t)K * sizeof *w.dlam);
-    keep_states(&w, p, &seq, n, h);
-    MN_T(mn_stat_load)(w.A, MN_ROW(float, p->cot.hkk, n, 0, h), K * K);
-    MN_T(mn_stat_load)(w.B, MN_ROW(float, p->cot.hkv, n, 0, h), K * V);
+}
+
+/* The way back. `kept` has the statistics at the starts of segments of mesa.h, or is NULL. */
+static void go_back(work *w, const mn_mesa_args *p, const mn_sequence *seq, int64_t n, int64_t h,
+                    const float *kept) {
+    const int64_t K = p->call.K, V = p->call.V;
+    const int64_t n_chunks = mn_ceil_div(seq->length, MN_STAT_CHUNK);
+    if (!kept) keep_states(w, p, seq, n, h);
+    MN_T(mn_stat_load)(w->A, MN_ROW(float, p->cot.hkk, n, 0, h), K * K);
+    MN_T(mn_stat_load)(w->B, MN_ROW(float, p->cot.hkv, n, 0, h), K * V);
     for (int64_t segment = mn_ceil_div(n_chunks, MN_STAT_SEGMENT) - 1; segment >= 0; segment--) {
         const int64_t first = segment * MN_STAT_SEGMENT;
         const int64_t end = mn_min(n_chunks, first + MN_STAT_SEGMENT);
-        memcpy(w.states, w.kept + segment * w.size, (size_t)w.size * sizeof *w.states);
-        advance_over(&w, p, &seq, h, w.states, w.size, first, end - 1);
+        const float *start = kept ? kept + first / MN_MESA_SEGMENT * w->size
+                                  : w->kept + segment * w->size;
+        memcpy(w->states, start, (size_t)w->size * sizeof *w->states);
+        advance_over(w, p, seq, h, w->states, w->size, first, end - 1);
         for (int64_t i = end - 1; i >= first; i--) {
-            const mn_mesa_state S = MN_T(mn_mesa_state_at)(w.states + (i - first) * w.size,
+            const mn_mesa_state S = MN_T(mn_mesa_state_at)(w->states + (i - first) * w->size,
                                                            &p->call);
-            chunk_backward(&w, p, &seq, h, i * MN_STAT_CHUNK, S);
+            chunk_backward(w, p, seq, h, i * MN_STAT_CHUNK, S);
         }
     }
     float *dkk0 = MN_ROW_OUT(float, p->grad.hkk0, n, 0, h);
-    if (dkk0) MN_T(mn_stat_load_symmetric)(dkk0, w.A, K);
-    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->grad.hkv0, n, 0, h), w.B, K * V);
+    if (dkk0) MN_T(mn_stat_load_symmetric)(dkk0, w->A, K);
+    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->grad.hkv0, n, 0, h), w->B, K * V);
+}
+
+_Static_assert(MN_STAT_SEGMENT % MN_MESA_SEGMENT == 0, "segments end together");
+
+void MN_T(mn_mesa_backward_run)(const void *args, int phase, int64_t item, void *shared,
+                                void *scratch) {
+    const mn_mesa_args *p = args;
+    const int64_t K = p->call.K, H = p->call.H;
+    layout l;
+    (void)layout_of(&l, &p->call);
+    if (phase == LAM) {
+        sum_lam(p, item, shared);
+        return;
+    }
+    const int64_t head = phase == SOLVE ? item / l.segments : item, n = head / H, h = head % H;
+    const mn_sequence seq = mn_sequence_at(&p->call, n);
+    const bool cut = mn_mesa_is_cut(&p->call);
+    work w;
+    place(&w, scratch, p, h);
+    w.dlam = (double *)shared + head * K;
+    float *kept = (float *)(void *)((double *)shared + l.heads * K);
+    w.given = cut ? kept + l.kept + 2 * K * ((seq.b * H + h) * p->call.T + seq.t0) : NULL;
+    kept = cut ? kept + head * l.segments * w.size : NULL;
+    if (phase == KEEP) {
+        const mn_mesa_state S = MN_T(mn_mesa_state_at)(w.states, &p->call);
+        MN_T(mn_mesa_keep)(kept, S, &w.c, p, &seq, n, h, MN_MESA_SEGMENT);
+    } else if (phase == SOLVE) {
+        solve_segment(&w, p, &seq, h, kept, item % l.segments);
+    } else {
+        memset(w.dlam, 0, (size_t)K * sizeof *w.dlam);
+        go_back(&w, p, &seq, n, h, kept);
+    }
 }

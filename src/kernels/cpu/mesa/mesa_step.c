@@ -105,15 +105,19 @@ void MN_T(mn_mesa_token)(const mn_mesa_args *p, const mn_sequence *seq, int64_t 
 
 bool MN_T(mn_mesa_step_plan)(const void *args, mn_plan *plan) {
     const mn_mesa_args *p = args;
-    return p->steps > 0 ? MN_T(mn_mesa_forward_plan)(args, plan)
-                        : MN_T(mn_mesa_token_plan)(args, plan);
+    if (p->steps == 0) return MN_T(mn_mesa_token_plan)(args, plan);
+    if (!MN_T(mn_mesa_forward_plan)(args, plan)) return false;
+    plan->n_phases = 1;    // one token is not cut
+    plan->items[0] = plan->items[1];
+    return true;
 }
 
 void MN_T(mn_mesa_step_run)(const void *args, int phase, int64_t item, void *shared,
                             void *scratch) {
+    (void)phase;
     const mn_mesa_args *p = args;
     if (p->steps > 0) {
-        MN_T(mn_mesa_forward_run)(args, phase, item, shared, scratch);
+        MN_T(mn_mesa_forward_run)(args, 1, item, shared, scratch);
         return;
     }
     const int64_t H = p->call.H, all = p->call.B * H, first = item * heads_of_item(&p->call);

@@ -14,6 +14,17 @@
 #define MN_KERNELS_CPU_MLSTM_MLSTM_H
 
 #include "kernels/cpu/chunk/stat.h"
+#include "kernels/cpu/chunk/tiles.h"
+
+/* The operator on some of its value columns: args.call.V of them, rows of C `row` numbers apart.
+ * The first columns have what belongs to all, n and m, and the cotangent of nsum. Everything is
+ * linear in the cotangents, so gradients of q, k, the gates, n0 and m0 are sums over the tiles. */
+typedef struct mn_mlstm_tile {
+    mn_mlstm_args args;
+    int64_t row;
+} mn_mlstm_tile;
+
+mn_mlstm_tile MN_T(mn_mlstm_tile_at)(const mn_mlstm_args *p, int64_t tile);
 
 /* C (K,V), n (K), m; contiguous in one block of K (V + 1) + 1 floats, m as a float. */
 typedef struct mn_mlstm_state {
@@ -38,7 +49,7 @@ float *MN_T(mn_mlstm_chunk_place)(mn_mlstm_chunk *c, float *at, const mn_call *c
 
 bool MN_T(mn_mlstm_state_floats)(int64_t *count, const mn_call *call);
 mn_mlstm_state MN_T(mn_mlstm_state_at)(float *at, const mn_call *call);
-void MN_T(mn_mlstm_state_load)(mn_mlstm_state S, const mn_mlstm_args *p, int64_t n, int64_t h);
+void MN_T(mn_mlstm_state_load)(mn_mlstm_state S, const mn_mlstm_tile *tile, int64_t n, int64_t h);
 
 /* Gates, weights and Kw of the chunk that starts `start` tokens into the sequence at state S.
  * Without `reads` only the last row of W. */

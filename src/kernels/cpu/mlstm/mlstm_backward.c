@@ -12,10 +12,14 @@
  *   D <- fall D + scale Q'diag(first) dnum  d <- fall d + scale Q'(first.da)
  *
  * and dlf is the flow through the state (stat.h) of E, scale first_t q_t.T_t, k_s.J_s and
- * fall (D.C_0 + d.n_0). */
+ * fall (D.C_0 + d.n_0).
+ *
+ * One item is some value columns of one head of one sequence; where they are not all, what belongs
+ * to all columns is a sum of parts. */
 #include <float.h>
 #include <string.h>
 
+#include "kernels/cpu/chunk/parts.h"
 #include "kernels/cpu/mlstm/mlstm.h"
 
 /* Work space of one item. */
@@ -34,13 +38,26 @@ static int64_t chunks_of(int64_t length) {
     return mn_ceil_div(length, MN_STAT_CHUNK);
 }
 
+/* The gradients that are sums over value columns. */
+static mn_parts parts_of(mn_mlstm_args *p, const mn_call *c) {
+    return (mn_parts){ .call = c, .tiles = mn_column_tiles_of(c).count, .n = 6,
+                       .part = { { &p->grad.q, c->K }, { &p->grad.k, c->K }, { &p->grad.ipre, 1 },
+                                 { &p->grad.fpre, 1 }, { &p->grad.n0, c->K, true },
+                                 { &p->grad.m0, 1, true } } };
+}
+
 bool MN_T(mn_mlstm_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    mn_mlstm_args all = *(const mn_mlstm_args *)args;
+    const mn_parts parts = parts_of(&all, c);
     const int64_t segments = mn_ceil_div(chunks_of(mn_longest_sequence(c)), MN_STAT_SEGMENT);
-    int64_t states, count, widths;
-    plan->n_phases = 1;
-    plan->items[0] = mn_n_sequences(c) * c->H;
-    return MN_T(mn_mlstm_state_floats)(&states, c) &&
+    int64_t states, count, widths, shared;
+    plan->n_phases = 2;
+    plan->items[0] = mn_n_sequences(c) * c->H * parts.tiles;
+    plan->items[1] = mn_parts_items(&parts);
+    return mn_parts_floats(&shared, &parts) &&
+           mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
+           MN_T(mn_mlstm_state_floats)(&states, c) &&
            mn_mul_i64(&states, states, segments + MN_STAT_SEGMENT + 1) &&
            MN_T(mn_mlstm_chunk_floats)(&count, c) && mn_add_i64(&count, count, states) &&
            mn_mul_i64(&widths, c->K, 3) && mn_add_i64(&widths, widths, c->V) &&
@@ -225,10 +242,11 @@ static void advance_over(work *w, const mn_mlstm_args *p, const mn_sequence *seq
 }
 
 /* States at the starts of all segments; `states` ends up holding the final one. */
-static void keep_states(work *w, const mn_mlstm_args *p, const mn_sequence *seq, int64_t n,
+static void keep_states(work *w, const mn_mlstm_tile *tile, const mn_sequence *seq, int64_t n,
                         int64_t h) {
+    const mn_mlstm_args *p = &tile->args;
     const int64_t n_chunks = chunks_of(seq->length);
-    MN_T(mn_mlstm_state_load)(MN_T(mn_mlstm_state_at)(w->states, &p->call), p, n, h);
+    MN_T(mn_mlstm_state_load)(MN_T(mn_mlstm_state_at)(w->states, &p->call), tile, n, h);
     for (int64_t i = 0; i < n_chunks; i += MN_STAT_SEGMENT) {
         memcpy(w->kept + i / MN_STAT_SEGMENT * w->size, w->states,
                (size_t)w->size * sizeof *w->kept);
@@ -237,35 +255,49 @@ static void keep_states(work *w, const mn_mlstm_args *p, const mn_sequence *seq,
 }
 
 /* The cotangents of csum and nsum in units of exp(-m). */
-static void load_adjoint(work *w, const mn_mlstm_args *p, double m, int64_t n, int64_t h) {
-    const int64_t K = p->call.K, KV = K * p->call.V;
+static void load_adjoint(work *w, const mn_mlstm_tile *tile, double m, int64_t n, int64_t h) {
+    const mn_mlstm_args *p = &tile->args;
+    const int64_t K = p->call.K, V = p->call.V;
     const float *dcsum = MN_ROW(float, p->cot.csum, n, 0, h);
     const float *dnsum = MN_ROW(float, p->cot.nsum, n, 0, h);
     const double unit = exp(m);
-    for (int64_t i = 0; i < KV; i++) w->D[i] = dcsum ? mn_zero_safe(dcsum[i], unit) : 0.0f;
+    for (int64_t i = 0; i < K * V; i++) {
+        const int64_t at = i / V * tile->row + i % V;
+        w->D[i] = dcsum ? mn_zero_safe(dcsum[at], unit) : 0.0f;
+    }
     for (int64_t i = 0; i < K; i++) w->d[i] = dnsum ? mn_zero_safe(dnsum[i], unit) : 0.0f;
 }
 
-static void store_initial(work *w, const mn_mlstm_args *p, int64_t n, int64_t h) {
+static void store_initial(work *w, const mn_mlstm_tile *tile, int64_t n, int64_t h) {
+    const mn_mlstm_args *p = &tile->args;
     const mn_mlstm_state S = MN_T(mn_mlstm_state_at)(w->states, &p->call);
     float *dm0 = MN_ROW_OUT(float, p->grad.m0, n, 0, h);
-    MN_T(mn_mlstm_state_load)(S, p, n, h);
-    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->grad.C0, n, 0, h), w->D, p->call.K * p->call.V);
+    MN_T(mn_mlstm_state_load)(S, tile, n, h);
+    MN_T(mn_stat_store_rows)(MN_ROW_OUT(float, p->grad.C0, n, 0, h), tile->row, w->D, p->call.K,
+                             p->call.V);
     MN_T(mn_stat_store)(MN_ROW_OUT(float, p->grad.n0, n, 0, h), w->d, p->call.K);
     if (dm0) *dm0 = (float)inner_product(w, S, &p->call);
 }
 
 void MN_T(mn_mlstm_backward_run)(const void *args, int phase, int64_t item, void *shared,
                                  void *scratch) {
-    (void)phase, (void)shared;
-    const mn_mlstm_args *p = args;
-    const int64_t n = item / p->call.H, h = item % p->call.H;
-    const mn_sequence seq = mn_sequence_at(&p->call, n);
+    const mn_call *whole = args;
+    const int64_t tiles = mn_column_tiles_of(whole).count;
+    const int64_t n = item / tiles / whole->H, h = item / tiles % whole->H;
+    mn_mlstm_tile tile = MN_T(mn_mlstm_tile_at)(args, phase == 0 ? item % tiles : 0);
+    const mn_mlstm_args *p = &tile.args;
+    const mn_parts parts = parts_of(&tile.args, whole);
+    if (phase == 1) {
+        mn_parts_add(&parts, shared, item);
+        return;
+    }
+    mn_parts_redirect(&parts, shared, item % tiles);
+    const mn_sequence seq = mn_sequence_at(whole, n);
     const int64_t n_chunks = chunks_of(seq.length);
     work w;
     place(&w, scratch, &p->call);
-    keep_states(&w, p, &seq, n, h);
-    load_adjoint(&w, p, *MN_T(mn_mlstm_state_at)(w.states, &p->call).m, n, h);
+    keep_states(&w, &tile, &seq, n, h);
+    load_adjoint(&w, &tile, *MN_T(mn_mlstm_state_at)(w.states, &p->call).m, n, h);
     for (int64_t segment = mn_ceil_div(n_chunks, MN_STAT_SEGMENT) - 1; segment >= 0; segment--) {
         const int64_t first = segment * MN_STAT_SEGMENT;
         const int64_t end = mn_min(n_chunks, first + MN_STAT_SEGMENT);
@@ -277,5 +309,5 @@ void MN_T(mn_mlstm_backward_run)(const void *args, int phase, int64_t item, void
             chunk_backward(&w, p, &seq, h, i * MN_STAT_CHUNK, S);
         }
     }
-    store_initial(&w, p, n, h);
+    store_initial(&w, &tile, n, h);
 }

@@ -29,9 +29,27 @@ mn_mlstm_state MN_T(mn_mlstm_state_at)(float *at, const mn_call *call) {
     return (mn_mlstm_state){ at, n, n + call->K };
 }
 
-void MN_T(mn_mlstm_state_load)(mn_mlstm_state S, const mn_mlstm_args *p, int64_t n, int64_t h) {
+mn_mlstm_tile MN_T(mn_mlstm_tile_at)(const mn_mlstm_args *p, int64_t tile) {
+    mn_mlstm_tile t = { *p, p->call.V };
+    const mn_columns col = mn_columns_at(&p->call, mn_column_tiles_of(&p->call), tile);
+    t.args.call.V = col.n;
+    t.args.v = mn_in_from(p->v, col.j0), t.args.C0 = mn_in_from(p->C0, col.j0);
+    t.args.o = mn_out_from(p->o, col.j0), t.args.C = mn_out_from(p->C, col.j0);
+    t.args.csum = mn_out_from(p->csum, col.j0);
+    t.args.cot.o = mn_in_from(p->cot.o, col.j0), t.args.cot.csum = mn_in_from(p->cot.csum, col.j0);
+    t.args.grad.v = mn_out_from(p->grad.v, col.j0);
+    t.args.grad.C0 = mn_out_from(p->grad.C0, col.j0);
+    if (tile > 0) {
+        t.args.n.data = t.args.m.data = t.args.nsum.data = NULL;
+        t.args.cot.nsum.data = NULL;
+    }
+    return t;
+}
+
+void MN_T(mn_mlstm_state_load)(mn_mlstm_state S, const mn_mlstm_tile *tile, int64_t n, int64_t h) {
+    const mn_mlstm_args *p = &tile->args;
     const float *m = MN_ROW(float, p->m0, n, 0, h);
-    MN_T(mn_stat_load)(S.C, MN_ROW(float, p->C0, n, 0, h), p->call.K * p->call.V);
+    MN_T(mn_stat_load_rows)(S.C, MN_ROW(float, p->C0, n, 0, h), tile->row, p->call.K, p->call.V);
     MN_T(mn_stat_load)(S.n, MN_ROW(float, p->n0, n, 0, h), p->call.K);
     *S.m = m ? *m : -INFINITY;
 }

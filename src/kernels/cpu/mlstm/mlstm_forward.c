@@ -1,4 +1,5 @@
-/* mlstm_forward.c - outputs and states of mlstm, chunk after chunk, and the decode step. */
+/* mlstm_forward.c - outputs and states of mlstm, chunk after chunk, and the decode step. One item
+ * is some value columns of one head of one sequence; gates and scores are made by each. */
 #include <string.h>
 
 #include "kernels/cpu/mlstm/mlstm.h"
@@ -7,7 +8,7 @@ bool MN_T(mn_mlstm_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t state, count;
     plan->n_phases = 1;
-    plan->items[0] = mn_n_sequences(c) * c->H;
+    plan->items[0] = mn_n_sequences(c) * c->H * mn_column_tiles_of(c).count;
     return MN_T(mn_mlstm_state_floats)(&state, c) && MN_T(mn_mlstm_chunk_floats)(&count, c) &&
            mn_add_i64(&count, count, state) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)count, sizeof(float));
@@ -22,14 +23,17 @@ static void write_outputs(const mn_mlstm_chunk *c, const mn_mlstm_args *p) {
     }
 }
 
-static void store_state(const mn_mlstm_args *p, mn_mlstm_state S, int64_t n, int64_t h) {
-    const int64_t K = p->call.K, KV = K * p->call.V;
+static void store_state(const mn_mlstm_tile *tile, mn_mlstm_state S, int64_t n, int64_t h) {
+    const mn_mlstm_args *p = &tile->args;
+    const int64_t K = p->call.K, V = p->call.V;
     float *csum = MN_ROW_OUT(float, p->csum, n, 0, h), *nsum = MN_ROW_OUT(float, p->nsum, n, 0, h);
     float *m = MN_ROW_OUT(float, p->m, n, 0, h);
     const double unit = exp(*S.m);
-    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->C, n, 0, h), S.C, KV);
+    MN_T(mn_stat_store_rows)(MN_ROW_OUT(float, p->C, n, 0, h), tile->row, S.C, K, V);
     MN_T(mn_stat_store)(MN_ROW_OUT(float, p->n, n, 0, h), S.n, K);
-    for (int64_t i = 0; csum && i < KV; i++) csum[i] = (float)(S.C[i] * unit);
+    for (int64_t i = 0; csum && i < K; i++) {
+        for (int64_t j = 0; j < V; j++) csum[i * tile->row + j] = (float)(S.C[i * V + j] * unit);
+    }
     for (int64_t i = 0; nsum && i < K; i++) nsum[i] = (float)(S.n[i] * unit);
     if (m) *m = *S.m;
 }
@@ -93,17 +97,20 @@ static void step(const mn_mlstm_args *p, const mn_sequence *seq, int64_t n, int6
 void MN_T(mn_mlstm_forward_run)(const void *args, int phase, int64_t item, void *shared,
                                 void *scratch) {
     (void)phase, (void)shared;
-    const mn_mlstm_args *p = args;
-    const int64_t n = item / p->call.H, h = item % p->call.H;
-    const mn_sequence seq = mn_sequence_at(&p->call, n);
+    const mn_call *call = args;
+    const int64_t tiles = mn_column_tiles_of(call).count, head = item / tiles;
+    const int64_t n = head / call->H, h = head % call->H;
+    const mn_sequence seq = mn_sequence_at(call, n);
     if (seq.length == 1) {
-        step(p, &seq, n, h, scratch);
+        if (item % tiles == 0) step(args, &seq, n, h, scratch);
         return;
     }
+    const mn_mlstm_tile tile = MN_T(mn_mlstm_tile_at)(args, item % tiles);
+    const mn_mlstm_args *p = &tile.args;
     mn_mlstm_chunk c;
     const mn_mlstm_state S =
         MN_T(mn_mlstm_state_at)(MN_T(mn_mlstm_chunk_place)(&c, scratch, &p->call), &p->call);
-    MN_T(mn_mlstm_state_load)(S, p, n, h);
+    MN_T(mn_mlstm_state_load)(S, &tile, n, h);
     for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
         MN_T(mn_mlstm_prepare)(&c, p, &seq, h, start, S, p->o.data);
         if (p->o.data) {
@@ -112,7 +119,7 @@ void MN_T(mn_mlstm_forward_run)(const void *args, int phase, int64_t item, void 
         }
         MN_T(mn_mlstm_advance)(S, &c, p);
     }
-    store_state(p, S, n, h);
+    store_state(&tile, S, n, h);
 }
 
 /* One token of every sequence: the same work with less room. */
@@ -125,5 +132,9 @@ bool MN_T(mn_mlstm_step_plan)(const void *args, mn_plan *plan) {
 
 void MN_T(mn_mlstm_step_run)(const void *args, int phase, int64_t item, void *shared,
                              void *scratch) {
-    MN_T(mn_mlstm_forward_run)(args, phase, item, shared, scratch);
+    (void)phase, (void)shared;
+    const mn_call *call = args;
+    const int64_t n = item / call->H;
+    const mn_sequence seq = mn_sequence_at(call, n);
+    step(args, &seq, n, item % call->H, scratch);
 }
