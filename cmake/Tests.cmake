@@ -35,6 +35,9 @@ target_link_libraries(mneme_test_support PUBLIC mneme_static PkgConfig::CMOCKA
 set(sanitizer_options "ASAN_OPTIONS=allocator_may_return_null=1;TSAN_OPTIONS=allocator_may_return_null=1")
 set_source_files_properties(tests/kernels/test_moebius.c tests/kernels/test_vec.c
     PROPERTIES COMPILE_DEFINITIONS "${mneme_target_definitions}")
+if(MN_QUICK)    # has vector code of its own
+    set_source_files_properties(tests/kernels/test_vec.c PROPERTIES COMPILE_OPTIONS "${MN_KERNEL_OPTIONS}")
+endif()
 foreach(source ${test_sources})
     get_filename_component(name ${source} NAME_WE)
     add_executable(${name} ${source})
