@@ -36,8 +36,9 @@ demo: program      ## two small models learn stories and are asked: table, figur
 collide: program   ## the collision experiment, as a table and two figures in build/collide
 	@$(BUILD)/mneme collide --figures build/collide
 
+# One more than there are cores: some wait, for a mirror, a clock or a disk.
 test: build        ## all tests
-	@ctest --preset release -j $(JOBS)
+	@ctest --preset release -j $$(($(JOBS) + 1))
 
 check: setup       ## golden vectors on every target of this machine
 	@cmake --preset release -DMN_NATIVE=OFF >/dev/null
