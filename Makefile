@@ -2,7 +2,7 @@
 BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: all build program setup demo collide test cuda check bench sanitize tsan attack fuzz format format-check \
+.PHONY: all build program setup demo collide test cuda cuda-newer check bench sanitize tsan attack fuzz format format-check \
         tidy compile-commands wheel install package clean help
 
 all: build
@@ -26,6 +26,10 @@ build: setup       ## program, libraries and tests in build/release, for all CPU
 cuda: setup        ## the program with CUDA kernels for all machines, in build/cuda (some minutes; needs nvcc, no GPU)
 	@cmake --preset cuda >/dev/null
 	@cmake --build build/cuda -j $(JOBS) --target mneme_cli -- --no-print-directory
+
+cuda-newer: setup  ## machine code of all kernels for sm_100 and sm_120, in build/cuda-newer (nvcc 12.8): whether it compiles
+	@cmake --preset cuda-newer >/dev/null
+	@cmake --build build/cuda-newer -j $(JOBS) --target mneme_cuda -- --no-print-directory
 
 # Three minutes with the building: the models learn for what that left, 70 to 110 seconds.
 BEGAN := $(shell date +%s)

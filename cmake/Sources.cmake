@@ -91,6 +91,8 @@ foreach(bits 32 64)
     target_compile_options(mneme_ref${bits} PRIVATE ${MN_PLAIN_OPTIONS} -Wno-missing-prototypes)
     list(APPEND mneme_kernel_objects $<TARGET_OBJECTS:mneme_ref${bits}>)
 endforeach()
+# Tests wait for this reference more than for all others.
+set_source_files_properties(src/kernels/ref/bayes.c PROPERTIES COMPILE_OPTIONS "$<$<AND:$<CONFIG:Release>,$<NOT:$<BOOL:${MN_QUICK}>>>:-O3>")
 
 # Reading the compiler's header of vectors takes longer than compiling most kernels. A compiler cache would have to be told to
 # trust precompiled headers, and has no need of them.

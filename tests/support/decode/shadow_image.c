@@ -22,7 +22,7 @@ typedef struct touch {
     unsigned wrote, read, ahead, copied;
     short writer, reader;
     int word;               // that it was copied to
-    int pending;            // place in the list of its last write; of now where the list says so too
+    int pending;            // place in the list of its last write, if the list says so too
 } touch;
 
 typedef struct written {
