@@ -49,8 +49,8 @@ static void take_for_older(mn_device_props *m) {
 __global__ void compiled_for_what(void) {
 }
 
-/* A newer GPU than any that machine code is there for runs the PTX of an older one, in which what that one
- * has not is left out: launches choose as on it. */
+/* A newer GPU than any that machine code is there for runs the PTX of an older one, in which what
+ * that one has not is left out: launches choose as on it. */
 static bool take_for_compiled(mn_device_props *m) {
     if (m->major <= 9) return true;
     cudaFuncAttributes of;
