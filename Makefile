@@ -2,7 +2,7 @@
 BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: all build program setup demo collide test cuda check bench sanitize tsan attack fuzz format format-check \
+.PHONY: all build program setup demo collide test cuda cuda-newer check bench sanitize tsan attack fuzz format format-check \
         tidy compile-commands wheel install package clean help
 
 all: build
@@ -27,6 +27,10 @@ cuda: setup        ## the program with CUDA kernels for all machines, in build/c
 	@cmake --preset cuda >/dev/null
 	@cmake --build build/cuda -j $(JOBS) --target mneme_cli -- --no-print-directory
 
+cuda-newer: setup  ## machine code of all kernels for sm_100 and sm_120, in build/cuda-newer (nvcc 12.8): whether it compiles
+	@cmake --preset cuda-newer >/dev/null
+	@cmake --build build/cuda-newer -j $(JOBS) --target mneme_cuda -- --no-print-directory
+
 # Three minutes with the building: the models learn for what that left, 70 to 110 seconds.
 BEGAN := $(shell date +%s)
 demo: program      ## two small models learn stories and are asked: table, figures in build/demo
@@ -36,8 +40,9 @@ demo: program      ## two small models learn stories and are asked: table, figur
 collide: program   ## the collision experiment, as a table and two figures in build/collide
 	@$(BUILD)/mneme collide --figures build/collide
 
+# One more than there are cores: some wait, for a mirror, a clock or a disk.
 test: build        ## all tests
-	@ctest --preset release -j $(JOBS)
+	@ctest --preset release -j $$(($(JOBS) + 1))
 
 check: setup       ## golden vectors on every target of this machine
 	@cmake --preset release -DMN_NATIVE=OFF >/dev/null

@@ -100,6 +100,9 @@ function(mneme_cuda_objects result)
         -I${CMAKE_SOURCE_DIR}/include
         ${mneme_cuda_machines} ${MN_NVCC_PACKS}
         -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra)
+    if(MN_WERROR)    # of nvcc, ptxas and the host's compiler
+        list(APPEND flags -Werror=all-warnings -Xcompiler=-Werror)
+    endif()
     if(CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")    # for profilers; three times the size
         list(APPEND flags -lineinfo)
     endif()

@@ -2,7 +2,10 @@
 # what it links that an attacker can neither guess nor overwrite. Sanitizers bring their own.
 if(CMAKE_BUILD_TYPE STREQUAL "Release" AND NOT MN_SANITIZE)
     include(CheckCCompilerFlag)
-    add_compile_options(-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=3)
+    set(MN_KERNEL_OPTIONS -O3 -U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=3)
+    if(NOT MN_QUICK)    # needs an optimising compiler
+        add_compile_options(-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=3)
+    endif()
     check_c_compiler_flag(-fstack-protector-strong MN_HAS_STACK_PROTECTOR)
     if(MN_HAS_STACK_PROTECTOR)
         add_compile_options(-fstack-protector-strong)

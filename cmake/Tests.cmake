@@ -35,6 +35,9 @@ target_link_libraries(mneme_test_support PUBLIC mneme_static PkgConfig::CMOCKA
 set(sanitizer_options "ASAN_OPTIONS=allocator_may_return_null=1;TSAN_OPTIONS=allocator_may_return_null=1")
 set_source_files_properties(tests/kernels/test_moebius.c tests/kernels/test_vec.c
     PROPERTIES COMPILE_DEFINITIONS "${mneme_target_definitions}")
+if(MN_QUICK)    # has vector code of its own
+    set_source_files_properties(tests/kernels/test_vec.c PROPERTIES COMPILE_OPTIONS "${MN_KERNEL_OPTIONS}")
+endif()
 foreach(source ${test_sources})
     get_filename_component(name ${source} NAME_WE)
     add_executable(${name} ${source})
@@ -147,6 +150,11 @@ add_test(NAME attack_kills COMMAND sh ${CMAKE_SOURCE_DIR}/tests/attack/kills.sh
 set_tests_properties(attack_options attack_calls attack_api attack_kills PROPERTIES LABELS "attack;sanitize"
     ENVIRONMENT "${sanitizer_options}")
 
-# The longest begin first, so that none of them runs alone at the end.
-set_tests_properties(add_mixer neon cli_documented package test_ops_causal test_ops_bits test_ops_stability
-    test_ops_targets cli_reproduce test_sweep test_decode_plan attack_kills python PROPERTIES COST 1000)
+# The longest begin first, so that none of them runs alone at the end; package first of all, which waits for a mirror.
+set(cost 2000)
+foreach(name package neon add_mixer test_ops_causal cli_documented ranks_killed test_ops_bits test_ops_stability test_ops_targets
+        cli_demo cli_train ranks_namespaces ranks_data_parallel test_importance cli_serve bench_quick cli_golden ranks_sequence
+        ranks_launchers cli_reproduce test_sweep attack_kills test_batch test_decode_plan python)
+    set_tests_properties(${name} PROPERTIES COST ${cost})
+    math(EXPR cost "${cost} - 50")
+endforeach()

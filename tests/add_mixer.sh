@@ -26,17 +26,15 @@ set -- -DMN_CUDA=OFF -DMN_PYTHON=OFF
 if [ -n "$build" ]; then
     (cd src && diff -rq "$source/src" . | sed -n 's|^Files .* and \./\(.*\) differ$|\1|p') >"$work/changed"
     echo generated/ >>"$work/changed"
-    REUSE_LAUNCHER=$(sed -n 's/^CMAKE_C_COMPILER_LAUNCHER:[A-Z]*=//p' "$build/CMakeCache.txt" | tr ';' ' ')
-    export REUSE_BUILD="$build" REUSE_SOURCE="$source" REUSE_COPY="$PWD" REUSE_CHANGED="$work/changed" REUSE_LAUNCHER
-    set -- "$@" "-DCMAKE_C_COMPILER_LAUNCHER=sh;$PWD/tests/add_mixer/reuse.sh"
-    export CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1
-    for option in MN_WERROR MN_NATIVE MN_PORTABLE MN_PRECOMPILE; do
-        set -- "$@" "$(sed -n "s/^\($option\):BOOL=/-D\1=/p" "$build/CMakeCache.txt")"
+    for option in CMAKE_C_COMPILER_LAUNCHER MN_WERROR MN_NATIVE MN_PORTABLE MN_PRECOMPILE; do
+        set -- "$@" "$(sed -n "s/^\($option\):[A-Z]*=/-D\1=/p" "$build/CMakeCache.txt")"
     done
 else
     set -- "$@" -DMN_PORTABLE=ON
 fi
 cmake -S . -B build/add_mixer -DCMAKE_BUILD_TYPE=Release "$@" >"$work/log" 2>&1 || fail "cmake: $(tail -20 "$work/log")"
+[ -z "$build" ] || sh tests/add_mixer/reuse.sh "$source" "$build" "$PWD" "$PWD/build/add_mixer" "$work/changed" \
+    'mneme_*' test_layers test_mixers
 cmake --build build/add_mixer -j "$(nproc)" --target mneme_cli test_layers test_mixers >"$work/log" 2>&1 ||
     fail "build: $(grep -E 'error|undefined' "$work/log" | head -20)"
 for test in test_layers test_mixers; do

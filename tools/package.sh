@@ -1,8 +1,9 @@
 #!/bin/sh
 # Packages of a build: mneme_VERSION_ARCH.deb, which takes its libraries from the distribution, and
 # mneme-VERSION-linux-ARCH.tar.gz, which brings them along and runs wherever it is unpacked.
-#   sh tools/package.sh BUILD_DIR OUT_DIR
+#   sh tools/package.sh BUILD_DIR OUT_DIR     MNEME_PACKAGE_LEVEL: how hard to compress, 1 to 9
 set -eu
+level=${MNEME_PACKAGE_LEVEL:-6}
 build=$1
 mkdir -p "$2"
 out=$(cd "$2" && pwd)
@@ -38,7 +39,7 @@ ldd "$work/tree/bin/mneme" "$library/libmneme.so" | awk '$2 == "=>" && $3 ~ /^\/
             ;;
         esac
     done
-tar -C "$work/tar" --sort=name --owner=0 --group=0 --numeric-owner -czf "$out/$name.tar.gz" "$name"
+tar -C "$work/tar" --sort=name --owner=0 --group=0 --numeric-owner -cf - "$name" | gzip -n "-$level" >"$out/$name.tar.gz"
 echo "$out/$name.tar.gz"
 
 # ---- .deb
@@ -76,5 +77,5 @@ END
 cat >"$work/deb/DEBIAN/triggers" <<END
 activate-noawait ldconfig
 END
-dpkg-deb --root-owner-group --build "$work/deb" "$out/mneme_${version}_$architecture.deb" >/dev/null
+dpkg-deb -Zxz "-z$level" --root-owner-group --build "$work/deb" "$out/mneme_${version}_$architecture.deb" >/dev/null
 echo "$out/mneme_${version}_$architecture.deb"

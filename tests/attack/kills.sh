@@ -5,6 +5,7 @@
 set -eu
 mneme=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 rounds=${3:-1}
+. "$2/tests/support/temporary.sh"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"

@@ -2,6 +2,7 @@
 # mneme collide: the paper's numbers in the table, files where they are asked for, bad options fail.
 set -eu
 mneme=$1
+. "$2/tests/support/temporary.sh"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 

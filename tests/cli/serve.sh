@@ -5,6 +5,7 @@
 set -eu
 mneme=$1 source=$2 make_model=$3
 command -v python3 >/dev/null || { echo "SKIPPED: no python3 here"; exit 77; }
+. "$2/tests/support/temporary.sh"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 mkdir "$folder/model"

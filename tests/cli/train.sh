@@ -2,8 +2,6 @@
 # mneme train: from text to a model; what it refuses; stopped, killed and resumed to the same bits;
 # damaged checkpoints, other data, numbers that overflow, and disks that are full.
 set -eu
-# every checkpoint is brought to the disk: many times faster where that is memory
-if [ -w /dev/shm ]; then export TMPDIR=/dev/shm; fi
 . "$2/tests/cli/support/expect.sh"
 
 text=$work/text.txt

@@ -16,7 +16,7 @@ fail() {
     exit 1
 }
 
-sh "$source/tools/package.sh" "$build" "$work/out" >"$work/log" || fail "no packages"
+MNEME_PACKAGE_LEVEL=1 sh "$source/tools/package.sh" "$build" "$work/out" >"$work/log" || fail "no packages"
 deb=$(ls "$work/out"/mneme_*.deb)
 tarball=$(ls "$work/out"/mneme-*.tar.gz)
 dpkg-deb --contents "$deb" >"$work/contents"

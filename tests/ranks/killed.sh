@@ -4,6 +4,7 @@
 #   killed.sh MNEME SOURCE_DIR
 set -eu
 mneme=$1
+. "$2/tests/support/temporary.sh"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT INT TERM
 cd "$folder"
@@ -26,7 +27,7 @@ strike() {
     tries=0 launcher='' victim=''
     while [ $tries -lt 1200 ]; do
         [ -n "$launcher" ] || launcher=$(pgrep -P $run -f train | head -n 1) || launcher=''
-        [ -z "$launcher" ] || victim=$(pgrep -P "$launcher" | sed -n "$(($2 + 1))p")
+        [ -z "$launcher" ] || [ -n "$victim" ] || victim=$(pgrep -P "$launcher" | sed -n "$(($2 + 1))p")
         if [ -n "$victim" ]; then
             spent=$(computed "$victim")
             [ "${spent:-0}" -lt 200 ] || break

@@ -10,6 +10,7 @@ command -v ip > /dev/null && command -v tc > /dev/null || { echo "skipped: ip an
 tag=mn$$
 how="with 2 ms of delay and 1 % of loss"
 ip netns add "$tag"0 2> /dev/null || { echo "skipped: this machine makes no network namespaces"; exit 77; }
+. "$2/tests/support/temporary.sh"
 folder=$(mktemp -d)
 linking=
 clean() {

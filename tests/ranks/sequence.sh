@@ -4,6 +4,7 @@
 #   sequence.sh MNEME SOURCE_DIR
 set -eu
 mneme=$1
+. "$2/tests/support/temporary.sh"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT INT TERM
 cd "$folder"

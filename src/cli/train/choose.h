@@ -10,7 +10,7 @@ enum { MN_CHOICE_SAID = 1024 };
 
 typedef struct mn_choice {
     double size;              // parameters asked for, without embeddings; 0: by text and machine
-    double flops;             // operations a second of this machine's products of matrices
+    double flops;             // operations a second of products of matrices; 0: not measured
     bool from;                // a model is given: its sizes and its tokenizer stay
     bool per_character;       // the text has no character of several bytes
     char said[MN_CHOICE_SAID];    // what was chosen and why, in lines; "" where nothing was

@@ -202,6 +202,11 @@ static mn_status resumed(mn_json *root, mn_train_request *r, char checkpoint[PAT
     return st;
 }
 
+bool mn_train_chooses_size(const mn_train_request *r) {
+    const bool chooses = !r->resume && !mn_train_has_config(r) && (r->n_inputs > 0 || r->from);
+    return chooses && !(r->choice.size > 0.0);
+}
+
 mn_status mn_train_settings(mn_json *root, mn_train_request *r, char checkpoint[PATH]) {
     const bool config = mn_train_has_config(r);
     checkpoint[0] = '\0';

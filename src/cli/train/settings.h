@@ -21,6 +21,9 @@ typedef struct mn_train_request {
 /* Whether the first input is a configuration. */
 bool mn_train_has_config(const mn_train_request *request);
 
+/* Whether the size of the model is left to mneme, which goes by the speed of the machine. */
+bool mn_train_chooses_size(const mn_train_request *request);
+
 bool mn_train_holds_run(const char *folder);
 
 /* The whole document, with paths from the root of the file system. `checkpoint` is where a resumed

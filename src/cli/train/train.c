@@ -227,7 +227,7 @@ typedef struct run {
     mn_train_memory memory;
     mn_device *device;           // NULL: the CPU
     double program;              // mebibytes it had before anything was read; 0 on a GPU
-    double ceiling;              // floating-point operations a second of sgemm here; 0 on a GPU
+    double ceiling;              // operations a second of sgemm here; 0 where nobody is told
     double flops;                // of a step of training, per token
     double started, last_time;   // seconds
     double before;               // seconds of training in earlier processes
@@ -728,11 +728,16 @@ static mn_status start(run *r, const mn_json *root, const char *checkpoint) {
     return MN_OK;
 }
 
+/* Whether anybody is told what share of sgemm's speed training reaches. */
+static bool tells_share(const run *r) {
+    return r->first && !r->o->dry && !r->device && (!r->o->quiet || r->o->json);
+}
+
 static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
     assert(context);    // made, on all ranks
     r->device = context->device;
     r->threads = mn_context_threads(context);
-    if (!r->o->dry && !r->device) r->ceiling = mn_sgemm_rate(r->threads);
+    if (tells_share(r)) r->ceiling = mn_sgemm_rate(r->threads);
     if (!r->device) r->program = peak_mebibytes(NULL);
     mn_status st = r->o->dry ? mn_trainer_create_dry(&r->trainer, root, context)
                              : mn_trainer_create_rank(&r->trainer, root, NULL, r->ranks->comm,
@@ -763,12 +768,16 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     return st;
 }
 
-/* The speed of the machine, which sizes are chosen by: that of rank 0 for all. */
-static mn_status measure_speed(options *o, mn_context *context, mn_comm *comm) {
+/* The speed of the machine, which sizes are chosen by and the time left is told by: that of rank 0
+ * for all; 0 where neither is asked for. */
+static mn_status measure_speed(run *r, options *o, mn_context *context) {
     double *flops = &o->request.choice.flops;
     assert(context);
-    *flops = context->device ? 1e14    // what a GPU makes of small models at least
-                             : mn_train_product_rate(context);
+    if (r->first && (!o->quiet || o->dry || mn_train_chooses_size(&o->request))) {
+        *flops = context->device ? 1e14    // what a GPU makes of small models at least
+                                 : mn_train_product_rate(context);
+    }
+    mn_comm *comm = r->ranks->comm;
     return comm ? mn_comm_broadcast(comm, 0, flops, sizeof *flops) : MN_OK;
 }
 
@@ -782,7 +791,7 @@ static mn_status train_as_asked(run *r, options *o) {
     if (st == MN_OK) st = mn_cli_ranks_device(ranks, &how.device, o->device);
     if (st == MN_OK) st = mn_context_create(&context, &how);
     if (ranks->comm) st = mn_comm_agree(ranks->comm, st);
-    if (st == MN_OK) st = measure_speed(o, context, ranks->comm);
+    if (st == MN_OK) st = measure_speed(r, o, context);
     if (st == MN_OK) st = mn_train_settings(&root, &o->request, checkpoint);
     if (st == MN_OK && r->first) st = refuse_other_run(o, &root);
     if (ranks->comm) st = mn_comm_agree(ranks->comm, st);

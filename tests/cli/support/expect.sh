@@ -1,6 +1,7 @@
 # expect.sh - sourced by the scripts next to this folder; $1 is the program, $2 the source folder.
 mneme=$1
 source=$2
+. "$source/tests/support/temporary.sh"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

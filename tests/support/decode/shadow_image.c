@@ -22,6 +22,7 @@ typedef struct touch {
     unsigned wrote, read, ahead, copied;
     short writer, reader;
     int word;               // that it was copied to
+    int pending;            // place in the list of its last write, if the list says so too
 } touch;
 
 typedef struct written {
@@ -83,12 +84,10 @@ static void note_own(size_t slot, int block) {
 
 /* Small works and steps read what those in front of them in the instruction wrote. */
 static bool kept(size_t slot, uint64_t *tag) {
-    for (int64_t i = m.rereads ? m.n : 0; i-- > 0;) {
-        if (m.list[i].word || m.list[i].slot != slot) continue;
-        *tag = m.list[i].tag;
-        return true;
-    }
-    return false;
+    const int64_t i = m.rereads ? touch_of(slot)->pending : m.n;
+    if (i >= m.n || m.list[i].word || m.list[i].slot != slot) return false;
+    *tag = m.list[i].tag;
+    return true;
 }
 
 static void reads(size_t slot) {
@@ -107,6 +106,7 @@ static void reads(size_t slot) {
 
 static bool writes(size_t slot, uint64_t tag) {
     if (m.n == MOST_PENDING) abort();
+    touch_of(slot)->pending = (int)m.n;
     m.list[m.n++] = (written){ slot, tag, false };
     return true;
 }

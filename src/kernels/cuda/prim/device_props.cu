@@ -46,6 +46,19 @@ static void take_for_older(mn_device_props *m) {
     if (m->shared_bytes > 163 * 1024) m->shared_bytes = 163 * 1024;
 }
 
+__global__ void compiled_for_what(void) {
+}
+
+/* A newer GPU than any that machine code is there for runs the PTX of an older one, in which what
+ * that one has not is left out: launches choose as on it. */
+static bool take_for_compiled(mn_device_props *m) {
+    if (m->major <= 9) return true;
+    cudaFuncAttributes of;
+    if (cudaFuncGetAttributes(&of, compiled_for_what) != cudaSuccess) return false;
+    if (of.ptxVersion < 10 * m->major) m->major = of.ptxVersion / 10, m->minor = of.ptxVersion % 10;
+    return true;
+}
+
 /* False, and nothing known, when the driver does not answer. */
 static bool fetch(mn_device_props *m, int device) {
     const struct {
@@ -62,6 +75,7 @@ static bool fetch(mn_device_props *m, int device) {
         known = known && cudaDeviceGetAttribute(fact.to, fact.which, device) == cudaSuccess;
     }
     m->coop_launch = coop_launch != 0;
+    known = known && take_for_compiled(m);
     take_for_older(m);
     if (known) return true;
     (void)cudaGetLastError();    // not for the next launch to report

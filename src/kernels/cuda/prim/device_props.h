@@ -9,7 +9,7 @@ namespace mneme {
 typedef struct mn_device_props {
     int processors;
     int shared_bytes;    // the most that a block may have
-    int major, minor;    // its compute capability
+    int major, minor;    // its compute capability, or the code's where that is less
     bool coop_launch;     // launches whose blocks are all there at once
 } mn_device_props;
 
