@@ -84,11 +84,12 @@ static void sum_values(const mn_hyper_args *p, int64_t b, int64_t first, const f
                        float *part) {
     const mn_call *c = &p->call;
     const int64_t end = mn_min(c->L, first + SEGMENT);
+    const float *v = p->v.data;
     memset(part, 0, (size_t)(c->H * c->V) * sizeof *part);
     for (int64_t i = first; i < end; i += 4) {
         for (int64_t h = 0; h < c->H; h++) {
             vf_add_rows(part + h * c->V, z + (b * c->Q + h) * c->L + i,
-                        MN_ROW(float, p->v, b, i, h), p->v.stride[1], mn_min(4, end - i), c->V);
+                        v + MN_OFFSET(p->v, b, i, h), p->v.stride[1], mn_min(4, end - i), c->V);
         }
     }
 }

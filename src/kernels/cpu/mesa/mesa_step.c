@@ -75,8 +75,9 @@ void MN_T(mn_mesa_token)(const mn_mesa_args *p, const mn_sequence *seq, int64_t 
     const float *kk0 = MN_ROW(float, p->hkk0, n, 0, h), *kv0 = MN_ROW(float, p->hkv0, n, 0, h);
     float *kk = MN_ROW_OUT(float, p->hkk, n, 0, h), *kv = MN_ROW_OUT(float, p->hkv, n, 0, h);
     float *o = MN_ROW_OUT(float, p->o, b, t, h);
-    const float a = (float)exp(*MN_ROW(float, p->g, b, t, h));
-    const float beta = *MN_ROW(float, p->beta, b, t, h);
+    const float *g = p->g.data, *beta_of = p->beta.data;
+    const float a = (float)exp((double)g[MN_OFFSET(p->g, b, t, h)]);
+    const float beta = beta_of[MN_OFFSET(p->beta, b, t, h)];
     mn_mesa_refiner s;
     double *U = scratch;
     MN_T(mn_mesa_refiner_place)(&s, U + K * K, K);
