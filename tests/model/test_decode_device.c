@@ -58,6 +58,24 @@ static const char *const models[] = {
     "\"intermediate_size\": 704",
     "\"layers\": \"mesa, kla\", \"num_heads\": 3, \"head_dim\": 20, \"expand\": 1, "
     "\"hidden_size\": 132, \"intermediate_size\": 88",
+    /* whose matrix is in the ring: keys that fill it, others, and those that are just too many for
+     * registers */
+    "\"layers\": \"mesa\", \"num_heads\": 2, \"head_dim\": 128, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"mesa\", \"num_heads\": 3, \"head_dim\": 88, \"hidden_size\": 132, "
+    "\"intermediate_size\": 88, \"use_output_gate\": true",
+    "\"layers\": \"mesa, gdn\", \"num_heads\": 1, \"head_dim\": 72, \"expand_v\": 1, "
+    "\"hidden_size\": 256, \"intermediate_size\": 704",
+    /* over a cache, one part of it: with both mixes, by place, without them */
+    "\"layers\": \"hypermlp, hyperglu\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"hyperglu, attention\", \"num_heads\": 3, \"layout\": \"position\", "
+    "\"attn_norm\": \"l2\", \"op1_rank\": 5, \"hidden_size\": 132, "
+    "\"intermediate_size\": 88",
+    "\"layers\": \"hyperglu\", \"num_heads\": 4, \"op1_rank\": 0, \"op2_rank\": 0, "
+    "\"use_vo_gate\": false, \"hidden_size\": 256, \"intermediate_size\": 704",
+    "\"layers\": \"hyperglu\", \"num_heads\": 2, \"use_rope\": true, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
     /* and the small works of others between their launches */
     "\"layers\": \"relu_attention\", \"num_heads\": 4, \"hidden_size\": 256, "
     "\"intermediate_size\": 704",
@@ -90,6 +108,12 @@ static const char *const long_models[] = {
     "\"layers\": \"attention\", \"num_heads\": 12, \"num_kv_heads\": 2, \"head_dim\": 64, "
     "\"hidden_size\": 256, \"intermediate_size\": 704, \"use_output_gate\": true, "
     "\"rope_type\": \"yarn\", \"rope_factor\": 4, \"rope_original_context\": 128",
+    "\"layers\": \"hypermlp\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"hyperglu, gdn\", \"num_heads\": 2, \"head_dim\": 64, \"expand_v\": 1, "
+    "\"op2_rank\": 24, \"hidden_size\": 256, \"intermediate_size\": 704",
+    "\"layers\": \"hyperglu\", \"num_heads\": 3, \"layout\": \"position\", "
+    "\"attn_norm\": \"none\", \"hidden_size\": 132, \"intermediate_size\": 88",
 };
 
 typedef enum way { AT_ONCE, ONE_BY_ONE, IN_A_BATCH } way;

@@ -26,7 +26,7 @@ static const struct {
     shadow_counts expected;
 } models[] = {
 #define EXPECT(launches, megakernels, stages, barriers, steps, trace)                              \
-    { launches, megakernels, stages, barriers, steps, UINT64_C(trace) }
+    { launches, megakernels, stages, barriers, steps, 0, UINT64_C(trace) }
 #define PLAN_CASE(name, config, expected) { name, config, expected },
 #include "model/decode_plan.def"
 #undef PLAN_CASE
@@ -84,6 +84,29 @@ static void lower(size_t i) {
 static void steps_are_lowered_to_what_they_mean(void **state) {
     (void)state;
     for (size_t i = 0; i < MN_COUNTOF(models); i++) lower(i);
+    check_done();
+}
+
+/* Rows whose step may not be a launch of its own. */
+static void no_step_is_launched_apart(void **state) {
+    static const char *const alone[] = {
+        "\"layers\": \"hypermlp\", \"num_heads\": 2",
+        "\"layers\": \"hyperglu\", \"num_heads\": 2, \"layout\": \"position\"",
+        "\"layers\": \"mesa\", \"num_heads\": 1, \"head_dim\": 96",
+        "\"layers\": \"mesa\", \"num_heads\": 1, \"head_dim\": 128",
+    };
+    (void)state;
+    for (size_t i = 0; i < MN_COUNTOF(alone); i++) {
+        char config[256];
+        snprintf(config, sizeof config, "%s, \"num_hidden_layers\": 2, \"hidden_size\": 128, "
+                 "\"intermediate_size\": 96", alone[i]);
+        shadow_start(BLOCKS, SHADOW_ANY, 7);
+        decode(config);
+        const shadow_counts got = shadow_counted();
+        CHECK(shadow_failures() == 0 && got.megakernels > 0, "%s: %d failures in %d megakernels",
+              alone[i], shadow_failures(), got.megakernels);
+        CHECK(got.apart == 0, "%s: %d operators in launches of their own", alone[i], got.apart);
+    }
     check_done();
 }
 
@@ -260,6 +283,7 @@ static void parts_of_attention_are_shared_out(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = { cmocka_unit_test(steps_are_lowered_to_what_they_mean),
+                                        cmocka_unit_test(no_step_is_launched_apart),
                                         cmocka_unit_test(parts_of_attention_are_shared_out),
                                         cmocka_unit_test(memory_is_used_again) };
     return cmocka_run_group_tests(tests, NULL, NULL);
