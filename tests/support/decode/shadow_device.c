@@ -335,7 +335,7 @@ bool __wrap_mn_megakernel_takes_step(mn_decode_step_kind step, const void *args)
     }
     if (step == MN_DECODE_STEP_mesa) {
         const mn_mesa_args *p = args;
-        return p->o.data && p->steps == 0 && p->call.K <= 64;
+        return p->o.data && p->steps == 0 && p->call.K <= 128;
     }
     return true;
 }

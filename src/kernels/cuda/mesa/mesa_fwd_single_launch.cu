@@ -15,6 +15,7 @@
 
 #include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/mesa/mesa_step.cuh"
+#include "kernels/cuda/mesa/mesa_step_wide.cuh"
 
 namespace mneme::mesa {
 
