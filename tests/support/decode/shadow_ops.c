@@ -11,7 +11,7 @@
 
 /* What begins a tag. */
 enum { T_UNARY = 101, T_TIMES, T_PAIR, T_ROUND, T_WIDE, T_FILL, T_ROW, T_ATTEND, T_RMS,
-       T_GATED, T_L2, T_COLUMN, T_TABLE, T_CONV, T_STATE, T_STEP, T_OP, T_ONTO, T_HYPER, T_NONE };
+       T_GATED, T_L2, T_COLUMN, T_TABLE, T_CONV, T_STATE, T_STEP, T_OP, T_ONTO, T_NONE, T_HYPER };
 
 static uint64_t bits(double x) {
     const float narrow = (float)x;
