@@ -343,9 +343,10 @@ __device__ inline void wide_output(wide_smem &smem, const mn_mesa_args &p, const
     }
 }
 
-/* Head h of sequence n; all threads call. */
+/* Head h of sequence n; all threads call. It is a call of its own: who solves in registers has all
+ * of them. */
 template <typename T, typename Block>
-__device__ inline void step_head_wide(wide_smem &smem, const mn_mesa_args &p, int64_t n,
+__device__ __noinline__ void step_head_wide(wide_smem &smem, const mn_mesa_args &p, int64_t n,
                                       int64_t h) {
     static_assert(Block::size == 32 * WIDE_PAIRS, "a warp has a pair of rows of tiles");
     wide_ctx ctx;
