@@ -144,13 +144,20 @@ inline size_t step_bytes_of(const mn_call &c) {
     return sizeof(step_smem<N>) + (size_t)(8 * N * ((c.V + 3) / 4 * 4)) * sizeof(float);
 }
 
+/* A call of its own: registers of one way do not depend on the other. */
+template <typename T, typename Block>
+__device__ __noinline__ void step_head_narrow(const mn_mesa_args &p, int64_t n, int64_t h,
+                                              unsigned char *bytes) {
+    if (p.call.K <= 16) step_head<2, T, Block>(*(step_smem<2> *)bytes, p, n, h);
+    else if (p.call.K <= 32) step_head<4, T, Block>(*(step_smem<4> *)bytes, p, n, h);
+    else step_head<8, T, Block>(*(step_smem<8> *)bytes, p, n, h);
+}
+
 /* The stage of a megakernel: a head. */
 template <typename T, typename Block>
 __device__ inline void mesa_step(const mn_mesa_args &p, int64_t n, int64_t h, int64_t,
                                  unsigned char *bytes) {
-    if (p.call.K <= 16) step_head<2, T, Block>(*(step_smem<2> *)bytes, p, n, h);
-    else if (p.call.K <= 32) step_head<4, T, Block>(*(step_smem<4> *)bytes, p, n, h);
-    else if (p.call.K <= STEP_MAX_K) step_head<8, T, Block>(*(step_smem<8> *)bytes, p, n, h);
+    if (p.call.K <= STEP_MAX_K) step_head_narrow<T, Block>(p, n, h, bytes);
     else step_head_wide<T, Block>(*(wide_smem *)bytes, p, n, h);
 }
 
