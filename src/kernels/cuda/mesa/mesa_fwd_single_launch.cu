@@ -236,7 +236,7 @@ bool mn_mesa_single_launch_supported(const mn_mesa_args *p) {
     const int64_t n = mn_n_spans(c), smem = machine.shared_bytes;
     if (!p->o.data || c.T < 1 || n * c.H > INT32_MAX) return false;
     if (c.T == 1) {
-        return c.K <= STEP_WIDEST && c.V <= STEP_MAX_V && (int64_t)step_bytes(c) <= smem;
+        return c.K <= STEP_WIDEST && c.V <= STEP_MAX_V && (int64_t)step_room(c) <= smem;
     }
     return c.K <= SHORT_MAX_K && c.T <= SHORT_TOKENS && c.V <= SHORT_MAX_V &&
            (int64_t)sizeof(short_smem<8, float>) <= smem && machine.coop_launch &&

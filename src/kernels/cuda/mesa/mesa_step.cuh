@@ -162,13 +162,13 @@ __device__ inline void mesa_step(const mn_mesa_args &p, int64_t n, int64_t h, in
 }
 
 /* Shared memory of a step. */
-inline size_t step_bytes(const mn_call &c) {
+inline size_t step_room(const mn_call &c) {
     return c.K > STEP_MAX_K ? sizeof(wide_smem) : step_bytes_of<STEP_MAX_K / 8>(c);
 }
 
 inline bool mesa_step_supported(const mn_mesa_args *p) {
     return p->o.data && p->steps == 0 && p->call.K <= STEP_WIDEST && p->call.V <= STEP_MAX_V &&
-           step_bytes(p->call) <= MN_DECODE_ROOM;
+           step_room(p->call) <= MN_DECODE_ROOM;
 }
 
 }    // namespace mneme::mesa
