@@ -51,8 +51,8 @@ endforeach()
 # A device without arithmetic takes the place of kernels, and of the tape's calls of src/decode, which it passes on.
 file(GLOB shadow_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/decode/*.c)
 target_sources(test_decode_plan PRIVATE ${shadow_sources})
-foreach(call defer_elementwise defer_gemm defer_op defer_attention op_run elementwise_cuda cast_bf16_cuda gemm_create gemm_destroy gemm_run
-        gemm_rows_supported decode_gemms_supported decode_run_chains decode_run_gemms decode_run_attention megakernel_blocks megakernel_takes_step
+foreach(call defer_elementwise defer_gemm defer_op defer_attention defer_hyper op_run elementwise_cuda cast_bf16_cuda gemm_create gemm_destroy gemm_run
+        gemm_rows_supported decode_gemms_supported decode_run_chains decode_run_gemms decode_run_attention decode_run_hyper megakernel_blocks megakernel_takes_step
         megakernel_fill_job megakernel_start)
     target_link_options(test_decode_plan PRIVATE -Wl,--wrap=mn_${call})
 endforeach()

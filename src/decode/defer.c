@@ -8,7 +8,7 @@
  *   products of the same input, with the small work that makes it in front of them (a norm, a
  *   gate), and sums with what is there already behind them (a residual)
  *   the recurrence of a matrix state, with the norms that make its queries and keys, in megakernels
- *   attention over a cache, in megakernels
+ *   attention or HyperMLP over a cache, in megakernels
  *   small works, and what follows from them alone: what depends on each other is a part, parts
  *   are done side by side
  *   whatever else it is, alone
@@ -162,20 +162,33 @@ bool mn_defer_op(mn_tape *tape, mn_op_id op, const void *args) {
     return false;
 }
 
+/* A copy of a token's work over a cache; NULL where it is not put off. */
+static void *keep_cached(mn_tape *tape, const mn_deferred *d, const void *work, size_t bytes) {
+    const bool fits = !d->unnamed && d->n_ranges <= MN_DEFERRED_RANGES;
+    void *copy = fits ? mn_tape_note(tape, bytes) : NULL;
+    if (copy) memcpy(copy, work, bytes);
+    else mn_tape_flush(tape);
+    return copy;
+}
+
 bool mn_defer_attention(mn_tape *tape, const mn_decode_attention *p) {
     mn_deferred *d = next(tape);
     if (!d) return false;
     *d = (mn_deferred){ .kind = MN_DEFERRED_ATTENTION, .values = d->values };
     mn_ranges_of_attention(d, p);
-    mn_decode_attention *copy = d->unnamed ? NULL : mn_tape_note(tape, sizeof *copy);
-    if (copy) {
-        *copy = *p;
-        d->of.attention = copy;
-        add(tape, d);
-        return true;
-    }
-    mn_tape_flush(tape);
-    return false;
+    d->of.attention = keep_cached(tape, d, p, sizeof *p);
+    if (d->of.attention) add(tape, d);
+    return d->of.attention != NULL;
+}
+
+bool mn_defer_hyper(mn_tape *tape, const mn_decode_hyper *p) {
+    mn_deferred *d = next(tape);
+    if (!d) return false;
+    *d = (mn_deferred){ .kind = MN_DEFERRED_HYPER, .values = d->values };
+    mn_ranges_of_hyper(d, p);
+    d->of.hyper = keep_cached(tape, d, p, sizeof *p);
+    if (d->of.hyper) add(tape, d);
+    return d->of.hyper != NULL;
 }
 
 void mn_defer_discard(mn_tape *tape) {
@@ -500,14 +513,17 @@ static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
     return true;
 }
 
-/* Attention i as two stages of a megakernel; false where it is something else, or is not ready, or
- * no megakernel takes it. Alone it is better off as launches of its own. */
-static bool add_attention(mn_tape *tape, mn_defer *all, int i) {
+/* Work i over a cache as stages of a megakernel; false where it is something else, or is not
+ * ready, or no megakernel takes it. Alone it is better off as launches of its own. */
+static bool add_cached(mn_tape *tape, mn_defer *all, int i) {
     const mn_deferred *d = &all->list[i];
-    if (d->kind != MN_DEFERRED_ATTENTION || !all->stages || !ready(all, i, all->done)) return false;
+    const bool attends = d->kind == MN_DEFERRED_ATTENTION;
+    if (!attends && d->kind != MN_DEFERRED_HYPER) return false;
+    if (!all->stages || !ready(all, i, all->done)) return false;
     mn_megakernel *megakernel = megakernel_of(tape);
     for (int k = 0; megakernel && k < 2; k++) {
-        if (mn_megakernel_add_attention(megakernel, d->of.attention)) {
+        if (attends ? mn_megakernel_add_attention(megakernel, d->of.attention)
+                    : mn_megakernel_add_hyper(megakernel, d->of.hyper)) {
             all->done |= mn_bit(i);
             return true;
         }
@@ -662,6 +678,10 @@ static void run_alone(mn_tape *tape, mn_defer *all, int i) {
         check(tape, mn_decode_run_attention(d->of.attention, tape->where));
         return;
     }
+    if (d->kind == MN_DEFERRED_HYPER) {
+        check(tape, mn_decode_run_hyper(d->of.hyper, tape->where));
+        return;
+    }
     if (d->kind == MN_DEFERRED_OP) {
         tape->context->steps = !tape->sequences;
         tape->context->counts = mn_tape_counts(tape);
@@ -719,7 +739,7 @@ static void step(mn_tape *tape, mn_defer *all) {
         if (waits(all, i) && megakernel_of(tape) && add_recurrence(tape, all, i)) return;
     }
     for (int i = 0; i < all->n; i++) {
-        if (add_attention(tape, all, i) || add_gather(tape, all, i)) return;
+        if (add_cached(tape, all, i) || add_gather(tape, all, i)) return;
     }
     if (add_works(tape, all)) return;
     uint64_t taken = gather(tape, all, false);

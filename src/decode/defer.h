@@ -10,7 +10,7 @@
 enum { MN_DEFERRED = 64, MN_DEFERRED_RANGES = 24 };    // works; pieces of memory of one
 
 typedef enum mn_deferred_kind { MN_DEFERRED_SMALL, MN_DEFERRED_GEMM,
-    MN_DEFERRED_OP, MN_DEFERRED_ATTENTION } mn_deferred_kind;
+    MN_DEFERRED_OP, MN_DEFERRED_ATTENTION, MN_DEFERRED_HYPER } mn_deferred_kind;
 
 typedef struct mn_deferred {
     mn_deferred_kind kind;
@@ -25,6 +25,7 @@ typedef struct mn_deferred {
             const void *args;
         } op;
         const mn_decode_attention *attention;
+        const mn_decode_hyper *hyper;
     } of;
     uint64_t after;            // bits of the earlier works that must have been done
     const mn_values *values;   // the tensors that there are
@@ -67,6 +68,7 @@ bool mn_ranges_of_op(mn_deferred *out, mn_op_id op, const void *args);
 void mn_ranges_of_gemm(mn_deferred *out, const mn_gemm_problem *p);
 
 void mn_ranges_of_attention(mn_deferred *out, const mn_decode_attention *p);
+void mn_ranges_of_hyper(mn_deferred *out, const mn_decode_hyper *p);
 
 /* An operator as the recurrence of a memory for one token; false where it is none. */
 bool mn_decode_recurrence_of(mn_decode_recurrence *out, mn_op_id op, const void *args);
@@ -120,6 +122,7 @@ bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work)
 bool mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p);
 bool mn_defer_op(mn_tape *tape, mn_op_id op, const void *args);
 bool mn_defer_attention(mn_tape *tape, const mn_decode_attention *p);
+bool mn_defer_hyper(mn_tape *tape, const mn_decode_hyper *p);
 void mn_defer_discard(mn_tape *tape);
 void mn_defer_destroy(mn_defer *delay);    // NULL accepted
 

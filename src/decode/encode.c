@@ -43,7 +43,7 @@ void mn_megakernel_clear(mn_megakernel *p) {
     p->n_stages = p->phase = 0;
     p->n_ranges = p->words = p->n_copies = 0;
     p->n_syncs = 0;
-    p->failed = p->ragged = p->works = p->attends = false;
+    p->failed = p->ragged = p->works = p->attends = p->hyper = false;
     p->steps = 0;
 }
 
@@ -225,6 +225,7 @@ void mn_megakernel_encode(const mn_megakernel *p, void *image) {
 int mn_megakernel_launch(const mn_megakernel *p, void *image, void *stream) {
     if (p->failed) return NO_MEMORY;
     const mn_decode_launch_args given = { 1 + p->n_stages, (int)handoff_at(p), (int)p->words,
-                                          p->ragged, p->works, p->attends, p->steps };
+                                          p->ragged, p->works, p->attends, p->hyper,
+                                          p->steps };
     return mn_megakernel_start(&given, image, stream);
 }

@@ -94,6 +94,36 @@ void mn_ranges_of_attention(mn_deferred *d, const mn_decode_attention *p) {
     access(d, p->o, p->H * p->V, p->dtype, true);
 }
 
+/* Numbers `step` apart of n branches or heads, `width` of each. */
+static void access_rows(mn_deferred *d, const void *data, int64_t n, int64_t step, int64_t width,
+                        mn_dtype dtype) {
+    access(d, data, (n - 1) * step + width, dtype, false);
+}
+
+void mn_ranges_of_hyper(mn_deferred *d, const mn_decode_hyper *p) {
+    const int64_t heads[2] = { p->Q, p->H };
+    access_rows(d, p->q, p->Q, p->q_step, p->K, p->dtype);
+    access_rows(d, p->k, p->Q, p->k_step, p->K, p->dtype);
+    access_rows(d, p->v, p->H, p->v_step, p->V, p->dtype);
+    access_rows(d, p->gv, p->H, p->gv_step, p->V, p->dtype);
+    int64_t numbers[2];
+    for (int i = 0; i < 2; i++) {
+        const mn_decode_mix *m = &p->mix[i];
+        access_rows(d, m->c, heads[i], m->c_step, m->R, p->dtype);
+        access_rows(d, m->U, heads[i], m->U_step, p->P * m->R, p->dtype);
+        access_rows(d, m->Vt, heads[i], m->Vt_step, m->R * p->P, p->dtype);
+        access_rows(d, m->d, heads[i], m->d_step, p->P, m->wide ? MN_F32 : p->dtype);
+        numbers[i] = heads[i] * p->n_parts * (MN_DECODE_ATTEND_KEYS + m->R);
+    }
+    access(d, p->position, 1, MN_F64, false);    // as wide as a position
+    access(d, p->keys, p->capacity * p->Q * p->K, p->dtype, true);
+    access(d, p->values, p->capacity * p->H * p->V, p->dtype, true);
+    access(d, p->scores, numbers[0], MN_F32, true);
+    access(d, p->mixed, numbers[1] + p->H * p->n_parts, MN_F32, true);
+    access(d, p->parts, p->H * p->n_parts * p->V, MN_F32, true);
+    access(d, p->o, p->H * p->V, p->dtype, true);
+}
+
 /* ---- works ----------------------------------------------------------------------------------- */
 
 /* `sequences`: what a launch tells apart, each with its part of the elements; 0: one does all. */

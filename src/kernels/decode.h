@@ -37,6 +37,7 @@ enum {
     MN_DECODE_TAPS = 4,           // of a convolution that follows a product
     MN_DECODE_ATTEND_KEYS = 256,  // keys of a part of attention
     MN_DECODE_ATTEND_WIDEST = 256,    // channels of a head that attends
+    MN_DECODE_HYPER_RANKS = 512,      // ranks of a mix of HyperMLP, at most
 };
 
 /* Values of mn_decode_op: order and f of a gated norm, f of a norm by its root. */
@@ -135,6 +136,45 @@ typedef struct mn_decode_attention {
     void *o;                         // (H, V)
 } mn_decode_attention;
 
+/* A mix of a row x over lags of rank R: x (1 + d) + ((x U) c) Vt; without U and Vt there is none.
+ * Of branch or head h everything begins so many elements behind that of the one before. */
+typedef struct mn_decode_mix {
+    const void *c, *U, *Vt, *d;          // (R), (P, R), (R, P), (P)
+    int64_t R, c_step, U_step, Vt_step, d_step;
+    bool wide;                           // d is of float32, and is rounded to the type of others
+} mn_decode_mix;
+
+/* HyperMLP or, with two branches a head, HyperGLU of one token over a cache (equations in
+ * kernels/ref/hyper.c), where the position n of the token is read when it runs: rows n of the
+ * caches become k and v, and n + 1 <= P keys are seen. Where there is no position, `n_keys` are
+ * there already. In parts of 256 keys, which are added in their order:
+ *
+ *   scores (Q, n_parts, 256 + R)       mixed (H, n_parts, 256 + W + 1)      parts (H, n_parts, V)
+ *
+ * Phases go one after the other; each reads what all of the one before has made. */
+typedef enum mn_hyper_phase {
+    MN_HYPER_SCORES,                     // and the token's key and value; of a branch
+    MN_HYPER_MIX,                        // what follows: of a head
+    MN_HYPER_VALUES,
+    MN_HYPER_OUTPUT,
+    MN_HYPER_PHASES
+} mn_hyper_phase;
+
+typedef struct mn_decode_hyper {
+    mn_dtype dtype;                      // of all but scores, mixed and parts
+    int64_t H, Q, K, V, P, capacity, n_parts, n_keys;
+    bool by_place, normed;               // entries go by keys' places; o is divided by |x1|
+    double eps;
+    const int64_t *position;
+    const void *q, *k, *v, *gv;          // gv: or NULL
+    int64_t q_step, k_step, v_step, gv_step, o_step;
+    mn_decode_mix mix[2];                // of branches; of heads
+    void *keys, *values;                 // (capacity, Q, K), (capacity, H, V)
+    int64_t key_row, key_step, value_row, value_step;
+    float *scores, *mixed, *parts;
+    void *o;                             // (H, V)
+} mn_decode_hyper;
+
 /* What is to be launched as one kernel, stage by stage. */
 typedef struct mn_megakernel mn_megakernel;
 
@@ -149,6 +189,7 @@ bool mn_decode_gemms_supported(const mn_gemm_problem *work);
 int mn_decode_run_chains(const mn_decode_chains *parts, void *stream);
 int mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream);
 int mn_decode_run_attention(const mn_decode_attention *attention, void *stream);
+int mn_decode_run_hyper(const mn_decode_hyper *hyper, void *stream);
 
 /* out[i] = the place of the largest of the first n of row i of logits, the first of equal ones; -1
  * where one is NaN or infinite, or all are -infinity. `out` may be the host's, of
@@ -169,6 +210,7 @@ void mn_megakernel_clear(mn_megakernel *megakernel);
 bool mn_megakernel_add_gemms(mn_megakernel *megakernel, const mn_decode_gemms *gemms);
 bool mn_megakernel_add_recurrence(mn_megakernel *megakernel, const mn_decode_recurrence *memory);
 bool mn_megakernel_add_attention(mn_megakernel *megakernel, const mn_decode_attention *attention);
+bool mn_megakernel_add_hyper(mn_megakernel *megakernel, const mn_decode_hyper *hyper);
 // one row of a table
 bool mn_megakernel_add_gather(mn_megakernel *megakernel, const mn_decode_op *row);
 

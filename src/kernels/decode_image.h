@@ -47,7 +47,7 @@ enum {
     MN_DECODE_ARGS_BYTES = 1280,                        // of a step's arguments, at most
     MN_DECODE_PUBLISHED = 6,                            // results of an instruction
     MN_DECODE_SCRATCH = 18432,                          // bytes of shared memory of a step
-    MN_DECODE_ROOM = 131072,                            // of one that takes the ring of weights
+    MN_DECODE_ROOM = 163840,                            // of one that takes the ring of weights
 };
 
 #define MN_DECODE_SENTINEL 0xffffffffu    // results that are no number are 0x7fff here
@@ -74,7 +74,8 @@ typedef enum mn_decode_opcode {
     MN_DECODE_RECURRENCE,
     MN_DECODE_SMALL,
     MN_DECODE_STEP,
-    MN_DECODE_ATTEND
+    MN_DECODE_ATTEND,
+    MN_DECODE_HYPER
 } mn_decode_opcode;
 
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
@@ -233,6 +234,13 @@ typedef struct mn_decode_attend_instr {
     mn_decode_attention of;
 } mn_decode_attend_instr;
 
+/* Parts slot, slot + n_slots, ... of a branch or head, in a phase of HyperMLP; or its output. */
+typedef struct mn_decode_hyper_instr {
+    MN_DECODE_ALIGNAS(16) int phase;
+    int head, slot, n_slots;
+    mn_decode_hyper of;
+} mn_decode_hyper_instr;
+
 /* All read and write memory as launches of their own do, and then publish results. */
 typedef struct mn_decode_work_instr {
     MN_DECODE_ALIGNAS(16) int n_published;
@@ -241,6 +249,7 @@ typedef struct mn_decode_work_instr {
         mn_decode_small_instr small;
         mn_decode_step_instr step;
         mn_decode_attend_instr attend;
+        mn_decode_hyper_instr hyper;
     };
 } mn_decode_work_instr;
 
@@ -277,8 +286,8 @@ typedef struct mn_decode_launch_args {
     int n_stages;
     int handoff_at, words;    // where words begin, and how many bytes of them a run has
     int ragged;               // a row's last chunk is not whole
-    int works;                // there are stages of small works, steps of operators or attention
-    int attends;              // there is attention
+    int works;                // there are stages of small works, steps of operators or over caches
+    int attends, hyper;       // there is attention; there is HyperMLP
     unsigned steps;           // bits of the rows of decode_steps.def that there are steps of
 } mn_decode_launch_args;
 

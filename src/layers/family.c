@@ -14,6 +14,15 @@ mn_tensor *mn_use(const mn_forward *f, const char *name) {
     return NULL;
 }
 
+double mn_eps_of(mn_op_id op) {
+    int n;
+    const mn_param *params = mn_op_params(op, &n);
+    for (int i = 0; i < n; i++) {
+        if (strcmp(params[i].name, "eps") == 0) return params[i].value;
+    }
+    return 0.0;
+}
+
 mn_tensor *mn_use_as(const mn_forward *f, const char *name, int64_t rows, int64_t cols) {
     return mn_tape_shaped(f->tape, mn_use(f, name), (int64_t[]){ 1, 1, rows, cols });
 }

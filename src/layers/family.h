@@ -100,6 +100,9 @@ double mn_rwkv7_start(const mn_param_info *info, int64_t i);
 /* Cuts every head of x (B,T,H,X) into n parts of those widths, each contiguous with its heads. */
 void mn_split_heads(mn_forward *f, mn_tensor *x, const int64_t *widths, int n, mn_tensor **parts);
 
+/* eps of an operator that layers have no option for. */
+double mn_eps_of(mn_op_id op);
+
 /* A constant of all one value, without gradient. */
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value);
 

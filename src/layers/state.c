@@ -434,7 +434,8 @@ enum { ROOM = 256 };    // tokens that a cache of a step that repeats grows by, 
 /* Makes room for `length` tokens in each of B rows. */
 static mn_status grow(mn_layer_state *state, mn_state_piece *piece, int64_t length) {
     if (length <= piece->capacity) return MN_OK;
-    const int64_t capacity = mn_max(length, 2 * piece->capacity);
+    const int64_t twice = 2 * piece->capacity;
+    const int64_t capacity = mn_max(length, piece->most ? mn_min(twice, piece->most) : twice);
     const size_t row = (size_t)piece->width * item_of(piece);
     int64_t count;
     if (!mn_mul_i64(&count, piece->B * piece->width, capacity)) count = -1;
@@ -527,7 +528,7 @@ static mn_tensor *append_rows(mn_layer_state *state, mn_tape *tape, mn_tensor *x
 }
 
 const mn_state_piece *mn_state_extend(mn_layer_state *state, mn_tape *tape, const char *name,
-                                      int64_t width) {
+                                      int64_t width, int64_t most) {
     if (mn_tape_status(tape) != MN_OK) return NULL;
     state->device = device_of(tape);
     mn_state_piece *piece = find_or_add(state, name);
@@ -541,9 +542,16 @@ const mn_state_piece *mn_state_extend(mn_layer_state *state, mn_tape *tape, cons
                                    "batch", name));
         return NULL;
     }
+    piece->most = most;
+    if (most && piece->length >= most) {
+        mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "the cache %s has %lld tokens, which is all "
+                                   "that its layer takes", name, (long long)piece->length));
+        return NULL;
+    }
     if (piece->length == piece->capacity) {
         mn_tape_flush(tape);    // what waits may read the cache where it is
-        const mn_status st = grow(state, piece, piece->length / ROOM * ROOM + ROOM);
+        const int64_t more = piece->length / ROOM * ROOM + ROOM;
+        const mn_status st = grow(state, piece, most ? mn_min(more, most) : more);
         if (st != MN_OK) mn_tape_fail(tape, st);
         if (st != MN_OK) return NULL;
     }
@@ -557,7 +565,8 @@ bool mn_layer_state_has_room(const mn_layer_state *state) {
     bool room = true;
     for (int i = 0; i < state->n_pieces; i++) {
         const mn_state_piece *piece = &state->pieces[i];
-        room = room && (!piece->width || piece->length < piece->capacity);
+        room = room && (!piece->width || piece->length < piece->capacity) &&
+               (!piece->most || piece->length < piece->most);
     }
     return room;
 }

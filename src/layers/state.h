@@ -17,6 +17,7 @@ typedef struct mn_state_piece {
     void *now, *next;          // the state, and memory for the one after it
     /* caches: (B, capacity, width) with the first `length` tokens written */
     int64_t length, capacity, width, B;
+    int64_t most;              // tokens that steps which repeat may put there; 0: any number
     void *steps;               // what it was after each step of the last pass of steps, in memory
                                //   of that pass; and tokens of a cache before
     int64_t before;
@@ -122,9 +123,10 @@ void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const cha
 
 /* Of a step that goes by a position which is read when it runs (mn_tape_set_position): room for one
  * more token of `width` numbers behind the cache `name`, which counts it and is declared; the
- * operation that is given the cache writes it there. NULL after a failure. */
+ * operation that is given the cache writes it there. `most`: tokens that the operation can take, 0:
+ * any number; there is no room for more. NULL after a failure. */
 const mn_state_piece *mn_state_extend(mn_layer_state *state, mn_tape *tape, const char *name,
-                                      int64_t width);
+                                      int64_t width, int64_t most);
 
 /* Appends (B,T,H,X) to the cache `name` and returns all tokens, (B,L,H,X), without gradient; `x`
  * itself when state is NULL. */

@@ -263,6 +263,26 @@ bool mn_tape_attends(const mn_tape *tape, int64_t K, int64_t V);
 mn_tensor *mn_tape_attend(mn_tape *tape, const mn_attend *how, mn_tensor *q, mn_tensor *k,
                           mn_tensor *v);
 
+/* The same of HyperMLP or, where q has two branches a head, HyperGLU: caches are (capacity, Q, K)
+ * and (capacity, H, V), and hold fewer than P tokens. A mix is absent, or has a rank and all its
+ * factors: c (1,1,Q,R) or (1,1,H,R), and parameters U (Q,P,R), Vt (Q,R,P), d (Q,P). */
+typedef struct mn_hyper_mix {
+    int64_t R;
+    mn_tensor *c, *U, *Vt, *d;          // NULL: absent
+} mn_hyper_mix;
+
+typedef struct mn_hyper {
+    void *keys, *values;
+    int64_t capacity, P;
+    bool by_place, normed;              // as mn_decode_hyper has them
+    double eps;
+    mn_hyper_mix mix[2];
+} mn_hyper;
+
+/* o (1,1,H,V) of q and k (1,1,Q,K), v (1,1,H,V) and the gate gv (1,1,H,V) or NULL. */
+mn_tensor *mn_tape_hyper(mn_tape *tape, const mn_hyper *how, mn_tensor *q, mn_tensor *k,
+                         mn_tensor *v, mn_tensor *gv);
+
 /* x W' + b for every row of x (B,T,1,in); W is (out,in), b (out) or NULL. */
 mn_tensor *mn_tape_linear(mn_tape *tape, mn_tensor *x, mn_tensor *weight, mn_tensor *bias);
 

@@ -1,7 +1,8 @@
 /* test_decode_device.c - decoding on a GPU as one megakernel a token (kernels/decode.h): token by
  * token against all at once, in float32 and bf16, at widths for which the megakernel's tiles,
  * pieces and epilogues are whole, and at others; the same bits twice. Models with caches also read
- * so many tokens that these grow and have several parts of keys. */
+ * so many tokens that these grow and have several parts of keys. Given words, only the models that
+ * have one of them are read. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,6 +16,7 @@
 enum { VOCABULARY = 1000, N = 9, LONG = 600 };    // tokens
 
 static mn_context *gpu;    // NULL: none here
+static char **words;       // up to a NULL
 
 static bool absent(void) {
     if (!gpu) printf("skipped: there is no GPU here\n");
@@ -58,6 +60,24 @@ static const char *const models[] = {
     "\"intermediate_size\": 704",
     "\"layers\": \"mesa, kla\", \"num_heads\": 3, \"head_dim\": 20, \"expand\": 1, "
     "\"hidden_size\": 132, \"intermediate_size\": 88",
+    /* whose matrix is in the ring: keys that fill it, others, and those that are just too many for
+     * registers */
+    "\"layers\": \"mesa\", \"num_heads\": 2, \"head_dim\": 128, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"mesa\", \"num_heads\": 3, \"head_dim\": 88, \"hidden_size\": 132, "
+    "\"intermediate_size\": 88, \"use_output_gate\": true",
+    "\"layers\": \"mesa, gdn\", \"num_heads\": 1, \"head_dim\": 72, \"expand_v\": 1, "
+    "\"hidden_size\": 256, \"intermediate_size\": 704",
+    /* over a cache, one part of it: with both mixes, by place, without them */
+    "\"layers\": \"hypermlp, hyperglu\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"hyperglu, attention\", \"num_heads\": 3, \"layout\": \"position\", "
+    "\"attn_norm\": \"l2\", \"op1_rank\": 5, \"hidden_size\": 132, "
+    "\"intermediate_size\": 88",
+    "\"layers\": \"hyperglu\", \"num_heads\": 4, \"op1_rank\": 0, \"op2_rank\": 0, "
+    "\"use_vo_gate\": false, \"hidden_size\": 256, \"intermediate_size\": 704",
+    "\"layers\": \"hyperglu\", \"num_heads\": 2, \"use_rope\": true, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
     /* and the small works of others between their launches */
     "\"layers\": \"relu_attention\", \"num_heads\": 4, \"hidden_size\": 256, "
     "\"intermediate_size\": 704",
@@ -90,7 +110,19 @@ static const char *const long_models[] = {
     "\"layers\": \"attention\", \"num_heads\": 12, \"num_kv_heads\": 2, \"head_dim\": 64, "
     "\"hidden_size\": 256, \"intermediate_size\": 704, \"use_output_gate\": true, "
     "\"rope_type\": \"yarn\", \"rope_factor\": 4, \"rope_original_context\": 128",
+    "\"layers\": \"hypermlp\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"hyperglu, gdn\", \"num_heads\": 2, \"head_dim\": 64, \"expand_v\": 1, "
+    "\"op2_rank\": 24, \"hidden_size\": 256, \"intermediate_size\": 704",
+    "\"layers\": \"hyperglu\", \"num_heads\": 3, \"layout\": \"position\", "
+    "\"attn_norm\": \"none\", \"hidden_size\": 132, \"intermediate_size\": 88",
 };
+
+static bool is_wanted(const char *model) {
+    bool wanted = !words[0];
+    for (int i = 0; words[i]; i++) wanted = wanted || strstr(model, words[i]);
+    return wanted;
+}
 
 typedef enum way { AT_ONCE, ONE_BY_ONE, IN_A_BATCH } way;
 
@@ -156,19 +188,24 @@ static void check_model(const char *model, int number, int count) {
 static void decoding_is_reading(void **state) {
     (void)state;
     if (absent()) return;
-    for (int i = 0; i < (int)MN_COUNTOF(models); i++) check_model(models[i], i, N);
+    for (int i = 0; i < (int)MN_COUNTOF(models); i++) {
+        if (is_wanted(models[i])) check_model(models[i], i, N);
+    }
     check_done();
 }
 
 static void caches_grow(void **state) {
     (void)state;
     if (absent()) return;
-    for (int i = 0; i < (int)MN_COUNTOF(long_models); i++) check_model(long_models[i], i, LONG);
+    for (int i = 0; i < (int)MN_COUNTOF(long_models); i++) {
+        if (is_wanted(long_models[i])) check_model(long_models[i], i, LONG);
+    }
     check_done();
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     const mn_context_options there = { .n_threads = 2, .device = "cuda" };
+    words = argv + (argc > 0);
     if (mn_context_create(&gpu, &there) != MN_OK) printf("skipped: %s\n", mn_last_error());
     const struct CMUnitTest tests[] = { cmocka_unit_test(decoding_is_reading),
                                         cmocka_unit_test(caches_grow) };

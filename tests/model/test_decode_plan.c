@@ -26,7 +26,7 @@ static const struct {
     shadow_counts expected;
 } models[] = {
 #define EXPECT(launches, megakernels, stages, barriers, steps, trace)                              \
-    { launches, megakernels, stages, barriers, steps, UINT64_C(trace) }
+    { launches, megakernels, stages, barriers, steps, 0, UINT64_C(trace) }
 #define PLAN_CASE(name, config, expected) { name, config, expected },
 #include "model/decode_plan.def"
 #undef PLAN_CASE
@@ -84,6 +84,59 @@ static void lower(size_t i) {
 static void steps_are_lowered_to_what_they_mean(void **state) {
     (void)state;
     for (size_t i = 0; i < MN_COUNTOF(models); i++) lower(i);
+    check_done();
+}
+
+/* Rows whose step may not be a launch of its own. */
+static void no_step_is_launched_apart(void **state) {
+    static const char *const alone[] = {
+        "\"layers\": \"hypermlp\", \"num_heads\": 2",
+        "\"layers\": \"hyperglu\", \"num_heads\": 2, \"layout\": \"position\"",
+        "\"layers\": \"mesa\", \"num_heads\": 1, \"head_dim\": 96",
+        "\"layers\": \"mesa\", \"num_heads\": 1, \"head_dim\": 128",
+    };
+    (void)state;
+    for (size_t i = 0; i < MN_COUNTOF(alone); i++) {
+        char config[256];
+        snprintf(config, sizeof config, "%s, \"num_hidden_layers\": 2, \"hidden_size\": 128, "
+                 "\"intermediate_size\": 96", alone[i]);
+        shadow_start(BLOCKS, SHADOW_ANY, 7);
+        decode(config);
+        const shadow_counts got = shadow_counted();
+        CHECK(shadow_failures() == 0 && got.megakernels > 0, "%s: %d failures in %d megakernels",
+              alone[i], shadow_failures(), got.megakernels);
+        CHECK(got.apart == 0, "%s: %d operators in launches of their own", alone[i], got.apart);
+    }
+    check_done();
+}
+
+/* A recorded token of HyperMLP beyond the last lag that its mixes have is refused, as reading all
+ * tokens at once is, and none before it. */
+static void mixes_have_no_more_lags(void **state) {
+    enum { LAGS = 5 };
+    const mn_context_options there = { .n_threads = 1, .device = "cuda" };
+    const mn_session_options how = { .dtype = MN_BF16, .prefill_chunk = STEPS };
+    mn_context *context = NULL;
+    mn_model *model = NULL;
+    mn_session *session = NULL;
+    (void)state;
+    shadow_start(BLOCKS, SHADOW_FIRST, 3);
+    mn_status st = mn_context_create(&context, &there);
+    if (st == MN_OK) {
+        st = model_case_create(&model, "{\"layers\": \"hyperglu\", \"num_hidden_layers\": 1, "
+                               "\"num_heads\": 1, \"hidden_size\": 64, \"block_size\": 5, "
+                               "\"intermediate_size\": 96, \"vocab_size\": 256, "
+                               "\"max_position_embeddings\": 32}", MN_F32, 0.0, 3);
+    }
+    if (st == MN_OK) st = mn_session_create(&session, context, model, &how);
+    for (int i = 0; st == MN_OK && i < LAGS; i++) st = mn_session_step(session, i);
+    if (st != MN_OK) check_fatal("%s", mn_last_error());
+    st = mn_session_step(session, LAGS);
+    CHECK(st == MN_ERR_ARGUMENT, "token %d of %d lags: status %d", LAGS, LAGS, (int)st);
+    CHECK(shadow_failures() == 0, "%d failures", shadow_failures());
+    mn_session_destroy(session);
+    mn_model_destroy(model);
+    mn_context_destroy(context);
     check_done();
 }
 
@@ -260,6 +313,8 @@ static void parts_of_attention_are_shared_out(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = { cmocka_unit_test(steps_are_lowered_to_what_they_mean),
+                                        cmocka_unit_test(no_step_is_launched_apart),
+                                        cmocka_unit_test(mixes_have_no_more_lags),
                                         cmocka_unit_test(parts_of_attention_are_shared_out),
                                         cmocka_unit_test(memory_is_used_again) };
     return cmocka_run_group_tests(tests, NULL, NULL);

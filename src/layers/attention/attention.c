@@ -219,22 +219,12 @@ static bool turns_first(const mn_forward *f) {
     return f->layer->config.use_rope && !by_position(f);
 }
 
-/* Of relu_attention, which has no option for it. */
-static double relu_eps(void) {
-    int n;
-    const mn_param *params = mn_op_params(MN_OP_relu_attention, &n);
-    for (int i = 0; i < n; i++) {
-        if (strcmp(params[i].name, "eps") == 0) return params[i].value;
-    }
-    return 0.0;
-}
-
 /* Heads one after the other, as far apart as they like. */
 static mn_tensor *attended(mn_forward *f, double scale, mn_tensor *q, mn_tensor *k, mn_tensor *v) {
     const mn_layer_config *c = &f->layer->config;
     const int64_t R = c->use_rope ? turning(f->layer) : 0, width = MN_OF(f, 'J') * MN_OF(f, 'K');
-    const mn_state_piece *keys = mn_state_extend(f->state, f->tape, "k", width);
-    const mn_state_piece *values = mn_state_extend(f->state, f->tape, "v", width);
+    const mn_state_piece *keys = mn_state_extend(f->state, f->tape, "k", width, 0);
+    const mn_state_piece *values = mn_state_extend(f->state, f->tape, "v", width, 0);
     double *inv_freq = malloc((size_t)(R / 2 + 1) * sizeof *inv_freq);
     if (!inv_freq) mn_tape_fail(f->tape, mn_fail(MN_ERR_MEMORY, "no memory for positions"));
     mn_tensor *o = NULL;
@@ -243,7 +233,7 @@ static mn_tensor *attended(mn_forward *f, double scale, mn_tensor *q, mn_tensor 
         const bool relu = f->layer->kind != MN_LAYER_attention;
         const mn_attend how = { keys->now, values->now, mn_min(keys->capacity, values->capacity),
                                 relu ? 0 : c->window_size, R, scale, turned_scale(c), inv_freq,
-                                relu, relu ? relu_eps() : 0.0 };
+                                relu, relu ? mn_eps_of(MN_OP_relu_attention) : 0.0 };
         o = mn_tape_attend(f->tape, &how, q, k, v);
     }
     free(inv_freq);

@@ -109,18 +109,50 @@ static void bind_mix(mn_forward *f, mn_run *run, mn_tensor *control, const char 
     for (int i = 0; i < 3; i++) mn_run_in(run, fields[i + 1], mn_use(f, names[i]));
 }
 
-static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
+/* What a row is read by: a query of each branch, the controls of both mixes, and the gate of what
+ * is read; each of the latter NULL where the layer has none. */
+typedef struct asked {
+    mn_tensor *q, *c1, *c2, *gv;
+} asked;
+
+/* Whether a token is read by one operation, which reads its position when it runs. */
+static bool by_position(const mn_forward *f) {
+    const mn_layer_state *state = f->state;
+    return state && !state->rows && !state->ends && !f->layer->config.use_rope &&
+           mn_tape_attends(f->tape, MN_OF(f, 'K'), MN_OF(f, 'V'));
+}
+
+static mn_hyper_mix mix_of(const mn_forward *f, int64_t R, mn_tensor *control,
+                           const char *const names[3]) {
+    if (!control) return (mn_hyper_mix){ 0 };
+    return (mn_hyper_mix){ R, control, mn_use(f, names[0]), mn_use(f, names[1]),
+                           mn_use(f, names[2]) };
+}
+
+static const char *const first_mix[] = { "op.mix.U", "op.mix.Vt", "op.mix.d" };
+static const char *const second_mix[] = { "op2.mix.U", "op2.mix.Vt", "op2.mix.d" };
+
+/* One token, whose key and value the operation puts into the caches. */
+static mn_tensor *one_token(mn_forward *f, const asked *a, mn_tensor *k, mn_tensor *v) {
+    const mn_layer_config *c = &f->layer->config;
+    const int64_t P = MN_OF(f, 'P'), most = a->c1 || a->c2 ? P : 0;    // mixes have so many lags
+    const mn_state_piece *keys = mn_state_extend(f->state, f->tape, "k",
+                                                 MN_OF(f, 'Q') * MN_OF(f, 'K'), most);
+    const mn_state_piece *values = mn_state_extend(f->state, f->tape, "v",
+                                                   MN_OF(f, 'H') * MN_OF(f, 'V'), most);
+    if (!keys || !values) return NULL;
+    const mn_hyper how = { keys->now, values->now, mn_min(keys->capacity, values->capacity), P,
+                           c->layout == 1, c->attn_norm != 2, mn_eps_of(MN_OP_hyper),
+                           { mix_of(f, MN_OF(f, 'R'), a->c1, first_mix),
+                             mix_of(f, MN_OF(f, 'S'), a->c2, second_mix) } };
+    return mn_tape_hyper(f->tape, &how, a->q, k, v, a->gv);
+}
+
+/* By the operator, over all keys so far. */
+static mn_tensor *all_at_once(mn_forward *f, const asked *a, mn_tensor *k, mn_tensor *v) {
     mn_tape *tape = f->tape;
-    const int64_t H = MN_OF(f, 'H'), Q = MN_OF(f, 'Q');
-    mn_tensor *k = convolved(f, x, "conv1.conv.weight", "conv1");
-    k = turned(f, mn_tape_heads(tape, mn_project(f, k, "k.weight", NULL), Q));
-    mn_tensor *v = convolved(f, x, "conv2.conv.weight", "conv2");
-    v = mn_tape_heads(tape, mn_project(f, v, "v.weight", NULL), H);
     k = mn_state_append(f->state, tape, k, "k");
     v = mn_state_append(f->state, tape, v, "v");
-    mn_tensor *c1 = open_of(f, x, "control1.weight", "control1.bias", Q);
-    mn_tensor *c2 = open_of(f, x, "control2.weight", "control2.bias", H);
-    mn_tensor *gv = open_of(f, x, "right_gate.weight", "right_gate.bias", H), *q = query(f, x);
     mn_run run;
     mn_hyper_args *args = mn_run_start(&run, tape, MN_OP_hyper);
     mn_mixer_set_args(&f->layer->mixer, args);
@@ -130,16 +162,30 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     run.call->R = MN_OF(f, 'R');
     run.call->W = MN_OF(f, 'S');
     mn_state_rows(f->state, &run);
-    mn_run_in(&run, "q", q);
+    mn_run_in(&run, "q", a->q);
     mn_run_in(&run, "k", k);
     mn_run_in(&run, "v", v);
-    if (gv) mn_run_in(&run, "gv", gv);
-    bind_mix(f, &run, c1, (const char *const[]){ "c1", "U1", "Vt1", "d1" },
-             (const char *const[]){ "op.mix.U", "op.mix.Vt", "op.mix.d" });
-    bind_mix(f, &run, c2, (const char *const[]){ "c2", "U2", "Vt2", "d2" },
-             (const char *const[]){ "op2.mix.U", "op2.mix.Vt", "op2.mix.d" });
+    if (a->gv) mn_run_in(&run, "gv", a->gv);
+    bind_mix(f, &run, a->c1, (const char *const[]){ "c1", "U1", "Vt1", "d1" }, first_mix);
+    bind_mix(f, &run, a->c2, (const char *const[]){ "c2", "U2", "Vt2", "d2" }, second_mix);
     mn_tensor *o = mn_run_out(&run, "o");
     mn_run_now(&run);
+    return o;
+}
+
+static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
+    mn_tape *tape = f->tape;
+    const int64_t H = MN_OF(f, 'H'), Q = MN_OF(f, 'Q');
+    mn_tensor *k = convolved(f, x, "conv1.conv.weight", "conv1");
+    k = turned(f, mn_tape_heads(tape, mn_project(f, k, "k.weight", NULL), Q));
+    mn_tensor *v = convolved(f, x, "conv2.conv.weight", "conv2");
+    v = mn_tape_heads(tape, mn_project(f, v, "v.weight", NULL), H);
+    asked a;
+    a.c1 = open_of(f, x, "control1.weight", "control1.bias", Q);
+    a.c2 = open_of(f, x, "control2.weight", "control2.bias", H);
+    a.gv = open_of(f, x, "right_gate.weight", "right_gate.bias", H);
+    a.q = query(f, x);
+    mn_tensor *o = by_position(f) ? one_token(f, &a, k, v) : all_at_once(f, &a, k, v);
     return mn_project_out(f, mn_tape_flat(tape, o), "c_proj.weight", NULL);
 }
 

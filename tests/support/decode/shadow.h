@@ -16,10 +16,11 @@ typedef enum shadow_set { SHADOW_ASKED, SHADOW_DONE, SHADOW_SETS } shadow_set;
 /* The order of blocks: always the first that can go on, the last, or any. */
 typedef enum shadow_order { SHADOW_FIRST, SHADOW_LAST, SHADOW_ANY, SHADOW_ORDERS } shadow_order;
 
-/* What the launches of a test were, added up; `trace` is of all instructions of all megakernels:
+/* What the launches of a test were, added up; `apart`: of operators and works over caches that were
+ * launched by themselves; `trace` is of all instructions of all megakernels:
  * what they read and write, words and barriers, whatever the order of blocks. */
 typedef struct shadow_counts {
-    int launches, megakernels, stages, barriers, steps;
+    int launches, megakernels, stages, barriers, steps, apart;
     uint64_t trace;
 } shadow_counts;
 
@@ -107,6 +108,11 @@ void shadow_step(int step, const void *args, int64_t head, int64_t column);
 void shadow_attend(const mn_decode_attention *p, int64_t head, int64_t slot, int64_t n_slots);
 void shadow_combine(const mn_decode_attention *p, int64_t head);
 void shadow_attention(const mn_decode_attention *p);    // all of it
+
+/* A piece of a phase of HyperMLP in the same way; and all of it. */
+void shadow_hyper_piece(const mn_decode_hyper *p, int phase, int64_t head, int64_t slot,
+                        int64_t n_slots);
+void shadow_hyper(const mn_decode_hyper *p);
 
 /* All of a work of a tape, of a product, of an operator. */
 void shadow_elementwise(int id, const void *work);

@@ -21,6 +21,7 @@ typedef enum launch_kind {
     GEMM,
     OP,
     ATTENTION,
+    HYPER,
     MEGAKERNEL,
     COPY
 } launch_kind;
@@ -37,6 +38,7 @@ typedef struct launch {
         mn_decode_gemms gemms;
         mn_gemm_problem gemm;
         mn_decode_attention attention;
+        mn_decode_hyper hyper;
         mn_decode_launch_args megakernel;
         _Alignas(16) unsigned char args[MN_MAX_ARGS_BYTES];
     } of;
@@ -107,6 +109,7 @@ static void run_gemms(const launch *l) {
 static void run(const launch *l) {
     shadow_use(SHADOW_DONE);
     counts.launches++;
+    counts.apart += l->kind == OP || l->kind == ATTENTION || l->kind == HYPER;
     switch (l->kind) {
     case ELEMENTWISE: shadow_elementwise(l->id, l->of.args); break;
     case CHAINS: run_chains(&l->of.chains); break;
@@ -114,6 +117,7 @@ static void run(const launch *l) {
     case GEMM: shadow_gemm(&l->of.gemm); break;
     case OP: shadow_op((mn_op_id)l->id, l->of.args); break;
     case ATTENTION: shadow_attention(&l->of.attention); break;
+    case HYPER: shadow_hyper(&l->of.hyper); break;
     case MEGAKERNEL:
         shadow_megakernel(&l->of.megakernel, l->to, n_blocks, order, &seed, &counts);
         break;
@@ -146,6 +150,8 @@ bool __real_mn_defer_op(mn_tape *tape, mn_op_id op, const void *args);
 bool __wrap_mn_defer_op(mn_tape *tape, mn_op_id op, const void *args);
 bool __real_mn_defer_attention(mn_tape *tape, const mn_decode_attention *p);
 bool __wrap_mn_defer_attention(mn_tape *tape, const mn_decode_attention *p);
+bool __real_mn_defer_hyper(mn_tape *tape, const mn_decode_hyper *p);
+bool __wrap_mn_defer_hyper(mn_tape *tape, const mn_decode_hyper *p);
 
 bool __wrap_mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work) {
     shadow_use(SHADOW_ASKED);
@@ -170,6 +176,12 @@ bool __wrap_mn_defer_attention(mn_tape *tape, const mn_decode_attention *p) {
     shadow_use(SHADOW_ASKED);
     if (mn_tape_runs(tape)) shadow_attention(p);
     return __real_mn_defer_attention(tape, p);
+}
+
+bool __wrap_mn_defer_hyper(mn_tape *tape, const mn_decode_hyper *p) {
+    shadow_use(SHADOW_ASKED);
+    if (mn_tape_runs(tape)) shadow_hyper(p);
+    return __real_mn_defer_hyper(tape, p);
 }
 
 /* ---- kernels --------------------------------------------------------------------------------- */
@@ -224,6 +236,7 @@ bool __wrap_mn_decode_gemms_supported(const mn_gemm_problem *work);
 int __wrap_mn_decode_run_chains(const mn_decode_chains *parts, void *stream);
 int __wrap_mn_decode_run_gemms(const mn_decode_gemms *gemms, void *stream);
 int __wrap_mn_decode_run_attention(const mn_decode_attention *attention, void *stream);
+int __wrap_mn_decode_run_hyper(const mn_decode_hyper *hyper, void *stream);
 int __wrap_mn_megakernel_blocks(void);
 bool __wrap_mn_megakernel_takes_step(mn_decode_step_kind step, const void *args);
 void __wrap_mn_megakernel_fill_job(void *to, const mn_decode_op *work, int64_t begin, int64_t end,
@@ -286,6 +299,11 @@ int __wrap_mn_decode_run_attention(const mn_decode_attention *attention, void *s
     return submit(&(launch){ .kind = ATTENTION, .of.attention = *attention });
 }
 
+int __wrap_mn_decode_run_hyper(const mn_decode_hyper *hyper, void *stream) {
+    (void)stream;
+    return submit(&(launch){ .kind = HYPER, .of.hyper = *hyper });
+}
+
 int __wrap_mn_megakernel_blocks(void) {
     return n_blocks;
 }
@@ -317,7 +335,7 @@ bool __wrap_mn_megakernel_takes_step(mn_decode_step_kind step, const void *args)
     }
     if (step == MN_DECODE_STEP_mesa) {
         const mn_mesa_args *p = args;
-        return p->o.data && p->steps == 0 && p->call.K <= 64;
+        return p->o.data && p->steps == 0 && p->call.K <= 128;
     }
     return true;
 }

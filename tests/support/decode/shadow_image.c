@@ -419,6 +419,10 @@ static void run_work(const mn_decode_instr *instr) {
         if (attend->n_slots == 0) shadow_combine(&attend->of, attend->head);
         else shadow_attend(&attend->of, attend->head, attend->slot, attend->n_slots);
     }
+    if (instr->kind == MN_DECODE_HYPER) {
+        const mn_decode_hyper_instr *p = &w->hyper;
+        shadow_hyper_piece(&p->of, p->phase, p->head, p->slot, p->n_slots);
+    }
     for (int i = 0; i < w->n_published; i++) {
         const mn_decode_publication *out = &w->published[i];
         for (int k = 0; k < out->count; k++) put_word(out->words, k, shadow_get(out->from + k));

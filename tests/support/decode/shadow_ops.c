@@ -11,7 +11,7 @@
 
 /* What begins a tag. */
 enum { T_UNARY = 101, T_TIMES, T_PAIR, T_ROUND, T_WIDE, T_FILL, T_ROW, T_ATTEND, T_RMS,
-       T_GATED, T_L2, T_COLUMN, T_TABLE, T_CONV, T_STATE, T_STEP, T_OP, T_ONTO, T_NONE };
+       T_GATED, T_L2, T_COLUMN, T_TABLE, T_CONV, T_STATE, T_STEP, T_OP, T_ONTO, T_NONE, T_HYPER };
 
 static uint64_t bits(double x) {
     const float narrow = (float)x;
@@ -678,6 +678,146 @@ void shadow_combine(const mn_decode_attention *p, int64_t head) {
 void shadow_attention(const mn_decode_attention *p) {
     for (int64_t j = 0; j < p->J; j++) shadow_attend(p, j, 0, 1);
     for (int64_t h = 0; h < p->H; h++) shadow_combine(p, h);
+}
+
+/* ---- HyperMLP over a cache ------------------------------------------------------------------- */
+
+/* Row t of a cache of n numbers of each of some heads, h may become `made`; its tag. */
+static uint64_t hyper_row(void *cache, int64_t row, int64_t at, int64_t n, int64_t each,
+                          uint64_t made) {
+    uint64_t tag = T_ROW;
+    for (int64_t i = 0; i < n; i++) {
+        char *to = (char *)cache + (row + at + i) * each;
+        const uint64_t one = shadow_mix(shadow_mix(made, shadow_get(to)), (uint64_t)i);
+        shadow_put(to, one);
+        tag = shadow_mix(tag, one);
+    }
+    return tag;
+}
+
+/* Numbers of a mix that meet the keys of a part, of h `h` are the entries is not known: all
+ * that branch or head `h` has. */
+static uint64_t mix_factor(const void *data, int64_t at, int64_t n, int64_t each) {
+    return data ? row_tag(data, at, n, each) : 0;
+}
+
+/* What sums over ranks have become: of all parts. */
+static uint64_t ranks_tag(const mn_decode_mix *m, int64_t h, const float *first, int64_t step,
+                          int64_t n_parts, int64_t each) {
+    uint64_t tag = T_HYPER;
+    if (!m->U) return tag;
+    tag = shadow_mix(tag, mix_factor(m->c, h * m->c_step, m->R, each));
+    for (int64_t part = 0; part < n_parts; part++) {
+        tag = shadow_mix(tag, row_tag(first + part * step, 0, m->R, sizeof *first));
+    }
+    return tag;
+}
+
+/* A mix of a part's numbers, but for these. */
+static uint64_t mixed_by(const mn_decode_mix *m, int64_t h, uint64_t ranks, int64_t P,
+                         int64_t each) {
+    if (!m->U) return ranks;
+    ranks = shadow_mix(ranks, mix_factor(m->Vt, h * m->Vt_step, m->R * P, each));
+    return shadow_mix(ranks, mix_factor(m->d, h * m->d_step, P, m->wide ? 4 : each));
+}
+
+/* Numbers of keys and sums of ranks that a part has, from the tag of what they are made of. */
+static void put_part(float *to, const mn_decode_mix *m, int64_t h, int64_t P, int64_t each,
+                     int64_t more, uint64_t tag) {
+    for (int64_t i = 0; i < MN_DECODE_ATTEND_KEYS; i++) {
+        shadow_put(to + i, shadow_mix(tag, (uint64_t)i));
+    }
+    if (m->U) tag = shadow_mix(tag, mix_factor(m->U, h * m->U_step, P * m->R, each));
+    for (int64_t i = 0; i < m->R + more; i++) {
+        shadow_put(to + MN_DECODE_ATTEND_KEYS + i, shadow_mix(shadow_mix(tag, 7), (uint64_t)i));
+    }
+}
+
+typedef struct hyper_at {
+    int64_t each, scores, mixed;    // bytes of a number; numbers of a part
+    uint64_t seen;
+} hyper_at;
+
+static void hyper_scores(const mn_decode_hyper *p, const hyper_at *a, int64_t branch,
+                         int64_t part) {
+    const int64_t end = mn_min((part + 1) * MN_DECODE_ATTEND_KEYS, p->capacity);
+    const uint64_t key = shadow_mix(a->seen, row_tag(p->k, branch * p->k_step, p->K, a->each));
+    const uint64_t q = row_tag(p->q, branch * p->q_step, p->K, a->each);
+    uint64_t all = shadow_mix(a->seen, q);
+    for (int64_t t = part * MN_DECODE_ATTEND_KEYS; t < end; t++) {
+        all = shadow_mix(all, hyper_row(p->keys, t * p->key_row, branch * p->key_step, p->K,
+                                        a->each, key));
+        if (branch >= p->H) continue;
+        const uint64_t value = shadow_mix(a->seen,
+                                          row_tag(p->v, branch * p->v_step, p->V, a->each));
+        hyper_row(p->values, t * p->value_row, branch * p->value_step, p->V, a->each, value);
+    }
+    put_part(p->scores + (branch * p->n_parts + part) * a->scores, &p->mix[0], branch, p->P,
+             a->each, 0, all);
+}
+
+static void hyper_mix(const mn_decode_hyper *p, const hyper_at *a, int64_t h, int64_t part) {
+    uint64_t all = shadow_mix(a->seen, 1);
+    for (int64_t branch = h; branch < p->Q; branch += p->H) {
+        const float *from = p->scores + branch * p->n_parts * a->scores;
+        const uint64_t ranks = ranks_tag(&p->mix[0], branch, from + MN_DECODE_ATTEND_KEYS,
+                                         a->scores, p->n_parts, a->each);
+        all = shadow_mix(all, mixed_by(&p->mix[0], branch, ranks, p->P, a->each));
+        all = shadow_mix(all, row_tag(from + part * a->scores, 0, MN_DECODE_ATTEND_KEYS, 4));
+    }
+    put_part(p->mixed + (h * p->n_parts + part) * a->mixed, &p->mix[1], h, p->P, a->each, 1, all);
+}
+
+static void hyper_values(const mn_decode_hyper *p, const hyper_at *a, int64_t h, int64_t part) {
+    const int64_t end = mn_min((part + 1) * MN_DECODE_ATTEND_KEYS, p->capacity);
+    const float *from = p->mixed + h * p->n_parts * a->mixed;
+    const uint64_t ranks = ranks_tag(&p->mix[1], h, from + MN_DECODE_ATTEND_KEYS, a->mixed,
+                                     p->n_parts, a->each);
+    uint64_t all = mixed_by(&p->mix[1], h, shadow_mix(ranks, a->seen), p->P, a->each);
+    all = shadow_mix(all, row_tag(from + part * a->mixed, 0, MN_DECODE_ATTEND_KEYS, 4));
+    for (int64_t t = part * MN_DECODE_ATTEND_KEYS; t < end; t++) {
+        all = shadow_mix(all, row_tag(p->values, t * p->value_row + h * p->value_step, p->V,
+                                      a->each));
+    }
+    for (int64_t i = 0; i < p->V; i++) {
+        shadow_put(p->parts + (h * p->n_parts + part) * p->V + i, shadow_mix(all, (uint64_t)i));
+    }
+}
+
+static void hyper_output(const mn_decode_hyper *p, const hyper_at *a, int64_t h) {
+    uint64_t all = shadow_mix(shadow_mix(a->seen, bits(p->eps)), p->normed);
+    for (int64_t part = 0; part < p->n_parts; part++) {
+        const float *mixed = p->mixed + (h * p->n_parts + part) * a->mixed;
+        all = shadow_mix(all, shadow_get(mixed + a->mixed - 1));
+    }
+    for (int64_t i = 0; i < p->V; i++) {
+        uint64_t tag = all;
+        for (int64_t part = 0; part < p->n_parts; part++) {
+            tag = shadow_mix(tag, shadow_get(p->parts + (h * p->n_parts + part) * p->V + i));
+        }
+        if (p->gv) tag = shadow_mix(tag, row_tag(p->gv, h * p->gv_step + i, 1, a->each));
+        shadow_put((char *)p->o + (h * p->o_step + i) * a->each, tag);
+    }
+}
+
+void shadow_hyper_piece(const mn_decode_hyper *p, int phase, int64_t head, int64_t slot,
+                        int64_t n_slots) {
+    const hyper_at a = { (int64_t)mn_dtype_bytes(p->dtype), MN_DECODE_ATTEND_KEYS + p->mix[0].R,
+                         MN_DECODE_ATTEND_KEYS + p->mix[1].R + 1,
+                         shadow_mix(shadow_mix(T_HYPER, shadow_get(p->position)), p->by_place) };
+    if (phase == MN_HYPER_OUTPUT) hyper_output(p, &a, head);
+    for (int64_t part = slot; part < p->n_parts && phase != MN_HYPER_OUTPUT; part += n_slots) {
+        if (phase == MN_HYPER_SCORES) hyper_scores(p, &a, head, part);
+        else if (phase == MN_HYPER_MIX) hyper_mix(p, &a, head, part);
+        else hyper_values(p, &a, head, part);
+    }
+}
+
+void shadow_hyper(const mn_decode_hyper *p) {
+    for (int phase = 0; phase < MN_HYPER_PHASES; phase++) {
+        const int64_t heads = phase == MN_HYPER_SCORES ? p->Q : p->H;
+        for (int64_t h = 0; h < heads; h++) shadow_hyper_piece(p, phase, h, 0, 1);
+    }
 }
 
 void shadow_op(mn_op_id op, const void *given) {

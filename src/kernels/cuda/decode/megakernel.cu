@@ -601,6 +601,27 @@ __device__ inline void mn_decode_prefetch_cache(const mn_decode_attend_instr &p)
     }
 }
 
+/* The same of HyperMLP, in the phases that read them. */
+__device__ inline void mn_decode_prefetch_hyper(const mn_decode_hyper_instr &p) {
+    const mn_decode_hyper &a = p.of;
+    const bool scores = p.phase == MN_HYPER_SCORES;
+    if (!scores && p.phase != MN_HYPER_VALUES) return;
+    const hyper::step_keys keys(a);
+    const char *const from = (const char *)(scores ? a.keys : a.values) +
+                             p.head * (scores ? a.key_step : a.value_step) * 2;
+    const int64_t row = 2 * (scores ? a.key_row : a.value_row), width = 2 * (scores ? a.K : a.V);
+    for (int64_t part = p.slot; part < keys.n_parts; part += p.n_slots) {
+        const int64_t first = part * attention::MN_STEP_KEYS;
+        const int64_t end = min(first + (int64_t)attention::MN_STEP_KEYS, keys.n - 1);
+#pragma unroll 1
+        for (int64_t key = first + threadIdx.x % 32; key < end; key += 32) {
+            for (int64_t i = 0; i < width; i += MN_DECODE_LINE) {
+                mn_decode_prefetch_line(from + key * row + i);
+            }
+        }
+    }
+}
+
 enum { MN_DECODE_PREFETCH_SHARE = 8 };
 
 /* Lines of K words that others will write: who looks at one that the second cache does not have
@@ -640,6 +661,8 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
             mn_decode_prefetch_state(instr.memory);
         } else if (Stages::attends && instr.kind == MN_DECODE_ATTEND) {
             mn_decode_prefetch_cache(instr.work.attend);
+        } else if (Stages::hyper && instr.kind == MN_DECODE_HYPER) {
+            mn_decode_prefetch_hyper(instr.work.hyper);
         } else if (mn_decode_takes_ring<Stages>(instr)) {    // until it is done
             mn_mbarrier_wait(&smem.instr_empty[at.instr], at.instr_phase);
         }
@@ -1259,16 +1282,23 @@ typedef void (*megakernel_instance)(char *, int, int, int, int);
 /* Who has a step has those of the same folder, which models take together. */
 static megakernel_instance instance_of(const mn_decode_launch_args *given) {
     const unsigned steps = given->steps;
-    if (!given->works) return decode_megakernel<mn_decode_stages<false, false, 0>>;
-    if (steps == 0 && !given->attends) return decode_megakernel<mn_decode_stages<true, false, 0>>;
-    if (steps == 0) return decode_megakernel<mn_decode_stages<true, true, 0>>;
+    const bool caches = given->attends || given->hyper;
+    if (!given->works) return decode_megakernel<mn_decode_stages<false, false, false, 0>>;
+    if (steps == 0 && !caches) return decode_megakernel<mn_decode_stages<true, false, false, 0>>;
+    if (steps == 0 && !given->hyper) {
+        return decode_megakernel<mn_decode_stages<true, true, false, 0>>;
+    }
+    if (steps == 0 && !given->attends) {
+        return decode_megakernel<mn_decode_stages<true, false, true, 0>>;
+    }
 #define DECODE_STEP(op, folder, columns, results, memory)                                          \
-    if (!given->attends && (steps & ~mn_decode_steps_of(#folder)) == 0) {                          \
-        return decode_megakernel<mn_decode_stages<true, false, mn_decode_steps_of(#folder)>>;      \
+    if (!caches && (steps & ~mn_decode_steps_of(#folder)) == 0) {                                  \
+        return decode_megakernel<mn_decode_stages<true, false, false,                              \
+                                                  mn_decode_steps_of(#folder)>>;                   \
     }
 #include "kernels/decode_steps.def"
 #undef DECODE_STEP
-    return decode_megakernel<mn_decode_stages<true, true, MN_DECODE_ALL_STEPS>>;
+    return decode_megakernel<mn_decode_stages<true, true, true, MN_DECODE_ALL_STEPS>>;
 }
 
 extern "C" int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel,

@@ -13,6 +13,7 @@
 #include "kernels/cuda/curvature/curvature_step.cuh"
 #include "kernels/cuda/decode/megakernel.cuh"
 #include "kernels/cuda/dplr/dplr_step.cuh"
+#include "kernels/cuda/hyper/hyper_step.cuh"
 #include "kernels/cuda/importance/importance_step.cuh"
 #include "kernels/cuda/longhorn/longhorn_step.cuh"
 #include "kernels/cuda/lru/lru_step.cuh"
@@ -55,9 +56,9 @@ constexpr unsigned MN_DECODE_RING_STEPS = 0
 
 /* Which stages an instance of the megakernel has: registers and stack of one do not depend on what
  * others have. WORKS: small works and barriers, and those that follow. */
-template <bool WORKS, bool ATTENDS, unsigned STEPS>
+template <bool WORKS, bool ATTENDS, bool HYPER, unsigned STEPS>
 struct mn_decode_stages {
-    static constexpr bool works = WORKS, attends = ATTENDS;
+    static constexpr bool works = WORKS, attends = ATTENDS, hyper = HYPER;
     static constexpr unsigned steps = STEPS, of_ring = STEPS & MN_DECODE_RING_STEPS;
 };
 
@@ -140,6 +141,13 @@ __device__ __noinline__ void mn_decode_run_attend(const mn_decode_attend_instr &
     else attention::mn_attend_piece<mn_bf16, N, Block>(p.of, p.head, p.slot, p.n_slots, smem);
 }
 
+template <typename Block>
+__device__ __noinline__ void mn_decode_run_hyper_piece(const mn_decode_hyper_instr &p,
+                                                       unsigned char *smem) {
+    enum { N = 16 / sizeof(mn_bf16) };
+    hyper::step_piece<mn_bf16, N, Block>(p.of, p.phase, p.head, p.slot, p.n_slots, smem);
+}
+
 enum { MN_DECODE_PUBLISH = 4 };    // pairs of elements that a thread has on their way
 
 /* What this block has stored goes to words as well, two elements a thread at a time. */
@@ -175,6 +183,9 @@ __device__ inline void mn_decode_run_work(mn_decode_smem &smem, const mn_decode_
     if constexpr (Stages::attends) {
         if (instr.kind == MN_DECODE_ATTEND) mn_decode_run_attend<block>(p.attend, smem.scratch);
     }
+    if constexpr (Stages::hyper) {
+        if (instr.kind == MN_DECODE_HYPER) mn_decode_run_hyper_piece<block>(p.hyper, smem.scratch);
+    }
     mn_decode_consumer_sync();
     if (mn_decode_takes_ring<Stages>(instr)) mn_decode_clear_ring(smem, MN_DECODE_THREADS);
     mn_decode_publish(p, place);
@@ -206,6 +217,9 @@ static_assert(sizeof(attention::mn_attend_smem<mn_vec_width<mn_bf16>()>) +
               attention::MN_STEP_HEADS * MN_DECODE_ATTEND_WIDEST * sizeof(float) <=
               MN_DECODE_SCRATCH && (int)attention::MN_STEP_THREADS == (int)MN_DECODE_THREADS,
               "attention's shared memory");
+static_assert(hyper::step_smem<mn_vec_width<mn_bf16>()>::bytes(
+                  MN_DECODE_ATTEND_WIDEST, MN_DECODE_HYPER_RANKS, MN_DECODE_HYPER_RANKS) <=
+              MN_DECODE_SCRATCH, "shared memory of HyperMLP");
 
 }    // namespace mneme::decode
 

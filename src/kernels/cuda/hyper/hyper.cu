@@ -8,6 +8,7 @@
  *
  * Gradients of parameters gather in a few parts, each of every n-th tile, which are added last. */
 #include "kernels/cuda/attention/attention_strip_mma.cuh"
+#include "kernels/cuda/hyper/hyper_step.cuh"
 #include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
@@ -255,10 +256,6 @@ __device__ inline void mn_hyper_up_project(const mn_hyper_params &k, const mn_hy
             }
         }
     }
-}
-
-__device__ inline float mn_hyper_softplus(float x) {
-    return mn_fmax(x, 0.0f) + log1pf(expf(-fabsf(x)));
 }
 
 __device__ inline float mn_hyper_sigmoid(float x) {
@@ -673,77 +670,15 @@ hyper_output_kernel(const __grid_constant__ mn_hyper_params k, mn_in y, mn_out g
     }
 }
 
-/* ---- one query of each head ------------------------------------------------------------------ */
-
-enum { STEP_KEYS = 256, STEP_COLUMNS = 64, STEP_GROUPS = MN_Q_BLOCK_THREADS / STEP_COLUMNS };
-
-/* parts (B, H, parts, V): sums of w v over 256 keys. A group of 64 threads has every fourth key. */
-template <typename T>
-__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS)
-hyper_decode_split_kernel(const __grid_constant__ mn_hyper_params k, float *partials,
-                          int64_t n_partials) {
-    __shared__ float sums[STEP_GROUPS][STEP_COLUMNS];
-    const int64_t partial = blockIdx.x, h = blockIdx.y, b = blockIdx.z, V = k.p.call.V;
-    const int column = threadIdx.x % STEP_COLUMNS, group = threadIdx.x / STEP_COLUMNS;
-    const int64_t key0 = partial * STEP_KEYS;
-    const int n_keys = (int)min((int64_t)STEP_KEYS, k.p.call.L - key0);
-    const float *w = k.w + mn_q_block_offset(k.s, b, h, 0) + key0;
-    float *to = partials + ((b * k.p.call.H + h) * n_partials + partial) * V;
-    for (int64_t c0 = 0; c0 < V; c0 += STEP_COLUMNS) {
-        const int64_t c = c0 + column;
-        float sum = 0.0f;
-#pragma unroll 8
-        for (int i = group; c < V && i < n_keys; i += STEP_GROUPS) {
-            sum = fmaf(w[i], mn_float(mn_row<T>(k.p.v, b, key0 + i, h)[c]), sum);
-        }
-        __syncthreads();
-        sums[group][column] = sum;
-        __syncthreads();
-        if (group != 0 || c >= V) continue;
-        sum = 0.0f;
-        for (int i = 0; i < STEP_GROUPS; i++) sum += sums[i][column];
-        to[c] = sum;
-    }
-}
-
-/* y, the parts in their order. */
-__global__ static void __launch_bounds__(MN_Q_BLOCK_THREADS)
-hyper_decode_combine_kernel(const __grid_constant__ mn_hyper_params k, mn_out y,
-                            const float *partials,
-                int64_t n_partials) {
-    const int64_t h = blockIdx.x, b = blockIdx.y, V = k.p.call.V;
-    const float *from = partials + (b * k.p.call.H + h) * n_partials * V;
-    for (int64_t c = threadIdx.x; c < V; c += MN_Q_BLOCK_THREADS) {
-        float sum = 0.0f;
-        for (int64_t i = 0; i < n_partials; i++) sum += from[i * V + c];
-        mn_row<float>(y, b, 0, h)[c] = sum;
-    }
-}
-
-template <typename T>
-static void decode_pv(const mn_hyper_params &k, const mn_out &y, float *partials,
-                      cudaStream_t stream) {
-    const mn_call &c = k.p.call;
-    const int64_t n_partials = mn_ceil_div(c.L, STEP_KEYS);
-    const dim3 blocks((unsigned)n_partials, (unsigned)c.H, (unsigned)c.B);
-    hyper_decode_split_kernel<T><<<blocks, MN_Q_BLOCK_THREADS, 0,
-        stream>>>(k, partials, n_partials);
-    const dim3 heads((unsigned)c.H, (unsigned)c.B);
-    hyper_decode_combine_kernel<<<heads, MN_Q_BLOCK_THREADS, 0,
-        stream>>>(k, y, partials, n_partials);
-}
-
 /* ---- strips ---------------------------------------------------------------------------------- */
 
 /* Work space of a call, in floats. */
 struct scratch {
     mn_hyper_params k;
-    int64_t max_tiles, matrix, n_matrices, params, rows, y, g_o, dk, dv, partials, n_partials,
-        step, all;
+    int64_t max_tiles, matrix, n_matrices, params, rows, y, g_o, dk, dv, partials, n_partials, all;
 };
 
-static bool workspace_of(scratch *to, const mn_hyper_args *p, mn_pass pass) {
-    const bool backward = pass == MN_BACKWARD;
+static bool workspace_of(scratch *to, const mn_hyper_args *p, bool backward) {
     const mn_call &c = p->call;
     mn_hyper_params &k = to->k;
     k = {};
@@ -764,12 +699,10 @@ static bool workspace_of(scratch *to, const mn_hyper_args *p, mn_pass pass) {
               mn_mul_i64(&to->dk, c.B * c.L, c.Q * c.K) &&
               mn_mul_i64(&to->dv, c.B * c.L, c.H * c.V) &&
               mn_mul_i64(&to->partials, to->params, to->n_partials);
-    ok = ok && mn_mul_i64(&to->step, mn_ceil_div(c.L, STEP_KEYS), to->y);
-    if (pass != MN_STEP) to->step = 0;
     to->g_o = to->y;
     if (!backward) to->g_o = to->dk = to->dv = to->partials = 0;
-    const int64_t partials[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->partials,
-                              to->step };
+    const int64_t partials[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv,
+                                 to->partials };
     to->all = 0;
     for (int i = 0; i < to->n_matrices; i++) ok = ok && mn_add_i64(&to->all, to->all, to->matrix);
     for (int64_t partial : partials) {
@@ -787,11 +720,10 @@ static float *carve(float **at, int64_t count) {
 /* Parts of the work space, for one call. */
 struct buffers {
     mn_out y, g_o, dk, dv;
-    float *partials, *step;    // step: of a decode step, else NULL
+    float *partials;
 };
 
-static buffers carve_workspace(scratch *to, float *at, mn_pass pass) {
-    const bool backward = pass == MN_BACKWARD;
+static buffers carve_workspace(scratch *to, float *at, bool backward) {
     mn_hyper_params &k = to->k;
     const mn_call &c = k.p.call;
     buffers s = {};
@@ -802,7 +734,6 @@ static buffers carve_workspace(scratch *to, float *at, mn_pass pass) {
     k.w = backward ? carve(&at, to->matrix) : k.base;
     for (int b = 0; b < k.branches && backward; b++) k.g[b] = carve(&at, to->matrix);
     s.y = mn_workspace_view(carve(&at, to->y), c.T, c.H, c.V);
-    s.step = pass == MN_STEP ? carve(&at, to->step) : NULL;
     if (!backward) return s;
     s.g_o = mn_workspace_view(carve(&at, to->g_o), c.T, c.H, c.V);
     s.dk = mn_workspace_view(carve(&at, to->dk), c.L, c.Q, c.K);
@@ -822,8 +753,7 @@ static void q_block_forward(const mn_hyper_params &k, const buffers &to, cudaStr
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
     hyper_rows_fwd_kernel<T><<<row_grid, MN_Q_BLOCK_THREADS, bytes, stream>>>(k);
     const mn_attn_operand<T> v = { k.p.v, 0, 1 };
-    if (to.step) decode_pv<T>(k, to.y, to.step, stream);
-    else mn_attn_pv<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
+    mn_attn_pv<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
     hyper_output_kernel<T><<<rows, MN_Q_BLOCK_THREADS, 0,
         stream>>>(k, mn_view_as_input(to.y), to.g_o);
@@ -862,15 +792,14 @@ static void store_sums(const mn_out &to, const mn_out &from, const mn_call &call
 }
 
 template <typename T>
-static int run(const mn_hyper_args *p, mn_pass pass, float *shared, cudaStream_t stream) {
-    const bool backward = pass == MN_BACKWARD;
+static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_t stream) {
     const mn_call &c = p->call;
     scratch to = {};
-    if (!workspace_of(&to, p, pass)) return cudaErrorInvalidValue;
+    if (!workspace_of(&to, p, backward)) return cudaErrorInvalidValue;
     if (c.Q + c.H > 65535 || c.B * c.L > INT32_MAX || to.k.ranks > 512) {
         return cudaErrorNotSupported;
     }
-    buffers s = carve_workspace(&to, shared, pass);
+    buffers s = carve_workspace(&to, shared, backward);
     mn_hyper_params &k = to.k;
     const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H));
     if (k.lags > 0) hyper_params_by_lag_kernel<T><<<lags, 128, 0, stream>>>(k);
@@ -882,7 +811,6 @@ static int run(const mn_hyper_args *p, mn_pass pass, float *shared, cudaStream_t
         cudaMemsetAsync(s.partials, 0, (size_t)to.partials * sizeof(float), stream);
     }
     const int64_t slots = c.T > 0 ? mn_tile_slots(c, MN_Q_BLOCK_ROWS) : 0;
-    if (to.max_tiles < slots) s.step = NULL;    // its parts are of one strip
     for (k.s.first = 0; k.s.first < slots; k.s.first += k.s.n_tiles) {
         k.s.n_tiles = mn_min(to.max_tiles, slots - k.s.first);
         if (backward) q_block_backward<T>(k, s, to.n_partials, stream);
@@ -896,42 +824,33 @@ static int run(const mn_hyper_args *p, mn_pass pass, float *shared, cudaStream_t
     return mn_launch_status();
 }
 
-static int run_any(const mn_hyper_args *p, mn_pass pass, void *shared, void *stream) {
+static int run_any(const mn_hyper_args *p, bool backward, void *shared, void *stream) {
     const cudaStream_t on = (cudaStream_t)stream;
-    if (p->call.dtype == MN_BF16) return run<mn_bf16>(p, pass, (float *)shared, on);
-    return run<float>(p, pass, (float *)shared, on);
+    if (p->call.dtype == MN_BF16) return run<mn_bf16>(p, backward, (float *)shared, on);
+    return run<float>(p, backward, (float *)shared, on);
 }
 
-static bool plan_of(mn_plan *plan, const void *args, mn_pass pass) {
+static bool plan_of(mn_plan *plan, const void *args, bool backward) {
     scratch to = {};
-    return workspace_of(&to, (const mn_hyper_args *)args, pass) &&
+    return workspace_of(&to, (const mn_hyper_args *)args, backward) &&
            mn_mul_size(&plan->shared_bytes, (size_t)to.all, sizeof(float));
 }
 
 MN_CUDA_PLAN(hyper_forward) {
-    return plan_of(plan, args, MN_FORWARD);
+    return plan_of(plan, args, false);
 }
 
 MN_CUDA_LAUNCH(hyper_forward) {
     const mn_hyper_args *p = (const mn_hyper_args *)args;
-    return p->o.data ? run_any(p, MN_FORWARD, shared, stream) : cudaSuccess;
-}
-
-MN_CUDA_PLAN(hyper_step) {
-    return plan_of(plan, args, MN_STEP);
-}
-
-MN_CUDA_LAUNCH(hyper_step) {
-    const mn_hyper_args *p = (const mn_hyper_args *)args;
-    return p->o.data ? run_any(p, MN_STEP, shared, stream) : cudaSuccess;
+    return p->o.data ? run_any(p, false, shared, stream) : cudaSuccess;
 }
 
 MN_CUDA_PLAN(hyper_backward) {
-    return plan_of(plan, args, MN_BACKWARD);
+    return plan_of(plan, args, true);
 }
 
 MN_CUDA_LAUNCH(hyper_backward) {
-    return run_any((const mn_hyper_args *)args, MN_BACKWARD, shared, stream);
+    return run_any((const mn_hyper_args *)args, true, shared, stream);
 }
 
 }    // namespace mneme::hyper

@@ -1,5 +1,6 @@
-/* mesa_fwd_single_launch.cu - mesa forward by one kernel, for keys of at most 64 channels: few
- * short sequences, and single tokens that decode. Results are those of mesa.cu to the last bit.
+/* mesa_fwd_single_launch.cu - mesa forward by one kernel: few short sequences, for keys of at most
+ * 64 channels, and single tokens that decode, of at most 128. Results are those of mesa.cu to the
+ * last bit.
  *
  * Short sequences, up to four chunks: a head of a sequence has two blocks for each chunk. Each
  * sums a few rows of the pair over all chunks and leaves them in work space; when all have, each
@@ -9,11 +10,12 @@
  * (Clusters of eight would do, but the sixteen of as many heads do not run at a time on an H200:
  * 0.073 ms instead of 0.0375.)
  *
- * Single tokens: a block has a head of a sequence. One warp solves, the others write the pair. */
+ * Single tokens: a block has a head of a sequence (mesa_step.cuh, mesa_step_wide.cuh). */
 #include <cooperative_groups.h>
 
 #include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/mesa/mesa_step.cuh"
+#include "kernels/cuda/mesa/mesa_step_wide.cuh"
 
 namespace mneme::mesa {
 
@@ -211,6 +213,16 @@ mesa_step_kernel(const __grid_constant__ mn_mesa_args p) {
                                                   blockIdx.x / p.call.H, blockIdx.x % p.call.H);
 }
 
+template <typename T>
+__global__ void __launch_bounds__(MN_MESA_READ_THREADS, 1)
+mesa_step_wide_kernel(const __grid_constant__ mn_mesa_args p) {
+    extern __shared__ __align__(16) unsigned char wide_bytes[];
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
+    step_head_wide<T, mn_cta<MN_MESA_READ_THREADS>>(*(wide_smem *)wide_bytes, p,
+                                                    blockIdx.x / p.call.H, blockIdx.x % p.call.H);
+}
+
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* Blocks of a head of a sequence: two for each chunk. */
@@ -222,9 +234,11 @@ bool mn_mesa_single_launch_supported(const mn_mesa_args *p) {
     const mn_call &c = p->call;
     const mn_device_props machine = mn_device_props_current();
     const int64_t n = mn_n_spans(c), smem = machine.shared_bytes;
-    if (!p->o.data || c.K > SHORT_MAX_K || c.T < 1 || n * c.H > INT32_MAX) return false;
-    if (c.T == 1) return c.V <= STEP_MAX_V && (int64_t)step_bytes_of<SHORT_MAX_K / 8>(c) <= smem;
-    return c.T <= SHORT_TOKENS && c.V <= SHORT_MAX_V &&
+    if (!p->o.data || c.T < 1 || n * c.H > INT32_MAX) return false;
+    if (c.T == 1) {
+        return c.K <= STEP_WIDEST && c.V <= STEP_MAX_V && (int64_t)step_room(c) <= smem;
+    }
+    return c.K <= SHORT_MAX_K && c.T <= SHORT_TOKENS && c.V <= SHORT_MAX_V &&
            (int64_t)sizeof(short_smem<8, float>) <= smem && machine.coop_launch &&
            n * c.H * blocks_per_head(c) <= machine.processors;
 }
@@ -248,10 +262,8 @@ static int launch_short(const mn_mesa_args *p, const mn_mesa_workspace &w, cudaS
     return (int)cudaLaunchKernelEx(&config, kernel, *p, w, ranks);
 }
 
-template <int N, typename T>
-static int launch_step(const mn_mesa_args *p, cudaStream_t on) {
-    const size_t bytes = step_bytes_of<N>(p->call);
-    const auto kernel = mesa_step_kernel<N, T>;
+static int launch_step_of(void (*kernel)(mn_mesa_args), size_t bytes, const mn_mesa_args *p,
+                          cudaStream_t on) {
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code != cudaSuccess) return code;
@@ -261,14 +273,16 @@ static int launch_step(const mn_mesa_args *p, cudaStream_t on) {
 
 template <int N, typename T>
 static int start(const mn_mesa_args *p, const mn_mesa_workspace &w, cudaStream_t on) {
-    return p->call.T == 1 ? launch_step<N, T>(p, on) : launch_short<N, T>(p, w, on);
+    if (p->call.T > 1) return launch_short<N, T>(p, w, on);
+    return launch_step_of(mesa_step_kernel<N, T>, step_bytes_of<N>(p->call), p, on);
 }
 
 template <typename T>
 static int launch_dispatch(const mn_mesa_args *p, const mn_mesa_workspace &w, cudaStream_t on) {
     if (p->call.K <= 16) return start<2, T>(p, w, on);
     if (p->call.K <= 32) return start<4, T>(p, w, on);
-    return start<8, T>(p, w, on);
+    if (p->call.K <= SHORT_MAX_K) return start<8, T>(p, w, on);
+    return launch_step_of(mesa_step_wide_kernel<T>, sizeof(wide_smem), p, on);
 }
 
 int mn_mesa_single_launch(const mn_mesa_args *p, const mn_mesa_workspace &w, cudaStream_t on) {

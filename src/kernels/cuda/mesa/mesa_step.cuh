@@ -1,5 +1,5 @@
-/* mesa_step.cuh - a head through one token of MesaNet (see ref/mesa.c), for keys of at most 64
- * channels; results are those of mesa.cu to the last bit.
+/* mesa_step.cuh - a head through one token of MesaNet (see ref/mesa.c); results are those of
+ * mesa.cu to the last bit. Keys have at most 64 channels, or up to 128 in mesa_step_wide.cuh.
  *
  *   Hkk = e^g Hkk + beta k k'    Hkv = e^g Hkv + beta k v'    o = Hkv' (Hkk + diag lam)^-1 scale q
  *
@@ -9,11 +9,14 @@
 
 #include "kernels/cuda/prim/block.cuh"
 #include "kernels/cuda/mesa/mesa_output.cuh"
+#include "kernels/cuda/mesa/mesa_step_wide.cuh"
 #include "kernels/decode_image.h"
 
 namespace mneme::mesa {
 
-enum { STEP_MAX_K = 64, STEP_MAX_V = 4096 };
+/* Keys of a warp that solves in registers; and the widest whose token is a single launch, or a
+ * stage: with 64 wider ones go by the launches of mesa.cu. */
+enum { STEP_MAX_K = 64, STEP_WIDEST = WIDE_MAX_K, STEP_MAX_V = 4096 };
 
 /* Hkk and Hkv as they were given lie behind it, the former in rows that are longer by one. */
 template <int N>
@@ -141,18 +144,31 @@ inline size_t step_bytes_of(const mn_call &c) {
     return sizeof(step_smem<N>) + (size_t)(8 * N * ((c.V + 3) / 4 * 4)) * sizeof(float);
 }
 
-/* The stage of a megakernel: a head. */
+/* A call of its own: registers of one way do not depend on the other. */
 template <typename T, typename Block>
-__device__ inline void mesa_step(const mn_mesa_args &p, int64_t n, int64_t h, int64_t,
-                                 unsigned char *bytes) {
+__device__ __noinline__ void step_head_narrow(const mn_mesa_args &p, int64_t n, int64_t h,
+                                              unsigned char *bytes) {
     if (p.call.K <= 16) step_head<2, T, Block>(*(step_smem<2> *)bytes, p, n, h);
     else if (p.call.K <= 32) step_head<4, T, Block>(*(step_smem<4> *)bytes, p, n, h);
     else step_head<8, T, Block>(*(step_smem<8> *)bytes, p, n, h);
 }
 
+/* The stage of a megakernel: a head. */
+template <typename T, typename Block>
+__device__ inline void mesa_step(const mn_mesa_args &p, int64_t n, int64_t h, int64_t,
+                                 unsigned char *bytes) {
+    if (p.call.K <= STEP_MAX_K) step_head_narrow<T, Block>(p, n, h, bytes);
+    else step_head_wide<T, Block>(*(wide_smem *)bytes, p, n, h);
+}
+
+/* Shared memory of a step. */
+inline size_t step_room(const mn_call &c) {
+    return c.K > STEP_MAX_K ? sizeof(wide_smem) : step_bytes_of<STEP_MAX_K / 8>(c);
+}
+
 inline bool mesa_step_supported(const mn_mesa_args *p) {
-    return p->o.data && p->steps == 0 && p->call.K <= STEP_MAX_K && p->call.V <= STEP_MAX_V &&
-           step_bytes_of<STEP_MAX_K / 8>(p->call) <= MN_DECODE_ROOM;
+    return p->o.data && p->steps == 0 && p->call.K <= STEP_WIDEST && p->call.V <= STEP_MAX_V &&
+           step_room(p->call) <= MN_DECODE_ROOM;
 }
 
 }    // namespace mneme::mesa
