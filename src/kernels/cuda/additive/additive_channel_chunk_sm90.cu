@@ -46,6 +46,7 @@ enum {
     MN_GATED_SMEM_TILE = MN_GATED_CHUNK * 128,     // bytes of a tile of 64 columns
     MN_GATED_SUB_BYTES = MN_SUBCHUNK * 128,             // of a part's rows
 };
+static_assert((int)MN_GATED_STAGES % (int)MN_GATED_PAIRS == 0, "a pair for each stage");
 
 /* Tiles have rows of 64 columns, 128 bytes each, 16-byte vector o of row r at place o ^ (r % 8). */
 __device__ inline uint32_t mn_gated_swizzle(int row, int vec16) {

@@ -56,7 +56,31 @@ struct alignas(1024) mn_token_stage {
 };
 
 /* Barriers of stages: tiles have come; they are ready; P is there; all have been used. GROUPS: with
- * states, 64 columns each. PAIRS: with what lies beside the results. */
+ * states, 64 columns each. PAIRS: with what lies beside the results.
+ *
+ * Chunk n has slot n % stages and phase n / stages of full, ready, scored and empty, and buffer
+ * n % 2, phase n / 2, of out_full and out_empty.
+ *
+ * No cycle: what happens to chunk n comes in the order of load (which waits for empty of chunk
+ * n - stages), decays (full), scores (ready; where they leave products, out_empty of chunk n - 2),
+ * state (scored; out_empty of n - 2) and store (out_full). Each waits for an earlier chunk, or for
+ * what is in front of it in this order, and goes through its chunks in order. So the first of all
+ * that has not happened can happen.
+ *
+ * Parity: a wait for phase k of a barrier is right while phase k - 1 is over and phase k + 1 is
+ * not; else the phase two away is taken for it. Phase k - 1: whoever waits has waited for it, as
+ * each warp goes through all chunks, or, where two make decays in turn, through all of its slots:
+ * stages is a multiple of makers. (Two warps and three slots stood still: tiles of two slots may
+ * come in either order, and phase 1 of a slot whose phase 0 is to come seems to be over.) Phase
+ * k + 1: full of chunk n + stages is asked for behind empty of n, for which each group with a state
+ * arrives having waited for full, ready and scored of n; scores arrive at scored of n when they
+ * have waited for full and ready, decays at ready when they have for full. Those who wait for
+ * out_empty of n - 2 arrive at out_full of n later, and the store that waits for that gives
+ * out_empty of n after it.
+ *
+ * Arrivals: full 1 and bytes; ready a warp; scored 128; empty 128 of each group; out_full as empty,
+ * and 128 where scores leave products; out_empty a warp. A sequence without tokens has no chunk,
+ * and nobody waits. tests/kernels/test_pipelines.c goes through these orders. */
 template <int DEPTH, int GROUPS, bool PAIRS>
 struct mn_token_smem {
     static constexpr int depth = DEPTH, groups = GROUPS;
@@ -181,8 +205,7 @@ __device__ inline void mn_token_cumsum_decays(mn_scan_log_decays<MN_TOKEN_CHUNK>
 
 /* Smem::makers warps make the decays of each chunk in turn, and tokens behind a sequence's last
  * zeros, which TMA does only behind the last of the tensor. Decays are asked for as many chunks
- * ahead. A stage has the same warp always: tiles of two stages may come in either order, and who
- * asks for a stage's next phase before the last one ended finds a phase of its parity done. */
+ * ahead. A stage has the same warp always (see above, parity). */
 template <bool DECAYS, typename Smem>
 __device__ inline void mn_token_make_ready(Smem &smem, const mn_token_params &all,
                                            const mn_chunk_scan &p, int first) {

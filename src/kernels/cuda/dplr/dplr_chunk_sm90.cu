@@ -360,6 +360,7 @@ enum {
     SCAN_THREADS = 32 * (CONSUMERS + PRODUCERS),
     STAGES = 10,               // chunks between producers and consumers
 };
+static_assert((int)PRODUCERS <= (int)STAGES, "waits by parity need it");
 
 struct scan_smem {
     chunk_stage stage[STAGES];
@@ -409,7 +410,9 @@ __device__ inline void load_values(chunk_stage &to, const chunk_params &job, con
                     threadIdx.x % 32);
 }
 
-/* Makes every PRODUCERS-th chunk of the scan. */
+/* Makes every PRODUCERS-th chunk of the scan. Its slot may have been another producer's: consumers
+ * empty slots in the order of chunks, so who has seen that of chunk n - PRODUCERS - STAGES knows
+ * that those before it are over, chunk n - 2 STAGES among them, and a wait by parity is right. */
 template <scan_kind KIND>
 __device__ inline void produce(scan_smem &smem, const chunk_params &job) {
     const chunk_coord at = smem.place;
