@@ -757,11 +757,39 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
     if (part == 0) *(float4 *)(columns + TILE) = to_w;
 }
 
-/* dq and dk of row i of a token, `part` where dq is. */
+/* What a thread's sums of a group take of its tokens, which the next group's write over: of every
+ * second token and a row (of ROW_WARPS 4), of every fourth and a column. */
 template <int ROW_WARPS>
-__device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem, float scale,
-                                  int64_t K, int token, int i) {
-    const token_smem<ROW_WARPS> &in = smem.in;
+struct sum_factors {
+    typedef sizes<ROW_WARPS> size;
+    static constexpr int ROWS_AT_ONCE = size::THREADS / size::ROWS;
+    static constexpr int COLUMNS_AT_ONCE = size::THREADS / TILE;
+    float key[GROUP / ROWS_AT_ONCE], cot[GROUP / ROWS_AT_ONCE], write[GROUP / ROWS_AT_ONCE];
+    float w_unit[GROUP / ROWS_AT_ONCE];
+    float v[GROUP / COLUMNS_AT_ONCE], w[GROUP / COLUMNS_AT_ONCE], k_unit[GROUP / COLUMNS_AT_ONCE];
+
+    __device__ __forceinline__ void load(const token_smem<ROW_WARPS> &in) {
+        const int row = threadIdx.x % size::ROWS, column = threadIdx.x % TILE;
+#pragma unroll
+        for (int n = 0; n < GROUP / ROWS_AT_ONCE; n++) {
+            const int token = threadIdx.x / size::ROWS + n * ROWS_AT_ONCE;
+            key[n] = in.key(token, row), cot[n] = in.cot_unit[token];
+            write[n] = in.write_unit[token], w_unit[n] = in.w_unit[token];
+        }
+#pragma unroll
+        for (int n = 0; n < GROUP / COLUMNS_AT_ONCE; n++) {
+            const int token = threadIdx.x / TILE + n * COLUMNS_AT_ONCE;
+            v[n] = mn_float(in.v[token][column]), w[n] = in.weight(token, column);
+            k_unit[n] = in.k_unit[token];
+        }
+    }
+};
+
+/* dq and dk of row i of a token, `part` where dq is; the thread's number n of these. */
+template <int ROW_WARPS>
+__device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem,
+                                  const sum_factors<ROW_WARPS> &of, float scale, int64_t K,
+                                  int token, int i, int n) {
     float to_q = 0.0f, to_k = 0.0f, to_kk = 0.0f;
 #pragma unroll
     for (int across = 0; across < 2; across++) {
@@ -772,15 +800,15 @@ __device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem, f
         to_k = fmaf(sums[sizes<ROW_WARPS>::ROWS], unit, to_k);
         to_kk = fmaf(sums[2 * sizes<ROW_WARPS>::ROWS] * smem.state_unit[warp][token], unit, to_kk);
     }
-    part[0] = scale * (to_q * in.cot_unit[token]);
-    part[K] = fmaf(-2.0f * in.key(token, i), to_kk * in.w_unit[token],
-                       to_k * in.write_unit[token]);
+    part[0] = scale * (to_q * of.cot[n]);
+    part[K] = fmaf(-2.0f * of.key[n], to_kk * of.w_unit[n], to_k * of.write[n]);
 }
 
 /* y and dv of a column of a token. */
 template <int ROW_WARPS>
-__device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARPS> &smem, int token,
-                                     int column) {
+__device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARPS> &smem,
+                                     const sum_factors<ROW_WARPS> &of, int token, int column,
+                                     int n) {
     const int place = token_smem<ROW_WARPS>::column_place(column);
     float to_v = 0.0f, to_w = 0.0f;
 #pragma unroll
@@ -791,26 +819,28 @@ __device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARP
         to_v = fmaf(sums[0], unit, to_v);
         to_w = fmaf(sums[TILE] * smem.state_unit[warp][token], unit, to_w);
     }
-    const float key = smem.in.k_unit[token];
+    const float key = of.k_unit[n];
     to_v *= key;
-    y = fmaf(mn_float(smem.in.v[token][column]), to_v, -(to_w * key * key));
-    dv = smem.in.weight(token, column) * to_v;
+    y = fmaf(of.v[n], to_v, -(to_w * key * key));
+    dv = of.w[n] * to_v;
 }
 
 /* Adds the warps' sums of `count` tokens, of which the first is token t. All threads call, between
  * barriers. */
 template <int ROW_WARPS>
-__device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem, const mn_column_params &p,
+__device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem,
+                                    const sum_factors<ROW_WARPS> &of, const mn_column_params &p,
                                     const mn_column_coord &at, int64_t t, int count) {
     typedef sizes<ROW_WARPS> size;
-    constexpr int AT_ONCE = size::THREADS / size::ROWS, COLUMNS_AT_ONCE = size::THREADS / TILE;
+    constexpr int AT_ONCE = sum_factors<ROW_WARPS>::ROWS_AT_ONCE;
+    constexpr int COLUMNS_AT_ONCE = sum_factors<ROW_WARPS>::COLUMNS_AT_ONCE;
     const int64_t all = p.call.B * p.call.T * p.call.H, K = p.call.K;
     const int first = threadIdx.x / size::ROWS, i = threadIdx.x % size::ROWS;
     float *part = p.partials + (at.tile * all + mn_columns_row(p, at, t + first)) * 2 * K + i;
 #pragma unroll
     for (int token = 0; token < GROUP; token += AT_ONCE, part += AT_ONCE * p.call.H * 2 * K) {
         if (i < K && first + token < count) {
-            reduce_row(part, smem, p.scale, K, first + token, i);
+            reduce_row(part, smem, of, p.scale, K, first + token, i, token / AT_ONCE);
         }
     }
     const int own = threadIdx.x / TILE, column = threadIdx.x % TILE;
@@ -821,8 +851,20 @@ __device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem, const mn_col
     for (int token = 0; token < GROUP; token += COLUMNS_AT_ONCE) {
         float to_v;
         if (j >= p.columns || own + token >= count) continue;
-        reduce_column(y[token * p.call.H * p.columns], to_v, smem, own + token, column);
+        reduce_column(y[token * p.call.H * p.columns], to_v, smem, of, own + token, column,
+                      token / COLUMNS_AT_ONCE);
         if (dv) mn_put(dv + token * p.dv.stride[1] + j, to_v);
+    }
+}
+
+/* Does one thing and the other, which are free to come in either order; of two warps that share a
+ * scheduler each begins with another one, so that one's waits are the other's turn. */
+template <typename One, typename Other>
+__device__ __forceinline__ void in_turns(One one, Other other) {
+#pragma unroll 1
+    for (int turn = 0; turn < 2; turn++) {
+        if ((turn ^ (int)threadIdx.x / 128) & 1) other();
+        else one();
     }
 }
 
@@ -860,10 +902,12 @@ __device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WAR
 #pragma unroll 1
     for (int64_t n = 0; n + 1 < groups; n++) {
         __syncthreads();
-        if (n + 2 < groups) bring(n + 1);
-        save(n);
+        const auto pass = [&]() {
+            save(n);
 #pragma unroll 2
-        for (int token = 0; token < GROUP; token++) stage(n).advance(S.at, token, 1.0f);
+            for (int token = 0; token < GROUP; token++) stage(n).advance(S.at, token, 1.0f);
+        };
+        in_turns([&]() { if (n + 2 < groups) bring(n + 1); }, pass);
     }
     save(groups - 1);
     __syncthreads();
@@ -933,13 +977,13 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
         };
         __syncthreads();
         ask(groups - 1);
+        ahead.template put<true>(smem.in, p.scale);
+        cp_async_wait();
+        __syncthreads();
 #pragma unroll 1
         for (int64_t n = groups - 1, looks = 0; n >= 0; n--, looks++) {
-            __syncthreads();
-            ahead.template put<true>(smem.in, p.scale);
-            cp_async_wait();
-            __syncthreads();
             const float own = unit;
+            sum_factors<ROW_WARPS> factors;
             if (n > 0) {
                 ahead.template move<-1>(p);
                 ahead.template fetch<true>(p, at);
@@ -947,9 +991,13 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
             }
             group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, smem.front[n % 2], own,
                                  smem);
+            factors.load(smem.in);
             __syncthreads();
-            reduce_warps<ROW_WARPS>(smem, p, at, n * GROUP,
-                                    (int)min((int64_t)GROUP, length - n * GROUP));
+            const int count = (int)min((int64_t)GROUP, length - n * GROUP);
+            in_turns([&]() { if (n > 0) ahead.template put<true>(smem.in, p.scale); },
+                     [&]() { reduce_warps(smem, factors, p, at, n * GROUP, count); });
+            cp_async_wait();
+            __syncthreads();
         }
     }
     D.rescale(unit_of_D, 1.0f);
