@@ -861,9 +861,10 @@ __device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem,
  * scheduler each begins with another one, so that one's waits are the other's turn. */
 template <typename One, typename Other>
 __device__ __forceinline__ void in_turns(One one, Other other) {
+    const int first = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);    // alike in a warp
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
-        if ((turn ^ (int)threadIdx.x / 128) & 1) other();
+        if ((turn ^ first) & 1) other();
         else one();
     }
 }
