@@ -194,6 +194,7 @@ __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const 
     const mn_single_pass_coord &coord = smem.coord;
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
+    if (coord.all == 0) return;    // no query sees them: zeros leave through their place at once
     for (int r = 0; r < MN_SINGLE_PASS_KEYS; r += MN_SINGLE_PASS_STEP) {
         const int left = coord.n_keys - r;
         const int64_t t = coord.t0 + coord.key + (left > 0 ? r : 0);

@@ -17,10 +17,20 @@
  * products over columns as they lie in registers; for those over rows movmatrix turns them. The
  * state in front of every eighth token goes to memory on a first way through, in half precision.
  * Going back, states of eight tokens are made from it once and kept in shared memory, by the lane
- * that reads them, so that no barrier stands between. */
+ * that reads them, so that no barrier stands between.
+ *
+ * What a token does to all cells are outer products, k (w v)' and q do', and the decays
+ *
+ *   c_ij = u_j + w_j x_i        x_i = |k|^2 - k_i^2
+ *
+ * Cells lie as sums of m16n8k8 do, and products of depth 8 add to them, or make decays, from
+ * factors in bf16: k and q as they are, numbers of float32 as sums of two or three. What is left
+ * out of w x is below 2^-17 of it. One multiplication is left for each cell and token
+ * (token_factors). token_floats does the same by multiply-adds, three for each. */
 #include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 
 #include <cuda_fp16.h>
+#include <type_traits>
 
 #include "kernels/cuda/prim/device_props.h"
 
@@ -39,33 +49,20 @@ struct sizes {
     static constexpr int PACKS = CELLS + 2;         // and its warps' units
 };
 
-/* Eight tokens: numbers for the cells, and factors of products as lanes want them. */
-template <int ROW_WARPS>
-struct token_smem {
-    static constexpr int ROWS = sizes<ROW_WARPS>::ROWS;
-    alignas(16) float k[GROUP][ROWS];
-    alignas(16) float q[GROUP][ROWS];    // with the scale
-    alignas(16) float x[GROUP][ROWS];    // |k|^2 - k_i^2
-    alignas(16) float w[GROUP][TILE], u[GROUP][TILE], v[GROUP][TILE];
-    alignas(16) float write[GROUP][TILE], cot[GROUP][TILE];    // w v; do
+/* Whether outer products and decays are made by tensor cores. */
+constexpr bool OUTER_PRODUCTS = true;
+
+/* Eight tokens as sums over cells want them, whoever makes the cells: factors of products in the
+ * places that they have in lanes, units, and bounds of what a token adds to S and to D. */
+template <int ROWS>
+struct token_pairs {
     alignas(16) unsigned cot_write[GROUP][TILE / 4][4];    // do and w v of four columns
     alignas(16) unsigned w_pair[GROUP][TILE / 4][2];
-    alignas(16) unsigned k_pair[GROUP][ROWS / 8][4];       // rows i and i + 4
-    alignas(16) unsigned kk_pair[GROUP][ROWS / 8][4];      // their squares
+    alignas(16) unsigned k_pair[GROUP][ROWS / 8][4];
+    alignas(16) unsigned kk_pair[GROUP][ROWS / 8][4];      // squares
+    alignas(4) mn_bf16 v[GROUP][TILE];
     float cot_unit[GROUP], write_unit[GROUP], w_unit[GROUP], k_unit[GROUP];
-    float grow[GROUP], read[GROUP];    // bounds of what the token adds to S and to D
-};
-
-template <int ROW_WARPS>
-struct smem_of {
-    typedef sizes<ROW_WARPS> size;
-    token_smem<ROW_WARPS> in;
-    alignas(16) float row_sums[2][GROUP][3][size::ROWS];      // S' do, D w v, E w
-    alignas(16) float column_sums[ROW_WARPS][GROUP][2][TILE]; // D'k, E'k^2
-    float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
-    float adjoint_unit[size::WARPS][GROUP];      // of D
-    uint4 front[2][size::CELLS];                 // state in front of a group
-    uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
+    float grow[GROUP], read[GROUP];
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -98,6 +95,30 @@ __device__ __forceinline__ void mma_add(float (&sum)[4], const unsigned (&a)[4],
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* to = A b of depth 8, in bf16 */
+__device__ __forceinline__ void mma8_zero(float (&to)[4], unsigned a0, unsigned a1, unsigned b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%7, %7, %7, %7};"
+        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+        : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));
+}
+
+/* Two rows of two columns += A b */
+__device__ __forceinline__ void mma8_add(float *upper, float *lower, unsigned a0, unsigned a1,
+                                         unsigned b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
+/* Two numbers of bf16 each. */
+__device__ __forceinline__ unsigned multiply_bf16(unsigned x, unsigned y) {
+    unsigned product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+    return product;
 }
 
 /* Eight rows of eight numbers, a pair a lane, with their axes exchanged. */
@@ -150,12 +171,6 @@ __device__ __forceinline__ float4 columns_times(const pairs &a, uint4 b) {
     return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
 }
 
-/* Where columns_times leaves the sum of column j of a block: lane g's four at 4 g of 32. */
-__device__ inline int column_place(int j) {
-    const int pack = 2 * (j % 16 / 4) + j % 2;
-    return j / 32 * 32 + 4 * pack + 2 * (j % 32 / 16) + j % 4 / 2;
-}
-
 /* ---- units ----------------------------------------------------------------------------------- */
 
 constexpr float LARGEST = 128.0f;    // cell in its unit: E, a product of two, stays below 65504
@@ -185,6 +200,285 @@ __device__ inline unsigned largest_of(const float (&x)[N]) {
 }
 
 /* ---- tokens ---------------------------------------------------------------------------------- */
+
+/* A warp's part of the block's cells, 32 x 32 from this row and column on; a lane's place in it. */
+struct warp_coord {
+    __device__ static int row() { return threadIdx.x / 64 * 32; }
+    __device__ static int column() { return threadIdx.x / 32 % 2 * 32; }
+    __device__ static int eighth() { return threadIdx.x % 32 / 4; }
+    __device__ static int quarter() { return threadIdx.x % 4; }
+};
+
+/* Eight tokens for cells of multiply-adds: a lane has four rows side by side and twice four
+ * columns. */
+template <int ROWS>
+struct token_floats : token_pairs<ROWS> {
+    alignas(16) float k[GROUP][ROWS];
+    alignas(16) float q[GROUP][ROWS];    // with the scale
+    alignas(16) float x[GROUP][ROWS];    // |k|^2 - k_i^2
+    alignas(16) float w[GROUP][TILE], u[GROUP][TILE];
+    alignas(16) float write[GROUP][TILE], cot[GROUP][TILE];    // w v; do
+
+    /* The lane's row r of four and column c of eight, of the warp's. */
+    __device__ static int row(int r) { return warp_coord::eighth() * 4 + r; }
+    __device__ static int column(int c) { return 16 * (c / 4) + 4 * warp_coord::quarter() + c % 4; }
+    /* Where a lane leaves the sum of row i, and of column j, of a block: its four side by side. */
+    __device__ static int row_place(int i) { return i; }
+    __device__ static int column_place(int j) {
+        const int pack = 2 * (j % 16 / 4) + j % 2;
+        return j / 32 * 32 + 4 * pack + 2 * (j % 32 / 16) + j % 4 / 2;
+    }
+    /* Where columns 2 n and the next are among factors, and row i among those of keys, in halves of
+     * words. */
+    __device__ static int pair_place(int n) { return n / 2 * 2 + n % 2; }
+    __device__ static int key_place(int i) { return i / 8 * 8 + i % 4 * 2 + i / 4 % 2; }
+
+    __device__ float key(int token, int i) const { return k[token][i]; }
+    __device__ float weight(int token, int j) const { return w[token][j]; }
+
+    template <bool BACK, int N>
+    __device__ void put_rows(int token, int i, const float (&keys)[N], const float (&others)[N],
+                             const float (&queries)[N], float scale) {
+        float scaled[N];
+        mn_store<N>(k[token], i, keys);
+        mn_store<N>(x[token], i, others);
+#pragma unroll
+        for (int n = 0; n < N; n++) scaled[n] = scale * queries[n];
+        if (BACK) mn_store<N>(q[token], i, scaled);
+    }
+
+    template <bool BACK>
+    __device__ void put_columns(int token, int j, const float (&weights)[2],
+                                const float (&keeps)[2],
+                                const float (&writes)[2], const float (&cots)[2], float) {
+        mn_store<2>(w[token], j, weights);
+        mn_store<2>(u[token], j, keeps);
+        mn_store<2>(write[token], j, writes);
+        if (BACK) mn_store<2>(cot[token], j, cots);
+    }
+
+    /* One token: S becomes the state behind it, in units of which `inverse` is the inverse. */
+    __device__ __forceinline__ void advance(float (&at)[4][8], int token, float inverse) const {
+        const int first = warp_coord::row() + row(0);
+        float keys[4], others[4], weights[4], keeps[4], writes[4];
+        mn_load<4>(keys, k[token], first);
+        mn_load<4>(others, x[token], first);
+#pragma unroll
+        for (int r = 0; r < 4; r++) keys[r] *= inverse;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int j = warp_coord::column() + column(4 * half);
+            mn_load<4>(weights, w[token], j);
+            mn_load<4>(keeps, u[token], j);
+            mn_load<4>(writes, write[token], j);
+#pragma unroll
+            for (int n = 0; n < 16; n++) {
+                const int r = n / 4, c = n % 4;
+                float &cell = at[r][4 * half + c];
+                cell = fmaf(keys[r], writes[c], cell * fmaf(weights[c], others[r], keeps[c]));
+            }
+        }
+    }
+
+    /* Of an adjoint: takes what the token reads, leave(at) looks, and it goes in front of it. */
+    template <typename Leave>
+    __device__ __forceinline__ void back(float (&at)[4][8], int token, float inverse,
+                                         Leave leave) const {
+        const int first = warp_coord::row() + row(0);
+        float queries[4], others[4], weights[4], keeps[4], cots[4];
+        mn_load<4>(queries, q[token], first);
+        mn_load<4>(others, x[token], first);
+#pragma unroll
+        for (int r = 0; r < 4; r++) queries[r] *= inverse;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            mn_load<4>(cots, cot[token], warp_coord::column() + column(4 * half));
+#pragma unroll
+            for (int n = 0; n < 16; n++) {
+                float &cell = at[n / 4][4 * half + n % 4];
+                cell = fmaf(queries[n / 4], cots[n % 4], cell);
+            }
+        }
+        leave();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int j = warp_coord::column() + column(4 * half);
+            mn_load<4>(weights, w[token], j);
+            mn_load<4>(keeps, u[token], j);
+#pragma unroll
+            for (int n = 0; n < 16; n++) {
+                at[n / 4][4 * half + n % 4] *= fmaf(weights[n % 4], others[n / 4], keeps[n % 4]);
+            }
+        }
+    }
+};
+
+/* The nearest number of bf16, and what it leaves; that of infinity is zero. */
+__device__ inline float bf16_of(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+__device__ inline float rest_of(float x) {
+    const float rest = x - bf16_of(x);
+    return rest == rest ? rest : 0.0f;
+}
+
+/* Two numbers that bf16 has, the first in the lower half. */
+__device__ inline unsigned both(float low, float high) {
+    return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+}
+
+/* Eight tokens for cells of products of depth 8: a lane has rows g, g + 8, g + 16 and g + 24 of the
+ * warp's and columns 2 p, 2 p + 1 of each eight (g = lane / 4, p = lane % 4). A lane's words of a
+ * factor are depths 2 p and 2 p + 1:
+ *
+ *           rows         columns
+ *   p = 0   x1, 1        w1, u1       c: x = x1 + x2, w = w1 + w2 + w3, u = u1 + u2
+ *   p = 1   x1, 1        w2, u2
+ *   p = 2   x2, x1       w1, w3
+ *   p = 3   x2, x1       w2, 0
+ *   even    k, k         y1, y2       y = w v / 2 = y1 + y2 + y3, for each of two p; q and do alike
+ *   odd     k, k         y3, 0
+ *
+ * Words of a lane's four rows, or of the eighths of its columns, lie side by side. */
+template <int ROWS>
+struct token_factors : token_pairs<ROWS> {
+    static constexpr int WORDS = ROWS / 32 * 36;    // 36 for 32: so that 32 stores meet 32 banks
+    alignas(16) unsigned k[GROUP][WORDS], q[GROUP][WORDS], x[GROUP][2][WORDS];
+    alignas(16) unsigned decay[GROUP][TILE * 4], write[GROUP][TILE * 2], cot[GROUP][TILE * 2];
+
+    __device__ static int row(int r) { return warp_coord::eighth() + 8 * r; }
+    __device__ static int column(int c) { return 8 * (c / 2) + 2 * warp_coord::quarter() + c % 2; }
+    __device__ static int row_place(int i) { return i / 32 * 32 + 4 * (i % 8) + i % 32 / 8; }
+    __device__ static int column_place(int j) {
+        return j / 32 * 32 + 4 * (j % 8) + 2 * (j % 32 / 16) + j % 16 / 8;
+    }
+    __device__ static int pair_place(int n) { return n / 8 * 8 + n % 4 * 2 + n / 4 % 2; }
+    __device__ static int key_place(int i) {
+        return i / 32 * 32 + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2;
+    }
+
+    __device__ static int row_word(int i) { return i / 32 * 36 + 4 * (i % 8) + i % 32 / 8; }
+    /* Of depths 2 p and 2 p + 1 of column j. */
+    __device__ static int decay_word(int j, int p) {
+        const int g = j % 8;
+        return (j / 32 * 8 + g) * 16 + (p ^ g / 2) * 4 + j % 32 / 8;
+    }
+    __device__ static int outer_word(int j, int p) {
+        return (j / 32 * 8 + j % 8) * 8 + p * 4 + j % 32 / 8;
+    }
+
+    __device__ float key(int token, int i) const {
+        return __uint_as_float(k[token][row_word(i)] & 0xffff0000u);
+    }
+    __device__ float weight(int token, int j) const {
+        const unsigned *at = decay[token];
+        return __uint_as_float(at[decay_word(j, 0)] << 16) +
+               (__uint_as_float(at[decay_word(j, 1)] << 16) +
+                __uint_as_float(at[decay_word(j, 2)] & 0xffff0000u));
+    }
+
+    template <bool BACK, int N>
+    __device__ void put_rows(int token, int i, const float (&keys)[N], const float (&others)[N],
+                             const float (&queries)[N], float) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const int at = row_word(i + n);
+            const float first = bf16_of(others[n]), second = bf16_of(rest_of(others[n]));
+            k[token][at] = both(keys[n], keys[n]);
+            x[token][0][at] = both(first, 1.0f);
+            x[token][1][at] = both(second, first);
+            if (BACK) q[token][at] = both(queries[n], queries[n]);
+        }
+    }
+
+    __device__ static void put_outer(unsigned *to, int j, float y) {
+        const float rest = rest_of(y);
+        to[outer_word(j, 0)] = both(bf16_of(y), bf16_of(rest));
+        to[outer_word(j, 1)] = both(bf16_of(rest_of(rest)), 0.0f);
+    }
+
+    template <bool BACK>
+    __device__ void put_columns(int token, int j, const float (&weights)[2],
+                                const float (&keeps)[2],
+                                const float (&writes)[2], const float (&cots)[2], float scale) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const float rest = rest_of(weights[c]);
+            const float w1 = bf16_of(weights[c]), w2 = bf16_of(rest), w3 = bf16_of(rest_of(rest));
+            decay[token][decay_word(j + c, 0)] = both(w1, bf16_of(keeps[c]));
+            decay[token][decay_word(j + c, 1)] = both(w2, bf16_of(rest_of(keeps[c])));
+            decay[token][decay_word(j + c, 2)] = both(w1, w3);
+            decay[token][decay_word(j + c, 3)] = both(w2, 0.0f);
+            put_outer(write[token], j + c, 0.5f * writes[c]);
+            if (BACK) put_outer(cot[token], j + c, 0.5f * (scale * cots[c]));
+        }
+    }
+
+    /* The lane's words of its rows; of its columns. */
+    __device__ static uint4 rows_of(const unsigned *at) {
+        return *(const uint4 *)(at + warp_coord::row() / 32 * 36 + 4 * warp_coord::eighth());
+    }
+
+    /* at += a b, with a in units of which `inverse` is the inverse */
+    __device__ __forceinline__ static void add_outer(float (&at)[4][8], const unsigned *rows,
+                                                     const unsigned *columns, float inverse) {
+        const int g = warp_coord::eighth(), p = warp_coord::quarter();
+        const uint4 a = rows_of(rows);
+        const uint4 b = *(const uint4 *)(columns + outer_word(warp_coord::column() + g, p % 2));
+        const unsigned by = both(inverse, inverse), cells[4] = { b.x, b.y, b.z, b.w };
+        const unsigned factor[4] = { multiply_bf16(a.x, by), multiply_bf16(a.y, by),
+                                     multiply_bf16(a.z, by), multiply_bf16(a.w, by) };
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const int r = n / 4 * 2, c = n % 4;
+            mma8_add(&at[r][2 * c], &at[r + 1][2 * c], factor[r], factor[r + 1], cells[c]);
+        }
+    }
+
+    __device__ __forceinline__ void multiply_decays(float (&at)[4][8], int token) const {
+        const int g = warp_coord::eighth(), p = warp_coord::quarter();
+        const uint4 a = rows_of(x[token][p / 2]);
+        const uint4 b =
+            *(const uint4 *)(decay[token] + decay_word(warp_coord::column() + g, p));
+        const unsigned rows[4] = { a.x, a.y, a.z, a.w }, columns[4] = { b.x, b.y, b.z, b.w };
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const int r = n / 4 * 2, c = n % 4;
+            float by[4];
+            mma8_zero(by, rows[r], rows[r + 1], columns[c]);
+            at[r][2 * c] *= by[0], at[r][2 * c + 1] *= by[1];
+            at[r + 1][2 * c] *= by[2], at[r + 1][2 * c + 1] *= by[3];
+        }
+    }
+
+    __device__ __forceinline__ void advance(float (&at)[4][8], int token, float inverse) const {
+        multiply_decays(at, token);
+        add_outer(at, k[token], write[token], inverse);
+    }
+
+    template <typename Leave>
+    __device__ __forceinline__ void back(float (&at)[4][8], int token, float inverse,
+                                         Leave leave) const {
+        add_outer(at, q[token], cot[token], inverse);
+        leave();
+        multiply_decays(at, token);
+    }
+};
+
+template <int ROW_WARPS>
+using token_smem = std::conditional_t<OUTER_PRODUCTS, token_factors<sizes<ROW_WARPS>::ROWS>,
+                                      token_floats<sizes<ROW_WARPS>::ROWS>>;
+
+template <int ROW_WARPS>
+struct smem_of {
+    typedef sizes<ROW_WARPS> size;
+    token_smem<ROW_WARPS> in;
+    alignas(16) float row_sums[2][GROUP][3][size::ROWS];      // S' do, D w v, E w
+    alignas(16) float column_sums[ROW_WARPS][GROUP][2][TILE]; // D'k, E'k^2
+    float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
+    float adjoint_unit[size::WARPS][GROUP];      // of D
+    uint4 front[2][size::CELLS];                 // state in front of a group
+    uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
+};
 
 /* Eight tokens on their way, as they were stored; a warp loads some of them. */
 template <int ROW_WARPS>
@@ -258,22 +552,20 @@ struct prefetch {
         for (int i = 0; i < ITEMS; i++) {
             key[i] = k[n].at(i);
             x[i] = (float)(all - (double)key[i] * (double)key[i]);
-            if (BACK) query[i] = scale * q[n].at(i);
+            query[i] = BACK ? q[n].at(i) : 0.0f;
         }
         const unsigned most = largest_of(key);
-        mn_store<ITEMS>(smem.k[token], row, key);
-        mn_store<ITEMS>(smem.x[token], row, x);
+        smem.template put_rows<BACK>(token, row, key, x, query, scale);
         if (!BACK) return most;
-        mn_store<ITEMS>(smem.q[token], row, query);
         const float unit = unit_of(most);
         smem.k_unit[token] = unit;
-        smem.read[token] = __uint_as_float(largest_of(query));
+        smem.read[token] = fabsf(scale) * __uint_as_float(largest_of(query));
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            const int at = (row + i) % 4 * 2 + (row + i) / 4 % 2;
+            const int at = token_smem<ROW_WARPS>::key_place(row + i);
             const float own = key[i] * inverse_of(unit);
-            ((__half *)smem.k_pair[token][(row + i) / 8])[at] = __float2half_rn(own);
-            ((__half *)smem.kk_pair[token][(row + i) / 8])[at] = __float2half_rn(own * own);
+            ((__half *)smem.k_pair[token])[at] = __float2half_rn(own);
+            ((__half *)smem.kk_pair[token])[at] = __float2half_rn(own * own);
         }
         return most;
     }
@@ -287,10 +579,11 @@ struct prefetch {
         const float cot_unit = unit_of(most), write_unit = unit_of(most_written);
         const float w_unit = unit_of(largest_of(w)), to_cot = inverse_of(cot_unit);
         const float to_write = inverse_of(write_unit), to_w = inverse_of(w_unit);
-        unsigned *to = smem.cot_write[token][pair / 2] + pair % 2;
+        const int at = token_smem<ROW_WARPS>::pair_place(pair);
+        unsigned *to = smem.cot_write[token][at / 2] + at % 2;
         to[0] = pair_of(to_cot * cots[0], to_cot * cots[1]);
         to[2] = pair_of(to_write * write[0], to_write * write[1]);
-        smem.w_pair[token][pair / 2][pair % 2] = pair_of(to_w * w[0], to_w * w[1]);
+        smem.w_pair[token][at / 2][at % 2] = pair_of(to_w * w[0], to_w * w[1]);
         __syncwarp();
         if (pair > 0) return;
         smem.cot_unit[token] = cot_unit, smem.write_unit[token] = write_unit;
@@ -313,16 +606,13 @@ struct prefetch {
                 values[c] = v[n].at(c);
                 u[c] = 1.0f / (float)(1.0 + (double)b * all), w[c] = b * u[c];
                 write[c] = w[c] * values[c];
-                if (BACK) cots[c] = cot[n].at(c);
+                cots[c] = BACK ? cot[n].at(c) : 0.0f;
             }
-            mn_store<2>(smem.w[token], 2 * pair, w);
-            mn_store<2>(smem.u[token], 2 * pair, u);
-            mn_store<2>(smem.write[token], 2 * pair, write);
+            smem.template put_columns<BACK>(token, 2 * pair, w, u, write, cots, scale);
             if (!BACK) continue;
             const unsigned most_written = largest_of(write);
             smem.grow[token] = __uint_as_float(most_key) * __uint_as_float(most_written);
-            mn_store<2>(smem.v[token], 2 * pair, values);
-            mn_store<2>(smem.cot[token], 2 * pair, cots);
+            *(unsigned *)&smem.v[token][2 * pair] = both(values[0], values[1]);
             put_factors(smem, token, cots, write, w, most_written);
         }
     }
@@ -330,22 +620,18 @@ struct prefetch {
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
-/* A lane's four rows by twice four columns. */
+/* A lane's four rows by eight columns. */
 struct cells {
+    typedef token_smem<4> tokens;    // of any number of rows
     float at[4][8];
-
-    __device__ static int row() { return threadIdx.x / 64 * 32 + threadIdx.x % 32 / 4 * 4; }
-    __device__ static int column(int half) {
-        return threadIdx.x / 32 % 2 * 32 + 16 * half + threadIdx.x % 4 * 4;
-    }
 
     template <typename F>
     __device__ void each(const mn_column_params &p, const mn_column_coord &place, F use) {
         const int64_t head = place.n * p.call.H + place.h;
 #pragma unroll
         for (int n = 0; n < 32; n++) {
-            const int64_t i = row() + n / 8;
-            const int64_t j = place.tile * TILE + column(n % 8 / 4) + n % 4;
+            const int64_t i = warp_coord::row() + tokens::row(n / 8);
+            const int64_t j = place.tile * TILE + warp_coord::column() + tokens::column(n % 8);
             use(at[n / 8][n % 8], (head * p.call.K + i) * p.call.V + j,
                 i < p.call.K && j < p.call.V);
         }
@@ -417,59 +703,6 @@ struct cells {
         rescale(unit, next);
         bound = most * inverse_of(next), unit = next;
     }
-
-    /* One token: S becomes the state behind it, in units of which `inverse` is the inverse. */
-    template <typename Tokens>
-    __device__ __forceinline__ void advance(const Tokens &in, int token, float inverse) {
-        float k[4], x[4], w[4], u[4], write[4];
-        mn_load<4>(k, in.k[token], row());
-        mn_load<4>(x, in.x[token], row());
-#pragma unroll
-        for (int r = 0; r < 4; r++) k[r] *= inverse;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            mn_load<4>(w, in.w[token], column(half));
-            mn_load<4>(u, in.u[token], column(half));
-            mn_load<4>(write, in.write[token], column(half));
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    float &cell = at[r][4 * half + c];
-                    cell = fmaf(k[r], write[c], cell * fmaf(w[c], x[r], u[c]));
-                }
-            }
-        }
-    }
-
-    /* Of an adjoint: takes what the token reads, which is left in half precision too, and goes in
-     * front of it. */
-    template <typename Tokens>
-    __device__ __forceinline__ void back(pairs &read, const Tokens &in, int token,
-                                         float inverse) {
-        float q[4], x[4], w[4], u[4], cot[4];
-        mn_load<4>(q, in.q[token], row());
-        mn_load<4>(x, in.x[token], row());
-#pragma unroll
-        for (int r = 0; r < 4; r++) q[r] *= inverse;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            mn_load<4>(w, in.w[token], column(half));
-            mn_load<4>(u, in.u[token], column(half));
-            mn_load<4>(cot, in.cot[token], column(half));
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-                float d[4];
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    d[c] = fmaf(q[r], cot[c], at[r][4 * half + c]);
-                    at[r][4 * half + c] = d[c] * fmaf(w[c], x[r], u[c]);
-                }
-                read[r / 2 * 2 + half][r % 2] = pair_of(d[0], d[1]);
-                read[r / 2 * 2 + half][r % 2 + 2] = pair_of(d[2], d[3]);
-            }
-        }
-    }
 };
 
 template <int THREADS>
@@ -498,13 +731,13 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
                                           int token) {
     const token_smem<ROW_WARPS> &in = smem.in;
     const int across = threadIdx.x / 32 % 2, down = threadIdx.x / 64, part = threadIdx.x % 4;
-    const int quad = cells::column(0) / 4, eight = 4 * down + part;
+    const int quad = warp_coord::column() / 4 + part, eight = 4 * down + part;
     const uint4 b0 = *(const uint4 *)in.cot_write[token][quad];
     const uint4 b1 = *(const uint4 *)in.cot_write[token][quad + 4];
     const float4 to_q = rows_times(behind, make_uint2(b0.x, b0.y), make_uint2(b1.x, b1.y));
     pairs read, product;
     D.make_room(bound, unit, in.read[token]);
-    D.back(read, in, token, inverse_of(unit));
+    in.back(D.at, token, inverse_of(unit), [&]() { D.pack(read); });
     if (threadIdx.x % 32 == 0) smem.adjoint_unit[threadIdx.x / 32][token] = unit;
 #pragma unroll
     for (int n = 0; n < 16; n++) {
@@ -513,7 +746,7 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
     const float4 to_k = rows_times(read, make_uint2(b0.z, b0.w), make_uint2(b1.z, b1.w));
     const float4 to_kk = rows_times(product, *(const uint2 *)in.w_pair[token][quad],
                                           *(const uint2 *)in.w_pair[token][quad + 4]);
-    float *rows = smem.row_sums[across][token][0] + cells::row();
+    float *rows = smem.row_sums[across][token][0] + warp_coord::row() + 4 * warp_coord::eighth();
     if (part == 0) *(float4 *)rows = to_q;
     if (part == 1) *(float4 *)(rows + sizes<ROW_WARPS>::ROWS) = to_k;
     if (part == 2) *(float4 *)(rows + 2 * sizes<ROW_WARPS>::ROWS) = to_kk;
@@ -524,31 +757,59 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
     if (part == 0) *(float4 *)(columns + TILE) = to_w;
 }
 
-/* dq and dk of row i of a token, `part` where dq is. */
+/* What a thread's sums of a group take of its tokens, which the next group's write over: of every
+ * second token and a row (of ROW_WARPS 4), of every fourth and a column. */
 template <int ROW_WARPS>
-__device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem, float scale,
-                                  int64_t K, int token, int i) {
-    const token_smem<ROW_WARPS> &in = smem.in;
+struct sum_factors {
+    typedef sizes<ROW_WARPS> size;
+    static constexpr int ROWS_AT_ONCE = size::THREADS / size::ROWS;
+    static constexpr int COLUMNS_AT_ONCE = size::THREADS / TILE;
+    float key[GROUP / ROWS_AT_ONCE], cot[GROUP / ROWS_AT_ONCE], write[GROUP / ROWS_AT_ONCE];
+    float w_unit[GROUP / ROWS_AT_ONCE];
+    float v[GROUP / COLUMNS_AT_ONCE], w[GROUP / COLUMNS_AT_ONCE], k_unit[GROUP / COLUMNS_AT_ONCE];
+
+    __device__ __forceinline__ void load(const token_smem<ROW_WARPS> &in) {
+        const int row = threadIdx.x % size::ROWS, column = threadIdx.x % TILE;
+#pragma unroll
+        for (int n = 0; n < GROUP / ROWS_AT_ONCE; n++) {
+            const int token = threadIdx.x / size::ROWS + n * ROWS_AT_ONCE;
+            key[n] = in.key(token, row), cot[n] = in.cot_unit[token];
+            write[n] = in.write_unit[token], w_unit[n] = in.w_unit[token];
+        }
+#pragma unroll
+        for (int n = 0; n < GROUP / COLUMNS_AT_ONCE; n++) {
+            const int token = threadIdx.x / TILE + n * COLUMNS_AT_ONCE;
+            v[n] = mn_float(in.v[token][column]), w[n] = in.weight(token, column);
+            k_unit[n] = in.k_unit[token];
+        }
+    }
+};
+
+/* dq and dk of row i of a token, `part` where dq is; the thread's number n of these. */
+template <int ROW_WARPS>
+__device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem,
+                                  const sum_factors<ROW_WARPS> &of, float scale, int64_t K,
+                                  int token, int i, int n) {
     float to_q = 0.0f, to_k = 0.0f, to_kk = 0.0f;
 #pragma unroll
     for (int across = 0; across < 2; across++) {
-        const float *sums = smem.row_sums[across][token][0] + i;
+        const float *sums = smem.row_sums[across][token][0] + token_smem<ROW_WARPS>::row_place(i);
         const int warp = i / 32 * 2 + across;
         const float unit = smem.adjoint_unit[warp][token];
         to_q = fmaf(sums[0], smem.state_unit[warp][token + 1], to_q);
         to_k = fmaf(sums[sizes<ROW_WARPS>::ROWS], unit, to_k);
         to_kk = fmaf(sums[2 * sizes<ROW_WARPS>::ROWS] * smem.state_unit[warp][token], unit, to_kk);
     }
-    part[0] = scale * (to_q * in.cot_unit[token]);
-    part[K] = fmaf(-2.0f * in.k[token][i], to_kk * in.w_unit[token],
-                       to_k * in.write_unit[token]);
+    part[0] = scale * (to_q * of.cot[n]);
+    part[K] = fmaf(-2.0f * of.key[n], to_kk * of.w_unit[n], to_k * of.write[n]);
 }
 
 /* y and dv of a column of a token. */
 template <int ROW_WARPS>
-__device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARPS> &smem, int token,
-                                     int column) {
-    const int place = column_place(column);
+__device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARPS> &smem,
+                                     const sum_factors<ROW_WARPS> &of, int token, int column,
+                                     int n) {
+    const int place = token_smem<ROW_WARPS>::column_place(column);
     float to_v = 0.0f, to_w = 0.0f;
 #pragma unroll
     for (int down = 0; down < ROW_WARPS; down++) {
@@ -558,26 +819,28 @@ __device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARP
         to_v = fmaf(sums[0], unit, to_v);
         to_w = fmaf(sums[TILE] * smem.state_unit[warp][token], unit, to_w);
     }
-    const float key = smem.in.k_unit[token];
+    const float key = of.k_unit[n];
     to_v *= key;
-    y = fmaf(smem.in.v[token][column], to_v, -(to_w * key * key));
-    dv = smem.in.w[token][column] * to_v;
+    y = fmaf(of.v[n], to_v, -(to_w * key * key));
+    dv = of.w[n] * to_v;
 }
 
 /* Adds the warps' sums of `count` tokens, of which the first is token t. All threads call, between
  * barriers. */
 template <int ROW_WARPS>
-__device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem, const mn_column_params &p,
+__device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem,
+                                    const sum_factors<ROW_WARPS> &of, const mn_column_params &p,
                                     const mn_column_coord &at, int64_t t, int count) {
     typedef sizes<ROW_WARPS> size;
-    constexpr int AT_ONCE = size::THREADS / size::ROWS, COLUMNS_AT_ONCE = size::THREADS / TILE;
+    constexpr int AT_ONCE = sum_factors<ROW_WARPS>::ROWS_AT_ONCE;
+    constexpr int COLUMNS_AT_ONCE = sum_factors<ROW_WARPS>::COLUMNS_AT_ONCE;
     const int64_t all = p.call.B * p.call.T * p.call.H, K = p.call.K;
     const int first = threadIdx.x / size::ROWS, i = threadIdx.x % size::ROWS;
     float *part = p.partials + (at.tile * all + mn_columns_row(p, at, t + first)) * 2 * K + i;
 #pragma unroll
     for (int token = 0; token < GROUP; token += AT_ONCE, part += AT_ONCE * p.call.H * 2 * K) {
         if (i < K && first + token < count) {
-            reduce_row(part, smem, p.scale, K, first + token, i);
+            reduce_row(part, smem, of, p.scale, K, first + token, i, token / AT_ONCE);
         }
     }
     const int own = threadIdx.x / TILE, column = threadIdx.x % TILE;
@@ -588,8 +851,21 @@ __device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem, const mn_col
     for (int token = 0; token < GROUP; token += COLUMNS_AT_ONCE) {
         float to_v;
         if (j >= p.columns || own + token >= count) continue;
-        reduce_column(y[token * p.call.H * p.columns], to_v, smem, own + token, column);
+        reduce_column(y[token * p.call.H * p.columns], to_v, smem, of, own + token, column,
+                      token / COLUMNS_AT_ONCE);
         if (dv) mn_put(dv + token * p.dv.stride[1] + j, to_v);
+    }
+}
+
+/* Does one thing and the other, which are free to come in either order; of two warps that share a
+ * scheduler each begins with another one, so that one's waits are the other's turn. */
+template <typename One, typename Other>
+__device__ __forceinline__ void in_turns(One one, Other other) {
+    const int first = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);    // alike in a warp
+#pragma unroll 1
+    for (int turn = 0; turn < 2; turn++) {
+        if ((turn ^ first) & 1) other();
+        else one();
     }
 }
 
@@ -627,10 +903,12 @@ __device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WAR
 #pragma unroll 1
     for (int64_t n = 0; n + 1 < groups; n++) {
         __syncthreads();
-        if (n + 2 < groups) bring(n + 1);
-        save(n);
+        const auto pass = [&]() {
+            save(n);
 #pragma unroll 2
-        for (int token = 0; token < GROUP; token++) S.advance(stage(n), token, 1.0f);
+            for (int token = 0; token < GROUP; token++) stage(n).advance(S.at, token, 1.0f);
+        };
+        in_turns([&]() { if (n + 2 < groups) bring(n + 1); }, pass);
     }
     save(groups - 1);
     __syncthreads();
@@ -652,7 +930,7 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
 #pragma unroll 2
     for (int token = 0; token < GROUP; token++) {
         S.make_room(bound, unit, smem.in.grow[token]);
-        S.advance(smem.in, token, inverse_of(unit));
+        smem.in.advance(S.at, token, inverse_of(unit));
         S.pack(behind);
         units[token + 1] = unit;
         if (token + 1 < GROUP) store_packed<THREADS>(smem.states[token], behind);
@@ -700,13 +978,13 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
         };
         __syncthreads();
         ask(groups - 1);
+        ahead.template put<true>(smem.in, p.scale);
+        cp_async_wait();
+        __syncthreads();
 #pragma unroll 1
         for (int64_t n = groups - 1, looks = 0; n >= 0; n--, looks++) {
-            __syncthreads();
-            ahead.template put<true>(smem.in, p.scale);
-            cp_async_wait();
-            __syncthreads();
             const float own = unit;
+            sum_factors<ROW_WARPS> factors;
             if (n > 0) {
                 ahead.template move<-1>(p);
                 ahead.template fetch<true>(p, at);
@@ -714,9 +992,13 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
             }
             group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, smem.front[n % 2], own,
                                  smem);
+            factors.load(smem.in);
             __syncthreads();
-            reduce_warps<ROW_WARPS>(smem, p, at, n * GROUP,
-                                    (int)min((int64_t)GROUP, length - n * GROUP));
+            const int count = (int)min((int64_t)GROUP, length - n * GROUP);
+            in_turns([&]() { if (n > 0) ahead.template put<true>(smem.in, p.scale); },
+                     [&]() { reduce_warps(smem, factors, p, at, n * GROUP, count); });
+            cp_async_wait();
+            __syncthreads();
         }
     }
     D.rescale(unit_of_D, 1.0f);
