@@ -303,8 +303,7 @@ delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
     mn_fwd_chunk_smem<KP> &smem = *(mn_fwd_chunk_smem<KP> *)scan_smem_bytes;
-    // of what follows: the maps of segments, or the redo
-    if (!REDO || job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
+    if (job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_FWD_CHUNK_STAGES; i++) {
             mn_mbarrier_init(&smem.full[i], MN_DELTA_PRODUCERS);
