@@ -36,8 +36,10 @@ namespace mneme::additive {
  *
  * Sums are products of tensor cores with a triangle of log2 e, as two bf16 numbers, and so come
  * where the factors of q and k lie: nothing but tiles passes through shared memory. Where a
- * channel decays by more than 2^100 in a part, 2^(-e_s) would overflow: scores of such a channel's
- * keys are added up one by one, from differences of e, and K~ is made of those too. */
+ * channel has decayed by 2^100 or more up to a key of the part, 2^(-e_s) would overflow: scores of
+ * such keys are added up one by one, from differences of e. Keys before stay as they are, so that
+ * no token's bits depend on later decays; K~ of all keys of the part's channel is made of
+ * differences. */
 
 enum {
     MN_GATED_CHUNK = 2 * MN_SUBCHUNK,
@@ -222,11 +224,14 @@ struct mn_gated_scaled_keys {
 
 /* ---- channels that decay too far ------------------------------------------------------------- */
 
-/* Which of them do, by lanes, and how far their tokens are from the part's end. */
+/* Which of them do, by lanes, and of keys that are too far from the part's start the sums of
+ * decays up to them, and how far they are from its end; others have an infinity, so that their
+ * factors are 0. */
 struct mn_gated_underflow {
     unsigned mask[2][2];
-    mn_gated_acc left;
-    /* Makes their keys once more: zeros inside the part; `after` is their decay behind it. */
+    mn_gated_acc far, left;
+    /* Makes their keys once more: zeros inside the part for those too far; `after` is the decay of
+     * channels behind the part. */
     __device__ void recompute(mn_gated_scaled_keys &keys, const mn_gated_decay_factors &f,
                               const uint32_t (&k)[4],
                          const float (&after)[2][2]) {
@@ -240,11 +245,14 @@ struct mn_gated_underflow {
             for (int half = 0; half < 2; half++) {
                 const uint32_t pair = k[2 * n + half];
                 const int at = 2 * half + j;
-                left[n][at] = f.e[n][at] - end;
+                const float to_end = f.e[n][at] - end;
+                const bool too_far = !(f.e[n][at] > -100.0f);
+                far[n][at] = too_far ? f.e[n][at] : INFINITY;
+                left[n][at] = too_far ? to_end : INFINITY;
                 if (!local) continue;
-                keys.inside[n][at] = 0.0f;
+                if (too_far) keys.inside[n][at] = 0.0f;
                 keys.to_end[n][at] =
-                    (j ? mn_bf16_hi(pair) : mn_bf16_lo(pair)) * mn_exp2(-left[n][at]) * after[n][j];
+                    (j ? mn_bf16_hi(pair) : mn_bf16_lo(pair)) * mn_exp2(-to_end) * after[n][j];
             }
         }
     }
@@ -308,9 +316,9 @@ __device__ inline void mn_gated_fix_underflow(mn_gated_scores &P, mn_gated_scale
     const float one[2][2] = { { 1.0f, 1.0f }, { 1.0f, 1.0f } };
     mn_gated_underflow deep;
     deep.recompute(keys[1], f[1], k[1], one);
-    deep.add(P.own[1], q[1], f[1].e, k[1], f[1].e);
+    deep.add(P.own[1], q[1], f[1].e, k[1], deep.far);
     deep.recompute(keys[0], f[0], k[0], f[1].whole);
-    deep.add(P.own[0], q[0], f[0].e, k[0], f[0].e);
+    deep.add(P.own[0], q[0], f[0].e, k[0], deep.far);
     deep.add(P.across, q[1], f[1].e, k[0], deep.left);
 }
 
@@ -468,8 +476,17 @@ __device__ inline void mn_gated_reduce_scores(mn_gated_stage<KP> &in, mn_gated_s
     }
 }
 
+/* The first `count` values become zeros. A warp calls. */
+template <int KP>
+__device__ inline void mn_gated_zero_head(mn_gated_stage<KP> &in, int count) {
+    for (int i = threadIdx.x % 32; i < 8 * count; i += 32) {
+        *(uint4 *)(in.v + mn_gated_swizzle(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();
+}
+
 /* What the warps that scale do. */
-template <int KP, bool HAS_OUT>
+template <int KP, bool HAS_OUT, bool REDO>
 __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
     constexpr int steps = KP / 32;    // of 16 channels, of a warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (2 * MN_GATED_PAIRS);
@@ -488,6 +505,10 @@ __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
         float cum_decays[2][2];
         mn_mbarrier_wait(&smem.full[slot], n / MN_GATED_STAGES & 1);
         if (n == ending && count < MN_GATED_CHUNK) mn_gated_zero_tail<KP>(in, count, half);
+        if (REDO && half == 0) {
+            const int64_t t = mn_gated_token0(smem.place, reverse, n);
+            mn_gated_zero_head(in, (int)(smem.place.from - t));
+        }
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             const int k = half * steps + step;
@@ -522,13 +543,14 @@ __device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
  *
  *   dq_t = scale (2^(e_t) S do_t + sum over s <= t of (do_t.v_s) 2^(e_t - e_s) k_s)
  *   dk_s = scale (2^(E - e_s) N v_s + sum over t >= s of (do_t.v_s) 2^(e_t - e_s) q_t)
- *   dg_0 = scale sum over V of S (2^E N + sum over t of 2^(e_t) q_t do_t')
- *   dg_(t + 1) = dg_t + k_t dk_t - q_t dq_t
+ *   dg_t = scale sum over V of N (2^E S + sum over s of 2^(E - e_s) k_s v_s')
+ *          + sum over u >= t of (q_u dq_u - k_u dk_u)
  *
- * with e the sums of log2 decays from the chunk's start, E that of the chunk. They are taken from
- * part to part of 16 tokens as in additive_channel_chunk.cu, and inside a part as
- * additive_channel_scale.cuh says. No chunk waits for another: a block has 64 channels of one
- * chunk of one head; four warps have queries, four keys, each those of one part. */
+ * with e the sums of log2 decays from the chunk's start, E that of the chunk; no dg takes in what
+ * an earlier token's do makes. They are taken from part to part of 16 tokens as in
+ * additive_channel_chunk.cu, and inside a part as additive_channel_scale.cuh says. No chunk waits
+ * for another: a block has 64 channels of one chunk of one head; four warps have queries, four
+ * keys, each those of one part. */
 
 enum {
     MN_GATED_GRAD_CHUNK = MN_SUBCHUNK_CHUNK,           // tokens between states
@@ -554,7 +576,7 @@ struct alignas(1024) mn_gated_grad_smem {
     unsigned char q_inside[MN_GATED_GRAD_TILE], k_inside[MN_GATED_GRAD_TILE];
     unsigned char S[VP * 128], N[VP * 128];
     alignas(16) float cum_decay[MN_SUBCHUNKS][MN_SCAN_WIDTH];
-    alignas(16) float read[MN_SUBCHUNKS][MN_SCAN_WIDTH];    // S do_t q~_t of parts
+    alignas(16) float read[MN_SUBCHUNKS][MN_SCAN_WIDTH];    // N v_s k~_s of parts
     alignas(16) float met[MN_SCAN_WIDTH];               // S with N
     alignas(16) float sums[2 * MN_SUBCHUNKS][MN_SCAN_WIDTH];    // terms of halves of parts
     int wild[MN_SCAN_WIDTH];    // the last token whose q is not finite, -1: none
@@ -766,6 +788,18 @@ __device__ inline void mn_gated_mma_add(mn_gated_acc_tile &o, const float (&P)[2
     }
 }
 
+/* The same for the part's own rows, where P has a triangle: numbers that are not finite reach the
+ * rows that see them alone. */
+__device__ inline void mn_gated_mma_add_causal(mn_gated_acc_tile &o, const float (&P)[2][4],
+                                               uint32_t tile, int part) {
+    const uint32_t at = mn_gated_addr_rows(tile, 16 * part);
+    uint32_t a[4];
+    mn_frag_a_of(a, P[0], P[1]);
+    mn_mma_causal_by(o, a, [&](uint32_t (&b)[4], int n) {
+        mn_gated_ldmatrix<true>(b, at ^ n * 16);
+    });
+}
+
 __device__ inline void mn_gated_decay_subchunk(mn_gated_acc_tile &o, const float *cum_decay) {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
@@ -836,16 +870,16 @@ __device__ inline void mn_gated_store_subchunk(const mn_gated_acc_tile &o, const
 
 /* ---- a block --------------------------------------------------------------------------------- */
 
-/* What the state adds to dg: sums over this part's rows of q~ and what they read from S, which the
- * parts before have still to lower. */
+/* What the state adds to dg: sums over this part's rows of k~ and what they read from N, which the
+ * parts behind have still to lower. */
 __device__ inline void mn_gated_sum_state_terms(float (*sums)[MN_SCAN_WIDTH],
                                                 const mn_gated_acc_tile &o,
-                                         uint32_t q) {
+                                         uint32_t keys) {
     const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         uint32_t x[4];
-        mn_gated_ldmatrix<false>(x, mn_gated_addr_rows(q, 16 * part) ^ k * 32);
+        mn_gated_ldmatrix<false>(x, mn_gated_addr_rows(keys, 16 * part) ^ k * 32);
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             const float(&y)[4] = o[2 * k + n];
@@ -943,7 +977,6 @@ __device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
     mn_gated_acc_tile o, inside = {};
     float P[2][4];
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
-    mn_gated_sum_state_terms(smem.read, o, far);
 #pragma unroll 1
     for (int from = 0; from < part; from++) {
         mn_gated_decay_subchunk(o, smem.cum_decay[from]);
@@ -969,6 +1002,7 @@ __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated
     mn_gated_acc_tile o, inside = {};
     float P[2][4];
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.N));
+    mn_gated_sum_state_terms(smem.read, o, far);
 #pragma unroll 1
     for (int from = MN_SUBCHUNKS - 1; from > part; from--) {
         mn_gated_decay_subchunk(o, smem.cum_decay[from]);
@@ -1013,32 +1047,51 @@ __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
     *(float2 *)&smem.sums[warp][j] = sum;
     __syncthreads();
     const float2 met = *(const float2 *)&smem.met[j];
-    float2 read = {}, before = {}, cum_decay = { 1.0f, 1.0f };
+    float2 read = {}, behind = {}, cum_decay = { 1.0f, 1.0f };
 #pragma unroll
-    for (int i = 0; i < 2 * MN_SUBCHUNKS; i++) {
+    for (int i = 2 * MN_SUBCHUNKS - 1; i > 0; i--) {
         const float2 z = *(const float2 *)&smem.sums[i][j];
-        if (i < warp) before.x += z.x, before.y += z.y;
+        if (i > warp) behind.x += z.x, behind.y += z.y;
     }
 #pragma unroll
-    for (int i = 0; i < MN_SUBCHUNKS; i++) {
+    for (int i = MN_SUBCHUNKS - 1; i >= 0; i--) {
         const float2 x = *(const float2 *)&smem.read[i][j];
         const float2 f = *(const float2 *)&smem.cum_decay[i][j];
         read.x = fmaf(cum_decay.x, x.x, read.x), read.y = fmaf(cum_decay.y, x.y, read.y);
         cum_decay.x *= f.x, cum_decay.y *= f.y;
     }
-    sum.x = fmaf(p.scale, fmaf(cum_decay.x, met.x, read.x), before.x);
-    sum.y = fmaf(p.scale, fmaf(cum_decay.y, met.y, read.y), before.y);
+    sum.x = fmaf(p.scale, fmaf(cum_decay.x, met.x, read.x), -behind.x);
+    sum.y = fmaf(p.scale, fmaf(cum_decay.y, met.y, read.y), -behind.y);
     const int row0 = warp * each, left = (int)at.n_rows - row0;
     mn_bf16 *to = mn_row<mn_bf16>(p.dg, at.span.b, at.span.t0 + at.first + row0, h) + channel;
     if (channel >= p.call.K) return;
+    to += each * p.dg.stride[1];
 #pragma unroll
-    for (int u = 0; u < each; u++) {
+    for (int u = each - 1; u >= 0; u--) {
+        sum.x -= term[u].x, sum.y -= term[u].y, to -= p.dg.stride[1];
         float2 out = sum;
         if (wild && row0 + u <= smem.wild[j]) out.x = nanf("");
         if (wild && row0 + u <= smem.wild[j + 1]) out.y = nanf("");
         if (u < left) *(uint32_t *)to = mn_bf16x2(out.x, out.y);
-        sum.x += term[u].x, sum.y += term[u].y, to += p.dg.stride[1];
     }
+}
+
+/* Keys of a part for what its own tokens read, k 2^(-l). Where channels decay too far these are the
+ * keys up to which they have not yet, with l = e, or FAR the others, with l of log_decays.inside;
+ * zeros in the place of the rest. So no token's bits depend on later decays. */
+template <bool FAR>
+__device__ inline void mn_gated_scale_near(uint32_t (&y)[4], const uint32_t (&x)[4],
+                                           const mn_gated_log_decays &log_decays, int k,
+                                           const unsigned char *g) {
+    float l[2][4];
+    if (FAR) log_decays.inside(l, k, g);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float e = log_decays.e[2 * k + i / 4][i % 4];
+        const bool far = e < -100.0f;
+        l[i / 4][i % 4] = far != FAR ? -INFINITY : FAR ? -l[i / 4][i % 4] : -e;
+    }
+    mn_gated_mul_exp2(y, x, l);
 }
 
 /* This warp's part of queries or of keys, made, as two tiles: `far` in their place. */
@@ -1168,9 +1221,61 @@ __device__ inline void mn_gated_query_load(mn_gated_query_smem<VP> &smem,
     }
 }
 
+/* Keys of this warp's part lowered to its end, in place, and for what its own tokens read; `far` is
+ * made where channels decay too far. */
+template <int VP>
+__device__ inline void mn_gated_query_keys(mn_gated_query_smem<VP> &smem, uint32_t (&far)[4][4],
+                                           const mn_gated_log_decays &log_decays) {
+    const int row = 16 * mn_gated_subchunk();
+    const uint32_t at = mn_gated_addr_rows(mn_smem_addr(smem.k), row);
+    const uint32_t near = mn_gated_addr_rows(mn_smem_addr(smem.k_inside), row);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        uint32_t x[4], y[4];
+        float to_end[2][4], end[4];
+        mn_gated_ldmatrix<false>(x, at ^ k * 32);
+#pragma unroll
+        for (int i = 0; i < 4; i++) end[i] = log_decays.end(2 * k + i / 2, i % 2);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            to_end[i / 4][i % 4] = end[i / 4 * 2 + i % 2] - log_decays.e[2 * k + i / 4][i % 4];
+        }
+        mn_gated_mul_exp2(y, x, to_end);
+        mn_gated_stmatrix(at ^ k * 32, y);
+        mn_gated_scale_near<false>(y, x, log_decays, k, smem.g);
+        mn_gated_stmatrix(near ^ k * 32, y);
+        if (log_decays.any) mn_gated_scale_near<true>(far[k], x, log_decays, k, smem.g);
+    }
+}
+
+/* What the part's own tokens read of keys that are too far from its start. */
+template <int VP>
+__device__ inline void mn_gated_query_far(mn_gated_acc_tile &o, mn_gated_query_smem<VP> &smem,
+                                          const uint32_t (&far)[4][4], const float (&P)[2][4],
+                                          const mn_gated_log_decays &log_decays) {
+    const uint32_t tile = mn_smem_addr(smem.k_inside);
+    const uint32_t at = mn_gated_addr_rows(tile, 16 * mn_gated_subchunk());
+    mn_gated_acc_tile sums = {};
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 4; k++) mn_gated_stmatrix(at ^ k * 32, far[k]);
+    __syncwarp();
+    mn_gated_mma_add_causal(sums, P, tile, mn_gated_subchunk());
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float l[2][4];
+        log_decays.inside(l, k, smem.g);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            o[2 * k + i / 4][i % 4] += sums[2 * k + i / 4][i % 4] * mn_exp2(l[i / 4][i % 4]);
+        }
+    }
+}
+
 /* dq of this warp's part as mn_gated_grad_queries has it, without its terms. */
 template <int VP>
 __device__ inline void mn_gated_query_part(mn_gated_query_smem<VP> &smem,
+                                           const uint32_t (&far)[4][4],
                                            const mn_gated_log_decays &log_decays,
                                            const mn_gated_grad_params &p, const mn_tile_span &at,
                                            int64_t h, int slice) {
@@ -1187,18 +1292,15 @@ __device__ inline void mn_gated_query_part(mn_gated_query_smem<VP> &smem,
     }
     mn_gated_subchunk_scores<VP>(P, x, y, part);
     mn_gated_causal_mask(P, false);
-    mn_gated_mma_add(inside, P, mn_smem_addr(smem.k_inside), part);
+    mn_gated_mma_add_causal(inside, P, mn_smem_addr(smem.k_inside), part);
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        float l[2][4];
-        log_decays.inside(l, k, smem.g);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int n = 2 * k + i / 4, c = i % 4;
-            const float far = o[n][c] * mn_exp2(log_decays.e[n][c]);
-            o[n][c] = p.scale * fmaf(inside[n][c], mn_exp2(l[i / 4][c]), far);
-        }
+    for (int i = 0; i < 32; i++) {
+        const float up = mn_exp2(log_decays.e[i / 4][i % 4]);
+        o[i / 4][i % 4] = fmaf(inside[i / 4][i % 4], up, o[i / 4][i % 4] * up);
     }
+    if (log_decays.any) mn_gated_query_far(o, smem, far, P, log_decays);
+#pragma unroll
+    for (int i = 0; i < 32; i++) o[i / 4][i % 4] *= p.scale;
     mn_gated_store_subchunk(o, p.dq, at, h, slice, p.call.K);
 }
 
@@ -1228,7 +1330,8 @@ additive_gated_query_sm90(const __grid_constant__ mn_gated_grad_params p, unsign
     if (ends) mn_gated_zero_tail_tiles(smem.k, 2, (int)at.n_rows);
     mn_gated_log_decays log_decays;
     log_decays.make(mn_gated_addr_rows(mn_smem_addr(smem.g), 16 * part));
-    mn_gated_scale_subchunk(smem.k, smem.k_inside, log_decays, smem.g, true);
+    uint32_t far[4][4] = {};
+    mn_gated_query_keys(smem, far, log_decays);
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         const float low = mn_exp2(log_decays.end(n, 0)), high = mn_exp2(log_decays.end(n, 1));
@@ -1237,7 +1340,7 @@ additive_gated_query_sm90(const __grid_constant__ mn_gated_grad_params p, unsign
     mn_mbarrier_wait(&smem.back, 0);
     if (ends) mn_gated_zero_tail_tiles(smem.cot, 2 * (VP / 64), (int)at.n_rows);
     __syncthreads();
-    mn_gated_query_part<VP>(smem, log_decays, p, at, h, slice);
+    mn_gated_query_part<VP>(smem, far, log_decays, p, at, h, slice);
 #endif
 }
 
@@ -1342,12 +1445,13 @@ __device__ inline void mn_gated_producer(mn_gated_smem<KP> &smem, const mn_gated
     }
 }
 
-/* Results of a chunk with which one of several packed sequences ends; a warp calls. */
+/* Results of a chunk with which one of several packed sequences ends, or a redo; a warp calls. */
 __device__ inline void mn_gated_store_rows(const mn_gated_params &job, const mn_scan_coord &at,
                                          const unsigned char *tile, int64_t t, int count) {
     const int lane = threadIdx.x % 32, vec16 = lane % 8;
     const int64_t j = at.column0 + 8 * vec16;
     for (int row = lane / 8; j < job.scan.width && row < count; row += 4) {
+        if (t + row < at.from) continue;
         mn_bf16 *to = mn_row<mn_bf16>(job.scan.out, at.span.b, at.span.t0 + t + row, at.h) + j;
         *(uint4 *)to = *(const uint4 *)(tile + mn_gated_swizzle(row, vec16));
     }
@@ -1364,7 +1468,8 @@ __device__ inline void mn_gated_tma_store(mn_gated_smem<KP> &smem, const mn_gate
             const int count = mn_gated_chunk_len(at, t);
             const unsigned char *tile = smem.stage[n % MN_GATED_STAGES].v;
             mn_mbarrier_wait(&smem.out_full[n % MN_GATED_STAGES], n / MN_GATED_STAGES & 1);
-            if ((job.call.cu_seqlens || REDO) && count < MN_GATED_CHUNK) {
+            if (((job.call.cu_seqlens || REDO) && count < MN_GATED_CHUNK) ||
+                (REDO && t < at.from)) {
                 mn_gated_store_rows(job, at, tile, t, count);
                 __syncwarp();
             } else if (lane == 0) {
@@ -1579,7 +1684,7 @@ additive_gated_scan_sm90(const __grid_constant__ mn_gated_params job) {
         mn_gated_state_scan<KP, HAS_OUT>(smem, job);
     } else if (threadIdx.x < MN_GATED_WARPGROUP + MN_GATED_SCALE_THREADS) {
         mn_setmaxnreg_inc<152>();
-        mn_gated_scale<KP, HAS_OUT>(smem, job.scan.reverse);
+        mn_gated_scale<KP, HAS_OUT, REDO>(smem, job.scan.reverse);
     } else {
         mn_setmaxnreg_dec<40>();
         const int warp = threadIdx.x / 32 % 4;
@@ -1625,15 +1730,25 @@ static int launch(const mn_gated_params &job, int64_t segments, cudaStream_t str
                                 : launch_scan<128>(job, segments, stream);
 }
 
+/* Whether o, and dv, are made again in front of numbers that are not finite. */
+static const bool redoes_results = true, redoes_gradients = true;
+
+/* Rows of a scan that has run. */
+static int redo(const mn_gated_params &job, int64_t segments, cudaStream_t stream) {
+    mn_gated_params again = job;
+    if (!(job.scan.reverse ? redoes_gradients : redoes_results) || job.scan.reduce_pass ||
+        !job.scan.out.data || job.call.T < 2) {
+        return cudaSuccess;
+    }
+    again.redo = true, again.scan.kept = nullptr;
+    return launch(again, segments, stream);
+}
+
 int mn_additive_gated_launch(const mn_chunk_scans *scans, int64_t segments, cudaStream_t stream) {
     mn_gated_params job;
     if (!mn_gated_supported(&job, scans)) return cudaErrorNotSupported;
     const int code = launch(job, segments, stream);
-    if (code != cudaSuccess || job.scan.reverse || job.scan.reduce_pass || !job.scan.out.data) {
-        return code;
-    }
-    job.redo = true;
-    return launch(job, segments, stream);
+    return code == cudaSuccess ? redo(job, segments, stream) : code;
 }
 
 /* A scan with what reduce_pass for it. */
@@ -1671,6 +1786,7 @@ int mn_additive_gated_backward(const mn_additive_args *p, const mn_chunk_scans *
     }
     int code = launch_two_pass(&to_end, segments, stream);
     if (code == cudaSuccess) code = launch_two_pass(&to_start, segments, stream);
+    if (code == cudaSuccess) code = redo(to_start, segments, stream);
     if (code != cudaSuccess) return code;
     return p->call.V <= 64 ? mn_gated_grad_launch<64>(job, stream)
                            : mn_gated_grad_launch<128>(job, stream);
