@@ -131,7 +131,7 @@ __device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_
     }
 }
 
-/* One block has one chunk of one head, a thread one channel. */
+/* One block has one chunk of one head, a thread one channel; in a redo mn_state_scan_tile. */
 template <typename T, int STEP>
 __global__ void __launch_bounds__(MN_SCAN_WIDEST, 2)
 results_kernel(const __grid_constant__ mn_state_scan_job job) {
@@ -139,8 +139,8 @@ results_kernel(const __grid_constant__ mn_state_scan_job job) {
     __shared__ float l2[CHUNK];
     const mn_bayes_args &p = job.p;
     ctx s;
-    s.place = blockIdx.x, s.h = s.place % p.call.H;
-    s.tile = mn_tile_at(p.call, CHUNK, s.place / p.call.H);
+    s.h = blockIdx.x % (unsigned)p.call.H;
+    s.tile = mn_state_scan_tile(job, s.place);
     if (s.tile.n_rows == 0) return;
     s.steep = job.work.steep[s.place];
     const int i = (int)threadIdx.x;
@@ -168,7 +168,7 @@ results_kernel(const __grid_constant__ mn_state_scan_job job) {
 
 template <typename T>
 static int results(const mn_state_scan_job *job, cudaStream_t stream) {
-    const int64_t blocks = mn_tile_slots(job->p.call, CHUNK) * job->p.call.H;
+    const int64_t blocks = mn_state_scan_chunks(job);
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
     if (job->step == 2) results_kernel<T, 2><<<(unsigned)blocks, threads, 0, stream>>>(*job);
     else results_kernel<T, 1><<<(unsigned)blocks, threads, 0, stream>>>(*job);
