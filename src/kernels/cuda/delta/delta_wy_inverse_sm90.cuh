@@ -151,7 +151,9 @@ __device__ inline void mn_wy_inverse_redo(mn_wy_inverse_smem<KP, false> &smem,
                                               p.call.K, threadIdx.x);
         mn_cp_async_commit();
     }
-    if (warp == 0) mn_delta_cumsum_decays(smem.log_decays, p, tile.span, place.h, tile.first, count);
+    if (warp == 0) {
+        mn_delta_cumsum_decays(smem.log_decays, p, tile.span, place.h, tile.first, count);
+    }
     mn_cp_async_wait<0>();
     mn_fence_proxy_async();
     __syncthreads();
