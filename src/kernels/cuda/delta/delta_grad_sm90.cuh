@@ -240,7 +240,10 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char grad_smem_bytes[];
     mn_grad_sm90_smem<KT> &smem = *(mn_grad_sm90_smem<KT> *)grad_smem_bytes;
-    if (REDO) mn_pdl_wait();
+    if (REDO) {
+        mn_pdl_launch_dependents();
+        mn_pdl_wait();
+    }
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             mn_mbarrier_init(&smem.stage_full[i], 32);
