@@ -152,11 +152,11 @@ struct mn_gated_scaled_keys {
 /* ---- channels that decay too far ------------------------------------------------------------- */
 
 /* Which of them do, by lanes, and of keys that are too far from the part's start the sums of
- * decays up to them, and how far they are from its end; others have an infinity, so that their
+ * decays up to them, or how far they are from its end; others have an infinity, so that their
  * factors are 0. */
 struct mn_gated_underflow {
     unsigned mask[2][2];
-    mn_gated_acc far, left;
+    mn_gated_acc level;
     /* Makes their keys once more: zeros inside the part for those too far; `after` is the decay of
      * channels behind the part. */
     __device__ void recompute(mn_gated_scaled_keys &keys, const mn_gated_decay_factors &f,
@@ -174,13 +174,21 @@ struct mn_gated_underflow {
                 const int at = 2 * half + j;
                 const float to_end = f.e[n][at] - end;
                 const bool too_far = !(f.e[n][at] > -100.0f);
-                far[n][at] = too_far ? f.e[n][at] : INFINITY;
-                left[n][at] = too_far ? to_end : INFINITY;
+                level[n][at] = too_far ? f.e[n][at] : INFINITY;
                 if (!local) continue;
                 if (too_far) keys.inside[n][at] = 0.0f;
                 keys.to_end[n][at] =
                     (j ? mn_bf16_hi(pair) : mn_bf16_lo(pair)) * mn_exp2(-to_end) * after[n][j];
             }
+        }
+    }
+
+    /* From the part's start to its end. */
+    __device__ void count_from_end(const mn_gated_decay_factors &f) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float end = __shfl_sync(0xffffffffu, f.e[i / 4][2 + i % 2], f.last());
+            level[i / 4][i % 4] -= end;
         }
     }
 
@@ -243,10 +251,11 @@ __device__ inline void mn_gated_fix_underflow(mn_gated_scores &P, mn_gated_scale
     const float one[2][2] = { { 1.0f, 1.0f }, { 1.0f, 1.0f } };
     mn_gated_underflow deep;
     deep.recompute(keys[1], f[1], k[1], one);
-    deep.add(P.own[1], q[1], f[1].e, k[1], deep.far);
+    deep.add(P.own[1], q[1], f[1].e, k[1], deep.level);
     deep.recompute(keys[0], f[0], k[0], f[1].whole);
-    deep.add(P.own[0], q[0], f[0].e, k[0], deep.far);
-    deep.add(P.across, q[1], f[1].e, k[0], deep.left);
+    deep.add(P.own[0], q[0], f[0].e, k[0], deep.level);
+    deep.count_from_end(f[0]);
+    deep.add(P.across, q[1], f[1].e, k[0], deep.level);
 }
 
 /* 16 channels of a chunk, whose tiles lie at q, k and g; stores their decays over the
