@@ -151,12 +151,13 @@ struct mn_gated_scaled_keys {
 
 /* ---- channels that decay too far ------------------------------------------------------------- */
 
-/* Which of them do, by lanes, and of keys that are too far from the part's start the sums of
- * decays up to them, or how far they are from its end; others have an infinity, so that their
- * factors are 0. */
+/* Which of them do, by lanes. */
 struct mn_gated_underflow {
     unsigned mask[2][2];
-    mn_gated_acc level;
+
+    /* Whether a channel has decayed too far up to a key, from the sum of its decays. */
+    __device__ static bool is_far(float e) { return !(e > -100.0f); }
+
     /* Makes their keys once more: zeros inside the part for those too far; `after` is the decay of
      * channels behind the part. */
     __device__ void recompute(mn_gated_scaled_keys &keys, const mn_gated_decay_factors &f,
@@ -173,26 +174,17 @@ struct mn_gated_underflow {
                 const uint32_t pair = k[2 * n + half];
                 const int at = 2 * half + j;
                 const float to_end = f.e[n][at] - end;
-                const bool too_far = !(f.e[n][at] > -100.0f);
-                level[n][at] = too_far ? f.e[n][at] : INFINITY;
                 if (!local) continue;
-                if (too_far) keys.inside[n][at] = 0.0f;
+                if (is_far(f.e[n][at])) keys.inside[n][at] = 0.0f;
                 keys.to_end[n][at] =
                     (j ? mn_bf16_hi(pair) : mn_bf16_lo(pair)) * mn_exp2(-to_end) * after[n][j];
             }
         }
     }
 
-    /* From the part's start to its end. */
-    __device__ void count_from_end(const mn_gated_decay_factors &f) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float end = __shfl_sync(0xffffffffu, f.e[i / 4][2 + i % 2], f.last());
-            level[i / 4][i % 4] -= end;
-        }
-    }
-
-    /* P += their scores one by one: q_t k_s 2^(row_t - column_s). */
+    /* P += their scores one by one: q_t k_s 2^(row_t - column_s), for keys that are too far; of rows
+     * of the next part where it is ACROSS, whose sums begin where those of the columns end. */
+    template <bool ACROSS>
     __device__ void add(float (&P)[2][4], const uint32_t (&q)[4], const mn_gated_acc &rows,
                         const uint32_t (&k)[4], const mn_gated_acc &columns) const {
         const int lane = threadIdx.x % 32;
@@ -214,6 +206,12 @@ struct mn_gated_underflow {
                                   : (odd ? columns[0][high] : columns[0][low]);
                 read[i] = odd ? mn_bf16_hi(x) : mn_bf16_lo(x),
                     write[i] = odd ? mn_bf16_hi(y) : mn_bf16_lo(y);
+            }
+            const float shift =
+                ACROSS ? __shfl_sync(0xffffffffu, column[1], 28 + from) : 0.0f;    // of token 15
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                column[i] = is_far(column[i]) ? column[i] - shift : INFINITY;    // a factor of 0
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {    // row half i / 2, one of two columns
@@ -251,11 +249,10 @@ __device__ inline void mn_gated_fix_underflow(mn_gated_scores &P, mn_gated_scale
     const float one[2][2] = { { 1.0f, 1.0f }, { 1.0f, 1.0f } };
     mn_gated_underflow deep;
     deep.recompute(keys[1], f[1], k[1], one);
-    deep.add(P.own[1], q[1], f[1].e, k[1], deep.level);
+    deep.add<false>(P.own[1], q[1], f[1].e, k[1], f[1].e);
     deep.recompute(keys[0], f[0], k[0], f[1].whole);
-    deep.add(P.own[0], q[0], f[0].e, k[0], deep.level);
-    deep.count_from_end(f[0]);
-    deep.add(P.across, q[1], f[1].e, k[0], deep.level);
+    deep.add<false>(P.own[0], q[0], f[0].e, k[0], f[0].e);
+    deep.add<true>(P.across, q[1], f[1].e, k[0], f[0].e);
 }
 
 /* 16 channels of a chunk, whose tiles lie at q, k and g; stores their decays over the

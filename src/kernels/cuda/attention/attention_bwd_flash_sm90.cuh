@@ -36,6 +36,9 @@ struct alignas(1024) mn_bwd_smem {
     unsigned char a[wide], b[wide], x[STAGES][narrow], y[STAGES][narrow];
     float rows[STAGES][2][STEP];
     uint64_t resident_full, stage_full[STAGES], stage_empty[STAGES];
+    // of a redo, as its registers are short: its keys, and the last query that is left out
+    mn_flash_coord redone;
+    int wild;
 };
 
 template <int D>
@@ -428,8 +431,7 @@ __device__ inline void mn_bwd_dkv_producer(mn_bwd_dkv_smem<D> &smem, const mn_fl
 
 template <int D, bool softmax, bool has_window, bool REDO>
 __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_flash_coord &at,
-                                           const mn_bwd_params &k, const mn_bwd_q_range &range,
-                                           int wild) {
+                                           const mn_bwd_params &k, const mn_bwd_q_range &range) {
     using Smem = mn_bwd_dkv_smem<D>;
     constexpr int step = Smem::step;
     const mn_attn_params &p = k.f.p;
@@ -501,7 +503,7 @@ __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_fl
     mn_fence_operand(dk), mn_fence_operand(dv);
     const int64_t b = at.tile.span.b, first = at.tile.span.t0 + at.tile.first;
     const int n_rows = (int)at.tile.n_rows;
-    const int skipped = (int)(at.before + wild + 1 - at.tile.first);
+    const int skipped = REDO ? (int)(at.before + smem.wild + 1 - at.tile.first) : 0;
     mn_bwd_store_tile<D, REDO>(smem.a, dk, p.scale, p.dk, b, first, at.h, n_rows, (int)p.call.K,
                                skipped);
     mn_bwd_store_tile<D, REDO>(smem.b, dv, 1.0f, p.dv, b, first, at.h, n_rows, (int)p.call.V,
@@ -599,7 +601,7 @@ attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {
     mn_call keys = k.f.p.call;
     keys.T = keys.L;
     int wild = -1;
-    const mn_flash_coord at = [&] {
+    const mn_flash_coord found = [&] {
         if (REDO) {
             return mn_bwd_redo_coord((int *)bytes, wild, k.f.p.call,
                                      k.rows + mn_bwd_stats_stride(k));
@@ -608,15 +610,17 @@ attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {
         coord.before = mn_keys_before(k.f.p.call);
         return coord;
     }();
-    if (at.tile.n_rows == 0) return;
-    const mn_bwd_q_range range = mn_bwd_q_range_of<has_window>(at, k.f.p, smem.step);
+    if (found.tile.n_rows == 0) return;
+    if (REDO && threadIdx.x == 0) smem.redone = found, smem.wild = wild;
     mn_bwd_init_mbarriers(smem);
+    const mn_flash_coord &at = REDO ? smem.redone : found;
+    const mn_bwd_q_range range = mn_bwd_q_range_of<has_window>(at, k.f.p, smem.step);
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<40>();
-        mn_bwd_dkv_producer<D, REDO>(smem, at, k, range, wild);
+        mn_bwd_dkv_producer<D, REDO>(smem, at, k, range, REDO ? smem.wild : -1);
     } else {
         mn_setmaxnreg_inc<232>();
-        mn_bwd_dkv_consumer<D, softmax, has_window, REDO>(smem, at, k, range, wild);
+        mn_bwd_dkv_consumer<D, softmax, has_window, REDO>(smem, at, k, range);
     }
 #endif
 }
