@@ -182,8 +182,8 @@ struct mn_gated_underflow {
         }
     }
 
-    /* P += their scores one by one: q_t k_s 2^(row_t - column_s), for keys that are too far; of rows
-     * of the next part where it is ACROSS, whose sums begin where those of the columns end. */
+    /* P += their scores one by one: q_t k_s 2^(row_t - column_s), for keys that are too far; of
+     * rows of the next part where it is ACROSS, whose sums begin where those of the columns end. */
     template <bool ACROSS>
     __device__ void add(float (&P)[2][4], const uint32_t (&q)[4], const mn_gated_acc &rows,
                         const uint32_t (&k)[4], const mn_gated_acc &columns) const {

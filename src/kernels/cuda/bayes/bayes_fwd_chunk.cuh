@@ -107,11 +107,12 @@ __device__ inline int64_t mn_state_scan_length(const mn_state_scan_job &job, int
 
 /* The chunk of block = slot * H + h, at `place` of the work space; in a redo that of block
  * n * H + h in which the sequence is cut, with its rows in front of that. */
+template <bool REDO>
 __device__ inline mn_tile_span mn_state_scan_tile(const mn_state_scan_job &job, int64_t &place) {
     const mn_call &call = job.p.call;
     const unsigned heads = (unsigned)call.H;
     place = blockIdx.x;
-    if (!job.redo) return mn_tile_at(call, MN_SCAN_CHUNK, blockIdx.x / heads);
+    if (!REDO) return mn_tile_at(call, MN_SCAN_CHUNK, blockIdx.x / heads);
     const int cut = job.work.cuts[blockIdx.x];
     mn_tile_span tile = {};
     tile.n = blockIdx.x / heads, tile.span = mn_span_at(call, tile.n);

@@ -105,7 +105,7 @@ __device__ static void prepare_chunk(const mn_state_scan_job &job, const channel
  * token with a number that is not finite if a result of the last token is not, 0 where no row of
  * the token's chunk is in front of it. The block calls. */
 template <typename T>
-static __device__ __noinline__ void find_cut(const mn_state_scan_job &job) {
+__device__ static void find_cut(const mn_state_scan_job &job) {
     const mn_bayes_args &p = job.p;
     const mn_call &call = p.call;
     const int64_t h = blockIdx.x % (unsigned)call.H;
@@ -132,15 +132,15 @@ static __device__ __noinline__ void find_cut(const mn_state_scan_job &job) {
 }
 
 /* One block has one chunk of one head, a thread one channel; in a redo mn_state_scan_tile. */
-template <typename T, int STEP>
+template <typename T, int STEP, bool REDO>
 __global__ void __launch_bounds__(MN_SCAN_WIDEST, 2)
 prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
     mn_pdl_launch_dependents();
-    if (job.redo) find_cut<T>(job);
+    if (REDO) find_cut<T>(job);
     const mn_call &call = job.p.call;
     const int64_t h = blockIdx.x % (unsigned)call.H;
     int64_t place;
-    const mn_tile_span tile = mn_state_scan_tile(job, place);
+    const mn_tile_span tile = mn_state_scan_tile<REDO>(job, place);
     if (tile.n_rows == 0) return;
     __shared__ float l2[MN_SCAN_CHUNK];
     const int i = threadIdx.x;
@@ -157,7 +157,7 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
     };
     double noise = noise_at(i);
     const channel c = channel_of<T, STEP>(job, tile, h, i);
-    if (tile.first == 0 || job.redo) {
+    if (tile.first == 0 || REDO) {
         const int64_t scan = (tile.n * call.H + h) * call.G;
         const int count = (int)call.G * MN_SCAN_BLOCKS;
 #pragma unroll 1
@@ -188,8 +188,9 @@ template <typename T>
 static int prepare(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t blocks = mn_state_scan_chunks(job);
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
-    if (job->step == 2) prepare_kernel<T, 2><<<(unsigned)blocks, threads, 0, stream>>>(*job);
-    else prepare_kernel<T, 1><<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    auto kernel = job->step == 2 ? prepare_kernel<T, 2, false> : prepare_kernel<T, 1, false>;
+    if (job->redo) kernel = job->step == 2 ? prepare_kernel<T, 2, true> : prepare_kernel<T, 1, true>;
+    kernel<<<(unsigned)blocks, threads, 0, stream>>>(*job);
     return mn_launch_status();
 }
 

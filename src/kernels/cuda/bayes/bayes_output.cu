@@ -132,7 +132,7 @@ __device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_
 }
 
 /* One block has one chunk of one head, a thread one channel; in a redo mn_state_scan_tile. */
-template <typename T, int STEP>
+template <typename T, int STEP, bool REDO>
 __global__ void __launch_bounds__(MN_SCAN_WIDEST, 2)
 results_kernel(const __grid_constant__ mn_state_scan_job job) {
     __shared__ double parts[MOST_WARPS][256], noises[MOST_WARPS][CHUNK];
@@ -140,7 +140,7 @@ results_kernel(const __grid_constant__ mn_state_scan_job job) {
     const mn_bayes_args &p = job.p;
     ctx s;
     s.h = blockIdx.x % (unsigned)p.call.H;
-    s.tile = mn_state_scan_tile(job, s.place);
+    s.tile = mn_state_scan_tile<REDO>(job, s.place);
     if (s.tile.n_rows == 0) return;
     s.steep = job.work.steep[s.place];
     const int i = (int)threadIdx.x;
@@ -170,8 +170,9 @@ template <typename T>
 static int results(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t blocks = mn_state_scan_chunks(job);
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
-    if (job->step == 2) results_kernel<T, 2><<<(unsigned)blocks, threads, 0, stream>>>(*job);
-    else results_kernel<T, 1><<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    auto kernel = job->step == 2 ? results_kernel<T, 2, false> : results_kernel<T, 1, false>;
+    if (job->redo) kernel = job->step == 2 ? results_kernel<T, 2, true> : results_kernel<T, 1, true>;
+    kernel<<<(unsigned)blocks, threads, 0, stream>>>(*job);
     return mn_launch_status();
 }
 
