@@ -188,8 +188,9 @@ template <typename T>
 static int prepare(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t blocks = mn_state_scan_chunks(job);
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
-    auto kernel = job->step == 2 ? prepare_kernel<T, 2, false> : prepare_kernel<T, 1, false>;
-    if (job->redo) kernel = job->step == 2 ? prepare_kernel<T, 2, true> : prepare_kernel<T, 1, true>;
+    const bool pairs = job->step == 2;
+    auto kernel = pairs ? prepare_kernel<T, 2, false> : prepare_kernel<T, 1, false>;
+    if (job->redo) kernel = pairs ? prepare_kernel<T, 2, true> : prepare_kernel<T, 1, true>;
     kernel<<<(unsigned)blocks, threads, 0, stream>>>(*job);
     return mn_launch_status();
 }

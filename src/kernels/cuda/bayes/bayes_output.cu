@@ -170,8 +170,9 @@ template <typename T>
 static int results(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t blocks = mn_state_scan_chunks(job);
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
-    auto kernel = job->step == 2 ? results_kernel<T, 2, false> : results_kernel<T, 1, false>;
-    if (job->redo) kernel = job->step == 2 ? results_kernel<T, 2, true> : results_kernel<T, 1, true>;
+    const bool pairs = job->step == 2;
+    auto kernel = pairs ? results_kernel<T, 2, false> : results_kernel<T, 1, false>;
+    if (job->redo) kernel = pairs ? results_kernel<T, 2, true> : results_kernel<T, 1, true>;
     kernel<<<(unsigned)blocks, threads, 0, stream>>>(*job);
     return mn_launch_status();
 }
