@@ -112,6 +112,7 @@ __device__ static void find_cut(const mn_state_scan_job &job) {
     const mn_span span = mn_span_at(call, blockIdx.x / (unsigned)call.H);
     const int64_t b = span.b, last = span.t0 + span.length - 1;
     int cut = 0;
+    mn_pdl_wait();
     if (span.length > 0 && (mn_redo_row_is_wild(mn_row<T>(p.o, b, last, h), call.V) ||
                             mn_redo_row_is_wild(mn_row<T>(p.gain, b, last, h), call.G) ||
                             mn_redo_row_is_wild(mn_row<T>(p.gainvec, b, last, h), call.K) ||
@@ -189,9 +190,11 @@ static int prepare(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t blocks = mn_state_scan_chunks(job);
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
     const bool pairs = job->step == 2;
-    auto kernel = pairs ? prepare_kernel<T, 2, false> : prepare_kernel<T, 1, false>;
-    if (job->redo) kernel = pairs ? prepare_kernel<T, 2, true> : prepare_kernel<T, 1, true>;
-    kernel<<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    const auto kernel = pairs ? prepare_kernel<T, 2, false> : prepare_kernel<T, 1, false>;
+    const auto redo = pairs ? prepare_kernel<T, 2, true> : prepare_kernel<T, 1, true>;
+    const dim3 grid((unsigned)blocks);
+    if (job->redo) return mn_launch_pdl(redo, grid, (int)threads, 0, stream, *job);
+    kernel<<<grid, threads, 0, stream>>>(*job);
     return mn_launch_status();
 }
 

@@ -1,6 +1,7 @@
 /* bayes_output.cu - gains and variances of all chunks at once, from what the covariance scan
  * has left; bayes_fwd_chunk.cuh. */
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
+#include "kernels/cuda/prim/pdl.cuh"
 
 namespace mneme::bayes {
 
@@ -139,6 +140,7 @@ results_kernel(const __grid_constant__ mn_state_scan_job job) {
     __shared__ float l2[CHUNK];
     const mn_bayes_args &p = job.p;
     ctx s;
+    if (REDO) mn_pdl_wait();
     s.h = blockIdx.x % (unsigned)p.call.H;
     s.tile = mn_state_scan_tile<REDO>(job, s.place);
     if (s.tile.n_rows == 0) return;
@@ -171,9 +173,11 @@ static int results(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t blocks = mn_state_scan_chunks(job);
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
     const bool pairs = job->step == 2;
-    auto kernel = pairs ? results_kernel<T, 2, false> : results_kernel<T, 1, false>;
-    if (job->redo) kernel = pairs ? results_kernel<T, 2, true> : results_kernel<T, 1, true>;
-    kernel<<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    const auto kernel = pairs ? results_kernel<T, 2, false> : results_kernel<T, 1, false>;
+    const auto redo = pairs ? results_kernel<T, 2, true> : results_kernel<T, 1, true>;
+    const dim3 grid((unsigned)blocks);
+    if (job->redo) return mn_launch_pdl(redo, grid, (int)threads, 0, stream, *job);
+    kernel<<<grid, threads, 0, stream>>>(*job);
     return mn_launch_status();
 }
 
