@@ -539,18 +539,21 @@ __device__ inline void mn_values_decay_grad(const mn_chunk_scans &all, const mn_
     float sum = 0.0f;
     __syncthreads();
 #pragma unroll
-    for (int u = 0; u < MN_SUBCHUNK; u++) sum += smem.factor[(last - u) * MN_SCAN_PITCH + j];
+    for (int u = 0; u < MN_SUBCHUNK; u++) {
+        const bool inside = part * MN_SUBCHUNK + u < count;
+        sum += inside ? smem.factor[(last - u) * MN_SCAN_PITCH + j] : 0.0f;
+    }
     smem.parts[part][j] = sum;
     __syncthreads();
     if (at.column0 + j >= p.width) return;
     sum = p.inside[kept_at * MN_SCAN_WIDTH + j];
 #pragma unroll
     for (int i = 0; i < mn_channel_sizes<DEPTH>::row_groups; i++) sum += smem.state_dots[i][j];
-    for (int i = 0; i < part; i++) sum += smem.parts[i][j];
-    for (int u = 0; u < MN_SUBCHUNK && part * MN_SUBCHUNK + u < count; u++) {
+    for (int i = MN_SUBCHUNKS - 1; i > part; i--) sum -= smem.parts[i][j];
+    for (int u = min(MN_SUBCHUNK, count - part * MN_SUBCHUNK) - 1; u >= 0; u--) {
         const int64_t when = at.span.t0 + t + part * MN_SUBCHUNK + u;
+        sum -= smem.factor[(last - u) * MN_SCAN_PITCH + j];
         mn_put(mn_row<mn_bf16>(all.dg, at.span.b, when, at.h) + at.column0 + j, sum);
-        sum += smem.factor[(last - u) * MN_SCAN_PITCH + j];
     }
 }
 
@@ -578,11 +581,11 @@ __device__ inline void mn_values_chunk(mn_channel_state<DEPTH> &M, const mn_chun
     }
     mn_values_output<DEPTH>(o, inside, from_state, smem, in, smem.state[now]);
     mn_values_epilogue<DEPTH>(o, inside, saved_products, all, p, at, smem, in, t, count);
-    if (p.mode == MN_SCAN_SAVE_STATE) {
-        M.keep(kept_at);
+    if (p.mode == MN_SCAN_SAVE_STATE) M.keep(kept_at);
+    if (p.mode == MN_SCAN_DOT_STATE) {
         mn_values_sum_inside<DEPTH>(from_state, p, index, smem, in);
+        mn_values_dot_state<DEPTH>(M, kept, p, smem);
     }
-    if (p.mode == MN_SCAN_DOT_STATE) mn_values_dot_state<DEPTH>(M, kept, p, smem);
     mn_channel_update_state<DEPTH, true>(M, in.y, in.z, smem.cum_decay);
     if (mn_channel_sizes<DEPTH>::buffers == 1) __syncthreads();
     M.share(smem.state[next]);

@@ -1,12 +1,13 @@
 /* additive_decay_grad.cuh - gradients of decays per token, from what two scans left:
  *
- *   dg_t = D.S + sum over u in the chunk of q_u.dq'_u
- *              + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)
+ *   dg_t = D.S + sum over u in the chunk of k_u.dk'_u
+ *              + sum over u >= t in the chunk of (q_u.dq_u - k_u.dk_u)
  *
  * where S is the state in front of the chunk, D the adjoint of the state behind it, decayed over
- * it, and dq' the part of dq that is read from S. What cancels here has been rounded alike, or, by
- * additive_token_chunk_sm90.cu, what tokens of a chunk read from each other is left out of dq and
- * dk and comes with q_u.dq'_u as a number that nothing has been taken from. */
+ * it, and dk' the part of dk that is read from that adjoint. Sums go from a token to the chunk's
+ * end, so that none has what only earlier cotangents make. What cancels here has been rounded
+ * alike, or, by additive_token_chunk_sm90.cu, what tokens of a chunk read from each other is left
+ * out of dq and dk and comes with q_u.dq'_u as a number that nothing has been taken from. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_DECAY_GRAD_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_DECAY_GRAD_CUH
 
@@ -32,21 +33,19 @@ __device__ inline float mn_decay_sum_partials(const mn_decay_partials &p, const 
     return sum;
 }
 
-/* `base` and the sum of `step` over the threads in front, 0 for those beyond the chunk. */
-__device__ inline float mn_decay_cumsum(float *smem, float base, float step, bool inside) {
+/* `base` and the sum of `step` over this thread and those behind it, 0 beyond the chunk. */
+__device__ inline float mn_decay_sum_to_end(float *smem, float base, float step, bool inside) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float sum = step;
 #pragma unroll
     for (int by = 1; by < 32; by <<= 1) {
-        const float other = __shfl_up_sync(0xffffffffu, sum, by);
-        if (lane >= by) sum += other;
+        const float other = __shfl_down_sync(0xffffffffu, sum, by);
+        if (lane + by < 32) sum += other;
     }
-    if (lane == 31) smem[warp] = sum;
-    float before = __shfl_up_sync(0xffffffffu, sum, 1);
-    if (lane == 0) before = 0.0f;
+    if (lane == 0) smem[warp] = sum;
     __syncthreads();
-    for (int i = 0; i < warp; i++) base += smem[i];
-    return inside ? base + before : 0.0f;
+    for (int i = (int)blockDim.x / 32 - 1; i > warp; i--) base += smem[i];
+    return inside ? base + sum : 0.0f;
 }
 
 /* dg of this thread's token of a chunk, 0 beyond its end. A block has a chunk, of at most 1024
@@ -60,14 +59,14 @@ __device__ inline float mn_decay_grad(float *smem, const mn_decay_partials &p, c
     if (inside) {
         for (int64_t share = 0; share < p.shares; share++) {
             const int64_t at = ((share * call.B + tile.span.b) * call.T + t) * call.H + h;
-            step += p.key[at] - p.query[at];
+            step += p.query[at] - p.key[at];
         }
     }
     for (int64_t i = 0; i < p.parts && tile.n_rows > 0; i++) {
         const int64_t at = (slot * call.H + h) * p.parts + i;
         base += p.state_dots[at] + p.inside[at];
     }
-    return mn_decay_cumsum(smem, base, step, inside);
+    return mn_decay_sum_to_end(smem, base, step, inside);
 }
 
 /* The same from what additive_token_chunk_sm90.cu leaves: a chunk's tokens of a head and of each of
@@ -79,11 +78,11 @@ __device__ inline float mn_decay_grad_by_warpgroups(float *smem, const mn_decay_
     float step = 0.0f, base = 0.0f;
     for (int64_t share = 0; share < p.shares && tile.n_rows > 0; share++) {
         const int64_t at = index * p.shares + share;
-        if (inside) step += p.key[at * blockDim.x + thread] - p.query[at * blockDim.x + thread];
+        if (inside) step += p.query[at * blockDim.x + thread] - p.key[at * blockDim.x + thread];
         base += p.inside[at];
     }
     for (int i = 0; i < p.parts && tile.n_rows > 0; i++) base += p.state_dots[index * p.parts + i];
-    return mn_decay_cumsum(smem, base, step, inside);
+    return mn_decay_sum_to_end(smem, base, step, inside);
 }
 
 }    // namespace mneme::additive

@@ -47,8 +47,8 @@ struct mn_chunk_scan {
     enum mn_scan_mode mode;
     float *products;                   // out . beside
     mn_bf16 *kept;                     // states in front of chunks, as threads hold them
-    float *state_dots;                   // of the kept states with those behind the chunks
-    float *inside;                     // products with what is read from the kept states
+    float *state_dots;                 // of the kept states with those behind the chunks
+    float *inside;                     // products with what is read from the states they meet
     int by_warpgroups;                 // these are as additive_token_chunk_sm90.cu leaves them
     int64_t segment;                   // least tokens of a segment
     // leaves what segments add to the state, and their decays
@@ -74,6 +74,7 @@ struct mn_scan_coord {
     int64_t key;    // head of the queries and keys
     mn_span span;
     int64_t n_chunks, iter, end, index, stride;    // stride: between the indices of segments
+    int64_t from;    // of a redo in reverse: the first token that is made again
     bool idle, last;
 };
 
@@ -100,6 +101,7 @@ __device__ inline mn_scan_coord mn_scan_block_coord(const mn_call &call, const m
     const int64_t grains = (share + MN_SCAN_SEG_ALIGN - 1) / MN_SCAN_SEG_ALIGN;
     const int64_t iters = max(scan.segment, grains * MN_SCAN_SEG_ALIGN) / chunk;
     at.n_chunks = (at.span.length + chunk - 1) / chunk;
+    at.from = 0;
     at.iter = blockIdx.z * iters;
     at.end = min(at.iter + iters, at.n_chunks);
     at.last = at.end == at.n_chunks;
@@ -183,15 +185,15 @@ __device__ inline void mn_frag_b_trans(uint32_t (&b)[4], const mn_bf16 *at, int 
 /* ---- products with what rows may not see ----------------------------------------------------- */
 
 /* o += a z for the finite numbers of z; then token by token, into the rows that see it, for the
- * others. */
-template <int TILES>
+ * others. load(b, tile): right operands of two tiles of z. */
+template <int TILES, typename LOAD>
 __device__ inline void mn_mma_causal_wild(float (&o)[TILES][4], const uint32_t (&a)[4],
-                                          const mn_bf16 *z, int pitch) {
+                                          LOAD load) {
     const int lane = threadIdx.x % 32, row = lane / 4;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile += 2) {
         uint32_t b[4];
-        mn_frag_b_trans(b, z + 8 * tile, pitch);
+        load(b, tile);
 #pragma unroll
         for (int i = 0; i < 4; i++) b[i] &= ~mn_bf16x2_wild(b[i]);
         mn_mma(o[tile], a, b[0], b[1]);
@@ -203,7 +205,7 @@ __device__ inline void mn_mma_causal_wild(float (&o)[TILES][4], const uint32_t (
         for (int tile = 0; tile < TILES; tile += 2) {
             uint32_t b[4];
             float own[2][4] = {};
-            mn_frag_b_trans(b, z + 8 * tile, pitch);
+            load(b, tile);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = i % 2 * 8 + lane % 4 * 2;    // of the lower half
@@ -224,28 +226,36 @@ __device__ inline void mn_mma_causal_wild(float (&o)[TILES][4], const uint32_t (
 /* o += a z where z are the tokens of the 16 rows themselves and a is 0 where a row is before a
  * token. 0 times an infinity or NaN is NaN, so that such numbers go in by themselves; with others,
  * whatever they are, a row's sums have the same bits. */
-template <int TILES>
-__device__ inline void mn_mma_causal(float (&o)[TILES][4], const uint32_t (&a)[4],
-                                     const mn_bf16 *z, int pitch) {
+template <int TILES, typename LOAD>
+__device__ inline void mn_mma_causal_by(float (&o)[TILES][4], const uint32_t (&a)[4], LOAD load) {
     uint32_t watch = 0;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile += 2) {
         uint32_t b[4];
-        mn_frag_b_trans(b, z + 8 * tile, pitch);
+        load(b, tile);
 #pragma unroll
         for (int i = 0; i < 4; i++) watch = mn_bf16x2_watch(b[i], watch);
     }
     if (__any_sync(0xffffffffu, watch & 0x7fff7fffu)) {
-        mn_mma_causal_wild(o, a, z, pitch);
+        mn_mma_causal_wild(o, a, load);
         return;
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; tile += 2) {
         uint32_t b[4];
-        mn_frag_b_trans(b, z + 8 * tile, pitch);
+        load(b, tile);
         mn_mma(o[tile], a, b[0], b[1]);
         mn_mma(o[tile + 1], a, b[2], b[3]);
     }
+}
+
+/* The same of rows in shared memory, `pitch` apart. */
+template <int TILES>
+__device__ inline void mn_mma_causal(float (&o)[TILES][4], const uint32_t (&a)[4],
+                                     const mn_bf16 *z, int pitch) {
+    mn_mma_causal_by(o, a, [&](uint32_t (&b)[4], int tile) {
+        mn_frag_b_trans(b, z + 8 * tile, pitch);
+    });
 }
 
 /* Sums of 16 rows by 16 columns as a left operand. */
@@ -390,29 +400,41 @@ __device__ inline void mn_load_bf16x2(uint32_t (&pair)[TILES],
 
 /* ---- numbers that are not finite (docs/internals/causality.md) ------------------------------- */
 
-/* A number that is not finite stays in the state, and shows in the last token's o. Then rows in
- * front of the first such number are made again, as if the sequence ended there: by the block of
- * the segment that holds it. Without rows to make the place becomes idle. The block calls. */
+/* A number that is not finite stays in the state, and shows in the row that the scan comes to last.
+ * Then rows in front of the first such number are made again, as if the sequence ended there: by
+ * the block of the segment that holds it. In reverse these are the tokens from place.from on, and
+ * cotangents in front of it are left out. Without rows to make the place becomes idle. The block
+ * calls. */
 __device__ inline void mn_additive_cut(mn_scan_coord &place, const mn_chunk_scan &p, int chunk) {
     const mn_scan_coord at = place;
     const int64_t b = at.span.b, t0 = at.span.t0, length = at.span.length;
     const int64_t columns = min((int64_t)MN_SCAN_WIDTH, p.width - at.column0);
-    const mn_bf16 *last = mn_row<mn_bf16>(p.out, b, t0 + length - 1, at.h) + at.column0;
-    int64_t cut = 0;
+    const int64_t last = t0 + (p.reverse ? 0 : length - 1);
+    int64_t cut = 0;    // rows in the order of the scan
     mn_pdl_wait();
-    if (length > 0 && mn_redo_row_is_wild(last, columns)) {
-        cut = mn_redo_first_token(length, [&](int64_t t, float most) {
-            const mn_bf16 *v = mn_row<mn_bf16>(p.z, b, t0 + t, at.h) + at.column0;
-            return mn_redo_has_wild(v, columns, most) ||
-                   mn_redo_has_wild(mn_row<mn_bf16>(p.y, b, t0 + t, at.key), p.depth, most);
+    if (length > 0 && mn_redo_row_is_wild(mn_row<mn_bf16>(p.out, b, last, at.h) + at.column0,
+                                          columns)) {
+        cut = mn_redo_first_token(length, [&](int64_t i, float most) {
+            const int64_t t = t0 + (p.reverse ? length - 1 - i : i);
+            const mn_bf16 *v = mn_row<mn_bf16>(p.z, b, t, at.h) + at.column0;
+            const mn_bf16 *k = p.reverse ? nullptr : mn_row<mn_bf16>(p.y, b, t, at.key);
+            return mn_redo_has_wild(v, columns, most) || mn_redo_has_wild(k, p.depth, most);
         });
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        place.span.length = cut, place.last = false;
-        place.n_chunks = (cut + chunk - 1) / chunk;
-        place.idle = cut <= at.iter * chunk || cut >= at.end * chunk;
-        place.end = min(at.end, place.n_chunks);
+        place.last = false;
+        if (p.reverse) {
+            place.from = length - cut;
+            const int64_t ends = at.n_chunks - place.from / chunk;    // behind the cut chunk
+            place.idle = cut == 0 || place.from % chunk == 0 || ends <= at.iter || ends > at.end;
+            place.end = min(at.end, ends);
+        } else {
+            place.span.length = cut;
+            place.n_chunks = (cut + chunk - 1) / chunk;
+            place.idle = cut <= at.iter * chunk || cut >= at.end * chunk;
+            place.end = min(at.end, place.n_chunks);
+        }
     }
     __syncthreads();
 }

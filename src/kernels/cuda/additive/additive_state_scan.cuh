@@ -555,7 +555,8 @@ __device__ inline void mn_scan_store_out(const float (&o)[mn_scan_n_tiles<CHUNK>
 }
 
 /* Where the state in front of a chunk is kept, and this warp's part of its exchange with the state
- * behind the chunk, which comes decayed over it; `more` is what else this thread makes meet. */
+ * behind the chunk, which comes decayed over it; `more` is what else this thread makes meet, and
+ * `product` its part of what has been read from the state behind the chunk. */
 template <int DEPTH, int CHUNK>
 __device__ inline int64_t mn_scan_saved_at(const mn_chunk_scans &all,
                                                 const mn_scan_coord &at,
@@ -568,15 +569,17 @@ template <int DEPTH, int CHUNK>
 __device__ inline void mn_scan_dot_saved(const mn_scan_state_of<DEPTH, CHUNK> &M,
                                     const typename mn_scan_state_of<DEPTH, CHUNK>::kept &kept,
                                     const mn_chunk_scan &p, int64_t kept_at, float cum_decay,
-                                        float more) {
+                                        float more, float product) {
     using sizes = mn_scan_sizes<DEPTH, CHUNK>;
     float sum = more;
     M.meet(kept, [&](int k, int i, float x) {
         sum = fmaf(M.at[k / sizes::column_tiles][k % sizes::column_tiles][i], x, sum);
     });
     sum = mn_warp_sum(sum);
+    product = mn_warp_sum(product);
     if (threadIdx.x % 32 == 0) {
         p.state_dots[kept_at * sizes::warps + threadIdx.x / 32] = p.scale * cum_decay * sum;
+        p.inside[kept_at * sizes::warps + threadIdx.x / 32] = p.scale * product;
     }
 }
 
@@ -601,18 +604,12 @@ __device__ inline void mn_scan_chunk(mn_scan_state_of<DEPTH, CHUNK> &M,
     if (mode == MN_SCAN_DOT_STATE) M.recall(kept, p.kept + kept_at * sizes::kept);
     mn_scan_weights<CHUNK, DECAYS> weights = { log_decays };
     mn_scan_output<DEPTH, CHUNK>(o, in, state, weights, paired,
-                               mode == MN_SCAN_SAVE_STATE ? &product : nullptr);
+                               mode == MN_SCAN_DOT_STATE ? &product : nullptr);
     if (mode == MN_SCAN_DOT_STATE) {
         mn_scan_dot_saved<DEPTH, CHUNK>(M, kept, p, kept_at, DECAYS ? weights.whole() : 1.0f,
-                                         0.0f);
+                                        0.0f, product);
     }
-    if (mode == MN_SCAN_SAVE_STATE) {
-        M.keep(p.kept + kept_at * sizes::kept);
-        product = p.scale * mn_warp_sum(product);
-        if (threadIdx.x % 32 == 0) {
-            p.inside[kept_at * sizes::warps + threadIdx.x / 32] = product;
-        }
-    }
+    if (mode == MN_SCAN_SAVE_STATE) M.keep(p.kept + kept_at * sizes::kept);
     mn_scan_update_state<DEPTH, CHUNK>(M, in, weights);
     M.share(next);
     mn_scan_store_out<CHUNK>(o, paired, mode, all, p, at, col_tiles, t, count,

@@ -273,7 +273,7 @@ __device__ inline void mn_token_store_products(const Smem &smem, const mn_call &
     *(float2 *)(p.products + index * MN_TOKEN_CHUNK + 2 * lane) =
         make_float2(p.scale * (read.x - own.x), p.scale * (read.y - own.y));
     const float all = mn_warp_sum(read.x + read.y);
-    if (p.mode == MN_SCAN_SAVE_STATE && lane == 0) p.inside[index] = p.scale * all;
+    if (p.mode == MN_SCAN_DOT_STATE && lane == 0) p.inside[index] = p.scale * all;
 }
 
 /* A warp stores the results of all chunks: by TMA, or row by row where fewer tokens are the

@@ -36,6 +36,9 @@ struct alignas(1024) mn_bwd_smem {
     unsigned char a[wide], b[wide], x[STAGES][narrow], y[STAGES][narrow];
     float rows[STAGES][2][STEP];
     uint64_t resident_full, stage_full[STAGES], stage_empty[STAGES];
+    // of a redo, as its registers are short: its keys, and the last query that is left out
+    mn_flash_coord redone;
+    int wild;
 };
 
 template <int D>
@@ -83,11 +86,11 @@ __device__ inline void mn_bwd_arrive_empty(Smem &smem, int n) {
 }
 
 /* 64 rows of sums leave through shared memory at `smem` (of 128 rows, these from 64 half on), times
- * `by`; row r of the block is row t + r of head h. */
-template <int D>
+ * `by`; row r of the block is row t + r of head h. SKIPS: from row `skipped` on. */
+template <int D, bool SKIPS = false>
 __device__ inline void mn_bwd_store_tile(unsigned char *smem, const float (&d)[D / 2], float by,
-                                   const mn_out &to, int64_t b, int64_t t, int64_t h, int n_rows,
-                                   int width) {
+                                         const mn_out &to, int64_t b, int64_t t, int64_t h,
+                                         int n_rows, int width, int skipped = 0) {
     const int half = threadIdx.x / MN_WARPGROUP - 1, thread = threadIdx.x % MN_WARPGROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4;
     if (!to.data) return;
@@ -100,7 +103,7 @@ __device__ inline void mn_bwd_store_tile(unsigned char *smem, const float (&d)[D
     mn_named_barrier_sync(half + 1, 128);
     for (int i = thread; i < 64 * D / 8; i += MN_WARPGROUP) {
         const int r = half * 64 + i / (D / 8), column = i % (D / 8) * 8;
-        if (r >= n_rows || column >= width) continue;
+        if (r >= n_rows || column >= width || (SKIPS && r < skipped)) continue;
         *(uint4 *)(mn_row<mn_bf16>(to, b, t + r, h) + column) =
             *(const uint4 *)(smem + mn_swizzle_byte(128, r, column));
     }
@@ -388,9 +391,11 @@ __device__ inline mn_bwd_q_range mn_bwd_q_range_of(const mn_flash_coord &at,
     return r;
 }
 
-template <int D>
+/* Cotangents of queries up to `wild` are left out by a redo; -1: none. */
+template <int D, bool REDO>
 __device__ inline void mn_bwd_dkv_producer(mn_bwd_dkv_smem<D> &smem, const mn_flash_coord &at,
-                                            const mn_bwd_params &k, const mn_bwd_q_range &range) {
+                                           const mn_bwd_params &k, const mn_bwd_q_range &range,
+                                           int wild) {
     using Smem = mn_bwd_dkv_smem<D>;
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x % MN_WARPGROUP, K = (int)p.call.K, V = (int)p.call.V;
@@ -408,14 +413,15 @@ __device__ inline void mn_bwd_dkv_producer(mn_bwd_dkv_smem<D> &smem, const mn_fl
         mn_mbarrier_wait(&smem.stage_empty[stage], phase);
         mn_cp_async_tile<Smem::step, D>(mn_smem_addr(smem.x[stage]),
                                     mn_row<mn_bf16>(p.q, b, t0 + t, h), p.q.stride[1], left, K, i);
-        mn_cp_async_tile<Smem::step, D>(mn_smem_addr(smem.y[stage]),
-                                    mn_row<mn_bf16>(p.d_o, b, t0 + t, h), p.d_o.stride[1], left, V,
-                                    i);
+        mn_cp_async_tile<Smem::step, D, Smem::step, REDO>(
+            mn_smem_addr(smem.y[stage]), mn_row<mn_bf16>(p.d_o, b, t0 + t, h), p.d_o.stride[1],
+            left, V, i, wild + 1 - t);
         for (int e = i; e < 2 * Smem::step; e += MN_WARPGROUP) {
             const int r = e % Smem::step, which = e / Smem::step;
             const float *from = mn_bwd_row_stats(k, b, h, t0 + t + r) + which
                 * mn_bwd_stats_stride(k);
-            smem.rows[stage][which][r] = r < left ? *from : 0.0f;
+            const bool inside = r < left && !(REDO && which == 1 && t + r <= wild);
+            smem.rows[stage][which][r] = inside ? *from : 0.0f;
         }
         mn_cp_async_wait_fence();
         if (n == 0) mn_mbarrier_arrive(&smem.resident_full);
@@ -423,9 +429,9 @@ __device__ inline void mn_bwd_dkv_producer(mn_bwd_dkv_smem<D> &smem, const mn_fl
     }
 }
 
-template <int D, bool softmax, bool has_window>
+template <int D, bool softmax, bool has_window, bool REDO>
 __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_flash_coord &at,
-                                    const mn_bwd_params &k, const mn_bwd_q_range &range) {
+                                           const mn_bwd_params &k, const mn_bwd_q_range &range) {
     using Smem = mn_bwd_dkv_smem<D>;
     constexpr int step = Smem::step;
     const mn_attn_params &p = k.f.p;
@@ -497,11 +503,65 @@ __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_fl
     mn_fence_operand(dk), mn_fence_operand(dv);
     const int64_t b = at.tile.span.b, first = at.tile.span.t0 + at.tile.first;
     const int n_rows = (int)at.tile.n_rows;
-    mn_bwd_store_tile<D>(smem.a, dk, p.scale, p.dk, b, first, at.h, n_rows, (int)p.call.K);
-    mn_bwd_store_tile<D>(smem.b, dv, 1.0f, p.dv, b, first, at.h, n_rows, (int)p.call.V);
+    const int skipped = REDO ? (int)(at.before + smem.wild + 1 - at.tile.first) : 0;
+    mn_bwd_store_tile<D, REDO>(smem.a, dk, p.scale, p.dk, b, first, at.h, n_rows, (int)p.call.K,
+                               skipped);
+    mn_bwd_store_tile<D, REDO>(smem.b, dv, 1.0f, p.dv, b, first, at.h, n_rows, (int)p.call.V,
+                               skipped);
 }
 
 #endif
+
+/* ---- cotangents that are not finite (docs/internals/causality.md) ---------------------------- */
+
+/* Whether dk and dv are made again behind cotangents that are not finite. */
+static const bool redoes_gradients = true;
+
+/* The last of `length` queries whose b shows a cotangent that is not finite, or so large that
+ * products of two may not be; -1: none. `b` has a row for each of the `heads` that share a key
+ * head, T apart; `found` is of shared memory. All threads of the block call. */
+__device__ inline int mn_bwd_last_wild(int *found, const float *b, int64_t heads, int64_t T,
+                                       int64_t length) {
+    int last = -1;
+    if (threadIdx.x == 0) *found = -1;
+    for (int64_t h = 0; h < heads; h++) {
+        for (int64_t t = threadIdx.x; t < length; t += blockDim.x) {
+            if (!(fabsf(b[h * T + t]) <= 1e12f)) last = max(last, (int)t);
+        }
+    }
+    if (!__syncthreads_or(last >= 0)) return -1;
+    if (last >= 0) atomicMax(found, last);
+    __syncthreads();
+    last = *found;
+    __syncthreads();
+    return last;
+}
+
+/* The keys of block (n * J + j) * 2 + i of a redo: 128 of which the first that the last wild query
+ * does not see is one, or for i = 1 those behind them, with which that query is loaded where keys
+ * do not begin with queries. `wild` becomes the query. No rows where there is nothing to do. b of
+ * query t of head h of batch row b lies at [(b * H + h) * T + t]. All threads of the block call. */
+__device__ inline mn_flash_coord mn_bwd_redo_coord(int *found, int &wild, const mn_call &call,
+                                                   const float *b) {
+    const int64_t j = blockIdx.x / 2 % call.J, heads = call.H / call.J;
+    mn_flash_coord at = {};
+    mn_tile_span &tile = at.tile;
+    mn_call keys = call;
+    keys.T = keys.L;
+    mn_pdl_wait();
+    tile.n = blockIdx.x / 2 / call.J, tile.span = mn_span_at(keys, tile.n);
+    at.h = j, at.before = mn_keys_before(call);
+    const int64_t length = call.cu_seqlens ? tile.span.length : call.T;
+    const int64_t row = (tile.span.b * call.H + j * heads) * call.T + tile.span.t0;
+    wild = mn_bwd_last_wild(found, b + row, heads, call.T, length);
+    const int64_t kept = at.before + wild + 1;
+    if (wild < 0 || kept >= tile.span.length) return at;
+    const int64_t first = (kept / MN_BWD_ROWS + blockIdx.x % 2) * MN_BWD_ROWS;
+    const int64_t first_query = max(first - at.before, (int64_t)0) / 64 * 64;
+    if (first >= tile.span.length || first_query > wild) return at;
+    tile.first = first, tile.n_rows = min((int64_t)MN_BWD_ROWS, tile.span.length - first);
+    return at;
+}
 
 /* Block: 128 queries of a head. Loads q, do (128,D) and o (128,D) or nothing, then k and v (keys,D)
  * in tiles of `step`. Stores dq (128,D), and a and b (128) in k.rows for the second kernel.
@@ -530,8 +590,9 @@ attention_bwd_dq_kernel(const __grid_constant__ mn_bwd_params k) {
 }
 
 /* Block: 128 keys of a key head. Loads k, v (128,D), then q, do (queries,D), a and b of every query
- * that sees them, of all query heads that share the key head. Stores dk, dv (128,D). */
-template <int D, bool softmax, bool has_window>
+ * that sees them, of all query heads that share the key head. Stores dk, dv (128,D). REDO: of keys
+ * behind a query whose cotangent is not finite, mn_bwd_redo_coord. */
+template <int D, bool softmax, bool has_window, bool REDO>
 __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {
 #if MN_HAS_WGMMA
@@ -539,20 +600,27 @@ attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {
     mn_bwd_dkv_smem<D> &smem = *(mn_bwd_dkv_smem<D> *)bytes;
     mn_call keys = k.f.p.call;
     keys.T = keys.L;
-    const mn_flash_coord at = [&] {
+    int wild = -1;
+    const mn_flash_coord found = [&] {
+        if (REDO) {
+            return mn_bwd_redo_coord((int *)bytes, wild, k.f.p.call,
+                                     k.rows + mn_bwd_stats_stride(k));
+        }
         mn_flash_coord coord = mn_flash_coord_of(k.f, blockIdx.x, keys, keys.J, MN_BWD_ROWS, false);
         coord.before = mn_keys_before(k.f.p.call);
         return coord;
     }();
-    if (at.tile.n_rows == 0) return;
-    const mn_bwd_q_range range = mn_bwd_q_range_of<has_window>(at, k.f.p, smem.step);
+    if (found.tile.n_rows == 0) return;
+    if (REDO && threadIdx.x == 0) smem.redone = found, smem.wild = wild;
     mn_bwd_init_mbarriers(smem);
+    const mn_flash_coord &at = REDO ? smem.redone : found;
+    const mn_bwd_q_range range = mn_bwd_q_range_of<has_window>(at, k.f.p, smem.step);
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<40>();
-        mn_bwd_dkv_producer<D>(smem, at, k, range);
+        mn_bwd_dkv_producer<D, REDO>(smem, at, k, range, REDO ? smem.wild : -1);
     } else {
         mn_setmaxnreg_inc<232>();
-        mn_bwd_dkv_consumer<D, softmax, has_window>(smem, at, k, range);
+        mn_bwd_dkv_consumer<D, softmax, has_window, REDO>(smem, at, k, range);
     }
 #endif
 }
@@ -581,13 +649,17 @@ inline int mn_flash_bwd_of(const mn_attn_params &p, float *rows, cudaStream_t st
     int64_t blocks;
     mn_bwd_params k = { mn_flash_params_of(p, p.call, p.call.H, MN_BWD_ROWS, group, &blocks),
         rows };
-    const int code = mn_flash_launch(attention_bwd_dq_kernel<D, softmax, has_stats, has_window>, k,
-                                    blocks, sizeof(mn_bwd_dq_smem<D>), stream);
+    int code = mn_flash_launch(attention_bwd_dq_kernel<D, softmax, has_stats, has_window>, k,
+                               blocks, sizeof(mn_bwd_dq_smem<D>), stream);
     if (code != cudaSuccess || (!p.dk.data && !p.dv.data)) return code;
     k.f = mn_flash_params_of(p, keys, p.call.J, MN_BWD_ROWS, 1, &blocks);
-    return mn_flash_launch(attention_bwd_dkv_kernel<D, softmax, has_window>, k, blocks,
-                           sizeof(mn_bwd_dkv_smem<D>),
-                          stream);
+    code = mn_flash_launch(attention_bwd_dkv_kernel<D, softmax, has_window, false>, k, blocks,
+                           sizeof(mn_bwd_dkv_smem<D>), stream);
+    const int64_t redone = mn_n_spans(p.call) * p.call.J * 2;
+    if (code != cudaSuccess || !redoes_gradients || blocks == 0 || redone > INT32_MAX) return code;
+    return mn_launch_smem_behind(true, attention_bwd_dkv_kernel<D, softmax, has_window, true>,
+                                 dim3((unsigned)redone), MN_FLASH_THREADS,
+                                 sizeof(mn_bwd_dkv_smem<D>), stream, k);
 }
 
 template <int D>

@@ -19,8 +19,9 @@
  * 0; what is left is taken from the cotangent of that key's score afterwards, in dq and in dk.
  *
  * Kernels, in order: attention_bwd_preprocess_kernel (a and b of rows),
- * attention_bwd_single_pass_kernel (dk, dv, sums), attention_bwd_dq_postprocess_kernel (dq from the
- * sums) and attention_bwd_dk_correction_kernel (dk of dominant keys). */
+ * attention_bwd_single_pass_kernel (dk, dv, sums), its REDO (dk, dv behind cotangents that are not
+ * finite), attention_bwd_dq_postprocess_kernel (dq from the sums) and
+ * attention_bwd_dk_correction_kernel (dk of dominant keys). */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_SINGLE_PASS_SM90_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_SINGLE_PASS_SM90_CUH
 
@@ -128,13 +129,16 @@ struct alignas(1024) mn_single_pass_smem {
     mn_single_pass_coord coord;
 };
 
-__device__ inline mn_single_pass_coord mn_single_pass_coord_of(const mn_single_pass &k,
-                                                               int64_t block_id) {
-    const mn_call &call = k.f.p.call;
-    mn_call keys = call;
+/* Of the keys of number `block_id` in the order of work. */
+__device__ inline mn_flash_coord mn_single_pass_keys(const mn_single_pass &k, int64_t block_id) {
+    mn_call keys = k.f.p.call;
     keys.T = keys.L;
-    const mn_flash_coord at = mn_flash_coord_of(k.f, block_id, keys, keys.J, MN_SINGLE_PASS_KEYS,
-                                                false);
+    return mn_flash_coord_of(k.f, block_id, keys, keys.J, MN_SINGLE_PASS_KEYS, false);
+}
+
+__device__ inline mn_single_pass_coord mn_single_pass_coord_of(const mn_single_pass &k,
+                                                               const mn_flash_coord &at) {
+    const mn_call &call = k.f.p.call;
     const int64_t heads = call.H / call.J;
     mn_single_pass_coord coord;
     coord.b = at.tile.span.b, coord.t0 = at.tile.span.t0;
@@ -172,10 +176,10 @@ struct mn_single_pass_tile_iter {
 #if MN_HAS_WGMMA
 
 /* 64 rows of up to 128 columns to a tile, the top of one of TILE_ROWS rows; thread i of 64 brings
- * piece i % 16 of every fourth row. */
-template <int TILE_ROWS>
+ * piece i % 16 of every fourth row. SKIPS: from row `skipped` on. */
+template <int TILE_ROWS, bool SKIPS = false>
 __device__ inline void mn_single_pass_load_rows(uint32_t to, const mn_bf16 *from, int64_t stride,
-                                         int n_rows, int width, int i) {
+                                                int n_rows, int width, int i, int skipped = 0) {
     const int vec = i % 16, row = i / 16;
     const uint32_t even = to + mn_swizzle_byte(TILE_ROWS, row, vec * 8);
     const uint32_t odd = to + mn_swizzle_byte(TILE_ROWS, row + 4, vec * 8);
@@ -184,13 +188,17 @@ __device__ inline void mn_single_pass_load_rows(uint32_t to, const mn_bf16 *from
 #pragma unroll
     for (int r = 0; r < MN_SINGLE_PASS_STEP; r += 4) {
         // else nothing is read
-        mn_cp_async_16((r % 8 ? odd : even) + r / 8 * 1024, at, r < left);
+        mn_cp_async_16((r % 8 ? odd : even) + r / 8 * 1024, at,
+                       r < left && (!SKIPS || row + r >= skipped));
         at += 4 * stride;
     }
 }
 
-/* Two producer warps load keys and values, then queries and cotangents with their rows' numbers. */
-__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k) {
+/* Two producer warps load keys and values, then queries and cotangents with their rows' numbers;
+ * cotangents of queries up to `wild` are left out by a redo. */
+template <bool REDO>
+__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               int wild) {
     const mn_single_pass_coord &coord = smem.coord;
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
@@ -210,14 +218,15 @@ __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const 
         const int stage = n % 2, left = coord.length - tile_iter.t;
         const int64_t t = coord.t0 + tile_iter.t,
             row = mn_single_pass_row(p.call, coord.b, tile_iter.h, t);
-        const float a = i < left ? k.a[row + i] : 0.0f, b = i < left ? k.b[row + i] : 0.0f;
+        const bool meets = i < left && !(REDO && tile_iter.t + i <= wild);
+        const float a = i < left ? k.a[row + i] : 0.0f, b = meets ? k.b[row + i] : 0.0f;
         mn_mbarrier_wait(&smem.stage_empty[stage], (n / 2 & 1) ^ 1);
         mn_single_pass_load_rows<64>(mn_smem_addr(smem.x[stage]),
                               mn_row<mn_bf16>(p.q, coord.b, t, tile_iter.h),
                               p.q.stride[1], left, K, i);
-        mn_single_pass_load_rows<64>(mn_smem_addr(smem.y[stage]),
-                              mn_row<mn_bf16>(p.d_o, coord.b, t, tile_iter.h),
-                              p.d_o.stride[1], left, V, i);
+        mn_single_pass_load_rows<64, REDO>(mn_smem_addr(smem.y[stage]),
+                                           mn_row<mn_bf16>(p.d_o, coord.b, t, tile_iter.h),
+                                           p.d_o.stride[1], left, V, i, wild + 1 - tile_iter.t);
         if (i == 0) {
             smem.dominant_key[stage] = k.dominant_key + row;
             smem.left[stage] = left;
@@ -359,9 +368,11 @@ __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &s
 }
 
 /* Multiplies a group's 64 keys. Products of a tile are waited for when the next tile's have begun;
- * dq of a tile is made one tile later, when both groups have written their dz. */
-template <bool has_window>
-__device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k) {
+ * dq of a tile is made one tile later, when both groups have written their dz. REDO: dk and dv
+ * alone, of keys that the query `wild` does not see. */
+template <bool has_window, bool REDO>
+__device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               int wild) {
     const mn_single_pass_coord &coord = smem.coord;
     const mn_attn_params &p = k.f.p;
     const int half = __shfl_sync(0xffffffffu, threadIdx.x / MN_WARPGROUP - 1, 0);
@@ -420,6 +431,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) dz[i] = mn_bf16x2(g[2 * i], g[2 * i + 1]);
+        if (REDO) return;
         mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
@@ -432,21 +444,22 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     };
     /* What a tile adds, and dq of the one before. */
     const auto start_grads = [&](int n) {
-        if (n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
+        if (!REDO && n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
         mn_fence_operand(w), mn_fence_operand(dz);
         mn_wgmma_fence();
         mn_wgmma_ab<64, 128>(dv, w, mn_smem_addr(smem.y[n & 1]), true);
         mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[n & 1]), true);
         // of none at first
-        mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[n & 1 ^ 1]));
+        if (!REDO) mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[n & 1 ^ 1]));
         mn_wgmma_commit();
+        if (REDO) return;
         const float2 off = mn_single_pass_sum_rows(dz);
         *(float2 *)&smem.off[n & 3][(half * 4 + thread / 32) * 64 + thread % 32 * 2] = off;
         mn_single_pass_note_dominant(smem, w, n & 1, row, column);
     };
     const auto end_grads = [&](int n) {
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.stage_empty[n & 1]);
-        if (n == 0) return;
+        if (REDO || n == 0) return;
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_empty[n & 1 ^ 1]);
         mn_single_pass_stage_dq(smem, dq, n - 1);
     };
@@ -468,21 +481,24 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         mn_wgmma_wait<0>();
         mn_fence_operand(dq);
         end_grads(last);
-        mn_mbarrier_wait(&smem.dz_full[last & 1], last / 2 & 1);
-        mn_wgmma_fence();
-        mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[last & 1]));
-        mn_wgmma_commit();
-        mn_wgmma_wait<0>();
-        mn_fence_operand(dq);
-        mn_single_pass_stage_dq(smem, dq, last);
+        if (!REDO) {
+            mn_mbarrier_wait(&smem.dz_full[last & 1], last / 2 & 1);
+            mn_wgmma_fence();
+            mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[last & 1]));
+            mn_wgmma_commit();
+            mn_wgmma_wait<0>();
+            mn_fence_operand(dq);
+            mn_single_pass_stage_dq(smem, dq, last);
+        }
     }
     mn_fence_operand(dk), mn_fence_operand(dv);
     mn_named_barrier_sync(3, 256);    // both groups are done with k
     const int64_t first = coord.t0 + coord.key;
-    mn_bwd_store_tile<128>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
-                           (int)p.call.K);
-    mn_bwd_store_tile<128>(smem.b, dv, 1.0f, p.dv, coord.b, first, coord.h, coord.n_keys,
-                           (int)p.call.V);
+    const int skipped = wild + 1 - coord.seen;
+    mn_bwd_store_tile<128, REDO>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
+                                 (int)p.call.K, skipped);
+    mn_bwd_store_tile<128, REDO>(smem.b, dv, 1.0f, p.dv, coord.b, first, coord.h, coord.n_keys,
+                                 (int)p.call.V, skipped);
 }
 
 #endif
@@ -491,15 +507,22 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
  * Loads   k, v (128,K or V) once; then, last queries first, q, do (64,K or V), a and b (64) for
  *         every tile of queries that see the keys, of each query head that shares the key head.
  * Stores  dk, dv (128,K or V) at the end; adds its k'dz (128,64) and sums of dz to `sums` of each
- *         tile, in the order of the keys. */
-template <bool has_window>
+ *         tile, in the order of the keys. REDO: dk, dv alone, of the keys of mn_bwd_redo_coord. */
+template <bool has_window, bool REDO>
 __global__ static void __launch_bounds__(MN_FLASH_THREADS, 1)
 attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
     mn_single_pass_smem &smem = *(mn_single_pass_smem *)bytes;
+    mn_flash_coord redone = {};
+    int wild = -1;
+    if (REDO) {
+        redone = mn_bwd_redo_coord((int *)bytes, wild, k.f.p.call, k.b);
+        if (redone.tile.n_rows == 0) return;
+    }
     if (threadIdx.x == 0) {
-        smem.coord = mn_single_pass_coord_of(k, atomicAdd(k.ticket, 1));
+        smem.coord = mn_single_pass_coord_of(
+            k, REDO ? redone : mn_single_pass_keys(k, atomicAdd(k.ticket, 1)));
         mn_mbarrier_init(&smem.kv_full, MN_SINGLE_PASS_PRODUCERS);
         mn_mbarrier_init(&smem.dq_empty, 1);
         for (int i = 0; i < 2; i++) {
@@ -515,11 +538,13 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<40>();
         const int warp = threadIdx.x / 32;
-        if (threadIdx.x < MN_SINGLE_PASS_PRODUCERS) mn_single_pass_producer(smem, k);
-        else if (threadIdx.x % 32 == 0) mn_single_pass_accumulate_dq<has_window>(smem, k, warp & 1);
+        if (threadIdx.x < MN_SINGLE_PASS_PRODUCERS) mn_single_pass_producer<REDO>(smem, k, wild);
+        else if (!REDO && threadIdx.x % 32 == 0) {
+            mn_single_pass_accumulate_dq<has_window>(smem, k, warp & 1);
+        }
     } else {
         mn_setmaxnreg_inc<232>();
-        mn_single_pass_consumer<has_window>(smem, k);
+        mn_single_pass_consumer<has_window, REDO>(smem, k, wild);
     }
 #endif
 }
@@ -728,10 +753,17 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
     attention_bwd_preprocess_kernel<<<mn_blocks(layout.rows, row_groups),
         MN_SINGLE_PASS_ROW_THREADS, 0, stream>>>(k);
     if (blocks == 0) return mn_launch_status();
-    const auto kernel = p.window ? attention_bwd_single_pass_kernel<true>
-                                 : attention_bwd_single_pass_kernel<false>;
-    const int code = mn_launch_smem(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS,
-                                    sizeof(mn_single_pass_smem), stream, k);
+    const auto kernel = p.window ? attention_bwd_single_pass_kernel<true, false>
+                                 : attention_bwd_single_pass_kernel<false, false>;
+    const auto redo = p.window ? attention_bwd_single_pass_kernel<true, true>
+                               : attention_bwd_single_pass_kernel<false, true>;
+    const int64_t redone = mn_n_spans(c) * c.J * 2;
+    int code = mn_launch_smem(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS,
+                              sizeof(mn_single_pass_smem), stream, k);
+    if (code == cudaSuccess && redoes_gradients && redone <= INT32_MAX) {
+        code = mn_launch_smem_behind(true, redo, dim3((unsigned)redone), MN_FLASH_THREADS,
+                                     sizeof(mn_single_pass_smem), stream, k);
+    }
     if (code != cudaSuccess) return code;
     const dim3 queries((unsigned)(layout.n_semaphores / c.H), (unsigned)c.H);
     if (layout.n_semaphores > 0) attention_bwd_dq_postprocess_kernel<<<queries, 256, 0,

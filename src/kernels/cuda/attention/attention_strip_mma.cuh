@@ -43,7 +43,8 @@ struct mn_q_block {
     mn_call call;
     int64_t first, n_tiles, heads, rows, row, each, ws;
     int64_t window;    // keys a row sees, its own among them; 0: all so far
-    bool redo;         // of rows in front of values that are not finite (mn_strip_cut)
+    bool redo;         // of rows in front of values that are not finite (mn_strip_cut), or of keys
+                       // behind cotangents that are not (mn_strip_wild_query)
 };
 
 /* First key of the window of a row that would see `n` keys. */
@@ -708,7 +709,36 @@ attention_pv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out y, int64_t
     }
 }
 
-/* As attention_grad_kv_simt_kernel; a tile's queries are added as one number. */
+/* Whether dv is made again behind cotangents that are not finite. */
+static const bool redoes_strip_gradients = true;
+
+/* Of a tile of keys whose rows d have gathered rows x of columns from j0 on: the last query whose x
+ * is not finite and which does not see all of these keys, -1: none. `first`: the query that sees
+ * the tile's first key as its last. All threads of the block call. */
+template <typename TX>
+__device__ inline int64_t mn_strip_wild_query(const mn_tile_span &tile, const float *last_row,
+                                              const mn_attn_operand<TX> &x, int64_t head0,
+                                              int64_t group, int64_t first, int64_t length,
+                                              int64_t j0, int64_t width) {
+    const int64_t columns = min((int64_t)MN_WMMA_TILE_N, width - j0);
+    const int64_t from = max(first / MN_Q_BLOCK_ROWS * MN_Q_BLOCK_ROWS, (int64_t)0);
+    const int64_t end = min(first + tile.n_rows - 1, length);    // those that see all of them
+    __shared__ int found;
+    if (end <= from || !mn_redo_row_is_wild(last_row, columns)) return -1;
+    if (threadIdx.x == 0) found = -1;
+    __syncthreads();
+    for (int64_t t = from + threadIdx.x; t < end; t += blockDim.x) {
+        for (int64_t h = head0; h < head0 + group; h++) {
+            const TX *row = x.row(tile.span.b, tile.span.t0 + t, h) + j0;
+            if (mn_redo_has_wild(row, columns, 3.40282347e38f)) atomicMax(&found, (int)t);
+        }
+    }
+    __syncthreads();
+    return found;
+}
+
+/* As attention_grad_kv_simt_kernel; a tile's queries are added as one number. In a redo, of rows
+ * that the wild query does not see, where the strip has the first queries that see the tile. */
 template <typename TX, bool whole>
 __global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
 attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, int64_t head0,
@@ -724,19 +754,30 @@ attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
     int64_t slot, end;
     mn_q_block_slots(s.call, tile.n, &slot, &end);
     const int64_t first = slot;
-    slot = max(slot, s.first);
-    slot = max(slot, first + max(tile.first - before, (int64_t)0) / MN_Q_BLOCK_ROWS);
+    const int64_t sees = first + max(tile.first - before, (int64_t)0) / MN_Q_BLOCK_ROWS;
+    const int64_t length = mn_span_at(s.call, tile.n).length;
+    int64_t wild = -1;    // queries up to here are left out
+    slot = max(max(slot, s.first), sees);
     end = min(end, s.first + s.n_tiles);
     if (s.window) {    // the last row that sees one of these keys
         const int64_t last = tile.first + 63 - before + s.window - 1;
         end = last < 0 ? slot : min(end, first + last / MN_Q_BLOCK_ROWS + 1);
     }
     if (slot >= end) return;
+    const bool redo = !whole && s.redo;
+    if (redo) {
+        if (slot != sees) return;
+        const float *row = mn_row<float>(d, b, start + tile.first + tile.n_rows - 1, head0 + head);
+        wild = mn_strip_wild_query(tile, row + j0, x, head * group, group, tile.first - before,
+                                   length, j0, width);
+        if (wild < 0) return;
+    }
+    const int64_t kept = redo ? max(before + wild + 1 - tile.first, (int64_t)0) : 0;
     mn_wmma_acc acc;
     for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
          i += MN_Q_BLOCK_THREADS) {
         const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
-        const bool inside = r < tile.n_rows && j0 + c < width;
+        const bool inside = r < tile.n_rows && j0 + c < width && !redo;
         smem.acc[r * MN_WMMA_ACC_PITCH + c] =
             inside ? mn_row<float>(d, b, start + tile.first + r, head0 + head)[j0 + c] : 0.0f;
     }
@@ -744,7 +785,6 @@ attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
     acc.load(smem.acc);
     /* One long product over (tile, head of the group, row), so that loads run ahead throughout. */
     const int64_t t_first = (slot - first) * MN_Q_BLOCK_ROWS;
-    const int64_t length = mn_span_at(s.call, tile.n).length;
     const auto token_of = [&](int64_t k, int64_t *t, int64_t *h) {
         const int tile_index = (int)(k / MN_Q_BLOCK_ROWS), of = (int)group;
         *h = head * group + tile_index % of;
@@ -765,7 +805,7 @@ attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
             const TX *none = nullptr;
             int64_t t, h;
             token_of(k + row, &t, &h);
-            const bool inside = t < length && j0 + column < width && x.view.data;
+            const bool inside = t > wild && t < length && j0 + column < width && x.view.data;
             return inside ? x.row(b, start + t, h) + j0 + column : none;
         });
     acc.store(smem.acc);
@@ -773,7 +813,7 @@ attention_grad_kv_wmma_kernel(const __grid_constant__ mn_q_block s, mn_out d, in
     for (int i = threadIdx.x; i < MN_WMMA_TILE_M * MN_WMMA_TILE_N;
          i += MN_Q_BLOCK_THREADS) {
         const int r = i / MN_WMMA_TILE_N, c = i % MN_WMMA_TILE_N;
-        if (r >= tile.n_rows || j0 + c >= width) continue;
+        if (r < kept || r >= tile.n_rows || j0 + c >= width) continue;
         mn_row<float>(d, b, start + tile.first + r, head0 + head)[j0 + c] =
             smem.acc[r * MN_WMMA_ACC_PITCH + c];
     }
@@ -848,6 +888,11 @@ inline void mn_attn_grad_kv(const mn_q_block &s, const mn_out &d, int64_t head0,
                               (unsigned)(s.heads / group));
             attention_grad_kv_wmma_kernel<TX, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
                 s, d, head0, group, w, x, width);
+            if (whole || !redoes_strip_gradients) return;
+            mn_q_block redo = s;
+            redo.redo = true;
+            attention_grad_kv_wmma_kernel<TX, whole><<<blocks, MN_Q_BLOCK_THREADS, 0, stream>>>(
+                redo, d, head0, group, w, x, width);
             return;
         }
     }

@@ -41,19 +41,18 @@ __device__ inline void mn_cp_async_wait_fence(void) {
 }
 
 /* A tile of ROWS rows of D columns from rows `from` + r `stride`, of which `n_rows` and `width`
- * columns are there; 128 threads call, `i` their number. The tile is the top of one of TILE_ROWS.
- * */
-template <int ROWS, int D, int TILE_ROWS = ROWS>
+ * columns are there, where SKIPS those from row `skipped` on; 128 threads call, `i` their number.
+ * The tile is the top of one of TILE_ROWS. */
+template <int ROWS, int D, int TILE_ROWS = ROWS, bool SKIPS = false>
 __device__ inline void mn_cp_async_tile(uint32_t to, const mn_bf16 *from, int64_t stride,
-                                        int n_rows,
-                                    int width, int i) {
+                                        int n_rows, int width, int i, int skipped = 0) {
     constexpr int vecs = D / 8, rows_per_pass = MN_WARPGROUP / vecs;    // pieces of a row; rows
     const int vec = i % vecs, row = i / vecs;
     const bool column = vec * 8 < width;
     const mn_bf16 *at = from + row * stride + vec * 8;
 #pragma unroll 4
     for (int r = 0; r < ROWS; r += rows_per_pass) {
-        const bool inside = column && row + r < n_rows;
+        const bool inside = column && row + r < n_rows && (!SKIPS || row + r >= skipped);
         mn_cp_async_16(to + mn_swizzle_byte(TILE_ROWS, row + r, vec * 8), inside ? at : from,
                        inside);
         at += rows_per_pass * stride;

@@ -825,7 +825,9 @@ template <bool PIVOT, int RP, int CL>
 __device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const mn_call &call = job.p.call;
-    const int64_t length = mn_span_at(call, s.n).length, slot = mn_state_scan_slot(call, s.n);
+    if (job.redo) mn_pdl_wait();
+    const int64_t length = mn_state_scan_length(job, s.n, s.h);
+    const int64_t slot = mn_state_scan_slot(call, s.n);
     const int64_t chunks = (length + MN_SCAN_CHUNK - 1) / MN_SCAN_CHUNK;
     worker<RP, CL> mine(s.rank);
     s.place = slot * call.H + s.h;

@@ -11,6 +11,7 @@ static bool job_of(mn_state_scan_job *job, const mn_bayes_args *p) {
     const int64_t R = p->call.K * (p->theta.data ? 2 : 1);
     job->p = *p;
     job->p.call.R = R;
+    job->redo = false;
     job->rows = 32;
     while (job->rows < R) job->rows *= 2;
     job->step = p->theta.data ? 2 : 1;
@@ -49,6 +50,7 @@ static bool place_work(mn_state_scan_job *job, unsigned char *memory, size_t *by
         { &job->work.r2, groups, chunk },
         { (double **)&job->work.steep, mn_ceil_div(places, 2), 1 },
         { (double **)&job->work.done, scans, MN_SCAN_BLOCKS / 2 },
+        { (double **)&job->work.cuts, mn_ceil_div(scans, 2), 1 },
     };
     bool ok = true;
     *bytes = 0;
@@ -65,6 +67,30 @@ static bool forward_plan(const mn_bayes_args *p, mn_plan *plan) {
     return place_work(&job, NULL, &plan->shared_bytes);
 }
 
+static int launch(const mn_state_scan_job *job, cudaStream_t on) {
+    const mn_bayes_args *p = &job->p;
+    const bool places = mn_tile_slots(p->call, MN_SCAN_CHUNK) * p->call.H > 0;
+    const bool results = p->gain.data || p->gainvec.data || p->kvar.data || p->qvar.data;
+    int code = places ? mn_state_scan_prepare(job, on) : cudaSuccess;
+    if (code == cudaSuccess) code = mn_state_scan_covariance(job, on);
+    if (code == cudaSuccess && (p->o.data || p->M.data)) code = mn_state_scan_mean(job, on);
+    if (code == cudaSuccess && results && places) code = mn_state_scan_results(job, on);
+    return code;
+}
+
+/* Whether rows in front of numbers that are not finite are made again. */
+static const bool redoes_results = true;
+
+/* Rows of a call that has run. */
+static int redo(const mn_state_scan_job *job, cudaStream_t on) {
+    const mn_bayes_args &p = job->p;
+    mn_state_scan_job again = *job;
+    const bool shows = p.o.data || p.gain.data || p.gainvec.data || p.kvar.data || p.qvar.data;
+    if (!redoes_results || !shows || p.call.T < 2) return cudaSuccess;
+    again.redo = true, again.p.P = {}, again.p.M = {};
+    return launch(&again, on);
+}
+
 static int forward(const mn_bayes_args *p, void *shared, void *stream) {
     mn_state_scan_job job;
     size_t bytes;
@@ -77,12 +103,8 @@ static int forward(const mn_bayes_args *p, void *shared, void *stream) {
     if (places > INT32_MAX || scans * mn_max(p->call.V, 4) > INT32_MAX) {
         return cudaErrorNotSupported;
     }
-    const bool results = p->gain.data || p->gainvec.data || p->kvar.data || p->qvar.data;
-    int code = places > 0 ? mn_state_scan_prepare(&job, on) : cudaSuccess;
-    if (code == cudaSuccess) code = mn_state_scan_covariance(&job, on);
-    if (code == cudaSuccess && (p->o.data || p->M.data)) code = mn_state_scan_mean(&job, on);
-    if (code == cudaSuccess && results && places > 0) code = mn_state_scan_results(&job, on);
-    return code;
+    const int code = launch(&job, on);
+    return code == cudaSuccess ? redo(&job, on) : code;
 }
 
 MN_CUDA_PLAN(bayes_forward) {

@@ -24,6 +24,13 @@
  * The mean begins as soon as all blocks of the covariance run, on processors that have room beside
  * these, and follows them: a counter of each block says how many chunks it has left in memory.
  *
+ * A chunk's products and its factorisation take in all of its tokens, and 0 times a number that is
+ * not finite is NaN: with such a number rows in front of it, of its chunk, are lost too. The four
+ * kernels are launched once more: prepare looks at each head's last results, where they are not
+ * finite finds the first token whose inputs are not, and leaves in work.cuts where the sequence
+ * ends for this head; the others go as far as that, and store nothing behind it and no states.
+ * Without such numbers they end at once.
+ *
  * P lies in tiles of 8 x 8, two numbers for each lane: row l / 4, columns 2 (l % 4) and the next,
  * as products leave it. The same numbers are the right factor of the next product, rows read as
  * columns, if the left one's columns are taken in the order 0 2 4 6 1 3 5 7. Mh' lies alike, value
@@ -62,6 +69,7 @@ struct mn_state_scan_work {
     double *r2;                         // (place, G, 16), 1 behind the last token
     int *steep;                         // (place)
     int *done;                          // (scan, MN_SCAN_BLOCKS): chunks that the means may have
+    int *cuts;                          // (n, H): where a redo ends
 };
 
 struct mn_state_scan_job {
@@ -69,6 +77,7 @@ struct mn_state_scan_job {
     mn_state_scan_work work;
     int rows, step, blocks;             // rows of a channel; blocks of a covariance
     bool reads, spreads;                // qh is wanted; qh'Ph qh is
+    bool redo;                          // of rows in front of numbers that are not finite
 };
 
 /* The four kernels, each in the file of its name: 0 or a cudaError_t. */
@@ -87,6 +96,35 @@ int mn_state_scan_blocks(const mn_state_scan_job *job);
 __device__ inline int64_t mn_state_scan_slot(const mn_call &call, int64_t n) {
     if (call.cu_seqlens) return call.cu_seqlens[n] / MN_SCAN_CHUNK + n;
     return n * ((call.T + MN_SCAN_CHUNK - 1) / MN_SCAN_CHUNK);
+}
+
+/* Tokens of sequence n for head h: in a redo those in front of where it is cut, none where it is
+ * not. */
+__device__ inline int64_t mn_state_scan_length(const mn_state_scan_job &job, int64_t n, int64_t h) {
+    if (job.redo) return job.work.cuts[n * job.p.call.H + h];
+    return mn_span_at(job.p.call, n).length;
+}
+
+/* The chunk of block = slot * H + h, at `place` of the work space; in a redo that of block
+ * n * H + h in which the sequence is cut, with its rows in front of that. */
+template <bool REDO>
+__device__ inline mn_tile_span mn_state_scan_tile(const mn_state_scan_job &job, int64_t &place) {
+    const mn_call &call = job.p.call;
+    const unsigned heads = (unsigned)call.H;
+    place = blockIdx.x;
+    if (!REDO) return mn_tile_at(call, MN_SCAN_CHUNK, blockIdx.x / heads);
+    const int cut = job.work.cuts[blockIdx.x];
+    mn_tile_span tile = {};
+    tile.n = blockIdx.x / heads, tile.span = mn_span_at(call, tile.n);
+    tile.first = cut / MN_SCAN_CHUNK * MN_SCAN_CHUNK, tile.n_rows = cut - tile.first;
+    place = (mn_state_scan_slot(call, tile.n) + cut / MN_SCAN_CHUNK) * heads + blockIdx.x % heads;
+    return tile;
+}
+
+/* Blocks of kernels that have all chunks at once. */
+inline int64_t mn_state_scan_chunks(const mn_state_scan_job *job) {
+    const mn_call &call = job->p.call;
+    return (job->redo ? mn_n_spans(call) : mn_tile_slots(call, MN_SCAN_CHUNK)) * call.H;
 }
 
 /* Doubles of a tile and of n kh, and where number r of token t lies in them. */

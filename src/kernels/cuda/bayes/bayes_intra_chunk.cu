@@ -1,7 +1,8 @@
 /* bayes_intra_chunk.cu - what keys, queries and decays determine of each chunk;
  * bayes_fwd_chunk.cuh. */
-#include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
+#include "kernels/cuda/prim/first_wild.cuh"
+#include "kernels/cuda/prim/pdl.cuh"
 
 namespace mneme::bayes {
 
@@ -100,15 +101,47 @@ __device__ static void prepare_chunk(const mn_state_scan_job &job, const channel
     put<STEP>(ends + 2 * rows, f.ri, f.ri);
 }
 
-/* One block has one chunk of one head, a thread one channel. */
-template <typename T, int STEP>
+/* Leaves in work.cuts where sequence n ends for head h in a redo of block n * H + h: at the first
+ * token with a number that is not finite if a result of the last token is not, 0 where no row of
+ * the token's chunk is in front of it. The block calls. */
+template <typename T>
+__device__ static void find_cut(const mn_state_scan_job &job) {
+    const mn_bayes_args &p = job.p;
+    const mn_call &call = p.call;
+    const int64_t h = blockIdx.x % (unsigned)call.H;
+    const mn_span span = mn_span_at(call, blockIdx.x / (unsigned)call.H);
+    const int64_t b = span.b, last = span.t0 + span.length - 1;
+    int cut = 0;
+    mn_pdl_wait();
+    if (span.length > 0 && (mn_redo_row_is_wild(mn_row<T>(p.o, b, last, h), call.V) ||
+                            mn_redo_row_is_wild(mn_row<T>(p.gain, b, last, h), call.G) ||
+                            mn_redo_row_is_wild(mn_row<T>(p.gainvec, b, last, h), call.K) ||
+                            mn_redo_row_is_wild(mn_row<T>(p.kvar, b, last, h), call.G) ||
+                            mn_redo_row_is_wild(mn_row<T>(p.qvar, b, last, h), call.G))) {
+        cut = mn_redo_first_token(span.length, [&](int64_t t, float most) {
+            const int64_t at = span.t0 + t;
+            return mn_redo_has_wild(mn_row<T>(p.k, b, at, h), call.K, most) ||
+                   mn_redo_has_wild(mn_row<T>(p.v, b, at, h), call.V, most) ||
+                   mn_redo_has_wild(mn_row<T>(p.la, b, at, h), call.K, most) ||
+                   mn_redo_has_wild(mn_row<T>(p.theta, b, at, h), call.K, most) ||
+                   mn_redo_has_wild(mn_row<T>(p.l2, b, at, h), 1, most) ||
+                   mn_redo_has_wild(mn_row<T>(p.r2, b, at, h), call.G, most);
+        });
+    }
+    if (threadIdx.x == 0) job.work.cuts[blockIdx.x] = cut % MN_SCAN_CHUNK == 0 ? 0 : cut;
+    __syncthreads();
+}
+
+/* One block has one chunk of one head, a thread one channel; in a redo mn_state_scan_tile. */
+template <typename T, int STEP, bool REDO>
 __global__ void __launch_bounds__(MN_SCAN_WIDEST, 2)
 prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
     mn_pdl_launch_dependents();
+    if (REDO) find_cut<T>(job);
     const mn_call &call = job.p.call;
-    const unsigned heads = (unsigned)call.H;
-    const int64_t place = blockIdx.x, h = blockIdx.x % heads;
-    const mn_tile_span tile = mn_tile_at(call, MN_SCAN_CHUNK, blockIdx.x / heads);
+    const int64_t h = blockIdx.x % (unsigned)call.H;
+    int64_t place;
+    const mn_tile_span tile = mn_state_scan_tile<REDO>(job, place);
     if (tile.n_rows == 0) return;
     __shared__ float l2[MN_SCAN_CHUNK];
     const int i = threadIdx.x;
@@ -125,7 +158,7 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
     };
     double noise = noise_at(i);
     const channel c = channel_of<T, STEP>(job, tile, h, i);
-    if (tile.first == 0) {
+    if (tile.first == 0 || REDO) {
         const int64_t scan = (tile.n * call.H + h) * call.G;
         const int count = (int)call.G * MN_SCAN_BLOCKS;
 #pragma unroll 1
@@ -154,10 +187,14 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
 
 template <typename T>
 static int prepare(const mn_state_scan_job *job, cudaStream_t stream) {
-    const int64_t blocks = mn_tile_slots(job->p.call, MN_SCAN_CHUNK) * job->p.call.H;
+    const int64_t blocks = mn_state_scan_chunks(job);
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
-    if (job->step == 2) prepare_kernel<T, 2><<<(unsigned)blocks, threads, 0, stream>>>(*job);
-    else prepare_kernel<T, 1><<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    const bool pairs = job->step == 2;
+    const auto kernel = pairs ? prepare_kernel<T, 2, false> : prepare_kernel<T, 1, false>;
+    const auto redo = pairs ? prepare_kernel<T, 2, true> : prepare_kernel<T, 1, true>;
+    const dim3 grid((unsigned)blocks);
+    if (job->redo) return mn_launch_pdl(redo, grid, (int)threads, 0, stream, *job);
+    kernel<<<grid, threads, 0, stream>>>(*job);
     return mn_launch_status();
 }
 

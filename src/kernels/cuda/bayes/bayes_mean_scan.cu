@@ -429,7 +429,7 @@ mean_kernel(const __grid_constant__ mn_state_scan_job job, int slices) {
     const mn_state_scan_columns columns = mn_state_scan_columns_of(call, s.g);
     const int skipped = (int)(blockIdx.x % slices) * SLICE;
     s.first = columns.first + skipped, s.columns = min(columns.count - skipped, (int)SLICE);
-    s.span = mn_span_at(call, s.n);
+    s.span = mn_span_at(call, s.n), s.span.length = mn_state_scan_length(job, s.n, s.h);
     if (s.columns > 0) state_scan<T, RP>(job, s);
     mn_pdl_wait();
 }

@@ -1,6 +1,7 @@
 /* bayes_output.cu - gains and variances of all chunks at once, from what the covariance scan
  * has left; bayes_fwd_chunk.cuh. */
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
+#include "kernels/cuda/prim/pdl.cuh"
 
 namespace mneme::bayes {
 
@@ -131,16 +132,17 @@ __device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_
     }
 }
 
-/* One block has one chunk of one head, a thread one channel. */
-template <typename T, int STEP>
+/* One block has one chunk of one head, a thread one channel; in a redo mn_state_scan_tile. */
+template <typename T, int STEP, bool REDO>
 __global__ void __launch_bounds__(MN_SCAN_WIDEST, 2)
 results_kernel(const __grid_constant__ mn_state_scan_job job) {
     __shared__ double parts[MOST_WARPS][256], noises[MOST_WARPS][CHUNK];
     __shared__ float l2[CHUNK];
     const mn_bayes_args &p = job.p;
     ctx s;
-    s.place = blockIdx.x, s.h = s.place % p.call.H;
-    s.tile = mn_tile_at(p.call, CHUNK, s.place / p.call.H);
+    if (REDO) mn_pdl_wait();
+    s.h = blockIdx.x % (unsigned)p.call.H;
+    s.tile = mn_state_scan_tile<REDO>(job, s.place);
     if (s.tile.n_rows == 0) return;
     s.steep = job.work.steep[s.place];
     const int i = (int)threadIdx.x;
@@ -168,10 +170,14 @@ results_kernel(const __grid_constant__ mn_state_scan_job job) {
 
 template <typename T>
 static int results(const mn_state_scan_job *job, cudaStream_t stream) {
-    const int64_t blocks = mn_tile_slots(job->p.call, CHUNK) * job->p.call.H;
+    const int64_t blocks = mn_state_scan_chunks(job);
     const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
-    if (job->step == 2) results_kernel<T, 2><<<(unsigned)blocks, threads, 0, stream>>>(*job);
-    else results_kernel<T, 1><<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    const bool pairs = job->step == 2;
+    const auto kernel = pairs ? results_kernel<T, 2, false> : results_kernel<T, 1, false>;
+    const auto redo = pairs ? results_kernel<T, 2, true> : results_kernel<T, 1, true>;
+    const dim3 grid((unsigned)blocks);
+    if (job->redo) return mn_launch_pdl(redo, grid, (int)threads, 0, stream, *job);
+    kernel<<<grid, threads, 0, stream>>>(*job);
     return mn_launch_status();
 }
 

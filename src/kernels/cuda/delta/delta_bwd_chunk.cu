@@ -22,7 +22,8 @@ namespace mneme::delta {
  * launches behind the others look at that and end at once where all is well. Else they find the
  * last token with such a cotangent and make the rows behind it again: the scan as if cotangents up
  * to it were zeros, as far as its chunk, and the gradients of that chunk. Rows up to it are NaN
- * there. */
+ * there. Small ones let the next begin at once: each waits for the one in front of it to end, which
+ * has done the same. */
 
 enum { MN_DELTA_REDO_THREADS = 128 };
 
@@ -39,6 +40,7 @@ delta_find_redo_back(const __grid_constant__ mn_delta_params job, const mn_out d
     const mn_span span = mn_span_at(call, blockIdx.x / call.H);
     const int64_t end = span.t0 + span.length;
     int64_t cut = 0;
+    mn_pdl_launch_dependents();
     mn_pdl_wait();
     if (span.length > 0 && mn_redo_row_is_wild(mn_row<mn_bf16>(dv.data ? dv : p.grad.e, span.b,
                                                                span.t0, head), width)) {
@@ -54,6 +56,7 @@ delta_find_redo_back(const __grid_constant__ mn_delta_params job, const mn_out d
 __global__ void __launch_bounds__(MN_DELTA_REDO_THREADS)
 delta_redo_values(const __grid_constant__ mn_delta_params job, const mn_out dv) {
     const mn_call &call = job.p.call;
+    mn_pdl_launch_dependents();
     mn_pdl_wait();
     const int64_t record = mn_delta_record_of(job, blockIdx.x), h = blockIdx.x % call.H;
     if (record < 0) return;

@@ -288,6 +288,13 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
+/* Rows for the first time; in front of numbers that are not finite again, with T that a launch in
+ * front has made, or which all is made of in one: blocks of a head's slices make the same T. */
+enum mn_fwd_chunk_redo { MN_FWD_CHUNK_FIRST, MN_FWD_CHUNK_REDO_SCAN, MN_FWD_CHUNK_REDO_ALL };
+
+/* Whether one launch looks at the last rows and makes others again; false: two do. */
+static const bool redoes_in_one_launch = true;
+
 /* Grid: blocks of 384 threads, block = (n * H + h) * n_slices + slice for sequence n, head h and 64
  * value columns. A block goes through the chunks of its sequence in order.
  * Loads   for each chunk q, e (64,K), v (64, 64 columns), workspace.T (64,64) and log_decays; at
@@ -295,16 +302,26 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
  * Stores  o (64, 64 columns) for each chunk where p.o is given; at the end state, where it is
  *         given.
  * OVERLAPS: runs beside the launches in front, for which the first block waits at its end. */
-template <int KP, bool OVERLAPS, bool REDO>
+template <int KP, bool OVERLAPS, mn_fwd_chunk_redo REDOES>
 __global__ void __launch_bounds__(MN_FWD_CHUNK_THREADS, 1)
 delta_fwd_chunk_sm90_kernel(const __grid_constant__ mn_delta_params job,
                       const __grid_constant__ mn_fwd_chunk_maps maps, int64_t n_slices,
                       mn_curve_ready ready) {
 #if MN_HAS_WGMMA
+    constexpr bool REDO = REDOES != MN_FWD_CHUNK_FIRST;
     extern __shared__ __align__(1024) unsigned char scan_smem_bytes[];
     mn_fwd_chunk_smem<KP> &smem = *(mn_fwd_chunk_smem<KP> *)scan_smem_bytes;
-    // of what follows: the maps of segments, or the redo
-    if (!REDO || job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
+    if (job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
+    if (REDOES == MN_FWD_CHUNK_REDO_ALL) {
+        const int64_t head = blockIdx.x / n_slices;    // n * H + h
+        const mn_delta_chunk_place place = mn_delta_cut_chunk(
+            job, MN_DELTA_CHUNK, head / job.p.call.H, head % job.p.call.H);
+        if (place.tile.n_rows == 0) return;
+        mn_wy_inverse_redo<KP, MN_FWD_CHUNK_THREADS>(
+            *(mn_wy_inverse_smem<KP, false> *)scan_smem_bytes, job, place);
+        mn_fence_proxy_async();
+        __syncthreads();
+    }
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_FWD_CHUNK_STAGES; i++) {
             mn_mbarrier_init(&smem.full[i], MN_DELTA_PRODUCERS);
@@ -360,13 +377,17 @@ inline int64_t mn_fwd_chunk_blocks(const mn_call &call) {
 
 template <int KP>
 inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
-                          cudaStream_t stream, int segments = 0) {
+                                   cudaStream_t stream, int segments = 0,
+                                   mn_fwd_chunk_redo redo = MN_FWD_CHUNK_REDO_SCAN) {
     const int64_t blocks = mn_fwd_chunk_slices(job.p.call) * job.p.call.H *
                            mn_delta_scan_units(job.p.call, job.segments, segments);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const auto kernel = job.cuts ? delta_fwd_chunk_sm90_kernel<KP, false, true>
-                                 : delta_fwd_chunk_sm90_kernel<KP, false, false>;
+    const auto kernel =
+        !job.cuts ? delta_fwd_chunk_sm90_kernel<KP, false, MN_FWD_CHUNK_FIRST>
+        : redo == MN_FWD_CHUNK_REDO_ALL
+            ? delta_fwd_chunk_sm90_kernel<KP, false, MN_FWD_CHUNK_REDO_ALL>
+            : delta_fwd_chunk_sm90_kernel<KP, false, MN_FWD_CHUNK_REDO_SCAN>;
     return mn_launch_smem_behind(job.cuts, kernel,
                                  dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
                                  sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
@@ -379,7 +400,7 @@ inline int mn_delta_fwd_chunk_sm90_pdl(const mn_delta_params &job, const mn_fwd_
                                  const mn_curve_ready &ready, cudaStream_t stream) {
     const int64_t blocks = mn_fwd_chunk_blocks(job.p.call);
     const size_t smem = sizeof(mn_fwd_chunk_smem<KP>);
-    const auto kernel = delta_fwd_chunk_sm90_kernel<KP, true, false>;
+    const auto kernel = delta_fwd_chunk_sm90_kernel<KP, true, MN_FWD_CHUNK_FIRST>;
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
     if (code != cudaSuccess || blocks == 0) return code;
@@ -430,6 +451,9 @@ static int forward_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &map
     mn_curve_beside overlapped;
     const bool cuts = mn_delta_has_segments(job);
     int code = cudaSuccess;
+    if (job.cuts && !cuts && redoes_in_one_launch) {
+        return mn_delta_fwd_chunk_sm90<KP>(job, maps, stream, 0, MN_FWD_CHUNK_REDO_ALL);
+    }
     if (!cuts && query && mn_curve_beside_of(&overlapped, query, query_work) &&
         mn_curve_beside_blocks(overlapped) + mn_fwd_chunk_blocks(job.p.call) <= sm_count()) {
         return forward_sm90_pdl<KP>(job, maps, overlapped, stream);

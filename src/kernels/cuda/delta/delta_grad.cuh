@@ -195,13 +195,14 @@ __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
 }
 
 /* A record's coordinates, without those of a warp. */
+template <bool REDOES = true>
 __device__ inline mn_grad_coord mn_grad_record_coord(const mn_delta_params &job, int64_t index,
                                                      int KP) {
     const mn_call &call = job.p.call;
     mn_grad_coord at = {};
-    at.index = mn_delta_record_of(job, index);
+    at.index = REDOES ? mn_delta_record_of(job, index) : index;
     at.stride = KP;
-    if (at.index < 0) return at;
+    if (REDOES && at.index < 0) return at;
     at.h = at.index % call.H;
     at.slot = at.index / call.H;
     at.tile = mn_tile_at(call, mn_delta_chunk_tokens(job.pairs), at.slot);

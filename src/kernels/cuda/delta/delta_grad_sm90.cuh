@@ -141,14 +141,14 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
 }
 
 /* Loads what the block's chunks need, in the order of its use, as soon as there is room. */
-template <int KT>
+template <int KT, bool REDO>
 __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         const mn_grad_tma_maps &maps, int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;    // tiles of value columns, chunks
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
-        const mn_grad_coord at = mn_grad_record_coord(job, index, KT);
-        if (at.index < 0) continue;
+        const mn_grad_coord at = mn_grad_record_coord<REDO>(job, index, KT);
+        if (REDO && at.index < 0) continue;
         mn_mbarrier_wait(&smem.keys_empty[iter % 2], (iter / 2 & 1) ^ 1);
         mn_grad_load_keys<KT>(smem, iter % 2, job, maps, at);
         for (int i = 0; i < tiles; i++, n++) {
@@ -202,14 +202,14 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
     mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
 }
 
-template <int KT>
+template <int KT, bool REDO>
 __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
         mn_grad_coord at;
-        if (job.cuts && job.cuts[index] == 0) continue;
+        if (REDO && job.cuts[index] == 0) continue;
         at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
         mn_grad_acc<KT> sum = {};
         for (int i = 0; i < tiles; i++, n++) {
@@ -220,7 +220,7 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
         mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
         at.tile = smem.place[iter % 2].tile, at.h = smem.place[iter % 2].h;
         at.count = smem.place[iter % 2].count;
-        at.index = smem.place[iter % 2].index, at.channel0 = 0;
+        at.index = REDO ? smem.place[iter % 2].index : index, at.channel0 = 0;
         mn_grad_finish_chunk<KT>(smem, sum, job, at, iter);
         iter++;
     }
@@ -233,14 +233,17 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
  * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
  *         e (64,KT), for each chunk.
  * Stores  grad.q, grad.e (64,KT) where given; parts of dbeta and dg in workspace.parts. */
-template <int KT>
+template <int KT, bool REDO>
 __global__ void __launch_bounds__(MN_GRAD_SM90_THREADS, 1)
 delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
                        const __grid_constant__ mn_grad_tma_maps maps, int64_t n_records) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char grad_smem_bytes[];
     mn_grad_sm90_smem<KT> &smem = *(mn_grad_sm90_smem<KT> *)grad_smem_bytes;
-    if (job.cuts) mn_pdl_wait();
+    if (REDO) {
+        mn_pdl_launch_dependents();
+        mn_pdl_wait();
+    }
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             mn_mbarrier_init(&smem.stage_full[i], 32);
@@ -251,16 +254,16 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
         mn_mbarrier_init(&smem.matrices_full, 1);
         mn_mbarrier_init(&smem.matrices_empty, MN_DELTA_GRAD_WARPS);
         mn_mbarrier_init_fence();
-        if (job.cuts) mn_fence_proxy_async();
+        if (REDO) mn_fence_proxy_async();
     }
     __syncthreads();
     if (threadIdx.x < MN_DELTA_GRAD_THREADS) {
         mn_setmaxnreg_inc<112>();
-        mn_grad_consumer<KT>(smem, job, n_records);
+        mn_grad_consumer<KT, REDO>(smem, job, n_records);
     } else {
         mn_setmaxnreg_dec<32>();
         if (threadIdx.x < MN_DELTA_GRAD_THREADS + 32) {
-            mn_grad_producer<KT>(smem, job, maps, n_records);
+            mn_grad_producer<KT, REDO>(smem, job, maps, n_records);
         }
     }
 #endif
@@ -293,9 +296,10 @@ inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps
                               int64_t records, cudaStream_t stream) {
     const int64_t n = mn_delta_grad_blocks(job, records);
     const int64_t blocks = mn_min(n, (int64_t)mn_device_props_current().processors);
-    return mn_launch_smem_behind(job.cuts, delta_grad_sm90_kernel<KT>, dim3((unsigned)blocks),
-                                 MN_GRAD_SM90_THREADS, sizeof(mn_grad_sm90_smem<KT>), stream, job,
-                                 maps, n);
+    const auto kernel =
+        job.cuts ? delta_grad_sm90_kernel<KT, true> : delta_grad_sm90_kernel<KT, false>;
+    return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_GRAD_SM90_THREADS,
+                                 sizeof(mn_grad_sm90_smem<KT>), stream, job, maps, n);
 }
 
 }    // namespace mneme::delta

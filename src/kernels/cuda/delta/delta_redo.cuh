@@ -1,10 +1,11 @@
 /* delta_redo.cuh - numbers that are not finite, in delta forward (docs/internals/causality.md).
  *
- * What comes into a state that is not finite stays there: it shows in the last token's o. Two
- * launches behind the others look at that, head by head, and end at once where all is well. Where
- * it is not, they find the first token with such a number, and make the rows before it again as if
- * the sequence ended there: the intra-chunk stage of the chunk that holds it, and the scan. Rows
- * from it on, and the last state, stay as they are. */
+ * What comes into a state that is not finite stays there: it shows in the last token's o. One
+ * launch behind the others where delta_fwd_chunk_sm90_kernel serves, else two, look at that, head
+ * by head, and end at once where all is well. Where it is not, they find the first token with such
+ * a number, and make the rows before it again as if the sequence ended there: the intra-chunk stage
+ * of the chunk that holds it, and the scan. Rows from it on, and the last state, stay as they
+ * are. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_REDO_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_REDO_CUH
 
@@ -39,6 +40,23 @@ __device__ inline int mn_delta_first_wild(const mn_delta_args &p, const mn_span 
     });
 }
 
+/* The chunk of `tokens` in which sequence n is cut for head h, with its rows in front of the cut;
+ * no rows where there is nothing to do. The block calls. */
+__device__ inline mn_delta_chunk_place mn_delta_cut_chunk(const mn_delta_params &job, int tokens,
+                                                          int64_t n, int64_t h) {
+    const mn_call &call = job.p.call;
+    mn_delta_chunk_place place = {};
+    mn_tile_span &tile = place.tile;
+    mn_pdl_wait();
+    tile.n = n, tile.span = mn_span_at(call, n), place.h = h;
+    int cut = tile.span.length > 0 ? mn_delta_first_wild(job.p, tile.span, h) : 0;
+    if (cut % tokens == 0) cut = 0;    // those of the chunks before never met it
+    if (threadIdx.x == 0) job.cuts[n * call.H + h] = cut;
+    tile.first = cut / tokens * tokens, tile.n_rows = cut - tile.first;
+    place.index = (mn_delta_first_slot(call, n) + cut / tokens) * call.H + h;
+    return place;
+}
+
 /* Block = slot * H + h; in a redo, of kernels that have one, n * H + h. That leaves where the
  * sequence is cut for the scan; chunks are of `tokens`. No rows where there is nothing to do. */
 template <bool REDOES>
@@ -48,18 +66,8 @@ __device__ inline mn_delta_chunk_place mn_delta_find_chunk(const mn_delta_params
     const int64_t slot = blockIdx.x / (unsigned)call.H;
     mn_delta_chunk_place place = {};
     place.h = blockIdx.x % (unsigned)call.H, place.index = blockIdx.x;
-    if (!REDOES || !job.cuts) {
-        place.tile = mn_tile_at(call, tokens, slot);
-        return place;
-    }
-    mn_pdl_wait();
-    mn_tile_span &tile = place.tile;
-    tile.n = slot, tile.span = mn_span_at(call, slot);
-    int cut = tile.span.length > 0 ? mn_delta_first_wild(job.p, tile.span, place.h) : 0;
-    if (cut % tokens == 0) cut = 0;    // those of the chunks before never met it
-    if (threadIdx.x == 0) job.cuts[blockIdx.x] = cut;
-    tile.first = cut / tokens * tokens, tile.n_rows = cut - tile.first;
-    place.index = (mn_delta_first_slot(call, slot) + cut / tokens) * call.H + place.h;
+    if (REDOES && job.cuts) return mn_delta_cut_chunk(job, tokens, slot, place.h);
+    place.tile = mn_tile_at(call, tokens, slot);
     return place;
 }
 

@@ -133,6 +133,43 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
     if (SCORES) mn_wy_inverse_store_P(workspace.P + matrix, smem.q);
 }
 
+/* T and the decays of the chunk `place` of a redo, from its rows in front of the cut alone, by a
+ * block of THREADS of which the first warpgroup multiplies; e is left in shared memory no longer
+ * than that. */
+template <int KP, int THREADS>
+__device__ inline void mn_wy_inverse_redo(mn_wy_inverse_smem<KP, false> &smem,
+                                          const mn_delta_params &job,
+                                          const mn_delta_chunk_place &place) {
+    const mn_delta_args &p = job.p;
+    const mn_tile_span &tile = place.tile;
+    const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
+    const bool multiplies = threadIdx.x < MN_DELTA_WY_THREADS;
+    float sum[8][4] = {};
+    if (multiplies) {
+        mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span,
+                                              mn_key_head(p.call, place.h), tile.first, count, 0,
+                                              p.call.K, threadIdx.x);
+        mn_cp_async_commit();
+    }
+    if (warp == 0) {
+        mn_delta_cumsum_decays(smem.log_decays, p, tile.span, place.h, tile.first, count);
+    }
+    mn_cp_async_wait<0>();
+    mn_fence_proxy_async();
+    __syncthreads();
+    if (multiplies) mn_wgmma_scores<KP>(sum, mn_shared_u32(smem.e), mn_shared_u32(smem.e));
+    __syncthreads();
+    if (multiplies) {
+        mn_delta_decay_scores(sum, smem.log_decays, warp, false,
+                              [&](int t, int s, float x, float y) {
+                                  *(float2 *)&smem.solver.A[t][s] = make_float2(x, y);
+                              });
+    }
+    mn_delta_store_log_decays(job.workspace.log_decays + place.index, smem.log_decays);
+    mn_delta_wy_inverse<THREADS, true>(smem.solver, job.workspace.T + place.index * MN_DELTA_MATRIX,
+                                       nullptr);
+}
+
 #endif
 
 /* Grid: chunk slots * H blocks of 128 threads, block = slot * H + h, or as delta_redo.cuh says.

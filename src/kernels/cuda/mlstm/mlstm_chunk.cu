@@ -428,17 +428,13 @@ __device__ inline void mn_mlstm_chunk(mn_scan_state_of<DEPTH, CHUNK> &M,
     }
     mn_mlstm_grad_weights<DEPTH, CHUNK> weights(smem.log_decays[now], smem.n[now]);
     mn_scan_output<DEPTH, CHUNK>(o, smem.stage[now], smem.state[now], weights, paired,
-                               scan.mode == MN_SCAN_SAVE_STATE ? &product : nullptr);
+                               scan.mode == MN_SCAN_DOT_STATE ? &product : nullptr);
     if (scan.mode == MN_SCAN_DOT_STATE) {
-        mn_scan_dot_saved<DEPTH, CHUNK>(M, kept, scan, kept_at, weights.whole(), met);
+        mn_scan_dot_saved<DEPTH, CHUNK>(M, kept, scan, kept_at, weights.whole(), met, product);
     }
     if (scan.mode == MN_SCAN_SAVE_STATE) {
         M.keep(scan.kept + kept_at * sizes::kept);
         if (of_n) kept_n[threadIdx.x] = smem.n[now][threadIdx.x];
-        product = scan.scale * mn_warp_sum(product);
-        if (threadIdx.x % 32 == 0) {
-            scan.inside[kept_at * sizes::warps + threadIdx.x / 32] = product;
-        }
     }
     mn_scan_update_state<DEPTH, CHUNK>(M, smem.stage[now], weights);
     n.advance(weights);
