@@ -3,6 +3,7 @@
 #include "kernels/cuda/attention/attention_bwd_flash_sm90.cuh"
 #include "kernels/cuda/attention/attention_bwd_single_pass_sm90.cuh"
 #include "kernels/cuda/attention/attention_fwd_flash_sm90.cuh"
+#include "kernels/cuda/attention/attention_mma_sm80.cuh"
 
 namespace mneme::attention {
 
@@ -27,21 +28,26 @@ static mn_attn_params relu_params(const void *args) {
 }
 
 static bool plan_forward(mn_plan *plan, const mn_attn_params &p) {
-    return mn_flash_supported(p) || mn_attn_plan(plan, p, false);
+    return mn_flash_supported(p) || mn_flash_sm80_supported(p) || mn_attn_plan(plan, p, false);
 }
 
 static int forward(const mn_attn_params &p, void *shared, void *stream) {
     if (!p.o.data && !p.lse.data) return cudaSuccess;
     if (mn_flash_supported(p)) return mn_flash_fwd(p, (cudaStream_t)stream);
+    if (mn_flash_sm80_supported(p)) return mn_flash_fwd_sm80(p, (cudaStream_t)stream);
     return mn_attn_run(p, false, shared, stream);
 }
 
 static bool plan_backward(mn_plan *plan, const mn_attn_params &p) {
     if (mn_single_pass_supported(p)) return mn_single_pass_plan(plan, p);
-    return mn_flash_bwd_supported(p) ? mn_flash_bwd_plan(plan, p) : mn_attn_plan(plan, p, true);
+    const bool by_tiles = mn_flash_bwd_supported(p) || mn_flash_bwd_sm80_supported(p);
+    return by_tiles ? mn_flash_bwd_plan(plan, p) : mn_attn_plan(plan, p, true);
 }
 
 static int backward(const mn_attn_params &p, void *shared, void *stream) {
+    if (mn_flash_bwd_sm80_supported(p)) {
+        return mn_flash_bwd_sm80(p, (float *)shared, (cudaStream_t)stream);
+    }
     if (!mn_flash_bwd_supported(p)) return mn_attn_run(p, true, shared, stream);
     if (mn_single_pass_supported(p)) return mn_single_pass_bwd(p, (float *)shared,
                                                                (cudaStream_t)stream);

@@ -7,22 +7,9 @@
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_ROWS_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_ROWS_CUH
 
-#include "kernels/cuda/attention/attention_strip_mma.cuh"
-#include "kernels/cuda/prim/fmax.cuh"
+#include "kernels/cuda/attention/attention_tiles.cuh"
 
 namespace mneme::attention {
-
-/* Both operators. */
-struct mn_attn_params {
-    mn_call call;
-    int64_t window;        // 0: none
-    float scale, eps;
-    double base;
-    int rope;              // attention's rope_kind
-    bool softmax;
-    mn_in q, k, v, d_o;
-    mn_out o, lse, dq, dk, dv;
-};
 
 /* Largest of the block, and sums of it. */
 __device__ inline float mn_block_max(float x, float *smem) {
