@@ -453,11 +453,11 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
     return code == cudaSuccess ? reduce_grads(job, records, KP / KT, stream) : code;
 }
 
-/* Where there is little shared memory, blocks of gradients take half of 128 channels. */
+/* Where there is little shared memory, blocks of gradients take 64 channels in place of 128. */
 template <int KP>
 static int backward(const mn_delta_params &job, const mn_grad_fold &fold, const mn_out &values,
                     cudaStream_t stream) {
-    if constexpr (KP == 128) {
+    if constexpr (KP >= 128) {
         static_assert(sizeof(mn_channel_grad_smem<64>) <= MN_DELTA_LEAST_SMEM_64 &&
                           sizeof(mn_grad_smem<64>) <= MN_DELTA_LEAST_SMEM_64,
                       "what the GPU has to have");
