@@ -1,5 +1,5 @@
-/* attention_bwd_flash_sm80.cu - attention and relu_attention backward by mma.sync, in bf16, for heads
- * of up to 128 columns: the two kernels of attention_bwd_flash_sm90.cuh, by the equations of
+/* attention_bwd_flash_sm80.cu - attention and relu_attention backward by mma.sync, in bf16, for
+ * heads of up to 128 columns: the two kernels of attention_bwd_flash_sm90.cuh, by the equations of
  * attention_tiles.cuh.
  *
  * A block's 128 rows stay in shared memory, a warp has 16 of them; those of the other side come by
@@ -180,8 +180,8 @@ __device__ inline void mn_bwd80_load_queries(mn_flash80_bwd_smem<D> &smem,
     mn_cp_async_commit_group();
 }
 
-/* Adds what 32 queries from number `q0` of a stage on, which is query t, give to the warp's 16 keys;
- * `key` is the first query that sees the thread's first one. */
+/* Adds what 32 queries from number `q0` of a stage on, which is query t, give to the warp's 16
+ * keys; `key` is the first query that sees the thread's first one. */
 template <int D, bool softmax, bool has_window>
 __device__ inline void mn_bwd80_keys(float (&dk)[D / 2], float (&dv)[D / 2],
                                      mn_flash80_bwd_smem<D> &smem, const mn_attn_params &p,
@@ -240,10 +240,12 @@ attention_bwd_dkv_sm80_kernel(const __grid_constant__ mn_bwd_params k) {
     const int first = key - threadIdx.x % 32 / 4;    // the warp's first key
     const float scale = softmax ? p.scale * 1.4426950408889634f : p.scale;
     float dk[D / 2] = {}, dv[D / 2] = {};
-    mn_flash80_load_tile<MN_FLASH80_ROWS, D>(mn_smem_addr(smem.a), mn_row<mn_bf16>(p.k, b, t0, at.h),
-                                             p.k.stride[1], n_rows, (int)p.call.K);
-    mn_flash80_load_tile<MN_FLASH80_ROWS, D>(mn_smem_addr(smem.b), mn_row<mn_bf16>(p.v, b, t0, at.h),
-                                             p.v.stride[1], n_rows, (int)p.call.V);
+    mn_flash80_load_tile<MN_FLASH80_ROWS, D>(mn_smem_addr(smem.a),
+                                             mn_row<mn_bf16>(p.k, b, t0, at.h), p.k.stride[1],
+                                             n_rows, (int)p.call.K);
+    mn_flash80_load_tile<MN_FLASH80_ROWS, D>(mn_smem_addr(smem.b),
+                                             mn_row<mn_bf16>(p.v, b, t0, at.h), p.v.stride[1],
+                                             n_rows, (int)p.call.V);
     if (turns > 0) mn_bwd80_load_queries<D>(smem, at, k, range, 0);
     else mn_cp_async_commit_group();
     for (int n = 0; n < turns; n++) {

@@ -1,5 +1,5 @@
-/* attention_fwd_flash_sm80.cu - attention and relu_attention forward by mma.sync, in bf16, for heads
- * of up to 128 columns: the sums of attention_fwd_flash_sm90.cuh.
+/* attention_fwd_flash_sm80.cu - attention and relu_attention forward by mma.sync, in bf16, for
+ * heads of up to 128 columns: the sums of attention_fwd_flash_sm90.cuh.
  *
  * A block has 128 queries of one head, a warp 16 of them in registers. Tiles of 64 keys, and of
  * their values, come by cp.async in two stages each: the keys of the next tile under the scores of

@@ -2,9 +2,9 @@
  * or newer without wgmma): products of warps on swizzled tiles in shared memory, copies, and which
  * calls they serve.
  *
- * Tiles lie as those of attention_wgmma_sm90.cuh. A warp has 16 rows of a product: lane l rows l / 4
- * and that plus 8, of each eight columns the two from l % 4 2 on: d[4 j + 0, 1] in the first row,
- * d[4 j + 2, 3] in the second. */
+ * Tiles lie as those of attention_wgmma_sm90.cuh. A warp has 16 rows of a product: lane l rows
+ * l / 4 and that plus 8, of each eight columns the two from l % 4 2 on: d[4 j + 0, 1] in the first
+ * row, d[4 j + 2, 3] in the second. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_MMA_SM80_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_MMA_SM80_CUH
 

@@ -385,8 +385,8 @@ inline int mn_curve_add_up(const mn_curvature_args *p, float *states, const floa
     return mn_launch_status();
 }
 
-/* Tokens of a segment of bf16 calls for each slice of a head, of which 16 to 32 count: enough blocks
- * of one long sequence for a GPU, and of many heads few sums of segments. */
+/* Tokens of a segment of bf16 calls for each slice of a head, of which 16 to 32 count: enough
+ * blocks of one long sequence for a GPU, and of many heads few sums of segments. */
 enum { MN_CURVE_SEGMENT_SHARE = 32 };
 
 /* How a call is cut into tiles: by sizes that a sequence shares with all others. */

@@ -485,7 +485,8 @@ extern "C" bool mn_delta_folds_groups(const void *args) {
 static bool size_fold(int64_t *grads, int64_t *arrivals, const mn_delta_args *p) {
     const mn_call &c = p->call;
     return mn_mul_i64(grads, c.B * c.T, c.H) && mn_mul_i64(grads, *grads, c.K) &&
-           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J, mn_ceil_div(c.K, 64));
+           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J,
+                      mn_delta_padded_k(c.K) / 64);
 }
 
 /* Behind the workspace, which is a multiple of 16 bytes: arrivals, then the gradients. */

@@ -45,8 +45,8 @@ enum { MN_DELTA_COL_TILES = 4, MN_DELTA_PRODUCERS = 128 };    // most of a block
 
 /* What is needed first of a chunk (front), and what later (back). The front is loaded one chunk
  * ahead, the back too where shared memory suffices; where it is tight (mn_delta_params.tight) keys
- * of more than 128 have one front and others one back. Forward: keys e, values v, T, P; then q and w.
- * Back: keys w, values do, T, P; then q and e. */
+ * of more than 128 have one front and others one back. Forward: keys e, values v, T, P; then q and
+ * w. Back: keys w, values do, T, P; then q and e. */
 template <int KP>
 struct alignas(1024) mn_scan_front {
     unsigned char keys[mn_tile_bytes<KP>()], values[mn_tile_bytes<64>()];
