@@ -394,7 +394,8 @@ template <typename T>
 inline mn_curve_cut mn_curve_smem_tile_cut(const mn_curvature_args *p) {
     const int64_t K = p->call.K;
     const int64_t heads = mn_max(mn_min(mn_curve_slices(K) * p->call.H, 32), 16);
-    const int64_t segment = sizeof(T) == 2 ? heads * MN_CURVE_SEGMENT_SHARE : MN_CURVE_SEGMENT;
+    const int64_t segment = sizeof(T) == 2 ? heads * (int64_t)MN_CURVE_SEGMENT_SHARE
+                                           : (int64_t)MN_CURVE_SEGMENT;
     const bool packs = mn_smem_tile_vec_ok<T>(p->q, K) && mn_smem_tile_vec_ok<T>(p->k, K) &&
                        mn_smem_tile_vec_ok<T>(p->cot.qt, K);
     return { segment, mn_curve_slices(K), mn_curve_slices(K), packs };
