@@ -3,6 +3,7 @@
 #include "kernels/cuda/additive/additive_channel_scale.cuh"
 #include "kernels/cuda/additive/additive_state_scan.cuh"
 #include "kernels/cuda/additive/additive.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::additive {
 
@@ -18,14 +19,16 @@ namespace mneme::additive {
  *             factor of the row; + inside)
  *
  * A block has 64 value columns of one head of one sequence and eight warps; a warp has the rows of
- * one part and half of the columns. */
+ * one part and half of the columns. Keys of up to 128 fit in the 163 KiB of 8.0 with two chunks:
+ * what scales inside a part takes the place of the decays it was made of, the state is shared
+ * once, and a scan of values reads its rows of x from memory. */
 
 enum { MN_CHANNEL_WARPS = 8, MN_CHANNEL_THREADS = 32 * MN_CHANNEL_WARPS };
 
 template <int DEPTH>
 struct mn_channel_sizes {
     static constexpr int pitch = DEPTH + 8, steps = DEPTH / 16;
-    static constexpr int buffers = DEPTH <= 128 ? 2 : 1;    // of chunks and of the shared state
+    static constexpr int buffers = DEPTH <= 128 ? 2 : 1;    // of chunks
     static constexpr int row_groups = steps < MN_CHANNEL_WARPS ? steps : MN_CHANNEL_WARPS;
     static constexpr int row_tiles = steps / row_groups;
     static constexpr int column_tiles = 8 * row_groups / MN_CHANNEL_WARPS;
@@ -140,16 +143,15 @@ template <int DEPTH>
 struct mn_keys_stage {
     alignas(16) mn_bf16 x[mn_channel_sizes<DEPTH>::deep];
     alignas(16) mn_bf16 y[mn_channel_sizes<DEPTH>::deep];
-    alignas(16) mn_bf16 g[mn_channel_sizes<DEPTH>::deep];
+    alignas(16) mn_bf16 g[mn_channel_sizes<DEPTH>::deep];    // then k_inside
     alignas(16) mn_bf16 z[mn_channel_sizes<DEPTH>::wide];
 };
 
 template <int DEPTH>
 struct mn_keys_smem {
     mn_keys_stage<DEPTH> stage[mn_channel_sizes<DEPTH>::buffers];
-    alignas(16) mn_bf16 x_inside[mn_channel_sizes<DEPTH>::deep];
-    alignas(16) mn_bf16 y_inside[mn_channel_sizes<DEPTH>::deep];
-    alignas(16) mn_bf16 state[mn_channel_sizes<DEPTH>::buffers][DEPTH * MN_SCAN_PITCH];
+    alignas(16) mn_bf16 q_inside[mn_channel_sizes<DEPTH>::deep];
+    alignas(16) mn_bf16 state[DEPTH * MN_SCAN_PITCH];
     alignas(16) float cum_decay[MN_SUBCHUNKS * DEPTH];
 };
 
@@ -187,13 +189,15 @@ __device__ inline void mn_keys_decay_rows(uint32_t (&x)[DEPTH / 16][4], float4 (
 
 template <int DEPTH>
 __device__ inline void mn_keys_output(float (&o)[4][4], const mn_keys_smem<DEPTH> &smem,
-                                    const mn_keys_stage<DEPTH> &in, const mn_bf16 *state) {
+                                      const mn_keys_stage<DEPTH> &in, bool reverse) {
     constexpr int pitch = DEPTH + 8;
     const int part = mn_channel_subchunk();
     uint32_t x[DEPTH / 16][4], a[4];
     float4 f[DEPTH / 16];
-    mn_channel_rows<DEPTH>(x, smem.x_inside + part * MN_SUBCHUNK * pitch);
-    mn_channel_scores<DEPTH>(a, x, smem.y_inside + part * MN_SUBCHUNK * pitch, true);
+    const mn_bf16 *x_inside = reverse ? in.g : smem.q_inside;
+    const mn_bf16 *y_inside = reverse ? smem.q_inside : in.g;
+    mn_channel_rows<DEPTH>(x, x_inside + part * MN_SUBCHUNK * pitch);
+    mn_channel_scores<DEPTH>(a, x, y_inside + part * MN_SUBCHUNK * pitch, true);
     mn_mma_causal(o, a, in.z + part * MN_SUBCHUNK * MN_SCAN_PITCH + mn_channel_column0(),
                   MN_SCAN_PITCH);
     const mn_bf16 *rows = in.x + part * MN_SUBCHUNK * pitch;
@@ -206,7 +210,7 @@ __device__ inline void mn_keys_output(float (&o)[4][4], const mn_keys_smem<DEPTH
         mn_channel_mma(o, a, in.z + from * MN_SUBCHUNK * MN_SCAN_PITCH);
         mn_keys_decay_rows<DEPTH>(x, f, rows, smem.cum_decay + from * DEPTH);
     }
-    mn_channel_mma_state<DEPTH>(o, x, state);
+    mn_channel_mma_state<DEPTH>(o, x, smem.state);
 }
 
 /* M <- f M + y~' z for every part; the decays f belong to rows of M, or to its columns */
@@ -277,7 +281,6 @@ additive_channel_scan_keys(const __grid_constant__ mn_chunk_scans all) {
     M.begin(p, at, kept, [&](const float *cum_decays) {
         M.each([&](float &cell, int i, int) { cell *= cum_decays[i]; });
     });
-    M.share(smem.state[0]);
     if (buffers == 2 && at.iter < at.end) {
         mn_keys_load<DEPTH>(smem.stage[0], col_tiles, g, mn_channel_token0(at.iter, at, reverse),
                              length, reverse);
@@ -292,23 +295,20 @@ additive_channel_scan_keys(const __grid_constant__ mn_chunk_scans all) {
         }
         mn_cp_async_wait_all();
         __syncthreads();
+        if (col_tiles.reads) M.share(smem.state);
         if (buffers == 2 && n + 1 < at.end) {
             mn_keys_load<DEPTH>(smem.stage[next], col_tiles, g,
                                 mn_channel_token0(n + 1, at, reverse),
                                  length, reverse);
         }
-        mn_scale_tiles tiles = { in.x, smem.x_inside, in.y, smem.y_inside, in.g, smem.cum_decay };
-        if (reverse) {
-            tiles = { in.y, smem.y_inside, in.x, smem.x_inside, in.g, smem.cum_decay };
-        }
+        mn_scale_tiles tiles = { in.x, smem.q_inside, in.y, in.g, in.g, smem.cum_decay };
+        if (reverse) tiles.q = in.y, tiles.k = in.x;
         mn_scale_chunk<DEPTH, MN_CHANNEL_THREADS>(tiles, reverse);
         __syncthreads();
         float o[4][4] = {};
-        if (col_tiles.reads) mn_keys_output<DEPTH>(o, smem, in, smem.state[now]);
+        if (col_tiles.reads) mn_keys_output<DEPTH>(o, smem, in, reverse);
         mn_channel_update_state<DEPTH, false>(M, in.y, in.z, smem.cum_decay);
         if (!col_tiles.reads) cum_decay *= mn_channel_chunk_decay<DEPTH>(smem.cum_decay);
-        if (buffers == 1) __syncthreads();
-        M.share(smem.state[next]);
         if (!col_tiles.reads) continue;
         mn_channel_store_out(o, p, col_tiles, t, (int)min((int64_t)MN_SUBCHUNK_CHUNK, length - t));
     }
@@ -319,19 +319,17 @@ additive_channel_scan_keys(const __grid_constant__ mn_chunk_scans all) {
 
 template <int DEPTH>
 struct mn_values_stage {
-    alignas(16) mn_bf16 x[mn_channel_sizes<DEPTH>::deep];
     alignas(16) mn_bf16 y[mn_channel_sizes<DEPTH>::deep];
     alignas(16) mn_bf16 z[mn_channel_sizes<DEPTH>::wide];
     alignas(16) mn_bf16 paired[mn_channel_sizes<DEPTH>::wide];
-    alignas(16) mn_bf16 g[mn_channel_sizes<DEPTH>::wide];
+    alignas(16) mn_bf16 g[mn_channel_sizes<DEPTH>::wide];    // then k_inside
 };
 
 template <int DEPTH>
 struct mn_values_smem {
     mn_values_stage<DEPTH> stage[mn_channel_sizes<DEPTH>::buffers];
-    alignas(16) mn_bf16 z_inside[mn_channel_sizes<DEPTH>::wide];
-    alignas(16) mn_bf16 paired_inside[mn_channel_sizes<DEPTH>::wide];
-    alignas(16) mn_bf16 state[mn_channel_sizes<DEPTH>::buffers][DEPTH * MN_SCAN_PITCH];
+    alignas(16) mn_bf16 q_inside[mn_channel_sizes<DEPTH>::wide];
+    alignas(16) mn_bf16 state[DEPTH * MN_SCAN_PITCH];
     alignas(16) float factor[mn_channel_sizes<DEPTH>::wide];    // of rows of out; sums for dg
     alignas(16) float inside[mn_channel_sizes<DEPTH>::wide];
     alignas(16) float cum_decay[MN_SUBCHUNKS * MN_SCAN_WIDTH];
@@ -345,8 +343,6 @@ __device__ inline void mn_values_load(mn_values_stage<DEPTH> &to, const mn_chunk
                                        int64_t length) {
     constexpr int rows = MN_SUBCHUNK_CHUNK, threads = MN_CHANNEL_THREADS;
     const int count = (int)min((int64_t)rows, length - t);
-    if (col_tiles.reads) mn_load_tokens<rows, DEPTH,
-        threads>(to.x, col_tiles.x, t, count, p.reverse);
     mn_load_tokens<rows, DEPTH, threads>(to.y, col_tiles.y, t, count, p.reverse);
     mn_load_tokens<rows, MN_SCAN_WIDTH, threads>(to.z, col_tiles.z, t, count, p.reverse);
     mn_load_tokens<rows, MN_SCAN_WIDTH, threads>(to.g, g, t, count, p.reverse);
@@ -357,18 +353,50 @@ __device__ inline void mn_values_load(mn_values_stage<DEPTH> &to, const mn_chunk
     mn_cp_async_commit();
 }
 
+/* Asks for the rows of this warp's part of x, so that they are near when they are read. */
+template <int DEPTH>
+__device__ inline void mn_values_prefetch_rows(const mn_col_tile<const mn_bf16> &from, int64_t t,
+                                               int count, bool reverse) {
+    constexpr int lines = DEPTH / 64;    // of 128 bytes, of a row
+    const int row0 = mn_channel_subchunk() * MN_SUBCHUNK;
+    for (int i = threadIdx.x % 32; i < MN_SUBCHUNK * lines; i += 32) {
+        const int row = row0 + i / lines, column = i % lines * 64;
+        const int token = reverse ? MN_SUBCHUNK_CHUNK - 1 - row : row;
+        if (token < count && column < from.width) {
+            mn_prefetch_l1(from.at + (t + token) * from.step + column);
+        }
+    }
+}
+
+/* Rows of this warp's part of x, straight from memory. */
+template <int DEPTH>
+__device__ inline void mn_values_load_rows(uint32_t (&x)[DEPTH / 16][4],
+                                           const mn_col_tile<const mn_bf16> &from, int64_t t,
+                                           int count, bool reverse) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = mn_channel_subchunk() * MN_SUBCHUNK + threadIdx.x % 32 / 4 + 8 * half;
+        const int token = reverse ? MN_SUBCHUNK_CHUNK - 1 - row : row;
+        uint32_t pair[DEPTH / 8];
+        mn_load_bf16x2(pair, from, t + token, token < count, 0);
+#pragma unroll
+        for (int i = 0; i < DEPTH / 8; i++) x[i / 2][i % 2 * 2 + half] = pair[i];
+    }
+}
+
 /* o, and its part from inside this warp's part of the chunk, before the factors of rows; the part
  * of o that is read from the state where it is asked for */
 template <int DEPTH>
 __device__ inline void mn_values_output(float (&o)[4][4], float (&inside)[4][4],
-                                      float (&from_state)[4][4],
-                                      const mn_values_smem<DEPTH> &smem,
-                                      const mn_values_stage<DEPTH> &in, const mn_bf16 *state) {
+                                        float (&from_state)[4][4],
+                                        const uint32_t (&x)[DEPTH / 16][4],
+                                        const mn_values_smem<DEPTH> &smem,
+                                        const mn_values_stage<DEPTH> &in, bool reverse) {
     constexpr int pitch = DEPTH + 8;
     const int part = mn_channel_subchunk(), lane = threadIdx.x % 32;
-    uint32_t x[DEPTH / 16][4], a[4];
-    mn_channel_rows<DEPTH>(x, in.x + part * MN_SUBCHUNK * pitch);
-    mn_channel_mma_state<DEPTH>(o, x, state);
+    const mn_bf16 *z_inside = reverse ? smem.q_inside : in.g;
+    uint32_t a[4];
+    mn_channel_mma_state<DEPTH>(o, x, smem.state);
 #pragma unroll
     for (int i = 0; i < 16; i++) from_state[i / 4][i % 4] = o[i / 4][i % 4];
 #pragma unroll 1
@@ -388,7 +416,7 @@ __device__ inline void mn_values_output(float (&o)[4][4], float (&inside)[4][4],
     }
     mn_channel_scores<DEPTH>(a, x, in.y + part * MN_SUBCHUNK * pitch, true);
     mn_mma_causal(inside, a,
-                  smem.z_inside + part * MN_SUBCHUNK * MN_SCAN_PITCH + mn_channel_column0(),
+                  z_inside + part * MN_SUBCHUNK * MN_SCAN_PITCH + mn_channel_column0(),
                   MN_SCAN_PITCH);
 }
 
@@ -446,7 +474,8 @@ __device__ inline void mn_values_epilogue(float (&o)[4][4], const float (&inside
             const float near_low = inside[tile][2 * half], near_high = inside[tile][2 * half + 1];
             if (p.mode != MN_SCAN_PLAIN) {
                 const uint32_t far = *(const uint32_t *)(in.paired + i);
-                const uint32_t near = *(const uint32_t *)(smem.paired_inside + i);
+                const uint32_t near =
+                    *(const uint32_t *)((p.reverse ? in.g : smem.q_inside) + i);
                 float2 both;
                 both.x = p.scale * fmaf(*low, mn_bf16_lo(far), near_low * mn_bf16_lo(near));
                 both.y = p.scale * fmaf(*high, mn_bf16_hi(far), near_high * mn_bf16_hi(near));
@@ -563,9 +592,8 @@ template <int DEPTH>
 __device__ inline void mn_values_chunk(mn_channel_state<DEPTH> &M, const mn_chunk_scans &all,
                                       const mn_chunk_scan &p, const mn_scan_coord &at,
                                       const mn_scan_col_tiles &col_tiles,
-                                          mn_values_smem<DEPTH> &smem,
-                                      const mn_values_stage<DEPTH> &in, int now, int next,
-                                      int64_t t) {
+                                      mn_values_smem<DEPTH> &smem,
+                                      const mn_values_stage<DEPTH> &in, int64_t t) {
     constexpr int size = mn_channel_sizes<DEPTH>::kept;
     const int count = (int)min((int64_t)MN_SUBCHUNK_CHUNK, at.span.length - t);
     const int64_t slot = mn_scan_first_slot(all.call, at.n, MN_SUBCHUNK_CHUNK) + t
@@ -575,11 +603,13 @@ __device__ inline void mn_values_chunk(mn_channel_state<DEPTH> &M, const mn_chun
     float o[4][4] = {}, inside[4][4] = {}, from_state[4][4];
     typename mn_channel_state<DEPTH>::kept kept;
     float2 saved_products[2][4];
+    uint32_t x[DEPTH / 16][4];
+    mn_values_load_rows<DEPTH>(x, col_tiles.x, t, count, p.reverse);
     if (p.mode == MN_SCAN_DOT_STATE) {
         M.recall(kept, kept_at);
         mn_values_load_products(saved_products, all, p, at, t, count);
     }
-    mn_values_output<DEPTH>(o, inside, from_state, smem, in, smem.state[now]);
+    mn_values_output<DEPTH>(o, inside, from_state, x, smem, in, p.reverse);
     mn_values_epilogue<DEPTH>(o, inside, saved_products, all, p, at, smem, in, t, count);
     if (p.mode == MN_SCAN_SAVE_STATE) M.keep(kept_at);
     if (p.mode == MN_SCAN_DOT_STATE) {
@@ -587,8 +617,6 @@ __device__ inline void mn_values_chunk(mn_channel_state<DEPTH> &M, const mn_chun
         mn_values_dot_state<DEPTH>(M, kept, p, smem);
     }
     mn_channel_update_state<DEPTH, true>(M, in.y, in.z, smem.cum_decay);
-    if (mn_channel_sizes<DEPTH>::buffers == 1) __syncthreads();
-    M.share(smem.state[next]);
     mn_channel_store_out(o, p, col_tiles, t, count);
     if (p.mode == MN_SCAN_DOT_STATE) mn_values_decay_grad<DEPTH>(all, p, at, smem, index, t, count);
 }
@@ -612,7 +640,6 @@ additive_channel_scan_values(const __grid_constant__ mn_chunk_scans all) {
     M.begin(p, at, kept, [&](const float *cum_decays) {
         M.each([&](float &cell, int, int j) { cell *= cum_decays[j]; });
     });
-    M.share(smem.state[0]);
     if (buffers == 2 && at.iter < at.end) {
         mn_values_load<DEPTH>(smem.stage[0], p, col_tiles, g,
                               mn_channel_token0(at.iter, at, reverse),
@@ -628,20 +655,22 @@ additive_channel_scan_values(const __grid_constant__ mn_chunk_scans all) {
         }
         mn_cp_async_wait_all();
         __syncthreads();
+        if (col_tiles.reads) {
+            const int count = (int)min((int64_t)MN_SUBCHUNK_CHUNK, length - t);
+            mn_values_prefetch_rows<DEPTH>(col_tiles.x, t, count, reverse);
+            M.share(smem.state);
+        }
         if (buffers == 2 && n + 1 < at.end) {
             mn_values_load<DEPTH>(smem.stage[next], p, col_tiles, g,
                                    mn_channel_token0(n + 1, at, reverse), length);
         }
-        mn_scale_tiles tiles = { in.paired, smem.paired_inside, in.z,       smem.z_inside, in.g,
-                                 smem.cum_decay, smem.factor,        smem.inside };
-        if (reverse) {
-            tiles.q = in.z, tiles.q_inside = smem.z_inside;
-            tiles.k = in.paired, tiles.k_inside = smem.paired_inside;
-        }
+        mn_scale_tiles tiles = { in.paired, smem.q_inside,  in.z,        in.g,
+                                 in.g,      smem.cum_decay, smem.factor, smem.inside };
+        if (reverse) tiles.q = in.z, tiles.k = in.paired;
         mn_scale_chunk<MN_SCAN_WIDTH, MN_CHANNEL_THREADS>(tiles, reverse);
         __syncthreads();
         if (col_tiles.reads) {
-            mn_values_chunk<DEPTH>(M, all, p, at, col_tiles, smem, in, now, next, t);
+            mn_values_chunk<DEPTH>(M, all, p, at, col_tiles, smem, in, t);
         } else {
             mn_channel_update_state<DEPTH, true>(M, in.y, in.z, smem.cum_decay);
             cum_decay *= mn_channel_chunk_decay<MN_SCAN_WIDTH>(smem.cum_decay);
@@ -649,6 +678,9 @@ additive_channel_scan_values(const __grid_constant__ mn_chunk_scans all) {
     }
     mn_channel_end<DEPTH>(M, p, at, cum_decay, MN_SCAN_WIDTH);
 }
+
+static_assert(sizeof(mn_keys_smem<128>) <= 163 * 1024 && sizeof(mn_values_smem<128>) <= 163 * 1024,
+              "what a GPU of 8.0 has");
 
 template <int DEPTH>
 static bool fits(void) {

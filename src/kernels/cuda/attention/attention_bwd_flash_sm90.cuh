@@ -1,12 +1,8 @@
 /* attention_bwd_flash_sm90.cuh - attention and relu_attention backward by Hopper's products, in
  * bf16, for heads of up to 128 columns.
  *
- * Two numbers of each row make its weights w and the cotangents dz of its scores again:
- *
- *   softmax   a = log2 sum 2^(c z)              b = sum w g                g = do.v
- *             w = 2^(c z - a)                   dz = w (g - b)
- *   relu      a = 1 / n, n = max(|z|, eps)      b = scale a^2 sum relu(z) g a, 0 where eps holds
- *             w = scale relu(z) a               dz = [z > 0] g a - b z
+ * Two numbers of each row, a and b, make its weights w and the cotangents dz of its scores again
+ * (attention_tiles.cuh).
  *
  * First kernel, a block for 128 queries: scans over the keys and sums dq = scale sum dz k. Where
  * forward left its sums and o, they give a and b = o.do; otherwise a scan before finds them. o was
@@ -19,7 +15,6 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 
 #include "kernels/cuda/attention/attention_fwd_flash_sm90.cuh"
-#include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::attention {
@@ -46,11 +41,6 @@ using mn_bwd_dq_smem = mn_bwd_smem<D, 128, D == 64 ? 4 : 2>;
 template <int D>
 using mn_bwd_dkv_smem = mn_bwd_smem<D, D == 64 ? 128 : 64, 4>;
 
-struct mn_bwd_params {
-    mn_flash_params f;
-    float *rows;    // (2, B, H, T): a and b of every row
-};
-
 template <typename Smem>
 __device__ inline void mn_bwd_init_mbarriers(Smem &smem) {
     if (threadIdx.x == 0) {
@@ -62,17 +52,6 @@ __device__ inline void mn_bwd_init_mbarriers(Smem &smem) {
     }
     __syncthreads();
 }
-
-/* The address of a of row t (of batch row b) of head h; b is mn_bwd_stats_stride further on. */
-__device__ inline float *mn_bwd_row_stats(const mn_bwd_params &k, int64_t b, int64_t h, int64_t t) {
-    return k.rows + (b * k.f.p.call.H + h) * k.f.p.call.T + t;
-}
-
-__device__ inline int64_t mn_bwd_stats_stride(const mn_bwd_params &k) {
-    return k.f.p.call.B * k.f.p.call.H * k.f.p.call.T;
-}
-
-#if MN_HAS_WGMMA
 
 /* Waits for stage n to be there; says that the calling warp is done with it. */
 template <typename Smem>
@@ -109,27 +88,6 @@ __device__ inline void mn_bwd_store_tile(unsigned char *smem, const float (&d)[D
     }
 }
 
-/* A weight from its score. */
-template <bool softmax>
-__device__ inline float mn_bwd_weight(float z, float a, float scale) {
-    return softmax ? mn_exp2(fmaf(z, scale, -a)) : mn_fmax(z, 0.0f) * (scale * a);
-}
-
-/* Scores become weights where that is all that is needed of them, as for softmax. */
-template <bool softmax, int N>
-__device__ inline void mn_bwd_weights(float (&z)[N], const float (&a)[2], float scale) {
-#pragma unroll
-    for (int i = 0; softmax && i < N; i++) {
-        z[i] = mn_bwd_weight<softmax>(z[i], a[i % 4 / 2], scale);
-    }
-}
-
-/* The cotangent of a score, before its scale; of softmax z is the weight. */
-template <bool softmax>
-__device__ inline float mn_bwd_dscore(float z, float g, float a, float b) {
-    return softmax ? z * (g - b) : fmaf(-b, z, z > 0.0f ? g * a : 0.0f);
-}
-
 /* ---- queries --------------------------------------------------------------------------------- */
 
 template <int D, bool has_stats>
@@ -162,106 +120,7 @@ __device__ inline void mn_bwd_dq_producer(mn_bwd_dq_smem<D> &smem, const mn_flas
     }
 }
 
-/* What a scan gathers of a thread's two rows. */
-struct mn_bwd_row_state {
-    float row_max[2], sum[2], mean[2];
-};
-
-template <bool softmax, int N>
-__device__ inline void mn_bwd_accumulate_stats(mn_bwd_row_state &s, float (&z)[N],
-                                               const float (&g)[N],
-                                      float scale) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float sum = 0.0f, mean = 0.0f;
-        if (!softmax) {
-#pragma unroll
-            for (int i = 2 * r; i < N; i += i % 2 ? 3 : 1) {
-                sum = fmaf(z[i], z[i], sum);
-                mean = fmaf(mn_fmax(z[i], 0.0f), g[i], mean);
-            }
-            s.sum[r] += sum, s.mean[r] += mean;
-            continue;
-        }
-        float row_max = s.row_max[r];
-#pragma unroll
-        for (int i = 2 * r; i < N; i += i % 2 ? 3 : 1) row_max = fmaxf(row_max, z[i]);
-        row_max = mn_quad_max(row_max);
-        const float by = mn_exp2((s.row_max[r] - row_max) * scale), shift = -row_max * scale;
-        s.row_max[r] = row_max;
-#pragma unroll
-        for (int i = 2 * r; i < N; i += i % 2 ? 3 : 1) {
-            const float w = mn_exp2(fmaf(z[i], scale, shift));
-            sum += w;
-            mean = fmaf(w, g[i], mean);
-        }
-        s.sum[r] = fmaf(s.sum[r], by, sum);
-        s.mean[r] = fmaf(s.mean[r], by, mean);
-    }
-}
-
-/* The two numbers of a row from its sums. */
-template <bool softmax>
-__device__ inline void mn_bwd_finish_stats(mn_bwd_row_state &s, float (&a)[2], float (&b)[2],
-                                     const mn_attn_params &p, float scale) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float sum = mn_quad_sum(s.sum[r]), mean = mn_quad_sum(s.mean[r]);
-        if (softmax) {
-            a[r] = fmaf(s.row_max[r], scale, log2f(sum));
-            b[r] = mean / sum;
-            continue;
-        }
-        const float norm = p.scale * sqrtf(sum), by = 1.0f / mn_fmax(norm, p.eps);
-        a[r] = by;
-        b[r] = norm > p.eps ? p.scale * by * by * (p.scale * by * mean) : 0.0f;
-    }
-}
-
-/* The two numbers from what forward left, of rows `row` and row + 8 of a tile; *least: what adding
- * them up in float32 may leave of b anyway. */
-__device__ inline void mn_bwd_load_stats(float (&a)[2], float (&b)[2], float (&tolerance)[2],
-                                     const mn_attn_params &p, const mn_flash_coord &at, int row) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int64_t t = at.tile.span.t0 + at.tile.first + row + 8 * r;
-        const bool inside = row + 8 * r < at.tile.n_rows;
-        float sum = 0.0f, size = 0.0f;
-        a[r] = 0.0f;
-        if (inside) {
-            const mn_bf16 *o = mn_row<mn_bf16>(p.o, at.tile.span.b, t, at.h);
-            const mn_bf16 *d_o = mn_row<mn_bf16>(p.d_o, at.tile.span.b, t, at.h);
-            for (int j = threadIdx.x % 4 * 8; j < p.call.V; j += 32) {
-                float x[8], y[8];
-                mn_load<8>(x, o, j);
-                mn_load<8>(y, d_o, j);
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    sum = fmaf(x[i], y[i], sum);
-                    size = fmaf(fabsf(x[i]), fabsf(y[i]), size);
-                }
-            }
-            a[r] = *mn_row<float>(p.lse, at.tile.span.b, t, at.h) * 1.4426950408889634f;
-        }
-        b[r] = mn_quad_sum(sum);
-        tolerance[r] = mn_quad_sum(size) * 0x1p-18f;
-    }
-}
-
-/* Where b is short of sum w g by more than can be let pass it grows by that; `size` is the sum of
- * |w (g - b)|. True if any was. */
-__device__ inline bool mn_bwd_correct_delta(float (&b)[2], const float (&tolerance)[2],
-                                            const float (&residual_sum)[2],
-                                    const float (&size)[2]) {
-    bool any = false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float residual = mn_quad_sum(residual_sum[r]), all = mn_quad_sum(size[r]);
-        any = any || fabsf(residual) > fmaf(all, 0x1p-7f, tolerance[r]);
-        b[r] += residual;
-    }
-    return any;
-}
+#if MN_HAS_WGMMA
 
 /* Multiplies a group's 64 queries. */
 template <int D, bool softmax, bool has_stats, bool has_window>
@@ -365,31 +224,9 @@ __device__ inline void mn_bwd_dq_consumer(mn_bwd_dq_smem<D> &smem, const mn_flas
                    (int)at.tile.n_rows, (int)p.call.K);
 }
 
+#endif
+
 /* ---- keys ------------------------------------------------------------------------------------ */
-
-/* Query tiles that see a tile of keys: `n` of each of `heads` query heads, from row `first` on. A
- * window leaves out those behind the last query that sees the tile's last key. */
-struct mn_bwd_q_range {
-    int first, n, heads;
-    int64_t head0, length;    // queries of the sequence
-};
-
-template <bool has_window>
-__device__ inline mn_bwd_q_range mn_bwd_q_range_of(const mn_flash_coord &at,
-                                                   const mn_attn_params &p, int step) {
-    const mn_call &call = p.call;
-    mn_bwd_q_range r;
-    r.length = call.cu_seqlens ? at.tile.span.length : call.T;
-    r.heads = (int)(call.H / call.J);
-    r.head0 = at.h * r.heads;
-    r.first = (int)max(at.tile.first - at.before, (int64_t)0) / 64 * 64;
-    int64_t end = r.length;
-    if (has_window) {
-        end = min(end, at.tile.first - at.before + at.tile.n_rows - 1 + p.window);
-    }
-    r.n = (int)max((end - r.first + step - 1) / step, (int64_t)0);
-    return r;
-}
 
 /* Cotangents of queries up to `wild` are left out by a redo; -1: none. */
 template <int D, bool REDO>
@@ -428,6 +265,8 @@ __device__ inline void mn_bwd_dkv_producer(mn_bwd_dkv_smem<D> &smem, const mn_fl
         mn_mbarrier_arrive(&smem.stage_full[stage]);
     }
 }
+
+#if MN_HAS_WGMMA
 
 template <int D, bool softmax, bool has_window, bool REDO>
 __device__ inline void mn_bwd_dkv_consumer(mn_bwd_dkv_smem<D> &smem, const mn_flash_coord &at,
@@ -628,17 +467,7 @@ attention_bwd_dkv_kernel(const __grid_constant__ mn_bwd_params k) {
 /* ---- launches -------------------------------------------------------------------------------- */
 
 inline bool mn_flash_bwd_supported(const mn_attn_params &p) {
-    const bool has_stats = p.lse.data && p.o.data;
-    return mn_flash_supported(p) && p.d_o.data && (p.window == 0 || has_stats) &&
-           mn_flash_vec_aligned(p.dq.data, p.dq.stride) &&
-           mn_flash_vec_aligned(p.dk.data, p.dk.stride)
-               && mn_flash_vec_aligned(p.dv.data, p.dv.stride);
-}
-
-inline bool mn_flash_bwd_plan(mn_plan *plan, const mn_attn_params &p) {
-    int64_t rows;
-    return mn_mul_i64(&rows, p.call.B * p.call.T, p.call.H) &&
-           mn_mul_size(&plan->shared_bytes, (size_t)rows, 2 * sizeof(float));
+    return mn_flash_bwd_serves(p) && mn_device_is_sm90();
 }
 
 template <int D, bool softmax, bool has_stats, bool has_window>

@@ -12,77 +12,12 @@
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_FWD_FLASH_SM90_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_FWD_FLASH_SM90_CUH
 
-#include "kernels/cuda/attention/attention_rows.cuh"
-#include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
-#include "kernels/cuda/prim/first_wild.cuh"
-#include "kernels/cuda/prim/fmax.cuh"
+#include "kernels/cuda/attention/attention_tiles.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::attention {
 
-enum {
-    MN_FLASH_QUERIES = 128,
-    MN_FLASH_KEYS = 128,
-    MN_FLASH_THREADS = 3 * MN_WARPGROUP,
-};
-// bytes of keys and values of a section
-static const int64_t mn_flash_l2_bytes = (int64_t)24 << 20;
-
-/* What blocks need to find their work: tiles of a head, heads of a section. */
-struct mn_flash_params {
-    mn_attn_params p;
-    int64_t tiles, section;
-};
-
-struct mn_flash_coord {
-    mn_tile_span tile;    // queries
-    int64_t h, before;
-};
-
-/* `last_first` for queries, of which late ones see many keys; not for keys, which early ones are
- * seen by most. */
-__device__ inline mn_flash_coord mn_flash_coord_of(const mn_flash_params &f, int64_t block_id,
-                                               const mn_call &call, int64_t heads, int64_t rows,
-                                               bool last_first) {
-    const int64_t all = call.cu_seqlens ? heads : heads * call.B;
-    const int64_t first = block_id / (f.section * f.tiles) * f.section;
-    const int64_t in = block_id % (f.section * f.tiles), count = min(f.section, all - first);
-    const int64_t tile = last_first ? f.tiles - 1 - in / count : in / count;
-    const int64_t head = first + in % count;
-    mn_flash_coord coord;
-    const int64_t slot = call.cu_seqlens ? tile : head / heads * f.tiles + tile;
-    coord.tile = mn_tile_at(call, rows, slot);
-    coord.h = head % heads;
-    coord.before = mn_keys_before(call);
-    return coord;
-}
-
-/* What a block makes again: the last row of a head sees all values, or with a window every so many
- * rows together do, so that one that is not finite shows in their o. The tile that holds the first
- * such value has rows in front of it, for which 0 times that was not 0; the tile ends there. No
- * rows where there is nothing to do. All threads of block n * H + h call. */
-__device__ inline mn_flash_coord mn_flash_redo_coord(const mn_attn_params &p) {
-    const mn_call &call = p.call;
-    mn_flash_coord coord = {};
-    mn_tile_span &tile = coord.tile;
-    mn_pdl_wait();
-    tile.n = blockIdx.x / call.H, coord.h = blockIdx.x % call.H;
-    tile.span = mn_span_at(call, tile.n), coord.before = mn_keys_before(call);
-    const int64_t b = tile.span.b, t0 = tile.span.t0, length = tile.span.length;
-    const int64_t step = p.window ? p.window : length;
-    bool wild = false;
-    for (int64_t t = length - 1; t >= 0; t -= step) {
-        wild = mn_redo_row_is_wild(mn_row<mn_bf16>(p.o, b, t0 + t, coord.h), call.V) || wild;
-    }
-    const mn_bf16 *v = mn_row<mn_bf16>(p.v, b, t0, coord.h / (call.H / call.J));
-    if (!wild) return coord;
-    const int64_t cut = mn_redo_first_token(coord.before + length, [&](int64_t t, float most) {
-        return mn_redo_has_wild(v + t * p.v.stride[1], call.V, most);
-    }) - coord.before;
-    if (cut <= 0) return coord;
-    tile.first = cut / MN_FLASH_QUERIES * MN_FLASH_QUERIES, tile.n_rows = cut - tile.first;
-    return coord;
-}
+enum { MN_FLASH_KEYS = 128, MN_FLASH_THREADS = 3 * MN_WARPGROUP };
 
 template <int D>
 struct alignas(1024) mn_flash_smem {
@@ -90,12 +25,6 @@ struct alignas(1024) mn_flash_smem {
     unsigned char q[bytes], k[2][bytes], v[2][bytes];
     uint64_t q_full, k_full[2], v_full[2], k_empty[2], v_empty[2];
 };
-
-/* Tiles of `keys` keys that lie in front of the windows of all rows of a block. */
-__device__ inline int mn_flash_skipped(const mn_flash_coord &at, const mn_attn_params &p,
-                                       int keys) {
-    return (int)(mn_window_first(at.before + at.tile.first + 1, p.window) / keys);
-}
 
 /* The copying warp group: queries, then keys and values in turns of two stages, from tile `skipped`
  * on. */
@@ -125,75 +54,6 @@ __device__ inline void mn_flash_producer(mn_flash_smem<D> &smem, const mn_flash_
 }
 
 #if MN_HAS_WGMMA
-
-/* What a thread knows of its two rows: the largest score and the sum of weights, or (relu) the sum
- * of squared scores. */
-struct mn_flash_row_state {
-    float row_max[2], sum[2];
-};
-
-/* Scores beyond what rows see become -inf, or 0 for relu; `left` keys of the tile are seen by the
- * thread's first row, eight more by its second. */
-template <bool softmax, int N>
-__device__ inline void mn_flash_causal_mask(float (&z)[N], int left) {
-    const int column = threadIdx.x % 4 * 2;
-    const float none = softmax ? -INFINITY : 0.0f;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        if (i / 4 * 8 + column + i % 2 >= left + i % 4 / 2 * 8) z[i] = none;
-    }
-}
-
-/* The same of what lies in front of a window: the first `out` keys of the tile for the thread's
- * first row, eight more for its second. */
-template <int N>
-__device__ inline void mn_flash_window_mask(float (&z)[N], int64_t out) {
-    const int column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        if (i / 4 * 8 + column + i % 2 < out + i % 4 / 2 * 8) z[i] = -INFINITY;
-    }
-}
-
-/* z becomes weights; `by` is what earlier sums are multiplied with. A row may see no key of a tile
- * where there is a window. */
-template <bool softmax, bool has_window>
-__device__ inline void mn_flash_online_softmax(float (&z)[64], mn_flash_row_state &s,
-                                               float (&by)[2],
-                                      float scale) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float sum = 0.0f;
-        if (!softmax) {
-#pragma unroll
-            for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) {
-                sum = fmaf(z[i], z[i], sum);
-                z[i] = mn_fmax(z[i], 0.0f);
-            }
-            s.sum[r] += sum;
-            continue;
-        }
-        float row_max = s.row_max[r];
-#pragma unroll
-        for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) row_max = fmaxf(row_max, z[i]);
-        row_max = mn_quad_max(row_max);
-        const float top = has_window && row_max == -INFINITY ? 0.0f : row_max;
-        by[r] = mn_exp2((s.row_max[r] - top) * scale);
-        s.row_max[r] = row_max;
-        const float shift = -top * scale;
-#pragma unroll
-        for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) {
-            z[i] = mn_exp2(fmaf(z[i], scale, shift));
-            sum += z[i];
-        }
-        s.sum[r] = fmaf(s.sum[r], by[r], sum);
-    }
-}
-
-__device__ inline void mn_flash_pack_bf16(uint32_t (&p)[32], const float (&z)[64]) {
-#pragma unroll
-    for (int i = 0; i < 32; i++) p[i] = mn_bf16x2(z[2 * i], z[2 * i + 1]);
-}
 
 /* The two consumer warpgroups start products in turns, so that one makes weights while
  * products of the other run: waits for the turn of group `half`; gives it to the other one, if
@@ -328,39 +188,8 @@ attention_fwd_flash_kernel(const __grid_constant__ mn_flash_params f) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* Whether rows can be copied in packs of eight. */
-inline bool mn_flash_vec_aligned(const void *data, const int64_t *stride) {
-    bool vec_aligned = (uintptr_t)data % 16 == 0;
-    for (int axis = 0; axis < 3; axis++) vec_aligned = vec_aligned && stride[axis] % 8 == 0;
-    return vec_aligned;
-}
-
-/* Whether the kernels serve a call: by its kind and sizes, never by its length. */
 inline bool mn_flash_supported(const mn_attn_params &p) {
-    const mn_call &c = p.call;
-    return c.dtype == MN_BF16 && p.rope == 0 && p.scale > 0.0f &&
-           c.K % 8 == 0 && c.K <= 128 &&
-           c.V % 8 == 0 && c.V <= 128 && mn_flash_vec_aligned(p.q.data, p.q.stride) &&
-           mn_flash_vec_aligned(p.k.data, p.k.stride)
-               && mn_flash_vec_aligned(p.v.data, p.v.stride) &&
-           mn_flash_vec_aligned(p.o.data, p.o.stride) &&
-           mn_flash_vec_aligned(p.d_o.data, p.d_o.stride) && c.L < INT32_MAX / 2
-               && mn_device_is_sm90();
-}
-
-/* Work of tiles of `rows` rows of `heads` heads, `shared_by` of which share keys and values; in
- * *blocks how many there are. */
-inline mn_flash_params mn_flash_params_of(const mn_attn_params &p, const mn_call &call,
-                                          int64_t heads, int64_t rows,
-                            int64_t shared_by, int64_t *blocks) {
-    const int64_t each = call.L * (p.call.K + p.call.V) * 2 + 1;
-    const int64_t all = call.cu_seqlens ? heads : heads * call.B;
-    mn_flash_params f = { p, mn_tile_slots(call, rows),
-        mn_max(mn_flash_l2_bytes / each, 1) * shared_by };
-    if (!call.cu_seqlens) f.tiles = mn_ceil_div(call.T, rows);
-    f.section = mn_min(f.section, all);
-    *blocks = f.tiles * all;
-    return f;
+    return mn_flash_serves(p) && mn_device_is_sm90();
 }
 
 template <typename Params>

@@ -20,6 +20,7 @@
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_CUH
 
 #include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 #include "kernels/cuda/prim/wild.cuh"
 
 namespace mneme::curvature {
@@ -237,6 +238,38 @@ __device__ inline void mn_store2(mn_bf16 *to, float x, float y) {
 
 __device__ inline void mn_store2(float *to, float x, float y) {
     *(float2 *)to = make_float2(x, y);
+}
+
+__device__ inline float2 mn_load2(const mn_bf16 *from) {
+    return __bfloat1622float2(*(const __nv_bfloat162 *)from);
+}
+
+__device__ inline float2 mn_load2(const float *from) {
+    return *(const float2 *)from;
+}
+
+/* Columns j, which is even, and the next of a row of `width` numbers in memory. */
+template <typename T>
+__device__ inline void mn_row_store2(T *row, int64_t j, int64_t width, float x, float y) {
+    T *to = row + j;
+    if (j + 1 < width && (uintptr_t)to % (2 * sizeof(T)) == 0) {
+        mn_store2(to, x, y);
+        return;
+    }
+    if (j < width) mn_put(to, x);
+    if (j + 1 < width) mn_put(to + 1, y);
+}
+
+/* Asks for rows [0, count) of a view from token t on, which are loaded later. */
+template <typename T>
+__device__ inline void mn_smem_tile_prefetch(const mn_in &view, const mn_span &span, int64_t h,
+                                             int64_t t, int count, int64_t width) {
+    constexpr int line = 128 / (int)sizeof(T);
+    const int lines = ((int)width + line - 1) / line;
+    const T *from = mn_row<T>(view, span.b, span.t0 + t, h);
+    for (int at = threadIdx.x; from && at < count * lines; at += blockDim.x) {
+        mn_prefetch_l1(from + at / lines * view.stride[1] + at % lines * line);
+    }
 }
 
 /* Rows [0, count) of a view from token t on into rows of `ld`, `width` numbers and zeros up to

@@ -702,16 +702,18 @@ __device__ inline void query_back(queries_smem<T, KP> &smem, const mn_curvature_
     if (smem.is_narrow) {
         mn_curve_apply<T, KP>(Y, smem.d, smem.R_low, smem.P_low, smem.k, at.column0);
     }
-    Y.each([&](float &y, int row, int column) {
+    Y.pairs([&](const float *y, int row, int column) {
         const int token = row0 + row, j = at.column0 + column0 + column;
-        const float q = mn_float(smem.q[token * z::pitch + j]);
-        const float d = mn_float(smem.d[token * z::pitch + j]);
-        const float centred = fmaf(-smem.mean[1][token], smem.s[j], y);
-        if (row < 8) part[0] = fmaf(q, centred, part[0]);
-        else part[1] = fmaf(q, centred, part[1]);
+        const float2 q = mn_load2(smem.q + token * z::pitch + j);
+        const float2 d = mn_load2(smem.d + token * z::pitch + j);
+        const float left = fmaf(-smem.mean[1][token], smem.s[j], y[0]);
+        const float right = fmaf(-smem.mean[1][token], smem.s[j + 1], y[1]);
+        float &sum = part[row < 8 ? 0 : 1];
+        sum = fmaf(q.y, right, fmaf(q.x, left, sum));
         T *dq = mn_row<T>(p.grad.q, at.s.span.b, at.s.span.t0 + t + token, at.h);
-        if (!dq || token >= count || j >= p.call.K) return;
-        mn_put(dq + j, fmaf(-smem.gamma[token] * smem.each[token], centred, d));
+        if (!dq || token >= count) return;
+        const float weight = -smem.gamma[token] * smem.each[token];
+        mn_row_store2(dq, j, p.call.K, fmaf(weight, left, d.x), fmaf(weight, right, d.y));
     });
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -775,6 +777,10 @@ curvature_queries_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_w
                           cut.packs);
         mn_smem_tile_load(smem.d, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K,
                        cut.packs);
+        const int next = min(z::chunk, at.s.rows - start - z::chunk);
+        mn_smem_tile_prefetch<T>(p.q, at.s.span, h, t + z::chunk, next, K);
+        mn_smem_tile_prefetch<T>(p.k, at.s.span, h, t + z::chunk, next, K);
+        mn_smem_tile_prefetch<T>(p.cot.qt, at.s.span, h, t + z::chunk, next, K);
         R.put(smem.R);
         if (smem.is_narrow) R.put_rest(smem.R_low);
         if (threadIdx.x < z::chunk) {
@@ -811,7 +817,7 @@ struct back_smem {
     alignas(16) T z_[z::chunk * z::pitch];
     alignas(16) T G[KP * MN_CURVE_PITCH];
     alignas(16) T P[2][z::chunk * z::score_pitch];
-    float e[MN_CURVE_SLICE], rows[z::chunk], mean[2][z::chunk];
+    float e[MN_CURVE_SLICE], rows[z::chunk], mean[2][z::chunk], weight[z::chunk];
 };
 
 /* dK of the warp's tile. */
@@ -832,13 +838,15 @@ __device__ inline void key_back(back_smem<T, KP> &smem, const mn_curvature_args 
                            z::chunk - row0);
     mn_curve_product_later(dk, smem.P[1] + first, z::score_pitch, smem.q + from, z::pitch,
                            z::chunk - row0);
-    dk.each([&](float &x, int row, int column) {
+    dk.pairs([&](const float *x, int row, int column) {
         const int token = row0 + row;
-        const int64_t j = at.column0 + column0 + column;
+        const int64_t j = at.column0 + column0 + column, K = p.call.K;
         T *to = mn_row<T>(p.grad.k, at.s.span.b, at.s.span.t0 + t + token, at.h);
-        if (!to || token >= count || j >= p.call.K) return;
-        const float sum = x + smem.e[column0 + column];
-        mn_put(to + j, p.adds_k ? sum + mn_float(to[j]) : sum);
+        if (!to || token >= count) return;
+        float left = x[0] + smem.e[column0 + column], right = x[1] + smem.e[column0 + column + 1];
+        if (p.adds_k && j < K) left += mn_float(to[j]);
+        if (p.adds_k && j + 1 < K) right += mn_float(to[j + 1]);
+        mn_row_store2(to, j, K, left, right);
     });
 }
 
@@ -886,9 +894,14 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
                 if (dgamma && at.slice == 0) mn_put(dgamma, -part * each);
             }
             smem.mean[0][i] = mean, smem.mean[1][i] = -gamma * each * mean_d;
+            smem.weight[i] = mn_curve_weight(gamma, seen + (double)(t + i));
         }
+        const int before = start > 0 ? z::chunk : 0;    // tokens of the chunk that comes next
+        mn_smem_tile_prefetch<T>(p.q, at.s.span, h, t - before, before, K);
+        mn_smem_tile_prefetch<T>(p.k, at.s.span, h, t - before, before, K);
+        mn_smem_tile_prefetch<T>(p.cot.qt, at.s.span, h, t - before, before, K);
         __syncthreads();
-        mn_curve_weigh<T, KP>(smem.z_, p, at, t, count, seen);
+        mn_curve_weigh<T, KP>(smem.z_, smem.weight, count);
         __syncthreads();
         mn_tile_acc<z::chunk / 8> P;
         if (warp < z::down) {

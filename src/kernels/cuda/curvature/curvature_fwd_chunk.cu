@@ -426,7 +426,28 @@ struct forward_smem {
     alignas(16) T R[KP * MN_CURVE_PITCH];
     alignas(16) T P[z::chunk * z::score_pitch];
     float s[KP], within[z::chunk], before[z::chunk], mean[z::chunk], each[z::chunk];
+    float gamma[z::chunk];
 };
+
+/* qt of the warp's tile, from what was read of it. */
+template <typename T, int KP>
+__device__ inline void forward_result(mn_tile_acc<mn_curve_sizes<T, KP>::columns / 8> &Y,
+                                      const forward_smem<T, KP> &smem, const mn_curvature_args &p,
+                                      const mn_curve_place &at, int64_t t, int count) {
+    using z = mn_curve_sizes<T, KP>;
+    const int warp = threadIdx.x / 32, row0 = warp % z::down * 16;
+    const int column0 = at.column0 + warp / z::down * z::columns;
+    Y.pairs([&](const float *y, int row, int column) {
+        const int token = row0 + row, j = column0 + column;
+        T *qt = mn_row<T>(p.qt, at.s.span.b, at.s.span.t0 + t + token, at.h);
+        if (token >= count || !qt) return;
+        const float2 q = mn_load2(smem.q + token * z::pitch + j);
+        const float left = fmaf(-smem.mean[token], smem.s[j], y[0]);
+        const float right = fmaf(-smem.mean[token], smem.s[j + 1], y[1]);
+        const float weight = -smem.gamma[token] * smem.each[token];
+        mn_row_store2(qt, j, p.call.K, fmaf(weight, left, q.x), fmaf(weight, right, q.y));
+    });
+}
 
 template <typename T, int KP>
 __global__ void __launch_bounds__(MN_CURVE_THREADS, KP == 256 ? 1 : 2)
@@ -457,8 +478,14 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
                           cut.packs);
         R.put(smem.R);
         if (threadIdx.x < z::chunk) {
-            smem.each[threadIdx.x] = (float)(1.0 / (seen + (double)(t + threadIdx.x + 1)));
+            const int i = threadIdx.x;
+            const int64_t token = at.s.span.t0 + t + i;
+            smem.each[i] = (float)(1.0 / (seen + (double)(t + i + 1)));
+            smem.gamma[i] = i < count ? mn_float(*mn_row<T>(p.gamma, at.s.span.b, token, h)) : 0.0f;
         }
+        const int next = min(z::chunk, at.s.rows - start - z::chunk);
+        mn_smem_tile_prefetch<T>(p.q, at.s.span, h, t + z::chunk, next, K);
+        mn_smem_tile_prefetch<T>(p.k, at.s.span, h, t + z::chunk, next, K);
         __syncthreads();
         mn_tile_acc<z::chunk / 8> P;
         if (warp < z::down) {
@@ -478,17 +505,7 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
         mn_tile_acc<z::columns / 8> Y;
         Y.clear();
         mn_curve_apply<T, KP>(Y, smem.q, smem.R, smem.P, smem.k, at.column0);
-        Y.each([&](float &y, int row, int column) {
-            const int token = warp % z::down * 16 + row;
-            const int64_t j = at.column0 + warp / z::down * z::columns + column;
-            T *qt = mn_row<T>(p.qt, at.s.span.b, at.s.span.t0 + t + token, h);
-            if (token >= count || j >= K || !qt) return;
-            const float gamma = mn_float(
-                *mn_row<T>(p.gamma, at.s.span.b, at.s.span.t0 + t + token, h));
-            const float q = mn_float(smem.q[token * z::pitch + j]);
-            const float centred = fmaf(-smem.mean[token], smem.s[j], y);
-            mn_put(qt + j, fmaf(-gamma * smem.each[token], centred, q));
-        });
+        forward_result<T, KP>(Y, smem, p, at, t, count);
         R.add(smem.k, smem.k + at.column0);
         __syncthreads();
         for (int i = threadIdx.x; i < KP; i += MN_CURVE_THREADS) {

@@ -161,7 +161,7 @@ struct mn_curve_matrix {
 template <typename T>
 __device__ inline float mn_curve_column_sum(const T *smem_tile, int pitch, int chunk, int i) {
     float sum = 0.0f;
-#pragma unroll 8
+#pragma unroll 32
     for (int t = 0; t < chunk; t++) sum += mn_float(smem_tile[t * pitch + i]);
     return sum;
 }
@@ -203,19 +203,27 @@ __device__ inline void mn_curve_put_scores(T *to,
     });
 }
 
-/* s.x of tokens first, first + step, ... by one warp each */
+/* s.x of tokens first, first + step, ... by one warp each, four of them at a time */
 template <typename T, int KP>
 __device__ inline void mn_curve_dots(float *to, const float *s, const T *x, int first, int step) {
     using z = mn_curve_sizes<T, KP>;
     const int lane = threadIdx.x % 32;
-    for (int t = first; t < z::chunk; t += step) {
-        float sum = 0.0f;
+    for (int t = first; t < z::chunk; t += 4 * step) {
+        float sum[4] = {};
 #pragma unroll
-        for (int i = 0; i < KP; i += 32) {
-            sum = fmaf(s[i + lane], mn_float(x[t * z::pitch + i + lane]), sum);
+        for (int n = 0; n < 4; n++) {
+            const T *row = x + min(t + n * step, z::chunk - 1) * z::pitch;
+#pragma unroll
+            for (int i = 0; i < KP; i += 32) {
+                sum[n] = fmaf(s[i + lane], mn_float(row[i + lane]), sum[n]);
+            }
         }
-        sum = mn_warp_sum(sum);
-        if (lane == 0) to[t] = sum;
+#pragma unroll
+        for (int n = 0; n < 4; n++) sum[n] = mn_warp_sum(sum[n]);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            if (lane == n && t + n * step < z::chunk) to[t + n * step] = sum[n];
+        }
     }
 }
 
@@ -240,21 +248,24 @@ struct mn_curve_moment_smem {
     using z = mn_curve_sizes<T, KP>;
     alignas(16) T a[z::chunk * z::pitch];
     alignas(16) T b[z::chunk * z::pitch];
-    float mean[2][z::chunk];
+    float mean[2][z::chunk], weight[z::chunk];
 };
 
-/* d becomes z = -gamma / n d */
+/* -gamma / n of a token, the next behind `seen` others */
+__device__ inline float mn_curve_weight(float gamma, double seen) {
+    return -gamma / (float)(seen + 1.0);
+}
+
+/* d becomes z, its rows by their tokens' weights */
 template <typename T, int KP>
-__device__ inline void mn_curve_weigh(T *d, const mn_curvature_args &p, const mn_curve_place &at,
-                                      int64_t t, int count, double before) {
+__device__ inline void mn_curve_weigh(T *d, const float *weight, int count) {
     using z = mn_curve_sizes<T, KP>;
-    for (int i = threadIdx.x; i < count * KP; i += MN_CURVE_THREADS) {
-        const int token = i / KP;
-        T *x = d + token * z::pitch + i % KP;
-        const float gamma = mn_float(
-            *mn_row<T>(p.gamma, at.s.span.b, at.s.span.t0 + t + token, at.h));
-        const float a = -gamma / (float)(before + (double)(t + token + 1));
-        mn_put(x, a * mn_float(*x));
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count * (KP / 2); i += MN_CURVE_THREADS) {
+        const int token = i / (KP / 2);
+        T *at = d + token * z::pitch + i % (KP / 2) * 2;
+        const float2 x = mn_load2(at);
+        mn_store2(at, weight[token] * x.x, weight[token] * x.y);
     }
 }
 
@@ -262,6 +273,7 @@ __device__ inline void mn_curve_weigh(T *d, const mn_curvature_args &p, const mn
 template <typename T>
 __device__ inline float mn_curve_weighted(float e, const T *z, const T *q, int pitch,
                                           const float *mean, const float *mean_z, int count) {
+#pragma unroll 8
     for (int i = 0; i < count; i++) {
         e = fmaf(-mean[i], mn_float(z[i * pitch]), e);
         e = fmaf(-mean_z[i], mn_float(q[i * pitch]), e);
@@ -289,11 +301,14 @@ mn_curve_moments_kernel(const __grid_constant__ mn_curvature_args p, float *stat
         const int count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
         __syncthreads();
+        const int next = min(z::chunk, at.s.rows - start - z::chunk);
         mn_smem_tile_load(smem.a, z::pitch, z::chunk, KP, BACK ? p.cot.qt : p.k, at.s.span, at.h, t,
                        count, K, cut.packs);
+        mn_smem_tile_prefetch<T>(BACK ? p.cot.qt : p.k, at.s.span, at.h, t + z::chunk, next, K);
         if (BACK) {
             mn_smem_tile_load(smem.b, z::pitch, z::chunk, KP, p.q, at.s.span, at.h, t, count, K,
                            cut.packs);
+            mn_smem_tile_prefetch<T>(p.q, at.s.span, at.h, t + z::chunk, next, K);
             const int i = threadIdx.x;
             if (i < count) {
                 const int64_t row = mn_curve_row_of(p.call, at, t + i);
@@ -302,9 +317,10 @@ mn_curve_moments_kernel(const __grid_constant__ mn_curvature_args p, float *stat
                     *mn_row<T>(p.gamma, at.s.span.b, at.s.span.t0 + t + i, at.h));
                 smem.mean[0][i] = means[2 * row];
                 smem.mean[1][i] = -gamma * each * means[2 * row + 1];
+                smem.weight[i] = mn_curve_weight(gamma, before + (double)(t + i));
             }
             __syncthreads();
-            mn_curve_weigh<T, KP>(smem.a, p, at, t, count, before);
+            mn_curve_weigh<T, KP>(smem.a, smem.weight, count);
         }
         __syncthreads();
         const int own = at.column0 + (int)threadIdx.x;
@@ -369,13 +385,20 @@ inline int mn_curve_add_up(const mn_curvature_args *p, float *states, const floa
     return mn_launch_status();
 }
 
-/* How a call is cut into tiles. */
+/* Tokens of a segment of bf16 calls for each slice of a head, of which 16 to 32 count: enough
+ * blocks of one long sequence for a GPU, and of many heads few sums of segments. */
+enum { MN_CURVE_SEGMENT_SHARE = 32 };
+
+/* How a call is cut into tiles: by sizes that a sequence shares with all others. */
 template <typename T>
 inline mn_curve_cut mn_curve_smem_tile_cut(const mn_curvature_args *p) {
     const int64_t K = p->call.K;
+    const int64_t heads = mn_max(mn_min(mn_curve_slices(K) * p->call.H, 32), 16);
+    const int64_t segment = sizeof(T) == 2 ? heads * (int64_t)MN_CURVE_SEGMENT_SHARE
+                                           : (int64_t)MN_CURVE_SEGMENT;
     const bool packs = mn_smem_tile_vec_ok<T>(p->q, K) && mn_smem_tile_vec_ok<T>(p->k, K) &&
                        mn_smem_tile_vec_ok<T>(p->cot.qt, K);
-    return { MN_CURVE_SEGMENT, mn_curve_slices(K), mn_curve_slices(K), packs };
+    return { segment, mn_curve_slices(K), mn_curve_slices(K), packs };
 }
 
 /* Calls function<T, KP> for a call's type and keys; `arguments` in parentheses. */

@@ -456,11 +456,11 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
     return code == cudaSuccess ? reduce_grads(job, records, KP / KT, stream) : code;
 }
 
-/* Where there is little shared memory, blocks of gradients take half of 128 channels. */
+/* Where there is little shared memory, blocks of gradients take 64 channels in place of 128. */
 template <int KP>
 static int backward(const mn_delta_params &job, const mn_grad_fold &fold, const mn_out &values,
                     cudaStream_t stream) {
-    if constexpr (KP == 128) {
+    if constexpr (KP >= 128) {
         static_assert(sizeof(mn_channel_grad_smem<64>) <= MN_DELTA_LEAST_SMEM_64 &&
                           sizeof(mn_grad_smem<64>) <= MN_DELTA_LEAST_SMEM_64,
                       "what the GPU has to have");
@@ -488,7 +488,8 @@ extern "C" bool mn_delta_folds_groups(const void *args) {
 static bool size_fold(int64_t *grads, int64_t *arrivals, const mn_delta_args *p) {
     const mn_call &c = p->call;
     return mn_mul_i64(grads, c.B * c.T, c.H) && mn_mul_i64(grads, *grads, c.K) &&
-           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J, mn_ceil_div(c.K, 64));
+           mn_mul_i64(arrivals, mn_tile_slots(c, MN_DELTA_CHUNK) * c.J,
+                      mn_delta_padded_k(c.K) / 64);
 }
 
 /* Behind the workspace, which is a multiple of 16 bytes: arrivals, then the gradients. */

@@ -59,7 +59,7 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
         arena.take(workspace->D, records, V * K);
         arena.take(workspace->R, records, V * MN_DELTA_CHUNK);
         arena.take(workspace->dX, records, V * MN_DELTA_CHUNK);
-        arena.take(workspace->parts, records, 2 * (2 * MN_DELTA_CHUNK + 4));
+        arena.take(workspace->parts, records, mn_max(K / 64, 2) * (2 * MN_DELTA_CHUNK + 4));
         arena.take(workspace->whole, records, 1);
     }
     const mn_delta_segments segments = mn_delta_segments_of(call, pairs);
@@ -104,35 +104,52 @@ inline bool mn_delta_make_params(mn_delta_params *job, const mn_delta_args *p, v
 }
 
 /* Shared memory that a GPU has to have for keys of up to so many numbers: of the scans with one
- * column tile a block, and of gradients by 64 channels. Of 8.0, which has 163 KiB, up to 128. */
+ * column tile a block, and of gradients by 64 channels. Of 8.0, which has 163 KiB, up to 128, and
+ * up to 256 where channels share decays, all of it. */
 enum {
     MN_DELTA_LEAST_SMEM_64 = 146 * 1024,
     MN_DELTA_LEAST_SMEM_128 = 157 * 1024,
-    MN_DELTA_LEAST_SMEM_256 = 226 * 1024
+    MN_DELTA_LEAST_SMEM_256 = 163 * 1024,
+    MN_DELTA_LEAST_SMEM_256_CHANNEL = 226 * 1024
 };
+
+/* Whether scans may do with less shared memory where a block of four column tiles does not get what
+ * it would take: blocks of four in place of many of one. */
+static const bool mn_delta_tight_taken = true;
 
 /* Shared memory of a scan with so many column tiles. */
 template <int KP>
-inline size_t mn_delta_scan_bytes(int col_tiles) {
-    static_assert(sizeof(mn_scan_smem<KP>) + sizeof(mn_scan_warp_exchange<KP>) <=
+inline size_t mn_delta_scan_bytes(int col_tiles, bool tight) {
+    static_assert(mn_scan_smem<KP>::bytes(false) + sizeof(mn_scan_warp_exchange<KP>) <=
                       (KP <= 64    ? MN_DELTA_LEAST_SMEM_64
                        : KP <= 128 ? MN_DELTA_LEAST_SMEM_128
-                                   : MN_DELTA_LEAST_SMEM_256), "what the GPU has to have");
+                                   : MN_DELTA_LEAST_SMEM_256_CHANNEL), "what the GPU has to have");
     const bool group = col_tiles == MN_DELTA_COL_TILES;
-    return sizeof(mn_scan_smem<KP>) +
+    return mn_scan_smem<KP>::bytes(tight) +
            (size_t)col_tiles * (group ? sizeof(mn_scan_exchange<mn_scan_splits<KP>>)
                                       : sizeof(mn_scan_warp_exchange<KP>));
+}
+
+/* By the GPU alone. */
+template <int KP>
+inline bool mn_delta_scan_is_tight(void) {
+    static_assert(mn_scan_smem<256>::bytes(true) +
+                      MN_DELTA_COL_TILES * sizeof(mn_scan_exchange<mn_scan_splits<256>>) <=
+                      MN_DELTA_LEAST_SMEM_256, "what the GPU has to have");
+    const size_t most = (size_t)mn_device_props_current().shared_bytes;
+    return mn_delta_tight_taken && KP > 64 &&
+           mn_delta_scan_bytes<KP>(MN_DELTA_COL_TILES, false) > most;
 }
 
 /* Column tiles of a block of a scan: fewer than four where there are few columns to spread over the
  * processors, or little shared memory. Four are scanned by warpgroups, fewer by warps, with the
  * same bits. */
 template <int KP>
-inline int mn_delta_col_tiles(int64_t columns, int64_t heads) {
+inline int mn_delta_col_tiles(int64_t columns, int64_t heads, bool tight) {
     const size_t most = (size_t)mn_device_props_current().shared_bytes;
     int col_tiles = MN_DELTA_COL_TILES;
     while (col_tiles > 1 && (mn_ceil_div(columns, 16 * col_tiles) * heads < 64 ||
-                             mn_delta_scan_bytes<KP>(col_tiles) > most)) {
+                             mn_delta_scan_bytes<KP>(col_tiles, tight) > most)) {
         col_tiles /= 2;
     }
     return col_tiles;
@@ -211,8 +228,10 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     const int64_t heads =
         job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
     const bool whole = job.segments.part == MN_DELTA_WHOLE;
+    mn_delta_params scan = job;
+    scan.tight = mn_delta_scan_is_tight<KP>();
     const int col_tiles =
-        whole ? mn_delta_col_tiles<KP>(columns, heads) : (int)MN_DELTA_COL_TILES;
+        whole ? mn_delta_col_tiles<KP>(columns, heads, scan.tight) : (int)MN_DELTA_COL_TILES;
     const int64_t n_slices = mn_ceil_div(columns, 16 * col_tiles), blocks = n_slices * heads;
     const bool group = col_tiles == MN_DELTA_COL_TILES;
     mn_scan_tma_maps maps;
@@ -229,7 +248,8 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     return mn_launch_smem_behind(job.cuts, group ? warpgroup_kernel : warp_kernel,
                                  dim3((unsigned)blocks),
                                  32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
-                                 mn_delta_scan_bytes<KP>(col_tiles), stream, job, maps, n_slices);
+                                 mn_delta_scan_bytes<KP>(col_tiles, scan.tight), stream, scan,
+                                 maps, n_slices);
 }
 
 /* ---- segments -------------------------------------------------------------------------------- */

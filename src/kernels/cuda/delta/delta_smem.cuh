@@ -67,6 +67,7 @@ struct mn_delta_params {
     int64_t padded_v;                 // V rounded up to 64
     mn_delta_segments segments;
     bool T_tiled;        // workspace.T has swizzled tiles
+    bool tight;          // a scan's shared memory holds less of the next chunk
     int *cuts;           // NULL, or a redo's: where [n * H + h] ends (delta_redo.cuh)
     bool pairs;          // two rows a token: p.e is a, p.w b, and odd rows write these
     mn_in odd_w;

@@ -23,6 +23,8 @@
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_STATE_SCAN_CUH
 
+#include <type_traits>
+
 #include "kernels/cuda/delta/delta_mma.cuh"
 #include "kernels/cuda/delta/delta_pairs.cuh"
 #include "kernels/cuda/prim/pdl.cuh"
@@ -42,8 +44,9 @@ namespace mneme::delta {
 enum { MN_DELTA_COL_TILES = 4, MN_DELTA_PRODUCERS = 128 };    // most of a block; producer threads
 
 /* What is needed first of a chunk (front), and what later (back). The front is loaded one chunk
- * ahead, the back too where shared memory suffices. Forward: keys e, values v, T, P; then q and w.
- * Back: keys w, values do, T, P; then q and e. */
+ * ahead, the back too where shared memory suffices; where it is tight (mn_delta_params.tight) keys
+ * of more than 128 have one front and others one back. Forward: keys e, values v, T, P; then q and
+ * w. Back: keys w, values do, T, P; then q and e. */
 template <int KP>
 struct alignas(1024) mn_scan_front {
     unsigned char keys[mn_tile_bytes<KP>()], values[mn_tile_bytes<64>()];
@@ -81,25 +84,44 @@ struct mn_scan_mbarriers {
 /* `n` counts chunks in the order of the scan. */
 template <int KP>
 struct mn_scan_smem {
-    static constexpr int backs = KP <= 128 ? 2 : 1;
-    mn_scan_front<KP> fronts[2];
+    static constexpr bool two_backs = KP <= 128;
+    using last = typename std::conditional<two_backs, mn_scan_back<KP>, mn_scan_front<KP>>::type;
+
+    mn_scan_front<KP> fronts[two_backs ? 2 : 1];
     mn_scan_coord place;    // of the block; in shared memory, as registers are short
     mn_scan_mbarriers mbarriers;
-    mn_scan_back<KP> behind[backs];    // last: blocks that need none do without
+    mn_scan_back<KP> behind;    // blocks that need none do without it and what follows
+    last spare;                 // the second back or front; not there where memory is tight
 
-    __device__ mn_scan_front<KP> &front(int n) {
-        return fronts[n % 2];
+    /* Its bytes, behind which splits meet. */
+    __host__ __device__ static constexpr size_t bytes(bool tight) {
+        return sizeof(mn_scan_smem) - (tight ? sizeof(last) : 0);
+    }
+
+    /* Whether the back of a chunk goes one chunk ahead. */
+    __device__ static bool ahead(bool same_keys, bool tight) {
+        return same_keys || (two_backs && !tight);
+    }
+
+    __device__ mn_scan_front<KP> &front(int n, bool tight) {
+        if constexpr (two_backs) return fronts[n % 2];
+        else return n % 2 && !tight ? spare : fronts[0];
     }
 
     /* Tiles of the back of a chunk. Where shared memory holds one chunk's only, two chunks share it
      * if they need no second tile. */
-    __device__ unsigned char *first(int n, bool same_keys) {
-        if (backs == 2) return behind[n % backs].first;
-        return n % 2 && same_keys ? behind[0].second : behind[0].first;
+    __device__ unsigned char *first(int n, bool same_keys, bool tight) {
+        if constexpr (two_backs) {
+            if (!tight) return n % 2 ? spare.first : behind.first;
+        }
+        return n % 2 && same_keys ? behind.second : behind.first;
     }
 
-    __device__ unsigned char *second(int n) {
-        return behind[n % backs].second;
+    __device__ unsigned char *second(int n, bool tight) {
+        if constexpr (two_backs) {
+            if (!tight) return n % 2 ? spare.second : behind.second;
+        }
+        return behind.second;
     }
 };
 
@@ -350,11 +372,13 @@ __device__ inline void mn_scan_copy_back(mn_scan_smem<KP> &smem,
                                              const mn_scan_coord &at,
                                          int n, int chunk) {
     if (from.has_first) {
-        mn_scan_copy_keys<KP, CHANNEL>(smem.first(from.slot(n), !from.has_second), job, from.first,
-                                       from.packed_first, from.decayed_first, at, chunk);
+        mn_scan_copy_keys<KP, CHANNEL>(smem.first(from.slot(n), !from.has_second, job.tight),
+                                       job, from.first, from.packed_first,
+                                       from.decayed_first, at, chunk);
     }
     if (from.has_second) {
-        mn_scan_copy_keys<KP, CHANNEL>(smem.second(n), job, from.second, from.packed_second,
+        mn_scan_copy_keys<KP, CHANNEL>(smem.second(n, job.tight), job, from.second,
+                                       from.packed_second,
                                        from.decayed_second, at, chunk);
     }
 }
@@ -401,7 +425,7 @@ __device__ inline void mn_scan_tma_load_front(mn_scan_smem<KP> &smem,
                                              const mn_scan_coord &at, int n,
                                          int chunk) {
     constexpr int log_decays = (CHANNEL ? KP : 2 * MN_DELTA_CHUNK) * (int)sizeof(float);
-    mn_scan_front<KP> &to = smem.front(n);
+    mn_scan_front<KP> &to = smem.front(n, job.tight);
     uint64_t *mbarrier = &smem.mbarriers.front[n % 2];
     if (mn_scan_not_elected(mbarrier)) return;
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
@@ -440,12 +464,12 @@ __device__ inline void mn_scan_tma_load_back(mn_scan_smem<KP> &smem,
     mn_mbarrier_arrive_expect_tx(mbarrier, (from.has_first + from.has_second)
                                  * mn_scan_key_bytes<KP>);
     if (from.has_first) {
-        mn_scan_tma_load_keys<KP, CHANNEL>(smem.first(from.slot(n), !from.has_second), maps.first,
-                                           mbarrier, at, index, chunk);
+        mn_scan_tma_load_keys<KP, CHANNEL>(smem.first(from.slot(n), !from.has_second, job.tight),
+                                           maps.first, mbarrier, at, index, chunk);
     }
     if (from.has_second) {
-        mn_scan_tma_load_keys<KP, CHANNEL>(smem.second(n), maps.second, mbarrier, at, index,
-                                                chunk);
+        mn_scan_tma_load_keys<KP, CHANNEL>(smem.second(n, job.tight), maps.second, mbarrier, at,
+                                           index, chunk);
     }
 }
 
@@ -477,11 +501,11 @@ __device__ inline void mn_scan_copy_arrive(uint64_t *) {}
 
 #if MN_HAS_WGMMA
 
-/* front(n) and back(n) load the n-th chunk of the scan. `ahead`: both go one chunk ahead. */
+/* front(n) and back(n) load the n-th chunk of the scan. `ahead`: both go one chunk ahead; `one`:
+ * there is one front, which does not. */
 template <typename Front, typename Back>
 __device__ inline void mn_scan_producer_loop(const mn_scan_mbarriers &mbarriers, int count,
-                                             bool ahead,
-                                       Front front, Back back) {
+                                             bool ahead, bool one, Front front, Back back) {
     const auto all = [&](auto fetch, int n) {
         if (n < count) fetch(n);
     };
@@ -489,8 +513,9 @@ __device__ inline void mn_scan_producer_loop(const mn_scan_mbarriers &mbarriers,
     if (ahead) all(back, 0);
     for (int n = 0; n < count; n++) {
         if (n > 0) mn_mbarrier_wait(&mbarriers.empty[(n - 1) % 2], (n - 1) / 2 % 2);
+        if (one && n > 0) front(n);
         if (!ahead) back(n);
-        all(front, n + 1);
+        if (!one) all(front, n + 1);
         if (ahead) all(back, n + 1);
     }
 }
@@ -500,22 +525,24 @@ __device__ inline void mn_scan_producer_loop(const mn_scan_mbarriers &mbarriers,
 /* Likewise, in step with the others. */
 template <typename Front, typename Back>
 __device__ inline void mn_scan_producer_loop(const mn_scan_mbarriers &, int count, bool ahead,
-                                             Front front,
-                                       Back back) {
+                                             bool one, Front front, Back back) {
     const auto all = [&](auto fetch, int n) {
         if (n < count) fetch(n);
         mn_cp_async_commit();
     };
-    all(front, 0);
+    if (!one) all(front, 0);
     if (ahead) all(back, 0);
     for (int n = 0; n < count; n++) {
+        if (one) all(front, n);
         if (!ahead) all(back, n);
-        all(front, n + 1);
+        if (!one) all(front, n + 1);
         if (ahead) all(back, n + 1);
-        mn_cp_async_wait<2>();
+        if (one) mn_cp_async_wait<1>();
+        else mn_cp_async_wait<2>();
         __syncthreads();
         if (!ahead) {
-            mn_cp_async_wait<1>();
+            if (one) mn_cp_async_wait<0>();
+            else mn_cp_async_wait<1>();
             __syncthreads();
         }
         __syncthreads();
@@ -531,7 +558,8 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
                                          const mn_scan_source &from,
                                      ChunkAt chunk_at) {
     const mn_scan_coord at = smem.place;    // in registers: shared memory answers slowly here
-    const bool ahead = (mn_scan_smem<KP>::backs == 2 || !from.has_second) && !from.one_back;
+    const bool tight = job.tight, one = KP > 128 && tight;
+    const bool ahead = mn_scan_smem<KP>::ahead(!from.has_second, tight) && !from.one_back;
     const auto uses_tma = [&](int chunk) {
         return maps.serve &&
                !((job.p.call.cu_seqlens || job.cuts) &&
@@ -543,8 +571,8 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
         if (MN_HAS_WGMMA && uses_tma(chunk) && !part) {
             mn_scan_tma_load_front<KP, CHANNEL>(smem, job, maps, from, at, n, chunk);
         } else {
-            mn_scan_copy_front<KP, CHANNEL>(smem.front(n), job, from, at, chunk);
-            if (part) mn_scan_zero_head(smem.front(n).values, at.from);
+            mn_scan_copy_front<KP, CHANNEL>(smem.front(n, tight), job, from, at, chunk);
+            if (part) mn_scan_zero_head(smem.front(n, tight).values, at.from);
             mn_scan_copy_arrive(&smem.mbarriers.front[n % 2]);
         }
     };
@@ -558,7 +586,7 @@ __device__ inline void mn_scan_load_chunks(mn_scan_smem<KP> &smem, const mn_delt
             mn_scan_copy_arrive(&smem.mbarriers.back[n % 2]);
         }
     };
-    mn_scan_producer_loop(smem.mbarriers, at.n_chunks - at.skip, ahead, front, back);
+    mn_scan_producer_loop(smem.mbarriers, at.n_chunks - at.skip, ahead, one, front, back);
 }
 
 /* Waits for the n-th front. */
@@ -1073,7 +1101,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     const mn_scan_coord &at = smem.place;
     if (job.cuts && at.n_chunks == 0) return;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
-    const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
+    const bool ahead = mn_scan_smem<KP>::ahead(same_keys, job.tight);
     if (mn_scan_producer_tid() >= 0) {
         mn_scan_setmaxnreg<SPLITS, true, BLOCKS>();
         mn_scan_load_forward<KP, CHANNEL, MODE>(smem, job, maps, same_keys);
@@ -1086,7 +1114,8 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     const int col_tile = mn_scan_role<true, SPLITS>::col_tile();
     const int split = mn_scan_role<true, SPLITS>::split();
     mn_scan_exchange<SPLITS> &exchange =
-        ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
+        ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes +
+                                    mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
     const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
                                   split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
     const mn_scan_records records(job, at, col_tile);
@@ -1095,7 +1124,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     if (MAP) S.begin_map(job, at);
     else S.load(job, at);
     for (int chunk = 0; chunk < n_chunks; chunk++) {
-        mn_scan_front<KP> &front = smem.front(chunk);
+        mn_scan_front<KP> &front = smem.front(chunk, job.tight);
         float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
         unsigned x[4][4], r[4][4], local[steps][4];
         mn_scan_wait_front(smem, chunk);
@@ -1123,7 +1152,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
                                              16 * steps * split, MN_DELTA_CHUNK, local,
                                          exchange.scratch(split));
         } else if (!MAP) {
-            S.read(O, smem.first(chunk, same_keys), nullptr, nullptr);
+            S.read(O, smem.first(chunk, same_keys, job.tight), nullptr, nullptr);
             if (!CHANNEL) mn_scan_scale_tokens(O, front.gamma, job.scale);
             mn_scan_mma_lower<true>(O, local, mn_shared_u32(front.P), split * steps);
         }
@@ -1131,7 +1160,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
         if (puts && SPLITS > 1) mn_scan_store_partials<SPLITS>(exchange, O, split);
         S.template decay<CHANNEL>(front);
         mn_mma_fence<true>();
-        S.add(x, same_keys ? front.keys : smem.second(chunk));
+        S.add(x, same_keys ? front.keys : smem.second(chunk, job.tight));
         mn_mma_commit<true>();
         if (puts) {
             float own[tiles][4];
@@ -1201,7 +1230,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     const mn_scan_coord &at = smem.place;
     if (job.cuts && at.n_chunks == at.skip) return;
     const bool same_keys = !CHANNEL && !p.w.data;
-    const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
+    const bool ahead = mn_scan_smem<KP>::ahead(same_keys, job.tight);
     if (mn_scan_producer_tid() >= 0) {
         mn_scan_setmaxnreg<SPLITS, true, BLOCKS>();
         mn_scan_load_backward<KP, CHANNEL, BLOCKS>(smem, job, maps, same_keys);
@@ -1214,7 +1243,8 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     const int col_tile = mn_scan_role<true, SPLITS>::col_tile();
     const int split = mn_scan_role<true, SPLITS>::split();
     mn_scan_exchange<SPLITS> &exchange =
-        ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
+        ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes +
+                                    mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
     unsigned char *scratch = BLOCKS == 2 ? scan_smem_bytes + mn_scan_bytes_of_two<KP>() +
                                                col_tile * scratch_bytes
                                          : exchange.scratch(split);
@@ -1228,7 +1258,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     D.load(job, at);
     for (int iter = 0; iter < iters; iter++) {
         const int chunk = n_chunks - 1 - iter;
-        mn_scan_front<KP> &front = smem.front(iter);
+        mn_scan_front<KP> &front = smem.front(iter, job.tight);
         float dR[8][4] = {}, dX[8][4] = {};
         unsigned x[4][4], cot[4][4], local[steps][4];
         const float *gamma = CHANNEL ? nullptr : front.gamma;
@@ -1280,8 +1310,8 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         if (!CHANNEL) mn_scan_scale_tokens(dX, front.gamma, 1.0f);
         mn_scan_frags_a(x, dX);
         mn_mma_fence<true>();
-        D.add(cot, smem.first(BLOCKS == 2 ? 0 : iter, same_keys));
-        D.add(x, same_keys ? front.keys : smem.second(iter));
+        D.add(cot, smem.first(BLOCKS == 2 ? 0 : iter, same_keys, job.tight));
+        D.add(x, same_keys ? front.keys : smem.second(iter, job.tight));
         mn_mma_commit_wait<true>();
         mn_scan_release(smem, iter);
     }

@@ -163,7 +163,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
     const mn_scan_coord &at = smem.place;
     if (job.cuts && at.n_chunks == 0) return;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
-    const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
+    const bool ahead = mn_scan_smem<KP>::ahead(same_keys, job.tight);
     if (mn_scan_producer_tid() >= 0) {
         constexpr int mode = SAVE ? MN_SCAN_SAVE : MN_SCAN_OUTPUT;
         mn_scan_load_forward<KP, CHANNEL, mode>(smem, job, maps, same_keys);
@@ -172,7 +172,8 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
     const int col_tile = mn_scan_role<false, SPLITS>::col_tile();
     const int split = mn_scan_role<false, SPLITS>::split();
     mn_scan_warp_exchange<KP> &exchange =
-        ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
+        ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes +
+                                    mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
     unsigned char *scratch = exchange.scratch[split];
     const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
                                   split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
@@ -181,7 +182,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
     mn_scan_state<KP, false, SPLITS> S;
     S.load(job, at);
     for (int chunk = 0; chunk < n_chunks; chunk++) {
-        mn_scan_front<KP> &front = smem.front(chunk);
+        mn_scan_front<KP> &front = smem.front(chunk, job.tight);
         mn_scan_acc<KP> X = {}, O = {};
         float R[8][4] = {}, own[tiles][4];
         unsigned state[KP / 16][4], smem_tile[4][4], x[4][4], r[4][4], local[steps][4];
@@ -207,12 +208,12 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.R, chunk, MN_DELTA_CHUNK) +
                                              16 * steps * split, MN_DELTA_CHUNK, local, scratch);
         } else {
-            O.read(state, smem.first(chunk, same_keys), split);
+            O.read(state, smem.first(chunk, same_keys, job.tight), split);
             if (!CHANNEL) O.scale(front.gamma, job.scale, split);
             O.lower(r, mn_shared_u32(front.P), split);
         }
         S.template decay<CHANNEL>(front);
-        S.add(x, same_keys ? front.keys : smem.second(chunk));
+        S.add(x, same_keys ? front.keys : smem.second(chunk, job.tight));
         if (!SAVE && results.to) {
             O.join(own);
             results.put(chunk, own, scratch);
@@ -236,7 +237,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
     const mn_scan_coord &at = smem.place;
     if (job.cuts && at.n_chunks == at.skip) return;
     const bool same_keys = !CHANNEL && !p.w.data;
-    const bool ahead = mn_scan_smem<KP>::backs == 2 || same_keys;
+    const bool ahead = mn_scan_smem<KP>::ahead(same_keys, job.tight);
     if (mn_scan_producer_tid() >= 0) {
         mn_scan_load_backward<KP, CHANNEL>(smem, job, maps, same_keys);
         return;
@@ -244,7 +245,8 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
     const int col_tile = mn_scan_role<false, SPLITS>::col_tile();
     const int split = mn_scan_role<false, SPLITS>::split();
     mn_scan_warp_exchange<KP> &exchange =
-        ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes + sizeof(mn_scan_smem<KP>)))[col_tile];
+        ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes +
+                                    mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
     unsigned char *scratch = exchange.scratch[split];
     const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
                                   split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
@@ -255,7 +257,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
     D.load(job, at);
     for (int iter = 0; iter < iters; iter++) {
         const int chunk = n_chunks - 1 - iter;
-        mn_scan_front<KP> &front = smem.front(iter);
+        mn_scan_front<KP> &front = smem.front(iter, job.tight);
         mn_scan_acc<KP> dR = {};
         float dX[8][4] = {}, own[tiles][4];
         unsigned state[KP / 16][4], smem_tile[4][4], x[4][4], cot[4][4], local[steps][4];
@@ -291,8 +293,8 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
         }
         if (!CHANNEL) mn_scan_scale_tokens(dX, front.gamma, 1.0f);
         mn_scan_frags_a(x, dX);
-        D.add(cot, smem.first(iter, same_keys));
-        D.add(x, same_keys ? front.keys : smem.second(iter));
+        D.add(cot, smem.first(iter, same_keys, job.tight));
+        D.add(x, same_keys ? front.keys : smem.second(iter, job.tight));
         mn_scan_release(smem, iter);
     }
     D.store(job, at);
