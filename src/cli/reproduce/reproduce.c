@@ -62,7 +62,7 @@ static void print_help(void) {
          "                      some; may be repeated\n"
          "  --dry-run           run nothing: what would run, what is done, what the rest costs "
          "by runs that\n"
-         "                      ended in DIR (a few with --steps 50 tell)\n"
+         "                      ended in DIR (short ones too: --steps 50)\n"
          "  --collect           run nothing: the report of what DIR/results.jsonl has, which may "
          "be put\n"
          "                      together from pieces of several machines\n"

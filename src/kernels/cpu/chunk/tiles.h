@@ -5,6 +5,7 @@
 #ifndef MN_KERNELS_CPU_CHUNK_TILES_H
 #define MN_KERNELS_CPU_CHUNK_TILES_H
 
+#include "base/util.h"
 #include "mneme.h"
 
 /* How the value columns of a head are cut: by H and V alone, never by how many sequences there are.
@@ -20,16 +21,15 @@ typedef struct mn_columns {
 enum { MN_MANY_HEADS = 4, MN_TILE = 32, MN_MAX_TILES = 4 };
 
 static inline mn_column_tiles mn_column_tiles_of(const mn_call *call) {
-    int64_t count = call->V / MN_TILE;
-    if (count > MN_MAX_TILES) count = MN_MAX_TILES;
+    const int64_t count = mn_min(call->V / MN_TILE, MN_MAX_TILES);
     if (count < 2 || call->H >= MN_MANY_HEADS) return (mn_column_tiles){ 1, call->V };
-    const int64_t width = ((call->V + count - 1) / count + 15) / 16 * 16;
-    return (mn_column_tiles){ (call->V + width - 1) / width, width < call->V ? width : call->V };
+    const int64_t width = mn_ceil_div(mn_ceil_div(call->V, count), 16) * 16;
+    return (mn_column_tiles){ mn_ceil_div(call->V, width), mn_min(width, call->V) };
 }
 
 static inline mn_columns mn_columns_at(const mn_call *call, mn_column_tiles tiles, int64_t tile) {
-    const int64_t j0 = tile * tiles.width, left = call->V - j0;
-    return (mn_columns){ j0, left < tiles.width ? left : tiles.width };
+    const int64_t j0 = tile * tiles.width;
+    return (mn_columns){ j0, mn_min(tiles.width, call->V - j0) };
 }
 
 /* Columns of a view of rows over V, from column j0 on. */

@@ -4,7 +4,7 @@
  *   x <- x + (U'U)^-1 r        r = b - (H + diag lam) x in double, from x = 0 on
  *
  * Each correction leaves about cond(M) 2^-24 of the error, and the ratio of one to the one before
- * tells how much, so that x is as good as a factor in double would make it in half the time of that
+ * estimates that factor, so x becomes as exact as with a factor in double, in half the time
  * (K^3 / 6 multiply-adds, twice as many in a vector). Where the ratio is too large, or a pivot is
  * not positive, the caller factorises in double.
  *
