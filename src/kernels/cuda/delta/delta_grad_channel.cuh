@@ -143,6 +143,19 @@ __device__ inline void mn_channel_end(mn_channel_grad_smem<KT> &smem) {
     smem.end[i] = fmaf(mn_exp2(log_decay), both, written);
 }
 
+/* In pairs: adds dX S' and dX R' of what rounding left of dX, which is in the row behind. */
+template <int KT>
+__device__ inline void mn_channel_add_rest(mn_grad_acc<KT> &sum) {
+    const auto add = [](float (&x)[4]) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) x[c] += __shfl_xor_sync(0xffffffffu, x[c], 4);
+    };
+#pragma unroll
+    for (int n = 0; n < mn_grad_acc<KT>::N; n++) add(sum.e[n]);
+#pragma unroll
+    for (int n = 0; n < 2; n++) add(sum.A[n]);
+}
+
 /* ---- between blocks -------------------------------------------------------------------------- */
 
 /* Stores scale dP and dA = -dX R' (in pairs dX R') in bf16, and in float32 inside blocks of 16. */
@@ -414,6 +427,7 @@ delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job,
     mn_grad_acc<KT> sum;
     mn_channel_load_log_decays<KT, CHANNEL>(smem, job, at);
     mn_grad_mainloop<KT, CHANNEL>(sum, smem, job, at);
+    if (CHANNEL == MN_DELTA_PAIRS) mn_channel_add_rest<KT>(sum);
     mn_store<8>(&smem.ends[threadIdx.x / (KT / 8)][0], threadIdx.x % (KT / 8) * 8, sum.end);
     __syncthreads();
     mn_channel_decay_states<KT, CHANNEL>(smem, sum, w, job.scale, at);

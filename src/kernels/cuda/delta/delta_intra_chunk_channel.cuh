@@ -250,6 +250,95 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
     }
 }
 
+/* x 2^log_decay for two neighbours, and what rounding leaves of it. */
+__device__ inline void mn_channel_mul_exp_rest(unsigned &whole, unsigned &rest, unsigned x,
+                                               float2 log_decay) {
+    const float2 decay = mn_exp2(log_decay);
+    const float first = mn_bf16_lo(x) * decay.x, second = mn_bf16_hi(x) * decay.y;
+    whole = mn_bf16x2(first, second);
+    rest = mn_bf16x2_rest(first, second, whole);
+}
+
+/* A left operand times a right one, without what rounding left of both. */
+__device__ inline void mn_channel_mma_rest(float (&sum)[4], const unsigned (&a)[4],
+                                           const unsigned (&a_rest)[4], const unsigned *b,
+                                           const unsigned *b_rest) {
+    mn_mma(sum, a, b[0], b[1]);
+    mn_mma(sum, a_rest, b[0], b[1]);
+    mn_mma(sum, a, b_rest[0], b_rest[1]);
+}
+
+/* mn_channel_scores where rows are pairs: even rows of A, which are of a, and odd ones of P, which
+ * are of q, in one; a and q meet the same decays. T repeats errors of A, and both scans those of P,
+ * so that factors come in two parts. */
+template <int KP>
+__device__ void mn_channel_scores_pairs(float (&sum)[8][4], const mn_channel_intra_smem<KP> &smem) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = warp % 4;
+    const int row = lane / 4, column = lane % 4 * 2;
+    const mn_channel_log_decays<KP> &c = smem.log_decays;
+    const unsigned w = mn_shared_u32(smem.w);
+    for (int k = warp / 4 * (KP / 2), end = k + KP / 2; k < end; k += 16) {
+        unsigned x[4], q[4], b[4], a[4], a_rest[4], b_rest[4];
+        mn_frag_a(x, mn_shared_u32(smem.e), 16 * block, k);
+        mn_frag_a(q, mn_shared_u32(smem.q), 16 * block, k);
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] |= q[i];    // one of the two is zeros
+        float2 base[2] = {};                         // from block J's start to this block's
+        for (int J = block - 1; J >= 0; J--) {
+            mn_frag_b(b, w, k, 16 * J);
+            if (J == block - 1) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int t = 16 * block + row + i % 2 * 8;
+                    mn_channel_mul_exp_rest(
+                        a[i], a_rest[i], x[i],
+                        c.template read<MN_DELTA_PAIRS>(t, k + column + i / 2 * 8));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                base[i] = base[i] + c.pair(16 * J + 15, k + column + 8 * i);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 log_decay = c.pair(16 * J + row + i / 2 * 8, k + column + i % 2 * 8);
+                mn_channel_mul_exp_rest(b[i], b_rest[i], b[i], base[i % 2] - log_decay);
+            }
+#pragma unroll
+            for (int n = 0; n < 3; n++) {
+                if (n != J) continue;
+                mn_channel_mma_rest(sum[2 * n], a, a_rest, b, b_rest);
+                mn_channel_mma_rest(sum[2 * n + 1], a, a_rest, b + 2, b_rest + 2);
+            }
+        }
+        mn_frag_b(b, w, k, 16 * block);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {    // eight columns of the diagonal block
+            const int origin = 16 * block + 3 + 8 * half;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int at = k + column + i / 2 * 8, t = 16 * block + row + i % 2 * 8;
+                mn_channel_mul_exp_rest(a[i], a_rest[i], x[i],
+                                        c.template read<MN_DELTA_PAIRS>(t, at) -
+                                            c.pair(origin, at));
+            }
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; i++) {
+                const int at = k + column + i % 2 * 8;
+                mn_channel_mul_exp_rest(b[i], b_rest[i], b[i],
+                                        c.pair(origin, at) -
+                                            c.pair(16 * block + row + 8 * half, at));
+            }
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                if (n != block) continue;
+                mn_channel_mma_rest(sum[2 * n + half], a, a_rest, b + 2 * half,
+                                    b_rest + 2 * half);
+            }
+        }
+    }
+}
+
 /* Visits a warp's sums: use(t, s, x, i, j) for number j of tile i. */
 template <typename F>
 __device__ inline void mn_channel_for_each(F use) {
@@ -264,9 +353,8 @@ __device__ inline void mn_channel_for_each(F use) {
     }
 }
 
-/* Joins the halves of the channels: A goes to shared memory, P to the workspace. In pairs e is
- * minus what the tile has. */
-template <int KP, int CHANNEL>
+/* Joins the halves of the channels: A goes to shared memory, P to the workspace. */
+template <int KP>
 __device__ void mn_channel_reduce_halves(mn_channel_intra_smem<KP> &smem, const float (&A)[8][4],
                                 const float (&P)[8][4], mn_bf16 *to, float scale) {
     const bool second = threadIdx.x >= 128;
@@ -281,15 +369,44 @@ __device__ void mn_channel_reduce_halves(mn_channel_intra_smem<KP> &smem, const 
         if (second) {
             float2 &at = *(float2 *)&smem.A[t][s];
             at = at + make_float2(A[n][c], A[n][c + 1]);
-            const float sign = CHANNEL == MN_DELTA_PAIRS ? -1.0f : 1.0f;
-            at = make_float2(s < t ? sign * at.x * beta.x : 0.0f,
-                             s + 1 < t ? sign * at.y * beta.y : 0.0f);
+            at = make_float2(s < t ? at.x * beta.x : 0.0f, s + 1 < t ? at.y * beta.y : 0.0f);
         } else {
             const float2 x = *(const float2 *)&smem.P[t][s] + make_float2(P[n][c], P[n][c + 1]);
             *(unsigned *)(to + t * MN_DELTA_CHUNK + s) =
                 mn_bf16x2(s <= t ? scale * x.x * beta.x : 0.0f,
                         s + 1 <= t ? scale * x.y * beta.y : 0.0f);
         }
+    });
+}
+
+/* Likewise where rows are pairs: e is minus what the tile has, rows of P are followed up to what
+ * rounding leaves of them, which is in the row in front. */
+template <int KP>
+__device__ void mn_channel_reduce_halves_pairs(mn_channel_intra_smem<KP> &smem,
+                                               const float (&sum)[8][4], mn_bf16 *to,
+                                               float scale) {
+    const bool second = threadIdx.x >= 128;
+    __syncthreads();
+    mn_channel_for_each([&](int t, int s, int n, int c) {
+        if (second) *(float2 *)&smem.P[t][s] = make_float2(sum[n][c], sum[n][c + 1]);
+    });
+    __syncthreads();
+    if (second) return;
+    mn_channel_for_each([&](int t, int s, int n, int c) {
+        const float2 beta = *(const float2 *)&smem.tokens.beta[s];
+        const float2 x = *(const float2 *)&smem.P[t][s] + make_float2(sum[n][c], sum[n][c + 1]);
+        float2 &A = *(float2 *)&smem.A[t][s];
+        if (t % 2 == 0) {
+            A = make_float2(s < t ? -x.x * beta.x : 0.0f, s + 1 < t ? -x.y * beta.y : 0.0f);
+            return;
+        }
+        A = make_float2(0.0f, 0.0f);
+        const float first = s <= t ? scale * x.x * beta.x : 0.0f;
+        const float other = s + 1 <= t ? scale * x.y * beta.y : 0.0f;
+        const unsigned whole = mn_bf16x2(first, other);
+        mn_bf16 *row = to + t * MN_DELTA_CHUNK + s;
+        *(unsigned *)row = whole;
+        *(unsigned *)(row - MN_DELTA_CHUNK) = mn_bf16x2_rest(first, other, whole);
     });
 }
 
@@ -311,7 +428,6 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
                                                            tile.span, key, tile.first, count, 0,
                                                            call.K, threadIdx.x);
     };
-    float A[8][4] = {}, P[8][4] = {};
     if (count == 0) return;
     load(smem.q, mn_in{}, p.q, MN_DELTA_Q);
     load(smem.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
@@ -325,10 +441,17 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     }
     const unsigned char *w = p.w.data ? smem.w : smem.e;
     mn_channel_rows<KP, CHANNEL>(smem, job, tile, h, index, w);
-    mn_channel_scores<KP, CHANNEL>(A, P, smem, w);
-    mn_delta_zero_upper(job.workspace.P + index * MN_DELTA_MATRIX);
-    mn_channel_reduce_halves<KP, CHANNEL>(smem, A, P, job.workspace.P + index * MN_DELTA_MATRIX,
-                                          job.scale);
+    mn_bf16 *to = job.workspace.P + index * MN_DELTA_MATRIX;
+    mn_delta_zero_upper(to);
+    if constexpr (in_pairs) {
+        float sum[8][4] = {};
+        mn_channel_scores_pairs<KP>(sum, smem);
+        mn_channel_reduce_halves_pairs<KP>(smem, sum, to, job.scale);
+    } else {
+        float A[8][4] = {}, P[8][4] = {};
+        mn_channel_scores<KP, CHANNEL>(A, P, smem, w);
+        mn_channel_reduce_halves<KP>(smem, A, P, to, job.scale);
+    }
     mn_delta_wy_inverse<MN_DELTA_INTRA_THREADS, false>(
         *(mn_delta_wy_solver *)smem.A, job.workspace.T + index * MN_DELTA_MATRIX,
         job.workspace.A ? job.workspace.A + index * MN_DELTA_MATRIX : nullptr);

@@ -4,7 +4,18 @@
  *   row 2t + 1   has no decay, erases nothing, writes k v' and is read by q
  *
  * In delta's terms e is -a in even rows and zeros in odd ones. Reads of a row meet the state before
- * the row's own decay, which for odd rows is no difference. */
+ * the row's own decay, which for odd rows is no difference.
+ *
+ * Half of what these rows make is zeros, and there goes what rounding to bf16 leaves, x - bf16(x):
+ * gradients of a, a product of as many rounded numbers one behind the other as there are, would be
+ * off by more than twice a rounding otherwise.
+ *
+ *   q and a     are one operand, row 2t a_t, row 2t + 1 q_t: three products of it with w, both in
+ *               two parts, make the scores of two
+ *   P           has rows for q alone, 2t + 1; row 2t is what rounding left of it. O = Q S + P R is
+ *               o in both rows together, and P'dO meets do_t in both
+ *   dX          is read in rows 2t alone; row 2t + 1 of the record is what rounding left
+ *   dX = T'dR   the diagonal of T is ones: what rounding leaves of dR is added as it is */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_PAIRS_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_PAIRS_CUH
 
@@ -16,6 +27,11 @@ namespace mneme::delta {
 /* What a kernel's parameter CHANNEL may be beside false and true: each channel has a decay, and a
  * token is two rows. */
 enum { MN_DELTA_PAIRS = 2 };
+
+/* Two neighbours, and what rounding them to `whole` leaves. */
+__device__ inline unsigned mn_bf16x2_rest(float x, float y, unsigned whole) {
+    return mn_bf16x2(x - mn_bf16_lo(whole), y - mn_bf16_hi(whole));
+}
 
 /* Tokens of a chunk's 64 rows. */
 __host__ __device__ constexpr int mn_delta_chunk_tokens(bool pairs) {

@@ -857,6 +857,67 @@ __device__ inline void mn_scan_frags_a(unsigned (&a)[N / 2][4], const float (&x)
     for (int k = 0; k < N / 2; k++) mn_frag_a_of(a[k], x[2 * k], x[2 * k + 1]);
 }
 
+/* ---- rows in pairs (delta_pairs.cuh) --------------------------------------------------------- */
+
+/* In both rows of a token what the second has. */
+template <int N>
+__device__ inline void mn_scan_second_rows(unsigned (&x)[N][4]) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[k][i] = __byte_perm(x[k][i], 0, 0x3232);
+    }
+}
+
+/* In the second row of a token the sum of both. */
+template <int N>
+__device__ inline void mn_scan_add_rows(float (&x)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) x[n][1] += x[n][0], x[n][3] += x[n][2];
+}
+
+/* As left operands a token's first row, and in its second what rounding left of the first. */
+template <int N>
+__device__ inline void mn_scan_first_rows(unsigned (&a)[N / 2][4], const float (&x)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float first = x[n][2 * half];
+            a[n / 2][n % 2 * 2 + half] = mn_bf16x2(first, first - mn_bf16_lo(mn_bf16x2(first,
+                                                                                       0.0f)));
+        }
+    }
+}
+
+/* What rounding to left operands `a` left of x, as such; and sums that begin with it. */
+template <int N>
+__device__ inline void mn_scan_rest(unsigned (&rest)[N / 2][4], const float (&x)[N][4],
+                                    const unsigned (&a)[N / 2][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = n % 2 * 2 + half;
+            rest[n / 2][i] = mn_bf16x2_rest(x[n][2 * half], x[n][2 * half + 1], a[n / 2][i]);
+        }
+    }
+}
+
+template <int N>
+__device__ inline void mn_scan_begin(float (&x)[N][4], const unsigned (&a)[N / 2][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const unsigned pair = a[n / 2][n % 2 * 2 + c / 2];
+            x[n][c] = c % 2 ? mn_bf16_hi(pair) : mn_bf16_lo(pair);
+        }
+    }
+}
+
+/* ---- products over tokens -------------------------------------------------------------------- */
+
 /* y += x matrix', for a lower triangle; x are tokens from 16 * first on. */
 template <bool WGMMA, int N>
 __device__ inline void mn_scan_mma_lower(float (&y)[8][4], const unsigned (&x)[N][4],
@@ -1155,6 +1216,7 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
             S.read(O, smem.first(chunk, same_keys, job.tight), nullptr, nullptr);
             if (!CHANNEL) mn_scan_scale_tokens(O, front.gamma, job.scale);
             mn_scan_mma_lower<true>(O, local, mn_shared_u32(front.P), split * steps);
+            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(O);
         }
         const bool puts = MODE == MN_SCAN_OUTPUT && results.to;
         if (puts && SPLITS > 1) mn_scan_store_partials<SPLITS>(exchange, O, split);
@@ -1268,6 +1330,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         if (!CHANNEL) mn_scan_scale_tokens(dR, front.write, 1.0f);
         mn_scan_cotangent(local, mn_shared_u32(front.values), col_tile, split * steps, nullptr,
                           1.0f);
+        if (CHANNEL == MN_DELTA_PAIRS) mn_scan_second_rows(local);
         mn_scan_mma_upper<true>(dR, local, mn_shared_u32(front.P), split * steps);
         if (SPLITS > 1) {
             mn_scan_split_sync<SPLITS>(col_tile);
@@ -1279,6 +1342,11 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         if (BLOCKS == 1) read_cot();    // two blocks of a processor have no registers for it yet
         if constexpr (SPLITS == 1) {
             mn_scan_frags_a(x, dR);
+            if constexpr (CHANNEL == MN_DELTA_PAIRS) {
+                unsigned rest[4][4];
+                mn_scan_rest(rest, dR, x);
+                mn_scan_begin(dX, rest);
+            }
         } else {
             float own[tiles][4];
             mn_scan_split_sync<SPLITS>(col_tile);
@@ -1287,7 +1355,8 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_allgather<SPLITS>(x, local, exchange.operands, col_tile, split);
         }
         mn_scan_mma_upper<true>(dX, x, mn_shared_u32(front.T), 0);
-        mn_scan_frags_a(x, dX);
+        if (CHANNEL == MN_DELTA_PAIRS) mn_scan_first_rows(x, dX);
+        else mn_scan_frags_a(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
         if (!map) {
             mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk,

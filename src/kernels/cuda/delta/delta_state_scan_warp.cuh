@@ -216,6 +216,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
         S.add(x, same_keys ? front.keys : smem.second(chunk, job.tight));
         if (!SAVE && results.to) {
             O.join(own);
+            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(own);
             results.put(chunk, own, scratch);
         }
         mn_scan_release(smem, chunk);
@@ -269,12 +270,21 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
                                      scratch);
         if (!CHANNEL) dR.scale(front.write, 1.0f, split);
         mn_scan_cotangent(cot, mn_shared_u32(front.values), col_tile, 0, nullptr, 1.0f);
+        if (CHANNEL == MN_DELTA_PAIRS) mn_scan_second_rows(cot);
         dR.upper(cot, mn_shared_u32(front.P), split);
         dR.join(own);
         mn_scan_frags_a(local, own);
         mn_scan_gather_frags<SPLITS>(x, local, exchange.operands, col_tile, split);
+        if constexpr (CHANNEL == MN_DELTA_PAIRS) {
+            unsigned rest[4][4];
+            mn_scan_rest(local, own, local);
+            if (SPLITS > 1) mn_scan_split_sync<SPLITS>(col_tile);    // all have taken what is there
+            mn_scan_gather_frags<SPLITS>(rest, local, exchange.operands, col_tile, split);
+            mn_scan_begin(dX, rest);
+        }
         mn_scan_mma_upper<false>(dX, x, mn_shared_u32(front.T), 0);
-        mn_scan_frags_a(x, dX);
+        if (CHANNEL == MN_DELTA_PAIRS) mn_scan_first_rows(x, dX);
+        else mn_scan_frags_a(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
         mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk, MN_DELTA_CHUNK) +
                                          16 * steps * split, MN_DELTA_CHUNK, local, scratch);
