@@ -442,14 +442,15 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     const unsigned char *w = p.w.data ? smem.w : smem.e;
     mn_channel_rows<KP, CHANNEL>(smem, job, tile, h, index, w);
     mn_bf16 *to = job.workspace.P + index * MN_DELTA_MATRIX;
-    mn_delta_zero_upper(to);
     if constexpr (in_pairs) {
         float sum[8][4] = {};
         mn_channel_scores_pairs<KP>(sum, smem);
+        mn_delta_zero_upper(to);
         mn_channel_reduce_halves_pairs<KP>(smem, sum, to, job.scale);
     } else {
         float A[8][4] = {}, P[8][4] = {};
         mn_channel_scores<KP, CHANNEL>(A, P, smem, w);
+        mn_delta_zero_upper(to);
         mn_channel_reduce_halves<KP>(smem, A, P, to, job.scale);
     }
     mn_delta_wy_inverse<MN_DELTA_INTRA_THREADS, false>(
