@@ -42,6 +42,7 @@
 #include "kernels/cuda/bayes/bayes_bwd_covariance_scan.cuh"
 #include "kernels/cuda/bayes/bayes_bwd_mean_scan.cuh"
 #include "kernels/cuda/bayes/bayes_span_gemm.cuh"
+#include "kernels/cuda/prim/redo_grads.h"
 #include "kernels/riccati_args.h"
 
 namespace mneme::bayes {
@@ -1506,7 +1507,12 @@ struct layout {
     int64_t blocks, heads;    // groups of heads of sequences; heads of slots
     span_work spans;
     work narrow;
+    mn_redo_grads redo;
+    mn_bayes_args again;      // what the redo's kernels have
 };
+
+/* Whether gradients behind cotangents that are not finite are made again. */
+static const bool redoes_gradients = true;
 
 /* What all scans look at before anything else: zeros at first. */
 static void take_counts(layout *l, const mn_call &c, piecework *at) {
@@ -1557,6 +1563,25 @@ static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piece
     at->take(&w->parts, c.B * c.T, c.H * c.G, 4 * c.K + 1);
 }
 
+/* The redo's own cotangents and gradients, behind all else: states and p_0 are not made again. */
+static void take_redo(layout *l, const mn_bayes_args *p, void *base) {
+    mn_bayes_args &a = l->again;
+    const int64_t K = p->call.K, V = p->call.V, G = p->call.G, R = K * (p->theta.data ? 2 : 1);
+    mn_redo_grads *redo = &l->redo;
+    *redo = mn_redo_grads_of(p->call, base);
+    a = *p, a.grad.M0 = {}, a.grad.P0 = {}, a.grad.p0 = {};
+    mn_redo_grads_cot(redo, &a.cot.o, V), mn_redo_grads_cot(redo, &a.cot.gain, G);
+    mn_redo_grads_cot(redo, &a.cot.gainvec, G * R), mn_redo_grads_cot(redo, &a.cot.kvar, G);
+    mn_redo_grads_cot(redo, &a.cot.qvar, G);
+    mn_redo_grads_grad(redo, &a.grad.q, K), mn_redo_grads_grad(redo, &a.grad.k, K);
+    mn_redo_grads_grad(redo, &a.grad.v, V), mn_redo_grads_grad(redo, &a.grad.la, K);
+    mn_redo_grads_grad(redo, &a.grad.theta, K), mn_redo_grads_grad(redo, &a.grad.l2, 1);
+    mn_redo_grads_grad(redo, &a.grad.r2, G);
+    if (!l->R) return;
+    redo->aside = l->spans.steep, redo->zeros = l->spans.left;
+    redo->n_zeros = l->blocks * (1 + l->spans.slices);
+}
+
 /* The most shared memory that a kernel of spans takes. */
 template <int R>
 constexpr size_t widest_smem() {
@@ -1592,23 +1617,22 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     const int nm = (int)mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), 8);
     take_narrow(l, p, (int)((rows + 7) / 8), nm, &other);
     l->total_bytes = one.used > other.used ? one.used : other.used;
-    return one.ok && other.ok;
+    if (!one.ok || !other.ok || !redoes_gradients) return one.ok && other.ok;
+    take_redo(l, p, base ? (char *)base + l->total_bytes : NULL);
+    return l->redo.ok && mn_add_size(&l->total_bytes, l->total_bytes, l->redo.used);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
 template <typename T, int R>
-static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
-    const span_work &w = l.spans;
+static int start_spans(const mn_bayes_args *p, const layout &l, const span_work &w,
+                       cudaStream_t on) {
     const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
-    const size_t counts = (size_t)l.blocks * (2 + (size_t)w.slices) * sizeof *w.steep;
-    int code = (int)cudaMemsetAsync(w.steep, heads == 0, counts, on);
-    if (code != cudaSuccess || heads == 0) return code;
     const unsigned parts = heads * (unsigned)prepare_parts(p->call);
     if (p->theta.data) span_prepare_kernel<T, true><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
     else span_prepare_kernel<T, false><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
-    code = mn_launch_smem(scans_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                               SCAN_THREADS, widest_smem<R>(), on, *p, w);
+    int code = mn_launch_smem(scans_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                              SCAN_THREADS, widest_smem<R>(), on, *p, w);
     if (code == cudaSuccess) {
         code = mn_launch_smem(scans_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
                                    SCAN_THREADS, widest_smem<R>(), on, *p, w);
@@ -1627,23 +1651,48 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     return mn_launch_status();
 }
 
+/* All gradients but p_0's. */
+template <typename T>
+static int start_all(const mn_bayes_args *p, const layout &l, const span_work &spans,
+                     const work &narrow, cudaStream_t on) {
+    int code = cudaSuccess;
+    if (l.R == 64 && l.heads > 0) code = start_spans<T, 64>(p, l, spans, on);
+    if (l.R == 128 && l.heads > 0) code = start_spans<T, 128>(p, l, spans, on);
+    if (code != cudaSuccess) return code;
+    code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
+                               MN_BAYES_THREADS, l.narrow_bytes, on, *p, narrow);
+    if (code != cudaSuccess || l.heads == 0) return code;
+    bayes_groups_kernel<T><<<(unsigned)l.heads, 256, 0, on>>>(*p, narrow.parts, narrow.steep);
+    return mn_launch_status();
+}
+
+/* Once more, of heads with a cotangent that is not finite; others end at once. */
+template <typename T>
+static int start_redo(const layout &l, cudaStream_t on) {
+    const bool shows = l.redo.n_cots > 0 && l.redo.n_grads > 0 && l.redo.call.T > 1;
+    if (!redoes_gradients || !shows || l.heads == 0) return cudaSuccess;
+    span_work spans = l.spans;
+    work narrow = l.narrow;
+    spans.steep = l.redo.skips, spans.redo = true;
+    narrow.steep = l.R ? l.redo.takes : l.redo.cuts;
+    int code = mn_redo_grads_find(&l.redo, on);
+    if (code == cudaSuccess) code = start_all<T>(&l.again, l, spans, narrow, on);
+    return code == cudaSuccess ? mn_redo_grads_store(&l.redo, on) : code;
+}
+
 template <typename T>
 static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     int code = cudaSuccess;
-    if (l.R == 64) code = start_spans<T, 64>(p, l, on);
-    if (l.R == 128) code = start_spans<T, 128>(p, l, on);
-    if (code != cudaSuccess) return code;
-    code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
-                               MN_BAYES_THREADS, l.narrow_bytes, on, *p, l.narrow);
-    if (code != cudaSuccess) return code;
-    if (l.heads > 0) {
-        bayes_groups_kernel<T><<<(unsigned)l.heads, 256, 0, on>>>(*p, l.narrow.parts,
-                                                                  l.narrow.steep);
+    if (l.R) {    // without tokens all heads are as steep ones
+        const size_t counts = (size_t)l.blocks * (2 + (size_t)l.spans.slices);
+        code = (int)cudaMemsetAsync(l.spans.steep, l.heads == 0, counts * sizeof(int), on);
     }
-    if (p->grad.p0.data) {
+    if (code == cudaSuccess) code = start_all<T>(p, l, l.spans, l.narrow, on);
+    if (code == cudaSuccess && p->grad.p0.data) {
         bayes_first_kernel<T><<<mn_blocks(p->call.H, 64), 64, 0, on>>>(*p, l.narrow.traces);
+        code = mn_launch_status();
     }
-    return mn_launch_status();
+    return code == cudaSuccess ? start_redo<T>(l, on) : code;
 }
 
 static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {

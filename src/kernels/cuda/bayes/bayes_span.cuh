@@ -47,6 +47,7 @@ struct span_work {
     double *traces;                           // of D in front of sequences
     int columns, slices;                      // value columns of a group, rounded up; blocks of 64
     int64_t P_each, dw_each;                  // numbers of a group
+    bool redo;                                // of heads that are not steep, the others rest
 };
 
 /* Tiles in shared memory: rows as left factors, and as right ones with tokens summed over. */
@@ -339,7 +340,7 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     __shared__ chunk_sums sums;
     const int64_t H = p.call.H, head = blockIdx.x / prepare_parts(p.call), h = head % H;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
-    if (tile.n_rows == 0) return;
+    if (tile.n_rows == 0 || (w.redo && w.steep[tile.n * H + h])) return;
     const int K = (int)p.call.K, part = (int)blockIdx.x % prepare_parts(p.call);
     const int c = threadIdx.x / PREPARE_CHANNELS, own = threadIdx.x % PREPARE_CHANNELS;
     const int i = part * PREPARE_CHANNELS + own;
