@@ -76,8 +76,8 @@ static void poison(const mn_sample *clean, const op_case *c, int d, int which, i
     mn_sample_free(&got);
 }
 
-/* What chunks make of a decay depends on where in its sixteen tokens it is: all places are tried, at
- * one of which scores are counted from behind it. */
+/* What chunks make of a decay depends on where in its sixteen tokens it is: all places are tried,
+ * from one of which on scores are counted. */
 static void check_decay(const mn_sample *clean, const op_case *c, int d, int which) {
     enum { LARGE = 5, PLACES = 7 };    // op_wild_values[LARGE] is 1e25
     for (int round = 0; round < PLACES; round++) poison(clean, c, d, which, LARGE, round);

@@ -42,24 +42,19 @@
 #include "kernels/cuda/bayes/bayes_bwd_covariance_scan.cuh"
 #include "kernels/cuda/bayes/bayes_bwd_mean_scan.cuh"
 #include "kernels/cuda/bayes/bayes_span_gemm.cuh"
-#include "kernels/cuda/prim/redo_grads.h"
 #include "kernels/riccati_args.h"
 
 namespace mneme::bayes {
 
-/* scans on the way back of the Bayesian Layer that run side by side in a launch:
- * bayes_bwd_chunk.cu. A scan that waits for another has the later blocks: by the time that they
- * start, all blocks before them have started, so that nobody waits for what cannot come. GPUs
- * deal blocks out in the order of their numbers, on which scans in one pass rely as well, though
- * CUDA does not say so. Taking work by counting needs no such order and took 7.94 ms instead of
- * 7.24, perhaps as neighbouring processors are then at different scans. */
-
-/* the covariance forward by chunks of 16 tokens, as the way back of the Bayesian Layer needs it:
- * bayes_bwd_chunk.cu. One block for each group of a head of a sequence. */
+/* Scans run side by side in a launch. One that waits for another has the later blocks: by the time
+ * that they start, all blocks before them have started, so that nobody waits for what cannot come.
+ * GPUs deal blocks out in the order of their numbers, on which scans in one pass rely as well,
+ * though CUDA does not say so. Taking work by counting needs no such order and took 7.94 ms instead
+ * of 7.24, perhaps as neighbouring processors are then at different scans. */
 
 /* ---- the covariance forward ------------------------------------------------------------------ */
 
-/* Shared memory of the covariance scan, in doubles. */
+/* Shared memory of the covariance scan, in doubles; a block has a group of a head of a sequence. */
 template <int R>
 struct covariance_smem {
     double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
@@ -335,8 +330,7 @@ __device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_
                 [&](int row, int other) { return symmetric_cotangent(dP, rows, row, other); });
 }
 
-/* the steps of the way back through a chunk of the Bayesian Layer; which formulas
- * they are is in bayes_bwd_chunk.cu, the only file that includes this. */
+/* ---- the narrow way: steps of the way back through a chunk ----------------------------------- */
 
 using tiles = mn_bayes_tiles<true>;    // P and D do not fit in registers together
 
@@ -353,8 +347,7 @@ struct work {
     bool inside;         // mn_bayes_smem is in shared memory
 };
 
-/* What the way back has beside mn_bayes_smem; tiles of 16 rows. dq and dk lie over the raw inputs.
- * */
+/* What the way back has beside mn_bayes_smem: tiles of 16 rows; dq, dk lie over the raw inputs. */
 struct back_smem {
     double *du, *dw, *dq, *dk, *de;
     double *mix[5];      // (16,16)
@@ -366,9 +359,8 @@ struct back_smem {
 
 static int64_t back_doubles(int nb, int nm, int K) {
     const int64_t smem_tile = 16 * (8 * nb + 8);
-    return mn_bayes_doubles(nb, nm, K, false) + 4 * smem_tile + 16 * (8 * nm + 4) + 6 * 256 + 3
-        * 16 +
-           5 * (int64_t)K + 16;
+    return mn_bayes_doubles(nb, nm, K, false) + 4 * smem_tile + 16 * (8 * nm + 4) + 6 * 256 +
+           3 * 16 + 5 * (int64_t)K + 16;
 }
 
 __device__ static back_smem back_smem_in(const mn_bayes_smem &smem, double *at,
@@ -423,8 +415,7 @@ __device__ static void move_back(tiles &D, double *E, const mn_bayes_smem &smem,
 
 /* c += weights (16,16) tile, columns of block b */
 __device__ static void mix(double (&c)[2][2], const double *weights, const double *smem_tile,
-                           int ld,
-                           int b) {
+                           int ld, int b) {
     const int lane = threadIdx.x % 32;
     double left[8], right[4];
 #pragma unroll
@@ -765,9 +756,7 @@ __device__ static void read_back(const double *P, const mn_bayes_smem &smem, con
 }
 
 /* Noise of a channel in the frame. */
-struct channel_noise {
-    double rr, ri, ii;
-};
+struct channel_noise { double rr, ri, ii; };
 
 /* The sum over tokens 0 to j of a chunk, added up for each of them: where the channel decays, the
  * sum over all tokens outgrows those of the first ones by e^80, and taking later tokens off it
@@ -856,12 +845,9 @@ __device__ static void channels_back(const mn_bayes_smem &smem, const back_smem 
     __syncthreads();
 }
 
-/* gradients of the Bayesian Layer from dk and dq in the frame, all spans at
- * once. Formulas are in bayes_bwd_chunk.cu. */
+/* ---- channels: gradients from dk and dq in the frame, all spans at once ---------------------- */
 
 enum { CHANNELS_LD = 129, CHANNEL_THREADS = 128 };
-
-/* ---- channels -------------------------------------------------------------------------------- */
 
 /* x_t w_t inside channel i, of all groups: its trace and its turn. */
 template <typename T, int R>
@@ -1264,9 +1250,9 @@ __device__ __noinline__ static void chunk_back(tiles &D, double *E, double *stat
 }
 
 /* D and E from the cotangents of the last states, of which P and room.M are the values; C. */
-__device__ static void load_cotangents(tiles &P, double *E,
-                                       const mn_bayes_smem &smem, const back_smem &r,
-                                       const mn_bayes_args &p, const mn_bayes_shape &s) {
+__device__ static void load_cotangents(tiles &P, double *E, const mn_bayes_smem &smem,
+                                       const back_smem &r, const mn_bayes_args &p,
+                                       const mn_bayes_shape &s) {
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     const float *dM = mn_row<float>(p.cot.M, s.n, 0, s.h);
     const int64_t R = s.R;
@@ -1370,8 +1356,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
     double *chunks = M + mean, *spare = chunks + CHUNKS * w.state;
     double *base = w.inside ? doubles : spare + w.state + covariance;
     tiles P, D;
-    D.memory = own;
-    P.memory = spare + w.state;
+    D.memory = own, P.memory = spare + w.state;
     const mn_bayes_smem smem = mn_bayes_smem_in(base, s, M);
     const back_smem r = back_smem_in(smem, base + mn_bayes_doubles(s.nb, s.nm, s.K, false), s);
     const int64_t length = s.span.length, n_spans = (length + SPAN - 1) / SPAN;
@@ -1394,8 +1379,8 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
     __syncthreads();
     load_cotangents(D, E, smem, r, p, s);
     for (int64_t i = n_spans - 1; i >= 0; i--) {
-        const int n_chunks = (int)min((int64_t)CHUNKS, (length - i * SPAN + MN_BAYES_CHUNK - 1) /
-                                                           MN_BAYES_CHUNK);
+        const int64_t left = (length - i * SPAN + MN_BAYES_CHUNK - 1) / MN_BAYES_CHUNK;
+        const int n_chunks = (int)min((int64_t)CHUNKS, left);
         double *span = span_at(i);
         copy_state(P.memory, M, span, mean_of(span, s), s);
         for (int c = 0; c < n_chunks; c++) {
@@ -1508,11 +1493,10 @@ struct layout {
     span_work spans;
     work narrow;
     mn_redo_grads redo;
-    mn_bayes_args again;      // what the redo's kernels have
+    mn_bayes_args again;    // its kernels' arguments
 };
 
-/* Whether gradients behind cotangents that are not finite are made again. */
-static const bool redoes_gradients = true;
+static const bool redoes_gradients = true;    // behind cotangents that are not finite
 
 /* What all scans look at before anything else: zeros at first. */
 static void take_counts(layout *l, const mn_call &c, piecework *at) {
@@ -1563,25 +1547,6 @@ static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piece
     at->take(&w->parts, c.B * c.T, c.H * c.G, 4 * c.K + 1);
 }
 
-/* The redo's own cotangents and gradients, behind all else: states and p_0 are not made again. */
-static void take_redo(layout *l, const mn_bayes_args *p, void *base) {
-    mn_bayes_args &a = l->again;
-    const int64_t K = p->call.K, V = p->call.V, G = p->call.G, R = K * (p->theta.data ? 2 : 1);
-    mn_redo_grads *redo = &l->redo;
-    *redo = mn_redo_grads_of(p->call, base);
-    a = *p, a.grad.M0 = {}, a.grad.P0 = {}, a.grad.p0 = {};
-    mn_redo_grads_cot(redo, &a.cot.o, V), mn_redo_grads_cot(redo, &a.cot.gain, G);
-    mn_redo_grads_cot(redo, &a.cot.gainvec, G * R), mn_redo_grads_cot(redo, &a.cot.kvar, G);
-    mn_redo_grads_cot(redo, &a.cot.qvar, G);
-    mn_redo_grads_grad(redo, &a.grad.q, K), mn_redo_grads_grad(redo, &a.grad.k, K);
-    mn_redo_grads_grad(redo, &a.grad.v, V), mn_redo_grads_grad(redo, &a.grad.la, K);
-    mn_redo_grads_grad(redo, &a.grad.theta, K), mn_redo_grads_grad(redo, &a.grad.l2, 1);
-    mn_redo_grads_grad(redo, &a.grad.r2, G);
-    if (!l->R) return;
-    redo->aside = l->spans.steep, redo->zeros = l->spans.left;
-    redo->n_zeros = l->blocks * (1 + l->spans.slices);
-}
-
 /* The most shared memory that a kernel of spans takes. */
 template <int R>
 constexpr size_t widest_smem() {
@@ -1618,7 +1583,11 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     take_narrow(l, p, (int)((rows + 7) / 8), nm, &other);
     l->total_bytes = one.used > other.used ? one.used : other.used;
     if (!one.ok || !other.ok || !redoes_gradients) return one.ok && other.ok;
-    take_redo(l, p, base ? (char *)base + l->total_bytes : NULL);
+    l->redo = redo_of(*p, l->again, base ? (char *)base + l->total_bytes : NULL);
+    if (l->R) {
+        l->redo.aside = l->spans.steep, l->redo.zeros = l->spans.left;
+        l->redo.n_zeros = l->blocks * (1 + l->spans.slices);
+    }
     return l->redo.ok && mn_add_size(&l->total_bytes, l->total_bytes, l->redo.used);
 }
 
@@ -1633,20 +1602,17 @@ static int start_spans(const mn_bayes_args *p, const layout &l, const span_work 
     else span_prepare_kernel<T, false><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
     int code = mn_launch_smem(scans_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
                               SCAN_THREADS, widest_smem<R>(), on, *p, w);
-    if (code == cudaSuccess) {
-        code = mn_launch_smem(scans_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                                   SCAN_THREADS, widest_smem<R>(), on, *p, w);
-    }
-    if (code == cudaSuccess) {
-        code = mn_launch_smem(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
-                                   sizeof(product_smem<R>), on, *p, w);
-    }
+    if (code != cudaSuccess) return code;
+    code = mn_launch_smem(scans_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                          SCAN_THREADS, widest_smem<R>(), on, *p, w);
+    if (code != cudaSuccess) return code;
+    code = mn_launch_smem(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
+                          sizeof(product_smem<R>), on, *p, w);
     if (code != cudaSuccess) return code;
     const unsigned chunks = heads * SPAN_CHUNKS;
     if (p->theta.data) span_channels_kernel<T, R, true><<<chunks, CHANNEL_THREADS, 0, on>>>(*p, w);
     else span_channels_kernel<T, R, false><<<chunks, CHANNEL_THREADS, 0, on>>>(*p, w);
-    const unsigned n_heads = (unsigned)(mn_n_spans(p->call) * p->call.H);
-    span_totals_kernel<R><<<n_heads, 128, 0, on>>>(*p, w);
+    span_totals_kernel<R><<<(unsigned)(mn_n_spans(p->call) * p->call.H), 128, 0, on>>>(*p, w);
     span_decay_kernel<T><<<heads, 256, 0, on>>>(*p, w);
     return mn_launch_status();
 }
@@ -1670,10 +1636,10 @@ static int start_all(const mn_bayes_args *p, const layout &l, const span_work &s
 template <typename T>
 static int start_redo(const layout &l, cudaStream_t on) {
     const bool shows = l.redo.n_cots > 0 && l.redo.n_grads > 0 && l.redo.call.T > 1;
-    if (!redoes_gradients || !shows || l.heads == 0) return cudaSuccess;
+    if (!redoes_gradients || !shows || l.heads == 0) return mn_launch_status();
     span_work spans = l.spans;
     work narrow = l.narrow;
-    spans.steep = l.redo.skips, spans.redo = true;
+    spans.redo = true, spans.steep = l.redo.skips;
     narrow.steep = l.R ? l.redo.takes : l.redo.cuts;
     int code = mn_redo_grads_find(&l.redo, on);
     if (code == cudaSuccess) code = start_all<T>(&l.again, l, spans, narrow, on);
@@ -1688,19 +1654,19 @@ static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
         code = (int)cudaMemsetAsync(l.spans.steep, l.heads == 0, counts * sizeof(int), on);
     }
     if (code == cudaSuccess) code = start_all<T>(p, l, l.spans, l.narrow, on);
-    if (code == cudaSuccess && p->grad.p0.data) {
+    if (code != cudaSuccess) return code;
+    if (p->grad.p0.data) {
         bayes_first_kernel<T><<<mn_blocks(p->call.H, 64), 64, 0, on>>>(*p, l.narrow.traces);
-        code = mn_launch_status();
     }
-    return code == cudaSuccess ? start_redo<T>(l, on) : code;
+    return start_redo<T>(l, on);
 }
 
 static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {
     layout l;
     if (p->call.K * (p->theta.data ? 2 : 1) > MN_BAYES_WIDEST) return true;    // refused later
-    if (!layout_of(&l, p, NULL)) return false;
-    plan->shared_bytes = l.total_bytes;
-    return true;
+    const bool fits = layout_of(&l, p, NULL);
+    if (fits) plan->shared_bytes = l.total_bytes;
+    return fits;
 }
 
 static int backward(const mn_bayes_args *p, void *shared, void *stream) {

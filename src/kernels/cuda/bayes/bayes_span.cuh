@@ -10,6 +10,7 @@
 #define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 
 #include "kernels/cuda/bayes/bayes.cuh"
+#include "kernels/cuda/prim/redo_grads.h"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
@@ -242,6 +243,25 @@ __device__ static double transposed_gain(const mn_bayes_args &p, const mn_tile_s
     if (!turns) return phi[r] * (double)mn_float(x[r]);
     const double other = (double)mn_float(x[r ^ 1]), mine = (double)mn_float(x[r]);
     return r % 2 == 0 ? phi[r] * mine + phi[r + 1] * other : phi[r - 1] * mine - phi[r] * other;
+}
+
+/* A redo of the gradients, and `again`, what its kernels have: cotangents and gradients of its own,
+ * from `base` on. States and p_0 are not made again. */
+static mn_redo_grads redo_of(const mn_bayes_args &p, mn_bayes_args &again, void *base) {
+    const int64_t K = p.call.K, V = p.call.V, G = p.call.G, R = K * (p.theta.data ? 2 : 1);
+    mn_redo_grads redo = mn_redo_grads_of(p.call, base);
+    again = p, again.grad.M0 = {}, again.grad.P0 = {}, again.grad.p0 = {};
+    const struct { mn_in *view; int64_t width; } cots[] = {
+        { &again.cot.o, V }, { &again.cot.gain, G }, { &again.cot.gainvec, G * R },
+        { &again.cot.kvar, G }, { &again.cot.qvar, G },
+    };
+    const struct { mn_out *view; int64_t width; } grads[] = {
+        { &again.grad.q, K }, { &again.grad.k, K }, { &again.grad.v, V }, { &again.grad.la, K },
+        { &again.grad.theta, K }, { &again.grad.l2, 1 }, { &again.grad.r2, G },
+    };
+    for (const auto &x : cots) mn_redo_grads_cot(&redo, x.view, x.width);
+    for (const auto &x : grads) mn_redo_grads_grad(&redo, x.view, x.width);
+    return redo;
 }
 
 /* Results in rows 16 mb .. of a matrix: use(element, row within the 16, column) */
