@@ -1466,24 +1466,6 @@ __global__ void bayes_first_kernel(const __grid_constant__ mn_bayes_args p, cons
 
 /* ---- work space ------------------------------------------------------------------------------ */
 
-/* Hands out workspace one piece after the other, from `base` or, where that is NULL, to count
- * bytes. */
-struct piecework {
-    char *base;
-    size_t used;
-    bool ok;
-
-    template <typename X>
-    void take(X **to, int64_t a, int64_t b, int64_t c) {
-        size_t count, bytes, smem;
-        ok = ok && mn_mul_size(&count, (size_t)a, (size_t)b) &&
-             mn_mul_size(&count, count, (size_t)c) && mn_mul_size(&bytes, count, sizeof(X)) &&
-             mn_add_size(&smem, bytes, 15) && mn_add_size(&smem, smem / 16 * 16, used);
-        *to = ok && base ? (X *)(base + used) : NULL;
-        if (ok) used = smem;
-    }
-};
-
 /* How a call goes: R is 64 or 128, or 0 where all goes the narrow way, whose room overlays that of
  * spans, for it comes after them. */
 struct layout {

@@ -245,6 +245,24 @@ __device__ static double transposed_gain(const mn_bayes_args &p, const mn_tile_s
     return r % 2 == 0 ? phi[r] * mine + phi[r + 1] * other : phi[r - 1] * mine - phi[r] * other;
 }
 
+/* Hands out workspace one piece after the other, from `base` or, where that is NULL, to count
+ * bytes. */
+struct piecework {
+    char *base;
+    size_t used;
+    bool ok;
+
+    template <typename X>
+    void take(X **to, int64_t a, int64_t b, int64_t c) {
+        size_t count, bytes, smem;
+        ok = ok && mn_mul_size(&count, (size_t)a, (size_t)b) &&
+             mn_mul_size(&count, count, (size_t)c) && mn_mul_size(&bytes, count, sizeof(X)) &&
+             mn_add_size(&smem, bytes, 15) && mn_add_size(&smem, smem / 16 * 16, used);
+        *to = ok && base ? (X *)(base + used) : NULL;
+        if (ok) used = smem;
+    }
+};
+
 /* A redo of the gradients, and `again`, what its kernels have: cotangents and gradients of its own,
  * from `base` on. States and p_0 are not made again. */
 static mn_redo_grads redo_of(const mn_bayes_args &p, mn_bayes_args &again, void *base) {
