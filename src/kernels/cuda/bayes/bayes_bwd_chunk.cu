@@ -46,19 +46,15 @@
 
 namespace mneme::bayes {
 
-/* scans on the way back of the Bayesian Layer that run side by side in a launch:
- * bayes_bwd_chunk.cu. A scan that waits for another has the later blocks: by the time that they
- * start, all blocks before them have started, so that nobody waits for what cannot come. GPUs
- * deal blocks out in the order of their numbers, on which scans in one pass rely as well, though
- * CUDA does not say so. Taking work by counting needs no such order and took 7.94 ms instead of
- * 7.24, perhaps as neighbouring processors are then at different scans. */
-
-/* the covariance forward by chunks of 16 tokens, as the way back of the Bayesian Layer needs it:
- * bayes_bwd_chunk.cu. One block for each group of a head of a sequence. */
+/* Scans run side by side in a launch. One that waits for another has the later blocks: by the time
+ * that they start, all blocks before them have started, so that nobody waits for what cannot come.
+ * GPUs deal blocks out in the order of their numbers, on which scans in one pass rely as well,
+ * though CUDA does not say so. Taking work by counting needs no such order and took 7.94 ms instead
+ * of 7.24, perhaps as neighbouring processors are then at different scans. */
 
 /* ---- the covariance forward ------------------------------------------------------------------ */
 
-/* Shared memory of the covariance scan, in doubles. */
+/* Shared memory of the covariance scan, in doubles; a block has a group of a head of a sequence. */
 template <int R>
 struct covariance_smem {
     double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
@@ -334,8 +330,7 @@ __device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_
                 [&](int row, int other) { return symmetric_cotangent(dP, rows, row, other); });
 }
 
-/* the steps of the way back through a chunk of the Bayesian Layer; which formulas
- * they are is in bayes_bwd_chunk.cu, the only file that includes this. */
+/* ---- the narrow way: steps of the way back through a chunk ----------------------------------- */
 
 using tiles = mn_bayes_tiles<true>;    // P and D do not fit in registers together
 
@@ -352,8 +347,7 @@ struct work {
     bool inside;         // mn_bayes_smem is in shared memory
 };
 
-/* What the way back has beside mn_bayes_smem; tiles of 16 rows. dq and dk lie over the raw inputs.
- * */
+/* What the way back has beside mn_bayes_smem: tiles of 16 rows; dq, dk lie over the raw inputs. */
 struct back_smem {
     double *du, *dw, *dq, *dk, *de;
     double *mix[5];      // (16,16)
@@ -365,9 +359,8 @@ struct back_smem {
 
 static int64_t back_doubles(int nb, int nm, int K) {
     const int64_t smem_tile = 16 * (8 * nb + 8);
-    return mn_bayes_doubles(nb, nm, K, false) + 4 * smem_tile + 16 * (8 * nm + 4) + 6 * 256 + 3
-        * 16 +
-           5 * (int64_t)K + 16;
+    return mn_bayes_doubles(nb, nm, K, false) + 4 * smem_tile + 16 * (8 * nm + 4) + 6 * 256 +
+           3 * 16 + 5 * (int64_t)K + 16;
 }
 
 __device__ static back_smem back_smem_in(const mn_bayes_smem &smem, double *at,
@@ -422,8 +415,7 @@ __device__ static void move_back(tiles &D, double *E, const mn_bayes_smem &smem,
 
 /* c += weights (16,16) tile, columns of block b */
 __device__ static void mix(double (&c)[2][2], const double *weights, const double *smem_tile,
-                           int ld,
-                           int b) {
+                           int ld, int b) {
     const int lane = threadIdx.x % 32;
     double left[8], right[4];
 #pragma unroll
@@ -764,9 +756,7 @@ __device__ static void read_back(const double *P, const mn_bayes_smem &smem, con
 }
 
 /* Noise of a channel in the frame. */
-struct channel_noise {
-    double rr, ri, ii;
-};
+struct channel_noise { double rr, ri, ii; };
 
 /* The sum over tokens 0 to j of a chunk, added up for each of them: where the channel decays, the
  * sum over all tokens outgrows those of the first ones by e^80, and taking later tokens off it
@@ -855,12 +845,9 @@ __device__ static void channels_back(const mn_bayes_smem &smem, const back_smem 
     __syncthreads();
 }
 
-/* gradients of the Bayesian Layer from dk and dq in the frame, all spans at
- * once. Formulas are in bayes_bwd_chunk.cu. */
+/* ---- channels: gradients from dk and dq in the frame, all spans at once ---------------------- */
 
 enum { CHANNELS_LD = 129, CHANNEL_THREADS = 128 };
-
-/* ---- channels -------------------------------------------------------------------------------- */
 
 /* x_t w_t inside channel i, of all groups: its trace and its turn. */
 template <typename T, int R>
@@ -1263,9 +1250,9 @@ __device__ __noinline__ static void chunk_back(tiles &D, double *E, double *stat
 }
 
 /* D and E from the cotangents of the last states, of which P and room.M are the values; C. */
-__device__ static void load_cotangents(tiles &P, double *E,
-                                       const mn_bayes_smem &smem, const back_smem &r,
-                                       const mn_bayes_args &p, const mn_bayes_shape &s) {
+__device__ static void load_cotangents(tiles &P, double *E, const mn_bayes_smem &smem,
+                                       const back_smem &r, const mn_bayes_args &p,
+                                       const mn_bayes_shape &s) {
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     const float *dM = mn_row<float>(p.cot.M, s.n, 0, s.h);
     const int64_t R = s.R;
@@ -1369,8 +1356,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
     double *chunks = M + mean, *spare = chunks + CHUNKS * w.state;
     double *base = w.inside ? doubles : spare + w.state + covariance;
     tiles P, D;
-    D.memory = own;
-    P.memory = spare + w.state;
+    D.memory = own, P.memory = spare + w.state;
     const mn_bayes_smem smem = mn_bayes_smem_in(base, s, M);
     const back_smem r = back_smem_in(smem, base + mn_bayes_doubles(s.nb, s.nm, s.K, false), s);
     const int64_t length = s.span.length, n_spans = (length + SPAN - 1) / SPAN;
@@ -1393,8 +1379,8 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
     __syncthreads();
     load_cotangents(D, E, smem, r, p, s);
     for (int64_t i = n_spans - 1; i >= 0; i--) {
-        const int n_chunks = (int)min((int64_t)CHUNKS, (length - i * SPAN + MN_BAYES_CHUNK - 1) /
-                                                           MN_BAYES_CHUNK);
+        const int64_t left = (length - i * SPAN + MN_BAYES_CHUNK - 1) / MN_BAYES_CHUNK;
+        const int n_chunks = (int)min((int64_t)CHUNKS, left);
         double *span = span_at(i);
         copy_state(P.memory, M, span, mean_of(span, s), s);
         for (int c = 0; c < n_chunks; c++) {
@@ -1480,24 +1466,6 @@ __global__ void bayes_first_kernel(const __grid_constant__ mn_bayes_args p, cons
 
 /* ---- work space ------------------------------------------------------------------------------ */
 
-/* Hands out workspace one piece after the other, from `base` or, where that is NULL, to count
- * bytes. */
-struct piecework {
-    char *base;
-    size_t used;
-    bool ok;
-
-    template <typename X>
-    void take(X **to, int64_t a, int64_t b, int64_t c) {
-        size_t count, bytes, smem;
-        ok = ok && mn_mul_size(&count, (size_t)a, (size_t)b) &&
-             mn_mul_size(&count, count, (size_t)c) && mn_mul_size(&bytes, count, sizeof(X)) &&
-             mn_add_size(&smem, bytes, 15) && mn_add_size(&smem, smem / 16 * 16, used);
-        *to = ok && base ? (X *)(base + used) : NULL;
-        if (ok) used = smem;
-    }
-};
-
 /* How a call goes: R is 64 or 128, or 0 where all goes the narrow way, whose room overlays that of
  * spans, for it comes after them. */
 struct layout {
@@ -1506,7 +1474,11 @@ struct layout {
     int64_t blocks, heads;    // groups of heads of sequences; heads of slots
     span_work spans;
     work narrow;
+    mn_redo_grads redo;
+    mn_bayes_args again;    // its kernels' arguments
 };
+
+static const bool redoes_gradients = true;    // behind cotangents that are not finite
 
 /* What all scans look at before anything else: zeros at first. */
 static void take_counts(layout *l, const mn_call &c, piecework *at) {
@@ -1592,66 +1564,91 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     const int nm = (int)mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), 8);
     take_narrow(l, p, (int)((rows + 7) / 8), nm, &other);
     l->total_bytes = one.used > other.used ? one.used : other.used;
-    return one.ok && other.ok;
+    if (!one.ok || !other.ok || !redoes_gradients) return one.ok && other.ok;
+    l->redo = redo_of(*p, l->again, base ? (char *)base + l->total_bytes : NULL);
+    if (l->R) {
+        l->redo.aside = l->spans.steep, l->redo.zeros = l->spans.left;
+        l->redo.n_zeros = l->blocks * (1 + l->spans.slices);
+    }
+    return l->redo.ok && mn_add_size(&l->total_bytes, l->total_bytes, l->redo.used);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
 template <typename T, int R>
-static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
-    const span_work &w = l.spans;
+static int start_spans(const mn_bayes_args *p, const layout &l, const span_work &w,
+                       cudaStream_t on) {
     const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
-    const size_t counts = (size_t)l.blocks * (2 + (size_t)w.slices) * sizeof *w.steep;
-    int code = (int)cudaMemsetAsync(w.steep, heads == 0, counts, on);
-    if (code != cudaSuccess || heads == 0) return code;
     const unsigned parts = heads * (unsigned)prepare_parts(p->call);
     if (p->theta.data) span_prepare_kernel<T, true><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
     else span_prepare_kernel<T, false><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
-    code = mn_launch_smem(scans_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                               SCAN_THREADS, widest_smem<R>(), on, *p, w);
-    if (code == cudaSuccess) {
-        code = mn_launch_smem(scans_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                                   SCAN_THREADS, widest_smem<R>(), on, *p, w);
-    }
-    if (code == cudaSuccess) {
-        code = mn_launch_smem(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
-                                   sizeof(product_smem<R>), on, *p, w);
-    }
+    int code = mn_launch_smem(scans_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                              SCAN_THREADS, widest_smem<R>(), on, *p, w);
+    if (code != cudaSuccess) return code;
+    code = mn_launch_smem(scans_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                          SCAN_THREADS, widest_smem<R>(), on, *p, w);
+    if (code != cudaSuccess) return code;
+    code = mn_launch_smem(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
+                          sizeof(product_smem<R>), on, *p, w);
     if (code != cudaSuccess) return code;
     const unsigned chunks = heads * SPAN_CHUNKS;
     if (p->theta.data) span_channels_kernel<T, R, true><<<chunks, CHANNEL_THREADS, 0, on>>>(*p, w);
     else span_channels_kernel<T, R, false><<<chunks, CHANNEL_THREADS, 0, on>>>(*p, w);
-    const unsigned n_heads = (unsigned)(mn_n_spans(p->call) * p->call.H);
-    span_totals_kernel<R><<<n_heads, 128, 0, on>>>(*p, w);
+    span_totals_kernel<R><<<(unsigned)(mn_n_spans(p->call) * p->call.H), 128, 0, on>>>(*p, w);
     span_decay_kernel<T><<<heads, 256, 0, on>>>(*p, w);
     return mn_launch_status();
+}
+
+/* All gradients but p_0's. */
+template <typename T>
+static int start_all(const mn_bayes_args *p, const layout &l, const span_work &spans,
+                     const work &narrow, cudaStream_t on) {
+    int code = cudaSuccess;
+    if (l.R == 64 && l.heads > 0) code = start_spans<T, 64>(p, l, spans, on);
+    if (l.R == 128 && l.heads > 0) code = start_spans<T, 128>(p, l, spans, on);
+    if (code != cudaSuccess) return code;
+    code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
+                               MN_BAYES_THREADS, l.narrow_bytes, on, *p, narrow);
+    if (code != cudaSuccess || l.heads == 0) return code;
+    bayes_groups_kernel<T><<<(unsigned)l.heads, 256, 0, on>>>(*p, narrow.parts, narrow.steep);
+    return mn_launch_status();
+}
+
+/* Once more, of heads with a cotangent that is not finite; others end at once. */
+template <typename T>
+static int start_redo(const layout &l, cudaStream_t on) {
+    const bool shows = l.redo.n_cots > 0 && l.redo.n_grads > 0 && l.redo.call.T > 1;
+    if (!redoes_gradients || !shows || l.heads == 0) return mn_launch_status();
+    span_work spans = l.spans;
+    work narrow = l.narrow;
+    spans.redo = true, spans.steep = l.redo.skips;
+    narrow.steep = l.R ? l.redo.takes : l.redo.cuts;
+    int code = mn_redo_grads_find(&l.redo, on);
+    if (code == cudaSuccess) code = start_all<T>(&l.again, l, spans, narrow, on);
+    return code == cudaSuccess ? mn_redo_grads_store(&l.redo, on) : code;
 }
 
 template <typename T>
 static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     int code = cudaSuccess;
-    if (l.R == 64) code = start_spans<T, 64>(p, l, on);
-    if (l.R == 128) code = start_spans<T, 128>(p, l, on);
-    if (code != cudaSuccess) return code;
-    code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
-                               MN_BAYES_THREADS, l.narrow_bytes, on, *p, l.narrow);
-    if (code != cudaSuccess) return code;
-    if (l.heads > 0) {
-        bayes_groups_kernel<T><<<(unsigned)l.heads, 256, 0, on>>>(*p, l.narrow.parts,
-                                                                  l.narrow.steep);
+    if (l.R) {    // without tokens all heads are as steep ones
+        const size_t counts = (size_t)l.blocks * (2 + (size_t)l.spans.slices);
+        code = (int)cudaMemsetAsync(l.spans.steep, l.heads == 0, counts * sizeof(int), on);
     }
+    if (code == cudaSuccess) code = start_all<T>(p, l, l.spans, l.narrow, on);
+    if (code != cudaSuccess) return code;
     if (p->grad.p0.data) {
         bayes_first_kernel<T><<<mn_blocks(p->call.H, 64), 64, 0, on>>>(*p, l.narrow.traces);
     }
-    return mn_launch_status();
+    return start_redo<T>(l, on);
 }
 
 static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {
     layout l;
     if (p->call.K * (p->theta.data ? 2 : 1) > MN_BAYES_WIDEST) return true;    // refused later
-    if (!layout_of(&l, p, NULL)) return false;
-    plan->shared_bytes = l.total_bytes;
-    return true;
+    const bool fits = layout_of(&l, p, NULL);
+    if (fits) plan->shared_bytes = l.total_bytes;
+    return fits;
 }
 
 static int backward(const mn_bayes_args *p, void *shared, void *stream) {

@@ -3,11 +3,16 @@
  *   A_ts = beta_s sum_i e_ti w_si exp(G_ti - G_si)      and P likewise
  *
  * Exponents of both signs would overflow, so that each pair of blocks of 16 tokens has its own
- * origin: the start of block t for blocks of s before it, and inside a block the middle of the
- * eight tokens of s. Products of tensor cores then have factors of at most 2^92 with decays cut
+ * origin: the start of block t for blocks of s before it, and inside a block about the middle of
+ * the eight tokens of s. Products of tensor cores then have factors of at most 2^93 with decays cut
  * off at 2^-23 a token: what a pair keeps through a larger decay, 1e-7, is far below bf16's
  * rounding. Decays of rows that meet states are sums from the chunk's start, or to its end, and
  * not cut off. Sums of decays are logarithms to base 2, as the processor's exponential is.
+ *
+ * The middle comes after tokens that it serves, whose bits may not depend on it: it is a whole
+ * number of powers of two from where the eight tokens begin, and decays that are not cut off are
+ * whole multiples of 2^-15. Then differences are exact, and another middle moves exponents of both
+ * factors and no bit of their product. 2^-16 in a logarithm is a hundredth of bf16's rounding.
  *
  * One block has one chunk of one head; warp w has the 16 rows of block w % 4, for A and P, and half
  * of the channels. Factors are made where they are used, in registers. */
@@ -91,9 +96,16 @@ __device__ inline void mn_channel_load_decays(float2 (&g)[16], const mn_delta_pa
     for (int row = 0; row < 16; row++) g[row].x *= 1.44269504f, g[row].y *= 1.44269504f;
 }
 
-/* A decay that is not below the cut; NaN stays. */
+/* A decay that is not below the cut, to the nearest multiple of 2^-15: numbers from 256 to 512 are
+ * that far apart. NaN stays. */
 __device__ inline float mn_channel_clamp(float g) {
-    return g < -23.0f ? -23.0f : g;
+    return (g < -23.0f ? -23.0f : g) + 384.0f - 384.0f;
+}
+
+/* The nearest whole number: from 2^23 to 2^24 there are no others. */
+__device__ inline float2 mn_channel_whole(float2 x) {
+    constexpr float there = 12582912.0f;
+    return make_float2(x.x + there - there, x.y + there - there);
 }
 
 /* Levels of a pair of channels in a block of 16 tokens. */
@@ -224,12 +236,19 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
         mn_frag_b(b, w, k, 16 * block);
 #pragma unroll
         for (int half = 0; half < 2; half++) {    // eight columns of the diagonal block
+            float2 origin[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int at = k + column + 8 * i;
+                const float2 start = half ? c.pair(16 * block + 7, at) : make_float2(0.0f, 0.0f);
+                const float2 middle = c.pair(16 * block + 3 + 8 * half, at);
+                origin[i] = start + mn_channel_whole(middle - start);
+            }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = k + column + i / 2 * 8;
                 const float2 log_decay =
-                    c.template read<CHANNEL>(16 * block + row + i % 2 * 8, at) -
-                    c.pair(16 * block + 3 + 8 * half, at);
+                    c.template read<CHANNEL>(16 * block + row + i % 2 * 8, at) - origin[i / 2];
                 a[i] = mn_channel_mul_exp(e[i], log_decay),
                     p[i] = mn_channel_mul_exp(q[i], log_decay);
             }
@@ -237,8 +256,8 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
             for (int i = 0; i < 2; i++) {
                 const int at = k + column + 8 * i;
                 b[2 * half + i] = mn_channel_mul_exp(b[2 * half + i],
-                                                   c.pair(16 * block + 3 + 8 * half, at) -
-                                                       c.pair(16 * block + row + 8 * half, at));
+                                                     origin[i] -
+                                                         c.pair(16 * block + row + 8 * half, at));
             }
 #pragma unroll
             for (int n = 0; n < 4; n++) {
