@@ -25,7 +25,8 @@ template <int KP>
 constexpr int mn_curve80_threads = 2 * KP;
 
 /* 64 rows of a view from token t on, of which `count` and K columns are there, the others become
- * zeros, to the top of a tile of ROWS; the block calls. A thread has one vec16 of every 16th row. */
+ * zeros from where nothing is read of `any`, to the top of a tile of ROWS; the block calls. A
+ * thread has one vec16 of every 16th row. */
 template <int KP, int ROWS>
 __device__ inline void mn_curve80_load(unsigned char *tile, const mn_in &view, const mn_in &any,
                                        const mn_span &span, int64_t h, int64_t t, int count,
