@@ -54,10 +54,13 @@ namespace mneme::bayes {
 
 /* ---- the covariance forward ------------------------------------------------------------------ */
 
-/* Shared memory of the covariance scan, in doubles; a block has a group of a head of a sequence. */
-template <int R>
+/* Shared memory of the covariance scan, in doubles; a block has a group of a head of a sequence.
+ * TIGHT: keys, which are read first, of two chunks. */
+template <int R, bool TIGHT>
 struct covariance_smem {
-    double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
+    static constexpr int KEY_STAGES = TIGHT ? 2 : STAGES;
+
+    double k[KEY_STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
     double phi[STAGES][R], noise[STAGES][2 * R];
     double B[16 * pitch<R>::right], z[16 * pitch<R>::right];
     double parts[R / 16 * 16 * PARTS_LD];
@@ -132,9 +135,9 @@ __device__ static void put_reads(double *to, const double *z, const double *q,
 }
 
 /* Whether a P that was handed in is raised, as mn_bayes_raise says; all threads call. */
-template <int R>
-__device__ static bool raise_col_tile(strip<R> &P, covariance_smem<R> &smem, const double *nk,
-                                   double r2, bool turns) {
+template <int R, bool TIGHT>
+__device__ static bool raise_col_tile(strip<R> &P, covariance_smem<R, TIGHT> &smem,
+                                      const double *nk, double r2, bool turns) {
     const double few = 8.0 * 0x1p-24;
     const int warp = threadIdx.x / 32;
     double sum = 0.0, own[2][2] = {};
@@ -201,15 +204,15 @@ __device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
 }
 
 /* Chunk c on its way to shared memory. */
-template <int R>
-__device__ static void fetch_covariance(covariance_smem<R> &smem, const span_work &w,
+template <int R, bool TIGHT>
+__device__ static void fetch_covariance(covariance_smem<R, TIGHT> &smem, const span_work &w,
                                         const scan_place &at, int64_t c) {
     constexpr int LEFT = pitch<R>::left, THREADS = 2 * R;
     const int stage = (int)(c % STAGES);
     if (c < at.n_chunks) {
         const int64_t from = at.shared(c) * CHUNK * R;
         const double *noise = w.noise + (at.head(c) * 5 + 4) * 2 * R;
-        copy_rows_later<R, CHUNK, THREADS>(smem.k[stage], LEFT, w.k + from);
+        copy_rows_later<R, CHUNK, THREADS>(smem.k[c % smem.KEY_STAGES], LEFT, w.k + from);
         copy_rows_later<R, CHUNK, THREADS>(smem.q[stage], LEFT, w.q + from);
         copy_rows_later<R, 2, THREADS>(smem.noise[stage], R, noise);
         copy_rows_later<R, 1, THREADS>(smem.phi[stage], R, w.phi + at.last_token(c) * R);
@@ -219,8 +222,8 @@ __device__ static void fetch_covariance(covariance_smem<R> &smem, const span_wor
 
 /* z / sigma and what chunks need of each other, of a group of a head of a sequence: the first 2 R
  * threads of a block. */
-template <int R>
-__device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_args &p,
+template <int R, bool TIGHT>
+__device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn_bayes_args &p,
                                        const span_work &w, int64_t block, bool bf16) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
     const scan_place at = scan_place_at(p, block);
@@ -231,29 +234,31 @@ __device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_
     const int rows = (int)p.call.K * (turns ? 2 : 1), column = 16 * warp;
     strip<R> P;
     load_covariance<R>(P, p, s, rows, bf16);
-    fetch_covariance<R>(smem, w, at, 0), fetch_covariance<R>(smem, w, at, 1);
+    fetch_covariance<R, TIGHT>(smem, w, at, 0), fetch_covariance<R, TIGHT>(smem, w, at, 1);
     await_copies();
     __syncthreads();
     for (int64_t c = 0; c < at.n_chunks; c++) {
         const int stage = (int)(c % STAGES), now = (int)(c % 2);
+        const double *k = smem.k[c % smem.KEY_STAGES];
         const double *nk = w.nk + at.shared(c) * CHUNK * R;
         const double r2 = w.r2[at.own(c) * CHUNK + lane % 16];
         double x[2][2][2], noisy[2][2][2];
         get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
         for (bool again = false;; again = true) {
             zero(x[0]), zero(x[1]);
-            through_col_tile<R>(x, smem.k[stage], LEFT, P);
+            through_col_tile<R>(x, k, LEFT, P);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
             }
-            gram_share<R>(smem.parts, x, smem.k[stage], LEFT);
+            gram_share<R>(smem.parts, x, k, LEFT);
             put_rows(smem.B, RIGHT, column, x[0]), put_rows(smem.B, RIGHT, column + 8, x[1]);
             __syncthreads();
             add_shares<R>(smem.S, smem.parts);
             __syncthreads();
             if (!handed_in || c > 0 || again) break;
-            if (!raise_col_tile<R>(P, smem, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) break;
+            const double first = __shfl_sync(0xffffffffu, r2, 0);
+            if (!raise_col_tile<R, TIGHT>(P, smem, nk, first, turns)) break;
         }
         if (c % SPAN_CHUNKS == 0) {
             double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
@@ -269,7 +274,7 @@ __device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_
             say_left(w.left + block, c);
         }
         __syncthreads();
-        fetch_covariance<R>(smem, w, at, c + 2);
+        fetch_covariance<R, TIGHT>(smem, w, at, c + 2);
         double left[8];
         left_small(left, smem.eliminate, SMALL_LD);
 #pragma unroll
@@ -1127,7 +1132,7 @@ enum { SCAN_THREADS = 32 * MEAN_WARPS };
 /* Grid: covariances (group of a head of a sequence), then slices blocks for each: the covariance
  * scans forward (bayes_bwd_covariance_scan.cuh's inputs), and behind each the scans of its mean, 64
  * value columns a block (mean_forward). */
-template <typename T, int R>
+template <typename T, int R, bool TIGHT>
 __global__ void __launch_bounds__(SCAN_THREADS, 1)
 scans_forward_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
@@ -1136,22 +1141,23 @@ scans_forward_kernel(const __grid_constant__ mn_bayes_args p,
     if (block >= covariances) {
         mean_forward<T, R>(*(mean_smem<R> *)doubles, p, w, block - covariances);
     } else if (threadIdx.x < 2 * R) {
-        scan_covariance<R>(*(covariance_smem<R> *)doubles, p, w, block, sizeof(T) == 2);
+        scan_covariance<R, TIGHT>(*(covariance_smem<R, TIGHT> *)doubles, p, w, block,
+                                  sizeof(T) == 2);
     }
 }
 
 /* Grid: for each group of a head of a sequence `slices` blocks that scan the mean's adjoint back
  * (mean_backward), then, behind all of these, a block that scans the covariance's
  * (scan_adjoint). */
-template <typename T, int R>
+template <typename T, int R, bool TIGHT>
 __global__ void __launch_bounds__(SCAN_THREADS, 1)
 scans_back_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
     extern __shared__ __align__(16) double doubles[];
     const int64_t means = (int64_t)gridDim.x / (1 + w.slices) * w.slices, block = blockIdx.x;
     if (block < means) {
-        mean_backward<T, R>(*(mean_back_smem<R> *)doubles, p, w, block);
+        mean_backward<T, R, TIGHT>(*(mean_back_smem<R, TIGHT> *)doubles, p, w, block);
     } else if (threadIdx.x < 2 * R) {
-        scan_adjoint<T, R>(*(adjoint_smem<R> *)doubles, p, w, block - means);
+        scan_adjoint<T, R, TIGHT>(*(adjoint_smem<R, TIGHT> *)doubles, p, w, block - means);
     }
 }
 
@@ -1467,9 +1473,11 @@ __global__ void bayes_first_kernel(const __grid_constant__ mn_bayes_args p, cons
 /* ---- work space ------------------------------------------------------------------------------ */
 
 /* How a call goes: R is 64 or 128, or 0 where all goes the narrow way, whose room overlays that of
- * spans, for it comes after them. */
+ * spans, for it comes after them; `tight`: kernels of spans take less shared memory, with the same
+ * bits. */
 struct layout {
     int R;
+    bool tight;
     size_t narrow_bytes, total_bytes;
     int64_t blocks, heads;    // groups of heads of sequences; heads of slots
     span_work spans;
@@ -1530,21 +1538,23 @@ static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piece
 }
 
 /* The most shared memory that a kernel of spans takes. */
-template <int R>
+template <int R, bool TIGHT>
 constexpr size_t widest_smem() {
-    const size_t each[] = { sizeof(covariance_smem<R>), sizeof(mean_smem<R>),
-                            sizeof(mean_back_smem<R>), sizeof(adjoint_smem<R>),
-                            sizeof(product_smem<R>) };
+    const size_t each[] = { sizeof(covariance_smem<R, TIGHT>), sizeof(mean_smem<R>),
+                            sizeof(mean_back_smem<R, TIGHT>), sizeof(adjoint_smem<R, TIGHT>),
+                            sizeof(product_smem<R, TIGHT>) };
     size_t most = 0;
     for (size_t bytes : each) most = bytes > most ? bytes : most;
     return most;
 }
 
-/* The rows that kernels of spans are made for, or 0. */
-static int span_rows(int64_t rows) {
-    const size_t most = mn_bayes_most_shared();
-    if (rows <= 64 && widest_smem<64>() <= most) return 64;
-    return rows <= 128 && widest_smem<128>() <= most ? 128 : 0;
+/* The rows that kernels of spans are made for, or 0; whether shared memory is tight for them. */
+static int span_rows(int64_t rows, bool *tight) {
+    static_assert(widest_smem<128, true>() <= 163 * 1024, "what a GPU of 8.0 has");
+    const size_t most = (size_t)mn_device_props_current().shared_bytes;
+    *tight = rows > 64 && widest_smem<128, false>() > most;
+    if (rows <= 64 && widest_smem<64, false>() <= most) return 64;
+    return rows > 64 && rows <= 128 && widest_smem<128, true>() <= most ? 128 : 0;
 }
 
 static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
@@ -1552,7 +1562,7 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     const int64_t rows = c.K * (p->theta.data ? 2 : 1);
     if (rows > MN_BAYES_WIDEST) return false;
     memset(l, 0, sizeof *l);
-    l->R = span_rows(rows);
+    l->R = span_rows(rows, &l->tight);
     l->blocks = mn_n_spans(c) * c.H * c.G;
     l->heads = mn_tile_slots(c, SPAN_TOKENS) * c.H;
     piecework both = { (char *)base, 0, true };
@@ -1575,21 +1585,22 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-template <typename T, int R>
+template <typename T, int R, bool TIGHT>
 static int start_spans(const mn_bayes_args *p, const layout &l, const span_work &w,
                        cudaStream_t on) {
     const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
     const unsigned parts = heads * (unsigned)prepare_parts(p->call);
     if (p->theta.data) span_prepare_kernel<T, true><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
     else span_prepare_kernel<T, false><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
-    int code = mn_launch_smem(scans_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                              SCAN_THREADS, widest_smem<R>(), on, *p, w);
+    const size_t smem = widest_smem<R, TIGHT>();
+    int code = mn_launch_smem(scans_forward_kernel<T, R, TIGHT>, blocks * (1 + (unsigned)w.slices),
+                              SCAN_THREADS, smem, on, *p, w);
     if (code != cudaSuccess) return code;
-    code = mn_launch_smem(scans_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                          SCAN_THREADS, widest_smem<R>(), on, *p, w);
+    code = mn_launch_smem(scans_back_kernel<T, R, TIGHT>, blocks * (1 + (unsigned)w.slices),
+                          SCAN_THREADS, smem, on, *p, w);
     if (code != cudaSuccess) return code;
-    code = mn_launch_smem(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
-                          sizeof(product_smem<R>), on, *p, w);
+    code = mn_launch_smem(span_products_kernel<T, R, TIGHT>, heads, PRODUCT_THREADS,
+                          sizeof(product_smem<R, TIGHT>), on, *p, w);
     if (code != cudaSuccess) return code;
     const unsigned chunks = heads * SPAN_CHUNKS;
     if (p->theta.data) span_channels_kernel<T, R, true><<<chunks, CHANNEL_THREADS, 0, on>>>(*p, w);
@@ -1604,8 +1615,10 @@ template <typename T>
 static int start_all(const mn_bayes_args *p, const layout &l, const span_work &spans,
                      const work &narrow, cudaStream_t on) {
     int code = cudaSuccess;
-    if (l.R == 64 && l.heads > 0) code = start_spans<T, 64>(p, l, spans, on);
-    if (l.R == 128 && l.heads > 0) code = start_spans<T, 128>(p, l, spans, on);
+    const bool starts = l.heads > 0;
+    if (l.R == 64 && starts) code = start_spans<T, 64, false>(p, l, spans, on);
+    if (l.R == 128 && starts && l.tight) code = start_spans<T, 128, true>(p, l, spans, on);
+    if (l.R == 128 && starts && !l.tight) code = start_spans<T, 128, false>(p, l, spans, on);
     if (code != cudaSuccess) return code;
     code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
                                MN_BAYES_THREADS, l.narrow_bytes, on, *p, narrow);

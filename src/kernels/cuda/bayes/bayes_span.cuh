@@ -221,6 +221,11 @@ __device__ static void await_copies() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
+/* That one too. */
+__device__ static void await_last_copies() {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+
 /* ---- cotangents ------------------------------------------------------------------------------ */
 
 /* scale^2 dqvar of a token, or zero */

@@ -15,7 +15,8 @@
  * factors and no bit of their product. 2^-16 in a logarithm is a hundredth of bf16's rounding.
  *
  * One block has one chunk of one head; warp w has the 16 rows of block w % 4, for A and P, and half
- * of the channels. Factors are made where they are used, in registers. */
+ * of the channels that are in shared memory: all, or where a block gets little of it 128 of 256
+ * after the other. Factors are made where they are used, in registers. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CHANNEL_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CHANNEL_CUH
 
@@ -121,11 +122,12 @@ __device__ inline void mn_channel_cumsum(mn_channel_log_decays<KP> &log_decays,
     }
 }
 
-/* Levels, totals and the decayed rows. All threads of the block call. */
-template <int KP, int CHANNEL>
+/* Levels, totals and the decayed rows of KP channels from `channel0` on, of ROW that a row of
+ * workspace has. All threads of the block call. */
+template <int KP, int CHANNEL, int ROW>
 __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_params &job,
                                 const mn_tile_span &tile, int64_t h, int64_t index,
-                                const unsigned char *w) {
+                                const unsigned char *w, int channel0) {
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
     constexpr int pairs = KP / 2, tokens = mn_delta_chunk_tokens(in_pairs) / 4;
     // decays behind a redo's last row too: scores go by levels of tokens a little later
@@ -140,7 +142,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
         const int block = k / pairs, i = k % pairs * 2;
         if (block >= 4) break;
         mn_channel_load_decays<CHANNEL>(g[round], job, tile.span, h, tile.first + tokens * block,
-                                        n_rows - 16 * block, i);
+                                        n_rows - 16 * block, channel0 + i);
         mn_channel_cumsum<KP>(smem.log_decays, g[round], block, i);
         float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
@@ -154,7 +156,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
         const int k = threadIdx.x + round * MN_DELTA_INTRA_THREADS;
         const int block = k / pairs, i = k % pairs * 2;
         if (block >= 4) break;
-        const int64_t first = (index * MN_DELTA_CHUNK + 16 * block) * KP + i;
+        const int64_t first = (index * MN_DELTA_CHUNK + 16 * block) * ROW + channel0 + i;
         float2 before = make_float2(0.0f, 0.0f), behind = before;
         for (int M = 0; M < 4; M++) {
             const float2 total = *(const float2 *)&smem.total[M][i];
@@ -169,20 +171,20 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
             if (!in_pairs) before = before + g[round][token];
             const float x = mn_exp2(before.x), y = mn_exp2(before.y);
             if (in_pairs) before = before + g[round][token];
-            *(unsigned *)(job.workspace.q + first + token * KP) =
+            *(unsigned *)(job.workspace.q + first + token * ROW) =
                 mn_bf16x2(job.scale * x * mn_bf16_lo(q), job.scale * y * mn_bf16_hi(q));
-            *(unsigned *)(job.workspace.e + first + token * KP) =
+            *(unsigned *)(job.workspace.e + first + token * ROW) =
                 mn_bf16x2(sign * x * mn_bf16_lo(e), sign * y * mn_bf16_hi(e));
         }
         if (block == 3) {
-            *(float2 *)(job.workspace.cum_decay + index * KP + i) = mn_exp2(before);
+            *(float2 *)(job.workspace.cum_decay + index * ROW + channel0 + i) = mn_exp2(before);
         }
 #pragma unroll
         for (int token = 15; token >= 0; token--) {
             const unsigned place = mn_tile_swizzle(16 * block + token, i / 8) + i % 8 * 2;
             const unsigned write = *(const unsigned *)(w + place);
             const float beta = smem.tokens.beta[16 * block + token];
-            *(unsigned *)(job.workspace.w + first + token * KP) =
+            *(unsigned *)(job.workspace.w + first + token * ROW) =
                 mn_bf16x2(beta * mn_exp2(behind.x) * mn_bf16_lo(write),
                         beta * mn_exp2(behind.y) * mn_bf16_hi(write));
             behind = behind + g[round][token];
@@ -312,11 +314,12 @@ __device__ void mn_channel_reduce_halves(mn_channel_intra_smem<KP> &smem, const 
     });
 }
 
-template <int KP, int CHANNEL>
+/* COLUMNS channels are in shared memory at a time. */
+template <int KP, int CHANNEL, int COLUMNS = KP>
 __global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS)
 delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_channel_intra_smem<KP> &smem = *(mn_channel_intra_smem<KP> *)bytes;
+    mn_channel_intra_smem<COLUMNS> &smem = *(mn_channel_intra_smem<COLUMNS> *)bytes;
     const mn_delta_args &p = job.p;
     const mn_call &call = p.call;
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
@@ -325,29 +328,33 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     const int64_t h = place.h, index = place.index, key = mn_key_head(call, h);
     const mn_tile_span &tile = place.tile;
     const int count = (int)tile.n_rows * (in_pairs ? 2 : 1);
-    const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
-        mn_chunk_load<CHANNEL, KP, MN_DELTA_INTRA_THREADS>(to, even, odd, job.packed[tensor],
-                                                           tile.span, key, tile.first, count, 0,
-                                                           call.K, threadIdx.x);
-    };
     float A[8][4] = {}, P[8][4] = {};
     if (count == 0) return;
-    load(smem.q, mn_in{}, p.q, MN_DELTA_Q);
-    load(smem.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
-    if (p.w.data) load(smem.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
-    mn_cp_async_commit();
-    if (threadIdx.x < MN_DELTA_CHUNK) {
-        const int64_t when = tile.span.t0 + tile.first + threadIdx.x;
-        const bool inside = (int)threadIdx.x < count;
-        const mn_bf16 *beta = inside ? mn_row<mn_bf16>(p.beta, tile.span.b, when, h) : nullptr;
-        smem.tokens.beta[threadIdx.x] = beta ? mn_float(*beta) : inside ? 1.0f : 0.0f;
-    }
     const unsigned char *w = p.w.data ? smem.w : smem.e;
-    mn_channel_rows<KP, CHANNEL>(smem, job, tile, h, index, w);
-    mn_channel_scores<KP, CHANNEL>(A, P, smem, w);
+#pragma unroll 1
+    for (int channel0 = 0; channel0 < KP; channel0 += COLUMNS) {
+        const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
+            mn_chunk_load<CHANNEL, COLUMNS, MN_DELTA_INTRA_THREADS>(
+                to, even, odd, job.packed[tensor], tile.span, key, tile.first, count, channel0,
+                call.K, threadIdx.x);
+        };
+        if (channel0 > 0) __syncthreads();    // the channels in front of these have been read
+        load(smem.q, mn_in{}, p.q, MN_DELTA_Q);
+        load(smem.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
+        if (p.w.data) load(smem.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
+        mn_cp_async_commit();
+        if (channel0 == 0 && threadIdx.x < MN_DELTA_CHUNK) {
+            const int64_t when = tile.span.t0 + tile.first + threadIdx.x;
+            const bool inside = (int)threadIdx.x < count;
+            const mn_bf16 *beta = inside ? mn_row<mn_bf16>(p.beta, tile.span.b, when, h) : nullptr;
+            smem.tokens.beta[threadIdx.x] = beta ? mn_float(*beta) : inside ? 1.0f : 0.0f;
+        }
+        mn_channel_rows<COLUMNS, CHANNEL, KP>(smem, job, tile, h, index, w, channel0);
+        mn_channel_scores<COLUMNS, CHANNEL>(A, P, smem, w);
+    }
     mn_delta_zero_upper(job.workspace.P + index * MN_DELTA_MATRIX);
-    mn_channel_reduce_halves<KP, CHANNEL>(smem, A, P, job.workspace.P + index * MN_DELTA_MATRIX,
-                                          job.scale);
+    mn_channel_reduce_halves<COLUMNS, CHANNEL>(
+        smem, A, P, job.workspace.P + index * MN_DELTA_MATRIX, job.scale);
     mn_delta_wy_inverse<MN_DELTA_INTRA_THREADS, false>(
         *(mn_delta_wy_solver *)smem.A, job.workspace.T + index * MN_DELTA_MATRIX,
         job.workspace.A ? job.workspace.A + index * MN_DELTA_MATRIX : nullptr);
