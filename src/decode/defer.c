@@ -8,6 +8,7 @@
  *   products of the same input, with the small work that makes it in front of them (a norm, a
  *   gate), and sums with what is there already behind them (a residual)
  *   the recurrence of a matrix state, with the norms that make its queries and keys, in megakernels
+ *   Palimpsa's and KLA's memories, with the small works around them, in megakernels
  *   attention or HyperMLP over a cache, in megakernels
  *   small works, and what follows from them alone: what depends on each other is a part, parts
  *   are done side by side
@@ -24,6 +25,7 @@
 
 #include "base/dtype.h"
 #include "base/util.h"
+#include "decode/cells.h"
 #include "decode/plan.h"
 #include "ops/run.h"
 
@@ -513,6 +515,17 @@ static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
     return true;
 }
 
+/* Operator i as a stage of Palimpsa or KLA together with the small works around it; false where it
+ * is none of these, or other works hold it back. */
+static bool add_cells(mn_tape *tape, mn_defer *all, int i) {
+    const bool op = waits(all, i) && all->list[i].kind == MN_DEFERRED_OP && all->stages;
+    mn_megakernel *megakernel = op ? megakernel_of(tape) : NULL;
+    if (!megakernel || mn_megakernel_bytes(megakernel) == 0) return false;
+    const uint64_t taken = mn_megakernel_add_cells(megakernel, all, i);
+    all->done |= taken;
+    return taken != 0;
+}
+
 /* Work i over a cache as stages of a megakernel; false where it is something else, or is not
  * ready, or no megakernel takes it. Alone it is better off as launches of its own. */
 static bool add_cached(mn_tape *tape, mn_defer *all, int i) {
@@ -737,6 +750,7 @@ static void step(mn_tape *tape, mn_defer *all) {
     }
     for (int i = 0; i < all->n; i++) {
         if (waits(all, i) && megakernel_of(tape) && add_recurrence(tape, all, i)) return;
+        if (add_cells(tape, all, i)) return;
     }
     for (int i = 0; i < all->n; i++) {
         if (add_cached(tape, all, i) || add_gather(tape, all, i)) return;

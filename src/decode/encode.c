@@ -141,6 +141,20 @@ static void move_recurrence(const relocation *to, mn_decode_recurrence_instr *m)
     move_words(to, &m->o_handoff);
 }
 
+static void move_palimpsa(const relocation *to, mn_decode_palimpsa_instr *m) {
+    mn_decode_source *sources[] = { &m->q, &m->k, &m->v, &m->by, &m->b, &m->g };
+    mn_decode_result_at *results[] = { &m->gated, &m->o, &m->skipped, &m->sum };
+    for (size_t i = 0; i < MN_COUNTOF(sources); i++) sources[i]->at += to->base;
+    for (size_t i = 0; i < MN_COUNTOF(results); i++) move_words(to, &results[i]->handoff);
+}
+
+static void move_kla(const relocation *to, mn_decode_kla_instr *m) {
+    mn_decode_source *sources[] = { &m->q, &m->k, &m->v, &m->prec, &m->z, &m->gate };
+    mn_decode_result_at *results[] = { &m->y, &m->weighted, &m->sum, &m->out };
+    for (size_t i = 0; i < MN_COUNTOF(sources); i++) sources[i]->at += to->base;
+    for (size_t i = 0; i < MN_COUNTOF(results); i++) move_words(to, &results[i]->handoff);
+}
+
 static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_epi_instr *epi) {
     p->x += to->base;
     p->z += to->base;
@@ -158,7 +172,9 @@ static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_
 
 static void move_instr(const relocation *to, mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_RECURRENCE) move_recurrence(to, &instr->memory);
-    if (instr->kind >= MN_DECODE_SMALL) {
+    if (instr->kind == MN_DECODE_PALIMPSA) move_palimpsa(to, &instr->palimpsa);
+    if (instr->kind == MN_DECODE_KLA) move_kla(to, &instr->kla);
+    if (mn_decode_is_work(instr->kind)) {
         mn_decode_work_instr *work = &instr->work;
         for (int i = 0; i < work->n_published; i++) move_words(to, &work->published[i].words);
     }

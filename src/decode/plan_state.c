@@ -33,7 +33,7 @@ static mn_decode_source head_of(mn_stage_ranges *r, const mn_in *x, const mn_dec
     return mn_stage_source(r, element(front->at[0].data, h * K), K, 8);
 }
 
-static void fill_qk_norm(mn_decode_qk_norm *to, const mn_decode_op *front) {
+void mn_plan_fill_norm(mn_decode_qk_norm *to, const mn_decode_op *front) {
     if (!front) return;
     const bool root = front->f == MN_DECODE_ROOT;
     *to = (mn_decode_qk_norm){ 1, root ? (float)front->scale : 0.0f,
@@ -60,7 +60,7 @@ static mn_decode_recurrence_instr head_instr(mn_stage_ranges *r, const mn_decode
     if (to.has_beta) {
         to.beta = mn_stage_source(r, element(m->beta.data, h * m->beta.stride[2]), 1, 1);
     }
-    for (int i = 0; i < MN_DECODE_QK_NORMS; i++) fill_qk_norm(&to.front[i], m->first[i]);
+    for (int i = 0; i < MN_DECODE_QK_NORMS; i++) mn_plan_fill_norm(&to.front[i], m->first[i]);
     return to;
 }
 

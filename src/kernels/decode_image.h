@@ -75,8 +75,15 @@ typedef enum mn_decode_opcode {
     MN_DECODE_SMALL,
     MN_DECODE_STEP,
     MN_DECODE_ATTEND,
-    MN_DECODE_HYPER
+    MN_DECODE_HYPER,
+    MN_DECODE_PALIMPSA,
+    MN_DECODE_KLA
 } mn_decode_opcode;
+
+/* Whether a stage reads and writes memory as launches of their own do (mn_decode_work_instr). */
+MN_DECODE_BOTH static inline bool mn_decode_is_work(int kind) {
+    return kind >= MN_DECODE_SMALL && kind <= MN_DECODE_HYPER;
+}
 
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
 typedef enum mn_decode_prologue {
@@ -191,6 +198,61 @@ typedef struct mn_decode_recurrence_instr {
     mn_decode_bf16 *o;
 } mn_decode_recurrence_instr;
 
+/* A result of a column, number by number: where it goes, and the words that others read, or
+ * MN_DECODE_NO_WORDS. */
+typedef struct mn_decode_result_at {
+    mn_decode_bf16 *to;    // NULL: it is none
+    int handoff, none;
+} mn_decode_result_at;
+
+/* A tile of Palimpsa's memory with what is around it: eight columns of a head.
+ *
+ *   q, k to unit length    v = raw `by`    ip = exp prior
+ *   I = a I + (1 - a) ip + k^2 b    mu = (a I mu + k v) / I    o = scale mu'q    sum = o + skip raw
+ *
+ * `v`: raw. Without `by` v is raw, without `skip` there is no sum. */
+typedef struct mn_decode_palimpsa_instr {
+    MN_DECODE_ALIGNAS(16) int K;
+    int V, head, column;
+    float scale;
+    int has_by, prior_wide, none;
+    mn_decode_qk_norm front[MN_DECODE_QK_NORMS];
+    mn_decode_source q, k, v, by, b, g;        // g: of float32
+    float *mean, *importance;                  // of the first column
+    const void *prior;                         // of the head: float32 where it is `prior_wide`
+    mn_decode_bf16 *exp_prior;                 // where ip is stored in both types; or NULL
+    float *wide_prior;
+    const mn_decode_bf16 *skip;                // of the head; or NULL
+    mn_decode_result_at gated, o, skipped, sum;
+} mn_decode_palimpsa_instr;
+
+enum {
+    MN_DECODE_KLA_COLUMNS = 8,                 // channels of a block
+    MN_DECODE_KLA_LANES = 16,                  // of a channel
+    MN_DECODE_KLA_SLOTS = 2,                   // of a lane, at most
+    MN_DECODE_KLA_DYNAMICS = 3,                // delta, lambda_log, process_noise
+};
+
+/* Eight channels of Kalman Linear Attention with what is around them.
+ *
+ *   k, q to unit length    a, p from three parameters (ref/kla_discretise.c)
+ *   lam = lam / den + prec k^2    eta = a eta / den + prec v k    y = sum_s q eta / lam
+ *   sum = y + weight z    out = sum gate
+ *
+ * Without `weight` there is no sum, without a gate nothing behind it. */
+typedef struct mn_decode_kla_instr {
+    MN_DECODE_ALIGNAS(16) int K;
+    int column, from_prior, mode;
+    int has_gate, weight_step, weight_wide, none;
+    mn_decode_qk_norm front[MN_DECODE_QK_NORMS];    // of q, of k
+    mn_decode_source q, k, v, prec, z, gate;
+    const float *dynamics[MN_DECODE_KLA_DYNAMICS];  // of the first channel, as are those below
+    mn_decode_bf16 *rounded[MN_DECODE_KLA_DYNAMICS];
+    float *a, *p, *lam, *eta;
+    const void *weight;                        // of z; or NULL
+    mn_decode_result_at y, weighted, sum, out;
+} mn_decode_kla_instr;
+
 /* Numbers that are older than the megakernel, to words, and to memory where `to` is there. Those of
  * the megakernel's row of a table, where `row` is not 0. */
 typedef struct mn_decode_copy {
@@ -261,6 +323,8 @@ typedef struct mn_decode_instr {
     union {
         mn_decode_gemm_instr gemms;
         mn_decode_recurrence_instr memory;
+        mn_decode_palimpsa_instr palimpsa;
+        mn_decode_kla_instr kla;
         mn_decode_copy_instr copy;
         mn_decode_work_instr work;
     };

@@ -287,6 +287,9 @@ static void run_list(const mn_decode_out_tile *u, const mn_decode_epi_instr *epi
         char *at = last ? (char *)(u->to + column) : e->to + column * (e->wide ? 4 : 2);
         shadow_put(at, y);
         if (!e->wide) put_word(last ? u->to_handoff : e->to_handoff, column, y);
+        for (int half = 0; half < 2 && e->wide; half++) {
+            put_word(e->to_handoff, 2 * column + half, y);
+        }
     }
 }
 
@@ -401,6 +404,153 @@ static void run_recurrence(const mn_decode_recurrence_instr *p) {
     }
 }
 
+/* ---- memories with two numbers a cell -------------------------------------------------------- */
+
+/* A row of queries or keys in words, normalised where a norm is in front. */
+static void normed_row(uint64_t *row, const mn_decode_source *from, const mn_decode_qk_norm *norm,
+                       int K) {
+    word_row(row, from, K);
+    const uint64_t of_row = shadow_row(row, K);
+    for (int k = 0; k < K && norm->there; k++) {
+        row[k] = shadow_l2(norm->plus, norm->most, of_row, row[k]);
+        if (norm->to) shadow_put(norm->to + k, row[k]);
+    }
+}
+
+static void put_result(const mn_decode_result_at *at, int column, uint64_t tag) {
+    if (!at->to) return;
+    shadow_put(at->to + column, tag);
+    put_word(at->handoff, column, tag);
+}
+
+static uint64_t pair_of(mn_pair_kind kind, uint64_t a, uint64_t b) {
+    return shadow_cell(MN_DECODE_PAIR, kind, 0.0, 0.0, a, b);
+}
+
+/* exp of the head's prior, in both types. */
+static uint64_t prior_of(const mn_decode_palimpsa_instr *p) {
+    const uint64_t ip = shadow_cell(MN_DECODE_UNARY, MN_UNARY_EXP, 0.0, 0.0,
+                                    shadow_get(p->prior), 0);
+    if (p->exp_prior) shadow_put(p->exp_prior, ip);
+    if (p->wide_prior) shadow_put(p->wide_prior, ip);
+    return ip;
+}
+
+static void palimpsa_column(const mn_decode_palimpsa_instr *p, const uint64_t *q,
+                            const uint64_t *k, uint64_t ip, int column) {
+    const int64_t V = p->V, to = p->column + column;
+    uint64_t mu[MN_DECODE_STATE_ROWS], imp[MN_DECODE_STATE_ROWS];
+    const uint64_t raw = word(p->v.at, column + p->v.odd), b = word(p->b.at, column + p->b.odd);
+    const uint64_t g = word(p->g.at, p->g.odd);
+    const uint64_t v = p->has_by ? pair_of(MN_PAIR_MULTIPLY, raw, word(p->by.at, p->by.odd)) : raw;
+    const mn_importance_args numbers = { .scale = p->scale };
+    for (int i = 0; i < p->K; i++) {
+        mu[i] = shadow_get(p->mean + i * V + column);
+        imp[i] = shadow_get(p->importance + i * V + column);
+    }
+    const shadow_input inputs[] = { { p->K, q }, { p->K, k }, { 1, &v }, { 1, &b }, { 1, &g },
+                                    { 1, &ip }, { p->K, mu }, { p->K, imp } };
+    const uint64_t made = shadow_made(MN_OP_importance, &numbers, inputs, MN_COUNTOF(inputs));
+    for (int i = 0; i < p->K; i++) {
+        const int64_t cell = ((int64_t)p->head * p->K + i) * V + to;
+        shadow_put(p->mean + i * V + column, shadow_made_at(made, MN_OP_importance, "mu", cell));
+        shadow_put(p->importance + i * V + column,
+                   shadow_made_at(made, MN_OP_importance, "imp", cell));
+    }
+    const uint64_t o = shadow_made_at(made, MN_OP_importance, "o", p->head * V + to);
+    if (p->has_by) put_result(&p->gated, column, v);
+    put_result(&p->o, column, o);
+    if (!p->skip) return;
+    const uint64_t skipped = pair_of(MN_PAIR_MULTIPLY, raw, shadow_get(p->skip));
+    put_result(&p->skipped, column, skipped);
+    put_result(&p->sum, column, pair_of(MN_PAIR_ADD, o, skipped));
+}
+
+static void run_palimpsa(const mn_decode_palimpsa_instr *p) {
+    uint64_t q[MN_DECODE_STATE_ROWS], k[MN_DECODE_STATE_ROWS];
+    normed_row(q, &p->q, &p->front[0], p->K);
+    normed_row(k, &p->k, &p->front[1], p->K);
+    const uint64_t ip = prior_of(p);
+    for (int column = 0; column < MN_DECODE_TILE_V && !m.blocked; column++) {
+        palimpsa_column(p, q, k, ip, column);
+    }
+}
+
+enum { KLA_SLOTS = MN_DECODE_KLA_LANES * MN_DECODE_KLA_SLOTS };
+
+/* a and p of a channel, from parameters that are rounded. */
+static void kla_dynamics(uint64_t *a, uint64_t *noise, const mn_decode_kla_instr *p, int channel) {
+    uint64_t of[MN_DECODE_KLA_DYNAMICS][KLA_SLOTS];
+    const mn_kla_discretise_args numbers = { .mode = p->mode };
+    shadow_input inputs[MN_DECODE_KLA_DYNAMICS];
+    for (int i = 0; i < MN_DECODE_KLA_DYNAMICS; i++) {
+        inputs[i] = (shadow_input){ p->K, of[i] };
+        for (int s = 0; s < p->K; s++) {
+            const int at = channel * p->K + s;
+            of[i][s] = shadow_stored(MN_DECODE_MOVE, shadow_get(p->dynamics[i] + at), MN_F32,
+                                     MN_BF16);
+            shadow_put(p->rounded[i] + at, of[i][s]);
+        }
+    }
+    const uint64_t made = shadow_made(MN_OP_kla_discretise, &numbers, inputs,
+                                      MN_DECODE_KLA_DYNAMICS);
+    for (int s = 0; s < p->K; s++) {
+        const int64_t cell = (int64_t)(p->column + channel) * p->K + s;
+        a[s] = shadow_made_at(made, MN_OP_kla_discretise, "abar", cell);
+        noise[s] = shadow_made_at(made, MN_OP_kla_discretise, "pbar", cell);
+        shadow_put(p->a + channel * p->K + s, a[s]);
+        shadow_put(p->p + channel * p->K + s, noise[s]);
+    }
+}
+
+static void kla_results(const mn_decode_kla_instr *p, int channel, uint64_t y) {
+    uint64_t sum = y;
+    put_result(&p->y, channel, y);
+    if (p->weight) {
+        const char *weight = (const char *)p->weight +
+                             channel * p->weight_step * (p->weight_wide ? 4 : 2);
+        const uint64_t weighted = pair_of(MN_PAIR_MULTIPLY, word(p->z.at, channel + p->z.odd),
+                                          shadow_get(weight));
+        put_result(&p->weighted, channel, weighted);
+        sum = pair_of(MN_PAIR_ADD, y, weighted);
+        put_result(&p->sum, channel, sum);
+    }
+    if (!p->has_gate) return;
+    put_result(&p->out, channel, pair_of(MN_PAIR_MULTIPLY, sum,
+                                         word(p->gate.at, channel + p->gate.odd)));
+}
+
+static void kla_channel(const mn_decode_kla_instr *p, const uint64_t *q, const uint64_t *k,
+                        int channel) {
+    uint64_t a[KLA_SLOTS], noise[KLA_SLOTS], lam[KLA_SLOTS], eta[KLA_SLOTS];
+    const mn_moebius_args numbers = { .from_prior = p->from_prior };
+    const uint64_t v = word(p->v.at, channel + p->v.odd);
+    const uint64_t prec = word(p->prec.at, channel + p->prec.odd);
+    kla_dynamics(a, noise, p, channel);
+    for (int s = 0; s < p->K; s++) {
+        lam[s] = shadow_get(p->lam + channel * p->K + s);
+        eta[s] = shadow_get(p->eta + channel * p->K + s);
+    }
+    const shadow_input inputs[] = { { 1, &v }, { 1, &prec }, { p->K, k }, { p->K, q },
+                                    { p->K, a }, { p->K, noise }, { p->K, lam }, { p->K, eta } };
+    const uint64_t made = shadow_made(MN_OP_moebius, &numbers, inputs, MN_COUNTOF(inputs));
+    for (int s = 0; s < p->K; s++) {
+        const int64_t cell = (int64_t)(p->column + channel) * p->K + s;
+        shadow_put(p->lam + channel * p->K + s, shadow_made_at(made, MN_OP_moebius, "lam", cell));
+        shadow_put(p->eta + channel * p->K + s, shadow_made_at(made, MN_OP_moebius, "eta", cell));
+    }
+    kla_results(p, channel, shadow_made_at(made, MN_OP_moebius, "y", p->column + channel));
+}
+
+static void run_kla(const mn_decode_kla_instr *p) {
+    uint64_t q[KLA_SLOTS], k[KLA_SLOTS];
+    normed_row(q, &p->q, &p->front[0], p->K);
+    normed_row(k, &p->k, &p->front[1], p->K);
+    for (int channel = 0; channel < MN_DECODE_KLA_COLUMNS && !m.blocked; channel++) {
+        kla_channel(p, q, k, channel);
+    }
+}
+
 static void run_work(const mn_decode_instr *instr) {
     const mn_decode_work_instr *w = &instr->work;
     for (int i = 0; instr->kind == MN_DECODE_SMALL && i < w->small.n; i++) {
@@ -457,7 +607,9 @@ static void run_instr(const mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_COPY) run_copy(&instr->copy);
     else if (instr->kind == MN_DECODE_GEMM) run_gemms(instr);
     else if (instr->kind == MN_DECODE_RECURRENCE) run_recurrence(&instr->memory);
-    else if (instr->kind != MN_DECODE_NOP) run_work(instr);
+    else if (instr->kind == MN_DECODE_PALIMPSA) run_palimpsa(&instr->palimpsa);
+    else if (instr->kind == MN_DECODE_KLA) run_kla(&instr->kla);
+    else if (mn_decode_is_work(instr->kind)) run_work(instr);
     if (instr->kind == MN_DECODE_SMALL) check_beside(&instr->work.small);
 }
 
@@ -479,7 +631,7 @@ static bool advance(block_at *blocks, int b, int n_blocks, shadow_counts *counts
     m.epoch = m.first + at->passed;
     m.blocked = false;
     m.copies = instr->kind == MN_DECODE_COPY;
-    m.rereads = instr->kind >= MN_DECODE_SMALL;
+    m.rereads = mn_decode_is_work(instr->kind);
     m.trace = shadow_mix(shadow_mix(at->trace, (uint64_t)instr->kind), instr->sync);
     run_instr(instr);
     if (m.blocked) {

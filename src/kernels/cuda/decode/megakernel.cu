@@ -51,6 +51,15 @@ __device__ inline void mn_decode_store_result(const mn_decode_pipe &place, bool 
     if (owner) to[column] = __ushort_as_bfloat16((unsigned short)two);
 }
 
+/* Number `column` of a row of float32, which is a word. */
+__device__ inline void mn_decode_store_wide(const mn_decode_pipe &place, float *to, int words,
+                                            int column, float x) {
+    const uint32_t word = __float_as_uint(x);
+    const uint32_t said = word == MN_DECODE_SENTINEL ? 0x7fffffffu : word;
+    if (words >= 0) mn_decode_store_word(place, words + column * 4, said);
+    to[column] = x;
+}
+
 /* ---- lists of small works -------------------------------------------------------------------- */
 
 __device__ inline float mn_decode_epi_load(const mn_decode_epi_input &in,
@@ -123,7 +132,7 @@ __device__ __noinline__ void mn_decode_epi_list(const mn_decode_out_tile &u,
         values[2 + i][column] = z;
         const bool stores = owner && (e.per == 1 || column == 0);
         if (!e.wide) mn_decode_store_result(place, stores, (mn_bf16 *)e.to, e.to_handoff, z);
-        else if (stores) ((float *)e.to)[column] = z;
+        else if (stores) mn_decode_store_wide(place, (float *)e.to, e.to_handoff, column, z);
         __syncwarp();
     }
 }
@@ -282,7 +291,8 @@ struct mn_decode_epilogue {
                 mn_decode_store_result(place, stores, (mn_bf16 *)epis[i].to, epis[i].to_handoff,
                                        made[i]);
             } else if (stores) {
-                ((float *)epis[i].to)[column] = made[i];
+                mn_decode_store_wide(place, (float *)epis[i].to, epis[i].to_handoff, column,
+                                     made[i]);
             }
         }
     }
@@ -524,6 +534,12 @@ __device__ inline void mn_decode_recurrence_step(mn_decode_smem &smem,
 
 #endif
 
+}    // namespace mneme::decode
+
+#include "kernels/cuda/decode/megakernel_cells.cuh"
+
+namespace mneme::decode {
+
 /* the warp of a block that brings instructions and weights (kernels/decode.h).
  *
  * It goes through all stages by itself, ahead of the others: what it brings is older than the
@@ -580,6 +596,28 @@ __device__ inline void mn_decode_prefetch_state(const mn_decode_recurrence_instr
 #pragma unroll 1
     for (int row = threadIdx.x % 32; row < m.K; row += 32) {
         mn_decode_prefetch_line(m.state + row * (int64_t)m.V);
+    }
+}
+
+__device__ inline void mn_decode_prefetch_palimpsa(const mn_decode_palimpsa_instr &m) {
+#pragma unroll 1
+    for (int row = threadIdx.x % 32; row < m.K; row += 32) {
+        mn_decode_prefetch_line(m.mean + row * (int64_t)m.V);
+        mn_decode_prefetch_line(m.importance + row * (int64_t)m.V);
+    }
+}
+
+/* States and parameters of the dynamics lie together. */
+__device__ inline void mn_decode_prefetch_kla(const mn_decode_kla_instr &m) {
+    const int bytes = MN_DECODE_KLA_COLUMNS * m.K * (int)sizeof(float);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i * MN_DECODE_LINE < bytes; i += 32) {
+        mn_decode_prefetch_line((const char *)m.lam + i * MN_DECODE_LINE);
+        mn_decode_prefetch_line((const char *)m.eta + i * MN_DECODE_LINE);
+#pragma unroll
+        for (int k = 0; k < MN_DECODE_KLA_DYNAMICS; k++) {
+            mn_decode_prefetch_line((const char *)m.dynamics[k] + i * MN_DECODE_LINE);
+        }
     }
 }
 
@@ -659,6 +697,12 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
             mn_decode_prefetch_words(megakernel + words + instr.memory.q.at, instr.memory.K);
             mn_decode_prefetch_words(megakernel + words + instr.memory.e.at, instr.memory.K);
             mn_decode_prefetch_state(instr.memory);
+        } else if (Stages::has_palimpsa && instr.kind == MN_DECODE_PALIMPSA) {
+            mn_decode_prefetch_words(megakernel + words + instr.palimpsa.q.at, instr.palimpsa.K);
+            mn_decode_prefetch_words(megakernel + words + instr.palimpsa.k.at, instr.palimpsa.K);
+            mn_decode_prefetch_palimpsa(instr.palimpsa);
+        } else if (Stages::has_kla && instr.kind == MN_DECODE_KLA) {
+            mn_decode_prefetch_kla(instr.kla);
         } else if (Stages::attends && instr.kind == MN_DECODE_ATTEND) {
             mn_decode_prefetch_cache(instr.work.attend);
         } else if (Stages::hyper && instr.kind == MN_DECODE_HYPER) {
@@ -1226,7 +1270,11 @@ __device__ static void work(mn_decode_smem &smem, const char *words, int row, in
         if (instr.kind == MN_DECODE_GEMM) mn_decode_run_gemms(smem, instr, place);
         else if (instr.kind == MN_DECODE_RECURRENCE) mn_decode_recurrence_step(smem, instr.memory,
                                                                                place);
-        else if (Stages::works && instr.kind >= MN_DECODE_SMALL) {
+        else if (Stages::has_palimpsa && instr.kind == MN_DECODE_PALIMPSA) {
+            mn_decode_palimpsa_step(smem, instr.palimpsa, place);
+        } else if (Stages::has_kla && instr.kind == MN_DECODE_KLA) {
+            mn_decode_kla_step(instr.kla, place);
+        } else if (Stages::works && mn_decode_is_work(instr.kind)) {
             mn_decode_run_work<Stages>(smem, instr, place);
         }
         end(smem, place);
@@ -1279,11 +1327,23 @@ extern "C" int mn_megakernel_blocks(void) {
 
 typedef void (*megakernel_instance)(char *, int, int, int, int);
 
-/* Who has a step has those of the same folder, which models take together. */
+/* Who has a step has those of the same folder, which models take together. Memories that are
+ * stages without a barrier have instances of their own: with small works the registers of products
+ * do not suffice. */
 static megakernel_instance instance_of(const mn_decode_launch_args *given) {
     const unsigned steps = given->steps;
+    constexpr unsigned palimpsa = 1u << MN_DECODE_STEP_importance;
+    constexpr unsigned kla = 1u << MN_DECODE_STEP_moebius;
     const bool caches = given->attends || given->hyper;
-    if (!given->works) return decode_megakernel<mn_decode_stages<false, false, false, 0>>;
+    if (!given->works && steps == 0) {
+        return decode_megakernel<mn_decode_stages<false, false, false, 0>>;
+    }
+    if (!given->works && steps == palimpsa) {
+        return decode_megakernel<mn_decode_stages<false, false, false, palimpsa>>;
+    }
+    if (!given->works && steps == kla) {
+        return decode_megakernel<mn_decode_stages<false, false, false, kla>>;
+    }
     if (steps == 0 && !caches) return decode_megakernel<mn_decode_stages<true, false, false, 0>>;
     if (steps == 0 && !given->hyper) {
         return decode_megakernel<mn_decode_stages<true, true, false, 0>>;

@@ -60,6 +60,9 @@ template <bool WORKS, bool ATTENDS, bool HYPER, unsigned STEPS>
 struct mn_decode_stages {
     static constexpr bool works = WORKS, attends = ATTENDS, hyper = HYPER;
     static constexpr unsigned steps = STEPS, of_ring = STEPS & MN_DECODE_RING_STEPS;
+    // stages of their own that models with those steps have
+    static constexpr bool has_palimpsa = STEPS >> MN_DECODE_STEP_importance & 1;
+    static constexpr bool has_kla = STEPS >> MN_DECODE_STEP_moebius & 1;
 };
 
 #if __CUDA_ARCH__ >= 900
