@@ -43,7 +43,7 @@ void mn_megakernel_clear(mn_megakernel *p) {
     p->n_stages = p->phase = 0;
     p->n_ranges = p->words = p->n_copies = 0;
     p->n_syncs = 0;
-    p->failed = p->ragged = p->works = p->attends = p->hyper = false;
+    p->failed = p->ragged = p->works = p->attends = p->hyper = p->small = false;
     p->steps = 0;
 }
 
@@ -174,6 +174,10 @@ static void move_instr(const relocation *to, mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_RECURRENCE) move_recurrence(to, &instr->memory);
     if (instr->kind == MN_DECODE_PALIMPSA) move_palimpsa(to, &instr->palimpsa);
     if (instr->kind == MN_DECODE_KLA) move_kla(to, &instr->kla);
+    if (instr->kind == MN_DECODE_ATTEND && instr->work.attend.by_words) {
+        mn_decode_attend_instr *attend = &instr->work.attend;
+        attend->q.at += to->base, attend->k.at += to->base, attend->v.at += to->base;
+    }
     if (mn_decode_is_work(instr->kind)) {
         mn_decode_work_instr *work = &instr->work;
         for (int i = 0; i < work->n_published; i++) move_words(to, &work->published[i].words);
@@ -242,6 +246,6 @@ int mn_megakernel_launch(const mn_megakernel *p, void *image, void *stream) {
     if (p->failed) return NO_MEMORY;
     const mn_decode_launch_args given = { 1 + p->n_stages, (int)handoff_at(p), (int)p->words,
                                           p->ragged, p->works, p->attends, p->hyper,
-                                          p->steps };
+                                          p->small, p->steps };
     return mn_megakernel_start(&given, image, stream);
 }

@@ -289,10 +289,12 @@ typedef struct mn_decode_step_instr {
 } mn_decode_step_instr;
 
 /* Parts slot, slot + n_slots, ... of key-value head `head`, of the token's attention; or where
- * n_slots is 0 the sum of the parts of query head `head`. */
+ * n_slots is 0 the sum of the parts of query head `head`. Where they come `by_words`, q (all query
+ * heads of the key-value head), k and v are read as such, without a barrier in front. */
 typedef struct mn_decode_attend_instr {
     MN_DECODE_ALIGNAS(16) int head;
-    int slot, n_slots;
+    int slot, n_slots, by_words;
+    mn_decode_source q, k, v;
     mn_decode_attention of;
 } mn_decode_attend_instr;
 
@@ -352,8 +354,18 @@ typedef struct mn_decode_launch_args {
     int ragged;               // a row's last chunk is not whole
     int works;                // there are stages of small works, steps of operators or over caches
     int attends, hyper;       // there is attention; there is HyperMLP
+    int small;                // there are small works that are a stage
     unsigned steps;           // bits of the rows of decode_steps.def that there are steps of
 } mn_decode_launch_args;
+
+/* Bytes of shared memory that parts of attention over keys of K channels take: turns, weights of four
+ * heads, sums, the four heads' queries (attention/attention_step.cuh). */
+MN_DECODE_BOTH static inline int64_t mn_decode_attend_bytes(int64_t K) {
+    enum { HEADS = 4, COLUMNS = 8 };
+    const int64_t numbers = MN_DECODE_ATTEND_WIDEST + HEADS * MN_DECODE_ATTEND_KEYS +
+                            COLUMNS * MN_DECODE_THREADS + MN_DECODE_WARPS + 2 + HEADS * K;
+    return (4 * numbers + 15) / 16 * 16;
+}
 
 /* A step that stages know: the operator, and the columns of a head that a block has at once; 0: it
  * has a whole group of a head. */

@@ -28,7 +28,7 @@ typedef struct touch {
 typedef struct written {
     size_t slot;
     uint64_t tag;
-    bool word;
+    bool word, given;    // given: nothing is written, it stands for what lies there
 } written;
 
 typedef struct block_at {
@@ -107,7 +107,7 @@ static void reads(size_t slot) {
 static bool writes(size_t slot, uint64_t tag) {
     if (m.n == MOST_PENDING) abort();
     touch_of(slot)->pending = (int)m.n;
-    m.list[m.n++] = (written){ slot, tag, false };
+    m.list[m.n++] = (written){ slot, tag, false, false };
     return true;
 }
 
@@ -152,6 +152,7 @@ static void write_memory(size_t slot, uint64_t tag) {
 static void commit(void) {
     for (int64_t i = 0; i < m.n; i++) {
         const written *w = &m.list[i];
+        if (w->given) continue;
         m.trace = shadow_mix(m.trace, w->tag);
         if (!w->word) {
             write_memory(w->slot, w->tag);
@@ -187,7 +188,17 @@ static void put_word(int at, int64_t i, uint64_t tag) {
     if (at < 0) return;
     const int64_t to = mn_decode_word_from(at - m.handoff, (unsigned)i) + i % 2 * 2;
     if (m.n == MOST_PENDING) abort();
-    m.list[m.n++] = (written){ word_place(to), tag, true };
+    m.list[m.n++] = (written){ word_place(to), tag, true, false };
+}
+
+/* Words of n elements in place of the plain tensor at `data`, as far as this instruction reads it. */
+static void words_for(const void *data, const mn_decode_source *s, int64_t n) {
+    for (int64_t k = 0; k < n; k++) {
+        const size_t slot = shadow_slot((const char *)data + 2 * k);
+        if (m.n == MOST_PENDING) abort();
+        touch_of(slot)->pending = (int)m.n;
+        m.list[m.n++] = (written){ slot, word(s->at, k + s->odd), false, true };
+    }
 }
 
 /* Words of n elements as a row. */
@@ -551,6 +562,15 @@ static void run_kla(const mn_decode_kla_instr *p) {
     }
 }
 
+/* A key-value head's part of the token comes as words. */
+static void attend_words(const mn_decode_attend_instr *p) {
+    const mn_decode_attention *a = &p->of;
+    const int64_t group = a->H / a->J, h = p->head;
+    words_for((const char *)a->q + 2 * h * group * a->K, &p->q, group * a->K);
+    words_for((const char *)a->k + 2 * h * a->K, &p->k, a->K);
+    words_for((const char *)a->v + 2 * h * a->V, &p->v, a->V);
+}
+
 static void run_work(const mn_decode_instr *instr) {
     const mn_decode_work_instr *w = &instr->work;
     for (int i = 0; instr->kind == MN_DECODE_SMALL && i < w->small.n; i++) {
@@ -566,6 +586,7 @@ static void run_work(const mn_decode_instr *instr) {
     }
     if (instr->kind == MN_DECODE_ATTEND) {
         const mn_decode_attend_instr *attend = &w->attend;
+        if (attend->by_words) attend_words(attend);
         if (attend->n_slots == 0) shadow_combine(&attend->of, attend->head);
         else shadow_attend(&attend->of, attend->head, attend->slot, attend->n_slots);
     }

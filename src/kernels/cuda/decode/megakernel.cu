@@ -1266,7 +1266,8 @@ __device__ static void work(mn_decode_smem &smem, const char *words, int row, in
 #pragma unroll 1
     for (int i = 1; i < n_stages; i++) {
         const mn_decode_instr &instr = begin(smem, place);
-        if (Stages::works && instr.sync) mn_decode_grid_sync(smem.header, instr.sync);
+        const bool waits = !Stages::attends || instr.kind != MN_DECODE_ATTEND;    // or by itself
+        if (Stages::works && waits && instr.sync) mn_decode_grid_sync(smem.header, instr.sync);
         if (instr.kind == MN_DECODE_GEMM) mn_decode_run_gemms(smem, instr, place);
         else if (instr.kind == MN_DECODE_RECURRENCE) mn_decode_recurrence_step(smem, instr.memory,
                                                                                place);
@@ -1328,8 +1329,8 @@ extern "C" int mn_megakernel_blocks(void) {
 typedef void (*megakernel_instance)(char *, int, int, int, int);
 
 /* Who has a step has those of the same folder, which models take together. Memories that are
- * stages without a barrier have instances of their own: with small works the registers of products
- * do not suffice. */
+ * stages without a barrier, and attention without small works, have instances of their own: beside
+ * small works the registers of products do not suffice. */
 static megakernel_instance instance_of(const mn_decode_launch_args *given) {
     const unsigned steps = given->steps;
     constexpr unsigned palimpsa = 1u << MN_DECODE_STEP_importance;
@@ -1345,6 +1346,9 @@ static megakernel_instance instance_of(const mn_decode_launch_args *given) {
         return decode_megakernel<mn_decode_stages<false, false, false, kla>>;
     }
     if (steps == 0 && !caches) return decode_megakernel<mn_decode_stages<true, false, false, 0>>;
+    if (steps == 0 && !given->hyper && !given->small) {
+        return decode_megakernel<mn_decode_stages<true, true, false, 0, false>>;
+    }
     if (steps == 0 && !given->hyper) {
         return decode_megakernel<mn_decode_stages<true, true, false, 0>>;
     }

@@ -55,10 +55,11 @@ constexpr unsigned MN_DECODE_RING_STEPS = 0
     ;
 
 /* Which stages an instance of the megakernel has: registers and stack of one do not depend on what
- * others have. WORKS: small works and barriers, and those that follow. */
-template <bool WORKS, bool ATTENDS, bool HYPER, unsigned STEPS>
+ * others have. WORKS: barriers, and stages behind them; SMALL: small works, beside which products do
+ * not keep all their registers. */
+template <bool WORKS, bool ATTENDS, bool HYPER, unsigned STEPS, bool SMALL = true>
 struct mn_decode_stages {
-    static constexpr bool works = WORKS, attends = ATTENDS, hyper = HYPER;
+    static constexpr bool works = WORKS, attends = ATTENDS, hyper = HYPER, small = SMALL;
     static constexpr unsigned steps = STEPS, of_ring = STEPS & MN_DECODE_RING_STEPS;
     // stages of their own that models with those steps have
     static constexpr bool has_palimpsa = STEPS >> MN_DECODE_STEP_importance & 1;
@@ -136,12 +137,83 @@ __device__ __noinline__ void mn_decode_run_step(const mn_decode_step_instr &p,
     }
 }
 
-template <typename Block>
-__device__ __noinline__ void mn_decode_run_attend(const mn_decode_attend_instr &p,
+/* The token's rows from words, to shared memory behind attention's own. */
+struct mn_decode_attend_words {
+    const mn_bf16 *q, *k, *v;
+    int64_t q_step;
+    const mn_decode_attend_instr &p;
+    const char *words;
+    int n_q;
+
+    __device__ mn_decode_attend_words(const mn_decode_attend_instr &instr, const char *at,
+                                      unsigned char *to)
+        : q((mn_bf16 *)to), q_step(instr.of.K), p(instr), words(at),
+          n_q((int)(instr.of.H / instr.of.J * instr.of.K)) {
+        k = q + n_q;
+        v = k + instr.of.K;
+    }
+
+    __device__ void wait(bool last) const {
+        const int K = (int)p.of.K, all = n_q + (last ? K + (int)p.of.V : 0);
+#pragma unroll 1
+        for (int i = 4 * threadIdx.x; i < all; i += 4 * MN_DECODE_THREADS) {
+            const int at = i < n_q ? mn_decode_word_from(p.q.at, i)
+                           : i < n_q + K ? mn_decode_word_from(p.k.at, i - n_q)
+                                         : mn_decode_word_from(p.v.at, i - n_q - K);
+            mn_decode_word2 two;
+            do {
+                two.fetch(words + at);
+            } while (two.most() == MN_DECODE_SENTINEL);
+            *(uint2 *)(q + i) = two.elements();
+        }
+    }
+};
+
+/* The sum of a head's parts, to words and memory. */
+__device__ inline void mn_decode_sum_parts(const mn_decode_work_instr &w,
+                                           const mn_decode_pipe &place, int n_parts) {
+    const mn_decode_attention &p = w.attend.of;
+    const int V = (int)p.V, words = w.published[0].words;
+    mn_bf16 *const o = (mn_bf16 *)p.o + w.attend.head * p.V;
+    const auto store = [&](int64_t a, float y) {
+        const uint32_t two = mn_bf16_pack2(y, __shfl_down_sync(0xffffffffu, y, 1));
+        if (a < V && a % 2 == 0 && words >= 0) {
+            mn_decode_store_word(place, mn_decode_word_from(words, (unsigned)a), two);
+        }
+        if (a < V) o[a] = __float2bfloat16_rn(y);
+    };
+    attention::mn_step_combine_few(p.parts + w.attend.head * p.n_parts * (p.V + 2), n_parts, V,
+                                   !p.relu, (float)p.eps, store);
+}
+
+/* Waits for the barrier that stands in front, if any, by itself: where the token stands is older.
+ * Whether results have been published. */
+__device__ __noinline__ bool mn_decode_run_attend(const mn_decode_instr &instr,
+                                                  mn_decode_header *header,
+                                                  const mn_decode_pipe place,
                                                   unsigned char *smem) {
     enum { N = 16 / sizeof(mn_bf16) };
-    if (p.n_slots == 0) attention::mn_attend_combine<mn_bf16, Block>(p.of, p.head, smem);
-    else attention::mn_attend_piece<mn_bf16, N, Block>(p.of, p.head, p.slot, p.n_slots, smem);
+    typedef mn_decode_consumers block;
+    const mn_decode_attend_instr &p = instr.work.attend;
+    const attention::mn_attend_span span(p.of);
+    if (instr.sync) mn_decode_grid_sync(header, instr.sync);
+    else block::sync();    // the scratch is no longer another stage's
+    if (p.n_slots == 0 && span.parts() <= attention::MN_STEP_FEW_PARTS) {
+        mn_decode_sum_parts(instr.work, place, (int)span.parts());
+        return true;
+    }
+    if (p.n_slots == 0) {
+        attention::mn_attend_combine<mn_bf16, block>(p.of, p.head, smem);
+    } else if (p.by_words) {
+        const mn_decode_attend_words token(p, place.words, smem + mn_decode_attend_bytes(p.of.K));
+        attention::mn_attend_piece<mn_bf16, N, block>(p.of, p.head, p.slot, p.n_slots, token,
+                                                      smem);
+    } else {
+        const attention::mn_attend_token<mn_bf16> token(p.of, p.head);
+        attention::mn_attend_piece<mn_bf16, N, block>(p.of, p.head, p.slot, p.n_slots, token,
+                                                      smem);
+    }
+    return p.n_slots > 0;
 }
 
 template <typename Block>
@@ -173,18 +245,25 @@ template <typename Stages>
 __device__ inline void mn_decode_run_work(mn_decode_smem &smem, const mn_decode_instr &instr,
                                           const mn_decode_pipe &place) {
     const mn_decode_work_instr &p = instr.work;
-    mn_decode_consumer_sync();    // the scratch is no longer another stage's
     typedef mn_decode_consumers block;
-    if (instr.kind == MN_DECODE_SMALL) mn_decode_run_small<block>(p.small, (float *)smem.scratch);
+    if (Stages::attends && instr.kind == MN_DECODE_ATTEND) {
+        if (mn_decode_run_attend(instr, smem.header, place, smem.scratch)) return;
+        mn_decode_consumer_sync();
+        mn_decode_publish(p, place);
+        return;
+    }
+    mn_decode_consumer_sync();    // the scratch is no longer another stage's
+    if constexpr (Stages::small) {
+        if (instr.kind == MN_DECODE_SMALL) {
+            mn_decode_run_small<block>(p.small, (float *)smem.scratch);
+        }
+    }
     if constexpr (Stages::steps != 0) {
         if (instr.kind == MN_DECODE_STEP) {
             unsigned char *memory = mn_decode_takes_ring<Stages>(instr) ? smem.ring[0]
                                                                         : smem.scratch;
             mn_decode_run_step<block, Stages::steps>(p.step, memory);
         }
-    }
-    if constexpr (Stages::attends) {
-        if (instr.kind == MN_DECODE_ATTEND) mn_decode_run_attend<block>(p.attend, smem.scratch);
     }
     if constexpr (Stages::hyper) {
         if (instr.kind == MN_DECODE_HYPER) mn_decode_run_hyper_piece<block>(p.hyper, smem.scratch);
@@ -220,6 +299,10 @@ static_assert(sizeof(attention::mn_attend_smem<mn_vec_width<mn_bf16>()>) +
               attention::MN_STEP_HEADS * MN_DECODE_ATTEND_WIDEST * sizeof(float) <=
               MN_DECODE_SCRATCH && (int)attention::MN_STEP_THREADS == (int)MN_DECODE_THREADS,
               "attention's shared memory");
+static_assert(attention::mn_attend_smem<mn_vec_width<mn_bf16>()>::bytes(128) <=
+              (size_t)(4 * (MN_DECODE_ATTEND_WIDEST + 4 * MN_DECODE_ATTEND_KEYS +
+                            8 * MN_DECODE_THREADS + MN_DECODE_WARPS + 2 + 4 * 128)),
+              "mn_decode_attend_bytes");
 static_assert(hyper::step_smem<mn_vec_width<mn_bf16>()>::bytes(
                   MN_DECODE_ATTEND_WIDEST, MN_DECODE_HYPER_RANKS, MN_DECODE_HYPER_RANKS) <=
               MN_DECODE_SCRATCH, "shared memory of HyperMLP");
