@@ -1,4 +1,4 @@
-/* cells.c - which works are a stage of Palimpsa's or KLA's memory. */
+/* cells.c - which works are a stage of the memory of Palimpsa, KLA or the Bayesian Layer. */
 #include "decode/cells.h"
 
 #include <string.h>
@@ -270,4 +270,42 @@ bool mn_kla_makes(const mn_defer *all, int i) {
         if (mn_kla_find(&works, all, k, false)) return true;
     }
     return false;
+}
+
+/* ---- the Bayesian Layer ---------------------------------------------------------------------- */
+
+static bool fits_bayes(const mn_bayes_args *p) {
+    const mn_call *c = &p->call;
+    const int64_t G = mn_max(c->G, 1), V = c->V / G;
+    const bool in_place = p->M.data && p->M.data == p->M0.data && p->P.data &&
+                          p->P.data == p->P0.data;
+    const bool rows = c->H <= 1 || (p->q.stride[2] == c->K && p->k.stride[2] == c->K &&
+                                    p->la.stride[2] == c->K && p->v.stride[2] == c->V &&
+                                    p->l2.stride[2] == 1 && p->r2.stride[2] == G &&
+                                    p->o.stride[2] == c->V);
+    return in_place && rows && p->q.data && p->o.data && !p->gain.data && !p->gainvec.data &&
+           !p->kvar.data && !p->qvar.data && c->K % 8 == 0 && c->K <= MN_DECODE_BAYES_WIDEST &&
+           c->V % G == 0 && V % 8 == 0 && V <= MN_DECODE_BAYES_WIDEST &&
+           mn_megakernel_takes_step(MN_DECODE_STEP_bayes, p);
+}
+
+bool mn_bayes_find(mn_bayes_works *to, const mn_defer *all, int i) {
+    *to = (mn_bayes_works){ 0 };
+    if (!copy_args(&to->args, all, i, MN_OP_bayes) || !fits_bayes(&to->args)) return false;
+    const mn_bayes_args *p = &to->args;
+    const int64_t H = p->call.H, K = p->call.K;
+    const uint64_t missing = before(all, i);
+    const int q = maker_of(all, missing, p->q.data), k = maker_of(all, missing, p->k.data);
+    const int decay = maker_of(all, missing, p->la.data);
+    const int prior = maker_of(all, missing, p->p0.data);
+    if (decay < 0 || prior < 0) return false;
+    to->norm[0] = small_at(all, q), to->norm[1] = small_at(all, k);
+    to->decay = small_at(all, decay), to->prior = small_at(all, prior);
+    to->taken = bit_of(q) | bit_of(k) | bit_of(decay) | bit_of(prior);
+    const bool fits = missing == to->taken && is_norm(to->norm[0], H, K) &&
+                      is_norm(to->norm[1], H, K) && to->decay->kind == MN_DECODE_MOVE &&
+                      is_of_heads(to->decay, 0, H, K) && is_row(to->decay, 1, H * K, MN_BF16) &&
+                      to->prior->kind == MN_DECODE_FILL && is_row(to->prior, 0, H, MN_BF16);
+    to->taken |= mn_bit(i);
+    return fits && only_read(all, to->taken);
 }

@@ -1,4 +1,4 @@
-/* cells.h - memories with two numbers a cell, Palimpsa's and KLA's, together with the small works
+/* cells.h - the memories of Palimpsa, KLA and the Bayesian Layer together with the small works
  * around them: what becomes one stage of a megakernel, without a barrier in front (plan_cells.c).
  * Private to src/decode.
  *
@@ -29,10 +29,18 @@ typedef struct mn_kla_works {
     uint64_t taken;
 } mn_kla_works;
 
+typedef struct mn_bayes_works {
+    _Alignas(16) mn_bayes_args args;
+    const mn_decode_op *norm[MN_DECODE_QK_NORMS];
+    const mn_decode_op *decay, *prior;           // la from one number for each head; a constant p0
+    uint64_t taken;
+} mn_bayes_works;
+
 /* The works around operator i that waits; false where there are none, or others. Of KLA `whole`:
  * nothing but its dynamics and norms may hold it back. */
 bool mn_palimpsa_find(mn_palimpsa_works *to, const mn_defer *all, int i);
 bool mn_kla_find(mn_kla_works *to, const mn_defer *all, int i, bool whole);
+bool mn_bayes_find(mn_bayes_works *to, const mn_defer *all, int i);
 
 /* Whether operator i is dynamics that a stage of KLA will make by itself. */
 bool mn_kla_makes(const mn_defer *all, int i);

@@ -155,6 +155,12 @@ static void move_kla(const relocation *to, mn_decode_kla_instr *m) {
     for (size_t i = 0; i < MN_COUNTOF(results); i++) move_words(to, &results[i]->handoff);
 }
 
+static void move_bayes(const relocation *to, mn_decode_bayes_instr *m) {
+    mn_decode_source *sources[] = { &m->q, &m->k, &m->v, &m->la, &m->l2, &m->r2 };
+    for (size_t i = 0; i < MN_COUNTOF(sources); i++) sources[i]->at += to->base;
+    move_words(to, &m->o.handoff);
+}
+
 static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_epi_instr *epi) {
     p->x += to->base;
     p->z += to->base;
@@ -174,6 +180,7 @@ static void move_instr(const relocation *to, mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_RECURRENCE) move_recurrence(to, &instr->memory);
     if (instr->kind == MN_DECODE_PALIMPSA) move_palimpsa(to, &instr->palimpsa);
     if (instr->kind == MN_DECODE_KLA) move_kla(to, &instr->kla);
+    if (instr->kind == MN_DECODE_BAYES) move_bayes(to, &instr->bayes);
     if (instr->kind == MN_DECODE_ATTEND && instr->work.attend.by_words) {
         mn_decode_attend_instr *attend = &instr->work.attend;
         attend->q.at += to->base, attend->k.at += to->base, attend->v.at += to->base;

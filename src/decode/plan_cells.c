@@ -1,9 +1,11 @@
-/* plan_cells.c - Palimpsa's and KLA's memories, with the small works around them (cells.h), as
- * stages of a megakernel. All that this token has made comes as words; a block has eight columns
- * of a head, or eight channels. */
+/* plan_cells.c - the memories of Palimpsa, KLA and the Bayesian Layer, with the small works around
+ * them (cells.h), as stages of a megakernel. All that this token has made comes as words; a block
+ * has eight columns of a head, eight channels, or a noise group. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/dtype.h"
+#include "base/util.h"
 #include "decode/cells.h"
 #include "decode/plan.h"
 
@@ -283,13 +285,107 @@ static uint64_t add_kla(mn_megakernel *p, const mn_kla_works *works) {
     return works->taken;
 }
 
+/* ---- the Bayesian Layer ---------------------------------------------------------------------- */
+
+typedef struct bayes_stage {
+    const mn_bayes_works *works;
+    mn_decode_bayes_instr *heads;    // the first group of each
+    mn_decode_source *r2;            // of each group
+    mn_decode_result_at o;
+} bayes_stage;
+
+static int64_t groups_of(const mn_bayes_works *w) {
+    return mn_max(w->args.call.G, 1);
+}
+
+static mn_decode_bayes_instr bayes_head(mn_stage_ranges *r, const mn_bayes_works *w, int64_t h) {
+    const mn_bayes_args *p = &w->args;
+    const int64_t K = p->call.K, V = p->call.V;
+    mn_decode_bayes_instr to = { .K = (int)K, .V = (int)(V / groups_of(w)), .head = (int)h,
+                                 .p0 = (float)w->prior->shift };
+    for (int i = 0; i < MN_DECODE_QK_NORMS; i++) {
+        const void *from = w->norm[i] ? w->norm[i]->at[0].data : i ? p->k.data : p->q.data;
+        const mn_decode_source row = mn_stage_source(r, element(from, h * K), K, 8);
+        mn_plan_fill_norm(&to.front[i], w->norm[i]);
+        if (to.front[i].to) to.front[i].to += h * K;
+        if (i == 0) to.q = row;
+        else to.k = row;
+    }
+    to.v = mn_stage_source(r, element(p->v.data, h * V), V, 8);
+    const mn_view *la = &w->decay->at[0];
+    to.la = mn_stage_source(r, element(la->data, p->call.H > 1 ? h * la->stride[2] : 0), 1, 1);
+    to.la_to = (mn_decode_bf16 *)w->decay->at[1].data + h * K;
+    to.l2 = mn_stage_source(r, element(p->l2.data, h), 1, 1);
+    to.p0_to = (mn_decode_bf16 *)w->prior->at[0].data + h;
+    memcpy(to.args, p, sizeof *p);
+    return to;
+}
+
+static bool gather_bayes(mn_stage_ranges *r, bayes_stage *s) {
+    const mn_bayes_works *w = s->works;
+    const mn_bayes_args *p = &w->args;
+    const mn_call *c = &p->call;
+    const int64_t G = groups_of(w);
+    for (int64_t h = 0; h < c->H && r->fits; h++) s->heads[h] = bayes_head(r, w, h);
+    for (int64_t i = 0; i < c->H * G && r->fits; i++) {
+        s->r2[i] = mn_stage_source(r, element(p->r2.data, i), 1, 1);
+    }
+    for (int i = 0; i < MN_DECODE_QK_NORMS; i++) writes_work(r, w->norm[i], c->H * c->K, false);
+    writes_work(r, w->decay, c->H * c->K, false);
+    writes_work(r, w->prior, c->H, false);
+    mn_stage_writes(r, p->M.data, c->H * c->K * c->V, sizeof(float), false);
+    mn_stage_writes(r, p->P.data, c->H * G * c->K * c->K, sizeof(float), false);
+    writes_row(r, p->o.data, c->H * c->V, true);
+    return mn_stage_close(r);
+}
+
+static void write_bayes(mn_megakernel *p, int block, const void *context, int64_t i) {
+    const bayes_stage *s = context;
+    const int64_t G = groups_of(s->works), h = i / G, g = i % G;
+    mn_decode_instr *instr = mn_plan_add_instr(p, block);
+    if (!instr) return;
+    mn_decode_bayes_instr *to = &instr->bayes;
+    instr->kind = MN_DECODE_BAYES;
+    *to = s->heads[h];
+    to->group = (int)g;
+    to->first = (int)g * to->V;
+    to->v = columns_from(to->v, to->first);
+    to->r2 = s->r2[i];
+    to->o = result_from(&s->o, h * s->works->args.call.V + to->first);
+    if (g > 0) to->la_to = to->p0_to = to->front[0].to = to->front[1].to = NULL;
+    mn_plan_end_instr(p, block, offsetof(mn_decode_instr, bayes.args) + sizeof(mn_bayes_args));
+}
+
+static uint64_t add_bayes(mn_megakernel *p, const mn_bayes_works *works) {
+    const int64_t H = works->args.call.H, groups = H * groups_of(works);
+    bayes_stage s = { .works = works };
+    mn_stage_ranges r;
+    uint64_t taken = 0;
+    s.heads = calloc((size_t)H, sizeof *s.heads);
+    s.r2 = calloc((size_t)groups, sizeof *s.r2);
+    mn_stage_open(&r, p);
+    if (s.heads && s.r2 && gather_bayes(&r, &s)) {
+        s.o = result_of(&r, works->args.o.data);
+        deal(p, groups, write_bayes, &s);
+        p->steps |= 1u << MN_DECODE_STEP_bayes;
+        taken = works->taken;
+    }
+    free(s.heads);
+    free(s.r2);
+    return taken;
+}
+
+_Static_assert(sizeof(mn_bayes_args) <= MN_DECODE_ARGS_BYTES, "arguments of bayes");
+
 uint64_t mn_megakernel_add_cells(mn_megakernel *p, const mn_defer *all, int i) {
     union {
         mn_palimpsa_works palimpsa;
         mn_kla_works kla;
+        mn_bayes_works bayes;
     } works;
     if (p->failed || all->done & mn_bit(i)) return 0;
     if (mn_palimpsa_find(&works.palimpsa, all, i)) return add_palimpsa(p, &works.palimpsa);
     if (mn_kla_find(&works.kla, all, i, true)) return add_kla(p, &works.kla);
+    if (mn_bayes_find(&works.bayes, all, i)) return add_bayes(p, &works.bayes);
     return 0;
 }

@@ -77,7 +77,8 @@ typedef enum mn_decode_opcode {
     MN_DECODE_ATTEND,
     MN_DECODE_HYPER,
     MN_DECODE_PALIMPSA,
-    MN_DECODE_KLA
+    MN_DECODE_KLA,
+    MN_DECODE_BAYES
 } mn_decode_opcode;
 
 /* Whether a stage reads and writes memory as launches of their own do (mn_decode_work_instr). */
@@ -253,6 +254,22 @@ typedef struct mn_decode_kla_instr {
     mn_decode_result_at y, weighted, sum, out;
 } mn_decode_kla_instr;
 
+enum { MN_DECODE_BAYES_WIDEST = 128 };         // channels, and columns of a group
+
+/* A noise group of a head of the Bayesian Layer with what is around it: q and k normalised, a decay
+ * that all channels of the head share, a constant p0. V: columns of the group. */
+typedef struct mn_decode_bayes_instr {
+    MN_DECODE_ALIGNAS(16) int K;
+    int V, head, group;
+    float p0;
+    int first, none[2];                        // first: column of the group, of the head
+    mn_decode_qk_norm front[MN_DECODE_QK_NORMS];
+    mn_decode_source q, k, v, la, l2, r2;
+    mn_decode_bf16 *la_to, *p0_to;             // of the head: K of them, and one; or NULL
+    mn_decode_result_at o;                     // of the group's columns
+    MN_DECODE_ALIGNAS(16) unsigned char args[MN_DECODE_ARGS_BYTES];    // mn_bayes_args
+} mn_decode_bayes_instr;
+
 /* Numbers that are older than the megakernel, to words, and to memory where `to` is there. Those of
  * the megakernel's row of a table, where `row` is not 0. */
 typedef struct mn_decode_copy {
@@ -327,6 +344,7 @@ typedef struct mn_decode_instr {
         mn_decode_recurrence_instr memory;
         mn_decode_palimpsa_instr palimpsa;
         mn_decode_kla_instr kla;
+        mn_decode_bayes_instr bayes;
         mn_decode_copy_instr copy;
         mn_decode_work_instr work;
     };

@@ -191,14 +191,17 @@ static void put_word(int at, int64_t i, uint64_t tag) {
     m.list[m.n++] = (written){ word_place(to), tag, true, false };
 }
 
-/* Words of n elements in place of the plain tensor at `data`, as far as this instruction reads it. */
+/* What this instruction reads in place of what lies there. */
+static void give(const void *at, uint64_t tag) {
+    const size_t slot = shadow_slot(at);
+    if (m.n == MOST_PENDING) abort();
+    touch_of(slot)->pending = (int)m.n;
+    m.list[m.n++] = (written){ slot, tag, false, true };
+}
+
+/* Words of n elements in place of the plain tensor at `data`. */
 static void words_for(const void *data, const mn_decode_source *s, int64_t n) {
-    for (int64_t k = 0; k < n; k++) {
-        const size_t slot = shadow_slot((const char *)data + 2 * k);
-        if (m.n == MOST_PENDING) abort();
-        touch_of(slot)->pending = (int)m.n;
-        m.list[m.n++] = (written){ slot, word(s->at, k + s->odd), false, true };
-    }
+    for (int64_t k = 0; k < n; k++) give((const char *)data + 2 * k, word(s->at, k + s->odd));
 }
 
 /* Words of n elements as a row. */
@@ -415,7 +418,7 @@ static void run_recurrence(const mn_decode_recurrence_instr *p) {
     }
 }
 
-/* ---- memories with two numbers a cell -------------------------------------------------------- */
+/* ---- memories with what is around them ------------------------------------------------------- */
 
 /* A row of queries or keys in words, normalised where a norm is in front. */
 static void normed_row(uint64_t *row, const mn_decode_source *from, const mn_decode_qk_norm *norm,
@@ -562,6 +565,34 @@ static void run_kla(const mn_decode_kla_instr *p) {
     }
 }
 
+/* The token is given where the operator's arguments say that it lies. */
+static void run_bayes(const mn_decode_bayes_instr *p) {
+    const mn_bayes_args *a = (const mn_bayes_args *)p->args;
+    const int64_t h = p->head, G = mn_max(a->call.G, 1);
+    const mn_in *rows[] = { &a->q, &a->k };
+    uint64_t row[MN_DECODE_BAYES_WIDEST];
+    for (int i = 0; i < MN_DECODE_QK_NORMS; i++) {
+        normed_row(row, i ? &p->k : &p->q, &p->front[i], p->K);
+        for (int k = 0; k < p->K; k++) {
+            give((const char *)rows[i]->data + 2 * (h * p->K + k), row[k]);
+        }
+    }
+    const uint64_t la = word(p->la.at, p->la.odd);
+    const uint64_t p0 = shadow_cell(MN_DECODE_FILL, 0, 0.0, p->p0, 0, 0);
+    for (int k = 0; k < p->K; k++) {
+        if (p->la_to) shadow_put(p->la_to + k, la);
+        give((const char *)a->la.data + 2 * (h * p->K + k), la);
+    }
+    if (p->p0_to) shadow_put(p->p0_to, p0);
+    give((const char *)a->p0.data + 2 * h, p0);
+    give((const char *)a->l2.data + 2 * h, word(p->l2.at, p->l2.odd));
+    give((const char *)a->r2.data + 2 * (h * G + p->group), word(p->r2.at, p->r2.odd));
+    words_for((const char *)a->v.data + 2 * (h * a->call.V + p->first), &p->v, p->V);
+    if (m.blocked) return;
+    shadow_step(MN_DECODE_STEP_bayes, a, h, p->group);
+    for (int i = 0; i < p->V; i++) put_word(p->o.handoff, i, shadow_get(p->o.to + i));
+}
+
 /* A key-value head's part of the token comes as words. */
 static void attend_words(const mn_decode_attend_instr *p) {
     const mn_decode_attention *a = &p->of;
@@ -630,6 +661,7 @@ static void run_instr(const mn_decode_instr *instr) {
     else if (instr->kind == MN_DECODE_RECURRENCE) run_recurrence(&instr->memory);
     else if (instr->kind == MN_DECODE_PALIMPSA) run_palimpsa(&instr->palimpsa);
     else if (instr->kind == MN_DECODE_KLA) run_kla(&instr->kla);
+    else if (instr->kind == MN_DECODE_BAYES) run_bayes(&instr->bayes);
     else if (mn_decode_is_work(instr->kind)) run_work(instr);
     if (instr->kind == MN_DECODE_SMALL) check_beside(&instr->work.small);
 }
@@ -652,7 +684,7 @@ static bool advance(block_at *blocks, int b, int n_blocks, shadow_counts *counts
     m.epoch = m.first + at->passed;
     m.blocked = false;
     m.copies = instr->kind == MN_DECODE_COPY;
-    m.rereads = mn_decode_is_work(instr->kind);
+    m.rereads = mn_decode_is_work(instr->kind) || instr->kind == MN_DECODE_BAYES;
     m.trace = shadow_mix(shadow_mix(at->trace, (uint64_t)instr->kind), instr->sync);
     run_instr(instr);
     if (m.blocked) {

@@ -621,6 +621,25 @@ __device__ inline void mn_decode_prefetch_kla(const mn_decode_kla_instr &m) {
     }
 }
 
+/* The group's covariance, and its columns of the mean. */
+__device__ inline void mn_decode_prefetch_bayes(const mn_decode_bayes_instr &m) {
+    const mn_bayes_args &p = *(const mn_bayes_args *)m.args;
+    const int64_t K = m.K;
+    const char *const P = (const char *)(mn_row<float>(p.P0, 0, 0, m.head) + m.group * K * K);
+    const float *const M = mn_row<float>(p.M0, 0, 0, m.head);
+#pragma unroll 1
+    for (int64_t at = threadIdx.x % 32 * MN_DECODE_LINE; at < K * K * 4;
+         at += 32 * MN_DECODE_LINE) {
+        mn_decode_prefetch_line(P + at);
+    }
+#pragma unroll 1
+    for (int row = threadIdx.x % 32; row < m.K && M; row += 32) {
+        for (int i = 0; i < m.V; i += MN_DECODE_LINE / 4) {
+            mn_decode_prefetch_line(M + row * p.call.V + m.first + i);
+        }
+    }
+}
+
 /* Keys and values older than the token, on their way to the second cache before their turn. */
 __device__ inline void mn_decode_prefetch_cache(const mn_decode_attend_instr &p) {
     const mn_decode_attention &a = p.of;
@@ -703,6 +722,8 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
             mn_decode_prefetch_palimpsa(instr.palimpsa);
         } else if (Stages::has_kla && instr.kind == MN_DECODE_KLA) {
             mn_decode_prefetch_kla(instr.kla);
+        } else if (Stages::has_bayes && instr.kind == MN_DECODE_BAYES) {
+            mn_decode_prefetch_bayes(instr.bayes);
         } else if (Stages::attends && instr.kind == MN_DECODE_ATTEND) {
             mn_decode_prefetch_cache(instr.work.attend);
         } else if (Stages::hyper && instr.kind == MN_DECODE_HYPER) {
@@ -1275,6 +1296,8 @@ __device__ static void work(mn_decode_smem &smem, const char *words, int row, in
             mn_decode_palimpsa_step(smem, instr.palimpsa, place);
         } else if (Stages::has_kla && instr.kind == MN_DECODE_KLA) {
             mn_decode_kla_step(instr.kla, place);
+        } else if (Stages::has_bayes && instr.kind == MN_DECODE_BAYES) {
+            mn_decode_bayes_step(smem, instr.bayes, place);
         } else if (Stages::works && mn_decode_is_work(instr.kind)) {
             mn_decode_run_work<Stages>(smem, instr, place);
         }
@@ -1334,7 +1357,7 @@ typedef void (*megakernel_instance)(char *, int, int, int, int);
 static megakernel_instance instance_of(const mn_decode_launch_args *given) {
     const unsigned steps = given->steps;
     constexpr unsigned palimpsa = 1u << MN_DECODE_STEP_importance;
-    constexpr unsigned kla = 1u << MN_DECODE_STEP_moebius;
+    constexpr unsigned kla = 1u << MN_DECODE_STEP_moebius, bayes = 1u << MN_DECODE_STEP_bayes;
     const bool caches = given->attends || given->hyper;
     if (!given->works && steps == 0) {
         return decode_megakernel<mn_decode_stages<false, false, false, 0>>;
@@ -1344,6 +1367,9 @@ static megakernel_instance instance_of(const mn_decode_launch_args *given) {
     }
     if (!given->works && steps == kla) {
         return decode_megakernel<mn_decode_stages<false, false, false, kla>>;
+    }
+    if (!given->works && steps == bayes) {
+        return decode_megakernel<mn_decode_stages<false, false, false, bayes>>;
     }
     if (steps == 0 && !caches) return decode_megakernel<mn_decode_stages<true, false, false, 0>>;
     if (steps == 0 && !given->hyper && !given->small) {

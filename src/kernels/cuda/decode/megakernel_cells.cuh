@@ -1,5 +1,5 @@
-/* megakernel_cells.cuh - a token of Palimpsa and of Kalman Linear Attention as stages without a
- * barrier: what they read comes as hand-off words, and the small works in front of them and behind
+/* megakernel_cells.cuh - a token of Palimpsa, of Kalman Linear Attention and of the Bayesian Layer as
+ * stages without a barrier: what they read comes as hand-off words, and the small works in front of them and behind
  * them are done in registers (kernels/decode_image.h). Part of megakernel.cu.
  *
  * States and parameters are asked for before the words are there. Hand-off words of the last
@@ -7,6 +7,7 @@
 #ifndef MN_KERNELS_CUDA_DECODE_MEGAKERNEL_CELLS_CUH
 #define MN_KERNELS_CUDA_DECODE_MEGAKERNEL_CELLS_CUH
 
+#include "kernels/cuda/bayes/bayes_step.cuh"
 #include "kernels/cuda/importance/importance.cuh"
 #include "kernels/cuda/moebius/moebius_step.cuh"
 
@@ -323,6 +324,104 @@ __device__ inline void mn_decode_kla_step(const mn_decode_kla_instr &m,
         mn_decode_store_halves(place, m.weighted, channel, weighted);
     }
     mn_decode_store_halves(place, m.y, channel, y);
+}
+
+/* ---- the Bayesian Layer ---------------------------------------------------------------------- */
+
+/* Threads of the block's consumers (megakernel_steps.cuh has the same with turns). */
+struct mn_decode_bayes_block {
+    static constexpr int size = MN_DECODE_THREADS;
+
+    __device__ static void sync(void) {
+        mn_decode_consumer_sync();
+    }
+};
+
+typedef bayes::step_smem<MN_DECODE_THREADS, bayes::STEP_NARROW> mn_decode_bayes_numbers;
+
+/* The token, behind the numbers of the step. */
+struct mn_decode_bayes_smem {
+    alignas(16) unsigned char numbers[sizeof(mn_decode_bayes_numbers)];
+    alignas(16) mn_bf16 q[bayes::STEP_NARROW], k[bayes::STEP_NARROW];
+    mn_bf16 la[bayes::STEP_NARROW], v[bayes::STEP_NARROW], l2, r2;
+};
+
+static_assert(sizeof(mn_decode_bayes_smem) <= MN_DECODE_SCRATCH, "the Bayesian Layer's token");
+
+__device__ inline uint32_t mn_decode_wait_word(const char *at) {
+    mn_decode_word1 one;
+    do {
+        one.fetch(at);
+    } while (one.most() == MN_DECODE_SENTINEL);
+    return one.a;
+}
+
+/* A row of K, normalised, by a warp. */
+__device__ inline void mn_decode_bayes_row(mn_bf16 *to, const char *words,
+                                           const mn_decode_source &from,
+                                           const mn_decode_qk_norm &front, int K) {
+    const int lane = threadIdx.x % 32;
+    const bool inside = 8 * lane < K;
+    mn_decode_word4 row;
+    row.none();
+    if (inside) {
+        do {
+            row.fetch(words + mn_decode_word_from(from.at, 8 * lane));
+        } while (row.most() == MN_DECODE_SENTINEL);
+    }
+    __syncwarp();
+    const mn_decode_normed_row made(row, inside, front);
+    if (!inside) return;
+    made.store(to);
+    if (front.to) made.store(front.to);
+}
+
+/* One of the first warps each: q, k, the decay and the noises, v. */
+__device__ inline void mn_decode_bayes_token(mn_decode_bayes_smem &token,
+                                             const mn_decode_bayes_instr &m, const char *words) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (warp == 0) mn_decode_bayes_row(token.q, words, m.q, m.front[0], m.K);
+    if (warp == 1) mn_decode_bayes_row(token.k, words, m.k, m.front[1], m.K);
+    if (warp == 2) {
+        mn_decode_word1 la, l2, r2;
+        la.a = mn_decode_wait_word(words + m.la.at);
+        l2.a = mn_decode_wait_word(words + m.l2.at);
+        r2.a = mn_decode_wait_word(words + m.r2.at);
+        const mn_bf16 decay = __float2bfloat16_rn(la.number(m.la.odd));
+        for (int i = lane; i < m.K; i += 32) {
+            token.la[i] = decay;
+            if (m.la_to) m.la_to[i] = decay;
+        }
+        if (lane == 0) token.l2 = __float2bfloat16_rn(l2.number(m.l2.odd));
+        if (lane == 0) token.r2 = __float2bfloat16_rn(r2.number(m.r2.odd));
+        if (lane == 0 && m.p0_to) *m.p0_to = __float2bfloat16_rn(m.p0);
+    }
+    if (warp == 3) {
+        for (int i = 2 * lane; i < m.V; i += 64) {
+            *(uint32_t *)(token.v + i) = mn_decode_wait_word(words
+                                                             + mn_decode_word_from(m.v.at, i));
+        }
+    }
+}
+
+/* A call: its sums in double would take registers of products. */
+__device__ __noinline__ void mn_decode_bayes_step(mn_decode_smem &smem,
+                                                  const mn_decode_bayes_instr &m,
+                                                  const mn_decode_pipe place) {
+    mn_decode_bayes_smem &token = *(mn_decode_bayes_smem *)smem.scratch;
+    const mn_bayes_args &p = *(const mn_bayes_args *)m.args;
+    mn_decode_consumer_sync();    // the scratch is no longer another stage's
+    mn_decode_bayes_token(token, m, place.words);
+    mn_decode_consumer_sync();
+    const bayes::step_token<mn_bf16> of = { token.q, token.k, token.la, token.v - m.first,
+                                            mn_float(token.l2), mn_float(token.r2) };
+    bayes::bayes_step_group<mn_bf16, mn_decode_bayes_block, mn_decode_bayes_numbers>(
+        p, 0, m.head, m.group, of, token.numbers);
+    mn_decode_consumer_sync();
+    for (int i = 2 * threadIdx.x; i < m.V && m.o.handoff >= 0; i += 2 * MN_DECODE_THREADS) {
+        mn_decode_store_word(place, mn_decode_word_from(m.o.handoff, (unsigned)i),
+                             mn_bf16_pack2(mn_float(m.o.to[i]), mn_float(m.o.to[i + 1])));
+    }
 }
 
 #endif

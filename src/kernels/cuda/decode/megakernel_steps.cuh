@@ -64,6 +64,7 @@ struct mn_decode_stages {
     // stages of their own that models with those steps have
     static constexpr bool has_palimpsa = STEPS >> MN_DECODE_STEP_importance & 1;
     static constexpr bool has_kla = STEPS >> MN_DECODE_STEP_moebius & 1;
+    static constexpr bool has_bayes = STEPS >> MN_DECODE_STEP_bayes & 1;
 };
 
 #if __CUDA_ARCH__ >= 900
