@@ -376,8 +376,8 @@ typedef struct mn_decode_launch_args {
     unsigned steps;           // bits of the rows of decode_steps.def that there are steps of
 } mn_decode_launch_args;
 
-/* Bytes of shared memory that parts of attention over keys of K channels take: turns, weights of four
- * heads, sums, the four heads' queries (attention/attention_step.cuh). */
+/* Bytes of shared memory that parts of attention over keys of K channels take: turns, weights of
+ * four heads, sums, the four heads' queries (attention/attention_step.cuh). */
 MN_DECODE_BOTH static inline int64_t mn_decode_attend_bytes(int64_t K) {
     enum { HEADS = 4, COLUMNS = 8 };
     const int64_t numbers = MN_DECODE_ATTEND_WIDEST + HEADS * MN_DECODE_ATTEND_KEYS +

@@ -1,6 +1,6 @@
-/* megakernel_cells.cuh - a token of Palimpsa, of Kalman Linear Attention and of the Bayesian Layer as
- * stages without a barrier: what they read comes as hand-off words, and the small works in front of them and behind
- * them are done in registers (kernels/decode_image.h). Part of megakernel.cu.
+/* megakernel_cells.cuh - a token of Palimpsa, of Kalman Linear Attention and of the Bayesian Layer
+ * as stages without a barrier: what they read comes as hand-off words, and the small works in front
+ * of them and behind them are done in registers (kernels/decode_image.h). Part of megakernel.cu.
  *
  * States and parameters are asked for before the words are there. Hand-off words of the last
  * result are stored first, then the plain tensors. */

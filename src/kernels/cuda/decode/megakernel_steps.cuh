@@ -55,8 +55,8 @@ constexpr unsigned MN_DECODE_RING_STEPS = 0
     ;
 
 /* Which stages an instance of the megakernel has: registers and stack of one do not depend on what
- * others have. WORKS: barriers, and stages behind them; SMALL: small works, beside which products do
- * not keep all their registers. */
+ * others have. WORKS: barriers, and stages behind them; SMALL: small works, beside which products
+ * do not keep all their registers. */
 template <bool WORKS, bool ATTENDS, bool HYPER, unsigned STEPS, bool SMALL = true>
 struct mn_decode_stages {
     static constexpr bool works = WORKS, attends = ATTENDS, hyper = HYPER, small = SMALL;
