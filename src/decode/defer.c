@@ -489,6 +489,32 @@ static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
     check(tape, mn_decode_run_gemms(&launch, tape->where));
 }
 
+/* o + plus behind the memory that operator i is, where the other one is there: its bit, or 0.
+ * `missing`: norms that the stage makes, too. */
+static uint64_t add_plus(const mn_defer *all, mn_decode_recurrence *memory, int i,
+                         uint64_t missing) {
+    const int64_t count = memory->call.H * memory->call.V;
+    for (int k = i + 1; k < all->n; k++) {
+        const mn_deferred *d = small_op_at(all, k);
+        if (!d || !waits(all, k) || !(d->after & mn_bit(i))) continue;
+        const mn_decode_op *f = &d->of.few;
+        if (f->kind != MN_DECODE_PAIR || f->f != MN_PAIR_ADD) continue;
+        const int own = f->at[0].data == memory->o.data ? 0 : 1;
+        bool fits = f->at[own].data == memory->o.data && f->at[!own].data != memory->o.data &&
+                    ready(all, k, all->done | missing | mn_bit(i)) && !is_continued(all, k) &&
+                    mn_only_reads(d, &all->list[i]);
+        for (int v = 0; v < 3; v++) fits = fits && is_row(&f->at[v], f->shape, count, MN_BF16);
+        for (int n = 0; n < i && fits; n++) {
+            if (d->after & missing & mn_bit(n)) fits = mn_only_reads(d, &all->list[n]);
+        }
+        if (!fits) continue;
+        memory->plus = f->at[!own].data;
+        memory->sum = f->at[2].data;
+        return mn_bit(k);
+    }
+    return 0;
+}
+
 /* The memory that operator i is, as a stage of a megakernel; false where it is none, or something
  * else than norms of its queries and keys holds it back. */
 static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
@@ -509,6 +535,13 @@ static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
         const void *makes = mn_decode_result(&front->of.few)->data;
         if (makes != memory.q.data && makes != memory.e.data) return false;
         memory.first[makes == memory.e.data] = &front->of.few;
+    }
+    mn_decode_recurrence more = memory;
+    const uint64_t plus = add_plus(all, &more, i, missing);
+    mn_megakernel *megakernel = plus ? megakernel_of(tape) : NULL;
+    if (megakernel && mn_megakernel_add_recurrence(megakernel, &more)) {
+        all->done |= missing | mn_bit(i) | plus;
+        return true;
     }
     if (!add_stage(tape, NULL, &memory)) return false;
     all->done |= missing | mn_bit(i);

@@ -136,9 +136,10 @@ static void move_words(const relocation *to, int *at) {
 }
 
 static void move_recurrence(const relocation *to, mn_decode_recurrence_instr *m) {
-    mn_decode_source *sources[] = { &m->q, &m->e, &m->v, &m->beta, &m->g };
+    mn_decode_source *sources[] = { &m->q, &m->e, &m->v, &m->beta, &m->g, &m->plus };
     for (size_t i = 0; i < MN_COUNTOF(sources); i++) sources[i]->at += to->base;
     move_words(to, &m->o_handoff);
+    move_words(to, &m->sum.handoff);
 }
 
 static void move_palimpsa(const relocation *to, mn_decode_palimpsa_instr *m) {

@@ -188,23 +188,24 @@ typedef struct mn_decode_qk_norm {
     mn_decode_bf16 *to;    // where the row, made, is stored; or NULL
 } mn_decode_qk_norm;
 
-/* A tile of a matrix state: eight columns of a head. */
-typedef struct mn_decode_recurrence_instr {
-    MN_DECODE_ALIGNAS(16) int K;
-    int V, by_channel, delta_rule, has_beta, has_g, o_handoff;
-    float scale;
-    mn_decode_qk_norm front[MN_DECODE_QK_NORMS];
-    mn_decode_source q, e, v, beta, g;
-    float *state;
-    mn_decode_bf16 *o;
-} mn_decode_recurrence_instr;
-
 /* A result of a column, number by number: where it goes, and the words that others read, or
  * MN_DECODE_NO_WORDS. */
 typedef struct mn_decode_result_at {
     mn_decode_bf16 *to;    // NULL: it is none
     int handoff, none;
 } mn_decode_result_at;
+
+/* A tile of a matrix state: eight columns of a head. */
+typedef struct mn_decode_recurrence_instr {
+    MN_DECODE_ALIGNAS(16) int K;
+    int V, by_channel, delta_rule, has_beta, has_g, o_handoff;
+    float scale;
+    mn_decode_qk_norm front[MN_DECODE_QK_NORMS];
+    mn_decode_source q, e, v, beta, g, plus;
+    float *state;
+    mn_decode_bf16 *o;
+    mn_decode_result_at sum;    // o + plus
+} mn_decode_recurrence_instr;
 
 /* A tile of Palimpsa's memory with what is around it: eight columns of a head.
  *

@@ -415,6 +415,11 @@ static void run_recurrence(const mn_decode_recurrence_instr *p) {
         }
         shadow_put(p->o + column, o);
         put_word(p->o_handoff, column, o);
+        if (!p->sum.to) continue;
+        const uint64_t plus = word(p->plus.at, column + p->plus.odd);
+        const uint64_t sum = shadow_cell(MN_DECODE_PAIR, MN_PAIR_ADD, 0.0, 0.0, o, plus);
+        shadow_put(p->sum.to + column, sum);
+        put_word(p->sum.handoff, column, sum);
     }
 }
 

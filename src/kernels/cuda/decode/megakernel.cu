@@ -428,6 +428,16 @@ struct mn_decode_state_sums {
     }
 };
 
+/* o + plus, of the first warp. */
+__device__ inline void mn_decode_store_sum(const mn_decode_recurrence_instr &m,
+                                           const mn_decode_pipe &place, float o,
+                                           mn_decode_word1 plus, const char *at_plus) {
+    while (plus.most() == MN_DECODE_SENTINEL) plus.fetch(at_plus);
+    __syncwarp();
+    const float x = mn_bf16_rounded(o) + plus.number(threadIdx.x % 2);
+    mn_decode_store_columns(place, m.sum, x);
+}
+
 __device__ inline void mn_decode_recurrence_step(mn_decode_smem &smem,
                                                  const mn_decode_recurrence_instr &m,
                                      mn_decode_pipe &place) {
@@ -476,6 +486,14 @@ __device__ inline void mn_decode_recurrence_step(mn_decode_smem &smem,
             sums.ee = fmaf(e[j], e[j], sums.ee);
         }
     }
+    mn_decode_word1 plus;    // words of the stage that made v: asked for before they are needed
+    const char *at_plus = nullptr;
+    const bool has_plus = m.sum.to != nullptr && threadIdx.x < 32;
+    plus.none();
+    if (has_plus) {
+        at_plus = place.words + mn_decode_word_from(m.plus.at, column);
+        plus.fetch(at_plus);
+    }
     sums.gather(smem, place.buf);
     const float by_q = mn_decode_l2_scale(norm_q, sums.qq);
     const float by_e = mn_decode_l2_scale(norm_e, sums.ee);
@@ -487,6 +505,7 @@ __device__ inline void mn_decode_recurrence_step(mn_decode_smem &smem,
             mn_decode_store_word(place, o_handoff + lane * 2, two);
         }
         if (lane < MN_DECODE_TILE_V) m.o[lane] = __float2bfloat16_rn(o);
+        if (has_plus) mn_decode_store_sum(m, place, o, plus, at_plus);
     }
     if (inside) {
 #pragma unroll
