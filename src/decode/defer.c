@@ -8,6 +8,7 @@
  *   products of the same input, with the small work that makes it in front of them (a norm, a
  *   gate), and sums with what is there already behind them (a residual)
  *   the recurrence of a matrix state, with the norms that make its queries and keys, in megakernels
+ *   Palimpsa's and KLA's memories, with the small works around them, in megakernels
  *   attention or HyperMLP over a cache, in megakernels
  *   small works, and what follows from them alone: what depends on each other is a part, parts
  *   are done side by side
@@ -24,6 +25,7 @@
 
 #include "base/dtype.h"
 #include "base/util.h"
+#include "decode/cells.h"
 #include "decode/plan.h"
 #include "ops/run.h"
 
@@ -487,6 +489,32 @@ static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
     check(tape, mn_decode_run_gemms(&launch, tape->where));
 }
 
+/* o + plus behind the memory that operator i is, where the other one is there: its bit, or 0.
+ * `missing`: norms that the stage makes, too. */
+static uint64_t add_plus(const mn_defer *all, mn_decode_recurrence *memory, int i,
+                         uint64_t missing) {
+    const int64_t count = memory->call.H * memory->call.V;
+    for (int k = i + 1; k < all->n; k++) {
+        const mn_deferred *d = small_op_at(all, k);
+        if (!d || !waits(all, k) || !(d->after & mn_bit(i))) continue;
+        const mn_decode_op *f = &d->of.few;
+        if (f->kind != MN_DECODE_PAIR || f->f != MN_PAIR_ADD) continue;
+        const int own = f->at[0].data == memory->o.data ? 0 : 1;
+        bool fits = f->at[own].data == memory->o.data && f->at[!own].data != memory->o.data &&
+                    ready(all, k, all->done | missing | mn_bit(i)) && !is_continued(all, k) &&
+                    mn_only_reads(d, &all->list[i]);
+        for (int v = 0; v < 3; v++) fits = fits && is_row(&f->at[v], f->shape, count, MN_BF16);
+        for (int n = 0; n < i && fits; n++) {
+            if (d->after & missing & mn_bit(n)) fits = mn_only_reads(d, &all->list[n]);
+        }
+        if (!fits) continue;
+        memory->plus = f->at[!own].data;
+        memory->sum = f->at[2].data;
+        return mn_bit(k);
+    }
+    return 0;
+}
+
 /* The memory that operator i is, as a stage of a megakernel; false where it is none, or something
  * else than norms of its queries and keys holds it back. */
 static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
@@ -508,9 +536,27 @@ static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
         if (makes != memory.q.data && makes != memory.e.data) return false;
         memory.first[makes == memory.e.data] = &front->of.few;
     }
+    mn_decode_recurrence more = memory;
+    const uint64_t plus = add_plus(all, &more, i, missing);
+    mn_megakernel *megakernel = plus ? megakernel_of(tape) : NULL;
+    if (megakernel && mn_megakernel_add_recurrence(megakernel, &more)) {
+        all->done |= missing | mn_bit(i) | plus;
+        return true;
+    }
     if (!add_stage(tape, NULL, &memory)) return false;
     all->done |= missing | mn_bit(i);
     return true;
+}
+
+/* Operator i as a stage of Palimpsa or KLA together with the small works around it; false where it
+ * is none of these, or other works hold it back. */
+static bool add_cells(mn_tape *tape, mn_defer *all, int i) {
+    const bool op = waits(all, i) && all->list[i].kind == MN_DEFERRED_OP && all->stages;
+    mn_megakernel *megakernel = op ? megakernel_of(tape) : NULL;
+    if (!megakernel || mn_megakernel_bytes(megakernel) == 0) return false;
+    const uint64_t taken = mn_megakernel_add_cells(megakernel, all, i);
+    all->done |= taken;
+    return taken != 0;
 }
 
 /* Work i over a cache as stages of a megakernel; false where it is something else, or is not
@@ -737,6 +783,7 @@ static void step(mn_tape *tape, mn_defer *all) {
     }
     for (int i = 0; i < all->n; i++) {
         if (waits(all, i) && megakernel_of(tape) && add_recurrence(tape, all, i)) return;
+        if (add_cells(tape, all, i)) return;
     }
     for (int i = 0; i < all->n; i++) {
         if (add_cached(tape, all, i) || add_gather(tape, all, i)) return;

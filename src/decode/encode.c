@@ -43,7 +43,7 @@ void mn_megakernel_clear(mn_megakernel *p) {
     p->n_stages = p->phase = 0;
     p->n_ranges = p->words = p->n_copies = 0;
     p->n_syncs = 0;
-    p->failed = p->ragged = p->works = p->attends = p->hyper = false;
+    p->failed = p->ragged = p->works = p->attends = p->hyper = p->small = false;
     p->steps = 0;
 }
 
@@ -136,9 +136,30 @@ static void move_words(const relocation *to, int *at) {
 }
 
 static void move_recurrence(const relocation *to, mn_decode_recurrence_instr *m) {
-    mn_decode_source *sources[] = { &m->q, &m->e, &m->v, &m->beta, &m->g };
+    mn_decode_source *sources[] = { &m->q, &m->e, &m->v, &m->beta, &m->g, &m->plus };
     for (size_t i = 0; i < MN_COUNTOF(sources); i++) sources[i]->at += to->base;
     move_words(to, &m->o_handoff);
+    move_words(to, &m->sum.handoff);
+}
+
+static void move_palimpsa(const relocation *to, mn_decode_palimpsa_instr *m) {
+    mn_decode_source *sources[] = { &m->q, &m->k, &m->v, &m->by, &m->b, &m->g };
+    mn_decode_result_at *results[] = { &m->gated, &m->o, &m->skipped, &m->sum };
+    for (size_t i = 0; i < MN_COUNTOF(sources); i++) sources[i]->at += to->base;
+    for (size_t i = 0; i < MN_COUNTOF(results); i++) move_words(to, &results[i]->handoff);
+}
+
+static void move_kla(const relocation *to, mn_decode_kla_instr *m) {
+    mn_decode_source *sources[] = { &m->q, &m->k, &m->v, &m->prec, &m->z, &m->gate };
+    mn_decode_result_at *results[] = { &m->y, &m->weighted, &m->sum, &m->out };
+    for (size_t i = 0; i < MN_COUNTOF(sources); i++) sources[i]->at += to->base;
+    for (size_t i = 0; i < MN_COUNTOF(results); i++) move_words(to, &results[i]->handoff);
+}
+
+static void move_bayes(const relocation *to, mn_decode_bayes_instr *m) {
+    mn_decode_source *sources[] = { &m->q, &m->k, &m->v, &m->la, &m->l2, &m->r2 };
+    for (size_t i = 0; i < MN_COUNTOF(sources); i++) sources[i]->at += to->base;
+    move_words(to, &m->o.handoff);
 }
 
 static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_epi_instr *epi) {
@@ -158,7 +179,14 @@ static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_
 
 static void move_instr(const relocation *to, mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_RECURRENCE) move_recurrence(to, &instr->memory);
-    if (instr->kind >= MN_DECODE_SMALL) {
+    if (instr->kind == MN_DECODE_PALIMPSA) move_palimpsa(to, &instr->palimpsa);
+    if (instr->kind == MN_DECODE_KLA) move_kla(to, &instr->kla);
+    if (instr->kind == MN_DECODE_BAYES) move_bayes(to, &instr->bayes);
+    if (instr->kind == MN_DECODE_ATTEND && instr->work.attend.by_words) {
+        mn_decode_attend_instr *attend = &instr->work.attend;
+        attend->q.at += to->base, attend->k.at += to->base, attend->v.at += to->base;
+    }
+    if (mn_decode_is_work(instr->kind)) {
         mn_decode_work_instr *work = &instr->work;
         for (int i = 0; i < work->n_published; i++) move_words(to, &work->published[i].words);
     }
@@ -226,6 +254,6 @@ int mn_megakernel_launch(const mn_megakernel *p, void *image, void *stream) {
     if (p->failed) return NO_MEMORY;
     const mn_decode_launch_args given = { 1 + p->n_stages, (int)handoff_at(p), (int)p->words,
                                           p->ragged, p->works, p->attends, p->hyper,
-                                          p->steps };
+                                          p->small, p->steps };
     return mn_megakernel_start(&given, image, stream);
 }

@@ -39,6 +39,7 @@ struct mn_megakernel {
     bool ragged;                      // a row's last chunk is not whole
     bool works;                       // there are stages of plan_works.c, or barriers
     bool attends, hyper;              // there are stages of plan_caches.c: of which kind
+    bool small;                       // there are small works that are no epilogues
     unsigned steps;                   // bits of the steps of operators that there are
     unsigned n_syncs;                 // barriers of the whole grid
 };
@@ -53,6 +54,10 @@ void mn_plan_end_instr(mn_megakernel *p, int block, size_t bytes);
 
 /* A barrier of the whole grid in front of what all blocks do next. */
 void mn_plan_sync(mn_megakernel *p);
+
+/* What a norm of a head's queries or keys divides by, and where its rows go; none where `front` is
+ * NULL. */
+void mn_plan_fill_norm(mn_decode_qk_norm *to, const mn_decode_op *front);
 
 /* A stage in which the block does nothing. */
 void mn_plan_rest(mn_megakernel *p, int block);

@@ -17,13 +17,25 @@ typedef struct cache_stage {
     int64_t heads, n_slots, V;
     const mn_decode_bf16 *o;    // NULL: parts, which have no words
     int o_handoff;
+    bool by_words;              // the token's queries, key and value
+    mn_decode_source q, k, v;   // of all heads
 } cache_stage;
+
+/* Attention's piece of a key-value head, or the sum of a query head's. */
+static mn_decode_attend_instr attend_instr(const cache_stage *s, int64_t head, int64_t slot) {
+    const mn_decode_attention *a = s->attention;
+    mn_decode_attend_instr to = { (int)head, (int)slot, (int)s->n_slots, s->by_words, .of = *a };
+    if (!s->by_words) return to;
+    to.q = mn_source_from(s->q, head * (a->H / a->J) * a->K);
+    to.k = mn_source_from(s->k, head * a->K);
+    to.v = mn_source_from(s->v, head * a->V);
+    return to;
+}
 
 static void fill_instr(mn_decode_instr *instr, const cache_stage *s, int64_t head, int64_t slot) {
     if (s->attention) {
         instr->kind = MN_DECODE_ATTEND;
-        instr->work.attend = (mn_decode_attend_instr){ (int)head, (int)slot, (int)s->n_slots,
-                                                       *s->attention };
+        instr->work.attend = attend_instr(s, head, slot);
     } else {
         instr->kind = MN_DECODE_HYPER;
         instr->work.hyper = (mn_decode_hyper_instr){ s->phase, (int)head, (int)slot,
@@ -83,11 +95,27 @@ static int64_t parts_size(const mn_decode_attention *a) {
     return a->H * a->n_parts * (a->V + 2);
 }
 
+/* Whether the token's rows are one behind the other, and have room beside attention's own memory
+ * (megakernel_steps.cuh). */
+static bool has_words(const mn_decode_attention *a) {
+    const int64_t group = a->H / a->J;
+    return (a->H == 1 || a->q_step == a->K) && (a->J == 1 || (a->k_step == a->K &&
+                                                              a->v_step == a->V)) &&
+           mn_decode_attend_bytes(a->K) + (group * a->K + a->K + a->V) * 2 <= MN_DECODE_SCRATCH;
+}
+
 /* What the parts are made of, the token's row of the caches among it. */
-static void gather_parts(mn_stage_ranges *r, const mn_decode_attention *a) {
-    mn_stage_reads(r, a->q, (a->H - 1) * a->q_step + a->K, 2);
-    mn_stage_reads(r, a->k, (a->J - 1) * a->k_step + a->K, 2);
-    mn_stage_reads(r, a->v, (a->J - 1) * a->v_step + a->V, 2);
+static void gather_parts(mn_stage_ranges *r, cache_stage *s) {
+    const mn_decode_attention *a = s->attention;
+    if (s->by_words) {
+        s->q = mn_stage_source(r, a->q, a->H * a->K, 8);
+        s->k = mn_stage_source(r, a->k, a->J * a->K, 8);
+        s->v = mn_stage_source(r, a->v, a->J * a->V, 8);
+    } else {
+        mn_stage_reads(r, a->q, (a->H - 1) * a->q_step + a->K, 2);
+        mn_stage_reads(r, a->k, (a->J - 1) * a->k_step + a->K, 2);
+        mn_stage_reads(r, a->v, (a->J - 1) * a->v_step + a->V, 2);
+    }
     if (a->turns > 0) mn_stage_reads(r, a->inv_freq, a->turns / 2, sizeof *a->inv_freq);
     mn_stage_loads(r, a->position, 1, sizeof *a->position);
     mn_stage_writes(r, a->keys, a->capacity * a->J * a->K, 2, false);
@@ -110,8 +138,12 @@ bool mn_megakernel_add_attention(mn_megakernel *p, const mn_decode_attention *a)
     mn_stage_ranges ranges, last;
     mn_stage_open(&last, p);
     gather_sums(&last, a);
-    mn_stage_open(&ranges, p);
-    gather_parts(&ranges, a);
+    for (int words = has_words(a); words >= 0; words--) {
+        parts.by_words = words;
+        mn_stage_open(&ranges, p);
+        gather_parts(&ranges, &parts);
+        if (ranges.fits) break;
+    }
     if (!last.fits || !mn_stage_close(&ranges)) return false;
     deal(p, &parts);
     mn_stage_open(&last, p);

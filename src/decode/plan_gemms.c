@@ -233,7 +233,7 @@ static mn_decode_epi_instr epi_of(mn_stage_ranges *r, mn_decode_out_tile *to,
         e.in[k].from = value_of(tile, given, epilogue, k);
         if (e.in[k].from < 0) fill_input(r, to, &e.in[k], in->data, in->dtype == MN_F32, N);
     }
-    mn_stage_writes(r, e.to, own, e.wide ? 4 : 2, !e.wide && e.per == 1);
+    mn_stage_writes(r, e.to, own, e.wide ? 4 : 2, e.per == 1);
     return e;
 }
 
@@ -366,7 +366,8 @@ static mn_decode_out_tile out_tile_from(const mn_decode_out_tile *all, int from)
 
 static mn_decode_epi_instr epi_from(const mn_decode_epi_instr *all, int from) {
     mn_decode_epi_instr e = *all;
-    if (e.to_handoff >= 0) e.to_handoff = mn_decode_word_from(e.to_handoff, (unsigned)from);
+    const int element = e.wide ? 2 * from : from;    // as if of bf16
+    if (e.to_handoff >= 0) e.to_handoff = mn_decode_word_from(e.to_handoff, (unsigned)element);
     e.to += (int64_t)(from / e.per) * (e.wide ? 4 : 2);
     for (size_t i = 0; i < MN_COUNTOF(e.in); i++) {
         mn_decode_epi_input *in = &e.in[i];

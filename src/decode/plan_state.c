@@ -33,7 +33,7 @@ static mn_decode_source head_of(mn_stage_ranges *r, const mn_in *x, const mn_dec
     return mn_stage_source(r, element(front->at[0].data, h * K), K, 8);
 }
 
-static void fill_qk_norm(mn_decode_qk_norm *to, const mn_decode_op *front) {
+void mn_plan_fill_norm(mn_decode_qk_norm *to, const mn_decode_op *front) {
     if (!front) return;
     const bool root = front->f == MN_DECODE_ROOT;
     *to = (mn_decode_qk_norm){ 1, root ? (float)front->scale : 0.0f,
@@ -60,7 +60,7 @@ static mn_decode_recurrence_instr head_instr(mn_stage_ranges *r, const mn_decode
     if (to.has_beta) {
         to.beta = mn_stage_source(r, element(m->beta.data, h * m->beta.stride[2]), 1, 1);
     }
-    for (int i = 0; i < MN_DECODE_QK_NORMS; i++) fill_qk_norm(&to.front[i], m->first[i]);
+    for (int i = 0; i < MN_DECODE_QK_NORMS; i++) mn_plan_fill_norm(&to.front[i], m->first[i]);
     return to;
 }
 
@@ -88,10 +88,12 @@ static bool gather_heads(mn_stage_ranges *r, mn_decode_recurrence_instr *heads,
     for (int64_t h = 0; h < c->H && r->fits; h++) {
         heads[h] = head_instr(r, m, h);
         heads[h].v = mn_stage_source(r, element(m->v.data, h * m->v.stride[2]), c->V, 4);
+        if (m->sum) heads[h].plus = mn_stage_source(r, element(m->plus, h * c->V), c->V, 4);
         heads[h].state = (float *)m->state.data + h * m->state.stride[2];
         mn_stage_writes(r, heads[h].state, c->K * c->V, 4, false);
     }
     mn_stage_writes(r, m->o.data, c->H * c->V, 2, true);
+    if (m->sum) mn_stage_writes(r, m->sum, c->H * c->V, 2, true);
     for (int i = 0; i < MN_DECODE_QK_NORMS; i++) {
         if (m->first[i]) mn_stage_writes(r, heads[0].front[i].to, c->J * c->K, 2, false);
     }
@@ -100,7 +102,8 @@ static bool gather_heads(mn_stage_ranges *r, mn_decode_recurrence_instr *heads,
 
 /* Tile number `tile` of all heads, whose results have words from o_handoff on. */
 static void write_tile(mn_megakernel *p, int block, const mn_decode_recurrence_instr *heads,
-                       const mn_decode_recurrence *m, int o_handoff, int64_t tile) {
+                       const mn_decode_recurrence *m, int o_handoff, int sum_handoff,
+                       int64_t tile) {
     mn_decode_instr *instr = mn_plan_add_instr(p, block);
     if (!instr) return;
     const int64_t tiles = m->call.V / MN_DECODE_TILE_V, h = tile / tiles;
@@ -112,6 +115,12 @@ static void write_tile(mn_megakernel *p, int block, const mn_decode_recurrence_i
     to->o = (mn_decode_bf16 *)m->o.data + first;
     to->o_handoff = mn_decode_word_from(o_handoff, (unsigned)first);
     to->state += column;
+    to->sum.handoff = MN_DECODE_NO_WORDS;
+    if (m->sum) {
+        to->plus = mn_source_from(to->plus, column);
+        to->sum.to = (mn_decode_bf16 *)m->sum + first;
+        to->sum.handoff = mn_decode_word_from(sum_handoff, (unsigned)first);
+    }
     for (int i = 0; i < MN_DECODE_QK_NORMS; i++) {
         const int64_t group = m->call.H / m->call.J;    // whose first head stores the normed row
         if (to->front[i].to) to->front[i].to += h / group * to->K;
@@ -131,11 +140,12 @@ bool mn_megakernel_add_recurrence(mn_megakernel *p, const mn_decode_recurrence *
         return false;
     }
     const int o_handoff = mn_stage_words(&ranges, m->o.data);
+    const int sum_handoff = m->sum ? mn_stage_words(&ranges, m->sum) : MN_DECODE_NO_WORDS;
     for (int64_t from = 0; from < all; from += p->n_blocks) {
         for (int block = 0; block < p->n_blocks; block++) {
             const int64_t tile = from + (block - p->phase + p->n_blocks) % p->n_blocks;
             if (tile >= all) mn_plan_rest(p, block);
-            else write_tile(p, block, heads, m, o_handoff, tile);
+            else write_tile(p, block, heads, m, o_handoff, sum_handoff, tile);
         }
         p->n_stages++;
     }

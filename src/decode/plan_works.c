@@ -115,6 +115,7 @@ static int warps_of(const mn_decode_op *f, mn_span span) {
 
 static void write_small(work_stage *s, int block, const small_piece *list, int n) {
     int turn = 0;
+    s->p->small = s->p->small || n > 0;
     for (int i = 0; i < n;) {
         mn_decode_instr *instr = open_instr(s, block, MN_DECODE_SMALL);
         if (!instr) return;

@@ -9,6 +9,7 @@
 
 #include "base/dtype.h"
 #include "base/util.h"
+#include "decode/cells.h"
 #include "ops/run.h"
 #include "ops/validate.h"
 
@@ -358,10 +359,12 @@ static uint64_t bits_of(const mn_chain *c) {
     return bits;
 }
 
-static void select_steps(mn_work_set *set, const mn_defer *all, uint64_t small) {
+/* `early`: without dynamics that wait for a stage that makes them by itself. */
+static void select_steps(mn_work_set *set, const mn_defer *all, uint64_t small, bool early) {
     for (int i = 0; i < all->n && set->n_steps < MN_WORK_STEPS; i++) {
         mn_step_work *w = &set->step[set->n_steps];
         if (all->done & mn_bit(i) || !fill_step(w, all, i)) continue;
+        if (early && mn_kla_makes(all, i)) continue;
         if (!attach_before(w, all, small & ~set->taken)) continue;
         set->taken |= mn_bit(i) | bits_of(&w->before);
         set->n_steps++;
@@ -395,7 +398,7 @@ static uint64_t independent(const mn_work_set *set, const mn_defer *all, uint64_
 void mn_works_select(mn_work_set *set, const mn_defer *all, uint64_t small, bool chains) {
     int part[MN_DEFERRED];
     set->all = all;
-    select_steps(set, all, small);
+    select_steps(set, all, small, !chains);
     small = chains ? independent(set, all, small) : 0;
     set->taken |= small;
     mn_defer_parts(part, all, small);

@@ -101,7 +101,7 @@ typedef struct mn_decode_gemms {
 
 /* S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'^T q for one token, the state in
  * place. w absent: e; e absent: nothing is erased. `first`: norms that make q and e, whose rows
- * follow each other; or NULL. */
+ * follow each other; or NULL. sum = o + plus where that is there, (H,V). */
 typedef struct mn_decode_recurrence {
     mn_call call;
     double scale;
@@ -109,6 +109,8 @@ typedef struct mn_decode_recurrence {
     mn_in q, e, w, v, beta, g, state0;
     mn_out o, state;
     const mn_decode_op *first[MN_DECODE_QK_NORMS];
+    const void *plus;
+    void *sum;
 } mn_decode_recurrence;
 
 /* Attention of one token over a cache, where the position n of the token is read when it

@@ -75,8 +75,16 @@ typedef enum mn_decode_opcode {
     MN_DECODE_SMALL,
     MN_DECODE_STEP,
     MN_DECODE_ATTEND,
-    MN_DECODE_HYPER
+    MN_DECODE_HYPER,
+    MN_DECODE_PALIMPSA,
+    MN_DECODE_KLA,
+    MN_DECODE_BAYES
 } mn_decode_opcode;
+
+/* Whether a stage reads and writes memory as launches of their own do (mn_decode_work_instr). */
+MN_DECODE_BOTH static inline bool mn_decode_is_work(int kind) {
+    return kind >= MN_DECODE_SMALL && kind <= MN_DECODE_HYPER;
+}
 
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
 typedef enum mn_decode_prologue {
@@ -180,16 +188,88 @@ typedef struct mn_decode_qk_norm {
     mn_decode_bf16 *to;    // where the row, made, is stored; or NULL
 } mn_decode_qk_norm;
 
+/* A result of a column, number by number: where it goes, and the words that others read, or
+ * MN_DECODE_NO_WORDS. */
+typedef struct mn_decode_result_at {
+    mn_decode_bf16 *to;    // NULL: it is none
+    int handoff, none;
+} mn_decode_result_at;
+
 /* A tile of a matrix state: eight columns of a head. */
 typedef struct mn_decode_recurrence_instr {
     MN_DECODE_ALIGNAS(16) int K;
     int V, by_channel, delta_rule, has_beta, has_g, o_handoff;
     float scale;
     mn_decode_qk_norm front[MN_DECODE_QK_NORMS];
-    mn_decode_source q, e, v, beta, g;
+    mn_decode_source q, e, v, beta, g, plus;
     float *state;
     mn_decode_bf16 *o;
+    mn_decode_result_at sum;    // o + plus
 } mn_decode_recurrence_instr;
+
+/* A tile of Palimpsa's memory with what is around it: eight columns of a head.
+ *
+ *   q, k to unit length    v = raw `by`    ip = exp prior
+ *   I = a I + (1 - a) ip + k^2 b    mu = (a I mu + k v) / I    o = scale mu'q    sum = o + skip raw
+ *
+ * `v`: raw. Without `by` v is raw, without `skip` there is no sum. */
+typedef struct mn_decode_palimpsa_instr {
+    MN_DECODE_ALIGNAS(16) int K;
+    int V, head, column;
+    float scale;
+    int has_by, prior_wide, none;
+    mn_decode_qk_norm front[MN_DECODE_QK_NORMS];
+    mn_decode_source q, k, v, by, b, g;        // g: of float32
+    float *mean, *importance;                  // of the first column
+    const void *prior;                         // of the head: float32 where it is `prior_wide`
+    mn_decode_bf16 *exp_prior;                 // where ip is stored in both types; or NULL
+    float *wide_prior;
+    const mn_decode_bf16 *skip;                // of the head; or NULL
+    mn_decode_result_at gated, o, skipped, sum;
+} mn_decode_palimpsa_instr;
+
+enum {
+    MN_DECODE_KLA_COLUMNS = 8,                 // channels of a block
+    MN_DECODE_KLA_LANES = 16,                  // of a channel
+    MN_DECODE_KLA_SLOTS = 2,                   // of a lane, at most
+    MN_DECODE_KLA_DYNAMICS = 3,                // delta, lambda_log, process_noise
+};
+
+/* Eight channels of Kalman Linear Attention with what is around them.
+ *
+ *   k, q to unit length    a, p from three parameters (ref/kla_discretise.c)
+ *   lam = lam / den + prec k^2    eta = a eta / den + prec v k    y = sum_s q eta / lam
+ *   sum = y + weight z    out = sum gate
+ *
+ * Without `weight` there is no sum, without a gate nothing behind it. */
+typedef struct mn_decode_kla_instr {
+    MN_DECODE_ALIGNAS(16) int K;
+    int column, from_prior, mode;
+    int has_gate, weight_step, weight_wide, none;
+    mn_decode_qk_norm front[MN_DECODE_QK_NORMS];    // of q, of k
+    mn_decode_source q, k, v, prec, z, gate;
+    const float *dynamics[MN_DECODE_KLA_DYNAMICS];  // of the first channel, as are those below
+    mn_decode_bf16 *rounded[MN_DECODE_KLA_DYNAMICS];
+    float *a, *p, *lam, *eta;
+    const void *weight;                        // of z; or NULL
+    mn_decode_result_at y, weighted, sum, out;
+} mn_decode_kla_instr;
+
+enum { MN_DECODE_BAYES_WIDEST = 128 };         // channels, and columns of a group
+
+/* A noise group of a head of the Bayesian Layer with what is around it: q and k normalised, a decay
+ * that all channels of the head share, a constant p0. V: columns of the group. */
+typedef struct mn_decode_bayes_instr {
+    MN_DECODE_ALIGNAS(16) int K;
+    int V, head, group;
+    float p0;
+    int first, none[2];                        // first: column of the group, of the head
+    mn_decode_qk_norm front[MN_DECODE_QK_NORMS];
+    mn_decode_source q, k, v, la, l2, r2;
+    mn_decode_bf16 *la_to, *p0_to;             // of the head: K of them, and one; or NULL
+    mn_decode_result_at o;                     // of the group's columns
+    MN_DECODE_ALIGNAS(16) unsigned char args[MN_DECODE_ARGS_BYTES];    // mn_bayes_args
+} mn_decode_bayes_instr;
 
 /* Numbers that are older than the megakernel, to words, and to memory where `to` is there. Those of
  * the megakernel's row of a table, where `row` is not 0. */
@@ -227,10 +307,12 @@ typedef struct mn_decode_step_instr {
 } mn_decode_step_instr;
 
 /* Parts slot, slot + n_slots, ... of key-value head `head`, of the token's attention; or where
- * n_slots is 0 the sum of the parts of query head `head`. */
+ * n_slots is 0 the sum of the parts of query head `head`. Where they come `by_words`, q (all query
+ * heads of the key-value head), k and v are read as such, without a barrier in front. */
 typedef struct mn_decode_attend_instr {
     MN_DECODE_ALIGNAS(16) int head;
-    int slot, n_slots;
+    int slot, n_slots, by_words;
+    mn_decode_source q, k, v;
     mn_decode_attention of;
 } mn_decode_attend_instr;
 
@@ -261,6 +343,9 @@ typedef struct mn_decode_instr {
     union {
         mn_decode_gemm_instr gemms;
         mn_decode_recurrence_instr memory;
+        mn_decode_palimpsa_instr palimpsa;
+        mn_decode_kla_instr kla;
+        mn_decode_bayes_instr bayes;
         mn_decode_copy_instr copy;
         mn_decode_work_instr work;
     };
@@ -288,8 +373,18 @@ typedef struct mn_decode_launch_args {
     int ragged;               // a row's last chunk is not whole
     int works;                // there are stages of small works, steps of operators or over caches
     int attends, hyper;       // there is attention; there is HyperMLP
+    int small;                // there are small works that are a stage
     unsigned steps;           // bits of the rows of decode_steps.def that there are steps of
 } mn_decode_launch_args;
+
+/* Bytes of shared memory that parts of attention over keys of K channels take: turns, weights of
+ * four heads, sums, the four heads' queries (attention/attention_step.cuh). */
+MN_DECODE_BOTH static inline int64_t mn_decode_attend_bytes(int64_t K) {
+    enum { HEADS = 4, COLUMNS = 8 };
+    const int64_t numbers = MN_DECODE_ATTEND_WIDEST + HEADS * MN_DECODE_ATTEND_KEYS +
+                            COLUMNS * MN_DECODE_THREADS + MN_DECODE_WARPS + 2 + HEADS * K;
+    return (4 * numbers + 15) / 16 * 16;
+}
 
 /* A step that stages know: the operator, and the columns of a head that a block has at once; 0: it
  * has a whole group of a head. */

@@ -76,6 +76,13 @@ static void poison(const mn_sample *clean, const op_case *c, int d, int which, i
     mn_sample_free(&got);
 }
 
+/* What chunks make of a decay depends on where in its sixteen tokens it is: all places are tried,
+ * from one of which on scores are counted. */
+static void check_decay(const mn_sample *clean, const op_case *c, int d, int which) {
+    enum { LARGE = 5, PLACES = 7 };    // op_wild_values[LARGE] is 1e25
+    for (int round = 0; round < PLACES; round++) poison(clean, c, d, which, LARGE, round);
+}
+
 /* Every value in every input and cotangent, or NaN and another that takes turns. */
 static void check_call(const op_case *c, int d, bool every) {
     mn_sample clean;
@@ -89,6 +96,7 @@ static void check_call(const op_case *c, int d, bool every) {
             const int turn = 1 + (int)((c->seed + (uint64_t)i) % (OP_WILD_VALUES - 1));
             if (every || v == 0 || v == turn) poison(&clean, c, d, i, v, round);
         }
+        if (t->field->law == MN_LAW_DECAY) check_decay(&clean, c, d, i);
     }
     mn_sample_free(&clean);
 }

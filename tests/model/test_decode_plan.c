@@ -303,7 +303,7 @@ static void parts_of_attention_are_shared_out(void **state) {
         const shadow_counts got = shadow_counted();
         CHECK(mn_tape_status(s.tape) == MN_OK, "case %zu: %s", k, mn_last_error());
         CHECK(shadow_agrees() && shadow_failures() == 0, "case %zu of attention", k);
-        CHECK(got.megakernels == 1 && got.launches == 1 && got.barriers == 2,
+        CHECK(got.megakernels == 1 && got.launches == 1 && got.barriers == 1,
               "case %zu: %d launches, %d megakernels, %d barriers", k, got.launches,
               got.megakernels, got.barriers);
         close_scratch(&s);

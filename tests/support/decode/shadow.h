@@ -99,6 +99,15 @@ uint64_t shadow_recurrence(uint64_t *state, const shadow_column_of_state *c);
 void shadow_small(const mn_decode_op *work, int64_t begin, int64_t end);
 int64_t shadow_small_units(const mn_decode_op *work);
 
+/* What an operator reads of one of its fields, for a column; and the tag of what it makes of them,
+ * to be followed by a field and the place of an element in it. `args`: its numbers are used. */
+typedef struct shadow_input {
+    int64_t count;
+    const uint64_t *tags;
+} shadow_input;
+uint64_t shadow_made(mn_op_id op, const void *args, const shadow_input *inputs, int n);
+uint64_t shadow_made_at(uint64_t made, mn_op_id op, const char *field, int64_t place);
+
 /* A piece of a step of an operator, by the number of its row of kernels/decode_steps.def. */
 void shadow_step(int step, const void *args, int64_t head, int64_t column);
 

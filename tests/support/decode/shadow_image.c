@@ -28,7 +28,7 @@ typedef struct touch {
 typedef struct written {
     size_t slot;
     uint64_t tag;
-    bool word;
+    bool word, given;    // given: nothing is written, it stands for what lies there
 } written;
 
 typedef struct block_at {
@@ -107,7 +107,7 @@ static void reads(size_t slot) {
 static bool writes(size_t slot, uint64_t tag) {
     if (m.n == MOST_PENDING) abort();
     touch_of(slot)->pending = (int)m.n;
-    m.list[m.n++] = (written){ slot, tag, false };
+    m.list[m.n++] = (written){ slot, tag, false, false };
     return true;
 }
 
@@ -152,6 +152,7 @@ static void write_memory(size_t slot, uint64_t tag) {
 static void commit(void) {
     for (int64_t i = 0; i < m.n; i++) {
         const written *w = &m.list[i];
+        if (w->given) continue;
         m.trace = shadow_mix(m.trace, w->tag);
         if (!w->word) {
             write_memory(w->slot, w->tag);
@@ -187,7 +188,20 @@ static void put_word(int at, int64_t i, uint64_t tag) {
     if (at < 0) return;
     const int64_t to = mn_decode_word_from(at - m.handoff, (unsigned)i) + i % 2 * 2;
     if (m.n == MOST_PENDING) abort();
-    m.list[m.n++] = (written){ word_place(to), tag, true };
+    m.list[m.n++] = (written){ word_place(to), tag, true, false };
+}
+
+/* What this instruction reads in place of what lies there. */
+static void give(const void *at, uint64_t tag) {
+    const size_t slot = shadow_slot(at);
+    if (m.n == MOST_PENDING) abort();
+    touch_of(slot)->pending = (int)m.n;
+    m.list[m.n++] = (written){ slot, tag, false, true };
+}
+
+/* Words of n elements in place of the plain tensor at `data`. */
+static void words_for(const void *data, const mn_decode_source *s, int64_t n) {
+    for (int64_t k = 0; k < n; k++) give((const char *)data + 2 * k, word(s->at, k + s->odd));
 }
 
 /* Words of n elements as a row. */
@@ -287,6 +301,9 @@ static void run_list(const mn_decode_out_tile *u, const mn_decode_epi_instr *epi
         char *at = last ? (char *)(u->to + column) : e->to + column * (e->wide ? 4 : 2);
         shadow_put(at, y);
         if (!e->wide) put_word(last ? u->to_handoff : e->to_handoff, column, y);
+        for (int half = 0; half < 2 && e->wide; half++) {
+            put_word(e->to_handoff, 2 * column + half, y);
+        }
     }
 }
 
@@ -398,7 +415,196 @@ static void run_recurrence(const mn_decode_recurrence_instr *p) {
         }
         shadow_put(p->o + column, o);
         put_word(p->o_handoff, column, o);
+        if (!p->sum.to) continue;
+        const uint64_t plus = word(p->plus.at, column + p->plus.odd);
+        const uint64_t sum = shadow_cell(MN_DECODE_PAIR, MN_PAIR_ADD, 0.0, 0.0, o, plus);
+        shadow_put(p->sum.to + column, sum);
+        put_word(p->sum.handoff, column, sum);
     }
+}
+
+/* ---- memories with what is around them ------------------------------------------------------- */
+
+/* A row of queries or keys in words, normalised where a norm is in front. */
+static void normed_row(uint64_t *row, const mn_decode_source *from, const mn_decode_qk_norm *norm,
+                       int K) {
+    word_row(row, from, K);
+    const uint64_t of_row = shadow_row(row, K);
+    for (int k = 0; k < K && norm->there; k++) {
+        row[k] = shadow_l2(norm->plus, norm->most, of_row, row[k]);
+        if (norm->to) shadow_put(norm->to + k, row[k]);
+    }
+}
+
+static void put_result(const mn_decode_result_at *at, int column, uint64_t tag) {
+    if (!at->to) return;
+    shadow_put(at->to + column, tag);
+    put_word(at->handoff, column, tag);
+}
+
+static uint64_t pair_of(mn_pair_kind kind, uint64_t a, uint64_t b) {
+    return shadow_cell(MN_DECODE_PAIR, kind, 0.0, 0.0, a, b);
+}
+
+/* exp of the head's prior, in both types. */
+static uint64_t prior_of(const mn_decode_palimpsa_instr *p) {
+    const uint64_t ip = shadow_cell(MN_DECODE_UNARY, MN_UNARY_EXP, 0.0, 0.0,
+                                    shadow_get(p->prior), 0);
+    if (p->exp_prior) shadow_put(p->exp_prior, ip);
+    if (p->wide_prior) shadow_put(p->wide_prior, ip);
+    return ip;
+}
+
+static void palimpsa_column(const mn_decode_palimpsa_instr *p, const uint64_t *q,
+                            const uint64_t *k, uint64_t ip, int column) {
+    const int64_t V = p->V, to = p->column + column;
+    uint64_t mu[MN_DECODE_STATE_ROWS], imp[MN_DECODE_STATE_ROWS];
+    const uint64_t raw = word(p->v.at, column + p->v.odd), b = word(p->b.at, column + p->b.odd);
+    const uint64_t g = word(p->g.at, p->g.odd);
+    const uint64_t v = p->has_by ? pair_of(MN_PAIR_MULTIPLY, raw, word(p->by.at, p->by.odd)) : raw;
+    const mn_importance_args numbers = { .scale = p->scale };
+    for (int i = 0; i < p->K; i++) {
+        mu[i] = shadow_get(p->mean + i * V + column);
+        imp[i] = shadow_get(p->importance + i * V + column);
+    }
+    const shadow_input inputs[] = { { p->K, q }, { p->K, k }, { 1, &v }, { 1, &b }, { 1, &g },
+                                    { 1, &ip }, { p->K, mu }, { p->K, imp } };
+    const uint64_t made = shadow_made(MN_OP_importance, &numbers, inputs, MN_COUNTOF(inputs));
+    for (int i = 0; i < p->K; i++) {
+        const int64_t cell = ((int64_t)p->head * p->K + i) * V + to;
+        shadow_put(p->mean + i * V + column, shadow_made_at(made, MN_OP_importance, "mu", cell));
+        shadow_put(p->importance + i * V + column,
+                   shadow_made_at(made, MN_OP_importance, "imp", cell));
+    }
+    const uint64_t o = shadow_made_at(made, MN_OP_importance, "o", p->head * V + to);
+    if (p->has_by) put_result(&p->gated, column, v);
+    put_result(&p->o, column, o);
+    if (!p->skip) return;
+    const uint64_t skipped = pair_of(MN_PAIR_MULTIPLY, raw, shadow_get(p->skip));
+    put_result(&p->skipped, column, skipped);
+    put_result(&p->sum, column, pair_of(MN_PAIR_ADD, o, skipped));
+}
+
+static void run_palimpsa(const mn_decode_palimpsa_instr *p) {
+    uint64_t q[MN_DECODE_STATE_ROWS], k[MN_DECODE_STATE_ROWS];
+    normed_row(q, &p->q, &p->front[0], p->K);
+    normed_row(k, &p->k, &p->front[1], p->K);
+    const uint64_t ip = prior_of(p);
+    for (int column = 0; column < MN_DECODE_TILE_V && !m.blocked; column++) {
+        palimpsa_column(p, q, k, ip, column);
+    }
+}
+
+enum { KLA_SLOTS = MN_DECODE_KLA_LANES * MN_DECODE_KLA_SLOTS };
+
+/* a and p of a channel, from parameters that are rounded. */
+static void kla_dynamics(uint64_t *a, uint64_t *noise, const mn_decode_kla_instr *p, int channel) {
+    uint64_t of[MN_DECODE_KLA_DYNAMICS][KLA_SLOTS];
+    const mn_kla_discretise_args numbers = { .mode = p->mode };
+    shadow_input inputs[MN_DECODE_KLA_DYNAMICS];
+    for (int i = 0; i < MN_DECODE_KLA_DYNAMICS; i++) {
+        inputs[i] = (shadow_input){ p->K, of[i] };
+        for (int s = 0; s < p->K; s++) {
+            const int at = channel * p->K + s;
+            of[i][s] = shadow_stored(MN_DECODE_MOVE, shadow_get(p->dynamics[i] + at), MN_F32,
+                                     MN_BF16);
+            shadow_put(p->rounded[i] + at, of[i][s]);
+        }
+    }
+    const uint64_t made = shadow_made(MN_OP_kla_discretise, &numbers, inputs,
+                                      MN_DECODE_KLA_DYNAMICS);
+    for (int s = 0; s < p->K; s++) {
+        const int64_t cell = (int64_t)(p->column + channel) * p->K + s;
+        a[s] = shadow_made_at(made, MN_OP_kla_discretise, "abar", cell);
+        noise[s] = shadow_made_at(made, MN_OP_kla_discretise, "pbar", cell);
+        shadow_put(p->a + channel * p->K + s, a[s]);
+        shadow_put(p->p + channel * p->K + s, noise[s]);
+    }
+}
+
+static void kla_results(const mn_decode_kla_instr *p, int channel, uint64_t y) {
+    uint64_t sum = y;
+    put_result(&p->y, channel, y);
+    if (p->weight) {
+        const char *weight = (const char *)p->weight +
+                             channel * p->weight_step * (p->weight_wide ? 4 : 2);
+        const uint64_t weighted = pair_of(MN_PAIR_MULTIPLY, word(p->z.at, channel + p->z.odd),
+                                          shadow_get(weight));
+        put_result(&p->weighted, channel, weighted);
+        sum = pair_of(MN_PAIR_ADD, y, weighted);
+        put_result(&p->sum, channel, sum);
+    }
+    if (!p->has_gate) return;
+    put_result(&p->out, channel, pair_of(MN_PAIR_MULTIPLY, sum,
+                                         word(p->gate.at, channel + p->gate.odd)));
+}
+
+static void kla_channel(const mn_decode_kla_instr *p, const uint64_t *q, const uint64_t *k,
+                        int channel) {
+    uint64_t a[KLA_SLOTS], noise[KLA_SLOTS], lam[KLA_SLOTS], eta[KLA_SLOTS];
+    const mn_moebius_args numbers = { .from_prior = p->from_prior };
+    const uint64_t v = word(p->v.at, channel + p->v.odd);
+    const uint64_t prec = word(p->prec.at, channel + p->prec.odd);
+    kla_dynamics(a, noise, p, channel);
+    for (int s = 0; s < p->K; s++) {
+        lam[s] = shadow_get(p->lam + channel * p->K + s);
+        eta[s] = shadow_get(p->eta + channel * p->K + s);
+    }
+    const shadow_input inputs[] = { { 1, &v }, { 1, &prec }, { p->K, k }, { p->K, q },
+                                    { p->K, a }, { p->K, noise }, { p->K, lam }, { p->K, eta } };
+    const uint64_t made = shadow_made(MN_OP_moebius, &numbers, inputs, MN_COUNTOF(inputs));
+    for (int s = 0; s < p->K; s++) {
+        const int64_t cell = (int64_t)(p->column + channel) * p->K + s;
+        shadow_put(p->lam + channel * p->K + s, shadow_made_at(made, MN_OP_moebius, "lam", cell));
+        shadow_put(p->eta + channel * p->K + s, shadow_made_at(made, MN_OP_moebius, "eta", cell));
+    }
+    kla_results(p, channel, shadow_made_at(made, MN_OP_moebius, "y", p->column + channel));
+}
+
+static void run_kla(const mn_decode_kla_instr *p) {
+    uint64_t q[KLA_SLOTS], k[KLA_SLOTS];
+    normed_row(q, &p->q, &p->front[0], p->K);
+    normed_row(k, &p->k, &p->front[1], p->K);
+    for (int channel = 0; channel < MN_DECODE_KLA_COLUMNS && !m.blocked; channel++) {
+        kla_channel(p, q, k, channel);
+    }
+}
+
+/* The token is given where the operator's arguments say that it lies. */
+static void run_bayes(const mn_decode_bayes_instr *p) {
+    const mn_bayes_args *a = (const mn_bayes_args *)p->args;
+    const int64_t h = p->head, G = mn_max(a->call.G, 1);
+    const mn_in *rows[] = { &a->q, &a->k };
+    uint64_t row[MN_DECODE_BAYES_WIDEST];
+    for (int i = 0; i < MN_DECODE_QK_NORMS; i++) {
+        normed_row(row, i ? &p->k : &p->q, &p->front[i], p->K);
+        for (int k = 0; k < p->K; k++) {
+            give((const char *)rows[i]->data + 2 * (h * p->K + k), row[k]);
+        }
+    }
+    const uint64_t la = word(p->la.at, p->la.odd);
+    const uint64_t p0 = shadow_cell(MN_DECODE_FILL, 0, 0.0, p->p0, 0, 0);
+    for (int k = 0; k < p->K; k++) {
+        if (p->la_to) shadow_put(p->la_to + k, la);
+        give((const char *)a->la.data + 2 * (h * p->K + k), la);
+    }
+    if (p->p0_to) shadow_put(p->p0_to, p0);
+    give((const char *)a->p0.data + 2 * h, p0);
+    give((const char *)a->l2.data + 2 * h, word(p->l2.at, p->l2.odd));
+    give((const char *)a->r2.data + 2 * (h * G + p->group), word(p->r2.at, p->r2.odd));
+    words_for((const char *)a->v.data + 2 * (h * a->call.V + p->first), &p->v, p->V);
+    if (m.blocked) return;
+    shadow_step(MN_DECODE_STEP_bayes, a, h, p->group);
+    for (int i = 0; i < p->V; i++) put_word(p->o.handoff, i, shadow_get(p->o.to + i));
+}
+
+/* A key-value head's part of the token comes as words. */
+static void attend_words(const mn_decode_attend_instr *p) {
+    const mn_decode_attention *a = &p->of;
+    const int64_t group = a->H / a->J, h = p->head;
+    words_for((const char *)a->q + 2 * h * group * a->K, &p->q, group * a->K);
+    words_for((const char *)a->k + 2 * h * a->K, &p->k, a->K);
+    words_for((const char *)a->v + 2 * h * a->V, &p->v, a->V);
 }
 
 static void run_work(const mn_decode_instr *instr) {
@@ -416,6 +622,7 @@ static void run_work(const mn_decode_instr *instr) {
     }
     if (instr->kind == MN_DECODE_ATTEND) {
         const mn_decode_attend_instr *attend = &w->attend;
+        if (attend->by_words) attend_words(attend);
         if (attend->n_slots == 0) shadow_combine(&attend->of, attend->head);
         else shadow_attend(&attend->of, attend->head, attend->slot, attend->n_slots);
     }
@@ -457,7 +664,10 @@ static void run_instr(const mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_COPY) run_copy(&instr->copy);
     else if (instr->kind == MN_DECODE_GEMM) run_gemms(instr);
     else if (instr->kind == MN_DECODE_RECURRENCE) run_recurrence(&instr->memory);
-    else if (instr->kind != MN_DECODE_NOP) run_work(instr);
+    else if (instr->kind == MN_DECODE_PALIMPSA) run_palimpsa(&instr->palimpsa);
+    else if (instr->kind == MN_DECODE_KLA) run_kla(&instr->kla);
+    else if (instr->kind == MN_DECODE_BAYES) run_bayes(&instr->bayes);
+    else if (mn_decode_is_work(instr->kind)) run_work(instr);
     if (instr->kind == MN_DECODE_SMALL) check_beside(&instr->work.small);
 }
 
@@ -479,7 +689,7 @@ static bool advance(block_at *blocks, int b, int n_blocks, shadow_counts *counts
     m.epoch = m.first + at->passed;
     m.blocked = false;
     m.copies = instr->kind == MN_DECODE_COPY;
-    m.rereads = instr->kind >= MN_DECODE_SMALL;
+    m.rereads = mn_decode_is_work(instr->kind) || instr->kind == MN_DECODE_BAYES;
     m.trace = shadow_mix(shadow_mix(at->trace, (uint64_t)instr->kind), instr->sync);
     run_instr(instr);
     if (m.blocked) {

@@ -409,6 +409,23 @@ static uint64_t inputs_of(mn_op_id op, const void *args, int64_t h, int64_t v, i
     return all;
 }
 
+uint64_t shadow_made(mn_op_id op, const void *args, const shadow_input *inputs, int n) {
+    uint64_t all = numbers_of(op, args);
+    for (int i = 0; i < n; i++) {
+        all = shadow_mix(all, (uint64_t)i);
+        for (int64_t k = 0; k < inputs[i].count; k++) all = shadow_mix(all, inputs[i].tags[k]);
+    }
+    return all;
+}
+
+uint64_t shadow_made_at(uint64_t made, mn_op_id op, const char *field, int64_t place) {
+    int n, i = 0;
+    const mn_field *fields = mn_op_fields(op, &n);
+    while (i < n && strcmp(fields[i].name, field) != 0) i++;
+    if (i == n) shadow_fail("there is no %s", field);
+    return shadow_mix(shadow_mix(made, (uint64_t)i), (uint64_t)place);
+}
+
 /* Which results: all; those of columns; those that belong to all columns of a head. */
 typedef enum which { ALL, OF_COLUMNS, OF_HEADS } which;
 

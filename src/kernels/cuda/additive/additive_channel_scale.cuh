@@ -8,9 +8,11 @@
  * from the part's start and to its end, so that q~_t.k~_s is what t reads from s in the part
  * before; parts between add their whole products. Factors never exceed 1 and no sum loses a small
  * decay behind a large one. Inside a part q_t 2^(d_t) and k_s 2^(-d_s) do, d the running sum of
- * log2 decays. Where a channel decays by more than 2^100 in a part, d counts from the middle
- * of its decay and its steepest steps are cut so that it decays by at most 2^200: what remains of a
- * cut step is 2^-190 for one steep step and 2^-12.5 if all are, where the exact number is less. */
+ * log2 decays; both are products in the order of time, which no later decay moves. Where a channel
+ * decays by more than 2^100 in a part, d counts from about the middle of its decay, a whole number
+ * of powers of two away, and its steepest steps are cut so that it decays by at most 2^200: what
+ * remains of a cut step is 2^-190 for one steep step and 2^-12.5 if all are, where the exact number
+ * is less. In front of its first steep step no product of a query and a key changes by a bit. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CHANNEL_SCALE_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CHANNEL_SCALE_CUH
 
@@ -34,26 +36,40 @@ __device__ inline float mn_scale_log2(float g) {
     return x < -300.0f ? -300.0f : x;    // NaN stays
 }
 
-/* One channel of a part that decays too far; pointers are at its first token in time. */
+/* What a key grows by where a query falls by a, a positive number. */
+__device__ inline float mn_scale_inverse(float a) {
+    float x;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(a));
+    return x;
+}
+
+/* One channel of a part that decays too far; pointers are at its first token in time, in front of
+ * which a steep step is nothing. */
 static __device__ __noinline__ void mn_scale_underflow(const mn_scale_tiles &at, int step,
                                                   bool reverse) {
     const float usual = 12.5f, most = 200.0f;
     const int table_step = step > 0 ? MN_SCAN_PITCH : -MN_SCAN_PITCH;
     float gentle = 0.0f, depth = 0.0f;
     int steep = 0;
-    for (int u = 1; u < MN_SUBCHUNK; u++) {
-        const float cum_decay = -mn_scale_log2(mn_float(at.g[u * step]));
-        if (cum_decay > usual) steep++;
-        else gentle += cum_decay;
+    for (int u = 0; u < MN_SUBCHUNK; u++) {
+        const float decay = -mn_scale_log2(mn_float(at.g[u * step]));
+        if (decay <= usual) gentle += decay;
+        else if (u > 0) steep++;
     }
     const float limit = steep ? fmaxf(usual, (most - gentle) / (float)steep) : most;
-    for (int u = 1; u < MN_SUBCHUNK; u++) {
-        depth += fminf(-mn_scale_log2(mn_float(at.g[u * step])), limit);
-    }
-    float d = 0.5f * depth;
+    const auto decay_at = [&](int u) {
+        const float decay = -mn_scale_log2(mn_float(at.g[u * step]));
+        return u == 0 && decay > usual ? 0.0f : fminf(decay, limit);
+    };
+    for (int u = 0; u < MN_SUBCHUNK; u++) depth += decay_at(u);
+    const int half = __float2int_rn(0.5f * depth);
+    float up = __int_as_float((127 + half) << 23), down = __int_as_float((127 - half) << 23);
     for (int u = 0; u < MN_SUBCHUNK; u++) {
-        if (u > 0) d -= fminf(-mn_scale_log2(mn_float(at.g[u * step])), limit);
-        const float up = mn_exp2(d), down = mn_exp2(-d);
+        const float decay = decay_at(u);
+        const bool twice = decay > usual;    // 2^-200 is no float
+        const float a = mn_exp2(twice ? -0.5f * decay : -decay), back = mn_scale_inverse(a);
+        up *= a, down *= back;
+        if (twice) up *= a, down *= back;
         mn_put(at.q_inside + u * step, mn_float(at.q[u * step]) * up);
         mn_put(at.k_inside + u * step, mn_float(at.k[u * step]) * down);
         if (at.inside) at.inside[u * table_step] = reverse ? down : up;
@@ -92,20 +108,23 @@ __device__ inline void mn_scale_subchunk(const mn_scale_tiles &tiles, int part, 
     const bool underflow_x = sum.x < -100.0f, underflow_y = sum.y < -100.0f;
     if (underflow_x) mn_scale_underflow(at, step, reverse);
     if (underflow_y) mn_scale_underflow(mn_scale_advance(at, 1, 1), step, reverse);
-    const float2 back = { mn_exp2(-fmaxf(sum.x, -100.0f)), mn_exp2(-fmaxf(sum.y, -100.0f)) };
+#pragma unroll
+    for (int u = 0; u < MN_SUBCHUNK; u++) {
+        r.x *= mn_scale_inverse(a[u].x), r.y *= mn_scale_inverse(a[u].y);
+        const uint32_t pair = *(const uint32_t *)(at.k + u * step);
+        mn_scale_store(at.k_inside + u * step, mn_bf16x2_mul(pair, r.x, r.y), underflow_x,
+                       underflow_y);
+        if (at.factor && reverse) {
+            if (!underflow_x) at.inside[u * table_step] = r.x;
+            if (!underflow_y) at.inside[u * table_step + 1] = r.y;
+        }
+    }
+    r = { 1.0f, 1.0f };
 #pragma unroll
     for (int u = MN_SUBCHUNK - 1; u >= 0; u--) {
         uint32_t *k = (uint32_t *)(at.k + u * step);
-        const uint32_t pair = *k;
-        const float2 whole = { r.x * back.x, r.y * back.y };
-        *k = mn_bf16x2_mul(pair, r.x, r.y);
-        mn_scale_store(at.k_inside + u * step, mn_bf16x2_mul(pair, whole.x, whole.y), underflow_x,
-                       underflow_y);
-        if (at.factor && reverse) {
-            *(float2 *)(at.factor + u * table_step) = r;
-            if (!underflow_x) at.inside[u * table_step] = whole.x;
-            if (!underflow_y) at.inside[u * table_step + 1] = whole.y;
-        }
+        *k = mn_bf16x2_mul(*k, r.x, r.y);
+        if (at.factor && reverse) *(float2 *)(at.factor + u * table_step) = r;
         r.x *= a[u].x, r.y *= a[u].y;
     }
     *(float2 *)(tiles.cum_decay + part * COLUMNS + j) = r;

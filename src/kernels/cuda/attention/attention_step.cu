@@ -160,7 +160,9 @@ template <typename T, int N>
 __global__ void __launch_bounds__(MN_STEP_THREADS)
 attend_split_kernel(const __grid_constant__ mn_decode_attention p) {
     extern __shared__ __align__(16) unsigned char bytes[];
-    mn_attend_piece<T, N, mn_cta<MN_STEP_THREADS>>(p, blockIdx.y, blockIdx.x, gridDim.x, bytes);
+    const mn_attend_token<T> token(p, blockIdx.y);
+    mn_attend_piece<T, N, mn_cta<MN_STEP_THREADS>>(p, blockIdx.y, blockIdx.x, gridDim.x, token,
+                                                   bytes);
 }
 
 /* Grid: (H). Stores o. */

@@ -93,7 +93,8 @@ __device__ inline void mn_step_scores(float (*w)[MN_STEP_KEYS], const float *q,
 #pragma unroll
             for (int e = 0; e < N; e++) of_q[h][e] = a < p.K ? q[h * p.K + a + e] : 0.0f;
         }
-        for (int i0 = thread_group; i0 < MN_STEP_KEYS; i0 += AT_ONCE * MN_STEP_ROW_GROUPS) {
+        for (int from = 0; from < p.n_keys; from += AT_ONCE * MN_STEP_ROW_GROUPS) {
+            const int i0 = from + thread_group;
             float x[AT_ONCE][N];
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++) {
@@ -240,6 +241,41 @@ __device__ inline void mn_step_combine(const float *from, int64_t n_parts, int64
     }
 }
 
+/* The same of few parts: each warp has the scores and sums of all of them, a lane one, and so meets
+ * no other; what a thread adds up is on its way at once. Numbers are added in the same order as
+ * above: the other warps' sums there are zeros. `store(a, y)`: all threads of a warp call it. */
+enum { MN_STEP_FEW_PARTS = 32, MN_STEP_AT_ONCE = 8 };
+
+template <typename Store>
+__device__ inline void mn_step_combine_few(const float *from, int n_parts, int64_t V, bool softmax,
+                                           float eps, Store store) {
+    const int lane = threadIdx.x % 32;
+    const bool there = lane < n_parts;
+    const float *const own = from + (there ? lane : 0) * (V + 2) + V;
+    const float score = there ? __ldcg(own) : -INFINITY, weight = there ? __ldcg(own + 1) : 0.0f;
+    const float most = mn_warp_max(score), scaled = there ? expf(score - most) : 0.0f;
+    const float sum = mn_warp_sum(there ? fmaf(weight, scaled, 0.0f) : 0.0f);
+    const float by = 1.0f / (softmax ? sum : mn_fmax(sqrtf(sum), eps));
+    for (int64_t a0 = threadIdx.x - lane; a0 < V; a0 += MN_STEP_THREADS) {
+        const int64_t a = a0 + lane;
+        float y = 0.0f;
+        for (int first = 0; first < n_parts; first += MN_STEP_AT_ONCE) {
+            float x[MN_STEP_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < MN_STEP_AT_ONCE; i++) {
+                const bool inside = first + i < n_parts && a < V;
+                x[i] = inside ? __ldcg(from + (first + i) * (V + 2) + a) : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < MN_STEP_AT_ONCE; i++) {
+                const float e = __shfl_sync(0xffffffffu, scaled, (first + i) % 32);
+                if (first + i < n_parts) y = fmaf(x[i], e, y);
+            }
+        }
+        store(a, y * by);
+    }
+}
+
 /* ---- a token of a step that repeats (mn_decode_attention) ------------------------------------ */
 
 /* Keys that the token sees, its own among them: [first, first + n). */
@@ -289,13 +325,30 @@ __device__ inline float mn_attend_channel(const T *x, int c, int turns, const fl
     return mn_float(y);
 }
 
+/* The token's queries, of the heads that share a key-value head, its key and its value. */
+template <typename T>
+struct mn_attend_token {
+    const T *q, *k, *v;
+    int64_t q_step;
+
+    /* Where a launch finds those of head j; nothing is waited for. */
+    __device__ mn_attend_token(const mn_decode_attention &p, int64_t j)
+        : q((const T *)p.q + j * (p.H / p.J) * p.q_step), k((const T *)p.k + j * p.k_step),
+          v((const T *)p.v + j * p.v_step), q_step(p.q_step) {
+    }
+
+    /* All threads call, and meet afterwards; `last`: key and value are needed, too. */
+    __device__ void wait(bool last) const {
+        (void)last;
+    }
+};
+
 /* The token's key and value of head j behind those that are there. */
 template <typename T>
 __device__ inline void mn_attend_append(const mn_decode_attention &p, int64_t j, int64_t position,
-                                        const float2 *turn) {
+                                        const float2 *turn, const T *k, const T *v) {
     T *key = (T *)p.keys + (position * p.J + j) * p.K;
     T *value = (T *)p.values + (position * p.J + j) * p.V;
-    const T *k = (const T *)p.k + j * p.k_step, *v = (const T *)p.v + j * p.v_step;
     for (int c = threadIdx.x; c < p.K; c += MN_STEP_THREADS) {
         mn_put(key + c, mn_attend_channel(k, c, (int)p.turns, turn));
     }
@@ -304,9 +357,9 @@ __device__ inline void mn_attend_append(const mn_decode_attention &p, int64_t j,
 
 /* Parts slot, slot + n_slots, ... of key-value head j, for all its query heads, HEADS at a time.
  * Who has the last part puts the token's key and value there first. */
-template <typename T, int N, int HEADS, typename Block>
+template <typename T, int N, int HEADS, typename Block, typename Token>
 __device__ inline void mn_attend_heads(const mn_decode_attention &p, int64_t j, int64_t slot,
-                                       int64_t n_slots, unsigned char *bytes) {
+                                       int64_t n_slots, const Token &token, unsigned char *bytes) {
     enum { AT_ONCE = HEADS == 1 ? 8 : 4 };
     mn_attend_smem<N> &smem = *(mn_attend_smem<N> *)bytes;
     const mn_attend_span span(p);
@@ -315,9 +368,11 @@ __device__ inline void mn_attend_heads(const mn_decode_attention &p, int64_t j, 
     for (int i = threadIdx.x; i < p.turns / 2; i += MN_STEP_THREADS) {
         smem.turn[i] = mn_attend_turn(p.inv_freq[i], span.position, (float)p.turned_scale);
     }
+    const bool last = (n_parts - 1) % n_slots == slot;
+    token.wait(last);
     Block::sync();
-    if ((n_parts - 1) % n_slots == slot) {
-        mn_attend_append<T>(p, j, span.position, smem.turn);
+    if (last) {
+        mn_attend_append<T>(p, j, span.position, smem.turn, token.k, token.v);
         Block::sync();
     }
     for (int64_t h0 = j * group; h0 < (j + 1) * group; h0 += HEADS) {
@@ -325,7 +380,7 @@ __device__ inline void mn_attend_heads(const mn_decode_attention &p, int64_t j, 
         Block::sync();
         for (int i = threadIdx.x; i < HEADS * K; i += MN_STEP_THREADS) {
             const int h = i / (int)K, c = i % (int)K;
-            const T *q = (const T *)p.q + (h0 + h) * p.q_step;
+            const T *q = token.q + (h0 - j * group + h) * token.q_step;
             smem.step.q[i] =
                 h < n_heads ? mn_attend_channel(q, c, (int)p.turns, smem.turn) : 0.0f;
         }
@@ -344,11 +399,11 @@ __device__ inline void mn_attend_heads(const mn_decode_attention &p, int64_t j, 
     }
 }
 
-template <typename T, int N, typename Block>
+template <typename T, int N, typename Block, typename Token>
 __device__ inline void mn_attend_piece(const mn_decode_attention &p, int64_t j, int64_t slot,
-                                       int64_t n_slots, unsigned char *bytes) {
-    if (p.H == p.J) mn_attend_heads<T, N, 1, Block>(p, j, slot, n_slots, bytes);
-    else mn_attend_heads<T, N, MN_STEP_HEADS, Block>(p, j, slot, n_slots, bytes);
+                                       int64_t n_slots, const Token &token, unsigned char *bytes) {
+    if (p.H == p.J) mn_attend_heads<T, N, 1, Block>(p, j, slot, n_slots, token, bytes);
+    else mn_attend_heads<T, N, MN_STEP_HEADS, Block>(p, j, slot, n_slots, token, bytes);
 }
 
 /* The parts of head h. `bytes`: of MN_STEP_WARPS floats. */

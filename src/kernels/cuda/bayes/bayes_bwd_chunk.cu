@@ -46,22 +46,21 @@
 
 namespace mneme::bayes {
 
-/* scans on the way back of the Bayesian Layer that run side by side in a launch:
- * bayes_bwd_chunk.cu. A scan that waits for another has the later blocks: by the time that they
- * start, all blocks before them have started, so that nobody waits for what cannot come. GPUs
- * deal blocks out in the order of their numbers, on which scans in one pass rely as well, though
- * CUDA does not say so. Taking work by counting needs no such order and took 7.94 ms instead of
- * 7.24, perhaps as neighbouring processors are then at different scans. */
-
-/* the covariance forward by chunks of 16 tokens, as the way back of the Bayesian Layer needs it:
- * bayes_bwd_chunk.cu. One block for each group of a head of a sequence. */
+/* Scans run side by side in a launch. One that waits for another has the later blocks: by the time
+ * that they start, all blocks before them have started, so that nobody waits for what cannot come.
+ * GPUs deal blocks out in the order of their numbers, on which scans in one pass rely as well,
+ * though CUDA does not say so. Taking work by counting needs no such order and took 7.94 ms instead
+ * of 7.24, perhaps as neighbouring processors are then at different scans. */
 
 /* ---- the covariance forward ------------------------------------------------------------------ */
 
-/* Shared memory of the covariance scan, in doubles. */
-template <int R>
+/* Shared memory of the covariance scan, in doubles; a block has a group of a head of a sequence.
+ * TIGHT: keys, which are read first, of two chunks. */
+template <int R, bool TIGHT>
 struct covariance_smem {
-    double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
+    static constexpr int KEY_STAGES = TIGHT ? 2 : STAGES;
+
+    double k[KEY_STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
     double phi[STAGES][R], noise[STAGES][2 * R];
     double B[16 * pitch<R>::right], z[16 * pitch<R>::right];
     double parts[R / 16 * 16 * PARTS_LD];
@@ -136,9 +135,9 @@ __device__ static void put_reads(double *to, const double *z, const double *q,
 }
 
 /* Whether a P that was handed in is raised, as mn_bayes_raise says; all threads call. */
-template <int R>
-__device__ static bool raise_col_tile(strip<R> &P, covariance_smem<R> &smem, const double *nk,
-                                   double r2, bool turns) {
+template <int R, bool TIGHT>
+__device__ static bool raise_col_tile(strip<R> &P, covariance_smem<R, TIGHT> &smem,
+                                      const double *nk, double r2, bool turns) {
     const double few = 8.0 * 0x1p-24;
     const int warp = threadIdx.x / 32;
     double sum = 0.0, own[2][2] = {};
@@ -205,15 +204,15 @@ __device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
 }
 
 /* Chunk c on its way to shared memory. */
-template <int R>
-__device__ static void fetch_covariance(covariance_smem<R> &smem, const span_work &w,
+template <int R, bool TIGHT>
+__device__ static void fetch_covariance(covariance_smem<R, TIGHT> &smem, const span_work &w,
                                         const scan_place &at, int64_t c) {
     constexpr int LEFT = pitch<R>::left, THREADS = 2 * R;
     const int stage = (int)(c % STAGES);
     if (c < at.n_chunks) {
         const int64_t from = at.shared(c) * CHUNK * R;
         const double *noise = w.noise + (at.head(c) * 5 + 4) * 2 * R;
-        copy_rows_later<R, CHUNK, THREADS>(smem.k[stage], LEFT, w.k + from);
+        copy_rows_later<R, CHUNK, THREADS>(smem.k[c % smem.KEY_STAGES], LEFT, w.k + from);
         copy_rows_later<R, CHUNK, THREADS>(smem.q[stage], LEFT, w.q + from);
         copy_rows_later<R, 2, THREADS>(smem.noise[stage], R, noise);
         copy_rows_later<R, 1, THREADS>(smem.phi[stage], R, w.phi + at.last_token(c) * R);
@@ -223,8 +222,8 @@ __device__ static void fetch_covariance(covariance_smem<R> &smem, const span_wor
 
 /* z / sigma and what chunks need of each other, of a group of a head of a sequence: the first 2 R
  * threads of a block. */
-template <int R>
-__device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_args &p,
+template <int R, bool TIGHT>
+__device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn_bayes_args &p,
                                        const span_work &w, int64_t block, bool bf16) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
     const scan_place at = scan_place_at(p, block);
@@ -235,29 +234,31 @@ __device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_
     const int rows = (int)p.call.K * (turns ? 2 : 1), column = 16 * warp;
     strip<R> P;
     load_covariance<R>(P, p, s, rows, bf16);
-    fetch_covariance<R>(smem, w, at, 0), fetch_covariance<R>(smem, w, at, 1);
+    fetch_covariance<R, TIGHT>(smem, w, at, 0), fetch_covariance<R, TIGHT>(smem, w, at, 1);
     await_copies();
     __syncthreads();
     for (int64_t c = 0; c < at.n_chunks; c++) {
         const int stage = (int)(c % STAGES), now = (int)(c % 2);
+        const double *k = smem.k[c % smem.KEY_STAGES];
         const double *nk = w.nk + at.shared(c) * CHUNK * R;
         const double r2 = w.r2[at.own(c) * CHUNK + lane % 16];
         double x[2][2][2], noisy[2][2][2];
         get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
         for (bool again = false;; again = true) {
             zero(x[0]), zero(x[1]);
-            through_col_tile<R>(x, smem.k[stage], LEFT, P);
+            through_col_tile<R>(x, k, LEFT, P);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
             }
-            gram_share<R>(smem.parts, x, smem.k[stage], LEFT);
+            gram_share<R>(smem.parts, x, k, LEFT);
             put_rows(smem.B, RIGHT, column, x[0]), put_rows(smem.B, RIGHT, column + 8, x[1]);
             __syncthreads();
             add_shares<R>(smem.S, smem.parts);
             __syncthreads();
             if (!handed_in || c > 0 || again) break;
-            if (!raise_col_tile<R>(P, smem, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) break;
+            const double first = __shfl_sync(0xffffffffu, r2, 0);
+            if (!raise_col_tile<R, TIGHT>(P, smem, nk, first, turns)) break;
         }
         if (c % SPAN_CHUNKS == 0) {
             double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
@@ -273,7 +274,7 @@ __device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_
             say_left(w.left + block, c);
         }
         __syncthreads();
-        fetch_covariance<R>(smem, w, at, c + 2);
+        fetch_covariance<R, TIGHT>(smem, w, at, c + 2);
         double left[8];
         left_small(left, smem.eliminate, SMALL_LD);
 #pragma unroll
@@ -334,8 +335,7 @@ __device__ static void scan_covariance(covariance_smem<R> &smem, const mn_bayes_
                 [&](int row, int other) { return symmetric_cotangent(dP, rows, row, other); });
 }
 
-/* the steps of the way back through a chunk of the Bayesian Layer; which formulas
- * they are is in bayes_bwd_chunk.cu, the only file that includes this. */
+/* ---- the narrow way: steps of the way back through a chunk ----------------------------------- */
 
 using tiles = mn_bayes_tiles<true>;    // P and D do not fit in registers together
 
@@ -352,8 +352,7 @@ struct work {
     bool inside;         // mn_bayes_smem is in shared memory
 };
 
-/* What the way back has beside mn_bayes_smem; tiles of 16 rows. dq and dk lie over the raw inputs.
- * */
+/* What the way back has beside mn_bayes_smem: tiles of 16 rows; dq, dk lie over the raw inputs. */
 struct back_smem {
     double *du, *dw, *dq, *dk, *de;
     double *mix[5];      // (16,16)
@@ -365,9 +364,8 @@ struct back_smem {
 
 static int64_t back_doubles(int nb, int nm, int K) {
     const int64_t smem_tile = 16 * (8 * nb + 8);
-    return mn_bayes_doubles(nb, nm, K, false) + 4 * smem_tile + 16 * (8 * nm + 4) + 6 * 256 + 3
-        * 16 +
-           5 * (int64_t)K + 16;
+    return mn_bayes_doubles(nb, nm, K, false) + 4 * smem_tile + 16 * (8 * nm + 4) + 6 * 256 +
+           3 * 16 + 5 * (int64_t)K + 16;
 }
 
 __device__ static back_smem back_smem_in(const mn_bayes_smem &smem, double *at,
@@ -422,8 +420,7 @@ __device__ static void move_back(tiles &D, double *E, const mn_bayes_smem &smem,
 
 /* c += weights (16,16) tile, columns of block b */
 __device__ static void mix(double (&c)[2][2], const double *weights, const double *smem_tile,
-                           int ld,
-                           int b) {
+                           int ld, int b) {
     const int lane = threadIdx.x % 32;
     double left[8], right[4];
 #pragma unroll
@@ -764,9 +761,7 @@ __device__ static void read_back(const double *P, const mn_bayes_smem &smem, con
 }
 
 /* Noise of a channel in the frame. */
-struct channel_noise {
-    double rr, ri, ii;
-};
+struct channel_noise { double rr, ri, ii; };
 
 /* The sum over tokens 0 to j of a chunk, added up for each of them: where the channel decays, the
  * sum over all tokens outgrows those of the first ones by e^80, and taking later tokens off it
@@ -855,12 +850,9 @@ __device__ static void channels_back(const mn_bayes_smem &smem, const back_smem 
     __syncthreads();
 }
 
-/* gradients of the Bayesian Layer from dk and dq in the frame, all spans at
- * once. Formulas are in bayes_bwd_chunk.cu. */
+/* ---- channels: gradients from dk and dq in the frame, all spans at once ---------------------- */
 
 enum { CHANNELS_LD = 129, CHANNEL_THREADS = 128 };
-
-/* ---- channels -------------------------------------------------------------------------------- */
 
 /* x_t w_t inside channel i, of all groups: its trace and its turn. */
 template <typename T, int R>
@@ -1140,7 +1132,7 @@ enum { SCAN_THREADS = 32 * MEAN_WARPS };
 /* Grid: covariances (group of a head of a sequence), then slices blocks for each: the covariance
  * scans forward (bayes_bwd_covariance_scan.cuh's inputs), and behind each the scans of its mean, 64
  * value columns a block (mean_forward). */
-template <typename T, int R>
+template <typename T, int R, bool TIGHT>
 __global__ void __launch_bounds__(SCAN_THREADS, 1)
 scans_forward_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
@@ -1149,22 +1141,23 @@ scans_forward_kernel(const __grid_constant__ mn_bayes_args p,
     if (block >= covariances) {
         mean_forward<T, R>(*(mean_smem<R> *)doubles, p, w, block - covariances);
     } else if (threadIdx.x < 2 * R) {
-        scan_covariance<R>(*(covariance_smem<R> *)doubles, p, w, block, sizeof(T) == 2);
+        scan_covariance<R, TIGHT>(*(covariance_smem<R, TIGHT> *)doubles, p, w, block,
+                                  sizeof(T) == 2);
     }
 }
 
 /* Grid: for each group of a head of a sequence `slices` blocks that scan the mean's adjoint back
  * (mean_backward), then, behind all of these, a block that scans the covariance's
  * (scan_adjoint). */
-template <typename T, int R>
+template <typename T, int R, bool TIGHT>
 __global__ void __launch_bounds__(SCAN_THREADS, 1)
 scans_back_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
     extern __shared__ __align__(16) double doubles[];
     const int64_t means = (int64_t)gridDim.x / (1 + w.slices) * w.slices, block = blockIdx.x;
     if (block < means) {
-        mean_backward<T, R>(*(mean_back_smem<R> *)doubles, p, w, block);
+        mean_backward<T, R, TIGHT>(*(mean_back_smem<R, TIGHT> *)doubles, p, w, block);
     } else if (threadIdx.x < 2 * R) {
-        scan_adjoint<T, R>(*(adjoint_smem<R> *)doubles, p, w, block - means);
+        scan_adjoint<T, R, TIGHT>(*(adjoint_smem<R, TIGHT> *)doubles, p, w, block - means);
     }
 }
 
@@ -1263,9 +1256,9 @@ __device__ __noinline__ static void chunk_back(tiles &D, double *E, double *stat
 }
 
 /* D and E from the cotangents of the last states, of which P and room.M are the values; C. */
-__device__ static void load_cotangents(tiles &P, double *E,
-                                       const mn_bayes_smem &smem, const back_smem &r,
-                                       const mn_bayes_args &p, const mn_bayes_shape &s) {
+__device__ static void load_cotangents(tiles &P, double *E, const mn_bayes_smem &smem,
+                                       const back_smem &r, const mn_bayes_args &p,
+                                       const mn_bayes_shape &s) {
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     const float *dM = mn_row<float>(p.cot.M, s.n, 0, s.h);
     const int64_t R = s.R;
@@ -1369,8 +1362,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
     double *chunks = M + mean, *spare = chunks + CHUNKS * w.state;
     double *base = w.inside ? doubles : spare + w.state + covariance;
     tiles P, D;
-    D.memory = own;
-    P.memory = spare + w.state;
+    D.memory = own, P.memory = spare + w.state;
     const mn_bayes_smem smem = mn_bayes_smem_in(base, s, M);
     const back_smem r = back_smem_in(smem, base + mn_bayes_doubles(s.nb, s.nm, s.K, false), s);
     const int64_t length = s.span.length, n_spans = (length + SPAN - 1) / SPAN;
@@ -1393,8 +1385,8 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
     __syncthreads();
     load_cotangents(D, E, smem, r, p, s);
     for (int64_t i = n_spans - 1; i >= 0; i--) {
-        const int n_chunks = (int)min((int64_t)CHUNKS, (length - i * SPAN + MN_BAYES_CHUNK - 1) /
-                                                           MN_BAYES_CHUNK);
+        const int64_t left = (length - i * SPAN + MN_BAYES_CHUNK - 1) / MN_BAYES_CHUNK;
+        const int n_chunks = (int)min((int64_t)CHUNKS, left);
         double *span = span_at(i);
         copy_state(P.memory, M, span, mean_of(span, s), s);
         for (int c = 0; c < n_chunks; c++) {
@@ -1480,33 +1472,21 @@ __global__ void bayes_first_kernel(const __grid_constant__ mn_bayes_args p, cons
 
 /* ---- work space ------------------------------------------------------------------------------ */
 
-/* Hands out workspace one piece after the other, from `base` or, where that is NULL, to count
- * bytes. */
-struct piecework {
-    char *base;
-    size_t used;
-    bool ok;
-
-    template <typename X>
-    void take(X **to, int64_t a, int64_t b, int64_t c) {
-        size_t count, bytes, smem;
-        ok = ok && mn_mul_size(&count, (size_t)a, (size_t)b) &&
-             mn_mul_size(&count, count, (size_t)c) && mn_mul_size(&bytes, count, sizeof(X)) &&
-             mn_add_size(&smem, bytes, 15) && mn_add_size(&smem, smem / 16 * 16, used);
-        *to = ok && base ? (X *)(base + used) : NULL;
-        if (ok) used = smem;
-    }
-};
-
 /* How a call goes: R is 64 or 128, or 0 where all goes the narrow way, whose room overlays that of
- * spans, for it comes after them. */
+ * spans, for it comes after them; `tight`: kernels of spans take less shared memory, with the same
+ * bits. */
 struct layout {
     int R;
+    bool tight;
     size_t narrow_bytes, total_bytes;
     int64_t blocks, heads;    // groups of heads of sequences; heads of slots
     span_work spans;
     work narrow;
+    mn_redo_grads redo;
+    mn_bayes_args again;    // its kernels' arguments
 };
+
+static const bool redoes_gradients = true;    // behind cotangents that are not finite
 
 /* What all scans look at before anything else: zeros at first. */
 static void take_counts(layout *l, const mn_call &c, piecework *at) {
@@ -1558,21 +1538,23 @@ static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piece
 }
 
 /* The most shared memory that a kernel of spans takes. */
-template <int R>
+template <int R, bool TIGHT>
 constexpr size_t widest_smem() {
-    const size_t each[] = { sizeof(covariance_smem<R>), sizeof(mean_smem<R>),
-                            sizeof(mean_back_smem<R>), sizeof(adjoint_smem<R>),
-                            sizeof(product_smem<R>) };
+    const size_t each[] = { sizeof(covariance_smem<R, TIGHT>), sizeof(mean_smem<R>),
+                            sizeof(mean_back_smem<R, TIGHT>), sizeof(adjoint_smem<R, TIGHT>),
+                            sizeof(product_smem<R, TIGHT>) };
     size_t most = 0;
     for (size_t bytes : each) most = bytes > most ? bytes : most;
     return most;
 }
 
-/* The rows that kernels of spans are made for, or 0. */
-static int span_rows(int64_t rows) {
-    const size_t most = mn_bayes_most_shared();
-    if (rows <= 64 && widest_smem<64>() <= most) return 64;
-    return rows <= 128 && widest_smem<128>() <= most ? 128 : 0;
+/* The rows that kernels of spans are made for, or 0; whether shared memory is tight for them. */
+static int span_rows(int64_t rows, bool *tight) {
+    static_assert(widest_smem<128, true>() <= 163 * 1024, "what a GPU of 8.0 has");
+    const size_t most = (size_t)mn_device_props_current().shared_bytes;
+    *tight = rows > 64 && widest_smem<128, false>() > most;
+    if (rows <= 64 && widest_smem<64, false>() <= most) return 64;
+    return rows > 64 && rows <= 128 && widest_smem<128, true>() <= most ? 128 : 0;
 }
 
 static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
@@ -1580,7 +1562,7 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     const int64_t rows = c.K * (p->theta.data ? 2 : 1);
     if (rows > MN_BAYES_WIDEST) return false;
     memset(l, 0, sizeof *l);
-    l->R = span_rows(rows);
+    l->R = span_rows(rows, &l->tight);
     l->blocks = mn_n_spans(c) * c.H * c.G;
     l->heads = mn_tile_slots(c, SPAN_TOKENS) * c.H;
     piecework both = { (char *)base, 0, true };
@@ -1592,66 +1574,94 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     const int nm = (int)mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), 8);
     take_narrow(l, p, (int)((rows + 7) / 8), nm, &other);
     l->total_bytes = one.used > other.used ? one.used : other.used;
-    return one.ok && other.ok;
+    if (!one.ok || !other.ok || !redoes_gradients) return one.ok && other.ok;
+    l->redo = redo_of(*p, l->again, base ? (char *)base + l->total_bytes : NULL);
+    if (l->R) {
+        l->redo.aside = l->spans.steep, l->redo.zeros = l->spans.left;
+        l->redo.n_zeros = l->blocks * (1 + l->spans.slices);
+    }
+    return l->redo.ok && mn_add_size(&l->total_bytes, l->total_bytes, l->redo.used);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-template <typename T, int R>
-static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
-    const span_work &w = l.spans;
+template <typename T, int R, bool TIGHT>
+static int start_spans(const mn_bayes_args *p, const layout &l, const span_work &w,
+                       cudaStream_t on) {
     const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
-    const size_t counts = (size_t)l.blocks * (2 + (size_t)w.slices) * sizeof *w.steep;
-    int code = (int)cudaMemsetAsync(w.steep, heads == 0, counts, on);
-    if (code != cudaSuccess || heads == 0) return code;
     const unsigned parts = heads * (unsigned)prepare_parts(p->call);
     if (p->theta.data) span_prepare_kernel<T, true><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
     else span_prepare_kernel<T, false><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
-    code = mn_launch_smem(scans_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                               SCAN_THREADS, widest_smem<R>(), on, *p, w);
-    if (code == cudaSuccess) {
-        code = mn_launch_smem(scans_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                                   SCAN_THREADS, widest_smem<R>(), on, *p, w);
-    }
-    if (code == cudaSuccess) {
-        code = mn_launch_smem(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
-                                   sizeof(product_smem<R>), on, *p, w);
-    }
+    const size_t smem = widest_smem<R, TIGHT>();
+    int code = mn_launch_smem(scans_forward_kernel<T, R, TIGHT>, blocks * (1 + (unsigned)w.slices),
+                              SCAN_THREADS, smem, on, *p, w);
+    if (code != cudaSuccess) return code;
+    code = mn_launch_smem(scans_back_kernel<T, R, TIGHT>, blocks * (1 + (unsigned)w.slices),
+                          SCAN_THREADS, smem, on, *p, w);
+    if (code != cudaSuccess) return code;
+    code = mn_launch_smem(span_products_kernel<T, R, TIGHT>, heads, PRODUCT_THREADS,
+                          sizeof(product_smem<R, TIGHT>), on, *p, w);
     if (code != cudaSuccess) return code;
     const unsigned chunks = heads * SPAN_CHUNKS;
     if (p->theta.data) span_channels_kernel<T, R, true><<<chunks, CHANNEL_THREADS, 0, on>>>(*p, w);
     else span_channels_kernel<T, R, false><<<chunks, CHANNEL_THREADS, 0, on>>>(*p, w);
-    const unsigned n_heads = (unsigned)(mn_n_spans(p->call) * p->call.H);
-    span_totals_kernel<R><<<n_heads, 128, 0, on>>>(*p, w);
+    span_totals_kernel<R><<<(unsigned)(mn_n_spans(p->call) * p->call.H), 128, 0, on>>>(*p, w);
     span_decay_kernel<T><<<heads, 256, 0, on>>>(*p, w);
     return mn_launch_status();
+}
+
+/* All gradients but p_0's. */
+template <typename T>
+static int start_all(const mn_bayes_args *p, const layout &l, const span_work &spans,
+                     const work &narrow, cudaStream_t on) {
+    int code = cudaSuccess;
+    const bool starts = l.heads > 0;
+    if (l.R == 64 && starts) code = start_spans<T, 64, false>(p, l, spans, on);
+    if (l.R == 128 && starts && l.tight) code = start_spans<T, 128, true>(p, l, spans, on);
+    if (l.R == 128 && starts && !l.tight) code = start_spans<T, 128, false>(p, l, spans, on);
+    if (code != cudaSuccess) return code;
+    code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
+                               MN_BAYES_THREADS, l.narrow_bytes, on, *p, narrow);
+    if (code != cudaSuccess || l.heads == 0) return code;
+    bayes_groups_kernel<T><<<(unsigned)l.heads, 256, 0, on>>>(*p, narrow.parts, narrow.steep);
+    return mn_launch_status();
+}
+
+/* Once more, of heads with a cotangent that is not finite; others end at once. */
+template <typename T>
+static int start_redo(const layout &l, cudaStream_t on) {
+    const bool shows = l.redo.n_cots > 0 && l.redo.n_grads > 0 && l.redo.call.T > 1;
+    if (!redoes_gradients || !shows || l.heads == 0) return mn_launch_status();
+    span_work spans = l.spans;
+    work narrow = l.narrow;
+    spans.redo = true, spans.steep = l.redo.skips;
+    narrow.steep = l.R ? l.redo.takes : l.redo.cuts;
+    int code = mn_redo_grads_find(&l.redo, on);
+    if (code == cudaSuccess) code = start_all<T>(&l.again, l, spans, narrow, on);
+    return code == cudaSuccess ? mn_redo_grads_store(&l.redo, on) : code;
 }
 
 template <typename T>
 static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     int code = cudaSuccess;
-    if (l.R == 64) code = start_spans<T, 64>(p, l, on);
-    if (l.R == 128) code = start_spans<T, 128>(p, l, on);
-    if (code != cudaSuccess) return code;
-    code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
-                               MN_BAYES_THREADS, l.narrow_bytes, on, *p, l.narrow);
-    if (code != cudaSuccess) return code;
-    if (l.heads > 0) {
-        bayes_groups_kernel<T><<<(unsigned)l.heads, 256, 0, on>>>(*p, l.narrow.parts,
-                                                                  l.narrow.steep);
+    if (l.R) {    // without tokens all heads are as steep ones
+        const size_t counts = (size_t)l.blocks * (2 + (size_t)l.spans.slices);
+        code = (int)cudaMemsetAsync(l.spans.steep, l.heads == 0, counts * sizeof(int), on);
     }
+    if (code == cudaSuccess) code = start_all<T>(p, l, l.spans, l.narrow, on);
+    if (code != cudaSuccess) return code;
     if (p->grad.p0.data) {
         bayes_first_kernel<T><<<mn_blocks(p->call.H, 64), 64, 0, on>>>(*p, l.narrow.traces);
     }
-    return mn_launch_status();
+    return start_redo<T>(l, on);
 }
 
 static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {
     layout l;
     if (p->call.K * (p->theta.data ? 2 : 1) > MN_BAYES_WIDEST) return true;    // refused later
-    if (!layout_of(&l, p, NULL)) return false;
-    plan->shared_bytes = l.total_bytes;
-    return true;
+    const bool fits = layout_of(&l, p, NULL);
+    if (fits) plan->shared_bytes = l.total_bytes;
+    return fits;
 }
 
 static int backward(const mn_bayes_args *p, void *shared, void *stream) {

@@ -15,20 +15,23 @@ struct adjoint_stage {
     double eliminate[16 * SMALL_LD], phi[R];
 };
 
-template <int R>
+/* TIGHT: chunks are loaded when the one before has been read, not half a chunk earlier. */
+template <int R, bool TIGHT>
 struct adjoint_smem {
-    adjoint_stage<R> stage[STAGES];
+    static constexpr int N_STAGES = TIGHT ? 2 : STAGES, PARTS = TIGHT ? 18 : PARTS_LD;
+
+    adjoint_stage<R> stage[N_STAGES];
     double h[16 * pitch<R>::right], turned[16 * pitch<R>::right];
-    double parts[R / 16 * 16 * PARTS_LD];
+    double parts[R / 16 * 16 * PARTS];
     double S[16 * SMALL_LD];
 };
 
 /* Chunk c on its way to shared memory; later chunks come first. */
-template <int R>
-__device__ static void load_adjoint(adjoint_smem<R> &smem, const span_work &w,
+template <int R, bool TIGHT>
+__device__ static void load_adjoint(adjoint_smem<R, TIGHT> &smem, const span_work &w,
                                      const scan_place &at, int64_t c, bool weighs) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 2 * R;
-    adjoint_stage<R> &to = smem.stage[(at.n_chunks - 1 - c) % STAGES];
+    adjoint_stage<R> &to = smem.stage[(at.n_chunks - 1 - c) % smem.N_STAGES];
     if (c >= 0) {
         const int64_t shared = at.shared(c) * CHUNK * R;
         copy_rows_later<R, CHUNK, THREADS>(to.w, LEFT, w.w + at.own(c) * CHUNK * R);
@@ -96,13 +99,13 @@ __device__ static double own_ahead(const double *own) {
 }
 
 /* S from the shares of Y W', of which its lower half holds; all threads call, between barriers. */
-template <int R>
+template <int R, int PARTS>
 __device__ static void add_lower(double *S, const double *parts, double own) {
     for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
         const int t = max(i / 16, i % 16), s = min(i / 16, i % 16);
         double x = t == s ? own : 0.0;
 #pragma unroll
-        for (int warp = 0; warp < R / 16; warp++) x += parts[(warp * 16 + t) * PARTS_LD + s];
+        for (int warp = 0; warp < R / 16; warp++) x += parts[(warp * 16 + t) * PARTS + s];
         S[i / 16 * SMALL_LD + i % 16] = x;
     }
 }
@@ -130,8 +133,8 @@ __device__ static void put_du(double *to, double (&omega)[2][2][2], const double
 }
 
 /* du of all chunks and O, from b of the mean scan; dP_0. The first 2 R threads of a block. */
-template <typename T, int R>
-__device__ static void scan_adjoint(adjoint_smem<R> &smem, const mn_bayes_args &p,
+template <typename T, int R, bool TIGHT>
+__device__ static void scan_adjoint(adjoint_smem<R, TIGHT> &smem, const mn_bayes_args &p,
                                     const span_work &w, int64_t block) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
     const scan_place at = scan_place_at(p, block);
@@ -147,14 +150,14 @@ __device__ static void scan_adjoint(adjoint_smem<R> &smem, const mn_bayes_args &
     strip<R> D;
     fill_col_tile<R>(D, [&](int row, int other) { return symmetric_cotangent(dP, rows, row,
                                                                              other); });
-    load_adjoint<R>(smem, w, at, n_chunks - 1, weighs);
-    load_adjoint<R>(smem, w, at, n_chunks - 2, weighs);
+    load_adjoint<R, TIGHT>(smem, w, at, n_chunks - 1, weighs);
+    load_adjoint<R, TIGHT>(smem, w, at, n_chunks - 2, weighs);
     await_copies();
     int seen = 0;
     if (threadIdx.x == 0) await_left(seen, counter, min((int64_t)1, n_chunks));
     __syncthreads();
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
-        const adjoint_stage<R> &here = smem.stage[(n_chunks - 1 - c) % STAGES];
+        const adjoint_stage<R> &here = smem.stage[(n_chunks - 1 - c) % smem.N_STAGES];
         double *h = w.h + at.own(c) * CHUNK * R, *theta = w.theta + at.own(c) * SMALL;
         double x[2][2][2], known[2][2][2], omega[2][2][2], left[8], b[4];
         get_rows(known[0], h, R, column), get_rows(known[1], h, R, column + 8);
@@ -176,7 +179,7 @@ __device__ static void scan_adjoint(adjoint_smem<R> &smem, const mn_bayes_args &
             double &y = x[i / 4][i / 2 % 2][i % 2];
             y = fma(-0.5, known[i / 4][i / 2 % 2][i % 2], y);
         }
-        gram_share<R>(smem.parts, x, here.w, LEFT);
+        gram_share<R, smem.PARTS>(smem.parts, x, here.w, LEFT);
         double *turned = smem.turned + column;
         put_rows(turned, RIGHT, 0, x[0]), put_rows(turned, RIGHT, 8, x[1]);
         __syncwarp();
@@ -189,8 +192,8 @@ __device__ static void scan_adjoint(adjoint_smem<R> &smem, const mn_bayes_args &
             put_rows(smem.h, RIGHT, column + 8 * m, known[m]);
         }
         __syncthreads();
-        load_adjoint<R>(smem, w, at, c - 2, weighs);
-        add_lower<R>(smem.S, smem.parts, psi);
+        if (!TIGHT) load_adjoint<R, TIGHT>(smem, w, at, c - 2, weighs);
+        add_lower<R, smem.PARTS>(smem.S, smem.parts, psi);
         left_columns16(left, here.k, RIGHT, column);
 #pragma unroll
         for (int i = 0; i < 8; i++) left[i] = -left[i];
@@ -227,9 +230,11 @@ __device__ static void scan_adjoint(adjoint_smem<R> &smem, const mn_bayes_args &
             }
             add_product<R>(D, left, here.q, RIGHT);
         }
-        await_copies();
+        if (TIGHT) await_last_copies();
+        else await_copies();
         if (threadIdx.x == 0) await_left(seen, counter, min(n_chunks - c + 1, n_chunks));
         __syncthreads();
+        if (TIGHT) load_adjoint<R, TIGHT>(smem, w, at, c - 2, weighs);
     }
     put_first<R>(D, smem.S, p, s, w.traces + block, rows);
 }

@@ -261,9 +261,12 @@ struct mean_back_stage {
     double eliminate[16 * SMALL_LD], reads[16 * SMALL_LD], phi[R], e[16 * VALUES_LD];
 };
 
-template <int R>
+/* TIGHT: a chunk is loaded when the one before has been read, and no earlier. */
+template <int R, bool TIGHT>
 struct mean_back_smem {
-    mean_back_stage<R> stage[2];
+    static constexpr int N_STAGES = TIGHT ? 1 : 2;
+
+    mean_back_stage<R> stage[N_STAGES];
     double E[VALUES * pitch<R>::right];              // behind the chunk; value columns are its rows
     double de[16 * VALUES_LD], y[16 * VALUES_LD];    // rows of tokens
     double weights[2][16 * SMALL_LD];                // e_t.y_s for s >= t, -e_t.de_s for s > t
@@ -271,11 +274,11 @@ struct mean_back_smem {
 };
 
 /* Starts loading chunk c to its stage, of e `width` value columns from `first` on. */
-template <int R>
-__device__ static void load_mean_back(mean_back_smem<R> &smem, const span_work &w,
+template <int R, bool TIGHT>
+__device__ static void load_mean_back(mean_back_smem<R, TIGHT> &smem, const span_work &w,
                                        const scan_place &at, int64_t c, int first, int width) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 32 * MEAN_WARPS;
-    mean_back_stage<R> &to = smem.stage[c & 1];
+    mean_back_stage<R> &to = smem.stage[c & (smem.N_STAGES - 1)];
     if (c < 0) return;
     const int64_t shared = at.shared(c) * CHUNK * R, own = at.own(c);
     copy_rows_later<R, CHUNK, THREADS>(to.k, RIGHT, w.k + shared);
@@ -292,6 +295,21 @@ __device__ static void load_mean_back(mean_back_smem<R> &smem, const span_work &
     for (int i = 0; i < CHUNK / E_ROWS; i++) {
         copy_later(to.e + (t + i * E_ROWS) * VALUES_LD + j, e + i * E_ROWS * w.columns);
     }
+}
+
+/* Asks L2 for what load_mean_back will load: a thread for each 128 bytes of two rows of tiles. */
+template <int R>
+__device__ static void ask_mean_back(const span_work &w, const scan_place &at, int64_t c,
+                                     int first, int width) {
+    constexpr int LINE = 128 / (int)sizeof(double), LINES = CHUNK * R / LINE;
+    static_assert(2 * LINES == 32 * MEAN_WARPS, "two lines for each thread");
+    if (c < 0) return;
+    const int thread = (int)threadIdx.x, line = thread % LINES * LINE, t = thread % CHUNK;
+    const int64_t shared = at.shared(c) * CHUNK * R, own = at.own(c);
+    const int j = (thread - LINES) / CHUNK * LINE;
+    mn_prefetch_l2((thread < LINES ? w.k : w.q) + shared + line);
+    if (thread < LINES) mn_prefetch_l2(w.w + own * CHUNK * R + line);
+    else if (j < width) mn_prefetch_l2(w.e + (own * CHUNK + t) * w.columns + first + j);
 }
 
 /* Rows of do of 16 value columns of a chunk. They are prefetched into L2 a chunk ahead: kept in
@@ -359,8 +377,8 @@ __device__ static double own_of(const mn_bayes_args &p, const span_work &w,
 
 /* This warp's part of b from that of dw, 8 * TILES rows of the state from `column` on: into h, and
  * its share of w_t.b_t. */
-template <typename T, int R, int TILES>
-__device__ static void put_b(double (&dw)[TILES][2][2], mean_back_smem<R> &smem,
+template <typename T, int R, int TILES, bool TIGHT>
+__device__ static void put_b(double (&dw)[TILES][2][2], mean_back_smem<R, TIGHT> &smem,
                              const mean_back_stage<R> &here, const mn_bayes_args &p,
                              const span_work &w, const mn_tile_span &tile, const scan_place &at,
                              int64_t c, int column, const double (&sigma)[2], bool weighs) {
@@ -405,8 +423,9 @@ __device__ static void put_b(double (&dw)[TILES][2][2], mean_back_smem<R> &smem,
 }
 
 /* The products of e with y and with de of the chunk: half of one of them by each of four warps. */
-template <int R>
-__device__ static void put_chunk_weights(mean_back_smem<R> &smem, const double *e, int width) {
+template <int R, bool TIGHT>
+__device__ static void put_chunk_weights(mean_back_smem<R, TIGHT> &smem, const double *e,
+                                         int width) {
     const int warp = threadIdx.x / 32, from = 8 * (warp % 2);
     const bool later = warp >= 2;
     double c[2][2];
@@ -425,8 +444,8 @@ __device__ static void put_chunk_weights(mean_back_smem<R> &smem, const double *
 
 /* de of 16 value columns of a pair of warps, 8 by each, from what both halves of the state's rows
  * say: to shared memory, to memory and to dv; and y. */
-template <typename T, int R>
-__device__ static void put_de(double (&x)[2][2][2], mean_back_smem<R> &smem,
+template <typename T, int R, bool TIGHT>
+__device__ static void put_de(double (&x)[2][2][2], mean_back_smem<R, TIGHT> &smem,
                               const mean_back_stage<R> &here, double (&y)[2][4],
                               const mn_bayes_args &p, const span_work &w, const mean_place &a,
                               int64_t c) {
@@ -471,8 +490,8 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_smem<R> &smem,
 }
 
 /* Stores w.own of a chunk, once its b has been computed: `own` - w_t.b_t / 2. One warp calls. */
-template <int R>
-__device__ static void finish_own(const mean_back_smem<R> &smem, const span_work &w,
+template <int R, bool TIGHT>
+__device__ static void finish_own(const mean_back_smem<R, TIGHT> &smem, const span_work &w,
                                   const scan_place &at, int64_t c, double own) {
     const int t = threadIdx.x % 32;
     double sum = 0.0;
@@ -490,8 +509,8 @@ __device__ static void finish_own(const mean_back_smem<R> &smem, const span_work
  * Stores  w.de (16, columns), grad.v, at the end grad.M0. Of several blocks of a group all but the
  *         last store their dw (16,R) in w.dw and count chunks in w.back; the last one waits for
  *         these, adds them in order and stores b in w.h (16,R) and w.own (16). */
-template <typename T, int R>
-__device__ static void mean_backward(mean_back_smem<R> &smem, const mn_bayes_args &p,
+template <typename T, int R, bool TIGHT>
+__device__ static void mean_backward(mean_back_smem<R, TIGHT> &smem, const mn_bayes_args &p,
                                      const span_work &w, int64_t block) {
     constexpr int N = R / 2, LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
     constexpr int TILES = R / (8 * MEAN_WARPS);
@@ -509,18 +528,19 @@ __device__ static void mean_backward(mean_back_smem<R> &smem, const mn_bayes_arg
     double own = 0.0;    // of the closing warp's lane t: token t of the chunk before
     strip<N> E;
     load_mean<N>(E, p.cot.M, p, a, rows);
-    load_mean_back<R>(smem, w, at, n_chunks - 1, first, width);
+    load_mean_back<R, TIGHT>(smem, w, at, n_chunks - 1, first, width);
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         await_all_copies();
-        load_mean_back<R>(smem, w, at, c - 1, first, width);
-        const mean_back_stage<R> &here = smem.stage[c & 1];
+        if constexpr (TIGHT) ask_mean_back<R>(w, at, c - 1, first, width);
+        else load_mean_back<R, TIGHT>(smem, w, at, c - 1, first, width);
+        const mean_back_stage<R> &here = smem.stage[c & (smem.N_STAGES - 1)];
         const int left_over = (int)min((int64_t)CHUNK, at.span.length - c * CHUNK);
         const mn_tile_span tile = { at.s.n, c * CHUNK, left_over, at.span };
         if (a.half == 0 && c > 0) chunk_outputs<T>(p, a, c - 1).ask();
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_col_tile_columns<N>(E, here.phi + a.base, turns, true);
         }
-        if (closing && last && c + 1 < n_chunks) finish_own<R>(smem, w, at, c + 1, own);
+        if (closing && last && c + 1 < n_chunks) finish_own<R, TIGHT>(smem, w, at, c + 1, own);
         if (closing && last && lane < CHUNK) {
             own = own_of<T>(p, w, tile, at.s, at.own(c), here.reads, lane, weighs);
         }
@@ -537,12 +557,12 @@ __device__ static void mean_backward(mean_back_smem<R> &smem, const mn_bayes_arg
             if (lane == 0) say_left(w.back + block, n_chunks - 1 - c);
         }
         if (has_values) {
-            put_de<T, R>(x, smem, here, y, p, w, a, c);
+            put_de<T, R, TIGHT>(x, smem, here, y, p, w, a, c);
         } else {
             meet_pair();
         }
         __syncthreads();
-        if (warp < 4) put_chunk_weights<R>(smem, here.e, width);
+        if (warp < 4) put_chunk_weights<R, TIGHT>(smem, here.e, width);
         if (last && threadIdx.x == 0) {
             for (int i = 0; i < slice; i++) {
                 int seen = 0;
@@ -588,11 +608,17 @@ __device__ static void mean_backward(mean_back_smem<R> &smem, const mn_bayes_arg
                 for (int k = 0; k < 4; k++) dw[j][k / 2][k % 2] += more[k / 2][k % 2];
             }
         }
-        if (last) put_b<T, R, TILES>(dw, smem, here, p, w, tile, at, c, column, sigma, weighs);
+        if (last) {
+            put_b<T, R, TILES, TIGHT>(dw, smem, here, p, w, tile, at, c, column, sigma, weighs);
+        }
+        if (TIGHT) {
+            __syncthreads();
+            load_mean_back<R, TIGHT>(smem, w, at, c - 1, first, width);
+        }
     }
     __syncthreads();
     if (closing) {
-        if (last && n_chunks > 0) finish_own<R>(smem, w, at, 0, own);
+        if (last && n_chunks > 0) finish_own<R, TIGHT>(smem, w, at, 0, own);
         __syncwarp();
         if (lane == 0) say_left(w.back + block, n_chunks);
     }

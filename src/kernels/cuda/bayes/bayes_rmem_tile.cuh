@@ -156,7 +156,7 @@ __device__ static void through_col_tile(double (&c)[2][2][2], const double *left
 }
 
 /* This warp's share, its 16 rows, of x (16, R) times `right` (16, R)' into its (16,16) of parts. */
-template <int R>
+template <int R, int PARTS = PARTS_LD>
 __device__ static void gram_share(double *parts, const double (&x)[2][2][2], const double *right,
                                   int ld) {
     const int warp = threadIdx.x / 32;
@@ -173,8 +173,8 @@ __device__ static void gram_share(double *parts, const double (&x)[2][2][2], con
             mn_mma_f64_k8(s[half], a, b);
         }
     }
-    put_rows(parts + warp * 16 * PARTS_LD, PARTS_LD, 0, s[0]);
-    put_rows(parts + warp * 16 * PARTS_LD, PARTS_LD, 8, s[1]);
+    put_rows(parts + warp * 16 * PARTS, PARTS, 0, s[0]);
+    put_rows(parts + warp * 16 * PARTS, PARTS, 8, s[1]);
 }
 
 /* The sums of the shares; all threads call, between barriers. */

@@ -10,6 +10,7 @@
 #define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 
 #include "kernels/cuda/bayes/bayes.cuh"
+#include "kernels/cuda/prim/redo_grads.h"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
@@ -47,6 +48,7 @@ struct span_work {
     double *traces;                           // of D in front of sequences
     int columns, slices;                      // value columns of a group, rounded up; blocks of 64
     int64_t P_each, dw_each;                  // numbers of a group
+    bool redo;                                // of heads that are not steep, the others rest
 };
 
 /* Tiles in shared memory: rows as left factors, and as right ones with tokens summed over. */
@@ -219,6 +221,11 @@ __device__ static void await_copies() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
+/* That one too. */
+__device__ static void await_last_copies() {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+
 /* ---- cotangents ------------------------------------------------------------------------------ */
 
 /* scale^2 dqvar of a token, or zero */
@@ -241,6 +248,43 @@ __device__ static double transposed_gain(const mn_bayes_args &p, const mn_tile_s
     if (!turns) return phi[r] * (double)mn_float(x[r]);
     const double other = (double)mn_float(x[r ^ 1]), mine = (double)mn_float(x[r]);
     return r % 2 == 0 ? phi[r] * mine + phi[r + 1] * other : phi[r - 1] * mine - phi[r] * other;
+}
+
+/* Hands out workspace one piece after the other, from `base` or, where that is NULL, to count
+ * bytes. */
+struct piecework {
+    char *base;
+    size_t used;
+    bool ok;
+
+    template <typename X>
+    void take(X **to, int64_t a, int64_t b, int64_t c) {
+        size_t count, bytes, smem;
+        ok = ok && mn_mul_size(&count, (size_t)a, (size_t)b) &&
+             mn_mul_size(&count, count, (size_t)c) && mn_mul_size(&bytes, count, sizeof(X)) &&
+             mn_add_size(&smem, bytes, 15) && mn_add_size(&smem, smem / 16 * 16, used);
+        *to = ok && base ? (X *)(base + used) : NULL;
+        if (ok) used = smem;
+    }
+};
+
+/* A redo of the gradients, and `again`, what its kernels have: cotangents and gradients of its own,
+ * from `base` on. States and p_0 are not made again. */
+static mn_redo_grads redo_of(const mn_bayes_args &p, mn_bayes_args &again, void *base) {
+    const int64_t K = p.call.K, V = p.call.V, G = p.call.G, R = K * (p.theta.data ? 2 : 1);
+    mn_redo_grads redo = mn_redo_grads_of(p.call, base);
+    again = p, again.grad.M0 = {}, again.grad.P0 = {}, again.grad.p0 = {};
+    const struct { mn_in *view; int64_t width; } cots[] = {
+        { &again.cot.o, V }, { &again.cot.gain, G }, { &again.cot.gainvec, G * R },
+        { &again.cot.kvar, G }, { &again.cot.qvar, G },
+    };
+    const struct { mn_out *view; int64_t width; } grads[] = {
+        { &again.grad.q, K }, { &again.grad.k, K }, { &again.grad.v, V }, { &again.grad.la, K },
+        { &again.grad.theta, K }, { &again.grad.l2, 1 }, { &again.grad.r2, G },
+    };
+    for (const auto &x : cots) mn_redo_grads_cot(&redo, x.view, x.width);
+    for (const auto &x : grads) mn_redo_grads_grad(&redo, x.view, x.width);
+    return redo;
 }
 
 /* Results in rows 16 mb .. of a matrix: use(element, row within the 16, column) */
@@ -339,7 +383,7 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     __shared__ chunk_sums sums;
     const int64_t H = p.call.H, head = blockIdx.x / prepare_parts(p.call), h = head % H;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
-    if (tile.n_rows == 0) return;
+    if (tile.n_rows == 0 || (w.redo && w.steep[tile.n * H + h])) return;
     const int K = (int)p.call.K, part = (int)blockIdx.x % prepare_parts(p.call);
     const int c = threadIdx.x / PREPARE_CHANNELS, own = threadIdx.x % PREPARE_CHANNELS;
     const int i = part * PREPARE_CHANNELS + own;

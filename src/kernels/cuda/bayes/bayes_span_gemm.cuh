@@ -21,7 +21,7 @@
 namespace mneme::bayes {
 
 enum {
-    PRODUCT_STAGES = 4, SLICE_WIDTH = 16,
+    SLICE_WIDTH = 16,
     PRODUCT_THREADS = 256, COPY_THREADS = 128,
     COPY_ROWS = COPY_THREADS / 8, COPIES = SPAN_TOKENS / COPY_ROWS,    // of left factors
     SLICE_LEFT = SPAN_TOKENS * SLICE_WIDTH,    // numbers of a slice of 64 rows
@@ -40,9 +40,12 @@ struct product_place {
     int n_rows, first, count;
 };
 
-template <int R>
+/* TIGHT: one slice fewer is on its way. */
+template <int R, bool TIGHT>
 struct product_smem {
-    product_stage<R> stage[PRODUCT_STAGES];
+    static constexpr int N_STAGES = TIGHT ? 3 : 4;
+
+    product_stage<R> stage[N_STAGES];
     double weights[2][WEIGHTS];    // of dk and dq: (t, s) in slices of 16 s, from the first t >= s
     double sigma[SPAN_TOKENS], c[SPAN_TOKENS];
     double twice[SPAN_TOKENS];     // 2 a / scale
@@ -159,8 +162,8 @@ __device__ static void copy_left_later(double *to, const double *from, int64_t l
 }
 
 /* What a group's slices need besides them. */
-template <typename T, int R>
-__device__ static void begin_group(product_smem<R> &smem, const mn_bayes_args &p,
+template <typename T, int R, bool TIGHT>
+__device__ static void begin_group(product_smem<R, TIGHT> &smem, const mn_bayes_args &p,
                                    const span_work &w, int64_t head, int g) {
     const int t = copy_thread();
     const int64_t group = head * p.call.G + g;
@@ -186,10 +189,10 @@ __device__ static void begin_group(product_smem<R> &smem, const mn_bayes_args &p
 }
 
 /* A slice on its way. */
-template <typename T, int R>
-__device__ static void load_slice(product_stage<R> &to, product_smem<R> &smem, product_y<T> &y,
-                                   const product_count<R> &at, const mn_bayes_args &p,
-                                   const span_work &w, int64_t head) {
+template <typename T, int R, bool TIGHT>
+__device__ static void load_slice(product_stage<R> &to, product_smem<R, TIGHT> &smem,
+                                  product_y<T> &y, const product_count<R> &at,
+                                  const mn_bayes_args &p, const span_work &w, int64_t head) {
     const bool weighs = p.cot.qvar.data && p.q.data;
     const int thread = copy_thread(), row = thread / 8, column = thread % 8 * 2;
     const int64_t group = head * p.call.G + at.g, t = group * SPAN_TOKENS + row;
@@ -202,7 +205,7 @@ __device__ static void load_slice(product_stage<R> &to, product_smem<R> &smem, p
         copy_left_later(left, w.h + from, R);
         if (weighs) copy_left_later(left + SLICE_LEFT, q + from, R);
         copy_left_later(left + 2 * SLICE_LEFT, w.w + from, R);
-        if (at.i == 0) begin_group<T, R>(smem, p, w, head, at.g);
+        if (at.i == 0) begin_group<T, R, TIGHT>(smem, p, w, head, at.g);
     } else if (at.is_mean(w)) {
         const int j = at.i - at.OF_P;
         const int64_t from = t * w.columns + j * SLICE_WIDTH + column;
@@ -222,8 +225,8 @@ __device__ static void load_slice(product_stage<R> &to, product_smem<R> &smem, p
 }
 
 /* y of a slice that is on its way, if it has one. */
-template <typename T, int R>
-__device__ static void finish_slice(product_stage<R> &to, const product_smem<R> &smem,
+template <typename T, int R, bool TIGHT>
+__device__ static void finish_slice(product_stage<R> &to, const product_smem<R, TIGHT> &smem,
                                     const product_y<T> &y, const product_count<R> &at,
                                     const mn_bayes_args &p, const span_work &w) {
     const int thread = copy_thread(), row = thread / 8, column = thread % 8 * 2;
@@ -309,8 +312,8 @@ __device__ static void add_state_slice(product_sums<R> &to, const product_stage<
 }
 
 /* Slice j of w times its weights; it has no part in tokens before its own. */
-template <int R>
-__device__ static void add_token_slice(product_sums<R> &to, const product_smem<R> &smem,
+template <int R, bool TIGHT>
+__device__ static void add_token_slice(product_sums<R> &to, const product_smem<R, TIGHT> &smem,
                                        const product_stage<R> &here, int j,
                                        const product_warp &at) {
     const double *rows = smem.weights[at.reads] + weights_at(j);
@@ -332,8 +335,8 @@ __device__ static void add_token_slice(product_sums<R> &to, const product_smem<R
 }
 
 /* From w.du and w.q to -z.du and -2 a z.q / scale. */
-template <int R>
-__device__ static void scale_weights(product_sums<R> &x, const product_smem<R> &smem,
+template <int R, bool TIGHT>
+__device__ static void scale_weights(product_sums<R> &x, const product_smem<R, TIGHT> &smem,
                                      const product_warp &at) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -350,8 +353,8 @@ __device__ static void scale_weights(product_sums<R> &x, const product_smem<R> &
 }
 
 /* The weights of a group into shared memory; then they are zero again. */
-template <int R>
-__device__ static void put_weights(product_smem<R> &smem, product_sums<R> &x,
+template <int R, bool TIGHT>
+__device__ static void put_weights(product_smem<R, TIGHT> &smem, product_sums<R> &x,
                                    const product_warp &at) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -372,13 +375,13 @@ __device__ static void put_weights(product_smem<R> &smem, product_sums<R> &x,
 }
 
 /* All that a slice is good for. */
-template <int R>
-__device__ static void multiply_slice(product_sums<R> &x, product_smem<R> &smem,
+template <int R, bool TIGHT>
+__device__ static void multiply_slice(product_sums<R> &x, product_smem<R, TIGHT> &smem,
                                       const product_stage<R> &here, const product_count<R> &s,
                                       const span_work &w, const product_warp &at, bool weighs) {
     const bool mean = s.is_mean(w), idle = at.reads && !weighs;
     if (s.i >= s.of_w(w)) {
-        add_token_slice<R>(x, smem, here, s.i - s.of_w(w), at);
+        add_token_slice<R, TIGHT>(x, smem, here, s.i - s.of_w(w), at);
         return;
     }
     if (mean || !at.reads) {
@@ -387,8 +390,8 @@ __device__ static void multiply_slice(product_sums<R> &x, product_smem<R> &smem,
     } else if (weighs) {
         add_state_slice<R, true>(x, here, smem.twice, 0, at);
     }
-    if (s.i + 1 == s.OF_P && !idle) scale_weights<R>(x, smem, at);
-    if (s.i + 1 == s.of_w(w)) put_weights<R>(smem, x, at);
+    if (s.i + 1 == s.OF_P && !idle) scale_weights<R, TIGHT>(x, smem, at);
+    if (s.i + 1 == s.of_w(w)) put_weights<R, TIGHT>(smem, x, at);
 }
 
 /* dr2 of all groups of a head of a span. */
@@ -410,12 +413,13 @@ __device__ static void put_dr2(const mn_bayes_args &p, const span_work &w,
 
 /* dk and dq of a head of a span in the frame, of all groups, but for the noise, in place of the
  * first group's P; and dr2. */
-template <typename T, int R>
+template <typename T, int R, bool TIGHT>
 __global__ void __launch_bounds__(PRODUCT_THREADS, 1)
 span_products_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
     extern __shared__ __align__(16) double doubles[];
-    product_smem<R> &smem = *(product_smem<R> *)doubles;
+    constexpr int N_STAGES = product_smem<R, TIGHT>::N_STAGES;
+    product_smem<R, TIGHT> &smem = *(product_smem<R, TIGHT> *)doubles;
     const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
@@ -430,28 +434,28 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
     product_y<T> y;
     product_count<R> ahead = { 0, 0 };
     x.clear();
-    for (int i = 0; i < PRODUCT_STAGES - 1; i++) {    // slices of P
+    for (int i = 0; i < N_STAGES - 1; i++) {    // slices of P
         if (i > 0) ahead.next(w);
-        if (at.reads) load_slice<T, R>(smem.stage[i], smem, y, ahead, p, w, head);
+        if (at.reads) load_slice<T, R, TIGHT>(smem.stage[i], smem, y, ahead, p, w, head);
         close_copies();
     }
     put_dr2<T>(p, w, tile, head);
-    int stage = 0, before = PRODUCT_STAGES - 2;
+    int stage = 0, before = N_STAGES - 2;
     for (product_count<R> s = { 0, 0 }; s.g < (int)G; s.next(w)) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(PRODUCT_STAGES - 2) : "memory");
+        asm volatile("cp.async.wait_group %0;" ::"n"(N_STAGES - 2) : "memory");
         __syncthreads();
         product_stage<R> &last = smem.stage[before];
-        before = before + 1 == PRODUCT_STAGES ? 0 : before + 1;
+        before = before + 1 == N_STAGES ? 0 : before + 1;
         if (at.reads) {
-            finish_slice<T, R>(last, smem, y, ahead, p, w);
+            finish_slice<T, R, TIGHT>(last, smem, y, ahead, p, w);
             ahead.next(w);
             if (ahead.g < (int)G) {
-                load_slice<T, R>(smem.stage[before], smem, y, ahead, p, w, head);
+                load_slice<T, R, TIGHT>(smem.stage[before], smem, y, ahead, p, w, head);
             }
             close_copies();
         }
-        multiply_slice<R>(x, smem, smem.stage[stage], s, w, at, weighs);
-        stage = stage + 1 == PRODUCT_STAGES ? 0 : stage + 1;
+        multiply_slice<R, TIGHT>(x, smem, smem.stage[stage], s, w, at, weighs);
+        stage = stage + 1 == N_STAGES ? 0 : stage + 1;
     }
     __syncthreads();
     const int lane = threadIdx.x % 32;

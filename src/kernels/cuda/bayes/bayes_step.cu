@@ -20,7 +20,8 @@ bayes_step_kernel(const __grid_constant__ mn_bayes_args p) {
     const int64_t n = blockIdx.x / G / p.call.H;
     mn_pdl_launch_dependents();
     mn_pdl_wait();
-    bayes_step_group<T, mn_cta<LAUNCH_THREADS>, launch_smem>(p, n, h, g, bytes);
+    bayes_step_group<T, mn_cta<LAUNCH_THREADS>, launch_smem>(p, n, h, g,
+                                                             step_token_of<T>(p, n, h, g), bytes);
 }
 
 static bool serves(const void *args) {

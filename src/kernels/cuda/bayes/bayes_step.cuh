@@ -17,6 +17,21 @@ namespace mneme::bayes {
 /* Rows of P that a warp has at once; threads that share a column of M. */
 enum { STEP_ROWS = 4, STEP_SHARE = 8 };
 
+/* What the token brings to a head: rows of K, of V, and the noises of a group. */
+template <typename T>
+struct step_token {
+    const T *q, *k, *la, *v;    // q: or NULL
+    float l2, r2;
+};
+
+template <typename T>
+__device__ inline step_token<T> step_token_of(const mn_bayes_args &p, int64_t n, int64_t h,
+                                              int64_t g) {
+    return { mn_row<T>(p.q, n, 0, h), mn_row<T>(p.k, n, 0, h), mn_row<T>(p.la, n, 0, h),
+             mn_row<T>(p.v, n, 0, h), mn_float(*mn_row<T>(p.l2, n, 0, h)),
+             mn_float(mn_row<T>(p.r2, n, 0, h)[g]) };
+}
+
 /* Numbers of each of up to K channels: decay, key, query, u, the diagonal of Pbar. */
 template <int THREADS, int K>
 struct step_smem {
@@ -129,12 +144,12 @@ __device__ inline double step_update(const Smem &smem, float *to, const float *P
 /* The columns [first, end) of M and of o. `scale` is 1 / s, `reach` q'u / s. */
 template <typename T, typename Block, typename Smem>
 __device__ inline void step_means(Smem &smem, const mn_bayes_args &p, int64_t n, int64_t h,
-                                  int64_t first, int64_t end, double scale, double reach) {
+                                  const T *v, int64_t first, int64_t end, double scale,
+                                  double reach) {
     const int64_t K = p.call.K, V = p.call.V;
     const int column = threadIdx.x % Smem::columns, share = threadIdx.x / Smem::columns;
     const float *M0 = mn_row<float>(p.M0, n, 0, h);
     float *M = mn_row<float>(p.M, n, 0, h);
-    const T *v = mn_row<T>(p.v, n, 0, h);
     T *o = mn_row<T>(p.o, n, 0, h);
     for (int64_t j0 = first; j0 < end; j0 += Smem::columns) {
         const int64_t j = j0 + column;
@@ -165,21 +180,18 @@ __device__ inline void step_means(Smem &smem, const mn_bayes_args &p, int64_t n,
 /* Group g of head h of sequence n; `bytes` of shared memory hold a Smem. */
 template <typename T, typename Block, typename Smem>
 __device__ inline void bayes_step_group(const mn_bayes_args &p, int64_t n, int64_t h, int64_t g,
-                                        unsigned char *bytes) {
+                                        const step_token<T> &token, unsigned char *bytes) {
     Smem &smem = *(Smem *)bytes;
     const int64_t G = p.call.G, V = p.call.V;
     const int K = (int)p.call.K;
-    const T *q = mn_row<T>(p.q, n, 0, h), *k = mn_row<T>(p.k, n, 0, h);
-    const T *la = mn_row<T>(p.la, n, 0, h);
     const float *P0 = mn_row<float>(p.P0, n, 0, h) + g * K * K;
     float *P = mn_row<float>(p.P, n, 0, h);
     T *gain = mn_row<T>(p.gain, n, 0, h), *gainvec = mn_row<T>(p.gainvec, n, 0, h);
     T *kvar = mn_row<T>(p.kvar, n, 0, h), *qvar = mn_row<T>(p.qvar, n, 0, h);
-    const double l2 = mn_float(*mn_row<T>(p.l2, n, 0, h));
-    const double r2 = mn_float(mn_row<T>(p.r2, n, 0, h)[g]);
+    const double l2 = token.l2, r2 = token.r2;
     for (int i = threadIdx.x; i < K; i += Block::size) {
-        smem.a[i] = exp((double)mn_float(la[i]));
-        smem.k[i] = mn_float(k[i]), smem.q[i] = mn_get(q, i);
+        smem.a[i] = exp((double)mn_float(token.la[i]));
+        smem.k[i] = mn_float(token.k[i]), smem.q[i] = mn_get(token.q, i);
     }
     Block::sync();
     step_predict<Block>(smem, P0, K, l2);
@@ -194,7 +206,7 @@ __device__ inline void bayes_step_group(const mn_bayes_args &p, int64_t n, int64
         }
     }
     const int64_t first = (g * V + G - 1) / G, end = ((g + 1) * V + G - 1) / G;
-    step_means<T, Block>(smem, p, n, h, first, end, scale, reach);
+    step_means<T, Block>(smem, p, n, h, token.v, first, end, scale, reach);
     Block::sync();
     if (threadIdx.x > 0) return;
     double sum = 0.0;
@@ -210,7 +222,8 @@ enum { STEP_NARROW = 128 };
 template <typename T, typename Block>
 __device__ inline void bayes_step(const mn_bayes_args &p, int64_t n, int64_t h, int64_t g,
                                   unsigned char *bytes) {
-    bayes_step_group<T, Block, step_smem<Block::size, STEP_NARROW>>(p, n, h, g, bytes);
+    bayes_step_group<T, Block, step_smem<Block::size, STEP_NARROW>>(
+        p, n, h, g, step_token_of<T>(p, n, h, g), bytes);
 }
 
 /* Turning channels, and very many, go the way of longer calls. */

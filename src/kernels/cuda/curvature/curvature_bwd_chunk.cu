@@ -1,5 +1,6 @@
 /* curvature_bwd_chunk.cu - curvature backward: products of tiles, and which calls go to
  * those of Hopper. */
+#include "kernels/cuda/curvature/curvature_mma_sm80.cuh"
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
 #include "kernels/cuda/prim/sync.cuh"
@@ -986,6 +987,8 @@ MN_CUDA_LAUNCH(curvature_backward) {
     if (mn_curve_group_serves(p)) {
         return c.K <= 64 ? group_of<64>(p, w, on) : group_of<128>(p, w, on);
     }
+    int code;
+    if (mn_curve_backward_sm80(&code, p, w, on)) return code;
     if (c.dtype == MN_BF16) MN_CURVE_BY_WIDTH(backward_of, mn_bf16, c.K, (p, w, on));
     MN_CURVE_BY_WIDTH(backward_of, float, c.K, (p, w, on));
 }

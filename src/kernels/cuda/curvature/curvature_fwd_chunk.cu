@@ -1,5 +1,6 @@
 /* curvature_fwd_chunk.cu - curvature forward: products of tiles, and which calls go to
  * those of Hopper. */
+#include "kernels/cuda/curvature/curvature_mma_sm80.cuh"
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
@@ -580,6 +581,8 @@ MN_CUDA_LAUNCH(curvature_forward) {
     if (mn_curve_group_serves(p)) {
         return c.K <= 64 ? group_of<64>(p, states, on) : group_of<128>(p, states, on);
     }
+    int code;
+    if (mn_curve_forward_sm80(&code, p, states, on)) return code;
     if (c.dtype == MN_BF16) MN_CURVE_BY_WIDTH(forward_of, mn_bf16, c.K, (p, states, on));
     MN_CURVE_BY_WIDTH(forward_of, float, c.K, (p, states, on));
 }

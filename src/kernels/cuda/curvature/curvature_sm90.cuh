@@ -45,12 +45,17 @@ inline bool mn_curve_packable(const View &view) {
     return !view.data || whole;
 }
 
-/* Whether the kernels serve a call: by its kind and sizes, never by its length. */
-inline bool mn_curve_group_serves(const mn_curvature_args *p) {
+/* Whether a call's rows are such as kernels on tiles of 128 bytes take. */
+inline bool mn_curve_group_takes(const mn_curvature_args *p) {
     const mn_call &c = p->call;
     return c.dtype == MN_BF16 && c.K % 8 == 0 && c.K <= 128 && mn_curve_packable(p->q) &&
            mn_curve_packable(p->k) && mn_curve_packable(p->qt) && mn_curve_packable(p->cot.qt) &&
-           mn_curve_packable(p->grad.q) && mn_curve_packable(p->grad.k) && mn_device_is_sm90();
+           mn_curve_packable(p->grad.q) && mn_curve_packable(p->grad.k);
+}
+
+/* Whether the kernels serve a call: by its kind and sizes, never by its length. */
+inline bool mn_curve_group_serves(const mn_curvature_args *p) {
+    return mn_curve_group_takes(p) && mn_device_is_sm90();
 }
 
 inline mn_curve_cut mn_curve_group_cut(const mn_curvature_args *p) {
@@ -84,22 +89,6 @@ struct mn_curve_read {
         for (int i = 0; i < 8; i++) y[i] = at[place(8 * vec16, token) + i * MN_CURVE_READ_PITCH];
     }
 };
-
-#if MN_HAS_WGMMA
-
-template <int LEFT>
-__device__ inline void mn_curve_copies_wait(void) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ inline void mn_curve_copies_end(void) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-/* One warp group alone; the number of its barrier is that of the group, not 0. */
-__device__ inline void mn_curve_group_sync(int number) {
-    mn_named_barrier_sync(number, 128);
-}
 
 __device__ inline float mn_curve_low(uint32_t pair) {
     return __uint_as_float(pair << 16);
@@ -214,54 +203,6 @@ __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)
     }
 }
 
-/* Offsets in tiles are constants in units of 16 bytes, which one addition to the tile's own address
- * reaches.
- *
- * d += a b' over KP columns of tile `b` of SMEM_TILE rows, of which the first 64 count; d starts
- * from 0 unless there is `more`. */
-template <int KP, int SMEM_TILE>
-__device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b,
-                                     bool more = true) {
-    const uint64_t at = mn_smem_desc(b, 16);
-#pragma unroll
-    for (int k = 0; k < KP; k += 16) {
-        mn_wgmma<0>(d, a + k / 4, at + (k / 64 * SMEM_TILE * 8 + k % 64 / 8), more || k > 0);
-    }
-}
-
-/* d += a b, tile `b` of SMEM_TILE rows; N / 2 64 columns */
-template <int SMEM_TILE, int N>
-__device__ inline void mn_curve_depth(float (&d)[N], const uint32_t (&a)[16], uint32_t b) {
-    const uint64_t at = mn_smem_desc(b, SMEM_TILE * 128);
-#pragma unroll
-    for (int step = 0; step < 4; step++) mn_wgmma<1>(d, a + 4 * step, at + step * 16 * 8, 1);
-}
-
-/* d += a b' over 64 columns */
-__device__ inline void mn_curve_square(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
-    const uint64_t at = mn_smem_desc(b, 16);
-#pragma unroll
-    for (int step = 0; step < 4; step++) mn_wgmma<0>(d, a + 4 * step, at + step * 2, 1);
-}
-
-/* d = a b' for 64 rows a and the 72 rows of a tile of keys. */
-template <int KP>
-__device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_t b) {
-    const uint64_t at_a = mn_smem_desc(a, 16), at_b = mn_smem_desc(b, 16);
-#pragma unroll
-    for (int k = 0; k < KP; k += 16) {
-        const uint64_t left = at_a + (k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8);
-        const uint64_t right = at_b + (k / 64 * MN_CURVE_ROWS * 8 + k % 64 / 8);
-        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %38, 0;\n\t"
-                     "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
-                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-                     "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                     "%32, %33, %34, %35}, %36, %37, p, 1, 1, 0, 0;\n\t}"
-                     : MN_ACC16(0), MN_ACC16(16), MN_ACC4(32)
-                     : "l"(left), "l"(right), "r"((int)(k > 0)));
-    }
-}
-
 /* Sums of the rows of tril(X K'), with s.x, times 1 / n, which is `each`. */
 __device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36],
                                       const float (&each)[2]) {
@@ -342,6 +283,70 @@ __device__ inline void mn_curve_unpack(float (&x)[8], const uint4 &pack) {
 __device__ inline uint4 mn_curve_pack_vec16(const float (&x)[8]) {
     return make_uint4(mn_bf16x2(x[0], x[1]), mn_bf16x2(x[2], x[3]), mn_bf16x2(x[4], x[5]),
                       mn_bf16x2(x[6], x[7]));
+}
+
+#if MN_HAS_WGMMA
+
+template <int LEFT>
+__device__ inline void mn_curve_copies_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ inline void mn_curve_copies_end(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* One warp group alone; the number of its barrier is that of the group, not 0. */
+__device__ inline void mn_curve_group_sync(int number) {
+    mn_named_barrier_sync(number, 128);
+}
+
+/* Offsets in tiles are constants in units of 16 bytes, which one addition to the tile's own address
+ * reaches.
+ *
+ * d += a b' over KP columns of tile `b` of SMEM_TILE rows, of which the first 64 count; d starts
+ * from 0 unless there is `more`. */
+template <int KP, int SMEM_TILE>
+__device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b,
+                                     bool more = true) {
+    const uint64_t at = mn_smem_desc(b, 16);
+#pragma unroll
+    for (int k = 0; k < KP; k += 16) {
+        mn_wgmma<0>(d, a + k / 4, at + (k / 64 * SMEM_TILE * 8 + k % 64 / 8), more || k > 0);
+    }
+}
+
+/* d += a b, tile `b` of SMEM_TILE rows; N / 2 64 columns */
+template <int SMEM_TILE, int N>
+__device__ inline void mn_curve_depth(float (&d)[N], const uint32_t (&a)[16], uint32_t b) {
+    const uint64_t at = mn_smem_desc(b, SMEM_TILE * 128);
+#pragma unroll
+    for (int step = 0; step < 4; step++) mn_wgmma<1>(d, a + 4 * step, at + step * 16 * 8, 1);
+}
+
+/* d += a b' over 64 columns */
+__device__ inline void mn_curve_square(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
+    const uint64_t at = mn_smem_desc(b, 16);
+#pragma unroll
+    for (int step = 0; step < 4; step++) mn_wgmma<0>(d, a + 4 * step, at + step * 2, 1);
+}
+
+/* d = a b' for 64 rows a and the 72 rows of a tile of keys. */
+template <int KP>
+__device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_t b) {
+    const uint64_t at_a = mn_smem_desc(a, 16), at_b = mn_smem_desc(b, 16);
+#pragma unroll
+    for (int k = 0; k < KP; k += 16) {
+        const uint64_t left = at_a + (k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8);
+        const uint64_t right = at_b + (k / 64 * MN_CURVE_ROWS * 8 + k % 64 / 8);
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %38, 0;\n\t"
+                     "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+                     "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                     "%32, %33, %34, %35}, %36, %37, p, 1, 1, 0, 0;\n\t}"
+                     : MN_ACC16(0), MN_ACC16(16), MN_ACC4(32)
+                     : "l"(left), "l"(right), "r"((int)(k > 0)));
+    }
 }
 
 #endif

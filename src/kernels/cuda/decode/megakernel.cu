@@ -51,6 +51,15 @@ __device__ inline void mn_decode_store_result(const mn_decode_pipe &place, bool 
     if (owner) to[column] = __ushort_as_bfloat16((unsigned short)two);
 }
 
+/* Number `column` of a row of float32, which is a word. */
+__device__ inline void mn_decode_store_wide(const mn_decode_pipe &place, float *to, int words,
+                                            int column, float x) {
+    const uint32_t word = __float_as_uint(x);
+    const uint32_t said = word == MN_DECODE_SENTINEL ? 0x7fffffffu : word;
+    if (words >= 0) mn_decode_store_word(place, words + column * 4, said);
+    to[column] = x;
+}
+
 /* ---- lists of small works -------------------------------------------------------------------- */
 
 __device__ inline float mn_decode_epi_load(const mn_decode_epi_input &in,
@@ -123,7 +132,7 @@ __device__ __noinline__ void mn_decode_epi_list(const mn_decode_out_tile &u,
         values[2 + i][column] = z;
         const bool stores = owner && (e.per == 1 || column == 0);
         if (!e.wide) mn_decode_store_result(place, stores, (mn_bf16 *)e.to, e.to_handoff, z);
-        else if (stores) ((float *)e.to)[column] = z;
+        else if (stores) mn_decode_store_wide(place, (float *)e.to, e.to_handoff, column, z);
         __syncwarp();
     }
 }
@@ -282,7 +291,8 @@ struct mn_decode_epilogue {
                 mn_decode_store_result(place, stores, (mn_bf16 *)epis[i].to, epis[i].to_handoff,
                                        made[i]);
             } else if (stores) {
-                ((float *)epis[i].to)[column] = made[i];
+                mn_decode_store_wide(place, (float *)epis[i].to, epis[i].to_handoff, column,
+                                     made[i]);
             }
         }
     }
@@ -344,35 +354,6 @@ struct mn_decode_epilogue {
 
 #if __CUDA_ARCH__ >= 900
 
-/* A thread's eight rows of a vector. */
-struct mn_decode_word4 {
-    mn_decode_word2 at[2];
-
-    __device__ void fetch(const char *words) {
-        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(at[0].a), "=r"(at[0].b), "=r"(at[1].a), "=r"(at[1].b) : "l"(words)
-                     : "memory");
-    }
-
-    __device__ void none(void) {
-        at[0].none();
-        at[1].none();
-    }
-
-    __device__ uint32_t most(void) const {
-        return max(at[0].most(), at[1].most());
-    }
-
-    __device__ void get(float (&x)[8]) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint2 two = at[i].elements();
-            x[4 * i] = mn_bf16_low(two.x), x[4 * i + 1] = mn_bf16_high(two.x);
-            x[4 * i + 2] = mn_bf16_low(two.y), x[4 * i + 3] = mn_bf16_high(two.y);
-        }
-    }
-};
-
 /* All that a thread waits for. */
 struct mn_decode_inputs_of {
     mn_decode_word4 q, e, g;
@@ -410,12 +391,6 @@ struct mn_decode_inputs_of {
     }
 };
 
-/* 1 / length */
-template <typename NORM>
-__device__ inline float mn_decode_l2_scale(const NORM &front, float squares) {
-    return front.there ? fminf(mn_decode_rsqrt(squares + front.plus), front.most) : 1.0f;
-}
-
 /* The row as others would find it. */
 __device__ inline void mn_decode_store_normed(mn_bf16 *to, const float (&x)[8], float factor) {
     uint4 y;
@@ -452,6 +427,16 @@ struct mn_decode_state_sums {
         }
     }
 };
+
+/* o + plus, of the first warp. */
+__device__ inline void mn_decode_store_sum(const mn_decode_recurrence_instr &m,
+                                           const mn_decode_pipe &place, float o,
+                                           mn_decode_word1 plus, const char *at_plus) {
+    while (plus.most() == MN_DECODE_SENTINEL) plus.fetch(at_plus);
+    __syncwarp();
+    const float x = mn_bf16_rounded(o) + plus.number(threadIdx.x % 2);
+    mn_decode_store_columns(place, m.sum, x);
+}
 
 __device__ inline void mn_decode_recurrence_step(mn_decode_smem &smem,
                                                  const mn_decode_recurrence_instr &m,
@@ -501,6 +486,14 @@ __device__ inline void mn_decode_recurrence_step(mn_decode_smem &smem,
             sums.ee = fmaf(e[j], e[j], sums.ee);
         }
     }
+    mn_decode_word1 plus;    // words of the stage that made v: asked for before they are needed
+    const char *at_plus = nullptr;
+    const bool has_plus = m.sum.to != nullptr && threadIdx.x < 32;
+    plus.none();
+    if (has_plus) {
+        at_plus = place.words + mn_decode_word_from(m.plus.at, column);
+        plus.fetch(at_plus);
+    }
     sums.gather(smem, place.buf);
     const float by_q = mn_decode_l2_scale(norm_q, sums.qq);
     const float by_e = mn_decode_l2_scale(norm_e, sums.ee);
@@ -512,6 +505,7 @@ __device__ inline void mn_decode_recurrence_step(mn_decode_smem &smem,
             mn_decode_store_word(place, o_handoff + lane * 2, two);
         }
         if (lane < MN_DECODE_TILE_V) m.o[lane] = __float2bfloat16_rn(o);
+        if (has_plus) mn_decode_store_sum(m, place, o, plus, at_plus);
     }
     if (inside) {
 #pragma unroll
@@ -580,6 +574,47 @@ __device__ inline void mn_decode_prefetch_state(const mn_decode_recurrence_instr
 #pragma unroll 1
     for (int row = threadIdx.x % 32; row < m.K; row += 32) {
         mn_decode_prefetch_line(m.state + row * (int64_t)m.V);
+    }
+}
+
+__device__ inline void mn_decode_prefetch_palimpsa(const mn_decode_palimpsa_instr &m) {
+#pragma unroll 1
+    for (int row = threadIdx.x % 32; row < m.K; row += 32) {
+        mn_decode_prefetch_line(m.mean + row * (int64_t)m.V);
+        mn_decode_prefetch_line(m.importance + row * (int64_t)m.V);
+    }
+}
+
+/* States and parameters of the dynamics lie together. */
+__device__ inline void mn_decode_prefetch_kla(const mn_decode_kla_instr &m) {
+    const int bytes = MN_DECODE_KLA_COLUMNS * m.K * (int)sizeof(float);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i * MN_DECODE_LINE < bytes; i += 32) {
+        mn_decode_prefetch_line((const char *)m.lam + i * MN_DECODE_LINE);
+        mn_decode_prefetch_line((const char *)m.eta + i * MN_DECODE_LINE);
+#pragma unroll
+        for (int k = 0; k < MN_DECODE_KLA_DYNAMICS; k++) {
+            mn_decode_prefetch_line((const char *)m.dynamics[k] + i * MN_DECODE_LINE);
+        }
+    }
+}
+
+/* The group's covariance, and its columns of the mean. */
+__device__ inline void mn_decode_prefetch_bayes(const mn_decode_bayes_instr &m) {
+    const mn_bayes_args &p = *(const mn_bayes_args *)m.args;
+    const int64_t K = m.K;
+    const char *const P = (const char *)(mn_row<float>(p.P0, 0, 0, m.head) + m.group * K * K);
+    const float *const M = mn_row<float>(p.M0, 0, 0, m.head);
+#pragma unroll 1
+    for (int64_t at = threadIdx.x % 32 * MN_DECODE_LINE; at < K * K * 4;
+         at += 32 * MN_DECODE_LINE) {
+        mn_decode_prefetch_line(P + at);
+    }
+#pragma unroll 1
+    for (int row = threadIdx.x % 32; row < m.K && M; row += 32) {
+        for (int i = 0; i < m.V; i += MN_DECODE_LINE / 4) {
+            mn_decode_prefetch_line(M + row * p.call.V + m.first + i);
+        }
     }
 }
 
@@ -659,6 +694,14 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
             mn_decode_prefetch_words(megakernel + words + instr.memory.q.at, instr.memory.K);
             mn_decode_prefetch_words(megakernel + words + instr.memory.e.at, instr.memory.K);
             mn_decode_prefetch_state(instr.memory);
+        } else if (Stages::has_palimpsa && instr.kind == MN_DECODE_PALIMPSA) {
+            mn_decode_prefetch_words(megakernel + words + instr.palimpsa.q.at, instr.palimpsa.K);
+            mn_decode_prefetch_words(megakernel + words + instr.palimpsa.k.at, instr.palimpsa.K);
+            mn_decode_prefetch_palimpsa(instr.palimpsa);
+        } else if (Stages::has_kla && instr.kind == MN_DECODE_KLA) {
+            mn_decode_prefetch_kla(instr.kla);
+        } else if (Stages::has_bayes && instr.kind == MN_DECODE_BAYES) {
+            mn_decode_prefetch_bayes(instr.bayes);
         } else if (Stages::attends && instr.kind == MN_DECODE_ATTEND) {
             mn_decode_prefetch_cache(instr.work.attend);
         } else if (Stages::hyper && instr.kind == MN_DECODE_HYPER) {
@@ -1222,11 +1265,18 @@ __device__ static void work(mn_decode_smem &smem, const char *words, int row, in
 #pragma unroll 1
     for (int i = 1; i < n_stages; i++) {
         const mn_decode_instr &instr = begin(smem, place);
-        if (Stages::works && instr.sync) mn_decode_grid_sync(smem.header, instr.sync);
+        const bool waits = !Stages::attends || instr.kind != MN_DECODE_ATTEND;    // or by itself
+        if (Stages::works && waits && instr.sync) mn_decode_grid_sync(smem.header, instr.sync);
         if (instr.kind == MN_DECODE_GEMM) mn_decode_run_gemms(smem, instr, place);
         else if (instr.kind == MN_DECODE_RECURRENCE) mn_decode_recurrence_step(smem, instr.memory,
                                                                                place);
-        else if (Stages::works && instr.kind >= MN_DECODE_SMALL) {
+        else if (Stages::has_palimpsa && instr.kind == MN_DECODE_PALIMPSA) {
+            mn_decode_palimpsa_step(smem, instr.palimpsa, place);
+        } else if (Stages::has_kla && instr.kind == MN_DECODE_KLA) {
+            mn_decode_kla_step(instr.kla, place);
+        } else if (Stages::has_bayes && instr.kind == MN_DECODE_BAYES) {
+            mn_decode_bayes_step(smem, instr.bayes, place);
+        } else if (Stages::works && mn_decode_is_work(instr.kind)) {
             mn_decode_run_work<Stages>(smem, instr, place);
         }
         end(smem, place);
@@ -1279,12 +1329,30 @@ extern "C" int mn_megakernel_blocks(void) {
 
 typedef void (*megakernel_instance)(char *, int, int, int, int);
 
-/* Who has a step has those of the same folder, which models take together. */
+/* Who has a step has those of the same folder, which models take together. Memories that are
+ * stages without a barrier, and attention without small works, have instances of their own: beside
+ * small works the registers of products do not suffice. */
 static megakernel_instance instance_of(const mn_decode_launch_args *given) {
     const unsigned steps = given->steps;
+    constexpr unsigned palimpsa = 1u << MN_DECODE_STEP_importance;
+    constexpr unsigned kla = 1u << MN_DECODE_STEP_moebius, bayes = 1u << MN_DECODE_STEP_bayes;
     const bool caches = given->attends || given->hyper;
-    if (!given->works) return decode_megakernel<mn_decode_stages<false, false, false, 0>>;
+    if (!given->works && steps == 0) {
+        return decode_megakernel<mn_decode_stages<false, false, false, 0>>;
+    }
+    if (!given->works && steps == palimpsa) {
+        return decode_megakernel<mn_decode_stages<false, false, false, palimpsa>>;
+    }
+    if (!given->works && steps == kla) {
+        return decode_megakernel<mn_decode_stages<false, false, false, kla>>;
+    }
+    if (!given->works && steps == bayes) {
+        return decode_megakernel<mn_decode_stages<false, false, false, bayes>>;
+    }
     if (steps == 0 && !caches) return decode_megakernel<mn_decode_stages<true, false, false, 0>>;
+    if (steps == 0 && !given->hyper && !given->small) {
+        return decode_megakernel<mn_decode_stages<true, true, false, 0, false>>;
+    }
     if (steps == 0 && !given->hyper) {
         return decode_megakernel<mn_decode_stages<true, true, false, 0>>;
     }

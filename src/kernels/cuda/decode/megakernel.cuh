@@ -191,6 +191,45 @@ __device__ inline float mn_decode_rsqrt(float x) {
     return y;
 }
 
+#if __CUDA_ARCH__ >= 900
+
+/* Eight neighbours: four words, as they were found. */
+struct mn_decode_word4 {
+    mn_decode_word2 at[2];
+
+    __device__ void fetch(const char *words) {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(at[0].a), "=r"(at[0].b), "=r"(at[1].a), "=r"(at[1].b) : "l"(words)
+                     : "memory");
+    }
+
+    __device__ void none(void) {
+        at[0].none();
+        at[1].none();
+    }
+
+    __device__ uint32_t most(void) const {
+        return max(at[0].most(), at[1].most());
+    }
+
+    __device__ void get(float (&x)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint2 two = at[i].elements();
+            x[4 * i] = mn_bf16_low(two.x), x[4 * i + 1] = mn_bf16_high(two.x);
+            x[4 * i + 2] = mn_bf16_low(two.y), x[4 * i + 3] = mn_bf16_high(two.y);
+        }
+    }
+};
+
+/* 1 / length */
+template <typename NORM>
+__device__ inline float mn_decode_l2_scale(const NORM &front, float squares) {
+    return front.there ? fminf(mn_decode_rsqrt(squares + front.plus), front.most) : 1.0f;
+}
+
+#endif
+
 }    // namespace mneme::decode
 
 #endif

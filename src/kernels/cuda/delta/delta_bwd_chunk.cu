@@ -36,14 +36,13 @@ delta_find_redo_back(const __grid_constant__ mn_delta_params job, const mn_out d
     const mn_delta_args &p = job.p;
     const mn_call &call = p.call;
     const int64_t h = blockIdx.x % call.H, width = dv.data ? call.V : call.K;
-    const int64_t head = dv.data ? h : mn_key_head(call, h);
     const mn_span span = mn_span_at(call, blockIdx.x / call.H);
     const int64_t end = span.t0 + span.length;
     int64_t cut = 0;
     mn_pdl_launch_dependents();
     mn_pdl_wait();
     if (span.length > 0 && mn_redo_row_is_wild(mn_row<mn_bf16>(dv.data ? dv : p.grad.e, span.b,
-                                                               span.t0, head), width)) {
+                                                               span.t0, h), width)) {
         const int behind = mn_redo_first_token(span.length, [&](int64_t t, float most) {
             return mn_redo_has_wild(mn_row<mn_bf16>(p.cot.o, span.b, end - 1 - t, h), call.V, most);
         });
@@ -77,6 +76,30 @@ inline int redo_values(const mn_delta_params &job, const mn_out &dv, cudaStream_
     return mn_launch_smem_behind(true, delta_redo_values,
                                  dim3((unsigned)mn_delta_grad_blocks(job, 0)),
                                  MN_DELTA_REDO_THREADS, 0, stream, job, dv);
+}
+
+/* Sums over heads that share queries and keys once more, of the chunks that were cut. Grid: n * H +
+ * h, tiles of KT channels; two heads of a group that are cut in one chunk store the same. */
+template <int KT, int KP>
+__global__ void __launch_bounds__(MN_DELTA_GRAD_THREADS)
+delta_redo_fold(const __grid_constant__ mn_delta_params job,
+                const __grid_constant__ mn_grad_fold fold) {
+    mn_pdl_wait();
+    const mn_grad_coord at = mn_grad_block_coord(job, KT, KP);
+    const int64_t K = job.p.call.K;
+    if (at.count == 0) return;
+    mn_grad_fold_rows<KT>(fold.q, job.p.grad.q, fold.packed[0], fold.times, at, K);
+    mn_grad_fold_rows<KT>(fold.e, job.p.grad.e, fold.packed[1], fold.times, at, K);
+    mn_grad_fold_rows<KT>(fold.w, job.p.grad.w, fold.packed[2], fold.times, at, K);
+}
+
+template <int KP>
+inline int redo_fold(const mn_delta_params &job, const mn_grad_fold &fold, cudaStream_t stream) {
+    constexpr int KT = 64;
+    if (fold.times == 0) return cudaSuccess;
+    return mn_launch_smem_behind(true, delta_redo_fold<KT, KP>,
+                                 dim3((unsigned)mn_delta_grad_blocks(job, 0), KP / KT),
+                                 MN_DELTA_GRAD_THREADS, 0, stream, job, fold);
 }
 
 /* ---- dbeta and dg from the parts of blocks --------------------------------------------------- */
@@ -545,7 +568,7 @@ static int backward_kept(const mn_delta_params &job, const mn_grad_fold &fold,
     mn_delta_params redo = job;
     const mn_out &first = job.p.grad.v.data ? job.p.grad.v : job.p.grad.e;
     const int64_t heads = mn_n_spans(job.p.call) * job.p.call.H;
-    if (code != cudaSuccess || job.p.call.T < 2 || !first.data || fold.times > 0 || heads == 0 ||
+    if (code != cudaSuccess || job.p.call.T < 2 || !first.data || heads == 0 ||
         !job.p.cot.o.data) {
         return code;
     }
@@ -553,7 +576,8 @@ static int backward_kept(const mn_delta_params &job, const mn_grad_fold &fold,
     redo.p.grad.v = {}, redo.p.grad.state0 = {};
     code = mn_launch_smem_behind(true, delta_find_redo_back, dim3((unsigned)heads),
                                  MN_DELTA_REDO_THREADS, 0, stream, redo, job.p.grad.v);
-    return code == cudaSuccess ? backward<KP>(redo, fold, job.p.grad.v, stream) : code;
+    if (code == cudaSuccess) code = backward<KP>(redo, {}, job.p.grad.v, stream);
+    return code == cudaSuccess ? redo_fold<KP>(redo, fold, stream) : code;
 }
 
 int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) {

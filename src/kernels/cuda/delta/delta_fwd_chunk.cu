@@ -498,20 +498,19 @@ static int forward(const mn_delta_params &job, void *query_work, cudaStream_t st
 
 /* Whether a block gets as much shared memory as the kernels of keys of K numbers take. Where there
  * is no GPU to ask, as when a run's memory is predicted, the answer is yes. */
-static bool has_smem(int64_t K, bool channel) {
+static bool has_smem(int64_t K) {
     const int bytes = mn_device_props_current().shared_bytes;
-    const bool wide = channel || !mn_delta_tight_taken;
-    return bytes == 0 || bytes >= (K <= 64    ? MN_DELTA_LEAST_SMEM_64
-                                   : K <= 128 ? MN_DELTA_LEAST_SMEM_128
-                                   : wide     ? MN_DELTA_LEAST_SMEM_256_CHANNEL
-                                              : MN_DELTA_LEAST_SMEM_256);
+    return bytes == 0 || bytes >= (K <= 64                ? MN_DELTA_LEAST_SMEM_64
+                                   : K <= 128             ? MN_DELTA_LEAST_SMEM_128
+                                   : mn_delta_tight_taken ? MN_DELTA_LEAST_SMEM_256
+                                                          : MN_DELTA_LEAST_SMEM_256_LOOSE);
 }
 
 /* Sums over few value columns average the roundings of operands less: those of up to 32 lose more
  * than twice what storing in bf16 does. */
 bool mn_delta_uses_chunks(const mn_delta_args *p) {
     return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V > 32 &&
-           has_smem(p->call.K, p->decay == MN_DECAY_CHANNEL);
+           has_smem(p->call.K);
 }
 
 bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {

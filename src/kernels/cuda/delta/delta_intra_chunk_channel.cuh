@@ -3,14 +3,20 @@
  *   A_ts = beta_s sum_i e_ti w_si exp(G_ti - G_si)      and P likewise
  *
  * Exponents of both signs would overflow, so that each pair of blocks of 16 tokens has its own
- * origin: the start of block t for blocks of s before it, and inside a block the middle of the
- * eight tokens of s. Products of tensor cores then have factors of at most 2^92 with decays cut
+ * origin: the start of block t for blocks of s before it, and inside a block about the middle of
+ * the eight tokens of s. Products of tensor cores then have factors of at most 2^93 with decays cut
  * off at 2^-23 a token: what a pair keeps through a larger decay, 1e-7, is far below bf16's
  * rounding. Decays of rows that meet states are sums from the chunk's start, or to its end, and
  * not cut off. Sums of decays are logarithms to base 2, as the processor's exponential is.
  *
+ * The middle comes after tokens that it serves, whose bits may not depend on it: it is a whole
+ * number of powers of two from where the eight tokens begin, and decays that are not cut off are
+ * whole multiples of 2^-15. Then differences are exact, and another middle moves exponents of both
+ * factors and no bit of their product. 2^-16 in a logarithm is a hundredth of bf16's rounding.
+ *
  * One block has one chunk of one head; warp w has the 16 rows of block w % 4, for A and P, and half
- * of the channels. Factors are made where they are used, in registers. */
+ * of the channels that are in shared memory: all, or where a block gets little of it 128 of 256
+ * after the other. Factors are made where they are used, in registers. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CHANNEL_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CHANNEL_CUH
 
@@ -91,9 +97,16 @@ __device__ inline void mn_channel_load_decays(float2 (&g)[16], const mn_delta_pa
     for (int row = 0; row < 16; row++) g[row].x *= 1.44269504f, g[row].y *= 1.44269504f;
 }
 
-/* A decay that is not below the cut; NaN stays. */
+/* A decay that is not below the cut, to the nearest multiple of 2^-15: numbers from 256 to 512 are
+ * that far apart. NaN stays. */
 __device__ inline float mn_channel_clamp(float g) {
-    return g < -23.0f ? -23.0f : g;
+    return (g < -23.0f ? -23.0f : g) + 384.0f - 384.0f;
+}
+
+/* The nearest whole number: from 2^23 to 2^24 there are no others. */
+__device__ inline float2 mn_channel_whole(float2 x) {
+    constexpr float there = 12582912.0f;
+    return make_float2(x.x + there - there, x.y + there - there);
 }
 
 /* Levels of a pair of channels in a block of 16 tokens. */
@@ -109,11 +122,12 @@ __device__ inline void mn_channel_cumsum(mn_channel_log_decays<KP> &log_decays,
     }
 }
 
-/* Levels, totals and the decayed rows. All threads of the block call. */
-template <int KP, int CHANNEL>
+/* Levels, totals and the decayed rows of KP channels from `channel0` on, of ROW that a row of
+ * workspace has. All threads of the block call. */
+template <int KP, int CHANNEL, int ROW>
 __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_params &job,
                                 const mn_tile_span &tile, int64_t h, int64_t index,
-                                const unsigned char *w) {
+                                const unsigned char *w, int channel0) {
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
     constexpr int pairs = KP / 2, tokens = mn_delta_chunk_tokens(in_pairs) / 4;
     // decays behind a redo's last row too: scores go by levels of tokens a little later
@@ -128,7 +142,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
         const int block = k / pairs, i = k % pairs * 2;
         if (block >= 4) break;
         mn_channel_load_decays<CHANNEL>(g[round], job, tile.span, h, tile.first + tokens * block,
-                                        n_rows - 16 * block, i);
+                                        n_rows - 16 * block, channel0 + i);
         mn_channel_cumsum<KP>(smem.log_decays, g[round], block, i);
         float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
@@ -142,7 +156,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
         const int k = threadIdx.x + round * MN_DELTA_INTRA_THREADS;
         const int block = k / pairs, i = k % pairs * 2;
         if (block >= 4) break;
-        const int64_t first = (index * MN_DELTA_CHUNK + 16 * block) * KP + i;
+        const int64_t first = (index * MN_DELTA_CHUNK + 16 * block) * ROW + channel0 + i;
         float2 before = make_float2(0.0f, 0.0f), behind = before;
         for (int M = 0; M < 4; M++) {
             const float2 total = *(const float2 *)&smem.total[M][i];
@@ -157,24 +171,37 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
             if (!in_pairs) before = before + g[round][token];
             const float x = mn_exp2(before.x), y = mn_exp2(before.y);
             if (in_pairs) before = before + g[round][token];
-            *(unsigned *)(job.workspace.q + first + token * KP) =
+            *(unsigned *)(job.workspace.q + first + token * ROW) =
                 mn_bf16x2(job.scale * x * mn_bf16_lo(q), job.scale * y * mn_bf16_hi(q));
-            *(unsigned *)(job.workspace.e + first + token * KP) =
+            *(unsigned *)(job.workspace.e + first + token * ROW) =
                 mn_bf16x2(sign * x * mn_bf16_lo(e), sign * y * mn_bf16_hi(e));
         }
         if (block == 3) {
-            *(float2 *)(job.workspace.cum_decay + index * KP + i) = mn_exp2(before);
+            *(float2 *)(job.workspace.cum_decay + index * ROW + channel0 + i) = mn_exp2(before);
         }
 #pragma unroll
         for (int token = 15; token >= 0; token--) {
             const unsigned place = mn_tile_swizzle(16 * block + token, i / 8) + i % 8 * 2;
             const unsigned write = *(const unsigned *)(w + place);
             const float beta = smem.tokens.beta[16 * block + token];
-            *(unsigned *)(job.workspace.w + first + token * KP) =
+            *(unsigned *)(job.workspace.w + first + token * ROW) =
                 mn_bf16x2(beta * mn_exp2(behind.x) * mn_bf16_lo(write),
                         beta * mn_exp2(behind.y) * mn_bf16_hi(write));
             behind = behind + g[round][token];
         }
+    }
+}
+
+/* Where decays of eight columns of a diagonal block are counted from, in two pairs of channels. */
+template <int KP>
+__device__ inline void mn_channel_origins(float2 (&origin)[2], const mn_channel_log_decays<KP> &c,
+                                          int block, int half, int channel) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int at = channel + 8 * i;
+        const float2 start = half ? c.pair(16 * block + 7, at) : make_float2(0.0f, 0.0f);
+        const float2 middle = c.pair(16 * block + 3 + 8 * half, at);
+        origin[i] = start + mn_channel_whole(middle - start);
     }
 }
 
@@ -224,12 +251,13 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
         mn_frag_b(b, w, k, 16 * block);
 #pragma unroll
         for (int half = 0; half < 2; half++) {    // eight columns of the diagonal block
+            float2 origin[2];
+            mn_channel_origins<KP>(origin, c, block, half, k + column);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = k + column + i / 2 * 8;
                 const float2 log_decay =
-                    c.template read<CHANNEL>(16 * block + row + i % 2 * 8, at) -
-                    c.pair(16 * block + 3 + 8 * half, at);
+                    c.template read<CHANNEL>(16 * block + row + i % 2 * 8, at) - origin[i / 2];
                 a[i] = mn_channel_mul_exp(e[i], log_decay),
                     p[i] = mn_channel_mul_exp(q[i], log_decay);
             }
@@ -237,8 +265,8 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
             for (int i = 0; i < 2; i++) {
                 const int at = k + column + 8 * i;
                 b[2 * half + i] = mn_channel_mul_exp(b[2 * half + i],
-                                                   c.pair(16 * block + 3 + 8 * half, at) -
-                                                       c.pair(16 * block + row + 8 * half, at));
+                                                     origin[i] -
+                                                         c.pair(16 * block + row + 8 * half, at));
             }
 #pragma unroll
             for (int n = 0; n < 4; n++) {
@@ -314,19 +342,20 @@ __device__ void mn_channel_scores_pairs(float (&sum)[8][4], const mn_channel_int
         mn_frag_b(b, w, k, 16 * block);
 #pragma unroll
         for (int half = 0; half < 2; half++) {    // eight columns of the diagonal block
-            const int origin = 16 * block + 3 + 8 * half;
+            float2 origin[2];
+            mn_channel_origins<KP>(origin, c, block, half, k + column);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = k + column + i / 2 * 8, t = 16 * block + row + i % 2 * 8;
                 mn_channel_mul_exp_rest(a[i], a_rest[i], x[i],
                                         c.template read<MN_DELTA_PAIRS>(t, at) -
-                                            c.pair(origin, at));
+                                            origin[i / 2]);
             }
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; i++) {
                 const int at = k + column + i % 2 * 8;
                 mn_channel_mul_exp_rest(b[i], b_rest[i], b[i],
-                                        c.pair(origin, at) -
+                                        origin[i % 2] -
                                             c.pair(16 * block + row + 8 * half, at));
             }
 #pragma unroll
@@ -410,11 +439,12 @@ __device__ void mn_channel_reduce_halves_pairs(mn_channel_intra_smem<KP> &smem,
     });
 }
 
-template <int KP, int CHANNEL>
+/* COLUMNS channels are in shared memory at a time. */
+template <int KP, int CHANNEL, int COLUMNS = KP>
 __global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS)
 delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_channel_intra_smem<KP> &smem = *(mn_channel_intra_smem<KP> *)bytes;
+    mn_channel_intra_smem<COLUMNS> &smem = *(mn_channel_intra_smem<COLUMNS> *)bytes;
     const mn_delta_args &p = job.p;
     const mn_call &call = p.call;
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
@@ -423,36 +453,35 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     const int64_t h = place.h, index = place.index, key = mn_key_head(call, h);
     const mn_tile_span &tile = place.tile;
     const int count = (int)tile.n_rows * (in_pairs ? 2 : 1);
-    const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
-        mn_chunk_load<CHANNEL, KP, MN_DELTA_INTRA_THREADS>(to, even, odd, job.packed[tensor],
-                                                           tile.span, key, tile.first, count, 0,
-                                                           call.K, threadIdx.x);
-    };
+    float A[8][4] = {}, P[8][4] = {};    // in pairs A has both
     if (count == 0) return;
-    load(smem.q, mn_in{}, p.q, MN_DELTA_Q);
-    load(smem.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
-    if (p.w.data) load(smem.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
-    mn_cp_async_commit();
-    if (threadIdx.x < MN_DELTA_CHUNK) {
-        const int64_t when = tile.span.t0 + tile.first + threadIdx.x;
-        const bool inside = (int)threadIdx.x < count;
-        const mn_bf16 *beta = inside ? mn_row<mn_bf16>(p.beta, tile.span.b, when, h) : nullptr;
-        smem.tokens.beta[threadIdx.x] = beta ? mn_float(*beta) : inside ? 1.0f : 0.0f;
-    }
     const unsigned char *w = p.w.data ? smem.w : smem.e;
-    mn_channel_rows<KP, CHANNEL>(smem, job, tile, h, index, w);
-    mn_bf16 *to = job.workspace.P + index * MN_DELTA_MATRIX;
-    if constexpr (in_pairs) {
-        float sum[8][4] = {};
-        mn_channel_scores_pairs<KP>(sum, smem);
-        mn_delta_zero_upper(to);
-        mn_channel_reduce_halves_pairs<KP>(smem, sum, to, job.scale);
-    } else {
-        float A[8][4] = {}, P[8][4] = {};
-        mn_channel_scores<KP, CHANNEL>(A, P, smem, w);
-        mn_delta_zero_upper(to);
-        mn_channel_reduce_halves<KP>(smem, A, P, to, job.scale);
+#pragma unroll 1
+    for (int channel0 = 0; channel0 < KP; channel0 += COLUMNS) {
+        const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
+            mn_chunk_load<CHANNEL, COLUMNS, MN_DELTA_INTRA_THREADS>(
+                to, even, odd, job.packed[tensor], tile.span, key, tile.first, count, channel0,
+                call.K, threadIdx.x);
+        };
+        if (channel0 > 0) __syncthreads();    // the channels in front of these have been read
+        load(smem.q, mn_in{}, p.q, MN_DELTA_Q);
+        load(smem.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
+        if (p.w.data) load(smem.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
+        mn_cp_async_commit();
+        if (channel0 == 0 && threadIdx.x < MN_DELTA_CHUNK) {
+            const int64_t when = tile.span.t0 + tile.first + threadIdx.x;
+            const bool inside = (int)threadIdx.x < count;
+            const mn_bf16 *beta = inside ? mn_row<mn_bf16>(p.beta, tile.span.b, when, h) : nullptr;
+            smem.tokens.beta[threadIdx.x] = beta ? mn_float(*beta) : inside ? 1.0f : 0.0f;
+        }
+        mn_channel_rows<COLUMNS, CHANNEL, KP>(smem, job, tile, h, index, w, channel0);
+        if constexpr (in_pairs) mn_channel_scores_pairs<COLUMNS>(A, smem);
+        else mn_channel_scores<COLUMNS, CHANNEL>(A, P, smem, w);
     }
+    mn_bf16 *to = job.workspace.P + index * MN_DELTA_MATRIX;
+    mn_delta_zero_upper(to);
+    if constexpr (in_pairs) mn_channel_reduce_halves_pairs<COLUMNS>(smem, A, to, job.scale);
+    else mn_channel_reduce_halves<COLUMNS>(smem, A, P, to, job.scale);
     mn_delta_wy_inverse<MN_DELTA_INTRA_THREADS, false>(
         *(mn_delta_wy_solver *)smem.A, job.workspace.T + index * MN_DELTA_MATRIX,
         job.workspace.A ? job.workspace.A + index * MN_DELTA_MATRIX : nullptr);

@@ -104,13 +104,13 @@ inline bool mn_delta_make_params(mn_delta_params *job, const mn_delta_args *p, v
 }
 
 /* Shared memory that a GPU has to have for keys of up to so many numbers: of the scans with one
- * column tile a block, and of gradients by 64 channels. Of 8.0, which has 163 KiB, up to 128, and
- * up to 256 where channels share decays, all of it. */
+ * column tile a block, and of gradients by 64 channels. Of 8.0, which has 163 KiB, all of it where
+ * scans hold less of the next chunk (mn_delta_tight_taken). */
 enum {
     MN_DELTA_LEAST_SMEM_64 = 146 * 1024,
     MN_DELTA_LEAST_SMEM_128 = 157 * 1024,
     MN_DELTA_LEAST_SMEM_256 = 163 * 1024,
-    MN_DELTA_LEAST_SMEM_256_CHANNEL = 226 * 1024
+    MN_DELTA_LEAST_SMEM_256_LOOSE = 226 * 1024
 };
 
 /* Whether scans may do with less shared memory where a block of four column tiles does not get what
@@ -123,7 +123,7 @@ inline size_t mn_delta_scan_bytes(int col_tiles, bool tight) {
     static_assert(mn_scan_smem<KP>::bytes(false) + sizeof(mn_scan_warp_exchange<KP>) <=
                       (KP <= 64    ? MN_DELTA_LEAST_SMEM_64
                        : KP <= 128 ? MN_DELTA_LEAST_SMEM_128
-                                   : MN_DELTA_LEAST_SMEM_256_CHANNEL), "what the GPU has to have");
+                                   : MN_DELTA_LEAST_SMEM_256_LOOSE), "what the GPU has to have");
     const bool group = col_tiles == MN_DELTA_COL_TILES;
     return mn_scan_smem<KP>::bytes(tight) +
            (size_t)col_tiles * (group ? sizeof(mn_scan_exchange<mn_scan_splits<KP>>)
@@ -158,10 +158,16 @@ inline int mn_delta_col_tiles(int64_t columns, int64_t heads, bool tight) {
 template <int KP>
 inline int mn_delta_intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
-    const auto kernel = channel ? delta_intra_chunk_channel_kernel<KP, true>
-                                : delta_intra_chunk_kernel<KP>;
-    const size_t smem = channel ? sizeof(mn_channel_intra_smem<KP>)
-                                : mn_delta_intra_smem<KP>::bytes(job.p.w.data);
+    auto kernel = channel ? delta_intra_chunk_channel_kernel<KP, true>
+                          : delta_intra_chunk_kernel<KP>;
+    size_t smem = channel ? sizeof(mn_channel_intra_smem<KP>)
+                          : mn_delta_intra_smem<KP>::bytes(job.p.w.data);
+    if constexpr (KP > 128) {    // by the GPU alone
+        if (channel && smem > (size_t)mn_device_props_current().shared_bytes) {
+            kernel = delta_intra_chunk_channel_kernel<KP, true, 128>;
+            smem = sizeof(mn_channel_intra_smem<128>);
+        }
+    }
     const int64_t blocks = mn_delta_chunk_blocks(job, MN_DELTA_CHUNK);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;

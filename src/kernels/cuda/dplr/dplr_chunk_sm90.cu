@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/delta/delta_smem.cuh"
 #include "kernels/cuda/prim/exp2.cuh"
+#include "kernels/cuda/prim/first_wild.cuh"
 #include "kernels/cuda/prim/mbarrier.cuh"
 
 namespace mneme::dplr {
@@ -40,6 +41,7 @@ struct chunk_workspace {
     uint4 *S, *D;           // [4 column tiles][4 of 16 channels][32 lanes]
     mn_bf16 *U, *dX;        // [16][64]
     unsigned char *matrices;
+    int *cuts;              // [n * H + h] of a redo back: its first token, 0: none
 };
 
 enum { STATE_VECS = WIDTH * WIDTH / 8 };    // of a record of S and D
@@ -65,14 +67,23 @@ struct alignas(128) chunk_rows {
     unsigned char q[ROWS], a[ROWS], k[ROWS], b[ROWS], g[ROWS];
 };
 
-/* The head and sequence of a block. */
+/* The head and sequence of a block. In a redo (docs/internals/causality.md) the span ends where it
+ * is cut, or back the scan does: as if tokens from there on, or cotangents up to there, were zeros.
+ * Decays stay, as scores are counted from tokens a little later. */
 struct chunk_coord {
     mn_span span;
     int64_t n, h, first;    // the sequence's first slot
     int n_chunks;
+    int cut, length;        // of a redo: of the whole sequence
 
     __device__ int count(int chunk) const {
         return (int)min((int64_t)CHUNK, span.length - (int64_t)chunk * CHUNK);
+    }
+
+    /* Chunks that a scan has: of a redo back, those behind the cut and the one that holds it. */
+    template <bool CUT_BACK>
+    __device__ int n_scanned() const {
+        return CUT_BACK ? n_chunks - cut / CHUNK : n_chunks;
     }
 
     __device__ int64_t record(const mn_call &call, int chunk) const {
@@ -83,8 +94,8 @@ struct chunk_coord {
 /* ---- rows ------------------------------------------------------------------------------------ */
 
 /* Eight numbers of a row whose place is no multiple of 16 bytes, of which `count` are there. */
-[[maybe_unused]] static __device__ __noinline__ void load_slowly(unsigned char *to,
-                                                                const mn_bf16 *from, int count) {
+[[maybe_unused]] static __device__ __noinline__ void
+load_slowly(unsigned char *to, const mn_bf16 *from, int count) {
     mn_vec<mn_bf16, 8> pack = {};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -376,12 +387,14 @@ struct scan_smem {
 /* ---- producer warps -------------------------------------------------------------------------- */
 
 /* Starts to load q, a, k, b and g of a chunk. */
+template <bool REDO>
 __device__ inline void load_keys(chunk_rows &to, const chunk_params &job, const chunk_coord &at,
                                  int chunk) {
     const mn_dplr_args &p = job.p;
     const int64_t t = (int64_t)chunk * CHUNK, K = p.call.K;
     const int count = at.count(chunk), lane = threadIdx.x % 32;
-    load_rows<32>(to.g, p.g, job.packed_keys, at.span, at.h, t, count, K, lane);
+    const int of_g = REDO ? min((int)CHUNK, at.length - chunk * CHUNK) : count;
+    load_rows<32>(to.g, p.g, job.packed_keys, at.span, at.h, t, of_g, K, lane);
     load_rows<32>(to.a, p.a, job.packed_keys, at.span, at.h, t, count, K, lane);
     load_rows<32>(to.q, p.q, job.packed_keys, at.span, at.h, t, count, K, lane);
     load_rows<32>(to.k, p.k, job.packed_keys, at.span, at.h, t, count, K, lane);
@@ -411,18 +424,26 @@ __device__ inline void load_values(chunk_stage &to, const chunk_params &job, con
                     threadIdx.x % 32);
 }
 
+/* Rows in front of `from` become zeros. */
+__device__ inline void clear_rows(unsigned char *tile, int from, int tid, int n_threads) {
+    for (int i = tid; i < 8 * from; i += n_threads) {
+        *(uint4 *)(tile + mn_tile_swizzle(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
+    }
+}
+
 /* Makes every PRODUCERS-th chunk of the scan. Its slot may have been another producer's: consumers
  * empty slots in the order of chunks, so who has seen that of chunk n - PRODUCERS - STAGES knows
  * that those before it are over, chunk n - 2 STAGES among them, and a wait by parity is right. */
-template <scan_kind KIND>
+template <scan_kind KIND, bool REDO>
 __device__ inline void produce(scan_smem &smem, const chunk_params &job) {
     const chunk_coord at = smem.place;
     const int warp = threadIdx.x / 32 - CONSUMERS;
+    const int n_chunks = at.n_scanned<REDO && KIND == SCAN_BACK>();
     chunk_rows &rows = smem.rows[warp];
     const auto chunk_of = [&](int n) { return KIND == SCAN_BACK ? at.n_chunks - 1 - n : n; };
-    if (warp < at.n_chunks) load_keys(rows, job, at, chunk_of(warp));
+    if (warp < n_chunks) load_keys<REDO>(rows, job, at, chunk_of(warp));
     mn_cp_async_commit();
-    for (int n = warp; n < at.n_chunks; n += PRODUCERS) {
+    for (int n = warp; n < n_chunks; n += PRODUCERS) {
         const int slot = n % STAGES, next = n + PRODUCERS;
         chunk_stage &to = smem.stage[slot];
         mn_mbarrier_wait(&smem.empty[slot], (n / STAGES & 1) ^ 1);
@@ -436,11 +457,15 @@ __device__ inline void produce(scan_smem &smem, const chunk_params &job) {
         chunk_scores scores;
         if (KIND != SCAN_BACK) make_scores<KIND>(scores, rows, rest);
         __syncwarp();
-        if (next < at.n_chunks) load_keys(rows, job, at, chunk_of(next));
+        if (next < n_chunks) load_keys<REDO>(rows, job, at, chunk_of(next));
         mn_cp_async_commit();
         if (KIND != SCAN_BACK) make_matrices(to.matrices, scores, smem.scratch[warp], job.scale);
         mn_cp_async_wait<1>();
         __syncwarp();
+        if (REDO && KIND == SCAN_BACK) {
+            clear_rows(to.values, at.cut - chunk_of(n) * CHUNK, threadIdx.x % 32, 32);
+            __syncwarp();
+        }
         if (KIND == SCAN_SAVE) {
             copy_tile(job.workspace.matrices + at.record(job.p.call, n) * ROWS, to.matrices);
         }
@@ -534,16 +559,16 @@ __device__ inline void frags_of_state(unsigned (&a)[4][4], const float (&S)[8][4
 /* ---- what consumer warps store --------------------------------------------------------------- */
 
 /* Row t of `rows`, this warp's 16 columns, from an operand (16 value columns, 16 tokens): by twos,
- * or one by one below `width`. */
+ * or one by one below `width`; none in front of row `from`. */
 __device__ inline void store_columns(mn_bf16 *rows, int64_t stride, int count, int64_t width,
-                                     bool packed, const unsigned (&x)[4]) {
+                                     bool packed, const unsigned (&x)[4], int from = 0) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const unsigned both = mn_movmatrix_trans(x[i]);
         const int t = threadIdx.x % 32 / 4 + i / 2 * 8;
         const int j = threadIdx.x / 32 * 16 + i % 2 * 8 + threadIdx.x % 4 * 2;
         mn_bf16 *to = rows + t * stride + j;
-        if (t >= count || j >= width) continue;
+        if (t < from || t >= count || j >= width) continue;
         if (packed) {
             *(unsigned *)to = both;
             continue;
@@ -555,9 +580,10 @@ __device__ inline void store_columns(mn_bf16 *rows, int64_t stride, int count, i
 
 /* Rows of a chunk of a view. */
 __device__ inline void store_values(const mn_out &view, bool packed, const chunk_params &job,
-                                    const chunk_coord &at, int chunk, const unsigned (&x)[4]) {
+                                    const chunk_coord &at, int chunk, const unsigned (&x)[4],
+                                    int from = 0) {
     mn_bf16 *to = mn_row<mn_bf16>(view, at.span.b, at.span.t0 + (int64_t)chunk * CHUNK, at.h);
-    if (to) store_columns(to, view.stride[1], at.count(chunk), job.p.call.V, packed, x);
+    if (to) store_columns(to, view.stride[1], at.count(chunk), job.p.call.V, packed, x, from);
 }
 
 /* The warp's columns of a state (K,V), transposed; each(number, element). */
@@ -630,11 +656,12 @@ __device__ inline void scan_forward(scan_smem &smem, const chunk_params &job) {
     if (KIND == SCAN_OUTPUT) store_state(job.p.state, S, job, at);
 }
 
+template <bool REDO>
 __device__ inline void scan_back(scan_smem &smem, const chunk_params &job) {
     const chunk_coord at = smem.place;
     float D[8][4];
     load_state(D, job.p.cot.state, job, at);
-    for (int n = 0; n < at.n_chunks; n++) {
+    for (int n = 0; n < at.n_scanned<REDO>(); n++) {
         const int slot = n % STAGES, chunk = at.n_chunks - 1 - n;
         const chunk_stage &in = smem.stage[slot];
         const int64_t record = at.record(job.p.call, chunk);
@@ -657,9 +684,64 @@ __device__ inline void scan_back(scan_smem &smem, const chunk_params &job) {
         mn_mbarrier_arrive_warp(&smem.empty[slot]);
         store_columns(job.workspace.dX + record * CHUNK * WIDTH, WIDTH, CHUNK, WIDTH, true, x);
         mn_frag_a_of(x, dV[0], dV[1]);
-        store_values(job.p.grad.v, job.packed_dv, job, at, chunk, x);
+        store_values(job.p.grad.v, job.packed_dv, job, at, chunk, x,
+                     REDO ? at.cut - chunk * CHUNK : 0);
     }
-    store_state(job.p.grad.state0, D, job, at);
+    if (!REDO) store_state(job.p.grad.state0, D, job, at);
+}
+
+/* ---- redo ------------------------------------------------------------------------------------ */
+
+/* How many tokens of a sequence are in front of the first whose numbers harm those, if they show in
+ * the last token's o. What comes into a state that is not finite stays there. The block calls. */
+__device__ inline int cut_of_results(const mn_dplr_args &p, const chunk_coord &at) {
+    const int64_t b = at.span.b, t0 = at.span.t0, K = p.call.K, V = p.call.V;
+    if (at.span.length == 0 ||
+        !mn_redo_row_is_wild(mn_row<mn_bf16>(p.o, b, t0 + at.span.length - 1, at.h), V)) {
+        return 0;
+    }
+    return mn_redo_first_token(at.span.length, [&](int64_t t, float most) {
+        return mn_redo_has_wild(mn_row<mn_bf16>(p.v, b, t0 + t, at.h), V, most) ||
+               mn_redo_has_wild(mn_row<mn_bf16>(p.k, b, t0 + t, at.h), K, most) ||
+               mn_redo_has_wild(mn_row<mn_bf16>(p.a, b, t0 + t, at.h), K, most) ||
+               mn_redo_has_wild(mn_row<mn_bf16>(p.b, b, t0 + t, at.h), K, most);
+    });
+}
+
+/* The first token behind the last bad cotangent, if that shows in the first token's gradients; 0
+ * where nothing is to be made again. The block calls. */
+__device__ inline int cut_of_gradients(const mn_dplr_args &p, const chunk_coord &at) {
+    const int64_t b = at.span.b, t0 = at.span.t0, K = p.call.K, V = p.call.V;
+    const int64_t end = t0 + at.span.length;
+    if (at.span.length == 0 ||
+        (!mn_redo_row_is_wild(mn_row<mn_bf16>(p.grad.v, b, t0, at.h), V) &&
+         !mn_redo_row_is_wild(mn_row<mn_bf16>(p.grad.k, b, t0, at.h), K) &&
+         !mn_redo_row_is_wild(mn_row<mn_bf16>(p.grad.b, b, t0, at.h), K))) {
+        return 0;
+    }
+    const int behind = mn_redo_first_token(at.span.length, [&](int64_t t, float most) {
+        return mn_redo_has_wild(mn_row<mn_bf16>(p.cot.o, b, end - 1 - t, at.h), V, most);
+    });
+    return behind > 0 ? (int)at.span.length - behind : 0;
+}
+
+/* Cuts the sequence; false where the head has nothing to make again. All threads call. */
+template <scan_kind KIND>
+__device__ inline bool cut_sequence(chunk_coord &at, const chunk_params &job) {
+    mn_pdl_wait();
+    int cut = KIND == SCAN_BACK ? cut_of_gradients(job.p, at) : cut_of_results(job.p, at);
+    if (cut % CHUNK == 0) cut = 0;    // those of other chunks never met it
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        at.cut = cut, at.length = (int)at.span.length;
+        if (KIND == SCAN_BACK) {
+            job.workspace.cuts[blockIdx.x] = cut;
+        } else {
+            at.span.length = cut, at.n_chunks = (cut + CHUNK - 1) / CHUNK;
+        }
+    }
+    __syncthreads();
+    return cut > 0;
 }
 
 #endif
@@ -670,8 +752,10 @@ __device__ inline void scan_back(scan_smem &smem, const chunk_params &job) {
  * SCAN_OUTPUT  loads q, a, k, b, g, v and state0; stores o and state where given.
  * SCAN_SAVE    loads the same; stores S, U and matrices of the workspace.
  * SCAN_BACK    loads q, a, k, b, g, cot.o, cot.state and matrices; stores D and dX of the
- *              workspace, grad.v and grad.state0 where given. */
-template <scan_kind KIND>
+ *              workspace, grad.v and grad.state0 where given.
+ * REDO         the first or the last once more, of heads with numbers that are not finite; no
+ *              states are stored, back workspace.cuts. */
+template <scan_kind KIND, bool REDO>
 __global__ void __launch_bounds__(SCAN_THREADS, 1)
 dplr_state_scan_sm90_kernel(const __grid_constant__ chunk_params job) {
 #if MN_HAS_WGMMA
@@ -690,8 +774,9 @@ dplr_state_scan_sm90_kernel(const __grid_constant__ chunk_params job) {
         }
     }
     __syncthreads();
-    if (threadIdx.x >= 32 * CONSUMERS) produce<KIND>(smem, job);
-    else if (KIND == SCAN_BACK) scan_back(smem, job);
+    if (REDO && !cut_sequence<KIND>(smem.place, job)) return;
+    if (threadIdx.x >= 32 * CONSUMERS) produce<KIND, REDO>(smem, job);
+    else if (KIND == SCAN_BACK) scan_back<REDO>(smem, job);
     else scan_forward<KIND>(smem, job);
 #endif
 }
@@ -754,10 +839,10 @@ __device__ inline void unpack_state(unsigned char *tile, const uint4 *from) {
 }
 
 __device__ inline void load_chunk(grad_smem &smem, const chunk_params &job,
-                                  const mn_tile_span &tile, int64_t h) {
+                                  const mn_tile_span &tile, int64_t h, int64_t record) {
     const mn_dplr_args &p = job.p;
     const mn_span &span = tile.span;
-    const int64_t record = blockIdx.x, t = tile.first, K = p.call.K, V = p.call.V;
+    const int64_t t = tile.first, K = p.call.K, V = p.call.V;
     const int count = (int)tile.n_rows, tid = threadIdx.x, vec = tid * 8;
     load_rows<GRAD_THREADS>(smem.in.g, p.g, job.packed_keys, span, h, t, count, K, tid);
     load_rows<GRAD_THREADS>(smem.in.q, p.q, job.packed_keys, span, h, t, count, K, tid);
@@ -1007,7 +1092,7 @@ __device__ inline void store_grad(const mn_out &view, const chunk_params &job, c
 
 __device__ inline void store_grads(const grad_sums &sum, const grad_inside &inside,
                                    grad_smem &smem, const chunk_params &job,
-                                   const mn_tile_span &tile, int64_t h) {
+                                   const mn_tile_span &tile, int64_t h, int from) {
     const int row = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -1032,7 +1117,7 @@ __device__ inline void store_grads(const grad_sums &sum, const grad_inside &insi
         for (int half = 0; half < 2; half++) {
             const int t = row + 8 * half;
             const int64_t when = tile.first + t;
-            if (t >= tile.n_rows) continue;
+            if (t < from || t >= tile.n_rows) continue;
             add_own(grad[half], smem, t, i);
             store_grad(job.p.grad.q, job, tile.span, h, when, i, grad[half].q);
             store_grad(job.p.grad.a, job, tile.span, h, when, i, grad[half].a);
@@ -1047,27 +1132,45 @@ __device__ inline void store_grads(const grad_sums &sum, const grad_inside &insi
 
 /* Grid: chunk slots * H blocks of GRAD_THREADS, block = slot * H + h.
  * Loads   q, a, k, b, g, v and cot.o of the chunk; S, D, U and dX of the workspace.
- * Stores  grad.q, grad.a, grad.k, grad.b and grad.g where given. */
+ * Stores  grad.q, grad.a, grad.k, grad.b and grad.g where given.
+ * REDO    block = n * H + h: the chunk that workspace.cuts cuts, from there on. */
+template <bool REDO>
 __global__ void __launch_bounds__(GRAD_THREADS, 4)
 dplr_grad_sm90_kernel(const __grid_constant__ chunk_params job) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(128) unsigned char grad_smem_bytes[];
     grad_smem &smem = *(grad_smem *)grad_smem_bytes;
-    const int64_t h = blockIdx.x % job.p.call.H;
-    const mn_tile_span tile = mn_tile_at(job.p.call, CHUNK, blockIdx.x / job.p.call.H);
+    const mn_call &call = job.p.call;
+    const int64_t h = blockIdx.x % call.H;
+    int64_t record = blockIdx.x;
+    int from = 0;
+    if (REDO) {
+        mn_pdl_wait();
+        const int cut = job.workspace.cuts[blockIdx.x];
+        const int64_t n = blockIdx.x / call.H;
+        if (cut == 0) return;
+        const int64_t slot = call.cu_seqlens ? call.cu_seqlens[n] / CHUNK + n
+                                             : n * ((call.T + CHUNK - 1) / CHUNK);
+        record = (slot + cut / CHUNK) * call.H + h, from = cut % CHUNK;
+    }
+    const mn_tile_span tile = mn_tile_at(call, CHUNK, record / call.H);
     if (tile.n_rows == 0) return;
     grad_sums sum;
     grad_inside inside;
-    load_chunk(smem, job, tile, h);
+    load_chunk(smem, job, tile, h, record);
     mn_cp_async_wait<0>();
     __syncthreads();
+    if (REDO) {
+        clear_rows(smem.states.d_o, from, threadIdx.x, GRAD_THREADS);
+        __syncthreads();
+    }
     sum_states(smem);
     through_states(sum, smem, job.scale);
     __syncthreads();
     make_rows(smem);
     __syncthreads();
     inside_chunk(inside, smem);
-    store_grads(sum, inside, smem, job, tile, h);
+    store_grads(sum, inside, smem, job, tile, h, from);
 #endif
 }
 
@@ -1079,9 +1182,11 @@ bool mn_dplr_uses_chunks_sm90(const mn_dplr_args *p) {
 static bool workspace_layout(chunk_workspace *to, size_t *bytes, const mn_call &call, void *base) {
     const int64_t records = mn_tile_slots(call, CHUNK) * call.H;
     const size_t state = STATE_VECS * sizeof(uint4), rows = ROWS;
-    size_t count;
+    size_t count, cuts;
     if (!mn_mul_size(&count, (size_t)records, 1) ||
-        !mn_mul_size(bytes, count, 2 * state + 3 * rows)) {
+        !mn_mul_size(bytes, count, 2 * state + 3 * rows) ||
+        !mn_mul_size(&cuts, (size_t)(mn_n_spans(call) * call.H), sizeof(int)) ||
+        !mn_add_size(bytes, *bytes, cuts)) {
         return false;
     }
     if (!base) return true;
@@ -1094,6 +1199,7 @@ static bool workspace_layout(chunk_workspace *to, size_t *bytes, const mn_call &
     to->S = (uint4 *)take(state), to->D = (uint4 *)take(state);
     to->U = (mn_bf16 *)take(rows), to->dX = (mn_bf16 *)take(rows);
     to->matrices = (unsigned char *)take(rows);
+    to->cuts = (int *)at;
     return true;
 }
 
@@ -1125,17 +1231,33 @@ static chunk_params params_of(const mn_dplr_args *p) {
     return job;
 }
 
-template <scan_kind KIND>
+template <scan_kind KIND, bool REDO = false>
 static int scan(const chunk_params &job, cudaStream_t stream) {
     const int64_t blocks = mn_n_spans(job.p.call) * job.p.call.H;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(dplr_state_scan_sm90_kernel<KIND>, dim3((unsigned)blocks), SCAN_THREADS,
-                          sizeof(scan_smem), stream, job);
+    return mn_launch_smem_behind(REDO, dplr_state_scan_sm90_kernel<KIND, REDO>,
+                                 dim3((unsigned)blocks), SCAN_THREADS, sizeof(scan_smem), stream,
+                                 job);
 }
 
+/* Whether rows in front of numbers that are not finite are made again, and gradients behind such
+ * cotangents. */
+static const bool redoes_results = true, redoes_gradients = true;
+
 int mn_dplr_chunk_forward_sm90(const mn_dplr_args *p, cudaStream_t stream) {
-    return scan<SCAN_OUTPUT>(params_of(p), stream);
+    chunk_params job = params_of(p);
+    const int code = scan<SCAN_OUTPUT>(job, stream);
+    if (code != cudaSuccess || !redoes_results || !p->o.data || p->call.T < 2) return code;
+    job.p.state = {};
+    return scan<SCAN_OUTPUT, true>(job, stream);
+}
+
+/* Gradients of q, a, k, b and g of all chunks, or of those that a redo has cut. */
+template <bool REDO>
+static int grad(const chunk_params &job, int64_t blocks, cudaStream_t stream) {
+    return mn_launch_smem_behind(REDO, dplr_grad_sm90_kernel<REDO>, dim3((unsigned)blocks),
+                                 GRAD_THREADS, sizeof(grad_smem), stream, job);
 }
 
 int mn_dplr_chunk_backward_sm90(const mn_dplr_args *p, void *shared, cudaStream_t stream) {
@@ -1148,8 +1270,14 @@ int mn_dplr_chunk_backward_sm90(const mn_dplr_args *p, void *shared, cudaStream_
     int code = scan<SCAN_SAVE>(job, stream);
     if (code == cudaSuccess) code = scan<SCAN_BACK>(job, stream);
     if (code != cudaSuccess || records == 0) return code;
-    return mn_launch_smem(dplr_grad_sm90_kernel, dim3((unsigned)records), GRAD_THREADS,
-                          sizeof(grad_smem), stream, job);
+    code = grad<false>(job, records, stream);
+    const bool shows = p->grad.v.data || p->grad.k.data || p->grad.b.data;
+    if (code != cudaSuccess || !redoes_gradients || !shows || !p->cot.o.data || p->call.T < 2) {
+        return code;
+    }
+    code = scan<SCAN_BACK, true>(job, stream);
+    return code == cudaSuccess
+               ? grad<true>(job, mn_n_spans(p->call) * p->call.H, stream) : code;
 }
 
 }    // namespace mneme::dplr

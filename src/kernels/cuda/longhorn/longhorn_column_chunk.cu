@@ -76,7 +76,8 @@ struct mn_longhorn_params {
     float scale;
     bool packed[MN_LONGHORN_TENSORS];
     int64_t padded_v;
-    bool redo;    // forward, of rows in front of numbers that are not finite (longhorn_find_chunk)
+    bool redo;    // of rows in front of numbers that are not finite (longhorn_find_chunk), or back
+                  // of those behind such a cotangent (longhorn_find_redo_back)
 };
 
 /* ---- what keys say to each other ------------------------------------------------------------- */
@@ -400,10 +401,11 @@ __device__ inline void mn_longhorn_frag_to_smem_trans(unsigned char *tile, const
     }
 }
 
-/* A warp's columns of a tile of 64 tokens to rows of a tensor. */
+/* A warp's columns of a tile of 64 tokens, from token `from` on, to rows of a tensor. */
 __device__ inline void mn_longhorn_store_rows(const mn_out &view, bool packed,
                                               const unsigned char *tile,
-                                       const mn_longhorn_coord &at, int64_t V, int chunk) {
+                                       const mn_longhorn_coord &at, int64_t V, int chunk,
+                                              int from = 0) {
     const int64_t t0 = at.span.t0 + chunk * (int64_t)MN_DELTA_CHUNK;
     const int count = at.count(chunk);
     if (!view.data) return;
@@ -411,7 +413,7 @@ __device__ inline void mn_longhorn_store_rows(const mn_out &view, bool packed,
     for (int i = threadIdx.x % 32; i < 2 * MN_DELTA_CHUNK; i += 32) {
         const int row = i / 2, vec16 = at.column / 8 + i % 2;
         const int64_t j = at.column0 + 8 * vec16;
-        if (row >= count || j >= V) continue;
+        if (row < from || row >= count || j >= V) continue;
         const mn_vec<mn_bf16, 8> pack = *(mn_vec<mn_bf16,
                                            8> *)(tile + mn_tile_swizzle(row, vec16));
         mn_bf16 *to = mn_row<mn_bf16>(view, at.span.b, t0 + row, at.h) + j;
@@ -690,7 +692,59 @@ __device__ __forceinline__ void scan_bwd_chunk(mn_longhorn_state<KP> &D, bwd_sme
     for (int c = 0; c < KP / 16; c++) D.take(last, c, k, 0);
 }
 
+/* Leaves in workspace.cuts the first token whose gradients are made again, 0: none.
+ *
+ * Grid: n * H + h. Loads the first row of dv, or where that is absent of dbeta or dk: what comes
+ * into D that is not finite stays there. Where it is not finite cot.o (T,V). */
+__global__ void __launch_bounds__(MN_LONGHORN_SCAN_THREADS)
+longhorn_find_redo_back(const __grid_constant__ mn_longhorn_params job) {
+    const mn_longhorn_column_args &p = job.p;
+    const int64_t h = blockIdx.x % p.call.H;
+    const mn_span span = mn_span_at(p.call, blockIdx.x / p.call.H);
+    const int64_t end = span.t0 + span.length;
+    const mn_out &shows = p.grad.v.data ? p.grad.v : p.grad.beta.data ? p.grad.beta : p.grad.k;
+    const int64_t width = p.grad.v.data || p.grad.beta.data ? p.call.V : p.call.K;
+    int64_t cut = 0;
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
+    if (span.length > 0 &&
+        mn_redo_row_is_wild(mn_row<mn_bf16>(shows, span.b, span.t0, h), width)) {
+        const int behind = mn_redo_first_token(span.length, [&](int64_t t, float most) {
+            return mn_redo_has_wild(mn_row<mn_bf16>(p.cot.o, span.b, end - 1 - t, h), p.call.V,
+                                    most);
+        });
+        cut = behind > 0 ? span.length - behind : 0;
+    }
+    if (threadIdx.x == 0) {
+        job.workspace.cuts[blockIdx.x] = cut % MN_DELTA_CHUNK == 0 ? 0 : (int)cut;
+    }
+}
+
+/* The chunk at which a redo ends; its cotangents of tokens in front of `from` become zeros. The
+ * block calls. */
 template <int KP>
+__device__ static void leave_out_cotangents(bwd_stage<KP> &stage, int from) {
+    for (int i = threadIdx.x; i < 8 * from; i += MN_LONGHORN_SCAN_THREADS) {
+        *(uint4 *)(stage.cot + mn_tile_swizzle(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+}
+
+/* Tokens in front of `from` leave for dk what they did before: from `record` to this warp's rows of
+ * the tile. */
+__device__ static void keep_residuals(unsigned char *tile, const mn_bf16 *record,
+                                      const mn_longhorn_coord &at, int from) {
+    for (int i = threadIdx.x % 32; i < 16 * from; i += 32) {
+        const int row = at.column + i / from, t = i % from;
+        *((mn_bf16 *)(tile + mn_tile_swizzle(row, t / 8)) + t % 8) =
+            record[(at.column0 + row) * MN_DELTA_CHUNK + t];
+    }
+    __syncwarp();
+}
+
+/* The scan back; in a REDO from the last chunk to that of the cut, as if cotangents in front of it
+ * were zeros. */
+template <int KP, bool REDO>
 __global__ void __launch_bounds__(MN_LONGHORN_SCAN_THREADS, 1)
 longhorn_state_scan_bwd(const __grid_constant__ mn_longhorn_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
@@ -698,30 +752,40 @@ longhorn_state_scan_bwd(const __grid_constant__ mn_longhorn_params job) {
     const mn_longhorn_column_args &p = job.p;
     const mn_longhorn_coord at = mn_longhorn_block_coord(job);
     mn_longhorn_state<KP> D;
+    int cut = 0;
+    if (REDO) {
+        mn_pdl_wait();
+        cut = job.workspace.cuts[at.n * p.call.H + at.h];
+        if (cut == 0) return;
+    }
+    const int last = cut / MN_DELTA_CHUNK;
     if (at.n_chunks > 0) load_bwd_stage<KP>(smem.stage[0], job, at, at.n_chunks - 1);
     mn_cp_async_commit();
     D.load(p.call, at, (const float *)p.cot.state.data);
 #pragma unroll 1
-    for (int iter = 0; iter < at.n_chunks; iter++) {
+    for (int iter = 0; iter < at.n_chunks - last; iter++) {
         const int chunk = at.n_chunks - 1 - iter;
-        const bwd_stage<KP> &stage = smem.stage[iter % 2];
+        bwd_stage<KP> &stage = smem.stage[iter % 2];
         const int64_t index = at.index(p.call, chunk);
-        if (chunk > 0) load_bwd_stage<KP>(smem.stage[(iter + 1) % 2], job, at, chunk - 1);
+        const int from = REDO && chunk == last ? cut % MN_DELTA_CHUNK : 0;
+        if (chunk > last) load_bwd_stage<KP>(smem.stage[(iter + 1) % 2], job, at, chunk - 1);
         mn_cp_async_commit();
         mn_cp_async_wait<1>();
         __syncthreads();
+        if (REDO && from > 0) leave_out_cotangents<KP>(stage, from);
         D.keep(job.workspace.D + index * job.padded_v * KP, smem.D, at);
         scan_bwd_chunk<KP>(D, smem, stage, at.column, job.scale);
         __syncwarp();
-        mn_longhorn_store_tile<MN_DELTA_CHUNK>(job.workspace.dr + index * job.padded_v
-                                               * MN_DELTA_CHUNK, smem.dr,
-                                         at);
-        mn_longhorn_store_rows(p.grad.v, job.packed[MN_LONGHORN_DV], smem.dv, at, p.call.V, chunk);
+        mn_bf16 *dr = job.workspace.dr + index * job.padded_v * MN_DELTA_CHUNK;
+        if (REDO && from > 0) keep_residuals(smem.dr, dr, at, from);
+        mn_longhorn_store_tile<MN_DELTA_CHUNK>(dr, smem.dr, at);
+        mn_longhorn_store_rows(p.grad.v, job.packed[MN_LONGHORN_DV], smem.dv, at, p.call.V, chunk,
+                               from);
         mn_longhorn_store_rows(p.grad.beta, job.packed[MN_LONGHORN_DBETA], smem.dbeta, at, p.call.V,
-                        chunk);
+                        chunk, from);
         __syncthreads();
     }
-    D.store(p.call, at, (float *)p.grad.state0.data);
+    if (!REDO) D.store(p.call, at, (float *)p.grad.state0.data);
 }
 
 /* ---- dq and dk ------------------------------------------------------------------------------- */
@@ -754,6 +818,7 @@ __global__ void __launch_bounds__(MN_DELTA_GRAD_THREADS)
 longhorn_qk_grads(const __grid_constant__ mn_delta_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_grad_smem<KT> &smem = *(mn_grad_smem<KT> *)bytes;
+    if (job.cuts) mn_pdl_wait();
     const mn_grad_coord at = mn_grad_block_coord(job, KT, KT);
     const int64_t K = job.p.call.K;
     if (at.count == 0) return;
@@ -806,17 +871,16 @@ static bool workspace_layout(mn_longhorn_workspace *workspace, size_t *bytes, co
     };
     *workspace = {}, *bytes = 0;
     take(workspace->ahead, 1);
-    if (!back) {
-        size_t size;
-        ok = ok && mn_mul_size(&size, (size_t)mn_n_spans(call), (size_t)call.H * sizeof(int));
-        workspace->cuts = ok && base ? (int *)(base + *bytes) : nullptr;
-        return ok && mn_add_size(bytes, *bytes, size);
+    if (back) {
+        take(workspace->back, 1);
+        take(workspace->S, V * padded_k(call)), take(workspace->D, V * padded_k(call));
+        take(workspace->e, V * MN_DELTA_CHUNK), take(workspace->r, V * MN_DELTA_CHUNK);
+        take(workspace->dr, V * MN_DELTA_CHUNK);
     }
-    take(workspace->back, 1);
-    take(workspace->S, V * padded_k(call)), take(workspace->D, V * padded_k(call));
-    take(workspace->e, V * MN_DELTA_CHUNK), take(workspace->r, V * MN_DELTA_CHUNK);
-    take(workspace->dr, V * MN_DELTA_CHUNK);
-    return ok;
+    size_t size;
+    ok = ok && mn_mul_size(&size, (size_t)mn_n_spans(call), (size_t)call.H * sizeof(int));
+    workspace->cuts = ok && base ? (int *)(base + *bytes) : nullptr;
+    return ok && mn_add_size(bytes, *bytes, size);
 }
 
 /* Whether rows of a view come in packs of eight. */
@@ -900,6 +964,34 @@ static int forward_kept(const mn_longhorn_params &job, cudaStream_t on) {
     return forward<KP>(redo, on);
 }
 
+/* dq and dk of all chunks, or of those that `job` cuts. */
+template <int KP>
+static int qk_grads(const mn_delta_params &job, int64_t blocks, cudaStream_t on) {
+    return mn_launch_smem_behind(job.cuts, longhorn_qk_grads<KP>, dim3((unsigned)blocks),
+                                 MN_DELTA_GRAD_THREADS, sizeof(mn_grad_smem<KP>), on, job);
+}
+
+/* Whether gradients behind cotangents that are not finite are made again. */
+static const bool redoes_gradients = true;
+
+/* Gradients of tokens behind a cotangent that is not finite once more. */
+template <int KP>
+static int redo_back(const mn_longhorn_params &job, cudaStream_t on) {
+    const mn_longhorn_column_args &p = job.p;
+    const bool shows = p.grad.v.data || p.grad.beta.data || p.grad.k.data;
+    if (!redoes_gradients || !shows || !p.cot.o.data || p.call.T < 2) return cudaSuccess;
+    const int64_t heads = mn_n_spans(p.call) * p.call.H;
+    mn_longhorn_params redo = job;
+    mn_delta_params keys = make_delta_params(job);
+    redo.redo = true, keys.cuts = job.workspace.cuts;
+    int code = mn_launch_smem_behind(true, longhorn_find_redo_back, dim3((unsigned)heads),
+                                     MN_LONGHORN_SCAN_THREADS, 0, on, redo);
+    if (code == cudaSuccess) {
+        code = scan(longhorn_state_scan_bwd<KP, true>, sizeof(bwd_smem<KP>), redo, on);
+    }
+    return code == cudaSuccess ? qk_grads<KP>(keys, heads, on) : code;
+}
+
 template <int KP>
 static int backward(const mn_longhorn_params &job, cudaStream_t on) {
     const int64_t records = n_records(job.p.call);
@@ -907,11 +999,12 @@ static int backward(const mn_longhorn_params &job, cudaStream_t on) {
     if (code == cudaSuccess) {
         code = scan(longhorn_state_scan<KP, true>, sizeof(fwd_smem<KP>), job, on);
     }
-    if (code == cudaSuccess) code = scan(longhorn_state_scan_bwd<KP>, sizeof(bwd_smem<KP>), job,
-                                         on);
+    if (code == cudaSuccess) {
+        code = scan(longhorn_state_scan_bwd<KP, false>, sizeof(bwd_smem<KP>), job, on);
+    }
     if (code != cudaSuccess || records == 0) return code;
-    return mn_launch_smem(longhorn_qk_grads<KP>, dim3((unsigned)records), MN_DELTA_GRAD_THREADS,
-                               sizeof(mn_grad_smem<KP>), on, make_delta_params(job));
+    code = qk_grads<KP>(make_delta_params(job), records, on);
+    return code == cudaSuccess ? redo_back<KP>(job, on) : code;
 }
 
 /* Narrow memories would lose more than twice what storing in bf16 does, as for delta. */

@@ -18,24 +18,36 @@ enum { STEP_COLUMNS = 8, STEP_THREADS = 32 * STEP_COLUMNS };
 
 static __device__ const float least_precision = 1e-12f, min_noise = 1e-7f;
 
-/* A slot of channel m after the token; adds to what y and yvar read. */
+/* What the token brings to a slot: its dynamics, the key and query, the channel's observation. */
+struct step_inputs {
+    float a, p, k, q, v, prec;
+};
+
+/* A slot after the token; adds to what y and yvar read. */
+__device__ inline void moebius_step_slot(float *y, float *yvar, float &lam, float &eta,
+                                         const step_inputs &x, bool from_prior) {
+    using recurrent::mn_rcp_ftz;
+    const float a2 = fmaxf(x.a * x.a, least_precision), noise = fmaxf(x.p, least_precision);
+    const float g = mn_rcp_ftz(fmaxf(fmaf(noise, lam, a2), least_precision)), pk = x.prec * x.k;
+    lam = fmaf(lam, g, pk * x.k);
+    eta = fmaf(x.a * g, eta, pk * x.v);
+    const float var = mn_rcp_ftz(fmaxf(lam, least_precision));
+    *y = fmaf((from_prior ? x.q * x.a : x.q) * eta, var, *y);
+    *yvar = fmaf(x.q * x.q, from_prior ? fmaf(a2, var, noise) : var, *yvar);
+}
+
+/* Slot s of channel m. */
 template <typename T>
 __device__ inline void moebius_step_cell(float *y, float *yvar, const mn_moebius_args &p, int64_t n,
                                          int64_t m, int64_t s, float v, float prec) {
-    using recurrent::mn_rcp_ftz;
     const int64_t at = m * p.call.K + s;
     const float *lam0 = mn_row<float>(p.lam0, n, 0, 0), *eta0 = mn_row<float>(p.eta0, n, 0, 0);
     float *to_lam = mn_row<float>(p.lam, n, 0, 0), *to_eta = mn_row<float>(p.eta, n, 0, 0);
-    const float a = ((const float *)p.a.data)[at], a2 = fmaxf(a * a, least_precision);
-    const float noise = fmaxf(((const float *)p.p.data)[at], least_precision);
-    const float k = mn_float(mn_row<T>(p.k, n, 0, 0)[s]), q = mn_float(mn_row<T>(p.q, n, 0, 0)[s]);
+    const step_inputs x = { ((const float *)p.a.data)[at], ((const float *)p.p.data)[at],
+                            mn_float(mn_row<T>(p.k, n, 0, 0)[s]),
+                            mn_float(mn_row<T>(p.q, n, 0, 0)[s]), v, prec };
     float lam = lam0 ? lam0[at] : 1.0f, eta = eta0 ? eta0[at] : 0.0f;
-    const float g = mn_rcp_ftz(fmaxf(fmaf(noise, lam, a2), least_precision)), pk = prec * k;
-    lam = fmaf(lam, g, pk * k);
-    eta = fmaf(a * g, eta, pk * v);
-    const float var = mn_rcp_ftz(fmaxf(lam, least_precision));
-    *y = fmaf((p.from_prior ? q * a : q) * eta, var, *y);
-    *yvar = fmaf(q * q, p.from_prior ? fmaf(a2, var, noise) : var, *yvar);
+    moebius_step_slot(y, yvar, lam, eta, x, p.from_prior);
     if (to_lam) to_lam[at] = lam;
     if (to_eta) to_eta[at] = eta;
 }
@@ -72,14 +84,21 @@ __device__ inline float weight(float x) {
     return x > 0.0f ? -expm1f(-x) / x : 1.0f;
 }
 
+/* a and p of a cell. */
+__device__ inline float2 discretise(float delta, float lambda_log, float process_noise, int mode) {
+    const float dt = mn_softplus(delta) + 1e-7f, c = expf(lambda_log);
+    const float noise = fmaxf(process_noise, min_noise);
+    return make_float2(expf(-c * dt), noise * dt * (mode == 0 ? weight(2.0f * c * dt) : 1.0f));
+}
+
 template <typename T>
 __device__ inline void discretise_cell(const mn_kla_discretise_args &p, int64_t i) {
-    const float dt = mn_softplus(mn_float(((const T *)p.delta.data)[i])) + 1e-7f;
-    const float c = expf(mn_float(((const T *)p.lambda_log.data)[i]));
-    const float noise = fmaxf(mn_float(((const T *)p.process_noise.data)[i]), min_noise);
+    const float2 made = discretise(mn_float(((const T *)p.delta.data)[i]),
+                                   mn_float(((const T *)p.lambda_log.data)[i]),
+                                   mn_float(((const T *)p.process_noise.data)[i]), p.mode);
     float *abar = (float *)p.abar.data, *pbar = (float *)p.pbar.data;
-    if (abar) abar[i] = expf(-c * dt);
-    if (pbar) pbar[i] = noise * dt * (p.mode == 0 ? weight(2.0f * c * dt) : 1.0f);
+    if (abar) abar[i] = made.x;
+    if (pbar) pbar[i] = made.y;
 }
 
 /* All slots of channels from `column` on. */
