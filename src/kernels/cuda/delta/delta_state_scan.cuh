@@ -916,6 +916,14 @@ __device__ inline void mn_scan_begin(float (&x)[N][4], const unsigned (&a)[N / 2
     }
 }
 
+template <int N>
+__device__ inline void mn_scan_begin_with_rest(float (&y)[N][4], const float (&x)[N][4],
+                                               const unsigned (&a)[N / 2][4]) {
+    unsigned rest[N / 2][4];
+    mn_scan_rest(rest, x, a);
+    mn_scan_begin(y, rest);
+}
+
 /* ---- products over tokens -------------------------------------------------------------------- */
 
 /* y += x matrix', for a lower triangle; x are tokens from 16 * first on. */
@@ -1259,6 +1267,21 @@ __device__ inline void mn_scan_cotangent(unsigned (&x)[N][4], unsigned tile, int
     }
 }
 
+/* Likewise as what P' multiplies, in pairs of rows with P in two parts. */
+template <int CHANNEL, int KP, int N>
+__device__ inline void mn_scan_cotangent_of_P(unsigned (&x)[N][4], const mn_scan_front<KP> &front,
+                                              int col_tile, int first) {
+    mn_scan_cotangent(x, mn_shared_u32(front.values), col_tile, first, nullptr, 1.0f);
+    if (CHANNEL == MN_DELTA_PAIRS) mn_scan_second_rows(x);
+}
+
+/* What the record of dX has, as left operands. */
+template <int CHANNEL>
+__device__ inline void mn_scan_record_frags(unsigned (&x)[4][4], const float (&dX)[8][4]) {
+    if (CHANNEL == MN_DELTA_PAIRS) mn_scan_first_rows(x, dX);
+    else mn_scan_frags_a(x, dX);
+}
+
 /* What the producer warps do. */
 template <int KP, int CHANNEL, int BLOCKS = 1>
 __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
@@ -1328,9 +1351,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         D.template read<scratch_bytes>(
             dR, front.keys, map ? nullptr : records.at(job.workspace.D, chunk, KP), scratch);
         if (!CHANNEL) mn_scan_scale_tokens(dR, front.write, 1.0f);
-        mn_scan_cotangent(local, mn_shared_u32(front.values), col_tile, split * steps, nullptr,
-                          1.0f);
-        if (CHANNEL == MN_DELTA_PAIRS) mn_scan_second_rows(local);
+        mn_scan_cotangent_of_P<CHANNEL>(local, front, col_tile, split * steps);
         mn_scan_mma_upper<true>(dR, local, mn_shared_u32(front.P), split * steps);
         if (SPLITS > 1) {
             mn_scan_split_sync<SPLITS>(col_tile);
@@ -1342,11 +1363,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         if (BLOCKS == 1) read_cot();    // two blocks of a processor have no registers for it yet
         if constexpr (SPLITS == 1) {
             mn_scan_frags_a(x, dR);
-            if constexpr (CHANNEL == MN_DELTA_PAIRS) {
-                unsigned rest[4][4];
-                mn_scan_rest(rest, dR, x);
-                mn_scan_begin(dX, rest);
-            }
+            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_begin_with_rest(dX, dR, x);
         } else {
             float own[tiles][4];
             mn_scan_split_sync<SPLITS>(col_tile);
@@ -1355,8 +1372,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_allgather<SPLITS>(x, local, exchange.operands, col_tile, split);
         }
         mn_scan_mma_upper<true>(dX, x, mn_shared_u32(front.T), 0);
-        if (CHANNEL == MN_DELTA_PAIRS) mn_scan_first_rows(x, dX);
-        else mn_scan_frags_a(x, dX);
+        mn_scan_record_frags<CHANNEL>(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
         if (!map) {
             mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk,

@@ -269,8 +269,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
                                            smem_tile,
                                      scratch);
         if (!CHANNEL) dR.scale(front.write, 1.0f, split);
-        mn_scan_cotangent(cot, mn_shared_u32(front.values), col_tile, 0, nullptr, 1.0f);
-        if (CHANNEL == MN_DELTA_PAIRS) mn_scan_second_rows(cot);
+        mn_scan_cotangent_of_P<CHANNEL>(cot, front, col_tile, 0);
         dR.upper(cot, mn_shared_u32(front.P), split);
         dR.join(own);
         mn_scan_frags_a(local, own);
@@ -283,8 +282,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_begin(dX, rest);
         }
         mn_scan_mma_upper<false>(dX, x, mn_shared_u32(front.T), 0);
-        if (CHANNEL == MN_DELTA_PAIRS) mn_scan_first_rows(x, dX);
-        else mn_scan_frags_a(x, dX);
+        mn_scan_record_frags<CHANNEL>(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
         mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk, MN_DELTA_CHUNK) +
                                          16 * steps * split, MN_DELTA_CHUNK, local, scratch);
