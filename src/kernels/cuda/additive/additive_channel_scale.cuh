@@ -88,6 +88,54 @@ __device__ inline void mn_scale_store(mn_bf16 *to, uint32_t pair, bool skip_low,
     else if (!skip_high) mn_put(to + 1, mn_bf16_hi(pair));
 }
 
+/* Two channels of a part, from their decays `a` in the order of the scan. SKIPS: what goes inside
+ * parts is there already where a channel decays too far. All rows are read before one is stored:
+ * the compiler cannot tell that stores are to others. */
+template <int COLUMNS, bool SKIPS>
+__device__ inline void mn_scale_rows(const mn_scale_tiles &at, const float2 (&a)[MN_SUBCHUNK],
+                                     float *cum_decay, bool reverse, bool skip_x, bool skip_y) {
+    constexpr int pitch = COLUMNS + 8;
+    const int step = reverse ? -pitch : pitch;
+    const int table_step = reverse ? -MN_SCAN_PITCH : MN_SCAN_PITCH;
+    uint32_t k[MN_SUBCHUNK], q[MN_SUBCHUNK];
+    float2 r = { 1.0f, 1.0f };
+#pragma unroll
+    for (int u = 0; u < MN_SUBCHUNK; u++) {
+        k[u] = *(const uint32_t *)(at.k + u * step), q[u] = *(const uint32_t *)(at.q + u * step);
+    }
+#pragma unroll
+    for (int u = 0; u < MN_SUBCHUNK; u++) {    // no later decay moves these
+        r.x *= mn_scale_inverse(a[u].x), r.y *= mn_scale_inverse(a[u].y);
+        mn_scale_store(at.k_inside + u * step, mn_bf16x2_mul(k[u], r.x, r.y), SKIPS && skip_x,
+                       SKIPS && skip_y);
+        if (at.factor && reverse) {
+            if (!SKIPS || !skip_x) at.inside[u * table_step] = r.x;
+            if (!SKIPS || !skip_y) at.inside[u * table_step + 1] = r.y;
+        }
+    }
+    r = { 1.0f, 1.0f };
+#pragma unroll
+    for (int u = MN_SUBCHUNK - 1; u >= 0; u--) {
+        *(uint32_t *)(at.k + u * step) = mn_bf16x2_mul(k[u], r.x, r.y);
+        if (at.factor && reverse) *(float2 *)(at.factor + u * table_step) = r;
+        r.x *= a[u].x, r.y *= a[u].y;
+    }
+    *(float2 *)cum_decay = r;
+    r = { 1.0f, 1.0f };
+#pragma unroll
+    for (int u = 0; u < MN_SUBCHUNK; u++) {
+        r.x *= a[u].x, r.y *= a[u].y;
+        const uint32_t scaled = mn_bf16x2_mul(q[u], r.x, r.y);
+        *(uint32_t *)(at.q + u * step) = scaled;
+        mn_scale_store(at.q_inside + u * step, scaled, SKIPS && skip_x, SKIPS && skip_y);
+        if (at.factor && !reverse) {
+            *(float2 *)(at.factor + u * table_step) = r;
+            if (!SKIPS || !skip_x) at.inside[u * table_step] = r.x;
+            if (!SKIPS || !skip_y) at.inside[u * table_step + 1] = r.y;
+        }
+    }
+}
+
 /* Two channels of a part. */
 template <int COLUMNS>
 __device__ inline void mn_scale_subchunk(const mn_scale_tiles &tiles, int part, int j,
@@ -95,9 +143,9 @@ __device__ inline void mn_scale_subchunk(const mn_scale_tiles &tiles, int part, 
     constexpr int pitch = COLUMNS + 8;
     const int row = part * MN_SUBCHUNK + (reverse ? MN_SUBCHUNK - 1 : 0);
     const int step = reverse ? -pitch : pitch;
-    const int table_step = reverse ? -MN_SCAN_PITCH : MN_SCAN_PITCH;
     const mn_scale_tiles at = mn_scale_advance(tiles, row * pitch + j, row * MN_SCAN_PITCH + j);
-    float2 a[MN_SUBCHUNK], sum = {}, r = { 1.0f, 1.0f };
+    float *cum_decay = tiles.cum_decay + part * COLUMNS + j;
+    float2 a[MN_SUBCHUNK], sum = {};
 #pragma unroll
     for (int u = 0; u < MN_SUBCHUNK; u++) {
         const uint32_t pair = *(const uint32_t *)(at.g + u * step);
@@ -106,42 +154,13 @@ __device__ inline void mn_scale_subchunk(const mn_scale_tiles &tiles, int part, 
         a[u] = make_float2(mn_exp2(x), mn_exp2(y));
     }
     const bool underflow_x = sum.x < -100.0f, underflow_y = sum.y < -100.0f;
+    if (!underflow_x && !underflow_y) {
+        mn_scale_rows<COLUMNS, false>(at, a, cum_decay, reverse, false, false);
+        return;
+    }
     if (underflow_x) mn_scale_underflow(at, step, reverse);
     if (underflow_y) mn_scale_underflow(mn_scale_advance(at, 1, 1), step, reverse);
-#pragma unroll
-    for (int u = 0; u < MN_SUBCHUNK; u++) {
-        r.x *= mn_scale_inverse(a[u].x), r.y *= mn_scale_inverse(a[u].y);
-        const uint32_t pair = *(const uint32_t *)(at.k + u * step);
-        mn_scale_store(at.k_inside + u * step, mn_bf16x2_mul(pair, r.x, r.y), underflow_x,
-                       underflow_y);
-        if (at.factor && reverse) {
-            if (!underflow_x) at.inside[u * table_step] = r.x;
-            if (!underflow_y) at.inside[u * table_step + 1] = r.y;
-        }
-    }
-    r = { 1.0f, 1.0f };
-#pragma unroll
-    for (int u = MN_SUBCHUNK - 1; u >= 0; u--) {
-        uint32_t *k = (uint32_t *)(at.k + u * step);
-        *k = mn_bf16x2_mul(*k, r.x, r.y);
-        if (at.factor && reverse) *(float2 *)(at.factor + u * table_step) = r;
-        r.x *= a[u].x, r.y *= a[u].y;
-    }
-    *(float2 *)(tiles.cum_decay + part * COLUMNS + j) = r;
-    r = { 1.0f, 1.0f };
-#pragma unroll
-    for (int u = 0; u < MN_SUBCHUNK; u++) {
-        uint32_t *q = (uint32_t *)(at.q + u * step);
-        r.x *= a[u].x, r.y *= a[u].y;
-        const uint32_t scaled = mn_bf16x2_mul(*q, r.x, r.y);
-        *q = scaled;
-        mn_scale_store(at.q_inside + u * step, scaled, underflow_x, underflow_y);
-        if (at.factor && !reverse) {
-            *(float2 *)(at.factor + u * table_step) = r;
-            if (!underflow_x) at.inside[u * table_step] = r.x;
-            if (!underflow_y) at.inside[u * table_step + 1] = r.y;
-        }
-    }
+    mn_scale_rows<COLUMNS, true>(at, a, cum_decay, reverse, underflow_x, underflow_y);
 }
 
 template <int COLUMNS, int THREADS>
