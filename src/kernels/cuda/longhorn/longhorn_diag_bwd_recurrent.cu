@@ -26,6 +26,7 @@
 #include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 
 #include <cuda_fp16.h>
+#include <float.h>
 
 #include "kernels/cuda/prim/device_props.h"
 
@@ -49,8 +50,7 @@ struct sizes {
 template <int ROW_WARPS>
 struct token_smem {
     static constexpr int ROWS = sizes<ROW_WARPS>::ROWS;
-    alignas(16) float k[GROUP][ROWS];
-    alignas(16) float q[GROUP][ROWS];          // with the scale and the unit of do
+    alignas(16) mn_bf16 k[GROUP][ROWS], q[GROUP][ROWS];
     alignas(16) float squares[GROUP][ROWS];    // k^2 and the unit of w
     alignas(16) float w[GROUP][TILE];          // in its unit
     alignas(16) float write[GROUP][TILE];      // w v
@@ -59,6 +59,7 @@ struct token_smem {
     alignas(4) mn_bf16 v[GROUP][TILE];
     float cot_unit[GROUP], write_unit[GROUP], w_unit[GROUP], k_unit[GROUP];
     float grow[GROUP], read[GROUP];    // bounds of what a token adds to S and to D
+    float q_unit[GROUP];               // scale times the unit of do
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -75,9 +76,20 @@ __device__ __forceinline__ unsigned pair_of(float low, float high) {
     return *(const unsigned *)&pair;
 }
 
-/* One of a pair, twice. */
-__device__ __forceinline__ unsigned twice_low(unsigned x) { return __byte_perm(x, x, 0x1010); }
-__device__ __forceinline__ unsigned twice_high(unsigned x) { return __byte_perm(x, x, 0x3232); }
+/* One of a pair, twice, which costs nothing (as __byte_perm it would). */
+__device__ __forceinline__ unsigned twice_low(unsigned x) {
+    unsigned y;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }"
+        : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ __forceinline__ unsigned twice_high(unsigned x) {
+    unsigned y;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }"
+        : "=r"(y) : "r"(x));
+    return y;
+}
 
 /* to = A b of depth 16, where every column of b is the same */
 __device__ __forceinline__ void mma_zero(float (&to)[4], const unsigned (&a)[4], unsigned b0,
@@ -346,7 +358,7 @@ struct prefetch {
         if (!BACK) return;
         const unsigned most = largest_of(key);
         const float unit = unit_of(most);
-        smem.k_unit[token] = unit;
+        smem.k_unit[token] = unit, smem.q_unit[token] = scale * of.cot;
         smem.grow[token] = __uint_as_float(most) * __uint_as_float(of.most_written);
         smem.read[token] =
             fabsf(scale) * __uint_as_float(largest_of(query)) * __uint_as_float(of.most_cot);
@@ -354,7 +366,6 @@ struct prefetch {
         for (int i = 0; i < ITEMS; i++) {
             const float own = key[i] * inverse_of(unit);
             factors[i] = __uint_as_float(pair_of(own, 0.125f * (own * own)));
-            query[i] = scale * query[i] * of.cot;
         }
         mn_store<ITEMS>((float *)smem.k_pair[token], row, factors);
         mn_store<ITEMS>(smem.q[token], row, query);
@@ -456,9 +467,10 @@ struct cells {
     __device__ __forceinline__ void take(const token_smem<ROW_WARPS> &in, int token, float inverse,
                                          const unsigned (&cots)[4]) {
         float queries[4];
+        const float by = fminf(in.q_unit[token] * inverse, FLT_MAX);
         mn_load<4>(queries, in.q[token], warp_coord::row() + own_row(0));
 #pragma unroll
-        for (int r = 0; r < 4; r++) queries[r] *= inverse;
+        for (int r = 0; r < 4; r++) queries[r] *= by;
 #pragma unroll
         for (int p = 0; p < 4; p++) {
             const float2 cot = __half22float2(*(const __half2 *)&cots[p]);
@@ -606,7 +618,7 @@ struct sum_factors {
 #pragma unroll
         for (int n = 0; n < GROUP / ROWS_AT_ONCE; n++) {
             const int token = threadIdx.x / size::ROWS + n * ROWS_AT_ONCE;
-            key[n] = in.k[token][row], cot[n] = in.cot_unit[token];
+            key[n] = mn_float(in.k[token][row]), cot[n] = in.cot_unit[token];
             write[n] = in.write_unit[token], w_unit[n] = in.w_unit[token];
         }
 #pragma unroll
