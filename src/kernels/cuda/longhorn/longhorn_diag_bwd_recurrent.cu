@@ -580,7 +580,8 @@ __device__ __forceinline__ void token_bwd(cells<ROW_WARPS> &D, const pairs &behi
     const uint4 b0 = *(const uint4 *)in.cot_write[column / 4];
     const uint4 b1 = *(const uint4 *)in.cot_write[column / 4 + 4];
     const uint4 keys = *(const uint4 *)(in.k_pair + coord::row() + own_row(0));
-    const unsigned own[4] = { keys.x, keys.y, keys.z, keys.w }, cots[4] = { b0.x, b0.y, b1.x, b1.y };
+    const unsigned own[4] = { keys.x, keys.y, keys.z, keys.w };
+    const unsigned cots[4] = { b0.x, b0.y, b1.x, b1.y };
     const float4 to_q = rows_times(behind, make_uint2(b0.x, b0.y), make_uint2(b1.x, b1.y));
     pairs read, product;
     unsigned k[4], kk[4];
