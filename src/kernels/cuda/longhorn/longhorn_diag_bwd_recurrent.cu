@@ -682,6 +682,18 @@ __device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem, const mn_col
     }
 }
 
+/* mn_mbarrier_wait, on machines from 8.0 on. */
+__device__ __forceinline__ void wait_for(const uint64_t *mbar, int phase) {
+#if __CUDA_ARCH__ >= 900
+    mn_mbarrier_wait(mbar, phase);
+#else
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again:\n\t"
+                 "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" ::"r"(mn_smem_addr(mbar)), "r"(phase) : "memory");
+#endif
+}
+
 /* ---- roles ----------------------------------------------------------------------------------- */
 
 /* Half of a block makes states, the other one adjoints, in pairs of warps that have the same cells.
@@ -747,7 +759,7 @@ struct state_role {
     /* Waits until the adjoint has taken the states of its `turn` whose places are the next for this
      * token and the one behind it. */
     __device__ void wait_taken(int turn, int token) const {
-        if (turn >= 0) mn_mbarrier_wait(&smem.taken[coord::warp()][token / 2], turn % 2);
+        if (turn >= 0) wait_for(&smem.taken[coord::warp()][token / 2], turn % 2);
     }
 
     __device__ void ask(int64_t n, int turn) const {
@@ -866,7 +878,7 @@ struct adjoint_role {
         for (int turn = 0; turn < groups; turn++) {
             const token_smem<ROW_WARPS> *in = smem.in[turn % 2] + GROUP - 1;
             sums_place<ROW_WARPS> sums(smem, GROUP - 1);
-            mn_mbarrier_wait(&smem.made[warp], turn % 2);
+            wait_for(&smem.made[warp], turn % 2);
             if (turn % 4 == 0) look(D, bound, unit);
             const uint4 *front = smem.states[state_slot(turn, GROUP - 1)];
             const int next = turn % 2 ? size::CELLS : -size::CELLS;    // that of the token before

@@ -1,6 +1,6 @@
 /* mbarrier.cuh - what code for Hopper (sm_90a) starts from: whether it is compiled for, whether the
  * device is one, and barriers in shared memory between those that bring something and those that
- * use it, which all machines from 8.0 on have. */
+ * use it, which all machines from 9.0 on have. */
 #ifndef MN_KERNELS_CUDA_PRIM_MBARRIER_CUH
 #define MN_KERNELS_CUDA_PRIM_MBARRIER_CUH
 
@@ -54,11 +54,6 @@ __device__ inline void mn_mbarrier_wait(const uint64_t *mbar, int phase) {
     asm volatile("{\n\t.reg .pred done;\n"
                  "again:\n\t"
                  "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(mn_smem_addr(mbar)), "r"(phase) : "memory");
-#elif __CUDA_ARCH__ >= 800
-    asm volatile("{\n\t.reg .pred done;\n"
-                 "again:\n\t"
-                 "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n\t"
                  "@!done bra again;\n\t}" ::"r"(mn_smem_addr(mbar)), "r"(phase) : "memory");
 #endif
 }
