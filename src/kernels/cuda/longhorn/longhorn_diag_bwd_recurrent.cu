@@ -193,7 +193,7 @@ __device__ inline float unit_of(unsigned bits) {
 /* That in which such a number of bf16 is some 2^14: whatever is above 2^-17 of it is exact in half
  * precision, and far smaller ones are not zero. */
 __device__ inline float wide_unit_of(unsigned bits) {
-    return __uint_as_float(min(max(bits & 0x7f800000u, 27u << 23), 240u << 23) - (14u << 23));
+    return __uint_as_float(max(bits & 0x7f800000u, 27u << 23) - (14u << 23));
 }
 
 __device__ inline float inverse_of(float unit) {
