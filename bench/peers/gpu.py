@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Operators of a GPU beside the kernels people use instead, in one process, in turn.
 
-    python3 bench/peers/gpu.py [--rows gdn,kda,attention] [--shapes table|grid|one] [--json FILE]
-                               [--compilers N]
+    python3 bench/peers/gpu.py [--rows gdn,kda,attention] [--shapes table|grid|one]
+                               [--peers fla,flashqla,flashinfer,cudnn] [--json FILE] [--compilers N]
 
 Peers that can be imported take part, the others are named and left out: flash-linear-attention (fla),
 FlashQLA (flash_qla), FlashInfer's gated delta rule (flashinfer, forward), cuDNN's KDA (cudnn), cuDNN's
 and FlashAttention's softmax attention (torch).
 Each figure is the median of --runs calls; ours and the peers' take turns, an event on either side of
-a call, and the stream is kept busy so that the host is always ahead. Differences are relative to the
-first peer, in the norm of the whole tensor. Needs the package `mneme` with CUDA kernels.
+a call, and the stream is kept busy so that the host is always ahead. Differences are relative to
+each peer, in the norm of the whole tensor. Needs the package `mneme` with CUDA kernels.
 
 With --compilers N, N processes first compile the Triton kernels of flash-linear-attention, each a
 share of the settings that its autotuner will try, row by row for at most --compile-seconds; what is
@@ -168,10 +168,18 @@ def flashinfer_call(row, x, scale):
     borders = torch.arange(B + 1, device="cuda") * T
     flat = {n: z.reshape(-1, *z.shape[2:]) for n, z in x.items()}
     flat["alpha"], flat["beta"] = flat["g"].float().exp(), flat["beta"].float()
+    gpu = torch.cuda.get_device_properties(0)
+    lengths = module("flashinfer.gdn_kernels.delta_rule_dsl.varlen_helper")
+    segments = lengths.should_use_cp_host(B * heads, gpu.multi_processor_count, gpu.name,
+                                          device_capability=(gpu.major, gpu.minor))
 
     def call(q, k, v, alpha, beta):
         o, state = torch.empty_like(v), torch.empty(B, heads, D, D, device="cuda")
-        rule.chunk_gated_delta_rule_sm90(o, state, q, k, v, None, alpha, beta, borders, scale)
+        if segments:        # as its public function chooses
+            rule.cp_delta_rule_dsl_sm90(o, state, q, k, v, alpha, beta, borders, scale,
+                                        max_seqlen=T)
+        else:
+            rule.chunk_gated_delta_rule_sm90(o, state, q, k, v, None, alpha, beta, borders, scale)
         return o
     return call, flat, ("q", "k", "v", "alpha", "beta")
 
@@ -227,20 +235,20 @@ class Contender:
 
     def time(self, what):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(400000)           # the host gets ahead
+        torch.cuda._sleep(2000000)          # a millisecond: the host gets ahead
         start.record()
         getattr(self, what)()
         end.record()
         return start, end
 
 
-def contenders(row, shape, strength):
+def contenders(row, shape, strength, peers):
     x = inputs_of(row, *shape, strength)
     scale = shape[-1] ** -0.5
     made = [Contender("mneme", *our_call(row, x, scale))]
-    for name, make in PEERS.items():
+    for name in peers:
         try:
-            call = make(row, x, scale)
+            call = PEERS[name](row, x, scale)
             if not call:
                 continue
             peer = Contender(name, *call)
@@ -251,8 +259,8 @@ def contenders(row, shape, strength):
     return made
 
 
-def measure(row, shape, strength, runs):
-    made = contenders(row, shape, strength)
+def measure(row, shape, strength, runs, peers):
+    made = contenders(row, shape, strength, peers)
     result = {"row": row, "B": shape[0], "T": shape[1], "H": shape[2], "HV": shape[3],
               "D": shape[4], "gates": strength}
     for what in ("forward", "train"):
@@ -268,10 +276,11 @@ def measure(row, shape, strength, runs):
         torch.cuda.synchronize()
         for c, column in zip(alive, zip(*events)):
             result[f"{c.name}_{what}_ms"] = statistics.median(a.elapsed_time(b) for a, b in column)
-    if len(made) > 1:
-        o = made[0].forward().float().reshape(-1)
-        p = made[1].forward().float().reshape(-1)
-        result["difference"] = ((o - p).norm() / p.norm()).item()
+    o = made[0].forward().float().reshape(-1)
+    for c in made[1:]:
+        p = c.forward().float().reshape(-1)
+        result[f"{c.name}_difference"] = ((o - p).norm() / p.norm()).item()
+        result.setdefault("difference", result[f"{c.name}_difference"])
     return result
 
 
@@ -328,8 +337,10 @@ def show(r):
     sides = [k[:-len("_forward_ms")] for k in r if k.endswith("_forward_ms")]
     figures = "   ".join("%s %.3f / %.3f" % (s, r[f"{s}_forward_ms"], r.get(f"{s}_train_ms", math.nan))
                          for s in sides)
+    off = "   ".join("%s %.1e" % (k[:-len("_difference")], v) for k, v in r.items()
+                     if k.endswith("_difference"))
     print(f"{r['row']:9s} {r['B']:2d} x {r['T']:6d}  H {r['H']:2d}/{r['HV']:2d} d{r['D']} "
-          f"gates x{r['gates']:g}   {figures}   off {r.get('difference', math.nan):.1e}", flush=True)
+          f"gates x{r['gates']:g}   {figures}   off {off}", flush=True)
 
 
 def closing(results):
@@ -355,6 +366,7 @@ def main():
                         help="time backward passes that fla refuses as wrong on this machine")
     parser.add_argument("--shapes", default="table", choices=("table", "grid", "one"))
     parser.add_argument("--gates", default="1", help="factors of log decays, such as 0.0625,1,3")
+    parser.add_argument("--peers", default=",".join(PEERS), help="which take part")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--compilers", type=int, default=0)
@@ -378,7 +390,7 @@ def main():
         own = SHAPES.get(row, TABLE[:1])
         for shape in shapes if row == "gdn" else own[:1] if options.shapes == "one" else own:
             for strength in map(float, options.gates.split(",")):
-                r = measure(row, shape, strength, options.runs)
+                r = measure(row, shape, strength, options.runs, options.peers.split(","))
                 results.append(r)
                 show(r)
                 torch.cuda.empty_cache()

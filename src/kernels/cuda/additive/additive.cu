@@ -166,15 +166,11 @@ static bool size_segments(mn_additive_extent *to, const mn_additive_args *p) {
            mn_mul_size(&to->cum_decays, count, MN_SCAN_DECAYS);
 }
 
-/* Scans of dq and dk by additive_token_chunk_sm90.cu could stand still before one warp made the
- * decays of a chunk (docs/log/kernels.md); not taken before that has run on a GPU. */
-static const bool grads_go_by_warpgroups = false;
-
 /* Whether additive_token_chunk_sm90.cu may serve all scans of a backward pass with decays: by its
  * kind and sizes; rows are looked at when it is launched. */
 static bool may_go_by_warpgroups(const mn_additive_args *p) {
     const bool decays = p->decay == MN_DECAY_HEAD || p->decay == MN_DECAY_TOKEN;
-    return grads_go_by_warpgroups && decays && p->call.K <= 128 && p->call.V <= 128 &&
+    return decays && p->call.K <= 128 && p->call.V <= 128 &&
            p->grad.q.data && p->grad.k.data && p->grad.g.data && mn_device_is_sm90();
 }
 

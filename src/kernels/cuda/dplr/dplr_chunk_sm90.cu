@@ -83,7 +83,8 @@ struct chunk_coord {
 /* ---- rows ------------------------------------------------------------------------------------ */
 
 /* Eight numbers of a row whose place is no multiple of 16 bytes, of which `count` are there. */
-static __device__ __noinline__ void load_slowly(unsigned char *to, const mn_bf16 *from, int count) {
+[[maybe_unused]] static __device__ __noinline__ void load_slowly(unsigned char *to,
+                                                                const mn_bf16 *from, int count) {
     mn_vec<mn_bf16, 8> pack = {};
 #pragma unroll
     for (int i = 0; i < 8; i++) {

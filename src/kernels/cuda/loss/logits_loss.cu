@@ -314,7 +314,15 @@ __device__ static float grad_scale(const mn_loss_params &w) {
     return (float)(w.weight / (double)max(w.result->counted, (int64_t)1));
 }
 
-__global__ void __launch_bounds__(THREADS, 2)
+/* Blocks of a processor: 8.6, 8.9 and 12.x have room for 1,536 threads, others for 2,048. */
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ >= 1200 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900))
+#define MN_REREAD_BLOCKS 1
+#else
+#define MN_REREAD_BLOCKS 2
+#endif
+
+__global__ void __launch_bounds__(THREADS, MN_REREAD_BLOCKS)
 loss_reread_kernel(const __grid_constant__ mn_loss_params w) {
     __shared__ row_smem smem;
     const float scale = grad_scale(w);
