@@ -128,12 +128,6 @@ static const protocol protocols[] = {
       { { 1, false, "L=2 +x f!" },
         { 1, false, "f? -x T~@0 +s@0 S!@0 -x S?@0 -s@0 T!@0 T~@1 +s@1 S!@1" },
         { 1, false, "f? -x S?1@1 -s1@1 T!1@1 L!1 T~@0 +s@0 S!@0 -x T~@1 +s@1 S!@1" } }, false },
-    { "longhorn/longhorn_diag_bwd_recurrent.cu, two pairs of warps, a chunk a group of tokens",
-      "m1:1 t1:1 w1:1 M1:1 T1:1 W1:1 s2:2 a2:2 z1:2 R2 k2",    // t, w: two of four kinds of `taken`
-      { { 1, false, "t~ +k z!@0 z?@0 s?1@1 -R1@1 a!1@1 w~ m! s?1@0 -R1@0 -k1 a!1@0 z!@1 z?@1" },
-        { 1, false, "T~ +k z!@0 z?@0 s?1@1 -R1@1 a!1@1 W~ M! s?1@0 -R1@0 -k1 a!1@0 z!@1 z?@1" },
-        { 1, false, "m? -k t! a~@1 +R@1 -k s!@1 a~@0 +R@0 w! -k s!@0" },
-        { 1, false, "M? -k T! a~@1 +R@1 -k s!@1 a~@0 +R@0 W! -k s!@0" } }, false },
     { "dplr/dplr_chunk_sm90.cu", "f10:1 e10:4 x10",
       { { 8, true, "e~ +x f!" }, { 4, false, "f? -x e!" } }, false },
     { "six of dplr's producers, twelve stages", "f12:1 e12:4 x12",

@@ -15,23 +15,20 @@
  *
  * A warp has 32 x 32 cells, a lane four rows by eight columns of them, which are the factors of
  * products over columns as they lie in registers. Sums over rows are first those of a lane's own
- * four, in half precision, which movmatrix turns: what goes through shared memory's pipe, movmatrix
- * with it, is what this kernel waits for. For the same reason a lane's columns of do, and of w, are
- * read once, as factors or as numbers, and made the other.
+ * four, in half precision, which movmatrix turns: as little as can be goes through the pipe of
+ * shared memory, movmatrix with it. So a lane's columns of do, and of w, are read once, as factors
+ * or as numbers, and made the other.
  *
  * The state in front of every eighth token goes to memory on a first way through, in half
- * precision. Going back, half of the warps make a group's eight states from it, in shared memory,
- * while the other half has the adjoint of the group behind: pairs of warps with the same cells, so
- * that only they wait for each other. A state's place is free for one of the next group when the
- * adjoint has passed it. The first half also brings tokens and adds up the sums of warps. */
+ * precision. Going back, states of eight tokens are made from it once and kept in shared memory, by
+ * the lane that reads them, so that no barrier stands between; the one behind the last of them is
+ * the next group's first. */
 #include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 
 #include <cuda_fp16.h>
 #include <float.h>
 
 #include "kernels/cuda/prim/device_props.h"
-#include "kernels/cuda/prim/mbarrier.cuh"
-#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::longhorn::diag {
 
@@ -39,8 +36,7 @@ using namespace recurrent;
 
 enum { GROUP = 8, TILE = MN_COLUMNS_TILE };    // tokens; columns of a block
 
-/* Of a block with ROW_WARPS pairs of warps along the rows and two along the columns; of its warps
- * with one role. */
+/* Of a block with ROW_WARPS warps along the rows and two along the columns. */
 template <int ROW_WARPS>
 struct sizes {
     static constexpr int WARPS = 2 * ROW_WARPS, THREADS = 32 * WARPS, ROWS = 32 * ROW_WARPS;
@@ -49,21 +45,21 @@ struct sizes {
     static constexpr int PACKS = CELLS + 2;         // and its warps' units
 };
 
-/* A token as cells and their sums want it: a lane has four rows side by side and twice four
+/* Eight tokens as cells and their sums want them: a lane has four rows side by side and twice four
  * columns. */
 template <int ROW_WARPS>
 struct token_smem {
     static constexpr int ROWS = sizes<ROW_WARPS>::ROWS;
-    alignas(16) mn_bf16 k[ROWS], q[ROWS];
-    alignas(16) float squares[ROWS];              // k^2 and the unit of w
-    alignas(16) float w[TILE];                    // in its unit
-    alignas(16) float write[TILE];                // w v
-    alignas(16) unsigned cot_write[TILE / 4][4];  // factors: do and w v of four columns
-    alignas(16) unsigned k_pair[ROWS];            // and k, k^2 / 8, both in the unit of k
-    alignas(4) mn_bf16 v[TILE];
-    float cot_unit, write_unit, w_unit, k_unit;
-    float grow, read;    // bounds of what a token adds to S and to D
-    float q_unit;        // scale times the unit of do
+    alignas(16) mn_bf16 k[GROUP][ROWS], q[GROUP][ROWS];
+    alignas(16) float squares[GROUP][ROWS];    // k^2 and the unit of w
+    alignas(16) float w[GROUP][TILE];          // in its unit
+    alignas(16) float write[GROUP][TILE];      // w v
+    alignas(16) unsigned cot_write[GROUP][TILE / 4][4];    // factors: do and w v of four columns
+    alignas(16) unsigned k_pair[GROUP][ROWS];    // and k, k^2 / 8, both in the unit of k
+    alignas(4) mn_bf16 v[GROUP][TILE];
+    float cot_unit[GROUP], write_unit[GROUP], w_unit[GROUP], k_unit[GROUP];
+    float grow[GROUP], read[GROUP];    // bounds of what a token adds to S and to D
+    float q_unit[GROUP];               // scale times the unit of do
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -216,19 +212,19 @@ __device__ inline unsigned largest_of(const float (&x)[N]) {
 
 /* ---- tokens ---------------------------------------------------------------------------------- */
 
-/* A thread among those of its role, and its warp's part of the block's cells, 32 x 32 from this row
- * and column on. */
-template <int ROW_WARPS>
-struct role_coord {
-    __device__ static int thread() { return threadIdx.x % sizes<ROW_WARPS>::THREADS; }
-    __device__ static int warp() { return thread() / 32; }
-    __device__ static int row() { return thread() / 64 * 32; }
-    __device__ static int column() { return thread() / 32 % 2 * 32; }
+/* A warp's part of the block's cells, 32 x 32 from this row and column on; a lane's place in it. */
+struct warp_coord {
+    __device__ static int row() { return threadIdx.x / 64 * 32; }
+    __device__ static int column() { return threadIdx.x / 32 % 2 * 32; }
+    __device__ static int eighth() { return threadIdx.x % 32 / 4; }
+    __device__ static int quarter() { return threadIdx.x % 4; }
 };
 
 /* The lane's row r of four and column c of eight, of the warp's. */
-__device__ inline int own_row(int r) { return threadIdx.x % 32 / 4 * 4 + r; }
-__device__ inline int own_column(int c) { return 16 * (c / 4) + threadIdx.x % 4 * 4 + c % 4; }
+__device__ inline int own_row(int r) { return warp_coord::eighth() * 4 + r; }
+__device__ inline int own_column(int c) {
+    return 16 * (c / 4) + 4 * warp_coord::quarter() + c % 4;
+}
 
 /* Where a lane leaves the sum of column j of a block: its four side by side. */
 __device__ inline int column_place(int j) {
@@ -236,23 +232,17 @@ __device__ inline int column_place(int j) {
     return j / 32 * 32 + 4 * pack + 2 * (j % 32 / 16) + j % 4 / 2;
 }
 
-/* Two groups' tokens, the one's adjoint is made and the next one's states; of a state, which group
- * it is of by turns. */
 template <int ROW_WARPS>
 struct smem_of {
     typedef sizes<ROW_WARPS> size;
-    token_smem<ROW_WARPS> in[2][GROUP];
+    token_smem<ROW_WARPS> in;
     alignas(16) float row_sums[2][GROUP][3][size::ROWS];      // S' do, D w v, E w
     alignas(16) float column_sums[ROW_WARPS][GROUP][2][TILE]; // D'k, E'k^2
-    float state_unit[2][size::WARPS][GROUP + 1];    // in front of tokens and behind all
-    float adjoint_unit[size::WARPS][GROUP];         // of D
-    uint4 states[GROUP + 1][size::CELLS];
-    uint64_t made[size::WARPS], taken[size::WARPS][GROUP / 2];
+    float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
+    float adjoint_unit[size::WARPS][GROUP];      // of D
+    uint4 front[2][size::CELLS];                 // state in front of a group
+    uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
 };
-
-/* Where the state in front of a token of the group of this turn is: what the last turn is done with
- * makes room for the next in turn, last token first, and one place more is free. */
-__device__ inline int state_slot(int turn, int token) { return turn % 2 ? GROUP - token : token; }
 
 /* Units of a token's w and do, and the bits of the largest of do and w v. */
 struct column_units {
@@ -267,25 +257,47 @@ struct prefetch {
     static constexpr int ITEMS = size::ROWS / 32;
     mn_column_raw<ITEMS, mn_bf16> k[size::TOKENS], q[size::TOKENS];
     mn_column_raw<2, mn_bf16> v[size::TOKENS], beta[size::TOKENS], cot[size::TOKENS];
+    const mn_bf16 *k_at, *q_at, *v_at, *beta_at, *cot_at;    // this lane's part of a first token
+    int64_t left;                                            // tokens from there to the end
 
-    /* Those of the group whose first token is t. */
+    /* At the group whose first token is t. */
+    __device__ prefetch(const mn_column_params &p, const mn_column_coord &at, int64_t t) {
+        const int64_t first = t + threadIdx.x / 32 * size::TOKENS, b = at.span.b, h = at.h;
+        const int64_t row = threadIdx.x % 32 * ITEMS, when = at.span.t0 + first;
+        const int64_t j = at.tile * TILE + threadIdx.x % 32 * 2;
+        left = at.span.length - first;
+        k_at = mn_row<mn_bf16>(p.k, b, when, h) + row;
+        q_at = mn_row<mn_bf16>(p.q, b, when, h) + row;
+        v_at = mn_row<mn_bf16>(p.v, b, when, h) + j;
+        beta_at = mn_row<mn_bf16>(p.beta, b, when, h) + j;
+        cot_at = p.cot_o.data ? mn_row<mn_bf16>(p.cot_o, b, when, h) + j : NULL;
+    }
+
+    /* Goes on, or back, by a group. */
+    template <int GROUPS>
+    __device__ void move(const mn_column_params &p) {
+        constexpr int64_t tokens = GROUPS * (int64_t)GROUP;
+        left -= tokens;
+        k_at += tokens * p.k.stride[1], v_at += tokens * p.v.stride[1];
+        beta_at += tokens * p.beta.stride[1];
+        if (GROUPS > 0) return;
+        q_at += tokens * p.q.stride[1];
+        if (cot_at) cot_at += tokens * p.cot_o.stride[1];
+    }
+
     template <bool BACK>
-    __device__ void fetch(const mn_column_params &p, const mn_column_coord &at, int64_t t) {
-        const int64_t first = t + role_coord<ROW_WARPS>::warp() * size::TOKENS;
-        const int row = threadIdx.x % 32 * ITEMS, b = (int)at.span.b, h = (int)at.h;
-        const int j = (int)at.tile * TILE + threadIdx.x % 32 * 2;
-        const int left = (int)max(min(at.span.length - first, (int64_t)size::TOKENS), (int64_t)0);
+    __device__ void fetch(const mn_column_params &p, const mn_column_coord &at) {
+        const int keys = (int)p.call.K - (int)threadIdx.x % 32 * ITEMS;
+        const int columns = (int)(p.call.V - at.tile * TILE) - (int)threadIdx.x % 32 * 2;
 #pragma unroll
         for (int n = 0; n < size::TOKENS; n++) {
-            const int K = n < left ? (int)p.call.K : 0, V = n < left ? (int)p.call.V : 0;
-            const int64_t when = at.span.t0 + first + n;
-            k[n].fetch(mn_row<mn_bf16>(p.k, b, when, h), row, K, p.vec_aligned);
-            v[n].fetch(mn_row<mn_bf16>(p.v, b, when, h), j, V, p.vec_aligned);
-            beta[n].fetch(mn_row<mn_bf16>(p.beta, b, when, h), j, V, p.vec_aligned);
+            const int K = n < left ? keys : 0, V = n < left ? columns : 0;
+            k[n].fetch(k_at + n * p.k.stride[1], 0, K, p.vec_aligned);
+            v[n].fetch(v_at + n * p.v.stride[1], 0, V, p.vec_aligned);
+            beta[n].fetch(beta_at + n * p.beta.stride[1], 0, V, p.vec_aligned);
             if (!BACK) continue;
-            q[n].fetch(mn_row<mn_bf16>(p.q, b, when, h), row, K, p.vec_aligned);
-            cot[n].fetch(p.cot_o.data ? mn_row<mn_bf16>(p.cot_o, b, when, h) : NULL, j,
-                         p.cot_o.data ? V : 0, p.vec_aligned);
+            q[n].fetch(q_at + n * p.q.stride[1], 0, K, p.vec_aligned);
+            cot[n].fetch(cot_at + n * p.cot_o.stride[1], 0, cot_at ? V : 0, p.vec_aligned);
         }
     }
 
@@ -302,7 +314,8 @@ struct prefetch {
 
     /* A token's columns to shared memory. */
     template <bool BACK>
-    __device__ column_units put_columns(token_smem<ROW_WARPS> &smem, int n, double all) const {
+    __device__ column_units put_columns(token_smem<ROW_WARPS> &smem, int n, int token,
+                                        double all) const {
         const int pair = threadIdx.x % 32;
         float w[2], write[2], cots[2];
 #pragma unroll
@@ -313,24 +326,24 @@ struct prefetch {
         }
         const float w_unit = unit_of(largest_of(w)), to_w = inverse_of(w_unit);
         const float own[2] = { to_w * w[0], to_w * w[1] };
-        mn_store<2>(smem.w, 2 * pair, own);
-        mn_store<2>(smem.write, 2 * pair, write);
+        mn_store<2>(smem.w[token], 2 * pair, own);
+        mn_store<2>(smem.write[token], 2 * pair, write);
         if (!BACK) return { w_unit, 0.0f, 0, 0 };
         const unsigned most = largest_of(cots), most_written = largest_of(write);
         const float cot_unit = wide_unit_of(most), write_unit = unit_of(most_written);
         const float to_cot = inverse_of(cot_unit), to_write = inverse_of(write_unit);
-        unsigned *to = smem.cot_write[pair / 2] + pair % 2;
+        unsigned *to = smem.cot_write[token][pair / 2] + pair % 2;
         to[0] = pair_of(to_cot * cots[0], to_cot * cots[1]);
         to[2] = pair_of(to_write * write[0], to_write * write[1]);
-        *(unsigned *)&smem.v[2 * pair] = v[n].word[0];
-        smem.cot_unit = cot_unit, smem.write_unit = write_unit;
-        smem.w_unit = w_unit;
+        *(unsigned *)&smem.v[token][2 * pair] = v[n].word[0];
+        smem.cot_unit[token] = cot_unit, smem.write_unit[token] = write_unit;
+        smem.w_unit[token] = w_unit;
         return { w_unit, cot_unit, most, most_written };
     }
 
     /* And its rows. Where |k|^2 is too large for float32, nothing is a number. */
     template <bool BACK>
-    __device__ void put_rows(token_smem<ROW_WARPS> &smem, float scale, int n,
+    __device__ void put_rows(token_smem<ROW_WARPS> &smem, float scale, int n, int token,
                              double all, const column_units &of) const {
         const int row = threadIdx.x % 32 * ITEMS;
         const float w_unit = isinf((float)all) ? (float)all : of.w;
@@ -340,32 +353,32 @@ struct prefetch {
             key[i] = k[n].at(i), square[i] = key[i] * key[i] * w_unit;
             query[i] = BACK ? q[n].at(i) : 0.0f;
         }
-        mn_store<ITEMS>(smem.k, row, key);
-        mn_store<ITEMS>(smem.squares, row, square);
+        mn_store<ITEMS>(smem.k[token], row, key);
+        mn_store<ITEMS>(smem.squares[token], row, square);
         if (!BACK) return;
         const unsigned most = largest_of(key);
         const float unit = unit_of(most);
-        smem.k_unit = unit, smem.q_unit = scale * of.cot;
-        smem.grow = __uint_as_float(most) * __uint_as_float(of.most_written);
-        smem.read =
+        smem.k_unit[token] = unit, smem.q_unit[token] = scale * of.cot;
+        smem.grow[token] = __uint_as_float(most) * __uint_as_float(of.most_written);
+        smem.read[token] =
             fabsf(scale) * __uint_as_float(largest_of(query)) * __uint_as_float(of.most_cot);
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const float own = key[i] * inverse_of(unit);
             factors[i] = __uint_as_float(pair_of(own, 0.125f * (own * own)));
         }
-        mn_store<ITEMS>((float *)smem.k_pair, row, factors);
-        mn_store<ITEMS>(smem.q, row, query);
+        mn_store<ITEMS>((float *)smem.k_pair[token], row, factors);
+        mn_store<ITEMS>(smem.q[token], row, query);
     }
 
-    /* The tokens to shared memory. All threads of a role call; a barrier follows. */
+    /* The tokens to shared memory. All threads call; a barrier follows. */
     template <bool BACK>
-    __device__ void put(token_smem<ROW_WARPS> (&smem)[GROUP], float scale) const {
+    __device__ void put(token_smem<ROW_WARPS> &smem, float scale) const {
 #pragma unroll
         for (int n = 0; n < size::TOKENS; n++) {
+            const int token = threadIdx.x / 32 * size::TOKENS + n;
             const double all = norm(n);
-            token_smem<ROW_WARPS> &to = smem[role_coord<ROW_WARPS>::warp() * size::TOKENS + n];
-            put_rows<BACK>(to, scale, n, all, put_columns<BACK>(to, n, all));
+            put_rows<BACK>(smem, scale, n, token, all, put_columns<BACK>(smem, n, token, all));
         }
     }
 };
@@ -380,9 +393,7 @@ __device__ __forceinline__ void load_four(float (&out)[4], const mn_bf16 *from) 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
 /* A lane's four rows by eight columns. */
-template <int ROW_WARPS>
 struct cells {
-    typedef role_coord<ROW_WARPS> coord;
     float at[4][8];
 
     template <typename F>
@@ -390,8 +401,8 @@ struct cells {
         const int64_t head = place.n * p.call.H + place.h;
 #pragma unroll
         for (int n = 0; n < 32; n++) {
-            const int64_t i = coord::row() + own_row(n / 8);
-            const int64_t j = place.tile * TILE + coord::column() + own_column(n % 8);
+            const int64_t i = warp_coord::row() + own_row(n / 8);
+            const int64_t j = place.tile * TILE + warp_coord::column() + own_column(n % 8);
             use(at[n / 8][n % 8], (head * p.call.K + i) * p.call.V + j,
                 i < p.call.K && j < p.call.V);
         }
@@ -435,18 +446,20 @@ struct cells {
     }
 
     /* One token: a state becomes the one behind it, in units of which `inverse` is the inverse. */
-    __device__ __forceinline__ void advance(const token_smem<ROW_WARPS> &in, float inverse) {
-        const int first = coord::row() + own_row(0);
+    template <int ROW_WARPS>
+    __device__ __forceinline__ void advance(const token_smem<ROW_WARPS> &in, int token,
+                                            float inverse) {
+        const int first = warp_coord::row() + own_row(0);
         float keys[4], squares[4], weights[4], writes[4];
-        load_four(keys, in.k + first);
-        mn_load<4>(squares, in.squares, first);
+        load_four(keys, in.k[token] + first);
+        mn_load<4>(squares, in.squares[token], first);
 #pragma unroll
         for (int r = 0; r < 4; r++) keys[r] *= inverse;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int j = coord::column() + own_column(4 * half);
-            mn_load<4>(weights, in.w, j);
-            mn_load<4>(writes, in.write, j);
+            const int j = warp_coord::column() + own_column(4 * half);
+            mn_load<4>(weights, in.w[token], j);
+            mn_load<4>(writes, in.write[token], j);
 #pragma unroll
             for (int n = 0; n < 16; n++) {
                 const int r = n / 4, c = n % 4;
@@ -457,11 +470,12 @@ struct cells {
     }
 
     /* An adjoint takes what a token reads: cots of this lane's columns. */
-    __device__ __forceinline__ void take(const token_smem<ROW_WARPS> &in, float inverse,
+    template <int ROW_WARPS>
+    __device__ __forceinline__ void take(const token_smem<ROW_WARPS> &in, int token, float inverse,
                                          const unsigned (&cots)[4]) {
         float queries[4];
-        const float by = fminf(in.q_unit * inverse, FLT_MAX);
-        load_four(queries, in.q + coord::row() + own_row(0));
+        const float by = fminf(in.q_unit[token] * inverse, FLT_MAX);
+        load_four(queries, in.q[token] + warp_coord::row() + own_row(0));
 #pragma unroll
         for (int r = 0; r < 4; r++) queries[r] *= by;
 #pragma unroll
@@ -476,10 +490,11 @@ struct cells {
     }
 
     /* And goes in front of it. */
-    __device__ __forceinline__ void decay(const token_smem<ROW_WARPS> &in,
+    template <int ROW_WARPS>
+    __device__ __forceinline__ void decay(const token_smem<ROW_WARPS> &in, int token,
                                           const float (&weights)[2][4]) {
         float squares[4];
-        mn_load<4>(squares, in.squares, coord::row() + own_row(0));
+        mn_load<4>(squares, in.squares[token], warp_coord::row() + own_row(0));
 #pragma unroll
         for (int n = 0; n < 32; n++) {
             float &cell = at[n / 8][n % 8];
@@ -522,7 +537,7 @@ template <int THREADS>
 __device__ __forceinline__ void store_packed(uint4 *to, const pairs &x) {
 #pragma unroll
     for (int f = 0; f < 4; f++) {
-        to[f * THREADS + threadIdx.x % THREADS] = make_uint4(x[f][0], x[f][1], x[f][2], x[f][3]);
+        to[f * THREADS + threadIdx.x] = make_uint4(x[f][0], x[f][1], x[f][2], x[f][3]);
     }
 }
 
@@ -530,409 +545,325 @@ template <int THREADS>
 __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
 #pragma unroll
     for (int f = 0; f < 4; f++) {
-        const uint4 vec = from[f * THREADS + threadIdx.x % THREADS];
+        const uint4 vec = from[f * THREADS + threadIdx.x];
         x[f][0] = vec.x, x[f][1] = vec.y, x[f][2] = vec.z, x[f][3] = vec.w;
     }
 }
 
 /* ---- gradients ------------------------------------------------------------------------------- */
 
-/* Where a lane leaves a token's sums: over columns, each by another lane of those that have them
- * all, and over rows; and the unit of its warp's. */
+/* The sums of a token to shared memory: over columns, each by another lane of those that have them
+ * all, and over rows. */
 template <int ROW_WARPS>
-struct sums_place {
-    float *rows, *columns, *unit;
+__device__ __forceinline__ void leave_rows(smem_of<ROW_WARPS> &smem, int token, float4 to_q,
+                                           float4 to_k, float4 to_kk) {
+    const int across = threadIdx.x / 32 % 2, part = threadIdx.x % 4;
+    float *rows = smem.row_sums[across][token][0] + warp_coord::row() + own_row(0);
+    if (part == 0) *(float4 *)rows = to_q;
+    if (part == 1) *(float4 *)(rows + sizes<ROW_WARPS>::ROWS) = to_k;
+    if (part == 2) *(float4 *)(rows + 2 * sizes<ROW_WARPS>::ROWS) = to_kk;
+}
 
-    __device__ sums_place(smem_of<ROW_WARPS> &smem, int token) {
-        typedef role_coord<ROW_WARPS> coord;
-        const int across = coord::warp() % 2, down = coord::warp() / 2, part = threadIdx.x % 4;
-        rows = smem.row_sums[across][token][part % 3] + coord::row() + own_row(0);
-        columns = smem.column_sums[down][token][0] + 32 * across + threadIdx.x % 32 / 4 * 4;
-        unit = &smem.adjoint_unit[coord::warp()][token];
-    }
-
-    __device__ __forceinline__ void back(void) {
-        rows -= 3 * sizes<ROW_WARPS>::ROWS, columns -= 2 * TILE, unit--;
-    }
-
-    __device__ __forceinline__ void leave(float4 to_q, float4 to_k, float4 to_kk) const {
-        const int part = threadIdx.x % 4;
-        if (part == 0) *(float4 *)rows = to_q;
-        if (part == 1) *(float4 *)rows = to_k;
-        if (part == 2) *(float4 *)rows = to_kk;
-    }
-
-    __device__ __forceinline__ void leave(float4 to_v, float4 to_w) const {
-        const int part = threadIdx.x % 4;
-        if (part == 3) *(float4 *)columns = to_v;
-        if (part == 0) *(float4 *)(columns + TILE) = to_w;
-    }
-};
+template <int ROW_WARPS>
+__device__ __forceinline__ void leave_columns(smem_of<ROW_WARPS> &smem, int token, float4 to_v,
+                                              float4 to_w) {
+    const int across = threadIdx.x / 32 % 2, down = threadIdx.x / 64, part = threadIdx.x % 4;
+    float *columns = smem.column_sums[down][token][0] + 32 * across + threadIdx.x % 32 / 4 * 4;
+    if (part == 3) *(float4 *)columns = to_v;
+    if (part == 0) *(float4 *)(columns + TILE) = to_w;
+}
 
 /* Sums of a token, from the states behind and in front of it. */
 template <int ROW_WARPS>
-__device__ __forceinline__ void token_bwd(cells<ROW_WARPS> &D, const pairs &behind,
-                                          const pairs &front, const token_smem<ROW_WARPS> &in,
-                                          sums_place<ROW_WARPS> &sums, float &bound,
-                                          float &unit) {
-    typedef role_coord<ROW_WARPS> coord;
-    const int column = coord::column() + own_column(0);
-    const uint4 b0 = *(const uint4 *)in.cot_write[column / 4];
-    const uint4 b1 = *(const uint4 *)in.cot_write[column / 4 + 4];
-    const uint4 keys = *(const uint4 *)(in.k_pair + coord::row() + own_row(0));
+__device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const pairs &front,
+                                          smem_of<ROW_WARPS> &smem, float &bound, float &unit,
+                                          int token) {
+    const token_smem<ROW_WARPS> &in = smem.in;
+    const int column = warp_coord::column() + own_column(0);
+    const uint4 b0 = *(const uint4 *)in.cot_write[token][column / 4];
+    const uint4 b1 = *(const uint4 *)in.cot_write[token][column / 4 + 4];
+    const uint4 keys = *(const uint4 *)(in.k_pair[token] + warp_coord::row() + own_row(0));
     const unsigned own[4] = { keys.x, keys.y, keys.z, keys.w };
     const unsigned cots[4] = { b0.x, b0.y, b1.x, b1.y };
     const float4 to_q = rows_times(behind, make_uint2(b0.x, b0.y), make_uint2(b1.x, b1.y));
     pairs read, product;
     unsigned k[4], kk[4];
     float w[2][4];
-    D.make_room(bound, unit, in.read);
-    D.take(in, inverse_of(unit), cots);
+    D.make_room(bound, unit, in.read[token]);
+    D.take(in, token, inverse_of(unit), cots);
     D.pack(read);
-    *sums.unit = unit;
+    if (threadIdx.x % 32 == 0) smem.adjoint_unit[threadIdx.x / 32][token] = unit;
 #pragma unroll
     for (int n = 0; n < 16; n++) {
         product[n / 4][n % 4] = multiply(read[n / 4][n % 4], front[n / 4][n % 4]);
     }
 #pragma unroll
-    for (int half = 0; half < 2; half++) mn_load<4>(w[half], in.w, column + 16 * half);
-    D.decay(in, w);
+    for (int half = 0; half < 2; half++) mn_load<4>(w[half], in.w[token], column + 16 * half);
+    D.decay(in, token, w);
     const float4 to_k = rows_times(read, make_uint2(b0.z, b0.w), make_uint2(b1.z, b1.w));
     const float4 to_kk =
         rows_times(product, make_uint2(pair_of(w[0][0], w[0][1]), pair_of(w[0][2], w[0][3])),
                    make_uint2(pair_of(w[1][0], w[1][1]), pair_of(w[1][2], w[1][3])));
-    sums.leave(to_q, to_k, to_kk);
+    leave_rows(smem, token, to_q, to_k, to_kk);
 #pragma unroll
     for (int r = 0; r < 4; r++) k[r] = twice_low(own[r]), kk[r] = twice_high(own[r]);
-    sums.leave(columns_times(read, k), columns_times(product, kk));
-    sums.back();
+    leave_columns(smem, token, columns_times(read, k), columns_times(product, kk));
 }
 
-/* dq and dk of row i of a token, `part` where dq is. */
+/* What a thread's sums of a group take of its tokens, which the next group's write over: of every
+ * second token and a row (of ROW_WARPS 4), of every fourth and a column. */
+template <int ROW_WARPS>
+struct sum_factors {
+    typedef sizes<ROW_WARPS> size;
+    static constexpr int ROWS_AT_ONCE = size::THREADS / size::ROWS;
+    static constexpr int COLUMNS_AT_ONCE = size::THREADS / TILE;
+    float key[GROUP / ROWS_AT_ONCE], cot[GROUP / ROWS_AT_ONCE], write[GROUP / ROWS_AT_ONCE];
+    float w_unit[GROUP / ROWS_AT_ONCE];
+    float v[GROUP / COLUMNS_AT_ONCE], w[GROUP / COLUMNS_AT_ONCE], k_unit[GROUP / COLUMNS_AT_ONCE];
+
+    __device__ __forceinline__ void load(const token_smem<ROW_WARPS> &in) {
+        const int row = threadIdx.x % size::ROWS, column = threadIdx.x % TILE;
+#pragma unroll
+        for (int n = 0; n < GROUP / ROWS_AT_ONCE; n++) {
+            const int token = threadIdx.x / size::ROWS + n * ROWS_AT_ONCE;
+            key[n] = mn_float(in.k[token][row]), cot[n] = in.cot_unit[token];
+            write[n] = in.write_unit[token], w_unit[n] = in.w_unit[token];
+        }
+#pragma unroll
+        for (int n = 0; n < GROUP / COLUMNS_AT_ONCE; n++) {
+            const int token = threadIdx.x / TILE + n * COLUMNS_AT_ONCE;
+            v[n] = mn_float(in.v[token][column]), k_unit[n] = in.k_unit[token];
+            w[n] = in.w[token][column] * in.w_unit[token];
+        }
+    }
+};
+
+/* dq and dk of row i of a token, `part` where dq is; the thread's number n of these. */
 template <int ROW_WARPS>
 __device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem,
-                                  const token_smem<ROW_WARPS> &in, int turn, float scale, int64_t K,
-                                  int token, int i) {
+                                  const sum_factors<ROW_WARPS> &of, float scale, int64_t K,
+                                  int token, int i, int n) {
     float to_q = 0.0f, to_k = 0.0f, to_kk = 0.0f;
 #pragma unroll
     for (int across = 0; across < 2; across++) {
         const float *sums = smem.row_sums[across][token][0] + i;
-        const float *units = smem.state_unit[turn % 2][i / 32 * 2 + across] + token;
-        const float unit = smem.adjoint_unit[i / 32 * 2 + across][token];
-        to_q = fmaf(sums[0], units[1], to_q);
+        const int warp = i / 32 * 2 + across;
+        const float unit = smem.adjoint_unit[warp][token];
+        to_q = fmaf(sums[0], smem.state_unit[warp][token + 1], to_q);
         to_k = fmaf(sums[sizes<ROW_WARPS>::ROWS], unit, to_k);
-        to_kk = fmaf(sums[2 * sizes<ROW_WARPS>::ROWS] * units[0], unit, to_kk);
+        to_kk = fmaf(sums[2 * sizes<ROW_WARPS>::ROWS] * smem.state_unit[warp][token], unit, to_kk);
     }
-    part[0] = scale * (to_q * in.cot_unit);
-    part[K] = fmaf(-2.0f * mn_float(in.k[i]), to_kk * in.w_unit,
-                   to_k * in.write_unit);
+    part[0] = scale * (to_q * of.cot[n]);
+    part[K] = fmaf(-2.0f * of.key[n], to_kk * of.w_unit[n], to_k * of.write[n]);
 }
 
 /* y and dv of a column of a token. */
 template <int ROW_WARPS>
 __device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARPS> &smem,
-                                     const token_smem<ROW_WARPS> &in, int turn, int token,
-                                     int column) {
+                                     const sum_factors<ROW_WARPS> &of, int token, int column,
+                                     int n) {
+    const int place = column_place(column);
     float to_v = 0.0f, to_w = 0.0f;
 #pragma unroll
     for (int down = 0; down < ROW_WARPS; down++) {
         const int warp = 2 * down + column / 32;
-        const float *sums = smem.column_sums[down][token][0] + column_place(column);
+        const float *sums = smem.column_sums[down][token][0] + place;
         const float unit = smem.adjoint_unit[warp][token];
         to_v = fmaf(sums[0], unit, to_v);
-        to_w = fmaf(sums[TILE] * smem.state_unit[turn % 2][warp][token], unit, to_w);
+        to_w = fmaf(sums[TILE] * smem.state_unit[warp][token], unit, to_w);
     }
-    const float key = in.k_unit;
+    const float key = of.k_unit[n];
     to_v *= key;
-    y = fmaf(mn_float(in.v[column]), to_v, -8.0f * (to_w * key * key));
-    dv = in.w[column] * in.w_unit * to_v;
+    y = fmaf(of.v[n], to_v, -8.0f * (to_w * key * key));
+    dv = of.w[n] * to_v;
 }
 
-/* Adds the warps' sums of half of a group, of which `count` tokens from token t on there are. All
- * threads of a role call. */
+/* Adds the warps' sums of `count` tokens, of which the first is token t. All threads call, between
+ * barriers. */
 template <int ROW_WARPS>
-__device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem, const mn_column_params &p,
-                                    const mn_column_coord &at, int64_t t, int count, int turn,
-                                    int half) {
+__device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem,
+                                    const sum_factors<ROW_WARPS> &of, const mn_column_params &p,
+                                    const mn_column_coord &at, int64_t t, int count) {
     typedef sizes<ROW_WARPS> size;
-    constexpr int HALF = GROUP / 2, AT_ONCE = size::THREADS / size::ROWS;
-    constexpr int COLUMNS_AT_ONCE = size::THREADS / TILE;
-    const token_smem<ROW_WARPS> (&in)[GROUP] = smem.in[turn % 2];
+    constexpr int AT_ONCE = sum_factors<ROW_WARPS>::ROWS_AT_ONCE;
+    constexpr int COLUMNS_AT_ONCE = sum_factors<ROW_WARPS>::COLUMNS_AT_ONCE;
     const int64_t all = p.call.B * p.call.T * p.call.H, K = p.call.K;
-    const int thread = role_coord<ROW_WARPS>::thread();
-    const int first = half * HALF + thread / size::ROWS, i = thread % size::ROWS;
+    const int first = threadIdx.x / size::ROWS, i = threadIdx.x % size::ROWS;
     float *part = p.partials + (at.tile * all + mn_columns_row(p, at, t + first)) * 2 * K + i;
-#pragma unroll 1
-    for (int n = 0; n < HALF; n += AT_ONCE, part += AT_ONCE * p.call.H * 2 * K) {
-        if (i < K && first + n < count) {
-            reduce_row(part, smem, in[first + n], turn, p.scale, K, first + n, i);
+#pragma unroll
+    for (int token = 0; token < GROUP; token += AT_ONCE, part += AT_ONCE * p.call.H * 2 * K) {
+        if (i < K && first + token < count) {
+            reduce_row(part, smem, of, p.scale, K, first + token, i, token / AT_ONCE);
         }
     }
-    const int own = half * HALF + thread / TILE, column = thread % TILE;
+    const int own = threadIdx.x / TILE, column = threadIdx.x % TILE;
     const int64_t j = at.tile * TILE + column;
     float *y = p.y + mn_columns_row(p, at, t + own) * p.columns + j;
     mn_bf16 *dv = mn_row<mn_bf16>(p.dv, at.span.b, at.span.t0 + t + own, at.h);
 #pragma unroll
-    for (int n = 0; n < HALF; n += COLUMNS_AT_ONCE) {
+    for (int token = 0; token < GROUP; token += COLUMNS_AT_ONCE) {
         float to_v;
-        if (j >= p.columns || own + n >= count) continue;
-        reduce_column(y[n * p.call.H * p.columns], to_v, smem, in[own + n], turn,
-                      own + n, column);
-        if (dv) mn_put(dv + n * p.dv.stride[1] + j, to_v);
+        if (j >= p.columns || own + token >= count) continue;
+        reduce_column(y[token * p.call.H * p.columns], to_v, smem, of, own + token, column,
+                      token / COLUMNS_AT_ONCE);
+        if (dv) mn_put(dv + token * p.dv.stride[1] + j, to_v);
     }
 }
 
-/* mn_mbarrier_wait, on machines from 8.0 on. */
-__device__ __forceinline__ void wait_for(const uint64_t *mbar, int phase) {
-#if __CUDA_ARCH__ >= 900
-    mn_mbarrier_wait(mbar, phase);
-#else
-    asm volatile("{\n\t.reg .pred done;\n"
-                 "again:\n\t"
-                 "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(mn_smem_addr(mbar)), "r"(phase) : "memory");
-#endif
+/* Does one thing and the other, which are free to come in either order; of two warps that share a
+ * scheduler each begins with another one, so that one's waits are the other's turn. */
+template <typename One, typename Other>
+__device__ __forceinline__ void in_turns(One one, Other other) {
+    const int first = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);    // alike in a warp
+#pragma unroll 1
+    for (int turn = 0; turn < 2; turn++) {
+        if ((turn ^ first) & 1) other();
+        else one();
+    }
 }
 
-/* ---- roles ----------------------------------------------------------------------------------- */
-
-/* Half of a block makes states, the other one adjoints, in pairs of warps that have the same cells.
- * Named barriers: sums of half a group are there, and have been added; tokens are in place. */
-enum { BARRIER_SUMS = 1, BARRIER_ADDED = 3, BARRIER_TOKENS = 5 };
-
-/* Where a head's states in front of groups go. */
+/* The state in front of every group to memory, and the last one, packed; returns its unit. Tokens
+ * of the next group go to shared memory while other warps are still in this one. */
 template <int ROW_WARPS>
-struct saved_states {
-    typedef sizes<ROW_WARPS> size;
-    uint4 *first;
-    int64_t stride;
-
-    __device__ saved_states(const mn_column_params &p, const mn_column_coord &at, int64_t tiles,
-                            int64_t groups) {
-        const int64_t slot = p.call.cu_seqlens ? at.span.t0 / GROUP + at.n : at.n * groups;
-        stride = p.call.H * tiles * size::PACKS;
-        first = (uint4 *)p.spans + slot * stride + (at.h * tiles + at.tile) * size::PACKS;
-    }
-
-    __device__ float &unit(int64_t n) const {
-        return ((float *)(first + n * stride + size::CELLS))[role_coord<ROW_WARPS>::warp()];
-    }
-};
-
-/* Those that make states: those in front of groups on a first way, to memory; then, back, all of
- * a group's, while the adjoint goes through the one behind it, whose sums they add. */
-template <int ROW_WARPS>
-struct state_role {
-    typedef sizes<ROW_WARPS> size;
-    typedef role_coord<ROW_WARPS> coord;
-    smem_of<ROW_WARPS> &smem;
-    const mn_column_params &p;
-    const mn_column_coord &at;
-    const saved_states<ROW_WARPS> saved;
-    const int64_t groups;
-    cells<ROW_WARPS> S;
-    float unit_behind;
-
-    __device__ __forceinline__ float pack(pairs &packed) const {
+__device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
+                                    smem_of<ROW_WARPS> &smem, const mn_column_params &p,
+                                    const mn_column_coord &at, int64_t groups) {
+    constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
+    typedef token_smem<ROW_WARPS> tokens;
+    static_assert(sizeof(tokens) <= sizeof(smem.states), "their places are free on this way");
+    const auto stage = [&](int64_t n) -> tokens & {
+        const ptrdiff_t apart = (unsigned char *)smem.states - (unsigned char *)&smem.in;
+        return *(tokens *)((unsigned char *)&smem.in + n % 2 * apart);
+    };
+    cells S;
+    prefetch<ROW_WARPS> ahead(p, at, 0);
+    const auto pack = [&](pairs &packed) {
         const float unit = unit_of(S.largest());
         S.pack(packed, inverse_of(unit));
         return unit;
-    }
-
-    /* The last state is left where the adjoint begins. */
-    __device__ __forceinline__ void save() {
+    };
+    const auto save = [&](int64_t n) {
         pairs packed;
-        S.load(p, at, p.state0);
+        const float unit = pack(packed);
+        store_packed<THREADS>(saved + n * stride, packed);
+        if (threadIdx.x % 32 > 0) return;
+        ((float *)(saved + n * stride + sizes<ROW_WARPS>::CELLS))[threadIdx.x / 32] = unit;
+    };
+    const auto bring = [&](int64_t n) {    // group n, and asks for the one behind it
+        ahead.template put<false>(stage(n), p.scale);
+        ahead.template move<1>(p);
+        ahead.template fetch<false>(p, at);
+    };
+    S.load(p, at, p.state0);
+    ahead.template fetch<false>(p, at);
+    bring(0);
 #pragma unroll 1
-        for (int64_t n = 0; n < groups; n++) {
-            __syncthreads();
-            saved.unit(n) = pack(packed);
-            store_packed<size::THREADS>(saved.first + n * saved.stride, packed);
-#pragma unroll 2
-            for (int token = 0; token < GROUP; token++) S.advance(smem.in[n % 2][token], 1.0f);
-        }
-        unit_behind = pack(packed);
-        store_packed<size::THREADS>(smem.states[GROUP], packed);
+    for (int64_t n = 0; n < groups; n++) {
         __syncthreads();
+        const auto pass = [&]() {
+            save(n);
+#pragma unroll 2
+            for (int token = 0; token < GROUP; token++) S.advance(stage(n), token, 1.0f);
+        };
+        in_turns([&]() { if (n + 1 < groups) bring(n + 1); }, pass);
     }
+    const float unit = pack(last);
+    __syncthreads();
+    return unit;
+}
 
-    /* Waits until the adjoint has taken the states of its `turn` whose places are the next for this
-     * token and the one behind it. */
-    __device__ void wait_taken(int turn, int token) const {
-        if (turn >= 0) wait_for(&smem.taken[coord::warp()][token / 2], turn % 2);
-    }
-
-    __device__ void ask(int64_t n, int turn) const {
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const int place = r * size::THREADS + coord::thread();
-            cp_async(smem.states[state_slot(turn, 0)] + place,
-                     saved.first + n * saved.stride + place);
-        }
-    }
-
-    __device__ void add_sums(int turn, int half) const {
-        const int64_t n = groups - 1 - turn;
-        const int count = (int)min((int64_t)GROUP, at.span.length - n * GROUP);
-        mn_named_barrier_sync(BARRIER_SUMS + half, 2 * size::THREADS);
-        reduce_warps(smem, p, at, n * GROUP, count, turn, half);
-        mn_named_barrier_arrive(BARRIER_ADDED + half, 2 * size::THREADS);
-    }
-
-    /* The states of a group but the first, from that one, in its unit. */
-    __device__ __forceinline__ void make(int turn, float unit) {
-        const token_smem<ROW_WARPS> *in = smem.in[turn % 2];
-        float *units = smem.state_unit[turn % 2][coord::warp()], bound = 2.0f;
-        pairs packed;
-        load_packed<size::THREADS>(packed, smem.states[state_slot(turn, 0)]);
-        S.unpack(packed);
-        units[0] = unit, units[GROUP] = unit_behind, unit_behind = unit;
-#pragma unroll 1
-        for (int pair = 0; pair < GROUP; pair += 2) {
-            if (pair == GROUP / 2 && turn > 0) add_sums(turn - 1, 1);
-            if (pair > 0) {
-                wait_taken(turn - 1, pair);
-                advance(in[pair - 1], units, pair, turn, bound, unit);
-            }
-            advance(in[pair], units, pair + 1, turn, bound, unit);
-        }
-    }
-
-    /* Makes the state in front of this token. */
-    __device__ __forceinline__ void advance(const token_smem<ROW_WARPS> &in, float *units,
-                                            int token, int turn, float &bound, float &unit) {
-        pairs packed;
-        S.make_room(bound, unit, in.grow);
-        S.advance(in, inverse_of(unit));
-        S.pack(packed);
-        units[token] = unit;
-        store_packed<size::THREADS>(smem.states[state_slot(turn, token)], packed);
-    }
-
-    __device__ __forceinline__ void back() {
-        prefetch<ROW_WARPS> ahead;
-        float unit = saved.unit(groups - 1);
-        ask(groups - 1, 0);
-        ahead.template fetch<true>(p, at, (groups - 1) * GROUP);
-        ahead.template put<true>(smem.in[0], p.scale);
-#pragma unroll 1
-        for (int turn = 0; turn < groups; turn++) {
-            const int64_t next = groups - 2 - turn;
-            const float own = unit;
-            if (next >= 0) {
-                ahead.template fetch<true>(p, at, next * GROUP);
-                unit = saved.unit(next);
-            }
-            cp_async_wait();
-            mn_named_barrier_sync(BARRIER_TOKENS, size::THREADS);
-            make(turn, own);
-            mn_mbarrier_arrive_warp(&smem.made[coord::warp()]);
-            if (turn > 0) add_sums(turn - 1, 0);
-            mn_named_barrier_sync(BARRIER_TOKENS, size::THREADS);
-            if (next < 0) continue;
-            wait_taken(turn, 0);
-            ask(next, turn + 1);
-            ahead.template put<true>(smem.in[(turn + 1) % 2], p.scale);
-        }
-        add_sums((int)groups - 1, 1);
-        add_sums((int)groups - 1, 0);
-    }
-};
-
-/* Those that bring tokens on the first way, and then make adjoints. */
+/* The group that is in shared memory, from the state in front of it, in its unit, which takes the
+ * place of the one behind it. Behind the last token of a sequence there are zeros, which change
+ * nothing. */
 template <int ROW_WARPS>
-struct adjoint_role {
-    typedef sizes<ROW_WARPS> size;
-    typedef role_coord<ROW_WARPS> coord;
-    smem_of<ROW_WARPS> &smem;
-    const mn_column_params &p;
-    const mn_column_coord &at;
-    const int64_t groups;
-
-    __device__ __forceinline__ void bring() const {
-        prefetch<ROW_WARPS> ahead;
-        ahead.template fetch<false>(p, at, 0);
-#pragma unroll 1
-        for (int64_t n = 0; n <= groups; n++) {
-            if (n < groups) {
-                ahead.template put<false>(smem.in[n % 2], p.scale);
-                ahead.template fetch<false>(p, at, (n + 1) * GROUP);
-            }
-            __syncthreads();
-        }
+__device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
+                                          pairs &behind, const uint4 *front, float unit,
+                                          smem_of<ROW_WARPS> &smem) {
+    constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
+    float *units = smem.state_unit[threadIdx.x / 32], bound = 2.0f;
+    cells S;
+    pairs old;
+    load_packed<THREADS>(old, front);
+    S.unpack(old);
+    units[0] = unit;
+#pragma unroll 2
+    for (int token = 0; token + 1 < GROUP; token++) {
+        S.make_room(bound, unit, smem.in.grow[token]);
+        S.advance(smem.in, token, inverse_of(unit));
+        S.pack(old);
+        units[token + 1] = unit;
+        store_packed<THREADS>(smem.states[token], old);
     }
-
-    /* Once in four groups the unit of D is made that of its largest cell. */
-    __device__ __forceinline__ void look(cells<ROW_WARPS> &D, float &bound, float &unit) const {
-        const float most = __uint_as_float(D.largest()) * unit;
+    if (look) {
+        const float most = __uint_as_float(D.largest()) * unit_of_D;
         const float next = unit_of(__float_as_uint(most));
-        if (next != unit) D.rescale(unit, next);
-        bound = most * inverse_of(next), unit = next;
+        if (next != unit_of_D) D.rescale(unit_of_D, next);
+        most_of_D = most * inverse_of(next), unit_of_D = next;
     }
-
-    __device__ __forceinline__ void back(cells<ROW_WARPS> &D, float &bound, float &unit) const {
-        const int warp = coord::warp();
-        pairs behind, old;
-        load_packed<size::THREADS>(behind, smem.states[GROUP]);
 #pragma unroll 1
-        for (int turn = 0; turn < groups; turn++) {
-            const token_smem<ROW_WARPS> *in = smem.in[turn % 2] + GROUP - 1;
-            sums_place<ROW_WARPS> sums(smem, GROUP - 1);
-            wait_for(&smem.made[warp], turn % 2);
-            if (turn % 4 == 0) look(D, bound, unit);
-            const uint4 *front = smem.states[state_slot(turn, GROUP - 1)];
-            const int next = turn % 2 ? size::CELLS : -size::CELLS;    // that of the token before
-#pragma unroll 1
-            for (int token = GROUP - 1; token > 0; token -= 2) {
-                const int half = token / (GROUP / 2);
-                const bool first = token % (GROUP / 2) == GROUP / 2 - 1;
-                load_packed<size::THREADS>(old, front);
-                mn_mbarrier_arrive_warp(&smem.taken[warp][(GROUP - 1 - token) / 2]);
-                if (first && turn > 0) {
-                    mn_named_barrier_sync(BARRIER_ADDED + half, 2 * size::THREADS);
-                }
-                token_bwd(D, behind, old, *in--, sums, bound, unit);
-                load_packed<size::THREADS>(behind, front += next);
-                token_bwd(D, old, behind, *in--, sums, bound, unit);
-                front += next;
-                if (!first) mn_named_barrier_arrive(BARRIER_SUMS + half, 2 * size::THREADS);
-            }
-        }
+    for (int token = GROUP - 1; token > 0; token -= 2) {
+        load_packed<THREADS>(old, smem.states[token - 1]);
+        token_bwd(D, behind, old, smem, most_of_D, unit_of_D, token);
+        load_packed<THREADS>(behind, token == 1 ? front : smem.states[token - 2]);
+        token_bwd(D, old, behind, smem, most_of_D, unit_of_D, token - 1);
     }
-};
+}
 
 template <int ROW_WARPS>
-__global__ void __launch_bounds__(2 * sizes<ROW_WARPS>::THREADS, ROW_WARPS == 4 ? 1 : 2)
+__global__ void __launch_bounds__(sizes<ROW_WARPS>::THREADS, ROW_WARPS == 4 ? 1 : 2)
 longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t tiles) {
     typedef sizes<ROW_WARPS> size;
     extern __shared__ __align__(128) unsigned char diag_bytes[];
     smem_of<ROW_WARPS> &smem = *(smem_of<ROW_WARPS> *)diag_bytes;
     const mn_column_coord at = mn_column_block_coord(p, tiles);
-    const int64_t groups = (at.span.length + GROUP - 1) / GROUP;
-    const int role = __shfl_sync(0xffffffffu, (int)threadIdx.x / size::THREADS, 0);
-    if (threadIdx.x < size::WARPS) {
-        mn_mbarrier_init(&smem.made[threadIdx.x], 1);
+    const int64_t length = at.span.length, groups = (length + GROUP - 1) / GROUP;
+    const int64_t stride = p.call.H * tiles * size::PACKS;
+    const int64_t slot = p.call.cu_seqlens ? at.span.t0 / GROUP + at.n : at.n * groups;
+    uint4 *saved = (uint4 *)p.spans + slot * stride + (at.h * tiles + at.tile) * size::PACKS;
+    cells D;
+    pairs behind;
+    float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
+    D.load(p, at, p.cot_state);
+    if (groups > 0) {
+        float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
+        prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
+        ahead.template fetch<true>(p, at);
+        const auto ask = [&](int64_t n) {
 #pragma unroll
-        for (int n = 0; n < GROUP / 2; n++) mn_mbarrier_init(&smem.taken[threadIdx.x][n], 1);
-    }
-    __syncthreads();
-    if (role == 0 && groups > 0) {
-        const saved_states<ROW_WARPS> saved(p, at, tiles, groups);
-        state_role<ROW_WARPS> states = { smem, p, at, saved, groups };
-        states.save();
-        states.back();
-    } else if (role == 1) {
-        const adjoint_role<ROW_WARPS> adjoints = { smem, p, at, groups };
-        cells<ROW_WARPS> D;
-        float bound = 0.0f, unit = 1.0f;
-        D.load(p, at, p.cot_state);
-        if (groups > 0) {
-            adjoints.bring();
-            adjoints.back(D, bound, unit);
+            for (int r = 0; r < 4; r++) {
+                const int place = r * size::THREADS + (int)threadIdx.x;
+                cp_async(smem.front[n % 2] + place, saved + n * stride + place);
+            }
+            unit = ((const float *)(saved + n * stride + size::CELLS))[threadIdx.x / 32];
+        };
+        __syncthreads();
+        ask(groups - 1);
+        ahead.template put<true>(smem.in, p.scale);
+        cp_async_wait();
+        __syncthreads();
+#pragma unroll 1
+        for (int64_t n = groups - 1, looks = 0; n >= 0; n--, looks++) {
+            const float own = unit;
+            sum_factors<ROW_WARPS> factors;
+            if (n > 0) {
+                ahead.template move<-1>(p);
+                ahead.template fetch<true>(p, at);
+                ask(n - 1);
+            }
+            smem.state_unit[threadIdx.x / 32][GROUP] = unit_behind, unit_behind = own;
+            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind,
+                                 smem.front[n % 2], own, smem);
+            factors.load(smem.in);
+            __syncthreads();
+            const int count = (int)min((int64_t)GROUP, length - n * GROUP);
+            in_turns([&]() { if (n > 0) ahead.template put<true>(smem.in, p.scale); },
+                     [&]() { reduce_warps(smem, factors, p, at, n * GROUP, count); });
+            cp_async_wait();
+            __syncthreads();
         }
-        D.rescale(unit, 1.0f);
-        D.store(p, at, p.dstate0);
     }
+    D.rescale(unit_of_D, 1.0f);
+    D.store(p, at, p.dstate0);
 }
 
 /* ---- launch ---------------------------------------------------------------------------------- */
@@ -959,7 +890,7 @@ static int launch_with(const mn_column_params &p, cudaStream_t on) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     return mn_launch_smem(longhorn_diag_bwd_products<ROW_WARPS>, dim3((unsigned)blocks),
-                          2 * sizes<ROW_WARPS>::THREADS, sizeof(smem_of<ROW_WARPS>), on, p, tiles);
+                          sizes<ROW_WARPS>::THREADS, sizeof(smem_of<ROW_WARPS>), on, p, tiles);
 }
 
 int launch(mn_column_params p, cudaStream_t on) {
