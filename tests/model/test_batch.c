@@ -1,6 +1,8 @@
 /* test_batch.c - many sessions stepped at once have the bits of each stepped alone: every kind of
  * layer, sessions that join and leave, positions that differ, sessions that have read nothing. On a
- * GPU, where there is one, alone means in a batch by itself. */
+ * GPU, where there is one, alone means in a batch by itself.
+ *
+ *   test_batch [WORD...]    layers whose names have one of these words, without one all */
 // labels: sanitize threads
 #include <stdio.h>
 #include <stdlib.h>
@@ -229,6 +231,14 @@ static const struct {
 #undef LAYER_TEST
 };
 
+static char **words;
+
+static bool is_wanted(size_t row) {
+    bool wanted = !words[0];
+    for (int i = 0; words[i]; i++) wanted = wanted || strstr(rows[row].layer, words[i]);
+    return wanted;
+}
+
 /* The options of the row, laid into a model of two such layers. */
 static void config_of(char *json, size_t size, size_t row) {
     const char *options = rows[row].options + 1;
@@ -244,6 +254,7 @@ static void every_layer_has_the_bits_of_steps_alone(void **context) {
     char json[1024];
     for (size_t row = 0; row < MN_COUNTOF(rows); row++) {
         fixture f;
+        if (!is_wanted(row)) continue;
         config_of(json, sizeof json, row);
         start(&f, NULL, 2, json);
         feeds(json, &f);
@@ -359,6 +370,7 @@ static void every_layer_on_a_gpu(void **context) {
     if (!has_gpu()) return;
     char json[1024];
     for (size_t row = 0; row < MN_COUNTOF(rows); row++) {
+        if (!is_wanted(row)) continue;
         config_of(json, sizeof json, row);
         printf("%s\n", rows[row].layer);
         fflush(stdout);
@@ -428,7 +440,8 @@ static void many_on_a_gpu(void **context) {
     check_done();
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    words = argv + (argc > 0);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(many_on_a_gpu),
         cmocka_unit_test(widths_on_a_gpu),

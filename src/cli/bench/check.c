@@ -104,6 +104,19 @@ static mn_status run_device(const mn_bench_case *which, mn_context *context, mn_
     return st;
 }
 
+/* The reference with inputs off by `size` of themselves, up or down. */
+static mn_status run_nudged(const mn_bench_case *which, mn_context *reference, mn_sample *moved,
+                            const mn_sample *want, double size) {
+    mn_status st = mn_bench_open(moved, which, MN_BENCH_CHECK, MN_F64, false);
+    if (st != MN_OK) return st;
+    mn_sample_nudge(moved, want, size, 1);
+    return run(which, reference, moved);
+}
+
+/* A sum that all but cancels, as the gradient of a head's decay over all tokens does, is moved by
+ * the rounding of its inputs to bf16 by more than a result's rounding costs. In bf16 what is off
+ * by too much is therefore held to twice what such a step of the inputs does, the rule of
+ * tests/kernels/test_cuda.c. */
 mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_context *reference,
                          mn_dtype dtype) {
     mn_sample *got = calloc(3, sizeof *got), *want = got + 1, *moved = got + 2;
@@ -118,12 +131,12 @@ mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_con
         st = context->device ? run_device(which, context, got, dtype) : run(which, context, got);
     }
     if (st == MN_OK) st = run(which, reference, want);
-    if (st == MN_OK && nudged) st = mn_bench_open(moved, which, MN_BENCH_CHECK, MN_F64, false);
-    if (st == MN_OK && nudged) {
-        mn_sample_nudge(moved, want, 1.0 / 256.0, 1);
-        st = run(which, reference, moved);
-    }
+    if (st == MN_OK && nudged) st = run_nudged(which, reference, moved, want, 1.0 / 256.0);
     if (st == MN_OK) st = compare_all(which, got, want, nudged ? moved : NULL, dtype);
+    if (st == MN_ERR_NUMERIC && dtype == MN_BF16 && !nudged) {
+        st = run_nudged(which, reference, moved, want, 1.0 / 512.0);
+        if (st == MN_OK) st = compare_all(which, got, want, moved, dtype);
+    }
     if (st == MN_OK && !mn_sample_guards_intact(got)) {
         st = mn_fail(MN_ERR_INTERNAL, "%s: memory around a tensor was overwritten", which->name);
     }
