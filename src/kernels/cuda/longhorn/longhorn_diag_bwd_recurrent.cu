@@ -1,5 +1,5 @@
 /* longhorn_diag_bwd_recurrent.cu - gradients of longhorn_diag in bf16, for keys of at most 128
- * channels. With c = u + w x, S the state in front of a token, S' the one behind it, and D the
+ * channels. With c = 1 - w k^2, S the state in front of a token, S' the one behind it, and D the
  * adjoint of S':
  *
  *   D += scale q do'     dq = scale S' do     E = D . S     D <- c D
@@ -14,23 +14,19 @@
  * which unit it is goes by tokens already seen.
  *
  * A warp has 32 x 32 cells, a lane four rows by eight columns of them, which are the factors of
- * products over columns as they lie in registers; for those over rows movmatrix turns them. The
- * state in front of every eighth token goes to memory on a first way through, in half precision.
- * Going back, states of eight tokens are made from it once and kept in shared memory, by the lane
- * that reads them, so that no barrier stands between.
+ * products over columns as they lie in registers. Sums over rows are first those of a lane's own
+ * four, in half precision, which movmatrix turns: as little as can be goes through the pipe of
+ * shared memory, movmatrix with it. So a lane's columns of do, and of w, are read once, as factors
+ * or as numbers, and made the other.
  *
- * What a token does to all cells are outer products, k (w v)' and q do', and the decays
- *
- *   c_ij = u_j + w_j x_i        x_i = |k|^2 - k_i^2
- *
- * Cells lie as sums of m16n8k8 do, and products of depth 8 add to them, or make decays, from
- * factors in bf16: k and q as they are, numbers of float32 as sums of two or three. What is left
- * out of w x is below 2^-17 of it. One multiplication is left for each cell and token
- * (token_factors). token_floats does the same by multiply-adds, three for each. */
+ * The state in front of every eighth token goes to memory on a first way through, in half
+ * precision. Going back, states of eight tokens are made from it once and kept in shared memory, by
+ * the lane that reads them, so that no barrier stands between; the one behind the last of them is
+ * the next group's first. */
 #include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 
 #include <cuda_fp16.h>
-#include <type_traits>
+#include <float.h>
 
 #include "kernels/cuda/prim/device_props.h"
 
@@ -49,20 +45,21 @@ struct sizes {
     static constexpr int PACKS = CELLS + 2;         // and its warps' units
 };
 
-/* Whether outer products and decays are made by tensor cores. */
-constexpr bool OUTER_PRODUCTS = true;
-
-/* Eight tokens as sums over cells want them, whoever makes the cells: factors of products in the
- * places that they have in lanes, units, and bounds of what a token adds to S and to D. */
-template <int ROWS>
-struct token_pairs {
-    alignas(16) unsigned cot_write[GROUP][TILE / 4][4];    // do and w v of four columns
-    alignas(16) unsigned w_pair[GROUP][TILE / 4][2];
-    alignas(16) unsigned k_pair[GROUP][ROWS / 8][4];
-    alignas(16) unsigned kk_pair[GROUP][ROWS / 8][4];      // squares
+/* Eight tokens as cells and their sums want them: a lane has four rows side by side and twice four
+ * columns. */
+template <int ROW_WARPS>
+struct token_smem {
+    static constexpr int ROWS = sizes<ROW_WARPS>::ROWS;
+    alignas(16) mn_bf16 k[GROUP][ROWS], q[GROUP][ROWS];
+    alignas(16) float squares[GROUP][ROWS];    // k^2 and the unit of w
+    alignas(16) float w[GROUP][TILE];          // in its unit
+    alignas(16) float write[GROUP][TILE];      // w v
+    alignas(16) unsigned cot_write[GROUP][TILE / 4][4];    // factors: do and w v of four columns
+    alignas(16) unsigned k_pair[GROUP][ROWS];    // and k, k^2 / 8, both in the unit of k
     alignas(4) mn_bf16 v[GROUP][TILE];
     float cot_unit[GROUP], write_unit[GROUP], w_unit[GROUP], k_unit[GROUP];
-    float grow[GROUP], read[GROUP];
+    float grow[GROUP], read[GROUP];    // bounds of what a token adds to S and to D
+    float q_unit[GROUP];               // scale times the unit of do
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -77,6 +74,21 @@ __device__ constexpr int pair_in(int factor, int n) { return factor % 2 * 2 + n 
 __device__ __forceinline__ unsigned pair_of(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *(const unsigned *)&pair;
+}
+
+/* One of a pair, twice, which costs nothing (as __byte_perm it would). */
+__device__ __forceinline__ unsigned twice_low(unsigned x) {
+    unsigned y;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }"
+        : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ __forceinline__ unsigned twice_high(unsigned x) {
+    unsigned y;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }"
+        : "=r"(y) : "r"(x));
+    return y;
 }
 
 /* to = A b of depth 16, where every column of b is the same */
@@ -97,28 +109,12 @@ __device__ __forceinline__ void mma_add(float (&sum)[4], const unsigned (&a)[4],
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* to = A b of depth 8, in bf16 */
-__device__ __forceinline__ void mma8_zero(float (&to)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+/* to = sums of A over its eight columns */
+__device__ __forceinline__ void mma_sums(float (&to)[4], unsigned upper, unsigned lower) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
         "{%7, %7, %7, %7};"
         : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));
-}
-
-/* Two rows of two columns += A b */
-__device__ __forceinline__ void mma8_add(float *upper, float *lower, unsigned a0, unsigned a1,
-                                         unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(upper[0]), "+f"(upper[1]), "+f"(lower[0]), "+f"(lower[1])
-        : "r"(a0), "r"(a1), "r"(b));
-}
-
-/* Two numbers of bf16 each. */
-__device__ __forceinline__ unsigned multiply_bf16(unsigned x, unsigned y) {
-    unsigned product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
-    return product;
+        : "r"(upper), "r"(lower), "r"(0x3c003c00), "f"(0.0f));
 }
 
 /* Eight rows of eight numbers, a pair a lane, with their axes exchanged. */
@@ -132,6 +128,12 @@ __device__ __forceinline__ unsigned multiply(unsigned x, unsigned y) {
     unsigned product;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
     return product;
+}
+
+__device__ __forceinline__ unsigned multiply_add(unsigned x, unsigned y, unsigned z) {
+    unsigned sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
+    return sum;
 }
 
 __device__ __forceinline__ void cp_async(void *smem, const void *from) {
@@ -154,31 +156,40 @@ __device__ __forceinline__ float4 rows_times(const pairs &a, uint2 b0, uint2 b1)
     return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
 }
 
-/* Sums over this warp's rows for four columns, those of column_place. */
-__device__ __forceinline__ float4 columns_times(const pairs &a, uint4 b) {
+/* Sums over this warp's rows for four columns, those of column_place; `by` has the same number
+ * twice, that of each row. */
+__device__ __forceinline__ float4 columns_times(const pairs &a, const unsigned (&by)[4]) {
+    unsigned turned[4];
     float x[2][4];
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-        unsigned upper[4], lower[4];
+    for (int p = 0; p < 4; p++) {
+        unsigned sum = multiply(a[p / 2][p % 2 * 2], by[0]);
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            upper[n] = transpose(a[m][pair_in(0, n) + row_in(0, n) * 2]);
-            lower[n] = transpose(a[2 + m][pair_in(0, n) + row_in(0, n) * 2]);
+        for (int r = 1; r < 4; r++) {
+            sum = multiply_add(a[r / 2 * 2 + p / 2][r % 2 + p % 2 * 2], by[r], sum);
         }
-        mma_zero(x[m], upper, b.x, b.y);
-        mma_add(x[m], lower, b.z, b.w);
+        turned[p] = transpose(sum);
     }
+#pragma unroll
+    for (int m = 0; m < 2; m++) mma_sums(x[m], turned[2 * m], turned[2 * m + 1]);
     return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
 }
 
 /* ---- units ----------------------------------------------------------------------------------- */
 
-constexpr float LARGEST = 128.0f;    // cell in its unit: E, a product of two, stays below 65504
+/* Cell in its unit: sums of four of E, a product of two, times k^2 / 8, stay below 65504. */
+constexpr float LARGEST = 128.0f;
 
 /* The power of two at or below what these bits, of a positive number, say; not too near to the
  * ends. */
 __device__ inline float unit_of(unsigned bits) {
     return __uint_as_float(min(max(bits & 0x7f800000u, 27u << 23), 227u << 23));
+}
+
+/* That in which such a number of bf16 is some 2^14: whatever is above 2^-17 of it is exact in half
+ * precision, and far smaller ones are not zero. */
+__device__ inline float wide_unit_of(unsigned bits) {
+    return __uint_as_float(max(bits & 0x7f800000u, 27u << 23) - (14u << 23));
 }
 
 __device__ inline float inverse_of(float unit) {
@@ -209,264 +220,17 @@ struct warp_coord {
     __device__ static int quarter() { return threadIdx.x % 4; }
 };
 
-/* Eight tokens for cells of multiply-adds: a lane has four rows side by side and twice four
- * columns. */
-template <int ROWS>
-struct token_floats : token_pairs<ROWS> {
-    alignas(16) float k[GROUP][ROWS];
-    alignas(16) float q[GROUP][ROWS];    // with the scale
-    alignas(16) float x[GROUP][ROWS];    // |k|^2 - k_i^2
-    alignas(16) float w[GROUP][TILE], u[GROUP][TILE];
-    alignas(16) float write[GROUP][TILE], cot[GROUP][TILE];    // w v; do
-
-    /* The lane's row r of four and column c of eight, of the warp's. */
-    __device__ static int row(int r) { return warp_coord::eighth() * 4 + r; }
-    __device__ static int column(int c) { return 16 * (c / 4) + 4 * warp_coord::quarter() + c % 4; }
-    /* Where a lane leaves the sum of row i, and of column j, of a block: its four side by side. */
-    __device__ static int row_place(int i) { return i; }
-    __device__ static int column_place(int j) {
-        const int pack = 2 * (j % 16 / 4) + j % 2;
-        return j / 32 * 32 + 4 * pack + 2 * (j % 32 / 16) + j % 4 / 2;
-    }
-    /* Where columns 2 n and the next are among factors, and row i among those of keys, in halves of
-     * words. */
-    __device__ static int pair_place(int n) { return n / 2 * 2 + n % 2; }
-    __device__ static int key_place(int i) { return i / 8 * 8 + i % 4 * 2 + i / 4 % 2; }
-
-    __device__ float key(int token, int i) const { return k[token][i]; }
-    __device__ float weight(int token, int j) const { return w[token][j]; }
-
-    template <bool BACK, int N>
-    __device__ void put_rows(int token, int i, const float (&keys)[N], const float (&others)[N],
-                             const float (&queries)[N], float scale) {
-        float scaled[N];
-        mn_store<N>(k[token], i, keys);
-        mn_store<N>(x[token], i, others);
-#pragma unroll
-        for (int n = 0; n < N; n++) scaled[n] = scale * queries[n];
-        if (BACK) mn_store<N>(q[token], i, scaled);
-    }
-
-    template <bool BACK>
-    __device__ void put_columns(int token, int j, const float (&weights)[2],
-                                const float (&keeps)[2],
-                                const float (&writes)[2], const float (&cots)[2], float) {
-        mn_store<2>(w[token], j, weights);
-        mn_store<2>(u[token], j, keeps);
-        mn_store<2>(write[token], j, writes);
-        if (BACK) mn_store<2>(cot[token], j, cots);
-    }
-
-    /* One token: S becomes the state behind it, in units of which `inverse` is the inverse. */
-    __device__ __forceinline__ void advance(float (&at)[4][8], int token, float inverse) const {
-        const int first = warp_coord::row() + row(0);
-        float keys[4], others[4], weights[4], keeps[4], writes[4];
-        mn_load<4>(keys, k[token], first);
-        mn_load<4>(others, x[token], first);
-#pragma unroll
-        for (int r = 0; r < 4; r++) keys[r] *= inverse;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int j = warp_coord::column() + column(4 * half);
-            mn_load<4>(weights, w[token], j);
-            mn_load<4>(keeps, u[token], j);
-            mn_load<4>(writes, write[token], j);
-#pragma unroll
-            for (int n = 0; n < 16; n++) {
-                const int r = n / 4, c = n % 4;
-                float &cell = at[r][4 * half + c];
-                cell = fmaf(keys[r], writes[c], cell * fmaf(weights[c], others[r], keeps[c]));
-            }
-        }
-    }
-
-    /* Of an adjoint: takes what the token reads, leave(at) looks, and it goes in front of it. */
-    template <typename Leave>
-    __device__ __forceinline__ void back(float (&at)[4][8], int token, float inverse,
-                                         Leave leave) const {
-        const int first = warp_coord::row() + row(0);
-        float queries[4], others[4], weights[4], keeps[4], cots[4];
-        mn_load<4>(queries, q[token], first);
-        mn_load<4>(others, x[token], first);
-#pragma unroll
-        for (int r = 0; r < 4; r++) queries[r] *= inverse;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            mn_load<4>(cots, cot[token], warp_coord::column() + column(4 * half));
-#pragma unroll
-            for (int n = 0; n < 16; n++) {
-                float &cell = at[n / 4][4 * half + n % 4];
-                cell = fmaf(queries[n / 4], cots[n % 4], cell);
-            }
-        }
-        leave();
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int j = warp_coord::column() + column(4 * half);
-            mn_load<4>(weights, w[token], j);
-            mn_load<4>(keeps, u[token], j);
-#pragma unroll
-            for (int n = 0; n < 16; n++) {
-                at[n / 4][4 * half + n % 4] *= fmaf(weights[n % 4], others[n / 4], keeps[n % 4]);
-            }
-        }
-    }
-};
-
-/* The nearest number of bf16, and what it leaves; that of infinity is zero. */
-__device__ inline float bf16_of(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
-
-__device__ inline float rest_of(float x) {
-    const float rest = x - bf16_of(x);
-    return rest == rest ? rest : 0.0f;
+/* The lane's row r of four and column c of eight, of the warp's. */
+__device__ inline int own_row(int r) { return warp_coord::eighth() * 4 + r; }
+__device__ inline int own_column(int c) {
+    return 16 * (c / 4) + 4 * warp_coord::quarter() + c % 4;
 }
 
-/* Two numbers that bf16 has, the first in the lower half. */
-__device__ inline unsigned both(float low, float high) {
-    return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+/* Where a lane leaves the sum of column j of a block: its four side by side. */
+__device__ inline int column_place(int j) {
+    const int pack = 2 * (j % 16 / 4) + j % 2;
+    return j / 32 * 32 + 4 * pack + 2 * (j % 32 / 16) + j % 4 / 2;
 }
-
-/* Eight tokens for cells of products of depth 8: a lane has rows g, g + 8, g + 16 and g + 24 of the
- * warp's and columns 2 p, 2 p + 1 of each eight (g = lane / 4, p = lane % 4). A lane's words of a
- * factor are depths 2 p and 2 p + 1:
- *
- *           rows         columns
- *   p = 0   x1, 1        w1, u1       c: x = x1 + x2, w = w1 + w2 + w3, u = u1 + u2
- *   p = 1   x1, 1        w2, u2
- *   p = 2   x2, x1       w1, w3
- *   p = 3   x2, x1       w2, 0
- *   even    k, k         y1, y2       y = w v / 2 = y1 + y2 + y3, for each of two p; q and do alike
- *   odd     k, k         y3, 0
- *
- * Words of a lane's four rows, or of the eighths of its columns, lie side by side. */
-template <int ROWS>
-struct token_factors : token_pairs<ROWS> {
-    static constexpr int WORDS = ROWS / 32 * 36;    // 36 for 32: so that 32 stores meet 32 banks
-    alignas(16) unsigned k[GROUP][WORDS], q[GROUP][WORDS], x[GROUP][2][WORDS];
-    alignas(16) unsigned decay[GROUP][TILE * 4], write[GROUP][TILE * 2], cot[GROUP][TILE * 2];
-
-    __device__ static int row(int r) { return warp_coord::eighth() + 8 * r; }
-    __device__ static int column(int c) { return 8 * (c / 2) + 2 * warp_coord::quarter() + c % 2; }
-    __device__ static int row_place(int i) { return i / 32 * 32 + 4 * (i % 8) + i % 32 / 8; }
-    __device__ static int column_place(int j) {
-        return j / 32 * 32 + 4 * (j % 8) + 2 * (j % 32 / 16) + j % 16 / 8;
-    }
-    __device__ static int pair_place(int n) { return n / 8 * 8 + n % 4 * 2 + n / 4 % 2; }
-    __device__ static int key_place(int i) {
-        return i / 32 * 32 + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2;
-    }
-
-    __device__ static int row_word(int i) { return i / 32 * 36 + 4 * (i % 8) + i % 32 / 8; }
-    /* Of depths 2 p and 2 p + 1 of column j. */
-    __device__ static int decay_word(int j, int p) {
-        const int g = j % 8;
-        return (j / 32 * 8 + g) * 16 + (p ^ g / 2) * 4 + j % 32 / 8;
-    }
-    __device__ static int outer_word(int j, int p) {
-        return (j / 32 * 8 + j % 8) * 8 + p * 4 + j % 32 / 8;
-    }
-
-    __device__ float key(int token, int i) const {
-        return __uint_as_float(k[token][row_word(i)] & 0xffff0000u);
-    }
-    __device__ float weight(int token, int j) const {
-        const unsigned *at = decay[token];
-        return __uint_as_float(at[decay_word(j, 0)] << 16) +
-               (__uint_as_float(at[decay_word(j, 1)] << 16) +
-                __uint_as_float(at[decay_word(j, 2)] & 0xffff0000u));
-    }
-
-    template <bool BACK, int N>
-    __device__ void put_rows(int token, int i, const float (&keys)[N], const float (&others)[N],
-                             const float (&queries)[N], float) {
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            const int at = row_word(i + n);
-            const float first = bf16_of(others[n]), second = bf16_of(rest_of(others[n]));
-            k[token][at] = both(keys[n], keys[n]);
-            x[token][0][at] = both(first, 1.0f);
-            x[token][1][at] = both(second, first);
-            if (BACK) q[token][at] = both(queries[n], queries[n]);
-        }
-    }
-
-    __device__ static void put_outer(unsigned *to, int j, float y) {
-        const float rest = rest_of(y);
-        to[outer_word(j, 0)] = both(bf16_of(y), bf16_of(rest));
-        to[outer_word(j, 1)] = both(bf16_of(rest_of(rest)), 0.0f);
-    }
-
-    template <bool BACK>
-    __device__ void put_columns(int token, int j, const float (&weights)[2],
-                                const float (&keeps)[2],
-                                const float (&writes)[2], const float (&cots)[2], float scale) {
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-            const float rest = rest_of(weights[c]);
-            const float w1 = bf16_of(weights[c]), w2 = bf16_of(rest), w3 = bf16_of(rest_of(rest));
-            decay[token][decay_word(j + c, 0)] = both(w1, bf16_of(keeps[c]));
-            decay[token][decay_word(j + c, 1)] = both(w2, bf16_of(rest_of(keeps[c])));
-            decay[token][decay_word(j + c, 2)] = both(w1, w3);
-            decay[token][decay_word(j + c, 3)] = both(w2, 0.0f);
-            put_outer(write[token], j + c, 0.5f * writes[c]);
-            if (BACK) put_outer(cot[token], j + c, 0.5f * (scale * cots[c]));
-        }
-    }
-
-    /* The lane's words of its rows; of its columns. */
-    __device__ static uint4 rows_of(const unsigned *at) {
-        return *(const uint4 *)(at + warp_coord::row() / 32 * 36 + 4 * warp_coord::eighth());
-    }
-
-    /* at += a b, with a in units of which `inverse` is the inverse */
-    __device__ __forceinline__ static void add_outer(float (&at)[4][8], const unsigned *rows,
-                                                     const unsigned *columns, float inverse) {
-        const int g = warp_coord::eighth(), p = warp_coord::quarter();
-        const uint4 a = rows_of(rows);
-        const uint4 b = *(const uint4 *)(columns + outer_word(warp_coord::column() + g, p % 2));
-        const unsigned by = both(inverse, inverse), cells[4] = { b.x, b.y, b.z, b.w };
-        const unsigned factor[4] = { multiply_bf16(a.x, by), multiply_bf16(a.y, by),
-                                     multiply_bf16(a.z, by), multiply_bf16(a.w, by) };
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int r = n / 4 * 2, c = n % 4;
-            mma8_add(&at[r][2 * c], &at[r + 1][2 * c], factor[r], factor[r + 1], cells[c]);
-        }
-    }
-
-    __device__ __forceinline__ void multiply_decays(float (&at)[4][8], int token) const {
-        const int g = warp_coord::eighth(), p = warp_coord::quarter();
-        const uint4 a = rows_of(x[token][p / 2]);
-        const uint4 b =
-            *(const uint4 *)(decay[token] + decay_word(warp_coord::column() + g, p));
-        const unsigned rows[4] = { a.x, a.y, a.z, a.w }, columns[4] = { b.x, b.y, b.z, b.w };
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int r = n / 4 * 2, c = n % 4;
-            float by[4];
-            mma8_zero(by, rows[r], rows[r + 1], columns[c]);
-            at[r][2 * c] *= by[0], at[r][2 * c + 1] *= by[1];
-            at[r + 1][2 * c] *= by[2], at[r + 1][2 * c + 1] *= by[3];
-        }
-    }
-
-    __device__ __forceinline__ void advance(float (&at)[4][8], int token, float inverse) const {
-        multiply_decays(at, token);
-        add_outer(at, k[token], write[token], inverse);
-    }
-
-    template <typename Leave>
-    __device__ __forceinline__ void back(float (&at)[4][8], int token, float inverse,
-                                         Leave leave) const {
-        add_outer(at, q[token], cot[token], inverse);
-        leave();
-        multiply_decays(at, token);
-    }
-};
-
-template <int ROW_WARPS>
-using token_smem = std::conditional_t<OUTER_PRODUCTS, token_factors<sizes<ROW_WARPS>::ROWS>,
-                                      token_floats<sizes<ROW_WARPS>::ROWS>>;
 
 template <int ROW_WARPS>
 struct smem_of {
@@ -478,6 +242,12 @@ struct smem_of {
     float adjoint_unit[size::WARPS][GROUP];      // of D
     uint4 front[2][size::CELLS];                 // state in front of a group
     uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
+};
+
+/* Units of a token's w and do, and the bits of the largest of do and w v. */
+struct column_units {
+    float w, cot;
+    unsigned most_cot, most_written;
 };
 
 /* Eight tokens on their way, as they were stored; a warp loads some of them. */
@@ -542,53 +312,63 @@ struct prefetch {
         return sum;
     }
 
-    /* Returns the bits of the largest key. */
+    /* A token's columns to shared memory. */
     template <bool BACK>
-    __device__ unsigned put_rows(token_smem<ROW_WARPS> &smem, float scale, int n, int token,
-                                 double all) const {
-        const int row = threadIdx.x % 32 * ITEMS;
-        float key[ITEMS], query[ITEMS], x[ITEMS];
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            key[i] = k[n].at(i);
-            x[i] = (float)(all - (double)key[i] * (double)key[i]);
-            query[i] = BACK ? q[n].at(i) : 0.0f;
-        }
-        const unsigned most = largest_of(key);
-        smem.template put_rows<BACK>(token, row, key, x, query, scale);
-        if (!BACK) return most;
-        const float unit = unit_of(most);
-        smem.k_unit[token] = unit;
-        smem.read[token] = fabsf(scale) * __uint_as_float(largest_of(query));
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            const int at = token_smem<ROW_WARPS>::key_place(row + i);
-            const float own = key[i] * inverse_of(unit);
-            ((__half *)smem.k_pair[token])[at] = __float2half_rn(own);
-            ((__half *)smem.kk_pair[token])[at] = __float2half_rn(own * own);
-        }
-        return most;
-    }
-
-    /* What goes back: factors of products over columns, and their units. */
-    __device__ static void put_factors(token_smem<ROW_WARPS> &smem, int token,
-                                       const float (&cots)[2], const float (&write)[2],
-                                       const float (&w)[2], unsigned most_written) {
+    __device__ column_units put_columns(token_smem<ROW_WARPS> &smem, int n, int token,
+                                        double all) const {
         const int pair = threadIdx.x % 32;
-        const unsigned most = largest_of(cots);
-        const float cot_unit = unit_of(most), write_unit = unit_of(most_written);
-        const float w_unit = unit_of(largest_of(w)), to_cot = inverse_of(cot_unit);
-        const float to_write = inverse_of(write_unit), to_w = inverse_of(w_unit);
-        const int at = token_smem<ROW_WARPS>::pair_place(pair);
-        unsigned *to = smem.cot_write[token][at / 2] + at % 2;
+        float w[2], write[2], cots[2];
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const float b = beta[n].at(c), u = 1.0f / (float)(1.0 + (double)b * all);
+            w[c] = b * u, write[c] = w[c] * v[n].at(c);
+            cots[c] = BACK ? cot[n].at(c) : 0.0f;
+        }
+        const float w_unit = unit_of(largest_of(w)), to_w = inverse_of(w_unit);
+        const float own[2] = { to_w * w[0], to_w * w[1] };
+        mn_store<2>(smem.w[token], 2 * pair, own);
+        mn_store<2>(smem.write[token], 2 * pair, write);
+        if (!BACK) return { w_unit, 0.0f, 0, 0 };
+        const unsigned most = largest_of(cots), most_written = largest_of(write);
+        const float cot_unit = wide_unit_of(most), write_unit = unit_of(most_written);
+        const float to_cot = inverse_of(cot_unit), to_write = inverse_of(write_unit);
+        unsigned *to = smem.cot_write[token][pair / 2] + pair % 2;
         to[0] = pair_of(to_cot * cots[0], to_cot * cots[1]);
         to[2] = pair_of(to_write * write[0], to_write * write[1]);
-        smem.w_pair[token][at / 2][at % 2] = pair_of(to_w * w[0], to_w * w[1]);
-        __syncwarp();
-        if (pair > 0) return;
+        *(unsigned *)&smem.v[token][2 * pair] = v[n].word[0];
         smem.cot_unit[token] = cot_unit, smem.write_unit[token] = write_unit;
         smem.w_unit[token] = w_unit;
-        smem.read[token] *= __uint_as_float(most);
+        return { w_unit, cot_unit, most, most_written };
+    }
+
+    /* And its rows. Where |k|^2 is too large for float32, nothing is a number. */
+    template <bool BACK>
+    __device__ void put_rows(token_smem<ROW_WARPS> &smem, float scale, int n, int token,
+                             double all, const column_units &of) const {
+        const int row = threadIdx.x % 32 * ITEMS;
+        const float w_unit = isinf((float)all) ? (float)all : of.w;
+        float key[ITEMS], query[ITEMS], square[ITEMS], factors[ITEMS];
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            key[i] = k[n].at(i), square[i] = key[i] * key[i] * w_unit;
+            query[i] = BACK ? q[n].at(i) : 0.0f;
+        }
+        mn_store<ITEMS>(smem.k[token], row, key);
+        mn_store<ITEMS>(smem.squares[token], row, square);
+        if (!BACK) return;
+        const unsigned most = largest_of(key);
+        const float unit = unit_of(most);
+        smem.k_unit[token] = unit, smem.q_unit[token] = scale * of.cot;
+        smem.grow[token] = __uint_as_float(most) * __uint_as_float(of.most_written);
+        smem.read[token] =
+            fabsf(scale) * __uint_as_float(largest_of(query)) * __uint_as_float(of.most_cot);
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            const float own = key[i] * inverse_of(unit);
+            factors[i] = __uint_as_float(pair_of(own, 0.125f * (own * own)));
+        }
+        mn_store<ITEMS>((float *)smem.k_pair[token], row, factors);
+        mn_store<ITEMS>(smem.q[token], row, query);
     }
 
     /* The tokens to shared memory. All threads call; a barrier follows. */
@@ -596,33 +376,24 @@ struct prefetch {
     __device__ void put(token_smem<ROW_WARPS> &smem, float scale) const {
 #pragma unroll
         for (int n = 0; n < size::TOKENS; n++) {
-            const int token = threadIdx.x / 32 * size::TOKENS + n, pair = threadIdx.x % 32;
+            const int token = threadIdx.x / 32 * size::TOKENS + n;
             const double all = norm(n);
-            float values[2], w[2], u[2], write[2], cots[2];
-            const unsigned most_key = put_rows<BACK>(smem, scale, n, token, all);
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const float b = beta[n].at(c);
-                values[c] = v[n].at(c);
-                u[c] = 1.0f / (float)(1.0 + (double)b * all), w[c] = b * u[c];
-                write[c] = w[c] * values[c];
-                cots[c] = BACK ? cot[n].at(c) : 0.0f;
-            }
-            smem.template put_columns<BACK>(token, 2 * pair, w, u, write, cots, scale);
-            if (!BACK) continue;
-            const unsigned most_written = largest_of(write);
-            smem.grow[token] = __uint_as_float(most_key) * __uint_as_float(most_written);
-            *(unsigned *)&smem.v[token][2 * pair] = both(values[0], values[1]);
-            put_factors(smem, token, cots, write, w, most_written);
+            put_rows<BACK>(smem, scale, n, token, all, put_columns<BACK>(smem, n, token, all));
         }
     }
 };
+
+/* Four numbers of bf16 that lie side by side. */
+__device__ __forceinline__ void load_four(float (&out)[4], const mn_bf16 *from) {
+    const uint2 x = *(const uint2 *)from;
+    out[0] = __uint_as_float(x.x << 16), out[1] = __uint_as_float(x.x & 0xffff0000u);
+    out[2] = __uint_as_float(x.y << 16), out[3] = __uint_as_float(x.y & 0xffff0000u);
+}
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
 /* A lane's four rows by eight columns. */
 struct cells {
-    typedef token_smem<4> tokens;    // of any number of rows
     float at[4][8];
 
     template <typename F>
@@ -630,8 +401,8 @@ struct cells {
         const int64_t head = place.n * p.call.H + place.h;
 #pragma unroll
         for (int n = 0; n < 32; n++) {
-            const int64_t i = warp_coord::row() + tokens::row(n / 8);
-            const int64_t j = place.tile * TILE + warp_coord::column() + tokens::column(n % 8);
+            const int64_t i = warp_coord::row() + own_row(n / 8);
+            const int64_t j = place.tile * TILE + warp_coord::column() + own_column(n % 8);
             use(at[n / 8][n % 8], (head * p.call.K + i) * p.call.V + j,
                 i < p.call.K && j < p.call.V);
         }
@@ -671,6 +442,63 @@ struct cells {
                 float(&row)[8] = at[row_in(f, n)];
                 row[2 * pair_in(f, n)] = x.x, row[2 * pair_in(f, n) + 1] = x.y;
             }
+        }
+    }
+
+    /* One token: a state becomes the one behind it, in units of which `inverse` is the inverse. */
+    template <int ROW_WARPS>
+    __device__ __forceinline__ void advance(const token_smem<ROW_WARPS> &in, int token,
+                                            float inverse) {
+        const int first = warp_coord::row() + own_row(0);
+        float keys[4], squares[4], weights[4], writes[4];
+        load_four(keys, in.k[token] + first);
+        mn_load<4>(squares, in.squares[token], first);
+#pragma unroll
+        for (int r = 0; r < 4; r++) keys[r] *= inverse;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int j = warp_coord::column() + own_column(4 * half);
+            mn_load<4>(weights, in.w[token], j);
+            mn_load<4>(writes, in.write[token], j);
+#pragma unroll
+            for (int n = 0; n < 16; n++) {
+                const int r = n / 4, c = n % 4;
+                float &cell = at[r][4 * half + c];
+                cell = fmaf(-(weights[c] * squares[r]), cell, fmaf(keys[r], writes[c], cell));
+            }
+        }
+    }
+
+    /* An adjoint takes what a token reads: cots of this lane's columns. */
+    template <int ROW_WARPS>
+    __device__ __forceinline__ void take(const token_smem<ROW_WARPS> &in, int token, float inverse,
+                                         const unsigned (&cots)[4]) {
+        float queries[4];
+        const float by = fminf(in.q_unit[token] * inverse, FLT_MAX);
+        load_four(queries, in.q[token] + warp_coord::row() + own_row(0));
+#pragma unroll
+        for (int r = 0; r < 4; r++) queries[r] *= by;
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+            const float2 cot = __half22float2(*(const __half2 *)&cots[p]);
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                at[r][2 * p] = fmaf(queries[r], cot.x, at[r][2 * p]);
+                at[r][2 * p + 1] = fmaf(queries[r], cot.y, at[r][2 * p + 1]);
+            }
+        }
+    }
+
+    /* And goes in front of it. */
+    template <int ROW_WARPS>
+    __device__ __forceinline__ void decay(const token_smem<ROW_WARPS> &in, int token,
+                                          const float (&weights)[2][4]) {
+        float squares[4];
+        mn_load<4>(squares, in.squares[token], warp_coord::row() + own_row(0));
+#pragma unroll
+        for (int n = 0; n < 32; n++) {
+            float &cell = at[n / 8][n % 8];
+            cell = fmaf(-(weights[n % 8 / 4][n % 4] * squares[n / 8]), cell, cell);
         }
     }
 
@@ -724,37 +552,62 @@ __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
 
 /* ---- gradients ------------------------------------------------------------------------------- */
 
+/* The sums of a token to shared memory: over columns, each by another lane of those that have them
+ * all, and over rows. */
+template <int ROW_WARPS>
+__device__ __forceinline__ void leave_rows(smem_of<ROW_WARPS> &smem, int token, float4 to_q,
+                                           float4 to_k, float4 to_kk) {
+    const int across = threadIdx.x / 32 % 2, part = threadIdx.x % 4;
+    float *rows = smem.row_sums[across][token][0] + warp_coord::row() + own_row(0);
+    if (part == 0) *(float4 *)rows = to_q;
+    if (part == 1) *(float4 *)(rows + sizes<ROW_WARPS>::ROWS) = to_k;
+    if (part == 2) *(float4 *)(rows + 2 * sizes<ROW_WARPS>::ROWS) = to_kk;
+}
+
+template <int ROW_WARPS>
+__device__ __forceinline__ void leave_columns(smem_of<ROW_WARPS> &smem, int token, float4 to_v,
+                                              float4 to_w) {
+    const int across = threadIdx.x / 32 % 2, down = threadIdx.x / 64, part = threadIdx.x % 4;
+    float *columns = smem.column_sums[down][token][0] + 32 * across + threadIdx.x % 32 / 4 * 4;
+    if (part == 3) *(float4 *)columns = to_v;
+    if (part == 0) *(float4 *)(columns + TILE) = to_w;
+}
+
 /* Sums of a token, from the states behind and in front of it. */
 template <int ROW_WARPS>
 __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const pairs &front,
                                           smem_of<ROW_WARPS> &smem, float &bound, float &unit,
                                           int token) {
     const token_smem<ROW_WARPS> &in = smem.in;
-    const int across = threadIdx.x / 32 % 2, down = threadIdx.x / 64, part = threadIdx.x % 4;
-    const int quad = warp_coord::column() / 4 + part, eight = 4 * down + part;
-    const uint4 b0 = *(const uint4 *)in.cot_write[token][quad];
-    const uint4 b1 = *(const uint4 *)in.cot_write[token][quad + 4];
+    const int column = warp_coord::column() + own_column(0);
+    const uint4 b0 = *(const uint4 *)in.cot_write[token][column / 4];
+    const uint4 b1 = *(const uint4 *)in.cot_write[token][column / 4 + 4];
+    const uint4 keys = *(const uint4 *)(in.k_pair[token] + warp_coord::row() + own_row(0));
+    const unsigned own[4] = { keys.x, keys.y, keys.z, keys.w };
+    const unsigned cots[4] = { b0.x, b0.y, b1.x, b1.y };
     const float4 to_q = rows_times(behind, make_uint2(b0.x, b0.y), make_uint2(b1.x, b1.y));
     pairs read, product;
+    unsigned k[4], kk[4];
+    float w[2][4];
     D.make_room(bound, unit, in.read[token]);
-    in.back(D.at, token, inverse_of(unit), [&]() { D.pack(read); });
+    D.take(in, token, inverse_of(unit), cots);
+    D.pack(read);
     if (threadIdx.x % 32 == 0) smem.adjoint_unit[threadIdx.x / 32][token] = unit;
 #pragma unroll
     for (int n = 0; n < 16; n++) {
         product[n / 4][n % 4] = multiply(read[n / 4][n % 4], front[n / 4][n % 4]);
     }
+#pragma unroll
+    for (int half = 0; half < 2; half++) mn_load<4>(w[half], in.w[token], column + 16 * half);
+    D.decay(in, token, w);
     const float4 to_k = rows_times(read, make_uint2(b0.z, b0.w), make_uint2(b1.z, b1.w));
-    const float4 to_kk = rows_times(product, *(const uint2 *)in.w_pair[token][quad],
-                                          *(const uint2 *)in.w_pair[token][quad + 4]);
-    float *rows = smem.row_sums[across][token][0] + warp_coord::row() + 4 * warp_coord::eighth();
-    if (part == 0) *(float4 *)rows = to_q;
-    if (part == 1) *(float4 *)(rows + sizes<ROW_WARPS>::ROWS) = to_k;
-    if (part == 2) *(float4 *)(rows + 2 * sizes<ROW_WARPS>::ROWS) = to_kk;
-    const float4 to_v = columns_times(read, *(const uint4 *)in.k_pair[token][eight]);
-    const float4 to_w = columns_times(product, *(const uint4 *)in.kk_pair[token][eight]);
-    float *columns = smem.column_sums[down][token][0] + 32 * across + threadIdx.x % 32 / 4 * 4;
-    if (part == 3) *(float4 *)columns = to_v;
-    if (part == 0) *(float4 *)(columns + TILE) = to_w;
+    const float4 to_kk =
+        rows_times(product, make_uint2(pair_of(w[0][0], w[0][1]), pair_of(w[0][2], w[0][3])),
+                   make_uint2(pair_of(w[1][0], w[1][1]), pair_of(w[1][2], w[1][3])));
+    leave_rows(smem, token, to_q, to_k, to_kk);
+#pragma unroll
+    for (int r = 0; r < 4; r++) k[r] = twice_low(own[r]), kk[r] = twice_high(own[r]);
+    leave_columns(smem, token, columns_times(read, k), columns_times(product, kk));
 }
 
 /* What a thread's sums of a group take of its tokens, which the next group's write over: of every
@@ -773,14 +626,14 @@ struct sum_factors {
 #pragma unroll
         for (int n = 0; n < GROUP / ROWS_AT_ONCE; n++) {
             const int token = threadIdx.x / size::ROWS + n * ROWS_AT_ONCE;
-            key[n] = in.key(token, row), cot[n] = in.cot_unit[token];
+            key[n] = mn_float(in.k[token][row]), cot[n] = in.cot_unit[token];
             write[n] = in.write_unit[token], w_unit[n] = in.w_unit[token];
         }
 #pragma unroll
         for (int n = 0; n < GROUP / COLUMNS_AT_ONCE; n++) {
             const int token = threadIdx.x / TILE + n * COLUMNS_AT_ONCE;
-            v[n] = mn_float(in.v[token][column]), w[n] = in.weight(token, column);
-            k_unit[n] = in.k_unit[token];
+            v[n] = mn_float(in.v[token][column]), k_unit[n] = in.k_unit[token];
+            w[n] = in.w[token][column] * in.w_unit[token];
         }
     }
 };
@@ -793,7 +646,7 @@ __device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem,
     float to_q = 0.0f, to_k = 0.0f, to_kk = 0.0f;
 #pragma unroll
     for (int across = 0; across < 2; across++) {
-        const float *sums = smem.row_sums[across][token][0] + token_smem<ROW_WARPS>::row_place(i);
+        const float *sums = smem.row_sums[across][token][0] + i;
         const int warp = i / 32 * 2 + across;
         const float unit = smem.adjoint_unit[warp][token];
         to_q = fmaf(sums[0], smem.state_unit[warp][token + 1], to_q);
@@ -809,7 +662,7 @@ template <int ROW_WARPS>
 __device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARPS> &smem,
                                      const sum_factors<ROW_WARPS> &of, int token, int column,
                                      int n) {
-    const int place = token_smem<ROW_WARPS>::column_place(column);
+    const int place = column_place(column);
     float to_v = 0.0f, to_w = 0.0f;
 #pragma unroll
     for (int down = 0; down < ROW_WARPS; down++) {
@@ -821,7 +674,7 @@ __device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARP
     }
     const float key = of.k_unit[n];
     to_v *= key;
-    y = fmaf(of.v[n], to_v, -(to_w * key * key));
+    y = fmaf(of.v[n], to_v, -8.0f * (to_w * key * key));
     dv = of.w[n] * to_v;
 }
 
@@ -869,12 +722,12 @@ __device__ __forceinline__ void in_turns(One one, Other other) {
     }
 }
 
-/* The state in front of every group to memory. Tokens of the next group go to shared memory while
- * other warps are still in this one. */
+/* The state in front of every group to memory, and the last one, packed; returns its unit. Tokens
+ * of the next group go to shared memory while other warps are still in this one. */
 template <int ROW_WARPS>
-__device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WARPS> &smem,
-                                   const mn_column_params &p, const mn_column_coord &at,
-                                   int64_t groups) {
+__device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
+                                    smem_of<ROW_WARPS> &smem, const mn_column_params &p,
+                                    const mn_column_coord &at, int64_t groups) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
     typedef token_smem<ROW_WARPS> tokens;
     static_assert(sizeof(tokens) <= sizeof(smem.states), "their places are free on this way");
@@ -884,10 +737,14 @@ __device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WAR
     };
     cells S;
     prefetch<ROW_WARPS> ahead(p, at, 0);
-    const auto save = [&](int64_t n) {
-        pairs packed;
+    const auto pack = [&](pairs &packed) {
         const float unit = unit_of(S.largest());
         S.pack(packed, inverse_of(unit));
+        return unit;
+    };
+    const auto save = [&](int64_t n) {
+        pairs packed;
+        const float unit = pack(packed);
         store_packed<THREADS>(saved + n * stride, packed);
         if (threadIdx.x % 32 > 0) return;
         ((float *)(saved + n * stride + sizes<ROW_WARPS>::CELLS))[threadIdx.x / 32] = unit;
@@ -899,41 +756,43 @@ __device__ inline void save_states(uint4 *saved, int64_t stride, smem_of<ROW_WAR
     };
     S.load(p, at, p.state0);
     ahead.template fetch<false>(p, at);
-    if (groups > 1) bring(0);
+    bring(0);
 #pragma unroll 1
-    for (int64_t n = 0; n + 1 < groups; n++) {
+    for (int64_t n = 0; n < groups; n++) {
         __syncthreads();
         const auto pass = [&]() {
             save(n);
 #pragma unroll 2
-            for (int token = 0; token < GROUP; token++) stage(n).advance(S.at, token, 1.0f);
+            for (int token = 0; token < GROUP; token++) S.advance(stage(n), token, 1.0f);
         };
-        in_turns([&]() { if (n + 2 < groups) bring(n + 1); }, pass);
+        in_turns([&]() { if (n + 1 < groups) bring(n + 1); }, pass);
     }
-    save(groups - 1);
+    const float unit = pack(last);
     __syncthreads();
+    return unit;
 }
 
-/* The group that is in shared memory, from the state in front of it, in its unit. Behind the last
- * token of a sequence there are zeros, which change nothing. */
+/* The group that is in shared memory, from the state in front of it, in its unit, which takes the
+ * place of the one behind it. Behind the last token of a sequence there are zeros, which change
+ * nothing. */
 template <int ROW_WARPS>
-__device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D,
-                                          bool look, const uint4 *front,
-                                          float unit, smem_of<ROW_WARPS> &smem) {
+__device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
+                                          pairs &behind, const uint4 *front, float unit,
+                                          smem_of<ROW_WARPS> &smem) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
     float *units = smem.state_unit[threadIdx.x / 32], bound = 2.0f;
     cells S;
-    pairs behind, old;
-    load_packed<THREADS>(behind, front);
-    S.unpack(behind);
+    pairs old;
+    load_packed<THREADS>(old, front);
+    S.unpack(old);
     units[0] = unit;
 #pragma unroll 2
-    for (int token = 0; token < GROUP; token++) {
+    for (int token = 0; token + 1 < GROUP; token++) {
         S.make_room(bound, unit, smem.in.grow[token]);
-        smem.in.advance(S.at, token, inverse_of(unit));
-        S.pack(behind);
+        S.advance(smem.in, token, inverse_of(unit));
+        S.pack(old);
         units[token + 1] = unit;
-        if (token + 1 < GROUP) store_packed<THREADS>(smem.states[token], behind);
+        store_packed<THREADS>(smem.states[token], old);
     }
     if (look) {
         const float most = __uint_as_float(D.largest()) * unit_of_D;
@@ -962,10 +821,11 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
     const int64_t slot = p.call.cu_seqlens ? at.span.t0 / GROUP + at.n : at.n * groups;
     uint4 *saved = (uint4 *)p.spans + slot * stride + (at.h * tiles + at.tile) * size::PACKS;
     cells D;
+    pairs behind;
     float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
     D.load(p, at, p.cot_state);
     if (groups > 0) {
-        save_states<ROW_WARPS>(saved, stride, smem, p, at, groups);
+        float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
         prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
         ahead.template fetch<true>(p, at);
         const auto ask = [&](int64_t n) {
@@ -990,8 +850,9 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
                 ahead.template fetch<true>(p, at);
                 ask(n - 1);
             }
-            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, smem.front[n % 2], own,
-                                 smem);
+            smem.state_unit[threadIdx.x / 32][GROUP] = unit_behind, unit_behind = own;
+            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind,
+                                 smem.front[n % 2], own, smem);
             factors.load(smem.in);
             __syncthreads();
             const int count = (int)min((int64_t)GROUP, length - n * GROUP);
