@@ -197,11 +197,11 @@ const mn_experiment_text mn_experiment_needles = {
                 },
                 "grid": {
                     "model": {
-                        "gla": {"model": {"num_heads": 4}},
-                        "gla+ccq": {"model": {"num_heads": 4}},
+                        "gla": {"model": {"num_heads": 4, "expand_k": 1, "expand_v": 2}},
+                        "gla+ccq": {"model": {"num_heads": 4, "expand_k": 1, "expand_v": 2}},
                         "gdn": {"model": {"num_heads": 4, "head_dim": 256, "expand_v": 2}},
                         "gdn+ccq": {"model": {"num_heads": 4, "head_dim": 256, "expand_v": 2}},
-                        "bayes": {"model": {"num_heads": 16}},
+                        "bayes": {"model": {"num_heads": 16, "intermediate_size": 5104}},
                         "attention": {
                             "model": {
                                 "num_hidden_layers": 35, "num_heads": 16, "intermediate_size": 2736
@@ -226,10 +226,10 @@ const mn_experiment_text mn_experiment_needles = {
         "things are, and between them numbers hidden in noise and asked for, as in the task, of "
         "other seeds. Such models know these two kinds of text and nothing else.",
         "Preset gpu has the rows of bench/language at 45 million parameters, on 105 million "
-        "tokens. Preset full has the paper's layers, widths, length and 15 billion tokens; where "
-        "the paper refers to its backbones' recipe (rate, warm-up, tokens of a step) that of Gated "
-        "DeltaNet stands, and widths of the MLPs are ours, for 450 to 500 million parameters; its "
-        "corpus is the user's to bring.",
+        "tokens. Preset full has the paper's layers, widths, heads, length and 15 billion tokens; "
+        "learning rate, warm-up and tokens of a step are those of Gated DeltaNet, whose settings "
+        "the paper says it takes over. Widths of the MLPs are ours, for 474 million parameters "
+        "with a vocabulary of 32,000 in all rows; the corpus is the user's to bring.",
         "The paper trained at 4,096 tokens; its columns 1K, 2K, 4K and 8K stand at 1/4x to 2x. "
         "Figures 3 and 4 draw perplexity from 4K to 20K: with ccq below without at every length, "
         "attention off the range beyond 4K. It has no row of bayes.",
