@@ -1,8 +1,9 @@
 /* experiment.h - the papers' experiments: what each runs at which size, and what its report shows.
  *
  * A plan is JSON: {"grid": see grid.h, "tables": see cells.h, "claims": see claims.h,
- * "notes": [sentences], "pilot": see pilot.h}. Rows of
- * experiments.def, one file experiment_ID.c each; what papers print is in paper_numbers.def. */
+ * "notes": [sentences], "pilot": see pilot.h, "needs_text": true where only the user can bring the
+ * text to train on}. Rows of experiments.def, one file papers/ID.c each; what papers print is in
+ * paper_numbers.def. */
 #ifndef MN_EXPERIMENTS_EXPERIMENT_H
 #define MN_EXPERIMENTS_EXPERIMENT_H
 
@@ -33,6 +34,11 @@ mn_status mn_experiment_find(int *out, const char *name);
 
 /* The plan of row `i`, new. */
 mn_status mn_experiment_plan(json_t **plan, int i, mn_preset preset);
+
+/* The text at `path` (a file, or a folder as bench/language makes it) for an experiment that trains
+ * on text, in the place of what its jobs would make themselves. NULL: fails where the plan says
+ * "needs_text", and says how to make some. */
+mn_status mn_experiment_take_data(json_t *plan, const char *name, const char *path);
 
 /* What its papers print: [{"table", "row", "column", "printed", "place"}], new. */
 mn_status mn_experiment_paper(json_t **numbers, int i);

@@ -183,6 +183,11 @@ static void put_table(FILE *out, const page *p, int64_t number) {
         return;
     }
     fprintf(out, "\n## %s\n", cells.title);
+    if (cells.n == 0) {
+        fputs("\nNothing of this was asked.\n", out);
+        mn_cells_free(&cells);
+        return;
+    }
     if (cells.percent) {
         fputs("\nPercent, mean over seeds ± standard error of the mean.", out);
         put_seeds(out, &cells);

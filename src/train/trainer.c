@@ -179,6 +179,10 @@ mn_model *mn_trainer_model(mn_trainer *t) {
     return t->model;
 }
 
+const mn_corpus *mn_trainer_held_out(const mn_trainer *t) {
+    return t->valid;
+}
+
 const mn_tokenizer *mn_trainer_tokenizer(const mn_trainer *t) {
     return t->tokenizer;
 }

@@ -112,6 +112,7 @@ int64_t mn_trainer_seen(const mn_trainer *trainer);            // targets traine
 double mn_trainer_best(const mn_trainer *trainer);             // NAN: none yet
 const mn_train_options *mn_trainer_options(const mn_trainer *trainer);
 mn_model *mn_trainer_model(mn_trainer *trainer);
+const mn_corpus *mn_trainer_held_out(const mn_trainer *trainer);    // NULL: nothing is
 const mn_tokenizer *mn_trainer_tokenizer(const mn_trainer *trainer);
 int64_t mn_trainer_tokens(const mn_trainer *trainer, bool valid);
 uint64_t mn_trainer_data_mark(const mn_trainer *trainer);      // changes with data and tokenizer

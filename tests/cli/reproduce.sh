@@ -229,6 +229,60 @@ run 0 plot texts/of/mine --text
 says 'gdn  loss  (last '
 run 1 sweep texts.json --set data.train=absent.txt -o none
 
+# models of text, asked for needles and by length: text of its own, a folder and a file of the user's
+few="--jobs 2 --steps 2 --set model.hidden_size=16 --set model.num_hidden_layers=1 --set model.num_heads=1
+     --set train.batch=1 --set train.eval_batches=1 --set ask.rows=2 --quiet"
+# shellcheck disable=SC2086
+run 0 reproduce needles --out needles $few
+quiet
+grep -q '^3 of 3 runs' needles/report.md || fail "not three runs"
+grep -q '^| gdn+ccq | 2x | .* | Table 3, CCQ-Gated DeltaNet 500M, S-NIAH-1 8K |' needles/report.md ||
+    fail "no number of the paper"
+grep -q '^Nothing of this was asked' needles/report.md || fail "tables that were not asked"
+mkdir needles-alone
+cp needles/results.json needles-alone
+run 0 reproduce needles --report needles-alone
+cmp needles/report.md needles-alone/report.md || fail "the report is another one"
+cp needles/report.md before.md
+# shellcheck disable=SC2086
+run 0 reproduce needles --out needles --collect $few
+cmp needles/report.md before.md || fail "collecting gives another report"
+[ "$(wc -l <needles/results.jsonl)" = 3 ] || fail "a job ran twice"
+run 1 reproduce needles --preset gpu --dry-run
+complains 'this preset trains on text of yours: --data FILE'
+run 1 reproduce needles --preset gpu --data nowhere --dry-run
+complains 'nowhere: there is no such file or folder'
+run 1 reproduce needles --data needles --dry-run
+complains 'needles: is neither a folder of mneme prepare'
+run 1 reproduce mad --data text.txt --dry-run
+complains '--data is for experiments that train on text'
+i=0
+while [ $i -lt 12 ]; do
+    i=$((i + 1))
+    cat text.txt
+done >long.txt
+mkdir corpus
+run 0 tokenizer train text.txt --vocab-size 400 -o corpus/tokenizer.json --quiet
+run 0 prepare text.txt -o corpus/train --tokenizer corpus/tokenizer.json --quiet
+run 0 prepare long.txt -o corpus/valid --tokenizer corpus/tokenizer.json --quiet
+cp text.txt corpus/valid.txt
+few="$few --set train.dtype=f32 --set train.accumulate=1 --set train.context=64 --only seed=0"
+# shellcheck disable=SC2086
+run 0 reproduce needles --preset gpu --data corpus --out trained --only model=gla+ccq --set keep=true --set ask.tokens=41000 $few
+grep -q '^1 of 1 runs' trained/report.md || fail "not one run"
+grep -q ' --data corpus' trained/report.md || fail "not the command that gives these numbers"
+run 0 eval --model trained/models/* --data corpus/valid --split train --lengths 1024,20480 --max-tokens 41000 --json
+if command -v python3 >/dev/null; then
+    run_of() { json "all(abs(d$1 - json.loads(open('$work/trained/results.jsonl').read())['result']$2) < 1e-6 for _ in [0])"; }
+    run_of "['perplexity'][0]['loss']" "['perplexity']['1x']['loss']"
+    run_of "['perplexity'][1]['loss']" "['perplexity']['20x']['loss']"
+    run 0 eval --model trained/models/* --task s-niah-2 --set budget=1024 --set essays=corpus/valid.txt --rows 2 --json
+    run_of "['task']['loss']" "['tasks']['s-niah-2']['1x']['loss']"
+fi
+# shellcheck disable=SC2086
+run 0 reproduce needles --data long.txt --out bytes --only model=gdn $few
+grep -q '^1 of 1 runs' bytes/report.md || fail "not one run of bytes"
+
 run 2 reproduce
 complains 'name an experiment'
 run 1 reproduce madd

@@ -602,6 +602,8 @@ static void end_and_go_on(const char *text, int64_t step, bool kill) {
     assert_int_equal(access(own, F_OK), 0);
     assert_int_equal(mn_job_run(&resumed, job, &keeping, NULL, note_first, &first), MN_OK);
     CHECK(first >= step, "the job began at step %d", (int)first);
+    json_object_del(json_object_get(whole, "result"), "speed");
+    json_object_del(json_object_get(resumed, "result"), "speed");
     CHECK(json_equal(json_object_get(whole, "result"), json_object_get(resumed, "result")),
           "another result");
     CHECK(access(own, F_OK) != 0, "%s is still there", own);
@@ -615,6 +617,14 @@ static void kill_and_go_on(const char *text, int64_t step) {
     end_and_go_on(text, step, false);
 }
 
+/* A job of text that it makes itself; 704 tokens are too few for the haystack. */
+static const char text_job[] =
+    "{\"jobs\": [{\"data\": {\"made\": 20000}, \"model\": {\"layers\": \"gdn\", "
+    "\"hidden_size\": 16, \"num_hidden_layers\": 1}, \"train\": {\"steps\": 6, \"lr\": 0.02, "
+    "\"warmup\": 0, \"batch\": 2, \"context\": 32, \"eval_every\": 2, \"eval_batches\": 2}, "
+    "\"ask\": {\"lengths\": {\"1x\": 32, \"9x\": 288}, \"tokens\": 600, \"rows\": 2, "
+    "\"tasks\": {\"niah-single-1\": {}}, \"budgets\": {\"1x\": 1000, \"short\": 704}}}]}";
+
 static void a_killed_job_goes_on(void **state) {
     (void)state;
     kill_and_go_on("{\"jobs\": [{\"task\": {\"name\": \"mad-recall\", \"options\": {"
@@ -626,6 +636,28 @@ static void a_killed_job_goes_on(void **state) {
                    "\"name\": \"collision\", \"options\": {\"floods\": \"1,2\", \"boosts\": 1}}, "
                    "\"steps\": 4, \"batch\": 8, \"tests\": {\"more\": {\"options\": {"
                    "\"floods\": \"3\"}, \"test\": 16}}}]}", 1);
+    kill_and_go_on(text_job, 4);
+    end_and_go_on(text_job, 6, false);    // while it is asked
+    check_done();
+}
+
+/* What a model of text is asked: a length each, and why a budget is left out. */
+static void models_of_text_are_asked(void **state) {
+    (void)state;
+    json_t *record = NULL, *jobs = expand(text_job);
+    assert_int_equal(mn_job_run(&record, json_array_get(jobs, 0), NULL, NULL, NULL, NULL), MN_OK);
+    const json_t *result = json_object_get(record, "result");
+    const double loss = json_number_value(mn_spec_get(result, "perplexity.9x.loss"));
+    CHECK(json_integer_value(mn_spec_get(result, "perplexity.1x.tokens")) == 18 * 31 &&
+          json_integer_value(mn_spec_get(result, "perplexity.9x.tokens")) == 2 * 287,
+          "not the windows of the first 600 tokens");
+    CHECK(loss > 1.0 && loss < 5.4, "a loss of %g, and knowing nothing is 5.5", loss);
+    CHECK(json_integer_value(mn_spec_get(result, "tasks.niah-single-1.1x.answers")) == 16,
+          "not eight bytes of each of two answers");
+    CHECK(strstr(json_string_value(mn_spec_get(result, "tasks.niah-single-1.short.left_out")),
+                 "raise the budget") != NULL, "not why");
+    json_decref(record);
+    json_decref(jobs);
     check_done();
 }
 
@@ -747,6 +779,7 @@ int main(void) {
         cmocka_unit_test(a_damaged_file_is_named),
         cmocka_unit_test(segments_follow_each_other),
         cmocka_unit_test(a_killed_job_goes_on),
+cmocka_unit_test(models_of_text_are_asked),
         cmocka_unit_test(learned_collisions_repeat),
         cmocka_unit_test(cells_choose_the_best_setting),
         cmocka_unit_test(rows_at_chance_decide_nothing),

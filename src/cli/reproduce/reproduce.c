@@ -22,7 +22,7 @@
 enum { MOST_SETS = 64, MOST_CHECKPOINTS = 64, MOST_ONLY = 64 };
 
 typedef struct options {
-    const char *name, *out, *report, *device;
+    const char *name, *out, *report, *device, *data;
     const char *sets[MOST_SETS];
     const char *checkpoints[MOST_CHECKPOINTS];
     const char *only[MOST_ONLY];
@@ -57,6 +57,8 @@ static void print_help(void) {
          "                      add up\n"
          "  --minutes N         stop after so many, as Ctrl-C does: the same command goes on\n"
          "  --set KEY=VALUE     set a member of every job (mneme sweep --help); may be repeated\n"
+         "  --data PATH         (needles) train on this text: a file, or a folder as "
+         "bench/language makes it\n"
          "  --checkpoint DIR    (ccq-alignment) ask this model, with its tokenizer, instead of "
          "training\n"
          "                      some; may be repeated\n"
@@ -95,6 +97,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--minutes", .count = &o->minutes, .low = 1, .high = 100000 },
         { "--only", .list = o->only, .n = &o->n_only, .most = MOST_ONLY },
         { "--out", .text = &o->out },
+        { "--data", .text = &o->data },
         { "--report", .text = &o->report },
         { "--device", .read = mn_options_device, .to = &o->device },
         { "--preset", .read = read_preset, .to = &o->preset, .needs = "smoke, cpu, gpu or full" },
@@ -240,6 +243,7 @@ static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options 
     mn_json changes = { 0 };
     mn_status st = changes_of(&changes, o);
     if (st == MN_OK) st = mn_experiment_plan(plan, row, o->preset);
+    if (st == MN_OK) st = mn_experiment_take_data(*plan, o->name, o->data);
     if (st == MN_OK && o->n_checkpoints > 0) st = ask_checkpoints(*plan, o);
     if (st == MN_OK) {
         const mn_json grid = { .value = json_object_get(*plan, "grid"), .name = o->name };
@@ -313,6 +317,7 @@ static char *command_of(const options *o) {
     for (int i = 0; i < o->n_only; i++) put_word(out, "--only", o->only[i]);
     for (int i = 0; i < o->n_sets; i++) put_word(out, "--set", o->sets[i]);
     for (int i = 0; i < o->n_checkpoints; i++) put_word(out, "--checkpoint", o->checkpoints[i]);
+    if (o->data) put_word(out, "--data", o->data);
     if (o->device) put_word(out, "--device", o->device);
     if (fclose(out) == 0) return text;
     free(text);

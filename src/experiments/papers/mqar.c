@@ -2,8 +2,32 @@
 #include "experiments/papers/base_mqar.h"
 #include "experiments/experiment_internal.h"
 
-const mn_experiment_text mn_experiment_mqar = {
+/* The published sizes, of which preset gpu takes some. */
+static const char published[] = MN_JSON_TEXT({
+    "grid": {
+        "grid": {
+            "task": {
+                "64-4": {"task": {"name": "mqar-shared", "setting": "64-4"}},
+                "128-8": {"task": {"name": "mqar-shared", "setting": "128-8"}},
+                "256-16": {"task": {"name": "mqar-shared", "setting": "256-16"}},
+                "512-64": {"task": {"name": "mqar-shared", "setting": "512-64"}}
+            },
+            "width": {
+                "64": {"model": {"hidden_size": 64}},
+                "128": {"model": {"hidden_size": 128}},
+                "256": {"model": {"hidden_size": 256}}
+            }
+        }
+    }
+});
+
+static const mn_experiment_text sizes = {
     .base = &mn_base_mqar,
+    .preset = { [MN_PRESET_GPU] = published, [MN_PRESET_FULL] = published },
+};
+
+const mn_experiment_text mn_experiment_mqar = {
+    .base = &sizes,
     .preset = {
         [MN_PRESET_SMOKE] = MN_JSON_TEXT({
             "tables": [
@@ -92,17 +116,11 @@ const mn_experiment_text mn_experiment_mqar = {
             ],
             "grid": {
                 "job": {"train": {"clip": 1, "warmup": 256}, "task": {"test": 2560}},
-                "grid": {
-                    "task": {
-                        "64-4": {"task": {"name": "mqar-shared", "setting": "64-4"}},
-                        "256-16": {"task": {"name": "mqar-shared", "setting": "256-16"}}
-                    },
-                    "width": {
-                        "64": {"model": {"hidden_size": 64}}, "128": {"model": {"hidden_size": 128}}
-                    },
-                    "train.lr": [0.0005, 0.001, 0.0022], "seed": [0, 1]
-                },
-                "only": {"model": ["bayes", "gdn", "mamba2", "attention"]}
+                "grid": {"train.lr": [0.0005, 0.001, 0.0022], "seed": [0, 1]},
+                "only": {
+                    "model": ["bayes", "gdn", "mamba2", "attention"], "task": ["64-4", "256-16"],
+                    "width": ["64", "128"]
+                }
             }
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
@@ -126,17 +144,6 @@ const mn_experiment_text mn_experiment_mqar = {
             ],
             "grid": {
                 "grid": {
-                    "task": {
-                        "64-4": {"task": {"name": "mqar-shared", "setting": "64-4"}},
-                        "128-8": {"task": {"name": "mqar-shared", "setting": "128-8"}},
-                        "256-16": {"task": {"name": "mqar-shared", "setting": "256-16"}},
-                        "512-64": {"task": {"name": "mqar-shared", "setting": "512-64"}}
-                    },
-                    "width": {
-                        "64": {"model": {"hidden_size": 64}},
-                        "128": {"model": {"hidden_size": 128}},
-                        "256": {"model": {"hidden_size": 256}}
-                    },
                     "train.lr": [0.00046, 0.001, 0.0022, 0.0046, 0.01], "seed": [0, 1, 2]
                 }
             }

@@ -1,7 +1,93 @@
 /* mqar_long.c - recall over 2048 tokens: state against width. */
 #include "experiments/experiment_internal.h"
 
+/* The published sizes, of which preset gpu takes some. */
+static const char published[] = MN_JSON_TEXT({
+    "grid": {
+        "job": {"task": {"setting": "baseline"}, "evaluate": {"every": 0, "batch": 16}},
+        "parts": [
+            {"grid": {
+                "model": {
+                    "kla": {"model": {"layers": "kla", "d_state": 16, "expand": 1}},
+                    "mamba1": {
+                        "model": {"layers": "mamba1", "state_size": 16, "expand": 2}
+                    }
+                },
+                "width": {
+                    "64": {
+                        "model": {"hidden_size": 64, "intermediate_size": 128},
+                        "train": {"batch": 64}
+                    },
+                    "128": {
+                        "model": {"hidden_size": 128, "intermediate_size": 256},
+                        "train": {"batch": 32}
+                    },
+                    "256": {
+                        "model": {"hidden_size": 256, "intermediate_size": 512},
+                        "train": {"batch": 16}
+                    }
+                }
+            }},
+            {"grid": {
+                "model": {
+                    "gdn": {"model": {"layers": "gdn", "expand_v": 2}}
+                },
+                "width": {
+                    "64": {
+                        "model": {
+                            "hidden_size": 64, "intermediate_size": 128, "num_heads": 2
+                        },
+                        "train": {"batch": 64}
+                    },
+                    "128": {
+                        "model": {
+                            "hidden_size": 128, "intermediate_size": 256, "num_heads": 4
+                        },
+                        "train": {"batch": 32}
+                    },
+                    "256": {
+                        "model": {
+                            "hidden_size": 256, "intermediate_size": 512, "num_heads": 8
+                        },
+                        "train": {"batch": 16}
+                    }
+                }
+            }},
+            {"grid": {
+                "model": {
+                    "gla": {"model": {"layers": "gla", "num_heads": 4, "expand_v": 1}}
+                },
+                "width": {
+                    "64": {
+                        "model": {
+                            "hidden_size": 64, "intermediate_size": 128, "expand_k": 1
+                        },
+                        "train": {"batch": 64}
+                    },
+                    "128": {
+                        "model": {
+                            "hidden_size": 128, "intermediate_size": 256, "expand_k": 0.5
+                        },
+                        "train": {"batch": 32}
+                    },
+                    "256": {
+                        "model": {
+                            "hidden_size": 256, "intermediate_size": 512, "expand_k": 0.25
+                        },
+                        "train": {"batch": 16}
+                    }
+                }
+            }}
+        ]
+    }
+});
+
+static const mn_experiment_text sizes = {
+    .preset = { [MN_PRESET_GPU] = published, [MN_PRESET_FULL] = published },
+};
+
 const mn_experiment_text mn_experiment_mqar_long = {
+    .base = &sizes,
     .common = MN_JSON_TEXT({
         "pilot": {"seeds": [100], "axes": ["train.lr", "train.weight_decay"], "value": "token"},
         "grid": {
@@ -147,69 +233,9 @@ const mn_experiment_text mn_experiment_mqar_long = {
                  "learned": 0.5}
             ],
             "grid": {
-                "job": {
-                    "task": {"setting": "baseline"}, "epochs": 40,
-                    "evaluate": {"every": 0, "patience": 10, "batch": 16}
-                },
+                "job": {"epochs": 40, "evaluate": {"patience": 10}},
                 "grid": {"seed": [0, 1]},
-                "parts": [
-                    {"grid": {
-                        "model": {
-                            "kla": {"model": {"layers": "kla", "d_state": 16, "expand": 1}},
-                            "mamba1": {
-                                "model": {"layers": "mamba1", "state_size": 16, "expand": 2}
-                            }
-                        },
-                        "width": {
-                            "64": {
-                                "model": {"hidden_size": 64, "intermediate_size": 128},
-                                "train": {"batch": 64}
-                            },
-                            "128": {
-                                "model": {"hidden_size": 128, "intermediate_size": 256},
-                                "train": {"batch": 32}
-                            }
-                        }
-                    }},
-                    {"grid": {
-                        "model": {
-                            "gdn": {"model": {"layers": "gdn", "expand_v": 2}}
-                        },
-                        "width": {
-                            "64": {
-                                "model": {
-                                    "hidden_size": 64, "intermediate_size": 128, "num_heads": 2
-                                },
-                                "train": {"batch": 64}
-                            },
-                            "128": {
-                                "model": {
-                                    "hidden_size": 128, "intermediate_size": 256, "num_heads": 4
-                                },
-                                "train": {"batch": 32}
-                            }
-                        }
-                    }},
-                    {"grid": {
-                        "model": {
-                            "gla": {"model": {"layers": "gla", "num_heads": 4, "expand_v": 1}}
-                        },
-                        "width": {
-                            "64": {
-                                "model": {
-                                    "hidden_size": 64, "intermediate_size": 128, "expand_k": 1
-                                },
-                                "train": {"batch": 64}
-                            },
-                            "128": {
-                                "model": {
-                                    "hidden_size": 128, "intermediate_size": 256, "expand_k": 0.5
-                                },
-                                "train": {"batch": 32}
-                            }
-                        }
-                    }}
-                ]
+                "only": {"width": ["64", "128"]}
             }
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
@@ -227,85 +253,8 @@ const mn_experiment_text mn_experiment_mqar_long = {
                  "learned": 0.5}
             ],
             "grid": {
-                "job": {
-                    "task": {"setting": "baseline"}, "epochs": 750,
-                    "evaluate": {"every": 0, "patience": 70, "batch": 16}
-                },
-                "grid": {"seed": [0, 1, 2, 3, 4]},
-                "parts": [
-                    {"grid": {
-                        "model": {
-                            "kla": {"model": {"layers": "kla", "d_state": 16, "expand": 1}},
-                            "mamba1": {
-                                "model": {"layers": "mamba1", "state_size": 16, "expand": 2}
-                            }
-                        },
-                        "width": {
-                            "64": {
-                                "model": {"hidden_size": 64, "intermediate_size": 128},
-                                "train": {"batch": 64}
-                            },
-                            "128": {
-                                "model": {"hidden_size": 128, "intermediate_size": 256},
-                                "train": {"batch": 32}
-                            },
-                            "256": {
-                                "model": {"hidden_size": 256, "intermediate_size": 512},
-                                "train": {"batch": 16}
-                            }
-                        }
-                    }},
-                    {"grid": {
-                        "model": {
-                            "gdn": {"model": {"layers": "gdn", "expand_v": 2}}
-                        },
-                        "width": {
-                            "64": {
-                                "model": {
-                                    "hidden_size": 64, "intermediate_size": 128, "num_heads": 2
-                                },
-                                "train": {"batch": 64}
-                            },
-                            "128": {
-                                "model": {
-                                    "hidden_size": 128, "intermediate_size": 256, "num_heads": 4
-                                },
-                                "train": {"batch": 32}
-                            },
-                            "256": {
-                                "model": {
-                                    "hidden_size": 256, "intermediate_size": 512, "num_heads": 8
-                                },
-                                "train": {"batch": 16}
-                            }
-                        }
-                    }},
-                    {"grid": {
-                        "model": {
-                            "gla": {"model": {"layers": "gla", "num_heads": 4, "expand_v": 1}}
-                        },
-                        "width": {
-                            "64": {
-                                "model": {
-                                    "hidden_size": 64, "intermediate_size": 128, "expand_k": 1
-                                },
-                                "train": {"batch": 64}
-                            },
-                            "128": {
-                                "model": {
-                                    "hidden_size": 128, "intermediate_size": 256, "expand_k": 0.5
-                                },
-                                "train": {"batch": 32}
-                            },
-                            "256": {
-                                "model": {
-                                    "hidden_size": 256, "intermediate_size": 512, "expand_k": 0.25
-                                },
-                                "train": {"batch": 16}
-                            }
-                        }
-                    }}
-                ]
+                "job": {"epochs": 750, "evaluate": {"patience": 70}},
+                "grid": {"seed": [0, 1, 2, 3, 4]}
             }
         }),
     },

@@ -3,8 +3,51 @@
 #include "experiments/papers/base_mqar.h"
 #include "experiments/experiment_internal.h"
 
-const mn_experiment_text mn_experiment_mqar_update = {
+/* The paper's mixture. */
+static const char published[] = MN_JSON_TEXT({
+    "grid": {
+        "job": {
+            "task": {
+                "options": {"length": 128, "pairs": 16, "updates": 8},
+                "segments": [
+                    {"options": {"length": 64, "pairs": 4, "updates": 4}, "train": 100000},
+                    {"options": {"length": 64, "pairs": 4, "updates": 2}, "train": 100000},
+                    {"options": {"length": 64, "pairs": 4, "updates": 1}, "train": 100000},
+                    {"options": {"length": 128, "pairs": 4, "updates": 4}, "train": 100000},
+                    {"options": {"length": 128, "pairs": 4, "updates": 2}, "train": 100000},
+                    {"options": {"length": 128, "pairs": 4, "updates": 1}, "train": 100000},
+                    {"options": {"length": 128, "pairs": 16, "updates": 16},
+                     "train": 100000},
+                    {"options": {"length": 128, "pairs": 16, "updates": 8},
+                     "train": 100000},
+                    {"options": {"length": 128, "pairs": 16, "updates": 4},
+                     "train": 100000},
+                    {"options": {"length": 128, "pairs": 16, "updates": 2}, "train": 100000}
+                ]
+            },
+            "tests": {
+                "64-4-4": {"options": {"length": 64, "pairs": 4, "updates": 4}},
+                "64-4-2": {"options": {"length": 64, "pairs": 4, "updates": 2}},
+                "64-4-1": {"options": {"length": 64, "pairs": 4, "updates": 1}},
+                "128-4-4": {"options": {"length": 128, "pairs": 4, "updates": 4}},
+                "128-4-2": {"options": {"length": 128, "pairs": 4, "updates": 2}},
+                "128-4-1": {"options": {"length": 128, "pairs": 4, "updates": 1}},
+                "128-16-16": {"options": {"length": 128, "pairs": 16, "updates": 16}},
+                "128-16-8": {"options": {"length": 128, "pairs": 16, "updates": 8}},
+                "128-16-4": {"options": {"length": 128, "pairs": 16, "updates": 4}},
+                "128-16-2": {"options": {"length": 128, "pairs": 16, "updates": 2}}
+            }
+        }
+    }
+});
+
+static const mn_experiment_text sizes = {
     .base = &mn_base_mqar,
+    .preset = { [MN_PRESET_GPU] = published, [MN_PRESET_FULL] = published },
+};
+
+const mn_experiment_text mn_experiment_mqar_update = {
+    .base = &sizes,
     .common = MN_JSON_TEXT({
         "pilot": {"seeds": [100], "axes": ["train.lr"], "value": "score"},
         "grid": {
@@ -178,76 +221,15 @@ const mn_experiment_text mn_experiment_mqar_update = {
             "pilot": {"steps": 1600, "value": "loss", "least": true},
             "grid": {
                 "job": {
-                    "task": {
-                        "options": {"length": 128, "pairs": 16, "updates": 8}, "test": 2560,
-                        "segments": [
-                            {"options": {"length": 64, "pairs": 4, "updates": 4}, "train": 100000},
-                            {"options": {"length": 64, "pairs": 4, "updates": 2}, "train": 100000},
-                            {"options": {"length": 64, "pairs": 4, "updates": 1}, "train": 100000},
-                            {"options": {"length": 128, "pairs": 4, "updates": 4}, "train": 100000},
-                            {"options": {"length": 128, "pairs": 4, "updates": 2}, "train": 100000},
-                            {"options": {"length": 128, "pairs": 4, "updates": 1}, "train": 100000},
-                            {"options": {"length": 128, "pairs": 16, "updates": 16},
-                             "train": 100000},
-                            {"options": {"length": 128, "pairs": 16, "updates": 8},
-                             "train": 100000},
-                            {"options": {"length": 128, "pairs": 16, "updates": 4},
-                             "train": 100000},
-                            {"options": {"length": 128, "pairs": 16, "updates": 2}, "train": 100000}
-                        ]
-                    },
-                    "epochs": 16, "train": {"clip": 1, "warmup": 256},
-                    "evaluate": {"every": 782, "stop_at": 0.99},
-                    "tests": {
-                        "64-4-4": {"options": {"length": 64, "pairs": 4, "updates": 4}},
-                        "64-4-2": {"options": {"length": 64, "pairs": 4, "updates": 2}},
-                        "64-4-1": {"options": {"length": 64, "pairs": 4, "updates": 1}},
-                        "128-4-4": {"options": {"length": 128, "pairs": 4, "updates": 4}},
-                        "128-4-2": {"options": {"length": 128, "pairs": 4, "updates": 2}},
-                        "128-4-1": {"options": {"length": 128, "pairs": 4, "updates": 1}},
-                        "128-16-16": {"options": {"length": 128, "pairs": 16, "updates": 16}},
-                        "128-16-8": {"options": {"length": 128, "pairs": 16, "updates": 8}},
-                        "128-16-4": {"options": {"length": 128, "pairs": 16, "updates": 4}},
-                        "128-16-2": {"options": {"length": 128, "pairs": 16, "updates": 2}}
-                    }
+                    "task": {"test": 2560}, "epochs": 16, "train": {"clip": 1, "warmup": 256},
+                    "evaluate": {"every": 782, "stop_at": 0.99}
                 },
                 "grid": {"train.lr": [0.0005, 0.001, 0.0022], "seed": [0, 1, 2]}
             }
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
             "grid": {
-                "job": {
-                    "task": {
-                        "options": {"length": 128, "pairs": 16, "updates": 8}, "test": 10000,
-                        "segments": [
-                            {"options": {"length": 64, "pairs": 4, "updates": 4}, "train": 100000},
-                            {"options": {"length": 64, "pairs": 4, "updates": 2}, "train": 100000},
-                            {"options": {"length": 64, "pairs": 4, "updates": 1}, "train": 100000},
-                            {"options": {"length": 128, "pairs": 4, "updates": 4}, "train": 100000},
-                            {"options": {"length": 128, "pairs": 4, "updates": 2}, "train": 100000},
-                            {"options": {"length": 128, "pairs": 4, "updates": 1}, "train": 100000},
-                            {"options": {"length": 128, "pairs": 16, "updates": 16},
-                             "train": 100000},
-                            {"options": {"length": 128, "pairs": 16, "updates": 8},
-                             "train": 100000},
-                            {"options": {"length": 128, "pairs": 16, "updates": 4},
-                             "train": 100000},
-                            {"options": {"length": 128, "pairs": 16, "updates": 2}, "train": 100000}
-                        ]
-                    },
-                    "tests": {
-                        "64-4-4": {"options": {"length": 64, "pairs": 4, "updates": 4}},
-                        "64-4-2": {"options": {"length": 64, "pairs": 4, "updates": 2}},
-                        "64-4-1": {"options": {"length": 64, "pairs": 4, "updates": 1}},
-                        "128-4-4": {"options": {"length": 128, "pairs": 4, "updates": 4}},
-                        "128-4-2": {"options": {"length": 128, "pairs": 4, "updates": 2}},
-                        "128-4-1": {"options": {"length": 128, "pairs": 4, "updates": 1}},
-                        "128-16-16": {"options": {"length": 128, "pairs": 16, "updates": 16}},
-                        "128-16-8": {"options": {"length": 128, "pairs": 16, "updates": 8}},
-                        "128-16-4": {"options": {"length": 128, "pairs": 16, "updates": 4}},
-                        "128-16-2": {"options": {"length": 128, "pairs": 16, "updates": 2}}
-                    }
-                },
+                "job": {"task": {"test": 10000}},
                 "grid": {
                     "train.lr": [0.00046, 0.001, 0.0022, 0.0046, 0.01], "seed": [0, 1, 2]
                 }

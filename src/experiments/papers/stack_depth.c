@@ -2,7 +2,26 @@
  * steps against zero-order hold. */
 #include "experiments/experiment_internal.h"
 
-const mn_experiment_text mn_experiment_stack_depth = {
+/* The published sizes but for the deepest stack. */
+static const char published[] = MN_JSON_TEXT({
+    "grid": {
+        "job": {
+            "task": {"setting": "baseline"}, "train": {"batch": 172},
+            "evaluate": {"every": 0, "patience": 70, "batch": 172}
+        },
+        "grid": {
+            "depth": {
+                "1": {"model": {"num_hidden_layers": 1}},
+                "2": {"model": {"num_hidden_layers": 2}},
+                "4": {"model": {"num_hidden_layers": 4}},
+                "8": {"model": {"num_hidden_layers": 8}},
+                "12": {"model": {"num_hidden_layers": 12}}
+            }
+        }
+    }
+});
+
+static const mn_experiment_text sizes = {
     .common = MN_JSON_TEXT({
         "grid": {
             "job": {
@@ -33,6 +52,11 @@ const mn_experiment_text mn_experiment_stack_depth = {
              "percent": true, "figure": "lines"}
         ]
     }),
+    .preset = { [MN_PRESET_GPU] = published, [MN_PRESET_FULL] = published },
+};
+
+const mn_experiment_text mn_experiment_stack_depth = {
+    .base = &sizes,
     .preset = {
         [MN_PRESET_SMOKE] = MN_JSON_TEXT({
             "grid": {
@@ -72,39 +96,13 @@ const mn_experiment_text mn_experiment_stack_depth = {
             }
         }),
         [MN_PRESET_GPU] = MN_JSON_TEXT({
-            "grid": {
-                "job": {
-                    "task": {"setting": "baseline"}, "epochs": 100, "train": {"batch": 172},
-                    "evaluate": {"every": 0, "patience": 70, "batch": 172}
-                },
-                "grid": {
-                    "depth": {
-                        "1": {"model": {"num_hidden_layers": 1}},
-                        "2": {"model": {"num_hidden_layers": 2}},
-                        "4": {"model": {"num_hidden_layers": 4}},
-                        "8": {"model": {"num_hidden_layers": 8}},
-                        "12": {"model": {"num_hidden_layers": 12}}
-                    },
-                    "seed": [0, 1]
-                }
-            }
+            "grid": {"job": {"epochs": 100}, "grid": {"seed": [0, 1]}}
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({
             "grid": {
-                "job": {
-                    "task": {"setting": "baseline"}, "epochs": 750, "train": {"batch": 172},
-                    "evaluate": {"every": 0, "patience": 70, "batch": 172}
-                },
+                "job": {"epochs": 750},
                 "grid": {
-                    "depth": {
-                        "1": {"model": {"num_hidden_layers": 1}},
-                        "2": {"model": {"num_hidden_layers": 2}},
-                        "4": {"model": {"num_hidden_layers": 4}},
-                        "8": {"model": {"num_hidden_layers": 8}},
-                        "12": {"model": {"num_hidden_layers": 12}},
-                        "24": {"model": {"num_hidden_layers": 24}}
-                    },
-                    "seed": [0, 1, 2, 3, 4]
+                    "depth": {"24": {"model": {"num_hidden_layers": 24}}}, "seed": [0, 1, 2, 3, 4]
                 }
             }
         }),
