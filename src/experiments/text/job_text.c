@@ -51,14 +51,17 @@ static mn_status fill_in(mn_json *job, const char *path, json_t *value) {
     return MN_OK;
 }
 
-/* Bytes of text that the job makes; 0: it names some. */
+/* Bytes of text that the job makes, beside which nothing else can say what to read; 0: it names
+ * some. */
 static mn_status read_made(int64_t *bytes, const mn_json *job) {
+    static const char *const keys[] = { "made" };
     const mn_json data = mn_json_member(job, "data");
     *bytes = 0;
     mn_status st = mn_json_opt_i64(bytes, &data, "made");
     if (st == MN_OK && (*bytes < 0 || *bytes > MOST_MADE)) {
         st = mn_json_fail(&data, "made is bytes of text, %d at most", MOST_MADE);
     }
+    if (st == MN_OK && *bytes > 0) st = mn_json_unknown_key(&data, keys, MN_COUNTOF(keys));
     return st;
 }
 
@@ -103,9 +106,8 @@ static mn_status complete(mn_json *job) {
     }
     const mn_json model = mn_json_member(&root, "model");
     if (st == MN_OK) st = mn_model_config_read(&config, &model);
-    if (st == MN_OK && (options.n_train > 0) == (made > 0)) {
-        st = mn_fail(MN_ERR_ARGUMENT, "job: data.train names %s", made > 0
-                     ? "text where data.made is given" : "no text");
+    if (st == MN_OK && options.n_train == 0 && made == 0) {
+        st = mn_fail(MN_ERR_ARGUMENT, "job: data.train names no text");
     }
     mn_model_config_free(&config);
     json_decref(root.value);
