@@ -38,6 +38,10 @@ set_source_files_properties(tests/kernels/test_moebius.c tests/kernels/test_vec.
 if(MN_QUICK)    # has vector code of its own
     set_source_files_properties(tests/kernels/test_vec.c PROPERTIES COMPILE_OPTIONS "${MN_KERNEL_OPTIONS}")
 endif()
+# A device without arithmetic stands in for kernels in test_decode_plan: where they are built its names are taken.
+if(mneme_cuda_built)
+    list(FILTER test_sources EXCLUDE REGEX "/test_decode_plan\\.c$")
+endif()
 foreach(source ${test_sources})
     get_filename_component(name ${source} NAME_WE)
     add_executable(${name} ${source})
@@ -49,13 +53,15 @@ foreach(source ${test_sources})
 endforeach()
 
 # A device without arithmetic takes the place of kernels, and of the tape's calls of src/decode, which it passes on.
-file(GLOB shadow_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/decode/*.c)
-target_sources(test_decode_plan PRIVATE ${shadow_sources})
-foreach(call defer_elementwise defer_gemm defer_op defer_attention defer_hyper op_run elementwise_cuda cast_bf16_cuda gemm_create gemm_destroy gemm_run
-        gemm_rows_supported decode_gemms_supported decode_run_chains decode_run_gemms decode_run_attention decode_run_hyper megakernel_blocks megakernel_takes_step
-        megakernel_fill_job megakernel_start)
-    target_link_options(test_decode_plan PRIVATE -Wl,--wrap=mn_${call})
-endforeach()
+if(NOT mneme_cuda_built)
+    file(GLOB shadow_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/decode/*.c)
+    target_sources(test_decode_plan PRIVATE ${shadow_sources})
+    foreach(call defer_elementwise defer_gemm defer_op defer_attention defer_hyper op_run elementwise_cuda cast_bf16_cuda gemm_create gemm_destroy gemm_run
+            gemm_rows_supported decode_gemms_supported decode_run_chains decode_run_gemms decode_run_attention decode_run_hyper megakernel_blocks megakernel_takes_step
+            megakernel_fill_job megakernel_start)
+        target_link_options(test_decode_plan PRIVATE -Wl,--wrap=mn_${call})
+    endforeach()
+endif()
 
 # What stands in for NCCL where there is none.
 add_library(fake_nccl MODULE tests/support/programs/fake_nccl.c)
@@ -155,6 +161,8 @@ set(cost 2000)
 foreach(name package neon add_mixer test_ops_causal cli_documented ranks_killed test_ops_bits test_ops_stability test_ops_targets
         cli_demo cli_train ranks_namespaces ranks_data_parallel test_importance cli_serve bench_quick cli_golden ranks_sequence
         ranks_launchers cli_reproduce test_sweep attack_kills test_batch test_decode_plan python)
-    set_tests_properties(${name} PROPERTIES COST ${cost})
+    if(TEST ${name})
+        set_tests_properties(${name} PROPERTIES COST ${cost})
+    endif()
     math(EXPR cost "${cost} - 50")
 endforeach()
