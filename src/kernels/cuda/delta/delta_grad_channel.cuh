@@ -399,7 +399,7 @@ __device__ void mn_channel_store_decays(mn_channel_grad_smem<KT> &smem, const mn
     for (int t = 16 * block + 15; t >= 16 * block; t--) {
         const int64_t when = at.tile.span.t0 + at.tile.first + (in_pairs ? t / 2 : t);
         run += dG.at[t][i];
-        if (t < at.count && !(in_pairs && t % 2)) {
+        if (t >= at.from && t < at.count && !(in_pairs && t % 2)) {
             mn_put(mn_row<mn_bf16>(job.p.grad.g, at.tile.span.b, when, at.h) + at.channel0 + i,
                    run);
         }
@@ -420,8 +420,8 @@ delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job,
                           const __grid_constant__ mn_grad_fold fold) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_channel_grad_smem<KT> &smem = *(mn_channel_grad_smem<KT> *)bytes;
-    if (CHANNEL != MN_DELTA_PAIRS && job.cuts) mn_pdl_wait();
-    const mn_grad_coord at = mn_grad_block_coord(job, KT, KP);
+    if (job.cuts) mn_pdl_wait();
+    const mn_grad_coord at = mn_grad_block_coord<CHANNEL == MN_DELTA_PAIRS>(job, KT, KP);
     if (at.count == 0) return;
     const unsigned char *w = job.p.w.data ? smem.keys.w : smem.keys.e;
     mn_grad_acc<KT> sum;

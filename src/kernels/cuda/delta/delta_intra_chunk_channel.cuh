@@ -449,7 +449,7 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     const mn_call &call = p.call;
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
     const mn_delta_chunk_place place =
-        mn_delta_find_chunk<!in_pairs>(job, mn_delta_chunk_tokens(in_pairs));
+        mn_delta_find_chunk<true>(job, mn_delta_chunk_tokens(in_pairs));
     const int64_t h = place.h, index = place.index, key = mn_key_head(call, h);
     const mn_tile_span &tile = place.tile;
     const int count = (int)tile.n_rows * (in_pairs ? 2 : 1);

@@ -33,18 +33,6 @@ __device__ inline unsigned mn_bf16x2_rest(float x, float y, unsigned whole) {
     return mn_bf16x2(x - mn_bf16_lo(whole), y - mn_bf16_hi(whole));
 }
 
-/* Tokens of a chunk's 64 rows. */
-__host__ __device__ constexpr int mn_delta_chunk_tokens(bool pairs) {
-    return pairs ? MN_DELTA_CHUNK / 2 : MN_DELTA_CHUNK;
-}
-
-/* The first slot of a sequence. */
-__device__ inline int64_t mn_delta_first_slot_of(const mn_call &call, int64_t n, bool pairs) {
-    const int tokens = mn_delta_chunk_tokens(pairs);
-    if (call.cu_seqlens) return call.cu_seqlens[n] / tokens + n;
-    return n * ((call.T + tokens - 1) / tokens);
-}
-
 /* Rows of two views in turn, `count` of both together from token t on, likewise; either may be
  * absent. A thread's rows are of one of them. */
 template <int COLUMNS, int N_THREADS>

@@ -216,7 +216,8 @@ __device__ inline void mn_scan_find_segment(mn_scan_coord &at, const mn_delta_pa
 template <bool BACK>
 __device__ inline void mn_scan_cut_rows(mn_scan_coord &at, const mn_delta_params &job) {
     const int64_t before = at.span.t0 - mn_span_at(job.p.call, at.n).t0;
-    const int64_t rows = job.cuts[at.n * job.p.call.H + at.h] - before;
+    const int64_t cut = job.cuts[at.n * job.p.call.H + at.h];    // tokens
+    const int64_t rows = (job.pairs ? 2 * cut : cut) - before;
     const bool inside = rows > 0 && rows < at.n_rows;
     if (!inside || !BACK) at.n_rows = inside ? rows : 0;
     else at.skip = (int)(rows / MN_DELTA_CHUNK), at.from = (int)(rows % MN_DELTA_CHUNK);
@@ -251,7 +252,7 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     }
     at.n = max(unit, (int64_t)0);
     at.span = mn_span_at(call, at.n);
-    at.first = mn_delta_first_slot_of(call, at.n, job.pairs);
+    at.first = mn_delta_first_slot(call, at.n, mn_delta_chunk_tokens(job.pairs));
     at.n_rows = at.span.length * (job.pairs ? 2 : 1);
     at.state_in = mn_row<float>(state_in, at.n, 0, at.h);
     at.state_out = mn_row<float>(state_out, at.n, 0, at.h);
@@ -954,23 +955,26 @@ __device__ inline void mn_scan_mma_upper(float (&y)[8][4], const unsigned (&x)[N
 
 /* Where results of a column tile's tokens and columns go: this lane has eight columns of every
  * 16th token of its split. */
+template <bool PAIRS>
 struct mn_scan_out_rows {
+    static constexpr int rows = PAIRS ? 2 : 1;    // of a token: the last is its result
+
     mn_bf16 *to;        // of the first chunk; NULL: nowhere
     int64_t step;       // between tokens
     int left, width;    // rows and columns from there on
-    int rows;           // of a token: the last is its result
+    int from;           // in pairs: rows in front of it, which a redo back leaves out
     bool packed;
 
     __device__ mn_scan_out_rows(const mn_out &view, bool packs,
                                      const mn_scan_coord &at, int64_t V,
-                               int col_tile, int row, bool pairs) {
+                               int col_tile, int row) {
         const int64_t j = at.column0 + col_tile * 16 + threadIdx.x % 2 * 8;
         row += threadIdx.x % 32 / 2;
-        rows = pairs ? 2 : 1;
         to = mn_row<mn_bf16>(view, at.span.b, at.span.t0 + row / rows, at.h);
         if (to) to += j;
         step = view.stride[1], packed = packs;
         left = (int)(at.n_rows - row), width = (int)(V - j);
+        from = at.skip * MN_DELTA_CHUNK + at.from - row;
         if (row % rows != rows - 1) left = 0;
     }
 
@@ -996,7 +1000,7 @@ struct mn_scan_out_rows {
 #pragma unroll
         for (int i = 0; i < N / 2; i++) {
             const int token = chunk * MN_DELTA_CHUNK + 16 * i;
-            if (token >= left || width <= 0) continue;
+            if (token >= left || width <= 0 || (PAIRS && token < from)) continue;
             const mn_vec<mn_bf16, 8> pack =
                 *(mn_vec<mn_bf16, 8> *)(scratch + place(16 * i + lane / 2, lane % 2));
             mn_bf16 *row = to + token / rows * step;
@@ -1185,8 +1189,9 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     mn_scan_exchange<SPLITS> &exchange =
         ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes +
                                     mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
-    const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
-                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
+    const mn_scan_out_rows<CHANNEL == MN_DELTA_PAIRS> results(
+        p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
+        split * tiles * 8);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, true, SPLITS> S;
@@ -1333,8 +1338,9 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     unsigned char *scratch = BLOCKS == 2 ? scan_smem_bytes + mn_scan_bytes_of_two<KP>() +
                                                col_tile * scratch_bytes
                                          : exchange.scratch(split);
-    const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
-                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
+    const mn_scan_out_rows<CHANNEL == MN_DELTA_PAIRS> results(
+        p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
+        split * tiles * 8);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, true, SPLITS> D;

@@ -175,8 +175,9 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
         ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes +
                                     mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
     unsigned char *scratch = exchange.scratch[split];
-    const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
-                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
+    const mn_scan_out_rows<CHANNEL == MN_DELTA_PAIRS> results(
+        p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
+        split * tiles * 8);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, false, SPLITS> S;
@@ -249,8 +250,9 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
         ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes +
                                     mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
     unsigned char *scratch = exchange.scratch[split];
-    const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
-                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
+    const mn_scan_out_rows<CHANNEL == MN_DELTA_PAIRS> results(
+        p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
+        split * tiles * 8);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, false, SPLITS> D;
