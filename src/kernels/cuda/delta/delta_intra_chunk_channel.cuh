@@ -278,28 +278,31 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
     }
 }
 
-/* x 2^log_decay for two neighbours, and what rounding leaves of it. */
+/* x 2^log_decay for two neighbours, and where RESTS what rounding leaves of it. */
+template <bool RESTS>
 __device__ inline void mn_channel_mul_exp_rest(unsigned &whole, unsigned &rest, unsigned x,
                                                float2 log_decay) {
     const float2 decay = mn_exp2(log_decay);
     const float first = mn_bf16_lo(x) * decay.x, second = mn_bf16_hi(x) * decay.y;
     whole = mn_bf16x2(first, second);
-    rest = mn_bf16x2_rest(first, second, whole);
+    if (RESTS) rest = mn_bf16x2_rest(first, second, whole);
 }
 
 /* A left operand times a right one, without what rounding left of both. */
+template <bool RESTS>
 __device__ inline void mn_channel_mma_rest(float (&sum)[4], const unsigned (&a)[4],
                                            const unsigned (&a_rest)[4], const unsigned *b,
                                            const unsigned *b_rest) {
     mn_mma(sum, a, b[0], b[1]);
+    if (!RESTS) return;
     mn_mma(sum, a_rest, b[0], b[1]);
     mn_mma(sum, a, b_rest[0], b_rest[1]);
 }
 
 /* mn_channel_scores where rows are pairs: even rows of A, which are of a, and odd ones of P, which
  * are of q, in one; a and q meet the same decays. T repeats errors of A, and both scans those of P,
- * so that factors come in two parts. */
-template <int KP>
+ * so that where gradients come of them (RESTS) factors have two parts. */
+template <int KP, bool RESTS>
 __device__ void mn_channel_scores_pairs(float (&sum)[8][4], const mn_channel_intra_smem<KP> &smem) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = warp % 4;
     const int row = lane / 4, column = lane % 4 * 2;
@@ -318,7 +321,7 @@ __device__ void mn_channel_scores_pairs(float (&sum)[8][4], const mn_channel_int
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int t = 16 * block + row + i % 2 * 8;
-                    mn_channel_mul_exp_rest(
+                    mn_channel_mul_exp_rest<RESTS>(
                         a[i], a_rest[i], x[i],
                         c.template read<MN_DELTA_PAIRS>(t, k + column + i / 2 * 8));
                 }
@@ -330,13 +333,13 @@ __device__ void mn_channel_scores_pairs(float (&sum)[8][4], const mn_channel_int
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float2 log_decay = c.pair(16 * J + row + i / 2 * 8, k + column + i % 2 * 8);
-                mn_channel_mul_exp_rest(b[i], b_rest[i], b[i], base[i % 2] - log_decay);
+                mn_channel_mul_exp_rest<RESTS>(b[i], b_rest[i], b[i], base[i % 2] - log_decay);
             }
 #pragma unroll
             for (int n = 0; n < 3; n++) {
                 if (n != J) continue;
-                mn_channel_mma_rest(sum[2 * n], a, a_rest, b, b_rest);
-                mn_channel_mma_rest(sum[2 * n + 1], a, a_rest, b + 2, b_rest + 2);
+                mn_channel_mma_rest<RESTS>(sum[2 * n], a, a_rest, b, b_rest);
+                mn_channel_mma_rest<RESTS>(sum[2 * n + 1], a, a_rest, b + 2, b_rest + 2);
             }
         }
         mn_frag_b(b, w, k, 16 * block);
@@ -347,21 +350,21 @@ __device__ void mn_channel_scores_pairs(float (&sum)[8][4], const mn_channel_int
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = k + column + i / 2 * 8, t = 16 * block + row + i % 2 * 8;
-                mn_channel_mul_exp_rest(a[i], a_rest[i], x[i],
+                mn_channel_mul_exp_rest<RESTS>(a[i], a_rest[i], x[i],
                                         c.template read<MN_DELTA_PAIRS>(t, at) -
                                             origin[i / 2]);
             }
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; i++) {
                 const int at = k + column + i % 2 * 8;
-                mn_channel_mul_exp_rest(b[i], b_rest[i], b[i],
+                mn_channel_mul_exp_rest<RESTS>(b[i], b_rest[i], b[i],
                                         origin[i % 2] -
                                             c.pair(16 * block + row + 8 * half, at));
             }
 #pragma unroll
             for (int n = 0; n < 4; n++) {
                 if (n != block) continue;
-                mn_channel_mma_rest(sum[2 * n + half], a, a_rest, b + 2 * half,
+                mn_channel_mma_rest<RESTS>(sum[2 * n + half], a, a_rest, b + 2 * half,
                                     b_rest + 2 * half);
             }
         }
@@ -408,9 +411,9 @@ __device__ void mn_channel_reduce_halves(mn_channel_intra_smem<KP> &smem, const 
     });
 }
 
-/* Likewise where rows are pairs: e is minus what the tile has, rows of P are followed up to what
- * rounding leaves of them, which is in the row in front. */
-template <int KP>
+/* Likewise where rows are pairs: e is minus what the tile has, and the row in front of one of P has
+ * what rounding leaves of it, or zeros. */
+template <int KP, bool RESTS>
 __device__ void mn_channel_reduce_halves_pairs(mn_channel_intra_smem<KP> &smem,
                                                const float (&sum)[8][4], mn_bf16 *to,
                                                float scale) {
@@ -435,12 +438,12 @@ __device__ void mn_channel_reduce_halves_pairs(mn_channel_intra_smem<KP> &smem,
         const unsigned whole = mn_bf16x2(first, other);
         mn_bf16 *row = to + t * MN_DELTA_CHUNK + s;
         *(unsigned *)row = whole;
-        *(unsigned *)(row - MN_DELTA_CHUNK) = mn_bf16x2_rest(first, other, whole);
+        *(unsigned *)(row - MN_DELTA_CHUNK) = RESTS ? mn_bf16x2_rest(first, other, whole) : 0;
     });
 }
 
-/* COLUMNS channels are in shared memory at a time. */
-template <int KP, int CHANNEL, int COLUMNS = KP>
+/* COLUMNS channels are in shared memory at a time. RESTS: in pairs second parts are kept. */
+template <int KP, int CHANNEL, int COLUMNS = KP, bool RESTS = true>
 __global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS)
 delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
@@ -475,12 +478,12 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
             smem.tokens.beta[threadIdx.x] = beta ? mn_float(*beta) : inside ? 1.0f : 0.0f;
         }
         mn_channel_rows<COLUMNS, CHANNEL, KP>(smem, job, tile, h, index, w, channel0);
-        if constexpr (in_pairs) mn_channel_scores_pairs<COLUMNS>(A, smem);
+        if constexpr (in_pairs) mn_channel_scores_pairs<COLUMNS, RESTS>(A, smem);
         else mn_channel_scores<COLUMNS, CHANNEL>(A, P, smem, w);
     }
     mn_bf16 *to = job.workspace.P + index * MN_DELTA_MATRIX;
     mn_delta_zero_upper(to);
-    if constexpr (in_pairs) mn_channel_reduce_halves_pairs<COLUMNS>(smem, A, to, job.scale);
+    if constexpr (in_pairs) mn_channel_reduce_halves_pairs<COLUMNS, RESTS>(smem, A, to, job.scale);
     else mn_channel_reduce_halves<COLUMNS>(smem, A, P, to, job.scale);
     mn_delta_wy_inverse<MN_DELTA_INTRA_THREADS, false>(
         *(mn_delta_wy_solver *)smem.A, job.workspace.T + index * MN_DELTA_MATRIX,
