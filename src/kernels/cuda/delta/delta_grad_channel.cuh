@@ -74,7 +74,7 @@ __device__ inline void mn_channel_load_log_decays(mn_channel_grad_smem<KT> &smem
     constexpr int tokens = mn_delta_chunk_tokens(CHANNEL == MN_DELTA_PAIRS) / 4;
     mn_channel_load_decays<CHANNEL>(g, job, at.tile.span, at.h, at.tile.first + tokens * block,
                                     at.count - 16 * block, at.channel0 + i);
-    mn_channel_cumsum<KT>(smem.log_decays, g, block, i);
+    mn_channel_cumsum(smem.log_decays, g, block, i);
 }
 
 /* Sums of log decays of channels i and i + 1 from the chunk's start to that of block `block`, or

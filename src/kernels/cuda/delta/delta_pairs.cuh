@@ -12,6 +12,8 @@
  *
  *   q and a     are one operand, row 2t a_t, row 2t + 1 q_t: three products of it with w, both in
  *               two parts, make the scores of two
+ *   q and a     likewise decayed: one read of a state gives E S in even rows and Q S in odd ones,
+ *               one product Q'dO - E'dX, of rows -dX and do in turn
  *   P           has rows for q alone, 2t + 1; row 2t is what rounding left of it. O = Q S + P R is
  *               o in both rows together, and P'dO meets do_t in both
  *   dX          is read in rows 2t alone; row 2t + 1 of the record is what rounding left
@@ -27,6 +29,10 @@ namespace mneme::delta {
 /* What a kernel's parameter CHANNEL may be beside false and true: each channel has a decay, and a
  * token is two rows. */
 enum { MN_DELTA_PAIRS = 2 };
+
+/* Whether rows of a and q are one tile; else there are two with zeros in every other row. */
+template <int CHANNEL>
+constexpr bool mn_rows_joined = CHANNEL == MN_DELTA_PAIRS;
 
 /* Two neighbours, and what rounding them to `whole` leaves. */
 __device__ inline unsigned mn_bf16x2_rest(float x, float y, unsigned whole) {

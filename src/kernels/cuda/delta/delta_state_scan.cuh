@@ -870,11 +870,33 @@ __device__ inline void mn_scan_second_rows(unsigned (&x)[N][4]) {
     }
 }
 
-/* In the second row of a token the sum of both. */
+/* What a read of joined rows gives: sums of first rows stay, those of second rows go to Q. */
 template <int N>
-__device__ inline void mn_scan_add_rows(float (&x)[N][4]) {
+__device__ inline void mn_scan_split_rows(float (&x)[N][4], float (&Q)[N][2]) {
 #pragma unroll
-    for (int n = 0; n < N; n++) x[n][1] += x[n][0], x[n][3] += x[n][2];
+    for (int n = 0; n < N; n++) {
+        Q[n][0] = x[n][1], Q[n][1] = x[n][3];
+        x[n][1] = x[n][3] = 0.0f;
+    }
+}
+
+/* First rows of x, second ones of y. */
+template <int N>
+__device__ inline void mn_scan_join_rows(unsigned (&x)[N][4], const unsigned (&y)[N][4]) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[k][i] = __byte_perm(x[k][i], y[k][i], 0x7610);
+    }
+}
+
+/* In the second row of a token the sum of both, and what was split off. */
+template <int N>
+__device__ inline void mn_scan_add_rows(float (&x)[N][4], const float (&Q)[N][2]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        x[n][1] = Q[n][0] + (x[n][1] + x[n][0]), x[n][3] = Q[n][1] + (x[n][3] + x[n][2]);
+    }
 }
 
 /* As left operands a token's first row, and in its second what rounding left of the first. */
@@ -1144,7 +1166,8 @@ __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
         p.e, p.v, p.q, p.w, job.workspace.e, job.workspace.q, job.workspace.w,
             job.packed[MN_DELTA_E],
         job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W],
-        MODE == MN_SCAN_OUTPUT, !same_keys, MODE == MN_SCAN_OUTPUT, false,
+        MODE == MN_SCAN_OUTPUT && !mn_rows_joined<CHANNEL>, !same_keys, MODE == MN_SCAN_OUTPUT,
+        false,
     };
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [](int n) { return n; });
 }
@@ -1204,6 +1227,8 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
         mn_scan_wait_front(smem, chunk);
         S.read(X, front.keys, SAVE ? records.at(job.workspace.S, chunk, KP) : nullptr,
                exchange.scratch(split));
+        float Q[8][2] = {};
+        if (mn_rows_joined<CHANNEL>) mn_scan_split_rows(X, Q);
         if constexpr (SPLITS == 1) {
             mn_scan_residuals<KP, CHANNEL>(x, X, front, col_tile, 0);
         } else {
@@ -1226,10 +1251,12 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
                                              16 * steps * split, MN_DELTA_CHUNK, local,
                                          exchange.scratch(split));
         } else if (!MAP) {
-            S.read(O, smem.first(chunk, same_keys, job.tight), nullptr, nullptr);
+            if (!mn_rows_joined<CHANNEL>) {
+                S.read(O, smem.first(chunk, same_keys, job.tight), nullptr, nullptr);
+            }
             if (!CHANNEL) mn_scan_scale_tokens(O, front.gamma, job.scale);
             mn_scan_mma_lower<true>(O, local, mn_shared_u32(front.P), split * steps);
-            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(O);
+            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(O, Q);
         }
         const bool puts = MODE == MN_SCAN_OUTPUT && results.to;
         if (puts && SPLITS > 1) mn_scan_store_partials<SPLITS>(exchange, O, split);
@@ -1296,7 +1323,7 @@ __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
     const mn_scan_source from = {
         same_keys ? p.e : p.w, p.cot.o, p.q, p.e, job.workspace.w, job.workspace.q, job.workspace.e,
         job.packed[MN_DELTA_W], job.packed[MN_DELTA_COT], job.packed[MN_DELTA_Q],
-        job.packed[MN_DELTA_E], true, !same_keys, true, BLOCKS == 2,
+        job.packed[MN_DELTA_E], !mn_rows_joined<CHANNEL>, !same_keys, true, BLOCKS == 2,
     };
     const int last = smem.place.n_chunks - 1;
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [=](int n) { return last - n; });
@@ -1400,8 +1427,11 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         }
         if (!CHANNEL) mn_scan_scale_tokens(dX, front.gamma, 1.0f);
         mn_scan_frags_a(x, dX);
+        if (mn_rows_joined<CHANNEL>) mn_scan_join_rows(x, cot);
         mn_mma_fence<true>();
-        D.add(cot, smem.first(BLOCKS == 2 ? 0 : iter, same_keys, job.tight));
+        if (!mn_rows_joined<CHANNEL>) {
+            D.add(cot, smem.first(BLOCKS == 2 ? 0 : iter, same_keys, job.tight));
+        }
         D.add(x, same_keys ? front.keys : smem.second(iter, job.tight));
         mn_mma_commit_wait<true>();
         mn_scan_release(smem, iter);

@@ -196,6 +196,8 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
                                                smem_tile,
                                          scratch);
         }
+        float Q[tiles][2] = {};
+        if (mn_rows_joined<CHANNEL>) mn_scan_split_rows(X.at[0], Q);
         X.join(own);
         mn_scan_residuals<KP, CHANNEL>(local, own, front, col_tile, split * tiles);
         mn_scan_gather_frags<SPLITS>(x, local, exchange.operands, col_tile, split);
@@ -209,7 +211,9 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.R, chunk, MN_DELTA_CHUNK) +
                                              16 * steps * split, MN_DELTA_CHUNK, local, scratch);
         } else {
-            O.read(state, smem.first(chunk, same_keys, job.tight), split);
+            if (!mn_rows_joined<CHANNEL>) {
+                O.read(state, smem.first(chunk, same_keys, job.tight), split);
+            }
             if (!CHANNEL) O.scale(front.gamma, job.scale, split);
             O.lower(r, mn_shared_u32(front.P), split);
         }
@@ -217,7 +221,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
         S.add(x, same_keys ? front.keys : smem.second(chunk, job.tight));
         if (!SAVE && results.to) {
             O.join(own);
-            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(own);
+            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(own, Q);
             results.put(chunk, own, scratch);
         }
         mn_scan_release(smem, chunk);
@@ -303,7 +307,8 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
         }
         if (!CHANNEL) mn_scan_scale_tokens(dX, front.gamma, 1.0f);
         mn_scan_frags_a(x, dX);
-        D.add(cot, smem.first(iter, same_keys, job.tight));
+        if (mn_rows_joined<CHANNEL>) mn_scan_join_rows(x, cot);
+        else D.add(cot, smem.first(iter, same_keys, job.tight));
         D.add(x, same_keys ? front.keys : smem.second(iter, job.tight));
         mn_scan_release(smem, iter);
     }

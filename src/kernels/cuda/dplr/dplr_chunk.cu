@@ -75,8 +75,8 @@ static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     return mn_launch_smem_behind(
         job.cuts, delta_intra_chunk_channel_kernel<KP, MN_DELTA_PAIRS, KP, RESTS>,
-        dim3((unsigned)blocks), MN_DELTA_INTRA_THREADS, sizeof(mn_channel_intra_smem<KP>), stream,
-        job);
+        dim3((unsigned)blocks), MN_DELTA_INTRA_THREADS,
+        sizeof(mn_channel_intra_smem<KP, mn_rows_joined<MN_DELTA_PAIRS>>), stream, job);
 }
 
 template <int KP>
