@@ -475,7 +475,8 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     const unsigned char *w = p.w.data ? smem.w : smem.e;
 #pragma unroll 1
     for (int channel0 = 0; channel0 < KP; channel0 += COLUMNS) {
-        const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd, bool packed) {
+        const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd,
+                              bool packed) {
             mn_chunk_load<CHANNEL, COLUMNS, MN_DELTA_INTRA_THREADS>(
                 to, even, odd, packed, tile.span, key, tile.first, count, channel0, call.K,
                 threadIdx.x);
@@ -497,12 +498,12 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
             smem.tokens.beta[threadIdx.x] = beta ? mn_float(*beta) : inside ? 1.0f : 0.0f;
         }
         mn_channel_rows<COLUMNS, CHANNEL, KP>(smem, job, tile, h, index, w, channel0);
-        if constexpr (in_pairs) mn_channel_scores_pairs<COLUMNS, RESTS, joined>(A, smem);
+        if constexpr (in_pairs) mn_channel_scores_pairs<COLUMNS, RESTS>(A, smem);
         else mn_channel_scores<COLUMNS, CHANNEL>(A, P, smem, w);
     }
     mn_bf16 *to = job.workspace.P + index * MN_DELTA_MATRIX;
     mn_delta_zero_upper(to);
-    if constexpr (in_pairs) mn_channel_reduce_halves_pairs<COLUMNS, RESTS, joined>(smem, A, to, job.scale);
+    if constexpr (in_pairs) mn_channel_reduce_halves_pairs<COLUMNS, RESTS>(smem, A, to, job.scale);
     else mn_channel_reduce_halves<COLUMNS>(smem, A, P, to, job.scale);
     mn_delta_wy_inverse<MN_DELTA_INTRA_THREADS, false>(
         *(mn_delta_wy_solver *)smem.A, job.workspace.T + index * MN_DELTA_MATRIX,

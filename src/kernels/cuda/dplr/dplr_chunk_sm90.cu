@@ -386,9 +386,9 @@ __device__ inline void make_matrices(unsigned char *tile, const chunk_scores &su
 
 enum {
     CONSUMERS = WIDTH / 16,    // warps
-    PRODUCERS = 8,
+    PRODUCERS = 6,
     SCAN_THREADS = 32 * (CONSUMERS + PRODUCERS),
-    STAGES = 10,               // chunks between producers and consumers
+    STAGES = 12,               // chunks between producers and consumers
 };
 static_assert((int)PRODUCERS <= (int)STAGES, "waits by parity need it");
 
