@@ -31,8 +31,10 @@ namespace mneme::delta {
 enum { MN_DELTA_PAIRS = 2 };
 
 /* Whether rows of a and q are one tile; else there are two with zeros in every other row. */
+constexpr bool mn_joins_rows = true;
+
 template <int CHANNEL>
-constexpr bool mn_rows_joined = CHANNEL == MN_DELTA_PAIRS;
+constexpr bool mn_rows_joined = mn_joins_rows && CHANNEL == MN_DELTA_PAIRS;
 
 /* Two neighbours, and what rounding them to `whole` leaves. */
 __device__ inline unsigned mn_bf16x2_rest(float x, float y, unsigned whole) {
