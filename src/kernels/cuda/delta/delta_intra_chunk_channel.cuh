@@ -456,7 +456,7 @@ __device__ void mn_channel_reduce_halves_pairs(mn_channel_intra_smem<KP, JOINED>
 
 /* COLUMNS channels are in shared memory at a time. RESTS: in pairs second parts are kept. */
 template <int KP, int CHANNEL, int COLUMNS = KP, bool RESTS = true>
-__global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS, mn_rows_joined<CHANNEL> ? 3 : 1)
+__global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS, mn_rows_joined<CHANNEL> ? 3 : 0)
 delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
     constexpr bool joined = mn_rows_joined<CHANNEL>;
