@@ -25,33 +25,7 @@ namespace mneme::delta {
  * there. Small ones let the next begin at once: each waits for the one in front of it to end, which
  * has done the same. */
 
-enum { MN_DELTA_REDO_THREADS = 128 };
-
-/* Leaves in job.cuts the first row to make again, 0: none.
- *
- * Grid: n * H + h. Loads the first row of dv, or where `dv` is absent of grad.e; where that is not
- * finite cot.o (T,V). */
-__global__ void __launch_bounds__(MN_DELTA_REDO_THREADS)
-delta_find_redo_back(const __grid_constant__ mn_delta_params job, const mn_out dv) {
-    const mn_delta_args &p = job.p;
-    const mn_call &call = p.call;
-    const int64_t h = blockIdx.x % call.H, width = dv.data ? call.V : call.K;
-    const mn_span span = mn_span_at(call, blockIdx.x / call.H);
-    const int64_t end = span.t0 + span.length;
-    int64_t cut = 0;
-    mn_pdl_launch_dependents();
-    mn_pdl_wait();
-    if (span.length > 0 && mn_redo_row_is_wild(mn_row<mn_bf16>(dv.data ? dv : p.grad.e, span.b,
-                                                               span.t0, h), width)) {
-        const int behind = mn_redo_first_token(span.length, [&](int64_t t, float most) {
-            return mn_redo_has_wild(mn_row<mn_bf16>(p.cot.o, span.b, end - 1 - t, h), call.V, most);
-        });
-        cut = behind > 0 ? span.length - behind : 0;
-    }
-    if (threadIdx.x == 0) job.cuts[blockIdx.x] = cut % MN_DELTA_CHUNK == 0 ? 0 : (int)cut;
-}
-
-/* dv of the rows behind the cut, from dX, and NaN in dX in front of it. Grid as above. */
+/* dv of the rows behind the cut, from dX, and NaN in dX in front of it. Grid: n * H + h. */
 __global__ void __launch_bounds__(MN_DELTA_REDO_THREADS)
 delta_redo_values(const __grid_constant__ mn_delta_params job, const mn_out dv) {
     const mn_call &call = job.p.call;
@@ -574,7 +548,7 @@ static int backward_kept(const mn_delta_params &job, const mn_grad_fold &fold,
     }
     redo.cuts = job.workspace.cuts;
     redo.p.grad.v = {}, redo.p.grad.state0 = {};
-    code = mn_launch_smem_behind(true, delta_find_redo_back, dim3((unsigned)heads),
+    code = mn_launch_smem_behind(true, delta_find_redo_back<false>, dim3((unsigned)heads),
                                  MN_DELTA_REDO_THREADS, 0, stream, redo, job.p.grad.v);
     if (code == cudaSuccess) code = backward<KP>(redo, {}, job.p.grad.v, stream);
     return code == cudaSuccess ? redo_fold<KP>(redo, fold, stream) : code;

@@ -85,7 +85,7 @@ struct mn_grad_smem {
 struct mn_grad_coord {
     mn_tile_span tile;
     int64_t h, slot, index, channel0, stride;    // index of the record; stride of rows of states
-    int count;
+    int count, from;                             // rows; in pairs a redo leaves the first out
     int block, quarter;                          // of this warp
 };
 
@@ -210,8 +210,10 @@ __device__ inline mn_grad_coord mn_grad_record_coord(const mn_delta_params &job,
     return at;
 }
 
+template <bool PAIRS = false>
 __device__ inline mn_grad_coord mn_grad_block_coord(const mn_delta_params &job, int KT, int KP) {
     mn_grad_coord at = mn_grad_record_coord(job, blockIdx.x, KP);
+    if (PAIRS && job.cuts) at.from = 2 * (job.cuts[blockIdx.x] % mn_delta_chunk_tokens(true));
     at.channel0 = (int64_t)blockIdx.y * KT;
     at.block = threadIdx.x / 32 % 4;
     at.quarter = threadIdx.x / 128;
@@ -378,7 +380,7 @@ __device__ inline void mn_grad_store(const mn_out &view, bool packed, const mn_g
     for (int k = lane; k < 16 * N; k += 32) {
         const int row = at.block * 16 + k / N, vec16 = at.quarter * N + k % N;
         const int64_t i = at.channel0 + 8 * vec16;
-        if (row >= at.count || i >= K || row % rows != of) continue;
+        if (row < at.from || row >= at.count || i >= K || row % rows != of) continue;
         const mn_vec<mn_bf16, 8> pack = *(mn_vec<mn_bf16,
                                            8> *)(tile + mn_tile_swizzle(row, vec16));
         const int64_t when = at.tile.span.t0 + at.tile.first + row / rows;

@@ -74,7 +74,7 @@ __device__ inline void mn_channel_load_log_decays(mn_channel_grad_smem<KT> &smem
     constexpr int tokens = mn_delta_chunk_tokens(CHANNEL == MN_DELTA_PAIRS) / 4;
     mn_channel_load_decays<CHANNEL>(g, job, at.tile.span, at.h, at.tile.first + tokens * block,
                                     at.count - 16 * block, at.channel0 + i);
-    mn_channel_cumsum<KT>(smem.log_decays, g, block, i);
+    mn_channel_cumsum(smem.log_decays, g, block, i);
 }
 
 /* Sums of log decays of channels i and i + 1 from the chunk's start to that of block `block`, or
@@ -399,7 +399,7 @@ __device__ void mn_channel_store_decays(mn_channel_grad_smem<KT> &smem, const mn
     for (int t = 16 * block + 15; t >= 16 * block; t--) {
         const int64_t when = at.tile.span.t0 + at.tile.first + (in_pairs ? t / 2 : t);
         run += dG.at[t][i];
-        if (t < at.count && !(in_pairs && t % 2)) {
+        if (t >= at.from && t < at.count && !(in_pairs && t % 2)) {
             mn_put(mn_row<mn_bf16>(job.p.grad.g, at.tile.span.b, when, at.h) + at.channel0 + i,
                    run);
         }
@@ -420,8 +420,8 @@ delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job,
                           const __grid_constant__ mn_grad_fold fold) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_channel_grad_smem<KT> &smem = *(mn_channel_grad_smem<KT> *)bytes;
-    if (CHANNEL != MN_DELTA_PAIRS && job.cuts) mn_pdl_wait();
-    const mn_grad_coord at = mn_grad_block_coord(job, KT, KP);
+    if (job.cuts) mn_pdl_wait();
+    const mn_grad_coord at = mn_grad_block_coord<CHANNEL == MN_DELTA_PAIRS>(job, KT, KP);
     if (at.count == 0) return;
     const unsigned char *w = job.p.w.data ? smem.keys.w : smem.keys.e;
     mn_grad_acc<KT> sum;

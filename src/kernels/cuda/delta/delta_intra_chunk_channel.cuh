@@ -26,14 +26,15 @@
 
 namespace mneme::delta {
 
-/* Decays added up from the start of each block of 16 tokens, cut off. */
-template <int KP>
+/* Decays added up from the start of each block of 16 rows, cut off. ROWS: of a token, of which the
+ * first has the decay. */
+template <int KP, int ROWS = 1>
 struct mn_channel_log_decays {
-    static constexpr int ld = KP + 8;
-    float at[MN_DELTA_CHUNK][ld];
+    static constexpr int ld = KP + 8, rows = ROWS;
+    float at[MN_DELTA_CHUNK / ROWS][ld];
 
     __device__ float2 pair(int t, int i) const {
-        return *(const float2 *)&at[t][i];
+        return *(const float2 *)&at[t / ROWS][i];
     }
 
     /* The sum of decays that row t's reads meet: in pairs of rows without the row's own. */
@@ -44,12 +45,14 @@ struct mn_channel_log_decays {
     }
 };
 
-template <int KP>
+/* JOINED: rows of q are in e. */
+template <int KP, bool JOINED = false>
 struct alignas(128) mn_channel_intra_smem {
-    unsigned char q[mn_tile_bytes<KP>()], e[mn_tile_bytes<KP>()], w[mn_tile_bytes<KP>()];
+    unsigned char q[JOINED ? 128 : mn_tile_bytes<KP>()];
+    unsigned char e[mn_tile_bytes<KP>()], w[mn_tile_bytes<KP>()];
     float A[MN_DELTA_CHUNK][MN_DELTA_LD];
     union {
-        mn_channel_log_decays<KP> log_decays;
+        mn_channel_log_decays<KP, JOINED ? 2 : 1> log_decays;
         float P[MN_DELTA_CHUNK][MN_DELTA_LD];    // once the sums of decays have been read
     };
     float total[4][KP];    // of blocks, not cut off
@@ -109,26 +112,27 @@ __device__ inline float2 mn_channel_whole(float2 x) {
     return make_float2(x.x + there - there, x.y + there - there);
 }
 
-/* Levels of a pair of channels in a block of 16 tokens. */
-template <int KP>
-__device__ inline void mn_channel_cumsum(mn_channel_log_decays<KP> &log_decays,
+/* Levels of a pair of channels in a block of 16 rows. */
+template <int KP, int ROWS>
+__device__ inline void mn_channel_cumsum(mn_channel_log_decays<KP, ROWS> &log_decays,
                                          const float2 (&g)[16],
                                          int block, int i) {
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int token = 0; token < 16; token++) {
-        sum.x += mn_channel_clamp(g[token].x), sum.y += mn_channel_clamp(g[token].y);
-        *(float2 *)&log_decays.at[block * 16 + token][i] = sum;
+    for (int row = 0; row < 16; row += ROWS) {
+        sum.x += mn_channel_clamp(g[row].x), sum.y += mn_channel_clamp(g[row].y);
+        *(float2 *)&log_decays.at[(block * 16 + row) / ROWS][i] = sum;
     }
 }
 
 /* Levels, totals and the decayed rows of KP channels from `channel0` on, of ROW that a row of
  * workspace has. All threads of the block call. */
 template <int KP, int CHANNEL, int ROW>
-__device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_params &job,
+__device__ void mn_channel_rows(mn_channel_intra_smem<KP, mn_rows_joined<CHANNEL>> &smem,
+                                const mn_delta_params &job,
                                 const mn_tile_span &tile, int64_t h, int64_t index,
                                 const unsigned char *w, int channel0) {
-    constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
+    constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS, joined = mn_rows_joined<CHANNEL>;
     constexpr int pairs = KP / 2, tokens = mn_delta_chunk_tokens(in_pairs) / 4;
     // decays behind a redo's last row too: scores go by levels of tokens a little later
     const int n_rows = (int)min((int64_t)4 * tokens, tile.span.length - tile.first) *
@@ -143,7 +147,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
         if (block >= 4) break;
         mn_channel_load_decays<CHANNEL>(g[round], job, tile.span, h, tile.first + tokens * block,
                                         n_rows - 16 * block, channel0 + i);
-        mn_channel_cumsum<KP>(smem.log_decays, g[round], block, i);
+        mn_channel_cumsum(smem.log_decays, g[round], block, i);
         float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int token = 0; token < 16; token++) sum = sum + g[round][token];
@@ -157,7 +161,7 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
         const int block = k / pairs, i = k % pairs * 2;
         if (block >= 4) break;
         const int64_t first = (index * MN_DELTA_CHUNK + 16 * block) * ROW + channel0 + i;
-        float2 before = make_float2(0.0f, 0.0f), behind = before;
+        float2 before = make_float2(0.0f, 0.0f), behind = before, decay = before;
         for (int M = 0; M < 4; M++) {
             const float2 total = *(const float2 *)&smem.total[M][i];
             if (M < block) before = before + total;
@@ -166,11 +170,18 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
 #pragma unroll
         for (int token = 0; token < 16; token++) {
             const unsigned place = mn_tile_swizzle(16 * block + token, i / 8) + i % 8 * 2;
-            const unsigned q = *(const unsigned *)(smem.q + place);
             const unsigned e = *(const unsigned *)(smem.e + place);
             if (!in_pairs) before = before + g[round][token];
-            const float x = mn_exp2(before.x), y = mn_exp2(before.y);
-            if (in_pairs) before = before + g[round][token];
+            if (!joined || token == 0 || token % 2 == 1) decay = mn_exp2(before);
+            const float x = decay.x, y = decay.y;
+            if (in_pairs && (!joined || token % 2 == 0)) before = before + g[round][token];
+            if (joined) {
+                const float factor = token % 2 ? job.scale : sign;
+                *(unsigned *)(job.workspace.e + first + token * ROW) =
+                    mn_bf16x2(factor * x * mn_bf16_lo(e), factor * y * mn_bf16_hi(e));
+                continue;
+            }
+            const unsigned q = *(const unsigned *)(smem.q + place);
             *(unsigned *)(job.workspace.q + first + token * ROW) =
                 mn_bf16x2(job.scale * x * mn_bf16_lo(q), job.scale * y * mn_bf16_hi(q));
             *(unsigned *)(job.workspace.e + first + token * ROW) =
@@ -184,18 +195,18 @@ __device__ void mn_channel_rows(mn_channel_intra_smem<KP> &smem, const mn_delta_
             const unsigned place = mn_tile_swizzle(16 * block + token, i / 8) + i % 8 * 2;
             const unsigned write = *(const unsigned *)(w + place);
             const float beta = smem.tokens.beta[16 * block + token];
+            if (!joined || token % 2 == 1) decay = mn_exp2(behind);
             *(unsigned *)(job.workspace.w + first + token * ROW) =
-                mn_bf16x2(beta * mn_exp2(behind.x) * mn_bf16_lo(write),
-                        beta * mn_exp2(behind.y) * mn_bf16_hi(write));
-            behind = behind + g[round][token];
+                mn_bf16x2(beta * decay.x * mn_bf16_lo(write), beta * decay.y * mn_bf16_hi(write));
+            if (!joined || token % 2 == 0) behind = behind + g[round][token];
         }
     }
 }
 
 /* Where decays of eight columns of a diagonal block are counted from, in two pairs of channels. */
-template <int KP>
-__device__ inline void mn_channel_origins(float2 (&origin)[2], const mn_channel_log_decays<KP> &c,
-                                          int block, int half, int channel) {
+template <typename Decays>
+__device__ inline void mn_channel_origins(float2 (&origin)[2], const Decays &c, int block, int half,
+                                          int channel) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int at = channel + 8 * i;
@@ -252,7 +263,7 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
 #pragma unroll
         for (int half = 0; half < 2; half++) {    // eight columns of the diagonal block
             float2 origin[2];
-            mn_channel_origins<KP>(origin, c, block, half, k + column);
+            mn_channel_origins(origin, c, block, half, k + column);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = k + column + i / 2 * 8;
@@ -278,39 +289,43 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
     }
 }
 
-/* x 2^log_decay for two neighbours, and what rounding leaves of it. */
+/* x 2^log_decay for two neighbours, and where RESTS what rounding leaves of it. */
+template <bool RESTS>
 __device__ inline void mn_channel_mul_exp_rest(unsigned &whole, unsigned &rest, unsigned x,
                                                float2 log_decay) {
     const float2 decay = mn_exp2(log_decay);
     const float first = mn_bf16_lo(x) * decay.x, second = mn_bf16_hi(x) * decay.y;
     whole = mn_bf16x2(first, second);
-    rest = mn_bf16x2_rest(first, second, whole);
+    if (RESTS) rest = mn_bf16x2_rest(first, second, whole);
 }
 
 /* A left operand times a right one, without what rounding left of both. */
+template <bool RESTS>
 __device__ inline void mn_channel_mma_rest(float (&sum)[4], const unsigned (&a)[4],
                                            const unsigned (&a_rest)[4], const unsigned *b,
                                            const unsigned *b_rest) {
     mn_mma(sum, a, b[0], b[1]);
+    if (!RESTS) return;
     mn_mma(sum, a_rest, b[0], b[1]);
     mn_mma(sum, a, b_rest[0], b_rest[1]);
 }
 
 /* mn_channel_scores where rows are pairs: even rows of A, which are of a, and odd ones of P, which
  * are of q, in one; a and q meet the same decays. T repeats errors of A, and both scans those of P,
- * so that factors come in two parts. */
-template <int KP>
-__device__ void mn_channel_scores_pairs(float (&sum)[8][4], const mn_channel_intra_smem<KP> &smem) {
+ * so that where gradients come of them (RESTS) factors have two parts. */
+template <int KP, bool RESTS, bool JOINED>
+__device__ void mn_channel_scores_pairs(float (&sum)[8][4],
+                                        const mn_channel_intra_smem<KP, JOINED> &smem) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = warp % 4;
     const int row = lane / 4, column = lane % 4 * 2;
-    const mn_channel_log_decays<KP> &c = smem.log_decays;
+    const auto &c = smem.log_decays;
     const unsigned w = mn_shared_u32(smem.w);
     for (int k = warp / 4 * (KP / 2), end = k + KP / 2; k < end; k += 16) {
         unsigned x[4], q[4], b[4], a[4], a_rest[4], b_rest[4];
         mn_frag_a(x, mn_shared_u32(smem.e), 16 * block, k);
-        mn_frag_a(q, mn_shared_u32(smem.q), 16 * block, k);
+        if (!JOINED) mn_frag_a(q, mn_shared_u32(smem.q), 16 * block, k);
 #pragma unroll
-        for (int i = 0; i < 4; i++) x[i] |= q[i];    // one of the two is zeros
+        for (int i = 0; i < 4 && !JOINED; i++) x[i] |= q[i];    // one of the two is zeros
         float2 base[2] = {};                         // from block J's start to this block's
         for (int J = block - 1; J >= 0; J--) {
             mn_frag_b(b, w, k, 16 * J);
@@ -318,7 +333,7 @@ __device__ void mn_channel_scores_pairs(float (&sum)[8][4], const mn_channel_int
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int t = 16 * block + row + i % 2 * 8;
-                    mn_channel_mul_exp_rest(
+                    mn_channel_mul_exp_rest<RESTS>(
                         a[i], a_rest[i], x[i],
                         c.template read<MN_DELTA_PAIRS>(t, k + column + i / 2 * 8));
                 }
@@ -330,38 +345,38 @@ __device__ void mn_channel_scores_pairs(float (&sum)[8][4], const mn_channel_int
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float2 log_decay = c.pair(16 * J + row + i / 2 * 8, k + column + i % 2 * 8);
-                mn_channel_mul_exp_rest(b[i], b_rest[i], b[i], base[i % 2] - log_decay);
+                mn_channel_mul_exp_rest<RESTS>(b[i], b_rest[i], b[i], base[i % 2] - log_decay);
             }
 #pragma unroll
             for (int n = 0; n < 3; n++) {
                 if (n != J) continue;
-                mn_channel_mma_rest(sum[2 * n], a, a_rest, b, b_rest);
-                mn_channel_mma_rest(sum[2 * n + 1], a, a_rest, b + 2, b_rest + 2);
+                mn_channel_mma_rest<RESTS>(sum[2 * n], a, a_rest, b, b_rest);
+                mn_channel_mma_rest<RESTS>(sum[2 * n + 1], a, a_rest, b + 2, b_rest + 2);
             }
         }
         mn_frag_b(b, w, k, 16 * block);
 #pragma unroll
         for (int half = 0; half < 2; half++) {    // eight columns of the diagonal block
             float2 origin[2];
-            mn_channel_origins<KP>(origin, c, block, half, k + column);
+            mn_channel_origins(origin, c, block, half, k + column);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int at = k + column + i / 2 * 8, t = 16 * block + row + i % 2 * 8;
-                mn_channel_mul_exp_rest(a[i], a_rest[i], x[i],
+                mn_channel_mul_exp_rest<RESTS>(a[i], a_rest[i], x[i],
                                         c.template read<MN_DELTA_PAIRS>(t, at) -
                                             origin[i / 2]);
             }
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; i++) {
                 const int at = k + column + i % 2 * 8;
-                mn_channel_mul_exp_rest(b[i], b_rest[i], b[i],
+                mn_channel_mul_exp_rest<RESTS>(b[i], b_rest[i], b[i],
                                         origin[i % 2] -
                                             c.pair(16 * block + row + 8 * half, at));
             }
 #pragma unroll
             for (int n = 0; n < 4; n++) {
                 if (n != block) continue;
-                mn_channel_mma_rest(sum[2 * n + half], a, a_rest, b + 2 * half,
+                mn_channel_mma_rest<RESTS>(sum[2 * n + half], a, a_rest, b + 2 * half,
                                     b_rest + 2 * half);
             }
         }
@@ -408,10 +423,10 @@ __device__ void mn_channel_reduce_halves(mn_channel_intra_smem<KP> &smem, const 
     });
 }
 
-/* Likewise where rows are pairs: e is minus what the tile has, rows of P are followed up to what
- * rounding leaves of them, which is in the row in front. */
-template <int KP>
-__device__ void mn_channel_reduce_halves_pairs(mn_channel_intra_smem<KP> &smem,
+/* Likewise where rows are pairs: e is minus what the tile has, and the row in front of one of P has
+ * what rounding leaves of it, or zeros. */
+template <int KP, bool RESTS, bool JOINED>
+__device__ void mn_channel_reduce_halves_pairs(mn_channel_intra_smem<KP, JOINED> &smem,
                                                const float (&sum)[8][4], mn_bf16 *to,
                                                float scale) {
     const bool second = threadIdx.x >= 128;
@@ -435,21 +450,23 @@ __device__ void mn_channel_reduce_halves_pairs(mn_channel_intra_smem<KP> &smem,
         const unsigned whole = mn_bf16x2(first, other);
         mn_bf16 *row = to + t * MN_DELTA_CHUNK + s;
         *(unsigned *)row = whole;
-        *(unsigned *)(row - MN_DELTA_CHUNK) = mn_bf16x2_rest(first, other, whole);
+        *(unsigned *)(row - MN_DELTA_CHUNK) = RESTS ? mn_bf16x2_rest(first, other, whole) : 0;
     });
 }
 
-/* COLUMNS channels are in shared memory at a time. */
-template <int KP, int CHANNEL, int COLUMNS = KP>
-__global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS)
+/* COLUMNS channels are in shared memory at a time. RESTS: in pairs second parts are kept. */
+template <int KP, int CHANNEL, int COLUMNS = KP, bool RESTS = true>
+__global__ void __launch_bounds__(MN_DELTA_INTRA_THREADS, mn_rows_joined<CHANNEL> ? 3 : 0)
 delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_channel_intra_smem<COLUMNS> &smem = *(mn_channel_intra_smem<COLUMNS> *)bytes;
+    constexpr bool joined = mn_rows_joined<CHANNEL>;
+    typedef mn_channel_intra_smem<COLUMNS, joined> smem_type;
+    smem_type &smem = *(smem_type *)bytes;
     const mn_delta_args &p = job.p;
     const mn_call &call = p.call;
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
     const mn_delta_chunk_place place =
-        mn_delta_find_chunk<!in_pairs>(job, mn_delta_chunk_tokens(in_pairs));
+        mn_delta_find_chunk<true>(job, mn_delta_chunk_tokens(in_pairs));
     const int64_t h = place.h, index = place.index, key = mn_key_head(call, h);
     const mn_tile_span &tile = place.tile;
     const int count = (int)tile.n_rows * (in_pairs ? 2 : 1);
@@ -458,15 +475,21 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
     const unsigned char *w = p.w.data ? smem.w : smem.e;
 #pragma unroll 1
     for (int channel0 = 0; channel0 < KP; channel0 += COLUMNS) {
-        const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
+        const auto load = [&](unsigned char *to, const mn_in &even, const mn_in &odd,
+                              bool packed) {
             mn_chunk_load<CHANNEL, COLUMNS, MN_DELTA_INTRA_THREADS>(
-                to, even, odd, job.packed[tensor], tile.span, key, tile.first, count, channel0,
-                call.K, threadIdx.x);
+                to, even, odd, packed, tile.span, key, tile.first, count, channel0, call.K,
+                threadIdx.x);
         };
+        const bool packed_q = job.packed[MN_DELTA_Q], packed_e = job.packed[MN_DELTA_E];
         if (channel0 > 0) __syncthreads();    // the channels in front of these have been read
-        load(smem.q, mn_in{}, p.q, MN_DELTA_Q);
-        load(smem.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
-        if (p.w.data) load(smem.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
+        if (joined) {
+            load(smem.e, p.e, p.q, packed_q && packed_e);
+        } else {
+            load(smem.q, mn_in{}, p.q, packed_q);
+            load(smem.e, p.e, in_pairs ? mn_in{} : p.e, packed_e);
+        }
+        if (p.w.data) load(smem.w, p.w, in_pairs ? job.odd_w : p.w, job.packed[MN_DELTA_W]);
         mn_cp_async_commit();
         if (channel0 == 0 && threadIdx.x < MN_DELTA_CHUNK) {
             const int64_t when = tile.span.t0 + tile.first + threadIdx.x;
@@ -475,12 +498,12 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
             smem.tokens.beta[threadIdx.x] = beta ? mn_float(*beta) : inside ? 1.0f : 0.0f;
         }
         mn_channel_rows<COLUMNS, CHANNEL, KP>(smem, job, tile, h, index, w, channel0);
-        if constexpr (in_pairs) mn_channel_scores_pairs<COLUMNS>(A, smem);
+        if constexpr (in_pairs) mn_channel_scores_pairs<COLUMNS, RESTS>(A, smem);
         else mn_channel_scores<COLUMNS, CHANNEL>(A, P, smem, w);
     }
     mn_bf16 *to = job.workspace.P + index * MN_DELTA_MATRIX;
     mn_delta_zero_upper(to);
-    if constexpr (in_pairs) mn_channel_reduce_halves_pairs<COLUMNS>(smem, A, to, job.scale);
+    if constexpr (in_pairs) mn_channel_reduce_halves_pairs<COLUMNS, RESTS>(smem, A, to, job.scale);
     else mn_channel_reduce_halves<COLUMNS>(smem, A, P, to, job.scale);
     mn_delta_wy_inverse<MN_DELTA_INTRA_THREADS, false>(
         *(mn_delta_wy_solver *)smem.A, job.workspace.T + index * MN_DELTA_MATRIX,

@@ -48,7 +48,8 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
     arena.take(workspace->P, records, MN_DELTA_MATRIX);
     arena.take(workspace->cuts, mn_n_spans(call), call.H);
     if (channel) {
-        arena.take(workspace->q, records, MN_DELTA_CHUNK * K);
+        const bool joined = pairs && mn_rows_joined<MN_DELTA_PAIRS>;    // q is in e
+        if (!joined) arena.take(workspace->q, records, MN_DELTA_CHUNK * K);
         arena.take(workspace->e, records, MN_DELTA_CHUNK * K);
         arena.take(workspace->w, records, MN_DELTA_CHUNK * K);
         arena.take(workspace->cum_decay, records, K);
@@ -215,7 +216,8 @@ inline void mn_delta_tma_maps(mn_scan_tma_maps *maps, const mn_delta_params &job
                    : mn_tma_map(&maps->values, values, p.call, p.call.V, MN_DELTA_CHUNK)) &&
         mn_delta_tma_map_keys(&maps->T, job, p.e, MN_DELTA_E, workspace.T, MN_DELTA_CHUNK) &&
         mn_delta_tma_map_keys(&maps->P, job, p.e, MN_DELTA_E, workspace.P, MN_DELTA_CHUNK) &&
-        key(&maps->keys, back ? MN_DELTA_W : MN_DELTA_E) && key(&maps->first, MN_DELTA_Q) &&
+        key(&maps->keys, back ? MN_DELTA_W : MN_DELTA_E) &&
+        ((job.pairs && mn_rows_joined<MN_DELTA_PAIRS>) || key(&maps->first, MN_DELTA_Q)) &&
         key(&maps->second, back ? MN_DELTA_E : MN_DELTA_W);
 }
 

@@ -12,6 +12,8 @@
  *
  *   q and a     are one operand, row 2t a_t, row 2t + 1 q_t: three products of it with w, both in
  *               two parts, make the scores of two
+ *   q and a     likewise decayed: one read of a state gives E S in even rows and Q S in odd ones,
+ *               one product Q'dO - E'dX, of rows -dX and do in turn
  *   P           has rows for q alone, 2t + 1; row 2t is what rounding left of it. O = Q S + P R is
  *               o in both rows together, and P'dO meets do_t in both
  *   dX          is read in rows 2t alone; row 2t + 1 of the record is what rounding left
@@ -28,21 +30,15 @@ namespace mneme::delta {
  * token is two rows. */
 enum { MN_DELTA_PAIRS = 2 };
 
+/* Whether rows of a and q are one tile; else there are two with zeros in every other row. */
+constexpr bool mn_joins_rows = true;
+
+template <int CHANNEL>
+constexpr bool mn_rows_joined = mn_joins_rows && CHANNEL == MN_DELTA_PAIRS;
+
 /* Two neighbours, and what rounding them to `whole` leaves. */
 __device__ inline unsigned mn_bf16x2_rest(float x, float y, unsigned whole) {
     return mn_bf16x2(x - mn_bf16_lo(whole), y - mn_bf16_hi(whole));
-}
-
-/* Tokens of a chunk's 64 rows. */
-__host__ __device__ constexpr int mn_delta_chunk_tokens(bool pairs) {
-    return pairs ? MN_DELTA_CHUNK / 2 : MN_DELTA_CHUNK;
-}
-
-/* The first slot of a sequence. */
-__device__ inline int64_t mn_delta_first_slot_of(const mn_call &call, int64_t n, bool pairs) {
-    const int tokens = mn_delta_chunk_tokens(pairs);
-    if (call.cu_seqlens) return call.cu_seqlens[n] / tokens + n;
-    return n * ((call.T + tokens - 1) / tokens);
 }
 
 /* Rows of two views in turn, `count` of both together from token t on, likewise; either may be

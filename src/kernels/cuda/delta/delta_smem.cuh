@@ -258,10 +258,16 @@ __device__ inline float mn_col_sum(float x) {
 
 /* ---- chunks ---------------------------------------------------------------------------------- */
 
-/* The first slot of a sequence. */
-__device__ inline int64_t mn_delta_first_slot(const mn_call &call, int64_t n) {
-    if (call.cu_seqlens) return call.cu_seqlens[n] / MN_DELTA_CHUNK + n;
-    return n * ((call.T + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
+/* Tokens of a chunk's 64 rows (delta_pairs.cuh). */
+__host__ __device__ constexpr int mn_delta_chunk_tokens(bool pairs) {
+    return pairs ? MN_DELTA_CHUNK / 2 : MN_DELTA_CHUNK;
+}
+
+/* The first slot of a sequence, of chunks of `tokens`. */
+__device__ inline int64_t mn_delta_first_slot(const mn_call &call, int64_t n,
+                                              int tokens = MN_DELTA_CHUNK) {
+    if (call.cu_seqlens) return call.cu_seqlens[n] / tokens + n;
+    return n * ((call.T + tokens - 1) / tokens);
 }
 
 }    // namespace mneme::delta

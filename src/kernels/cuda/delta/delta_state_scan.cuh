@@ -216,7 +216,8 @@ __device__ inline void mn_scan_find_segment(mn_scan_coord &at, const mn_delta_pa
 template <bool BACK>
 __device__ inline void mn_scan_cut_rows(mn_scan_coord &at, const mn_delta_params &job) {
     const int64_t before = at.span.t0 - mn_span_at(job.p.call, at.n).t0;
-    const int64_t rows = job.cuts[at.n * job.p.call.H + at.h] - before;
+    const int64_t cut = job.cuts[at.n * job.p.call.H + at.h];    // tokens
+    const int64_t rows = (job.pairs ? 2 * cut : cut) - before;
     const bool inside = rows > 0 && rows < at.n_rows;
     if (!inside || !BACK) at.n_rows = inside ? rows : 0;
     else at.skip = (int)(rows / MN_DELTA_CHUNK), at.from = (int)(rows % MN_DELTA_CHUNK);
@@ -251,7 +252,7 @@ __device__ inline void mn_scan_find_coord(mn_scan_coord &at, const mn_delta_para
     }
     at.n = max(unit, (int64_t)0);
     at.span = mn_span_at(call, at.n);
-    at.first = mn_delta_first_slot_of(call, at.n, job.pairs);
+    at.first = mn_delta_first_slot(call, at.n, mn_delta_chunk_tokens(job.pairs));
     at.n_rows = at.span.length * (job.pairs ? 2 : 1);
     at.state_in = mn_row<float>(state_in, at.n, 0, at.h);
     at.state_out = mn_row<float>(state_out, at.n, 0, at.h);
@@ -869,11 +870,33 @@ __device__ inline void mn_scan_second_rows(unsigned (&x)[N][4]) {
     }
 }
 
-/* In the second row of a token the sum of both. */
+/* What a read of joined rows gives: sums of first rows stay, those of second rows go to Q. */
 template <int N>
-__device__ inline void mn_scan_add_rows(float (&x)[N][4]) {
+__device__ inline void mn_scan_split_rows(float (&x)[N][4], float (&Q)[N][2]) {
 #pragma unroll
-    for (int n = 0; n < N; n++) x[n][1] += x[n][0], x[n][3] += x[n][2];
+    for (int n = 0; n < N; n++) {
+        Q[n][0] = x[n][1], Q[n][1] = x[n][3];
+        x[n][1] = x[n][3] = 0.0f;
+    }
+}
+
+/* First rows of x, second ones of y. */
+template <int N>
+__device__ inline void mn_scan_join_rows(unsigned (&x)[N][4], const unsigned (&y)[N][4]) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[k][i] = __byte_perm(x[k][i], y[k][i], 0x7610);
+    }
+}
+
+/* In the second row of a token the sum of both, and what was split off. */
+template <int N>
+__device__ inline void mn_scan_add_rows(float (&x)[N][4], const float (&Q)[N][2]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        x[n][1] = Q[n][0] + (x[n][1] + x[n][0]), x[n][3] = Q[n][1] + (x[n][3] + x[n][2]);
+    }
 }
 
 /* As left operands a token's first row, and in its second what rounding left of the first. */
@@ -954,23 +977,26 @@ __device__ inline void mn_scan_mma_upper(float (&y)[8][4], const unsigned (&x)[N
 
 /* Where results of a column tile's tokens and columns go: this lane has eight columns of every
  * 16th token of its split. */
+template <bool PAIRS>
 struct mn_scan_out_rows {
+    static constexpr int rows = PAIRS ? 2 : 1;    // of a token: the last is its result
+
     mn_bf16 *to;        // of the first chunk; NULL: nowhere
     int64_t step;       // between tokens
     int left, width;    // rows and columns from there on
-    int rows;           // of a token: the last is its result
+    int from;           // in pairs: rows in front of it, which a redo back leaves out
     bool packed;
 
     __device__ mn_scan_out_rows(const mn_out &view, bool packs,
                                      const mn_scan_coord &at, int64_t V,
-                               int col_tile, int row, bool pairs) {
+                               int col_tile, int row) {
         const int64_t j = at.column0 + col_tile * 16 + threadIdx.x % 2 * 8;
         row += threadIdx.x % 32 / 2;
-        rows = pairs ? 2 : 1;
         to = mn_row<mn_bf16>(view, at.span.b, at.span.t0 + row / rows, at.h);
         if (to) to += j;
         step = view.stride[1], packed = packs;
         left = (int)(at.n_rows - row), width = (int)(V - j);
+        from = at.skip * MN_DELTA_CHUNK + at.from - row;
         if (row % rows != rows - 1) left = 0;
     }
 
@@ -996,7 +1022,7 @@ struct mn_scan_out_rows {
 #pragma unroll
         for (int i = 0; i < N / 2; i++) {
             const int token = chunk * MN_DELTA_CHUNK + 16 * i;
-            if (token >= left || width <= 0) continue;
+            if (token >= left || width <= 0 || (PAIRS && token < from)) continue;
             const mn_vec<mn_bf16, 8> pack =
                 *(mn_vec<mn_bf16, 8> *)(scratch + place(16 * i + lane / 2, lane % 2));
             mn_bf16 *row = to + token / rows * step;
@@ -1140,7 +1166,8 @@ __device__ inline void mn_scan_load_forward(mn_scan_smem<KP> &smem,
         p.e, p.v, p.q, p.w, job.workspace.e, job.workspace.q, job.workspace.w,
             job.packed[MN_DELTA_E],
         job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W],
-        MODE == MN_SCAN_OUTPUT, !same_keys, MODE == MN_SCAN_OUTPUT, false,
+        MODE == MN_SCAN_OUTPUT && !mn_rows_joined<CHANNEL>, !same_keys, MODE == MN_SCAN_OUTPUT,
+        false,
     };
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [](int n) { return n; });
 }
@@ -1185,8 +1212,9 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
     mn_scan_exchange<SPLITS> &exchange =
         ((mn_scan_exchange<SPLITS> *)(scan_smem_bytes +
                                     mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
-    const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
-                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
+    const mn_scan_out_rows<CHANNEL == MN_DELTA_PAIRS> results(
+        p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
+        split * tiles * 8);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, true, SPLITS> S;
@@ -1199,6 +1227,8 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
         mn_scan_wait_front(smem, chunk);
         S.read(X, front.keys, SAVE ? records.at(job.workspace.S, chunk, KP) : nullptr,
                exchange.scratch(split));
+        float Q[8][2] = {};
+        if (mn_rows_joined<CHANNEL>) mn_scan_split_rows(X, Q);
         if constexpr (SPLITS == 1) {
             mn_scan_residuals<KP, CHANNEL>(x, X, front, col_tile, 0);
         } else {
@@ -1221,10 +1251,12 @@ delta_state_scan_kernel(const __grid_constant__ mn_delta_params job,
                                              16 * steps * split, MN_DELTA_CHUNK, local,
                                          exchange.scratch(split));
         } else if (!MAP) {
-            S.read(O, smem.first(chunk, same_keys, job.tight), nullptr, nullptr);
+            if (!mn_rows_joined<CHANNEL>) {
+                S.read(O, smem.first(chunk, same_keys, job.tight), nullptr, nullptr);
+            }
             if (!CHANNEL) mn_scan_scale_tokens(O, front.gamma, job.scale);
             mn_scan_mma_lower<true>(O, local, mn_shared_u32(front.P), split * steps);
-            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(O);
+            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(O, Q);
         }
         const bool puts = MODE == MN_SCAN_OUTPUT && results.to;
         if (puts && SPLITS > 1) mn_scan_store_partials<SPLITS>(exchange, O, split);
@@ -1291,7 +1323,7 @@ __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
     const mn_scan_source from = {
         same_keys ? p.e : p.w, p.cot.o, p.q, p.e, job.workspace.w, job.workspace.q, job.workspace.e,
         job.packed[MN_DELTA_W], job.packed[MN_DELTA_COT], job.packed[MN_DELTA_Q],
-        job.packed[MN_DELTA_E], true, !same_keys, true, BLOCKS == 2,
+        job.packed[MN_DELTA_E], !mn_rows_joined<CHANNEL>, !same_keys, true, BLOCKS == 2,
     };
     const int last = smem.place.n_chunks - 1;
     mn_scan_load_chunks<KP, CHANNEL>(smem, job, maps, from, [=](int n) { return last - n; });
@@ -1333,8 +1365,9 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     unsigned char *scratch = BLOCKS == 2 ? scan_smem_bytes + mn_scan_bytes_of_two<KP>() +
                                                col_tile * scratch_bytes
                                          : exchange.scratch(split);
-    const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
-                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
+    const mn_scan_out_rows<CHANNEL == MN_DELTA_PAIRS> results(
+        p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
+        split * tiles * 8);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, true, SPLITS> D;
@@ -1394,8 +1427,11 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         }
         if (!CHANNEL) mn_scan_scale_tokens(dX, front.gamma, 1.0f);
         mn_scan_frags_a(x, dX);
+        if (mn_rows_joined<CHANNEL>) mn_scan_join_rows(x, cot);
         mn_mma_fence<true>();
-        D.add(cot, smem.first(BLOCKS == 2 ? 0 : iter, same_keys, job.tight));
+        if (!mn_rows_joined<CHANNEL>) {
+            D.add(cot, smem.first(BLOCKS == 2 ? 0 : iter, same_keys, job.tight));
+        }
         D.add(x, same_keys ? front.keys : smem.second(iter, job.tight));
         mn_mma_commit_wait<true>();
         mn_scan_release(smem, iter);

@@ -175,8 +175,9 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
         ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes +
                                     mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
     unsigned char *scratch = exchange.scratch[split];
-    const mn_scan_out_rows results(p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
-                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
+    const mn_scan_out_rows<CHANNEL == MN_DELTA_PAIRS> results(
+        p.o, job.packed[MN_DELTA_O], at, p.call.V, col_tile,
+        split * tiles * 8);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, false, SPLITS> S;
@@ -195,6 +196,8 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
                                                smem_tile,
                                          scratch);
         }
+        float Q[tiles][2] = {};
+        if (mn_rows_joined<CHANNEL>) mn_scan_split_rows(X.at[0], Q);
         X.join(own);
         mn_scan_residuals<KP, CHANNEL>(local, own, front, col_tile, split * tiles);
         mn_scan_gather_frags<SPLITS>(x, local, exchange.operands, col_tile, split);
@@ -208,7 +211,9 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
             mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.R, chunk, MN_DELTA_CHUNK) +
                                              16 * steps * split, MN_DELTA_CHUNK, local, scratch);
         } else {
-            O.read(state, smem.first(chunk, same_keys, job.tight), split);
+            if (!mn_rows_joined<CHANNEL>) {
+                O.read(state, smem.first(chunk, same_keys, job.tight), split);
+            }
             if (!CHANNEL) O.scale(front.gamma, job.scale, split);
             O.lower(r, mn_shared_u32(front.P), split);
         }
@@ -216,7 +221,7 @@ delta_state_scan_warp_kernel(const __grid_constant__ mn_delta_params job,
         S.add(x, same_keys ? front.keys : smem.second(chunk, job.tight));
         if (!SAVE && results.to) {
             O.join(own);
-            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(own);
+            if (CHANNEL == MN_DELTA_PAIRS) mn_scan_add_rows(own, Q);
             results.put(chunk, own, scratch);
         }
         mn_scan_release(smem, chunk);
@@ -249,8 +254,9 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
         ((mn_scan_warp_exchange<KP> *)(scan_smem_bytes +
                                     mn_scan_smem<KP>::bytes(job.tight)))[col_tile];
     unsigned char *scratch = exchange.scratch[split];
-    const mn_scan_out_rows results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
-                                  split * tiles * 8, CHANNEL == MN_DELTA_PAIRS);
+    const mn_scan_out_rows<CHANNEL == MN_DELTA_PAIRS> results(
+        p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, col_tile,
+        split * tiles * 8);
     const mn_scan_records records(job, at, col_tile);
     const int n_chunks = at.n_chunks;
     mn_scan_state<KP, false, SPLITS> D;
@@ -301,7 +307,8 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
         }
         if (!CHANNEL) mn_scan_scale_tokens(dX, front.gamma, 1.0f);
         mn_scan_frags_a(x, dX);
-        D.add(cot, smem.first(iter, same_keys, job.tight));
+        if (mn_rows_joined<CHANNEL>) mn_scan_join_rows(x, cot);
+        else D.add(cot, smem.first(iter, same_keys, job.tight));
         D.add(x, same_keys ? front.keys : smem.second(iter, job.tight));
         mn_scan_release(smem, iter);
     }

@@ -16,10 +16,16 @@ namespace mneme::dplr {
  *   Bd, Ab and Pb with b for k     T = (I - Ab)^-1                   exp(G_ti - G_si), s <= t
  *
  * with G_t the sum of g from the chunk's start to token t. The factors of the sums over channels
- * would overflow with one origin for all: for columns s < 8 it is token 3, for the others token
- * 11, so that they are at most exp(64) with decays cut off at -16 a token. What a pair keeps
- * through a larger decay, 1e-7, is far below bf16's rounding. Decays of rows that meet states are
- * sums from the chunk's start, or to its end, and not cut off.
+ * would overflow with one origin for all: for columns s < 8 it is about token 3, for the others
+ * about token 11, so that they are at most exp(64) with decays cut off at -16 a token. What a pair
+ * keeps through a larger decay, 1e-7, is far below bf16's rounding. Decays of rows that meet states
+ * are sums from the chunk's start, or to its end, and not cut off.
+ *
+ * An origin comes after tokens that it serves, whose bits may not depend on it: it is a whole
+ * number of powers of two from where its eight columns begin, and sums of decays that are cut off
+ * are whole multiples of 2^-14. Then differences are exact, and another origin moves exponents of
+ * both factors and no bit of their product. A token's rounding to them is 2e-5 at most; bf16's is
+ * 2e-3.
  *
  * A warp has a chunk of a head, and a lane two channels of its rows. */
 
@@ -181,6 +187,16 @@ __device__ constexpr int origin_of(int s) {
     return s < CHUNK / 2 ? 3 : 11;
 }
 
+/* Where sums of decays that are cut off begin: 16 tokens lead to 653, and numbers from 512 to 1024
+ * are 2^-14 apart. */
+constexpr float LEVEL = 1023.0f;
+
+/* The nearest whole number: from 2^23 to 2^24 there are no others. */
+__device__ inline float2 whole_of(float2 x) {
+    constexpr float there = 12582912.0f;
+    return make_float2(x.x + there - there, x.y + there - there);
+}
+
 /* What a scan is for: o and the last state; states in front of chunks, U and matrices for the way
  * back; or the way back itself. */
 enum scan_kind { SCAN_OUTPUT, SCAN_SAVE, SCAN_BACK };
@@ -199,15 +215,17 @@ __device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, const chunk_r
     constexpr bool SCORES = KIND != SCAN_BACK;
     const int i = threadIdx.x % 32 * 2;
     float2 g[CHUNK], c[CHUNK];
-    float2 sum = {}, decay = make_float2(1.0f, 1.0f), near = {}, late = {};
+    float2 sum = {}, decay = make_float2(1.0f, 1.0f), near = {}, late = {}, origin[2] = {};
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) g[t] = load_decay(in.g, t, i);
     if (SCORES) {
-        float2 cut = {};
+        float2 cut = make_float2(LEVEL, LEVEL);
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) c[t] = cut = cut + cut_decay(g[t]);
-        near = mn_exp2(make_float2(0.0f, 0.0f) - c[origin_of(0)]);
-        late = mn_exp2(c[7] - c[origin_of(8)]);
+        origin[0] = whole_of(c[origin_of(0)]);
+        origin[1] = c[7] + whole_of(c[origin_of(8)] - c[7]);
+        near = mn_exp2(make_float2(LEVEL, LEVEL) - origin[0]);
+        late = mn_exp2(c[7] - origin[1]);
     }
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
@@ -220,14 +238,14 @@ __device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, const chunk_r
         if (!SCORES) continue;
         store_pair(in.a, t, i, near * a);
         if (KIND == SCAN_SAVE) store_rest(rest.a, t, i, near * a, *row_pair(in.a, t, i));
-        near = mn_exp2(c[t] - c[origin_of(0)]);
+        near = mn_exp2(c[t] - origin[0]);
         store_pair(in.q, t, i, near * q);
         if (t < CHUNK / 2) continue;
         store_pair(in.g, t, i, late * a);
         if (KIND == SCAN_SAVE) {
             store_rest(rest.late, t - CHUNK / 2, i, late * a, *row_pair(in.g, t, i));
         }
-        late = mn_exp2(c[t] - c[origin_of(8)]);
+        late = mn_exp2(c[t] - origin[1]);
         store_pair(in.g, t - CHUNK / 2, i, late * q);
     }
     *(float2 *)&to.decay[i] = decay;
@@ -240,7 +258,7 @@ __device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, const chunk_r
         store_pair(to.b, t, i, decay * b);
         sum = sum + g[t];
         if (!SCORES) continue;
-        const float2 back = mn_exp2(c[origin_of(t)] - c[t]);
+        const float2 back = mn_exp2(origin[t / (CHUNK / 2)] - c[t]);
         store_pair(in.k, t, i, back * k);
         store_pair(in.b, t, i, back * b);
         if (KIND == SCAN_SAVE) store_rest(rest.b, t, i, back * b, *row_pair(in.b, t, i));
@@ -368,9 +386,9 @@ __device__ inline void make_matrices(unsigned char *tile, const chunk_scores &su
 
 enum {
     CONSUMERS = WIDTH / 16,    // warps
-    PRODUCERS = 8,
+    PRODUCERS = 6,
     SCAN_THREADS = 32 * (CONSUMERS + PRODUCERS),
-    STAGES = 10,               // chunks between producers and consumers
+    STAGES = 12,               // chunks between producers and consumers
 };
 static_assert((int)PRODUCERS <= (int)STAGES, "waits by parity need it");
 
