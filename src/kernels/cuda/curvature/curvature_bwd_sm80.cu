@@ -370,7 +370,7 @@ curvature_back_sm80_kernel(const __grid_constant__ mn_curvature_args p, mn_curve
 template <int KP>
 static int start_backward(const mn_curvature_args *p, const mn_curve_work &w, cudaStream_t on) {
     const mn_curve_cut sums = mn_curve_smem_tile_cut<mn_bf16>(p), cut = mn_curve80_cut(p);
-    int code = mn_curve_add_up<mn_bf16, KP, false>(p, w.there, NULL, sums, on);
+    int code = mn_curve_sums_sm80(p, w.there, on);
     if (code != cudaSuccess) return code;
     code = mn_curve_start(curvature_queries_sm80_kernel<KP>, mn_curve80_threads<KP>,
                           sizeof(mn_curve80_queries_smem<KP>), p->call, cut, on, *p, w);

@@ -5,6 +5,15 @@
 
 namespace mneme::curvature {
 
+/* A warp's part of s, 16 numbers, to `to` if that is there. */
+__device__ static void store_vector(float *to, const float (&s)[2], int64_t K) {
+    const int first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (to && threadIdx.x % 4 == 0 && first + 8 * r < K) to[first + 8 * r] = s[r];
+    }
+}
+
 /* Pairs of tokens of q, `x`, become results; the chunk's s is that in front of it. */
 __device__ static void forward_result(uint32_t (&x)[16], const float (&Y)[32],
                                       const float2 *weight, const float (&s)[2]) {
@@ -86,21 +95,82 @@ curvature_forward_sm80_kernel(const __grid_constant__ mn_curvature_args p, const
     }
     if (!at.s.last) return;
     mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, K, warp / 4 * 64);
-    float *last = mn_row<float>(p.ks, at.s.n, 0, at.h);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int j = warp * 16 + threadIdx.x % 32 / 4 + 8 * r;
-        if (last && threadIdx.x % 4 == 0 && j < K) last[j] = s[r];
+    store_vector(mn_row<float>(p.ks, at.s.n, 0, at.h), s, K);
+}
+
+/* ---- what segments add ----------------------------------------------------------------------- */
+
+template <int KP>
+struct alignas(128) sums_smem {
+    static constexpr int stages = 4;    // chunks here or on their way
+    unsigned char k[stages][KP / 64 * MN_CURVE_SQUARE];
+    mn_curve_place place;
+};
+
+/* Grid: a block for each head of a segment; 16 rows of R are in the registers of each warp.
+ * Loads   k (64,K) of each chunk of a segment that is not its sequence's last.
+ * Stores  what they add to R (K,K) and s (K). */
+template <int KP>
+__global__ void __launch_bounds__(mn_curve80_threads<KP>, KP == 64 ? 4 : 2)
+curvature_sums_sm80_kernel(const __grid_constant__ mn_curvature_args p, float *states,
+                           mn_curve_cut cut) {
+    constexpr int stages = sums_smem<KP>::stages;
+    extern __shared__ __align__(128) unsigned char bytes[];
+    sums_smem<KP> &smem = *(sums_smem<KP> *)bytes;
+    const mn_curve_place &at = mn_curve80_place(smem.place, p.call, cut);
+    if (!at.s.there || at.s.last) return;
+    const int64_t K = p.call.K;
+    const int warp = threadIdx.x / 32, n_chunks = (at.s.rows + 63) / 64;
+    float R[KP / 2] = {}, s[2] = {};
+    const auto load = [&](int c) {
+        if (c < n_chunks) {
+            mn_curve80_load<KP, 64>(smem.k[c % stages], p.k, p.k, at.s.span, at.h,
+                                    at.s.first + c * 64, at.s.rows - c * 64, K);
+        }
+        mn_cp_async_commit_group();
+    };
+    for (int c = 0; c < stages - 1; c++) load(c);
+    for (int c = 0; c < n_chunks; c++) {
+        uint32_t k[16];
+        mn_cp_async_wait_group<stages - 2>();
+        __syncthreads();    // and the chunk before has been read
+        load(c + stages - 1);
+        mn_curve_left<64>(k, smem.k[c % stages], 16 * warp);
+        mn_warp_ab<MN_CURVE_CHUNK, KP, 64>(R, k, mn_curve80_address(smem.k[c % stages]), 0);
+        mn_curve80_add_vector(s, k);
     }
+    float *state = states + (at.s.slot * p.call.H + at.h) * mn_curve_state_size(K);
+    mn_curve_store(state, R, 1.0f, K, warp / 4 * 64);
+    store_vector(state + K * K, s, K);
 }
 
 template <int KP>
+static int start_sums(const mn_curvature_args *p, float *states, const mn_curve_cut &cut,
+                      cudaStream_t on) {
+    const int code = mn_curve_start(curvature_sums_sm80_kernel<KP>, mn_curve80_threads<KP>,
+                                    sizeof(sums_smem<KP>), p->call, cut, on, *p, states);
+    return code == cudaSuccess ? mn_curve_scan<false>(p, states, cut.segment, on) : code;
+}
+
+int mn_curve_sums_sm80(const mn_curvature_args *p, float *states, cudaStream_t on) {
+    const mn_curve_cut cut = mn_curve80_cut(p), tiles = mn_curve_smem_tile_cut<mn_bf16>(p);
+    const bool narrow = p->call.K <= 64;
+    if (p->call.T <= cut.segment) return cudaSuccess;
+    if (mn_curve80_sums_taken) {
+        return narrow ? start_sums<64>(p, states, cut, on) : start_sums<128>(p, states, cut, on);
+    }
+    return narrow ? mn_curve_add_up<mn_bf16, 64, false>(p, states, NULL, tiles, on)
+                  : mn_curve_add_up<mn_bf16, 128, false>(p, states, NULL, tiles, on);
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+template <int KP>
 static int start_forward(const mn_curvature_args *p, float *states, cudaStream_t on) {
-    const mn_curve_cut sums = mn_curve_smem_tile_cut<mn_bf16>(p), cut = mn_curve80_cut(p);
-    const int code = mn_curve_add_up<mn_bf16, KP, false>(p, states, NULL, sums, on);
+    const int code = mn_curve_sums_sm80(p, states, on);
     if (code != cudaSuccess) return code;
     return mn_curve_start(curvature_forward_sm80_kernel<KP>, mn_curve80_threads<KP>,
-                          sizeof(mn_curve80_smem<KP>), p->call, cut, on, *p,
+                          sizeof(mn_curve80_smem<KP>), p->call, mn_curve80_cut(p), on, *p,
                           (const float *)states);
 }
 

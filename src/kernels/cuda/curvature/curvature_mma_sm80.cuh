@@ -19,6 +19,9 @@ namespace mneme::curvature {
 /* Whether calls go by these kernels where Hopper's do not serve. */
 static const bool mn_curve80_taken = true;
 
+/* Whether sums of segments of keys do too, or go by tiles in shared memory. */
+static const bool mn_curve80_sums_taken = true;
+
 /* ---- tiles ----------------------------------------------------------------------------------- */
 
 template <int KP>
@@ -318,6 +321,9 @@ inline mn_curve_cut mn_curve80_cut(const mn_curvature_args *p) {
     cut.slices = cut.n_parts = 1;
     return cut;
 }
+
+/* R and s in front of all segments (mn_curve_add_up), if there can be more than one of a sequence. */
+int mn_curve_sums_sm80(const mn_curvature_args *p, float *states, cudaStream_t on);
 
 /* Each returns whether it serves a call, and what the launch returned in `code`. */
 bool mn_curve_forward_sm80(int *code, const mn_curvature_args *p, float *states, cudaStream_t on);
