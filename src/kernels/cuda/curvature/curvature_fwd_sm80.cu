@@ -14,39 +14,40 @@ __device__ static void store_vector(float *to, const float (&s)[2], int64_t K) {
     }
 }
 
-/* Pairs of tokens of q, `x`, become results; the chunk's s is that in front of it. */
-__device__ static void forward_result(uint32_t (&x)[16], const float (&Y)[32],
-                                      const float2 *weight, const float (&s)[2]) {
+/* Results of the chunk, in the place of its q; s is that in front of it. A warp has 16 columns. */
+__device__ static void forward_results(unsigned char *q, const float (&Y)[32],
+                                       const float2 *weight, const float (&s)[2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        const float4 w = *(const float4 *)(weight + 8 * n + lane % 4 * 2);
+    for (int step = 0; step < 4; step++) {
+        uint32_t x[4];
+        mn_curve80_left<64>(x, q, threadIdx.x / 32 * 16, step);
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
+        for (int i = 0; i < 4; i++) {
+            const int n = 2 * step + i / 2, r = i % 2;
+            const float4 w = *(const float4 *)(weight + 8 * n + lane % 4 * 2);
             const float left = fmaf(-w.y, s[r], Y[4 * n + 2 * r]);
             const float right = fmaf(-w.w, s[r], Y[4 * n + 2 * r + 1]);
-            uint32_t &pair = x[2 * n + r];
-            pair = mn_bf16x2(fmaf(w.x, left, mn_curve_low(pair)),
-                             fmaf(w.z, right, mn_curve_high(pair)));
+            x[i] = mn_bf16x2(fmaf(w.x, left, mn_curve_low(x[i])),
+                             fmaf(w.z, right, mn_curve_high(x[i])));
         }
+        mn_curve80_put_turned(q, x, 16 * step);
     }
 }
 
-/* Scores of a warp's 16 tokens into P, and their weights. */
-template <int KP>
+/* Scores of a warp's 16 tokens into P, and their means. */
+template <int KP, int BLOCK>
 __device__ static void forward_scores(mn_curve80_smem<KP> &smem, const unsigned char *k,
-                                      const unsigned char *q, const mn_curve80_tokens &tokens,
-                                      int64_t seen) {
+                                      const unsigned char *q, int64_t seen) {
+    const int lane = threadIdx.x % 32;
     float d[36], each[2], mean[2];
-    mn_curve80_scores<KP, MN_CURVE_ROWS>(d, q, k, threadIdx.x / 32);
-    tokens.each_of(each, seen);
-    mn_curve_means(mean, d, each);
-    mn_curve_put_square(smem.P, NULL, d, mean);
-    if (threadIdx.x % 4 > 0) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        smem.weight[tokens.row + 8 * r] = make_float2(-tokens.gamma[r] * each[r], mean[r]);
-    }
+    mn_curve80_scores<KP, MN_CURVE_ROWS, BLOCK>(d, q, k);
+    mn_curve80_each(each, seen);
+    mn_curve80_means<BLOCK>(mean, d, each);
+    mn_curve80_put_scores<BLOCK>(smem.P, NULL, d, mean);
+    if (lane % 4 > 0) return;
+    smem.weight[16 * BLOCK + lane / 4].y = mean[0];
+    smem.weight[16 * BLOCK + lane / 4 + 8].y = mean[1];
 }
 
 /* Grid: a block for each head of a segment.
@@ -58,43 +59,45 @@ curvature_forward_sm80_kernel(const __grid_constant__ mn_curvature_args p, const
                               mn_curve_cut cut) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_curve80_smem<KP> &smem = *(mn_curve80_smem<KP> *)bytes;
-    const mn_curve_place &at = mn_curve80_place(smem.place, p.call, cut);
+    const mn_curve80_views &of = mn_curve80_find(smem.views, p, cut, p.q, {}, p.qt);
+    const mn_curve_place &at = of.place;
     if (!at.s.there) return;
-    const int64_t K = p.call.K, seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
-    const int warp = threadIdx.x / 32, n_chunks = (at.s.rows + 63) / 64;
+    const int K = (int)p.call.K, rows = at.s.rows, n_chunks = (rows + 63) / 64;
+    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
     float R[KP / 2], s[2];
-    mn_curve80_tokens tokens, next;
+    mn_curve80_gamma<KP> gamma, next;
     const auto load = [&](int c) {
-        const int64_t t = at.s.first + c * 64;
-        const int count = at.s.rows - c * 64;
-        mn_curve80_load<KP, MN_CURVE_ROWS>(smem.k[c % 2], p.k, p.k, at.s.span, at.h, t, count, K);
-        mn_curve80_load<KP, 64>(smem.x[c % 2], p.q, p.q, at.s.span, at.h, t, count, K);
-        if (warp < 4) next.ask(p, at, c * 64);
+        const int start = c * 64, count = rows - start;
+        mn_curve80_load<KP, MN_CURVE_ROWS>(smem.k[c % 2], of.k, p.k.data, start, count, K);
+        mn_curve80_load<KP, 64>(smem.x[c % 2], of.x, p.k.data, start, count, K);
+        next.ask(of.gamma, start, count);
         mn_cp_async_commit_group();
     };
     if (n_chunks > 0) load(0);
     mn_curve80_begin<KP>(smem, R, s, p, at, states);
     for (int c = 0; c < n_chunks; c++) {
         unsigned char *k = smem.k[c % 2], *q = smem.x[c % 2];
-        uint32_t x[16];
         float Y[32] = {};
         mn_curve80_put_vector(k, s);
         mn_cp_async_wait_group<0>();
         __syncthreads();
-        tokens = next;
+        gamma = next;
         if (c + 1 < n_chunks) load(c + 1);
-        if (warp < 4) forward_scores<KP>(smem, k, q, tokens, seen + c * 64);
+        if (threadIdx.x < MN_WARPGROUP) {
+            mn_curve80_by_block([&](auto block) {
+                forward_scores<KP, block.value>(smem, k, q, seen + c * 64);
+            });
+        }
+        if (gamma.has()) smem.weight[gamma.token()].x = gamma.factor(seen + c * 64);
         mn_curve80_through<KP, 64, false>(Y, R, q);
         __syncthreads();
         const float before[2] = { s[0], s[1] };
-        const bool wild = mn_curve80_see_keys(Y, x, k, smem.P, NULL);
-        mn_curve80_add<KP>(R, s, x, k, wild);
-        mn_curve_left<64>(x, q, 16 * warp);
-        forward_result(x, Y, smem.weight, before);
-        mn_curve80_store(q, x, p.qt, at.s.span, at.h, at.s.first + c * 64, at.s.rows - c * 64, K);
+        mn_curve80_take_keys<KP>(Y, R, s, k, smem.P, NULL);
+        forward_results(q, Y, smem.weight, before);
+        mn_curve80_store(q, of.to, c * 64, rows - c * 64, K);
     }
     if (!at.s.last) return;
-    mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, K, warp / 4 * 64);
+    mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, K, threadIdx.x / MN_WARPGROUP * 64);
     store_vector(mn_row<float>(p.ks, at.s.n, 0, at.h), s, K);
 }
 
@@ -104,7 +107,7 @@ template <int KP>
 struct alignas(128) sums_smem {
     static constexpr int stages = 4;    // chunks here or on their way
     unsigned char k[stages][KP / 64 * MN_CURVE_SQUARE];
-    mn_curve_place place;
+    mn_curve80_views views;
 };
 
 /* Grid: a block for each head of a segment; 16 rows of R are in the registers of each warp.
@@ -117,31 +120,36 @@ curvature_sums_sm80_kernel(const __grid_constant__ mn_curvature_args p, float *s
     constexpr int stages = sums_smem<KP>::stages;
     extern __shared__ __align__(128) unsigned char bytes[];
     sums_smem<KP> &smem = *(sums_smem<KP> *)bytes;
-    const mn_curve_place &at = mn_curve80_place(smem.place, p.call, cut);
+    const mn_curve80_views &of = mn_curve80_find(smem.views, p, cut, {}, {}, {});
+    const mn_curve_place &at = of.place;
     if (!at.s.there || at.s.last) return;
-    const int64_t K = p.call.K;
-    const int warp = threadIdx.x / 32, n_chunks = (at.s.rows + 63) / 64;
-    float R[KP / 2] = {}, s[2] = {};
+    const int K = (int)p.call.K, rows = at.s.rows, n_chunks = (rows + 63) / 64;
+    const int warp = threadIdx.x / 32;
+    float R[KP / 2] = {}, sum[4] = {};
     const auto load = [&](int c) {
         if (c < n_chunks) {
-            mn_curve80_load<KP, 64>(smem.k[c % stages], p.k, p.k, at.s.span, at.h,
-                                    at.s.first + c * 64, at.s.rows - c * 64, K);
+            mn_curve80_load<KP, 64>(smem.k[c % stages], of.k, p.k.data, c * 64, rows - c * 64, K);
         }
         mn_cp_async_commit_group();
     };
     for (int c = 0; c < stages - 1; c++) load(c);
     for (int c = 0; c < n_chunks; c++) {
-        uint32_t k[16];
+        const unsigned char *tile = smem.k[c % stages];
         mn_cp_async_wait_group<stages - 2>();
         __syncthreads();    // and the chunk before has been read
         load(c + stages - 1);
-        mn_curve_left<64>(k, smem.k[c % stages], 16 * warp);
-        mn_warp_ab<MN_CURVE_CHUNK, KP, 64>(R, k, mn_curve80_address(smem.k[c % stages]), 0);
-        mn_curve80_add_vector(s, k);
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            uint32_t k[4];
+            mn_curve80_left<64>(k, tile, 16 * warp, step);
+            mn_curve80_add_ones(sum, k);
+            mn_warp_ab<16, KP, 64>(R, k, mn_curve80_address(tile), 16 * step);
+        }
     }
+    const float s[2] = { sum[0], sum[2] };
     float *state = states + (at.s.slot * p.call.H + at.h) * mn_curve_state_size(K);
     mn_curve_store(state, R, 1.0f, K, warp / 4 * 64);
-    store_vector(state + K * K, s, K);
+    store_vector(state + (int64_t)K * K, s, K);
 }
 
 template <int KP>
