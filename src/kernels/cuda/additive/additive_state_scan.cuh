@@ -203,8 +203,8 @@ __device__ inline int mn_scan_column0() {
 
 /* ---- decays ---------------------------------------------------------------------------------- */
 
-/* Log decays of a chunk, a few per lane: as they come, so that nobody waits for them before they are
- * added up. */
+/* Log decays of a chunk, a few per lane: as they come, so that nobody waits for them before they
+ * are added up. */
 template <int CHUNK>
 __device__ inline void mn_scan_load_decays(mn_bf16 (&g)[CHUNK / 32], const mn_chunk_scans &all,
                                            const mn_scan_coord &at, int64_t t, int count,

@@ -14,8 +14,8 @@ namespace mneme::curvature {
 
 /* ---- in the order of time -------------------------------------------------------------------- */
 
-/* dq of the chunk, in the place of its d, `x`; a warp's part of y.q of the chunk's tokens. s is that
- * in front of the chunk. A warp has 16 columns. */
+/* dq of the chunk, in the place of its d, `x`; a warp's part of y.q of the chunk's tokens. s is
+ * that in front of the chunk. A warp has 16 columns. */
 __device__ static void queries_results(unsigned char *x, float *parts, const float (&Y)[32],
                                        const unsigned char *q, const float2 *weight,
                                        const float (&s)[2]) {
@@ -274,8 +274,8 @@ __device__ static void back_part(float (&Y)[32], float (&G)[KP / 2], float (&e)[
     back_add_means<OF_Z>(e, x, mean);
 }
 
-/* dk of the chunk, in the place of its keys, with what is there already where it is added; e is that
- * behind the chunk. A warp has 16 columns. */
+/* dk of the chunk, in the place of its keys, with what is there already where it is added; e is
+ * that behind the chunk. A warp has 16 columns. */
 __device__ static void back_results(unsigned char *k, const float (&Y)[32], const float (&e)[2],
                                     const unsigned char *added) {
 #pragma unroll

@@ -97,7 +97,8 @@ curvature_forward_sm80_kernel(const __grid_constant__ mn_curvature_args p, const
         mn_curve80_store(q, of.to, c * 64, rows - c * 64, K);
     }
     if (!at.s.last) return;
-    mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, K, threadIdx.x / MN_WARPGROUP * 64);
+    mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, K,
+                   threadIdx.x / MN_WARPGROUP * 64);
     store_vector(mn_row<float>(p.ks, at.s.n, 0, at.h), s, K);
 }
 

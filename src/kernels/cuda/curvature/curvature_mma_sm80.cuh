@@ -42,8 +42,8 @@ __device__ inline mn_curve80_rows mn_curve80_rows_of(const View &view, const mn_
     return { (mn_bf16 *)first, view.stride[1] };
 }
 
-/* A block's place and its rows: of keys, of what is read through R or G, of what goes with that, and
- * of results. */
+/* A block's place and its rows: of keys, of what is read through R or G, of what goes with that,
+ * and of results. */
 struct mn_curve80_views {
     mn_curve_place place;
     mn_curve80_rows k, x, q, gamma, to;
@@ -226,8 +226,8 @@ __device__ inline void mn_curve80_means(float (&mean)[2], const float (&d)[36],
     }
 }
 
-/* Scores of block BLOCK less their row's mean into a tile, of which blocks right of the diagonal are
- * never read; what rounding leaves into `low`. */
+/* Scores of block BLOCK less their row's mean into a tile, of which blocks right of the diagonal
+ * are never read; what rounding leaves into `low`. */
 template <int BLOCK>
 __device__ inline void mn_curve80_put_scores(unsigned char *to, unsigned char *low,
                                              const float (&d)[36], const float (&mean)[2]) {
@@ -451,7 +451,7 @@ inline mn_curve_cut mn_curve80_cut(const mn_curvature_args *p) {
     return cut;
 }
 
-/* R and s in front of all segments (mn_curve_add_up), if there can be more than one of a sequence. */
+/* R and s in front of all segments (mn_curve_add_up), if a sequence can have more than one. */
 int mn_curve_sums_sm80(const mn_curvature_args *p, float *states, cudaStream_t on);
 
 /* Each returns whether it serves a call, and what the launch returned in `code`. */
