@@ -343,7 +343,7 @@ mn_curve_moments_kernel(const __grid_constant__ mn_curvature_args p, float *stat
     if (threadIdx.x < MN_CURVE_SLICE && column < K) state[K * K + column] = sum;
 }
 
-enum { MN_CURVE_SEGMENTS_AHEAD = 4 };    // segments whose sums a thread loads at once
+enum { MN_CURVE_SUMS_AHEAD = 4 };    // segments whose sums a thread loads at once
 
 /* Sums up to and with each segment but the last, in place, from the caller's state on; going back,
  * down to and with each but the first. A block has numbers of one head, a thread one of them; all
@@ -368,14 +368,14 @@ mn_curve_scan_kernel(const __grid_constant__ mn_curvature_args p, float *states,
     }
     const int64_t step = (BACK ? -1 : 1) * (int64_t)H * size;
     float *at = states + ((slot0 + (BACK ? count - 1 : 0)) * H + h) * size + element;
-    for (int s = 0; s + 1 < count; s += MN_CURVE_SEGMENTS_AHEAD, at += MN_CURVE_SEGMENTS_AHEAD * step) {
-        float own[MN_CURVE_SEGMENTS_AHEAD];
+    for (int s = 0; s + 1 < count; s += MN_CURVE_SUMS_AHEAD, at += MN_CURVE_SUMS_AHEAD * step) {
+        float own[MN_CURVE_SUMS_AHEAD];
 #pragma unroll
-        for (int u = 0; u < MN_CURVE_SEGMENTS_AHEAD; u++) {
+        for (int u = 0; u < MN_CURVE_SUMS_AHEAD; u++) {
             own[u] = s + u + 1 < count ? at[u * step] : 0.0f;
         }
 #pragma unroll
-        for (int u = 0; u < MN_CURVE_SEGMENTS_AHEAD; u++) {
+        for (int u = 0; u < MN_CURVE_SUMS_AHEAD; u++) {
             sum += own[u];
             if (s + u + 1 < count) at[u * step] = sum;
         }
