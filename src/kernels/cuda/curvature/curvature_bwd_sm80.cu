@@ -167,7 +167,7 @@ struct back_weights {
     static constexpr int N = MN_CURVE_CHUNK / step;
     mn_bf16 gamma[N];    // as it comes, so that nobody waits for it
 
-    __device__ void ask(const mn_curve80_rows &from, int start, int count) {
+    __device__ void ask(mn_curve80_rows from, int start, int count) {
         const int row = threadIdx.x / vecs;
         const mn_bf16 *at = from.at + (int64_t)(start + row) * from.stride;
 #pragma unroll
@@ -198,8 +198,8 @@ struct back_tokens {
     mn_bf16 gamma[2];
     float q[2], d[2];
 
-    __device__ void ask(const mn_curve80_rows &from, const mn_curvature_args &p,
-                        const float *means, const mn_curve_place &at, int start) {
+    __device__ void ask(mn_curve80_rows from, const mn_curvature_args &p, const float *means,
+                        const mn_curve_place &at, int start) {
         const int row = threadIdx.x % MN_WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
         const int64_t first = mn_curve_row_of(p.call, at, at.s.first + start);
         const mn_bf16 *from_gamma = from.at + (int64_t)(start + row) * from.stride;

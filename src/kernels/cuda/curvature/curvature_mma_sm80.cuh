@@ -30,7 +30,7 @@ template <int KP>
 constexpr int mn_curve80_threads = 2 * KP;
 
 /* Rows of a view of a block's head, from its segment's first on; none where it is absent. In shared
- * memory, as registers are short. */
+ * memory, as registers are short; taken from there once, or each copy would wait for it again. */
 struct mn_curve80_rows {
     mn_bf16 *at;
     int64_t stride;
@@ -68,8 +68,8 @@ __device__ inline const mn_curve80_views &mn_curve80_find(mn_curve80_views &view
  * where nothing is read of `any`, to the top of a tile of ROWS; the block calls. A thread has one
  * vec16 of every 16th row. */
 template <int KP, int ROWS>
-__device__ inline void mn_curve80_load(unsigned char *tile, const mn_curve80_rows &from,
-                                       const void *any, int start, int count, int K) {
+__device__ inline void mn_curve80_load(unsigned char *tile, mn_curve80_rows from, const void *any,
+                                       int start, int count, int K) {
     constexpr int vecs = KP / 8, step = mn_curve80_threads<KP> / vecs;
     static_assert(step % 8 == 0, "a thread's rows are swizzled alike");
     const int vec = threadIdx.x % vecs, row = threadIdx.x / vecs;
@@ -272,8 +272,8 @@ __device__ inline void mn_curve80_put_turned(unsigned char *tile, const uint32_t
 
 /* The warp's own columns of a tile to rows of chunk `start`, of which `count` are there, if there
  * are any. */
-__device__ inline void mn_curve80_store(const unsigned char *tile, const mn_curve80_rows &to,
-                                        int start, int count, int K) {
+__device__ inline void mn_curve80_store(const unsigned char *tile, mn_curve80_rows to, int start,
+                                        int count, int K) {
     const int lane = threadIdx.x % 32, row = lane / 2;
     const int column = threadIdx.x / 32 * 16 + lane % 2 * 8;
     const int left = to.at && column < K ? count - row : 0;
@@ -325,7 +325,7 @@ struct mn_curve80_gamma {
     __device__ static int token() { return (int)threadIdx.x - (KP > 64 ? MN_WARPGROUP : 0); }
     __device__ static bool has() { return token() >= 0 && token() < MN_CURVE_CHUNK; }
 
-    __device__ void ask(const mn_curve80_rows &from, int start, int count) {
+    __device__ void ask(mn_curve80_rows from, int start, int count) {
         raw = __float2bfloat16_rn(0.0f);
         if (has() && token() < count) raw = from.at[(int64_t)(start + token()) * from.stride];
     }
