@@ -31,7 +31,7 @@ typedef struct draw {
 } draw;
 
 static double deviation(const mn_kla_mc_args *p, int64_t b, int64_t t, int64_t i) {
-    return sqrt(fmax(MN_ROW(REAL, p->var, b, t, 0)[i], 1e-12));
+    return sqrt(larger(MN_ROW(REAL, p->var, b, t, 0)[i], 1e-12));
 }
 
 static const REAL *noise_row(const mn_kla_mc_args *p, int64_t s, int64_t b, int64_t t) {

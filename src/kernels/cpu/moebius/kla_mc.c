@@ -71,8 +71,9 @@ static int64_t target_of(const mn_kla_mc_args *p, int64_t token) {
     return x >= 0.0f && x < (float)p->call.V ? (int64_t)x : -1;
 }
 
+/* Of NaN it is NaN: vf_max takes its second argument then. */
 static inline vf deviation(const float *var, int n) {
-    return vf_sqrt(vf_max(vf_load_n(var, n), vf_set1(1e-12f)));
+    return vf_sqrt(vf_max(vf_set1(1e-12f), vf_load_n(var, n)));
 }
 
 static void feature_row(work *w, int64_t row, int64_t token, int64_t draw) {

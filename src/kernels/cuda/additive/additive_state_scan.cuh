@@ -203,19 +203,19 @@ __device__ inline int mn_scan_column0() {
 
 /* ---- decays ---------------------------------------------------------------------------------- */
 
-/* Log decays of a chunk, a few per lane; a sum of -200 is as good as any below. */
+/* Log decays of a chunk, a few per lane: as they come, so that nobody waits for them before they
+ * are added up. */
 template <int CHUNK>
-__device__ inline void mn_scan_load_decays(float (&g)[CHUNK / 32], const mn_chunk_scans &all,
+__device__ inline void mn_scan_load_decays(mn_bf16 (&g)[CHUNK / 32], const mn_chunk_scans &all,
                                            const mn_scan_coord &at, int64_t t, int count,
                                            bool reverse) {
+    const mn_bf16 *from = mn_row<mn_bf16>(all.g, at.span.b, at.span.t0 + t, at.h);
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) {
         const int row = threadIdx.x % 32 * (CHUNK / 32) + i;
         const int token = reverse ? CHUNK - 1 - row : row;
-        g[i] = 0.0f;
-        if (token >= count) continue;
-        const float x = mn_float(*mn_row<mn_bf16>(all.g, at.span.b, at.span.t0 + t + token, at.h));
-        g[i] = x < -200.0f ? -200.0f : x;    // NaN stays
+        g[i] = __float2bfloat16_rn(0.0f);
+        if (token < count) g[i] = from[token * all.g.stride[1]];
     }
 }
 
@@ -233,16 +233,20 @@ __device__ inline void mn_scan_warp_cumsum(double &before, double &whole, double
     if (lane == 0) before = 0.0;
 }
 
-/* A warp calls. */
+/* A warp calls. A sum of -200 is as good as any below. */
 template <int CHUNK>
 __device__ inline void mn_scan_cumsum_decays(mn_scan_log_decays<CHUNK> &to,
-                                                const float (&g)[CHUNK / 32],
-                                          bool reverse) {
+                                             const mn_bf16 (&raw)[CHUNK / 32], bool reverse) {
     const double unit = 1.4426950408889634;
     const int lane = threadIdx.x % 32;
+    float g[CHUNK / 32];
     double own = 0.0;
 #pragma unroll
-    for (int i = 0; i < CHUNK / 32; i++) own += unit * g[i];
+    for (int i = 0; i < CHUNK / 32; i++) {
+        const float x = mn_float(raw[i]);
+        g[i] = x < -200.0f ? -200.0f : x;    // NaN stays
+        own += unit * g[i];
+    }
     double log_decay, whole;
     mn_scan_warp_cumsum(log_decay, whole, own);
 #pragma unroll
@@ -629,7 +633,8 @@ additive_state_scan(const __grid_constant__ mn_chunk_scans all) {
     const mn_scan_col_tiles col_tiles(p, at, DEPTH);
     const int64_t length = at.span.length;
     const bool reverse = p.reverse, sums = DECAYS && threadIdx.x < 32;
-    float g[CHUNK / 32], cum_decay = 1.0f;
+    mn_bf16 g[CHUNK / 32];
+    float cum_decay = 1.0f;
     mn_scan_state_of<DEPTH, CHUNK> M;
     M.begin(p, at, sizes::kept, [&](const float *cum_decays) {
         M.each([&](float &cell, int, int) { cell *= *cum_decays; });

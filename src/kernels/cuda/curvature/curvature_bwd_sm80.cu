@@ -14,25 +14,30 @@ namespace mneme::curvature {
 
 /* ---- in the order of time -------------------------------------------------------------------- */
 
-/* Pairs of tokens of d, `x`, become dq; a warp's part of y.q of the chunk's tokens. */
-__device__ static void queries_result(uint32_t (&x)[16], float *parts, const float (&Y)[32],
-                                      const uint32_t (&q)[16], const float2 *weight,
-                                      const float (&s)[2]) {
-    const int lane = threadIdx.x % 32;
+/* dq of the chunk, in the place of its d, `x`; a warp's part of y.q of the chunk's tokens. s is
+ * that in front of the chunk. A warp has 16 columns. */
+__device__ static void queries_results(unsigned char *x, float *parts, const float (&Y)[32],
+                                       const unsigned char *q, const float2 *weight,
+                                       const float (&s)[2]) {
+    const int lane = threadIdx.x % 32, column = threadIdx.x / 32 * 16;
     float part[16] = {};
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        const float4 w = *(const float4 *)(weight + 8 * n + lane % 4 * 2);
+    for (int step = 0; step < 4; step++) {
+        uint32_t to[4], of_q[4];
+        mn_curve80_left<64>(to, x, column, step);
+        mn_curve80_left<64>(of_q, q, column, step);
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
+        for (int i = 0; i < 4; i++) {
+            const int n = 2 * step + i / 2, r = i % 2;
+            const float4 w = *(const float4 *)(weight + 8 * n + lane % 4 * 2);
             const float left = fmaf(-w.y, s[r], Y[4 * n + 2 * r]);
             const float right = fmaf(-w.w, s[r], Y[4 * n + 2 * r + 1]);
-            uint32_t &pair = x[2 * n + r];
-            part[2 * n] = fmaf(mn_curve_low(q[2 * n + r]), left, part[2 * n]);
-            part[2 * n + 1] = fmaf(mn_curve_high(q[2 * n + r]), right, part[2 * n + 1]);
-            pair = mn_bf16x2(fmaf(w.x, left, mn_curve_low(pair)),
-                             fmaf(w.z, right, mn_curve_high(pair)));
+            part[2 * n] = fmaf(mn_curve_low(of_q[i]), left, part[2 * n]);
+            part[2 * n + 1] = fmaf(mn_curve_high(of_q[i]), right, part[2 * n + 1]);
+            to[i] = mn_bf16x2(fmaf(w.x, left, mn_curve_low(to[i])),
+                              fmaf(w.z, right, mn_curve_high(to[i])));
         }
+        mn_curve80_put_turned(x, to, 16 * step);
     }
 #pragma unroll
     for (int kept = 8; kept > 1; kept /= 2) {    // of the tokens, those that are the lane's own
@@ -48,33 +53,30 @@ __device__ static void queries_result(uint32_t (&x)[16], float *parts, const flo
     *(float2 *)(parts + 8 * n + lane % 4 * 2) = make_float2(part[0], part[1]);
 }
 
-/* Scores of d into P and what rounding leaves, weights and means of a warp's 16 tokens. */
-template <int KP>
-__device__ static void queries_scores(mn_curve80_queries_smem<KP> &smem, int slot,
-                                      const mn_curve80_tokens &tokens, int64_t seen) {
+/* Scores of d into P and what rounding leaves, means of a warp's 16 tokens. */
+template <int KP, int BLOCK>
+__device__ static void queries_scores(mn_curve80_queries_smem<KP> &smem, int slot, int64_t seen) {
+    const int lane = threadIdx.x % 32;
     float d[36], each[2], mean[2];
-    mn_curve80_scores<KP, MN_CURVE_ROWS>(d, smem.x[slot], smem.k[slot], threadIdx.x / 32);
-    tokens.each_of(each, seen);
-    mn_curve_means(mean, d, each);
-    mn_curve_put_square(smem.P, smem.low, d, mean);
-    if (threadIdx.x % 4 > 0) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        smem.weight[tokens.row + 8 * r] = make_float2(-tokens.gamma[r] * each[r], mean[r]);
-    }
+    mn_curve80_scores<KP, MN_CURVE_ROWS, BLOCK>(d, smem.x[slot], smem.k[slot]);
+    mn_curve80_each(each, seen);
+    mn_curve80_means<BLOCK>(mean, d, each);
+    mn_curve80_put_scores<BLOCK>(smem.P, smem.low, d, mean);
+    if (lane % 4 > 0) return;
+    smem.weight[16 * BLOCK + lane / 4].y = mean[0];
+    smem.weight[16 * BLOCK + lane / 4 + 8].y = mean[1];
 }
 
 /* Means of q of 16 tokens, by the warps behind those of scores, or by these. */
-template <int KP>
-__device__ static void queries_means(mn_curve80_queries_smem<KP> &smem, int slot,
-                                     const mn_curve80_tokens &tokens, int64_t seen) {
+template <int KP, int BLOCK>
+__device__ static void queries_means(mn_curve80_queries_smem<KP> &smem, int slot, int64_t seen) {
+    const int lane = threadIdx.x % 32;
     float d[36], each[2], mean[2];
-    mn_curve80_scores<KP, MN_CURVE_ROWS>(d, smem.q[slot], smem.k[slot], threadIdx.x / 32 % 4);
-    tokens.each_of(each, seen);
-    mn_curve_means(mean, d, each);
-    if (threadIdx.x % 4 > 0) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++) smem.mean[tokens.row + 8 * r] = mean[r];
+    mn_curve80_scores<KP, MN_CURVE_ROWS, BLOCK>(d, smem.q[slot], smem.k[slot]);
+    mn_curve80_each(each, seen);
+    mn_curve80_means<BLOCK>(mean, d, each);
+    if (lane % 4 > 0) return;
+    smem.mean[16 * BLOCK + lane / 4] = mean[0], smem.mean[16 * BLOCK + lane / 4 + 8] = mean[1];
 }
 
 /* What the way back needs of a chunk's tokens: means of q and of d, and y.q. */
@@ -101,47 +103,46 @@ curvature_queries_sm80_kernel(const __grid_constant__ mn_curvature_args p, mn_cu
                               mn_curve_cut cut) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_curve80_queries_smem<KP> &smem = *(mn_curve80_queries_smem<KP> *)bytes;
-    const mn_curve_place &at = mn_curve80_place(smem.place, p.call, cut);
+    const mn_curve80_views &of = mn_curve80_find(smem.views, p, cut, p.cot.qt, p.q, p.grad.q);
+    const mn_curve_place &at = of.place;
     if (!at.s.there) return;
-    const int64_t K = p.call.K, seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
-    const int warp = threadIdx.x / 32, n_chunks = (at.s.rows + 63) / 64;
+    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
+    const int K = (int)p.call.K, rows = at.s.rows, n_chunks = (rows + 63) / 64;
+    const int warp = threadIdx.x / 32;
     float R[KP / 2], s[2];
-    mn_curve80_tokens tokens, next;
+    mn_curve80_gamma<KP> gamma, next;
     const auto load = [&](int c) {
-        const int64_t t = at.s.first + c * 64;
-        const int count = at.s.rows - c * 64;
-        mn_curve80_load<KP, MN_CURVE_ROWS>(smem.k[c % 2], p.k, p.k, at.s.span, at.h, t, count, K);
-        mn_curve80_load<KP, 64>(smem.x[c % 2], p.cot.qt, p.k, at.s.span, at.h, t, count, K);
-        mn_curve80_load<KP, 64>(smem.q[c % 2], p.q, p.k, at.s.span, at.h, t, count, K);
-        next.ask(p, at, c * 64);
+        const int start = c * 64, count = rows - start;
+        mn_curve80_load<KP, MN_CURVE_ROWS>(smem.k[c % 2], of.k, p.k.data, start, count, K);
+        mn_curve80_load<KP, 64>(smem.x[c % 2], of.x, p.k.data, start, count, K);
+        mn_curve80_load<KP, 64>(smem.q[c % 2], of.q, p.k.data, start, count, K);
+        next.ask(of.gamma, start, count);
         mn_cp_async_commit_group();
     };
     if (n_chunks > 0) load(0);
     mn_curve80_begin<KP>(smem, R, s, p, at, w.there);
     for (int c = 0; c < n_chunks; c++) {
         const int slot = c % 2;
-        uint32_t x[16], q[16];
         float Y[32] = {};
         mn_curve80_put_vector(smem.k[slot], s);
         mn_cp_async_wait_group<0>();
         __syncthreads();
-        tokens = next;
+        gamma = next;
         if (c > 0) queries_keep<KP>(smem, p, w, at, c - 1);
         if (c + 1 < n_chunks) load(c + 1);
         mn_curve80_through<KP, 64, false>(Y, R, smem.x[slot]);
         mn_curve80_through<KP, 64, true>(Y, R, smem.x[slot]);
         __syncthreads();    // means, weights and parts of the chunk before are kept
-        if (warp < 4) queries_scores<KP>(smem, slot, tokens, seen + c * 64);
-        if (KP == 64 || warp >= 4) queries_means<KP>(smem, slot, tokens, seen + c * 64);
+        mn_curve80_by_block([&](auto block) {
+            if (warp < 4) queries_scores<KP, block.value>(smem, slot, seen + c * 64);
+            if (KP == 64 || warp >= 4) queries_means<KP, block.value>(smem, slot, seen + c * 64);
+        });
+        if (gamma.has()) smem.weight[gamma.token()].x = gamma.factor(seen + c * 64);
         __syncthreads();
         const float before[2] = { s[0], s[1] };
-        const bool wild = mn_curve80_see_keys(Y, x, smem.k[slot], smem.P, smem.low);
-        mn_curve80_add<KP>(R, s, x, smem.k[slot], wild);
-        mn_curve_left<64>(x, smem.x[slot], 16 * warp);
-        mn_curve_left<64>(q, smem.q[slot], 16 * warp);
-        queries_result(x, smem.parts[warp], Y, q, smem.weight, before);
-        mn_curve80_store(smem.x[slot], x, p.grad.q, at.s.span, at.h, at.s.first + c * 64,
-                         at.s.rows - c * 64, K);
+        mn_curve80_take_keys<KP>(Y, R, s, smem.k[slot], smem.P, smem.low);
+        queries_results(smem.x[slot], smem.parts[warp], Y, smem.q[slot], smem.weight, before);
+        mn_curve80_store(smem.x[slot], of.to, c * 64, rows - c * 64, K);
     }
     __syncthreads();
     if (n_chunks > 0) queries_keep<KP>(smem, p, w, at, n_chunks - 1);
@@ -156,7 +157,7 @@ struct alignas(128) mn_curve80_back_smem {
     unsigned char k[2][wide], q[2][wide], z[2][wide], added[wide];
     unsigned char P[2][MN_CURVE_SQUARE];
     float2 mean[MN_CURVE_CHUNK];    // of q and of z
-    mn_curve_place place;
+    mn_curve80_views views;
 };
 
 /* Of the rows that a thread loads: d times these weights are z. */
@@ -164,15 +165,15 @@ template <int KP>
 struct back_weights {
     static constexpr int vecs = KP / 8, step = mn_curve80_threads<KP> / vecs;
     static constexpr int N = MN_CURVE_CHUNK / step;
-    float gamma[N];
+    mn_bf16 gamma[N];    // as it comes, so that nobody waits for it
 
-    __device__ void ask(const mn_curvature_args &p, const mn_curve_place &at, int start) {
-        const int64_t t = at.s.span.t0 + at.s.first + start;
-        const mn_bf16 *from = mn_row<mn_bf16>(p.gamma, at.s.span.b, t, at.h);
+    __device__ void ask(mn_curve80_rows from, int start, int count) {
+        const int row = threadIdx.x / vecs;
+        const mn_bf16 *at = from.at + (int64_t)(start + row) * from.stride;
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            const int row = threadIdx.x / vecs + i * step;
-            gamma[i] = start + row < at.s.rows ? mn_float(from[row * p.gamma.stride[1]]) : 0.0f;
+        for (int i = 0; i < N; i++, at += step * from.stride) {
+            gamma[i] = __float2bfloat16_rn(0.0f);
+            if (row + i * step < count) gamma[i] = *at;
         }
     }
 
@@ -181,7 +182,7 @@ struct back_weights {
 #pragma unroll
         for (int i = 0; i < N; i++) {
             const int row = threadIdx.x / vecs + i * step;
-            const float by = -gamma[i] / (float)(seen + row + 1);
+            const float by = -mn_float(gamma[i]) / (float)(seen + row + 1);
             uint4 &piece = *(uint4 *)(tile + mn_swizzle_byte(64, row, threadIdx.x % vecs * 8));
             float x[8];
             mn_curve_unpack(x, piece);
@@ -192,18 +193,22 @@ struct back_weights {
     }
 };
 
-/* Both means of the two tokens whose scores a lane makes. */
-struct back_means {
+/* gamma, as it comes, and both means of the two tokens whose scores a lane makes. */
+struct back_tokens {
+    mn_bf16 gamma[2];
     float q[2], d[2];
 
-    __device__ void ask(const mn_curvature_args &p, const float *means, const mn_curve_place &at,
-                        int start) {
+    __device__ void ask(mn_curve80_rows from, const mn_curvature_args &p, const float *means,
+                        const mn_curve_place &at, int start) {
         const int row = threadIdx.x % MN_WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
         const int64_t first = mn_curve_row_of(p.call, at, at.s.first + start);
+        const mn_bf16 *from_gamma = from.at + (int64_t)(start + row) * from.stride;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
+        for (int r = 0; r < 2; r++, from_gamma += 8 * from.stride) {
             const int token = row + 8 * r;
             const bool there = start + token < at.s.rows;
+            gamma[r] = __float2bfloat16_rn(0.0f);
+            if (there) gamma[r] = *from_gamma;
             q[r] = there ? means[2 * (first + token)] : 0.0f;
             d[r] = there ? means[2 * (first + token) + 1] : 0.0f;
         }
@@ -211,25 +216,24 @@ struct back_means {
 };
 
 /* Scores of q, and of z, with keys, less their means, for 16 tokens of a warp. */
-template <int KP>
+template <int KP, int BLOCK>
 __device__ static void back_scores(mn_curve80_back_smem<KP> &smem, int slot,
-                                   const mn_curve80_tokens &tokens, const back_means &means,
-                                   int64_t seen) {
-    const int warp = threadIdx.x / 32;
+                                   const back_tokens &tokens, int64_t seen) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float d[36], each[2], mz[2];
-    tokens.each_of(each, seen);
+    mn_curve80_each(each, seen);
 #pragma unroll
-    for (int r = 0; r < 2; r++) mz[r] = -tokens.gamma[r] * each[r] * means.d[r];
+    for (int r = 0; r < 2; r++) mz[r] = -mn_float(tokens.gamma[r]) * each[r] * tokens.d[r];
     if (warp < 4) {
-        mn_curve80_scores<KP, MN_CURVE_CHUNK>(d, smem.q[slot], smem.k[slot], warp);
-        mn_curve_put_square(smem.P[0], NULL, d, means.q);
-        for (int r = 0; r < 2 && threadIdx.x % 4 == 0; r++) {
-            smem.mean[tokens.row + 8 * r] = make_float2(means.q[r], mz[r]);
+        mn_curve80_scores<KP, MN_CURVE_CHUNK, BLOCK>(d, smem.q[slot], smem.k[slot]);
+        mn_curve80_put_scores<BLOCK>(smem.P[0], NULL, d, tokens.q);
+        for (int r = 0; r < 2 && lane % 4 == 0; r++) {
+            smem.mean[16 * BLOCK + lane / 4 + 8 * r] = make_float2(tokens.q[r], mz[r]);
         }
     }
     if (KP > 64 && warp < 4) return;
-    mn_curve80_scores<KP, MN_CURVE_CHUNK>(d, smem.z[slot], smem.k[slot], warp % 4);
-    mn_curve_put_square(smem.P[1], NULL, d, mz);
+    mn_curve80_scores<KP, MN_CURVE_CHUNK, BLOCK>(d, smem.z[slot], smem.k[slot]);
+    mn_curve80_put_scores<BLOCK>(smem.P[1], NULL, d, mz);
 }
 
 /* e <- e - x' m for a left operand of a chunk and the means of its tokens, q's or z's. */
@@ -270,15 +274,22 @@ __device__ static void back_part(float (&Y)[32], float (&G)[KP / 2], float (&e)[
     back_add_means<OF_Z>(e, x, mean);
 }
 
-/* dk as pairs of tokens, with what is there already where it is added. */
-__device__ static void back_result(uint32_t (&x)[16], const float (&Y)[32], const float (&e)[2],
-                                   const unsigned char *added) {
-    if (added) mn_curve_left<64>(x, added, threadIdx.x / 32 * 16);
+/* dk of the chunk, in the place of its keys, with what is there already where it is added; e is
+ * that behind the chunk. A warp has 16 columns. */
+__device__ static void back_results(unsigned char *k, const float (&Y)[32], const float (&e)[2],
+                                    const unsigned char *added) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        float left = Y[2 * i] + e[i % 2], right = Y[2 * i + 1] + e[i % 2];
-        if (added) left += mn_curve_low(x[i]), right += mn_curve_high(x[i]);
-        x[i] = mn_bf16x2(left, right);
+    for (int step = 0; step < 4; step++) {
+        uint32_t x[4] = {};
+        if (added) mn_curve80_left<64>(x, added, threadIdx.x / 32 * 16, step);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int pair = 4 * step + i;
+            float left = Y[2 * pair] + e[i % 2], right = Y[2 * pair + 1] + e[i % 2];
+            if (added) left += mn_curve_low(x[i]), right += mn_curve_high(x[i]);
+            x[i] = mn_bf16x2(left, right);
+        }
+        mn_curve80_put_turned(k, x, 16 * step);
     }
 }
 
@@ -303,27 +314,24 @@ curvature_back_sm80_kernel(const __grid_constant__ mn_curvature_args p, mn_curve
                            mn_curve_cut cut) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_curve80_back_smem<KP> &smem = *(mn_curve80_back_smem<KP> *)bytes;
-    const mn_curve_place &at = mn_curve80_place(smem.place, p.call, cut);
+    const mn_curve80_views &of = mn_curve80_find(smem.views, p, cut, p.cot.qt, p.q, p.grad.k);
+    const mn_curve_place &at = of.place;
     if (!at.s.there) return;
-    const int64_t K = p.call.K, seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
-    const int warp = threadIdx.x / 32, n_chunks = (at.s.rows + 63) / 64;
-    const int j = warp * 16 + threadIdx.x % 32 / 4;
+    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
+    const int K = (int)p.call.K, rows = at.s.rows, n_chunks = (rows + 63) / 64;
+    const int warp = threadIdx.x / 32, j = warp * 16 + threadIdx.x % 32 / 4;
     const float *sums = at.s.last ? NULL : mn_curve_sums_for(w.back, p.call, at, at.s.slot + 1);
-    const float *vector = sums ? sums + K * K : mn_row<float>(p.cot.ks, at.s.n, 0, at.h);
-    const mn_in old = { p.grad.k.data, { p.grad.k.stride[0], p.grad.k.stride[1],
-                                         p.grad.k.stride[2] } };
+    const float *vector = sums ? sums + (int64_t)K * K : mn_row<float>(p.cot.ks, at.s.n, 0, at.h);
     float G[KP / 2], e[2];
     back_weights<KP> weights;
-    mn_curve80_tokens tokens, next;
-    back_means means, next_means;
+    back_tokens tokens, next;
     const auto load = [&](int c) {
-        const int64_t t = at.s.first + c * 64;
-        const int count = at.s.rows - c * 64;
-        mn_curve80_load<KP, 64>(smem.k[c % 2], p.k, p.k, at.s.span, at.h, t, count, K);
-        mn_curve80_load<KP, 64>(smem.q[c % 2], p.q, p.k, at.s.span, at.h, t, count, K);
-        mn_curve80_load<KP, 64>(smem.z[c % 2], p.cot.qt, p.k, at.s.span, at.h, t, count, K);
-        weights.ask(p, at, c * 64), next.ask(p, at, c * 64);
-        next_means.ask(p, w.means, at, c * 64);
+        const int start = c * 64, count = rows - start;
+        mn_curve80_load<KP, 64>(smem.k[c % 2], of.k, p.k.data, start, count, K);
+        mn_curve80_load<KP, 64>(smem.q[c % 2], of.q, p.k.data, start, count, K);
+        mn_curve80_load<KP, 64>(smem.z[c % 2], of.x, p.k.data, start, count, K);
+        weights.ask(of.gamma, start, count);
+        next.ask(of.gamma, p, w.means, at, start);
         mn_cp_async_commit_group();
     };
     if (n_chunks > 0) load(n_chunks - 1);
@@ -331,21 +339,21 @@ curvature_back_sm80_kernel(const __grid_constant__ mn_curvature_args p, mn_curve
 #pragma unroll
     for (int r = 0; r < 2; r++) e[r] = j + 8 * r < K ? mn_get(vector, j + 8 * r) : 0.0f;
     for (int c = n_chunks - 1; c >= 0; c--) {
-        const int slot = c % 2, count = at.s.rows - c * 64;
-        const int64_t t = at.s.first + c * 64;
-        uint32_t x[16];
+        const int slot = c % 2, start = c * 64, count = rows - start;
         float Y[32] = {};
         mn_cp_async_wait_group<0>();
-        weights.weigh(smem.z[slot], seen + c * 64);
+        weights.weigh(smem.z[slot], seen + start);
         __syncthreads();
-        tokens = next, means = next_means;
+        tokens = next;
         if (p.adds_k) {
-            mn_curve80_load<KP, 64>(smem.added, old, p.k, at.s.span, at.h, t, count, K);
+            mn_curve80_load<KP, 64>(smem.added, of.to, p.k.data, start, count, K);
             mn_cp_async_commit_group();
         }
         if (c > 0) load(c - 1);
-        back_put_gamma(p, w, at, c * 64, seen + c * 64);
-        back_scores<KP>(smem, slot, tokens, means, seen + c * 64);
+        back_put_gamma(p, w, at, start, seen + start);
+        mn_curve80_by_block([&](auto block) {
+            back_scores<KP, block.value>(smem, slot, tokens, seen + start);
+        });
         mn_curve80_through<KP, 64, false>(Y, G, smem.k[slot]);
         if (p.adds_k && c > 0) mn_cp_async_wait_group<1>();
         if (p.adds_k && c == 0) mn_cp_async_wait_group<0>();
@@ -353,8 +361,8 @@ curvature_back_sm80_kernel(const __grid_constant__ mn_curvature_args p, mn_curve
         const float behind[2] = { e[0], e[1] };
         back_part<KP, false>(Y, G, e, smem.z[slot], smem.q[slot], smem.P[0], smem.mean);
         back_part<KP, true>(Y, G, e, smem.q[slot], smem.z[slot], smem.P[1], smem.mean);
-        back_result(x, Y, behind, p.adds_k ? smem.added : NULL);
-        mn_curve80_store(smem.k[slot], x, p.grad.k, at.s.span, at.h, t, count, K);
+        back_results(smem.k[slot], Y, behind, p.adds_k ? smem.added : NULL);
+        mn_curve80_store(smem.k[slot], of.to, start, count, K);
     }
     if (at.s.first > 0) return;
     mn_curve_store(mn_row<float>(p.grad.kk0, at.s.n, 0, at.h), G, 0.5f, K, warp / 4 * 64);
@@ -370,7 +378,7 @@ curvature_back_sm80_kernel(const __grid_constant__ mn_curvature_args p, mn_curve
 template <int KP>
 static int start_backward(const mn_curvature_args *p, const mn_curve_work &w, cudaStream_t on) {
     const mn_curve_cut sums = mn_curve_smem_tile_cut<mn_bf16>(p), cut = mn_curve80_cut(p);
-    int code = mn_curve_add_up<mn_bf16, KP, false>(p, w.there, NULL, sums, on);
+    int code = mn_curve_sums_sm80(p, w.there, on);
     if (code != cudaSuccess) return code;
     code = mn_curve_start(curvature_queries_sm80_kernel<KP>, mn_curve80_threads<KP>,
                           sizeof(mn_curve80_queries_smem<KP>), p->call, cut, on, *p, w);

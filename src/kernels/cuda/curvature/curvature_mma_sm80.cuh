@@ -10,6 +10,8 @@
 #ifndef MN_KERNELS_CUDA_CURVATURE_CURVATURE_MMA_SM80_CUH
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_MMA_SM80_CUH
 
+#include <type_traits>
+
 #include "kernels/cuda/attention/attention_mma_sm80.cuh"
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
@@ -19,27 +21,66 @@ namespace mneme::curvature {
 /* Whether calls go by these kernels where Hopper's do not serve. */
 static const bool mn_curve80_taken = true;
 
+/* Whether sums of segments of keys do too, or go by tiles in shared memory. */
+static const bool mn_curve80_sums_taken = true;
+
 /* ---- tiles ----------------------------------------------------------------------------------- */
 
 template <int KP>
 constexpr int mn_curve80_threads = 2 * KP;
 
-/* 64 rows of a view from token t on, of which `count` and K columns are there, the others become
- * zeros from where nothing is read of `any`, to the top of a tile of ROWS; the block calls. A
- * thread has one vec16 of every 16th row. */
+/* Rows of a view of a block's head, from its segment's first on; none where it is absent. In shared
+ * memory, as registers are short; taken from there once, or each copy would wait for it again. */
+struct mn_curve80_rows {
+    mn_bf16 *at;
+    int64_t stride;
+};
+
+template <typename View>
+__device__ inline mn_curve80_rows mn_curve80_rows_of(const View &view, const mn_curve_place &at) {
+    const mn_bf16 *first = mn_row<mn_bf16>(view, at.s.span.b, at.s.span.t0 + at.s.first, at.h);
+    return { (mn_bf16 *)first, view.stride[1] };
+}
+
+/* A block's place and its rows: of keys, of what is read through R or G, of what goes with that,
+ * and of results. */
+struct mn_curve80_views {
+    mn_curve_place place;
+    mn_curve80_rows k, x, q, gamma, to;
+};
+
+/* Those of a block; all threads call. */
+__device__ inline const mn_curve80_views &mn_curve80_find(mn_curve80_views &views,
+                                                          const mn_curvature_args &p,
+                                                          const mn_curve_cut &cut, const mn_in &x,
+                                                          const mn_in &q, const mn_out &to) {
+    if (threadIdx.x == 0) {
+        const mn_curve_place at = mn_curve_place_of(p.call, cut);
+        views = { at, mn_curve80_rows_of(p.k, at), mn_curve80_rows_of(x, at),
+                  mn_curve80_rows_of(q, at), mn_curve80_rows_of(p.gamma, at),
+                  mn_curve80_rows_of(to, at) };
+    }
+    __syncthreads();
+    return views;
+}
+
+/* Chunk `start` of rows, of which `count` and K columns are there, the others become zeros from
+ * where nothing is read of `any`, to the top of a tile of ROWS; the block calls. A thread has one
+ * vec16 of every 16th row. */
 template <int KP, int ROWS>
-__device__ inline void mn_curve80_load(unsigned char *tile, const mn_in &view, const mn_in &any,
-                                       const mn_span &span, int64_t h, int64_t t, int count,
-                                       int64_t K) {
+__device__ inline void mn_curve80_load(unsigned char *tile, mn_curve80_rows from, const void *any,
+                                       int start, int count, int K) {
     constexpr int vecs = KP / 8, step = mn_curve80_threads<KP> / vecs;
-    const int vec = threadIdx.x % vecs, row0 = threadIdx.x / vecs;
-    const mn_bf16 *from = mn_row<mn_bf16>(view, span.b, span.t0 + t, h);
-    const uint32_t to = (uint32_t)__cvta_generic_to_shared(tile);
+    static_assert(step % 8 == 0, "a thread's rows are swizzled alike");
+    const int vec = threadIdx.x % vecs, row = threadIdx.x / vecs;
+    const int left = from.at && vec * 8 < K ? count - row : 0;
+    const mn_bf16 *at = from.at + (int64_t)(start + row) * from.stride + vec * 8;
+    const uint32_t to = (uint32_t)__cvta_generic_to_shared(tile) +
+                        mn_swizzle_byte(ROWS, row, vec * 8);
 #pragma unroll
-    for (int row = row0, i = 0; i < MN_CURVE_CHUNK / step; i++, row += step) {
-        const bool inside = from && row < count && vec * 8 < K;
-        const void *at = inside ? (const void *)(from + row * view.stride[1] + vec * 8) : any.data;
-        mn_cp_async_16(to + mn_swizzle_byte(ROWS, row, vec * 8), at, inside);
+    for (int i = 0; i < MN_CURVE_CHUNK / step; i++, at += step * from.stride) {
+        const bool inside = i * step < left;
+        mn_cp_async_16(to + i * step * 128, inside ? at : any, inside);
     }
 }
 
@@ -57,6 +98,25 @@ __device__ inline uint32_t mn_curve80_pair(float x, float y) {
     return LOW ? mn_bf16x2(x - mn_curve_low(pair), y - mn_curve_high(pair)) : pair;
 }
 
+template <int N>
+using mn_number = std::integral_constant<int, N>;
+
+/* A left operand of 16 columns of a tile, from `column` on, by 16 of its rows (mn_curve_left). */
+template <int ROWS>
+__device__ inline void mn_curve80_left(uint32_t (&a)[4], const unsigned char *tile, int column,
+                                       int step) {
+    const int lane = threadIdx.x % 32;
+    attention::mn_ldmatrix_x4<true>(
+        a, mn_curve80_address(tile) + mn_swizzle_byte(ROWS, 16 * step + lane % 8 + lane / 16 * 8,
+                                                      column + lane / 8 % 2 * 8));
+}
+
+/* sum[0], sum[2] += the sums of a left operand's rows. */
+__device__ inline void mn_curve80_add_ones(float (&sum)[4], const uint32_t (&x)[4]) {
+    const uint32_t ones = 0x3f803f80u;
+    attention::mn_mma_m16n8k16(sum, x, ones, ones);
+}
+
 /* Y (a warp's rows of R by 64 tokens) += R X' over KP columns of a tile of ROWS rows. */
 template <int KP, int ROWS, bool LOW>
 __device__ inline void mn_curve80_through(float (&Y)[32], const float (&R)[KP / 2],
@@ -72,22 +132,19 @@ __device__ inline void mn_curve80_through(float (&Y)[32], const float (&R)[KP / 
     }
 }
 
-/* Y += x P' of a left operand of 64 tokens, for scores of tokens (rows of P) with earlier ones. */
-__device__ inline void mn_curve80_see_earlier(float (&Y)[32], const uint32_t (&x)[16],
-                                              const unsigned char *P) {
+/* Y += x P' of a left operand of 16 tokens from 16 `step` on, for scores of tokens (rows of P) with
+ * earlier ones. */
+__device__ inline void mn_curve80_see_earlier(float (&Y)[32], const uint32_t *x,
+                                              const unsigned char *P, int step) {
     const int lane = threadIdx.x % 32;
     const uint32_t at = mn_curve80_address(P);
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-#pragma unroll
-        for (int n = 16 * step; n < MN_CURVE_CHUNK; n += 16) {
-            uint32_t b[4];
-            attention::mn_ldmatrix_x4<false>(
-                b, at + mn_swizzle_byte(64, n + lane % 8 + lane / 16 * 8,
-                                        16 * step + lane / 8 % 2 * 8));
-            attention::mn_mma_m16n8k16(Y + n / 2, x + 4 * step, b[0], b[1]);
-            attention::mn_mma_m16n8k16(Y + n / 2 + 4, x + 4 * step, b[2], b[3]);
-        }
+    for (int n = 16 * step; n < MN_CURVE_CHUNK; n += 16) {
+        uint32_t b[4];
+        attention::mn_ldmatrix_x4<false>(b, at + mn_swizzle_byte(64, n + lane % 8 + lane / 16 * 8,
+                                                                 16 * step + lane / 8 % 2 * 8));
+        attention::mn_mma_m16n8k16(Y + n / 2, x, b[0], b[1]);
+        attention::mn_mma_m16n8k16(Y + n / 2 + 4, x, b[2], b[3]);
     }
 }
 
@@ -109,11 +166,11 @@ __device__ inline void mn_curve80_see_later(float (&Y)[32], const uint32_t (&x)[
     }
 }
 
-/* d = X K' of rows 16 `block` on of tile x, for tokens up to their own block's; where a tile of
- * keys has MN_CURVE_ROWS rows also for the eight behind them. */
-template <int KP, int ROWS>
+/* d = X K' of rows 16 BLOCK on of tile x, for tokens up to their own block's, `d` zero behind them;
+ * where a tile of keys has MN_CURVE_ROWS rows also for the eight behind them. */
+template <int KP, int ROWS, int BLOCK>
 __device__ inline void mn_curve80_scores(float (&d)[36], const unsigned char *x,
-                                         const unsigned char *k, int block) {
+                                         const unsigned char *k) {
     const int lane = threadIdx.x % 32;
     const uint32_t at = mn_curve80_address(k);
     uint32_t more[4] = {};
@@ -122,10 +179,9 @@ __device__ inline void mn_curve80_scores(float (&d)[36], const unsigned char *x,
 #pragma unroll
     for (int i = 0; i < KP; i += 16) {
         uint32_t a[4], b[4];
-        mn_warp_frag_a<64>(a, mn_curve80_address(x), 16 * block, i);
+        mn_warp_frag_a<64>(a, mn_curve80_address(x), 16 * BLOCK, i);
 #pragma unroll
-        for (int n = 0; n < MN_CURVE_CHUNK; n += 16) {
-            if (n > 16 * block) break;
+        for (int n = 0; n <= 16 * BLOCK; n += 16) {
             attention::mn_ldmatrix_x4<false>(
                 b, at + mn_swizzle_byte(ROWS, n + lane % 8 + lane / 16 * 8,
                                         i + lane / 8 % 2 * 8));
@@ -141,6 +197,56 @@ __device__ inline void mn_curve80_scores(float (&d)[36], const unsigned char *x,
     }
 }
 
+/* use(number), a constant, for the block of 16 tokens whose scores a warp makes. */
+template <typename F>
+__device__ __forceinline__ void mn_curve80_by_block(F use) {
+    switch (threadIdx.x / 32 % 4) {
+    case 0: use(mn_number<0>()); break;
+    case 1: use(mn_number<1>()); break;
+    case 2: use(mn_number<2>()); break;
+    default: use(mn_number<3>());
+    }
+}
+
+/* Sums of the rows of tril(X K'), with s.x, times 1 / n, which is `each`, of block BLOCK. */
+template <int BLOCK>
+__device__ inline void mn_curve80_means(float (&mean)[2], const float (&d)[36],
+                                        const float (&each)[2]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int last = 16 * BLOCK + lane / 4 + 8 * r - lane % 4 * 2;    // as mn_curve_means
+        float even = d[32 + 2 * r], odd = d[33 + 2 * r];
+#pragma unroll
+        for (int vec16 = 0; vec16 < 2 * BLOCK + 2; vec16++) {
+            if (vec16 < 2 * BLOCK || 8 * vec16 <= last) even += d[4 * vec16 + 2 * r];
+            if (vec16 < 2 * BLOCK || 8 * vec16 + 1 <= last) odd += d[4 * vec16 + 2 * r + 1];
+        }
+        mean[r] = mn_quad_sum(even + odd) * each[r];
+    }
+}
+
+/* Scores of block BLOCK less their row's mean into a tile, of which blocks right of the diagonal
+ * are never read; what rounding leaves into `low`. */
+template <int BLOCK>
+__device__ inline void mn_curve80_put_scores(unsigned char *to, unsigned char *low,
+                                             const float (&d)[36], const float (&mean)[2]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 8 * BLOCK + 8; i += 2) {
+        const int r = i % 4 / 2, t = 16 * BLOCK + lane / 4 + 8 * r;
+        const int column = i / 4 * 8 + lane % 4 * 2;
+        const bool inside = i < 8 * BLOCK;    // of the triangle, whichever the lane
+        const float x = inside || column <= t ? d[i] - mean[r] : 0.0f;
+        const float y = inside || column + 1 <= t ? d[i + 1] - mean[r] : 0.0f;
+        const uint32_t pair = mn_bf16x2(x, y), byte = mn_swizzle_byte(64, t, column);
+        *(uint32_t *)(to + byte) = pair;
+        if (low) {
+            *(uint32_t *)(low + byte) = mn_bf16x2(x - mn_curve_low(pair), y - mn_curve_high(pair));
+        }
+    }
+}
+
 /* ---- results --------------------------------------------------------------------------------- */
 
 /* An 8 x 8 matrix spread over the warp, transposed. */
@@ -150,28 +256,33 @@ __device__ inline uint32_t mn_curve80_movmatrix(uint32_t pair) {
     return turned;
 }
 
-/* Turned pairs of tokens, 16 columns of a warp by 64 tokens, to the warp's own columns of a tile,
- * and from there to `count` rows of a view, if it is there. */
-__device__ inline void mn_curve80_store(unsigned char *tile, const uint32_t (&x)[16],
-                                        const mn_out &to, const mn_span &span, int64_t h,
-                                        int64_t t, int count, int64_t K) {
+/* Turned pairs of 16 tokens from `first` on, 16 columns of a warp, to the warp's own columns of a
+ * tile. */
+__device__ inline void mn_curve80_put_turned(unsigned char *tile, const uint32_t (&x)[4],
+                                             int first) {
     const int lane = threadIdx.x % 32, column0 = threadIdx.x / 32 * 16;
-    mn_bf16 *rows = mn_row<mn_bf16>(to, span.b, span.t0 + t, h);
-    if (!rows) return;
     __syncwarp();    // all of it have read these columns
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        *(uint32_t *)(tile + mn_swizzle_byte(64, i / 2 * 8 + lane / 4,
+    for (int i = 0; i < 4; i++) {
+        *(uint32_t *)(tile + mn_swizzle_byte(64, first + i / 2 * 8 + lane / 4,
                                              column0 + i % 2 * 8 + lane % 4 * 2)) =
             mn_curve80_movmatrix(x[i]);
     }
+}
+
+/* The warp's own columns of a tile to rows of chunk `start`, of which `count` are there, if there
+ * are any. */
+__device__ inline void mn_curve80_store(const unsigned char *tile, mn_curve80_rows to, int start,
+                                        int count, int K) {
+    const int lane = threadIdx.x % 32, row = lane / 2;
+    const int column = threadIdx.x / 32 * 16 + lane % 2 * 8;
+    const int left = to.at && column < K ? count - row : 0;
+    mn_bf16 *at = to.at + (int64_t)(start + row) * to.stride + column;
+    const unsigned char *from = tile + mn_swizzle_byte(64, row, column);
     __syncwarp();
-    const int column = column0 + lane % 2 * 8;
 #pragma unroll
-    for (int token = lane / 2; token < MN_CURVE_CHUNK; token += 16) {
-        if (token >= count || column >= K) continue;
-        *(uint4 *)(rows + token * to.stride[1] + column) =
-            *(const uint4 *)(tile + mn_swizzle_byte(64, token, column));
+    for (int i = 0; i < MN_CURVE_CHUNK; i += 16, at += 16 * to.stride) {
+        if (i < left) *(uint4 *)at = *(const uint4 *)(from + i * 128);
     }
 }
 
@@ -186,7 +297,7 @@ struct alignas(128) mn_curve80_smem {
     unsigned char x[2][KP / 64 * MN_CURVE_SQUARE];
     unsigned char P[MN_CURVE_SQUARE];
     float2 weight[MN_CURVE_CHUNK];    // -gamma / n and the mean
-    mn_curve_place place;             // here, as registers are short
+    mn_curve80_views views;
 };
 
 /* And q, what rounding leaves of P, and y.q of tokens by warps. */
@@ -197,36 +308,31 @@ struct mn_curve80_queries_smem : mn_curve80_smem<KP> {
     float parts[KP / 16][MN_CURVE_CHUNK], mean[MN_CURVE_CHUNK];    // mean: of q
 };
 
-/* The block's place; all threads call. */
-__device__ inline const mn_curve_place &mn_curve80_place(mn_curve_place &place,
-                                                         const mn_call &call,
-                                                         const mn_curve_cut &cut) {
-    if (threadIdx.x == 0) place = mn_curve_place_of(call, cut);
-    __syncthreads();
-    return place;
+/* 1 / n of the two tokens whose scores a lane makes, rows l / 4 of its warp's block and that plus
+ * 8; the chunk's first is behind `seen` others. */
+__device__ inline void mn_curve80_each(float (&each)[2], int64_t seen) {
+    const int row = threadIdx.x % MN_WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; r++) each[r] = 1.0f / (float)(seen + row + 8 * r + 1);
 }
 
-/* What a lane keeps of the tokens whose scores it makes: rows l / 4 of its warp's block, and that
- * plus 8. */
-struct mn_curve80_tokens {
-    float gamma[2];    // of the chunk that comes next
-    int row;
+/* gamma of a chunk's tokens, by the thread that has each: of warps without scores if there are
+ * such. As it comes until it is used, so that nobody waits for it. */
+template <int KP>
+struct mn_curve80_gamma {
+    mn_bf16 raw;
 
-    __device__ void ask(const mn_curvature_args &p, const mn_curve_place &at, int start) {
-        const int64_t t = at.s.span.t0 + at.s.first + start;
-        const mn_bf16 *from = mn_row<mn_bf16>(p.gamma, at.s.span.b, t, at.h);
-        row = threadIdx.x % MN_WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int token = row + 8 * r;
-            gamma[r] = start + token < at.s.rows ? mn_float(from[token * p.gamma.stride[1]]) : 0.0f;
-        }
+    __device__ static int token() { return (int)threadIdx.x - (KP > 64 ? MN_WARPGROUP : 0); }
+    __device__ static bool has() { return token() >= 0 && token() < MN_CURVE_CHUNK; }
+
+    __device__ void ask(mn_curve80_rows from, int start, int count) {
+        raw = __float2bfloat16_rn(0.0f);
+        if (has() && token() < count) raw = from.at[(int64_t)(start + token()) * from.stride];
     }
 
-    /* 1 / n of both, the first row of the chunk behind `seen` others */
-    __device__ void each_of(float (&each)[2], int64_t seen) const {
-#pragma unroll
-        for (int r = 0; r < 2; r++) each[r] = 1.0f / (float)(seen + row + 8 * r + 1);
+    /* -gamma / n */
+    __device__ float factor(int64_t seen) const {
+        return -mn_float(raw) * (1.0f / (float)(seen + token() + 1));
     }
 };
 
@@ -240,17 +346,6 @@ __device__ inline void mn_curve80_put_vector(unsigned char *k, const float (&s)[
         *(mn_bf16 *)(k + mn_swizzle_byte(MN_CURVE_ROWS, 64 + lane % 4, row + 8 * r)) =
             lane % 4 == 0 ? high : __float2bfloat16_rn(s[r] - __bfloat162float(high));
     }
-}
-
-/* s += the keys of a chunk, which are a left operand. */
-__device__ inline void mn_curve80_add_vector(float (&s)[2], const uint32_t (&k)[16]) {
-    const uint32_t ones = 0x3f803f80u;
-    float sum[4] = {};
-#pragma unroll
-    for (int step = 0; step < 4; step++) {
-        attention::mn_mma_m16n8k16(sum, k + 4 * step, ones, ones);
-    }
-    s[0] += sum[0], s[1] += sum[2];
 }
 
 /* The first loads of a block: R and s in front of the segment, zeros behind s. */
@@ -276,32 +371,69 @@ __device__ inline void mn_curve80_begin(mn_curve80_smem<KP> &smem, float (&R)[KP
     }
 }
 
-/* R and s behind a chunk, of whose keys `k` are the warp's columns, tamed if they were `wild`. */
+/* What mn_curve80_take_keys left out of Y and R. A call of its own, on copies, so that it does not
+ * ask for registers of what comes here without it. */
 template <int KP>
-__device__ inline void mn_curve80_add(float (&R)[KP / 2], float (&s)[2], uint32_t (&k)[16],
-                                      const unsigned char *keys, bool wild) {
-    mn_warp_ab<MN_CURVE_CHUNK, KP, MN_CURVE_ROWS>(R, k, mn_curve80_address(keys), 0);
-    if (wild) {
-        mn_curve_left<MN_CURVE_ROWS>(k, keys, threadIdx.x / 32 * 16);
-        mn_curve_wild_rows(R, k);
-    }
-    mn_curve80_add_vector(s, k);
+__device__ __noinline__ void mn_curve80_see_wild_call(float (&Y)[32], float (&R)[KP / 2],
+                                                      const unsigned char *keys,
+                                                      const unsigned char *P) {
+    uint32_t all[16];
+    mn_curve_left<MN_CURVE_ROWS>(all, keys, threadIdx.x / 32 * 16);
+    mn_curve_add_wild<MN_SEES_EARLIER>(Y, all, P);
+    mn_curve_wild_rows(R, all);
 }
 
-/* Y += what tokens see of keys of their own chunk, by scores P and, if given, their rest. */
-__device__ inline bool mn_curve80_see_keys(float (&Y)[32], uint32_t (&k)[16],
-                                           const unsigned char *keys, const unsigned char *P,
-                                           const unsigned char *low) {
-    mn_curve_left<MN_CURVE_ROWS>(k, keys, threadIdx.x / 32 * 16);
-    const bool wild = mn_curve_tame(k);
-    mn_curve80_see_earlier(Y, k, P);
-    if (low) mn_curve80_see_earlier(Y, k, low);
-    if (wild) {
-        mn_curve_left<MN_CURVE_ROWS>(k, keys, threadIdx.x / 32 * 16);
-        mn_curve_add_wild<MN_SEES_EARLIER>(Y, k, P);
-        mn_curve_tame(k);
+template <int KP>
+__device__ __forceinline__ void mn_curve80_see_wild(float (&Y)[32], float (&R)[KP / 2],
+                                                    const unsigned char *keys,
+                                                    const unsigned char *P) {
+    float own_Y[32], own_R[KP / 2];
+#pragma unroll
+    for (int i = 0; i < 32; i++) own_Y[i] = Y[i];
+#pragma unroll
+    for (int i = 0; i < KP / 2; i++) own_R[i] = R[i];
+    mn_curve80_see_wild_call<KP>(own_Y, own_R, keys, P);
+#pragma unroll
+    for (int i = 0; i < 32; i++) Y[i] = own_Y[i];
+#pragma unroll
+    for (int i = 0; i < KP / 2; i++) R[i] = own_R[i];
+}
+
+/* Y += what tokens see of keys of their own chunk, by scores P and, if given, their rest; R and s
+ * behind the chunk. Keys pass 16 tokens at a time, as registers are short, and are looked at first:
+ * of numbers that are not finite see mn_curve_tame. */
+template <int KP>
+__device__ inline void mn_curve80_take_keys(float (&Y)[32], float (&R)[KP / 2], float (&s)[2],
+                                            const unsigned char *keys, const unsigned char *P,
+                                            const unsigned char *low) {
+    const int column = threadIdx.x / 32 * 16;
+    float sum[4] = {};
+    uint32_t watch = 0, x[4];
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        mn_curve80_left<MN_CURVE_ROWS>(x, keys, column, step);
+        mn_curve80_add_ones(sum, x);
+#pragma unroll
+        for (int i = 0; i < 4; i++) watch = mn_bf16x2_watch(x[i], watch);
     }
-    return wild;
+    const bool wild = __any_sync(0xffffffffu, watch & 0x7fff7fffu);
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        mn_curve80_left<MN_CURVE_ROWS>(x, keys, column, step);
+#pragma unroll
+        for (int i = 0; i < 4 && wild; i++) x[i] &= ~mn_bf16x2_wild(x[i]);
+        mn_curve80_see_earlier(Y, x, P, step);
+        mn_warp_ab<16, KP, MN_CURVE_ROWS>(R, x, mn_curve80_address(keys), 16 * step);
+    }
+#pragma unroll
+    for (int step = 0; step < 4 && low; step++) {
+        mn_curve80_left<MN_CURVE_ROWS>(x, keys, column, step);
+#pragma unroll
+        for (int i = 0; i < 4 && wild; i++) x[i] &= ~mn_bf16x2_wild(x[i]);
+        mn_curve80_see_earlier(Y, x, low, step);
+    }
+    if (wild) mn_curve80_see_wild<KP>(Y, R, keys, P);
+    s[0] += sum[0], s[1] += sum[2];
 }
 
 /* ---- calls ----------------------------------------------------------------------------------- */
@@ -318,6 +450,9 @@ inline mn_curve_cut mn_curve80_cut(const mn_curvature_args *p) {
     cut.slices = cut.n_parts = 1;
     return cut;
 }
+
+/* R and s in front of all segments (mn_curve_add_up), if a sequence can have more than one. */
+int mn_curve_sums_sm80(const mn_curvature_args *p, float *states, cudaStream_t on);
 
 /* Each returns whether it serves a call, and what the launch returned in `code`. */
 bool mn_curve_forward_sm80(int *code, const mn_curvature_args *p, float *states, cudaStream_t on);

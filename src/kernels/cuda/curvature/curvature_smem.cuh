@@ -343,30 +343,54 @@ mn_curve_moments_kernel(const __grid_constant__ mn_curvature_args p, float *stat
     if (threadIdx.x < MN_CURVE_SLICE && column < K) state[K * K + column] = sum;
 }
 
+enum { MN_CURVE_SUMS_AHEAD = 4 };    // segments whose sums a thread loads at once
+
 /* Sums up to and with each segment but the last, in place, from the caller's state on; going back,
- * down to and with each but the first. One thread has one number of one head. */
+ * down to and with each but the first. A block has numbers of one head, a thread one of them; all
+ * in 32 bits, as a division of 64 takes longer than the sums. */
 template <bool BACK>
 __global__ void __launch_bounds__(MN_CURVE_THREADS)
-mn_curve_scan_kernel(const __grid_constant__ mn_curvature_args p, float *states, int64_t segment) {
-    const int64_t K = p.call.K, size = mn_curve_state_size(K);
-    const int64_t at = blockIdx.x * (int64_t)MN_CURVE_THREADS + threadIdx.x;
-    if (at >= size * p.call.H * mn_n_spans(p.call)) return;
-    const int64_t element = at % size, h = at / size % p.call.H, n = at / size / p.call.H;
+mn_curve_scan_kernel(const __grid_constant__ mn_curvature_args p, float *states, int segment) {
+    const unsigned K = (unsigned)p.call.K, size = (K + 1) * K, H = (unsigned)p.call.H;
+    const unsigned parts = (size + MN_CURVE_THREADS - 1) / MN_CURVE_THREADS;
+    const unsigned element = blockIdx.x % parts * MN_CURVE_THREADS + threadIdx.x;
+    const unsigned head = blockIdx.x / parts, h = head % H, n = head / H;
+    if (element >= size) return;
     const mn_span span = mn_span_at(p.call, n);
-    const int64_t i = element / K, j = element % K, count = (span.length + segment - 1) / segment;
-    const int64_t slot0 = p.call.cu_seqlens ? span.t0 / segment + n
-                                            : n * max(count, (int64_t)1);
+    const unsigned i = element / K, j = element % K;
+    const int count = (int)((unsigned)(span.length + segment - 1) / (unsigned)segment);
+    const int64_t slot0 = p.call.cu_seqlens ? span.t0 / segment + n : (int64_t)n * max(count, 1);
     const float *matrix = mn_row<float>(BACK ? p.cot.kk : p.kk0, n, 0, h);
     const float *vector = mn_row<float>(BACK ? p.cot.ks : p.ks0, n, 0, h);
     float sum = mn_get(vector, j);
     if (i < K) {
         sum = (BACK ? 1.0f : 0.5f) * (mn_get(matrix, i * K + j) + mn_get(matrix, j * K + i));
     }
-    for (int64_t s = 0; s + 1 < count; s++) {
-        float *own = states + ((slot0 + (BACK ? count - 1 - s : s)) * p.call.H + h) * size;
-        sum += own[element];
-        own[element] = sum;
+    const int64_t step = (BACK ? -1 : 1) * (int64_t)H * size;
+    float *at = states + ((slot0 + (BACK ? count - 1 : 0)) * H + h) * size + element;
+    for (int s = 0; s + 1 < count; s += MN_CURVE_SUMS_AHEAD, at += MN_CURVE_SUMS_AHEAD * step) {
+        float own[MN_CURVE_SUMS_AHEAD];
+#pragma unroll
+        for (int u = 0; u < MN_CURVE_SUMS_AHEAD; u++) {
+            own[u] = s + u + 1 < count ? at[u * step] : 0.0f;
+        }
+#pragma unroll
+        for (int u = 0; u < MN_CURVE_SUMS_AHEAD; u++) {
+            sum += own[u];
+            if (s + u + 1 < count) at[u * step] = sum;
+        }
     }
+}
+
+template <bool BACK>
+inline int mn_curve_scan(const mn_curvature_args *p, float *states, int64_t segment,
+                         cudaStream_t on) {
+    const int64_t parts = mn_ceil_div(mn_curve_state_size(p->call.K), MN_CURVE_THREADS);
+    const int64_t blocks = parts * p->call.H * mn_n_spans(p->call);
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    mn_curve_scan_kernel<BACK><<<(unsigned)blocks, MN_CURVE_THREADS, 0, on>>>(*p, states,
+                                                                              (int)segment);
+    return mn_launch_status();
 }
 
 /* The sums of all segments, if there can be more than one of a sequence. */
@@ -378,11 +402,7 @@ inline int mn_curve_add_up(const mn_curvature_args *p, float *states, const floa
     const int code = mn_curve_start(mn_curve_moments_kernel<T, KP, BACK>, MN_CURVE_THREADS,
                                     sizeof(mn_curve_moment_smem<T, KP>), c, cut, on, *p, states,
                                     means);
-    if (code != cudaSuccess) return code;
-    const int64_t numbers = mn_curve_state_size(c.K) * c.H * mn_n_spans(c);
-    mn_curve_scan_kernel<BACK><<<mn_blocks(numbers, MN_CURVE_THREADS), MN_CURVE_THREADS, 0, on>>>(
-        *p, states, cut.segment);
-    return mn_launch_status();
+    return code == cudaSuccess ? mn_curve_scan<BACK>(p, states, cut.segment, on) : code;
 }
 
 /* Tokens of a segment of bf16 calls for each slice of a head, of which 16 to 32 count: enough
