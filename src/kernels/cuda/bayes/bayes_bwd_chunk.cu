@@ -1178,7 +1178,7 @@ __device__ __noinline__ static void state_scan(tiles &P, const mn_bayes_smem &sm
     __syncthreads();
     mn_bayes_load_tile<T>(smem, p, s, t, all);
     __syncthreads();
-    const bool steep = mn_bayes_is_steep(smem, s, false);
+    const bool steep = mn_bayes_is_steep(smem, s);
     const int count = steep ? 1 : all;
     for (int first = 0; first < all && first < limit; first += count) {
         if (steep) {
@@ -1403,7 +1403,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
             __syncthreads();
             mn_bayes_load_tile<T>(smem, p, s, t, all);
             __syncthreads();
-            const bool steep = mn_bayes_is_steep(smem, s, false);
+            const bool steep = mn_bayes_is_steep(smem, s);
             if (!steep) {
                 mn_bayes_advance_frame(smem, s);
                 __syncthreads();
