@@ -12,11 +12,11 @@
  *   P <- Phi (Ph + n - sum z_s z_s' / sigma_s) Phi'    M <- Phi (Mh + sum z_s e_s' / sigma_s)
  *
  * sigma_t = r2_t + k'u. Everything is double: float32 loses P once exact writes have shrunk it, and
- * these GPUs multiply doubles at half its rate. Scaling rows and columns costs no digits. A chunk
- * in which a channel decays by more than e^-150 is called steep. Its tokens in front of the first
- * one by which that is so are gone through as a chunk, with zeros behind them, so that no decay
- * moves what is before it; from that one on every token has a frame of its own, which begins behind
- * its A, and goes alone.
+ * these GPUs multiply doubles at half its rate; in bf16 means are float32. Scaling rows and columns
+ * costs no digits. A chunk in which a channel decays by more than e^-150, in bf16 by e^-60, is
+ * called steep. Its tokens in front of the first one by which that is so are gone through as a
+ * chunk, with zeros behind them, so that no decay moves what is before it; from that one on every
+ * token has a frame of its own, which begins behind its A, and goes alone.
  *
  *   prepare      kh, qh, n_t kh_t, and Phi and n at the end: all chunks at once
  *   covariance   z, L^-1, sigma: a scan over chunks for each group, head and sequence
@@ -82,6 +82,20 @@ struct mn_state_scan_job {
     bool reads, spreads;                // qh is wanted; qh'Ph qh is
     bool redo;                          // of rows in front of numbers that are not finite
 };
+
+/* Whether means are in float32 (bayes_mean_scan.cu): in bf16, whose results have fewer digits. */
+template <typename T>
+__host__ __device__ constexpr bool mean_splits(void) {
+    constexpr bool splits_means = true;
+    return splits_means && sizeof(T) == 2;
+}
+
+/* The most that a channel decays in a frame, as a logarithm: z outgrows a gain by as much, and
+ * means in float32 have it as a factor. */
+template <typename T>
+__host__ __device__ constexpr double most_decay(void) {
+    return mean_splits<T>() ? 60.0 : 150.0;
+}
 
 /* The four kernels, each in the file of its name: 0 or a cudaError_t. */
 int mn_state_scan_prepare(const mn_state_scan_job *job, cudaStream_t stream);
