@@ -162,7 +162,7 @@ __device__ static bool raise_col_tile(strip<R> &P, covariance_smem<R, TIGHT> &sm
 
 template <int R>
 __device__ static void load_covariance(strip<R> &P, const mn_bayes_args &p, const span_group &s,
-                                       int rows, bool bf16) {
+                                       const double *enter, int rows, bool bf16) {
     const float *given = mn_row<float>(p.P0, s.n, 0, s.h);
     double size = 1.0;
     if (p.p0.data) {
@@ -172,8 +172,9 @@ __device__ static void load_covariance(strip<R> &P, const mn_bayes_args &p, cons
     if (given) given += s.g * rows * rows;
     fill_col_tile<R>(P, [&](int row, int column) {
         const bool inside = row < rows && column < rows;
-        if (given) return inside ? (double)given[(int64_t)row * rows + column] : 0.0;
-        return inside && row == column ? size : 0.0;
+        const double by = enter && inside ? enter[row] * enter[column] : 1.0;
+        if (given) return inside ? by * (double)given[(int64_t)row * rows + column] : 0.0;
+        return inside && row == column ? by * size : 0.0;
     });
 }
 
@@ -215,7 +216,7 @@ __device__ static void fetch_covariance(covariance_smem<R, TIGHT> &smem, const s
         copy_rows_later<R, CHUNK, THREADS>(smem.k[c % smem.KEY_STAGES], LEFT, w.k + from);
         copy_rows_later<R, CHUNK, THREADS>(smem.q[stage], LEFT, w.q + from);
         copy_rows_later<R, 2, THREADS>(smem.noise[stage], R, noise);
-        copy_rows_later<R, 1, THREADS>(smem.phi[stage], R, w.phi + at.last_token(c) * R);
+        copy_rows_later<R, 1, THREADS>(smem.phi[stage], R, w.leave + at.head(c) * R);
     }
     close_copies();
 }
@@ -233,7 +234,7 @@ __device__ static void scan_covariance(covariance_smem<R, TIGHT> &smem, const mn
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rows = (int)p.call.K * (turns ? 2 : 1), column = 16 * warp;
     strip<R> P;
-    load_covariance<R>(P, p, s, rows, bf16);
+    load_covariance<R>(P, p, s, at.template enter<R>(w), rows, bf16);
     fetch_covariance<R, TIGHT>(smem, w, at, 0), fetch_covariance<R, TIGHT>(smem, w, at, 1);
     await_copies();
     __syncthreads();
@@ -718,6 +719,7 @@ static void take_spans(layout *l, const mn_bayes_args *p, piecework *at) {
     const int64_t R = l->R, heads = l->heads, groups = heads * c.G, tokens = SPAN_TOKENS;
     at->take(&w->k, heads, tokens, R), at->take(&w->q, heads, tokens, R);
     at->take(&w->phi, heads, tokens, R), at->take(&w->noise, heads, 2 * (SPAN_CHUNKS + 1), R);
+    at->take(&w->enter, heads, R, 1), at->take(&w->leave, heads, R, 1);
     at->take(&w->h, groups, tokens, R), at->take(&w->w, groups, tokens, R);
     w->nk = w->h;
     at->take(&w->r2, groups, tokens, 1), at->take(&w->sigma, groups, tokens, 1);

@@ -48,7 +48,7 @@ struct alignas(16) smem {
     uint64_t arrived[2];                                 // keys and queries, writes
 };
 
-/* Numbers of columns c and c + 1 of a tile as the left factor, or as a right one. */
+/* Numbers of columns c and c + 1 of a tile as the left factor. */
 template <typename F>
 __device__ inline void left_factor(typename F::factor (&a)[4], const double *at) {
     double x[4];
@@ -57,11 +57,9 @@ __device__ inline void left_factor(typename F::factor (&a)[4], const double *at)
     for (int i = 0; i < 4; i++) a[i] = F::factor_of(x[i]);
 }
 
-template <typename F>
-__device__ inline void right_factor(typename F::factor (&b)[2], const double *at, int half) {
-    double x[2];
-    mn_state_scan_right(x, at, half);
-    b[0] = F::factor_of(x[0]), b[1] = F::factor_of(x[1]);
+/* -x by its bits. */
+__device__ inline double minus(double x) {
+    return __hiloint2double(__double2hiint(x) ^ (int)0x80000000, __double2loint(x));
 }
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
@@ -138,20 +136,22 @@ struct worker {
         }
     }
 
-    /* Its part of W: s in the half that this warp's value columns say. */
+    /* Its part of W: s in the half that this warp's value columns say. In doubles: z outgrows
+     * float32 where a channel decays. */
     __device__ void weigh(const smem &m, const writes<RP> &in, shares &share) const {
-        number w[2][2][2] = {};
+        double w[2][2][2] = {};
         const int j = lane / 4, i = 2 * (lane % 4), half = value / 16;
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            factor a[4], z[2];
-            left_factor<F>(a, &m.queries[j][2 * (row(b) + i)]);
-            right_factor<F>(z, &in.z[j][2 * (row(b) + i)], half);
-            mma_k8(w[b % 2], a, z);
+            double a[4], z[2];
+            mn_state_scan_left(a, &m.queries[j][2 * (row(b) + i)]);
+            mn_state_scan_right(z, &in.z[j][2 * (row(b) + i)], half);
+            mn_mma_f64_k8(w[b % 2], a, z);
         }
 #pragma unroll
         for (int f = 0; f < 2; f++) {
-            const number both[2] = { w[0][f][0] + w[1][f][0], w[0][f][1] + w[1][f][1] };
+            const number both[2] = { F::number_of(w[0][f][0] + w[1][f][0]),
+                                     F::number_of(w[0][f][1] + w[1][f][1]) };
             put_share(share.w[index][f], both);
         }
     }
@@ -229,20 +229,58 @@ struct worker {
         return SPLIT && by > (number)1e30f ? (number)1e30f : by;    // NaN stays
     }
 
-    /* M <- (M + z e' / sigma) Phi' */
+    /* M <- (M + z e' / sigma) Phi'; in float32 M and z by Phi first, which z needs no range for. */
     __device__ void write(const writes<RP> &in, const number (&e)[2][2][2], bool turns) {
-        const int i = lane % 4, j = lane / 4;
+        if (SPLIT) move(in, turns);
+        const int j = lane / 4;
         factor a[8];
 #pragma unroll
         for (int k = 0; k < 8; k++) a[k] = F::factor_of(e[k / 4][k % 2][k / 2 % 2]);
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            const double2 one = *(const double2 *)&in.z[2 * i][2 * (row(b) + j)];
-            const double2 two = *(const double2 *)&in.z[2 * i + 1][2 * (row(b) + j)];
-            const factor z[4] = { F::factor_of(one.x), F::factor_of(two.x), F::factor_of(one.y),
-                                  F::factor_of(two.y) };
+            double x[4];
+            factor z[4];
+            of_row(x, in, row(b) + j);
+            if constexpr (SPLIT) {
+                moved_row(z, x, in, row(b) + j, turns);
+            } else {
+#pragma unroll
+                for (int k = 0; k < 4; k++) z[k] = F::factor_of(x[k]);
+            }
             mma_k16(M[b], a, z);
         }
+        if (!SPLIT) move(in, turns);
+    }
+
+    /* z of the state's row r, four tokens, as a right factor has them. */
+    __device__ void of_row(double (&x)[4], const writes<RP> &in, int r) const {
+        const int i = lane % 4;
+        const double2 one = *(const double2 *)&in.z[2 * i][2 * r];
+        const double2 two = *(const double2 *)&in.z[2 * i + 1][2 * r];
+        x[0] = one.x, x[1] = two.x, x[2] = one.y, x[3] = two.y;
+    }
+
+    /* The same of Phi z. */
+    __device__ void moved_row(factor (&z)[4], const double (&x)[4], const writes<RP> &in, int r,
+                              bool turns) const {
+        const double re = in.phi[turns ? r / 2 * 2 : r];
+        float moved[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) moved[k] = product_cut_to_float(x[k], re);
+        if (turns) {
+            double other[4];
+            of_row(other, in, r ^ 1);
+            const double im = r % 2 == 0 ? minus(in.phi[r + 1]) : in.phi[r];
+#pragma unroll
+            for (int k = 0; k < 4; k++) moved[k] += product_cut_to_float(other[k], im);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) z[k] = F::factor_of(moved[k]);
+    }
+
+    /* M <- M Phi' */
+    __device__ void move(const writes<RP> &in, bool turns) {
+        const int i = lane % 4;
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
             const double2 by = *(const double2 *)&in.phi[row(b) + 2 * i];

@@ -3,9 +3,12 @@
  *
  * A span has one frame: with Phi_t the product of A since its first token, kh_t = Phi_t'k_t and so
  * on (see bayes.cuh). Tiles have a span's tokens as rows and R columns, the state's rows, zeros
- * beyond them and beyond the last token. Scaling rows and columns costs no digits, only range: a
- * head where a channel decays by more than e^-150 within a span goes the narrow way of
- * bayes_bwd_chunk.cu. */
+ * beyond them and beyond the last token. Scaling rows and columns costs no digits, only range.
+ * Where a channel decays by more than e^-150 within a span, by e^-L, its frame is e^(L/2) times as
+ * large, so that Phi goes from e^(L/2) to e^(-L/2) and noise, which outgrows it twice, by e^L: the
+ * range of doubles holds L up to 640, ten for each token. In bf16 a token decays by no more than
+ * e^-10: what a channel keeps of the tokens before is 5e-5 then, of a result that is rounded to
+ * 4e-3. Otherwise a head that decays by more goes the narrow way (bayes_bwd_narrow.cu). */
 #ifndef MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 #define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 
@@ -30,6 +33,8 @@ struct span_work {
     int *left;                                // chunks done by covariances' scans, for means
     int *back;                                // the same of means' adjoints, of each slice
     double *k, *q, *phi;                      // tiles (64,R) of heads; k, q in the frame
+    double *enter, *leave;                    // (R) of heads: from the real frame to the span's, by
+                                              // numbers; from the span's to the next one's, as phi
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
     double *nk;                               // tile (64,R): n_t kh_t; until h takes its place
     double *h;                                // tile (64,R) of groups: b, then du
@@ -362,7 +367,44 @@ struct chunk_sums {
     double level[SPAN_CHUNKS][PREPARE_CHANNELS], angle[SPAN_CHUNKS][PREPARE_CHANNELS];
     double rr[SPAN_CHUNKS][PREPARE_CHANNELS], ri[SPAN_CHUNKS][PREPARE_CHANNELS];
     double ii[SPAN_CHUNKS][PREPARE_CHANNELS];
+    double next[SPAN_CHUNKS][PREPARE_CHANNELS];    // level of the next span
 };
+
+/* Whether frames of steep spans are as large as their middle, and steep tokens of bf16 are cut. */
+constexpr bool centres_frames = true;
+constexpr double MOST_SPAN_DECAY = centres_frames ? 641.0 : 150.0;
+
+/* A token's log decay; NaN stays. */
+template <typename T>
+__device__ inline float decay_of(T raw) {
+    const float decay = mn_float(raw);
+    return centres_frames && sizeof(T) == 2 && decay < -10.0f ? -10.0f : decay;
+}
+
+/* By how much, as a logarithm, the frame of a span is larger that decays by `level` < 0. */
+__device__ inline double span_centre(double level) {
+    return centres_frames && level < -150.0 ? -0.5 * level : 0.0;
+}
+
+/* The level of a channel over the 16 tokens of the next span from `first` on. */
+template <typename T>
+__device__ inline double next_level(const mn_bayes_args &p, const mn_tile_span &tile, int64_t h,
+                                    int64_t first, int channel) {
+    const int64_t length = tile.span.length;
+    double level = 0.0;
+    if (!centres_frames || first >= length) return level;
+    T raw[CHUNK];
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) {
+        const int64_t t = tile.span.t0 + min(first + j, length - 1);
+        raw[j] = mn_row<T>(p.la, tile.span.b, t, h)[channel];
+    }
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) {
+        level += first + j < length ? (double)decay_of<T>(raw[j]) : 0.0;
+    }
+    return level;
+}
 
 /* (c, -s) for Phi^-1 = ((c, s), (-s, c)) of a channel: l2 times its square is the noise of a token,
  * rr in the real row, ii in the other, ri across. */
@@ -400,6 +442,9 @@ __device__ inline void prepare_rest(const mn_bayes_args &p, const span_work &w,
         const int64_t at = (head * SPAN_TOKENS + j / (R - rows)) * R + rows + j % (R - rows);
         w.phi[at] = w.k[at] = w.q[at] = w.nk[at] = 0.0;
     }
+    for (int j = rows + (int)threadIdx.x; j < R; j += PREPARE_THREADS) {
+        w.enter[head * R + j] = w.leave[head * R + j] = 0.0;
+    }
     double *noise = w.noise + head * (SPAN_CHUNKS + 1) * 2 * R;
     for (int j = threadIdx.x; j < 2 * (SPAN_CHUNKS + 1) * (R - rows); j += PREPARE_THREADS) {
         noise[j / (R - rows) * R + rows + j % (R - rows)] = 0.0;
@@ -432,7 +477,7 @@ __device__ static void prepare_span(chunk_sums &sums, const mn_bayes_args &p, co
     for (int j = 0; j < CHUNK; j++) {
         /* A load that a condition guards would wait for the one before. */
         const int64_t t = t0 + min(c * CHUNK + j, (int)tile.n_rows - 1);
-        const float decay = mn_float(mn_row<T>(p.la, b, t, h)[channel]);
+        const float decay = decay_of<T>(mn_row<T>(p.la, b, t, h)[channel]);
         const float by = TURNS ? mn_float(mn_row<T>(angles, b, t, h)[channel]) : 0.0f;
         l2[j] = mn_float(*mn_row<T>(p.l2, b, t, h));
         k[j] = mn_float(mn_row<T>(p.k, b, t, h)[channel]);
@@ -447,14 +492,19 @@ __device__ static void prepare_span(chunk_sums &sums, const mn_bayes_args &p, co
         level += phi[j].x, angle += phi[j].y;
     }
     sums.level[c][own] = level, sums.angle[c][own] = angle;
+    sums.next[c][own] = next_level<T>(p, tile, h, tile.first + SPAN_TOKENS + c * CHUNK, channel);
     __syncthreads();
     level = angle = 0.0;
     for (int j = 0; j < c; j++) level += sums.level[j][own], angle += sums.angle[j][own];
+    double all = 0.0, next = 0.0;
+#pragma unroll
+    for (int j = 0; j < SPAN_CHUNKS; j++) all += sums.level[j][own], next += sums.next[j][own];
+    const double centre = i < K ? span_centre(all) : 0.0;
     noise_sums n = { 0.0, 0.0, 0.0 };
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) {
         level += phi[j].x, angle += phi[j].y;
-        const double size = exp(level);
+        const double size = exp(level + centre);
         phi[j] = make_double2(size, 0.0);
         if (TURNS) {
             double sine, cosine;
@@ -463,7 +513,7 @@ __device__ static void prepare_span(chunk_sums &sums, const mn_bayes_args &p, co
         }
         n.add<TURNS>(noise_row<TURNS>(phi[j]), (double)l2[j]);
     }
-    if (i < K && !(level > -150.0)) w.steep[tile.n * H + h] = 1;
+    if (i < K && !(level > -MOST_SPAN_DECAY)) w.steep[tile.n * H + h] = 1;
     sums.rr[c][own] = n.rr, sums.ri[c][own] = n.ri, sums.ii[c][own] = n.ii;
     __syncthreads();
     n.rr = n.ri = n.ii = 0.0;
@@ -475,6 +525,12 @@ __device__ static void prepare_span(chunk_sums &sums, const mn_bayes_args &p, co
     if (part == 0) prepare_rest<T>(p, w, tile, head, h, K * (TURNS ? 2 : 1), R);
     if (i >= K) return;
     n.put<TURNS>(noise + c * 2 * R, R);
+    if (c == SPAN_CHUNKS - 1) {
+        const double enters = exp(-centre), by = exp(-span_centre(next));
+        double *enter = w.enter + head * R + r, *leave = w.leave + head * R + r;
+        enter[0] = enters, leave[0] = phi[CHUNK - 1].x * by;
+        if (TURNS) enter[1] = enters, leave[1] = phi[CHUNK - 1].y * by;
+    }
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) {
         const int64_t at = (head * SPAN_TOKENS + c * CHUNK + j) * R + r;

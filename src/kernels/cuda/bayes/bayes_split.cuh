@@ -33,6 +33,23 @@ __device__ inline split split_of(double x) {
     return split_of(cut_to_float(x));
 }
 
+/* x y of normal numbers, of which one may be far beyond float32's range, without units for doubles:
+ * 0 where the product is below 2^-126, NaN where it is beyond 2^126. */
+__device__ inline float product_cut_to_float(double x, double y) {
+    const auto mantissa = [](double z) {
+        const unsigned bits =
+            __funnelshift_l((unsigned)__double2loint(z), (unsigned)__double2hiint(z), 3);
+        return __uint_as_float((bits & 0x007fffffu) | 0x3f800000u);
+    };
+    const unsigned a = (unsigned)__double2hiint(x), b = (unsigned)__double2hiint(y);
+    const int ex = (int)(a >> 20 & 0x7ffu), ey = (int)(b >> 20 & 0x7ffu), e = ex + ey - 2046;
+    const unsigned product = __float_as_uint(mantissa(x) * mantissa(y)) + ((unsigned)e << 23);
+    const bool none = ex == 0 || ey == 0, wild = ex == 2047 || ey == 2047;
+    unsigned size = e < -126 ? 0u : e > 125 ? 0x7fffffffu : product;
+    size = wild ? 0x7fffffffu : none ? 0u : size;
+    return __uint_as_float(size | ((a ^ b) & 0x80000000u));
+}
+
 /* (16,8) += (16,8) (8,8), as mn_mma_f64_k8. */
 __device__ inline void mma_tf32_k8(float (&c)[2][2], float a0, float a1, float a2, float a3,
                                    float b0, float b1) {
