@@ -13,7 +13,7 @@
  *
  * sigma_t = r2_t + k'u. Everything is double: float32 loses P once exact writes have shrunk it, and
  * these GPUs multiply doubles at half its rate; in bf16 means are float32. Scaling rows and columns
- * costs no digits. A chunk in which a channel decays by more than e^-300 is called steep. Its
+ * costs no digits. A chunk in which a channel decays by more than most_decay() is called steep. Its
  * tokens in front of the first one by which that is so are gone through as a chunk, with zeros
  * behind them, so that no decay moves what is before it; from that one on every token has a frame
  * of its own, which begins behind its A, and goes alone.
@@ -90,15 +90,21 @@ __host__ __device__ constexpr bool mean_splits(void) {
     return splits_means && sizeof(T) == 2;
 }
 
-/* The most that a channel decays in a frame, as a logarithm: noise outgrows l2 by twice as much. */
-constexpr double MOST_DECAY = 300.0;
+/* Whether frames hold what steep heads decay by. Not run on a GPU so far. */
+constexpr bool holds_steep = false;
+
+/* The most that a channel decays in a frame, as a logarithm: noise outgrows l2 by twice as much,
+ * and z a gain, which means in float32 have as a factor unless they move it first. */
+template <typename T>
+__host__ __device__ constexpr double most_decay(void) {
+    return holds_steep ? 300.0 : mean_splits<T>() ? 60.0 : 150.0;
+}
 
 /* A token's log decay; NaN stays. In bf16 one decays by no more than 16 of which a frame holds:
  * what a channel keeps of the tokens before is 1e-8 then, of a result that is rounded to 4e-3. */
 template <typename T>
 __device__ inline float cut_decay(float decay) {
-    constexpr bool cuts_decays = true;
-    return cuts_decays && sizeof(T) == 2 && decay < -18.5f ? -18.5f : decay;
+    return holds_steep && sizeof(T) == 2 && decay < -18.5f ? -18.5f : decay;
 }
 
 /* The four kernels, each in the file of its name: 0 or a cudaError_t. */

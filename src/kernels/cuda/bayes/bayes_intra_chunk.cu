@@ -197,7 +197,7 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
 #pragma unroll
     for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         level += (double)c.la[t];
-        begin = fabs(level) <= MOST_DECAY ? begin : min(begin, t);
+        begin = fabs(level) <= most_decay<T>() ? begin : min(begin, t);
     }
     for (int e = i; e < n_noises; e += (int)blockDim.x, noise = noise_at(e)) {
         job.work.r2[place * n_noises + e] = noise;

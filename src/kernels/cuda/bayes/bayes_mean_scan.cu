@@ -48,13 +48,20 @@ struct alignas(16) smem {
     uint64_t arrived[2];                                 // keys and queries, writes
 };
 
-/* Numbers of columns c and c + 1 of a tile as the left factor. */
+/* Numbers of columns c and c + 1 of a tile as the left factor, or as a right one. */
 template <typename F>
 __device__ inline void left_factor(typename F::factor (&a)[4], const double *at) {
     double x[4];
     mn_state_scan_left(x, at);
 #pragma unroll
     for (int i = 0; i < 4; i++) a[i] = F::factor_of(x[i]);
+}
+
+template <typename F>
+__device__ inline void right_factor(typename F::factor (&b)[2], const double *at, int half) {
+    double x[2];
+    mn_state_scan_right(x, at, half);
+    b[0] = F::factor_of(x[0]), b[1] = F::factor_of(x[1]);
 }
 
 /* -x by its bits. */
@@ -81,6 +88,7 @@ struct worker {
     using shares = bayes::shares<number>;
 
     static constexpr int TILES = RP / 16;
+    static constexpr bool MOVES = SPLIT && holds_steep;
     number M[TILES][2][2];
     int index, lane, value, part;    // own warp; first column of the slice; half of the rows
 
@@ -136,17 +144,18 @@ struct worker {
         }
     }
 
-    /* Its part of W: s in the half that this warp's value columns say. In doubles: z outgrows
-     * float32 where a channel decays. */
+    /* Its part of W: s in the half that this warp's value columns say. In doubles where frames hold
+     * steep decays: z outgrows float32. */
     __device__ void weigh(const smem &m, const writes<RP> &in, shares &share) const {
-        double w[2][2][2] = {};
+        using W = numbers<SPLIT && !MOVES>;
+        typename W::number w[2][2][2] = {};
         const int j = lane / 4, i = 2 * (lane % 4), half = value / 16;
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            double a[4], z[2];
-            mn_state_scan_left(a, &m.queries[j][2 * (row(b) + i)]);
-            mn_state_scan_right(z, &in.z[j][2 * (row(b) + i)], half);
-            mn_mma_f64_k8(w[b % 2], a, z);
+            typename W::factor a[4], z[2];
+            left_factor<W>(a, &m.queries[j][2 * (row(b) + i)]);
+            right_factor<W>(z, &in.z[j][2 * (row(b) + i)], half);
+            mma_k8(w[b % 2], a, z);
         }
 #pragma unroll
         for (int f = 0; f < 2; f++) {
@@ -229,9 +238,9 @@ struct worker {
         return SPLIT && by > (number)1e30f ? (number)1e30f : by;    // NaN stays
     }
 
-    /* M <- (M + z e' / sigma) Phi'; in float32 M and z by Phi first, which z needs no range for. */
+    /* M <- (M + z e' / sigma) Phi'; or M and z by Phi first, which z needs no range for. */
     __device__ void write(const writes<RP> &in, const number (&e)[2][2][2], bool turns) {
-        if (SPLIT) move(in, turns);
+        if (MOVES) move(in, turns);
         const int j = lane / 4;
         factor a[8];
 #pragma unroll
@@ -241,7 +250,7 @@ struct worker {
             double x[4];
             factor z[4];
             of_row(x, in, row(b) + j);
-            if constexpr (SPLIT) {
+            if constexpr (MOVES) {
                 moved_row(z, x, in, row(b) + j, turns);
             } else {
 #pragma unroll
@@ -249,7 +258,7 @@ struct worker {
             }
             mma_k16(M[b], a, z);
         }
-        if (!SPLIT) move(in, turns);
+        if (!MOVES) move(in, turns);
     }
 
     /* z of the state's row r, four tokens, as a right factor has them. */

@@ -370,8 +370,9 @@ struct chunk_sums {
     double next[SPAN_CHUNKS][PREPARE_CHANNELS];    // level of the next span
 };
 
-/* Whether frames of steep spans are as large as their middle, and steep tokens of bf16 are cut. */
-constexpr bool centres_frames = true;
+/* Whether frames of steep spans are as large as their middle, and steep tokens of bf16 are cut. Not
+ * run on a GPU so far: without it L is up to 150. */
+constexpr bool centres_frames = false;
 constexpr double MOST_SPAN_DECAY = centres_frames ? 641.0 : 150.0;
 
 /* A token's log decay; NaN stays. */
@@ -392,7 +393,7 @@ __device__ inline double next_level(const mn_bayes_args &p, const mn_tile_span &
                                     int64_t first, int channel) {
     const int64_t length = tile.span.length;
     double level = 0.0;
-    if (!centres_frames || first >= length) return level;
+    if (first >= length) return level;
     T raw[CHUNK];
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) {
@@ -492,7 +493,11 @@ __device__ static void prepare_span(chunk_sums &sums, const mn_bayes_args &p, co
         level += phi[j].x, angle += phi[j].y;
     }
     sums.level[c][own] = level, sums.angle[c][own] = angle;
-    sums.next[c][own] = next_level<T>(p, tile, h, tile.first + SPAN_TOKENS + c * CHUNK, channel);
+    sums.next[c][own] = 0.0;
+    if constexpr (centres_frames) {
+        sums.next[c][own] =
+            next_level<T>(p, tile, h, tile.first + SPAN_TOKENS + c * CHUNK, channel);
+    }
     __syncthreads();
     level = angle = 0.0;
     for (int j = 0; j < c; j++) level += sums.level[j][own], angle += sums.angle[j][own];

@@ -1,7 +1,7 @@
 /* bayes_split.cuh - float32 numbers in two parts for products of tensor cores in tf32, with the
  * registers of products of doubles (prim/mma_f64.cuh).
  *
- * A part has 11 bits: x = hi + lo to 2^-23, and a product is hi lo + lo hi + hi hi. Neither these
+ * A part has 11 bits: x = hi + lo to 2^-21, and a product is hi lo + lo hi + hi hi. Neither these
  * products nor the parts of a double need the units for doubles, for which warps of the covariance
  * scan wait up to 4,000 clocks of each other. */
 #ifndef MN_KERNELS_CUDA_BAYES_BAYES_SPLIT_CUH
@@ -101,6 +101,7 @@ struct numbers<true> {
     __device__ static split factor_of(double x) { return split_of(x); }
     __device__ static split factor_of(float x) { return split_of(x); }
     __device__ static float number_of(double x) { return cut_to_float(x); }
+    __device__ static float number_of(float x) { return x; }
     __device__ static float2 pair_of(float x, float y) { return make_float2(x, y); }
 };
 
