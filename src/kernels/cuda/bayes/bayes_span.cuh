@@ -382,6 +382,13 @@ __device__ inline float decay_of(T raw) {
     return centres_frames && sizeof(T) == 2 && decay < -10.0f ? -10.0f : decay;
 }
 
+/* A over the one that a cut token has instead: its gradient is as much smaller. */
+template <typename T>
+__device__ inline double cut_of(T raw) {
+    const float decay = mn_float(raw), by = decay_of<T>(raw);
+    return decay < by ? exp((double)decay - (double)by) : 1.0;
+}
+
 /* By how much, as a logarithm, the frame of a span is larger that decays by `level` < 0. */
 __device__ inline double span_centre(double level) {
     return centres_frames && level < -150.0 ? -0.5 * level : 0.0;
