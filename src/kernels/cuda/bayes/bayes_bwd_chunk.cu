@@ -628,7 +628,7 @@ __device__ static void decays_of(const mn_bayes_args &p, const span_work &w, int
                 const int at = base + 256 * j, t = at / K, i = at % K;
                 if (at >= count) break;
                 double grad = behind[j] + (double)local[j];
-                if constexpr (centres_frames && sizeof(T) == 2) {
+                if constexpr (sizeof(T) == 2) {
                     const int64_t when = tile.span.t0 + tile.first + t;
                     if (which == 0) grad *= cut_of<T>(mn_row<T>(p.la, tile.span.b, when, h)[i]);
                 }

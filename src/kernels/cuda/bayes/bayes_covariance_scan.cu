@@ -221,8 +221,10 @@ struct sizes {
     static constexpr int GROUPS = WORKERS / GROUP;  // of a block
     static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * MN_PIVOT_SUM * (int)sizeof(double);
     static constexpr int SMEM_TILE_BYTES = MN_SCAN_CHUNK * (RP - OWN) * (int)sizeof(double);
-    /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block. */
-    static constexpr int REGISTERS = WORKERS == 16 ? 96 : WORKERS == 8 ? 168 : 232;
+    /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
+     * of 128 rows leave the mean's some. */
+    static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 && CL == 2 ? 120
+                                     : WORKERS == 8 ? 168 : 232;
 };
 
 template <int RP, int CL>
@@ -832,7 +834,6 @@ __device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_jo
     const mn_call &call = job.p.call;
     if (job.redo) mn_pdl_wait();
     const int64_t length = mn_state_scan_length(job, s.n, s.h);
-    if (job.redo && length == 0) return;    // all blocks of the cluster
     const int64_t slot = mn_state_scan_slot(call, s.n);
     const int64_t chunks = (length + MN_SCAN_CHUNK - 1) / MN_SCAN_CHUNK;
     worker<RP, CL> mine(s.rank);
@@ -883,8 +884,8 @@ __device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_jo
     if (!PIVOT) mine.store(job, s);
 }
 
-template <int RP, int CL, int REGISTERS>
-__global__ void __maxnreg__(REGISTERS)
+template <int RP, int CL>
+__global__ void __maxnreg__((sizes<RP, CL>::REGISTERS))
 covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
     extern __shared__ __align__(16) unsigned char memory[];
     smem<RP, CL> &m = *(smem<RP, CL> *)memory;
@@ -899,25 +900,21 @@ covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* Registers of a half of a covariance of 128 rows, of which a quarter of a processor has three
- * warps, beside one of a mean, which leaves them 11520, or 12288 in float32. */
-enum { BESIDE = 120, BESIDE_SPLIT = 128 };
-
 template <int RP, int CL>
 static size_t smem_of(bool spreads) {
     typedef smem<RP, CL> all;
     return spreads ? sizeof(all) : offsetof(all, queries);
 }
 
-template <int RP, int CL, int REGISTERS = sizes<RP, CL>::REGISTERS>
+template <int RP, int CL>
 static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const mn_call &call = job->p.call;
     const size_t bytes = smem_of<RP, CL>(job->spreads);
-    const auto kernel = covariance_kernel<RP, CL, REGISTERS>;
-    cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            (int)bytes);
+    cudaError_t code = cudaFuncSetAttribute(
+        covariance_kernel<RP, CL>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code == cudaSuccess) {    // so that the mean finds room beside it
-        code = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+        code = cudaFuncSetAttribute(covariance_kernel<RP, CL>,
+                                    cudaFuncAttributePreferredSharedMemoryCarveout,
                                     cudaSharedmemCarveoutMaxShared);
     }
     if (code != cudaSuccess) return code;
@@ -931,7 +928,7 @@ static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     config.blockDim = dim3(sizes<RP, CL>::THREADS);
     config.dynamicSmemBytes = bytes, config.stream = stream;
     config.attrs = how, config.numAttrs = CL > 1 ? 2 : 1;
-    return cudaLaunchKernelEx(&config, kernel, *job);
+    return cudaLaunchKernelEx(&config, covariance_kernel<RP, CL>, *job);
 }
 
 bool mn_state_scan_covariance_fits(const mn_state_scan_job *job) {
@@ -956,9 +953,7 @@ int mn_state_scan_covariance(const mn_state_scan_job *job, cudaStream_t stream) 
     if (job->rows == 64) return start<64, 1>(job, stream);
     if (job->rows == 256) return start<256, 4>(job, stream);
     if (job->blocks == 4) return start<128, 4>(job, stream);
-    if (job->blocks != 2) return start<128, 1>(job, stream);
-    const bool splits = job->p.call.dtype == MN_BF16 && mean_splits<mn_bf16>();
-    return splits ? start<128, 2, BESIDE_SPLIT>(job, stream) : start<128, 2, BESIDE>(job, stream);
+    return job->blocks == 2 ? start<128, 2>(job, stream) : start<128, 1>(job, stream);
 }
 
 }    // namespace mneme::bayes

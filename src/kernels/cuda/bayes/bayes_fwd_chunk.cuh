@@ -12,11 +12,11 @@
  *   P <- Phi (Ph + n - sum z_s z_s' / sigma_s) Phi'    M <- Phi (Mh + sum z_s e_s' / sigma_s)
  *
  * sigma_t = r2_t + k'u. Everything is double: float32 loses P once exact writes have shrunk it, and
- * these GPUs multiply doubles at half its rate; in bf16 means are float32. Scaling rows and columns
- * costs no digits. A chunk in which a channel decays by more than most_decay() is called steep. Its
- * tokens in front of the first one by which that is so are gone through as a chunk, with zeros
- * behind them, so that no decay moves what is before it; from that one on every token has a frame
- * of its own, which begins behind its A, and goes alone.
+ * these GPUs multiply doubles at half its rate. Scaling rows and columns costs no digits. A chunk
+ * in which a channel decays by more than e^-150 is called steep. Its tokens in front of the first
+ * one by which that is so are gone through as a chunk, with zeros behind them, so that no decay
+ * moves what is before it; from that one on every token has a frame of its own, which begins behind
+ * its A, and goes alone.
  *
  *   prepare      kh, qh, n_t kh_t, and Phi and n at the end: all chunks at once
  *   covariance   z, L^-1, sigma: a scan over chunks for each group, head and sequence
@@ -82,30 +82,6 @@ struct mn_state_scan_job {
     bool reads, spreads;                // qh is wanted; qh'Ph qh is
     bool redo;                          // of rows in front of numbers that are not finite
 };
-
-/* Whether means are in float32 (bayes_mean_scan.cu): in bf16, whose results have fewer digits. */
-template <typename T>
-__host__ __device__ constexpr bool mean_splits(void) {
-    constexpr bool splits_means = true;
-    return splits_means && sizeof(T) == 2;
-}
-
-/* Whether frames hold what steep heads decay by. Not run on a GPU so far. */
-constexpr bool holds_steep = false;
-
-/* The most that a channel decays in a frame, as a logarithm: noise outgrows l2 by twice as much,
- * and z a gain, which means in float32 have as a factor unless they move it first. */
-template <typename T>
-__host__ __device__ constexpr double most_decay(void) {
-    return holds_steep ? 300.0 : mean_splits<T>() ? 60.0 : 150.0;
-}
-
-/* A token's log decay; NaN stays. In bf16 one decays by no more than 16 of which a frame holds:
- * what a channel keeps of the tokens before is 1e-8 then, of a result that is rounded to 4e-3. */
-template <typename T>
-__device__ inline float cut_decay(float decay) {
-    return holds_steep && sizeof(T) == 2 && decay < -18.5f ? -18.5f : decay;
-}
 
 /* The four kernels, each in the file of its name: 0 or a cudaError_t. */
 int mn_state_scan_prepare(const mn_state_scan_job *job, cudaStream_t stream);
@@ -264,7 +240,7 @@ __device__ inline void mn_state_scan_await(uint64_t *arrived, unsigned turn) {
 
 /* ---- frames ---------------------------------------------------------------------------------- */
 
-/* e^x for |x| <= 300, to a rounding or two and without a branch, so that those of many tokens
+/* e^x for |x| <= 150, to a rounding or two and without a branch, so that those of many tokens
  * overlap: x = n log 2 + r, and the series of e^r, |r| <= 0.35, up to r^13 / 13!. */
 __device__ inline double mn_state_scan_exp(double x) {
     const double whole = 0x1.8p52, shifted = fma(x, 0x1.71547652b82fep0, whole);

@@ -26,8 +26,7 @@ __device__ static channel channel_of(const mn_state_scan_job &job, const mn_tile
 #pragma unroll
     for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         const bool there = t < tile.n_rows && i <= most;
-        c.la[t] = there ? cut_decay<T>(mn_float(la[t])) : 0.0f;
-        c.k[t] = there ? mn_float(k[t]) : 0.0f;
+        c.la[t] = there ? mn_float(la[t]) : 0.0f, c.k[t] = there ? mn_float(k[t]) : 0.0f;
         c.q[t] = there ? mn_float(q[t]) : 0.0f;
         if (STEP == 2) c.theta[t] = there ? mn_float(theta[t]) : 0.0f;
     }
@@ -197,7 +196,7 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
 #pragma unroll
     for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         level += (double)c.la[t];
-        begin = fabs(level) <= most_decay<T>() ? begin : min(begin, t);
+        begin = fabs(level) <= 150.0 ? begin : min(begin, t);
     }
     for (int e = i; e < n_noises; e += (int)blockDim.x, noise = noise_at(e)) {
         job.work.r2[place * n_noises + e] = noise;

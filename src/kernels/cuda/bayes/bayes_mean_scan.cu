@@ -8,13 +8,9 @@
  *
  * What two warps have of a sum is exchanged once, between two barriers of which one is the next
  * chunk's. A block starts beside a block of the covariance scan on the same processor, and
- * follows that scan chunk by chunk.
- *
- * In bf16 a mean is in float32, with products in tf32 of numbers in two parts (bayes_split.cuh):
- * the units for doubles are left to the covariances. Keys, queries, z and L^-1 come as doubles. */
+ * follows that scan chunk by chunk. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
-#include "kernels/cuda/bayes/bayes_split.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
@@ -35,39 +31,17 @@ struct alignas(16) writes {
 
 /* What warps have of sums: E' by values and tokens; by fragments, pairs of numbers of each lane,
  * O of eight value columns that the other warp reads, and W of eight s. */
-template <typename N>
 struct alignas(16) shares {
-    N e[WARPS][16][CHUNK + 4], o[WARPS][2][64], w[WARPS][2][64];
+    double e[WARPS][16][CHUNK + 4], o[WARPS][2][64], w[WARPS][2][64];
 };
 
-template <int RP, bool SPLIT>
+template <int RP>
 struct alignas(16) smem {
     double keys[8][2 * RP + 2], queries[8][2 * RP + 2];
     writes<RP> in[2];
-    shares<typename numbers<SPLIT>::number> share[2];    // of steps in turn
-    uint64_t arrived[2];                                 // keys and queries, writes
+    shares share[2];                    // of steps in turn
+    uint64_t arrived[2];                // keys and queries, writes
 };
-
-/* Numbers of columns c and c + 1 of a tile as the left factor, or as a right one. */
-template <typename F>
-__device__ inline void left_factor(typename F::factor (&a)[4], const double *at) {
-    double x[4];
-    mn_state_scan_left(x, at);
-#pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = F::factor_of(x[i]);
-}
-
-template <typename F>
-__device__ inline void right_factor(typename F::factor (&b)[2], const double *at, int half) {
-    double x[2];
-    mn_state_scan_right(x, at, half);
-    b[0] = F::factor_of(x[0]), b[1] = F::factor_of(x[1]);
-}
-
-/* -x by its bits. */
-__device__ inline double minus(double x) {
-    return __hiloint2double(__double2hiint(x) ^ (int)0x80000000, __double2loint(x));
-}
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
 struct ctx {
@@ -78,18 +52,10 @@ struct ctx {
     mn_span span;
 };
 
-template <typename T, int RP, bool SPLIT>
+template <typename T, int RP>
 struct worker {
-    using F = numbers<SPLIT>;
-    using number = typename F::number;
-    using factor = typename F::factor;
-    using pair = typename F::pair;
-    using smem = bayes::smem<RP, SPLIT>;
-    using shares = bayes::shares<number>;
-
     static constexpr int TILES = RP / 16;
-    static constexpr bool MOVES = SPLIT && holds_steep;
-    number M[TILES][2][2];
+    double M[TILES][2][2];
     int index, lane, value, part;    // own warp; first column of the slice; half of the rows
 
     __device__ worker(void) {
@@ -99,42 +65,40 @@ struct worker {
 
     __device__ int row(int b) const { return part * (RP / 2) + 8 * b; }
 
-    __device__ void put_share(number (&to)[64], const number (&x)[2]) const {
-        *(pair *)&to[2 * lane] = F::pair_of(x[0], x[1]);
+    __device__ void put_share(double (&to)[64], const double (&x)[2]) const {
+        *(double2 *)&to[2 * lane] = make_double2(x[0], x[1]);
     }
 
-    __device__ void add_share(number (&x)[2], const number (&from)[64]) const {
-        const pair more = *(const pair *)&from[2 * lane];
-        x[0] += more.x, x[1] += more.y;
+    __device__ void add_share(double (&x)[2], const double (&from)[64]) const {
+        const double2 pair = *(const double2 *)&from[2 * lane];
+        x[0] += pair.x, x[1] += pair.y;
     }
 
     /* Parts of E, which begins with - v, and O over these rows, left for the others; `own` has O of
      * the value columns that this warp reads. */
-    __device__ void read(number (&own)[2][2], number (&e)[2][2][2], smem &m, shares &share,
+    __device__ void read(double (&own)[2][2], double (&e)[2][2][2], smem<RP> &m, shares &share,
                          bool reads) const {
-        const int j = lane / 4, i = 2 * (lane % 4);
-        number o[2][2][2] = {};
+        const int j = lane / 4, pair = 2 * (lane % 4);
+        double o[2][2][2] = {};
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            factor a[4], of_m[2][2];
-#pragma unroll
-            for (int x = 0; x < 4; x++) of_m[x / 2][x % 2] = F::factor_of(M[b][x / 2][x % 2]);
-            left_factor<F>(a, &m.keys[j][2 * (row(b) + i)]);
-            mma_k8(e[0], a, of_m[0]);
-            mma_k8(e[1], a, of_m[1]);
+            double a[4];
+            mn_state_scan_left(a, &m.keys[j][2 * (row(b) + pair)]);
+            mn_mma_f64_k8(e[0], a, M[b][0]);
+            mn_mma_f64_k8(e[1], a, M[b][1]);
             if (!reads) continue;
-            left_factor<F>(a, &m.queries[j][2 * (row(b) + i)]);
-            mma_k8(o[0], a, of_m[0]);
-            mma_k8(o[1], a, of_m[1]);
+            mn_state_scan_left(a, &m.queries[j][2 * (row(b) + pair)]);
+            mn_mma_f64_k8(o[0], a, M[b][0]);
+            mn_mma_f64_k8(o[1], a, M[b][1]);
         }
 #pragma unroll
         for (int x = 0; x < 8; x++) {
-            share.e[index][8 * (x / 4) + i + x % 2][8 * (x / 2 % 2) + j] =
+            share.e[index][8 * (x / 4) + pair + x % 2][8 * (x / 2 % 2) + j] =
                 e[x / 4][x / 2 % 2][x % 2];
         }
 #pragma unroll
         for (int f = 0; f < 2 && reads; f++) {
-            number others[2];
+            double others[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 others[i] = part ? o[0][f][i] : o[1][f][i];
@@ -144,23 +108,20 @@ struct worker {
         }
     }
 
-    /* Its part of W: s in the half that this warp's value columns say. In doubles where frames hold
-     * steep decays: z outgrows float32. */
-    __device__ void weigh(const smem &m, const writes<RP> &in, shares &share) const {
-        using W = numbers<SPLIT && !MOVES>;
-        typename W::number w[2][2][2] = {};
-        const int j = lane / 4, i = 2 * (lane % 4), half = value / 16;
+    /* Its part of W: s in the half that this warp's value columns say. */
+    __device__ void weigh(const smem<RP> &m, const writes<RP> &in, shares &share) const {
+        double w[2][2][2] = {};
+        const int j = lane / 4, pair = 2 * (lane % 4), half = value / 16;
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            typename W::factor a[4], z[2];
-            left_factor<W>(a, &m.queries[j][2 * (row(b) + i)]);
-            right_factor<W>(z, &in.z[j][2 * (row(b) + i)], half);
-            mma_k8(w[b % 2], a, z);
+            double a[4], z[2];
+            mn_state_scan_left(a, &m.queries[j][2 * (row(b) + pair)]);
+            mn_state_scan_right(z, &in.z[j][2 * (row(b) + pair)], half);
+            mn_mma_f64_k8(w[b % 2], a, z);
         }
 #pragma unroll
         for (int f = 0; f < 2; f++) {
-            const number both[2] = { F::number_of(w[0][f][0] + w[1][f][0]),
-                                     F::number_of(w[0][f][1] + w[1][f][1]) };
+            const double both[2] = { w[0][f][0] + w[1][f][0], w[0][f][1] + w[1][f][1] };
             put_share(share.w[index][f], both);
         }
     }
@@ -193,110 +154,63 @@ struct worker {
     }
 
     /* - v where this warp has it, zeros elsewhere. */
-    __device__ void begin(number (&e)[2][2][2], const unsigned (&v)[4]) const {
+    __device__ void begin(double (&e)[2][2][2], const unsigned (&v)[4]) const {
 #pragma unroll
         for (int x = 0; x < 4; x++) {
-            const number less = -(number)__uint_as_float(sizeof(T) == 2 ? v[x] << 16 : v[x]);
-            e[x / 2][0][x % 2] = part ? (number)0 : less;
-            e[x / 2][1][x % 2] = part ? less : (number)0;
+            const double less = -(double)__uint_as_float(sizeof(T) == 2 ? v[x] << 16 : v[x]);
+            e[x / 2][0][x % 2] = part ? 0.0 : less;
+            e[x / 2][1][x % 2] = part ? less : 0.0;
         }
     }
 
     /* e' / sigma from E's parts: rows are values, e[half] has tokens [8 half, 8 half + 8). */
-    __device__ void solve(number (&e)[2][2][2], const writes<RP> &in, const shares &share) const {
+    __device__ void solve(double (&e)[2][2][2], const writes<RP> &in, const shares &share) const {
         const int i = 2 * (lane % 4), j = lane / 4;
-        factor a[8];
+        double a[8];
 #pragma unroll
         for (int f = 0; f < 4; f++) {    // rows 8 (f % 2) on, tokens 8 (f / 2) on
-            const pair mine = *(const pair *)&share.e[index][8 * (f % 2) + j][8 * (f / 2) + i];
-            const pair other =
-                *(const pair *)&share.e[index ^ 1][8 * (f % 2) + j][8 * (f / 2) + i];
-            factor *to = &a[4 * (f / 2) + f % 2];
-            to[0] = F::factor_of(mine.x + other.x), to[2] = F::factor_of(mine.y + other.y);
+            const double2 mine =
+                *(const double2 *)&share.e[index][8 * (f % 2) + j][8 * (f / 2) + i];
+            const double2 other =
+                *(const double2 *)&share.e[index ^ 1][8 * (f % 2) + j][8 * (f / 2) + i];
+            double *to = &a[4 * (f / 2) + f % 2];
+            to[0] = mine.x + other.x, to[2] = mine.y + other.y;
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const double2 low = *(const double2 *)&in.undo[8 * half + j][i];
             const double2 high = *(const double2 *)&in.undo[8 * half + j][8 + i];
-            const factor b[4] = { F::factor_of(low.x), F::factor_of(low.y), F::factor_of(high.x),
-                                  F::factor_of(high.y) };
-            e[half][0][0] = e[half][0][1] = e[half][1][0] = e[half][1][1] = 0;
-            mma_k16(e[half], a, b);
+            const double b[4] = { low.x, low.y, high.x, high.y };
+            e[half][0][0] = e[half][0][1] = e[half][1][0] = e[half][1][1] = 0.0;
+            mn_mma_f64_k16(e[half], a, b);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const double2 scale = *(const double2 *)&in.inverse[8 * half + i];
-            const number x = inverse_of(scale.x), y = inverse_of(scale.y);
 #pragma unroll
-            for (int m = 0; m < 2; m++) e[half][m][0] *= -x, e[half][m][1] *= -y;
+            for (int m = 0; m < 2; m++) e[half][m][0] *= -scale.x, e[half][m][1] *= -scale.y;
         }
     }
 
-    /* 1 / sigma; in float32 no more than what times e and z stays in range. */
-    __device__ static number inverse_of(double x) {
-        const number by = F::number_of(x);
-        return SPLIT && by > (number)1e30f ? (number)1e30f : by;    // NaN stays
-    }
-
-    /* M <- (M + z e' / sigma) Phi'; or M and z by Phi first, which z needs no range for. */
-    __device__ void write(const writes<RP> &in, const number (&e)[2][2][2], bool turns) {
-        if (MOVES) move(in, turns);
-        const int j = lane / 4;
-        factor a[8];
+    /* M <- (M + z e' / sigma) Phi' */
+    __device__ void write(const writes<RP> &in, const double (&e)[2][2][2], bool turns) {
+        const int i = lane % 4, j = lane / 4;
+        double a[8];
 #pragma unroll
-        for (int k = 0; k < 8; k++) a[k] = F::factor_of(e[k / 4][k % 2][k / 2 % 2]);
+        for (int k = 0; k < 8; k++) a[k] = e[k / 4][k % 2][k / 2 % 2];
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            double x[4];
-            factor z[4];
-            of_row(x, in, row(b) + j);
-            if constexpr (MOVES) {
-                moved_row(z, x, in, row(b) + j, turns);
-            } else {
-#pragma unroll
-                for (int k = 0; k < 4; k++) z[k] = F::factor_of(x[k]);
-            }
-            mma_k16(M[b], a, z);
+            const double2 one = *(const double2 *)&in.z[2 * i][2 * (row(b) + j)];
+            const double2 two = *(const double2 *)&in.z[2 * i + 1][2 * (row(b) + j)];
+            const double z[4] = { one.x, two.x, one.y, two.y };
+            mn_mma_f64_k16(M[b], a, z);
         }
-        if (!MOVES) move(in, turns);
-    }
-
-    /* z of the state's row r, four tokens, as a right factor has them. */
-    __device__ void of_row(double (&x)[4], const writes<RP> &in, int r) const {
-        const int i = lane % 4;
-        const double2 one = *(const double2 *)&in.z[2 * i][2 * r];
-        const double2 two = *(const double2 *)&in.z[2 * i + 1][2 * r];
-        x[0] = one.x, x[1] = two.x, x[2] = one.y, x[3] = two.y;
-    }
-
-    /* The same of Phi z. */
-    __device__ void moved_row(factor (&z)[4], const double (&x)[4], const writes<RP> &in, int r,
-                              bool turns) const {
-        const double re = in.phi[turns ? r / 2 * 2 : r];
-        float moved[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) moved[k] = product_cut_to_float(x[k], re);
-        if (turns) {
-            double other[4];
-            of_row(other, in, r ^ 1);
-            const double im = r % 2 == 0 ? minus(in.phi[r + 1]) : in.phi[r];
-#pragma unroll
-            for (int k = 0; k < 4; k++) moved[k] += product_cut_to_float(other[k], im);
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++) z[k] = F::factor_of(moved[k]);
-    }
-
-    /* M <- M Phi' */
-    __device__ void move(const writes<RP> &in, bool turns) {
-        const int i = lane % 4;
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            const double2 by = *(const double2 *)&in.phi[row(b) + 2 * i];
-            const pair phi = F::pair_of(F::number_of(by.x), F::number_of(by.y));
+            const double2 phi = *(const double2 *)&in.phi[row(b) + 2 * i];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const number x = M[b][half][0], y = M[b][half][1];
+                const double x = M[b][half][0], y = M[b][half][1];
                 M[b][half][0] = turns ? phi.x * x - phi.y * y : phi.x * x;
                 M[b][half][1] = turns ? phi.y * x + phi.x * y : phi.y * y;
             }
@@ -304,28 +218,26 @@ struct worker {
     }
 
     /* o of eight value columns, `part` says which of two blocks. */
-    __device__ void put(number (&c)[2][2], const number (&e)[2][2][2], const shares &share,
+    __device__ void put(double (&c)[2][2], const double (&e)[2][2][2], const shares &share,
                         const mn_state_scan_job &job, const ctx &s) const {
-        const int i = 2 * (lane % 4), j = lane / 4;
-        factor a[8], b[4];
+        const int pair = 2 * (lane % 4), j = lane / 4;
+        double a[8], b[4];
 #pragma unroll
         for (int m = 0; m < 2; m++) add_share(c[m], share.o[index ^ 1][m]);
 #pragma unroll
         for (int f = 0; f < 4; f++) {    // tokens t 8 (f % 2) on, s 8 (f / 2) on
-            number w[2] = { 0, 0 };
+            double w[2] = { 0.0, 0.0 };
             add_share(w, share.w[HALVES * (f / 2)][f % 2]);
             add_share(w, share.w[HALVES * (f / 2) + 1][f % 2]);
 #pragma unroll
             for (int x = 0; x < 2; x++) {
-                const bool before = 8 * (f / 2) + i + x <= 8 * (f % 2) + j;
-                a[4 * (f / 2) + f % 2 + 2 * x] = F::factor_of(before ? w[x] : (number)0);
+                const bool before = 8 * (f / 2) + pair + x <= 8 * (f % 2) + j;
+                a[4 * (f / 2) + f % 2 + 2 * x] = before ? w[x] : 0.0;
             }
         }
 #pragma unroll
-        for (int x = 0; x < 4; x++) {
-            b[x] = F::factor_of(part ? e[x / 2][1][x % 2] : e[x / 2][0][x % 2]);
-        }
-        mma_k16(c, a, b);
+        for (int x = 0; x < 4; x++) b[x] = part ? e[x / 2][1][x % 2] : e[x / 2][0][x % 2];
+        mn_mma_f64_k16(c, a, b);
         int own = column(0);
         asm volatile("" : "+r"(own));
 #pragma unroll
@@ -336,7 +248,7 @@ struct worker {
             for (int x = 0; x < 2; x++) {
                 const int at = own + x + 8 * part;
                 if (t < s.low || t >= s.high || at >= s.columns) continue;
-                mn_put(out + at, (float)((number)job.p.scale * c[m][x]));
+                mn_put(out + at, (float)(job.p.scale * c[m][x]));
             }
         }
     }
@@ -351,16 +263,15 @@ struct worker {
             if (r < job.p.call.R && column < s.columns) {
                 use(M[x / 4][x / 2 % 2][x % 2], r, s.first + column);
             } else {
-                M[x / 4][x / 2 % 2][x % 2] = 0;
+                M[x / 4][x / 2 % 2][x % 2] = 0.0;
             }
         }
     }
 };
 
 /* Issues the loads of kh and qh (16,RP) of the chunk at `place`, by one warp. */
-template <int RP, bool SPLIT>
-__device__ static void request_keys(smem<RP, SPLIT> &m, const mn_state_scan_job &job,
-                                    unsigned place) {
+template <int RP>
+__device__ static void request_keys(smem<RP> &m, const mn_state_scan_job &job, unsigned place) {
     constexpr int SIZE = mn_state_scan_smem_tile(RP);
     if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], (job.reads ? 2 : 1) * SIZE);
     __syncwarp();
@@ -373,9 +284,10 @@ __device__ static void request_keys(smem<RP, SPLIT> &m, const mn_state_scan_job 
 /* `chunk` is the sequence's first, second, ... at `place`. Issues the loads of z (16,RP), L^-1
  * (16,16), Phi (RP) and 1 / sigma (16) once all blocks of the covariance have counted the chunk in
  * work.done; the first `known` chunks are known to be counted. By one warp. */
-template <int RP, bool SPLIT>
-__device__ static void request_writes(smem<RP, SPLIT> &m, int &known, const mn_state_scan_job &job,
-                                      const ctx &s, unsigned place, int chunk) {
+template <int RP>
+__device__ static void request_writes(smem<RP> &m, int &known, const mn_state_scan_job &job,
+                                      const ctx &s,
+                                  unsigned place, int chunk) {
     const uint64_t group = place * (unsigned)job.p.call.G + (unsigned)s.g;
     const mn_state_scan_work &work = job.work;
     constexpr int SIZE = mn_state_scan_smem_tile(RP);
@@ -401,8 +313,8 @@ __device__ static void request_writes(smem<RP, SPLIT> &m, int &known, const mn_s
 }
 
 /* One step of a steep chunk. */
-template <int RP, bool SPLIT>
-__device__ static void fill_steep(smem<RP, SPLIT> &m, writes<RP> &in, const mn_state_scan_job &job,
+template <int RP>
+__device__ static void fill_steep(smem<RP> &m, writes<RP> &in, const mn_state_scan_job &job,
                                   const ctx &s, const mn_state_scan_steep_step &step) {
     const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
     const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
@@ -432,19 +344,17 @@ __device__ static void await_copies(uint64_t *arrived, unsigned turn) {
 }
 
 /* The sequence, head and slice of a block. */
-template <typename T, int RP, bool SPLIT>
+template <typename T, int RP>
 __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
     extern __shared__ __align__(16) unsigned char memory[];
-    using scan = worker<T, RP, SPLIT>;
-    using number = typename scan::number;
-    typename scan::smem &m = *(typename scan::smem *)memory;
+    smem<RP> &m = *(smem<RP> *)memory;
     const mn_call &call = job.p.call;
     const int64_t slot = mn_state_scan_slot(call, s.n),
         chunks = (s.span.length + CHUNK - 1) / CHUNK;
-    scan mine;
+    worker<T, RP> mine;
     const float *given = mn_row<float>(job.p.M0, s.n, 0, s.h);
-    mine.each(job, s, [&](number &x, int r, int column) {
-        x = given ? (number)given[r * call.V + column] : (number)0;
+    mine.each(job, s, [&](double &x, int r, int column) {
+        x = given ? (double)given[r * call.V + column] : 0.0;
     });
     int known = 0;    // chunks whose writes are there
     s.place = slot * call.H + s.h, s.step = 0;
@@ -470,8 +380,8 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
         for (int token = begin - 1; token < end; token++, s.step++) {
             const mn_state_scan_steep_step step = { token, job.step, token < begin };
             const bool ends = token + 1 == end;
-            typename scan::shares &share = m.share[s.step % 2];
-            number e[2][2][2], o[2][2];
+            shares &share = m.share[s.step % 2];
+            double e[2][2][2], o[2][2];
             unsigned v[4];
             mine.values(v, job, s, s.t);
             s.low = 0, s.high = count;
@@ -502,9 +412,7 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
     }
     float *mean = mn_row<float>(job.p.M, s.n, 0, s.h);
     if (!mean) return;
-    mine.each(job, s, [&](number &x, int r, int column) {
-        mean[r * call.V + column] = (float)x;
-    });
+    mine.each(job, s, [&](double &x, int r, int column) { mean[r * call.V + column] = (float)x; });
 }
 
 /* Grid: slices blocks of 128 threads for each group g of a head h of a sequence n, 32 value columns
@@ -524,8 +432,7 @@ mean_kernel(const __grid_constant__ mn_state_scan_job job, int slices) {
     const int skipped = (int)(blockIdx.x % slices) * SLICE;
     s.first = columns.first + skipped, s.columns = min(columns.count - skipped, (int)SLICE);
     s.span = mn_span_at(call, s.n), s.span.length = mn_state_scan_length(job, s.n, s.h);
-    const bool rests = job.redo && s.span.length == 0;
-    if (s.columns > 0 && !rests) state_scan<T, RP, mean_splits<T>()>(job, s);
+    if (s.columns > 0) state_scan<T, RP>(job, s);
     mn_pdl_wait();
 }
 
@@ -537,21 +444,18 @@ static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const int64_t columns = mn_ceil_div(call.V, call.G), slices = mn_ceil_div(columns, SLICE);
     const int64_t blocks = mn_n_spans(call) * call.H * call.G * slices;
     const auto kernel = mean_kernel<T, RP, REGISTERS>;
-    constexpr size_t bytes = sizeof(smem<RP, mean_splits<T>()>);
     const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(smem<RP>));
     if (code != cudaSuccess) return code;
-    return mn_launch_pdl(kernel, dim3((unsigned)blocks), THREADS, bytes, stream, *job,
-                         (int)slices);
+    return mn_launch_pdl(kernel, dim3((unsigned)blocks), THREADS, sizeof(smem<RP>), stream, *job,
+                           (int)slices);
 }
 
 template <typename T>
 static int mean(const mn_state_scan_job *job, cudaStream_t stream) {
     if (job->rows == 32) return start<T, 32>(job, stream);
     if (job->rows == 64) return start<T, 64>(job, stream);
-    if (job->rows == 128 && job->blocks == 2) {
-        return start<T, 128, mean_splits<T>() ? 128 : 152>(job, stream);
-    }
+    if (job->rows == 128 && job->blocks == 2) return start<T, 128, 152>(job, stream);
     if (job->rows == 128) return start<T, 128>(job, stream);
     return start<T, 256>(job, stream);
 }

@@ -31,7 +31,7 @@ __device__ static void frames(double (&re)[CHUNK], double (&im)[CHUNK], double (
         const double *at = q + mn_state_scan_smem_tile_at(t, row, job.rows);
         const double x = job.spreads ? at[0] : 0.0, y = job.spreads && STEP == 2 ? at[2] : 0.0;
         const bool shares = t < s.begin;
-        if (shares) f.step(cut_decay<T>(la[t]), theta[t], l2[t]);
+        if (shares) f.step(la[t], theta[t], l2[t]);
         re[t] = shares ? f.re : 1.0, im[t] = shares ? f.im : 0.0;
         noise[t] = shares ? f.rr * x * x + 2.0 * f.ri * x * y + f.ii * y * y
                           : (double)l2[t] * x * x;

@@ -370,16 +370,13 @@ struct chunk_sums {
     double next[SPAN_CHUNKS][PREPARE_CHANNELS];    // level of the next span
 };
 
-/* Whether frames of steep spans are as large as their middle, and steep tokens of bf16 are cut. Not
- * run on a GPU so far: without it L is up to 150. */
-constexpr bool centres_frames = false;
-constexpr double MOST_SPAN_DECAY = centres_frames ? 641.0 : 150.0;
+constexpr double MOST_SPAN_DECAY = 641.0;
 
 /* A token's log decay; NaN stays. */
 template <typename T>
 __device__ inline float decay_of(T raw) {
     const float decay = mn_float(raw);
-    return centres_frames && sizeof(T) == 2 && decay < -10.0f ? -10.0f : decay;
+    return sizeof(T) == 2 && decay < -10.0f ? -10.0f : decay;
 }
 
 /* A over the one that a cut token has instead: its gradient is as much smaller. */
@@ -391,7 +388,7 @@ __device__ inline double cut_of(T raw) {
 
 /* By how much, as a logarithm, the frame of a span is larger that decays by `level` < 0. */
 __device__ inline double span_centre(double level) {
-    return centres_frames && level < -150.0 ? -0.5 * level : 0.0;
+    return level < -150.0 ? -0.5 * level : 0.0;
 }
 
 /* The level of a channel over the 16 tokens of the next span from `first` on. */
@@ -500,11 +497,7 @@ __device__ static void prepare_span(chunk_sums &sums, const mn_bayes_args &p, co
         level += phi[j].x, angle += phi[j].y;
     }
     sums.level[c][own] = level, sums.angle[c][own] = angle;
-    sums.next[c][own] = 0.0;
-    if constexpr (centres_frames) {
-        sums.next[c][own] =
-            next_level<T>(p, tile, h, tile.first + SPAN_TOKENS + c * CHUNK, channel);
-    }
+    sums.next[c][own] = next_level<T>(p, tile, h, tile.first + SPAN_TOKENS + c * CHUNK, channel);
     __syncthreads();
     level = angle = 0.0;
     for (int j = 0; j < c; j++) level += sums.level[j][own], angle += sums.angle[j][own];

@@ -586,13 +586,10 @@ span_products_apart_kernel(const __grid_constant__ mn_bayes_args p,
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-static const bool copies_apart = true;    // on Hopper
-
 template <int R>
 static size_t smem_bytes(bool tight) {
     if (tight) return sizeof(product_smem<R, true>);
-    return copies_apart && mn_device_is_sm90() ? sizeof(apart_smem<R>)
-                                               : sizeof(product_smem<R, false>);
+    return mn_device_is_sm90() ? sizeof(apart_smem<R>) : sizeof(product_smem<R, false>);
 }
 
 size_t span_products_smem(int R, bool tight) {
@@ -604,7 +601,7 @@ template <typename T, int R>
 static int start(const mn_bayes_args *p, const span_work &w, bool tight, cudaStream_t on) {
     const dim3 grid(span_blocks(p, w));
     const size_t bytes = smem_bytes<R>(tight);
-    if (copies_apart && !w.redo && !tight && mn_device_is_sm90()) {
+    if (!w.redo && !tight && mn_device_is_sm90()) {
         return mn_launch_smem(span_products_apart_kernel<T, R>, grid, APART_THREADS, bytes, on, *p,
                               w);
     }
