@@ -104,14 +104,30 @@ static void check_call(const op_case *c, int d, bool every) {
 /* On both sides of the sizes at which kernels by chunks, and those of tensor cores, take over; the
  * last are tried with dplr alone, which has two such kernels. */
 enum { SIZES_OF_DPLR = 2 };
+/* On both sides of the sizes at which kernels by chunks, and those of tensor cores, take over;
+ * `turns`: only where channels may turn, whose states then have two rows for each. */
 static const struct {
     int64_t B, H, T, K, V;
-    bool packed;
+    bool packed, turns;
 } sizes[] = {
     { 2, 2, 75, 19, 18, false }, { 1, 3, 103, 32, 40, true },    { 1, 1, 97, 64, 96, false },
     { 2, 2, 150, 64, 64, false }, { 1, 2, 140, 128, 128, false }, { 1, 2, 103, 128, 128, true },
     { 2, 1, 90, 48, 48, false },  { 1, 2, 103, 96, 96, true },
+    { 2, 2, 75, 19, 18, false, false },    { 1, 3, 103, 32, 40, true, false },
+    { 1, 1, 97, 64, 96, false, false },    { 2, 2, 150, 64, 64, false, false },
+    { 1, 2, 140, 128, 128, false, false }, { 1, 2, 103, 128, 128, true, false },
+    { 1, 2, 75, 140, 24, false, true },
 };
+
+/* Whether keys may have two rows of the state each (R = 2 K). */
+static bool may_turn(mn_op_id op) {
+    int count;
+    const mn_field *fields = mn_op_fields(op, &count);
+    for (int i = 0; i < count; i++) {
+        if (strcmp(fields[i].name, "theta") == 0) return true;
+    }
+    return false;
+}
 
 static void list_broken(mn_op_id op) {
     int count;
@@ -152,6 +168,7 @@ static void keeps_to_itself(mn_op_id op) {
             c.K = sizes[i].K, c.V = sizes[i].V, c.seed = 1 + (uint64_t)f;
             if (sizes[i].packed) c.cu_seqlens = borders, c.n_seqs = 4;
             if (sizes[i].packed && !op_has_time(op)) continue;
+            if (sizes[i].turns && !may_turn(op)) continue;
             for (int d = 0; d < N_DTYPES; d++) {
                 if (shares_next()) check_call(&c, d, f == 0);
             }

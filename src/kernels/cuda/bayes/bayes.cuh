@@ -12,9 +12,9 @@
  *   Ph <- Ph + n - sum z_s z_s' / sigma_s          Mh <- Mh + sum z_s e_s' / sigma_s
  *
  * sigma_t = r2_t + k'u. Everything is double: float32 loses P once exact writes have shrunk it, and
- * these GPUs multiply doubles at half its rate. The frame begins anew (P <- Phi P Phi') before a
- * chunk in which a channel would decay by more than e^-40; if the chunk alone does so, token by
- * token. Scaling rows and columns costs no digits.
+ * these GPUs multiply doubles at half its rate. Going back, each chunk has a frame, or each token
+ * of one in which a channel decays by more than e^-40; bayes_fwd_wide.cu has frames of several
+ * chunks. Where one ends P <- Phi P Phi'. Scaling rows and columns costs no digits.
  *
  * A block of 16 warps has one noise group of one head of one sequence. P lies in tiles of 8 x 8,
  * two numbers for each lane: row l / 4, columns 2 (l % 4) and the next, as products leave it. The
@@ -259,12 +259,11 @@ __device__ void mn_bayes_load_tile(const mn_bayes_smem &smem, const mn_bayes_arg
     }
 }
 
-/* Whether a channel decays by more than e^-40 within the frame, and within the chunk. */
-__device__ inline bool mn_bayes_is_steep(const mn_bayes_smem &smem, const mn_bayes_shape &s,
-                                         bool with_frame) {
+/* Whether a channel decays by more than e^-40 within the chunk. */
+__device__ inline bool mn_bayes_is_steep(const mn_bayes_smem &smem, const mn_bayes_shape &s) {
     int steep = 0;
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
-        double sum = with_frame ? smem.level[i * s.step] : 0.0;
+        double sum = 0.0;
         const float *la = smem.raw + 2 * MN_BAYES_CHUNK * s.K + i;
         for (int t = 0; t < MN_BAYES_CHUNK; t++) sum += (double)la[t * s.K];
         steep |= !(sum > -40.0);
@@ -656,12 +655,13 @@ __device__ void mn_bayes_chunk(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem &sm
     if (s.reads) mn_bayes_gram(smem.parts, smem.z, s.pitch_z(), smem.q, s.pitch(), s.nb);
 }
 
-/* The frame moves on by the raw chunk. */
-__device__ inline void mn_bayes_advance_frame(const mn_bayes_smem &smem, const mn_bayes_shape &s) {
+/* The frame moves on by the raw chunk's first `count` tokens. */
+__device__ inline void mn_bayes_advance_frame(const mn_bayes_smem &smem, const mn_bayes_shape &s,
+                                              int count = MN_BAYES_CHUNK) {
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const float *la = smem.raw + 2 * MN_BAYES_CHUNK * s.K + i, *theta = la + 16 * s.K;
         double level = 0.0, angle = 0.0;
-        for (int t = 0; t < MN_BAYES_CHUNK; t++) {
+        for (int t = 0; t < count; t++) {
             level += (double)la[t * s.K], angle += (double)theta[t * s.K];
         }
         smem.level[i * s.step] += level;

@@ -39,7 +39,7 @@ __device__ static void load_adjoint(adjoint_smem<R, TIGHT> &smem, const span_wor
         if (weighs) copy_rows_later<R, CHUNK, THREADS>(to.q, RIGHT, w.q + shared);
         copy_rows_later<16, CHUNK, THREADS>(to.eliminate, SMALL_LD,
                                             w.eliminate + at.own(c) * SMALL);
-        copy_rows_later<R, 1, THREADS>(to.phi, R, w.phi + at.last_token(c) * R);
+        copy_rows_later<R, 1, THREADS>(to.phi, R, w.leave + at.head(c) * R);
     }
     close_copies();
 }
@@ -63,7 +63,8 @@ __device__ static void small_times_rows(double (&x)[2][2][2], const double (&ome
 /* dP_0 and D's trace in front of a sequence; all threads call. */
 template <int R>
 __device__ static void put_first(const strip<R> &D, double *sums, const mn_bayes_args &p,
-                                 const span_group &s, double *trace, int rows) {
+                                 const span_group &s, const double *enter, double *trace,
+                                 int rows) {
     const int warp = threadIdx.x / 32;
     float *dP0 = mn_row<float>(p.grad.P0, s.n, 0, s.h);
     if (dP0) dP0 += s.g * rows * rows;
@@ -73,7 +74,8 @@ __device__ static void put_first(const strip<R> &D, double *sums, const mn_bayes
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int row = mn_tile_row(2 * warp + i / 2), other = mn_tile_column(j) + i % 2;
-            const double d = D[j][i / 2][i % 2];
+            const bool inside = enter && row < rows && other < rows;
+            const double d = D[j][i / 2][i % 2] * (inside ? enter[row] * enter[other] : 1.0);
             if (row == other && row < rows) sum += d;
             if (!dP0 || row >= rows || other > row) continue;
             dP0[(int64_t)row * rows + other] = dP0[(int64_t)other * rows + row] = (float)d;
@@ -236,7 +238,7 @@ __device__ static void scan_adjoint(adjoint_smem<R, TIGHT> &smem, const mn_bayes
         __syncthreads();
         if (TIGHT) load_adjoint<R, TIGHT>(smem, w, at, c - 2, weighs);
     }
-    put_first<R>(D, smem.S, p, s, w.traces + block, rows);
+    put_first<R>(D, smem.S, p, s, at.template enter<R>(w), w.traces + block, rows);
 }
 
 }    // namespace mneme::bayes

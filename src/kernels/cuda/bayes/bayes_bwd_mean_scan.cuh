@@ -56,7 +56,7 @@ __device__ static void fetch_mean(mean_smem<R> &smem, const span_work &w, const 
         copy_rows_later<R, CHUNK, THREADS>(to.w, RIGHT, w.w + at.own(c) * CHUNK * R);
         copy_rows_later<16, CHUNK, THREADS>(to.eliminate, SMALL_LD,
                                             w.eliminate + at.own(c) * SMALL);
-        copy_rows_later<R, 1, THREADS>(to.phi, R, w.phi + at.last_token(c) * R);
+        copy_rows_later<R, 1, THREADS>(to.phi, R, w.leave + at.head(c) * R);
     }
     close_copies();
 }
@@ -82,14 +82,14 @@ __device__ static void each_mean(strip<N> &M, F use) {
 }
 
 template <int N>
-__device__ static void load_mean(strip<N> &M, const mn_in &from,
-                                                 const mn_bayes_args &p, const mean_place &a,
-                                                 int rows) {
+__device__ static void load_mean(strip<N> &M, const mn_in &from, const double *enter,
+                                 const mn_bayes_args &p, const mean_place &a, int rows) {
     const float *x = mn_row<float>(from, a.at.s.n, 0, a.at.s.h);
     each_mean<N>(M, [&](double &to, int v, int row) {
         row += a.base;
         const bool inside = x && v < a.count && row < rows;
         to = inside ? (double)x[(int64_t)row * p.call.V + a.at.s.first + a.first + v] : 0.0;
+        if (enter && inside) to *= enter[row];
     });
 }
 
@@ -168,7 +168,7 @@ __device__ static void put_last_mean(const strip<R / 2> &M, const mn_bayes_args 
 
 /* The mean forward, for one block of scans_forward_kernel.
  *
- * Loads   w.k, w.w (16,R), w.eliminate = L (16,16) and w.phi (R) of each chunk, as soon as the
+ * Loads   w.k, w.w (16,R), w.eliminate = L (16,16) and w.leave (R) of each chunk, as soon as the
  *         covariance's block has counted it in w.left; v (16, 64 columns); at the start M0 (R,V).
  * Computes e = L (V - K M), M <- M + W'e; at the end of a span M moves to the next frame by Phi.
  * Stores  w.e (16, columns) of each chunk, w.M (columns,R) in front of each span, and w.last: C
@@ -183,7 +183,7 @@ __device__ static void mean_forward(mean_smem<R> &smem, const mn_bayes_args &p,
     const int rows = (int)p.call.K * (turns ? 2 : 1);
     constexpr int N = R / 2;
     strip<N> M;
-    load_mean<N>(M, p.M0, p, a, rows);
+    load_mean<N>(M, p.M0, a.at.template enter<R>(w), p, a, rows);
     const int *scanned = w.left + block / w.slices;
     int seen = 0;
     if (threadIdx.x == 0) await_left(seen, scanned, min((int64_t)2, a.at.n_chunks));
@@ -286,7 +286,7 @@ __device__ static void load_mean_back(mean_back_smem<R, TIGHT> &smem, const span
     copy_rows_later<R, CHUNK, THREADS>(to.w, LEFT, w.w + own * CHUNK * R);
     copy_rows_later<16, CHUNK, THREADS>(to.eliminate, SMALL_LD, w.eliminate + own * SMALL);
     copy_rows_later<16, CHUNK, THREADS>(to.reads, SMALL_LD, w.reads + own * SMALL);
-    copy_rows_later<R, 1, THREADS>(to.phi, R, w.phi + at.last_token(c) * R);
+    copy_rows_later<R, 1, THREADS>(to.phi, R, w.leave + at.head(c) * R);
     const int thread = (int)fresh_thread();
     const int t = thread / (VALUES / 2), j = thread % (VALUES / 2) * 2;
     if (j >= width) return;
@@ -527,7 +527,7 @@ __device__ static void mean_backward(mean_back_smem<R, TIGHT> &smem, const mn_ba
     const bool closing = warp == MEAN_WARPS - 1;
     double own = 0.0;    // of the closing warp's lane t: token t of the chunk before
     strip<N> E;
-    load_mean<N>(E, p.cot.M, p, a, rows);
+    load_mean<N>(E, p.cot.M, NULL, p, a, rows);
     load_mean_back<R, TIGHT>(smem, w, at, n_chunks - 1, first, width);
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         await_all_copies();
@@ -623,10 +623,12 @@ __device__ static void mean_backward(mean_back_smem<R, TIGHT> &smem, const mn_ba
         if (lane == 0) say_left(w.back + block, n_chunks);
     }
     float *dM = mn_row<float>(p.grad.M0, at.s.n, 0, at.s.h);
+    const double *enter = at.template enter<R>(w);
     each_mean<N>(E, [&](double &x, int v, int row) {
         row += a.base;
         if (!dM || v >= a.count || row >= rows) return;
-        dM[(int64_t)row * p.call.V + at.s.first + a.first + v] = (float)x;
+        const double by = enter ? enter[row] : 1.0;
+        dM[(int64_t)row * p.call.V + at.s.first + a.first + v] = (float)(by * x);
     });
 }
 

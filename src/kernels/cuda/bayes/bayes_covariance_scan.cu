@@ -533,7 +533,8 @@ struct worker {
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (8 * half + j == s.low) out[half] = z[half][0], out[2 + half] = z[half][1];
+            const bool own = 8 * half + j >= s.low && 8 * half + j < s.high;
+            if (own) out[half] = z[half][0], out[2 + half] = z[half][1];
         }
     }
 
@@ -647,7 +648,10 @@ __device__ static void leave(const smem<RP, CL> &m, const ctx &s, const mn_state
                              int chunks) {
     const int lane = (int)threadIdx.x % 32;
     double *undo = job.work.undo + s.group * MN_SCAN_UNDO;
+    const int high = chunks > 0 ? MN_SCAN_CHUNK : s.high;    // rows that the means multiply by 0
     for (int e = 2 * lane; e < MN_SCAN_UNDO && s.rank == 0; e += 64) {
+        const int t = e / (MN_SCAN_CHUNK + 4);
+        if (t < s.low || t >= high) continue;
         *(double2 *)(undo + e) = *(const double2 *)&m.undo[0][e];
     }
     if (s.rank == 0 && lane >= s.low && lane < s.high) {
@@ -691,27 +695,30 @@ __device__ static void ask(smem<RP, CL> &m, const mn_state_scan_job &job, int64_
 
 /* ---- a chunk --------------------------------------------------------------------------------- */
 
-/* One token of a steep chunk in shared memory, or what comes before the first one (-1). */
+/* One step of a steep chunk in shared memory. */
 template <int RP, int CL>
 __device__ static void fill_steep(smem<RP, CL> &m, const mn_state_scan_job &job, const ctx &s,
-                                  int token) {
+                                  const mn_state_scan_steep_step &step) {
     using of = sizes<RP, CL>;
     const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
     const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
     const double *steps = job.work.noised + s.place * mn_state_scan_noised(RP);
     const double *ends = job.work.ends + s.place * 3 * RP;
-    const double l2 = token >= 0 ? ends[RP + token] : 0.0;
+    const double l2 = step.front ? 0.0 : steps[MN_SCAN_CHUNK * RP + step.token];
 #pragma unroll 1
     for (int e = threadIdx.x; e < MN_SCAN_CHUNK * RP; e += of::THREADS) {
         const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
         const int at = mn_state_scan_smem_tile_at(t, r, RP);
-        const double k = t == token ? keys[at] : 0.0;
+        const double k = step.has(t) ? keys[at] : 0.0;
         m.keys[0][at] = k;
-        if (own >= 0 && own < of::OWN) m.noised[own / 32][t][own % 32] = l2 * k;
-        if (job.spreads) m.queries[0][at] = t == token ? queries[at] : 0.0;
+        if (own >= 0 && own < of::OWN) {
+            double nk = l2 * k;
+            if (step.front) nk = step.has(t) ? steps[t * RP + r] : 0.0;
+            m.noised[own / 32][t][own % 32] = nk;
+        }
+        if (job.spreads) m.queries[0][at] = step.has(t) ? queries[at] : 0.0;
     }
-    mn_state_scan_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, steps, token, job.step,
-                                       threadIdx.x);
+    mn_state_scan_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, steps, step, threadIdx.x);
     mn_state_scan_before_copies();
     __syncthreads();
 }
@@ -852,19 +859,22 @@ __device__ static void state_scan(smem<RP, CL> &m, ctx s, const mn_state_scan_jo
         const bool steep = mn_state_scan_is_steep(m.keys[0], RP), last = chunk + 1 == chunks;
         const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
         const int count = (int)min((int64_t)MN_SCAN_CHUNK, length - chunk * MN_SCAN_CHUNK);
+        const int begin = steep ? mn_state_scan_steep_begin(m.keys[0], RP) : 1;
         const int end = steep ? count : 1;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.chunk = (unsigned)chunk, s.buffer = chunk % 2;
-        for (int token = steep ? -1 : 0; token < end; token++) {
-            const bool first = job.p.P0.data && chunk == 0 && token == 0, ends = token + 1 == end;
+        for (int token = begin - 1; token < end; token++) {
+            const mn_state_scan_steep_step step = { token, job.step, token < begin };
+            const bool ends = token + 1 == end;
             s.low = 0, s.high = MN_SCAN_CHUNK;    // zeros behind the last token
             if (steep) {
-                s.low = max(token, 0), s.high = token + 1;
+                s.low = step.front ? 0 : token, s.high = token + 1;
                 if (PIVOT && job.spreads) mn_state_scan_await(&m.arrived[1], s.chunk);
                 __syncthreads();
-                fill_steep(m, job, s, token);
+                fill_steep(m, job, s, step);
             }
-            const bool writes = PIVOT && (!steep || mine.lane % 16 == token);
+            const bool first = job.p.P0.data && chunk == 0 && s.low == 0 && s.high > 0;
+            const bool writes = PIVOT && (!steep || step.has(mine.lane % 16));
             const double r2 = writes ? m.noise[s.buffer][mine.lane % 16] : 1.0;
             there = advance<PIVOT>(mine, m, s, job, r2, ends ? next : -1,
                                    ends ? (int)chunk + 1 : 0, first, there);

@@ -12,9 +12,11 @@
  *   P <- Phi (Ph + n - sum z_s z_s' / sigma_s) Phi'    M <- Phi (Mh + sum z_s e_s' / sigma_s)
  *
  * sigma_t = r2_t + k'u. Everything is double: float32 loses P once exact writes have shrunk it, and
- * these GPUs multiply doubles at half its rate. Scaling rows and columns costs no digits. In a
- * chunk in which a channel decays by more than e^-150 every token has a frame of its own, which
- * begins behind its A; such a chunk is called steep, and gone through token by token.
+ * these GPUs multiply doubles at half its rate. Scaling rows and columns costs no digits. A chunk
+ * in which a channel decays by more than e^-150 is called steep. Its tokens in front of the first
+ * one by which that is so are gone through as a chunk, with zeros behind them, so that no decay
+ * moves what is before it; from that one on every token has a frame of its own, which begins behind
+ * its A, and goes alone.
  *
  *   prepare      kh, qh, n_t kh_t, and Phi and n at the end: all chunks at once
  *   covariance   z, L^-1, sigma: a scan over chunks for each group, head and sequence
@@ -57,17 +59,18 @@ enum {
  * times H plus the head. `rows` is R rounded up, with zeros beyond it. A tile is 16 tokens
  * of so many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor
  * want them. Rows are as far apart as in shared memory, where lanes then meet in no bank; the
- * number behind the keys' first row says whether the chunk is steep. */
+ * number behind the keys' first row is `steep`. */
 struct mn_state_scan_work {
     double *keys, *queries;             // (place) tiles: kh, qh
-    double *noised;                     // (place, rows / 32, 16, 40): n kh; if steep, A (16, rows)
-    double *ends;                       // (place, 3, rows): Phi, n (if steep l2), n inside pairs
+    double *noised;                     // (place, rows / 32, 16, 40): n kh; if steep
+                                        // (16, rows): n kh, from `begin` on A; l2 (16)
+    double *ends;                       // (place, 3, rows): Phi, n, n inside pairs
     double *z;                          // (place, G) tiles
     double *undo;                       // (place, G, 16, 20): L^-1
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
     double *spread;                     // (place, G, MN_SCAN_SUMS, 16): qh'Ph qh in parts
     double *r2;                         // (place, G, 16), 1 behind the last token
-    int *steep;                         // (place)
+    int *steep;                         // (place): 0, or 1 + `begin`: tokens that go together
     int *done;                          // (scan, MN_SCAN_BLOCKS): chunks that the means may have
     int *cuts;                          // (n, H): where a redo ends
 };
@@ -148,6 +151,11 @@ __device__ inline int mn_state_scan_noised_at(int t, int r) {
  * for the products of all warps beside it. */
 __device__ inline bool mn_state_scan_is_steep(const double *keys, int rows) {
     return __double2hiint(keys[2 * rows]) != 0;
+}
+
+/* Tokens at the front of a steep chunk that go together. */
+__device__ inline int mn_state_scan_steep_begin(const double *keys, int rows) {
+    return (int)keys[2 * rows] - 1;
 }
 
 /* Columns c and c + 1 of a tile as a left factor, `at` being c in row lane / 4; as a right one
@@ -302,25 +310,43 @@ __device__ inline void mn_state_scan_column(float (&x)[MN_SCAN_CHUNK], const mn_
 
 /* ---- steep chunks ---------------------------------------------------------------------------- */
 
-/* Phi behind token `token` of a steep chunk, the next token's A being part of the frame's end;
- * token -1 is what comes before the first one. By COUNT threads. */
+/* One of the steps through a steep chunk: token `token`, or with `front` all up to it, of which
+ * there may be none (-1). */
+struct mn_state_scan_steep_step {
+    int token, step;    // rows of a channel
+    bool front;
+
+    __device__ bool has(int t) const { return front ? t <= token : t == token; }
+};
+
+/* Phi behind a step, the next token's A being part of the frame's end. `ends` and `steps` are those
+ * of the work space. By COUNT threads. */
 template <int ROWS, int COUNT>
-__device__ inline void mn_state_scan_steep_phi(double (&to)[ROWS], const double *steps, int token,
-                                         int step, int i) {
-    const bool last = token == MN_SCAN_CHUNK - 1;
+__device__ inline void mn_state_scan_steep_phi(double (&to)[ROWS], const double *ends,
+                                               const double *steps,
+                                               const mn_state_scan_steep_step &at, int i) {
+    const bool last = at.token == MN_SCAN_CHUNK - 1;    // never with `front`
+    const double *next = steps + (at.token + 1) * ROWS;
     for (int r = i; r < ROWS; r += COUNT) {
-        to[r] = !last ? steps[(token + 1) * ROWS + r] : r % step == 0 ? 1.0 : 0.0;
+        to[r] = !last ? next[r] : r % at.step == 0 ? 1.0 : 0.0;
+        if (!at.front) continue;
+        const double re = ends[r / at.step * at.step], im = ends[r | 1];
+        if (at.step == 1) to[r] *= ends[r];
+        else if (r % 2 == 0) to[r] = re * next[r] - im * next[r + 1];
+        else to[r] = im * next[r - 1] + re * next[r];
     }
 }
 
 /* Phi and n. */
 template <int ROWS, int COUNT>
 __device__ inline void mn_state_scan_steep_end(double (&to)[3][ROWS], const double *ends,
-                                         const double *steps, int token, int step, int i) {
-    mn_state_scan_steep_phi<ROWS, COUNT>(to[0], steps, token, step, i);
+                                               const double *steps,
+                                               const mn_state_scan_steep_step &at, int i) {
+    mn_state_scan_steep_phi<ROWS, COUNT>(to[0], ends, steps, at, i);
     for (int r = i; r < ROWS; r += COUNT) {
-        to[1][r] = token >= 0 && r % step == 0 ? ends[ROWS + token] : 0.0;
-        to[2][r] = 0.0;
+        const double l2 = at.front ? 0.0 : steps[MN_SCAN_CHUNK * ROWS + at.token];
+        to[1][r] = at.front ? ends[ROWS + r] : r % at.step == 0 ? l2 : 0.0;
+        to[2][r] = at.front ? ends[2 * ROWS + r] : 0.0;
     }
 }
 

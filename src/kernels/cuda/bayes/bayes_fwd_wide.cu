@@ -1,5 +1,9 @@
 /* bayes_fwd_wide.cu - the Bayesian Layer and its covariances alone, forward, in one kernel; the
- * chunks of bayes.cuh. */
+ * chunks of bayes.cuh.
+ *
+ * No token moves a bit of what is before it (docs/internals/causality.md): rows of products are
+ * those of single tokens, sums over tokens are triangular by threads, and where frames begin and
+ * chunks are cut follows from decays in front of that place alone. */
 #include "kernels/cuda/bayes/bayes_fwd_wide.h"
 
 #include "kernels/cuda/bayes/bayes.cuh"
@@ -74,6 +78,39 @@ __device__ static void put_states(mn_bayes_tiles<LARGE> &P, const mn_bayes_smem 
     });
 }
 
+/* Whether a channel has decayed by more than e^-40 since the frame began; all threads call. */
+__device__ static bool is_low(const mn_bayes_smem &smem, const mn_bayes_shape &s) {
+    bool low = false;
+    for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
+        low = low || !(smem.level[i * s.step] >= -40.0);
+    }
+    return __syncthreads_or(low) != 0;
+}
+
+/* The first token of the raw chunk by which a channel has decayed by more than e^-80 since the
+ * frame began, 16 if there is none; all threads call. */
+__device__ static int first_steep(const mn_bayes_smem &smem, const mn_bayes_shape &s) {
+    int first = MN_BAYES_CHUNK;
+    for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
+        double level = smem.level[i * s.step];
+        const float *la = smem.raw + 2 * MN_BAYES_CHUNK * s.K + i;
+        for (int t = 0; t < MN_BAYES_CHUNK; t++) {
+            level += (double)la[t * s.K];
+            first = level > -80.0 ? first : min(first, t);
+        }
+    }
+    int low = 0, high = MN_BAYES_CHUNK;    // where there is one, it is in [low, high)
+    if (!__syncthreads_or(first < MN_BAYES_CHUNK)) return MN_BAYES_CHUNK;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (__syncthreads_or(first < middle)) high = middle;
+        else low = middle;
+    }
+    return low;
+}
+
+/* Grid: a block for each group of a head of a sequence. The tokens of a chunk in front of a steep
+ * decay go together, those from it on one by one. */
 template <typename T, bool LARGE>
 __global__ void __launch_bounds__(MN_BAYES_THREADS, 1)
 wide_kernel(const __grid_constant__ mn_bayes_args p, double *work, int64_t work_each,
@@ -95,22 +132,24 @@ wide_kernel(const __grid_constant__ mn_bayes_args p, double *work, int64_t work_
         const int all = (int)min((int64_t)MN_BAYES_CHUNK, s.span.length - t);
         mn_bayes_load_tile<T>(smem, p, s, t, all);
         __syncthreads();
-        if (mn_bayes_is_steep(smem, s, true)) mn_bayes_rebase(P, smem, s);
-        const bool steep = mn_bayes_is_steep(smem, s, false);
-        const int count = steep ? 1 : all;
-        for (int first = 0; first < all; first += count) {
-            if (steep) {
+        if (is_low(smem, s)) mn_bayes_rebase(P, smem, s);
+        const int front = min(first_steep(smem, s), all);
+        for (int first = 0, count; first < all; first += count) {
+            const bool alone = first >= front;
+            count = alone ? 1 : front;
+            if (first == front) mn_bayes_rebase(P, smem, s);
+            if (alone) {
                 mn_bayes_step_frame(smem, s, first);
                 mn_bayes_rebase(P, smem, s);
             }
-            mn_bayes_chunk<T>(P, smem, p, s, t, first, count, steep, qvar);
+            mn_bayes_chunk<T>(P, smem, p, s, t, first, count, alone, qvar);
             mn_bayes_write(P, smem, s);
             __syncthreads();
             put_results<T>(smem, p, s, t + first, count);
             __syncthreads();
+            if (!alone) mn_bayes_advance_frame(smem, s, count);
+            __syncthreads();
         }
-        if (!steep) mn_bayes_advance_frame(smem, s);
-        __syncthreads();
     }
     mn_bayes_rebase(P, smem, s);
     put_states(P, smem, p, s);

@@ -57,16 +57,33 @@ struct smem_tile {
     }
 };
 
-/* A chunk of which every token's frame begins behind its A: `r` is the channel's first row. */
+/* Phi and n of a channel behind a frame. */
+template <int STEP>
+__device__ static void put_end(double *ends, const mn_state_scan_frame<STEP> &f, int64_t rows) {
+    put<STEP>(ends, f.re, f.im);
+    put<STEP>(ends + rows, f.rr, f.ii);
+    put<STEP>(ends + 2 * rows, f.ri, f.ri);
+}
+
+/* A chunk whose tokens up to `begin` share a frame, with the numbers that they have in one that is
+ * not steep; every other token's begins behind its A. `r` is the channel's first row. */
 template <int STEP>
 __device__ static void prepare_steep(const mn_state_scan_job &job, const channel &c,
-                                     const float *l2,
-                                     int64_t place, int r) {
+                                     const float *l2, int64_t place, int r, int begin) {
     const int64_t rows = job.rows, at = place * mn_state_scan_smem_tile(job.rows) + 2 * r;
     smem_tile<STEP> keys = { job.work.keys + at }, queries = { job.work.queries + at };
     double *noised = job.work.noised + place * mn_state_scan_noised(job.rows);
+    mn_state_scan_frame<STEP> f;
 #pragma unroll
     for (int t = 0; t < MN_SCAN_CHUNK; t++) {
+        if (t < begin) {
+            f.step(c.la[t], c.theta[t], l2[t]);
+            const double q = (double)c.q[t], x = f.re * (double)c.k[t], y = -f.im * (double)c.k[t];
+            keys.put(t, x, y, rows);
+            if (job.reads) queries.put(t, f.re * q, -f.im * q, rows);
+            put<STEP>(noised + t * rows + r, f.rr * x + f.ri * y, f.ri * x + f.ii * y);
+            continue;
+        }
         const double size = exp((double)c.la[t]);
         double sine = 0.0, cosine = 1.0;
         if (STEP == 2) sincos((double)c.theta[t], &sine, &cosine);
@@ -74,8 +91,8 @@ __device__ static void prepare_steep(const mn_state_scan_job &job, const channel
         if (job.reads) queries.put(t, (double)c.q[t], 0.0, rows);
         put<STEP>(noised + t * rows + r, size * cosine, size * sine);
     }
-    double *ends = job.work.ends + place * 3 * rows;
-    if (threadIdx.x < MN_SCAN_CHUNK) ends[rows + threadIdx.x] = (double)l2[threadIdx.x];
+    put_end<STEP>(job.work.ends + place * 3 * rows + r, f, rows);
+    if (threadIdx.x < MN_SCAN_CHUNK) noised[16 * rows + threadIdx.x] = (double)l2[threadIdx.x];
 }
 
 template <int STEP>
@@ -95,10 +112,18 @@ __device__ static void prepare_chunk(const mn_state_scan_job &job, const channel
         if (job.reads) queries.put(t, f.re * q, -f.im * q, rows);
         put<STEP>(noised + mn_state_scan_noised_at(t, r), f.rr * x + f.ri * y, f.ri * x + f.ii * y);
     }
-    double *ends = job.work.ends + place * 3 * rows + r;
-    put<STEP>(ends, f.re, f.im);
-    put<STEP>(ends + rows, f.rr, f.ii);
-    put<STEP>(ends + 2 * rows, f.ri, f.ri);
+    put_end<STEP>(job.work.ends + place * 3 * rows + r, f, rows);
+}
+
+/* The least of all threads' numbers, which are 0 to 15 or more; the block calls. */
+__device__ static int least_of_all(int x) {
+    int low = 0, high = MN_SCAN_CHUNK;    // it is in [low, high)
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (__syncthreads_or(x < middle)) high = middle;
+        else low = middle;
+    }
+    return low;
 }
 
 /* Leaves in work.cuts where sequence n ends for head h in a redo of block n * H + h: at the first
@@ -166,22 +191,25 @@ prepare_kernel(const __grid_constant__ mn_state_scan_job job) {
             job.work.done[scan * MN_SCAN_BLOCKS + e] = 0;
         }
     }
-    double level = 0.0, most = 0.0;
+    double level = 0.0;
+    int begin = MN_SCAN_CHUNK;    // the first token by which the channel has decayed too much
 #pragma unroll
     for (int t = 0; t < MN_SCAN_CHUNK; t++) {
         level += (double)c.la[t];
-        most = fmax(most, fabs(level));
+        begin = fabs(level) <= 150.0 ? begin : min(begin, t);
     }
     for (int e = i; e < n_noises; e += (int)blockDim.x, noise = noise_at(e)) {
         job.work.r2[place * n_noises + e] = noise;
     }
-    const bool steep = __syncthreads_or(!(fabs(level) <= 150.0 && most <= 150.0));
+    const bool steep = __syncthreads_or(begin < MN_SCAN_CHUNK);
+    if (steep) begin = least_of_all(begin);
     if (i == 0) {
-        job.work.steep[place] = steep;
-        job.work.keys[place * mn_state_scan_smem_tile(job.rows) + 2 * job.rows] = steep ? 1.0 : 0.0;
+        const int how = steep ? 1 + begin : 0;
+        job.work.steep[place] = how;
+        job.work.keys[place * mn_state_scan_smem_tile(job.rows) + 2 * job.rows] = (double)how;
     }
     if (i * STEP >= job.rows) return;
-    if (steep) prepare_steep<STEP>(job, c, l2, place, i * STEP);
+    if (steep) prepare_steep<STEP>(job, c, l2, place, i * STEP, begin);
     else prepare_chunk<STEP>(job, c, l2, place, i * STEP);
 }
 

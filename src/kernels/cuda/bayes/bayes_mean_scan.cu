@@ -312,10 +312,10 @@ __device__ static void request_writes(smem<RP> &m, int &known, const mn_state_sc
     mn_state_scan_load<CHUNK>(in.inverse, work.inverse + group * CHUNK, &m.arrived[1]);
 }
 
-/* One token of a steep chunk, or what comes before the first one (-1). */
+/* One step of a steep chunk. */
 template <int RP>
 __device__ static void fill_steep(smem<RP> &m, writes<RP> &in, const mn_state_scan_job &job,
-                                  const ctx &s, int token) {
+                                  const ctx &s, const mn_state_scan_steep_step &step) {
     const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
     const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
     const double *z = job.work.z + s.group * mn_state_scan_smem_tile(RP);
@@ -323,15 +323,15 @@ __device__ static void fill_steep(smem<RP> &m, writes<RP> &in, const mn_state_sc
     for (int e = threadIdx.x; e < CHUNK * RP; e += THREADS) {
         const int t = e / RP, r = e % RP;
         const int at = mn_state_scan_smem_tile_at(t, r, RP);
-        m.keys[0][at] = t == token ? keys[at] : 0.0;
-        if (job.reads) m.queries[0][at] = t == token ? queries[at] : 0.0;
-        in.z[0][at] = t == token ? z[at] : 0.0;
+        m.keys[0][at] = step.has(t) ? keys[at] : 0.0;
+        if (job.reads) m.queries[0][at] = step.has(t) ? queries[at] : 0.0;
+        in.z[0][at] = step.has(t) ? z[at] : 0.0;
     }
     const int t = (int)threadIdx.x;
-    if (t < CHUNK) in.inverse[t] = t == token ? job.work.inverse[s.group * CHUNK + t] : 0.0;
-    mn_state_scan_steep_phi<RP, THREADS>(in.phi,
-        job.work.noised + s.place * mn_state_scan_noised(RP), token,
-                                   job.step, t);
+    if (t < CHUNK) in.inverse[t] = step.has(t) ? job.work.inverse[s.group * CHUNK + t] : 0.0;
+    mn_state_scan_steep_phi<RP, THREADS>(in.phi, job.work.ends + s.place * 3 * RP,
+                                         job.work.noised + s.place * mn_state_scan_noised(RP),
+                                         step, t);
     mn_state_scan_before_copies();
 }
 
@@ -374,9 +374,11 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
         const int count = (int)min((int64_t)CHUNK, s.span.length - s.t);
         await_copies(&m.arrived[0], (unsigned)chunk);
         const bool steep = mn_state_scan_is_steep(m.keys[0], RP);
+        const int begin = steep ? mn_state_scan_steep_begin(m.keys[0], RP) : 1;
         const int end = steep ? count : 1;
         bool asked = last;
-        for (int token = steep ? -1 : 0; token < end; token++, s.step++) {
+        for (int token = begin - 1; token < end; token++, s.step++) {
+            const mn_state_scan_steep_step step = { token, job.step, token < begin };
             const bool ends = token + 1 == end;
             shares &share = m.share[s.step % 2];
             double e[2][2][2], o[2][2];
@@ -384,10 +386,10 @@ __device__ static void state_scan(const mn_state_scan_job &job, ctx &s) {
             mine.values(v, job, s, s.t);
             s.low = 0, s.high = count;
             if (steep) {
-                s.low = max(token, 0), s.high = token + 1;
-                if (token < 0) await_copies(&m.arrived[1], (unsigned)chunk);
+                s.low = step.front ? 0 : token, s.high = token + 1;
+                if (step.front) await_copies(&m.arrived[1], (unsigned)chunk);
                 __syncthreads();
-                fill_steep(m, in, job, s, token);
+                fill_steep(m, in, job, s, step);
                 __syncthreads();
             }
             mine.begin(e, v);

@@ -11,10 +11,11 @@ enum { CHUNK = MN_SCAN_CHUNK, MOST_WARPS = MN_SCAN_WIDEST / 32 };
 struct ctx {
     int64_t place, h;
     mn_tile_span tile;
-    bool steep;
+    int begin;    // tokens in front that share a frame
 };
 
-/* Phi of all tokens of channel i, 1 in a steep chunk, and qh'n qh: the noise's part of a read. */
+/* Phi of all tokens of channel i, 1 of one that goes alone, and qh'n qh: the noise's part of a
+ * read. */
 template <typename T, int STEP>
 __device__ static void frames(double (&re)[CHUNK], double (&im)[CHUNK], double (&noise)[CHUNK],
                               const mn_state_scan_job &job, const ctx &s, const float *l2, int i) {
@@ -29,10 +30,11 @@ __device__ static void frames(double (&re)[CHUNK], double (&im)[CHUNK], double (
     for (int t = 0; t < CHUNK; t++) {
         const double *at = q + mn_state_scan_smem_tile_at(t, row, job.rows);
         const double x = job.spreads ? at[0] : 0.0, y = job.spreads && STEP == 2 ? at[2] : 0.0;
-        if (!s.steep) f.step(la[t], theta[t], l2[t]);
-        re[t] = f.re, im[t] = f.im;
-        noise[t] = s.steep ? (double)l2[t] * x * x
-                           : f.rr * x * x + 2.0 * f.ri * x * y + f.ii * y * y;
+        const bool shares = t < s.begin;
+        if (shares) f.step(la[t], theta[t], l2[t]);
+        re[t] = shares ? f.re : 1.0, im[t] = shares ? f.im : 0.0;
+        noise[t] = shares ? f.rr * x * x + 2.0 * f.ri * x * y + f.ii * y * y
+                          : (double)l2[t] * x * x;
         if (i >= p.call.K) noise[t] = 0.0;
     }
 }
@@ -98,7 +100,7 @@ __device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_state_
         const int token = e / 16, t = e % 16;
         double score = 0.0;
         for (unsigned w = 0; w < blockDim.x / 32; w++) score += parts[w][e];
-        const bool counts = t < s.tile.n_rows && (s.steep ? token == t : token <= t);
+        const bool counts = t < s.tile.n_rows && (t < s.begin ? token <= t : token == t);
         parts[0][e] = counts ? score * score * job.work.inverse[group * CHUNK + token] : 0.0;
     }
     __syncthreads();
@@ -144,7 +146,7 @@ results_kernel(const __grid_constant__ mn_state_scan_job job) {
     s.h = blockIdx.x % (unsigned)p.call.H;
     s.tile = mn_state_scan_tile<REDO>(job, s.place);
     if (s.tile.n_rows == 0) return;
-    s.steep = job.work.steep[s.place];
+    s.begin = job.work.steep[s.place] ? job.work.steep[s.place] - 1 : CHUNK;
     const int i = (int)threadIdx.x;
     if (i < CHUNK) {
         const int64_t when = s.tile.span.t0 + s.tile.first + i;

@@ -25,8 +25,11 @@ struct scan_place {
     /* numbers of the chunk among those of heads, and of groups */
     __device__ int64_t shared(int64_t c) const { return head(c) * SPAN_CHUNKS + c % SPAN_CHUNKS; }
     __device__ int64_t own(int64_t c) const { return group(c) * SPAN_CHUNKS + c % SPAN_CHUNKS; }
-    /* Phi behind the span's last token */
-    __device__ int64_t last_token(int64_t c) const { return (head(c) + 1) * SPAN_TOKENS - 1; }
+    /* from the real frame to that of the first span; NULL where there is none */
+    template <int R>
+    __device__ const double *enter(const span_work &w) const {
+        return n_chunks > 0 ? w.enter + head(0) * R : NULL;
+    }
 };
 
 __device__ static scan_place scan_place_at(const mn_bayes_args &p, int64_t block) {

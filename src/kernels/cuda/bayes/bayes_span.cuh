@@ -1,11 +1,14 @@
 /* bayes_span.cuh - what the way back of the Bayesian Layer keeps of spans of 64 tokens, and the
- * kernel that prepares them. Formulas are in bayes_bwd_chunk.cu, the only file that includes this.
+ * kernel that prepares them. Formulas are in bayes_bwd_chunk.cu.
  *
  * A span has one frame: with Phi_t the product of A since its first token, kh_t = Phi_t'k_t and so
  * on (see bayes.cuh). Tiles have a span's tokens as rows and R columns, the state's rows, zeros
- * beyond them and beyond the last token. Scaling rows and columns costs no digits, only range: a
- * head where a channel decays by more than e^-150 within a span goes the narrow way of
- * bayes_bwd_chunk.cu. */
+ * beyond them and beyond the last token. Scaling rows and columns costs no digits, only range.
+ * Where a channel decays by more than e^-150 within a span, by e^-L, its frame is e^(L/2) times as
+ * large, so that Phi goes from e^(L/2) to e^(-L/2) and noise, which outgrows it twice, by e^L: the
+ * range of doubles holds L up to 640, ten for each token. In bf16 a token decays by no more than
+ * e^-10: what a channel keeps of the tokens before is 5e-5 then, of a result that is rounded to
+ * 4e-3. Otherwise a head that decays by more goes the narrow way (bayes_bwd_narrow.cu). */
 #ifndef MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 #define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_CUH
 
@@ -30,6 +33,8 @@ struct span_work {
     int *left;                                // chunks done by covariances' scans, for means
     int *back;                                // the same of means' adjoints, of each slice
     double *k, *q, *phi;                      // tiles (64,R) of heads; k, q in the frame
+    double *enter, *leave;                    // (R) of heads: from the real frame to the span's, by
+                                              // numbers; from the span's to the next one's, as phi
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
     double *nk;                               // tile (64,R): n_t kh_t; until h takes its place
     double *h;                                // tile (64,R) of groups: b, then du
@@ -62,7 +67,7 @@ struct span_group {
     int first, count;    // value columns
 };
 
-__device__ static span_group group_at(const mn_bayes_args &p, int64_t block) {
+__device__ inline span_group group_at(const mn_bayes_args &p, int64_t block) {
     span_group s;
     const int64_t G = p.call.G, V = p.call.V;
     s.g = block % G, s.h = block / G % p.call.H, s.n = block / G / p.call.H;
@@ -72,19 +77,19 @@ __device__ static span_group group_at(const mn_bayes_args &p, int64_t block) {
 }
 
 /* The slot of a sequence's first span. */
-__device__ static int64_t first_slot(const mn_call &call, const mn_span &span, int64_t n) {
+__device__ inline int64_t first_slot(const mn_call &call, const mn_span &span, int64_t n) {
     if (call.cu_seqlens) return span.t0 / SPAN_TOKENS + n;
     return n * ((call.T + SPAN_TOKENS - 1) / SPAN_TOKENS);
 }
 
-__device__ static int64_t n_spans_of(const mn_span &span) {
+__device__ inline int64_t n_spans_of(const mn_span &span) {
     return (span.length + SPAN_TOKENS - 1) / SPAN_TOKENS;
 }
 
 /* ---- factors of products, as mn_mma_f64_k8 and mn_mma_f64_k16 take them ---------------------- */
 
 /* 16 rows, columns [column, column + 8) in the order 0 2 4 6 1 3 5 7 */
-__device__ static void left_rows(double (&a)[4], const double *rows, int64_t ld, int column) {
+__device__ inline void left_rows(double (&a)[4], const double *rows, int64_t ld, int column) {
     const int lane = threadIdx.x % 32;
     const double *at = rows + lane / 4 * ld + column + 2 * (lane % 4);
     const double2 upper = *(const double2 *)at, lower = *(const double2 *)(at + 8 * ld);
@@ -92,28 +97,28 @@ __device__ static void left_rows(double (&a)[4], const double *rows, int64_t ld,
 }
 
 /* 8 rows read as columns, summed over [column, column + 8) in that order */
-__device__ static void right_rows(double (&b)[2], const double *rows, int64_t ld, int column) {
+__device__ inline void right_rows(double (&b)[2], const double *rows, int64_t ld, int column) {
     const int lane = threadIdx.x % 32;
     const double2 x = *(const double2 *)(rows + lane / 4 * ld + column + 2 * (lane % 4));
     b[0] = x.x, b[1] = x.y;
 }
 
 /* 8 columns, summed over the 8 rows in that order */
-__device__ static void right_columns(double (&b)[2], const double *rows, int64_t ld, int column) {
+__device__ inline void right_columns(double (&b)[2], const double *rows, int64_t ld, int column) {
     const int lane = threadIdx.x % 32;
     const double *at = rows + 2 * (lane % 4) * ld + column + lane / 4;
     b[0] = at[0], b[1] = at[ld];
 }
 
 /* Columns of 16 rows as rows, summed over the 16 in their order: 16 columns, or 8. */
-__device__ static void left_columns16(double (&a)[8], const double *rows, int64_t ld, int column) {
+__device__ inline void left_columns16(double (&a)[8], const double *rows, int64_t ld, int column) {
     const int lane = threadIdx.x % 32;
     const double *at = rows + lane % 4 * ld + column + lane / 4;
 #pragma unroll
     for (int i = 0; i < 4; i++) a[2 * i] = at[4 * i * ld], a[2 * i + 1] = at[4 * i * ld + 8];
 }
 
-__device__ static void right_columns16(double (&b)[4], const double *rows, int64_t ld,
+__device__ inline void right_columns16(double (&b)[4], const double *rows, int64_t ld,
                                        int column) {
     const int lane = threadIdx.x % 32;
     const double *at = rows + lane % 4 * ld + column + lane / 4;
@@ -122,7 +127,7 @@ __device__ static void right_columns16(double (&b)[4], const double *rows, int64
 }
 
 /* 8 rows read as columns, summed over 16 columns in their order. */
-__device__ static void right_rows16(double (&b)[4], const double *rows, int ld) {
+__device__ inline void right_rows16(double (&b)[4], const double *rows, int ld) {
     const int lane = threadIdx.x % 32;
     const double *at = rows + lane / 4 * ld + lane % 4;
 #pragma unroll
@@ -130,7 +135,7 @@ __device__ static void right_rows16(double (&b)[4], const double *rows, int ld) 
 }
 
 /* A (16,16) matrix as the left factor, in the natural order. */
-__device__ static void left_small(double (&a)[8], const double *matrix, int ld) {
+__device__ inline void left_small(double (&a)[8], const double *matrix, int ld) {
     const int lane = threadIdx.x % 32;
     const double *at = matrix + lane / 4 * ld + lane % 4;
 #pragma unroll
@@ -138,12 +143,12 @@ __device__ static void left_small(double (&a)[8], const double *matrix, int ld) 
 }
 
 /* A result as the left factor of the next product, columns in the order 0 2 4 6 1 3 5 7. */
-__device__ static void left_result(double (&a)[4], const double (&c)[2][2]) {
+__device__ inline void left_result(double (&a)[4], const double (&c)[2][2]) {
     a[0] = c[0][0], a[1] = c[1][0], a[2] = c[0][1], a[3] = c[1][1];
 }
 
 /* Rows of a result: 16 tokens, columns [column, column + 8) */
-__device__ static void put_rows(double *rows, int64_t ld, int column, const double (&c)[2][2]) {
+__device__ inline void put_rows(double *rows, int64_t ld, int column, const double (&c)[2][2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -152,7 +157,7 @@ __device__ static void put_rows(double *rows, int64_t ld, int column, const doub
     }
 }
 
-__device__ static void get_rows(double (&c)[2][2], const double *rows, int64_t ld, int column) {
+__device__ inline void get_rows(double (&c)[2][2], const double *rows, int64_t ld, int column) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -162,31 +167,31 @@ __device__ static void get_rows(double (&c)[2][2], const double *rows, int64_t l
     }
 }
 
-__device__ static void zero(double (&c)[2][2]) {
+__device__ inline void zero(double (&c)[2][2]) {
     c[0][0] = c[0][1] = c[1][0] = c[1][1] = 0.0;
 }
 
 /* -x by its bits: while one warp's products keep the units for doubles busy, sums and products of
  * its neighbours' single numbers wait for hundreds of cycles each. */
-__device__ static double minus(double x) {
+__device__ inline double minus(double x) {
     return __hiloint2double(__double2hiint(x) ^ (int)0x80000000, __double2loint(x));
 }
 
 /* ---- copies that run beside the work --------------------------------------------------------- */
 
-__device__ static void copy_later(double *to, const double *from) {
+__device__ inline void copy_later(double *to, const double *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::
                      "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 
-__device__ static void copy_one_later(double *to, const double *from) {
+__device__ inline void copy_one_later(double *to, const double *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::
                      "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 
 /* This thread's number, anew at each call: what follows from it is worked out where it is wanted.
  * Otherwise loops keep it in local memory, reads of which wait behind copies. */
-__device__ static unsigned fresh_thread() {
+__device__ inline unsigned fresh_thread() {
     unsigned thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
     return thread;
@@ -195,7 +200,7 @@ __device__ static unsigned fresh_thread() {
 /* COUNT rows of R numbers that lie one after the other, by the first THREADS threads of a block,
  * which copy whole rows at a time: places follow from each other without arithmetic. */
 template <int R, int COUNT, int THREADS>
-__device__ static void copy_rows_later(double *to, int ld, const double *from) {
+__device__ inline void copy_rows_later(double *to, int ld, const double *from) {
     constexpr unsigned EACH = R / 2, PIECES = COUNT * EACH, ROWS = THREADS / EACH;
     const unsigned thread = fresh_thread();
     to += thread / EACH * ld + thread % EACH * 2, from += 2 * thread;
@@ -206,23 +211,23 @@ __device__ static void copy_rows_later(double *to, int ld, const double *from) {
     if (PIECES < THREADS && thread < PIECES) copy_later(to, from);
 }
 
-__device__ static void close_copies() {
+__device__ inline void close_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 /* All have arrived, and all threads of the block see it. */
-__device__ static void await_all_copies() {
+__device__ inline void await_all_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 }
 
 /* All groups but the last one have arrived; others see that behind a barrier. */
-__device__ static void await_copies() {
+__device__ inline void await_copies() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
 /* That one too. */
-__device__ static void await_last_copies() {
+__device__ inline void await_last_copies() {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
@@ -230,7 +235,7 @@ __device__ static void await_last_copies() {
 
 /* scale^2 dqvar of a token, or zero */
 template <typename T>
-__device__ static double weight_of(const mn_bayes_args &p, const mn_tile_span &tile,
+__device__ inline double weight_of(const mn_bayes_args &p, const mn_tile_span &tile,
                                    const span_group &s, int t) {
     const T *x = mn_row<T>(p.cot.qvar, tile.span.b, tile.span.t0 + tile.first + t, s.h);
     if (!x || !p.q.data || t >= tile.n_rows) return 0.0;
@@ -239,7 +244,7 @@ __device__ static double weight_of(const mn_bayes_args &p, const mn_tile_span &t
 
 /* Channel-wise Phi'dgainvec of a token: of row r. */
 template <typename T>
-__device__ static double transposed_gain(const mn_bayes_args &p, const mn_tile_span &tile,
+__device__ inline double transposed_gain(const mn_bayes_args &p, const mn_tile_span &tile,
                                      const span_group &s, const double *phi, int t, int r,
                                      int rows, bool turns) {
     const T *x = mn_row<T>(p.cot.gainvec, tile.span.b, tile.span.t0 + tile.first + t, s.h);
@@ -270,7 +275,7 @@ struct piecework {
 
 /* A redo of the gradients, and `again`, what its kernels have: cotangents and gradients of its own,
  * from `base` on. States and p_0 are not made again. */
-static mn_redo_grads redo_of(const mn_bayes_args &p, mn_bayes_args &again, void *base) {
+inline mn_redo_grads redo_of(const mn_bayes_args &p, mn_bayes_args &again, void *base) {
     const int64_t K = p.call.K, V = p.call.V, G = p.call.G, R = K * (p.theta.data ? 2 : 1);
     mn_redo_grads redo = mn_redo_grads_of(p.call, base);
     again = p, again.grad.M0 = {}, again.grad.P0 = {}, again.grad.p0 = {};
@@ -289,7 +294,7 @@ static mn_redo_grads redo_of(const mn_bayes_args &p, mn_bayes_args &again, void 
 
 /* Results in rows 16 mb .. of a matrix: use(element, row within the 16, column) */
 template <typename F>
-__device__ static void each_result(double (&c)[2][2], int column, F use) {
+__device__ inline void each_result(double (&c)[2][2], int column, F use) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -300,17 +305,53 @@ __device__ static void each_result(double (&c)[2][2], int column, F use) {
 /* ---- scans side by side ---------------------------------------------------------------------- */
 
 /* One thread says behind a barrier that all its block wrote before holds for `count` chunks. */
-__device__ static void say_left(int *to, int64_t count) {
+__device__ inline void say_left(int *to, int64_t count) {
     mn_store_release(to, (int)count);
 }
 
 /* One thread waits for that; its block sees it behind a barrier. `seen` is what it has seen so far:
  * a look takes as long as a read of memory, and often shows more than is asked for. */
-__device__ static void await_left(int &seen, const int *from, int64_t count) {
+__device__ inline void await_left(int &seen, const int *from, int64_t count) {
     while (seen < count) {
         seen = mn_load_acquire(from);
     }
 }
+
+/* ---- blocks of kernels that have all spans at once ------------------------------------------- */
+
+/* use(slot * H + h) of a block's span and head, which its number says. In a redo a block has all
+ * spans of a head of a sequence, so that launches without one have few blocks, which end; all
+ * threads call. */
+template <bool REDO, typename F>
+__device__ inline void each_span(const mn_bayes_args &p, const span_work &w, int64_t block, F use) {
+    if (!REDO) {
+        use(block);
+        return;
+    }
+    const int64_t H = p.call.H, n = block / H;
+    if (w.steep[block]) return;
+    const mn_span span = mn_span_at(p.call, n);
+    const int64_t slot0 = first_slot(p.call, span, n), n_spans = n_spans_of(span);
+    for (int64_t i = 0; i < n_spans; i++) {
+        use((slot0 + i) * H + block % H);
+        __syncthreads();
+    }
+}
+
+/* How many: heads of spans, or of sequences. */
+inline unsigned span_blocks(const mn_bayes_args *p, const span_work &w) {
+    const int64_t spans = w.redo ? mn_n_spans(p->call) : mn_tile_slots(p->call, SPAN_TOKENS);
+    return (unsigned)(spans * p->call.H);
+}
+
+/* ---- dk and dq of all spans (bayes_span_gemm.cu) --------------------------------------------- */
+
+/* The most shared memory that the products take for states of R = 64 or 128 rows. */
+size_t span_products_smem(int R, bool tight);
+
+/* Stores dk and dq in the frame, but for the noise, in place of the first group's P, and dr2, of
+ * all heads of spans. 0 or a cudaError_t. */
+int span_products(const mn_bayes_args *p, const span_work &w, int R, bool tight, cudaStream_t on);
 
 /* ---- preparing ------------------------------------------------------------------------------- */
 
@@ -326,12 +367,54 @@ struct chunk_sums {
     double level[SPAN_CHUNKS][PREPARE_CHANNELS], angle[SPAN_CHUNKS][PREPARE_CHANNELS];
     double rr[SPAN_CHUNKS][PREPARE_CHANNELS], ri[SPAN_CHUNKS][PREPARE_CHANNELS];
     double ii[SPAN_CHUNKS][PREPARE_CHANNELS];
+    double next[SPAN_CHUNKS][PREPARE_CHANNELS];    // level of the next span
 };
+
+constexpr double MOST_SPAN_DECAY = 641.0;
+
+/* A token's log decay; NaN stays. */
+template <typename T>
+__device__ inline float decay_of(T raw) {
+    const float decay = mn_float(raw);
+    return sizeof(T) == 2 && decay < -10.0f ? -10.0f : decay;
+}
+
+/* A over the one that a cut token has instead: its gradient is as much smaller. */
+template <typename T>
+__device__ inline double cut_of(T raw) {
+    const float decay = mn_float(raw), by = decay_of<T>(raw);
+    return decay < by ? exp((double)decay - (double)by) : 1.0;
+}
+
+/* By how much, as a logarithm, the frame of a span is larger that decays by `level` < 0. */
+__device__ inline double span_centre(double level) {
+    return level < -150.0 ? -0.5 * level : 0.0;
+}
+
+/* The level of a channel over the 16 tokens of the next span from `first` on. */
+template <typename T>
+__device__ inline double next_level(const mn_bayes_args &p, const mn_tile_span &tile, int64_t h,
+                                    int64_t first, int channel) {
+    const int64_t length = tile.span.length;
+    double level = 0.0;
+    if (first >= length) return level;
+    T raw[CHUNK];
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) {
+        const int64_t t = tile.span.t0 + min(first + j, length - 1);
+        raw[j] = mn_row<T>(p.la, tile.span.b, t, h)[channel];
+    }
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) {
+        level += first + j < length ? (double)decay_of<T>(raw[j]) : 0.0;
+    }
+    return level;
+}
 
 /* (c, -s) for Phi^-1 = ((c, s), (-s, c)) of a channel: l2 times its square is the noise of a token,
  * rr in the real row, ii in the other, ri across. */
 template <bool TURNS>
-__device__ static double2 noise_row(double2 phi) {
+__device__ inline double2 noise_row(double2 phi) {
     if (!TURNS) return make_double2(mn_rcp_f64(phi.x), 0.0);
     const double inverse = mn_rcp_f64(phi.x * phi.x + phi.y * phi.y);
     return make_double2(phi.x * inverse, -phi.y * inverse);
@@ -356,13 +439,16 @@ struct noise_sums {
 
 /* Zeros beyond the state's rows, and r2 of all groups. */
 template <typename T>
-__device__ static void prepare_rest(const mn_bayes_args &p, const span_work &w,
+__device__ inline void prepare_rest(const mn_bayes_args &p, const span_work &w,
                                     const mn_tile_span &tile, int64_t head, int64_t h, int rows,
                                     int R) {
     const int64_t G = p.call.G;
     for (int j = threadIdx.x; j < SPAN_TOKENS * (R - rows); j += PREPARE_THREADS) {
         const int64_t at = (head * SPAN_TOKENS + j / (R - rows)) * R + rows + j % (R - rows);
         w.phi[at] = w.k[at] = w.q[at] = w.nk[at] = 0.0;
+    }
+    for (int j = rows + (int)threadIdx.x; j < R; j += PREPARE_THREADS) {
+        w.enter[head * R + j] = w.leave[head * R + j] = 0.0;
     }
     double *noise = w.noise + head * (SPAN_CHUNKS + 1) * 2 * R;
     for (int j = threadIdx.x; j < 2 * (SPAN_CHUNKS + 1) * (R - rows); j += PREPARE_THREADS) {
@@ -377,11 +463,9 @@ __device__ static void prepare_rest(const mn_bayes_args &p, const span_work &w,
 
 /* Phi_t, kh, qh, n_t kh_t, n and r2 of a head of a span; one thread has one channel of a chunk. */
 template <typename T, bool TURNS>
-__global__ void __launch_bounds__(PREPARE_THREADS, 2)
-span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w,
-                    int R) {
-    __shared__ chunk_sums sums;
-    const int64_t H = p.call.H, head = blockIdx.x / prepare_parts(p.call), h = head % H;
+__device__ static void prepare_span(chunk_sums &sums, const mn_bayes_args &p, const span_work &w,
+                                    int R, int64_t head) {
+    const int64_t H = p.call.H, h = head % H;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || (w.redo && w.steep[tile.n * H + h])) return;
     const int K = (int)p.call.K, part = (int)blockIdx.x % prepare_parts(p.call);
@@ -398,7 +482,7 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     for (int j = 0; j < CHUNK; j++) {
         /* A load that a condition guards would wait for the one before. */
         const int64_t t = t0 + min(c * CHUNK + j, (int)tile.n_rows - 1);
-        const float decay = mn_float(mn_row<T>(p.la, b, t, h)[channel]);
+        const float decay = decay_of<T>(mn_row<T>(p.la, b, t, h)[channel]);
         const float by = TURNS ? mn_float(mn_row<T>(angles, b, t, h)[channel]) : 0.0f;
         l2[j] = mn_float(*mn_row<T>(p.l2, b, t, h));
         k[j] = mn_float(mn_row<T>(p.k, b, t, h)[channel]);
@@ -413,14 +497,19 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
         level += phi[j].x, angle += phi[j].y;
     }
     sums.level[c][own] = level, sums.angle[c][own] = angle;
+    sums.next[c][own] = next_level<T>(p, tile, h, tile.first + SPAN_TOKENS + c * CHUNK, channel);
     __syncthreads();
     level = angle = 0.0;
     for (int j = 0; j < c; j++) level += sums.level[j][own], angle += sums.angle[j][own];
+    double all = 0.0, next = 0.0;
+#pragma unroll
+    for (int j = 0; j < SPAN_CHUNKS; j++) all += sums.level[j][own], next += sums.next[j][own];
+    const double centre = i < K ? span_centre(all) : 0.0;
     noise_sums n = { 0.0, 0.0, 0.0 };
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) {
         level += phi[j].x, angle += phi[j].y;
-        const double size = exp(level);
+        const double size = exp(level + centre);
         phi[j] = make_double2(size, 0.0);
         if (TURNS) {
             double sine, cosine;
@@ -429,7 +518,7 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
         }
         n.add<TURNS>(noise_row<TURNS>(phi[j]), (double)l2[j]);
     }
-    if (i < K && !(level > -150.0)) w.steep[tile.n * H + h] = 1;
+    if (i < K && !(level > -MOST_SPAN_DECAY)) w.steep[tile.n * H + h] = 1;
     sums.rr[c][own] = n.rr, sums.ri[c][own] = n.ri, sums.ii[c][own] = n.ii;
     __syncthreads();
     n.rr = n.ri = n.ii = 0.0;
@@ -441,6 +530,12 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     if (part == 0) prepare_rest<T>(p, w, tile, head, h, K * (TURNS ? 2 : 1), R);
     if (i >= K) return;
     n.put<TURNS>(noise + c * 2 * R, R);
+    if (c == SPAN_CHUNKS - 1) {
+        const double enters = exp(-centre), by = exp(-span_centre(next));
+        double *enter = w.enter + head * R + r, *leave = w.leave + head * R + r;
+        enter[0] = enters, leave[0] = phi[CHUNK - 1].x * by;
+        if (TURNS) enter[1] = enters, leave[1] = phi[CHUNK - 1].y * by;
+    }
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) {
         const int64_t at = (head * SPAN_TOKENS + c * CHUNK + j) * R + r;
@@ -458,6 +553,16 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
                                                (n.ri * re - n.ii * im) * key);
     }
     if (c == SPAN_CHUNKS - 1) n.put<TURNS>(noise + SPAN_CHUNKS * 2 * R, R);
+}
+
+template <typename T, bool TURNS, bool REDO>
+__global__ void __launch_bounds__(PREPARE_THREADS, 2)
+span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w,
+                    int R) {
+    __shared__ chunk_sums sums;
+    each_span<REDO>(p, w, blockIdx.x / prepare_parts(p.call), [&](int64_t head) {
+        prepare_span<T, TURNS>(sums, p, w, R, head);
+    });
 }
 
 }    // namespace mneme::bayes

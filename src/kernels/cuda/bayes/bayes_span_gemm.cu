@@ -1,4 +1,4 @@
-/* bayes_span_gemm.cuh - dk and dq of the way back of the Bayesian Layer, of all spans at once,
+/* bayes_span_gemm.cu - dk and dq of the way back of the Bayesian Layer, of all spans at once,
  * once the scans are done. Formulas are in bayes_bwd_chunk.cu.
  *
  * Of a group of a head of a span they are three products: with P, summed over rows of the state,
@@ -12,10 +12,8 @@
  * Tiles have rows of the state, or earlier tokens, as rows and tokens as columns: then both factors
  * come from shared memory as registers of a product want them, with no moves in between. dq is kept
  * without the factor `scale` of y. */
-#ifndef MN_KERNELS_CUDA_BAYES_BAYES_SPAN_GEMM_CUH
-#define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_GEMM_CUH
-
 #include "kernels/cuda/bayes/bayes_span.cuh"
+#include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::bayes {
@@ -117,7 +115,7 @@ struct product_count {
 
 /* This thread's number among those that copy. */
 __device__ static int copy_thread() {
-    return (int)fresh_thread() - (PRODUCT_THREADS - COPY_THREADS);
+    return (int)(fresh_thread() % COPY_THREADS);
 }
 
 /* Two numbers in each of COPIES rows of do, without `scale`: what a thread has of a slice, loaded
@@ -411,16 +409,29 @@ __device__ static void put_dr2(const mn_bayes_args &p, const span_work &w,
     }
 }
 
+/* What a warp has summed up, in place of the first group's P. */
+template <int R>
+__device__ static void put_products(const product_sums<R> &x, const mn_bayes_args &p,
+                                    const span_work &w, int64_t head, const product_warp &at) {
+    const int lane = threadIdx.x % 32;
+    double *to = w.P + head * p.call.G * w.P_each + at.quarter * (R / 4) + lane / 4;
+    if (at.reads) to += SPAN_TOKENS * R;
+#pragma unroll
+    for (int i = 0; i < x.TILES * TOKEN_TILES * 4; i++) {
+        const int tile = i / 4 / TOKEN_TILES, u = i / 4 % TOKEN_TILES, m = i / 2 % 2;
+        const int t = 8 * u + 2 * (lane % 4) + i % 2;
+        const double d = x.d[tile][u][m][i % 2];
+        to[t * R + 16 * tile + 8 * m] = at.reads ? (double)p.scale * d : d;
+    }
+}
+
 /* dk and dq of a head of a span in the frame, of all groups, but for the noise, in place of the
  * first group's P; and dr2. */
 template <typename T, int R, bool TIGHT>
-__global__ void __launch_bounds__(PRODUCT_THREADS, 1)
-span_products_kernel(const __grid_constant__ mn_bayes_args p,
-                     const __grid_constant__ span_work w) {
-    extern __shared__ __align__(16) double doubles[];
+__device__ static void products_of(product_smem<R, TIGHT> &smem, const mn_bayes_args &p,
+                                   const span_work &w, int64_t head) {
     constexpr int N_STAGES = product_smem<R, TIGHT>::N_STAGES;
-    product_smem<R, TIGHT> &smem = *(product_smem<R, TIGHT> *)doubles;
-    const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x;
+    const int64_t H = p.call.H, G = p.call.G;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
     const bool weighs = p.cot.qvar.data && p.q.data;
@@ -458,18 +469,159 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
         stage = stage + 1 == N_STAGES ? 0 : stage + 1;
     }
     __syncthreads();
-    const int lane = threadIdx.x % 32;
-    double *to = w.P + head * G * w.P_each + at.quarter * (R / 4) + lane / 4;
-    if (at.reads) to += SPAN_TOKENS * R;
-#pragma unroll
-    for (int i = 0; i < x.TILES * TOKEN_TILES * 4; i++) {
-        const int tile = i / 4 / TOKEN_TILES, u = i / 4 % TOKEN_TILES, m = i / 2 % 2;
-        const int t = 8 * u + 2 * (lane % 4) + i % 2;
-        const double d = x.d[tile][u][m][i % 2];
-        to[t * R + 16 * tile + 8 * m] = at.reads ? (double)p.scale * d : d;
+    put_products<R>(x, p, w, head, at);
+}
+
+template <typename T, int R, bool TIGHT, bool REDO>
+__global__ void __launch_bounds__(PRODUCT_THREADS, 1)
+span_products_kernel(const __grid_constant__ mn_bayes_args p,
+                     const __grid_constant__ span_work w) {
+    extern __shared__ __align__(16) double doubles[];
+    each_span<REDO>(p, w, blockIdx.x, [&](int64_t head) {
+        products_of<T, R, TIGHT>(*(product_smem<R, TIGHT> *)doubles, p, w, head);
+    });
+}
+
+/* ---- the same with warps that copy alone ----------------------------------------------------- */
+
+/* On Hopper a warp group issues all copies and stays ahead by N_STAGES slices; those that multiply
+ * wait for slices only, not for each other's copies. */
+template <int R>
+struct apart_smem {
+    static constexpr int N_STAGES = product_smem<R, false>::N_STAGES;
+
+    product_smem<R, false> of;
+    uint64_t full[N_STAGES], empty[N_STAGES];
+};
+
+enum { APART_THREADS = PRODUCT_THREADS + COPY_THREADS, PRODUCT_WARPS = PRODUCT_THREADS / 32 };
+
+/* Registers of a thread; together those of a processor: 256 x 232 + 128 x 40 = 384 x 168. */
+enum { MULTIPLY_REGISTERS = 232, COPY_REGISTERS = 40 };
+
+/* Arrives at the barrier when all copies of this thread so far have come. */
+__device__ inline void arrive_with_copies(uint64_t *mbar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(mn_smem_addr(mbar))
+                 : "memory");
+}
+
+/* Slices of all groups of a head to shared memory. A thread arrives twice at a slice's barrier: by
+ * its copies, and once it has stored y, a slice later. What begin_group writes of a group follows
+ * when each warp has given back the first slice of w of the group before, behind which nobody reads
+ * that one's. */
+template <typename T, int R>
+__device__ static void copy_slices(apart_smem<R> &smem, const mn_bayes_args &p,
+                                   const span_work &w, int64_t head) {
+    constexpr int N_STAGES = apart_smem<R>::N_STAGES;
+    static_assert(N_STAGES <= SPAN_CHUNKS, "the stage had one of the last group's slices of w");
+    product_y<T> y;
+    product_count<R> at = { 0, 0 }, before = at;
+    int stage = 0, last = 0, turn = 0;
+    for (bool first = true; at.g < (int)p.call.G; first = false) {
+        if (turn > 0) mn_mbarrier_wait(&smem.empty[stage], (turn - 1) & 1);
+        if (!first) {
+            finish_slice<T, R, false>(smem.of.stage[last], smem.of, y, before, p, w);
+            mn_mbarrier_arrive(&smem.full[last]);
+        }
+        load_slice<T, R, false>(smem.of.stage[stage], smem.of, y, at, p, w, head);
+        arrive_with_copies(&smem.full[stage]);
+        before = at, at.next(w), last = stage;
+        if (++stage == N_STAGES) stage = 0, turn++;
     }
+    finish_slice<T, R, false>(smem.of.stage[last], smem.of, y, before, p, w);
+    mn_mbarrier_arrive(&smem.full[last]);
+}
+
+template <int R>
+__device__ static void multiply_slices(product_sums<R> &x, apart_smem<R> &smem,
+                                       const mn_bayes_args &p, const span_work &w,
+                                       const product_warp &at) {
+    constexpr int N_STAGES = apart_smem<R>::N_STAGES;
+    const bool weighs = p.cot.qvar.data && p.q.data;
+    int stage = 0, turn = 0;
+    for (product_count<R> s = { 0, 0 }; s.g < (int)p.call.G; s.next(w)) {
+        mn_mbarrier_wait(&smem.full[stage], turn);
+        multiply_slice<R, false>(x, smem.of, smem.of.stage[stage], s, w, at, weighs);
+        if (s.i + 1 == s.of_w(w)) mn_named_barrier_sync(1, PRODUCT_THREADS);    // weights
+        mn_mbarrier_arrive_warp(&smem.empty[stage]);
+        if (++stage == N_STAGES) stage = 0, turn ^= 1;
+    }
+}
+
+/* As span_products_kernel. */
+template <typename T, int R>
+__global__ void __launch_bounds__(APART_THREADS, 1)
+span_products_apart_kernel(const __grid_constant__ mn_bayes_args p,
+                           const __grid_constant__ span_work w) {
+#if MN_HAS_WGMMA
+    extern __shared__ __align__(16) double doubles[];
+    apart_smem<R> &smem = *(apart_smem<R> *)doubles;
+    const int64_t H = p.call.H, head = blockIdx.x;
+    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
+    if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
+    if (threadIdx.x == 0) {
+        product_place &place = smem.of.place;
+        place.b = tile.span.b, place.t0 = tile.span.t0 + tile.first;
+        place.h = head % H, place.n_rows = (int)tile.n_rows;
+        for (int i = 0; i < apart_smem<R>::N_STAGES; i++) {
+            mn_mbarrier_init(&smem.full[i], 2 * COPY_THREADS);
+            mn_mbarrier_init(&smem.empty[i], PRODUCT_WARPS);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x >= PRODUCT_THREADS) {
+        mn_setmaxnreg_dec<COPY_REGISTERS>();
+        copy_slices<T, R>(smem, p, w, head);
+    } else {
+        mn_setmaxnreg_inc<MULTIPLY_REGISTERS>();
+        const product_warp at;
+        product_sums<R> x;
+        x.clear();
+        put_dr2<T>(p, w, tile, head);
+        multiply_slices<R>(x, smem, p, w, at);
+        put_products<R>(x, p, w, head, at);
+    }
+#endif
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+template <int R>
+static size_t smem_bytes(bool tight) {
+    if (tight) return sizeof(product_smem<R, true>);
+    return mn_device_is_sm90() ? sizeof(apart_smem<R>) : sizeof(product_smem<R, false>);
+}
+
+size_t span_products_smem(int R, bool tight) {
+    static_assert(sizeof(product_smem<128, true>) <= 163 * 1024, "what a GPU of 8.0 has");
+    return R == 64 ? smem_bytes<64>(tight) : smem_bytes<128>(tight);
+}
+
+template <typename T, int R>
+static int start(const mn_bayes_args *p, const span_work &w, bool tight, cudaStream_t on) {
+    const dim3 grid(span_blocks(p, w));
+    const size_t bytes = smem_bytes<R>(tight);
+    if (!w.redo && !tight && mn_device_is_sm90()) {
+        return mn_launch_smem(span_products_apart_kernel<T, R>, grid, APART_THREADS, bytes, on, *p,
+                              w);
+    }
+    const auto kernel = w.redo ? tight ? span_products_kernel<T, R, true, true>
+                                       : span_products_kernel<T, R, false, true>
+                        : tight ? span_products_kernel<T, R, true, false>
+                                : span_products_kernel<T, R, false, false>;
+    return mn_launch_smem(kernel, grid, PRODUCT_THREADS, bytes, on, *p, w);
+}
+
+template <typename T>
+static int start_rows(const mn_bayes_args *p, const span_work &w, int R, bool tight,
+                      cudaStream_t on) {
+    return R == 64 ? start<T, 64>(p, w, tight, on) : start<T, 128>(p, w, tight, on);
+}
+
+int span_products(const mn_bayes_args *p, const span_work &w, int R, bool tight, cudaStream_t on) {
+    return p->call.dtype == MN_BF16 ? start_rows<mn_bf16>(p, w, R, tight, on)
+                                    : start_rows<float>(p, w, R, tight, on);
 }
 
 }    // namespace mneme::bayes
 
-#endif
