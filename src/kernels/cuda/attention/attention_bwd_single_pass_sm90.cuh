@@ -46,7 +46,7 @@ enum {
 static const bool mn_single_pass_overlaps = true;
 
 /* Work space. a, b and dominant_key are (B,H,T); semaphores, two each, and sums (slots of 64
- * queries, H), a record of sums having MN_SINGLE_PASS_CHUNK floats; flags (slots of 128 keys, J). */
+ * queries, H), of MN_SINGLE_PASS_CHUNK floats a record of sums; flags (slots of 128 keys, J). */
 struct mn_single_pass {
     mn_flash_params f;
     float *a, *b;         // lse log2 e; o.do, later the correction of the dominant key's dz
