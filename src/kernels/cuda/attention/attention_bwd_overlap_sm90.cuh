@@ -283,19 +283,18 @@ __device__ inline bool mn_overlap_dominates(const uint32_t (&w)[16]) {
     return fmaxf(pair.x, pair.y) > 0.5f;
 }
 
-/* Notes such keys (mn_single_pass_note_dominant). */
-__device__ inline void mn_overlap_note_dominant(const mn_overlap_smem &smem,
-                                                const uint32_t (&w)[16], int stage) {
+/* Notes such keys (mn_single_pass_note_dominant), from weights in float32: what is more than half in
+ * bf16 is above the middle of that and the number behind it. */
+__device__ inline void mn_overlap_note_dominant(const mn_overlap_smem &smem, const float (&z)[32],
+                                                int stage) {
     const int thread = mn_overlap_thread();
     const int row = mn_overlap_row(thread), column = mn_overlap_column(thread);
     int *dominant_key = smem.dominant_key[stage] + column;
     const int left = smem.left[stage] - column, key = smem.coord.key + row;
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const float2 x = mn_single_pass_unpack(w[i]);
-        const int query = i / 2 * 8;
-        if (x.x > 0.5f && query < left) dominant_key[query] = key + i % 2 * 8;
-        if (x.y > 0.5f && query + 1 < left) dominant_key[query + 1] = key + i % 2 * 8;
+    for (int i = 0; i < 32; i++) {
+        const int query = i / 4 * 8 + i % 2;
+        if (z[i] > 0.501953125f && query < left) dominant_key[query] = key + i % 4 / 2 * 8;
     }
 }
 
@@ -366,12 +365,12 @@ __device__ inline void mn_overlap_consumer(mn_overlap_smem &smem, const mn_singl
         mn_wgmma_fence();
         mn_wgmma_ab<64, 128>(dv, w, mn_smem_addr(smem.y[stage]), true);
         mn_wgmma_commit();
+        if (dominates) mn_overlap_note_dominant(smem, z, stage);
         mn_wgmma_wait<1>();
         mn_fence_operand(g);
         mn_overlap_dscores(g, z, smem.rows[stage]);
         mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
         mn_wgmma_wait<0>();    // dz takes the registers of w; none runs when the loop turns
-        if (dominates) mn_overlap_note_dominant(smem, w, stage);
 #pragma unroll
         for (int i = 0; i < 16; i++) w[i] = mn_bf16x2(g[2 * i], g[2 * i + 1]);
         mn_overlap_store_dz(smem.dz[stage], w);
