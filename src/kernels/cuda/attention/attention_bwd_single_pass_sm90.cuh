@@ -42,8 +42,9 @@ enum {
 };
 
 /* Whether attention_bwd_overlap_sm90.cuh has the pass; the redo stays here. Its groups add their
- * halves of dq apart: a record of sums has the one's, then the other's. */
-static const bool mn_single_pass_overlaps = true;
+ * halves of dq apart: a record of sums has the one's, then the other's. Off until it has run on a
+ * GPU. */
+static const bool mn_single_pass_overlaps = false;
 
 /* Work space. a, b and dominant_key are (B,H,T); semaphores, two each, and sums (slots of 64
  * queries, H), of MN_SINGLE_PASS_CHUNK floats a record of sums; flags (slots of 128 keys, J). */
