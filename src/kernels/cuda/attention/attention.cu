@@ -1,7 +1,8 @@
 /* attention.cu - softmax attention and relu_attention (equations in ref/attention.c): which kernels
  * serve a call, and those for any sizes and types. */
-#include "kernels/cuda/attention/attention_bwd_overlap_sm90.cuh"
-#include "kernels/cuda/attention/attention_fwd_persistent_sm90.cuh"
+#include "kernels/cuda/attention/attention_bwd_flash_sm90.cuh"
+#include "kernels/cuda/attention/attention_bwd_single_pass_sm90.cuh"
+#include "kernels/cuda/attention/attention_fwd_flash_sm90.cuh"
 #include "kernels/cuda/attention/attention_mma_sm80.cuh"
 
 namespace mneme::attention {

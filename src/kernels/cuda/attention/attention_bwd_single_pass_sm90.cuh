@@ -41,13 +41,8 @@ enum {
     MN_SINGLE_PASS_PITCH = 132,
 };
 
-/* Whether attention_bwd_overlap_sm90.cuh has the pass; the redo stays here. Its groups add their
- * halves of dq apart: a record of sums has the one's, then the other's. Off until it has run on a
- * GPU. */
-static const bool mn_single_pass_overlaps = false;
-
-/* Work space. a, b and dominant_key are (B,H,T); semaphores, two each, and sums (slots of 64
- * queries, H), of MN_SINGLE_PASS_CHUNK floats a record of sums; flags (slots of 128 keys, J). */
+/* Work space. a, b and dominant_key are (B,H,T); semaphores and sums (slots of 64 queries, H), a
+ * record of sums having MN_SINGLE_PASS_CHUNK floats; flags (slots of 128 keys, J). */
 struct mn_single_pass {
     mn_flash_params f;
     float *a, *b;         // lse log2 e; o.do, later the correction of the dominant key's dz
@@ -572,9 +567,7 @@ __global__ static void __launch_bounds__(256)
     const int column = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const int at = mn_single_pass_overlaps ? thread / 128 * 4096 + i * 512 + thread % 128 * 4
-                                               : i * 1024 + thread * 4;
-        const float4 x = *(const float4 *)(sums + at);
+        const float4 x = *(const float4 *)(sums + i * 1024 + thread * 4);
         const int row = i * 8 + lane % 4 * 2;
         smem[row][column] = x.x, smem[row + 1][column] = x.y;
         smem[row][column + 8] = x.z, smem[row + 1][column + 8] = x.w;
@@ -716,7 +709,7 @@ inline bool mn_single_pass_layout_of(mn_single_pass_layout *to, const mn_call &c
                     mn_mul_i64(&sums, to->n_semaphores, MN_SINGLE_PASS_CHUNK);
     if (!ok) return false;
     to->semaphores = 3 * to->rows;
-    to->flags = to->semaphores + 2 * to->n_semaphores;
+    to->flags = to->semaphores + to->n_semaphores;
     to->sums = (to->flags + to->n_flags + 1 + 63) / 64 * 64;    // the ticket behind the flags
     return mn_add_i64(&to->all, to->sums, sums);
 }
@@ -745,8 +738,41 @@ inline mn_single_pass mn_single_pass_of(const mn_attn_params &p,
     k.flags = (int *)(shared + layout.flags);
     k.ticket = k.flags + layout.n_flags;
     k.sums = shared + layout.sums;
-    k.n_semaphores = 2 * layout.n_semaphores, k.n_flags = layout.n_flags;
+    k.n_semaphores = layout.n_semaphores, k.n_flags = layout.n_flags;
     return k;
+}
+
+inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream_t stream) {
+    const mn_call &c = p.call;
+    mn_single_pass_layout layout;
+    int64_t blocks;
+    if (!mn_single_pass_layout_of(&layout, c)) return cudaErrorInvalidValue;
+    const mn_single_pass k = mn_single_pass_of(p, layout, shared, &blocks);
+    if (c.H > 65535 || blocks > INT32_MAX) return cudaErrorNotSupported;
+    const int64_t row_groups = MN_SINGLE_PASS_ROW_THREADS / MN_SINGLE_PASS_ROW_GROUP;
+    attention_bwd_preprocess_kernel<<<mn_blocks(layout.rows, row_groups),
+        MN_SINGLE_PASS_ROW_THREADS, 0, stream>>>(k);
+    if (blocks == 0) return mn_launch_status();
+    const auto kernel = p.window ? attention_bwd_single_pass_kernel<true, false>
+                                 : attention_bwd_single_pass_kernel<false, false>;
+    const auto redo = p.window ? attention_bwd_single_pass_kernel<true, true>
+                               : attention_bwd_single_pass_kernel<false, true>;
+    const int64_t redone = mn_n_spans(c) * c.J * 2;
+    int code = mn_launch_smem(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS,
+                              sizeof(mn_single_pass_smem), stream, k);
+    if (code == cudaSuccess && redoes_gradients && redone <= INT32_MAX) {
+        code = mn_launch_smem_behind(true, redo, dim3((unsigned)redone), MN_FLASH_THREADS,
+                                     sizeof(mn_single_pass_smem), stream, k);
+    }
+    if (code != cudaSuccess) return code;
+    const dim3 queries((unsigned)(layout.n_semaphores / c.H), (unsigned)c.H);
+    if (layout.n_semaphores > 0) attention_bwd_dq_postprocess_kernel<<<queries, 256, 0,
+        stream>>>(k);
+    const dim3 tiles((unsigned)(layout.n_flags / c.J), (unsigned)c.J);
+    if (!p.dk.data) return mn_launch_status();
+    return mn_launch_smem(attention_bwd_dk_correction_kernel, tiles, 128,
+                          MN_SINGLE_PASS_KEYS * 128 * sizeof(float),
+                               stream, k);
 }
 
 }    // namespace mneme::attention
