@@ -307,6 +307,21 @@ static void check_windows(op_case c) {
     for (c.window = 1; c.window < 80; c.window += 13) check_both(c);
 }
 
+/* More tiles of queries than a GPU has processors, whose blocks then take several: of a batch, of
+ * packed sequences that end within tiles, and behind keys that do not end with one. */
+static void check_many_tiles(op_case c) {
+    static const int64_t borders[] = { 0, 130, 131, 400, 401, 700, 840 };
+    c.B = 3, c.H = 16, c.T = 260, c.K = c.V = 128, c.seed = 61;
+    if (shares_next()) check_bf16(c);
+    c.K = 64, c.V = 56, c.more_keys = 61, c.groups = 4, c.seed = 62;
+    if (shares_next()) check_bf16(c);
+    c.B = 1, c.T = 840, c.K = 96, c.V = 128, c.more_keys = 0, c.seed = 63;
+    c.cu_seqlens = borders, c.n_seqs = MN_COUNTOF(borders) - 1;
+    if (shares_next()) check_bf16(c);
+    c.window = c.op == MN_OP_attention ? 150 : 0, c.groups = 0, c.seed = 64;
+    if (shares_next()) check_bf16(c);
+}
+
 static void check_steps(op_case c) {
     c.B = 3, c.T = 1, c.H = 2;
     for (size_t w = 0; w < MN_COUNTOF(widths); w++) {
@@ -419,6 +434,9 @@ static void kernels_match_reference(mn_op_id op) {
         if (op == MN_OP_dplr) check_narrow(c);
         if (op == MN_OP_bayes || op == MN_OP_riccati) check_steep(c);
         if (op == MN_OP_attention) check_windows(c);
+        if ((op == MN_OP_attention || op == MN_OP_relu_attention) && c.choice[0] == 0) {
+            check_many_tiles(c);
+        }
         if (op == MN_OP_additive || op == MN_OP_delta || op == MN_OP_delta_net) check_groups(c);
         if (!op_has_time(op)) continue;
         c.B = 1, c.H = 3, c.K = 16, c.V = 40, c.seed = 7;

@@ -8,11 +8,13 @@
  * operator: target, tensor, what moves, the values that do it. */
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/util.h"
 #include "ops/run.h"
 #include "ops/sample_device.h"
+#include "runtime/device.h"
 #include "support/check.h"
 #include "support/op_causal.h"
 #include "support/op_device.h"
@@ -127,6 +129,116 @@ static bool may_turn(mn_op_id op) {
         if (strcmp(fields[i].name, "theta") == 0) return true;
     }
     return false;
+/* ---- attention ------------------------------------------------------------------------------- */
+
+/* A column of all heads, of even and odd tokens. */
+static void set_column(const mn_sample *s, const mn_sample_tensor *t, void *data, int64_t column,
+                       double even, double odd) {
+    const mn_call *call = (const mn_call *)s->args;
+    const int64_t width = call->V, row = t->count / call->T;
+    for (int64_t i = column; i < t->count; i += width) {
+        mn_sample_set(s, data, i, i / row % 2 ? odd : even);
+    }
+}
+
+/* A call whose values are the same for all tokens but for one column, of which the cotangent is 0:
+ * o = v to the last bit, and b = o.do needs no second scan. With a cotangent in that column, where
+ * o is rounded by as much as values differ, its row does. */
+static void open_evenly(mn_sample *s, const op_case *c, int64_t column) {
+    open_rounded(s, *c, 1);    // as bf16 holds them
+    const mn_sample_tensor *v = mn_sample_find(s, "v"), *o = mn_sample_find(s, "o");
+    const mn_sample_tensor *q = mn_sample_find(s, "q");
+    for (int64_t i = 0; i < q->count; i++) mn_sample_set(s, q->data, i, 0);
+    for (int64_t j = 0; j < c->V; j++) {
+        const double x = mn_sample_get(s, v->data, j);
+        set_column(s, v, v->data, j, x, x);
+    }
+    set_column(s, v, v->data, column, 1, 1.0078125);
+    set_column(s, o, o->partner, column, 0, 0);
+}
+
+/* A row of dq that needs a second scan for its cotangent moves none of the rows behind it that are
+ * scanned with it. */
+static void check_second_scan(int64_t window) {
+    enum { COLUMN = 9, TOKEN = 37 };
+    static const float values[] = { 100.0f, 1e25f };
+    op_case forms[OP_MAX_FORMS];
+    mn_sample clean;
+    op_forms(MN_OP_attention, forms);
+    op_case c = forms[0];
+    c.B = 1, c.H = 2, c.T = 150, c.K = c.V = 64, c.window = window;
+    open_evenly(&clean, &c, COLUMN);
+    op_run_device(gpu, &clean, &c, MN_BF16);
+    for (int i = 0; i < (int)MN_COUNTOF(values); i++) {
+        mn_sample got;
+        open_evenly(&got, &c, COLUMN);
+        const mn_sample_tensor *o = mn_sample_find(&got, "o");
+        const int64_t at = (TOKEN * c.H + 1) * c.V + COLUMN;
+        const op_spot spot = op_spot_at(&got, o, at);
+        mn_sample_set(&got, o->partner, at, (double)values[i]);
+        op_run_device(gpu, &got, &c, MN_BF16);
+        op_check_kept("cuda bf16, second scan", &clean, &got, o, &spot, values[i],
+                      OP_ON_GRADIENTS, &c);
+        mn_sample_free(&got);
+    }
+    mn_sample_free(&clean);
+}
+
+/* With a window, rows that see none of several values that are not finite keep their bits, those
+ * between them and those behind as well. */
+static void check_wild_values(int64_t width, int64_t window, float value) {
+    static const int64_t tokens[] = { 5, 70, 140, 141, 290 };
+    op_case forms[OP_MAX_FORMS];
+    mn_sample clean, got;
+    op_forms(MN_OP_attention, forms);
+    op_case c = forms[0];
+    c.B = 1, c.H = 2, c.T = 300, c.K = c.V = width, c.window = window;
+    open_rounded(&clean, c, 1);
+    open_rounded(&got, c, 1);
+    const mn_sample_tensor *v = mn_sample_find(&got, "v"), *o = mn_sample_find(&got, "o");
+    for (int i = 0; i < (int)MN_COUNTOF(tokens); i++) {    // of the heads' one key head
+        mn_sample_set(&got, v->data, tokens[i] * width + 7 * i, (double)value);
+    }
+    op_run_device(gpu, &clean, &c, MN_BF16);
+    op_run_device(gpu, &got, &c, MN_BF16);
+    const void *want = mn_sample_find(&clean, "o")->data;
+    int64_t moved = 0, first = -1;
+    for (int64_t at = 0; at < o->count; at++) {
+        const int64_t t = at / width / c.H;
+        bool sees = false;
+        for (int i = 0; i < (int)MN_COUNTOF(tokens); i++) {
+            sees = sees || (t >= tokens[i] && t < tokens[i] + window);
+        }
+        const double x = mn_sample_get(&got, o->data, at), y = mn_sample_get(&clean, want, at);
+        if (sees || memcmp(&x, &y, sizeof x) == 0) continue;
+        if (moved++ == 0) first = at;
+    }
+    CHECK(moved == 0,
+          "cuda bf16: %g in v at several tokens moves %lld of o, first of token %lld; %s",
+          (double)value, (long long)moved, (long long)(first / width / c.H), op_case_text(&c));
+    mn_sample_free(&clean);
+    mn_sample_free(&got);
+}
+
+/* Whether Hopper's kernels run, which keep that; those of other machines keep rows in front of the
+ * first such value. */
+static bool runs_as_hopper(void) {
+    mn_device_info info;
+    const char *machine = getenv("MN_CUDA_MACHINE");
+    return !machine && mn_device_describe(&info, 0) == MN_OK && info.major == 9 && info.minor == 0;
+}
+
+static void check_attention(void) {
+    static const int64_t widths[] = { 32, 64, 128 }, windows[] = { 1, 20, 60, 128 };
+    if (shares_next()) check_second_scan(0);
+    if (shares_next()) check_second_scan(90);
+    const int n = runs_as_hopper() ? (int)(MN_COUNTOF(widths) * MN_COUNTOF(windows)) : 0;
+    for (int i = 0; i < n; i++) {
+        const int64_t width = widths[i % 3], window = windows[i / 3];
+        if (!shares_next()) continue;
+        check_wild_values(width, window, NAN);
+        check_wild_values(width, window, -INFINITY);
+    }
 }
 
 static void list_broken(mn_op_id op) {
@@ -174,6 +286,7 @@ static void keeps_to_itself(mn_op_id op) {
             }
         }
     }
+    if (op == MN_OP_attention) check_attention();
     list_broken(op);
 }
 

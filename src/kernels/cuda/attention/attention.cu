@@ -256,12 +256,16 @@ static mn_attn_params relu_params(const void *args) {
 }
 
 static bool plan_forward(mn_plan *plan, const mn_attn_params &p) {
-    return mn_flash_supported(p) || mn_flash_sm80_supported(p) || mn_attn_plan(plan, p, false);
+    if (mn_flash_supported(p)) {
+        plan->shared_bytes = MN_ATTN_FWD_BYTES;
+        return true;
+    }
+    return mn_flash_sm80_supported(p) || mn_attn_plan(plan, p, false);
 }
 
 static int forward(const mn_attn_params &p, void *shared, void *stream) {
     if (!p.o.data && !p.lse.data) return cudaSuccess;
-    if (mn_flash_supported(p)) return mn_flash_fwd(p, (cudaStream_t)stream);
+    if (mn_flash_supported(p)) return mn_attn_fwd(p, shared, (cudaStream_t)stream);
     if (mn_flash_sm80_supported(p)) return mn_flash_fwd_sm80(p, (cudaStream_t)stream);
     return mn_attn_run(p, false, shared, stream);
 }

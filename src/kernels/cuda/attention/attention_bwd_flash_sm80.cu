@@ -147,8 +147,9 @@ attention_bwd_dq_sm80_kernel(const __grid_constant__ mn_bwd_params k) {
             mn_warp_ab<step, D, step>(dq, dz, mn_smem_addr(smem.x[stage]), 0);
         });
         if (!has_stats || scans == 1) break;
-        const bool inexact = mn_bwd_correct_delta(b, tolerance, residual_sum, size);
-        mn_bwd80_store_stats(k, q, a, b);
+        float whole[2];
+        const bool inexact = mn_bwd_correct_delta(whole, b, tolerance, residual_sum, size);
+        mn_bwd80_store_stats(k, q, a, whole);
         if (!__syncthreads_or(inexact)) break;
     }
     const float by[2] = { p.scale, p.scale };

@@ -8,9 +8,9 @@
  * forward left its sums and o, they give a and b = o.do; otherwise a scan before finds them. o was
  * rounded to bf16, and where a row has nearly all its weight on one key g - b has to cancel better
  * than that: the scan sums w (g - b), which is what b lacks, and where that counts beside the sum
- * of |w (g - b)| the block scans once more. Second kernel, a block for 128 keys: with keys as rows,
- * dv = sum w do and dk = scale sum dz q. Nothing is added across blocks. Windows of heads of up to
- * 64 columns are served where forward left its sums. */
+ * of |w (g - b)| the block scans once more, its other rows with the b that they had. Second kernel,
+ * a block for 128 keys: with keys as rows, dv = sum w do and dk = scale sum dz q. Nothing is added
+ * across blocks. Windows of heads of up to 64 columns are served where forward left its sums. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 
@@ -151,7 +151,7 @@ __device__ inline void mn_bwd_dq_consumer(mn_bwd_dq_smem<D> &smem, const mn_flas
         if (left < step) mn_flash_causal_mask<softmax>(z, left);
         if (has_window && left + 8 > p.window) mn_flash_window_mask(z, left - p.window);
     };
-    const auto store_stats = [&] {
+    const auto store_stats = [&](const float (&b)[2]) {
         for (int r = 0; r < 2 && thread % 4 == 0; r++) {
             if (row + 8 * r >= at.tile.n_rows) continue;
             float *to = mn_bwd_row_stats(k, at.tile.span.b, at.h,
@@ -174,7 +174,7 @@ __device__ inline void mn_bwd_dq_consumer(mn_bwd_dq_smem<D> &smem, const mn_flas
             mn_bwd_accumulate_stats<softmax>(s, z, g, scale);
         }
         mn_bwd_finish_stats<softmax>(s, a, b, p, scale);
-        store_stats();
+        store_stats(b);
     }
     float dq[D / 2];
     uint32_t dz[step / 4];
@@ -214,8 +214,9 @@ __device__ inline void mn_bwd_dq_consumer(mn_bwd_dq_smem<D> &smem, const mn_flas
             mn_bwd_arrive_empty(smem, n - 1);
         }
         if (!has_stats || n > n_tiles) break;
-        const bool inexact = mn_bwd_correct_delta(b, tolerance, residual_sum, size);
-        store_stats();
+        float whole[2];
+        const bool inexact = mn_bwd_correct_delta(whole, b, tolerance, residual_sum, size);
+        store_stats(whole);
         if (!__syncthreads_or(inexact)) break;
     }
     mn_fence_operand(dq);

@@ -338,10 +338,10 @@ __device__ inline void mn_single_pass_stage_dq(mn_single_pass_smem &smem, const 
 
 /* Starts dq = k'dz for 64 columns of the keys: rows of dq are columns of a head. */
 __device__ inline void mn_single_pass_wgmma_dq(float (&dq)[32], uint32_t keys, uint32_t dz) {
+    const uint64_t a = mn_smem_desc(keys, 16), b = mn_smem_desc(dz, 16);
 #pragma unroll
     for (int i = 0; i < MN_SINGLE_PASS_KEYS; i += 16) {
-        mn_wgmma<1, 1>(dq, mn_smem_desc(keys + i * 128, 16), mn_smem_desc(dz + i * 128, 16),
-                         i > 0);
+        mn_wgmma<1, 1>(dq, mn_smem_desc_at(a, i * 128), mn_smem_desc_at(b, i * 128), i > 0);
     }
 }
 

@@ -52,15 +52,21 @@ struct mn_flash_coord {
 __device__ inline mn_flash_coord mn_flash_coord_of(const mn_flash_params &f, int64_t block_id,
                                                const mn_call &call, int64_t heads, int64_t rows,
                                                bool last_first) {
-    const int64_t all = call.cu_seqlens ? heads : heads * call.B;
-    const int64_t first = block_id / (f.section * f.tiles) * f.section;
-    const int64_t in = block_id % (f.section * f.tiles), count = min(f.section, all - first);
-    const int64_t tile = last_first ? f.tiles - 1 - in / count : in / count;
-    const int64_t head = first + in % count;
+    /* In 32 bits, as there are no more blocks: a division of 64 takes hundreds of clocks. */
+    const uint32_t block = (uint32_t)block_id, tiles = (uint32_t)f.tiles, n_heads = (uint32_t)heads;
+    const uint32_t section = (uint32_t)f.section;
+    const uint32_t all = n_heads * (call.cu_seqlens ? 1u : (uint32_t)call.B);
+    const uint32_t first = block / (section * tiles) * section;
+    const uint32_t in = block - first * tiles, count = min(section, all - first);
+    const uint32_t turn = in / count, head = first + in - turn * count, b = head / n_heads;
+    const int64_t tile = last_first ? tiles - 1 - turn : turn;
     mn_flash_coord coord;
-    const int64_t slot = call.cu_seqlens ? tile : head / heads * f.tiles + tile;
-    coord.tile = mn_tile_at(call, rows, slot);
-    coord.h = head % heads;
+    coord.h = head - b * n_heads;
+    if (call.cu_seqlens) coord.tile = mn_tile_at(call, rows, tile);
+    else {
+        coord.tile.n = b, coord.tile.span = { (int64_t)b, 0, call.T };
+        coord.tile.first = tile * rows, coord.tile.n_rows = min(rows, call.T - tile * rows);
+    }
     coord.before = mn_keys_before(call);
     return coord;
 }
@@ -292,17 +298,21 @@ __device__ inline void mn_bwd_load_stats(float (&a)[2], float (&b)[2], float (&t
     }
 }
 
-/* Where b is short of sum w g by more than can be let pass it grows by that; `size` is the sum of
- * |w (g - b)|. True if any was. */
-__device__ inline bool mn_bwd_correct_delta(float (&b)[2], const float (&tolerance)[2],
+/* `whole` becomes b and what it is short of sum w g; `size` is the sum of |w (g - b)|. Where that
+ * is more than can be let pass b becomes `whole`, in such rows alone: what another row's cotangent
+ * asks for moves no bit of this one. True if any did. */
+__device__ inline bool mn_bwd_correct_delta(float (&whole)[2], float (&b)[2],
+                                            const float (&tolerance)[2],
                                             const float (&residual_sum)[2],
-                                    const float (&size)[2]) {
+                                            const float (&size)[2]) {
     bool any = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float residual = mn_quad_sum(residual_sum[r]), all = mn_quad_sum(size[r]);
-        any = any || fabsf(residual) > fmaf(all, 0x1p-7f, tolerance[r]);
-        b[r] += residual;
+        const bool inexact = fabsf(residual) > fmaf(all, 0x1p-7f, tolerance[r]);
+        whole[r] = b[r] + residual;
+        b[r] = inexact ? whole[r] : b[r];
+        any = any || inexact;
     }
     return any;
 }
