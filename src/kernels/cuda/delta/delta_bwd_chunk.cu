@@ -7,6 +7,7 @@
  *   delta_grad*                  dq, de, dw of all chunks, and parts of dbeta and dg
  *   delta_reduce_grads           dbeta and dg from these parts (decays per channel: dbeta alone) */
 #include "kernels/cuda/delta/delta_grad_channel.cuh"
+#include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_redo.cuh"
 #include "kernels/cuda/delta/delta_grad_sm90.cuh"
@@ -383,7 +384,7 @@ static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
         const int code = mn_delta_intra_chunk_sm90<KP>(job, &served, stream);
         if (served) return code;
     }
-    return mn_delta_intra_chunk<KP>(job, stream);
+    return mn_delta_intra_chunk_by_decay<KP>(job, stream);
 }
 
 /* Both scans, for all of padded_v columns of values. */

@@ -11,6 +11,7 @@
 #include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/delta/delta_state_scan.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
+#include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
@@ -490,7 +491,7 @@ static int forward(const mn_delta_params &job, void *query_work, cudaStream_t st
     }
     int code = cudaSuccess;
     if (job.p.query) code = mn_curvature_forward_cuda(job.p.query, query_work, stream);
-    if (code == cudaSuccess) code = mn_delta_intra_chunk<KP>(job, stream);
+    if (code == cudaSuccess) code = mn_delta_intra_chunk_by_decay<KP>(job, stream);
     if (code != cudaSuccess) return code;
     return job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
                                            : scan<KP, false>(job, stream);

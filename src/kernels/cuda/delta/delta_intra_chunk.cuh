@@ -203,8 +203,9 @@ __device__ inline void mn_delta_cumsum_decays(mn_delta_log_decays &log_decays,
 }
 
 /* Blocks of P above the diagonal are zeros: all threads of the block call. */
+template <int THREADS = MN_DELTA_INTRA_THREADS>
 __device__ inline void mn_delta_zero_upper(mn_bf16 *P) {
-    for (int k = threadIdx.x; k < MN_DELTA_MATRIX / 8; k += MN_DELTA_INTRA_THREADS) {
+    for (int k = threadIdx.x; k < MN_DELTA_MATRIX / 8; k += THREADS) {
         const float zeros[8] = {};
         if (k % 8 / 2 > k / 8 / 16) mn_store<8>(P, k * 8, zeros);
     }

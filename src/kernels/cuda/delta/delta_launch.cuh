@@ -156,6 +156,7 @@ inline int mn_delta_col_tiles(int64_t columns, int64_t heads, bool tight) {
     return col_tiles;
 }
 
+/* The intra-chunk stage where no kernel of Hopper serves. */
 template <int KP>
 inline int mn_delta_intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
