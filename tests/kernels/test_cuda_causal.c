@@ -103,32 +103,42 @@ static void check_call(const op_case *c, int d, bool every) {
     mn_sample_free(&clean);
 }
 
-/* On both sides of the sizes at which kernels by chunks, and those of tensor cores, take over; the
- * last are tried with dplr alone, which has two such kernels. */
-enum { SIZES_OF_DPLR = 2 };
-/* On both sides of the sizes at which kernels by chunks, and those of tensor cores, take over;
- * `turns`: only where channels may turn, whose states then have two rows for each. */
+/* On both sides of the sizes at which kernels by chunks, and those of tensor cores, take over. */
+enum {
+    ALL,
+    DPLR,      // which has two such kernels
+    TURNING    // where channels may turn: two rows of a state for each
+};
 static const struct {
     int64_t B, H, T, K, V;
-    bool packed, turns;
+    bool packed;
+    int whose;
 } sizes[] = {
-    { 2, 2, 75, 19, 18, false }, { 1, 3, 103, 32, 40, true },    { 1, 1, 97, 64, 96, false },
-    { 2, 2, 150, 64, 64, false }, { 1, 2, 140, 128, 128, false }, { 1, 2, 103, 128, 128, true },
-    { 2, 1, 90, 48, 48, false },  { 1, 2, 103, 96, 96, true },
-    { 2, 2, 75, 19, 18, false, false },    { 1, 3, 103, 32, 40, true, false },
-    { 1, 1, 97, 64, 96, false, false },    { 2, 2, 150, 64, 64, false, false },
-    { 1, 2, 140, 128, 128, false, false }, { 1, 2, 103, 128, 128, true, false },
-    { 1, 2, 75, 140, 24, false, true },
+    { 2, 2, 75, 19, 18, false, ALL },      { 1, 3, 103, 32, 40, true, ALL },
+    { 1, 1, 97, 64, 96, false, ALL },      { 2, 2, 150, 64, 64, false, ALL },
+    { 1, 2, 140, 128, 128, false, ALL },   { 1, 2, 103, 128, 128, true, ALL },
+    { 2, 1, 90, 48, 48, false, DPLR },     { 1, 2, 103, 96, 96, true, DPLR },
+    { 1, 2, 75, 140, 24, false, TURNING },
 };
 
-/* Whether keys may have two rows of the state each (R = 2 K). */
-static bool may_turn(mn_op_id op) {
+static bool has_input(mn_op_id op, const char *name) {
     int count;
     const mn_field *fields = mn_op_fields(op, &count);
     for (int i = 0; i < count; i++) {
-        if (strcmp(fields[i].name, "theta") == 0) return true;
+        if (strcmp(fields[i].name, name) == 0) return true;
     }
     return false;
+}
+
+/* Whether a size is one for this call. */
+static bool concerns(int whose, const op_case *c) {
+    switch (whose) {
+    case DPLR: return c->op == MN_OP_dplr;
+    case TURNING: return has_input(c->op, "theta");
+    default: return true;
+    }
+}
+
 /* ---- attention ------------------------------------------------------------------------------- */
 
 /* A column of all heads, of even and odd tokens. */
@@ -177,8 +187,8 @@ static void check_second_scan(int64_t window) {
         const op_spot spot = op_spot_at(&got, o, at);
         mn_sample_set(&got, o->partner, at, (double)values[i]);
         op_run_device(gpu, &got, &c, MN_BF16);
-        op_check_kept("cuda bf16, second scan", &clean, &got, o, &spot, values[i],
-                      OP_ON_GRADIENTS, &c);
+        op_check_kept("cuda bf16, second scan", &clean, &got, o, &spot, values[i], OP_ON_GRADIENTS,
+                      &c);
         mn_sample_free(&got);
     }
     mn_sample_free(&clean);
@@ -270,17 +280,16 @@ static void keeps_to_itself(mn_op_id op) {
     }
     if (!mn_op_has_cuda(op, MN_FORWARD)) return;
     const int n_forms = op_forms(op, forms);
-    const int n_sizes = (int)MN_COUNTOF(sizes) - (op == MN_OP_dplr ? 0 : SIZES_OF_DPLR);
     shares_restart();
     for (int f = 0; f < n_forms; f++) {
         if (op_is_refused(gpu, forms[f])) continue;
-        for (int i = 0; i < n_sizes; i++) {
+        for (int i = 0; i < (int)MN_COUNTOF(sizes); i++) {
             op_case c = forms[f];
             c.B = sizes[i].B, c.H = sizes[i].H, c.T = sizes[i].T;
             c.K = sizes[i].K, c.V = sizes[i].V, c.seed = 1 + (uint64_t)f;
             if (sizes[i].packed) c.cu_seqlens = borders, c.n_seqs = 4;
             if (sizes[i].packed && !op_has_time(op)) continue;
-            if (sizes[i].turns && !may_turn(op)) continue;
+            if (!concerns(sizes[i].whose, &c)) continue;
             for (int d = 0; d < N_DTYPES; d++) {
                 if (shares_next()) check_call(&c, d, f == 0);
             }
