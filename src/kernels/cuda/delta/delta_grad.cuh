@@ -46,7 +46,7 @@ struct mn_grad_fold {
     int times;
 };
 
-/* A tile of 64 value columns. */
+/* A tile of 64 value columns. dX comes as the record has it, or as dv: (64 tokens, 64 columns). */
 template <int KT>
 struct alignas(128) mn_grad_stage {
     unsigned char cot[mn_tile_bytes<64>()], dX[mn_tile_bytes<64>()], R[mn_tile_bytes<64>()];
@@ -97,6 +97,12 @@ struct mn_grad_acc {
     float end[8];                        // S . D of eight channels, some of the rows
 };
 
+/* dv, which the scan back has stored, as what gradients come from. */
+__host__ __device__ inline mn_in mn_grad_dv(const mn_delta_params &job) {
+    const mn_out &dv = job.p.grad.v;
+    return { dv.data, { dv.stride[0], dv.stride[1], dv.stride[2] } };
+}
+
 template <int KT, int CHANNEL>
 __device__ inline void mn_grad_load(mn_grad_stage<KT> &to, const mn_delta_params &job,
                                       const mn_grad_coord &at, int64_t column0) {
@@ -107,7 +113,13 @@ __device__ inline void mn_grad_load(mn_grad_stage<KT> &to, const mn_delta_params
     mn_chunk_load<CHANNEL, 64, n_threads>(to.cot, mn_in{}, job.p.cot.o, job.packed[MN_DELTA_COT],
                                           at.tile.span, at.h, at.tile.first, at.count, column0,
                                           job.p.call.V, tid);
-    mn_tile_reload<64, n_threads>(to.dX, workspace.dX + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, tid);
+    if (job.dX_is_dv) {
+        mn_tile_load<64, n_threads>(to.dX, mn_grad_dv(job), job.packed[MN_DELTA_DV], at.tile.span,
+                                    at.h, at.tile.first, at.count, column0, job.p.call.V, tid);
+    } else {
+        mn_tile_reload<64, n_threads>(to.dX, workspace.dX + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK,
+                                      tid);
+    }
     mn_tile_reload<64, n_threads>(to.R, workspace.R + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, tid);
     mn_tile_reload<KT, n_threads>(to.S, workspace.S + row * stride + at.channel0, stride, tid);
     mn_tile_reload<KT, n_threads>(to.D, workspace.D + row * stride + at.channel0, stride, tid);
@@ -116,7 +128,7 @@ __device__ inline void mn_grad_load(mn_grad_stage<KT> &to, const mn_delta_params
 /* Adds a tile of value columns to the sums. */
 template <int KT>
 __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_stage<KT> &stage,
-                                       const mn_grad_coord &at) {
+                                          const mn_grad_coord &at, bool dX_is_dv) {
     const unsigned cot = mn_shared_u32(stage.cot), dX = mn_shared_u32(stage.dX),
         R = mn_shared_u32(stage.R);
     const unsigned S = mn_shared_u32(stage.S), D = mn_shared_u32(stage.D);
@@ -125,7 +137,8 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
     for (int k = 0; k < 64; k += 16) {
         unsigned from_cot[4], from_dX[4], from_R[4], b[4];
         mn_frag_a(from_cot, cot, row0, k);
-        mn_frag_a_trans(from_dX, dX, row0, k);
+        if (dX_is_dv) mn_frag_a(from_dX, dX, row0, k);
+        else mn_frag_a_trans(from_dX, dX, row0, k);
         mn_frag_a_trans(from_R, R, row0, k);
 #pragma unroll
         for (int n = 0; n < mn_grad_acc<KT>::N; n += 2) {
@@ -188,7 +201,7 @@ __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
         mn_cp_async_commit();
         mn_cp_async_wait<1>();
         __syncthreads();
-        mn_grad_mma_values<KT>(sum, smem.stage[i % 2], at);
+        mn_grad_mma_values<KT>(sum, smem.stage[i % 2], at, job.dX_is_dv);
         __syncthreads();
     }
     mn_cp_async_wait<0>();

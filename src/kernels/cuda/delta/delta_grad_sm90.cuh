@@ -3,7 +3,8 @@
  *
  * A block of delta_grad_kernel waits for its tiles, multiplies, and stores, one after the other,
  * and is alone on its processor. Here a block stays and goes through chunks; a producer warp has
- * TMA load what the next ones need while 16 warps compute. */
+ * TMA load what the next ones need while 16 warps compute. As it has all channels of a chunk, it
+ * stores dbeta and dg as well. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 
@@ -14,7 +15,7 @@ namespace mneme::delta {
 
 enum { MN_GRAD_SM90_THREADS = MN_DELTA_GRAD_THREADS + 128 };    // a warpgroup gives registers
 
-/* The tensors for TMA: q, e, do, and of the workspace what the scans have left. */
+/* The tensors for TMA: q, e, do, and of the workspace what the scans have left; dX may be dv. */
 struct mn_grad_tma_maps {
     CUtensorMap q, e, cot, S, D, R, dX, P, A;
 };
@@ -117,11 +118,16 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
                                            int64_t column0) {
     const mn_delta_args &p = job.p;
     const int lane = threadIdx.x % 32;
-    const bool full = mn_grad_is_full(job, at);
+    const bool full = mn_grad_is_full(job, at), dv = job.dX_is_dv;
     const int64_t row = at.index * job.padded_v + column0;
+    const int64_t t = at.tile.span.t0 + at.tile.first, b = at.tile.span.b;
     if (!full) {
         mn_tile_load<64, 32>(to.cot, p.cot.o, true, at.tile.span, at.h, at.tile.first, at.count,
                              column0, p.call.V, lane);
+        if (dv) {
+            mn_tile_load<64, 32>(to.dX, mn_grad_dv(job), true, at.tile.span, at.h, at.tile.first,
+                                 at.count, column0, p.call.V, lane);
+        }
         mn_grad_copies_done();
     }
     if (lane > 0) {
@@ -129,12 +135,10 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
         return;
     }
     mn_mbarrier_arrive_expect_tx(mbar, 2 * mn_tile_bytes<KT>() +
-                                           (full ? 3 : 2) * mn_tile_bytes<64>());
-    if (full) {
-        mn_tma_load(to.cot, maps.cot, mbar, (int)column0, (int)at.h,
-                    (int)(at.tile.span.t0 + at.tile.first), (int)at.tile.span.b);
-    }
-    mn_grad_tma_load<1>(to.dX, maps.dX, mbar, 0, 0, row, 0);
+                                           (full ? 3 : dv ? 1 : 2) * mn_tile_bytes<64>());
+    if (full) mn_grad_tma_load<1>(to.cot, maps.cot, mbar, column0, at.h, t, b);
+    if (!dv) mn_grad_tma_load<1>(to.dX, maps.dX, mbar, 0, 0, row, 0);
+    else if (full) mn_grad_tma_load<1>(to.dX, maps.dX, mbar, column0, at.h, t, b);
     mn_grad_tma_load<KT / 64>(to.S, maps.S, mbar, 0, 0, row, 0);
     mn_grad_tma_load<1>(to.R, maps.R, mbar, 0, 0, row, 0);
     mn_grad_tma_load<KT / 64>(to.D, maps.D, mbar, 0, 0, row, 0);
@@ -169,6 +173,49 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
 
 /* ---- the warps that multiply ----------------------------------------------------------------- */
 
+/* dbeta and dg of a chunk, by one warp, of which a lane has two tokens: dg_t = sum over s >= t of
+ * dG_s + dG_end; for a decay per head the chunk's sum of dg goes to workspace.whole. */
+__device__ inline void mn_grad_store_tokens(const mn_delta_params &job, const mn_grad_sums &sums,
+                                            float cum_decay, const mn_grad_coord &at) {
+    const mn_delta_args &p = job.p;
+    const int lane = threadIdx.x % 32;
+    float G[2] = {}, beta[2] = {}, written = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int t = 2 * lane + k;
+            G[k] += sums.G[i][t] + (sums.rows[i][t] - sums.columns[i][t]);
+            beta[k] += sums.beta[i][t];
+            written += sums.write[i][t];
+        }
+    }
+    const float both = lane < MN_DELTA_GRAD_WARPS ? sums.end[lane] : 0.0f;
+    const float end = fmaf(cum_decay, mn_warp_sum(both), mn_warp_sum(written));
+    float behind = G[0] + G[1];    // sums from this lane's tokens to the end
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const float other = __shfl_down_sync(0xffffffffu, behind, step);
+        if (lane + step < 32) behind += other;
+    }
+    const float later = __shfl_down_sync(0xffffffffu, behind, 1);
+    const float dg[2] = { behind + end, (lane < 31 ? later : 0.0f) + G[1] + end };
+    float whole = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const int t = 2 * lane + k;
+        if (t >= at.count) continue;
+        const int64_t when = at.tile.span.t0 + at.tile.first + t;
+        mn_bf16 *to_beta = mn_row<mn_bf16>(p.grad.beta, at.tile.span.b, when, at.h);
+        if (to_beta) mn_put(to_beta, beta[k]);
+        whole += dg[k];
+        if (p.decay != MN_DECAY_TOKEN || !p.grad.g.data) continue;
+        mn_put(mn_row<mn_bf16>(p.grad.g, at.tile.span.b, when, at.h), dg[k]);
+    }
+    whole = mn_warp_sum(whole);
+    if (lane == 0) job.workspace.whole[at.index] = whole;
+}
+
 /* What is left of a chunk once all value columns are in `sum`. */
 template <int KT>
 __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad_acc<KT> &sum,
@@ -196,8 +243,9 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.matrices_empty);
     });
-    mn_grad_store_partial(((mn_delta_partial *)job.workspace.parts)[at.index], chunk.sums,
-                          chunk.log_decays.gamma[MN_DELTA_CHUNK - 1], true);
+    if (threadIdx.x < 32) {
+        mn_grad_store_tokens(job, chunk.sums, chunk.log_decays.gamma[MN_DELTA_CHUNK - 1], at);
+    }
     mn_fence_proxy_async();
     mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
 }
@@ -214,7 +262,7 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
         mn_grad_acc<KT> sum = {};
         for (int i = 0; i < tiles; i++, n++) {
             mn_mbarrier_wait(&smem.stage_full[n % 2], n / 2 & 1);
-            mn_grad_mma_values<KT>(sum, smem.stage[n % 2], at);
+            mn_grad_mma_values<KT>(sum, smem.stage[n % 2], at, job.dX_is_dv);
             mn_mbarrier_arrive_warp(&smem.stage_empty[n % 2]);
         }
         mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
@@ -232,7 +280,8 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
  * of n_records = slots * H.
  * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
  *         e (64,KT), for each chunk.
- * Stores  grad.q, grad.e (64,KT) where given; parts of dbeta and dg in workspace.parts. */
+ * Stores  grad.q, grad.e (64,KT), grad.beta and grad.g (64) where given; the sum of dg in
+ *         workspace.whole. */
 template <int KT, bool REDO>
 __global__ void __launch_bounds__(MN_GRAD_SM90_THREADS, 1)
 delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
@@ -286,7 +335,9 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
            mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
            mn_delta_tma_map_rows(&maps->D, workspace.D, rows, K) &&
            mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK) &&
-           mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK) &&
+           (job.dX_is_dv
+                ? mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
+                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK)) &&
            mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK) &&
            mn_delta_tma_map_rows(&maps->A, workspace.A, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK);
 }
