@@ -125,10 +125,10 @@ __device__ inline void mn_grad_load(mn_grad_stage<KT> &to, const mn_delta_params
     mn_tile_reload<KT, n_threads>(to.D, workspace.D + row * stride + at.channel0, stride, tid);
 }
 
-/* Adds a tile of value columns to the sums. */
-template <int KT>
+/* Adds a tile of value columns to the sums. DV: dX came as dv. */
+template <int KT, bool DV>
 __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_stage<KT> &stage,
-                                          const mn_grad_coord &at, bool dX_is_dv) {
+                                          const mn_grad_coord &at) {
     const unsigned cot = mn_shared_u32(stage.cot), dX = mn_shared_u32(stage.dX),
         R = mn_shared_u32(stage.R);
     const unsigned S = mn_shared_u32(stage.S), D = mn_shared_u32(stage.D);
@@ -137,7 +137,7 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
     for (int k = 0; k < 64; k += 16) {
         unsigned from_cot[4], from_dX[4], from_R[4], b[4];
         mn_frag_a(from_cot, cot, row0, k);
-        if (dX_is_dv) mn_frag_a(from_dX, dX, row0, k);
+        if (DV) mn_frag_a(from_dX, dX, row0, k);
         else mn_frag_a_trans(from_dX, dX, row0, k);
         mn_frag_a_trans(from_R, R, row0, k);
 #pragma unroll
@@ -201,7 +201,8 @@ __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
         mn_cp_async_commit();
         mn_cp_async_wait<1>();
         __syncthreads();
-        mn_grad_mma_values<KT>(sum, smem.stage[i % 2], at, job.dX_is_dv);
+        if (job.dX_is_dv) mn_grad_mma_values<KT, true>(sum, smem.stage[i % 2], at);
+        else mn_grad_mma_values<KT, false>(sum, smem.stage[i % 2], at);
         __syncthreads();
     }
     mn_cp_async_wait<0>();

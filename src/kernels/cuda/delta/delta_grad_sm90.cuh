@@ -36,7 +36,7 @@ struct mn_grad_sm90_smem {
     mn_grad_sums sums[2];
     mn_grad_coord place[2];
     uint64_t stage_full[2], stage_empty[2], keys_full[2], keys_empty[2];
-    uint64_t matrices_full, matrices_empty;
+    uint64_t matrices_full, matrices_empty, sums_full[2];
 };
 
 /* What is one chunk's, as the functions of delta_grad.cuh know it. */
@@ -57,6 +57,25 @@ struct mn_grad_chunk {
  * the tensor's end. */
 __device__ inline bool mn_grad_is_full(const mn_delta_params &job, const mn_grad_coord &at) {
     return !job.p.call.cu_seqlens || at.count == MN_DELTA_CHUNK;
+}
+
+/* What mn_tile_load does with the rows of a chunk's tokens, by a warp that has few registers. */
+template <int COLUMNS>
+__device__ inline void mn_grad_copy_rows(unsigned char *tile, const mn_in &view,
+                                         const mn_grad_coord &at, int64_t h, int64_t column0,
+                                         int64_t width) {
+    constexpr int vec16s = COLUMNS / 8, step = 32 / vec16s;
+    const int row0 = threadIdx.x % 32 / vec16s, vec16 = threadIdx.x % vec16s;
+    const int64_t j = column0 + 8 * vec16, first = at.tile.span.t0 + at.tile.first;
+    const int n_rows = j < width ? at.count : 0;
+    const mn_bf16 *from = mn_row<mn_bf16>(view, at.tile.span.b, first + row0, h) + j;
+#pragma unroll 1
+    for (int row = row0; row < MN_DELTA_CHUNK; row += step) {
+        const bool inside = row < n_rows;
+        mn_cp_async_vec16(mn_shared_u32(tile) + mn_tile_swizzle(row, vec16),
+                          inside ? from : view.data, inside ? 16 : 0);
+        from += step * view.stride[1];
+    }
 }
 
 /* The warp's own copies are there, for those who read them and for TMA, which writes over them. */
@@ -90,10 +109,8 @@ __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
     mn_grad_sm90_keys<KT> &to = smem.keys[slot];
     uint64_t *mbar = &smem.keys_full[slot];
     if (!full) {
-        mn_tile_load<KT, 32>(to.q, p.q, true, at.tile.span, key, at.tile.first, at.count, 0,
-                             p.call.K, lane);
-        mn_tile_load<KT, 32>(to.e, p.e, true, at.tile.span, key, at.tile.first, at.count, 0,
-                             p.call.K, lane);
+        mn_grad_copy_rows<KT>(to.q, p.q, at, key, 0, p.call.K);
+        mn_grad_copy_rows<KT>(to.e, p.e, at, key, 0, p.call.K);
         mn_grad_copies_done();
     }
     if (lane > 0) {
@@ -122,12 +139,8 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
     const int64_t row = at.index * job.padded_v + column0;
     const int64_t t = at.tile.span.t0 + at.tile.first, b = at.tile.span.b;
     if (!full) {
-        mn_tile_load<64, 32>(to.cot, p.cot.o, true, at.tile.span, at.h, at.tile.first, at.count,
-                             column0, p.call.V, lane);
-        if (dv) {
-            mn_tile_load<64, 32>(to.dX, mn_grad_dv(job), true, at.tile.span, at.h, at.tile.first,
-                                 at.count, column0, p.call.V, lane);
-        }
+        mn_grad_copy_rows<64>(to.cot, p.cot.o, at, at.h, column0, p.call.V);
+        if (dv) mn_grad_copy_rows<64>(to.dX, mn_grad_dv(job), at, at.h, column0, p.call.V);
         mn_grad_copies_done();
     }
     if (lane > 0) {
@@ -173,49 +186,6 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
 
 /* ---- the warps that multiply ----------------------------------------------------------------- */
 
-/* dbeta and dg of a chunk, by one warp, of which a lane has two tokens: dg_t = sum over s >= t of
- * dG_s + dG_end; for a decay per head the chunk's sum of dg goes to workspace.whole. */
-__device__ inline void mn_grad_store_tokens(const mn_delta_params &job, const mn_grad_sums &sums,
-                                            float cum_decay, const mn_grad_coord &at) {
-    const mn_delta_args &p = job.p;
-    const int lane = threadIdx.x % 32;
-    float G[2] = {}, beta[2] = {}, written = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const int t = 2 * lane + k;
-            G[k] += sums.G[i][t] + (sums.rows[i][t] - sums.columns[i][t]);
-            beta[k] += sums.beta[i][t];
-            written += sums.write[i][t];
-        }
-    }
-    const float both = lane < MN_DELTA_GRAD_WARPS ? sums.end[lane] : 0.0f;
-    const float end = fmaf(cum_decay, mn_warp_sum(both), mn_warp_sum(written));
-    float behind = G[0] + G[1];    // sums from this lane's tokens to the end
-#pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-        const float other = __shfl_down_sync(0xffffffffu, behind, step);
-        if (lane + step < 32) behind += other;
-    }
-    const float later = __shfl_down_sync(0xffffffffu, behind, 1);
-    const float dg[2] = { behind + end, (lane < 31 ? later : 0.0f) + G[1] + end };
-    float whole = 0.0f;
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const int t = 2 * lane + k;
-        if (t >= at.count) continue;
-        const int64_t when = at.tile.span.t0 + at.tile.first + t;
-        mn_bf16 *to_beta = mn_row<mn_bf16>(p.grad.beta, at.tile.span.b, when, at.h);
-        if (to_beta) mn_put(to_beta, beta[k]);
-        whole += dg[k];
-        if (p.decay != MN_DECAY_TOKEN || !p.grad.g.data) continue;
-        mn_put(mn_row<mn_bf16>(p.grad.g, at.tile.span.b, when, at.h), dg[k]);
-    }
-    whole = mn_warp_sum(whole);
-    if (lane == 0) job.workspace.whole[at.index] = whole;
-}
-
 /* What is left of a chunk once all value columns are in `sum`. */
 template <int KT>
 __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad_acc<KT> &sum,
@@ -243,14 +213,12 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.matrices_empty);
     });
-    if (threadIdx.x < 32) {
-        mn_grad_store_tokens(job, chunk.sums, chunk.log_decays.gamma[MN_DELTA_CHUNK - 1], at);
-    }
+    mn_mbarrier_arrive_warp(&smem.sums_full[slot]);
     mn_fence_proxy_async();
     mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
 }
 
-template <int KT, bool REDO>
+template <int KT, bool REDO, bool DV>
 __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
@@ -262,7 +230,7 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
         mn_grad_acc<KT> sum = {};
         for (int i = 0; i < tiles; i++, n++) {
             mn_mbarrier_wait(&smem.stage_full[n % 2], n / 2 & 1);
-            mn_grad_mma_values<KT>(sum, smem.stage[n % 2], at, job.dX_is_dv);
+            mn_grad_mma_values<KT, DV>(sum, smem.stage[n % 2], at);
             mn_mbarrier_arrive_warp(&smem.stage_empty[n % 2]);
         }
         mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
@@ -274,15 +242,82 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
     }
 }
 
+/* ---- the warp that sums up over tokens -------------------------------------------------------- */
+
+/* Stores a number of each of the two tokens of this lane. */
+__device__ inline void mn_grad_put_tokens(const mn_out &view, const mn_grad_coord &at, float x,
+                                          float y) {
+    const int t = 2 * (threadIdx.x % 32);
+    if (!view.data || t >= at.count) return;
+    mn_bf16 *to =
+        mn_row<mn_bf16>(view, at.tile.span.b, at.tile.span.t0 + at.tile.first + t, at.h);
+    mn_put(to, x);
+    if (t + 1 < at.count) mn_put(to + view.stride[1], y);
+}
+
+/* dbeta and dg of a chunk, by one warp, of which a lane has two tokens: dg_t = sum over s >= t of
+ * dG_s + dG_end; for a decay per head the chunk's sum of dg goes to workspace.whole. Registers are
+ * few here, so that nothing is unrolled. */
+__device__ inline void mn_grad_store_tokens(const mn_delta_params &job, const mn_grad_sums &sums,
+                                            float cum_decay, const mn_grad_coord &at) {
+    const int lane = threadIdx.x % 32, t = 2 * lane;
+    float x = 0.0f, y = 0.0f, written = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+        x += sums.beta[i][t], y += sums.beta[i][t + 1];
+        written += sums.write[i][t] + sums.write[i][t + 1];
+    }
+    mn_grad_put_tokens(job.p.grad.beta, at, x, y);
+    x = y = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+        x += sums.G[i][t] + (sums.rows[i][t] - sums.columns[i][t]);
+        y += sums.G[i][t + 1] + (sums.rows[i][t + 1] - sums.columns[i][t + 1]);
+    }
+    float behind = x + y;    // sums from this lane's tokens to the end
+#pragma unroll 1
+    for (int step = 1; step < 32; step <<= 1) {
+        const float other = __shfl_down_sync(0xffffffffu, behind, step);
+        if (lane + step < 32) behind += other;
+    }
+    const float later = __shfl_down_sync(0xffffffffu, behind, 1);
+    const float both = lane < MN_DELTA_GRAD_WARPS ? sums.end[lane] : 0.0f;
+    const float end = fmaf(cum_decay, mn_warp_sum(both), mn_warp_sum(written));
+    x = behind + end, y = (lane < 31 ? later : 0.0f) + y + end;
+    if (job.p.decay == MN_DECAY_TOKEN) mn_grad_put_tokens(job.p.grad.g, at, x, y);
+    const float whole = mn_warp_sum((t < at.count ? x : 0.0f) + (t + 1 < at.count ? y : 0.0f));
+    if (lane == 0) job.workspace.whole[at.index] = whole;
+}
+
+/* Takes the sums of each chunk from the warps that multiply. */
+template <int KT, bool REDO>
+__device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
+                                          int64_t n_records) {
+    int iter = 0;
+    for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
+        const int slot = iter % 2, phase = iter / 2 & 1;
+        if (REDO && job.cuts[index] == 0) continue;
+        mn_mbarrier_wait(&smem.keys_full[slot], phase);
+        mn_mbarrier_wait(&smem.sums_full[slot], phase);
+        mn_grad_store_tokens(job, smem.sums[slot], smem.log_decays[slot].gamma[MN_DELTA_CHUNK - 1],
+                             smem.place[slot]);
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
+        iter++;
+    }
+}
+
 #endif
 
-/* Grid: as many blocks of 17 warps as there are processors, block b has records b, b + grid, ...
+/* DV: dX is dv.
+ *
+ * Grid: as many blocks of 18 warps as there are processors, block b has records b, b + grid, ...
  * of n_records = slots * H.
  * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
  *         e (64,KT), for each chunk.
  * Stores  grad.q, grad.e (64,KT), grad.beta and grad.g (64) where given; the sum of dg in
  *         workspace.whole. */
-template <int KT, bool REDO>
+template <int KT, bool REDO, bool DV>
 __global__ void __launch_bounds__(MN_GRAD_SM90_THREADS, 1)
 delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
                        const __grid_constant__ mn_grad_tma_maps maps, int64_t n_records) {
@@ -298,7 +333,8 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
             mn_mbarrier_init(&smem.stage_full[i], 32);
             mn_mbarrier_init(&smem.keys_full[i], 32);
             mn_mbarrier_init(&smem.stage_empty[i], MN_DELTA_GRAD_WARPS);
-            mn_mbarrier_init(&smem.keys_empty[i], MN_DELTA_GRAD_WARPS);
+            mn_mbarrier_init(&smem.sums_full[i], MN_DELTA_GRAD_WARPS);
+            mn_mbarrier_init(&smem.keys_empty[i], MN_DELTA_GRAD_WARPS + 1);
         }
         mn_mbarrier_init(&smem.matrices_full, 1);
         mn_mbarrier_init(&smem.matrices_empty, MN_DELTA_GRAD_WARPS);
@@ -307,12 +343,14 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
     }
     __syncthreads();
     if (threadIdx.x < MN_DELTA_GRAD_THREADS) {
-        mn_setmaxnreg_inc<112>();
-        mn_grad_consumer<KT, REDO>(smem, job, n_records);
+        mn_setmaxnreg_inc<104>();
+        mn_grad_consumer<KT, REDO, DV>(smem, job, n_records);
     } else {
-        mn_setmaxnreg_dec<32>();
+        mn_setmaxnreg_dec<64>();
         if (threadIdx.x < MN_DELTA_GRAD_THREADS + 32) {
             mn_grad_producer<KT, REDO>(smem, job, maps, n_records);
+        } else if (threadIdx.x < MN_DELTA_GRAD_THREADS + 64) {
+            mn_grad_token_sums<KT, REDO>(smem, job, n_records);
         }
     }
 #endif
@@ -347,8 +385,9 @@ inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps
                               int64_t records, cudaStream_t stream) {
     const int64_t n = mn_delta_grad_blocks(job, records);
     const int64_t blocks = mn_min(n, (int64_t)mn_device_props_current().processors);
-    const auto kernel =
-        job.cuts ? delta_grad_sm90_kernel<KT, true> : delta_grad_sm90_kernel<KT, false>;
+    const auto kernel = job.cuts       ? delta_grad_sm90_kernel<KT, true, false>
+                        : job.dX_is_dv ? delta_grad_sm90_kernel<KT, false, true>
+                                       : delta_grad_sm90_kernel<KT, false, false>;
     return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_GRAD_SM90_THREADS,
                                  sizeof(mn_grad_sm90_smem<KT>), stream, job, maps, n);
 }
