@@ -125,6 +125,25 @@ __device__ inline void mn_grad_load(mn_grad_stage<KT> &to, const mn_delta_params
     mn_tile_reload<KT, n_threads>(to.D, workspace.D + row * stride + at.channel0, stride, tid);
 }
 
+/* Adds S . D of a tile of value columns, of eight channels to N sums. */
+template <int KT, int N>
+__device__ inline void mn_grad_add_ends(float (&end)[N], const mn_grad_stage<KT> &stage) {
+    constexpr int vec16s = KT / 8;
+    const int vec16 = threadIdx.x % vec16s;
+#pragma unroll
+    for (int row = threadIdx.x / vec16s; row < 64; row += MN_DELTA_GRAD_THREADS / vec16s) {
+        const uint4 s = *(const uint4 *)(stage.S + mn_tile_swizzle(row, vec16));
+        const uint4 d = *(const uint4 *)(stage.D + mn_tile_swizzle(row, vec16));
+        const unsigned x[4] = { s.x, s.y, s.z, s.w }, y[4] = { d.x, d.y, d.z, d.w };
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float &even = end[2 * i % N], &odd = end[(2 * i + 1) % N];
+            even = fmaf(mn_bf16_lo(x[i]), mn_bf16_lo(y[i]), even);
+            odd = fmaf(mn_bf16_hi(x[i]), mn_bf16_hi(y[i]), odd);
+        }
+    }
+}
+
 /* Adds a tile of value columns to the sums. DV: dX came as dv. */
 template <int KT, bool DV>
 __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_stage<KT> &stage,
@@ -158,20 +177,9 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
         mn_mma(sum.A[0], from_dX, b[0], b[1]);
         mn_mma(sum.A[1], from_dX, b[2], b[3]);
     }
-    constexpr int vec16s = KT / 8;
-    const int vec16 = threadIdx.x % vec16s;
-#pragma unroll
-    for (int row = threadIdx.x / vec16s; row < 64; row += MN_DELTA_GRAD_THREADS / vec16s) {
-        const uint4 s = *(const uint4 *)(stage.S + mn_tile_swizzle(row, vec16));
-        const uint4 d = *(const uint4 *)(stage.D + mn_tile_swizzle(row, vec16));
-        const unsigned x[4] = { s.x, s.y, s.z, s.w }, y[4] = { d.x, d.y, d.z, d.w };
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            sum.end[2 * i] = fmaf(mn_bf16_lo(x[i]), mn_bf16_lo(y[i]), sum.end[2 * i]);
-            sum.end[2 * i + 1] = fmaf(mn_bf16_hi(x[i]), mn_bf16_hi(y[i]), sum.end[2 * i + 1]);
-        }
-    }
+    mn_grad_add_ends<KT>(sum.end, stage);
 }
+
 
 /* Adds all value columns to `sum`, and loads the chunk's q, e, w into smem.keys. */
 template <int KT, int CHANNEL = false, typename Smem>

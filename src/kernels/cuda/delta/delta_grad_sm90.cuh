@@ -10,6 +10,7 @@
 
 #include "kernels/cuda/delta/delta_grad.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
+#include "kernels/cuda/delta/delta_mma.cuh"
 
 namespace mneme::delta {
 
@@ -186,18 +187,80 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
 
 /* ---- the warps that multiply ----------------------------------------------------------------- */
 
+/* By wgmma, from shared memory alone: the four warps of a quarter are a warpgroup, whose sums lie as
+ * those of mma do; false: by mma of each warp. */
+constexpr bool mn_grad_by_wgmma = true;
+
+/* A column of a tile, with its rows as depth, as an address for products. */
+__device__ inline unsigned mn_grad_columns(const unsigned char *tile, int column) {
+    return mn_shared_u32(tile) + column / 64 * mn_tile_bytes<64>() + column % 64 * 2;
+}
+
+/* mn_grad_mma_values. */
+template <int KT, bool DV>
+__device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[2],
+                                            const mn_grad_stage<KT> &stage,
+                                            const mn_grad_coord &at) {
+    const int channel0 = at.quarter * (KT / 4);
+    const unsigned cot = mn_shared_u32(stage.cot), dX = mn_shared_u32(stage.dX);
+    const unsigned R = mn_shared_u32(stage.R), columns = mn_grad_columns(stage.R, 16 * at.quarter);
+    const unsigned S = mn_grad_columns(stage.S, channel0), D = mn_grad_columns(stage.D, channel0);
+    mn_mma_fence<true>();
+#pragma unroll
+    for (int k = 0; k < 64; k += 16) {
+        const unsigned rows = 128 * k, from_dX = dX + (DV ? 2 * k : rows);
+        mn_wgmma_m64k16<0, 1>(sum.q, cot + 2 * k, S + rows);
+        mn_wgmma_m64k16<!DV, 1>(sum.e, from_dX, S + rows);
+        mn_wgmma_m64k16<1, 1>(sum.w, R + rows, D + rows);
+        mn_wgmma_m64k16<0, 1>(sum.P, cot + 2 * k, columns + rows);
+        mn_wgmma_m64k16<!DV, 1>(sum.A, from_dX, columns + rows);
+    }
+    mn_mma_commit<true>();
+    mn_grad_add_ends<KT>(end, stage);
+    mn_mma_wait<true>();
+}
+
+/* mn_grad_intra_chunk, with zeros in P and A above the diagonal. */
+template <int KT>
+__device__ inline void mn_grad_wgmma_intra_chunk(const mn_grad_chunk &chunk, mn_grad_acc<KT> &sum,
+                                                 const mn_grad_coord &at) {
+    const int channel0 = at.quarter * (KT / 4);
+    const unsigned P = mn_shared_u32(chunk.matrices.P), A = mn_shared_u32(chunk.matrices.A);
+    const unsigned P_beta = mn_shared_u32(chunk.matrices.P_beta);
+    const unsigned A_beta = mn_shared_u32(chunk.matrices.A_beta);
+    const unsigned q = mn_grad_columns(chunk.keys.q, channel0);
+    const unsigned e = mn_grad_columns(chunk.keys.e, channel0);
+    mn_mma_fence<true>();
+#pragma unroll
+    for (int k = 0; k < MN_DELTA_CHUNK; k += 16) {
+        mn_wgmma_m64k16<0, 1>(sum.q, P_beta + 2 * k, e + 128 * k);
+        mn_wgmma_m64k16<0, 1>(sum.e, A_beta + 2 * k, e + 128 * k);
+        mn_wgmma_m64k16<1, 1>(sum.w, P + 128 * k, q + 128 * k);
+        mn_wgmma_m64k16<1, 1>(sum.w, A + 128 * k, e + 128 * k);
+    }
+    mn_mma_commit_wait<true>();
+}
+
+/* The block of 16 rows and columns of this warp, where it is above the diagonal. */
+__device__ inline void mn_grad_zero_above(mn_grad_matrices &matrices, const mn_grad_coord &at) {
+    const int lane = threadIdx.x % 32;
+    if (at.quarter <= at.block) return;
+    const unsigned place = mn_tile_swizzle(16 * at.block + lane / 2, 2 * at.quarter + lane % 2);
+    *(uint4 *)(matrices.P + place) = make_uint4(0, 0, 0, 0);
+    *(uint4 *)(matrices.A + place) = make_uint4(0, 0, 0, 0);
+    *(uint4 *)(matrices.P_beta + place) = make_uint4(0, 0, 0, 0);
+    *(uint4 *)(matrices.A_beta + place) = make_uint4(0, 0, 0, 0);
+}
+
 /* What is left of a chunk once all value columns are in `sum`. */
 template <int KT>
 __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad_acc<KT> &sum,
-                                            const mn_delta_params &job, const mn_grad_coord &at,
-                                            int iter) {
+                                            float end, const mn_delta_params &job,
+                                            const mn_grad_coord &at, int iter) {
     const int slot = iter % 2;
     unsigned char *e = smem.keys[slot].e;
     mn_grad_chunk chunk = { { smem.keys[slot].q, e, e }, smem.matrices, smem.log_decays[slot],
                             smem.sums[slot] };
-    float end = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) end += sum.end[i];
     end = mn_warp_sum(end);
     if (threadIdx.x % 32 == 0) chunk.sums.end[threadIdx.x / 32] = end;
     mn_mbarrier_wait(&smem.matrices_full, iter & 1);
@@ -207,8 +270,13 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
                           *(const unsigned *)(smem.matrices.A + place));
     });
     mn_grad_states<KT>(chunk, sum, mn_shared_u32(e), job.scale, at);
+    if (mn_grad_by_wgmma) {
+        mn_grad_zero_above(smem.matrices, at);
+        mn_fence_proxy_async();
+    }
     mn_grad_sync();
-    mn_grad_intra_chunk<KT>(chunk, sum, mn_shared_u32(e), at);
+    if (mn_grad_by_wgmma) mn_grad_wgmma_intra_chunk<KT>(chunk, sum, at);
+    else mn_grad_intra_chunk<KT>(chunk, sum, mn_shared_u32(e), at);
     mn_grad_store_keys<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at, [&] {
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.matrices_empty);
@@ -228,16 +296,20 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
         if (REDO && job.cuts[index] == 0) continue;
         at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
         mn_grad_acc<KT> sum = {};
+        float end[2] = {};
         for (int i = 0; i < tiles; i++, n++) {
             mn_mbarrier_wait(&smem.stage_full[n % 2], n / 2 & 1);
-            mn_grad_mma_values<KT, DV>(sum, smem.stage[n % 2], at);
+            if (mn_grad_by_wgmma) mn_grad_wgmma_values<KT, DV>(sum, end, smem.stage[n % 2], at);
+            else mn_grad_mma_values<KT, DV>(sum, smem.stage[n % 2], at);
             mn_mbarrier_arrive_warp(&smem.stage_empty[n % 2]);
         }
+#pragma unroll
+        for (int i = 0; i < 8; i++) end[i % 2] += sum.end[i];    // zeros where wgmma multiplies
         mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
         at.tile = smem.place[iter % 2].tile, at.h = smem.place[iter % 2].h;
         at.count = smem.place[iter % 2].count;
         at.index = REDO ? smem.place[iter % 2].index : index, at.channel0 = 0;
-        mn_grad_finish_chunk<KT>(smem, sum, job, at, iter);
+        mn_grad_finish_chunk<KT>(smem, sum, end[0] + end[1], job, at, iter);
         iter++;
     }
 }
