@@ -66,7 +66,9 @@ __device__ inline void mn_grad_copy_rows(unsigned char *tile, const mn_in &view,
                                          const mn_grad_coord &at, int64_t h, int64_t column0,
                                          int64_t width) {
     constexpr int vec16s = COLUMNS / 8, step = 32 / vec16s;
-    const int row0 = threadIdx.x % 32 / vec16s, vec16 = threadIdx.x % vec16s;
+    int lane;    // asked for here, or what follows from it would be kept over chunks
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    const int row0 = lane / vec16s, vec16 = lane % vec16s;
     const int64_t j = column0 + 8 * vec16, first = at.tile.span.t0 + at.tile.first;
     const int n_rows = j < width ? at.count : 0;
     const mn_bf16 *from = mn_row<mn_bf16>(view, at.tile.span.b, first + row0, h) + j;
