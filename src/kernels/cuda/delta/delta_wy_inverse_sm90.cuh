@@ -129,7 +129,8 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
     }
     mn_delta_store_log_decays(workspace.log_decays + place.index, smem.log_decays);
     mn_delta_wy_inverse<MN_DELTA_WY_THREADS, !SCORES>(smem.solver, workspace.T + matrix,
-                                                      SCORES ? workspace.A + matrix : nullptr);
+                                                      SCORES && workspace.A ? workspace.A + matrix
+                                                                            : nullptr);
     if (SCORES) mn_wy_inverse_store_P(workspace.P + matrix, smem.q);
 }
 
