@@ -11,11 +11,10 @@
  *
  * Of these the two scans need nothing of each other, and on Hopper run at once. What grad.v has of
  * a chunk is dX of it, which is stored in the workspace where grad.v is not wanted alone. */
-#include "kernels/cuda/delta/delta_grad_channel.cuh"
+#include "kernels/cuda/delta/delta_grad_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_redo.cuh"
-#include "kernels/cuda/delta/delta_grad_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 #include "kernels/delta_gpu.h"
 
@@ -444,7 +443,9 @@ static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const 
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
     if constexpr (KP <= 128) {
         if (maps) {
-            const int code = mn_delta_grad_sm90<KP>(job, *maps, records, stream);
+            const int code =
+                channel ? mn_delta_grad_channel_sm90<KP>(job, *maps, fold, records, stream)
+                        : mn_delta_grad_sm90<KP>(job, *maps, records, stream);
             return code == cudaSuccess ? reduce_grads(job, records, 0, stream) : code;
         }
     }
@@ -463,7 +464,10 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
                        cudaStream_t stream) {
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     mn_grad_tma_maps maps;
-    const bool sm90 = KP <= 128 && mn_delta_grad_sm90_supported(&maps, job, records);
+    const bool sm90 =
+        KP <= 128 && (job.p.decay == MN_DECAY_CHANNEL
+                          ? mn_delta_grad_channel_sm90_supported(&maps, job, records)
+                          : mn_delta_grad_sm90_supported(&maps, job, records));
     mn_delta_params intra = job;
     if (sm90 && mn_grad_makes_scores) intra.workspace.A = nullptr;
     int code = job.cuts ? cudaSuccess : intra_chunk<KP>(intra, stream);

@@ -181,12 +181,11 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
 }
 
 
-/* Adds all value columns to `sum`, and loads the chunk's q, e, w into smem.keys. */
-template <int KT, int CHANNEL = false, typename Smem>
-__device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
-                                           const mn_delta_params &job, const mn_grad_coord &at) {
+/* Starts to load the chunk's q, e, w; a block of 16 warps calls. */
+template <int KT, int CHANNEL = false>
+__device__ inline void mn_grad_load_keys(mn_grad_keys<KT> &to, const mn_delta_params &job,
+                                         const mn_grad_coord &at) {
     const mn_delta_args &p = job.p;
-    const int tiles = (int)(job.padded_v / 64);
     const int64_t key = mn_key_head(p.call, at.h);
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
     const auto keys = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
@@ -196,12 +195,21 @@ __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
                                                           at.count, at.channel0, p.call.K,
                                                           threadIdx.x);
     };
+    keys(to.q, mn_in{}, p.q, MN_DELTA_Q);
+    keys(to.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
+    keys(to.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
+    mn_cp_async_commit();
+}
+
+/* Adds all value columns to `sum`, and loads the chunk's q, e, w into smem.keys. */
+template <int KT, int CHANNEL = false, typename Smem>
+__device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
+                                           const mn_delta_params &job, const mn_grad_coord &at) {
+    const int tiles = (int)(job.padded_v / 64);
     sum = {};
     mn_grad_load<KT, CHANNEL>(smem.stage[0], job, at, 0);
     mn_cp_async_commit();
-    keys(smem.keys.q, mn_in{}, p.q, MN_DELTA_Q);
-    keys(smem.keys.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
-    keys(smem.keys.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
+    mn_grad_load_keys<KT, CHANNEL>(smem.keys, job, at);
     for (int i = 0; i < tiles; i++) {
         if (i + 1 < tiles) {
             mn_grad_load<KT, CHANNEL>(smem.stage[(i + 1) % 2], job, at, (i + 1) * 64);

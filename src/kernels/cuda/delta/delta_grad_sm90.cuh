@@ -202,8 +202,8 @@ __device__ inline unsigned mn_grad_columns(const unsigned char *tile, int column
 }
 
 /* mn_grad_mma_values. */
-template <int KT, bool DV>
-__device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[2],
+template <int KT, bool DV, int N>
+__device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[N],
                                             const mn_grad_stage<KT> &stage,
                                             const mn_grad_coord &at) {
     const int channel0 = at.quarter * (KT / 4);
@@ -470,24 +470,34 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
-/* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
-inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_params &job,
-                                         int64_t records) {
+/* Maps of do and what the scans have left; false where they cannot be. */
+inline bool mn_delta_grad_value_maps(mn_grad_tma_maps *maps, const mn_delta_params &job,
+                                     int64_t records) {
     const mn_delta_args &p = job.p;
     const mn_delta_workspace &workspace = job.workspace;
     const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
-    *maps = {};
-    return mn_device_is_sm90() && K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data &&
-           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_COT] &&
-           mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
-           mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
+    return job.packed[MN_DELTA_COT] &&
            mn_tma_map(&maps->cot, p.cot.o, p.call, p.call.V, MN_DELTA_CHUNK) &&
            mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
            mn_delta_tma_map_rows(&maps->D, workspace.D, rows, K) &&
            mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK) &&
            (job.dX_is_dv
-                ? mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
-                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK)) &&
+                ? job.packed[MN_DELTA_DV] &&
+                      mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
+                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK));
+}
+
+/* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
+inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_params &job,
+                                         int64_t records) {
+    const mn_delta_args &p = job.p;
+    const mn_delta_workspace &workspace = job.workspace;
+    *maps = {};
+    return mn_device_is_sm90() && p.call.K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data &&
+           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+           mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
+           mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
+           mn_delta_grad_value_maps(maps, job, records) &&
            (mn_grad_makes_scores ||
             (mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK,
                                    MN_DELTA_CHUNK) &&
