@@ -395,16 +395,12 @@ static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
 /* Whether gradients come from dv where it is wanted; false: from a record beside it. */
 static const bool takes_dX_from_dv = true;
 
-/* Whether the scan back runs beside the scan that saves states, where that is by warps so few that
- * a processor holds a block of each; false: behind it. */
-static const bool scans_beside = true;
-
 /* Both scans, for all of padded_v columns of values. */
 template <int KP, bool CHANNEL>
 static int scan(const mn_delta_params &job, cudaStream_t stream) {
     mn_save_maps save_maps;
     const bool saves = !CHANNEL && mn_delta_scan_save_supported(&save_maps, job);
-    const bool beside = scans_beside && saves && !job.cuts;
+    const bool beside = mn_delta_scans_beside && saves && !job.cuts;
     const mn_delta_params behind = mn_delta_back_apart(job);
     mn_delta_scan_kernel two_back = nullptr;
     if constexpr (KP <= 128 && !CHANNEL) two_back = delta_state_scan_bwd_kernel<KP, false, 2>;

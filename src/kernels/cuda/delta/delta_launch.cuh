@@ -33,6 +33,16 @@ struct mn_delta_workspace_arena {
     }
 };
 
+/* Whether the scan back runs beside the scan that saves states where channels share decays and w = e
+ * (delta_bwd_chunk.cu); false: behind it. */
+static const bool mn_delta_scans_beside = true;
+
+/* How long sequences of a call are cut. */
+inline mn_delta_segments mn_delta_segments_of(const mn_delta_args *p, bool back, bool pairs) {
+    const bool beside = mn_delta_scans_beside && back && p->decay != MN_DECAY_CHANNEL && !p->w.data;
+    return mn_delta_segments_of(p->call, pairs, beside);
+}
+
 /* Lays out the workspace; false when sizes overflow. */
 inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *bytes,
                                       const mn_delta_args *p, void *base, bool back,
@@ -63,7 +73,7 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
         arena.take(workspace->parts, records, mn_max(K / 64, 2) * (2 * MN_DELTA_CHUNK + 4));
         arena.take(workspace->whole, records, 1);
     }
-    const mn_delta_segments segments = mn_delta_segments_of(call, pairs);
+    const mn_delta_segments segments = mn_delta_segments_of(p, back, pairs);
     if (segments.count > 1) {
         const int64_t heads = mn_scan_cut_sequences(call, segments) * call.H;
         arena.take(workspace->segment_maps, heads * (segments.count - 2), K * (V + K));
@@ -94,7 +104,7 @@ inline bool mn_delta_make_params(mn_delta_params *job, const mn_delta_args *p, v
     job->p = *p;
     job->scale = (float)p->scale;
     job->padded_v = mn_ceil_div(V, 64) * 64;
-    job->segments = mn_delta_segments_of(p->call, false);
+    job->segments = mn_delta_segments_of(p, back, false);
     job->packed[MN_DELTA_Q] = mn_delta_vec_aligned(p->q, K);
     job->packed[MN_DELTA_E] = mn_delta_vec_aligned(p->e, K);
     job->packed[MN_DELTA_W] = mn_delta_vec_aligned(p->w.data ? p->w : p->e, K);
