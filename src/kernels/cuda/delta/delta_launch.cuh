@@ -322,13 +322,13 @@ inline int mn_delta_segment_maps(const mn_delta_params &job, cudaStream_t stream
 /* A scan forward by segments: scan(job, n) launches what job.segments says, with n segments. */
 template <int KP, bool CHANNEL, typename Scan>
 inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
-    int code = scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_FIRST, 0), 0);
-    if (!job.cuts) {    // a redo finds states in front of segments
-        if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
-        if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
-    }
-    if (code != cudaSuccess) return code;
-    return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 1), job.segments.count - 1);
+    const int n = job.segments.count, first = MN_DELTA_SEGMENT_FIRST, rest = MN_DELTA_SEGMENT_REST;
+    // a redo finds states in front of segments
+    if (job.cuts) return scan(mn_delta_part_of(job, first | rest, 1), n - 1);
+    int code = scan(mn_delta_part_of(job, first, 0), 0);
+    if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
+    if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
+    return code == cudaSuccess ? scan(mn_delta_part_of(job, rest, 1), n - 1) : code;
 }
 
 /* What the scan back leaves apart from what that forward does: what maps add, and states. */
@@ -342,11 +342,11 @@ inline mn_delta_params mn_delta_back_apart(const mn_delta_params &job) {
 /* Back, where the maps are there already but for what they add. */
 template <int KP, typename Scan>
 inline int mn_delta_scan_segments_back(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
-    const int first = MN_DELTA_SEGMENT_FIRST | (job.cuts ? 0 : MN_DELTA_SEGMENT_MAPS);
-    int code = scan(mn_delta_part_of(job, first, 1), job.cuts ? 0 : job.segments.count - 2);
-    if (code == cudaSuccess && !job.cuts) code = mn_delta_segment_states<KP, true>(job, stream);
-    if (code != cudaSuccess) return code;
-    return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 0), job.segments.count - 1);
+    const int n = job.segments.count, first = MN_DELTA_SEGMENT_FIRST, rest = MN_DELTA_SEGMENT_REST;
+    if (job.cuts) return scan(mn_delta_part_of(job, first | rest, 0), n - 1);
+    int code = scan(mn_delta_part_of(job, first | MN_DELTA_SEGMENT_MAPS, 1), n - 2);
+    if (code == cudaSuccess) code = mn_delta_segment_states<KP, true>(job, stream);
+    return code == cudaSuccess ? scan(mn_delta_part_of(job, rest, 0), n - 1) : code;
 }
 
 /* Both at once, neither of which needs the other: each launch of the scan back, for which `behind`
