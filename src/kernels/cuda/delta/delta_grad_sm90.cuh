@@ -1,9 +1,10 @@
 /* delta_grad_sm90.cuh - delta_grad.cuh on Hopper, for decays that channels share, w = e and keys of
- * up to 128: the same sums in the same order.
+ * up to 128 channels, or of 256 in two halves: the same sums in the same order.
  *
  * A block of delta_grad_kernel waits for its tiles, multiplies, and stores, one after the other,
  * and is alone on its processor. Here a block stays and goes through chunks; a producer warp has
- * TMA load what the next ones need while 16 warps compute. */
+ * TMA load what the next ones need while 16 warps compute. The halves of a chunk are neighbours,
+ * so that what both load comes from the second cache once. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 
@@ -13,6 +14,13 @@
 namespace mneme::delta {
 
 enum { MN_GRAD_SM90_THREADS = MN_DELTA_GRAD_THREADS + 128 };    // a warpgroup gives registers
+
+/* A block's chunks: number `index` is half index % HALVES of record index / HALVES, each of KT
+ * channels. */
+template <int KT, int HALVES>
+__device__ inline int64_t mn_grad_channel0(int64_t index) {
+    return HALVES == 1 ? 0 : index % HALVES * KT;
+}
 
 /* The tensors for TMA: q, e, do, and of the workspace what the scans have left. */
 struct mn_grad_tma_maps {
@@ -89,10 +97,10 @@ __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
     mn_grad_sm90_keys<KT> &to = smem.keys[slot];
     uint64_t *mbar = &smem.keys_full[slot];
     if (!full) {
-        mn_tile_load<KT, 32>(to.q, p.q, true, at.tile.span, key, at.tile.first, at.count, 0,
-                             p.call.K, lane);
-        mn_tile_load<KT, 32>(to.e, p.e, true, at.tile.span, key, at.tile.first, at.count, 0,
-                             p.call.K, lane);
+        mn_tile_load<KT, 32>(to.q, p.q, true, at.tile.span, key, at.tile.first, at.count,
+                             at.channel0, p.call.K, lane);
+        mn_tile_load<KT, 32>(to.e, p.e, true, at.tile.span, key, at.tile.first, at.count,
+                             at.channel0, p.call.K, lane);
         mn_grad_copies_done();
     }
     if (lane > 0) {
@@ -105,8 +113,8 @@ __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
     mn_tma_load_1d(&smem.log_decays[slot], job.workspace.log_decays + at.index,
                    (int)sizeof(mn_delta_log_decays), mbar);
     if (!full) return;
-    mn_grad_tma_load<KT / 64>(to.q, maps.q, mbar, 0, key, t, at.tile.span.b);
-    mn_grad_tma_load<KT / 64>(to.e, maps.e, mbar, 0, key, t, at.tile.span.b);
+    mn_grad_tma_load<KT / 64>(to.q, maps.q, mbar, at.channel0, key, t, at.tile.span.b);
+    mn_grad_tma_load<KT / 64>(to.e, maps.e, mbar, at.channel0, key, t, at.tile.span.b);
 }
 
 /* Likewise a tile of value columns: do, dX, R, S and D. */
@@ -135,20 +143,21 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
                     (int)(at.tile.span.t0 + at.tile.first), (int)at.tile.span.b);
     }
     mn_grad_tma_load<1>(to.dX, maps.dX, mbar, 0, 0, row, 0);
-    mn_grad_tma_load<KT / 64>(to.S, maps.S, mbar, 0, 0, row, 0);
+    mn_grad_tma_load<KT / 64>(to.S, maps.S, mbar, at.channel0, 0, row, 0);
     mn_grad_tma_load<1>(to.R, maps.R, mbar, 0, 0, row, 0);
-    mn_grad_tma_load<KT / 64>(to.D, maps.D, mbar, 0, 0, row, 0);
+    mn_grad_tma_load<KT / 64>(to.D, maps.D, mbar, at.channel0, 0, row, 0);
 }
 
 /* Loads what the block's chunks need, in the order of its use, as soon as there is room. */
-template <int KT, bool REDO>
+template <int KT, int HALVES, bool REDO>
 __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         const mn_grad_tma_maps &maps, int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;    // tiles of value columns, chunks
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
-        const mn_grad_coord at = mn_grad_record_coord<REDO>(job, index, KT);
+        mn_grad_coord at = mn_grad_record_coord<REDO>(job, index / HALVES, KT * HALVES);
         if (REDO && at.index < 0) continue;
+        at.channel0 = mn_grad_channel0<KT, HALVES>(index);
         mn_mbarrier_wait(&smem.keys_empty[iter % 2], (iter / 2 & 1) ^ 1);
         mn_grad_load_keys<KT>(smem, iter % 2, job, maps, at);
         for (int i = 0; i < tiles; i++, n++) {
@@ -170,7 +179,7 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
 /* ---- the warps that multiply ----------------------------------------------------------------- */
 
 /* What is left of a chunk once all value columns are in `sum`. */
-template <int KT>
+template <int KT, int HALVES>
 __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad_acc<KT> &sum,
                                             const mn_delta_params &job, const mn_grad_coord &at,
                                             int iter) {
@@ -196,20 +205,22 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.matrices_empty);
     });
-    mn_grad_store_partial(((mn_delta_partial *)job.workspace.parts)[at.index], chunk.sums,
-                          chunk.log_decays.gamma[MN_DELTA_CHUNK - 1], true);
+    mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts;
+    if (HALVES > 1) parts += mn_delta_records(job) * (at.channel0 / KT);
+    mn_grad_store_partial(parts[at.index], chunk.sums,
+                          chunk.log_decays.gamma[MN_DELTA_CHUNK - 1], at.channel0 == 0);
     mn_fence_proxy_async();
     mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
 }
 
-template <int KT, bool REDO>
+template <int KT, int HALVES, bool REDO>
 __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
         mn_grad_coord at;
-        if (REDO && job.cuts[index] == 0) continue;
+        if (REDO && job.cuts[index / HALVES] == 0) continue;
         at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
         mn_grad_acc<KT> sum = {};
         for (int i = 0; i < tiles; i++, n++) {
@@ -220,8 +231,9 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
         mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
         at.tile = smem.place[iter % 2].tile, at.h = smem.place[iter % 2].h;
         at.count = smem.place[iter % 2].count;
-        at.index = REDO ? smem.place[iter % 2].index : index, at.channel0 = 0;
-        mn_grad_finish_chunk<KT>(smem, sum, job, at, iter);
+        at.index = REDO ? smem.place[iter % 2].index : index / HALVES;
+        at.channel0 = mn_grad_channel0<KT, HALVES>(index);
+        mn_grad_finish_chunk<KT, HALVES>(smem, sum, job, at, iter);
         iter++;
     }
 }
@@ -229,11 +241,11 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
 #endif
 
 /* Grid: as many blocks of 17 warps as there are processors, block b has records b, b + grid, ...
- * of n_records = slots * H.
+ * of n_records = slots * H, or halves of records of twice as many.
  * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
  *         e (64,KT), for each chunk.
  * Stores  grad.q, grad.e (64,KT) where given; parts of dbeta and dg in workspace.parts. */
-template <int KT, bool REDO>
+template <int KT, int HALVES, bool REDO>
 __global__ void __launch_bounds__(MN_GRAD_SM90_THREADS, 1)
 delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
                        const __grid_constant__ mn_grad_tma_maps maps, int64_t n_records) {
@@ -259,17 +271,21 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
     __syncthreads();
     if (threadIdx.x < MN_DELTA_GRAD_THREADS) {
         mn_setmaxnreg_inc<112>();
-        mn_grad_consumer<KT, REDO>(smem, job, n_records);
+        mn_grad_consumer<KT, HALVES, REDO>(smem, job, n_records);
     } else {
         mn_setmaxnreg_dec<32>();
         if (threadIdx.x < MN_DELTA_GRAD_THREADS + 32) {
-            mn_grad_producer<KT, REDO>(smem, job, maps, n_records);
+            mn_grad_producer<KT, HALVES, REDO>(smem, job, maps, n_records);
         }
     }
 #endif
 }
 
 /* ---- on the host ----------------------------------------------------------------------------- */
+
+/* Keys of so many channels, at most, have their gradients from this kernel; 128: 256 from
+ * delta_grad_kernel. */
+static constexpr int mn_delta_grad_sm90_keys = 256;
 
 /* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
 inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_params &job,
@@ -278,7 +294,7 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
     const mn_delta_workspace &workspace = job.workspace;
     const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
     *maps = {};
-    return mn_device_is_sm90() && K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data &&
+    return mn_device_is_sm90() && K <= mn_delta_grad_sm90_keys && p.decay != MN_DECAY_CHANNEL && !p.w.data &&
            job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_COT] &&
            mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
            mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
@@ -291,13 +307,15 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
            mn_delta_tma_map_rows(&maps->A, workspace.A, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK);
 }
 
-template <int KT>
+template <int KP>
 inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
                               int64_t records, cudaStream_t stream) {
-    const int64_t n = mn_delta_grad_blocks(job, records);
+    constexpr int KT = KP < 128 ? KP : 128, HALVES = KP / KT;
+    const int64_t n = mn_delta_grad_blocks(job, records) * HALVES;
     const int64_t blocks = mn_min(n, (int64_t)mn_device_props_current().processors);
     const auto kernel =
-        job.cuts ? delta_grad_sm90_kernel<KT, true> : delta_grad_sm90_kernel<KT, false>;
+        job.cuts ? delta_grad_sm90_kernel<KT, HALVES, true>
+                 : delta_grad_sm90_kernel<KT, HALVES, false>;
     return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_GRAD_SM90_THREADS,
                                  sizeof(mn_grad_sm90_smem<KT>), stream, job, maps, n);
 }
