@@ -481,8 +481,8 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     return launch(job, 0);
 }
 
-/* T, P and decays of all chunks for the scan of delta_state_scan.cuh: keys of more than 128 channels
- * that TMA brings have a kernel of Hopper's. */
+/* T, P and decays of all chunks for the scan of delta_state_scan.cuh: keys of more than 128
+ * channels that TMA brings have a kernel of Hopper's. */
 template <int KP>
 static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
     if constexpr (KP > 128 && KP <= mn_delta_wy_inverse_keys) {

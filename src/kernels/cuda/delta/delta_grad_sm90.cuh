@@ -294,8 +294,9 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
     const mn_delta_workspace &workspace = job.workspace;
     const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
     *maps = {};
-    return mn_device_is_sm90() && K <= mn_delta_grad_sm90_keys && p.decay != MN_DECAY_CHANNEL && !p.w.data &&
-           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_COT] &&
+    return mn_device_is_sm90() && K <= mn_delta_grad_sm90_keys && p.decay != MN_DECAY_CHANNEL &&
+           !p.w.data && job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+           job.packed[MN_DELTA_COT] &&
            mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
            mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
            mn_tma_map(&maps->cot, p.cot.o, p.call, p.call.V, MN_DELTA_CHUNK) &&

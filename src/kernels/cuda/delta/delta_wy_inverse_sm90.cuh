@@ -125,7 +125,7 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
     const int warp = threadIdx.x / 32;
     float sum[8][4] = {}, scores[8][4] = {};
     if (place.tile.n_rows == 0) return;
-#pragma unroll 1
+#pragma unroll
     for (int part = 0; part < KP / KT; part++) {
         mn_wy_inverse_load<KP, SCORES, REDO>(smem, job, keys, queries, place.tile, (int)place.h,
                                              part);
