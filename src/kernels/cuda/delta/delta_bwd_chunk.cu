@@ -385,7 +385,7 @@ static int reduce_grads(const mn_delta_params &job, int64_t records, int n_parti
 /* A, P, T and decays of all chunks. */
 template <int KP>
 static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
-    if constexpr (KP <= 128) {
+    if constexpr (KP <= mn_delta_wy_inverse_keys) {
         bool served;
         const int code = mn_delta_intra_chunk_sm90<KP>(job, &served, stream);
         if (served) return code;
@@ -442,7 +442,7 @@ template <int KT, int KP>
 static int grad(const mn_delta_params &job, const mn_grad_fold &fold, int64_t records,
                 cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
-    if constexpr (KP <= 128) {
+    if constexpr (KP <= mn_delta_grad_sm90_keys) {
         mn_grad_tma_maps maps;
         if (mn_delta_grad_sm90_supported(&maps, job, records)) {
             const int code = mn_delta_grad_sm90<KP>(job, maps, records, stream);
@@ -496,8 +496,8 @@ static int backward(const mn_delta_params &job, const mn_grad_fold &fold, const 
  * give. */
 extern "C" bool mn_delta_folds_groups(const void *args) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    const bool sm90 = mn_device_is_sm90() && p->call.K <= 128 && p->decay != MN_DECAY_CHANNEL &&
-                      !p->w.data;
+    const bool sm90 = mn_device_is_sm90() && p->call.K <= mn_delta_grad_sm90_keys &&
+                      p->decay != MN_DECAY_CHANNEL && !p->w.data;
     return mn_delta_uses_chunks(p) && p->call.J > 0 && p->call.J < p->call.H &&
            p->call.K % 8 == 0 && !sm90;
 }

@@ -14,6 +14,9 @@
 
 namespace mneme::delta {
 
+/* Up to how many keys these kernels serve. */
+constexpr int mn_delta_grad_sm90_keys = 128;
+
 enum { MN_GRAD_SM90_THREADS = MN_DELTA_GRAD_THREADS + 128 };    // a warpgroup gives registers
 
 /* The tensors for TMA: q, e, do, and of the workspace what the scans have left; dX may be dv. */
