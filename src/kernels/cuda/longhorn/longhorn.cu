@@ -1,9 +1,10 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
  * longhorn_column in bf16 over chunks (longhorn_column_chunk.cu) where memories are neither
- * narrow nor wide, except for decode steps; all else by the recurrences of column_state.cuh,
- * longhorn_diag back, where keys have at most 128 channels, by longhorn_diag_bwd_recurrent.cu in
- * bf16 and by longhorn_diag_bwd below in float32, and single tokens with the state in place by
- * longhorn_step.cuh. Backward, a kernel after these has one token and head for each warp:
+ * narrow nor wide, except for decode steps; longhorn_diag in bf16, where keys have at most 128
+ * channels, by longhorn_diag_fwd_recurrent.cu and longhorn_diag_bwd_recurrent.cu; all else by the
+ * recurrences of column_state.cuh, longhorn_diag back, for such keys in float32, by
+ * longhorn_diag_bwd below, and single tokens with the state in place by longhorn_step.cuh. Backward,
+ * a kernel after these has one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
