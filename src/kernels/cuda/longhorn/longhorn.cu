@@ -3,8 +3,8 @@
  * narrow nor wide, except for decode steps; longhorn_diag in bf16, where keys have at most 128
  * channels, by longhorn_diag_fwd_recurrent.cu and longhorn_diag_bwd_recurrent.cu; all else by the
  * recurrences of column_state.cuh, longhorn_diag back, for such keys in float32, by
- * longhorn_diag_bwd below, and single tokens with the state in place by longhorn_step.cuh. Backward,
- * a kernel after these has one token and head for each warp:
+ * longhorn_diag_bwd below, and single tokens with the state in place by longhorn_step.cuh.
+ * Backward, a kernel after these has one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
@@ -428,12 +428,16 @@ static bool backward_plan(const mn_call *c, mn_column_kind kind, mn_plan *plan) 
            mn_mul_size(&plan->shared_bytes, rows, sizeof(float));
 }
 
+/* A sequence of one token goes cell by cell, so that it has the bits of a decode step. */
 template <typename T, mn_column_kind KIND>
 static int forward(const mn_longhorn_diag_args *p, cudaStream_t on) {
-    if (KIND == MN_COLUMNS_CELL && diag_fwd::supported(p->call)) {
-        return diag_fwd::launch(forward_columns_of(p), on);
-    }
-    return mn_columns_forward<T, KIND>(forward_columns_of(p), on);
+    mn_column_params m = forward_columns_of(p);
+    const bool packed = p->call.cu_seqlens;
+    const bool by_products = KIND == MN_COLUMNS_CELL && diag_fwd::supported(p->call);
+    if (by_products && !packed && p->call.T != 1) return diag_fwd::launch(m, on);
+    m.single_tokens = by_products && packed;
+    const int code = mn_columns_forward<T, KIND>(m, on);
+    return code != cudaSuccess || !m.single_tokens ? code : diag_fwd::launch(m, on);
 }
 
 template <typename T, mn_column_kind KIND>

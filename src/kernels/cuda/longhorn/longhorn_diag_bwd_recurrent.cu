@@ -842,7 +842,8 @@ bool supported(const mn_call &c) {
 }
 
 bool saved_size(size_t *count, const mn_call &c) {
-    const size_t floats = 4 * (size_t)(row_warps(c) == 2 ? saved_state<2>::PACKS : saved_state<4>::PACKS);
+    const size_t floats =
+        4 * (size_t)(row_warps(c) == 2 ? saved_state<2>::PACKS : saved_state<4>::PACKS);
     return mn_mul_size(count, (size_t)mn_tile_slots(c, GROUP), floats) &&
            mn_mul_size(count, *count, (size_t)mn_ceil_div(c.V, (int64_t)TILE)) &&
            mn_mul_size(count, *count, (size_t)c.H);

@@ -1,6 +1,6 @@
 /* longhorn_diag_fwd_recurrent.cu - longhorn_diag forward in bf16, for keys of at most 128 channels:
  *
- *   w_j = beta_j / (1 + beta_j |k|^2)     S_ij <- (1 - w_j k_i^2) S_ij + w_j v_j k_i     o = scale S'q
+ *   w_j = beta_j / (1 + beta_j |k|^2)   S_ij <- (1 - w_j k_i^2) S_ij + w_j v_j k_i   o = scale S'q
  *
  * What a cell is multiplied with and what is added to it are outer products of a row's and a
  * column's number, so tensor cores compute both, and a multiplication is left for each cell:
@@ -8,8 +8,8 @@
  *   C = 1 - W X'     S <- C . S + P K'
  *
  * where each entry of a factor is split into two numbers of bf16 (W of w, X of k^2, P of w v; k is
- * one), and products are added up in float32. One product of depth 8 holds both pairs: depths 0 to 3
- * have W with X, 4 and 5 have P with K, and 6 and 7 zeros; C and the second sum read the same
+ * one), and products are added up in float32. One product of depth 8 holds both pairs: depths 0 to
+ * 3 have W with X, 4 and 5 have P with K, and 6 and 7 zeros; C and the second sum read the same
  * factor of keys and different ones of columns, with zeros where the other's depths are. An element
  * of a product depends on its own row and column alone, so what is not finite goes no further than
  * it does cell by cell.
@@ -44,8 +44,8 @@ struct sizes {
     static constexpr int BLOCKS = THREADS > 256 ? 1 : 2;    // of an SM
 };
 
-/* A token's factors, in words of two numbers. Tables of keys lie a quarter of the banks apart, those
- * of columns a quarter from the zeros, so that the lanes of a product's depths meet no bank twice.
+/* A token's factors, in words of two numbers. Tables of keys lie a quarter of the banks apart,
+ * those of columns a quarter from the zeros, so that lanes of different depths meet no bank twice.
  * Words of keys lie as a lane's four tiles want them (key_row). */
 template <int ROW_WARPS, int COLUMN_WARPS>
 struct token_record {
@@ -140,8 +140,8 @@ __device__ __forceinline__ int lane_pair() { return (int)threadIdx.x % 4; }
 
 /* Number n = 0 .. 7 of the four tiles of a product's second factor: which of a warp's rows it is,
  * such that a lane's pairs of a factor of depth 16 are neighbours in memory; which of its columns
- * (SAVES). Words lie as lanes read them, number n of four tiles side by side: where that of a column
- * does. */
+ * (SAVES). Words lie as lanes read them, number n of four tiles side by side: where that of a
+ * column does. */
 __device__ constexpr int key_row(int tile, int n) { return n / 2 * 8 + 2 * tile + n % 2; }
 __device__ constexpr int saved_column(int tile, int n) {
     return tile / 2 * 16 + n / 2 * 4 + tile % 2 * 2 + n % 2;
@@ -254,8 +254,8 @@ __device__ __forceinline__ void read(float (&to)[ROW_WARPS][COLUMN_WARPS][2][48]
 /* ---- tokens ---------------------------------------------------------------------------------- */
 
 /* Tokens of the next stage as they were stored. Two lanes load the same eight rows, of which one
- * takes the even ones and the other the odd ones (SAVES: the first four, the last four): those whose
- * words lie side by side. */
+ * takes the even ones and the other the odd ones (SAVES: the first four, the last four): those
+ * whose words lie side by side. */
 template <int ROW_WARPS, int COLUMN_WARPS, bool SAVES>
 struct prefetch {
     typedef sizes<ROW_WARPS, COLUMN_WARPS> size;
@@ -414,6 +414,7 @@ longhorn_diag_fwd(const __grid_constant__ mn_column_params p, int64_t tiles) {
     typedef stage<ROW_WARPS, COLUMN_WARPS> stage;
     extern __shared__ float4 diag_fwd_stages[];
     const mn_column_coord at = mn_column_block_coord(p, tiles);
+    if (at.span.length == 1) return;    // cell by cell (longhorn.cu)
     cells<ROW_WARPS, COLUMN_WARPS, false> S;
     const auto put_back = [&](const stage &from, int64_t t) {
         if (p.reads) store_out(from, p, at, t);

@@ -427,8 +427,8 @@ inline void mn_cell_carve_workspace(float *(&at)[n], float *shared, const int64_
 
 enum { MN_CELL_REDUCE_THREADS = 256 };
 
-/* How many lanes of a warp take a row of n numbers, EACH a lane: a power of two, so that warps whose
- * rows are narrow have several. */
+/* How many lanes of a warp take a row of n pieces: a power of two, so that warps whose rows are
+ * narrow have several. */
 inline int mn_cell_reduce_lanes(int64_t n) {
     int lanes = 1;
     while (lanes < 32 && lanes < n) lanes *= 2;
