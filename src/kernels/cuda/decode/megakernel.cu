@@ -6,6 +6,7 @@
  * reads are there (megakernel.cuh), most often while its weights have come already. The launch is
  * cooperative, so that all blocks are there at once. */
 #include "kernels/cuda/decode/megakernel.cuh"
+#include "kernels/cuda/decode/megakernel_attention.cuh"
 #include "kernels/cuda/decode/megakernel_steps.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
@@ -702,6 +703,9 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
             mn_decode_prefetch_kla(instr.kla);
         } else if (Stages::has_bayes && instr.kind == MN_DECODE_BAYES) {
             mn_decode_prefetch_bayes(instr.bayes);
+        } else if (Stages::attends && instr.kind == MN_DECODE_STREAM) {
+            mn_decode_prefetch_stream(megakernel, instr.stream, words);
+            mn_decode_load_stream(smem, at, instr.stream);
         } else if (Stages::attends && instr.kind == MN_DECODE_ATTEND) {
             mn_decode_prefetch_cache(instr.work.attend);
         } else if (Stages::hyper && instr.kind == MN_DECODE_HYPER) {
@@ -1276,6 +1280,8 @@ __device__ static void work(mn_decode_smem &smem, const char *words, int row, in
             mn_decode_kla_step(instr.kla, place);
         } else if (Stages::has_bayes && instr.kind == MN_DECODE_BAYES) {
             mn_decode_bayes_step(smem, instr.bayes, place);
+        } else if (Stages::attends && instr.kind == MN_DECODE_STREAM) {
+            mn_decode_run_stream(smem, instr.stream, place);
         } else if (Stages::works && mn_decode_is_work(instr.kind)) {
             mn_decode_run_work<Stages>(smem, instr, place);
         }
