@@ -43,7 +43,8 @@ void mn_megakernel_clear(mn_megakernel *p) {
     p->n_stages = p->phase = 0;
     p->n_ranges = p->words = p->n_copies = 0;
     p->n_syncs = 0;
-    p->failed = p->ragged = p->works = p->attends = p->hyper = p->small = false;
+    p->failed = p->ragged = p->works = false;
+    p->attends = p->hyper = p->streams = p->small = false;
     p->steps = 0;
 }
 
@@ -262,6 +263,6 @@ int mn_megakernel_launch(const mn_megakernel *p, void *image, void *stream) {
     if (p->failed) return NO_MEMORY;
     const mn_decode_launch_args given = { 1 + p->n_stages, (int)handoff_at(p), (int)p->words,
                                           p->ragged, p->works, p->attends, p->hyper,
-                                          p->small, p->steps };
+                                          p->streams, p->small, p->steps };
     return mn_megakernel_start(&given, image, stream);
 }

@@ -101,6 +101,10 @@ static void deal(mn_megakernel *p, const cache_stage *s) {
         p->n_stages++;
     }
     p->phase = (int)((p->phase + all) % p->n_blocks);
+    if (s->n_splits > 0) {
+        p->streams = true;
+        return;
+    }
     p->works = true;
     if (s->attention) p->attends = true;
     else p->hyper = true;

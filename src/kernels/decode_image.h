@@ -329,8 +329,8 @@ enum {
 /* Splits of a head: those of all J heads keep the blocks of a large machine busy. By J alone, so
  * that the order of sums does not go by the machine. */
 MN_DECODE_BOTH static inline int64_t mn_decode_splits(int64_t J) {
-    const int64_t n = 128 / J;
-    return n > MN_DECODE_SPLITS ? MN_DECODE_SPLITS : n < 4 ? 4 : n;
+    const int64_t n = 128 / J, most = MN_DECODE_SPLITS;
+    return n > most ? most : n < 4 ? 4 : n;
 }
 
 /* Numbers from a split's result to that of the next: V sums, the largest score, the sum of weights;
@@ -412,7 +412,8 @@ typedef struct mn_decode_launch_args {
     int handoff_at, words;    // where words begin, and how many bytes of them a run has
     int ragged;               // a row's last chunk is not whole
     int works;                // there are stages of small works, steps of operators or over caches
-    int attends, hyper;       // there is attention; there is HyperMLP
+    int attends, hyper;       // there is attention behind barriers; there is HyperMLP
+    int streams;              // there is attention without
     int small;                // there are small works that are a stage
     unsigned steps;           // bits of the rows of decode_steps.def that there are steps of
 } mn_decode_launch_args;
