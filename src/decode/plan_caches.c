@@ -42,12 +42,12 @@ static mn_decode_attend_instr attend_instr(const cache_stage *s, int64_t head, i
 static mn_decode_stream_instr stream_instr(const cache_stage *s, int64_t head, int64_t slot) {
     const mn_decode_attention *a = s->attention;
     mn_decode_stream_instr to = { (int)head, (int)slot, (int)s->n_slots, (int)s->n_splits,
-                                  s->splits, MN_DECODE_NO_WORDS, .of = *a };
+                                  s->splits, MN_DECODE_NO_WORDS, (int)(a->H / a->J), .of = *a };
     if (s->n_slots == 0) {
         to.o_handoff = mn_decode_word_from(s->o_handoff, (unsigned)(head * a->V));
         return to;
     }
-    to.q = mn_source_from(s->q, head * (a->H / a->J) * a->K);
+    to.q = mn_source_from(s->q, head * to.group * a->K);
     to.k = mn_source_from(s->k, head * a->K);
     to.v = mn_source_from(s->v, head * a->V);
     return to;

@@ -350,7 +350,7 @@ MN_DECODE_BOTH static inline int64_t mn_decode_splits_bytes(int64_t H, int64_t J
  * query head `head`, to words at `o_handoff` and memory. No barrier stands in front of either. */
 typedef struct mn_decode_stream_instr {
     MN_DECODE_ALIGNAS(16) int head;
-    int slot, n_slots, n_splits, splits, o_handoff;
+    int slot, n_slots, n_splits, splits, o_handoff, group;    // group: query heads of each
     mn_decode_source q, k, v;
     mn_decode_attention of;
 } mn_decode_stream_instr;

@@ -37,8 +37,8 @@ struct mn_decode_split_span {
 
     __device__ mn_decode_split_span(const attention::mn_attend_span &span, int split,
                                     int n_splits) {
-        const int64_t older = span.n - 1, each = (older + n_splits - 1) / n_splits;
-        const int64_t from = min(split * each, older);
+        const unsigned older = (unsigned)span.n - 1, cuts = (unsigned)n_splits;
+        const unsigned each = (older + cuts - 1) / cuts, from = min((unsigned)split * each, older);
         first = span.first + from;
         n = (int)min(each, older - from);
     }
@@ -86,7 +86,7 @@ __device__ inline void mn_decode_prefetch_stream(const char *megakernel,
         }
         return;
     }
-    const int n_q = (int)(p.of.H / p.of.J * p.of.K) / MN_DECODE_PER_LINE;
+    const int n_q = p.group * (int)p.of.K / MN_DECODE_PER_LINE;
     for (int i = lane; i < n_q; i += 32) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(from + p.q.at + i * MN_DECODE_LINE));
     }
@@ -246,7 +246,7 @@ __device__ inline void mn_decode_stream_token(mn_decode_stream_smem<HEADS> &smem
     typedef mn_decode_consumers block;
     const mn_decode_attention &a = p.of;
     const int K = (int)a.K, V = (int)a.V, turns = (int)a.turns;
-    const int n_q = (int)(a.H / a.J) * K, all = n_q + (own ? K + V : 0);
+    const int n_q = p.group * K, all = n_q + (own ? K + V : 0);
     mn_bf16 *const rows = smem.token.rows;
     for (int i = threadIdx.x; i < turns / 2; i += MN_DECODE_THREADS) {
         smem.turn[i] = attention::mn_attend_turn(a.inv_freq[i], position, (float)a.turned_scale);
@@ -339,7 +339,7 @@ __device__ inline void mn_decode_stream_deliver(const mn_decode_stream_smem<HEAD
                                                 const mn_decode_stream_instr &p,
                                                 const mn_decode_pipe &place, int split) {
     const mn_decode_attention &a = p.of;
-    const int group = (int)(a.H / a.J), V = (int)a.V, row = 4 * (int)mn_decode_split_row(V);
+    const int group = p.group, V = (int)a.V, row = 4 * (int)mn_decode_split_row(V);
     for (int i = threadIdx.x; i < group * MN_DECODE_STREAM_WIDEST; i += MN_DECODE_THREADS) {
         const int h = i / MN_DECODE_STREAM_WIDEST, c = i % MN_DECODE_STREAM_WIDEST;
         float most = -INFINITY, sum = 0.0f, y = 0.0f;
@@ -390,7 +390,7 @@ __device__ __noinline__ int mn_decode_run_splits(mn_decode_smem &all,
         for (int h = 0; h < HEADS; h++) state.most[h] = SOFTMAX ? -INFINITY : 0.0f;
         if (split == 0) {
             mn_decode_stream_own<HEADS, SOFTMAX>(state, smem, q, (int)a.K, (int)a.V,
-                                                 (int)(a.H / a.J * a.K), scale);
+                                                 p.group * (int)a.K, scale);
         }
 #pragma unroll 1
         for (int i = 0; i < keys.n; i += MN_DECODE_STREAM_KEYS) {
@@ -491,7 +491,7 @@ __device__ inline void mn_decode_run_stream(mn_decode_smem &smem, const mn_decod
     if (p.n_slots == 0) mn_decode_sum_splits(p, place);
     else if (p.of.relu) {
         used = mn_decode_run_splits<MN_DECODE_STREAM_HEADS, false>(smem, p, place);
-    } else if (p.of.H == p.of.J) {
+    } else if (p.group == 1) {
         used = mn_decode_run_splits<1, true>(smem, p, place);
     } else {
         used = mn_decode_run_splits<MN_DECODE_STREAM_HEADS, true>(smem, p, place);
