@@ -613,7 +613,7 @@ static size_t split_place(const mn_decode_stream_instr *p, int64_t h, int64_t sp
     return word_place(p->splits - m.handoff + 4 * (row * mn_decode_split_row(p->of.V) + i));
 }
 
-/* Splits go to words, and in place of keys of splits to memory as parts, which nobody else reads. */
+/* Splits go to words; to memory go, in their place, parts, which no other block reads. */
 static void run_splits(const mn_decode_stream_instr *p) {
     const mn_decode_attention *a = &p->of;
     const int64_t group = a->H / a->J, j = p->head;

@@ -181,8 +181,8 @@ struct mn_decode_cache_rows {
     }
 };
 
-/* Keys and values of a piece, of which half a warp's turns below `left` / 2 are there. `scale`: with
- * log2 e where the weights are a softmax. */
+/* Keys and values of a piece, of which half a warp's turns below `left` / 2 are there. `scale`:
+ * with log2 e where the weights are a softmax. */
 template <int HEADS, bool SOFTMAX>
 __device__ inline void mn_decode_stream_piece(mn_decode_stream_state<HEADS> &state,
                                               const float (&q)[HEADS][8],
