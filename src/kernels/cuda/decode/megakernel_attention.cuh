@@ -3,11 +3,11 @@
  *
  *   z_t = scale q.k_t    w_t = 2^(z_t - most)    o = sum_t w_t v_t / sum_t w_t
  *
- * or, for relu_attention, w_t = max(z_t, 0) over max(|z|, eps). Keys and values older than the token
- * come through the ring of weights, 64 rows a piece, in turns: they are under way while the stages
- * in front of this one are at work. A warp has eight rows of each piece, half a warp every second
- * one of these, with a largest score, a sum and V sums of its own; these meet once, behind the last
- * piece. The order of all sums goes by the number of keys and of heads. */
+ * or, for relu_attention, w_t = max(z_t, 0) over max(|z|, eps). Keys and values older than the
+ * token come through the ring of weights, 64 rows a piece, in turns: they are under way while the
+ * stages in front of this one are at work. A warp has eight rows of each piece, half a warp every
+ * second one of these, with a largest score, a sum and V sums of its own; these meet once, behind
+ * the last piece. The order of all sums goes by the number of keys and of heads. */
 #ifndef MN_KERNELS_CUDA_DECODE_MEGAKERNEL_ATTENTION_CUH
 #define MN_KERNELS_CUDA_DECODE_MEGAKERNEL_ATTENTION_CUH
 
