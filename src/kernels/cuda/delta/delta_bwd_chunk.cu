@@ -437,15 +437,14 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     return code == cudaSuccess ? back(behind, 0) : code;
 }
 
-/* dq, de, dw, dbeta and dg. */
+/* dq, de, dw, dbeta and dg; by Hopper's kernel where there are maps for it. */
 template <int KT, int KP>
-static int grad(const mn_delta_params &job, const mn_grad_fold &fold, int64_t records,
-                cudaStream_t stream) {
+static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const mn_grad_fold &fold,
+                int64_t records, cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
-    if constexpr (KP <= mn_delta_grad_sm90_keys) {
-        mn_grad_tma_maps maps;
-        if (mn_delta_grad_sm90_supported(&maps, job, records)) {
-            const int code = mn_delta_grad_sm90<KP>(job, maps, records, stream);
+    if constexpr (KP <= 128) {
+        if (maps) {
+            const int code = mn_delta_grad_sm90<KP>(job, *maps, records, stream);
             return code == cudaSuccess ? reduce_grads(job, records, 0, stream) : code;
         }
     }
@@ -463,7 +462,11 @@ template <int KT, int KP>
 static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, const mn_out &values,
                        cudaStream_t stream) {
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
-    int code = job.cuts ? cudaSuccess : intra_chunk<KP>(job, stream);
+    mn_grad_tma_maps maps;
+    const bool sm90 = KP <= 128 && mn_delta_grad_sm90_supported(&maps, job, records);
+    mn_delta_params intra = job;
+    if (sm90 && mn_grad_makes_scores) intra.workspace.A = nullptr;
+    int code = job.cuts ? cudaSuccess : intra_chunk<KP>(intra, stream);
     if (code != cudaSuccess) return code;
     code = job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
                                            : scan<KP, false>(job, stream);
@@ -471,7 +474,8 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
         return code != cudaSuccess ? code : reduce_grads(job, 0, KP / KT, stream);
     }
     if (job.cuts) code = redo_values(job, values, stream);
-    return code == cudaSuccess ? grad<KT, KP>(job, fold, records, stream) : code;
+    if (code != cudaSuccess) return code;
+    return grad<KT, KP>(job, sm90 ? &maps : nullptr, fold, records, stream);
 }
 
 /* Where there is little shared memory, blocks of gradients take 64 channels in place of 128. */
@@ -496,8 +500,8 @@ static int backward(const mn_delta_params &job, const mn_grad_fold &fold, const 
  * give. */
 extern "C" bool mn_delta_folds_groups(const void *args) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    const bool sm90 = mn_device_is_sm90() && p->call.K <= mn_delta_grad_sm90_keys &&
-                      p->decay != MN_DECAY_CHANNEL && !p->w.data;
+    const bool sm90 = mn_device_is_sm90() && p->call.K <= 128 && p->decay != MN_DECAY_CHANNEL &&
+                      !p->w.data;
     return mn_delta_uses_chunks(p) && p->call.J > 0 && p->call.J < p->call.H &&
            p->call.K % 8 == 0 && !sm90;
 }

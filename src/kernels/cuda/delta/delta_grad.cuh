@@ -244,9 +244,15 @@ __device__ inline mn_grad_coord mn_grad_block_coord(const mn_delta_params &job, 
 
 /* ---- decays that channels share -------------------------------------------------------------- */
 
+/* Two neighbours of P, and of A. */
+__device__ inline float4 mn_grad_known(const unsigned *P, const unsigned *A) {
+    return make_float4(mn_bf16_lo(*P), mn_bf16_hi(*P), mn_bf16_lo(*A), mn_bf16_hi(*A));
+}
+
 /* Stores matrices P and A with their decays in shared memory, and sums of dP . P + dA . A over rows
- * and columns. known(t, s): P and A at (t, s) and (t, s + 1), two numbers of bf16 each. */
-template <int KT, typename Smem, typename Known>
+ * and columns. known(t, s): P at (t, s) and (t, s + 1), then A, with their decays and beta, or where
+ * not DECAYED without. */
+template <int KT, bool DECAYED = true, typename Smem, typename Known>
 __device__ inline void mn_grad_pairs(Smem &smem, const mn_grad_acc<KT> &sum, float scale,
                                       const mn_grad_coord &at, Known known) {
     const int lane = threadIdx.x % 32;
@@ -258,26 +264,25 @@ __device__ inline void mn_grad_pairs(Smem &smem, const mn_grad_acc<KT> &sum, flo
             const int t = at.block * 16 + lane / 4 + 8 * half;
             const int s = at.quarter * 16 + n * 8 + lane % 4 * 2;
             float p[2], a[2];
-            uint2 matrices = make_uint2(0, 0);    // P, A
-            if (at.quarter <= at.block) matrices = known(t, s);
+            const float2 beta = *(const float2 *)&smem.log_decays.beta[s];
+            if (at.quarter > at.block) continue;
+            const float4 matrices = known(t, s);    // P, A
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int c = 2 * half + i;
-                const float P = i ? mn_bf16_hi(matrices.x) : mn_bf16_lo(matrices.x);
-                const float A = i ? mn_bf16_hi(matrices.y) : mn_bf16_lo(matrices.y);
+                const float P = i ? matrices.y : matrices.x, A = i ? matrices.w : matrices.z;
                 const bool inside = s + i <= t, before = s + i < t;
                 const float cum_decay = expf((float)(smem.log_decays.G[t]
                                                      - smem.log_decays.G[s + i]));
                 p[i] = inside ? scale * cum_decay * sum.P[n][c] : 0.0f;
                 a[i] = before ? -cum_decay * sum.A[n][c] : 0.0f;
                 if (!before) continue;
-                const float passed = fmaf(sum.P[n][c], P, -sum.A[n][c] * A);
+                float passed = fmaf(sum.P[n][c], P, -sum.A[n][c] * A);
+                if (!DECAYED) passed *= cum_decay * (i ? beta.y : beta.x);
                 rows[half] += passed;
                 columns[n][i] += passed;
             }
-            if (at.quarter > at.block) continue;
             const unsigned place = mn_tile_swizzle(t, s / 8) + lane % 4 * 4;
-            const float2 beta = *(const float2 *)&smem.log_decays.beta[s];
             *(unsigned *)(smem.matrices.P + place) = mn_bf16x2(p[0], p[1]);
             *(unsigned *)(smem.matrices.A + place) = mn_bf16x2(a[0], a[1]);
             *(unsigned *)(smem.matrices.P_beta + place) = mn_bf16x2(p[0] * beta.x, p[1] * beta.y);
@@ -554,8 +559,8 @@ delta_grad_kernel(const __grid_constant__ mn_delta_params job,
     const int64_t matrix = at.index * MN_DELTA_MATRIX;
     mn_grad_pairs<KT>(smem, sum, job.scale, at, [&](int t, int s) {
         const int64_t from = matrix + t * MN_DELTA_CHUNK + s;
-        return make_uint2(*(const unsigned *)(job.workspace.P + from),
-                          *(const unsigned *)(job.workspace.A + from));
+        return mn_grad_known((const unsigned *)(job.workspace.P + from),
+                             (const unsigned *)(job.workspace.A + from));
     });
     mn_grad_states<KT>(smem, sum, w, job.scale, at);
     __syncthreads();
