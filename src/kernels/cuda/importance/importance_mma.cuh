@@ -750,8 +750,8 @@ struct token_scan {
 template <typename Block>
 using fwd_loader = tile_loader<Block, FORWARD_PASS, producer_warps<Block>>;
 
-/* Tiles take turns: while one is scanned, the next one's factors are made, the one behind that is on
- * its way, and o of the one before leaves. Queries are read where they came to. */
+/* Tiles take turns: while one is scanned, the next one's factors are made, the one behind that is
+ * on its way, and o of the one before leaves. Queries are read where they came to. */
 template <typename Block>
 struct fwd_smem {
     static constexpr int PITCH = Block::COLUMNS + 4;
