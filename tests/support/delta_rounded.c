@@ -398,7 +398,8 @@ static double grade(const chunk *c, const head *hd) {
 static double run_head(const head *hd, int64_t n, int64_t h) {
     const mn_delta_args *p = hd->p;
     const mn_sequence seq = mn_sequence_at(&p->call, n);
-    const int64_t n_chunks = mn_ceil_div(seq.length, CHUNK), KV = hd->K * hd->V;
+    const int64_t n_chunks = mn_ceil_div(seq.length, CHUNK);
+    const int64_t KV = hd->K * hd->V, CV = CHUNK * hd->V;
     chunk *chunks = calloc((size_t)mn_max(n_chunks, 1), sizeof *chunks);
     double *state = calloc((size_t)KV, sizeof *state), whole = 0.0;
     const double *state0 = MN_ROW(double, p->state0, n, 0, h);
@@ -410,9 +411,8 @@ static double run_head(const head *hd, int64_t n, int64_t h) {
         chunk *c = &chunks[i];
         c->b = seq.b, c->t0 = seq.t0 + i * CHUNK, c->h = h;
         c->L = mn_min(CHUNK, seq.length - i * CHUNK);
-        c->S = calloc((size_t)(2 * (KV + CHUNK * hd->V) + (CHUNK + 1) * hd->decays), sizeof *c->S);
-        c->D = c->S + KV, c->R = c->D + KV, c->dX = c->R + CHUNK * hd->V;
-        c->G = c->dX + CHUNK * hd->V;
+        c->S = calloc((size_t)(2 * (KV + CV) + (CHUNK + 1) * hd->decays), sizeof *c->S);
+        c->D = c->S + KV, c->R = c->D + KV, c->dX = c->R + CV, c->G = c->dX + CV;
         prepare(c, hd);
         forward(c, hd, state);
     }
@@ -435,7 +435,8 @@ void delta_run_rounded(mn_sample *sample, const op_case *c, bool rounded) {
         check_fatal("%s: %s", op_case_text(c), mn_last_error());
     }
     const bool channel = args.decay == MN_DECAY_CHANNEL;
-    const head hd = { &args, args.call.K, args.call.V, channel ? args.call.K : 1, channel, rounded };
+    const int64_t K = args.call.K;
+    const head hd = { &args, K, args.call.V, channel ? K : 1, channel, rounded };
     for (int64_t h = 0; h < args.call.H; h++) {
         double *dg = MN_ROW_OUT(double, args.grad.g, 0, 0, h), whole = 0.0;
         for (int64_t n = 0; n < mn_n_sequences(&args.call); n++) whole += run_head(&hd, n, h);
