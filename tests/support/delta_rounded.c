@@ -72,11 +72,12 @@ static double low(const head *hd, double x) {
     return hd->rounded ? mn_bf16_round(x) : x;
 }
 
-/* The same whatever the exponent, which kernels choose by where they count decays from. */
+/* The same of a row that may have decays, whatever the exponent, which kernels choose by where they
+ * count decays from. */
 static double low_row(const head *hd, double x) {
     int exponent;
     const double mantissa = frexp(x, &exponent);
-    return hd->rounded ? ldexp(mn_bf16_round(mantissa), exponent) : x;
+    return hd->rounded && hd->channel ? ldexp(mn_bf16_round(mantissa), exponent) : x;
 }
 
 static const double *row(const mn_in *view, const chunk *c, int64_t t) {
@@ -143,18 +144,33 @@ static int64_t origin(int64_t t, int64_t s) {
     return t / (2 * PART) * (2 * PART) - 1;
 }
 
-/* q_t.w_s scale or e_t.w_s with their decays. */
-static double score(const head *hd, const chunk *c, role as, int64_t t, int64_t s) {
-    const double *x = key_row(hd, c, as, t), *w = key_row(hd, c, WRITE, s);
-    const double scale = as == READ ? hd->p->scale : 1.0;
-    const int64_t o = origin(t, s);
-    double sum = 0.0;
-    if (!hd->channel) return scale * fall(hd, c, s, t, 0) * dot(x, w, hd->K);
-    for (int64_t i = 0; i < hd->K; i++) {
-        sum += low_row(hd, scale * x[i] * fall(hd, c, o, t, i)) *
-               low_row(hd, w[i] * fall(hd, c, s, o, i));
+/* Rows of q, e and w, (CHUNK,K) each. */
+typedef struct rows {
+    double *q, *e, *w;
+} rows;
+
+static rows rows_new(int64_t K) {
+    double *q = calloc((size_t)(3 * CHUNK * K), sizeof *q);
+    return (rows){ q, q + CHUNK * K, q + 2 * CHUNK * K };
+}
+
+/* Rows q and e behind token `o` with decays from there, and rows w in front of it, and behind it up
+ * to `last`, with decays up to there. `scores`: q has the scale, else w has beta. */
+static void decay_rows(rows *to, const chunk *c, const head *hd, int64_t o, int64_t last,
+                       bool scores) {
+    const int64_t K = hd->K;
+    for (int64_t t = 0; t < c->L; t++) {
+        const double *q = key_row(hd, c, READ, t), *e = key_row(hd, c, ERASE, t);
+        const double *w = key_row(hd, c, WRITE, t);
+        const double by_q = scores ? hd->p->scale : 1.0, by_w = scores ? 1.0 : c->beta[t];
+        for (int64_t i = 0, at = t * K; i < K; i++, at++) {
+            const double since = hd->channel && t > o ? fall(hd, c, o, t, i) : 1.0;
+            const double until = hd->channel && t <= last ? fall(hd, c, t, o, i) : 1.0;
+            to->q[at] = low_row(hd, by_q * q[i] * since);
+            to->e[at] = low_row(hd, e[i] * since);
+            to->w[at] = low_row(hd, by_w * w[i] * until);
+        }
     }
-    return sum;
 }
 
 /* Where rows of keys meet states: their factors, of which rows have those of channels and values
@@ -173,43 +189,40 @@ static double state_value(const head *hd, const chunk *c, role as, int64_t t) {
     return hd->channel ? 1.0 : state_factor(hd, c, as, t, 0);
 }
 
-/* w_s as dq_t and de_t meet it, and q_t or e_t as dw_s / beta_s does. */
-static double written(const head *hd, const chunk *c, int64_t t, int64_t s, int64_t i) {
-    const double w = key_row(hd, c, WRITE, s)[i], by = c->beta[s] * w;
-    const int64_t start = t / PART * PART - 1;
-    if (!hd->channel) return w;
-    if (s > start) return by * fall(hd, c, s, t, i);
-    return low_row(hd, by * fall(hd, c, s, start, i)) * fall(hd, c, start, t, i);
-}
-
-static double seen(const head *hd, const chunk *c, role as, int64_t t, int64_t s, int64_t i) {
-    const double x = key_row(hd, c, as, t)[i];
-    const int64_t end = s / PART * PART + PART - 1;
-    if (!hd->channel) return x;
-    if (t <= end) return x * fall(hd, c, s, t, i);
-    return low_row(hd, x * fall(hd, c, end, t, i)) * fall(hd, c, s, end, i);
-}
-
 /* ---- a chunk --------------------------------------------------------------------------------- */
+
+/* A, not rounded, and P. */
+static void score(double A[CHUNK][CHUNK], chunk *c, const head *hd) {
+    const int64_t K = hd->K;
+    rows x = rows_new(K);
+    for (int64_t o = -1; o < c->L - 1; o += EIGHT) {
+        decay_rows(&x, c, hd, o, o + EIGHT, true);
+        for (int64_t t = o + 1; t < c->L; t++) {
+            for (int64_t s = 0; s <= t; s++) {
+                const double by = c->beta[s] * (hd->channel ? 1.0 : fall(hd, c, s, t, 0));
+                if (origin(t, s) != o) continue;
+                A[t][s] = s < t ? by * dot(x.e + t * K, x.w + s * K, K) : 0.0;
+                c->P[t][s] = low(hd, by * dot(x.q + t * K, x.w + s * K, K));
+            }
+        }
+    }
+    free(x.q);
+}
 
 /* Decays and squares of a chunk. */
 static void prepare(chunk *c, const head *hd) {
-    double T[CHUNK][CHUNK];
+    double A[CHUNK][CHUNK], T[CHUNK][CHUNK];
     sum_decays(c, hd);
     for (int64_t t = 0; t < c->L; t++) {
         const double *beta = row(&hd->p->beta, c, t);
         c->beta[t] = beta ? *beta : 1.0;
     }
+    score(A, c, hd);
     for (int64_t t = 0; t < c->L; t++) {
-        double A[CHUNK];
         for (int64_t s = 0; s <= t; s++) {
-            A[s] = s < t ? c->beta[s] * score(hd, c, ERASE, t, s) : 0.0;
-            c->A[t][s] = low(hd, A[s]);
-            c->P[t][s] = low(hd, c->beta[s] * score(hd, c, READ, t, s));
-        }
-        for (int64_t s = 0; s <= t; s++) {
+            c->A[t][s] = low(hd, A[t][s]);
             T[t][s] = s == t;
-            for (int64_t m = s; m < t; m++) T[t][s] -= A[m] * T[m][s];
+            for (int64_t m = s; m < t; m++) T[t][s] -= A[t][m] * T[m][s];
             c->T[t][s] = low(hd, T[t][s]);
         }
     }
@@ -299,7 +312,7 @@ static void weigh(pairs *m, double *dG, const chunk *c, const head *hd) {
         for (int64_t s = 0; s <= t; s++) {
             const bool rounds = !hd->channel || t / PART != s / PART;
             const double by = hd->channel ? 1.0 : fall(hd, c, s, t, 0), *R = c->R + s * hd->V;
-            const double beta = hd->channel ? 1.0 : c->beta[s];    // written() has it
+            const double beta = hd->channel ? 1.0 : c->beta[s];    // rows of w have it
             const double dP = cot ? dot(cot, R, hd->V) : 0.0;
             const double dA = s < t ? -dot(c->dX + t * hd->V, R, hd->V) : 0.0;
             const double p = hd->p->scale * by * dP, a = by * dA;
@@ -327,18 +340,51 @@ static key_grads grade_states(const chunk *c, const head *hd, int64_t t, int64_t
     };
 }
 
-/* Adds what goes between this token and others. */
-static void grade_pairs(key_grads *d, const pairs *m, const chunk *c, const head *hd, int64_t t,
-                        int64_t i) {
-    for (int64_t s = 0; s < t; s++) {
-        const double w = written(hd, c, t, s, i);
-        d->q += m->q[t][s] * w;
-        d->e += m->e[t][s] * w;
+/* Adds what goes between tokens of different parts: of a part that begins behind `o`, and in front,
+ * what earlier tokens have written; of one that ends there what later ones read. */
+static void grade_across(rows *d, rows *x, const pairs *m, const chunk *c, const head *hd,
+                         int64_t o) {
+    const int64_t K = hd->K;
+    decay_rows(x, c, hd, o, o, false);
+    for (int64_t i = 0; i < K; i++) {
+        for (int64_t t = o + 1; t < mn_min(o + 1 + PART, c->L); t++) {
+            const double by = fall(hd, c, o, t, i);
+            for (int64_t s = 0; s <= o; s++) {
+                d->q[t * K + i] += by * m->q[t][s] * x->w[s * K + i];
+                d->e[t * K + i] += by * m->e[t][s] * x->w[s * K + i];
+            }
+        }
+        for (int64_t s = o + 1 - PART; s <= o; s++) {
+            const double by = fall(hd, c, s, o, i);
+            for (int64_t t = o + 1; t < c->L; t++) {
+                d->w[s * K + i] += by * m->wq[t][s] * x->q[t * K + i];
+                d->w[s * K + i] += by * m->we[t][s] * x->e[t * K + i];
+            }
+        }
     }
-    for (int64_t s = t + 1; s < c->L; s++) {
-        d->w += m->wq[s][t] * seen(hd, c, READ, s, t, i);
-        d->w += m->we[s][t] * seen(hd, c, ERASE, s, t, i);
+}
+
+/* What goes between tokens. */
+static rows grade_pairs(const pairs *m, const chunk *c, const head *hd) {
+    const int64_t K = hd->K;
+    rows d = rows_new(K), x = rows_new(K);
+    for (int64_t t = 1; t < c->L; t++) {
+        const double *q = key_row(hd, c, READ, t), *e = key_row(hd, c, ERASE, t);
+        for (int64_t s = hd->channel ? t / PART * PART : 0; s < t; s++) {
+            const double *w = key_row(hd, c, WRITE, s), beta = hd->channel ? c->beta[s] : 1.0;
+            for (int64_t i = 0; i < K; i++) {
+                const double by = hd->channel ? fall(hd, c, s, t, i) : 1.0;
+                d.q[t * K + i] += m->q[t][s] * beta * w[i] * by;
+                d.e[t * K + i] += m->e[t][s] * beta * w[i] * by;
+                d.w[s * K + i] += (m->wq[t][s] * q[i] + m->we[t][s] * e[i]) * by;
+            }
+        }
     }
+    for (int64_t o = PART - 1; hd->channel && o < c->L - 1; o += PART) {
+        grade_across(&d, &x, m, c, hd, o);
+    }
+    free(x.q);
+    return d;
 }
 
 /* q dq + e de - w dw */
@@ -348,8 +394,8 @@ static double passed(const key_grads *d, const chunk *c, const head *hd, int64_t
 }
 
 /* Gradients of a token's keys and beta; adds to those of its sums of decays and of the chunk's. */
-static void grade_token(double *dG, double *end, const pairs *m, const chunk *c, const head *hd,
-                        int64_t t) {
+static void grade_token(double *dG, double *end, const pairs *m, const rows *between,
+                        const chunk *c, const head *hd, int64_t t) {
     const mn_delta_args *p = hd->p;
     double *dbeta = row_out(&p->grad.beta, c, t), to_beta = 0.0;
     for (int64_t i = 0; i < hd->K; i++) {
@@ -358,10 +404,12 @@ static void grade_token(double *dG, double *end, const pairs *m, const chunk *c,
         key_grads d = grade_states(c, hd, t, i);
         end[decay] += c->beta[t] * w * d.w;
         if (!hd->channel) dG[decay] += passed(&d, c, hd, t, i);
-        grade_pairs(&d, m, c, hd, t, i);
+        d.q += between->q[t * hd->K + i];
+        d.e += between->e[t * hd->K + i];
+        d.w += between->w[t * hd->K + i];
         if (hd->channel) dG[decay] += passed(&d, c, hd, t, i);
-        d.q += m->q[t][t] * written(hd, c, t, t, i);
-        d.w += m->wq[t][t] * seen(hd, c, READ, t, t, i);
+        d.q += m->q[t][t] * (hd->channel ? c->beta[t] : 1.0) * w;
+        d.w += m->wq[t][t] * key_row(hd, c, READ, t)[i];
         to_beta += w * d.w;
         put_key(hd, &p->grad.q, c, t, i, d.q);
         put_key(hd, &p->grad.w, c, t, i, c->beta[t] * d.w);
@@ -377,11 +425,14 @@ static double grade(const chunk *c, const head *hd) {
     double *end = calloc((size_t)((CHUNK + 1) * n), sizeof *end), *dG = end + n, whole = 0.0;
     pairs *m = calloc(1, sizeof *m);
     weigh(m, dG, c, hd);
+    rows between = grade_pairs(m, c, hd);
     for (int64_t i = 0; i < hd->K; i++) {
         end[hd->channel ? i : 0] += fall(hd, c, -1, c->L - 1, i) *
                                     dot(c->S + i * V, c->D + i * V, V);
     }
-    for (int64_t t = 0; t < c->L; t++) grade_token(dG + t * n, end, m, c, hd, t);
+    for (int64_t t = 0; t < c->L; t++) {
+        grade_token(dG + t * n, end, m, &between, c, hd, t);
+    }
     for (int64_t t = c->L - 1; t >= 0; t--) {
         double *dg = p->decay == MN_DECAY_HEAD ? NULL : row_out(&p->grad.g, c, t);
         for (int64_t i = 0; i < n; i++) {
@@ -390,7 +441,7 @@ static double grade(const chunk *c, const head *hd) {
             if (dg) dg[i] = end[i];
         }
     }
-    free(end), free(m);
+    free(end), free(m), free(between.q);
     return whole;
 }
 
