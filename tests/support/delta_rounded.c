@@ -17,18 +17,21 @@
  * A decay's gradient is the sum, from its token to the end of the chunk, of what passes through the
  * states and between tokens, and of what leaves the chunk.
  *
- * Where each channel has a decay, no number of a token's can have it: rows have theirs before they
- * are rounded, and values and matrices none. With o(t,s) a border between tokens, s^ the end of the
- * part of 16 tokens that s is in and t_ the start of that of t, sums over channels i,
+ * Where each channel has a decay, rows of keys are rounded with theirs, and values and matrices
+ * have none. Above, q, e and w that meet states become ~(scale exp(G_t) q_t), ~(exp(G_t) e_t) and
+ * ~(beta_t exp(G_L - G_t) w_t), R and dX are rounded without factors, and for a channel i, with G
+ * its own, o a token between s and t or a little before s (origin), u the last token in front of
+ * the part of 16 that t is in, and z the last of the part of s,
  *
- *   A_ts = beta_s sum_i ~(e_ti exp(G_ti - G_oi)) ~(w_si exp(G_oi - G_si)), P likewise
- *   rows that meet states: ~(scale exp(G_t) q_t), ~(exp(G_t) e_t), ~(beta_t exp(G_L - G_t) w_t)
- *   dq_ti = .. + sum_s ~p_ts ~(beta_s w_si exp(G_t_i - G_si)) exp(G_ti - G_t_i), de likewise
- *   dw_si / beta_s = .. + sum_t (~p_ts ~(q_ti exp(G_ti - G_s^i)) + ~a_ts ~(..)) exp(G_s^i - G_si)
- *   dG_ti = q_ti dq_ti + e_ti de_ti - w_ti dw_ti
+ *   A_ts = beta_s sum_i ~(e_ti exp(G_t - G_o)) ~(w_si exp(G_o - G_s)), P likewise
+ *   p_ts = scale do_t.~R_s        a_ts = -~dX_t.~R_s
+ *   dq_ti = .. + sum_s ~p_ts ~(beta_s w_si exp(G_u - G_s)) exp(G_t - G_u), de likewise with a
+ *   dw_si / beta_s = .. + sum_t (~p_ts ~(q_ti exp(G_t - G_z)) + ~a_ts ~(e_ti exp(G_t - G_z)))
+ *                               exp(G_z - G_s)
+ *   dG_ti = q_ti dq_ti + e_ti de_ti - w_ti dw_ti    without what t reads of its own write
  *
- * but gradients of s and t of one part, whose products are summed one by one, are not rounded; dG
- * leaves out what t reads of its own write, and the chunk's end gets the rest of dG as above. */
+ * Kernels add up pairs of one part in float32: p, a and rows of them are not rounded in gradients.
+ * Nor are sums of decays, T before it is stored, and what multiplies gradients from states. */
 #include "support/delta_rounded.h"
 
 #include <math.h>
@@ -62,10 +65,16 @@ typedef struct head {
     bool channel, rounded;
 } head;
 
-/* Weights of pairs (t, s) in gradients of keys: those of w_s in dq_t and de_t, and of q_t and e_t
- * in dw_s / beta_s. */
+/* Rows of q, e and w, (CHUNK,K) each. */
+typedef struct rows {
+    double *q, *e, *w;
+} rows;
+
+/* Weights of pairs (t, s) in gradients of keys, those of w_s in dq_t and de_t, and of q_t and e_t
+ * in dw_s / beta_s; and what they come to over s < t, or t > s. */
 typedef struct pairs {
     double q[CHUNK][CHUNK], e[CHUNK][CHUNK], wq[CHUNK][CHUNK], we[CHUNK][CHUNK];
+    rows sum;
 } pairs;
 
 static double low(const head *hd, double x) {
@@ -116,8 +125,8 @@ static void add(double *y, double by, const double *x, int64_t n) {
 
 /* ---- decays ---------------------------------------------------------------------------------- */
 
-/* Sums of log decays. Of a token e^-80 is nothing; with less, sums would forget the others, and
- * seven of them are within float64 even turned round (origin). */
+/* Sums of log decays, each cut off at -80: e^-80 is nothing beside 1, sums of less would forget the
+ * other tokens, and the reciprocal of eight of them, e^640, is within float64 (origin). */
 static void sum_decays(chunk *c, const head *hd) {
     const int64_t n = hd->decays;
     for (int64_t t = 0; t < CHUNK; t++) {
@@ -143,11 +152,6 @@ static int64_t origin(int64_t t, int64_t s) {
     if (t / (2 * PART) == s / (2 * PART)) return t / PART * PART - 1;
     return t / (2 * PART) * (2 * PART) - 1;
 }
-
-/* Rows of q, e and w, (CHUNK,K) each. */
-typedef struct rows {
-    double *q, *e, *w;
-} rows;
 
 static rows rows_new(int64_t K) {
     double *q = calloc((size_t)(3 * CHUNK * K), sizeof *q);
@@ -199,8 +203,8 @@ static void score(double A[CHUNK][CHUNK], chunk *c, const head *hd) {
         decay_rows(&x, c, hd, o, o + EIGHT, true);
         for (int64_t t = o + 1; t < c->L; t++) {
             for (int64_t s = 0; s <= t; s++) {
-                const double by = c->beta[s] * (hd->channel ? 1.0 : fall(hd, c, s, t, 0));
                 if (origin(t, s) != o) continue;
+                const double by = c->beta[s] * (hd->channel ? 1.0 : fall(hd, c, s, t, 0));
                 A[t][s] = s < t ? by * dot(x.e + t * K, x.w + s * K, K) : 0.0;
                 c->P[t][s] = low(hd, by * dot(x.q + t * K, x.w + s * K, K));
             }
@@ -340,11 +344,11 @@ static key_grads grade_states(const chunk *c, const head *hd, int64_t t, int64_t
     };
 }
 
-/* Adds what goes between tokens of different parts: of a part that begins behind `o`, and in front,
- * what earlier tokens have written; of one that ends there what later ones read. */
-static void grade_across(rows *d, rows *x, const pairs *m, const chunk *c, const head *hd,
-                         int64_t o) {
+/* Adds what goes between tokens of different parts: to the part that begins behind `o` what earlier
+ * tokens have written, to the one that ends there what later ones read. */
+static void grade_across(pairs *m, rows *x, const chunk *c, const head *hd, int64_t o) {
     const int64_t K = hd->K;
+    const rows *d = &m->sum;
     decay_rows(x, c, hd, o, o, false);
     for (int64_t i = 0; i < K; i++) {
         for (int64_t t = o + 1; t < mn_min(o + 1 + PART, c->L); t++) {
@@ -365,9 +369,10 @@ static void grade_across(rows *d, rows *x, const pairs *m, const chunk *c, const
 }
 
 /* What goes between tokens. */
-static rows grade_pairs(const pairs *m, const chunk *c, const head *hd) {
+static void grade_pairs(pairs *m, const chunk *c, const head *hd) {
     const int64_t K = hd->K;
-    rows d = rows_new(K), x = rows_new(K);
+    const rows d = m->sum = rows_new(K);
+    rows x = rows_new(K);
     for (int64_t t = 1; t < c->L; t++) {
         const double *q = key_row(hd, c, READ, t), *e = key_row(hd, c, ERASE, t);
         for (int64_t s = hd->channel ? t / PART * PART : 0; s < t; s++) {
@@ -381,10 +386,9 @@ static rows grade_pairs(const pairs *m, const chunk *c, const head *hd) {
         }
     }
     for (int64_t o = PART - 1; hd->channel && o < c->L - 1; o += PART) {
-        grade_across(&d, &x, m, c, hd, o);
+        grade_across(m, &x, c, hd, o);
     }
     free(x.q);
-    return d;
 }
 
 /* q dq + e de - w dw */
@@ -394,8 +398,8 @@ static double passed(const key_grads *d, const chunk *c, const head *hd, int64_t
 }
 
 /* Gradients of a token's keys and beta; adds to those of its sums of decays and of the chunk's. */
-static void grade_token(double *dG, double *end, const pairs *m, const rows *between,
-                        const chunk *c, const head *hd, int64_t t) {
+static void grade_token(double *dG, double *end, const pairs *m, const chunk *c, const head *hd,
+                        int64_t t) {
     const mn_delta_args *p = hd->p;
     double *dbeta = row_out(&p->grad.beta, c, t), to_beta = 0.0;
     for (int64_t i = 0; i < hd->K; i++) {
@@ -404,9 +408,9 @@ static void grade_token(double *dG, double *end, const pairs *m, const rows *bet
         key_grads d = grade_states(c, hd, t, i);
         end[decay] += c->beta[t] * w * d.w;
         if (!hd->channel) dG[decay] += passed(&d, c, hd, t, i);
-        d.q += between->q[t * hd->K + i];
-        d.e += between->e[t * hd->K + i];
-        d.w += between->w[t * hd->K + i];
+        d.q += m->sum.q[t * hd->K + i];
+        d.e += m->sum.e[t * hd->K + i];
+        d.w += m->sum.w[t * hd->K + i];
         if (hd->channel) dG[decay] += passed(&d, c, hd, t, i);
         d.q += m->q[t][t] * (hd->channel ? c->beta[t] : 1.0) * w;
         d.w += m->wq[t][t] * key_row(hd, c, READ, t)[i];
@@ -425,14 +429,12 @@ static double grade(const chunk *c, const head *hd) {
     double *end = calloc((size_t)((CHUNK + 1) * n), sizeof *end), *dG = end + n, whole = 0.0;
     pairs *m = calloc(1, sizeof *m);
     weigh(m, dG, c, hd);
-    rows between = grade_pairs(m, c, hd);
+    grade_pairs(m, c, hd);
     for (int64_t i = 0; i < hd->K; i++) {
         end[hd->channel ? i : 0] += fall(hd, c, -1, c->L - 1, i) *
                                     dot(c->S + i * V, c->D + i * V, V);
     }
-    for (int64_t t = 0; t < c->L; t++) {
-        grade_token(dG + t * n, end, m, &between, c, hd, t);
-    }
+    for (int64_t t = 0; t < c->L; t++) grade_token(dG + t * n, end, m, c, hd, t);
     for (int64_t t = c->L - 1; t >= 0; t--) {
         double *dg = p->decay == MN_DECAY_HEAD ? NULL : row_out(&p->grad.g, c, t);
         for (int64_t i = 0; i < n; i++) {
@@ -441,7 +443,7 @@ static double grade(const chunk *c, const head *hd) {
             if (dg) dg[i] = end[i];
         }
     }
-    free(end), free(m), free(between.q);
+    free(end), free(m->sum.q), free(m);
     return whole;
 }
 
