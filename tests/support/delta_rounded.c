@@ -17,18 +17,21 @@
  * A decay's gradient is the sum, from its token to the end of the chunk, of what passes through the
  * states and between tokens, and of what leaves the chunk.
  *
- * Where each channel has a decay, no number of a token's can have it: rows have theirs before they
- * are rounded, and values and matrices none. With o(t,s) a border between tokens, s^ the end of the
- * part of 16 tokens that s is in and t_ the start of that of t, sums over channels i,
+ * Where each channel has a decay, rows of keys are rounded with theirs, and values and matrices
+ * have none. Above, q, e and w that meet states become ~(scale exp(G_t) q_t), ~(exp(G_t) e_t) and
+ * ~(beta_t exp(G_L - G_t) w_t), R and dX are rounded without factors, and for a channel i, with G
+ * its own, o a token between s and t or a little before s (origin), u the last token in front of
+ * the part of 16 that t is in, and z the last of the part of s,
  *
- *   A_ts = beta_s sum_i ~(e_ti exp(G_ti - G_oi)) ~(w_si exp(G_oi - G_si)), P likewise
- *   rows that meet states: ~(scale exp(G_t) q_t), ~(exp(G_t) e_t), ~(beta_t exp(G_L - G_t) w_t)
- *   dq_ti = .. + sum_s ~p_ts ~(beta_s w_si exp(G_t_i - G_si)) exp(G_ti - G_t_i), de likewise
- *   dw_si / beta_s = .. + sum_t (~p_ts ~(q_ti exp(G_ti - G_s^i)) + ~a_ts ~(..)) exp(G_s^i - G_si)
- *   dG_ti = q_ti dq_ti + e_ti de_ti - w_ti dw_ti
+ *   A_ts = beta_s sum_i ~(e_ti exp(G_t - G_o)) ~(w_si exp(G_o - G_s)), P likewise
+ *   p_ts = scale do_t.~R_s        a_ts = -~dX_t.~R_s
+ *   dq_ti = .. + sum_s ~p_ts ~(beta_s w_si exp(G_u - G_s)) exp(G_t - G_u), de likewise with a
+ *   dw_si / beta_s = .. + sum_t (~p_ts ~(q_ti exp(G_t - G_z)) + ~a_ts ~(e_ti exp(G_t - G_z)))
+ *                               exp(G_z - G_s)
+ *   dG_ti = q_ti dq_ti + e_ti de_ti - w_ti dw_ti    without what t reads of its own write
  *
- * but gradients of s and t of one part, whose products are summed one by one, are not rounded; dG
- * leaves out what t reads of its own write, and the chunk's end gets the rest of dG as above. */
+ * Kernels add up pairs of one part in float32: p, a and rows of them are not rounded in gradients.
+ * Nor are sums of decays, T before it is stored, and what multiplies gradients from states. */
 #include "support/delta_rounded.h"
 
 #include <math.h>
@@ -62,21 +65,28 @@ typedef struct head {
     bool channel, rounded;
 } head;
 
-/* Weights of pairs (t, s) in gradients of keys: those of w_s in dq_t and de_t, and of q_t and e_t
- * in dw_s / beta_s. */
+/* Rows of q, e and w, (CHUNK,K) each. */
+typedef struct rows {
+    double *q, *e, *w;
+} rows;
+
+/* Weights of pairs (t, s) in gradients of keys, those of w_s in dq_t and de_t, and of q_t and e_t
+ * in dw_s / beta_s; and what they come to over s < t, or t > s. */
 typedef struct pairs {
     double q[CHUNK][CHUNK], e[CHUNK][CHUNK], wq[CHUNK][CHUNK], we[CHUNK][CHUNK];
+    rows sum;
 } pairs;
 
 static double low(const head *hd, double x) {
     return hd->rounded ? mn_bf16_round(x) : x;
 }
 
-/* The same whatever the exponent, which kernels choose by where they count decays from. */
+/* The same of a row that may have decays, whatever the exponent, which kernels choose by where they
+ * count decays from. */
 static double low_row(const head *hd, double x) {
     int exponent;
     const double mantissa = frexp(x, &exponent);
-    return hd->rounded ? ldexp(mn_bf16_round(mantissa), exponent) : x;
+    return hd->rounded && hd->channel ? ldexp(mn_bf16_round(mantissa), exponent) : x;
 }
 
 static const double *row(const mn_in *view, const chunk *c, int64_t t) {
@@ -115,8 +125,8 @@ static void add(double *y, double by, const double *x, int64_t n) {
 
 /* ---- decays ---------------------------------------------------------------------------------- */
 
-/* Sums of log decays. Of a token e^-80 is nothing; with less, sums would forget the others, and
- * seven of them are within float64 even turned round (origin). */
+/* Sums of log decays, each cut off at -80: e^-80 is nothing beside 1, sums of less would forget the
+ * other tokens, and the reciprocal of eight of them, e^640, is within float64 (origin). */
 static void sum_decays(chunk *c, const head *hd) {
     const int64_t n = hd->decays;
     for (int64_t t = 0; t < CHUNK; t++) {
@@ -143,18 +153,28 @@ static int64_t origin(int64_t t, int64_t s) {
     return t / (2 * PART) * (2 * PART) - 1;
 }
 
-/* q_t.w_s scale or e_t.w_s with their decays. */
-static double score(const head *hd, const chunk *c, role as, int64_t t, int64_t s) {
-    const double *x = key_row(hd, c, as, t), *w = key_row(hd, c, WRITE, s);
-    const double scale = as == READ ? hd->p->scale : 1.0;
-    const int64_t o = origin(t, s);
-    double sum = 0.0;
-    if (!hd->channel) return scale * fall(hd, c, s, t, 0) * dot(x, w, hd->K);
-    for (int64_t i = 0; i < hd->K; i++) {
-        sum += low_row(hd, scale * x[i] * fall(hd, c, o, t, i)) *
-               low_row(hd, w[i] * fall(hd, c, s, o, i));
+static rows rows_new(int64_t K) {
+    double *q = calloc((size_t)(3 * CHUNK * K), sizeof *q);
+    return (rows){ q, q + CHUNK * K, q + 2 * CHUNK * K };
+}
+
+/* Rows q and e behind token `o` with decays from there, and rows w in front of it, and behind it up
+ * to `last`, with decays up to there. `scores`: q has the scale, else w has beta. */
+static void decay_rows(rows *to, const chunk *c, const head *hd, int64_t o, int64_t last,
+                       bool scores) {
+    const int64_t K = hd->K;
+    for (int64_t t = 0; t < c->L; t++) {
+        const double *q = key_row(hd, c, READ, t), *e = key_row(hd, c, ERASE, t);
+        const double *w = key_row(hd, c, WRITE, t);
+        const double by_q = scores ? hd->p->scale : 1.0, by_w = scores ? 1.0 : c->beta[t];
+        for (int64_t i = 0, at = t * K; i < K; i++, at++) {
+            const double since = hd->channel && t > o ? fall(hd, c, o, t, i) : 1.0;
+            const double until = hd->channel && t <= last ? fall(hd, c, t, o, i) : 1.0;
+            to->q[at] = low_row(hd, by_q * q[i] * since);
+            to->e[at] = low_row(hd, e[i] * since);
+            to->w[at] = low_row(hd, by_w * w[i] * until);
+        }
     }
-    return sum;
 }
 
 /* Where rows of keys meet states: their factors, of which rows have those of channels and values
@@ -173,43 +193,40 @@ static double state_value(const head *hd, const chunk *c, role as, int64_t t) {
     return hd->channel ? 1.0 : state_factor(hd, c, as, t, 0);
 }
 
-/* w_s as dq_t and de_t meet it, and q_t or e_t as dw_s / beta_s does. */
-static double written(const head *hd, const chunk *c, int64_t t, int64_t s, int64_t i) {
-    const double w = key_row(hd, c, WRITE, s)[i], by = c->beta[s] * w;
-    const int64_t start = t / PART * PART - 1;
-    if (!hd->channel) return w;
-    if (s > start) return by * fall(hd, c, s, t, i);
-    return low_row(hd, by * fall(hd, c, s, start, i)) * fall(hd, c, start, t, i);
-}
-
-static double seen(const head *hd, const chunk *c, role as, int64_t t, int64_t s, int64_t i) {
-    const double x = key_row(hd, c, as, t)[i];
-    const int64_t end = s / PART * PART + PART - 1;
-    if (!hd->channel) return x;
-    if (t <= end) return x * fall(hd, c, s, t, i);
-    return low_row(hd, x * fall(hd, c, end, t, i)) * fall(hd, c, s, end, i);
-}
-
 /* ---- a chunk --------------------------------------------------------------------------------- */
+
+/* A, not rounded, and P. */
+static void score(double A[CHUNK][CHUNK], chunk *c, const head *hd) {
+    const int64_t K = hd->K;
+    rows x = rows_new(K);
+    for (int64_t o = -1; o < c->L - 1; o += EIGHT) {
+        decay_rows(&x, c, hd, o, o + EIGHT, true);
+        for (int64_t t = o + 1; t < c->L; t++) {
+            for (int64_t s = 0; s <= t; s++) {
+                if (origin(t, s) != o) continue;
+                const double by = c->beta[s] * (hd->channel ? 1.0 : fall(hd, c, s, t, 0));
+                A[t][s] = s < t ? by * dot(x.e + t * K, x.w + s * K, K) : 0.0;
+                c->P[t][s] = low(hd, by * dot(x.q + t * K, x.w + s * K, K));
+            }
+        }
+    }
+    free(x.q);
+}
 
 /* Decays and squares of a chunk. */
 static void prepare(chunk *c, const head *hd) {
-    double T[CHUNK][CHUNK];
+    double A[CHUNK][CHUNK], T[CHUNK][CHUNK];
     sum_decays(c, hd);
     for (int64_t t = 0; t < c->L; t++) {
         const double *beta = row(&hd->p->beta, c, t);
         c->beta[t] = beta ? *beta : 1.0;
     }
+    score(A, c, hd);
     for (int64_t t = 0; t < c->L; t++) {
-        double A[CHUNK];
         for (int64_t s = 0; s <= t; s++) {
-            A[s] = s < t ? c->beta[s] * score(hd, c, ERASE, t, s) : 0.0;
-            c->A[t][s] = low(hd, A[s]);
-            c->P[t][s] = low(hd, c->beta[s] * score(hd, c, READ, t, s));
-        }
-        for (int64_t s = 0; s <= t; s++) {
+            c->A[t][s] = low(hd, A[t][s]);
             T[t][s] = s == t;
-            for (int64_t m = s; m < t; m++) T[t][s] -= A[m] * T[m][s];
+            for (int64_t m = s; m < t; m++) T[t][s] -= A[t][m] * T[m][s];
             c->T[t][s] = low(hd, T[t][s]);
         }
     }
@@ -299,7 +316,7 @@ static void weigh(pairs *m, double *dG, const chunk *c, const head *hd) {
         for (int64_t s = 0; s <= t; s++) {
             const bool rounds = !hd->channel || t / PART != s / PART;
             const double by = hd->channel ? 1.0 : fall(hd, c, s, t, 0), *R = c->R + s * hd->V;
-            const double beta = hd->channel ? 1.0 : c->beta[s];    // written() has it
+            const double beta = hd->channel ? 1.0 : c->beta[s];    // rows of w have it
             const double dP = cot ? dot(cot, R, hd->V) : 0.0;
             const double dA = s < t ? -dot(c->dX + t * hd->V, R, hd->V) : 0.0;
             const double p = hd->p->scale * by * dP, a = by * dA;
@@ -327,18 +344,51 @@ static key_grads grade_states(const chunk *c, const head *hd, int64_t t, int64_t
     };
 }
 
-/* Adds what goes between this token and others. */
-static void grade_pairs(key_grads *d, const pairs *m, const chunk *c, const head *hd, int64_t t,
-                        int64_t i) {
-    for (int64_t s = 0; s < t; s++) {
-        const double w = written(hd, c, t, s, i);
-        d->q += m->q[t][s] * w;
-        d->e += m->e[t][s] * w;
+/* Adds what goes between tokens of different parts: to the part that begins behind `o` what earlier
+ * tokens have written, to the one that ends there what later ones read. */
+static void grade_across(pairs *m, rows *x, const chunk *c, const head *hd, int64_t o) {
+    const int64_t K = hd->K;
+    const rows *d = &m->sum;
+    decay_rows(x, c, hd, o, o, false);
+    for (int64_t i = 0; i < K; i++) {
+        for (int64_t t = o + 1; t < mn_min(o + 1 + PART, c->L); t++) {
+            const double by = fall(hd, c, o, t, i);
+            for (int64_t s = 0; s <= o; s++) {
+                d->q[t * K + i] += by * m->q[t][s] * x->w[s * K + i];
+                d->e[t * K + i] += by * m->e[t][s] * x->w[s * K + i];
+            }
+        }
+        for (int64_t s = o + 1 - PART; s <= o; s++) {
+            const double by = fall(hd, c, s, o, i);
+            for (int64_t t = o + 1; t < c->L; t++) {
+                d->w[s * K + i] += by * m->wq[t][s] * x->q[t * K + i];
+                d->w[s * K + i] += by * m->we[t][s] * x->e[t * K + i];
+            }
+        }
     }
-    for (int64_t s = t + 1; s < c->L; s++) {
-        d->w += m->wq[s][t] * seen(hd, c, READ, s, t, i);
-        d->w += m->we[s][t] * seen(hd, c, ERASE, s, t, i);
+}
+
+/* What goes between tokens. */
+static void grade_pairs(pairs *m, const chunk *c, const head *hd) {
+    const int64_t K = hd->K;
+    const rows d = m->sum = rows_new(K);
+    rows x = rows_new(K);
+    for (int64_t t = 1; t < c->L; t++) {
+        const double *q = key_row(hd, c, READ, t), *e = key_row(hd, c, ERASE, t);
+        for (int64_t s = hd->channel ? t / PART * PART : 0; s < t; s++) {
+            const double *w = key_row(hd, c, WRITE, s), beta = hd->channel ? c->beta[s] : 1.0;
+            for (int64_t i = 0; i < K; i++) {
+                const double by = hd->channel ? fall(hd, c, s, t, i) : 1.0;
+                d.q[t * K + i] += m->q[t][s] * beta * w[i] * by;
+                d.e[t * K + i] += m->e[t][s] * beta * w[i] * by;
+                d.w[s * K + i] += (m->wq[t][s] * q[i] + m->we[t][s] * e[i]) * by;
+            }
+        }
     }
+    for (int64_t o = PART - 1; hd->channel && o < c->L - 1; o += PART) {
+        grade_across(m, &x, c, hd, o);
+    }
+    free(x.q);
 }
 
 /* q dq + e de - w dw */
@@ -358,10 +408,12 @@ static void grade_token(double *dG, double *end, const pairs *m, const chunk *c,
         key_grads d = grade_states(c, hd, t, i);
         end[decay] += c->beta[t] * w * d.w;
         if (!hd->channel) dG[decay] += passed(&d, c, hd, t, i);
-        grade_pairs(&d, m, c, hd, t, i);
+        d.q += m->sum.q[t * hd->K + i];
+        d.e += m->sum.e[t * hd->K + i];
+        d.w += m->sum.w[t * hd->K + i];
         if (hd->channel) dG[decay] += passed(&d, c, hd, t, i);
-        d.q += m->q[t][t] * written(hd, c, t, t, i);
-        d.w += m->wq[t][t] * seen(hd, c, READ, t, t, i);
+        d.q += m->q[t][t] * (hd->channel ? c->beta[t] : 1.0) * w;
+        d.w += m->wq[t][t] * key_row(hd, c, READ, t)[i];
         to_beta += w * d.w;
         put_key(hd, &p->grad.q, c, t, i, d.q);
         put_key(hd, &p->grad.w, c, t, i, c->beta[t] * d.w);
@@ -377,6 +429,7 @@ static double grade(const chunk *c, const head *hd) {
     double *end = calloc((size_t)((CHUNK + 1) * n), sizeof *end), *dG = end + n, whole = 0.0;
     pairs *m = calloc(1, sizeof *m);
     weigh(m, dG, c, hd);
+    grade_pairs(m, c, hd);
     for (int64_t i = 0; i < hd->K; i++) {
         end[hd->channel ? i : 0] += fall(hd, c, -1, c->L - 1, i) *
                                     dot(c->S + i * V, c->D + i * V, V);
@@ -390,7 +443,7 @@ static double grade(const chunk *c, const head *hd) {
             if (dg) dg[i] = end[i];
         }
     }
-    free(end), free(m);
+    free(end), free(m->sum.q), free(m);
     return whole;
 }
 
@@ -398,7 +451,8 @@ static double grade(const chunk *c, const head *hd) {
 static double run_head(const head *hd, int64_t n, int64_t h) {
     const mn_delta_args *p = hd->p;
     const mn_sequence seq = mn_sequence_at(&p->call, n);
-    const int64_t n_chunks = mn_ceil_div(seq.length, CHUNK), KV = hd->K * hd->V;
+    const int64_t n_chunks = mn_ceil_div(seq.length, CHUNK);
+    const int64_t KV = hd->K * hd->V, CV = CHUNK * hd->V;
     chunk *chunks = calloc((size_t)mn_max(n_chunks, 1), sizeof *chunks);
     double *state = calloc((size_t)KV, sizeof *state), whole = 0.0;
     const double *state0 = MN_ROW(double, p->state0, n, 0, h);
@@ -410,9 +464,8 @@ static double run_head(const head *hd, int64_t n, int64_t h) {
         chunk *c = &chunks[i];
         c->b = seq.b, c->t0 = seq.t0 + i * CHUNK, c->h = h;
         c->L = mn_min(CHUNK, seq.length - i * CHUNK);
-        c->S = calloc((size_t)(2 * (KV + CHUNK * hd->V) + (CHUNK + 1) * hd->decays), sizeof *c->S);
-        c->D = c->S + KV, c->R = c->D + KV, c->dX = c->R + CHUNK * hd->V;
-        c->G = c->dX + CHUNK * hd->V;
+        c->S = calloc((size_t)(2 * (KV + CV) + (CHUNK + 1) * hd->decays), sizeof *c->S);
+        c->D = c->S + KV, c->R = c->D + KV, c->dX = c->R + CV, c->G = c->dX + CV;
         prepare(c, hd);
         forward(c, hd, state);
     }
@@ -435,7 +488,8 @@ void delta_run_rounded(mn_sample *sample, const op_case *c, bool rounded) {
         check_fatal("%s: %s", op_case_text(c), mn_last_error());
     }
     const bool channel = args.decay == MN_DECAY_CHANNEL;
-    const head hd = { &args, args.call.K, args.call.V, channel ? args.call.K : 1, channel, rounded };
+    const int64_t K = args.call.K;
+    const head hd = { &args, K, args.call.V, channel ? K : 1, channel, rounded };
     for (int64_t h = 0; h < args.call.H; h++) {
         double *dg = MN_ROW_OUT(double, args.grad.g, 0, 0, h), whole = 0.0;
         for (int64_t n = 0; n < mn_n_sequences(&args.call); n++) whole += run_head(&hd, n, h);
