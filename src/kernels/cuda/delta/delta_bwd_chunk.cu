@@ -384,7 +384,7 @@ static int reduce_grads(const mn_delta_params &job, int64_t records, int n_parti
 /* A, P, T and decays of all chunks. */
 template <int KP>
 static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
-    if constexpr (KP <= 128) {
+    if constexpr (KP <= mn_delta_wy_inverse_keys) {
         bool served;
         const int code = mn_delta_intra_chunk_sm90<KP>(job, &served, stream);
         if (served) return code;

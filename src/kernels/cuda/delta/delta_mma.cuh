@@ -24,16 +24,35 @@ __device__ __forceinline__ uint64_t mn_wgmma_smem_desc(unsigned address) {
 #define MN_WGMMA_ACC8(i)                                                                           \
     "+f"(y[i][0]), "+f"(y[i][1]), "+f"(y[i][2]), "+f"(y[i][3]), "+f"(y[(i) + 1][0]),               \
         "+f"(y[(i) + 1][1]), "+f"(y[(i) + 1][2]), "+f"(y[(i) + 1][3])
+#define MN_WGMMA_OUT8(i)                                                                           \
+    "=f"(y[i][0]), "=f"(y[i][1]), "=f"(y[i][2]), "=f"(y[i][3]), "=f"(y[(i) + 1][0]),               \
+        "=f"(y[(i) + 1][1]), "=f"(y[(i) + 1][2]), "=f"(y[(i) + 1][3])
 
-/* y += a b, b at `address` in a tile. TRANS: the tile's rows are the depth. */
+/* y += a b, b where a descriptor says, or at `address` in a tile. TRANS: the tile's rows are the
+ * depth. */
 template <int TRANS>
 __device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], const unsigned (&a)[4],
-                                                 unsigned address) {
+                                                   uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_WGMMA_ACC_REGS
                  "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"
                  : MN_WGMMA_ACC8(0), MN_WGMMA_ACC8(2), MN_WGMMA_ACC8(4), MN_WGMMA_ACC8(6)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(mn_wgmma_smem_desc(address)),
-                   "n"(TRANS)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANS)
+                 : "memory");
+}
+
+template <int TRANS>
+__device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], const unsigned (&a)[4],
+                                                 unsigned address) {
+    mn_wgmma_m64n64k16<TRANS>(y, a, mn_wgmma_smem_desc(address));
+}
+
+/* y = a b', the first product of a sum: y has held nothing. */
+__device__ __forceinline__ void mn_wgmma_start_m64n64k16(float (*y)[4], const unsigned (&a)[4],
+                                                         uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_WGMMA_ACC_REGS
+                 "{%32, %33, %34, %35}, %36, 0, 1, 1, 0;\n"
+                 : MN_WGMMA_OUT8(0), MN_WGMMA_OUT8(2), MN_WGMMA_OUT8(4), MN_WGMMA_OUT8(6)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
                  : "memory");
 }
 

@@ -1136,15 +1136,15 @@ __device__ inline void mn_scan_own_share(X (&local)[N / SPLITS][4], const X (&x)
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* X of tokens from 8 * first on as left operands, from Ed S, (16 values, 8 N tokens). */
-template <int KP, int CHANNEL, int N>
-__device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][4],
-                                      const mn_scan_front<KP> &front, int col_tile, int first) {
-    if (!CHANNEL) mn_scan_scale_tokens(X, front.gamma + 8 * first, 1.0f);
+/* X of tokens from 8 * first on from Ed S, (16 values, 8 N tokens), and a tile of values (64
+ * tokens, 64 columns). */
+template <int N>
+__device__ inline void mn_scan_subtract_from(float (&X)[N][4], unsigned values, int col_tile,
+                                             int first) {
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         unsigned v[4];
-        mn_frag_a_trans(v, mn_shared_u32(front.values), col_tile * 16, 8 * first + 16 * k);
+        mn_frag_a_trans(v, values, col_tile * 16, 8 * first + 16 * k);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float(&to)[4] = X[2 * k + half];
@@ -1153,6 +1153,14 @@ __device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][
                 to[3] = mn_bf16_hi(v[2 * half + 1]) - to[3];
         }
     }
+}
+
+/* The same as left operands. */
+template <int KP, int CHANNEL, int N>
+__device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][4],
+                                      const mn_scan_front<KP> &front, int col_tile, int first) {
+    if (!CHANNEL) mn_scan_scale_tokens(X, front.gamma + 8 * first, 1.0f);
+    mn_scan_subtract_from(X, mn_shared_u32(front.values), col_tile, first);
     mn_scan_frags_a(x, X);
 }
 
