@@ -428,12 +428,11 @@ __device__ inline void mn_grad_store(const mn_out &view, bool packed, const mn_g
     }
 }
 
-/* Writes gradients of keys; sums that of beta over channels. All threads of 16 warps call, and
- * after() once all of them have passed the products. */
-template <int KT, int CHANNEL = false, typename Smem, typename After>
-__device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
-                                           const mn_delta_params &job, const float *beta_at,
-                                           unsigned w, const mn_grad_coord &at, After after) {
+/* From dw / beta to dw, and de where it is both; sums that of beta over channels. */
+template <int KT, typename Smem>
+__device__ inline void mn_grad_scale_writes(Smem &smem, mn_grad_acc<KT> &sum,
+                                            const mn_delta_params &job, const float *beta_at,
+                                            unsigned w, const mn_grad_coord &at) {
     const mn_delta_args &p = job.p;
     const int lane = threadIdx.x % 32, t = at.block * 16 + lane / 4;
     const float beta[2] = { beta_at[t], beta_at[t + 8] };
@@ -457,9 +456,19 @@ __device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
         to_beta[half] = mn_row_sum(to_beta[half]);
         if (lane % 4 == 0) smem.sums.beta[at.quarter][t + 8 * half] = to_beta[half];
     }
+}
+
+/* Writes gradients of keys. All threads of 16 warps call, and after() once all of them have passed
+ * the products. */
+template <int KT, int CHANNEL = false, typename Smem, typename After>
+__device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
+                                          const mn_delta_params &job, const float *beta_at,
+                                          unsigned w, const mn_grad_coord &at, After after) {
+    const mn_delta_args &p = job.p;
+    const int64_t K = p.call.K;
+    mn_grad_scale_writes<KT>(smem, sum, job, beta_at, w, at);
     mn_grad_sync();
     after();
-    const int64_t K = p.call.K;
     if constexpr (CHANNEL == MN_DELTA_PAIRS) {
         const bool packed = job.packed[MN_DELTA_DW];
         mn_grad_store<KT>(p.grad.q, job.packed[MN_DELTA_DQ], at, K, smem.keys.q, sum.q, 2, 1);
