@@ -1,6 +1,6 @@
-/* delta_grad_channel_sm90.cuh - delta_grad_channel.cuh on Hopper for keys of up to 128, all of whose
- * channels a block has: TMA brings values, states and residuals, and wgmma multiplies them. What
- * follows is the same code. */
+/* delta_grad_channel_sm90.cuh - delta_grad_channel.cuh on Hopper for keys of up to 128, all of
+ * whose channels a block has: TMA brings values, states and residuals, and wgmma multiplies them.
+ * What follows is the same code. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CHANNEL_SM90_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_CHANNEL_SM90_CUH
 

@@ -33,8 +33,8 @@ struct mn_delta_workspace_arena {
     }
 };
 
-/* Whether the scan back runs beside the scan that saves states where channels share decays and w = e
- * (delta_bwd_chunk.cu); false: behind it. */
+/* Whether the scan back runs beside the scan that saves states where channels share decays and w =
+ * e (delta_bwd_chunk.cu); false: behind it. */
 static const bool mn_delta_scans_beside = true;
 
 /* How long sequences of a call are cut. */

@@ -10,9 +10,10 @@
  *   rest      the scan itself of all other segments
  *
  * This is the composition of ranks/sequence.h, with segments for ranks. M is made once, going back
- * too, where launches of the scan back may run beside those of the scan that saves states. Whether a sequence is cut, and where, depends on its own length and the widths alone, so
- * that its results have the same bits beside others; whoever has many long sequences in a call pays
- * for maps that one sequence needs to fill a GPU. */
+ * too, where launches of the scan back may run beside those of the scan that saves states. Whether
+ * a sequence is cut, and where, depends on its own length and the widths alone, so that its results
+ * have the same bits beside others; whoever has many long sequences in a call pays for maps that
+ * one sequence needs to fill a GPU. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 
@@ -36,12 +37,13 @@ enum {
 };
 
 /* `beside`: both scans run at once, two blocks a processor, and the launches with which they begin
- * have for each block of a sequence 1 + 1 of first segments and 1 + 1 + 1 of maps of each other one:
- * what each adds, and M. */
+ * have for each block of a sequence 1 + 1 of first segments and 1 + 1 + 1 of maps of each other
+ * one: what each adds, and M. Where these are more than a GPU holds at once, segments between are
+ * half as long, so that two of them take as long as an end. */
 inline mn_delta_segments mn_delta_segments_of(const mn_call &call, bool pairs, bool beside) {
     const int64_t blocks = call.H * mn_ceil_div(call.V, 64);
     mn_delta_segments segments = {};
-    segments.count = 1;
+    segments.count = segments.ends = 1;
     segments.least = mn_max(MN_DELTA_SEGMENT_LEAST, blocks * MN_DELTA_SEGMENT_TOKENS);
     if (pairs || blocks == 0 || call.K > 128 || 2 * blocks > MN_DELTA_SEGMENT_BLOCKS ||
         call.T < segments.least) {
@@ -49,6 +51,7 @@ inline mn_delta_segments mn_delta_segments_of(const mn_call &call, bool pairs, b
     }
     int64_t count = 1 + MN_DELTA_SEGMENT_BLOCKS / blocks;
     if (beside) count = mn_max(3, 2 + (MN_DELTA_SEGMENT_BESIDE / blocks - 2) / 3);
+    if (beside && blocks * (3 * count - 4) > MN_DELTA_SEGMENT_BESIDE) segments.ends = 2;
     segments.count = (int)mn_min(count, MN_DELTA_MOST_SEGMENTS);
     return segments;
 }
