@@ -11,10 +11,11 @@
  *
  * Of these the two scans need nothing of each other, and on Hopper run at once. What grad.v has of
  * a chunk is dX of it, which is stored in the workspace where grad.v is not wanted alone. */
-#include "kernels/cuda/delta/delta_grad_channel_sm90.cuh"
+#include "kernels/cuda/delta/delta_grad_channel.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_redo.cuh"
+#include "kernels/cuda/delta/delta_grad_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 #include "kernels/delta_gpu.h"
 
@@ -395,12 +396,16 @@ static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
 /* Whether gradients come from dv where it is wanted; false: from a record beside it. */
 static const bool takes_dX_from_dv = true;
 
+/* Whether the scan back runs beside the scan that saves states, where that is by warps so few that
+ * a processor holds a block of each; false: behind it. */
+static const bool scans_beside = true;
+
 /* Both scans, for all of padded_v columns of values. */
 template <int KP, bool CHANNEL>
 static int scan(const mn_delta_params &job, cudaStream_t stream) {
     mn_save_maps save_maps;
     const bool saves = !CHANNEL && mn_delta_scan_save_supported(&save_maps, job);
-    const bool beside = mn_delta_scans_beside && saves && !job.cuts;
+    const bool beside = scans_beside && saves && !job.cuts;
     const mn_delta_params behind = mn_delta_back_apart(job);
     mn_delta_scan_kernel two_back = nullptr;
     if constexpr (KP <= 128 && !CHANNEL) two_back = delta_state_scan_bwd_kernel<KP, false, 2>;
@@ -439,9 +444,7 @@ static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const 
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
     if constexpr (KP <= 128) {
         if (maps) {
-            const int code =
-                channel ? mn_delta_grad_channel_sm90<KP>(job, *maps, fold, records, stream)
-                        : mn_delta_grad_sm90<KP>(job, *maps, records, stream);
+            const int code = mn_delta_grad_sm90<KP>(job, *maps, records, stream);
             return code == cudaSuccess ? reduce_grads(job, records, 0, stream) : code;
         }
     }
@@ -460,10 +463,7 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
                        cudaStream_t stream) {
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     mn_grad_tma_maps maps;
-    const bool sm90 =
-        KP <= 128 && (job.p.decay == MN_DECAY_CHANNEL
-                          ? mn_delta_grad_channel_sm90_supported(&maps, job, records)
-                          : mn_delta_grad_sm90_supported(&maps, job, records));
+    const bool sm90 = KP <= 128 && mn_delta_grad_sm90_supported(&maps, job, records);
     mn_delta_params intra = job;
     if (sm90 && mn_grad_makes_scores) intra.workspace.A = nullptr;
     int code = job.cuts ? cudaSuccess : intra_chunk<KP>(intra, stream);
