@@ -266,8 +266,8 @@ __device__ inline void mn_delta_invert_column(mn_delta_wy_solver &smem, int J) {
 /* Whether T comes by doubling; false: block column by block column. */
 constexpr bool wy_doubles = true;
 
-/* T and, unless NULL, A to the workspace, by four warps: a thread has eight columns of a row in
- * each quarter of the rows. */
+/* T and, unless NULL, A to the workspace, by four warps: a thread has eight columns of a row of each
+ * quarter of the rows. */
 template <bool TILE>
 __device__ inline void mn_delta_store_inverse(const mn_delta_wy_solver &smem, mn_bf16 *T,
                                               mn_bf16 *A) {
