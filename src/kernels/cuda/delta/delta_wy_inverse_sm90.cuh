@@ -77,12 +77,12 @@ __device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
     } else if (threadIdx.x == 0) {
         const int t = (int)(tile.span.t0 + tile.first), b = (int)tile.span.b;
         mn_mbarrier_init(&smem.full, 1);
-        mn_fence_proxy_async();    // of the block's memory alone: a fence of all takes longer
+        mn_mbarrier_init_fence();
         mn_mbarrier_arrive_expect_tx(&smem.full, (SCORES ? 2 : 1) * mn_tile_bytes<KP>());
         mn_wy_inverse_tma_load<KP>(smem.e, keys, &smem.full, key, t, b);
         if (SCORES) mn_wy_inverse_tma_load<KP>(smem.q, queries, &smem.full, key, t, b);
     }
-    if (threadIdx.x / 32 == 3) {    // the first two have more of the inverse
+    if (threadIdx.x < 32) {
         mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
     }
     mn_cp_async_wait<0>();
