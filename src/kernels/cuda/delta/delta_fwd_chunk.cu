@@ -446,6 +446,18 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     return launch(job, 0);
 }
 
+/* T, P and decays of all chunks for the scan of delta_state_scan.cuh: keys of more than 128
+ * channels that TMA brings have a kernel of Hopper's. */
+template <int KP>
+static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
+    if constexpr (KP > 128 && KP <= mn_delta_wy_inverse_keys) {
+        bool served;
+        const int code = mn_delta_intra_chunk_sm90<KP>(job, &served, stream);
+        if (served) return code;
+    }
+    return mn_delta_intra_chunk_by_decay<KP>(job, stream);
+}
+
 template <int KP>
 static int forward(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
     if constexpr (KP <= 128) {
@@ -456,7 +468,7 @@ static int forward(const mn_delta_params &job, void *query_work, cudaStream_t st
     }
     int code = cudaSuccess;
     if (job.p.query) code = mn_curvature_forward_cuda(job.p.query, query_work, stream);
-    if (code == cudaSuccess) code = mn_delta_intra_chunk_by_decay<KP>(job, stream);
+    if (code == cudaSuccess) code = intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
     return job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
                                            : scan<KP, false>(job, stream);
