@@ -383,8 +383,8 @@ static int forward_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps 
 /* Whether blocks may have 128 value columns, with the same bits (delta_fwd_wide_sm90.cuh). */
 static const bool scans_wide = true;
 
-/* Where blocks of 64 value columns are more than processors: half as many then fill the GPU. Not for
- * many packed sequences, whose last chunks a single warp copies. */
+/* Where blocks of 64 value columns are more than processors: half as many then fill the GPU. Not
+ * for many packed sequences, whose last chunks a single warp copies. */
 template <int KP>
 static bool is_wide(const mn_delta_params &job) {
     const mn_call &call = job.p.call;
