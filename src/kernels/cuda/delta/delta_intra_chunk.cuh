@@ -198,92 +198,18 @@ __device__ inline void mn_delta_invert_quarter(mn_delta_wy_solver &smem, int war
     mn_delta_block_store(smem.t(I, J), sum);
 }
 
-/* ---- the inverse by block columns, until doubling has run on a GPU --------------------------- */
-
-/* Block `block` of the diagonal; lane j has column j. */
-__device__ inline void mn_delta_invert_diagonal_block(mn_delta_wy_solver &smem, int block) {
-    const int j = threadIdx.x % 32;
-    const float *A = smem.a(block, block);
-    float *T = smem.t(block, block), x[16];
-    if (j >= 16) return;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        float sum = i == j ? 1.0f : 0.0f;
-#pragma unroll
-        for (int m = 0; m < i; m++) sum = fmaf(-A[i * MN_DELTA_LD + m], x[m], sum);
-        x[i] = sum;
-    }
-#pragma unroll
-    for (int i = 0; i < 16; i++) T[i * MN_DELTA_LD + j] = x[i];
-}
-
-/* sum += a b for 16 x 16 blocks of float matrices. */
-__device__ inline void mn_delta_block_mma(float (&sum)[2][4], const float *a, const float *b) {
-    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
-#pragma unroll
-    for (int k = 0; k < 16; k += 8) {
-        const float *from = a + row * MN_DELTA_LD + k + column;
-        const unsigned a0 = mn_tf32(from[0]), a1 = mn_tf32(from[8 * MN_DELTA_LD]);
-        const unsigned a2 = mn_tf32(from[4]), a3 = mn_tf32(from[8 * MN_DELTA_LD + 4]);
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            const float *with = b + (k + column) * MN_DELTA_LD + 8 * n + row;
-            const unsigned b0 = mn_tf32(with[0]), b1 = mn_tf32(with[4 * MN_DELTA_LD]);
-            asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-                         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
-                         : "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
-                         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-        }
-    }
-}
-
-__device__ inline void mn_delta_block_store(float *to, const float (&sum)[2][4], float sign) {
-    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-        float *at = to + row * MN_DELTA_LD + 8 * n + column;
-        at[0] = sign * sum[n][0], at[1] = sign * sum[n][1];
-        at[8 * MN_DELTA_LD] = sign * sum[n][2], at[8 * MN_DELTA_LD + 1] = sign * sum[n][3];
-    }
-    __syncwarp();
-}
-
-/* The blocks below the diagonal in block column J, by one warp. */
-__device__ inline void mn_delta_invert_column(mn_delta_wy_solver &smem, int J) {
-    for (int I = J + 1; I < 4; I++) {
-        float *to = smem.t(I, J);
-        float sum[2][4] = {}, whole[2][4] = {};
-        for (int M = J; M < I; M++) {
-            mn_delta_block_mma(sum, smem.a(I, M), smem.t(M, J));
-        }
-        mn_delta_block_store(to, sum, 1.0f);
-        mn_delta_block_mma(whole, smem.t(I, I), to);
-        __syncwarp();
-        mn_delta_block_store(to, whole, -1.0f);
-    }
-}
-
-/* Whether T comes by doubling; false: block column by block column. */
-constexpr bool wy_doubles = true;
-
 /* T from A of `smem`, and both to the workspace (64,64); `A` may be NULL. T is stored row by row,
  * or as a swizzled tile. All THREADS of the block call. */
 template <int THREADS, bool TILE>
 __device__ inline void mn_delta_wy_inverse(mn_delta_wy_solver &smem, mn_bf16 *T, mn_bf16 *A) {
     const int warp = threadIdx.x / 32;
     __syncthreads();
-    if constexpr (wy_doubles) {
-        if (warp < 2) {
-            mn_delta_invert_diagonal(smem, warp);
-            mn_delta_invert_half(smem, warp);
-        }
-        __syncthreads();
-        if (warp < 4) mn_delta_invert_quarter(smem, warp);
-    } else {
-        if (warp < 4) mn_delta_invert_diagonal_block(smem, warp);
-        __syncthreads();
-        if (warp < 3) mn_delta_invert_column(smem, warp);
+    if (warp < 2) {
+        mn_delta_invert_diagonal(smem, warp);
+        mn_delta_invert_half(smem, warp);
     }
+    __syncthreads();
+    if (warp < 4) mn_delta_invert_quarter(smem, warp);
     __syncthreads();
     for (int k = threadIdx.x; k < MN_DELTA_MATRIX / 8; k += THREADS) {
         const int row = k / 8, column = k % 8 * 8;
