@@ -7,12 +7,9 @@
  *
  *   C = 1 - W X'     S <- C . S + P K'
  *
- * where each entry of a factor is split into two numbers of bf16 (W of w, X of k^2, P of w v; k is
- * one), and products are added up in float32. One product of depth 8 holds both pairs: depths 0 to
- * 3 have W with X, 4 and 5 have P with K, and 6 and 7 zeros; C and the second sum read the same
- * factor of keys and different ones of columns, with zeros where the other's depths are. An element
- * of a product depends on its own row and column alone, so what is not finite goes no further than
- * it does cell by cell.
+ * by factors of two numbers of bf16 an entry (longhorn_diag_factors.cuh), and products are added up
+ * in float32. An element of a product depends on its own row and column alone, so what is not
+ * finite goes no further than it does cell by cell.
  *
  * o takes S rounded to bf16, as a product of depth 16: accumulators of two tiles are a factor as
  * they lie in registers. A warp has 32 columns by 32 rows; warps along the rows leave parts of o in
@@ -24,11 +21,13 @@
  * has in longhorn_diag_bwd_recurrent.cu. */
 #include "kernels/cuda/longhorn/longhorn_diag_fwd.h"
 
+#include "kernels/cuda/longhorn/longhorn_diag_factors.cuh"
 #include "kernels/cuda/longhorn/longhorn_diag_states.cuh"
 
 namespace mneme::longhorn::diag_fwd {
 
 using namespace recurrent;
+using namespace diag_factors;
 
 using diag::GROUP;    // tokens of a stage
 
@@ -44,18 +43,9 @@ struct sizes {
     static constexpr int BLOCKS = THREADS > 256 ? 1 : 2;    // of an SM
 };
 
-/* A token's factors, in words of two numbers. Tables of keys lie a quarter of the banks apart,
- * those of columns a quarter from the zeros, so that lanes of different depths meet no bank twice.
- * Words of keys lie as a lane's four tiles want them (key_row). */
 template <int ROW_WARPS, int COLUMN_WARPS>
-struct token_record {
-    typedef sizes<ROW_WARPS, COLUMN_WARPS> size;
-    static constexpr int PITCH = size::ROWS + 8, ZEROS = 3 * PITCH;
-    unsigned keys[3][PITCH];            // k^2 in two parts, k; each twice
-    unsigned zeros[40];                 // of which 32 are read
-    unsigned weights[size::COLUMNS];    // -w in two parts
-    unsigned writes[size::COLUMNS];     // w v in two parts
-    unsigned queries[size::ROWS / 2];   // as they are in memory
+struct token_record : token_factors<32 * ROW_WARPS, 32 * COLUMN_WARPS> {
+    alignas(16) unsigned queries[16 * ROW_WARPS];    // as they are in memory
 };
 
 /* What warps read of a stage's tokens, as products leave it: of eight lanes the numbers of columns
@@ -73,22 +63,6 @@ struct stage {
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
-
-/* to = 1 + A b of depth 8 */
-__device__ __forceinline__ void mma_k8_one(float (&to)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%7, %7, %7, %7};"
-        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a0), "r"(a1), "r"(b), "f"(1.0f));
-}
-
-/* sum += A b of depth 8 */
-__device__ __forceinline__ void mma_k8(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(b));
-}
 
 /* to = A b of depth 16 */
 __device__ __forceinline__ void mma_k16_zero(float (&to)[4], const unsigned (&a)[4], unsigned b0,
@@ -108,22 +82,6 @@ __device__ __forceinline__ void mma_k16(float (&sum)[4], const unsigned (&a)[4],
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* A pair of bf16, the first number in the lower half. */
-__device__ __forceinline__ unsigned pair_of(float first, float second) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    return *(const unsigned *)&pair;
-}
-
-__device__ __forceinline__ float rounded(float x) {
-    return __bfloat162float(__float2bfloat16_rn(x));
-}
-
-/* Two numbers of bf16 whose sum is x. */
-__device__ __forceinline__ unsigned split(float x) {
-    const float high = rounded(x);
-    return pair_of(high, x - high);
-}
-
 /* Accumulators of two tiles side by side as a factor of depth 16. */
 __device__ __forceinline__ void frag_of_acc(unsigned (&to)[4], const float (&x)[4],
                                             const float (&y)[4]) {
@@ -133,23 +91,13 @@ __device__ __forceinline__ void frag_of_acc(unsigned (&to)[4], const float (&x)[
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
-/* A lane's place: its row of a product's first factor and its pair of the depth, which in results
- * is a pair of columns. */
-__device__ __forceinline__ int lane_row() { return (int)threadIdx.x % 32 / 4; }
-__device__ __forceinline__ int lane_pair() { return (int)threadIdx.x % 4; }
-
 /* Number n = 0 .. 7 of the four tiles of a product's second factor: which of a warp's rows it is,
  * such that a lane's pairs of a factor of depth 16 are neighbours in memory; which of its columns
- * (SAVES). Words lie as lanes read them, number n of four tiles side by side: where that of a
- * column does. */
+ * (SAVES). */
 __device__ constexpr int key_row(int tile, int n) { return n / 2 * 8 + 2 * tile + n % 2; }
 __device__ constexpr int saved_column(int tile, int n) {
     return tile / 2 * 16 + n / 2 * 4 + tile % 2 * 2 + n % 2;
 }
-__device__ constexpr int saved_column_word(int j) {
-    return j / 32 * 32 + j % 16 / 4 * 8 + j % 2 * 4 + j % 32 / 16 * 2 + j % 4 / 2;
-}
-
 /* Cells of a lane: of two tiles of 16 columns (rows) and four of 8 rows (columns) two and two. */
 template <int ROW_WARPS, int COLUMN_WARPS, bool SAVES>
 struct cells {
@@ -187,37 +135,15 @@ struct cells {
     }
 };
 
-/* Where a lane reads a token's factors, in words of its record: of the depths that the lane has. */
-template <int ROW_WARPS, int COLUMN_WARPS>
-struct lane_factors {
-    typedef token_record<ROW_WARPS, COLUMN_WARPS> record;
-    int keys, weights, writes, queries;
-
-    __device__ lane_factors() {
-        typedef cells<ROW_WARPS, COLUMN_WARPS, false> cells;
-        const int pair = lane_pair(), own = 4 * lane_row(), zeros = record::ZEROS + own;
-        const int column = 32 * cells::column_warp() + own, row = 32 * cells::row_warp();
-        keys = pair < 3 ? pair * record::PITCH + row + own : zeros;
-        weights = pair < 2 ? (int)offsetof(record, weights) / 4 + column : zeros;
-        writes = pair == 2 ? (int)offsetof(record, writes) / 4 + column : zeros;
-        queries = (int)offsetof(record, queries) / 4 + row / 2 + 4 * pair;
-    }
-
-    __device__ __forceinline__ static uint4 get(const record &token, int at) {
-        return *(const uint4 *)((const unsigned *)&token + at);
-    }
-};
-
 /* One token onto the cells. */
 template <int ROW_WARPS, int COLUMN_WARPS, bool SAVES>
 __device__ __forceinline__ void advance(cells<ROW_WARPS, COLUMN_WARPS, SAVES> &S,
-                                        const lane_factors<ROW_WARPS, COLUMN_WARPS> &own,
+                                        const lane_factors &own,
                                         const token_record<ROW_WARPS, COLUMN_WARPS> &token) {
-    const uint4 keys = own.get(token, own.keys), weights = own.get(token, own.weights);
-    const uint4 writes = own.get(token, own.writes);
-    const unsigned k[4] = { keys.x, keys.y, keys.z, keys.w };
-    const unsigned w[4] = { weights.x, weights.y, weights.z, weights.w };
-    const unsigned p[4] = { writes.x, writes.y, writes.z, writes.w };
+    unsigned k[4], w[4], p[4];
+    load_words(k, token, own.keys);
+    load_words(w, token, own.weights);
+    load_words(p, token, own.writes);
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         const int c = n / 4, tile = n % 4;
@@ -235,9 +161,8 @@ __device__ __forceinline__ void advance(cells<ROW_WARPS, COLUMN_WARPS, SAVES> &S
 template <int ROW_WARPS, int COLUMN_WARPS>
 __device__ __forceinline__ void read(float (&to)[ROW_WARPS][COLUMN_WARPS][2][48],
                                      const cells<ROW_WARPS, COLUMN_WARPS, false> &S,
-                                     const lane_factors<ROW_WARPS, COLUMN_WARPS> &own,
                                      const token_record<ROW_WARPS, COLUMN_WARPS> &token) {
-    const uint4 q = own.get(token, own.queries);
+    const uint4 q = *(const uint4 *)(token.queries + 16 * S.row_warp() + 4 * lane_pair());
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         unsigned factor[4];
@@ -298,11 +223,8 @@ struct prefetch {
             const bool odd = lane() % 2;
             const float x = SAVES ? (odd ? k[n].at(4 + tile) : k[n].at(tile)) :
                 odd ? k[n].at(2 * tile + 1) : k[n].at(2 * tile);
-            const float square = x * x, first = rounded(square);
             norm = fmaf(x, x, norm);
-            high[tile] = pair_of(first, first);
-            low[tile] = pair_of(square - first, square - first);
-            key[tile] = pair_of(x, x);
+            key_words(high[tile], low[tile], key[tile], x);
         }
         norm = mn_warp_sum(norm);
         if (!has_rows()) return norm;
@@ -381,7 +303,8 @@ __device__ __forceinline__ void scan_groups(stage<ROW_WARPS, COLUMN_WARPS> *stag
     const int64_t length = at.span.length;
     const bool is_producer = (int)threadIdx.x >= size::SCAN_THREADS;
     prefetch<ROW_WARPS, COLUMN_WARPS, SAVES> ahead;
-    const lane_factors<ROW_WARPS, COLUMN_WARPS> own;
+    const lane_factors own = lane_factors::of<size::ROWS, size::COLUMNS>(32 * S.row_warp(),
+                                                                         32 * S.column_warp());
     for (int i = threadIdx.x; i < 2 * GROUP * ZEROS; i += size::THREADS) {
         stages[i / (GROUP * ZEROS)].tokens[i / ZEROS % GROUP].zeros[i % ZEROS] = 0;
     }
@@ -419,11 +342,11 @@ longhorn_diag_fwd(const __grid_constant__ mn_column_params p, int64_t tiles) {
     const auto put_back = [&](const stage &from, int64_t t) {
         if (p.reads) store_out(from, p, at, t);
     };
-    const auto group = [&](const lane_factors<ROW_WARPS, COLUMN_WARPS> &own, stage &in, int64_t) {
+    const auto group = [&](const lane_factors &own, stage &in, int64_t) {
 #pragma unroll 4
         for (int token = 0; token < GROUP; token++) {    // behind the last one there are zeros
             advance(S, own, in.tokens[token]);
-            read(in.out.at[token], S, own, in.tokens[token]);
+            read(in.out.at[token], S, in.tokens[token]);
         }
     };
     scan_groups((stage *)diag_fwd_stages, S, p, at, put_back, group);
@@ -459,7 +382,7 @@ longhorn_diag_save_states(const __grid_constant__ mn_column_params p, int64_t ti
     cells<ROW_WARPS, 2, true> S;
     int64_t stride;
     uint4 *const saved = diag::saved_states<ROW_WARPS>(p, at, tiles, stride);
-    const auto group = [&](const lane_factors<ROW_WARPS, 2> &own, stage &in, int64_t t) {
+    const auto group = [&](const lane_factors &own, stage &in, int64_t t) {
         save(saved + t / GROUP * stride, S);
         if (t + GROUP >= at.span.length) return;
 #pragma unroll 4
