@@ -6,10 +6,12 @@
 #include <stdlib.h>
 
 #include "base/bf16.h"
+#include "base/util.h"
 #include "ops/sample_device.h"
 #include "support/check.h"
 #include "support/delta_rounded.h"
 #include "support/op_walk.h"
+#include "support/shares.h"
 
 static void round_all(double *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) x[i] = mn_bf16_round(x[i]);
@@ -34,7 +36,7 @@ static mn_in as_input(mn_out x) {
 }
 
 static void run(mn_op_id op, mn_pass pass, const void *args, const op_case *c) {
-    const mn_status st = mn_op_run(op_context("ref", 2), op, pass, args);
+    const mn_status st = mn_op_run(op_context("ref", mn_min(shares_threads(), 2)), op, pass, args);
     if (st != MN_OK) check_fatal("%s: %s", op_case_text(c), mn_last_error());
 }
 
@@ -112,7 +114,7 @@ static void run_conv_unit(mn_sample *sample, const op_case *c) {
 bool op_run_rounded(mn_sample *sample, const op_case *c) {
     if (c->op == MN_OP_ccq_read) run_ccq_read(sample, c);
     else if (c->op == MN_OP_conv_unit) run_conv_unit(sample, c);
-    else if (delta_is_rounded(c)) delta_run_rounded(sample, c, true);
+    else if (c->op == MN_OP_delta) delta_run_rounded(sample, c, true);
     else return false;
     round_results(sample);
     return true;
