@@ -25,57 +25,24 @@
  * the next group's first. */
 #include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 
+#include <cuda_fp16.h>
 #include <float.h>
 
-#include "kernels/cuda/longhorn/longhorn_diag_factors.cuh"
-#include "kernels/cuda/longhorn/longhorn_diag_fwd.h"
-#include "kernels/cuda/longhorn/longhorn_diag_states.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
 namespace mneme::longhorn::diag {
 
 using namespace recurrent;
 
-/* Whether the states are saved by products (longhorn_diag_fwd_recurrent.cu) instead of here. */
-static constexpr bool SAVED_BY_PRODUCTS = true;
-
-/* Whether states within a group are made by products (longhorn_diag_factors.cuh), not cell by cell:
- * not for short keys, of which two blocks with their factors would not fit an SM. */
-template <int ROW_WARPS>
-static constexpr bool REMADE_BY_PRODUCTS = ROW_WARPS == 4;
-
-/* The same of what adjoints take and of their decays. */
-template <int ROW_WARPS>
-static constexpr bool ADJOINTS_BY_PRODUCTS = REMADE_BY_PRODUCTS<ROW_WARPS> && SAVED_BY_PRODUCTS;
+enum { GROUP = 8, TILE = MN_COLUMNS_TILE };    // tokens; columns of a block
 
 /* Of a block with ROW_WARPS warps along the rows and two along the columns. */
 template <int ROW_WARPS>
 struct sizes {
     static constexpr int WARPS = 2 * ROW_WARPS, THREADS = 32 * WARPS, ROWS = 32 * ROW_WARPS;
     static constexpr int TOKENS = GROUP / WARPS;    // which a warp loads
-    static constexpr int CELLS = saved_state<ROW_WARPS>::CELLS;    // packs of 16 bytes: a state
-};
-
-/* And what an adjoint takes: D += Q R' of q and R of scale do, and w in half precision, each lane's
- * pairs side by side. */
-template <int ROWS>
-struct adjoint_factors : diag_factors::token_factors<ROWS, TILE> {
-    unsigned queries[ROWS], reads[TILE], w_pairs[TILE / 2];
-};
-
-/* Where a lane reads those: numbers of depths 0 and 1, and zeros. */
-struct lane_adjoint {
-    int queries, reads, w_pairs;
-
-    template <int ROWS>
-    __device__ static lane_adjoint of(int row, int column) {
-        typedef adjoint_factors<ROWS> tables;
-        constexpr int QUERIES = 3 * tables::PITCH + 40 + 2 * TILE, READS = QUERIES + ROWS;
-        const int own = 4 * diag_factors::lane_row(), zeros = 3 * tables::PITCH + own;
-        const bool has = diag_factors::lane_pair() == 0;
-        return { has ? QUERIES + row + own : zeros, has ? READS + column + own : zeros,
-                 READS + TILE + column / 2 + 4 * diag_factors::lane_pair() };
-    }
+    static constexpr int CELLS = 4 * THREADS;       // packs of 16 bytes: a state
+    static constexpr int PACKS = CELLS + 2;         // and its warps' units
 };
 
 /* Eight tokens as cells and their sums want them: a lane has four rows side by side and twice four
@@ -83,23 +50,31 @@ struct lane_adjoint {
 template <int ROW_WARPS>
 struct token_smem {
     static constexpr int ROWS = sizes<ROW_WARPS>::ROWS;
-    static constexpr int BY_CELLS = ADJOINTS_BY_PRODUCTS<ROW_WARPS> ? 1 : GROUP;
-    static constexpr int BY_PRODUCTS = REMADE_BY_PRODUCTS<ROW_WARPS> ? GROUP : 1;
-    alignas(16) mn_bf16 k[GROUP][ROWS], q[BY_CELLS][ROWS];
-    alignas(16) float squares[BY_CELLS][ROWS];    // k^2 and the unit of w
-    alignas(16) float w[GROUP][TILE];             // in its unit
-    alignas(16) float write[BY_CELLS][TILE];      // w v
+    alignas(16) mn_bf16 k[GROUP][ROWS], q[GROUP][ROWS];
+    alignas(16) float squares[GROUP][ROWS];    // k^2 and the unit of w
+    alignas(16) float w[GROUP][TILE];          // in its unit
+    alignas(16) float write[GROUP][TILE];      // w v
     alignas(16) unsigned cot_write[GROUP][TILE / 4][4];    // factors: do and w v of four columns
     alignas(16) unsigned k_pair[GROUP][ROWS];    // and k, k^2 / 8, both in the unit of k
     alignas(4) mn_bf16 v[GROUP][TILE];
-    adjoint_factors<ROWS> factors[BY_PRODUCTS];
     float cot_unit[GROUP], write_unit[GROUP], w_unit[GROUP], k_unit[GROUP];
     float grow[GROUP], read[GROUP];    // bounds of what a token adds to S and to D
     float q_unit[GROUP];               // scale times the unit of do
-    float reads_bound[GROUP];          // by what scale do may be multiplied at most
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
+
+/* A lane's cells as factors: pair p of the four of row r is number r % 2 + p % 2 * 2 of factor
+ * r / 2 * 2 + p / 2, whose four numbers have to lie side by side. */
+typedef unsigned pairs[4][4];
+
+__device__ constexpr int row_in(int factor, int n) { return factor / 2 * 2 + n % 2; }
+__device__ constexpr int pair_in(int factor, int n) { return factor % 2 * 2 + n / 2; }
+
+__device__ __forceinline__ unsigned pair_of(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *(const unsigned *)&pair;
+}
 
 /* One of a pair, twice, which costs nothing (as __byte_perm it would). */
 __device__ __forceinline__ unsigned twice_low(unsigned x) {
@@ -205,10 +180,26 @@ __device__ __forceinline__ float4 columns_times(const pairs &a, const unsigned (
 /* Cell in its unit: sums of four of E, a product of two, times k^2 / 8, stay below 65504. */
 constexpr float LARGEST = 128.0f;
 
+/* The power of two at or below what these bits, of a positive number, say; not too near to the
+ * ends. */
+__device__ inline float unit_of(unsigned bits) {
+    return __uint_as_float(min(max(bits & 0x7f800000u, 27u << 23), 227u << 23));
+}
+
 /* That in which such a number of bf16 is some 2^14: whatever is above 2^-17 of it is exact in half
  * precision, and far smaller ones are not zero. */
 __device__ inline float wide_unit_of(unsigned bits) {
     return __uint_as_float(max(bits & 0x7f800000u, 27u << 23) - (14u << 23));
+}
+
+__device__ inline float inverse_of(float unit) {
+    return __uint_as_float((254u << 23) - __float_as_uint(unit));
+}
+
+/* Bits of |x|, which are in the order of numbers; 0 for what is not finite */
+__device__ inline unsigned size_of(float x) {
+    const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
+    return bits < 0x7f800000u ? bits : 0;
 }
 
 template <int N>
@@ -321,24 +312,9 @@ struct prefetch {
         return sum;
     }
 
-    /* Factors of the lane's two columns; `own`: w in its unit. */
-    __device__ void put_column_factors(adjoint_factors<size::ROWS> &to, int pair,
-                                       const float (&w)[2], const float (&write)[2],
-                                       const float (&own)[2], int n, float scale) const {
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-            const int word = diag_factors::saved_column_word(2 * pair + c);
-            to.weights[word] = diag_factors::split(-w[c]);
-            to.writes[word] = diag_factors::split(write[c]);
-            to.reads[word] = diag_factors::split(scale * cot[n].at(c));
-        }
-        to.w_pairs[pair / 16 * 16 + pair % 8 / 2 * 4 + pair % 16 / 8 * 2 + pair % 2] =
-            pair_of(own[0], own[1]);
-    }
-
     /* A token's columns to shared memory. */
     template <bool BACK>
-    __device__ column_units put_columns(token_smem<ROW_WARPS> &smem, float scale, int n, int token,
+    __device__ column_units put_columns(token_smem<ROW_WARPS> &smem, int n, int token,
                                         double all) const {
         const int pair = threadIdx.x % 32;
         float w[2], write[2], cots[2];
@@ -351,10 +327,7 @@ struct prefetch {
         const float w_unit = unit_of(largest_of(w)), to_w = inverse_of(w_unit);
         const float own[2] = { to_w * w[0], to_w * w[1] };
         mn_store<2>(smem.w[token], 2 * pair, own);
-        if (!ADJOINTS_BY_PRODUCTS<ROW_WARPS>) mn_store<2>(smem.write[token], 2 * pair, write);
-        if (REMADE_BY_PRODUCTS<ROW_WARPS> && BACK) {
-            put_column_factors(smem.factors[token], pair, w, write, own, n, scale);
-        }
+        mn_store<2>(smem.write[token], 2 * pair, write);
         if (!BACK) return { w_unit, 0.0f, 0, 0 };
         const unsigned most = largest_of(cots), most_written = largest_of(write);
         const float cot_unit = wide_unit_of(most), write_unit = unit_of(most_written);
@@ -381,7 +354,7 @@ struct prefetch {
             query[i] = BACK ? q[n].at(i) : 0.0f;
         }
         mn_store<ITEMS>(smem.k[token], row, key);
-        if (!ADJOINTS_BY_PRODUCTS<ROW_WARPS>) mn_store<ITEMS>(smem.squares[token], row, square);
+        mn_store<ITEMS>(smem.squares[token], row, square);
         if (!BACK) return;
         const unsigned most = largest_of(key);
         const float unit = unit_of(most);
@@ -395,25 +368,7 @@ struct prefetch {
             factors[i] = __uint_as_float(pair_of(own, 0.125f * (own * own)));
         }
         mn_store<ITEMS>((float *)smem.k_pair[token], row, factors);
-        if (REMADE_BY_PRODUCTS<ROW_WARPS>) put_row_factors(smem.factors[token], row, key, query);
-        if (!ADJOINTS_BY_PRODUCTS<ROW_WARPS>) mn_store<ITEMS>(smem.q[token], row, query);
-        const float most_read = fabsf(scale) * __uint_as_float(of.most_cot);
-        const unsigned exponent = min(379u - (__float_as_uint(most_read) >> 23), 254u);
-        smem.reads_bound[token] = __uint_as_float(exponent << 23);    // to below 2^127
-    }
-
-    __device__ static void put_row_factors(adjoint_factors<size::ROWS> &to, int row,
-                                           const float (&key)[ITEMS], const float (&query)[ITEMS]) {
-        mn_vec<unsigned, ITEMS> words[4];
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            diag_factors::key_words(words[0].at[i], words[1].at[i], words[2].at[i], key[i]);
-            words[3].at[i] = diag_factors::pair_of(query[i], query[i]);
-        }
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            *(mn_vec<unsigned, ITEMS> *)((n < 3 ? to.keys[n] : to.queries) + row) = words[n];
-        }
+        mn_store<ITEMS>(smem.q[token], row, query);
     }
 
     /* The tokens to shared memory. All threads call; a barrier follows. */
@@ -423,8 +378,7 @@ struct prefetch {
         for (int n = 0; n < size::TOKENS; n++) {
             const int token = threadIdx.x / 32 * size::TOKENS + n;
             const double all = norm(n);
-            put_rows<BACK>(smem, scale, n, token, all,
-                           put_columns<BACK>(smem, scale, n, token, all));
+            put_rows<BACK>(smem, scale, n, token, all, put_columns<BACK>(smem, n, token, all));
         }
     }
 };
@@ -515,31 +469,6 @@ struct cells {
         }
     }
 
-    /* The same by products. */
-    template <typename Factors>
-    __device__ __forceinline__ void advance_products(const Factors &token,
-                                                     const diag_factors::lane_factors &own,
-                                                     float inverse) {
-        unsigned k[4], w[4], p[4];
-        const unsigned by = diag_factors::pair_of(inverse, inverse);
-        diag_factors::load_words(k, token, own.keys);
-        diag_factors::load_words(w, token, own.weights);
-        diag_factors::load_words(p, token, own.writes);
-#pragma unroll
-        for (int n = 0; n < 4; n++) p[n] = diag_factors::multiply_bf16(p[n], by);
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int m = n / 4, tile = n % 4;
-            float kept[4], cell[4];
-            diag_factors::mma_k8_one(kept, k[2 * m], k[2 * m + 1], w[tile]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) cell[i] = at[2 * m + i / 2][2 * tile + i % 2] * kept[i];
-            diag_factors::mma_k8(cell, k[2 * m], k[2 * m + 1], p[tile]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) at[2 * m + i / 2][2 * tile + i % 2] = cell[i];
-        }
-    }
-
     /* An adjoint takes what a token reads: cots of this lane's columns. */
     template <int ROW_WARPS>
     __device__ __forceinline__ void take(const token_smem<ROW_WARPS> &in, int token, float inverse,
@@ -557,43 +486,6 @@ struct cells {
                 at[r][2 * p] = fmaf(queries[r], cot.x, at[r][2 * p]);
                 at[r][2 * p + 1] = fmaf(queries[r], cot.y, at[r][2 * p + 1]);
             }
-        }
-    }
-
-    /* The same by products; `inverse` of its unit, or what scale do may be multiplied by. */
-    template <typename Factors>
-    __device__ __forceinline__ void take_products(const Factors &token, const lane_adjoint &own,
-                                                  float inverse) {
-        unsigned q[4], reads[4];
-        const unsigned by = diag_factors::pair_of(inverse, inverse);
-        diag_factors::load_words(q, token, own.queries);
-        diag_factors::load_words(reads, token, own.reads);
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int m = n / 4, tile = n % 4;
-            float cell[4];
-            if (m == 0) reads[tile] = diag_factors::multiply_bf16(reads[tile], by);
-#pragma unroll
-            for (int i = 0; i < 4; i++) cell[i] = at[2 * m + i / 2][2 * tile + i % 2];
-            diag_factors::mma_k8(cell, q[2 * m], q[2 * m + 1], reads[tile]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) at[2 * m + i / 2][2 * tile + i % 2] = cell[i];
-        }
-    }
-
-    template <typename Factors>
-    __device__ __forceinline__ void decay_products(const Factors &token,
-                                                   const diag_factors::lane_factors &own) {
-        unsigned k[4], w[4];
-        diag_factors::load_words(k, token, own.keys);
-        diag_factors::load_words(w, token, own.weights);
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int m = n / 4, tile = n % 4;
-            float kept[4];
-            diag_factors::mma_k8_one(kept, k[2 * m], k[2 * m + 1], w[tile]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) at[2 * m + i / 2][2 * tile + i % 2] *= kept[i];
         }
     }
 
@@ -619,7 +511,15 @@ struct cells {
 
     /* The bits of the warp's largest cell, of those that are finite. */
     __device__ __forceinline__ unsigned largest() const {
-        return largest_finite<32>([&](int n) { return at[n / 8][n % 8]; });
+        float most = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 32; n++) most = fmaxf(most, fabsf(at[n / 8][n % 8]));
+        const unsigned bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+        if (bits < 0x7f800000u) return bits;
+        unsigned finite = 0;
+#pragma unroll
+        for (int n = 0; n < 32; n++) finite = max(finite, size_of(at[n / 8][n % 8]));
+        return __reduce_max_sync(0xffffffffu, finite);
     }
 
     /* Before something of at most `more` is added to cells of at most `bound` units. */
@@ -632,6 +532,14 @@ struct cells {
         bound = most * inverse_of(next), unit = next;
     }
 };
+
+template <int THREADS>
+__device__ __forceinline__ void store_packed(uint4 *to, const pairs &x) {
+#pragma unroll
+    for (int f = 0; f < 4; f++) {
+        to[f * THREADS + threadIdx.x] = make_uint4(x[f][0], x[f][1], x[f][2], x[f][3]);
+    }
+}
 
 template <int THREADS>
 __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
@@ -669,45 +577,33 @@ __device__ __forceinline__ void leave_columns(smem_of<ROW_WARPS> &smem, int toke
 template <int ROW_WARPS>
 __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const pairs &front,
                                           smem_of<ROW_WARPS> &smem, float &bound, float &unit,
-                                          const diag_factors::lane_factors &factors,
-                                          const lane_adjoint &adjoint, int token) {
+                                          int token) {
     const token_smem<ROW_WARPS> &in = smem.in;
     const int column = warp_coord::column() + own_column(0);
     const uint4 b0 = *(const uint4 *)in.cot_write[token][column / 4];
     const uint4 b1 = *(const uint4 *)in.cot_write[token][column / 4 + 4];
     const uint4 keys = *(const uint4 *)(in.k_pair[token] + warp_coord::row() + own_row(0));
     const unsigned own[4] = { keys.x, keys.y, keys.z, keys.w };
+    const unsigned cots[4] = { b0.x, b0.y, b1.x, b1.y };
     const float4 to_q = rows_times(behind, make_uint2(b0.x, b0.y), make_uint2(b1.x, b1.y));
     pairs read, product;
-    unsigned k[4], kk[4], weights[4];
+    unsigned k[4], kk[4];
+    float w[2][4];
     D.make_room(bound, unit, in.read[token]);
-    if constexpr (ADJOINTS_BY_PRODUCTS<ROW_WARPS>) {
-        D.take_products(in.factors[token], adjoint, fminf(inverse_of(unit), in.reads_bound[token]));
-    } else {
-        D.take(in, token, inverse_of(unit), { b0.x, b0.y, b1.x, b1.y });
-    }
+    D.take(in, token, inverse_of(unit), cots);
     D.pack(read);
     if (threadIdx.x % 32 == 0) smem.adjoint_unit[threadIdx.x / 32][token] = unit;
 #pragma unroll
     for (int n = 0; n < 16; n++) {
         product[n / 4][n % 4] = multiply(read[n / 4][n % 4], front[n / 4][n % 4]);
     }
-    if constexpr (ADJOINTS_BY_PRODUCTS<ROW_WARPS>) {
-        diag_factors::load_words(weights, in.factors[token], adjoint.w_pairs);
-        D.decay_products(in.factors[token], factors);
-    } else {
-        float w[2][4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            mn_load<4>(w[half], in.w[token], column + 16 * half);
-            weights[2 * half] = pair_of(w[half][0], w[half][1]);
-            weights[2 * half + 1] = pair_of(w[half][2], w[half][3]);
-        }
-        D.decay(in, token, w);
-    }
+    for (int half = 0; half < 2; half++) mn_load<4>(w[half], in.w[token], column + 16 * half);
+    D.decay(in, token, w);
     const float4 to_k = rows_times(read, make_uint2(b0.z, b0.w), make_uint2(b1.z, b1.w));
-    const float4 to_kk = rows_times(product, make_uint2(weights[0], weights[1]),
-                                    make_uint2(weights[2], weights[3]));
+    const float4 to_kk =
+        rows_times(product, make_uint2(pair_of(w[0][0], w[0][1]), pair_of(w[0][2], w[0][3])),
+                   make_uint2(pair_of(w[1][0], w[1][1]), pair_of(w[1][2], w[1][3])));
     leave_rows(smem, token, to_q, to_k, to_kk);
 #pragma unroll
     for (int r = 0; r < 4; r++) k[r] = twice_low(own[r]), kk[r] = twice_high(own[r]);
@@ -877,43 +773,26 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
 }
 
 /* The group that is in shared memory, from the state in front of it, in its unit, which takes the
- * place of the one behind it; that of the last group is made here. Behind the last token of a
- * sequence there are zeros, which change nothing. */
+ * place of the one behind it. Behind the last token of a sequence there are zeros, which change
+ * nothing. */
 template <int ROW_WARPS>
 __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
-                                          bool last, pairs &behind, const uint4 *front, float unit,
+                                          pairs &behind, const uint4 *front, float unit,
                                           smem_of<ROW_WARPS> &smem) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
     float *units = smem.state_unit[threadIdx.x / 32], bound = 2.0f;
-    const diag_factors::lane_factors own =
-        diag_factors::lane_factors::of<sizes<ROW_WARPS>::ROWS, TILE>(warp_coord::row(),
-                                                                     warp_coord::column());
-    const lane_adjoint adjoint = lane_adjoint::of<sizes<ROW_WARPS>::ROWS>(warp_coord::row(),
-                                                                         warp_coord::column());
     cells S;
     pairs old;
-    const auto advance = [&](int token) {
-        S.make_room(bound, unit, smem.in.grow[token]);
-        if constexpr (REMADE_BY_PRODUCTS<ROW_WARPS>) {
-            S.advance_products(smem.in.factors[token], own, inverse_of(unit));
-        } else {
-            S.advance(smem.in, token, inverse_of(unit));
-        }
-    };
     load_packed<THREADS>(old, front);
     S.unpack(old);
     units[0] = unit;
 #pragma unroll 2
     for (int token = 0; token + 1 < GROUP; token++) {
-        advance(token);
+        S.make_room(bound, unit, smem.in.grow[token]);
+        S.advance(smem.in, token, inverse_of(unit));
         S.pack(old);
         units[token + 1] = unit;
         store_packed<THREADS>(smem.states[token], old);
-    }
-    if (SAVED_BY_PRODUCTS && last) {
-        advance(GROUP - 1);
-        S.pack(behind);
-        units[GROUP] = unit;
     }
     if (look) {
         const float most = __uint_as_float(D.largest()) * unit_of_D;
@@ -924,9 +803,9 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
 #pragma unroll 1
     for (int token = GROUP - 1; token > 0; token -= 2) {
         load_packed<THREADS>(old, smem.states[token - 1]);
-        token_bwd(D, behind, old, smem, most_of_D, unit_of_D, own, adjoint, token);
+        token_bwd(D, behind, old, smem, most_of_D, unit_of_D, token);
         load_packed<THREADS>(behind, token == 1 ? front : smem.states[token - 2]);
-        token_bwd(D, old, behind, smem, most_of_D, unit_of_D, own, adjoint, token - 1);
+        token_bwd(D, old, behind, smem, most_of_D, unit_of_D, token - 1);
     }
 }
 
@@ -938,21 +817,15 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
     smem_of<ROW_WARPS> &smem = *(smem_of<ROW_WARPS> *)diag_bytes;
     const mn_column_coord at = mn_column_block_coord(p, tiles);
     const int64_t length = at.span.length, groups = (length + GROUP - 1) / GROUP;
-    int64_t stride;
-    uint4 *saved = saved_states<ROW_WARPS>(p, at, tiles, stride);
-    for (int i = threadIdx.x; REMADE_BY_PRODUCTS<ROW_WARPS> && i < GROUP * 40;
-         i += size::THREADS) {
-        smem.in.factors[i / 40].zeros[i % 40] = 0;    // whoever reads them waits for a token, too
-    }
+    const int64_t stride = p.call.H * tiles * size::PACKS;
+    const int64_t slot = p.call.cu_seqlens ? at.span.t0 / GROUP + at.n : at.n * groups;
+    uint4 *saved = (uint4 *)p.spans + slot * stride + (at.h * tiles + at.tile) * size::PACKS;
     cells D;
     pairs behind;
     float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
     D.load(p, at, p.cot_state);
     if (groups > 0) {
-        float unit_behind = 1.0f;
-        if constexpr (!SAVED_BY_PRODUCTS) {
-            unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
-        }
+        float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
         prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
         ahead.template fetch<true>(p, at);
         const auto ask = [&](int64_t n) {
@@ -978,7 +851,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
                 ask(n - 1);
             }
             smem.state_unit[threadIdx.x / 32][GROUP] = unit_behind, unit_behind = own;
-            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, looks == 0, behind,
+            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind,
                                  smem.front[n % 2], own, smem);
             factors.load(smem.in);
             __syncthreads();
@@ -1004,8 +877,7 @@ bool supported(const mn_call &c) {
 }
 
 bool saved_size(size_t *count, const mn_call &c) {
-    const size_t floats =
-        4 * (size_t)(row_warps(c) == 2 ? saved_state<2>::PACKS : saved_state<4>::PACKS);
+    const size_t floats = 4 * (size_t)(row_warps(c) == 2 ? sizes<2>::PACKS : sizes<4>::PACKS);
     return mn_mul_size(count, (size_t)mn_tile_slots(c, GROUP), floats) &&
            mn_mul_size(count, *count, (size_t)mn_ceil_div(c.V, (int64_t)TILE)) &&
            mn_mul_size(count, *count, (size_t)c.H);
@@ -1023,8 +895,6 @@ static int launch_with(const mn_column_params &p, cudaStream_t on) {
 
 int launch(mn_column_params p, cudaStream_t on) {
     const int warps = row_warps(p.call);
-    const int code = SAVED_BY_PRODUCTS ? diag_fwd::save_states(p, on) : (int)cudaSuccess;
-    if (code != cudaSuccess) return code;
     p.vec_aligned = mn_columns_vec_aligned<mn_bf16>(p, warps);
     return warps == 2 ? launch_with<2>(p, on) : launch_with<4>(p, on);
 }
