@@ -36,7 +36,7 @@ struct sizes {
 
 /* A token's factors, in words of two numbers. Tables of keys lie a quarter of the banks apart,
  * those of columns half of them from the zeros: lanes of different depths meet no bank twice. A
- * warp's words of keys lie as its lanes read them, number n of both tiles (key_row) side by side. */
+ * warp's words of keys lie as its lanes read them, number n of both tiles side by side. */
 template <int ROW_WARPS, int COLUMN_WARPS>
 struct alignas(16) token_record {
     typedef sizes<ROW_WARPS, COLUMN_WARPS> size;
@@ -162,8 +162,8 @@ struct lane_factors {
 
     __device__ lane_factors() {
         typedef cells<ROW_WARPS, COLUMN_WARPS> cells;
-        const int pair = lane_pair(), row = lane_row(), column = 32 * cells::column_warp() + 4 * row;
-        const int zeros = record::ZEROS + 4 * row;
+        const int pair = lane_pair(), row = lane_row(), zeros = record::ZEROS + 4 * row;
+        const int column = 32 * cells::column_warp() + 4 * row;
         const int own = 16 * cells::row_warp() + 2 * row;
         keys = pair < 3 ? pair * record::PITCH + own : record::ZEROS + own % 32;
         weights = pair < 2 ? record::WEIGHTS + column : zeros;
@@ -352,19 +352,21 @@ __device__ __forceinline__ void scan(stage<ROW_WARPS, COLUMN_WARPS> *stages,
     const lane_factors<ROW_WARPS, COLUMN_WARPS> own;
     cells<ROW_WARPS, COLUMN_WARPS> S;
     S.load(p, at);
-    int turn = 0;
+    const unsigned groups = (unsigned)((at.span.length + GROUP - 1) / GROUP);
 #pragma unroll 1
-    for (int64_t t = 0; t < at.span.length; t += GROUP, turn ^= 1) {
+    for (unsigned group = 0; group < groups; group++) {
         __syncthreads();
-        stage<ROW_WARPS, COLUMN_WARPS> &in = stages[turn];
-        token_frags now, next;
+        stage<ROW_WARPS, COLUMN_WARPS> &in = stages[group % 2];
+        float(*to)[2][stage<ROW_WARPS, COLUMN_WARPS>::PITCH] =
+            &in.out[0][S.row_warp()][S.column_warp()];
+        token_frags now;
         now.load(in.tokens[0], own);
 #pragma unroll
         for (int token = 0; token < GROUP; token++) {
-            if (token + 1 < GROUP) next.load(in.tokens[token + 1], own);
             advance(S, now);
-            read(in.out[token][S.row_warp()][S.column_warp()], S, now.queries);
-            now = next;
+            const uint2 queries = now.queries;
+            if (token + 1 < GROUP) now.load(in.tokens[token + 1], own);
+            read(to[token * ROW_WARPS * COLUMN_WARPS], S, queries);
         }
     }
     __syncthreads();
