@@ -17,22 +17,14 @@
  * o takes S rounded to bf16, as a product of depth 16: accumulators of two tiles are a factor as
  * they lie in registers. A warp has 32 columns by 32 rows; warps along the rows leave parts of o in
  * shared memory. Four producer warps load the next eight tokens, make their factors, and store what
- * the last eight read.
- *
- * Going back, the same scan leaves the state in front of every eighth token. Its products have rows
- * where forward has columns and the other way round (SAVES), as then a lane has the cells that it
- * has in longhorn_diag_bwd_recurrent.cu. */
+ * the last eight read. */
 #include "kernels/cuda/longhorn/longhorn_diag_fwd.h"
-
-#include "kernels/cuda/longhorn/longhorn_diag_states.cuh"
 
 namespace mneme::longhorn::diag_fwd {
 
 using namespace recurrent;
 
-using diag::GROUP;    // tokens of a stage
-
-enum { PRODUCERS = 4 };    // warps that load them
+enum { GROUP = 8, PRODUCERS = 4 };    // tokens of a stage; warps that load them
 
 /* Of a block with ROW_WARPS by COLUMN_WARPS warps that scan. */
 template <int ROW_WARPS, int COLUMN_WARPS>
@@ -138,20 +130,13 @@ __device__ __forceinline__ void frag_of_acc(unsigned (&to)[4], const float (&x)[
 __device__ __forceinline__ int lane_row() { return (int)threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int lane_pair() { return (int)threadIdx.x % 4; }
 
-/* Number n = 0 .. 7 of the four tiles of a product's second factor: which of a warp's rows it is,
- * such that a lane's pairs of a factor of depth 16 are neighbours in memory; which of its columns
- * (SAVES). Words lie as lanes read them, number n of four tiles side by side: where that of a
- * column does. */
+/* Which of a warp's rows is number n = 0 .. 7 of the four tiles of a product's second factor: such
+ * that a lane's pairs of a factor of depth 16 are neighbours in memory. Words of keys lie as lanes
+ * read them, number n of four tiles side by side. */
 __device__ constexpr int key_row(int tile, int n) { return n / 2 * 8 + 2 * tile + n % 2; }
-__device__ constexpr int saved_column(int tile, int n) {
-    return tile / 2 * 16 + n / 2 * 4 + tile % 2 * 2 + n % 2;
-}
-__device__ constexpr int saved_column_word(int j) {
-    return j / 32 * 32 + j % 16 / 4 * 8 + j % 2 * 4 + j % 32 / 16 * 2 + j % 4 / 2;
-}
 
-/* Cells of a lane: of two tiles of 16 columns (rows) and four of 8 rows (columns) two and two. */
-template <int ROW_WARPS, int COLUMN_WARPS, bool SAVES>
+/* Cells of a lane: of two tiles of 16 columns and four of 8 rows two columns and two rows. */
+template <int ROW_WARPS, int COLUMN_WARPS>
 struct cells {
     float at[2][4][4];
 
@@ -166,9 +151,8 @@ struct cells {
         for (int n = 0; n < 32; n++) {
             const int c = n / 16, tile = n / 4 % 4, first = 4 * lane_row() + 2 * c + n / 2 % 2;
             const int second = 2 * lane_pair() + n % 2;
-            const int64_t i = 32 * row_warp() + (SAVES ? first : key_row(tile, second));
-            const int64_t j = (place.tile * COLUMN_WARPS + column_warp()) * 32
-                + (SAVES ? saved_column(tile, second) : first);
+            const int64_t i = 32 * row_warp() + key_row(tile, second);
+            const int64_t j = (place.tile * COLUMN_WARPS + column_warp()) * 32 + first;
             use(at[c][tile][n % 4], (head * p.call.K + i) * p.call.V + j,
                 i < p.call.K && j < p.call.V);
         }
@@ -194,7 +178,7 @@ struct lane_factors {
     int keys, weights, writes, queries;
 
     __device__ lane_factors() {
-        typedef cells<ROW_WARPS, COLUMN_WARPS, false> cells;
+        typedef cells<ROW_WARPS, COLUMN_WARPS> cells;
         const int pair = lane_pair(), own = 4 * lane_row(), zeros = record::ZEROS + own;
         const int column = 32 * cells::column_warp() + own, row = 32 * cells::row_warp();
         keys = pair < 3 ? pair * record::PITCH + row + own : zeros;
@@ -209,8 +193,8 @@ struct lane_factors {
 };
 
 /* One token onto the cells. */
-template <int ROW_WARPS, int COLUMN_WARPS, bool SAVES>
-__device__ __forceinline__ void advance(cells<ROW_WARPS, COLUMN_WARPS, SAVES> &S,
+template <int ROW_WARPS, int COLUMN_WARPS>
+__device__ __forceinline__ void advance(cells<ROW_WARPS, COLUMN_WARPS> &S,
                                         const lane_factors<ROW_WARPS, COLUMN_WARPS> &own,
                                         const token_record<ROW_WARPS, COLUMN_WARPS> &token) {
     const uint4 keys = own.get(token, own.keys), weights = own.get(token, own.weights);
@@ -222,19 +206,17 @@ __device__ __forceinline__ void advance(cells<ROW_WARPS, COLUMN_WARPS, SAVES> &S
     for (int n = 0; n < 8; n++) {
         const int c = n / 4, tile = n % 4;
         float(&cell)[4] = S.at[c][tile], kept[4];
-        if (SAVES) mma_k8_one(kept, k[2 * c], k[2 * c + 1], w[tile]);
-        else mma_k8_one(kept, w[2 * c], w[2 * c + 1], k[tile]);
+        mma_k8_one(kept, w[2 * c], w[2 * c + 1], k[tile]);
 #pragma unroll
         for (int i = 0; i < 4; i++) cell[i] *= kept[i];
-        if (SAVES) mma_k8(cell, k[2 * c], k[2 * c + 1], p[tile]);
-        else mma_k8(cell, p[2 * c], p[2 * c + 1], k[tile]);
+        mma_k8(cell, p[2 * c], p[2 * c + 1], k[tile]);
     }
 }
 
 /* S'q of this warp's rows to its part. */
 template <int ROW_WARPS, int COLUMN_WARPS>
 __device__ __forceinline__ void read(float (&to)[ROW_WARPS][COLUMN_WARPS][2][48],
-                                     const cells<ROW_WARPS, COLUMN_WARPS, false> &S,
+                                     const cells<ROW_WARPS, COLUMN_WARPS> &S,
                                      const lane_factors<ROW_WARPS, COLUMN_WARPS> &own,
                                      const token_record<ROW_WARPS, COLUMN_WARPS> &token) {
     const uint4 q = own.get(token, own.queries);
@@ -254,9 +236,8 @@ __device__ __forceinline__ void read(float (&to)[ROW_WARPS][COLUMN_WARPS][2][48]
 /* ---- tokens ---------------------------------------------------------------------------------- */
 
 /* Tokens of the next stage as they were stored. Two lanes load the same eight rows, of which one
- * takes the even ones and the other the odd ones (SAVES: the first four, the last four): those
- * whose words lie side by side. */
-template <int ROW_WARPS, int COLUMN_WARPS, bool SAVES>
+ * takes the even ones and the other the odd ones: those whose words lie side by side. */
+template <int ROW_WARPS, int COLUMN_WARPS>
 struct prefetch {
     typedef sizes<ROW_WARPS, COLUMN_WARPS> size;
     mn_column_raw<8, mn_bf16> k[size::TOKENS], q[size::TOKENS];
@@ -295,9 +276,7 @@ struct prefetch {
         unsigned high[4], low[4], key[4];
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
-            const bool odd = lane() % 2;
-            const float x = SAVES ? (odd ? k[n].at(4 + tile) : k[n].at(tile)) :
-                odd ? k[n].at(2 * tile + 1) : k[n].at(2 * tile);
+            const float x = lane() % 2 ? k[n].at(2 * tile + 1) : k[n].at(2 * tile);
             const float square = x * x, first = rounded(square);
             norm = fmaf(x, x, norm);
             high[tile] = pair_of(first, first);
@@ -309,7 +288,7 @@ struct prefetch {
         *(uint4 *)(to.keys[0] + 4 * lane()) = make_uint4(high[0], high[1], high[2], high[3]);
         *(uint4 *)(to.keys[1] + 4 * lane()) = make_uint4(low[0], low[1], low[2], low[3]);
         *(uint4 *)(to.keys[2] + 4 * lane()) = make_uint4(key[0], key[1], key[2], key[3]);
-        if (!SAVES && lane() % 2 == 0) {
+        if (lane() % 2 == 0) {
             *(uint4 *)(to.queries + first_row() / 2) =
                 make_uint4(q[n].word[0], q[n].word[1], q[n].word[2], q[n].word[3]);
         }
@@ -322,7 +301,7 @@ struct prefetch {
 #pragma unroll
         for (int c = 0; c < COLUMN_WARPS; c++) {
             const float b = beta[n].at(c), w = b / fmaf(b, norm, 1.0f);
-            const int j = first_column() + c, word = SAVES ? saved_column_word(j) : j;
+            const int word = first_column() + c;
             to.weights[word] = split(-w);
             to.writes[word] = split(w * v[n].at(c));
         }
@@ -341,7 +320,7 @@ template <int ROW_WARPS, int COLUMN_WARPS>
 __device__ inline void store_out(const stage<ROW_WARPS, COLUMN_WARPS> &from,
                                  const mn_column_params &p, const mn_column_coord &at, int64_t t) {
     typedef sizes<ROW_WARPS, COLUMN_WARPS> size;
-    typedef prefetch<ROW_WARPS, COLUMN_WARPS, false> producer;
+    typedef prefetch<ROW_WARPS, COLUMN_WARPS> producer;
     const int column = producer::first_column(), own = column % 32;
     const int64_t j = at.tile * size::COLUMNS + column;
 #pragma unroll
@@ -371,16 +350,16 @@ __device__ inline void store_out(const stage<ROW_WARPS, COLUMN_WARPS> &from,
 
 /* A block's scan: put_back(stage, t) by producers of the group at t when it has been scanned,
  * group(S, lane_factors, stage, t) by the others; returns where both call. */
-template <int ROW_WARPS, int COLUMN_WARPS, bool SAVES, typename Put, typename Group>
+template <int ROW_WARPS, int COLUMN_WARPS, typename Put, typename Group>
 __device__ __forceinline__ void scan_groups(stage<ROW_WARPS, COLUMN_WARPS> *stages,
-                                            cells<ROW_WARPS, COLUMN_WARPS, SAVES> &S,
+                                            cells<ROW_WARPS, COLUMN_WARPS> &S,
                                             const mn_column_params &p, const mn_column_coord &at,
                                             const Put &put_back, const Group &group) {
     typedef sizes<ROW_WARPS, COLUMN_WARPS> size;
     constexpr int ZEROS = sizeof(stages->tokens[0].zeros) / sizeof(unsigned);
     const int64_t length = at.span.length;
     const bool is_producer = (int)threadIdx.x >= size::SCAN_THREADS;
-    prefetch<ROW_WARPS, COLUMN_WARPS, SAVES> ahead;
+    prefetch<ROW_WARPS, COLUMN_WARPS> ahead;
     const lane_factors<ROW_WARPS, COLUMN_WARPS> own;
     for (int i = threadIdx.x; i < 2 * GROUP * ZEROS; i += size::THREADS) {
         stages[i / (GROUP * ZEROS)].tokens[i / ZEROS % GROUP].zeros[i % ZEROS] = 0;
@@ -415,7 +394,7 @@ longhorn_diag_fwd(const __grid_constant__ mn_column_params p, int64_t tiles) {
     extern __shared__ float4 diag_fwd_stages[];
     const mn_column_coord at = mn_column_block_coord(p, tiles);
     if (at.span.length == 1) return;    // cell by cell (longhorn.cu)
-    cells<ROW_WARPS, COLUMN_WARPS, false> S;
+    cells<ROW_WARPS, COLUMN_WARPS> S;
     const auto put_back = [&](const stage &from, int64_t t) {
         if (p.reads) store_out(from, p, at, t);
     };
@@ -428,44 +407,6 @@ longhorn_diag_fwd(const __grid_constant__ mn_column_params p, int64_t tiles) {
     };
     scan_groups((stage *)diag_fwd_stages, S, p, at, put_back, group);
     if ((int)threadIdx.x < sizes<ROW_WARPS, COLUMN_WARPS>::SCAN_THREADS) S.store(p, at);
-}
-
-/* ---- states for going back ------------------------------------------------------------------- */
-
-/* The warp's part of a state, and its unit behind the cells. */
-template <int ROW_WARPS>
-__device__ __forceinline__ void save(uint4 *to, const cells<ROW_WARPS, 2, true> &S) {
-    typedef diag::saved_state<ROW_WARPS> saved;
-    const unsigned most =
-        diag::largest_finite<32>([&](int n) { return S.at[n / 16][n / 4 % 4][n % 4]; });
-    const float unit = diag::unit_of(most), by = diag::inverse_of(unit);
-    diag::pairs packed;
-#pragma unroll
-    for (int n = 0; n < 16; n++) {
-        const int row = diag::row_in(n / 4, n % 4), tile = diag::pair_in(n / 4, n % 4);
-        const float *two = S.at[row / 2][tile] + row % 2 * 2;
-        packed[n / 4][n % 4] = diag::pair_of(two[0] * by, two[1] * by);
-    }
-    diag::store_packed<saved::THREADS>(to, packed);
-    if (threadIdx.x % 32 == 0) ((float *)(to + saved::CELLS))[threadIdx.x / 32] = unit;
-}
-
-template <int ROW_WARPS>
-__global__ void __launch_bounds__(sizes<ROW_WARPS, 2>::THREADS, sizes<ROW_WARPS, 2>::BLOCKS)
-longhorn_diag_save_states(const __grid_constant__ mn_column_params p, int64_t tiles) {
-    typedef stage<ROW_WARPS, 2> stage;
-    extern __shared__ float4 diag_save_stages[];
-    const mn_column_coord at = mn_column_block_coord(p, tiles);
-    cells<ROW_WARPS, 2, true> S;
-    int64_t stride;
-    uint4 *const saved = diag::saved_states<ROW_WARPS>(p, at, tiles, stride);
-    const auto group = [&](const lane_factors<ROW_WARPS, 2> &own, stage &in, int64_t t) {
-        save(saved + t / GROUP * stride, S);
-        if (t + GROUP >= at.span.length) return;
-#pragma unroll 4
-        for (int token = 0; token < GROUP; token++) advance(S, own, in.tokens[token]);
-    };
-    scan_groups((stage *)diag_save_stages, S, p, at, [](const stage &, int64_t) {}, group);
 }
 
 /* ---- launch ---------------------------------------------------------------------------------- */
@@ -500,12 +441,6 @@ int launch(mn_column_params p, cudaStream_t on) {
     p.vec_aligned = mn_columns_vec_aligned<mn_bf16>(p, 8);
     if (p.call.K <= 32) return launch_rows<1>(p, on);
     return p.call.K <= 64 ? launch_rows<2>(p, on) : launch_rows<4>(p, on);
-}
-
-int save_states(mn_column_params p, cudaStream_t on) {
-    p.vec_aligned = mn_columns_vec_aligned<mn_bf16>(p, 8), p.reads = false;
-    return p.call.K <= 64 ? launch_with<2, 2>(longhorn_diag_save_states<2>, p, on)
-                          : launch_with<4, 2>(longhorn_diag_save_states<4>, p, on);
 }
 
 }    // namespace mneme::longhorn::diag_fwd
