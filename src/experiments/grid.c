@@ -156,7 +156,7 @@ mn_status mn_grid_expand(json_t **jobs, const mn_json *root, const json_t *also)
     return st;
 }
 
-/* ---- some jobs alone -------------------------------------------------------------------------- */
+/* ---- some jobs alone ------------------------------------------------------------------------- */
 
 /* "axis=label" in two. */
 typedef struct choice {

@@ -17,6 +17,7 @@
 #include "kernels/cuda/delta/delta_redo.cuh"
 #include "kernels/cuda/delta/delta_grad_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
+#include "kernels/cuda/delta/delta_state_scan_warp.cuh"
 #include "kernels/delta_gpu.h"
 
 namespace mneme::delta {

@@ -14,6 +14,7 @@
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
+#include "kernels/cuda/delta/delta_state_scan_warp.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::delta {
