@@ -39,6 +39,11 @@ enum {
     MN_SINGLE_PASS_CHUNK = MN_SINGLE_PASS_ACC + 8 * MN_SINGLE_PASS_STEP,
     MN_SINGLE_PASS_PRODUCERS = 64,
     MN_SINGLE_PASS_PITCH = 132,
+    MN_SINGLE_PASS_TMA = 1,         // whole tiles come by TMA
+    MN_SINGLE_PASS_EARLY_DV = 1,    // dv += w do begins before dz is made
+    // registers of the threads that load and of those that multiply
+    MN_SINGLE_PASS_LOAD_REGISTERS = 24,
+    MN_SINGLE_PASS_REGISTERS = 240,
 };
 
 /* Work space. a, b and dominant_key are (B,H,T); semaphores and sums (slots of 64 queries, H), a
@@ -50,6 +55,8 @@ struct mn_single_pass {
     int *semaphores, *flags, *ticket;
     float *sums;
     int64_t n_semaphores, n_flags;
+    CUtensorMap q, d_o, keys, values;    // tiles of 64 and of 128 rows
+    bool by_tma;
 };
 
 __device__ inline int64_t mn_single_pass_row(const mn_call &call, int64_t b, int64_t h, int64_t t) {
@@ -194,7 +201,7 @@ struct mn_single_pass_tile_iter {
 
 /* 64 rows of up to 128 columns to a tile, the top of one of TILE_ROWS rows; thread i of 64 brings
  * piece i % 16 of every fourth row. SKIPS: from row `skipped` on. */
-template <int TILE_ROWS, bool SKIPS = false>
+template <int TILE_ROWS, bool SKIPS = false, int UNROLL = MN_SINGLE_PASS_STEP / 8>
 __device__ inline void mn_single_pass_load_rows(uint32_t to, const mn_bf16 *from, int64_t stride,
                                                 int n_rows, int width, int i, int skipped = 0) {
     const int vec = i % 16, row = i / 16;
@@ -202,48 +209,82 @@ __device__ inline void mn_single_pass_load_rows(uint32_t to, const mn_bf16 *from
     const uint32_t odd = to + mn_swizzle_byte(TILE_ROWS, row + 4, vec * 8);
     const mn_bf16 *at = from + row * stride + vec * 8;
     const int left = vec * 8 < width ? n_rows - row : 0;
-#pragma unroll
-    for (int r = 0; r < MN_SINGLE_PASS_STEP; r += 4) {
+#pragma unroll(UNROLL)
+    for (int r = 0; r < MN_SINGLE_PASS_STEP; r += 8) {
         // else nothing is read
-        mn_cp_async_16((r % 8 ? odd : even) + r / 8 * 1024, at,
-                       r < left && (!SKIPS || row + r >= skipped));
+        mn_cp_async_16(even + r * 128, at, r < left && (!SKIPS || row + r >= skipped));
+        at += 4 * stride;
+        mn_cp_async_16(odd + r * 128, at, r + 4 < left && (!SKIPS || row + r + 4 >= skipped));
         at += 4 * stride;
     }
 }
 
-/* Two producer warps load keys and values, then queries and cotangents with their rows' numbers;
- * cotangents of queries up to `wild` are left out by a redo. */
-template <bool REDO>
-__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k,
-                                               int wild) {
+/* Asks for a whole tile, 64 columns at a time; `at` is its first row. One thread calls. */
+template <int ROWS>
+__device__ inline void mn_single_pass_load_tile(unsigned char *to, const CUtensorMap &map,
+                                                uint64_t *full, int64_t b, int64_t at,
+                                                int64_t h) {
+    for (int column = 0; column < 128; column += 64) {
+        mn_tma_load(to + column * ROWS * 2, map, full, column, (int)h, (int)at, (int)b);
+    }
+}
+
+/* Keys and values: true where copies of this thread are under way, which it has to wait for. */
+template <int UNROLL>
+__device__ inline bool mn_single_pass_load_keys(mn_single_pass_smem &smem,
+                                                const mn_single_pass &k, bool by_tma) {
     const mn_single_pass_coord &coord = smem.coord;
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
-    if (coord.all == 0) return;    // no query sees them: zeros leave through their place at once
+    if (by_tma && coord.n_keys == MN_SINGLE_PASS_KEYS) {
+        const int64_t t = coord.t0 + coord.key;
+        if (i > 0) {
+            mn_mbarrier_arrive(&smem.kv_full);
+            return false;
+        }
+        mn_mbarrier_arrive_expect_tx(&smem.kv_full, (int)(sizeof smem.a + sizeof smem.b));
+        mn_single_pass_load_tile<128>(smem.a, k.keys, &smem.kv_full, coord.b, t, coord.h);
+        mn_single_pass_load_tile<128>(smem.b, k.values, &smem.kv_full, coord.b, t, coord.h);
+        return false;
+    }
+#pragma unroll 1
     for (int r = 0; r < MN_SINGLE_PASS_KEYS; r += MN_SINGLE_PASS_STEP) {
         const int left = coord.n_keys - r;
         const int64_t t = coord.t0 + coord.key + (left > 0 ? r : 0);
-        mn_single_pass_load_rows<128>(mn_smem_addr(smem.a) + r * 128,
-                               mn_row<mn_bf16>(p.k, coord.b, t, coord.h), p.k.stride[1], left, K,
-                                   i);
-        mn_single_pass_load_rows<128>(mn_smem_addr(smem.b) + r * 128,
-                               mn_row<mn_bf16>(p.v, coord.b, t, coord.h), p.v.stride[1], left, V,
-                                   i);
+        mn_single_pass_load_rows<128, false, UNROLL>(
+            mn_smem_addr(smem.a) + r * 128, mn_row<mn_bf16>(p.k, coord.b, t, coord.h),
+            p.k.stride[1], left, K, i);
+        mn_single_pass_load_rows<128, false, UNROLL>(
+            mn_smem_addr(smem.b) + r * 128, mn_row<mn_bf16>(p.v, coord.b, t, coord.h),
+            p.v.stride[1], left, V, i);
     }
+    return true;
+}
+
+/* Two producer warps load keys and values, then queries and cotangents with their rows' numbers;
+ * cotangents of queries up to `wild` are left out by a redo. Whole tiles come by TMA, which thread
+ * 0 asks for; the last rows of a sequence by cp.async, with zeros behind them. */
+template <bool REDO>
+__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               int wild) {
+    constexpr int unroll = MN_SINGLE_PASS_TMA && !REDO ? 1 : MN_SINGLE_PASS_STEP / 8;
+    const mn_single_pass_coord &coord = smem.coord;
+    const mn_attn_params &p = k.f.p;
+    const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
+    const bool by_tma = MN_SINGLE_PASS_TMA && !REDO && k.by_tma;
+    if (coord.all == 0) return;    // no query sees them: zeros leave through their place at once
+    bool owes = mn_single_pass_load_keys<unroll>(smem, k, by_tma);
     mn_single_pass_tile_iter tile_iter(coord);
+#pragma unroll 1
     for (int n = 0; n < coord.all; n++, tile_iter.next()) {
         const int stage = n % 2, left = coord.length - tile_iter.t;
         const int64_t t = coord.t0 + tile_iter.t,
             row = mn_single_pass_row(p.call, coord.b, tile_iter.h, t);
         const bool meets = i < left && !(REDO && tile_iter.t + i <= wild);
+        const bool whole = by_tma && left >= MN_SINGLE_PASS_STEP;
         const float a = i < left ? k.a[row + i] : 0.0f, b = meets ? k.b[row + i] : 0.0f;
+        uint64_t *const full = &smem.stage_full[stage];
         mn_mbarrier_wait(&smem.stage_empty[stage], (n / 2 & 1) ^ 1);
-        mn_single_pass_load_rows<64>(mn_smem_addr(smem.x[stage]),
-                              mn_row<mn_bf16>(p.q, coord.b, t, tile_iter.h),
-                              p.q.stride[1], left, K, i);
-        mn_single_pass_load_rows<64, REDO>(mn_smem_addr(smem.y[stage]),
-                                           mn_row<mn_bf16>(p.d_o, coord.b, t, tile_iter.h),
-                                           p.d_o.stride[1], left, V, i, wild + 1 - tile_iter.t);
         if (i == 0) {
             smem.dominant_key[stage] = k.dominant_key + row;
             smem.left[stage] = left;
@@ -251,9 +292,24 @@ __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const 
         }
         smem.rows[stage][0][i] = a;
         smem.rows[stage][1][i] = b;
-        mn_cp_async_wait_fence();
-        if (n == 0) mn_mbarrier_arrive(&smem.kv_full);
-        mn_mbarrier_arrive(&smem.stage_full[stage]);
+        if (!whole) {
+            mn_single_pass_load_rows<64, false, unroll>(
+                mn_smem_addr(smem.x[stage]), mn_row<mn_bf16>(p.q, coord.b, t, tile_iter.h),
+                p.q.stride[1], left, K, i);
+            mn_single_pass_load_rows<64, REDO, unroll>(
+                mn_smem_addr(smem.y[stage]), mn_row<mn_bf16>(p.d_o, coord.b, t, tile_iter.h),
+                p.d_o.stride[1], left, V, i, wild + 1 - tile_iter.t);
+        }
+        if (!whole || owes) mn_cp_async_wait_fence();
+        if (owes) mn_mbarrier_arrive(&smem.kv_full);
+        owes = false;
+        if (whole && i == 0) {
+            mn_mbarrier_arrive_expect_tx(full, 2 * mn_single_pass_smem::tile);
+            mn_single_pass_load_tile<64>(smem.x[stage], k.q, full, coord.b, t, tile_iter.h);
+            mn_single_pass_load_tile<64>(smem.y[stage], k.d_o, full, coord.b, t, tile_iter.h);
+        } else {
+            mn_mbarrier_arrive(full);
+        }
     }
 }
 
@@ -401,11 +457,17 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     const uint32_t keys_trans = mn_smem_addr(smem.a) + half * 16384;    // 64 columns of all keys
     float z[32], g[32], dq[32] = {}, dk[64] = {}, dv[64] = {};
     uint32_t w[16], dz[16];
+    constexpr bool early_dv = MN_SINGLE_PASS_EARLY_DV && !REDO;
     const auto start_scores = [&](int n) {
         mn_mbarrier_wait(&smem.stage_full[n & 1], n / 2 & 1);
         mn_wgmma_fence();
         mn_wgmma_abt<128, 128, 64>(z, keys, mn_smem_addr(smem.x[n & 1]));
         mn_wgmma_commit();
+    };
+    const auto start_dv = [&](int stage) {
+        mn_fence_operand(w);
+        mn_wgmma_fence();
+        mn_wgmma_ab<64, 128>(dv, w, mn_smem_addr(smem.y[stage]), true);
     };
     /* From scores to weights and cotangents. */
     const auto softmax_tile = [&](int n) {
@@ -438,7 +500,13 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) w[i] = mn_bf16x2(z[2 * i], z[2 * i + 1]);
-        mn_wgmma_wait<0>();
+        if (early_dv) {
+            start_dv(stage);
+            mn_wgmma_commit();
+            mn_wgmma_wait<1>();
+        } else {
+            mn_wgmma_wait<0>();
+        }
         mn_fence_operand(g);
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
@@ -462,9 +530,9 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     /* What a tile adds, and dq of the one before. */
     const auto start_grads = [&](int n) {
         if (!REDO && n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
-        mn_fence_operand(w), mn_fence_operand(dz);
-        mn_wgmma_fence();
-        mn_wgmma_ab<64, 128>(dv, w, mn_smem_addr(smem.y[n & 1]), true);
+        mn_fence_operand(dz);
+        if (!early_dv) start_dv(n & 1);
+        else mn_wgmma_fence();
         mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[n & 1]), true);
         // of none at first
         if (!REDO) mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[n & 1 ^ 1]));
@@ -483,20 +551,20 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     const int all = coord.all;
     if (all > 0) {
         mn_mbarrier_wait(&smem.kv_full, 0);
-        start_scores(0);
-        softmax_tile(0);
         const int last = all - 1;
-        for (int n = 1; n < all; n++) {
-            start_grads(n - 1);
+#pragma unroll 1
+        for (int n = 0; n < all; n++) {
+            /* No product is under way where the loop turns. To say so at its top, too, keeps ptxas
+             * from waiting for the scores before dq is stored (C7517). */
             mn_wgmma_wait<0>();
             mn_fence_operand(dq), mn_fence_operand(dk), mn_fence_operand(dv);
             start_scores(n);
-            end_grads(n - 1);
+            if (n > 0) end_grads(n - 1);
             softmax_tile(n);
+            start_grads(n);
+            mn_wgmma_wait<0>();
+            mn_fence_operand(dq), mn_fence_operand(dk), mn_fence_operand(dv);
         }
-        start_grads(last);
-        mn_wgmma_wait<0>();
-        mn_fence_operand(dq);
         end_grads(last);
         if (!REDO) {
             mn_mbarrier_wait(&smem.dz_full[last & 1], last / 2 & 1);
@@ -553,14 +621,14 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
     __syncthreads();
     if (smem.coord.n_keys == 0) return;
     if (threadIdx.x < MN_WARPGROUP) {
-        mn_setmaxnreg_dec<40>();
+        mn_setmaxnreg_dec<REDO ? 40 : MN_SINGLE_PASS_LOAD_REGISTERS>();
         const int warp = threadIdx.x / 32;
         if (threadIdx.x < MN_SINGLE_PASS_PRODUCERS) mn_single_pass_producer<REDO>(smem, k, wild);
         else if (!REDO && threadIdx.x % 32 == 0) {
             mn_single_pass_accumulate_dq<has_window>(smem, k, warp & 1);
         }
     } else {
-        mn_setmaxnreg_inc<232>();
+        mn_setmaxnreg_inc<REDO ? 232 : MN_SINGLE_PASS_REGISTERS>();
         mn_single_pass_consumer<has_window, REDO>(smem, k, wild);
     }
 #endif
@@ -801,6 +869,11 @@ inline mn_single_pass mn_single_pass_of(const mn_attn_params &p,
     k.ticket = k.flags + layout.n_flags;
     k.sums = shared + layout.sums;
     k.n_semaphores = layout.n_semaphores, k.n_flags = layout.n_flags;
+    keys.H = c.J;
+    k.by_tma = MN_SINGLE_PASS_TMA && mn_tma_map(&k.q, p.q, c, c.K, MN_SINGLE_PASS_STEP) &&
+               mn_tma_map(&k.d_o, p.d_o, c, c.V, MN_SINGLE_PASS_STEP) &&
+               mn_tma_map(&k.keys, p.k, keys, c.K, MN_SINGLE_PASS_KEYS) &&
+               mn_tma_map(&k.values, p.v, keys, c.V, MN_SINGLE_PASS_KEYS);
     return k;
 }
 
