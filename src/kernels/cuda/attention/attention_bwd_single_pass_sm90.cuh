@@ -72,58 +72,70 @@ __device__ inline int64_t mn_single_pass_slot(const mn_call &call, const mn_tile
 
 /* ---- rows ------------------------------------------------------------------------------------ */
 
-enum { MN_SINGLE_PASS_ROW_THREADS = 256, MN_SINGLE_PASS_ROW_GROUP = 16 };
-
-/* Row `row` of (B,T,H). A quotient in 64 bits takes some hundred instructions. */
-struct mn_single_pass_row_place {
-    int64_t b, t, h;
-
-    __device__ mn_single_pass_row_place(const mn_call &c, int64_t row, bool is_narrow) {
-        if (is_narrow) {
-            const unsigned all = (unsigned)row, H = (unsigned)c.H, T = (unsigned)c.T;
-            h = all % H, t = all / H % T, b = all / H / T;
-        } else {
-            h = row % c.H, t = row / c.H % c.T, b = row / c.H / c.T;
-        }
-    }
+enum {
+    MN_SINGLE_PASS_ROW_THREADS = 256,
+    MN_SINGLE_PASS_ROW_GROUP = 16,    // threads of a row
+    MN_SINGLE_PASS_ROW_TOKENS = 4,    // rows of a group
 };
 
-/* Loads o and do (B,T,H,V) and lse (B,T,H); stores a = lse log2 e and b = o.do (B,H,T), 16 threads
- * a row. Clears semaphores, flags, ticket and dominant_key. */
+/* x / y of what is not negative; a quotient in 64 bits takes some hundred instructions. */
+__device__ inline int64_t mn_single_pass_quotient(int64_t x, int64_t y) {
+    return ((x | y) >> 32) == 0 ? (int64_t)((unsigned)x / (unsigned)y) : x / y;
+}
+
+/* Token `token` of all of (B,T), of which there are n_tokens. */
+struct mn_single_pass_token {
+    int64_t b, t;
+    bool there;
+
+    __device__ mn_single_pass_token(const mn_call &c, int64_t token, int64_t n_tokens)
+        : b(mn_single_pass_quotient(token, c.T)), t(token - b * c.T), there(token < n_tokens) {}
+};
+
+/* Loads o and do (B,T,H,V) and lse (B,T,H); stores a = lse log2 e and b = o.do (B,H,T). 16 threads
+ * have four tokens of a head, whose rows are all on their way at once. Clears semaphores, flags,
+ * ticket and dominant_key. */
 __global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS)
 attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
+    enum { GROUP = MN_SINGLE_PASS_ROW_GROUP, ROWS = MN_SINGLE_PASS_ROW_TOKENS };
     const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
     const int64_t thread = blockIdx.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS + threadIdx.x;
-    const int64_t all = gridDim.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS, n_rows = c.B * c.T * c.H;
-    const int column = threadIdx.x % MN_SINGLE_PASS_ROW_GROUP * 8;
+    const int64_t all = gridDim.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS, n_tokens = c.B * c.T;
+    const int lane = threadIdx.x % GROUP, column = lane * 8;
     for (int64_t i = thread; i < k.n_semaphores; i += all) k.semaphores[i] = 0;
     for (int64_t i = thread; i < k.n_flags; i += all) k.flags[i] = 0;
     if (thread == 0) *k.ticket = 0;
-    const int64_t row0 = thread / MN_SINGLE_PASS_ROW_GROUP;
-    for (int64_t row = row0; row - row0 % 2 < n_rows; row += all / MN_SINGLE_PASS_ROW_GROUP) {
-        const mn_single_pass_row_place place(c, row, n_rows < INT32_MAX);
-        const int64_t b = place.b, t = place.t, h = place.h;
-        const bool stores = column == 0 && row < n_rows;
-        const float lse = stores ? *mn_row<float>(p.lse, b, t, h) : 0.0f;
+    const int64_t group = thread / GROUP, turn = mn_single_pass_quotient(group, c.H);
+    const int64_t h = group - turn * c.H, token0 = turn * ROWS;
+    float x[ROWS][8] = {}, y[ROWS][8] = {};
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const mn_single_pass_token at(c, token0 + r, n_tokens);
+        if (!at.there || column >= c.V) continue;
+        mn_load<8>(x[r], mn_row<mn_bf16>(p.o, at.b, at.t, h), column);
+        mn_load<8>(y[r], mn_row<mn_bf16>(p.d_o, at.b, at.t, h), column);
+    }
+    const mn_single_pass_token own_at(c, token0 + lane % ROWS, n_tokens);
+    const bool stores = lane < ROWS && own_at.there;
+    const float lse = stores ? *mn_row<float>(p.lse, own_at.b, own_at.t, h) : 0.0f;
+    float own = 0.0f;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
         float sum = 0.0f;
-        if (row < n_rows && column < c.V) {
-            float x[8], y[8];
-            mn_load<8>(x, mn_row<mn_bf16>(p.o, b, t, h), column);
-            mn_load<8>(y, mn_row<mn_bf16>(p.d_o, b, t, h), column);
 #pragma unroll
-            for (int i = 0; i < 8; i++) sum = fmaf(x[i], y[i], sum);
-        }
+        for (int i = 0; i < 8; i++) sum = fmaf(x[r][i], y[r][i], sum);
 #pragma unroll
-        for (int lanes = MN_SINGLE_PASS_ROW_GROUP / 2; lanes > 0; lanes >>= 1) {
+        for (int lanes = GROUP / 2; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         }
-        if (!stores) continue;
-        const int64_t at = mn_single_pass_row(c, b, h, t);
-        k.a[at] = lse * 1.4426950408889634f;
-        k.b[at] = sum;
-        k.dominant_key[at] = -1;
+        own = lane == r ? sum : own;
     }
+    if (!stores) return;
+    const int64_t at = mn_single_pass_row(c, own_at.b, h, own_at.t);
+    k.a[at] = lse * 1.4426950408889634f;
+    k.b[at] = own;
+    k.dominant_key[at] = -1;
 }
 
 /* ---- the pass -------------------------------------------------------------------------------- */
@@ -884,9 +896,12 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
     if (!mn_single_pass_layout_of(&layout, c)) return cudaErrorInvalidValue;
     const mn_single_pass k = mn_single_pass_of(p, layout, shared, &blocks);
     if (c.H > 65535 || blocks > INT32_MAX) return cudaErrorNotSupported;
-    const int64_t row_groups = MN_SINGLE_PASS_ROW_THREADS / MN_SINGLE_PASS_ROW_GROUP;
-    attention_bwd_preprocess_kernel<<<mn_blocks(layout.rows, row_groups),
-        MN_SINGLE_PASS_ROW_THREADS, 0, stream>>>(k);
+    const int64_t groups = mn_ceil_div(c.B * c.T, (int64_t)MN_SINGLE_PASS_ROW_TOKENS) * c.H;
+    const int64_t row_blocks = mn_ceil_div(groups * MN_SINGLE_PASS_ROW_GROUP,
+                                           (int64_t)MN_SINGLE_PASS_ROW_THREADS);
+    if (row_blocks > INT32_MAX) return cudaErrorNotSupported;
+    attention_bwd_preprocess_kernel<<<(unsigned)mn_max(row_blocks, 1), MN_SINGLE_PASS_ROW_THREADS,
+                                      0, stream>>>(k);
     if (blocks == 0) return mn_launch_status();
     const auto kernel = p.window ? attention_bwd_single_pass_kernel<true, false>
                                  : attention_bwd_single_pass_kernel<false, false>;
