@@ -78,6 +78,23 @@ enum {
     MN_SINGLE_PASS_ROW_TOKENS = 4,    // rows of a group
 };
 
+/* Numbers in the halves of a word. */
+__device__ inline float2 mn_single_pass_unpack(uint32_t word) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+/* sum + x.y of eight numbers each. */
+__device__ inline float mn_single_pass_dot(uint4 x, uint4 y, float sum) {
+    const uint32_t xs[4] = { x.x, x.y, x.z, x.w }, ys[4] = { y.x, y.y, y.z, y.w };
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 one = mn_single_pass_unpack(xs[i]), other = mn_single_pass_unpack(ys[i]);
+        sum = fmaf(one.x, other.x, sum);
+        sum = fmaf(one.y, other.y, sum);
+    }
+    return sum;
+}
+
 /* x / y of what is not negative; a quotient in 64 bits takes some hundred instructions. */
 __device__ inline int64_t mn_single_pass_quotient(int64_t x, int64_t y) {
     return ((x | y) >> 32) == 0 ? (int64_t)((unsigned)x / (unsigned)y) : x / y;
@@ -95,7 +112,7 @@ struct mn_single_pass_token {
 /* Loads o and do (B,T,H,V) and lse (B,T,H); stores a = lse log2 e and b = o.do (B,H,T). 16 threads
  * have four tokens of a head, whose rows are all on their way at once. Clears semaphores, flags,
  * ticket and dominant_key. */
-__global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS)
+__global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS, 4)
 attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     enum { GROUP = MN_SINGLE_PASS_ROW_GROUP, ROWS = MN_SINGLE_PASS_ROW_TOKENS };
     const mn_attn_params &p = k.f.p;
@@ -108,13 +125,13 @@ attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     if (thread == 0) *k.ticket = 0;
     const int64_t group = thread / GROUP, turn = mn_single_pass_quotient(group, c.H);
     const int64_t h = group - turn * c.H, token0 = turn * ROWS;
-    float x[ROWS][8] = {}, y[ROWS][8] = {};
+    uint4 x[ROWS] = {}, y[ROWS] = {};
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         const mn_single_pass_token at(c, token0 + r, n_tokens);
         if (!at.there || column >= c.V) continue;
-        mn_load<8>(x[r], mn_row<mn_bf16>(p.o, at.b, at.t, h), column);
-        mn_load<8>(y[r], mn_row<mn_bf16>(p.d_o, at.b, at.t, h), column);
+        x[r] = *(const uint4 *)(mn_row<mn_bf16>(p.o, at.b, at.t, h) + column);
+        y[r] = *(const uint4 *)(mn_row<mn_bf16>(p.d_o, at.b, at.t, h) + column);
     }
     const mn_single_pass_token own_at(c, token0 + lane % ROWS, n_tokens);
     const bool stores = lane < ROWS && own_at.there;
@@ -122,9 +139,7 @@ attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     float own = 0.0f;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; i++) sum = fmaf(x[r][i], y[r][i], sum);
+        float sum = mn_single_pass_dot(x[r], y[r], 0.0f);
 #pragma unroll
         for (int lanes = GROUP / 2; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -383,11 +398,6 @@ __device__ inline void mn_single_pass_reduce_half(float (&sum)[16]) {
         const float x = sum[i], y = sum[i + N];
         sum[i] = (upper ? y : x) + __shfl_xor_sync(0xffffffffu, upper ? x : y, 2 * N);
     }
-}
-
-/* Numbers in the halves of a word. */
-__device__ inline float2 mn_single_pass_unpack(uint32_t word) {
-    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
 /* Sums of a thread's two rows of dz over the eight threads of the warp that have the same columns;
