@@ -712,11 +712,12 @@ __global__ static void __launch_bounds__(256)
 
 /* ---- dk of dominant keys --------------------------------------------------------------------- */
 
-// rows looked at together; threads; rows that a thread has on their way
+// rows looked at together; threads; rows of q, and of dk, that a thread has on their way
 enum {
-    MN_SINGLE_PASS_SEARCH = 1024,
+    MN_SINGLE_PASS_SEARCH = 4096,
     MN_SINGLE_PASS_SEARCH_THREADS = 128,
     MN_SINGLE_PASS_AT_ONCE = 16,
+    MN_SINGLE_PASS_ROWS_AT_ONCE = 64,
 };
 
 /* Finds rows t + [0, n) of head h whose dominant key is one of the tile's, in order; returns how
@@ -779,14 +780,14 @@ __device__ inline void mn_single_pass_add_found(float *sum, const int2 *found, i
 /* dk += scale sum over `n` rows of a column. */
 __device__ inline void mn_single_pass_add_rows(mn_bf16 *dk, int64_t stride, const float *sum,
                                                int n, float scale) {
-    for (int first = 0; first < n; first += MN_SINGLE_PASS_AT_ONCE) {
-        float x[MN_SINGLE_PASS_AT_ONCE];
+    for (int first = 0; first < n; first += MN_SINGLE_PASS_ROWS_AT_ONCE) {
+        float x[MN_SINGLE_PASS_ROWS_AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < MN_SINGLE_PASS_AT_ONCE; i++) {
+        for (int i = 0; i < MN_SINGLE_PASS_ROWS_AT_ONCE; i++) {
             x[i] = mn_float(dk[min(first + i, n - 1) * stride]);
         }
 #pragma unroll
-        for (int i = 0; i < MN_SINGLE_PASS_AT_ONCE; i++) {
+        for (int i = 0; i < MN_SINGLE_PASS_ROWS_AT_ONCE; i++) {
             if (first + i >= n) break;
             mn_put(dk + (first + i) * stride, fmaf(scale, sum[(first + i) * 128], x[i]));
         }
