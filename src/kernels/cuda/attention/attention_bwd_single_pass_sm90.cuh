@@ -41,6 +41,7 @@ enum {
     MN_SINGLE_PASS_PITCH = 132,
     MN_SINGLE_PASS_TMA = 1,         // whole tiles come by TMA
     MN_SINGLE_PASS_EARLY_DV = 1,    // dv += w do begins before dz is made
+    MN_SINGLE_PASS_STMATRIX = 1,    // dz is stored by matrices of 8 by 8
     // registers of the threads that load and of those that multiply
     MN_SINGLE_PASS_LOAD_REGISTERS = 24,
     MN_SINGLE_PASS_REGISTERS = 240,
@@ -416,6 +417,24 @@ __device__ inline float2 mn_single_pass_sum_rows(const uint32_t (&dz)[16]) {
     return make_float2(sum[0], sum[1]);
 }
 
+/* Where a lane's row of dz begins, of the first of its matrices of 8 by 8: lanes 8 i to 8 i + 7
+ * name the rows of matrix i, of which four are rows `first` to `first` + 15 of 16 columns. */
+__device__ inline uint32_t mn_single_pass_dz_addr(const unsigned char *dz, int first) {
+    const int matrix = threadIdx.x % 32 / 8;
+    const int row = first + matrix % 2 * 8 + threadIdx.x % 8;
+    return mn_smem_addr(dz) + mn_swizzle_byte(MN_SINGLE_PASS_KEYS, row, matrix / 2 * 8);
+}
+
+/* A warp's 16 rows of 64 columns. */
+__device__ inline void mn_single_pass_store_dz(uint32_t to, const uint32_t (&dz)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {    // columns 4 i to 4 i + 15, each eight 16 bytes
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                     ::"r"(to ^ (i * 8)), "r"(dz[i]), "r"(dz[i + 1]), "r"(dz[i + 2]),
+                     "r"(dz[i + 3]) : "memory");
+    }
+}
+
 /* 64 sums of rows and columns to where the engine finds them, as registers lie. */
 __device__ inline void mn_single_pass_stage_dq(mn_single_pass_smem &smem, const float (&dq)[32],
                                                int n) {
@@ -477,6 +496,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     const uint32_t keys = mn_smem_addr(smem.a) + half * 8192;
     const uint32_t values = mn_smem_addr(smem.b) + half * 8192;
     const uint32_t keys_trans = mn_smem_addr(smem.a) + half * 16384;    // 64 columns of all keys
+    const uint32_t dz_at = mn_single_pass_dz_addr(smem.dz[0], row - row % 16);
     float z[32], g[32], dq[32] = {}, dk[64] = {}, dv[64] = {};
     uint32_t w[16], dz[16];
     constexpr bool early_dv = MN_SINGLE_PASS_EARLY_DV && !REDO;
@@ -540,10 +560,14 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         for (int i = 0; i < 16; i++) dz[i] = mn_bf16x2(g[2 * i], g[2 * i + 1]);
         if (REDO) return;
         mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
+        if (MN_SINGLE_PASS_STMATRIX) {
+            mn_single_pass_store_dz(dz_at + stage * mn_single_pass_smem::tile, dz);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const uint32_t to = mn_swizzle_byte(128, row + i % 2 * 8, i / 2 * 8 + column);
-            *(uint32_t *)(smem.dz[stage] + to) = dz[i];
+            for (int i = 0; i < 16; i++) {
+                const uint32_t to = mn_swizzle_byte(128, row + i % 2 * 8, i / 2 * 8 + column);
+                *(uint32_t *)(smem.dz[stage] + to) = dz[i];
+            }
         }
         cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
         __syncwarp();
