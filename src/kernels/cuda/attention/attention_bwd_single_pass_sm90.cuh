@@ -481,9 +481,9 @@ __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &s
     }
 }
 
-/* Multiplies a group's 64 keys. Products of a tile are waited for when the next tile's have begun;
- * dq of a tile is made one tile later, when both groups have written their dz. REDO: dk and dv
- * alone, of keys that the query `wild` does not see. */
+/* Multiplies a group's 64 keys. g is made beside the weights, dv beside dz, the next scores while
+ * dq is stored; dq of a tile is made one tile later, when both groups have written their dz. REDO:
+ * dk and dv alone, of keys that the query `wild` does not see. */
 template <bool has_window, bool REDO>
 __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k,
                                                int wild) {
