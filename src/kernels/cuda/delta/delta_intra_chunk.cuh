@@ -90,7 +90,7 @@ __device__ inline void mn_delta_invert_diagonal(mn_delta_wy_solver &smem, int ha
         }
     }
 #pragma unroll
-    for (int i = 0; i < 16; i++) T[i * MN_DELTA_LD + j] = x[i];
+    for (int i = 0; i < 16; i++) T[i * MN_DELTA_LD + j] = j <= i ? x[i] : 0.0f;
     __syncwarp();
 }
 
@@ -198,6 +198,30 @@ __device__ inline void mn_delta_invert_quarter(mn_delta_wy_solver &smem, int war
     mn_delta_block_store(smem.t(I, J), sum);
 }
 
+/* T and, unless NULL, A to the workspace, by four warps: a thread has eight columns of a row in
+ * each quarter of the rows. */
+template <bool TILE>
+__device__ inline void mn_delta_store_inverse(const mn_delta_wy_solver &smem, mn_bf16 *T,
+                                              mn_bf16 *A) {
+    const int tid = threadIdx.x, row = tid / 8, J = tid % 8 / 2, column = tid % 2 * 8;
+    const float *below = &smem.A[16 * J + row][column];
+    const float *diagonal = &smem.diagonal[row][16 * J + column];
+#pragma unroll
+    for (int I = 0; I < 4; I++) {
+        float x[8] = {};
+        if (J <= I) mn_load<8>(x, J == I ? diagonal : below + 16 * I, 0);
+        const int at = TILE ? mn_tile_swizzle(16 * I + row, tid % 8) / 2 : 128 * 8 * I + 8 * tid;
+        mn_store<8>(T, at, x);
+        if (!A) continue;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const bool inside = J < I || (J == I && column + j < row);
+            x[j] = inside ? smem.A[16 * I + row][16 * J + column + j] : 0.0f;
+        }
+        mn_store<8>(A, 128 * 8 * I + 8 * tid, x);
+    }
+}
+
 /* T from A of `smem`, and both to the workspace (64,64); `A` may be NULL. T is stored row by row,
  * or as a swizzled tile. All THREADS of the block call. */
 template <int THREADS, bool TILE>
@@ -211,26 +235,12 @@ __device__ inline void mn_delta_wy_inverse(mn_delta_wy_solver &smem, mn_bf16 *T,
     __syncthreads();
     if (warp < 4) mn_delta_invert_quarter(smem, warp);
     __syncthreads();
-    for (int k = threadIdx.x; k < MN_DELTA_MATRIX / 8; k += THREADS) {
-        const int row = k / 8, column = k % 8 * 8;
-        const float *from = smem.t(row / 16, column / 16) + row % 16 * MN_DELTA_LD + column % 16;
-        float x[8] = {};
-        if (column / 16 <= row / 16) mn_load<8>(x, from, 0);
-        if (column / 16 == row / 16) {
-#pragma unroll
-            for (int j = 0; j < 8; j++) x[j] = column + j <= row ? x[j] : 0.0f;
-        }
-        mn_store<8>(T, TILE ? mn_tile_swizzle(row, k % 8) / 2 : k * 8, x);
-        if (!A) continue;
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = column + j < row ? smem.A[row][column + j] : 0.0f;
-        mn_store<8>(A, k * 8, x);
-    }
+    if (warp < 4) mn_delta_store_inverse<TILE>(smem, T, A);
 }
 
 /* ---- decays that channels share -------------------------------------------------------------- */
 
-/* Sums in double: a small decay behind a large one still counts. The first warp calls. */
+/* Sums in double: a small decay behind a large one still counts. One warp calls. */
 __device__ inline void mn_delta_cumsum_decays(mn_delta_log_decays &log_decays,
                                               const mn_delta_args &p,
                                            const mn_span &span, int64_t h, int64_t t, int count) {

@@ -87,13 +87,13 @@ __device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
         const int t = (int)(tile.span.t0 + tile.first), b = (int)tile.span.b;
         if (part == 0) {
             mn_mbarrier_init(&smem.full, 1);
-            mn_mbarrier_init_fence();
+            mn_fence_proxy_async();    // of the block's memory alone: a fence of all takes longer
         }
         mn_mbarrier_arrive_expect_tx(&smem.full, (SCORES ? 2 : 1) * mn_tile_bytes<KT>());
         mn_wy_inverse_tma_load<KT>(smem.e, keys, &smem.full, key, t, b, channel);
         if (SCORES) mn_wy_inverse_tma_load<KT>(smem.q, queries, &smem.full, key, t, b, channel);
     }
-    if (part == 0 && threadIdx.x < 32) {
+    if (part == 0 && threadIdx.x / 32 == 3) {    // the first two have more of the inverse
         mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
     }
     mn_cp_async_wait<0>();
