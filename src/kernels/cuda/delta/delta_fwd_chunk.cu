@@ -117,6 +117,7 @@ __device__ inline void mn_fwd_chunk_producer(mn_fwd_chunk_smem<KP> &smem,
     const mn_scan_coord &at = smem.place;
     const int warp = threadIdx.x / 32 % 4;
     mn_curve_waiting queries;
+    if (!OVERLAPS) mn_pdl_wait();    // T of the launch in front
     if (OVERLAPS) queries.begin(ready, job.p.call, at.n, at.h);
     for (int chunk = 0; chunk < at.n_chunks + MN_FWD_CHUNK_STAGES; chunk++) {
         const int slot = chunk % MN_FWD_CHUNK_STAGES, iter = chunk / MN_FWD_CHUNK_STAGES;
@@ -326,6 +327,10 @@ inline int64_t mn_fwd_chunk_blocks(const mn_call &call) {
     return mn_fwd_chunk_slices(call) * call.H * mn_n_spans(call);
 }
 
+/* Whether the scan's blocks begin beside the end of the launch that makes T. */
+static const bool begins_early = true;
+
+/* Maps of segments begin beside the first, which so may not itself begin before T is there. */
 template <int KP>
 inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
                                    cudaStream_t stream, int segments = 0,
@@ -339,7 +344,8 @@ inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chun
         : redo == MN_FWD_CHUNK_REDO_ALL
             ? delta_fwd_chunk_sm90_kernel<KP, false, MN_FWD_CHUNK_REDO_ALL>
             : delta_fwd_chunk_sm90_kernel<KP, false, MN_FWD_CHUNK_REDO_SCAN>;
-    return mn_launch_smem_behind(job.cuts, kernel,
+    const bool whole = job.segments.part == MN_DELTA_WHOLE;
+    return mn_launch_smem_behind(job.cuts || (whole && begins_early), kernel,
                                  dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
                                  sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
                                  mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});
