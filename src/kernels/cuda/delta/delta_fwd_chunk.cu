@@ -158,11 +158,14 @@ __device__ inline void mn_fwd_chunk_scores(mn_fwd_chunk_smem<KP> &smem, float sc
         float sum[8][4] = {};
         mn_mbarrier_wait(&smem.full[slot], chunk / MN_FWD_CHUNK_STAGES & 1);
         mn_fence_proxy_async();
-        mn_wgmma_scores<KP>(sum, mn_shared_u32(in.queries), mn_shared_u32(in.front.keys));
-        mn_delta_decay_scores(sum, in.log_decays, block, true, [&](int t, int s, float x, float y) {
+        mn_wgmma_scores_start<KP>(sum, mn_shared_u32(in.queries), mn_shared_u32(in.front.keys));
+        const mn_delta_score_decays by = mn_delta_score_decays_of(in.log_decays, block);
+        mn_mma_wait<true>();
+        const auto put = [&](int t, int s, float x, float y) {
             *(unsigned *)(in.front.P + mn_tile_swizzle(t, s / 8) + s % 8 * 2) =
                 mn_bf16x2(scale * x, scale * y);
-        });
+        };
+        mn_delta_put_scores(sum, by, in.log_decays, block, true, put);
         mn_fence_proxy_async();
         mn_mbarrier_arrive(&smem.scored[slot]);
     }

@@ -290,33 +290,46 @@ __device__ inline void mn_delta_zero_upper(mn_bf16 *P) {
     }
 }
 
+/* Decays of scores in block `block` of 16 rows, a lane's share: since its rows' first token, until
+ * there from the tokens `lane` and `lane` + 32 with their beta, and inside of the block. */
+struct mn_delta_score_decays {
+    float until[2], since[2], inside[2][4];
+};
+
+__device__ inline mn_delta_score_decays mn_delta_score_decays_of(
+    const mn_delta_log_decays &log_decays, int block) {
+    const int lane = threadIdx.x % 32, row = block * 16 + lane / 4, column = lane % 4 * 2;
+    const double start = block > 0 ? log_decays.G[block * 16 - 1] : 0.0;
+    mn_delta_score_decays by;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const double G = log_decays.G[row + 8 * half];
+        const int s = 32 * half + lane;
+        by.since[half] = expf((float)(G - start));
+        // used in front
+        by.until[half] = expf((float)(start - log_decays.G[s])) * log_decays.beta[s];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const double other = log_decays.G[block * 16 + 8 * (i / 2) + column + i % 2];
+            by.inside[i / 2][2 * half + i % 2] = expf((float)(G - other));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) asm volatile("" : "+f"(by.inside[i / 4][i % 4]));    // all at once
+    return by;
+}
+
 /* put(t, s, x, y) for pairs of neighbours among a warp's sums, which are scores of 16 rows: with
  * their decays, and zero behind the diagonal, or on it unless it is `inclusive`. In front of the
  * rows' own block a decay is what a write keeps until there, by what a row keeps from there:
  * neither is more than one. */
 template <typename F>
-__device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
-                                             const mn_delta_log_decays &log_decays, int block,
-                                                 bool inclusive,
-                                             F put) {
+__device__ inline void mn_delta_put_scores(const float (&sum)[8][4],
+                                           const mn_delta_score_decays &by,
+                                           const mn_delta_log_decays &log_decays, int block,
+                                           bool inclusive, F put) {
     const int lane = threadIdx.x % 32, row = block * 16 + lane / 4, column = lane % 4 * 2;
-    const double start = block > 0 ? log_decays.G[block * 16 - 1] : 0.0;
-    float until[2], since[2], own[2][4], cum_decay[2][4];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const double G = log_decays.G[row + 8 * half];
-        const int s = 32 * half + lane;
-        since[half] = expf((float)(G - start));
-        // used in front
-        until[half] = expf((float)(start - log_decays.G[s])) * log_decays.beta[s];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const double other = log_decays.G[block * 16 + 8 * (i / 2) + column + i % 2];
-            cum_decay[i / 2][2 * half + i % 2] = expf((float)(G - other));
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) asm volatile("" : "+f"(cum_decay[i / 4][i % 4]));    // all at once
+    float own[2][4];
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         if (n / 2 > block) break;
@@ -325,12 +338,12 @@ __device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
             for (int i = 0; i < 4; i++) own[n % 2][i] = sum[n][i];
             continue;
         }
-        const float x = __shfl_sync(0xffffffffu, until[n / 4], n % 4 * 8 + column);
-        const float y = __shfl_sync(0xffffffffu, until[n / 4], n % 4 * 8 + column + 1);
+        const float x = __shfl_sync(0xffffffffu, by.until[n / 4], n % 4 * 8 + column);
+        const float y = __shfl_sync(0xffffffffu, by.until[n / 4], n % 4 * 8 + column + 1);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            put(row + 8 * half, 8 * n + column, sum[n][2 * half] * x * since[half],
-                sum[n][2 * half + 1] * y * since[half]);
+            put(row + 8 * half, 8 * n + column, sum[n][2 * half] * x * by.since[half],
+                sum[n][2 * half + 1] * y * by.since[half]);
         }
     }
 #pragma unroll
@@ -344,12 +357,20 @@ __device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const bool inside = s + i < t || (s + i == t && inclusive);
-                const float score = own[n][2 * half + i] * cum_decay[n][2 * half + i] * beta[i];
+                const float score = own[n][2 * half + i] * by.inside[n][2 * half + i] * beta[i];
                 x[i] = inside ? score : 0.0f;
             }
             put(t, s, x[0], x[1]);
         }
     }
+}
+
+template <typename F>
+__device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
+                                             const mn_delta_log_decays &log_decays, int block,
+                                             bool inclusive, F put) {
+    mn_delta_put_scores(sum, mn_delta_score_decays_of(log_decays, block), log_decays, block,
+                        inclusive, put);
 }
 
 /* Rows of A by warps 0 to 3, of P by warps 4 to 7. */

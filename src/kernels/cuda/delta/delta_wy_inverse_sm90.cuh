@@ -50,17 +50,23 @@ __device__ inline void mn_wy_inverse_tma_load(unsigned char *to, const CUtensorM
     }
 }
 
-/* sum += left right', (64,64), for tiles of 64 rows and KP columns, by a warpgroup: a warp has 16
- * rows. */
+/* Starts sum += left right', (64,64), for tiles of 64 rows and KP columns, by a warpgroup: a warp
+ * has 16 rows. */
 template <int KP>
-__device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsigned right) {
+__device__ inline void mn_wgmma_scores_start(float (&sum)[8][4], unsigned left, unsigned right) {
     mn_mma_fence<true>();
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
         const unsigned at = k / 64 * 8192 + k % 64 * 2;
         mn_wgmma_m64n64k16(sum, left + at, right + at);
     }
-    mn_mma_commit_wait<true>();
+    mn_mma_commit<true>();
+}
+
+template <int KP>
+__device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsigned right) {
+    mn_wgmma_scores_start<KP>(sum, left, right);
+    mn_mma_wait<true>();
 }
 
 /* Brings part `part` of e and, for SCORES, q of a chunk, and with the first makes its decays. Who
