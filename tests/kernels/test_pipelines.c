@@ -113,7 +113,7 @@ static const protocol protocols[] = {
         { 2, false, "t? -x +z r! -x g!" },
         { 1, false, "t? r? -x -z -w u~ +P +m s! -x -w g!" },
         { 1, false, "t? r? -x -z s? -P l~ +Y R! u! -x g!" },
-        { 1, false, "R? -Y -x -z -w -m g! l!" } }, false },
+        { 1, false, "t? R? -Y -x -z -w -m g! l!" } }, false },
     { "curvature/curvature_bwd_sm90.cu, keys", "t3:1 r3:1 g3:1 s2:1 u2:1 R2:1 l2:1 x3 w3 P2 Y2",
       { { 1, false, "g~ t^x" },
         { 1, false, "g~ +w t? -x r!" },
