@@ -22,9 +22,10 @@ using namespace attention;
  * A thread has lags (in layout position, keys) and goes over four rows with what the mixing
  * parameters have for a lag, so that these are read once for four rows. Contractions over lags sum
  * 16 ranks of four rows at a time. The parameters lie by lag, in float, ranks padded with zeros to
- * a multiple of 16:
+ * a multiple of 16, four of them side by side for each lag, so that lanes with neighbouring lags
+ * read what lies side by side (`mn_hyper_place`):
  *
- *   U (lags, ranks)    Vt (lags, ranks), turned    d (lags)
+ *   U (ranks / 4, lags, 4)    Vt (ranks / 4, lags, 4), turned    d (lags)
  *
  * A row of a strip keeps two numbers and for each of its mixes h = z U, h c and y c.
  * Norm l2 divides x1 before the activation; relu and everything after it are homogeneous, so it is
@@ -43,12 +44,17 @@ struct mn_hyper_params {
     mn_q_block s;
     int64_t ranks, lags;              // padded ranks; P, or 0 without parameters
     bool has_params[2];                    // first mix, second mix
-    float *params;                    // (Q + H, lags (2 ranks + 1))
+    float *params;                    // (Q + H, (2 ranks + 1) lags)
     float *z[2], *base, *w, *g[2];    // matrices of a strip; base may be z[0], w may be base
     float *rows;                      // (tiles, H, rows, row_floats)
     int64_t row_floats;
     int branches;
 };
+
+/* Where rank a of a lag lies in U or Vt, or in sums of their gradients. */
+__device__ inline int64_t mn_hyper_place(const mn_hyper_params &k, int64_t lag, int64_t a) {
+    return (a / 4 * k.lags + lag) * 4 + a % 4;
+}
 
 /* One mix. */
 struct mn_hyper_mix {
@@ -170,11 +176,13 @@ struct mn_hyper_smem {
     float sums[MN_HYPER_SUMS], scratch[MN_Q_BLOCK_THREADS / 32 * MN_HYPER_SUMS], thread_group[32];
 };
 
-/* 16 ranks of a lag */
-__device__ inline void mn_hyper_load(float (&x)[MN_HYPER_RANKS], const float *from) {
+/* 16 ranks of a lag, from a0 on */
+__device__ inline void mn_hyper_load(float (&x)[MN_HYPER_RANKS], const mn_hyper_params &k,
+                                     const float *from, int64_t lag, int64_t a0) {
+    const float *at = from + mn_hyper_place(k, lag, a0);
 #pragma unroll
     for (int i = 0; i < MN_HYPER_RANKS; i += 4) {
-        const float4 v = *(const float4 *)(from + i);
+        const float4 v = *(const float4 *)(at + i * k.lags);
         x[i] = v.x, x[i + 1] = v.y, x[i + 2] = v.z, x[i + 3] = v.w;
     }
 }
@@ -190,7 +198,7 @@ __device__ inline void mn_hyper_down_project(const mn_hyper_params &k, const mn_
         float sums[MN_HYPER_SUMS] = {}, next[MN_HYPER_RANKS], z_next[MN_HYPER_ROWS];
         const auto fetch = [&](int j) {
             if (j >= f.max_tiles) return;
-            mn_hyper_load(next, by_lag + j * k.ranks + a0);
+            mn_hyper_load(next, k, by_lag, j, a0);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
                 z_next[r] = j < f.keys(r) ? lag0_offset[mn_hyper_lag_offset(k, r, j)] : 0.0f;
@@ -239,7 +247,7 @@ __device__ inline void mn_hyper_up_project(const mn_hyper_params &k, const mn_hy
 #pragma unroll
         for (int l = 0; l < MN_HYPER_LAGS; l++) {
             const int lag = mn_hyper_lag(j, l);
-            if (lag < f.max_tiles) mn_hyper_load(v[l], by_lag + lag * k.ranks + a0);
+            if (lag < f.max_tiles) mn_hyper_load(v[l], k, by_lag, lag, a0);
         }
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
@@ -509,13 +517,14 @@ __global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_para
     float *to = k.params + mix * k.lags * (2 * k.ranks + 1);
     const int64_t entry = mn_hyper_entry(k, j);
     for (int64_t a = 0; a < k.ranks; a++) {
-        to[j * k.ranks + a] = a < R ? mn_float(U[entry * R + a]) : 0.0f;
-        to[(k.lags + j) * k.ranks + a] = a < R ? mn_float(Vt[a * c.P + entry]) : 0.0f;
+        float *at = to + mn_hyper_place(k, j, a);
+        at[0] = a < R ? mn_float(U[entry * R + a]) : 0.0f;
+        at[k.lags * k.ranks] = a < R ? mn_float(Vt[a * c.P + entry]) : 0.0f;
     }
     to[2 * k.lags * k.ranks + j] = mn_float(d[entry]);
 }
 
-/* Sums of parts by lag, (parts, Q + H, (2 ranks + 1) lags), to the parameters' gradients. */
+/* Sums of parts by lag, which lie as parameters do, to the parameters' gradients. */
 template <typename T>
 __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_params k,
                                            const float *partials,
@@ -536,8 +545,9 @@ __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_para
     T *dd = mn_row<T>(second ? k.p.grad.d2 : k.p.grad.d1, 0, 0, which);
     const int64_t entry = mn_hyper_entry(k, j);
     for (int64_t a = 0; a < R; a++) {
-        if (dU) mn_put(dU + entry * R + a, sum(j * k.ranks + a));
-        if (dVt) mn_put(dVt + a * c.P + entry, sum((k.lags + j) * k.ranks + a));
+        const int64_t at = mn_hyper_place(k, j, a);
+        if (dU) mn_put(dU + entry * R + a, sum(at));
+        if (dVt) mn_put(dVt + a * c.P + entry, sum(k.lags * k.ranks + at));
     }
     if (dd) mn_put(dd + entry, sum(2 * k.lags * k.ranks + j));
 }
@@ -569,9 +579,9 @@ hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *parti
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
         float dU[MN_HYPER_RANKS] = {}, dVt[MN_HYPER_RANKS] = {}, U[MN_HYPER_RANKS] = {};
         if (valid) {
-            mn_hyper_load(dU, partial + j * k.ranks + a0);
-            mn_hyper_load(dVt, partial + (k.lags + j) * k.ranks + a0);
-            mn_hyper_load(U, m.U + j * k.ranks + a0);
+            mn_hyper_load(dU, k, partial, j, a0);
+            mn_hyper_load(dVt, k, partial + k.lags * k.ranks, j, a0);
+            mn_hyper_load(U, k, m.U, j, a0);
         }
         const bool last = a0 + MN_HYPER_RANKS >= k.ranks, sums_d = a0 == 0;
         for (int64_t i = blockIdx.z; i < k.s.n_tiles; i += n_partials) {
@@ -629,16 +639,17 @@ hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *parti
                         const float *saved_row = mn_hyper_saved_row(k, i, head, r0 + r);
                         const float *all = saved_row + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
                         for (int64_t a = 0; a < a0; a++) {
-                            dz = fmaf(all[a], m.U[j * k.ranks + a], dz);
+                            dz = fmaf(all[a], m.U[mn_hyper_place(k, j, a)], dz);
                         }
                         from_g[r * step] = dz;
                     }
                 }
             }
         }
-        for (int a = 0; valid && a < MN_HYPER_RANKS; a++) {
-            partial[j * k.ranks + a0 + a] = dU[a];
-            partial[(k.lags + j) * k.ranks + a0 + a] = dVt[a];
+#pragma unroll
+        for (int a = 0; a < MN_HYPER_RANKS; a++) {
+            float *at = partial + mn_hyper_place(k, j, a0 + a);
+            if (valid) at[0] = dU[a], at[k.lags * k.ranks] = dVt[a];
         }
     }
     if (valid) partial[2 * k.lags * k.ranks + j] = dd;
