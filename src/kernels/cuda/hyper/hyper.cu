@@ -52,8 +52,8 @@ struct mn_hyper_params {
 };
 
 /* Where rank a of a lag lies in U or Vt, or in sums of their gradients. */
-__device__ inline int64_t mn_hyper_place(const mn_hyper_params &k, int64_t lag, int64_t a) {
-    return (a / 4 * k.lags + lag) * 4 + a % 4;
+__device__ inline int mn_hyper_place(const mn_hyper_params &k, int lag, int a) {
+    return (a / 4 * (int)k.lags + lag) * 4 + a % 4;
 }
 
 /* One mix. */
@@ -178,11 +178,11 @@ struct mn_hyper_smem {
 
 /* 16 ranks of a lag, from a0 on */
 __device__ inline void mn_hyper_load(float (&x)[MN_HYPER_RANKS], const mn_hyper_params &k,
-                                     const float *from, int64_t lag, int64_t a0) {
-    const float *at = from + mn_hyper_place(k, lag, a0);
+                                     const float *from, int lag, int a0) {
+    const int at = mn_hyper_place(k, lag, a0), step = (int)k.lags;
 #pragma unroll
     for (int i = 0; i < MN_HYPER_RANKS; i += 4) {
-        const float4 v = *(const float4 *)(at + i * k.lags);
+        const float4 v = *(const float4 *)(from + (at + i * step));
         x[i] = v.x, x[i + 1] = v.y, x[i + 2] = v.z, x[i + 3] = v.w;
     }
 }
@@ -198,7 +198,7 @@ __device__ inline void mn_hyper_down_project(const mn_hyper_params &k, const mn_
         float sums[MN_HYPER_SUMS] = {}, next[MN_HYPER_RANKS], z_next[MN_HYPER_ROWS];
         const auto fetch = [&](int j) {
             if (j >= f.max_tiles) return;
-            mn_hyper_load(next, k, by_lag, j, a0);
+            mn_hyper_load(next, k, by_lag, j, (int)a0);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
                 z_next[r] = j < f.keys(r) ? lag0_offset[mn_hyper_lag_offset(k, r, j)] : 0.0f;
@@ -247,7 +247,7 @@ __device__ inline void mn_hyper_up_project(const mn_hyper_params &k, const mn_hy
 #pragma unroll
         for (int l = 0; l < MN_HYPER_LAGS; l++) {
             const int lag = mn_hyper_lag(j, l);
-            if (lag < f.max_tiles) mn_hyper_load(v[l], k, by_lag, lag, a0);
+            if (lag < f.max_tiles) mn_hyper_load(v[l], k, by_lag, lag, (int)a0);
         }
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
@@ -517,7 +517,7 @@ __global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_para
     float *to = k.params + mix * k.lags * (2 * k.ranks + 1);
     const int64_t entry = mn_hyper_entry(k, j);
     for (int64_t a = 0; a < k.ranks; a++) {
-        float *at = to + mn_hyper_place(k, j, a);
+        float *at = to + mn_hyper_place(k, (int)j, (int)a);
         at[0] = a < R ? mn_float(U[entry * R + a]) : 0.0f;
         at[k.lags * k.ranks] = a < R ? mn_float(Vt[a * c.P + entry]) : 0.0f;
     }
@@ -545,7 +545,7 @@ __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_para
     T *dd = mn_row<T>(second ? k.p.grad.d2 : k.p.grad.d1, 0, 0, which);
     const int64_t entry = mn_hyper_entry(k, j);
     for (int64_t a = 0; a < R; a++) {
-        const int64_t at = mn_hyper_place(k, j, a);
+        const int64_t at = mn_hyper_place(k, (int)j, (int)a);
         if (dU) mn_put(dU + entry * R + a, sum(at));
         if (dVt) mn_put(dVt + a * c.P + entry, sum(k.lags * k.ranks + at));
     }
@@ -579,9 +579,9 @@ hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *parti
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
         float dU[MN_HYPER_RANKS] = {}, dVt[MN_HYPER_RANKS] = {}, U[MN_HYPER_RANKS] = {};
         if (valid) {
-            mn_hyper_load(dU, k, partial, j, a0);
-            mn_hyper_load(dVt, k, partial + k.lags * k.ranks, j, a0);
-            mn_hyper_load(U, k, m.U, j, a0);
+            mn_hyper_load(dU, k, partial, (int)j, (int)a0);
+            mn_hyper_load(dVt, k, partial + k.lags * k.ranks, (int)j, (int)a0);
+            mn_hyper_load(U, k, m.U, (int)j, (int)a0);
         }
         const bool last = a0 + MN_HYPER_RANKS >= k.ranks, sums_d = a0 == 0;
         for (int64_t i = blockIdx.z; i < k.s.n_tiles; i += n_partials) {
@@ -639,7 +639,7 @@ hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *parti
                         const float *saved_row = mn_hyper_saved_row(k, i, head, r0 + r);
                         const float *all = saved_row + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
                         for (int64_t a = 0; a < a0; a++) {
-                            dz = fmaf(all[a], m.U[mn_hyper_place(k, j, a)], dz);
+                            dz = fmaf(all[a], m.U[mn_hyper_place(k, (int)j, (int)a)], dz);
                         }
                         from_g[r * step] = dz;
                     }
@@ -648,7 +648,7 @@ hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *parti
         }
 #pragma unroll
         for (int a = 0; a < MN_HYPER_RANKS; a++) {
-            float *at = partial + mn_hyper_place(k, j, a0 + a);
+            float *at = partial + mn_hyper_place(k, (int)j, (int)a0 + a);
             if (valid) at[0] = dU[a], at[k.lags * k.ranks] = dVt[a];
         }
     }
