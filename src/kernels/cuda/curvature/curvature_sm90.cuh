@@ -1,9 +1,9 @@
 /* curvature_sm90.cuh - curvature on Hopper, for bf16 and keys of up to 128: what its scans share,
  * forward (curvature_fwd_chunk.cu) and going back, in the order of time and against it
- * (curvature_bwd_chunk.cu).
+ * (curvature_bwd_sm90.cu).
  *
- * Warp groups of a block work on different chunks of 64 tokens at a time: going back one copies
- * tiles and keeps the running vector, one makes scores, one has 64 rows of the symmetric R (or G)
+ * Warp groups of a block work on different chunks of 64 tokens at a time: going back one brings
+ * tiles and what is known of tokens, one makes scores, one has 64 rows of the symmetric R (or G)
  * in its registers, reads and moves it, one makes results of what the third has read and stores
  * them. Everything the third one computes is transposed, rows being columns of the result, so that
  * its rows of R are the left operand and never leave the registers.
