@@ -70,6 +70,8 @@ OF_PAIR(MULTIPLY, a * b, dy * b, dy * a)
 OF_PAIR(AFFINE, PLUS_PRODUCT(shift, scale, a), dy * scale, dy)
 OF_PAIR(AT_LEAST, ABOVE(a, shift, a, shift), ABOVE(a, shift, dy, C(0)), dy)
 OF_PAIR(SCALED, PLUS_PRODUCT(a, b, c), dy, dy)
+OF_PAIR(PRECISION, C(1) / (SOFTPLUS(a) + shift),
+        -dy * SIGMOID(a) / ((SOFTPLUS(a) + shift) * (SOFTPLUS(a) + shift)), dy)
 
 /* ---- fused functions ------------------------------------------------------------------------- */
 

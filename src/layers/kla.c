@@ -96,10 +96,19 @@ static mn_tensor *key_of(mn_forward *f, mn_tensor *part) {
     return at_most(f->tape, mn_tape_at_least(f->tape, k, -c->clip_value), c->clip_value);
 }
 
+/* Whether functions that follow each other are one: not where a session goes token by token, whose
+ * decoding puts them together by itself. */
+static bool goes_at_once(const mn_forward *f) {
+    return !f->state;
+}
+
 /* 1 / (softplus(log variance) + obs_var_min), the variance at most obs_var_max. */
 static mn_tensor *precision_of(mn_forward *f, mn_tensor *raw) {
     const mn_layer_config *c = &f->layer->config;
     mn_tape *tape = f->tape;
+    if (goes_at_once(f) && c->obs_var_max == 0.0) {
+        return mn_tape_precision(tape, raw, c->obs_var_min);
+    }
     mn_tensor *variance = mn_tape_unary(tape, MN_UNARY_SOFTPLUS, raw);
     variance = mn_tape_affine(tape, variance, 1.0, c->obs_var_min);
     if (c->obs_var_max > 0.0) variance = at_most(tape, variance, c->obs_var_max);
@@ -188,6 +197,7 @@ static mn_tensor *add_skip(mn_forward *f, mn_tensor *y, mn_tensor *z) {
     const int64_t skip = f->layer->config.skip;
     if (skip == SKIP_NONE) return y;
     mn_tensor *weight = mn_use_as(f, "lambda_skip", 1, skip == SKIP_VECTOR ? MN_OF(f, 'V') : 1);
+    if (goes_at_once(f)) return mn_tape_add_scaled(f->tape, y, z, weight, NULL);
     return mn_tape_add(f->tape, y, mn_tape_multiply(f->tape, z, weight));
 }
 
@@ -212,9 +222,11 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     s.q = mn_ccq_query(f, x, s.q, s.k);
     mn_tensor *y = add_skip(f, filter(f, &s, &yvar), z);
     mn_tell_variance(f, yvar);
-    if (c->use_gate) open = mn_tape_unary(tape, MN_UNARY_SILU, parts[1]);
+    const bool apart = f->wants_output_variance || !goes_at_once(f);
+    if (c->use_gate && apart) open = mn_tape_unary(tape, MN_UNARY_SILU, parts[1]);
     if (c->use_gate) mn_tell(f, "gate", parts[1]);
     if (open) y = mn_tape_multiply(tape, y, open);
+    else if (c->use_gate) y = mn_tape_gate(tape, MN_UNARY_SILU, parts[1], y);
     if (f->wants_output_variance) f->output_variance = output_variance(f, yvar, open);
     return mn_project_out(f, y, "out_proj.weight", NULL);
 }

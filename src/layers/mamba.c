@@ -223,6 +223,8 @@ static mn_tensor *state_space(mn_forward *f, const scan_inputs *in) {
     if (in->levels) o = read_levels(f, in, v, g);
     else o = mn_sum_read(f, in->c, in->b, v, g, MN_DECAY_TOKEN, 1.0, "memory");
     mn_tensor *D = mn_use_as(f, "D", H, f->layer->config.D_has_hdim ? MN_OF(f, 'V') : 1);
+    /* a session's decoding puts the product and the sum together by itself */
+    if (!f->state && !in->levels) return mn_tape_add_scaled(tape, o, in->u, D, v);
     return mn_tape_add(tape, o, mn_tape_multiply(tape, in->u, D));
 }
 

@@ -92,17 +92,21 @@ static bool block_shares(const mn_model *model, int i) {
     return kind == MN_LAYER_rwkv7 || kind == MN_LAYER_hgrn2;
 }
 
-/* A whole block, or its MLP, as such a part. */
+/* A whole block, or its MLP, as such a part; light results of a mixer beside are not kept. Nothing
+ * but a block's result is kept where nothing goes back. */
 static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
                             mn_recompute what) {
     const block_job job = { model, i, *f };
     /* values that later layers take would be made twice, and get no gradient */
     const bool shares = block_shares(model, i);
-    if (what == MN_RECOMPUTE_LAYER && !shares) {
+    const bool whole = what == MN_RECOMPUTE_LAYER || !mn_tape_records(f->tape);
+    if (whole && !shares) {
         return mn_tape_checkpoint(f->tape, x, run_block, &job, sizeof job);
     }
     mn_tensor *input = x;
+    mn_tape_recompute(f->tape, true);
     x = mn_block_mixer(model, i, f, x);
+    mn_tape_recompute(f->tape, false);
     if (model->blocks[i].mlp_norm < 0 || model->config.block.parallel_residual) {
         return mn_block_mlp(model, i, f, x, input);
     }

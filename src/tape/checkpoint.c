@@ -5,7 +5,8 @@
  *   backward    part(x) once more, recording; back over it; everything is let go
  *
  * y shares the gradient of x, like a residual: inside the second computation the same memory is the
- * gradient of the part's result first and of its x in the end. */
+ * gradient of the part's result first and of its x in the end. A part may say which product is its
+ * result (mn_tape_ends_part): that is made where y lies, and not made again. */
 #include <string.h>
 
 #include "tape/tape_internal.h"
@@ -64,7 +65,7 @@ static void back_again(mn_tape *tape, void *payload) {
     tape->again = true;
     mn_tensor *result = x ? a->fn(tape, x, a->job) : NULL;
     tape->checkpoint = 0;
-    tape->again = false;
+    tape->again = tape->ends_part = false;
     if (result) {
         hand_over(tape, a, result);
         mn_tape_go_back(tape);
@@ -80,19 +81,26 @@ static void run_once(mn_tape *tape, const again *a) {
     mn_tensor *x = mn_tape_note(tape, sizeof *x);
     if (x) *x = *a->x;
     tape->checkpoint = a->number;
+    tape->kept = a->y;
     const mn_tensor *result = x ? a->fn(tape, x, a->job) : NULL;
     tape->checkpoint = 0;
+    tape->kept = NULL;
+    tape->ends_part = false;
     tape->modes = modes;
     if (result && (memcmp(result->shape, a->y->shape, sizeof result->shape) != 0 ||
                    !mn_is_contiguous(result))) {
         mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "%s: a part that changes its shape cannot be "
                                    "computed again", tape->scope));
-    } else if (result) {
+    } else if (result && result->data != a->y->data) {
         mn_move_params work = { .to = mn_value(a->y), .from = mn_value(result), .times = 1 };
         memcpy(work.shape, result->shape, sizeof work.shape);
         mn_tape_do(tape, MN_ELEMENTWISE_MOVE, &work);
     }
     take_up(tape, &before);
+}
+
+void mn_tape_ends_part(mn_tape *tape) {
+    tape->ends_part = tape->kept || tape->again;
 }
 
 int mn_tape_checkpoint_at(const mn_tape *tape, bool *again_out) {

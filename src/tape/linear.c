@@ -141,6 +141,15 @@ static bool shares(const mn_tape *tape, const linear *l, const mn_tensor *onto) 
     return !mn_tape_records(tape) || (wanted && mn_wants(onto) && !onto->slot->kept);
 }
 
+/* Memory for y; for what is kept of a part, there. */
+static mn_tensor *place_result(mn_tape *tape, const int64_t shape[4], bool light, bool ends_part) {
+    const mn_tensor *kept = tape->kept;
+    if (!ends_part || !kept || memcmp(kept->shape, shape, sizeof kept->shape) != 0) {
+        return mn_tape_result_of(tape, tape->dtype, shape, light);
+    }
+    return mn_tape_over(tape, kept->data, tape->dtype, shape, true);
+}
+
 /* l has its source; `shape` is that of x. */
 static mn_tensor *make(mn_tape *tape, linear l, const int64_t shape[4], mn_tensor *onto) {
     mn_tensor *weight = l.weight->quant ? l.weight : mn_tape_cast(tape, l.weight, tape->dtype);
@@ -152,13 +161,15 @@ static mn_tensor *make(mn_tape *tape, linear l, const int64_t shape[4], mn_tenso
     l.n_in = weight->shape[3];
     l.n_out = weight->shape[2];
     const bool light = tape->lighter && !onto;
+    const bool fused = onto && shares(tape, &l, onto), ends_part = fused && tape->ends_part;
     const int64_t made[4] = { shape[0], shape[1], 1, l.n_out };
-    l.y = mn_tape_result_of(tape, tape->dtype, made, light);
+    l.y = place_result(tape, made, light, ends_part);
     if (!l.y) return NULL;
-    const bool fused = onto && shares(tape, &l, onto);
     if (fused) l.y->slot = NULL;
     *kept = l;
-    forward(tape, &l, fused ? onto : NULL);
+    const bool unread = ends_part && tape->again && !(tape->modes & MN_TAPE_CHECK);
+    if (!unread) forward(tape, &l, fused ? onto : NULL);
+    tape->ends_part = false;
     if (light) mn_tape_make_again(tape, linear_again, kept);
     const bool wanted = wants_source(&l) || mn_wants(l.weight) || mn_wants(l.bias);
     mn_tape_record(tape, "a projection", back_linear, kept, wanted, &l.y, 1);

@@ -1,5 +1,5 @@
-/* pair.c - a + b, a b, scale a + shift, max(a, low), a + b c, spreads and residuals on the
- * tape.
+/* pair.c - a + b, a b, scale a + shift, max(a, low), 1 / (softplus(a) + low), a + b c, spreads and
+ * residuals on the tape.
  *
  * An axis of b that is 1 counts for all of that axis of a; its gradient is the sum over it. */
 #include <string.h>
@@ -142,7 +142,9 @@ static void pair_again(mn_tape *tape, void *payload) {
 
 static mn_tensor *make(mn_tape *tape, mn_pair_kind kind, mn_tensor *a, mn_tensor *b, double scale,
                        double shift) {
-    static const char *const names[] = { "a sum", "a product", "a scaling", "a bound" };
+    static const char *const names[MN_N_PAIR] = {
+        [MN_PAIR_ADD] = "a sum", [MN_PAIR_MULTIPLY] = "a product", [MN_PAIR_AFFINE] = "a scaling",
+        [MN_PAIR_AT_LEAST] = "a bound", [MN_PAIR_PRECISION] = "a precision" };
     mn_view fits;
     if (b && !mn_repeated(tape, &fits, b, a->shape)) return NULL;
     pair *p = mn_tape_note(tape, sizeof *p);
@@ -169,6 +171,10 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 
 mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low) {
     return x && !mn_tape_dead(tape) ? make(tape, MN_PAIR_AT_LEAST, x, NULL, 0, low) : NULL;
+}
+
+mn_tensor *mn_tape_precision(mn_tape *tape, mn_tensor *x, double low) {
+    return x && !mn_tape_dead(tape) ? make(tape, MN_PAIR_PRECISION, x, NULL, 0, low) : NULL;
 }
 
 /* ---- a + b c, where a was -------------------------------------------------------------------- */

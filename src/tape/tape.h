@@ -359,6 +359,9 @@ mn_tensor *mn_tape_join(mn_tape *tape, mn_tensor *const *parts, int n);
 /* max(x, low), with gradient 0 where low binds. */
 mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low);
 
+/* 1 / (softplus(x) + low). */
+mn_tensor *mn_tape_precision(mn_tape *tape, mn_tensor *x, double low);
+
 /* softmax over the last axis; the last axis turned, y_i = x_(i - by) with what falls off the end at
  * the front. */
 mn_tensor *mn_tape_softmax(mn_tape *tape, mn_tensor *x);
@@ -415,6 +418,11 @@ typedef mn_tensor *(*mn_part_fn)(mn_tape *tape, mn_tensor *x, const void *job);
  * comes after. On a tape that does not record, too, only the result is kept. */
 mn_tensor *mn_tape_checkpoint(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
                          size_t job_bytes);
+
+/* Called by a part in front of the product onto a tensor that is its result. That product goes to
+ * where the part's result is kept, and is left out where the part is computed once more: nobody
+ * reads its numbers then. Nothing outside of parts. */
+void mn_tape_ends_part(mn_tape *tape);
 
 /* What follows, until the next call, is a part of which light results (tape/recompute.def) are
  * not kept: parts share memory for them, and going back a part first makes its own again, with

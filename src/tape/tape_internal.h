@@ -109,6 +109,8 @@ struct mn_tape {
     const mn_tape_runner *runner;    // NULL: operators run here
     int n_checkpoints, checkpoint;   // parts of this step; the one at hand, 0: none
     bool again;                      // it is computed going back
+    mn_tensor *kept;                 // what is kept of the part at hand; NULL: none, or again
+    bool ends_part;                  // the next product onto a tensor is the part's result
     char scope[MN_TAPE_SCOPE];
 };
 

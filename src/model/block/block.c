@@ -134,16 +134,19 @@ mn_tensor *mn_mlp_of(mn_model *model, mn_tape *tape, const mn_mlp_at *at, mn_ten
     if (alone) {
         mn_tensor *h = times(tape, inner(model, tape, at, n), c->mlp_down_multiplier);
         mn_tensor *bias = at->down_bias < 0 ? NULL : leaves[at->down_bias];
+        if (onto) mn_tape_ends_part(tape);
         return mn_tape_linear_onto(tape, onto, h, down, bias);
     }
     const mn_unary f = activation(&model->config);
     if (at->gate < 0) {
         mn_tensor *up = mn_tape_linear(tape, n, leaves[at->up], NULL);
+        mn_tape_ends_part(tape);
         return mn_tape_gated_onto(tape, onto, f, up, NULL, down);
     }
     mn_tensor *const both[2] = { leaves[at->gate], leaves[at->up] };
     mn_tensor *h[2];
     mn_tape_linears(tape, n, both, 2, h);
+    mn_tape_ends_part(tape);
     return h[1] ? mn_tape_gated_onto(tape, onto, f, h[0], h[1], down) : NULL;
 }
 

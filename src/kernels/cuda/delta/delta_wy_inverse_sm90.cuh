@@ -1,6 +1,7 @@
-/* delta_wy_inverse_sm90.cuh - T of all chunks on Hopper, where channels share decays and w = e, for
- * keys of up to 128; queries may still be in the making. On the way back A and P too
- * (delta_intra_chunk.cuh has the equations).
+/* delta_wy_inverse_sm90.cuh - T of all chunks on Hopper, where channels share decays and w = e;
+ * queries may still be in the making. On the way back, and for keys of more than 128 channels, A
+ * and P too (delta_intra_chunk.cuh has the equations). Of such keys 128 channels are there at a
+ * time, so that as many blocks fit.
  *
  * One block of four warps has one chunk of one head. These are few, and what they take little, so
  * that blocks fit beside those of another kernel: most of the time each waits for itself. */
@@ -17,29 +18,35 @@ namespace mneme::delta {
 
 enum { MN_DELTA_WY_THREADS = 128 };
 
+/* Channels of keys that a block holds at a time. */
+template <int KP>
+static constexpr int mn_wy_inverse_channels = KP < 128 ? KP : 128;
+
 /* SCORES: with queries, whose place P takes. */
 template <int KP, bool SCORES>
 struct mn_wy_inverse_smem {
+    static constexpr int KT = mn_wy_inverse_channels<KP>;
     union {
-        alignas(1024) unsigned char e[mn_tile_bytes<KP>()];
+        alignas(1024) unsigned char e[mn_tile_bytes<KT>()];
         mn_delta_wy_solver solver;    // once the keys have been read
     };
-    alignas(1024) unsigned char q[SCORES ? mn_tile_bytes<KP>() : 16];
+    alignas(1024) unsigned char q[SCORES ? mn_tile_bytes<KT>() : 16];
     alignas(16) mn_delta_log_decays log_decays;
     uint64_t full;
 };
 
 #if MN_HAS_WGMMA
 
-/* Loads rows of the chunk, (64, KP) in tiles of 64 columns, from token t of batch row b and key
- * head h. */
-template <int KP>
+/* Loads rows of the chunk, (64, KT) in tiles of 64 columns, from `channel`, token t of batch row b
+ * and key head h on. */
+template <int KT>
 __device__ inline void mn_wy_inverse_tma_load(unsigned char *to, const CUtensorMap &map,
-                                              uint64_t *full, int h, int t, int b) {
+                                              uint64_t *full, int h, int t, int b,
+                                              int channel = 0) {
     constexpr int matrix = MN_DELTA_MATRIX * (int)sizeof(mn_bf16);
 #pragma unroll
-    for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
-        mn_tma_load(to + smem_tile * matrix, map, full, 64 * smem_tile, h, t, b);
+    for (int smem_tile = 0; smem_tile < KT / 64; smem_tile++) {
+        mn_tma_load(to + smem_tile * matrix, map, full, channel + 64 * smem_tile, h, t, b);
     }
 }
 
@@ -56,39 +63,43 @@ __device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsign
     mn_mma_commit_wait<true>();
 }
 
-/* Brings e and, for SCORES, q of a chunk, and makes its decays. */
+/* Brings part `part` of e and, for SCORES, q of a chunk, and with the first makes its decays. Who
+ * calls for a later part has passed a barrier behind the products of the one before. */
 template <int KP, bool SCORES, bool REDO>
 __device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
                                           const mn_delta_params &job, const CUtensorMap &keys,
                                           const CUtensorMap &queries, const mn_tile_span &tile,
-                                          int h) {
+                                          int h, int part) {
+    constexpr int KT = mn_wy_inverse_channels<KP>;
     const mn_delta_args &p = job.p;
-    const int count = (int)tile.n_rows, key = (int)mn_key_head(p.call, h);
+    const int count = (int)tile.n_rows, key = (int)mn_key_head(p.call, h), channel = KT * part;
     // others' keys follow, or what a redo leaves out
     const bool copies = (p.call.cu_seqlens || REDO) && count < MN_DELTA_CHUNK;
     if (copies) {
-        mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, key, tile.first, count,
-                                              0, p.call.K, threadIdx.x);
+        mn_tile_load<KT, MN_DELTA_WY_THREADS>(smem.e, p.e, true, tile.span, key, tile.first, count,
+                                              channel, p.call.K, threadIdx.x);
         if (SCORES) {
-            mn_tile_load<KP, MN_DELTA_WY_THREADS>(smem.q, p.q, true, tile.span, key, tile.first,
-                                                  count, 0, p.call.K, threadIdx.x);
+            mn_tile_load<KT, MN_DELTA_WY_THREADS>(smem.q, p.q, true, tile.span, key, tile.first,
+                                                  count, channel, p.call.K, threadIdx.x);
         }
         mn_cp_async_commit();
     } else if (threadIdx.x == 0) {
         const int t = (int)(tile.span.t0 + tile.first), b = (int)tile.span.b;
-        mn_mbarrier_init(&smem.full, 1);
-        mn_mbarrier_init_fence();
-        mn_mbarrier_arrive_expect_tx(&smem.full, (SCORES ? 2 : 1) * mn_tile_bytes<KP>());
-        mn_wy_inverse_tma_load<KP>(smem.e, keys, &smem.full, key, t, b);
-        if (SCORES) mn_wy_inverse_tma_load<KP>(smem.q, queries, &smem.full, key, t, b);
+        if (part == 0) {
+            mn_mbarrier_init(&smem.full, 1);
+            mn_mbarrier_init_fence();
+        }
+        mn_mbarrier_arrive_expect_tx(&smem.full, (SCORES ? 2 : 1) * mn_tile_bytes<KT>());
+        mn_wy_inverse_tma_load<KT>(smem.e, keys, &smem.full, key, t, b, channel);
+        if (SCORES) mn_wy_inverse_tma_load<KT>(smem.q, queries, &smem.full, key, t, b, channel);
     }
-    if (threadIdx.x < 32) {
+    if (part == 0 && threadIdx.x < 32) {
         mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
     }
     mn_cp_async_wait<0>();
     __syncthreads();
     if (copies) mn_fence_proxy_async();
-    else mn_mbarrier_wait(&smem.full, 0);
+    else mn_mbarrier_wait(&smem.full, part & 1);
 }
 
 /* P (64,64) from a swizzled tile, row by row, with zeros in blocks above the diagonal. */
@@ -109,14 +120,19 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
                                            const CUtensorMap &queries) {
     const mn_delta_workspace &workspace = job.workspace;
     const mn_delta_chunk_place place = mn_delta_find_chunk<REDO>(job, MN_DELTA_CHUNK);
+    constexpr int KT = mn_wy_inverse_channels<KP>;
     const int64_t matrix = place.index * MN_DELTA_MATRIX;
     const int warp = threadIdx.x / 32;
     float sum[8][4] = {}, scores[8][4] = {};
     if (place.tile.n_rows == 0) return;
-    mn_wy_inverse_load<KP, SCORES, REDO>(smem, job, keys, queries, place.tile, (int)place.h);
-    mn_wgmma_scores<KP>(sum, mn_shared_u32(smem.e), mn_shared_u32(smem.e));
-    if (SCORES) mn_wgmma_scores<KP>(scores, mn_shared_u32(smem.q), mn_shared_u32(smem.e));
-    __syncthreads();
+#pragma unroll
+    for (int part = 0; part < KP / KT; part++) {
+        mn_wy_inverse_load<KP, SCORES, REDO>(smem, job, keys, queries, place.tile, (int)place.h,
+                                             part);
+        mn_wgmma_scores<KT>(sum, mn_shared_u32(smem.e), mn_shared_u32(smem.e));
+        if (SCORES) mn_wgmma_scores<KT>(scores, mn_shared_u32(smem.q), mn_shared_u32(smem.e));
+        __syncthreads();
+    }
     mn_delta_decay_scores(sum, smem.log_decays, warp, false, [&](int t, int s, float x, float y) {
         *(float2 *)&smem.solver.A[t][s] = make_float2(x, y);
     });
@@ -129,7 +145,8 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
     }
     mn_delta_store_log_decays(workspace.log_decays + place.index, smem.log_decays);
     mn_delta_wy_inverse<MN_DELTA_WY_THREADS, !SCORES>(smem.solver, workspace.T + matrix,
-                                                      SCORES ? workspace.A + matrix : nullptr);
+                                                      SCORES && workspace.A ? workspace.A + matrix
+                                                                            : nullptr);
     if (SCORES) mn_wy_inverse_store_P(workspace.P + matrix, smem.q);
 }
 
@@ -175,7 +192,8 @@ __device__ inline void mn_wy_inverse_redo(mn_wy_inverse_smem<KP, false> &smem,
 /* Grid: chunk slots * H blocks of 128 threads, block = slot * H + h, or as delta_redo.cuh says.
  * Loads   e and, for SCORES, q (64,K) of the key head by TMA, and g and beta (64) of the head.
  * Stores  workspace.T[block] (64,64) in bf16, swizzled: (I + A)^-1 with A_ts = beta_s e_t.e_s
- *         exp(G_t - G_s) for s < t; workspace.log_decays[block]. SCORES: row by row, A and P too.
+ *         exp(G_t - G_s) for s < t; workspace.log_decays[block]. SCORES: row by row, and P, and A
+ *         where wanted.
  * May start before the launch in front of it has ended: the first block waits for that. */
 template <int KP, bool SCORES, bool REDO>
 __global__ void __launch_bounds__(MN_DELTA_WY_THREADS, SCORES ? 5 : REDO ? 1 : 8)
@@ -206,21 +224,28 @@ inline int mn_delta_wy_inverse_sm90(const mn_delta_params &job, const CUtensorMa
                                  keys, keys);
 }
 
-/* T, A and P of all chunks, on the way back; false in `served` where the kernel cannot. */
+/* Keys of so many channels, at most, have A, P and T from this kernel; 128: 256 from
+ * delta_intra_chunk_kernel. */
+static constexpr int mn_delta_wy_inverse_keys = 256;
+
+/* T, A and P of all chunks, on the way back or where the scan forward takes P; false in `served`
+ * where the kernel cannot. */
 template <int KP>
 inline int mn_delta_intra_chunk_sm90(const mn_delta_params &job, bool *served,
                                      cudaStream_t stream) {
     const mn_delta_args &p = job.p;
-    const int64_t blocks = mn_tile_slots(p.call, MN_DELTA_CHUNK) * p.call.H;
+    const int64_t blocks = mn_delta_chunk_blocks(job, MN_DELTA_CHUNK);
     CUtensorMap keys, queries;
     *served = mn_device_is_sm90() && p.decay != MN_DECAY_CHANNEL && !p.w.data && blocks > 0 &&
               blocks <= INT32_MAX && job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
               mn_tma_map(&keys, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
               mn_tma_map(&queries, p.q, p.call, p.call.K, MN_DELTA_CHUNK);
     if (!*served) return cudaSuccess;
-    return mn_launch_smem(delta_wy_inverse_sm90_kernel<KP, true, false>, dim3((unsigned)blocks),
-                          MN_DELTA_WY_THREADS, sizeof(mn_wy_inverse_smem<KP, true>), stream, job,
-                          keys, queries);
+    return mn_launch_smem_behind(job.cuts,
+                                 job.cuts ? delta_wy_inverse_sm90_kernel<KP, true, true>
+                                          : delta_wy_inverse_sm90_kernel<KP, true, false>,
+                                 dim3((unsigned)blocks), MN_DELTA_WY_THREADS,
+                                 sizeof(mn_wy_inverse_smem<KP, true>), stream, job, keys, queries);
 }
 
 }    // namespace mneme::delta

@@ -176,6 +176,23 @@ struct add_scaled {
     }
 };
 
+/* y = 1 / (softplus(a) + low), or da from a and dy. */
+template <bool BACK>
+struct precision {
+    static constexpr int INS = 2, OUTS = 1;    // a, dy; y or da
+    float low;
+
+    template <bool BF16, int N>
+    __device__ void run(const float (&x)[3][N], float (&y)[1][N]) const {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            y[0][j] = BACK ? mn_functions<BF16>::pair_da_PRECISION(x[0][j], 0.0f, x[1][j], 0.0f,
+                                                                   low)
+                           : mn_functions<BF16>::pair_PRECISION(x[0][j], 0.0f, 0.0f, 0.0f, low);
+        }
+    }
+};
+
 struct pair_backward {
     static constexpr int INS = 3, OUTS = 2;    // a, b, dy; da, db
     mn_pair_kind kind;
@@ -184,7 +201,10 @@ struct pair_backward {
     template <bool BF16, int N>
     __device__ void run(const float (&x)[5][N], float (&y)[2][N]) const {
         switch (kind) {
-#define PAIR(id, ins, about)                                                                       \
+#define BACKWARD_1(id) BACKWARD_3(id)
+#define BACKWARD_2(id) BACKWARD_3(id)
+#define BACKWARD_TAPE(id)
+#define BACKWARD_3(id)                                                                             \
     case MN_PAIR_##id:                                                                             \
         _Pragma("unroll")                                                                          \
         for (int j = 0; j < N; j++) {                                                              \
@@ -193,7 +213,12 @@ struct pair_backward {
             y[1][j] = mn_functions<BF16>::pair_db_##id(a, b, dy, scale, shift);                    \
         }                                                                                          \
         break;
+#define PAIR(id, ins, about) BACKWARD_##ins(id)
 #include "kernels/elementwise.def"
+#undef BACKWARD_1
+#undef BACKWARD_2
+#undef BACKWARD_3
+#undef BACKWARD_TAPE
         default: __builtin_unreachable();
         }
     }
@@ -223,6 +248,13 @@ MN_CUDA_ELEMENTWISE(pair) {
     if (!w->y.data && w->kind == MN_PAIR_MULTIPLY && mn_is_row_gate(w->db, w->shape)) {
         return mn_row_gate_bwd_cuda({ w->shape, NULL, &w->a, &w->b, &w->dy, &w->da, &w->db, &w->e,
                                    &w->c, &w->dc, w->add_a, w->add_b }, backend);
+    }
+    if (w->kind == MN_PAIR_PRECISION) {
+        const float low = (float)w->shift;
+        return w->y.data ? mn_run_elementwise(precision<false>{ low }, w->shape, { &w->a, &w->dy },
+                                              { &w->y }, { false }, backend)
+                         : mn_run_elementwise(precision<true>{ low }, w->shape, { &w->a, &w->dy },
+                                              { &w->da }, { w->add_a }, backend);
     }
     if (!w->y.data) return pair_back(*w, backend);
     if (w->kind == MN_PAIR_SCALED) {

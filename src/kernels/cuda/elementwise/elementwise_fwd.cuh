@@ -186,11 +186,13 @@ struct mn_pair_forward {
         });                                                                                        \
         break;
 #define FORWARD_3(id)
+#define FORWARD_TAPE(id)
 #define PAIR(id, ins, about) FORWARD_##ins(id)
 #include "kernels/elementwise.def"
 #undef FORWARD_1
 #undef FORWARD_2
 #undef FORWARD_3
+#undef FORWARD_TAPE
         default: __builtin_unreachable();
         }
     }
