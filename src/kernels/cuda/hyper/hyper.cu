@@ -9,6 +9,7 @@
  * Gradients of parameters gather in a few parts, each of every n-th tile, which are added last. */
 #include "kernels/cuda/attention/attention_strip_mma.cuh"
 #include "kernels/cuda/hyper/hyper_step.cuh"
+#include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
@@ -655,6 +656,196 @@ hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *parti
     if (valid) partial[2 * k.lags * k.ranks + j] = dd;
 }
 
+/* ---- gradients of parameters by tensor cores ------------------------------------------------- */
+
+/* The same for 16 ranks of bf16 calls, in tf32, whose roundings are an eighth of those of bf16. A
+ * warp has two blocks of 16 lags, and eight rows at a time:
+ *
+ *   dU (lags, ranks) += z' y c    dVt += g' h c    dz' (lags, rows) = (1 + d) g' + U (y c)'
+ *
+ * Of 16 lags a thread has lane / 4 and that plus 8; of eight rows 2 (lane % 4) and the next, which
+ * are depths lane % 4 and that plus 4 of z' and g' as left operands, and their columns of dz': what
+ * is loaded of g is where dz is made. */
+enum { MN_HYPER_RANK_PITCH = 20 };    // of ranks of rows: lanes meet in no bank
+
+struct mn_hyper_grad_smem {
+    float hc[MN_Q_BLOCK_ROWS][MN_HYPER_RANK_PITCH], yc[MN_Q_BLOCK_ROWS][MN_HYPER_RANK_PITCH];
+};
+
+__device__ inline float mn_hyper_tf32(float x) {
+    uint32_t rounded = 0;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+#endif
+    return __uint_as_float(rounded);
+}
+
+__device__ inline void mn_hyper_mma(float (&d)[4], const float (&a)[4], float b0, float b1) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])),
+                   "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+                   "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+#endif
+}
+
+/* 16 lags of a mix from `lag` on. */
+struct mn_hyper_grad_lags {
+    float U[2][4];                 // 16 lags by eight ranks each
+    float dU[2][4], dVt[2][4];     // the same
+    float by[2], dd[2];            // 1 + d, and its gradient
+
+    /* use(number, rank, lag) for a thread's two sums of ranks and lags */
+    template <typename F>
+    __device__ static void each(int lag, F use) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            use(i, 8 * (i / 4) + lane % 4 * 2 + i % 2, lag + lane / 4 + i % 4 / 2 * 8);
+        }
+    }
+
+    __device__ void load(const mn_hyper_params &k, const mn_hyper_mix &m, const float *partial,
+                         int lag) {
+        const int lane = threadIdx.x % 32, lags = (int)k.lags;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int at = lag + lane / 4 + i % 2 * 8, a = i / 4 * 8 + lane % 4 + i % 4 / 2 * 4;
+            const float x = at < lags ? m.U[mn_hyper_place(k, at, a)] : 0.0f;
+            U[i / 4][i % 4] = mn_hyper_tf32(x);
+        }
+        each(lag, [&](int i, int a, int at) {
+            const float *from = partial + mn_hyper_place(k, at, a);
+            dU[i / 4][i % 4] = at < lags ? from[0] : 0.0f;
+            dVt[i / 4][i % 4] = at < lags ? from[k.lags * k.ranks] : 0.0f;
+        });
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int at = lag + lane / 4 + 8 * half;
+            by[half] = at < lags ? 1.0f + m.d[at] : 0.0f;
+            dd[half] = 0.0f;
+        }
+    }
+
+    __device__ void store(const mn_hyper_params &k, float *partial, int lag) {
+        const int lane = threadIdx.x % 32, lags = (int)k.lags;
+        each(lag, [&](int i, int a, int at) {
+            float *to = partial + mn_hyper_place(k, at, a);
+            if (at < lags) to[0] = dU[i / 4][i % 4], to[k.lags * k.ranks] = dVt[i / 4][i % 4];
+        });
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int at = lag + lane / 4 + 8 * half;
+            float sum = dd[half] + __shfl_xor_sync(0xffffffffu, dd[half], 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            if (lane % 4 == 0 && at < lags) partial[2 * k.lags * k.ranks + at] += sum;
+        }
+    }
+
+    /* dz of eight rows from g, and what they give to parameters; numbers as left operands have
+     * them: lag half i % 2, row i / 2 of the thread's two. */
+    __device__ void add(float (&dz)[4], const float (&z)[4], const float (&g)[4],
+                        const mn_hyper_grad_smem &smem, int row) {
+        const int lane = threadIdx.x % 32, depth = lane % 4, column = lane / 4;
+        float x[4], y[4];
+        const float(*yc)[MN_HYPER_RANK_PITCH] = smem.yc + row;
+        const float(*hc)[MN_HYPER_RANK_PITCH] = smem.hc + row;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[i] = mn_hyper_tf32(z[i]), y[i] = mn_hyper_tf32(g[i]);
+            dd[i % 2] = fmaf(z[i], g[i], dd[i % 2]);
+            dz[i % 2 * 2 + i / 2] = by[i % 2] * g[i];
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int a = 8 * n + column;
+            mn_hyper_mma(dU[n], x, yc[2 * depth][a], yc[2 * depth + 1][a]);
+            mn_hyper_mma(dVt[n], y, hc[2 * depth][a], hc[2 * depth + 1][a]);
+            mn_hyper_mma(dz, U[n], yc[column][8 * n + depth], yc[column][8 * n + depth + 4]);
+        }
+    }
+};
+
+/* h c and y c of a tile's rows of one branch, zeros behind its last. */
+__device__ inline void mn_hyper_grad_ranks(mn_hyper_grad_smem &smem, const mn_hyper_params &k,
+                                           int64_t tile, int64_t head, int branch, int n_rows) {
+    for (int e = threadIdx.x; e < MN_Q_BLOCK_ROWS * MN_HYPER_RANKS; e += LAG_THREADS) {
+        const int r = e / MN_HYPER_RANKS, a = e % MN_HYPER_RANKS;
+        float h = 0.0f, y = 0.0f;
+        if (r < n_rows) {
+            float *row = mn_hyper_saved_row(k, tile, head, r);
+            h = mn_hyper_saved_ranks(k, row, branch, MN_HYPER_HC)[a];
+            y = mn_hyper_saved_ranks(k, row, branch, MN_HYPER_YC)[a];
+        }
+        smem.hc[r][a] = mn_hyper_tf32(h), smem.yc[r][a] = mn_hyper_tf32(y);
+    }
+}
+
+__global__ static void __launch_bounds__(LAG_THREADS, 3)
+hyper_params_grad_mma_kernel(const __grid_constant__ mn_hyper_params k, float *partials,
+                             int64_t n_partials) {
+    __shared__ mn_hyper_grad_smem smem;
+    const mn_call &c = k.p.call;
+    const int mix = (int)blockIdx.y, head = mix % (int)c.H;
+    const bool second = mix >= c.Q, by_position = mn_hyper_by_position(k);
+    const int branch = second ? 2 : mix / (int)c.H, lane = threadIdx.x % 32;
+    const int block0 = (int)blockIdx.x * LAG_THREADS, lag0 = block0 + threadIdx.x / 32 * 32;
+    const mn_hyper_mix m = mn_hyper_mix_of(k, mix);
+    if (!m.U) return;
+    float *partial = partials + (blockIdx.z * (c.Q + c.H) + mix) * k.lags * (2 * k.ranks + 1);
+    const float *in = second ? k.base : k.z[branch];
+    float *out = second ? k.w : k.g[branch];
+    const int step = (int)k.s.row + (by_position ? 0 : 1);
+    mn_hyper_grad_lags of[2];
+#pragma unroll
+    for (int l = 0; l < 2; l++) of[l].load(k, m, partial, lag0 + 16 * l);
+#pragma unroll 1
+    for (int i = (int)blockIdx.z; i < k.s.n_tiles; i += (int)n_partials) {
+        const mn_tile_span tile = mn_tile_at(k.s.call, MN_Q_BLOCK_ROWS, k.s.first + i);
+        const int seen = (int)(mn_keys_before(k.s.call) + tile.first), rows = (int)tile.n_rows;
+        if (seen + rows <= block0) continue;
+        __syncthreads();
+        mn_hyper_grad_ranks(smem, k, i, head, branch, rows);
+        __syncthreads();
+        const int64_t tile0 = mn_q_block_offset(k.s, i, head, 0) + (by_position ? 0 : seen);
+        const float *from_z = in + tile0;
+        float *from_g = out + tile0;
+        /* Row r sees lags below seen + r + 1. */
+#pragma unroll 1
+        for (int r0 = max(lag0 - seen, 0) / 8 * 8; r0 < rows; r0 += 8) {
+            const int row = r0 + lane % 4 * 2;
+            float z[2][4], g[2][4];
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const int r = row + e % 4 / 2, lag = lag0 + e / 4 * 16 + e % 2 * 8 + lane / 4;
+                const int at = r * step + (by_position ? lag : -lag);
+                const bool sees = r < rows && lag <= seen + r;
+                z[e / 4][e % 4] = sees ? from_z[at] : 0.0f;
+                g[e / 4][e % 4] = sees ? from_g[at] : 0.0f;
+            }
+#pragma unroll
+            for (int l = 0; l < 2; l++) {
+                float dz[4];
+                of[l].add(dz, z[l], g[l], smem, r0);
+                if (second) continue;
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int r = row + e / 2, lag = lag0 + l * 16 + e % 2 * 8 + lane / 4;
+                    const int at = r * step + (by_position ? lag : -lag);
+                    if (r < rows && lag <= seen + r) from_g[at] = dz[e % 2 * 2 + e / 2];
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int l = 0; l < 2; l++) of[l].store(k, partial, lag0 + 16 * l);
+}
+
+/* Whether bf16 calls of up to 16 ranks go there. */
+static constexpr bool params_by_mma = true;
+
 /* ---- outputs --------------------------------------------------------------------------------- */
 
 /* o = y scale gv; and, going back, dgv = do y scale and g_o = do gv scale. A block has one row of a
@@ -785,8 +976,10 @@ static void q_block_backward(const mn_hyper_params &k, const buffers &to, int64_
     hyper_rows_bwd_kernel<T><<<row_grid, MN_Q_BLOCK_THREADS, bytes, stream>>>(k);
     const dim3 lags((unsigned)mn_ceil_div(k.lags, LAG_THREADS), (unsigned)(c.Q + c.H),
                     (unsigned)n_partials);
-    if (k.lags > 0) hyper_params_grad_kernel<<<lags, LAG_THREADS, 0,
-        stream>>>(k, to.partials, n_partials);
+    const bool by_mma = params_by_mma && mn_is_bf16<T>() && k.ranks == MN_HYPER_RANKS &&
+                        mn_device_props_current().major >= 8;
+    const auto params_grad = by_mma ? hyper_params_grad_mma_kernel : hyper_params_grad_kernel;
+    if (k.lags > 0) params_grad<<<lags, LAG_THREADS, 0, stream>>>(k, to.partials, n_partials);
     const mn_attn_operand<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
     const mn_q_block both = mn_q_block_both(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
     mn_attn_pv<true, T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
