@@ -288,15 +288,6 @@ __device__ inline uint4 mn_curve_pack_vec16(const float (&x)[8]) {
 
 #if MN_HAS_WGMMA
 
-template <int LEFT>
-__device__ inline void mn_curve_copies_wait(void) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ inline void mn_curve_copies_end(void) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
 /* One warp group alone; the number of its barrier is that of the group, not 0. */
 __device__ inline void mn_curve_group_sync(int number) {
     mn_named_barrier_sync(number, 128);
