@@ -32,10 +32,10 @@ using namespace attention;
  * Norm l2 divides x1 before the activation; relu and everything after it are homogeneous, so it is
  * applied to the output like out_scale. */
 
-enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_LAGS = 2 };
+enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_LAGS = 4, MN_HYPER_THREADS = 128 };
 enum {
     MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS,
-    MN_HYPER_STEP = MN_HYPER_LAGS * MN_Q_BLOCK_THREADS,
+    MN_HYPER_STEP = MN_HYPER_LAGS * MN_HYPER_THREADS,
 };
 enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_FIRST = 4 };    // of a row
 
@@ -164,7 +164,7 @@ __device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *scratch
     if (threadIdx.x < MN_HYPER_SUMS) {
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MN_Q_BLOCK_THREADS / 32; i++) {
+        for (int i = 0; i < MN_HYPER_THREADS / 32; i++) {
             sum += scratch[i * MN_HYPER_SUMS + threadIdx.x];
         }
         out[threadIdx.x] = sum;
@@ -174,7 +174,7 @@ __device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *scratch
 
 /* What the threads of a block share: ranks of a mix of four rows, sums, room for them. */
 struct mn_hyper_smem {
-    float sums[MN_HYPER_SUMS], scratch[MN_Q_BLOCK_THREADS / 32 * MN_HYPER_SUMS], thread_group[32];
+    float sums[MN_HYPER_SUMS], scratch[MN_HYPER_THREADS / 32 * MN_HYPER_SUMS], thread_group[32];
 };
 
 /* 16 ranks of a lag, from a0 on */
@@ -206,13 +206,13 @@ __device__ inline void mn_hyper_down_project(const mn_hyper_params &k, const mn_
             }
         };
         fetch(threadIdx.x);
-        for (int j = threadIdx.x; j < f.max_tiles; j += MN_Q_BLOCK_THREADS) {
+        for (int j = threadIdx.x; j < f.max_tiles; j += MN_HYPER_THREADS) {
             float u[MN_HYPER_RANKS], z[MN_HYPER_ROWS];
 #pragma unroll
             for (int a = 0; a < MN_HYPER_RANKS; a++) u[a] = next[a];
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) z[r] = z_next[r];
-            fetch(j + MN_Q_BLOCK_THREADS);
+            fetch(j + MN_HYPER_THREADS);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
 #pragma unroll
@@ -230,38 +230,37 @@ __device__ inline void mn_hyper_down_project(const mn_hyper_params &k, const mn_
     }
 }
 
-/* Numbers of a thread: two lags, a block's threads apart, of four rows. */
+/* Numbers of a thread: four lags, a block's threads apart, of four rows. */
 struct mn_hyper_frag {
     float at[MN_HYPER_LAGS][MN_HYPER_ROWS];
 };
 
 __device__ inline int mn_hyper_lag(int j, int l) {
-    return j + l * MN_Q_BLOCK_THREADS;
+    return j + l * MN_HYPER_THREADS;
 }
 
-/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag */
+/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag. Ranks of a
+ * row, which all lanes read alike at four cycles for four of them, serve four lags. */
 __device__ inline void mn_hyper_up_project(const mn_hyper_params &k, const mn_hyper_rows4 &f,
                                        mn_hyper_frag &x, const float *of_rows,
                                        const float *by_lag, int j) {
-    for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
-        float v[MN_HYPER_LAGS][MN_HYPER_RANKS] = {};
+#pragma unroll 2
+    for (int a = 0; a < (int)k.ranks; a += 4) {
+        float4 v[MN_HYPER_LAGS];
 #pragma unroll
         for (int l = 0; l < MN_HYPER_LAGS; l++) {
             const int lag = mn_hyper_lag(j, l);
-            if (lag < f.max_tiles) mn_hyper_load(v[l], k, by_lag, lag, (int)a0);
+            v[l] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (lag < f.max_tiles) v[l] = *(const float4 *)(by_lag + mn_hyper_place(k, lag, a));
         }
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            const float4 c = *(const float4 *)(of_rows + r * (int)k.ranks + a);
 #pragma unroll
-            for (int a = 0; a < MN_HYPER_RANKS; a += 4) {
-                const float4 c = *(const float4 *)(of_rows + r * k.ranks + a0 + a);
-#pragma unroll
-                for (int l = 0; l < MN_HYPER_LAGS; l++) {
-                    float y = x.at[l][r];
-                    y = fmaf(c.x, v[l][a], y), y = fmaf(c.y, v[l][a + 1], y);
-                    y = fmaf(c.z, v[l][a + 2], y), y = fmaf(c.w, v[l][a + 3], y);
-                    x.at[l][r] = y;
-                }
+            for (int l = 0; l < MN_HYPER_LAGS; l++) {
+                float y = x.at[l][r];
+                y = fmaf(c.x, v[l].x, y), y = fmaf(c.y, v[l].y, y);
+                x.at[l][r] = fmaf(c.w, v[l].w, fmaf(c.z, v[l].z, y));
             }
         }
     }
@@ -342,13 +341,13 @@ __device__ inline void mn_hyper_zero_tail(const mn_hyper_params &k, const mn_hyp
                                           float *matrix) {
     for (int r = 0; r < f.n; r++) {
         float *line = matrix + mn_q_block_offset(k.s, f.which, f.head, f.first + r);
-        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_Q_BLOCK_THREADS) line[i] = 0.0f;
+        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_HYPER_THREADS) line[i] = 0.0f;
     }
 }
 
 /* base from z, w from base, and the scale of the output. A block has four rows of a head. */
 template <typename T>
-__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
+__global__ void __launch_bounds__(MN_HYPER_THREADS, 4)
 hyper_rows_fwd_kernel(const __grid_constant__ mn_hyper_params k) {
     extern __shared__ __align__(16) float shared[];
     __shared__ mn_hyper_smem scratch;
@@ -362,7 +361,7 @@ hyper_rows_fwd_kernel(const __grid_constant__ mn_hyper_params k) {
     float *base = mn_hyper_lag0(k, k.base, f), *w = mn_hyper_lag0(k, k.w, f);
     const float *z1 = mn_hyper_lag0(k, k.z[0], f);
     const float *z2 = mn_hyper_lag0(k, k.z[k.branches - 1], f);
-    for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_Q_BLOCK_THREADS) {
+    for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_HYPER_THREADS) {
         shared[i] = 0.0f;
     }
     __syncthreads();
@@ -381,7 +380,7 @@ hyper_rows_fwd_kernel(const __grid_constant__ mn_hyper_params k) {
     }
 #pragma unroll
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        const float norm = sqrtf(mn_group_sum<MN_Q_BLOCK_THREADS>(square[r], scratch.thread_group));
+        const float norm = sqrtf(mn_group_sum<MN_HYPER_THREADS>(square[r], scratch.thread_group));
         if (threadIdx.x != 0 || f.keys(r) == 0) continue;
         float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + r);
         saved_row[MN_HYPER_NORM] = norm;
@@ -437,19 +436,19 @@ __device__ inline void mn_hyper_norm_grad(const mn_hyper_params &k, const mn_hyp
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
         float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + (r < f.n ? r : 0));
         const float *h = mn_hyper_saved_ranks(k, saved_row, 2, MN_HYPER_H);
-        for (int64_t a = threadIdx.x; k.has_params[1] && a < k.ranks; a += MN_Q_BLOCK_THREADS) {
+        for (int64_t a = threadIdx.x; k.has_params[1] && a < k.ranks; a += MN_HYPER_THREADS) {
             along[r] = fmaf(yc[r * k.ranks + a], h[a], along[r]);
         }
         const float by = saved_row[MN_HYPER_SCALE];
         const bool normed = k.p.norm != 2 && saved_row[MN_HYPER_NORM] > (float)k.p.eps;
-        const float sum = mn_group_sum<MN_Q_BLOCK_THREADS>(along[r], scratch.thread_group);
+        const float sum = mn_group_sum<MN_HYPER_THREADS>(along[r], scratch.thread_group);
         pull[r] = normed ? sum * by * by : 0.0f;
     }
 }
 
 /* From w, the cotangent of the weights, to g, those of x1 and x2. */
 template <typename T>
-__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
+__global__ void __launch_bounds__(MN_HYPER_THREADS, 4)
 hyper_rows_bwd_kernel(const __grid_constant__ mn_hyper_params k) {
     extern __shared__ __align__(16) float shared[];
     __shared__ mn_hyper_smem scratch;
@@ -464,7 +463,7 @@ hyper_rows_bwd_kernel(const __grid_constant__ mn_hyper_params k) {
     const float *z1 = mn_hyper_lag0(k, k.z[0], f);
     const float *z2 = mn_hyper_lag0(k, k.z[k.branches - 1], f);
     const float *w = mn_hyper_lag0(k, k.w, f);
-    for (int e = threadIdx.x; e < 3 * each; e += MN_Q_BLOCK_THREADS) {
+    for (int e = threadIdx.x; e < 3 * each; e += MN_HYPER_THREADS) {
         const int i = (int)(e / each), r = (int)(e % each / k.ranks);
         float x = 0.0f;
         if (r < f.n && k.has_params[0] && i < k.branches) {
@@ -953,7 +952,7 @@ static void q_block_forward(const mn_hyper_params &k, const buffers &to, cudaStr
     const dim3 row_grid((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    hyper_rows_fwd_kernel<T><<<row_grid, MN_Q_BLOCK_THREADS, bytes, stream>>>(k);
+    hyper_rows_fwd_kernel<T><<<row_grid, MN_HYPER_THREADS, bytes, stream>>>(k);
     const mn_attn_operand<T> v = { k.p.v, 0, 1 };
     mn_attn_pv<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
@@ -973,7 +972,7 @@ static void q_block_backward(const mn_hyper_params &k, const buffers &to, int64_
     const dim3 row_grid((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    hyper_rows_bwd_kernel<T><<<row_grid, MN_Q_BLOCK_THREADS, bytes, stream>>>(k);
+    hyper_rows_bwd_kernel<T><<<row_grid, MN_HYPER_THREADS, bytes, stream>>>(k);
     const dim3 lags((unsigned)mn_ceil_div(k.lags, LAG_THREADS), (unsigned)(c.Q + c.H),
                     (unsigned)n_partials);
     const bool by_mma = params_by_mma && mn_is_bf16<T>() && k.ranks == MN_HYPER_RANKS &&
