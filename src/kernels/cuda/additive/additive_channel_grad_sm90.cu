@@ -34,8 +34,8 @@ struct mn_gated_grad_work {
     bool none;         // nothing is left
 };
 
-/* States as they were kept: eight rows of 64 channels by eight columns each. What is asked for first
- * of the next chunk lies in front of what terms take. */
+/* States as they were kept: eight rows of 64 channels by eight columns each. What is asked for
+ * first of the next chunk lies in front of what terms take. */
 template <int VP>
 struct alignas(1024) mn_gated_grad_smem {
     unsigned char q[MN_GATED_GRAD_TILE], k[MN_GATED_GRAD_TILE], g[MN_GATED_GRAD_TILE];

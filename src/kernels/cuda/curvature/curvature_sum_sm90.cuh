@@ -1,5 +1,5 @@
-/* curvature_sum_sm90.cuh - the running sum of keys on Hopper, forward and in the order of time going
- * back: two warps keep it and write it behind each tile of keys. */
+/* curvature_sum_sm90.cuh - the running sum of keys on Hopper, forward and in the order of time
+ * going back: two warps keep it and write it behind each tile of keys. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_CURVATURE_SUM_SM90_CUH
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_SUM_SM90_CUH
 
@@ -93,7 +93,8 @@ __device__ inline void mn_curve_end_keys(unsigned char *k, int count) {
 }
 
 /* Two warps: s in front of each chunk, from `vector` on; behind the last one to `last`, if given.
- * They wait for tiles (there), show rows 64 and 65 and floats (ready), and have then read (gone). */
+ * They wait for tiles (there), show rows 64 and 65 and floats (ready), and have then read
+ * (gone). */
 template <int KP, int STAGES, typename Smem>
 __device__ inline void mn_curve_add_keys(Smem &smem, const mn_curve_place &at, int64_t K,
                                          const float *vector, float *last) {

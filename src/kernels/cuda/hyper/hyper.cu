@@ -239,8 +239,8 @@ __device__ inline int mn_hyper_lag(int j, int l) {
     return j + l * MN_HYPER_THREADS;
 }
 
-/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag. Ranks of a
- * row, which all lanes read alike at four cycles for four of them, serve four lags. */
+/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag. Ranks of
+ * a row, which all lanes read alike at four cycles for four of them, serve four lags. */
 __device__ inline void mn_hyper_up_project(const mn_hyper_params &k, const mn_hyper_rows4 &f,
                                        mn_hyper_frag &x, const float *of_rows,
                                        const float *by_lag, int j) {
