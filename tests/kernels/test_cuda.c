@@ -202,7 +202,7 @@ static void check_bf16(op_case c) {
     spread_extremes(&want, &c);
     mn_sample_round(&got, MN_BF16);
     mn_sample_round(&want, MN_BF16);
-    op_run_both(op_context("ref", 4), &want, &c);
+    op_run_both(op_context("ref", shares_threads()), &want, &c);
     op_run_device(gpu, &got, &c, MN_BF16);
     judge_bf16(&got, &want, &c);
     mn_sample_free(&got);

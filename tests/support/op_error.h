@@ -44,8 +44,10 @@ bool op_agrees(const mn_sample *got, const mn_sample *want, const op_tolerances 
 /* Widens how far results and gradients in bf16 may lie from float64, besides what storing them
  * costs: to twice as far as they move when what passes between the parts of an operator made of
  * others is rounded (op_rounded.h; step 0), or when every input of `want` (float64, run both ways,
- * inputs rounded) moves by half a unit of bf16 (further steps). False when there is no such step:
- * who is close after fewer needs no more. */
+ * inputs rounded) moves by half a unit of bf16 (three further steps). A tensor of fewer than 16
+ * numbers, a head's decay say, has 15 more draws of the first kind behind these: the error of one
+ * number in one draw may be next to nothing. False when there is no such step: who is close after
+ * fewer needs no more. */
 bool op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
                      const op_case *c, int step);
 
