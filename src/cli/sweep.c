@@ -10,16 +10,17 @@
 #include "base/util.h"
 #include "cli/command.h"
 #include "cli/options.h"
-#include "experiments/grid.h"
+#include "experiments/only.h"
 #include "io/json_write.h"
 #include "train/options.h"
 
-enum { MOST_SETS = 64, TITLE = 256 };
+enum { MOST_SETS = 64, MOST_ONLY = 64, TITLE = 256 };
 
 typedef struct options {
     const char *file, *out, *device;
     const char *sets[MOST_SETS];
-    int n_sets, processes, shard, shards, minutes;
+    const char *only[MOST_ONLY];
+    int n_sets, n_only, processes, shard, shards, minutes;
     bool dry, quiet;
 } options;
 
@@ -68,6 +69,9 @@ static void print_help(void) {
          "                      same command without --shard gathers all into results.jsonl\n"
          "  --set KEY=VALUE     set a member of every job, such as train.steps=100; may be "
          "repeated\n"
+         "  --only AXIS=LABEL   only jobs with this label, such as model=gdn or seed=0; several of "
+         "an axis\n"
+         "                      add up\n"
          "  --minutes N         stop after so many, as Ctrl-C does: the same command goes on\n"
          "  --dry-run           print the jobs and their keys, run nothing\n"
          "  --quiet             show nothing but failures");
@@ -86,6 +90,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--jobs", .count = &o->processes, .low = 1, .high = MN_SWEEP_LANES },
         { "--device", .read = mn_options_device, .to = &o->device },
         { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
+        { "--only", .list = o->only, .n = &o->n_only, .most = MOST_ONLY },
         { "--shard", .read = read_shard, .to = o, .needs = "I/N with 0 <= I < N" },
         { "--minutes", .count = &o->minutes, .low = 1, .high = 100000 },
         { "--dry-run", .flag = &o->dry },
@@ -101,7 +106,7 @@ static mn_status load_jobs(json_t **jobs, const options *o) {
     mn_json root = { 0 }, changes = { .value = json_object(), .name = "--set" };
     mn_status st = mn_json_load(&root, o->file, MN_JSON_STANDARD);
     for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(&changes, o->sets[i]);
-    if (st == MN_OK) st = mn_grid_expand(jobs, &root, changes.value);
+    if (st == MN_OK) st = mn_only_expand(jobs, &root, changes.value, o->only, o->n_only);
     json_decref(changes.value);
     mn_json_free(&root);
     return st;

@@ -43,7 +43,8 @@ void mn_megakernel_clear(mn_megakernel *p) {
     p->n_stages = p->phase = 0;
     p->n_ranges = p->words = p->n_copies = 0;
     p->n_syncs = 0;
-    p->failed = p->ragged = p->works = p->attends = p->hyper = p->small = false;
+    p->failed = p->ragged = p->works = false;
+    p->attends = p->hyper = p->streams = p->small = false;
     p->steps = 0;
 }
 
@@ -162,6 +163,13 @@ static void move_bayes(const relocation *to, mn_decode_bayes_instr *m) {
     move_words(to, &m->o.handoff);
 }
 
+static void move_stream(const relocation *to, mn_decode_stream_instr *m) {
+    mn_decode_source *sources[] = { &m->q, &m->k, &m->v };
+    for (size_t i = 0; i < MN_COUNTOF(sources); i++) sources[i]->at += to->base;
+    m->splits += to->base;    // always read
+    move_words(to, &m->o_handoff);
+}
+
 static void move_gemms(const relocation *to, mn_decode_gemm_instr *p, mn_decode_epi_instr *epi) {
     p->x += to->base;
     p->z += to->base;
@@ -182,6 +190,7 @@ static void move_instr(const relocation *to, mn_decode_instr *instr) {
     if (instr->kind == MN_DECODE_PALIMPSA) move_palimpsa(to, &instr->palimpsa);
     if (instr->kind == MN_DECODE_KLA) move_kla(to, &instr->kla);
     if (instr->kind == MN_DECODE_BAYES) move_bayes(to, &instr->bayes);
+    if (instr->kind == MN_DECODE_STREAM) move_stream(to, &instr->stream);
     if (instr->kind == MN_DECODE_ATTEND && instr->work.attend.by_words) {
         mn_decode_attend_instr *attend = &instr->work.attend;
         attend->q.at += to->base, attend->k.at += to->base, attend->v.at += to->base;
@@ -254,6 +263,6 @@ int mn_megakernel_launch(const mn_megakernel *p, void *image, void *stream) {
     if (p->failed) return NO_MEMORY;
     const mn_decode_launch_args given = { 1 + p->n_stages, (int)handoff_at(p), (int)p->words,
                                           p->ragged, p->works, p->attends, p->hyper,
-                                          p->small, p->steps };
+                                          p->streams, p->small, p->steps };
     return mn_megakernel_start(&given, image, stream);
 }

@@ -38,7 +38,7 @@ struct mn_megakernel {
     bool failed;                      // memory was out
     bool ragged;                      // a row's last chunk is not whole
     bool works;                       // there are stages of plan_works.c, or barriers
-    bool attends, hyper;              // there are stages of plan_caches.c: of which kind
+    bool attends, hyper, streams;     // there are stages of plan_caches.c: of which kind
     bool small;                       // there are small works that are no epilogues
     unsigned steps;                   // bits of the steps of operators that there are
     unsigned n_syncs;                 // barriers of the whole grid

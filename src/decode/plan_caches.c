@@ -1,10 +1,14 @@
-/* plan_caches.c - a token against a cache as stages of a megakernel, a barrier in front of each:
- * parts of 256 keys, shared out among blocks, and at last the sum of the parts of each head. Of
- * attention these are two, of HyperMLP four, of which each reads what all of the one before made.
+/* plan_caches.c - a token against a cache as stages of a megakernel.
  *
- * How many keys there are is known when the stages run: a block has every so many-th part of a
- * head, however many those are. Which parts there are, and the order of their sum, goes by the
- * keys alone. */
+ * Attention with heads of up to 128 channels, whose rows come as words, is cut into as many splits
+ * as its heads need to keep the blocks busy; a second stage adds up those of each head. No barrier
+ * stands in front of either (mn_decode_stream_instr).
+ *
+ * Otherwise a barrier stands in front of each stage: parts of 256 keys, shared out among blocks,
+ * and at last the sum of the parts of each head. Of attention these are two, of HyperMLP four, of
+ * which each reads what all of the one before made. How many keys there are is known when the stages
+ * run: a block has every so many-th part of a head, however many those are. Which parts there are,
+ * and the order of their sum, goes by the keys alone. */
 #include "base/util.h"
 #include "decode/plan.h"
 
@@ -19,6 +23,8 @@ typedef struct cache_stage {
     int o_handoff;
     bool by_words;              // the token's queries, key and value
     mn_decode_source q, k, v;   // of all heads
+    int64_t n_splits;           // attention's, where it is streamed; 0: it is not
+    int splits;                 // their words
 } cache_stage;
 
 /* Attention's piece of a key-value head, or the sum of a query head's. */
@@ -32,7 +38,27 @@ static mn_decode_attend_instr attend_instr(const cache_stage *s, int64_t head, i
     return to;
 }
 
+/* Splits of a key-value head, or their sum for a query head. */
+static mn_decode_stream_instr stream_instr(const cache_stage *s, int64_t head, int64_t slot) {
+    const mn_decode_attention *a = s->attention;
+    mn_decode_stream_instr to = { (int)head, (int)slot, (int)s->n_slots, (int)s->n_splits,
+                                  s->splits, MN_DECODE_NO_WORDS, (int)(a->H / a->J), .of = *a };
+    if (s->n_slots == 0) {
+        to.o_handoff = mn_decode_word_from(s->o_handoff, (unsigned)(head * a->V));
+        return to;
+    }
+    to.q = mn_source_from(s->q, head * to.group * a->K);
+    to.k = mn_source_from(s->k, head * a->K);
+    to.v = mn_source_from(s->v, head * a->V);
+    return to;
+}
+
 static void fill_instr(mn_decode_instr *instr, const cache_stage *s, int64_t head, int64_t slot) {
+    if (s->n_splits > 0) {
+        instr->kind = MN_DECODE_STREAM;
+        instr->stream = stream_instr(s, head, slot);
+        return;
+    }
     if (s->attention) {
         instr->kind = MN_DECODE_ATTEND;
         instr->work.attend = attend_instr(s, head, slot);
@@ -49,6 +75,9 @@ static void fill_instr(mn_decode_instr *instr, const cache_stage *s, int64_t hea
 }
 
 static size_t instr_bytes(const cache_stage *s) {
+    if (s->n_splits > 0) {
+        return offsetof(mn_decode_instr, stream) + sizeof(mn_decode_stream_instr);
+    }
     return s->attention ? offsetof(mn_decode_instr, work.attend) + sizeof(mn_decode_attend_instr)
                         : offsetof(mn_decode_instr, work.hyper) + sizeof(mn_decode_hyper_instr);
 }
@@ -72,6 +101,10 @@ static void deal(mn_megakernel *p, const cache_stage *s) {
         p->n_stages++;
     }
     p->phase = (int)((p->phase + all) % p->n_blocks);
+    if (s->n_splits > 0) {
+        p->streams = true;
+        return;
+    }
     p->works = true;
     if (s->attention) p->attends = true;
     else p->hyper = true;
@@ -123,21 +156,47 @@ static void gather_parts(mn_stage_ranges *r, cache_stage *s) {
     mn_stage_writes(r, a->parts, parts_size(a), sizeof *a->parts, false);
 }
 
-static void gather_sums(mn_stage_ranges *r, const mn_decode_attention *a) {
-    mn_stage_reads(r, a->parts, parts_size(a), sizeof *a->parts);
+/* `splits`: they come as words. */
+static void gather_sums(mn_stage_ranges *r, const mn_decode_attention *a, bool splits) {
+    if (!splits) mn_stage_reads(r, a->parts, parts_size(a), sizeof *a->parts);
     mn_stage_writes(r, a->o, a->H * a->V, 2, true);
+}
+
+/* Whether splits come through the ring, given that the token's rows are words. */
+static bool is_streamed(const mn_decode_attention *a) {
+    return MN_DECODE_STREAMS && a->K <= MN_DECODE_STREAM_WIDEST &&
+           a->V <= MN_DECODE_STREAM_WIDEST && a->H / a->J <= MN_DECODE_STREAM_HEADS;
+}
+
+/* The stages behind each other, once the first has been closed. */
+static void add_both(mn_megakernel *p, cache_stage *parts) {
+    const mn_decode_attention *a = parts->attention;
+    cache_stage sums = { .attention = a, .heads = a->H, .V = a->V, .o = a->o,
+                         .n_splits = parts->n_splits };
+    mn_stage_ranges last;
+    if (parts->n_splits > 0) {
+        parts->splits = sums.splits = (int)p->words;
+        p->words += mn_decode_splits_bytes(a->H, a->J, a->V);
+    }
+    deal(p, parts);
+    mn_stage_open(&last, p);
+    gather_sums(&last, a, parts->n_splits > 0);
+    if (mn_stage_close(&last)) {
+        sums.o_handoff = mn_stage_words(&last, a->o);
+        deal(p, &sums);
+    } else {
+        p->failed = true;    // memory was out, or results lie in what the parts are made of
+    }
 }
 
 bool mn_megakernel_add_attention(mn_megakernel *p, const mn_decode_attention *a) {
     const bool serves = a->J > 0 && a->H % a->J == 0 &&
                         fits_widths(a->dtype, a->K, a->V, a->keys, a->values);
     if (p->failed || !serves) return false;
-    cache_stage parts = { .attention = a, .heads = a->J,
-                          .n_slots = slots_of(p, a->J, a->n_parts) };
-    cache_stage sums = { .attention = a, .heads = a->H, .V = a->V, .o = a->o };
+    cache_stage parts = { .attention = a, .heads = a->J };
     mn_stage_ranges ranges, last;
     mn_stage_open(&last, p);
-    gather_sums(&last, a);
+    gather_sums(&last, a, false);
     for (int words = has_words(a); words >= 0; words--) {
         parts.by_words = words;
         mn_stage_open(&ranges, p);
@@ -145,15 +204,9 @@ bool mn_megakernel_add_attention(mn_megakernel *p, const mn_decode_attention *a)
         if (ranges.fits) break;
     }
     if (!last.fits || !mn_stage_close(&ranges)) return false;
-    deal(p, &parts);
-    mn_stage_open(&last, p);
-    gather_sums(&last, a);
-    if (mn_stage_close(&last)) {
-        sums.o_handoff = mn_stage_words(&last, a->o);
-        deal(p, &sums);
-    } else {
-        p->failed = true;    // memory was out, or results lie in what the parts are made of
-    }
+    if (parts.by_words && is_streamed(a)) parts.n_splits = mn_decode_splits(a->J);
+    parts.n_slots = slots_of(p, a->J, parts.n_splits > 0 ? parts.n_splits : a->n_parts);
+    add_both(p, &parts);
     return true;
 }
 

@@ -78,7 +78,8 @@ typedef enum mn_decode_opcode {
     MN_DECODE_HYPER,
     MN_DECODE_PALIMPSA,
     MN_DECODE_KLA,
-    MN_DECODE_BAYES
+    MN_DECODE_BAYES,
+    MN_DECODE_STREAM
 } mn_decode_opcode;
 
 /* Whether a stage reads and writes memory as launches of their own do (mn_decode_work_instr). */
@@ -316,6 +317,44 @@ typedef struct mn_decode_attend_instr {
     mn_decode_attention of;
 } mn_decode_attend_instr;
 
+/* The keys of an attention cut into `n_splits` splits a head, whatever their number; whether the
+ * ring of weights brings them (mn_decode_stream_instr). */
+enum {
+    MN_DECODE_STREAMS = 1,
+    MN_DECODE_STREAM_WIDEST = 128,    // channels of a head
+    MN_DECODE_STREAM_HEADS = 4,       // query heads of a key-value head
+    MN_DECODE_SPLITS = 32,            // of a head, at most
+};
+
+/* Splits of a head: those of all J heads keep the blocks of a large machine busy. By J alone, so
+ * that the order of sums does not go by the machine. */
+MN_DECODE_BOTH static inline int64_t mn_decode_splits(int64_t J) {
+    const int64_t n = 128 / J, most = MN_DECODE_SPLITS;
+    return n > most ? most : n < 4 ? 4 : n;
+}
+
+/* Numbers from a split's result to that of the next: V sums, the largest score, the sum of weights;
+ * and so many bytes of words have all of them. */
+MN_DECODE_BOTH static inline int64_t mn_decode_split_row(int64_t V) {
+    return V + 4;
+}
+
+MN_DECODE_BOTH static inline int64_t mn_decode_splits_bytes(int64_t H, int64_t J, int64_t V) {
+    const int64_t bytes = 4 * H * mn_decode_splits(J) * mn_decode_split_row(V);
+    return (bytes + MN_DECODE_LINE - 1) / MN_DECODE_LINE * MN_DECODE_LINE;
+}
+
+/* Splits slot, slot + n_slots, ... of key-value head `head`, for all its query heads: keys and
+ * values older than the token come through the ring, and results (H, n_splits, V + 4) become words
+ * of float32, one behind the other from `splits` on. Or where n_slots is 0 the sum of the splits of
+ * query head `head`, to words at `o_handoff` and memory. No barrier stands in front of either. */
+typedef struct mn_decode_stream_instr {
+    MN_DECODE_ALIGNAS(16) int head;
+    int slot, n_slots, n_splits, splits, o_handoff, group;    // group: query heads of each
+    mn_decode_source q, k, v;
+    mn_decode_attention of;
+} mn_decode_stream_instr;
+
 /* Parts slot, slot + n_slots, ... of a branch or head, in a phase of HyperMLP; or its output. */
 typedef struct mn_decode_hyper_instr {
     MN_DECODE_ALIGNAS(16) int phase;
@@ -346,6 +385,7 @@ typedef struct mn_decode_instr {
         mn_decode_palimpsa_instr palimpsa;
         mn_decode_kla_instr kla;
         mn_decode_bayes_instr bayes;
+        mn_decode_stream_instr stream;
         mn_decode_copy_instr copy;
         mn_decode_work_instr work;
     };
@@ -372,7 +412,8 @@ typedef struct mn_decode_launch_args {
     int handoff_at, words;    // where words begin, and how many bytes of them a run has
     int ragged;               // a row's last chunk is not whole
     int works;                // there are stages of small works, steps of operators or over caches
-    int attends, hyper;       // there is attention; there is HyperMLP
+    int attends, hyper;       // there is attention behind barriers; there is HyperMLP
+    int streams;              // there is attention without
     int small;                // there are small works that are a stage
     unsigned steps;           // bits of the rows of decode_steps.def that there are steps of
 } mn_decode_launch_args;

@@ -173,6 +173,13 @@ run 0 sweep --help
 says '^usage: mneme sweep'
 run 0 sweep jobs.json --dry-run
 [ "$(wc -l <"$work/out")" = 4 ] || fail "not four jobs"
+run 0 sweep jobs.json --dry-run --only model=gdn --only seed=1
+[ "$(wc -l <"$work/out")" = 1 ] || fail "not one job"
+says 'gdn seed=1'
+run 1 sweep jobs.json --dry-run --only model=kla
+complains 'no run has all that --only asks for'
+run 1 sweep jobs.json --dry-run --only gdn
+complains '[-]-only gdn: give AXIS=LABEL'
 run 1 sweep jobs.json --jobs 2
 complains '^2/4  gdn seed=[01]: score 0\.[0-9]*, '
 complains '^failed: bad seed=0: .*head'

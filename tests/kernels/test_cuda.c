@@ -451,6 +451,8 @@ static void kernels_match_reference(mn_op_id op) {
         }
         c.B = 9, c.H = 8, c.T = 330, c.K = 100, c.V = 100;    // more blocks than processors
         if (op == MN_OP_delta && shares_next()) check_bf16(c);
+        c.K = 104, c.V = 120;    // the same with rows for TMA
+        if (op == MN_OP_delta && shares_next()) check_bf16(c);
         c.B = 2, c.H = 8, c.T = 200, c.V = 256, c.K = 40;
         if (op == MN_OP_ccq_read && shares_next()) check_bf16(c);
         c.B = 4, c.H = 16, c.T = 70, c.V = 72, c.K = 72;    // too many blocks for a walk beside

@@ -43,6 +43,8 @@ static const packing packings[] = {
     { "many heads, wide memories", 3, 8, 256, 256, { 66, 1, 0 }, 3, false },
     { "rows that fill no packs", 24, 3, 44, 76, { 70, 33, 1, 64 }, 4, false },
     { "a batch", 20, 2, 128, 128, { 130 }, 0, false },
+    { "ones that fill a GPU, wide", 40, 2, 128, 128, { 1, 0, 64, 65, 130 }, 5, false },
+    { "a batch that fills a GPU", 36, 2, 128, 128, { 130 }, 0, false },
     { "a batch, wide memories", 8, 2, 256, 256, { 67 }, 0, false },
     { "long ones that are cut", 4, 1, 64, 64, { 8200, 70, 9000, 0 }, 4, true },
 };

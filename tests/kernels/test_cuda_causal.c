@@ -106,8 +106,9 @@ static void check_call(const op_case *c, int d, bool every) {
 /* On both sides of the sizes at which kernels by chunks, and those of tensor cores, take over. */
 enum {
     ALL,
-    DPLR,      // which has two such kernels
-    TURNING    // where channels may turn: two rows of a state for each
+    DPLR,       // which has two such kernels
+    TURNING,    // where channels may turn: two rows of a state for each
+    FILLING     // a GPU with blocks, for delta in bf16, which looks at that
 };
 static const struct {
     int64_t B, H, T, K, V;
@@ -118,7 +119,7 @@ static const struct {
     { 1, 1, 97, 64, 96, false, ALL },      { 2, 2, 150, 64, 64, false, ALL },
     { 1, 2, 140, 128, 128, false, ALL },   { 1, 2, 103, 128, 128, true, ALL },
     { 2, 1, 90, 48, 48, false, DPLR },     { 1, 2, 103, 96, 96, true, DPLR },
-    { 1, 2, 75, 140, 24, false, TURNING },
+    { 1, 2, 75, 140, 24, false, TURNING }, { 1, 67, 80, 72, 72, false, FILLING },
 };
 
 static bool has_input(mn_op_id op, const char *name) {
@@ -131,10 +132,11 @@ static bool has_input(mn_op_id op, const char *name) {
 }
 
 /* Whether a size is one for this call. */
-static bool concerns(int whose, const op_case *c) {
+static bool concerns(int whose, const op_case *c, mn_dtype dtype) {
     switch (whose) {
     case DPLR: return c->op == MN_OP_dplr;
     case TURNING: return has_input(c->op, "theta");
+    case FILLING: return c->op == MN_OP_delta && c->decay == MN_DECAY_TOKEN && dtype == MN_BF16;
     default: return true;
     }
 }
@@ -289,8 +291,8 @@ static void keeps_to_itself(mn_op_id op) {
             c.K = sizes[i].K, c.V = sizes[i].V, c.seed = 1 + (uint64_t)f;
             if (sizes[i].packed) c.cu_seqlens = borders, c.n_seqs = 4;
             if (sizes[i].packed && !op_has_time(op)) continue;
-            if (!concerns(sizes[i].whose, &c)) continue;
             for (int d = 0; d < N_DTYPES; d++) {
+                if (!concerns(sizes[i].whose, &c, dtypes[d])) continue;
                 if (shares_next()) check_call(&c, d, f == 0);
             }
         }

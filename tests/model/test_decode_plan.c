@@ -254,10 +254,13 @@ static void memory_is_used_again(void **state) {
 
 /* ---- attention over a cache of several parts ------------------------------------------------- */
 
-/* Heads, key-value heads, tokens that the caches have room for. */
+/* Heads, key-value heads, tokens that the caches have room for; barriers: eight query heads of a
+ * key-value head are too many for the ring. */
 static const struct {
     int64_t H, J, capacity;
-} attends[] = { { 8, 8, 700 }, { 8, 2, 1300 }, { 14, 14, 513 }, { 2, 1, 256 } };
+    int barriers;
+} attends[] = { { 8, 8, 700, 0 }, { 8, 2, 1300, 0 }, { 14, 14, 513, 0 }, { 2, 1, 256, 0 },
+                { 8, 1, 600, 1 } };
 
 /* y = attention(x Wq', x Wk', x Wv') Wo', heads of 8 numbers. */
 static void attend_once(scratch *s, int64_t H, int64_t J, int64_t capacity) {
@@ -303,7 +306,7 @@ static void parts_of_attention_are_shared_out(void **state) {
         const shadow_counts got = shadow_counted();
         CHECK(mn_tape_status(s.tape) == MN_OK, "case %zu: %s", k, mn_last_error());
         CHECK(shadow_agrees() && shadow_failures() == 0, "case %zu of attention", k);
-        CHECK(got.megakernels == 1 && got.launches == 1 && got.barriers == 1,
+        CHECK(got.megakernels == 1 && got.launches == 1 && got.barriers == attends[k].barriers,
               "case %zu: %d launches, %d megakernels, %d barriers", k, got.launches,
               got.megakernels, got.barriers);
         close_scratch(&s);

@@ -13,7 +13,7 @@
 #include "cli/options.h"
 #include "cli/sweep.h"
 #include "experiments/experiment.h"
-#include "experiments/grid.h"
+#include "experiments/only.h"
 #include "experiments/pilot.h"
 #include "experiments/report.h"
 #include "io/json_write.h"
@@ -168,77 +168,6 @@ static mn_status ask_checkpoints(json_t *plan, const options *o) {
                ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for jobs");
 }
 
-/* Whether an axis of the grid, or of a part of it, is of named choices. */
-static bool is_named(const json_t *grid, const char *axis) {
-    const json_t *parts = json_object_get(grid, "parts"), *part;
-    size_t i;
-    if (json_is_object(json_object_get(json_object_get(grid, "grid"), axis))) return true;
-    json_array_foreach((json_t *)(uintptr_t)parts, i, part) {
-        if (is_named(part, axis)) return true;
-    }
-    return false;
-}
-
-/* The label of "axis=label" as the grid has it: a number where it is one, and no name. */
-static json_t *label_of(const char *text, bool named) {
-    char *end;
-    const double number = strtod(text, &end);
-    if (named || *text == '\0' || *end != '\0') return json_string(text);
-    const long whole = (long)number;
-    return (double)whole == number ? json_integer(whole) : json_real(number);
-}
-
-/* Lays --only over the grid: axes that it names keep these labels alone. */
-static mn_status choose_labels(json_t *grid, const options *o) {
-    json_t *only = json_object_get(grid, "only"), *chosen = json_object();
-    for (int i = 0; i < o->n_only; i++) {
-        const char *at = strchr(o->only[i], '=');
-        if (!at || at == o->only[i]) {
-            json_decref(chosen);
-            return mn_fail(MN_ERR_ARGUMENT, "--only %s: give AXIS=LABEL", o->only[i]);
-        }
-        char axis[64];
-        snprintf(axis, sizeof axis, "%.*s", (int)(at - o->only[i]), o->only[i]);
-        json_t *list = json_object_get(chosen, axis);
-        if (!list) {
-            list = json_array();
-            json_object_set_new(chosen, axis, list);
-        }
-        json_array_append_new(list, label_of(at + 1, is_named(grid, axis)));
-    }
-    if (only) json_object_update(only, chosen);
-    else if (o->n_only > 0) json_object_set(grid, "only", chosen);
-    json_decref(chosen);
-    return MN_OK;
-}
-
-/* That each --only names some job. */
-static mn_status check_labels(const json_t *jobs, const json_t *grid, const options *o) {
-    for (int i = 0; i < o->n_only; i++) {
-        const char *at = strchr(o->only[i], '=');
-        char axis[64];
-        bool found = false;
-        snprintf(axis, sizeof axis, "%.*s", (int)(at - o->only[i]), o->only[i]);
-        json_t *label = label_of(at + 1, is_named(grid, axis));
-        for (size_t k = 0; k < json_array_size(jobs) && !found; k++) {
-            const json_t *labels = json_object_get(json_array_get(jobs, k), "labels");
-            found = json_equal(json_object_get(labels, axis), label) == 1;
-        }
-        json_decref(label);
-        if (!found) return mn_fail(MN_ERR_ARGUMENT, "--only %s: no run has this", o->only[i]);
-    }
-    return MN_OK;
-}
-
-static mn_status expand(json_t **jobs, const mn_json *grid, const json_t *also, const options *o) {
-    mn_status st = mn_grid_expand(jobs, grid, also);
-    if (st == MN_OK) return check_labels(*jobs, grid->value, o);
-    if (o->n_only > 0 && strstr(mn_last_error(), "no job is left")) {
-        st = mn_fail(st, "no run has all that --only asks for; runs.csv of a report names them");
-    }
-    return st;
-}
-
 static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options *o) {
     mn_json changes = { 0 };
     mn_status st = changes_of(&changes, o);
@@ -254,8 +183,7 @@ static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options 
             json_object_set_new(axes, "seed", seeds);
         }
         const bool trains = axes != NULL;    // other jobs have no steps to cut
-        st = choose_labels(grid.value, o);
-        if (st == MN_OK) st = expand(jobs, &grid, trains ? changes.value : NULL, o);
+        st = mn_only_expand(jobs, &grid, trains ? changes.value : NULL, o->only, o->n_only);
     }
     json_decref(changes.value);
     return st;

@@ -116,6 +116,11 @@ void shadow_step(int step, const void *args, int64_t head, int64_t column);
  * token stands is not known: any row may be the token's, and is then something else. */
 void shadow_attend(const mn_decode_attention *p, int64_t head, int64_t slot, int64_t n_slots);
 void shadow_combine(const mn_decode_attention *p, int64_t head);
+
+/* Where keys are cut into splits (mn_decode_stream_instr): number i of a split's result, and the
+ * sum of (n_splits, V + 2) of them. Here a split has every so many-th part. */
+uint64_t shadow_split(const mn_decode_attention *p, int64_t head, int64_t split, int64_t i);
+void shadow_combine_splits(const mn_decode_attention *p, int64_t head, const uint64_t *splits);
 void shadow_attention(const mn_decode_attention *p);    // all of it
 
 /* A piece of a phase of HyperMLP in the same way; and all of it. */

@@ -607,6 +607,56 @@ static void attend_words(const mn_decode_attend_instr *p) {
     words_for((const char *)a->v + 2 * h * a->V, &p->v, a->V);
 }
 
+/* The words of number i of a split of query head h. */
+static size_t split_place(const mn_decode_stream_instr *p, int64_t h, int64_t split, int64_t i) {
+    const int64_t row = h * p->n_splits + split;
+    return word_place(p->splits - m.handoff + 4 * (row * mn_decode_split_row(p->of.V) + i));
+}
+
+/* Splits go to words; to memory go, in their place, parts, which no other block reads. */
+static void run_splits(const mn_decode_stream_instr *p) {
+    const mn_decode_attention *a = &p->of;
+    const int64_t group = a->H / a->J, j = p->head;
+    words_for((const char *)a->q + 2 * j * group * a->K, &p->q, group * a->K);
+    words_for((const char *)a->k + 2 * j * a->K, &p->k, a->K);
+    words_for((const char *)a->v + 2 * j * a->V, &p->v, a->V);
+    for (int64_t split = p->slot; split < p->n_splits; split += p->n_slots) {
+        shadow_attend(a, j, split, p->n_splits);
+        for (int64_t i = 0; i < group * (a->V + 2); i++) {
+            const int64_t h = j * group + i / (a->V + 2), column = i % (a->V + 2);
+            const uint64_t tag = shadow_split(a, h, split, column);
+            const size_t place = split_place(p, h, split, column);
+            if (m.n + 2 > MOST_PENDING) abort();
+            m.list[m.n++] = (written){ place, tag, true, false };
+            m.list[m.n++] = (written){ place + 1, tag, true, false };
+        }
+    }
+}
+
+static void run_stream(const mn_decode_stream_instr *p) {
+    const int64_t n = p->of.V + 2;
+    if (p->n_splits != mn_decode_splits(p->of.J)) shadow_fail("%d splits", p->n_splits);
+    if (p->n_slots > 0) {
+        run_splits(p);
+        return;
+    }
+    uint64_t *splits = calloc((size_t)(p->n_splits * n), sizeof *splits);
+    if (!splits) abort();
+    for (int64_t i = 0; i < p->n_splits * n; i++) {
+        const size_t place = split_place(p, p->head, i / n, i % n);
+        splits[i] = m.word[place];
+        m.blocked |= !m.word[place] || !m.word[place + 1];
+    }
+    if (!m.blocked) {
+        shadow_combine_splits(&p->of, p->head, splits);
+        for (int64_t v = 0; v < p->of.V; v++) {
+            const mn_decode_bf16 *o = (const mn_decode_bf16 *)p->of.o + p->head * p->of.V + v;
+            put_word(p->o_handoff, v, shadow_get(o));
+        }
+    }
+    free(splits);
+}
+
 static void run_work(const mn_decode_instr *instr) {
     const mn_decode_work_instr *w = &instr->work;
     for (int i = 0; instr->kind == MN_DECODE_SMALL && i < w->small.n; i++) {
@@ -667,6 +717,7 @@ static void run_instr(const mn_decode_instr *instr) {
     else if (instr->kind == MN_DECODE_PALIMPSA) run_palimpsa(&instr->palimpsa);
     else if (instr->kind == MN_DECODE_KLA) run_kla(&instr->kla);
     else if (instr->kind == MN_DECODE_BAYES) run_bayes(&instr->bayes);
+    else if (instr->kind == MN_DECODE_STREAM) run_stream(&instr->stream);
     else if (mn_decode_is_work(instr->kind)) run_work(instr);
     if (instr->kind == MN_DECODE_SMALL) check_beside(&instr->work.small);
 }
@@ -689,7 +740,8 @@ static bool advance(block_at *blocks, int b, int n_blocks, shadow_counts *counts
     m.epoch = m.first + at->passed;
     m.blocked = false;
     m.copies = instr->kind == MN_DECODE_COPY;
-    m.rereads = mn_decode_is_work(instr->kind) || instr->kind == MN_DECODE_BAYES;
+    m.rereads = mn_decode_is_work(instr->kind) || instr->kind == MN_DECODE_BAYES ||
+                instr->kind == MN_DECODE_STREAM;
     m.trace = shadow_mix(shadow_mix(at->trace, (uint64_t)instr->kind), instr->sync);
     run_instr(instr);
     if (m.blocked) {

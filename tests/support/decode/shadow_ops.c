@@ -676,20 +676,37 @@ void shadow_attend(const mn_decode_attention *p, int64_t head, int64_t slot, int
     }
 }
 
-void shadow_combine(const mn_decode_attention *p, int64_t head) {
-    const int64_t each = (int64_t)mn_dtype_bytes(p->dtype), n = p->V + 2;
+/* Number i of a split: of every so many-th part. */
+uint64_t shadow_split(const mn_decode_attention *p, int64_t head, int64_t split, int64_t i) {
+    const int64_t n = p->V + 2, n_splits = mn_decode_splits(p->J);
     const float *from = p->parts + head * p->n_parts * n;
+    uint64_t tag = T_ATTEND;
+    for (int64_t part = split; part < p->n_parts; part += n_splits) {
+        tag = shadow_mix(tag, shadow_get(from + part * n + i));
+    }
+    return tag;
+}
+
+void shadow_combine_splits(const mn_decode_attention *p, int64_t head, const uint64_t *splits) {
+    const int64_t each = (int64_t)mn_dtype_bytes(p->dtype), n = p->V + 2;
     const uint64_t seen = shadow_mix(T_ATTEND, shadow_get(p->position));
     for (int64_t v = 0; v < p->V; v++) {
         uint64_t tag = seen;
-        for (int64_t part = 0; part < p->n_parts; part++) {
-            for (int64_t i = 0; i < 2; i++) {
-                tag = shadow_mix(tag, shadow_get(from + part * n + p->V + i));
-            }
-            tag = shadow_mix(tag, shadow_get(from + part * n + v));
+        for (int64_t split = 0; split < mn_decode_splits(p->J); split++) {
+            const uint64_t *of = splits + split * n;
+            tag = shadow_mix(shadow_mix(tag, of[p->V]), shadow_mix(of[p->V + 1], of[v]));
         }
         shadow_put((char *)p->o + (head * p->V + v) * each, tag);
     }
+}
+
+void shadow_combine(const mn_decode_attention *p, int64_t head) {
+    const int64_t n = p->V + 2, n_splits = mn_decode_splits(p->J);
+    uint64_t *splits = calloc((size_t)(n_splits * n), sizeof *splits);
+    if (!splits) abort();
+    for (int64_t i = 0; i < n_splits * n; i++) splits[i] = shadow_split(p, head, i / n, i % n);
+    shadow_combine_splits(p, head, splits);
+    free(splits);
 }
 
 void shadow_attention(const mn_decode_attention *p) {

@@ -67,6 +67,20 @@ __device__ inline int64_t mn_single_pass_slot(const mn_call &call, const mn_tile
 
 enum { MN_SINGLE_PASS_ROW_THREADS = 256, MN_SINGLE_PASS_ROW_GROUP = 16 };
 
+/* Row `row` of (B,T,H). A quotient in 64 bits takes some hundred instructions. */
+struct mn_single_pass_row_place {
+    int64_t b, t, h;
+
+    __device__ mn_single_pass_row_place(const mn_call &c, int64_t row, bool is_narrow) {
+        if (is_narrow) {
+            const unsigned all = (unsigned)row, H = (unsigned)c.H, T = (unsigned)c.T;
+            h = all % H, t = all / H % T, b = all / H / T;
+        } else {
+            h = row % c.H, t = row / c.H % c.T, b = row / c.H / c.T;
+        }
+    }
+};
+
 /* Loads o and do (B,T,H,V) and lse (B,T,H); stores a = lse log2 e and b = o.do (B,H,T), 16 threads
  * a row. Clears semaphores, flags, ticket and dominant_key. */
 __global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS)
@@ -81,7 +95,10 @@ attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     if (thread == 0) *k.ticket = 0;
     const int64_t row0 = thread / MN_SINGLE_PASS_ROW_GROUP;
     for (int64_t row = row0; row - row0 % 2 < n_rows; row += all / MN_SINGLE_PASS_ROW_GROUP) {
-        const int64_t h = row % c.H, t = row / c.H % c.T, b = row / c.H / c.T;
+        const mn_single_pass_row_place place(c, row, n_rows < INT32_MAX);
+        const int64_t b = place.b, t = place.t, h = place.h;
+        const bool stores = column == 0 && row < n_rows;
+        const float lse = stores ? *mn_row<float>(p.lse, b, t, h) : 0.0f;
         float sum = 0.0f;
         if (row < n_rows && column < c.V) {
             float x[8], y[8];
@@ -94,9 +111,9 @@ attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
         for (int lanes = MN_SINGLE_PASS_ROW_GROUP / 2; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         }
-        if (column > 0 || row >= n_rows) continue;
+        if (!stores) continue;
         const int64_t at = mn_single_pass_row(c, b, h, t);
-        k.a[at] = *mn_row<float>(p.lse, b, t, h) * 1.4426950408889634f;
+        k.a[at] = lse * 1.4426950408889634f;
         k.b[at] = sum;
         k.dominant_key[at] = -1;
     }
@@ -605,8 +622,12 @@ __global__ static void __launch_bounds__(256)
 
 /* ---- dk of dominant keys --------------------------------------------------------------------- */
 
-// rows looked at together; threads
-enum { MN_SINGLE_PASS_SEARCH = 1024, MN_SINGLE_PASS_SEARCH_THREADS = 128 };
+// rows looked at together; threads; rows that a thread has on their way
+enum {
+    MN_SINGLE_PASS_SEARCH = 1024,
+    MN_SINGLE_PASS_SEARCH_THREADS = 128,
+    MN_SINGLE_PASS_AT_ONCE = 16,
+};
 
 /* Finds rows t + [0, n) of head h whose dominant key is one of the tile's, in order; returns how
  * many. Each thread looks at neighbouring rows. */
@@ -645,6 +666,43 @@ __device__ inline int mn_single_pass_compact(int2 *found, int *counts, const int
     return all;
 }
 
+/* Adds residual q of the rows that were found to their keys' sums, in order, a column a thread. */
+__device__ inline void mn_single_pass_add_found(float *sum, const int2 *found, int n,
+                                                const float *residual, const mn_bf16 *q,
+                                                int64_t stride, int column) {
+    for (int first = 0; first < n; first += MN_SINGLE_PASS_AT_ONCE) {
+        float x[MN_SINGLE_PASS_AT_ONCE], by[MN_SINGLE_PASS_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < MN_SINGLE_PASS_AT_ONCE; i++) {
+            const int row = found[min(first + i, n - 1)].x;
+            x[i] = mn_float(q[row * stride + column]), by[i] = residual[row];
+        }
+#pragma unroll
+        for (int i = 0; i < MN_SINGLE_PASS_AT_ONCE; i++) {
+            if (first + i >= n) break;
+            float *to = &sum[found[first + i].y * 128 + column];
+            *to = fmaf(by[i], x[i], *to);
+        }
+    }
+}
+
+/* dk += scale sum over `n` rows of a column. */
+__device__ inline void mn_single_pass_add_rows(mn_bf16 *dk, int64_t stride, const float *sum,
+                                               int n, float scale) {
+    for (int first = 0; first < n; first += MN_SINGLE_PASS_AT_ONCE) {
+        float x[MN_SINGLE_PASS_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < MN_SINGLE_PASS_AT_ONCE; i++) {
+            x[i] = mn_float(dk[min(first + i, n - 1) * stride]);
+        }
+#pragma unroll
+        for (int i = 0; i < MN_SINGLE_PASS_AT_ONCE; i++) {
+            if (first + i >= n) break;
+            mn_put(dk + (first + i) * stride, fmaf(scale, sum[(first + i) * 128], x[i]));
+        }
+    }
+}
+
 /* Grid: (slots of 128 keys, J). dk (128,K) += scale residual q over the rows whose dominant key is
  * one of the 128, a thread for each column; blocks whose flag is not set return at once. */
 __global__ static void __launch_bounds__(MN_SINGLE_PASS_SEARCH_THREADS)
@@ -669,18 +727,14 @@ attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
             const int n = (int)min((int64_t)MN_SINGLE_PASS_SEARCH, length - t);
             const int n_found = mn_single_pass_compact(found, counts, k.dominant_key + at, n,
                                                        tile.first);
-            for (int i = 0; i < n_found && column < K; i++) {
-                const int row = found[i].x;
-                const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, t0 + t + row, h);
-                float *to = &sum[found[i].y * 128 + column];
-                *to = fmaf(k.b[at + row], mn_float(q[column]), *to);
-            }
+            if (column >= K) continue;
+            mn_single_pass_add_found(sum, found, n_found, k.b + at,
+                                     mn_row<mn_bf16>(p.q, b, t0 + t, h), p.q.stride[1], column);
         }
     }
-    for (int i = 0; i < tile.n_rows && column < K; i++) {
-        mn_bf16 *to = mn_row<mn_bf16>(p.dk, b, t0 + tile.first + i, j) + column;
-        mn_put(to, fmaf(p.scale, sum[i * 128 + column], mn_float(*to)));
-    }
+    if (column >= K) return;
+    mn_single_pass_add_rows(mn_row<mn_bf16>(p.dk, b, t0 + tile.first, j) + column,
+                            p.dk.stride[1], sum + column, (int)tile.n_rows, p.scale);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */

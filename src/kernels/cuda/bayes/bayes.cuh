@@ -26,6 +26,7 @@
 
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/device_props.h"
+#include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/mma_f64.cuh"
 
 namespace mneme::bayes {
@@ -491,7 +492,7 @@ __device__ __noinline__ static void mn_bayes_factor(const mn_bayes_smem &smem) {
     }
 #pragma unroll
     for (int j = 0; j < MN_BAYES_CHUNK; j++) {
-        const double variance = fmax(__shfl_sync(0xffffffffu, column[j], j), 0.0);
+        const double variance = mn_fmax(__shfl_sync(0xffffffffu, column[j], j), 0.0);
         const double sigma = smem.r2[j] + variance, inverse = 1.0 / sigma;
         const double factor = column[j] * inverse;
         if (threadIdx.x == 0) {

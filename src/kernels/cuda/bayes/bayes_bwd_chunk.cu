@@ -87,8 +87,8 @@ __device__ static void factorise(const double *S, double *eliminate, double *sig
     for (int j = 0; j < CHUNK; j += 2) {
         const double b = __shfl_sync(ALL, column[j], j + 1);
         const double c = __shfl_sync(ALL, column[j + 1], j + 1);
-        const double a = __shfl_sync(ALL, r2, j) + fmax(__shfl_sync(ALL, column[j], j), 0.0);
-        const double rest = fmax(fma(c, a, -(b * b)), 0.0);
+        const double a = __shfl_sync(ALL, r2, j) + mn_fmax(__shfl_sync(ALL, column[j], j), 0.0);
+        const double rest = mn_fmax(fma(c, a, -(b * b)), 0.0);
         const double both = fma(__shfl_sync(ALL, r2, j + 1), a, rest);
         const double first = mn_rcp_f64(a), second = a * mn_rcp_f64(both);
         const double by_first = column[j] * first;

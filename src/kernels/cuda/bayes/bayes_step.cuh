@@ -11,6 +11,7 @@
 
 #include "kernels/cuda/prim/block.cuh"
 #include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/fmax.cuh"
 
 namespace mneme::bayes {
 
@@ -106,7 +107,7 @@ __device__ inline double step_variance(Smem &smem, int K, double l2, double r2) 
         smem.d[i] *= 1.0 + few;
     }
     Block::sync();
-    return fmax(step_over(K, variance_of), 0.0);
+    return mn_fmax(step_over(K, variance_of), 0.0);
 }
 
 /* P of the token; returns this thread's part of q'P q. Products that commute keep P symmetric. */

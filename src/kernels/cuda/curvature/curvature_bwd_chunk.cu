@@ -961,15 +961,23 @@ static int backward_of(const mn_curvature_args *p, const mn_curve_work &w, cudaS
                           p->call, cut, on, *p, w);
 }
 
+/* Whether tiles come by TMA (curvature_bwd_sm90.cu), each scan by itself. */
+static constexpr bool queries_by_tma = true, keys_by_tma = true;
+
 template <int KP>
 static int group_of(const mn_curvature_args *p, const mn_curve_work &w, cudaStream_t on) {
     const mn_curve_cut cut = mn_curve_group_cut(p);
+    mn_curve_back_maps maps;
+    const bool maps_there = mn_curve_back_map(&maps, p);
     int code = mn_curve_add_up<mn_bf16, KP, false>(p, w.there, NULL, cut, on);
-    if (code == cudaSuccess) code = mn_curve_queries<KP>(p, w, cut, on);
-    if (code == cudaSuccess) {
-        code = mn_curve_add_up<mn_bf16, KP, true>(p, w.back, w.means, cut, on);
-    }
-    return code == cudaSuccess ? mn_curve_back<KP>(p, w, cut, on) : code;
+    if (code != cudaSuccess) return code;
+    code = queries_by_tma && maps_there ? mn_curve_back_queries(p, maps, w, cut, on)
+                                        : mn_curve_queries<KP>(p, w, cut, on);
+    if (code != cudaSuccess) return code;
+    code = mn_curve_add_up<mn_bf16, KP, true>(p, w.back, w.means, cut, on);
+    if (code != cudaSuccess) return code;
+    return keys_by_tma && maps_there ? mn_curve_back_keys(p, maps, w, cut, on)
+                                     : mn_curve_back<KP>(p, w, cut, on);
 }
 
 MN_CUDA_LAUNCH(curvature_backward) {

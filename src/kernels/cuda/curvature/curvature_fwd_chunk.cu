@@ -4,6 +4,7 @@
 #include "kernels/cuda/curvature/curvature_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
+#include "kernels/cuda/curvature/curvature_sum_sm90.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::curvature {
@@ -91,119 +92,6 @@ __device__ inline void mn_curve_forward_weigh(mn_curve_forward_smem<KP> &smem,
         }
         mn_mbarrier_arrive(&smem.ready[slot]);
     }
-}
-
-/* The running sum of keys by columns: each of two warps has half of them, a lane two of eight, and
- * those of the same eight share out the rows of a tile. */
-template <int KP>
-struct mn_curve_vector {
-    static constexpr int vec16s = KP / 16, groups = 32 / vec16s;
-    float at[2];
-
-    __device__ static int first(void) {
-        return threadIdx.x / 32 % 2 * (KP / 2);
-    }
-
-    __device__ static int column(void) {
-        const int lane = threadIdx.x % 32;
-        return first() + lane % vec16s * 8 + lane / vec16s % 4 * 2;
-    }
-
-    __device__ void load(const float *from, int64_t K) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) at[i] = column() + i < K ? mn_get(from, column() + i) : 0.0f;
-    }
-
-    /* Rows 64 and 65 of a tile of keys, and floats. */
-    __device__ void put(unsigned char *k, float *to) const {
-        const uint32_t pair = mn_bf16x2(at[0], at[1]);
-        *(uint32_t *)(k + mn_swizzle_byte(MN_CURVE_ROWS, 64, column())) = pair;
-        *(uint32_t *)(k + mn_swizzle_byte(MN_CURVE_ROWS, 65, column())) =
-            mn_bf16x2(at[0] - mn_curve_low(pair), at[1] - mn_curve_high(pair));
-        *(float2 *)(to + column()) = make_float2(at[0], at[1]);
-    }
-
-    /* += a tile's rows. */
-    __device__ void add(const unsigned char *k) {
-        const int lane = threadIdx.x % 32, team = lane / vec16s;
-        float x[8] = {};
-#pragma unroll
-        for (int i = 0; i < MN_CURVE_CHUNK / groups; i++) {
-            float y[8];
-            const int j = first() + lane % vec16s * 8;
-            mn_curve_unpack(
-                y, *(const uint4 *)(k + mn_swizzle_byte(MN_CURVE_ROWS, i * groups + team, j)));
-#pragma unroll
-            for (int c = 0; c < 8; c++) x[c] += y[c];
-        }
-#pragma unroll
-        for (int kept = 4; kept > 1; kept /= 2) {    // of the columns, those that are its own
-            const bool upper = team & kept / 2;
-#pragma unroll
-            for (int c = 0; c < kept; c++) {
-                const float give = upper ? x[c] : x[c + kept];
-                x[c] = (upper ? x[c + kept] : x[c]) +
-                       __shfl_xor_sync(0xffffffffu, give, vec16s * kept / 2);
-            }
-        }
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-            if (groups == 8) x[c] += __shfl_xor_sync(0xffffffffu, x[c], 16);
-            at[c] += x[c];
-        }
-    }
-
-    __device__ void store(float *to, int64_t K, int slice) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int j = column() + i;
-            if (threadIdx.x % 32 < 4 * vec16s && j < K && j / MN_CURVE_SLICE == slice) {
-                to[j] = at[i];
-            }
-        }
-    }
-};
-
-/* Keys behind the last token become zeros, in a warp's own columns: they are those of another
- * sequence. */
-template <int KP>
-__device__ inline void mn_curve_forward_end(unsigned char *k, int count) {
-    for (int n = threadIdx.x % 32; n < (64 - count) * (KP / 16); n += 32) {
-        const int row = count + n / (KP / 16);
-        const int column = mn_curve_vector<KP>::first() + n % (KP / 16) * 8;
-        *(uint4 *)(k + mn_swizzle_byte(MN_CURVE_ROWS, row, column)) = make_uint4(0, 0, 0, 0);
-    }
-    __syncwarp();
-}
-
-/* Two warps: s in front of each chunk. */
-template <int KP>
-__device__ inline void mn_curve_forward_add(mn_curve_forward_smem<KP> &smem,
-                                            const mn_curvature_args &p, const mn_curve_place &at,
-                                            const float *vector) {
-    const int n_chunks = (at.s.rows + 63) / 64;
-    mn_curve_vector<KP> s;
-    s.load(vector, p.call.K);
-    for (int n = threadIdx.x % 64; n < MN_CURVE_AHEAD * (KP / 64) * 48; n += 64) {
-        unsigned char *k = smem.stage[n / 48 / (KP / 64)].k;    // the rows behind s
-        const int smem_tile = n / 48 % (KP / 64);
-        *(uint4 *)(k + (smem_tile * MN_CURVE_ROWS + 66) * 128 + n % 48 * 16) =
-            make_uint4(0, 0, 0, 0);
-    }
-    for (int c = 0; c < n_chunks; c++) {
-        const int slot = c % MN_CURVE_AHEAD;
-        mn_curve_forward_stage<KP> &in = smem.stage[slot];
-        mn_mbarrier_wait(&smem.there[slot], c / MN_CURVE_AHEAD & 1);
-        if (at.s.rows < c * 64 + 64) mn_curve_forward_end<KP>(in.k, at.s.rows - c * 64);
-        s.put(in.k, in.s);
-        mn_fence_proxy_async();
-        mn_mbarrier_arrive(&smem.ready[slot]);
-        s.add(in.k);
-        mn_fence_proxy_async();
-        mn_mbarrier_arrive(&smem.gone[slot]);
-    }
-    float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
-    if (last) s.store(last, p.call.K, at.slice);
 }
 
 /* ---- the group that makes scores ------------------------------------------------------------- */
@@ -397,8 +285,9 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
         if (threadIdx.x == 0) mn_curve_forward_request<KP>(smem, maps, at);
         if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(smem, p, at);
         if (threadIdx.x / 32 >= 2) {
-            mn_curve_forward_add<KP>(smem, p, at,
-                                     sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
+            mn_curve_add_keys<KP, MN_CURVE_AHEAD>(
+                smem, at, K, sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h),
+                at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL);
         }
     } else if (threadIdx.x < 2 * MN_WARPGROUP) {
         mn_setmaxnreg_dec<96>();

@@ -18,6 +18,7 @@
 #include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
 #include "kernels/cuda/curvature/curvature.cuh"
 #include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::curvature {
 
@@ -350,6 +351,23 @@ __device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_
 }
 
 #endif
+
+/* ---- going back (curvature_bwd_sm90.cu) ------------------------------------------------------ */
+
+struct mn_curve_back_maps {
+    CUtensorMap q, k, d;
+    bool has_d;    // a cotangent of results; else d is zeros
+};
+
+/* False: the tensors cannot be mapped. */
+bool mn_curve_back_map(mn_curve_back_maps *maps, const mn_curvature_args *p);
+
+/* Gradients of q and gamma, for which w.means and w.parts are left; then those of keys, with
+ * dgamma, and of states. */
+int mn_curve_back_queries(const mn_curvature_args *p, const mn_curve_back_maps &maps,
+                          const mn_curve_work &w, const mn_curve_cut &cut, cudaStream_t on);
+int mn_curve_back_keys(const mn_curvature_args *p, const mn_curve_back_maps &maps,
+                       const mn_curve_work &w, const mn_curve_cut &cut, cudaStream_t on);
 
 }    // namespace mneme::curvature
 

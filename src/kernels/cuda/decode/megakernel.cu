@@ -6,6 +6,7 @@
  * reads are there (megakernel.cuh), most often while its weights have come already. The launch is
  * cooperative, so that all blocks are there at once. */
 #include "kernels/cuda/decode/megakernel.cuh"
+#include "kernels/cuda/decode/megakernel_attention.cuh"
 #include "kernels/cuda/decode/megakernel_steps.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
@@ -702,6 +703,9 @@ __device__ inline void mn_decode_producer(mn_decode_smem &smem, const char *mega
             mn_decode_prefetch_kla(instr.kla);
         } else if (Stages::has_bayes && instr.kind == MN_DECODE_BAYES) {
             mn_decode_prefetch_bayes(instr.bayes);
+        } else if (Stages::streams && instr.kind == MN_DECODE_STREAM) {
+            mn_decode_prefetch_stream(megakernel, instr.stream, words);
+            mn_decode_load_stream(smem, at, instr.stream);
         } else if (Stages::attends && instr.kind == MN_DECODE_ATTEND) {
             mn_decode_prefetch_cache(instr.work.attend);
         } else if (Stages::hyper && instr.kind == MN_DECODE_HYPER) {
@@ -1276,6 +1280,8 @@ __device__ static void work(mn_decode_smem &smem, const char *words, int row, in
             mn_decode_kla_step(instr.kla, place);
         } else if (Stages::has_bayes && instr.kind == MN_DECODE_BAYES) {
             mn_decode_bayes_step(smem, instr.bayes, place);
+        } else if (Stages::streams && instr.kind == MN_DECODE_STREAM) {
+            mn_decode_run_stream(smem, instr.stream, place);
         } else if (Stages::works && mn_decode_is_work(instr.kind)) {
             mn_decode_run_work<Stages>(smem, instr, place);
         }
@@ -1336,17 +1342,19 @@ static megakernel_instance instance_of(const mn_decode_launch_args *given) {
     const unsigned steps = given->steps;
     constexpr unsigned palimpsa = 1u << MN_DECODE_STEP_importance;
     constexpr unsigned kla = 1u << MN_DECODE_STEP_moebius, bayes = 1u << MN_DECODE_STEP_bayes;
-    const bool caches = given->attends || given->hyper;
+    const bool caches = given->attends || given->hyper || given->streams;
+    const bool alone = !given->works && !given->streams;
+    if (alone && steps == 0) return decode_megakernel<mn_decode_stages<false, false, false, 0>>;
     if (!given->works && steps == 0) {
-        return decode_megakernel<mn_decode_stages<false, false, false, 0>>;
+        return decode_megakernel<mn_decode_stages<false, false, false, 0, false, true>>;
     }
-    if (!given->works && steps == palimpsa) {
+    if (alone && steps == palimpsa) {
         return decode_megakernel<mn_decode_stages<false, false, false, palimpsa>>;
     }
-    if (!given->works && steps == kla) {
+    if (alone && steps == kla) {
         return decode_megakernel<mn_decode_stages<false, false, false, kla>>;
     }
-    if (!given->works && steps == bayes) {
+    if (alone && steps == bayes) {
         return decode_megakernel<mn_decode_stages<false, false, false, bayes>>;
     }
     if (steps == 0 && !caches) return decode_megakernel<mn_decode_stages<true, false, false, 0>>;
@@ -1356,7 +1364,7 @@ static megakernel_instance instance_of(const mn_decode_launch_args *given) {
     if (steps == 0 && !given->hyper) {
         return decode_megakernel<mn_decode_stages<true, true, false, 0>>;
     }
-    if (steps == 0 && !given->attends) {
+    if (steps == 0 && !given->attends && !given->streams) {
         return decode_megakernel<mn_decode_stages<true, false, true, 0>>;
     }
 #define DECODE_STEP(op, folder, columns, results, memory)                                          \

@@ -57,10 +57,12 @@ constexpr unsigned MN_DECODE_RING_STEPS = 0
 
 /* Which stages an instance of the megakernel has: registers and stack of one do not depend on what
  * others have. WORKS: barriers, and stages behind them; SMALL: small works, beside which products
- * do not keep all their registers. */
-template <bool WORKS, bool ATTENDS, bool HYPER, unsigned STEPS, bool SMALL = true>
+ * do not keep all their registers; STREAMS: attention without a barrier. */
+template <bool WORKS, bool ATTENDS, bool HYPER, unsigned STEPS, bool SMALL = true,
+          bool STREAMS = ATTENDS>
 struct mn_decode_stages {
     static constexpr bool works = WORKS, attends = ATTENDS, hyper = HYPER, small = SMALL;
+    static constexpr bool streams = STREAMS;
     static constexpr unsigned steps = STEPS, of_ring = STEPS & MN_DECODE_RING_STEPS;
     // stages of their own that models with those steps have
     static constexpr bool has_palimpsa = STEPS >> MN_DECODE_STEP_importance & 1;

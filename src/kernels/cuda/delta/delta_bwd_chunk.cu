@@ -4,8 +4,13 @@
  *   delta_scan_save_sm90         S in front of every chunk and R, to the workspace; elsewhere
  *                                delta_state_scan, SAVE
  *   delta_state_scan_bwd         dv, dstate0, and D behind every chunk and dX, to the workspace
- *   delta_grad*                  dq, de, dw of all chunks, and parts of dbeta and dg
- *   delta_reduce_grads           dbeta and dg from these parts (decays per channel: dbeta alone) */
+ *   delta_grad*                  dq, de, dw of all chunks, and parts of dbeta and dg; on Hopper
+ *                                where scans save as above dbeta and dg as such
+ *   delta_reduce_grads           dbeta and dg from these parts (decays per channel: dbeta alone,
+ *                                where blocks have some of the channels)
+ *
+ * Of these the two scans need nothing of each other, and on Hopper run at once. What grad.v has of
+ * a chunk is dX of it, which is stored in the workspace where grad.v is not wanted alone. */
 #include "kernels/cuda/delta/delta_grad_channel.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
@@ -296,7 +301,8 @@ __device__ inline void mn_save_state_scan(mn_save_smem<KP> &smem, const mn_delta
  * Loads   e (64,K), v (64, 64 columns), T (64,64) and the decays of each chunk; the state (K, 64
  *         columns) at the start.
  * Stores  S (64 columns, KP) in front of each chunk and R (64 columns, 64) of each, in the
- *         workspace; the state behind a first segment. */
+ *         workspace; the state behind a first segment.
+ * Launches behind it may begin at once: neither maps nor the scan back need what it leaves. */
 template <int KP>
 __global__ void __launch_bounds__(MN_SAVE_THREADS, 2)
 delta_scan_save_sm90_kernel(const __grid_constant__ mn_delta_params job,
@@ -304,7 +310,7 @@ delta_scan_save_sm90_kernel(const __grid_constant__ mn_delta_params job,
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char save_smem_bytes[];
     mn_save_smem<KP> &smem = *(mn_save_smem<KP> *)save_smem_bytes;
-    if (job.segments.part == MN_DELTA_SEGMENT_FIRST) mn_pdl_launch_dependents();
+    mn_pdl_launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             mn_mbarrier_init(&smem.full[i], 32);
@@ -360,13 +366,13 @@ inline int mn_delta_scan_save_sm90(const mn_delta_params &job, const mn_save_map
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* dbeta and dg from `n_partials` parts of `records` = slots * H chunks. Without tokens the gradient
- * of a decay per head is stored too, as zero. */
+/* dbeta and dg from `n_partials` parts, 0: all but for a decay per head is there, of `records` =
+ * slots * H chunks. Without tokens the gradient of a decay per head is stored too, as zero. */
 static int reduce_grads(const mn_delta_params &job, int64_t records, int n_partials,
                         cudaStream_t stream) {
     const mn_delta_args &p = job.p;
     int code = cudaSuccess;
-    if (records > 0) {
+    if (records > 0 && n_partials > 0) {
         const int64_t blocks = mn_delta_grad_blocks(job, records);
         code = mn_launch_smem_behind(job.cuts, delta_reduce_grads, dim3((unsigned)blocks),
                                      MN_DELTA_CHUNK, 0, stream, job, n_partials);
@@ -387,11 +393,20 @@ static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
     return mn_delta_intra_chunk_by_decay<KP>(job, stream);
 }
 
+/* Whether gradients come from dv where it is wanted; false: from a record beside it. */
+static const bool takes_dX_from_dv = true;
+
+/* Whether the scan back runs beside the scan that saves states, where that is by warps so few that
+ * a processor holds a block of each; false: behind it. */
+static const bool scans_beside = true;
+
 /* Both scans, for all of padded_v columns of values. */
 template <int KP, bool CHANNEL>
 static int scan(const mn_delta_params &job, cudaStream_t stream) {
     mn_save_maps save_maps;
     const bool saves = !CHANNEL && mn_delta_scan_save_supported(&save_maps, job);
+    const bool beside = scans_beside && saves && !job.cuts;
+    const mn_delta_params behind = mn_delta_back_apart(job);
     mn_delta_scan_kernel two_back = nullptr;
     if constexpr (KP <= 128 && !CHANNEL) two_back = delta_state_scan_bwd_kernel<KP, false, 2>;
     const auto forth = [&](const mn_delta_params &part, int segments) {
@@ -405,35 +420,41 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     const auto back = [&](const mn_delta_params &part, int segments) {
         return mn_delta_state_scan<KP>(delta_state_scan_bwd_kernel<KP, CHANNEL>,
                                        delta_state_scan_bwd_warp_kernel<KP, CHANNEL>, part, true,
-                                       part.padded_v, stream, segments, two_back);
+                                       part.padded_v, stream, segments, two_back, beside);
     };
     if constexpr (KP <= 128) {
         if (mn_delta_has_segments(job)) {
+            if (beside) {
+                return mn_delta_scan_segments_beside<KP, CHANNEL>(job, behind, stream, forth, back);
+            }
             const int code = job.cuts ? cudaSuccess
                                       : mn_delta_scan_segments<KP, CHANNEL>(job, stream, forth);
-            return code == cudaSuccess ? mn_delta_scan_segments_back<KP>(job, stream, back) : code;
+            return code == cudaSuccess ? mn_delta_scan_segments_back<KP>(behind, stream, back)
+                                       : code;
         }
     }
     const int code = job.cuts ? cudaSuccess : forth(job, 0);
-    return code == cudaSuccess ? back(job, 0) : code;
+    return code == cudaSuccess ? back(behind, 0) : code;
 }
 
-/* dq, de, dw and the parts of dbeta and dg. */
+/* dq, de, dw, dbeta and dg; by Hopper's kernel where there are maps for it. */
 template <int KT, int KP>
-static int grad(const mn_delta_params &job, const mn_grad_fold &fold, int64_t records,
-                cudaStream_t stream) {
+static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const mn_grad_fold &fold,
+                int64_t records, cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
-    if constexpr (KP <= mn_delta_grad_sm90_keys) {
-        mn_grad_tma_maps maps;
-        if (mn_delta_grad_sm90_supported(&maps, job, records)) {
-            return mn_delta_grad_sm90<KP>(job, maps, records, stream);
+    if constexpr (KP <= 128) {
+        if (maps) {
+            const int code = mn_delta_grad_sm90<KP>(job, *maps, records, stream);
+            return code == cudaSuccess ? reduce_grads(job, records, 0, stream) : code;
         }
     }
     const dim3 blocks((unsigned)mn_delta_grad_blocks(job, records), KP / KT);
-    return mn_launch_smem_behind(
+    const int code = mn_launch_smem_behind(
         job.cuts, channel ? delta_grad_channel_kernel<KT, KP, true> : delta_grad_kernel<KT, KP>,
         blocks, MN_DELTA_GRAD_THREADS,
         channel ? sizeof(mn_channel_grad_smem<KT>) : sizeof(mn_grad_smem<KT>), stream, job, fold);
+    const int n_partials = channel && KT == KP ? 0 : KP / KT;
+    return code == cudaSuccess ? reduce_grads(job, records, n_partials, stream) : code;
 }
 
 /* Gradients by KT channels a block; `values`: dv of a redo. */
@@ -441,7 +462,11 @@ template <int KT, int KP>
 static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, const mn_out &values,
                        cudaStream_t stream) {
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
-    int code = job.cuts ? cudaSuccess : intra_chunk<KP>(job, stream);
+    mn_grad_tma_maps maps;
+    const bool sm90 = KP <= 128 && mn_delta_grad_sm90_supported(&maps, job, records);
+    mn_delta_params intra = job;
+    if (sm90 && mn_grad_makes_scores) intra.workspace.A = nullptr;
+    int code = job.cuts ? cudaSuccess : intra_chunk<KP>(intra, stream);
     if (code != cudaSuccess) return code;
     code = job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
                                            : scan<KP, false>(job, stream);
@@ -450,8 +475,7 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
     }
     if (job.cuts) code = redo_values(job, values, stream);
     if (code != cudaSuccess) return code;
-    code = grad<KT, KP>(job, fold, records, stream);
-    return code == cudaSuccess ? reduce_grads(job, records, KP / KT, stream) : code;
+    return grad<KT, KP>(job, sm90 ? &maps : nullptr, fold, records, stream);
 }
 
 /* Where there is little shared memory, blocks of gradients take 64 channels in place of 128. */
@@ -476,8 +500,8 @@ static int backward(const mn_delta_params &job, const mn_grad_fold &fold, const 
  * give. */
 extern "C" bool mn_delta_folds_groups(const void *args) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    const bool sm90 = mn_device_is_sm90() && p->call.K <= mn_delta_grad_sm90_keys &&
-                      p->decay != MN_DECAY_CHANNEL && !p->w.data;
+    const bool sm90 = mn_device_is_sm90() && p->call.K <= 128 && p->decay != MN_DECAY_CHANNEL &&
+                      !p->w.data;
     return mn_delta_uses_chunks(p) && p->call.J > 0 && p->call.J < p->call.H &&
            p->call.K % 8 == 0 && !sm90;
 }
@@ -547,7 +571,7 @@ static int backward_kept(const mn_delta_params &job, const mn_grad_fold &fold,
         !job.p.cot.o.data) {
         return code;
     }
-    redo.cuts = job.workspace.cuts;
+    redo.cuts = job.workspace.cuts, redo.dX_is_dv = false;
     redo.p.grad.v = {}, redo.p.grad.state0 = {};
     code = mn_launch_smem_behind(true, delta_find_redo_back<false>, dim3((unsigned)heads),
                                  MN_DELTA_REDO_THREADS, 0, stream, redo, job.p.grad.v);
@@ -564,6 +588,7 @@ int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) 
     }
     const int code = make_fold(&fold, &job, (char *)shared + own, (cudaStream_t)stream);
     if (code != cudaSuccess) return code;
+    job.dX_is_dv = takes_dX_from_dv && p->grad.v.data;
     MN_DELTA_DISPATCH_K(backward_kept, p->call.K, (job, fold, (cudaStream_t)stream));
 }
 

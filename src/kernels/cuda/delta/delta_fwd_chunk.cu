@@ -10,6 +10,7 @@
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/curvature/curvature_ready.cuh"
 #include "kernels/cuda/delta/delta_state_scan.cuh"
+#include "kernels/cuda/delta/delta_fwd_wide_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
@@ -39,10 +40,6 @@ enum {
     MN_FWD_CHUNK_STAGES = 3,                       // chunks under way
 };
 
-struct mn_fwd_chunk_maps {
-    CUtensorMap q, e, v, o;
-};
-
 /* A chunk in shared memory: `front` has e (64,KP), v (64, 64 columns), T and P (64,64); P is
  * written by the second warpgroup, all else is loaded. */
 template <int KP>
@@ -65,14 +62,6 @@ struct mn_fwd_chunk_smem {
 #if MN_HAS_WGMMA
 
 /* ---- the producer warpgroup ------------------------------------------------------------------ */
-
-/* Whether TMA may load a chunk: its 64 rows are tokens of its sequence, or zeros behind the
- * tensor's end. */
-template <bool REDO>
-__device__ inline bool mn_fwd_chunk_is_full(const mn_delta_params &job, const mn_scan_coord &at,
-                                         int chunk) {
-    return (!job.p.call.cu_seqlens && !REDO) || mn_scan_chunk_len(at, chunk) == MN_DELTA_CHUNK;
-}
 
 /* Loads q, e, v, T and the decays of a chunk into a stage. One lane calls. */
 template <int KP>
@@ -119,30 +108,6 @@ __device__ __noinline__ void mn_fwd_chunk_copy(mn_fwd_chunk_stage<KP> &to,
     mn_fence_proxy_async();
 }
 
-/* A warp stores a tile of results, o (64, 64 columns), to device memory: by TMA, or row by row
- * where fewer tokens are the sequence's. */
-template <bool REDO>
-__device__ inline void mn_fwd_chunk_store_out(const mn_delta_params &job,
-                                              const mn_fwd_chunk_maps &maps,
-                                    const mn_scan_coord &at, const unsigned char *tile,
-                                        int chunk) {
-    const int lane = threadIdx.x % 32, vec16 = lane % 8;
-    const int64_t t = at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK;
-    const int64_t j = at.column0 + 8 * vec16;
-    if (!job.p.o.data) return;
-    if (mn_fwd_chunk_is_full<REDO>(job, at, chunk)) {
-        if (lane > 0) return;
-        mn_tma_store(maps.o, tile, (int)at.column0, (int)at.h, (int)t, (int)at.span.b);
-        mn_tma_store_wait_read();
-        return;
-    }
-    for (int token = lane / 8; token < mn_scan_chunk_len(at, chunk); token += 4) {
-        const uint4 pack = *(const uint4 *)(tile + mn_tile_swizzle(token, vec16));
-        mn_bf16 *to = mn_row<mn_bf16>(job.p.o, at.span.b, t + token, at.h) + j;
-        if (j < job.p.call.V) *(uint4 *)to = pack;
-    }
-}
-
 /* Loads chunk `chunk` while warp 1 stores the results of the one MN_FWD_CHUNK_STAGES before.
  * OVERLAPS: waits until curvature has stored the chunk's queries. */
 template <int KP, bool OVERLAPS, bool REDO>
@@ -171,7 +136,7 @@ __device__ inline void mn_fwd_chunk_producer(mn_fwd_chunk_smem<KP> &smem,
         }
         if (warp != 1 || result < 0) continue;
         mn_mbarrier_wait(&smem.out_full[result % 2], result / 2 & 1);
-        mn_fwd_chunk_store_out<REDO>(job, maps, at, smem.out[result % 2], result);
+        mn_fwd_chunk_store_out<REDO>(job, maps, at, smem.out[result % 2], at.column0, result);
         mn_mbarrier_arrive(&smem.out_empty[result % 2]);
     }
 }
@@ -203,21 +168,6 @@ __device__ inline void mn_fwd_chunk_scores(mn_fwd_chunk_smem<KP> &smem, float sc
 }
 
 /* ---- the warpgroup that keeps the state ------------------------------------------------------ */
-
-/* O, transposed in registers (16 value columns of a warp, 64 tokens), to a tile (64 tokens, 64
- * columns) in shared memory. */
-__device__ inline void mn_fwd_chunk_stage_out(unsigned char *tile, const float (&O)[8][4]) {
-    const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8;
-    const int vec16 = threadIdx.x / 32 * 2 + lane / 8 % 2;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        unsigned x[4];
-        mn_frag_a_of(x, O[2 * k], O[2 * k + 1]);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::
-                         "r"(mn_shared_u32(tile) + mn_tile_swizzle(16 * k + row, vec16)),
-                     "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-    }
-}
 
 /* Starts y += x matrix' for x (16 value columns, 64 tokens) and a matrix (64,64). */
 __device__ inline void mn_fwd_chunk_mma_lower(float (&y)[8][4], const unsigned (&x)[4][4],
@@ -276,7 +226,7 @@ __device__ inline void mn_fwd_chunk_state_scan(mn_fwd_chunk_smem<KP> &smem,
         mn_mma_commit<true>();
         mn_mbarrier_wait(&smem.out_empty[chunk % 2], (chunk / 2 & 1) ^ 1);
         mn_mma_wait<true, 1>();
-        mn_fwd_chunk_stage_out(smem.out[chunk % 2], O);
+        mn_fwd_chunk_stage_out(smem.out[chunk % 2], O, threadIdx.x);
         mn_mma_wait<true>();
         mn_fence_proxy_async();
         mn_mbarrier_arrive(&smem.out_full[chunk % 2]);
@@ -430,10 +380,25 @@ static int forward_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps 
         : code;
 }
 
+/* Whether blocks may have 128 value columns, with the same bits (delta_fwd_wide_sm90.cuh). */
+static const bool scans_wide = true;
+
+/* Where blocks of 64 value columns are more than processors: half as many then fill the GPU. */
+template <int KP>
+static bool is_wide(const mn_delta_params &job) {
+    const mn_call &call = job.p.call;
+    return scans_wide && KP == MN_FWD_WIDE_KEYS && !job.cuts && !job.p.query &&
+           mn_fwd_chunk_slices(call) % MN_FWD_WIDE_SLICES == 0 &&
+           mn_fwd_chunk_blocks(call) > sm_count();
+}
+
 /* The scan behind T, with long sequences by segments where `cuts`. */
 template <int KP>
 static int scan_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps, bool cuts,
                      cudaStream_t stream) {
+    if constexpr (KP == MN_FWD_WIDE_KEYS) {
+        if (!cuts && is_wide<KP>(job)) return mn_delta_fwd_wide_sm90<KP>(job, maps, stream);
+    }
     if (!cuts) return mn_delta_fwd_chunk_sm90<KP>(job, maps, stream);
     mn_delta_params tiled = job;
     tiled.T_tiled = true;

@@ -46,7 +46,7 @@ struct mn_grad_fold {
     int times;
 };
 
-/* A tile of 64 value columns. */
+/* A tile of 64 value columns. dX comes as the record has it, or as dv: (64 tokens, 64 columns). */
 template <int KT>
 struct alignas(128) mn_grad_stage {
     unsigned char cot[mn_tile_bytes<64>()], dX[mn_tile_bytes<64>()], R[mn_tile_bytes<64>()];
@@ -97,6 +97,12 @@ struct mn_grad_acc {
     float end[8];                        // S . D of eight channels, some of the rows
 };
 
+/* dv, which the scan back has stored, as what gradients come from. */
+__host__ __device__ inline mn_in mn_grad_dv(const mn_delta_params &job) {
+    const mn_out &dv = job.p.grad.v;
+    return { dv.data, { dv.stride[0], dv.stride[1], dv.stride[2] } };
+}
+
 template <int KT, int CHANNEL>
 __device__ inline void mn_grad_load(mn_grad_stage<KT> &to, const mn_delta_params &job,
                                       const mn_grad_coord &at, int64_t column0) {
@@ -107,16 +113,41 @@ __device__ inline void mn_grad_load(mn_grad_stage<KT> &to, const mn_delta_params
     mn_chunk_load<CHANNEL, 64, n_threads>(to.cot, mn_in{}, job.p.cot.o, job.packed[MN_DELTA_COT],
                                           at.tile.span, at.h, at.tile.first, at.count, column0,
                                           job.p.call.V, tid);
-    mn_tile_reload<64, n_threads>(to.dX, workspace.dX + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, tid);
+    if (job.dX_is_dv) {
+        mn_tile_load<64, n_threads>(to.dX, mn_grad_dv(job), job.packed[MN_DELTA_DV], at.tile.span,
+                                    at.h, at.tile.first, at.count, column0, job.p.call.V, tid);
+    } else {
+        mn_tile_reload<64, n_threads>(to.dX, workspace.dX + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK,
+                                      tid);
+    }
     mn_tile_reload<64, n_threads>(to.R, workspace.R + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, tid);
     mn_tile_reload<KT, n_threads>(to.S, workspace.S + row * stride + at.channel0, stride, tid);
     mn_tile_reload<KT, n_threads>(to.D, workspace.D + row * stride + at.channel0, stride, tid);
 }
 
-/* Adds a tile of value columns to the sums. */
-template <int KT>
+/* Adds S . D of a tile of value columns, of eight channels to N sums. */
+template <int KT, int N>
+__device__ inline void mn_grad_add_ends(float (&end)[N], const mn_grad_stage<KT> &stage) {
+    constexpr int vec16s = KT / 8;
+    const int vec16 = threadIdx.x % vec16s;
+#pragma unroll
+    for (int row = threadIdx.x / vec16s; row < 64; row += MN_DELTA_GRAD_THREADS / vec16s) {
+        const uint4 s = *(const uint4 *)(stage.S + mn_tile_swizzle(row, vec16));
+        const uint4 d = *(const uint4 *)(stage.D + mn_tile_swizzle(row, vec16));
+        const unsigned x[4] = { s.x, s.y, s.z, s.w }, y[4] = { d.x, d.y, d.z, d.w };
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float &even = end[2 * i % N], &odd = end[(2 * i + 1) % N];
+            even = fmaf(mn_bf16_lo(x[i]), mn_bf16_lo(y[i]), even);
+            odd = fmaf(mn_bf16_hi(x[i]), mn_bf16_hi(y[i]), odd);
+        }
+    }
+}
+
+/* Adds a tile of value columns to the sums. DV: dX came as dv. */
+template <int KT, bool DV>
 __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_stage<KT> &stage,
-                                       const mn_grad_coord &at) {
+                                          const mn_grad_coord &at) {
     const unsigned cot = mn_shared_u32(stage.cot), dX = mn_shared_u32(stage.dX),
         R = mn_shared_u32(stage.R);
     const unsigned S = mn_shared_u32(stage.S), D = mn_shared_u32(stage.D);
@@ -125,7 +156,8 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
     for (int k = 0; k < 64; k += 16) {
         unsigned from_cot[4], from_dX[4], from_R[4], b[4];
         mn_frag_a(from_cot, cot, row0, k);
-        mn_frag_a_trans(from_dX, dX, row0, k);
+        if (DV) mn_frag_a(from_dX, dX, row0, k);
+        else mn_frag_a_trans(from_dX, dX, row0, k);
         mn_frag_a_trans(from_R, R, row0, k);
 #pragma unroll
         for (int n = 0; n < mn_grad_acc<KT>::N; n += 2) {
@@ -145,20 +177,9 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
         mn_mma(sum.A[0], from_dX, b[0], b[1]);
         mn_mma(sum.A[1], from_dX, b[2], b[3]);
     }
-    constexpr int vec16s = KT / 8;
-    const int vec16 = threadIdx.x % vec16s;
-#pragma unroll
-    for (int row = threadIdx.x / vec16s; row < 64; row += MN_DELTA_GRAD_THREADS / vec16s) {
-        const uint4 s = *(const uint4 *)(stage.S + mn_tile_swizzle(row, vec16));
-        const uint4 d = *(const uint4 *)(stage.D + mn_tile_swizzle(row, vec16));
-        const unsigned x[4] = { s.x, s.y, s.z, s.w }, y[4] = { d.x, d.y, d.z, d.w };
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            sum.end[2 * i] = fmaf(mn_bf16_lo(x[i]), mn_bf16_lo(y[i]), sum.end[2 * i]);
-            sum.end[2 * i + 1] = fmaf(mn_bf16_hi(x[i]), mn_bf16_hi(y[i]), sum.end[2 * i + 1]);
-        }
-    }
+    mn_grad_add_ends<KT>(sum.end, stage);
 }
+
 
 /* Adds all value columns to `sum`, and loads the chunk's q, e, w into smem.keys. */
 template <int KT, int CHANNEL = false, typename Smem>
@@ -188,7 +209,8 @@ __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
         mn_cp_async_commit();
         mn_cp_async_wait<1>();
         __syncthreads();
-        mn_grad_mma_values<KT>(sum, smem.stage[i % 2], at);
+        if (job.dX_is_dv) mn_grad_mma_values<KT, true>(sum, smem.stage[i % 2], at);
+        else mn_grad_mma_values<KT, false>(sum, smem.stage[i % 2], at);
         __syncthreads();
     }
     mn_cp_async_wait<0>();
@@ -222,9 +244,15 @@ __device__ inline mn_grad_coord mn_grad_block_coord(const mn_delta_params &job, 
 
 /* ---- decays that channels share -------------------------------------------------------------- */
 
+/* Two neighbours of P, and of A. */
+__device__ inline float4 mn_grad_known(const unsigned *P, const unsigned *A) {
+    return make_float4(mn_bf16_lo(*P), mn_bf16_hi(*P), mn_bf16_lo(*A), mn_bf16_hi(*A));
+}
+
 /* Stores matrices P and A with their decays in shared memory, and sums of dP . P + dA . A over rows
- * and columns. known(t, s): P and A at (t, s) and (t, s + 1), two numbers of bf16 each. */
-template <int KT, typename Smem, typename Known>
+ * and columns. known(t, s): P at (t, s) and (t, s + 1), then A, with their decays and beta, or where
+ * not DECAYED without. */
+template <int KT, bool DECAYED = true, typename Smem, typename Known>
 __device__ inline void mn_grad_pairs(Smem &smem, const mn_grad_acc<KT> &sum, float scale,
                                       const mn_grad_coord &at, Known known) {
     const int lane = threadIdx.x % 32;
@@ -236,26 +264,25 @@ __device__ inline void mn_grad_pairs(Smem &smem, const mn_grad_acc<KT> &sum, flo
             const int t = at.block * 16 + lane / 4 + 8 * half;
             const int s = at.quarter * 16 + n * 8 + lane % 4 * 2;
             float p[2], a[2];
-            uint2 matrices = make_uint2(0, 0);    // P, A
-            if (at.quarter <= at.block) matrices = known(t, s);
+            const float2 beta = *(const float2 *)&smem.log_decays.beta[s];
+            if (at.quarter > at.block) continue;
+            const float4 matrices = known(t, s);    // P, A
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int c = 2 * half + i;
-                const float P = i ? mn_bf16_hi(matrices.x) : mn_bf16_lo(matrices.x);
-                const float A = i ? mn_bf16_hi(matrices.y) : mn_bf16_lo(matrices.y);
+                const float P = i ? matrices.y : matrices.x, A = i ? matrices.w : matrices.z;
                 const bool inside = s + i <= t, before = s + i < t;
                 const float cum_decay = expf((float)(smem.log_decays.G[t]
                                                      - smem.log_decays.G[s + i]));
                 p[i] = inside ? scale * cum_decay * sum.P[n][c] : 0.0f;
                 a[i] = before ? -cum_decay * sum.A[n][c] : 0.0f;
                 if (!before) continue;
-                const float passed = fmaf(sum.P[n][c], P, -sum.A[n][c] * A);
+                float passed = fmaf(sum.P[n][c], P, -sum.A[n][c] * A);
+                if (!DECAYED) passed *= cum_decay * (i ? beta.y : beta.x);
                 rows[half] += passed;
                 columns[n][i] += passed;
             }
-            if (at.quarter > at.block) continue;
             const unsigned place = mn_tile_swizzle(t, s / 8) + lane % 4 * 4;
-            const float2 beta = *(const float2 *)&smem.log_decays.beta[s];
             *(unsigned *)(smem.matrices.P + place) = mn_bf16x2(p[0], p[1]);
             *(unsigned *)(smem.matrices.A + place) = mn_bf16x2(a[0], a[1]);
             *(unsigned *)(smem.matrices.P_beta + place) = mn_bf16x2(p[0] * beta.x, p[1] * beta.y);
@@ -532,8 +559,8 @@ delta_grad_kernel(const __grid_constant__ mn_delta_params job,
     const int64_t matrix = at.index * MN_DELTA_MATRIX;
     mn_grad_pairs<KT>(smem, sum, job.scale, at, [&](int t, int s) {
         const int64_t from = matrix + t * MN_DELTA_CHUNK + s;
-        return make_uint2(*(const unsigned *)(job.workspace.P + from),
-                          *(const unsigned *)(job.workspace.A + from));
+        return mn_grad_known((const unsigned *)(job.workspace.P + from),
+                             (const unsigned *)(job.workspace.A + from));
     });
     mn_grad_states<KT>(smem, sum, w, job.scale, at);
     __syncthreads();

@@ -407,11 +407,20 @@ __device__ void mn_channel_store_decays(mn_channel_grad_smem<KT> &smem, const mn
     }
 }
 
+/* grad.beta of a token, of which this thread has the number. */
+__device__ inline void mn_channel_store_beta(const mn_delta_params &job, const mn_grad_coord &at,
+                                             float beta) {
+    const int t = (int)threadIdx.x;
+    const int64_t when = at.tile.span.t0 + at.tile.first + t;
+    mn_bf16 *to = mn_row<mn_bf16>(job.p.grad.beta, at.tile.span.b, when, at.h);
+    if (to && t < at.count) mn_put(to, beta);
+}
+
 /* Grid: (chunk slots * H, KP / KT) blocks of 512 threads: a chunk of a head, KT of its channels.
  * Loads   cot.o (64,V); dX, R (V,64) and S, D (V, KT of KP) of the workspace, 64 value columns at a
  *         time; q, e, w, g (64,KT) and beta (64).
- * Stores  grad.q, grad.e, grad.w, grad.g (64,KT) where given; dbeta (64), over these channels, in
- *         workspace.parts[blockIdx.y][blockIdx.x].
+ * Stores  grad.q, grad.e, grad.w, grad.g (64,KT) where given; dbeta (64), or where KT are not all
+ *         channels the sum over these in workspace.parts[blockIdx.y][blockIdx.x].
  * Launched by backward of delta_bwd_chunk.cu and, with CHANNEL = MN_DELTA_PAIRS, by
  * dplr_chunk.cu. */
 template <int KT, int KP, int CHANNEL>
@@ -454,7 +463,8 @@ delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job,
     if (threadIdx.x < MN_DELTA_CHUNK) {
         float beta = 0.0f;
         for (int i = 0; i < 4; i++) beta += smem.sums.beta[i][threadIdx.x];
-        parts[at.index].beta[threadIdx.x] = beta;
+        if (KT < KP) parts[at.index].beta[threadIdx.x] = beta;
+        else mn_channel_store_beta(job, at, beta);
     }
     mn_grad_fold_heads<KT>(job, fold, at, (int *)bytes);
 }

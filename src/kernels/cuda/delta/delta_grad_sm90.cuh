@@ -1,28 +1,22 @@
 /* delta_grad_sm90.cuh - delta_grad.cuh on Hopper, for decays that channels share, w = e and keys of
- * up to 128 channels, or of 256 in two halves: the same sums in the same order.
+ * up to 128: the same sums in the same order.
  *
  * A block of delta_grad_kernel waits for its tiles, multiplies, and stores, one after the other,
  * and is alone on its processor. Here a block stays and goes through chunks; a producer warp has
- * TMA load what the next ones need while 16 warps compute. The halves of a chunk are neighbours,
- * so that what both load comes from the second cache once. */
+ * TMA load what the next ones need while 16 warps compute. As it has all channels of a chunk, it
+ * stores dbeta and dg as well. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 
 #include "kernels/cuda/delta/delta_grad.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
+#include "kernels/cuda/delta/delta_mma.cuh"
 
 namespace mneme::delta {
 
 enum { MN_GRAD_SM90_THREADS = MN_DELTA_GRAD_THREADS + 128 };    // a warpgroup gives registers
 
-/* A block's chunks: number `index` is half index % HALVES of record index / HALVES, each of KT
- * channels. */
-template <int KT, int HALVES>
-__device__ inline int64_t mn_grad_channel0(int64_t index) {
-    return HALVES == 1 ? 0 : index % HALVES * KT;
-}
-
-/* The tensors for TMA: q, e, do, and of the workspace what the scans have left. */
+/* The tensors for TMA: q, e, do, and of the workspace what the scans have left; dX may be dv. */
 struct mn_grad_tma_maps {
     CUtensorMap q, e, cot, S, D, R, dX, P, A;
 };
@@ -32,8 +26,11 @@ struct alignas(1024) mn_grad_sm90_keys {
     unsigned char q[mn_tile_bytes<KT>()], e[mn_tile_bytes<KT>()];
 };
 
-/* Two tiles of value columns are under way; keys and decays of two chunks. P and A of a chunk are
- * loaded to where their gradients go. */
+/* Whether P and A of a chunk are made again from its keys; false: they come from the workspace, to
+ * where their gradients go. */
+constexpr bool mn_grad_makes_scores = false;
+
+/* Two tiles of value columns are under way; keys and decays of two chunks. */
 template <int KT>
 struct mn_grad_sm90_smem {
     alignas(1024) mn_grad_stage<KT> stage[2];
@@ -43,7 +40,7 @@ struct mn_grad_sm90_smem {
     mn_grad_sums sums[2];
     mn_grad_coord place[2];
     uint64_t stage_full[2], stage_empty[2], keys_full[2], keys_empty[2];
-    uint64_t matrices_full, matrices_empty;
+    uint64_t matrices_full, matrices_empty, sums_full[2];
 };
 
 /* What is one chunk's, as the functions of delta_grad.cuh know it. */
@@ -64,6 +61,27 @@ struct mn_grad_chunk {
  * the tensor's end. */
 __device__ inline bool mn_grad_is_full(const mn_delta_params &job, const mn_grad_coord &at) {
     return !job.p.call.cu_seqlens || at.count == MN_DELTA_CHUNK;
+}
+
+/* What mn_tile_load does with the rows of a chunk's tokens, by a warp that has few registers. */
+template <int COLUMNS>
+__device__ inline void mn_grad_copy_rows(unsigned char *tile, const mn_in &view,
+                                         const mn_grad_coord &at, int64_t h, int64_t column0,
+                                         int64_t width) {
+    constexpr int vec16s = COLUMNS / 8, step = 32 / vec16s;
+    int lane;    // asked for here, or what follows from it would be kept over chunks
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    const int row0 = lane / vec16s, vec16 = lane % vec16s;
+    const int64_t j = column0 + 8 * vec16, first = at.tile.span.t0 + at.tile.first;
+    const int n_rows = j < width ? at.count : 0;
+    const mn_bf16 *from = mn_row<mn_bf16>(view, at.tile.span.b, first + row0, h) + j;
+#pragma unroll 1
+    for (int row = row0; row < MN_DELTA_CHUNK; row += step) {
+        const bool inside = row < n_rows;
+        mn_cp_async_vec16(mn_shared_u32(tile) + mn_tile_swizzle(row, vec16),
+                          inside ? from : view.data, inside ? 16 : 0);
+        from += step * view.stride[1];
+    }
 }
 
 /* The warp's own copies are there, for those who read them and for TMA, which writes over them. */
@@ -97,10 +115,8 @@ __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
     mn_grad_sm90_keys<KT> &to = smem.keys[slot];
     uint64_t *mbar = &smem.keys_full[slot];
     if (!full) {
-        mn_tile_load<KT, 32>(to.q, p.q, true, at.tile.span, key, at.tile.first, at.count,
-                             at.channel0, p.call.K, lane);
-        mn_tile_load<KT, 32>(to.e, p.e, true, at.tile.span, key, at.tile.first, at.count,
-                             at.channel0, p.call.K, lane);
+        mn_grad_copy_rows<KT>(to.q, p.q, at, key, 0, p.call.K);
+        mn_grad_copy_rows<KT>(to.e, p.e, at, key, 0, p.call.K);
         mn_grad_copies_done();
     }
     if (lane > 0) {
@@ -113,8 +129,8 @@ __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
     mn_tma_load_1d(&smem.log_decays[slot], job.workspace.log_decays + at.index,
                    (int)sizeof(mn_delta_log_decays), mbar);
     if (!full) return;
-    mn_grad_tma_load<KT / 64>(to.q, maps.q, mbar, at.channel0, key, t, at.tile.span.b);
-    mn_grad_tma_load<KT / 64>(to.e, maps.e, mbar, at.channel0, key, t, at.tile.span.b);
+    mn_grad_tma_load<KT / 64>(to.q, maps.q, mbar, 0, key, t, at.tile.span.b);
+    mn_grad_tma_load<KT / 64>(to.e, maps.e, mbar, 0, key, t, at.tile.span.b);
 }
 
 /* Likewise a tile of value columns: do, dX, R, S and D. */
@@ -125,11 +141,12 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
                                            int64_t column0) {
     const mn_delta_args &p = job.p;
     const int lane = threadIdx.x % 32;
-    const bool full = mn_grad_is_full(job, at);
+    const bool full = mn_grad_is_full(job, at), dv = job.dX_is_dv;
     const int64_t row = at.index * job.padded_v + column0;
+    const int64_t t = at.tile.span.t0 + at.tile.first, b = at.tile.span.b;
     if (!full) {
-        mn_tile_load<64, 32>(to.cot, p.cot.o, true, at.tile.span, at.h, at.tile.first, at.count,
-                             column0, p.call.V, lane);
+        mn_grad_copy_rows<64>(to.cot, p.cot.o, at, at.h, column0, p.call.V);
+        if (dv) mn_grad_copy_rows<64>(to.dX, mn_grad_dv(job), at, at.h, column0, p.call.V);
         mn_grad_copies_done();
     }
     if (lane > 0) {
@@ -137,27 +154,24 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
         return;
     }
     mn_mbarrier_arrive_expect_tx(mbar, 2 * mn_tile_bytes<KT>() +
-                                           (full ? 3 : 2) * mn_tile_bytes<64>());
-    if (full) {
-        mn_tma_load(to.cot, maps.cot, mbar, (int)column0, (int)at.h,
-                    (int)(at.tile.span.t0 + at.tile.first), (int)at.tile.span.b);
-    }
-    mn_grad_tma_load<1>(to.dX, maps.dX, mbar, 0, 0, row, 0);
-    mn_grad_tma_load<KT / 64>(to.S, maps.S, mbar, at.channel0, 0, row, 0);
+                                           (full ? 3 : dv ? 1 : 2) * mn_tile_bytes<64>());
+    if (full) mn_grad_tma_load<1>(to.cot, maps.cot, mbar, column0, at.h, t, b);
+    if (!dv) mn_grad_tma_load<1>(to.dX, maps.dX, mbar, 0, 0, row, 0);
+    else if (full) mn_grad_tma_load<1>(to.dX, maps.dX, mbar, column0, at.h, t, b);
+    mn_grad_tma_load<KT / 64>(to.S, maps.S, mbar, 0, 0, row, 0);
     mn_grad_tma_load<1>(to.R, maps.R, mbar, 0, 0, row, 0);
-    mn_grad_tma_load<KT / 64>(to.D, maps.D, mbar, at.channel0, 0, row, 0);
+    mn_grad_tma_load<KT / 64>(to.D, maps.D, mbar, 0, 0, row, 0);
 }
 
 /* Loads what the block's chunks need, in the order of its use, as soon as there is room. */
-template <int KT, int HALVES, bool REDO>
+template <int KT, bool REDO>
 __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         const mn_grad_tma_maps &maps, int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;    // tiles of value columns, chunks
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
-        mn_grad_coord at = mn_grad_record_coord<REDO>(job, index / HALVES, KT * HALVES);
+        const mn_grad_coord at = mn_grad_record_coord<REDO>(job, index, KT);
         if (REDO && at.index < 0) continue;
-        at.channel0 = mn_grad_channel0<KT, HALVES>(index);
         mn_mbarrier_wait(&smem.keys_empty[iter % 2], (iter / 2 & 1) ^ 1);
         mn_grad_load_keys<KT>(smem, iter % 2, job, maps, at);
         for (int i = 0; i < tiles; i++, n++) {
@@ -165,9 +179,9 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
             mn_grad_load_values<KT>(smem.stage[n % 2], &smem.stage_full[n % 2], job, maps, at,
                                     64 * i);
         }
-        mn_mbarrier_wait(&smem.matrices_empty, (iter & 1) ^ 1);
+        if (!mn_grad_makes_scores) mn_mbarrier_wait(&smem.matrices_empty, (iter & 1) ^ 1);
         iter++;
-        if (threadIdx.x % 32 > 0) continue;
+        if (mn_grad_makes_scores || threadIdx.x % 32 > 0) continue;
         mn_mbarrier_arrive_expect_tx(&smem.matrices_full, 2 * mn_tile_bytes<64>());
         mn_grad_tma_load<1>(smem.matrices.P, maps.P, &smem.matrices_full, 0, 0,
                             at.index * MN_DELTA_CHUNK, 0);
@@ -178,74 +192,244 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
 
 /* ---- the warps that multiply ----------------------------------------------------------------- */
 
+/* By wgmma, from shared memory alone: the four warps of a quarter are a warpgroup, whose sums lie as
+ * those of mma do; false: by mma of each warp. */
+constexpr bool mn_grad_by_wgmma = true;
+
+/* A column of a tile, with its rows as depth, as an address for products. */
+__device__ inline unsigned mn_grad_columns(const unsigned char *tile, int column) {
+    return mn_shared_u32(tile) + column / 64 * mn_tile_bytes<64>() + column % 64 * 2;
+}
+
+/* mn_grad_mma_values. */
+template <int KT, bool DV>
+__device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[2],
+                                            const mn_grad_stage<KT> &stage,
+                                            const mn_grad_coord &at) {
+    const int channel0 = at.quarter * (KT / 4);
+    const unsigned cot = mn_shared_u32(stage.cot), dX = mn_shared_u32(stage.dX);
+    const unsigned R = mn_shared_u32(stage.R), columns = mn_grad_columns(stage.R, 16 * at.quarter);
+    const unsigned S = mn_grad_columns(stage.S, channel0), D = mn_grad_columns(stage.D, channel0);
+    mn_mma_fence<true>();
+#pragma unroll
+    for (int k = 0; k < 64; k += 16) {
+        const unsigned rows = 128 * k, from_dX = dX + (DV ? 2 * k : rows);
+        mn_wgmma_m64k16<0, 1>(sum.q, cot + 2 * k, S + rows);
+        mn_wgmma_m64k16<!DV, 1>(sum.e, from_dX, S + rows);
+        mn_wgmma_m64k16<1, 1>(sum.w, R + rows, D + rows);
+        mn_wgmma_m64k16<0, 1>(sum.P, cot + 2 * k, columns + rows);
+        mn_wgmma_m64k16<!DV, 1>(sum.A, from_dX, columns + rows);
+    }
+    mn_mma_commit<true>();
+    mn_grad_add_ends<KT>(end, stage);
+    mn_mma_wait<true>();
+}
+
+/* mn_grad_intra_chunk, with zeros in P and A above the diagonal. */
+template <int KT>
+__device__ inline void mn_grad_wgmma_intra_chunk(const mn_grad_chunk &chunk, mn_grad_acc<KT> &sum,
+                                                 const mn_grad_coord &at) {
+    const int channel0 = at.quarter * (KT / 4);
+    const unsigned P = mn_shared_u32(chunk.matrices.P), A = mn_shared_u32(chunk.matrices.A);
+    const unsigned P_beta = mn_shared_u32(chunk.matrices.P_beta);
+    const unsigned A_beta = mn_shared_u32(chunk.matrices.A_beta);
+    const unsigned q = mn_grad_columns(chunk.keys.q, channel0);
+    const unsigned e = mn_grad_columns(chunk.keys.e, channel0);
+    mn_mma_fence<true>();
+#pragma unroll
+    for (int k = 0; k < MN_DELTA_CHUNK; k += 16) {
+        mn_wgmma_m64k16<0, 1>(sum.q, P_beta + 2 * k, e + 128 * k);
+        mn_wgmma_m64k16<0, 1>(sum.e, A_beta + 2 * k, e + 128 * k);
+        mn_wgmma_m64k16<1, 1>(sum.w, P + 128 * k, q + 128 * k);
+        mn_wgmma_m64k16<1, 1>(sum.w, A + 128 * k, e + 128 * k);
+    }
+    mn_mma_commit_wait<true>();
+}
+
+/* Scores of the chunk, q e' and e e', to where gradients of P and A go: this thread takes its own
+ * from there. */
+template <int KT>
+__device__ inline void mn_grad_wgmma_scores(mn_grad_matrices &matrices,
+                                            const mn_grad_sm90_keys<KT> &keys,
+                                            const mn_grad_coord &at) {
+    const unsigned q = mn_shared_u32(keys.q), e = mn_shared_u32(keys.e);
+    const unsigned columns = e + 16 * at.quarter * 128;
+    const int lane = threadIdx.x % 32;
+    float of_q[2][4] = {}, of_e[2][4] = {};
+    mn_mma_fence<true>();
+#pragma unroll
+    for (int k = 0; k < KT; k += 16) {
+        const unsigned from = k / 64 * mn_tile_bytes<64>() + k % 64 * 2;
+        mn_wgmma_m64k16<0, 0>(of_q, q + from, columns + from);
+        mn_wgmma_m64k16<0, 0>(of_e, e + from, columns + from);
+    }
+    mn_mma_commit_wait<true>();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int n = i / 2, c = i % 2 * 2;
+        const unsigned place = lane % 4 * 4 +
+            mn_tile_swizzle(at.block * 16 + lane / 4 + 8 * (i % 2), 2 * at.quarter + n);
+        *(unsigned *)(matrices.P + place) = mn_bf16x2(of_q[n][c], of_q[n][c + 1]);
+        *(unsigned *)(matrices.A + place) = mn_bf16x2(of_e[n][c], of_e[n][c + 1]);
+    }
+}
+
+/* The block of 16 rows and columns of this warp, where it is above the diagonal. */
+__device__ inline void mn_grad_zero_above(mn_grad_matrices &matrices, const mn_grad_coord &at) {
+    const int lane = threadIdx.x % 32;
+    if (at.quarter <= at.block) return;
+    const unsigned place = mn_tile_swizzle(16 * at.block + lane / 2, 2 * at.quarter + lane % 2);
+    *(uint4 *)(matrices.P + place) = make_uint4(0, 0, 0, 0);
+    *(uint4 *)(matrices.A + place) = make_uint4(0, 0, 0, 0);
+    *(uint4 *)(matrices.P_beta + place) = make_uint4(0, 0, 0, 0);
+    *(uint4 *)(matrices.A_beta + place) = make_uint4(0, 0, 0, 0);
+}
+
 /* What is left of a chunk once all value columns are in `sum`. */
-template <int KT, int HALVES>
+template <int KT>
 __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad_acc<KT> &sum,
-                                            const mn_delta_params &job, const mn_grad_coord &at,
-                                            int iter) {
+                                            float end, const mn_delta_params &job,
+                                            const mn_grad_coord &at, int iter) {
     const int slot = iter % 2;
     unsigned char *e = smem.keys[slot].e;
     mn_grad_chunk chunk = { { smem.keys[slot].q, e, e }, smem.matrices, smem.log_decays[slot],
                             smem.sums[slot] };
-    float end = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) end += sum.end[i];
     end = mn_warp_sum(end);
     if (threadIdx.x % 32 == 0) chunk.sums.end[threadIdx.x / 32] = end;
-    mn_mbarrier_wait(&smem.matrices_full, iter & 1);
-    mn_grad_pairs<KT>(chunk, sum, job.scale, at, [&](int t, int s) {
+    if (!mn_grad_makes_scores) mn_mbarrier_wait(&smem.matrices_full, iter & 1);
+    mn_grad_pairs<KT, !mn_grad_makes_scores>(chunk, sum, job.scale, at, [&](int t, int s) {
         const unsigned place = mn_tile_swizzle(t, s / 8) + s % 8 * 2;
-        return make_uint2(*(const unsigned *)(smem.matrices.P + place),
-                          *(const unsigned *)(smem.matrices.A + place));
+        float4 known = mn_grad_known((const unsigned *)(smem.matrices.P + place),
+                                     (const unsigned *)(smem.matrices.A + place));
+        if (mn_grad_makes_scores) known.x *= job.scale, known.y *= job.scale;
+        return known;
     });
     mn_grad_states<KT>(chunk, sum, mn_shared_u32(e), job.scale, at);
+    if (mn_grad_by_wgmma) {
+        mn_grad_zero_above(smem.matrices, at);
+        mn_fence_proxy_async();
+    }
     mn_grad_sync();
-    mn_grad_intra_chunk<KT>(chunk, sum, mn_shared_u32(e), at);
+    if (mn_grad_by_wgmma) mn_grad_wgmma_intra_chunk<KT>(chunk, sum, at);
+    else mn_grad_intra_chunk<KT>(chunk, sum, mn_shared_u32(e), at);
     mn_grad_store_keys<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at, [&] {
+        if (mn_grad_makes_scores) return;
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.matrices_empty);
     });
-    mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts;
-    if (HALVES > 1) parts += mn_delta_records(job) * (at.channel0 / KT);
-    mn_grad_store_partial(parts[at.index], chunk.sums,
-                          chunk.log_decays.gamma[MN_DELTA_CHUNK - 1], at.channel0 == 0);
+    mn_mbarrier_arrive_warp(&smem.sums_full[slot]);
     mn_fence_proxy_async();
     mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
 }
 
-template <int KT, int HALVES, bool REDO>
+template <int KT, bool REDO, bool DV>
 __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
         mn_grad_coord at;
-        if (REDO && job.cuts[index / HALVES] == 0) continue;
+        if (REDO && job.cuts[index] == 0) continue;
         at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
+        if (mn_grad_makes_scores) {
+            mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
+            mn_grad_wgmma_scores<KT>(smem.matrices, smem.keys[iter % 2], at);
+        }
         mn_grad_acc<KT> sum = {};
+        float end[2] = {};
         for (int i = 0; i < tiles; i++, n++) {
             mn_mbarrier_wait(&smem.stage_full[n % 2], n / 2 & 1);
-            mn_grad_mma_values<KT>(sum, smem.stage[n % 2], at);
+            if (mn_grad_by_wgmma) mn_grad_wgmma_values<KT, DV>(sum, end, smem.stage[n % 2], at);
+            else mn_grad_mma_values<KT, DV>(sum, smem.stage[n % 2], at);
             mn_mbarrier_arrive_warp(&smem.stage_empty[n % 2]);
         }
+#pragma unroll
+        for (int i = 0; i < 8; i++) end[i % 2] += sum.end[i];    // zeros where wgmma multiplies
         mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
         at.tile = smem.place[iter % 2].tile, at.h = smem.place[iter % 2].h;
         at.count = smem.place[iter % 2].count;
-        at.index = REDO ? smem.place[iter % 2].index : index / HALVES;
-        at.channel0 = mn_grad_channel0<KT, HALVES>(index);
-        mn_grad_finish_chunk<KT, HALVES>(smem, sum, job, at, iter);
+        at.index = REDO ? smem.place[iter % 2].index : index, at.channel0 = 0;
+        mn_grad_finish_chunk<KT>(smem, sum, end[0] + end[1], job, at, iter);
+        iter++;
+    }
+}
+
+/* ---- the warp that sums up over tokens -------------------------------------------------------- */
+
+/* Stores a number of each of the two tokens of this lane. */
+__device__ inline void mn_grad_put_tokens(const mn_out &view, const mn_grad_coord &at, float x,
+                                          float y) {
+    const int t = 2 * (threadIdx.x % 32);
+    if (!view.data || t >= at.count) return;
+    mn_bf16 *to =
+        mn_row<mn_bf16>(view, at.tile.span.b, at.tile.span.t0 + at.tile.first + t, at.h);
+    mn_put(to, x);
+    if (t + 1 < at.count) mn_put(to + view.stride[1], y);
+}
+
+/* dbeta and dg of a chunk, by one warp, of which a lane has two tokens: dg_t = sum over s >= t of
+ * dG_s + dG_end; for a decay per head the chunk's sum of dg goes to workspace.whole. Registers are
+ * few here, so that nothing is unrolled. */
+__device__ inline void mn_grad_store_tokens(const mn_delta_params &job, const mn_grad_sums &sums,
+                                            float cum_decay, const mn_grad_coord &at) {
+    const int lane = threadIdx.x % 32, t = 2 * lane;
+    float x = 0.0f, y = 0.0f, written = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+        x += sums.beta[i][t], y += sums.beta[i][t + 1];
+        written += sums.write[i][t] + sums.write[i][t + 1];
+    }
+    mn_grad_put_tokens(job.p.grad.beta, at, x, y);
+    x = y = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+        x += sums.G[i][t] + (sums.rows[i][t] - sums.columns[i][t]);
+        y += sums.G[i][t + 1] + (sums.rows[i][t + 1] - sums.columns[i][t + 1]);
+    }
+    float behind = x + y;    // sums from this lane's tokens to the end
+#pragma unroll 1
+    for (int step = 1; step < 32; step <<= 1) {
+        const float other = __shfl_down_sync(0xffffffffu, behind, step);
+        if (lane + step < 32) behind += other;
+    }
+    const float later = __shfl_down_sync(0xffffffffu, behind, 1);
+    const float both = lane < MN_DELTA_GRAD_WARPS ? sums.end[lane] : 0.0f;
+    const float end = fmaf(cum_decay, mn_warp_sum(both), mn_warp_sum(written));
+    x = behind + end, y = (lane < 31 ? later : 0.0f) + y + end;
+    if (job.p.decay == MN_DECAY_TOKEN) mn_grad_put_tokens(job.p.grad.g, at, x, y);
+    const float whole = mn_warp_sum((t < at.count ? x : 0.0f) + (t + 1 < at.count ? y : 0.0f));
+    if (lane == 0) job.workspace.whole[at.index] = whole;
+}
+
+/* Takes the sums of each chunk from the warps that multiply. */
+template <int KT, bool REDO>
+__device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
+                                          int64_t n_records) {
+    int iter = 0;
+    for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
+        const int slot = iter % 2, phase = iter / 2 & 1;
+        if (REDO && job.cuts[index] == 0) continue;
+        mn_mbarrier_wait(&smem.keys_full[slot], phase);
+        mn_mbarrier_wait(&smem.sums_full[slot], phase);
+        mn_grad_store_tokens(job, smem.sums[slot], smem.log_decays[slot].gamma[MN_DELTA_CHUNK - 1],
+                             smem.place[slot]);
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
         iter++;
     }
 }
 
 #endif
 
-/* Grid: as many blocks of 17 warps as there are processors, block b has records b, b + grid, ...
- * of n_records = slots * H, or halves of records of twice as many.
- * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
- *         e (64,KT), for each chunk.
- * Stores  grad.q, grad.e (64,KT) where given; parts of dbeta and dg in workspace.parts. */
-template <int KT, int HALVES, bool REDO>
+/* DV: dX is dv.
+ *
+ * Grid: as many blocks of 18 warps as there are processors, block b has records b, b + grid, ...
+ * of n_records = slots * H.
+ * Loads   S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and e (64,KT), for
+ *         each chunk; P and A (64,64) where they are not made again.
+ * Stores  grad.q, grad.e (64,KT), grad.beta and grad.g (64) where given; the sum of dg in
+ *         workspace.whole. */
+template <int KT, bool REDO, bool DV>
 __global__ void __launch_bounds__(MN_GRAD_SM90_THREADS, 1)
 delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
                        const __grid_constant__ mn_grad_tma_maps maps, int64_t n_records) {
@@ -261,7 +445,8 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
             mn_mbarrier_init(&smem.stage_full[i], 32);
             mn_mbarrier_init(&smem.keys_full[i], 32);
             mn_mbarrier_init(&smem.stage_empty[i], MN_DELTA_GRAD_WARPS);
-            mn_mbarrier_init(&smem.keys_empty[i], MN_DELTA_GRAD_WARPS);
+            mn_mbarrier_init(&smem.sums_full[i], MN_DELTA_GRAD_WARPS);
+            mn_mbarrier_init(&smem.keys_empty[i], MN_DELTA_GRAD_WARPS + 1);
         }
         mn_mbarrier_init(&smem.matrices_full, 1);
         mn_mbarrier_init(&smem.matrices_empty, MN_DELTA_GRAD_WARPS);
@@ -270,22 +455,20 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
     }
     __syncthreads();
     if (threadIdx.x < MN_DELTA_GRAD_THREADS) {
-        mn_setmaxnreg_inc<112>();
-        mn_grad_consumer<KT, HALVES, REDO>(smem, job, n_records);
+        mn_setmaxnreg_inc<104>();
+        mn_grad_consumer<KT, REDO, DV>(smem, job, n_records);
     } else {
-        mn_setmaxnreg_dec<32>();
+        mn_setmaxnreg_dec<64>();
         if (threadIdx.x < MN_DELTA_GRAD_THREADS + 32) {
-            mn_grad_producer<KT, HALVES, REDO>(smem, job, maps, n_records);
+            mn_grad_producer<KT, REDO>(smem, job, maps, n_records);
+        } else if (threadIdx.x < MN_DELTA_GRAD_THREADS + 64) {
+            mn_grad_token_sums<KT, REDO>(smem, job, n_records);
         }
     }
 #endif
 }
 
 /* ---- on the host ----------------------------------------------------------------------------- */
-
-/* Keys of so many channels, at most, have their gradients from this kernel; 128: 256 from
- * delta_grad_kernel. */
-static constexpr int mn_delta_grad_sm90_keys = 256;
 
 /* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
 inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_params &job,
@@ -294,29 +477,32 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
     const mn_delta_workspace &workspace = job.workspace;
     const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
     *maps = {};
-    return mn_device_is_sm90() && K <= mn_delta_grad_sm90_keys && p.decay != MN_DECAY_CHANNEL &&
-           !p.w.data && job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
-           job.packed[MN_DELTA_COT] &&
+    return mn_device_is_sm90() && K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data &&
+           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_COT] &&
            mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
            mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
            mn_tma_map(&maps->cot, p.cot.o, p.call, p.call.V, MN_DELTA_CHUNK) &&
            mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
            mn_delta_tma_map_rows(&maps->D, workspace.D, rows, K) &&
            mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK) &&
-           mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK) &&
-           mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK) &&
-           mn_delta_tma_map_rows(&maps->A, workspace.A, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK);
+           (job.dX_is_dv
+                ? mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
+                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK)) &&
+           (mn_grad_makes_scores ||
+            (mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK,
+                                   MN_DELTA_CHUNK) &&
+             mn_delta_tma_map_rows(&maps->A, workspace.A, records * MN_DELTA_CHUNK,
+                                   MN_DELTA_CHUNK)));
 }
 
-template <int KP>
+template <int KT>
 inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
                               int64_t records, cudaStream_t stream) {
-    constexpr int KT = KP < 128 ? KP : 128, HALVES = KP / KT;
-    const int64_t n = mn_delta_grad_blocks(job, records) * HALVES;
+    const int64_t n = mn_delta_grad_blocks(job, records);
     const int64_t blocks = mn_min(n, (int64_t)mn_device_props_current().processors);
-    const auto kernel =
-        job.cuts ? delta_grad_sm90_kernel<KT, HALVES, true>
-                 : delta_grad_sm90_kernel<KT, HALVES, false>;
+    const auto kernel = job.cuts       ? delta_grad_sm90_kernel<KT, true, false>
+                        : job.dX_is_dv ? delta_grad_sm90_kernel<KT, false, true>
+                                       : delta_grad_sm90_kernel<KT, false, false>;
     return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_GRAD_SM90_THREADS,
                                  sizeof(mn_grad_sm90_smem<KT>), stream, job, maps, n);
 }

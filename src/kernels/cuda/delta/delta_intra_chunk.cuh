@@ -4,8 +4,8 @@
  *   P_ts = scale beta_s q_t.w_s exp(G_t - G_s), s <= t
  *
  * T, the UT transform of the chunk (WY form), comes from its diagonal blocks of 16 rows, solved
- * column by column in float32, and from T_IJ = -T_II sum_{J <= M < I} A_IM T_MJ, products in
- * tf32.
+ * column by column in float32, and by doubling: of two neighbours on the diagonal T_10 =
+ * -T_11 A_10 T_00, of 16 rows each, then of 32, products in tf32.
  *
  * One block has one chunk of one head. With a decay that channels share, warps 0 to 3 have 16 rows
  * of A each, warps 4 to 7 of P. */
@@ -63,8 +63,145 @@ struct mn_delta_intra_smem {
 
 /* ---- the inverse ----------------------------------------------------------------------------- */
 
+/* Blocks 2 half and 2 half + 1 of the diagonal by a warp: lane j has column j % 16 of one of them,
+ * and sums of four rows beside each other. */
+__device__ inline void mn_delta_invert_diagonal(mn_delta_wy_solver &smem, int half) {
+    const int lane = threadIdx.x % 32, block = 2 * half + lane / 16, j = lane % 16;
+    const float *A = smem.a(block, block);
+    float *T = smem.t(block, block), x[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i] = i == j ? 1.0f : 0.0f;
+#pragma unroll
+    for (int rows = 0; rows < 16; rows += 4) {
+#pragma unroll
+        for (int m = 0; m <= rows; m += 4) {
+            float a[4][4];
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                *(float4 *)a[r] = *(const float4 *)(A + (rows + r) * MN_DELTA_LD + m);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+#pragma unroll
+                for (int r = 0; r < 4; r++) {
+                    if (m + i < rows + r) x[rows + r] = fmaf(-a[r][i], x[m + i], x[rows + r]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) T[i * MN_DELTA_LD + j] = x[i];
+    __syncwarp();
+}
+
+__device__ inline unsigned mn_tf32(float x) {
+    unsigned bits;
+    asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(x));
+    return bits;
+}
+
+/* A block of 16 x 16 in tf32 as an operand: lane (g, t) has of rows g and g + 8, numbers 0 and 1 of
+ * a step, columns 2 t, and 2 t + 1 in numbers 2 and 3, of each half of the columns. Sums over
+ * columns meet in that order wherever both operands have it; then a right operand is the block
+ * transposed. */
+struct mn_delta_block {
+    unsigned at[2][4];
+
+    __device__ void load_rows(const float *from) {
+        from += threadIdx.x % 32 / 4 * MN_DELTA_LD + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 x = *(const float2 *)(from + i % 2 * 8 * MN_DELTA_LD + i / 2 * 8);
+            at[i / 2][i % 2] = mn_tf32(x.x), at[i / 2][i % 2 + 2] = mn_tf32(x.y);
+        }
+    }
+
+    /* The rows are the columns of what is there. */
+    __device__ void load_transposed(const float *from) {
+        from += threadIdx.x % 4 * 2 * MN_DELTA_LD + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            at[i / 4][i % 4] =
+                mn_tf32(from[(i / 4 * 8 + i % 4 / 2) * MN_DELTA_LD + i % 2 * 8]);
+        }
+    }
+
+    /* What a product left in registers: its rows stay rows. */
+    __device__ void take(const float (&sum)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) at[i / 4][i % 4] = mn_tf32(sum[i / 4][i % 2 * 2 + i % 4 / 2]);
+    }
+};
+
+/* sum += a b'. */
+__device__ inline void mn_delta_block_mma(float (&sum)[2][4], const mn_delta_block &a,
+                                          const mn_delta_block &b) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+                         : "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
+                         : "r"(a.at[k][0]), "r"(a.at[k][1]), "r"(a.at[k][2]), "r"(a.at[k][3]),
+                           "r"(b.at[k][n]), "r"(b.at[k][n + 2]));
+        }
+    }
+}
+
+/* sum += T_IM Y for Y', which is what registers have after a product. */
+__device__ inline void mn_delta_block_apply(float (&sum)[2][4], mn_delta_wy_solver &smem, int I,
+                                            int M, const float (&transposed)[2][4]) {
+    mn_delta_block T, Y;
+    T.load_rows(smem.t(I, M));
+    Y.take(transposed);
+    mn_delta_block_mma(sum, T, Y);
+}
+
+/* sum += (A_IM T_MJ)'. */
+__device__ inline void mn_delta_block_add(float (&sum)[2][4], mn_delta_wy_solver &smem, int I,
+                                          int M, int J) {
+    mn_delta_block A, T;
+    A.load_rows(smem.a(I, M));
+    T.load_transposed(smem.t(M, J));
+    mn_delta_block_mma(sum, T, A);
+}
+
+/* T_IJ = -sum. */
+__device__ inline void mn_delta_block_store(float *to, const float (&sum)[2][4]) {
+    to += threadIdx.x % 32 / 4 * MN_DELTA_LD + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        *(float2 *)(to + 8 * n) = make_float2(-sum[n][0], -sum[n][1]);
+        *(float2 *)(to + 8 * n + 8 * MN_DELTA_LD) = make_float2(-sum[n][2], -sum[n][3]);
+    }
+}
+
+/* The block below the diagonal in a half of the rows, by one warp: T_10 = -T_11 A_10 T_00. */
+__device__ inline void mn_delta_invert_half(mn_delta_wy_solver &smem, int half) {
+    const int I = 2 * half + 1, J = 2 * half;
+    float Y[2][4] = {}, sum[2][4] = {};
+    mn_delta_block_add(Y, smem, I, J, J);
+    mn_delta_block_apply(sum, smem, I, I, Y);
+    mn_delta_block_store(smem.t(I, J), sum);
+}
+
+/* One of the four blocks where the halves meet, by a warp: of halves T_10 = -T_11 A_10 T_00. */
+__device__ inline void mn_delta_invert_quarter(mn_delta_wy_solver &smem, int warp) {
+    const int I = 2 + warp / 2, J = warp % 2;
+    float sum[2][4] = {};
+    for (int M = 2; M <= I; M++) {
+        float Y[2][4] = {};
+        for (int L = J; L < 2; L++) mn_delta_block_add(Y, smem, M, L, J);
+        mn_delta_block_apply(sum, smem, I, M, Y);
+    }
+    mn_delta_block_store(smem.t(I, J), sum);
+}
+
+/* ---- the inverse by block columns, until doubling has run on a GPU --------------------------- */
+
 /* Block `block` of the diagonal; lane j has column j. */
-__device__ inline void mn_delta_invert_diagonal(mn_delta_wy_solver &smem, int block) {
+__device__ inline void mn_delta_invert_diagonal_block(mn_delta_wy_solver &smem, int block) {
     const int j = threadIdx.x % 32;
     const float *A = smem.a(block, block);
     float *T = smem.t(block, block), x[16];
@@ -78,12 +215,6 @@ __device__ inline void mn_delta_invert_diagonal(mn_delta_wy_solver &smem, int bl
     }
 #pragma unroll
     for (int i = 0; i < 16; i++) T[i * MN_DELTA_LD + j] = x[i];
-}
-
-__device__ inline unsigned mn_tf32(float x) {
-    unsigned bits;
-    asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(x));
-    return bits;
 }
 
 /* sum += a b for 16 x 16 blocks of float matrices. */
@@ -132,15 +263,27 @@ __device__ inline void mn_delta_invert_column(mn_delta_wy_solver &smem, int J) {
     }
 }
 
+/* Whether T comes by doubling; false: block column by block column. */
+constexpr bool wy_doubles = true;
+
 /* T from A of `smem`, and both to the workspace (64,64); `A` may be NULL. T is stored row by row,
  * or as a swizzled tile. All THREADS of the block call. */
 template <int THREADS, bool TILE>
 __device__ inline void mn_delta_wy_inverse(mn_delta_wy_solver &smem, mn_bf16 *T, mn_bf16 *A) {
     const int warp = threadIdx.x / 32;
     __syncthreads();
-    if (warp < 4) mn_delta_invert_diagonal(smem, warp);
-    __syncthreads();
-    if (warp < 3) mn_delta_invert_column(smem, warp);
+    if constexpr (wy_doubles) {
+        if (warp < 2) {
+            mn_delta_invert_diagonal(smem, warp);
+            mn_delta_invert_half(smem, warp);
+        }
+        __syncthreads();
+        if (warp < 4) mn_delta_invert_quarter(smem, warp);
+    } else {
+        if (warp < 4) mn_delta_invert_diagonal_block(smem, warp);
+        __syncthreads();
+        if (warp < 3) mn_delta_invert_column(smem, warp);
+    }
     __syncthreads();
     for (int k = threadIdx.x; k < MN_DELTA_MATRIX / 8; k += THREADS) {
         const int row = k / 8, column = k % 8 * 8;

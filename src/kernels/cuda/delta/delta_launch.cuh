@@ -68,6 +68,11 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
         const int64_t heads = mn_scan_cut_sequences(call, segments) * call.H;
         arena.take(workspace->segment_maps, heads * (segments.count - 2), K * (V + K));
         arena.take(workspace->segment_states, heads * segments.count, call.K * call.V);
+        workspace->segment_matrices = workspace->segment_maps;
+        if (back) {
+            arena.take(workspace->back_maps, heads * (segments.count - 2), K * (V + K));
+            arena.take(workspace->back_states, heads * segments.count, call.K * call.V);
+        }
     }
     *bytes = arena.used;
     return arena.ok;
@@ -227,12 +232,13 @@ typedef void (*mn_delta_scan_kernel)(mn_delta_params, mn_scan_tma_maps, int64_t)
 /* Launches the scan over `columns` value columns of all heads of all sequences, by warpgroups or by
  * warps: block = (n * H + h) * n_slices + slice, a slice being col_tiles * 16 value columns, with
  * `segments` of those that are cut (mn_delta_scan_units). `two_kernel`, where not NULL: the
- * scan back with w = e by warpgroups, of whose blocks a processor holds two. */
+ * scan back with w = e by warpgroups, of whose blocks a processor holds two. `beside`, for scans
+ * back: the launch in front makes nothing that this one reads. */
 template <int KP>
 inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
                                mn_delta_scan_kernel warp_kernel, const mn_delta_params &job,
                                bool back, int64_t columns, cudaStream_t stream, int segments = 0,
-                               mn_delta_scan_kernel two_kernel = nullptr) {
+                               mn_delta_scan_kernel two_kernel = nullptr, bool beside = false) {
     constexpr int splits = mn_scan_splits<KP>, warps = mn_scan_sizes<KP>::splits;
     const int64_t heads =
         job.p.call.H * mn_delta_scan_units(job.p.call, job.segments, segments);
@@ -248,13 +254,14 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_tma_maps(&maps, job, back);
     if (two_kernel && group && !job.cuts && maps.serve && !job.p.w.data &&
-        blocks > mn_device_props_current().processors) {
-        return mn_launch_smem(two_kernel, dim3((unsigned)blocks), mn_scan_threads(1),
-                              mn_scan_bytes_of_two<KP>() +
-                                  MN_DELTA_COL_TILES * MN_SCAN_SCRATCH_OF_TWO,
-                              stream, job, maps, n_slices);
+        (beside || blocks > mn_device_props_current().processors)) {
+        return mn_launch_smem_behind(beside, two_kernel, dim3((unsigned)blocks),
+                                     mn_scan_threads(1),
+                                     mn_scan_bytes_of_two<KP>() +
+                                         MN_DELTA_COL_TILES * MN_SCAN_SCRATCH_OF_TWO,
+                                     stream, job, maps, n_slices);
     }
-    return mn_launch_smem_behind(job.cuts, group ? warpgroup_kernel : warp_kernel,
+    return mn_launch_smem_behind(beside || job.cuts, group ? warpgroup_kernel : warp_kernel,
                                  dim3((unsigned)blocks),
                                  32 * col_tiles * (group ? splits : warps) + MN_DELTA_PRODUCERS,
                                  mn_delta_scan_bytes<KP>(col_tiles, scan.tight), stream, scan,
@@ -290,8 +297,12 @@ inline int mn_delta_segment_maps(const mn_delta_params &job, cudaStream_t stream
                            mn_delta_scan_units(job.p.call, part.segments, job.segments.count - 2);
     mn_scan_tma_maps maps;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const cudaError_t code = cudaFuncSetAttribute(
+    cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+    if (code != cudaSuccess) return code;
+    // a processor is shared with blocks that take more
+    code = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                (int)cudaSharedmemCarveoutMaxShared);
     if (code != cudaSuccess) return code;
     mn_delta_tma_maps(&maps, job, false);
     return mn_launch_pdl(kernel, dim3((unsigned)blocks), mn_scan_threads(1), smem, stream, part,
@@ -310,6 +321,14 @@ inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t strea
     return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 1), job.segments.count - 1);
 }
 
+/* What the scan back leaves apart from what that forward does: what maps add, and states. */
+inline mn_delta_params mn_delta_back_apart(const mn_delta_params &job) {
+    mn_delta_params of = job;
+    of.workspace.segment_maps = job.workspace.back_maps;
+    of.workspace.segment_states = job.workspace.back_states;
+    return of;
+}
+
 /* Back, where the maps are there already but for what they add. */
 template <int KP, typename Scan>
 inline int mn_delta_scan_segments_back(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
@@ -318,6 +337,23 @@ inline int mn_delta_scan_segments_back(const mn_delta_params &job, cudaStream_t 
     if (code == cudaSuccess && !job.cuts) code = mn_delta_segment_states<KP, true>(job, stream);
     if (code != cudaSuccess) return code;
     return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 0), job.segments.count - 1);
+}
+
+/* Both at once, neither of which needs the other: each launch of the scan back, for which `behind`
+ * is mn_delta_back_apart, runs beside one of the scan that saves states. */
+template <int KP, bool CHANNEL, typename Save, typename Back>
+inline int mn_delta_scan_segments_beside(const mn_delta_params &job, const mn_delta_params &behind,
+                                         cudaStream_t stream, Save save, Back back) {
+    const int first = MN_DELTA_SEGMENT_FIRST, maps = MN_DELTA_SEGMENT_MAPS;
+    const int n = job.segments.count;
+    int code = save(mn_delta_part_of(job, first, 0), 0);
+    if (code == cudaSuccess) code = back(mn_delta_part_of(behind, first | maps, 1), n - 2);
+    if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
+    if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
+    if (code == cudaSuccess) code = mn_delta_segment_states<KP, true>(behind, stream, true);
+    if (code == cudaSuccess) code = save(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 1), n - 1);
+    if (code != cudaSuccess) return code;
+    return back(mn_delta_part_of(behind, MN_DELTA_SEGMENT_REST, 0), n - 1);
 }
 
 /* Returns function<KP> arguments for a key width. */

@@ -24,16 +24,35 @@ __device__ __forceinline__ uint64_t mn_wgmma_smem_desc(unsigned address) {
 #define MN_WGMMA_ACC8(i)                                                                           \
     "+f"(y[i][0]), "+f"(y[i][1]), "+f"(y[i][2]), "+f"(y[i][3]), "+f"(y[(i) + 1][0]),               \
         "+f"(y[(i) + 1][1]), "+f"(y[(i) + 1][2]), "+f"(y[(i) + 1][3])
+#define MN_WGMMA_OUT8(i)                                                                           \
+    "=f"(y[i][0]), "=f"(y[i][1]), "=f"(y[i][2]), "=f"(y[i][3]), "=f"(y[(i) + 1][0]),               \
+        "=f"(y[(i) + 1][1]), "=f"(y[(i) + 1][2]), "=f"(y[(i) + 1][3])
 
-/* y += a b, b at `address` in a tile. TRANS: the tile's rows are the depth. */
+/* y += a b, b where a descriptor says, or at `address` in a tile. TRANS: the tile's rows are the
+ * depth. */
 template <int TRANS>
 __device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], const unsigned (&a)[4],
-                                                 unsigned address) {
+                                                   uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_WGMMA_ACC_REGS
                  "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"
                  : MN_WGMMA_ACC8(0), MN_WGMMA_ACC8(2), MN_WGMMA_ACC8(4), MN_WGMMA_ACC8(6)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(mn_wgmma_smem_desc(address)),
-                   "n"(TRANS)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANS)
+                 : "memory");
+}
+
+template <int TRANS>
+__device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], const unsigned (&a)[4],
+                                                 unsigned address) {
+    mn_wgmma_m64n64k16<TRANS>(y, a, mn_wgmma_smem_desc(address));
+}
+
+/* y = a b', the first product of a sum: y has held nothing. */
+__device__ __forceinline__ void mn_wgmma_start_m64n64k16(float (*y)[4], const unsigned (&a)[4],
+                                                         uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_WGMMA_ACC_REGS
+                 "{%32, %33, %34, %35}, %36, 0, 1, 1, 0;\n"
+                 : MN_WGMMA_OUT8(0), MN_WGMMA_OUT8(2), MN_WGMMA_OUT8(4), MN_WGMMA_OUT8(6)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
                  : "memory");
 }
 
@@ -46,12 +65,38 @@ __device__ __forceinline__ void mn_wgmma_m64n64k16(float (*y)[4], unsigned a, un
                  : "memory");
 }
 
+/* y += a b of 16 N columns, both operands in shared memory. TRANS_A, TRANS_B: rows of that tile are
+ * the depth, else columns. */
+template <int TRANS_A, int TRANS_B>
+__device__ __forceinline__ void mn_wgmma_m64k16(float (&y)[2][4], unsigned a, unsigned b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, %10, %11;\n"
+                 : MN_WGMMA_ACC8(0)
+                 : "l"(mn_wgmma_smem_desc(a)), "l"(mn_wgmma_smem_desc(b)), "n"(TRANS_A),
+                   "n"(TRANS_B)
+                 : "memory");
+}
+
+template <int TRANS_A, int TRANS_B>
+__device__ __forceinline__ void mn_wgmma_m64k16(float (&y)[4][4], unsigned a, unsigned b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                 "%16, %17, 1, 1, 1, %18, %19;\n"
+                 : MN_WGMMA_ACC8(0), MN_WGMMA_ACC8(2)
+                 : "l"(mn_wgmma_smem_desc(a)), "l"(mn_wgmma_smem_desc(b)), "n"(TRANS_A),
+                   "n"(TRANS_B)
+                 : "memory");
+}
+
 #else
 
 template <int TRANS>
 __device__ inline void mn_wgmma_m64n64k16(float (*)[4], const unsigned (&)[4], unsigned) {}
 
 __device__ inline void mn_wgmma_m64n64k16(float (*)[4], unsigned, unsigned) {}
+
+template <int TRANS_A, int TRANS_B, int N>
+__device__ inline void mn_wgmma_m64k16(float (&)[N][4], unsigned, unsigned) {}
 
 #endif
 

@@ -10,13 +10,14 @@
  *   rest      the scan itself of all other segments
  *
  * This is the composition of ranks/sequence.h, with segments for ranks. M is made once, going back
- * too. Whether a sequence is cut, and where, depends on its own length and the widths alone, so
+ * too, where launches of the scan back may run beside those of the scan that saves states. Whether a sequence is cut, and where, depends on its own length and the widths alone, so
  * that its results have the same bits beside others; whoever has many long sequences in a call pays
  * for maps that one sequence needs to fill a GPU. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 
 #include "kernels/cuda/delta/delta_state_scan.cuh"
+#include "kernels/cuda/prim/first_wild.cuh"
 
 namespace mneme::delta {
 
@@ -60,6 +61,14 @@ struct mn_segment_states_smem {
     alignas(16) float M[KP][KP + 4];
     alignas(16) float S[KP][MN_DELTA_STATES_COLUMNS];
 };
+
+/* The map of a segment whose M the states take; the scan back takes that of the scan forward. */
+template <int KP>
+__device__ inline const float *mn_segment_matrix_of(const mn_delta_params &job, int64_t n,
+                                                    int64_t h, int segment) {
+    return job.workspace.segment_matrices +
+           (mn_scan_segment_map<KP>(job, n, h, segment) - job.workspace.segment_maps);
+}
 
 /* This thread's share of M (KP,KP) of a map, 16 bytes of every few rows, to registers, and from
  * there to shared memory. */
@@ -109,16 +118,9 @@ __device__ inline void mn_segment_apply(float (&sums)[N], const mn_segment_state
     }
 }
 
-/* The states in front of segments, from that in front of the second in the scan's order.
- *
- * Grid: block = (i * H + h) * n_slices + slice, for the i-th sequence that may be cut, a slice
- * being 16 value columns of (K,V) states; a thread has a row and KP / 16 columns.
- * Loads   the state in front of the second segment (K, 16 columns), and of each segment between the
- *         first and the last N (K, 16 columns) and M (K,K).
- * Stores  the state in front of each later segment. All in float32, products in the order of j. */
+/* What a block of delta_segment_states does. */
 template <int KP, bool BACK>
-__global__ void __launch_bounds__(MN_DELTA_STATES_THREADS)
-delta_segment_states(const __grid_constant__ mn_delta_params job, int64_t n_slices) {
+__device__ inline void mn_segment_make_states(const mn_delta_params &job, int64_t n_slices) {
     extern __shared__ __align__(16) unsigned char states_smem_bytes[];
     constexpr int N = KP * MN_DELTA_STATES_COLUMNS / MN_DELTA_STATES_THREADS;
     constexpr int step = BACK ? -1 : 1;
@@ -135,7 +137,7 @@ delta_segment_states(const __grid_constant__ mn_delta_params job, int64_t n_slic
     int segment = BACK ? cut.n - 2 : 1;
     if (cut.n < 3) return;
     mn_segment_matrix<KP> M;
-    M.load(mn_scan_segment_map<KP>(job, n, h, segment), pitch);
+    M.load(mn_segment_matrix_of<KP>(job, n, h, segment), pitch);
     const float *from = mn_scan_segment_state(job, n, h, segment) + k * call.V + column0;
 #pragma unroll
     for (int c = 0; c < N; c++) {
@@ -149,7 +151,7 @@ delta_segment_states(const __grid_constant__ mn_delta_params job, int64_t n_slic
         M.store(smem.M);
         __syncthreads();
         if (segment + step != tail) {
-            M.load(mn_scan_segment_map<KP>(job, n, h, segment + step), pitch);
+            M.load(mn_segment_matrix_of<KP>(job, n, h, segment + step), pitch);
         }
         mn_segment_apply<KP, BACK>(sums, smem, k, local);
         __syncthreads();
@@ -162,15 +164,33 @@ delta_segment_states(const __grid_constant__ mn_delta_params job, int64_t n_slic
     }
 }
 
+/* The states in front of segments, from that in front of the second in the scan's order.
+ *
+ * Grid: block = (i * H + h) * n_slices + slice, for the i-th sequence that may be cut, a slice
+ * being 16 value columns of (K,V) states; a thread has a row and KP / 16 columns.
+ * Loads   the state in front of the second segment (K, 16 columns), and of each segment between the
+ *         first and the last N (K, 16 columns) and M (K,K).
+ * Stores  the state in front of each later segment. All in float32, products in the order of j.
+ * May run beside the launch in front, for which the first block waits at its end. */
 template <int KP, bool BACK>
-inline int mn_delta_segment_states(const mn_delta_params &job, cudaStream_t stream) {
+__global__ void __launch_bounds__(MN_DELTA_STATES_THREADS)
+delta_segment_states(const __grid_constant__ mn_delta_params job, int64_t n_slices) {
+    mn_pdl_launch_dependents();
+    mn_segment_make_states<KP, BACK>(job, n_slices);
+    if (blockIdx.x == 0) mn_pdl_wait();
+}
+
+/* `beside`: the launch in front makes nothing that this one reads. */
+template <int KP, bool BACK>
+inline int mn_delta_segment_states(const mn_delta_params &job, cudaStream_t stream,
+                                   bool beside = false) {
     const int64_t n_slices = job.padded_v / MN_DELTA_STATES_COLUMNS;
     const int64_t blocks =
         n_slices * job.p.call.H * mn_scan_cut_sequences(job.p.call, job.segments);
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(delta_segment_states<KP, BACK>, dim3((unsigned)blocks),
-                          MN_DELTA_STATES_THREADS, sizeof(mn_segment_states_smem<KP>), stream, job,
-                          n_slices);
+    return mn_launch_smem_behind(beside, delta_segment_states<KP, BACK>, dim3((unsigned)blocks),
+                                 MN_DELTA_STATES_THREADS, sizeof(mn_segment_states_smem<KP>),
+                                 stream, job, n_slices);
 }
 
 }    // namespace mneme::delta

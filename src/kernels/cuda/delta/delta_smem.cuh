@@ -36,6 +36,8 @@ struct mn_delta_workspace {
     float *whole;                // dg of a chunk, for a decay per head
     int *cuts;                   // [n * H + h] (delta_redo.cuh)
     float *segment_maps, *segment_states;    // of long sequences (delta_segments.cuh)
+    float *segment_matrices;                 // the maps whose matrices the states take
+    float *back_maps, *back_states;          // the same of the scan back, which may run beside
 };
 
 /* Which segments of long sequences a launch of a scan has (delta_segments.cuh): that with which the
@@ -68,6 +70,7 @@ struct mn_delta_params {
     mn_delta_segments segments;
     bool T_tiled;        // workspace.T has swizzled tiles
     bool tight;          // a scan's shared memory holds less of the next chunk
+    bool dX_is_dv;       // the scan back leaves dX in grad.v alone
     int *cuts;           // NULL, or a redo's: where [n * H + h] ends (delta_redo.cuh)
     bool pairs;          // two rows a token: p.e is a, p.w b, and odd rows write these
     mn_in odd_w;

@@ -1136,15 +1136,15 @@ __device__ inline void mn_scan_own_share(X (&local)[N / SPLITS][4], const X (&x)
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* X of tokens from 8 * first on as left operands, from Ed S, (16 values, 8 N tokens). */
-template <int KP, int CHANNEL, int N>
-__device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][4],
-                                      const mn_scan_front<KP> &front, int col_tile, int first) {
-    if (!CHANNEL) mn_scan_scale_tokens(X, front.gamma + 8 * first, 1.0f);
+/* X of tokens from 8 * first on from Ed S, (16 values, 8 N tokens), and a tile of values (64
+ * tokens, 64 columns). */
+template <int N>
+__device__ inline void mn_scan_subtract_from(float (&X)[N][4], unsigned values, int col_tile,
+                                             int first) {
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         unsigned v[4];
-        mn_frag_a_trans(v, mn_shared_u32(front.values), col_tile * 16, 8 * first + 16 * k);
+        mn_frag_a_trans(v, values, col_tile * 16, 8 * first + 16 * k);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float(&to)[4] = X[2 * k + half];
@@ -1153,6 +1153,14 @@ __device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][
                 to[3] = mn_bf16_hi(v[2 * half + 1]) - to[3];
         }
     }
+}
+
+/* The same as left operands. */
+template <int KP, int CHANNEL, int N>
+__device__ inline void mn_scan_residuals(unsigned (&x)[N / 2][4], float (&X)[N][4],
+                                      const mn_scan_front<KP> &front, int col_tile, int first) {
+    if (!CHANNEL) mn_scan_scale_tokens(X, front.gamma + 8 * first, 1.0f);
+    mn_scan_subtract_from(X, mn_shared_u32(front.values), col_tile, first);
     mn_scan_frags_a(x, X);
 }
 
@@ -1333,7 +1341,8 @@ __device__ inline void mn_scan_load_backward(mn_scan_smem<KP> &smem,
  * Loads   w, q, e (64,K), do (64, 64 columns), T, P (64,64) and the decays of each chunk; the
  *         gradient of the last state (K, 64 columns), or what a segment's scan begins with.
  * Stores  dv (64, 64 columns) of each chunk, D behind each chunk and dX of each, in the workspace,
- *         and D at the end. Of a segment whose map it makes D at the end alone, from zeros. */
+ *         and D at the end. Of a segment whose map it makes D at the end alone, from zeros.
+ * May run beside the launch in front, for which the first block waits at its end. */
 template <int KP, int CHANNEL, int BLOCKS = 1>
 __global__ void __launch_bounds__(mn_scan_threads(mn_scan_splits<KP>), BLOCKS)
 delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
@@ -1343,6 +1352,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     if (BLOCKS == 2 && !MN_HAS_WGMMA) return;
     mn_scan_smem<KP> &smem = *(mn_scan_smem<KP> *)scan_smem_bytes;
     const mn_delta_args &p = job.p;
+    mn_pdl_launch_dependents();
     mn_scan_init_smem<KP, SPLITS, true>(smem, job, n_slices, p.cot.state, p.grad.state0);
     const mn_scan_coord &at = smem.place;
     if (job.cuts && at.n_chunks == at.skip) return;
@@ -1351,6 +1361,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
     if (mn_scan_producer_tid() >= 0) {
         mn_scan_setmaxnreg<SPLITS, true, BLOCKS>();
         mn_scan_load_backward<KP, CHANNEL, BLOCKS>(smem, job, maps, same_keys);
+        if (blockIdx.x == 0) mn_pdl_wait();
         return;
     }
     mn_scan_setmaxnreg<SPLITS, false, BLOCKS>();
@@ -1407,7 +1418,7 @@ delta_state_scan_bwd_kernel(const __grid_constant__ mn_delta_params job,
         mn_scan_mma_upper<true>(dX, x, mn_shared_u32(front.T), 0);
         mn_scan_record_frags<CHANNEL>(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
-        if (!map) {
+        if (!map && !job.dX_is_dv) {
             mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk,
                                                           MN_DELTA_CHUNK) + 16 * steps * split,
                                                MN_DELTA_CHUNK, local, scratch);

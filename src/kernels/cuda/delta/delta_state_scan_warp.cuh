@@ -246,6 +246,7 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
     const bool ahead = mn_scan_smem<KP>::ahead(same_keys, job.tight);
     if (mn_scan_producer_tid() >= 0) {
         mn_scan_load_backward<KP, CHANNEL>(smem, job, maps, same_keys);
+        if (blockIdx.x == 0) mn_pdl_wait();
         return;
     }
     const int col_tile = mn_scan_role<false, SPLITS>::col_tile();
@@ -290,8 +291,11 @@ delta_state_scan_bwd_warp_kernel(const __grid_constant__ mn_delta_params job,
         mn_scan_mma_upper<false>(dX, x, mn_shared_u32(front.T), 0);
         mn_scan_record_frags<CHANNEL>(x, dX);
         mn_scan_own_share<SPLITS>(local, x, split);
-        mn_scan_store_frags<scratch_bytes>(records.at(job.workspace.dX, chunk, MN_DELTA_CHUNK) +
-                                         16 * steps * split, MN_DELTA_CHUNK, local, scratch);
+        if (!job.dX_is_dv) {
+            mn_scan_store_frags<scratch_bytes>(
+                records.at(job.workspace.dX, chunk, MN_DELTA_CHUNK) + 16 * steps * split,
+                MN_DELTA_CHUNK, local, scratch);
+        }
         if (results.to) {
             mn_scan_own_share<SPLITS>(own, dX, split);
             results.put(chunk, own, scratch);

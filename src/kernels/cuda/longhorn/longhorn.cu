@@ -1,17 +1,21 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
  * longhorn_column in bf16 over chunks (longhorn_column_chunk.cu) where memories are neither
- * narrow nor wide, except for decode steps; all else by the recurrences of column_state.cuh,
- * longhorn_diag back, where keys have at most 128 channels, by longhorn_diag_bwd_recurrent.cu in
- * bf16 and by longhorn_diag_bwd below in float32, and single tokens with the state in place by
- * longhorn_step.cuh. Backward, a kernel after these has one token and head for each warp:
+ * narrow nor wide, except for decode steps; longhorn_diag in bf16, where keys have at most 128
+ * channels, by longhorn_diag_fwd_recurrent.cu and longhorn_diag_bwd_recurrent.cu; all else by the
+ * recurrences of column_state.cuh, longhorn_diag back, for such keys in float32, by
+ * longhorn_diag_bwd below, and single tokens with the state in place by longhorn_step.cuh.
+ * Backward, a kernel after these has one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
+#include <type_traits>
+
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/recurrent/column_state.cuh"
 #include "kernels/cuda/recurrent/column_state_bwd.cuh"
 #include "kernels/cuda/longhorn/longhorn_column_chunk.h"
 #include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
+#include "kernels/cuda/longhorn/longhorn_diag_fwd.h"
 #include "kernels/cuda/longhorn/longhorn_step.cuh"
 
 namespace mneme::longhorn {
@@ -295,38 +299,113 @@ __device__ static row_coord warp_row_coord(const mn_call &c) {
     return { row, row / c.H / c.T, row / c.H % c.T, row % c.H };
 }
 
+/* What float32 calls sum the squares of keys in; bf16's own rounding is far above float32's. */
 template <typename T>
+using norm_type = std::conditional_t<sizeof(T) == sizeof(float), double, float>;
+
+/* Four numbers from number i on, those of them that there are. */
+template <typename T>
+__device__ __forceinline__ void put_four(T *row, int64_t i, int64_t width, bool vec_aligned,
+                                         const float (&x)[4]) {
+    if (!row) return;
+    if (vec_aligned && i < width) {
+        mn_store<4>(row, i, x);
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        if (i + n < width) mn_put(row + i + n, x[n]);
+    }
+}
+
+/* dq, dk and dbeta of a token and head by a warp, of whose lanes each has four numbers side by side
+ * PASSES times: the sums of column tiles' parts, which are asked for before anything else. */
+template <typename T, int PASSES>
 __global__ void __launch_bounds__(32 * ROWS)
 longhorn_reduce_grads(const __grid_constant__ mn_longhorn_diag_args p, const float *y,
-                       const float *partials, int64_t tiles) {
+                      const float *partials, int tiles, bool vec_aligned) {
     const row_coord at = warp_row_coord(p.call);
     const int64_t rows = p.call.B * p.call.T * p.call.H, K = p.call.K, V = p.call.V;
     if (at.row >= rows) return;
-    T *dbeta = mn_row<T>(p.grad.beta, at.b, at.t, at.h);
-    T *dq = mn_row<T>(p.grad.q, at.b, at.t, at.h), *dk = mn_row<T>(p.grad.k, at.b, at.t, at.h);
-    const T *k = mn_row<T>(p.k, at.b, at.t, at.h), *beta = mn_row<T>(p.beta, at.b, at.t, at.h);
-    double norm = 0.0;
-    for (int64_t i = threadIdx.x % 32; i < K; i += 32) {
-        norm += (double)mn_float(k[i]) * (double)mn_float(k[i]);
+    const int lane = threadIdx.x % 32;
+    const T *k_row = mn_row<T>(p.k, at.b, at.t, at.h);
+    const T *beta_row = mn_row<T>(p.beta, at.b, at.t, at.h);
+    mn_column_raw<4, T> k[PASSES];
+    float to_q[PASSES][4] = {}, to_k[PASSES][4] = {};
+    norm_type<T> norm = 0;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        const int64_t i = 128 * pass + 4 * lane;
+        k[pass].fetch(k_row, i, K, vec_aligned);
+        for (int tile = 0; tile < tiles; tile++) {
+            const float *part = partials + (tile * rows + at.row) * 2 * K;
+            mn_column_raw<4, float> q_part, k_part;
+            q_part.fetch(part, i, K, vec_aligned);
+            k_part.fetch(part + K, i, K, vec_aligned);
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                to_q[pass][n] += q_part.at(n), to_k[pass][n] += k_part.at(n);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < 4 * PASSES; n++) {
+        norm += (norm_type<T>)k[n / 4].at(n % 4) * (norm_type<T>)k[n / 4].at(n % 4);
     }
     for (int lanes = 16; lanes > 0; lanes >>= 1) norm += __shfl_xor_sync(0xffffffffu, norm, lanes);
     float through = 0.0f;
-    for (int64_t j = threadIdx.x % 32; j < V; j += 32) {
-        const float b = mn_float(beta[j]), u = 1.0f / (float)(1.0 + (double)b * norm);
-        const float to_w = y[at.row * V + j];
-        if (dbeta) mn_put(dbeta + j, to_w * u * u);
-        through = fmaf(b * u * b * u, to_w, through);
+    for (int64_t j = 4 * lane; j < V; j += 128) {
+        mn_column_raw<4, T> beta;
+        mn_column_raw<4, float> to_w;
+        float dbeta[4];
+        beta.fetch(beta_row, j, V, vec_aligned);
+        to_w.fetch(y + at.row * V, j, V, vec_aligned);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const float b = beta.at(n);
+            const float u = 1.0f / (float)((norm_type<T>)1 + (norm_type<T>)b * norm);
+            dbeta[n] = to_w.at(n) * u * u;
+            through = fmaf(b * u * b * u, to_w.at(n), through);
+        }
+        put_four(mn_row<T>(p.grad.beta, at.b, at.t, at.h), j, V, vec_aligned, dbeta);
     }
     through = mn_warp_sum(through);
-    for (int64_t i = threadIdx.x % 32; i < K; i += 32) {
-        float to_q = 0.0f, to_k = 0.0f;
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            const float *part = partials + (tile * rows + at.row) * 2 * K + i;
-            to_q += part[0], to_k += part[K];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        const int64_t i = 128 * pass + 4 * lane;
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            to_k[pass][n] = fmaf(-2.0f * k[pass].at(n), through, to_k[pass][n]);
         }
-        if (dq) mn_put(dq + i, to_q);
-        if (dk) mn_put(dk + i, fmaf(-2.0f * mn_float(k[i]), through, to_k));
+        put_four(mn_row<T>(p.grad.q, at.b, at.t, at.h), i, K, vec_aligned, to_q[pass]);
+        put_four(mn_row<T>(p.grad.k, at.b, at.t, at.h), i, K, vec_aligned, to_k[pass]);
     }
+}
+
+/* Whether four neighbours of `width` come by one access. */
+template <typename T, typename View>
+static bool fours(const View &view, int64_t width) {
+    bool fit = (uintptr_t)view.data % (4 * sizeof(T)) == 0 && width % 4 == 0;
+    for (int axis = 0; axis < 3; axis++) fit = fit && view.stride[axis] % 4 == 0;
+    return fit || !view.data;
+}
+
+template <typename T>
+static int reduce_grads(const mn_longhorn_diag_args *p, const float *y, const float *partials,
+                        cudaStream_t on) {
+    const int64_t K = p->call.K, V = p->call.V, rows = p->call.B * p->call.T * p->call.H;
+    const int tiles = (int)mn_columns_tiles(V);
+    const bool vec_aligned = fours<T>(p->k, K) && fours<T>(p->beta, V) && fours<T>(p->grad.q, K) &&
+        fours<T>(p->grad.k, K) && fours<T>(p->grad.beta, V) && K % 4 == 0 && V % 4 == 0 &&
+        ((uintptr_t)y | (uintptr_t)partials) % 16 == 0;
+    if (K <= 128) {
+        longhorn_reduce_grads<T, 1><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
+            *p, y, partials, tiles, vec_aligned);
+    } else {
+        longhorn_reduce_grads<T, 2><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
+            *p, y, partials, tiles, vec_aligned);
+    }
+    return mn_launch_status();
 }
 
 static bool rows_size(size_t *count, const mn_call *c) {
@@ -349,9 +428,16 @@ static bool backward_plan(const mn_call *c, mn_column_kind kind, mn_plan *plan) 
            mn_mul_size(&plan->shared_bytes, rows, sizeof(float));
 }
 
+/* A sequence of one token goes cell by cell, so that it has the bits of a decode step. */
 template <typename T, mn_column_kind KIND>
 static int forward(const mn_longhorn_diag_args *p, cudaStream_t on) {
-    return mn_columns_forward<T, KIND>(forward_columns_of(p), on);
+    mn_column_params m = forward_columns_of(p);
+    const bool packed = p->call.cu_seqlens;
+    const bool by_products = KIND == MN_COLUMNS_CELL && diag_fwd::supported(p->call);
+    if (by_products && !packed && p->call.T != 1) return diag_fwd::launch(m, on);
+    m.single_tokens = by_products && packed;
+    const int code = mn_columns_forward<T, KIND>(m, on);
+    return code != cudaSuccess || !m.single_tokens ? code : diag_fwd::launch(m, on);
 }
 
 template <typename T, mn_column_kind KIND>
@@ -369,9 +455,7 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     if (KIND == MN_COLUMNS_CELL && mn_diag_supported(c)) code = mn_diag_backward<T>(m, on);
     else code = mn_columns_backward<T, KIND>(m, on);
     if (code != cudaSuccess || size == 0) return code;
-    longhorn_reduce_grads<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
-        *p, m.y, m.partials, mn_columns_tiles(c.V));
-    return mn_launch_status();
+    return reduce_grads<T>(p, m.y, m.partials, on);
 }
 
 static bool uses_chunks(const mn_call *c, mn_column_kind kind) {

@@ -25,24 +25,25 @@
  * the next group's first. */
 #include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 
-#include <cuda_fp16.h>
 #include <float.h>
 
+#include "kernels/cuda/longhorn/longhorn_diag_fwd.h"
+#include "kernels/cuda/longhorn/longhorn_diag_states.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
 namespace mneme::longhorn::diag {
 
 using namespace recurrent;
 
-enum { GROUP = 8, TILE = MN_COLUMNS_TILE };    // tokens; columns of a block
+/* Whether the states are saved by products (longhorn_diag_fwd_recurrent.cu) instead of here. */
+static constexpr bool SAVED_BY_PRODUCTS = true;
 
 /* Of a block with ROW_WARPS warps along the rows and two along the columns. */
 template <int ROW_WARPS>
 struct sizes {
     static constexpr int WARPS = 2 * ROW_WARPS, THREADS = 32 * WARPS, ROWS = 32 * ROW_WARPS;
     static constexpr int TOKENS = GROUP / WARPS;    // which a warp loads
-    static constexpr int CELLS = 4 * THREADS;       // packs of 16 bytes: a state
-    static constexpr int PACKS = CELLS + 2;         // and its warps' units
+    static constexpr int CELLS = saved_state<ROW_WARPS>::CELLS;    // packs of 16 bytes: a state
 };
 
 /* Eight tokens as cells and their sums want them: a lane has four rows side by side and twice four
@@ -63,18 +64,6 @@ struct token_smem {
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
-
-/* A lane's cells as factors: pair p of the four of row r is number r % 2 + p % 2 * 2 of factor
- * r / 2 * 2 + p / 2, whose four numbers have to lie side by side. */
-typedef unsigned pairs[4][4];
-
-__device__ constexpr int row_in(int factor, int n) { return factor / 2 * 2 + n % 2; }
-__device__ constexpr int pair_in(int factor, int n) { return factor % 2 * 2 + n / 2; }
-
-__device__ __forceinline__ unsigned pair_of(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *(const unsigned *)&pair;
-}
 
 /* One of a pair, twice, which costs nothing (as __byte_perm it would). */
 __device__ __forceinline__ unsigned twice_low(unsigned x) {
@@ -180,26 +169,10 @@ __device__ __forceinline__ float4 columns_times(const pairs &a, const unsigned (
 /* Cell in its unit: sums of four of E, a product of two, times k^2 / 8, stay below 65504. */
 constexpr float LARGEST = 128.0f;
 
-/* The power of two at or below what these bits, of a positive number, say; not too near to the
- * ends. */
-__device__ inline float unit_of(unsigned bits) {
-    return __uint_as_float(min(max(bits & 0x7f800000u, 27u << 23), 227u << 23));
-}
-
 /* That in which such a number of bf16 is some 2^14: whatever is above 2^-17 of it is exact in half
  * precision, and far smaller ones are not zero. */
 __device__ inline float wide_unit_of(unsigned bits) {
     return __uint_as_float(max(bits & 0x7f800000u, 27u << 23) - (14u << 23));
-}
-
-__device__ inline float inverse_of(float unit) {
-    return __uint_as_float((254u << 23) - __float_as_uint(unit));
-}
-
-/* Bits of |x|, which are in the order of numbers; 0 for what is not finite */
-__device__ inline unsigned size_of(float x) {
-    const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
-    return bits < 0x7f800000u ? bits : 0;
 }
 
 template <int N>
@@ -511,15 +484,7 @@ struct cells {
 
     /* The bits of the warp's largest cell, of those that are finite. */
     __device__ __forceinline__ unsigned largest() const {
-        float most = 0.0f;
-#pragma unroll
-        for (int n = 0; n < 32; n++) most = fmaxf(most, fabsf(at[n / 8][n % 8]));
-        const unsigned bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
-        if (bits < 0x7f800000u) return bits;
-        unsigned finite = 0;
-#pragma unroll
-        for (int n = 0; n < 32; n++) finite = max(finite, size_of(at[n / 8][n % 8]));
-        return __reduce_max_sync(0xffffffffu, finite);
+        return largest_finite<32>([&](int n) { return at[n / 8][n % 8]; });
     }
 
     /* Before something of at most `more` is added to cells of at most `bound` units. */
@@ -532,14 +497,6 @@ struct cells {
         bound = most * inverse_of(next), unit = next;
     }
 };
-
-template <int THREADS>
-__device__ __forceinline__ void store_packed(uint4 *to, const pairs &x) {
-#pragma unroll
-    for (int f = 0; f < 4; f++) {
-        to[f * THREADS + threadIdx.x] = make_uint4(x[f][0], x[f][1], x[f][2], x[f][3]);
-    }
-}
 
 template <int THREADS>
 __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
@@ -773,11 +730,11 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
 }
 
 /* The group that is in shared memory, from the state in front of it, in its unit, which takes the
- * place of the one behind it. Behind the last token of a sequence there are zeros, which change
- * nothing. */
+ * place of the one behind it; that of the last group is made here. Behind the last token of a
+ * sequence there are zeros, which change nothing. */
 template <int ROW_WARPS>
 __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
-                                          pairs &behind, const uint4 *front, float unit,
+                                          bool last, pairs &behind, const uint4 *front, float unit,
                                           smem_of<ROW_WARPS> &smem) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
     float *units = smem.state_unit[threadIdx.x / 32], bound = 2.0f;
@@ -793,6 +750,12 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
         S.pack(old);
         units[token + 1] = unit;
         store_packed<THREADS>(smem.states[token], old);
+    }
+    if (SAVED_BY_PRODUCTS && last) {
+        S.make_room(bound, unit, smem.in.grow[GROUP - 1]);
+        S.advance(smem.in, GROUP - 1, inverse_of(unit));
+        S.pack(behind);
+        units[GROUP] = unit;
     }
     if (look) {
         const float most = __uint_as_float(D.largest()) * unit_of_D;
@@ -817,15 +780,17 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
     smem_of<ROW_WARPS> &smem = *(smem_of<ROW_WARPS> *)diag_bytes;
     const mn_column_coord at = mn_column_block_coord(p, tiles);
     const int64_t length = at.span.length, groups = (length + GROUP - 1) / GROUP;
-    const int64_t stride = p.call.H * tiles * size::PACKS;
-    const int64_t slot = p.call.cu_seqlens ? at.span.t0 / GROUP + at.n : at.n * groups;
-    uint4 *saved = (uint4 *)p.spans + slot * stride + (at.h * tiles + at.tile) * size::PACKS;
+    int64_t stride;
+    uint4 *saved = saved_states<ROW_WARPS>(p, at, tiles, stride);
     cells D;
     pairs behind;
     float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
     D.load(p, at, p.cot_state);
     if (groups > 0) {
-        float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
+        float unit_behind = 1.0f;
+        if constexpr (!SAVED_BY_PRODUCTS) {
+            unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
+        }
         prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
         ahead.template fetch<true>(p, at);
         const auto ask = [&](int64_t n) {
@@ -851,7 +816,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
                 ask(n - 1);
             }
             smem.state_unit[threadIdx.x / 32][GROUP] = unit_behind, unit_behind = own;
-            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind,
+            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, looks == 0, behind,
                                  smem.front[n % 2], own, smem);
             factors.load(smem.in);
             __syncthreads();
@@ -877,7 +842,8 @@ bool supported(const mn_call &c) {
 }
 
 bool saved_size(size_t *count, const mn_call &c) {
-    const size_t floats = 4 * (size_t)(row_warps(c) == 2 ? sizes<2>::PACKS : sizes<4>::PACKS);
+    const size_t floats =
+        4 * (size_t)(row_warps(c) == 2 ? saved_state<2>::PACKS : saved_state<4>::PACKS);
     return mn_mul_size(count, (size_t)mn_tile_slots(c, GROUP), floats) &&
            mn_mul_size(count, *count, (size_t)mn_ceil_div(c.V, (int64_t)TILE)) &&
            mn_mul_size(count, *count, (size_t)c.H);
@@ -895,6 +861,8 @@ static int launch_with(const mn_column_params &p, cudaStream_t on) {
 
 int launch(mn_column_params p, cudaStream_t on) {
     const int warps = row_warps(p.call);
+    const int code = SAVED_BY_PRODUCTS ? diag_fwd::save_states(p, on) : (int)cudaSuccess;
+    if (code != cudaSuccess) return code;
     p.vec_aligned = mn_columns_vec_aligned<mn_bf16>(p, warps);
     return warps == 2 ? launch_with<2>(p, on) : launch_with<4>(p, on);
 }

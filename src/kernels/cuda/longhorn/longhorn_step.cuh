@@ -1,6 +1,6 @@
 /* longhorn_step.cuh - columns of a memory through one token of both forms of Longhorn (see
  * ref/longhorn_diag.c and ref/longhorn_column.c), the state in place; what they make has the bits
- * of the scan (recurrent/column_state.cuh, CELL and COLUMN), of which it is one step.
+ * of the scan cell by cell (recurrent/column_state.cuh, CELL and COLUMN), of which it is one step.
  *
  * Threads that have cells ask for all of them before they look at the token, which a warp brings to
  * shared memory. */

@@ -11,6 +11,11 @@ __device__ inline float mn_fmax(float x, float y) {
     return z;
 }
 
+/* The double type has no such instruction; a comparison with NaN is false. */
+__device__ inline double mn_fmax(double x, double y) {
+    return x < y ? y : x;    // NaN where x is; y is a bound
+}
+
 }    // namespace mneme
 
 #endif

@@ -427,23 +427,32 @@ inline void mn_cell_carve_workspace(float *(&at)[n], float *shared, const int64_
 
 enum { MN_CELL_REDUCE_THREADS = 256 };
 
+/* How many lanes of a warp take a row of n pieces: a power of two, so that warps whose rows are
+ * narrow have several. */
+inline int mn_cell_reduce_lanes(int64_t n) {
+    int lanes = 1;
+    while (lanes < 32 && lanes < n) lanes *= 2;
+    return lanes;
+}
+
 /* Two tensors of `width` numbers in each row (b, t, h) from parts of n_rows such rows, the second
- * one's row behind the first one's. A warp takes a row and adds the parts in their order, EACH
+ * one's row behind the first one's. `lanes` lanes take a row and add the parts in their order, EACH
  * neighbours a lane, of which width is a multiple. */
 template <typename T, int EACH>
 __global__ void __launch_bounds__(MN_CELL_REDUCE_THREADS)
 cell_reduce_partials_kernel(mn_out first, mn_out second, const float *partials,
                             int64_t n_partials, int64_t n_rows,
-                   int64_t tokens, int64_t heads, int64_t width) {
-    const int64_t row = (blockIdx.x * (int64_t)MN_CELL_REDUCE_THREADS + threadIdx.x) / 32;
+                   int64_t tokens, int64_t heads, int64_t width, int lanes) {
+    const int64_t row =
+        blockIdx.x * (int64_t)(MN_CELL_REDUCE_THREADS / lanes) + threadIdx.x / (unsigned)lanes;
     if (row >= n_rows) return;
     const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
     T *to_first = mn_row<T>(first, b, t, h), *to_second = mn_row<T>(second, b, t, h);
     const int64_t begin = to_first ? 0 : width, end = to_second ? 2 * width : width;
-    for (int64_t i = begin + threadIdx.x % 32 * EACH; i < end; i += 32 * EACH) {
+    for (int64_t i = begin + (threadIdx.x & (lanes - 1)) * EACH; i < end; i += lanes * EACH) {
         const float *from = partials + row * 2 * width + i;
         float sums[EACH] = {};
-#pragma unroll 4
+#pragma unroll 8
         for (int64_t partial = 0; partial < n_partials; partial++) {
             mn_cell_add(sums, from + partial * n_rows * 2 * width);
         }
@@ -457,13 +466,14 @@ cell_reduce_partials_kernel(mn_out first, mn_out second, const float *partials,
 template <typename T, int EACH>
 __global__ void __launch_bounds__(MN_CELL_REDUCE_THREADS)
 cell_reduce_two_kernel(mn_out first, mn_out second, const float *partials, int64_t n_rows,
-                       int64_t tokens, int64_t heads, int64_t width) {
-    const int64_t row = (blockIdx.x * (int64_t)MN_CELL_REDUCE_THREADS + threadIdx.x) / 32;
+                       int64_t tokens, int64_t heads, int64_t width, int lanes) {
+    const int64_t row =
+        blockIdx.x * (int64_t)(MN_CELL_REDUCE_THREADS / lanes) + threadIdx.x / (unsigned)lanes;
     if (row >= n_rows) return;
     const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
     T *const to[2] = { mn_row<T>(first, b, t, h), mn_row<T>(second, b, t, h) };
     const float *from = partials + row * 2 * width;
-    for (int64_t i = threadIdx.x % 32 * EACH; i < width; i += 32 * EACH) {
+    for (int64_t i = (threadIdx.x & (lanes - 1)) * EACH; i < width; i += lanes * EACH) {
         float x[2][2][EACH];
 #pragma unroll
         for (int partial = 0; partial < 2; partial++) {
@@ -490,16 +500,18 @@ inline int mn_cell_reduce_partials(const mn_out &first, const mn_out &second, co
                             cudaStream_t stream) {
     const int64_t n_rows = mn_cell_rows_of(call) * heads;
     if (n_rows == 0 || (!first.data && !second.data)) return cudaSuccess;
-    const unsigned blocks = mn_blocks(n_rows, MN_CELL_REDUCE_THREADS / 32);
-    if (width % 4 == 0 && n_partials == 2) {
+    const bool two = n_partials == 2 && width % 4 == 0;
+    const int lanes = mn_cell_reduce_lanes((two ? 1 : 2) * width / (width % 4 ? 1 : 4));
+    const unsigned blocks = mn_blocks(n_rows, MN_CELL_REDUCE_THREADS / lanes);
+    if (two) {
         cell_reduce_two_kernel<T, 4><<<blocks, MN_CELL_REDUCE_THREADS, 0, stream>>>(
-            first, second, partials, n_rows, call->T, heads, width);
+            first, second, partials, n_rows, call->T, heads, width, lanes);
     } else if (width % 4 == 0) {
         cell_reduce_partials_kernel<T, 4><<<blocks, MN_CELL_REDUCE_THREADS, 0, stream>>>(
-            first, second, partials, n_partials, n_rows, call->T, heads, width);
+            first, second, partials, n_partials, n_rows, call->T, heads, width, lanes);
     } else {
         cell_reduce_partials_kernel<T, 1><<<blocks, MN_CELL_REDUCE_THREADS, 0, stream>>>(
-            first, second, partials, n_partials, n_rows, call->T, heads, width);
+            first, second, partials, n_partials, n_rows, call->T, heads, width, lanes);
     }
     return mn_launch_status();
 }

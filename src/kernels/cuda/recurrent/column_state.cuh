@@ -58,6 +58,7 @@ struct mn_column_params {
     float *spans, *tokens;       // states
     int n_saved_states;                   // states that shared memory has room for
     bool vec_aligned;                  // whether neighbours of a token's numbers come by one access
+    bool single_tokens;                // whether only sequences of one token are wanted, forward
 };
 
 /* Rows that threads have between them. */
@@ -572,6 +573,7 @@ column_state_scan_kernel(const __grid_constant__ mn_column_params p, int64_t til
     using sizes = mn_column_sizes<ROWS, WARPS>;
     __shared__ mn_column_smem<ROWS, WARPS> smem;
     const mn_column_coord at = mn_column_block_coord(p, tiles);
+    if (p.single_tokens && at.span.length != 1) return;
     typename mn_column_cells_of<KIND, ROWS, WARPS>::type S;
     mn_column_prefetch<T, ROWS, WARPS> ahead;
     S.load(p, at, p.state0, p.ones0);
@@ -607,6 +609,7 @@ column_state_scan_producer_kernel(const __grid_constant__ mn_column_params p, in
     const mn_column_coord at = mn_column_block_coord(p, tiles);
     const int64_t length = at.span.length;
     const bool is_producer = sizes::producer_thread() >= 0;
+    if (p.single_tokens && length != 1) return;
     typename mn_column_cells_of<KIND, ROWS, WARPS>::type S;
     mn_column_prefetch<T, ROWS, WARPS, PRODUCERS> ahead;
     if (!is_producer) S.load(p, at, p.state0, p.ones0);
