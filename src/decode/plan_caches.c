@@ -6,9 +6,9 @@
  *
  * Otherwise a barrier stands in front of each stage: parts of 256 keys, shared out among blocks,
  * and at last the sum of the parts of each head. Of attention these are two, of HyperMLP four, of
- * which each reads what all of the one before made. How many keys there are is known when the stages
- * run: a block has every so many-th part of a head, however many those are. Which parts there are,
- * and the order of their sum, goes by the keys alone. */
+ * which each reads what all of the one before made. How many keys there are is known when they run:
+ * a block has every so many-th part of a head, however many those are. Which parts there are, and
+ * the order of their sum, goes by the keys alone. */
 #include "base/util.h"
 #include "decode/plan.h"
 

@@ -9,11 +9,11 @@
  * and the rms of the error within 2 u / sqrt(3) of that of the tensor. Where sums of many products
  * lose more because kernels round what goes into the products, the bound is twice what rounding
  * every input once does or, if that is more, twice what the same formula loses in float64 with what
- * passes between its parts rounded (op_rounded.h): three random roundings say little of a sum that
- * all but cancels. For operators made of more parts it is that
- * of the golden files (tests/golden/README.md): ten times what results of the reference move when
- * inputs move by u, and twenty times for gradients. Gradients that vanish by structure are held to
- * 2 u of the loss.
+ * passes between its parts rounded (op_rounded.h: ccq_read, conv_unit and delta, whatever its
+ * decays): three random roundings say little of a sum that all but cancels, or of the largest of
+ * many roundings. For operators made of more parts it is that of the golden files
+ * (tests/golden/README.md): ten times what results of the reference move when inputs move by u, and
+ * twenty times for gradients. Gradients that vanish by structure are held to 2 u of the loss.
  *
  * test_cuda [OPERATOR [I/N]] runs one operator, and of its calls every Nth from the Ith on. The
  * reference takes most of the time: without I/N there is a process for each core (shares.h). */

@@ -22,7 +22,7 @@
 
 #include <cmocka.h>
 
-enum { MAX_RINGS = 12, MAX_SLOTS = 12, MAX_AGENTS = 16, MAX_OPS = 24, MAX_STATES = 1 << 15,
+enum { MAX_RINGS = 16, MAX_SLOTS = 12, MAX_AGENTS = 16, MAX_OPS = 24, MAX_STATES = 1 << 15,
        MAX_DEPTH = 1 << 12 };
 
 /* One thing that a role does for chunk n; its text is
@@ -107,6 +107,19 @@ static const protocol protocols[] = {
         { 2, false, "t? -x +z r! -x g!" },
         { 1, false, "t? r? -x -z -w u~ +P s!" },
         { 1, false, "t? -x s? -P -w -z u! g!" } }, false },
+    { "curvature/curvature_bwd_sm90.cu, queries", "t3:1 r3:3 g3:5 s2:1 u2:1 R2:1 l2:1 x3 w3 z3 m3 P2 Y2",
+      { { 1, false, "g~ t^x" },
+        { 1, false, "g~ +w r!" },
+        { 2, false, "t? -x +z r! -x g!" },
+        { 1, false, "t? r? -x -z -w u~ +P +m s! -x -w g!" },
+        { 1, false, "t? r? -x -z s? -P l~ +Y R! u! -x g!" },
+        { 1, false, "R? -Y -x -z -w -m g! l!" } }, false },
+    { "curvature/curvature_bwd_sm90.cu, keys", "t3:1 r3:1 g3:1 s2:1 u2:1 R2:1 l2:1 x3 w3 P2 Y2",
+      { { 1, false, "g~ t^x" },
+        { 1, false, "g~ +w t? -x r!" },
+        { 1, false, "t? r? -x -w u~ +P s!" },
+        { 1, false, "t? r? -x -w s? -P l~ +Y R! u! -x -w g!" },
+        { 1, false, "R? -Y l!" } }, false },
     { "curvature/curvature_bwd_chunk.cu, keys", "t3:1 g3:1 s2:1 u2:1 r2:1 l2:1 x3 P2 Y2",
       { { 1, false, "g~ +x t!1 -x1" },
         { 1, false, "t? -x u~ +P s!" },

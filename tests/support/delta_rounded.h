@@ -5,9 +5,6 @@
 
 #include "support/op_case.h"
 
-/* Whether calls like this one are evaluated here: a decay for each channel is not. */
-bool delta_is_rounded(const op_case *c);
-
 /* Results and gradients of `sample`, in float64, with inputs drawn. `rounded`: every factor of a
  * product is rounded to bf16; else it is delta itself. */
 void delta_run_rounded(mn_sample *sample, const op_case *c, bool rounded);

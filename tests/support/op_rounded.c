@@ -112,7 +112,7 @@ static void run_conv_unit(mn_sample *sample, const op_case *c) {
 bool op_run_rounded(mn_sample *sample, const op_case *c) {
     if (c->op == MN_OP_ccq_read) run_ccq_read(sample, c);
     else if (c->op == MN_OP_conv_unit) run_conv_unit(sample, c);
-    else if (delta_is_rounded(c)) delta_run_rounded(sample, c, true);
+    else if (c->op == MN_OP_delta) delta_run_rounded(sample, c, true);
     else return false;
     round_results(sample);
     return true;

@@ -130,6 +130,15 @@ static int launch_batch(const mn_additive_args *p, const mn_chunk_scans *some, i
     return mn_additive_token_launch(some, n, segments, p->decay != MN_DECAY_NONE, stream);
 }
 
+/* Whether a scan that leaves nothing for the gradient of a decay goes by itself where one beside it
+ * does: it has four chunks under way then, not three (additive_token_chunk_sm90.cu). */
+static constexpr bool plain_scans_apart = true;
+
+static bool goes_with(const mn_chunk_scan &first, const mn_chunk_scan &next) {
+    const bool apart = plain_scans_apart && (first.by_warpgroups || next.by_warpgroups);
+    return !apart || (first.mode == MN_SCAN_PLAIN) == (next.mode == MN_SCAN_PLAIN);
+}
+
 /* Walks [from, to), those of one kind and depth together; long sequences in two steps. */
 static int launch_scans(const mn_additive_args *p, const mn_chunk_scans *scans, int from, int to,
                         int64_t segments, cudaStream_t stream) {
@@ -137,7 +146,8 @@ static int launch_scans(const mn_additive_args *p, const mn_chunk_scans *scans, 
         const int depth = mn_additive_padded_depth(scans->scan[from].depth);
         mn_chunk_scans some = *scans;
         int n = 0, code = cudaSuccess;
-        for (; from < to && (n == 0 || p->decay != MN_DECAY_CHANNEL) &&
+        for (; from < to && (n == 0 || (p->decay != MN_DECAY_CHANNEL &&
+                                        goes_with(some.scan[0], scans->scan[from]))) &&
                mn_additive_padded_depth(scans->scan[from].depth) == depth;
              from++) {
             some.scan[n++] = scans->scan[from];

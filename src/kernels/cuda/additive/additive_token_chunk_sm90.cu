@@ -309,6 +309,14 @@ __device__ inline void mn_token_store(Smem &smem, const mn_token_scan &job, cons
     }
 }
 
+/* Sums are in their registers from here on: what is moved there, or scaled, behind the first of
+ * several products makes all of them wait for each other. */
+template <int N>
+__device__ __forceinline__ void mn_token_pin(float (&x)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; i++) asm volatile("" : "+f"(x[i / 4][i % 4]));
+}
+
 /* ---- the warpgroup that computes scores ------------------------------------------------------ */
 
 /* Adds up with the lane that is 2 STEP away, each of both one half of the numbers. */
@@ -399,6 +407,7 @@ __device__ inline void mn_token_scores(Smem &smem, bool reverse) {
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
+        if constexpr (OWN) mn_token_pin(R);
         delta::mn_mma_fence<true>();
 #pragma unroll
         for (int k = 0; k < Smem::depth; k += 16) {
@@ -605,23 +614,33 @@ __device__ inline float2 mn_token_dot(const float (&O)[8][4], const unsigned cha
 }
 
 /* The state in front of a chunk, in bf16 as operands have it: kept, or it meets the one behind the
- * chunk, which comes decayed over it. */
+ * chunk, which comes decayed over it, and is asked for a chunk ahead. */
 template <int MODE, int DEPTH>
 struct mn_token_kept {
     uint4 at[MODE == MN_SCAN_DOT_STATE ? DEPTH / 16 : 1];
-    int64_t index;    // of the chunk and slice
+    int index;    // of the chunk and slice
 
-    __device__ mn_token_kept(const mn_call &call, const mn_chunk_scan &p,
-                             const mn_scan_coord &place, int64_t t,
-                             const uint32_t (&a)[DEPTH / 16][4]) {
-        if constexpr (MODE != MN_SCAN_PLAIN) {
-            index = mn_token_slot(call, place, t / MN_TOKEN_CHUNK) * place.n_slices + place.slice;
-            uint4 *kept = (uint4 *)(p.kept + index * DEPTH * MN_SCAN_WIDTH) +
+    /* The chunk whose first token is t; a scan that meets states asks for its own. */
+    __device__ void begin(const mn_call &call, const mn_chunk_scan &p, const mn_scan_coord &place,
+                          int64_t t) {
+        if constexpr (MODE == MN_SCAN_PLAIN) return;
+        index = (int)(mn_token_slot(call, place, t / MN_TOKEN_CHUNK) * place.n_slices +
+                      place.slice);
+        if constexpr (MODE == MN_SCAN_DOT_STATE) {
+            const uint4 *kept = (const uint4 *)(p.kept + (int64_t)index * DEPTH * MN_SCAN_WIDTH) +
+                                threadIdx.x % MN_TOKEN_WARPGROUP;
+#pragma unroll
+            for (int k = 0; k < DEPTH / 16; k++) at[k] = kept[k * MN_TOKEN_WARPGROUP];
+        }
+    }
+
+    __device__ void keep(const mn_chunk_scan &p, const uint32_t (&a)[DEPTH / 16][4]) const {
+        if constexpr (MODE == MN_SCAN_SAVE_STATE) {
+            uint4 *kept = (uint4 *)(p.kept + (int64_t)index * DEPTH * MN_SCAN_WIDTH) +
                           threadIdx.x % MN_TOKEN_WARPGROUP;
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; k++) {
-                if constexpr (MODE == MN_SCAN_DOT_STATE) at[k] = kept[k * MN_TOKEN_WARPGROUP];
-                else kept[k * MN_TOKEN_WARPGROUP] = make_uint4(a[k][0], a[k][1], a[k][2], a[k][3]);
+                kept[k * MN_TOKEN_WARPGROUP] = make_uint4(a[k][0], a[k][1], a[k][2], a[k][3]);
             }
         }
     }
@@ -639,7 +658,7 @@ struct mn_token_kept {
             }
             sum = mn_warp_sum(sum);
             if (threadIdx.x % 32 == 0) {
-                p.state_dots[index * 4 + threadIdx.x / 32 % 4] = p.scale * cum_decay * sum;
+                p.state_dots[(int64_t)index * 4 + threadIdx.x / 32 % 4] = p.scale * cum_decay * sum;
             }
         }
     }
@@ -658,7 +677,9 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
     const float by = p.scale;
     float cum_decay = 1.0f;
     mn_token_state<DEPTH> M;
+    mn_token_kept<MODE, DEPTH> kept;
     M.begin(p, place);
+    if (iters > 0) kept.begin(call, p, place, mn_token_first(place, reverse, 0));
 #pragma unroll 1
     for (int n = 0; n < iters; n++) {
         const int slot = n % Smem::stages, phase = n / Smem::stages & 1;
@@ -673,7 +694,7 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
                 additive::mn_frag_a_of(a[k], M.at[2 * k], M.at[2 * k + 1]);
             }
         }
-        const mn_token_kept<MODE, DEPTH> kept(call, p, place, mn_token_first(place, reverse, n), a);
+        kept.keep(p, a);
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
@@ -689,6 +710,7 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
         if (DECAYS) {
             const float whole = mn_exp2(decays.whole);
             kept.meet(M, p, whole);
+            if (n + 1 < iters) kept.begin(call, p, place, mn_token_first(place, reverse, n + 1));
             M.scale(whole);
             cum_decay *= whole;
             mn_token_scale_values(z, decays.to_end);
@@ -700,6 +722,7 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
                 if (MODE != MN_SCAN_PLAIN) read = mn_token_dot(O, in.paired + tile);
             }
             mn_mbarrier_wait(&smem.scored[slot], phase);
+            if (MODE != MN_SCAN_PLAIN) mn_token_pin(M.at);
             mn_mma_fence<true>();
 #pragma unroll
             for (int k = 0; k < 4; k++) {
@@ -770,8 +793,8 @@ __device__ inline void mn_token_scores_part(Smem &smem, const mn_chunk_scan &p) 
 /* Registers of threads that keep the state, make scores, and do the rest. */
 template <int GROUPS>
 struct mn_token_registers {
-    static constexpr int state = GROUPS == 1 ? 240 : 168, scores = GROUPS == 1 ? 144 : 120;
-    static constexpr int rest = GROUPS == 1 ? 120 : 56;
+    static constexpr int state = GROUPS == 1 ? 240 : 160, scores = GROUPS == 1 ? 144 : 120;
+    static constexpr int rest = GROUPS == 1 ? 120 : 72;
 };
 
 /* Grid: blocks of 384 or 512 threads, block = (n * H + h) * n_slices + slice for sequence n, head h

@@ -739,8 +739,16 @@ attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-// bytes that a section goes over
-static const int64_t mn_single_pass_l2_bytes = (int64_t)64 << 20;
+/* Heads of a section: as many as lie in the second cache, but at least 16, so that of 132 blocks
+ * that begin at the same tile 9 wait for each other, not all; and sections are even, as the last
+ * one has no other's blocks beside its longest. 64 heads are 4 times 16, not 6 times 10 and 4. */
+static const int64_t mn_single_pass_l2_bytes = (int64_t)64 << 20, mn_single_pass_heads = 16;
+
+inline int64_t mn_single_pass_section(int64_t heads, int64_t head_bytes) {
+    const int64_t most = mn_max(mn_single_pass_l2_bytes / head_bytes, mn_single_pass_heads);
+    const int64_t sections = mn_max((heads + most - 1) / most, (int64_t)1);
+    return mn_max((heads + sections - 1) / sections, (int64_t)1);
+}
 
 /* By its kind and sizes, never by its length. */
 inline bool mn_single_pass_supported(const mn_attn_params &p) {
@@ -784,7 +792,7 @@ inline mn_single_pass mn_single_pass_of(const mn_attn_params &p,
     k.f = mn_flash_params_of(p, keys, c.J, MN_SINGLE_PASS_KEYS, 1, blocks);
     const int64_t each = c.L * (c.K + c.V) * 2 + c.H / c.J * c.T * (c.K * 6 + c.V * 2) + 1;
     const int64_t heads = c.cu_seqlens ? c.J : c.J * c.B;
-    k.f.section = mn_min(mn_max(mn_single_pass_l2_bytes / each, 1), heads);
+    k.f.section = mn_single_pass_section(heads, each);
     k.a = shared;
     k.b = shared + layout.rows;
     k.dominant_key = (int *)(shared + 2 * layout.rows);

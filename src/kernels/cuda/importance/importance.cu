@@ -875,9 +875,11 @@ static int forward_mma_of(const mn_importance_args *p, const workspace &to, cons
     mma_path::gates *gates;
     const int code = compute_gates(&gates, p, to, mma_path::FORWARD_UNIT, stream);
     if (code != cudaSuccess) return code;
-    return launch<mma_path::fwd_smem<Block>,
-        Block>(mma_path::importance_fwd_kernel<Block>, p, by, stream,
-                                                      gates, to.at[SUMS]);
+    const int64_t n_rows = mn_cell_rows_of(&p->call) * p->call.H;
+    return mn_launch_smem(mma_path::importance_fwd_kernel<Block>, blocks_of(&p->call, by),
+                          Block::THREADS + mma_path::producer_warps<Block>::THREADS,
+                          sizeof(mma_path::fwd_smem<Block>), stream, *p, gates, to.at[SUMS],
+                          n_rows);
 }
 
 static int forward_mma(const mn_importance_args *p, const workspace &to, const partition &by,

@@ -14,6 +14,7 @@
 #define MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_MMA_CUH
 
 #include "kernels/cuda/importance/importance.cuh"
+#include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::importance::mma_path {
 
@@ -521,7 +522,7 @@ struct tile_loader {
     static constexpr int SLOT_KINDS_SPLIT = BACK ? 2 : 1;    // into factors
     static constexpr int N_COPIES = SLOT_KINDS * SLOT_COPIES + COLUMN_KINDS * COLUMN_COPIES;
     static constexpr int THREADS = Threads::THREADS, EACH = (N_COPIES + THREADS - 1) / THREADS;
-    static constexpr int UNROLL = THREADS == Block::THREADS ? EACH + 4 : 1;    // or short code
+    static constexpr int UNROLL = BACK ? 1 : EACH + 4;    // short code where registers are few
     typedef tile_stage<Block, PASS> smems;
     typedef sources<SLOT_KINDS + COLUMN_KINDS, N_COPIES> sources;
 
@@ -529,9 +530,8 @@ struct tile_loader {
         return Threads::own() == 0;
     }
 
-    /* Forward has registers to spare. */
     __device__ __forceinline__ static unsigned loader_thread() {
-        return PASS == FORWARD_PASS ? threadIdx.x : Threads::own();
+        return Threads::own();
     }
 
     /* By the first thread; the others see it behind the next barrier. */
@@ -746,13 +746,18 @@ struct token_scan {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* Tiles take turns in each pair. */
+/* Loads tiles, makes their factors and stores o beside the warps that scan. */
+template <typename Block>
+using fwd_loader = tile_loader<Block, FORWARD_PASS, producer_warps<Block>>;
+
+/* Tiles take turns: while one is scanned, the next one's factors are made, the one behind that is
+ * on its way, and o of the one before leaves. Queries are read where they came to. */
 template <typename Block>
 struct fwd_smem {
     static constexpr int PITCH = Block::COLUMNS + 4;
     tile<Block, FORWARD_PASS> in[2];
-    tile_stage<Block, FORWARD_PASS> staged[2];
-    typename tile_loader<Block, FORWARD_PASS>::sources from;
+    tile_stage<Block, FORWARD_PASS> staged[3];
+    typename fwd_loader<Block>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
@@ -821,35 +826,46 @@ __device__ __forceinline__ void tile_forward(state_frag &c, fwd_smem<Block> &r,
     c.times(r.in[turn].rest);
 }
 
-/* Where a thread puts its share of o: into o or, where blocks share the slots, into its part. */
+/* Where a producer thread puts its shares of o, four columns of a token each: into o or, where
+ * blocks share the slots, into its part. */
 template <typename Block>
-struct reader {
-    typedef mn_cell_thread_map<Block::COLUMNS, Block::THREADS> share;
-    mn_bf16 *to;
+struct output_writer {
+    enum { ACROSS = Block::COLUMNS / 4, APART = producer_warps<Block>::THREADS / ACROSS };
+    mn_bf16 *to;    // of its first token of the tile
     float *part;
-    int64_t inside;
+    int inside;
 
-    __device__ reader(const mn_importance_args &p, float *parts, const place &at, int64_t n_rows) {
-        const int64_t v = Block::column0() + share::place(), token = at.span.t0 + share::row();
+    __device__ static int column() { return (int)producer_warps<Block>::own() % ACROSS * 4; }
+    __device__ static int row() { return (int)producer_warps<Block>::own() / ACROSS; }
+
+    __device__ output_writer(const mn_importance_args &p, float *parts, const place &at,
+                             int64_t n_rows) {
+        const int64_t v = Block::column0() + column(), token = at.span.t0 + row();
         const int64_t row = blockIdx.z * n_rows + (at.span.b * p.call.T + token) * p.call.H + at.h;
-        inside = p.call.V - v;
+        inside = (int)min(p.call.V - v, (int64_t)4);
         part = gridDim.z > 1 ? parts + row * 2 * p.call.V + v : nullptr;
-        to = mn_row<mn_bf16>(p.o, at.span.b, token, at.h);
+        to = part ? nullptr : mn_row<mn_bf16>(p.o, at.span.b, token, at.h);
         if (to) to += v;
     }
 
+    /* A tile's, and on by a tile. */
     __device__ __forceinline__ void put(const mn_importance_args &p, const fwd_smem<Block> &r,
-                                        const mn_cell_tile &tile, int turn) const {
-        if (share::row() >= tile.n_rows) return;
-        float x[share::EACH] = {};
+                                        int n_rows, int turn) {
+        const int64_t stride = part ? p.call.H * 2 * p.call.V : p.o.stride[1];
+#pragma unroll 1
+        for (int t = row(); t < TOKENS; t += APART) {
+            float x[4] = {};
 #pragma unroll
-        for (int group = 0; group < Block::GROUPS; group++) {
-            mn_cell_add(x, &r.out[turn][group][share::row()][share::place()]);
+            for (int group = 0; group < Block::GROUPS; group++) {
+                mn_cell_add(x, &r.out[turn][group][t][column()]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] *= (float)p.scale;
+            if (part && t < n_rows) mn_cell_store(part, inside, x);
+            if (to && t < n_rows) mn_cell_store(to, inside, x);
+            if (part) part += APART * stride;
+            if (to) to += APART * stride;
         }
-#pragma unroll
-        for (int i = 0; i < share::EACH; i++) x[i] *= (float)p.scale;
-        if (part) mn_cell_store(part + tile.first * p.call.H * 2 * p.call.V, inside, x);
-        else if (to) mn_cell_store(to + tile.first * p.o.stride[1], inside, x);
     }
 };
 
@@ -866,45 +882,82 @@ __device__ void store_final_state(const state_frag &c, const mn_importance_args 
     }
 }
 
+enum { BAR_FWD_PRODUCERS = 1 };
+
+/* The producers' way through a sequence; all of the block meet before each tile and behind the last
+ * one. */
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
+__device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importance_args &p,
+                                            const place &at, const gates *decays, float *sums,
+                                            int64_t n_rows) {
+    typedef fwd_loader<Block> next;
+    const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
+    output_writer<Block> to(p, sums, at, n_rows);
+    const auto meet = []() { mn_named_barrier_sync(BAR_FWD_PRODUCERS, next::THREADS); };
+    next::open(r.from, p, at, decays);
+    meet();
+    next::share(r.from, r.staged[0]);
+    next::fetch(r.staged[0], r.from, 0, length);
+    next::fetch(r.staged[1], r.from, 1, length);
+    next::wait();
+    meet();
+    if (n_tiles > 0) next::put(r.in[0], r.staged[0], 1.0f);
+    for (int i = 0, third = 0; i < n_tiles; i++) {
+        const int after = third == 2 ? 0 : third + 1;
+        __syncthreads();
+        if (i + 1 < n_tiles) {
+            next::wait();
+            meet();
+            next::fetch(r.staged[after == 2 ? 0 : after + 1], r.from, i + 2, length);
+            next::put(r.in[~i & 1], r.staged[after], 1.0f);
+        }
+        if (i > 0) to.put(p, r, TOKENS, ~i & 1);
+        third = after;
+    }
+    __syncthreads();
+    if (n_tiles > 0) to.put(p, r, length - (n_tiles - 1) * TOKENS, (n_tiles - 1) % 2);
+}
+
+/* That of the others. */
+template <typename Block>
+__device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance_args &p,
+                                         const place &at) {
+    const int n_tiles = (int)mn_cell_tiles(at.span.length);
+    const int slot = Block::slot() + 4 * column_lane();
+    state_frag c;
+    load_first<Block, true>(c, p, at);
+    c.times(FORWARD_UNIT);
+    for (int i = 0, third = 0; i < n_tiles; i++, third = third == 2 ? 0 : third + 1) {
+        const int turn = i % 2;
+        __syncthreads();
+        const uint2 q[2] = { r.staged[third].slots[1].get(row_lane(), slot),
+                             r.staged[third].slots[1].get(row_lane() + HALF, slot) };
+        if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, r, turn, q);
+        else tile_forward<Block, false>(c, r, turn, q);
+    }
+    __syncthreads();
+    store_final_state<Block>(c, p, at);
+}
+
+template <typename Block>
+__global__ void __launch_bounds__(Block::THREADS + producer_warps<Block>::THREADS,
+                                  Block::PER_PROCESSOR)
 importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
-                      float *sums,
-               int64_t n_rows) {
+                      float *sums, int64_t n_rows) {
     extern __shared__ float4 shared[];
     fwd_smem<Block> &r = *(fwd_smem<Block> *)shared;
+    const bool is_producer = threadIdx.x >= Block::THREADS;
     r.in[0].open();
     r.in[1].open();
+    __syncthreads();
+#if MN_HAS_WGMMA
+    if (is_producer) mn_setmaxnreg_dec<Block::PER_PROCESSOR == 1 ? 64 : 48>();    // of 96 or 80
+    else mn_setmaxnreg_inc<Block::PER_PROCESSOR == 1 ? 104 : 96>();
+#endif
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
-        const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
-        const reader<Block> to(p, sums, at, n_rows);
-        typedef tile_loader<Block, FORWARD_PASS> next;
-        next::open(r.from, p, at, decays);
-        state_frag c;
-        load_first<Block, true>(c, p, at);
-        c.times(FORWARD_UNIT);
-        __syncthreads();
-        next::share(r.from, r.staged[0]);
-        next::fetch(r.staged[0], r.from, 0, length);
-        next::fetch(r.staged[1], r.from, 1, length);
-        next::wait();
-        __syncthreads();
-        for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two shared memory
-            const int turn = i % 2, slot = Block::slot() + 4 * column_lane();
-            next::put(r.in[turn], r.staged[turn], 1.0f);
-            const uint2 q[2] = { r.staged[turn].slots[1].get(row_lane(), slot),
-                                 r.staged[turn].slots[1].get(row_lane() + HALF, slot) };
-            next::wait();
-            __syncthreads();
-            next::fetch(r.staged[turn], r.from, i + 2, length);
-            if (i > 0) to.put(p, r, mn_cell_tile_at(at.span, i - 1), !turn);
-            if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, r, turn, q);
-            else tile_forward<Block, false>(c, r, turn, q);
-        }
-        __syncthreads();
-        if (n_tiles > 0) to.put(p, r, mn_cell_tile_at(at.span, n_tiles - 1), (n_tiles - 1) % 2);
-        store_final_state<Block>(c, p, at);
+        if (is_producer) fwd_produce<Block>(r, p, at, decays, sums, n_rows);
+        else fwd_scan<Block>(r, p, at);
         __syncthreads();
     }
 }
