@@ -10,7 +10,7 @@
 #include "base/util.h"
 #include "cli/command.h"
 #include "cli/options.h"
-#include "experiments/only.h"
+#include "experiments/grid.h"
 #include "io/json_write.h"
 #include "train/options.h"
 
@@ -106,7 +106,7 @@ static mn_status load_jobs(json_t **jobs, const options *o) {
     mn_json root = { 0 }, changes = { .value = json_object(), .name = "--set" };
     mn_status st = mn_json_load(&root, o->file, MN_JSON_STANDARD);
     for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(&changes, o->sets[i]);
-    if (st == MN_OK) st = mn_only_expand(jobs, &root, changes.value, o->only, o->n_only);
+    if (st == MN_OK) st = mn_grid_expand_only(jobs, &root, changes.value, o->only, o->n_only);
     json_decref(changes.value);
     mn_json_free(&root);
     return st;

@@ -18,4 +18,9 @@
  * NULL) is laid over every job. */
 mn_status mn_grid_expand(json_t **jobs, const mn_json *grid, const json_t *also);
 
+/* The same, of jobs alone that have, for each axis that `only` names ("AXIS=LABEL", n of them), one
+ * of its labels. Changes the grid's member "only". Fails on a label that no job has. */
+mn_status mn_grid_expand_only(json_t **jobs, const mn_json *grid, const json_t *also,
+                              const char *const *only, int n);
+
 #endif

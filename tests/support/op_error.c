@@ -8,8 +8,9 @@
 #include "base/rng.h"
 #include "base/util.h"
 #include "support/op_rounded.h"
+#include "support/shares.h"
 
-enum { N_TRIALS = 3, N_THREADS = 4 };    // of the reference: the bits are the same with any
+enum { N_TRIALS = 3 };
 
 /* Root of the mean square and largest, of the difference and of the reference. */
 typedef struct distance {
@@ -104,7 +105,7 @@ void op_reference(op_tolerances *floor, mn_sample *want, const op_case *c) {
         floor->result[i] = 2e-6;
         floor->gradient[i] = is_dynamics(want->tensors[i].field) ? 2e-5 : 5e-6;
     }
-    op_run_both(op_context("ref", N_THREADS), want, c);
+    op_run_both(op_context("ref", shares_threads()), want, c);
     floor->loss_norm = op_loss_norm(want);
 }
 
@@ -116,7 +117,7 @@ void op_widen(op_tolerances *out, const mn_sample *want, const op_case *c) {
     op_convert(&moved, want);
     for (uint64_t trial = 1; trial <= N_TRIALS; trial++) {
         nudge(&moved, want, trial, 0x1p-24);
-        op_run_both(op_context("ref", N_THREADS), &moved, &f64);
+        op_run_both(op_context("ref", shares_threads()), &moved, &f64);
         widen(out, &moved, want);
     }
     mn_sample_free(&moved);
@@ -154,7 +155,7 @@ bool op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], con
         runs = op_run_rounded(&moved, &f64);
     } else {
         nudge(&moved, want, (uint64_t)step, 0x1p-9);
-        op_run_both(op_context("ref", N_THREADS), &moved, &f64);
+        op_run_both(op_context("ref", shares_threads()), &moved, &f64);
     }
     if (runs) widen_bf16(rms, worst, &moved, want);
     mn_sample_free(&moved);

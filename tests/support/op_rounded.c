@@ -6,10 +6,12 @@
 #include <stdlib.h>
 
 #include "base/bf16.h"
+#include "base/util.h"
 #include "ops/sample_device.h"
 #include "support/check.h"
 #include "support/delta_rounded.h"
 #include "support/op_walk.h"
+#include "support/shares.h"
 
 static void round_all(double *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) x[i] = mn_bf16_round(x[i]);
@@ -34,7 +36,7 @@ static mn_in as_input(mn_out x) {
 }
 
 static void run(mn_op_id op, mn_pass pass, const void *args, const op_case *c) {
-    const mn_status st = mn_op_run(op_context("ref", 2), op, pass, args);
+    const mn_status st = mn_op_run(op_context("ref", mn_min(shares_threads(), 2)), op, pass, args);
     if (st != MN_OK) check_fatal("%s: %s", op_case_text(c), mn_last_error());
 }
 

@@ -21,6 +21,10 @@ void shares_restart(void) {
     n_cases = 0;
 }
 
+int shares_threads(void) {
+    return n_shares > 1 ? 1 : 4;
+}
+
 bool shares_given(int argc, char **argv) {
     return argc > 2 && strchr(argv[2], '/') != NULL;
 }

@@ -9,6 +9,9 @@
 /* Whether argv[2] is a share, I/N. */
 bool shares_given(int argc, char **argv);
 
+/* How many threads a process should have: one where others have the cores. */
+int shares_threads(void);
+
 /* Calls `run` with the arguments in a process for each core, or in this one for a share that is
  * given. What a process writes is shown if it fails; so is that of the first. Returns how many
  * failed. Nothing may have touched a GPU before. */

@@ -13,7 +13,7 @@
 #include "cli/options.h"
 #include "cli/sweep.h"
 #include "experiments/experiment.h"
-#include "experiments/only.h"
+#include "experiments/grid.h"
 #include "experiments/pilot.h"
 #include "experiments/report.h"
 #include "io/json_write.h"
@@ -183,7 +183,7 @@ static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options 
             json_object_set_new(axes, "seed", seeds);
         }
         const bool trains = axes != NULL;    // other jobs have no steps to cut
-        st = mn_only_expand(jobs, &grid, trains ? changes.value : NULL, o->only, o->n_only);
+        st = mn_grid_expand_only(jobs, &grid, trains ? changes.value : NULL, o->only, o->n_only);
     }
     json_decref(changes.value);
     return st;

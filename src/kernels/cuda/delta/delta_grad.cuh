@@ -180,7 +180,6 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
     mn_grad_add_ends<KT>(sum.end, stage);
 }
 
-
 /* Adds all value columns to `sum`, and loads the chunk's q, e, w into smem.keys. */
 template <int KT, int CHANNEL = false, typename Smem>
 __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
@@ -250,8 +249,8 @@ __device__ inline float4 mn_grad_known(const unsigned *P, const unsigned *A) {
 }
 
 /* Stores matrices P and A with their decays in shared memory, and sums of dP . P + dA . A over rows
- * and columns. known(t, s): P at (t, s) and (t, s + 1), then A, with their decays and beta, or where
- * not DECAYED without. */
+ * and columns. known(t, s): P at (t, s) and (t, s + 1), then A, with their decays and beta, or
+ * where not DECAYED without. */
 template <int KT, bool DECAYED = true, typename Smem, typename Known>
 __device__ inline void mn_grad_pairs(Smem &smem, const mn_grad_acc<KT> &sum, float scale,
                                       const mn_grad_coord &at, Known known) {

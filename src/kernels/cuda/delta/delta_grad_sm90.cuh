@@ -205,8 +205,8 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
 
 /* ---- the warps that multiply ----------------------------------------------------------------- */
 
-/* By wgmma, from shared memory alone: the four warps of a quarter are a warpgroup, whose sums lie as
- * those of mma do; false: by mma of each warp. */
+/* By wgmma, from shared memory alone: the four warps of a quarter are a warpgroup, whose sums lie
+ * as those of mma do; false: by mma of each warp. */
 constexpr bool mn_grad_by_wgmma = true;
 
 /* A column of a tile, with its rows as depth, as an address for products. */
@@ -368,7 +368,7 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
     }
 }
 
-/* ---- the warp that sums up over tokens -------------------------------------------------------- */
+/* ---- the warp that sums up over tokens ------------------------------------------------------- */
 
 /* Stores a number of each of the two tokens of this lane. */
 __device__ inline void mn_grad_put_tokens(const mn_out &view, const mn_grad_coord &at, float x,
@@ -470,8 +470,8 @@ __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_
  *
  * Grid: as many blocks of 18 warps as there are processors, block b has records b, b + grid, ...
  * of n_records = slots * H, or halves of records of twice as many.
- * Loads   S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and e (64,KT), for
- *         each chunk; P and A (64,64) where they are not made again.
+ * Loads   S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and e (64,KT),
+ *         for each chunk; P and A (64,64) where they are not made again.
  * Stores  grad.q, grad.e (64,KT), grad.beta and grad.g (64) where given; the sum of dg in
  *         workspace.whole. HALVES: parts of dbeta and dg in workspace.parts instead. */
 template <int KT, int HALVES, bool REDO, bool DV>

@@ -10,9 +10,10 @@
  *   rest      the scan itself of all other segments
  *
  * This is the composition of ranks/sequence.h, with segments for ranks. M is made once, going back
- * too, where launches of the scan back may run beside those of the scan that saves states. Whether a sequence is cut, and where, depends on its own length and the widths alone, so
- * that its results have the same bits beside others; whoever has many long sequences in a call pays
- * for maps that one sequence needs to fill a GPU. */
+ * too, where launches of the scan back may run beside those of the scan that saves states. Whether
+ * a sequence is cut, and where, depends on its own length and the widths alone, so that its results
+ * have the same bits beside others; whoever has many long sequences in a call pays for maps that
+ * one sequence needs to fill a GPU. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_SEGMENTS_CUH
 
