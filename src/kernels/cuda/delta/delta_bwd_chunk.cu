@@ -443,10 +443,11 @@ template <int KT, int KP>
 static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const mn_grad_fold &fold,
                 int64_t records, cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
-    if constexpr (KP <= 128) {
+    if constexpr (KP <= mn_delta_grad_sm90_keys) {
         if (maps) {
+            const int n_partials = KP > 128 ? KP / 128 : 0;
             const int code = mn_delta_grad_sm90<KP>(job, *maps, records, stream);
-            return code == cudaSuccess ? reduce_grads(job, records, 0, stream) : code;
+            return code == cudaSuccess ? reduce_grads(job, records, n_partials, stream) : code;
         }
     }
     const dim3 blocks((unsigned)mn_delta_grad_blocks(job, records), KP / KT);
@@ -464,7 +465,8 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
                        cudaStream_t stream) {
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     mn_grad_tma_maps maps;
-    const bool sm90 = KP <= 128 && mn_delta_grad_sm90_supported(&maps, job, records);
+    const bool sm90 = KP <= mn_delta_grad_sm90_keys &&
+                      mn_delta_grad_sm90_supported(&maps, job, records);
     mn_delta_params intra = job;
     if (sm90 && mn_grad_makes_scores) intra.workspace.A = nullptr;
     int code = job.cuts ? cudaSuccess : intra_chunk<KP>(intra, stream);
@@ -501,8 +503,8 @@ static int backward(const mn_delta_params &job, const mn_grad_fold &fold, const 
  * give. */
 extern "C" bool mn_delta_folds_groups(const void *args) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    const bool sm90 = mn_device_is_sm90() && p->call.K <= 128 && p->decay != MN_DECAY_CHANNEL &&
-                      !p->w.data;
+    const bool sm90 = mn_device_is_sm90() && p->call.K <= mn_delta_grad_sm90_keys &&
+                      p->decay != MN_DECAY_CHANNEL && !p->w.data;
     return mn_delta_uses_chunks(p) && p->call.J > 0 && p->call.J < p->call.H &&
            p->call.K % 8 == 0 && !sm90;
 }

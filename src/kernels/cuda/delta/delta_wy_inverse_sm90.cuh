@@ -267,15 +267,17 @@ inline int mn_delta_intra_chunk_sm90(const mn_delta_params &job, bool *served,
     const mn_delta_args &p = job.p;
     const int64_t blocks = mn_delta_chunk_blocks(job, MN_DELTA_CHUNK);
     CUtensorMap keys, queries;
-    *served = mn_device_is_sm90() && p.decay != MN_DECAY_CHANNEL && !p.w.data && blocks > 0 &&
-              blocks <= INT32_MAX && job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+    *served = mn_device_is_sm90() && (KP > 128 || !job.cuts) && p.decay != MN_DECAY_CHANNEL &&
+              !p.w.data && blocks > 0 && blocks <= INT32_MAX && job.packed[MN_DELTA_Q] &&
+              job.packed[MN_DELTA_E] &&
               mn_tma_map(&keys, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
               mn_tma_map(&queries, p.q, p.call, p.call.K, MN_DELTA_CHUNK);
     if (!*served) return cudaSuccess;
-    return mn_launch_smem_behind(job.cuts,
-                                 job.cuts ? delta_wy_inverse_sm90_kernel<KP, true, true>
-                                          : delta_wy_inverse_sm90_kernel<KP, true, false>,
-                                 dim3((unsigned)blocks), MN_DELTA_WY_THREADS,
+    auto kernel = delta_wy_inverse_sm90_kernel<KP, true, false>;
+    if constexpr (KP > 128) {    // narrower ones are not made again with scores
+        if (job.cuts) kernel = delta_wy_inverse_sm90_kernel<KP, true, true>;
+    }
+    return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_DELTA_WY_THREADS,
                                  sizeof(mn_wy_inverse_smem<KP, true>), stream, job, keys, queries);
 }
 
