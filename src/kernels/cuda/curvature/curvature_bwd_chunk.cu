@@ -154,17 +154,6 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_smem<KP> &smem,
 /* ---- the group that makes scores ------------------------------------------------------------- */
 
 template <int KP>
-__device__ inline void mn_curve_back_product(float (&d)[32], uint32_t a, uint32_t b) {
-    const uint64_t at_a = mn_smem_desc(a, 16), at_b = mn_smem_desc(b, 16);
-#pragma unroll
-    for (int k = 0; k < KP; k += 16) {
-        const int at = k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8;
-        mn_wgmma<0>(d, at_a + at, at_b + at, k > 0);
-    }
-    mn_wgmma_commit();
-}
-
-template <int KP>
 __device__ inline void mn_curve_back_scores(mn_curve_back_smem<KP> &smem, int n_chunks) {
     constexpr int stages = mn_curve_back_smem<KP>::stages;
     const int thread = threadIdx.x % MN_WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
@@ -188,24 +177,6 @@ __device__ inline void mn_curve_back_scores(mn_curve_back_smem<KP> &smem, int n_
 }
 
 /* ---- the group that has G -------------------------------------------------------------------- */
-
-/* A left operand's tokens times their factors. */
-__device__ inline void mn_curve_weigh_tokens(uint32_t (&a)[16], const float *factor) {
-    const int column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const float2 by = *(const float2 *)(factor + i / 2 * 8 + column);
-        a[i] = mn_bf16x2(by.x * mn_curve_low(a[i]), by.y * mn_curve_high(a[i]));
-    }
-}
-
-/* d += a b over 64 columns of a matrix */
-__device__ inline void mn_curve_transposed_square(float (&d)[32], const uint32_t (&a)[16],
-                                              uint32_t b) {
-    const uint64_t at = mn_smem_desc(b, MN_CURVE_SQUARE);
-#pragma unroll
-    for (int step = 0; step < 4; step++) mn_wgmma<1>(d, a + 4 * step, at + step * 16 * 8, 1);
-}
 
 template <int KP>
 __device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &smem,
@@ -236,8 +207,8 @@ __device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &smem,
         mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
         mn_fence_proxy_async();
         mn_wgmma_fence();
-        mn_curve_transposed_square(Y, d, mn_smem_addr(smem.P[c % 2][0]));
-        mn_curve_transposed_square(Y, q, mn_smem_addr(smem.P[c % 2][1]));
+        mn_curve_depth<MN_CURVE_CHUNK>(Y, d, mn_smem_addr(smem.P[c % 2][0]));
+        mn_curve_depth<MN_CURVE_CHUNK>(Y, q, mn_smem_addr(smem.P[c % 2][1]));
         mn_wgmma_commit();
         mn_curve_depth<64>(G, d, mn_smem_addr(in.q));
         mn_curve_depth<64>(G, q, mn_smem_addr(in.d));
@@ -961,9 +932,7 @@ static int backward_of(const mn_curvature_args *p, const mn_curve_work &w, cudaS
                           p->call, cut, on, *p, w);
 }
 
-/* Whether tiles come by TMA (curvature_bwd_sm90.cu), each scan by itself. */
-static constexpr bool queries_by_tma = true, keys_by_tma = true;
-
+/* By tiles that TMA brings where it can (curvature_bwd_sm90.cu). */
 template <int KP>
 static int group_of(const mn_curvature_args *p, const mn_curve_work &w, cudaStream_t on) {
     const mn_curve_cut cut = mn_curve_group_cut(p);
@@ -971,13 +940,13 @@ static int group_of(const mn_curvature_args *p, const mn_curve_work &w, cudaStre
     const bool maps_there = mn_curve_back_map(&maps, p);
     int code = mn_curve_add_up<mn_bf16, KP, false>(p, w.there, NULL, cut, on);
     if (code != cudaSuccess) return code;
-    code = queries_by_tma && maps_there ? mn_curve_back_queries(p, maps, w, cut, on)
-                                        : mn_curve_queries<KP>(p, w, cut, on);
+    code = maps_there ? mn_curve_back_queries(p, maps, w, cut, on)
+                      : mn_curve_queries<KP>(p, w, cut, on);
     if (code != cudaSuccess) return code;
     code = mn_curve_add_up<mn_bf16, KP, true>(p, w.back, w.means, cut, on);
     if (code != cudaSuccess) return code;
-    return keys_by_tma && maps_there ? mn_curve_back_keys(p, maps, w, cut, on)
-                                     : mn_curve_back<KP>(p, w, cut, on);
+    return maps_there ? mn_curve_back_keys(p, maps, w, cut, on)
+                      : mn_curve_back<KP>(p, w, cut, on);
 }
 
 MN_CUDA_LAUNCH(curvature_backward) {
