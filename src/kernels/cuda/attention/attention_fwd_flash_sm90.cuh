@@ -116,7 +116,7 @@ __device__ inline bool mn_attn_redo_is_wild(const mn_bf16 *row, int width) {
     return __any_sync(0xffffffffu, wild);
 }
 
-/* The way of a redo through tiles [next, end) of a head, of which the last row's o tells whether
+/* How a redo goes through tiles [next, end) of a head, of which the last row's o tells whether
  * values that are not finite came in: such a value is a term of all rows of a tile, with 0 where
  * they do not see it. */
 template <bool has_window>

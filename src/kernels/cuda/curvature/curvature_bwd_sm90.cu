@@ -42,6 +42,23 @@ __device__ inline void mn_curve_back_no_d(Smem &smem) {
     mn_fence_proxy_async();
 }
 
+/* `ready`, `gone`: how many arrive when a chunk's numbers are there, and when it has been used. */
+template <typename Smem>
+__device__ inline void mn_curve_back_barriers(Smem &smem, int ready, int gone) {
+    for (int i = 0; i < MN_CURVE_BACK_STAGES; i++) {
+        mn_mbarrier_init(&smem.there[i], 1);
+        mn_mbarrier_init(&smem.ready[i], ready);
+        mn_mbarrier_init(&smem.gone[i], gone);
+    }
+    for (int i = 0; i < 2; i++) {
+        mn_mbarrier_init(&smem.scored[i], MN_WARPGROUP);
+        mn_mbarrier_init(&smem.used[i], 4);
+        mn_mbarrier_init(&smem.read[i], MN_WARPGROUP);
+        mn_mbarrier_init(&smem.left[i], MN_WARPGROUP);
+    }
+    mn_mbarrier_init_fence();
+}
+
 #endif
 
 /* ---- gradients of q and gamma ---------------------------------------------------------------- */
@@ -86,33 +103,6 @@ __device__ inline void mn_curve_dq_request(mn_curve_dq_smem<KP> &smem,
         mn_mbarrier_wait(&smem.gone[slot], (turn & 1) ^ 1);
         mn_curve_back_tiles<KP, MN_CURVE_ROWS>(to.k, to.q, to.d, maps, &smem.there[slot], at,
                                                64 * c);
-    }
-}
-
-/* A warp: numbers of tokens, their gammas asked for a chunk before. */
-template <int KP>
-__device__ inline void mn_curve_dq_weigh(mn_curve_dq_smem<KP> &smem, const mn_curvature_args &p,
-                                         const mn_curve_place &at) {
-    const int lane = threadIdx.x % 32, n_chunks = (at.s.rows + 63) / 64;
-    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
-    const mn_bf16 *gammas = mn_row<mn_bf16>(p.gamma, at.s.span.b, at.s.span.t0 + at.s.first, at.h);
-    const auto gamma_of = [&](int t) {
-        return t < at.s.rows ? gammas[t * p.gamma.stride[1]] : __float2bfloat16_rn(0.0f);
-    };
-    mn_bf16 gamma[2] = { gamma_of(lane), gamma_of(32 + lane) };
-    for (int c = 0; c < n_chunks; c++) {
-        const int slot = c % MN_CURVE_BACK_STAGES;
-        const mn_bf16 next[2] = { gamma_of(64 * c + 64 + lane), gamma_of(64 * c + 96 + lane) };
-        mn_mbarrier_wait(&smem.gone[slot], (c / MN_CURVE_BACK_STAGES & 1) ^ 1);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = 32 * half + lane;
-            const float each = 1.0f / (float)(seen + 64 * c + i + 1);
-            smem.stage[slot].each[i] = each;
-            smem.stage[slot].factor[i] = -__bfloat162float(gamma[half]) * each;
-            gamma[half] = next[half];
-        }
-        mn_mbarrier_arrive(&smem.ready[slot]);
     }
 }
 
@@ -248,23 +238,6 @@ __device__ inline void mn_curve_dq_store(mn_curve_dq_smem<KP> &smem, const mn_cu
     }
 }
 
-template <int KP>
-__device__ inline void mn_curve_dq_barriers(mn_curve_dq_smem<KP> &smem) {
-    for (int i = 0; i < MN_CURVE_BACK_STAGES; i++) {
-        mn_mbarrier_init(&smem.there[i], 1);
-        mn_mbarrier_init(&smem.ready[i], MN_WARPGROUP - 32);
-        /* who stores, who adds up, scores and R by warps */
-        mn_mbarrier_init(&smem.gone[i], MN_WARPGROUP + 64 + 8);
-    }
-    for (int i = 0; i < 2; i++) {
-        mn_mbarrier_init(&smem.scored[i], MN_WARPGROUP);
-        mn_mbarrier_init(&smem.used[i], 4);
-        mn_mbarrier_init(&smem.read[i], MN_WARPGROUP);
-        mn_mbarrier_init(&smem.left[i], MN_WARPGROUP);
-    }
-    mn_mbarrier_init_fence();
-}
-
 #endif
 
 template <int KP>
@@ -280,13 +253,21 @@ mn_curve_dq_kernel(const __grid_constant__ mn_curvature_args p,
     const int64_t K = p.call.K;
     const float *sums =
         at.s.first > 0 ? mn_curve_sums_for(w.there, p.call, at, at.s.slot - 1) : NULL;
-    if (threadIdx.x == 0) mn_curve_dq_barriers<KP>(smem);
+    /* a chunk has been used by who stores, who adds up, and scores and R by warps */
+    if (threadIdx.x == 0) {
+        mn_curve_back_barriers(smem, MN_WARPGROUP - 32, MN_WARPGROUP + 64 + 8);
+    }
     if (!maps.has_d) mn_curve_back_no_d<KP>(smem);
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<80>();
         if (threadIdx.x == 0) mn_curve_dq_request<KP>(smem, maps, at);
-        if (threadIdx.x / 32 == 1) mn_curve_dq_weigh<KP>(smem, p, at);
+        if (threadIdx.x / 32 == 1) {
+            mn_curve_weigh_chunks<MN_CURVE_BACK_STAGES>(
+                smem, p, at, [&](int slot, int i, float factor, float each) {
+                    smem.stage[slot].each[i] = each, smem.stage[slot].factor[i] = factor;
+                });
+        }
         if (threadIdx.x / 32 >= 2) {
             mn_curve_add_keys<KP, MN_CURVE_BACK_STAGES>(
                 smem, at, K, sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h), NULL);
@@ -436,17 +417,6 @@ __device__ inline void mn_curve_dk_weigh(mn_curve_dk_smem<KP> &smem, const mn_cu
 }
 
 template <int KP>
-__device__ inline void mn_curve_dk_product(float (&d)[32], uint32_t a, uint32_t b) {
-    const uint64_t at_a = mn_smem_desc(a, 16), at_b = mn_smem_desc(b, 16);
-#pragma unroll
-    for (int k = 0; k < KP; k += 16) {
-        const int at = k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8;
-        mn_wgmma<0>(d, at_a + at, at_b + at, k > 0);
-    }
-    mn_wgmma_commit();
-}
-
-template <int KP>
 __device__ inline void mn_curve_dk_scores(mn_curve_dk_smem<KP> &smem, int n_chunks) {
     const int thread = threadIdx.x % MN_WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
     for (int c = 0; c < n_chunks; c++) {
@@ -457,8 +427,8 @@ __device__ inline void mn_curve_dk_scores(mn_curve_dk_smem<KP> &smem, int n_chun
         mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
         mn_wgmma_fence();
-        mn_curve_dk_product<KP>(of_q, mn_smem_addr(in.q), mn_smem_addr(in.k));
-        mn_curve_dk_product<KP>(of_d, mn_smem_addr(in.d), mn_smem_addr(in.k));
+        mn_curve_back_product<KP>(of_q, mn_smem_addr(in.q), mn_smem_addr(in.k));
+        mn_curve_back_product<KP>(of_d, mn_smem_addr(in.d), mn_smem_addr(in.k));
         mn_mbarrier_wait(&smem.used[c % 2], (c / 2 & 1) ^ 1);
         mn_wgmma_wait<1>();
         const float mean[2] = { in.mean[0][row], in.mean[0][row + 8] };
@@ -468,23 +438,6 @@ __device__ inline void mn_curve_dk_scores(mn_curve_dk_smem<KP> &smem, int n_chun
         mn_curve_put_square(smem.P[c % 2][1], NULL, of_d, mean_d);
         mn_mbarrier_arrive(&smem.scored[c % 2]);
     }
-}
-
-/* A left operand's tokens times their factors. */
-__device__ inline void mn_curve_dk_weigh_tokens(uint32_t (&a)[16], const float *factor) {
-    const int column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const float2 by = *(const float2 *)(factor + i / 2 * 8 + column);
-        a[i] = mn_bf16x2(by.x * mn_curve_low(a[i]), by.y * mn_curve_high(a[i]));
-    }
-}
-
-/* d += a b over 64 columns of a matrix */
-__device__ inline void mn_curve_dk_turned(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
-    const uint64_t at = mn_smem_desc(b, MN_CURVE_SQUARE);
-#pragma unroll
-    for (int step = 0; step < 4; step++) mn_wgmma<1>(d, a + 4 * step, at + step * 16 * 8, 1);
 }
 
 /* The running vector e of a warp's 16 columns: the two halves of its sums are the first two columns
@@ -560,16 +513,16 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
         mn_wgmma_commit();
         mn_curve_left<64>(d, in.d, own);
         mn_curve_left<64>(q, in.q, own);
-        mn_curve_dk_weigh_tokens(d, in.factor);
-        mn_curve_dk_weigh_tokens(q, in.factor);
+        mn_curve_weigh_tokens(d, in.factor);
+        mn_curve_weigh_tokens(q, in.factor);
         const bool wild = mn_curve_tame(d);
         e.add(d, in.less[0]);
         e.add(q, in.less[1]);
         mn_mbarrier_wait(&smem.scored[c % 2], c / 2 & 1);
         mn_fence_proxy_async();
         mn_wgmma_fence();
-        mn_curve_dk_turned(Y, d, mn_smem_addr(smem.P[c % 2][0]));
-        mn_curve_dk_turned(Y, q, mn_smem_addr(smem.P[c % 2][1]));
+        mn_curve_depth<MN_CURVE_CHUNK>(Y, d, mn_smem_addr(smem.P[c % 2][0]));
+        mn_curve_depth<MN_CURVE_CHUNK>(Y, q, mn_smem_addr(smem.P[c % 2][1]));
         mn_wgmma_commit();
         mn_curve_depth<64>(G, d, mn_smem_addr(in.q));
         mn_curve_depth<64>(G, q, mn_smem_addr(in.d));
@@ -579,7 +532,7 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
         if (wild) {
             uint32_t all[16];
             mn_curve_left<64>(all, in.d, own);
-            mn_curve_dk_weigh_tokens(all, in.factor);
+            mn_curve_weigh_tokens(all, in.factor);
             mn_curve_add_wild<MN_SEES_LATER>(Y, all, smem.P[c % 2][0]);
         }
         smem.Y[c % 2].put(Y);
@@ -589,7 +542,7 @@ __device__ inline void mn_curve_dk_read(mn_curve_dk_smem<KP> &smem, const mn_cur
         if (wild) {
             uint32_t all[16];
             mn_curve_left<64>(all, in.d, own);
-            mn_curve_dk_weigh_tokens(all, in.factor);
+            mn_curve_weigh_tokens(all, in.factor);
             mn_curve_wild_rows(G, all);
             mn_curve_wild_rows(e.at, all);
         }
@@ -636,22 +589,6 @@ __device__ inline void mn_curve_dk_store(mn_curve_dk_smem<KP> &smem, const mn_cu
     }
 }
 
-template <int KP>
-__device__ inline void mn_curve_dk_barriers(mn_curve_dk_smem<KP> &smem) {
-    for (int i = 0; i < MN_CURVE_BACK_STAGES; i++) {
-        mn_mbarrier_init(&smem.there[i], 1);
-        mn_mbarrier_init(&smem.ready[i], 32);
-        mn_mbarrier_init(&smem.gone[i], MN_WARPGROUP);
-    }
-    for (int i = 0; i < 2; i++) {
-        mn_mbarrier_init(&smem.scored[i], MN_WARPGROUP);
-        mn_mbarrier_init(&smem.used[i], 4);
-        mn_mbarrier_init(&smem.read[i], MN_WARPGROUP);
-        mn_mbarrier_init(&smem.left[i], MN_WARPGROUP);
-    }
-    mn_mbarrier_init_fence();
-}
-
 #endif
 
 template <int KP>
@@ -665,7 +602,7 @@ mn_curve_dk_kernel(const __grid_constant__ mn_curvature_args p,
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const float *sums = at.s.last ? NULL : mn_curve_sums_for(w.back, p.call, at, at.s.slot + 1);
-    if (threadIdx.x == 0) mn_curve_dk_barriers<KP>(smem);
+    if (threadIdx.x == 0) mn_curve_back_barriers(smem, 32, MN_WARPGROUP);
     if (!maps.has_d) mn_curve_back_no_d<KP>(smem);
     __syncthreads();
     if (threadIdx.x < MN_WARPGROUP) {

@@ -66,34 +66,6 @@ __device__ inline void mn_curve_forward_request(mn_curve_forward_smem<KP> &smem,
     }
 }
 
-/* A warp: numbers of tokens, their gammas asked for a chunk before. */
-template <int KP>
-__device__ inline void mn_curve_forward_weigh(mn_curve_forward_smem<KP> &smem,
-                                              const mn_curvature_args &p,
-                                              const mn_curve_place &at) {
-    const int lane = threadIdx.x % 32, n_chunks = (at.s.rows + 63) / 64;
-    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
-    const mn_bf16 *gammas = mn_row<mn_bf16>(p.gamma, at.s.span.b, at.s.span.t0 + at.s.first, at.h);
-    const auto gamma_of = [&](int t) {
-        return t < at.s.rows ? gammas[t * p.gamma.stride[1]] : __float2bfloat16_rn(0.0f);
-    };
-    mn_bf16 gamma[2] = { gamma_of(lane), gamma_of(32 + lane) };
-    for (int c = 0; c < n_chunks; c++) {
-        const int slot = c % MN_CURVE_AHEAD;
-        const mn_bf16 next[2] = { gamma_of(64 * c + 64 + lane), gamma_of(64 * c + 96 + lane) };
-        mn_mbarrier_wait(&smem.gone[slot], (c / MN_CURVE_AHEAD & 1) ^ 1);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = 32 * half + lane;
-            const float each = 1.0f / (float)(seen + 64 * c + i + 1);
-            smem.stage[slot].each[i] = each;
-            smem.stage[slot].weight[i].x = -__bfloat162float(gamma[half]) * each;
-            gamma[half] = next[half];
-        }
-        mn_mbarrier_arrive(&smem.ready[slot]);
-    }
-}
-
 /* ---- the group that makes scores ------------------------------------------------------------- */
 
 template <int KP>
@@ -283,7 +255,12 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<80>();
         if (threadIdx.x == 0) mn_curve_forward_request<KP>(smem, maps, at);
-        if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(smem, p, at);
+        if (threadIdx.x / 32 == 1) {
+            mn_curve_weigh_chunks<MN_CURVE_AHEAD>(
+                smem, p, at, [&](int slot, int i, float factor, float each) {
+                    smem.stage[slot].each[i] = each, smem.stage[slot].weight[i].x = factor;
+                });
+        }
         if (threadIdx.x / 32 >= 2) {
             mn_curve_add_keys<KP, MN_CURVE_AHEAD>(
                 smem, at, K, sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h),

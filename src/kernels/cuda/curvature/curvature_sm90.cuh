@@ -188,6 +188,16 @@ __device__ inline void mn_curve_wild_rows(float (&R)[N], const uint32_t (&a)[16]
     for (int i = 0; i < N; i++) R[i] += row[i % 4 / 2];
 }
 
+/* A left operand's tokens times their factors. */
+__device__ inline void mn_curve_weigh_tokens(uint32_t (&a)[16], const float *factor) {
+    const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const float2 by = *(const float2 *)(factor + i / 2 * 8 + column);
+        a[i] = mn_bf16x2(by.x * mn_curve_low(a[i]), by.y * mn_curve_high(a[i]));
+    }
+}
+
 /* Sums as a left operand; `low` what rounding them leaves. */
 template <int N>
 __device__ inline void mn_curve_pack(uint32_t (&a)[N / 2], const float (&x)[N]) {
@@ -293,6 +303,33 @@ __device__ inline void mn_curve_group_sync(int number) {
     mn_named_barrier_sync(number, 128);
 }
 
+/* A warp: put(slot, i, -gamma / n, 1 / n) for token i of each chunk, which has slot `slot` of
+ * STAGES; gammas are asked for a chunk before. */
+template <int STAGES, typename Smem, typename F>
+__device__ inline void mn_curve_weigh_chunks(Smem &smem, const mn_curvature_args &p,
+                                             const mn_curve_place &at, F put) {
+    const int lane = threadIdx.x % 32, n_chunks = (at.s.rows + 63) / 64;
+    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
+    const mn_bf16 *gammas = mn_row<mn_bf16>(p.gamma, at.s.span.b, at.s.span.t0 + at.s.first, at.h);
+    const auto gamma_of = [&](int t) {
+        return t < at.s.rows ? gammas[t * p.gamma.stride[1]] : __float2bfloat16_rn(0.0f);
+    };
+    mn_bf16 gamma[2] = { gamma_of(lane), gamma_of(32 + lane) };
+    for (int c = 0; c < n_chunks; c++) {
+        const int slot = c % STAGES;
+        const mn_bf16 next[2] = { gamma_of(64 * c + 64 + lane), gamma_of(64 * c + 96 + lane) };
+        mn_mbarrier_wait(&smem.gone[slot], (c / STAGES & 1) ^ 1);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = 32 * half + lane;
+            const float each = 1.0f / (float)(seen + 64 * c + i + 1);
+            put(slot, i, -__bfloat162float(gamma[half]) * each, each);
+            gamma[half] = next[half];
+        }
+        mn_mbarrier_arrive(&smem.ready[slot]);
+    }
+}
+
 /* Offsets in tiles are constants in units of 16 bytes, which one addition to the tile's own address
  * reaches.
  *
@@ -339,6 +376,18 @@ __device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_
                      : MN_ACC16(0), MN_ACC16(16), MN_ACC4(32)
                      : "l"(left), "l"(right), "r"((int)(k > 0)));
     }
+}
+
+/* Scores going back: d = a b' for tiles of 64 rows, begun. */
+template <int KP>
+__device__ inline void mn_curve_back_product(float (&d)[32], uint32_t a, uint32_t b) {
+    const uint64_t at_a = mn_smem_desc(a, 16), at_b = mn_smem_desc(b, 16);
+#pragma unroll
+    for (int k = 0; k < KP; k += 16) {
+        const int at = k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8;
+        mn_wgmma<0>(d, at_a + at, at_b + at, k > 0);
+    }
+    mn_wgmma_commit();
 }
 
 #endif

@@ -394,19 +394,13 @@ static int intra_chunk(const mn_delta_params &job, cudaStream_t stream) {
     return mn_delta_intra_chunk_by_decay<KP>(job, stream);
 }
 
-/* Whether gradients come from dv where it is wanted; false: from a record beside it. */
-static const bool takes_dX_from_dv = true;
-
-/* Whether the scan back runs beside the scan that saves states, where that is by warps so few that
- * a processor holds a block of each; false: behind it. */
-static const bool scans_beside = true;
-
-/* Both scans, for all of padded_v columns of values. */
+/* Both scans, for all of padded_v columns of values; at once where the one that saves states is by
+ * warps so few that a processor holds a block of each. */
 template <int KP, bool CHANNEL>
 static int scan(const mn_delta_params &job, cudaStream_t stream) {
     mn_save_maps save_maps;
     const bool saves = !CHANNEL && mn_delta_scan_save_supported(&save_maps, job);
-    const bool beside = scans_beside && saves && !job.cuts;
+    const bool beside = saves && !job.cuts;
     const mn_delta_params behind = mn_delta_back_apart(job);
     mn_delta_scan_kernel two_back = nullptr;
     if constexpr (KP <= 128 && !CHANNEL) two_back = delta_state_scan_bwd_kernel<KP, false, 2>;
@@ -467,9 +461,7 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
     mn_grad_tma_maps maps;
     const bool sm90 = KP <= mn_delta_grad_sm90_keys &&
                       mn_delta_grad_sm90_supported(&maps, job, records);
-    mn_delta_params intra = job;
-    if (sm90 && mn_grad_makes_scores) intra.workspace.A = nullptr;
-    int code = job.cuts ? cudaSuccess : intra_chunk<KP>(intra, stream);
+    int code = job.cuts ? cudaSuccess : intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
     code = job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
                                            : scan<KP, false>(job, stream);
@@ -591,7 +583,7 @@ int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) 
     }
     const int code = make_fold(&fold, &job, (char *)shared + own, (cudaStream_t)stream);
     if (code != cudaSuccess) return code;
-    job.dX_is_dv = takes_dX_from_dv && p->grad.v.data;
+    job.dX_is_dv = p->grad.v.data != NULL;
     MN_DELTA_DISPATCH_K(backward_kept, p->call.K, (job, fold, (cudaStream_t)stream));
 }
 

@@ -390,16 +390,14 @@ static int forward_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps 
         : code;
 }
 
-/* Whether blocks may have 128 value columns, with the same bits (delta_fwd_wide_sm90.cuh). */
-static const bool scans_wide = true;
-
-/* Where blocks of 64 value columns are more than processors: half as many then fill the GPU. Not
- * for many packed sequences, whose last chunks a single warp copies. */
+/* Whether blocks have 128 value columns, with the same bits (delta_fwd_wide_sm90.cuh): where those
+ * of 64 are more than processors, half as many then fill the GPU. Not for many packed sequences,
+ * whose last chunks a single warp copies. */
 template <int KP>
 static bool is_wide(const mn_delta_params &job) {
     const mn_call &call = job.p.call;
     const int64_t blocks = mn_fwd_chunk_blocks(call), processors = sm_count();
-    return scans_wide && KP == MN_FWD_WIDE_KEYS && !job.cuts && !job.p.query &&
+    return KP == MN_FWD_WIDE_KEYS && !job.cuts && !job.p.query &&
            mn_fwd_chunk_slices(call) % MN_FWD_WIDE_SLICES == 0 && blocks > processors &&
            (!call.cu_seqlens || blocks <= 4 * processors);
 }

@@ -249,9 +249,8 @@ __device__ inline float4 mn_grad_known(const unsigned *P, const unsigned *A) {
 }
 
 /* Stores matrices P and A with their decays in shared memory, and sums of dP . P + dA . A over rows
- * and columns. known(t, s): P at (t, s) and (t, s + 1), then A, with their decays and beta, or
- * where not DECAYED without. */
-template <int KT, bool DECAYED = true, typename Smem, typename Known>
+ * and columns. known(t, s): P at (t, s) and (t, s + 1), then A, with their decays and beta. */
+template <int KT, typename Smem, typename Known>
 __device__ inline void mn_grad_pairs(Smem &smem, const mn_grad_acc<KT> &sum, float scale,
                                       const mn_grad_coord &at, Known known) {
     const int lane = threadIdx.x % 32;
@@ -276,8 +275,7 @@ __device__ inline void mn_grad_pairs(Smem &smem, const mn_grad_acc<KT> &sum, flo
                 p[i] = inside ? scale * cum_decay * sum.P[n][c] : 0.0f;
                 a[i] = before ? -cum_decay * sum.A[n][c] : 0.0f;
                 if (!before) continue;
-                float passed = fmaf(sum.P[n][c], P, -sum.A[n][c] * A);
-                if (!DECAYED) passed *= cum_decay * (i ? beta.y : beta.x);
+                const float passed = fmaf(sum.P[n][c], P, -sum.A[n][c] * A);
                 rows[half] += passed;
                 columns[n][i] += passed;
             }

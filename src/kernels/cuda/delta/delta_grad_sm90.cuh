@@ -38,11 +38,8 @@ struct alignas(1024) mn_grad_sm90_keys {
     unsigned char q[mn_tile_bytes<KT>()], e[mn_tile_bytes<KT>()];
 };
 
-/* Whether P and A of a chunk are made again from its keys; false: they come from the workspace, to
- * where their gradients go. */
-constexpr bool mn_grad_makes_scores = false;
-
-/* Two tiles of value columns are under way; keys and decays of two chunks. */
+/* Two tiles of value columns are under way; keys and decays of two chunks. P and A of a chunk are
+ * loaded to where their gradients go. */
 template <int KT>
 struct mn_grad_sm90_smem {
     alignas(1024) mn_grad_stage<KT> stage[2];
@@ -192,9 +189,9 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
             mn_grad_load_values<KT>(smem.stage[n % 2], &smem.stage_full[n % 2], job, maps, at,
                                     64 * i);
         }
-        if (!mn_grad_makes_scores) mn_mbarrier_wait(&smem.matrices_empty, (iter & 1) ^ 1);
+        mn_mbarrier_wait(&smem.matrices_empty, (iter & 1) ^ 1);
         iter++;
-        if (mn_grad_makes_scores || threadIdx.x % 32 > 0) continue;
+        if (threadIdx.x % 32 > 0) continue;
         mn_mbarrier_arrive_expect_tx(&smem.matrices_full, 2 * mn_tile_bytes<64>());
         mn_grad_tma_load<1>(smem.matrices.P, maps.P, &smem.matrices_full, 0, 0,
                             at.index * MN_DELTA_CHUNK, 0);
@@ -205,9 +202,8 @@ __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_de
 
 /* ---- the warps that multiply ----------------------------------------------------------------- */
 
-/* By wgmma, from shared memory alone: the four warps of a quarter are a warpgroup, whose sums lie
- * as those of mma do; false: by mma of each warp. */
-constexpr bool mn_grad_by_wgmma = true;
+/* Products are by wgmma, from shared memory alone: the four warps of a quarter are a warpgroup,
+ * whose sums lie as those of mma do (delta_grad.cuh). */
 
 /* A column of a tile, with its rows as depth, as an address for products. */
 __device__ inline unsigned mn_grad_columns(const unsigned char *tile, int column) {
@@ -259,34 +255,6 @@ __device__ inline void mn_grad_wgmma_intra_chunk(const mn_grad_chunk &chunk, mn_
     mn_mma_commit_wait<true>();
 }
 
-/* Scores of the chunk, q e' and e e', to where gradients of P and A go: this thread takes its own
- * from there. */
-template <int KT>
-__device__ inline void mn_grad_wgmma_scores(mn_grad_matrices &matrices,
-                                            const mn_grad_sm90_keys<KT> &keys,
-                                            const mn_grad_coord &at) {
-    const unsigned q = mn_shared_u32(keys.q), e = mn_shared_u32(keys.e);
-    const unsigned columns = e + 16 * at.quarter * 128;
-    const int lane = threadIdx.x % 32;
-    float of_q[2][4] = {}, of_e[2][4] = {};
-    mn_mma_fence<true>();
-#pragma unroll
-    for (int k = 0; k < KT; k += 16) {
-        const unsigned from = k / 64 * mn_tile_bytes<64>() + k % 64 * 2;
-        mn_wgmma_m64k16<0, 0>(of_q, q + from, columns + from);
-        mn_wgmma_m64k16<0, 0>(of_e, e + from, columns + from);
-    }
-    mn_mma_commit_wait<true>();
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int n = i / 2, c = i % 2 * 2;
-        const unsigned place = lane % 4 * 4 +
-            mn_tile_swizzle(at.block * 16 + lane / 4 + 8 * (i % 2), 2 * at.quarter + n);
-        *(unsigned *)(matrices.P + place) = mn_bf16x2(of_q[n][c], of_q[n][c + 1]);
-        *(unsigned *)(matrices.A + place) = mn_bf16x2(of_e[n][c], of_e[n][c + 1]);
-    }
-}
-
 /* The block of 16 rows and columns of this warp, where it is above the diagonal. */
 __device__ inline void mn_grad_zero_above(mn_grad_matrices &matrices, const mn_grad_coord &at) {
     const int lane = threadIdx.x % 32;
@@ -309,24 +277,18 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
                             smem.sums[slot] };
     end = mn_warp_sum(end);
     if (threadIdx.x % 32 == 0) chunk.sums.end[threadIdx.x / 32] = end;
-    if (!mn_grad_makes_scores) mn_mbarrier_wait(&smem.matrices_full, iter & 1);
-    mn_grad_pairs<KT, !mn_grad_makes_scores>(chunk, sum, job.scale, at, [&](int t, int s) {
+    mn_mbarrier_wait(&smem.matrices_full, iter & 1);
+    mn_grad_pairs<KT>(chunk, sum, job.scale, at, [&](int t, int s) {
         const unsigned place = mn_tile_swizzle(t, s / 8) + s % 8 * 2;
-        float4 known = mn_grad_known((const unsigned *)(smem.matrices.P + place),
-                                     (const unsigned *)(smem.matrices.A + place));
-        if (mn_grad_makes_scores) known.x *= job.scale, known.y *= job.scale;
-        return known;
+        return mn_grad_known((const unsigned *)(smem.matrices.P + place),
+                             (const unsigned *)(smem.matrices.A + place));
     });
     mn_grad_states<KT>(chunk, sum, mn_shared_u32(e), job.scale, at);
-    if (mn_grad_by_wgmma) {
-        mn_grad_zero_above(smem.matrices, at);
-        mn_fence_proxy_async();
-    }
+    mn_grad_zero_above(smem.matrices, at);
+    mn_fence_proxy_async();
     mn_grad_sync();
-    if (mn_grad_by_wgmma) mn_grad_wgmma_intra_chunk<KT>(chunk, sum, at);
-    else mn_grad_intra_chunk<KT>(chunk, sum, mn_shared_u32(e), at);
+    mn_grad_wgmma_intra_chunk<KT>(chunk, sum, at);
     mn_grad_store_keys<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at, [&] {
-        if (mn_grad_makes_scores) return;
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.matrices_empty);
     });
@@ -344,16 +306,11 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
         mn_grad_coord at;
         if (REDO && job.cuts[index / HALVES] == 0) continue;
         at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
-        if (mn_grad_makes_scores) {
-            mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
-            mn_grad_wgmma_scores<KT>(smem.matrices, smem.keys[iter % 2], at);
-        }
         mn_grad_acc<KT> sum = {};
         float end[2] = {};
         for (int i = 0; i < tiles; i++, n++) {
             mn_mbarrier_wait(&smem.stage_full[n % 2], n / 2 & 1);
-            if (mn_grad_by_wgmma) mn_grad_wgmma_values<KT, DV>(sum, end, smem.stage[n % 2], at);
-            else mn_grad_mma_values<KT, DV>(sum, smem.stage[n % 2], at);
+            mn_grad_wgmma_values<KT, DV>(sum, end, smem.stage[n % 2], at);
             mn_mbarrier_arrive_warp(&smem.stage_empty[n % 2]);
         }
 #pragma unroll
@@ -470,8 +427,8 @@ __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_
  *
  * Grid: as many blocks of 18 warps as there are processors, block b has records b, b + grid, ...
  * of n_records = slots * H, or halves of records of twice as many.
- * Loads   S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and e (64,KT),
- *         for each chunk; P and A (64,64) where they are not made again.
+ * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
+ *         e (64,KT), for each chunk.
  * Stores  grad.q, grad.e (64,KT), grad.beta and grad.g (64) where given; the sum of dg in
  *         workspace.whole. HALVES: parts of dbeta and dg in workspace.parts instead. */
 template <int KT, int HALVES, bool REDO, bool DV>
@@ -523,7 +480,7 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
     const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
     *maps = {};
     return mn_device_is_sm90() && K <= mn_delta_grad_sm90_keys &&
-           (K <= 128 || !mn_grad_makes_scores) && p.decay != MN_DECAY_CHANNEL && !p.w.data &&
+           p.decay != MN_DECAY_CHANNEL && !p.w.data &&
            job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_COT] &&
            mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
            mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
@@ -534,11 +491,8 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
            (job.dX_is_dv
                 ? mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
                 : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK)) &&
-           (mn_grad_makes_scores ||
-            (mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK,
-                                   MN_DELTA_CHUNK) &&
-             mn_delta_tma_map_rows(&maps->A, workspace.A, records * MN_DELTA_CHUNK,
-                                   MN_DELTA_CHUNK)));
+           mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK) &&
+           mn_delta_tma_map_rows(&maps->A, workspace.A, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK);
 }
 
 template <int KP>

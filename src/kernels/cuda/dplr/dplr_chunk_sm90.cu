@@ -187,10 +187,6 @@ __device__ constexpr int origin_of(int s) {
     return s < CHUNK / 2 ? 3 : 11;
 }
 
-/* Where sums of decays that are cut off begin: 16 tokens lead to 653, and numbers from 512 to 1024
- * are 2^-14 apart. */
-constexpr float LEVEL = 1023.0f;
-
 /* The nearest whole number: from 2^23 to 2^24 there are no others. */
 __device__ inline float2 whole_of(float2 x) {
     constexpr float there = 12582912.0f;
@@ -213,18 +209,21 @@ template <scan_kind KIND>
 __device__ inline void decay_rows(chunk_stage &to, chunk_rows &in, const chunk_rests &rest,
                                   float scale) {
     constexpr bool SCORES = KIND != SCAN_BACK;
+    /* Where sums of decays that are cut off begin: 16 tokens lead to 653, and numbers from 512 to
+     * 1024 are 2^-14 apart. */
+    constexpr float level = 1023.0f;
     const int i = threadIdx.x % 32 * 2;
     float2 g[CHUNK], c[CHUNK];
     float2 sum = {}, decay = make_float2(1.0f, 1.0f), near = {}, late = {}, origin[2] = {};
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) g[t] = load_decay(in.g, t, i);
     if (SCORES) {
-        float2 cut = make_float2(LEVEL, LEVEL);
+        float2 cut = make_float2(level, level);
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) c[t] = cut = cut + cut_decay(g[t]);
         origin[0] = whole_of(c[origin_of(0)]);
         origin[1] = c[7] + whole_of(c[origin_of(8)] - c[7]);
-        near = mn_exp2(make_float2(LEVEL, LEVEL) - origin[0]);
+        near = mn_exp2(make_float2(level, level) - origin[0]);
         late = mn_exp2(c[7] - origin[1]);
     }
 #pragma unroll

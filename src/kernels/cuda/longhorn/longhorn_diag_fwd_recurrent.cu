@@ -392,10 +392,8 @@ longhorn_diag_fwd(const __grid_constant__ mn_column_params p, int64_t tiles) {
 
 /* ---- launch ---------------------------------------------------------------------------------- */
 
-static constexpr bool BY_PRODUCTS = true;    // false: cell by cell, as float32
-
 bool supported(const mn_call &c) {
-    return BY_PRODUCTS && c.dtype == MN_BF16 && c.K <= 128;
+    return c.dtype == MN_BF16 && c.K <= 128;
 }
 
 template <int ROW_WARPS, int COLUMN_WARPS>
