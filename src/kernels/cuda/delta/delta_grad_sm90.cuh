@@ -31,12 +31,16 @@ __device__ inline int64_t mn_grad_channel0(int64_t index) {
 /* The tensors for TMA: q, e, do, and of the workspace what the scans have left; dX may be dv. */
 struct mn_grad_tma_maps {
     CUtensorMap q, e, cot, S, D, R, dX, P, A;
+    CUtensorMap dq, de;
 };
 
 template <int KT>
 struct alignas(1024) mn_grad_sm90_keys {
     unsigned char q[mn_tile_bytes<KT>()], e[mn_tile_bytes<KT>()];
 };
+
+/* Whether dq and de leave by TMA; false: each warp stores its own. */
+constexpr bool mn_grad_stores_by_tma = true;
 
 /* Two tiles of value columns are under way; keys and decays of two chunks. P and A of a chunk are
  * loaded to where their gradients go. */
@@ -211,8 +215,8 @@ __device__ inline unsigned mn_grad_columns(const unsigned char *tile, int column
 }
 
 /* mn_grad_mma_values. */
-template <int KT, bool DV>
-__device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[2],
+template <int KT, bool DV, int N>
+__device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[N],
                                             const mn_grad_stage<KT> &stage,
                                             const mn_grad_coord &at) {
     const int channel0 = at.quarter * (KT / 4);
@@ -255,6 +259,24 @@ __device__ inline void mn_grad_wgmma_intra_chunk(const mn_grad_chunk &chunk, mn_
     mn_mma_commit_wait<true>();
 }
 
+/* A warp's 16 rows and KT / 4 columns to a tile. */
+template <int KT>
+__device__ inline void mn_grad_stage_out(unsigned char *tile,
+                                         const float (&x)[mn_grad_acc<KT>::N][4],
+                                         const mn_grad_coord &at) {
+    constexpr int N = mn_grad_acc<KT>::N;
+    const int lane = threadIdx.x % 32, row = at.block * 16 + lane % 16;
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        unsigned a[4];
+        mn_frag_a_of(a, x[n], x[n + 1]);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                         mn_shared_u32(tile) +
+                         mn_tile_swizzle(row, at.quarter * N + n + lane / 16)),
+                     "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+    }
+}
+
 /* The block of 16 rows and columns of this warp, where it is above the diagonal. */
 __device__ inline void mn_grad_zero_above(mn_grad_matrices &matrices, const mn_grad_coord &at) {
     const int lane = threadIdx.x % 32;
@@ -288,12 +310,21 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
     mn_fence_proxy_async();
     mn_grad_sync();
     mn_grad_wgmma_intra_chunk<KT>(chunk, sum, at);
-    mn_grad_store_keys<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at, [&] {
+    const auto after = [&] {
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.matrices_empty);
-    });
-    mn_mbarrier_arrive_warp(&smem.sums_full[slot]);
+    };
+    if (mn_grad_stores_by_tma) {
+        mn_grad_scale_writes<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at);
+        mn_grad_sync();
+        after();
+        mn_grad_stage_out<KT>(chunk.keys.q, sum.q, at);
+        mn_grad_stage_out<KT>(chunk.keys.e, sum.e, at);
+    } else {
+        mn_grad_store_keys<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at, after);
+    }
     mn_fence_proxy_async();
+    mn_mbarrier_arrive_warp(&smem.sums_full[slot]);
     mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
 }
 
@@ -396,25 +427,55 @@ __device__ inline void mn_grad_store_half(mn_delta_partial &part, const mn_grad_
     if (lane == 0) part.end = end;
 }
 
-/* Takes the sums of each chunk from the warps that multiply. */
+/* Starts to store a tile of gradients, (64,KT) from at.channel0; of a chunk with which one of
+ * several packed sequences ends, row by row. A warp calls. */
+template <int KT>
+__device__ inline void mn_grad_store_tile(const mn_out &view, const CUtensorMap &map,
+                                          const unsigned char *tile, const mn_delta_params &job,
+                                          const mn_grad_coord &at) {
+    constexpr int vec16s = KT / 8;
+    const int lane = threadIdx.x % 32, i = lane % vec16s, channel = (int)at.channel0 + 8 * i;
+    const int64_t t = at.tile.span.t0 + at.tile.first, b = at.tile.span.b;
+    if (!view.data) return;
+    if (mn_grad_is_full(job, at)) {
+        for (int k = 0; k < KT / 64 && lane == 0; k++) {
+            mn_tma_store(map, tile + k * mn_tile_bytes<64>(), (int)at.channel0 + 64 * k, (int)at.h,
+                         (int)t, (int)b);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int row = lane / vec16s; row < at.count && channel < job.p.call.K; row += 32 / vec16s) {
+        mn_bf16 *to = mn_row<mn_bf16>(view, b, t + row, at.h) + channel;
+        *(uint4 *)to = *(const uint4 *)(tile + mn_tile_swizzle(row, i));
+    }
+}
+
+/* Takes gradients of keys and the sums of each chunk from the warps that multiply. */
 template <int KT, int HALVES, bool REDO>
 __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
-                                          int64_t n_records) {
+                                          const mn_grad_tma_maps &maps, int64_t n_records) {
     int iter = 0;
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
         const int slot = iter % 2, phase = iter / 2 & 1;
         if (REDO && job.cuts[index / HALVES] == 0) continue;
         mn_mbarrier_wait(&smem.keys_full[slot], phase);
         mn_mbarrier_wait(&smem.sums_full[slot], phase);
+        const mn_grad_coord &at = smem.place[slot];
         const float cum_decay = smem.log_decays[slot].gamma[MN_DELTA_CHUNK - 1];
+        if (mn_grad_stores_by_tma) {
+            mn_grad_store_tile<KT>(job.p.grad.q, maps.dq, smem.keys[slot].q, job, at);
+            mn_grad_store_tile<KT>(job.p.grad.e, maps.de, smem.keys[slot].e, job, at);
+        }
         if constexpr (HALVES > 1) {
             mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts;
-            const int64_t half = smem.place[slot].channel0 / KT;
-            parts += mn_delta_records(job) * half + smem.place[slot].index;
+            const int64_t half = at.channel0 / KT;
+            parts += mn_delta_records(job) * half + at.index;
             mn_grad_store_half(*parts, smem.sums[slot], cum_decay, half == 0);
         } else {
-            mn_grad_store_tokens(job, smem.sums[slot], cum_decay, smem.place[slot]);
+            mn_grad_store_tokens(job, smem.sums[slot], cum_decay, at);
         }
+        mn_tma_store_wait_read();
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
         iter++;
@@ -464,7 +525,7 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
         if (threadIdx.x < MN_DELTA_GRAD_THREADS + 32) {
             mn_grad_producer<KT, HALVES, REDO>(smem, job, maps, n_records);
         } else if (threadIdx.x < MN_DELTA_GRAD_THREADS + 64) {
-            mn_grad_token_sums<KT, HALVES, REDO>(smem, job, n_records);
+            mn_grad_token_sums<KT, HALVES, REDO>(smem, job, maps, n_records);
         }
     }
 #endif
@@ -472,25 +533,44 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
-/* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
-inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_params &job,
-                                         int64_t records) {
+/* Maps of do and what the scans have left; false where they cannot be. */
+inline bool mn_delta_grad_value_maps(mn_grad_tma_maps *maps, const mn_delta_params &job,
+                                     int64_t records) {
     const mn_delta_args &p = job.p;
     const mn_delta_workspace &workspace = job.workspace;
     const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
-    *maps = {};
-    return mn_device_is_sm90() && K <= mn_delta_grad_sm90_keys &&
-           p.decay != MN_DECAY_CHANNEL && !p.w.data &&
-           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_COT] &&
-           mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
-           mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
+    return job.packed[MN_DELTA_COT] &&
            mn_tma_map(&maps->cot, p.cot.o, p.call, p.call.V, MN_DELTA_CHUNK) &&
            mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
            mn_delta_tma_map_rows(&maps->D, workspace.D, rows, K) &&
            mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK) &&
            (job.dX_is_dv
-                ? mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
-                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK)) &&
+                ? job.packed[MN_DELTA_DV] &&
+                      mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
+                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK));
+}
+
+/* A map of gradients of keys, where they are wanted; false where they are and cannot be mapped. */
+inline bool mn_delta_grad_key_map(CUtensorMap *map, const mn_out &view, bool packed,
+                                  const mn_call &call) {
+    return !mn_grad_stores_by_tma || !view.data ||
+           (packed && mn_tma_map(map, view, call, call.K, MN_DELTA_CHUNK));
+}
+
+/* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
+inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_params &job,
+                                         int64_t records) {
+    const mn_delta_args &p = job.p;
+    const mn_delta_workspace &workspace = job.workspace;
+    *maps = {};
+    return mn_device_is_sm90() && mn_delta_padded_k(p.call.K) <= mn_delta_grad_sm90_keys &&
+           p.decay != MN_DECAY_CHANNEL && !p.w.data &&
+           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+           mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
+           mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
+           mn_delta_grad_value_maps(maps, job, records) &&
+           mn_delta_grad_key_map(&maps->dq, p.grad.q, job.packed[MN_DELTA_DQ], p.call) &&
+           mn_delta_grad_key_map(&maps->de, p.grad.e, job.packed[MN_DELTA_DE], p.call) &&
            mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK) &&
            mn_delta_tma_map_rows(&maps->A, workspace.A, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK);
 }
