@@ -14,10 +14,10 @@
  * of a product depends on its own row and column alone, so what is not finite goes no further than
  * it does cell by cell.
  *
- * o takes S rounded to bf16, as a product of depth 16: accumulators of two tiles are a factor as
- * they lie in registers. A warp has 32 columns by 32 rows; warps along the rows leave parts of o in
- * shared memory. Four producer warps load the next eight tokens, make their factors, and store what
- * the last eight read. */
+ * o takes S cut to tf32, as products of depth 8: accumulators of a tile are a factor as they lie in
+ * registers. (Rounded to bf16 it would miss where terms of o cancel.) A warp has 32 columns by 32
+ * rows; warps along the rows leave parts of o in shared memory. Four producer warps load the next
+ * eight tokens, make their factors, and store what the last eight read. */
 #include "kernels/cuda/longhorn/longhorn_diag_fwd.h"
 
 namespace mneme::longhorn::diag_fwd {
@@ -82,22 +82,14 @@ __device__ __forceinline__ void mma_k8(float (&sum)[4], unsigned a0, unsigned a1
         : "r"(a0), "r"(a1), "r"(b));
 }
 
-/* to = A b of depth 16 */
-__device__ __forceinline__ void mma_k16_zero(float (&to)[4], const unsigned (&a)[4], unsigned b0,
-                                             unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%10, %10, %10, %10};"
-        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
-}
-
-/* sum += A b of depth 16 */
-__device__ __forceinline__ void mma_k16(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
-                                        unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+/* sum += A b of depth 8, of float32 as tf32: what is behind ten bits is cut off. */
+__device__ __forceinline__ void mma_k8_tf32(float (&sum)[4], const float (&a)[4],
+                                            const float (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+          "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
 }
 
 /* A pair of bf16, the first number in the lower half. */
@@ -116,13 +108,6 @@ __device__ __forceinline__ unsigned split(float x) {
     return pair_of(high, x - high);
 }
 
-/* Accumulators of two tiles side by side as a factor of depth 16. */
-__device__ __forceinline__ void frag_of_acc(unsigned (&to)[4], const float (&x)[4],
-                                            const float (&y)[4]) {
-    to[0] = pair_of(x[0], x[1]), to[1] = pair_of(x[2], x[3]);
-    to[2] = pair_of(y[0], y[1]), to[3] = pair_of(y[2], y[3]);
-}
-
 /* ---- cells ----------------------------------------------------------------------------------- */
 
 /* A lane's place: its row of a product's first factor and its pair of the depth, which in results
@@ -131,7 +116,7 @@ __device__ __forceinline__ int lane_row() { return (int)threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int lane_pair() { return (int)threadIdx.x % 4; }
 
 /* Which of a warp's rows is number n = 0 .. 7 of the four tiles of a product's second factor: such
- * that a lane's pairs of a factor of depth 16 are neighbours in memory. Words of keys lie as lanes
+ * that a lane's pairs of rows are neighbours in memory. Words of keys lie as lanes
  * read them, number n of four tiles side by side. */
 __device__ constexpr int key_row(int tile, int n) { return n / 2 * 8 + 2 * tile + n % 2; }
 
@@ -213,21 +198,25 @@ __device__ __forceinline__ void advance(cells<ROW_WARPS, COLUMN_WARPS> &S,
     }
 }
 
-/* S'q of this warp's rows to its part. */
+/* S'q of this warp's rows to its part. A lane's two rows of a tile are depths 0 to 3 and 4 to 7. */
 template <int ROW_WARPS, int COLUMN_WARPS>
 __device__ __forceinline__ void read(float (&to)[ROW_WARPS][COLUMN_WARPS][2][48],
                                      const cells<ROW_WARPS, COLUMN_WARPS> &S,
                                      const lane_factors<ROW_WARPS, COLUMN_WARPS> &own,
                                      const token_record<ROW_WARPS, COLUMN_WARPS> &token) {
-    const uint4 q = own.get(token, own.queries);
+    const uint4 queries = own.get(token, own.queries);
+    const unsigned pairs[4] = { queries.x, queries.y, queries.z, queries.w };
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-        unsigned factor[4];
-        float o[4];
-        frag_of_acc(factor, S.at[c][0], S.at[c][1]);
-        mma_k16_zero(o, factor, q.x, q.y);
-        frag_of_acc(factor, S.at[c][2], S.at[c][3]);
-        mma_k16(o, factor, q.z, q.w);
+        float o[4] = {};
+#pragma unroll
+        for (int tile = 0; tile < 4; tile++) {
+            const float(&x)[4] = S.at[c][tile];
+            const float cells[4] = { x[0], x[2], x[1], x[3] };
+            const float q[2] = { __uint_as_float(pairs[tile] << 16),
+                                 __uint_as_float(pairs[tile] & 0xffff0000u) };
+            mma_k8_tf32(o, cells, q);
+        }
         if (lane_pair() != 0) continue;
         mn_store<4>(to[S.row_warp()][S.column_warp()][c], 4 * lane_row(), o);
     }
