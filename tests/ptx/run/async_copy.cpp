@@ -24,16 +24,6 @@ void deferred_groups::finish() {
     wait(0);
 }
 
-void defer(deferred_groups &to, warp &w, const instruction &op, std::function<void()> work) {
-    if (chosen.late) to.open.push_back({ &w, &op, std::move(work) });
-    else work();
-}
-
-void defer_to_mbarrier(warp &w, const instruction &op, std::function<void()> work) {
-    if (chosen.late) w.of->of->in_flight.push_back({ &w, &op, std::move(work) });
-    else work();
-}
-
 /* `size` bytes of shared memory, of which the last size - have become zeros. */
 void run_cp_async(warp &w, const instruction &op, u32 lanes) {    // [to], [from], size, have
     const u32 n = (u32)op.x[2].value;
@@ -130,8 +120,7 @@ void run_st_async(warp &w, const instruction &op, u32 lanes) {    // [to], b or 
     for (const int l : on(lanes)) {
         u8 *d = shared_operand(w, op.x[0], l, all), *mbarrier = shared_operand(w, op.x[2], l, 8);
         for (u32 i = 0; i < (u32)op.count; i++) {
-            const u64 v = get(w, op.x[1].part(i), l);
-            memcpy(d + i * bytes, &v, bytes);
+            store_bits(d + i * bytes, (int)bytes, get(w, op.x[1].part(i), l));
         }
         change_mbarrier(mbarrier, 0, 0, all);
     }

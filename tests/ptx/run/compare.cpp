@@ -43,22 +43,37 @@ static bool compare_floats(int code, double a, double b) {
     }
 }
 
+/* out = compare(a, b) by lane, of values of type T. */
+template <class T, class F>
+static void by_lane(warp &w, const instruction &op, u32 lanes, bool *out, F compare) {
+    const T *a = values<T>(w, op.x[2]), *b = values<T>(w, op.x[3]);
+    for (const int l : on(lanes)) out[l] = compare(a[l], b[l]);
+}
+
 static void compare(warp &w, const instruction &op, u32 lanes, bool *out) {
-    const operand &a = op.x[2], &b = op.x[3];
-    if (is_float(op.t)) {
-        const bool flushes = op.flags & F_FTZ && op.t == T_F32;
-        for (const int l : on(lanes)) {
-            double x = float_value(op.t, get(w, a, l)), y = float_value(op.t, get(w, b, l));
-            if (flushes) x = flush((float)x), y = flush((float)y);
-            out[l] = compare_floats(op.variant, x, y);
-        }
-        return;
+    const int code = op.variant;
+    const bool flushes = op.flags & F_FTZ;
+    switch (op.t) {
+    case T_F32:
+        return by_lane<float>(w, op, lanes, out, [=](float a, float b) {
+            if (flushes) a = flush(a), b = flush(b);
+            return compare_floats(code, a, b);
+        });
+    case T_F64:
+        return by_lane<double>(w, op, lanes, out,
+                               [=](double a, double b) { return compare_floats(code, a, b); });
+    case T_F16:
+    case T_BF16:
+        return by_lane<u16>(w, op, lanes, out, [&](u16 a, u16 b) {
+            return compare_floats(code, value16(op.t, a), value16(op.t, b));
+        });
+    default:
+        by_integer(op.t, [&](auto zero) {
+            typedef decltype(zero) T;
+            by_lane<T>(w, op, lanes, out,
+                       [=](T a, T b) { return compare_integers<T>(code, a, b); });
+        });
     }
-    by_integer(op.t, [&](auto zero) {
-        typedef decltype(zero) T;
-        const T *x = values<T>(w, a), *y = values<T>(w, b);
-        for (const int l : on(lanes)) out[l] = compare_integers<T>(op.variant, x[l], y[l]);
-    });
 }
 
 static bool combined(int how, bool a, bool b) {

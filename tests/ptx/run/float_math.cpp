@@ -75,19 +75,19 @@ static bool plain(const instruction &op) {
     return op.round == R_N && !(op.flags & (F_FTZ | F_SAT));
 }
 
-/* The commonest by far: add, sub and mul of float, rounded to nearest. */
-static bool run_plain(warp &w, const instruction &op, u32 lanes) {
-    if (op.t != T_F32 || !plain(op)) return false;
+/* The commonest by far: sums and products rounded to nearest. */
+template <class T> static bool run_plain(warp &w, const instruction &op, u32 lanes) {
     switch (op.code) {
-    case ADD: map2<float>(w, op, lanes, [](float a, float b) { return a + b; }); return true;
-    case SUB: map2<float>(w, op, lanes, [](float a, float b) { return a - b; }); return true;
-    case MUL: map2<float>(w, op, lanes, [](float a, float b) { return a * b; }); return true;
+    case ADD: map2<T>(w, op, lanes, [](T a, T b) { return a + b; }); return true;
+    case SUB: map2<T>(w, op, lanes, [](T a, T b) { return a - b; }); return true;
+    case MUL: map2<T>(w, op, lanes, [](T a, T b) { return a * b; }); return true;
     default: return false;
     }
 }
 
 void run_float_binary(warp &w, const instruction &op, u32 lanes) {
-    if (run_plain(w, op, lanes)) return;
+    if (op.t == T_F32 && plain(op) && run_plain<float>(w, op, lanes)) return;
+    if (op.t == T_F64 && plain(op) && run_plain<double>(w, op, lanes)) return;
     const int code = op.code;
     const u32 flags = op.flags;
     const auto f = [=](auto a, auto b) { return binary(code, a, b, flags); };

@@ -1,4 +1,4 @@
-/* float_math.h - the processor's rounding mode, for a scope. */
+/* float_math.h - the processor's rounding mode, to nearest but for a scope. */
 #ifndef PTX_FLOAT_MATH_H
 #define PTX_FLOAT_MATH_H
 
@@ -9,17 +9,13 @@
 namespace ptx {
 
 struct rounds {
-    int before;
+    const bool other;
 
-    explicit rounds(rounding r) : before(fegetround()) {
-        const int mode = r == R_Z   ? FE_TOWARDZERO
-                         : r == R_M ? FE_DOWNWARD
-                         : r == R_P ? FE_UPWARD
-                                    : FE_TONEAREST;
-        if (mode != before) fesetround(mode);
+    explicit rounds(rounding r) : other(r == R_Z || r == R_M || r == R_P) {
+        if (other) fesetround(r == R_Z ? FE_TOWARDZERO : r == R_M ? FE_DOWNWARD : FE_UPWARD);
     }
     ~rounds() {
-        if (fegetround() != before) fesetround(before);
+        if (other) fesetround(FE_TONEAREST);
     }
     rounds(const rounds &) = delete;
     rounds &operator=(const rounds &) = delete;

@@ -100,6 +100,10 @@ void run_multiply(warp &w, const instruction &op, u32 lanes) {
     by_integer(op.t, [&](auto zero) {
         typedef decltype(zero) T;
         const T *a = values<T>(w, op.x[1]), *b = values<T>(w, op.x[2]);
+        if (!(op.flags & (F_HI | F_WIDE)) && adds) {
+            return map3<T>(w, op, lanes,
+                           [](T x, T y, T z) { return (T)((u64)x * (u64)y + (u64)z); });
+        }
         for (const int l : on(lanes)) {
             u64 y = (u64)a[l] * (u64)b[l];    // signs are extended: right for .lo and .wide
             if (op.flags & F_HI) y = (u64)high_product(a[l], b[l]);

@@ -19,7 +19,8 @@ static bool run_butterfly(warp &w, const instruction &op, u32 lanes) {
                        c.value == 31;
     if (lanes != FULL || op.code != BFLY || !usual) return false;
     u32 y[LANES];
-    for (int l = 0; l < LANES; l++) y[l] = get32(w, op.x[2], l ^ (int)(b.value & 31));
+    const u32 *a = values<u32>(w, op.x[2]);
+    for (int l = 0; l < LANES; l++) y[l] = a[l ^ (int)(b.value & 31)];
     for (int l = 0; l < LANES; l++) set(w, op.x[0], l, y[l]), set(w, op.x[1], l, 1);
     return true;
 }
@@ -42,13 +43,14 @@ static bool source_lane(int code, int l, u32 b, u32 c, int *from) {
 void run_shfl(warp &w, const instruction &op, u32 lanes) {    // d, p, a, b, c, mask
     if (run_butterfly(w, op, lanes)) return;
     need_members(w, op.x[5], lanes, "shfl");
+    const u32 *a = values<u32>(w, op.x[2]);
     u32 y[LANES];
     bool inside[LANES];
     for (const int l : on(lanes)) {
         int from;
         inside[l] = source_lane(op.code, l, get32(w, op.x[3], l) & 31, get32(w, op.x[4], l), &from);
         if (!(lanes >> from & 1)) fail("shfl from lane %d, which is elsewhere", from);
-        y[l] = get32(w, op.x[2], from);
+        y[l] = a[from];
     }
     for (const int l : on(lanes)) set(w, op.x[0], l, y[l]), set(w, op.x[1], l, inside[l]);
 }

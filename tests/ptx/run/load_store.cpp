@@ -5,10 +5,10 @@
 
 namespace ptx {
 
-/* Parameters of the kernel are global memory here, those of functions slots of local memory. */
+/* Parameters of functions are slots of local memory. */
 static space space_of(const instruction &op, const operand &x) {
     if (op.in != S_PARAM) return op.in;
-    return x.from == B_LOCAL ? S_LOCAL : S_GLOBAL;
+    return x.from == B_LOCAL ? S_LOCAL : S_PARAM;
 }
 
 /* The warp may wait for what another one writes: others get their turn. */
@@ -17,42 +17,71 @@ void run_poll(warp &w, const instruction &, u32) {
     w.yields = true;
 }
 
-/* One value of four bytes from a register's address: most loads. */
-template <class A> static void load_words(warp &w, const instruction &op, space in, u32 lanes) {
-    u32 *d = values<u32>(w, op.x[0]);
-    const A *a = values<A>(w, op.x[1].list[0]);
-    const A step = (A)op.x[1].value;
-    for (const int l : on(lanes)) d[l] = load_as<u32>(place(w, op, in, a[l] + step, l, 4));
+/* Where each lane's bytes are. */
+struct places {
+    u8 *at[LANES];
+
+    places(warp &w, const instruction &op, const operand &x, u32 lanes) {
+        const u32 bytes = (u32)(op.count * width(op.t));
+        const space in = space_of(op, x);
+        if (x.from == B_REGISTER && x.list[0].size == 8) {    // most
+            const u64 *a = values<u64>(w, x.list[0]);
+            for (const int l : on(lanes)) at[l] = place(w, op, in, a[l] + (u64)x.value, l, bytes);
+        } else {
+            for (const int l : on(lanes)) at[l] = place(w, op, in, address(w, x, l), l, bytes);
+        }
+    }
+};
+
+/* Registers as wide as what they hold; a load may leave some out. */
+static bool as_wide(const instruction &op, const operand &x) {
+    for (int i = 0; i < op.count; i++) {
+        if (x.part((size_t)i).size != width(op.t)) return false;
+    }
+    return true;
 }
 
+template <class T>
+static void load_lanes(warp &w, const instruction &op, u32 lanes, const places &p) {
+    for (int i = 0; i < op.count; i++) {
+        T *d = values<T>(w, op.x[0].part((size_t)i));
+        for (const int l : on(lanes)) d[l] = load_as<T>(p.at[l] + (size_t)i * sizeof(T));
+    }
+}
+
+template <class T>
+static void store_lanes(warp &w, const instruction &op, u32 lanes, const places &p) {
+    for (int i = 0; i < op.count; i++) {
+        const T *a = values<T>(w, op.x[1].part((size_t)i));
+        for (const int l : on(lanes)) store_as(p.at[l] + (size_t)i * sizeof(T), a[l]);
+    }
+}
+
+/* A destination that is an address register of the same load is read before it is written:
+ * `places` has all. */
 void run_ld(warp &w, const instruction &op, u32 lanes) {    // d or {d...}, [a]
-    const int n = op.count, bytes = width(op.t);
-    const operand &from = op.x[1];
-    const space in = space_of(op, from);
     if (op.flags & F_ORDERED) run_poll(w, op, lanes);
-    if (n == 1 && bytes == 4 && op.x[0].size == 4 && from.from == B_REGISTER) {
-        if (from.list[0].size == 4) return load_words<u32>(w, op, in, lanes);
-        return load_words<u64>(w, op, in, lanes);
-    }
-    for (const int l : on(lanes)) {
-        const u8 *p = place(w, op, in, address(w, from, l), l, (u32)(n * bytes));
-        for (int i = 0; i < n; i++) {
-            u64 v = 0;
-            memcpy(&v, p + i * bytes, (size_t)bytes);
-            set(w, op.x[0].part((size_t)i), l, (u64)extend(v, op.t));
-        }
+    const places p(w, op, op.x[1], lanes);
+    const int bytes = width(op.t);
+    if (bytes == 4 && as_wide(op, op.x[0])) return load_lanes<u32>(w, op, lanes, p);
+    if (bytes == 8 && as_wide(op, op.x[0])) return load_lanes<u64>(w, op, lanes, p);
+    if (bytes == 2 && as_wide(op, op.x[0])) return load_lanes<u16>(w, op, lanes, p);
+    for (int i = 0; i < op.count; i++) {
+        const operand &d = op.x[0].part((size_t)i);
+        for (const int l : on(lanes))
+            set(w, d, l, (u64)extend(load_bits(p.at[l] + i * bytes, bytes), op.t));
     }
 }
 
+/* Where lanes store to the same place the highest wins; the ISA says that one does. */
 void run_st(warp &w, const instruction &op, u32 lanes) {    // [a], b or {b...}
-    const int n = op.count, bytes = width(op.t);
-    const space in = space_of(op, op.x[0]);
-    for (const int l : on(lanes)) {
-        u8 *p = place(w, op, in, address(w, op.x[0], l), l, (u32)(n * bytes));
-        for (int i = 0; i < n; i++) {
-            const u64 v = get(w, op.x[1].part((size_t)i), l);
-            memcpy(p + i * bytes, &v, (size_t)bytes);
-        }
+    const places p(w, op, op.x[0], lanes);
+    const int bytes = width(op.t);
+    if (bytes == 4 && as_wide(op, op.x[1])) return store_lanes<u32>(w, op, lanes, p);
+    if (bytes == 8 && as_wide(op, op.x[1])) return store_lanes<u64>(w, op, lanes, p);
+    for (int i = 0; i < op.count; i++) {
+        const operand &b = op.x[1].part((size_t)i);
+        for (const int l : on(lanes)) store_bits(p.at[l] + i * bytes, bytes, get(w, b, l));
     }
 }
 
@@ -83,16 +112,14 @@ u64 combine(int code, type t, u64 old, u64 b, u64 c) {
 }
 
 void run_atom(warp &w, const instruction &op, u32 lanes) {    // d, [a], b, c
-    const u32 bytes = (u32)width(op.t);
+    const int bytes = width(op.t);
     if (op.count != 1) fail("an atomic of a vector");
     run_poll(w, op, lanes);
     for (const int l : on(lanes)) {
-        u8 *p = place(w, op, op.in, address(w, op.x[1], l), l, bytes);
-        u64 old = 0;
-        memcpy(&old, p, bytes);
+        u8 *p = place(w, op, op.in, address(w, op.x[1], l), l, (u32)bytes);
+        const u64 old = load_bits(p, bytes);
         const u64 c = op.x[3].kind ? get(w, op.x[3], l) : 0;
-        const u64 y = combine(op.code, op.t, old, get(w, op.x[2], l), c);
-        memcpy(p, &y, bytes);
+        store_bits(p, bytes, combine(op.code, op.t, old, get(w, op.x[2], l), c));
         set(w, op.x[0], l, old);
     }
 }

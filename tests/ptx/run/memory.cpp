@@ -26,7 +26,7 @@ u8 *find_global(u64 at, u32 bytes, seen_range &seen) {
         }
     }
     const u64 first = (u64)parameters;
-    if (at >= first && at + bytes <= first + parameter_bytes) return (u8 *)at;
+    if (at >= first && at + bytes <= first + parameter_bytes) return (u8 *)at;    // by a pointer
     fail("access of %u bytes at 0x%llx, which is no memory", bytes, (unsigned long long)at);
 }
 
@@ -39,6 +39,13 @@ u8 *find_shared(const block &b, u32 at, u32 bytes) {
              (int)(offset - SHARED_FIRST), owner.shared_end - SHARED_FIRST);
     }
     return owner.shared + offset;
+}
+
+u8 *parameter_at(u64 at, u32 bytes) {
+    const u64 first = (u64)parameters;
+    if (at >= first && at + bytes <= first + parameter_bytes) return (u8 *)at;
+    fail("access of %u bytes at %lld of parameters, which end at %zu", bytes,
+         (long long)(at - first), parameter_bytes);
 }
 
 u8 *local_at(warp &w, int lane, u64 at, u32 bytes) {

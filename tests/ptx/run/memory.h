@@ -27,6 +27,7 @@ extern u8 grid_barrier[64];
 extern u64 ranges_version;    // changes with every range that comes or goes
 u8 *find_global(u64 at, u32 bytes, seen_range &seen);
 u8 *find_shared(const block &b, u32 at, u32 bytes);
+u8 *parameter_at(u64 at, u32 bytes);
 u8 *local_at(warp &w, int lane, u64 at, u32 bytes);
 
 inline u8 *global_at(u64 at, u32 bytes, const instruction &op) {
@@ -63,7 +64,7 @@ inline u8 *place(warp &w, const instruction &op, space in, u64 at, int lane, u32
     if (in == S_SHARED || (generic && at & SHARED_WINDOW)) return shared_at(*w.of, at, bytes);
     if (in == S_LOCAL || (generic && at & LOCAL_WINDOW))
         return local_at(w, lane, at & (LOCAL_WINDOW - 1), bytes);
-    return global_at(at, bytes, op);
+    return in == S_PARAM ? parameter_at(at, bytes) : global_at(at, bytes, op);
 }
 
 template <class T> inline T load_as(const u8 *at) {
@@ -74,6 +75,25 @@ template <class T> inline T load_as(const u8 *at) {
 
 template <class T> inline void store_as(u8 *at, T x) {
     memcpy(at, &x, sizeof x);
+}
+
+/* 1, 2, 4 or 8 bytes, zeros above. */
+inline u64 load_bits(const u8 *at, int bytes) {
+    switch (bytes) {
+    case 1: return *at;
+    case 2: return load_as<u16>(at);
+    case 4: return load_as<u32>(at);
+    default: return load_as<u64>(at);
+    }
+}
+
+inline void store_bits(u8 *at, int bytes, u64 v) {
+    switch (bytes) {
+    case 1: *at = (u8)v; break;
+    case 2: store_as(at, (u16)v); break;
+    case 4: store_as(at, (u32)v); break;
+    default: store_as(at, v);
+    }
 }
 
 }    // namespace ptx

@@ -106,9 +106,16 @@ extern choices chosen;
 u32 draw();    // pseudo-random, of 24 bits
 
 /* Does work now, or adds it to what is open. */
-void defer(deferred_groups &to, warp &w, const instruction &op, std::function<void()> work);
+template <class F> void defer(deferred_groups &to, warp &w, const instruction &op, F work) {
+    if (chosen.late) to.open.push_back({ &w, &op, std::move(work) });
+    else work();
+}
+
 /* Does work now, or some time before the cluster could not go on without it. */
-void defer_to_mbarrier(warp &w, const instruction &op, std::function<void()> work);
+template <class F> void defer_to_mbarrier(warp &w, const instruction &op, F work) {
+    if (chosen.late) w.of->of->in_flight.push_back({ &w, &op, std::move(work) });
+    else work();
+}
 
 }    // namespace ptx
 #endif

@@ -125,8 +125,7 @@ void product::run() {
 void run_wgmma(warp &w, const instruction &op, u32 lanes) {
     need_warp(lanes, "wgmma");
     product p(w, op);
-    if (chosen.late) defer(w.products, w, op, [p]() mutable { p.run(); });
-    else p.run();
+    defer(w.products, w, op, [p]() mutable { p.run(); });
 }
 
 void run_wgmma_commit(warp &w, const instruction &, u32) {
