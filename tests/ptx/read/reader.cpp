@@ -29,8 +29,8 @@ template <class F> bool reader::search(F found) const {
 
 operand reader::new_register(type t) {
     operand x;
-    x.kind = operand::REGISTER;
-    x.size = (u8)std::min(width(t), 8);
+    if (width(t) > 8) fail("a register of .%s", types[t].name.data());
+    x.kind = operand::REGISTER, x.size = (u8)width(t);
     const u32 n = (u32)LANES * x.size;
     x.at = (u32)rounded_up(kernel.register_bytes, n);
     kernel.register_bytes = x.at + n;
