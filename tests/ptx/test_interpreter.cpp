@@ -360,7 +360,8 @@ static void test_tensor_copy() {
         mov.u32 %r4, -8;
         mov.u32 %r5, -1;
         mov.b64 %rd2, map;
-        cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r2], [%rd2, {%r4, %r5}], [%r3];
+        cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+            [%r2], [%rd2, {%r4, %r5}], [%r3];
     WAIT:
         bar.warp.sync -1;
         mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0;
@@ -467,14 +468,15 @@ static void test_wgmma(bool transposed_a, bool transposed_b) {
         add.s64 %rd4, %rd3, 512;
         setp.ne.b32 %p2, %r4, %r4;
         wgmma.fence.sync.aligned;
-        wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%f1, %f2, %f3, %f4, %f5, %f6, %f7, %f8},
+        wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
+            {%f1, %f2, %f3, %f4, %f5, %f6, %f7, %f8},
             %rd3, %rd4, %p2, 1, 1, TRANS_A, TRANS_B;
         wgmma.commit_group.sync.aligned;
         wgmma.wait_group.sync.aligned 0;
         st.global.v4.f32 [%rd1], {%f1, %f2, %f3, %f4};
         st.global.v4.f32 [%rd1+16], {%f5, %f6, %f7, %f8};
     )";
-    // swizzle of 128 bytes; 1024 bytes from eight lines to the next, and from 64 columns to the next
+    // swizzle of 128 bytes; 1024 from eight lines to the next, and from 64 columns to the next
     const uint64_t descriptor = 1ull << 62 | 64ull << 32 | 64ull << 16;
     body = replaced(body, "DESCRIPTOR", std::to_string(descriptor));
     body = replaced(replaced(body, "TRANS_A", transposed_a ? "1" : "0"), "TRANS_B",

@@ -56,9 +56,7 @@ static const FatEntry *find_ptx(const void *fatbin) {
 static cudaError_t load(Module *module) {
     const FatEntry *entry = find_ptx(module->fatbin);
     if (!entry) {
-        fprintf(
-            stderr,
-            "cudart: a module has no PTX; compile with -gencode=arch=compute_90a,code=compute_90a\n");
+        fprintf(stderr, "cudart: a module has no PTX: MN_CUDA_MACHINES lacks 90a-virtual\n");
         return cudaErrorNoKernelImageForDevice;
     }
     if (entry->compressed_bytes != 0) {

@@ -1,8 +1,9 @@
 /* memory.h - what an address means, and whether it may be touched.
  *
  *   global    an address of the host; it must lie in a range of ptx_memory_add
- *   shared    (rank in the cluster + 1) << 24 | offset, as a 32-bit address of the .shared and .shared::cluster
- *             windows (PTX ISA, State Spaces); bit 60 is set beside it where the address is generic
+ *   shared    (rank in the cluster + 1) << 24 | offset, as a 32-bit address of the windows of
+ *             .shared and .shared::cluster (PTX ISA: State Spaces); bit 60 is set beside it where
+ *             the address is generic
  *   local     offset in the lane's memory; bit 61 is set beside it where the address is generic
  *
  * A block's shared memory begins at offset 1024, so that 0 is no address of a variable. */

@@ -1,11 +1,12 @@
-/* wgmma.cpp - products of a warp group: wgmma.mma_async of bf16, D (64, N) = A (64, 16) B (16,
- * N) + D.
+/* wgmma.cpp - products of a warp group: wgmma.mma_async of bf16:
+ * D (64, N) = A (64, 16) B (16, N) + D.
  *
  * Warp i of the group has rows 16 i to 16 i + 15 of A and D, as fragments of matrix.h. A matrix
  * in shared memory is told of by a descriptor (PTX ISA: Matrix Descriptor Format), whose
  * addresses and offsets are in 16 bytes:
  *
- *   13..0 start | 29..16 leading offset L | 45..32 stride offset S | 63..62 swizzle: none, 128, 64, 32 bytes
+ *   13..0 start | 29..16 leading offset L | 45..32 stride offset S |
+ *   63..62 swizzle: none, 128, 64, 32 bytes
  *
  * Where an element lies, with n its row (of A) or column (of B), k its depth, before swizzling,
  * in bytes from start:
