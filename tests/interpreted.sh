@@ -44,7 +44,7 @@ if [ $# -gt 0 ]; then
     if said=$(run "$@" 2>&1); then
         echo "passed in $(($(date +%s) - began)) s: $*"
     else
-        echo "$said"
+        echo "$said" | grep -vE '^\[ +(RUN|OK) ' | head -n 40    # behind the first nothing is launched
         echo "failed: $*"
         exit 1
     fi

@@ -14,6 +14,7 @@ typedef struct ptx_kernel ptx_kernel;
 /* Takes a copy of the text, which ends with a zero. NULL and a message on stderr where it cannot
  * be read. */
 ptx_module *ptx_module_load(const char *text);
+void ptx_module_free(ptx_module *module);    /* with its kernels and variables; NULL accepted */
 
 /* By its mangled name; NULL if the module has none. */
 ptx_kernel *ptx_module_kernel(ptx_module *module, const char *name);

@@ -65,7 +65,10 @@ static int run(const std::string &parameters, const std::string &body, unsigned 
     ptx_module *module = ptx_module_load(text.c_str());
     ptx_kernel *kernel = module ? ptx_module_kernel(module, "k") : nullptr;
     CHECK(kernel, "the module is read");
-    if (!kernel) return -1;
+    if (!kernel) {
+        ptx_module_free(module);
+        return -1;
+    }
     const ptx_launch launch = {
         { cluster, 1, 1 }, { threads, 1, 1 }, { cluster, 1, 1 }, 0, args.data()
     };
@@ -74,6 +77,7 @@ static int run(const std::string &parameters, const std::string &body, unsigned 
     const int kept = dup(STDERR_FILENO);
     dup2(fileno(file), STDERR_FILENO);
     const int code = ptx_run(kernel, &launch);
+    ptx_module_free(module);
     fflush(stderr);
     dup2(kept, STDERR_FILENO);
     close(kept);

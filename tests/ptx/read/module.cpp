@@ -222,6 +222,13 @@ extern "C" ptx_module *ptx_module_load(const char *text) {
     return m.release();
 }
 
+extern "C" void ptx_module_free(ptx_module *m) {
+    if (!m) return;
+    for (const auto &[name, variable] : m->globals)
+        ptx_memory_remove((const void *)(uintptr_t)variable.at);
+    delete m;
+}
+
 extern "C" ptx_kernel *ptx_module_kernel(ptx_module *m, const char *name) {
     const auto found = m->functions.find(name);
     if (found == m->functions.end() || !found->second.begin) return nullptr;

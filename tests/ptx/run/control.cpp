@@ -100,12 +100,13 @@ static bool jumps(const instruction &op) {
 void run_warp(warp &w, int budget) {
     const instruction *const code = w.kernel->code.data();
     current_warp = &w;
-    while (budget-- > 0 && w.state == waits::NOTHING) {
+    while (w.state == waits::NOTHING) {
         path &here = w.paths.back();
         if (here.mask == 0 || here.pc == here.meet) {
             w.paths.pop_back();
             continue;
         }
+        if (budget-- <= 0) return;    // a turn of one has an instruction
         const instruction &op = code[here.pc];
         current = &op;
         w.executed++;
