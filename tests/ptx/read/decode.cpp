@@ -120,7 +120,10 @@ std::vector<operand> reader::by_letters(const parts &p, const char *letters) {
         const bool left_out = *c == '-' || (*c == 'o' && !s.empty() && s[0] == '[');
         next += left_out ? 0 : 1;
         if (*c != 'D') {
-            x.push_back(left_out ? operand() : parse(s, bytes_of(*c, p)));
+            operand one = left_out ? operand() : parse(s, bytes_of(*c, p));
+            const bool predicate = *c == 'p' || p.first == T_PRED;    // true is any number but 0
+            if (predicate && one.kind == operand::IMMEDIATE) one = immediate(one.value != 0, 1);
+            x.push_back(one);
             continue;
         }
         const std::vector<view> both = split(s, '|');

@@ -7,6 +7,7 @@
 #include "run/operations.h"
 #include "run/registers.h"
 #include "run/schedule.h"
+#include "run/watch.h"
 
 namespace ptx {
 
@@ -120,6 +121,7 @@ void run_warp(warp &w, int budget) {
             continue;
         }
         here.pc++;
+        if (watching && lanes) watch(w, op, lanes);
         if (lanes) op.run(w, op, lanes);
         if (w.yields) {
             w.yields = false;

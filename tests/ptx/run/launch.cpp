@@ -6,6 +6,7 @@
 
 #include "run/memory.h"
 #include "run/schedule.h"
+#include "run/watch.h"
 
 namespace ptx {
 
@@ -82,6 +83,7 @@ static void choose() {
         chosen.late = number_of("PTX_LATE") != 0;
         const u32 seed = (u32)number_of("PTX_SEED");
         chosen.seed = seed ? seed * 2654435761u | 1 : 0;
+        choose_watched();
         ptx_memory_add(grid_barrier, sizeof grid_barrier);
         return true;
     }();

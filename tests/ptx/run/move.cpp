@@ -40,8 +40,7 @@ void run_mov(warp &w, const instruction &op, u32 lanes) {    // d, a
     if (a.kind == operand::LIST) return pack(w, op, lanes);
     if (d.size == 4 && a.size == 4) return move<u32>(w, op, lanes);
     if (d.size == 8 && a.size == 8) return move<u64>(w, op, lanes);
-    const bool predicate = op.t == T_PRED;    // mov.pred p, -1
-    for (const int l : on(lanes)) set(w, d, l, predicate ? get(w, a, l) != 0 : get(w, a, l));
+    for (const int l : on(lanes)) set(w, d, l, get(w, a, l));
 }
 
 /* Block sizes are at most 1024 in all, so 32 bits do. */
