@@ -47,8 +47,7 @@ enum flag : u32 {
     F_ORDERED = 4096,
     F_PARITY = 8192,
     F_NOINC = 16384,
-    F_SHIFTAMT = 32768,
-    F_HINT = 65536
+    F_SHIFTAMT = 32768
 };
 
 struct operand {

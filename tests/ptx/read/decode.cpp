@@ -168,7 +168,7 @@ void reader::by_table(const parts &p) {
 
 void reader::read_instruction(view s) {
     parts p;
-    p.all = s = read_guard(s);
+    s = read_guard(s);
     size_t end = 0;
     while (end < s.size() && (is_name(s[end]) || s[end] == ':')) end++;
     p.words = split(s.substr(0, end), '.');

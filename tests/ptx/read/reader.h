@@ -21,7 +21,6 @@ struct scope {
 
 /* An instruction's text, taken apart: name.word.word operand, operand */
 struct parts {
-    view all;
     std::vector<view> words, operands;
     type first = T_NONE, second = T_NONE;    // of the types among the words
 

@@ -104,7 +104,7 @@ static bool take_turn(warp &w) {
     if (w.state != waits::NOTHING && may_go_on(w)) w.state = waits::NOTHING;
     if (w.state != waits::NOTHING) return false;
     const u64 before = w.executed;
-    run_warp(w, chosen.seed ? 1 + (int)(draw() % 400) : TURN);
+    run_warp(w, chosen.shuffled ? 1 + (int)(draw() % 400) : TURN);
     return w.executed != before || w.state == waits::ENDED;
 }
 
@@ -116,7 +116,7 @@ static bool has_ended(const block &b) {
 outcome take_turns(cluster &c) {
     bool progress = false, ended = true;
     for (auto &b : c.blocks) {
-        const size_t n = b->warps.size(), first = chosen.seed ? draw() % n : 0;
+        const size_t n = b->warps.size(), first = chosen.shuffled ? draw() % n : 0;
         ended = ended && has_ended(*b);
         for (size_t i = 0; i < n; i++) progress |= take_turn(*b->warps[(i + first) % n]);
     }

@@ -81,8 +81,8 @@ static int number_of(const char *variable) {
 static void choose() {
     static const bool once = [] {
         chosen.late = number_of("PTX_LATE") != 0;
-        const u32 seed = (u32)number_of("PTX_SEED");
-        chosen.seed = seed ? seed * 2654435761u | 1 : 0;
+        chosen.seed = (u32)number_of("PTX_SEED");
+        chosen.shuffled = chosen.seed != 0;
         choose_watched();
         ptx_memory_add(grid_barrier, sizeof grid_barrier);
         return true;

@@ -99,8 +99,9 @@ struct cluster {
 
 /* PTX_LATE and PTX_SEED. */
 struct choices {
-    bool late = false;    // asynchronous work is done as late as it may be
-    u32 seed = 0;         // 0: warps take turns in order
+    bool late = false;        // asynchronous work is done as late as it may be
+    bool shuffled = false;    // the order and the length of turns are drawn
+    u32 seed = 0;
 };
 extern choices chosen;
 u32 draw();    // pseudo-random, of 24 bits
