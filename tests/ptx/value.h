@@ -151,6 +151,16 @@ inline u16 bits16(type t, float x) {
     return bf16 ? bf16_nearest(x) : f16_rounded(x);
 }
 
+/* NaN that arithmetic makes is positive and all ones, whatever NaN went in (PTX ISA: add, and on;
+ * of double the ISA leaves it open): the host's has the sign of an operand, or its own. */
+inline float canonical(float x) {
+    return x != x ? float_of(0x7fffffff) : x;
+}
+
+inline double canonical(double x) {
+    return x != x ? double_of(0x7fffffffffffffffull) : x;
+}
+
 /* .ftz: a subnormal number is a zero of its sign. */
 inline float flush(float x) {
     return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;

@@ -78,9 +78,9 @@ static bool plain(const instruction &op) {
 /* The commonest by far: sums and products rounded to nearest. */
 template <class T> static bool run_plain(warp &w, const instruction &op, u32 lanes) {
     switch (op.code) {
-    case ADD: map2<T>(w, op, lanes, [](T a, T b) { return a + b; }); return true;
-    case SUB: map2<T>(w, op, lanes, [](T a, T b) { return a - b; }); return true;
-    case MUL: map2<T>(w, op, lanes, [](T a, T b) { return a * b; }); return true;
+    case ADD: map2<T>(w, op, lanes, [](T a, T b) { return canonical(a + b); }); return true;
+    case SUB: map2<T>(w, op, lanes, [](T a, T b) { return canonical(a - b); }); return true;
+    case MUL: map2<T>(w, op, lanes, [](T a, T b) { return canonical(a * b); }); return true;
     default: return false;
     }
 }
@@ -90,7 +90,7 @@ void run_float_binary(warp &w, const instruction &op, u32 lanes) {
     if (op.t == T_F64 && plain(op) && run_plain<double>(w, op, lanes)) return;
     const int code = op.code;
     const u32 flags = op.flags;
-    const auto f = [=](auto a, auto b) { return binary(code, a, b, flags); };
+    const auto f = [=](auto a, auto b) { return canonical(binary(code, a, b, flags)); };
     const auto half = [&](auto a, auto b) { return each_half(op.t, f, a, b); };
     const rounds mode(op.round);
     switch (op.t) {
@@ -117,7 +117,7 @@ void run_float_sign(warp &w, const instruction &op, u32 lanes) {
 void run_float_unary(warp &w, const instruction &op, u32 lanes) {
     const int code = op.code;
     const u32 flags = op.flags;
-    const auto f = [=](auto a) { return unary(code, a); };
+    const auto f = [=](auto a) { return canonical(unary(code, a)); };
     const auto half = [&](auto a) { return each_half(op.t, f, a); };
     const rounds mode(op.round);
     switch (op.t) {
@@ -166,10 +166,10 @@ void run_fma(warp &w, const instruction &op, u32 lanes) {
     if (op.t != T_F32 && op.t != T_F64) return run_fma16(w, op, lanes);
     if (op.t == T_F32 && plain(op)) {
         map3<float>(w, op, lanes,
-                    [](float a, float b, float c) { return __builtin_fmaf(a, b, c); });
+                    [](float a, float b, float c) { return canonical(__builtin_fmaf(a, b, c)); });
         return;
     }
-    const auto f = [](auto a, auto b, auto c) { return std::fma(a, b, c); };
+    const auto f = [](auto a, auto b, auto c) { return canonical(std::fma(a, b, c)); };
     const rounds mode(op.round);
     if (op.t == T_F64) map3<double>(w, op, lanes, f);
     else

@@ -27,7 +27,7 @@ static void run_mma_f64(warp &w, const instruction &op) {
             const element at = accumulator_element(l, i);
             double sum = double_of(get(w, op.x[3].part((size_t)i), l));
             for (int k = 0; k < s.k; k++) sum = std::fma(a[at.row][k], b[k][at.column], sum);
-            set(w, op.x[0].part((size_t)i), l, bits_of(sum));
+            set(w, op.x[0].part((size_t)i), l, bits_of(canonical(sum)));
         }
     }
 }
@@ -78,7 +78,7 @@ void run_mma(warp &w, const instruction &op,
             const element at = accumulator_element(l, i);
             double sum = float_of(get32(w, op.x[3].part((size_t)i), l));
             for (int k = 0; k < depth; k++) sum += (double)a[at.row][k] * b[k][at.column];
-            set(w, op.x[0].part((size_t)i), l, bits_of((float)sum));
+            set(w, op.x[0].part((size_t)i), l, bits_of(canonical((float)sum)));
         }
     }
 }
@@ -150,7 +150,7 @@ void run_wmma(warp &w, const instruction &op,
             const element at = wmma_element(l, i);
             double sum = float_of(get32(w, op.x[3].list[(size_t)i], l));
             for (int k = 0; k < 16; k++) sum += (double)a[at.row][k] * b[k][at.column];
-            set(w, op.x[0].list[(size_t)i], l, bits_of((float)sum));
+            set(w, op.x[0].list[(size_t)i], l, bits_of(canonical((float)sum)));
         }
     }
 }

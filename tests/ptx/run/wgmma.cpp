@@ -118,7 +118,7 @@ void product::run() {
             const int l = r % 8 * 4 + n % 8 / 2, i = n / 8 * 4 + r / 8 * 2 + n % 2;
             const operand &d = op.x[0].list[(size_t)i];
             const double before = keeps ? float_of(get32(w, d, l)) : 0;
-            set(w, d, l, bits_of((float)(before + scale * sums[(size_t)n])));
+            set(w, d, l, bits_of(canonical((float)(before + scale * sums[(size_t)n]))));
         }
     }
 }
