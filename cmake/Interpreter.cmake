@@ -21,7 +21,7 @@ function(mneme_interpreter_library name folder)
     add_library(${name} STATIC EXCLUDE_FROM_ALL ${sources})
     set_target_properties(${name} PROPERTIES CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF
         CXX_VISIBILITY_PRESET hidden)
-    target_include_directories(${name} PUBLIC ${CMAKE_SOURCE_DIR}/tests/ptx)
+    target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR}/tests/ptx)    # or all of C would be compiled again with them
     target_compile_options(${name} PRIVATE -frounding-math ${MN_NATIVE_CXX})
 endfunction()
 
