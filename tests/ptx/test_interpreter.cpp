@@ -98,6 +98,16 @@ static bool says(const std::string &text, const std::vector<std::string> &words)
     return true;
 }
 
+/* What is said of a kernel with a parameter `out` that must fail. */
+static std::string refused(const std::string &body, unsigned threads) {
+    memory out(threads);
+    void *at = out.at();
+    std::string said;
+    const int code = run(".param .u64 out", body, threads, { &at }, &said);
+    CHECK(code != 0, "the kernel runs");
+    return said;
+}
+
 static std::string replaced(std::string text, const std::string &what, const std::string &by) {
     for (size_t i = 0; (i = text.find(what, i)) != std::string::npos; i += by.size()) {
         text.replace(i, what.size(), by);
@@ -211,37 +221,31 @@ static void test_shuffles() {
 
 /* A shuffle for which lanes are named that took another way. */
 static void test_shuffle_of_some() {
-    memory out(32);
-    void *at = out.at();
-    std::string said;
-    const int code = run(".param .u64 out", opening(4) + R"(
+    const std::string said = refused(opening(4) + R"(
         setp.lt.u32 %p1, %r1, 16;
         @%p1 bra END;
         shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;
         st.global.u32 [%rd1], %r2;
     END:
     )",
-                         32, { &at }, &said);
-    CHECK(code != 0 && says(said, { "shfl of lanes", "elsewhere" }), "%s", said.c_str());
+                                     32);
+    CHECK(says(said, { "shfl of lanes", "elsewhere" }), "%s", said.c_str());
 }
 
 /* ---- what is reported ---- */
 
 static void test_barrier_that_never_comes() {
-    memory out(64);
-    void *at = out.at();
-    std::string said;
-    const int code = run(".param .u64 out", opening(4) + R"(
+    const std::string said = refused(opening(4) + R"(
         setp.ge.u32 %p1, %r1, 32;
         @%p1 bra END;
         bar.sync 1, 64;
         st.global.u32 [%rd1], %r1;
     END:
     )",
-                         64, { &at }, &said);
-    CHECK(code != 0 && says(said, { "ptx: k:", "wait for ever", "block (0,0,0) warp 0",
-                                    "barrier 1 (32 of 64)" }),
-          "%s", said.c_str());
+                                     64);
+    CHECK(
+        says(said, { "ptx: k:", "wait for ever", "block (0,0,0) warp 0", "barrier 1 (32 of 64)" }),
+        "%s", said.c_str());
 }
 
 /* The last of 32 threads goes beyond its memory, or all do. */
@@ -258,13 +262,10 @@ static void test_bounds() {
         { "trap;", { "trap" } },
         { "frobnicate.b32 %r2, %r1;", { "unknown instruction" } },
     };
-    memory out(32);
     for (const auto &w : wrong) {
-        void *at = out.at();
-        std::string said;
         const std::string body = opening(4) + ".shared .align 16 .b8 buffer[64];\n" + w.instruction;
-        const int code = run(".param .u64 out", body, 32, { &at }, &said);
-        CHECK(code != 0 && says(said, w.said), "%s: %s", w.instruction, said.c_str());
+        const std::string said = refused(body, 32);
+        CHECK(says(said, w.said), "%s: %s", w.instruction, said.c_str());
         const std::string text(w.instruction);
         CHECK(says(said, { "ptx: k", "line 15", text.substr(0, text.size() - 1) }), "%s: %s",
               w.instruction, said.c_str());

@@ -57,6 +57,16 @@ constexpr bool is_pair(type t) {
     return types[t].kind == K_PAIR;
 }
 
+/* Of the two 16-bit floats, bf16, or a pair of it. */
+constexpr bool is_bf16(type t) {
+    return t == T_BF16 || t == T_BF16X2;
+}
+
+/* The next multiple of `to`. */
+constexpr u64 rounded_up(u64 x, u64 to) {
+    return (x + to - 1) / to * to;
+}
+
 /* T_NONE where the word is no type. */
 type type_named(std::string_view word);
 
@@ -134,8 +144,7 @@ inline float tf32_value(u32 bits) {
 
 /* One of the two 16-bit floats: t is F16 or BF16, or their pair. */
 inline float value16(type t, u32 bits) {
-    const bool bf16 = t == T_BF16 || t == T_BF16X2;
-    return bf16 ? bf16_value((u16)bits) : f16_value((u16)bits);
+    return is_bf16(t) ? bf16_value((u16)bits) : f16_value((u16)bits);
 }
 
 inline double float_value(type t, u64 bits) {
@@ -147,8 +156,7 @@ inline double float_value(type t, u64 bits) {
 }
 
 inline u16 bits16(type t, float x) {
-    const bool bf16 = t == T_BF16 || t == T_BF16X2;
-    return bf16 ? bf16_nearest(x) : f16_rounded(x);
+    return is_bf16(t) ? bf16_nearest(x) : f16_rounded(x);
 }
 
 /* NaN that arithmetic makes is positive and all ones, whatever NaN went in (PTX ISA: add, and on;

@@ -30,7 +30,7 @@ struct Launch {
         std::vector<size_t> at(1, 0);
         for (int i = 0; i < n; i++) {
             const size_t taken = ptx_kernel_param_size(kernel->ptx, i);
-            at.push_back(at.back() + (taken + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+            at.push_back(at.back() + ptx::rounded_up(taken, ALIGNMENT));
         }
         bytes.reset((unsigned char *)aligned_alloc(ALIGNMENT, at.back() + ALIGNMENT));
         for (int i = 0; i < n; i++) {

@@ -50,8 +50,7 @@ static cudaError_t allocate(void **out, size_t bytes, Origin origin) {
     if (bytes == 0) return cudaSuccess;
     const bool counted = origin == Origin::DEVICE;
     if (bytes > global_bytes() - (counted ? state().used : 0)) return cudaErrorMemoryAllocation;
-    const size_t whole = (bytes + ALLOCATION_ALIGNMENT - 1) / ALLOCATION_ALIGNMENT *
-                         ALLOCATION_ALIGNMENT;
+    const size_t whole = ptx::rounded_up(bytes, ALLOCATION_ALIGNMENT);
     void *at = aligned_alloc(ALLOCATION_ALIGNMENT, whole);
     if (!at) return cudaErrorMemoryAllocation;
     memset(at, 0xff, whole);

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "ptx.h"
+#include "value.h"
 
 namespace cudart {
 

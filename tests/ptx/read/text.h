@@ -27,9 +27,5 @@ bool number(view s, s64 *to);
 /* A variable as it is declared: ".align 8 .b8 name[16]", ".u32 name". */
 declared declaration(view s);
 
-inline u64 rounded_up(u64 x, u64 to) {
-    return (x + to - 1) / to * to;
-}
-
 }    // namespace ptx
 #endif

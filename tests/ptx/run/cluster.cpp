@@ -20,10 +20,6 @@ u32 draw() {
     return chosen.seed >> 8;
 }
 
-static u8 *aligned(std::vector<u8> &bytes, size_t alignment) {
-    return (u8 *)(((u64)bytes.data() + alignment - 1) / alignment * alignment);
-}
-
 /* Register files of warps that have ended, to be used again. */
 static std::vector<std::vector<u8>> &spare_registers() {
     static std::vector<std::vector<u8>> *const all = new std::vector<std::vector<u8>>;
@@ -51,8 +47,7 @@ static std::unique_ptr<warp> open_warp(block &b, ptx_kernel &k, u32 first_thread
 static void open_shared(block &b, const ptx_kernel &k) {
     b.shared_end = k.static_end;
     if (b.launch->shared) {
-        const u32 a = k.dynamic_align;
-        b.shared_end = (b.shared_end + a - 1) / a * a + (u32)b.launch->shared;
+        b.shared_end = (u32)(rounded_up(k.static_end, k.dynamic_align) + b.launch->shared);
     }
     b.shared_bytes.assign(b.shared_end + SHARED_ALIGNMENT, UNWRITTEN);
     b.shared = aligned(b.shared_bytes, SHARED_ALIGNMENT);

@@ -148,8 +148,7 @@ static float towards_odd(double y) {
  * can see. */
 static u16 fma16(type t, u32 a, u32 b, u32 c) {
     const double y = (double)value16(t, a) * value16(t, b) + value16(t, c);
-    const bool bf16 = t == T_BF16 || t == T_BF16X2;
-    return bf16 ? bf16_nearest(towards_odd(y)) : f16_rounded(y);
+    return is_bf16(t) ? bf16_nearest(towards_odd(y)) : f16_rounded(y);
 }
 
 static void run_fma16(warp &w, const instruction &op, u32 lanes) {

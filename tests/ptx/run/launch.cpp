@@ -103,7 +103,7 @@ static void run(ptx_kernel &k, const ptx_launch &launch) {
     prepare(k);
     memset(grid_barrier, 0, sizeof grid_barrier);
     std::vector<u8> bytes(k.param_bytes + ALIGNMENT);
-    parameters = (u8 *)(((u64)bytes.data() + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    parameters = aligned(bytes, ALIGNMENT);
     parameter_bytes = k.param_bytes;
     for (size_t i = 0; i < k.param_at.size(); i++) {
         memcpy(parameters + k.param_at[i], launch.args[i], k.of->params[i].bytes);

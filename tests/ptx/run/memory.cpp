@@ -16,6 +16,11 @@ static std::map<u64, u64> &ranges() {
     return *all;
 }
 
+static bool is_parameter(u64 at, u32 bytes) {
+    const u64 first = (u64)parameters;
+    return at >= first && at + bytes <= first + parameter_bytes;
+}
+
 u8 *find_global(u64 at, u32 bytes, seen_range &seen) {
     const auto next = ranges().upper_bound(at);
     if (next != ranges().begin()) {
@@ -25,8 +30,7 @@ u8 *find_global(u64 at, u32 bytes, seen_range &seen) {
             return (u8 *)at;
         }
     }
-    const u64 first = (u64)parameters;
-    if (at >= first && at + bytes <= first + parameter_bytes) return (u8 *)at;    // by a pointer
+    if (is_parameter(at, bytes)) return (u8 *)at;    // by a pointer
     fail("access of %u bytes at 0x%llx, which is no memory", bytes, (unsigned long long)at);
 }
 
@@ -42,10 +46,9 @@ u8 *find_shared(const block &b, u32 at, u32 bytes) {
 }
 
 u8 *parameter_at(u64 at, u32 bytes) {
-    const u64 first = (u64)parameters;
-    if (at >= first && at + bytes <= first + parameter_bytes) return (u8 *)at;
+    if (is_parameter(at, bytes)) return (u8 *)at;
     fail("access of %u bytes at %lld of parameters, which end at %zu", bytes,
-         (long long)(at - first), parameter_bytes);
+         (long long)(at - (u64)parameters), parameter_bytes);
 }
 
 u8 *local_at(warp &w, int lane, u64 at, u32 bytes) {

@@ -25,6 +25,11 @@ extern size_t parameter_bytes;
 /* Where cooperative groups count the blocks of a grid (%envreg1, %envreg2). */
 extern u8 grid_barrier[64];
 
+/* The first place of that alignment, of bytes with so many to spare. */
+inline u8 *aligned(std::vector<u8> &bytes, size_t alignment) {
+    return (u8 *)rounded_up((u64)bytes.data(), alignment);
+}
+
 extern u64 ranges_version;    // changes with every range that comes or goes
 u8 *find_global(u64 at, u32 bytes, seen_range &seen);
 u8 *find_shared(const block &b, u32 at, u32 bytes);

@@ -16,7 +16,6 @@ namespace ptx {
 typedef std::array<s32, 5> coordinates;
 
 static const ptx_tensor_map &map_at(u64 at, const instruction &op) {
-    check_alignment(at, 16);
     const ptx_tensor_map *map = at % 64 ? nullptr : (const ptx_tensor_map *)global_at(at, 128, op);
     if (!map || map->magic != PTX_TENSOR_MAP)
         fail("no tensor map at 0x%llx", (unsigned long long)at);
@@ -77,38 +76,48 @@ static u32 tile_address(warp &w, const operand &tile, int l, const ptx_tensor_ma
     return at;
 }
 
+/* A box and its tile, as lane l names them. */
+struct copied_box {
+    const block &b;
+    ptx_tensor_map map;
+    coordinates c;
+    u32 tile, swizzle;
+
+    copied_box(warp &w, const instruction &op, const operand &mapped, const operand &to, int l)
+        : b(*w.of), map(map_at(address(w, mapped, l), op)), c(coordinates_of(w, map, mapped, l)),
+          tile(tile_address(w, to, l, map)), swizzle(swizzle_bytes(map)) {
+    }
+
+    /* f(place in the tile, global address or 0, bytes) for each element. */
+    template <class F> void each(F f) const {
+        const u32 size = map.element_bytes;
+        each_element(map, c, [&](u32 offset, u64 at) {
+            f(shared_at(b, swizzled(tile + offset, swizzle), size), at, size);
+        });
+    }
+};
+
 void run_tensor_load(warp &w, const instruction &op,
                      u32 lanes) {    // [tile], [map, {c}], [mbarrier]
     for (const int l : on(lanes)) {
-        const ptx_tensor_map map = map_at(address(w, op.x[1], l), op);
-        const coordinates c = coordinates_of(w, map, op.x[1], l);
-        const u32 tile = tile_address(w, op.x[0], l, map), size = map.element_bytes;
+        const copied_box box(w, op, op.x[1], op.x[0], l);
         u8 *const mbarrier = shared_operand(w, op.x[2], l, 8);
-        const block &b = *w.of;
-        const u32 swizzle = swizzle_bytes(map);
-        defer_to_mbarrier(w, op, [=, &b, &op] {
-            each_element(map, c, [&](u32 offset, u64 from) {
-                u8 *d = shared_at(b, swizzled(tile + offset, swizzle), size);
-                if (from) memcpy(d, global_at(from, size, op), size);
-                else memset(d, 0, size);
+        defer_to_mbarrier(w, op, [=, &op] {
+            box.each([&](u8 *to, u64 from, u32 size) {
+                if (from) memcpy(to, global_at(from, size, op), size);
+                else memset(to, 0, size);
             });
-            change_mbarrier(mbarrier, 0, 0, box_bytes(map));
+            change_mbarrier(mbarrier, 0, 0, box_bytes(box.map));
         });
     }
 }
 
 void run_tensor_store(warp &w, const instruction &op, u32 lanes) {    // [map, {c}], [tile]
     for (const int l : on(lanes)) {
-        const ptx_tensor_map map = map_at(address(w, op.x[0], l), op);
-        const coordinates c = coordinates_of(w, map, op.x[0], l);
-        const u32 tile = tile_address(w, op.x[1], l, map), size = map.element_bytes;
-        const block &b = *w.of;
-        const u32 swizzle = swizzle_bytes(map);
-        defer(w.bulk[l], w, op, [=, &b, &op] {
-            each_element(map, c, [&](u32 offset, u64 to) {
-                if (!to) return;
-                memcpy(global_at(to, size, op),
-                       shared_at(b, swizzled(tile + offset, swizzle), size), size);
+        const copied_box box(w, op, op.x[0], op.x[1], l);
+        defer(w.bulk[l], w, op, [=, &op] {
+            box.each([&](const u8 *from, u64 to, u32 size) {
+                if (to) memcpy(global_at(to, size, op), from, size);
             });
         });
     }
