@@ -2,7 +2,7 @@
 BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: all build program setup demo collide test cuda cuda-newer check bench sanitize tsan attack fuzz format format-check \
+.PHONY: all build program setup demo collide test test-interpreted cuda cuda-newer check bench sanitize tsan attack fuzz format format-check \
         tidy compile-commands wheel install package clean help
 
 all: build
@@ -43,6 +43,12 @@ collide: program   ## the collision experiment, as a table and two figures in bu
 # One more than there are cores: some wait, for a mirror, a clock or a disk.
 test: build        ## all tests
 	@ctest --preset release -j $$(($(JOBS) + 1))
+
+test-interpreted: setup  ## CUDA kernels on the CPU, by an interpreter of their PTX (a build of some minutes; needs nvcc, no GPU)
+	@command -v nvcc >/dev/null || { echo "nvcc is not here: CUDA kernels are not run on the CPU"; exit 0; }; \
+	    cmake --preset cuda-interpreted >/dev/null && \
+	    cmake --build build/cuda-interpreted -j $(JOBS) --target tests_interpreted -- --no-print-directory && \
+	    sh tests/interpreted.sh build/cuda-interpreted
 
 check: setup       ## golden vectors on every target of this machine
 	@cmake --preset release -DMN_NATIVE=OFF >/dev/null

@@ -71,6 +71,13 @@ if(mneme_cuda_built AND NOT DEFINED MN_NVCC_WORKS)
     endif()
 endif()
 
+# Kernels run on the CPU by an interpreter of PTX (tests/ptx), which stands in for the CUDA runtime: for tests
+# without a GPU. MN_CUDA_MACHINES must name a virtual machine then; the interpreter reads no packed text.
+option(MN_CUDA_INTERPRETED "run CUDA kernels on the CPU, by an interpreter of their PTX: for tests" OFF)
+if(MN_CUDA_INTERPRETED)
+    set(MN_NVCC_PACKS --no-compress CACHE INTERNAL "nvcc's option for PTX that can be read")
+endif()
+
 # Machine code packed tightly where nvcc can (12.8 and later): a third of the size or less.
 if(mneme_cuda_built AND NOT DEFINED MN_NVCC_PACKS)
     set(trial ${CMAKE_BINARY_DIR}/CMakeFiles/mneme_cuda_packed)

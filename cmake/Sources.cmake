@@ -22,7 +22,7 @@ if(mneme_cuda_built)
     list(FILTER library_sources EXCLUDE REGEX "/(device_none|device_none_pages|cuda_none)\\.c$")
     list(APPEND library_sources ${CMAKE_SOURCE_DIR}/src/kernels/cuda/overlay.c
         ${CMAKE_SOURCE_DIR}/src/kernels/cuda/gemm/gemm_cublaslt.c)
-    list(APPEND mneme_dependencies CUDA::cudart_static ${CMAKE_DL_LIBS})
+    list(APPEND mneme_dependencies ${mneme_cuda_runtime} ${CMAKE_DL_LIBS})
 else()
     list(FILTER library_sources EXCLUDE REGEX "/device_cuda\\.c$")
 endif()

@@ -7,7 +7,7 @@
 #   format.sh SOURCE_DIR
 set -eu
 cd "$1"
-list=$(find src include tests examples bench python/src -name '*.[ch]' -o -name '*.def' -o -name '*.cu' -o -name '*.cuh' | sort)
+list=$(find src include tests examples bench python/src -name '*.[ch]' -o -name '*.cpp' -o -name '*.def' -o -name '*.cu' -o -name '*.cuh' | sort)
 [ -n "$list" ] || { echo "no files found"; exit 1; }
 # shellcheck disable=SC2086
 LC_ALL=C.UTF-8 awk '

@@ -4,6 +4,6 @@
 # better as they were. What must hold is checked by tests/format.sh.
 set -eu
 files=$*
-[ -n "$files" ] || files=$(git diff --name-only HEAD -- '*.c' '*.h')
+[ -n "$files" ] || files=$(git diff --name-only HEAD -- '*.c' '*.h' '*.cpp')
 [ -n "$files" ] || { echo "format: nothing has changed"; exit 0; }
 clang-format -i $files

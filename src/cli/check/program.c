@@ -91,9 +91,10 @@ static mn_program_tensor *add_input(mn_program *p, const char *name, mn_program_
     in->value = x;
     void *here = calloc((size_t)in->count + 1, sizeof(double));
     for (int64_t i = 0; here && i < count; i++) {
-        double y = taken(p, p->n_inputs, i, x[i]);
-        x[i] = y;
-        if (layout.odds) y = log(y) - log1p(-y);
+        // of odds the call takes the logarithm: that is rounded, as 0.999 itself would be 1
+        const double given = layout.odds ? log(x[i]) - log1p(-x[i]) : x[i];
+        const double y = taken(p, p->n_inputs, i, given);
+        if (y != given) x[i] = layout.odds ? 1.0 / (1.0 + exp(-y)) : y;
         for (int64_t copy = 0; copy < layout.times; copy++) {
             const int64_t at = place_of(&layout, i, copy);
             if (at >= 0) set_number(p->dtype, here, at, y);

@@ -323,7 +323,7 @@ __device__ static void tail_grad(float (&d)[N], const mn_conv_args &p, int64_t n
                                 int64_t channel) {
     const float *dtail = (const float *)p.cot.tail.data;
     const int64_t M = p.call.W - 1;
-    mn_load<N>(d, dtail && m >= 0 ? dtail + (n * M + m) * p.call.V : nullptr, channel);
+    mn_load<N>(d, dtail && m >= 0 && m < M ? dtail + (n * M + m) * p.call.V : nullptr, channel);
 }
 
 /* Goes through one tile by groups of tokens: from u and dy of token t it makes d_t and then du_t,
