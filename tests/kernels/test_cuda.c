@@ -322,6 +322,16 @@ static void check_many_tiles(op_case c) {
     if (shares_next()) check_bf16(c);
 }
 
+/* More chunks of heads than a GPU has room for, where blocks take several, packed ones too. */
+static void check_many_chunks(op_case c) {
+    static const int64_t borders[] = { 0, 130, 131, 131, 400, 401, 700, 840 };
+    c.B = 3, c.H = 16, c.T = 260, c.K = c.V = 128, c.seed = 65;
+    if (shares_next()) check_bf16(c);
+    c.B = 1, c.T = 840, c.K = 96, c.V = 64, c.seed = 66;
+    c.cu_seqlens = borders, c.n_seqs = MN_COUNTOF(borders) - 1;
+    if (shares_next()) check_bf16(c);
+}
+
 static void check_steps(op_case c) {
     c.B = 3, c.T = 1, c.H = 2;
     for (size_t w = 0; w < MN_COUNTOF(widths); w++) {
@@ -438,6 +448,7 @@ static void kernels_match_reference(mn_op_id op) {
             check_many_tiles(c);
         }
         if (op == MN_OP_additive || op == MN_OP_delta || op == MN_OP_delta_net) check_groups(c);
+        if (op == MN_OP_additive && c.decay == MN_DECAY_CHANNEL) check_many_chunks(c);
         if (!op_has_time(op)) continue;
         c.B = 1, c.H = 3, c.K = 16, c.V = 40, c.seed = 7;
         c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];

@@ -25,46 +25,84 @@ enum {
     MN_GATED_TERMS_LD = MN_SCAN_WIDTH + 4,       // floats between rows of terms
 };
 
-/* States as they were kept: eight rows of 64 channels by eight columns each. */
+/* What a block has of a call at a time: 64 channels of one chunk of one head. */
+struct mn_gated_grad_work {
+    mn_tile_span at;
+    int64_t slot, h;
+    int slice;
+    unsigned index;    // of the call's pieces
+    bool none;         // nothing is left
+};
+
+/* States as they were kept: eight rows of 64 channels by eight columns each. What is asked for
+ * first of the next chunk lies in front of what terms take. */
 template <int VP>
 struct alignas(1024) mn_gated_grad_smem {
-    unsigned char cot[VP / 64 * MN_GATED_GRAD_TILE], v[VP / 64 * MN_GATED_GRAD_TILE];
     unsigned char q[MN_GATED_GRAD_TILE], k[MN_GATED_GRAD_TILE], g[MN_GATED_GRAD_TILE];
-    unsigned char q_inside[MN_GATED_GRAD_TILE], k_inside[MN_GATED_GRAD_TILE];
     unsigned char S[VP * 128], N[VP * 128];
+    unsigned char q_inside[MN_GATED_GRAD_TILE], k_inside[MN_GATED_GRAD_TILE];
+    unsigned char cot[VP / 64 * MN_GATED_GRAD_TILE], v[VP / 64 * MN_GATED_GRAD_TILE];
+    unsigned char more_terms[VP == 64 ? 2048 : 1024];
     alignas(16) float cum_decay[MN_SUBCHUNKS][MN_SCAN_WIDTH];
     alignas(16) float read[MN_SUBCHUNKS][MN_SCAN_WIDTH];    // N v_s k~_s of parts
     alignas(16) float met[MN_SCAN_WIDTH];               // S with N
     alignas(16) float sums[2 * MN_SUBCHUNKS][MN_SCAN_WIDTH];    // terms of halves of parts
     int wild[MN_SCAN_WIDTH];    // the last token whose q is not finite, -1: none
     uint64_t front, back;                                   // what is made has come, the rest
+    mn_gated_grad_work work[2];                             // in turn
 
     /* Of queries, or of keys, where tiles were that have been read. */
     __device__ float *terms(int of_keys) {
-        return (float *)cot + of_keys * MN_GATED_GRAD_CHUNK * MN_GATED_TERMS_LD;
+        static_assert(sizeof(q_inside) + sizeof(k_inside) + sizeof(cot) + sizeof(v) +
+                              sizeof(more_terms) >=
+                          2 * MN_GATED_GRAD_CHUNK * MN_GATED_TERMS_LD * sizeof(float),
+                      "room for terms");
+        return (float *)q_inside + of_keys * MN_GATED_GRAD_CHUNK * MN_GATED_TERMS_LD;
     }
 };
 
 #if MN_HAS_WGMMA
-/* One thread asks TMA for all tiles. */
+/* The first of a call's pieces of work from number `index` on, gridDim.x apart, that has tokens. */
+__device__ inline void mn_gated_grad_find(mn_gated_grad_work &w, const mn_gated_grad_params &p,
+                                          unsigned n_slices, unsigned index, unsigned count) {
+    const unsigned heads = (unsigned)p.call.H, step = gridDim.x;
+    for (; index < count; index += step) {    // both are below 2^31
+        const unsigned head = index / n_slices;
+        w.at = mn_tile_at(p.call, MN_GATED_GRAD_CHUNK, head / heads);
+        if (w.at.n_rows == 0) continue;
+        w.slice = (int)(index % n_slices), w.h = head % heads, w.slot = head / heads;
+        break;
+    }
+    w.index = index, w.none = index >= count;
+}
+
+/* One thread asks TMA for what is made, and for states; then for the rest. */
 template <int VP>
-__device__ inline void mn_gated_tma_load_all(mn_gated_grad_smem<VP> &smem,
-                                          const mn_gated_grad_params &p, const mn_tile_span &at,
-                                          int64_t slot, int h, int slice, int n_slices) {
-    const int t = (int)(at.span.t0 + at.first), b = (int)at.span.b;
-    const int64_t state = ((slot * p.call.H + h) * n_slices + slice) * (VP * MN_SCAN_WIDTH);
-    mn_mbarrier_arrive_expect_tx(&smem.front, 3 * MN_GATED_GRAD_TILE);
-    mn_tma_load(smem.g, p.g, &smem.front, 64 * slice, h, t, b);
+__device__ inline void mn_gated_load_front(mn_gated_grad_smem<VP> &smem,
+                                           const mn_gated_grad_params &p,
+                                           const mn_gated_grad_work &w, int n_slices) {
+    const int t = (int)(w.at.span.t0 + w.at.first), b = (int)w.at.span.b, h = (int)w.h;
     const int key = (int)mn_key_head(p.call, h);
-    mn_tma_load(smem.q, p.q, &smem.front, 64 * slice, key, t, b);
-    mn_tma_load(smem.k, p.k, &smem.front, 64 * slice, key, t, b);
+    const int64_t state = ((w.slot * p.call.H + h) * n_slices + w.slice) * (VP * MN_SCAN_WIDTH);
+    mn_mbarrier_arrive_expect_tx(&smem.front, 3 * MN_GATED_GRAD_TILE);
+    mn_tma_load(smem.g, p.g, &smem.front, 64 * w.slice, h, t, b);
+    mn_tma_load(smem.q, p.q, &smem.front, 64 * w.slice, key, t, b);
+    mn_tma_load(smem.k, p.k, &smem.front, 64 * w.slice, key, t, b);
     mn_mbarrier_arrive_expect_tx(&smem.back, 2 * (VP / 64) * MN_GATED_GRAD_TILE + 2 * VP * 128);
     mn_tma_load_1d(smem.S, p.S + state, VP * 128, &smem.back);
     mn_tma_load_1d(smem.N, p.N + state, VP * 128, &smem.back);
-    for (int smem_tile = 0; smem_tile < VP / 64; smem_tile++) {
-        const int at_smem_tile = smem_tile * MN_GATED_GRAD_TILE;
-        mn_tma_load(smem.cot + at_smem_tile, p.cot, &smem.back, 64 * smem_tile, h, t, b);
-        mn_tma_load(smem.v + at_smem_tile, p.v, &smem.back, 64 * smem_tile, h, t, b);
+}
+
+template <int VP>
+__device__ inline void mn_gated_load_back(mn_gated_grad_smem<VP> &smem,
+                                          const mn_gated_grad_params &p,
+                                          const mn_gated_grad_work &w) {
+    const int t = (int)(w.at.span.t0 + w.at.first), b = (int)w.at.span.b, h = (int)w.h;
+#pragma unroll
+    for (int tile = 0; tile < VP / 64; tile++) {
+        const int at = tile * MN_GATED_GRAD_TILE;
+        mn_tma_load(smem.cot + at, p.cot, &smem.back, 64 * tile, h, t, b);
+        mn_tma_load(smem.v + at, p.v, &smem.back, 64 * tile, h, t, b);
     }
 }
 
@@ -399,8 +437,9 @@ __device__ inline void mn_gated_grad_epilogue(mn_gated_acc_tile &o, const mn_gat
             const int n = 2 * k + i / 4, c = i % 4;
             const float e = log_decays.e[n][c];
             const float up = mn_exp2(OF_KEYS ? end[i / 4 * 2 + c % 2] - e : e);
-            const float log_decay = l[i / 4][c],
-                up_inside = mn_exp2(OF_KEYS ? -log_decay : log_decay);
+            float up_inside = up;    // of queries the same, unless channels decay too far
+            if (OF_KEYS) up_inside = mn_exp2(-l[i / 4][c]);
+            else if (log_decays.any) up_inside = mn_exp2(l[i / 4][c]);
             const float wide = c % 2 ? mn_bf16_hi(x[i / 2]) : mn_bf16_lo(x[i / 2]);
             const float close = c % 2 ? mn_bf16_hi(y[i / 2]) : mn_bf16_lo(y[i / 2]);
             const float term = fmaf(o[n][c], wide, inside[n][c] * close);
@@ -474,17 +513,21 @@ __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated
     mn_gated_store_subchunk(o, p.dk, at, h, slice, p.call.K);
 }
 
-/* dg: sums of terms over tokens; a warp has eight. All threads of the block call. */
+/* dg: sums of terms over tokens; a warp has eight. All threads of the block call. `next`: what the
+ * block has then, whose tiles are asked for as soon as others have been read. */
 template <int VP>
 __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
                                               const mn_gated_acc_tile &terms, int of_keys,
                                               const mn_gated_grad_params &p, const mn_tile_span &at,
-                                              int64_t h, int slice, bool wild) {
+                                              int64_t h, int slice, bool wild,
+                                              const mn_gated_grad_work &next, int n_slices) {
     constexpr int each = MN_SUBCHUNK / 2;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, j = 2 * lane;
     const int64_t channel = 64 * slice + j;
     float *rows = smem.terms(of_keys) + mn_gated_subchunk() * MN_SUBCHUNK * MN_GATED_TERMS_LD;
+    mn_fence_proxy_async();
     __syncthreads();
+    if (threadIdx.x == 0 && !next.none) mn_gated_load_front<VP>(smem, p, next, n_slices);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         const int row = lane / 4 + i % 2 * 8, n = i / 2;
@@ -502,7 +545,9 @@ __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
         sum.x += term[u].x, sum.y += term[u].y;
     }
     *(float2 *)&smem.sums[warp][j] = sum;
+    mn_fence_proxy_async();
     __syncthreads();
+    if (threadIdx.x == 0 && !next.none) mn_gated_load_back<VP>(smem, p, next);
     const float2 met = *(const float2 *)&smem.met[j];
     float2 read = {}, behind = {}, cum_decay = { 1.0f, 1.0f };
 #pragma unroll
@@ -585,38 +630,25 @@ __device__ inline void mn_gated_scale_subchunk(unsigned char *far, unsigned char
     }
 }
 
-#endif
-
+/* All gradients of a piece of work whose tiles have been asked for; the first thread finds the
+ * next one. */
 template <int VP>
-__global__ void __launch_bounds__(MN_GATED_GRAD_THREADS, 2)
-additive_gated_grad_sm90(const __grid_constant__ mn_gated_grad_params p, unsigned n_slices) {
-#if MN_HAS_WGMMA
-    extern __shared__ __align__(1024) unsigned char grad_smem_bytes[];
-    mn_gated_grad_smem<VP> &smem = *(mn_gated_grad_smem<VP> *)grad_smem_bytes;
-    const int slice = (int)(blockIdx.x % n_slices);
+__device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
+                                           const mn_gated_grad_params &p, int phase,
+                                           unsigned n_slices, unsigned count) {
+    const mn_gated_grad_work &w = smem.work[phase];
     const int part = mn_gated_subchunk(), lane = threadIdx.x % 32;
-    const unsigned heads = (unsigned)p.call.H, index = blockIdx.x / n_slices;
-    const int64_t h = index % heads, slot = index / heads;
-    const mn_tile_span at = mn_tile_at(p.call, MN_GATED_GRAD_CHUNK, slot);
     const bool of_keys = threadIdx.x >= MN_GATED_GRAD_THREADS / 2;
-    if (at.n_rows == 0) return;
+    const mn_tile_span &at = w.at;
     const bool ends = p.call.cu_seqlens && at.n_rows < MN_GATED_GRAD_CHUNK;
-    if (threadIdx.x == 0) {
-        mn_mbarrier_init(&smem.front, 1);
-        mn_mbarrier_init(&smem.back, 1);
-        mn_mbarrier_init_fence();
-        mn_gated_tma_load_all<VP>(smem, p, at, slot, (int)h, slice, (int)n_slices);
-    }
-    __syncthreads();
-    mn_mbarrier_wait(&smem.front, 0);
+    mn_mbarrier_wait(&smem.front, phase);
     if (ends) mn_gated_zero_tail_tiles(smem.q, 3, (int)at.n_rows);
     const bool wild = p.contain && mn_gated_take_wild(smem);
     mn_gated_log_decays log_decays;
     mn_gated_acc_tile terms;
     log_decays.make(mn_gated_addr_rows(mn_smem_addr(smem.g), 16 * part));
     mn_gated_scale_subchunk(of_keys ? smem.k : smem.q, of_keys ? smem.k_inside : smem.q_inside,
-                            log_decays,
-                        smem.g, of_keys);
+                            log_decays, smem.g, of_keys);
     if (!of_keys) {
 #pragma unroll
         for (int n = 0; n < 8; n++) {
@@ -625,25 +657,63 @@ additive_gated_grad_sm90(const __grid_constant__ mn_gated_grad_params p, unsigne
             if (lane < 4) *(float2 *)&smem.cum_decay[part][8 * n + 2 * lane] = cum_decay;
         }
     }
-    mn_mbarrier_wait(&smem.back, 0);
+    mn_mbarrier_wait(&smem.back, phase);
     if (ends) mn_gated_zero_tail_tiles(smem.cot, 2 * (VP / 64), (int)at.n_rows);
     __syncthreads();
+    if (threadIdx.x == 0) {
+        mn_gated_grad_find(smem.work[phase ^ 1], p, n_slices, w.index + gridDim.x, count);
+    }
     mn_gated_dot_states<VP>(smem.met, smem.S, smem.N);
-    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, h, slice, wild);
-    else mn_gated_grad_queries<VP>(smem, terms, log_decays, p, at, h, slice);
-    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, h, slice, wild);
+    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, w.h, w.slice, wild);
+    else mn_gated_grad_queries<VP>(smem, terms, log_decays, p, at, w.h, w.slice);
+    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, w.h, w.slice, wild,
+                             smem.work[phase ^ 1], (int)n_slices);
+}
+
+#endif
+
+/* Two blocks a processor, which stay and take each gridDim.x-th piece of `count`: tiles of the next
+ * one come while terms of this one are added up. */
+template <int VP>
+__global__ void __launch_bounds__(MN_GATED_GRAD_THREADS, 2)
+additive_gated_grad_sm90(const __grid_constant__ mn_gated_grad_params p, unsigned n_slices,
+                         unsigned count) {
+#if MN_HAS_WGMMA
+    extern __shared__ __align__(1024) unsigned char grad_smem_bytes[];
+    mn_gated_grad_smem<VP> &smem = *(mn_gated_grad_smem<VP> *)grad_smem_bytes;
+    if (threadIdx.x == 0) {
+        mn_mbarrier_init(&smem.front, 1);
+        mn_mbarrier_init(&smem.back, 1);
+        mn_mbarrier_init_fence();
+        mn_gated_grad_find(smem.work[0], p, n_slices, blockIdx.x, count);
+        if (!smem.work[0].none) {
+            mn_gated_load_front<VP>(smem, p, smem.work[0], (int)n_slices);
+            mn_gated_load_back<VP>(smem, p, smem.work[0]);
+        }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int phase = 0; !smem.work[phase].none; phase ^= 1) {
+        mn_gated_grad_piece<VP>(smem, p, phase, n_slices, count);
+        __syncthreads();    // sums of this piece have been read
+    }
 #endif
 }
+
+/* Whether blocks stay, or each has one piece of work. */
+static constexpr bool gated_grads_stay = true;
 
 template <int VP>
 inline int mn_gated_grad_launch(const mn_gated_grad_params &job, cudaStream_t stream) {
     const int64_t slices = mn_ceil_div(job.call.K, 64);
-    const int64_t blocks = mn_tile_slots(job.call, MN_GATED_GRAD_CHUNK) * job.call.H * slices;
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    const int64_t count = mn_tile_slots(job.call, MN_GATED_GRAD_CHUNK) * job.call.H * slices;
+    if (count == 0) return cudaSuccess;
+    if (count > INT32_MAX) return cudaErrorNotSupported;
+    const int64_t room = 2 * (int64_t)mn_device_props_current().processors;
+    const int64_t blocks = gated_grads_stay ? mn_min(count, room) : count;
     return mn_launch_smem(additive_gated_grad_sm90<VP>, dim3((unsigned)blocks),
-                               MN_GATED_GRAD_THREADS, sizeof(mn_gated_grad_smem<VP>), stream, job,
-                               (unsigned)slices);
+                          MN_GATED_GRAD_THREADS, sizeof(mn_gated_grad_smem<VP>), stream, job,
+                          (unsigned)slices, (unsigned)count);
 }
 
 /* ---- dq alone -------------------------------------------------------------------------------- */

@@ -39,6 +39,12 @@ enum {
     MN_SINGLE_PASS_CHUNK = MN_SINGLE_PASS_ACC + 8 * MN_SINGLE_PASS_STEP,
     MN_SINGLE_PASS_PRODUCERS = 64,
     MN_SINGLE_PASS_PITCH = 132,
+    MN_SINGLE_PASS_TMA = 1,         // whole tiles come by TMA
+    MN_SINGLE_PASS_EARLY_DV = 1,    // dv += w do begins before dz is made
+    MN_SINGLE_PASS_STMATRIX = 1,    // dz is stored by matrices of 8 by 8
+    // registers of the threads that load and of those that multiply
+    MN_SINGLE_PASS_LOAD_REGISTERS = 24,
+    MN_SINGLE_PASS_REGISTERS = 240,
 };
 
 /* Work space. a, b and dominant_key are (B,H,T); semaphores and sums (slots of 64 queries, H), a
@@ -50,6 +56,8 @@ struct mn_single_pass {
     int *semaphores, *flags, *ticket;
     float *sums;
     int64_t n_semaphores, n_flags;
+    CUtensorMap q, d_o, keys, values;    // tiles of 64 and of 128 rows
+    bool by_tma;
 };
 
 __device__ inline int64_t mn_single_pass_row(const mn_call &call, int64_t b, int64_t h, int64_t t) {
@@ -65,58 +73,85 @@ __device__ inline int64_t mn_single_pass_slot(const mn_call &call, const mn_tile
 
 /* ---- rows ------------------------------------------------------------------------------------ */
 
-enum { MN_SINGLE_PASS_ROW_THREADS = 256, MN_SINGLE_PASS_ROW_GROUP = 16 };
-
-/* Row `row` of (B,T,H). A quotient in 64 bits takes some hundred instructions. */
-struct mn_single_pass_row_place {
-    int64_t b, t, h;
-
-    __device__ mn_single_pass_row_place(const mn_call &c, int64_t row, bool is_narrow) {
-        if (is_narrow) {
-            const unsigned all = (unsigned)row, H = (unsigned)c.H, T = (unsigned)c.T;
-            h = all % H, t = all / H % T, b = all / H / T;
-        } else {
-            h = row % c.H, t = row / c.H % c.T, b = row / c.H / c.T;
-        }
-    }
+enum {
+    MN_SINGLE_PASS_ROW_THREADS = 256,
+    MN_SINGLE_PASS_ROW_GROUP = 16,    // threads of a row
+    MN_SINGLE_PASS_ROW_TOKENS = 4,    // rows of a group
 };
 
-/* Loads o and do (B,T,H,V) and lse (B,T,H); stores a = lse log2 e and b = o.do (B,H,T), 16 threads
- * a row. Clears semaphores, flags, ticket and dominant_key. */
-__global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS)
+/* Numbers in the halves of a word. */
+__device__ inline float2 mn_single_pass_unpack(uint32_t word) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+/* sum + x.y of eight numbers each. */
+__device__ inline float mn_single_pass_dot(uint4 x, uint4 y, float sum) {
+    const uint32_t xs[4] = { x.x, x.y, x.z, x.w }, ys[4] = { y.x, y.y, y.z, y.w };
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 one = mn_single_pass_unpack(xs[i]), other = mn_single_pass_unpack(ys[i]);
+        sum = fmaf(one.x, other.x, sum);
+        sum = fmaf(one.y, other.y, sum);
+    }
+    return sum;
+}
+
+/* x / y of what is not negative; a quotient in 64 bits takes some hundred instructions. */
+__device__ inline int64_t mn_single_pass_quotient(int64_t x, int64_t y) {
+    return ((x | y) >> 32) == 0 ? (int64_t)((unsigned)x / (unsigned)y) : x / y;
+}
+
+/* Token `token` of all of (B,T), of which there are n_tokens. */
+struct mn_single_pass_token {
+    int64_t b, t;
+    bool there;
+
+    __device__ mn_single_pass_token(const mn_call &c, int64_t token, int64_t n_tokens)
+        : b(mn_single_pass_quotient(token, c.T)), t(token - b * c.T), there(token < n_tokens) {}
+};
+
+/* Loads o and do (B,T,H,V) and lse (B,T,H); stores a = lse log2 e and b = o.do (B,H,T). 16 threads
+ * have four tokens of a head, whose rows are all on their way at once. Clears semaphores, flags,
+ * ticket and dominant_key. */
+__global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS, 4)
 attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
+    enum { GROUP = MN_SINGLE_PASS_ROW_GROUP, ROWS = MN_SINGLE_PASS_ROW_TOKENS };
     const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
     const int64_t thread = blockIdx.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS + threadIdx.x;
-    const int64_t all = gridDim.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS, n_rows = c.B * c.T * c.H;
-    const int column = threadIdx.x % MN_SINGLE_PASS_ROW_GROUP * 8;
+    const int64_t all = gridDim.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS, n_tokens = c.B * c.T;
+    const int lane = threadIdx.x % GROUP, column = lane * 8;
     for (int64_t i = thread; i < k.n_semaphores; i += all) k.semaphores[i] = 0;
     for (int64_t i = thread; i < k.n_flags; i += all) k.flags[i] = 0;
     if (thread == 0) *k.ticket = 0;
-    const int64_t row0 = thread / MN_SINGLE_PASS_ROW_GROUP;
-    for (int64_t row = row0; row - row0 % 2 < n_rows; row += all / MN_SINGLE_PASS_ROW_GROUP) {
-        const mn_single_pass_row_place place(c, row, n_rows < INT32_MAX);
-        const int64_t b = place.b, t = place.t, h = place.h;
-        const bool stores = column == 0 && row < n_rows;
-        const float lse = stores ? *mn_row<float>(p.lse, b, t, h) : 0.0f;
-        float sum = 0.0f;
-        if (row < n_rows && column < c.V) {
-            float x[8], y[8];
-            mn_load<8>(x, mn_row<mn_bf16>(p.o, b, t, h), column);
-            mn_load<8>(y, mn_row<mn_bf16>(p.d_o, b, t, h), column);
+    const int64_t group = thread / GROUP, turn = mn_single_pass_quotient(group, c.H);
+    const int64_t h = group - turn * c.H, token0 = turn * ROWS;
+    uint4 x[ROWS] = {}, y[ROWS] = {};
 #pragma unroll
-            for (int i = 0; i < 8; i++) sum = fmaf(x[i], y[i], sum);
-        }
+    for (int r = 0; r < ROWS; r++) {
+        const mn_single_pass_token at(c, token0 + r, n_tokens);
+        if (!at.there || column >= c.V) continue;
+        x[r] = *(const uint4 *)(mn_row<mn_bf16>(p.o, at.b, at.t, h) + column);
+        y[r] = *(const uint4 *)(mn_row<mn_bf16>(p.d_o, at.b, at.t, h) + column);
+    }
+    const mn_single_pass_token own_at(c, token0 + lane % ROWS, n_tokens);
+    const bool stores = lane < ROWS && own_at.there;
+    const float lse = stores ? *mn_row<float>(p.lse, own_at.b, own_at.t, h) : 0.0f;
+    float own = 0.0f;
 #pragma unroll
-        for (int lanes = MN_SINGLE_PASS_ROW_GROUP / 2; lanes > 0; lanes >>= 1) {
+    for (int r = 0; r < ROWS; r++) {
+        float sum = mn_single_pass_dot(x[r], y[r], 0.0f);
+#pragma unroll
+        for (int lanes = GROUP / 2; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         }
-        if (!stores) continue;
-        const int64_t at = mn_single_pass_row(c, b, h, t);
-        k.a[at] = lse * 1.4426950408889634f;
-        k.b[at] = sum;
-        k.dominant_key[at] = -1;
+        own = lane == r ? sum : own;
     }
+    if (!stores) return;
+    const int64_t at = mn_single_pass_row(c, own_at.b, h, own_at.t);
+    k.a[at] = lse * 1.4426950408889634f;
+    k.b[at] = own;
+    k.dominant_key[at] = -1;
 }
 
 /* ---- the pass -------------------------------------------------------------------------------- */
@@ -194,7 +229,7 @@ struct mn_single_pass_tile_iter {
 
 /* 64 rows of up to 128 columns to a tile, the top of one of TILE_ROWS rows; thread i of 64 brings
  * piece i % 16 of every fourth row. SKIPS: from row `skipped` on. */
-template <int TILE_ROWS, bool SKIPS = false>
+template <int TILE_ROWS, bool SKIPS = false, int UNROLL = MN_SINGLE_PASS_STEP / 8>
 __device__ inline void mn_single_pass_load_rows(uint32_t to, const mn_bf16 *from, int64_t stride,
                                                 int n_rows, int width, int i, int skipped = 0) {
     const int vec = i % 16, row = i / 16;
@@ -202,48 +237,82 @@ __device__ inline void mn_single_pass_load_rows(uint32_t to, const mn_bf16 *from
     const uint32_t odd = to + mn_swizzle_byte(TILE_ROWS, row + 4, vec * 8);
     const mn_bf16 *at = from + row * stride + vec * 8;
     const int left = vec * 8 < width ? n_rows - row : 0;
-#pragma unroll
-    for (int r = 0; r < MN_SINGLE_PASS_STEP; r += 4) {
+#pragma unroll(UNROLL)
+    for (int r = 0; r < MN_SINGLE_PASS_STEP; r += 8) {
         // else nothing is read
-        mn_cp_async_16((r % 8 ? odd : even) + r / 8 * 1024, at,
-                       r < left && (!SKIPS || row + r >= skipped));
+        mn_cp_async_16(even + r * 128, at, r < left && (!SKIPS || row + r >= skipped));
+        at += 4 * stride;
+        mn_cp_async_16(odd + r * 128, at, r + 4 < left && (!SKIPS || row + r + 4 >= skipped));
         at += 4 * stride;
     }
 }
 
-/* Two producer warps load keys and values, then queries and cotangents with their rows' numbers;
- * cotangents of queries up to `wild` are left out by a redo. */
-template <bool REDO>
-__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k,
-                                               int wild) {
+/* Asks for a whole tile, 64 columns at a time; `at` is its first row. One thread calls. */
+template <int ROWS>
+__device__ inline void mn_single_pass_load_tile(unsigned char *to, const CUtensorMap &map,
+                                                uint64_t *full, int64_t b, int64_t at,
+                                                int64_t h) {
+    for (int column = 0; column < 128; column += 64) {
+        mn_tma_load(to + column * ROWS * 2, map, full, column, (int)h, (int)at, (int)b);
+    }
+}
+
+/* Keys and values: true where copies of this thread are under way, which it has to wait for. */
+template <int UNROLL>
+__device__ inline bool mn_single_pass_load_keys(mn_single_pass_smem &smem,
+                                                const mn_single_pass &k, bool by_tma) {
     const mn_single_pass_coord &coord = smem.coord;
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
-    if (coord.all == 0) return;    // no query sees them: zeros leave through their place at once
+    if (by_tma && coord.n_keys == MN_SINGLE_PASS_KEYS) {
+        const int64_t t = coord.t0 + coord.key;
+        if (i > 0) {
+            mn_mbarrier_arrive(&smem.kv_full);
+            return false;
+        }
+        mn_mbarrier_arrive_expect_tx(&smem.kv_full, (int)(sizeof smem.a + sizeof smem.b));
+        mn_single_pass_load_tile<128>(smem.a, k.keys, &smem.kv_full, coord.b, t, coord.h);
+        mn_single_pass_load_tile<128>(smem.b, k.values, &smem.kv_full, coord.b, t, coord.h);
+        return false;
+    }
+#pragma unroll 1
     for (int r = 0; r < MN_SINGLE_PASS_KEYS; r += MN_SINGLE_PASS_STEP) {
         const int left = coord.n_keys - r;
         const int64_t t = coord.t0 + coord.key + (left > 0 ? r : 0);
-        mn_single_pass_load_rows<128>(mn_smem_addr(smem.a) + r * 128,
-                               mn_row<mn_bf16>(p.k, coord.b, t, coord.h), p.k.stride[1], left, K,
-                                   i);
-        mn_single_pass_load_rows<128>(mn_smem_addr(smem.b) + r * 128,
-                               mn_row<mn_bf16>(p.v, coord.b, t, coord.h), p.v.stride[1], left, V,
-                                   i);
+        mn_single_pass_load_rows<128, false, UNROLL>(
+            mn_smem_addr(smem.a) + r * 128, mn_row<mn_bf16>(p.k, coord.b, t, coord.h),
+            p.k.stride[1], left, K, i);
+        mn_single_pass_load_rows<128, false, UNROLL>(
+            mn_smem_addr(smem.b) + r * 128, mn_row<mn_bf16>(p.v, coord.b, t, coord.h),
+            p.v.stride[1], left, V, i);
     }
+    return true;
+}
+
+/* Two producer warps load keys and values, then queries and cotangents with their rows' numbers;
+ * cotangents of queries up to `wild` are left out by a redo. Whole tiles come by TMA, which thread
+ * 0 asks for; the last rows of a sequence by cp.async, with zeros behind them. */
+template <bool REDO>
+__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               int wild) {
+    constexpr int unroll = MN_SINGLE_PASS_TMA && !REDO ? 1 : MN_SINGLE_PASS_STEP / 8;
+    const mn_single_pass_coord &coord = smem.coord;
+    const mn_attn_params &p = k.f.p;
+    const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
+    const bool by_tma = MN_SINGLE_PASS_TMA && !REDO && k.by_tma;
+    if (coord.all == 0) return;    // no query sees them: zeros leave through their place at once
+    bool owes = mn_single_pass_load_keys<unroll>(smem, k, by_tma);
     mn_single_pass_tile_iter tile_iter(coord);
+#pragma unroll 1
     for (int n = 0; n < coord.all; n++, tile_iter.next()) {
         const int stage = n % 2, left = coord.length - tile_iter.t;
         const int64_t t = coord.t0 + tile_iter.t,
             row = mn_single_pass_row(p.call, coord.b, tile_iter.h, t);
         const bool meets = i < left && !(REDO && tile_iter.t + i <= wild);
+        const bool whole = by_tma && left >= MN_SINGLE_PASS_STEP;
         const float a = i < left ? k.a[row + i] : 0.0f, b = meets ? k.b[row + i] : 0.0f;
+        uint64_t *const full = &smem.stage_full[stage];
         mn_mbarrier_wait(&smem.stage_empty[stage], (n / 2 & 1) ^ 1);
-        mn_single_pass_load_rows<64>(mn_smem_addr(smem.x[stage]),
-                              mn_row<mn_bf16>(p.q, coord.b, t, tile_iter.h),
-                              p.q.stride[1], left, K, i);
-        mn_single_pass_load_rows<64, REDO>(mn_smem_addr(smem.y[stage]),
-                                           mn_row<mn_bf16>(p.d_o, coord.b, t, tile_iter.h),
-                                           p.d_o.stride[1], left, V, i, wild + 1 - tile_iter.t);
         if (i == 0) {
             smem.dominant_key[stage] = k.dominant_key + row;
             smem.left[stage] = left;
@@ -251,9 +320,24 @@ __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const 
         }
         smem.rows[stage][0][i] = a;
         smem.rows[stage][1][i] = b;
-        mn_cp_async_wait_fence();
-        if (n == 0) mn_mbarrier_arrive(&smem.kv_full);
-        mn_mbarrier_arrive(&smem.stage_full[stage]);
+        if (!whole) {
+            mn_single_pass_load_rows<64, false, unroll>(
+                mn_smem_addr(smem.x[stage]), mn_row<mn_bf16>(p.q, coord.b, t, tile_iter.h),
+                p.q.stride[1], left, K, i);
+            mn_single_pass_load_rows<64, REDO, unroll>(
+                mn_smem_addr(smem.y[stage]), mn_row<mn_bf16>(p.d_o, coord.b, t, tile_iter.h),
+                p.d_o.stride[1], left, V, i, wild + 1 - tile_iter.t);
+        }
+        if (!whole || owes) mn_cp_async_wait_fence();
+        if (owes) mn_mbarrier_arrive(&smem.kv_full);
+        owes = false;
+        if (whole && i == 0) {
+            mn_mbarrier_arrive_expect_tx(full, 2 * mn_single_pass_smem::tile);
+            mn_single_pass_load_tile<64>(smem.x[stage], k.q, full, coord.b, t, tile_iter.h);
+            mn_single_pass_load_tile<64>(smem.y[stage], k.d_o, full, coord.b, t, tile_iter.h);
+        } else {
+            mn_mbarrier_arrive(full);
+        }
     }
 }
 
@@ -317,11 +401,6 @@ __device__ inline void mn_single_pass_reduce_half(float (&sum)[16]) {
     }
 }
 
-/* Numbers in the halves of a word. */
-__device__ inline float2 mn_single_pass_unpack(uint32_t word) {
-    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
-}
-
 /* Sums of a thread's two rows of dz over the eight threads of the warp that have the same columns;
  * thread i of the warp gets those of columns 2 i and 2 i + 1. */
 __device__ inline float2 mn_single_pass_sum_rows(const uint32_t (&dz)[16]) {
@@ -336,6 +415,24 @@ __device__ inline float2 mn_single_pass_sum_rows(const uint32_t (&dz)[16]) {
     mn_single_pass_reduce_half<4>(sum);
     mn_single_pass_reduce_half<2>(sum);
     return make_float2(sum[0], sum[1]);
+}
+
+/* Where a lane's row of dz begins, of the first of its matrices of 8 by 8: lanes 8 i to 8 i + 7
+ * name the rows of matrix i, of which four are rows `first` to `first` + 15 of 16 columns. */
+__device__ inline uint32_t mn_single_pass_dz_addr(const unsigned char *dz, int first) {
+    const int matrix = threadIdx.x % 32 / 8;
+    const int row = first + matrix % 2 * 8 + threadIdx.x % 8;
+    return mn_smem_addr(dz) + mn_swizzle_byte(MN_SINGLE_PASS_KEYS, row, matrix / 2 * 8);
+}
+
+/* A warp's 16 rows of 64 columns. */
+__device__ inline void mn_single_pass_store_dz(uint32_t to, const uint32_t (&dz)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {    // columns 4 i to 4 i + 15, each eight 16 bytes
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                     ::"r"(to ^ (i * 8)), "r"(dz[i]), "r"(dz[i + 1]), "r"(dz[i + 2]),
+                     "r"(dz[i + 3]) : "memory");
+    }
 }
 
 /* 64 sums of rows and columns to where the engine finds them, as registers lie. */
@@ -384,9 +481,9 @@ __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &s
     }
 }
 
-/* Multiplies a group's 64 keys. Products of a tile are waited for when the next tile's have begun;
- * dq of a tile is made one tile later, when both groups have written their dz. REDO: dk and dv
- * alone, of keys that the query `wild` does not see. */
+/* Multiplies a group's 64 keys. g is made beside the weights, dv beside dz, the next scores while
+ * dq is stored; dq of a tile is made one tile later, when both groups have written their dz. REDO:
+ * dk and dv alone, of keys that the query `wild` does not see. */
 template <bool has_window, bool REDO>
 __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k,
                                                int wild) {
@@ -399,13 +496,20 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     const uint32_t keys = mn_smem_addr(smem.a) + half * 8192;
     const uint32_t values = mn_smem_addr(smem.b) + half * 8192;
     const uint32_t keys_trans = mn_smem_addr(smem.a) + half * 16384;    // 64 columns of all keys
+    const uint32_t dz_at = mn_single_pass_dz_addr(smem.dz[0], row - row % 16);
     float z[32], g[32], dq[32] = {}, dk[64] = {}, dv[64] = {};
     uint32_t w[16], dz[16];
+    constexpr bool early_dv = MN_SINGLE_PASS_EARLY_DV && !REDO;
     const auto start_scores = [&](int n) {
         mn_mbarrier_wait(&smem.stage_full[n & 1], n / 2 & 1);
         mn_wgmma_fence();
         mn_wgmma_abt<128, 128, 64>(z, keys, mn_smem_addr(smem.x[n & 1]));
         mn_wgmma_commit();
+    };
+    const auto start_dv = [&](int stage) {
+        mn_fence_operand(w);
+        mn_wgmma_fence();
+        mn_wgmma_ab<64, 128>(dv, w, mn_smem_addr(smem.y[stage]), true);
     };
     /* From scores to weights and cotangents. */
     const auto softmax_tile = [&](int n) {
@@ -438,7 +542,13 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) w[i] = mn_bf16x2(z[2 * i], z[2 * i + 1]);
-        mn_wgmma_wait<0>();
+        if (early_dv) {
+            start_dv(stage);
+            mn_wgmma_commit();
+            mn_wgmma_wait<1>();
+        } else {
+            mn_wgmma_wait<0>();
+        }
         mn_fence_operand(g);
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
@@ -450,10 +560,14 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         for (int i = 0; i < 16; i++) dz[i] = mn_bf16x2(g[2 * i], g[2 * i + 1]);
         if (REDO) return;
         mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
+        if (MN_SINGLE_PASS_STMATRIX) {
+            mn_single_pass_store_dz(dz_at + stage * mn_single_pass_smem::tile, dz);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const uint32_t to = mn_swizzle_byte(128, row + i % 2 * 8, i / 2 * 8 + column);
-            *(uint32_t *)(smem.dz[stage] + to) = dz[i];
+            for (int i = 0; i < 16; i++) {
+                const uint32_t to = mn_swizzle_byte(128, row + i % 2 * 8, i / 2 * 8 + column);
+                *(uint32_t *)(smem.dz[stage] + to) = dz[i];
+            }
         }
         cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
         __syncwarp();
@@ -462,9 +576,9 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     /* What a tile adds, and dq of the one before. */
     const auto start_grads = [&](int n) {
         if (!REDO && n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
-        mn_fence_operand(w), mn_fence_operand(dz);
-        mn_wgmma_fence();
-        mn_wgmma_ab<64, 128>(dv, w, mn_smem_addr(smem.y[n & 1]), true);
+        mn_fence_operand(dz);
+        if (!early_dv) start_dv(n & 1);
+        else mn_wgmma_fence();
         mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[n & 1]), true);
         // of none at first
         if (!REDO) mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[n & 1 ^ 1]));
@@ -483,20 +597,20 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     const int all = coord.all;
     if (all > 0) {
         mn_mbarrier_wait(&smem.kv_full, 0);
-        start_scores(0);
-        softmax_tile(0);
         const int last = all - 1;
-        for (int n = 1; n < all; n++) {
-            start_grads(n - 1);
+#pragma unroll 1
+        for (int n = 0; n < all; n++) {
+            /* No product is under way where the loop turns. To say so at its top, too, keeps ptxas
+             * from waiting for the scores before dq is stored (C7517). */
             mn_wgmma_wait<0>();
             mn_fence_operand(dq), mn_fence_operand(dk), mn_fence_operand(dv);
             start_scores(n);
-            end_grads(n - 1);
+            if (n > 0) end_grads(n - 1);
             softmax_tile(n);
+            start_grads(n);
+            mn_wgmma_wait<0>();
+            mn_fence_operand(dq), mn_fence_operand(dk), mn_fence_operand(dv);
         }
-        start_grads(last);
-        mn_wgmma_wait<0>();
-        mn_fence_operand(dq);
         end_grads(last);
         if (!REDO) {
             mn_mbarrier_wait(&smem.dz_full[last & 1], last / 2 & 1);
@@ -553,14 +667,14 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
     __syncthreads();
     if (smem.coord.n_keys == 0) return;
     if (threadIdx.x < MN_WARPGROUP) {
-        mn_setmaxnreg_dec<40>();
+        mn_setmaxnreg_dec<REDO ? 40 : MN_SINGLE_PASS_LOAD_REGISTERS>();
         const int warp = threadIdx.x / 32;
         if (threadIdx.x < MN_SINGLE_PASS_PRODUCERS) mn_single_pass_producer<REDO>(smem, k, wild);
         else if (!REDO && threadIdx.x % 32 == 0) {
             mn_single_pass_accumulate_dq<has_window>(smem, k, warp & 1);
         }
     } else {
-        mn_setmaxnreg_inc<232>();
+        mn_setmaxnreg_inc<REDO ? 232 : MN_SINGLE_PASS_REGISTERS>();
         mn_single_pass_consumer<has_window, REDO>(smem, k, wild);
     }
 #endif
@@ -622,11 +736,12 @@ __global__ static void __launch_bounds__(256)
 
 /* ---- dk of dominant keys --------------------------------------------------------------------- */
 
-// rows looked at together; threads; rows that a thread has on their way
+// rows looked at together; threads; rows of q, and of dk, that a thread has on their way
 enum {
-    MN_SINGLE_PASS_SEARCH = 1024,
+    MN_SINGLE_PASS_SEARCH = 4096,
     MN_SINGLE_PASS_SEARCH_THREADS = 128,
     MN_SINGLE_PASS_AT_ONCE = 16,
+    MN_SINGLE_PASS_ROWS_AT_ONCE = 64,
 };
 
 /* Finds rows t + [0, n) of head h whose dominant key is one of the tile's, in order; returns how
@@ -689,14 +804,14 @@ __device__ inline void mn_single_pass_add_found(float *sum, const int2 *found, i
 /* dk += scale sum over `n` rows of a column. */
 __device__ inline void mn_single_pass_add_rows(mn_bf16 *dk, int64_t stride, const float *sum,
                                                int n, float scale) {
-    for (int first = 0; first < n; first += MN_SINGLE_PASS_AT_ONCE) {
-        float x[MN_SINGLE_PASS_AT_ONCE];
+    for (int first = 0; first < n; first += MN_SINGLE_PASS_ROWS_AT_ONCE) {
+        float x[MN_SINGLE_PASS_ROWS_AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < MN_SINGLE_PASS_AT_ONCE; i++) {
+        for (int i = 0; i < MN_SINGLE_PASS_ROWS_AT_ONCE; i++) {
             x[i] = mn_float(dk[min(first + i, n - 1) * stride]);
         }
 #pragma unroll
-        for (int i = 0; i < MN_SINGLE_PASS_AT_ONCE; i++) {
+        for (int i = 0; i < MN_SINGLE_PASS_ROWS_AT_ONCE; i++) {
             if (first + i >= n) break;
             mn_put(dk + (first + i) * stride, fmaf(scale, sum[(first + i) * 128], x[i]));
         }
@@ -801,6 +916,11 @@ inline mn_single_pass mn_single_pass_of(const mn_attn_params &p,
     k.ticket = k.flags + layout.n_flags;
     k.sums = shared + layout.sums;
     k.n_semaphores = layout.n_semaphores, k.n_flags = layout.n_flags;
+    keys.H = c.J;
+    k.by_tma = MN_SINGLE_PASS_TMA && mn_tma_map(&k.q, p.q, c, c.K, MN_SINGLE_PASS_STEP) &&
+               mn_tma_map(&k.d_o, p.d_o, c, c.V, MN_SINGLE_PASS_STEP) &&
+               mn_tma_map(&k.keys, p.k, keys, c.K, MN_SINGLE_PASS_KEYS) &&
+               mn_tma_map(&k.values, p.v, keys, c.V, MN_SINGLE_PASS_KEYS);
     return k;
 }
 
@@ -811,9 +931,12 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
     if (!mn_single_pass_layout_of(&layout, c)) return cudaErrorInvalidValue;
     const mn_single_pass k = mn_single_pass_of(p, layout, shared, &blocks);
     if (c.H > 65535 || blocks > INT32_MAX) return cudaErrorNotSupported;
-    const int64_t row_groups = MN_SINGLE_PASS_ROW_THREADS / MN_SINGLE_PASS_ROW_GROUP;
-    attention_bwd_preprocess_kernel<<<mn_blocks(layout.rows, row_groups),
-        MN_SINGLE_PASS_ROW_THREADS, 0, stream>>>(k);
+    const int64_t groups = mn_ceil_div(c.B * c.T, (int64_t)MN_SINGLE_PASS_ROW_TOKENS) * c.H;
+    const int64_t row_blocks = mn_ceil_div(groups * MN_SINGLE_PASS_ROW_GROUP,
+                                           (int64_t)MN_SINGLE_PASS_ROW_THREADS);
+    if (row_blocks > INT32_MAX) return cudaErrorNotSupported;
+    attention_bwd_preprocess_kernel<<<(unsigned)mn_max(row_blocks, 1), MN_SINGLE_PASS_ROW_THREADS,
+                                      0, stream>>>(k);
     if (blocks == 0) return mn_launch_status();
     const auto kernel = p.window ? attention_bwd_single_pass_kernel<true, false>
                                  : attention_bwd_single_pass_kernel<false, false>;

@@ -313,6 +313,10 @@ __global__ void __launch_bounds__(THREADS)
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
+/* Whether two tokens go back at a time, one's exchanges among lanes under the other's; the same
+ * sums in the same order. */
+static constexpr bool two_tokens = true;
+
 /* dtail_m where it counts for du_{length+m}; zeros elsewhere */
 template <int N>
 __device__ static void tail_grad(float (&d)[N], const mn_conv_args &p, int64_t n, int64_t m,
@@ -376,6 +380,41 @@ struct tile_scan {
         stage = stage + 1 < STAGES ? stage + 1 : 0;
     }
 
+    /* a_t in place of p_t, and its slope, of two tokens; of UNIT da_t in place of dy_t as well: the
+     * sums over a head of both tokens pass through the lanes together. */
+    __device__ void preact_two(float (&dy_0)[N], float (&dy_1)[N], float (&sum)[2][N]) const {
+        if constexpr (ACT) {
+            float slope[2][N], sums[4] = { 0.0f, 0.0f, 0.0f, 0.0f };
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    const float s = mn_sigmoid(sum[k][j]);
+                    sum[k][j] *= s;
+                    slope[k][j] = fmaf(sum[k][j], 1.0f - s, s);
+                }
+            }
+            if constexpr (UNIT) {
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    sums[0] = fmaf(sum[0][j], sum[0][j], sums[0]);
+                    sums[1] = fmaf(sum[0][j], dy_0[j], sums[1]);
+                    sums[2] = fmaf(sum[1][j], sum[1][j], sums[2]);
+                    sums[3] = fmaf(sum[1][j], dy_1[j], sums[3]);
+                }
+                if (!at.on) sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
+                sum_head(sums, h.head_lanes);
+                unit_grad(dy_0, sum[0], sums[0], sums[1]);
+                unit_grad(dy_1, sum[1], sums[2], sums[3]);
+            }
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                dy_0[j] *= slope[0][j];
+                dy_1[j] *= slope[1][j];
+            }
+        }
+    }
+
     /* d_t in place of dy_t, from p_t */
     __device__ void preact(float (&dy_t)[N], float (&sum)[N]) const {
         if constexpr (ACT) {
@@ -402,18 +441,25 @@ struct tile_scan {
         }
         if (!at.on) sums[0] = sums[1] = 0.0f;
         sum_head(sums, h.head_lanes);
-        const float squares = sums[0] + h.more, r = rsqrtf(fmaxf(squares, h.least));
-        const float pull = squares > h.least ? r * r * sums[1] : 0.0f;
+        unit_grad(dy_t, a, sums[0], sums[1]);
+    }
+
+    /* Likewise from the sums of a_t^2 and a_t.dy_t over the head. */
+    __device__ void unit_grad(float (&dy_t)[N], const float (&a)[N], float a_a, float a_dy) const {
+        const float squares = a_a + h.more, r = rsqrtf(fmaxf(squares, h.least));
+        const float pull = squares > h.least ? r * r * a_dy : 0.0f;
 #pragma unroll
         for (int j = 0; j < N; j++) dy_t[j] = r * fmaf(-pull, a[j], dy_t[j]);
     }
 
-    __device__ void accumulate(float (&dw)[TAPS + 1][N], int g) const {
+    /* `oldest`: the first input of token g, whose place in the ring may have been taken. */
+    __device__ void accumulate(float (&dw)[TAPS + 1][N], int g, const float (&oldest)[N]) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
 #pragma unroll
             for (int i = 0; i < TAPS; i++) {
-                dw[i][j] = fmaf(d[g][j], u[(g + 1 + i) % TAPS][j], dw[i][j]);
+                const float input = i == 0 ? oldest[j] : u[(g + 1 + i) % TAPS][j];
+                dw[i][j] = fmaf(d[g][j], input, dw[i][j]);
             }
             if (BIAS) dw[TAPS][j] += d[g][j];
         }
@@ -430,25 +476,52 @@ struct tile_scan {
         }
     }
 
+    /* What is left of token g once d_t is there. */
+    template <bool INTERIOR>
+    __device__ void finish(float (&dw)[TAPS + 1][N], int64_t t, int g, const float (&oldest)[N]) {
+        float du[N] = {};
+        if (INTERIOR || t + g < tile.n_rows) accumulate(dw, g, oldest);
+        if (!INTERIOR) tail_grad<N>(du, p, tile.n, t + g - left, at.channel);
+        input_grad(du, g);
+        if (INTERIOR) {
+            store_pred(at.on, to + g * p.grad.x.stride[1], du);
+        } else {
+            put(du, t + g - (TAPS - 1), g);
+        }
+    }
+
     /* INTERIOR: the tile has these tokens and the three before, the sequence those to be asked for;
      * dy and dx exist. */
     template <bool INTERIOR>
     __device__ void group(float (&dw)[TAPS + 1][N], int64_t t) {
         cp_async_wait_group();
+        if constexpr (two_tokens) {
 #pragma unroll
-        for (int g = 0; g < GROUP; g++) {
-            float sum[N], du[N] = {};
-            next_u.consume(u[g], stage, g);
-            next_d.consume(d[g], stage, g);
-            f.apply(sum, u, g);
-            preact(d[g], sum);
-            if (INTERIOR || t + g < tile.n_rows) accumulate(dw, g);
-            if (!INTERIOR) tail_grad<N>(du, p, tile.n, t + g - left, at.channel);
-            input_grad(du, g);
-            if (INTERIOR) {
-                store_pred(at.on, to + g * p.grad.x.stride[1], du);
-            } else {
-                put(du, t + g - (TAPS - 1), g);
+            for (int g = 0; g < GROUP; g += 2) {
+                float sum[2][N], next[N], oldest[N];
+                next_u.consume(u[g], stage, g);
+                next_d.consume(d[g], stage, g);
+                f.apply(sum[0], u, g);
+#pragma unroll
+                for (int j = 0; j < N; j++) oldest[j] = u[g + 1][j];
+                next_u.consume(u[g + 1], stage, g + 1);
+                next_d.consume(next, stage, g + 1);
+                f.apply(sum[1], u, g + 1);
+                preact_two(d[g], next, sum);
+                finish<INTERIOR>(dw, t, g, oldest);
+#pragma unroll
+                for (int j = 0; j < N; j++) d[g + 1][j] = next[j];
+                finish<INTERIOR>(dw, t, g + 1, u[(g + 2) % TAPS]);
+            }
+        } else {
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                float sum[N];
+                next_u.consume(u[g], stage, g);
+                next_d.consume(d[g], stage, g);
+                f.apply(sum, u, g);
+                preact(d[g], sum);
+                finish<INTERIOR>(dw, t, g, u[(g + 1) % TAPS]);
             }
         }
         issue<INTERIOR>(t + STAGES * GROUP);

@@ -213,11 +213,13 @@ __device__ inline void mn_curve_dq_store(mn_curve_dq_smem<KP> &smem, const mn_cu
     const mn_out &out = p.grad.q;
     const int64_t rows = p.call.B * p.call.T * p.call.H;
     for (int c = 0; c < n_chunks; c++) {
-        const mn_curve_dq_stage<KP> &in = smem.stage[c % MN_CURVE_BACK_STAGES];
+        const int slot = c % MN_CURVE_BACK_STAGES;
+        const mn_curve_dq_stage<KP> &in = smem.stage[slot];
         const int64_t t = at.s.first + c * 64;
         mn_bf16 *to = mn_row<mn_bf16>(out, at.s.span.b, at.s.span.t0 + t, at.h);
         float *parts = w.parts + at.slice * rows + mn_curve_row_of(p.call, at, t);
         float s[8];
+        mn_mbarrier_wait(&smem.there[slot], c / MN_CURVE_BACK_STAGES & 1);
         mn_mbarrier_wait(&smem.read[c % 2], c / 2 & 1);
 #pragma unroll
         for (int j = 0; j < 8; j++) s[j] = in.s[column + j];
@@ -231,7 +233,7 @@ __device__ inline void mn_curve_dq_store(mn_curve_dq_smem<KP> &smem, const mn_cu
                 to && inside && column < p.call.K ? to + token * out.stride[1] + column : NULL,
                 inside ? parts + token : NULL, column, token);
         }
-        mn_mbarrier_arrive(&smem.gone[c % MN_CURVE_BACK_STAGES]);
+        mn_mbarrier_arrive(&smem.gone[slot]);
         mn_mbarrier_arrive(&smem.left[c % 2]);
     }
 }

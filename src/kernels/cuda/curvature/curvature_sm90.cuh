@@ -1,9 +1,9 @@
 /* curvature_sm90.cuh - curvature on Hopper, for bf16 and keys of up to 128: what its scans share,
  * forward (curvature_fwd_chunk.cu) and going back, in the order of time and against it
- * (curvature_bwd_chunk.cu).
+ * (curvature_bwd_sm90.cu).
  *
- * Warp groups of a block work on different chunks of 64 tokens at a time: going back one copies
- * tiles and keeps the running vector, one makes scores, one has 64 rows of the symmetric R (or G)
+ * Warp groups of a block work on different chunks of 64 tokens at a time: going back one brings
+ * tiles and what is known of tokens, one makes scores, one has 64 rows of the symmetric R (or G)
  * in its registers, reads and moves it, one makes results of what the third has read and stores
  * them. Everything the third one computes is transposed, rows being columns of the result, so that
  * its rows of R are the left operand and never leave the registers.
@@ -297,15 +297,6 @@ __device__ inline uint4 mn_curve_pack_vec16(const float (&x)[8]) {
 }
 
 #if MN_HAS_WGMMA
-
-template <int LEFT>
-__device__ inline void mn_curve_copies_wait(void) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ inline void mn_curve_copies_end(void) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
 
 /* One warp group alone; the number of its barrier is that of the group, not 0. */
 __device__ inline void mn_curve_group_sync(int number) {

@@ -11,11 +11,10 @@
  *
  * Of these the two scans need nothing of each other, and on Hopper run at once. What grad.v has of
  * a chunk is dX of it, which is stored in the workspace where grad.v is not wanted alone. */
-#include "kernels/cuda/delta/delta_grad_channel.cuh"
+#include "kernels/cuda/delta/delta_grad_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_redo.cuh"
-#include "kernels/cuda/delta/delta_grad_sm90.cuh"
 #include "kernels/cuda/delta/delta_wy_inverse_sm90.cuh"
 #include "kernels/cuda/delta/delta_state_scan_warp.cuh"
 #include "kernels/delta_gpu.h"
@@ -432,15 +431,28 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     return code == cudaSuccess ? back(behind, 0) : code;
 }
 
-/* dq, de, dw, dbeta and dg; by Hopper's kernel where there are maps for it. */
+/* By Hopper's kernels. */
+template <int KP>
+static int grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
+                     const mn_grad_fold &fold, int64_t records, cudaStream_t stream) {
+    if constexpr (KP <= 128) {
+        if (job.p.decay == MN_DECAY_CHANNEL) {
+            return mn_delta_grad_channel_sm90<KP>(job, maps, fold, records, stream);
+        }
+    }
+    return mn_delta_grad_sm90<KP>(job, maps, records, stream);
+}
+
+/* dq, de, dw, dbeta and dg; by Hopper's kernels where there are maps for them. */
 template <int KT, int KP>
 static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const mn_grad_fold &fold,
                 int64_t records, cudaStream_t stream) {
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
-    if constexpr (KP <= 128) {
+    if constexpr (KP <= mn_delta_grad_sm90_keys) {
         if (maps) {
-            const int code = mn_delta_grad_sm90<KP>(job, *maps, records, stream);
-            return code == cudaSuccess ? reduce_grads(job, records, 0, stream) : code;
+            const int n_partials = KP > 128 ? KP / 128 : 0;
+            const int code = grad_sm90<KP>(job, *maps, fold, records, stream);
+            return code == cudaSuccess ? reduce_grads(job, records, n_partials, stream) : code;
         }
     }
     const dim3 blocks((unsigned)mn_delta_grad_blocks(job, records), KP / KT);
@@ -458,7 +470,10 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
                        cudaStream_t stream) {
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     mn_grad_tma_maps maps;
-    const bool sm90 = KP <= 128 && mn_delta_grad_sm90_supported(&maps, job, records);
+    const bool sm90 = KP <= mn_delta_grad_sm90_keys &&
+                      (job.p.decay == MN_DECAY_CHANNEL
+                           ? mn_delta_grad_channel_sm90_supported(&maps, job, records)
+                           : mn_delta_grad_sm90_supported(&maps, job, records));
     int code = job.cuts ? cudaSuccess : intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
     code = job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)
@@ -493,8 +508,8 @@ static int backward(const mn_delta_params &job, const mn_grad_fold &fold, const 
  * give. */
 extern "C" bool mn_delta_folds_groups(const void *args) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    const bool sm90 = mn_device_is_sm90() && p->call.K <= 128 && p->decay != MN_DECAY_CHANNEL &&
-                      !p->w.data;
+    const bool sm90 = mn_device_is_sm90() && p->call.K <= mn_delta_grad_sm90_keys &&
+                      p->decay != MN_DECAY_CHANNEL && !p->w.data;
     return mn_delta_uses_chunks(p) && p->call.J > 0 && p->call.J < p->call.H &&
            p->call.K % 8 == 0 && !sm90;
 }

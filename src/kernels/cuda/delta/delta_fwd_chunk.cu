@@ -118,6 +118,7 @@ __device__ inline void mn_fwd_chunk_producer(mn_fwd_chunk_smem<KP> &smem,
     const mn_scan_coord &at = smem.place;
     const int warp = threadIdx.x / 32 % 4;
     mn_curve_waiting queries;
+    if (!OVERLAPS) mn_pdl_wait();    // T of the launch in front
     if (OVERLAPS) queries.begin(ready, job.p.call, at.n, at.h);
     for (int chunk = 0; chunk < at.n_chunks + MN_FWD_CHUNK_STAGES; chunk++) {
         const int slot = chunk % MN_FWD_CHUNK_STAGES, iter = chunk / MN_FWD_CHUNK_STAGES;
@@ -158,11 +159,14 @@ __device__ inline void mn_fwd_chunk_scores(mn_fwd_chunk_smem<KP> &smem, float sc
         float sum[8][4] = {};
         mn_mbarrier_wait(&smem.full[slot], chunk / MN_FWD_CHUNK_STAGES & 1);
         mn_fence_proxy_async();
-        mn_wgmma_scores<KP>(sum, mn_shared_u32(in.queries), mn_shared_u32(in.front.keys));
-        mn_delta_decay_scores(sum, in.log_decays, block, true, [&](int t, int s, float x, float y) {
+        mn_wgmma_scores_start<KP>(sum, mn_shared_u32(in.queries), mn_shared_u32(in.front.keys));
+        const mn_delta_score_decays by = mn_delta_score_decays_of(in.log_decays, block);
+        mn_mma_wait<true>();
+        const auto put = [&](int t, int s, float x, float y) {
             *(unsigned *)(in.front.P + mn_tile_swizzle(t, s / 8) + s % 8 * 2) =
                 mn_bf16x2(scale * x, scale * y);
-        });
+        };
+        mn_delta_put_scores(sum, by, in.log_decays, block, true, put);
         mn_fence_proxy_async();
         mn_mbarrier_arrive(&smem.scored[slot]);
     }
@@ -327,6 +331,10 @@ inline int64_t mn_fwd_chunk_blocks(const mn_call &call) {
     return mn_fwd_chunk_slices(call) * call.H * mn_n_spans(call);
 }
 
+/* Whether the scan's blocks begin beside the end of the launch that makes T. */
+static const bool begins_early = true;
+
+/* Maps of segments begin beside the first, which so may not itself begin before T is there. */
 template <int KP>
 inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
                                    cudaStream_t stream, int segments = 0,
@@ -340,7 +348,8 @@ inline int mn_delta_fwd_chunk_sm90(const mn_delta_params &job, const mn_fwd_chun
         : redo == MN_FWD_CHUNK_REDO_ALL
             ? delta_fwd_chunk_sm90_kernel<KP, false, MN_FWD_CHUNK_REDO_ALL>
             : delta_fwd_chunk_sm90_kernel<KP, false, MN_FWD_CHUNK_REDO_SCAN>;
-    return mn_launch_smem_behind(job.cuts, kernel,
+    const bool whole = job.segments.part == MN_DELTA_WHOLE;
+    return mn_launch_smem_behind(job.cuts || (whole && begins_early), kernel,
                                  dim3((unsigned)blocks), MN_FWD_CHUNK_THREADS,
                                  sizeof(mn_fwd_chunk_smem<KP>), stream, job, maps,
                                  mn_fwd_chunk_slices(job.p.call), mn_curve_ready{});

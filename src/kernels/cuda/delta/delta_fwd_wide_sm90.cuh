@@ -231,8 +231,10 @@ __device__ inline void mn_fwd_wide_scores(mn_fwd_wide_smem<KP> &smem, float scal
         float sum[8][4] = {};
         mn_mbarrier_wait(&smem.full[turn.slot], turn.phase);
         mn_fence_proxy_async();
-        mn_wgmma_scores<KP>(sum, mn_shared_u32(in.queries), mn_shared_u32(in.keys));
-        mn_delta_decay_scores(sum, log_decays, block, true, [&](int t, int s, float x, float y) {
+        mn_wgmma_scores_start<KP>(sum, mn_shared_u32(in.queries), mn_shared_u32(in.keys));
+        const mn_delta_score_decays by = mn_delta_score_decays_of(log_decays, block);
+        mn_mma_wait<true>();
+        mn_delta_put_scores(sum, by, log_decays, block, true, [&](int t, int s, float x, float y) {
             *(unsigned *)(in.P + mn_tile_swizzle(t, s / 8) + s % 8 * 2) =
                 mn_bf16x2(scale * x, scale * y);
         });

@@ -180,12 +180,11 @@ __device__ inline void mn_grad_mma_values(mn_grad_acc<KT> &sum, const mn_grad_st
     mn_grad_add_ends<KT>(sum.end, stage);
 }
 
-/* Adds all value columns to `sum`, and loads the chunk's q, e, w into smem.keys. */
-template <int KT, int CHANNEL = false, typename Smem>
-__device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
-                                           const mn_delta_params &job, const mn_grad_coord &at) {
+/* Starts to load the chunk's q, e, w; a block of 16 warps calls. */
+template <int KT, int CHANNEL = false>
+__device__ inline void mn_grad_load_keys(mn_grad_keys<KT> &to, const mn_delta_params &job,
+                                         const mn_grad_coord &at) {
     const mn_delta_args &p = job.p;
-    const int tiles = (int)(job.padded_v / 64);
     const int64_t key = mn_key_head(p.call, at.h);
     constexpr bool in_pairs = CHANNEL == MN_DELTA_PAIRS;
     const auto keys = [&](unsigned char *to, const mn_in &even, const mn_in &odd, int tensor) {
@@ -195,12 +194,21 @@ __device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
                                                           at.count, at.channel0, p.call.K,
                                                           threadIdx.x);
     };
+    keys(to.q, mn_in{}, p.q, MN_DELTA_Q);
+    keys(to.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
+    keys(to.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
+    mn_cp_async_commit();
+}
+
+/* Adds all value columns to `sum`, and loads the chunk's q, e, w into smem.keys. */
+template <int KT, int CHANNEL = false, typename Smem>
+__device__ inline void mn_grad_mainloop(mn_grad_acc<KT> &sum, Smem &smem,
+                                           const mn_delta_params &job, const mn_grad_coord &at) {
+    const int tiles = (int)(job.padded_v / 64);
     sum = {};
     mn_grad_load<KT, CHANNEL>(smem.stage[0], job, at, 0);
     mn_cp_async_commit();
-    keys(smem.keys.q, mn_in{}, p.q, MN_DELTA_Q);
-    keys(smem.keys.e, p.e, in_pairs ? mn_in{} : p.e, MN_DELTA_E);
-    keys(smem.keys.w, p.w, in_pairs ? job.odd_w : p.w, MN_DELTA_W);
+    mn_grad_load_keys<KT, CHANNEL>(smem.keys, job, at);
     for (int i = 0; i < tiles; i++) {
         if (i + 1 < tiles) {
             mn_grad_load<KT, CHANNEL>(smem.stage[(i + 1) % 2], job, at, (i + 1) * 64);
@@ -417,12 +425,11 @@ __device__ inline void mn_grad_store(const mn_out &view, bool packed, const mn_g
     }
 }
 
-/* Writes gradients of keys; sums that of beta over channels. All threads of 16 warps call, and
- * after() once all of them have passed the products. */
-template <int KT, int CHANNEL = false, typename Smem, typename After>
-__device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
-                                           const mn_delta_params &job, const float *beta_at,
-                                           unsigned w, const mn_grad_coord &at, After after) {
+/* From dw / beta to dw, and de where it is both; sums that of beta over channels. */
+template <int KT, typename Smem>
+__device__ inline void mn_grad_scale_writes(Smem &smem, mn_grad_acc<KT> &sum,
+                                            const mn_delta_params &job, const float *beta_at,
+                                            unsigned w, const mn_grad_coord &at) {
     const mn_delta_args &p = job.p;
     const int lane = threadIdx.x % 32, t = at.block * 16 + lane / 4;
     const float beta[2] = { beta_at[t], beta_at[t + 8] };
@@ -446,9 +453,19 @@ __device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
         to_beta[half] = mn_row_sum(to_beta[half]);
         if (lane % 4 == 0) smem.sums.beta[at.quarter][t + 8 * half] = to_beta[half];
     }
+}
+
+/* Writes gradients of keys. All threads of 16 warps call, and after() once all of them have passed
+ * the products. */
+template <int KT, int CHANNEL = false, typename Smem, typename After>
+__device__ inline void mn_grad_store_keys(Smem &smem, mn_grad_acc<KT> &sum,
+                                          const mn_delta_params &job, const float *beta_at,
+                                          unsigned w, const mn_grad_coord &at, After after) {
+    const mn_delta_args &p = job.p;
+    const int64_t K = p.call.K;
+    mn_grad_scale_writes<KT>(smem, sum, job, beta_at, w, at);
     mn_grad_sync();
     after();
-    const int64_t K = p.call.K;
     if constexpr (CHANNEL == MN_DELTA_PAIRS) {
         const bool packed = job.packed[MN_DELTA_DW];
         mn_grad_store<KT>(p.grad.q, job.packed[MN_DELTA_DQ], at, K, smem.keys.q, sum.q, 2, 1);

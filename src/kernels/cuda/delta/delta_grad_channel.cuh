@@ -407,10 +407,50 @@ __device__ void mn_channel_store_decays(mn_channel_grad_smem<KT> &smem, const mn
     }
 }
 
-/* grad.beta of a token, of which this thread has the number. */
-__device__ inline void mn_channel_store_beta(const mn_delta_params &job, const mn_grad_coord &at,
-                                             float beta) {
+/* What is left of a chunk once all value columns are in `sum`, but for dbeta. */
+template <int KT, int CHANNEL>
+__device__ inline void mn_channel_finish_chunk(mn_channel_grad_smem<KT> &smem,
+                                               mn_grad_acc<KT> &sum, const mn_delta_params &job,
+                                               const mn_grad_coord &at) {
+    const unsigned char *w = job.p.w.data ? smem.keys.w : smem.keys.e;
+    mn_store<8>(&smem.ends[threadIdx.x / (KT / 8)][0], threadIdx.x % (KT / 8) * 8, sum.end);
+    __syncthreads();
+    mn_channel_decay_states<KT, CHANNEL>(smem, sum, w, job.scale, at);
+    mn_channel_decay_w<KT>(smem, w);
+    __syncthreads();
+    mn_channel_end<KT>(smem);
+    __syncthreads();
+    mn_channel_store_matrices<KT, CHANNEL>(smem, sum, job.scale, at);
+    __syncthreads();
+    mn_channel_grad_qe<KT, CHANNEL>(smem, sum, at);
+    __syncthreads();
+    mn_channel_decay_qe<KT, CHANNEL>(smem);
+    __syncthreads();
+    mn_channel_grad_w<KT>(smem, sum, at);
+    __syncthreads();
+    mn_channel_grad_inside<KT, CHANNEL>(smem, w);
+    __syncthreads();
+    mn_channel_add_inside<KT, CHANNEL>(smem, sum, w, at);
+    mn_grad_store_keys<KT, CHANNEL>(smem, sum, job, smem.beta, mn_shared_u32(w), at, [] {});
+    mn_channel_store_decays<KT, CHANNEL>(smem, job, at);
+}
+
+/* dbeta of the chunk's tokens, or where KT are not all channels the sum over these to
+ * workspace.parts. */
+template <int KT, int KP>
+__device__ inline void mn_channel_store_betas(const mn_channel_grad_smem<KT> &smem,
+                                              const mn_delta_params &job,
+                                              const mn_grad_coord &at) {
     const int t = (int)threadIdx.x;
+    float beta = 0.0f;
+    if (t >= MN_DELTA_CHUNK) return;
+    for (int i = 0; i < 4; i++) beta += smem.sums.beta[i][t];
+    if (KT < KP) {
+        mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts +
+                                  mn_delta_records(job) * (int64_t)blockIdx.y;
+        parts[at.index].beta[t] = beta;
+        return;
+    }
     const int64_t when = at.tile.span.t0 + at.tile.first + t;
     mn_bf16 *to = mn_row<mn_bf16>(job.p.grad.beta, at.tile.span.b, when, at.h);
     if (to && t < at.count) mn_put(to, beta);
@@ -432,40 +472,13 @@ delta_grad_channel_kernel(const __grid_constant__ mn_delta_params job,
     if (job.cuts) mn_pdl_wait();
     const mn_grad_coord at = mn_grad_block_coord<CHANNEL == MN_DELTA_PAIRS>(job, KT, KP);
     if (at.count == 0) return;
-    const unsigned char *w = job.p.w.data ? smem.keys.w : smem.keys.e;
     mn_grad_acc<KT> sum;
     mn_channel_load_log_decays<KT, CHANNEL>(smem, job, at);
     mn_grad_mainloop<KT, CHANNEL>(sum, smem, job, at);
     if (CHANNEL == MN_DELTA_PAIRS) mn_channel_add_rest<KT>(sum);
-    mn_store<8>(&smem.ends[threadIdx.x / (KT / 8)][0], threadIdx.x % (KT / 8) * 8, sum.end);
-    __syncthreads();
-    mn_channel_decay_states<KT, CHANNEL>(smem, sum, w, job.scale, at);
-    mn_channel_decay_w<KT>(smem, w);
-    __syncthreads();
-    mn_channel_end<KT>(smem);
-    __syncthreads();
-    mn_channel_store_matrices<KT, CHANNEL>(smem, sum, job.scale, at);
-    __syncthreads();
-    mn_channel_grad_qe<KT, CHANNEL>(smem, sum, at);
-    __syncthreads();
-    mn_channel_decay_qe<KT, CHANNEL>(smem);
-    __syncthreads();
-    mn_channel_grad_w<KT>(smem, sum, at);
-    __syncthreads();
-    mn_channel_grad_inside<KT, CHANNEL>(smem, w);
-    __syncthreads();
-    mn_channel_add_inside<KT, CHANNEL>(smem, sum, w, at);
-    mn_grad_store_keys<KT, CHANNEL>(smem, sum, job, smem.beta, mn_shared_u32(w), at, [] {});
-    mn_channel_store_decays<KT, CHANNEL>(smem, job, at);
+    mn_channel_finish_chunk<KT, CHANNEL>(smem, sum, job, at);
     if (CHANNEL == MN_DELTA_PAIRS) return;    // betas are ones
-    mn_delta_partial *parts =
-        (mn_delta_partial *)job.workspace.parts + mn_delta_records(job) * (int64_t)blockIdx.y;
-    if (threadIdx.x < MN_DELTA_CHUNK) {
-        float beta = 0.0f;
-        for (int i = 0; i < 4; i++) beta += smem.sums.beta[i][threadIdx.x];
-        if (KT < KP) parts[at.index].beta[threadIdx.x] = beta;
-        else mn_channel_store_beta(job, at, beta);
-    }
+    mn_channel_store_betas<KT, KP>(smem, job, at);
     mn_grad_fold_heads<KT>(job, fold, at, (int *)bytes);
 }
 

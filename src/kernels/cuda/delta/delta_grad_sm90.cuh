@@ -1,10 +1,11 @@
 /* delta_grad_sm90.cuh - delta_grad.cuh on Hopper, for decays that channels share, w = e and keys of
- * up to 128: the same sums in the same order.
+ * up to 128 channels, or of 256 in two halves: the same sums in the same order.
  *
  * A block of delta_grad_kernel waits for its tiles, multiplies, and stores, one after the other,
  * and is alone on its processor. Here a block stays and goes through chunks; a producer warp has
- * TMA load what the next ones need while 16 warps compute. As it has all channels of a chunk, it
- * stores dbeta and dg as well. */
+ * TMA load what the next ones need while 16 warps compute. Where it has all channels of a chunk, it
+ * stores dbeta and dg as well. The halves of a chunk are neighbours, so that what both load comes
+ * from the second cache once. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_GRAD_SM90_CUH
 
@@ -16,15 +17,30 @@ namespace mneme::delta {
 
 enum { MN_GRAD_SM90_THREADS = MN_DELTA_GRAD_THREADS + 128 };    // a warpgroup gives registers
 
+/* Keys of so many channels, at most, have their gradients from this kernel; 128: 256 from
+ * delta_grad_kernel. */
+static constexpr int mn_delta_grad_sm90_keys = 256;
+
+/* Where a block's channels begin: number `index` is half index % HALVES of record index / HALVES,
+ * each of KT channels. */
+template <int KT, int HALVES>
+__device__ inline int64_t mn_grad_channel0(int64_t index) {
+    return HALVES == 1 ? 0 : index % HALVES * KT;
+}
+
 /* The tensors for TMA: q, e, do, and of the workspace what the scans have left; dX may be dv. */
 struct mn_grad_tma_maps {
     CUtensorMap q, e, cot, S, D, R, dX, P, A;
+    CUtensorMap dq, de;
 };
 
 template <int KT>
 struct alignas(1024) mn_grad_sm90_keys {
     unsigned char q[mn_tile_bytes<KT>()], e[mn_tile_bytes<KT>()];
 };
+
+/* Whether dq and de leave by TMA; false: each warp stores its own. */
+constexpr bool mn_grad_stores_by_tma = true;
 
 /* Two tiles of value columns are under way; keys and decays of two chunks. P and A of a chunk are
  * loaded to where their gradients go. */
@@ -112,8 +128,8 @@ __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
     mn_grad_sm90_keys<KT> &to = smem.keys[slot];
     uint64_t *mbar = &smem.keys_full[slot];
     if (!full) {
-        mn_grad_copy_rows<KT>(to.q, p.q, at, key, 0, p.call.K);
-        mn_grad_copy_rows<KT>(to.e, p.e, at, key, 0, p.call.K);
+        mn_grad_copy_rows<KT>(to.q, p.q, at, key, at.channel0, p.call.K);
+        mn_grad_copy_rows<KT>(to.e, p.e, at, key, at.channel0, p.call.K);
         mn_grad_copies_done();
     }
     if (lane > 0) {
@@ -126,8 +142,8 @@ __device__ inline void mn_grad_load_keys(mn_grad_sm90_smem<KT> &smem, int slot,
     mn_tma_load_1d(&smem.log_decays[slot], job.workspace.log_decays + at.index,
                    (int)sizeof(mn_delta_log_decays), mbar);
     if (!full) return;
-    mn_grad_tma_load<KT / 64>(to.q, maps.q, mbar, 0, key, t, at.tile.span.b);
-    mn_grad_tma_load<KT / 64>(to.e, maps.e, mbar, 0, key, t, at.tile.span.b);
+    mn_grad_tma_load<KT / 64>(to.q, maps.q, mbar, at.channel0, key, t, at.tile.span.b);
+    mn_grad_tma_load<KT / 64>(to.e, maps.e, mbar, at.channel0, key, t, at.tile.span.b);
 }
 
 /* Likewise a tile of value columns: do, dX, R, S and D. */
@@ -155,20 +171,21 @@ __device__ inline void mn_grad_load_values(mn_grad_stage<KT> &to, uint64_t *mbar
     if (full) mn_grad_tma_load<1>(to.cot, maps.cot, mbar, column0, at.h, t, b);
     if (!dv) mn_grad_tma_load<1>(to.dX, maps.dX, mbar, 0, 0, row, 0);
     else if (full) mn_grad_tma_load<1>(to.dX, maps.dX, mbar, column0, at.h, t, b);
-    mn_grad_tma_load<KT / 64>(to.S, maps.S, mbar, 0, 0, row, 0);
+    mn_grad_tma_load<KT / 64>(to.S, maps.S, mbar, at.channel0, 0, row, 0);
     mn_grad_tma_load<1>(to.R, maps.R, mbar, 0, 0, row, 0);
-    mn_grad_tma_load<KT / 64>(to.D, maps.D, mbar, 0, 0, row, 0);
+    mn_grad_tma_load<KT / 64>(to.D, maps.D, mbar, at.channel0, 0, row, 0);
 }
 
 /* Loads what the block's chunks need, in the order of its use, as soon as there is room. */
-template <int KT, bool REDO>
+template <int KT, int HALVES, bool REDO>
 __device__ inline void mn_grad_producer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         const mn_grad_tma_maps &maps, int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;    // tiles of value columns, chunks
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
-        const mn_grad_coord at = mn_grad_record_coord<REDO>(job, index, KT);
+        mn_grad_coord at = mn_grad_record_coord<REDO>(job, index / HALVES, KT * HALVES);
         if (REDO && at.index < 0) continue;
+        at.channel0 = mn_grad_channel0<KT, HALVES>(index);
         mn_mbarrier_wait(&smem.keys_empty[iter % 2], (iter / 2 & 1) ^ 1);
         mn_grad_load_keys<KT>(smem, iter % 2, job, maps, at);
         for (int i = 0; i < tiles; i++, n++) {
@@ -198,8 +215,8 @@ __device__ inline unsigned mn_grad_columns(const unsigned char *tile, int column
 }
 
 /* mn_grad_mma_values. */
-template <int KT, bool DV>
-__device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[2],
+template <int KT, bool DV, int N>
+__device__ inline void mn_grad_wgmma_values(mn_grad_acc<KT> &sum, float (&end)[N],
                                             const mn_grad_stage<KT> &stage,
                                             const mn_grad_coord &at) {
     const int channel0 = at.quarter * (KT / 4);
@@ -242,6 +259,24 @@ __device__ inline void mn_grad_wgmma_intra_chunk(const mn_grad_chunk &chunk, mn_
     mn_mma_commit_wait<true>();
 }
 
+/* A warp's 16 rows and KT / 4 columns to a tile. */
+template <int KT>
+__device__ inline void mn_grad_stage_out(unsigned char *tile,
+                                         const float (&x)[mn_grad_acc<KT>::N][4],
+                                         const mn_grad_coord &at) {
+    constexpr int N = mn_grad_acc<KT>::N;
+    const int lane = threadIdx.x % 32, row = at.block * 16 + lane % 16;
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        unsigned a[4];
+        mn_frag_a_of(a, x[n], x[n + 1]);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                         mn_shared_u32(tile) +
+                         mn_tile_swizzle(row, at.quarter * N + n + lane / 16)),
+                     "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+    }
+}
+
 /* The block of 16 rows and columns of this warp, where it is above the diagonal. */
 __device__ inline void mn_grad_zero_above(mn_grad_matrices &matrices, const mn_grad_coord &at) {
     const int lane = threadIdx.x % 32;
@@ -275,23 +310,32 @@ __device__ inline void mn_grad_finish_chunk(mn_grad_sm90_smem<KT> &smem, mn_grad
     mn_fence_proxy_async();
     mn_grad_sync();
     mn_grad_wgmma_intra_chunk<KT>(chunk, sum, at);
-    mn_grad_store_keys<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at, [&] {
+    const auto after = [&] {
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.matrices_empty);
-    });
-    mn_mbarrier_arrive_warp(&smem.sums_full[slot]);
+    };
+    if (mn_grad_stores_by_tma) {
+        mn_grad_scale_writes<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at);
+        mn_grad_sync();
+        after();
+        mn_grad_stage_out<KT>(chunk.keys.q, sum.q, at);
+        mn_grad_stage_out<KT>(chunk.keys.e, sum.e, at);
+    } else {
+        mn_grad_store_keys<KT>(chunk, sum, job, chunk.log_decays.beta, mn_shared_u32(e), at, after);
+    }
     mn_fence_proxy_async();
+    mn_mbarrier_arrive_warp(&smem.sums_full[slot]);
     mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
 }
 
-template <int KT, bool REDO, bool DV>
+template <int KT, int HALVES, bool REDO, bool DV>
 __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
                                         int64_t n_records) {
     const int tiles = (int)(job.padded_v / 64);
     int n = 0, iter = 0;
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
         mn_grad_coord at;
-        if (REDO && job.cuts[index] == 0) continue;
+        if (REDO && job.cuts[index / HALVES] == 0) continue;
         at.block = threadIdx.x / 32 % 4, at.quarter = threadIdx.x / 128;
         mn_grad_acc<KT> sum = {};
         float end[2] = {};
@@ -305,7 +349,8 @@ __device__ inline void mn_grad_consumer(mn_grad_sm90_smem<KT> &smem, const mn_de
         mn_mbarrier_wait(&smem.keys_full[iter % 2], iter / 2 & 1);
         at.tile = smem.place[iter % 2].tile, at.h = smem.place[iter % 2].h;
         at.count = smem.place[iter % 2].count;
-        at.index = REDO ? smem.place[iter % 2].index : index, at.channel0 = 0;
+        at.index = REDO ? smem.place[iter % 2].index : index / HALVES;
+        at.channel0 = mn_grad_channel0<KT, HALVES>(index);
         mn_grad_finish_chunk<KT>(smem, sum, end[0] + end[1], job, at, iter);
         iter++;
     }
@@ -358,18 +403,79 @@ __device__ inline void mn_grad_store_tokens(const mn_delta_params &job, const mn
     if (lane == 0) job.workspace.whole[at.index] = whole;
 }
 
-/* Takes the sums of each chunk from the warps that multiply. */
-template <int KT, bool REDO>
+/* What a half of a chunk's channels has of dG and dbeta, for delta_reduce_grads; what passes inside
+ * the chunk is the first one's. */
+__device__ inline void mn_grad_store_half(mn_delta_partial &part, const mn_grad_sums &sums,
+                                          float cum_decay, bool first) {
+    const int lane = threadIdx.x % 32;
+    float written = 0.0f;
+#pragma unroll 1
+    for (int t = lane; t < MN_DELTA_CHUNK; t += 32) {
+        float G = 0.0f, beta = 0.0f;
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {
+            G += sums.G[i][t];
+            if (first) G += sums.rows[i][t] - sums.columns[i][t];
+            beta += sums.beta[i][t];
+            written += sums.write[i][t];
+        }
+        part.G[t] = G;
+        part.beta[t] = beta;
+    }
+    const float both = lane < MN_DELTA_GRAD_WARPS ? sums.end[lane] : 0.0f;
+    const float end = fmaf(cum_decay, mn_warp_sum(both), mn_warp_sum(written));
+    if (lane == 0) part.end = end;
+}
+
+/* Starts to store a tile of gradients, (64,KT) from at.channel0; of a chunk with which one of
+ * several packed sequences ends, row by row. A warp calls. */
+template <int KT>
+__device__ inline void mn_grad_store_tile(const mn_out &view, const CUtensorMap &map,
+                                          const unsigned char *tile, const mn_delta_params &job,
+                                          const mn_grad_coord &at) {
+    constexpr int vec16s = KT / 8;
+    const int lane = threadIdx.x % 32, i = lane % vec16s, channel = (int)at.channel0 + 8 * i;
+    const int64_t t = at.tile.span.t0 + at.tile.first, b = at.tile.span.b;
+    if (!view.data) return;
+    if (mn_grad_is_full(job, at)) {
+        for (int k = 0; k < KT / 64 && lane == 0; k++) {
+            mn_tma_store(map, tile + k * mn_tile_bytes<64>(), (int)at.channel0 + 64 * k, (int)at.h,
+                         (int)t, (int)b);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int row = lane / vec16s; row < at.count && channel < job.p.call.K; row += 32 / vec16s) {
+        mn_bf16 *to = mn_row<mn_bf16>(view, b, t + row, at.h) + channel;
+        *(uint4 *)to = *(const uint4 *)(tile + mn_tile_swizzle(row, i));
+    }
+}
+
+/* Takes gradients of keys and the sums of each chunk from the warps that multiply. */
+template <int KT, int HALVES, bool REDO>
 __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_delta_params &job,
-                                          int64_t n_records) {
+                                          const mn_grad_tma_maps &maps, int64_t n_records) {
     int iter = 0;
     for (int64_t index = blockIdx.x; index < n_records; index += gridDim.x) {
         const int slot = iter % 2, phase = iter / 2 & 1;
-        if (REDO && job.cuts[index] == 0) continue;
+        if (REDO && job.cuts[index / HALVES] == 0) continue;
         mn_mbarrier_wait(&smem.keys_full[slot], phase);
         mn_mbarrier_wait(&smem.sums_full[slot], phase);
-        mn_grad_store_tokens(job, smem.sums[slot], smem.log_decays[slot].gamma[MN_DELTA_CHUNK - 1],
-                             smem.place[slot]);
+        const mn_grad_coord &at = smem.place[slot];
+        const float cum_decay = smem.log_decays[slot].gamma[MN_DELTA_CHUNK - 1];
+        if (mn_grad_stores_by_tma) {
+            mn_grad_store_tile<KT>(job.p.grad.q, maps.dq, smem.keys[slot].q, job, at);
+            mn_grad_store_tile<KT>(job.p.grad.e, maps.de, smem.keys[slot].e, job, at);
+        }
+        if constexpr (HALVES > 1) {
+            mn_delta_partial *parts = (mn_delta_partial *)job.workspace.parts;
+            const int64_t half = at.channel0 / KT;
+            parts += mn_delta_records(job) * half + at.index;
+            mn_grad_store_half(*parts, smem.sums[slot], cum_decay, half == 0);
+        } else {
+            mn_grad_store_tokens(job, smem.sums[slot], cum_decay, at);
+        }
+        mn_tma_store_wait_read();
         mn_fence_proxy_async();
         mn_mbarrier_arrive_warp(&smem.keys_empty[slot]);
         iter++;
@@ -381,12 +487,12 @@ __device__ inline void mn_grad_token_sums(mn_grad_sm90_smem<KT> &smem, const mn_
 /* DV: dX is dv.
  *
  * Grid: as many blocks of 18 warps as there are processors, block b has records b, b + grid, ...
- * of n_records = slots * H.
+ * of n_records = slots * H, or halves of records of twice as many.
  * Loads   P, A (64,64), S, D (V,KT), R, dX (V,64) and the decays of the workspace, do (64,V), q and
  *         e (64,KT), for each chunk.
  * Stores  grad.q, grad.e (64,KT), grad.beta and grad.g (64) where given; the sum of dg in
- *         workspace.whole. */
-template <int KT, bool REDO, bool DV>
+ *         workspace.whole. HALVES: parts of dbeta and dg in workspace.parts instead. */
+template <int KT, int HALVES, bool REDO, bool DV>
 __global__ void __launch_bounds__(MN_GRAD_SM90_THREADS, 1)
 delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
                        const __grid_constant__ mn_grad_tma_maps maps, int64_t n_records) {
@@ -413,13 +519,13 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
     __syncthreads();
     if (threadIdx.x < MN_DELTA_GRAD_THREADS) {
         mn_setmaxnreg_inc<104>();
-        mn_grad_consumer<KT, REDO, DV>(smem, job, n_records);
+        mn_grad_consumer<KT, HALVES, REDO, DV>(smem, job, n_records);
     } else {
         mn_setmaxnreg_dec<64>();
         if (threadIdx.x < MN_DELTA_GRAD_THREADS + 32) {
-            mn_grad_producer<KT, REDO>(smem, job, maps, n_records);
+            mn_grad_producer<KT, HALVES, REDO>(smem, job, maps, n_records);
         } else if (threadIdx.x < MN_DELTA_GRAD_THREADS + 64) {
-            mn_grad_token_sums<KT, REDO>(smem, job, n_records);
+            mn_grad_token_sums<KT, HALVES, REDO>(smem, job, maps, n_records);
         }
     }
 #endif
@@ -427,36 +533,57 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
-/* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
-inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_params &job,
-                                         int64_t records) {
+/* Maps of do and what the scans have left; false where they cannot be. */
+inline bool mn_delta_grad_value_maps(mn_grad_tma_maps *maps, const mn_delta_params &job,
+                                     int64_t records) {
     const mn_delta_args &p = job.p;
     const mn_delta_workspace &workspace = job.workspace;
     const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
-    *maps = {};
-    return mn_device_is_sm90() && K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data &&
-           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_COT] &&
-           mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
-           mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
+    return job.packed[MN_DELTA_COT] &&
            mn_tma_map(&maps->cot, p.cot.o, p.call, p.call.V, MN_DELTA_CHUNK) &&
            mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
            mn_delta_tma_map_rows(&maps->D, workspace.D, rows, K) &&
            mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK) &&
            (job.dX_is_dv
-                ? mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
-                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK)) &&
+                ? job.packed[MN_DELTA_DV] &&
+                      mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
+                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK));
+}
+
+/* A map of gradients of keys, where they are wanted; false where they are and cannot be mapped. */
+inline bool mn_delta_grad_key_map(CUtensorMap *map, const mn_out &view, bool packed,
+                                  const mn_call &call) {
+    return !mn_grad_stores_by_tma || !view.data ||
+           (packed && mn_tma_map(map, view, call, call.K, MN_DELTA_CHUNK));
+}
+
+/* Whether the kernel serves a call of `records` chunks and heads; fills in the maps. */
+inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_params &job,
+                                         int64_t records) {
+    const mn_delta_args &p = job.p;
+    const mn_delta_workspace &workspace = job.workspace;
+    *maps = {};
+    return mn_device_is_sm90() && mn_delta_padded_k(p.call.K) <= mn_delta_grad_sm90_keys &&
+           p.decay != MN_DECAY_CHANNEL && !p.w.data &&
+           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+           mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
+           mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
+           mn_delta_grad_value_maps(maps, job, records) &&
+           mn_delta_grad_key_map(&maps->dq, p.grad.q, job.packed[MN_DELTA_DQ], p.call) &&
+           mn_delta_grad_key_map(&maps->de, p.grad.e, job.packed[MN_DELTA_DE], p.call) &&
            mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK) &&
            mn_delta_tma_map_rows(&maps->A, workspace.A, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK);
 }
 
-template <int KT>
+template <int KP>
 inline int mn_delta_grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
                               int64_t records, cudaStream_t stream) {
-    const int64_t n = mn_delta_grad_blocks(job, records);
+    constexpr int KT = KP < 128 ? KP : 128, HALVES = KP / KT;
+    const int64_t n = mn_delta_grad_blocks(job, records) * HALVES;
     const int64_t blocks = mn_min(n, (int64_t)mn_device_props_current().processors);
-    const auto kernel = job.cuts       ? delta_grad_sm90_kernel<KT, true, false>
-                        : job.dX_is_dv ? delta_grad_sm90_kernel<KT, false, true>
-                                       : delta_grad_sm90_kernel<KT, false, false>;
+    const auto kernel = job.cuts       ? delta_grad_sm90_kernel<KT, HALVES, true, false>
+                        : job.dX_is_dv ? delta_grad_sm90_kernel<KT, HALVES, false, true>
+                                       : delta_grad_sm90_kernel<KT, HALVES, false, false>;
     return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_GRAD_SM90_THREADS,
                                  sizeof(mn_grad_sm90_smem<KT>), stream, job, maps, n);
 }

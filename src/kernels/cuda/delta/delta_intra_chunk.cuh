@@ -90,7 +90,7 @@ __device__ inline void mn_delta_invert_diagonal(mn_delta_wy_solver &smem, int ha
         }
     }
 #pragma unroll
-    for (int i = 0; i < 16; i++) T[i * MN_DELTA_LD + j] = x[i];
+    for (int i = 0; i < 16; i++) T[i * MN_DELTA_LD + j] = j <= i ? x[i] : 0.0f;
     __syncwarp();
 }
 
@@ -198,6 +198,30 @@ __device__ inline void mn_delta_invert_quarter(mn_delta_wy_solver &smem, int war
     mn_delta_block_store(smem.t(I, J), sum);
 }
 
+/* T and, unless NULL, A to the workspace, by four warps: a thread has eight columns of a row in
+ * each quarter of the rows. */
+template <bool TILE>
+__device__ inline void mn_delta_store_inverse(const mn_delta_wy_solver &smem, mn_bf16 *T,
+                                              mn_bf16 *A) {
+    const int tid = threadIdx.x, row = tid / 8, J = tid % 8 / 2, column = tid % 2 * 8;
+    const float *below = &smem.A[16 * J + row][column];
+    const float *diagonal = &smem.diagonal[row][16 * J + column];
+#pragma unroll
+    for (int I = 0; I < 4; I++) {
+        float x[8] = {};
+        if (J <= I) mn_load<8>(x, J == I ? diagonal : below + 16 * I, 0);
+        const int at = TILE ? mn_tile_swizzle(16 * I + row, tid % 8) / 2 : 128 * 8 * I + 8 * tid;
+        mn_store<8>(T, at, x);
+        if (!A) continue;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const bool inside = J < I || (J == I && column + j < row);
+            x[j] = inside ? smem.A[16 * I + row][16 * J + column + j] : 0.0f;
+        }
+        mn_store<8>(A, 128 * 8 * I + 8 * tid, x);
+    }
+}
+
 /* T from A of `smem`, and both to the workspace (64,64); `A` may be NULL. T is stored row by row,
  * or as a swizzled tile. All THREADS of the block call. */
 template <int THREADS, bool TILE>
@@ -211,26 +235,12 @@ __device__ inline void mn_delta_wy_inverse(mn_delta_wy_solver &smem, mn_bf16 *T,
     __syncthreads();
     if (warp < 4) mn_delta_invert_quarter(smem, warp);
     __syncthreads();
-    for (int k = threadIdx.x; k < MN_DELTA_MATRIX / 8; k += THREADS) {
-        const int row = k / 8, column = k % 8 * 8;
-        const float *from = smem.t(row / 16, column / 16) + row % 16 * MN_DELTA_LD + column % 16;
-        float x[8] = {};
-        if (column / 16 <= row / 16) mn_load<8>(x, from, 0);
-        if (column / 16 == row / 16) {
-#pragma unroll
-            for (int j = 0; j < 8; j++) x[j] = column + j <= row ? x[j] : 0.0f;
-        }
-        mn_store<8>(T, TILE ? mn_tile_swizzle(row, k % 8) / 2 : k * 8, x);
-        if (!A) continue;
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = column + j < row ? smem.A[row][column + j] : 0.0f;
-        mn_store<8>(A, k * 8, x);
-    }
+    if (warp < 4) mn_delta_store_inverse<TILE>(smem, T, A);
 }
 
 /* ---- decays that channels share -------------------------------------------------------------- */
 
-/* Sums in double: a small decay behind a large one still counts. The first warp calls. */
+/* Sums in double: a small decay behind a large one still counts. One warp calls. */
 __device__ inline void mn_delta_cumsum_decays(mn_delta_log_decays &log_decays,
                                               const mn_delta_args &p,
                                            const mn_span &span, int64_t h, int64_t t, int count) {
@@ -280,33 +290,46 @@ __device__ inline void mn_delta_zero_upper(mn_bf16 *P) {
     }
 }
 
+/* Decays of scores in block `block` of 16 rows, a lane's share: since its rows' first token, until
+ * there from the tokens `lane` and `lane` + 32 with their beta, and inside of the block. */
+struct mn_delta_score_decays {
+    float until[2], since[2], inside[2][4];
+};
+
+__device__ inline mn_delta_score_decays mn_delta_score_decays_of(
+    const mn_delta_log_decays &log_decays, int block) {
+    const int lane = threadIdx.x % 32, row = block * 16 + lane / 4, column = lane % 4 * 2;
+    const double start = block > 0 ? log_decays.G[block * 16 - 1] : 0.0;
+    mn_delta_score_decays by;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const double G = log_decays.G[row + 8 * half];
+        const int s = 32 * half + lane;
+        by.since[half] = expf((float)(G - start));
+        // used in front
+        by.until[half] = expf((float)(start - log_decays.G[s])) * log_decays.beta[s];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const double other = log_decays.G[block * 16 + 8 * (i / 2) + column + i % 2];
+            by.inside[i / 2][2 * half + i % 2] = expf((float)(G - other));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) asm volatile("" : "+f"(by.inside[i / 4][i % 4]));    // all at once
+    return by;
+}
+
 /* put(t, s, x, y) for pairs of neighbours among a warp's sums, which are scores of 16 rows: with
  * their decays, and zero behind the diagonal, or on it unless it is `inclusive`. In front of the
  * rows' own block a decay is what a write keeps until there, by what a row keeps from there:
  * neither is more than one. */
 template <typename F>
-__device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
-                                             const mn_delta_log_decays &log_decays, int block,
-                                                 bool inclusive,
-                                             F put) {
+__device__ inline void mn_delta_put_scores(const float (&sum)[8][4],
+                                           const mn_delta_score_decays &by,
+                                           const mn_delta_log_decays &log_decays, int block,
+                                           bool inclusive, F put) {
     const int lane = threadIdx.x % 32, row = block * 16 + lane / 4, column = lane % 4 * 2;
-    const double start = block > 0 ? log_decays.G[block * 16 - 1] : 0.0;
-    float until[2], since[2], own[2][4], cum_decay[2][4];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const double G = log_decays.G[row + 8 * half];
-        const int s = 32 * half + lane;
-        since[half] = expf((float)(G - start));
-        // used in front
-        until[half] = expf((float)(start - log_decays.G[s])) * log_decays.beta[s];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const double other = log_decays.G[block * 16 + 8 * (i / 2) + column + i % 2];
-            cum_decay[i / 2][2 * half + i % 2] = expf((float)(G - other));
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) asm volatile("" : "+f"(cum_decay[i / 4][i % 4]));    // all at once
+    float own[2][4];
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         if (n / 2 > block) break;
@@ -315,12 +338,12 @@ __device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
             for (int i = 0; i < 4; i++) own[n % 2][i] = sum[n][i];
             continue;
         }
-        const float x = __shfl_sync(0xffffffffu, until[n / 4], n % 4 * 8 + column);
-        const float y = __shfl_sync(0xffffffffu, until[n / 4], n % 4 * 8 + column + 1);
+        const float x = __shfl_sync(0xffffffffu, by.until[n / 4], n % 4 * 8 + column);
+        const float y = __shfl_sync(0xffffffffu, by.until[n / 4], n % 4 * 8 + column + 1);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            put(row + 8 * half, 8 * n + column, sum[n][2 * half] * x * since[half],
-                sum[n][2 * half + 1] * y * since[half]);
+            put(row + 8 * half, 8 * n + column, sum[n][2 * half] * x * by.since[half],
+                sum[n][2 * half + 1] * y * by.since[half]);
         }
     }
 #pragma unroll
@@ -334,12 +357,20 @@ __device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const bool inside = s + i < t || (s + i == t && inclusive);
-                const float score = own[n][2 * half + i] * cum_decay[n][2 * half + i] * beta[i];
+                const float score = own[n][2 * half + i] * by.inside[n][2 * half + i] * beta[i];
                 x[i] = inside ? score : 0.0f;
             }
             put(t, s, x[0], x[1]);
         }
     }
+}
+
+template <typename F>
+__device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
+                                             const mn_delta_log_decays &log_decays, int block,
+                                             bool inclusive, F put) {
+    mn_delta_put_scores(sum, mn_delta_score_decays_of(log_decays, block), log_decays, block,
+                        inclusive, put);
 }
 
 /* Rows of A by warps 0 to 3, of P by warps 4 to 7. */

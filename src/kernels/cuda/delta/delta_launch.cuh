@@ -33,6 +33,13 @@ struct mn_delta_workspace_arena {
     }
 };
 
+/* How long sequences of a call are cut; scans of the way back run beside those that save states where
+ * channels share decays and w = e (delta_bwd_chunk.cu). */
+inline mn_delta_segments mn_delta_segments_of(const mn_delta_args *p, bool back, bool pairs) {
+    const bool beside = back && p->decay != MN_DECAY_CHANNEL && !p->w.data;
+    return mn_delta_segments_of(p->call, pairs, beside);
+}
+
 /* Lays out the workspace; false when sizes overflow. */
 inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *bytes,
                                       const mn_delta_args *p, void *base, bool back,
@@ -63,7 +70,7 @@ inline bool mn_delta_workspace_layout(mn_delta_workspace *workspace, size_t *byt
         arena.take(workspace->parts, records, mn_max(K / 64, 2) * (2 * MN_DELTA_CHUNK + 4));
         arena.take(workspace->whole, records, 1);
     }
-    const mn_delta_segments segments = mn_delta_segments_of(call, pairs);
+    const mn_delta_segments segments = mn_delta_segments_of(p, back, pairs);
     if (segments.count > 1) {
         const int64_t heads = mn_scan_cut_sequences(call, segments) * call.H;
         arena.take(workspace->segment_maps, heads * (segments.count - 2), K * (V + K));
@@ -94,7 +101,7 @@ inline bool mn_delta_make_params(mn_delta_params *job, const mn_delta_args *p, v
     job->p = *p;
     job->scale = (float)p->scale;
     job->padded_v = mn_ceil_div(V, 64) * 64;
-    job->segments = mn_delta_segments_of(p->call, false);
+    job->segments = mn_delta_segments_of(p, back, false);
     job->packed[MN_DELTA_Q] = mn_delta_vec_aligned(p->q, K);
     job->packed[MN_DELTA_E] = mn_delta_vec_aligned(p->e, K);
     job->packed[MN_DELTA_W] = mn_delta_vec_aligned(p->w.data ? p->w : p->e, K);
@@ -312,13 +319,13 @@ inline int mn_delta_segment_maps(const mn_delta_params &job, cudaStream_t stream
 /* A scan forward by segments: scan(job, n) launches what job.segments says, with n segments. */
 template <int KP, bool CHANNEL, typename Scan>
 inline int mn_delta_scan_segments(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
-    int code = scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_FIRST, 0), 0);
-    if (!job.cuts) {    // a redo finds states in front of segments
-        if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
-        if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
-    }
-    if (code != cudaSuccess) return code;
-    return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 1), job.segments.count - 1);
+    const int n = job.segments.count, first = MN_DELTA_SEGMENT_FIRST, rest = MN_DELTA_SEGMENT_REST;
+    // a redo finds states in front of segments
+    if (job.cuts) return scan(mn_delta_part_of(job, first | rest, 1), n - 1);
+    int code = scan(mn_delta_part_of(job, first, 0), 0);
+    if (code == cudaSuccess) code = mn_delta_segment_maps<KP, CHANNEL>(job, stream);
+    if (code == cudaSuccess) code = mn_delta_segment_states<KP, false>(job, stream);
+    return code == cudaSuccess ? scan(mn_delta_part_of(job, rest, 1), n - 1) : code;
 }
 
 /* What the scan back leaves apart from what that forward does: what maps add, and states. */
@@ -332,11 +339,11 @@ inline mn_delta_params mn_delta_back_apart(const mn_delta_params &job) {
 /* Back, where the maps are there already but for what they add. */
 template <int KP, typename Scan>
 inline int mn_delta_scan_segments_back(const mn_delta_params &job, cudaStream_t stream, Scan scan) {
-    const int first = MN_DELTA_SEGMENT_FIRST | (job.cuts ? 0 : MN_DELTA_SEGMENT_MAPS);
-    int code = scan(mn_delta_part_of(job, first, 1), job.cuts ? 0 : job.segments.count - 2);
-    if (code == cudaSuccess && !job.cuts) code = mn_delta_segment_states<KP, true>(job, stream);
-    if (code != cudaSuccess) return code;
-    return scan(mn_delta_part_of(job, MN_DELTA_SEGMENT_REST, 0), job.segments.count - 1);
+    const int n = job.segments.count, first = MN_DELTA_SEGMENT_FIRST, rest = MN_DELTA_SEGMENT_REST;
+    if (job.cuts) return scan(mn_delta_part_of(job, first | rest, 0), n - 1);
+    int code = scan(mn_delta_part_of(job, first | MN_DELTA_SEGMENT_MAPS, 1), n - 2);
+    if (code == cudaSuccess) code = mn_delta_segment_states<KP, true>(job, stream);
+    return code == cudaSuccess ? scan(mn_delta_part_of(job, rest, 0), n - 1) : code;
 }
 
 /* Both at once, neither of which needs the other: each launch of the scan back, for which `behind`

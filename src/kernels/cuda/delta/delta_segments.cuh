@@ -28,6 +28,7 @@ namespace mneme::delta {
  * as many of them. */
 enum {
     MN_DELTA_SEGMENT_BLOCKS = 128,         // of all segments behind the first
+    MN_DELTA_SEGMENT_BESIDE = 264,         // of the launches `first` of both scans at once
     MN_DELTA_MOST_SEGMENTS = 17,
     MN_DELTA_SEGMENT_LEAST = 8192,         // tokens of a sequence that is cut
     MN_DELTA_SEGMENT_TOKENS = 512,         // and for each block that it has without segments
@@ -35,16 +36,23 @@ enum {
     MN_DELTA_STATES_THREADS = 256,
 };
 
-inline mn_delta_segments mn_delta_segments_of(const mn_call &call, bool pairs) {
+/* `beside`: both scans run at once, two blocks a processor, and the launches with which they begin
+ * have for each block of a sequence 1 + 1 of first segments and 1 + 1 + 1 of maps of each other
+ * one: what each adds, and M. Where these are more than a GPU holds at once, segments between are
+ * half as long, so that two of them take as long as an end. */
+inline mn_delta_segments mn_delta_segments_of(const mn_call &call, bool pairs, bool beside) {
     const int64_t blocks = call.H * mn_ceil_div(call.V, 64);
     mn_delta_segments segments = {};
-    segments.count = 1;
+    segments.count = segments.ends = 1;
     segments.least = mn_max(MN_DELTA_SEGMENT_LEAST, blocks * MN_DELTA_SEGMENT_TOKENS);
     if (pairs || blocks == 0 || call.K > 128 || 2 * blocks > MN_DELTA_SEGMENT_BLOCKS ||
         call.T < segments.least) {
         return segments;
     }
-    segments.count = (int)mn_min(1 + MN_DELTA_SEGMENT_BLOCKS / blocks, MN_DELTA_MOST_SEGMENTS);
+    int64_t count = 1 + MN_DELTA_SEGMENT_BLOCKS / blocks;
+    if (beside) count = mn_max(3, 2 + (MN_DELTA_SEGMENT_BESIDE / blocks - 2) / 3);
+    if (beside && blocks * (3 * count - 4) > MN_DELTA_SEGMENT_BESIDE) segments.ends = 2;
+    segments.count = (int)mn_min(count, MN_DELTA_MOST_SEGMENTS);
     return segments;
 }
 

@@ -52,6 +52,7 @@ enum {
 struct mn_delta_segments {
     int64_t least;    // tokens of a sequence that is cut
     int count;        // into so many segments; 1: none is long enough
+    int ends;         // the first and the last have so many times the rows of those between
     int part, first;  // of a launch: which, and its first segment but for those that begin a scan
 };
 

@@ -131,18 +131,21 @@ struct mn_scan_tma_maps {
     bool serve;    // otherwise threads copy
 };
 
-/* How a sequence is cut: `n` segments of `rows` rows, the last of which may have fewer. A sequence
- * is cut by its own length alone. */
+/* How a sequence is cut: `n` segments, of which the first has `first` rows, the last what is left
+ * and those between `rows`. A sequence is cut by its own length alone. */
 struct mn_scan_cut {
-    int64_t rows;
+    int64_t rows, first;
     int n;
 };
 
 __device__ inline mn_scan_cut mn_scan_cut_of(const mn_delta_segments &segments, int64_t n_rows) {
-    if (n_rows < segments.least) return { n_rows, 1 };
-    const int64_t share = (n_rows + segments.count - 1) / segments.count;
+    if (n_rows < segments.least) return { n_rows, n_rows, 1 };
+    const int between = segments.count - 2, shares = between + 2 * segments.ends;
+    const int64_t share = (n_rows + shares - 1) / shares;
     const int64_t rows = (share + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK * MN_DELTA_CHUNK;
-    return { rows, (int)((n_rows + rows - 1) / rows) };
+    const int64_t first = min(rows * segments.ends, n_rows);
+    const int n = (int)min((int64_t)between, (n_rows - first + rows - 1) / rows);
+    return { rows, first, 1 + n + (n_rows > first + n * rows) };
 }
 
 /* Sequences that may be cut have numbers of their own: of packed ones each begins at least that
@@ -192,7 +195,7 @@ __device__ inline void mn_scan_find_segment(mn_scan_coord &at, const mn_delta_pa
     const mn_scan_cut cut = mn_scan_cut_of(job.segments, at.n_rows);
     const int head = BACK ? cut.n - 1 : 0, tail = BACK ? 0 : cut.n - 1;
     if (begins) segment = head;
-    const int64_t first = segment * cut.rows;
+    const int64_t first = segment > 0 ? cut.first + (segment - 1) * cut.rows : 0;
     at.map = !begins && job.segments.part & MN_DELTA_SEGMENT_MAPS, at.segment = segment;
     if (segment >= cut.n || (!begins && segment == head) || (at.map && segment == tail)) {
         at.map = false;
@@ -208,7 +211,7 @@ __device__ inline void mn_scan_find_segment(mn_scan_coord &at, const mn_delta_pa
     }
     at.span.t0 += first;
     at.first += first / MN_DELTA_CHUNK;
-    at.n_rows = min(cut.rows, at.n_rows - first);
+    at.n_rows = segment == cut.n - 1 ? at.n_rows - first : segment > 0 ? cut.rows : cut.first;
 }
 
 /* In a redo a scan has the rows on its side of where the sequence is cut, and only the segment that

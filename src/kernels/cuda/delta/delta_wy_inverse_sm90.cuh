@@ -50,17 +50,23 @@ __device__ inline void mn_wy_inverse_tma_load(unsigned char *to, const CUtensorM
     }
 }
 
-/* sum += left right', (64,64), for tiles of 64 rows and KP columns, by a warpgroup: a warp has 16
- * rows. */
+/* Starts sum += left right', (64,64), for tiles of 64 rows and KP columns, by a warpgroup: a warp
+ * has 16 rows. */
 template <int KP>
-__device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsigned right) {
+__device__ inline void mn_wgmma_scores_start(float (&sum)[8][4], unsigned left, unsigned right) {
     mn_mma_fence<true>();
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
         const unsigned at = k / 64 * 8192 + k % 64 * 2;
         mn_wgmma_m64n64k16(sum, left + at, right + at);
     }
-    mn_mma_commit_wait<true>();
+    mn_mma_commit<true>();
+}
+
+template <int KP>
+__device__ inline void mn_wgmma_scores(float (&sum)[8][4], unsigned left, unsigned right) {
+    mn_wgmma_scores_start<KP>(sum, left, right);
+    mn_mma_wait<true>();
 }
 
 /* Brings part `part` of e and, for SCORES, q of a chunk, and with the first makes its decays. Who
@@ -87,13 +93,13 @@ __device__ inline void mn_wy_inverse_load(mn_wy_inverse_smem<KP, SCORES> &smem,
         const int t = (int)(tile.span.t0 + tile.first), b = (int)tile.span.b;
         if (part == 0) {
             mn_mbarrier_init(&smem.full, 1);
-            mn_mbarrier_init_fence();
+            mn_fence_proxy_async();    // of the block's memory alone: a fence of all takes longer
         }
         mn_mbarrier_arrive_expect_tx(&smem.full, (SCORES ? 2 : 1) * mn_tile_bytes<KT>());
         mn_wy_inverse_tma_load<KT>(smem.e, keys, &smem.full, key, t, b, channel);
         if (SCORES) mn_wy_inverse_tma_load<KT>(smem.q, queries, &smem.full, key, t, b, channel);
     }
-    if (part == 0 && threadIdx.x < 32) {
+    if (part == 0 && threadIdx.x / 32 == 3) {    // the first two have more of the inverse
         mn_delta_cumsum_decays(smem.log_decays, p, tile.span, h, tile.first, count);
     }
     mn_cp_async_wait<0>();
@@ -112,6 +118,29 @@ __device__ inline void mn_wy_inverse_store_P(mn_bf16 *P, const unsigned char *ti
     }
 }
 
+/* Whether a batch's last chunks go first. */
+constexpr bool wy_from_last = true;
+
+/* The chunk of a block. Of a batch, the last chunks of all sequences are the first: the scan behind
+ * begins with the other ones, of which keys and T are in the second cache then. */
+template <bool REDO>
+__device__ inline mn_delta_chunk_place mn_wy_inverse_find_chunk(const mn_delta_params &job) {
+    const mn_call &call = job.p.call;
+    if (REDO || call.cu_seqlens || !wy_from_last) {
+        return mn_delta_find_chunk<REDO>(job, MN_DELTA_CHUNK);
+    }
+    const unsigned turn = blockIdx.x / (unsigned)call.H, B = (unsigned)call.B;
+    const int64_t n_chunks = (call.T + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK;
+    const int64_t chunk = n_chunks - 1 - turn / B, n = turn % B;
+    mn_delta_chunk_place place = {};
+    mn_tile_span &tile = place.tile;
+    place.h = blockIdx.x % (unsigned)call.H;
+    place.index = (n * n_chunks + chunk) * call.H + place.h;
+    tile.n = n, tile.span = mn_span_at(call, n), tile.first = chunk * MN_DELTA_CHUNK;
+    tile.n_rows = min((int64_t)MN_DELTA_CHUNK, call.T - tile.first);
+    return place;
+}
+
 /* From e, g and beta of a chunk, and q for SCORES, to T and the decays in the workspace, and A and
  * P. */
 template <int KP, bool SCORES, bool REDO>
@@ -119,7 +148,8 @@ __device__ inline void mn_wy_inverse_chunk(mn_wy_inverse_smem<KP, SCORES> &smem,
                                            const mn_delta_params &job, const CUtensorMap &keys,
                                            const CUtensorMap &queries) {
     const mn_delta_workspace &workspace = job.workspace;
-    const mn_delta_chunk_place place = mn_delta_find_chunk<REDO>(job, MN_DELTA_CHUNK);
+    const mn_delta_chunk_place place = SCORES ? mn_delta_find_chunk<REDO>(job, MN_DELTA_CHUNK)
+                                              : mn_wy_inverse_find_chunk<REDO>(job);
     constexpr int KT = mn_wy_inverse_channels<KP>;
     const int64_t matrix = place.index * MN_DELTA_MATRIX;
     const int warp = threadIdx.x / 32;
@@ -189,11 +219,12 @@ __device__ inline void mn_wy_inverse_redo(mn_wy_inverse_smem<KP, false> &smem,
 
 #endif
 
-/* Grid: chunk slots * H blocks of 128 threads, block = slot * H + h, or as delta_redo.cuh says.
+/* Grid: chunk slots * H blocks of 128 threads, block = slot * H + h, or as delta_redo.cuh says;
+ *         without SCORES a batch's as mn_wy_inverse_find_chunk says.
  * Loads   e and, for SCORES, q (64,K) of the key head by TMA, and g and beta (64) of the head.
- * Stores  workspace.T[block] (64,64) in bf16, swizzled: (I + A)^-1 with A_ts = beta_s e_t.e_s
- *         exp(G_t - G_s) for s < t; workspace.log_decays[block]. SCORES: row by row, and P, and A
- *         where wanted.
+ * Stores  at slot * H + h workspace.T (64,64) in bf16, swizzled: (I + A)^-1 with
+ *         A_ts = beta_s e_t.e_s exp(G_t - G_s) for s < t; workspace.log_decays. SCORES: row by row,
+ *         and P, and A where wanted.
  * May start before the launch in front of it has ended: the first block waits for that. */
 template <int KP, bool SCORES, bool REDO>
 __global__ void __launch_bounds__(MN_DELTA_WY_THREADS, SCORES ? 5 : REDO ? 1 : 8)
@@ -236,15 +267,17 @@ inline int mn_delta_intra_chunk_sm90(const mn_delta_params &job, bool *served,
     const mn_delta_args &p = job.p;
     const int64_t blocks = mn_delta_chunk_blocks(job, MN_DELTA_CHUNK);
     CUtensorMap keys, queries;
-    *served = mn_device_is_sm90() && p.decay != MN_DECAY_CHANNEL && !p.w.data && blocks > 0 &&
-              blocks <= INT32_MAX && job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+    *served = mn_device_is_sm90() && (KP > 128 || !job.cuts) && p.decay != MN_DECAY_CHANNEL &&
+              !p.w.data && blocks > 0 && blocks <= INT32_MAX && job.packed[MN_DELTA_Q] &&
+              job.packed[MN_DELTA_E] &&
               mn_tma_map(&keys, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
               mn_tma_map(&queries, p.q, p.call, p.call.K, MN_DELTA_CHUNK);
     if (!*served) return cudaSuccess;
-    return mn_launch_smem_behind(job.cuts,
-                                 job.cuts ? delta_wy_inverse_sm90_kernel<KP, true, true>
-                                          : delta_wy_inverse_sm90_kernel<KP, true, false>,
-                                 dim3((unsigned)blocks), MN_DELTA_WY_THREADS,
+    auto kernel = delta_wy_inverse_sm90_kernel<KP, true, false>;
+    if constexpr (KP > 128) {    // narrower ones are not made again with scores
+        if (job.cuts) kernel = delta_wy_inverse_sm90_kernel<KP, true, true>;
+    }
+    return mn_launch_smem_behind(job.cuts, kernel, dim3((unsigned)blocks), MN_DELTA_WY_THREADS,
                                  sizeof(mn_wy_inverse_smem<KP, true>), stream, job, keys, queries);
 }
 

@@ -9,6 +9,7 @@
  * Gradients of parameters gather in a few parts, each of every n-th tile, which are added last. */
 #include "kernels/cuda/attention/attention_strip_mma.cuh"
 #include "kernels/cuda/hyper/hyper_step.cuh"
+#include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/prim/fmax.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 
@@ -22,18 +23,19 @@ using namespace attention;
  * A thread has lags (in layout position, keys) and goes over four rows with what the mixing
  * parameters have for a lag, so that these are read once for four rows. Contractions over lags sum
  * 16 ranks of four rows at a time. The parameters lie by lag, in float, ranks padded with zeros to
- * a multiple of 16:
+ * a multiple of 16, four of them side by side for each lag, so that lanes with neighbouring lags
+ * read what lies side by side (`mn_hyper_place`):
  *
- *   U (lags, ranks)    Vt (lags, ranks), turned    d (lags)
+ *   U (ranks / 4, lags, 4)    Vt (ranks / 4, lags, 4), turned    d (lags)
  *
  * A row of a strip keeps two numbers and for each of its mixes h = z U, h c and y c.
  * Norm l2 divides x1 before the activation; relu and everything after it are homogeneous, so it is
  * applied to the output like out_scale. */
 
-enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_LAGS = 2 };
+enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_LAGS = 4, MN_HYPER_THREADS = 128 };
 enum {
     MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS,
-    MN_HYPER_STEP = MN_HYPER_LAGS * MN_Q_BLOCK_THREADS,
+    MN_HYPER_STEP = MN_HYPER_LAGS * MN_HYPER_THREADS,
 };
 enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_FIRST = 4 };    // of a row
 
@@ -43,12 +45,17 @@ struct mn_hyper_params {
     mn_q_block s;
     int64_t ranks, lags;              // padded ranks; P, or 0 without parameters
     bool has_params[2];                    // first mix, second mix
-    float *params;                    // (Q + H, lags (2 ranks + 1))
+    float *params;                    // (Q + H, (2 ranks + 1) lags)
     float *z[2], *base, *w, *g[2];    // matrices of a strip; base may be z[0], w may be base
     float *rows;                      // (tiles, H, rows, row_floats)
     int64_t row_floats;
     int branches;
 };
+
+/* Where rank a of a lag lies in U or Vt, or in sums of their gradients. */
+__device__ inline int mn_hyper_place(const mn_hyper_params &k, int lag, int a) {
+    return (a / 4 * (int)k.lags + lag) * 4 + a % 4;
+}
 
 /* One mix. */
 struct mn_hyper_mix {
@@ -157,7 +164,7 @@ __device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *scratch
     if (threadIdx.x < MN_HYPER_SUMS) {
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MN_Q_BLOCK_THREADS / 32; i++) {
+        for (int i = 0; i < MN_HYPER_THREADS / 32; i++) {
             sum += scratch[i * MN_HYPER_SUMS + threadIdx.x];
         }
         out[threadIdx.x] = sum;
@@ -167,14 +174,16 @@ __device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *scratch
 
 /* What the threads of a block share: ranks of a mix of four rows, sums, room for them. */
 struct mn_hyper_smem {
-    float sums[MN_HYPER_SUMS], scratch[MN_Q_BLOCK_THREADS / 32 * MN_HYPER_SUMS], thread_group[32];
+    float sums[MN_HYPER_SUMS], scratch[MN_HYPER_THREADS / 32 * MN_HYPER_SUMS], thread_group[32];
 };
 
-/* 16 ranks of a lag */
-__device__ inline void mn_hyper_load(float (&x)[MN_HYPER_RANKS], const float *from) {
+/* 16 ranks of a lag, from a0 on */
+__device__ inline void mn_hyper_load(float (&x)[MN_HYPER_RANKS], const mn_hyper_params &k,
+                                     const float *from, int lag, int a0) {
+    const int at = mn_hyper_place(k, lag, a0), step = (int)k.lags;
 #pragma unroll
     for (int i = 0; i < MN_HYPER_RANKS; i += 4) {
-        const float4 v = *(const float4 *)(from + i);
+        const float4 v = *(const float4 *)(from + (at + i * step));
         x[i] = v.x, x[i + 1] = v.y, x[i + 2] = v.z, x[i + 3] = v.w;
     }
 }
@@ -190,20 +199,20 @@ __device__ inline void mn_hyper_down_project(const mn_hyper_params &k, const mn_
         float sums[MN_HYPER_SUMS] = {}, next[MN_HYPER_RANKS], z_next[MN_HYPER_ROWS];
         const auto fetch = [&](int j) {
             if (j >= f.max_tiles) return;
-            mn_hyper_load(next, by_lag + j * k.ranks + a0);
+            mn_hyper_load(next, k, by_lag, j, (int)a0);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
                 z_next[r] = j < f.keys(r) ? lag0_offset[mn_hyper_lag_offset(k, r, j)] : 0.0f;
             }
         };
         fetch(threadIdx.x);
-        for (int j = threadIdx.x; j < f.max_tiles; j += MN_Q_BLOCK_THREADS) {
+        for (int j = threadIdx.x; j < f.max_tiles; j += MN_HYPER_THREADS) {
             float u[MN_HYPER_RANKS], z[MN_HYPER_ROWS];
 #pragma unroll
             for (int a = 0; a < MN_HYPER_RANKS; a++) u[a] = next[a];
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) z[r] = z_next[r];
-            fetch(j + MN_Q_BLOCK_THREADS);
+            fetch(j + MN_HYPER_THREADS);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
 #pragma unroll
@@ -221,38 +230,37 @@ __device__ inline void mn_hyper_down_project(const mn_hyper_params &k, const mn_
     }
 }
 
-/* Numbers of a thread: two lags, a block's threads apart, of four rows. */
+/* Numbers of a thread: four lags, a block's threads apart, of four rows. */
 struct mn_hyper_frag {
     float at[MN_HYPER_LAGS][MN_HYPER_ROWS];
 };
 
 __device__ inline int mn_hyper_lag(int j, int l) {
-    return j + l * MN_Q_BLOCK_THREADS;
+    return j + l * MN_HYPER_THREADS;
 }
 
-/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag */
+/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag. Ranks of
+ * a row, which all lanes read alike at four cycles for four of them, serve four lags. */
 __device__ inline void mn_hyper_up_project(const mn_hyper_params &k, const mn_hyper_rows4 &f,
                                        mn_hyper_frag &x, const float *of_rows,
                                        const float *by_lag, int j) {
-    for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
-        float v[MN_HYPER_LAGS][MN_HYPER_RANKS] = {};
+#pragma unroll 2
+    for (int a = 0; a < (int)k.ranks; a += 4) {
+        float4 v[MN_HYPER_LAGS];
 #pragma unroll
         for (int l = 0; l < MN_HYPER_LAGS; l++) {
             const int lag = mn_hyper_lag(j, l);
-            if (lag < f.max_tiles) mn_hyper_load(v[l], by_lag + lag * k.ranks + a0);
+            v[l] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (lag < f.max_tiles) v[l] = *(const float4 *)(by_lag + mn_hyper_place(k, lag, a));
         }
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            const float4 c = *(const float4 *)(of_rows + r * (int)k.ranks + a);
 #pragma unroll
-            for (int a = 0; a < MN_HYPER_RANKS; a += 4) {
-                const float4 c = *(const float4 *)(of_rows + r * k.ranks + a0 + a);
-#pragma unroll
-                for (int l = 0; l < MN_HYPER_LAGS; l++) {
-                    float y = x.at[l][r];
-                    y = fmaf(c.x, v[l][a], y), y = fmaf(c.y, v[l][a + 1], y);
-                    y = fmaf(c.z, v[l][a + 2], y), y = fmaf(c.w, v[l][a + 3], y);
-                    x.at[l][r] = y;
-                }
+            for (int l = 0; l < MN_HYPER_LAGS; l++) {
+                float y = x.at[l][r];
+                y = fmaf(c.x, v[l].x, y), y = fmaf(c.y, v[l].y, y);
+                x.at[l][r] = fmaf(c.w, v[l].w, fmaf(c.z, v[l].z, y));
             }
         }
     }
@@ -333,13 +341,13 @@ __device__ inline void mn_hyper_zero_tail(const mn_hyper_params &k, const mn_hyp
                                           float *matrix) {
     for (int r = 0; r < f.n; r++) {
         float *line = matrix + mn_q_block_offset(k.s, f.which, f.head, f.first + r);
-        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_Q_BLOCK_THREADS) line[i] = 0.0f;
+        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_HYPER_THREADS) line[i] = 0.0f;
     }
 }
 
 /* base from z, w from base, and the scale of the output. A block has four rows of a head. */
 template <typename T>
-__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
+__global__ void __launch_bounds__(MN_HYPER_THREADS, 4)
 hyper_rows_fwd_kernel(const __grid_constant__ mn_hyper_params k) {
     extern __shared__ __align__(16) float shared[];
     __shared__ mn_hyper_smem scratch;
@@ -353,7 +361,7 @@ hyper_rows_fwd_kernel(const __grid_constant__ mn_hyper_params k) {
     float *base = mn_hyper_lag0(k, k.base, f), *w = mn_hyper_lag0(k, k.w, f);
     const float *z1 = mn_hyper_lag0(k, k.z[0], f);
     const float *z2 = mn_hyper_lag0(k, k.z[k.branches - 1], f);
-    for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_Q_BLOCK_THREADS) {
+    for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_HYPER_THREADS) {
         shared[i] = 0.0f;
     }
     __syncthreads();
@@ -372,7 +380,7 @@ hyper_rows_fwd_kernel(const __grid_constant__ mn_hyper_params k) {
     }
 #pragma unroll
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        const float norm = sqrtf(mn_group_sum<MN_Q_BLOCK_THREADS>(square[r], scratch.thread_group));
+        const float norm = sqrtf(mn_group_sum<MN_HYPER_THREADS>(square[r], scratch.thread_group));
         if (threadIdx.x != 0 || f.keys(r) == 0) continue;
         float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + r);
         saved_row[MN_HYPER_NORM] = norm;
@@ -428,19 +436,19 @@ __device__ inline void mn_hyper_norm_grad(const mn_hyper_params &k, const mn_hyp
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
         float *saved_row = mn_hyper_saved_row(k, f.which, f.head, f.first + (r < f.n ? r : 0));
         const float *h = mn_hyper_saved_ranks(k, saved_row, 2, MN_HYPER_H);
-        for (int64_t a = threadIdx.x; k.has_params[1] && a < k.ranks; a += MN_Q_BLOCK_THREADS) {
+        for (int64_t a = threadIdx.x; k.has_params[1] && a < k.ranks; a += MN_HYPER_THREADS) {
             along[r] = fmaf(yc[r * k.ranks + a], h[a], along[r]);
         }
         const float by = saved_row[MN_HYPER_SCALE];
         const bool normed = k.p.norm != 2 && saved_row[MN_HYPER_NORM] > (float)k.p.eps;
-        const float sum = mn_group_sum<MN_Q_BLOCK_THREADS>(along[r], scratch.thread_group);
+        const float sum = mn_group_sum<MN_HYPER_THREADS>(along[r], scratch.thread_group);
         pull[r] = normed ? sum * by * by : 0.0f;
     }
 }
 
 /* From w, the cotangent of the weights, to g, those of x1 and x2. */
 template <typename T>
-__global__ void __launch_bounds__(MN_Q_BLOCK_THREADS, 2)
+__global__ void __launch_bounds__(MN_HYPER_THREADS, 4)
 hyper_rows_bwd_kernel(const __grid_constant__ mn_hyper_params k) {
     extern __shared__ __align__(16) float shared[];
     __shared__ mn_hyper_smem scratch;
@@ -455,7 +463,7 @@ hyper_rows_bwd_kernel(const __grid_constant__ mn_hyper_params k) {
     const float *z1 = mn_hyper_lag0(k, k.z[0], f);
     const float *z2 = mn_hyper_lag0(k, k.z[k.branches - 1], f);
     const float *w = mn_hyper_lag0(k, k.w, f);
-    for (int e = threadIdx.x; e < 3 * each; e += MN_Q_BLOCK_THREADS) {
+    for (int e = threadIdx.x; e < 3 * each; e += MN_HYPER_THREADS) {
         const int i = (int)(e / each), r = (int)(e % each / k.ranks);
         float x = 0.0f;
         if (r < f.n && k.has_params[0] && i < k.branches) {
@@ -509,13 +517,14 @@ __global__ void hyper_params_by_lag_kernel(const __grid_constant__ mn_hyper_para
     float *to = k.params + mix * k.lags * (2 * k.ranks + 1);
     const int64_t entry = mn_hyper_entry(k, j);
     for (int64_t a = 0; a < k.ranks; a++) {
-        to[j * k.ranks + a] = a < R ? mn_float(U[entry * R + a]) : 0.0f;
-        to[(k.lags + j) * k.ranks + a] = a < R ? mn_float(Vt[a * c.P + entry]) : 0.0f;
+        float *at = to + mn_hyper_place(k, (int)j, (int)a);
+        at[0] = a < R ? mn_float(U[entry * R + a]) : 0.0f;
+        at[k.lags * k.ranks] = a < R ? mn_float(Vt[a * c.P + entry]) : 0.0f;
     }
     to[2 * k.lags * k.ranks + j] = mn_float(d[entry]);
 }
 
-/* Sums of parts by lag, (parts, Q + H, (2 ranks + 1) lags), to the parameters' gradients. */
+/* Sums of parts by lag, which lie as parameters do, to the parameters' gradients. */
 template <typename T>
 __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_params k,
                                            const float *partials,
@@ -536,8 +545,9 @@ __global__ void hyper_reduce_params_kernel(const __grid_constant__ mn_hyper_para
     T *dd = mn_row<T>(second ? k.p.grad.d2 : k.p.grad.d1, 0, 0, which);
     const int64_t entry = mn_hyper_entry(k, j);
     for (int64_t a = 0; a < R; a++) {
-        if (dU) mn_put(dU + entry * R + a, sum(j * k.ranks + a));
-        if (dVt) mn_put(dVt + a * c.P + entry, sum((k.lags + j) * k.ranks + a));
+        const int64_t at = mn_hyper_place(k, (int)j, (int)a);
+        if (dU) mn_put(dU + entry * R + a, sum(at));
+        if (dVt) mn_put(dVt + a * c.P + entry, sum(k.lags * k.ranks + at));
     }
     if (dd) mn_put(dd + entry, sum(2 * k.lags * k.ranks + j));
 }
@@ -569,9 +579,9 @@ hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *parti
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
         float dU[MN_HYPER_RANKS] = {}, dVt[MN_HYPER_RANKS] = {}, U[MN_HYPER_RANKS] = {};
         if (valid) {
-            mn_hyper_load(dU, partial + j * k.ranks + a0);
-            mn_hyper_load(dVt, partial + (k.lags + j) * k.ranks + a0);
-            mn_hyper_load(U, m.U + j * k.ranks + a0);
+            mn_hyper_load(dU, k, partial, (int)j, (int)a0);
+            mn_hyper_load(dVt, k, partial + k.lags * k.ranks, (int)j, (int)a0);
+            mn_hyper_load(U, k, m.U, (int)j, (int)a0);
         }
         const bool last = a0 + MN_HYPER_RANKS >= k.ranks, sums_d = a0 == 0;
         for (int64_t i = blockIdx.z; i < k.s.n_tiles; i += n_partials) {
@@ -629,20 +639,211 @@ hyper_params_grad_kernel(const __grid_constant__ mn_hyper_params k, float *parti
                         const float *saved_row = mn_hyper_saved_row(k, i, head, r0 + r);
                         const float *all = saved_row + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
                         for (int64_t a = 0; a < a0; a++) {
-                            dz = fmaf(all[a], m.U[j * k.ranks + a], dz);
+                            dz = fmaf(all[a], m.U[mn_hyper_place(k, (int)j, (int)a)], dz);
                         }
                         from_g[r * step] = dz;
                     }
                 }
             }
         }
-        for (int a = 0; valid && a < MN_HYPER_RANKS; a++) {
-            partial[j * k.ranks + a0 + a] = dU[a];
-            partial[(k.lags + j) * k.ranks + a0 + a] = dVt[a];
+#pragma unroll
+        for (int a = 0; a < MN_HYPER_RANKS; a++) {
+            float *at = partial + mn_hyper_place(k, (int)j, (int)a0 + a);
+            if (valid) at[0] = dU[a], at[k.lags * k.ranks] = dVt[a];
         }
     }
     if (valid) partial[2 * k.lags * k.ranks + j] = dd;
 }
+
+/* ---- gradients of parameters by tensor cores ------------------------------------------------- */
+
+/* The same for 16 ranks of bf16 calls, in tf32, whose roundings are an eighth of those of bf16. A
+ * warp has two blocks of 16 lags, and eight rows at a time:
+ *
+ *   dU (lags, ranks) += z' y c    dVt += g' h c    dz' (lags, rows) = (1 + d) g' + U (y c)'
+ *
+ * Of 16 lags a thread has lane / 4 and that plus 8; of eight rows 2 (lane % 4) and the next, which
+ * are depths lane % 4 and that plus 4 of z' and g' as left operands, and their columns of dz': what
+ * is loaded of g is where dz is made. */
+enum { MN_HYPER_RANK_PITCH = 20 };    // of ranks of rows: lanes meet in no bank
+
+struct mn_hyper_grad_smem {
+    float hc[MN_Q_BLOCK_ROWS][MN_HYPER_RANK_PITCH], yc[MN_Q_BLOCK_ROWS][MN_HYPER_RANK_PITCH];
+};
+
+__device__ inline float mn_hyper_tf32(float x) {
+    uint32_t rounded = 0;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+#endif
+    return __uint_as_float(rounded);
+}
+
+__device__ inline void mn_hyper_mma(float (&d)[4], const float (&a)[4], float b0, float b1) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])),
+                   "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+                   "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+#endif
+}
+
+/* 16 lags of a mix from `lag` on. */
+struct mn_hyper_grad_lags {
+    float U[2][4];                 // 16 lags by eight ranks each
+    float dU[2][4], dVt[2][4];     // the same
+    float by[2], dd[2];            // 1 + d, and its gradient
+
+    /* use(number, rank, lag) for a thread's two sums of ranks and lags */
+    template <typename F>
+    __device__ static void each(int lag, F use) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            use(i, 8 * (i / 4) + lane % 4 * 2 + i % 2, lag + lane / 4 + i % 4 / 2 * 8);
+        }
+    }
+
+    __device__ void load(const mn_hyper_params &k, const mn_hyper_mix &m, const float *partial,
+                         int lag) {
+        const int lane = threadIdx.x % 32, lags = (int)k.lags;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int at = lag + lane / 4 + i % 2 * 8, a = i / 4 * 8 + lane % 4 + i % 4 / 2 * 4;
+            const float x = at < lags ? m.U[mn_hyper_place(k, at, a)] : 0.0f;
+            U[i / 4][i % 4] = mn_hyper_tf32(x);
+        }
+        each(lag, [&](int i, int a, int at) {
+            const float *from = partial + mn_hyper_place(k, at, a);
+            dU[i / 4][i % 4] = at < lags ? from[0] : 0.0f;
+            dVt[i / 4][i % 4] = at < lags ? from[k.lags * k.ranks] : 0.0f;
+        });
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int at = lag + lane / 4 + 8 * half;
+            by[half] = at < lags ? 1.0f + m.d[at] : 0.0f;
+            dd[half] = 0.0f;
+        }
+    }
+
+    __device__ void store(const mn_hyper_params &k, float *partial, int lag) {
+        const int lane = threadIdx.x % 32, lags = (int)k.lags;
+        each(lag, [&](int i, int a, int at) {
+            float *to = partial + mn_hyper_place(k, at, a);
+            if (at < lags) to[0] = dU[i / 4][i % 4], to[k.lags * k.ranks] = dVt[i / 4][i % 4];
+        });
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int at = lag + lane / 4 + 8 * half;
+            float sum = dd[half] + __shfl_xor_sync(0xffffffffu, dd[half], 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            if (lane % 4 == 0 && at < lags) partial[2 * k.lags * k.ranks + at] += sum;
+        }
+    }
+
+    /* dz of eight rows from g, and what they give to parameters; numbers as left operands have
+     * them: lag half i % 2, row i / 2 of the thread's two. */
+    __device__ void add(float (&dz)[4], const float (&z)[4], const float (&g)[4],
+                        const mn_hyper_grad_smem &smem, int row) {
+        const int lane = threadIdx.x % 32, depth = lane % 4, column = lane / 4;
+        float x[4], y[4];
+        const float(*yc)[MN_HYPER_RANK_PITCH] = smem.yc + row;
+        const float(*hc)[MN_HYPER_RANK_PITCH] = smem.hc + row;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[i] = mn_hyper_tf32(z[i]), y[i] = mn_hyper_tf32(g[i]);
+            dd[i % 2] = fmaf(z[i], g[i], dd[i % 2]);
+            dz[i % 2 * 2 + i / 2] = by[i % 2] * g[i];
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int a = 8 * n + column;
+            mn_hyper_mma(dU[n], x, yc[2 * depth][a], yc[2 * depth + 1][a]);
+            mn_hyper_mma(dVt[n], y, hc[2 * depth][a], hc[2 * depth + 1][a]);
+            mn_hyper_mma(dz, U[n], yc[column][8 * n + depth], yc[column][8 * n + depth + 4]);
+        }
+    }
+};
+
+/* h c and y c of a tile's rows of one branch, zeros behind its last. */
+__device__ inline void mn_hyper_grad_ranks(mn_hyper_grad_smem &smem, const mn_hyper_params &k,
+                                           int64_t tile, int64_t head, int branch, int n_rows) {
+    for (int e = threadIdx.x; e < MN_Q_BLOCK_ROWS * MN_HYPER_RANKS; e += LAG_THREADS) {
+        const int r = e / MN_HYPER_RANKS, a = e % MN_HYPER_RANKS;
+        float h = 0.0f, y = 0.0f;
+        if (r < n_rows) {
+            float *row = mn_hyper_saved_row(k, tile, head, r);
+            h = mn_hyper_saved_ranks(k, row, branch, MN_HYPER_HC)[a];
+            y = mn_hyper_saved_ranks(k, row, branch, MN_HYPER_YC)[a];
+        }
+        smem.hc[r][a] = mn_hyper_tf32(h), smem.yc[r][a] = mn_hyper_tf32(y);
+    }
+}
+
+__global__ static void __launch_bounds__(LAG_THREADS, 3)
+hyper_params_grad_mma_kernel(const __grid_constant__ mn_hyper_params k, float *partials,
+                             int64_t n_partials) {
+    __shared__ mn_hyper_grad_smem smem;
+    const mn_call &c = k.p.call;
+    const int mix = (int)blockIdx.y, head = mix % (int)c.H;
+    const bool second = mix >= c.Q, by_position = mn_hyper_by_position(k);
+    const int branch = second ? 2 : mix / (int)c.H, lane = threadIdx.x % 32;
+    const int block0 = (int)blockIdx.x * LAG_THREADS, lag0 = block0 + threadIdx.x / 32 * 32;
+    const mn_hyper_mix m = mn_hyper_mix_of(k, mix);
+    if (!m.U) return;
+    float *partial = partials + (blockIdx.z * (c.Q + c.H) + mix) * k.lags * (2 * k.ranks + 1);
+    const float *in = second ? k.base : k.z[branch];
+    float *out = second ? k.w : k.g[branch];
+    const int step = (int)k.s.row + (by_position ? 0 : 1);
+    mn_hyper_grad_lags of[2];
+#pragma unroll
+    for (int l = 0; l < 2; l++) of[l].load(k, m, partial, lag0 + 16 * l);
+#pragma unroll 1
+    for (int i = (int)blockIdx.z; i < k.s.n_tiles; i += (int)n_partials) {
+        const mn_tile_span tile = mn_tile_at(k.s.call, MN_Q_BLOCK_ROWS, k.s.first + i);
+        const int seen = (int)(mn_keys_before(k.s.call) + tile.first), rows = (int)tile.n_rows;
+        if (seen + rows <= block0) continue;
+        __syncthreads();
+        mn_hyper_grad_ranks(smem, k, i, head, branch, rows);
+        __syncthreads();
+        const int64_t tile0 = mn_q_block_offset(k.s, i, head, 0) + (by_position ? 0 : seen);
+        const float *from_z = in + tile0;
+        float *from_g = out + tile0;
+        /* Row r sees lags below seen + r + 1. */
+#pragma unroll 1
+        for (int r0 = max(lag0 - seen, 0) / 8 * 8; r0 < rows; r0 += 8) {
+            const int row = r0 + lane % 4 * 2;
+            float z[2][4], g[2][4];
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const int r = row + e % 4 / 2, lag = lag0 + e / 4 * 16 + e % 2 * 8 + lane / 4;
+                const int at = r * step + (by_position ? lag : -lag);
+                const bool sees = r < rows && lag <= seen + r;
+                z[e / 4][e % 4] = sees ? from_z[at] : 0.0f;
+                g[e / 4][e % 4] = sees ? from_g[at] : 0.0f;
+            }
+#pragma unroll
+            for (int l = 0; l < 2; l++) {
+                float dz[4];
+                of[l].add(dz, z[l], g[l], smem, r0);
+                if (second) continue;
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int r = row + e / 2, lag = lag0 + l * 16 + e % 2 * 8 + lane / 4;
+                    const int at = r * step + (by_position ? lag : -lag);
+                    if (r < rows && lag <= seen + r) from_g[at] = dz[e % 2 * 2 + e / 2];
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int l = 0; l < 2; l++) of[l].store(k, partial, lag0 + 16 * l);
+}
+
+/* Whether bf16 calls of up to 16 ranks go there. */
+static constexpr bool params_by_mma = true;
 
 /* ---- outputs --------------------------------------------------------------------------------- */
 
@@ -751,7 +952,7 @@ static void q_block_forward(const mn_hyper_params &k, const buffers &to, cudaStr
     const dim3 row_grid((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    hyper_rows_fwd_kernel<T><<<row_grid, MN_Q_BLOCK_THREADS, bytes, stream>>>(k);
+    hyper_rows_fwd_kernel<T><<<row_grid, MN_HYPER_THREADS, bytes, stream>>>(k);
     const mn_attn_operand<T> v = { k.p.v, 0, 1 };
     mn_attn_pv<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
@@ -771,11 +972,13 @@ static void q_block_backward(const mn_hyper_params &k, const buffers &to, int64_
     const dim3 row_grid((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    hyper_rows_bwd_kernel<T><<<row_grid, MN_Q_BLOCK_THREADS, bytes, stream>>>(k);
+    hyper_rows_bwd_kernel<T><<<row_grid, MN_HYPER_THREADS, bytes, stream>>>(k);
     const dim3 lags((unsigned)mn_ceil_div(k.lags, LAG_THREADS), (unsigned)(c.Q + c.H),
                     (unsigned)n_partials);
-    if (k.lags > 0) hyper_params_grad_kernel<<<lags, LAG_THREADS, 0,
-        stream>>>(k, to.partials, n_partials);
+    const bool by_mma = params_by_mma && mn_is_bf16<T>() && k.ranks == MN_HYPER_RANKS &&
+                        mn_device_props_current().major >= 8;
+    const auto params_grad = by_mma ? hyper_params_grad_mma_kernel : hyper_params_grad_kernel;
+    if (k.lags > 0) params_grad<<<lags, LAG_THREADS, 0, stream>>>(k, to.partials, n_partials);
     const mn_attn_operand<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
     const mn_q_block both = mn_q_block_both(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
     mn_attn_pv<true, T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);

@@ -723,6 +723,7 @@ typedef mma_path::block<4, 8> fwd_block_half;
 typedef mma_path::block<8, 16> fwd_block_k128;
 typedef mma_path::block<8, 8> fwd_block_k128_half;
 typedef mma_path::block<4, 16> bwd_block;
+typedef mma_path::block<4, 8> bwd_block_half;
 
 /* How a call is cut into blocks, and how many tokens lie between the states that are kept for going
  * back. `slices`: blocks along the columns go back one after the other, each adding to what those
@@ -933,13 +934,13 @@ static int backward_mma(const mn_importance_args *p, const workspace &to, const 
                        cudaStream_t stream) {
     mma_path::gates *gates;
     int code = compute_gates(&gates, p, to, 1.0f, stream);
-    if (code == cudaSuccess) {
-        code = mn_launch_smem(mma_path::importance_states_kernel<bwd_block>,
-                              blocks_of(&p->call, by),
-                                   bwd_block::THREADS, sizeof(mma_path::states_smem<bwd_block>),
-                                   stream, *p, gates, to.at[STATES]);
-    }
     const dim3 blocks = blocks_of(&p->call, by);
+    if (code == cudaSuccess) {
+        code = mn_launch_smem(mma_path::importance_states_kernel<bwd_block_half, bwd_block>,
+                              dim3(2 * blocks.x, blocks.y, blocks.z), bwd_block_half::THREADS,
+                              sizeof(mma_path::states_smem<bwd_block_half>), stream, *p, gates,
+                              to.at[STATES]);
+    }
     mma_path::launch_slice now = { by.serialized ? 0 : mma_path::launch_slice::ALL, by.diagonal };
     do {
         if (code != cudaSuccess) return code;

@@ -978,11 +978,17 @@ struct states_smem {
     typename tile_loader<Block, STATES_PASS>::sources from;
 };
 
-/* States in front of every tile, of which there are SETS sets for each head. */
-template <typename Block>
+/* States in front of every tile, of which there are SETS sets for each head, as threads of Whole
+ * have them: two blocks with half of its columns each, so that an SM has several, whose waits for
+ * tiles are not the same. */
+template <typename Block, typename Whole>
 __global__ void __launch_bounds__(Block::THREADS, 2 * Block::PER_PROCESSOR)
 importance_states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
                          float *states) {
+    static_assert(2 * Block::WARPS == Whole::WARPS && Block::GROUPS == Whole::GROUPS, "halves");
+    const int64_t n_blocks = gridDim.x / 2 * (int64_t)gridDim.z;
+    const int64_t whole = blockIdx.z * (int64_t)(gridDim.x / 2) + blockIdx.x / 2;
+    const int thread = (int)(blockIdx.x % 2 * Block::THREADS + threadIdx.x);
     extern __shared__ float4 shared[];
     states_smem<Block> &r = *(states_smem<Block> *)shared;
     r.in[0].open();
@@ -991,8 +997,9 @@ importance_states_kernel(const __grid_constant__ mn_importance_args p, const gat
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
         const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
-        float *to = states + state_at<Block>(slot * p.call.H + at.h) + threadIdx.x * 4;
-        const int64_t between = state_at<Block>(p.call.H) - state_at<Block>(0);
+        const int64_t first = (slot * p.call.H + at.h) * n_blocks + whole;
+        const int64_t between = p.call.H * n_blocks * SETS * SET_STRIDE<Whole>;
+        float *to = states + first * SETS * SET_STRIDE<Whole> + thread * 4;
         typedef tile_loader<Block, STATES_PASS> next;
         next::open(r.from, p, at, decays);
         state_frag c;
@@ -1005,7 +1012,7 @@ importance_states_kernel(const __grid_constant__ mn_importance_args p, const gat
         __syncthreads();
         for (int i = 0; i < n_tiles; i++) {
             const int turn = i % 2;
-            c.store(to, SET_STRIDE<Block>);
+            c.store(to, SET_STRIDE<Whole>);
             to += between;
             if (i + 1 == n_tiles) break;
             next::put(r.in[turn], r.staged[turn], 1.0f);

@@ -196,10 +196,15 @@ __device__ __forceinline__ void mn_cell_load(float (&x)[n], const float *from) {
     for (int i = 0; i < n; i++) x[i] = vec.at[i];
 }
 
-/* at[t][group][order]: 16 numbers of slots at token t, number i ^ order in place i */
+/* Rows (t, group, order): 16 numbers of slots at token t, number i ^ order in place i. Four tokens
+ * of eight slots each are stored at a time: they lie in different banks. */
 template <typename Block>
 struct alignas(16) mn_cell_keys {
-    float at[MN_CELL_TOKENS][Block::GROUPS][4][MN_CELL_GROUP];
+    float at[MN_CELL_TOKENS][Block::GROUPS * 4 * MN_CELL_GROUP + 8];
+
+    __device__ __forceinline__ static int row(int group, int order) {
+        return (group * 4 + order) * MN_CELL_GROUP;
+    }
 
     /* 2 or 4 neighbours from slot on. */
     template <int n>
@@ -210,7 +215,7 @@ struct alignas(16) mn_cell_keys {
             float y[n];
 #pragma unroll
             for (int i = 0; i < n; i++) y[i] = x[i ^ order % n];
-            float *to = at[t][slot / MN_CELL_GROUP][order];
+            float *to = at[t] + row(slot / MN_CELL_GROUP, order);
             mn_store<n>(to, slot % MN_CELL_GROUP ^ order / n * n, y);
         }
     }
@@ -220,13 +225,13 @@ struct alignas(16) mn_cell_keys {
     __device__ __forceinline__ void for_each_slot(int t, int slot, F use) {
 #pragma unroll
         for (int order = 0; order < 4; order++) {
-            use(&at[t][slot / MN_CELL_GROUP][order][slot % MN_CELL_GROUP ^ order]);
+            use(at[t] + row(slot / MN_CELL_GROUP, order) + (slot % MN_CELL_GROUP ^ order));
         }
     }
 
     /* Those of this thread's slots. */
     __device__ void get(float (&x)[4], int t) const {
-        const float *from = at[t][Block::group()][Block::column_lane() % 4];
+        const float *from = at[t] + row(Block::group(), Block::column_lane() % 4);
         mn_cell_load(x, from + 4 * Block::slot_lane());
     }
 };
