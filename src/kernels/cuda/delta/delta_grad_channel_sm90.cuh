@@ -10,7 +10,7 @@
 namespace mneme::delta {
 
 /* Whether the kernel is chosen; false: delta_grad_channel_kernel, as elsewhere. */
-static const bool mn_channel_grad_by_wgmma = true;
+static const bool mn_channel_grad_by_wgmma = false;
 
 template <int KT>
 struct mn_channel_grad_sm90_smem {
