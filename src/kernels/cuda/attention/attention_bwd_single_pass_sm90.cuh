@@ -636,17 +636,18 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
             mn_wgmma_commit();
             mn_wgmma_wait<0>();
             mn_fence_operand(dq);
-            mn_single_pass_stage_dq(smem, dq, last);
         }
     }
     mn_fence_operand(dk), mn_fence_operand(dv);
-    mn_named_barrier_sync(3, 256);    // both groups are done with k
     const int64_t first = coord.t0 + coord.key;
     const int skipped = wild + 1 - coord.seen;
-    mn_bwd_store_tile<128, REDO>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
-                                 (int)p.call.K, skipped);
+    /* A group's half of v is its own; dv leaves through it while dq before the last is added. */
     mn_bwd_store_tile<128, REDO>(smem.b, dv, 1.0f, p.dv, coord.b, first, coord.h, coord.n_keys,
                                  (int)p.call.V, skipped);
+    if (!REDO && all > 0) mn_single_pass_stage_dq(smem, dq, all - 1);
+    mn_named_barrier_sync(3, 256);    // both groups are done with k
+    mn_bwd_store_tile<128, REDO>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
+                                 (int)p.call.K, skipped);
 }
 
 #endif
