@@ -353,7 +353,10 @@ __device__ inline void mn_tma_accumulate_1d(float *to, const float *from, int by
 }
 
 /* One thread of two: adds every second tile of dq to the sums of all blocks when it is the block's
- * turn, which is after those with earlier keys that the tile's queries see. */
+ * turn, which is after those with earlier keys that the tile's queries see. The next block's wait
+ * is all of what lies between its turn and the semaphore, so there is one fence: sums are read and
+ * written by TMA alone, in the second cache, whose completion shows them to this thread, and the
+ * release to the next. */
 template <bool has_window>
 __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
                                                     const mn_single_pass &k, int which) {
@@ -375,7 +378,6 @@ __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
             now = mn_load_acquire(semaphore);
         }
         mn_mbarrier_wait(&smem.dq_full[which], n / 2 & 1);
-        cuda::ptx::fence_proxy_async();
         mn_tma_accumulate_1d(to, smem.dq, MN_SINGLE_PASS_ACC * 4, adds);
         mn_tma_accumulate_1d(to + MN_SINGLE_PASS_ACC, smem.off[n % 4],
                              8 * MN_SINGLE_PASS_STEP * 4, adds);
@@ -383,8 +385,6 @@ __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
         mn_tma_store_wait_read();
         mn_mbarrier_arrive(&smem.dq_empty);
         mn_tma_store_wait();
-        cuda::ptx::fence_proxy_async();
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");
         mn_store_release(semaphore, rank + 1);
     }
 }
@@ -450,6 +450,16 @@ __device__ inline void mn_single_pass_stage_dq(mn_single_pass_smem &smem, const 
     if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dq_full[n & 1]);
 }
 
+/* Numbers of the thread's queries, columns `column` and the one behind it of each eight. */
+__device__ inline void mn_single_pass_load_numbers(float2 (&to)[MN_SINGLE_PASS_STEP / 8],
+                                                   const float (&from)[MN_SINGLE_PASS_STEP],
+                                                   int column) {
+#pragma unroll
+    for (int i = 0; i < MN_SINGLE_PASS_STEP / 8; i++) {
+        to[i] = *(const float2 *)&from[i * 8 + column];
+    }
+}
+
 /* Starts dq = k'dz for 64 columns of the keys: rows of dq are columns of a head. */
 __device__ inline void mn_single_pass_wgmma_dq(float (&dq)[32], uint32_t keys, uint32_t dz) {
     const uint64_t a = mn_smem_desc(keys, 16), b = mn_smem_desc(dz, 16);
@@ -511,15 +521,18 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         mn_wgmma_fence();
         mn_wgmma_ab<64, 128>(dv, w, mn_smem_addr(smem.y[stage]), true);
     };
-    /* From scores to weights and cotangents. */
+    /* From scores to weights and cotangents, and what these add to dk. Rows' numbers are loaded in
+     * front of products, behind which they would wait for shared memory. */
     const auto softmax_tile = [&](int n) {
         const int stage = n & 1;
+        float2 numbers[MN_SINGLE_PASS_STEP / 8];
+        mn_single_pass_load_numbers(numbers, smem.rows[stage][0], column);
+        const int unseen = row - smem.past[stage] - column;    // queries before the first to see
         mn_wgmma_fence();
         mn_wgmma_abt<128, 128, 64>(g, values, mn_smem_addr(smem.y[stage]));
         mn_wgmma_commit();
         mn_wgmma_wait<1>();
         mn_fence_operand(z);
-        const int unseen = row - smem.past[stage] - column;    // queries before the first to see
         if (unseen > -8) {
 #pragma unroll
             for (int i = 0; i < 32; i++) {
@@ -534,7 +547,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
-            const float2 a = *(const float2 *)&smem.rows[stage][0][i / 4 * 8 + column];
+            const float2 a = numbers[i / 4];
 #pragma unroll
             for (int j = i; j < i + 4; j++) {
                 z[j] = mn_exp2(fmaf(z[j], scale, j % 2 ? -a.y : -a.x));
@@ -542,6 +555,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) w[i] = mn_bf16x2(z[2 * i], z[2 * i + 1]);
+        mn_single_pass_load_numbers(numbers, smem.rows[stage][1], column);
         if (early_dv) {
             start_dv(stage);
             mn_wgmma_commit();
@@ -552,12 +566,17 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         mn_fence_operand(g);
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
-            const float2 b = *(const float2 *)&smem.rows[stage][1][i / 4 * 8 + column];
+            const float2 b = numbers[i / 4];
 #pragma unroll
             for (int j = i; j < i + 4; j++) g[j] = z[j] * (g[j] - (j % 2 ? b.y : b.x));
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) dz[i] = mn_bf16x2(g[2 * i], g[2 * i + 1]);
+        if (!early_dv) start_dv(stage);
+        else mn_wgmma_fence();
+        mn_fence_operand(dz);
+        mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[stage]), true);
+        mn_wgmma_commit();
         if (REDO) return;
         mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
         if (MN_SINGLE_PASS_STMATRIX) {
@@ -573,20 +592,18 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         __syncwarp();
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_full[stage]);
     };
-    /* What a tile adds, and dq of the one before. */
-    const auto start_grads = [&](int n) {
-        if (!REDO && n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
-        mn_fence_operand(dz);
-        if (!early_dv) start_dv(n & 1);
-        else mn_wgmma_fence();
-        mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[n & 1]), true);
-        // of none at first
-        if (!REDO) mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[n & 1 ^ 1]));
-        mn_wgmma_commit();
+    /* dq of the tile before, and what else of this one's weights is kept. Sums stand behind a branch,
+     * so that ptxas does not put them between products. */
+    const auto start_dq = [&](int n) {
         if (REDO) return;
+        if (n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
+        mn_wgmma_fence();
+        // of none at first
+        mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[n & 1 ^ 1]));
+        mn_wgmma_commit();
+        mn_single_pass_note_dominant(smem, w, n & 1, row, column);
         const float2 off = mn_single_pass_sum_rows(dz);
         *(float2 *)&smem.off[n & 3][(half * 4 + thread / 32) * 64 + thread % 32 * 2] = off;
-        mn_single_pass_note_dominant(smem, w, n & 1, row, column);
     };
     const auto end_grads = [&](int n) {
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.stage_empty[n & 1]);
@@ -607,7 +624,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
             start_scores(n);
             if (n > 0) end_grads(n - 1);
             softmax_tile(n);
-            start_grads(n);
+            start_dq(n);
             mn_wgmma_wait<0>();
             mn_fence_operand(dq), mn_fence_operand(dk), mn_fence_operand(dv);
         }
@@ -619,17 +636,18 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
             mn_wgmma_commit();
             mn_wgmma_wait<0>();
             mn_fence_operand(dq);
-            mn_single_pass_stage_dq(smem, dq, last);
         }
     }
     mn_fence_operand(dk), mn_fence_operand(dv);
-    mn_named_barrier_sync(3, 256);    // both groups are done with k
     const int64_t first = coord.t0 + coord.key;
     const int skipped = wild + 1 - coord.seen;
-    mn_bwd_store_tile<128, REDO>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
-                                 (int)p.call.K, skipped);
+    /* A group's half of v is its own; dv leaves through it while dq before the last is added. */
     mn_bwd_store_tile<128, REDO>(smem.b, dv, 1.0f, p.dv, coord.b, first, coord.h, coord.n_keys,
                                  (int)p.call.V, skipped);
+    if (!REDO && all > 0) mn_single_pass_stage_dq(smem, dq, all - 1);
+    mn_named_barrier_sync(3, 256);    // both groups are done with k
+    mn_bwd_store_tile<128, REDO>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
+                                 (int)p.call.K, skipped);
 }
 
 #endif
