@@ -459,15 +459,28 @@ struct mn_token_state {
         for (int i = 0; i < DEPTH / 2; i++) at[i / 4][i % 4] *= by;
     }
 
+    /* The state that a sequence begins with, or zeros. All numbers are asked for before one is
+     * used, without a branch between; those outside are looked for where the first one lies. */
+    __device__ void load(const mn_chunk_scan &p, const mn_scan_coord &place) {
+        const float *from = mn_row<float>(p.state0, place.n, 0, place.h);
+        if (!from || p.reduce_pass) {
+            each([](float &cell, int, int) { cell = 0.0f; });
+            return;
+        }
+        const int depth = (int)p.depth, down = (int)p.state_row, along = (int)p.state_column;
+        const int left = (int)min(p.width - place.column0, (int64_t)MN_SCAN_WIDTH);
+        from += place.column0 * along;
+        each([&](float &cell, int i, int j) {
+            cell = from[i < depth && j < left ? i * down + j * along : 0];
+        });
+        each([&](float &cell, int i, int j) {
+            cell = i < depth && j < left ? p.into * cell : 0.0f;
+        });
+    }
+
     /* The state in front of the segment, from what those before it have left. */
     __device__ void begin(const mn_chunk_scan &p, const mn_scan_coord &place) {
-        const float *from = mn_row<float>(p.state0, place.n, 0, place.h);
-        const bool given = from && !p.reduce_pass;
-        each([&](float &cell, int i, int j) {
-            const int64_t column = place.column0 + j;
-            const bool inside = given && i < p.depth && column < p.width;
-            cell = inside ? p.into * from[i * p.state_row + column * p.state_column] : 0.0f;
-        });
+        load(p, place);
         for (int before = p.reduce_pass ? 0 : (int)blockIdx.z; before > 0; before--) {
             const int64_t index = place.index - before * place.stride;
             const float4 *sums = (const float4 *)(p.sums + index * DEPTH * MN_SCAN_WIDTH);
