@@ -340,28 +340,37 @@ __device__ __forceinline__ float2 mn_token_column_sums(float (&x)[16]) {
     return make_float2(x[0], x[1]);
 }
 
+/* Decays from the tokens of P's columns to those of this warp's 16 rows. */
+__device__ inline void mn_token_decays_between(float (&decay)[8][4], const float2 *l) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const float2 of_row[2] = { l[row], l[row + 8] };
+#pragma unroll
+    for (int tile = 0; tile < 8; tile++) {
+        const float4 of_columns = *(const float4 *)(l + 8 * tile + lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float high = i % 2 ? of_columns.z : of_columns.x;
+            const float low = i % 2 ? of_columns.w : of_columns.y;
+            decay[tile][i] = mn_exp2((of_row[i / 2].x - high) + (of_row[i / 2].y - low));
+        }
+    }
+}
+
 /* P of this warp's 16 rows, decayed in place, zero where a row does not see a column; to a tile. */
 template <bool DECAYS>
-__device__ inline void mn_token_weigh(float (&sum)[8][4], unsigned char *P, const float2 *l,
-                                      bool reverse) {
+__device__ inline void mn_token_weigh(float (&sum)[8][4], const float (&decay)[8][4],
+                                      unsigned char *P, bool reverse) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const float2 of_row[2] = { DECAYS ? l[row] : float2{}, DECAYS ? l[row + 8] : float2{} };
 #pragma unroll
     for (int tile = 0; tile < 8; tile++) {
         const int column = 8 * tile + lane % 4 * 2;
-        float4 of_columns = {};
-        if (DECAYS) of_columns = *(const float4 *)(l + column);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float *at = &sum[tile][2 * half];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int r = row + 8 * half, c = column + i;
-                if (DECAYS) {
-                    const float high = i ? of_columns.z : of_columns.x;
-                    const float low = i ? of_columns.w : of_columns.y;
-                    at[i] *= mn_exp2((of_row[half].x - high) + (of_row[half].y - low));
-                }
+                if (DECAYS) at[i] *= decay[tile][2 * half + i];
                 if (reverse ? c < r : c > r) at[i] = 0.0f;
             }
             *(unsigned *)(P + delta::mn_tile_swizzle(row + 8 * half, tile) + lane % 4 * 4) =
@@ -403,7 +412,7 @@ __device__ inline void mn_token_scores(Smem &smem, bool reverse) {
     for (int n = 0; n < iters; n++) {
         const int slot = n % Smem::stages, phase = n / Smem::stages & 1;
         auto &in = smem.stage[slot];
-        float P[8][4] = {}, R[8][4] = {};
+        float P[8][4] = {}, R[8][4] = {}, decay[8][4];
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
@@ -423,8 +432,9 @@ __device__ inline void mn_token_scores(Smem &smem, bool reverse) {
             }
             delta::mn_mma_commit<true>();
         }
+        if (DECAYS) mn_token_decays_between(decay, smem.log_decays[slot].log_decay);
         delta::mn_mma_wait<true, OWN ? 1 : 0>();
-        mn_token_weigh<DECAYS>(P, in.P, smem.log_decays[slot].log_decay, reverse);
+        mn_token_weigh<DECAYS>(P, decay, in.P, reverse);
         mn_fence_proxy_async();
         if constexpr (OWN) delta::mn_mma_wait<true>();
         mn_mbarrier_arrive(&smem.scored[slot]);
@@ -806,8 +816,8 @@ __device__ inline void mn_token_scores_part(Smem &smem, const mn_chunk_scan &p) 
 /* Registers of threads that keep the state, make scores, and do the rest. */
 template <int GROUPS>
 struct mn_token_registers {
-    static constexpr int state = GROUPS == 1 ? 240 : 160, scores = GROUPS == 1 ? 144 : 120;
-    static constexpr int rest = GROUPS == 1 ? 120 : 72;
+    static constexpr int state = GROUPS == 1 ? 240 : 160, scores = GROUPS == 1 ? 152 : 136;
+    static constexpr int rest = GROUPS == 1 ? 112 : 56;
 };
 
 /* Grid: blocks of 384 or 512 threads, block = (n * H + h) * n_slices + slice for sequence n, head h
