@@ -99,6 +99,20 @@ struct mn_token_smem {
 
 #if MN_HAS_WGMMA
 
+/* A tile as an operand of products: where what lies `bytes` further on is found. What has to be
+ * done for that is one addition, as wgmma is asked for faster than addresses could be made. */
+struct mn_token_operand {
+    unsigned low;
+
+    __device__ explicit mn_token_operand(const unsigned char *tile)
+        : low((unsigned)delta::mn_wgmma_smem_desc(mn_smem_addr(tile))) {}
+
+    __device__ uint64_t operator[](int bytes) const {
+        const uint64_t high = delta::mn_wgmma_smem_desc(0) >> 32 << 32;
+        return high | (low + (unsigned)bytes / 16);
+    }
+};
+
 /* The first token of the chunk that is number `iter` of the segment's scan. */
 __device__ inline int64_t mn_token_first(const mn_scan_coord &at, bool reverse, int iter) {
     const int64_t n = at.iter + iter;
@@ -413,6 +427,7 @@ __device__ inline void mn_token_scores(Smem &smem, bool reverse) {
         const int slot = n % Smem::stages, phase = n / Smem::stages & 1;
         auto &in = smem.stage[slot];
         float P[8][4] = {}, R[8][4] = {}, decay[8][4];
+        const mn_token_operand x(in.x), y(in.y), z(in.z), paired(in.paired);
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.ready[slot], phase);
         mn_fence_proxy_async();
@@ -420,15 +435,15 @@ __device__ inline void mn_token_scores(Smem &smem, bool reverse) {
         delta::mn_mma_fence<true>();
 #pragma unroll
         for (int k = 0; k < Smem::depth; k += 16) {
-            const unsigned at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
-            delta::mn_wgmma_m64n64k16(P, mn_smem_addr(in.x) + at, mn_smem_addr(in.y) + at);
+            const int at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
+            delta::mn_wgmma_m64n64k16(P, x[at], y[at]);
         }
         delta::mn_mma_commit<true>();
         if constexpr (OWN) {
 #pragma unroll
             for (int k = 0; k < 64 * Smem::groups; k += 16) {
-                const unsigned at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
-                delta::mn_wgmma_m64n64k16(R, mn_smem_addr(in.paired) + at, mn_smem_addr(in.z) + at);
+                const int at = k / 64 * MN_TOKEN_TILE + k % 64 * 2;
+                delta::mn_wgmma_m64n64k16(R, paired[at], z[at]);
             }
             delta::mn_mma_commit<true>();
         }
@@ -707,6 +722,7 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
     for (int n = 0; n < iters; n++) {
         const int slot = n % Smem::stages, phase = n / Smem::stages & 1;
         auto &in = smem.stage[slot];
+        const mn_token_operand x(in.x), y(in.y), P(in.P);
         const mn_scan_log_decays<MN_TOKEN_CHUNK> &decays = smem.log_decays[slot];
         uint32_t a[DEPTH / 16][4], z[4][4], finite[4][4];
         float O[8][4] = {};
@@ -725,7 +741,7 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
             mn_mma_fence<true>();
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; k++) {
-                mn_mma_abt<true>(O, a[k], mn_smem_addr(in.x), 16 * k, 0);
+                mn_wgmma_m64n64k16<0>(O, a[k], x[k / 4 * MN_TOKEN_TILE + k % 4 * 32]);
             }
             mn_mma_commit<true>();
         }
@@ -749,7 +765,7 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
             mn_mma_fence<true>();
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                mn_mma_abt<true>(O, finite[k], mn_smem_addr(in.P), 16 * k, 0);
+                mn_wgmma_m64n64k16<0>(O, finite[k], P[32 * k]);
             }
             mn_mma_commit<true>();
         } else {
@@ -759,7 +775,7 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
         for (int i = 0; i < DEPTH / 64; i++) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                mn_mma_ab<true>(&M.at[8 * i], z[k], mn_smem_addr(in.y), 16 * k, i, 4);
+                mn_wgmma_m64n64k16<1>(&M.at[8 * i], z[k], y[i * MN_TOKEN_TILE + k * 2048]);
             }
         }
         mn_mma_commit<true>();
