@@ -331,6 +331,12 @@ __device__ __forceinline__ void mn_token_pin(float (&x)[N][4]) {
     for (int i = 0; i < 4 * N; i++) asm volatile("" : "+f"(x[i / 4][i % 4]));
 }
 
+template <int N>
+__device__ __forceinline__ void mn_token_pin(uint32_t (&x)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; i++) asm volatile("" : "+r"(x[i / 4][i % 4]));
+}
+
 /* ---- the warpgroup that computes scores ------------------------------------------------------ */
 
 /* Adds up with the lane that is 2 STEP away, each of both one half of the numbers. */
@@ -430,7 +436,6 @@ __device__ inline void mn_token_scores(Smem &smem, bool reverse) {
         const mn_token_operand x(in.x), y(in.y), z(in.z), paired(in.paired);
         mn_mbarrier_wait(&smem.full[slot], phase);
         mn_mbarrier_wait(&smem.ready[slot], phase);
-        mn_fence_proxy_async();
         if constexpr (OWN) mn_token_pin(R);
         delta::mn_mma_fence<true>();
 #pragma unroll
@@ -571,24 +576,27 @@ __device__ __forceinline__ void mn_token_add_wild(float (&O)[8][4], const unsign
     }
 }
 
-/* Left operands of this warp's 16 value columns of Z, tokens as depth. `finite` has zeros where a
- * number is not; the result says whether there is one. */
-__device__ inline bool mn_token_values(uint32_t (&z)[4][4], uint32_t (&finite)[4][4],
-                                       const unsigned char *tile) {
+/* Left operands of this warp's 16 value columns of Z, tokens as depth. The result has a bit where
+ * there may be a number that is not finite. */
+__device__ inline uint32_t mn_token_values(uint32_t (&z)[4][4], const unsigned char *tile) {
     uint32_t watch = 0;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         delta::mn_frag_a_trans(z[k], mn_smem_addr(tile), threadIdx.x / 32 % 4 * 16, 16 * k);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            watch = mn_bf16x2_watch(z[k][i], watch);
-            finite[k][i] = z[k][i];
-        }
+        for (int i = 0; i < 4; i++) watch = mn_bf16x2_watch(z[k][i], watch);
     }
-    if (!__any_sync(0xffffffffu, watch & 0x7fff7fffu)) return false;
+    return watch & 0x7fff7fffu;
+}
+
+/* Zeros in the place of numbers that are not finite; whether the warp has one. */
+__device__ inline bool mn_token_drop_wild(uint32_t (&z)[4][4], uint32_t watch) {
+    const bool wild = __any_sync(0xffffffffu, watch);
+    if (__builtin_expect(wild, 0)) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) finite[i / 4][i % 4] &= ~mn_bf16x2_wild(finite[i / 4][i % 4]);
-    return true;
+        for (int i = 0; i < 16; i++) z[i / 4][i % 4] &= ~mn_bf16x2_wild(z[i / 4][i % 4]);
+    }
+    return wild;
 }
 
 /* O, transposed in registers, times `by` to a tile (64 tokens, 64 columns) in shared memory. */
@@ -619,17 +627,26 @@ __device__ inline void mn_token_scale_out(float (&O)[8][4], const float *from_st
     }
 }
 
-__device__ inline void mn_token_scale_values(uint32_t (&z)[4][4], const float *to_end) {
-    const int column = threadIdx.x % 4 * 2;
+template <bool DECAYS>
+struct mn_token_decays_to_end {
+    float2 by[8];
+
+    __device__ void load(const float *to_end) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 by = *(const float2 *)(to_end + 16 * k + i / 2 * 8 + column);
-            z[k][i] = mn_bf16x2_mul(z[k][i], by.x, by.y);
+        for (int k = 0; k < 8 && DECAYS; k++) {
+            by[k] = *(const float2 *)(to_end + 8 * k + threadIdx.x % 4 * 2);
         }
     }
-}
+
+    __device__ void scale(uint32_t (&to)[4][4], const uint32_t (&z)[4][4]) const {
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const float2 &f = by[i / 4 * 2 + i % 4 / 2];
+            const uint32_t x = z[i / 4][i % 4];
+            to[i / 4][i % 4] = DECAYS ? mn_bf16x2_mul(x, f.x, f.y) : x;
+        }
+    }
+};
 
 /* ---- what the gradient of a decay takes ------------------------------------------------------ */
 
@@ -724,9 +741,12 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
         auto &in = smem.stage[slot];
         const mn_token_operand x(in.x), y(in.y), P(in.P);
         const mn_scan_log_decays<MN_TOKEN_CHUNK> &decays = smem.log_decays[slot];
-        uint32_t a[DEPTH / 16][4], z[4][4], finite[4][4];
-        float O[8][4] = {};
+        uint32_t a[DEPTH / 16][4], z[4][4], lowered[4][4];
+        mn_token_decays_to_end<DECAYS> to_end;
+        float O[8][4] = {}, whole = 1.0f;
         float2 read = {};
+        mn_mbarrier_wait(&smem.full[slot], phase);
+        mn_mbarrier_wait(&smem.ready[slot], phase);
         if (HAS_OUT) {
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; k++) {
@@ -734,9 +754,9 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
             }
         }
         kept.keep(p, a);
-        mn_mbarrier_wait(&smem.full[slot], phase);
-        mn_mbarrier_wait(&smem.ready[slot], phase);
-        mn_fence_proxy_async();
+        const uint32_t watch = mn_token_values(z, in.z + tile);
+        to_end.load(decays.to_end);
+        if (DECAYS) whole = mn_exp2(decays.whole);
         if (HAS_OUT) {
             mn_mma_fence<true>();
 #pragma unroll
@@ -745,27 +765,27 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
             }
             mn_mma_commit<true>();
         }
-        const bool wild = mn_token_values(z, finite, in.z + tile);
         if (DECAYS) {
-            const float whole = mn_exp2(decays.whole);
             kept.meet(M, p, whole);
-            if (n + 1 < iters) kept.begin(call, p, place, mn_token_first(place, reverse, n + 1));
+            kept.begin(call, p, place, mn_token_first(place, reverse, min(n + 1, iters - 1)));
             M.scale(whole);
             cum_decay *= whole;
-            mn_token_scale_values(z, decays.to_end);
         }
+        to_end.scale(lowered, z);
+        mn_token_pin(M.at), mn_token_pin(lowered);
+        if (HAS_OUT && DECAYS) {
+            mn_mma_wait<true>();
+            mn_token_scale_out(O, smem.from_start[slot]);
+            if (MODE != MN_SCAN_PLAIN) read = mn_token_dot(O, in.paired + tile);
+        }
+        const bool wild = mn_token_drop_wild(z, watch);
         if (HAS_OUT) {
-            if (DECAYS) {
-                mn_mma_wait<true>();
-                mn_token_scale_out(O, smem.from_start[slot]);
-                if (MODE != MN_SCAN_PLAIN) read = mn_token_dot(O, in.paired + tile);
-            }
             mn_mbarrier_wait(&smem.scored[slot], phase);
-            if (MODE != MN_SCAN_PLAIN) mn_token_pin(M.at);
+            mn_token_pin(z);
             mn_mma_fence<true>();
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                mn_wgmma_m64n64k16<0>(O, finite[k], P[32 * k]);
+                mn_wgmma_m64n64k16<0>(O, z[k], P[32 * k]);
             }
             mn_mma_commit<true>();
         } else {
@@ -775,7 +795,7 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
         for (int i = 0; i < DEPTH / 64; i++) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                mn_wgmma_m64n64k16<1>(&M.at[8 * i], z[k], y[i * MN_TOKEN_TILE + k * 2048]);
+                mn_wgmma_m64n64k16<1>(&M.at[8 * i], lowered[k], y[i * MN_TOKEN_TILE + k * 2048]);
             }
         }
         mn_mma_commit<true>();
@@ -786,13 +806,17 @@ __device__ inline void mn_token_state_scan(Smem &smem, const mn_call &call, cons
                 *(float2 *)(to + threadIdx.x % 32 * 2) = read;
             }
             mn_mma_wait<true, 1>();
-            if (wild) mn_token_add_wild(O, in.z + tile, in.P, reverse);
+            if (__builtin_expect(wild, 0)) {
+                mn_token_add_wild(O, in.z + tile, in.P, reverse);
+            }
             mn_token_stage_out(smem.out[n % 2] + tile, O, by);
-            mn_fence_proxy_async();
-            mn_mbarrier_arrive(&smem.out_full[n % 2]);
         }
         mn_mma_wait<true>();
         mn_mbarrier_arrive(&smem.empty[slot]);
+        if (HAS_OUT) {
+            mn_fence_proxy_async();
+            mn_mbarrier_arrive(&smem.out_full[n % 2]);
+        }
     }
     M.end(p, place, cum_decay);
 }
