@@ -946,19 +946,25 @@ importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
                       float *sums, int64_t n_rows) {
     extern __shared__ float4 shared[];
     fwd_smem<Block> &r = *(fwd_smem<Block> *)shared;
-    const bool is_producer = threadIdx.x >= Block::THREADS;
     r.in[0].open();
     r.in[1].open();
     __syncthreads();
+    /* Each role is one branch that begins with setmaxnreg: only then ptxas gives it its registers. */
+    const int64_t n_items = mn_n_spans(p.call) * p.call.H;
+    if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, or 80
 #if MN_HAS_WGMMA
-    if (is_producer) mn_setmaxnreg_dec<Block::PER_PROCESSOR == 1 ? 64 : 48>();    // of 96 or 80
-    else mn_setmaxnreg_inc<Block::PER_PROCESSOR == 1 ? 104 : 96>();
+        mn_setmaxnreg_dec<Block::PER_PROCESSOR == 1 ? 64 : 48>();
 #endif
-    for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of(p, item);
-        if (is_producer) fwd_produce<Block>(r, p, at, decays, sums, n_rows);
-        else fwd_scan<Block>(r, p, at);
-        __syncthreads();
+        for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
+            fwd_produce<Block>(r, p, place::of(p, item), decays, sums, n_rows);
+        }
+    } else {
+#if MN_HAS_WGMMA
+        mn_setmaxnreg_inc<Block::PER_PROCESSOR == 1 ? 104 : 96>();
+#endif
+        for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
+            fwd_scan<Block>(r, p, place::of(p, item));
+        }
     }
 }
 
