@@ -98,7 +98,7 @@ struct all_warps {
     static constexpr int THREADS = Block::THREADS;
 
     __device__ static unsigned own() {
-        return thread_rematerialized();
+        return thread_rematerialized() % THREADS;
     }
 };
 
@@ -106,8 +106,9 @@ template <typename Block>
 struct producer_warps {
     static constexpr int THREADS = 128;
 
-    __device__ static unsigned own() {
-        return thread_rematerialized() - Block::THREADS;
+    __device__ static unsigned own() {    // masked: the compiler then knows how large it gets
+        static_assert(Block::THREADS % THREADS == 0, "they begin at a multiple of their number");
+        return thread_rematerialized() % THREADS;
     }
 };
 
@@ -462,28 +463,38 @@ __device__ __forceinline__ void cp_async_16(void *to, const void *from) {
 
 /* Rows of a tensor of which a block takes some columns. */
 struct alignas(16) stream {
-    const mn_bf16 *first;    // at the sequence's first token
-    int64_t ws;           // its tokens
-    int left;                // how many columns there are from the block's first on
-    bool packs;              // whether COPY_VEC of them may be copied at once
+    const char *first;    // at the sequence's first token
+    unsigned pitch;       // bytes between its tokens, where any are copied
+    int copied;           // how many columns may be copied, COPY_VEC of them at once
+    int64_t stride;       // its tokens
+    int left;             // how many columns there are from the block's first on
 
     __device__ void open(const mn_in &view, const place &at, int64_t base, int64_t count) {
         const mn_bf16 *row = mn_row<mn_bf16>(view, at.span.b, at.span.t0, at.h);
-        first = row ? row + base : nullptr;
-        ws = view.stride[1];
+        first = (const char *)(row ? row + base : nullptr);
+        stride = view.stride[1];
         left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
-        packs = ((uintptr_t)first | (uintptr_t)(ws * (int64_t)sizeof(mn_bf16))) % 16 == 0;
+        const uint64_t bytes = (uint64_t)stride * sizeof(mn_bf16);
+        const bool packs = ((uintptr_t)first | bytes) % 16 == 0 && bytes <= UINT32_MAX;
+        copied = packs ? left / COPY_VEC * COPY_VEC : 0;
+        pitch = (unsigned)bytes;
     }
 
-    /* Whether COPY_VEC numbers from `column` on may be copied at once. */
-    __device__ bool copies(int column) const {
-        return packs && left - column >= COPY_VEC && ws * TOKENS <= UINT32_MAX;
+    /* What is copied, in one read of shared memory. */
+    struct alignas(16) head {
+        const char *first;
+        unsigned pitch;
+        int copied;
+    };
+
+    __device__ __forceinline__ head copies() const {
+        return *(const head *)this;
     }
 
-    /* Those of `token` from `column` on that there are; zeros in place of others, and of all where
-     * `token` is none. */
-    __device__ __noinline__ void put(mn_bf16 *to, int token, bool exists, int column) const {
-        const mn_bf16 *row = first + token * ws + column;
+    /* COPY_VEC numbers of `token` from `column` on, of those that there are; zeros in place of
+     * others, and of all where `token` is none. */
+    __device__ void put(mn_bf16 *to, int token, bool exists, int column) const {
+        const mn_bf16 *row = (const mn_bf16 *)first + token * stride + column;
 #pragma unroll 1
         for (int n = 0; n < COPY_VEC; n++) {
             to[n] = exists && column + n < left ? row[n] : mn_bf16(0.0f);
@@ -491,28 +502,18 @@ struct alignas(16) stream {
     }
 };
 
-/* COPY_VEC numbers that a thread brings for each tile: those of the first tile, and where they go.
- * */
-struct alignas(16) piece {
-    enum { APART = 128 };    // more than rows that are copied at once
-
-    const mn_bf16 *first;
-    unsigned short to, column;    // in bytes; in numbers
-    unsigned char row, kind;
-};
-
-/* Where tiles come from, in shared memory: threads have no registers to spare for it. */
-template <int KINDS, int N_COPIES>
+/* Where tiles come from, in shared memory. */
+template <int KINDS>
 struct sources {
     stream of[KINDS];
-    unsigned ws[KINDS];    // tiles of it, where pieces are copied at once
-    piece pieces[N_COPIES];
     const gates *decays;    // of the sequence's first tile
     const float *states;    // in front of it, of the block's first thread
     unsigned heads, between;    // between tiles of gates, and of states (states of blocks)
 };
 
-/* Loads tiles, and makes their factors once copies have been waited for by the whole block. */
+/* Loads tiles, and makes their factors once copies have been waited for by the whole block. What
+ * a thread brings and makes is a place among its fellows that is the same in each tile, plus
+ * constants: tiles are whole multiples of the threads. */
 template <typename Block, pass PASS, typename Threads = all_warps<Block>>
 struct tile_loader {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
@@ -522,16 +523,11 @@ struct tile_loader {
     static constexpr int SLOT_KINDS_SPLIT = BACK ? 2 : 1;    // into factors
     static constexpr int N_COPIES = SLOT_KINDS * SLOT_COPIES + COLUMN_KINDS * COLUMN_COPIES;
     static constexpr int THREADS = Threads::THREADS, EACH = (N_COPIES + THREADS - 1) / THREADS;
-    static constexpr int UNROLL = BACK ? 1 : EACH + 4;    // short code where registers are few
     typedef tile_stage<Block, PASS> smems;
-    typedef sources<SLOT_KINDS + COLUMN_KINDS, N_COPIES> sources;
+    typedef sources<SLOT_KINDS + COLUMN_KINDS> sources;
 
     __device__ static bool is_first() {
         return Threads::own() == 0;
-    }
-
-    __device__ __forceinline__ static unsigned loader_thread() {
-        return Threads::own();
     }
 
     /* By the first thread; the others see it behind the next barrier. */
@@ -544,58 +540,67 @@ struct tile_loader {
         from.of[SLOT_KINDS].open(p.v, at, v0, V);
         from.of[SLOT_KINDS + 1].open(p.b, at, v0, V);
         if (BACK) from.of[SLOT_KINDS + 2].open(p.cot.o, at, v0, V);
-        for (int i = 0; i < SLOT_KINDS + COLUMN_KINDS; i++) {
-            from.ws[i] = (unsigned)(from.of[i].ws * TOKENS);
-        }
         from.heads = (unsigned)p.call.H;
         from.decays = all + mn_cell_first_slot(p.call, at.n, TOKENS) * p.call.H + at.h;
     }
 
-    /* What this thread brings, once sources are open to all. */
-    __device__ static void share(sources &from, smems &to) {
-#pragma unroll
-        for (int n = 0; n < EACH; n++) {
-            int i = n * THREADS + (int)Threads::own();
-            if ((n + 1) * THREADS > N_COPIES && i >= N_COPIES) continue;
-            piece &own = from.pieces[i];
-            const bool slots = i < SLOT_KINDS * SLOT_COPIES;
-            if (!slots) i -= SLOT_KINDS * SLOT_COPIES;
-            const int pieces = slots ? SLOT_COPIES : COLUMN_COPIES, across = pieces / TOKENS;
-            own.kind = i / pieces + (slots ? 0 : SLOT_KINDS);
-            const int row = i % pieces / across;
-            own.column = i % across * COPY_VEC;
-            const mn_bf16 *smem = slots ? to.slots[own.kind].at[row] :
-                                          to.columns[own.kind - SLOT_KINDS].at[row];
-            own.to = (unsigned short)((const char *)(smem + own.column) - (const char *)&to);
-            const stream &of = from.of[own.kind];
-            own.row = row + (of.copies(own.column) ? 0 : piece::APART);
-            own.first = of.first + row * of.ws + own.column;
+    /* COPY_VEC numbers of a row, and where they go. */
+    struct piece {
+        mn_bf16 *to;
+        const stream *of;
+        int row, column;
+
+        __device__ __forceinline__ static piece at(smems &to, const sources &from, unsigned i) {
+            constexpr unsigned OF_SLOTS = SLOT_KINDS * SLOT_COPIES;
+            constexpr unsigned WIDE = SLOT_COPIES / TOKENS, NARROW = COLUMN_COPIES / TOKENS;
+            if (i < OF_SLOTS) {
+                const unsigned kind = i / SLOT_COPIES, row = i % SLOT_COPIES / WIDE;
+                const unsigned column = i % WIDE * COPY_VEC;
+                return { &to.slots[kind].at[row][column], &from.of[kind], (int)row, (int)column };
+            }
+            const unsigned own = i - OF_SLOTS, kind = own / COLUMN_COPIES;
+            const unsigned row = own % COLUMN_COPIES / NARROW, column = own % NARROW * COPY_VEC;
+            return { &to.columns[kind].at[row][column], &from.of[SLOT_KINDS + kind], (int)row,
+                     (int)column };
         }
-    }
+    };
 
     /* Tile `index` of a sequence of `length` tokens; nothing behind its end. */
     __device__ __forceinline__ static void fetch(smems &to, const sources &from, int index,
                                                  int length) {
         const int t0 = index * TOKENS, n_rows = min(length - t0, (int)TOKENS);
-        const unsigned thread = loader_thread();
+        const unsigned thread = Threads::own();
         if (n_rows <= 0) return;
         const unsigned part = thread - (THREADS - 32);    // the last warp has less to load
         if (part < sizeof(gates) / 16) {
             const gates *g = from.decays + (unsigned)index * from.heads;
             cp_async_16((char *)&to.g + part * 16, (const char *)g + part * 16);
         }
-#pragma unroll UNROLL
+        bool all = true;
+#pragma unroll
         for (int n = 0; n < EACH; n++) {
             const unsigned i = n * THREADS + thread;
             if ((n + 1) * THREADS > N_COPIES && i >= N_COPIES) continue;
-            const piece own = from.pieces[i];
-            char *smem = (char *)&to + own.to;
-            if (own.row < n_rows) {
-                cp_async_16(smem, own.first + (uint64_t)(unsigned)index * from.ws[own.kind]);
-            } else {
-                const int row = own.row % piece::APART;
-                from.of[own.kind].put((mn_bf16 *)smem, t0 + row, row < n_rows, own.column);
-            }
+            const piece own = piece::at(to, from, i);
+            const stream::head rows = own.of->copies();
+            const bool copies = own.row < n_rows && own.column < rows.copied;
+            const uint64_t row = (uint64_t)(unsigned)(t0 + own.row) * rows.pitch;
+            const char *at = rows.first + row + own.column * sizeof(mn_bf16);
+            if (copies) cp_async_16(own.to, at);
+            all = all && copies;
+        }
+        if (!all) put_others(to, from, t0, n_rows);
+    }
+
+    /* What cannot be copied as packs. */
+    __device__ __noinline__ static void put_others(smems &to, const sources &from, int t0,
+                                                   int n_rows) {
+#pragma unroll 1
+        for (unsigned i = Threads::own(); i < N_COPIES; i += THREADS) {
+            const piece own = piece::at(to, from, i);
+            const bool exists = own.row < n_rows;
+            if (exists && own.column < own.of->copied) continue;
+            own.of->put(own.to, t0 + own.row, exists, own.column);
         }
     }
 
@@ -606,24 +611,20 @@ struct tile_loader {
     /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
     __device__ static void put(tile<Block, PASS> &to, const smems &staged, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
-        const unsigned thread = loader_thread();
-#pragma unroll UNROLL
+        static_assert(SLOT_QUADS % THREADS == 0 && COLUMN_KINDS * QUADS % THREADS == 0, "no rest");
+        const unsigned thread = Threads::own();
+#pragma unroll
         for (int n = 0; n < SLOT_KINDS_SPLIT * SLOT_QUADS; n += THREADS) {
-            const unsigned i = n + thread, at = i % SLOT_QUADS;
-            const unsigned row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
-            if (i < SLOT_QUADS) put_keys(to, staged, row, slot);
-            else if constexpr (BACK) {
-                if (i < 2 * SLOT_QUADS) store_queries(to, staged, row, slot, scale);
-            }
+            const unsigned i = n % SLOT_QUADS + thread;
+            const unsigned row = i / (Block::SLOTS / 4), slot = i % (Block::SLOTS / 4) * 4;
+            if (n < SLOT_QUADS) put_keys(to, staged, row, slot);
+            else if constexpr (BACK) store_queries(to, staged, row, slot, scale);
         }
-#pragma unroll UNROLL
-        for (int n = 0; n < COLUMN_KINDS * QUADS; n += THREADS) {    // last threads first
-            const unsigned i = n + THREADS - 1 - thread, own = i % QUADS;
+#pragma unroll
+        for (int n = 0; n < COLUMN_KINDS * QUADS; n += THREADS) {
+            const unsigned i = n + thread, kind = i / QUADS, own = i % QUADS;
             const unsigned t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
-            if (i >= COLUMN_KINDS * QUADS) continue;
-            if (i < QUADS) store_columns(to, staged.columns[0], VALUE_FACTOR, t, column);
-            else if (i < 2 * QUADS) store_columns(to, staged.columns[1], WRITE_FACTOR, t, column);
-            else if constexpr (BACK) store_columns(to, staged.columns[2], COT_FACTOR, t, column);
+            store_columns(to, staged.columns[kind], kind, t, column);
         }
         if (thread < TOKENS) {
             to.slots.store_last(thread, staged.g.fresh[thread]);
@@ -896,7 +897,6 @@ __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importa
     const auto meet = []() { mn_named_barrier_sync(BAR_FWD_PRODUCERS, next::THREADS); };
     next::open(r.from, p, at, decays);
     meet();
-    next::share(r.from, r.staged[0]);
     next::fetch(r.staged[0], r.from, 0, length);
     next::fetch(r.staged[1], r.from, 1, length);
     next::wait();
@@ -1011,7 +1011,6 @@ importance_states_kernel(const __grid_constant__ mn_importance_args p, const gat
         state_frag c;
         load_first<Block, false>(c, p, at);
         __syncthreads();
-        next::share(r.from, r.staged[0]);
         next::fetch(r.staged[0], r.from, 0, length);
         next::fetch(r.staged[1], r.from, 1, length);
         next::wait();
