@@ -613,18 +613,31 @@ struct tile_loader {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
         static_assert(SLOT_QUADS % THREADS == 0 && COLUMN_KINDS * QUADS % THREADS == 0, "no rest");
         const unsigned thread = Threads::own();
+        constexpr int SLOT_SHARES = SLOT_KINDS_SPLIT * SLOT_QUADS / THREADS;
+        constexpr int SHARES = COLUMN_KINDS * QUADS / THREADS, PER_SLOT = Block::SLOTS / 4;
+        constexpr int PER_COLUMN = Block::COLUMNS / 4;
+        uint2 of_slots[SLOT_SHARES], of_columns[SHARES];    // reads do not pass writes by themselves
 #pragma unroll
-        for (int n = 0; n < SLOT_KINDS_SPLIT * SLOT_QUADS; n += THREADS) {
-            const unsigned i = n % SLOT_QUADS + thread;
-            const unsigned row = i / (Block::SLOTS / 4), slot = i % (Block::SLOTS / 4) * 4;
-            if (n < SLOT_QUADS) put_keys(to, staged, row, slot);
-            else if constexpr (BACK) store_queries(to, staged, row, slot, scale);
+        for (int n = 0; n < SLOT_SHARES; n++) {
+            const unsigned i = n * THREADS % SLOT_QUADS + thread, kind = n * THREADS / SLOT_QUADS;
+            of_slots[n] = staged.slots[kind].get(i / PER_SLOT, i % PER_SLOT * 4);
         }
 #pragma unroll
-        for (int n = 0; n < COLUMN_KINDS * QUADS; n += THREADS) {
-            const unsigned i = n + thread, kind = i / QUADS, own = i % QUADS;
-            const unsigned t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
-            store_columns(to, staged.columns[kind], kind, t, column);
+        for (int n = 0; n < SLOT_SHARES; n++) {
+            const unsigned i = n * THREADS % SLOT_QUADS + thread;
+            const unsigned row = i / PER_SLOT, slot = i % PER_SLOT * 4;
+            if (n * THREADS < SLOT_QUADS) put_keys(to, of_slots[n], staged.g.over[row], row, slot);
+            else if constexpr (BACK) store_queries(to, of_slots[n], row, slot, scale);
+        }
+#pragma unroll
+        for (int n = 0; n < SHARES; n++) {
+            const unsigned i = n * THREADS + thread, own = i % QUADS;
+            of_columns[n] = staged.columns[i / QUADS].get(own / PER_COLUMN, own % PER_COLUMN * 4);
+        }
+#pragma unroll
+        for (int n = 0; n < SHARES; n++) {
+            const unsigned i = n * THREADS + thread, own = i % QUADS;
+            store_columns(to, of_columns[n], i / QUADS, own / PER_COLUMN, own % PER_COLUMN * 4);
         }
         if (thread < TOKENS) {
             to.slots.store_last(thread, staged.g.fresh[thread]);
@@ -635,12 +648,10 @@ struct tile_loader {
     }
 
 private:
-    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const smems &staged,
-                                                    int t,
-                                                    int slot) {
+    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, uint2 keys, float over,
+                                                    int t, int slot) {
         float x[4];
-        unpack_bf16(x, staged.slots[0].get(t, slot));
-        const float over = staged.g.over[t];
+        unpack_bf16(x, keys);
         unsigned key[4], weight[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -652,11 +663,11 @@ private:
         to.slots.put(t, WEIGHT_FACTOR, slot, weight);
     }
 
-    __device__ __forceinline__ static void store_queries(tile<Block, PASS> &to, const smems &staged,
-                                                       int t, int slot, float scale) {
+    __device__ __forceinline__ static void store_queries(tile<Block, PASS> &to, uint2 queries,
+                                                         int t, int slot, float scale) {
         float x[4];
         unsigned query[4];
-        unpack_bf16(x, staged.slots[1].get(t, slot));
+        unpack_bf16(x, queries);
 #pragma unroll
         for (int i = 0; i < 4; i++) query[i] = split(scale * x[i]);
         to.slots.put(t, QUERY_FACTOR, slot, query);
@@ -667,10 +678,8 @@ private:
         x[2] = low_half(pairs.y), x[3] = high_half(pairs.y);
     }
 
-    __device__ __forceinline__ static void store_columns(tile<Block, PASS> &to,
-                                                       const rows_of<Block::COLUMNS> &from,
-                                                       int number, int t, int column) {
-        const uint2 x = from.get(t, column);
+    __device__ __forceinline__ static void store_columns(tile<Block, PASS> &to, uint2 x, int number,
+                                                         int t, int column) {
         const unsigned pairs[4] = { broadcast_low(x.x), broadcast_high(x.x), broadcast_low(x.y),
                                     broadcast_high(x.y) };
         to.columns.put(t, number, column, pairs);
@@ -686,6 +695,12 @@ struct token_scan {
     static constexpr bool TRANS = PASS == FORWARD_PASS;
     const tile<Block, PASS> &in;
     const unsigned *rows, *mean, *weight, *read;
+
+    /* The same lane's way through a tile that lies `by` tiles behind `of`. */
+    __device__ token_scan(const token_scan &of, const tile<Block, PASS> &to, int by) : in(to) {
+        const int words = by * (int)(sizeof(to) / sizeof(unsigned));
+        rows = of.rows + words, mean = of.mean + words, weight = of.weight + words;
+    }
 
     __device__ explicit token_scan(const tile<Block, PASS> &of) : in(of) {
         const unsigned warp = thread_rematerialized() / 32;
@@ -796,13 +811,15 @@ __device__ __forceinline__ bool can_share_rcp(const state_frag &c) {
     return __all_sync(0xffffffffu, least >= MIN_PAIRED && most <= MAX_PAIRED);
 }
 
-/* o of a tile, the sums over a warp's 16 slots of it. PLAIN: it has no heads, and can_share_rcp. */
+/* o of a tile, the sums over a warp's 16 slots of it, to `out`. PLAIN: it has no heads, and
+ * can_share_rcp. */
 template <typename Block, bool PLAIN>
-__device__ __forceinline__ void tile_forward(state_frag &c, fwd_smem<Block> &r,
-                                             int turn, const uint2 (&queries)[2]) {
-    const token_scan<Block, FORWARD_PASS> along(r.in[turn]);
-    const int column = Block::column();
-#pragma unroll 1
+__device__ __forceinline__ void tile_forward(state_frag &c, float *out,
+                                             const token_scan<Block, FORWARD_PASS> &along,
+                                             const uint2 (&queries)[2]) {
+    constexpr int PITCH = fwd_smem<Block>::PITCH;
+    const float rest = along.in.rest;
+#pragma unroll(PLAIN ? 2 : 1)
     for (int first = 0; first < TOKENS; first += HALF) {
         const uint2 q = first == 0 ? queries[0] : queries[1];
         float sums[4];
@@ -819,12 +836,9 @@ __device__ __forceinline__ void tile_forward(state_frag &c, fwd_smem<Block> &r,
             mma_k16_column(sums, factor, q, t);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int t = first + 2 * column_lane() + i % 2;
-            r.out[turn][Block::group()][t][column + interleaved_row(i / 2)] = sums[i];
-        }
+        for (int i = 0; i < 4; i++) out[(first + i % 2) * PITCH + i / 2 * 2] = sums[i];
     }
-    c.times(r.in[turn].rest);
+    c.times(rest);
 }
 
 /* Where a producer thread puts its shares of o, four columns of a token each: into o or, where
@@ -832,9 +846,10 @@ __device__ __forceinline__ void tile_forward(state_frag &c, fwd_smem<Block> &r,
 template <typename Block>
 struct output_writer {
     enum { ACROSS = Block::COLUMNS / 4, APART = producer_warps<Block>::THREADS / ACROSS };
-    mn_bf16 *to;    // of its first token of the tile
-    float *part;
+    char *to;         // its first token of the tile; nullptr: not wanted
+    int64_t between;    // bytes between its tokens
     int inside;
+    float scale;
 
     __device__ static int column() { return (int)producer_warps<Block>::own() % ACROSS * 4; }
     __device__ static int row() { return (int)producer_warps<Block>::own() / ACROSS; }
@@ -843,29 +858,36 @@ struct output_writer {
                              int64_t n_rows) {
         const int64_t v = Block::column0() + column(), token = at.span.t0 + row();
         const int64_t row = blockIdx.z * n_rows + (at.span.b * p.call.T + token) * p.call.H + at.h;
+        mn_bf16 *o = mn_row<mn_bf16>(p.o, at.span.b, token, at.h);
         inside = (int)min(p.call.V - v, (int64_t)4);
-        part = gridDim.z > 1 ? parts + row * 2 * p.call.V + v : nullptr;
-        to = part ? nullptr : mn_row<mn_bf16>(p.o, at.span.b, token, at.h);
-        if (to) to += v;
+        scale = (float)p.scale;
+        if (gridDim.z > 1) {
+            to = (char *)(parts + row * 2 * p.call.V + v);
+            between = APART * p.call.H * 2 * p.call.V * (int64_t)sizeof(float);
+        } else {
+            to = (char *)(o ? o + v : o);
+            between = APART * p.o.stride[1] * (int64_t)sizeof(mn_bf16);
+        }
     }
 
-    /* A tile's, and on by a tile. */
-    __device__ __forceinline__ void put(const mn_importance_args &p, const fwd_smem<Block> &r,
-                                        int n_rows, int turn) {
-        const int64_t stride = part ? p.call.H * 2 * p.call.V : p.o.stride[1];
-#pragma unroll 1
-        for (int t = row(); t < TOKENS; t += APART) {
+    /* A tile's, of which there are n_rows, and on by a tile. */
+    __device__ __forceinline__ void put(const fwd_smem<Block> &r, int n_rows, int turn) {
+        if (!to) return;
+#pragma unroll
+        for (int n = 0; n < TOKENS; n += APART) {
+            const int t = n + row();
             float x[4] = {};
 #pragma unroll
             for (int group = 0; group < Block::GROUPS; group++) {
                 mn_cell_add(x, &r.out[turn][group][t][column()]);
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++) x[i] *= (float)p.scale;
-            if (part && t < n_rows) mn_cell_store(part, inside, x);
-            if (to && t < n_rows) mn_cell_store(to, inside, x);
-            if (part) part += APART * stride;
-            if (to) to += APART * stride;
+            for (int i = 0; i < 4; i++) x[i] *= scale;
+            if (t < n_rows) {
+                if (gridDim.z > 1) mn_cell_store((float *)to, inside, x);
+                else mn_cell_store((mn_bf16 *)to, inside, x);
+            }
+            to += between;
         }
     }
 };
@@ -911,11 +933,11 @@ __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importa
             next::fetch(r.staged[after == 2 ? 0 : after + 1], r.from, i + 2, length);
             next::put(r.in[~i & 1], r.staged[after], 1.0f);
         }
-        if (i > 0) to.put(p, r, TOKENS, ~i & 1);
+        if (i > 0) to.put(r, TOKENS, ~i & 1);
         third = after;
     }
     __syncthreads();
-    if (n_tiles > 0) to.put(p, r, length - (n_tiles - 1) * TOKENS, (n_tiles - 1) % 2);
+    if (n_tiles > 0) to.put(r, length - (n_tiles - 1) * TOKENS, (n_tiles - 1) % 2);
 }
 
 /* That of the others. */
@@ -924,16 +946,21 @@ __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance
                                          const place &at) {
     const int n_tiles = (int)mn_cell_tiles(at.span.length);
     const int slot = Block::slot() + 4 * column_lane();
+    const token_scan<Block, FORWARD_PASS> first(r.in[0]);
+    float *const out =
+        &r.out[0][Block::group()][2 * column_lane()][Block::column() + interleaved_row(0)];
     state_frag c;
     load_first<Block, true>(c, p, at);
     c.times(FORWARD_UNIT);
     for (int i = 0, third = 0; i < n_tiles; i++, third = third == 2 ? 0 : third + 1) {
         const int turn = i % 2;
+        const token_scan<Block, FORWARD_PASS> along(first, r.in[turn], turn);
+        float *const to = out + turn * (int)(sizeof(r.out[0]) / sizeof(float));
         __syncthreads();
         const uint2 q[2] = { r.staged[third].slots[1].get(row_lane(), slot),
                              r.staged[third].slots[1].get(row_lane() + HALF, slot) };
-        if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, r, turn, q);
-        else tile_forward<Block, false>(c, r, turn, q);
+        if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, to, along, q);
+        else tile_forward<Block, false>(c, to, along, q);
     }
     __syncthreads();
     store_final_state<Block>(c, p, at);
