@@ -696,10 +696,22 @@ struct token_scan {
     const tile<Block, PASS> &in;
     const unsigned *rows, *mean, *weight, *read;
 
-    /* The same lane's way through a tile that lies `by` tiles behind `of`. */
-    __device__ token_scan(const token_scan &of, const tile<Block, PASS> &to, int by) : in(to) {
-        const int words = by * (int)(sizeof(to) / sizeof(unsigned));
-        rows = of.rows + words, mean = of.mean + words, weight = of.weight + words;
+    /* Words from a tile's beginning to what a lane reads of it: places that the compiler keeps and
+     * does not make again for each tile. */
+    struct lane_places {
+        unsigned rows, mean, weight;
+    };
+
+    __device__ __forceinline__ lane_places places() const {
+        const unsigned *front = (const unsigned *)&in;
+        return { again((unsigned)(rows - front)), again((unsigned)(mean - front)),
+                 again((unsigned)(weight - front)) };
+    }
+
+    __device__ __forceinline__ token_scan(const tile<Block, PASS> &of, const lane_places &at)
+        : in(of) {
+        const unsigned *front = (const unsigned *)&in;
+        rows = front + at.rows, mean = front + at.mean, weight = front + at.weight;
     }
 
     __device__ explicit token_scan(const tile<Block, PASS> &of) : in(of) {
@@ -946,19 +958,23 @@ __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance
                                          const place &at) {
     const int n_tiles = (int)mn_cell_tiles(at.span.length);
     const int slot = Block::slot() + 4 * column_lane();
-    const token_scan<Block, FORWARD_PASS> first(r.in[0]);
-    float *const out =
-        &r.out[0][Block::group()][2 * column_lane()][Block::column() + interleaved_row(0)];
+    const auto places = token_scan<Block, FORWARD_PASS>(r.in[0]).places();
+    const unsigned sums = again((unsigned)(
+        &r.out[0][Block::group()][2 * column_lane()][Block::column() + interleaved_row(0)] -
+        &r.out[0][0][0][0]));
+    const unsigned queries =
+        again((unsigned)(&r.staged[0].slots[1].at[row_lane()][slot] - &r.staged[0].slots[1].at[0][0]));
     state_frag c;
     load_first<Block, true>(c, p, at);
     c.times(FORWARD_UNIT);
     for (int i = 0, third = 0; i < n_tiles; i++, third = third == 2 ? 0 : third + 1) {
         const int turn = i % 2;
-        const token_scan<Block, FORWARD_PASS> along(first, r.in[turn], turn);
-        float *const to = out + turn * (int)(sizeof(r.out[0]) / sizeof(float));
+        const token_scan<Block, FORWARD_PASS> along(r.in[turn], places);
+        float *const to = &r.out[turn][0][0][0] + sums;
         __syncthreads();
-        const uint2 q[2] = { r.staged[third].slots[1].get(row_lane(), slot),
-                             r.staged[third].slots[1].get(row_lane() + HALF, slot) };
+        const auto &keys = r.staged[third].slots[1];
+        const mn_bf16 *const own = &keys.at[0][0] + queries;
+        const uint2 q[2] = { *(const uint2 *)own, *(const uint2 *)(own + HALF * keys.PITCH) };
         if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, to, along, q);
         else tile_forward<Block, false>(c, to, along, q);
     }
