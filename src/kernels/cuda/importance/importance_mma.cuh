@@ -14,6 +14,7 @@
 #define MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_MMA_CUH
 
 #include "kernels/cuda/importance/importance.cuh"
+#include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/prim/sync.cuh"
 
 namespace mneme::importance::mma_path {
@@ -778,8 +779,10 @@ struct token_scan {
 template <typename Block>
 using fwd_loader = tile_loader<Block, FORWARD_PASS, producer_warps<Block>>;
 
-/* Tiles take turns: while one is scanned, the next one's factors are made, the one behind that is
- * on its way, and o of the one before leaves. Queries are read where they came to. */
+/* Tiles take turns: while one is scanned, the next one's factors are made and the one behind that
+ * is on its way. Queries are read where they came to. `full`: a tile can be scanned, and the sums
+ * of the one that had its place before have left; `left`: each warp has scanned it. Warps do not
+ * wait for each other, so that those of a scheduler are in different places of a tile. */
 template <typename Block>
 struct fwd_smem {
     static constexpr int PITCH = Block::COLUMNS + 4;
@@ -787,7 +790,40 @@ struct fwd_smem {
     tile_stage<Block, FORWARD_PASS> staged[3];
     typename fwd_loader<Block>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
+    uint64_t full[2], left[2];
+
+    /* By the first threads. */
+    __device__ void open() {
+        in[0].open();
+        in[1].open();
+        if (threadIdx.x != 0) return;
+        for (int i = 0; i < 2; i++) {
+            mn_mbarrier_init(&full[i], producer_warps<Block>::THREADS);
+            mn_mbarrier_init(&left[i], Block::WARPS);
+        }
+    }
 };
+
+/* mn_mbarrier_wait on machines before 9.0, too, where a wait is a question asked again and again. */
+__device__ __forceinline__ void wait_for_phase(const uint64_t *mbar, int phase) {
+#if __CUDA_ARCH__ >= 900
+    mn_mbarrier_wait(mbar, phase);
+#elif __CUDA_ARCH__ >= 800
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again:\n\t"
+                 "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" ::"r"(mn_smem_addr(mbar)), "r"(phase) : "memory");
+#endif
+}
+
+/* Which place a block's tile number n has among two, and which phase of it that is. */
+__device__ __forceinline__ int tile_turn(unsigned n) {
+    return n % 2;
+}
+
+__device__ __forceinline__ int tile_phase(unsigned n) {
+    return n / 2 % 2;
+}
 
 /* Forward, M' and I' are counted in 1 / FORWARD_UNIT, so that A is as far from overflow
  * as from underflow.
@@ -919,12 +955,11 @@ __device__ void store_final_state(const state_frag &c, const mn_importance_args 
 
 enum { BAR_FWD_PRODUCERS = 1 };
 
-/* The producers' way through a sequence; all of the block meet before each tile and behind the last
- * one. */
+/* The producers' way through a sequence; `done`: tiles that the block has had before. */
 template <typename Block>
 __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importance_args &p,
                                             const place &at, const gates *decays, float *sums,
-                                            int64_t n_rows) {
+                                            int64_t n_rows, unsigned &done) {
     typedef fwd_loader<Block> next;
     const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
     output_writer<Block> to(p, sums, at, n_rows);
@@ -932,30 +967,30 @@ __device__ __forceinline__ void fwd_produce(fwd_smem<Block> &r, const mn_importa
     next::open(r.from, p, at, decays);
     meet();
     next::fetch(r.staged[0], r.from, 0, length);
-    next::fetch(r.staged[1], r.from, 1, length);
-    next::wait();
-    meet();
-    if (n_tiles > 0) next::put(r.in[0], r.staged[0], 1.0f);
     for (int i = 0, third = 0; i < n_tiles; i++) {
-        const int after = third == 2 ? 0 : third + 1;
-        __syncthreads();
-        if (i + 1 < n_tiles) {
-            next::wait();
-            meet();
-            next::fetch(r.staged[after == 2 ? 0 : after + 1], r.from, i + 2, length);
-            next::put(r.in[~i & 1], r.staged[after], 1.0f);
-        }
-        if (i > 0) to.put(r, TOKENS, ~i & 1);
+        const unsigned n = done + i;
+        const int turn = tile_turn(n), after = third == 2 ? 0 : third + 1;
+        next::wait();
+        meet();
+        if (n >= 2) wait_for_phase(&r.left[turn], tile_phase(n - 2));
+        next::fetch(r.staged[after], r.from, i + 1, length);
+        next::put(r.in[turn], r.staged[third], 1.0f);
+        if (i >= 2) to.put(r, TOKENS, turn);
+        mn_mbarrier_arrive(&r.full[turn]);
         third = after;
     }
-    __syncthreads();
-    if (n_tiles > 0) to.put(r, length - (n_tiles - 1) * TOKENS, (n_tiles - 1) % 2);
+    for (int i = max(n_tiles - 2, 0); i < n_tiles; i++) {
+        const unsigned n = done + i;
+        wait_for_phase(&r.left[tile_turn(n)], tile_phase(n));
+        to.put(r, min(length - i * TOKENS, (int)TOKENS), tile_turn(n));
+    }
+    done += n_tiles;
 }
 
 /* That of the others. */
 template <typename Block>
 __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance_args &p,
-                                         const place &at) {
+                                         const place &at, unsigned &done) {
     const int n_tiles = (int)mn_cell_tiles(at.span.length);
     const int slot = Block::slot() + 4 * column_lane();
     const auto places = token_scan<Block, FORWARD_PASS>(r.in[0]).places();
@@ -968,17 +1003,19 @@ __device__ __forceinline__ void fwd_scan(fwd_smem<Block> &r, const mn_importance
     load_first<Block, true>(c, p, at);
     c.times(FORWARD_UNIT);
     for (int i = 0, third = 0; i < n_tiles; i++, third = third == 2 ? 0 : third + 1) {
-        const int turn = i % 2;
+        const unsigned n = done + i;
+        const int turn = tile_turn(n);
         const token_scan<Block, FORWARD_PASS> along(r.in[turn], places);
         float *const to = &r.out[turn][0][0][0] + sums;
-        __syncthreads();
+        wait_for_phase(&r.full[turn], tile_phase(n));
         const auto &keys = r.staged[third].slots[1];
         const mn_bf16 *const own = &keys.at[0][0] + queries;
         const uint2 q[2] = { *(const uint2 *)own, *(const uint2 *)(own + HALF * keys.PITCH) };
         if (r.in[turn].heads == 0 && can_share_rcp(c)) tile_forward<Block, true>(c, to, along, q);
         else tile_forward<Block, false>(c, to, along, q);
+        mn_mbarrier_arrive_warp(&r.left[turn]);
     }
-    __syncthreads();
+    done += n_tiles;
     store_final_state<Block>(c, p, at);
 }
 
@@ -989,9 +1026,9 @@ importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
                       float *sums, int64_t n_rows) {
     extern __shared__ float4 shared[];
     fwd_smem<Block> &r = *(fwd_smem<Block> *)shared;
-    r.in[0].open();
-    r.in[1].open();
+    r.open();
     __syncthreads();
+    unsigned done = 0;
     /* Each role is one branch that begins with setmaxnreg: only then ptxas gives it its registers. */
     const int64_t n_items = mn_n_spans(p.call) * p.call.H;
     if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, or 80
@@ -999,14 +1036,14 @@ importance_fwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
         mn_setmaxnreg_dec<Block::PER_PROCESSOR == 1 ? 64 : 48>();
 #endif
         for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
-            fwd_produce<Block>(r, p, place::of(p, item), decays, sums, n_rows);
+            fwd_produce<Block>(r, p, place::of(p, item), decays, sums, n_rows, done);
         }
     } else {
 #if MN_HAS_WGMMA
         mn_setmaxnreg_inc<Block::PER_PROCESSOR == 1 ? 104 : 96>();
 #endif
         for (int64_t item = blockIdx.y; item < n_items; item += gridDim.y) {
-            fwd_scan<Block>(r, p, place::of(p, item));
+            fwd_scan<Block>(r, p, place::of(p, item), done);
         }
     }
 }
