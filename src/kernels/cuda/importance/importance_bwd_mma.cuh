@@ -704,7 +704,6 @@ __device__ __forceinline__ void producer_loop(bwd_smem<Block> &r, const mn_impor
         }
         r.to.template open<Block>(p, to, at, now, n_rows);
         meet(BAR_ALL, Block::THREADS + producer_warps<Block>::THREADS);
-        next::share(r.from, r.staged[0]);
         if (n_tiles > 0) next::fetch(r.staged[third], r.from, n_tiles - 1, length);
         for (int i = n_tiles - 1; i >= 0; i--) {
             const int after = third == 2 ? 0 : third + 1;
