@@ -300,8 +300,7 @@ struct key_writer {
     static_assert(block::GROUPS == 1 && share::EACH == 4, "a place's numbers of all warps");
     float *to;      // the thread's first number
     int64_t row;    // numbers of a token
-    int left;       // how many of its numbers exist
-    bool packs;     // all of them, aligned for one store
+    int left;       // how many of its numbers exist; EACH + 1: EACH, aligned for one store
 
     __device__ void open(float *partials, const mn_call &call, const mn_span &span, int64_t first,
                          int64_t n_rows) {
@@ -311,7 +310,7 @@ struct key_writer {
         row = 2 * call.K;
         to = partials + (blockIdx.x * n_rows + token) * row + kind * call.K + s;
         left = (int)max(min(call.K - s, (int64_t)share::EACH), (int64_t)0);
-        packs = left == share::EACH && call.K % share::EACH == 0;
+        if (left == share::EACH && call.K % share::EACH == 0) left++;
     }
 
     /* A tile's, and on by so many tokens. */
@@ -326,7 +325,7 @@ struct key_writer {
 #pragma unroll
                 for (int i = 0; i < share::EACH; i++) x[i] += more[i];
             }
-            if (packs) {
+            if (left > share::EACH) {
                 mn_store<share::EACH>(to, 0, x);
             } else {
 #pragma unroll

@@ -411,33 +411,29 @@ template <typename T, int N_KEYS, int N_LINES> struct tile_prefetch {
  * blockIdx.z counts blocks of slots, to this block's part of `parts`. */
 template <typename T> struct output_writer {
     typedef mn_cell_thread_map<block::COLUMNS, block::THREADS> share;
-    uintptr_t to;    // the thread's first number
+    char *to;    // the thread's first number
     int64_t row_bytes;
-    int left;      // how many of its numbers have a place
-    bool packs;    // all of them, aligned for one store
+    int left;    // how many of its numbers have a place; EACH + 1: EACH, as one pack
 
     __device__ void open(const mn_out &view, float *partials, int kind, const mn_call &call,
                          const mn_span &span, int64_t first, int64_t n_rows) {
         const int64_t m = block::column0() + share::place();
         const int64_t t = span.t0 + first + share::row();
         const bool split = gridDim.z > 1;
+        const int64_t row = split ? (blockIdx.z * n_rows + span.b * call.T + t) * 2 + kind : 0;
         left = (int)max(min(call.V - m, (int64_t)share::EACH), (int64_t)0);
-        if (split) {
-            const int64_t row = blockIdx.z * n_rows + span.b * call.T + t;
-            to = (uintptr_t)(partials + (row * 2 + kind) * call.V + m);
-            row_bytes = 2 * call.V * (int64_t)sizeof(float);
-        } else {
-            to = (uintptr_t)(mn_row<T>(view, span.b, t, 0) + m);
-            row_bytes = view.stride[1] * (int64_t)sizeof(T);
-            if (!view.data) left = 0;
-        }
+        to = split ? (char *)(partials + row * call.V + m)
+                   : (char *)((T *)view.data + span.b * view.stride[0] + t * view.stride[1] + m);
+        row_bytes = split ? 2 * call.V * (int64_t)sizeof(float)
+                          : view.stride[1] * (int64_t)sizeof(T);
+        if (!split && !view.data) left = 0;
         const size_t pack = share::EACH * (split ? sizeof(float) : sizeof(T));
-        packs = left == share::EACH && (to | row_bytes) % pack == 0;
+        if (left == share::EACH && ((uintptr_t)to | row_bytes) % pack == 0) left++;
     }
 
     template <typename U>
     __device__ __forceinline__ void store(const float (&x)[share::EACH]) const {
-        if (packs) {
+        if (left > share::EACH) {
             mn_store<share::EACH>((U *)to, 0, x);
             return;
         }
