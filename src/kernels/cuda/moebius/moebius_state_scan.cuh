@@ -7,7 +7,7 @@
  * would find. Maps of adjoints take eleven instructions and a reciprocal more, none of them on that
  * chain.
  *
- * A block has 16 channels and 16 slots and brings 64 tokens at a time to shared memory; a thread
+ * A block has 16 channels and 16 slots and brings 128 tokens at a time to shared memory; a thread
  * goes through them by rays, 16 without a look back, and does them again by lam and eta where rays
  * did not hold. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_STATE_SCAN_CUH
@@ -40,7 +40,7 @@ struct read_grads {
     /* FULL: with cotangents gw of yvar, or a read from the prior. */
     template <bool FULL>
     __device__ __forceinline__ static read_grads of(float q, float gy, float gw, float a, float a2,
-                                                   bool prior) {
+                                                    bool prior) {
         if (!FULL) return { gy * q, 0.0f };
         const float of_var = gw * q * q;
         return prior ? read_grads{ gy * q * a, of_var * a2 } : read_grads{ gy * q, of_var };
@@ -49,8 +49,8 @@ struct read_grads {
 
 /* Some tokens as a map of adjoints. */
 struct cell_map {
-    float lam, cross, eta;       // d lam / d lam0, d eta / d lam0, d eta / d eta0
-    float to_lam, to_eta;        // what the reads say to lam0 and eta0
+    float lam, cross, eta;    // d lam / d lam0, d eta / d lam0, d eta / d eta0
+    float to_lam, to_eta;     // what the reads say to lam0 and eta0
 
     __device__ static cell_map none() {
         return { 1.0f, 0.0f, 1.0f, 0.0f, 0.0f };
@@ -122,9 +122,9 @@ struct proj_map {
 };
 
 enum {
-    SCAN_SIDE = 16,                               // channels and slots of a block
+    SCAN_SIDE = 16,    // channels and slots of a block
     SCAN_THREADS = SCAN_SIDE * SCAN_SIDE,
-    SCAN_TOKENS = 64,
+    SCAN_TOKENS = 128,
 };
 static_assert(2 * SCAN_SIDE == block::COLUMNS && SCAN_SIDE == block::SLOTS, "blocks of cells");
 
@@ -136,13 +136,13 @@ enum scan_input { SCAN_K, SCAN_V, SCAN_PREC, SCAN_Q, SCAN_MEAN_COT, SCAN_SPREAD_
  * from the prior. */
 enum { STATE_KINDS = 3, MAP_KINDS = 5, FULL_MAP_KINDS = 6 };
 
-/* at[i][t]: number of channel or slot i at token t; rows 16 bytes aligned, in different banks */
+/* at[i][t]: number of channel or slot i at token t; rows 16 bytes aligned, in different banks. Four
+ * numbers behind a row are read ahead, and not used. */
 struct alignas(16) scan_tile_smem {
     float at[SCAN_SIDE][SCAN_TOKENS + 4];
 };
 
-template <int KINDS>
-struct scan_stage {
+template <int KINDS> struct scan_stage {
     scan_tile_smem kinds[KINDS];
 
     /* The line of this thread's slot or channel. */
@@ -152,42 +152,50 @@ struct scan_stage {
     }
 };
 
-/* A thread's part of one kind of number of a tile: EACH neighbours of one token. */
-template <typename T>
-struct scan_vec_loader {
-    static constexpr int EACH = SCAN_TOKENS * SCAN_SIDE / SCAN_THREADS, ACROSS = SCAN_SIDE / EACH;
+/* A thread's part of one kind of number of a tile: EACH neighbours of one token. A warp has the same
+ * neighbours of 32 tokens, which it stores to different banks. */
+template <typename T> struct scan_vec_loader {
+    static constexpr int EACH = SCAN_TOKENS * SCAN_SIDE / SCAN_THREADS;
+    static_assert(SCAN_TOKENS % 32 == 0, "a warp's tokens");
     typename mn_vec_bits<T, EACH>::type x;
     const T *from;    // those of the next tile
     int64_t row_stride;
-    int inside;       // how many of them there are; EACH + 1: EACH, as one pack
+    int inside;    // how many of them there are
+    bool packs;    // all or none of them, and aligned as one pack
+
+    __device__ static int token() {
+        return threadIdx.x % SCAN_TOKENS;
+    }
+
+    __device__ static int place() {
+        return threadIdx.x / SCAN_TOKENS * EACH;
+    }
 
     /* Of a sequence's numbers base, base + 1, ... of `count`. */
     __device__ void open(const mn_in &view, const mn_span &span, int64_t base, int64_t count) {
-        const int64_t i = base + threadIdx.x % ACROSS * EACH, t = span.t0 + threadIdx.x / ACROSS;
+        const int64_t i = base + place(), t = span.t0 + token();
         const int64_t first = span.b * view.stride[0] + t * view.stride[1] + i;
         const int64_t bytes = (first | view.stride[1]) * (int64_t)sizeof(T);
         from = (const T *)view.data + first;
         row_stride = SCAN_TOKENS * view.stride[1];
         inside = view.data ? (int)max(min(count - i, (int64_t)EACH), (int64_t)0) : 0;
-        const bool vec_aligned = ((uintptr_t)view.data | bytes) % alignof(mn_vec<T, EACH>) == 0;
-        if (inside == EACH && vec_aligned) inside++;
+        packs = inside == 0 ||
+                (inside == EACH && ((uintptr_t)view.data | bytes) % alignof(mn_vec<T, EACH>) == 0);
     }
 
     /* The next tile's; zeros where the sequence, whose next token is `left` from its end, has
-     * none. */
-    __device__ __forceinline__ void fetch(int64_t left) {
+     * none. PACK: all loaders have packs. */
+    template <bool PACK> __device__ __forceinline__ void fetch(int64_t left) {
         x = {};
-        if ((int64_t)(threadIdx.x / ACROSS) < left) {
-            if (inside > EACH) {
-                x = *(decltype(&x))from;
-            } else {
-                mn_vec<T, EACH> numbers = {};
+        if constexpr (PACK) {
+            if (token() < left && inside > 0) x = *(decltype(&x))from;
+        } else {
+            mn_vec<T, EACH> numbers = {};
 #pragma unroll
-                for (int n = 0; n < EACH; n++) {
-                    if (n < inside) numbers.at[n] = from[n];
-                }
-                memcpy(&x, &numbers, sizeof x);
+            for (int n = 0; n < EACH; n++) {
+                if (token() < left && n < inside) numbers.at[n] = from[n];
             }
+            memcpy(&x, &numbers, sizeof x);
         }
         from += row_stride;
     }
@@ -196,16 +204,14 @@ struct scan_vec_loader {
         float numbers[EACH];
         mn_unpack_to(numbers, x);
 #pragma unroll
-        for (int n = 0; n < EACH; n++) {
-            to.at[threadIdx.x % ACROSS * EACH + n][threadIdx.x / ACROSS] = numbers[n];
-        }
+        for (int n = 0; n < EACH; n++) to.at[place() + n][token()] = numbers[n];
     }
 };
 
 /* All kinds. */
-template <typename T, int KINDS>
-struct scan_tile_loader {
+template <typename T, int KINDS> struct scan_tile_loader {
     scan_vec_loader<T> kinds[KINDS];
+    bool packs;    // of all kinds
 
     __device__ void open(const mn_moebius_args &p, const mn_span &span) {
         const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE, s = blockIdx.z * (int64_t)SCAN_SIDE;
@@ -219,11 +225,19 @@ struct scan_tile_loader {
         if constexpr (KINDS > MAP_KINDS) {
             kinds[SCAN_SPREAD_COT].open(p.cot.yvar, span, m, p.call.V);
         }
+        packs = true;
+#pragma unroll
+        for (const auto &kind : kinds) packs = packs && kind.packs;
     }
 
     __device__ __forceinline__ void fetch(int64_t left) {
+        if (packs) {
 #pragma unroll
-        for (auto &kind : kinds) kind.fetch(left);
+            for (auto &kind : kinds) kind.template fetch<true>(left);
+        } else {
+#pragma unroll
+            for (auto &kind : kinds) kind.template fetch<false>(left);
+        }
     }
 
     __device__ __forceinline__ void put(scan_stage<KINDS> &to) const {
@@ -233,8 +247,7 @@ struct scan_tile_loader {
 };
 
 /* What a thread needs of four tokens. */
-template <int KINDS>
-struct scan_four {
+template <int KINDS> struct scan_four {
     float x[KINDS][4];
 
     __device__ __forceinline__ void load(const scan_stage<KINDS> &in, int t) {
@@ -271,10 +284,10 @@ struct scan_coord {
 
 struct scan_cell {
     float a, a2, p;
-    proj x;             // in front of the next tokens
-    float lam, eta;    // the same, or in front of the last 16 by rays until someone looks
-    proj_map segment_map;      // of those 16
-    float least;       // of lam in front of 16 tokens, where no floor binds in them
+    proj x;                  // in front of the next tokens
+    float lam, eta;          // the same, or in front of the last 16 by rays until someone looks
+    proj_map segment_map;    // of those 16
+    float least;             // of lam in front of 16 tokens, where no floor binds in them
 
     /* lam' is at least lam / (a^2 + p lam), which grows with lam: after 16 tokens at least lam /
      * (most (1 + 16 p lam)). */
@@ -324,8 +337,8 @@ struct scan_cell {
 
 /* Where the states of a thread's cell go, one for each so many sixteens of tokens. */
 struct scan_state_writer {
-    float *to;         // the next one's lam
-    int until;         // sixteens to it
+    float *to;    // the next one's lam
+    int until;    // sixteens to it
     int steps;
 
     __device__ __forceinline__ void put(const scan_cell &c, int64_t set) {
@@ -348,10 +361,9 @@ struct scan_holds {
  * changes every eighth token by what d was four tokens before, and nothing here waits for what the
  * 16 tokens in front left last. `now` has the first four tokens, then the next ones'. */
 template <int KINDS>
-__device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_state_writer &writer,
-                                             scan_holds &sound, scan_four<KINDS> &now,
-                                             const scan_stage<KINDS> &in, int t, int64_t set,
-                                             bool prior) {
+__device__ __forceinline__ void
+scan_sixteen(scan_cell &c, cell_map &map, scan_state_writer &writer, scan_holds &sound,
+             scan_four<KINDS> &now, const scan_stage<KINDS> &in, int t, int64_t set, bool prior) {
     constexpr bool MAPS = KINDS > STATE_KINDS, FULL = KINDS > MAP_KINDS;
     proj x = c.x;
     float by = 1.0f;
@@ -364,7 +376,7 @@ __device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_s
 #pragma unroll
     for (int at = 0; at < TOKENS; at += 4) {
         scan_four<KINDS> next;
-        next.load(in, (t + at + 4) % SCAN_TOKENS);
+        next.load(in, t + at + 4);
         sound.states = all_positive(now.x[SCAN_PREC]) && sound.states;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -373,9 +385,9 @@ __device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_s
             if constexpr (MAPS) {
                 const float gw = FULL ? now.x[KINDS - 1][i] : 0.0f;
                 c.segment_map.advance<FULL>(x, c.a, pk, k, v,
-                                     read_grads::of<FULL>(now.x[SCAN_Q][i],
-                                                         now.x[SCAN_MEAN_COT][i], gw, c.a, c.a2,
-                                                         prior));
+                                            read_grads::of<FULL>(now.x[SCAN_Q][i],
+                                                                 now.x[SCAN_MEAN_COT][i], gw, c.a,
+                                                                 c.a2, prior));
             }
         }
         now = next;
@@ -398,7 +410,8 @@ __device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_s
 /* n_rows tokens of a tile, sixteens, by lam and eta. */
 template <int KINDS>
 __device__ __forceinline__ void scan_rows_exact(scan_cell &c, scan_state_writer &writer,
-                                           const scan_stage<KINDS> &in, int n_rows, int64_t set) {
+                                                const scan_stage<KINDS> &in, int n_rows,
+                                                int64_t set) {
 #pragma unroll 1
     for (int i = 0; i < n_rows; i++) {
         if (i % TOKENS == 0) writer.put(c, set);
@@ -410,8 +423,8 @@ __device__ __forceinline__ void scan_rows_exact(scan_cell &c, scan_state_writer 
 /* The map with the tokens [t, end) of a tile, in front of which c is, behind it, by lam and eta. */
 template <int KINDS>
 __device__ __forceinline__ void map_rows_exact(cell_map &map, scan_cell c,
-                                               const scan_stage<KINDS> &in,
-                                         int t, int end, bool prior) {
+                                               const scan_stage<KINDS> &in, int t, int end,
+                                               bool prior) {
     constexpr bool FULL = KINDS == FULL_MAP_KINDS;
 #pragma unroll 1
     for (; t < end; t++) {
@@ -477,9 +490,8 @@ __device__ __forceinline__ void scan_tokens(scan_cell &c, cell_map &map, scan_st
  * than MIN_CHUNKED. */
 template <typename T, int KINDS>
 __global__ void __launch_bounds__(SCAN_THREADS, KINDS == STATE_KINDS ? 2 : 1)
-moebius_state_scan_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps,
-                          int64_t every,
-            int64_t beyond) {
+    moebius_state_scan_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps,
+                              int64_t every, int64_t beyond) {
     extern __shared__ float4 smem_bytes_here[];
     scan_stage<KINDS> *in = (scan_stage<KINDS> *)smem_bytes_here;
     const scan_coord coord(p.call);
@@ -490,10 +502,9 @@ moebius_state_scan_kernel(const __grid_constant__ mn_moebius_args p, float *stat
         if (span.length <= beyond) continue;
         const bool mapped = KINDS > STATE_KINDS && span.length > MIN_CHUNKED;
         const int64_t end = mapped ? span.length : (span.length - 1) / every * every;
-        scan_state_writer writer = {
-            states + 2 * set * mn_cell_first_slot(p.call, n, every) + coord.at, 0,
-            (int)(every / TOKENS)
-        };
+        scan_state_writer writer = { states + 2 * set * mn_cell_first_slot(p.call, n, every) +
+                                         coord.at,
+                                     0, (int)(every / TOKENS) };
         float *to_map = maps + MAP_NUMBERS * set * mn_cell_first_slot(p.call, n, CHUNK) + coord.at;
         cell_map map = cell_map::none();
         scan_tile_loader<T, KINDS> tile;
@@ -523,9 +534,8 @@ moebius_state_scan_kernel(const __grid_constant__ mn_moebius_args p, float *stat
 /* The adjoint behind each chunk but the last of each sequence longer than MIN_CHUNKED, from the
  * chunks' maps. */
 __global__ static void __launch_bounds__(SCAN_THREADS)
-moebius_adjoint_ends_kernel(const __grid_constant__ mn_moebius_args p,
-                            const float *__restrict__ maps,
-            float *__restrict__ ends) {
+    moebius_adjoint_ends_kernel(const __grid_constant__ mn_moebius_args p,
+                                const float *__restrict__ maps, float *__restrict__ ends) {
     const scan_coord coord(p.call);
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
@@ -552,9 +562,8 @@ template <typename T>
 inline int scan_states(const mn_moebius_args *p, float *states, int64_t every, int64_t beyond,
                        cudaStream_t stream) {
     return mn_launch_smem(moebius_state_scan_kernel<T, STATE_KINDS>, scan_grid(p->call),
-                          SCAN_THREADS,
-                               2 * sizeof(scan_stage<STATE_KINDS>), stream, *p, states,
-                               (float *)nullptr, every, beyond);
+                          SCAN_THREADS, 2 * sizeof(scan_stage<STATE_KINDS>), stream, *p, states,
+                          (float *)nullptr, every, beyond);
 }
 
 /* The states in front of all tiles and the adjoints behind all chunks. */
@@ -563,8 +572,8 @@ inline int scan_maps(const mn_moebius_args *p, float *states, float *maps, float
                      cudaStream_t stream) {
     const dim3 blocks = scan_grid(p->call);
     const int code = mn_launch_smem(moebius_state_scan_kernel<T, KINDS>, blocks, SCAN_THREADS,
-                                         2 * sizeof(scan_stage<KINDS>), stream, *p, states, maps,
-                                         (int64_t)TOKENS, (int64_t)0);
+                                    2 * sizeof(scan_stage<KINDS>), stream, *p, states, maps,
+                                    (int64_t)TOKENS, (int64_t)0);
     if (code != cudaSuccess) return code;
     moebius_adjoint_ends_kernel<<<blocks, SCAN_THREADS, 0, stream>>>(*p, maps, ends);
     return mn_launch_status();
