@@ -13,7 +13,7 @@
  * before a bound of the largest cell gets too large, and every vector is in a unit of its own;
  * which unit it is goes by tokens already seen.
  *
- * A warp has 32 x 32 cells, a lane four rows by eight columns of them, which are the factors of
+ * A warp has 32 x 16 cells, a lane four rows by four columns of them, which are the factors of
  * products over columns as they lie in registers. Sums over rows are first those of a lane's own
  * four, in half precision, which movmatrix turns: as little as can be goes through the pipe of
  * shared memory, movmatrix with it. So a lane's columns of do, and of w, are read once, as factors
@@ -36,17 +36,19 @@ using namespace recurrent;
 
 enum { GROUP = 8, TILE = MN_COLUMNS_TILE };    // tokens; columns of a block
 
-/* Of a block with ROW_WARPS warps along the rows and two along the columns. */
+/* Of a block with ROW_WARPS warps along the rows and four along the columns. */
 template <int ROW_WARPS>
 struct sizes {
-    static constexpr int WARPS = 2 * ROW_WARPS, THREADS = 32 * WARPS, ROWS = 32 * ROW_WARPS;
-    static constexpr int TOKENS = GROUP / WARPS;    // which a warp loads
-    static constexpr int CELLS = 4 * THREADS;       // packs of 16 bytes: a state
-    static constexpr int PACKS = CELLS + 2;         // and its warps' units
+    static constexpr int ACROSS = TILE / 16, WARPS = ACROSS * ROW_WARPS, THREADS = 32 * WARPS;
+    static constexpr int ROWS = 32 * ROW_WARPS;
+    static constexpr int LOADERS = WARPS / 2;         // warps that bring a group
+    static constexpr int TOKENS = GROUP / LOADERS;    // which each of them does
+    static constexpr int CELLS = 2 * THREADS;         // packs of 16 bytes: a state
+    static constexpr int PACKS = CELLS + WARPS / 4;   // and its warps' units
 };
 
-/* Eight tokens as cells and their sums want them: a lane has four rows side by side and twice four
- * columns. */
+/* Eight tokens as cells and their sums want them: a lane has four rows and four columns side by
+ * side. */
 template <int ROW_WARPS>
 struct token_smem {
     static constexpr int ROWS = sizes<ROW_WARPS>::ROWS;
@@ -64,12 +66,12 @@ struct token_smem {
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* A lane's cells as factors: pair p of the four of row r is number r % 2 + p % 2 * 2 of factor
- * r / 2 * 2 + p / 2, whose four numbers have to lie side by side. */
-typedef unsigned pairs[4][4];
+/* A lane's cells as factors: pair p of the two of row r is number r % 2 + 2 p of factor r / 2,
+ * whose four numbers have to lie side by side. */
+typedef unsigned pairs[2][4];
 
-__device__ constexpr int row_in(int factor, int n) { return factor / 2 * 2 + n % 2; }
-__device__ constexpr int pair_in(int factor, int n) { return factor % 2 * 2 + n / 2; }
+__device__ constexpr int row_in(int factor, int n) { return factor * 2 + n % 2; }
+__device__ constexpr int pair_in(int n) { return n / 2; }
 
 __device__ __forceinline__ unsigned pair_of(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
@@ -98,15 +100,6 @@ __device__ __forceinline__ void mma_zero(float (&to)[4], const unsigned (&a)[4],
         "{%8, %9}, {%10, %10, %10, %10};"
         : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
-}
-
-/* sum += A b */
-__device__ __forceinline__ void mma_add(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
-                                        unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 /* to = sums of A over its eight columns */
@@ -146,33 +139,27 @@ __device__ __forceinline__ void cp_async_wait(void) {
 }
 
 /* Sums over this warp's columns for the lane's four rows. */
-__device__ __forceinline__ float4 rows_times(const pairs &a, uint2 b0, uint2 b1) {
+__device__ __forceinline__ float4 rows_times(const pairs &a, unsigned b0, unsigned b1) {
     float x[2][4];
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-        mma_zero(x[m], a[2 * m], b0.x, b0.y);
-        mma_add(x[m], a[2 * m + 1], b1.x, b1.y);
-    }
+    for (int m = 0; m < 2; m++) mma_zero(x[m], a[m], b0, b1);
     return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
 }
 
-/* Sums over this warp's rows for four columns, those of column_place; `by` has the same number
- * twice, that of each row. */
-__device__ __forceinline__ float4 columns_times(const pairs &a, const unsigned (&by)[4]) {
-    unsigned turned[4];
-    float x[2][4];
+/* Sums over this warp's rows for two columns, those of column_of; `by` has the same number twice,
+ * that of each row. */
+__device__ __forceinline__ float2 columns_times(const pairs &a, const unsigned (&by)[4]) {
+    unsigned turned[2];
+    float x[4];
 #pragma unroll
-    for (int p = 0; p < 4; p++) {
-        unsigned sum = multiply(a[p / 2][p % 2 * 2], by[0]);
+    for (int p = 0; p < 2; p++) {
+        unsigned sum = multiply(a[0][2 * p], by[0]);
 #pragma unroll
-        for (int r = 1; r < 4; r++) {
-            sum = multiply_add(a[r / 2 * 2 + p / 2][r % 2 + p % 2 * 2], by[r], sum);
-        }
+        for (int r = 1; r < 4; r++) sum = multiply_add(a[r / 2][r % 2 + 2 * p], by[r], sum);
         turned[p] = transpose(sum);
     }
-#pragma unroll
-    for (int m = 0; m < 2; m++) mma_sums(x[m], turned[2 * m], turned[2 * m + 1]);
-    return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
+    mma_sums(x, turned[0], turned[1]);
+    return make_float2(x[0], x[2]);
 }
 
 /* ---- units ----------------------------------------------------------------------------------- */
@@ -196,6 +183,12 @@ __device__ inline float inverse_of(float unit) {
     return __uint_as_float((254u << 23) - __float_as_uint(unit));
 }
 
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* Bits of |x|, which are in the order of numbers; 0 for what is not finite */
 __device__ inline unsigned size_of(float x) {
     const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
@@ -212,36 +205,35 @@ __device__ inline unsigned largest_of(const float (&x)[N]) {
 
 /* ---- tokens ---------------------------------------------------------------------------------- */
 
-/* A warp's part of the block's cells, 32 x 32 from this row and column on; a lane's place in it. */
+/* A warp's part of the block's cells, 32 x 16 from this row and column on; a lane's place in it. */
 struct warp_coord {
-    __device__ static int row() { return threadIdx.x / 64 * 32; }
-    __device__ static int column() { return threadIdx.x / 32 % 2 * 32; }
+    __device__ static int warp() { return threadIdx.x / 32; }
+    __device__ static int down() { return threadIdx.x / 128; }
+    __device__ static int across() { return threadIdx.x / 32 % 4; }
+    __device__ static int row() { return 32 * down(); }
+    __device__ static int column() { return 16 * across(); }
     __device__ static int eighth() { return threadIdx.x % 32 / 4; }
     __device__ static int quarter() { return threadIdx.x % 4; }
 };
 
-/* The lane's row r of four and column c of eight, of the warp's. */
-__device__ inline int own_row(int r) { return warp_coord::eighth() * 4 + r; }
-__device__ inline int own_column(int c) {
-    return 16 * (c / 4) + 4 * warp_coord::quarter() + c % 4;
-}
+/* The first of the lane's four rows and of its four columns, of the warp's. */
+__device__ inline int own_row() { return warp_coord::eighth() * 4; }
+__device__ inline int own_column() { return warp_coord::quarter() * 4; }
 
-/* Where a lane leaves the sum of column j of a block: its four side by side. */
-__device__ inline int column_place(int j) {
-    const int pack = 2 * (j % 16 / 4) + j % 2;
-    return j / 32 * 32 + 4 * pack + 2 * (j % 32 / 16) + j % 4 / 2;
-}
+/* A lane leaves the sums of two columns of a block side by side: the first of pair n; the other is
+ * two further. */
+__device__ inline int column_of(int n) { return n / 8 * 16 + n % 8 / 2 * 4 + n % 2; }
 
 template <int ROW_WARPS>
 struct smem_of {
     typedef sizes<ROW_WARPS> size;
     token_smem<ROW_WARPS> in;
-    alignas(16) float row_sums[2][GROUP][3][size::ROWS];      // S' do, D w v, E w
-    alignas(16) float column_sums[ROW_WARPS][GROUP][2][TILE]; // D'k, E'k^2
-    float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
-    float adjoint_unit[size::WARPS][GROUP];      // of D
-    uint4 front[2][size::CELLS];                 // state in front of a group
-    uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
+    alignas(16) float row_sums[size::ACROSS][GROUP][3][size::ROWS];    // S' do, D w v, E w
+    alignas(16) float column_sums[ROW_WARPS][GROUP][2][TILE];          // D'k, E'k^2
+    alignas(16) float state_unit[GROUP + 1][size::WARPS];    // in front of tokens, behind all
+    alignas(16) float adjoint_unit[GROUP][size::WARPS];      // of D
+    uint4 front[size::CELLS];                // state in front of a group
+    uint4 states[GROUP - 1][size::CELLS];    // and of its other tokens
 };
 
 /* Units of a token's w and do, and the bits of the largest of do and w v. */
@@ -250,7 +242,7 @@ struct column_units {
     unsigned most_cot, most_written;
 };
 
-/* Eight tokens on their way, as they were stored; a warp loads some of them. */
+/* Eight tokens on their way, as they were stored; each of half of the warps loads some of them. */
 template <int ROW_WARPS>
 struct prefetch {
     typedef sizes<ROW_WARPS> size;
@@ -260,9 +252,12 @@ struct prefetch {
     const mn_bf16 *k_at, *q_at, *v_at, *beta_at, *cot_at;    // this lane's part of a first token
     int64_t left;                                            // tokens from there to the end
 
+    /* The first of a group that this warp loads. */
+    __device__ static int token() { return warp_coord::warp() % size::LOADERS * size::TOKENS; }
+
     /* At the group whose first token is t. */
     __device__ prefetch(const mn_column_params &p, const mn_column_coord &at, int64_t t) {
-        const int64_t first = t + threadIdx.x / 32 * size::TOKENS, b = at.span.b, h = at.h;
+        const int64_t first = t + token(), b = at.span.b, h = at.h;
         const int64_t row = threadIdx.x % 32 * ITEMS, when = at.span.t0 + first;
         const int64_t j = at.tile * TILE + threadIdx.x % 32 * 2;
         left = at.span.length - first;
@@ -302,26 +297,23 @@ struct prefetch {
     }
 
     /* |k|^2, in all lanes */
-    __device__ double norm(int n) const {
-        double sum = 0.0;
+    __device__ float norm(int n) const {
+        float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) sum += (double)k[n].at(i) * (double)k[n].at(i);
-        for (int lanes = 16; lanes > 0; lanes >>= 1) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-        }
-        return sum;
+        for (int i = 0; i < ITEMS; i++) sum = fmaf(k[n].at(i), k[n].at(i), sum);
+        return mn_warp_sum(sum);
     }
 
     /* A token's columns to shared memory. */
     template <bool BACK>
     __device__ column_units put_columns(token_smem<ROW_WARPS> &smem, int n, int token,
-                                        double all) const {
+                                        float all) const {
         const int pair = threadIdx.x % 32;
         float w[2], write[2], cots[2];
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            const float b = beta[n].at(c), u = 1.0f / (float)(1.0 + (double)b * all);
-            w[c] = b * u, write[c] = w[c] * v[n].at(c);
+            const float b = beta[n].at(c);
+            w[c] = b * reciprocal(fmaf(b, all, 1.0f)), write[c] = w[c] * v[n].at(c);
             cots[c] = BACK ? cot[n].at(c) : 0.0f;
         }
         const float w_unit = unit_of(largest_of(w)), to_w = inverse_of(w_unit);
@@ -344,9 +336,9 @@ struct prefetch {
     /* And its rows. Where |k|^2 is too large for float32, nothing is a number. */
     template <bool BACK>
     __device__ void put_rows(token_smem<ROW_WARPS> &smem, float scale, int n, int token,
-                             double all, const column_units &of) const {
+                             float all, const column_units &of) const {
         const int row = threadIdx.x % 32 * ITEMS;
-        const float w_unit = isinf((float)all) ? (float)all : of.w;
+        const float w_unit = isinf(all) ? all : of.w;
         float key[ITEMS], query[ITEMS], square[ITEMS], factors[ITEMS];
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
@@ -371,14 +363,14 @@ struct prefetch {
         mn_store<ITEMS>(smem.q[token], row, query);
     }
 
-    /* The tokens to shared memory. All threads call; a barrier follows. */
+    /* The tokens to shared memory. A barrier follows. */
     template <bool BACK>
     __device__ void put(token_smem<ROW_WARPS> &smem, float scale) const {
 #pragma unroll
         for (int n = 0; n < size::TOKENS; n++) {
-            const int token = threadIdx.x / 32 * size::TOKENS + n;
-            const double all = norm(n);
-            put_rows<BACK>(smem, scale, n, token, all, put_columns<BACK>(smem, n, token, all));
+            const float all = norm(n);
+            put_rows<BACK>(smem, scale, n, token() + n, all,
+                           put_columns<BACK>(smem, n, token() + n, all));
         }
     }
 };
@@ -392,18 +384,18 @@ __device__ __forceinline__ void load_four(float (&out)[4], const mn_bf16 *from) 
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
-/* A lane's four rows by eight columns. */
+/* A lane's four rows by four columns. */
 struct cells {
-    float at[4][8];
+    float at[4][4];
 
     template <typename F>
     __device__ void each(const mn_column_params &p, const mn_column_coord &place, F use) {
         const int64_t head = place.n * p.call.H + place.h;
 #pragma unroll
-        for (int n = 0; n < 32; n++) {
-            const int64_t i = warp_coord::row() + own_row(n / 8);
-            const int64_t j = place.tile * TILE + warp_coord::column() + own_column(n % 8);
-            use(at[n / 8][n % 8], (head * p.call.K + i) * p.call.V + j,
+        for (int n = 0; n < 16; n++) {
+            const int64_t i = warp_coord::row() + own_row() + n / 4;
+            const int64_t j = place.tile * TILE + warp_coord::column() + own_column() + n % 4;
+            use(at[n / 4][n % 4], (head * p.call.K + i) * p.call.V + j,
                 i < p.call.K && j < p.call.V);
         }
     }
@@ -423,25 +415,19 @@ struct cells {
 
     __device__ __forceinline__ void pack(pairs &to, float by = 1.0f) const {
 #pragma unroll
-        for (int f = 0; f < 4; f++) {
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const float(&row)[8] = at[row_in(f, n)];
-                const int c = 2 * pair_in(f, n);
-                to[f][n] = pair_of(row[c] * by, row[c + 1] * by);
-            }
+        for (int n = 0; n < 8; n++) {
+            const float(&row)[4] = at[row_in(n / 4, n % 4)];
+            const int c = 2 * pair_in(n % 4);
+            to[n / 4][n % 4] = pair_of(row[c] * by, row[c + 1] * by);
         }
     }
 
     __device__ __forceinline__ void unpack(const pairs &from) {
 #pragma unroll
-        for (int f = 0; f < 4; f++) {
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const float2 x = __half22float2(*(const __half2 *)&from[f][n]);
-                float(&row)[8] = at[row_in(f, n)];
-                row[2 * pair_in(f, n)] = x.x, row[2 * pair_in(f, n) + 1] = x.y;
-            }
+        for (int n = 0; n < 8; n++) {
+            const float2 x = __half22float2(*(const __half2 *)&from[n / 4][n % 4]);
+            float(&row)[4] = at[row_in(n / 4, n % 4)];
+            row[2 * pair_in(n % 4)] = x.x, row[2 * pair_in(n % 4) + 1] = x.y;
         }
     }
 
@@ -449,37 +435,33 @@ struct cells {
     template <int ROW_WARPS>
     __device__ __forceinline__ void advance(const token_smem<ROW_WARPS> &in, int token,
                                             float inverse) {
-        const int first = warp_coord::row() + own_row(0);
+        const int i = warp_coord::row() + own_row(), j = warp_coord::column() + own_column();
         float keys[4], squares[4], weights[4], writes[4];
-        load_four(keys, in.k[token] + first);
-        mn_load<4>(squares, in.squares[token], first);
+        load_four(keys, in.k[token] + i);
+        mn_load<4>(squares, in.squares[token], i);
+        mn_load<4>(weights, in.w[token], j);
+        mn_load<4>(writes, in.write[token], j);
 #pragma unroll
         for (int r = 0; r < 4; r++) keys[r] *= inverse;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int j = warp_coord::column() + own_column(4 * half);
-            mn_load<4>(weights, in.w[token], j);
-            mn_load<4>(writes, in.write[token], j);
-#pragma unroll
-            for (int n = 0; n < 16; n++) {
-                const int r = n / 4, c = n % 4;
-                float &cell = at[r][4 * half + c];
-                cell = fmaf(-(weights[c] * squares[r]), cell, fmaf(keys[r], writes[c], cell));
-            }
+        for (int n = 0; n < 16; n++) {
+            const int r = n / 4, c = n % 4;
+            float &cell = at[r][c];
+            cell = fmaf(-(weights[c] * squares[r]), cell, fmaf(keys[r], writes[c], cell));
         }
     }
 
     /* An adjoint takes what a token reads: cots of this lane's columns. */
     template <int ROW_WARPS>
     __device__ __forceinline__ void take(const token_smem<ROW_WARPS> &in, int token, float inverse,
-                                         const unsigned (&cots)[4]) {
+                                         const unsigned (&cots)[2]) {
         float queries[4];
         const float by = fminf(in.q_unit[token] * inverse, FLT_MAX);
-        load_four(queries, in.q[token] + warp_coord::row() + own_row(0));
+        load_four(queries, in.q[token] + warp_coord::row() + own_row());
 #pragma unroll
         for (int r = 0; r < 4; r++) queries[r] *= by;
 #pragma unroll
-        for (int p = 0; p < 4; p++) {
+        for (int p = 0; p < 2; p++) {
             const float2 cot = __half22float2(*(const __half2 *)&cots[p]);
 #pragma unroll
             for (int r = 0; r < 4; r++) {
@@ -492,13 +474,13 @@ struct cells {
     /* And goes in front of it. */
     template <int ROW_WARPS>
     __device__ __forceinline__ void decay(const token_smem<ROW_WARPS> &in, int token,
-                                          const float (&weights)[2][4]) {
+                                          const float (&weights)[4]) {
         float squares[4];
-        mn_load<4>(squares, in.squares[token], warp_coord::row() + own_row(0));
+        mn_load<4>(squares, in.squares[token], warp_coord::row() + own_row());
 #pragma unroll
-        for (int n = 0; n < 32; n++) {
-            float &cell = at[n / 8][n % 8];
-            cell = fmaf(-(weights[n % 8 / 4][n % 4] * squares[n / 8]), cell, cell);
+        for (int n = 0; n < 16; n++) {
+            float &cell = at[n / 4][n % 4];
+            cell = fmaf(-(weights[n % 4] * squares[n / 4]), cell, cell);
         }
     }
 
@@ -506,19 +488,19 @@ struct cells {
     __device__ __forceinline__ void rescale(float from, float to) {
         const float inverse = inverse_of(to);
 #pragma unroll
-        for (int n = 0; n < 32; n++) at[n / 8][n % 8] = at[n / 8][n % 8] * from * inverse;
+        for (int n = 0; n < 16; n++) at[n / 4][n % 4] = at[n / 4][n % 4] * from * inverse;
     }
 
     /* The bits of the warp's largest cell, of those that are finite. */
     __device__ __forceinline__ unsigned largest() const {
         float most = 0.0f;
 #pragma unroll
-        for (int n = 0; n < 32; n++) most = fmaxf(most, fabsf(at[n / 8][n % 8]));
+        for (int n = 0; n < 16; n++) most = fmaxf(most, fabsf(at[n / 4][n % 4]));
         const unsigned bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
         if (bits < 0x7f800000u) return bits;
         unsigned finite = 0;
 #pragma unroll
-        for (int n = 0; n < 32; n++) finite = max(finite, size_of(at[n / 8][n % 8]));
+        for (int n = 0; n < 16; n++) finite = max(finite, size_of(at[n / 4][n % 4]));
         return __reduce_max_sync(0xffffffffu, finite);
     }
 
@@ -536,7 +518,7 @@ struct cells {
 template <int THREADS>
 __device__ __forceinline__ void store_packed(uint4 *to, const pairs &x) {
 #pragma unroll
-    for (int f = 0; f < 4; f++) {
+    for (int f = 0; f < 2; f++) {
         to[f * THREADS + threadIdx.x] = make_uint4(x[f][0], x[f][1], x[f][2], x[f][3]);
     }
 }
@@ -544,7 +526,7 @@ __device__ __forceinline__ void store_packed(uint4 *to, const pairs &x) {
 template <int THREADS>
 __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
 #pragma unroll
-    for (int f = 0; f < 4; f++) {
+    for (int f = 0; f < 2; f++) {
         const uint4 vec = from[f * THREADS + threadIdx.x];
         x[f][0] = vec.x, x[f][1] = vec.y, x[f][2] = vec.z, x[f][3] = vec.w;
     }
@@ -557,20 +539,21 @@ __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
 template <int ROW_WARPS>
 __device__ __forceinline__ void leave_rows(smem_of<ROW_WARPS> &smem, int token, float4 to_q,
                                            float4 to_k, float4 to_kk) {
-    const int across = threadIdx.x / 32 % 2, part = threadIdx.x % 4;
-    float *rows = smem.row_sums[across][token][0] + warp_coord::row() + own_row(0);
+    const int part = threadIdx.x % 4;
+    float *rows = smem.row_sums[warp_coord::across()][token][0] + warp_coord::row() + own_row();
     if (part == 0) *(float4 *)rows = to_q;
     if (part == 1) *(float4 *)(rows + sizes<ROW_WARPS>::ROWS) = to_k;
     if (part == 2) *(float4 *)(rows + 2 * sizes<ROW_WARPS>::ROWS) = to_kk;
 }
 
 template <int ROW_WARPS>
-__device__ __forceinline__ void leave_columns(smem_of<ROW_WARPS> &smem, int token, float4 to_v,
-                                              float4 to_w) {
-    const int across = threadIdx.x / 32 % 2, down = threadIdx.x / 64, part = threadIdx.x % 4;
-    float *columns = smem.column_sums[down][token][0] + 32 * across + threadIdx.x % 32 / 4 * 4;
-    if (part == 3) *(float4 *)columns = to_v;
-    if (part == 0) *(float4 *)(columns + TILE) = to_w;
+__device__ __forceinline__ void leave_columns(smem_of<ROW_WARPS> &smem, int token, float2 to_v,
+                                              float2 to_w) {
+    const int part = threadIdx.x % 4;
+    float *columns = smem.column_sums[warp_coord::down()][token][0] + warp_coord::column()
+        + 2 * warp_coord::eighth();
+    if (part == 3) *(float2 *)columns = to_v;
+    if (part == 0) *(float2 *)(columns + TILE) = to_w;
 }
 
 /* Sums of a token, from the states behind and in front of it. */
@@ -579,136 +562,165 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
                                           smem_of<ROW_WARPS> &smem, float &bound, float &unit,
                                           int token) {
     const token_smem<ROW_WARPS> &in = smem.in;
-    const int column = warp_coord::column() + own_column(0);
-    const uint4 b0 = *(const uint4 *)in.cot_write[token][column / 4];
-    const uint4 b1 = *(const uint4 *)in.cot_write[token][column / 4 + 4];
-    const uint4 keys = *(const uint4 *)(in.k_pair[token] + warp_coord::row() + own_row(0));
-    const unsigned own[4] = { keys.x, keys.y, keys.z, keys.w };
-    const unsigned cots[4] = { b0.x, b0.y, b1.x, b1.y };
-    const float4 to_q = rows_times(behind, make_uint2(b0.x, b0.y), make_uint2(b1.x, b1.y));
+    const int column = warp_coord::column() + own_column();
+    const uint4 b = *(const uint4 *)in.cot_write[token][column / 4];
+    const uint4 keys = *(const uint4 *)(in.k_pair[token] + warp_coord::row() + own_row());
+    const unsigned own[4] = { keys.x, keys.y, keys.z, keys.w }, cots[2] = { b.x, b.y };
+    const float4 to_q = rows_times(behind, b.x, b.y);
     pairs read, product;
     unsigned k[4], kk[4];
-    float w[2][4];
+    float w[4];
     D.make_room(bound, unit, in.read[token]);
     D.take(in, token, inverse_of(unit), cots);
     D.pack(read);
-    if (threadIdx.x % 32 == 0) smem.adjoint_unit[threadIdx.x / 32][token] = unit;
+    if (threadIdx.x % 32 == 0) smem.adjoint_unit[token][warp_coord::warp()] = unit;
 #pragma unroll
-    for (int n = 0; n < 16; n++) {
+    for (int n = 0; n < 8; n++) {
         product[n / 4][n % 4] = multiply(read[n / 4][n % 4], front[n / 4][n % 4]);
     }
-#pragma unroll
-    for (int half = 0; half < 2; half++) mn_load<4>(w[half], in.w[token], column + 16 * half);
+    mn_load<4>(w, in.w[token], column);
     D.decay(in, token, w);
-    const float4 to_k = rows_times(read, make_uint2(b0.z, b0.w), make_uint2(b1.z, b1.w));
-    const float4 to_kk =
-        rows_times(product, make_uint2(pair_of(w[0][0], w[0][1]), pair_of(w[0][2], w[0][3])),
-                   make_uint2(pair_of(w[1][0], w[1][1]), pair_of(w[1][2], w[1][3])));
+    const float4 to_k = rows_times(read, b.z, b.w);
+    const float4 to_kk = rows_times(product, pair_of(w[0], w[1]), pair_of(w[2], w[3]));
     leave_rows(smem, token, to_q, to_k, to_kk);
 #pragma unroll
     for (int r = 0; r < 4; r++) k[r] = twice_low(own[r]), kk[r] = twice_high(own[r]);
     leave_columns(smem, token, columns_times(read, k), columns_times(product, kk));
 }
 
-/* What a thread's sums of a group take of its tokens, which the next group's write over: of every
- * second token and a row (of ROW_WARPS 4), of every fourth and a column. */
+/* ---- sums of warps --------------------------------------------------------------------------- */
+
+/* Half of the warps add the others' sums up while the other half brings tokens. A thread has four
+ * rows of a token, and PASSES times two columns of one; first what that takes of a group's tokens,
+ * which the next group's write over. */
 template <int ROW_WARPS>
-struct sum_factors {
+struct warp_sums {
     typedef sizes<ROW_WARPS> size;
-    static constexpr int ROWS_AT_ONCE = size::THREADS / size::ROWS;
-    static constexpr int COLUMNS_AT_ONCE = size::THREADS / TILE;
-    float key[GROUP / ROWS_AT_ONCE], cot[GROUP / ROWS_AT_ONCE], write[GROUP / ROWS_AT_ONCE];
-    float w_unit[GROUP / ROWS_AT_ONCE];
-    float v[GROUP / COLUMNS_AT_ONCE], w[GROUP / COLUMNS_AT_ONCE], k_unit[GROUP / COLUMNS_AT_ONCE];
+    static constexpr int HALF = size::THREADS / 2, QUADS = size::ROWS / 4, PAIRS = TILE / 2;
+    static constexpr int AT_ONCE = HALF / PAIRS, PASSES = GROUP / AT_ONCE;    // tokens of columns
+    static_assert(HALF == GROUP * QUADS, "a thread has one four of rows");
+    uint2 key;
+    float cot, write, w_unit;
+    float v[PASSES][2], w[PASSES][2], k_unit[PASSES];
+
+    __device__ static int thread() { return (int)threadIdx.x - HALF; }
+    __device__ static int row_token() { return thread() / QUADS; }
+    __device__ static int first_row() { return thread() % QUADS * 4; }
+    __device__ static int column_token(int pass) { return thread() / PAIRS + pass * AT_ONCE; }
+    __device__ static int pair() { return thread() % PAIRS; }
 
     __device__ __forceinline__ void load(const token_smem<ROW_WARPS> &in) {
-        const int row = threadIdx.x % size::ROWS, column = threadIdx.x % TILE;
+        const int token = row_token(), column = column_of(pair());
+        key = *(const uint2 *)(in.k[token] + first_row());
+        cot = in.cot_unit[token], write = in.write_unit[token], w_unit = in.w_unit[token];
 #pragma unroll
-        for (int n = 0; n < GROUP / ROWS_AT_ONCE; n++) {
-            const int token = threadIdx.x / size::ROWS + n * ROWS_AT_ONCE;
-            key[n] = mn_float(in.k[token][row]), cot[n] = in.cot_unit[token];
-            write[n] = in.write_unit[token], w_unit[n] = in.w_unit[token];
+        for (int pass = 0; pass < PASSES; pass++) {
+            const int when = column_token(pass);
+            k_unit[pass] = in.k_unit[when];
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                v[pass][n] = mn_float(in.v[when][column + 2 * n]);
+                w[pass][n] = in.w[when][column + 2 * n] * in.w_unit[when];
+            }
+        }
+    }
+
+    /* dq and dk of the thread's rows, to this token's parts. */
+    __device__ __forceinline__ void rows(float *part, const smem_of<ROW_WARPS> &smem, float scale,
+                                         int64_t K) const {
+        const int token = row_token(), warp = first_row() / 32 * size::ACROSS;
+        float to_q[4] = {}, to_k[4] = {}, to_kk[4] = {}, behind[4], front[4], adjoint[4];
+        mn_load<4>(behind, smem.state_unit[token + 1], warp);
+        mn_load<4>(front, smem.state_unit[token], warp);
+        mn_load<4>(adjoint, smem.adjoint_unit[token], warp);
+#pragma unroll
+        for (int across = 0; across < size::ACROSS; across++) {
+            float q[4], k[4], kk[4];
+            mn_load<4>(q, smem.row_sums[across][token][0], first_row());
+            mn_load<4>(k, smem.row_sums[across][token][1], first_row());
+            mn_load<4>(kk, smem.row_sums[across][token][2], first_row());
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                to_q[n] = fmaf(q[n], behind[across], to_q[n]);
+                to_k[n] = fmaf(k[n], adjoint[across], to_k[n]);
+                to_kk[n] = fmaf(kk[n] * front[across], adjoint[across], to_kk[n]);
+            }
+        }
+        const float keys[4] = { __uint_as_float(key.x << 16), __uint_as_float(key.x & 0xffff0000u),
+                                __uint_as_float(key.y << 16), __uint_as_float(key.y & 0xffff0000u) };
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            to_q[n] = scale * (to_q[n] * cot);
+            to_k[n] = fmaf(-2.0f * keys[n], to_kk[n] * w_unit, to_k[n] * write);
+        }
+        if (K % 4 == 0) {
+            mn_store<4>(part, first_row(), to_q);
+            mn_store<4>(part, K + first_row(), to_k);
+            return;
         }
 #pragma unroll
-        for (int n = 0; n < GROUP / COLUMNS_AT_ONCE; n++) {
-            const int token = threadIdx.x / TILE + n * COLUMNS_AT_ONCE;
-            v[n] = mn_float(in.v[token][column]), k_unit[n] = in.k_unit[token];
-            w[n] = in.w[token][column] * in.w_unit[token];
+        for (int n = 0; n < 4; n++) {
+            if (first_row() + n >= K) continue;
+            part[first_row() + n] = to_q[n], part[K + first_row() + n] = to_k[n];
+        }
+    }
+
+    /* y and dv of the thread's two columns. */
+    __device__ __forceinline__ void columns(float (&y)[2], float (&dv)[2],
+                                            const smem_of<ROW_WARPS> &smem, int pass) const {
+        const int token = column_token(pass), across = pair() / 8;
+        const float of_k = k_unit[pass];
+        float to_v[2] = {}, to_w[2] = {};
+#pragma unroll
+        for (int down = 0; down < ROW_WARPS; down++) {
+            const int warp = down * size::ACROSS + across;
+            const float adjoint = smem.adjoint_unit[token][warp];
+            const float front = smem.state_unit[token][warp];
+            float read[2], written[2];
+            mn_load<2>(read, smem.column_sums[down][token][0], 2 * pair());
+            mn_load<2>(written, smem.column_sums[down][token][1], 2 * pair());
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                to_v[n] = fmaf(read[n], adjoint, to_v[n]);
+                to_w[n] = fmaf(written[n] * front, adjoint, to_w[n]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            to_v[n] *= of_k;
+            y[n] = fmaf(v[pass][n], to_v[n], -8.0f * (to_w[n] * of_k * of_k));
+            dv[n] = w[pass][n] * to_v[n];
+        }
+    }
+
+    /* All of it, of `count` tokens of which the first is token t. */
+    __device__ __forceinline__ void reduce(const smem_of<ROW_WARPS> &smem,
+                                           const mn_column_params &p, const mn_column_coord &at,
+                                           int64_t t, int count) const {
+        const int64_t all = p.call.B * p.call.T * p.call.H, K = p.call.K;
+        if (first_row() < K && row_token() < count) {
+            const int64_t row = at.tile * all + mn_columns_row(p, at, t + row_token());
+            rows(p.partials + row * 2 * K, smem, p.scale, K);
+        }
+        const int64_t j = at.tile * TILE + column_of(pair());
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            const int64_t when = t + column_token(pass);
+            if (column_token(pass) >= count) continue;
+            float y[2], dv[2], *to_y = p.y + mn_columns_row(p, at, when) * p.columns + j;
+            mn_bf16 *to_v = mn_row<mn_bf16>(p.dv, at.span.b, at.span.t0 + when, at.h);
+            columns(y, dv, smem, pass);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                if (j + 2 * n >= p.columns) continue;
+                to_y[2 * n] = y[n];
+                if (to_v) mn_put(to_v + j + 2 * n, dv[n]);
+            }
         }
     }
 };
 
-/* dq and dk of row i of a token, `part` where dq is; the thread's number n of these. */
-template <int ROW_WARPS>
-__device__ inline void reduce_row(float *part, const smem_of<ROW_WARPS> &smem,
-                                  const sum_factors<ROW_WARPS> &of, float scale, int64_t K,
-                                  int token, int i, int n) {
-    float to_q = 0.0f, to_k = 0.0f, to_kk = 0.0f;
-#pragma unroll
-    for (int across = 0; across < 2; across++) {
-        const float *sums = smem.row_sums[across][token][0] + i;
-        const int warp = i / 32 * 2 + across;
-        const float unit = smem.adjoint_unit[warp][token];
-        to_q = fmaf(sums[0], smem.state_unit[warp][token + 1], to_q);
-        to_k = fmaf(sums[sizes<ROW_WARPS>::ROWS], unit, to_k);
-        to_kk = fmaf(sums[2 * sizes<ROW_WARPS>::ROWS] * smem.state_unit[warp][token], unit, to_kk);
-    }
-    part[0] = scale * (to_q * of.cot[n]);
-    part[K] = fmaf(-2.0f * of.key[n], to_kk * of.w_unit[n], to_k * of.write[n]);
-}
-
-/* y and dv of a column of a token. */
-template <int ROW_WARPS>
-__device__ inline void reduce_column(float &y, float &dv, const smem_of<ROW_WARPS> &smem,
-                                     const sum_factors<ROW_WARPS> &of, int token, int column,
-                                     int n) {
-    const int place = column_place(column);
-    float to_v = 0.0f, to_w = 0.0f;
-#pragma unroll
-    for (int down = 0; down < ROW_WARPS; down++) {
-        const int warp = 2 * down + column / 32;
-        const float *sums = smem.column_sums[down][token][0] + place;
-        const float unit = smem.adjoint_unit[warp][token];
-        to_v = fmaf(sums[0], unit, to_v);
-        to_w = fmaf(sums[TILE] * smem.state_unit[warp][token], unit, to_w);
-    }
-    const float key = of.k_unit[n];
-    to_v *= key;
-    y = fmaf(of.v[n], to_v, -8.0f * (to_w * key * key));
-    dv = of.w[n] * to_v;
-}
-
-/* Adds the warps' sums of `count` tokens, of which the first is token t. All threads call, between
- * barriers. */
-template <int ROW_WARPS>
-__device__ inline void reduce_warps(const smem_of<ROW_WARPS> &smem,
-                                    const sum_factors<ROW_WARPS> &of, const mn_column_params &p,
-                                    const mn_column_coord &at, int64_t t, int count) {
-    typedef sizes<ROW_WARPS> size;
-    constexpr int AT_ONCE = sum_factors<ROW_WARPS>::ROWS_AT_ONCE;
-    constexpr int COLUMNS_AT_ONCE = sum_factors<ROW_WARPS>::COLUMNS_AT_ONCE;
-    const int64_t all = p.call.B * p.call.T * p.call.H, K = p.call.K;
-    const int first = threadIdx.x / size::ROWS, i = threadIdx.x % size::ROWS;
-    float *part = p.partials + (at.tile * all + mn_columns_row(p, at, t + first)) * 2 * K + i;
-#pragma unroll
-    for (int token = 0; token < GROUP; token += AT_ONCE, part += AT_ONCE * p.call.H * 2 * K) {
-        if (i < K && first + token < count) {
-            reduce_row(part, smem, of, p.scale, K, first + token, i, token / AT_ONCE);
-        }
-    }
-    const int own = threadIdx.x / TILE, column = threadIdx.x % TILE;
-    const int64_t j = at.tile * TILE + column;
-    float *y = p.y + mn_columns_row(p, at, t + own) * p.columns + j;
-    mn_bf16 *dv = mn_row<mn_bf16>(p.dv, at.span.b, at.span.t0 + t + own, at.h);
-#pragma unroll
-    for (int token = 0; token < GROUP; token += COLUMNS_AT_ONCE) {
-        float to_v;
-        if (j >= p.columns || own + token >= count) continue;
-        reduce_column(y[token * p.call.H * p.columns], to_v, smem, of, own + token, column,
-                      token / COLUMNS_AT_ONCE);
-        if (dv) mn_put(dv + token * p.dv.stride[1] + j, to_v);
-    }
-}
+/* ---- both ways ------------------------------------------------------------------------------- */
 
 /* Does one thing and the other, which are free to come in either order; of two warps that share a
  * scheduler each begins with another one, so that one's waits are the other's turn. */
@@ -722,21 +734,20 @@ __device__ __forceinline__ void in_turns(One one, Other other) {
     }
 }
 
-/* The state in front of every group to memory, and the last one, packed; returns its unit. Tokens
- * of the next group go to shared memory while other warps are still in this one. */
+/* The state in front of every group to memory, and the last one, packed; returns its unit. The
+ * tokens of two groups, one by each half of the warps, go to shared memory while other warps are
+ * still in the two in front of them. */
 template <int ROW_WARPS>
 __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
                                     smem_of<ROW_WARPS> &smem, const mn_column_params &p,
                                     const mn_column_coord &at, int64_t groups) {
-    constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
+    typedef sizes<ROW_WARPS> size;
     typedef token_smem<ROW_WARPS> tokens;
-    static_assert(sizeof(tokens) <= sizeof(smem.states), "their places are free on this way");
-    const auto stage = [&](int64_t n) -> tokens & {
-        const ptrdiff_t apart = (unsigned char *)smem.states - (unsigned char *)&smem.in;
-        return *(tokens *)((unsigned char *)&smem.in + n % 2 * apart);
-    };
+    static_assert(4 * sizeof(tokens) <= sizeof(smem.states), "their places are free on this way");
+    tokens *const stages = (tokens *)smem.states;
+    const int half = warp_coord::warp() / size::LOADERS;
     cells S;
-    prefetch<ROW_WARPS> ahead(p, at, 0);
+    prefetch<ROW_WARPS> ahead(p, at, half * (int64_t)GROUP);
     const auto pack = [&](pairs &packed) {
         const float unit = unit_of(S.largest());
         S.pack(packed, inverse_of(unit));
@@ -745,53 +756,60 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
     const auto save = [&](int64_t n) {
         pairs packed;
         const float unit = pack(packed);
-        store_packed<THREADS>(saved + n * stride, packed);
+        store_packed<size::THREADS>(saved + n * stride, packed);
         if (threadIdx.x % 32 > 0) return;
-        ((float *)(saved + n * stride + sizes<ROW_WARPS>::CELLS))[threadIdx.x / 32] = unit;
+        ((float *)(saved + n * stride + size::CELLS))[warp_coord::warp()] = unit;
     };
-    const auto bring = [&](int64_t n) {    // group n, and asks for the one behind it
-        ahead.template put<false>(stage(n), p.scale);
-        ahead.template move<1>(p);
+    const auto bring = [&](int64_t n) {    // of groups n and n + 1, and asks for those behind them
+        ahead.template put<false>(stages[(n + half) % 4], p.scale);
+        ahead.template move<2>(p);
         ahead.template fetch<false>(p, at);
     };
     S.load(p, at, p.state0);
     ahead.template fetch<false>(p, at);
     bring(0);
 #pragma unroll 1
-    for (int64_t n = 0; n < groups; n++) {
+    for (int64_t first = 0; first < groups; first += 2) {
         __syncthreads();
         const auto pass = [&]() {
-            save(n);
+#pragma unroll 1
+            for (int64_t n = first; n < min(first + 2, groups); n++) {
+                save(n);
 #pragma unroll 2
-            for (int token = 0; token < GROUP; token++) S.advance(stage(n), token, 1.0f);
+                for (int token = 0; token < GROUP; token++) {
+                    S.advance(stages[n % 4], token, 1.0f);
+                }
+            }
         };
-        in_turns([&]() { if (n + 1 < groups) bring(n + 1); }, pass);
+        in_turns([&]() { if (first + 2 < groups) bring(first + 2); }, pass);
     }
     const float unit = pack(last);
     __syncthreads();
     return unit;
 }
 
-/* The group that is in shared memory, from the state in front of it, in its unit, which takes the
- * place of the one behind it. Behind the last token of a sequence there are zeros, which change
- * nothing. */
-template <int ROW_WARPS>
+/* The group that is in shared memory, from the state in front of it, in its unit, which came to
+ * where the last token's will be; `ask` sends for another one, once that place is free again.
+ * Behind the last token of a sequence there are zeros, which change nothing. */
+template <int ROW_WARPS, typename Ask>
 __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
-                                          pairs &behind, const uint4 *front, float unit,
-                                          smem_of<ROW_WARPS> &smem) {
+                                          pairs &behind, float unit, smem_of<ROW_WARPS> &smem,
+                                          Ask ask) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
-    float *units = smem.state_unit[threadIdx.x / 32], bound = 2.0f;
+    const int warp = warp_coord::warp();
+    float bound = 2.0f;
     cells S;
     pairs old;
-    load_packed<THREADS>(old, front);
+    load_packed<THREADS>(old, smem.states[GROUP - 2]);
+    store_packed<THREADS>(smem.front, old);
     S.unpack(old);
-    units[0] = unit;
+    smem.state_unit[0][warp] = unit;
 #pragma unroll 2
     for (int token = 0; token + 1 < GROUP; token++) {
         S.make_room(bound, unit, smem.in.grow[token]);
         S.advance(smem.in, token, inverse_of(unit));
         S.pack(old);
-        units[token + 1] = unit;
+        smem.state_unit[token + 1][warp] = unit;
         store_packed<THREADS>(smem.states[token], old);
     }
     if (look) {
@@ -804,7 +822,8 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
     for (int token = GROUP - 1; token > 0; token -= 2) {
         load_packed<THREADS>(old, smem.states[token - 1]);
         token_bwd(D, behind, old, smem, most_of_D, unit_of_D, token);
-        load_packed<THREADS>(behind, token == 1 ? front : smem.states[token - 2]);
+        if (token == GROUP - 1) ask();
+        load_packed<THREADS>(behind, token == 1 ? smem.front : smem.states[token - 2]);
         token_bwd(D, old, behind, smem, most_of_D, unit_of_D, token - 1);
     }
 }
@@ -820,6 +839,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
     const int64_t stride = p.call.H * tiles * size::PACKS;
     const int64_t slot = p.call.cu_seqlens ? at.span.t0 / GROUP + at.n : at.n * groups;
     uint4 *saved = (uint4 *)p.spans + slot * stride + (at.h * tiles + at.tile) * size::PACKS;
+    const bool brings = __shfl_sync(0xffffffffu, warp_coord::warp() < size::LOADERS, 0);
     cells D;
     pairs behind;
     float most_of_D = 0.0f, unit_of_D = 1.0f, unit = 1.0f;
@@ -827,37 +847,37 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
     if (groups > 0) {
         float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
         prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
-        ahead.template fetch<true>(p, at);
         const auto ask = [&](int64_t n) {
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
+            for (int r = 0; r < 2; r++) {
                 const int place = r * size::THREADS + (int)threadIdx.x;
-                cp_async(smem.front[n % 2] + place, saved + n * stride + place);
+                cp_async(smem.states[GROUP - 2] + place, saved + n * stride + place);
             }
-            unit = ((const float *)(saved + n * stride + size::CELLS))[threadIdx.x / 32];
+            unit = ((const float *)(saved + n * stride + size::CELLS))[warp_coord::warp()];
         };
-        __syncthreads();
         ask(groups - 1);
-        ahead.template put<true>(smem.in, p.scale);
+        if (brings) {
+            ahead.template fetch<true>(p, at);
+            ahead.template put<true>(smem.in, p.scale);
+        }
         cp_async_wait();
         __syncthreads();
 #pragma unroll 1
         for (int64_t n = groups - 1, looks = 0; n >= 0; n--, looks++) {
             const float own = unit;
-            sum_factors<ROW_WARPS> factors;
-            if (n > 0) {
+            if (brings && n > 0) {
                 ahead.template move<-1>(p);
                 ahead.template fetch<true>(p, at);
-                ask(n - 1);
             }
-            smem.state_unit[threadIdx.x / 32][GROUP] = unit_behind, unit_behind = own;
-            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind,
-                                 smem.front[n % 2], own, smem);
-            factors.load(smem.in);
+            smem.state_unit[GROUP][warp_coord::warp()] = unit_behind, unit_behind = own;
+            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind, own, smem,
+                                 [&]() { if (n > 0) ask(n - 1); });
+            warp_sums<ROW_WARPS> sums;
+            if (!brings) sums.load(smem.in);
             __syncthreads();
             const int count = (int)min((int64_t)GROUP, length - n * GROUP);
-            in_turns([&]() { if (n > 0) ahead.template put<true>(smem.in, p.scale); },
-                     [&]() { reduce_warps(smem, factors, p, at, n * GROUP, count); });
+            if (!brings) sums.reduce(smem, p, at, n * GROUP, count);
+            else if (n > 0) ahead.template put<true>(smem.in, p.scale);
             cp_async_wait();
             __syncthreads();
         }
