@@ -14,7 +14,7 @@
  * which unit it is goes by tokens already seen.
  *
  * A warp has 32 x 16 cells, a lane four rows by four columns of them, which are the factors of
- * products over columns as they lie in registers. Sums over rows are first those of a lane's own
+ * products over columns as they lie in registers, and results of the products that move them. Sums over rows are first those of a lane's own
  * four, in half precision, which movmatrix turns: as little as can be goes through the pipe of
  * shared memory, movmatrix with it. So a lane's columns of do, and of w, are read once, as factors
  * or as numbers, and made the other.
@@ -26,12 +26,13 @@
 #include "kernels/cuda/longhorn/longhorn_diag_bwd.h"
 
 #include <cuda_fp16.h>
-#include <float.h>
 
+#include "kernels/cuda/longhorn/longhorn_outer.cuh"
 #include "kernels/cuda/prim/device_props.h"
 
 namespace mneme::longhorn::diag {
 
+using namespace outer;
 using namespace recurrent;
 
 enum { GROUP = 8, TILE = MN_COLUMNS_TILE };    // tokens; columns of a block
@@ -47,21 +48,32 @@ struct sizes {
     static constexpr int PACKS = CELLS + WARPS / 4;   // and its warps' units
 };
 
-/* Eight tokens as cells and their sums want them: a lane has four rows and four columns side by
- * side. */
+/* What moves a state over a token, in words of two numbers of bf16: depths of products, of which a
+ * lane has one pair. Tables of keys lie a quarter of the banks apart, so that lanes of different
+ * depths meet no bank twice; zeros are what lanes of other depths read. */
 template <int ROW_WARPS>
-struct token_smem {
-    static constexpr int ROWS = sizes<ROW_WARPS>::ROWS;
-    alignas(16) mn_bf16 k[GROUP][ROWS], q[GROUP][ROWS];
-    alignas(16) float squares[GROUP][ROWS];    // k^2 and the unit of w
-    alignas(16) float w[GROUP][TILE];          // in its unit
-    alignas(16) float write[GROUP][TILE];      // w v
-    alignas(16) unsigned cot_write[GROUP][TILE / 4][4];    // factors: do and w v of four columns
-    alignas(16) unsigned k_pair[GROUP][ROWS];    // and k, k^2 / 8, both in the unit of k
-    alignas(4) mn_bf16 v[GROUP][TILE];
-    float cot_unit[GROUP], write_unit[GROUP], w_unit[GROUP], k_unit[GROUP];
-    float grow[GROUP], read[GROUP];    // bounds of what a token adds to S and to D
-    float q_unit[GROUP];               // scale times the unit of do
+struct alignas(16) step_record {
+    static constexpr int ROWS = sizes<ROW_WARPS>::ROWS, PITCH = ROWS + 8;
+    static constexpr int ZEROS = 3 * PITCH, WEIGHTS = ZEROS + 32, WRITES = WEIGHTS + TILE;
+    unsigned keys[3][PITCH];    // k^2 in two parts, k; each twice
+    unsigned zeros[32];
+    unsigned weights[TILE];    // -w in two parts, at place_of
+    unsigned writes[TILE];     // w v in two parts; going back in its unit
+};
+
+/* And what else a token needs going back: numbers of columns and k in units of theirs, and bounds
+ * of what it adds to S and to D. */
+template <int ROW_WARPS>
+struct token_record : step_record<ROW_WARPS> {
+    typedef step_record<ROW_WARPS> step;
+    static constexpr int QUERIES = step::WRITES + TILE, COTS = QUERIES + step::ROWS;
+    unsigned queries[step::ROWS];    // scale q in two parts
+    unsigned cots[TILE];             // do, twice, at place_of
+    alignas(16) unsigned cot_write[TILE / 4][4];    // in half precision: do, w v of four columns
+    unsigned w_pair[TILE / 2];                      // w
+    alignas(16) unsigned k_pair[step::ROWS];        // k, k^2 / 8
+    unsigned v[TILE / 2];                           // as it was stored
+    float grow, write_unit, read, cot_unit, w_unit, k_unit;
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -129,6 +141,13 @@ __device__ __forceinline__ unsigned multiply_add(unsigned x, unsigned y, unsigne
     return sum;
 }
 
+/* Of bf16 */
+__device__ __forceinline__ unsigned bf16_times(unsigned x, unsigned y) {
+    unsigned z;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
+    return z;
+}
+
 __device__ __forceinline__ void cp_async(void *smem, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  ::"r"((unsigned)__cvta_generic_to_shared(smem)), "l"(from) : "memory");
@@ -138,16 +157,17 @@ __device__ __forceinline__ void cp_async_wait(void) {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-/* Sums over this warp's columns for the lane's four rows. */
-__device__ __forceinline__ float4 rows_times(const pairs &a, unsigned b0, unsigned b1) {
+/* Sums over this warp's columns for the lane's row, one of the four that it has cells of. */
+__device__ __forceinline__ float row_times(const pairs &a, unsigned b0, unsigned b1) {
     float x[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) mma_zero(x[m], a[m], b0, b1);
-    return make_float4(x[0][0], x[0][2], x[1][0], x[1][2]);
+    const int quarter = threadIdx.x % 4;
+    return quarter < 2 ? quarter % 2 ? x[0][2] : x[0][0] : quarter % 2 ? x[1][2] : x[1][0];
 }
 
-/* Sums over this warp's rows for two columns, those of column_of; `by` has the same number twice,
- * that of each row. */
+/* Sums over this warp's rows for two columns, two apart; `by` has the same number twice, that of
+ * each row. */
 __device__ __forceinline__ float2 columns_times(const pairs &a, const unsigned (&by)[4]) {
     unsigned turned[2];
     float x[4];
@@ -183,10 +203,10 @@ __device__ inline float inverse_of(float unit) {
     return __uint_as_float((254u << 23) - __float_as_uint(unit));
 }
 
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+/* A power of two, twice, to multiply numbers of at most 2^15 of columns with: where it is larger,
+ * what they meet in rows is below what there is, or zero. */
+__device__ inline unsigned factor_of(float x) {
+    return __byte_perm(__float_as_uint(fminf(x, 0x1p112f)), 0, 0x3232);
 }
 
 /* Bits of |x|, which are in the order of numbers; 0 for what is not finite */
@@ -220,27 +240,59 @@ struct warp_coord {
 __device__ inline int own_row() { return warp_coord::eighth() * 4; }
 __device__ inline int own_column() { return warp_coord::quarter() * 4; }
 
-/* A lane leaves the sums of two columns of a block side by side: the first of pair n; the other is
- * two further. */
-__device__ inline int column_of(int n) { return n / 8 * 16 + n % 8 / 2 * 4 + n % 2; }
+/* Where the words of column j are: those of two columns, two apart, that a lane takes lie side by
+ * side. */
+__device__ inline int place_of(int j) {
+    return j / 16 * 16 + j % 16 / 4 * 4 + j % 2 * 2 + j % 4 / 2;
+}
+
+/* Where a lane reads a token's words, of the depths that it has. */
+template <int ROW_WARPS>
+struct lane_words {
+    typedef token_record<ROW_WARPS> record;
+    int keys, weights, writes, queries, cots;
+
+    /* Zeros that lie in other banks than word `of`. */
+    __device__ static int zeros(int of) {
+        return record::ZEROS + (of + 48 - record::ZEROS % 32) % 32;
+    }
+
+    __device__ lane_words() {
+        const int depth = warp_coord::quarter(), row = warp_coord::row() + own_row();
+        const int column = warp_coord::column() + 2 * warp_coord::eighth();
+        const int weight = record::WEIGHTS + column, write = record::WRITES + column;
+        const int query = record::QUERIES + row, cot = record::COTS + column;
+        keys = depth < 3 ? depth * record::PITCH + row : record::ZEROS + own_row();
+        weights = depth < 2 ? weight : zeros(weight);
+        writes = depth == 2 ? write : zeros(write);
+        queries = depth == 0 ? query : zeros(query);
+        cots = depth == 0 ? cot : zeros(cot);
+    }
+};
 
 template <int ROW_WARPS>
 struct smem_of {
     typedef sizes<ROW_WARPS> size;
-    token_smem<ROW_WARPS> in;
-    alignas(16) float row_sums[size::ACROSS][GROUP][3][size::ROWS];    // S' do, D w v, E w
-    alignas(16) float column_sums[ROW_WARPS][GROUP][2][TILE];          // D'k, E'k^2
-    alignas(16) float state_unit[GROUP + 1][size::WARPS];    // in front of tokens, behind all
-    alignas(16) float adjoint_unit[GROUP][size::WARPS];      // of D
-    uint4 front[size::CELLS];                // state in front of a group
-    uint4 states[GROUP - 1][size::CELLS];    // and of its other tokens
+    enum { PITCH = TILE + 16 };    // sums of both kinds meet no bank twice
+    token_record<ROW_WARPS> in[GROUP];
+    alignas(16) float row_sums[size::ACROSS][GROUP][2][size::ROWS];    // S' do; all of dk
+    alignas(16) float column_sums[ROW_WARPS][GROUP][2][PITCH];         // D'k, E'k^2
+    float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
+    alignas(16) uint4 front[size::CELLS];        // state in front of a group
+    uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
 };
 
-/* Units of a token's w and do, and the bits of the largest of do and w v. */
-struct column_units {
-    float w, cot;
-    unsigned most_cot, most_written;
+/* The largest of a token's do and w v. */
+struct largest_columns {
+    float cot, written;
 };
+
+template <int N>
+__device__ __forceinline__ void store_words(unsigned *to, const unsigned (&x)[N]) {
+    static_assert(N == 2 || N == 4, "one access");
+    if constexpr (N == 4) *(uint4 *)to = make_uint4(x[0], x[1], x[2], x[3]);
+    else *(uint2 *)to = make_uint2(x[0], x[1]);
+}
 
 /* Eight tokens on their way, as they were stored; each of half of the warps loads some of them. */
 template <int ROW_WARPS>
@@ -304,98 +356,124 @@ struct prefetch {
         return mn_warp_sum(sum);
     }
 
-    /* A token's columns to shared memory. */
-    template <bool BACK>
-    __device__ column_units put_columns(token_smem<ROW_WARPS> &smem, int n, int token,
-                                        float all) const {
-        const int pair = threadIdx.x % 32;
-        float w[2], write[2], cots[2];
+    /* w and w v of the lane's two columns, and the words of w to shared memory. */
+    __device__ void put_weights(step_record<ROW_WARPS> &to, float (&w)[2], float (&write)[2], int n,
+                                float all) const {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const float b = beta[n].at(c);
             w[c] = b * reciprocal(fmaf(b, all, 1.0f)), write[c] = w[c] * v[n].at(c);
-            cots[c] = BACK ? cot[n].at(c) : 0.0f;
+            to.weights[place_of(threadIdx.x % 32 * 2 + c)] = split(-w[c]);
         }
-        const float w_unit = unit_of(largest_of(w)), to_w = inverse_of(w_unit);
-        const float own[2] = { to_w * w[0], to_w * w[1] };
-        mn_store<2>(smem.w[token], 2 * pair, own);
-        mn_store<2>(smem.write[token], 2 * pair, write);
-        if (!BACK) return { w_unit, 0.0f, 0, 0 };
-        const unsigned most = largest_of(cots), most_written = largest_of(write);
-        const float cot_unit = wide_unit_of(most), write_unit = unit_of(most_written);
-        const float to_cot = inverse_of(cot_unit), to_write = inverse_of(write_unit);
-        unsigned *to = smem.cot_write[token][pair / 2] + pair % 2;
-        to[0] = pair_of(to_cot * cots[0], to_cot * cots[1]);
-        to[2] = pair_of(to_write * write[0], to_write * write[1]);
-        *(unsigned *)&smem.v[token][2 * pair] = v[n].word[0];
-        smem.cot_unit[token] = cot_unit, smem.write_unit[token] = write_unit;
-        smem.w_unit[token] = w_unit;
-        return { w_unit, cot_unit, most, most_written };
     }
 
-    /* And its rows. Where |k|^2 is too large for float32, nothing is a number. */
-    template <bool BACK>
-    __device__ void put_rows(token_smem<ROW_WARPS> &smem, float scale, int n, int token,
-                             float all, const column_units &of) const {
+    /* A token's keys. Where |k|^2 is too large for float32, nothing is a number. */
+    __device__ void put_keys(step_record<ROW_WARPS> &to, int n, float all) const {
         const int row = threadIdx.x % 32 * ITEMS;
-        const float w_unit = isinf(all) ? all : of.w;
-        float key[ITEMS], query[ITEMS], square[ITEMS], factors[ITEMS];
+        unsigned high[ITEMS], low[ITEMS], key[ITEMS];
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            key[i] = k[n].at(i), square[i] = key[i] * key[i] * w_unit;
-            query[i] = BACK ? q[n].at(i) : 0.0f;
+            const float x = k[n].at(i), square = isinf(all) ? all : x * x, first = rounded(square);
+            high[i] = bf16_pair(first, first);
+            low[i] = bf16_pair(square - first, square - first);
+            key[i] = bf16_pair(x, x);
         }
-        mn_store<ITEMS>(smem.k[token], row, key);
-        mn_store<ITEMS>(smem.squares[token], row, square);
-        if (!BACK) return;
-        const unsigned most = largest_of(key);
+        store_words<ITEMS>(to.keys[0] + row, high);
+        store_words<ITEMS>(to.keys[1] + row, low);
+        store_words<ITEMS>(to.keys[2] + row, key);
+        to.zeros[threadIdx.x % 32] = 0;
+    }
+
+    /* The tokens to shared memory as going forward wants them. A barrier follows. */
+    __device__ void put(step_record<ROW_WARPS> *to) const {
+#pragma unroll
+        for (int n = 0; n < size::TOKENS; n++) {
+            step_record<ROW_WARPS> &one = to[token() + n];
+            const float all = norm(n);
+            float w[2], write[2];
+            put_keys(one, n, all);
+            put_weights(one, w, write, n, all);
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                one.writes[place_of(threadIdx.x % 32 * 2 + c)] = split(write[c]);
+            }
+        }
+    }
+
+    /* And going back. */
+    __device__ void put_back(token_record<ROW_WARPS> *to, float scale) const {
+#pragma unroll
+        for (int n = 0; n < size::TOKENS; n++) {
+            token_record<ROW_WARPS> &one = to[token() + n];
+            const float all = norm(n);
+            put_keys(one, n, all);
+            put_rows_back(one, scale, n, put_columns_back(one, n, all));
+        }
+    }
+
+    __device__ largest_columns put_columns_back(token_record<ROW_WARPS> &to, int n,
+                                                float all) const {
+        const int pair = threadIdx.x % 32;
+        float w[2], write[2];
+        put_weights(to, w, write, n, all);
+        const float cots[2] = { cot[n].at(0), cot[n].at(1) };
+        const unsigned most_cot = largest_of(cots), most_written = largest_of(write);
+        const float w_unit = unit_of(largest_of(w)), to_w = inverse_of(w_unit);
+        const float cot_unit = wide_unit_of(most_cot), to_cot = inverse_of(cot_unit);
+        const float write_unit = unit_of(most_written), to_write = inverse_of(write_unit);
+        unsigned *halves = to.cot_write[pair / 2] + pair % 2;
+        halves[0] = pair_of(to_cot * cots[0], to_cot * cots[1]);
+        halves[2] = pair_of(to_write * write[0], to_write * write[1]);
+        to.w_pair[pair] = pair_of(to_w * w[0], to_w * w[1]);
+        to.v[pair] = v[n].word[0];
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int place = place_of(2 * pair + c);
+            to.writes[place] = split(to_write * write[c]);
+            to.cots[place] = bf16_pair(to_cot * cots[c], to_cot * cots[c]);
+        }
+        to.cot_unit = cot_unit, to.write_unit = write_unit, to.w_unit = w_unit;
+        return { __uint_as_float(most_cot), __uint_as_float(most_written) };
+    }
+
+    __device__ void put_rows_back(token_record<ROW_WARPS> &to, float scale, int n,
+                                  largest_columns most_of) const {
+        const int row = threadIdx.x % 32 * ITEMS;
+        float key[ITEMS], query[ITEMS];
+        unsigned halves[ITEMS], queries[ITEMS];
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) key[i] = k[n].at(i), query[i] = scale * q[n].at(i);
+        const unsigned most = largest_of(key), most_read = largest_of(query);
         const float unit = unit_of(most);
-        smem.k_unit[token] = unit, smem.q_unit[token] = scale * of.cot;
-        smem.grow[token] = __uint_as_float(most) * __uint_as_float(of.most_written);
-        smem.read[token] =
-            fabsf(scale) * __uint_as_float(largest_of(query)) * __uint_as_float(of.most_cot);
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const float own = key[i] * inverse_of(unit);
-            factors[i] = __uint_as_float(pair_of(own, 0.125f * (own * own)));
+            halves[i] = pair_of(own, 0.125f * (own * own)), queries[i] = split(query[i]);
         }
-        mn_store<ITEMS>((float *)smem.k_pair[token], row, factors);
-        mn_store<ITEMS>(smem.q[token], row, query);
-    }
-
-    /* The tokens to shared memory. A barrier follows. */
-    template <bool BACK>
-    __device__ void put(token_smem<ROW_WARPS> &smem, float scale) const {
-#pragma unroll
-        for (int n = 0; n < size::TOKENS; n++) {
-            const float all = norm(n);
-            put_rows<BACK>(smem, scale, n, token() + n, all,
-                           put_columns<BACK>(smem, n, token() + n, all));
-        }
+        store_words<ITEMS>(to.k_pair + row, halves);
+        store_words<ITEMS>(to.queries + row, queries);
+        to.k_unit = unit;
+        to.grow = __uint_as_float(most) * most_of.written;
+        to.read = __uint_as_float(most_read) * most_of.cot;
     }
 };
 
-/* Four numbers of bf16 that lie side by side. */
-__device__ __forceinline__ void load_four(float (&out)[4], const mn_bf16 *from) {
-    const uint2 x = *(const uint2 *)from;
-    out[0] = __uint_as_float(x.x << 16), out[1] = __uint_as_float(x.x & 0xffff0000u);
-    out[2] = __uint_as_float(x.y << 16), out[3] = __uint_as_float(x.y & 0xffff0000u);
-}
-
 /* ---- cells ----------------------------------------------------------------------------------- */
 
-/* A lane's four rows by four columns. */
+/* A lane's four rows by four columns: two tiles of two rows by two of two columns, each a lane's
+ * part of a product's result. */
 struct cells {
-    float at[4][4];
+    float at[2][2][4];
 
     template <typename F>
     __device__ void each(const mn_column_params &p, const mn_column_coord &place, F use) {
         const int64_t head = place.n * p.call.H + place.h;
 #pragma unroll
         for (int n = 0; n < 16; n++) {
-            const int64_t i = warp_coord::row() + own_row() + n / 4;
-            const int64_t j = place.tile * TILE + warp_coord::column() + own_column() + n % 4;
-            use(at[n / 4][n % 4], (head * p.call.K + i) * p.call.V + j,
+            const int64_t i = warp_coord::row() + own_row() + n / 8 * 2 + n / 2 % 2;
+            const int64_t j = place.tile * TILE + warp_coord::column() + own_column() + n / 4 % 2 * 2
+                + n % 2;
+            use(at[n / 8][n / 4 % 2][n % 4], (head * p.call.K + i) * p.call.V + j,
                 i < p.call.K && j < p.call.V);
         }
     }
@@ -416,9 +494,8 @@ struct cells {
     __device__ __forceinline__ void pack(pairs &to, float by = 1.0f) const {
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            const float(&row)[4] = at[row_in(n / 4, n % 4)];
-            const int c = 2 * pair_in(n % 4);
-            to[n / 4][n % 4] = pair_of(row[c] * by, row[c + 1] * by);
+            const float *two = at[n / 4][n % 4 / 2] + n % 2 * 2;
+            to[n / 4][n % 4] = pair_of(two[0] * by, two[1] * by);
         }
     }
 
@@ -426,81 +503,80 @@ struct cells {
 #pragma unroll
         for (int n = 0; n < 8; n++) {
             const float2 x = __half22float2(*(const __half2 *)&from[n / 4][n % 4]);
-            float(&row)[4] = at[row_in(n / 4, n % 4)];
-            row[2 * pair_in(n % 4)] = x.x, row[2 * pair_in(n % 4) + 1] = x.y;
+            float *two = at[n / 4][n % 4 / 2] + n % 2 * 2;
+            two[0] = x.x, two[1] = x.y;
         }
     }
 
-    /* One token: a state becomes the one behind it, in units of which `inverse` is the inverse. */
-    template <int ROW_WARPS>
-    __device__ __forceinline__ void advance(const token_smem<ROW_WARPS> &in, int token,
-                                            float inverse) {
-        const int i = warp_coord::row() + own_row(), j = warp_coord::column() + own_column();
-        float keys[4], squares[4], weights[4], writes[4];
-        load_four(keys, in.k[token] + i);
-        mn_load<4>(squares, in.squares[token], i);
-        mn_load<4>(weights, in.w[token], j);
-        mn_load<4>(writes, in.write[token], j);
+    /* += A B, of words that lanes have of four rows and of two pairs of columns */
+    __device__ __forceinline__ void add(uint4 a, uint2 b) {
 #pragma unroll
-        for (int r = 0; r < 4; r++) keys[r] *= inverse;
-#pragma unroll
-        for (int n = 0; n < 16; n++) {
-            const int r = n / 4, c = n % 4;
-            float &cell = at[r][c];
-            cell = fmaf(-(weights[c] * squares[r]), cell, fmaf(keys[r], writes[c], cell));
+        for (int n = 0; n < 2; n++) {
+            mma_k8(at[0][n], a.x, a.y, n ? b.y : b.x);
+            mma_k8(at[1][n], a.z, a.w, n ? b.y : b.x);
         }
     }
 
-    /* An adjoint takes what a token reads: cots of this lane's columns. */
-    template <int ROW_WARPS>
-    __device__ __forceinline__ void take(const token_smem<ROW_WARPS> &in, int token, float inverse,
-                                         const unsigned (&cots)[2]) {
-        float queries[4];
-        const float by = fminf(in.q_unit[token] * inverse, FLT_MAX);
-        load_four(queries, in.q[token] + warp_coord::row() + own_row());
+    /* *= 1 + A B */
+    __device__ __forceinline__ void scale(uint4 a, uint2 b) {
 #pragma unroll
-        for (int r = 0; r < 4; r++) queries[r] *= by;
+        for (int n = 0; n < 2; n++) {
+            float kept[2][4];
+            mma_k8_one(kept[0], a.x, a.y, n ? b.y : b.x);
+            mma_k8_one(kept[1], a.z, a.w, n ? b.y : b.x);
 #pragma unroll
-        for (int p = 0; p < 2; p++) {
-            const float2 cot = __half22float2(*(const __half2 *)&cots[p]);
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-                at[r][2 * p] = fmaf(queries[r], cot.x, at[r][2 * p]);
-                at[r][2 * p + 1] = fmaf(queries[r], cot.y, at[r][2 * p + 1]);
-            }
+            for (int i = 0; i < 8; i++) at[i / 4][n][i % 4] *= kept[i / 4][i % 4];
         }
+    }
+
+    /* One token: a state becomes the one behind it. What is written is multiplied with `by`, a
+     * power of two, twice, if that is not 0. */
+    template <int ROW_WARPS>
+    __device__ __forceinline__ void advance(const step_record<ROW_WARPS> &in,
+                                            const lane_words<ROW_WARPS> &own, unsigned by = 0) {
+        const unsigned *words = in.keys[0];
+        const uint4 keys = *(const uint4 *)(words + own.keys);
+        uint2 writes = *(const uint2 *)(words + own.writes);
+        if (by) writes.x = bf16_times(writes.x, by), writes.y = bf16_times(writes.y, by);
+        scale(keys, *(const uint2 *)(words + own.weights));
+        add(keys, writes);
+    }
+
+    /* An adjoint takes what a token reads. */
+    template <int ROW_WARPS>
+    __device__ __forceinline__ void take(const token_record<ROW_WARPS> &in,
+                                         const lane_words<ROW_WARPS> &own, unsigned by) {
+        const unsigned *words = in.keys[0];
+        const uint2 cots = *(const uint2 *)(words + own.cots);
+        add(*(const uint4 *)(words + own.queries),
+            make_uint2(bf16_times(cots.x, by), bf16_times(cots.y, by)));
     }
 
     /* And goes in front of it. */
     template <int ROW_WARPS>
-    __device__ __forceinline__ void decay(const token_smem<ROW_WARPS> &in, int token,
-                                          const float (&weights)[4]) {
-        float squares[4];
-        mn_load<4>(squares, in.squares[token], warp_coord::row() + own_row());
-#pragma unroll
-        for (int n = 0; n < 16; n++) {
-            float &cell = at[n / 4][n % 4];
-            cell = fmaf(-(weights[n % 4] * squares[n / 4]), cell, cell);
-        }
+    __device__ __forceinline__ void decay(const token_record<ROW_WARPS> &in,
+                                          const lane_words<ROW_WARPS> &own) {
+        const unsigned *words = in.keys[0];
+        scale(*(const uint4 *)(words + own.keys), *(const uint2 *)(words + own.weights));
     }
 
     /* From one unit to another. */
     __device__ __forceinline__ void rescale(float from, float to) {
         const float inverse = inverse_of(to);
 #pragma unroll
-        for (int n = 0; n < 16; n++) at[n / 4][n % 4] = at[n / 4][n % 4] * from * inverse;
+        for (int n = 0; n < 16; n++) at[n / 8][n / 4 % 2][n % 4] = at[n / 8][n / 4 % 2][n % 4] * from * inverse;
     }
 
     /* The bits of the warp's largest cell, of those that are finite. */
     __device__ __forceinline__ unsigned largest() const {
         float most = 0.0f;
 #pragma unroll
-        for (int n = 0; n < 16; n++) most = fmaxf(most, fabsf(at[n / 4][n % 4]));
+        for (int n = 0; n < 16; n++) most = fmaxf(most, fabsf(at[n / 8][n / 4 % 2][n % 4]));
         const unsigned bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
         if (bits < 0x7f800000u) return bits;
         unsigned finite = 0;
 #pragma unroll
-        for (int n = 0; n < 16; n++) finite = max(finite, size_of(at[n / 4][n % 4]));
+        for (int n = 0; n < 16; n++) finite = max(finite, size_of(at[n / 8][n / 4 % 2][n % 4]));
         return __reduce_max_sync(0xffffffffu, finite);
     }
 
@@ -534,58 +610,57 @@ __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
 
 /* ---- gradients ------------------------------------------------------------------------------- */
 
-/* The sums of a token to shared memory: over columns, each by another lane of those that have them
- * all, and over rows. */
+/* The sums of a token to shared memory, in no unit of the warp's: a lane has one of each row, and
+ * one of two kinds of a column. */
 template <int ROW_WARPS>
-__device__ __forceinline__ void leave_rows(smem_of<ROW_WARPS> &smem, int token, float4 to_q,
-                                           float4 to_k, float4 to_kk) {
-    const int part = threadIdx.x % 4;
-    float *rows = smem.row_sums[warp_coord::across()][token][0] + warp_coord::row() + own_row();
-    if (part == 0) *(float4 *)rows = to_q;
-    if (part == 1) *(float4 *)(rows + sizes<ROW_WARPS>::ROWS) = to_k;
-    if (part == 2) *(float4 *)(rows + 2 * sizes<ROW_WARPS>::ROWS) = to_kk;
+__device__ __forceinline__ void leave_rows(smem_of<ROW_WARPS> &smem, int token, float to_q,
+                                           float to_k) {
+    float(&rows)[2][sizes<ROW_WARPS>::ROWS] = smem.row_sums[warp_coord::across()][token];
+    rows[0][warp_coord::row() + threadIdx.x % 32] = to_q;
+    rows[1][warp_coord::row() + threadIdx.x % 32] = to_k;
 }
 
 template <int ROW_WARPS>
 __device__ __forceinline__ void leave_columns(smem_of<ROW_WARPS> &smem, int token, float2 to_v,
-                                              float2 to_w) {
-    const int part = threadIdx.x % 4;
-    float *columns = smem.column_sums[warp_coord::down()][token][0] + warp_coord::column()
-        + 2 * warp_coord::eighth();
-    if (part == 3) *(float2 *)columns = to_v;
-    if (part == 0) *(float2 *)(columns + TILE) = to_w;
+                                              float2 to_w, float front, float adjoint) {
+    const int eighth = warp_coord::eighth(), quarter = warp_coord::quarter();
+    const int column = eighth / 2 * 4 + eighth % 2 + quarter % 2 * 2;
+    const float sum = quarter < 2 ? quarter % 2 ? to_v.y : to_v.x : quarter % 2 ? to_w.y : to_w.x;
+    smem.column_sums[warp_coord::down()][token][quarter / 2][warp_coord::column() + column] =
+        sum * (quarter < 2 ? 1.0f : front) * adjoint;
 }
 
 /* Sums of a token, from the states behind and in front of it. */
 template <int ROW_WARPS>
 __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const pairs &front,
-                                          smem_of<ROW_WARPS> &smem, float &bound, float &unit,
-                                          int token) {
-    const token_smem<ROW_WARPS> &in = smem.in;
-    const int column = warp_coord::column() + own_column();
-    const uint4 b = *(const uint4 *)in.cot_write[token][column / 4];
-    const uint4 keys = *(const uint4 *)(in.k_pair[token] + warp_coord::row() + own_row());
-    const unsigned own[4] = { keys.x, keys.y, keys.z, keys.w }, cots[2] = { b.x, b.y };
-    const float4 to_q = rows_times(behind, b.x, b.y);
+                                          smem_of<ROW_WARPS> &smem,
+                                          const lane_words<ROW_WARPS> &own, float &bound,
+                                          float &unit, int token) {
+    const token_record<ROW_WARPS> &in = smem.in[token];
+    const int quad = (warp_coord::column() + own_column()) / 4;
+    const float *units = smem.state_unit[warp_coord::warp()] + token;
+    const uint4 b = *(const uint4 *)in.cot_write[quad];
+    const uint2 w = *(const uint2 *)(in.w_pair + 2 * quad);
+    const float to_q = row_times(behind, b.x, b.y) * units[1];
     pairs read, product;
     unsigned k[4], kk[4];
-    float w[4];
-    D.make_room(bound, unit, in.read[token]);
-    D.take(in, token, inverse_of(unit), cots);
+    D.make_room(bound, unit, in.read);
+    D.take(in, own, factor_of(in.cot_unit * inverse_of(unit)));
     D.pack(read);
-    if (threadIdx.x % 32 == 0) smem.adjoint_unit[token][warp_coord::warp()] = unit;
+    D.decay(in, own);
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         product[n / 4][n % 4] = multiply(read[n / 4][n % 4], front[n / 4][n % 4]);
     }
-    mn_load<4>(w, in.w[token], column);
-    D.decay(in, token, w);
-    const float4 to_k = rows_times(read, b.z, b.w);
-    const float4 to_kk = rows_times(product, pair_of(w[0], w[1]), pair_of(w[2], w[3]));
-    leave_rows(smem, token, to_q, to_k, to_kk);
+    const float key = __uint_as_float(in.keys[2][warp_coord::row() + threadIdx.x % 32] << 16);
+    const float to_k = row_times(read, b.z, b.w) * unit;
+    const float to_kk = row_times(product, w.x, w.y) * units[0] * unit;
+    leave_rows(smem, token, to_q, fmaf(-2.0f * key, to_kk * in.w_unit, to_k * in.write_unit));
+    const uint4 keys = *(const uint4 *)(in.k_pair + warp_coord::row() + own_row());
+    const unsigned halves[4] = { keys.x, keys.y, keys.z, keys.w };
 #pragma unroll
-    for (int r = 0; r < 4; r++) k[r] = twice_low(own[r]), kk[r] = twice_high(own[r]);
-    leave_columns(smem, token, columns_times(read, k), columns_times(product, kk));
+    for (int r = 0; r < 4; r++) k[r] = twice_low(halves[r]), kk[r] = twice_high(halves[r]);
+    leave_columns(smem, token, columns_times(read, k), columns_times(product, kk), units[0], unit);
 }
 
 /* ---- sums of warps --------------------------------------------------------------------------- */
@@ -599,9 +674,8 @@ struct warp_sums {
     static constexpr int HALF = size::THREADS / 2, QUADS = size::ROWS / 4, PAIRS = TILE / 2;
     static constexpr int AT_ONCE = HALF / PAIRS, PASSES = GROUP / AT_ONCE;    // tokens of columns
     static_assert(HALF == GROUP * QUADS, "a thread has one four of rows");
-    uint2 key;
-    float cot, write, w_unit;
-    float v[PASSES][2], w[PASSES][2], k_unit[PASSES];
+    float cot, k_unit[PASSES];
+    unsigned v[PASSES], w[PASSES][2];    // as they lie in shared memory
 
     __device__ static int thread() { return (int)threadIdx.x - HALF; }
     __device__ static int row_token() { return thread() / QUADS; }
@@ -609,50 +683,34 @@ struct warp_sums {
     __device__ static int column_token(int pass) { return thread() / PAIRS + pass * AT_ONCE; }
     __device__ static int pair() { return thread() % PAIRS; }
 
-    __device__ __forceinline__ void load(const token_smem<ROW_WARPS> &in) {
-        const int token = row_token(), column = column_of(pair());
-        key = *(const uint2 *)(in.k[token] + first_row());
-        cot = in.cot_unit[token], write = in.write_unit[token], w_unit = in.w_unit[token];
+    __device__ __forceinline__ void load(const token_record<ROW_WARPS> *in) {
+        cot = in[row_token()].cot_unit;
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
-            const int when = column_token(pass);
-            k_unit[pass] = in.k_unit[when];
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                v[pass][n] = mn_float(in.v[when][column + 2 * n]);
-                w[pass][n] = in.w[when][column + 2 * n] * in.w_unit[when];
-            }
+            const token_record<ROW_WARPS> &one = in[column_token(pass)];
+            k_unit[pass] = one.k_unit, v[pass] = one.v[pair()];
+            w[pass][0] = one.weights[place_of(2 * pair())];
+            w[pass][1] = one.weights[place_of(2 * pair() + 1)];
         }
     }
+
+    __device__ static float lower(unsigned x) { return __uint_as_float(x << 16); }
+    __device__ static float upper(unsigned x) { return __uint_as_float(x & 0xffff0000u); }
 
     /* dq and dk of the thread's rows, to this token's parts. */
     __device__ __forceinline__ void rows(float *part, const smem_of<ROW_WARPS> &smem, float scale,
                                          int64_t K) const {
-        const int token = row_token(), warp = first_row() / 32 * size::ACROSS;
-        float to_q[4] = {}, to_k[4] = {}, to_kk[4] = {}, behind[4], front[4], adjoint[4];
-        mn_load<4>(behind, smem.state_unit[token + 1], warp);
-        mn_load<4>(front, smem.state_unit[token], warp);
-        mn_load<4>(adjoint, smem.adjoint_unit[token], warp);
+        float to_q[4] = {}, to_k[4] = {};
 #pragma unroll
         for (int across = 0; across < size::ACROSS; across++) {
-            float q[4], k[4], kk[4];
-            mn_load<4>(q, smem.row_sums[across][token][0], first_row());
-            mn_load<4>(k, smem.row_sums[across][token][1], first_row());
-            mn_load<4>(kk, smem.row_sums[across][token][2], first_row());
+            float q[4], k[4];
+            mn_load<4>(q, smem.row_sums[across][row_token()][0], first_row());
+            mn_load<4>(k, smem.row_sums[across][row_token()][1], first_row());
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                to_q[n] = fmaf(q[n], behind[across], to_q[n]);
-                to_k[n] = fmaf(k[n], adjoint[across], to_k[n]);
-                to_kk[n] = fmaf(kk[n] * front[across], adjoint[across], to_kk[n]);
-            }
+            for (int n = 0; n < 4; n++) to_q[n] += q[n], to_k[n] += k[n];
         }
-        const float keys[4] = { __uint_as_float(key.x << 16), __uint_as_float(key.x & 0xffff0000u),
-                                __uint_as_float(key.y << 16), __uint_as_float(key.y & 0xffff0000u) };
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            to_q[n] = scale * (to_q[n] * cot);
-            to_k[n] = fmaf(-2.0f * keys[n], to_kk[n] * w_unit, to_k[n] * write);
-        }
+        for (int n = 0; n < 4; n++) to_q[n] = scale * (to_q[n] * cot);
         if (K % 4 == 0) {
             mn_store<4>(part, first_row(), to_q);
             mn_store<4>(part, K + first_row(), to_k);
@@ -668,28 +726,21 @@ struct warp_sums {
     /* y and dv of the thread's two columns. */
     __device__ __forceinline__ void columns(float (&y)[2], float (&dv)[2],
                                             const smem_of<ROW_WARPS> &smem, int pass) const {
-        const int token = column_token(pass), across = pair() / 8;
-        const float of_k = k_unit[pass];
+        const float of_k = k_unit[pass], values[2] = { lower(v[pass]), upper(v[pass]) };
         float to_v[2] = {}, to_w[2] = {};
 #pragma unroll
         for (int down = 0; down < ROW_WARPS; down++) {
-            const int warp = down * size::ACROSS + across;
-            const float adjoint = smem.adjoint_unit[token][warp];
-            const float front = smem.state_unit[token][warp];
             float read[2], written[2];
-            mn_load<2>(read, smem.column_sums[down][token][0], 2 * pair());
-            mn_load<2>(written, smem.column_sums[down][token][1], 2 * pair());
+            mn_load<2>(read, smem.column_sums[down][column_token(pass)][0], 2 * pair());
+            mn_load<2>(written, smem.column_sums[down][column_token(pass)][1], 2 * pair());
 #pragma unroll
-            for (int n = 0; n < 2; n++) {
-                to_v[n] = fmaf(read[n], adjoint, to_v[n]);
-                to_w[n] = fmaf(written[n] * front, adjoint, to_w[n]);
-            }
+            for (int n = 0; n < 2; n++) to_v[n] += read[n], to_w[n] += written[n];
         }
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             to_v[n] *= of_k;
-            y[n] = fmaf(v[pass][n], to_v[n], -8.0f * (to_w[n] * of_k * of_k));
-            dv[n] = w[pass][n] * to_v[n];
+            y[n] = fmaf(values[n], to_v[n], -8.0f * (to_w[n] * of_k * of_k));
+            dv[n] = -(lower(w[pass][n]) + upper(w[pass][n])) * to_v[n];
         }
     }
 
@@ -702,7 +753,7 @@ struct warp_sums {
             const int64_t row = at.tile * all + mn_columns_row(p, at, t + row_token());
             rows(p.partials + row * 2 * K, smem, p.scale, K);
         }
-        const int64_t j = at.tile * TILE + column_of(pair());
+        const int64_t j = at.tile * TILE + 2 * pair();
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             const int64_t when = t + column_token(pass);
@@ -712,9 +763,9 @@ struct warp_sums {
             columns(y, dv, smem, pass);
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                if (j + 2 * n >= p.columns) continue;
-                to_y[2 * n] = y[n];
-                if (to_v) mn_put(to_v + j + 2 * n, dv[n]);
+                if (j + n >= p.columns) continue;
+                to_y[n] = y[n];
+                if (to_v) mn_put(to_v + j + n, dv[n]);
             }
         }
     }
@@ -742,9 +793,10 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
                                     smem_of<ROW_WARPS> &smem, const mn_column_params &p,
                                     const mn_column_coord &at, int64_t groups) {
     typedef sizes<ROW_WARPS> size;
-    typedef token_smem<ROW_WARPS> tokens;
+    typedef step_record<ROW_WARPS> tokens[GROUP];
     static_assert(4 * sizeof(tokens) <= sizeof(smem.states), "their places are free on this way");
     tokens *const stages = (tokens *)smem.states;
+    const lane_words<ROW_WARPS> own;
     const int half = warp_coord::warp() / size::LOADERS;
     cells S;
     prefetch<ROW_WARPS> ahead(p, at, half * (int64_t)GROUP);
@@ -761,7 +813,7 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
         ((float *)(saved + n * stride + size::CELLS))[warp_coord::warp()] = unit;
     };
     const auto bring = [&](int64_t n) {    // of groups n and n + 1, and asks for those behind them
-        ahead.template put<false>(stages[(n + half) % 4], p.scale);
+        ahead.put(stages[(n + half) % 4]);
         ahead.template move<2>(p);
         ahead.template fetch<false>(p, at);
     };
@@ -777,7 +829,7 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
                 save(n);
 #pragma unroll 2
                 for (int token = 0; token < GROUP; token++) {
-                    S.advance(stages[n % 4], token, 1.0f);
+                    S.advance(stages[n % 4][token], own);
                 }
             }
         };
@@ -794,22 +846,22 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
 template <int ROW_WARPS, typename Ask>
 __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
                                           pairs &behind, float unit, smem_of<ROW_WARPS> &smem,
-                                          Ask ask) {
+                                          const lane_words<ROW_WARPS> &own, Ask ask) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
-    const int warp = warp_coord::warp();
-    float bound = 2.0f;
+    float *units = smem.state_unit[warp_coord::warp()], bound = 2.0f;
     cells S;
     pairs old;
     load_packed<THREADS>(old, smem.states[GROUP - 2]);
     store_packed<THREADS>(smem.front, old);
     S.unpack(old);
-    smem.state_unit[0][warp] = unit;
+    units[0] = unit;
 #pragma unroll 2
     for (int token = 0; token + 1 < GROUP; token++) {
-        S.make_room(bound, unit, smem.in.grow[token]);
-        S.advance(smem.in, token, inverse_of(unit));
+        const token_record<ROW_WARPS> &in = smem.in[token];
+        S.make_room(bound, unit, in.grow);
+        S.advance(in, own, factor_of(in.write_unit * inverse_of(unit)));
         S.pack(old);
-        smem.state_unit[token + 1][warp] = unit;
+        units[token + 1] = unit;
         store_packed<THREADS>(smem.states[token], old);
     }
     if (look) {
@@ -821,10 +873,10 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
 #pragma unroll 1
     for (int token = GROUP - 1; token > 0; token -= 2) {
         load_packed<THREADS>(old, smem.states[token - 1]);
-        token_bwd(D, behind, old, smem, most_of_D, unit_of_D, token);
+        token_bwd(D, behind, old, smem, own, most_of_D, unit_of_D, token);
         if (token == GROUP - 1) ask();
         load_packed<THREADS>(behind, token == 1 ? smem.front : smem.states[token - 2]);
-        token_bwd(D, old, behind, smem, most_of_D, unit_of_D, token - 1);
+        token_bwd(D, old, behind, smem, own, most_of_D, unit_of_D, token - 1);
     }
 }
 
@@ -846,6 +898,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
     D.load(p, at, p.cot_state);
     if (groups > 0) {
         float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
+        const lane_words<ROW_WARPS> words;
         prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
         const auto ask = [&](int64_t n) {
 #pragma unroll
@@ -858,7 +911,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
         ask(groups - 1);
         if (brings) {
             ahead.template fetch<true>(p, at);
-            ahead.template put<true>(smem.in, p.scale);
+            ahead.put_back(smem.in, p.scale);
         }
         cp_async_wait();
         __syncthreads();
@@ -869,15 +922,15 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
                 ahead.template move<-1>(p);
                 ahead.template fetch<true>(p, at);
             }
-            smem.state_unit[GROUP][warp_coord::warp()] = unit_behind, unit_behind = own;
+            smem.state_unit[warp_coord::warp()][GROUP] = unit_behind, unit_behind = own;
             group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind, own, smem,
-                                 [&]() { if (n > 0) ask(n - 1); });
+                                 words,                                  [&]() { if (n > 0) ask(n - 1); });
             warp_sums<ROW_WARPS> sums;
             if (!brings) sums.load(smem.in);
             __syncthreads();
             const int count = (int)min((int64_t)GROUP, length - n * GROUP);
             if (!brings) sums.reduce(smem, p, at, n * GROUP, count);
-            else if (n > 0) ahead.template put<true>(smem.in, p.scale);
+            else if (n > 0) ahead.put_back(smem.in, p.scale);
             cp_async_wait();
             __syncthreads();
         }
