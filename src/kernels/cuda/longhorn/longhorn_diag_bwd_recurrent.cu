@@ -70,9 +70,8 @@ struct token_record : step_record<ROW_WARPS> {
     unsigned queries[step::ROWS];    // scale q in two parts
     unsigned cots[TILE];             // do, twice, at place_of
     alignas(16) unsigned cot_write[TILE / 4][4];    // in half precision: do, w v of four columns
-    unsigned w_pair[TILE / 2];                      // w
-    alignas(16) unsigned k_pair[step::ROWS];        // k, k^2 / 8
-    unsigned v[TILE / 2];                           // as it was stored
+    unsigned w_value[TILE / 4][4];                  // w; v as it was stored
+    unsigned k_pair[step::ROWS];                    // in half precision: k, k^2 / 8
     float grow, write_unit, read, cot_unit, w_unit, k_unit;
 };
 
@@ -157,13 +156,18 @@ __device__ __forceinline__ void cp_async_wait(void) {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+/* One of four, by the lane's place in its quad. */
+__device__ __forceinline__ float own_of(float x, float y, float z, float w) {
+    const int quarter = threadIdx.x % 4;
+    return quarter < 2 ? quarter % 2 ? y : x : quarter % 2 ? w : z;
+}
+
 /* Sums over this warp's columns for the lane's row, one of the four that it has cells of. */
 __device__ __forceinline__ float row_times(const pairs &a, unsigned b0, unsigned b1) {
     float x[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) mma_zero(x[m], a[m], b0, b1);
-    const int quarter = threadIdx.x % 4;
-    return quarter < 2 ? quarter % 2 ? x[0][2] : x[0][0] : quarter % 2 ? x[1][2] : x[1][0];
+    return own_of(x[0][0], x[0][2], x[1][0], x[1][2]);
 }
 
 /* Sums over this warp's rows for two columns, two apart; `by` has the same number twice, that of
@@ -246,37 +250,62 @@ __device__ inline int place_of(int j) {
     return j / 16 * 16 + j % 16 / 4 * 4 + j % 2 * 2 + j % 4 / 2;
 }
 
-/* Where a lane reads a token's words, of the depths that it has. */
+/* Columns from one kind of their sums to the other: they meet no bank twice. */
+enum { SUM_PITCH = TILE + 16 };
+
+/* A number that the compiler is not to make again where it is used. */
+__device__ __forceinline__ int kept(int x) {
+    asm("" : "+r"(x));
+    return x;
+}
+
+/* Where a lane reads and writes, in bytes: words of the depths that it has, in a token's record;
+ * its own row of the block's and the first of its four; its four columns' pack; where its sum of a
+ * column goes. */
 template <int ROW_WARPS>
-struct lane_words {
+struct lane_places {
     typedef token_record<ROW_WARPS> record;
-    int keys, weights, writes, queries, cots;
+    int keys, weights, writes, queries, cots, row, rows, pack, sum;
 
     /* Zeros that lie in other banks than word `of`. */
     __device__ static int zeros(int of) {
         return record::ZEROS + (of + 48 - record::ZEROS % 32) % 32;
     }
 
-    __device__ lane_words() {
-        const int depth = warp_coord::quarter(), row = warp_coord::row() + own_row();
-        const int column = warp_coord::column() + 2 * warp_coord::eighth();
+    __device__ lane_places() {
+        const int depth = warp_coord::quarter(), first = warp_coord::row() + own_row();
+        const int eighth = warp_coord::eighth(), column = warp_coord::column() + 2 * eighth;
         const int weight = record::WEIGHTS + column, write = record::WRITES + column;
-        const int query = record::QUERIES + row, cot = record::COTS + column;
-        keys = depth < 3 ? depth * record::PITCH + row : record::ZEROS + own_row();
-        weights = depth < 2 ? weight : zeros(weight);
-        writes = depth == 2 ? write : zeros(write);
-        queries = depth == 0 ? query : zeros(query);
-        cots = depth == 0 ? cot : zeros(cot);
+        const int query = record::QUERIES + first, cot = record::COTS + column;
+        keys = kept(4 * (depth < 3 ? depth * record::PITCH + first : record::ZEROS + own_row()));
+        weights = kept(4 * (depth < 2 ? weight : zeros(weight)));
+        writes = kept(4 * (depth == 2 ? write : zeros(write)));
+        queries = kept(4 * (depth == 0 ? query : zeros(query)));
+        cots = kept(4 * (depth == 0 ? cot : zeros(cot)));
+        row = kept(4 * (warp_coord::row() + (int)threadIdx.x % 32)), rows = kept(4 * first);
+        pack = kept(4 * (warp_coord::column() + own_column()));
+        sum = kept(4 * (depth / 2 * SUM_PITCH + warp_coord::column() + eighth / 2 * 4 + eighth % 2
+                        + depth % 2 * 2));
     }
 };
+
+/* What lies so many bytes behind the start of something. */
+template <typename T>
+__device__ __forceinline__ T &behind_of(void *start, int bytes) {
+    return *(T *)((unsigned char *)start + bytes);
+}
+
+template <typename T>
+__device__ __forceinline__ const T &behind_of(const void *start, int bytes) {
+    return *(const T *)((const unsigned char *)start + bytes);
+}
 
 template <int ROW_WARPS>
 struct smem_of {
     typedef sizes<ROW_WARPS> size;
-    enum { PITCH = TILE + 16 };    // sums of both kinds meet no bank twice
     token_record<ROW_WARPS> in[GROUP];
     alignas(16) float row_sums[size::ACROSS][GROUP][2][size::ROWS];    // S' do; all of dk
-    alignas(16) float column_sums[ROW_WARPS][GROUP][2][PITCH];         // D'k, E'k^2
+    alignas(16) float column_sums[ROW_WARPS][GROUP][2][SUM_PITCH];     // D'k, E'k^2
     float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
     alignas(16) uint4 front[size::CELLS];        // state in front of a group
     uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
@@ -424,8 +453,8 @@ struct prefetch {
         unsigned *halves = to.cot_write[pair / 2] + pair % 2;
         halves[0] = pair_of(to_cot * cots[0], to_cot * cots[1]);
         halves[2] = pair_of(to_write * write[0], to_write * write[1]);
-        to.w_pair[pair] = pair_of(to_w * w[0], to_w * w[1]);
-        to.v[pair] = v[n].word[0];
+        unsigned *rest = to.w_value[pair / 2] + pair % 2;
+        rest[0] = pair_of(to_w * w[0], to_w * w[1]), rest[2] = v[n].word[0];
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const int place = place_of(2 * pair + c);
@@ -471,8 +500,8 @@ struct cells {
 #pragma unroll
         for (int n = 0; n < 16; n++) {
             const int64_t i = warp_coord::row() + own_row() + n / 8 * 2 + n / 2 % 2;
-            const int64_t j = place.tile * TILE + warp_coord::column() + own_column() + n / 4 % 2 * 2
-                + n % 2;
+            const int64_t j = place.tile * TILE + warp_coord::column() + own_column()
+                + n / 4 % 2 * 2 + n % 2;
             use(at[n / 8][n / 4 % 2][n % 4], (head * p.call.K + i) * p.call.V + j,
                 i < p.call.K && j < p.call.V);
         }
@@ -517,54 +546,57 @@ struct cells {
         }
     }
 
-    /* *= 1 + A B */
+    /* += (A B) times what they are */
     __device__ __forceinline__ void scale(uint4 a, uint2 b) {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            float kept[2][4];
-            mma_k8_one(kept[0], a.x, a.y, n ? b.y : b.x);
-            mma_k8_one(kept[1], a.z, a.w, n ? b.y : b.x);
+            float by[2][4];
+            mma_k8_zero(by[0], a.x, a.y, n ? b.y : b.x);
+            mma_k8_zero(by[1], a.z, a.w, n ? b.y : b.x);
 #pragma unroll
-            for (int i = 0; i < 8; i++) at[i / 4][n][i % 4] *= kept[i / 4][i % 4];
+            for (int i = 0; i < 8; i++) {
+                float &cell = at[i / 4][n][i % 4];
+                cell = fmaf(by[i / 4][i % 4], cell, cell);
+            }
         }
     }
 
-    /* One token: a state becomes the one behind it. What is written is multiplied with `by`, a
-     * power of two, twice, if that is not 0. */
-    template <int ROW_WARPS>
+    /* One token: a state becomes the one behind it. Where what it writes is in a unit it is
+     * multiplied with `by`, a power of two, twice. */
+    template <bool IN_UNIT, int ROW_WARPS>
     __device__ __forceinline__ void advance(const step_record<ROW_WARPS> &in,
-                                            const lane_words<ROW_WARPS> &own, unsigned by = 0) {
-        const unsigned *words = in.keys[0];
-        const uint4 keys = *(const uint4 *)(words + own.keys);
-        uint2 writes = *(const uint2 *)(words + own.writes);
-        if (by) writes.x = bf16_times(writes.x, by), writes.y = bf16_times(writes.y, by);
-        scale(keys, *(const uint2 *)(words + own.weights));
+                                            const lane_places<ROW_WARPS> &own, unsigned by) {
+        const uint4 keys = behind_of<uint4>(&in, own.keys);
+        uint2 writes = behind_of<uint2>(&in, own.writes);
+        if (IN_UNIT) writes.x = bf16_times(writes.x, by), writes.y = bf16_times(writes.y, by);
+        scale(keys, behind_of<uint2>(&in, own.weights));
         add(keys, writes);
     }
 
     /* An adjoint takes what a token reads. */
     template <int ROW_WARPS>
     __device__ __forceinline__ void take(const token_record<ROW_WARPS> &in,
-                                         const lane_words<ROW_WARPS> &own, unsigned by) {
-        const unsigned *words = in.keys[0];
-        const uint2 cots = *(const uint2 *)(words + own.cots);
-        add(*(const uint4 *)(words + own.queries),
+                                         const lane_places<ROW_WARPS> &own, unsigned by) {
+        const uint2 cots = behind_of<uint2>(&in, own.cots);
+        add(behind_of<uint4>(&in, own.queries),
             make_uint2(bf16_times(cots.x, by), bf16_times(cots.y, by)));
     }
 
     /* And goes in front of it. */
     template <int ROW_WARPS>
     __device__ __forceinline__ void decay(const token_record<ROW_WARPS> &in,
-                                          const lane_words<ROW_WARPS> &own) {
-        const unsigned *words = in.keys[0];
-        scale(*(const uint4 *)(words + own.keys), *(const uint2 *)(words + own.weights));
+                                          const lane_places<ROW_WARPS> &own) {
+        scale(behind_of<uint4>(&in, own.keys), behind_of<uint2>(&in, own.weights));
     }
 
     /* From one unit to another. */
     __device__ __forceinline__ void rescale(float from, float to) {
         const float inverse = inverse_of(to);
 #pragma unroll
-        for (int n = 0; n < 16; n++) at[n / 8][n / 4 % 2][n % 4] = at[n / 8][n / 4 % 2][n % 4] * from * inverse;
+        for (int n = 0; n < 16; n++) {
+            float &cell = at[n / 8][n / 4 % 2][n % 4];
+            cell = cell * from * inverse;
+        }
     }
 
     /* The bits of the warp's largest cell, of those that are finite. */
@@ -610,40 +642,21 @@ __device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
 
 /* ---- gradients ------------------------------------------------------------------------------- */
 
-/* The sums of a token to shared memory, in no unit of the warp's: a lane has one of each row, and
- * one of two kinds of a column. */
-template <int ROW_WARPS>
-__device__ __forceinline__ void leave_rows(smem_of<ROW_WARPS> &smem, int token, float to_q,
-                                           float to_k) {
-    float(&rows)[2][sizes<ROW_WARPS>::ROWS] = smem.row_sums[warp_coord::across()][token];
-    rows[0][warp_coord::row() + threadIdx.x % 32] = to_q;
-    rows[1][warp_coord::row() + threadIdx.x % 32] = to_k;
-}
-
-template <int ROW_WARPS>
-__device__ __forceinline__ void leave_columns(smem_of<ROW_WARPS> &smem, int token, float2 to_v,
-                                              float2 to_w, float front, float adjoint) {
-    const int eighth = warp_coord::eighth(), quarter = warp_coord::quarter();
-    const int column = eighth / 2 * 4 + eighth % 2 + quarter % 2 * 2;
-    const float sum = quarter < 2 ? quarter % 2 ? to_v.y : to_v.x : quarter % 2 ? to_w.y : to_w.x;
-    smem.column_sums[warp_coord::down()][token][quarter / 2][warp_coord::column() + column] =
-        sum * (quarter < 2 ? 1.0f : front) * adjoint;
-}
-
-/* Sums of a token, from the states behind and in front of it. */
+/* Sums of a token, from the states behind and in front of it, to shared memory in no unit of the
+ * warp's: a lane has one of each row, and one of two kinds of a column. */
 template <int ROW_WARPS>
 __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const pairs &front,
                                           smem_of<ROW_WARPS> &smem,
-                                          const lane_words<ROW_WARPS> &own, float &bound,
+                                          const lane_places<ROW_WARPS> &own, float &bound,
                                           float &unit, int token) {
     const token_record<ROW_WARPS> &in = smem.in[token];
-    const int quad = (warp_coord::column() + own_column()) / 4;
     const float *units = smem.state_unit[warp_coord::warp()] + token;
-    const uint4 b = *(const uint4 *)in.cot_write[quad];
-    const uint2 w = *(const uint2 *)(in.w_pair + 2 * quad);
-    const float to_q = row_times(behind, b.x, b.y) * units[1];
+    const uint4 b = behind_of<uint4>(in.cot_write, own.pack);
+    const uint2 w = behind_of<uint2>(in.w_value, own.pack);
+    float *const rows = &behind_of<float>(smem.row_sums[warp_coord::across()][token], own.row);
     pairs read, product;
     unsigned k[4], kk[4];
+    rows[0] = row_times(behind, b.x, b.y) * units[1];
     D.make_room(bound, unit, in.read);
     D.take(in, own, factor_of(in.cot_unit * inverse_of(unit)));
     D.pack(read);
@@ -652,15 +665,19 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
     for (int n = 0; n < 8; n++) {
         product[n / 4][n % 4] = multiply(read[n / 4][n % 4], front[n / 4][n % 4]);
     }
-    const float key = __uint_as_float(in.keys[2][warp_coord::row() + threadIdx.x % 32] << 16);
+    const float key = __uint_as_float(behind_of<unsigned>(in.keys[2], own.row) << 16);
     const float to_k = row_times(read, b.z, b.w) * unit;
     const float to_kk = row_times(product, w.x, w.y) * units[0] * unit;
-    leave_rows(smem, token, to_q, fmaf(-2.0f * key, to_kk * in.w_unit, to_k * in.write_unit));
-    const uint4 keys = *(const uint4 *)(in.k_pair + warp_coord::row() + own_row());
+    rows[sizes<ROW_WARPS>::ROWS] =
+        fmaf(-2.0f * key, to_kk * in.w_unit, to_k * in.write_unit);
+    const uint4 keys = behind_of<uint4>(in.k_pair, own.rows);
     const unsigned halves[4] = { keys.x, keys.y, keys.z, keys.w };
 #pragma unroll
     for (int r = 0; r < 4; r++) k[r] = twice_low(halves[r]), kk[r] = twice_high(halves[r]);
-    leave_columns(smem, token, columns_times(read, k), columns_times(product, kk), units[0], unit);
+    const float2 to_v = columns_times(read, k), to_w = columns_times(product, kk);
+    const float front_unit = warp_coord::quarter() < 2 ? 1.0f : units[0];
+    behind_of<float>(smem.column_sums[warp_coord::down()][token], own.sum) =
+        own_of(to_v.x, to_v.y, to_w.x, to_w.y) * front_unit * unit;
 }
 
 /* ---- sums of warps --------------------------------------------------------------------------- */
@@ -688,7 +705,7 @@ struct warp_sums {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             const token_record<ROW_WARPS> &one = in[column_token(pass)];
-            k_unit[pass] = one.k_unit, v[pass] = one.v[pair()];
+            k_unit[pass] = one.k_unit, v[pass] = one.w_value[pair() / 2][2 + pair() % 2];
             w[pass][0] = one.weights[place_of(2 * pair())];
             w[pass][1] = one.weights[place_of(2 * pair() + 1)];
         }
@@ -796,7 +813,7 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
     typedef step_record<ROW_WARPS> tokens[GROUP];
     static_assert(4 * sizeof(tokens) <= sizeof(smem.states), "their places are free on this way");
     tokens *const stages = (tokens *)smem.states;
-    const lane_words<ROW_WARPS> own;
+    const lane_places<ROW_WARPS> own;
     const int half = warp_coord::warp() / size::LOADERS;
     cells S;
     prefetch<ROW_WARPS> ahead(p, at, half * (int64_t)GROUP);
@@ -829,7 +846,7 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
                 save(n);
 #pragma unroll 2
                 for (int token = 0; token < GROUP; token++) {
-                    S.advance(stages[n % 4][token], own);
+                    S.template advance<false>(stages[n % 4][token], own, 0);
                 }
             }
         };
@@ -846,7 +863,7 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
 template <int ROW_WARPS, typename Ask>
 __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
                                           pairs &behind, float unit, smem_of<ROW_WARPS> &smem,
-                                          const lane_words<ROW_WARPS> &own, Ask ask) {
+                                          const lane_places<ROW_WARPS> &own, Ask ask) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
     float *units = smem.state_unit[warp_coord::warp()], bound = 2.0f;
     cells S;
@@ -859,7 +876,7 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
     for (int token = 0; token + 1 < GROUP; token++) {
         const token_record<ROW_WARPS> &in = smem.in[token];
         S.make_room(bound, unit, in.grow);
-        S.advance(in, own, factor_of(in.write_unit * inverse_of(unit)));
+        S.template advance<true>(in, own, factor_of(in.write_unit * inverse_of(unit)));
         S.pack(old);
         units[token + 1] = unit;
         store_packed<THREADS>(smem.states[token], old);
@@ -898,7 +915,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
     D.load(p, at, p.cot_state);
     if (groups > 0) {
         float unit_behind = save_states<ROW_WARPS>(behind, saved, stride, smem, p, at, groups);
-        const lane_words<ROW_WARPS> words;
+        const lane_places<ROW_WARPS> places;
         prefetch<ROW_WARPS> ahead(p, at, (groups - 1) * GROUP);
         const auto ask = [&](int64_t n) {
 #pragma unroll
@@ -924,7 +941,7 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
             }
             smem.state_unit[warp_coord::warp()][GROUP] = unit_behind, unit_behind = own;
             group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind, own, smem,
-                                 words,                                  [&]() { if (n > 0) ask(n - 1); });
+                                 places, [&]() { if (n > 0) ask(n - 1); });
             warp_sums<ROW_WARPS> sums;
             if (!brings) sums.load(smem.in);
             __syncthreads();
