@@ -14,7 +14,8 @@
  * which unit it is goes by tokens already seen.
  *
  * A warp has 32 x 16 cells, a lane four rows by four columns of them, which are the factors of
- * products over columns as they lie in registers, and results of the products that move them. Sums over rows are first those of a lane's own
+ * products over columns as they lie in registers, and results of the products that move them. Sums
+ * over rows are first those of a lane's own
  * four, in half precision, which movmatrix turns: as little as can be goes through the pipe of
  * shared memory, movmatrix with it. So a lane's columns of do, and of w, are read once, as factors
  * or as numbers, and made the other.
@@ -250,22 +251,29 @@ __device__ inline int place_of(int j) {
     return j / 16 * 16 + j % 16 / 4 * 4 + j % 2 * 2 + j % 4 / 2;
 }
 
-/* Columns from one kind of their sums to the other: they meet no bank twice. */
-enum { SUM_PITCH = TILE + 16 };
-
-/* A number that the compiler is not to make again where it is used. */
+/* A number that the compiler is not to make again where it is used: it comes from a lane, this
+ * one. */
 __device__ __forceinline__ int kept(int x) {
-    asm("" : "+r"(x));
-    return x;
+    return __shfl_sync(0xffffffffu, x, threadIdx.x % 32);
 }
 
-/* Where a lane reads and writes, in bytes: words of the depths that it has, in a token's record;
- * its own row of the block's and the first of its four; its four columns' pack; where its sum of a
- * column goes. */
+/* Sums of a token, of warps. */
+template <int ROW_WARPS>
+struct alignas(16) sums_record {
+    typedef sizes<ROW_WARPS> size;
+    enum { PITCH = TILE + 16 };                   // both kinds meet no bank twice
+    float rows[size::ACROSS][2][size::ROWS];      // S' do; all of dk
+    float columns[ROW_WARPS][2][PITCH];           // D'k, E'k^2
+};
+
+/* Where a lane reads and writes, in bytes: in a token's record words of the depths that it has, its
+ * own row of the block's, the first of its four, its four columns' pack; sums in theirs; its warp's
+ * units; its part of a state. */
 template <int ROW_WARPS>
 struct lane_places {
     typedef token_record<ROW_WARPS> record;
-    int keys, weights, writes, queries, cots, row, rows, pack, sum;
+    typedef sums_record<ROW_WARPS> sums;
+    int keys, weights, writes, queries, cots, row, rows, pack, row_sum, column_sum, units, cells;
 
     /* Zeros that lie in other banks than word `of`. */
     __device__ static int zeros(int of) {
@@ -277,15 +285,20 @@ struct lane_places {
         const int eighth = warp_coord::eighth(), column = warp_coord::column() + 2 * eighth;
         const int weight = record::WEIGHTS + column, write = record::WRITES + column;
         const int query = record::QUERIES + first, cot = record::COTS + column;
+        const int own = warp_coord::row() + threadIdx.x % 32;
+        const int place = eighth / 2 * 4 + eighth % 2 + depth % 2 * 2;    // of a sum's column
         keys = kept(4 * (depth < 3 ? depth * record::PITCH + first : record::ZEROS + own_row()));
         weights = kept(4 * (depth < 2 ? weight : zeros(weight)));
         writes = kept(4 * (depth == 2 ? write : zeros(write)));
         queries = kept(4 * (depth == 0 ? query : zeros(query)));
         cots = kept(4 * (depth == 0 ? cot : zeros(cot)));
-        row = kept(4 * (warp_coord::row() + (int)threadIdx.x % 32)), rows = kept(4 * first);
+        row = kept(4 * own), rows = kept(4 * first);
         pack = kept(4 * (warp_coord::column() + own_column()));
-        sum = kept(4 * (depth / 2 * SUM_PITCH + warp_coord::column() + eighth / 2 * 4 + eighth % 2
-                        + depth % 2 * 2));
+        row_sum = kept(4 * (warp_coord::across() * 2 * record::ROWS + own));
+        column_sum = kept((int)offsetof(sums, columns)
+                          + 4 * ((2 * warp_coord::down() + depth / 2) * sums::PITCH
+                                 + warp_coord::column() + place));
+        units = kept(4 * (GROUP + 1) * warp_coord::warp()), cells = kept(16 * (int)threadIdx.x);
     }
 };
 
@@ -304,8 +317,7 @@ template <int ROW_WARPS>
 struct smem_of {
     typedef sizes<ROW_WARPS> size;
     token_record<ROW_WARPS> in[GROUP];
-    alignas(16) float row_sums[size::ACROSS][GROUP][2][size::ROWS];    // S' do; all of dk
-    alignas(16) float column_sums[ROW_WARPS][GROUP][2][SUM_PITCH];     // D'k, E'k^2
+    sums_record<ROW_WARPS> sums[GROUP];
     float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
     alignas(16) uint4 front[size::CELLS];        // state in front of a group
     uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
@@ -623,19 +635,20 @@ struct cells {
     }
 };
 
+/* A lane's part of a state of THREADS threads, `place` bytes behind its start. */
 template <int THREADS>
-__device__ __forceinline__ void store_packed(uint4 *to, const pairs &x) {
+__device__ __forceinline__ void store_packed(uint4 *to, int place, const pairs &x) {
 #pragma unroll
     for (int f = 0; f < 2; f++) {
-        to[f * THREADS + threadIdx.x] = make_uint4(x[f][0], x[f][1], x[f][2], x[f][3]);
+        behind_of<uint4>(to + f * THREADS, place) = make_uint4(x[f][0], x[f][1], x[f][2], x[f][3]);
     }
 }
 
 template <int THREADS>
-__device__ __forceinline__ void load_packed(pairs &x, const uint4 *from) {
+__device__ __forceinline__ void load_packed(pairs &x, const uint4 *from, int place) {
 #pragma unroll
     for (int f = 0; f < 2; f++) {
-        const uint4 vec = from[f * THREADS + threadIdx.x];
+        const uint4 vec = behind_of<uint4>(from + f * THREADS, place);
         x[f][0] = vec.x, x[f][1] = vec.y, x[f][2] = vec.z, x[f][3] = vec.w;
     }
 }
@@ -650,13 +663,14 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
                                           const lane_places<ROW_WARPS> &own, float &bound,
                                           float &unit, int token) {
     const token_record<ROW_WARPS> &in = smem.in[token];
-    const float *units = smem.state_unit[warp_coord::warp()] + token;
+    sums_record<ROW_WARPS> &sums = smem.sums[token];
+    const float *units = &behind_of<float>(smem.state_unit, own.units) + token;
+    const float front_unit = units[0];
     const uint4 b = behind_of<uint4>(in.cot_write, own.pack);
     const uint2 w = behind_of<uint2>(in.w_value, own.pack);
-    float *const rows = &behind_of<float>(smem.row_sums[warp_coord::across()][token], own.row);
     pairs read, product;
     unsigned k[4], kk[4];
-    rows[0] = row_times(behind, b.x, b.y) * units[1];
+    behind_of<float>(&sums, own.row_sum) = row_times(behind, b.x, b.y) * units[1];
     D.make_room(bound, unit, in.read);
     D.take(in, own, factor_of(in.cot_unit * inverse_of(unit)));
     D.pack(read);
@@ -666,18 +680,17 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
         product[n / 4][n % 4] = multiply(read[n / 4][n % 4], front[n / 4][n % 4]);
     }
     const float key = __uint_as_float(behind_of<unsigned>(in.keys[2], own.row) << 16);
-    const float to_k = row_times(read, b.z, b.w) * unit;
-    const float to_kk = row_times(product, w.x, w.y) * units[0] * unit;
-    rows[sizes<ROW_WARPS>::ROWS] =
-        fmaf(-2.0f * key, to_kk * in.w_unit, to_k * in.write_unit);
+    const float to_k = row_times(read, b.z, b.w) * unit * in.write_unit;
+    const float to_kk = row_times(product, w.x, w.y) * front_unit * unit * in.w_unit;
+    behind_of<float>(sums.rows[0][1], own.row_sum) = fmaf(-2.0f * key, to_kk, to_k);
     const uint4 keys = behind_of<uint4>(in.k_pair, own.rows);
     const unsigned halves[4] = { keys.x, keys.y, keys.z, keys.w };
 #pragma unroll
     for (int r = 0; r < 4; r++) k[r] = twice_low(halves[r]), kk[r] = twice_high(halves[r]);
     const float2 to_v = columns_times(read, k), to_w = columns_times(product, kk);
-    const float front_unit = warp_coord::quarter() < 2 ? 1.0f : units[0];
-    behind_of<float>(smem.column_sums[warp_coord::down()][token], own.sum) =
-        own_of(to_v.x, to_v.y, to_w.x, to_w.y) * front_unit * unit;
+    const float sum = own_of(to_v.x, to_v.y, to_w.x, to_w.y) * unit;
+    behind_of<float>(&sums, own.column_sum) =
+        sum * (warp_coord::quarter() < 2 ? 1.0f : front_unit);
 }
 
 /* ---- sums of warps --------------------------------------------------------------------------- */
@@ -721,8 +734,8 @@ struct warp_sums {
 #pragma unroll
         for (int across = 0; across < size::ACROSS; across++) {
             float q[4], k[4];
-            mn_load<4>(q, smem.row_sums[across][row_token()][0], first_row());
-            mn_load<4>(k, smem.row_sums[across][row_token()][1], first_row());
+            mn_load<4>(q, smem.sums[row_token()].rows[across][0], first_row());
+            mn_load<4>(k, smem.sums[row_token()].rows[across][1], first_row());
 #pragma unroll
             for (int n = 0; n < 4; n++) to_q[n] += q[n], to_k[n] += k[n];
         }
@@ -748,8 +761,8 @@ struct warp_sums {
 #pragma unroll
         for (int down = 0; down < ROW_WARPS; down++) {
             float read[2], written[2];
-            mn_load<2>(read, smem.column_sums[down][column_token(pass)][0], 2 * pair());
-            mn_load<2>(written, smem.column_sums[down][column_token(pass)][1], 2 * pair());
+            mn_load<2>(read, smem.sums[column_token(pass)].columns[down][0], 2 * pair());
+            mn_load<2>(written, smem.sums[column_token(pass)].columns[down][1], 2 * pair());
 #pragma unroll
             for (int n = 0; n < 2; n++) to_v[n] += read[n], to_w[n] += written[n];
         }
@@ -825,7 +838,7 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
     const auto save = [&](int64_t n) {
         pairs packed;
         const float unit = pack(packed);
-        store_packed<size::THREADS>(saved + n * stride, packed);
+        store_packed<size::THREADS>(saved + n * stride, own.cells, packed);
         if (threadIdx.x % 32 > 0) return;
         ((float *)(saved + n * stride + size::CELLS))[warp_coord::warp()] = unit;
     };
@@ -865,11 +878,11 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
                                           pairs &behind, float unit, smem_of<ROW_WARPS> &smem,
                                           const lane_places<ROW_WARPS> &own, Ask ask) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
-    float *units = smem.state_unit[warp_coord::warp()], bound = 2.0f;
+    float *units = &behind_of<float>(smem.state_unit, own.units), bound = 2.0f;
     cells S;
     pairs old;
-    load_packed<THREADS>(old, smem.states[GROUP - 2]);
-    store_packed<THREADS>(smem.front, old);
+    load_packed<THREADS>(old, smem.states[GROUP - 2], own.cells);
+    store_packed<THREADS>(smem.front, own.cells, old);
     S.unpack(old);
     units[0] = unit;
 #pragma unroll 2
@@ -879,7 +892,7 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
         S.template advance<true>(in, own, factor_of(in.write_unit * inverse_of(unit)));
         S.pack(old);
         units[token + 1] = unit;
-        store_packed<THREADS>(smem.states[token], old);
+        store_packed<THREADS>(smem.states[token], own.cells, old);
     }
     if (look) {
         const float most = __uint_as_float(D.largest()) * unit_of_D;
@@ -889,10 +902,10 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
     }
 #pragma unroll 1
     for (int token = GROUP - 1; token > 0; token -= 2) {
-        load_packed<THREADS>(old, smem.states[token - 1]);
+        load_packed<THREADS>(old, smem.states[token - 1], own.cells);
         token_bwd(D, behind, old, smem, own, most_of_D, unit_of_D, token);
         if (token == GROUP - 1) ask();
-        load_packed<THREADS>(behind, token == 1 ? smem.front : smem.states[token - 2]);
+        load_packed<THREADS>(behind, token == 1 ? smem.front : smem.states[token - 2], own.cells);
         token_bwd(D, old, behind, smem, own, most_of_D, unit_of_D, token - 1);
     }
 }
