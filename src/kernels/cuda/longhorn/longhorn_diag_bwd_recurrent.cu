@@ -163,27 +163,27 @@ __device__ __forceinline__ float own_of(float x, float y, float z, float w) {
     return quarter < 2 ? quarter % 2 ? y : x : quarter % 2 ? w : z;
 }
 
-/* Sums over this warp's columns for the lane's row, one of the four that it has cells of. */
-__device__ __forceinline__ float row_times(const pairs &a, unsigned b0, unsigned b1) {
-    float x[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; m++) mma_zero(x[m], a[m], b0, b1);
+/* Sums over this warp's columns for the lane's row, from those of the products of both factors. */
+__device__ __forceinline__ float row_of(const float (&x)[2][4]) {
     return own_of(x[0][0], x[0][2], x[1][0], x[1][2]);
 }
 
-/* Sums over this warp's rows for two columns, two apart; `by` has the same number twice, that of
- * each row. */
-__device__ __forceinline__ float2 columns_times(const pairs &a, const unsigned (&by)[4]) {
-    unsigned turned[2];
-    float x[4];
+/* Sums over a lane's rows, of its two pairs of columns: those of a factor's two rows, `by` twice
+ * each row's number, to what there is of others. */
+template <bool FIRST>
+__device__ __forceinline__ void add_rows(unsigned (&sum)[2], const unsigned (&a)[4], unsigned by0,
+                                         unsigned by1) {
 #pragma unroll
     for (int p = 0; p < 2; p++) {
-        unsigned sum = multiply(a[0][2 * p], by[0]);
-#pragma unroll
-        for (int r = 1; r < 4; r++) sum = multiply_add(a[r / 2][r % 2 + 2 * p], by[r], sum);
-        turned[p] = transpose(sum);
+        sum[p] = FIRST ? multiply(a[2 * p], by0) : multiply_add(a[2 * p], by0, sum[p]);
+        sum[p] = multiply_add(a[2 * p + 1], by1, sum[p]);
     }
-    mma_sums(x, turned[0], turned[1]);
+}
+
+/* And of those over the warp's rows, for two columns, two apart. */
+__device__ __forceinline__ float2 columns_of(const unsigned (&sum)[2]) {
+    float x[4];
+    mma_sums(x, transpose(sum[0]), transpose(sum[1]));
     return make_float2(x[0], x[2]);
 }
 
@@ -532,12 +532,17 @@ struct cells {
         });
     }
 
-    __device__ __forceinline__ void pack(pairs &to, float by = 1.0f) const {
+    /* Rows m of two, as a factor */
+    __device__ __forceinline__ void pack(unsigned (&to)[4], int m, float by = 1.0f) const {
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const float *two = at[n / 4][n % 4 / 2] + n % 2 * 2;
-            to[n / 4][n % 4] = pair_of(two[0] * by, two[1] * by);
+        for (int n = 0; n < 4; n++) {
+            const float *two = at[m][n / 2] + n % 2 * 2;
+            to[n] = pair_of(two[0] * by, two[1] * by);
         }
+    }
+
+    __device__ __forceinline__ void pack(pairs &to, float by = 1.0f) const {
+        pack(to[0], 0, by), pack(to[1], 1, by);
     }
 
     __device__ __forceinline__ void unpack(const pairs &from) {
@@ -558,18 +563,14 @@ struct cells {
         }
     }
 
-    /* += (A B) times what they are */
-    __device__ __forceinline__ void scale(uint4 a, uint2 b) {
+    /* Rows m of two: += (A B) times what they are */
+    __device__ __forceinline__ void scale(int m, uint4 a, uint2 b) {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            float by[2][4];
-            mma_k8_zero(by[0], a.x, a.y, n ? b.y : b.x);
-            mma_k8_zero(by[1], a.z, a.w, n ? b.y : b.x);
+            float by[4];
+            mma_k8_zero(by, m ? a.z : a.x, m ? a.w : a.y, n ? b.y : b.x);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                float &cell = at[i / 4][n][i % 4];
-                cell = fmaf(by[i / 4][i % 4], cell, cell);
-            }
+            for (int i = 0; i < 4; i++) at[m][n][i] = fmaf(by[i], at[m][n][i], at[m][n][i]);
         }
     }
 
@@ -581,7 +582,8 @@ struct cells {
         const uint4 keys = behind_of<uint4>(&in, own.keys);
         uint2 writes = behind_of<uint2>(&in, own.writes);
         if (IN_UNIT) writes.x = bf16_times(writes.x, by), writes.y = bf16_times(writes.y, by);
-        scale(keys, behind_of<uint2>(&in, own.weights));
+        const uint2 weights = behind_of<uint2>(&in, own.weights);
+        scale(0, keys, weights), scale(1, keys, weights);
         add(keys, writes);
     }
 
@@ -592,13 +594,6 @@ struct cells {
         const uint2 cots = behind_of<uint2>(&in, own.cots);
         add(behind_of<uint4>(&in, own.queries),
             make_uint2(bf16_times(cots.x, by), bf16_times(cots.y, by)));
-    }
-
-    /* And goes in front of it. */
-    template <int ROW_WARPS>
-    __device__ __forceinline__ void decay(const token_record<ROW_WARPS> &in,
-                                          const lane_places<ROW_WARPS> &own) {
-        scale(behind_of<uint4>(&in, own.keys), behind_of<uint2>(&in, own.weights));
     }
 
     /* From one unit to another. */
@@ -668,26 +663,40 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
     const float front_unit = units[0];
     const uint4 b = behind_of<uint4>(in.cot_write, own.pack);
     const uint2 w = behind_of<uint2>(in.w_value, own.pack);
-    pairs read, product;
-    unsigned k[4], kk[4];
-    behind_of<float>(&sums, own.row_sum) = row_times(behind, b.x, b.y) * units[1];
+    const uint4 pairs_of_k = behind_of<uint4>(in.k_pair, own.rows);
+    const uint4 keys = behind_of<uint4>(&in, own.keys);
+    const uint2 weights = behind_of<uint2>(&in, own.weights);
+    const unsigned halves[4] = { pairs_of_k.x, pairs_of_k.y, pairs_of_k.z, pairs_of_k.w };
+    unsigned column_k[2], column_kk[2];
+    float x[2][4], x_k[2][4], x_kk[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) mma_zero(x[m], behind[m], b.x, b.y);
+    behind_of<float>(&sums, own.row_sum) = row_of(x) * units[1];
     D.make_room(bound, unit, in.read);
     D.take(in, own, factor_of(in.cot_unit * inverse_of(unit)));
-    D.pack(read);
-    D.decay(in, own);
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        product[n / 4][n % 4] = multiply(read[n / 4][n % 4], front[n / 4][n % 4]);
+    for (int m = 0; m < 2; m++) {
+        unsigned read[4], product[4];
+        D.pack(read, m);
+        D.scale(m, keys, weights);
+        mma_zero(x_k[m], read, b.z, b.w);
+#pragma unroll
+        for (int n = 0; n < 4; n++) product[n] = multiply(read[n], front[m][n]);
+        mma_zero(x_kk[m], product, w.x, w.y);
+        const unsigned k0 = halves[2 * m], k1 = halves[2 * m + 1];
+        if (m == 0) {
+            add_rows<true>(column_k, read, twice_low(k0), twice_low(k1));
+            add_rows<true>(column_kk, product, twice_high(k0), twice_high(k1));
+        } else {
+            add_rows<false>(column_k, read, twice_low(k0), twice_low(k1));
+            add_rows<false>(column_kk, product, twice_high(k0), twice_high(k1));
+        }
     }
     const float key = __uint_as_float(behind_of<unsigned>(in.keys[2], own.row) << 16);
-    const float to_k = row_times(read, b.z, b.w) * unit * in.write_unit;
-    const float to_kk = row_times(product, w.x, w.y) * front_unit * unit * in.w_unit;
+    const float to_k = row_of(x_k) * unit * in.write_unit;
+    const float to_kk = row_of(x_kk) * front_unit * unit * in.w_unit;
     behind_of<float>(sums.rows[0][1], own.row_sum) = fmaf(-2.0f * key, to_kk, to_k);
-    const uint4 keys = behind_of<uint4>(in.k_pair, own.rows);
-    const unsigned halves[4] = { keys.x, keys.y, keys.z, keys.w };
-#pragma unroll
-    for (int r = 0; r < 4; r++) k[r] = twice_low(halves[r]), kk[r] = twice_high(halves[r]);
-    const float2 to_v = columns_times(read, k), to_w = columns_times(product, kk);
+    const float2 to_v = columns_of(column_k), to_w = columns_of(column_kk);
     const float sum = own_of(to_v.x, to_v.y, to_w.x, to_w.y) * unit;
     behind_of<float>(&sums, own.column_sum) =
         sum * (warp_coord::quarter() < 2 ? 1.0f : front_unit);
