@@ -20,8 +20,11 @@
  * each of the next eight, make its factors, and store what the last eight read. */
 #include "kernels/cuda/longhorn/longhorn_diag_fwd.h"
 
+#include "kernels/cuda/longhorn/longhorn_outer.cuh"
+
 namespace mneme::longhorn::diag_fwd {
 
+using namespace outer;
 using namespace recurrent;
 
 enum { GROUP = 8 };    // tokens of a stage, and warps that load them
@@ -60,22 +63,6 @@ struct stage {
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* to = 1 + A b of depth 8 */
-__device__ __forceinline__ void mma_k8_one(float (&to)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%7, %7, %7, %7};"
-        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a0), "r"(a1), "r"(b), "f"(1.0f));
-}
-
-/* sum += A b of depth 8 */
-__device__ __forceinline__ void mma_k8(float (&sum)[4], unsigned a0, unsigned a1, unsigned b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(b));
-}
-
 /* sum += A b of depth 8, of float32 as tf32: what is behind ten bits is cut off. */
 __device__ __forceinline__ void mma_k8_tf32(float (&sum)[4], const float (&a)[4],
                                             const float (&b)[2]) {
@@ -84,29 +71,6 @@ __device__ __forceinline__ void mma_k8_tf32(float (&sum)[4], const float (&a)[4]
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
           "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
-}
-
-/* A pair of bf16, the first number in the lower half. */
-__device__ __forceinline__ unsigned pair_of(float first, float second) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-
-__device__ __forceinline__ float rounded(float x) {
-    return __uint_as_float(pair_of(0.0f, x));
-}
-
-/* Two numbers of bf16 whose sum is x. */
-__device__ __forceinline__ unsigned split(float x) {
-    const float high = rounded(x);
-    return pair_of(high, x - high);
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 /* ---- cells ----------------------------------------------------------------------------------- */
@@ -279,9 +243,9 @@ struct prefetch {
         for (int n = 0; n < 4; n++) {
             const float x = k.at(n), square = x * x, first = rounded(square);
             norm = fmaf(x, x, norm);
-            high[n] = pair_of(first, first);
-            low[n] = pair_of(square - first, square - first);
-            key[n] = pair_of(x, x);
+            high[n] = bf16_pair(first, first);
+            low[n] = bf16_pair(square - first, square - first);
+            key[n] = bf16_pair(x, x);
         }
         norm = mn_warp_sum(norm);
         if (has_rows()) {    // rows 0, 2, 1, 3: tiles 0 and 1 of two numbers
@@ -320,7 +284,7 @@ __device__ __forceinline__ void store_out(const stage<ROW_WARPS, COLUMN_WARPS> &
     if (COLUMN_WARPS == 1) {
         if (j < p.call.V) mn_put(out, p.scale * (own % 2 ? two[1] : two[0]));
     } else if (j + 1 < p.call.V && (uintptr_t)out % 4 == 0) {
-        *(unsigned *)out = pair_of(p.scale * two[0], p.scale * two[1]);
+        *(unsigned *)out = bf16_pair(p.scale * two[0], p.scale * two[1]);
     } else {
         if (j < p.call.V) mn_put(out, p.scale * two[0]);
         if (j + 1 < p.call.V) mn_put(out + 1, p.scale * two[1]);
