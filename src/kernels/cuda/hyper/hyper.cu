@@ -782,13 +782,66 @@ __device__ inline void mn_hyper_grad_ranks(mn_hyper_grad_smem &smem, const mn_hy
     }
 }
 
+/* z and g of eight rows of a warp's 32 lags, as left operands have them: of 16 lags l number i is
+ * of lag half i % 2 and row i / 2 of the thread's two. */
+struct mn_hyper_grad_tile {
+    float z[2][4], g[2][4];
+};
+
+/* Where a thread's numbers of a tile of rows lie: `lag` its first one. */
+template <bool by_position>
+struct mn_hyper_grad_place {
+    int64_t step;             // from row to row
+    int seen, rows, lag, row; // keys in front of the tile; its rows; the thread's first of eight
+
+    __device__ static int lag_of(int l, int i) {
+        return 16 * l + i % 2 * 8;
+    }
+
+    __device__ int64_t offset(int r0, int l, int i) const {
+        return (r0 + row + i / 2) * step + (by_position ? lag_of(l, i) : -lag_of(l, i));
+    }
+
+    __device__ bool sees(int r0, int l, int i) const {
+        const int r = r0 + row + i / 2;
+        return r < rows && lag + lag_of(l, i) <= seen + r;
+    }
+
+    /* Whether the warp's eight rows from r0 on see all of its lags: no question is asked then, so
+     * that all loads are on their way at once. */
+    __device__ bool whole(int r0, int lag0) const {
+        return r0 + 8 <= rows && lag0 + 31 <= seen + r0;
+    }
+
+    __device__ void load(mn_hyper_grad_tile &to, const float *z, const float *g, int r0,
+                         bool all) const {
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const bool inside = all || sees(r0, e / 4, e % 4);
+            const int64_t at = offset(r0, e / 4, e % 4);
+            to.z[e / 4][e % 4] = inside ? z[at] : 0.0f;
+            to.g[e / 4][e % 4] = inside ? g[at] : 0.0f;
+        }
+    }
+
+    __device__ void store(float *g, const float (&dz)[4], int r0, int l, bool all) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (all || sees(r0, l, i)) g[offset(r0, l, i)] = dz[i % 2 * 2 + i / 2];
+        }
+    }
+};
+
+/* A block has 128 lags of one mix and every n-th tile; the next eight rows are on their way while
+ * products of these are made. */
+template <bool by_position>
 __global__ static void __launch_bounds__(LAG_THREADS, 3)
 hyper_params_grad_mma_kernel(const __grid_constant__ mn_hyper_params k, float *partials,
                              int64_t n_partials) {
     __shared__ mn_hyper_grad_smem smem;
     const mn_call &c = k.p.call;
     const int mix = (int)blockIdx.y, head = mix % (int)c.H;
-    const bool second = mix >= c.Q, by_position = mn_hyper_by_position(k);
+    const bool second = mix >= c.Q;
     const int branch = second ? 2 : mix / (int)c.H, lane = threadIdx.x % 32;
     const int block0 = (int)blockIdx.x * LAG_THREADS, lag0 = block0 + threadIdx.x / 32 * 32;
     const mn_hyper_mix m = mn_hyper_mix_of(k, mix);
@@ -796,45 +849,40 @@ hyper_params_grad_mma_kernel(const __grid_constant__ mn_hyper_params k, float *p
     float *partial = partials + (blockIdx.z * (c.Q + c.H) + mix) * k.lags * (2 * k.ranks + 1);
     const float *in = second ? k.base : k.z[branch];
     float *out = second ? k.w : k.g[branch];
-    const int step = (int)k.s.row + (by_position ? 0 : 1);
     mn_hyper_grad_lags of[2];
 #pragma unroll
     for (int l = 0; l < 2; l++) of[l].load(k, m, partial, lag0 + 16 * l);
+    mn_hyper_grad_place<by_position> at;
+    at.step = k.s.row + (by_position ? 0 : 1), at.lag = lag0 + lane / 4, at.row = lane % 4 * 2;
 #pragma unroll 1
     for (int i = (int)blockIdx.z; i < k.s.n_tiles; i += (int)n_partials) {
         const mn_tile_span tile = mn_tile_at(k.s.call, MN_Q_BLOCK_ROWS, k.s.first + i);
-        const int seen = (int)(mn_keys_before(k.s.call) + tile.first), rows = (int)tile.n_rows;
-        if (seen + rows <= block0) continue;
-        __syncthreads();
-        mn_hyper_grad_ranks(smem, k, i, head, branch, rows);
-        __syncthreads();
-        const int64_t tile0 = mn_q_block_offset(k.s, i, head, 0) + (by_position ? 0 : seen);
+        at.seen = (int)(mn_keys_before(k.s.call) + tile.first), at.rows = (int)tile.n_rows;
+        if (at.seen + at.rows <= block0) continue;
+        const int64_t tile0 = mn_q_block_offset(k.s, i, head, 0) +
+                              (by_position ? at.lag : at.seen - at.lag);
         const float *from_z = in + tile0;
         float *from_g = out + tile0;
         /* Row r sees lags below seen + r + 1. */
+        int r0 = max(lag0 - at.seen, 0) / 8 * 8;
+        mn_hyper_grad_tile next;
+        at.load(next, from_z, from_g, r0, false);
+        __syncthreads();
+        mn_hyper_grad_ranks(smem, k, i, head, branch, at.rows);
+        __syncthreads();
 #pragma unroll 1
-        for (int r0 = max(lag0 - seen, 0) / 8 * 8; r0 < rows; r0 += 8) {
-            const int row = r0 + lane % 4 * 2;
-            float z[2][4], g[2][4];
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                const int r = row + e % 4 / 2, lag = lag0 + e / 4 * 16 + e % 2 * 8 + lane / 4;
-                const int at = r * step + (by_position ? lag : -lag);
-                const bool sees = r < rows && lag <= seen + r;
-                z[e / 4][e % 4] = sees ? from_z[at] : 0.0f;
-                g[e / 4][e % 4] = sees ? from_g[at] : 0.0f;
-            }
+        for (; r0 < at.rows; r0 += 8) {
+            const mn_hyper_grad_tile x = next;
+            const bool all = at.whole(r0, lag0);
+            if (at.whole(r0 + 8, lag0)) at.load(next, from_z, from_g, r0 + 8, true);
+            else if (r0 + 8 < at.rows) at.load(next, from_z, from_g, r0 + 8, false);
 #pragma unroll
             for (int l = 0; l < 2; l++) {
                 float dz[4];
-                of[l].add(dz, z[l], g[l], smem, r0);
+                of[l].add(dz, x.z[l], x.g[l], smem, r0);
                 if (second) continue;
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int r = row + e / 2, lag = lag0 + l * 16 + e % 2 * 8 + lane / 4;
-                    const int at = r * step + (by_position ? lag : -lag);
-                    if (r < rows && lag <= seen + r) from_g[at] = dz[e % 2 * 2 + e / 2];
-                }
+                if (all) at.store(from_g, dz, r0, l, true);
+                else at.store(from_g, dz, r0, l, false);
             }
         }
     }
@@ -977,7 +1025,9 @@ static void q_block_backward(const mn_hyper_params &k, const buffers &to, int64_
                     (unsigned)n_partials);
     const bool by_mma = params_by_mma && mn_is_bf16<T>() && k.ranks == MN_HYPER_RANKS &&
                         mn_device_props_current().major >= 8;
-    const auto params_grad = by_mma ? hyper_params_grad_mma_kernel : hyper_params_grad_kernel;
+    const auto by_lag = k.p.layout == 1 ? hyper_params_grad_mma_kernel<true>
+                                        : hyper_params_grad_mma_kernel<false>;
+    const auto params_grad = by_mma ? by_lag : hyper_params_grad_kernel;
     if (k.lags > 0) params_grad<<<lags, LAG_THREADS, 0, stream>>>(k, to.partials, n_partials);
     const mn_attn_operand<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
     const mn_q_block both = mn_q_block_both(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
