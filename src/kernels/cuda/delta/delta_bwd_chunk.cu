@@ -11,7 +11,8 @@
  *
  * Of these the two scans need nothing of each other, and on Hopper run at once. What grad.v has of
  * a chunk is dX of it, which is stored in the workspace where grad.v is not wanted alone. */
-#include "kernels/cuda/delta/delta_grad_channel_sm90.cuh"
+#include "kernels/cuda/delta/delta_grad_channel.cuh"
+#include "kernels/cuda/delta/delta_grad_sm90.cuh"
 #include "kernels/cuda/delta/delta_intra_chunk_channel_sm90.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_redo.cuh"
@@ -431,19 +432,7 @@ static int scan(const mn_delta_params &job, cudaStream_t stream) {
     return code == cudaSuccess ? back(behind, 0) : code;
 }
 
-/* By Hopper's kernels. */
-template <int KP>
-static int grad_sm90(const mn_delta_params &job, const mn_grad_tma_maps &maps,
-                     const mn_grad_fold &fold, int64_t records, cudaStream_t stream) {
-    if constexpr (KP <= 128) {
-        if (job.p.decay == MN_DECAY_CHANNEL) {
-            return mn_delta_grad_channel_sm90<KP>(job, maps, fold, records, stream);
-        }
-    }
-    return mn_delta_grad_sm90<KP>(job, maps, records, stream);
-}
-
-/* dq, de, dw, dbeta and dg; by Hopper's kernels where there are maps for them. */
+/* dq, de, dw, dbeta and dg; by Hopper's kernel where there are maps for it. */
 template <int KT, int KP>
 static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const mn_grad_fold &fold,
                 int64_t records, cudaStream_t stream) {
@@ -451,7 +440,7 @@ static int grad(const mn_delta_params &job, const mn_grad_tma_maps *maps, const 
     if constexpr (KP <= mn_delta_grad_sm90_keys) {
         if (maps) {
             const int n_partials = KP > 128 ? KP / 128 : 0;
-            const int code = grad_sm90<KP>(job, *maps, fold, records, stream);
+            const int code = mn_delta_grad_sm90<KP>(job, *maps, records, stream);
             return code == cudaSuccess ? reduce_grads(job, records, n_partials, stream) : code;
         }
     }
@@ -471,9 +460,7 @@ static int backward_by(const mn_delta_params &job, const mn_grad_fold &fold, con
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     mn_grad_tma_maps maps;
     const bool sm90 = KP <= mn_delta_grad_sm90_keys &&
-                      (job.p.decay == MN_DECAY_CHANNEL
-                           ? mn_delta_grad_channel_sm90_supported(&maps, job, records)
-                           : mn_delta_grad_sm90_supported(&maps, job, records));
+                      mn_delta_grad_sm90_supported(&maps, job, records);
     int code = job.cuts ? cudaSuccess : intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
     code = job.p.decay == MN_DECAY_CHANNEL ? scan<KP, true>(job, stream)

@@ -533,23 +533,6 @@ delta_grad_sm90_kernel(const __grid_constant__ mn_delta_params job,
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
-/* Maps of do and what the scans have left; false where they cannot be. */
-inline bool mn_delta_grad_value_maps(mn_grad_tma_maps *maps, const mn_delta_params &job,
-                                     int64_t records) {
-    const mn_delta_args &p = job.p;
-    const mn_delta_workspace &workspace = job.workspace;
-    const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
-    return job.packed[MN_DELTA_COT] &&
-           mn_tma_map(&maps->cot, p.cot.o, p.call, p.call.V, MN_DELTA_CHUNK) &&
-           mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
-           mn_delta_tma_map_rows(&maps->D, workspace.D, rows, K) &&
-           mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK) &&
-           (job.dX_is_dv
-                ? job.packed[MN_DELTA_DV] &&
-                      mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
-                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK));
-}
-
 /* A map of gradients of keys, where they are wanted; false where they are and cannot be mapped. */
 inline bool mn_delta_grad_key_map(CUtensorMap *map, const mn_out &view, bool packed,
                                   const mn_call &call) {
@@ -562,13 +545,21 @@ inline bool mn_delta_grad_sm90_supported(mn_grad_tma_maps *maps, const mn_delta_
                                          int64_t records) {
     const mn_delta_args &p = job.p;
     const mn_delta_workspace &workspace = job.workspace;
+    const int64_t K = mn_delta_padded_k(p.call.K), rows = records * job.padded_v;
     *maps = {};
     return mn_device_is_sm90() && mn_delta_padded_k(p.call.K) <= mn_delta_grad_sm90_keys &&
            p.decay != MN_DECAY_CHANNEL && !p.w.data &&
-           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] &&
+           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_COT] &&
            mn_tma_map(&maps->q, p.q, p.call, p.call.K, MN_DELTA_CHUNK) &&
            mn_tma_map(&maps->e, p.e, p.call, p.call.K, MN_DELTA_CHUNK) &&
-           mn_delta_grad_value_maps(maps, job, records) &&
+           mn_tma_map(&maps->cot, p.cot.o, p.call, p.call.V, MN_DELTA_CHUNK) &&
+           mn_delta_tma_map_rows(&maps->S, workspace.S, rows, K) &&
+           mn_delta_tma_map_rows(&maps->D, workspace.D, rows, K) &&
+           mn_delta_tma_map_rows(&maps->R, workspace.R, rows, MN_DELTA_CHUNK) &&
+           (job.dX_is_dv
+                ? job.packed[MN_DELTA_DV] &&
+                      mn_tma_map(&maps->dX, mn_grad_dv(job), p.call, p.call.V, MN_DELTA_CHUNK)
+                : mn_delta_tma_map_rows(&maps->dX, workspace.dX, rows, MN_DELTA_CHUNK)) &&
            mn_delta_grad_key_map(&maps->dq, p.grad.q, job.packed[MN_DELTA_DQ], p.call) &&
            mn_delta_grad_key_map(&maps->de, p.grad.e, job.packed[MN_DELTA_DE], p.call) &&
            mn_delta_tma_map_rows(&maps->P, workspace.P, records * MN_DELTA_CHUNK, MN_DELTA_CHUNK) &&
