@@ -33,8 +33,8 @@ struct mn_delta_workspace_arena {
     }
 };
 
-/* How long sequences of a call are cut; scans of the way back run beside those that save states where
- * channels share decays and w = e (delta_bwd_chunk.cu). */
+/* How long sequences of a call are cut; scans of the way back run beside those that save states
+ * where channels share decays and w = e (delta_bwd_chunk.cu). */
 inline mn_delta_segments mn_delta_segments_of(const mn_delta_args *p, bool back, bool pairs) {
     const bool beside = back && p->decay != MN_DECAY_CHANNEL && !p->w.data;
     return mn_delta_segments_of(p->call, pairs, beside);
