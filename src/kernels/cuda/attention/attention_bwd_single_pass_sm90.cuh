@@ -700,15 +700,20 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
 
 /* ---- dq -------------------------------------------------------------------------------------- */
 
-/* Grid: (slots of 64 queries, H). Loads the record of sums, transposes it and stores dq (64,K) in
- * bf16. Where a row has a dominant key, the residual -(sum of dz) is added times that key, stored
- * in k.b for dk, and the flag of the key's tile set. */
+/* Grid: H times slots of 64 queries, the heads of a slot beside each other and the last slots
+ * first, whose sums the second cache still has. Loads the record of sums, transposes it and stores
+ * dq (64,K) in bf16. Where a row has a dominant key, the residual -(sum of dz) is added times that
+ * key, stored in k.b for dk, and the flag of the key's tile set. */
 __global__ static void __launch_bounds__(256)
     attention_bwd_dq_postprocess_kernel(const __grid_constant__ mn_single_pass k) {
     __shared__ __align__(16) float smem[MN_SINGLE_PASS_STEP][MN_SINGLE_PASS_PITCH];
     const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
-    const int64_t slot = blockIdx.x, h = blockIdx.y, j = h / (c.H / c.J);
+    const uint32_t turn = blockIdx.x / (uint32_t)c.H;
+    const int64_t h = blockIdx.x - turn * (uint32_t)c.H;
+    const int64_t slot = gridDim.x / (uint32_t)c.H - 1 - turn;
+    const int64_t j = mn_single_pass_quotient(h, mn_single_pass_quotient(c.H, c.J));
+    mn_pdl_wait();
     const mn_tile_span tile = mn_tile_at(c, MN_SINGLE_PASS_STEP, slot);
     if (tile.n_rows == 0) return;
     const float *sums = k.sums + (slot * c.H + h) * MN_SINGLE_PASS_CHUNK;
@@ -760,6 +765,7 @@ enum {
     MN_SINGLE_PASS_SEARCH_THREADS = 128,
     MN_SINGLE_PASS_AT_ONCE = 16,
     MN_SINGLE_PASS_ROWS_AT_ONCE = 64,
+    MN_SINGLE_PASS_TILES_AT_ONCE = 8,    // tiles whose flags a block looks at
 };
 
 /* Finds rows t + [0, n) of head h whose dominant key is one of the tile's, in order; returns how
@@ -836,19 +842,15 @@ __device__ inline void mn_single_pass_add_rows(mn_bf16 *dk, int64_t stride, cons
     }
 }
 
-/* Grid: (slots of 128 keys, J). dk (128,K) += scale residual q over the rows whose dominant key is
- * one of the 128, a thread for each column; blocks whose flag is not set return at once. */
-__global__ static void __launch_bounds__(MN_SINGLE_PASS_SEARCH_THREADS)
-attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
-    extern __shared__ float sum[];    // (keys, columns)
-    __shared__ int2 found[MN_SINGLE_PASS_SEARCH];
-    __shared__ int counts[MN_SINGLE_PASS_SEARCH_THREADS / 32];
+/* dk (128,K) += scale residual q over the rows whose dominant key is one of the 128 of tile `slot`,
+ * a thread for each column. */
+__device__ inline void mn_single_pass_correct_dk(const mn_single_pass &k, float *sum, int2 *found,
+                                                 int *counts, int64_t slot, int64_t j) {
     const mn_attn_params &p = k.f.p;
     mn_call keys = p.call;
     keys.T = keys.L;
-    const int64_t j = blockIdx.y, H = p.call.H, heads = H / keys.J;
-    if (!k.flags[blockIdx.x * keys.J + j]) return;
-    const mn_tile_span tile = mn_tile_at(keys, MN_SINGLE_PASS_KEYS, blockIdx.x);
+    const int64_t heads = p.call.H / keys.J;
+    const mn_tile_span tile = mn_tile_at(keys, MN_SINGLE_PASS_KEYS, slot);
     const int64_t b = tile.span.b, t0 = tile.span.t0, K = keys.K;
     const int64_t length = keys.cu_seqlens ? tile.span.length : p.call.T;
     const int64_t first = max(tile.first - mn_keys_before(p.call), (int64_t)0);
@@ -868,6 +870,25 @@ attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
     if (column >= K) return;
     mn_single_pass_add_rows(mn_row<mn_bf16>(p.dk, b, t0 + tile.first, j) + column,
                             p.dk.stride[1], sum + column, (int)tile.n_rows, p.scale);
+}
+
+/* Grid: (slots of 128 keys in eights, J). Corrects dk of tiles whose flag is set; most have none,
+ * and a block for each would cost more than what they do. */
+__global__ static void __launch_bounds__(MN_SINGLE_PASS_SEARCH_THREADS)
+attention_bwd_dk_correction_kernel(const __grid_constant__ mn_single_pass k) {
+    extern __shared__ float sum[];    // (keys, columns)
+    __shared__ int2 found[MN_SINGLE_PASS_SEARCH];
+    __shared__ int counts[MN_SINGLE_PASS_SEARCH_THREADS / 32];
+    const int64_t j = blockIdx.y, J = k.f.p.call.J;
+    const int64_t slot0 = (int64_t)blockIdx.x * MN_SINGLE_PASS_TILES_AT_ONCE;
+    const int lane = threadIdx.x % 32;
+    mn_pdl_wait();
+    const bool flagged = lane < MN_SINGLE_PASS_TILES_AT_ONCE &&
+                         (slot0 + lane) * J < k.n_flags && k.flags[(slot0 + lane) * J + j];
+    unsigned left = __ballot_sync(0xffffffffu, flagged);    // the same in all warps
+    for (; left; left &= left - 1) {
+        mn_single_pass_correct_dk(k, sum, found, counts, slot0 + __ffs((int)left) - 1, j);
+    }
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -948,7 +969,9 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
     int64_t blocks;
     if (!mn_single_pass_layout_of(&layout, c)) return cudaErrorInvalidValue;
     const mn_single_pass k = mn_single_pass_of(p, layout, shared, &blocks);
-    if (c.H > 65535 || blocks > INT32_MAX) return cudaErrorNotSupported;
+    if (c.J > 65535 || blocks > INT32_MAX || layout.n_semaphores > INT32_MAX) {
+        return cudaErrorNotSupported;
+    }
     const int64_t groups = mn_ceil_div(c.B * c.T, (int64_t)MN_SINGLE_PASS_ROW_TOKENS) * c.H;
     const int64_t row_blocks = mn_ceil_div(groups * MN_SINGLE_PASS_ROW_GROUP,
                                            (int64_t)MN_SINGLE_PASS_ROW_THREADS);
@@ -968,14 +991,17 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
                                      sizeof(mn_single_pass_smem), stream, k);
     }
     if (code != cudaSuccess) return code;
-    const dim3 queries((unsigned)(layout.n_semaphores / c.H), (unsigned)c.H);
-    if (layout.n_semaphores > 0) attention_bwd_dq_postprocess_kernel<<<queries, 256, 0,
-        stream>>>(k);
-    const dim3 tiles((unsigned)(layout.n_flags / c.J), (unsigned)c.J);
+    if (layout.n_semaphores > 0) {
+        code = mn_launch_pdl(attention_bwd_dq_postprocess_kernel,
+                             dim3((unsigned)layout.n_semaphores), 256, 0, stream, k);
+    }
+    if (code != cudaSuccess) return code;
     if (!p.dk.data) return mn_launch_status();
-    return mn_launch_smem(attention_bwd_dk_correction_kernel, tiles, 128,
-                          MN_SINGLE_PASS_KEYS * 128 * sizeof(float),
-                               stream, k);
+    const int64_t tiles = mn_ceil_div(layout.n_flags / c.J, (int64_t)MN_SINGLE_PASS_TILES_AT_ONCE);
+    return mn_launch_smem_behind(true, attention_bwd_dk_correction_kernel,
+                                 dim3((unsigned)tiles, (unsigned)c.J),
+                                 MN_SINGLE_PASS_SEARCH_THREADS,
+                                 MN_SINGLE_PASS_KEYS * 128 * sizeof(float), stream, k);
 }
 
 }    // namespace mneme::attention
