@@ -118,6 +118,7 @@ attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     enum { GROUP = MN_SINGLE_PASS_ROW_GROUP, ROWS = MN_SINGLE_PASS_ROW_TOKENS };
     const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
+    mn_pdl_launch_dependents();
     const int64_t thread = blockIdx.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS + threadIdx.x;
     const int64_t all = gridDim.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS, n_tokens = c.B * c.T;
     const int lane = threadIdx.x % GROUP, column = lane * 8;
@@ -592,8 +593,8 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         __syncwarp();
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_full[stage]);
     };
-    /* dq of the tile before, and what else of this one's weights is kept. Sums stand behind a branch,
-     * so that ptxas does not put them between products. */
+    /* dq of the tile before, and what else of this one's weights is kept. Sums stand behind a
+     * branch, so that ptxas does not put them between products. */
     const auto start_dq = [&](int n) {
         if (REDO) return;
         if (n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
@@ -665,7 +666,9 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
     mn_single_pass_smem &smem = *(mn_single_pass_smem *)bytes;
     mn_flash_coord redone = {};
     int wild = -1;
-    if (REDO) {
+    mn_pdl_launch_dependents();
+    if (!REDO) mn_pdl_wait();
+    else {
         redone = mn_bwd_redo_coord((int *)bytes, wild, k.f.p.call, k.b);
         if (redone.tile.n_rows == 0) return;
     }
@@ -713,6 +716,7 @@ __global__ static void __launch_bounds__(256)
     const int64_t h = blockIdx.x - turn * (uint32_t)c.H;
     const int64_t slot = gridDim.x / (uint32_t)c.H - 1 - turn;
     const int64_t j = mn_single_pass_quotient(h, mn_single_pass_quotient(c.H, c.J));
+    mn_pdl_launch_dependents();
     mn_pdl_wait();
     const mn_tile_span tile = mn_tile_at(c, MN_SINGLE_PASS_STEP, slot);
     if (tile.n_rows == 0) return;
@@ -984,8 +988,9 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
     const auto redo = p.window ? attention_bwd_single_pass_kernel<true, true>
                                : attention_bwd_single_pass_kernel<false, true>;
     const int64_t redone = mn_n_spans(c) * c.J * 2;
-    int code = mn_launch_smem(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS,
-                              sizeof(mn_single_pass_smem), stream, k);
+    /* Each launch begins while the one before ends, and waits for it (prim/pdl.cuh). */
+    int code = mn_launch_smem_behind(true, kernel, dim3((unsigned)blocks), MN_FLASH_THREADS,
+                                     sizeof(mn_single_pass_smem), stream, k);
     if (code == cudaSuccess && redoes_gradients && redone <= INT32_MAX) {
         code = mn_launch_smem_behind(true, redo, dim3((unsigned)redone), MN_FLASH_THREADS,
                                      sizeof(mn_single_pass_smem), stream, k);
