@@ -355,9 +355,9 @@ __device__ inline void mn_tma_accumulate_1d(float *to, const float *from, int by
 
 /* One thread of two: adds every second tile of dq to the sums of all blocks when it is the block's
  * turn, which is after those with earlier keys that the tile's queries see. The next block's wait
- * is all of what lies between its turn and the semaphore, so there is one fence: sums are read and
- * written by TMA alone, in the second cache, whose completion shows them to this thread, and the
- * release to the next. */
+ * is all of what lies between its turn and the semaphore, so there is one fence of device memory:
+ * sums are read and written by TMA alone, in the second cache, whose completion shows them to this
+ * thread, and the release to the next. */
 template <bool has_window>
 __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
                                                     const mn_single_pass &k, int which) {
@@ -379,6 +379,7 @@ __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
             now = mn_load_acquire(semaphore);
         }
         mn_mbarrier_wait(&smem.dq_full[which], n / 2 & 1);
+        mn_fence_proxy_async();
         mn_tma_accumulate_1d(to, smem.dq, MN_SINGLE_PASS_ACC * 4, adds);
         mn_tma_accumulate_1d(to + MN_SINGLE_PASS_ACC, smem.off[n % 4],
                              8 * MN_SINGLE_PASS_STEP * 4, adds);
@@ -436,7 +437,8 @@ __device__ inline void mn_single_pass_store_dz(uint32_t to, const uint32_t (&dz)
     }
 }
 
-/* 64 sums of rows and columns to where the engine finds them, as registers lie. */
+/* 64 sums of rows and columns to where the engine finds them, as registers lie. The thread that
+ * asks it shows them to it. */
 __device__ inline void mn_single_pass_stage_dq(mn_single_pass_smem &smem, const float (&dq)[32],
                                                int n) {
     const int thread = threadIdx.x - MN_WARPGROUP;
@@ -446,7 +448,6 @@ __device__ inline void mn_single_pass_stage_dq(mn_single_pass_smem &smem, const 
         *(float4 *)&smem.dq[i * 256 + thread * 4] = make_float4(dq[i], dq[i + 1], dq[i + 2],
                                                                 dq[i + 3]);
     }
-    cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
     __syncwarp();
     if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dq_full[n & 1]);
 }
@@ -578,7 +579,19 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         mn_fence_operand(dz);
         mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[stage]), true);
         mn_wgmma_commit();
+    };
+    /* dq of the tile before, and what else of this one's weights is kept: dz, for dq. Those who
+     * multiply by it show it to the products; to wait here for one's own would take as long as half
+     * of them. Sums stand behind a branch, so that ptxas does not put them between products. */
+    const auto start_dq = [&](int n) {
         if (REDO) return;
+        const int stage = n & 1;
+        if (n > 0) mn_mbarrier_wait(&smem.dz_full[stage ^ 1], (n - 1) / 2 & 1);
+        mn_fence_proxy_async();
+        mn_wgmma_fence();
+        // of none at first
+        mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[stage ^ 1]));
+        mn_wgmma_commit();
         mn_mbarrier_wait(&smem.dz_empty[stage], (n / 2 & 1) ^ 1);
         if (MN_SINGLE_PASS_STMATRIX) {
             mn_single_pass_store_dz(dz_at + stage * mn_single_pass_smem::tile, dz);
@@ -589,20 +602,9 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
                 *(uint32_t *)(smem.dz[stage] + to) = dz[i];
             }
         }
-        cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
         __syncwarp();
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_full[stage]);
-    };
-    /* dq of the tile before, and what else of this one's weights is kept. Sums stand behind a
-     * branch, so that ptxas does not put them between products. */
-    const auto start_dq = [&](int n) {
-        if (REDO) return;
-        if (n > 0) mn_mbarrier_wait(&smem.dz_full[n & 1 ^ 1], (n - 1) / 2 & 1);
-        mn_wgmma_fence();
-        // of none at first
-        mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[n & 1 ^ 1]));
-        mn_wgmma_commit();
-        mn_single_pass_note_dominant(smem, w, n & 1, row, column);
+        mn_single_pass_note_dominant(smem, w, stage, row, column);
         const float2 off = mn_single_pass_sum_rows(dz);
         *(float2 *)&smem.off[n & 3][(half * 4 + thread / 32) * 64 + thread % 32 * 2] = off;
     };
@@ -632,6 +634,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         end_grads(last);
         if (!REDO) {
             mn_mbarrier_wait(&smem.dz_full[last & 1], last / 2 & 1);
+            mn_fence_proxy_async();
             mn_wgmma_fence();
             mn_single_pass_wgmma_dq(dq, keys_trans, mn_smem_addr(smem.dz[last & 1]));
             mn_wgmma_commit();
