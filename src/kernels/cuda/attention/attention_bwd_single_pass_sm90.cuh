@@ -111,15 +111,17 @@ struct mn_single_pass_token {
 };
 
 /* Loads o and do (B,T,H,V) and lse (B,T,H); stores a = lse log2 e and b = o.do (B,H,T). 16 threads
- * have four tokens of a head, whose rows are all on their way at once. Clears semaphores, flags,
- * ticket and dominant_key. */
+ * have four tokens of a head, whose rows are all on their way at once. The last tokens go first, as
+ * the second cache has their o from forward; the first ones' do then is there for the pass, which
+ * begins with them. Clears semaphores, flags, ticket and dominant_key. */
 __global__ static void __launch_bounds__(MN_SINGLE_PASS_ROW_THREADS, 4)
 attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
     enum { GROUP = MN_SINGLE_PASS_ROW_GROUP, ROWS = MN_SINGLE_PASS_ROW_TOKENS };
     const mn_attn_params &p = k.f.p;
     const mn_call &c = p.call;
     mn_pdl_launch_dependents();
-    const int64_t thread = blockIdx.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS + threadIdx.x;
+    const int64_t block = gridDim.x - 1 - blockIdx.x;
+    const int64_t thread = block * MN_SINGLE_PASS_ROW_THREADS + threadIdx.x;
     const int64_t all = gridDim.x * (int64_t)MN_SINGLE_PASS_ROW_THREADS, n_tokens = c.B * c.T;
     const int lane = threadIdx.x % GROUP, column = lane * 8;
     for (int64_t i = thread; i < k.n_semaphores; i += all) k.semaphores[i] = 0;
@@ -574,9 +576,9 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
 #pragma unroll
         for (int i = 0; i < 16; i++) dz[i] = mn_bf16x2(g[2 * i], g[2 * i + 1]);
+        mn_fence_operand(dz);
         if (!early_dv) start_dv(stage);
         else mn_wgmma_fence();
-        mn_fence_operand(dz);
         mn_wgmma_ab<64, 128>(dk, dz, mn_smem_addr(smem.x[stage]), true);
         mn_wgmma_commit();
     };
