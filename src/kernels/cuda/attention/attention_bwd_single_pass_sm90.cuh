@@ -56,6 +56,7 @@ struct mn_single_pass {
     int *semaphores, *flags, *ticket;
     float *sums;
     int64_t n_semaphores, n_flags;
+    int n_tiles;    // of keys, of all heads
     CUtensorMap q, d_o, keys, values;    // tiles of 64 and of 128 rows
     bool by_tma;
 };
@@ -159,10 +160,10 @@ attention_bwd_preprocess_kernel(const __grid_constant__ mn_single_pass k) {
 
 /* ---- the pass -------------------------------------------------------------------------------- */
 
-/* What a block does: `n_keys` keys of a sequence from `key` on, of head h, seen by the sequence's
- * queries from `seen` on (before its first, where that is negative), as far as a window goes. A
- * block has n tiles of queries from row `first` on, the last ones first, for each of `all` / n
- * heads. */
+/* A tile of keys: `n_keys` keys of a sequence from `key` on, of head h, seen by the sequence's
+ * queries from `seen` on (before its first, where that is negative), as far as a window goes. It
+ * has n tiles of queries from row `first` on, the last ones first, for each of `all` / n heads. No
+ * keys: no more work. */
 struct mn_single_pass_coord {
     int64_t b, t0, h, head0;
     int64_t slot;    // of the sequence's first tile of queries
@@ -181,7 +182,8 @@ struct alignas(1024) mn_single_pass_smem {
     int *dominant_key[2];
     int left[2], past[2];
     uint64_t kv_full, stage_full[2], stage_empty[2], dz_full[2], dz_empty[2], dq_full[2], dq_empty;
-    mn_single_pass_coord coord;
+    uint64_t kv_empty, coord_full[2], coord_empty[2];
+    mn_single_pass_coord coord[2];
 };
 
 /* Of the keys of number `block_id` in the order of work. */
@@ -209,6 +211,16 @@ __device__ inline mn_single_pass_coord mn_single_pass_coord_of(const mn_single_p
                        (int64_t)0);
     coord.all = coord.n * (int)heads;
     return coord;
+}
+
+/* The next tile of keys by the ticket. */
+__device__ inline mn_single_pass_coord mn_single_pass_next(const mn_single_pass &k) {
+    for (;;) {
+        const int ticket = atomicAdd(k.ticket, 1);
+        if (ticket >= k.n_tiles) return {};
+        const mn_flash_coord at = mn_single_pass_keys(k, ticket);
+        if (at.tile.n_rows > 0) return mn_single_pass_coord_of(k, at);
+    }
 }
 
 /* Position: query t of head h is the first of a tile; next() goes to the tile after it. */
@@ -263,8 +275,8 @@ __device__ inline void mn_single_pass_load_tile(unsigned char *to, const CUtenso
 /* Keys and values: true where copies of this thread are under way, which it has to wait for. */
 template <int UNROLL>
 __device__ inline bool mn_single_pass_load_keys(mn_single_pass_smem &smem,
-                                                const mn_single_pass &k, bool by_tma) {
-    const mn_single_pass_coord &coord = smem.coord;
+                                                const mn_single_pass &k,
+                                                const mn_single_pass_coord &coord, bool by_tma) {
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
     if (by_tma && coord.n_keys == MN_SINGLE_PASS_KEYS) {
@@ -294,20 +306,26 @@ __device__ inline bool mn_single_pass_load_keys(mn_single_pass_smem &smem,
 
 /* Two producer warps load keys and values, then queries and cotangents with their rows' numbers;
  * cotangents of queries up to `wild` are left out by a redo. Whole tiles come by TMA, which thread
- * 0 asks for; the last rows of a sequence by cp.async, with zeros behind them. */
+ * 0 asks for; the last rows of a sequence by cp.async, with zeros behind them. `before` tiles of
+ * queries, and `turn` of keys, have been loaded before. */
 template <bool REDO>
-__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k,
-                                               int wild) {
+__device__ inline void mn_single_pass_load(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                           const mn_single_pass_coord &coord, int wild, int turn,
+                                           int before) {
     constexpr int unroll = MN_SINGLE_PASS_TMA && !REDO ? 1 : MN_SINGLE_PASS_STEP / 8;
-    const mn_single_pass_coord &coord = smem.coord;
     const mn_attn_params &p = k.f.p;
     const int i = threadIdx.x, K = (int)p.call.K, V = (int)p.call.V;
     const bool by_tma = MN_SINGLE_PASS_TMA && !REDO && k.by_tma;
-    if (coord.all == 0) return;    // no query sees them: zeros leave through their place at once
-    bool owes = mn_single_pass_load_keys<unroll>(smem, k, by_tma);
+    mn_mbarrier_wait(&smem.kv_empty, (turn & 1) ^ 1);
+    if (coord.all == 0) {    // no query sees them: zeros leave through their place at once
+        mn_mbarrier_arrive(&smem.kv_full);
+        return;
+    }
+    bool owes = mn_single_pass_load_keys<unroll>(smem, k, coord, by_tma);
     mn_single_pass_tile_iter tile_iter(coord);
+    const int end = before + coord.all;
 #pragma unroll 1
-    for (int n = 0; n < coord.all; n++, tile_iter.next()) {
+    for (int n = before; n < end; n++, tile_iter.next()) {
         const int stage = n % 2, left = coord.length - tile_iter.t;
         const int64_t t = coord.t0 + tile_iter.t,
             row = mn_single_pass_row(p.call, coord.b, tile_iter.h, t);
@@ -344,6 +362,31 @@ __device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const 
     }
 }
 
+/* Loads one tile of keys after the other; thread 0 takes the next when the last loads of one are
+ * under way, so that it is there when the products end. */
+template <bool REDO>
+__device__ inline void mn_single_pass_producer(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               int wild) {
+    int before = 0;
+#pragma unroll 1
+    for (int turn = 0;; turn++) {
+        const int slot = turn & 1, next = turn + 1;
+        const mn_single_pass_coord &coord = smem.coord[slot];
+        mn_mbarrier_wait(&smem.coord_full[slot], turn / 2 & 1);
+        if (coord.n_keys == 0) return;
+        mn_single_pass_load<REDO>(smem, k, coord, wild, turn, before);
+        if (REDO) return;
+        before += coord.all;
+        mn_mbarrier_arrive(&smem.coord_empty[slot]);
+        if (threadIdx.x == 0) {
+            mn_mbarrier_wait(&smem.coord_empty[next & 1], (next / 2 & 1) ^ 1);
+            smem.coord[next & 1] = mn_single_pass_next(k);
+            mn_mbarrier_arrive(&smem.coord_full[next & 1]);
+        }
+        __syncwarp();
+    }
+}
+
 /* `bytes` of shared memory onto or over as many of device memory, by TMA. */
 __device__ inline void mn_tma_accumulate_1d(float *to, const float *from, int bytes, bool add) {
     if (add) {
@@ -355,18 +398,19 @@ __device__ inline void mn_tma_accumulate_1d(float *to, const float *from, int by
     }
 }
 
-/* One thread of two: adds every second tile of dq to the sums of all blocks when it is the block's
- * turn, which is after those with earlier keys that the tile's queries see. The next block's wait
+/* One thread of two: adds every second dq to the sums of all tiles of keys when it is their turn,
+ * which is after those with earlier keys that the tile's queries see. The next block's wait
  * is all of what lies between its turn and the semaphore, so there is one fence of device memory:
  * sums are read and written by TMA alone, in the second cache, whose completion shows them to this
  * thread, and the release to the next. */
 template <bool has_window>
 __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
-                                                    const mn_single_pass &k, int which) {
-    const mn_single_pass_coord &coord = smem.coord;
-    const int rank = coord.key / MN_SINGLE_PASS_KEYS;
+                                                    const mn_single_pass &k,
+                                                    const mn_single_pass_coord &coord, int which,
+                                                    int before) {
+    const int rank = coord.key / MN_SINGLE_PASS_KEYS, end = before + coord.all;
     mn_single_pass_tile_iter tile_iter(coord);
-    for (int n = 0; n < coord.all; n++, tile_iter.next()) {
+    for (int n = before; n < end; n++, tile_iter.next()) {
         if (n % 2 != which) continue;
         const int64_t chunk = (coord.slot + tile_iter.t / MN_SINGLE_PASS_STEP) * k.f.p.call.H
             + tile_iter.h;
@@ -390,6 +434,21 @@ __device__ inline void mn_single_pass_accumulate_dq(mn_single_pass_smem &smem,
         mn_mbarrier_arrive(&smem.dq_empty);
         mn_tma_store_wait();
         mn_store_release(semaphore, rank + 1);
+    }
+}
+
+template <bool has_window>
+__device__ inline void mn_single_pass_accumulate(mn_single_pass_smem &smem,
+                                                 const mn_single_pass &k, int which) {
+    int before = 0;
+#pragma unroll 1
+    for (int turn = 0;; turn++) {
+        const mn_single_pass_coord &coord = smem.coord[turn & 1];
+        mn_mbarrier_wait(&smem.coord_full[turn & 1], turn / 2 & 1);
+        if (coord.n_keys == 0) return;
+        mn_single_pass_accumulate_dq<has_window>(smem, k, coord, which, before);
+        before += coord.all;
+        mn_mbarrier_arrive(&smem.coord_empty[turn & 1]);
     }
 }
 
@@ -476,7 +535,7 @@ __device__ inline void mn_single_pass_wgmma_dq(float (&dq)[32], uint32_t keys, u
 /* Notes keys that have more than half of the weight of a query. */
 __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &smem,
                                                     const uint32_t (&w)[16], int stage,
-                                    int row, int column) {
+                                                    int first_key, int row, int column) {
     uint32_t most = w[0];
 #pragma unroll
     for (int i = 1; i < 16; i++) {
@@ -485,7 +544,7 @@ __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &s
     const float2 pair = mn_single_pass_unpack(most);
     if (!(fmaxf(pair.x, pair.y) > 0.5f)) return;
     int *dominant_key = smem.dominant_key[stage] + column;
-    const int left = smem.left[stage] - column, key = smem.coord.key + row;
+    const int left = smem.left[stage] - column, key = first_key + row;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         const float2 x = mn_single_pass_unpack(w[i]);
@@ -497,11 +556,12 @@ __device__ inline void mn_single_pass_note_dominant(const mn_single_pass_smem &s
 
 /* Multiplies a group's 64 keys. g is made beside the weights, dv beside dz, the next scores while
  * dq is stored; dq of a tile is made one tile later, when both groups have written their dz. REDO:
- * dk and dv alone, of keys that the query `wild` does not see. */
+ * dk and dv alone, of keys that the query `wild` does not see. Tiles of queries are numbered from
+ * `before` on. */
 template <bool has_window, bool REDO>
-__device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k,
-                                               int wild) {
-    const mn_single_pass_coord &coord = smem.coord;
+__device__ inline void mn_single_pass_multiply(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               const mn_single_pass_coord &coord, int wild,
+                                               int turn, int before) {
     const mn_attn_params &p = k.f.p;
     const int half = __shfl_sync(0xffffffffu, threadIdx.x / MN_WARPGROUP - 1, 0);
     const int thread = threadIdx.x % MN_WARPGROUP;
@@ -588,7 +648,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     const auto start_dq = [&](int n) {
         if (REDO) return;
         const int stage = n & 1;
-        if (n > 0) mn_mbarrier_wait(&smem.dz_full[stage ^ 1], (n - 1) / 2 & 1);
+        if (n > before) mn_mbarrier_wait(&smem.dz_full[stage ^ 1], (n - 1) / 2 & 1);
         mn_fence_proxy_async();
         mn_wgmma_fence();
         // of none at first
@@ -606,28 +666,27 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
         }
         __syncwarp();
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_full[stage]);
-        mn_single_pass_note_dominant(smem, w, stage, row, column);
+        mn_single_pass_note_dominant(smem, w, stage, coord.key, row, column);
         const float2 off = mn_single_pass_sum_rows(dz);
         *(float2 *)&smem.off[n & 3][(half * 4 + thread / 32) * 64 + thread % 32 * 2] = off;
     };
     const auto end_grads = [&](int n) {
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.stage_empty[n & 1]);
-        if (REDO || n == 0) return;
+        if (REDO || n == before) return;
         if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_empty[n & 1 ^ 1]);
         mn_single_pass_stage_dq(smem, dq, n - 1);
     };
-    const int all = coord.all;
-    if (all > 0) {
-        mn_mbarrier_wait(&smem.kv_full, 0);
-        const int last = all - 1;
+    mn_mbarrier_wait(&smem.kv_full, turn & 1);
+    const int last = before + coord.all - 1;
+    if (last >= before) {
 #pragma unroll 1
-        for (int n = 0; n < all; n++) {
+        for (int n = before; n <= last; n++) {
             /* No product is under way where the loop turns. To say so at its top, too, keeps ptxas
              * from waiting for the scores before dq is stored (C7517). */
             mn_wgmma_wait<0>();
             mn_fence_operand(dq), mn_fence_operand(dk), mn_fence_operand(dv);
             start_scores(n);
-            if (n > 0) end_grads(n - 1);
+            if (n > before) end_grads(n - 1);
             softmax_tile(n);
             start_dq(n);
             mn_wgmma_wait<0>();
@@ -642,6 +701,7 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
             mn_wgmma_commit();
             mn_wgmma_wait<0>();
             mn_fence_operand(dq);
+            if (thread % 32 == 0) mn_mbarrier_arrive(&smem.dz_empty[last & 1]);
         }
     }
     mn_fence_operand(dk), mn_fence_operand(dv);
@@ -650,15 +710,38 @@ __device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const 
     /* A group's half of v is its own; dv leaves through it while dq before the last is added. */
     mn_bwd_store_tile<128, REDO>(smem.b, dv, 1.0f, p.dv, coord.b, first, coord.h, coord.n_keys,
                                  (int)p.call.V, skipped);
-    if (!REDO && all > 0) mn_single_pass_stage_dq(smem, dq, all - 1);
+    if (!REDO && last >= before) mn_single_pass_stage_dq(smem, dq, last);
     mn_named_barrier_sync(3, 256);    // both groups are done with k
     mn_bwd_store_tile<128, REDO>(smem.a, dk, p.scale, p.dk, coord.b, first, coord.h, coord.n_keys,
                                  (int)p.call.K, skipped);
 }
 
+template <bool has_window, bool REDO>
+__device__ inline void mn_single_pass_consumer(mn_single_pass_smem &smem, const mn_single_pass &k,
+                                               int wild) {
+    int before = 0;
+#pragma unroll 1
+    for (int turn = 0;; turn++) {
+        const mn_single_pass_coord &coord = smem.coord[turn & 1];
+        mn_mbarrier_wait(&smem.coord_full[turn & 1], turn / 2 & 1);
+        if (coord.n_keys == 0) return;
+        mn_single_pass_multiply<has_window, REDO>(smem, k, coord, wild, turn, before);
+        if (REDO) return;
+        before += coord.all;
+        mn_fence_proxy_async();    // the next keys come by TMA
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            mn_mbarrier_arrive(&smem.kv_empty);
+            mn_mbarrier_arrive(&smem.coord_empty[turn & 1]);
+        }
+        __syncwarp();
+    }
+}
+
 #endif
 
-/* A block takes the next 128 keys of a key head j by the ticket.
+/* A block takes tiles of 128 keys of a key head j by the ticket, one after the other: the next
+ * queries, keys and values are on their way while the last results leave.
  * Loads   k, v (128,K or V) once; then, last queries first, q, do (64,K or V), a and b (64) for
  *         every tile of queries that see the keys, of each query head that shares the key head.
  * Stores  dk, dv (128,K or V) at the end; adds its k'dz (128,64) and sums of dz to `sums` of each
@@ -678,9 +761,9 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
         if (redone.tile.n_rows == 0) return;
     }
     if (threadIdx.x == 0) {
-        smem.coord = mn_single_pass_coord_of(
-            k, REDO ? redone : mn_single_pass_keys(k, atomicAdd(k.ticket, 1)));
+        smem.coord[0] = REDO ? mn_single_pass_coord_of(k, redone) : mn_single_pass_next(k);
         mn_mbarrier_init(&smem.kv_full, MN_SINGLE_PASS_PRODUCERS);
+        mn_mbarrier_init(&smem.kv_empty, 8);
         mn_mbarrier_init(&smem.dq_empty, 1);
         for (int i = 0; i < 2; i++) {
             mn_mbarrier_init(&smem.stage_full[i], MN_SINGLE_PASS_PRODUCERS);
@@ -688,16 +771,19 @@ attention_bwd_single_pass_kernel(const __grid_constant__ mn_single_pass k) {
             mn_mbarrier_init(&smem.dz_full[i], 8);
             mn_mbarrier_init(&smem.dz_empty[i], 8);
             mn_mbarrier_init(&smem.dq_full[i], 8);
+            mn_mbarrier_init(&smem.coord_full[i], 1);
+            // by loading threads, those that add and warps that multiply
+            mn_mbarrier_init(&smem.coord_empty[i], MN_SINGLE_PASS_PRODUCERS + 2 + 8);
         }
+        mn_mbarrier_arrive(&smem.coord_full[0]);
     }
     __syncthreads();
-    if (smem.coord.n_keys == 0) return;
     if (threadIdx.x < MN_WARPGROUP) {
         mn_setmaxnreg_dec<REDO ? 40 : MN_SINGLE_PASS_LOAD_REGISTERS>();
         const int warp = threadIdx.x / 32;
         if (threadIdx.x < MN_SINGLE_PASS_PRODUCERS) mn_single_pass_producer<REDO>(smem, k, wild);
         else if (!REDO && threadIdx.x % 32 == 0) {
-            mn_single_pass_accumulate_dq<has_window>(smem, k, warp & 1);
+            mn_single_pass_accumulate<has_window>(smem, k, warp & 1);
         }
     } else {
         mn_setmaxnreg_inc<REDO ? 232 : MN_SINGLE_PASS_REGISTERS>();
@@ -964,6 +1050,7 @@ inline mn_single_pass mn_single_pass_of(const mn_attn_params &p,
     k.ticket = k.flags + layout.n_flags;
     k.sums = shared + layout.sums;
     k.n_semaphores = layout.n_semaphores, k.n_flags = layout.n_flags;
+    k.n_tiles = (int)*blocks;
     keys.H = c.J;
     k.by_tma = MN_SINGLE_PASS_TMA && mn_tma_map(&k.q, p.q, c, c.K, MN_SINGLE_PASS_STEP) &&
                mn_tma_map(&k.d_o, p.d_o, c, c.V, MN_SINGLE_PASS_STEP) &&
@@ -994,7 +1081,8 @@ inline int mn_single_pass_bwd(const mn_attn_params &p, float *shared, cudaStream
                                : attention_bwd_single_pass_kernel<false, true>;
     const int64_t redone = mn_n_spans(c) * c.J * 2;
     /* Each launch begins while the one before ends, and waits for it (prim/pdl.cuh). */
-    int code = mn_launch_smem_behind(true, kernel, dim3((unsigned)blocks), MN_FLASH_THREADS,
+    const int64_t begun = mn_min(blocks, (int64_t)mn_device_props_current().processors);
+    int code = mn_launch_smem_behind(true, kernel, dim3((unsigned)begun), MN_FLASH_THREADS,
                                      sizeof(mn_single_pass_smem), stream, k);
     if (code == cudaSuccess && redoes_gradients && redone <= INT32_MAX) {
         code = mn_launch_smem_behind(true, redo, dim3((unsigned)redone), MN_FLASH_THREADS,
