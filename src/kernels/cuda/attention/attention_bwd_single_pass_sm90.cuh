@@ -2,17 +2,19 @@
  * Hopper's products, for heads of 72 to 128 columns where forward left its sums and o
  * (attention_bwd_flash_sm90.cuh has the equations and serves the rest).
  *
- * A block has 128 keys and scans over the queries that see them, the last ones first, 64 at a time:
+ * A block for each processor takes tiles of 128 keys and scans over the queries that see them, the
+ * last ones first, 64 at a time:
  *
  *   z = k q'   w = 2^(c z - a)   g = v do'   dz = w (g - b)       with keys as rows
  *   dv += w do                   dk += dz q
  *   sums += k'dz                                                  of all keys: dq transposed
  *
- * Five products. The sums of a tile of queries are of all blocks that pass over it. They lie in
+ * Five products. The sums of a tile of queries are of all tiles of keys that it sees. They lie in
  * work space, in float32 and as the threads' registers hold them, and blocks add to them in the
- * order of their keys: each waits for its turn, a semaphore in device memory, so that results have
- * the same bits each time. Blocks take their work in that order too, so those waited for have
- * begun; they are ahead by as much as adding takes, and rarely waited for.
+ * order of the keys: each waits for its turn, a semaphore in device memory, so that results have
+ * the same bits each time. Tiles of keys are taken in that order too, each by a block that has
+ * begun and first ends those it took before, so that the earliest never waits; others are ahead
+ * by as much as adding takes, and rarely waited for.
  *
  * b = o.do lacks what rounding o to bf16 left out. It matters where a key has most of a row's
  * weight and g - b must cancel: the pass notes that key and sums dz over all keys, which should be
