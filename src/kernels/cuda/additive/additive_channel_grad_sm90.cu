@@ -22,7 +22,7 @@ namespace mneme::additive {
 enum {
     MN_GATED_GRAD_TILE = MN_GATED_GRAD_CHUNK * 128,      // bytes of a tile of 64 columns
     MN_GATED_GRAD_THREADS = 64 * MN_SUBCHUNKS,        // threads
-    MN_GATED_TERMS_LD = MN_SCAN_WIDTH + 4,       // floats between rows of terms
+    MN_GATED_TERMS_LD = MN_SCAN_WIDTH + 8,       // floats between rows of terms: no bank twice
 };
 
 /* What a block has of a call at a time: 64 channels of one chunk of one head. */
@@ -42,12 +42,13 @@ struct alignas(1024) mn_gated_grad_smem {
     unsigned char S[VP * 128], N[VP * 128];
     unsigned char q_inside[MN_GATED_GRAD_TILE], k_inside[MN_GATED_GRAD_TILE];
     unsigned char cot[VP / 64 * MN_GATED_GRAD_TILE], v[VP / 64 * MN_GATED_GRAD_TILE];
-    unsigned char more_terms[VP == 64 ? 2048 : 1024];
+    unsigned char more_terms[VP == 64 ? 4096 : 1024];
     alignas(16) float cum_decay[MN_SUBCHUNKS][MN_SCAN_WIDTH];
     alignas(16) float read[MN_SUBCHUNKS][MN_SCAN_WIDTH];    // N v_s k~_s of parts
     alignas(16) float met[MN_SCAN_WIDTH];               // S with N
     alignas(16) float sums[2 * MN_SUBCHUNKS][MN_SCAN_WIDTH];    // terms of halves of parts
     int wild[MN_SCAN_WIDTH];    // the last token whose q is not finite, -1: none
+    bool has_wild;              // whether there is one in the chunk
     uint64_t front, back;                                   // what is made has come, the rest
     mn_gated_grad_work work[2];                             // in turn
 
@@ -303,11 +304,11 @@ __device__ inline void mn_gated_decay_subchunk(mn_gated_acc_tile &o, const float
     }
 }
 
-/* Whether q of the chunk has numbers that are not finite. They become zeros, and `wild` tells the
- * last token of each channel that had one: what they make of dk and dg, up to there, is NaN. All
- * threads of the block call. */
+/* Whether q of the chunk has numbers that are not finite: has_wild, which all threads see behind the
+ * next barrier. They become zeros, and `wild` tells the last token of each channel that had one:
+ * what they make of dk and dg, up to there, is NaN. All threads of the block call. */
 template <int VP>
-__device__ inline bool mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
+__device__ inline void mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
     bool found = false;
 #pragma unroll
     for (int i = threadIdx.x; i < MN_GATED_GRAD_TILE / 16; i += MN_GATED_GRAD_THREADS) {
@@ -315,7 +316,9 @@ __device__ inline bool mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
         found |= mn_bf16x2_wild(x.x) || mn_bf16x2_wild(x.y) || mn_bf16x2_wild(x.z) ||
                  mn_bf16x2_wild(x.w);
     }
-    if (!__syncthreads_or(found)) return false;
+    const bool any = __syncthreads_or(found);
+    if (threadIdx.x == 0) smem.has_wild = any;
+    if (!any) return;
     if (threadIdx.x < MN_SCAN_WIDTH) {
         int last = -1;
         for (int row = 0; row < MN_GATED_GRAD_CHUNK; row++) {
@@ -328,7 +331,6 @@ __device__ inline bool mn_gated_take_wild(mn_gated_grad_smem<VP> &smem) {
         smem.wild[threadIdx.x] = last;
     }
     __syncthreads();
-    return true;
 }
 
 /* NaN where a later token of the channel had a q that is not finite, or the row's own. */
@@ -365,12 +367,23 @@ __device__ inline void mn_gated_store_subchunk(const mn_gated_acc_tile &o, const
 
 /* ---- a block --------------------------------------------------------------------------------- */
 
+/* Adds up with the lane that is LANE away, each of both one half of 2 STEP numbers. */
+template <int STEP, int LANE>
+__device__ inline void mn_gated_halve(float (&x)[16]) {
+    const bool upper = threadIdx.x & LANE;
+#pragma unroll
+    for (int i = 0; i < STEP; i++) {
+        const float low = x[i], high = x[i + STEP];
+        x[i] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, LANE);
+    }
+}
+
 /* What the state adds to dg: sums over this part's rows of k~ and what they read from N, which the
  * parts behind have still to lower. */
 __device__ inline void mn_gated_sum_state_terms(float (*sums)[MN_SCAN_WIDTH],
-                                                const mn_gated_acc_tile &o,
-                                         uint32_t keys) {
+                                                const mn_gated_acc_tile &o, uint32_t keys) {
     const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
+    float sum[16];    // numbers 2 i and 2 i + 1 are of channels 8 i + lane % 4 * 2 and the next
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         uint32_t x[4];
@@ -378,29 +391,27 @@ __device__ inline void mn_gated_sum_state_terms(float (*sums)[MN_SCAN_WIDTH],
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             const float(&y)[4] = o[2 * k + n];
-            const int channel = 16 * k + 8 * n + lane % 4 * 2;
-            float2 sum;
-            sum.x = fmaf(y[0], mn_bf16_lo(x[2 * n]), y[2] * mn_bf16_lo(x[2 * n + 1]));
-            sum.y = fmaf(y[1], mn_bf16_hi(x[2 * n]), y[3] * mn_bf16_hi(x[2 * n + 1]));
-#pragma unroll
-            for (int by = 4; by < 32; by <<= 1) {
-                sum.x += __shfl_xor_sync(0xffffffffu, sum.x, by);
-                sum.y += __shfl_xor_sync(0xffffffffu, sum.y, by);
-            }
-            if (lane < 4) *(float2 *)&sums[part][channel] = sum;
+            float *to = &sum[4 * k + 2 * n];
+            to[0] = fmaf(y[0], mn_bf16_lo(x[2 * n]), y[2] * mn_bf16_lo(x[2 * n + 1]));
+            to[1] = fmaf(y[1], mn_bf16_hi(x[2 * n]), y[3] * mn_bf16_hi(x[2 * n + 1]));
         }
     }
+    mn_gated_halve<8, 4>(sum);
+    mn_gated_halve<4, 8>(sum);
+    mn_gated_halve<2, 16>(sum);
+    const int i = (lane & 4) + (lane & 8) / 4 + lane / 16;
+    *(float2 *)&sums[part][8 * i + lane % 4 * 2] = make_float2(sum[0], sum[1]);
 }
 
-/* Sums of products of S and N: a warp has eight channels. */
+/* Sums of products of S and N for eight channels; a warp calls. */
 template <int VP>
 __device__ inline void mn_gated_dot_states(float *sums, const unsigned char *S,
-                                        const unsigned char *N) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+                                        const unsigned char *N, int channels) {
+    const int lane = threadIdx.x % 32;
     float2 sum = {};
 #pragma unroll
     for (int rows = 0; rows < VP / 8; rows++) {
-        const int at = (rows * 8 + warp) * 128 + lane * 4;
+        const int at = (rows * 8 + channels) * 128 + lane * 4;
         const uint32_t x = *(const uint32_t *)(S + at), y = *(const uint32_t *)(N + at);
         sum.x = fmaf(mn_bf16_lo(x), mn_bf16_lo(y), sum.x),
             sum.y = fmaf(mn_bf16_hi(x), mn_bf16_hi(y), sum.y);
@@ -410,7 +421,7 @@ __device__ inline void mn_gated_dot_states(float *sums, const unsigned char *S,
         sum.x += __shfl_xor_sync(0xffffffffu, sum.x, by);
         sum.y += __shfl_xor_sync(0xffffffffu, sum.y, by);
     }
-    if (lane < 4) *(float2 *)(sums + 8 * warp + lane * 2) = sum;
+    if (lane < 4) *(float2 *)(sums + 8 * channels + lane * 2) = sum;
 }
 
 /* o <- scale (o 2^e + inside 2^l), where l and e differ if channels decay too far; dk has -l, and
@@ -491,7 +502,7 @@ template <int VP>
 __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated_acc_tile &terms,
                                             const mn_gated_log_decays &log_decays,
                                             const mn_gated_grad_params &p, const mn_tile_span &at,
-                                            int64_t h, int slice, bool wild) {
+                                            int64_t h, int slice) {
     const int part = mn_gated_subchunk();
     const uint32_t x = mn_smem_addr(smem.v), y = mn_smem_addr(smem.cot);
     const uint32_t far = mn_smem_addr(smem.k), near = mn_smem_addr(smem.k_inside);
@@ -509,7 +520,7 @@ __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated
     mn_gated_causal_mask(P, true);
     mn_gated_mma_add(inside, P, mn_smem_addr(smem.q_inside), part);
     mn_gated_grad_epilogue<true>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
-    if (wild) mn_gated_give_wild(o, smem.wild);
+    if (p.contain && smem.has_wild) mn_gated_give_wild(o, smem.wild);
     mn_gated_store_subchunk(o, p.dk, at, h, slice, p.call.K);
 }
 
@@ -519,7 +530,7 @@ template <int VP>
 __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
                                               const mn_gated_acc_tile &terms, int of_keys,
                                               const mn_gated_grad_params &p, const mn_tile_span &at,
-                                              int64_t h, int slice, bool wild,
+                                              int64_t h, int slice,
                                               const mn_gated_grad_work &next, int n_slices) {
     constexpr int each = MN_SUBCHUNK / 2;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, j = 2 * lane;
@@ -566,6 +577,7 @@ __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
     sum.y = fmaf(p.scale, fmaf(cum_decay.y, met.y, read.y), -behind.y);
     const int row0 = warp * each, left = (int)at.n_rows - row0;
     mn_bf16 *to = mn_row<mn_bf16>(p.dg, at.span.b, at.span.t0 + at.first + row0, h) + channel;
+    const bool wild = p.contain && smem.has_wild;
     if (channel >= p.call.K) return;
     to += each * p.dg.stride[1];
 #pragma unroll
@@ -643,7 +655,7 @@ __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
     const bool ends = p.call.cu_seqlens && at.n_rows < MN_GATED_GRAD_CHUNK;
     mn_mbarrier_wait(&smem.front, phase);
     if (ends) mn_gated_zero_tail_tiles(smem.q, 3, (int)at.n_rows);
-    const bool wild = p.contain && mn_gated_take_wild(smem);
+    if (p.contain) mn_gated_take_wild(smem);
     mn_gated_log_decays log_decays;
     mn_gated_acc_tile terms;
     log_decays.make(mn_gated_addr_rows(mn_smem_addr(smem.g), 16 * part));
@@ -663,10 +675,15 @@ __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
     if (threadIdx.x == 0) {
         mn_gated_grad_find(smem.work[phase ^ 1], p, n_slices, w.index + gridDim.x, count);
     }
-    mn_gated_dot_states<VP>(smem.met, smem.S, smem.N);
-    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, w.h, w.slice, wild);
+    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, w.h, w.slice);
     else mn_gated_grad_queries<VP>(smem, terms, log_decays, p, at, w.h, w.slice);
-    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, w.h, w.slice, wild,
+    if ((part >= MN_SUBCHUNKS / 2) == of_keys) {    // warps that see few other parts
+#pragma unroll 1
+        for (int channels = part; channels < 8; channels += MN_SUBCHUNKS) {
+            mn_gated_dot_states<VP>(smem.met, smem.S, smem.N, channels);
+        }
+    }
+    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, w.h, w.slice,
                              smem.work[phase ^ 1], (int)n_slices);
 }
 
