@@ -43,7 +43,7 @@ struct alignas(1024) mn_gated_grad_smem {
     unsigned char q_inside[MN_GATED_GRAD_TILE], k_inside[MN_GATED_GRAD_TILE];
     unsigned char cot[VP / 64 * MN_GATED_GRAD_TILE], v[VP / 64 * MN_GATED_GRAD_TILE];
     unsigned char more_terms[VP == 64 ? 4096 : 1024];
-    alignas(16) float cum_decay[MN_SUBCHUNKS][MN_SCAN_WIDTH];
+    alignas(16) float cum_decay[2][MN_SUBCHUNKS][MN_SCAN_WIDTH];    // as work, in turn
     alignas(16) float read[MN_SUBCHUNKS][MN_SCAN_WIDTH];    // N v_s k~_s of parts
     alignas(16) float met[MN_SCAN_WIDTH];               // S with N
     alignas(16) float sums[2 * MN_SUBCHUNKS][MN_SCAN_WIDTH];    // terms of halves of parts
@@ -477,7 +477,7 @@ __device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
                                                    const mn_gated_log_decays &log_decays,
                                                const mn_gated_grad_params &p,
                                                    const mn_tile_span &at,
-                                               int64_t h, int slice) {
+                                               int64_t h, int slice, int phase) {
     const int part = mn_gated_subchunk();
     const uint32_t x = mn_smem_addr(smem.cot), y = mn_smem_addr(smem.v);
     const uint32_t far = mn_smem_addr(smem.q), near = mn_smem_addr(smem.q_inside);
@@ -486,7 +486,7 @@ __device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
 #pragma unroll 1
     for (int from = 0; from < part; from++) {
-        mn_gated_decay_subchunk(o, smem.cum_decay[from]);
+        mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
         mn_gated_subchunk_scores<VP>(P, x, y, from);
         mn_gated_mma_add(o, P, mn_smem_addr(smem.k), from);
     }
@@ -502,7 +502,7 @@ template <int VP>
 __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated_acc_tile &terms,
                                             const mn_gated_log_decays &log_decays,
                                             const mn_gated_grad_params &p, const mn_tile_span &at,
-                                            int64_t h, int slice) {
+                                            int64_t h, int slice, int phase) {
     const int part = mn_gated_subchunk();
     const uint32_t x = mn_smem_addr(smem.v), y = mn_smem_addr(smem.cot);
     const uint32_t far = mn_smem_addr(smem.k), near = mn_smem_addr(smem.k_inside);
@@ -512,7 +512,7 @@ __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated
     mn_gated_sum_state_terms(smem.read, o, far);
 #pragma unroll 1
     for (int from = MN_SUBCHUNKS - 1; from > part; from--) {
-        mn_gated_decay_subchunk(o, smem.cum_decay[from]);
+        mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
         mn_gated_subchunk_scores<VP>(P, x, y, from);
         mn_gated_mma_add(o, P, mn_smem_addr(smem.q), from);
     }
@@ -530,7 +530,7 @@ template <int VP>
 __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
                                               const mn_gated_acc_tile &terms, int of_keys,
                                               const mn_gated_grad_params &p, const mn_tile_span &at,
-                                              int64_t h, int slice,
+                                              int64_t h, int slice, int phase,
                                               const mn_gated_grad_work &next, int n_slices) {
     constexpr int each = MN_SUBCHUNK / 2;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, j = 2 * lane;
@@ -569,7 +569,7 @@ __device__ inline void mn_gated_grad_decays(mn_gated_grad_smem<VP> &smem,
 #pragma unroll
     for (int i = MN_SUBCHUNKS - 1; i >= 0; i--) {
         const float2 x = *(const float2 *)&smem.read[i][j];
-        const float2 f = *(const float2 *)&smem.cum_decay[i][j];
+        const float2 f = *(const float2 *)&smem.cum_decay[phase][i][j];
         read.x = fmaf(cum_decay.x, x.x, read.x), read.y = fmaf(cum_decay.y, x.y, read.y);
         cum_decay.x *= f.x, cum_decay.y *= f.y;
     }
@@ -643,7 +643,8 @@ __device__ inline void mn_gated_scale_subchunk(unsigned char *far, unsigned char
 }
 
 /* All gradients of a piece of work whose tiles have been asked for; the first thread finds the
- * next one. */
+ * next one. No barrier is at the end: some warps go on while others take sums of this piece. What
+ * these read is written again behind the next piece's first barrier, but for cum_decay. */
 template <int VP>
 __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
                                            const mn_gated_grad_params &p, int phase,
@@ -666,7 +667,7 @@ __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
         for (int n = 0; n < 8; n++) {
             const float2 cum_decay = make_float2(mn_exp2(log_decays.end(n, 0)),
                                                  mn_exp2(log_decays.end(n, 1)));
-            if (lane < 4) *(float2 *)&smem.cum_decay[part][8 * n + 2 * lane] = cum_decay;
+            if (lane < 4) *(float2 *)&smem.cum_decay[phase][part][8 * n + 2 * lane] = cum_decay;
         }
     }
     mn_mbarrier_wait(&smem.back, phase);
@@ -675,15 +676,15 @@ __device__ inline void mn_gated_grad_piece(mn_gated_grad_smem<VP> &smem,
     if (threadIdx.x == 0) {
         mn_gated_grad_find(smem.work[phase ^ 1], p, n_slices, w.index + gridDim.x, count);
     }
-    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, w.h, w.slice);
-    else mn_gated_grad_queries<VP>(smem, terms, log_decays, p, at, w.h, w.slice);
+    if (of_keys) mn_gated_grad_keys<VP>(smem, terms, log_decays, p, at, w.h, w.slice, phase);
+    else mn_gated_grad_queries<VP>(smem, terms, log_decays, p, at, w.h, w.slice, phase);
     if ((part >= MN_SUBCHUNKS / 2) == of_keys) {    // warps that see few other parts
 #pragma unroll 1
         for (int channels = part; channels < 8; channels += MN_SUBCHUNKS) {
             mn_gated_dot_states<VP>(smem.met, smem.S, smem.N, channels);
         }
     }
-    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, w.h, w.slice,
+    mn_gated_grad_decays<VP>(smem, terms, of_keys, p, at, w.h, w.slice, phase,
                              smem.work[phase ^ 1], (int)n_slices);
 }
 
@@ -712,7 +713,6 @@ additive_gated_grad_sm90(const __grid_constant__ mn_gated_grad_params p, unsigne
 #pragma unroll 1
     for (int phase = 0; !smem.work[phase].none; phase ^= 1) {
         mn_gated_grad_piece<VP>(smem, p, phase, n_slices, count);
-        __syncthreads();    // sums of this piece have been read
     }
 #endif
 }
