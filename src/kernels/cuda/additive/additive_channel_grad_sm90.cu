@@ -17,7 +17,8 @@ namespace mneme::additive {
  * an earlier token's do makes. They are taken from part to part of 16 tokens as in
  * additive_channel_chunk.cu, and inside a part as additive_channel_scale.cuh says. No chunk waits
  * for another: a block has 64 channels of one chunk of one head; four warps have queries, four
- * keys, each those of one part. */
+ * keys, each those of one part, and make what all rows have alike, scores and what is read from the
+ * state, together by wgmma. */
 
 enum {
     MN_GATED_GRAD_TILE = MN_GATED_GRAD_CHUNK * 128,      // bytes of a tile of 64 columns
@@ -115,6 +116,7 @@ __device__ inline void mn_gated_zero_tail_tiles(unsigned char *first, int tiles,
         *(uint4 *)(first + i / each * MN_GATED_GRAD_TILE + n_rows * 128 + i % each * 16) =
             make_uint4(0, 0, 0, 0);
     }
+    mn_fence_proxy_async();
     __syncthreads();
 }
 
@@ -211,87 +213,116 @@ __device__ inline void mn_gated_mul_exp2(uint32_t (&y)[4], const uint32_t (&x)[4
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* Where this lane points in 16 rows and 16 columns of a tile: matrices down the rows first, or
- * along the columns first. */
+/* Where this lane points in 16 rows and 16 columns of a tile: matrices down the rows first. */
 __device__ inline uint32_t mn_gated_addr_rows(uint32_t tile, int row) {
     const int lane = threadIdx.x % 32;
     return tile + mn_gated_swizzle(row + lane % 16, lane / 16);
 }
 
-__device__ inline uint32_t mn_gated_addr_cols(uint32_t tile, int row) {
-    const int lane = threadIdx.x % 32;
-    return tile + mn_gated_swizzle(row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+/* A kept state as an operand of products, its rows the depth: matrices of eight rows, 128 bytes
+ * each, eight side by side. */
+__device__ inline uint64_t mn_gated_state_desc(uint32_t address) {
+    return (address & 0x3ffffu) >> 4 | (uint64_t)(1024 / 16) << 16 | (uint64_t)(128 / 16) << 32;
 }
 
-/* Rows of this warp's part, columns from 16 k on, as a left operand. */
-__device__ inline void mn_gated_frag_a(uint32_t (&a)[4], uint32_t tile, int k) {
-    mn_gated_ldmatrix<false>(a, (mn_gated_addr_rows(tile, 16 * mn_gated_subchunk()) ^ k % 4 * 32) +
-                                    k / 4 * MN_GATED_GRAD_TILE);
+/* o (64,64) += a b or, with rows of a tile as b's columns, a b', 16 deep. Four warps call; each has
+ * the 16 rows of its part. */
+template <bool ROWS>
+__device__ inline void mn_gated_wgmma(mn_gated_acc_tile &y, uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "%32, %33, 1, 1, 1, 0, %34;"
+                 : MN_GATED_ACC8(0), MN_GATED_ACC8(2), MN_GATED_ACC8(4), MN_GATED_ACC8(6)
+                 : "l"(a), "l"(b), "n"(ROWS ? 0 : 1)
+                 : "memory");
 }
 
-/* o = x M for a kept state M and this part's rows x of a tile */
+/* Zeros in their registers: moved there later, products would wait for each other. */
+__device__ inline void mn_gated_clear(mn_gated_acc_tile &x) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        x[i / 4][i % 4] = 0.0f;
+        asm volatile("" : "+f"(x[i / 4][i % 4]));
+    }
+}
+
+/* o = x M for a kept state M and the rows of a tile x; four warps call. */
 template <int VP>
 __device__ inline void mn_gated_mma_state(mn_gated_acc_tile &o, uint32_t x, uint32_t M) {
-    const int lane = threadIdx.x % 32;
-    const uint32_t at = M + (lane / 8 % 2 * 8 + lane / 16) * 128 + lane % 8 * 16;
+    const uint64_t rows = mn_gated_smem_desc(x), state = mn_gated_state_desc(M);
+    mn_gated_clear(o);
+    mn_gated_wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 32; i++) o[i / 4][i % 4] = 0.0f;
-#pragma unroll 2
     for (int k = 0; k < VP / 16; k++) {
-        uint32_t a[4];
-        mn_gated_frag_a(a, x, k);
+        mn_gated_wgmma<false>(o, rows + (k / 4 * MN_GATED_GRAD_TILE + k % 4 * 32) / 16,
+                              state + k * 2048 / 16);
+    }
+    mn_gated_wgmma_commit();
+    mn_gated_wgmma_wait<0>();
+}
+
+/* Scores of this warp's 16 rows, with those of each part as a left operand. */
+struct mn_gated_part_scores {
+    uint32_t of[MN_SUBCHUNKS][4];
+
+    /* Those of rows of x with rows of y; in the part's own triangle zeros where the column is later
+     * than the row, or EARLIER. Four warps call. */
+    template <int VP, bool EARLIER>
+    __device__ void make(uint32_t x, uint32_t y) {
+        const uint64_t rows = mn_gated_smem_desc(x), columns = mn_gated_smem_desc(y);
+        const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
+        mn_gated_acc_tile P;
+        mn_gated_clear(P);
+        mn_gated_wgmma_fence();
 #pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-            uint32_t b[4];
-            mn_gated_ldmatrix<true>(b, at + k * 2048 + n * 128);
-            mn_mma(o[n], a, b[0], b[1]);
-            mn_mma(o[n + 1], a, b[2], b[3]);
+        for (int k = 0; k < VP / 16; k++) {
+            const int at = (k / 4 * MN_GATED_GRAD_TILE + k % 4 * 32) / 16;
+            mn_gated_wgmma<true>(P, rows + at, columns + at);
+        }
+        mn_gated_wgmma_commit();
+        mn_gated_wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            const int column = i / 4 % 2 * 8 + lane % 4 * 2 + i % 2;
+            const int row = lane / 4 + i % 4 / 2 * 8;
+            const bool unseen = EARLIER ? column < row : column > row;
+            if (i / 8 == part && unseen) P[i / 4][i % 4] = 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < MN_SUBCHUNKS; i++) mn_frag_a_of(of[i], P[2 * i], P[2 * i + 1]);
+    }
+
+    /* Of the part's own tokens. */
+    __device__ void own(uint32_t (&a)[4]) const {
+        const int part = mn_gated_subchunk();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t low = part % 2 ? of[1][i] : of[0][i];
+            const uint32_t high = part % 2 ? of[3][i] : of[2][i];
+            a[i] = part / 2 ? high : low;
         }
     }
-}
-
-/* Scores of this part's rows of x with those of a part of y. */
-template <int VP>
-__device__ inline void mn_gated_subchunk_scores(float (&P)[2][4], uint32_t x, uint32_t y,
-                                                int part) {
-    float odd[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < 8; i++) P[i / 4][i % 4] = 0.0f;
-#pragma unroll
-    for (int k = 0; k < VP / 16; k++) {
-        uint32_t a[4], b[4];
-        mn_gated_frag_a(a, x, k);
-        mn_gated_ldmatrix<false>(
-            b, (mn_gated_addr_cols(y, 16 * part) ^ k % 4 * 32) + k / 4 * MN_GATED_GRAD_TILE);
-        mn_mma(k % 2 ? odd[0] : P[0], a, b[0], b[1]);
-        mn_mma(k % 2 ? odd[1] : P[1], a, b[2], b[3]);
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) P[i / 4][i % 4] += odd[i / 4][i % 4];
-}
+};
 
 /* o += P x for the 16 rows of a part of a tile */
-__device__ inline void mn_gated_mma_add(mn_gated_acc_tile &o, const float (&P)[2][4], uint32_t tile,
-                                    int part) {
-    uint32_t a[4];
-    mn_frag_a_of(a, P[0], P[1]);
+__device__ inline void mn_gated_mma_add(mn_gated_acc_tile &o, const uint32_t (&P)[4],
+                                        uint32_t tile, int part) {
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
         mn_gated_ldmatrix<true>(b, mn_gated_addr_rows(tile, 16 * part) ^ n * 16);
-        mn_mma(o[n], a, b[0], b[1]);
-        mn_mma(o[n + 1], a, b[2], b[3]);
+        mn_mma(o[n], P, b[0], b[1]);
+        mn_mma(o[n + 1], P, b[2], b[3]);
     }
 }
 
 /* The same for the part's own rows, where P has a triangle: numbers that are not finite reach the
  * rows that see them alone. */
-__device__ inline void mn_gated_mma_add_causal(mn_gated_acc_tile &o, const float (&P)[2][4],
+__device__ inline void mn_gated_mma_add_causal(mn_gated_acc_tile &o, const uint32_t (&P)[4],
                                                uint32_t tile, int part) {
     const uint32_t at = mn_gated_addr_rows(tile, 16 * part);
-    uint32_t a[4];
-    mn_frag_a_of(a, P[0], P[1]);
-    mn_mma_causal_by(o, a, [&](uint32_t (&b)[4], int n) {
+    mn_mma_causal_by(o, P, [&](uint32_t (&b)[4], int n) {
         mn_gated_ldmatrix<true>(b, at ^ n * 16);
     });
 }
@@ -460,16 +491,6 @@ __device__ inline void mn_gated_grad_epilogue(mn_gated_acc_tile &o, const mn_gat
     }
 }
 
-/* Zero where the column is later than the row, or earlier. */
-__device__ inline void mn_gated_causal_mask(float (&P)[2][4], bool earlier) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int column = 8 * (i / 4) + lane % 4 * 2 + i % 2, row = lane / 4 + i % 4 / 2 * 8;
-        if (earlier ? column < row : column > row) P[i / 4][i % 4] = 0.0f;
-    }
-}
-
 /* dq of this warp's part, and its terms. */
 template <int VP>
 __device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
@@ -482,17 +503,18 @@ __device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
     const uint32_t x = mn_smem_addr(smem.cot), y = mn_smem_addr(smem.v);
     const uint32_t far = mn_smem_addr(smem.q), near = mn_smem_addr(smem.q_inside);
     mn_gated_acc_tile o, inside = {};
-    float P[2][4];
+    mn_gated_part_scores P;
+    uint32_t own[4];
+    P.make<VP, false>(x, y);
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
-#pragma unroll 1
-    for (int from = 0; from < part; from++) {
+#pragma unroll
+    for (int from = 0; from < MN_SUBCHUNKS - 1; from++) {
+        if (from >= part) continue;
         mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
-        mn_gated_subchunk_scores<VP>(P, x, y, from);
-        mn_gated_mma_add(o, P, mn_smem_addr(smem.k), from);
+        mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.k), from);
     }
-    mn_gated_subchunk_scores<VP>(P, x, y, part);
-    mn_gated_causal_mask(P, false);
-    mn_gated_mma_add(inside, P, mn_smem_addr(smem.k_inside), part);
+    P.own(own);
+    mn_gated_mma_add(inside, own, mn_smem_addr(smem.k_inside), part);
     mn_gated_grad_epilogue<false>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
     mn_gated_store_subchunk(o, p.dq, at, h, slice, p.call.K);
 }
@@ -507,18 +529,19 @@ __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated
     const uint32_t x = mn_smem_addr(smem.v), y = mn_smem_addr(smem.cot);
     const uint32_t far = mn_smem_addr(smem.k), near = mn_smem_addr(smem.k_inside);
     mn_gated_acc_tile o, inside = {};
-    float P[2][4];
+    mn_gated_part_scores P;
+    uint32_t own[4];
+    P.make<VP, true>(x, y);
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.N));
     mn_gated_sum_state_terms(smem.read, o, far);
-#pragma unroll 1
-    for (int from = MN_SUBCHUNKS - 1; from > part; from--) {
+#pragma unroll
+    for (int from = MN_SUBCHUNKS - 1; from > 0; from--) {
+        if (from <= part) continue;
         mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
-        mn_gated_subchunk_scores<VP>(P, x, y, from);
-        mn_gated_mma_add(o, P, mn_smem_addr(smem.q), from);
+        mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.q), from);
     }
-    mn_gated_subchunk_scores<VP>(P, x, y, part);
-    mn_gated_causal_mask(P, true);
-    mn_gated_mma_add(inside, P, mn_smem_addr(smem.q_inside), part);
+    P.own(own);
+    mn_gated_mma_add(inside, own, mn_smem_addr(smem.q_inside), part);
     mn_gated_grad_epilogue<true>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
     if (p.contain && smem.has_wild) mn_gated_give_wild(o, smem.wild);
     mn_gated_store_subchunk(o, p.dk, at, h, slice, p.call.K);
@@ -795,7 +818,7 @@ __device__ inline void mn_gated_query_keys(mn_gated_query_smem<VP> &smem, uint32
 /* What the part's own tokens read of keys that are too far from its start. */
 template <int VP>
 __device__ inline void mn_gated_query_far(mn_gated_acc_tile &o, mn_gated_query_smem<VP> &smem,
-                                          const uint32_t (&far)[4][4], const float (&P)[2][4],
+                                          const uint32_t (&far)[4][4], const uint32_t (&P)[4],
                                           const mn_gated_log_decays &log_decays) {
     const uint32_t tile = mn_smem_addr(smem.k_inside);
     const uint32_t at = mn_gated_addr_rows(tile, 16 * mn_gated_subchunk());
@@ -826,23 +849,24 @@ __device__ inline void mn_gated_query_part(mn_gated_query_smem<VP> &smem,
     const int part = mn_gated_subchunk();
     const uint32_t x = mn_smem_addr(smem.cot), y = mn_smem_addr(smem.v);
     mn_gated_acc_tile o, inside = {};
-    float P[2][4];
+    mn_gated_part_scores P;
+    uint32_t own[4];
+    P.make<VP, false>(x, y);
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
-#pragma unroll 1
-    for (int from = 0; from < part; from++) {
+#pragma unroll
+    for (int from = 0; from < MN_SUBCHUNKS - 1; from++) {
+        if (from >= part) continue;
         mn_gated_decay_subchunk(o, smem.cum_decay[from]);
-        mn_gated_subchunk_scores<VP>(P, x, y, from);
-        mn_gated_mma_add(o, P, mn_smem_addr(smem.k), from);
+        mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.k), from);
     }
-    mn_gated_subchunk_scores<VP>(P, x, y, part);
-    mn_gated_causal_mask(P, false);
-    mn_gated_mma_add_causal(inside, P, mn_smem_addr(smem.k_inside), part);
+    P.own(own);
+    mn_gated_mma_add_causal(inside, own, mn_smem_addr(smem.k_inside), part);
 #pragma unroll
     for (int i = 0; i < 32; i++) {
         const float up = mn_exp2(log_decays.e[i / 4][i % 4]);
         o[i / 4][i % 4] = fmaf(inside[i / 4][i % 4], up, o[i / 4][i % 4] * up);
     }
-    if (log_decays.any) mn_gated_query_far(o, smem, far, P, log_decays);
+    if (log_decays.any) mn_gated_query_far(o, smem, far, own, log_decays);
 #pragma unroll
     for (int i = 0; i < 32; i++) o[i / 4][i % 4] *= p.scale;
     mn_gated_store_subchunk(o, p.dq, at, h, slice, p.call.K);
