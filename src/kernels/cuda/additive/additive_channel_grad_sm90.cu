@@ -266,12 +266,10 @@ __device__ inline void mn_gated_mma_state(mn_gated_acc_tile &o, uint32_t x, uint
 struct mn_gated_part_scores {
     uint32_t of[MN_SUBCHUNKS][4];
 
-    /* Those of rows of x with rows of y; in the part's own triangle zeros where the column is later
-     * than the row, or EARLIER. Four warps call. */
-    template <int VP, bool EARLIER>
+    /* Those of rows of x with rows of y. Four warps call. */
+    template <int VP>
     __device__ void make(uint32_t x, uint32_t y) {
         const uint64_t rows = mn_gated_smem_desc(x), columns = mn_gated_smem_desc(y);
-        const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
         mn_gated_acc_tile P;
         mn_gated_clear(P);
         mn_gated_wgmma_fence();
@@ -283,25 +281,25 @@ struct mn_gated_part_scores {
         mn_gated_wgmma_commit();
         mn_gated_wgmma_wait<0>();
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
-            const int column = i / 4 % 2 * 8 + lane % 4 * 2 + i % 2;
-            const int row = lane / 4 + i % 4 / 2 * 8;
-            const bool unseen = EARLIER ? column < row : column > row;
-            if (i / 8 == part && unseen) P[i / 4][i % 4] = 0.0f;
-        }
-#pragma unroll
         for (int i = 0; i < MN_SUBCHUNKS; i++) mn_frag_a_of(of[i], P[2 * i], P[2 * i + 1]);
     }
 
-    /* Of the part's own tokens. */
+    /* Of the part's own tokens, zeros where the column is later than the row, or EARLIER. */
+    template <bool EARLIER>
     __device__ void own(uint32_t (&a)[4]) const {
-        const int part = mn_gated_subchunk();
+        const int lane = threadIdx.x % 32, part = mn_gated_subchunk();
+        const int row = lane / 4, column = lane % 4 * 2;
+        const bool low_seen = EARLIER ? column >= row : column <= row;
+        const bool high_seen = EARLIER ? column + 1 >= row : column + 1 <= row;
+        const uint32_t seen = (low_seen ? 0xffffu : 0u) | (high_seen ? 0xffff0000u : 0u);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint32_t low = part % 2 ? of[1][i] : of[0][i];
             const uint32_t high = part % 2 ? of[3][i] : of[2][i];
             a[i] = part / 2 ? high : low;
         }
+        a[0] &= seen, a[3] &= seen;    // on the diagonal
+        a[EARLIER ? 1 : 2] = 0;
     }
 };
 
@@ -505,7 +503,7 @@ __device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
     mn_gated_acc_tile o, inside = {};
     mn_gated_part_scores P;
     uint32_t own[4];
-    P.make<VP, false>(x, y);
+    P.make<VP>(x, y);
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
 #pragma unroll
     for (int from = 0; from < MN_SUBCHUNKS - 1; from++) {
@@ -513,7 +511,7 @@ __device__ inline void mn_gated_grad_queries(mn_gated_grad_smem<VP> &smem,
         mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
         mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.k), from);
     }
-    P.own(own);
+    P.own<false>(own);
     mn_gated_mma_add(inside, own, mn_smem_addr(smem.k_inside), part);
     mn_gated_grad_epilogue<false>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
     mn_gated_store_subchunk(o, p.dq, at, h, slice, p.call.K);
@@ -531,7 +529,7 @@ __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated
     mn_gated_acc_tile o, inside = {};
     mn_gated_part_scores P;
     uint32_t own[4];
-    P.make<VP, true>(x, y);
+    P.make<VP>(x, y);
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.N));
     mn_gated_sum_state_terms(smem.read, o, far);
 #pragma unroll
@@ -540,7 +538,7 @@ __device__ inline void mn_gated_grad_keys(mn_gated_grad_smem<VP> &smem, mn_gated
         mn_gated_decay_subchunk(o, smem.cum_decay[phase][from]);
         mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.q), from);
     }
-    P.own(own);
+    P.own<true>(own);
     mn_gated_mma_add(inside, own, mn_smem_addr(smem.q_inside), part);
     mn_gated_grad_epilogue<true>(o, inside, terms, log_decays, far, near, smem.g, p.scale);
     if (p.contain && smem.has_wild) mn_gated_give_wild(o, smem.wild);
@@ -851,7 +849,7 @@ __device__ inline void mn_gated_query_part(mn_gated_query_smem<VP> &smem,
     mn_gated_acc_tile o, inside = {};
     mn_gated_part_scores P;
     uint32_t own[4];
-    P.make<VP, false>(x, y);
+    P.make<VP>(x, y);
     mn_gated_mma_state<VP>(o, x, mn_smem_addr(smem.S));
 #pragma unroll
     for (int from = 0; from < MN_SUBCHUNKS - 1; from++) {
@@ -859,7 +857,7 @@ __device__ inline void mn_gated_query_part(mn_gated_query_smem<VP> &smem,
         mn_gated_decay_subchunk(o, smem.cum_decay[from]);
         mn_gated_mma_add(o, P.of[from], mn_smem_addr(smem.k), from);
     }
-    P.own(own);
+    P.own<false>(own);
     mn_gated_mma_add_causal(inside, own, mn_smem_addr(smem.k_inside), part);
 #pragma unroll
     for (int i = 0; i < 32; i++) {
