@@ -858,6 +858,10 @@ template <int GROUPS>
 struct mn_token_registers {
     static constexpr int state = GROUPS == 1 ? 240 : 160, scores = GROUPS == 1 ? 152 : 136;
     static constexpr int rest = GROUPS == 1 ? 112 : 56;
+    static constexpr int launched = 65536 / ((GROUPS + 2) * MN_TOKEN_WARPGROUP) / 8 * 8;
+    static_assert(state > launched && rest < launched &&
+                      GROUPS * state + scores + rest <= (GROUPS + 2) * launched,
+                  "as many as the block has");
 };
 
 /* Grid: blocks of 384 or 512 threads, block = (n * H + h) * n_slices + slice for sequence n, head h
@@ -903,7 +907,11 @@ additive_token_scan_sm90(const __grid_constant__ mn_token_params all) {
         mn_setmaxnreg_inc<registers::state>();
         mn_token_state_part<DECAYS, HAS_OUT>(smem, all.call, job.scan, group);
     } else if (group == GROUPS) {
-        mn_setmaxnreg_dec<registers::scores>();
+        if constexpr (registers::scores > registers::launched) {
+            mn_setmaxnreg_inc<registers::scores>();
+        } else {
+            mn_setmaxnreg_dec<registers::scores>();
+        }
         if (HAS_OUT) mn_token_scores_part<DECAYS>(smem, job.scan);
     } else {
         mn_setmaxnreg_dec<registers::rest>();
