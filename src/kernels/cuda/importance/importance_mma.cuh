@@ -609,6 +609,17 @@ struct tile_loader {
         asm volatile("cp.async.wait_all;" ::: "memory");
     }
 
+    /* What this thread has asked for since the last one is a group. */
+    __device__ static void commit() {
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+    /* For all groups but the last `LEFT`. */
+    template <int LEFT>
+    __device__ static void wait_but() {
+        asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+    }
+
     /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
     __device__ static void put(tile<Block, PASS> &to, const smems &staged, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
@@ -1057,10 +1068,12 @@ __device__ __forceinline__ void advance_tile(state_frag &c, const tile<Block, PA
     c.times(in.rest);
 }
 
+/* Tiles are asked for three ahead: beside the states that are written, memory takes its time. */
 template <typename Block>
 struct states_smem {
+    static constexpr int STAGES = 4;
     tile<Block, STATES_PASS> in[2];
-    tile_stage<Block, STATES_PASS> staged[2];
+    tile_stage<Block, STATES_PASS> staged[STAGES];
     typename tile_loader<Block, STATES_PASS>::sources from;
 };
 
@@ -1091,21 +1104,26 @@ importance_states_kernel(const __grid_constant__ mn_importance_args p, const gat
         state_frag c;
         load_first<Block, false>(c, p, at);
         __syncthreads();
-        next::fetch(r.staged[0], r.from, 0, length);
-        next::fetch(r.staged[1], r.from, 1, length);
-        next::wait();
+        constexpr int STAGES = states_smem<Block>::STAGES;
+        for (int i = 0; i < STAGES - 1; i++) {
+            next::fetch(r.staged[i], r.from, i, length);
+            next::commit();
+        }
+        next::template wait_but<STAGES - 2>();
         __syncthreads();
         for (int i = 0; i < n_tiles; i++) {
             const int turn = i % 2;
             c.store(to, SET_STRIDE<Whole>);
             to += between;
             if (i + 1 == n_tiles) break;
-            next::put(r.in[turn], r.staged[turn], 1.0f);
-            next::wait();
+            next::put(r.in[turn], r.staged[i % STAGES], 1.0f);
+            next::template wait_but<STAGES - 3>();
             __syncthreads();
-            next::fetch(r.staged[turn], r.from, i + 2, length);
+            next::fetch(r.staged[(i + STAGES - 1) % STAGES], r.from, i + STAGES - 1, length);
+            next::commit();
             advance_tile<Block, STATES_PASS>(c, r.in[turn]);
         }
+        next::wait();
         __syncthreads();
     }
 }
