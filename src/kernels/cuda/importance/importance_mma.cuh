@@ -363,36 +363,47 @@ enum { VALUE_FACTOR, WRITE_FACTOR, COT_FACTOR };     // of columns
  *   slots     k / A    k^2 / A    (1 - a) ip / A    scale q    in two parts
  *   columns   v        b          1                 do         twice
  *
- * Words of four neighbours lie in the order 0, 2, 1, 3, so that a lane's two rows are together. */
+ * Words of four neighbours lie in the order 0, 2, 1, 3, so that a lane's two rows are together.
+ *
+ * Half a warp reads eight words of each row at a time, rows being 8 banks apart. The last word and
+ * zeros have a copy where there are two rows: one of both lies in banks that these reads leave
+ * free. Of three, four would be needed, and the places of lanes more registers. */
 template <int COUNT, int N_ROWS>
 struct alignas(16) factors {
     static constexpr int PITCH = COUNT + PAD, LAST = N_ROWS * PITCH;
+    static constexpr int COPIES = N_ROWS == 3 ? 1 : 2, BETWEEN = 16;
     struct alignas(16) {
-        unsigned at[LAST + (N_ROWS - 1) * PAD];    // neighbours in time meet no bank twice
+        unsigned at[LAST + (N_ROWS == 3 ? 16 : 24)];    // tokens are 8 banks apart
     } tokens[TOKENS];
 
     __device__ const unsigned *row(int number, int base) const {
         return tokens[0].at + number * PITCH + base + 2 * row_lane();
     }
 
+    /* The copy for a lane whose rows begin at `base`. */
+    __device__ const unsigned *last(int base) const {
+        if constexpr (N_ROWS == 3) return tokens[0].at + LAST;
+        return tokens[0].at + LAST + (base + row_lane() / 4 * 8 + 8) % 32 / 16 * 16;
+    }
+
     /* A lane's share of the rows of a product, of 16 neighbours from `base` on. */
     __device__ const unsigned *rows(int base) const {
         if (column_lane() < 2) return row(column_lane(), base);
-        return N_ROWS == 3 && column_lane() == 3 ? row(2, base) : tokens[0].at + LAST;
+        return N_ROWS == 3 && column_lane() == 3 ? row(2, base) : last(base);
     }
 
     /* Of its columns, for M', for I' and for what is read. */
     __device__ const unsigned *mean(int base) const {
-        return column_lane() == 0 ? row(0, base) : tokens[0].at + LAST + 2;
+        return column_lane() == 0 ? row(0, base) : last(base) + 2;
     }
 
     __device__ const unsigned *weight(int base) const {
-        return column_lane() == 1 ? row(1, base) : tokens[0].at + LAST + (column_lane() & 1) * 2 +
+        return column_lane() == 1 ? row(1, base) : last(base) + (column_lane() & 1) * 2 +
                                                        (column_lane() == 0) * 2;
     }
 
     __device__ const unsigned *read(int base) const {
-        return column_lane() == 3 ? row(2, base) : tokens[0].at + LAST + 2;
+        return column_lane() == 3 ? row(2, base) : last(base) + 2;
     }
 
     /* Of four tokens, one for each depth. */
@@ -411,12 +422,17 @@ struct alignas(16) factors {
     }
 
     __device__ void store_last(int t, unsigned x) {
-        *(uint2 *)(tokens[t].at + LAST) = make_uint2(x, x);
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            *(uint2 *)(tokens[t].at + LAST + i * BETWEEN) = make_uint2(x, x);
+        }
     }
 
     __device__ void clear() {
-        if (threadIdx.x < TOKENS) {
-            *(uint2 *)(tokens[threadIdx.x].at + LAST + 2) = make_uint2(0, 0);
+        if (threadIdx.x >= TOKENS) return;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            *(uint2 *)(tokens[threadIdx.x].at + LAST + i * BETWEEN + 2) = make_uint2(0, 0);
         }
     }
 };
