@@ -349,8 +349,8 @@ __device__ __forceinline__ void chunk_bwd(chunk_acc &sums, state_frag &adj, stat
         unsigned ones = one;
         token_adjoint now;
         float reads[2][4];
-        along.template advance<RESCALE>(c, first + t);
-        along.pull(reads, first + t);
+        along.template advance<RESCALE>(c, t, first);
+        along.pull(reads, t);
         sum[t % 4] = now.read(sums, t, c, reads, cot);
         if (t % 2 == 1) {
             float two[2] = { sum[t % 4 - 1], sum[t % 4] };
@@ -595,14 +595,15 @@ __device__ __forceinline__ float init_last_tile(state_frag &adj, state_frag end,
 template <typename Block>
 __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, int third, int turn,
                                           int tile, int length, const float *front) {
-    const token_scan<Block, BACKWARD_PASS> along(r.in[turn]);
+    token_scan<Block, BACKWARD_PASS> along(r.in[turn]);
     const tile_stage<Block, BACKWARD_PASS> &staged = r.staged[third];
     state_frag c;
     c.load(front, SET_STRIDE<Block>);
     adj.times(r.in[turn].rest);
     along.pass(c, 0, HALF);
+    along.move(HALF);
 #pragma unroll 1
-    for (int chunk = 1; chunk >= 0; chunk--) {
+    for (int chunk = 1; chunk >= 0; chunk--, along.move(-HALF)) {
         chunk_acc sums;
         const unsigned one = r.ones[threadIdx.x % 32];
         const int from = third - chunk, first = (tile + chunk) * TOKENS;    // of the chunk behind

@@ -366,14 +366,13 @@ enum { VALUE_FACTOR, WRITE_FACTOR, COT_FACTOR };     // of columns
  * Words of four neighbours lie in the order 0, 2, 1, 3, so that a lane's two rows are together.
  *
  * Half a warp reads eight words of each row at a time, rows being 8 banks apart. The last word and
- * zeros have a copy where there are two rows: one of both lies in banks that these reads leave
- * free. Of three, four would be needed, and the places of lanes more registers. */
+ * zeros have copies, of which one lies in banks that these reads leave free. */
 template <int COUNT, int N_ROWS>
 struct alignas(16) factors {
     static constexpr int PITCH = COUNT + PAD, LAST = N_ROWS * PITCH;
-    static constexpr int COPIES = N_ROWS == 3 ? 1 : 2, BETWEEN = 16;
+    static constexpr int COPIES = N_ROWS == 3 ? 4 : 2, BETWEEN = 32 / COPIES;
     struct alignas(16) {
-        unsigned at[LAST + (N_ROWS == 3 ? 16 : 24)];    // tokens are 8 banks apart
+        unsigned at[LAST + (N_ROWS == 3 ? 32 : 24)];    // tokens are 8 or 24 banks apart
     } tokens[TOKENS];
 
     __device__ const unsigned *row(int number, int base) const {
@@ -382,8 +381,8 @@ struct alignas(16) factors {
 
     /* The copy for a lane whose rows begin at `base`. */
     __device__ const unsigned *last(int base) const {
-        if constexpr (N_ROWS == 3) return tokens[0].at + LAST;
-        return tokens[0].at + LAST + (base + row_lane() / 4 * 8 + 8) % 32 / 16 * 16;
+        const int bank = base + row_lane() / 4 * 8;
+        return tokens[0].at + LAST + (N_ROWS == 3 ? bank % 32 : (bank + 8) % 32 / 16 * 16);
     }
 
     /* A lane's share of the rows of a product, of 16 neighbours from `base` on. */
@@ -429,10 +428,11 @@ struct alignas(16) factors {
     }
 
     __device__ void clear() {
-        if (threadIdx.x >= TOKENS) return;
+        if (threadIdx.x < TOKENS) {
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) {
-            *(uint2 *)(tokens[threadIdx.x].at + LAST + i * BETWEEN + 2) = make_uint2(0, 0);
+            for (int i = 0; i < COPIES; i++) {
+                *(uint2 *)(tokens[threadIdx.x].at + LAST + i * BETWEEN + 2) = make_uint2(0, 0);
+            }
         }
     }
 };
@@ -751,10 +751,19 @@ struct token_scan {
         if constexpr (PASS == BACKWARD_PASS) read = in.columns.read(column);
     }
 
-    /* Token t. */
+    /* Tokens are counted from `by` more on. */
+    __device__ __forceinline__ void move(int by) {
+        constexpr int SLOT_WORDS = sizeof(in.slots) / TOKENS / sizeof(unsigned);
+        constexpr int COLUMN_WORDS = sizeof(in.columns) / TOKENS / sizeof(unsigned);
+        static_assert(!TRANS, "rows are slots");
+        rows += by * SLOT_WORDS;
+        mean += by * COLUMN_WORDS, weight += by * COLUMN_WORDS, read += by * COLUMN_WORDS;
+    }
+
+    /* Token t, or that one behind `front`. */
     template <bool RESCALE>
-    __device__ __forceinline__ void advance(state_frag &c, int t) const {
-        if (RESCALE && in.heads >> t & 1) c.times(in.step[t]);
+    __device__ __forceinline__ void advance(state_frag &c, int t, int front = 0) const {
+        if (RESCALE && in.heads >> (front + t) & 1) c.times(in.step[front + t]);
         const uint2 of_rows = TRANS ? column_factors::get(rows, t) : slot_factors::get(rows, t);
         const uint2 to_mean = TRANS ? slot_factors::get(mean, t) : column_factors::get(mean, t);
         const uint2 to_weight = TRANS ? slot_factors::get(weight, t) :
