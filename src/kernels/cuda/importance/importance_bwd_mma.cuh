@@ -107,6 +107,15 @@ struct launch_slice {
     __device__ bool is_active() const {
         return slice == ALL || (int)(diagonal ? blockIdx.x ^ blockIdx.z : blockIdx.x) == slice;
     }
+
+    /* Whether dk and dq are added to those of the blocks before, and whether these are the last
+     * ones; dv and db. An argument of the kernel answers at once, shared memory would not. */
+    __device__ bool accumulates() const { return slice > 0; }
+    __device__ bool is_last() const { return slice == (int)gridDim.x - 1; }
+    __device__ bool accumulates_lines() const { return diagonal && accumulates(); }
+    __device__ bool is_last_lines() const {
+        return gridDim.z == 1 || (diagonal && is_last());
+    }
 };
 
 /* Where a block's gradients go: dk and dq as parts, dv and db too where blocks share the slots.
@@ -116,8 +125,6 @@ struct launch_slice {
 struct grad_targets {
     grad_view<float> key_partials[2], line_partials[2];    // of dq and dk; of dv and db
     grad_view<mn_bf16> keys[2], lines[2];
-    bool accumulates, is_last;                // keys: to the blocks before it; is the last one
-    bool accumulates_lines, is_last_lines;    // dv and db
     float2 *gates;       // of the sequence's first token
     float *along;        // of its first tile
     unsigned token_stride, tile_stride;
@@ -142,9 +149,6 @@ struct grad_targets {
         gates = parts.gates, token_stride = (unsigned)H;
         along = parts.along, tile_stride = (unsigned)parts.tile_stride;
         scale = (float)p.scale, ip = at.ip;
-        accumulates = now.slice > 0, is_last = now.slice == (int)gridDim.x - 1;
-        accumulates_lines = now.diagonal && accumulates,
-            is_last_lines = gridDim.z == 1 || (now.diagonal && is_last);
         for (int i = 0; i < 2; i++) {
             // dk comes first
             key_partials[i].open(key + (1 - i) * K, Block::slot0(), K, H * 2 * K);
@@ -405,9 +409,10 @@ struct token_sums {
     }
 
     /* Asks for what the blocks before have of it. */
-    __device__ __forceinline__ static void prefetch_l2(const grad_targets &to, unsigned token) {
-        if (to.accumulates) to.key_partials[kind()].prefetch_l2(token, first());
-        if (to.accumulates_lines) to.line_partials[kind()].prefetch_l2(token, first());
+    __device__ __forceinline__ static void prefetch_l2(const grad_targets &to, launch_slice now,
+                                                       unsigned token) {
+        if (now.accumulates()) to.key_partials[kind()].prefetch_l2(token, first());
+        if (now.accumulates_lines()) to.line_partials[kind()].prefetch_l2(token, first());
     }
 
     /* Sums over the parts of one kind at token t of the chunk, of four neighbours. */
@@ -423,27 +428,28 @@ struct token_sums {
     }
 
     /* dq or dk. */
-    __device__ __forceinline__ static void put_keys(const bwd_smem<Block> &r, float over,
-                                                    int row, unsigned token) {
+    __device__ __forceinline__ static void put_keys(const bwd_smem<Block> &r, launch_slice now,
+                                                    float over, int row, unsigned token) {
         const grad_view<float> &part = r.to.key_partials[kind()];
         float x[4] = {}, before[4] = {};
-        if (r.to.accumulates) part.get(before, token, first());
+        if (now.accumulates()) part.get(before, token, first());
         add(x, r.chunk.keys, row % HALF);
         const float by = kind() == 0 ? r.to.scale : over;
 #pragma unroll
         for (int i = 0; i < 4; i++) x[i] = 0.0f + before[i] + x[i] * by;
-        if (r.to.is_last) r.to.keys[kind()].put(x, token, first());
+        if (now.is_last()) r.to.keys[kind()].put(x, token, first());
         else part.put(x, token, first());
     }
 
     /* dv or db; returns this lane's part of v'dv + b'db. */
     __device__ __forceinline__ static float put_lines(const bwd_smem<Block> &r,
+                                                      launch_slice now,
                                                       const tile_stage<Block,
                                                           BACKWARD_PASS> &staged,
                                                       float over, int row, unsigned token) {
         const grad_view<float> &part = r.to.line_partials[kind()];
         float x[4] = {}, before[4] = {}, gate_grad = 0.0f;
-        if (r.to.accumulates_lines) part.get(before, token, first());
+        if (now.accumulates_lines()) part.get(before, token, first());
         add(x, r.chunk.lines, row % HALF);
         const uint2 own = staged.columns[kind()].get(row, first());
         const float inputs[4] = { low_half(own.x), high_half(own.x), low_half(own.y),
@@ -455,7 +461,7 @@ struct token_sums {
             gate_grad = fmaf(inputs[i], x[i], gate_grad);
             x[i] = 0.0f + before[i] + x[i];
         }
-        if (r.to.is_last_lines) r.to.lines[kind()].put(x, token, first());
+        if (now.is_last_lines()) r.to.lines[kind()].put(x, token, first());
         else part.put(x, token, first());
         return gate_grad;
     }
@@ -471,13 +477,13 @@ struct token_sums {
         return sum;
     }
 
-    __device__ __forceinline__ static void put(const bwd_smem<Block> &r,
+    __device__ __forceinline__ static void put(const bwd_smem<Block> &r, launch_slice now,
                                                const tile_stage<Block, BACKWARD_PASS> &staged,
                                                    int row,
                                                unsigned token) {
         const float over = staged.g.over[row];
-        put_keys(r, over, row, token);
-        const float gate_grad = put_lines(r, staged, over, row, token);
+        put_keys(r, now, over, row, token);
+        const float gate_grad = put_lines(r, now, staged, over, row, token);
         float both[2] = { gate_grad, spread(r.chunk, row % HALF) * over };
         mn_cell_reduce_half<1>(both, 16);    // lanes of the lower half, and of the upper one
 #pragma unroll
@@ -499,13 +505,13 @@ __device__ __forceinline__ bool has_row(int &row, int chunk) {
 /* The gradients of a chunk's tokens from all warps' sums, once they have stored them. `first`: the
  * tile's first token, `n_rows`: of those from there on. */
 template <typename Block>
-__device__ __forceinline__ void store_chunk(bwd_smem<Block> &r,
+__device__ __forceinline__ void store_chunk(bwd_smem<Block> &r, launch_slice now,
                                           const tile_stage<Block, BACKWARD_PASS> &staged, int chunk,
                                           int first, int n_rows) {
     int row;
     if (!has_row<Block>(row, chunk)) return;
     mn_mbarrier_wait(&r.sums_full, chunk ^ 1);
-    if (row < n_rows) token_sums<Block>::put(r, staged, row, (unsigned)(first + row));
+    if (row < n_rows) token_sums<Block>::put(r, now, staged, row, (unsigned)(first + row));
     mn_mbarrier_arrive(&r.sums_empty);
     if (chunk == 0) mn_mbarrier_arrive(&r.left);
 }
@@ -593,7 +599,7 @@ __device__ __forceinline__ float init_last_tile(state_frag &adj, state_frag end,
 /* A tile back: `adj` from behind it to in front of it. `third`: its room of what came; the one
  * before was that of the tile behind. */
 template <typename Block>
-__device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, int third, int turn,
+__device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, launch_slice now, int third, int turn,
                                           int tile, int length, const float *front) {
     token_scan<Block, BACKWARD_PASS> along(r.in[turn]);
     const tile_stage<Block, BACKWARD_PASS> &staged = r.staged[third];
@@ -609,11 +615,11 @@ __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, in
         const int from = third - chunk, first = (tile + chunk) * TOKENS;    // of the chunk behind
         const auto midway = [&]() {
             if (first >= length) return;
-            store_chunk<Block>(r, r.staged[from < 0 ? 2 : from], chunk ^ 1, first, length - first);
+            store_chunk<Block>(r, now, r.staged[from < 0 ? 2 : from], chunk ^ 1, first, length - first);
         };
         int row;
-        if (r.to.accumulates && has_row<Block>(row, chunk ^ 1) && first + row < length) {
-            token_sums<Block>::prefetch_l2(r.to, (unsigned)(first + row));
+        if (now.accumulates() && has_row<Block>(row, chunk ^ 1) && first + row < length) {
+            token_sums<Block>::prefetch_l2(r.to, now, (unsigned)(first + row));
         }
         if (chunk == 0) c.load(front, SET_STRIDE<Block>);
         if (r.in[turn].heads == 0) {
@@ -633,7 +639,8 @@ __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, in
  * being ready. */
 template <typename Block>
 __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_importance_args &p,
-                                          const workspace &to, int64_t n_rows) {
+                                          const workspace &to, launch_slice now,
+                                          int64_t n_rows) {
     typedef tile_loader<Block, BACKWARD_PASS, producer_warps<Block>> loader;
     int turn = 0, third = 0, phase = 0;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
@@ -658,11 +665,11 @@ __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_impor
                 end.load(front, SET_STRIDE<Block>);
                 behind = init_last_tile<Block>(adj, end, r.in[turn], p, at);
             }
-            tile_bwd<Block>(adj, r, third, turn, i, length, front);
+            tile_bwd<Block>(adj, r, now, third, turn, i, length, front);
             phase ^= turn, turn ^= 1;
             third = third == 2 ? 0 : third + 1;
         }
-        if (n_tiles > 0) store_chunk<Block>(r, r.staged[third == 0 ? 2 : third - 1], 0, 0, length);
+        if (n_tiles > 0) store_chunk<Block>(r, now, r.staged[third == 0 ? 2 : third - 1], 0, 0, length);
         float first = mn_warp_sum(store_state0_grads<Block>(adj, p, at));
         behind = mn_warp_sum(behind);
         if (threadIdx.x % 32 == 0) r.reduce[threadIdx.x / 32] = first;
@@ -739,7 +746,7 @@ importance_bwd_kernel(const __grid_constant__ mn_importance_args p, const gates 
 #if MN_HAS_WGMMA
         mn_setmaxnreg_inc<112>();
 #endif
-        consumer_loop<Block>(r, p, to, n_rows);
+        consumer_loop<Block>(r, p, to, now, n_rows);
     }
 }
 
