@@ -163,12 +163,13 @@ struct grad_targets {
 
 /* What warps exchange of a chunk: sums over their slots or columns of dq and dk, of dv and
  * -db, and lanes' sums of pull mu over cells, of token t those whose number is t more than a
- * multiple of 4. */
+ * multiple of 4 (warps are a bank apart). Of a tile: lanes' shares of S in front of it. */
 template <typename Block>
 struct alignas(16) chunk_smem {
     float keys[Block::ACROSS][2][HALF][Block::SLOTS + PAD];
     float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];
-    float spread[Block::WARPS][HALF / 4][32];
+    float spread[Block::WARPS][HALF / 4 * 32 + 1];
+    float starts[Block::WARPS][32];
 };
 
 /* The lane's share of a product with ones: depths 2 c and 2 c + 1 of column g. */
@@ -391,7 +392,7 @@ __device__ __forceinline__ void store_sums(chunk_smem<Block> &r, const chunk_acc
         r.lines[group][1][t][across * GROUP + at] = sums.db[i];
     }
 #pragma unroll
-    for (int i = 0; i < HALF / 4; i++) r.spread[thread / 32][i][lane] = sums.spread[i];
+    for (int i = 0; i < HALF / 4; i++) r.spread[thread / 32][i * 32 + lane] = sums.spread[i];
 }
 
 /* What a warp makes of a token from all warps' sums: half of the lanes have dq or dv, the others dk
@@ -472,7 +473,7 @@ struct token_sums {
         float sum = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
-            sum += r.spread[warp + lane / 8][t / 4][lane % 8 * 4 + t % 4];
+            sum += r.spread[warp + lane / 8][t / 4 * 32 + lane % 8 * 4 + t % 4];
         }
         return sum;
     }
@@ -494,6 +495,17 @@ struct token_sums {
     }
 };
 
+/* S in front of a tile to what the scan of gates reads, from the shares of two warps: half of its
+ * WARPS places, zeros to the others. */
+template <typename Block>
+__device__ __forceinline__ void store_gate_start(const bwd_smem<Block> &r, int pair, int tile) {
+    const unsigned lane = thread_rematerialized() % 32;
+    const float(&shares)[Block::WARPS][32] = r.chunk.starts;
+    const float sum = mn_warp_sum(shares[2 * pair][lane] + shares[2 * pair + 1][lane]);
+    float *to = r.to.along + (uint64_t)(unsigned)tile * r.to.tile_stride + pair;
+    if (lane < 2) to[lane * (Block::WARPS / 2)] = lane == 0 ? sum : 0.0f;
+}
+
 /* Whether this warp is one of those that put a chunk's gradients, and its token of the tile. */
 template <typename Block>
 __device__ __forceinline__ bool has_row(int &row, int chunk) {
@@ -502,8 +514,9 @@ __device__ __forceinline__ bool has_row(int &row, int chunk) {
     return row / HALF == chunk;
 }
 
-/* The gradients of a chunk's tokens from all warps' sums, once they have stored them. `first`: the
- * tile's first token, `n_rows`: of those from there on. */
+/* The gradients of a chunk's tokens from all warps' sums, once they have stored them, and with the
+ * second chunk S in front of the tile behind, where there is one: all warps have stored that before
+ * their sums. `first`: the tile's first token, `n_rows`: of those from there on. */
 template <typename Block>
 __device__ __forceinline__ void store_chunk(bwd_smem<Block> &r, launch_slice now,
                                           const tile_stage<Block, BACKWARD_PASS> &staged, int chunk,
@@ -512,6 +525,7 @@ __device__ __forceinline__ void store_chunk(bwd_smem<Block> &r, launch_slice now
     if (!has_row<Block>(row, chunk)) return;
     mn_mbarrier_wait(&r.sums_full, chunk ^ 1);
     if (row < n_rows) token_sums<Block>::put(r, now, staged, row, (unsigned)(first + row));
+    if (chunk == 1 && n_rows > TOKENS) store_gate_start<Block>(r, row - HALF, first / TOKENS + 1);
     mn_mbarrier_arrive(&r.sums_empty);
     if (chunk == 0) mn_mbarrier_arrive(&r.left);
 }
@@ -553,20 +567,18 @@ __device__ float store_state0_grads(const state_frag &adj, const mn_importance_a
     return p.imp0.data ? 0.0f : sum;
 }
 
-/* S in front of the tile, from the state there and its adjoint, without sum C times ip: each warp's
- * part of it. */
-__device__ __forceinline__ void store_gate_start(const grad_targets &to, const state_frag &adj,
-                                                 const state_frag &c,
-                                          int tile) {
-    float sum = 0.0f;
+/* S in front of the tile, from the state there and its adjoint, without sum C times ip: each lane's
+ * share of it. */
+__device__ __forceinline__ float gate_start_share(float ip, const state_frag &adj,
+                                                  const state_frag &c) {
+    float sums[4] = {};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
+        float &sum = sums[i % 4];
         sum = fmaf(adj.M[i / 4][i % 4], c.M[i / 4][i % 4], sum);
-        sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - to.ip, sum);
+        sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - ip, sum);
     }
-    sum = mn_warp_sum(sum);
-    if (threadIdx.x % 32 != 0) return;
-    to.along[(uint64_t)(unsigned)tile * to.tile_stride + threadIdx.x / 32] = sum;
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 /* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
@@ -632,7 +644,8 @@ __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, la
         mn_mbarrier_arrive(&r.sums_full);
     }
     c.load(front, SET_STRIDE<Block>);
-    store_gate_start(r.to, adj, c, tile);
+    const unsigned thread = thread_rematerialized();
+    r.chunk.starts[thread / 32][thread % 32] = gate_start_share(r.to.ip, adj, c);
 }
 
 /* The sixteen warps' way. `turn`, `third`: which shared memory the next tile has; `phase`: of its
@@ -674,6 +687,9 @@ __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_impor
         behind = mn_warp_sum(behind);
         if (threadIdx.x % 32 == 0) r.reduce[threadIdx.x / 32] = first;
         meet(BAR_CONSUMERS, Block::THREADS);
+        if (n_tiles > 0 && threadIdx.x < Block::THREADS / 2) {
+            store_gate_start<Block>(r, threadIdx.x / 32, 0);
+        }
         if (threadIdx.x == 0) {
             first = 0.0f;
             for (int warp = 0; warp < Block::WARPS; warp++) first += r.reduce[warp];
