@@ -27,6 +27,7 @@
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/importance/importance_mma.cuh"
 #include "kernels/cuda/prim/sync.cuh"
+#include "kernels/cuda/prim/tma.cuh"
 
 namespace mneme::importance::mma_path {
 
@@ -49,10 +50,22 @@ struct alignas(16) grad_view {
         packed = packs && between == row_stride ? left & ~3 : 0;
     }
 
+    /* What packs need, in one read of shared memory. */
+    struct alignas(16) head {
+        T *first;
+        unsigned row_stride;
+        int packed;
+    };
+
+    __device__ __forceinline__ head packs() const {
+        return *(const head *)this;
+    }
+
     /* Token t's; zeros where there are none. */
     __device__ __forceinline__ void get(float (&x)[4], unsigned t, int i) const {
-        if (i < packed) {
-            mn_cell_load(x, first + (uint64_t)t * row_stride + i);
+        const head rows = packs();
+        if (i < rows.packed) {
+            mn_cell_load(x, rows.first + (uint64_t)t * rows.row_stride + i);
             return;
         }
 #pragma unroll
@@ -66,8 +79,9 @@ struct alignas(16) grad_view {
 
     /* Those of them that there are. */
     __device__ __forceinline__ void put(const float (&x)[4], unsigned t, int i) const {
-        if (i < packed) {
-            mn_store<4>(first + (uint64_t)t * row_stride + i, 0, x);
+        const head rows = packs();
+        if (i < rows.packed) {
+            mn_store<4>(rows.first + (uint64_t)t * rows.row_stride + i, 0, x);
             return;
         }
 #pragma unroll
@@ -200,11 +214,14 @@ struct bwd_smem {
         in[1].open();
         if (threadIdx.x < 32) ones[threadIdx.x] = identity();
         if (threadIdx.x != 0) return;
-        mn_mbarrier_init(&full[0], producer_warps<Block>::THREADS);
-        mn_mbarrier_init(&full[1], producer_warps<Block>::THREADS);
+        mn_mbarrier_init(&full[0], producer_warps<Block>::THREADS + 1);    // and the state
+        mn_mbarrier_init(&full[1], producer_warps<Block>::THREADS + 1);
         mn_mbarrier_init(&sums_full, Block::THREADS);
         mn_mbarrier_init(&sums_empty, Block::THREADS / 2);
         mn_mbarrier_init(&left, Block::THREADS / 2);
+#if __CUDA_ARCH__ >= 900
+        mn_mbarrier_init_fence();
+#endif
     }
 };
 
@@ -515,8 +532,7 @@ __device__ __forceinline__ bool has_row(int &row, int chunk) {
 }
 
 /* The gradients of a chunk's tokens from all warps' sums, once they have stored them, and with the
- * second chunk S in front of the tile behind, where there is one: all warps have stored that before
- * their sums. `first`: the tile's first token, `n_rows`: of those from there on. */
+ * first chunk, which comes last, S in front of the tile. `first`: the tile's first token, `n_rows`: of those from there on. */
 template <typename Block>
 __device__ __forceinline__ void store_chunk(bwd_smem<Block> &r, launch_slice now,
                                           const tile_stage<Block, BACKWARD_PASS> &staged, int chunk,
@@ -525,7 +541,7 @@ __device__ __forceinline__ void store_chunk(bwd_smem<Block> &r, launch_slice now
     if (!has_row<Block>(row, chunk)) return;
     mn_mbarrier_wait(&r.sums_full, chunk ^ 1);
     if (row < n_rows) token_sums<Block>::put(r, now, staged, row, (unsigned)(first + row));
-    if (chunk == 1 && n_rows > TOKENS) store_gate_start<Block>(r, row - HALF, first / TOKENS + 1);
+    if (chunk == 0) store_gate_start<Block>(r, row, first / TOKENS);
     mn_mbarrier_arrive(&r.sums_empty);
     if (chunk == 0) mn_mbarrier_arrive(&r.left);
 }
@@ -581,17 +597,15 @@ __device__ __forceinline__ float gate_start_share(float ip, const state_frag &ad
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-/* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
- * it has loaded itself. */
+/* Asks for the state in front of a tile, by one thread: it is there when the tile is. */
 template <typename Block>
 __device__ __forceinline__ void load_state(bwd_smem<Block> &r, int turn, int tile) {
-    float4(&to)[SETS][Block::THREADS] = r.states[turn];
-    const auto &from = r.from;
-    const unsigned thread = thread_rematerialized();
-    const uint64_t states = (uint64_t)(unsigned)tile * from.between;
-    const float *at = from.states + states * (SETS * SET_STRIDE<Block>) + thread * 4;
-#pragma unroll
-    for (int i = 0; i < SETS; i++) cp_async_16(&to[i][thread], at + i * SET_STRIDE<Block>);
+#if __CUDA_ARCH__ >= 900
+    const uint64_t states = (uint64_t)(unsigned)tile * r.from.between;
+    mn_mbarrier_arrive_expect_tx(&r.full[turn], sizeof(r.states[turn]));
+    mn_tma_load_1d(r.states[turn], r.from.states + states * (SETS * SET_STRIDE<Block>),
+                   sizeof(r.states[turn]), &r.full[turn]);
+#endif
 }
 
 /* The adjoints behind the last tile, from the state in front of it; returns this thread's part of
@@ -618,6 +632,7 @@ __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, la
     state_frag c;
     c.load(front, SET_STRIDE<Block>);
     adj.times(r.in[turn].rest);
+    const bool has_heads = r.in[turn].heads != 0;
     along.pass(c, 0, HALF);
     along.move(HALF);
 #pragma unroll 1
@@ -634,18 +649,20 @@ __device__ __forceinline__ void tile_bwd(state_frag &adj, bwd_smem<Block> &r, la
             token_sums<Block>::prefetch_l2(r.to, now, (unsigned)(first + row));
         }
         if (chunk == 0) c.load(front, SET_STRIDE<Block>);
-        if (r.in[turn].heads == 0) {
+        if (!has_heads) {
             chunk_bwd<Block, false>(sums, adj, c, staged, chunk * HALF, one, along, midway);
         } else {
             chunk_bwd<Block, true>(sums, adj, c, staged, chunk * HALF, one, along, midway);
+        }
+        if (chunk == 0) {
+            const unsigned thread = thread_rematerialized();
+            c.load(front, SET_STRIDE<Block>);
+            r.chunk.starts[thread / 32][thread % 32] = gate_start_share(r.to.ip, adj, c);
         }
         mn_mbarrier_wait(&r.sums_empty, chunk);
         store_sums<Block>(r.chunk, sums);
         mn_mbarrier_arrive(&r.sums_full);
     }
-    c.load(front, SET_STRIDE<Block>);
-    const unsigned thread = thread_rematerialized();
-    r.chunk.starts[thread / 32][thread % 32] = gate_start_share(r.to.ip, adj, c);
 }
 
 /* The sixteen warps' way. `turn`, `third`: which shared memory the next tile has; `phase`: of its
@@ -654,7 +671,6 @@ template <typename Block>
 __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_importance_args &p,
                                           const workspace &to, launch_slice now,
                                           int64_t n_rows) {
-    typedef tile_loader<Block, BACKWARD_PASS, producer_warps<Block>> loader;
     int turn = 0, third = 0, phase = 0;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -662,16 +678,12 @@ __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_impor
         state_frag adj;
         float behind = 0.0f;    // this thread's part of sum C behind the last token
         meet(BAR_ALL, Block::THREADS + producer_warps<Block>::THREADS);
-        if (n_tiles > 0) {
-            load_state(r, turn, n_tiles - 1);
-        } else {
+        if (n_tiles == 0) {
             load_first<Block, false>(adj, p, at);
             init_adjoint<Block>(adj, state_frag(adj), p, at);
         }
         for (int i = n_tiles - 1; i >= 0; i--) {
             const float *front = (const float *)&r.states[turn][0][thread_rematerialized()];
-            loader::wait();    // for the state in front, by who uses it
-            if (i > 0) load_state(r, turn ^ 1, i - 1);
             mn_mbarrier_wait(&r.full[turn], phase);
             if (i == n_tiles - 1) {
                 state_frag end;
@@ -687,9 +699,6 @@ __device__ __forceinline__ void consumer_loop(bwd_smem<Block> &r, const mn_impor
         behind = mn_warp_sum(behind);
         if (threadIdx.x % 32 == 0) r.reduce[threadIdx.x / 32] = first;
         meet(BAR_CONSUMERS, Block::THREADS);
-        if (n_tiles > 0 && threadIdx.x < Block::THREADS / 2) {
-            store_gate_start<Block>(r, threadIdx.x / 32, 0);
-        }
         if (threadIdx.x == 0) {
             first = 0.0f;
             for (int warp = 0; warp < Block::WARPS; warp++) first += r.reduce[warp];
@@ -734,6 +743,7 @@ __device__ __forceinline__ void producer_loop(bwd_smem<Block> &r, const mn_impor
             next::wait();
             meet(BAR_PRODUCERS, next::THREADS);
             if (i + 2 < n_tiles) mn_mbarrier_wait(&r.left, turn);
+            if (next::is_first()) load_state(r, turn, i);
             if (i > 0) next::fetch(r.staged[after], r.from, i - 1, length);
             next::put(r.in[turn], r.staged[third], r.to.scale);
             mn_mbarrier_arrive(&r.full[turn]);
