@@ -363,36 +363,46 @@ enum { VALUE_FACTOR, WRITE_FACTOR, COT_FACTOR };     // of columns
  *   slots     k / A    k^2 / A    (1 - a) ip / A    scale q    in two parts
  *   columns   v        b          1                 do         twice
  *
- * Words of four neighbours lie in the order 0, 2, 1, 3, so that a lane's two rows are together. */
+ * Words of four neighbours lie in the order 0, 2, 1, 3, so that a lane's two rows are together.
+ *
+ * Half a warp reads eight words of each row at a time, rows being 8 banks apart. The last word and
+ * zeros have copies, of which one lies in banks that these reads leave free. */
 template <int COUNT, int N_ROWS>
 struct alignas(16) factors {
     static constexpr int PITCH = COUNT + PAD, LAST = N_ROWS * PITCH;
+    static constexpr int COPIES = N_ROWS == 3 ? 4 : 2, BETWEEN = 32 / COPIES;
     struct alignas(16) {
-        unsigned at[LAST + (N_ROWS - 1) * PAD];    // neighbours in time meet no bank twice
+        unsigned at[LAST + (N_ROWS == 3 ? 32 : 24)];    // tokens are 8 or 24 banks apart
     } tokens[TOKENS];
 
     __device__ const unsigned *row(int number, int base) const {
         return tokens[0].at + number * PITCH + base + 2 * row_lane();
     }
 
+    /* The copy for a lane whose rows begin at `base`. */
+    __device__ const unsigned *last(int base) const {
+        const int bank = base + row_lane() / 4 * 8;
+        return tokens[0].at + LAST + (N_ROWS == 3 ? bank % 32 : (bank + 8) % 32 / 16 * 16);
+    }
+
     /* A lane's share of the rows of a product, of 16 neighbours from `base` on. */
     __device__ const unsigned *rows(int base) const {
         if (column_lane() < 2) return row(column_lane(), base);
-        return N_ROWS == 3 && column_lane() == 3 ? row(2, base) : tokens[0].at + LAST;
+        return N_ROWS == 3 && column_lane() == 3 ? row(2, base) : last(base);
     }
 
     /* Of its columns, for M', for I' and for what is read. */
     __device__ const unsigned *mean(int base) const {
-        return column_lane() == 0 ? row(0, base) : tokens[0].at + LAST + 2;
+        return column_lane() == 0 ? row(0, base) : last(base) + 2;
     }
 
     __device__ const unsigned *weight(int base) const {
-        return column_lane() == 1 ? row(1, base) : tokens[0].at + LAST + (column_lane() & 1) * 2 +
+        return column_lane() == 1 ? row(1, base) : last(base) + (column_lane() & 1) * 2 +
                                                        (column_lane() == 0) * 2;
     }
 
     __device__ const unsigned *read(int base) const {
-        return column_lane() == 3 ? row(2, base) : tokens[0].at + LAST + 2;
+        return column_lane() == 3 ? row(2, base) : last(base) + 2;
     }
 
     /* Of four tokens, one for each depth. */
@@ -411,12 +421,18 @@ struct alignas(16) factors {
     }
 
     __device__ void store_last(int t, unsigned x) {
-        *(uint2 *)(tokens[t].at + LAST) = make_uint2(x, x);
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            *(uint2 *)(tokens[t].at + LAST + i * BETWEEN) = make_uint2(x, x);
+        }
     }
 
     __device__ void clear() {
         if (threadIdx.x < TOKENS) {
-            *(uint2 *)(tokens[threadIdx.x].at + LAST + 2) = make_uint2(0, 0);
+#pragma unroll
+            for (int i = 0; i < COPIES; i++) {
+                *(uint2 *)(tokens[threadIdx.x].at + LAST + i * BETWEEN + 2) = make_uint2(0, 0);
+            }
         }
     }
 };
@@ -609,6 +625,17 @@ struct tile_loader {
         asm volatile("cp.async.wait_all;" ::: "memory");
     }
 
+    /* What this thread has asked for since the last one is a group. */
+    __device__ static void commit() {
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+    /* For all groups but the last `LEFT`. */
+    template <int LEFT>
+    __device__ static void wait_but() {
+        asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+    }
+
     /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
     __device__ static void put(tile<Block, PASS> &to, const smems &staged, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
@@ -724,10 +751,19 @@ struct token_scan {
         if constexpr (PASS == BACKWARD_PASS) read = in.columns.read(column);
     }
 
-    /* Token t. */
+    /* Tokens are counted from `by` more on. */
+    __device__ __forceinline__ void move(int by) {
+        constexpr int SLOT_WORDS = sizeof(in.slots) / TOKENS / sizeof(unsigned);
+        constexpr int COLUMN_WORDS = sizeof(in.columns) / TOKENS / sizeof(unsigned);
+        static_assert(!TRANS, "rows are slots");
+        rows += by * SLOT_WORDS;
+        mean += by * COLUMN_WORDS, weight += by * COLUMN_WORDS, read += by * COLUMN_WORDS;
+    }
+
+    /* Token t, or that one behind `front`. */
     template <bool RESCALE>
-    __device__ __forceinline__ void advance(state_frag &c, int t) const {
-        if (RESCALE && in.heads >> t & 1) c.times(in.step[t]);
+    __device__ __forceinline__ void advance(state_frag &c, int t, int front = 0) const {
+        if (RESCALE && in.heads >> (front + t) & 1) c.times(in.step[front + t]);
         const uint2 of_rows = TRANS ? column_factors::get(rows, t) : slot_factors::get(rows, t);
         const uint2 to_mean = TRANS ? slot_factors::get(mean, t) : column_factors::get(mean, t);
         const uint2 to_weight = TRANS ? slot_factors::get(weight, t) :
@@ -1057,10 +1093,12 @@ __device__ __forceinline__ void advance_tile(state_frag &c, const tile<Block, PA
     c.times(in.rest);
 }
 
+/* Tiles are asked for three ahead: beside the states that are written, memory takes its time. */
 template <typename Block>
 struct states_smem {
+    static constexpr int STAGES = 4;
     tile<Block, STATES_PASS> in[2];
-    tile_stage<Block, STATES_PASS> staged[2];
+    tile_stage<Block, STATES_PASS> staged[STAGES];
     typename tile_loader<Block, STATES_PASS>::sources from;
 };
 
@@ -1091,21 +1129,26 @@ importance_states_kernel(const __grid_constant__ mn_importance_args p, const gat
         state_frag c;
         load_first<Block, false>(c, p, at);
         __syncthreads();
-        next::fetch(r.staged[0], r.from, 0, length);
-        next::fetch(r.staged[1], r.from, 1, length);
-        next::wait();
+        constexpr int STAGES = states_smem<Block>::STAGES;
+        for (int i = 0; i < STAGES - 1; i++) {
+            next::fetch(r.staged[i], r.from, i, length);
+            next::commit();
+        }
+        next::template wait_but<STAGES - 2>();
         __syncthreads();
         for (int i = 0; i < n_tiles; i++) {
             const int turn = i % 2;
             c.store(to, SET_STRIDE<Whole>);
             to += between;
             if (i + 1 == n_tiles) break;
-            next::put(r.in[turn], r.staged[turn], 1.0f);
-            next::wait();
+            next::put(r.in[turn], r.staged[i % STAGES], 1.0f);
+            next::template wait_but<STAGES - 3>();
             __syncthreads();
-            next::fetch(r.staged[turn], r.from, i + 2, length);
+            next::fetch(r.staged[(i + STAGES - 1) % STAGES], r.from, i + STAGES - 1, length);
+            next::commit();
             advance_tile<Block, STATES_PASS>(c, r.in[turn]);
         }
+        next::wait();
         __syncthreads();
     }
 }
