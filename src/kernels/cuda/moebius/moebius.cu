@@ -16,6 +16,8 @@ namespace mneme::moebius {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
+enum { RAY_TOKENS = 8 };    // of a ray; those of a tile begin at its multiples
+
 /* Four tokens of a tile. They are read before the sums of the four before them are written: the
  * compiler keeps the order of reads and writes of shared memory, and sums come late. */
 struct token_quad {
@@ -76,23 +78,36 @@ forward_cell(float &y, float &yvar, state &c, proj &x, bool &by_ray, const dynam
     read_cell<FULL>(y, yvar, dyn, j, q, c.eta[j], var, var, prior);
 }
 
+/* The rays of a thread's cells that begin in state c. */
+__device__ __forceinline__ static void begin_rays(proj (&x)[SLOTS], const state &c) {
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) x[j] = { c.lam[j], 1.0f, c.eta[j] };
+}
+
+/* Cell j's state where its ray ends. */
+__device__ __forceinline__ static void end_ray(state &c, int j, const proj &x) {
+    const float by = mn_rcp_ftz(x.d);
+    c.lam[j] = x.n * by, c.eta[j] = x.e * by;
+}
+
 /* A tile that is not whole, by lam and eta, or one with a ray that does not hold. */
 template <bool FULL>
 __device__ __forceinline__ static void
 forward_rows(state &c, const dynamics &dyn, const proj_bound &edge, mn_cell_sums<block> &out,
              const stage<2, 2> &in, int n_rows, bool prior) {
+    state first;
+    proj x[SLOTS];
+    bool by_ray[SLOTS];
 #pragma unroll 1
     for (int t = 0; t < TOKENS; t += 4) {
         float y[4] = {}, yvar[4] = {};
-        const state first = c;
-        proj x[SLOTS];
-        bool by_ray[SLOTS];
         token_quad now;
         now.load(in, t);
+        if (t % RAY_TOKENS == 0) {
+            first = c;
+            begin_rays(x, c);
 #pragma unroll
-        for (int j = 0; j < SLOTS; j++) {
-            x[j] = { c.lam[j], 1.0f, c.eta[j] };
-            by_ray[j] = n_rows == TOKENS;
+            for (int j = 0; j < SLOTS; j++) by_ray[j] = n_rows == TOKENS;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -105,22 +120,17 @@ forward_rows(state &c, const dynamics &dyn, const proj_bound &edge, mn_cell_sums
         }
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) {
-            const float by = mn_rcp_ftz(x[j].d);
-            if (by_ray[j]) c.lam[j] = x[j].n * by, c.eta[j] = x[j].e * by;
+            if (by_ray[j] && (t + 4) % RAY_TOKENS == 0) end_ray(c, j, x[j]);
         }
         store_four<FULL>(out, t, y, yvar);
     }
 }
 
-/* Four tokens by rays; false where they do not hold. */
+/* Four tokens by rays. */
 template <bool FULL>
-__device__ __forceinline__ static bool forward_proj(state &c, float (&y)[4], float (&yvar)[4],
-                                                    const dynamics &dyn, const proj_bound &edge,
+__device__ __forceinline__ static void forward_proj(proj (&x)[SLOTS], float (&y)[4],
+                                                    float (&yvar)[4], const dynamics &dyn,
                                                     const token_quad &in, bool prior) {
-    bool sound = all_positive(in.prec[0]);
-    proj x[SLOTS];
-#pragma unroll
-    for (int j = 0; j < SLOTS; j++) x[j] = { c.lam[j], 1.0f, c.eta[j] };
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         y[i] = yvar[i] = 0.0f;
@@ -132,14 +142,6 @@ __device__ __forceinline__ static bool forward_proj(state &c, float (&y)[4], flo
             read_cell<FULL>(y[i], yvar[i], dyn, j, q, x[j].e, by, x[j].d * by, prior);
         }
     }
-#pragma unroll
-    for (int j = 0; j < SLOTS; j++) {
-        const float by = mn_rcp_ftz(x[j].d);
-        sound = sound && edge.holds(c.lam[j], x[j].n);
-        c.lam[j] = x[j].n * by;
-        c.eta[j] = x[j].e * by;
-    }
-    return sound;
 }
 
 /* A whole tile by rays; false, and nothing done, where one of the warp's does not hold. */
@@ -148,6 +150,7 @@ __device__ __forceinline__ static bool
 forward_tile(state &c, const dynamics &dyn, const proj_bound &edge, mn_cell_sums<block> &out,
              const stage<2, 2> &in, bool prior) {
     state at = c;
+    proj x[SLOTS];
     token_quad now, next;
     bool sound = true;
     now.load(in, 0);
@@ -155,7 +158,14 @@ forward_tile(state &c, const dynamics &dyn, const proj_bound &edge, mn_cell_sums
     for (int t = 0; t < TOKENS; t += 4) {
         float y[4], yvar[4];
         if (t + 4 < TOKENS) next.load(in, t + 4);
-        sound = forward_proj<FULL>(at, y, yvar, dyn, edge, now, prior) && sound;
+        if (t % RAY_TOKENS == 0) begin_rays(x, at);
+        forward_proj<FULL>(x, y, yvar, dyn, now, prior);
+        sound = all_positive(now.prec[0]) && sound;
+#pragma unroll
+        for (int j = 0; j < SLOTS && (t + 4) % RAY_TOKENS == 0; j++) {
+            sound = sound && edge.holds(at.lam[j], x[j].n);
+            end_ray(at, j, x[j]);
+        }
         store_four<FULL>(out, t, y, yvar);
         now = next;
     }
@@ -173,7 +183,7 @@ __global__ void __launch_bounds__(block::THREADS, 3)
     __shared__ stage<2, 2> in[2];
     __shared__ mn_cell_sums<block> out[2];
     const dynamics dyn(p);
-    const proj_bound edge = dyn.edge();
+    const proj_bound edge = dyn.edge(RAY_TOKENS);
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
         const chunk at(p.call, slot);
         if (!at.exists) continue;
@@ -538,7 +548,7 @@ __global__ void __launch_bounds__(block::THREADS, 2)
     extern __shared__ float4 smem_bytes_here[];
     bwd_smem<FULL> &r = *(bwd_smem<FULL> *)smem_bytes_here;
     const dynamics dyn(p);
-    const proj_bound edge = dyn.edge();
+    const proj_bound edge = dyn.edge(4);
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
         const chunk at(p.call, slot);
         if (!at.exists) {

@@ -1,8 +1,9 @@
 /* moebius.cuh - Kalman Linear Attention on GPUs, the parts that its kernels share: cells, the
  * numbers of a tile, chunks.
  *
- * Cells go by rays (projective coordinates), four tokens at a time; a warp for which one of its
- * rays does not hold does the tile again by lam and eta, as it does tiles that are not whole.
+ * Cells go by rays (projective coordinates), eight tokens at a time or, going back, four; a warp
+ * for which one of its rays does not hold does the tile again by lam and eta, as it does tiles that
+ * are not whole.
  *
  * A sequence longer than MIN_CHUNKED tokens goes by chunks of CHUNK, so that time too fills the
  * GPU: moebius_state_scan.cuh finds the state in front of each chunk first and, going back, the
@@ -212,10 +213,11 @@ struct dynamics {
         return proj_step(x, a[j], a2[j], p[j], prec * k, k, v);
     }
 
-    __device__ proj_bound edge() const {
-        proj_bound e = proj_bound::of(a2[0], p[0], 4);
+    /* Of all cells, for so many tokens. */
+    __device__ proj_bound edge(int tokens) const {
+        proj_bound e = proj_bound::of(a2[0], p[0], tokens);
 #pragma unroll
-        for (int j = 1; j < SLOTS; j++) e = e.with(proj_bound::of(a2[j], p[j], 4));
+        for (int j = 1; j < SLOTS; j++) e = e.with(proj_bound::of(a2[j], p[j], tokens));
         return e;
     }
 };
