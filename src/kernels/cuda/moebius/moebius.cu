@@ -447,7 +447,7 @@ backward_proj(adjoint &sum, tile_sums &out, int buffer, quad_inputs &now, const 
               bool prior) {
     proj_trace x;
     proj w[SLOTS];
-    float q[4][SLOTS], gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
+    float q[4][SLOTS], gy[1][4], gw[1][4] = {}, dv[4], dprec[4], keys[4];
     quad_inputs next = {};
 #pragma unroll
     for (int i = 0; i < 4; i++) in.keys[QUERIES].get(q[i], t + i);
@@ -483,8 +483,11 @@ backward_proj(adjoint &sum, tile_sums &out, int buffer, quad_inputs &now, const 
         }
         dv[i] = to.v, dprec[i] = to.prec;
         if (i == 1) next.load(states, in, (t - 4) & (TOKENS - 1));
-        out.keys[buffer].put(t + i, mn_cell_key_sums(to_k, to_q));
+        keys[i] = mn_cell_key_sums(to_k, to_q);
     }
+    /* Stores behind all loads: the compiler keeps their order, and sums come late. */
+#pragma unroll
+    for (int i = 0; i < 4; i++) out.keys[buffer].put(t + i, keys[i]);
     out.lines.put(0, t, dv);
     out.lines.put(1, t, dprec);
 #pragma unroll
@@ -500,9 +503,9 @@ backward_tile(adjoint &sum, tile_sums &out, int buffer, const dynamics &dyn, con
               quad_states &states, const lines_of<FULL> &in, const state &first, bool prior) {
     adjoint tile_adjoint = { sum.d, {}, {}, {} };
     bool sound = true;
-    states.fill(first, dyn, in);
     quad_inputs now;
-    now.load(states, in, TOKENS - 4);
+    now.first = first;
+    states.fill(now.first, now.keys, dyn, in);
 #pragma unroll 1
     for (int t = TOKENS - 4; t >= 0; t -= 4) {
         sound &= backward_proj<FULL>(tile_adjoint, out, buffer, now, dyn, edge, states, in, t,

@@ -578,18 +578,18 @@ struct quad_states {
         }
     }
 
-    /* By rays, of a whole tile. */
+    /* By rays, of a whole tile, but for the last four tokens: from c in front of the tile on, which
+     * goes on to them, as do their numbers in `now`. */
     template <int N_KEYS, int N_LINES>
-    __device__ __forceinline__ void fill(state c, const dynamics &dyn,
+    __device__ __forceinline__ void fill(state &c, four_keys &now, const dynamics &dyn,
                                          const stage<N_KEYS, N_LINES> &in) {
-        four_keys now, next;
+        four_keys next;
         now.load(in, 0);
-        put(0, c);
 #pragma unroll
-        for (int t = 4; t < TOKENS; t += 4) {
-            if (t + 4 < TOKENS) next.load(in, t);
-            proj_four(c, dyn, now);
+        for (int t = 0; t < TOKENS - 4; t += 4) {
+            next.load(in, t + 4);
             put(t, c);
+            proj_four(c, dyn, now);
             now = next;
         }
     }
