@@ -16,6 +16,8 @@ namespace mneme::moebius {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
+enum { RAY_TOKENS = 8 };    // of a ray; those of a tile begin at its multiples
+
 /* Four tokens of a tile. They are read before the sums of the four before them are written: the
  * compiler keeps the order of reads and writes of shared memory, and sums come late. */
 struct token_quad {
@@ -32,15 +34,6 @@ struct token_quad {
         }
     }
 };
-
-/* Sums over slots at four tokens of a tile from t on. */
-template <bool FULL>
-__device__ __forceinline__ static void store_four(mn_cell_sums<block> &out, int t, float (&y)[4],
-                                                  float (&yvar)[4]) {
-    const int at = t + block::slot_lane(), column = block::column(0);
-    out.at[0][0][at][column] = mn_cell_column_sums(y);
-    if (FULL) out.at[1][0][at][column] = mn_cell_column_sums(yvar);
-}
 
 /* What a read of a cell adds to y and yvar. FULL: with yvar, or read from the prior. */
 template <bool FULL>
@@ -76,23 +69,36 @@ forward_cell(float &y, float &yvar, state &c, proj &x, bool &by_ray, const dynam
     read_cell<FULL>(y, yvar, dyn, j, q, c.eta[j], var, var, prior);
 }
 
+/* The rays of a thread's cells that begin in state c. */
+__device__ __forceinline__ static void begin_rays(proj (&x)[SLOTS], const state &c) {
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) x[j] = { c.lam[j], 1.0f, c.eta[j] };
+}
+
+/* Cell j's state where its ray ends. */
+__device__ __forceinline__ static void end_ray(state &c, int j, const proj &x) {
+    const float by = mn_rcp_ftz(x.d);
+    c.lam[j] = x.n * by, c.eta[j] = x.e * by;
+}
+
 /* A tile that is not whole, by lam and eta, or one with a ray that does not hold. */
 template <bool FULL>
 __device__ __forceinline__ static void
-forward_rows(state &c, const dynamics &dyn, const proj_bound &edge, mn_cell_sums<block> &out,
+forward_rows(state &c, const dynamics &dyn, const proj_bound &edge, slot_sums<FULL ? 2 : 1> &out,
              const stage<2, 2> &in, int n_rows, bool prior) {
+    state first;
+    proj x[SLOTS];
+    bool by_ray[SLOTS];
 #pragma unroll 1
     for (int t = 0; t < TOKENS; t += 4) {
         float y[4] = {}, yvar[4] = {};
-        const state first = c;
-        proj x[SLOTS];
-        bool by_ray[SLOTS];
         token_quad now;
         now.load(in, t);
+        if (t % RAY_TOKENS == 0) {
+            first = c;
+            begin_rays(x, c);
 #pragma unroll
-        for (int j = 0; j < SLOTS; j++) {
-            x[j] = { c.lam[j], 1.0f, c.eta[j] };
-            by_ray[j] = n_rows == TOKENS;
+            for (int j = 0; j < SLOTS; j++) by_ray[j] = n_rows == TOKENS;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -105,22 +111,18 @@ forward_rows(state &c, const dynamics &dyn, const proj_bound &edge, mn_cell_sums
         }
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) {
-            const float by = mn_rcp_ftz(x[j].d);
-            if (by_ray[j]) c.lam[j] = x[j].n * by, c.eta[j] = x[j].e * by;
+            if (by_ray[j] && (t + 4) % RAY_TOKENS == 0) end_ray(c, j, x[j]);
         }
-        store_four<FULL>(out, t, y, yvar);
+        out.put(0, t, y);
+        if (FULL) out.put(FULL, t, yvar);
     }
 }
 
-/* Four tokens by rays; false where they do not hold. */
+/* Four tokens by rays. */
 template <bool FULL>
-__device__ __forceinline__ static bool forward_proj(state &c, float (&y)[4], float (&yvar)[4],
-                                                    const dynamics &dyn, const proj_bound &edge,
+__device__ __forceinline__ static void forward_proj(proj (&x)[SLOTS], float (&y)[4],
+                                                    float (&yvar)[4], const dynamics &dyn,
                                                     const token_quad &in, bool prior) {
-    bool sound = all_positive(in.prec[0]);
-    proj x[SLOTS];
-#pragma unroll
-    for (int j = 0; j < SLOTS; j++) x[j] = { c.lam[j], 1.0f, c.eta[j] };
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         y[i] = yvar[i] = 0.0f;
@@ -132,22 +134,15 @@ __device__ __forceinline__ static bool forward_proj(state &c, float (&y)[4], flo
             read_cell<FULL>(y[i], yvar[i], dyn, j, q, x[j].e, by, x[j].d * by, prior);
         }
     }
-#pragma unroll
-    for (int j = 0; j < SLOTS; j++) {
-        const float by = mn_rcp_ftz(x[j].d);
-        sound = sound && edge.holds(c.lam[j], x[j].n);
-        c.lam[j] = x[j].n * by;
-        c.eta[j] = x[j].e * by;
-    }
-    return sound;
 }
 
 /* A whole tile by rays; false, and nothing done, where one of the warp's does not hold. */
 template <bool FULL>
 __device__ __forceinline__ static bool
-forward_tile(state &c, const dynamics &dyn, const proj_bound &edge, mn_cell_sums<block> &out,
+forward_tile(state &c, const dynamics &dyn, const proj_bound &edge, slot_sums<FULL ? 2 : 1> &out,
              const stage<2, 2> &in, bool prior) {
     state at = c;
+    proj x[SLOTS];
     token_quad now, next;
     bool sound = true;
     now.load(in, 0);
@@ -155,8 +150,16 @@ forward_tile(state &c, const dynamics &dyn, const proj_bound &edge, mn_cell_sums
     for (int t = 0; t < TOKENS; t += 4) {
         float y[4], yvar[4];
         if (t + 4 < TOKENS) next.load(in, t + 4);
-        sound = forward_proj<FULL>(at, y, yvar, dyn, edge, now, prior) && sound;
-        store_four<FULL>(out, t, y, yvar);
+        if (t % RAY_TOKENS == 0) begin_rays(x, at);
+        forward_proj<FULL>(x, y, yvar, dyn, now, prior);
+        sound = all_positive(now.prec[0]) && sound;
+#pragma unroll
+        for (int j = 0; j < SLOTS && (t + 4) % RAY_TOKENS == 0; j++) {
+            sound = sound && edge.holds(at.lam[j], x[j].n);
+            end_ray(at, j, x[j]);
+        }
+        out.put(0, t, y);
+        if (FULL) out.put(FULL, t, yvar);
         now = next;
     }
 #pragma unroll
@@ -171,9 +174,9 @@ __global__ void __launch_bounds__(block::THREADS, 3)
     moebius_fwd_kernel(const __grid_constant__ mn_moebius_args p, workspace to, int64_t n_rows,
                        int64_t count) {
     __shared__ stage<2, 2> in[2];
-    __shared__ mn_cell_sums<block> out[2];
+    __shared__ slot_sums<FULL ? 2 : 1> out;
     const dynamics dyn(p);
-    const proj_bound edge = dyn.edge();
+    const proj_bound edge = dyn.edge(RAY_TOKENS);
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
         const chunk at(p.call, slot);
         if (!at.exists) continue;
@@ -183,17 +186,18 @@ __global__ void __launch_bounds__(block::THREADS, 3)
         output_writer<T> y, yvar;
         y.open(p.y, to.sums, 0, p.call, at.span, at.first, n_rows);
         if (FULL) yvar.open(p.yvar, to.sums, 1, p.call, at.span, at.first, n_rows);
-        const auto put = [&](int i, int count) {
-            y.put(out[i % 2], 0, count, TOKENS);
-            if (FULL) yvar.put(out[i % 2], 1, count, TOKENS);
+        const auto put = [&](int count) {    // a tile's, behind a barrier
+            y.put(out, 0, count, TOKENS);
+            if (FULL) yvar.put(out, FULL, count, TOKENS);
+            __syncwarp();
         };
         for_each_tile<T>(in, p, at, [&](int i, int rows, const stage<2, 2> &now) {
-            if (i > 0) put(i - 1, TOKENS);
-            if (rows < TOKENS || !forward_tile<FULL>(c, dyn, edge, out[i % 2], now, p.from_prior)) {
-                forward_rows<FULL>(c, dyn, edge, out[i % 2], now, rows, p.from_prior);
+            if (i > 0) put(TOKENS);
+            if (rows < TOKENS || !forward_tile<FULL>(c, dyn, edge, out, now, p.from_prior)) {
+                forward_rows<FULL>(c, dyn, edge, out, now, rows, p.from_prior);
             }
         });
-        if (at.n_tiles() > 0) put(at.n_tiles() - 1, at.last_rows());
+        if (at.n_tiles() > 0) put(at.last_rows());
         __syncthreads();
         if (at.last()) store_cells(p.lam, p.eta, c, p.call, at.n);
     }
@@ -287,10 +291,11 @@ struct state_prefetch {
     }
 };
 
-/* What the tokens of a tile leave: sums over slots, and each warp's over its channels. */
+/* What the tokens of a tile leave: sums over slots, and each warp's over its channels, which wait
+ * for a barrier and lie in one of two buffers. */
 struct tile_sums {
-    mn_cell_sums<block> lines;
-    mn_cell_key_partials<block> keys;
+    slot_sums<2> lines;
+    mn_cell_key_partials<block> keys[2];
 };
 
 /* Sums over the block's channels for dk and dq on their way to its part of `partials`, tile by
@@ -352,25 +357,26 @@ template <typename T> struct grad_writer {
     }
 
     /* And on to the tile in front of it. */
-    __device__ __forceinline__ void put(const tile_sums &sums, int n_rows) {
-        keys.put(sums.keys, n_rows, -TOKENS);
+    __device__ __forceinline__ void put(const tile_sums &sums, int buffer, int n_rows) {
+        keys.put(sums.keys[buffer], n_rows, -TOKENS);
         dv.put(sums.lines, 0, n_rows, -TOKENS);
         dprec.put(sums.lines, 1, n_rows, -TOKENS);
+        __syncwarp();
     }
 };
 
 template <bool FULL> struct bwd_smem {
     lines_of<FULL> in[2];
     state_prefetch first[2];
-    tile_sums out[2];
+    tile_sums out;
     quad_states states;
 };
 
 /* Four tokens of a tile from t on, by lam and eta. */
 template <bool FULL>
 __device__ __forceinline__ static void
-backward_four(adjoint &sum, tile_sums &out, const dynamics &dyn, const quad_states &states,
-              const lines_of<FULL> &in, int t, int n_rows, bool prior) {
+backward_four(adjoint &sum, tile_sums &out, int buffer, const dynamics &dyn,
+              const quad_states &states, const lines_of<FULL> &in, int t, int n_rows, bool prior) {
     state c[5];
     float gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
     token_quad now;
@@ -390,20 +396,21 @@ backward_four(adjoint &sum, tile_sums &out, const dynamics &dyn, const quad_stat
             token_backward<FULL>(to, sum, dyn, c[i], c[i + 1], now, i, gy[0][i], gw[0][i], prior);
         }
         dv[i] = to.v, dprec[i] = to.prec;
-        out.keys.put(t + i, mn_cell_key_sums(to.k, to.q));
+        out.keys[buffer].put(t + i, mn_cell_key_sums(to.k, to.q));
     }
-    store_four<true>(out.lines, t, dv, dprec);
+    out.lines.put(0, t, dv);
+    out.lines.put(1, t, dprec);
 }
 
 /* A tile by lam and eta, from the state in front of it. */
 template <bool FULL>
 __device__ __forceinline__ static void
-backward_rows(adjoint &sum, tile_sums &out, const dynamics &dyn, quad_states &states,
+backward_rows(adjoint &sum, tile_sums &out, int buffer, const dynamics &dyn, quad_states &states,
               const lines_of<FULL> &in, const state &first, int n_rows, bool prior) {
     states.fill(first, dyn, in, n_rows);
 #pragma unroll 1
     for (int t = TOKENS - 4; t >= 0; t -= 4) {
-        backward_four<FULL>(sum, out, dyn, states, in, t, n_rows, prior);
+        backward_four<FULL>(sum, out, buffer, dyn, states, in, t, n_rows, prior);
     }
 }
 
@@ -434,13 +441,13 @@ struct quad_inputs {
 /* Four tokens of a tile from t on, by rays; false where they do not hold. Those that come next are
  * read in front of the last token's products, for which there is no wait then. */
 template <bool FULL>
-__device__ __forceinline__ static bool backward_proj(adjoint &sum, tile_sums &out, quad_inputs &now,
-                                                     const dynamics &dyn, const proj_bound &edge,
-                                                     const quad_states &states,
-                                                     const lines_of<FULL> &in, int t, bool prior) {
+__device__ __forceinline__ static bool
+backward_proj(adjoint &sum, tile_sums &out, int buffer, quad_inputs &now, const dynamics &dyn,
+              const proj_bound &edge, const quad_states &states, const lines_of<FULL> &in, int t,
+              bool prior) {
     proj_trace x;
     proj w[SLOTS];
-    float q[4][SLOTS], gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
+    float q[4][SLOTS], gy[1][4], gw[1][4] = {}, dv[4], dprec[4], keys[4];
     quad_inputs next = {};
 #pragma unroll
     for (int i = 0; i < 4; i++) in.keys[QUERIES].get(q[i], t + i);
@@ -476,9 +483,13 @@ __device__ __forceinline__ static bool backward_proj(adjoint &sum, tile_sums &ou
         }
         dv[i] = to.v, dprec[i] = to.prec;
         if (i == 1) next.load(states, in, (t - 4) & (TOKENS - 1));
-        out.keys.put(t + i, mn_cell_key_sums(to_k, to_q));
+        keys[i] = mn_cell_key_sums(to_k, to_q);
     }
-    store_four<true>(out.lines, t, dv, dprec);
+    /* Stores behind all loads: the compiler keeps their order, and sums come late. */
+#pragma unroll
+    for (int i = 0; i < 4; i++) out.keys[buffer].put(t + i, keys[i]);
+    out.lines.put(0, t, dv);
+    out.lines.put(1, t, dprec);
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) sum.d.lam[j] = w[j].n, sum.d.eta[j] = w[j].e;
     now = next;
@@ -488,16 +499,17 @@ __device__ __forceinline__ static bool backward_proj(adjoint &sum, tile_sums &ou
 /* A whole tile by rays; false, and nothing done, where one of the warp's does not hold. */
 template <bool FULL>
 __device__ __forceinline__ static bool
-backward_tile(adjoint &sum, tile_sums &out, const dynamics &dyn, const proj_bound &edge,
+backward_tile(adjoint &sum, tile_sums &out, int buffer, const dynamics &dyn, const proj_bound &edge,
               quad_states &states, const lines_of<FULL> &in, const state &first, bool prior) {
     adjoint tile_adjoint = { sum.d, {}, {}, {} };
     bool sound = true;
-    states.fill(first, dyn, in);
     quad_inputs now;
-    now.load(states, in, TOKENS - 4);
+    now.first = first;
+    states.fill(now.first, now.keys, dyn, in);
 #pragma unroll 1
     for (int t = TOKENS - 4; t >= 0; t -= 4) {
-        sound &= backward_proj<FULL>(tile_adjoint, out, now, dyn, edge, states, in, t, prior);
+        sound &= backward_proj<FULL>(tile_adjoint, out, buffer, now, dyn, edge, states, in, t,
+                                     prior);
     }
     if (!all_hold(sound)) return false;
     accumulate_sums(sum, tile_adjoint);
@@ -538,7 +550,7 @@ __global__ void __launch_bounds__(block::THREADS, 2)
     extern __shared__ float4 smem_bytes_here[];
     bwd_smem<FULL> &r = *(bwd_smem<FULL> *)smem_bytes_here;
     const dynamics dyn(p);
-    const proj_bound edge = dyn.edge();
+    const proj_bound edge = dyn.edge(4);
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
         const chunk at(p.call, slot);
         if (!at.exists) {
@@ -565,7 +577,7 @@ __global__ void __launch_bounds__(block::THREADS, 2)
         for (int i = n_tiles - 1; i >= 0; i--) {
             const int rows = i == n_tiles - 1 ? last_rows : TOKENS;
             const lines_of<FULL> &in = r.in[i % 2];
-            tile_sums &out = r.out[i % 2];
+            const int buffer = i % 2;
             state first;
             next.complete(r.in[i % 2]);
             r.first[i % 2].get(first);
@@ -576,18 +588,17 @@ __global__ void __launch_bounds__(block::THREADS, 2)
                 next.issue(r.in[(i - 1) % 2], TOKENS);
                 r.first[(i - 1) % 2].issue(states, set);
             }
-            if (i < n_tiles - 1)
-                grads.put(r.out[(i + 1) % 2], i < n_tiles - 2 ? TOKENS : last_rows);
-            if (rows < TOKENS ||
-                !backward_tile<FULL>(sum, out, dyn, edge, r.states, in, first, p.from_prior)) {
+            if (i < n_tiles - 1) grads.put(r.out, !buffer, i < n_tiles - 2 ? TOKENS : last_rows);
+            if (rows < TOKENS || !backward_tile<FULL>(sum, r.out, buffer, dyn, edge, r.states, in,
+                                                      first, p.from_prior)) {
                 adjoint tile_adjoint = { sum.d, {}, {}, {} };
-                backward_rows<FULL>(tile_adjoint, out, dyn, r.states, in, first, rows,
+                backward_rows<FULL>(tile_adjoint, r.out, buffer, dyn, r.states, in, first, rows,
                                     p.from_prior);
                 accumulate_sums(sum, tile_adjoint);
             }
         }
         __syncthreads();
-        if (n_tiles > 0) grads.put(r.out[0], n_tiles > 1 ? TOKENS : last_rows);
+        if (n_tiles > 0) grads.put(r.out, 0, n_tiles > 1 ? TOKENS : last_rows);
         store_state0_grads(p, to.dynamics, sum, dyn, at, slot);
         __syncthreads();
     }

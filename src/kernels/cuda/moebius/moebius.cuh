@@ -1,8 +1,9 @@
 /* moebius.cuh - Kalman Linear Attention on GPUs, the parts that its kernels share: cells, the
  * numbers of a tile, chunks.
  *
- * Cells go by rays (projective coordinates), four tokens at a time; a warp for which one of its
- * rays does not hold does the tile again by lam and eta, as it does tiles that are not whole.
+ * Cells go by rays (projective coordinates), eight tokens at a time or, going back, four; a warp
+ * for which one of its rays does not hold does the tile again by lam and eta, as it does tiles that
+ * are not whole.
  *
  * A sequence longer than MIN_CHUNKED tokens goes by chunks of CHUNK, so that time too fills the
  * GPU: moebius_state_scan.cuh finds the state in front of each chunk first and, going back, the
@@ -212,10 +213,11 @@ struct dynamics {
         return proj_step(x, a[j], a2[j], p[j], prec * k, k, v);
     }
 
-    __device__ proj_bound edge() const {
-        proj_bound e = proj_bound::of(a2[0], p[0], 4);
+    /* Of all cells, for so many tokens. */
+    __device__ proj_bound edge(int tokens) const {
+        proj_bound e = proj_bound::of(a2[0], p[0], tokens);
 #pragma unroll
-        for (int j = 1; j < SLOTS; j++) e = e.with(proj_bound::of(a2[j], p[j], 4));
+        for (int j = 1; j < SLOTS; j++) e = e.with(proj_bound::of(a2[j], p[j], tokens));
         return e;
     }
 };
@@ -407,51 +409,82 @@ template <typename T, int N_KEYS, int N_LINES> struct tile_prefetch {
     }
 };
 
-/* One kind of sums over slots on its way to memory, tile by tile: to its tensor or, where
- * blockIdx.z counts blocks of slots, to this block's part of `parts`. */
+/* KINDS of sums over slots at the tokens of a tile: of each channel the part of each lane along the
+ * slots, as four tokens at a time leave it. A warp has all slots of its channels and so adds up what
+ * it left itself. Packs of four tokens change places by channel, and lanes lie four numbers further
+ * apart than their channels' tokens: eight lanes of a warp meet different banks, those of a put as
+ * those of a sum. */
+template <int KINDS> struct slot_sums {
+    static_assert(block::GROUPS == 1 && block::C == 1 && TOKENS == 16, "a warp's sums");
+    alignas(16) float at[KINDS][4][block::COLUMNS * TOKENS + 4];
+
+    __device__ __forceinline__ static int place(int column, int t) {
+        return column * TOKENS + (t ^ column / 2 % 4 * 4);
+    }
+
+    /* This thread's part at tokens t, t + 1, t + 2, t + 3; t is a multiple of 4. */
+    __device__ __forceinline__ void put(int kind, int t, const float (&x)[4]) {
+        mn_store<4>(at[kind][block::slot_lane()], place(block::column(0), t), x);
+    }
+
+    __device__ __forceinline__ void get(float (&x)[4], int kind, int column, int t) const {
+        mn_cell_load(x, at[kind][0] + place(column, t));
+#pragma unroll
+        for (int lane = 1; lane < 4; lane++) {
+            float more[4];
+            mn_cell_load(more, at[kind][lane] + place(column, t));
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] += more[i];
+        }
+    }
+};
+
+/* One kind of them on its way to memory, tile by tile: to its tensor or, where blockIdx.z counts
+ * blocks of slots, to this block's part of `parts`. A thread has four tokens of a channel of its
+ * warp. */
 template <typename T> struct output_writer {
-    typedef mn_cell_thread_map<block::COLUMNS, block::THREADS> share;
     char *to;    // the thread's first number
     int64_t row_bytes;
-    int left;    // how many of its numbers have a place; EACH + 1: EACH, as one pack
+    int first;    // its token in the tile; TOKENS if the channel has no place
+
+    __device__ static int column() {
+        return threadIdx.x / 32 * MN_CELL_LANES + threadIdx.x % MN_CELL_LANES;
+    }
+
+    __device__ static int row() {
+        return threadIdx.x % 32 / MN_CELL_LANES * 4;
+    }
 
     __device__ void open(const mn_out &view, float *partials, int kind, const mn_call &call,
-                         const mn_span &span, int64_t first, int64_t n_rows) {
-        const int64_t m = block::column0() + share::place();
-        const int64_t t = span.t0 + first + share::row();
+                         const mn_span &span, int64_t t0, int64_t n_rows) {
+        const int64_t m = block::column0() + column(), t = span.t0 + t0 + row();
         const bool split = gridDim.z > 1;
-        const int64_t row = split ? (blockIdx.z * n_rows + span.b * call.T + t) * 2 + kind : 0;
-        left = (int)max(min(call.V - m, (int64_t)share::EACH), (int64_t)0);
-        to = split ? (char *)(partials + row * call.V + m)
+        const int64_t at = split ? (blockIdx.z * n_rows + span.b * call.T + t) * 2 + kind : 0;
+        first = m < call.V && (split || view.data) ? row() : TOKENS;
+        to = split ? (char *)(partials + at * call.V + m)
                    : (char *)((T *)view.data + span.b * view.stride[0] + t * view.stride[1] + m);
         row_bytes = split ? 2 * call.V * (int64_t)sizeof(float)
                           : view.stride[1] * (int64_t)sizeof(T);
-        if (!split && !view.data) left = 0;
-        const size_t pack = share::EACH * (split ? sizeof(float) : sizeof(T));
-        if (left == share::EACH && ((uintptr_t)to | row_bytes) % pack == 0) left++;
+        /* Hidden from the compiler, which would find them anew for every tile. */
+        asm volatile("" : "+r"(first), "+l"(row_bytes));
     }
 
     template <typename U>
-    __device__ __forceinline__ void store(const float (&x)[share::EACH]) const {
-        if (left > share::EACH) {
-            mn_store<share::EACH>((U *)to, 0, x);
-            return;
-        }
+    __device__ __forceinline__ void store(const float (&x)[4], int n_rows) const {
 #pragma unroll
-        for (int i = 0; i < share::EACH; i++) {
-            if (i < left) mn_put((U *)to + i, x[i]);
+        for (int i = 0; i < 4; i++) {
+            if (first < n_rows - i) mn_put((U *)(to + i * row_bytes), x[i]);
         }
     }
 
-    /* A tile's, and on by so many tokens. */
-    __device__ __forceinline__ void put(const mn_cell_sums<block> &sums, int kind, int n_rows,
+    /* A tile's, and on by so many tokens. All lanes of the warp have left theirs. */
+    template <int KINDS>
+    __device__ __forceinline__ void put(const slot_sums<KINDS> &sums, int kind, int n_rows,
                                         int n_tokens) {
-        if (share::row() < n_rows && left > 0) {
-            float x[share::EACH];
-            mn_cell_load(x, &sums.at[kind][0][share::row()][share::place()]);
-            if (gridDim.z > 1) store<float>(x);
-            else store<T>(x);
-        }
+        float x[4];
+        sums.get(x, kind, column(), row());
+        if (gridDim.z > 1) store<float>(x, n_rows);
+        else store<T>(x, n_rows);
         to += n_tokens * row_bytes;
     }
 };
@@ -545,18 +578,18 @@ struct quad_states {
         }
     }
 
-    /* By rays, of a whole tile. */
+    /* By rays, of a whole tile, but for the last four tokens: from c in front of the tile on, which
+     * goes on to them, as do their numbers in `now`. */
     template <int N_KEYS, int N_LINES>
-    __device__ __forceinline__ void fill(state c, const dynamics &dyn,
+    __device__ __forceinline__ void fill(state &c, four_keys &now, const dynamics &dyn,
                                          const stage<N_KEYS, N_LINES> &in) {
-        four_keys now, next;
+        four_keys next;
         now.load(in, 0);
-        put(0, c);
 #pragma unroll
-        for (int t = 4; t < TOKENS; t += 4) {
-            if (t + 4 < TOKENS) next.load(in, t);
-            proj_four(c, dyn, now);
+        for (int t = 0; t < TOKENS - 4; t += 4) {
+            next.load(in, t + 4);
             put(t, c);
+            proj_four(c, dyn, now);
             now = next;
         }
     }

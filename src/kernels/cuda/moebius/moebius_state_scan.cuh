@@ -7,9 +7,9 @@
  * would find. Maps of adjoints take eleven instructions and a reciprocal more, none of them on that
  * chain.
  *
- * A block has 16 channels and 16 slots and brings 64 or 128 tokens at a time to shared memory; a thread
- * goes through them by rays, 16 without a look back, and does them again by lam and eta where rays
- * did not hold. */
+ * A block has 16 channels and 16 slots and brings 64 or 128 tokens at a time to shared memory; a
+ * thread goes through them by rays, 16 without a look back, and does them again by lam and eta
+ * where rays did not hold. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_STATE_SCAN_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_STATE_SCAN_CUH
 
