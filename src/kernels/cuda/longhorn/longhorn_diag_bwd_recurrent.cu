@@ -62,8 +62,8 @@ struct alignas(16) step_record {
     unsigned writes[TILE];     // w v in two parts; going back in its unit
 };
 
-/* And what else a token needs going back: numbers of columns and k in units of theirs, and bounds
- * of what it adds to S and to D. */
+/* And what else a token needs going back; numbers of columns and k are in units of theirs, powers
+ * of two. */
 template <int ROW_WARPS>
 struct token_record : step_record<ROW_WARPS> {
     typedef step_record<ROW_WARPS> step;
@@ -73,7 +73,9 @@ struct token_record : step_record<ROW_WARPS> {
     alignas(16) unsigned cot_write[TILE / 4][4];    // in half precision: do, w v of four columns
     unsigned w_value[TILE / 4][4];                  // w; v as it was stored
     unsigned k_pair[step::ROWS];                    // in half precision: k, k^2 / 8
-    float grow, write_unit, read, cot_unit, w_unit, k_unit;
+    float4 adjoint;    // a bound of q do', units of do, of w v, and of w times -2
+    float2 state;      // a bound of k (w v)', the unit of w v
+    float cot_unit, k_unit;
 };
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -298,7 +300,7 @@ struct lane_places {
         column_sum = kept((int)offsetof(sums, columns)
                           + 4 * ((2 * warp_coord::down() + depth / 2) * sums::PITCH
                                  + warp_coord::column() + place));
-        units = kept(4 * (GROUP + 1) * warp_coord::warp()), cells = kept(16 * (int)threadIdx.x);
+        units = kept(4 * GROUP * warp_coord::warp()), cells = kept(16 * (int)threadIdx.x);
     }
 };
 
@@ -318,14 +320,14 @@ struct smem_of {
     typedef sizes<ROW_WARPS> size;
     token_record<ROW_WARPS> in[GROUP];
     sums_record<ROW_WARPS> sums[GROUP];
-    float state_unit[size::WARPS][GROUP + 1];    // of the states in front of tokens and behind all
+    float state_unit[size::WARPS][GROUP];    // of the states in front of tokens
     alignas(16) uint4 front[size::CELLS];        // state in front of a group
     uint4 states[GROUP - 1][size::CELLS];        // and of its other tokens
 };
 
-/* The largest of a token's do and w v. */
-struct largest_columns {
-    float cot, written;
+/* The largest of a token's do and w v; units. */
+struct column_sizes {
+    float cot, written, cot_unit, write_unit, w_unit;
 };
 
 template <int N>
@@ -452,7 +454,7 @@ struct prefetch {
         }
     }
 
-    __device__ largest_columns put_columns_back(token_record<ROW_WARPS> &to, int n,
+    __device__ column_sizes put_columns_back(token_record<ROW_WARPS> &to, int n,
                                                 float all) const {
         const int pair = threadIdx.x % 32;
         float w[2], write[2];
@@ -473,12 +475,12 @@ struct prefetch {
             to.writes[place] = split(to_write * write[c]);
             to.cots[place] = bf16_pair(to_cot * cots[c], to_cot * cots[c]);
         }
-        to.cot_unit = cot_unit, to.write_unit = write_unit, to.w_unit = w_unit;
-        return { __uint_as_float(most_cot), __uint_as_float(most_written) };
+        return { __uint_as_float(most_cot), __uint_as_float(most_written), cot_unit, write_unit,
+                 w_unit };
     }
 
     __device__ void put_rows_back(token_record<ROW_WARPS> &to, float scale, int n,
-                                  largest_columns most_of) const {
+                                  const column_sizes &of) const {
         const int row = threadIdx.x % 32 * ITEMS;
         float key[ITEMS], query[ITEMS];
         unsigned halves[ITEMS], queries[ITEMS];
@@ -493,9 +495,10 @@ struct prefetch {
         }
         store_words<ITEMS>(to.k_pair + row, halves);
         store_words<ITEMS>(to.queries + row, queries);
-        to.k_unit = unit;
-        to.grow = __uint_as_float(most) * most_of.written;
-        to.read = __uint_as_float(most_read) * most_of.cot;
+        to.k_unit = unit, to.cot_unit = of.cot_unit;
+        to.state = make_float2(__uint_as_float(most) * of.written, of.write_unit);
+        to.adjoint = make_float4(__uint_as_float(most_read) * of.cot, of.cot_unit, of.write_unit,
+                                 -2.0f * of.w_unit);
     }
 };
 
@@ -656,11 +659,11 @@ template <int ROW_WARPS>
 __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const pairs &front,
                                           smem_of<ROW_WARPS> &smem,
                                           const lane_places<ROW_WARPS> &own, float &bound,
-                                          float &unit, int token) {
+                                          float &unit, float &unit_behind, int token) {
     const token_record<ROW_WARPS> &in = smem.in[token];
     sums_record<ROW_WARPS> &sums = smem.sums[token];
-    const float *units = &behind_of<float>(smem.state_unit, own.units) + token;
-    const float front_unit = units[0];
+    const float front_unit = (&behind_of<float>(smem.state_unit, own.units))[token];
+    const float4 of = in.adjoint;
     const uint4 b = behind_of<uint4>(in.cot_write, own.pack);
     const uint2 w = behind_of<uint2>(in.w_value, own.pack);
     const uint4 pairs_of_k = behind_of<uint4>(in.k_pair, own.rows);
@@ -671,18 +674,17 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
     float x[2][4], x_k[2][4], x_kk[2][4];
 #pragma unroll
     for (int m = 0; m < 2; m++) mma_zero(x[m], behind[m], b.x, b.y);
-    behind_of<float>(&sums, own.row_sum) = row_of(x) * units[1];
-    D.make_room(bound, unit, in.read);
-    D.take(in, own, factor_of(in.cot_unit * inverse_of(unit)));
+    behind_of<float>(&sums, own.row_sum) = row_of(x) * unit_behind;
+    unit_behind = front_unit;
+    D.make_room(bound, unit, of.x);
+    D.take(in, own, factor_of(of.y * inverse_of(unit)));
 #pragma unroll
     for (int m = 0; m < 2; m++) {
         unsigned read[4], product[4];
         D.pack(read, m);
         D.scale(m, keys, weights);
-        mma_zero(x_k[m], read, b.z, b.w);
 #pragma unroll
         for (int n = 0; n < 4; n++) product[n] = multiply(read[n], front[m][n]);
-        mma_zero(x_kk[m], product, w.x, w.y);
         const unsigned k0 = halves[2 * m], k1 = halves[2 * m + 1];
         if (m == 0) {
             add_rows<true>(column_k, read, twice_low(k0), twice_low(k1));
@@ -691,11 +693,13 @@ __device__ __forceinline__ void token_bwd(cells &D, const pairs &behind, const p
             add_rows<false>(column_k, read, twice_low(k0), twice_low(k1));
             add_rows<false>(column_kk, product, twice_high(k0), twice_high(k1));
         }
+        mma_zero(x_k[m], read, b.z, b.w);
+        mma_zero(x_kk[m], product, w.x, w.y);
     }
     const float key = __uint_as_float(behind_of<unsigned>(in.keys[2], own.row) << 16);
-    const float to_k = row_of(x_k) * unit * in.write_unit;
-    const float to_kk = row_of(x_kk) * front_unit * unit * in.w_unit;
-    behind_of<float>(sums.rows[0][1], own.row_sum) = fmaf(-2.0f * key, to_kk, to_k);
+    const float to_k = row_of(x_k) * unit * of.z;
+    const float to_kk = row_of(x_kk) * front_unit * unit * of.w;
+    behind_of<float>(sums.rows[0][1], own.row_sum) = fmaf(key, to_kk, to_k);
     const float2 to_v = columns_of(column_k), to_w = columns_of(column_kk);
     const float sum = own_of(to_v.x, to_v.y, to_w.x, to_w.y) * unit;
     behind_of<float>(&sums, own.column_sum) =
@@ -884,7 +888,8 @@ __device__ inline float save_states(pairs &last, uint4 *saved, int64_t stride,
  * Behind the last token of a sequence there are zeros, which change nothing. */
 template <int ROW_WARPS, typename Ask>
 __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &unit_of_D, bool look,
-                                          pairs &behind, float unit, smem_of<ROW_WARPS> &smem,
+                                          pairs &behind, float &unit_behind, float unit,
+                                          smem_of<ROW_WARPS> &smem,
                                           const lane_places<ROW_WARPS> &own, Ask ask) {
     constexpr int THREADS = sizes<ROW_WARPS>::THREADS;
     float *units = &behind_of<float>(smem.state_unit, own.units), bound = 2.0f;
@@ -897,8 +902,9 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
 #pragma unroll 2
     for (int token = 0; token + 1 < GROUP; token++) {
         const token_record<ROW_WARPS> &in = smem.in[token];
-        S.make_room(bound, unit, in.grow);
-        S.template advance<true>(in, own, factor_of(in.write_unit * inverse_of(unit)));
+        const float2 of = in.state;
+        S.make_room(bound, unit, of.x);
+        S.template advance<true>(in, own, factor_of(of.y * inverse_of(unit)));
         S.pack(old);
         units[token + 1] = unit;
         store_packed<THREADS>(smem.states[token], own.cells, old);
@@ -912,10 +918,10 @@ __device__ __forceinline__ void group_bwd(cells &D, float &most_of_D, float &uni
 #pragma unroll 1
     for (int token = GROUP - 1; token > 0; token -= 2) {
         load_packed<THREADS>(old, smem.states[token - 1], own.cells);
-        token_bwd(D, behind, old, smem, own, most_of_D, unit_of_D, token);
+        token_bwd(D, behind, old, smem, own, most_of_D, unit_of_D, unit_behind, token);
         if (token == GROUP - 1) ask();
         load_packed<THREADS>(behind, token == 1 ? smem.front : smem.states[token - 2], own.cells);
-        token_bwd(D, old, behind, smem, own, most_of_D, unit_of_D, token - 1);
+        token_bwd(D, old, behind, smem, own, most_of_D, unit_of_D, unit_behind, token - 1);
     }
 }
 
@@ -961,8 +967,8 @@ longhorn_diag_bwd_products(const __grid_constant__ mn_column_params p, int64_t t
                 ahead.template move<-1>(p);
                 ahead.template fetch<true>(p, at);
             }
-            smem.state_unit[warp_coord::warp()][GROUP] = unit_behind, unit_behind = own;
-            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind, own, smem,
+            group_bwd<ROW_WARPS>(D, most_of_D, unit_of_D, looks % 4 == 0, behind, unit_behind, own,
+                                 smem,
                                  places, [&]() { if (n > 0) ask(n - 1); });
             warp_sums<ROW_WARPS> sums;
             if (!brings) sums.load(smem.in);
